@@ -190,7 +190,7 @@ FSDP_API fsdp_status fsdp_chunk_with_empty(int64_t dim_size, int num_chunks, int
    Source      torch: _get_dim0_padded_size */
 FSDP_API fsdp_status fsdp_dim0_padded_size(const int64_t *shape, int ndim, int world, int64_t *out);
 
-/* fsdp_dim_chunked_size - shape of one rank's chunk along `dim`; a chunk without elements has 0 there
+/* fsdp_dim_chunked_size - shape of one rank's chunk along `dim`; 0 there when it has no elements
    shape, out  int64_t[ndim]; may be the same array
    dim         -ndim <= dim < ndim
    Result      FSDP_OK; FSDP_ERR_INVALID_ARG
@@ -331,7 +331,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp
 FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world);
 
 /* fsdp_abort - fail this world on all ranks: every wait ends with FSDP_ERR_ABORTED and `why`
-   Collective  no      Blocks no      Allocates no      Thread any, also while the world is in use */
+   Collective  no      Blocks no      Allocates no
+   Thread any, also while the world is in use */
 FSDP_API void fsdp_abort(fsdp_world *world, const char *why);
 
 typedef int (*fsdp_rank_fn)(fsdp_world *world, void *arg); // its result: 0 is success
@@ -352,7 +353,7 @@ typedef struct fsdp_spawn_desc {
                another value. fsdp_last_error(NULL) names the rank. The others are ended: worlds
                aborted, processes then terminated, after grace_ms killed
    Collective  no: call it outside any world      Blocks until all ranks have ended
-   Allocates   yes      Thread any. Processes are forked: call it before other threads are started */
+   Allocates   yes      Thread any. Processes are forked: call it before starting threads */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn,
                                                 void *arg);
 
@@ -435,8 +436,9 @@ typedef struct fsdp_mesh_info {
 
 /* fsdp_mesh_info_init - check and fill a mesh info
    shard_dim, replicate_dim  a dim of the mesh, or -1 for none
-   Result      FSDP_OK; INVALID_ARG: both dims -1, a dim that the kind needs is -1, a dim that it does not
-               have is set, a dim out of range, both the same, or this rank is outside the mesh
+   Result      FSDP_OK; INVALID_ARG: both dims -1, a dim that the kind needs is -1, a dim that it
+               does not have is set, a dim out of range, both the same, or this rank is outside the
+               mesh
    Collective  no      Blocks no      Allocates no
    Source      torch: DataParallelMeshInfo, FSDPMeshInfo, DDPMeshInfo, HSDPMeshInfo */
 FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int shard_dim,
@@ -524,9 +526,10 @@ typedef struct fsdp_unit_desc {
 
 /* fsdp_fully_shard - add a unit of parameters that are gathered and reduced together
    unit        owned by the model
-   Result      FSDP_OK; INVALID_ARG (scalar, negative size, bad dim, integer parameter that requires a
-               gradient, ...: the text names the parameter and the field), UNSUPPORTED, INVALID_STATE
-               (the model is committed), OUT_OF_MEMORY. After a failure the model is as before
+   Result      FSDP_OK; INVALID_ARG (scalar, negative size, bad dim, integer parameter that requires
+               a gradient, ...: the text names the parameter and the field), UNSUPPORTED,
+               INVALID_STATE (the model is committed), OUT_OF_MEMORY. After a failure the model is
+               as before
    Collective  yes: every rank of the mesh, same desc, same order (checked at the first collective)
    Blocks      no      Allocates yes: tables only; shards are allocated by fsdp_model_commit
    Source      torch: fully_shard */
@@ -535,12 +538,14 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_fully_shard(fsdp_model *model, const f
 
 /* fsdp_model_commit - lay out and allocate shards and gradients, zero-filled; idempotent. Called by
    the first hook, init_params, load, flat or view if you do not
-   Result      FSDP_OK; INVALID_STATE (no units), OUT_OF_MEMORY (sizes in the text), collective errors
+   Result      FSDP_OK; INVALID_STATE (no units), OUT_OF_MEMORY (sizes in the text), collective
+               errors
    Collective  yes: every rank of the mesh      Blocks no      Allocates yes
    Note        a failure on one rank of several aborts the world, so that the others do not wait */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_commit(fsdp_model *model);
 
-/* fsdp_model_reserve - allocate the buffers of forward and backward now instead of at their first use
+/* fsdp_model_reserve - allocate the buffers of forward and backward now instead of at their first
+   use
    Result      FSDP_OK; OUT_OF_MEMORY, collective errors
    Collective  yes: every rank of the mesh      Blocks no      Allocates yes */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_reserve(fsdp_model *model);
@@ -569,8 +574,8 @@ FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k);
 
 typedef void (*fsdp_init_fn)(void *user, const fsdp_param_view *block);
 
-/* fsdp_init_params - let fn fill the parameters, a block of rows at a time; the whole model is never
-   in memory. Ends with fsdp_params_changed
+/* fsdp_init_params - let fn fill the parameters, a block of rows at a time; the whole model is
+   never in memory. Ends with fsdp_params_changed
    fn          fills block->data (host memory, block->dtype, block->local_shape at block->start); called
                for consecutive row blocks of this rank's rows of at most fill_bytes, never empty ones
    Result      FSDP_OK; INVALID_STATE (a unit is not idle), what commit returns
@@ -580,13 +585,15 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_init_params(fsdp_model *model, fsdp_in
 /* fsdp_param_view_get - view of parameter i of a unit; data and shard are the same
    fsdp_param_at       - of parameter `ordinal` of the model
    Result      FSDP_OK; INVALID_ARG, what commit returns
-   Collective  as fsdp_model_commit at the first use, then no      Blocks no      Allocates as commit
+   Collective  as fsdp_model_commit at the first use, then no      Blocks no
+   Allocates as commit
    Source      torch: the sharded nn.Parameter(DTensor), _from_local_no_grad */
 FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_view *out);
 FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_view *out);
 
 /* fsdp_next_param - step through all parameters: start with a zeroed view; 0 at the end
-   Collective  as fsdp_model_commit at the first use, then no      Blocks no      Allocates as commit */
+   Collective  as fsdp_model_commit at the first use, then no      Blocks no
+   Allocates as commit */
 FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view);
 
 /* fsdp_num_params, fsdp_num_units - of the model; 0 for NULL
@@ -604,22 +611,26 @@ typedef struct fsdp_flat {
 } fsdp_flat;
 
 /* fsdp_model_flat - the flat block of one dtype
-   Result      FSDP_OK (numel 0: no trainable parameter of that dtype); INVALID_ARG, what commit returns
+   Result      FSDP_OK (numel 0: no trainable parameter of that dtype); INVALID_ARG, what commit
+               returns
    Gradients   of parameters that have none are zero after fsdp_finalize_backward
-   Collective  as fsdp_model_commit at the first use, then no      Blocks no      Allocates as commit */
+   Collective  as fsdp_model_commit at the first use, then no      Blocks no
+   Allocates as commit */
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out);
 
 /* fsdp_param_load - take this rank's rows from a full tensor; ends with fsdp_params_changed
    full        host memory, the parameter's shape and dtype, row-major
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), what commit returns
-   Collective  as fsdp_model_commit at the first use, then no      Blocks no      Allocates as commit */
+   Collective  as fsdp_model_commit at the first use, then no      Blocks no
+   Allocates as commit */
 FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *full);
 
 /* fsdp_param_full - gather a parameter to one full tensor, in its own dtype whatever param_dtype is
    fsdp_param_full_grad - gather its gradient; zeros when it has none
    full        host memory, the parameter's shape and dtype; NULL: take part, but keep nothing
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle, frozen), collective errors
-   Collective  yes: every rank of the mesh      Blocks yes, at most timeout_ms per step of fill_bytes
+   Collective  yes: every rank of the mesh
+   Blocks yes, at most timeout_ms per step of fill_bytes
    Allocates   a scratch buffer of at most fill_bytes at the first use */
 FSDP_API fsdp_status fsdp_param_full(fsdp_unit *unit, int index, void *full);
 FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full);
@@ -652,30 +663,30 @@ FSDP_API fsdp_status fsdp_pre_forward(fsdp_unit *unit);
    Source      torch: FSDPState._post_forward, FSDPParamGroup.post_forward */
 FSDP_API fsdp_status fsdp_post_forward(fsdp_unit *unit);
 
-/* fsdp_pre_backward - parameters are gathered again, gradients are zero or hold earlier microbatches;
-   on asynchronous devices the unit before in the order of forwards is on its way
+/* fsdp_pre_backward - parameters are gathered again, gradients are zero or hold earlier
+   microbatches; on asynchronous devices the unit before in the order of forwards is on its way
    Result      FSDP_OK; INVALID_STATE (no grad-enabled forward of the unit is outstanding, ...);
                OUT_OF_MEMORY; collective errors
    Collective  yes      Blocks until gathered, at most timeout_ms      Allocates at its first use
    Source      torch: FSDPState._pre_backward, FSDPParamGroup.pre_backward */
 FSDP_API fsdp_status fsdp_pre_backward(fsdp_unit *unit);
 
-/* fsdp_post_backward - the caller has finished writing gradients; parameters are freed, gradients are
-   averaged over the ranks into their owners' shards (added to what is there), unless sync is off
+/* fsdp_post_backward - the caller has finished writing gradients; parameters are freed, gradients
+   are averaged over the ranks into their owners' shards (added to what is there), unless sync is off
    Result      FSDP_OK; INVALID_STATE; OUT_OF_MEMORY; collective errors
    Collective  yes      Blocks inline: until reduced; with lanes or streams: no
    Allocates   at its first use      Source torch: FSDPParamGroup.post_backward, foreach_reduce */
 FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit);
 
-/* fsdp_finalize_backward - end of backward: units still open in backward are finished, left-overs are
-   freed, every sharded gradient is ready
+/* fsdp_finalize_backward - end of backward: units still open in backward are finished, left-overs
+   are freed, every sharded gradient is ready
    Result      FSDP_OK; the first failure of a hook since the last finalize; INVALID_STATE (a unit is
                open in forward: named); collective errors
    Collective  yes      Blocks until all reductions are done      Allocates at its first use
    Source      torch: FSDPState._root_post_backward_final_callback, finalize_backward */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_finalize_backward(fsdp_model *model);
 
-/* fsdp_data - full parameter `index`, contiguous, full shape, in param_dtype; valid from pre_* to post_*
+/* fsdp_data - full parameter `index`, contiguous, in param_dtype; valid from pre_* to post_*
    fsdp_grad - where its gradient is written (frozen parameter: NULL); valid from pre_ to
                post_backward; marks the parameter as used
    Result      NULL, and a logged text, in a state where there is none; a zero-size parameter never
@@ -711,8 +722,8 @@ FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model);
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_clip_grad_norm(fsdp_model *model, double max_norm,
                                                          double *norm);
 
-/* fsdp_model_reset - bring every unit back to IDLE and SHARDED after an interrupted step; gradients,
-   also those already reduced, and unreduced microbatches are dropped
+/* fsdp_model_reset - bring every unit back to IDLE and SHARDED after an interrupted step;
+   gradients, also those already reduced, and unreduced microbatches are dropped
    Result      FSDP_OK; the stored status if the world is aborted
    Collective  no, but every rank has to do the same      Blocks for operations under way
    Allocates   no      Source torch: reset_iter_state */
@@ -722,8 +733,9 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
    (IDLE, POST_BACKWARD).
    fsdp_set_grad_enabled           0: forwards are evaluation and are not waited for by a backward
    fsdp_set_is_last_backward       0: finalize keeps the record of forwards for a further backward
-   fsdp_set_requires_gradient_sync 0: post_backward keeps gradients on this rank, unreduced (no_sync)
-   fsdp_set_reshard_after_forward  FSDP_RESHARD_*      fsdp_set_reshard_after_backward 0 or 1
+   fsdp_set_requires_gradient_sync 0: post_backward keeps gradients here, unreduced (no_sync)
+   fsdp_set_reshard_after_forward  FSDP_RESHARD_ALWAYS or _NEVER
+   fsdp_set_reshard_after_backward 0: parameters stay gathered after backward
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE
    Collective  no, but every rank has to do the same      Blocks no      Allocates no
    Source      torch: FSDPModule methods of the same names, torch.set_grad_enabled */
@@ -903,8 +915,8 @@ typedef struct fsdp_memory {
 } fsdp_memory;
 
 /* fsdp_model_memory - what is allocated now. fsdp_model_predict - what training will have allocated
-   after a step: one forward and one backward of every unit, in the order of their creation and back,
-   units that never reshard open around the others; allocates nothing on the device
+   after a step: one forward and one backward of every unit, in the order of their creation and
+   back, units that never reshard open around the others; allocates nothing on the device
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, INVALID_STATE (predict: no units)
    Collective  no      Blocks no      Allocates predict: temporary tables */
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out);
@@ -940,7 +952,8 @@ typedef struct fsdp_boot {
     void *user;            // fsdp_world_desc.user
 } fsdp_boot;
 
-// Ranks of a new process group in order; color < 0: this rank is not in it, but takes part in the call.
+// Ranks of a new process group in order; color < 0: this rank is not in it, but takes part in the
+// call.
 typedef struct fsdp_group {
     int color, index, size, lane; // index: my place, or -1; lane: FSDP_STREAM_* that will use it
     const int32_t *ranks;         // [size], world ranks
@@ -957,10 +970,10 @@ typedef struct fsdp_caps {
 
 /* One collective, as data. Offsets of segments are elements of dtype (full side, and src of a
    gather) and out_dtype (dst of a scatter).
-   all_gather      dst[full + k*count ..] = src_k[shard ..] of rank k; in_place: src_k[.] is already at its
-                   place in rank k's dst, and src is ignored
-   reduce_scatter  dst[shard ..] (+)= scale * sum over k, in rank order, of src_k[full + me*count ..]; without
-                   FSDP_CAP_FUSED_REDUCE: dtypes equal, scale 1, accumulate 0
+   all_gather      dst[full + k*count ..] = src_k[shard ..] of rank k; in_place: src_k[.] is already
+                   at its place in rank k's dst, and src is ignored
+   reduce_scatter  dst[shard ..] (+)= scale * sum of src_k[full + me*count ..] over k, in rank
+                   order; without FSDP_CAP_FUSED_REDUCE: dtypes equal, scale 1, accumulate 0
    all_reduce      dst = redop over k of src_k, in place (src == dst), count elements
    broadcast       dst of all = dst of root, count elements
    Complete means: the result is in place *and* src may be overwritten.                           */
@@ -1030,7 +1043,7 @@ struct fsdp_device_ops {
 
 /* ============================================================================================ */
 /* Implementation, leaves first. Outside the guard: a header that included fsdp.h before does not
-   hide it. Needs nothing that strict C99 hides: hidden calls are reached by fsdpi_syscall.         */
+   hide it. Needs nothing that strict C99 hides: hidden calls are reached by fsdpi_syscall. */
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED)
 #define FSDP_IMPLEMENTED
@@ -1055,7 +1068,7 @@ extern "C" {
 
 FSDP_API const char *fsdp_status_name(fsdp_status status) {
     switch (status) {
-#define FSDP_X(name, value, text)                                                                 \
+#define FSDP_X(name, value, text)                                                                  \
     case FSDP_##name: return "FSDP_" #name;
         FSDP_STATUS_LIST(FSDP_X)
 #undef FSDP_X
@@ -1065,7 +1078,7 @@ FSDP_API const char *fsdp_status_name(fsdp_status status) {
 
 FSDP_API const char *fsdp_status_text(fsdp_status status) {
     switch (status) {
-#define FSDP_X(name, value, text)                                                                 \
+#define FSDP_X(name, value, text)                                                                  \
     case FSDP_##name: return text;
         FSDP_STATUS_LIST(FSDP_X)
 #undef FSDP_X
@@ -1076,8 +1089,8 @@ FSDP_API const char *fsdp_status_text(fsdp_status status) {
 /* -------------------------------------------------------------------------------------------- */
 // >>dtype
 // Owns: element types, their conversions, and every loop over elements: cast, sum, norm.
-// Invariants: the same inputs give the same bits with any compiler flags. Sums run in rank order; no
-// expression both multiplies and adds, since a compiler may contract that to one rounding. Loops
+// Invariants: the same inputs give the same bits with any compiler flags. Sums run in rank order;
+// no expression both multiplies and adds, since a compiler may contract that to one rounding. Loops
 // work on blocks that stay in the first-level cache.
 
 #define FSDPI_BLOCK 1024 // elements
@@ -1096,7 +1109,7 @@ FSDP_API int fsdp_dtype_is_float(fsdp_dtype dtype) {
 }
 
 FSDP_API const char *fsdp_dtype_name(fsdp_dtype dtype) {
-    static const char *const names[FSDP_DTYPE_COUNT] = {"?",   "f32", "f64", "f16", "bf16",
+    static const char *const names[FSDP_DTYPE_COUNT] = {"?",  "f32", "f64", "f16", "bf16",
                                                         "u8", "i8",  "i16", "i32", "i64"};
     return dtype > 0 && dtype < FSDP_DTYPE_COUNT ? names[dtype] : "?";
 }
@@ -1140,7 +1153,8 @@ static inline float fsdpi_f16_to_f32(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000u) << 16, em = h & 0x7FFFu;
     uint32_t normal = (em << 13) + (112u << 23);
     uint32_t special = (em << 13) | 0x7F800000u | (em > 0x7C00u ? 0x00400000u : 0u);
-    uint32_t tiny = fsdpi_f32_bits((float)(int32_t)em * 5.9604644775390625e-8f); // em * 2^-24, exact
+    uint32_t tiny = fsdpi_f32_bits((float)(int32_t)em *
+                                   5.9604644775390625e-8f); // em * 2^-24, exact
     uint32_t u = em >= 0x7C00u ? special : normal;
     return fsdpi_f32_of(sign | (em < 0x0400u ? tiny : u));
 }
@@ -1222,21 +1236,24 @@ static void fsdpi_store_f64(void *dst, fsdp_dtype dtype, const double *src, size
 }
 
 // acc (op)= x, element by element.
-#define FSDPI_COMBINE(type, acc, x, count, redop)                                                 \
-    do {                                                                                          \
-        if ((redop) == FSDP_SUM)                                                                  \
-            for (size_t i_ = 0; i_ < (count); i_++) (acc)[i_] = (type)((acc)[i_] + (x)[i_]);      \
-        else if ((redop) == FSDP_MAX)                                                             \
-            for (size_t i_ = 0; i_ < (count); i_++) (acc)[i_] = (x)[i_] > (acc)[i_] ? (x)[i_] : (acc)[i_]; \
-        else                                                                                      \
-            for (size_t i_ = 0; i_ < (count); i_++) (acc)[i_] = (x)[i_] < (acc)[i_] ? (x)[i_] : (acc)[i_]; \
+#define FSDPI_COMBINE(type, acc, x, count, redop)                                                  \
+    do {                                                                                           \
+        if ((redop) == FSDP_SUM)                                                                   \
+            for (size_t i_ = 0; i_ < (count); i_++) (acc)[i_] = (type)((acc)[i_] + (x)[i_]);       \
+        else if ((redop) == FSDP_MAX)                                                              \
+            for (size_t i_ = 0; i_ < (count); i_++)                                                \
+                (acc)[i_] = (x)[i_] > (acc)[i_] ? (x)[i_] : (acc)[i_];                             \
+        else                                                                                       \
+            for (size_t i_ = 0; i_ < (count); i_++)                                                \
+                (acc)[i_] = (x)[i_] < (acc)[i_] ? (x)[i_] : (acc)[i_];                             \
     } while (0)
 
 // One block of dst (+)= scale * (src_0 op src_1 op ...), in f32. The scale is applied to the whole
 // block before anything is added, in loops of their own: see the invariants above.
-static FSDPI_NOINLINE void fsdpi_reduce_block_f32(void *dst, fsdp_dtype dst_dtype, const char *const *srcs,
-                                                  int num_srcs, fsdp_dtype dtype, size_t count,
-                                                  float scale, int accumulate, fsdp_redop redop) {
+static FSDPI_NOINLINE void fsdpi_reduce_block_f32(void *dst, fsdp_dtype dst_dtype,
+                                                  const char *const *srcs, int num_srcs,
+                                                  fsdp_dtype dtype, size_t count, float scale,
+                                                  int accumulate, fsdp_redop redop) {
     float acc[FSDPI_BLOCK], tmp[FSDPI_BLOCK];
     const float *x = fsdpi_load_f32(acc, srcs[0], dtype, count);
     if (num_srcs == 1 && scale == 1.0f && !accumulate) {
@@ -1257,9 +1274,10 @@ static FSDPI_NOINLINE void fsdpi_reduce_block_f32(void *dst, fsdp_dtype dst_dtyp
     fsdpi_store_f32(dst, dst_dtype, acc, count);
 }
 
-static FSDPI_NOINLINE void fsdpi_reduce_block_f64(void *dst, fsdp_dtype dst_dtype, const char *const *srcs,
-                                                  int num_srcs, fsdp_dtype dtype, size_t count,
-                                                  float scale, int accumulate, fsdp_redop redop) {
+static FSDPI_NOINLINE void fsdpi_reduce_block_f64(void *dst, fsdp_dtype dst_dtype,
+                                                  const char *const *srcs, int num_srcs,
+                                                  fsdp_dtype dtype, size_t count, float scale,
+                                                  int accumulate, fsdp_redop redop) {
     double acc[FSDPI_BLOCK], tmp[FSDPI_BLOCK];
     const double *x = fsdpi_load_f64(acc, srcs[0], dtype, count);
     if (x != acc) memcpy(acc, x, count * sizeof *acc);
@@ -1278,20 +1296,23 @@ static FSDPI_NOINLINE void fsdpi_reduce_block_f64(void *dst, fsdp_dtype dst_dtyp
 
 // Sum of squares in f64. Eight running sums, joined in a fixed order: the bits depend on the values
 // alone, not on alignment or on how the compiler vectorises.
-static FSDPI_UNUSED FSDPI_NOINLINE double fsdpi_sum_squares(const void *src, fsdp_dtype dtype, size_t count) {
+static FSDPI_UNUSED FSDPI_NOINLINE double fsdpi_sum_squares(const void *src, fsdp_dtype dtype,
+                                                            size_t count) {
     double sums[8] = {0, 0, 0, 0, 0, 0, 0, 0}, tmp[FSDPI_BLOCK];
     size_t size = fsdp_dtype_size(dtype);
     for (size_t at = 0; at < count; at += FSDPI_BLOCK) {
         size_t n = count - at < FSDPI_BLOCK ? count - at : FSDPI_BLOCK;
         const double *x = fsdpi_load_f64(tmp, (const char *)src + at * size, dtype, n);
         size_t i = 0;
-        // A loop of its own: clang -Ofast fuses a product and a sum in one loop whatever pragmas say.
+        // A loop of its own: clang -Ofast fuses a product and a sum in one loop whatever pragmas
+        // say.
         for (size_t k = 0; k < n; k++) tmp[k] = x[k] * x[k];
         for (; i + 8 <= n; i += 8)
             for (int k = 0; k < 8; k++) sums[k] += tmp[i + (size_t)k];
         for (int k = 0; i < n; i++, k++) sums[k] += tmp[i];
     }
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) + ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) +
+           ((sums[4] + sums[5]) + (sums[6] + sums[7]));
 }
 
 #if defined(__clang__)
@@ -1329,9 +1350,9 @@ static void fsdpi_reduce_ints(void *dst, const char *const *srcs, int num_srcs, 
 /* dst[0..count) (+)= scale * (src_0 op src_1 op ...), sources in order. The one reduction of the
    library: casts, scaled copies, fused reduce-scatter and all-reduce of the CPU backends.
    dst may be one of the sources. Sums in f64 when a dtype is f64, else in f32.                   */
-static FSDPI_UNUSED void fsdpi_reduce(void *dst, fsdp_dtype dst_dtype, const char *const *srcs, int num_srcs,
-                         fsdp_dtype dtype, size_t count, float scale, int accumulate,
-                         fsdp_redop redop) {
+static FSDPI_UNUSED void fsdpi_reduce(void *dst, fsdp_dtype dst_dtype, const char *const *srcs,
+                                      int num_srcs, fsdp_dtype dtype, size_t count, float scale,
+                                      int accumulate, fsdp_redop redop) {
     size_t in = fsdp_dtype_size(dtype), out = fsdp_dtype_size(dst_dtype);
     if (num_srcs == 1 && dtype == dst_dtype && scale == 1.0f && !accumulate) {
         if (dst != (const void *)srcs[0]) memmove(dst, srcs[0], count * in);
@@ -1347,19 +1368,26 @@ static FSDPI_UNUSED void fsdpi_reduce(void *dst, fsdp_dtype dst_dtype, const cha
         const char *block[FSDPI_MAX_SRCS];
         for (int k = 0; k < num_srcs; k++) block[k] = srcs[k] + at * in;
         char *d = (char *)dst + at * out;
-        if (wide) fsdpi_reduce_block_f64(d, dst_dtype, block, num_srcs, dtype, n, scale, accumulate, redop);
-        else fsdpi_reduce_block_f32(d, dst_dtype, block, num_srcs, dtype, n, scale, accumulate, redop);
+        if (wide)
+            fsdpi_reduce_block_f64(d, dst_dtype, block, num_srcs, dtype, n, scale, accumulate,
+                                   redop);
+        else
+            fsdpi_reduce_block_f32(d, dst_dtype, block, num_srcs, dtype, n, scale, accumulate,
+                                   redop);
     }
 }
 
 FSDP_API fsdp_status fsdp_convert(void *dst, fsdp_dtype dst_dtype, const void *src,
                                   fsdp_dtype src_dtype, int64_t count) {
-    if (count < 0 || !fsdp_dtype_size(dst_dtype) || !fsdp_dtype_size(src_dtype)) return FSDP_ERR_INVALID_ARG;
+    if (count < 0 || !fsdp_dtype_size(dst_dtype) || !fsdp_dtype_size(src_dtype))
+        return FSDP_ERR_INVALID_ARG;
     if (count > 0 && (!dst || !src)) return FSDP_ERR_INVALID_ARG;
-    if (dst_dtype != src_dtype && !(fsdp_dtype_is_float(dst_dtype) && fsdp_dtype_is_float(src_dtype)))
+    if (dst_dtype != src_dtype &&
+        !(fsdp_dtype_is_float(dst_dtype) && fsdp_dtype_is_float(src_dtype)))
         return FSDP_ERR_INVALID_ARG;
     const char *srcs[1] = {(const char *)src};
-    if (count > 0) fsdpi_reduce(dst, dst_dtype, srcs, 1, src_dtype, (size_t)count, 1.0f, 0, FSDP_SUM);
+    if (count > 0)
+        fsdpi_reduce(dst, dst_dtype, srcs, 1, src_dtype, (size_t)count, 1.0f, 0, FSDP_SUM);
     return FSDP_OK;
 }
 
@@ -1427,8 +1455,10 @@ FSDP_API fsdp_status fsdp_chunk_with_empty(int64_t dim_size, int num_chunks, int
     return FSDP_OK;
 }
 
-FSDP_API fsdp_status fsdp_dim0_padded_size(const int64_t *shape, int ndim, int world, int64_t *out) {
-    if (!shape || !out || ndim < 1 || ndim > FSDP_MAX_DIMS || world < 1) return FSDP_ERR_INVALID_ARG;
+FSDP_API fsdp_status fsdp_dim0_padded_size(const int64_t *shape, int ndim, int world,
+                                           int64_t *out) {
+    if (!shape || !out || ndim < 1 || ndim > FSDP_MAX_DIMS || world < 1)
+        return FSDP_ERR_INVALID_ARG;
     for (int d = 0; d < ndim; d++)
         if (shape[d] < 0) return FSDP_ERR_INVALID_ARG;
     int64_t padded = fsdpi_mul(fsdpi_ceil_div(shape[0], world), world);
@@ -1463,7 +1493,8 @@ static fsdp_status fsdpi_layout_param(const fsdp_layout *layout, fsdp_layout_par
     for (int d = 0; d < p->ndim; d++)
         if (p->shape[d] < 0) return FSDP_ERR_INVALID_ARG;
     fsdp_range range;
-    fsdp_status status = fsdp_shard_range(p->shape[p->shard_dim], layout->world, layout->rank, &range);
+    fsdp_status status = fsdp_shard_range(p->shape[p->shard_dim], layout->world, layout->rank,
+                                          &range);
     if (status) return status;
     int64_t outer = fsdpi_numel(p->shape, 0, p->shard_dim);
     int64_t inner = fsdpi_numel(p->shape, p->shard_dim + 1, p->ndim);
@@ -1495,12 +1526,14 @@ static fsdp_layout_param *fsdpi_layout_pack_of_one(fsdp_layout_param *params, in
     return only && only->shard_dim == 0 ? only : NULL;
 }
 
-// Blocks between one packed parameter's staging rows (row k at stage + k*pitch) and its full tensor.
+// Blocks between one packed parameter's staging rows (row k at stage + k*pitch) and its full
+// tensor.
 static int fsdpi_layout_blocks(const fsdp_layout *layout, const fsdp_layout_param *p, int64_t stage,
                                int64_t pitch, fsdp_block *out) {
     if (p->shard_numel == 0) return 0;
     if (p->shard_dim == 0) { // the shards one after another are the tensor
-        fsdp_block b = {stage, p->full_offset, p->shard_numel, layout->world, pitch, p->shard_numel};
+        fsdp_block b = {stage,         p->full_offset, p->shard_numel,
+                        layout->world, pitch,          p->shard_numel};
         if (out) out[0] = b;
         return 1;
     }
@@ -1512,7 +1545,11 @@ static int fsdpi_layout_blocks(const fsdp_layout *layout, const fsdp_layout_para
         (void)fsdp_shard_range(p->shape[p->shard_dim], layout->world, k, &range);
         int64_t width = range.count * inner;
         if (width == 0) continue;
-        fsdp_block b = {stage + k * pitch, p->full_offset + range.start * inner, width, outer, width,
+        fsdp_block b = {stage + k * pitch,
+                        p->full_offset + range.start * inner,
+                        width,
+                        outer,
+                        width,
                         p->shape[p->shard_dim] * inner};
         if (out) out[num] = b;
         num++;
@@ -1523,7 +1560,8 @@ static int fsdpi_layout_blocks(const fsdp_layout *layout, const fsdp_layout_para
 FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
                                         fsdp_seg *segs, fsdp_block *blocks) {
     if (!layout || count < 0 || (count > 0 && !params)) return FSDP_ERR_INVALID_ARG;
-    if (layout->world < 1 || layout->rank < 0 || layout->rank >= layout->world) return FSDP_ERR_INVALID_ARG;
+    if (layout->world < 1 || layout->rank < 0 || layout->rank >= layout->world)
+        return FSDP_ERR_INVALID_ARG;
     int64_t direct = 0, packed = 0; // elements of one rank's shards so far
     int num_segs = 0, num_blocks = 0;
     for (int i = 0; i < count; i++) {
@@ -1541,7 +1579,8 @@ FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *
     layout->packed_numel = only ? 0 : packed;
     int64_t gathered = layout->full_base + layout->world * layout->shard_numel;
     int64_t stage = layout->full_base + layout->world * direct;
-    int64_t final_base = layout->final_base ? layout->final_base : fsdpi_align_up(gathered, FSDP_ALIGN_NUMEL);
+    int64_t final_base = layout->final_base ? layout->final_base
+                                            : fsdpi_align_up(gathered, FSDP_ALIGN_NUMEL);
     int64_t final = final_base;
     for (int i = 0; i < count; i++) {
         fsdp_layout_param *p = &params[i];
@@ -1600,7 +1639,8 @@ struct fsdpi_timespec {
 
 extern long fsdpi_syscall(long number, ...) __asm__("syscall");
 extern int fsdpi_clock_gettime(int clock, struct fsdpi_timespec *out) __asm__("clock_gettime");
-extern int fsdpi_nanosleep(const struct fsdpi_timespec *wanted, struct fsdpi_timespec *left) __asm__("nanosleep");
+extern int fsdpi_nanosleep(const struct fsdpi_timespec *wanted,
+                           struct fsdpi_timespec *left) __asm__("nanosleep");
 extern int fsdpi_kill(int pid, int sig) __asm__("kill");
 
 static int64_t fsdpi_monotonic_ns(void *user) {
@@ -1623,7 +1663,8 @@ static void fsdpi_futex_wait(uint32_t *word, uint32_t expected, int64_t timeout_
     struct fsdpi_timespec t;
     t.tv_sec = (long)(timeout_ns / 1000000000);
     t.tv_nsec = (long)(timeout_ns % 1000000000);
-    (void)fsdpi_syscall(SYS_futex, word, shared ? 0 : 128 /* FUTEX_PRIVATE_FLAG */, expected, &t, NULL, 0);
+    (void)fsdpi_syscall(SYS_futex, word, shared ? 0 : 128 /* FUTEX_PRIVATE_FLAG */, expected, &t,
+                        NULL, 0);
 }
 
 static void fsdpi_futex_wake_all(uint32_t *word, int shared) {
@@ -1638,7 +1679,7 @@ static inline void fsdpi_pause(void) {
 #endif
 }
 
-#define FSDPI_LOAD(p) __atomic_load_n((p), __ATOMIC_ACQUIRE)
+#define FSDPI_LOAD(p)     __atomic_load_n((p), __ATOMIC_ACQUIRE)
 #define FSDPI_STORE(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 
 // A lock for a few instructions: error texts, lists of ranks as threads.
@@ -1665,8 +1706,8 @@ static uint64_t fsdpi_hash_text(const char *text) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>alloc
-// Owns: host memory. Every block is zero-filled, aligned to 64 bytes, and remembers its size, so that
-// the allocator of the desc gets back what it gave.
+// Owns: host memory. Every block is zero-filled, aligned to 64 bytes, and remembers its size, so
+// that the allocator of the desc gets back what it gave.
 
 #define FSDPI_ALIGN 64
 
@@ -1708,12 +1749,17 @@ static void fsdpi_free(const fsdp_allocator *a, void *ptr) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>log
-// Owns: error texts and the way out for every message. Invariant: the first failure of a world stays;
-// later calls return it. The only writable static is a thread's text for failures without a world.
+// Owns: error texts and the way out for every message. Invariant: the first failure of a world
+// stays; later calls return it. The only writable static is a thread's text for failures without a
+// world.
 
 #define FSDPI_TEXT 1024
 
-enum { FSDPI_INLINE, FSDPI_LANES, FSDPI_NATIVE }; // how ops run: at once, by worker threads, by the device
+enum {
+    FSDPI_INLINE,
+    FSDPI_LANES,
+    FSDPI_NATIVE
+}; // how ops run: at once, by worker threads, by the device
 
 typedef struct fsdpi_lane fsdpi_lane;
 
@@ -1732,17 +1778,18 @@ struct fsdp_world {
     char error[FSDPI_TEXT];
     char job[128];
     const fsdp_comm_ops *comm_ops; // NULL: one rank
-    fsdp_comm *comm, *reduce_comm; // reduce_comm: equal to comm unless two streams may run at a time
+    fsdp_comm *comm,
+        *reduce_comm; // reduce_comm: equal to comm unless two streams may run at a time
     fsdp_caps caps;
     const fsdp_device_ops *device_ops;
     fsdp_device *device;
-    int mode;                                // FSDPI_INLINE, ...
-    void *streams[FSDP_STREAM_COUNT];        // FSDPI_NATIVE
-    fsdpi_lane *lanes[FSDP_STREAM_COUNT];    // FSDPI_LANES; COMPUTE has none; may be the same one
-    void *bounce;                            // comm memory for collectives on host data
+    int mode;                             // FSDPI_INLINE, ...
+    void *streams[FSDP_STREAM_COUNT];     // FSDPI_NATIVE
+    fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDPI_LANES; COMPUTE has none; may be the same one
+    void *bounce;                         // comm memory for collectives on host data
     uint64_t seq;
-    fsdp_mesh *meshes;   // all of this world
-    fsdp_model *models;  // all of this world
+    fsdp_mesh *meshes;  // all of this world
+    fsdp_model *models; // all of this world
 };
 
 static __thread char fsdpi_thread_error[FSDPI_TEXT];
@@ -1783,10 +1830,12 @@ static fsdp_status fsdpi_fail(fsdp_world *w, fsdp_status status, const char *fmt
     return status;
 }
 
-// Abort the world with a finished text: sticky here, and told to the peers. The first failure stays.
+// Abort the world with a finished text: sticky here, and told to the peers. The first failure
+// stays.
 static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const char *text) {
     uint32_t none = 0;
-    if (!__atomic_compare_exchange_n(&w->failed, &none, (uint32_t)status, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE))
+    if (!__atomic_compare_exchange_n(&w->failed, &none, (uint32_t)status, 0, __ATOMIC_ACQ_REL,
+                                     __ATOMIC_ACQUIRE))
         return (fsdp_status)none;
     fsdpi_set_error(w, text);
     fsdpi_log(w, FSDP_LOG_ERROR, status, text);
@@ -1813,8 +1862,8 @@ static int fsdpi_is_nan(double x) {
 
 static fsdp_status fsdpi_failed(const fsdp_world *w) { return (fsdp_status)FSDPI_LOAD(&w->failed); }
 
-/* Copies a desc into a zeroed struct of this header's size. An older program's struct is shorter: its
-   size says so, and its end canary is then the last thing in it. */
+/* Copies a desc into a zeroed struct of this header's size. An older program's struct is shorter:
+   its size says so, and its end canary is then the last thing in it. */
 static fsdp_status fsdpi_desc_read(void *dst, const void *src, size_t size, const char *what) {
     uint32_t given, canary;
     uint64_t end;
@@ -1824,13 +1873,15 @@ static fsdp_status fsdpi_desc_read(void *dst, const void *src, size_t size, cons
     memcpy(&canary, (const char *)src + sizeof given, sizeof canary);
     if (given == 0) given = (uint32_t)size;
     if (given > size || given < 24)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG,
-                          "%s.size is %u, expected 0 or at most %u: zero the struct before filling it, and build "
-                          "with the header of the library",
-                          what, given, (unsigned)size);
+        return fsdpi_fail(
+            NULL, FSDP_ERR_INVALID_ARG,
+            "%s.size is %u, expected 0 or at most %u: zero the struct before filling it, and build "
+            "with the header of the library",
+            what, given, (unsigned)size);
     memcpy(&end, (const char *)src + given - sizeof end, sizeof end);
     if (canary || end)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: a canary is not 0: zero the struct before filling it", what);
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG,
+                          "%s: a canary is not 0: zero the struct before filling it", what);
     memcpy(dst, src, given - sizeof end);
     return FSDP_OK;
 }
@@ -1840,24 +1891,26 @@ extern int fsdpi_backtrace(void **frames, int size) __asm__("backtrace");
 extern char **fsdpi_backtrace_symbols(void *const *frames, int size) __asm__("backtrace_symbols");
 #endif
 
-/* An invariant of the library does not hold: log "[Rank r]", the text and a backtrace, and abort the
-   world. Such a failure usually hits one rank only and would look like a time-out elsewhere.
+/* An invariant of the library does not hold: log "[Rank r]", the text and a backtrace, and abort
+   the world. Such a failure usually hits one rank only and would look like a time-out elsewhere.
    Source: torch: _raise_assert_with_print. */
-static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char *where, const char *what) {
+static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char *where,
+                                                      const char *what) {
     char text[FSDPI_TEXT];
     snprintf(text, sizeof text, "[Rank %d] %s: %s does not hold", w->rank, where, what);
 #if defined(__GLIBC__)
     void *frames[32];
     int num = fsdpi_backtrace(frames, 32);
     char **names = fsdpi_backtrace_symbols(frames, num);
-    for (int i = 0; names && i < num; i++) fsdpi_log(w, FSDP_LOG_ERROR, FSDP_ERR_INTERNAL, names[i]);
+    for (int i = 0; names && i < num; i++)
+        fsdpi_log(w, FSDP_LOG_ERROR, FSDP_ERR_INTERNAL, names[i]);
     free(names);
 #endif
     return fsdpi_world_fail(w, FSDP_ERR_INTERNAL, text);
 }
 
 #ifndef FSDP_ASSERT
-#define FSDP_ASSERT(world, condition) \
+#define FSDP_ASSERT(world, condition)                                                              \
     ((condition) ? FSDP_OK : fsdpi_assert_failed((world), __func__, #condition))
 #endif
 
@@ -1905,7 +1958,8 @@ static fsdp_status fsdpi_host_copy(fsdp_device *device, void *stream, const fsdp
         for (int64_t row = 0; row < b.height; row++) {
             const char *src = (const char *)op->src_ptr + (size_t)(b.src + row * b.src_pitch) * in;
             char *dst = (char *)op->dst_ptr + (size_t)(b.dst + row * b.dst_pitch) * out;
-            fsdpi_reduce(dst, op->out_dtype, &src, 1, op->dtype, (size_t)b.width, op->scale, op->accumulate, FSDP_SUM);
+            fsdpi_reduce(dst, op->out_dtype, &src, 1, op->dtype, (size_t)b.width, op->scale,
+                         op->accumulate, FSDP_SUM);
         }
     }
     return FSDP_OK;
@@ -1930,16 +1984,30 @@ static fsdp_status fsdpi_host_norm(fsdp_device *device, void *stream, const fsdp
 }
 
 static const fsdp_device_ops *fsdpi_host_ops(void) {
-    static const fsdp_device_ops ops = {
-        FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_HOST, "host", fsdpi_host_open, fsdpi_host_close,
-        fsdpi_host_alloc, fsdpi_host_free, NULL, NULL, NULL, NULL, NULL, NULL,
-        fsdpi_host_copy, fsdpi_host_zero, fsdpi_host_norm};
+    static const fsdp_device_ops ops = {FSDP_DEVICE_VERSION,
+                                        sizeof(fsdp_device_ops),
+                                        FSDP_DEVICE_HOST,
+                                        "host",
+                                        fsdpi_host_open,
+                                        fsdpi_host_close,
+                                        fsdpi_host_alloc,
+                                        fsdpi_host_free,
+                                        NULL,
+                                        NULL,
+                                        NULL,
+                                        NULL,
+                                        NULL,
+                                        NULL,
+                                        fsdpi_host_copy,
+                                        fsdpi_host_zero,
+                                        fsdpi_host_norm};
     return &ops;
 }
 
 /* -------------------------------------------------------------------------------------------- */
 // >>comm
-// Owns: which backends are compiled in, and the one place that turns an op record into a collective.
+// Owns: which backends are compiled in, and the one place that turns an op record into a
+// collective.
 
 #if !defined(FSDP_BACKEND_SHM) && !defined(FSDP_NO_BACKEND)
 #define FSDP_BACKEND_SHM 1
@@ -1987,7 +2055,9 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     c.state = op->state;
     c.scale = op->scale;
     c.root = op->root;
-    c.segs = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER ? (const fsdp_seg *)op->list : NULL;
+    c.segs = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER
+                 ? (const fsdp_seg *)op->list
+                 : NULL;
     c.num_segs = op->list_count;
     c.count = op->count;
     c.src = op->src_ptr;
@@ -1996,9 +2066,10 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     c.what = op->what;
     c.stream = stream;
     // What all ranks must agree on. seq is left out: ranks may differ in purely local ops.
-    uint64_t h = fsdpi_hash(op->kind, ((uint64_t)op->dtype << 40) | ((uint64_t)op->out_dtype << 32) |
-                                          ((uint64_t)op->redop << 24) | ((uint64_t)op->label << 16) |
-                                          ((uint64_t)op->state << 8) | op->accumulate);
+    uint64_t h = fsdpi_hash(op->kind,
+                            ((uint64_t)op->dtype << 40) | ((uint64_t)op->out_dtype << 32) |
+                                ((uint64_t)op->redop << 24) | ((uint64_t)op->label << 16) |
+                                ((uint64_t)op->state << 8) | op->accumulate);
     h = fsdpi_hash(fsdpi_hash(h, op->count), (uint64_t)(uint32_t)op->root);
     c.fingerprint = fsdpi_hash(h, op->what_hash);
     fsdp_status status = w->comm_ops->run(op->comm, &c);
@@ -2009,17 +2080,17 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
 /* -------------------------------------------------------------------------------------------- */
 // >>lanes
 // Owns: the execution of op records, inline or by worker threads, and events. A lane is one thread
-// with a FIFO of records; an event is a place in a lane's order. Invariants: records of one stream run
-// in the order of issue; COMPUTE is the caller's own thread, so what it did is done.
+// with a FIFO of records; an event is a place in a lane's order. Invariants: records of one stream
+// run in the order of issue; COMPUTE is the caller's own thread, so what it did is done.
 
 #define FSDPI_LANE_OPS 64 // records in flight per lane; issuing one more waits
 
 struct fsdpi_lane {
     fsdp_world *world;
     pthread_t thread;
-    uint64_t issued;              // by the caller's thread
-    uint32_t head, done;          // published, finished; low 32 bits of counts
-    uint32_t asleep, waited_for;  // somebody sleeps on head, on done
+    uint64_t issued;             // by the caller's thread
+    uint32_t head, done;         // published, finished; low 32 bits of counts
+    uint32_t asleep, waited_for; // somebody sleeps on head, on done
     uint32_t stop;
     fsdp_op ring[FSDPI_LANE_OPS];
 };
@@ -2038,12 +2109,14 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
     }
     if (status == FSDP_OK) return FSDP_OK;
     char text[FSDPI_TEXT];
-    snprintf(text, sizeof text, "rank %d: %s (%s) of '%s' failed on device %s: %s", w->rank, fsdp_op_name(op->kind),
-             fsdp_label_name(op->label), op->what, d->name, fsdp_status_text(status));
+    snprintf(text, sizeof text, "rank %d: %s (%s) of '%s' failed on device %s: %s", w->rank,
+             fsdp_op_name(op->kind), fsdp_label_name(op->label), op->what, d->name,
+             fsdp_status_text(status));
     return fsdpi_world_fail(w, status, text);
 }
 
-// Wait until the lane has finished `seq` records: spin for about the time of a hand-off, then sleep.
+// Wait until the lane has finished `seq` records: spin for about the time of a hand-off, then
+// sleep.
 static void fsdpi_lane_wait(fsdpi_lane *lane, uint64_t seq) {
     for (int spin = 0; spin < 200; spin++) {
         if ((int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)seq) >= 0) return;
@@ -2075,10 +2148,12 @@ static void *fsdpi_lane_main(void *arg) {
             fsdpi_lane *other = w->lanes[op->wait[i].stream];
             if (other && other != lane) fsdpi_lane_wait(other, op->wait[i].seq);
         }
-        if (!fsdpi_failed(w)) (void)fsdpi_execute(w, op, NULL); // a failure is sticky: seen by the caller
+        if (!fsdpi_failed(w))
+            (void)fsdpi_execute(w, op, NULL); // a failure is sticky: seen by the caller
         next++;
         __atomic_store_n(&lane->done, next, __ATOMIC_SEQ_CST);
-        if (__atomic_exchange_n(&lane->waited_for, 0u, __ATOMIC_SEQ_CST)) fsdpi_futex_wake_all(&lane->done, 0);
+        if (__atomic_exchange_n(&lane->waited_for, 0u, __ATOMIC_SEQ_CST))
+            fsdpi_futex_wake_all(&lane->done, 0);
     }
 }
 
@@ -2103,7 +2178,8 @@ static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     int rc = pthread_create(&lane->thread, NULL, fsdpi_lane_main, lane);
     if (rc) {
         fsdpi_free(&w->boot.allocator, lane);
-        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "a lane's thread could not be started: %s", strerror(rc));
+        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "a lane's thread could not be started: %s",
+                          strerror(rc));
     }
     w->lanes[stream] = lane;
     return FSDP_OK;
@@ -2137,7 +2213,8 @@ static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
     if (w->mode == FSDPI_NATIVE) {
         for (int i = 0; i < 2; i++) {
             if (!op->wait[i].native) continue;
-            fsdp_status status = w->device_ops->wait(w->device, w->streams[op->stream], op->wait[i].native);
+            fsdp_status status = w->device_ops->wait(w->device, w->streams[op->stream],
+                                                     op->wait[i].native);
             if (status) return fsdpi_world_fail(w, status, "waiting for an event failed");
         }
         return fsdpi_execute(w, op, w->streams[op->stream]);
@@ -2165,7 +2242,8 @@ static fsdp_status fsdpi_env_int(const char *name, int min, int *out, int *found
     char *end;
     long value = strtol(text, &end, 10);
     if (*end || value < min || value > 0x7FFFFFFF)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "environment variable %s is '%s', expected an integer of at least %d",
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG,
+                          "environment variable %s is '%s', expected an integer of at least %d",
                           name, text, min);
     *out = (int)value;
     return FSDP_OK;
@@ -2179,7 +2257,8 @@ static fsdp_status fsdpi_env_ranks(fsdp_world_desc *d) {
     if (!status) status = fsdpi_env_int("LOCAL_RANK", 0, &local, &has_local);
     if (status) return status;
     if (has_rank != has_size)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "environment variable %s is set but %s is not: a launcher sets both",
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG,
+                          "environment variable %s is set but %s is not: a launcher sets both",
                           has_rank ? "RANK" : "WORLD_SIZE", has_rank ? "WORLD_SIZE" : "RANK");
     d->rank = rank;
     d->world_size = size;
@@ -2191,17 +2270,22 @@ static fsdp_status fsdpi_env_ranks(fsdp_world_desc *d) {
 static fsdp_status fsdpi_job_name(const fsdp_world_desc *d, char *out, size_t cap) {
     const char *job = d->job ? d->job : getenv("FSDP_JOB_ID");
     const char *port = getenv("MASTER_PORT"), *address = getenv("MASTER_ADDR");
-    const char *run = getenv("TORCHELASTIC_RUN_ID"), *restart = getenv("TORCHELASTIC_RESTART_COUNT");
+    const char *run = getenv("TORCHELASTIC_RUN_ID"),
+               *restart = getenv("TORCHELASTIC_RESTART_COUNT");
     int used;
     if (job) used = snprintf(out, cap, "%s", job);
-    else used = snprintf(out, cap, "%s:%s:%s:%s", address ? address : "", port ? port : "", run ? run : "", restart ? restart : "");
+    else
+        used = snprintf(out, cap, "%s:%s:%s:%s", address ? address : "", port ? port : "",
+                        run ? run : "", restart ? restart : "");
     if (!job && !port && d->world_size > 1)
         return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG,
-                          "%d ranks need a common name: start the program with tools/fsdprun or torchrun, or set MASTER_PORT "
+                          "%d ranks need a common name: start the program with tools/fsdprun or "
+                          "torchrun, or set MASTER_PORT "
                           "or FSDP_JOB_ID, or fsdp_world_desc.job",
                           d->world_size);
     if (used < 0 || (size_t)used >= cap)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "the job's name is longer than %u bytes", (unsigned)cap - 1);
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "the job's name is longer than %u bytes",
+                          (unsigned)cap - 1);
     return FSDP_OK;
 }
 
@@ -2215,7 +2299,9 @@ static fsdp_status fsdpi_env_log_level(int *out) {
             *out = i;
             return FSDP_OK;
         }
-    return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "environment variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
+    return fsdpi_fail(
+        NULL, FSDP_ERR_INVALID_ARG,
+        "environment variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
 }
 
 // Fill in what the desc leaves to the environment, and check the rest.
@@ -2223,21 +2309,27 @@ static fsdp_status fsdpi_world_resolve(fsdp_world_desc *d) {
     fsdp_status status = FSDP_OK;
     int found;
     if (d->world_size == 0) status = fsdpi_env_ranks(d);
-    if (!status && d->timeout_ms == 0) status = fsdpi_env_int("FSDP_TIMEOUT_MS", 1, &d->timeout_ms, &found);
+    if (!status && d->timeout_ms == 0)
+        status = fsdpi_env_int("FSDP_TIMEOUT_MS", 1, &d->timeout_ms, &found);
     if (!status && d->lanes == 0) status = fsdpi_env_int("FSDP_LANES", 0, &d->lanes, &found);
     if (!status && d->log_level == FSDP_LOG_DEFAULT) status = fsdpi_env_log_level(&d->log_level);
     if (status) return status;
     if (d->timeout_ms == 0) d->timeout_ms = 60000;
     if (d->lanes < 0) d->lanes = 0;
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "rank %d of a world of %d: expected 0 <= rank < world_size", d->rank, d->world_size);
-    if (d->timeout_ms < 0 || d->lanes > 2 || d->local_rank < 0 || d->log_level < 0 || d->log_level > FSDP_LOG_NONE)
         return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG,
-                          "fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, log_level %d: expected timeout_ms >= 0, lanes -1..2, "
+                          "rank %d of a world of %d: expected 0 <= rank < world_size", d->rank,
+                          d->world_size);
+    if (d->timeout_ms < 0 || d->lanes > 2 || d->local_rank < 0 || d->log_level < 0 ||
+        d->log_level > FSDP_LOG_NONE)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG,
+                          "fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, log_level %d: "
+                          "expected timeout_ms >= 0, lanes -1..2, "
                           "local_rank >= 0, log_level 0..%d",
                           d->timeout_ms, d->lanes, d->local_rank, d->log_level, FSDP_LOG_NONE);
     if (!d->allocator.alloc != !d->allocator.free)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "fsdp_world_desc.allocator: give both functions or neither");
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG,
+                          "fsdp_world_desc.allocator: give both functions or neither");
     if (!d->allocator.alloc) {
         d->allocator.alloc = fsdpi_libc_alloc;
         d->allocator.free = fsdpi_libc_free;
@@ -2247,10 +2339,13 @@ static fsdp_status fsdpi_world_resolve(fsdp_world_desc *d) {
     return FSDP_OK;
 }
 
-static fsdp_status fsdpi_table_check(const char *what, uint32_t version, uint32_t size, uint32_t want_version, size_t want_size) {
+static fsdp_status fsdpi_table_check(const char *what, uint32_t version, uint32_t size,
+                                     uint32_t want_version, size_t want_size) {
     if (version == want_version && size == want_size) return FSDP_OK;
-    return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s table has version %u and size %u, expected %u and %u: build it with this header",
-                      what, version, size, want_version, (unsigned)want_size);
+    return fsdpi_fail(
+        NULL, FSDP_ERR_INVALID_ARG,
+        "%s table has version %u and size %u, expected %u and %u: build it with this header", what,
+        version, size, want_version, (unsigned)want_size);
 }
 
 #define FSDPI_BOUNCE 65536 // bytes of a collective on host data that travel at a time
@@ -2260,8 +2355,12 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w, const fsdp_world_desc *d
     const char *name = d->backend ? d->backend : getenv("FSDP_BACKEND");
     w->comm_ops = d->comm_ops ? d->comm_ops : fsdpi_backend(name);
     if (!w->comm_ops)
-        return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "backend '%s' is not compiled in: define FSDP_BACKEND_SHM, or give comm_ops", name ? name : "");
-    fsdp_status status = fsdpi_table_check("a backend's", w->comm_ops->version, w->comm_ops->size, FSDP_COMM_VERSION, sizeof *w->comm_ops);
+        return fsdpi_fail(
+            w, FSDP_ERR_UNSUPPORTED,
+            "backend '%s' is not compiled in: define FSDP_BACKEND_SHM, or give comm_ops",
+            name ? name : "");
+    fsdp_status status = fsdpi_table_check("a backend's", w->comm_ops->version, w->comm_ops->size,
+                                           FSDP_COMM_VERSION, sizeof *w->comm_ops);
     if (status) return status;
     status = w->comm_ops->open(&w->boot, &w->caps, &w->comm);
     if (status) {
@@ -2274,32 +2373,41 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w, const fsdp_world_desc *d
     w->reduce_comm = w->comm;
     if (w->comm_ops->alloc(w->comm, FSDPI_BOUNCE, &w->bounce)) {
         w->bounce = NULL;
-        return fsdpi_fail_together(w, fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "%s", w->comm_ops->error_text(w->comm)));
+        return fsdpi_fail_together(
+            w, fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "%s", w->comm_ops->error_text(w->comm)));
     }
     return FSDP_OK;
 }
 
 static fsdp_status fsdpi_world_open_device(fsdp_world *w, const fsdp_world_desc *d) {
     w->device_ops = d->device_ops ? d->device_ops : fsdpi_host_ops();
-    fsdp_status status = fsdpi_table_check("a device's", w->device_ops->version, w->device_ops->size, FSDP_DEVICE_VERSION, sizeof *w->device_ops);
+    fsdp_status status = fsdpi_table_check("a device's", w->device_ops->version,
+                                           w->device_ops->size, FSDP_DEVICE_VERSION,
+                                           sizeof *w->device_ops);
     if (status) return status;
     if (!(w->device_ops->flags & FSDP_DEVICE_HOST))
-        return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "device %s: memory that the host cannot read is not supported yet", w->device_ops->name);
+        return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED,
+                          "device %s: memory that the host cannot read is not supported yet",
+                          w->device_ops->name);
     status = w->device_ops->open(&w->boot, &w->device);
     if (status) {
         w->device = NULL;
-        return fsdpi_fail(w, status, "device %s could not be opened: %s", w->device_ops->name, fsdp_status_text(status));
+        return fsdpi_fail(w, status, "device %s could not be opened: %s", w->device_ops->name,
+                          fsdp_status_text(status));
     }
     return FSDP_OK;
 }
 
-// Streams of an asynchronous device, or worker threads; a second communicator where two may run at once.
+// Streams of an asynchronous device, or worker threads; a second communicator where two may run at
+// once.
 static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     fsdp_status status = FSDP_OK;
     if (w->device_ops->flags & FSDP_DEVICE_ASYNC) {
         w->mode = FSDPI_NATIVE;
-        for (int s = 0; s < FSDP_STREAM_COUNT && !status; s++) status = w->device_ops->stream(w->device, s, &w->streams[s]);
-        if (status) return fsdpi_fail(w, status, "device %s could not make a stream", w->device_ops->name);
+        for (int s = 0; s < FSDP_STREAM_COUNT && !status; s++)
+            status = w->device_ops->stream(w->device, s, &w->streams[s]);
+        if (status)
+            return fsdpi_fail(w, status, "device %s could not make a stream", w->device_ops->name);
     } else if (lanes > 0) {
         w->mode = FSDPI_LANES;
         int two = lanes > 1 && (w->size == 1 || w->caps.lanes > 1);
@@ -2310,7 +2418,9 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     }
     if (w->size == 1 || w->mode == FSDPI_INLINE || w->caps.lanes < 2) return FSDP_OK;
     int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)w->size * sizeof *ranks);
-    if (!ranks) return fsdpi_fail_together(w, fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for %d ranks", w->size));
+    if (!ranks)
+        return fsdpi_fail_together(
+            w, fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for %d ranks", w->size));
     for (int r = 0; r < w->size; r++) ranks[r] = r;
     fsdp_group group = {0, w->rank, w->size, FSDP_STREAM_REDUCE, ranks, "reduce"};
     status = w->comm_ops->split(w->comm, &group, &w->reduce_comm);
@@ -2333,7 +2443,8 @@ static void fsdpi_world_close(fsdp_world *w) {
 }
 
 // A collective on host data: through memory that peers may read, FSDPI_BOUNCE bytes at a time.
-static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op *op, char *data, int64_t count) {
+static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op *op, char *data,
+                                         int64_t count) {
     size_t size = fsdp_dtype_size(op->dtype);
     int64_t step = (int64_t)(FSDPI_BOUNCE / size);
     op->label = FSDP_LABEL_WORLD;
@@ -2367,9 +2478,9 @@ struct fsdp_mesh {
     int ndim;
     int32_t shape[FSDP_MAX_DIMS], coord[FSDP_MAX_DIMS]; // coord: -1 when this rank is outside
     char *names[FSDP_MAX_DIMS];
-    int32_t *ranks;                           // [product of shape]
-    fsdp_comm *gather_comm[FSDP_MAX_DIMS];    // NULL: a group of one, or outside
-    fsdp_comm *reduce_comm[FSDP_MAX_DIMS];    // equal to gather_comm unless lanes may run both
+    int32_t *ranks;                        // [product of shape]
+    fsdp_comm *gather_comm[FSDP_MAX_DIMS]; // NULL: a group of one, or outside
+    fsdp_comm *reduce_comm[FSDP_MAX_DIMS]; // equal to gather_comm unless lanes may run both
     fsdp_mesh *next;
 };
 
@@ -2401,19 +2512,26 @@ static void fsdpi_mesh_free(fsdp_mesh *mesh) {
 
 static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
     if (d->ndim < 1 || d->ndim > FSDP_MAX_DIMS)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ndim is %d, expected 1..%d", d->ndim, FSDP_MAX_DIMS);
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ndim is %d, expected 1..%d", d->ndim,
+                          FSDP_MAX_DIMS);
     int64_t numel = 1;
     for (int i = 0; i < d->ndim; i++) {
-        if (d->shape[i] < 1) return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: size of dim %d is %d, expected >= 1", i, d->shape[i]);
+        if (d->shape[i] < 1)
+            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: size of dim %d is %d, expected >= 1",
+                              i, d->shape[i]);
         numel *= d->shape[i];
         if (numel > w->size)
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: it has more places than the world has ranks (%d)", w->size);
+            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                              "mesh: it has more places than the world has ranks (%d)", w->size);
     }
     for (int64_t i = 0; d->ranks && i < numel; i++) {
         if (d->ranks[i] < 0 || d->ranks[i] >= w->size)
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d is not in a world of %d", d->ranks[i], w->size);
+            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d is not in a world of %d",
+                              d->ranks[i], w->size);
         for (int64_t j = 0; j < i; j++)
-            if (d->ranks[j] == d->ranks[i]) return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice", d->ranks[i]);
+            if (d->ranks[j] == d->ranks[i])
+                return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice",
+                                  d->ranks[i]);
     }
     return FSDP_OK;
 }
@@ -2429,7 +2547,11 @@ static fsdp_status fsdpi_mesh_split(fsdp_mesh *mesh, int dim, int lane, fsdp_com
     if (!members) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group");
     int first = mine < 0 ? 0 : mine - mesh->coord[dim] * stride;
     for (int i = 0; i < size; i++) members[i] = mesh->ranks[first + i * stride];
-    fsdp_group group = {mine < 0 ? -1 : first, mine < 0 ? -1 : mesh->coord[dim], size, lane, members,
+    fsdp_group group = {mine < 0 ? -1 : first,
+                        mine < 0 ? -1 : mesh->coord[dim],
+                        size,
+                        lane,
+                        members,
                         mesh->names[dim] ? mesh->names[dim] : "mesh"};
     fsdp_status status = w->comm_ops->split(w->comm, &group, out);
     fsdpi_free(&w->boot.allocator, members);
@@ -2447,7 +2569,8 @@ static fsdp_status fsdpi_mesh_groups(fsdp_mesh *mesh, int dim) {
         return FSDP_OK;
     }
     fsdp_status status = fsdpi_mesh_split(mesh, dim, FSDP_STREAM_GATHER, &mesh->gather_comm[dim]);
-    if (!status && two) status = fsdpi_mesh_split(mesh, dim, FSDP_STREAM_REDUCE, &mesh->reduce_comm[dim]);
+    if (!status && two)
+        status = fsdpi_mesh_split(mesh, dim, FSDP_STREAM_REDUCE, &mesh->reduce_comm[dim]);
     if (!status && !two) mesh->reduce_comm[dim] = mesh->gather_comm[dim];
     return status;
 }
@@ -2484,9 +2607,9 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
 
 /* -------------------------------------------------------------------------------------------- */
 // >>param
-// Owns: what a model, its units and their parameters are, and where everything lies: the flat blocks of
-// the model and the layout of each unit's slots. Invariants: nothing here depends on time; the layout
-// is the same on every rank. Source: torch: FSDPParam, FSDPParamGroup.
+// Owns: what a model, its units and their parameters are, and where everything lies: the flat
+// blocks of the model and the layout of each unit's slots. Invariants: nothing here depends on
+// time; the layout is the same on every rank. Source: torch: FSDPParam, FSDPParamGroup.
 
 struct fsdp_buf {
     char *ptr;
@@ -2508,19 +2631,20 @@ typedef struct fsdpi_param {
     char *name;
     void *user;
     int32_t ordinal, requires_grad;
-    fsdp_layout_param lay; // offsets: of the shard in the flat block, of the full tensor in the GATHER slot
-    int64_t grad_offset;   // of the full gradient in the GRAD slot
-    int32_t user_index;    // place among the unit's trainables
-    uint8_t used;          // this rank wrote a gradient that is not reduced yet
-    uint8_t flag;          // `used` as it stands in the unit's flags
-    uint8_t has_grad;      // somebody did, and it is in the shard gradient
+    fsdp_layout_param
+        lay; // offsets: of the shard in the flat block, of the full tensor in the GATHER slot
+    int64_t grad_offset; // of the full gradient in the GRAD slot
+    int32_t user_index;  // place among the unit's trainables
+    uint8_t used;        // this rank wrote a gradient that is not reduced yet
+    uint8_t flag;        // `used` as it stands in the unit's flags
+    uint8_t has_grad;    // somebody did, and it is in the shard gradient
 } fsdpi_param;
 
 // One list of parameters (trainables or frozen) in the flat block and in the slots.
 typedef struct fsdpi_list {
-    int64_t shard_numel;   // S
-    int64_t packed_numel;  // K
-    int64_t base;          // in the flat block
+    int64_t shard_numel;  // S
+    int64_t packed_numel; // K
+    int64_t base;         // in the flat block
 } fsdpi_list;
 
 struct fsdp_unit {
@@ -2543,29 +2667,30 @@ struct fsdp_unit {
     fsdp_buf *gather, *grad, *rin;
     // Layout.
     fsdpi_list train, frozen;
-    int64_t slot_numel;     // of GATHER
-    int64_t reduce_numel;   // W * (S_t + users): the reduce input, and the first part of GRAD
-    int64_t grad_numel;     // of GRAD
-    int64_t users_offset;   // in GRAD and RIN: row k of `num_train` flags for rank k
+    int64_t slot_numel;           // of GATHER
+    int64_t reduce_numel;         // W * (S_t + users): the reduce input, and the first part of GRAD
+    int64_t grad_numel;           // of GRAD
+    int64_t users_offset;         // in GRAD and RIN: row k of `num_train` flags for rank k
     int classes[FSDP_POOL_COUNT]; // index in model->classes, -1: none
-    void *lists;            // one allocation for what follows, made at commit
+    void *lists;                  // one allocation for what follows, made at commit
     fsdp_seg *gather_segs, *reduce_segs, *rout_segs;
     int num_gather_segs, num_reduce_segs;
     fsdp_block *copy_in, *copy_out, *chunk_cat, *acc, *users;
-    fsdp_block *red_out;    // of the trainables, of the users: from the reduce output
-    fsdp_block *rescale;    // the same, in place
+    fsdp_block *red_out; // of the trainables, of the users: from the reduce output
+    fsdp_block *rescale; // the same, in place
     int num_copy_out, num_chunk_cat, num_acc;
-    int64_t users_base;     // of the counts, in the block of shard gradients
-    char *flags, *wide_flags; // num_train flags in param_dtype and in reduce_dtype: what `users` copies
-    int pad_rin;            // staging has padding that no block covers
+    int64_t users_base; // of the counts, in the block of shard gradients
+    char *flags,
+        *wide_flags; // num_train flags in param_dtype and in reduce_dtype: what `users` copies
+    int pad_rin;     // staging has padding that no block covers
 };
 
 typedef struct fsdpi_flat_block { // shards and shard gradients of one dtype
-    int64_t train_numel;  // with alignment
-    int64_t numel;        // train_numel + frozen
-    int64_t grad_numel;   // train_numel + user counts
+    int64_t train_numel;          // with alignment
+    int64_t numel;                // train_numel + frozen
+    int64_t grad_numel;           // train_numel + user counts
     fsdp_buf *shard, *grad;
-    fsdp_block whole;     // all trainables: what clip scales
+    fsdp_block whole; // all trainables: what clip scales
 } fsdpi_flat_block;
 
 typedef struct fsdpi_forward { // one entry of the record of forwards
@@ -2591,10 +2716,10 @@ struct fsdp_model {
     fsdpi_class *classes;
     int num_classes, cap_classes;
     int committed;
-    int dry;              // prediction: count memory, run nothing
-    int backward;         // the phase
+    int dry;      // prediction: count memory, run nothing
+    int backward; // the phase
     int grad_enabled, is_last_backward;
-    uint8_t call_state;   // training state that ops of the current call are labelled with
+    uint8_t call_state; // training state that ops of the current call are labelled with
     uint64_t seq, step, release_seq;
     fsdpi_forward *order;
     int num_order, cap_order;
@@ -2639,9 +2764,11 @@ static int fsdpi_grow(fsdp_model *m, void **array, int count, int *cap, size_t s
     return 1;
 }
 
-static FSDPI_UNUSED fsdp_status fsdpi_model_own(fsdp_model *m, void *object, void (*destroy)(void *object)) {
+static FSDPI_UNUSED fsdp_status fsdpi_model_own(fsdp_model *m, void *object,
+                                                void (*destroy)(void *object)) {
     fsdpi_owned *entry = (fsdpi_owned *)fsdpi_model_alloc(m, sizeof *entry);
-    if (!entry) return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no memory for an extension's object");
+    if (!entry)
+        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no memory for an extension's object");
     entry->object = object;
     entry->destroy = destroy;
     entry->next = m->owned;
@@ -2659,7 +2786,9 @@ static FSDPI_UNUSED void fsdpi_model_disown(fsdp_model *m, void *object) {
     }
 }
 
-static int64_t fsdpi_bytes(int64_t numel, fsdp_dtype dtype) { return numel * (int64_t)fsdp_dtype_size(dtype); }
+static int64_t fsdpi_bytes(int64_t numel, fsdp_dtype dtype) {
+    return numel * (int64_t)fsdp_dtype_size(dtype);
+}
 
 static int fsdpi_group_size(const fsdp_model *m) { return m->info.shard_mesh_size; }
 
@@ -2670,9 +2799,10 @@ static int64_t fsdpi_direct_numel(const fsdp_unit *u) {
 }
 
 /* Lay out the trainable or the frozen parameters of a unit. tmp: room for all its parameters. With
-   segs and blocks it fills them; the parameters' offsets are always written to tmp, in their order. */
-static fsdp_status fsdpi_list_layout(const fsdp_unit *u, int trainable, fsdp_layout *lay, fsdp_layout_param *tmp, fsdp_seg *segs,
-                                     fsdp_block *blocks) {
+   segs and blocks it fills them; the parameters' offsets are always written to tmp, in their order.
+   */
+static fsdp_status fsdpi_list_layout(const fsdp_unit *u, int trainable, fsdp_layout *lay,
+                                     fsdp_layout_param *tmp, fsdp_seg *segs, fsdp_block *blocks) {
     int count = 0;
     for (int i = 0; i < u->num_params; i++)
         if (u->params[i].requires_grad == trainable) tmp[count++] = u->params[i].lay;
@@ -2682,7 +2812,8 @@ static fsdp_status fsdpi_list_layout(const fsdp_unit *u, int trainable, fsdp_lay
     return fsdp_layout_params(lay, tmp, count, segs, blocks);
 }
 
-static void fsdpi_list_store(fsdp_unit *u, int trainable, const fsdp_layout_param *tmp, int gradients) {
+static void fsdpi_list_store(fsdp_unit *u, int trainable, const fsdp_layout_param *tmp,
+                             int gradients) {
     for (int i = 0, k = 0; i < u->num_params; i++) {
         fsdpi_param *p = &u->params[i];
         if (p->requires_grad != trainable) continue;
@@ -2691,8 +2822,8 @@ static void fsdpi_list_store(fsdp_unit *u, int trainable, const fsdp_layout_para
     }
 }
 
-/* The layout of a unit's slots, in two uses: with NULL lists it measures (before commit), with lists
-   it fills them. Slot of parameters: [trainables gathered | frozen gathered | trainables copied out |
+/* The layout of a unit's slots, in two uses: with NULL lists it measures (before commit), with
+   lists it fills them. Slot of parameters: [trainables gathered | frozen gathered | trainables copied out |
    frozen copied out]. Slot of gradients: [reduce input: trainables, users | where the caller writes
    packed ones]. */
 static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
@@ -2705,7 +2836,8 @@ static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
     if (status) return status;
     u->train.shard_numel = lay.shard_numel;
     u->train.packed_numel = lay.packed_numel;
-    int64_t train_final = lay.final_numel, frozen_full = fsdpi_align_up(world * lay.shard_numel, FSDP_ALIGN_NUMEL);
+    int64_t train_final = lay.final_numel,
+            frozen_full = fsdpi_align_up(world * lay.shard_numel, FSDP_ALIGN_NUMEL);
     status = fsdpi_list_layout(u, 0, &lay, tmp, NULL, NULL);
     if (status) return status;
     u->frozen.shard_numel = lay.shard_numel;
@@ -2724,7 +2856,8 @@ static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
     lay.shard_base = u->frozen.base;
     lay.full_base = frozen_full;
     lay.final_base = finals + train_final;
-    (void)fsdpi_list_layout(u, 0, &lay, tmp, gather ? gather + u->num_gather_segs : NULL, out ? out + u->num_copy_out : NULL);
+    (void)fsdpi_list_layout(u, 0, &lay, tmp, gather ? gather + u->num_gather_segs : NULL,
+                            out ? out + u->num_copy_out : NULL);
     fsdpi_list_store(u, 0, tmp, 0);
     u->num_gather_segs += lay.num_segs;
     u->num_copy_out += lay.num_blocks;
@@ -2747,7 +2880,8 @@ static int fsdpi_class_find(fsdp_model *m, int pool, size_t bytes) {
     bytes = (size_t)fsdpi_align_up((int64_t)(bytes ? bytes : 1), FSDPI_ALIGN);
     for (int i = 0; i < m->num_classes; i++)
         if (m->classes[i].pool == pool && m->classes[i].bytes == bytes) return i;
-    if (!fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes)) return -1;
+    if (!fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes))
+        return -1;
     fsdpi_class *c = &m->classes[m->num_classes];
     memset(c, 0, sizeof *c);
     c->pool = pool;
@@ -2769,7 +2903,8 @@ static int fsdpi_can_fuse(const fsdp_unit *u) {
     return fsdpi_group_size(u->model) == 1 || (w->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
 }
 
-// Gradients must be brought to the reduce dtype before the reduction, which cannot read them as they are.
+// Gradients must be brought to the reduce dtype before the reduction, which cannot read them as
+// they are.
 static int fsdpi_must_convert(const fsdp_unit *u) {
     if (u->param_dtype == u->reduce_dtype) return 0;
     int widens = u->reduce_dtype == FSDP_F32 && fsdp_dtype_size(u->param_dtype) == 2;
@@ -2779,10 +2914,13 @@ static int fsdpi_must_convert(const fsdp_unit *u) {
 static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
     fsdp_model *m = u->model;
     int64_t bytes[FSDP_POOL_COUNT] = {0};
-    bytes[FSDP_POOL_GATHER] = fsdpi_gather_is_alias(u) ? -1 : fsdpi_bytes(u->slot_numel, u->param_dtype);
+    bytes[FSDP_POOL_GATHER] = fsdpi_gather_is_alias(u) ? -1
+                                                       : fsdpi_bytes(u->slot_numel, u->param_dtype);
     bytes[FSDP_POOL_GRAD] = u->num_train ? fsdpi_bytes(u->grad_numel, u->param_dtype) : -1;
     bytes[FSDP_POOL_RIN] = u->num_train ? fsdpi_bytes(u->reduce_numel, u->reduce_dtype) : -1;
-    bytes[FSDP_POOL_ROUT] = u->num_train ? fsdpi_bytes(u->reduce_numel / fsdpi_group_size(m), u->reduce_dtype) : -1;
+    bytes[FSDP_POOL_ROUT] = u->num_train ? fsdpi_bytes(u->reduce_numel / fsdpi_group_size(m),
+                                                       u->reduce_dtype)
+                                         : -1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
         u->classes[pool] = -1;
         if (bytes[pool] < 0) continue;
@@ -2801,23 +2939,39 @@ static void fsdpi_unit_free(fsdp_unit *u) {
     fsdpi_model_free(m, u);
 }
 
-static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char *name, fsdp_param_desc *d) {
+static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char *name,
+                                     fsdp_param_desc *d) {
     if (d->ndim == 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "fully_shard of unit '%s': parameter '%s' is a scalar (ndim 0), which cannot be sharded: "
-                          "make it a vector of one element", unit, name);
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': parameter '%s' is a scalar (ndim 0), which "
+                          "cannot be sharded: "
+                          "make it a vector of one element",
+                          unit, name);
     if (d->ndim < 0 || d->ndim > FSDP_MAX_DIMS)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "fully_shard of unit '%s': parameter '%s' has ndim %d, expected 1..%d", unit, name, d->ndim, FSDP_MAX_DIMS);
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': parameter '%s' has ndim %d, expected 1..%d",
+                          unit, name, d->ndim, FSDP_MAX_DIMS);
     if (d->shard_dim < -d->ndim || d->shard_dim >= d->ndim)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "fully_shard of unit '%s': parameter '%s' has shard_dim %d, invalid for %d dims", unit, name, d->shard_dim, d->ndim);
+        return fsdpi_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "fully_shard of unit '%s': parameter '%s' has shard_dim %d, invalid for %d dims", unit,
+            name, d->shard_dim, d->ndim);
     if (d->shard_dim < 0) d->shard_dim += d->ndim;
     for (int i = 0; i < d->ndim; i++)
         if (d->shape[i] < 0)
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "fully_shard of unit '%s': parameter '%s' has size %lld in dim %d, expected >= 0", unit, name, (long long)d->shape[i], i);
+            return fsdpi_fail(
+                w, FSDP_ERR_INVALID_ARG,
+                "fully_shard of unit '%s': parameter '%s' has size %lld in dim %d, expected >= 0",
+                unit, name, (long long)d->shape[i], i);
     if (d->dtype == FSDP_DTYPE_KEEP) d->dtype = FSDP_F32;
     if (!fsdp_dtype_size(d->dtype))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "fully_shard of unit '%s': parameter '%s' has dtype %d, which is none", unit, name, d->dtype);
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': parameter '%s' has dtype %d, which is none",
+                          unit, name, d->dtype);
     if (!d->frozen && !fsdp_dtype_is_float(d->dtype))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "fully_shard of unit '%s': parameter '%s' is %s and requires a gradient: only floating parameters can; set frozen",
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': parameter '%s' is %s and requires a gradient: "
+                          "only floating parameters can; set frozen",
                           unit, name, fsdp_dtype_name(d->dtype));
     return FSDP_OK;
 }
@@ -2827,10 +2981,13 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
     fsdp_model *m = u->model;
     uint32_t stride = 0;
     for (int i = 0; i < d->num_params; i++) {
-        const char *at = (const char *)d->params + (size_t)i * (stride ? stride : sizeof(fsdp_param_desc));
+        const char *at = (const char *)d->params +
+                         (size_t)i * (stride ? stride : sizeof(fsdp_param_desc));
         fsdp_param_desc pd;
         fsdp_status status = fsdpi_desc_read(&pd, at, sizeof pd, "fsdp_param_desc");
-        if (status) return fsdpi_fail(m->world, status, "%s (parameter %d of unit '%s')", fsdpi_thread_error, i, u->name);
+        if (status)
+            return fsdpi_fail(m->world, status, "%s (parameter %d of unit '%s')",
+                              fsdpi_thread_error, i, u->name);
         if (i == 0) stride = pd.size ? pd.size : (uint32_t)sizeof pd;
         char fallback[16];
         snprintf(fallback, sizeof fallback, "p%d", i);
@@ -2839,11 +2996,16 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
         if (status) return status;
         if (i == 0) u->dtype = pd.dtype;
         if (pd.dtype != u->dtype)
-            return fsdpi_fail(m->world, FSDP_ERR_UNSUPPORTED, "fully_shard of unit '%s': parameter '%s' is %s, the first one is %s: parameters of one unit share their dtype: "
-                              "make two units", u->name, name, fsdp_dtype_name(pd.dtype), fsdp_dtype_name(u->dtype));
+            return fsdpi_fail(m->world, FSDP_ERR_UNSUPPORTED,
+                              "fully_shard of unit '%s': parameter '%s' is %s, the first one is "
+                              "%s: parameters of one unit share their dtype: "
+                              "make two units",
+                              u->name, name, fsdp_dtype_name(pd.dtype), fsdp_dtype_name(u->dtype));
         fsdpi_param *p = &u->params[i];
         p->name = fsdpi_copy_text(&m->world->boot.allocator, name);
-        if (!p->name) return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory", u->name);
+        if (!p->name)
+            return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
+                              "fully_shard of unit '%s': no memory", u->name);
         m->host_bytes += (int64_t)fsdpi_alloc_size(p->name);
         p->user = pd.user;
         p->requires_grad = !pd.frozen;
@@ -2862,7 +3024,10 @@ static fsdp_status fsdpi_unit_dtypes(fsdp_unit *u, const fsdp_unit_desc *d) {
     u->param_dtype = param && fsdp_dtype_is_float(u->dtype) ? param : u->dtype;
     u->reduce_dtype = reduce && fsdp_dtype_is_float(u->dtype) ? reduce : u->dtype;
     if ((param && !fsdp_dtype_is_float(param)) || (reduce && !fsdp_dtype_is_float(reduce)))
-        return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_ARG, "fully_shard of unit '%s': param_dtype %d, reduce_dtype %d: expected floating dtypes or KEEP", u->name, param, reduce);
+        return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': param_dtype %d, reduce_dtype %d: expected "
+                          "floating dtypes or KEEP",
+                          u->name, param, reduce);
     return FSDP_OK;
 }
 
@@ -2872,10 +3037,12 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     snprintf(fallback, sizeof fallback, "unit%d", m->num_units);
     u->name = fsdpi_copy_text(&m->world->boot.allocator, d->name ? d->name : fallback);
     u->params = (fsdpi_param *)fsdpi_model_alloc(m, (size_t)d->num_params * sizeof *u->params);
-    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)d->num_params * sizeof *tmp);
+    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)d->num_params *
+                                                                           sizeof *tmp);
     if (u->name) m->host_bytes += (int64_t)fsdpi_alloc_size(u->name);
     fsdp_status status = FSDP_OK;
-    if (!u->name || !u->params || !tmp) status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard: no memory");
+    if (!u->name || !u->params || !tmp)
+        status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard: no memory");
     if (!status) {
         u->name_hash = fsdpi_hash_text(u->name);
         u->num_params = d->num_params;
@@ -2884,20 +3051,24 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     if (!status) status = fsdpi_unit_dtypes(u, d);
     if (!status) {
         status = fsdpi_unit_layout(u, tmp);
-        if (status) status = fsdpi_fail(m->world, status, "fully_shard of unit '%s': its size is more than 2^60 elements", u->name);
+        if (status)
+            status = fsdpi_fail(m->world, status,
+                                "fully_shard of unit '%s': its size is more than 2^60 elements",
+                                u->name);
     }
     fsdpi_model_free(m, tmp);
     if (!status && fsdpi_unit_classes(u))
-        status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory", u->name);
+        status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
+                            u->name);
     return status;
 }
 
 /* -------------------------------------------------------------------------------------------- */
 // >>pool
-// Owns: device memory and its slots. A slot class is (pool, size); its first acquire allocates a fixed
-// number of slots, then the least recently released free one is taken, and only if none is free is
-// one added. Invariants: no decision looks at an event or the clock, so memory is the same on every
-// rank and at every run; a buffer is handed on only after the event of its last consumer.
+// Owns: device memory and its slots. A slot class is (pool, size); its first acquire allocates a
+// fixed number of slots, then the least recently released free one is taken, and only if none is
+// free is one added. Invariants: no decision looks at an event or the clock, so memory is the same
+// on every rank and at every run; a buffer is handed on only after the event of its last consumer.
 
 FSDP_API const char *fsdp_pool_name(int pool) {
     static const char *const names[FSDP_POOL_COUNT] = {
@@ -2935,13 +3106,19 @@ static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf
         else status = w->device_ops->alloc(w->device, buf->bytes, &ptr);
         buf->ptr = status ? NULL : (char *)ptr;
         if (status)
-            status = fsdpi_fail(w, status, "%llu bytes for %s could not be allocated, besides %lld that this model has: %s", (unsigned long long)buf->bytes,
-                                fsdp_pool_name(pool), (long long)(m->pool_bytes[FSDP_POOL_SHARD] + m->pool_bytes[FSDP_POOL_SGRAD] + m->pool_bytes[FSDP_POOL_GATHER] + m->pool_bytes[FSDP_POOL_GRAD]),
-                                w->comm ? w->comm_ops->error_text(w->comm) : fsdp_status_text(status));
+            status = fsdpi_fail(
+                w, status,
+                "%llu bytes for %s could not be allocated, besides %lld that this model has: %s",
+                (unsigned long long)buf->bytes, fsdp_pool_name(pool),
+                (long long)(m->pool_bytes[FSDP_POOL_SHARD] + m->pool_bytes[FSDP_POOL_SGRAD] +
+                            m->pool_bytes[FSDP_POOL_GATHER] + m->pool_bytes[FSDP_POOL_GRAD]),
+                w->comm ? w->comm_ops->error_text(w->comm) : fsdp_status_text(status));
         if (!status && w->mode == FSDPI_NATIVE) {
             status = w->device_ops->event(w->device, &buf->ready.native);
             if (!status) status = w->device_ops->event(w->device, &buf->avail.native);
-            if (status) status = fsdpi_fail(w, status, "device %s could not make an event", w->device_ops->name);
+            if (status)
+                status = fsdpi_fail(w, status, "device %s could not make an event",
+                                    w->device_ops->name);
         }
     }
     if (status) {
@@ -2956,7 +3133,8 @@ static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf
 }
 
 static int fsdpi_pool_depth(const fsdp_model *m, int pool) {
-    int ahead = pool == FSDP_POOL_GATHER || pool == FSDP_POOL_GRAD; // filled while another is in use
+    int ahead = pool == FSDP_POOL_GATHER ||
+                pool == FSDP_POOL_GRAD; // filled while another is in use
     return ahead && m->world->mode != FSDPI_INLINE ? 2 : 1;
 }
 
@@ -2970,11 +3148,13 @@ static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
 
 static fsdp_status fsdpi_class_fill(fsdp_model *m, fsdpi_class *c) {
     fsdp_status status = FSDP_OK;
-    for (int depth = fsdpi_pool_depth(m, c->pool); !status && c->count < depth;) status = fsdpi_class_add(m, c);
+    for (int depth = fsdpi_pool_depth(m, c->pool); !status && c->count < depth;)
+        status = fsdpi_class_add(m, c);
     return status;
 }
 
-// A failure inside a collective call: the other ranks must hear of it. A prediction is this rank's own.
+// A failure inside a collective call: the other ranks must hear of it. A prediction is this rank's
+// own.
 static fsdp_status fsdpi_model_fail(fsdp_model *m, fsdp_status status) {
     return m->dry || fsdpi_failed(m->world) ? status : fsdpi_fail_together(m->world, status);
 }
@@ -2998,7 +3178,8 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     return FSDP_OK;
 }
 
-// Between steps every free slot counts as released at the same time: the next step takes the same ones.
+// Between steps every free slot counts as released at the same time: the next step takes the same
+// ones.
 static void fsdpi_pools_rewind(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++)
         for (int k = 0; k < m->classes[i].count; k++) m->classes[i].slots[k]->released = 0;
@@ -3007,8 +3188,9 @@ static void fsdpi_pools_rewind(fsdp_model *m) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>ops
-// Owns: fsdpi_emit, the only door to the device and comm tables. It numbers a record, counts it, shows
-// it to the observer, derives what it waits for from the buffers it reads and writes, and runs it.
+// Owns: fsdpi_emit, the only door to the device and comm tables. It numbers a record, counts it,
+// shows it to the observer, derives what it waits for from the buffers it reads and writes, and
+// runs it.
 
 // A record with the model's labels; the caller fills in the rest.
 static fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, int kind, int label, int stream) {
@@ -3029,8 +3211,8 @@ static int fsdpi_must_wait(const fsdp_world *w, const fsdp_event *event, int str
     return w->mode != FSDPI_INLINE && event->seq != 0 && event->stream != stream;
 }
 
-/* Three rules. Reading waits for the last write by another stream; writing too (one writer at a time);
-   the first write after acquire waits for the last consumer's release. */
+/* Three rules. Reading waits for the last write by another stream; writing too (one writer at a
+   time); the first write after acquire waits for the last consumer's release. */
 static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     fsdp_world *w = m->world;
     fsdp_status status = fsdpi_failed(w);
@@ -3040,7 +3222,8 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     m->counters.bytes[op->kind] += op->bytes;
     if (m->dry) return FSDP_OK;
     int num = 0;
-    if (op->src && fsdpi_must_wait(w, &op->src->ready, op->stream)) op->wait[num++] = op->src->ready;
+    if (op->src && fsdpi_must_wait(w, &op->src->ready, op->stream))
+        op->wait[num++] = op->src->ready;
     if (op->dst && op->dst != op->src) {
         fsdp_event *event = op->dst->avail.seq ? &op->dst->avail : &op->dst->ready;
         if (fsdpi_must_wait(w, event, op->stream)) op->wait[num++] = *event;
@@ -3051,8 +3234,10 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     return status;
 }
 
-static fsdp_status fsdpi_emit_copy(fsdp_model *m, const fsdp_unit *u, int label, int stream, fsdp_buf *src, fsdp_dtype dtype, fsdp_buf *dst,
-                                   fsdp_dtype out_dtype, const fsdp_block *blocks, int num_blocks, float scale, int accumulate) {
+static fsdp_status fsdpi_emit_copy(fsdp_model *m, const fsdp_unit *u, int label, int stream,
+                                   fsdp_buf *src, fsdp_dtype dtype, fsdp_buf *dst,
+                                   fsdp_dtype out_dtype, const fsdp_block *blocks, int num_blocks,
+                                   float scale, int accumulate) {
     fsdp_op op = fsdpi_op(m, u, FSDP_OP_COPY, label, stream);
     if (m->dry) return FSDP_OK; // no lists yet
     for (int i = 0; i < num_blocks; i++) op.count += (uint64_t)(blocks[i].width * blocks[i].height);
@@ -3072,8 +3257,9 @@ static fsdp_status fsdpi_emit_copy(fsdp_model *m, const fsdp_unit *u, int label,
 }
 
 // Fill elements [from, from + count) of a buffer with a byte.
-static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label, int stream, fsdp_buf *dst, fsdp_dtype dtype, int64_t from,
-                                   int64_t count, uint8_t fill) {
+static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label, int stream,
+                                   fsdp_buf *dst, fsdp_dtype dtype, int64_t from, int64_t count,
+                                   uint8_t fill) {
     fsdp_op op = fsdpi_op(m, u, FSDP_OP_ZERO, label, stream);
     if (count == 0 || m->dry) return FSDP_OK;
     op.fill = fill;
@@ -3086,7 +3272,8 @@ static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label,
 }
 
 // A collective over segments: what a rank reads from the others is (W-1) times its own part.
-static fsdp_status fsdpi_emit_segs(fsdp_op *op, fsdp_model *m, fsdp_buf *src, fsdp_dtype dtype, fsdp_buf *dst, fsdp_dtype out_dtype, const fsdp_seg *segs,
+static fsdp_status fsdpi_emit_segs(fsdp_op *op, fsdp_model *m, fsdp_buf *src, fsdp_dtype dtype,
+                                   fsdp_buf *dst, fsdp_dtype out_dtype, const fsdp_seg *segs,
                                    int num_segs) {
     if (m->dry) return FSDP_OK;
     for (int i = 0; i < num_segs; i++) op->count += (uint64_t)segs[i].count;
@@ -3116,9 +3303,11 @@ static fsdp_status fsdpi_host_reads(fsdp_model *m) {
     fsdp_world *w = m->world;
     if (w->mode != FSDPI_NATIVE) return FSDP_OK;
     fsdp_status status = fsdpi_mark(w, FSDP_STREAM_COMPUTE, &m->scalar->avail);
-    if (!status) status = w->device_ops->sync(w->device, m->scalar->avail.native, w->boot.timeout_ns);
+    if (!status)
+        status = w->device_ops->sync(w->device, m->scalar->avail.native, w->boot.timeout_ns);
     m->scalar->avail.seq = 0;
-    return status ? fsdpi_world_fail(w, status, "the device did not finish before the deadline") : FSDP_OK;
+    return status ? fsdpi_world_fail(w, status, "the device did not finish before the deadline")
+                  : FSDP_OK;
 }
 
 /* Give a slot back; `stream` is its last consumer. With debug, what is released becomes NaN. */
@@ -3127,7 +3316,9 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     fsdp_buf *buf = *slot;
     if (!buf) return FSDP_OK;
     fsdp_status status = FSDP_ASSERT(m->world, buf->held);
-    if (!status && m->desc.debug) status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0, (int64_t)buf->bytes, 0xFF);
+    if (!status && m->desc.debug)
+        status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
+                                 (int64_t)buf->bytes, 0xFF);
     if (!status && !m->dry) status = fsdpi_mark(m->world, stream, &buf->avail);
     buf->held = 0;
     buf->released = ++m->release_seq;
@@ -3141,108 +3332,16 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
 // an action fills op records and never calls a backend. Invariants: a call without a row changes
 // nothing; an action that finds its goal reached does nothing. Source: FSDPState, FSDPParamGroup.
 
-enum { FSDPI_I = 1, FSDPI_F = 2, FSDPI_P = 4, FSDPI_B = 8, FSDPI_ANY = 15 }; // 1 << training state
-enum { FSDPI_OUTSIDE = 1, FSDPI_BACKWARD = 2, FSDPI_EITHER = 3 };           // phase
-enum { FSDPI_KEEP = 255 };                                                   // next: as it is
-
-typedef fsdp_status (*fsdpi_action)(fsdp_unit *u);
-
-static fsdp_status fsdpi_do_unshard(fsdp_unit *u);
-static fsdp_status fsdpi_do_wait(fsdp_unit *u);
-static fsdp_status fsdpi_do_reshard(fsdp_unit *u);
-static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u);
-static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u);
-static fsdp_status fsdpi_do_record(fsdp_unit *u);
-static fsdp_status fsdpi_do_enter(fsdp_unit *u);
-static fsdp_status fsdpi_do_grads(fsdp_unit *u);
-static fsdp_status fsdpi_do_prefetch(fsdp_unit *u);
-static fsdp_status fsdpi_do_reduce(fsdp_unit *u);
-static fsdp_status fsdpi_do_stale(fsdp_unit *u);
-static fsdp_status fsdpi_do_zero_grad(fsdp_unit *u);
-static fsdp_status fsdpi_do_drop(fsdp_unit *u);
-
-typedef struct fsdpi_row {
-    uint8_t call, from, phase, needs_forward, next;
-    fsdpi_action actions[6]; // in order, NULL: end
-} fsdpi_row;
-
-#define FSDPI_STATE(name) ((uint8_t)FSDP_STATE_##name)
-
-// Rows of one call stand together, in the order of FSDP_CALL_LIST. needs_forward: the unit has a
-// grad-enabled forward that has not run backward.
-static const fsdpi_row fsdpi_rows[] = {
-    {FSDP_CALL_PRE_FORWARD, FSDPI_I | FSDPI_F, FSDPI_OUTSIDE, 0, FSDPI_STATE(FORWARD), {fsdpi_do_unshard, fsdpi_do_wait}},
-    {FSDP_CALL_PRE_FORWARD, FSDPI_I | FSDPI_B, FSDPI_BACKWARD, 1, FSDPI_STATE(FORWARD), {fsdpi_do_unshard, fsdpi_do_wait}}, // recompute, nested
-    {FSDP_CALL_PRE_FORWARD, FSDPI_P, FSDPI_BACKWARD, 0, FSDPI_KEEP, {fsdpi_do_unshard, fsdpi_do_wait}},                     // recompute, own
-    {FSDP_CALL_POST_FORWARD, FSDPI_F, FSDPI_OUTSIDE, 0, FSDPI_STATE(IDLE), {fsdpi_do_record, fsdpi_do_reshard_forward}},
-    {FSDP_CALL_POST_FORWARD, FSDPI_F, FSDPI_BACKWARD, 0, FSDPI_STATE(IDLE), {0}}, // recompute, nested: stays unsharded
-    {FSDP_CALL_POST_FORWARD, FSDPI_P, FSDPI_BACKWARD, 0, FSDPI_KEEP, {0}},        // recompute, own
-    {FSDP_CALL_PRE_BACKWARD, FSDPI_I | FSDPI_B, FSDPI_EITHER, 1, FSDPI_STATE(PRE_BACKWARD),
-     {fsdpi_do_unshard, fsdpi_do_wait, fsdpi_do_grads, fsdpi_do_prefetch, fsdpi_do_enter}},
-    {FSDP_CALL_PRE_BACKWARD, FSDPI_P, FSDPI_BACKWARD, 0, FSDPI_KEEP, {0}},
-    {FSDP_CALL_POST_BACKWARD, FSDPI_P, FSDPI_BACKWARD, 0, FSDPI_STATE(POST_BACKWARD), {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
-    {FSDP_CALL_UNSHARD, FSDPI_ANY, FSDPI_EITHER, 0, FSDPI_KEEP, {fsdpi_do_unshard}},
-    {FSDP_CALL_WAIT, FSDPI_ANY, FSDPI_EITHER, 0, FSDPI_KEEP, {fsdpi_do_wait}},
-    {FSDP_CALL_RESHARD, FSDPI_I | FSDPI_B, FSDPI_EITHER, 0, FSDPI_KEEP, {fsdpi_do_reshard}},
-    {FSDP_CALL_FINALIZE, FSDPI_P, FSDPI_EITHER, 0, FSDPI_STATE(IDLE), {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
-    {FSDP_CALL_FINALIZE, FSDPI_I | FSDPI_B, FSDPI_EITHER, 0, FSDPI_STATE(IDLE), {fsdpi_do_reshard_backward}}, // a stale prefetch
-    {FSDP_CALL_DATA, FSDPI_ANY, FSDPI_EITHER, 0, FSDPI_KEEP, {0}}, // and storage UNSHARDED
-    {FSDP_CALL_GRAD, FSDPI_P, FSDPI_BACKWARD, 0, FSDPI_KEEP, {0}},
-    {FSDP_CALL_PARAMS_CHANGED, FSDPI_I, FSDPI_OUTSIDE, 0, FSDPI_KEEP, {fsdpi_do_stale}},
-    {FSDP_CALL_LOAD, FSDPI_I, FSDPI_OUTSIDE, 0, FSDPI_KEEP, {fsdpi_do_stale}},
-    {FSDP_CALL_FULL, FSDPI_I, FSDPI_OUTSIDE, 0, FSDPI_KEEP, {0}},
-    {FSDP_CALL_ZERO_GRAD, FSDPI_I, FSDPI_OUTSIDE, 0, FSDPI_KEEP, {fsdpi_do_zero_grad}},
-    {FSDP_CALL_CLIP, FSDPI_I, FSDPI_OUTSIDE, 0, FSDPI_KEEP, {0}},
-    {FSDP_CALL_SET, FSDPI_I | FSDPI_B, FSDPI_EITHER, 0, FSDPI_KEEP, {0}},
-    {FSDP_CALL_RESET, FSDPI_ANY, FSDPI_EITHER, 0, FSDPI_STATE(IDLE), {fsdpi_do_drop}},
-};
-
-static const char *fsdpi_call_name(int call) {
-    static const char *const names[FSDP_CALL_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_CALL_LIST(FSDP_X)
-#undef FSDP_X
-    };
-    return names[call];
-}
-
-static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
-    const fsdpi_row *end = fsdpi_rows + sizeof fsdpi_rows / sizeof *fsdpi_rows;
-    int phase = u->model->backward ? FSDPI_BACKWARD : FSDPI_OUTSIDE;
-    for (const fsdpi_row *row = fsdpi_rows; row < end; row++)
-        if (row->call == call && (row->from & (1 << u->state)) && (row->phase & phase) && (!row->needs_forward || u->forwards > 0)) return row;
-    return NULL;
-}
-
-// The text of a call in a wrong state asks the table what is possible.
-static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, int call) {
-    static const char *const states[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
-    static const char *const storages[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED"};
-    char possible[256] = "";
-    size_t used = 0;
-    for (int c = 0; c < FSDP_CALL_COUNT; c++) {
-        if (!fsdpi_lookup(u, c) || (c == FSDP_CALL_DATA && u->storage != FSDP_STORAGE_UNSHARDED)) continue;
-        used += (size_t)snprintf(possible + used, sizeof possible - used, "%s%s", used ? ", " : "", fsdpi_call_name(c));
-        if (used >= sizeof possible) break;
-    }
-    return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_STATE, "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have not run backward; possible now: %s",
-                      fsdpi_call_name(call), u->name, states[u->state], storages[u->storage], u->model->backward ? "inside" : "outside", u->forwards,
-                      possible);
-}
-
-// Run one row for a unit.
-static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
-    u->model->call_state = row->next == FSDPI_KEEP ? u->state : row->next;
-    for (const fsdpi_action *action = row->actions; *action; action++) {
-        fsdp_status status = (*action)(u);
-        if (status) return status;
-    }
-    if (row->next != FSDPI_KEEP) u->state = row->next;
-    return FSDP_OK;
-}
-
 // The sharded block a unit's parameters lie in.
 static fsdpi_flat_block *fsdpi_flat_of(const fsdp_unit *u) { return &u->model->flats[u->dtype]; }
+
+// The last consumer is the caller, or, for a gather that nobody waited for, the gather itself.
+static fsdp_status fsdpi_do_reshard(fsdp_unit *u) {
+    int stream = u->storage == FSDP_STORAGE_IN_FLIGHT ? FSDP_STREAM_GATHER : FSDP_STREAM_COMPUTE;
+    u->storage = FSDP_STORAGE_SHARDED;
+    u->stale = 0;
+    return fsdpi_release(u, &u->gather, stream);
+}
 
 static fsdp_status fsdpi_do_unshard(fsdp_unit *u) {
     fsdp_model *m = u->model;
@@ -3260,12 +3359,18 @@ static fsdp_status fsdpi_do_unshard(fsdp_unit *u) {
     if (status) return status;
     fsdp_buf *shard = fsdpi_flat_of(u)->shard, *slot = u->gather;
     int cast = u->param_dtype != u->dtype;
-    if (cast) status = fsdpi_emit_copy(m, u, FSDP_LABEL_COPY_IN, FSDP_STREAM_GATHER, shard, u->dtype, slot, u->param_dtype, u->copy_in, u->num_gather_segs, 1.0f, 0);
+    if (cast)
+        status = fsdpi_emit_copy(m, u, FSDP_LABEL_COPY_IN, FSDP_STREAM_GATHER, shard, u->dtype,
+                                 slot, u->param_dtype, u->copy_in, u->num_gather_segs, 1.0f, 0);
     if (!status && fsdpi_group_size(m) > 1) {
         fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER);
         op.in_place = (uint8_t)cast; // my part is in the slot already
-        status = fsdpi_emit_segs(&op, m, cast ? slot : shard, u->param_dtype, slot, u->param_dtype, u->gather_segs, u->num_gather_segs);
-        if (!status) status = fsdpi_emit_copy(m, u, FSDP_LABEL_COPY_OUT, FSDP_STREAM_GATHER, slot, u->param_dtype, slot, u->param_dtype, u->copy_out, u->num_copy_out, 1.0f, 0);
+        status = fsdpi_emit_segs(&op, m, cast ? slot : shard, u->param_dtype, slot, u->param_dtype,
+                                 u->gather_segs, u->num_gather_segs);
+        if (!status)
+            status = fsdpi_emit_copy(m, u, FSDP_LABEL_COPY_OUT, FSDP_STREAM_GATHER, slot,
+                                     u->param_dtype, slot, u->param_dtype, u->copy_out,
+                                     u->num_copy_out, 1.0f, 0);
     }
     if (!status) u->storage = FSDP_STORAGE_IN_FLIGHT;
     return status;
@@ -3273,26 +3378,22 @@ static fsdp_status fsdpi_do_unshard(fsdp_unit *u) {
 
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
     if (u->storage != FSDP_STORAGE_IN_FLIGHT) return FSDP_OK;
-    fsdp_status status = fsdpi_emit_use(u->model, u, FSDP_LABEL_GATHER, u->gather ? u->gather : fsdpi_flat_of(u)->shard);
+    fsdp_status status = fsdpi_emit_use(u->model, u, FSDP_LABEL_GATHER,
+                                        u->gather ? u->gather : fsdpi_flat_of(u)->shard);
     if (!status) u->storage = FSDP_STORAGE_UNSHARDED;
     return status;
-}
-
-// The last consumer is the caller, or, for a gather that nobody waited for, the gather itself.
-static fsdp_status fsdpi_do_reshard(fsdp_unit *u) {
-    int stream = u->storage == FSDP_STORAGE_IN_FLIGHT ? FSDP_STREAM_GATHER : FSDP_STREAM_COMPUTE;
-    u->storage = FSDP_STORAGE_SHARDED;
-    u->stale = 0;
-    return fsdpi_release(u, &u->gather, stream);
 }
 
 static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
     return u->reshard_after_forward == FSDP_RESHARD_NEVER ? FSDP_OK : fsdpi_do_reshard(u);
 }
 
-static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) { return u->reshard_after_backward ? fsdpi_do_reshard(u) : FSDP_OK; }
+static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
+    return u->reshard_after_backward ? fsdpi_do_reshard(u) : FSDP_OK;
+}
 
-#define FSDPI_ORDER_PER_UNIT 64 // bound of the record of forwards; behind it prefetches are lost, nothing else
+#define FSDPI_ORDER_PER_UNIT                                                                       \
+    64 // bound of the record of forwards; behind it prefetches are lost, nothing else
 
 // Remember a forward: its backward is due, and the forward before it is what to prefetch then.
 static fsdp_status fsdpi_do_record(fsdp_unit *u) {
@@ -3300,7 +3401,10 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
     if (!m->grad_enabled) return FSDP_OK;
     if (m->num_order < FSDPI_ORDER_PER_UNIT * m->num_units) {
         if (!fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order, sizeof *m->order))
-            return fsdpi_model_fail(m, fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "post_forward of unit '%s': no memory for the record of forwards", u->name));
+            return fsdpi_model_fail(
+                m, fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
+                              "post_forward of unit '%s': no memory for the record of forwards",
+                              u->name));
         m->order[m->num_order].unit = u;
         m->order[m->num_order].previous = u->last_order;
         u->last_order = m->num_order++;
@@ -3315,8 +3419,8 @@ static fsdp_status fsdpi_do_enter(fsdp_unit *u) {
     return FSDP_OK;
 }
 
-/* Implicit backward prefetch: the unit whose forward came before this one's is gathered while this one
-   computes. An inline device would only block earlier. */
+/* Implicit backward prefetch: the unit whose forward came before this one's is gathered while this
+   one computes. An inline device would only block earlier. */
 static fsdp_status fsdpi_do_prefetch(fsdp_unit *u) {
     fsdp_model *m = u->model;
     int at = u->last_order;
@@ -3334,11 +3438,14 @@ static fsdp_status fsdpi_zero_padding(fsdp_unit *u) {
     for (int i = 0; i < u->num_params && !status; i++) {
         const fsdpi_param *p = &u->params[i];
         if (!p->requires_grad) continue;
-        status = fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, u->param_dtype, p->grad_offset + p->lay.numel, world * p->lay.shard_numel - p->lay.numel, 0);
+        status = fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad,
+                                 u->param_dtype, p->grad_offset + p->lay.numel,
+                                 world * p->lay.shard_numel - p->lay.numel, 0);
     }
     if (status || !u->pad_rin) return status;
     int64_t direct = world * (u->train.shard_numel - u->train.packed_numel);
-    return fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, u->param_dtype, direct, world * u->train.packed_numel, 0);
+    return fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, u->param_dtype,
+                           direct, world * u->train.packed_numel, 0);
 }
 
 /* Where gradients will be written: zero, or what earlier microbatches left. One rank without casts
@@ -3347,18 +3454,23 @@ static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
     fsdp_model *m = u->model;
     int overwrite = m->desc.grads_overwrite;
     if (u->num_train == 0 || u->grad) return FSDP_OK;
-    u->grad_alias = fsdpi_group_size(m) == 1 && u->param_dtype == u->dtype && u->reduce_dtype == u->dtype && u->sync && !u->rin && !(overwrite && u->has_grad);
+    u->grad_alias = fsdpi_group_size(m) == 1 && u->param_dtype == u->dtype &&
+                    u->reduce_dtype == u->dtype && u->sync && !u->rin &&
+                    !(overwrite && u->has_grad);
     if (u->grad_alias) {
         fsdp_status status = FSDP_OK;
         if (!u->has_grad && !u->grad_is_zero)
-            status = fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, fsdpi_flat_of(u)->grad, u->dtype, u->train.base, u->train.shard_numel, 0);
+            status = fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE,
+                                     fsdpi_flat_of(u)->grad, u->dtype, u->train.base,
+                                     u->train.shard_numel, 0);
         if (!status) u->grad_is_zero = 0;
         return status;
     }
     fsdp_status status = fsdpi_acquire(u, FSDP_POOL_GRAD, &u->grad);
     if (status) return status;
     if (overwrite) return fsdpi_zero_padding(u);
-    return fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, u->param_dtype, 0, u->grad_numel, 0);
+    return fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, u->param_dtype, 0,
+                           u->grad_numel, 0);
 }
 
 // With grads_overwrite nothing was zeroed: what this rank did not store must not count.
@@ -3367,19 +3479,25 @@ static fsdp_status fsdpi_zero_unused(fsdp_unit *u) {
     for (int i = 0; i < u->num_params && !status; i++) {
         const fsdpi_param *p = &u->params[i];
         if (!p->requires_grad || p->used) continue;
-        if (!u->grad_alias) status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, u->param_dtype, p->grad_offset, p->lay.numel, 0);
+        if (!u->grad_alias)
+            status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad,
+                                     u->param_dtype, p->grad_offset, p->lay.numel, 0);
     }
     return status;
 }
 
-// Bring the gradients to the reduce input: cast, chunk_cat, added to what earlier microbatches left.
+// Bring the gradients to the reduce input: cast, chunk_cat, added to what earlier microbatches
+// left.
 static fsdp_status fsdpi_accumulate(fsdp_unit *u) {
     fsdp_model *m = u->model;
     int held = u->rin != NULL;
     fsdp_status status = held ? FSDP_OK : fsdpi_acquire(u, FSDP_POOL_RIN, &u->rin);
-    if (!status && !held && u->pad_rin) status = fsdpi_emit_fill(m, u, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, u->rin, u->reduce_dtype, 0, u->reduce_numel, 0);
+    if (!status && !held && u->pad_rin)
+        status = fsdpi_emit_fill(m, u, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, u->rin, u->reduce_dtype,
+                                 0, u->reduce_numel, 0);
     if (!status)
-        status = fsdpi_emit_copy(m, u, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, u->grad, u->param_dtype, u->rin, u->reduce_dtype, u->acc, u->num_acc, 1.0f, held);
+        status = fsdpi_emit_copy(m, u, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, u->grad, u->param_dtype,
+                                 u->rin, u->reduce_dtype, u->acc, u->num_acc, 1.0f, held);
     return status ? status : fsdpi_release(u, &u->grad, FSDP_STREAM_REDUCE);
 }
 
@@ -3393,8 +3511,11 @@ static fsdp_status fsdpi_emit_users(fsdp_unit *u, fsdp_buf *input, fsdp_dtype dt
         if (p->requires_grad && p->used != p->flag) {
             fsdpi_drain(m->world); // an earlier copy may still read the flags
             float flag = p->flag = p->used;
-            (void)fsdp_convert(u->flags + (size_t)p->user_index * fsdp_dtype_size(u->param_dtype), u->param_dtype, &flag, FSDP_F32, 1);
-            (void)fsdp_convert(u->wide_flags + (size_t)p->user_index * fsdp_dtype_size(u->reduce_dtype), u->reduce_dtype, &flag, FSDP_F32, 1);
+            (void)fsdp_convert(u->flags + (size_t)p->user_index * fsdp_dtype_size(u->param_dtype),
+                               u->param_dtype, &flag, FSDP_F32, 1);
+            (void)fsdp_convert(u->wide_flags +
+                                   (size_t)p->user_index * fsdp_dtype_size(u->reduce_dtype),
+                               u->reduce_dtype, &flag, FSDP_F32, 1);
         }
         p->used = 0;
     }
@@ -3424,20 +3545,29 @@ static fsdp_status fsdpi_reduce_scatter(fsdp_unit *u, fsdp_buf **input, fsdp_dty
     fsdp_buf *sgrad = fsdpi_flat_of(u)->grad, *rout = NULL;
     float scale = 1.0f / (float)fsdpi_group_size(m);
     int fused = fsdpi_can_fuse(u);
-    int straight = fused ? fsdpi_is_wide(u->reduce_dtype) : u->reduce_dtype == u->dtype && !u->has_grad;
+    int straight = fused ? fsdpi_is_wide(u->reduce_dtype)
+                         : u->reduce_dtype == u->dtype && !u->has_grad;
     fsdp_op op = fsdpi_op(m, u, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, FSDP_STREAM_REDUCE);
     fsdp_status status = FSDP_OK;
     if (straight) {
         if (fused) op.scale = scale, op.accumulate = u->has_grad;
-        status = fsdpi_emit_segs(&op, m, *input, dtype, sgrad, u->dtype, u->reduce_segs, u->num_reduce_segs);
+        status = fsdpi_emit_segs(&op, m, *input, dtype, sgrad, u->dtype, u->reduce_segs,
+                                 u->num_reduce_segs);
         if (!status) status = fsdpi_release(u, input, FSDP_STREAM_REDUCE);
-        if (!status && !fused) status = fsdpi_emit_copy(m, u, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE, sgrad, u->dtype, sgrad, u->dtype, u->rescale, 2, scale, 0);
+        if (!status && !fused)
+            status = fsdpi_emit_copy(m, u, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE, sgrad, u->dtype,
+                                     sgrad, u->dtype, u->rescale, 2, scale, 0);
         return status;
     }
     status = fsdpi_acquire(u, FSDP_POOL_ROUT, &rout);
-    if (!status) status = fsdpi_emit_segs(&op, m, *input, dtype, rout, u->reduce_dtype, u->rout_segs, u->num_reduce_segs);
+    if (!status)
+        status = fsdpi_emit_segs(&op, m, *input, dtype, rout, u->reduce_dtype, u->rout_segs,
+                                 u->num_reduce_segs);
     if (!status) status = fsdpi_release(u, input, FSDP_STREAM_REDUCE);
-    if (!status) status = fsdpi_emit_copy(m, u, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE, rout, u->reduce_dtype, sgrad, u->dtype, u->red_out, 2, scale, u->has_grad);
+    if (!status)
+        status = fsdpi_emit_copy(m, u, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE, rout,
+                                 u->reduce_dtype, sgrad, u->dtype, u->red_out, 2, scale,
+                                 u->has_grad);
     if (rout) {
         fsdp_status released = fsdpi_release(u, &rout, FSDP_STREAM_REDUCE);
         if (!status) status = released;
@@ -3445,8 +3575,8 @@ static fsdp_status fsdpi_reduce_scatter(fsdp_unit *u, fsdp_buf **input, fsdp_dty
     return status;
 }
 
-/* End of a unit's backward. Without sync the gradients stay, in the slot where they were written or, if
-   they are to be widened or would be overwritten, summed in the reduce input. */
+/* End of a unit's backward. Without sync the gradients stay, in the slot where they were written
+   or, if they are to be widened or would be overwritten, summed in the reduce input. */
 static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     fsdp_model *m = u->model;
     if (u->num_train == 0) return FSDP_OK;
@@ -3458,18 +3588,24 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
         fsdpi_own_users(u);
         return FSDP_OK;
     }
-    if (!m->dry) status = fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &u->grad->ready); // the caller wrote it
-    int elsewhere = u->rin || fsdpi_must_convert(u) || (!u->sync && (overwrite || u->param_dtype != u->reduce_dtype));
+    if (!m->dry)
+        status = fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &u->grad->ready); // the caller wrote it
+    int elsewhere = u->rin || fsdpi_must_convert(u) ||
+                    (!u->sync && (overwrite || u->param_dtype != u->reduce_dtype));
     if (!status && elsewhere) status = fsdpi_accumulate(u);
     if (status || !u->sync) return status;
     fsdp_buf **input = u->rin ? &u->rin : &u->grad;
     fsdp_dtype dtype = u->rin ? u->reduce_dtype : u->param_dtype;
     if (fsdpi_group_size(m) == 1) { // one rank: the sum is the gradient
-        status = fsdpi_emit_copy(m, u, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE, *input, dtype, fsdpi_flat_of(u)->grad, u->dtype, u->red_out, 1, 1.0f, u->has_grad);
+        status = fsdpi_emit_copy(m, u, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE, *input, dtype,
+                                 fsdpi_flat_of(u)->grad, u->dtype, u->red_out, 1, 1.0f,
+                                 u->has_grad);
         if (!status) status = fsdpi_release(u, input, FSDP_STREAM_REDUCE);
         fsdpi_own_users(u);
     } else {
-        if (!u->rin) status = fsdpi_emit_copy(m, u, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, u->grad, dtype, u->grad, dtype, u->chunk_cat, u->num_chunk_cat, 1.0f, 0);
+        if (!u->rin)
+            status = fsdpi_emit_copy(m, u, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, u->grad, dtype,
+                                     u->grad, dtype, u->chunk_cat, u->num_chunk_cat, 1.0f, 0);
         if (!status) status = fsdpi_emit_users(u, *input, dtype);
         if (!status) status = fsdpi_reduce_scatter(u, input, dtype);
     }
@@ -3493,7 +3629,8 @@ static fsdp_status fsdpi_do_zero_grad(fsdp_unit *u) {
 // After reset nothing of a step is left. The streams have been drained.
 static fsdp_status fsdpi_do_drop(fsdp_unit *u) {
     fsdp_status status = fsdpi_do_reshard(u);
-    fsdp_status grad = fsdpi_release(u, &u->grad, FSDP_STREAM_COMPUTE), rin = fsdpi_release(u, &u->rin, FSDP_STREAM_COMPUTE);
+    fsdp_status grad = fsdpi_release(u, &u->grad, FSDP_STREAM_COMPUTE),
+                rin = fsdpi_release(u, &u->rin, FSDP_STREAM_COMPUTE);
     for (int i = 0; i < u->num_params; i++) u->params[i].used = 0;
     u->forwards = 0;
     u->last_order = -1;
@@ -3501,21 +3638,128 @@ static fsdp_status fsdpi_do_drop(fsdp_unit *u) {
     return status ? status : grad ? grad : rin;
 }
 
+enum { FSDPI_I = 1, FSDPI_F = 2, FSDPI_P = 4, FSDPI_B = 8, FSDPI_ALL = 15 }; // 1 << training state
+enum { FSDPI_OUT = 1, FSDPI_IN = 2, FSDPI_BOTH = 3 };                        // of backward
+enum { FSDPI_KEEP = 255 };                                                   // next: as it is
+
+typedef struct fsdpi_row {
+    uint8_t call, from, phase;
+    uint8_t due;  // 1: the unit must have a forward that has not run backward
+    uint8_t next; // training state
+    fsdp_status (*actions[6])(fsdp_unit *u); // in order, NULL: end
+} fsdpi_row;
+
+// clang-format off
+static const fsdpi_row fsdpi_rows[] = {
+//   call                      from               phase     due next
+    {FSDP_CALL_PRE_FORWARD,    FSDPI_I | FSDPI_F, FSDPI_OUT,  0, FSDP_STATE_FORWARD,
+        {fsdpi_do_unshard, fsdpi_do_wait}},
+    {FSDP_CALL_PRE_FORWARD,    FSDPI_I | FSDPI_B, FSDPI_IN,   1, FSDP_STATE_FORWARD, // nested recompute
+        {fsdpi_do_unshard, fsdpi_do_wait}},
+    {FSDP_CALL_PRE_FORWARD,    FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP,         // recompute, own
+        {fsdpi_do_unshard, fsdpi_do_wait}},
+    {FSDP_CALL_POST_FORWARD,   FSDPI_F,           FSDPI_OUT,  0, FSDP_STATE_IDLE,
+        {fsdpi_do_record, fsdpi_do_reshard_forward}},
+    {FSDP_CALL_POST_FORWARD,   FSDPI_F,           FSDPI_IN,   0, FSDP_STATE_IDLE,    // stays unsharded
+        {NULL}},
+    {FSDP_CALL_POST_FORWARD,   FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP,
+        {NULL}},
+    {FSDP_CALL_PRE_BACKWARD,   FSDPI_I | FSDPI_B, FSDPI_BOTH, 1, FSDP_STATE_PRE_BACKWARD,
+        {fsdpi_do_unshard, fsdpi_do_wait, fsdpi_do_grads, fsdpi_do_prefetch, fsdpi_do_enter}},
+    {FSDP_CALL_PRE_BACKWARD,   FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP,
+        {NULL}},
+    {FSDP_CALL_POST_BACKWARD,  FSDPI_P,           FSDPI_IN,   0, FSDP_STATE_POST_BACKWARD,
+        {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
+    {FSDP_CALL_UNSHARD,        FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP,
+        {fsdpi_do_unshard}},
+    {FSDP_CALL_WAIT,           FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP,
+        {fsdpi_do_wait}},
+    {FSDP_CALL_RESHARD,        FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP,
+        {fsdpi_do_reshard}},
+    {FSDP_CALL_FINALIZE,       FSDPI_P,           FSDPI_BOTH, 0, FSDP_STATE_IDLE,
+        {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
+    {FSDP_CALL_FINALIZE,       FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDP_STATE_IDLE,    // stale prefetch
+        {fsdpi_do_reshard_backward}},
+    {FSDP_CALL_DATA,           FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}, // and UNSHARDED
+    {FSDP_CALL_GRAD,           FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}},
+    {FSDP_CALL_PARAMS_CHANGED, FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_stale}},
+    {FSDP_CALL_LOAD,           FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_stale}},
+    {FSDP_CALL_FULL,           FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}},
+    {FSDP_CALL_ZERO_GRAD,      FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_zero_grad}},
+    {FSDP_CALL_CLIP,           FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}},
+    {FSDP_CALL_SET,            FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}},
+    {FSDP_CALL_RESET,          FSDPI_ALL,         FSDPI_BOTH, 0, FSDP_STATE_IDLE, {fsdpi_do_drop}},
+};
+// clang-format on
+
+static const char *fsdpi_call_name(int call) {
+    static const char *const names[FSDP_CALL_COUNT] = {
+#define FSDP_X(name, text) text,
+        FSDP_CALL_LIST(FSDP_X)
+#undef FSDP_X
+    };
+    return names[call];
+}
+
+static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
+    const fsdpi_row *end = fsdpi_rows + sizeof fsdpi_rows / sizeof *fsdpi_rows;
+    int phase = u->model->backward ? FSDPI_IN : FSDPI_OUT;
+    for (const fsdpi_row *row = fsdpi_rows; row < end; row++)
+        if (row->call == call && (row->from & (1 << u->state)) && (row->phase & phase) &&
+            (!row->due || u->forwards > 0))
+            return row;
+    return NULL;
+}
+
+// The text of a call in a wrong state asks the table what is possible.
+static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, int call) {
+    static const char *const states[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
+    static const char *const storages[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED"};
+    char possible[256] = "";
+    size_t used = 0;
+    for (int c = 0; c < FSDP_CALL_COUNT; c++) {
+        if (!fsdpi_lookup(u, c) || (c == FSDP_CALL_DATA && u->storage != FSDP_STORAGE_UNSHARDED))
+            continue;
+        used += (size_t)snprintf(possible + used, sizeof possible - used, "%s%s", used ? ", " : "",
+                                 fsdpi_call_name(c));
+        if (used >= sizeof possible) break;
+    }
+    return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_STATE,
+                      "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have not run "
+                      "backward; possible now: %s",
+                      fsdpi_call_name(call), u->name, states[u->state], storages[u->storage],
+                      u->model->backward ? "inside" : "outside", u->forwards, possible);
+}
+
+// Run one row for a unit.
+static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
+    u->model->call_state = row->next == FSDPI_KEEP ? u->state : row->next;
+    for (int i = 0; row->actions[i]; i++) {
+        fsdp_status status = row->actions[i](u);
+        if (status) return status;
+    }
+    if (row->next != FSDPI_KEEP) u->state = row->next;
+    return FSDP_OK;
+}
+
 /* -------------------------------------------------------------------------------------------- */
 // >>commit
-// Owns: the flat blocks of the model and the lists of the units, made once, when all units are known.
+// Owns: the flat blocks of the model and the lists of the units, made once, when all units are
+// known.
 
-// Where each unit lies in the flat blocks: trainables of all units, then frozen ones; counts of users
-// behind the gradients.
+// Where each unit lies in the flat blocks: trainables of all units, then frozen ones; counts of
+// users behind the gradients.
 static void fsdpi_place_units(fsdp_model *m) {
-    for (int d = 0; d < FSDP_DTYPE_COUNT; d++) m->flats[d].train_numel = m->flats[d].numel = m->flats[d].grad_numel = 0;
+    for (int d = 0; d < FSDP_DTYPE_COUNT; d++)
+        m->flats[d].train_numel = m->flats[d].numel = m->flats[d].grad_numel = 0;
     for (int i = 0; i < m->num_units; i++) {
         fsdp_unit *u = m->units[i];
         fsdpi_flat_block *flat = &m->flats[u->dtype];
         u->train.base = flat->train_numel;
         flat->train_numel += fsdpi_align_up(u->train.shard_numel, FSDP_ALIGN_NUMEL);
     }
-    for (int d = 0; d < FSDP_DTYPE_COUNT; d++) m->flats[d].numel = m->flats[d].grad_numel = m->flats[d].train_numel;
+    for (int d = 0; d < FSDP_DTYPE_COUNT; d++)
+        m->flats[d].numel = m->flats[d].grad_numel = m->flats[d].train_numel;
     for (int i = 0; i < m->num_units; i++) {
         fsdp_unit *u = m->units[i];
         fsdpi_flat_block *flat = &m->flats[u->dtype];
@@ -3536,7 +3780,8 @@ static void fsdpi_unit_lists(fsdp_unit *u) {
         u->copy_in[i] = b;
     }
     for (int i = 0; i < u->num_chunk_cat; i++) { // the layout's blocks, from right to left
-        fsdp_block b = u->chunk_cat[i], r = {b.dst, b.src, b.width, b.height, b.dst_pitch, b.src_pitch};
+        fsdp_block b = u->chunk_cat[i],
+                   r = {b.dst, b.src, b.width, b.height, b.dst_pitch, b.src_pitch};
         u->chunk_cat[i] = u->acc[i] = r;
     }
     u->num_acc = u->num_chunk_cat;
@@ -3576,8 +3821,11 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     size_t segs = (size_t)(u->num_params + 1), cat = (size_t)u->num_chunk_cat;
     size_t blocks = segs + (size_t)u->num_copy_out + cat + (cat + segs) + 5;
     size_t flags = (size_t)u->num_train * 8;
-    char *at = (char *)fsdpi_model_alloc(m, 3 * segs * sizeof(fsdp_seg) + blocks * sizeof(fsdp_block) + 2 * flags);
-    if (!at) return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory for the lists of unit '%s'", u->name);
+    char *at = (char *)fsdpi_model_alloc(m, 3 * segs * sizeof(fsdp_seg) +
+                                                blocks * sizeof(fsdp_block) + 2 * flags);
+    if (!at)
+        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
+                          "commit: no memory for the lists of unit '%s'", u->name);
     u->lists = at;
     u->gather_segs = (fsdp_seg *)(void *)at;
     u->reduce_segs = u->gather_segs + segs;
@@ -3600,8 +3848,12 @@ static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
         fsdpi_flat_block *flat = &m->flats[d];
-        if (flat->numel > 0) status = fsdpi_buf_new(m, FSDP_POOL_SHARD, (size_t)fsdpi_bytes(flat->numel, d), &flat->shard);
-        if (!status && flat->grad_numel > 0) status = fsdpi_buf_new(m, FSDP_POOL_SGRAD, (size_t)fsdpi_bytes(flat->grad_numel, d), &flat->grad);
+        if (flat->numel > 0)
+            status = fsdpi_buf_new(m, FSDP_POOL_SHARD, (size_t)fsdpi_bytes(flat->numel, d),
+                                   &flat->shard);
+        if (!status && flat->grad_numel > 0)
+            status = fsdpi_buf_new(m, FSDP_POOL_SGRAD, (size_t)fsdpi_bytes(flat->grad_numel, d),
+                                   &flat->grad);
     }
     return status;
 }
@@ -3635,8 +3887,10 @@ static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_build(m->units[i], tmp);
     fsdpi_model_free(m, tmp);
-    m->norm_blocks = (fsdp_block *)fsdpi_model_alloc(m, (size_t)m->num_params * sizeof *m->norm_blocks);
-    if (!status && !m->norm_blocks) status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
+    m->norm_blocks = (fsdp_block *)fsdpi_model_alloc(m, (size_t)m->num_params *
+                                                            sizeof *m->norm_blocks);
+    if (!status && !m->norm_blocks)
+        status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
     return status;
 }
 
@@ -3654,7 +3908,9 @@ static void fsdpi_uncommit(fsdp_model *m) {
 static fsdp_status fsdpi_commit(fsdp_model *m) {
     fsdp_status status = fsdpi_failed(m->world);
     if (status || m->committed) return status;
-    if (m->num_units == 0) return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE, "commit: the model has no units: call fsdp_fully_shard first");
+    if (m->num_units == 0)
+        return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,
+                          "commit: the model has no units: call fsdp_fully_shard first");
     fsdpi_place_units(m);
     fsdpi_need_blocks(m);
     if (!m->dry) status = fsdpi_commit_tables(m);
@@ -3673,9 +3929,12 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
     fsdp_status status = fsdpi_commit(m);
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
-        int aliased = fsdpi_group_size(m) == 1 && u->param_dtype == u->dtype && u->reduce_dtype == u->dtype;
-        if (u->classes[FSDP_POOL_GATHER] >= 0) status = fsdpi_class_fill(m, &m->classes[u->classes[FSDP_POOL_GATHER]]);
-        if (!status && u->num_train && !aliased) status = fsdpi_class_fill(m, &m->classes[u->classes[FSDP_POOL_GRAD]]);
+        int aliased = fsdpi_group_size(m) == 1 && u->param_dtype == u->dtype &&
+                      u->reduce_dtype == u->dtype;
+        if (u->classes[FSDP_POOL_GATHER] >= 0)
+            status = fsdpi_class_fill(m, &m->classes[u->classes[FSDP_POOL_GATHER]]);
+        if (!status && u->num_train && !aliased)
+            status = fsdpi_class_fill(m, &m->classes[u->classes[FSDP_POOL_GRAD]]);
     }
     return status && m->committed ? fsdpi_model_fail(m, status) : status;
 }
@@ -3722,9 +3981,12 @@ static fsdp_status fsdpi_all_units(fsdp_model *m, int call, int run) {
     return FSDP_OK;
 }
 
-// Before a model-wide call: NULL, a failed world, not yet committed, a driver that does it, the table.
+// Before a model-wide call: NULL, a failed world, not yet committed, a driver that does it, the
+// table.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
-    if (!m) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the model is NULL", fsdpi_call_name(call));
+    if (!m)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the model is NULL",
+                          fsdpi_call_name(call));
     fsdp_status status = fsdpi_commit(m);
     return status ? status : fsdpi_all_units(m, call, run);
 }
@@ -3733,7 +3995,8 @@ static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
 static fsdp_status fsdpi_shards_written(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++)
-        if (m->flats[d].shard) status = fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &m->flats[d].shard->ready);
+        if (m->flats[d].shard)
+            status = fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &m->flats[d].shard->ready);
     return status;
 }
 
@@ -3743,7 +4006,8 @@ static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
         if (u->num_train == 0 || u->has_grad || u->grad_is_zero) continue;
-        status = fsdpi_emit_fill(m, u, FSDP_LABEL_FINAL, FSDP_STREAM_REDUCE, fsdpi_flat_of(u)->grad, u->dtype, u->train.base, u->train.shard_numel, 0);
+        status = fsdpi_emit_fill(m, u, FSDP_LABEL_FINAL, FSDP_STREAM_REDUCE, fsdpi_flat_of(u)->grad,
+                                 u->dtype, u->train.base, u->train.shard_numel, 0);
         u->grad_is_zero = 1;
     }
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++)
@@ -3757,7 +4021,10 @@ static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
             fsdpi_param *p = &u->params[k];
             float users;
             if (!p->requires_grad) continue;
-            (void)fsdp_convert(&users, FSDP_F32, fsdpi_flat_of(u)->grad->ptr + (size_t)(u->users_base + p->user_index) * size, u->dtype, 1);
+            (void)fsdp_convert(&users, FSDP_F32,
+                               fsdpi_flat_of(u)->grad->ptr +
+                                   (size_t)(u->users_base + p->user_index) * size,
+                               u->dtype, 1);
             p->has_grad = users != 0.0f;
         }
     }
@@ -3796,7 +4063,8 @@ static fsdp_status fsdpi_norm(fsdp_model *m, double *norm) {
             const fsdp_unit *u = m->units[i];
             for (int k = 0; k < u->num_params && u->dtype == d && u->has_grad; k++) {
                 const fsdpi_param *p = &u->params[k];
-                fsdp_block b = {p->lay.shard_offset, 0, p->lay.local_numel, 1, p->lay.local_numel, 0};
+                fsdp_block b = {p->lay.shard_offset, 0, p->lay.local_numel, 1,
+                                p->lay.local_numel,  0};
                 if (p->has_grad) m->norm_blocks[num++] = b;
             }
         }
@@ -3841,18 +4109,21 @@ static fsdp_status fsdpi_scale_grads(fsdp_model *m, float scale) {
         if (!m->flats[d].grad || numel == 0) continue;
         fsdp_block b = {0, 0, numel, 1, numel, numel};
         m->flats[d].whole = b;
-        status = fsdpi_emit_copy(m, NULL, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE, m->flats[d].grad, d, m->flats[d].grad, d, &m->flats[d].whole, 1, scale, 0);
+        status = fsdpi_emit_copy(m, NULL, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE, m->flats[d].grad, d,
+                                 m->flats[d].grad, d, &m->flats[d].whole, 1, scale, 0);
     }
     return status;
 }
 
 // Rank k's piece [from, from + num) of its padded shard, into the full tensor.
-static void fsdpi_scatter_piece(const fsdpi_param *p, int world, int k, int64_t from, int64_t num, const char *piece, char *full, size_t size) {
+static void fsdpi_scatter_piece(const fsdpi_param *p, int world, int k, int64_t from, int64_t num,
+                                const char *piece, char *full, size_t size) {
     fsdp_range range;
     int dim = p->lay.shard_dim;
     int64_t inner = fsdpi_numel(p->lay.shape, dim + 1, p->lay.ndim);
     (void)fsdp_shard_range(p->lay.shape[dim], world, k, &range);
-    int64_t row = range.count * inner, pitch = p->lay.shape[dim] * inner; // of my shard, of the tensor
+    int64_t row = range.count * inner,
+            pitch = p->lay.shape[dim] * inner; // of my shard, of the tensor
     int64_t outer = fsdpi_numel(p->lay.shape, 0, dim);
     while (num > 0 && from < row * outer) {
         int64_t column = from % row, run = fsdpi_min(row - column, num);
@@ -3864,19 +4135,24 @@ static void fsdpi_scatter_piece(const fsdpi_param *p, int world, int k, int64_t 
     }
 }
 
-/* Gather one parameter, or its gradient, in its own dtype, in pieces that fit the scratch buffer: the
-   world's ranks bring piece after piece of their shards. */
+/* Gather one parameter, or its gradient, in its own dtype, in pieces that fit the scratch buffer:
+   the world's ranks bring piece after piece of their shards. */
 static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *block, char *full) {
     fsdp_model *m = u->model;
     int world = fsdpi_group_size(m);
     size_t size = fsdp_dtype_size(u->dtype);
     if (world == 1) {
-        if (full) memcpy(full, block->ptr + (size_t)p->lay.shard_offset * size, (size_t)p->lay.numel * size);
+        if (full)
+            memcpy(full, block->ptr + (size_t)p->lay.shard_offset * size,
+                   (size_t)p->lay.numel * size);
         return FSDP_OK;
     }
     fsdp_status status = FSDP_OK;
     if (!m->full_scratch) {
-        status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, (size_t)fsdpi_align_up(m->desc.fill_bytes, FSDPI_ALIGN) + (size_t)world * 8, &m->full_scratch);
+        status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH,
+                               (size_t)fsdpi_align_up(m->desc.fill_bytes, FSDPI_ALIGN) +
+                                   (size_t)world * 8,
+                               &m->full_scratch);
         if (status) return fsdpi_model_fail(m, status);
     }
     int64_t step = (int64_t)(m->full_scratch->bytes / ((size_t)world * size));
@@ -3887,18 +4163,21 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
         if (!status) status = fsdpi_emit_use(m, u, FSDP_LABEL_FULL, m->full_scratch);
         if (!status) status = fsdpi_host_reads(m);
         for (int k = 0; k < world && full && !status; k++)
-            fsdpi_scatter_piece(p, world, k, at, seg.count, m->full_scratch->ptr + (size_t)(k * seg.count) * size, full, size);
+            fsdpi_scatter_piece(p, world, k, at, seg.count,
+                                m->full_scratch->ptr + (size_t)(k * seg.count) * size, full, size);
     }
     return status;
 }
 
 // The steps of a prediction: units that never reshard are open around the others.
 static fsdp_status fsdpi_rehearse(fsdp_model *m) {
-    static const uint8_t calls[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD, FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD};
+    static const uint8_t calls[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
+                                    FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD};
     fsdp_status status = FSDP_OK;
     for (int half = 0; half < 2; half++) {
         const uint8_t *call = calls + 2 * half;
-        for (int pass = 0; pass < 3; pass++) { // open those around, run the others, close those around
+        for (int pass = 0; pass < 3;
+             pass++) { // open those around, run the others, close those around
             for (int i = 0; i < m->num_units && !status; i++) {
                 fsdp_unit *u = m->units[half ? m->num_units - 1 - i : i];
                 int around = u->reshard_after_forward == FSDP_RESHARD_NEVER;
@@ -3913,7 +4192,8 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>public
-// Public functions, thin: validate, one internal call, record the error. Internals never call these.
+// Public functions, thin: validate, one internal call, record the error. Internals never call
+// these.
 
 FSDP_API fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
     fsdp_world_desc d;
@@ -3969,34 +4249,47 @@ FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world) {
 FSDP_API void fsdp_abort(fsdp_world *world, const char *why) {
     char text[FSDPI_TEXT];
     if (!world) return;
-    snprintf(text, sizeof text, "rank %d aborted the world: %s", world->rank, why ? why : "no reason given");
+    snprintf(text, sizeof text, "rank %d aborted the world: %s", world->rank,
+             why ? why : "no reason given");
     (void)fsdpi_world_fail(world, FSDP_ERR_ABORTED, text);
 }
 
 FSDP_API int fsdp_rank(const fsdp_world *world) { return world ? world->rank : -1; }
 FSDP_API int fsdp_world_size(const fsdp_world *world) { return world ? world->size : -1; }
-FSDP_API int fsdp_local_rank(const fsdp_world *world) { return world ? world->boot.local_rank : -1; }
-FSDP_API const char *fsdp_last_error(const fsdp_world *world) { return world ? world->error : fsdpi_thread_error; }
+FSDP_API int fsdp_local_rank(const fsdp_world *world) {
+    return world ? world->boot.local_rank : -1;
+}
+FSDP_API const char *fsdp_last_error(const fsdp_world *world) {
+    return world ? world->error : fsdpi_thread_error;
+}
 
 // Checks that collectives on host data share. *comm: NULL when there is nothing to do.
-static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data, int64_t count, const char *what, fsdp_comm **comm) {
+static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data,
+                                   int64_t count, const char *what, fsdp_comm **comm) {
     *comm = NULL;
     if (!w) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the world is NULL", what);
     fsdp_status status = fsdpi_failed(w);
     if (status) return status;
-    if (count < 0 || (count > 0 && !data)) return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: count is %lld and data is %s", what, (long long)count, data ? "given" : "NULL");
+    if (count < 0 || (count > 0 && !data))
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: count is %lld and data is %s", what,
+                          (long long)count, data ? "given" : "NULL");
     if (mesh && (mesh->ndim != 1 || mesh->coord[0] < 0))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: expected a 1-D mesh that this rank is in", what);
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: expected a 1-D mesh that this rank is in",
+                          what);
     *comm = mesh ? mesh->gather_comm[0] : w->comm;
     return FSDP_OK;
 }
 
-FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, void *data, int64_t count, fsdp_dtype dtype, fsdp_redop op) {
+FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, void *data,
+                                     int64_t count, fsdp_dtype dtype, fsdp_redop op) {
     fsdp_comm *comm;
     fsdp_status status = fsdpi_host_call(world, mesh, data, count, "all_reduce", &comm);
     if (status) return status;
-    if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM || op > FSDP_MIN)
-        return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "all_reduce: dtype %s and operation %d: expected f32 f64 f16 bf16 i32 or i64, and SUM MAX or MIN",
+    if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM ||
+        op > FSDP_MIN)
+        return fsdpi_fail(world, FSDP_ERR_INVALID_ARG,
+                          "all_reduce: dtype %s and operation %d: expected f32 f64 f16 bf16 i32 or "
+                          "i64, and SUM MAX or MIN",
                           fsdp_dtype_name(dtype), op);
     if (!comm) return FSDP_OK;
     fsdp_op record;
@@ -4009,12 +4302,15 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
     return fsdpi_host_collective(world, comm, &record, (char *)data, count);
 }
 
-FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, void *data, int64_t nbytes, int root) {
+FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, void *data,
+                                    int64_t nbytes, int root) {
     fsdp_comm *comm;
     fsdp_status status = fsdpi_host_call(world, mesh, data, nbytes, "broadcast", &comm);
     if (status) return status;
     int size = mesh ? mesh->shape[0] : world->size;
-    if (root < 0 || root >= size) return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "broadcast: root is %d, expected 0..%d", root, size - 1);
+    if (root < 0 || root >= size)
+        return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "broadcast: root is %d, expected 0..%d",
+                          root, size - 1);
     if (!comm) return FSDP_OK;
     fsdp_op record;
     memset(&record, 0, sizeof record);
@@ -4054,9 +4350,11 @@ static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_m
     return FSDP_OK;
 }
 
-FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *desc, fsdp_mesh **mesh) {
+FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *desc,
+                                      fsdp_mesh **mesh) {
     fsdp_mesh_desc d;
-    if (!world || !desc || !mesh) return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "mesh_create: an argument is NULL");
+    if (!world || !desc || !mesh)
+        return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "mesh_create: an argument is NULL");
     *mesh = NULL;
     fsdp_status status = fsdpi_failed(world);
     if (!status) status = fsdpi_desc_read(&d, desc, sizeof d, "fsdp_mesh_desc");
@@ -4079,23 +4377,36 @@ FSDP_API int fsdp_mesh_size(const fsdp_mesh *mesh, int dim) {
     return dim < 0 ? fsdpi_mesh_numel(mesh) : mesh->shape[dim];
 }
 
-FSDP_API int fsdp_mesh_rank(const fsdp_mesh *mesh, int dim) { return !mesh || dim < 0 || dim >= mesh->ndim ? -1 : mesh->coord[dim]; }
+FSDP_API int fsdp_mesh_rank(const fsdp_mesh *mesh, int dim) {
+    return !mesh || dim < 0 || dim >= mesh->ndim ? -1 : mesh->coord[dim];
+}
 
-FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int shard_dim, int replicate_dim, fsdp_mesh_info *out) {
+FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int shard_dim,
+                                         int replicate_dim, fsdp_mesh_info *out) {
     static const char *const names[] = {"FSDP", "DDP", "HSDP"};
-    if (!mesh || !out) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "mesh_info_init: an argument is NULL");
+    if (!mesh || !out)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "mesh_info_init: an argument is NULL");
     fsdp_world *w = mesh->world;
-    if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP) return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: kind is %d", kind);
+    if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: kind is %d", kind);
     int shards = kind != FSDP_MESH_INFO_DDP, replicates = kind != FSDP_MESH_INFO_FSDP;
     if (shard_dim < 0 && replicate_dim < 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: at least one of shard_dim and replicate_dim must be given");
+        return fsdpi_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "mesh_info_init: at least one of shard_dim and replicate_dim must be given");
     if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: %s needs %s%s%s, got shard_dim %d, replicate_dim %d", names[kind], shards ? "a shard_dim" : "",
-                          shards && replicates ? " and " : "", replicates ? "a replicate_dim" : "", shard_dim, replicate_dim);
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "mesh_info_init: %s needs %s%s%s, got shard_dim %d, replicate_dim %d",
+                          names[kind], shards ? "a shard_dim" : "",
+                          shards && replicates ? " and " : "", replicates ? "a replicate_dim" : "",
+                          shard_dim, replicate_dim);
     if (shard_dim >= mesh->ndim || replicate_dim >= mesh->ndim || shard_dim == replicate_dim)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: shard_dim %d and replicate_dim %d: expected two different dims of a %d-D mesh", shard_dim,
-                          replicate_dim, mesh->ndim);
-    if (mesh->coord[0] < 0) return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: this rank is outside the mesh");
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "mesh_info_init: shard_dim %d and replicate_dim %d: expected two "
+                          "different dims of a %d-D mesh",
+                          shard_dim, replicate_dim, mesh->ndim);
+    if (mesh->coord[0] < 0)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: this rank is outside the mesh");
     memset(out, 0, sizeof *out);
     out->mesh = mesh;
     out->kind = kind;
@@ -4111,24 +4422,42 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
 }
 
 static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
-    if ((d->param_dtype && !fsdp_dtype_is_float(d->param_dtype)) || (d->reduce_dtype && !fsdp_dtype_is_float(d->reduce_dtype)))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "model_create: param_dtype %d, reduce_dtype %d: expected floating dtypes or KEEP", d->param_dtype, d->reduce_dtype);
-    if (d->reshard_after_forward < FSDP_RESHARD_NEVER || d->reshard_after_forward > FSDP_RESHARD_ALWAYS)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "model_create: reshard_after_forward is %d, expected FSDP_RESHARD_DEFAULT, _ALWAYS or _NEVER", d->reshard_after_forward);
+    if ((d->param_dtype && !fsdp_dtype_is_float(d->param_dtype)) ||
+        (d->reduce_dtype && !fsdp_dtype_is_float(d->reduce_dtype)))
+        return fsdpi_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "model_create: param_dtype %d, reduce_dtype %d: expected floating dtypes or KEEP",
+            d->param_dtype, d->reduce_dtype);
+    if (d->reshard_after_forward < FSDP_RESHARD_NEVER ||
+        d->reshard_after_forward > FSDP_RESHARD_ALWAYS)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "model_create: reshard_after_forward is %d, expected "
+                          "FSDP_RESHARD_DEFAULT, _ALWAYS or _NEVER",
+                          d->reshard_after_forward);
     if (d->direct_min < 0 || d->fill_bytes < 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "model_create: direct_min %lld, fill_bytes %lld: expected sizes", (long long)d->direct_min, (long long)d->fill_bytes);
-    if (d->mesh && d->mesh->world != w) return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "model_create: the mesh belongs to another world");
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "model_create: direct_min %lld, fill_bytes %lld: expected sizes",
+                          (long long)d->direct_min, (long long)d->fill_bytes);
+    if (d->mesh && d->mesh->world != w)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "model_create: the mesh belongs to another world");
     if (d->mesh && d->mesh->ndim != 1)
-        return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "model_create: a %d-D mesh (HSDP) is not supported yet, expected a 1-D mesh", d->mesh->ndim);
-    if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT) d->reshard_after_forward = FSDP_RESHARD_ALWAYS;
+        return fsdpi_fail(
+            w, FSDP_ERR_UNSUPPORTED,
+            "model_create: a %d-D mesh (HSDP) is not supported yet, expected a 1-D mesh",
+            d->mesh->ndim);
+    if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)
+        d->reshard_after_forward = FSDP_RESHARD_ALWAYS;
     if (d->direct_min == 0) d->direct_min = 65536;
     if (d->fill_bytes == 0) d->fill_bytes = 16 << 20;
     return FSDP_OK;
 }
 
-FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc *desc, fsdp_model **model) {
+FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc *desc,
+                                       fsdp_model **model) {
     fsdp_model_desc d;
-    if (!world || !model) return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "model_create: an argument is NULL");
+    if (!world || !model)
+        return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "model_create: an argument is NULL");
     *model = NULL;
     fsdp_status status = fsdpi_failed(world);
     if (!status) status = fsdpi_desc_read(&d, desc, sizeof d, "fsdp_model_desc");
@@ -4173,27 +4502,42 @@ FSDP_API void fsdp_model_destroy(fsdp_model *model) {
     fsdpi_model_close(model);
 }
 
-FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc, fsdp_unit **unit) {
+FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
+                                      fsdp_unit **unit) {
     fsdp_unit_desc d;
-    if (!model || !desc || !unit) return fsdpi_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG, "fully_shard: an argument is NULL");
+    if (!model || !desc || !unit)
+        return fsdpi_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
+                          "fully_shard: an argument is NULL");
     *unit = NULL;
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_failed(w);
     if (!status) status = fsdpi_desc_read(&d, desc, sizeof d, "fsdp_unit_desc");
     if (status) return status;
-    if (model->committed) return fsdpi_fail(w, FSDP_ERR_INVALID_STATE, "fully_shard: the model is committed: make all units before the first hook, init or load");
-    if (d.num_params < 1 || !d.params) return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "fully_shard of unit '%s': num_params is %d, expected >= 1, and params", d.name ? d.name : "", d.num_params);
-    if (d.reshard_after_forward < FSDP_RESHARD_NEVER || d.reshard_after_forward > FSDP_RESHARD_ALWAYS)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "fully_shard of unit '%s': reshard_after_forward is %d, expected FSDP_RESHARD_DEFAULT, _ALWAYS or _NEVER", d.name ? d.name : "", d.reshard_after_forward);
+    if (model->committed)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_STATE,
+                          "fully_shard: the model is committed: make all units before the first "
+                          "hook, init or load");
+    if (d.num_params < 1 || !d.params)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': num_params is %d, expected >= 1, and params",
+                          d.name ? d.name : "", d.num_params);
+    if (d.reshard_after_forward < FSDP_RESHARD_NEVER ||
+        d.reshard_after_forward > FSDP_RESHARD_ALWAYS)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': reshard_after_forward is %d, expected "
+                          "FSDP_RESHARD_DEFAULT, _ALWAYS or _NEVER",
+                          d.name ? d.name : "", d.reshard_after_forward);
     fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);
-    if (!u || !fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units, sizeof *model->units)) {
+    if (!u || !fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
+                          sizeof *model->units)) {
         fsdpi_model_free(model, u);
         return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "fully_shard: no memory");
     }
     u->model = model;
     u->user = d.user;
     u->index = model->num_units;
-    u->reshard_after_forward = d.reshard_after_forward ? d.reshard_after_forward : model->desc.reshard_after_forward;
+    u->reshard_after_forward = d.reshard_after_forward ? d.reshard_after_forward
+                                                       : model->desc.reshard_after_forward;
     u->reshard_after_backward = u->sync = 1;
     u->grad_is_zero = 1;
     u->last_order = -1;
@@ -4210,11 +4554,13 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
 }
 
 FSDP_API fsdp_status fsdp_model_commit(fsdp_model *model) {
-    return model ? fsdpi_commit(model) : fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_commit: the model is NULL");
+    return model ? fsdpi_commit(model)
+                 : fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_commit: the model is NULL");
 }
 
 FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
-    return model ? fsdpi_reserve(model) : fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_reserve: the model is NULL");
+    return model ? fsdpi_reserve(model)
+                 : fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_reserve: the model is NULL");
 }
 
 FSDP_API int fsdp_num_params(const fsdp_model *model) { return model ? model->num_params : 0; }
@@ -4247,23 +4593,30 @@ static void fsdpi_view(fsdp_unit *u, int index, fsdp_param_view *v) {
 }
 
 FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_view *out) {
-    if (!unit || !out) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "param_view_get: an argument is NULL");
+    if (!unit || !out)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "param_view_get: an argument is NULL");
     fsdp_status status = unit->model->committed ? FSDP_OK : fsdpi_commit(unit->model);
     if (status) return status;
     if (index < 0 || index >= unit->num_params)
-        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG, "param_view_get: unit '%s' has no parameter %d, expected 0..%d", unit->name, index, unit->num_params - 1);
+        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG,
+                          "param_view_get: unit '%s' has no parameter %d, expected 0..%d",
+                          unit->name, index, unit->num_params - 1);
     fsdpi_view(unit, index, out);
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_view *out) {
-    if (!model || !out) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "param_at: an argument is NULL");
+    if (!model || !out)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "param_at: an argument is NULL");
     for (int i = 0; i < model->num_units; i++) {
         fsdp_unit *u = model->units[i];
         int first = u->params[0].ordinal;
-        if (ordinal >= first && ordinal < first + u->num_params) return fsdp_param_view_get(u, ordinal - first, out);
+        if (ordinal >= first && ordinal < first + u->num_params)
+            return fsdp_param_view_get(u, ordinal - first, out);
     }
-    return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG, "param_at: the model has no parameter %d, expected 0..%d", ordinal, model->num_params - 1);
+    return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                      "param_at: the model has no parameter %d, expected 0..%d", ordinal,
+                      model->num_params - 1);
 }
 
 FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
@@ -4314,7 +4667,9 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
 }
 
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {
-    if (!model || !out || !fsdp_dtype_size(dtype)) return fsdpi_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG, "model_flat: an argument is NULL, or dtype %d is none", dtype);
+    if (!model || !out || !fsdp_dtype_size(dtype))
+        return fsdpi_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
+                          "model_flat: an argument is NULL, or dtype %d is none", dtype);
     fsdp_status status = fsdpi_commit(model);
     if (status) return status;
     const fsdpi_flat_block *flat = &model->flats[dtype];
@@ -4329,9 +4684,13 @@ FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_f
 }
 
 static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
-    if (!u) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the unit is NULL", fsdpi_call_name(call));
+    if (!u)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the unit is NULL",
+                          fsdpi_call_name(call));
     if (index < 0 || index >= u->num_params)
-        return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_ARG, "%s: unit '%s' has no parameter %d, expected 0..%d", fsdpi_call_name(call), u->name, index, u->num_params - 1);
+        return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_ARG,
+                          "%s: unit '%s' has no parameter %d, expected 0..%d",
+                          fsdpi_call_name(call), u->name, index, u->num_params - 1);
     return FSDP_OK;
 }
 
@@ -4340,13 +4699,16 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
     if (!status) status = fsdpi_model_call(unit->model, FSDP_CALL_LOAD, 1);
     if (status) return status;
     const fsdp_layout_param *lay = &unit->params[index].lay;
-    if (!full && lay->numel > 0) return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG, "param_load: full is NULL");
+    if (!full && lay->numel > 0)
+        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG, "param_load: full is NULL");
     fsdp_param_view v;
     fsdpi_view(unit, index, &v);
-    int64_t outer = fsdpi_numel(lay->shape, 0, lay->shard_dim), inner = fsdpi_numel(lay->shape, lay->shard_dim + 1, lay->ndim);
+    int64_t outer = fsdpi_numel(lay->shape, 0, lay->shard_dim),
+            inner = fsdpi_numel(lay->shape, lay->shard_dim + 1, lay->ndim);
     int64_t width = lay->rows * inner, pitch = lay->shape[lay->shard_dim] * inner;
     for (int64_t row = 0; row < outer && width > 0; row++)
-        memcpy((char *)v.shard + fsdpi_bytes(row * width, v.dtype), (const char *)full + fsdpi_bytes(row * pitch + lay->start * inner, v.dtype),
+        memcpy((char *)v.shard + fsdpi_bytes(row * width, v.dtype),
+               (const char *)full + fsdpi_bytes(row * pitch + lay->start * inner, v.dtype),
                (size_t)fsdpi_bytes(width, v.dtype));
     return fsdpi_shards_written(unit->model);
 }
@@ -4354,7 +4716,9 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
 FSDP_API fsdp_status fsdp_param_full(fsdp_unit *unit, int index, void *full) {
     fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_FULL);
     if (!status) status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
-    return status ? status : fsdpi_full(unit, &unit->params[index], fsdpi_flat_of(unit)->shard, (char *)full);
+    return status
+               ? status
+               : fsdpi_full(unit, &unit->params[index], fsdpi_flat_of(unit)->shard, (char *)full);
 }
 
 FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full) {
@@ -4362,7 +4726,10 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
     if (!status) status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
     if (status) return status;
     const fsdpi_param *p = &unit->params[index];
-    if (!p->requires_grad) return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_STATE, "param_full_grad: parameter '%s' of unit '%s' is frozen", p->name, unit->name);
+    if (!p->requires_grad)
+        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
+                          "param_full_grad: parameter '%s' of unit '%s' is frozen", p->name,
+                          unit->name);
     if (unit->has_grad) return fsdpi_full(unit, p, fsdpi_flat_of(unit)->grad, (char *)full);
     if (full) memset(full, 0, (size_t)fsdpi_bytes(p->lay.numel, unit->dtype));
     return FSDP_OK;
@@ -4390,7 +4757,9 @@ static fsdp_status fsdpi_announce(fsdp_model *m, fsdp_unit *u, int call) {
 }
 
 static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
-    if (!u) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the unit is NULL", fsdpi_call_name(call));
+    if (!u)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the unit is NULL",
+                          fsdpi_call_name(call));
     fsdp_model *m = u->model;
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
@@ -4404,19 +4773,34 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     return fsdpi_remember(m, status);
 }
 
-FSDP_API fsdp_status fsdp_pre_forward(fsdp_unit *unit) { return fsdpi_unit_call(unit, FSDP_CALL_PRE_FORWARD); }
-FSDP_API fsdp_status fsdp_post_forward(fsdp_unit *unit) { return fsdpi_unit_call(unit, FSDP_CALL_POST_FORWARD); }
-FSDP_API fsdp_status fsdp_pre_backward(fsdp_unit *unit) { return fsdpi_unit_call(unit, FSDP_CALL_PRE_BACKWARD); }
-FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit) { return fsdpi_unit_call(unit, FSDP_CALL_POST_BACKWARD); }
-FSDP_API fsdp_status fsdp_unshard(fsdp_unit *unit) { return fsdpi_unit_call(unit, FSDP_CALL_UNSHARD); }
+FSDP_API fsdp_status fsdp_pre_forward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_PRE_FORWARD);
+}
+FSDP_API fsdp_status fsdp_post_forward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_POST_FORWARD);
+}
+FSDP_API fsdp_status fsdp_pre_backward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_PRE_BACKWARD);
+}
+FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_POST_BACKWARD);
+}
+FSDP_API fsdp_status fsdp_unshard(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_UNSHARD);
+}
 FSDP_API fsdp_status fsdp_wait(fsdp_unit *unit) { return fsdpi_unit_call(unit, FSDP_CALL_WAIT); }
-FSDP_API fsdp_status fsdp_reshard(fsdp_unit *unit) { return fsdpi_unit_call(unit, FSDP_CALL_RESHARD); }
+FSDP_API fsdp_status fsdp_reshard(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_RESHARD);
+}
 
 FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
-    if (!model) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "finalize_backward: the model is NULL");
+    if (!model)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "finalize_backward: the model is NULL");
     fsdp_status status = fsdpi_commit(model);
     if (status) return status;
-    if (model->driver.hook && model->driver.hook(model->driver.user, model, NULL, FSDP_CALL_FINALIZE)) return FSDP_OK;
+    if (model->driver.hook &&
+        model->driver.hook(model->driver.user, model, NULL, FSDP_CALL_FINALIZE))
+        return FSDP_OK;
     status = fsdpi_announce(model, NULL, FSDP_CALL_FINALIZE);
     if (!status) status = fsdpi_finalize(model);
     if (status || !model->hook_status) return status;
@@ -4426,8 +4810,8 @@ FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
     return status;
 }
 
-// Memory for a getter in a world that has failed: any of the right size, so that a trainer that looks
-// at statuses later does not crash before.
+// Memory for a getter in a world that has failed: any of the right size, so that a trainer that
+// looks at statuses later does not crash before.
 static fsdp_buf *fsdpi_undefined(fsdp_unit *u, int pool, fsdp_buf **slot) {
     if (!*slot && u->classes[pool] >= 0 && u->model->committed) (void)fsdpi_acquire(u, pool, slot);
     return *slot;
@@ -4444,37 +4828,50 @@ static int fsdpi_getter_ok(fsdp_unit *u, int index, int call) {
 
 FSDP_API void *fsdp_data(fsdp_unit *unit, int index) {
     int ok = fsdpi_getter_ok(unit, index, FSDP_CALL_DATA);
-    if (!ok && !(unit && index >= 0 && index < unit->num_params && fsdpi_failed(unit->model->world))) return NULL;
+    if (!ok &&
+        !(unit && index >= 0 && index < unit->num_params && fsdpi_failed(unit->model->world)))
+        return NULL;
     const fsdpi_param *p = &unit->params[index];
     const fsdp_buf *shard = fsdpi_flat_of(unit)->shard;
-    if (fsdpi_gather_is_alias(unit)) return shard ? shard->ptr + fsdpi_bytes(p->lay.shard_offset, unit->dtype) : NULL;
-    const fsdp_buf *slot = ok ? unit->gather : fsdpi_undefined(unit, FSDP_POOL_GATHER, &unit->gather);
+    if (fsdpi_gather_is_alias(unit))
+        return shard ? shard->ptr + fsdpi_bytes(p->lay.shard_offset, unit->dtype) : NULL;
+    const fsdp_buf *slot = ok ? unit->gather
+                              : fsdpi_undefined(unit, FSDP_POOL_GATHER, &unit->gather);
     return slot ? slot->ptr + fsdpi_bytes(p->lay.full_offset, unit->param_dtype) : NULL;
 }
 
 FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
-    if (unit && index >= 0 && index < unit->num_params && !unit->params[index].requires_grad) return NULL;
+    if (unit && index >= 0 && index < unit->num_params && !unit->params[index].requires_grad)
+        return NULL;
     int ok = fsdpi_getter_ok(unit, index, FSDP_CALL_GRAD);
-    if (!ok && !(unit && index >= 0 && index < unit->num_params && fsdpi_failed(unit->model->world))) return NULL;
+    if (!ok &&
+        !(unit && index >= 0 && index < unit->num_params && fsdpi_failed(unit->model->world)))
+        return NULL;
     fsdpi_param *p = &unit->params[index];
     p->used = 1;
-    if (ok && unit->grad_alias) return fsdpi_flat_of(unit)->grad->ptr + fsdpi_bytes(p->lay.shard_offset, unit->dtype);
+    if (ok && unit->grad_alias)
+        return fsdpi_flat_of(unit)->grad->ptr + fsdpi_bytes(p->lay.shard_offset, unit->dtype);
     const fsdp_buf *slot = ok ? unit->grad : fsdpi_undefined(unit, FSDP_POOL_GRAD, &unit->grad);
     return slot ? slot->ptr + fsdpi_bytes(p->grad_offset, unit->param_dtype) : NULL;
 }
 
-FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) { return fsdpi_model_call(model, FSDP_CALL_ZERO_GRAD, 1); }
+FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
+    return fsdpi_model_call(model, FSDP_CALL_ZERO_GRAD, 1);
+}
 
 FSDP_API fsdp_status fsdp_clip_grad_norm(fsdp_model *model, double max_norm, double *norm) {
     fsdp_status status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
     if (status) return status;
-    if (!(max_norm > 0)) return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG, "clip_grad_norm: max_norm is %g, expected > 0", max_norm);
+    if (!(max_norm > 0))
+        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                          "clip_grad_norm: max_norm is %g, expected > 0", max_norm);
     double total;
     status = fsdpi_norm(model, &total);
     if (status) return status;
     if (norm) *norm = total;
     double coefficient = max_norm / (total + 1e-6);
-    return coefficient < 1.0 || fsdpi_is_nan(total) ? fsdpi_scale_grads(model, (float)coefficient) : FSDP_OK;
+    return coefficient < 1.0 || fsdpi_is_nan(total) ? fsdpi_scale_grads(model, (float)coefficient)
+                                                    : FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
@@ -4491,25 +4888,31 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
 }
 
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
-    if (!model) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "set_grad_enabled: the model is NULL");
+    if (!model)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "set_grad_enabled: the model is NULL");
     model->grad_enabled = enabled != 0;
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
-    if (!model) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "set_is_last_backward: the model is NULL");
+    if (!model)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "set_is_last_backward: the model is NULL");
     model->is_last_backward = is_last != 0;
     return FSDP_OK;
 }
 
-// The units a setter is for: one, or all; none may be between pre and post. Returns their number, 0 on error.
+// The units a setter is for: one, or all; none may be between pre and post. Returns their number, 0
+// on error.
 static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int *first, int *end) {
     if (!m) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the model is NULL", what);
-    if (u && u->model != m) return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: the unit belongs to another model", what);
+    if (u && u->model != m)
+        return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: the unit belongs to another model",
+                          what);
     *first = u ? u->index : 0;
     *end = u ? u->index + 1 : m->num_units;
     for (int i = *first; i < *end; i++)
-        if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET)) return fsdpi_wrong_call(m->units[i], FSDP_CALL_SET);
+        if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
+            return fsdpi_wrong_call(m->units[i], FSDP_CALL_SET);
     return fsdpi_failed(m->world);
 }
 
@@ -4524,20 +4927,28 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
     int i, end;
     fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_forward", &i, &end);
     if (!status && mode != FSDP_RESHARD_ALWAYS && mode != FSDP_RESHARD_NEVER)
-        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG, "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or FSDP_RESHARD_NEVER", mode);
+        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                          "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or "
+                          "FSDP_RESHARD_NEVER",
+                          mode);
     for (; !status && i < end; i++) model->units[i]->reshard_after_forward = mode;
     return status;
 }
 
-FSDP_API fsdp_status fsdp_set_reshard_after_backward(fsdp_model *model, fsdp_unit *unit, int reshard) {
+FSDP_API fsdp_status fsdp_set_reshard_after_backward(fsdp_model *model, fsdp_unit *unit,
+                                                     int reshard) {
     int i, end;
     fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_backward", &i, &end);
     for (; !status && i < end; i++) model->units[i]->reshard_after_backward = reshard != 0;
     return status;
 }
 
-FSDP_API fsdp_training_state fsdp_unit_state(const fsdp_unit *unit) { return unit ? (fsdp_training_state)unit->state : FSDP_STATE_COUNT; }
-FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit) { return unit ? (fsdp_storage_state)unit->storage : FSDP_STORAGE_COUNT; }
+FSDP_API fsdp_training_state fsdp_unit_state(const fsdp_unit *unit) {
+    return unit ? (fsdp_training_state)unit->state : FSDP_STATE_COUNT;
+}
+FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit) {
+    return unit ? (fsdp_storage_state)unit->storage : FSDP_STORAGE_COUNT;
+}
 
 FSDP_API fsdp_status fsdp_set_driver(fsdp_model *model, const fsdp_driver *driver) {
     static const fsdp_driver none = {NULL, NULL, NULL};
@@ -4557,20 +4968,23 @@ static void fsdpi_memory(const fsdp_model *m, fsdp_memory *out) {
     for (int i = 0; i < m->num_units; i++)
         for (int k = 0; k < m->units[i]->num_params; k++) {
             const fsdpi_param *p = &m->units[i]->params[k];
-            out->unsharded_bytes += fsdpi_bytes(p->lay.numel, m->units[i]->dtype) * (p->requires_grad ? 2 : 1);
+            out->unsharded_bytes += fsdpi_bytes(p->lay.numel, m->units[i]->dtype) *
+                                    (p->requires_grad ? 2 : 1);
         }
     out->host_bytes = m->host_bytes;
 }
 
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out) {
-    if (!model || !out) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_memory: an argument is NULL");
+    if (!model || !out)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_memory: an argument is NULL");
     fsdpi_memory(model, out);
     return FSDP_OK;
 }
 
 // A copy of a unit as it was made, with its own marks of use. NULL: no memory.
 static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
-    fsdp_unit *copy = (fsdp_unit *)fsdpi_model_alloc(dry, sizeof *copy + (size_t)u->num_params * sizeof *u->params);
+    fsdp_unit *copy = (fsdp_unit *)fsdpi_model_alloc(dry, sizeof *copy + (size_t)u->num_params *
+                                                                             sizeof *u->params);
     if (!copy) return NULL;
     *copy = *u;
     copy->model = dry;
@@ -4585,9 +4999,11 @@ static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
 }
 
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out) {
-    if (!model || !out) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_predict: an argument is NULL");
+    if (!model || !out)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_predict: an argument is NULL");
     fsdp_world *w = model->world;
-    if (model->num_units == 0) return fsdpi_fail(w, FSDP_ERR_INVALID_STATE, "model_predict: the model has no units");
+    if (model->num_units == 0)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_STATE, "model_predict: the model has no units");
     fsdp_model *dry = (fsdp_model *)fsdpi_alloc(&w->boot.allocator, sizeof *dry);
     if (!dry) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "model_predict: no memory");
     dry->world = w;
@@ -4595,8 +5011,10 @@ FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *ou
     dry->info = model->info;
     dry->dry = dry->grad_enabled = dry->is_last_backward = 1;
     dry->num_params = model->num_params;
-    dry->units = (fsdp_unit **)fsdpi_model_alloc(dry, (size_t)model->num_units * sizeof *dry->units);
-    dry->classes = (fsdpi_class *)fsdpi_model_alloc(dry, (size_t)(model->num_classes + 1) * sizeof *dry->classes);
+    dry->units = (fsdp_unit **)fsdpi_model_alloc(dry,
+                                                 (size_t)model->num_units * sizeof *dry->units);
+    dry->classes = (fsdpi_class *)fsdpi_model_alloc(dry, (size_t)(model->num_classes + 1) *
+                                                             sizeof *dry->classes);
     fsdp_status status = dry->units && dry->classes ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
     for (int i = 0; !status && i < model->num_classes; i++) {
         dry->classes[i].pool = model->classes[i].pool;
@@ -4621,7 +5039,8 @@ FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *ou
 }
 
 FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters *out) {
-    if (!model || !out) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_counters: an argument is NULL");
+    if (!model || !out)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_counters: an argument is NULL");
     *out = model->counters;
     return FSDP_OK;
 }
