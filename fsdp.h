@@ -10,7 +10,146 @@
 
    SPDX-License-Identifier: MIT (full text at the end of this file)
 
-@MANUAL@
+TABLE OF CONTENTS (search for the tag); the manual comes first
+    >>config     macros that change the build
+    >>api        declarations: status, dtype, shard math, world, mesh, model, step, ops, backends
+    >>status     names of status codes
+    >>dtype      element types, conversions, every loop over elements
+    >>layout     shard math
+    >>sys        the operating system's calls
+    >>alloc      host memory
+    >>log        error texts, the world object
+    >>device     the device table over host memory
+    >>comm       compiled-in backends; an op record becomes a collective
+    >>lanes      inline execution, worker threads, events
+    >>world      rank, size, environment, opened tables
+    >>mesh       N-d meshes and their groups
+    >>param      model, unit and parameter objects and their layout
+    >>pool       buffers and slots
+    >>ops        fsdpi_emit, the only door to the tables
+    >>schedule   actions and the transition table
+    >>commit     flat blocks and prebuilt lists
+    >>step       finalize, norm, gather to one tensor, prediction
+    >>public     public functions
+
+A PROGRAM
+
+    #define FSDP_IMPLEMENTATION
+    #include "fsdp.h"
+    #include <math.h>
+    #include <stdio.h>
+
+    enum { N = 64, STEPS = 20 };
+
+    static void start(void *user, const fsdp_param_view *block) { // only my own rows
+        (void)user;
+        for (int64_t k = 0; k < block->numel; k++)
+            ((float *)block->data)[k] = 0.01f * (float)(fsdp_view_index(block, k) % 7 - 3);
+    }
+
+    int main(void) {
+        fsdp_world *world; // rank and size from the launcher's environment, or a world of one
+        if (fsdp_init(NULL, &world)) return 1;
+        fsdp_model *model;
+        fsdp_unit *unit;
+        fsdp_param_desc params[2] = {fsdp_mat("w", N, N), fsdp_vec("b", N)};
+        fsdp_unit_desc ud = FSDP_ZERO;
+        ud.name = "linear";
+        ud.params = params;
+        ud.num_params = 2;
+        if (fsdp_model_create(world, NULL, &model) || fsdp_fully_shard(model, &ud, &unit)) return 1;
+        if (fsdp_init_params(model, start, NULL)) return 1;
+        for (int step = 0; step < STEPS; step++) {
+            float x[N], dy[N], loss = 0;
+            for (int i = 0; i < N; i++) x[i] = (float)((i + fsdp_rank(world)) % 5) / 5;
+            fsdp_pre_forward(unit);
+            const float *w = (const float *)fsdp_data(unit, 0);
+            const float *b = (const float *)fsdp_data(unit, 1);
+            for (int o = 0; o < N; o++) { // y = w x + b shall become x
+                float y = b[o];
+                for (int i = 0; i < N; i++) y += w[o * N + i] * x[i];
+                dy[o] = y - x[o];
+                loss += dy[o] * dy[o] / 2;
+            }
+            fsdp_post_forward(unit);
+            fsdp_pre_backward(unit);
+            float *dw = (float *)fsdp_grad(unit, 0), *db = (float *)fsdp_grad(unit, 1);
+            for (int o = 0; o < N; o++) {
+                db[o] += dy[o];
+                for (int i = 0; i < N; i++) dw[o * N + i] += dy[o] * x[i];
+            }
+            fsdp_post_backward(unit);
+            if (fsdp_finalize_backward(model)) break; // the failure of any hook shows here
+            fsdp_param_view v = FSDP_ZERO;
+            while (fsdp_next_param(model, &v))
+                for (int64_t k = 0; k < v.numel; k++)
+                    ((float *)v.shard)[k] -= 0.03f * ((const float *)v.shard_grad)[k];
+            fsdp_params_changed(model);
+            fsdp_zero_grad(model);
+            fsdp_all_reduce(world, NULL, &loss, 1, FSDP_F32, FSDP_SUM);
+            if (fsdp_rank(world) == 0) printf("step %d loss %g\n", step, (double)loss);
+        }
+        return fsdp_shutdown(world);
+    }
+
+WORDS
+    world      all ranks of the job         mesh     an N-d arrangement of ranks
+    unit       what one fully_shard call makes: its parameters are gathered and reduced together
+    shard      my part of a parameter       comm     one process group of a backend
+    unsharded  the whole of a parameter     op       one thing done, as a record
+    slot       a pooled buffer that a unit holds while it is gathered or in backward
+
+STEP BY STEP
+    1  fsdp_init; fsdp_model_create; one fsdp_fully_shard per layer; fsdp_init_params or _load.
+    2  Forward of a layer: pre_forward, read fsdp_data, post_forward. A unit that stays open around
+       others (embeddings, final norm, tied head) sets reshard_after_forward = FSDP_RESHARD_NEVER.
+       Open units form a set, not a stack; a unit may be opened several times in one forward.
+    3  Backward: pre_backward, read fsdp_data, add to fsdp_grad, post_backward, units in any order;
+       then fsdp_finalize_backward.
+    4  fsdp_clip_grad_norm; the optimizer (fsdp_optim.h, or a loop over fsdp_model_flat or
+       fsdp_next_param that ends with fsdp_params_changed); fsdp_zero_grad.
+    Microbatches: fsdp_set_requires_gradient_sync(model, NULL, 0) for all but the last one.
+    Evaluation: fsdp_set_grad_enabled(model, 0), forwards, fsdp_set_grad_enabled(model, 1).
+    Recompute: pre_forward and post_forward between a unit's pre_backward and post_backward.
+
+IT DOES NOT
+    differentiate, run kernels, own your activations, or find the root: the model is the root.
+
+ENVIRONMENT
+    RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT  set by tools/fsdprun and torchrun
+    FSDP_JOB_ID       name of the job, unique on the host (else from MASTER_ADDR and MASTER_PORT)
+    FSDP_TIMEOUT_MS   deadline of every wait, default 60000
+    FSDP_LANES        0 inline (default), 1 or 2 worker threads for collectives
+    FSDP_BACKEND      which compiled-in backend        FSDP_LOG_LEVEL  error warn info none
+
+ERRORS
+    Functions return fsdp_status. The text names rank, unit, operation, expected and got, is logged
+    once and kept for fsdp_last_error. Wrong arguments and wrong order change nothing. A failed
+    collective aborts the world on all ranks; from then on every call returns that status at once,
+    and only fsdp_shutdown and fsdp_last_error are of use. The library never exits or aborts.
+    No call waits longer than the deadline.
+
+MEMORY
+    Shards, their gradients, and slots whose number follows from a rule and not from timing, so that
+    memory is the same on every rank and in every run: fsdp_model_predict tells it to the byte
+    before anything is allocated. From the third step on a step allocates nothing.
+    Slots: one per size of unit when inline, two with lanes or streams, more where units stay open.
+
+THREADS AND ORDER
+    A world, with all that is made from it, is used by one thread at a time; worlds are independent.
+    Collective functions are called by all ranks of the mesh in the same order; a disagreement is
+    FSDP_ERR_MISMATCH on all of them, with both sides in the text (with two lanes it may be
+    FSDP_ERR_TIMEOUT). The logger may be called from worker threads.
+
+DETERMINISM
+    CPU backends sum in rank order, in f32 (f64 for f64), then scale, then add to what is there: the
+    bits do not depend on the run, on lanes, on the layout, on threads or processes, or on the flags
+    that this header is compiled with (-Ofast included).
+
+LIMITS OF THIS VERSION
+    1-D meshes only (no HSDP); reshard_after_forward always or never; no explicit prefetch lists;
+    parameters of one unit share their dtype; f16 reductions are not pre-scaled; no CPU offload.
+    Linux; gcc or clang. docs/from-pytorch.md has the whole table.
 */
 #ifndef FSDP_H
 #define FSDP_H
@@ -59,6 +198,7 @@ extern "C" {
 #endif
 
 /* -------------------------------------------------------------------------------------------- */
+// >>api
 /* Status. Zero is success; there is one code per reaction. The text of the last failure, which
    names rank, unit, operation, expected and got, is fsdp_last_error(world).                      */
 
@@ -297,7 +437,7 @@ typedef struct fsdp_world_desc {
     int32_t rank, world_size; // world_size 0: from the environment (none set: a world of 1)
     int32_t local_rank;       // rank on this host; ignored when world_size is 0
     int32_t timeout_ms;       // 0: FSDP_TIMEOUT_MS, else 60,000. The deadline of every wait
-    int32_t lanes;            // 0: FSDP_LANES, else inline (-1: inline whatever the environment says);
+    int32_t lanes;            // 0: FSDP_LANES, else inline; -1: inline whatever that says;
                               // 1 or 2: worker threads that run collectives beside the caller
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
     const char *backend;      // NULL: FSDP_BACKEND, else the first one compiled in
@@ -460,15 +600,15 @@ enum {
 typedef struct fsdp_model_desc {
     uint32_t size, start_canary;
     const fsdp_mesh *mesh;         // NULL: 1-D over all ranks
-    fsdp_dtype param_dtype;        // of gathered parameters and of gradients; KEEP: the parameter's own
-    fsdp_dtype reduce_dtype;       // of the reduction; KEEP: the parameter's own (f32 masters: f32)
+    fsdp_dtype param_dtype;        // of gathered parameters and gradients; KEEP: their own
+    fsdp_dtype reduce_dtype;       // of the reduction; KEEP: the parameter's own
     int32_t reshard_after_forward; // FSDP_RESHARD_DEFAULT: always
     int32_t grads_overwrite;       // 1: backward stores gradients (=) instead of adding (+=)
     int32_t debug;                 // 1: released buffers are filled with NaN patterns
     int32_t reserved;
     int64_t direct_min;            // bytes of a full parameter from which it is gathered in place,
                                    // 0: 65536; 1: always; FSDP_DIRECT_NEVER
-    int64_t fill_bytes;            // 0: 16 MiB. Largest block of init_params, largest step of param_full
+    int64_t fill_bytes;            // 0: 16 MiB. Block of init_params, step of param_full
     uint64_t end_canary;
 } fsdp_model_desc;
 
@@ -477,7 +617,8 @@ typedef struct fsdp_model_desc {
    model       owned by the world; fsdp_model_destroy or fsdp_shutdown ends it
    Result      FSDP_OK; INVALID_ARG, UNSUPPORTED, OUT_OF_MEMORY
    Collective  yes: every rank of the mesh, same order      Blocks no      Allocates yes */
-FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc *desc,
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_create(fsdp_world *world,
+                                                       const fsdp_model_desc *desc,
                                                        fsdp_model **model);
 
 /* fsdp_model_destroy - free a model with its units and buffers; NULL is allowed
@@ -576,11 +717,13 @@ typedef void (*fsdp_init_fn)(void *user, const fsdp_param_view *block);
 
 /* fsdp_init_params - let fn fill the parameters, a block of rows at a time; the whole model is
    never in memory. Ends with fsdp_params_changed
-   fn          fills block->data (host memory, block->dtype, block->local_shape at block->start); called
-               for consecutive row blocks of this rank's rows of at most fill_bytes, never empty ones
+   fn          fills block->data (host memory, block->dtype, block->local_shape at block->start);
+               called for consecutive row blocks of this rank's rows of at most fill_bytes (but at
+               least one row), never for empty ones
    Result      FSDP_OK; INVALID_STATE (a unit is not idle), what commit returns
    Collective  as fsdp_model_commit      Blocks no      Allocates as commit */
-FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *user);
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn,
+                                                      void *user);
 
 /* fsdp_param_view_get - view of parameter i of a unit; data and shard are the same
    fsdp_param_at       - of parameter `ordinal` of the model
@@ -672,7 +815,7 @@ FSDP_API fsdp_status fsdp_post_forward(fsdp_unit *unit);
 FSDP_API fsdp_status fsdp_pre_backward(fsdp_unit *unit);
 
 /* fsdp_post_backward - the caller has finished writing gradients; parameters are freed, gradients
-   are averaged over the ranks into their owners' shards (added to what is there), unless sync is off
+   are averaged over the ranks into their owners' shards (added to what is there) if sync is on
    Result      FSDP_OK; INVALID_STATE; OUT_OF_MEMORY; collective errors
    Collective  yes      Blocks inline: until reduced; with lanes or streams: no
    Allocates   at its first use      Source torch: FSDPParamGroup.post_backward, foreach_reduce */
@@ -680,8 +823,8 @@ FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit);
 
 /* fsdp_finalize_backward - end of backward: units still open in backward are finished, left-overs
    are freed, every sharded gradient is ready
-   Result      FSDP_OK; the first failure of a hook since the last finalize; INVALID_STATE (a unit is
-               open in forward: named); collective errors
+   Result      FSDP_OK; the first failure of a hook since the last finalize; INVALID_STATE (a unit
+               is open in forward: named); collective errors
    Collective  yes      Blocks until all reductions are done      Allocates at its first use
    Source      torch: FSDPState._root_post_backward_final_callback, finalize_backward */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_finalize_backward(fsdp_model *model);
@@ -743,7 +886,8 @@ FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled);
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last);
 FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync);
 FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit *unit, int mode);
-FSDP_API fsdp_status fsdp_set_reshard_after_backward(fsdp_model *model, fsdp_unit *unit, int reshard);
+FSDP_API fsdp_status fsdp_set_reshard_after_backward(fsdp_model *model, fsdp_unit *unit,
+                                                     int reshard);
 
 typedef enum fsdp_training_state {
     FSDP_STATE_IDLE = 0,
@@ -837,7 +981,7 @@ typedef struct fsdp_op {
     const void *list;         // fsdp_block[] (COPY, NORM) or fsdp_seg[] (collectives), prebuilt
     const void *src_ptr;      // fixed at issue: a slot may change hands before a worker runs the op
     void *dst_ptr;
-    fsdp_event wait[2];       // derived by emit; stream COMPUTE and no native event: nothing to wait for
+    fsdp_event wait[2];       // derived by emit; all zero: nothing to wait for
 } fsdp_op;
 
 // The seam for extensions. hook sees each public call before the table does (non-zero: it has done
@@ -2823,9 +2967,9 @@ static void fsdpi_list_store(fsdp_unit *u, int trainable, const fsdp_layout_para
 }
 
 /* The layout of a unit's slots, in two uses: with NULL lists it measures (before commit), with
-   lists it fills them. Slot of parameters: [trainables gathered | frozen gathered | trainables copied out |
-   frozen copied out]. Slot of gradients: [reduce input: trainables, users | where the caller writes
-   packed ones]. */
+   lists it fills them.
+   Slot of parameters: [trainables | frozen | trainables copied out | frozen copied out]
+   Slot of gradients:  [reduce input: trainables, users | where the caller writes packed ones] */
 static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
     int world = fsdpi_group_size(u->model);
     fsdp_seg *gather = u->gather_segs, *reduce = u->reduce_segs;
@@ -3654,13 +3798,13 @@ static const fsdpi_row fsdpi_rows[] = {
 //   call                      from               phase     due next
     {FSDP_CALL_PRE_FORWARD,    FSDPI_I | FSDPI_F, FSDPI_OUT,  0, FSDP_STATE_FORWARD,
         {fsdpi_do_unshard, fsdpi_do_wait}},
-    {FSDP_CALL_PRE_FORWARD,    FSDPI_I | FSDPI_B, FSDPI_IN,   1, FSDP_STATE_FORWARD, // nested recompute
+    {FSDP_CALL_PRE_FORWARD,    FSDPI_I | FSDPI_B, FSDPI_IN,   1, FSDP_STATE_FORWARD, // nested
         {fsdpi_do_unshard, fsdpi_do_wait}},
-    {FSDP_CALL_PRE_FORWARD,    FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP,         // recompute, own
+    {FSDP_CALL_PRE_FORWARD,    FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP,         // recompute
         {fsdpi_do_unshard, fsdpi_do_wait}},
     {FSDP_CALL_POST_FORWARD,   FSDPI_F,           FSDPI_OUT,  0, FSDP_STATE_IDLE,
         {fsdpi_do_record, fsdpi_do_reshard_forward}},
-    {FSDP_CALL_POST_FORWARD,   FSDPI_F,           FSDPI_IN,   0, FSDP_STATE_IDLE,    // stays unsharded
+    {FSDP_CALL_POST_FORWARD,   FSDPI_F,           FSDPI_IN,   0, FSDP_STATE_IDLE,
         {NULL}},
     {FSDP_CALL_POST_FORWARD,   FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP,
         {NULL}},
@@ -3678,9 +3822,9 @@ static const fsdpi_row fsdpi_rows[] = {
         {fsdpi_do_reshard}},
     {FSDP_CALL_FINALIZE,       FSDPI_P,           FSDPI_BOTH, 0, FSDP_STATE_IDLE,
         {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
-    {FSDP_CALL_FINALIZE,       FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDP_STATE_IDLE,    // stale prefetch
+    {FSDP_CALL_FINALIZE,       FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDP_STATE_IDLE,
         {fsdpi_do_reshard_backward}},
-    {FSDP_CALL_DATA,           FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}, // and UNSHARDED
+    {FSDP_CALL_DATA,           FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}, // UNSHARDED
     {FSDP_CALL_GRAD,           FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}},
     {FSDP_CALL_PARAMS_CHANGED, FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_stale}},
     {FSDP_CALL_LOAD,           FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_stale}},
