@@ -1794,7 +1794,7 @@ static int64_t fsdpi_monotonic_ns(void *user) {
     return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
 }
 
-static void fsdpi_sleep_ns(int64_t ns) {
+static FSDPI_UNUSED void fsdpi_sleep_ns(int64_t ns) {
     struct fsdpi_timespec t;
     t.tv_sec = (long)(ns / 1000000000);
     t.tv_nsec = (long)(ns % 1000000000);
@@ -2515,6 +2515,11 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w, const fsdp_world_desc *d
         return status;
     }
     w->reduce_comm = w->comm;
+    uint32_t needed = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
+                      1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
+    if ((w->caps.kinds & needed) != needed)
+        return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "backend %s lacks a collective that is needed",
+                          w->comm_ops->name);
     if (w->comm_ops->alloc(w->comm, FSDPI_BOUNCE, &w->bounce)) {
         w->bounce = NULL;
         return fsdpi_fail_together(
@@ -3378,28 +3383,6 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     return status;
 }
 
-static fsdp_status fsdpi_emit_copy(fsdp_model *m, const fsdp_unit *u, int label, int stream,
-                                   fsdp_buf *src, fsdp_dtype dtype, fsdp_buf *dst,
-                                   fsdp_dtype out_dtype, const fsdp_block *blocks, int num_blocks,
-                                   float scale, int accumulate) {
-    fsdp_op op = fsdpi_op(m, u, FSDP_OP_COPY, label, stream);
-    if (m->dry) return FSDP_OK; // no lists yet
-    for (int i = 0; i < num_blocks; i++) op.count += (uint64_t)(blocks[i].width * blocks[i].height);
-    if (op.count == 0) return FSDP_OK;
-    op.bytes = op.count * fsdp_dtype_size(out_dtype);
-    op.dtype = (uint8_t)dtype;
-    op.out_dtype = (uint8_t)out_dtype;
-    op.accumulate = (uint8_t)accumulate;
-    op.scale = scale;
-    op.list = blocks;
-    op.list_count = (uint32_t)num_blocks;
-    op.src = src;
-    op.dst = dst;
-    op.src_ptr = src->ptr;
-    op.dst_ptr = dst->ptr;
-    return fsdpi_emit(m, &op);
-}
-
 // Fill elements [from, from + count) of a buffer with a byte.
 static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label, int stream,
                                    fsdp_buf *dst, fsdp_dtype dtype, int64_t from, int64_t count,
@@ -3415,18 +3398,24 @@ static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label,
     return fsdpi_emit(m, &op);
 }
 
-// A collective over segments: what a rank reads from the others is (W-1) times its own part.
-static fsdp_status fsdpi_emit_segs(fsdp_op *op, fsdp_model *m, fsdp_buf *src, fsdp_dtype dtype,
-                                   fsdp_buf *dst, fsdp_dtype out_dtype, const fsdp_seg *segs,
-                                   int num_segs) {
-    if (m->dry) return FSDP_OK;
-    for (int i = 0; i < num_segs; i++) op->count += (uint64_t)segs[i].count;
+/* A copy over blocks or a collective over segments, from src in dtype to dst in out_dtype. The caller
+   has set what is special (scale, accumulate, in_place). An empty one is not issued. Of a collective
+   a rank reads (W-1) times its own part from the others. */
+static fsdp_status fsdpi_emit_list(fsdp_model *m, fsdp_op *op, fsdp_buf *src, fsdp_dtype dtype,
+                                   fsdp_buf *dst, fsdp_dtype out_dtype, const void *list, int num) {
+    const fsdp_block *blocks = (const fsdp_block *)list;
+    const fsdp_seg *segs = (const fsdp_seg *)list;
+    int is_copy = op->kind == FSDP_OP_COPY;
+    if (m->dry) return FSDP_OK; // no lists yet
+    for (int i = 0; i < num; i++)
+        op->count += (uint64_t)(is_copy ? blocks[i].width * blocks[i].height : segs[i].count);
     if (op->count == 0) return FSDP_OK;
+    op->bytes = is_copy ? op->count * fsdp_dtype_size(out_dtype)
+                        : (uint64_t)(fsdpi_group_size(m) - 1) * op->count * fsdp_dtype_size(dtype);
     op->dtype = (uint8_t)dtype;
     op->out_dtype = (uint8_t)out_dtype;
-    op->bytes = (uint64_t)(fsdpi_group_size(m) - 1) * op->count * fsdp_dtype_size(dtype);
-    op->list = segs;
-    op->list_count = (uint32_t)num_segs;
+    op->list = list;
+    op->list_count = (uint32_t)num;
     op->src = src;
     op->dst = dst;
     op->src_ptr = src->ptr;
@@ -3479,12 +3468,22 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
 // The sharded block a unit's parameters lie in.
 static fsdpi_flat_block *fsdpi_flat_of(const fsdp_unit *u) { return &u->model->flats[u->dtype]; }
 
-// The last consumer is the caller, or, for a gather that nobody waited for, the gather itself.
+static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
+    if (u->storage != FSDP_STORAGE_IN_FLIGHT) return FSDP_OK;
+    fsdp_status status = fsdpi_emit_use(u->model, u, FSDP_LABEL_GATHER,
+                                        u->gather ? u->gather : fsdpi_flat_of(u)->shard);
+    if (!status) u->storage = FSDP_STORAGE_UNSHARDED;
+    return status;
+}
+
+// A gather that nobody waited for still reads shards, here and on the peers, which the caller may
+// write next: the caller's stream waits for it too.
 static fsdp_status fsdpi_do_reshard(fsdp_unit *u) {
-    int stream = u->storage == FSDP_STORAGE_IN_FLIGHT ? FSDP_STREAM_GATHER : FSDP_STREAM_COMPUTE;
+    fsdp_status status = fsdpi_do_wait(u);
     u->storage = FSDP_STORAGE_SHARDED;
     u->stale = 0;
-    return fsdpi_release(u, &u->gather, stream);
+    fsdp_status released = fsdpi_release(u, &u->gather, FSDP_STREAM_COMPUTE);
+    return status ? status : released;
 }
 
 static fsdp_status fsdpi_do_unshard(fsdp_unit *u) {
@@ -3502,29 +3501,23 @@ static fsdp_status fsdpi_do_unshard(fsdp_unit *u) {
     status = fsdpi_acquire(u, FSDP_POOL_GATHER, &u->gather);
     if (status) return status;
     fsdp_buf *shard = fsdpi_flat_of(u)->shard, *slot = u->gather;
-    int cast = u->param_dtype != u->dtype;
+    fsdp_dtype dtype = u->param_dtype;
+    int cast = dtype != u->dtype;
+    fsdp_op in = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, FSDP_STREAM_GATHER);
+    fsdp_op gather = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER);
+    fsdp_op out = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_COPY_OUT, FSDP_STREAM_GATHER);
     if (cast)
-        status = fsdpi_emit_copy(m, u, FSDP_LABEL_COPY_IN, FSDP_STREAM_GATHER, shard, u->dtype,
-                                 slot, u->param_dtype, u->copy_in, u->num_gather_segs, 1.0f, 0);
+        status = fsdpi_emit_list(m, &in, shard, u->dtype, slot, dtype, u->copy_in,
+                                 u->num_gather_segs);
     if (!status && fsdpi_group_size(m) > 1) {
-        fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER);
-        op.in_place = (uint8_t)cast; // my part is in the slot already
-        status = fsdpi_emit_segs(&op, m, cast ? slot : shard, u->param_dtype, slot, u->param_dtype,
+        gather.in_place = (uint8_t)cast; // my part is in the slot already
+        status = fsdpi_emit_list(m, &gather, cast ? slot : shard, dtype, slot, dtype,
                                  u->gather_segs, u->num_gather_segs);
         if (!status)
-            status = fsdpi_emit_copy(m, u, FSDP_LABEL_COPY_OUT, FSDP_STREAM_GATHER, slot,
-                                     u->param_dtype, slot, u->param_dtype, u->copy_out,
-                                     u->num_copy_out, 1.0f, 0);
+            status = fsdpi_emit_list(m, &out, slot, dtype, slot, dtype, u->copy_out,
+                                     u->num_copy_out);
     }
     if (!status) u->storage = FSDP_STORAGE_IN_FLIGHT;
-    return status;
-}
-
-static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
-    if (u->storage != FSDP_STORAGE_IN_FLIGHT) return FSDP_OK;
-    fsdp_status status = fsdpi_emit_use(u->model, u, FSDP_LABEL_GATHER,
-                                        u->gather ? u->gather : fsdpi_flat_of(u)->shard);
-    if (!status) u->storage = FSDP_STORAGE_UNSHARDED;
     return status;
 }
 
@@ -3536,8 +3529,8 @@ static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
     return u->reshard_after_backward ? fsdpi_do_reshard(u) : FSDP_OK;
 }
 
-#define FSDPI_ORDER_PER_UNIT                                                                       \
-    64 // bound of the record of forwards; behind it prefetches are lost, nothing else
+// Bound of the record of forwards; behind it prefetches are lost, nothing else.
+#define FSDPI_ORDER_PER_UNIT 64
 
 // Remember a forward: its backward is due, and the forward before it is what to prefetch then.
 static fsdp_status fsdpi_do_record(fsdp_unit *u) {
@@ -3623,15 +3616,13 @@ static fsdp_status fsdpi_zero_unused(fsdp_unit *u) {
     for (int i = 0; i < u->num_params && !status; i++) {
         const fsdpi_param *p = &u->params[i];
         if (!p->requires_grad || p->used) continue;
-        if (!u->grad_alias)
-            status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad,
-                                     u->param_dtype, p->grad_offset, p->lay.numel, 0);
+        status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad,
+                                 u->param_dtype, p->grad_offset, p->lay.numel, 0);
     }
     return status;
 }
 
-// Bring the gradients to the reduce input: cast, chunk_cat, added to what earlier microbatches
-// left.
+// Bring gradients to the reduce input: cast, chunk_cat, added to what earlier microbatches left.
 static fsdp_status fsdpi_accumulate(fsdp_unit *u) {
     fsdp_model *m = u->model;
     int held = u->rin != NULL;
@@ -3639,9 +3630,11 @@ static fsdp_status fsdpi_accumulate(fsdp_unit *u) {
     if (!status && !held && u->pad_rin)
         status = fsdpi_emit_fill(m, u, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, u->rin, u->reduce_dtype,
                                  0, u->reduce_numel, 0);
+    fsdp_op op = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE);
+    op.accumulate = (uint8_t)held;
     if (!status)
-        status = fsdpi_emit_copy(m, u, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, u->grad, u->param_dtype,
-                                 u->rin, u->reduce_dtype, u->acc, u->num_acc, 1.0f, held);
+        status = fsdpi_emit_list(m, &op, u->grad, u->param_dtype, u->rin, u->reduce_dtype, u->acc,
+                                 u->num_acc);
     return status ? status : fsdpi_release(u, &u->grad, FSDP_STREAM_REDUCE);
 }
 
@@ -3683,6 +3676,17 @@ static void fsdpi_own_users(fsdp_unit *u) {
     }
 }
 
+// Reduce output -> shard gradients: scale, cast, add to what is there. The trainables and, over
+// several ranks, the users.
+static fsdp_status fsdpi_red_out(fsdp_unit *u, fsdp_buf *from, fsdp_dtype dtype,
+                                 const fsdp_block *blocks, float scale, int accumulate) {
+    fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE);
+    op.scale = scale;
+    op.accumulate = (uint8_t)accumulate;
+    return fsdpi_emit_list(u->model, &op, from, dtype, fsdpi_flat_of(u)->grad, u->dtype, blocks,
+                           fsdpi_group_size(u->model) > 1 ? 2 : 1);
+}
+
 // Reduce input -> shard gradients, over all ranks: in one fused op, or by way of a reduce output.
 static fsdp_status fsdpi_reduce_scatter(fsdp_unit *u, fsdp_buf **input, fsdp_dtype dtype) {
     fsdp_model *m = u->model;
@@ -3692,31 +3696,22 @@ static fsdp_status fsdpi_reduce_scatter(fsdp_unit *u, fsdp_buf **input, fsdp_dty
     int straight = fused ? fsdpi_is_wide(u->reduce_dtype)
                          : u->reduce_dtype == u->dtype && !u->has_grad;
     fsdp_op op = fsdpi_op(m, u, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, FSDP_STREAM_REDUCE);
-    fsdp_status status = FSDP_OK;
-    if (straight) {
-        if (fused) op.scale = scale, op.accumulate = u->has_grad;
-        status = fsdpi_emit_segs(&op, m, *input, dtype, sgrad, u->dtype, u->reduce_segs,
-                                 u->num_reduce_segs);
-        if (!status) status = fsdpi_release(u, input, FSDP_STREAM_REDUCE);
-        if (!status && !fused)
-            status = fsdpi_emit_copy(m, u, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE, sgrad, u->dtype,
-                                     sgrad, u->dtype, u->rescale, 2, scale, 0);
-        return status;
+    fsdp_status status = straight ? FSDP_OK : fsdpi_acquire(u, FSDP_POOL_ROUT, &rout);
+    if (status) return status;
+    if (straight && fused) {
+        op.scale = scale;
+        op.accumulate = u->has_grad;
     }
-    status = fsdpi_acquire(u, FSDP_POOL_ROUT, &rout);
-    if (!status)
-        status = fsdpi_emit_segs(&op, m, *input, dtype, rout, u->reduce_dtype, u->rout_segs,
-                                 u->num_reduce_segs);
+    status = fsdpi_emit_list(m, &op, *input, dtype, straight ? sgrad : rout,
+                             straight ? u->dtype : u->reduce_dtype,
+                             straight ? u->reduce_segs : u->rout_segs, u->num_reduce_segs);
     if (!status) status = fsdpi_release(u, input, FSDP_STREAM_REDUCE);
-    if (!status)
-        status = fsdpi_emit_copy(m, u, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE, rout,
-                                 u->reduce_dtype, sgrad, u->dtype, u->red_out, 2, scale,
-                                 u->has_grad);
-    if (rout) {
-        fsdp_status released = fsdpi_release(u, &rout, FSDP_STREAM_REDUCE);
-        if (!status) status = released;
-    }
-    return status;
+    if (!status && straight && !fused)
+        status = fsdpi_red_out(u, sgrad, u->dtype, u->rescale, scale, 0);
+    if (!status && !straight)
+        status = fsdpi_red_out(u, rout, u->reduce_dtype, u->red_out, scale, u->has_grad);
+    fsdp_status released = fsdpi_release(u, &rout, FSDP_STREAM_REDUCE);
+    return status ? status : released;
 }
 
 /* End of a unit's backward. Without sync the gradients stay, in the slot where they were written
@@ -3724,32 +3719,30 @@ static fsdp_status fsdpi_reduce_scatter(fsdp_unit *u, fsdp_buf **input, fsdp_dty
 static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     fsdp_model *m = u->model;
     if (u->num_train == 0) return FSDP_OK;
-    int overwrite = m->desc.grads_overwrite;
-    fsdp_status status = overwrite ? fsdpi_zero_unused(u) : FSDP_OK;
-    if (status) return status;
     if (u->grad_alias) {
         u->has_grad = 1;
         fsdpi_own_users(u);
         return FSDP_OK;
     }
-    if (!m->dry)
-        status = fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &u->grad->ready); // the caller wrote it
+    int overwrite = m->desc.grads_overwrite;
+    fsdp_status status = overwrite ? fsdpi_zero_unused(u) : FSDP_OK;
+    if (!status && !m->dry) // the caller wrote it
+        status = fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &u->grad->ready);
     int elsewhere = u->rin || fsdpi_must_convert(u) ||
                     (!u->sync && (overwrite || u->param_dtype != u->reduce_dtype));
     if (!status && elsewhere) status = fsdpi_accumulate(u);
     if (status || !u->sync) return status;
     fsdp_buf **input = u->rin ? &u->rin : &u->grad;
     fsdp_dtype dtype = u->rin ? u->reduce_dtype : u->param_dtype;
-    if (fsdpi_group_size(m) == 1) { // one rank: the sum is the gradient
-        status = fsdpi_emit_copy(m, u, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE, *input, dtype,
-                                 fsdpi_flat_of(u)->grad, u->dtype, u->red_out, 1, 1.0f,
-                                 u->has_grad);
+    if (fsdpi_group_size(m) == 1) { // the sum over one rank is its gradient
+        status = fsdpi_red_out(u, *input, dtype, u->red_out, 1.0f, u->has_grad);
         if (!status) status = fsdpi_release(u, input, FSDP_STREAM_REDUCE);
         fsdpi_own_users(u);
     } else {
+        fsdp_op cat = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE);
         if (!u->rin)
-            status = fsdpi_emit_copy(m, u, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, u->grad, dtype,
-                                     u->grad, dtype, u->chunk_cat, u->num_chunk_cat, 1.0f, 0);
+            status = fsdpi_emit_list(m, &cat, u->grad, dtype, u->grad, dtype, u->chunk_cat,
+                                     u->num_chunk_cat);
         if (!status) status = fsdpi_emit_users(u, *input, dtype);
         if (!status) status = fsdpi_reduce_scatter(u, input, dtype);
     }
@@ -4150,8 +4143,9 @@ static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
         if (u->num_train == 0 || u->has_grad || u->grad_is_zero) continue;
-        status = fsdpi_emit_fill(m, u, FSDP_LABEL_FINAL, FSDP_STREAM_REDUCE, fsdpi_flat_of(u)->grad,
-                                 u->dtype, u->train.base, u->train.shard_numel, 0);
+        status = fsdpi_emit_fill(m, u, FSDP_LABEL_FINAL, FSDP_STREAM_COMPUTE,
+                                 fsdpi_flat_of(u)->grad, u->dtype, u->train.base,
+                                 u->train.shard_numel, 0);
         u->grad_is_zero = 1;
     }
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++)
@@ -4253,8 +4247,10 @@ static fsdp_status fsdpi_scale_grads(fsdp_model *m, float scale) {
         if (!m->flats[d].grad || numel == 0) continue;
         fsdp_block b = {0, 0, numel, 1, numel, numel};
         m->flats[d].whole = b;
-        status = fsdpi_emit_copy(m, NULL, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE, m->flats[d].grad, d,
-                                 m->flats[d].grad, d, &m->flats[d].whole, 1, scale, 0);
+        fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_COPY, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE);
+        op.scale = scale;
+        status = fsdpi_emit_list(m, &op, m->flats[d].grad, d, m->flats[d].grad, d,
+                                 &m->flats[d].whole, 1);
     }
     return status;
 }
@@ -4303,7 +4299,7 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
     for (int64_t at = 0; at < p->lay.shard_numel && !status; at += step) {
         fsdp_seg seg = {p->lay.shard_offset + at, 0, fsdpi_min(step, p->lay.shard_numel - at)};
         fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
-        status = fsdpi_emit_segs(&op, m, block, u->dtype, m->full_scratch, u->dtype, &seg, 1);
+        status = fsdpi_emit_list(m, &op, block, u->dtype, m->full_scratch, u->dtype, &seg, 1);
         if (!status) status = fsdpi_emit_use(m, u, FSDP_LABEL_FULL, m->full_scratch);
         if (!status) status = fsdpi_host_reads(m);
         for (int k = 0; k < world && full && !status; k++)
