@@ -20,7 +20,7 @@ TABLE OF CONTENTS (search for the tag); the manual comes first
     >>alloc      host memory
     >>log        error texts, the world object
     >>device     the device table over host memory
-    >>comm       compiled-in backends; an op record becomes a collective
+    >>comm       compiled-in backends (and fsdp_spawn); an op record becomes a collective
     >>lanes      inline execution, worker threads, events
     >>world      rank, size, environment, opened tables
     >>mesh       N-d meshes and their groups
@@ -971,7 +971,7 @@ typedef struct fsdp_op {
     uint8_t dtype, out_dtype, accumulate, in_place;
     uint8_t redop, fill;      // ALL_REDUCE: FSDP_SUM, ...; ZERO: the byte that is written
     int32_t root;             // BROADCAST
-    float scale;              // multiplies the (summed) input; 1: none
+    double scale;             // multiplies the (summed) input, in the arithmetic's type; 1: none
     uint32_t list_count;
     const fsdp_unit *unit;    // NULL: of the model
     const char *what;         // the unit's name, or the call's
@@ -1123,7 +1123,7 @@ typedef struct fsdp_caps {
    Complete means: the result is in place *and* src may be overwritten.                           */
 typedef struct fsdp_coll {
     uint8_t kind, dtype, out_dtype, redop, in_place, accumulate, label, state;
-    float scale;
+    double scale;
     int32_t root;
     uint32_t num_segs;
     const fsdp_seg *segs;
@@ -1420,7 +1420,7 @@ static FSDPI_NOINLINE void fsdpi_reduce_block_f32(void *dst, fsdp_dtype dst_dtyp
 
 static FSDPI_NOINLINE void fsdpi_reduce_block_f64(void *dst, fsdp_dtype dst_dtype,
                                                   const char *const *srcs, int num_srcs,
-                                                  fsdp_dtype dtype, size_t count, float scale,
+                                                  fsdp_dtype dtype, size_t count, double scale,
                                                   int accumulate, fsdp_redop redop) {
     double acc[FSDPI_BLOCK], tmp[FSDPI_BLOCK];
     const double *x = fsdpi_load_f64(acc, srcs[0], dtype, count);
@@ -1429,8 +1429,8 @@ static FSDPI_NOINLINE void fsdpi_reduce_block_f64(void *dst, fsdp_dtype dst_dtyp
         x = fsdpi_load_f64(tmp, srcs[k], dtype, count);
         FSDPI_COMBINE(double, acc, x, count, redop);
     }
-    if (scale != 1.0f)
-        for (size_t i = 0; i < count; i++) acc[i] *= (double)scale;
+    if (scale != 1.0)
+        for (size_t i = 0; i < count; i++) acc[i] *= scale;
     if (accumulate) {
         x = fsdpi_load_f64(tmp, dst, dst_dtype, count);
         for (size_t i = 0; i < count; i++) acc[i] = x[i] + acc[i];
@@ -1495,10 +1495,10 @@ static void fsdpi_reduce_ints(void *dst, const char *const *srcs, int num_srcs, 
    library: casts, scaled copies, fused reduce-scatter and all-reduce of the CPU backends.
    dst may be one of the sources. Sums in f64 when a dtype is f64, else in f32.                   */
 static FSDPI_UNUSED void fsdpi_reduce(void *dst, fsdp_dtype dst_dtype, const char *const *srcs,
-                                      int num_srcs, fsdp_dtype dtype, size_t count, float scale,
+                                      int num_srcs, fsdp_dtype dtype, size_t count, double scale,
                                       int accumulate, fsdp_redop redop) {
     size_t in = fsdp_dtype_size(dtype), out = fsdp_dtype_size(dst_dtype);
-    if (num_srcs == 1 && dtype == dst_dtype && scale == 1.0f && !accumulate) {
+    if (num_srcs == 1 && dtype == dst_dtype && scale == 1.0 && !accumulate) {
         if (dst != (const void *)srcs[0]) memmove(dst, srcs[0], count * in);
         return;
     }
@@ -1516,8 +1516,8 @@ static FSDPI_UNUSED void fsdpi_reduce(void *dst, fsdp_dtype dst_dtype, const cha
             fsdpi_reduce_block_f64(d, dst_dtype, block, num_srcs, dtype, n, scale, accumulate,
                                    redop);
         else
-            fsdpi_reduce_block_f32(d, dst_dtype, block, num_srcs, dtype, n, scale, accumulate,
-                                   redop);
+            fsdpi_reduce_block_f32(d, dst_dtype, block, num_srcs, dtype, n, (float)scale,
+                                   accumulate, redop);
     }
 }
 
@@ -1531,7 +1531,7 @@ FSDP_API fsdp_status fsdp_convert(void *dst, fsdp_dtype dst_dtype, const void *s
         return FSDP_ERR_INVALID_ARG;
     const char *srcs[1] = {(const char *)src};
     if (count > 0)
-        fsdpi_reduce(dst, dst_dtype, srcs, 1, src_dtype, (size_t)count, 1.0f, 0, FSDP_SUM);
+        fsdpi_reduce(dst, dst_dtype, srcs, 1, src_dtype, (size_t)count, 1.0, 0, FSDP_SUM);
     return FSDP_OK;
 }
 
@@ -2159,6 +2159,7 @@ static const fsdp_device_ops *fsdpi_host_ops(void) {
 #ifdef FSDP_BACKEND_SHM
 #include "backends/fsdp_shm.h"
 #endif
+#include "backends/fsdp_spawn.h"
 
 static const fsdp_comm_ops *fsdpi_backend(const char *name) {
 #ifdef FSDP_BACKEND_SHM
@@ -2601,7 +2602,7 @@ static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op
     op->comm = comm;
     op->src_ptr = op->dst_ptr = w->bounce;
     op->out_dtype = op->dtype;
-    op->scale = 1.0f;
+    op->scale = 1.0;
     fsdpi_drain(w); // lanes may be using the communicator
     int64_t at = 0;
     do {
@@ -2784,6 +2785,7 @@ typedef struct fsdpi_param {
         lay; // offsets: of the shard in the flat block, of the full tensor in the GATHER slot
     int64_t grad_offset; // of the full gradient in the GRAD slot
     int32_t user_index;  // place among the unit's trainables
+    uint8_t written;     // this rank wrote its gradient to the slot that the unit holds
     uint8_t used;        // this rank wrote a gradient that is not reduced yet
     uint8_t flag;        // `used` as it stands in the unit's flags
     uint8_t has_grad;    // somebody did, and it is in the shard gradient
@@ -3349,7 +3351,7 @@ static fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, int kind, int l
     op.label = (uint8_t)label;
     op.stream = (uint8_t)stream;
     op.state = m->call_state;
-    op.scale = 1.0f;
+    op.scale = 1.0;
     op.unit = u;
     op.what = u ? u->name : fsdp_label_name(label);
     op.what_hash = fsdpi_hash(u ? u->name_hash : (uint64_t)label, m->step);
@@ -3605,6 +3607,7 @@ static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
     }
     fsdp_status status = fsdpi_acquire(u, FSDP_POOL_GRAD, &u->grad);
     if (status) return status;
+    for (int i = 0; i < u->num_params; i++) u->params[i].written = 0;
     if (overwrite) return fsdpi_zero_padding(u);
     return fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, u->param_dtype, 0,
                            u->grad_numel, 0);
@@ -3615,7 +3618,7 @@ static fsdp_status fsdpi_zero_unused(fsdp_unit *u) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < u->num_params && !status; i++) {
         const fsdpi_param *p = &u->params[i];
-        if (!p->requires_grad || p->used) continue;
+        if (!p->requires_grad || p->written) continue;
         status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad,
                                  u->param_dtype, p->grad_offset, p->lay.numel, 0);
     }
@@ -3679,7 +3682,7 @@ static void fsdpi_own_users(fsdp_unit *u) {
 // Reduce output -> shard gradients: scale, cast, add to what is there. The trainables and, over
 // several ranks, the users.
 static fsdp_status fsdpi_red_out(fsdp_unit *u, fsdp_buf *from, fsdp_dtype dtype,
-                                 const fsdp_block *blocks, float scale, int accumulate) {
+                                 const fsdp_block *blocks, double scale, int accumulate) {
     fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE);
     op.scale = scale;
     op.accumulate = (uint8_t)accumulate;
@@ -3691,7 +3694,7 @@ static fsdp_status fsdpi_red_out(fsdp_unit *u, fsdp_buf *from, fsdp_dtype dtype,
 static fsdp_status fsdpi_reduce_scatter(fsdp_unit *u, fsdp_buf **input, fsdp_dtype dtype) {
     fsdp_model *m = u->model;
     fsdp_buf *sgrad = fsdpi_flat_of(u)->grad, *rout = NULL;
-    float scale = 1.0f / (float)fsdpi_group_size(m);
+    double scale = 1.0 / fsdpi_group_size(m);
     int fused = fsdpi_can_fuse(u);
     int straight = fused ? fsdpi_is_wide(u->reduce_dtype)
                          : u->reduce_dtype == u->dtype && !u->has_grad;
@@ -3735,7 +3738,7 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     fsdp_buf **input = u->rin ? &u->rin : &u->grad;
     fsdp_dtype dtype = u->rin ? u->reduce_dtype : u->param_dtype;
     if (fsdpi_group_size(m) == 1) { // the sum over one rank is its gradient
-        status = fsdpi_red_out(u, *input, dtype, u->red_out, 1.0f, u->has_grad);
+        status = fsdpi_red_out(u, *input, dtype, u->red_out, 1.0, u->has_grad);
         if (!status) status = fsdpi_release(u, input, FSDP_STREAM_REDUCE);
         fsdpi_own_users(u);
     } else {
@@ -4240,7 +4243,7 @@ static fsdp_status fsdpi_norm(fsdp_model *m, double *norm) {
 }
 
 // Multiply all gradients. max_norm / (norm + 1e-6) as upstream; a NaN norm makes them NaN.
-static fsdp_status fsdpi_scale_grads(fsdp_model *m, float scale) {
+static fsdp_status fsdpi_scale_grads(fsdp_model *m, double scale) {
     fsdp_status status = FSDP_OK;
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
         int64_t numel = m->flats[d].train_numel;
@@ -4988,7 +4991,7 @@ FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
         !(unit && index >= 0 && index < unit->num_params && fsdpi_failed(unit->model->world)))
         return NULL;
     fsdpi_param *p = &unit->params[index];
-    p->used = 1;
+    p->used = p->written = 1;
     if (ok && unit->grad_alias)
         return fsdpi_flat_of(unit)->grad->ptr + fsdpi_bytes(p->lay.shard_offset, unit->dtype);
     const fsdp_buf *slot = ok ? unit->grad : fsdpi_undefined(unit, FSDP_POOL_GRAD, &unit->grad);
@@ -5010,7 +5013,7 @@ FSDP_API fsdp_status fsdp_clip_grad_norm(fsdp_model *model, double max_norm, dou
     if (status) return status;
     if (norm) *norm = total;
     double coefficient = max_norm / (total + 1e-6);
-    return coefficient < 1.0 || fsdpi_is_nan(total) ? fsdpi_scale_grads(model, (float)coefficient)
+    return coefficient < 1.0 || fsdpi_is_nan(total) ? fsdpi_scale_grads(model, coefficient)
                                                     : FSDP_OK;
 }
 

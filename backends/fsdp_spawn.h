@@ -1,0 +1,252 @@
+/* fsdp_spawn.h - the implementation of fsdp_spawn: ranks that a program starts itself
+
+   Part of fsdp.h's implementation, which includes this file; fsdp_spawn is declared and documented
+   there. It works with every backend whose ranks find each other by the job's name.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_SPAWN_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#define FSDP_SPAWN_IMPLEMENTED
+
+// Processes report the result of fn through a pipe, in
+// records that are written whole; a rank reports before it aborts its world, so that the first
+// record is the cause and later ones are consequences.
+
+#include <errno.h> // errno
+#include <fcntl.h> // fcntl, FD_CLOEXEC
+#include <poll.h>  // poll
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+extern char *fsdpi_strsignal(int sig) __asm__("strsignal");
+
+typedef struct fsdpi_spawn_report {
+    int32_t rank, status; // FSDP_OK: fn returned 0
+    char text[FSDPI_TEXT];
+} fsdpi_spawn_report;
+
+typedef struct fsdpi_spawn {
+    fsdp_world_desc world; // of every rank, but for rank and local_rank
+    fsdp_rank_fn fn;
+    void *arg;
+    int num_ranks, grace_ms;
+    int pipe[2];              // processes
+    fsdp_threads common;      // threads
+    uint32_t lock;            // threads: of first
+    fsdpi_spawn_report first; // the first failure; status FSDP_OK: none
+} fsdpi_spawn;
+
+typedef struct fsdpi_spawn_rank {
+    fsdpi_spawn *spawn;
+    pthread_t thread;
+    int rank, pid, ended, reported, started;
+} fsdpi_spawn_rank;
+
+static void fsdpi_spawn_text(fsdpi_spawn_report *r, const char *text) {
+    char prefix[24];
+    int used = snprintf(prefix, sizeof prefix, "rank %d: ", (int)r->rank);
+    int named = strncmp(text, prefix, (size_t)used) == 0;
+    snprintf(r->text, sizeof r->text, "%s%.*s", named ? "" : prefix, FSDPI_TEXT - 32, text);
+}
+
+static void fsdpi_spawn_tell(fsdpi_spawn *s, const fsdpi_spawn_report *r) {
+    if (s->world.threads) {
+        fsdpi_lock(&s->lock);
+        if (r->status && !s->first.status) s->first = *r;
+        fsdpi_unlock(&s->lock);
+    } else {
+        ssize_t written = write(s->pipe[1], r,
+                                sizeof *r); // less than PIPE_BUF: whole or not at all
+        (void)written;                      // then the parent is gone, and takes this process along
+    }
+}
+
+// The life of one rank.
+static fsdp_status fsdpi_spawn_run(fsdpi_spawn *s, int rank) {
+    fsdp_world_desc d = s->world;
+    fsdp_world *world = NULL;
+    fsdpi_spawn_report r;
+    char text[64];
+    memset(&r, 0, sizeof r);
+    d.rank = d.local_rank = r.rank = rank;
+    r.status = (int32_t)fsdp_init(&d, &world);
+    if (r.status) {
+        fsdpi_spawn_text(&r, fsdp_last_error(NULL));
+        fsdpi_spawn_tell(s, &r);
+        return (fsdp_status)r.status;
+    }
+    int value = s->fn(world, s->arg);
+    fsdp_status failed = fsdpi_failed(world);
+    if (value)
+        r.status = value > 0 && value <= FSDP_ERR_INTERNAL ? value : (int32_t)FSDP_ERR_INTERNAL;
+    else r.status = (int32_t)failed; // fn has overlooked that the world failed
+    snprintf(text, sizeof text, "the function of the rank returned %d", value);
+    int said = (r.status == value || failed) && *fsdp_last_error(world);
+    if (r.status) fsdpi_spawn_text(&r, said ? fsdp_last_error(world) : text);
+    fsdpi_spawn_tell(s, &r);
+    if (r.status && !failed) fsdp_abort(world, text);
+    (void)fsdp_shutdown(world);
+    return (fsdp_status)r.status;
+}
+
+static void *fsdpi_spawn_thread(void *arg) {
+    fsdpi_spawn_rank *me = (fsdpi_spawn_rank *)arg;
+    (void)fsdpi_spawn_run(me->spawn, me->rank);
+    return NULL;
+}
+
+static void fsdpi_spawn_threads(fsdpi_spawn *s, fsdpi_spawn_rank *ranks) {
+    s->common.size = s->num_ranks;
+    s->world.threads = &s->common;
+    for (int k = 0; k < s->num_ranks; k++) {
+        int rc = pthread_create(&ranks[k].thread, NULL, fsdpi_spawn_thread, &ranks[k]);
+        ranks[k].started = rc == 0;
+        if (rc == 0) continue;
+        // The ranks that were started fail when this one does not come in time.
+        fsdpi_spawn_report r = {k, FSDP_ERR_OUT_OF_MEMORY, ""};
+        snprintf(r.text, sizeof r.text, "rank %d: no thread could be started: %s", k, strerror(rc));
+        fsdpi_spawn_tell(s, &r);
+        break;
+    }
+    for (int k = 0; k < s->num_ranks; k++)
+        if (ranks[k].started) (void)pthread_join(ranks[k].thread, NULL);
+}
+
+static void fsdpi_spawn_child(fsdpi_spawn *s, int rank, int parent) {
+    (void)close(s->pipe[0]);
+    // A rank does not outlive its parent, also if that died before this line.
+    (void)fsdpi_syscall(SYS_prctl, 1L /* PR_SET_PDEATHSIG */, 9L /* SIGKILL */, 0L, 0L, 0L);
+    if (getppid() != parent) _exit(1);
+    fsdp_status status = fsdpi_spawn_run(s, rank);
+    (void)fflush(NULL);
+    _exit((int)status);
+}
+
+static void fsdpi_spawn_kill(const fsdpi_spawn *s, const fsdpi_spawn_rank *ranks, int sig) {
+    for (int k = 0; k < s->num_ranks; k++)
+        if (ranks[k].pid > 0 && !ranks[k].ended) (void)fsdpi_kill(ranks[k].pid, sig);
+}
+
+// A rank that ended without a report was killed, or called exit: the reason of what its peers report.
+static void fsdpi_spawn_lost(fsdpi_spawn *s, int rank, int how) {
+    fsdpi_spawn_report r = {rank, FSDP_ERR_PEER_LOST, ""};
+    if (s->first.status && s->first.status != (int32_t)FSDP_ERR_PEER_LOST) return;
+    if (WIFSIGNALED(how))
+        snprintf(r.text, sizeof r.text, "rank %d was killed by signal %d (%s)", rank, WTERMSIG(how),
+                 fsdpi_strsignal(WTERMSIG(how)));
+    else
+        snprintf(r.text, sizeof r.text, "rank %d ended with exit code %d inside its function", rank,
+                 WEXITSTATUS(how));
+    s->first = r;
+}
+
+// One look at all processes: who has ended, what has been reported. Returns how many are running.
+static int fsdpi_spawn_look(fsdpi_spawn *s, fsdpi_spawn_rank *ranks, int *how, int signalled) {
+    int running = 0;
+    fsdpi_spawn_report r;
+    struct pollfd p;
+    for (int k = 0; k < s->num_ranks; k++) {
+        if (ranks[k].pid <= 0 || ranks[k].ended) continue;
+        int rc = (int)waitpid(ranks[k].pid, &how[k], WNOHANG);
+        if (rc == ranks[k].pid) ranks[k].ended = 1;
+        else if (rc < 0 && fsdpi_kill(ranks[k].pid, 0))
+            ranks[k].ended = 1; // reaped by the program's own handler
+        else running++;
+    }
+    p.fd = s->pipe[0];
+    p.events = POLLIN;
+    while (poll(&p, 1, 0) > 0 && read(s->pipe[0], &r, sizeof r) == (ssize_t)sizeof r) {
+        ranks[r.rank].reported = 1;
+        if (r.status && !s->first.status) s->first = r;
+    }
+    for (int k = 0; k < s->num_ranks; k++) {
+        if (!ranks[k].ended || ranks[k].reported) continue;
+        ranks[k].reported = 1;
+        if (!signalled) fsdpi_spawn_lost(s, k, how[k]);
+    }
+    return running;
+}
+
+static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks, int *how) {
+    int parent = (int)getpid(), signalled = 0;
+    int64_t failed_at = 0;
+    struct pollfd p;
+    if (pipe(s->pipe))
+        return fsdpi_fail(NULL, FSDP_ERR_IO, "fsdp_spawn: no pipe: %s", strerror(errno));
+    (void)fcntl(s->pipe[0], F_SETFD, FD_CLOEXEC);
+    (void)fcntl(s->pipe[1], F_SETFD, FD_CLOEXEC);
+    (void)fflush(NULL); // or every child would print what is buffered here
+    for (int k = 0; k < s->num_ranks && !s->first.status; k++) {
+        ranks[k].pid = (int)fork();
+        if (ranks[k].pid == 0) fsdpi_spawn_child(s, k, parent);
+        if (ranks[k].pid > 0) continue;
+        s->first.rank = k;
+        s->first.status = (int32_t)FSDP_ERR_OUT_OF_MEMORY;
+        snprintf(s->first.text, sizeof s->first.text, "rank %d could not be forked: %s", k,
+                 strerror(errno));
+    }
+    p.fd = s->pipe[0];
+    p.events = POLLIN;
+    while (fsdpi_spawn_look(s, ranks, how, signalled)) {
+        int64_t now = fsdpi_monotonic_ns(NULL);
+        if (s->first.status && !failed_at) failed_at = now;
+        int64_t since_ms = failed_at ? (now - failed_at) / 1000000 : -1;
+        // The others see that the world is aborted and end by themselves; who computes on is
+        // terminated after half of the time, and killed after all of it.
+        if (signalled < 1 && since_ms >= s->grace_ms / 2)
+            signalled = 1, fsdpi_spawn_kill(s, ranks, 15 /* SIGTERM */);
+        if (signalled < 2 && since_ms >= s->grace_ms)
+            signalled = 2, fsdpi_spawn_kill(s, ranks, 9 /* SIGKILL */);
+        (void)poll(&p, 1, 5); // the end of a process makes no event: look again soon
+    }
+    (void)close(s->pipe[0]);
+    (void)close(s->pipe[1]);
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, void *arg) {
+    fsdp_spawn_desc d;
+    fsdpi_spawn s;
+    char job[64];
+    memset(&s, 0, sizeof s);
+    fsdp_status status = fsdpi_desc_read(&d, desc, sizeof d, "fsdp_spawn_desc");
+    if (!status) status = fsdpi_desc_read(&s.world, d.world, sizeof s.world, "fsdp_world_desc");
+    if (status) return status;
+    if (!fn || d.num_ranks < 1 || d.grace_ms < 0)
+        return fsdpi_fail(
+            NULL, FSDP_ERR_INVALID_ARG,
+            "fsdp_spawn: num_ranks is %d, grace_ms %d, the function %s: expected num_ranks >= 1, "
+            "grace_ms >= 0 and a function",
+            d.num_ranks, d.grace_ms, fn ? "given" : "NULL");
+    // Two threads may be here at once: their stacks differ.
+    snprintf(job, sizeof job, "spawn-%d-%llx-%p", (int)getpid(),
+             (unsigned long long)fsdpi_monotonic_ns(NULL), (void *)&s);
+    s.world.world_size = s.num_ranks = d.num_ranks;
+    s.world.job = job;
+    s.world.threads = NULL;
+    s.fn = fn;
+    s.arg = arg;
+    s.grace_ms = d.grace_ms ? d.grace_ms : 1000;
+    fsdp_allocator allocator = s.world.allocator;
+    if (!allocator.alloc || !allocator.free)
+        allocator.alloc = fsdpi_libc_alloc, allocator.free = fsdpi_libc_free;
+    size_t bytes = (size_t)d.num_ranks * (sizeof(fsdpi_spawn_rank) + sizeof(int));
+    fsdpi_spawn_rank *ranks = (fsdpi_spawn_rank *)fsdpi_alloc(&allocator, bytes);
+    if (!ranks)
+        return fsdpi_fail(NULL, FSDP_ERR_OUT_OF_MEMORY, "fsdp_spawn: no memory for %d ranks",
+                          d.num_ranks);
+    for (int k = 0; k < d.num_ranks; k++) ranks[k].spawn = &s, ranks[k].rank = k;
+    if (d.threads) fsdpi_spawn_threads(&s, ranks);
+    else status = fsdpi_spawn_processes(&s, ranks, (int *)(void *)(ranks + d.num_ranks));
+    fsdpi_free(&allocator, ranks);
+    if (status || !s.first.status) return status;
+    return fsdpi_fail(NULL, (fsdp_status)s.first.status, "fsdp_spawn: %s", s.first.text);
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION
