@@ -1576,13 +1576,19 @@ static int64_t fsdpi_numel(const int64_t *shape, int from, int to) {
     return numel;
 }
 
+static fsdp_range fsdpi_range(int64_t dim_size, int world, int rank) {
+    fsdp_range range;
+    range.padded = fsdpi_ceil_div(dim_size, world);
+    // rank * padded may exceed what fits; a rank whose chunk would begin behind the end is empty.
+    int past = range.padded > 0 && rank > dim_size / range.padded;
+    range.start = past ? dim_size : fsdpi_min(rank * range.padded, dim_size);
+    range.count = fsdpi_min(range.padded, dim_size - range.start);
+    return range;
+}
+
 FSDP_API fsdp_status fsdp_shard_range(int64_t dim_size, int world, int rank, fsdp_range *out) {
     if (dim_size < 0 || world < 1 || rank < 0 || rank >= world || !out) return FSDP_ERR_INVALID_ARG;
-    out->padded = fsdpi_ceil_div(dim_size, world);
-    // rank * padded may exceed what fits; a rank whose chunk would begin behind the end is empty.
-    int past = out->padded > 0 && rank > dim_size / out->padded;
-    out->start = past ? dim_size : fsdpi_min(rank * out->padded, dim_size);
-    out->count = fsdpi_min(out->padded, dim_size - out->start);
+    *out = fsdpi_range(dim_size, world, rank);
     return FSDP_OK;
 }
 
@@ -1685,8 +1691,7 @@ static int fsdpi_layout_blocks(const fsdp_layout *layout, const fsdp_layout_para
     int64_t inner = fsdpi_numel(p->shape, p->shard_dim + 1, p->ndim);
     int num = 0;
     for (int k = 0; k < layout->world; k++) {
-        fsdp_range range = {0, 0, 0};
-        (void)fsdp_shard_range(p->shape[p->shard_dim], layout->world, k, &range);
+        fsdp_range range = fsdpi_range(p->shape[p->shard_dim], layout->world, k);
         int64_t width = range.count * inner;
         if (width == 0) continue;
         fsdp_block b = {stage + k * pitch,
@@ -4261,10 +4266,9 @@ static fsdp_status fsdpi_scale_grads(fsdp_model *m, double scale) {
 // Rank k's piece [from, from + num) of its padded shard, into the full tensor.
 static void fsdpi_scatter_piece(const fsdpi_param *p, int world, int k, int64_t from, int64_t num,
                                 const char *piece, char *full, size_t size) {
-    fsdp_range range;
     int dim = p->lay.shard_dim;
     int64_t inner = fsdpi_numel(p->lay.shape, dim + 1, p->lay.ndim);
-    (void)fsdp_shard_range(p->lay.shape[dim], world, k, &range);
+    fsdp_range range = fsdpi_range(p->lay.shape[dim], world, k);
     int64_t row = range.count * inner,
             pitch = p->lay.shape[dim] * inner; // of my shard, of the tensor
     int64_t outer = fsdpi_numel(p->lay.shape, 0, dim);
