@@ -1934,6 +1934,7 @@ struct fsdp_world {
     fsdp_device *device;
     int mode;                             // FSDPI_INLINE, ...
     void *streams[FSDP_STREAM_COUNT];     // FSDPI_NATIVE
+    void *fence;                          // an event to wait for all of them
     fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDPI_LANES; COMPUTE has none; may be the same one
     void *bounce;                         // comm memory for collectives on host data
     uint64_t seq;
@@ -2315,12 +2316,6 @@ static void fsdpi_lane_push(fsdpi_lane *lane, const fsdp_op *op) {
     if (__atomic_load_n(&lane->asleep, __ATOMIC_SEQ_CST)) fsdpi_futex_wake_all(&lane->head, 0);
 }
 
-// Until everything issued so far is done, on all streams.
-static void fsdpi_drain(fsdp_world *w) {
-    for (int s = 0; s < FSDP_STREAM_COUNT; s++)
-        if (w->lanes[s]) fsdpi_lane_wait(w->lanes[s], w->lanes[s]->issued);
-}
-
 static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     fsdpi_lane *lane = (fsdpi_lane *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
     if (!lane) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a lane");
@@ -2355,6 +2350,20 @@ static fsdp_status fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event) {
     if (w->mode != FSDPI_NATIVE) return FSDP_OK;
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], event->native);
     return status ? fsdpi_world_fail(w, status, "recording an event failed") : FSDP_OK;
+}
+
+// The host waits until everything issued so far on a stream is done.
+static fsdp_status fsdpi_sync(fsdp_world *w, int stream) {
+    if (w->lanes[stream]) fsdpi_lane_wait(w->lanes[stream], w->lanes[stream]->issued);
+    if (!w->fence) return fsdpi_failed(w);
+    fsdp_status status = w->device_ops->record(w->device, w->streams[stream], w->fence);
+    if (!status) status = w->device_ops->sync(w->device, w->fence, w->boot.timeout_ns);
+    return status ? fsdpi_world_fail(w, status, "the device did not finish before the deadline")
+                  : fsdpi_failed(w);
+}
+
+static void fsdpi_drain(fsdp_world *w) {
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++) (void)fsdpi_sync(w, s);
 }
 
 // Run a record in the order of its stream, after the events in wait[].
@@ -2561,6 +2570,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
         w->mode = FSDPI_NATIVE;
         for (int s = 0; s < FSDP_STREAM_COUNT && !status; s++)
             status = w->device_ops->stream(w->device, s, &w->streams[s]);
+        if (!status) status = w->device_ops->event(w->device, &w->fence);
         if (status)
             return fsdpi_fail(w, status, "device %s could not make a stream", w->device_ops->name);
     } else if (lanes > 0) {
@@ -2589,6 +2599,7 @@ static void fsdpi_world_close(fsdp_world *w) {
     fsdpi_lanes_stop(w);
     for (int s = 0; s < FSDP_STREAM_COUNT; s++)
         if (w->streams[s]) w->device_ops->destroy(w->device, w->streams[s], NULL);
+    if (w->fence) w->device_ops->destroy(w->device, NULL, w->fence);
     if (w->comm && w->reduce_comm != w->comm) w->comm_ops->close(w->reduce_comm);
     if (w->bounce) w->comm_ops->free(w->comm, w->bounce, FSDPI_BOUNCE);
     if (w->comm) w->comm_ops->close(w->comm);
@@ -2837,8 +2848,9 @@ struct fsdp_unit {
     int num_copy_out, num_chunk_cat, num_acc;
     int64_t users_base; // of the counts, in the block of shard gradients
     char *flags,
-        *wide_flags; // num_train flags in param_dtype and in reduce_dtype: what `users` copies
-    int pad_rin;     // staging has padding that no block covers
+        *wide_flags;     // num_train flags in param_dtype and in reduce_dtype: what `users` copies
+    uint64_t flags_step; // 1 + the step in which they were last copied
+    int pad_rin;         // staging has padding that no block covers
 };
 
 typedef struct fsdpi_flat_block { // shards and shard gradients of one dtype
@@ -3438,18 +3450,6 @@ static fsdp_status fsdpi_emit_use(fsdp_model *m, const fsdp_unit *u, int label, 
     return fsdpi_emit(m, &op);
 }
 
-// After a USE the host itself reads: wait for the caller's native stream.
-static fsdp_status fsdpi_host_reads(fsdp_model *m) {
-    fsdp_world *w = m->world;
-    if (w->mode != FSDPI_NATIVE) return FSDP_OK;
-    fsdp_status status = fsdpi_mark(w, FSDP_STREAM_COMPUTE, &m->scalar->avail);
-    if (!status)
-        status = w->device_ops->sync(w->device, m->scalar->avail.native, w->boot.timeout_ns);
-    m->scalar->avail.seq = 0;
-    return status ? fsdpi_world_fail(w, status, "the device did not finish before the deadline")
-                  : FSDP_OK;
-}
-
 /* Give a slot back; `stream` is its last consumer. With debug, what is released becomes NaN. */
 static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     fsdp_model *m = u->model;
@@ -3532,8 +3532,9 @@ static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
     return u->reshard_after_forward == FSDP_RESHARD_NEVER ? FSDP_OK : fsdpi_do_reshard(u);
 }
 
+// What stays must not be in flight: the caller may write shards next.
 static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
-    return u->reshard_after_backward ? fsdpi_do_reshard(u) : FSDP_OK;
+    return u->reshard_after_backward ? fsdpi_do_reshard(u) : fsdpi_do_wait(u);
 }
 
 // Bound of the record of forwards; behind it prefetches are lost, nothing else.
@@ -3592,30 +3593,38 @@ static fsdp_status fsdpi_zero_padding(fsdp_unit *u) {
                            direct, world * u->train.packed_numel, 0);
 }
 
+// The caller writes buf next: its stream waits for who used or wrote it last.
+static fsdp_status fsdpi_caller_writes(fsdp_unit *u, fsdp_buf *buf) {
+    fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_USE, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE);
+    op.dst = buf;
+    return fsdpi_emit(u->model, &op);
+}
+
 /* Where gradients will be written: zero, or what earlier microbatches left. One rank without casts
    writes straight into the shard gradient, if that is where the gradient would be added anyway. */
 static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
     fsdp_model *m = u->model;
+    fsdp_buf *sgrad = fsdpi_flat_of(u)->grad;
     int overwrite = m->desc.grads_overwrite;
     if (u->num_train == 0 || u->grad) return FSDP_OK;
     u->grad_alias = fsdpi_group_size(m) == 1 && u->param_dtype == u->dtype &&
                     u->reduce_dtype == u->dtype && u->sync && !u->rin &&
                     !(overwrite && u->has_grad);
     if (u->grad_alias) {
-        fsdp_status status = FSDP_OK;
-        if (!u->has_grad && !u->grad_is_zero)
-            status = fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE,
-                                     fsdpi_flat_of(u)->grad, u->dtype, u->train.base,
-                                     u->train.shard_numel, 0);
-        if (!status) u->grad_is_zero = 0;
-        return status;
+        int fill = !u->has_grad && !u->grad_is_zero;
+        u->grad_is_zero = 0;
+        return fill ? fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, sgrad, u->dtype,
+                                      u->train.base, u->train.shard_numel, 0)
+                    : fsdpi_caller_writes(u, sgrad);
     }
     fsdp_status status = fsdpi_acquire(u, FSDP_POOL_GRAD, &u->grad);
     if (status) return status;
     for (int i = 0; i < u->num_params; i++) u->params[i].written = 0;
-    if (overwrite) return fsdpi_zero_padding(u);
-    return fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, u->param_dtype, 0,
-                           u->grad_numel, 0);
+    if (!overwrite)
+        return fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, u->param_dtype,
+                               0, u->grad_numel, 0);
+    status = fsdpi_zero_padding(u);
+    return status ? status : fsdpi_caller_writes(u, u->grad);
 }
 
 // With grads_overwrite nothing was zeroed: what this rank did not store must not count.
@@ -3654,7 +3663,7 @@ static fsdp_status fsdpi_emit_users(fsdp_unit *u, fsdp_buf *input, fsdp_dtype dt
     for (int i = 0; i < u->num_params; i++) {
         fsdpi_param *p = &u->params[i];
         if (p->requires_grad && p->used != p->flag) {
-            fsdpi_drain(m->world); // an earlier copy may still read the flags
+            if (u->flags_step == m->step + 1) fsdpi_drain(m->world); // a copy may still read them
             float flag = p->flag = p->used;
             (void)fsdp_convert(u->flags + (size_t)p->user_index * fsdp_dtype_size(u->param_dtype),
                                u->param_dtype, &flag, FSDP_F32, 1);
@@ -3664,6 +3673,7 @@ static fsdp_status fsdpi_emit_users(fsdp_unit *u, fsdp_buf *input, fsdp_dtype dt
         }
         p->used = 0;
     }
+    u->flags_step = m->step + 1;
     fsdp_op op = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_USERS, FSDP_STREAM_REDUCE);
     op.count = (uint64_t)(u->num_train * fsdpi_group_size(m));
     op.bytes = op.count * fsdp_dtype_size(dtype);
@@ -3727,15 +3737,15 @@ static fsdp_status fsdpi_reduce_scatter(fsdp_unit *u, fsdp_buf **input, fsdp_dty
 static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     fsdp_model *m = u->model;
     if (u->num_train == 0) return FSDP_OK;
+    int overwrite = m->desc.grads_overwrite;
+    fsdp_buf *written = u->grad_alias ? fsdpi_flat_of(u)->grad : u->grad; // by the caller
+    fsdp_status status = overwrite && !u->grad_alias ? fsdpi_zero_unused(u) : FSDP_OK;
+    if (!status && !m->dry) status = fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &written->ready);
     if (u->grad_alias) {
         u->has_grad = 1;
         fsdpi_own_users(u);
-        return FSDP_OK;
+        return status;
     }
-    int overwrite = m->desc.grads_overwrite;
-    fsdp_status status = overwrite ? fsdpi_zero_unused(u) : FSDP_OK;
-    if (!status && !m->dry) // the caller wrote it
-        status = fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &u->grad->ready);
     int elsewhere = u->rin || fsdpi_must_convert(u) ||
                     (!u->sync && (overwrite || u->param_dtype != u->reduce_dtype));
     if (!status && elsewhere) status = fsdpi_accumulate(u);
@@ -4159,7 +4169,7 @@ static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++)
         if (m->flats[d].grad) status = fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].grad);
     if (status || m->dry || fsdpi_group_size(m) == 1) return status;
-    status = fsdpi_host_reads(m);
+    status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
         size_t size = fsdp_dtype_size(u->dtype);
@@ -4242,7 +4252,7 @@ static fsdp_status fsdpi_norm(fsdp_model *m, double *norm) {
         status = fsdpi_emit(m, &op);
     }
     if (!status) status = fsdpi_emit_use(m, NULL, FSDP_LABEL_CLIP, m->scalar);
-    if (!status) status = fsdpi_host_reads(m);
+    if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
     if (!status) *norm = sqrt(*(double *)(void *)m->scalar->ptr);
     return status;
 }
@@ -4308,7 +4318,7 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
         fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
         status = fsdpi_emit_list(m, &op, block, u->dtype, m->full_scratch, u->dtype, &seg, 1);
         if (!status) status = fsdpi_emit_use(m, u, FSDP_LABEL_FULL, m->full_scratch);
-        if (!status) status = fsdpi_host_reads(m);
+        if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
         for (int k = 0; k < world && full && !status; k++)
             fsdpi_scatter_piece(p, world, k, at, seg.count,
                                 m->full_scratch->ptr + (size_t)(k * seg.count) * size, full, size);

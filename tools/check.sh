@@ -1,0 +1,300 @@
+#!/usr/bin/env bash
+# check.sh - the gates of `make check`, one result line each, several at a time.
+#
+#   tools/check.sh [NAME...]   the gates whose names begin with one of these; none: all
+#   tools/check.sh --list      their names
+#
+# A gate is a function gate_KIND; its name is KIND and the function's arguments, joined by dots.
+# It passes by exit status 0, is skipped by 77 (its last line is the reason), else it fails, and
+# then its output is shown. Flags and lists of tests come from the Makefile: use `make check`.
+set -uo pipefail
+: "${WARN:?run this by: make check GATES=...}"
+build=${FSDP_BUILD:-build} work=${FSDP_BUILD:-build}/check jobs=${JOBS:-2}
+limit=900 # seconds for one gate
+headers=(fsdp.h)
+for h in fsdp_*.h; do [ -e "$h" ] && headers+=("$h"); done
+
+# ---- helpers ------------------------------------------------------------------------------------
+
+skip() { echo "$*" && exit 77; }
+die() { echo "$*" && exit 1; }
+need() { command -v "$1" >/dev/null || skip "no $1"; }
+
+# The include lines of the given headers.
+include() { printf '#include "%s"\n' "$@"; }
+implement() { echo '#define FSDP_IMPLEMENTATION' && include "${@:-${headers[@]}}"; }
+
+# Compiles standard input: compile COMPILER STANDARD FLAG...; every warning is an error.
+compile() {
+    local cc=$1 std=$2 flags=()
+    shift 2
+    need "$cc"
+    case $std in
+    *++*) flags=(-x c++) ;;
+    *) flags=(-x c $CWARN -Wc++-compat) ;;
+    esac
+    "$cc" -std="$std" $WARN "${flags[@]}" -Werror -I. "$@" - || die "failed: $cc -std=$std $*"
+}
+
+# Builds a test with other make variables into its own directory, and runs its quick tests.
+under=() # a command to run it under
+run_quick() { # VARIANT TEST VARIABLE=VALUE...
+    local dir=$build${1:+/$1} log=$work/$1.$2.log
+    local program=$dir/tests/$2
+    make -s --no-print-directory BUILD="$dir" "${@:3}" "$program"
+    if ! TEST_TIMEOUT_MULT=${TEST_TIMEOUT_MULT:-10} "${under[@]}" "$program" '--filter=-long_*' \
+        >"$log" 2>&1; then
+        grep -vE '^\[( RUN|       OK|===)' "$log"
+        exit 1
+    fi
+    sed -n 's/^\[==========\] \(.* ran\)/note: \1/p' "$log"
+}
+
+# ---- gates --------------------------------------------------------------------------------------
+
+# Declarations of each header, and all implementations together.
+gate_matrix() { # COMPILER STANDARD
+    local h
+    for h in "${headers[@]}"; do include "$h" | compile "$@" -fsyntax-only; done
+    implement | compile "$@" -O0 -c -o /dev/null
+}
+
+gate_optimize() { implement | compile "$1" c99 "-$2" -c -o /dev/null; }
+
+# A header alone, twice, and its implementation alone, without the libc's extensions.
+gate_alone() { # HEADER'S STEM
+    { include "$1.h" "$1.h" && echo 'int main(void) { return 0; }'; } |
+        compile gcc c99 -fsyntax-only
+    { implement "$1.h" && include "$1.h"; } | compile gcc c99 -c -o /dev/null
+    { implement "$1.h" && include "$1.h"; } | compile g++ c++11 -c -o /dev/null
+}
+
+gate_reverse() {
+    local i reversed=()
+    for ((i = ${#headers[@]} - 1; i >= 0; i--)); do reversed+=("${headers[i]}"); done
+    implement "${reversed[@]}" | compile gcc c99 -c -o /dev/null
+}
+
+# The implementation last, after every header of the libc, in a strict and in an open mode.
+gate_last() { # STANDARD
+    {
+        printf '#include <%s.h>\n' assert complex ctype errno fenv float inttypes iso646 limits \
+            locale math setjmp signal stdarg stdbool stddef stdint stdio stdlib string tgmath time \
+            wchar wctype pthread unistd fcntl poll sched semaphore dlfcn sys/types sys/mman \
+            sys/socket sys/stat sys/time sys/wait netdb netinet/in arpa/inet
+        include "${headers[@]}" && echo 'int main(void) { return 0; }' && implement
+    } >"$work/last.$1.c"
+    # tgmath.h makes macros of the names of math.h: a header must not mind
+    compile gcc "$1" -o "$work/last.$1" -pthread -lm <"$work/last.$1.c" && "$work/last.$1"
+}
+
+# A macro that cuts or selects something, alone.
+gate_option() { # MACRO
+    implement | compile gcc c99 "-D$1" -O2 -c -o /dev/null
+    implement | compile g++ c++11 "-D$1" -O0 -c -o /dev/null
+    [ "$1" != NDEBUG ] || implement | compile clang c99 -DNDEBUG -O2 -c -o /dev/null
+}
+
+use='long long use(void); long long use(void) { fsdp_range r; r.start = 0;
+    return fsdp_shard_range(10, 4, 1, &r) ? -1 : (long long)r.start; }'
+
+# One program of a C implementation, a C user and a C++ user.
+gate_units_mixed() {
+    local dir=$work/mixed
+    mkdir -p "$dir"
+    implement | compile gcc c99 -c -o "$dir/impl.o"
+    { include "${headers[@]}" && echo "$use"; } | compile gcc c99 -c -o "$dir/c.o"
+    { include "${headers[@]}" && echo 'extern "C" long long use(void);' &&
+        echo 'int main() { fsdp_range r; return fsdp_shard_range(10, 4, 1, &r) || r.start != 3 ||
+              use() != 3; }'; } | compile g++ c++11 -c -o "$dir/cc.o"
+    g++ -o "$dir/a.out" "$dir"/*.o -pthread -lm && "$dir/a.out"
+}
+
+# Two private copies in one program.
+gate_units_static() {
+    local dir=$work/static
+    mkdir -p "$dir"
+    { implement && echo "$use"; } | compile gcc c99 -DFSDP_STATIC -O1 -c -o "$dir/a.o"
+    { implement && echo 'long long use(void); int main(void) { fsdp_range r;' &&
+        echo 'return fsdp_shard_range(10, 4, 1, &r) || use() != 3; }'; } |
+        compile gcc c99 -DFSDP_STATIC -O1 -c -o "$dir/b.o"
+    gcc -o "$dir/a.out" "$dir"/*.o -pthread -lm && "$dir/a.out"
+    ! nm -g --defined-only "$dir/a.o" | grep fsdp_ || die 'FSDP_STATIC exports symbols'
+}
+
+# FSDP_MATH_ONLY needs three headers and no function beyond mem* and str*.
+gate_math_only() {
+    local bad
+    implement fsdp.h | compile gcc c99 -DFSDP_MATH_ONLY -O2 -c -o "$work/math.o"
+    implement fsdp.h | compile g++ c++11 -DFSDP_MATH_ONLY -O2 -c -o /dev/null
+    bad=$(implement fsdp.h | gcc -std=c99 -DFSDP_MATH_ONLY -I. -H -E -o /dev/null -x c - 2>&1 |
+        awk '$1 == ".." {sub(/.*\//, "", $2)
+                         if ($2 !~ /^(stdint|stddef|string)\.h$/) print $2}')
+    [ -z "$bad" ] || die "includes more than stdint, stddef, string:" $bad
+    bad=$(nm -u "$work/math.o" | awk '$2 !~ /^(mem|str|__stack_chk|_GLOBAL_OFFSET)/ {print $2}')
+    [ -z "$bad" ] || die "calls:" $bad
+}
+
+# Exported names begin with fsdp_, and nothing writable is global but what a thread owns.
+gate_symbols() {
+    local bad
+    implement | compile gcc c99 -O2 -fno-pic -fno-pie -c -o "$work/impl.o"
+    bad=$(nm -g --defined-only "$work/impl.o" | awk '$3 !~ /^fsdp_/ {print $3}')
+    [ -z "$bad" ] || die "exported without the prefix:" $bad
+    bad=$(objdump -t "$work/impl.o" |
+        awk '/\.(data|bss)|\*COM\*/ && $NF !~ /^\.(data|bss)/ && !/\.data\.rel\.ro/ {print $NF}')
+    [ -z "$bad" ] || die "writable globals:" $bad
+}
+
+milliseconds() { # COMMAND...: the fastest of five
+    local best=999999 i start took
+    for i in 1 2 3 4 5; do
+        start=$(date +%s%N)
+        "$@" </dev/null >&2 || die "failed: $*"
+        took=$((($(date +%s%N) - start) / 1000000))
+        [ "$took" -ge "$best" ] || best=$took
+    done
+    echo "$best"
+}
+
+# Tests, examples, benchmarks and tools are free of warnings too; the harness also in C++.
+gate_warnings() { # COMPILER
+    local f std=c99 sources
+    sources=$(existing tests/*.c examples/*.c bench/*.c tools/*.c)
+    case $1 in *++) std=c++11 sources=$(existing tests/*_harness.c) ;; esac
+    for f in $sources; do
+        echo "#include \"$f\"" | compile "$1" "$std" -fsyntax-only
+    done
+}
+
+# Sizes are limits, times are told. The core alone, with the default backend.
+gate_budget() {
+    local lines text parse empty
+    include fsdp.h >"$work/decl.c" && implement fsdp.h >"$work/core.c" && : >"$work/empty.c"
+    lines=$(wc -l <fsdp.h)
+    gcc -std=c99 -O2 -I. -c -o "$work/core.o" "$work/core.c"
+    text=$(size -A "$work/core.o" | awk '/^\.text/ {n += $2} END {print n}')
+    parse=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/decl.c")
+    empty=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/empty.c")
+    echo "note: fsdp.h: $lines lines (5500), $((text / 1024)) KB of .text (150)," \
+        "declarations parsed in $((parse - empty)) ms (40), -O2 build in" \
+        "$(milliseconds gcc -std=c99 -O2 -I. -c -o "$work/core.o" "$work/core.c") ms (3000)"
+    [ "$lines" -le 5500 ] || die 'fsdp.h is too long'
+    [ "$text" -le $((150 * 1024)) ] || die 'too much code'
+}
+
+gate_text() { # CHECK of tools/check_text.py
+    need python3
+    python3 tools/check_text.py "$1"
+}
+
+gate_asan() { run_quick asan "$1" SAN=asan; }
+gate_tsan() { run_quick tsan "$1" SAN=tsan; }
+gate_ofast() { run_quick ofast "$1" CC=gcc STD=-std=gnu11 'CFLAGS=-Ofast -march=native'; }
+gate_native() { run_quick native "$1" CC=gcc STD=-std=gnu11 'CFLAGS=-O3 -march=native'; }
+gate_clang_ofast() {
+    need clang
+    run_quick clang_ofast "$1" CC=clang STD=-std=gnu11 'CFLAGS=-Ofast -march=native'
+}
+gate_valgrind() {
+    need valgrind
+    under=(valgrind -q --error-exitcode=99 --leak-check=full --errors-for-leak-kinds=definite
+        --trace-children=yes)
+    run_quick '' "$1"
+}
+
+# By itself, and on two ranks if it does not start its own.
+gate_example() { # NAME
+    make -s --no-print-directory "$build/examples/$1" tools/fsdprun
+    "$build/examples/$1"
+    grep -q fsdp_spawn "examples/$1.c" || tools/fsdprun -n 2 "$build/examples/$1"
+}
+
+# The GPT learns the same on 1 rank, on 3 processes and on 3 threads.
+gate_gpt() {
+    local run=0 how
+    make -s --no-print-directory examples/gpt/train_gpt
+    for how in '--ranks 1' '--ranks 3' '--ranks 3 --threads'; do
+        run=$((run + 1))
+        examples/gpt/train_gpt $how --data fsdp.h --steps 8 --layers 2 --heads 2 --channels 32 \
+            --context 32 --batch 6 --sample 0 --csv "$work/gpt.$run.csv"
+    done
+    paste -d, "$work"/gpt.[123].csv | awk -F, 'NR > 1 {
+        n++; worst = worst < $2 - $6 ? $2 - $6 : worst < $6 - $2 ? $6 - $2 : worst
+        if ($6 != $10) { print "processes and threads differ: " $0; bad = 1 }
+    }
+    END { print "note: losses differ by " worst; exit bad || n != 8 || worst > 1e-4 }'
+}
+
+# ---- their names --------------------------------------------------------------------------------
+
+existing() { # FILE...: those that are there
+    local f
+    for f; do [ ! -e "$f" ] || echo "$f"; done
+}
+
+tests() { # TEST...: those that are there
+    existing $(printf 'tests/%s.c ' "$@") | sed 's|tests/\(.*\)\.c|\1|'
+}
+
+list() {
+    local all t kind
+    all=$(grep -lE '^TEST[A-Z_]*\((l[^o]|[^l])' $(existing tests/test_*.c tests/conformance.c) |
+        sed 's|tests/\(.*\)\.c|\1|; /test_harness/d') # those with quick tests
+    printf 'text.%s\n' toc docs functions columns code
+    echo budget && echo symbols && echo math_only && echo reverse
+    printf 'alone.%s\n' "${headers[@]%.h}"
+    printf 'last.%s\n' c99 gnu99
+    printf 'units_%s\n' mixed static
+    printf 'matrix.%s\n' {gcc,clang}.{c99,c11,c17,c2x} {g++,clang++}.c++{11,14,17,20}
+    printf 'warnings.%s\n' gcc clang g++ clang++
+    printf 'optimize.%s\n' {gcc,clang}.{O2,O3,Os}
+    printf 'option.%s\n' NDEBUG FSDP_BACKEND_SHM \
+        $([ ! -e backends/fsdp_fake.h ] || echo FSDP_BACKEND_FAKE) \
+        $(grep -oh '\<FSDP_NO_[A-Z_]*' "${headers[@]}" | sort -u)
+    [ ! -e examples/gpt/train_gpt.c ] || echo gpt
+    existing examples/*.c | sed 's|examples/\(.*\)\.c|example.\1|'
+    for t in $(tests $BIT_TESTS); do
+        for kind in ofast native clang_ofast; do echo "$kind.$t"; done
+    done
+    for t in $(tests $VALGRIND_TESTS); do echo "valgrind.$t"; done
+    for t in ${ASAN_TESTS:-$all}; do echo "asan.$t"; done
+    for t in ${TSAN_TESTS:-$all}; do echo "tsan.$t"; done
+}
+
+# ---- one gate, and all of them ------------------------------------------------------------------
+
+one() { # NAME: its lines, printed at once
+    local start out status result
+    start=$(date +%s%N)
+    out=$(timeout -k 5 "$limit" "$0" --body "$1" 2>&1 </dev/null)
+    status=$?
+    result="$1 ($((($(date +%s%N) - start) / 1000000)) ms)"
+    case $status in
+    0) result="[       OK ] $result" && out=$(grep '^note: ' <<<"$out") ;;
+    77) result="[  SKIPPED ] $1 (${out##*$'\n'})" && out='' ;;
+    124 | 137) result="[  FAILED  ] $result" && out+=$'\n'"timed out after $limit s" ;;
+    *) result="[  FAILED  ] $result" && out+=$'\n'"$1: exit code $status" ;;
+    esac
+    {
+        flock 9
+        printf '[ RUN      ] check.%s\n%s%s\n' "$1" "${out:+$out$'\n'}" \
+            "${result/] $1/] check.$1}"
+    } 9>"$work/lock"
+}
+
+mkdir -p "$work"
+unset MAKEFLAGS MFLAGS MAKELEVEL
+case ${1-} in
+--list) list ;;
+--one) one "$2" ;;
+--body)
+    set -e
+    IFS=. read -r kind a b <<<"$2"
+    "gate_$kind" ${a:+"$a"} ${b:+"$b"} ;;
+*)
+    names=$(list | awk -v wanted="$*" 'BEGIN { n = split(wanted, w, " ") }
+        { hit = !n; for (i in w) if (index($0, w[i]) == 1) hit = 1 } hit')
+    echo "[==========] Running $(grep -c . <<<"$names") gates."
+    [ -z "$names" ] || xargs -P "$jobs" -n 1 "$0" --one <<<"$names" ;;
+esac

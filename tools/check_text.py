@@ -1,0 +1,204 @@
+#!/usr/bin/env python3
+"""check_text.py - what can be checked by reading the sources; one check per call.
+
+  toc        section tags of fsdp.h: each unique, and in the same order in its table of contents
+  docs       every public function has a comment right above it, with its name and the fields
+  functions  no function of a header is longer than 70 lines
+  columns    no line is longer than 100 columns, ends in blanks or holds a tab
+  code       every C block of the documents compiles; whole programs also run
+
+In a document, ```c is a whole program if it has a main(), else statements, compiled inside a
+function that knows the names in FRAGMENT. ```c file is compiled at file scope, ```c sketch not.
+A program is also an indented block with a main() in the first comment of a header.
+"""
+import glob
+import os
+import re
+import subprocess
+import sys
+import tempfile
+
+HEADERS = ["fsdp.h"] + sorted(h for h in glob.glob("fsdp_*.h"))
+MAX_FUNCTION = 70
+MAX_COLUMNS = 100
+FIELDS = ["Collective", "Blocks", "Allocates"]
+FRAGMENT = """
+void layer_forward(float *y, const float *x, const float *w, const float *b);
+void layer_backward(float *dx, const float *dy, const float *x, const float *w, float *dw, float *db);
+int fragment(fsdp_world *world, fsdp_model *model, fsdp_unit *unit, fsdp_unit **h, fsdp_mesh *mesh,
+             fsdp_adamw *opt, float **x, float **dx, float lr, int L, int step);
+int fragment(fsdp_world *world, fsdp_model *model, fsdp_unit *unit, fsdp_unit **h, fsdp_mesh *mesh,
+             fsdp_adamw *opt, float **x, float **dx, float lr, int L, int step) {
+#line 1 "%s"
+%s
+    return 0;
+}
+"""
+
+
+def lines_of(path):
+    with open(path, encoding="utf-8") as f:
+        return f.read().split("\n")
+
+
+def check_toc():
+    lines = lines_of("fsdp.h")
+    end = next(i for i, line in enumerate(lines) if line.rstrip().endswith("*/"))
+    listed = [m for line in lines[:end] for m in re.findall(r">>([a-z0-9_]+)", line)]
+    tags = [m.group(1) for line in lines[end:] if (m := re.match(r"// >>([a-z0-9_]+)$", line))]
+    for tag in sorted(set(tags)):
+        if tags.count(tag) > 1:
+            yield f"fsdp.h: >>{tag} stands {tags.count(tag)} times"
+    if listed != tags:
+        yield f"fsdp.h: table of contents {listed}\n        tags {tags}"
+
+
+def declarations(lines):
+    """Yields (index, text) of each FSDP_API declaration before the implementation."""
+    for i, line in enumerate(lines):
+        if re.match(r"#if.*FSDP\w*_IMPLEMENTATION", line):
+            return
+        if line.startswith("FSDP_API"):
+            text = line
+            while ";" not in text and "{" not in text:
+                i += 1
+                text += " " + lines[i].strip()
+            yield i - text.count("\n"), text
+
+
+def comment_above(lines, i):
+    """The comment that ends right above line i, past other declarations of the same group."""
+    while i > 0 and lines[i - 1].strip() and not lines[i - 1].rstrip().endswith("*/"):
+        i -= 1
+    end = i
+    while i > 0 and lines[i - 1].strip():
+        i -= 1
+        if lines[i].startswith("/*"):
+            return "\n".join(lines[i:end])
+    return ""
+
+
+def check_docs():
+    for path in HEADERS:
+        lines = lines_of(path)
+        starts = {}
+        for i, line in enumerate(lines):
+            if line.startswith("FSDP_API"):
+                m = re.search(r"(\w+)\(", re.sub(r"__attribute__\(\(.*?\)\)", "", line))
+                starts.setdefault(m.group(1) if m else "?", i)
+        for _, text in declarations(lines):
+            name = re.search(r"(\w+)\(", text).group(1)
+            comment = comment_above(lines, starts[name])
+            if not re.search(r"\b%s\b" % name, comment):
+                yield f"{path}: {name}: no comment right above that has its name"
+                continue
+            fields = FIELDS + (["Result"] if "fsdp_status " in text.split(name)[0] else [])
+            missing = [f for f in fields if not re.search(r"\b%s\b" % f, comment)]
+            if missing:
+                yield f"{path}: {name}: no field {', '.join(missing)}"
+
+
+def check_functions():
+    longest = (0, "")
+    for path in HEADERS + sorted(glob.glob("backends/*.h") + glob.glob("backends/*.cc")):
+        start = None
+        for i, line in enumerate(lines_of(path)):
+            if re.match(r"[A-Za-z]", line) and not line.startswith(("extern", "namespace")):
+                if not (start is not None and line.endswith("{")):
+                    start = i
+            if line.startswith("}"):
+                if line == "}" and start is not None:
+                    name = f"{path}:{start + 1}"
+                    longest = max(longest, (i - start + 1, name))
+                    if i - start + 1 > MAX_FUNCTION:
+                        yield f"{name}: a function of {i - start + 1} lines"
+                start = None
+    print(f"note: the longest function has {longest[0]} lines ({longest[1]})")
+
+
+def check_columns():
+    sources = HEADERS + glob.glob("backends/*.[ch]*") + glob.glob("tests/*.[ch]")
+    sources += glob.glob("tools/*.c") + glob.glob("tools/*.sh") + glob.glob("tools/*.py")
+    for path in sorted(sources):
+        for i, line in enumerate(lines_of(path)):
+            if len(line) > MAX_COLUMNS or line != line.rstrip() or "\t" in line:
+                yield f"{path}:{i + 1}: {len(line)} columns, a tab or blanks at the end"
+
+
+def blocks():
+    """Yields (place, kind, text) of each C block."""
+    for path in ["README.md"] + sorted(glob.glob("docs/*.md") + glob.glob("backends/*.md")):
+        if not os.path.exists(path):
+            continue
+        with open(path, encoding="utf-8") as f:
+            text = f.read()
+        for m in re.finditer(r"^```c\b *(\w*)[^\n]*\n(.*?)^```", text, re.M | re.S):
+            kind = m.group(1) or ("program" if re.search(r"\bmain\(", m.group(2)) else "fragment")
+            yield f"{path}:{text[: m.start()].count(chr(10)) + 2}", kind, m.group(2)
+    for path in HEADERS:
+        comment = "\n".join(lines_of(path)).split("*/")[0].split("\n")
+        start = None
+        for i, line in enumerate(comment + ["."]):
+            if line.startswith(" " * 7):
+                start = i if start is None else start
+            elif line.strip() and start is not None:
+                text = "\n".join(comment[start:i])
+                if re.search(r"\bmain\(", text):
+                    yield f"{path}:{start + 1}", "program", text
+                start = None
+
+
+def run(command, **more):
+    r = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=120,
+                       stdin=subprocess.DEVNULL, universal_newlines=True, **more)
+    return r.returncode, r.stdout
+
+
+def check_code():
+    cc = (os.environ.get("CC") or "cc").split()
+    include = "".join(f'#include "{h}"\n' for h in HEADERS)
+    count = {"program": 0, "fragment": 0, "file": 0, "sketch": 0}
+    with tempfile.TemporaryDirectory() as tmp:
+        for place, kind, text in blocks():
+            count[kind] = count.get(kind, 0) + 1
+            source, program = os.path.join(tmp, "block.c"), os.path.join(tmp, "block")
+            path, line = place.split(":")
+            if kind == "fragment":
+                text = include + FRAGMENT % (path, text)
+                text = text.replace("#line 1 ", f"#line {line} ")
+            else:
+                text = f'#line {line} "{path}"\n' + text
+            if kind == "file" and "#include" not in text:
+                text = include + text
+            with open(source, "w", encoding="utf-8") as f:
+                f.write("#include <math.h>\n#include <stdio.h>\n#include <stdlib.h>\n"
+                        "#include <string.h>\n" + text if kind != "program" else text)
+            flags = ["-std=c99", "-Wall", "-Wextra", "-Wno-unused", "-Werror", "-I."]
+            if kind == "sketch":
+                continue
+            if kind != "program":
+                status, out = run(cc + flags + ["-fsyntax-only", source])
+                if status:
+                    yield f"{place}: does not compile\n{out}"
+                continue
+            status, out = run(cc + flags + ["-o", program, source, "-pthread", "-lm"])
+            if status:
+                yield f"{place}: does not compile\n{out}"
+                continue
+            fsdprun = os.path.abspath("tools/fsdprun")
+            for launcher in [[], [fsdprun, "-n", "2"]][: 1 + os.path.exists(fsdprun)]:
+                status, out = run(launcher + [program], cwd=tmp)
+                if status:
+                    yield f"{place}: {' '.join(launcher)} exit status {status}\n{out}"
+    print("note: " + ", ".join(f"{n} of kind {kind}" for kind, n in count.items()))
+
+
+def main():
+    problems = list({"toc": check_toc, "docs": check_docs, "functions": check_functions,
+                     "columns": check_columns, "code": check_code}[sys.argv[1]]())
+    print("\n".join(problems))
+    return bool(problems)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

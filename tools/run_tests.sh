@@ -1,0 +1,73 @@
+#!/usr/bin/env bash
+# run_tests.sh - run test programs and close with one total: "N passed, N failed, N skipped".
+#
+#   tools/run_tests.sh [--filter=PATTERN] PROGRAM...
+#
+# A program prints GoogleTest's lines (tests/harness.h does; tools/check.sh too); *.py is run by
+# python3. Without a filter, tests whose suite begins with long_ run after all others. The exit
+# status is 0 only if something ran and nothing failed.
+set -fuo pipefail # names may hold globs
+filter='' passed=0 failed=0 skipped=0 failures=()
+case ${1-} in --filter=*) filter=${1#--filter=} && shift ;; esac
+log=$(mktemp) && trap 'rm -f "$log"' EXIT
+
+# Adds what a program printed: each RUN line is closed by the result line with its name.
+count() { # PROGRAM STATUS
+    local ok bad skip names name
+    { read -r ok bad skip && read -r names; } < <(awk -v tag="$1" '
+        function is(line) { return open != "" && (index(line, open " ") == 1 || line == open) }
+        { rest = substr($0, 14) }
+        /^\[ RUN      \] / { if (open == "") open = rest; next }
+        /^\[       OK \] / && is(rest) { ok++; open = "" }
+        /^\[  SKIPPED \] / && is(rest) { skip++; open = "" }
+        /^\[  FAILED  \] / && is(rest) { bad++; names = names " " open; open = "" }
+        END {
+            if (open != "") { bad++; names = names " " open "(unfinished)" }
+            print ok + 0, bad + 0, skip + 0; print names
+        }' "$log")
+    if [ "$bad" = 0 ] && [ "$2" != 0 ]; then bad=1 names="exit-status-$2"; fi
+    if [ $((ok + bad + skip)) = 0 ]; then bad=1 names='ran-no-test'; fi
+    passed=$((passed + ok)) failed=$((failed + bad)) skipped=$((skipped + skip))
+    for name in $names; do failures+=("$1: $name"); done
+}
+
+run() { # PROGRAM [FILTER]
+    local command=($1) status=0
+    case $1 in
+    *.py)
+        if ! command -v python3 >/dev/null; then
+            printf '[ RUN      ] %s\n[  SKIPPED ] %s (no python3)\n' "$1" "$1" | tee "$log"
+            count "$1" 0
+            return
+        fi
+        command=(python3 "$1") ;;
+    *) [ -z "${2-}" ] || command+=("--filter=$2") ;;
+    esac
+    echo "== ${command[*]}"
+    "${command[@]}" </dev/null 2>&1 | tee "$log"
+    status=$?
+    count "$1" "$status"
+}
+
+has() { # PROGRAM FILTER: any such test, or something to complain about
+    local names
+    names=$("$1" --list "--filter=$2" 2>&1) || return 0
+    [ -n "$names" ]
+}
+
+is_harness() { case $1 in *.py | *.sh*) false ;; esac; }
+
+for program; do
+    if ! is_harness "$program"; then
+        [ -n "$filter" ] || run "$program"
+    elif has "$program" "${filter:--long_*}"; then
+        run "$program" "${filter:--long_*}"
+    fi
+done
+for program; do
+    [ -z "$filter" ] && is_harness "$program" && [ -x "$program" ] && has "$program" 'long_*' &&
+        run "$program" 'long_*'
+done
+[ ${#failures[@]} = 0 ] || printf 'failed: %s\n' "${failures[@]}"
+echo "$passed passed, $failed failed, $skipped skipped"
+[ "$failed" = 0 ] && [ $((passed + skipped)) != 0 ]
