@@ -3737,15 +3737,15 @@ static fsdp_status fsdpi_reduce_scatter(fsdp_unit *u, fsdp_buf **input, fsdp_dty
 static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     fsdp_model *m = u->model;
     if (u->num_train == 0) return FSDP_OK;
-    int overwrite = m->desc.grads_overwrite;
-    fsdp_buf *written = u->grad_alias ? fsdpi_flat_of(u)->grad : u->grad; // by the caller
-    fsdp_status status = overwrite && !u->grad_alias ? fsdpi_zero_unused(u) : FSDP_OK;
-    if (!status && !m->dry) status = fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &written->ready);
-    if (u->grad_alias) {
+    if (u->grad_alias) { // other units may have written the block meanwhile: the event is for both
         u->has_grad = 1;
         fsdpi_own_users(u);
-        return status;
+        return fsdpi_caller_writes(u, fsdpi_flat_of(u)->grad);
     }
+    int overwrite = m->desc.grads_overwrite;
+    fsdp_status status = overwrite ? fsdpi_zero_unused(u) : FSDP_OK;
+    if (!status && !m->dry) // the caller wrote it
+        status = fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &u->grad->ready);
     int elsewhere = u->rin || fsdpi_must_convert(u) ||
                     (!u->sync && (overwrite || u->param_dtype != u->reduce_dtype));
     if (!status && elsewhere) status = fsdpi_accumulate(u);

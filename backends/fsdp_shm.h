@@ -106,9 +106,7 @@ typedef struct fsdpi_shm_place {
 typedef struct fsdpi_shm_group {
     uint32_t count, pad0[15];
     uint32_t generation, pad1[15]; // number of the last barrier that all have reached; slept on
-    uint32_t sleepers, refs;
-    fsdp_allocator allocator; // threads: whose memory the block is
-    uint32_t pad2[8];
+    uint32_t sleepers, refs, pad2[14]; // refs: processes
 } fsdpi_shm_group;
 
 // One rank in the world.
@@ -118,11 +116,11 @@ typedef struct fsdpi_shm_peer {
     uint32_t tracing;                // taken while trace is written
 } fsdpi_shm_peer;
 
-// Threads: one allocation, found by its number.
+// Threads: one block of the heap that ranks share.
 typedef struct fsdpi_shm_node {
     struct fsdpi_shm_node *next;
-    uint64_t number;
-    size_t part;
+    uint64_t number; // of the allocation, or ~number of the group
+    size_t bytes;
     int freed; // ranks that no longer use it
     fsdp_allocator allocator;
     char *base;
@@ -130,7 +128,7 @@ typedef struct fsdpi_shm_node {
 
 /* Common block of the world; the peers and the world's group follow. */
 typedef struct fsdpi_shm_control {
-    uint64_t top; // processes: where the next group's block goes in the file
+    uint64_t top; // where the next group's block goes in the file; threads: how many groups there were
     uint32_t refs;
     int32_t size;
     uint32_t failed; // 0, 1: a rank is writing the next four, 2: they stand
@@ -145,7 +143,6 @@ typedef struct fsdpi_shm_chunk {
     char *base;
     size_t size, part; // asked for; rounded to pages
     uint64_t at; // place in the order of allocations, the same on all ranks
-    fsdpi_shm_node *node;
 } fsdpi_shm_chunk;
 
 typedef struct fsdpi_shm_world {
@@ -639,39 +636,21 @@ static int fsdpi_shm_insert(fsdpi_shm_world *w, fsdpi_shm_chunk chunk) {
     return done;
 }
 
-static void fsdpi_shm_release(const fsdpi_shm_world *w, const fsdpi_shm_chunk *chunk) {
-    if (w->fd >= 0) {
-        (void)munmap(chunk->base, chunk->part * (size_t)w->boot.size);
-        fsdpi_shm_give_back(w, chunk->at + chunk->part * (size_t)w->boot.rank, chunk->part);
-        return;
-    }
-    fsdpi_lock(&w->boot.threads->lock);
-    if (++chunk->node->freed == w->boot.size) {
-        fsdpi_shm_node **link = &w->control->nodes;
-        while (*link != chunk->node) link = &(*link)->next;
-        *link = chunk->node->next;
-        fsdp_allocator allocator = chunk->node->allocator;
-        fsdpi_free(&allocator, chunk->node->base);
-        fsdpi_free(&allocator, chunk->node);
-    }
-    fsdpi_unlock(&w->boot.threads->lock);
-}
-
-// Threads: the first rank that comes to an allocation makes it for all.
-static fsdpi_shm_node *fsdpi_shm_share(fsdpi_shm_world *w, uint64_t number, size_t part) {
+/* Threads: a block of `bytes`, made by the first rank that asks for its number. The block keeps the
+   allocator that made it, which has to serve until the last rank has closed. */
+static fsdpi_shm_node *fsdpi_shm_share(fsdpi_shm_world *w, uint64_t number, size_t bytes) {
     const char *whose;
     fsdpi_lock(&w->boot.threads->lock);
     fsdpi_shm_node *node = w->control->nodes;
     while (node && node->number != number) node = node->next;
-    size_t bytes = part * (size_t)w->boot.size;
     if (!node && (bytes < FSDPI_SHM_STEP / 256 || (int64_t)bytes < fsdpi_shm_available(&whose)))
         node = (fsdpi_shm_node *)fsdpi_alloc(&w->boot.allocator, sizeof *node);
     if (node && !node->base) {
-        node->number = number;
-        node->part = part;
-        node->allocator = w->boot.allocator;
         node->base = (char *)fsdpi_alloc(&w->boot.allocator, bytes);
         if (node->base) {
+            node->number = number;
+            node->bytes = bytes;
+            node->allocator = w->boot.allocator;
             node->next = w->control->nodes;
             w->control->nodes = node;
         } else {
@@ -683,21 +662,46 @@ static fsdpi_shm_node *fsdpi_shm_share(fsdpi_shm_world *w, uint64_t number, size
     return node;
 }
 
+// One of `users` ranks has finished with a block; the last one frees it.
+static void fsdpi_shm_unshare(fsdpi_shm_world *w, const void *base, int users) {
+    fsdpi_lock(&w->boot.threads->lock);
+    fsdpi_shm_node **link = &w->control->nodes, *node;
+    while ((*link)->base != (const char *)base) link = &(*link)->next;
+    node = *link;
+    if (++node->freed == users) {
+        fsdp_allocator allocator = node->allocator;
+        *link = node->next;
+        fsdpi_free(&allocator, node->base);
+        fsdpi_free(&allocator, node);
+    }
+    fsdpi_unlock(&w->boot.threads->lock);
+}
+
+static void fsdpi_shm_release(fsdpi_shm_world *w, const fsdpi_shm_chunk *chunk) {
+    size_t ranks = (size_t)w->boot.size;
+    if (w->fd < 0) {
+        fsdpi_shm_unshare(w, chunk->base, w->boot.size);
+        return;
+    }
+    (void)munmap(chunk->base, chunk->part * ranks);
+    fsdpi_shm_give_back(w, chunk->at + chunk->part * (size_t)w->boot.rank, chunk->part);
+}
+
 static fsdp_status fsdpi_shm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
     fsdpi_shm_world *w = c->world;
     size_t ranks = (size_t)w->boot.size;
     *ptr = NULL;
     if (size > FSDPI_SHM_MAX_BYTES / ranks) return fsdpi_shm_no_memory(c, size, "that is more than can be addressed");
-    fsdpi_shm_chunk chunk = {NULL, size, fsdpi_shm_round(w, size ? size : 1), w->next_at, NULL};
+    fsdpi_shm_chunk chunk = {NULL, size, fsdpi_shm_round(w, size ? size : 1), w->next_at};
     uint64_t number = w->next_number++;
     w->next_at += chunk.part * ranks;
     if (w->fd < 0) {
-        chunk.node = fsdpi_shm_share(w, number, chunk.part);
-        if (chunk.node && chunk.node->part != chunk.part)
+        fsdpi_shm_node *node = fsdpi_shm_share(w, number, chunk.part * ranks);
+        if (node && node->bytes != chunk.part * ranks)
             return fsdpi_shm_error(c, FSDP_ERR_MISMATCH, "alloc of %llu bytes, where another rank has asked for %llu",
-                                   (unsigned long long)size, (unsigned long long)chunk.node->part);
-        if (chunk.node) chunk.base = chunk.node->base;
+                                   (unsigned long long)size, (unsigned long long)(node->bytes / ranks));
+        if (node) chunk.base = node->base;
     } else {
         uint64_t mine = chunk.at + chunk.part * (size_t)w->boot.rank;
         if (!fsdpi_shm_reserve(w, mine, chunk.part)) return fsdpi_shm_no_memory(c, size, "memory is short");
@@ -735,7 +739,7 @@ static int fsdpi_shm_find(fsdpi_shm_world *w, const void *p, size_t low, size_t 
                           uint64_t *place) {
     fsdpi_lock(&w->lock);
     int i = fsdpi_shm_chunk_before(w, (const char *)p + low);
-    fsdpi_shm_chunk chunk = {NULL, 0, 0, 0, NULL};
+    fsdpi_shm_chunk chunk = {NULL, 0, 0, 0};
     if (i >= 0) chunk = w->chunks[i];
     fsdpi_unlock(&w->lock);
     uintptr_t mine = (uintptr_t)chunk.base + chunk.part * (size_t)w->boot.rank, at = (uintptr_t)p;
@@ -789,7 +793,7 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op, 
     size_t bytes = fsdp_dtype_size(op->dtype), count = (size_t)op->count;
     for (int k = 0; k < c->size; k++) srcs[k] = fsdpi_shm_of(c, view, k);
     if (count * bytes <= FSDPI_SHM_SMALL) {
-        fsdpi_reduce(c->small, op->dtype, srcs, c->size, op->dtype, count, 1.0f, 0, op->redop);
+        fsdpi_reduce(c->small, op->dtype, srcs, c->size, op->dtype, count, 1.0, 0, op->redop);
         fsdp_status status = fsdpi_shm_barrier(c, "finished");
         if (!status) memcpy(op->dst, c->small, count * bytes);
         return status;
@@ -799,7 +803,7 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op, 
     for (int k = 0; k < c->size; k++) srcs[k] += mine * bytes;
     if (mine < count)
         fsdpi_reduce((char *)op->dst + mine * bytes, op->dtype, srcs, c->size, op->dtype,
-                     count - mine < part ? count - mine : part, 1.0f, 0, op->redop);
+                     count - mine < part ? count - mine : part, 1.0, 0, op->redop);
     fsdp_status status = fsdpi_shm_barrier(c, "finished");
     if (status) return status;
     for (int i = 1; i < c->size; i++) {
@@ -1067,17 +1071,21 @@ static int fsdpi_shm_receive(int fd, void *data, size_t size, int *gift) {
 
 /* Rank 0: answers one rank. Who is started with another size or version can never come, so all are
    told; a rank that comes twice belongs to another job and is sent away. */
-static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int fd, uint8_t *admitted) {
+static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *admitted) {
     fsdpi_shm_world *w = c->world;
+    int fd = accept(listener, NULL, NULL);
     fsdpi_shm_hello hello;
     fsdpi_shm_answer answer;
     fsdpi_shm_text t = {answer.reason, sizeof answer.reason};
     int gift;
     memset(&answer, 0, sizeof answer);
     memcpy(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
+    if (fd < 0) return FSDP_OK;
     if (!fsdpi_shm_same_user(fd) || !fsdpi_shm_readable(fd, 1000000000) ||
-        !fsdpi_shm_receive(fd, &hello, sizeof hello, &gift))
+        !fsdpi_shm_receive(fd, &hello, sizeof hello, &gift)) {
+        (void)close(fd);
         return FSDP_OK;
+    }
     if (memcmp(hello.magic, answer.magic, sizeof hello.magic) || hello.version != FSDP_COMM_VERSION) {
         answer.status = FSDP_ERR_MISMATCH;
         fsdpi_shm_say(&t, "rank 0 and rank %d were built from different versions of fsdp.h", (int)hello.rank);
@@ -1090,24 +1098,32 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int fd, uint8_t *admitted)
                       "the same rank", (int)hello.rank);
     }
     if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status) admitted[hello.rank] = 1;
+    (void)close(fd);
     return answer.status == FSDP_ERR_MISMATCH ? fsdpi_shm_fail(c, FSDP_ERR_MISMATCH, answer.reason) : FSDP_OK;
 }
 
-// Rank 0: makes the file and gives it to the others until all have it, or the deadline.
+// Rank 0: makes the file.
+static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
+    fsdpi_shm_world *w = c->world;
+    size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size));
+    w->fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1 /* MFD_CLOEXEC */);
+    if (w->fd < 0 || !fsdpi_shm_reserve(w, 0, bytes))
+        return fsdpi_shm_error(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for the common block (errno %d)", errno);
+    fsdp_status status = fsdpi_shm_enter(c);
+    if (status) return status;
+    w->control->size = w->boot.size;
+    w->control->top = bytes;
+    return FSDP_OK;
+}
+
+// Rank 0, which waits at the first barrier already: gives the file to the others as they come.
 static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = c->world;
     uint8_t admitted[FSDPI_MAX_SRCS] = {1};
     struct sockaddr_un name;
     socklen_t length = fsdpi_shm_name(w, &name);
-    w->fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1 /* MFD_CLOEXEC */);
-    if (w->fd < 0 || !fsdpi_shm_reserve(w, 0, fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size))))
-        return fsdpi_shm_error(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for the common block (errno %d)", errno);
-    fsdp_status status = fsdpi_shm_enter(c);
-    if (status) return status;
-    w->control->size = w->boot.size;
-    w->control->top = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size));
-    if (w->boot.size == 1) return FSDP_OK;
-    int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0);
+    int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), missing = w->boot.size - 1;
+    fsdp_status status = FSDP_OK;
     if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) || listen(listener, w->boot.size)) {
         if (listener >= 0 && errno == EADDRINUSE)
             status = fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG, "another job with this id is starting on this host; give each "
@@ -1115,21 +1131,15 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
         else status = fsdpi_shm_error(c, FSDP_ERR_BACKEND, "rank 0 cannot listen (errno %d)", errno);
     }
     int64_t start = fsdpi_shm_now(w);
-    int missing = w->boot.size - 1;
     while (!status && missing > 0) {
         int64_t left = w->boot.timeout_ns - (fsdpi_shm_now(w) - start);
-        if (left <= 0) c->barrier = 1, status = fsdpi_shm_late(c, "come"); // who is missing at the first barrier
+        if (left <= 0) status = fsdpi_shm_late(c, "come");
         else if (FSDPI_LOAD(&w->control->failed)) status = fsdpi_shm_report(c);
         else if (!fsdpi_shm_readable(listener, left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS))
             status = fsdpi_shm_check_peers(c, 1);
-        else {
-            int fd = accept(listener, NULL, NULL);
-            if (fd < 0) continue;
-            status = fsdpi_shm_admit(c, fd, admitted);
-            (void)close(fd);
-            missing = w->boot.size;
-            for (int k = 0; k < w->boot.size; k++) missing -= admitted[k];
-        }
+        else status = fsdpi_shm_admit(c, listener, admitted);
+        missing = w->boot.size;
+        for (int k = 0; k < w->boot.size; k++) missing -= admitted[k];
     }
     if (listener >= 0) (void)close(listener);
     return status;
@@ -1193,10 +1203,13 @@ static fsdp_status fsdpi_shm_try_open(fsdpi_shm_comm *c) {
     c->index = w->boot.rank;
     c->size = w->boot.size;
     for (int k = 0; k < c->size; k++) c->ranks[k] = k;
-    fsdp_status status = w->boot.threads ? fsdpi_shm_open_threads(c) : w->boot.rank == 0 ? fsdpi_shm_host(c) : fsdpi_shm_join(c);
+    int is_host = !w->boot.threads && c->index == 0;
+    fsdp_status status = w->boot.threads ? fsdpi_shm_open_threads(c) : is_host ? fsdpi_shm_found(c) : fsdpi_shm_join(c);
     if (status) return status;
     fsdpi_shm_publish(c);
-    status = fsdpi_shm_barrier(c, "come");
+    fsdpi_shm_arrive(c);
+    if (is_host && c->size > 1) status = fsdpi_shm_host(c);
+    if (!status) status = fsdpi_shm_wait(c, "come");
     fsdpi_shm_done(c);
     return status;
 }
@@ -1207,29 +1220,27 @@ static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *bl
     size_t bytes = fsdpi_shm_group_bytes(size);
     fsdpi_shm_group *group;
     if (w->fd < 0) {
-        group = (fsdpi_shm_group *)fsdpi_alloc(&w->boot.allocator, bytes);
-        *block = (uint64_t)(uintptr_t)group;
-    } else {
-        bytes = fsdpi_shm_round(w, bytes);
-        *block = __atomic_fetch_add(&w->control->top, bytes, __ATOMIC_RELAXED);
-        if (!fsdpi_shm_reserve(w, *block, bytes)) return NULL;
-        group = (fsdpi_shm_group *)(void *)fsdpi_shm_map(w, *block, bytes);
+        uint64_t number = ~__atomic_fetch_add(&w->control->top, 1u, __ATOMIC_RELAXED);
+        fsdpi_shm_node *node = fsdpi_shm_share(w, number, bytes);
+        if (node) *block = (uint64_t)(uintptr_t)node->base;
+        return node ? node->base : NULL;
     }
-    if (!group) return NULL;
-    group->refs = (uint32_t)size;
-    group->allocator = w->boot.allocator;
+    bytes = fsdpi_shm_round(w, bytes);
+    *block = __atomic_fetch_add(&w->control->top, bytes, __ATOMIC_RELAXED);
+    if (!fsdpi_shm_reserve(w, *block, bytes)) return NULL;
+    group = (fsdpi_shm_group *)(void *)fsdpi_shm_map(w, *block, bytes);
+    if (group) group->refs = (uint32_t)size;
     return group;
 }
 
 static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = c->world;
-    fsdp_allocator allocator = c->group->allocator;
-    int last = __atomic_sub_fetch(&c->group->refs, 1u, __ATOMIC_ACQ_REL) == 0;
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(c->size));
     if (w->fd < 0) {
-        if (last) fsdpi_free(&allocator, c->group);
+        fsdpi_shm_unshare(w, c->group, c->size);
         return;
     }
+    int last = __atomic_sub_fetch(&c->group->refs, 1u, __ATOMIC_ACQ_REL) == 0;
     (void)munmap((void *)c->group, bytes);
     if (last) fsdpi_shm_give_back(w, c->block, bytes);
 }
