@@ -1,0 +1,133 @@
+# Makefile of fsdp.h: a header needs no build; this builds its tests, examples and benchmarks.
+# `make help` lists the targets. Your CC, CXX, CFLAGS, CPPFLAGS, LDFLAGS and LDLIBS are honoured,
+# and drop none of the project's own flags. Another build directory: BUILD=dir.
+
+BUILD  ?= build
+PREFIX ?= /usr/local
+CFLAGS ?= -O2 -g
+JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
+STD    ?= -std=c99
+DEPS   ?= yes# no: `make test` installs nothing
+FILTER ?=# of `make test`: names with this text, or a glob
+GATES  ?=# of `make check`: only these (tools/check.sh --list)
+export FSDP_GOLDEN_DIR ?= tests/golden
+export FSDP_BUILD := $(BUILD)
+
+# Tests whose results must not depend on the compiler's liberties, run again with -Ofast and more.
+BIT_TESTS      ?= test_dtype test_shard test_train test_optim conformance
+VALGRIND_TESTS ?= test_dtype test_shard test_state
+# Empty: all of them.
+ASAN_TESTS     ?=
+TSAN_TESTS     ?=
+
+WARN  := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual -Wundef \
+         -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum
+CWARN := -Wstrict-prototypes -Wmissing-prototypes
+export WARN CWARN CC CXX BIT_TESTS VALGRIND_TESTS ASAN_TESTS TSAN_TESTS JOBS
+
+# SAN=asan or SAN=tsan: into a build directory of its own, by a make of its own (check-san).
+SAN_asan := -fsanitize=address,undefined,float-cast-overflow
+SAN_tsan := -fsanitize=thread
+SANFLAGS := $(if $(SAN),$(SAN_$(SAN)) -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g)
+
+HEADERS  := $(wildcard fsdp.h) $(filter-out fsdp.h,$(wildcard fsdp*.h))
+TESTS    := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/test_*.c tests/conformance.c))
+PROBES   := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/probe_*.c))
+PYTESTS  := $(wildcard tests/test_*.py)
+EXAMPLES := $(patsubst examples/%.c,$(BUILD)/examples/%,$(wildcard examples/*.c))
+BENCHES  := $(patsubst bench/%.c,$(BUILD)/bench/%,$(wildcard bench/bench_*.c))
+GPT      := $(patsubst %.c,%,$(wildcard examples/gpt/train_gpt.c))
+FSDPRUN  := $(patsubst %.c,%,$(wildcard tools/fsdprun.c))
+SHARED   := $(if $(HEADERS),$(BUILD)/libfsdp.so)
+VERSION   = $(shell awk '/^.define FSDP_VERSION_(MAJOR|MINOR|PATCH)/ \
+              {v = v s $$3; s = "."} END {print v}' fsdp.h)
+
+# OpenBLAS speeds the gpt example up; without it the example's own loops are used.
+BLAS := $(shell pkg-config --exists openblas 2>/dev/null && \
+          echo -DGPT_USE_BLAS $$(pkg-config --cflags --libs openblas))
+
+# V=1 shows the commands.
+Q := $(if $(V),,@)
+BUILD_ONE = $(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) $(SANFLAGS) -MMD -MP \
+            -MF $@.d -o $@ $< $(LDFLAGS) -pthread $(LDLIBS) -lm
+
+.PHONY: all tests examples bench run test golden check check-san shared deps install uninstall \
+        format clean help quiet-deps
+all: examples tests $(FSDPRUN) ## examples, tests and tools
+tests: $(TESTS) $(PROBES)
+examples: $(EXAMPLES) $(GPT) ## build/examples/* and examples/gpt/train_gpt
+shared: $(SHARED) ## build/libfsdp.so, for bindings of other languages
+
+$(BUILD)/tests/%: tests/%.c Makefile | $(BUILD)/tests
+	@echo "  CC $@"
+	$Q$(BUILD_ONE)
+$(BUILD)/examples/%: examples/%.c Makefile | $(BUILD)/examples
+	@echo "  CC $@"
+	$Q$(BUILD_ONE)
+$(BUILD)/bench/%: bench/%.c Makefile | $(BUILD)/bench
+	@echo "  CC $@"
+	$Q$(BUILD_ONE)
+tools/fsdprun: tools/fsdprun.c Makefile | $(BUILD)
+	@echo "  CC $@"
+	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -o $@ $< $(LDFLAGS) $(LDLIBS)
+examples/gpt/train_gpt: $(wildcard examples/gpt/*.[ch]) $(HEADERS) $(wildcard backends/*.h) Makefile
+	@echo "  CC $@"
+	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -O3 -march=native -o $@ $@.c \
+	    $(LDFLAGS) -pthread $(BLAS) $(LDLIBS) -lm
+$(BUILD)/libfsdp.c: $(HEADERS) Makefile | $(BUILD)
+	@printf '#define FSDP_IMPLEMENTATION\n' >$@
+	@printf '#include "%s"\n' $(HEADERS) >>$@
+$(BUILD)/libfsdp.so: $(BUILD)/libfsdp.c $(wildcard backends/*.h)
+	@echo "  CC $@"
+	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -fPIC -shared -o $@ $< $(LDFLAGS) \
+	    -pthread $(LDLIBS) -lm
+$(BUILD) $(BUILD)/tests $(BUILD)/examples $(BUILD)/bench:
+	@mkdir -p $@
+-include $(wildcard $(BUILD)/*/*.d)
+
+run: $(GPT) $(FSDPRUN) ## train a small GPT on 4 ranks, about a minute
+	examples/gpt/train_gpt --ranks 4
+
+test: quiet-deps ## every test, quick ones first
+	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory tests examples shared $(FSDPRUN)
+	@tools/run_tests.sh $(if $(FILTER),'--filter=$(FILTER)') $(TESTS) $(PYTESTS)
+
+golden: ## the tests against recorded PyTorch results, in $FSDP_GOLDEN_DIR
+	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory tests
+	@tools/run_tests.sh --filter=golden $(TESTS)
+
+check: quiet-deps ## every gate: compilers, symbols, sanitizers, documentation, ...
+	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory $(or $(FSDPRUN),$(BUILD))
+	@tools/run_tests.sh "tools/check.sh $(GATES)"
+
+check-san: ## only the sanitizer gates
+	@$(MAKE) --no-print-directory check GATES='asan tsan'
+
+bench: $(BENCHES) ## build the benchmarks and run each
+	@set -e; for b in $(BENCHES); do $$b; done
+
+quiet-deps: | $(BUILD)
+	@test $(DEPS) = no || test -e $(BUILD)/deps-tried || { : >$(BUILD)/deps-tried; tools/deps.sh; }
+deps: ## install what tests and figures use (Debian, as root or by sudo)
+	@tools/deps.sh
+
+install: ## headers, fsdprun and fsdp.pc below $DESTDIR$PREFIX
+	mkdir -p $(DESTDIR)$(PREFIX)/include/fsdp/backends $(DESTDIR)$(PREFIX)/share/pkgconfig
+	install -m 644 $(HEADERS) $(DESTDIR)$(PREFIX)/include/fsdp
+	$(foreach b,$(wildcard backends/*.h backends/*.cc),\
+	    install -m 644 $b $(DESTDIR)$(PREFIX)/include/fsdp/backends;)
+	sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|' fsdp.pc.in \
+	    >$(DESTDIR)$(PREFIX)/share/pkgconfig/fsdp.pc
+	$(if $(FSDPRUN),$(MAKE) $(FSDPRUN) && \
+	    install -D -m 755 $(FSDPRUN) $(DESTDIR)$(PREFIX)/bin/fsdprun)
+uninstall:
+	rm -rf $(DESTDIR)$(PREFIX)/include/fsdp
+	rm -f $(DESTDIR)$(PREFIX)/share/pkgconfig/fsdp.pc $(DESTDIR)$(PREFIX)/bin/fsdprun
+
+format: ## clang-format over the sources
+	clang-format -i $(HEADERS) $(wildcard backends/*.h tests/*.[ch] examples/*.[ch] \
+	    examples/gpt/*.[ch] bench/*.[ch] tools/*.c)
+clean:
+	rm -rf $(BUILD) tools/fsdprun examples/gpt/train_gpt
+help: ## this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "  %-10s %s\n", $$1, $$2}' Makefile

@@ -1,0 +1,833 @@
+/* fsdp_optim.h - AdamW and SGD with momentum on shards: an extension of fsdp.h
+
+   Each rank updates the rows that it owns, so the optimizer's state is sharded as the parameters are
+   and a step needs no communication. The results are those of PyTorch's torch.optim.AdamW and SGD.
+
+       #define FSDP_IMPLEMENTATION          // in one .c or .cc file of the program
+       #include "fsdp_optim.h"              // includes fsdp.h; link with -lm
+
+       fsdp_adamw *opt;
+       fsdp_adamw_create(model, NULL, &opt);                   // after the last fsdp_fully_shard
+       for (;;) {
+           ...                                                 // forward, backward
+           if (fsdp_finalize_backward(model)) break;
+           if (fsdp_adamw_step(opt, learning_rate(step))) break;
+           fsdp_zero_grad(model);
+       }                                                       // fsdp_shutdown frees it
+
+   SPDX-License-Identifier: MIT (full text in fsdp.h)
+
+   ARITHMETIC
+     AdamW, update t = 1, 2, ... of a parameter p with gradient g, in this order:
+         p = p * (1 - lr*weight_decay)
+         m = m + (g - m)*(1 - beta1)                    written g - (g - m)*beta1 when beta1 <= 0.5
+         v = v*beta2 + ((1 - beta2)*g)*g
+         p = p + (-lr/(1 - beta1^t) * m) / (sqrt(v)/sqrt(1 - beta2^t) + eps)
+     SGD:
+         g = g + weight_decay*p
+         b = g in the first update, else momentum*b + (1 - dampening)*g
+         p = p - lr*b, or with nesterov p - lr*(g + momentum*b); without momentum p - lr*g
+     This is torch's single-tensor form. What depends on t and the settings alone is computed in f64
+     and rounded once; every other operation is rounded to f32 (f64 parameters: to f64) by itself, in
+     the order of the parentheses, and nothing is fused. So the bits depend neither on the compiler and
+     its flags nor on how many ranks share the parameters. (A program linked by gcc -Ofast flushes
+     subnormal numbers to zero, here as everywhere.)
+   DTYPES
+     f32 and f64 parameters: state of the same type. bf16 and f16 parameters: state in f32, the update
+     is computed in f32 and rounded to nearest even when it is stored; updates below half a unit of a
+     16-bit parameter are lost. For training keep f32 parameters and set fsdp_model_desc.param_dtype.
+   WHO IS UPDATED
+     Parameters that have a gradient (fsdp_param_view.shard_grad). Frozen ones, ones that nobody used
+     in this step and ones whose group is negative keep their value and state: no decay, and t does
+     not advance. Padding is never touched. Parameters of equal group and t that lie next to each
+     other are updated by one loop.
+   MEMORY
+     Two blocks when the optimizer is created, counted in fsdp_memory.host_bytes: a table, and for AdamW
+     two numbers, for SGD with momentum one for each element of this rank's rows. A step allocates
+     nothing.
+   ZERO AND DEFAULT
+     In a desc 0 stands for the default. Where 0 itself is wanted and is not the default, write
+     FSDP_OPTIM_ZERO: groups[1].weight_decay = FSDP_OPTIM_ZERO for biases and norms.                 */
+#include "fsdp.h"
+
+#ifndef FSDP_OPTIM_H
+#define FSDP_OPTIM_H
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* -------------------------------------------------------------------------------------------- */
+/* Kernels on plain arrays, usable without a world or a model.                                    */
+
+// Of one update, as they are: 0 is 0 here.
+typedef struct fsdp_adamw_hyper {
+    double lr, beta1, beta2, eps, weight_decay;
+    int64_t step; // t: 1 in the first update
+} fsdp_adamw_hyper;
+
+typedef struct fsdp_sgd_hyper {
+    double lr, momentum, dampening, weight_decay;
+    int32_t nesterov;
+    int32_t reserved;
+    int64_t step; // 1 in the first update: the momentum buffer takes the gradient
+} fsdp_sgd_hyper;
+
+/* fsdp_adamw_update    - one AdamW update of f32 numbers
+   fsdp_adamw_update_as - the same for any floating dtype of p and g
+   p, g, m, v  [count], no two overlapping: parameters, gradients, first and second moments, which are
+               zero before the first update. m and v are f64 for f64 parameters, else f32
+   Result      update_as: FSDP_OK; INVALID_ARG (not a floating dtype, a NULL with count > 0, count < 0)
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: torch.optim.adam._single_tensor_adam, decoupled_weight_decay */
+FSDP_API void fsdp_adamw_update(float *p, const float *g, float *m, float *v, int64_t count,
+                                const fsdp_adamw_hyper *hyper);
+FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, const void *g, void *m, void *v,
+                                          int64_t count, const fsdp_adamw_hyper *hyper);
+
+/* fsdp_sgd_update    - one SGD update of f32 numbers
+   fsdp_sgd_update_as - the same for any floating dtype of p and g
+   p, g, b     [count], no two overlapping: parameters, gradients, momentum buffer (f64 for f64
+               parameters, else f32; unused, and may be NULL, when momentum is 0)
+   Result      update_as: FSDP_OK; INVALID_ARG (not a floating dtype, a NULL with count > 0, count < 0)
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: torch.optim.sgd._single_tensor_sgd */
+FSDP_API void fsdp_sgd_update(float *p, const float *g, float *b, int64_t count,
+                              const fsdp_sgd_hyper *hyper);
+FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, const void *g, void *b,
+                                        int64_t count, const fsdp_sgd_hyper *hyper);
+
+#ifndef FSDP_MATH_ONLY
+/* -------------------------------------------------------------------------------------------- */
+/* Optimizers of a model.                                                                         */
+
+typedef struct fsdp_adamw fsdp_adamw;
+typedef struct fsdp_sgd fsdp_sgd;
+
+#define FSDP_OPTIM_ZERO (-1.0) // in a desc: 0 itself, where 0 stands for the default
+#define FSDP_OPTIM_GROUPS 8
+
+typedef struct fsdp_optim_group {
+    double lr_scale;     // 0: 1. Multiplies the step's learning rate; FSDP_OPTIM_ZERO allowed
+    double weight_decay; // 0: as the desc; FSDP_OPTIM_ZERO allowed
+} fsdp_optim_group;
+
+// The group of a parameter: 0 .. num_groups-1 (0 when there are none); negative: not of this optimizer.
+// Called at creation, once for each parameter that requires a gradient. Must answer alike on all ranks.
+typedef int (*fsdp_optim_group_fn)(void *user, const fsdp_param_view *param);
+
+typedef struct fsdp_adamw_desc {
+    uint32_t size, start_canary;
+    double beta1;           // 0: 0.9;   FSDP_OPTIM_ZERO or 0 < beta1 < 1
+    double beta2;           // 0: 0.999; FSDP_OPTIM_ZERO or 0 < beta2 < 1
+    double eps;             // 0: 1e-8;  FSDP_OPTIM_ZERO allowed
+    double weight_decay;    // 0: 0.01;  FSDP_OPTIM_ZERO allowed
+    int32_t num_groups;     // 0: all parameters alike; at most FSDP_OPTIM_GROUPS
+    int32_t reserved;
+    fsdp_optim_group groups[FSDP_OPTIM_GROUPS];
+    fsdp_optim_group_fn group; // NULL: group 0 for all
+    void *user;                // handed to group
+    uint64_t end_canary;
+} fsdp_adamw_desc;
+
+typedef struct fsdp_sgd_desc {
+    uint32_t size, start_canary;
+    double momentum;        // 0: none
+    double dampening;       // 0: none
+    double weight_decay;    // 0: none
+    int32_t nesterov;       // 1: needs momentum > 0 and dampening 0
+    int32_t num_groups;     // 0: all parameters alike; at most FSDP_OPTIM_GROUPS
+    fsdp_optim_group groups[FSDP_OPTIM_GROUPS];
+    fsdp_optim_group_fn group; // NULL: group 0 for all
+    void *user;                // handed to group
+    uint64_t end_canary;
+} fsdp_sgd_desc;
+
+/* fsdp_adamw_create - an AdamW optimizer of all trainable parameters of a model; commits the model
+   desc        NULL: defaults
+   opt         owned by the model: ends with fsdp_adamw_destroy, the model or the world
+   Result      FSDP_OK; INVALID_ARG (the text names the field, or the parameter whose group is wrong),
+               UNSUPPORTED (the model's memory is not host memory), OUT_OF_MEMORY, what commit returns
+   Collective  as fsdp_model_commit      Blocks no      Allocates yes */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc *desc,
+                                                       fsdp_adamw **opt);
+
+/* fsdp_adamw_step - update every parameter that has a gradient; ends with fsdp_params_changed
+   lr          >= 0, finite: of this step, multiplied by the group's lr_scale
+   Result      FSDP_OK; INVALID_ARG (opt NULL, lr), INVALID_STATE (a unit is not idle: call
+               fsdp_finalize_backward first); the stored status if the world is aborted. Nothing is
+               changed then
+   Collective  no, but every rank has to do the same
+   Blocks      for operations under way that read shards      Allocates no */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr);
+
+/* fsdp_adamw_destroy - free an optimizer before its model ends; NULL is allowed
+   Collective  no      Blocks no      Allocates no */
+FSDP_API void fsdp_adamw_destroy(fsdp_adamw *opt);
+
+/* fsdp_sgd_create, fsdp_sgd_step, fsdp_sgd_destroy - as the functions of AdamW */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *desc,
+                                                     fsdp_sgd **opt);
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr);
+FSDP_API void fsdp_sgd_destroy(fsdp_sgd *opt);
+
+// What an optimizer keeps for one parameter, in place: a checkpoint reads it, and writes it to resume.
+typedef struct fsdp_optim_state {
+    fsdp_dtype dtype;     // of first and second
+    int32_t group;        // negative: not of this optimizer (frozen, or by fsdp_optim_group_fn)
+    int64_t numel;        // elements: fsdp_param_view.numel, in the same order, without padding
+    void *first, *second; // AdamW: m, v. SGD: momentum buffer or NULL, and NULL
+    int64_t *step;        // updates so far; NULL when group is negative
+} fsdp_optim_state;
+
+/* fsdp_adamw_state, fsdp_sgd_state - the state of the parameter with this ordinal
+   Result      FSDP_OK; INVALID_ARG (NULL, no such ordinal)
+   Collective  no      Blocks no      Allocates no */
+FSDP_API fsdp_status fsdp_adamw_state(fsdp_adamw *opt, int ordinal, fsdp_optim_state *out);
+FSDP_API fsdp_status fsdp_sgd_state(fsdp_sgd *opt, int ordinal, fsdp_optim_state *out);
+
+/* fsdp_adamw_nbytes, fsdp_sgd_nbytes - bytes of host memory that the optimizer holds; 0 for NULL
+   Collective  no      Blocks no      Allocates no */
+FSDP_API int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt);
+FSDP_API int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt);
+
+#endif // FSDP_MATH_ONLY
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_OPTIM_H
+
+/* ============================================================================================ */
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_OPTIM_IMPLEMENTED)
+#define FSDP_OPTIM_IMPLEMENTED
+
+#include <math.h>   // pow, sqrt, sqrtf, HUGE_VAL
+#include <string.h> // memcpy, memset
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#if defined(__GNUC__)
+#define FSDPI_OPTIM_RESTRICT __restrict
+#else
+#define FSDPI_OPTIM_RESTRICT
+#endif
+
+/* -------------------------------------------------------------------------------------------- */
+// >>optim kernels
+// Owns: the loops over elements. Invariants: the same inputs give the same bits with any compiler
+// flags. Precise arithmetic by pragma; and since clang -Ofast fuses a product with a sum in spite of
+// its pragma, no loop adds what it has multiplied: products of a block are stored, a loop of its own
+// adds them. Blocks stay in the first-level cache. Source: torch.optim, single-tensor functions.
+
+#if defined(__clang__)
+#pragma float_control(precise, on, push)
+#pragma clang fp contract(off)
+#elif defined(__GNUC__)
+#pragma GCC push_options
+#pragma GCC optimize("O3", "no-fast-math", "fp-contract=off")
+#endif
+
+#define FSDPI_OPTIM_BLOCK 512 // elements; at most FSDPI_BLOCK
+
+/* out = sqrt(x), correctly rounded. As instructions: the C library's functions are not vectorised, for
+   errno's sake, and clang -Ofast makes estimates of them whatever its pragmas say.                */
+#if defined(__GNUC__) && defined(__SSE2__)
+#ifdef __AVX__
+#define FSDPI_VEX "v"
+#else
+#define FSDPI_VEX
+#endif
+typedef float fsdpi_f32x4 __attribute__((vector_size(16)));
+typedef double fsdpi_f64x2 __attribute__((vector_size(16)));
+
+static inline void fsdpi_sqrt_4(float *out, const float *x, size_t nbytes) {
+    fsdpi_f32x4 four = {0, 0, 0, 0};
+    memcpy(&four, x, nbytes);
+    __asm__(FSDPI_VEX "sqrtps {%1, %0|%0, %1}" : "=x"(four) : "x"(four));
+    memcpy(out, &four, nbytes);
+}
+static void fsdpi_sqrt_f32(float *out, const float *x, size_t count) {
+    size_t i = 0;
+    for (; i + 4 <= count; i += 4) fsdpi_sqrt_4(out + i, x + i, sizeof(fsdpi_f32x4));
+    if (i < count) fsdpi_sqrt_4(out + i, x + i, (count - i) * sizeof *x);
+}
+
+static inline void fsdpi_sqrt_2(double *out, const double *x, size_t nbytes) {
+    fsdpi_f64x2 two = {0, 0};
+    memcpy(&two, x, nbytes);
+    __asm__(FSDPI_VEX "sqrtpd {%1, %0|%0, %1}" : "=x"(two) : "x"(two));
+    memcpy(out, &two, nbytes);
+}
+static void fsdpi_sqrt_f64(double *out, const double *x, size_t count) {
+    size_t i = 0;
+    for (; i + 2 <= count; i += 2) fsdpi_sqrt_2(out + i, x + i, sizeof(fsdpi_f64x2));
+    if (i < count) fsdpi_sqrt_2(out + i, x + i, (count - i) * sizeof *x);
+}
+#undef FSDPI_VEX
+#else
+static void fsdpi_sqrt_f32(float *out, const float *x, size_t count) {
+    for (size_t i = 0; i < count; i++) out[i] = sqrtf(x[i]);
+}
+static void fsdpi_sqrt_f64(double *out, const double *x, size_t count) {
+    for (size_t i = 0; i < count; i++) out[i] = sqrt(x[i]);
+}
+#endif
+
+// y += x
+static void fsdpi_add_f32(float *FSDPI_OPTIM_RESTRICT y, const float *FSDPI_OPTIM_RESTRICT x, size_t count) {
+    for (size_t i = 0; i < count; i++) y[i] = y[i] + x[i];
+}
+static void fsdpi_add_f64(double *FSDPI_OPTIM_RESTRICT y, const double *FSDPI_OPTIM_RESTRICT x, size_t count) {
+    for (size_t i = 0; i < count; i++) y[i] = y[i] + x[i];
+}
+
+// y = a * x
+static void fsdpi_scale_f32(float *FSDPI_OPTIM_RESTRICT y, float a, const float *FSDPI_OPTIM_RESTRICT x, size_t count) {
+    for (size_t i = 0; i < count; i++) y[i] = a * x[i];
+}
+static void fsdpi_scale_f64(double *FSDPI_OPTIM_RESTRICT y, double a, const double *FSDPI_OPTIM_RESTRICT x, size_t count) {
+    for (size_t i = 0; i < count; i++) y[i] = a * x[i];
+}
+
+// What depends on the settings and t alone.
+typedef struct fsdpi_adamw_scalars {
+    double decay;     // 1 - lr*weight_decay
+    double lerp;      // 1 - beta1
+    double beta2, gain; // beta2, 1 - beta2
+    double root, eps; // sqrt(1 - beta2^t), eps
+    double rate;      // -lr/(1 - beta1^t)
+} fsdpi_adamw_scalars;
+
+// By a pointer that no compiler sees through: -Ofast makes other numbers of pow.
+static double fsdpi_pow(double x, int64_t y) {
+    double (*volatile function)(double, double) = pow;
+    return function(x, (double)y);
+}
+
+static fsdpi_adamw_scalars fsdpi_adamw_prepare(const fsdp_adamw_hyper *h) {
+    fsdpi_adamw_scalars k;
+    volatile double decay = h->lr * h->weight_decay; // rounded before it is subtracted: not fused
+    double bias1 = 1 - fsdpi_pow(h->beta1, h->step), bias2 = 1 - fsdpi_pow(h->beta2, h->step);
+    k.decay = 1 - decay;
+    k.lerp = 1 - h->beta1;
+    k.beta2 = h->beta2;
+    k.gain = 1 - h->beta2;
+    fsdpi_sqrt_f64(&k.root, &bias2, 1);
+    k.eps = h->eps;
+    k.rate = -(h->lr / bias1);
+    return k;
+}
+
+static FSDPI_NOINLINE void fsdpi_adamw_f32(float *FSDPI_OPTIM_RESTRICT p, const float *FSDPI_OPTIM_RESTRICT g, float *FSDPI_OPTIM_RESTRICT m,
+                                           float *FSDPI_OPTIM_RESTRICT v, size_t count, const fsdpi_adamw_scalars *k) {
+    float to_m[FSDPI_OPTIM_BLOCK], to_v[FSDPI_OPTIM_BLOCK];
+    float decay = (float)k->decay, weight = (float)k->lerp, beta2 = (float)k->beta2, gain = (float)k->gain;
+    float root = (float)k->root, eps = (float)k->eps, rate = (float)k->rate;
+    int from_g = weight >= 0.5f; // lerp from its nearer end
+    if (from_g) weight = weight - 1.0f;
+    for (size_t i = 0; i < count; i++) {
+        float d = g[i] - m[i], scaled = gain * g[i];
+        to_m[i] = d * weight;
+        to_v[i] = scaled * g[i];
+        v[i] = v[i] * beta2;
+        p[i] = p[i] * decay;
+    }
+    if (from_g) memcpy(m, g, count * sizeof *m);
+    for (size_t i = 0; i < count; i++) {
+        m[i] = m[i] + to_m[i];
+        v[i] = v[i] + to_v[i];
+    }
+    fsdpi_sqrt_f32(to_v, v, count);
+    for (size_t i = 0; i < count; i++) {
+        float den = to_v[i] / root, num = rate * m[i];
+        den = den + eps;
+        num = num / den;
+        p[i] = p[i] + num;
+    }
+}
+
+static FSDPI_NOINLINE void fsdpi_adamw_f64(double *FSDPI_OPTIM_RESTRICT p, const double *FSDPI_OPTIM_RESTRICT g, double *FSDPI_OPTIM_RESTRICT m,
+                                           double *FSDPI_OPTIM_RESTRICT v, size_t count, const fsdpi_adamw_scalars *k) {
+    double to_m[FSDPI_OPTIM_BLOCK], to_v[FSDPI_OPTIM_BLOCK];
+    double decay = k->decay, weight = k->lerp, beta2 = k->beta2, gain = k->gain, root = k->root, eps = k->eps, rate = k->rate;
+    int from_g = weight >= 0.5;
+    if (from_g) weight = weight - 1.0;
+    for (size_t i = 0; i < count; i++) {
+        double d = g[i] - m[i], scaled = gain * g[i];
+        to_m[i] = d * weight;
+        to_v[i] = scaled * g[i];
+        v[i] = v[i] * beta2;
+        p[i] = p[i] * decay;
+    }
+    if (from_g) memcpy(m, g, count * sizeof *m);
+    for (size_t i = 0; i < count; i++) {
+        m[i] = m[i] + to_m[i];
+        v[i] = v[i] + to_v[i];
+    }
+    fsdpi_sqrt_f64(to_v, v, count);
+    for (size_t i = 0; i < count; i++) {
+        double den = to_v[i] / root, num = rate * m[i];
+        den = den + eps;
+        num = num / den;
+        p[i] = p[i] + num;
+    }
+}
+
+static void fsdpi_adamw(fsdp_dtype dtype, void *p, const void *g, void *m, void *v, int64_t count, const fsdpi_adamw_scalars *k) {
+    size_t size = fsdp_dtype_size(dtype), wide = dtype == FSDP_F64 ? sizeof(double) : sizeof(float);
+    float p32[FSDPI_OPTIM_BLOCK], g32[FSDPI_OPTIM_BLOCK];
+    for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
+        size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
+        char *pp = (char *)p + at * size, *mm = (char *)m + at * wide, *vv = (char *)v + at * wide;
+        const char *gg = (const char *)g + at * size;
+        if (dtype == FSDP_F64) {
+            fsdpi_adamw_f64((double *)(void *)pp, (const double *)(const void *)gg, (double *)(void *)mm, (double *)(void *)vv, n, k);
+        } else if (dtype == FSDP_F32) {
+            fsdpi_adamw_f32((float *)(void *)pp, (const float *)(const void *)gg, (float *)(void *)mm, (float *)(void *)vv, n, k);
+        } else {
+            (void)fsdpi_load_f32(p32, pp, dtype, n);
+            fsdpi_adamw_f32(p32, fsdpi_load_f32(g32, gg, dtype, n), (float *)(void *)mm, (float *)(void *)vv, n, k);
+            fsdpi_store_f32(pp, dtype, p32, n);
+        }
+    }
+}
+
+static FSDPI_NOINLINE void fsdpi_sgd_f32(float *FSDPI_OPTIM_RESTRICT p, const float *FSDPI_OPTIM_RESTRICT g, float *FSDPI_OPTIM_RESTRICT b, size_t count,
+                                         const fsdp_sgd_hyper *h) {
+    float d[FSDPI_OPTIM_BLOCK], product[FSDPI_OPTIM_BLOCK];
+    float momentum = (float)h->momentum, gain = (float)(1 - h->dampening), decay = (float)h->weight_decay;
+    memcpy(d, g, count * sizeof *d);
+    if (h->weight_decay > 0) {
+        fsdpi_scale_f32(product, decay, p, count);
+        fsdpi_add_f32(d, product, count);
+    }
+    if (h->momentum > 0 && h->step <= 1) {
+        memcpy(b, d, count * sizeof *b);
+    } else if (h->momentum > 0) {
+        fsdpi_scale_f32(product, gain, d, count);
+        for (size_t i = 0; i < count; i++) b[i] = b[i] * momentum;
+        fsdpi_add_f32(b, product, count);
+    }
+    if (h->momentum > 0 && h->nesterov) {
+        fsdpi_scale_f32(product, momentum, b, count);
+        fsdpi_add_f32(d, product, count);
+    }
+    fsdpi_scale_f32(product, (float)-h->lr, h->momentum > 0 && !h->nesterov ? b : d, count);
+    fsdpi_add_f32(p, product, count);
+}
+
+static FSDPI_NOINLINE void fsdpi_sgd_f64(double *FSDPI_OPTIM_RESTRICT p, const double *FSDPI_OPTIM_RESTRICT g, double *FSDPI_OPTIM_RESTRICT b,
+                                         size_t count, const fsdp_sgd_hyper *h) {
+    double d[FSDPI_OPTIM_BLOCK], product[FSDPI_OPTIM_BLOCK];
+    memcpy(d, g, count * sizeof *d);
+    if (h->weight_decay > 0) {
+        fsdpi_scale_f64(product, h->weight_decay, p, count);
+        fsdpi_add_f64(d, product, count);
+    }
+    if (h->momentum > 0 && h->step <= 1) {
+        memcpy(b, d, count * sizeof *b);
+    } else if (h->momentum > 0) {
+        fsdpi_scale_f64(product, 1 - h->dampening, d, count);
+        for (size_t i = 0; i < count; i++) b[i] = b[i] * h->momentum;
+        fsdpi_add_f64(b, product, count);
+    }
+    if (h->momentum > 0 && h->nesterov) {
+        fsdpi_scale_f64(product, h->momentum, b, count);
+        fsdpi_add_f64(d, product, count);
+    }
+    fsdpi_scale_f64(product, -h->lr, h->momentum > 0 && !h->nesterov ? b : d, count);
+    fsdpi_add_f64(p, product, count);
+}
+
+static void fsdpi_sgd(fsdp_dtype dtype, void *p, const void *g, void *b, int64_t count, const fsdp_sgd_hyper *h) {
+    size_t size = fsdp_dtype_size(dtype), wide = dtype == FSDP_F64 ? sizeof(double) : sizeof(float);
+    float p32[FSDPI_OPTIM_BLOCK], g32[FSDPI_OPTIM_BLOCK];
+    for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
+        size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
+        char *pp = (char *)p + at * size, *bb = b ? (char *)b + at * wide : NULL;
+        const char *gg = (const char *)g + at * size;
+        if (dtype == FSDP_F64) {
+            fsdpi_sgd_f64((double *)(void *)pp, (const double *)(const void *)gg, (double *)(void *)bb, n, h);
+        } else if (dtype == FSDP_F32) {
+            fsdpi_sgd_f32((float *)(void *)pp, (const float *)(const void *)gg, (float *)(void *)bb, n, h);
+        } else {
+            (void)fsdpi_load_f32(p32, pp, dtype, n);
+            fsdpi_sgd_f32(p32, fsdpi_load_f32(g32, gg, dtype, n), (float *)(void *)bb, n, h);
+            fsdpi_store_f32(pp, dtype, p32, n);
+        }
+    }
+}
+
+FSDP_API void fsdp_adamw_update(float *p, const float *g, float *m, float *v, int64_t count, const fsdp_adamw_hyper *hyper) {
+    (void)fsdp_adamw_update_as(FSDP_F32, p, g, m, v, count, hyper);
+}
+
+FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, const void *g, void *m, void *v, int64_t count,
+                                          const fsdp_adamw_hyper *hyper) {
+    if (!fsdp_dtype_is_float(dtype) || count < 0 || !hyper) return FSDP_ERR_INVALID_ARG;
+    if (count == 0) return FSDP_OK;
+    if (!p || !g || !m || !v) return FSDP_ERR_INVALID_ARG;
+    fsdpi_adamw_scalars k = fsdpi_adamw_prepare(hyper);
+    fsdpi_adamw(dtype, p, g, m, v, count, &k);
+    return FSDP_OK;
+}
+
+FSDP_API void fsdp_sgd_update(float *p, const float *g, float *b, int64_t count, const fsdp_sgd_hyper *hyper) {
+    (void)fsdp_sgd_update_as(FSDP_F32, p, g, b, count, hyper);
+}
+
+FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, const void *g, void *b, int64_t count, const fsdp_sgd_hyper *hyper) {
+    if (!fsdp_dtype_is_float(dtype) || count < 0 || !hyper) return FSDP_ERR_INVALID_ARG;
+    if (count == 0) return FSDP_OK;
+    if (!p || !g || (!b && hyper->momentum > 0)) return FSDP_ERR_INVALID_ARG;
+    fsdpi_sgd(dtype, p, g, b, count, hyper);
+    return FSDP_OK;
+}
+
+#ifndef FSDP_MATH_ONLY
+/* -------------------------------------------------------------------------------------------- */
+// >>optim
+// Owns: an optimizer's memory, and which elements a step updates. Invariants: the table is in the order
+// of addresses, the state lies in the order of the table, without padding: so where the shards of
+// neighbours touch, their gradients and states do, and one loop does them all. Still between the
+// pragmas: settings are checked with comparisons that must know infinity.
+
+typedef struct fsdpi_optim_param {
+    fsdp_unit *unit;
+    int32_t index, ordinal; // in the unit, in the model
+    int32_t group;
+    fsdp_dtype dtype;
+    int64_t numel;          // of this rank's rows
+    int64_t state;          // offset of its state, in elements of the state's type
+    int64_t step;           // updates so far
+    char *shard;
+} fsdpi_optim_param;
+
+typedef struct fsdpi_optim {
+    fsdp_model *model;
+    const char *name;
+    int num_params, num_groups, num_states; // states: numbers kept for each element
+    fsdp_optim_group groups[FSDP_OPTIM_GROUPS]; // resolved
+    fsdpi_optim_param *params;
+    char *states[2][2];     // [first, second][of f32, of f64]
+    int64_t nbytes;
+} fsdpi_optim;
+
+struct fsdp_adamw {
+    fsdpi_optim base;
+    fsdp_adamw_hyper hyper;
+    fsdpi_adamw_scalars scalars[FSDP_OPTIM_GROUPS]; // of the update scalars_step[group] in this step
+    int64_t scalars_step[FSDP_OPTIM_GROUPS];
+};
+
+struct fsdp_sgd {
+    fsdpi_optim base;
+    fsdp_sgd_hyper hyper;
+};
+
+// A stretch of elements that one loop updates.
+typedef struct fsdpi_optim_run {
+    fsdpi_optim_param *first;
+    const char *grad;
+    int64_t numel, step;
+} fsdpi_optim_run;
+
+typedef void (*fsdpi_optim_fn)(fsdpi_optim *o, const fsdpi_optim_run *run, void *first, void *second, double lr);
+
+static int fsdpi_optim_bad(double x, double below) { return fsdpi_is_nan(x) || x < 0 || !(x < below); }
+
+// A field of a desc: 0 is the default, FSDP_OPTIM_ZERO is 0.
+static fsdp_status fsdpi_optim_setting(fsdp_world *w, const char *what, const char *field, double *x, double default_value, double below) {
+    double given = *x;
+    if (!fsdpi_is_nan(given) && given == 0) *x = default_value;
+    if (!fsdpi_is_nan(given) && given == FSDP_OPTIM_ZERO) *x = 0;
+    if (!fsdpi_optim_bad(*x, below)) return FSDP_OK;
+    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: desc.%s is %g, expected a finite number >= 0%s, or FSDP_OPTIM_ZERO", what, field, given,
+                      below <= 1 ? " and < 1" : "");
+}
+
+static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_groups, const fsdp_optim_group *groups, double weight_decay) {
+    if (num_groups < 0 || num_groups > FSDP_OPTIM_GROUPS)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: desc.num_groups is %d, expected 0..%d", o->name, num_groups, FSDP_OPTIM_GROUPS);
+    o->num_groups = num_groups ? num_groups : 1;
+    o->groups[0].lr_scale = 1;
+    o->groups[0].weight_decay = weight_decay;
+    for (int i = 0; i < num_groups; i++) {
+        fsdp_status status;
+        o->groups[i] = groups[i];
+        status = fsdpi_optim_setting(w, o->name, "groups[].lr_scale", &o->groups[i].lr_scale, 1, HUGE_VAL);
+        if (!status) status = fsdpi_optim_setting(w, o->name, "groups[].weight_decay", &o->groups[i].weight_decay, weight_decay, HUGE_VAL);
+        if (status) return status;
+    }
+    return FSDP_OK;
+}
+
+// Which parameters, in the order of their addresses.
+static fsdp_status fsdpi_optim_collect(fsdpi_optim *o, fsdp_optim_group_fn group, void *user) {
+    for (fsdp_dtype dtype = 1; dtype < FSDP_DTYPE_COUNT; dtype++) { // each has a block of its own
+        fsdp_param_view v = FSDP_ZERO;
+        int begin = o->num_params;
+        while (fsdp_next_param(o->model, &v)) {
+            if (!v.requires_grad || v.dtype != dtype) continue;
+            int chosen = group ? group(user, &v) : 0, at = o->num_params;
+            if (chosen >= o->num_groups)
+                return fsdpi_fail(o->model->world, FSDP_ERR_INVALID_ARG, "%s: the group of parameter '%s' of unit '%s' is %d, expected at most %d", o->name,
+                                  v.name, v.unit_name, chosen, o->num_groups - 1);
+            if (chosen < 0) continue;
+            for (; at > begin && o->params[at - 1].shard > (char *)v.shard; at--) o->params[at] = o->params[at - 1];
+            fsdpi_optim_param p = {v.unit, v.index, v.ordinal, chosen, dtype, v.numel, 0, 0, (char *)v.shard};
+            o->params[at] = p;
+            o->num_params++;
+        }
+    }
+    return FSDP_OK;
+}
+
+static int fsdpi_optim_wide(const fsdpi_optim_param *p) { return p->dtype == FSDP_F64; }
+
+static size_t fsdpi_optim_size(int wide) { return wide ? sizeof(double) : sizeof(float); }
+
+// One block for all states, zero: the first, then the second number of all f32 ones, then of f64.
+static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o) {
+    int64_t numel[2] = {0, 0}, total = 0;
+    for (int i = 0; i < o->num_params; i++) {
+        fsdpi_optim_param *p = &o->params[i];
+        p->state = numel[fsdpi_optim_wide(p)];
+        numel[fsdpi_optim_wide(p)] += p->numel;
+    }
+    for (int wide = 0; wide < 2; wide++) total += fsdpi_align_up(numel[wide], FSDP_ALIGN_NUMEL) * (int64_t)fsdpi_optim_size(wide) * o->num_states;
+    if (total == 0) return FSDP_OK;
+    char *at = (char *)fsdpi_model_alloc(o->model, (size_t)total);
+    if (!at) return fsdpi_fail(o->model->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory for a state of %lld bytes", o->name, (long long)total);
+    for (int wide = 0; wide < 2; wide++)
+        for (int k = 0; k < o->num_states; k++) {
+            o->states[k][wide] = at;
+            at += (size_t)fsdpi_align_up(numel[wide], FSDP_ALIGN_NUMEL) * fsdpi_optim_size(wide);
+        }
+    return FSDP_OK;
+}
+
+static void fsdpi_optim_free(void *object) {
+    fsdpi_optim *o = (fsdpi_optim *)object;
+    fsdpi_model_free(o->model, o->states[0][0]);
+    fsdpi_model_free(o->model, o);
+}
+
+static void fsdpi_optim_destroy(fsdpi_optim *o) {
+    if (!o) return;
+    fsdpi_model_disown(o->model, o);
+    fsdpi_optim_free(o);
+}
+
+// The model's layout is final and on the host; then the memory for an optimizer of `size` bytes.
+static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings, size_t size, fsdp_optim_group_fn group, void *user,
+                                      fsdpi_optim **out) {
+    fsdp_status status = fsdpi_commit(m);
+    if (status) return status;
+    if (!(m->world->device_ops->flags & FSDP_DEVICE_HOST))
+        return fsdpi_fail(m->world, FSDP_ERR_UNSUPPORTED, "%s: the shards lie in memory of device %s, expected host memory", settings->name,
+                          m->world->device_ops->name);
+    int64_t before = m->host_bytes;
+    size_t head = (size + 63) / 64 * 64;
+    fsdpi_optim *o = (fsdpi_optim *)fsdpi_model_alloc(m, head + (size_t)m->num_params * sizeof *o->params);
+    if (!o) return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory for a table of %d parameters", settings->name, m->num_params);
+    *o = *settings;
+    o->model = m;
+    o->params = (fsdpi_optim_param *)(void *)((char *)o + head);
+    status = fsdpi_optim_collect(o, group, user);
+    if (!status) status = fsdpi_optim_alloc_states(o);
+    if (!status) status = fsdpi_model_own(m, o, fsdpi_optim_free);
+    if (status) {
+        fsdpi_optim_free(o);
+        return status;
+    }
+    o->nbytes = m->host_bytes - before;
+    *out = o;
+    return FSDP_OK;
+}
+
+static void fsdpi_optim_flush(fsdpi_optim *o, const fsdpi_optim_run *run, fsdpi_optim_fn update, double lr) {
+    if (run->numel == 0) return;
+    int wide = fsdpi_optim_wide(run->first);
+    size_t offset = (size_t)run->first->state * fsdpi_optim_size(wide);
+    update(o, run, o->states[0][wide] ? o->states[0][wide] + offset : NULL, o->states[1][wide] ? o->states[1][wide] + offset : NULL,
+           lr * o->groups[run->first->group].lr_scale);
+}
+
+// Does the parameter go on where the run ends?
+static int fsdpi_optim_joins(const fsdpi_optim_run *run, const fsdpi_optim_param *p, const char *grad) {
+    int64_t nbytes = fsdpi_bytes(run->numel, p->dtype);
+    return run->numel > 0 && run->first->dtype == p->dtype && run->first->group == p->group && run->step == p->step &&
+           run->first->shard + nbytes == p->shard && run->grad + nbytes == grad && run->first->state + run->numel == p->state;
+}
+
+static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what, fsdpi_optim_fn update) {
+    fsdp_status status = fsdpi_model_call(o->model, FSDP_CALL_PARAMS_CHANGED, 0); // asks only
+    if (status) return status;
+    if (fsdpi_optim_bad(lr, HUGE_VAL))
+        return fsdpi_fail(o->model->world, FSDP_ERR_INVALID_ARG, "%s: lr is %g, expected a finite number >= 0", what, lr);
+    fsdpi_drain(o->model->world); // a gather under way may still read the shards
+    status = fsdpi_failed(o->model->world);
+    if (status) return status;
+    fsdpi_optim_run run = {NULL, NULL, 0, 0};
+    for (int i = 0; i < o->num_params; i++) {
+        fsdpi_optim_param *p = &o->params[i];
+        fsdp_param_view v;
+        fsdpi_view(p->unit, p->index, &v);
+        if (!v.shard_grad) continue;
+        p->step++;
+        if (!fsdpi_optim_joins(&run, p, (const char *)v.shard_grad)) {
+            fsdpi_optim_flush(o, &run, update, lr);
+            run.first = p;
+            run.grad = (const char *)v.shard_grad;
+            run.numel = 0;
+            run.step = p->step;
+        }
+        run.numel += p->numel;
+    }
+    fsdpi_optim_flush(o, &run, update, lr);
+    return fsdp_params_changed(o->model);
+}
+
+static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *what, fsdp_optim_state *out) {
+    if (!o || !out) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
+    if (ordinal < 0 || ordinal >= o->model->num_params)
+        return fsdpi_fail(o->model->world, FSDP_ERR_INVALID_ARG, "%s: the model has no parameter %d, expected 0..%d", what, ordinal,
+                          o->model->num_params - 1);
+    memset(out, 0, sizeof *out);
+    out->group = -1;
+    for (int i = 0; i < o->num_params; i++) {
+        fsdpi_optim_param *p = &o->params[i];
+        if (p->ordinal != ordinal) continue;
+        int wide = fsdpi_optim_wide(p);
+        size_t offset = (size_t)p->state * fsdpi_optim_size(wide);
+        out->dtype = wide ? FSDP_F64 : FSDP_F32;
+        out->group = p->group;
+        out->numel = p->numel;
+        out->step = &p->step;
+        if (o->states[0][wide]) out->first = o->states[0][wide] + offset;
+        if (o->states[1][wide]) out->second = o->states[1][wide] + offset;
+    }
+    return FSDP_OK;
+}
+
+// AdamW. The scalars of a group are computed anew when its t or the step's lr is another.
+static void fsdpi_adamw_run(fsdpi_optim *o, const fsdpi_optim_run *run, void *m, void *v, double lr) {
+    fsdp_adamw *opt = (fsdp_adamw *)(void *)o;
+    int group = run->first->group;
+    if (opt->scalars_step[group] != run->step) {
+        opt->hyper.lr = lr;
+        opt->hyper.weight_decay = o->groups[group].weight_decay;
+        opt->hyper.step = run->step;
+        opt->scalars[group] = fsdpi_adamw_prepare(&opt->hyper);
+        opt->scalars_step[group] = run->step;
+    }
+    fsdpi_adamw(run->first->dtype, run->first->shard, run->grad, m, v, run->numel, &opt->scalars[group]);
+}
+
+FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc *desc, fsdp_adamw **opt) {
+    static const char *const name = "adamw_create";
+    fsdp_adamw_desc d;
+    fsdp_adamw settings;
+    fsdpi_optim *base = NULL;
+    if (!model || !opt) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
+    *opt = NULL;
+    fsdp_world *w = model->world;
+    fsdp_status status = fsdpi_desc_read(&d, desc, sizeof d, "fsdp_adamw_desc");
+    memset(&settings, 0, sizeof settings);
+    settings.base.name = name;
+    settings.base.num_states = 2;
+    if (!status) status = fsdpi_optim_setting(w, name, "beta1", &d.beta1, 0.9, 1);
+    if (!status) status = fsdpi_optim_setting(w, name, "beta2", &d.beta2, 0.999, 1);
+    if (!status) status = fsdpi_optim_setting(w, name, "eps", &d.eps, 1e-8, HUGE_VAL);
+    if (!status) status = fsdpi_optim_setting(w, name, "weight_decay", &d.weight_decay, 0.01, HUGE_VAL);
+    if (!status) status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
+    if (!status) status = fsdpi_optim_create(model, &settings.base, sizeof settings, d.group, d.user, &base);
+    if (status) return status;
+    *opt = (fsdp_adamw *)(void *)base;
+    (*opt)->hyper.beta1 = d.beta1;
+    (*opt)->hyper.beta2 = d.beta2;
+    (*opt)->hyper.eps = d.eps;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr) {
+    if (!opt) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "adamw_step: the optimizer is NULL");
+    memset(opt->scalars_step, 0, sizeof opt->scalars_step);
+    return fsdpi_optim_step(&opt->base, lr, "adamw_step", fsdpi_adamw_run);
+}
+
+FSDP_API void fsdp_adamw_destroy(fsdp_adamw *opt) { fsdpi_optim_destroy(opt ? &opt->base : NULL); }
+
+FSDP_API fsdp_status fsdp_adamw_state(fsdp_adamw *opt, int ordinal, fsdp_optim_state *out) {
+    return fsdpi_optim_state(opt ? &opt->base : NULL, ordinal, "adamw_state", out);
+}
+
+FSDP_API int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt) { return opt ? opt->base.nbytes : 0; }
+
+// SGD.
+static void fsdpi_sgd_run(fsdpi_optim *o, const fsdpi_optim_run *run, void *b, void *none, double lr) {
+    fsdp_sgd_hyper hyper = ((fsdp_sgd *)(void *)o)->hyper;
+    (void)none;
+    hyper.lr = lr;
+    hyper.weight_decay = o->groups[run->first->group].weight_decay;
+    hyper.step = run->step;
+    fsdpi_sgd(run->first->dtype, run->first->shard, run->grad, b, run->numel, &hyper);
+}
+
+FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *desc, fsdp_sgd **opt) {
+    static const char *const name = "sgd_create";
+    fsdp_sgd_desc d;
+    fsdp_sgd settings;
+    fsdpi_optim *base = NULL;
+    if (!model || !opt) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
+    *opt = NULL;
+    fsdp_world *w = model->world;
+    fsdp_status status = fsdpi_desc_read(&d, desc, sizeof d, "fsdp_sgd_desc");
+    memset(&settings, 0, sizeof settings);
+    settings.base.name = name;
+    if (!status) status = fsdpi_optim_setting(w, name, "momentum", &d.momentum, 0, HUGE_VAL);
+    if (!status) status = fsdpi_optim_setting(w, name, "dampening", &d.dampening, 0, HUGE_VAL);
+    if (!status) status = fsdpi_optim_setting(w, name, "weight_decay", &d.weight_decay, 0, HUGE_VAL);
+    if (!status && d.nesterov && !(d.momentum > 0 && d.dampening == 0))
+        status = fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: desc.nesterov needs momentum > 0 and dampening 0, got %g and %g", name, d.momentum,
+                            d.dampening);
+    if (!status) status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
+    settings.base.num_states = d.momentum > 0;
+    if (!status) status = fsdpi_optim_create(model, &settings.base, sizeof settings, d.group, d.user, &base);
+    if (status) return status;
+    *opt = (fsdp_sgd *)(void *)base;
+    (*opt)->hyper.momentum = d.momentum;
+    (*opt)->hyper.dampening = d.dampening;
+    (*opt)->hyper.nesterov = d.nesterov;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr) {
+    if (!opt) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "sgd_step: the optimizer is NULL");
+    return fsdpi_optim_step(&opt->base, lr, "sgd_step", fsdpi_sgd_run);
+}
+
+FSDP_API void fsdp_sgd_destroy(fsdp_sgd *opt) { fsdpi_optim_destroy(opt ? &opt->base : NULL); }
+
+FSDP_API fsdp_status fsdp_sgd_state(fsdp_sgd *opt, int ordinal, fsdp_optim_state *out) {
+    return fsdpi_optim_state(opt ? &opt->base : NULL, ordinal, "sgd_state", out);
+}
+
+FSDP_API int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt) { return opt ? opt->base.nbytes : 0; }
+
+#endif // FSDP_MATH_ONLY
+
+#if defined(__clang__)
+#pragma float_control(pop)
+#elif defined(__GNUC__)
+#pragma GCC pop_options
+#endif
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION

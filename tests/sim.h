@@ -1,0 +1,560 @@
+/* sim.h - a test device and a test comm that do nothing but count and keep a simulated clock. One
+   process plays one rank of any world. Include it after fsdp.h with FSDP_IMPLEMENTATION.
+
+       sim s;
+       sim_init(&s, 4, 0);                  // world of 4, rank 0; then change what you like
+       s.async = 0;                         // inline instead of streams
+       fsdp_world *world = sim_open(&s);    // fsdp_init with the tables of this file
+       ...
+       sim_watch(&s, model);                // s.ops: every op record that the model emits
+       ...
+       sim_close(&s);                       // fsdp_shutdown, and what the sim has allocated
+
+   Time. The host and each stream have a clock in nanoseconds. Work on a stream begins when the stream
+   is free, not before the host has issued it; collectives of one process group come one after
+   another. Without streams the host does all work itself. sim_compute is the caller's own work.
+
+   Races. With s.checks every element of device memory remembers who wrote and who read it last, and
+   the host and the streams carry vector clocks that move only through record, wait and sync. An
+   access that is not ordered behind an earlier one in conflict is a race: s.races, s.race.
+   sim_read and sim_write tell of the caller's own accesses. s.ignore_wait leaves one wait out.
+
+   Data. With s.moves they move as if every rank held what this one holds. */
+#ifndef SIM_H
+#define SIM_H
+
+#define SIM_FN static __attribute__((unused))
+#define SIM_GRAIN 2 /* bytes of device memory that are watched together */
+
+enum { SIM_HOST = FSDP_STREAM_COUNT, SIM_ACTORS }; /* the streams, and the host */
+
+typedef struct { /* who touched these bytes last; a clock of 0: nobody */
+    uint32_t writer, written, read[SIM_ACTORS];
+} sim_cell;
+
+typedef struct sim_block { /* one piece of device memory */
+    char *ptr;
+    size_t nbytes;
+    int number;
+    sim_cell *cells;
+    struct sim_block *next;
+} sim_block;
+
+typedef struct sim_event {
+    int64_t time;
+    uint32_t clock[SIM_ACTORS];
+} sim_event;
+
+typedef struct sim_stream {
+    struct sim *owner;
+    int actor;
+} sim_stream;
+
+typedef struct sim_group { /* a comm */
+    struct sim *owner;
+    int size, rank;
+    int64_t free_at;
+    struct sim_group *next;
+} sim_group;
+
+typedef struct sim {
+    /* Set by sim_init; may be changed before sim_open. */
+    int world_size, rank;
+    int async;      /* streams; 0: inline */
+    int threads;    /* lanes of the host device: 0, 1, 2; the sim then only counts ops */
+    int fused;      /* FSDP_CAP_FUSED_REDUCE */
+    int comm_lanes; /* fsdp_caps.lanes */
+    int moves, checks;
+    int64_t latency_ns, coll_bytes_per_ns, copy_bytes_per_ns;
+    int64_t ignore_wait; /* number of the wait that is left out, -1: none */
+    /* Seen. */
+    fsdp_world *world;
+    int64_t now[SIM_ACTORS], busy[SIM_ACTORS]; /* clocks; time spent working */
+    int64_t last_cost;                         /* of the latest piece of work */
+    int64_t waits, records, syncs;
+    uint64_t colls[FSDP_OP_COUNT];
+    int64_t live_blocks, live_events, live_streams, live_groups, num_blocks;
+    fsdp_op *ops;
+    int num_ops, cap_ops;
+    void (*on_op)(void *user, const fsdp_op *op); /* called for each op that sim_watch sees */
+    void *on_op_user;
+    int num_logged;
+    char logged[1024]; /* the latest text */
+    int races;
+    char race[512]; /* the first one */
+    /* Own. */
+    uint32_t clock[SIM_ACTORS][SIM_ACTORS];
+    sim_block *blocks;
+    sim_group *groups;
+    sim_stream streams[FSDP_STREAM_COUNT];
+    struct { /* host memory that a copy has read: the flags of use of a unit */
+        const void *at;
+        uint32_t actor, clock;
+        uint64_t hash;
+    } flags[64];
+    int num_flags;
+} sim;
+
+/* ---- races ------------------------------------------------------------------------------------- */
+
+SIM_FN void sim_report(sim *s, int actor, const char *what, int write, const char *other, uint32_t by,
+                       int block, size_t offset) {
+    static const char *const actors[SIM_ACTORS] = {"COMPUTE", "GATHER", "REDUCE", "the host"};
+    if (s->races++ == 0)
+        snprintf(s->race, sizeof s->race, "%s on %s %s byte %zu of block %d, %s by %s without an event between",
+                 what, actors[actor], write ? "writes" : "reads", offset, block, other, actors[by]);
+}
+
+SIM_FN sim_block *sim_find(sim *s, const void *ptr) {
+    for (sim_block *b = s->blocks; b; b = b->next)
+        if ((const char *)ptr >= b->ptr && (const char *)ptr < b->ptr + b->nbytes) return b;
+    return NULL;
+}
+
+/* One access of an actor to device memory. Other memory is not watched. */
+SIM_FN void sim_touch(sim *s, int actor, const char *what, const void *ptr, int64_t nbytes, int write) {
+    const uint32_t *clock = s->clock[actor];
+    sim_block *b = s->checks && nbytes > 0 ? sim_find(s, ptr) : NULL;
+    if (!b) return;
+    size_t at = (size_t)((const char *)ptr - b->ptr), end = at + (size_t)nbytes;
+    if (end > b->nbytes) {
+        if (s->races++ == 0)
+            snprintf(s->race, sizeof s->race, "%s goes beyond block %d: bytes %zu to %zu of %zu", what, b->number, at,
+                     end, b->nbytes);
+        return;
+    }
+    for (size_t i = at / SIM_GRAIN; i < (end + SIM_GRAIN - 1) / SIM_GRAIN; i++) {
+        sim_cell *c = &b->cells[i];
+        if (c->written > clock[c->writer])
+            sim_report(s, actor, what, write, "written", c->writer, b->number, i * SIM_GRAIN);
+        for (uint32_t a = 0; write && a < SIM_ACTORS; a++)
+            if (c->read[a] > clock[a]) sim_report(s, actor, what, write, "read", a, b->number, i * SIM_GRAIN);
+        if (!write) {
+            c->read[actor] = clock[actor];
+            continue;
+        }
+        memset(c->read, 0, sizeof c->read);
+        c->writer = (uint32_t)actor;
+        c->written = clock[actor];
+    }
+}
+
+SIM_FN void sim_join(uint32_t *into, const uint32_t *from) {
+    for (int a = 0; a < SIM_ACTORS; a++)
+        if (from[a] > into[a]) into[a] = from[a];
+}
+
+/* ---- time -------------------------------------------------------------------------------------- */
+
+SIM_FN int sim_actor(const void *stream) { return stream ? ((const sim_stream *)stream)->actor : SIM_HOST; }
+
+/* A piece of work, issued by the host: it is behind all that the host has done or waited for. */
+SIM_FN void sim_work(sim *s, int actor, int64_t not_before, int64_t cost) {
+    s->clock[SIM_HOST][SIM_HOST]++;
+    if (actor != SIM_HOST) {
+        sim_join(s->clock[actor], s->clock[SIM_HOST]);
+        s->clock[actor][actor]++;
+        if (s->now[actor] < s->now[SIM_HOST]) s->now[actor] = s->now[SIM_HOST];
+    }
+    if (s->now[actor] < not_before) s->now[actor] = not_before;
+    s->now[actor] += cost;
+    s->busy[actor] += cost;
+    s->last_cost = cost;
+}
+
+SIM_FN int64_t sim_cost(uint64_t nbytes, int64_t bytes_per_ns) {
+    return bytes_per_ns ? (int64_t)((nbytes + (uint64_t)bytes_per_ns - 1) / (uint64_t)bytes_per_ns) : 0;
+}
+
+/* The caller's stream; without streams the host itself. */
+SIM_FN int sim_caller(const sim *s) { return s->async ? FSDP_STREAM_COMPUTE : SIM_HOST; }
+
+SIM_FN void sim_compute(sim *s, int64_t cost) { sim_work(s, sim_caller(s), 0, cost); }
+
+SIM_FN void sim_read(sim *s, const char *what, const void *ptr, int64_t nbytes) {
+    sim_work(s, sim_caller(s), 0, 0);
+    sim_touch(s, sim_caller(s), what, ptr, nbytes, 0);
+}
+
+SIM_FN void sim_write(sim *s, const char *what, const void *ptr, int64_t nbytes) {
+    sim_work(s, sim_caller(s), 0, 0);
+    sim_touch(s, sim_caller(s), what, ptr, nbytes, 1);
+}
+
+/* The host waits for the caller's stream, as a program does that reads the loss. */
+SIM_FN void sim_host_waits(sim *s) {
+    if (s->now[SIM_HOST] < s->now[FSDP_STREAM_COMPUTE]) s->now[SIM_HOST] = s->now[FSDP_STREAM_COMPUTE];
+    sim_join(s->clock[SIM_HOST], s->clock[FSDP_STREAM_COMPUTE]);
+}
+
+/* When all work that was issued is done. */
+SIM_FN int64_t sim_end(const sim *s) {
+    int64_t end = 0;
+    for (int a = 0; a < SIM_ACTORS; a++)
+        if (s->now[a] > end) end = s->now[a];
+    return end;
+}
+
+/* ---- memory ------------------------------------------------------------------------------------ */
+
+SIM_FN fsdp_status sim_alloc(sim *s, size_t size, void **ptr) {
+    sim_block *b = (sim_block *)calloc(1, sizeof *b);
+    *ptr = NULL;
+    if (b) b->ptr = (char *)calloc(1, size + 64);
+    if (b && b->ptr && s->checks) b->cells = (sim_cell *)calloc(size / SIM_GRAIN + 1, sizeof *b->cells);
+    if (!b || !b->ptr || (s->checks && !b->cells)) return FSDP_ERR_OUT_OF_MEMORY;
+    b->nbytes = size;
+    b->number = (int)s->num_blocks++;
+    b->next = s->blocks;
+    s->blocks = b;
+    s->live_blocks++;
+    *ptr = b->ptr;
+    return FSDP_OK;
+}
+
+SIM_FN void sim_free(sim *s, const void *ptr) {
+    for (sim_block **at = &s->blocks; *at; at = &(*at)->next) {
+        sim_block *b = *at;
+        if (b->ptr != (const char *)ptr) continue;
+        sim_touch(s, SIM_HOST, "free", b->ptr, (int64_t)b->nbytes, 1); /* nobody may be at it */
+        *at = b->next;
+        free(b->ptr);
+        free(b->cells);
+        free(b);
+        s->live_blocks--;
+        return;
+    }
+}
+
+/* ---- the device -------------------------------------------------------------------------------- */
+
+SIM_FN sim *sim_of(fsdp_device *device) { return (sim *)(void *)device; }
+
+SIM_FN fsdp_status sim_device_open(const fsdp_boot *boot, fsdp_device **device) {
+    *device = (fsdp_device *)boot->user;
+    return FSDP_OK;
+}
+SIM_FN void sim_device_close(fsdp_device *device) { (void)device; }
+SIM_FN fsdp_status sim_device_alloc(fsdp_device *device, size_t size, void **ptr) {
+    return sim_alloc(sim_of(device), size, ptr);
+}
+SIM_FN void sim_device_free(fsdp_device *device, void *ptr, size_t size) {
+    (void)size;
+    sim_free(sim_of(device), ptr);
+}
+
+SIM_FN fsdp_status sim_device_stream(fsdp_device *device, int stream, void **native) {
+    sim *s = sim_of(device);
+    s->streams[stream].owner = s;
+    s->streams[stream].actor = stream;
+    s->live_streams++;
+    *native = &s->streams[stream];
+    return FSDP_OK;
+}
+SIM_FN fsdp_status sim_device_event(fsdp_device *device, void **native) {
+    *native = calloc(1, sizeof(sim_event));
+    if (!*native) return FSDP_ERR_OUT_OF_MEMORY;
+    sim_of(device)->live_events++;
+    return FSDP_OK;
+}
+SIM_FN void sim_device_destroy(fsdp_device *device, void *stream, void *event) {
+    if (stream) sim_of(device)->live_streams--;
+    if (event) sim_of(device)->live_events--;
+    free(event);
+}
+
+SIM_FN fsdp_status sim_device_record(fsdp_device *device, void *stream, void *event) {
+    sim *s = sim_of(device);
+    sim_event *e = (sim_event *)event;
+    int actor = sim_actor(stream);
+    s->records++;
+    sim_work(s, actor, 0, 0);
+    e->time = s->now[actor];
+    memcpy(e->clock, s->clock[actor], sizeof e->clock);
+    return FSDP_OK;
+}
+
+SIM_FN fsdp_status sim_device_wait(fsdp_device *device, void *stream, void *event) {
+    sim *s = sim_of(device);
+    const sim_event *e = (const sim_event *)event;
+    int actor = sim_actor(stream);
+    if (s->waits++ == s->ignore_wait) return FSDP_OK;
+    if (s->now[actor] < e->time) s->now[actor] = e->time;
+    sim_join(s->clock[actor], e->clock);
+    return FSDP_OK;
+}
+
+SIM_FN fsdp_status sim_device_sync(fsdp_device *device, void *event, int64_t timeout_ns) {
+    sim *s = sim_of(device);
+    const sim_event *e = (const sim_event *)event;
+    (void)timeout_ns;
+    s->syncs++;
+    if (s->now[SIM_HOST] < e->time) s->now[SIM_HOST] = e->time;
+    sim_join(s->clock[SIM_HOST], e->clock);
+    return FSDP_OK;
+}
+
+/* Blocks of one side of a copy. */
+SIM_FN void sim_touch_blocks(sim *s, int actor, const fsdp_op *op, int write) {
+    const fsdp_block *blocks = (const fsdp_block *)op->list;
+    int64_t size = (int64_t)fsdp_dtype_size(write ? op->out_dtype : op->dtype);
+    const char *base = write ? (const char *)op->dst_ptr : (const char *)op->src_ptr;
+    for (uint32_t i = 0; s->checks && i < op->list_count; i++) {
+        const fsdp_block *b = &blocks[i];
+        for (int64_t row = 0; row < b->height; row++) {
+            int64_t at = write ? b->dst + row * b->dst_pitch : b->src + row * b->src_pitch;
+            sim_touch(s, actor, fsdp_label_name(op->label), base + at * size, b->width * size, write);
+        }
+    }
+}
+
+/* The host rewrites the flags that such a copy reads: an earlier copy must have read them. */
+SIM_FN void sim_flags(sim *s, int actor, const fsdp_op *op) {
+    size_t nbytes = (size_t)((const fsdp_block *)op->list)->width * fsdp_dtype_size(op->dtype);
+    const unsigned char *bytes = (const unsigned char *)op->src_ptr;
+    uint64_t hash = 1469598103934665603u;
+    int i = 0;
+    for (size_t k = 0; k < nbytes; k++) hash = (hash ^ bytes[k]) * 1099511628211u;
+    while (i < s->num_flags && s->flags[i].at != op->src_ptr) i++;
+    if (i == 64) return;
+    if (i < s->num_flags && s->flags[i].hash != hash &&
+        s->flags[i].clock > s->clock[SIM_HOST][s->flags[i].actor])
+        sim_report(s, SIM_HOST, "flags of use", 1, "read", s->flags[i].actor, -1, 0);
+    if (i == s->num_flags) s->num_flags++;
+    s->flags[i].at = op->src_ptr;
+    s->flags[i].hash = hash;
+    s->flags[i].actor = (uint32_t)actor;
+    s->flags[i].clock = s->clock[actor][actor];
+}
+
+SIM_FN fsdp_status sim_device_copy(fsdp_device *device, void *stream, const fsdp_op *op) {
+    sim *s = sim_of(device);
+    int actor = sim_actor(stream);
+    if (s->threads) return FSDP_OK;
+    sim_work(s, actor, 0, sim_cost(op->bytes, s->copy_bytes_per_ns));
+    if (s->checks && op->label == FSDP_LABEL_USERS) sim_flags(s, actor, op);
+    sim_touch_blocks(s, actor, op, 0);
+    sim_touch_blocks(s, actor, op, 1);
+    return s->moves ? fsdpi_host_copy(NULL, NULL, op) : FSDP_OK;
+}
+
+SIM_FN fsdp_status sim_device_zero(fsdp_device *device, void *stream, const fsdp_op *op) {
+    sim *s = sim_of(device);
+    int actor = sim_actor(stream);
+    if (s->threads) return FSDP_OK;
+    sim_work(s, actor, 0, sim_cost(op->bytes, s->copy_bytes_per_ns));
+    sim_touch(s, actor, fsdp_label_name(op->label), op->dst_ptr, (int64_t)op->bytes, 1);
+    return s->moves ? fsdpi_host_zero(NULL, NULL, op) : FSDP_OK;
+}
+
+SIM_FN fsdp_status sim_device_norm(fsdp_device *device, void *stream, const fsdp_op *op) {
+    sim *s = sim_of(device);
+    int actor = sim_actor(stream);
+    if (s->threads) return FSDP_OK;
+    sim_work(s, actor, 0, sim_cost(op->count * fsdp_dtype_size(op->dtype), s->copy_bytes_per_ns));
+    sim_touch_blocks(s, actor, op, 0);
+    sim_touch(s, actor, "norm", op->dst_ptr, (int64_t)sizeof(double), 1);
+    return s->moves ? fsdpi_host_norm(NULL, NULL, op) : FSDP_OK;
+}
+
+/* ---- the comm ---------------------------------------------------------------------------------- */
+
+SIM_FN sim_group *sim_group_of(fsdp_comm *comm) { return (sim_group *)(void *)comm; }
+
+SIM_FN fsdp_status sim_group_new(sim *s, int size, int rank, fsdp_comm **out) {
+    sim_group *g = (sim_group *)calloc(1, sizeof *g);
+    if (!g) return FSDP_ERR_OUT_OF_MEMORY;
+    g->owner = s;
+    g->size = size;
+    g->rank = rank;
+    g->next = s->groups;
+    s->groups = g;
+    s->live_groups++;
+    *out = (fsdp_comm *)(void *)g;
+    return FSDP_OK;
+}
+
+SIM_FN fsdp_status sim_comm_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **world) {
+    sim *s = (sim *)boot->user;
+    caps->kinds = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |
+                  1u << FSDP_OP_BROADCAST;
+    caps->flags = s->fused ? FSDP_CAP_FUSED_REDUCE : 0;
+    caps->lanes = s->comm_lanes;
+    return sim_group_new(s, boot->size, boot->rank, world);
+}
+
+SIM_FN fsdp_status sim_comm_split(fsdp_comm *parent, const fsdp_group *group, fsdp_comm **out) {
+    *out = NULL;
+    return group->color < 0 ? FSDP_OK : sim_group_new(sim_group_of(parent)->owner, group->size, group->index, out);
+}
+
+SIM_FN void sim_comm_close(fsdp_comm *comm) {
+    sim_group *g = sim_group_of(comm);
+    for (sim_group **at = &g->owner->groups; *at; at = &(*at)->next) {
+        if (*at != g) continue;
+        *at = g->next;
+        break;
+    }
+    g->owner->live_groups--;
+    free(g);
+}
+
+/* What a collective reads and writes on this rank. What peers read of it counts as its own reads. */
+SIM_FN void sim_touch_coll(sim *s, int actor, const sim_group *g, const fsdp_coll *c) {
+    const char *what = fsdp_op_name(c->kind), *src = (const char *)c->src, *dst = (const char *)c->dst;
+    int64_t in = (int64_t)fsdp_dtype_size(c->dtype), out = (int64_t)fsdp_dtype_size(c->out_dtype);
+    for (uint32_t i = 0; i < c->num_segs; i++) {
+        const fsdp_seg *seg = &c->segs[i];
+        if (c->kind == FSDP_OP_ALL_GATHER) {
+            int64_t part = seg->count * in, at = seg->full * in, mine = c->in_place ? g->rank : -1;
+            if (!c->in_place) sim_touch(s, actor, what, src + seg->shard * in, part, 0);
+            for (int k = 0; k < g->size; k++) sim_touch(s, actor, what, dst + at + k * part, part, k != mine);
+        } else {
+            sim_touch(s, actor, what, src + seg->full * in, g->size * seg->count * in, 0);
+            sim_touch(s, actor, what, dst + seg->shard * out, seg->count * out, 1);
+        }
+    }
+    if (c->num_segs == 0) sim_touch(s, actor, what, dst, (int64_t)c->count * in, 1);
+}
+
+/* Every rank holds what this one holds: a gather repeats it, a sum multiplies it. */
+SIM_FN void sim_move(const sim_group *g, const fsdp_coll *c) {
+    size_t in = fsdp_dtype_size(c->dtype), out = fsdp_dtype_size(c->out_dtype);
+    const char *src = (const char *)c->src;
+    char *dst = (char *)c->dst;
+    for (uint32_t i = 0; i < c->num_segs; i++) {
+        const fsdp_seg *seg = &c->segs[i];
+        size_t part = (size_t)seg->count * in;
+        char *full = dst + (size_t)seg->full * in;
+        const char *mine = c->in_place ? full + (size_t)g->rank * part : src + (size_t)seg->shard * in;
+        const char *piece = src + ((size_t)seg->full + (size_t)g->rank * (size_t)seg->count) * in;
+        for (int k = 0; c->kind == FSDP_OP_ALL_GATHER && k < g->size; k++)
+            if (full + (size_t)k * part != mine) memcpy(full + (size_t)k * part, mine, part);
+        if (c->kind == FSDP_OP_REDUCE_SCATTER)
+            fsdpi_reduce(dst + (size_t)seg->shard * out, c->out_dtype, &piece, 1, c->dtype, (size_t)seg->count,
+                         c->scale * g->size, c->accumulate, FSDP_SUM);
+    }
+    const char *same = dst;
+    if (c->kind == FSDP_OP_ALL_REDUCE && c->redop == FSDP_SUM && fsdp_dtype_is_float(c->dtype))
+        fsdpi_reduce(dst, c->dtype, &same, 1, c->dtype, (size_t)c->count, g->size, 0, FSDP_SUM);
+}
+
+SIM_FN fsdp_status sim_comm_run(fsdp_comm *comm, const fsdp_coll *c) {
+    sim_group *g = sim_group_of(comm);
+    sim *s = g->owner;
+    int actor = sim_actor(c->stream);
+    uint64_t nbytes = c->count * fsdp_dtype_size(c->dtype) * (uint64_t)(g->size - 1);
+    if (s->threads) return FSDP_OK;
+    s->colls[c->kind]++;
+    sim_work(s, actor, g->free_at, s->latency_ns + sim_cost(nbytes, s->coll_bytes_per_ns));
+    g->free_at = s->now[actor];
+    if (s->checks) sim_touch_coll(s, actor, g, c);
+    if (s->moves) sim_move(g, c);
+    return FSDP_OK;
+}
+
+SIM_FN fsdp_status sim_comm_alloc(fsdp_comm *world, size_t size, void **ptr) {
+    return sim_alloc(sim_group_of(world)->owner, size, ptr);
+}
+SIM_FN void sim_comm_free(fsdp_comm *world, void *ptr, size_t size) {
+    (void)size;
+    sim_free(sim_group_of(world)->owner, ptr);
+}
+SIM_FN const char *sim_comm_error(fsdp_comm *comm) {
+    (void)comm;
+    return "the simulated comm does not fail";
+}
+SIM_FN void sim_comm_abort(fsdp_comm *world, fsdp_status status, const char *why) {
+    (void)world, (void)status, (void)why;
+}
+
+/* ---- worlds ------------------------------------------------------------------------------------ */
+
+SIM_FN const fsdp_comm_ops *sim_comm_table(void) {
+    static const fsdp_comm_ops ops = {
+        FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "sim", sim_comm_open, sim_comm_split, sim_comm_close, sim_comm_run,
+        sim_comm_alloc, sim_comm_free, sim_comm_error, sim_comm_abort, NULL};
+    return &ops;
+}
+
+SIM_FN const fsdp_device_ops *sim_device_table(int async) {
+    static const fsdp_device_ops streams = {
+        FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_ASYNC | FSDP_DEVICE_HOST, "sim", sim_device_open,
+        sim_device_close, sim_device_alloc, sim_device_free, sim_device_stream, sim_device_event, sim_device_destroy,
+        sim_device_record, sim_device_wait, sim_device_sync, sim_device_copy, sim_device_zero, sim_device_norm};
+    static const fsdp_device_ops none = {
+        FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_HOST, "sim inline", sim_device_open,
+        sim_device_close, sim_device_alloc, sim_device_free, NULL, NULL, NULL, NULL, NULL, NULL,
+        sim_device_copy, sim_device_zero, sim_device_norm};
+    return async ? &streams : &none;
+}
+
+SIM_FN void sim_logged(int level, fsdp_status code, int rank, const char *text, void *user) {
+    sim *s = (sim *)user;
+    (void)level, (void)code, (void)rank;
+    s->num_logged++;
+    snprintf(s->logged, sizeof s->logged, "%s", text);
+}
+
+SIM_FN int64_t sim_clock(void *user) { return ((sim *)user)->now[SIM_HOST]; }
+
+SIM_FN void sim_init(sim *s, int world_size, int rank) {
+    memset(s, 0, sizeof *s);
+    s->world_size = world_size;
+    s->rank = rank;
+    s->async = s->fused = s->moves = 1;
+    s->comm_lanes = 2;
+    s->ignore_wait = -1;
+    s->latency_ns = 1000;
+    s->coll_bytes_per_ns = 10;
+    s->copy_bytes_per_ns = 100;
+}
+
+/* NULL: fsdp_init has failed. */
+SIM_FN fsdp_world *sim_open(sim *s) {
+    fsdp_world_desc d = FSDP_ZERO;
+    d.world_size = s->world_size;
+    d.rank = s->rank;
+    d.lanes = s->threads ? s->threads : -1;
+    d.job = "sim";
+    d.timeout_ms = 1000;
+    d.log_level = FSDP_LOG_WARN;
+    d.logger.log = sim_logged;
+    d.clock.now_ns = sim_clock;
+    d.logger.user = d.clock.user = d.user = s;
+    d.comm_ops = sim_comm_table();
+    d.device_ops = sim_device_table(s->async);
+    if (fsdp_init(&d, &s->world)) s->world = NULL;
+    return s->world;
+}
+
+SIM_FN int sim_saw(void *user, fsdp_model *model, const fsdp_op *op) {
+    sim *s = (sim *)user;
+    (void)model;
+    if (s->num_ops == s->cap_ops) {
+        int cap = s->cap_ops ? 2 * s->cap_ops : 256;
+        fsdp_op *bigger = (fsdp_op *)realloc(s->ops, (size_t)cap * sizeof *bigger);
+        if (!bigger) return 0;
+        s->ops = bigger;
+        s->cap_ops = cap;
+    }
+    s->ops[s->num_ops++] = *op;
+    if (s->on_op) s->on_op(s->on_op_user, op);
+    return 0;
+}
+
+SIM_FN fsdp_status sim_watch(sim *s, fsdp_model *model) {
+    fsdp_driver driver = {NULL, sim_saw, NULL};
+    driver.user = s;
+    return fsdp_set_driver(model, &driver);
+}
+
+/* Returns how many objects of the tables the library has left behind. */
+SIM_FN int64_t sim_close(sim *s) {
+    (void)fsdp_shutdown(s->world);
+    free(s->ops);
+    s->ops = NULL;
+    s->world = NULL;
+    return s->live_blocks + s->live_events + s->live_streams + s->live_groups;
+}
+#endif /* SIM_H */

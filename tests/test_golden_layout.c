@@ -1,0 +1,181 @@
+/* test_golden_layout.c - shard math against PyTorch's answers in chunk.txt and layout.txt, exactly. */
+#include "harness.h"
+#include "golden.h"
+#define FSDP_MATH_ONLY
+#define FSDP_IMPLEMENTATION
+#include "fsdp.h"
+
+enum { MAX_WORLD = 4096, MAX_PARAMS = 64 };
+
+static int64_t *numbers(int64_t count) {
+    int64_t *a = (int64_t *)calloc((size_t)count + 1, sizeof *a);
+    CHECK(a != NULL);
+    return a;
+}
+
+/* `chunk D0 W PADDED rows[W] starts[W]` */
+static void check_chunk(golden *g) {
+    int64_t rows0 = golden_int(g), world = golden_int(g), padded = golden_int(g), shape[1], out[1];
+    int64_t *want = numbers(2 * world), *rows = numbers(world), *starts = numbers(world);
+    golden_ints(g, 2 * world, want);
+    if (g->error[0]) return;
+    CHECK_OK(fsdp_chunk_with_empty(rows0, (int)world, rows, starts));
+    CHECK_MSG(!memcmp(rows, want, (size_t)world * sizeof *rows) &&
+                  !memcmp(starts, want + world, (size_t)world * sizeof *rows),
+              "%lld rows over %lld", (long long)rows0, (long long)world);
+    for (int r = 0; r < (int)world; r++) {
+        fsdp_range range;
+        CHECK_OK(fsdp_shard_range(rows0, (int)world, r, &range));
+        CHECK(range.start == want[world + r] && range.count == want[r]);
+        CHECK_EQ_INT(range.padded * world, padded);
+    }
+    shape[0] = rows0;
+    CHECK_OK(fsdp_dim0_padded_size(shape, 1, (int)world, out));
+    CHECK_EQ_INT(out[0], padded);
+    free(want), free(rows), free(starts);
+}
+
+/* `csize ND shape[ND] DIM W R size[ND]` */
+static void check_csize(golden *g) {
+    int64_t ndim = golden_int(g), shape[FSDP_MAX_DIMS], want[FSDP_MAX_DIMS], out[FSDP_MAX_DIMS];
+    int64_t dim, world, rank;
+    CHECK(ndim >= 1 && ndim <= FSDP_MAX_DIMS);
+    golden_ints(g, ndim, shape);
+    dim = golden_int(g), world = golden_int(g), rank = golden_int(g);
+    golden_ints(g, ndim, want);
+    if (g->error[0]) return;
+    CHECK_OK(fsdp_dim_chunked_size(shape, (int)ndim, (int)dim, (int)world, (int)rank, out));
+    CHECK_EQ_MEM(out, want, (size_t)ndim * sizeof *out);
+}
+
+TEST(golden_layout, chunk) {
+    golden g;
+    int64_t chunks = 0, sizes = 0;
+    GOLDEN_OPEN(&g, "chunk.txt", "chunk");
+    while (golden_line(&g)) {
+        if (golden_is(&g, "chunk")) check_chunk(&g), chunks++;
+        else if (golden_is(&g, "csize")) check_csize(&g), sizes++;
+    }
+    GOLDEN_CLOSE(&g);
+    h_message("%lld chunkings, %lld shard sizes", (long long)chunks, (long long)sizes);
+}
+
+/* ---- layout.txt ------------------------------------------------------------------------------ */
+
+typedef struct {
+    int world, count;
+    fsdp_layout layout;
+    fsdp_layout_param params[MAX_PARAMS];
+    fsdp_seg segs[MAX_PARAMS];
+    fsdp_block *blocks; /* [count*world] */
+    int64_t *slot;      /* every parameter in its place, then chunk_cat by the blocks */
+    int64_t checks;
+} group;
+
+/* PyTorch packs every parameter; here this is what happens below a threshold that nothing reaches. */
+static void lay_out(group *u, int rank) {
+    memset(&u->layout, 0, sizeof u->layout);
+    u->layout.world = u->world, u->layout.rank = rank;
+    u->layout.direct_numel = INT64_MAX;
+    CHECK_OK(fsdp_layout_params(&u->layout, u->params, u->count, u->segs, u->blocks));
+}
+
+/* Element i of parameter p holds 1000*(p+1)+i. */
+static void fill_slot(group *u) {
+    u->slot = numbers(u->layout.slot_end);
+    for (int p = 0; p < u->count; p++)
+        for (int64_t i = 0; i < u->params[p].numel; i++)
+            u->slot[u->params[p].full_offset + i] = 1000 * (p + 1) + i;
+    for (int b = 0; b < u->layout.num_blocks; b++) {
+        const fsdp_block *c = &u->blocks[b];
+        for (int64_t y = 0; y < c->height; y++)
+            memcpy(u->slot + c->src + y * c->src_pitch, u->slot + c->dst + y * c->dst_pitch,
+                   (size_t)c->width * sizeof *u->slot);
+    }
+}
+
+/* What a reduce-scatter of one rank's slot leaves in rank `rank`'s flat shard; and, since the values
+   are the parameters themselves, what that rank gives to an all-gather. */
+static void check_row(group *u, golden *g) {
+    int64_t rank = golden_int(g), count = golden_int(g);
+    int64_t *flat = numbers(u->layout.shard_numel), *want = numbers(count);
+    golden_ints(g, count, want);
+    if (g->error[0]) return;
+    CHECK_EQ_INT(count, u->layout.shard_numel);
+    for (int s = 0; s < u->layout.num_segs; s++)
+        memcpy(flat + u->segs[s].shard, u->slot + u->segs[s].full + rank * u->segs[s].count,
+               (size_t)u->segs[s].count * sizeof *flat);
+    CHECK_EQ_MEM(flat, want, (size_t)count * sizeof *flat);
+    free(flat), free(want);
+    u->checks++;
+}
+
+/* `slot P OFFSET NUMEL padded_shard_shape[ND]` */
+static void check_slot(group *u, golden *g) {
+    fsdp_layout_param *p = &u->params[golden_int(g)];
+    CHECK_EQ_INT(p->shard_offset, golden_int(g));
+    CHECK_EQ_INT(p->shard_numel, golden_int(g));
+    for (int d = 0; d < p->ndim; d++)
+        CHECK_EQ_INT(d == p->shard_dim ? p->chunk : p->shape[d], golden_int(g));
+    u->checks++;
+}
+
+/* `shard R P local_shape[ND]` */
+static void check_shard(group *u, golden *g) {
+    int rank = (int)golden_int(g);
+    fsdp_layout_param *p = &u->params[golden_int(g)];
+    int64_t shape[FSDP_MAX_DIMS], numel = 1;
+    CHECK_OK(fsdp_dim_chunked_size(p->shape, p->ndim, p->shard_dim, u->world, rank, shape));
+    for (int d = 0; d < p->ndim; d++) {
+        CHECK_EQ_INT(shape[d], golden_int(g));
+        numel *= shape[d];
+    }
+    lay_out(u, rank);
+    CHECK_EQ_INT(p->local_numel, numel);
+    u->checks++;
+}
+
+static void read_param(group *u, golden *g) {
+    int64_t index = golden_int(g);
+    CHECK(index >= 0 && index < u->count);
+    u->params[index].shard_dim = (int32_t)golden_int(g);
+    u->params[index].ndim = (int32_t)golden_int(g);
+    CHECK(u->params[index].ndim >= 1 && u->params[index].ndim <= FSDP_MAX_DIMS);
+    golden_ints(g, u->params[index].ndim, u->params[index].shape);
+}
+
+TEST(golden_layout, layout) {
+    static group u;
+    golden g;
+    int64_t cases = 0, checks = 0;
+    GOLDEN_OPEN(&g, "layout.txt", "layout");
+    for (; golden_case(&g); cases++) {
+        memset(&u, 0, sizeof u);
+        while (golden_line(&g)) {
+            if (golden_is(&g, "group")) {
+                u.world = (int)golden_int(&g), u.count = (int)golden_int(&g);
+                CHECK(u.world >= 1 && u.world <= MAX_WORLD && u.count >= 0 && u.count <= MAX_PARAMS);
+            } else if (golden_is(&g, "param")) {
+                read_param(&u, &g);
+            }
+        }
+        u.blocks = (fsdp_block *)calloc((size_t)(u.count * u.world) + 1, sizeof *u.blocks);
+        CHECK(u.blocks != NULL);
+        lay_out(&u, 0);
+        fill_slot(&u);
+        golden_again(&g);
+        while (golden_line(&g)) {
+            if (golden_is(&g, "slot")) check_slot(&u, &g);
+            else if (golden_is(&g, "shard")) check_shard(&u, &g);
+            else if (golden_is(&g, "gather_input") || golden_is(&g, "reduce_input")) check_row(&u, &g);
+            else if (golden_is(&g, "total")) {
+                CHECK_EQ_INT(u.layout.shard_numel, golden_int(&g));
+                CHECK_EQ_INT(u.layout.shard_numel * u.world, golden_int(&g));
+            }
+        }
+        checks += u.checks;
+        free(u.blocks), free(u.slot);
+    }
+    GOLDEN_CLOSE(&g);
+    h_message("%lld units, %lld lines compared", (long long)cases, (long long)checks);
+}

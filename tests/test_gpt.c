@@ -1,0 +1,437 @@
+/* test_gpt.c - the trainer as a program: examples/gpt/train_gpt, or the one named by GPT_BIN.
+   The same numbers on any number of ranks, clear refusals, and a quick end when a rank dies. */
+#include "harness.h"
+
+#include <math.h> // fabs
+
+enum { TEXT_NBYTES = 20000, OUTPUT_NBYTES = 1 << 16, ROWS_MAX = 64 };
+
+static char out_text[OUTPUT_NBYTES], err_text[OUTPUT_NBYTES]; // of the last run
+
+static const char *binary(void) {
+    const char *path = getenv("GPT_BIN");
+    if (!path || !path[0]) path = "examples/gpt/train_gpt";
+    if (access(path, X_OK) != 0) SKIP("no examples/gpt/train_gpt: make examples builds it");
+    unsetenv("RANK"); // the program must see no launcher but those that a test plays
+    unsetenv("WORLD_SIZE");
+    return path;
+}
+
+static void read_file(const char *path, char *text) {
+    FILE *file = fopen(path, "rb");
+    CHECK_MSG(file != NULL, "%s", path);
+    text[fread(text, 1, OUTPUT_NBYTES - 1, file)] = 0;
+    fclose(file);
+}
+
+static const char *in_tmpdir(char *path, const char *name) {
+    snprintf(path, 512, "%s/%s", h_tmpdir(), name);
+    return path;
+}
+
+/* Words in a random order, so that there is something to learn. */
+static const char *write_text(char *path, size_t nbytes) {
+    static const char *const words[] = {"shard ", "gather ", "reduce ", "scatter ", "the ", "a\n"};
+    uint64_t state = 5;
+    FILE *file = fopen(in_tmpdir(path, "text"), "wb");
+    CHECK(file != NULL);
+    for (size_t done = 0; done < nbytes;) {
+        const char *word = words[h_rand64(&state) % (sizeof words / sizeof *words)];
+        size_t length = strlen(word);
+        if (length > nbytes - done) length = nbytes - done;
+        CHECK_EQ_INT(fwrite(word, 1, length, file), length);
+        done += length;
+    }
+    fclose(file);
+    return path;
+}
+
+/* Starts a shell command that becomes the program; its output goes to the files out and err, with
+   `tag` behind their names. */
+static pid_t start_tagged(const char *prefix, const char *args, const char *tag) {
+    char command[4096];
+    snprintf(command, sizeof command, "exec %s %s %s >%s/out%s 2>%s/err%s </dev/null", prefix,
+             binary(), args, h_tmpdir(), tag, h_tmpdir(), tag);
+    printf("%s\n", command);
+    fflush(NULL);
+    const pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid == 0) {
+        execl("/bin/sh", "sh", "-c", command, (char *)NULL);
+        _exit(127);
+    }
+    return pid;
+}
+
+static pid_t start(const char *prefix, const char *args) { return start_tagged(prefix, args, ""); }
+
+/* Exit status of a started program; its output is in out_text and err_text. */
+static int finish_tagged(pid_t pid, const char *tag) {
+    char path[512], name[64];
+    int status;
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    snprintf(name, sizeof name, "out%s", tag);
+    read_file(in_tmpdir(path, name), out_text);
+    snprintf(name, sizeof name, "err%s", tag);
+    read_file(in_tmpdir(path, name), err_text);
+    printf("%s%s", out_text, err_text);
+    CHECK(WIFEXITED(status));
+    return WEXITSTATUS(status);
+}
+
+static int finish(pid_t pid) { return finish_tagged(pid, ""); }
+
+static int run(const char *args) { return finish(start("", args)); }
+
+/* ---- the same numbers ------------------------------------------------------------------------ */
+
+typedef struct {
+    int count;
+    double loss[ROWS_MAX], norm[ROWS_MAX], seconds[ROWS_MAX];
+} curve;
+
+static void read_csv(const char *path, curve *c) {
+    char line[256];
+    FILE *file = fopen(path, "r");
+    CHECK(file != NULL);
+    CHECK(fgets(line, sizeof line, file) != NULL);
+    CHECK_EQ_STR(line, "step,loss,grad_norm,seconds\n");
+    for (c->count = 0; fgets(line, sizeof line, file); c->count++) {
+        const int i = c->count;
+        int step, end = 0;
+        CHECK(i < ROWS_MAX);
+        CHECK_EQ_INT(sscanf(line, "%d,%lf,%lf,%lf\n%n", &step, &c->loss[i], &c->norm[i],
+                            &c->seconds[i], &end),
+                     4);
+        CHECK_EQ_INT(end, strlen(line));
+        CHECK_EQ_INT(step, i + 1);
+        const char *point = strchr(line, '.');
+        CHECK_EQ_INT(strspn(point + 1, "0123456789"), 6); // decimals of the loss
+    }
+    fclose(file);
+}
+
+/* 50 steps of a small model whose rows are not divided evenly by 3 or 4 ranks. */
+#define SMALL                                                                                      \
+    "--data %s --csv %s --steps 50 --batch 12 --context 31 --layers 2 --heads 2 --channels 38 "    \
+    "--sample 20 --lr 0.01 %s"
+
+static void train(const char *prefix, const char *options, curve *c) {
+    char text[512], csv[512], args[2048];
+    write_text(text, TEXT_NBYTES);
+    in_tmpdir(csv, "loss.csv");
+    remove(csv);
+    snprintf(args, sizeof args, SMALL, text, csv, options);
+    CHECK_EQ_INT(finish(start(prefix, args)), 0);
+    CHECK_EQ_STR(err_text, "");
+    read_csv(csv, c);
+    CHECK_EQ_INT(c->count, 50);
+}
+
+static void check_same(const curve *a, const curve *b) {
+    double loss = 0.0, norm = 0.0;
+    for (int i = 0; i < a->count; i++) {
+        const double dl = fabs(a->loss[i] - b->loss[i]);
+        const double dn = fabs(a->norm[i] - b->norm[i]) / a->norm[i];
+        if (dl > loss) loss = dl;
+        if (dn > norm) norm = dn;
+    }
+    h_message("largest difference: loss %.2g, gradient norm %.2g relative", loss, norm);
+    CHECK(loss <= 1e-4);
+    CHECK(norm <= 1e-3);
+}
+
+static const struct {
+    const char *name, *options;
+} worlds[] = {{"launched_alone", ""},
+              {"ranks=2", "--ranks 2"},
+              {"ranks=3", "--ranks 3"},
+              {"ranks=4", "--ranks 4"},
+              {"threads=1", "--ranks 1 --threads"},
+              {"threads=3", "--ranks 3 --threads"},
+              {"threads=4,no_reshard", "--ranks 4 --threads --reshard 0"},
+              {"ranks=3,no_reshard", "--ranks 3 --reshard 0"}};
+
+TEST_P(gpt, parity, worlds) {
+    curve one, many;
+    train("", "--ranks 1", &one);
+    train("", row->options, &many);
+    check_same(&one, &many);
+}
+
+TEST(gpt, parity_under_launcher) {
+    curve one, many;
+    if (access("tools/fsdprun", X_OK) != 0) SKIP("no tools/fsdprun");
+    train("", "", &one);
+    train("tools/fsdprun -n 3", "", &many);
+    check_same(&one, &many);
+}
+
+/* Two processes that nothing but the environment makes ranks of one job. */
+static void start_pair(const char *args0, const char *args1, pid_t *pids) {
+    const int port = h_free_port();
+    CHECK(port > 0);
+    for (int r = 0; r < 2; r++) {
+        char prefix[256];
+        snprintf(prefix, sizeof prefix,
+                 "env RANK=%d WORLD_SIZE=2 LOCAL_RANK=%d MASTER_ADDR=127.0.0.1 MASTER_PORT=%d", r,
+                 r, port);
+        pids[r] = start_tagged(prefix, r ? args1 : args0, r ? "1" : "0");
+    }
+}
+
+TEST(gpt, parity_by_environment) {
+    char text[512], csv[512], args[2048];
+    curve one, two;
+    pid_t pids[2];
+    train("", "--ranks 1", &one);
+    snprintf(args, sizeof args, SMALL, write_text(text, TEXT_NBYTES), in_tmpdir(csv, "loss.csv"),
+             "");
+    remove(csv);
+    start_pair(args, args, pids);
+    for (int r = 0; r < 2; r++) {
+        CHECK_EQ_INT(finish_tagged(pids[r], r ? "1" : "0"), 0);
+        CHECK_EQ_STR(err_text, "");
+        if (r == 1) CHECK_EQ_STR(out_text, ""); // rank 0 speaks
+    }
+    read_csv(csv, &two);
+    check_same(&one, &two);
+}
+
+/* What only shows when the ranks have met: one line in all, and both exit with 2. */
+static const struct {
+    const char *name, *options[2], *words;
+} meetings[] = {
+    {"batch_of_world", {"--batch 7", "--batch 7"}, "--batch 7"},
+    {"other_seed", {"--seed 1", "--seed 2"}, "different options"},
+    {"other_length", {"--steps 10", "--steps 11"}, "different options"},
+};
+
+TEST_P(gpt, refuses_after_meeting, meetings) {
+    char text[512], args[2][1024];
+    pid_t pids[2];
+    write_text(text, TEXT_NBYTES);
+    for (int r = 0; r < 2; r++) {
+        snprintf(args[r], sizeof args[r], "--data %s %s", text, row->options[r]);
+    }
+    start_pair(args[0], args[1], pids);
+    for (int r = 0; r < 2; r++) {
+        CHECK_EQ_INT(finish_tagged(pids[r], r ? "1" : "0"), 2);
+        CHECK_EQ_STR(out_text, "");
+        CHECK((strstr(err_text, row->words) != NULL) == (r == 0));
+    }
+}
+
+TEST(gpt, csv_and_learning) {
+    curve c;
+    char png[512];
+    train("", "--ranks 2 --seed 7", &c);
+    CHECK_NEAR(c.loss[0], log(256.0), 0.3);
+    CHECK(c.loss[49] < 3.2);
+    CHECK(c.seconds[0] > 0.0);
+    for (int i = 1; i < c.count; i++) CHECK(c.seconds[i] >= c.seconds[i - 1]);
+    if (strstr(out_text, "gnuplot is not installed")) {
+        h_message("no gnuplot: the picture was not checked");
+        return;
+    }
+    CHECK(strstr(out_text, in_tmpdir(png, "loss.png")) != NULL);
+    FILE *file = fopen(png, "rb");
+    char magic[4];
+    CHECK(file != NULL);
+    CHECK_EQ_INT(fread(magic, 1, 4, file), 4);
+    CHECK_EQ_MEM(magic, "\211PNG", 4);
+    fclose(file);
+}
+
+/* Runs differ by seed and repeat by seed; the text generated at the end too. */
+TEST(gpt, seed) {
+    curve a, b, c;
+    char first[OUTPUT_NBYTES];
+    const char *sample;
+    train("", "--ranks 2 --seed 3", &a);
+    sample = strstr(out_text, "\nsample: ");
+    CHECK(sample != NULL);
+    memcpy(first, sample, (size_t)(strstr(sample, "\nmemory") - sample));
+    first[strstr(sample, "\nmemory") - sample] = 0;
+    train("", "--ranks 4 --seed 3", &b);
+    CHECK(strstr(out_text, first) != NULL);
+    check_same(&a, &b);
+    train("", "--ranks 2 --seed 4", &c);
+    CHECK(fabs(a.loss[0] - c.loss[0]) > 1e-4);
+}
+
+/* The two tables: memory as predicted, bytes as the formula says, a share of the whole model. */
+static const struct {
+    const char *name, *options;
+    int ranks;
+} tables[] = {{"ranks=1", "--ranks 1", 1},
+              {"ranks=3", "--ranks 3", 3},
+              {"ranks=4,no_reshard", "--ranks 4 --reshard 0", 4}};
+
+static int64_t number(const char **at) {
+    int64_t value = 0;
+    while (**at == ' ') ++*at;
+    CHECK(**at >= '0' && **at <= '9');
+    for (; (**at >= '0' && **at <= '9') || **at == ','; ++*at) {
+        if (**at != ',') value = value * 10 + (**at - '0');
+    }
+    return value;
+}
+
+static const char *after(const char *label) {
+    const char *at = strstr(out_text, label);
+    CHECK_MSG(at != NULL, "no line '%s'", label);
+    return at + strlen(label);
+}
+
+TEST_P(gpt, tables, tables) {
+    static const char *const rows[] = {"  shards ", "  shard gradients ", "  total "};
+    curve c;
+    train("", row->options, &c);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        const char *at = after(rows[i]);
+        const int64_t predicted = number(&at), measured = number(&at), whole = number(&at);
+        // With reshard 0 the prediction takes blocks for units that stay open around others.
+        if (strstr(row->options, "--reshard 0")) CHECK(predicted >= measured);
+        else CHECK_EQ_INT(predicted, measured);
+        if (i < 2)
+            CHECK(measured >= whole / row->ranks && measured <= whole / row->ranks * 11 / 10);
+    }
+    const char *at = after("  all_gather ");
+    int64_t measured = number(&at);
+    CHECK_EQ_INT(measured, number(&at));
+    CHECK((measured == 0) == (row->ranks == 1));
+    at = after("  reduce_scatter ");
+    measured = number(&at);
+    CHECK_EQ_INT(measured, number(&at));
+    CHECK((measured == 0) == (row->ranks == 1));
+}
+
+/* ---- refusals -------------------------------------------------------------------------------- */
+
+static const struct {
+    const char *name, *args, *words; // words: in the message
+} refusals[] = {
+    {"batch_of_ranks", "--ranks 4 --batch 6", "--batch 6"},
+    {"heads_of_channels", "--heads 3 --channels 64", "--heads 3"},
+    {"missing_file", "--data /nowhere/file", "/nowhere/file"},
+    {"missing_file_with_ranks", "--ranks 2 --data /nowhere/file", "/nowhere/file"},
+    {"directory", "--data /", "--data /"},
+    {"empty_file", "--data /dev/null", "empty"},
+    {"short_file", "--data SHORT --context 32", "at least 33"},
+    {"no_number", "--steps ten", "--steps ten"},
+    {"half_a_number", "--layers 2x", "--layers 2x"},
+    {"empty_number", "--heads ''", "--heads"},
+    {"zero_steps", "--steps 0", "--steps 0"},
+    {"zero_ranks", "--ranks 0", "--ranks 0"},
+    {"negative_batch", "--batch -4", "--batch -4"},
+    {"huge_number", "--context 99999999999999999999", "--context"},
+    {"too_many_tokens", "--batch 1048576 --context 65536", "tokens"},
+    {"negative_seed", "--seed -1", "--seed -1"},
+    {"lr_zero", "--lr 0", "--lr 0"},
+    {"lr_nan", "--lr nan", "--lr nan"},
+    {"reshard_two", "--reshard 2", "--reshard 2"},
+    {"sample_negative", "--sample -1", "--sample -1"},
+    {"threads_alone", "--threads", "--ranks"},
+    {"unknown_option", "--shards 4", "--shards"},
+    {"unknown_letter", "-x", "-x"},
+    {"value_missing", "--steps", "--steps"},
+    {"value_unwanted", "--threads=4", "--threads=4"},
+    {"no_option", "--ranks 2 text.txt", "text.txt"},
+    {"csv_unwritable", "--csv /nowhere/x.csv", "/nowhere/x.csv"},
+};
+
+TEST_P(gpt, refuses, refusals) {
+    char text[512], args[2048];
+    const char *place = strstr(row->args, "SHORT");
+    write_text(text, 32);
+    if (place) {
+        snprintf(args, sizeof args, "%.*s%s%s", (int)(place - row->args), row->args, text,
+                 place + 5);
+    } else {
+        snprintf(args, sizeof args, "%s", row->args);
+    }
+    CHECK_EQ_INT(run(args), 2);
+    CHECK_EQ_STR(out_text, "");
+    CHECK(strncmp(err_text, "train_gpt: ", 11) == 0);
+    CHECK_EQ_INT(strchr(err_text, '\n') - err_text, (int)strlen(err_text) - 1); // one line
+    CHECK_MSG(strstr(err_text, row->words) != NULL, "expected '%s' in: %s", row->words, err_text);
+}
+
+TEST(gpt, refuses_ranks_in_a_launchers_job) {
+    binary();
+    setenv("WORLD_SIZE", "4", 1);
+    setenv("RANK", "0", 1);
+    const pid_t pid = fork(); // binary() would clear them again
+    CHECK(pid >= 0);
+    if (pid == 0) {
+        const char *path = getenv("GPT_BIN");
+        if (!path || !path[0]) path = "examples/gpt/train_gpt";
+        execl(path, path, "--ranks", "2", (char *)NULL);
+        _exit(127);
+    }
+    int status;
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    CHECK(WIFEXITED(status));
+    CHECK_EQ_INT(WEXITSTATUS(status), 2);
+}
+
+TEST(gpt, help) {
+    CHECK_EQ_INT(run("--help"), 0);
+    CHECK_EQ_STR(err_text, "");
+    static const char *const options[] = {
+        "--data",  "--ranks",    "--threads", "--steps", "--batch", "--context", "--layers",
+        "--heads", "--channels", "--lr",      "--seed",  "--csv",   "--sample",  "--reshard"};
+    for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
+        CHECK_MSG(strstr(out_text, options[i]) != NULL, "%s is not explained", options[i]);
+    }
+}
+
+/* ---- death of a rank ------------------------------------------------------------------------- */
+
+/* Process ids of the children, in the order of their start. */
+static int children(pid_t parent, pid_t *pids, int max) {
+    char path[64], text[1024];
+    snprintf(path, sizeof path, "/proc/%d/task/%d/children", (int)parent, (int)parent);
+    FILE *file = fopen(path, "r");
+    if (!file) SKIP("no /proc/PID/task/PID/children");
+    text[fread(text, 1, sizeof text - 1, file)] = 0;
+    fclose(file);
+    int count = 0;
+    for (char *at = text, *end; count < max; at = end, count++) {
+        pids[count] = (pid_t)strtol(at, &end, 10);
+        if (end == at) break;
+    }
+    return count;
+}
+
+static const struct {
+    const char *name;
+    int victim;
+} victims[] = {{"rank=0", 0}, {"rank=2", 2}};
+
+TEST_P(gpt, killed_rank, victims) {
+    char text[512], args[1024], path[512], name[32];
+    pid_t ranks[8];
+    write_text(text, TEXT_NBYTES);
+    snprintf(args, sizeof args,
+             "--data %s --ranks 3 --steps 1000000 --batch 3 --context 16 --layers 2 --heads 2 "
+             "--channels 16",
+             text);
+    const pid_t pid = start("", args);
+    do { // until it trains
+        usleep(20000);
+        read_file(in_tmpdir(path, "out"), out_text);
+    } while (!strstr(out_text, "step"));
+    CHECK_EQ_INT(children(pid, ranks, 8), 3);
+    const int64_t killed_at = h_now_ms();
+    CHECK_EQ_INT(kill(ranks[row->victim], SIGKILL), 0);
+    const int status = finish(pid);
+    const int64_t took = h_now_ms() - killed_at;
+    h_message("ended %d ms after the kill", (int)took);
+    CHECK_EQ_INT(status, 1);
+    CHECK(took < 2000);
+    snprintf(name, sizeof name, "rank %d", row->victim);
+    CHECK_MSG(strstr(err_text, name) != NULL, "expected '%s' in: %s", name, err_text);
+    for (int r = 0; r < 3; r++) CHECK(kill(ranks[r], 0) != 0); // nobody is left
+}

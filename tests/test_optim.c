@@ -1,0 +1,872 @@
+/* test_optim.c - AdamW and SGD: kernels against PyTorch and against a slow model bit by bit, then
+   optimizers of models on 1 to 4 ranks against the same kernels on whole tensors. */
+#include "harness.h"
+#include "golden.h"
+#include <math.h> /* sqrt, pow */
+#define FSDP_IMPLEMENTATION
+#include "fsdp_optim.h"
+
+enum { MOST = 1100 }; /* elements: more than two of the kernels' blocks */
+
+static uint32_t bits32(float x) {
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+static uint64_t bits64(double x) {
+    uint64_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+
+/* ---- PyTorch's numbers ----------------------------------------------------------------------- */
+
+typedef struct {
+    int sgd, step;
+    fsdp_adamw_hyper a;
+    fsdp_sgd_hyper s;
+    int64_t numel;
+    uint64_t seed;
+    float *p, *g, *m, *v;
+} run;
+
+static float *floats(int64_t numel) {
+    float *a = (float *)calloc((size_t)numel + 1, sizeof *a);
+    CHECK(a != NULL);
+    return a;
+}
+
+static void read_opt(run *r, golden *g) {
+    const char *kind = golden_word(g);
+    memset(r, 0, sizeof *r);
+    r->sgd = strcmp(kind, "sgd") == 0;
+    CHECK_MSG(r->sgd || strcmp(kind, "adamw") == 0, "optimizer '%s'", kind);
+    if (r->sgd) {
+        r->s.lr = golden_num(g), r->s.momentum = golden_num(g), r->s.dampening = golden_num(g);
+        r->s.nesterov = golden_num(g) > 0, r->s.weight_decay = golden_num(g);
+    } else {
+        r->a.lr = golden_num(g), r->a.beta1 = golden_num(g), r->a.beta2 = golden_num(g);
+        r->a.eps = golden_num(g), r->a.weight_decay = golden_num(g);
+    }
+}
+
+static void read_tensor(run *r, golden *g) {
+    r->numel = golden_int(g), r->seed = golden_seed(g);
+    CHECK(r->numel >= 0);
+    r->p = floats(r->numel), r->g = floats(r->numel), r->m = floats(r->numel), r->v = floats(r->numel);
+    golden_fill(r->p, r->seed, r->numel, 2);
+}
+
+static double worst;
+
+static void compare(golden *g, const char *what, int64_t numel, const float *got) {
+    for (int64_t i = 0; i < numel && !g->error[0]; i++) {
+        double want = golden_num(g), d = fabs((double)got[i] - want), limit = 4e-6 + 4e-6 * fabs(want);
+        if (d > worst) worst = d;
+        CHECK_MSG(d <= limit, "case %s: %s[%lld] is %.9g, expected %.9g", g->name, what, (long long)i,
+                  (double)got[i], want);
+    }
+}
+
+TEST(golden_optim, kernels) {
+    golden g;
+    run r;
+    int64_t runs = 0, steps = 0;
+    memset(&r, 0, sizeof r);
+    GOLDEN_OPEN(&g, "optim.txt", "optim");
+    while (golden_case(&g)) {
+        while (golden_line(&g)) {
+            if (golden_is(&g, "opt")) read_opt(&r, &g), runs++;
+            else if (golden_is(&g, "clip")) break; /* below */
+            else if (golden_is(&g, "tensor")) read_tensor(&r, &g);
+            else if (golden_is(&g, "step")) {
+                r.a.step = r.s.step = golden_int(&g);
+                CHECK_EQ_INT(r.a.step, ++r.step);
+                golden_fill(r.g, r.seed + (uint64_t)r.step, r.numel, 2);
+                if (r.sgd) fsdp_sgd_update(r.p, r.g, r.m, r.numel, &r.s);
+                else fsdp_adamw_update(r.p, r.g, r.m, r.v, r.numel, &r.a);
+                compare(&g, "parameter", r.numel, r.p);
+                steps++;
+            } else if (golden_is(&g, "state")) {
+                const char *name = golden_word(&g);
+                compare(&g, name, r.numel, strcmp(name, "exp_avg_sq") == 0 ? r.v : r.m);
+            }
+        }
+        free(r.p), free(r.g), free(r.m), free(r.v);
+        memset(&r, 0, sizeof r);
+    }
+    GOLDEN_CLOSE(&g);
+    h_message("%lld optimizers, %lld steps, largest difference %.2g", (long long)runs, (long long)steps, worst);
+}
+
+/* ---- AdamW, bit by bit ------------------------------------------------------------------------ */
+
+/* Computed from the formulas with every operation rounded; the last parameters are bit patterns. */
+static const struct {
+    const char *name;
+    double lr[3], beta1, beta2, eps, decay;
+    float p[4], g[3][4];
+    uint32_t want[4];
+} vectors[] = {
+    {"decay", {1e-3, 1e-3, 1e-3}, 0.9, 0.999, 1e-8, 0.01, {1, -2, 0.5f, 3},
+     {{0.1f, -0.2f, 0.3f, -0.4f}, {0.05f, 0.25f, -0.3f, 0}, {-0.1f, 0.2f, 0.1f, 1}},
+     {0x3f7f7825, 0xbffff12f, 0x3eff73d4, 0x40401350}},
+    {"small", {6e-4, 6e-4, 6e-4}, 0.9, 0.95, 1e-8, 0.1, {0.02f, -0.013f, 0.0071f, 1},
+     {{1e-3f, -2e-3f, 5e-4f, 3e-2f}, {2e-3f, 1e-3f, -5e-4f, -1e-2f}, {-1e-3f, 4e-3f, 1e-4f, 2e-2f}},
+     {0x3c981f4f, 0xbc4ceb10, 0x3bd50201, 0x3f7fa510}},
+    {"place_of_eps", {1e-2, 1e-2, 1e-2}, 0.9, 0.999, 1e-6, 0, {1, 1, -1, 0},
+     {{1e-7f, 1e-6f, -1e-5f, 1e-8f}, {1e-7f, -1e-6f, 1e-5f, 0}, {2e-7f, 1e-6f, 1e-5f, -1e-8f}},
+     {0x3f7f3a3e, 0x3f7e5b89, 0xbf7ebb35, 0xb911d919}},
+    {"schedule_and_far_lerp", {1e-3, 5e-4, 2.5e-4}, 0.4, 0.99, 1e-8, 0.05, {10, -0.25f, 100, -1e-3f},
+     {{5, -0.5f, 123.456f, 1e-4f}, {-3, 0.25f, -65.5f, 2e-4f}, {1.5f, 0.125f, 7.75f, -3e-4f}},
+     {0x411ff878, 0xbe7f127a, 0x42c7fb0b, 0xbb1ca3af}},
+    {"no_gradient", {0.1, 0.1, 0.1}, 0.9, 0.999, 1e-8, 0.1, {1, -1, 1.0f / 3, 2},
+     {{0, 0, 0, 0}, {0, 0, 0, 1}, {0, 0, 0, 0}},
+     {0x3f786585, 0xbf786585, 0x3ea59903, 0x3fe79aa2}},
+};
+
+TEST_P(optim, adamw_vectors, vectors) {
+    float p[4], m[4] = {0, 0, 0, 0}, v[4] = {0, 0, 0, 0};
+    memcpy(p, row->p, sizeof p);
+    for (int t = 0; t < 3; t++) {
+        fsdp_adamw_hyper h = {row->lr[t], row->beta1, row->beta2, row->eps, row->decay, t + 1};
+        fsdp_adamw_update(p, row->g[t], m, v, 4, &h);
+    }
+    for (int i = 0; i < 4; i++)
+        CHECK_MSG(bits32(p[i]) == row->want[i], "%d: %a, 0x%08x", i, (double)p[i], bits32(p[i]));
+}
+
+/* ---- kernels against a slow model --------------------------------------------------------------- */
+
+/* Every result goes through one of these, so that it is rounded to the type; all inputs are volatile,
+   so that no compiler looks behind them. */
+static double round_to(int wide, double x) {
+    volatile float f = (float)x;
+    return wide ? x : (double)f;
+}
+static double add(int wide, double a, double b) {
+    volatile double x = a + b; /* of two f32: rounding twice gives what rounding once does */
+    return round_to(wide, x);
+}
+static double mul(int wide, double a, double b) {
+    volatile double x = a * b;
+    return round_to(wide, x);
+}
+static double quotient(int wide, double a, double b) {
+    volatile double x = a / b;
+    return round_to(wide, x);
+}
+static double root(int wide, double a) {
+    volatile double x = sqrt(a);
+    return round_to(wide, x);
+}
+
+static void slow_adamw(int w, double *p, double g, double *m, double *v, const volatile fsdp_adamw_hyper *h) {
+    volatile double decay = h->lr * h->weight_decay, keep = 1 - decay, rest1 = 1 - h->beta1, rest2 = 1 - h->beta2;
+    volatile double power1 = pow(h->beta1, (double)h->step), power2 = pow(h->beta2, (double)h->step);
+    volatile double bias1 = 1 - power1, bias2 = 1 - power2, rate = -(h->lr / bias1), corrected = sqrt(bias2);
+    double weight = round_to(w, rest1), d = add(w, g, -*m);
+    *p = mul(w, *p, round_to(w, keep));
+    *m = weight < 0.5 ? add(w, *m, mul(w, weight, d)) : add(w, g, -mul(w, d, add(w, 1, -weight)));
+    *v = add(w, mul(w, *v, round_to(w, h->beta2)), mul(w, mul(w, round_to(w, rest2), g), g));
+    double den = add(w, quotient(w, root(w, *v), round_to(w, corrected)), round_to(w, h->eps));
+    *p = add(w, *p, quotient(w, mul(w, round_to(w, rate), *m), den));
+}
+
+static void slow_sgd(int w, double *p, double g, double *b, const volatile fsdp_sgd_hyper *h) {
+    volatile double rest = 1 - h->dampening;
+    double momentum = round_to(w, h->momentum), d = g;
+    if (h->weight_decay != 0) d = add(w, d, mul(w, round_to(w, h->weight_decay), *p));
+    if (h->momentum != 0) {
+        if (h->step == 1) *b = d;
+        else *b = add(w, mul(w, momentum, *b), mul(w, round_to(w, rest), d));
+        d = h->nesterov ? add(w, d, mul(w, momentum, *b)) : *b;
+    }
+    *p = add(w, *p, mul(w, round_to(w, -h->lr), d));
+}
+
+static double get(const void *a, fsdp_dtype dtype, int64_t i) {
+    double x;
+    CHECK_OK(fsdp_convert(&x, FSDP_F64, (const char *)a + i * (int64_t)fsdp_dtype_size(dtype), dtype, 1));
+    return x;
+}
+static void put(void *a, fsdp_dtype dtype, int64_t i, double x) {
+    CHECK_OK(fsdp_convert((char *)a + i * (int64_t)fsdp_dtype_size(dtype), dtype, &x, FSDP_F64, 1));
+}
+
+static double uniform(uint64_t *rng) { return (double)(h_rand64(rng) >> 11) / 9007199254740992.0; }
+
+static const struct {
+    const char *name;
+    fsdp_dtype dtype;
+} dtypes[] = {{"f32", FSDP_F32}, {"f64", FSDP_F64}, {"bf16", FSDP_BF16}, {"f16", FSDP_F16}};
+
+/* Random settings, three steps; the last piece of the array is a run of any length. */
+TEST_P(optim, kernels, dtypes) {
+    static double p_[MOST + 1], g[MOST], m[MOST + 1], v[MOST + 1], want[MOST];
+    char *p = (char *)p_;
+    static double slow_m[MOST], slow_v[MOST];
+    uint64_t rng = h_seed();
+    fsdp_dtype dtype = row->dtype, state = dtype == FSDP_F64 ? FSDP_F64 : FSDP_F32;
+    int w = dtype == FSDP_F64;
+    int64_t elements = 0;
+    for (int n = 0; n < 120; n++) {
+        int64_t count = n < 40 ? n : 1 + (int64_t)(h_rand64(&rng) % (MOST - 1)), size = (int64_t)fsdp_dtype_size(dtype);
+        fsdp_adamw_hyper a = {uniform(&rng) * 0.1, uniform(&rng), 0.5 + uniform(&rng) / 2, 1e-8, 0, 0};
+        fsdp_sgd_hyper s = {uniform(&rng) * 0.1, 0, 0, 0, 0, 0, 0};
+        int sgd = n % 2;
+        if (n % 3) a.weight_decay = s.weight_decay = uniform(&rng);
+        if (n % 5) s.momentum = uniform(&rng);
+        if (n % 7 < 3) s.dampening = uniform(&rng);
+        s.nesterov = n % 4 > 1;
+        memset(m, 0, sizeof m), memset(v, 0, sizeof v), memset(p_, 0x77, sizeof p_);
+        memset(slow_m, 0, sizeof slow_m), memset(slow_v, 0, sizeof slow_v);
+        for (int64_t i = 0; i < count; i++) put(p, dtype, i, uniform(&rng) * 4 - 2);
+        memcpy(want, p, sizeof want);
+        for (int t = 1; t <= 3; t++) {
+            a.step = s.step = t;
+            for (int64_t i = 0; i < count; i++) {
+                put(g, dtype, i, (uniform(&rng) - 0.5) / (double)(1 + h_rand64(&rng) % 100));
+                double x = get(want, dtype, i);
+                if (sgd) slow_sgd(w, &x, get(g, dtype, i), &slow_m[i], &s);
+                else slow_adamw(w, &x, get(g, dtype, i), &slow_m[i], &slow_v[i], &a);
+                put(want, dtype, i, x);
+            }
+            if (sgd) CHECK_OK(fsdp_sgd_update_as(dtype, p, g, s.momentum > 0 ? m : NULL, count, &s));
+            else CHECK_OK(fsdp_adamw_update_as(dtype, p, g, m, v, count, &a));
+            CHECK_EQ_MEM(p, want, (size_t)(count * size));
+            for (int64_t i = 0; i < count; i++) {
+                CHECK(bits64(get(m, state, i)) == bits64(slow_m[i]));
+                CHECK(bits64(get(v, state, i)) == bits64(slow_v[i]));
+            }
+            elements += count;
+        }
+        CHECK(p[count * size] == 0x77); /* nothing behind the end */
+    }
+    h_message("%s: %lld updates", row->name, (long long)elements);
+}
+
+TEST(optim, kernels_refuse) {
+    float x[4] = {1, 2, 3, 4}, y[4] = {1, 2, 3, 4}, m[4], v[4];
+    fsdp_adamw_hyper a = {0.1, 0.9, 0.99, 1e-8, 0, 1};
+    fsdp_sgd_hyper s = {0.1, 0.9, 0, 0, 0, 0, 1};
+    CHECK_STATUS(fsdp_adamw_update_as(FSDP_I32, x, y, m, v, 4, &a), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_update_as(FSDP_DTYPE_KEEP, x, y, m, v, 4, &a), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_update_as(FSDP_F32, x, y, m, v, -1, &a), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_update_as(FSDP_F32, x, y, m, v, 4, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_update_as(FSDP_F32, NULL, y, m, v, 4, &a), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_update_as(FSDP_F32, x, NULL, m, v, 4, &a), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_update_as(FSDP_F32, x, y, NULL, v, 4, &a), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_update_as(FSDP_F32, x, y, m, NULL, 4, &a), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_sgd_update_as(FSDP_U8, x, y, m, 4, &s), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_sgd_update_as(FSDP_F32, x, y, m, -1, &s), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_sgd_update_as(FSDP_F32, x, y, m, 4, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_sgd_update_as(FSDP_F32, NULL, y, m, 4, &s), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_sgd_update_as(FSDP_F32, x, NULL, m, 4, &s), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_sgd_update_as(FSDP_F32, x, y, NULL, 4, &s), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_adamw_update_as(FSDP_F32, NULL, NULL, NULL, NULL, 0, &a));
+    CHECK_OK(fsdp_sgd_update_as(FSDP_F64, NULL, NULL, NULL, 0, &s));
+    CHECK(x[0] == 1 && x[3] == 4);
+}
+
+/* ---- models ---------------------------------------------------------------------------------- */
+
+#include "world.h"
+
+enum { NUM = 13, UNITS = 4, STEPS = 6, BIG = 256 };
+
+/* Uneven, empty on some ranks, without elements, sharded by columns, direct with direct_min 1. */
+static const struct {
+    int unit;
+    const char *name;
+    fsdp_dtype dtype;
+    int group, frozen, ndim, shard_dim;
+    int64_t shape[2];
+} net[NUM] = {
+    {0, "a.w", FSDP_F32, 0, 0, 2, 0, {7, 5}},  {0, "a.b", FSDP_F32, 1, 0, 1, 0, {3, 0}},
+    {0, "a.f", FSDP_F32, 0, 1, 2, 0, {4, 4}},  {0, "a.z", FSDP_F32, 0, 0, 1, 0, {0, 0}},
+    {0, "a.k", FSDP_F32, 0, 0, 2, 1, {6, 10}}, {1, "b.w", FSDP_F32, 0, 0, 2, 0, {32, 8}},
+    {1, "b.b", FSDP_F32, 1, 0, 1, 0, {16, 0}}, {1, "b.x", FSDP_F32, -1, 0, 1, 0, {5, 0}},
+    {1, "b.v", FSDP_F32, 2, 0, 2, 0, {16, 4}}, {2, "c.w", FSDP_F64, 0, 0, 2, 0, {5, 3}},
+    {2, "c.b", FSDP_F64, 1, 0, 1, 0, {9, 0}},  {3, "d.w", FSDP_BF16, 0, 0, 2, 0, {9, 4}},
+    {3, "d.b", FSDP_BF16, 1, 0, 1, 0, {2, 0}}};
+
+static const struct {
+    const char *name;
+    int sgd, grouped;
+    double beta1, momentum, dampening, weight_decay;
+    int nesterov;
+} kinds[] = {{"adamw", 0, 0, 0, 0, 0, 0, 0},
+             {"adamw_groups", 0, 1, 0.3, 0, 0, 0.1, 0},
+             {"sgd", 1, 0, 0, 0, 0, 0, 0},
+             {"sgd_groups", 1, 1, 0, 0.9, 0.25, 0.1, 0},
+             {"sgd_nesterov", 1, 1, 0, 0.5, 0, 0, 1}};
+
+static const fsdp_optim_group groups[3] = {{0, 0}, {2, FSDP_OPTIM_ZERO}, {FSDP_OPTIM_ZERO, 0.5}};
+
+/* Which ranks use parameter p in a step. */
+static int uses(int step, int p, int rank) {
+    if (p % 4 == 1) return rank == 0;
+    return (step + p) % 3 != 0 || p == 9;
+}
+static int64_t numel_of(int p) { return net[p].shape[0] * (net[p].ndim > 1 ? net[p].shape[1] : 1); }
+
+static int group_of(void *user, const fsdp_param_view *v) {
+    CHECK(user == (const void *)net && v->requires_grad);
+    for (int p = 0; p < NUM; p++)
+        if (!strcmp(net[p].name, v->name)) return net[p].group;
+    CHECK(0);
+    return 0;
+}
+
+typedef struct { /* one rank's test */
+    int rank, world, kind, lanes;
+    int64_t direct_min;
+    fsdp_world *w;
+    fsdp_model *model;
+    fsdp_unit *unit[UNITS];
+    int index[NUM], updates[NUM];
+    fsdp_adamw *adamw;
+    fsdp_sgd *sgd;
+    w_heap *heap;
+    double full[NUM][BIG], m[NUM][BIG], v[NUM][BIG]; /* what has to come out: any dtype */
+} job;
+
+static void fill_rows(void *user, const fsdp_param_view *block) {
+    (void)user;
+    for (int64_t k = 0; k < block->numel; k++)
+        put(block->data, block->dtype, k,
+            golden_value((uint64_t)block->ordinal, (uint64_t)fsdp_view_index(block, k), 2));
+}
+
+static void make_model(job *j) {
+    fsdp_model_desc md = FSDP_ZERO;
+    md.direct_min = j->direct_min;
+    CALL(j->w, fsdp_model_create(j->w, &md, &j->model));
+    for (int u = 0; u < UNITS; u++) {
+        fsdp_param_desc d[NUM];
+        fsdp_unit_desc ud = FSDP_ZERO;
+        memset(d, 0, sizeof d);
+        for (int p = 0; p < NUM; p++) {
+            if (net[p].unit != u) continue;
+            j->index[p] = ud.num_params;
+            fsdp_param_desc *to = &d[ud.num_params++];
+            to->name = net[p].name, to->dtype = net[p].dtype, to->ndim = net[p].ndim;
+            to->frozen = net[p].frozen, to->shard_dim = net[p].shard_dim;
+            memcpy(to->shape, net[p].shape, sizeof net[p].shape);
+        }
+        ud.params = d;
+        CALL(j->w, fsdp_fully_shard(j->model, &ud, &j->unit[u]));
+    }
+    CALL(j->w, fsdp_init_params(j->model, fill_rows, NULL));
+    for (int p = 0; p < NUM; p++)
+        for (int64_t i = 0; i < numel_of(p); i++)
+            put(j->full[p], net[p].dtype, i, golden_value((uint64_t)p, (uint64_t)i, 2));
+}
+
+static void make_optimizer(job *j) {
+    fsdp_adamw_desc a = FSDP_ZERO;
+    fsdp_sgd_desc s = FSDP_ZERO;
+    a.beta1 = kinds[j->kind].beta1, a.weight_decay = s.weight_decay = kinds[j->kind].weight_decay;
+    s.momentum = kinds[j->kind].momentum, s.dampening = kinds[j->kind].dampening;
+    s.nesterov = kinds[j->kind].nesterov;
+    if (kinds[j->kind].grouped) {
+        a.num_groups = s.num_groups = 3;
+        memcpy(a.groups, groups, sizeof groups), memcpy(s.groups, groups, sizeof groups);
+        a.group = s.group = group_of;
+        a.user = s.user = (void *)(uintptr_t)net;
+    }
+    if (kinds[j->kind].sgd) CALL(j->w, fsdp_sgd_create(j->model, &s, &j->sgd));
+    else CALL(j->w, fsdp_adamw_create(j->model, kinds[j->kind].grouped ? &a : NULL, &j->adamw));
+}
+
+static void backward(job *j, int step) {
+    for (int u = 0; u < UNITS; u++) {
+        CALL(j->w, fsdp_pre_forward(j->unit[u]));
+        CALL(j->w, fsdp_post_forward(j->unit[u]));
+    }
+    for (int u = UNITS - 1; u >= 0; u--) {
+        CALL(j->w, fsdp_pre_backward(j->unit[u]));
+        for (int p = 0; p < NUM; p++) {
+            if (net[p].unit != u || net[p].frozen || !uses(step, p, j->rank)) continue;
+            void *g = fsdp_grad(j->unit[u], j->index[p]);
+            CHECK(g != NULL);
+            for (int64_t i = 0; i < numel_of(p); i++)
+                put(g, net[p].dtype, i,
+                    golden_value((uint64_t)(1000 * (step + 1) + 100 * j->rank + p), (uint64_t)i, 2));
+        }
+        CALL(j->w, fsdp_post_backward(j->unit[u]));
+    }
+    CALL(j->w, fsdp_finalize_backward(j->model));
+}
+
+/* The same update of whole tensors, with the gradients that the ranks have agreed on. */
+static void expect(job *j, double lr) {
+    static __thread double g[BIG];
+    for (int p = 0; p < NUM; p++) {
+        fsdp_param_view view;
+        int group = kinds[j->kind].grouped ? net[p].group : 0;
+        if (net[p].frozen) continue;
+        CALL(j->w, fsdp_param_view_get(j->unit[net[p].unit], j->index[p], &view));
+        CALL(j->w, fsdp_param_full_grad(j->unit[net[p].unit], j->index[p], g));
+        if (!view.shard_grad || group < 0) continue;
+        double decay = kinds[j->kind].weight_decay, scale = group == 1 ? 2 : group == 2 ? 0 : 1;
+        if (!kinds[j->kind].sgd && decay == 0) decay = 0.01;
+        if (group == 1) decay = 0;
+        if (group == 2) decay = 0.5;
+        fsdp_adamw_hyper a = {lr * scale, 0.9, 0.999, 1e-8, decay, ++j->updates[p]};
+        fsdp_sgd_hyper s = {lr * scale, 0, 0, decay, 0, 0, j->updates[p]};
+        if (kinds[j->kind].beta1 > 0) a.beta1 = kinds[j->kind].beta1;
+        s.momentum = kinds[j->kind].momentum, s.dampening = kinds[j->kind].dampening;
+        s.nesterov = kinds[j->kind].nesterov;
+        if (kinds[j->kind].sgd)
+            CHECK_OK(fsdp_sgd_update_as(net[p].dtype, j->full[p], g, j->m[p], numel_of(p), &s));
+        else
+            CHECK_OK(fsdp_adamw_update_as(net[p].dtype, j->full[p], g, j->m[p], j->v[p], numel_of(p), &a));
+    }
+}
+
+static void check_state(job *j, int p, const fsdp_param_view *view) {
+    fsdp_optim_state s;
+    size_t size = net[p].dtype == FSDP_F64 ? 8 : 4;
+    int group = net[p].frozen ? -1 : kinds[j->kind].grouped ? net[p].group : 0;
+    if (j->sgd) CALL(j->w, fsdp_sgd_state(j->sgd, p, &s));
+    else CALL(j->w, fsdp_adamw_state(j->adamw, p, &s));
+    W_CHECK(s.group == group, "%s: group %d", net[p].name, s.group);
+    if (group < 0) W_CHECK(!s.step && !s.first && !s.second, "%s", net[p].name);
+    if (group < 0) return;
+    W_CHECK(s.numel == view->numel && *s.step == j->updates[p], "%s: %lld updates, not %d", net[p].name,
+            (long long)*s.step, j->updates[p]);
+    W_CHECK((s.first != NULL) == (!j->sgd || kinds[j->kind].momentum > 0), "%s", net[p].name);
+    W_CHECK((s.second != NULL) == !j->sgd, "%s", net[p].name);
+    for (int64_t k = 0; k < view->numel; k++) {
+        size_t mine = (size_t)k * size, whole = (size_t)fsdp_view_index(view, k) * size;
+        if (s.first) CHECK_EQ_MEM((char *)s.first + mine, (char *)j->m[p] + whole, size);
+        if (s.second) CHECK_EQ_MEM((char *)s.second + mine, (char *)j->v[p] + whole, size);
+    }
+}
+
+/* Every element of the flat blocks that belongs to no row is zero. */
+static void check_padding(job *j) {
+    for (fsdp_dtype d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        fsdp_flat flat;
+        fsdp_param_view view = FSDP_ZERO;
+        CALL(j->w, fsdp_model_flat(j->model, d, &flat));
+        size_t nbytes = (size_t)flat.numel * fsdp_dtype_size(d);
+        char *taken = (char *)calloc(nbytes + 1, 1);
+        CHECK(taken != NULL);
+        while (fsdp_next_param(j->model, &view))
+            if (view.dtype == d && view.requires_grad)
+                memset(taken + ((char *)view.shard - (char *)flat.shards), 1,
+                       (size_t)view.numel * fsdp_dtype_size(d));
+        for (size_t i = 0; i < nbytes; i++)
+            W_CHECK(taken[i] || !((char *)flat.shards)[i], "byte %zu of the padding is not 0", i);
+        free(taken);
+    }
+}
+
+static void check_all(job *j) {
+    static __thread double got[BIG];
+    for (int p = 0; p < NUM; p++) {
+        fsdp_param_view view;
+        CALL(j->w, fsdp_param_full(j->unit[net[p].unit], j->index[p], got));
+        W_CHECK(!memcmp(got, j->full[p], (size_t)numel_of(p) * fsdp_dtype_size(net[p].dtype)),
+                "parameter %s is not what one rank alone computes", net[p].name);
+        CALL(j->w, fsdp_param_view_get(j->unit[net[p].unit], j->index[p], &view));
+        check_state(j, p, &view);
+    }
+    check_padding(j);
+}
+
+static void train(job *j) {
+    int64_t before = 0;
+    fsdp_memory empty, full;
+    make_model(j);
+    CALL(j->w, fsdp_model_memory(j->model, &empty));
+    make_optimizer(j);
+    CALL(j->w, fsdp_model_memory(j->model, &full));
+    CHECK(full.host_bytes > empty.host_bytes && full.total_bytes == empty.total_bytes);
+    int64_t held = j->sgd ? fsdp_sgd_nbytes(j->sgd) : fsdp_adamw_nbytes(j->adamw);
+    CHECK_EQ_INT(full.host_bytes - empty.host_bytes, held);
+    for (int step = 0; step < STEPS; step++) {
+        double lr = 0.01 * (step + 1);
+        snprintf(w_case, sizeof w_case, "%s, rank %d of %d, direct_min %lld, lanes %d, step %d", kinds[j->kind].name,
+                 j->rank, j->world, (long long)j->direct_min, j->lanes, step);
+        if (step == 3) before = __atomic_load_n(&j->heap->total, __ATOMIC_SEQ_CST);
+        backward(j, step);
+        expect(j, lr);
+        if (j->sgd) CALL(j->w, fsdp_sgd_step(j->sgd, lr));
+        else CALL(j->w, fsdp_adamw_step(j->adamw, lr));
+        check_all(j);
+        CALL(j->w, fsdp_zero_grad(j->model));
+    }
+    W_CHECK(__atomic_load_n(&j->heap->total, __ATOMIC_SEQ_CST) == before, "a step has allocated");
+    int updated = 0;
+    for (int p = 0; p < NUM; p++) updated += j->updates[p] > 0 && j->updates[p] < STEPS;
+    CHECK(updated > 2); /* some were skipped now and then */
+}
+
+typedef struct {
+    int kind, lanes;
+    int64_t direct_min;
+    fsdp_threads threads;
+    w_heap heap[4];
+    void (*body)(job *j);
+} start;
+
+static void on_rank(int rank, int world, void *arg) {
+    start *s = (start *)arg;
+    job *j = (job *)calloc(1, sizeof *j);
+    CHECK(j != NULL);
+    fsdp_world_desc d = w_desc(rank, world, &s->threads, "optim", s->lanes);
+    j->heap = &s->heap[rank];
+    w_heap_use(j->heap, &d);
+    j->rank = rank, j->world = world, j->kind = s->kind, j->lanes = s->lanes;
+    j->direct_min = s->direct_min;
+    CALL(NULL, fsdp_init(&d, &j->w));
+    s->body(j);
+    (void)fsdp_shutdown(j->w);
+    free(j);
+}
+
+static void launch(int world, int kind, int64_t direct_min, int lanes, void (*body)(job *j)) {
+    start *s = (start *)calloc(1, sizeof *s);
+    CHECK(s != NULL);
+    s->kind = kind, s->lanes = lanes, s->direct_min = direct_min, s->body = body;
+    s->threads.size = world;
+    h_ranks_thread(world, on_rank, s);
+    for (int r = 0; r < world; r++) { /* the optimizers went with their worlds */
+        CHECK_EQ_INT(s->heap[r].live, 0);
+        CHECK_EQ_INT(s->heap[r].live_bytes, 0);
+    }
+    free(s);
+}
+
+TEST_P(optim, sharded, kinds) {
+    static const int64_t direct[] = {0, 1, FSDP_DIRECT_NEVER};
+    int runs = 0;
+    for (int world = 1; world <= 4; world++)
+        for (int d = 0; d < 3; d++, runs++) launch(world, (int)(row - kinds), direct[d], 0, train);
+    for (int world = 2; world <= 3; world++, runs++) launch(world, (int)(row - kinds), 1, 1, train);
+    h_message("%s: %d models of %d parameters, %d steps each", row->name, runs, NUM, STEPS);
+}
+
+/* Optimizers that end before their model leave nothing behind. */
+static void destroy_early(job *j) {
+    fsdp_adamw *second;
+    fsdp_memory before, after;
+    make_model(j);
+    CALL(j->w, fsdp_model_memory(j->model, &before));
+    int64_t live = j->heap->live, bytes = j->heap->live_bytes;
+    make_optimizer(j);
+    CALL(j->w, fsdp_adamw_create(j->model, NULL, &second));
+    fsdp_sgd_destroy(j->sgd);
+    fsdp_adamw_destroy(j->adamw);
+    fsdp_adamw_destroy(second);
+    fsdp_adamw_destroy(NULL);
+    fsdp_sgd_destroy(NULL);
+    CALL(j->w, fsdp_model_memory(j->model, &after));
+    CHECK_EQ_INT(after.host_bytes, before.host_bytes);
+    CHECK_EQ_INT(j->heap->live, live);
+    CHECK_EQ_INT(j->heap->live_bytes, bytes);
+    CALL(j->w, fsdp_adamw_create(j->model, NULL, &second)); /* left to the model */
+    fsdp_model_destroy(j->model);
+}
+TEST_P(optim, destroy, kinds) { launch(1, (int)(row - kinds), 0, 0, destroy_early); }
+
+/* Two optimizers share a model: each leaves the other's parameters alone. */
+static int even_ones(void *user, const fsdp_param_view *v) { return (v->ordinal % 2 == 0) == (user != NULL) ? 0 : -1; }
+
+static void two_optimizers(job *j) {
+    static __thread double before[NUM][BIG], after[BIG];
+    fsdp_adamw_desc a = FSDP_ZERO;
+    fsdp_sgd_desc s = FSDP_ZERO;
+    make_model(j);
+    a.group = s.group = even_ones;
+    a.user = &a;
+    CALL(j->w, fsdp_adamw_create(j->model, &a, &j->adamw));
+    CALL(j->w, fsdp_sgd_create(j->model, &s, &j->sgd));
+    backward(j, 1);
+    for (int turn = 0; turn < 2; turn++) {
+        for (int p = 0; p < NUM; p++) CALL(j->w, fsdp_param_full(j->unit[net[p].unit], j->index[p], before[p]));
+        if (turn) CALL(j->w, fsdp_sgd_step(j->sgd, 0.5));
+        else CALL(j->w, fsdp_adamw_step(j->adamw, 0.5));
+        for (int p = 0; p < NUM; p++) {
+            fsdp_param_view view;
+            CALL(j->w, fsdp_param_view_get(j->unit[net[p].unit], j->index[p], &view));
+            CALL(j->w, fsdp_param_full(j->unit[net[p].unit], j->index[p], after));
+            int same = !memcmp(before[p], after, (size_t)numel_of(p) * fsdp_dtype_size(net[p].dtype));
+            int mine = (p % 2 == 0) == (turn == 0) && view.shard_grad && numel_of(p) > 0;
+            CHECK_MSG(same == !mine, "%s in turn %d", net[p].name, turn);
+        }
+    }
+}
+TEST(optim, two_optimizers) { launch(2, 0, 0, 0, two_optimizers); }
+
+/* Neighbours without padding between them are one loop. */
+static int64_t loops, looped;
+static void count_loop(fsdpi_optim *o, const fsdpi_optim_run *r, void *first, void *second, double lr) {
+    (void)o, (void)first, (void)second, (void)lr;
+    loops++;
+    looped += r->numel;
+}
+
+static void one_loop(job *j) {
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_unit *unit[3];
+    md.direct_min = 1;
+    CALL(j->w, fsdp_model_create(j->w, &md, &j->model));
+    for (int u = 0; u < 3; u++) { /* packed and direct ones: in memory not in this order */
+        fsdp_param_desc d[4] = {fsdp_vec("b", 8), fsdp_mat("w", 32, 32), fsdp_mat("v", 8, 1), fsdp_mat("x", 64, 16)};
+        fsdp_unit_desc ud = FSDP_ZERO;
+        ud.params = d, ud.num_params = 4;
+        CALL(j->w, fsdp_fully_shard(j->model, &ud, &unit[u]));
+    }
+    CALL(j->w, fsdp_adamw_create(j->model, NULL, &j->adamw));
+    for (int step = 0; step < 2; step++) {
+        for (int u = 0; u < 3; u++) {
+            CALL(j->w, fsdp_pre_forward(unit[u]));
+            CALL(j->w, fsdp_post_forward(unit[u]));
+        }
+        for (int u = 2; u >= 0; u--) {
+            CALL(j->w, fsdp_pre_backward(unit[u]));
+            for (int i = 0; i < 4; i++)
+                if (step == 0 || u != 1 || i != 1) CHECK(fsdp_grad(unit[u], i) != NULL);
+            CALL(j->w, fsdp_post_backward(unit[u]));
+        }
+        CALL(j->w, fsdp_finalize_backward(j->model));
+        loops = looped = 0;
+        CALL(j->w, fsdpi_optim_step(&j->adamw->base, 0.1, "test", count_loop));
+        CHECK_EQ_INT(looped, (3 * 2064 - (step ? 1024 : 0)) / j->world);
+        CHECK_EQ_INT(loops, step ? 2 : 1);
+        CALL(j->w, fsdp_zero_grad(j->model));
+    }
+}
+TEST(optim, one_loop) { launch(1, 0, 0, 0, one_loop); }
+
+/* ---- refused --------------------------------------------------------------------------------- */
+
+static double from_bits(uint64_t u) {
+    double x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+
+static int wrong_group(void *user, const fsdp_param_view *v) { return v->ordinal == 5 ? *(int *)user : 0; }
+
+static void refuse_descs(job *j) {
+    static const double bad[] = {-0.5, -2, 1, 1.5};
+    double not_numbers[2];
+    fsdp_adamw *a = NULL;
+    fsdp_sgd *s = NULL;
+    not_numbers[0] = from_bits(0x7FF0000000000000u), not_numbers[1] = from_bits(0x7FF8000000000000u);
+    make_model(j);
+    int64_t live = j->heap->live;
+    for (int i = 0; i < 6; i++) {
+        double x = i < 4 ? bad[i] : not_numbers[i - 4];
+        for (int field = 0; field < 6; field++) {
+            fsdp_adamw_desc d = FSDP_ZERO;
+            d.num_groups = 1;
+            double *to[] = {&d.beta1, &d.beta2, &d.eps, &d.weight_decay, &d.groups[0].lr_scale, &d.groups[0].weight_decay};
+            if (field > 1 && (i == 2 || i == 3)) continue; /* 1 and more are fine there */
+            *to[field] = x;
+            CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+            CHECK(a == NULL && strstr(fsdp_last_error(j->w), "adamw_create: desc."));
+        }
+        for (int field = 0; field < 3 && i != 2 && i != 3; field++) {
+            fsdp_sgd_desc d = FSDP_ZERO;
+            double *to[] = {&d.momentum, &d.dampening, &d.weight_decay};
+            *to[field] = x;
+            CHECK_STATUS(fsdp_sgd_create(j->model, &d, &s), FSDP_ERR_INVALID_ARG);
+            CHECK(s == NULL);
+        }
+    }
+    fsdp_adamw_desc d = FSDP_ZERO;
+    fsdp_sgd_desc e = FSDP_ZERO;
+    d.num_groups = 9;
+    CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+    d.num_groups = -1;
+    CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+    d.num_groups = 2, d.start_canary = 1;
+    CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+    d.start_canary = 0, d.end_canary = 1;
+    CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+    d.end_canary = 0, d.size = 4000;
+    CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+    int group = 2;
+    d.size = 0, d.group = wrong_group, d.user = &group;
+    CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(j->w), "'b.w'"));
+    e.nesterov = 1;
+    CHECK_STATUS(fsdp_sgd_create(j->model, &e, &s), FSDP_ERR_INVALID_ARG);
+    e.momentum = 0.9, e.dampening = 0.1;
+    CHECK_STATUS(fsdp_sgd_create(j->model, &e, &s), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_create(NULL, NULL, &a), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_create(j->model, NULL, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_sgd_create(NULL, NULL, &s), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_sgd_create(j->model, NULL, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_step(NULL, 0.1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_sgd_step(NULL, 0.1), FSDP_ERR_INVALID_ARG);
+    CHECK(fsdp_adamw_nbytes(NULL) == 0 && fsdp_sgd_nbytes(NULL) == 0);
+    CHECK(a == NULL && s == NULL);
+    CHECK_EQ_INT(j->heap->live, live);
+    fsdp_optim_state state;
+    group = 1;
+    CALL(j->w, fsdp_adamw_create(j->model, &d, &a));
+    CHECK_STATUS(fsdp_adamw_state(a, NUM, &state), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_state(a, -1, &state), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_state(a, 0, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_state(NULL, 0, &state), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_sgd_state(NULL, 0, &state), FSDP_ERR_INVALID_ARG);
+}
+TEST(optim, create_refuses) { launch(1, 0, 0, 0, refuse_descs); }
+
+static void expect_unchanged(job *j) {
+    for (int p = 0; p < NUM; p++) {
+        fsdp_param_view view;
+        fsdp_optim_state s;
+        CHECK_OK(fsdp_param_view_get(j->unit[net[p].unit], j->index[p], &view));
+        for (int64_t k = 0; k < view.numel; k++)
+            CHECK(bits64(get(view.data, net[p].dtype, k)) ==
+                  bits64(get(j->full[p], net[p].dtype, fsdp_view_index(&view, k))));
+        CHECK_OK(fsdp_adamw_state(j->adamw, p, &s));
+        CHECK(!s.step || *s.step == 0);
+    }
+}
+
+static void refuse_steps(job *j) {
+    make_model(j);
+    make_optimizer(j);
+    CHECK_OK(fsdp_adamw_step(j->adamw, 0.1)); /* no gradients yet: nothing to do */
+    expect_unchanged(j);
+    backward(j, 1);
+    CHECK_STATUS(fsdp_adamw_step(j->adamw, -0.1), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(j->w), "adamw_step: lr is -0.1"));
+    CHECK_STATUS(fsdp_adamw_step(j->adamw, from_bits(0x7FF0000000000000u)), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_step(j->adamw, from_bits(0x7FF8000000000000u)), FSDP_ERR_INVALID_ARG);
+    expect_unchanged(j);
+    CALL(j->w, fsdp_pre_forward(j->unit[1]));
+    CHECK_STATUS(fsdp_adamw_step(j->adamw, 0.1), FSDP_ERR_INVALID_STATE);
+    expect_unchanged(j);
+    CALL(j->w, fsdp_post_forward(j->unit[1]));
+    CALL(j->w, fsdp_pre_backward(j->unit[1]));
+    CALL(j->w, fsdp_post_backward(j->unit[1]));
+    CHECK_STATUS(fsdp_adamw_step(j->adamw, 0.1), FSDP_ERR_INVALID_STATE); /* no finalize */
+    expect_unchanged(j);
+    CALL(j->w, fsdp_finalize_backward(j->model));
+    CALL(j->w, fsdp_barrier(j->w));
+    if (j->rank == 0) fsdp_abort(j->w, "a test");
+    while (!fsdpi_failed(j->w)) (void)fsdp_barrier(j->w);
+    CHECK_STATUS(fsdp_adamw_step(j->adamw, 0.1), FSDP_ERR_ABORTED);
+}
+TEST(optim, step_refuses) {
+    launch(1, 0, 0, 0, refuse_steps);
+    launch(2, 0, 0, 0, refuse_steps);
+    launch(2, 0, 1, 1, refuse_steps);
+}
+
+/* Each allocation of a creation fails once: an error, nothing kept; then it succeeds. */
+static void out_of_memory(job *j) {
+    make_model(j);
+    int64_t live = j->heap->live, n = 0;
+    fsdp_memory before, after;
+    CALL(j->w, fsdp_model_memory(j->model, &before));
+    for (;; n++) {
+        fsdp_adamw *a = NULL;
+        __atomic_store_n(&j->heap->fail_at, j->heap->total + n, __ATOMIC_SEQ_CST);
+        fsdp_status status = fsdp_adamw_create(j->model, NULL, &a);
+        __atomic_store_n(&j->heap->fail_at, (int64_t)-1, __ATOMIC_SEQ_CST);
+        if (!status) break;
+        CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
+        CHECK(a == NULL && j->heap->live == live);
+        CALL(j->w, fsdp_model_memory(j->model, &after));
+        CHECK_EQ_INT(after.host_bytes, before.host_bytes);
+    }
+    CHECK_EQ_INT(n, 3); /* table, state, and the model's note of it */
+}
+TEST(optim, out_of_memory) { launch(1, 0, 0, 0, out_of_memory); }
+
+/* ---- clip_grad_norm against PyTorch's numbers --------------------------------------------------- */
+
+enum { TENSORS = 16 };
+typedef struct {
+    double max_norm, total;
+    int count;
+    int64_t numel[TENSORS];
+    uint64_t seed[TENSORS];
+    double *result[TENSORS];
+    fsdp_threads threads;
+} clip;
+
+/* Every rank has the same gradients, so their mean is exact for 1, 2 and 4 ranks. */
+static void clip_on_rank(int rank, int world, void *arg) {
+    clip *c = (clip *)arg;
+    fsdp_world_desc d = w_desc(rank, world, &c->threads, "clip", 0);
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_param_desc p[TENSORS];
+    fsdp_world *w;
+    fsdp_model *model;
+    fsdp_unit *unit;
+    double norm;
+    CALL(NULL, fsdp_init(&d, &w));
+    CALL(w, fsdp_model_create(w, NULL, &model));
+    for (int i = 0; i < c->count; i++) p[i] = fsdp_vec(NULL, c->numel[i]);
+    ud.params = p, ud.num_params = c->count;
+    CALL(w, fsdp_fully_shard(model, &ud, &unit));
+    CALL(w, fsdp_pre_forward(unit));
+    CALL(w, fsdp_post_forward(unit));
+    CALL(w, fsdp_pre_backward(unit));
+    for (int i = 0; i < c->count; i++)
+        golden_fill((float *)fsdp_grad(unit, i), c->seed[i], c->numel[i], 2);
+    CALL(w, fsdp_post_backward(unit));
+    CALL(w, fsdp_finalize_backward(model));
+    CALL(w, fsdp_clip_grad_norm(model, c->max_norm, &norm));
+    CHECK_NEAR(norm, c->total, 4e-6 + 4e-6 * c->total);
+    for (int i = 0; i < c->count; i++) {
+        fsdp_param_view v;
+        CALL(w, fsdp_param_view_get(unit, i, &v));
+        for (int64_t k = 0; k < v.numel; k++) {
+            double want = c->result[i][fsdp_view_index(&v, k)];
+            CHECK_NEAR((double)((float *)v.shard_grad)[k], want, 4e-6 + 4e-6 * fabs(want));
+        }
+    }
+    CHECK_OK(fsdp_shutdown(w));
+}
+
+TEST(golden_optim, clip_grad_norm) {
+    static clip c;
+    golden g;
+    int cases = 0, others = 0;
+    GOLDEN_OPEN(&g, "optim.txt", "optim");
+    while (golden_case(&g)) {
+        double p = 0;
+        memset(&c, 0, sizeof c);
+        while (golden_line(&g)) {
+            if (golden_is(&g, "clip")) {
+                p = golden_num(&g), c.max_norm = golden_num(&g);
+                CHECK(golden_int(&g) <= TENSORS);
+            } else if (golden_is(&g, "tensor") && p > 0) {
+                c.numel[c.count] = golden_int(&g);
+                c.seed[c.count++] = golden_seed(&g);
+            } else if (golden_is(&g, "total")) {
+                c.total = golden_num(&g);
+            } else if (golden_is(&g, "result")) {
+                int64_t i = golden_int(&g);
+                CHECK(i >= 0 && i < c.count);
+                c.result[i] = (double *)calloc((size_t)c.numel[i] + 1, sizeof **c.result);
+                golden_nums(&g, c.numel[i], c.result[i]);
+            }
+        }
+        int two = p > 1.5 && p < 2.5; /* the only norm so far */
+        others += p > 0 && !two;
+        cases += two;
+        for (int world = 1; world <= 4 && two; world *= 2) {
+            memset(&c.threads, 0, sizeof c.threads);
+            c.threads.size = world;
+            h_ranks_thread(world, clip_on_rank, &c);
+        }
+        for (int i = 0; i < c.count; i++) free(c.result[i]);
+    }
+    GOLDEN_CLOSE(&g);
+    h_message("%d cases on 1, 2 and 4 ranks; %d cases with another norm than p = 2 left out", cases, others);
+}

@@ -1,0 +1,596 @@
+/* test_shm_faults.c - ranks of the shm backend that die, stall, differ or never come; no memory; and
+   nothing left behind. What every backend has to do on failure is in conformance.c. */
+#include "harness.h"
+#include <dirent.h> /* opendir */
+#define FSDP_IMPLEMENTATION
+#include "fsdp.h"
+
+enum { COUNT = 64, BLOCK = 4096 };
+
+typedef struct {
+    int world, threads, timeout_ms;
+    int64_t (*now)(void *);
+    fsdp_allocator allocator;
+    char job[64];
+    fsdp_threads common;
+    int pids[8]; /* of ranks that say so; in memory of all */
+    void *extra;
+} setup;
+
+/* In memory that forked ranks share. */
+static setup *make_setup(int world, int threads, int timeout_ms) {
+    setup *s = (setup *)mmap(NULL, sizeof *s, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(s != (setup *)MAP_FAILED);
+    s->world = world, s->threads = threads, s->timeout_ms = timeout_ms, s->now = fsdpi_monotonic_ns;
+    s->common.size = world;
+    s->allocator.alloc = fsdpi_libc_alloc;
+    s->allocator.free = fsdpi_libc_free;
+    snprintf(s->job, sizeof s->job, "faults-%d-%lld", (int)getpid(), (long long)h_now_ms());
+    return s;
+}
+
+static void run(setup *s, h_rank_fn fn) {
+    if (s->threads) h_ranks_thread(s->world, fn, s);
+    else h_ranks_proc(s->world, fn, s);
+}
+
+typedef struct {
+    const fsdp_comm_ops *ops;
+    fsdp_comm *comm;
+    char *src, *dst;
+    uint64_t seq;
+} rank_state;
+
+static fsdp_status open_as(rank_state *r, setup *s, int rank, int world) {
+    fsdp_boot b;
+    fsdp_caps caps;
+    memset(&b, 0, sizeof b);
+    memset(r, 0, sizeof *r);
+    b.rank = rank, b.size = world, b.timeout_ns = (int64_t)s->timeout_ms * 1000000, b.job = s->job;
+    b.threads = s->threads ? &s->common : NULL;
+    b.allocator = s->allocator, b.clock.now_ns = s->now;
+    r->ops = fsdp_shm_comm_ops();
+    return r->ops->open(&b, &caps, &r->comm);
+}
+
+static rank_state begin(int rank, setup *s) {
+    rank_state r;
+    fsdp_status status = open_as(&r, s, rank, s->world);
+    CHECK_MSG(!status, "%s", r.ops->error_text(NULL));
+    CHECK_OK(r.ops->alloc(r.comm, BLOCK, (void **)&r.src));
+    CHECK_OK(r.ops->alloc(r.comm, BLOCK, (void **)&r.dst));
+    return r;
+}
+
+static const fsdp_seg seg = {0, 0, COUNT};
+
+static fsdp_coll coll(rank_state *r, int kind, const char *what, int state) {
+    fsdp_coll c;
+    memset(&c, 0, sizeof c);
+    c.kind = (uint8_t)kind, c.dtype = c.out_dtype = FSDP_F32, c.state = (uint8_t)state, c.scale = 1.0;
+    c.what = what, c.seq = ++r->seq, c.src = r->src, c.dst = r->dst, c.count = COUNT;
+    if (kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER) c.segs = &seg, c.num_segs = 1;
+    return c;
+}
+
+static fsdp_status one(rank_state *r, fsdp_comm *comm, int kind, const char *what, int state) {
+    fsdp_coll c = coll(r, kind, what, state);
+    return r->ops->run(comm, &c);
+}
+
+static fsdp_comm *group_of_all(rank_state *r, int rank, int world, const char *name) {
+    int32_t all[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    fsdp_group g = {0, rank, world, 0, all, name};
+    fsdp_comm *out;
+    fsdp_status status = r->ops->split(r->comm, &g, &out);
+    CHECK_MSG(!status, "%s", r->ops->error_text(r->comm));
+    return out;
+}
+
+static void says(const char *text, const char *part) { CHECK_MSG(strstr(text, part), "\"%s\" does not say \"%s\"", text, part); }
+static void told(rank_state *r, const char *part) { says(r->ops->error_text(r->comm), part); }
+
+/* ---- a rank that dies ------------------------------------------------------------------------ */
+
+typedef struct {
+    const char *name;
+    int kind, inside;
+} death;
+static const death deaths[] = {
+    {"all_gather", FSDP_OP_ALL_GATHER, 0},         {"reduce_scatter", FSDP_OP_REDUCE_SCATTER, 0},
+    {"all_reduce", FSDP_OP_ALL_REDUCE, 0},         {"broadcast", FSDP_OP_BROADCAST, 0},
+    {"split", -1, 0},                              {"all_gather/inside", FSDP_OP_ALL_GATHER, 1},
+    {"reduce_scatter/inside", FSDP_OP_REDUCE_SCATTER, 1}};
+
+static void *die_soon(void *arg) {
+    (void)arg;
+    usleep(30000);
+    h_rank = 1;
+    h_die(SIGKILL);
+}
+
+static void killed(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    const death *d = (const death *)s->extra;
+    rank_state r = begin(rank, s);
+    pthread_t thread;
+    CHECK_OK(one(&r, r.comm, FSDP_OP_REDUCE_SCATTER, "h.4", FSDP_STATE_POST_BACKWARD));
+    if (rank == 1 && !d->inside) usleep(50000), h_die(SIGKILL);
+    if (rank == 1) pthread_create(&thread, NULL, die_soon, NULL);
+    if (rank == 2 && d->inside) usleep(100000);
+    int64_t start = h_now_ms();
+    if (d->kind < 0) {
+        int32_t all[3] = {0, 1, 2};
+        fsdp_group g = {0, rank, world, 0, all, "later"};
+        fsdp_comm *out;
+        CHECK_STATUS(r.ops->split(r.comm, &g, &out), FSDP_ERR_PEER_LOST);
+        CHECK(out == NULL);
+    } else {
+        CHECK_STATUS(one(&r, r.comm, d->kind, "h.3", FSDP_STATE_FORWARD), FSDP_ERR_PEER_LOST);
+        told(&r, " of 'h.3' (forward, op 2): ");
+        told(&r, fsdp_op_name(d->kind));
+    }
+    CHECK(h_now_ms() - start < 1000);
+    told(&r, rank ? "rank 2: " : "rank 0: ");
+    told(&r, "rank 1 has died (process ");
+    if (!d->inside) told(&r, "its last operation was reduce_scatter of 'h.4' (post_backward, op 1), 0.");
+    start = h_now_ms();
+    CHECK_STATUS(one(&r, r.comm, FSDP_OP_BROADCAST, "next", 0), FSDP_ERR_PEER_LOST); /* sticky, at once */
+    CHECK(h_now_ms() - start < 40);
+    told(&r, "rank 1 has died");
+    told(&r, "broadcast of 'next' (op ");
+    r.ops->close(r.comm);
+}
+TEST_P(shm_faults, killed_rank, deaths) {
+    setup *s = make_setup(3, 0, 20000);
+    s->extra = (void *)(uintptr_t)row;
+    run(s, killed);
+}
+
+static void ends_without_closing(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    rank_state r;
+    (void)world;
+    if (rank == 1) {
+        pid_t pid = fork(); /* the rank proper; a test may not end early itself */
+        if (pid == 0) r = begin(1, s), _exit(0);
+        CHECK_EQ_INT(waitpid(pid, NULL, 0), pid);
+        return;
+    }
+    r = begin(0, s);
+    CHECK_STATUS(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.0", 0), FSDP_ERR_PEER_LOST);
+    told(&r, "rank 1 has died");
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, exit_without_close) { run(make_setup(2, 0, 20000), ends_without_closing); }
+
+/* ---- a rank that stalls ---------------------------------------------------------------------- */
+
+static void stopped(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    rank_state r = begin(rank, s);
+    s->pids[rank] = (int)getpid();
+    CHECK_OK(one(&r, r.comm, FSDP_OP_REDUCE_SCATTER, "h.4", FSDP_STATE_POST_BACKWARD));
+    int64_t start = h_now_ms();
+    if (rank == 2) raise(SIGSTOP);
+    CHECK_STATUS(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", FSDP_STATE_FORWARD), FSDP_ERR_TIMEOUT);
+    told(&r, ": all_gather of 'h.3' (forward, op 2): rank 2 has not come within 0.4 s; its last operation was "
+             "reduce_scatter of 'h.4' (post_backward, op 1), 0.");
+    if (rank < 2) CHECK_MSG(h_now_ms() - start >= 390 && h_now_ms() - start <= 600, "%lld ms", (long long)(h_now_ms() - start));
+    if (rank == 0) usleep(20000), kill(s->pids[world - 1], SIGCONT);
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, stopped_rank) { run(make_setup(3, 0, 400), stopped); }
+
+static void late(int rank, int world, void *arg) {
+    rank_state r = begin(rank, (setup *)arg);
+    (void)world;
+    if (rank == 1) usleep(300000);
+    CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", 0));
+    if (rank == 0) usleep(300000);
+    CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_REDUCE, "h.3", 0));
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, late_rank_is_in_time) {
+    run(make_setup(2, 0, 1000), late);
+    run(make_setup(2, 1, 1000), late);
+}
+
+/* Two ranks wait for each other in different groups: the text says where each one is. */
+static void crossed(int rank, int world, void *arg) {
+    rank_state r = begin(rank, (setup *)arg);
+    fsdp_comm *a = group_of_all(&r, rank, world, "shard"), *b = group_of_all(&r, rank, world, "replicate");
+    fsdp_comm *mine = rank ? b : a;
+    fsdp_status status = one(&r, mine, rank ? FSDP_OP_ALL_REDUCE : FSDP_OP_ALL_GATHER, rank ? "norm" : "h.3", 0);
+    CHECK_STATUS(status, FSDP_ERR_TIMEOUT);
+    const char *text = r.ops->error_text(mine);
+    says(text, "all_reduce of 'norm' on 'replicate' (op 1)");
+    says(text, "all_gather of 'h.3' on 'shard' (op 1)");
+    says(text, "it is in ");
+    r.ops->close(a);
+    r.ops->close(b);
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, crossed_groups) {
+    run(make_setup(2, 0, 300), crossed);
+    run(make_setup(2, 1, 300), crossed);
+}
+
+static int64_t jump_ns;
+static int64_t jumping_clock(void *user) { return fsdpi_monotonic_ns(user) + __atomic_load_n(&jump_ns, __ATOMIC_SEQ_CST); }
+
+static void other_clock(int rank, int world, void *arg) {
+    rank_state r = begin(rank, (setup *)arg);
+    int64_t start = h_now_ms();
+    (void)world;
+    if (rank == 1) {
+        usleep(50000);
+        __atomic_store_n(&jump_ns, (int64_t)7200 * 1000000000, __ATOMIC_SEQ_CST); /* two hours later */
+        while (!r.ops->poll(r.comm) && h_now_ms() - start < 2000) usleep(1000);
+    }
+    CHECK_STATUS(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", 0), FSDP_ERR_TIMEOUT);
+    told(&r, "rank 1 has not come within 3600.0 s");
+    CHECK(h_now_ms() - start < 1000);
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, deadlines_follow_the_clock_of_the_desc) {
+    setup *s = make_setup(2, 1, 3600000);
+    s->now = jumping_clock;
+    run(s, other_clock);
+}
+
+/* ---- ranks that differ ----------------------------------------------------------------------- */
+
+typedef struct {
+    const char *name;
+    int threads, field;
+    const char *differs, *left, *right;
+} mismatch;
+enum { OTHER_OP, OTHER_UNIT, OTHER_DTYPE, OTHER_COUNT, OTHER_STATE, OTHER_ROOT, OTHER_REDOP, OTHER_PLACE, OTHER_SEGS };
+#define ROWS(mode, threads)                                                                                     \
+    {mode "/op", threads, OTHER_OP, "operation", "all_gather of 'h.3'", "all_reduce of 'h.3'"},                 \
+    {mode "/unit", threads, OTHER_UNIT, "unit", "all_gather of 'h.3'", "all_gather of 'h.7'"},                  \
+    {mode "/dtype", threads, OTHER_DTYPE, "dtype", "64 elements of f32", "64 elements of bf16"},                \
+    {mode "/count", threads, OTHER_COUNT, "count, segments", "64 elements of f32", "63 elements of f32"},       \
+    {mode "/state", threads, OTHER_STATE, "state", "'h.3' (forward, op 1)", "'h.3' (pre_backward, op 1)"},      \
+    {mode "/root", threads, OTHER_ROOT, "root", "ranks 0, 1: broadcast", "rank 2: broadcast"},                   \
+    {mode "/redop", threads, OTHER_REDOP, "reduction", "ranks 0, 1: all_reduce", "rank 2: all_reduce"},         \
+    {mode "/place", threads, OTHER_PLACE, "buffer", "ranks 0, 1: all_gather", "rank 2: all_gather"},            \
+    {mode "/segments", threads, OTHER_SEGS, "segments", "ranks 0, 1: all_gather", "rank 2: all_gather"}
+static const mismatch mismatches[] = {ROWS("processes", 0), ROWS("threads", 1)};
+
+static void differ(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    const mismatch *m = (const mismatch *)s->extra;
+    rank_state r = begin(rank, s);
+    fsdp_seg mine = seg;
+    int kind = m->field == OTHER_ROOT ? FSDP_OP_BROADCAST : m->field == OTHER_REDOP ? FSDP_OP_ALL_REDUCE : FSDP_OP_ALL_GATHER;
+    int odd = rank == world - 1;
+    fsdp_coll c = coll(&r, odd && m->field == OTHER_OP ? FSDP_OP_ALL_REDUCE : kind, odd && m->field == OTHER_UNIT ? "h.7" : "h.3",
+                       odd && m->field == OTHER_STATE ? FSDP_STATE_PRE_BACKWARD : FSDP_STATE_FORWARD);
+    if (c.segs) c.segs = &mine;
+    if (odd && m->field == OTHER_DTYPE) c.dtype = FSDP_BF16;
+    if (odd && m->field == OTHER_COUNT) c.count = 63, mine.count = 63;
+    if (odd && m->field == OTHER_ROOT) c.root = 1;
+    if (odd && m->field == OTHER_REDOP) c.redop = FSDP_MAX;
+    if (odd && m->field == OTHER_PLACE) c.src = r.src + 64;
+    if (odd && m->field == OTHER_SEGS) mine.full = 8;
+    memset(r.dst, 0x77, BLOCK);
+    CHECK_STATUS(r.ops->run(r.comm, &c), FSDP_ERR_MISMATCH);
+    for (int i = 0; i < BLOCK; i++) CHECK(r.dst[i] == 0x77); /* before any byte moved */
+    told(&r, ": ranks disagree: ranks 0, 1: ");
+    told(&r, "; rank 2: ");
+    told(&r, m->differs);
+    told(&r, m->left);
+    told(&r, m->right);
+    r.ops->close(r.comm);
+}
+TEST_P(shm_faults, mismatch, mismatches) {
+    setup *s = make_setup(3, row->threads, 20000);
+    s->extra = (void *)(uintptr_t)row;
+    run(s, differ);
+}
+
+/* alloc in another order, or of another size: found at the first use. */
+static void other_sizes(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    rank_state r = begin(rank, s);
+    char *p = NULL;
+    (void)world;
+    fsdp_status status = r.ops->alloc(r.comm, rank ? 9000 : 100, (void **)&p);
+    if (status) { /* threads see it at once, the one that comes second */
+        CHECK_STATUS(status, FSDP_ERR_MISMATCH);
+        told(&r, "where another rank has asked for");
+    } else {
+        fsdp_coll c = coll(&r, FSDP_OP_BROADCAST, "h.3", 0);
+        c.src = c.dst = p, c.count = 4;
+        if (!s->threads) CHECK_STATUS(r.ops->run(r.comm, &c), FSDP_ERR_MISMATCH);
+        if (!s->threads) told(&r, "alloc was called in another order or with other sizes");
+    }
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, other_sizes_of_memory) {
+    run(make_setup(2, 0, 20000), other_sizes);
+    run(make_setup(2, 1, 20000), other_sizes);
+}
+
+static void other_members(int rank, int world, void *arg) {
+    rank_state r = begin(rank, (setup *)arg);
+    int32_t ranks[2][3] = {{0, 1, 2}, {1, 2, 0}};
+    fsdp_group g = {0, rank ? (rank == 1 ? 1 : 1) : 0, world, 0, ranks[rank == 2], "odd"};
+    fsdp_comm *out;
+    CHECK_STATUS(r.ops->split(r.comm, &g, &out), FSDP_ERR_MISMATCH);
+    CHECK(out == NULL);
+    told(&r, "who is in the group");
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, other_members_of_a_group) {
+    run(make_setup(3, 0, 20000), other_members);
+    run(make_setup(3, 1, 20000), other_members);
+}
+
+static void abort_reaches_groups(int rank, int world, void *arg) {
+    rank_state r = begin(rank, (setup *)arg);
+    int32_t ranks[2] = {0, 1};
+    fsdp_group g = {rank < 2 ? 0 : -1, rank < 2 ? rank : -1, 2, 0, ranks, "pair"};
+    fsdp_comm *pair;
+    int64_t start = h_now_ms();
+    (void)world;
+    CHECK_OK(r.ops->split(r.comm, &g, &pair));
+    if (rank == 2) usleep(50000), r.ops->abort(r.comm, FSDP_ERR_ABORTED, "rank 2 aborted the world: out of data");
+    fsdp_comm *mine = rank == 0 ? pair : r.comm;
+    CHECK_STATUS(one(&r, mine, FSDP_OP_ALL_GATHER, "h.3", 0), FSDP_ERR_ABORTED);
+    says(r.ops->error_text(mine), "(op 1): rank 2 aborted the world: out of data");
+    CHECK(h_now_ms() - start < 500);
+    if (pair) r.ops->close(pair);
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, abort_reaches_ranks_in_groups) {
+    run(make_setup(3, 0, 20000), abort_reaches_groups);
+    run(make_setup(3, 1, 20000), abort_reaches_groups);
+}
+
+/* ---- open ------------------------------------------------------------------------------------ */
+
+static void missing_at_open(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    int absent = *(int *)s->extra;
+    rank_state r;
+    int64_t start = h_now_ms();
+    if (rank == absent) return;
+    CHECK_STATUS(open_as(&r, s, rank, world), FSDP_ERR_TIMEOUT);
+    CHECK(r.comm == NULL && h_now_ms() - start >= 290 && h_now_ms() - start < 1000);
+    char text[40];
+    snprintf(text, sizeof text, "rank %d has not come within 0.3 s", absent);
+    says(r.ops->error_text(NULL), text);
+    says(r.ops->error_text(NULL), s->job);
+}
+TEST(shm_faults, rank_missing_at_open) {
+    for (int v = 0; v < 4; v++) {
+        int absent = v & 1 ? 1 : 0;
+        setup *s = make_setup(3, v >> 1, 300);
+        s->extra = &absent;
+        run(s, missing_at_open);
+    }
+}
+
+static void dies_in_open(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    rank_state r;
+    pthread_t thread;
+    if (rank == 2) return; /* so that the others wait */
+    if (rank == 0) {
+        h_shared->state[1] = H_DIES;
+        pthread_create(&thread, NULL, die_soon, NULL);
+    }
+    fsdp_status status = open_as(&r, s, rank, world);
+    CHECK_MSG(rank == 1 && status == FSDP_ERR_PEER_LOST, "%d", status);
+    says(r.ops->error_text(NULL), "rank 0 has died");
+}
+TEST(shm_faults, rank_0_dies_in_open) { run(make_setup(3, 0, 3000), dies_in_open); }
+
+static void other_world_size(int rank, int world, void *arg) {
+    rank_state r;
+    if (rank == 1) usleep(60000);
+    CHECK_STATUS(open_as(&r, (setup *)arg, rank, rank == 1 ? world + 1 : world), FSDP_ERR_MISMATCH);
+    says(r.ops->error_text(NULL), "rank 0 has a world size of 3, rank 1 of 4");
+}
+TEST(shm_faults, other_world_size) { run(make_setup(3, 0, 3000), other_world_size); }
+
+static void other_world_size_thread(int rank, int world, void *arg) {
+    rank_state r;
+    fsdp_status status = open_as(&r, (setup *)arg, rank, rank == 1 ? world + 1 : world);
+    if (status != FSDP_ERR_MISMATCH) CHECK_STATUS(status, FSDP_ERR_TIMEOUT);
+    else says(r.ops->error_text(NULL), "a world size of ");
+}
+TEST(shm_faults, other_world_size_of_a_thread) { run(make_setup(2, 1, 200), other_world_size_thread); }
+
+/* Process 1 and 2 both say that they are rank 1; the real rank 2 comes later. */
+static void twice(int process, int world, void *arg) {
+    setup *s = (setup *)arg;
+    rank_state r;
+    int rank = process == 0 ? 0 : process == 3 ? 2 : 1;
+    (void)world;
+    if (process == 2) usleep(60000);
+    if (process == 3) usleep(200000);
+    fsdp_status status = open_as(&r, s, rank, 3);
+    if (process == 2) {
+        CHECK_STATUS(status, FSDP_ERR_INVALID_ARG);
+        says(r.ops->error_text(NULL), "rank 1 has joined already");
+        return;
+    }
+    CHECK_MSG(!status, "%s", r.ops->error_text(NULL));
+    CHECK_OK(r.ops->alloc(r.comm, BLOCK, (void **)&r.src));
+    r.dst = r.src;
+    CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_REDUCE, "h.3", 0));
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, rank_that_comes_twice) {
+    setup *s = make_setup(4, 0, 3000);
+    run(s, twice);
+}
+
+/* Two jobs with one id: the second rank 0 is refused while the first job is starting; later it is a
+   job of its own. */
+static void two_jobs(int process, int world, void *arg) {
+    setup *s = (setup *)arg;
+    rank_state r;
+    (void)world;
+    if (process == 2) {
+        usleep(60000);
+        CHECK_STATUS(open_as(&r, s, 0, 2), FSDP_ERR_INVALID_ARG);
+        says(r.ops->error_text(NULL), "another job with this id is starting");
+        __atomic_store_n(&s->pids[7], 1, __ATOMIC_SEQ_CST);
+        return;
+    }
+    while (process == 1 && !__atomic_load_n(&s->pids[7], __ATOMIC_SEQ_CST)) usleep(1000);
+    CHECK_OK(open_as(&r, s, process, 2));
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, two_jobs_with_one_id) { run(make_setup(3, 0, 3000), two_jobs); }
+
+static void second_world(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    rank_state first = begin(rank, s), second = begin(rank, s); /* of the same job, both open */
+    (void)world;
+    for (int i = 0; i < 10; i++) {
+        CHECK_OK(one(&first, first.comm, FSDP_OP_ALL_GATHER, "a", 0));
+        CHECK_OK(one(&second, second.comm, FSDP_OP_ALL_REDUCE, "b", 0));
+    }
+    first.ops->close(first.comm);
+    CHECK_OK(one(&second, second.comm, FSDP_OP_ALL_REDUCE, "b", 0));
+    second.ops->close(second.comm);
+}
+TEST(shm_faults, two_worlds_of_one_job) { run(make_setup(3, 0, 5000), second_world); }
+
+/* ---- memory ---------------------------------------------------------------------------------- */
+
+static void no_memory(int rank, int world, void *arg) {
+    rank_state r = begin(rank, (setup *)arg);
+    void *p = &r;
+    size_t sizes[3];
+    (void)world;
+    sizes[0] = SIZE_MAX / 2;
+    sizes[1] = (size_t)1 << 44;                                 /* can be addressed */
+    sizes[2] = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE); /* the machine, for each rank */
+    for (int i = 0; i < 3; i++) {
+        char number[32];
+        int64_t start = h_now_ms();
+        snprintf(number, sizeof number, "alloc of %zu bytes", sizes[i]);
+        CHECK_STATUS(r.ops->alloc(r.comm, sizes[i], &p), FSDP_ERR_OUT_OF_MEMORY);
+        CHECK(p == NULL && h_now_ms() - start < 1000);
+        told(&r, number);
+        told(&r, "MiB left");
+    }
+    CHECK_OK(r.ops->alloc(r.comm, BLOCK, &p)); /* the places of later allocations still agree */
+    fsdp_coll c = coll(&r, FSDP_OP_BROADCAST, "h.3", 0);
+    c.src = c.dst = p;
+    CHECK_OK(r.ops->run(r.comm, &c));
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, no_memory) {
+    run(make_setup(2, 0, 5000), no_memory);
+    run(make_setup(2, 1, 5000), no_memory);
+}
+
+/* Every host allocation of rank 1 fails once: it gets an error and leaks nothing, no rank hangs. */
+static int64_t live_bytes;
+static int fail_at;
+
+static void *failing_alloc(size_t size, size_t align, void *user) {
+    if (h_rank == 1 && fail_at-- == 0) return NULL;
+    __atomic_fetch_add(&live_bytes, (int64_t)size, __ATOMIC_SEQ_CST);
+    return fsdpi_libc_alloc(size, align, user);
+}
+static void counted_free(void *p, size_t size, void *user) {
+    __atomic_fetch_sub(&live_bytes, (int64_t)size, __ATOMIC_SEQ_CST);
+    fsdpi_libc_free(p, size, user);
+}
+
+static fsdp_status life(int rank, int world, setup *s) {
+    int32_t all[2] = {0, 1};
+    fsdp_group g = {0, rank, world, 0, all, "group"};
+    fsdp_comm *group = NULL;
+    rank_state r;
+    void *p;
+    fsdp_status status = open_as(&r, s, rank, world);
+    if (status) return status;
+    for (int i = 0; i < 36 && !status; i++) { /* more than the table of blocks first has room for */
+        status = r.ops->alloc(r.comm, BLOCK, &p);
+        if (i == 0) r.src = r.dst = (char *)p;
+    }
+    if (!status) status = r.ops->split(r.comm, &g, &group);
+    if (!status) status = one(&r, group, FSDP_OP_ALL_REDUCE, "h.3", 0);
+    if (status) r.ops->abort(r.comm, status, "rank 1 has no memory"); /* as the core does */
+    if (group) r.ops->close(group);
+    r.ops->close(r.comm);
+    return status;
+}
+
+static void failing_memory(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    int *injected = &s->pids[0];
+    if (rank == 1) fail_at = *(int *)s->extra;
+    fsdp_status status = life(rank, world, s);
+    if (rank == 1) *injected = fail_at < 0;
+    if (rank == 1) CHECK_STATUS(status, fail_at < 0 ? FSDP_ERR_OUT_OF_MEMORY : FSDP_OK);
+    if (!s->threads) CHECK_EQ_INT(live_bytes, 0);
+}
+TEST(shm_faults, every_allocation_fails_once) {
+    for (int threads = 0, injected = 1, n = 0; threads < 2; threads += !injected, n = injected ? n + 1 : 0) {
+        setup *s = make_setup(2, threads, 150);
+        s->allocator.alloc = failing_alloc;
+        s->allocator.free = counted_free;
+        s->extra = &n;
+        run(s, failing_memory);
+        CHECK_EQ_INT(live_bytes, 0);
+        injected = s->pids[0];
+        if (!injected) h_message("%s: %d allocations", threads ? "threads" : "processes", n);
+        CHECK(n < 500);
+    }
+}
+
+/* ---- nothing is left behind ------------------------------------------------------------------ */
+
+static int count_shm(void) {
+    DIR *dir = opendir("/dev/shm");
+    int n = 0;
+    while (dir && readdir(dir)) n++;
+    if (dir) closedir(dir);
+    return n;
+}
+
+static int socket_exists(const char *job) {
+    char line[512], name[64];
+    FILE *f = fopen("/proc/net/unix", "r");
+    int found = 0;
+    snprintf(name, sizeof name, "fsdp-shm-%lu-%016llx", (unsigned long)getuid(), (unsigned long long)fsdpi_hash_text(job));
+    while (f && fgets(line, sizeof line, f)) found |= strstr(line, name) != NULL;
+    if (f) fclose(f);
+    return found;
+}
+
+TEST(shm_faults, nothing_is_left_after_kill_9) {
+    setup *s = make_setup(3, 0, 5000);
+    int shm = count_shm();
+    for (int round = 0; round < 2; round++) { /* the second one with the same id */
+        pid_t pid[3];
+        memset(s->pids, 0, sizeof s->pids);
+        for (int k = 0; k < 3; k++) {
+            pid[k] = fork();
+            CHECK(pid[k] >= 0);
+            if (pid[k]) continue;
+            rank_state r = begin(k, s);
+            CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", 0));
+            __atomic_store_n(&s->pids[k], 1, __ATOMIC_SEQ_CST);
+            (void)one(&r, r.comm, k ? FSDP_OP_ALL_GATHER : FSDP_OP_COPY, "h.3", 0); /* rank 0 does not come */
+            while (pause() < 0) {}
+        }
+        for (int k = 0; k < 3; k++)
+            while (!__atomic_load_n(&s->pids[k], __ATOMIC_SEQ_CST)) usleep(1000);
+        for (int k = 0; k < 3; k++) kill(pid[k], SIGKILL);
+        for (int k = 0; k < 3; k++) CHECK_EQ_INT(waitpid(pid[k], NULL, 0), pid[k]);
+        CHECK_EQ_INT(count_shm(), shm);
+        CHECK(!socket_exists(s->job));
+    }
+}

@@ -1,0 +1,1166 @@
+/* test_train.c - whole training runs: shards, gradients and every bit of them, whatever the number of
+   ranks, the layout, the worker threads and the order of calls, against tests/oracle.h. */
+#include "harness.h"
+#define FSDP_IMPLEMENTATION
+#include "fsdp.h"
+#include "oracle.h"
+#include "world.h"
+
+enum { MAX_OPS = 4096, MAX_STEPS = 4 };
+
+/* ---- what is trained --------------------------------------------------------------------------- */
+
+typedef struct {
+    fsdp_dtype dtype, param, reduce;
+    const char *name;
+    double tolerance; /* of gradients to those in f64, relative to the largest of the net */
+} numbers;
+static const numbers kinds[] = {
+    {FSDP_F32, 0, 0, "f32", 1e-4},
+    {FSDP_F32, FSDP_BF16, FSDP_F32, "bf16_f32", 0.3},
+    {FSDP_F32, FSDP_BF16, FSDP_BF16, "bf16_bf16", 0.3},
+    {FSDP_F32, FSDP_F32, FSDP_BF16, "f32_bf16", 0.15},
+    {FSDP_F64, 0, 0, "f64", 1e-12},
+    {FSDP_F32, FSDP_F16, FSDP_F32, "f16_f32", 0.05},
+    {FSDP_BF16, 0, 0, "bf16_stored", 0.5},
+};
+enum { NUM_KINDS = (int)(sizeof kinds / sizeof kinds[0]) };
+
+enum {
+    T_FORWARDS_FIRST = 1, /* all microbatches' forwards, then their backwards in reverse */
+    T_OWN = 2,            /* recompute between pre_ and post_backward */
+    T_NESTED = 4,         /* recompute inside the backward of the others */
+    T_EVAL = 8,           /* no-grad forwards between steps */
+    T_EVAL_GRAD = 16,     /* forwards that no backward follows */
+    T_AROUND = 32,        /* unit 0 is open around the others, and used first and last */
+    T_AHEAD = 64,         /* the caller unshards the next unit */
+    T_LEFT_OPEN = 128,    /* the last unit's backward is ended by finalize */
+    T_TOGETHER = 256,     /* the next unit is opened before this one is closed */
+    T_KEEP = 512,         /* gradients are added over two steps */
+    T_TWICE = 1024,       /* a unit is used twice in a forward */
+    T_WAIT = 2048,        /* unshard, wait and reshard where they change nothing */
+    T_FLAGS = 4096
+};
+
+typedef struct {
+    o_net net;
+    const numbers *kind;
+    int flags, micros, sync_all, overwrite, steps, fill_bytes;
+} task;
+
+/* How a task is run: must not change a bit. */
+typedef struct {
+    int lanes, layout, never, plain;
+} place;
+enum { LAYOUT_PACKED, LAYOUT_DIRECT, LAYOUT_MIXED, LAYOUTS };
+static const char *const layout_names[] = {"packed", "direct", "mixed"};
+static const int64_t layout_min[] = {FSDP_DIRECT_NEVER, 1, 600};
+
+static void add(o_op *ops, int *count, int kind, int a, int m) {
+    o_op op = {kind, a, m};
+    CHECK(*count < MAX_OPS);
+    ops[(*count)++] = op;
+}
+
+enum { CHECKPOINT = 100 }; /* compare with snapshot a */
+
+static void script_forward(const task *t, o_op *ops, int *n, int m) {
+    const o_net *net = &t->net;
+    int around = t->flags & T_AROUND, open = -1;
+    if (around) add(ops, n, O_PRE_FORWARD, 0, m);
+    for (int k = 0; k < net->length; k++) {
+        int u = net->seq[k], outer = around && u == 0;
+        int next = k + 1 < net->length ? net->seq[k + 1] : -1;
+        if (!outer && open != k) add(ops, n, O_PRE_FORWARD, u, m);
+        if ((t->flags & T_AHEAD) && next >= 0) add(ops, n, O_UNSHARD, next, m);
+        if ((t->flags & T_TOGETHER) && next >= 0 && next != u && !outer && !(around && next == 0)) {
+            add(ops, n, O_PRE_FORWARD, next, m);
+            open = k + 1;
+        }
+        if (t->flags & T_WAIT) {
+            add(ops, n, O_UNSHARD, u, m);
+            add(ops, n, O_WAIT, u, m);
+        }
+        add(ops, n, O_COMPUTE, k, m);
+        if (!outer) add(ops, n, O_POST_FORWARD, u, m);
+        if ((t->flags & T_WAIT) && !outer) add(ops, n, O_RESHARD, u, m);
+    }
+    if (around) add(ops, n, O_POST_FORWARD, 0, m);
+}
+
+static void script_backward(const task *t, o_op *ops, int *n, int m) {
+    const o_net *net = &t->net;
+    int around = t->flags & T_AROUND;
+    if (around) add(ops, n, O_PRE_BACKWARD, 0, m);
+    for (int k = net->length - 1; k >= 0; k--) {
+        int u = net->seq[k], outer = around && u == 0;
+        if ((t->flags & T_NESTED) && !outer && (around || k < net->length - 1)) {
+            add(ops, n, O_PRE_FORWARD, u, m);
+            add(ops, n, O_COMPUTE, k, m);
+            add(ops, n, O_POST_FORWARD, u, m);
+        }
+        if (!outer) add(ops, n, O_PRE_BACKWARD, u, m);
+        if (t->flags & T_OWN) {
+            add(ops, n, O_PRE_FORWARD, u, m);
+            add(ops, n, O_COMPUTE, k, m);
+            add(ops, n, O_POST_FORWARD, u, m);
+        }
+        if ((t->flags & T_AHEAD) && k > 0) add(ops, n, O_UNSHARD, net->seq[k - 1], m);
+        add(ops, n, O_GRAD, k, m);
+        if (!outer && !((t->flags & T_LEFT_OPEN) && k == 0)) add(ops, n, O_POST_BACKWARD, u, m);
+    }
+    if (around && !(t->flags & T_LEFT_OPEN)) add(ops, n, O_POST_BACKWARD, 0, m);
+}
+
+static void script_micro_end(const task *t, o_op *ops, int *n, int m, int last) {
+    if ((t->flags & T_FORWARDS_FIRST) || !last) add(ops, n, O_SET_LAST, last, m);
+    add(ops, n, O_FINALIZE, 0, m);
+    if (!last) add(ops, n, O_SET_LAST, 1, m);
+}
+
+/* All steps; snapshots 2s and 2s+1 are before and after the optimizer of step s. */
+static int script(const task *t, o_op *ops) {
+    int n = 0, all = t->sync_all || t->micros == 1;
+    for (int s = 0; s < t->steps; s++) {
+        if (t->flags & T_EVAL) {
+            add(ops, &n, O_SET_GRAD, 0, 0);
+            script_forward(t, ops, &n, O_MICROS - 1);
+            add(ops, &n, O_SET_GRAD, 1, 0);
+        }
+        if (t->flags & T_EVAL_GRAD) script_forward(t, ops, &n, O_MICROS - 1);
+        for (int m = 0; m < t->micros && (t->flags & T_FORWARDS_FIRST); m++)
+            script_forward(t, ops, &n, m);
+        for (int i = 0; i < t->micros; i++) {
+            int last = i + 1 == t->micros, m = t->flags & T_FORWARDS_FIRST ? t->micros - 1 - i : i;
+            add(ops, &n, O_SET_SYNC, all || last, m);
+            if (!(t->flags & T_FORWARDS_FIRST)) script_forward(t, ops, &n, m);
+            script_backward(t, ops, &n, m);
+            script_micro_end(t, ops, &n, m, last);
+        }
+        add(ops, &n, CHECKPOINT, 2 * s, 0);
+        add(ops, &n, O_UPDATE, 0, 0);
+        add(ops, &n, CHECKPOINT, 2 * s + 1, 0);
+        if (!((t->flags & T_KEEP) && s % 2 == 0)) add(ops, &n, O_ZERO_GRAD, 0, 0);
+    }
+    return n;
+}
+
+/* ---- what has to come out ---------------------------------------------------------------------- */
+
+typedef struct {
+    int ops, has[2 * MAX_STEPS][O_UNITS][O_PARAMS];
+    double *master[2 * MAX_STEPS][O_UNITS][O_PARAMS], *grad[2 * MAX_STEPS][O_UNITS][O_PARAMS];
+    double *memory;
+    o_op op[MAX_OPS];
+} story;
+
+static void snapshot(story *s, int at, const o_model *o, double **memory) {
+    for (int u = 0; u < o->net->count; u++)
+        for (int i = 0; i < o->net->units[u].count; i++) {
+            size_t numel = (size_t)o->net->units[u].params[i].numel;
+            s->has[at][u][i] = o->has_grad[u] && o->param_has_grad[u][i];
+            s->master[at][u][i] = *memory;
+            memcpy(*memory, o->master[u][i], numel * sizeof **memory);
+            s->grad[at][u][i] = *memory += numel;
+            memcpy(*memory, o->grad[u][i], numel * sizeof **memory);
+            *memory += numel;
+        }
+}
+
+/* f64: the true values instead of those in the task's dtypes. */
+static story *tell(const task *t, int world, int f64) {
+    story *s = (story *)calloc(1, sizeof *s);
+    o_model *o = f64 ? o_make(&t->net, world, FSDP_F64, 0, 0, t->overwrite)
+                     : o_make(&t->net, world, t->kind->dtype, t->kind->param, t->kind->reduce,
+                              t->overwrite);
+    double *memory = s ? (double *)malloc((size_t)(4 * MAX_STEPS * o_numel(&t->net) + 1) *
+                                          sizeof *memory)
+                       : NULL;
+    CHECK(s && o && memory);
+    s->memory = memory;
+    s->ops = script(t, s->op);
+    for (int n = 0, from = 0; n < s->ops; n++) {
+        if (s->op[n].kind != CHECKPOINT) continue;
+        o_run(o, s->op + from, n - from);
+        snapshot(s, s->op[n].a, o, &memory);
+        from = n + 1;
+    }
+    o_free(o);
+    return s;
+}
+
+static void forget(story *s) {
+    if (s) free(s->memory);
+    free(s);
+}
+
+/* Largest distance of gradients (in units of the largest of the net) and parameters. */
+static void distance(const task *t, const story *a, const story *b, double *grads, double *params) {
+    *grads = *params = 0;
+    for (int at = 0; at < 2 * t->steps; at++) {
+        double most = 0.02, off = 0;
+        for (int u = 0; u < t->net.count; u++)
+            for (int i = 0; i < t->net.units[u].count; i++) {
+                W_CHECK(a->has[at][u][i] == b->has[at][u][i], "gradients of different parameters");
+                for (int64_t e = 0; e < t->net.units[u].params[i].numel; e++) {
+                    double x = a->grad[at][u][i][e], y = b->grad[at][u][i][e];
+                    double p = a->master[at][u][i][e] - b->master[at][u][i][e];
+                    if (p < 0) p = -p;
+                    if (p > *params) *params = p;
+                    if (!a->has[at][u][i]) continue;
+                    most = y > most ? y : -y > most ? -y : most;
+                    off = x - y > off ? x - y : y - x > off ? y - x : off;
+                }
+            }
+        if (off / most > *grads) *grads = off / most;
+    }
+}
+
+/* ---- the library's run -------------------------------------------------------------------------- */
+
+typedef struct {
+    const task *task;
+    const story *story;
+    const numbers *kind;
+    fsdp_world *world;
+    fsdp_model *model;
+    fsdp_unit *unit[O_UNITS];
+    int rank, size, step, written[O_UNITS][O_PARAMS];
+    fsdp_dtype param_dtype;
+    o_acts acts[O_MICROS][O_SEQ];
+    double *tmp;
+    int64_t filled;
+} run;
+
+static void fill(void *user, const fsdp_param_view *block) {
+    run *x = (run *)user;
+    int u = (int)(intptr_t)block->unit_user;
+    double value;
+    CHECK(block->numel > 0);
+    for (int64_t k = 0; k < block->numel; k++) {
+        value = o_round(block->dtype, o_initial(&x->task->net, u, block->index,
+                                                fsdp_view_index(block, k)));
+        CHECK_OK(fsdp_convert((char *)block->data + (size_t)k * fsdp_dtype_size(block->dtype),
+                              block->dtype, &value, FSDP_F64, 1));
+    }
+    x->filled += block->numel;
+}
+
+static void build(run *x, const task *t, const place *p) {
+    fsdp_model_desc md = FSDP_ZERO;
+    int64_t mine = 0;
+    md.param_dtype = t->kind->param;
+    md.reduce_dtype = t->kind->reduce;
+    md.reshard_after_forward = p->never ? FSDP_RESHARD_NEVER : FSDP_RESHARD_DEFAULT;
+    md.grads_overwrite = t->overwrite;
+    md.debug = 1;
+    md.direct_min = layout_min[p->layout];
+    md.fill_bytes = t->fill_bytes;
+    CALL(x->world, fsdp_model_create(x->world, &md, &x->model));
+    for (int u = 0; u < t->net.count; u++) {
+        const o_unit *spec = &t->net.units[u];
+        fsdp_param_desc pd[O_PARAMS];
+        fsdp_unit_desc ud = FSDP_ZERO;
+        memset(pd, 0, sizeof pd);
+        for (int i = 0; i < spec->count; i++) {
+            pd[i].ndim = spec->params[i].ndim;
+            pd[i].shard_dim = spec->params[i].shard_dim - (i % 2 ? pd[i].ndim : 0);
+            pd[i].frozen = spec->params[i].frozen;
+            pd[i].dtype = t->kind->dtype;
+            memcpy(pd[i].shape, spec->params[i].shape, sizeof spec->params[i].shape);
+        }
+        ud.params = pd;
+        ud.num_params = spec->count;
+        ud.user = (void *)(intptr_t)u;
+        if ((t->flags & T_AROUND) && u == 0) ud.reshard_after_forward = FSDP_RESHARD_NEVER;
+        CALL(x->world, fsdp_fully_shard(x->model, &ud, &x->unit[u]));
+    }
+    CALL(x->world, fsdp_init_params(x->model, fill, x));
+    fsdp_param_view v = FSDP_ZERO;
+    while (fsdp_next_param(x->model, &v)) mine += v.numel;
+    W_CHECK(mine == x->filled, "init_params filled %lld of %lld", (long long)x->filled,
+            (long long)mine);
+}
+
+/* Full tensors and gradients travel through doubles: exact, and the same code for every dtype. */
+static void load_params(run *x, int u, double **out, double *at) {
+    const o_unit *spec = &x->task->net.units[u];
+    for (int i = 0; i < spec->count; i++) {
+        const void *data = fsdp_data(x->unit[u], i);
+        W_CHECK(data != NULL, "no data of unit %d: %s", u, fsdp_last_error(x->world));
+        CHECK_OK(fsdp_convert(at, FSDP_F64, data, x->param_dtype, spec->params[i].numel));
+        out[i] = at;
+        at += spec->params[i].numel;
+    }
+}
+
+static void store_grad(run *x, int u, int i, const double *dp, double *old) {
+    int64_t numel = x->task->net.units[u].params[i].numel;
+    void *grad = fsdp_grad(x->unit[u], i);
+    int plus = !x->task->overwrite || x->written[u][i];
+    W_CHECK(grad != NULL, "no gradient of unit %d", u);
+    if (plus) CHECK_OK(fsdp_convert(old, FSDP_F64, grad, x->param_dtype, numel));
+    for (int64_t e = 0; e < numel; e++)
+        old[e] = o_round(x->param_dtype,
+                         plus ? o_mid(x->param_dtype, 0, old[e] + dp[e]) : dp[e]);
+    CHECK_OK(fsdp_convert(grad, x->param_dtype, old, FSDP_F64, numel));
+    x->written[u][i] = 1;
+}
+
+static void compute(run *x, int k, int m, int backward) {
+    const o_net *net = &x->task->net;
+    int u = net->seq[k], uses[O_PARAMS];
+    const o_unit *spec = &net->units[u];
+    int64_t numel = o_numel(net);
+    double *params[O_PARAMS], *dp[O_PARAMS], dy[O_WIDTH], *at = x->tmp + numel, *rest;
+    load_params(x, u, params, x->tmp);
+    for (int i = 0; i < spec->count; i++) {
+        uses[i] = o_uses(net, x->step, m, x->rank, u, i);
+        dp[i] = at;
+        at += spec->params[i].numel;
+    }
+    rest = at;
+    if (backward) o_feed_back(net, x->param_dtype, x->step, m, x->rank, k, x->acts[m], dy);
+    else o_feed(net, x->step, m, x->rank, k, x->acts[m]);
+    o_apply(net, x->param_dtype, u, params, uses, &x->acts[m][k], backward ? dy : NULL, dp, rest);
+    for (int i = 0; i < spec->count && backward; i++)
+        if (uses[i] && !spec->params[i].frozen) store_grad(x, u, i, dp[i], rest);
+}
+
+static int same_bits(double a, double b) { return !memcmp(&a, &b, sizeof a); }
+
+static int64_t count_nonzero(const void *data, fsdp_dtype dtype, int64_t numel) {
+    int64_t n = 0;
+    for (int64_t k = 0; k < numel; k++) {
+        double value = 1;
+        CHECK_OK(fsdp_convert(&value, FSDP_F64,
+                              (const char *)data + (size_t)k * fsdp_dtype_size(dtype), dtype, 1));
+        n += value < 0 || value > 0 || h_non_finite(value);
+    }
+    return n;
+}
+
+/* This rank's shards and gradients against a snapshot; and that padding is zero. */
+static void compare(run *x, int at) {
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_flat flat;
+    int64_t shards = 0, grads = 0;
+    size_t size = fsdp_dtype_size(x->kind->dtype);
+    while (fsdp_next_param(x->model, &v)) {
+        int u = (int)(intptr_t)v.unit_user, i = v.index;
+        int has = x->story->has[at][u][i];
+        W_CHECK((v.shard_grad != NULL) == has, "step %d: unit %d parameter %d has %s gradient",
+                x->step, u, i, has ? "no" : "a");
+        for (int64_t k = 0; k < v.numel; k++) {
+            double value, grad = 0;
+            int64_t e = fsdp_view_index(&v, k);
+            CHECK_OK(fsdp_convert(&value, FSDP_F64, (char *)v.shard + (size_t)k * size, v.dtype, 1));
+            W_CHECK(same_bits(value, x->story->master[at][u][i][e]),
+                    "step %d: unit %d parameter %d element %lld is %.17g, expected %.17g", x->step,
+                    u, i, (long long)e, value, x->story->master[at][u][i][e]);
+            shards += v.requires_grad && (value < 0 || value > 0);
+            if (!has) continue;
+            CHECK_OK(fsdp_convert(&grad, FSDP_F64, (char *)v.shard_grad + (size_t)k * size, v.dtype, 1));
+            W_CHECK(same_bits(grad, x->story->grad[at][u][i][e]),
+                    "step %d: unit %d gradient %d element %lld is %.17g, expected %.17g", x->step, u,
+                    i, (long long)e, grad, x->story->grad[at][u][i][e]);
+            grads += grad < 0 || grad > 0;
+        }
+    }
+    CALL(x->world, fsdp_model_flat(x->model, x->kind->dtype, &flat));
+    W_CHECK(count_nonzero(flat.shards, flat.dtype, flat.numel) == shards,
+            "step %d: padding of shards is not zero", x->step);
+    W_CHECK(count_nonzero(flat.grads, flat.dtype, flat.numel) == grads,
+            "step %d: padding of gradients, or a gradient that nobody has, is not zero", x->step);
+}
+
+static void update(run *x) {
+    fsdp_param_view v = FSDP_ZERO;
+    size_t size = fsdp_dtype_size(x->kind->dtype);
+    while (fsdp_next_param(x->model, &v))
+        for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
+            double p, g;
+            char *at = (char *)v.shard + (size_t)k * size;
+            CHECK_OK(fsdp_convert(&p, FSDP_F64, at, v.dtype, 1));
+            CHECK_OK(fsdp_convert(&g, FSDP_F64, (char *)v.shard_grad + (size_t)k * size, v.dtype, 1));
+            p = o_updated(v.dtype, p, g);
+            CHECK_OK(fsdp_convert(at, v.dtype, &p, FSDP_F64, 1));
+        }
+    CALL(x->world, fsdp_params_changed(x->model));
+    x->step++;
+}
+
+static void play(run *x, o_op op) {
+    fsdp_world *w = x->world;
+    fsdp_unit *u = op.a >= 0 && op.a < O_UNITS ? x->unit[op.a] : NULL;
+    switch (op.kind) {
+    case O_PRE_FORWARD: CALL(w, fsdp_pre_forward(u)); break;
+    case O_POST_FORWARD: CALL(w, fsdp_post_forward(u)); break;
+    case O_PRE_BACKWARD: CALL(w, fsdp_pre_backward(u)); break;
+    case O_POST_BACKWARD:
+        CALL(w, fsdp_post_backward(u));
+        memset(x->written[op.a], 0, sizeof x->written[op.a]);
+        break;
+    case O_COMPUTE: compute(x, op.a, op.m, 0); break;
+    case O_GRAD: compute(x, op.a, op.m, 1); break;
+    case O_FINALIZE:
+        CALL(w, fsdp_finalize_backward(x->model));
+        memset(x->written, 0, sizeof x->written);
+        break;
+    case O_UPDATE: update(x); break;
+    case O_ZERO_GRAD: CALL(w, fsdp_zero_grad(x->model)); break;
+    case O_SET_SYNC: CALL(w, fsdp_set_requires_gradient_sync(x->model, NULL, op.a)); break;
+    case O_SET_LAST: CALL(w, fsdp_set_is_last_backward(x->model, op.a)); break;
+    case O_SET_GRAD: CALL(w, fsdp_set_grad_enabled(x->model, op.a)); break;
+    case O_UNSHARD: CALL(w, fsdp_unshard(u)); break;
+    case O_WAIT: CALL(w, fsdp_wait(u)); break;
+    case O_RESHARD: CALL(w, fsdp_reshard(u)); break;
+    default: compare(x, op.a); break;
+    }
+}
+
+/* One rank's part of one run, in a world that is there already. */
+static void train(fsdp_world *world, const task *t, const story *s, const place *p) {
+    run *x = (run *)calloc(1, sizeof *x);
+    CHECK(x != NULL);
+    x->task = t;
+    x->story = s;
+    x->kind = t->kind;
+    x->world = world;
+    x->rank = fsdp_rank(world);
+    x->size = fsdp_world_size(world);
+    x->param_dtype = t->kind->param ? t->kind->param : t->kind->dtype;
+    x->tmp = (double *)malloc((size_t)(4 * o_numel(&t->net) + 1) * sizeof *x->tmp);
+    CHECK(x->tmp != NULL);
+    build(x, t, p);
+    for (int n = 0; n < s->ops; n++) play(x, s->op[n]);
+    fsdp_model_destroy(x->model);
+    free(x->tmp);
+    free(x);
+}
+
+/* ---- random nets and tasks ---------------------------------------------------------------------- */
+
+static int pick(uint64_t *state, int below) { return (int)(h_rand64(state) % (uint64_t)below); }
+
+/* Sizes around the world's, zero, one and multiples of 16, which can be gathered in place. */
+static void random_param(uint64_t *state, int world, o_param *p) {
+    const int sizes[] = {0, 1, 2, 3, 5, 7, 16, world - 1, world, world + 1, 2 * world - 1, 3 * world};
+    p->ndim = 1 + pick(state, O_DIMS);
+    p->shard_dim = pick(state, 3) ? 0 : pick(state, p->ndim);
+    p->frozen = pick(state, 5) == 0;
+    p->numel = 1;
+    for (int d = 0; d < p->ndim; d++) {
+        p->shape[d] = pick(state, 12) ? sizes[1 + pick(state, 11)] : 0;
+        if (d == 1 && pick(state, 2)) p->shape[d] = 16;
+        if (d == 2) p->shape[d] = 1 + pick(state, 3);
+        p->numel *= p->shape[d];
+    }
+}
+
+static void random_net(uint64_t *state, int world, o_net *net) {
+    memset(net, 0, sizeof *net);
+    net->seed = h_rand64(state);
+    net->count = 1 + pick(state, 4);
+    net->usage = pick(state, 3);
+    for (int u = 0; u < net->count; u++) {
+        int frozen = pick(state, 8) == 0;
+        net->units[u].count = 1 + pick(state, O_PARAMS);
+        for (int i = 0; i < net->units[u].count; i++) {
+            random_param(state, world, &net->units[u].params[i]);
+            if (frozen) net->units[u].params[i].frozen = 1;
+        }
+        net->seq[net->length++] = u;
+    }
+}
+
+static void random_task(uint64_t *state, int world, const numbers *kind, int variant, task *t) {
+    static const int flags[] = {0,        T_FORWARDS_FIRST, T_OWN,       T_NESTED,    T_EVAL,
+                                T_AROUND, T_AHEAD,          T_LEFT_OPEN, T_TOGETHER,  T_KEEP,
+                                T_TWICE,  T_EVAL_GRAD,      T_WAIT};
+    memset(t, 0, sizeof *t);
+    random_net(state, world, &t->net);
+    t->kind = kind;
+    t->steps = 2 + pick(state, 2);
+    t->flags = flags[pick(state, 13)];
+    if (pick(state, 2)) t->flags |= (int)h_rand64(state) & (T_FLAGS - 1);
+    t->micros = variant < 2 ? 1 : variant < 6 ? 2 : 3;
+    t->overwrite = variant % 2;
+    t->sync_all = variant / 2 % 2;
+    t->fill_bytes = pick(state, 2) ? 1 + pick(state, 200) : 0;
+    if (t->flags & (T_AROUND | T_TWICE)) t->net.seq[t->net.length++] = 0;
+    if ((t->flags & T_TWICE) && t->net.count > 1) t->net.seq[t->net.length++] = 1;
+    if (!(t->flags & T_AROUND) && t->net.length > t->net.count) t->flags &= ~T_LEFT_OPEN;
+}
+enum { VARIANTS = 10 };
+
+/* ---- parity --------------------------------------------------------------------------------------- */
+
+enum { MAX_TASKS = 400 };
+typedef struct {
+    int world, tasks, places, threads;
+    task *task;
+    story **story;
+    fsdp_threads shared[6];
+    char job[6][120];
+} batch;
+
+/* Every layout, with every way to run ops; the rest changes from run to run. */
+static void run_batch(int rank, int world, void *arg) {
+    batch *b = (batch *)arg;
+    fsdp_comm_ops plain = w_plain();
+    fsdp_world *worlds[6];
+    for (int i = 0; i < 6; i++) {
+        fsdp_world_desc d = w_desc(rank, world, b->threads ? &b->shared[i] : NULL, b->job[i], i / 2);
+        if (i % 2) d.comm_ops = &plain;
+        CALL(NULL, fsdp_init(&d, &worlds[i]));
+    }
+    for (int n = 0; n < b->tasks; n++)
+        for (int k = 0; k < b->places; k++) {
+            place p;
+            uint64_t h = o_hash(b->task[n].net.seed, (uint64_t)k, 5, 0);
+            p.layout = k % LAYOUTS;
+            p.lanes = (k / LAYOUTS + (b->places < 9 ? n : 0)) % 3;
+            p.never = h % 2;
+            p.plain = h / 2 % 3 == 0;
+            snprintf(w_case, sizeof w_case,
+                     "task %d: W=%d %s flags=%x micros=%d sync_all=%d overwrite=%d; %s lanes=%d "
+                     "never=%d plain=%d", n, world, b->task[n].kind->name, (unsigned)b->task[n].flags,
+                     b->task[n].micros, b->task[n].sync_all, b->task[n].overwrite,
+                     layout_names[p.layout], p.lanes, p.never, p.plain);
+            train(worlds[2 * p.lanes + p.plain], &b->task[n], b->story[n], &p);
+        }
+    for (int i = 0; i < 6; i++) CALL(NULL, fsdp_shutdown(worlds[i]));
+}
+
+/* Makes the tasks of one kind, checks the oracle's numbers against f64, and runs the tasks. */
+static void parity(const numbers *kind, int world, int tasks, int places, int threads) {
+    batch b;
+    uint64_t state = h_seed() * 1000003 + (uint64_t)(world * 64 + (int)(kind - kinds));
+    double worst = 0, worst_param = 0;
+    memset(&b, 0, sizeof b);
+    b.world = world;
+    b.tasks = tasks;
+    b.places = places;
+    b.threads = threads;
+    b.task = (task *)calloc((size_t)tasks, sizeof *b.task);
+    b.story = (story **)calloc((size_t)tasks, sizeof *b.story);
+    CHECK(b.task && b.story);
+    for (int n = 0; n < tasks; n++) {
+        double grads, params;
+        random_task(&state, world, kind, n % VARIANTS, &b.task[n]);
+        b.story[n] = tell(&b.task[n], world, 0);
+        story *truth = tell(&b.task[n], world, 1);
+        snprintf(w_case, sizeof w_case, "task %d", n);
+        distance(&b.task[n], b.story[n], truth, &grads, &params);
+        if (grads > worst) worst = grads;
+        if (params > worst_param) worst_param = params;
+        forget(truth);
+    }
+    CHECK_NEAR(worst, 0, kind->tolerance);
+    CHECK_NEAR(worst_param, 0, kind->tolerance);
+    for (int i = 0; i < 6; i++) {
+        b.shared[i].size = world;
+        snprintf(b.job[i], sizeof b.job[i], "train-%d-%d-%s", (int)getpid(), i, kind->name);
+    }
+    if (threads) h_ranks_thread(world, run_batch, &b);
+    else h_ranks_proc(world, run_batch, &b);
+    h_message("%d runs of %d trainings on %d %s; distance to f64: gradients %.1e, parameters %.1e",
+              tasks * places, tasks, world, threads ? "threads" : "processes", worst, worst_param);
+    for (int n = 0; n < tasks; n++) forget(b.story[n]);
+    free(b.story);
+    free(b.task);
+}
+
+typedef struct {
+    const char *name;
+    int world, kind;
+} parity_row;
+static const parity_row rows[] = {
+#define ROWS_OF(w)                                                                                 \
+    {"W=" #w "/f32", w, 0}, {"W=" #w "/bf16_f32", w, 1}, {"W=" #w "/bf16_bf16", w, 2},             \
+        {"W=" #w "/f32_bf16", w, 3}, {"W=" #w "/f64", w, 4}, {"W=" #w "/f16_f32", w, 5},           \
+        {"W=" #w "/bf16_stored", w, 6}
+    ROWS_OF(1), ROWS_OF(2), ROWS_OF(3), ROWS_OF(4), ROWS_OF(5),
+};
+
+TEST_P(train, parity, rows) { parity(&kinds[row->kind], row->world, VARIANTS, 6, 1); }
+TEST_P_TIMEOUT(long_train, parity, rows, 300) {
+    parity(&kinds[row->kind], row->world, 10 * VARIANTS, 9, 1);
+}
+
+static const parity_row process_rows[] = {
+    {"W=2/f32", 2, 0}, {"W=3/bf16_f32", 3, 1}, {"W=4/f32_bf16", 4, 3}, {"W=5/f64", 5, 4}};
+
+TEST_P(train, processes, process_rows) { parity(&kinds[row->kind], row->world, VARIANTS, 3, 0); }
+
+/* ---- every small unit ------------------------------------------------------------------------------ */
+
+enum { WALK_UNITS = 64, WALK_SHAPES = 1200, WALK_WORLD = 4 };
+enum { WALK_PACKED, WALK_DIRECT, WALK_WIDE, WALK_LAYOUTS }; /* WIDE: sizes of which more are direct */
+
+typedef struct {
+    int world, partners, num_shapes; /* partners: of each shape in units of two; -1: all */
+    uint64_t seed;
+    o_param shape[WALK_SHAPES];
+    fsdp_threads threads;
+    int64_t cases, direct, elements;
+} walk;
+
+/* All shapes of 1 to 3 dims of 0 to W+2, sharded along each dim. */
+static void walk_shapes(walk *w) {
+    int top = w->world + 3;
+    for (int ndim = 1; ndim <= 3; ndim++)
+        for (int code = 0; code < (ndim > 2 ? top * top * top : ndim > 1 ? top * top : top); code++)
+            for (int dim = 0; dim < ndim; dim++) {
+                CHECK(w->num_shapes < WALK_SHAPES);
+                o_param *p = &w->shape[w->num_shapes++];
+                p->ndim = ndim;
+                p->shard_dim = dim;
+                p->shape[0] = code % top;
+                p->shape[1] = code / top % top;
+                p->shape[2] = code / top / top;
+            }
+}
+
+typedef struct {
+    fsdp_world *world;
+    fsdp_model *model;
+    fsdp_unit *unit[WALK_UNITS];
+    fsdp_layout_param lay[WALK_UNITS][2];
+    int count[WALK_UNITS], units, first, layout, rank, size;
+} walk_batch;
+
+/* Integers that f32 holds, also summed over the ranks. */
+static float walk_value(int u, int i, int64_t e) { return (float)(1 + (u * 37 + i * 101 + e * 7) % 9973); }
+static float walk_grad(int u, int i, int64_t e, int rank) {
+    return (float)((1 + (e * 13 + 3 * i + u) % 1009) * (rank + 1));
+}
+
+static void walk_fill(void *user, const fsdp_param_view *block) {
+    (void)user;
+    for (int64_t k = 0; k < block->numel; k++)
+        ((float *)block->data)[k] = walk_value((int)(intptr_t)block->unit_user, block->index,
+                                               fsdp_view_index(block, k));
+}
+
+static void walk_add(walk_batch *b, const walk *w, int one, int two) {
+    int pair[2] = {one, two}, u = b->units;
+    fsdp_param_desc pd[2];
+    fsdp_unit_desc ud = FSDP_ZERO;
+    memset(pd, 0, sizeof pd);
+    b->count[u] = two < 0 ? 1 : 2;
+    for (int i = 0; i < b->count[u]; i++) {
+        const o_param *p = &w->shape[pair[i]];
+        pd[i].ndim = p->ndim;
+        pd[i].shard_dim = p->shard_dim;
+        memcpy(pd[i].shape, p->shape, sizeof p->shape);
+        if (b->layout == WALK_WIDE) pd[i].shape[p->ndim - 1] *= 16;
+    }
+    ud.params = pd;
+    ud.num_params = b->count[u];
+    ud.user = (void *)(intptr_t)u;
+    ud.reshard_after_forward = (b->first + u) % 4 ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
+    CALL(b->world, fsdp_fully_shard(b->model, &ud, &b->unit[u]));
+    b->units++;
+}
+
+/* What the caller sees: the whole parameter, and a gradient of zeros. */
+static void walk_look(walk_batch *b, int u, int backward) {
+    for (int i = 0; i < b->count[u]; i++) {
+        fsdp_param_view v;
+        CALL(b->world, fsdp_param_view_get(b->unit[u], i, &v));
+        int64_t numel = 1;
+        for (int d = 0; d < v.ndim; d++) numel *= v.shape[d];
+        const float *data = (const float *)fsdp_data(b->unit[u], i);
+        float *grad = backward ? (float *)fsdp_grad(b->unit[u], i) : NULL;
+        W_CHECK(data && (!backward || grad), "unit %d parameter %d: NULL", b->first + u, i);
+        for (int64_t e = 0; e < numel; e++) {
+            W_CHECK(same_bits((double)data[e], (double)walk_value(u, i, e)),
+                    "unit %d parameter %d (%d-D, dim %d, %lldx%lldx%lld) element %lld is %g",
+                    b->first + u, i, v.ndim, v.shard_dim, (long long)v.shape[0],
+                    (long long)v.shape[1], (long long)v.shape[2], (long long)e, (double)data[e]);
+            if (!backward) continue;
+            W_CHECK(same_bits((double)grad[e], 0), "gradient %lld is %g", (long long)e, (double)grad[e]);
+            grad[e] += walk_grad(u, i, e, b->rank);
+        }
+    }
+}
+
+static void walk_check(walk_batch *b, walk *w) {
+    float scale = 1.0f / (float)b->size, ranks = (float)(b->size * (b->size + 1)) / 2;
+    int64_t shards = 0, elements = 0;
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_flat flat;
+    while (fsdp_next_param(b->model, &v)) {
+        int u = (int)(intptr_t)v.unit_user;
+        W_CHECK(v.shard_grad != NULL, "unit %d has no gradient", b->first + u);
+        for (int64_t k = 0; k < v.numel; k++) {
+            int64_t e = fsdp_view_index(&v, k);
+            float sum = walk_grad(u, v.index, e, 0) * ranks;
+            W_CHECK(same_bits((double)((float *)v.shard_grad)[k], (double)(sum * scale)),
+                    "unit %d parameter %d (%d-D, dim %d, %lldx%lldx%lld): gradient %lld is %g, "
+                    "expected %g", b->first + u, v.index, v.ndim, v.shard_dim, (long long)v.shape[0],
+                    (long long)v.shape[1], (long long)v.shape[2], (long long)e,
+                    (double)((float *)v.shard_grad)[k], (double)(sum * scale));
+            W_CHECK(same_bits((double)((float *)v.shard)[k], (double)walk_value(u, v.index, e)),
+                    "unit %d: a shard has changed", b->first + u);
+        }
+        shards += v.numel;
+        for (int64_t d = 0, numel = 1; b->rank == 0 && d < v.ndim; d++) {
+            numel *= v.shape[d];
+            if (d == v.ndim - 1) elements += numel;
+        }
+    }
+    CALL(b->world, fsdp_model_flat(b->model, FSDP_F32, &flat));
+    W_CHECK(count_nonzero(flat.shards, FSDP_F32, flat.numel) == shards &&
+                count_nonzero(flat.grads, FSDP_F32, flat.numel) == shards,
+            "padding is not zero");
+    if (b->rank == 0) {
+        w->cases += b->units;
+        w->elements += elements;
+    }
+}
+
+/* One training step of all units of the batch, checked, and the next batch begun. */
+static void walk_flush(walk_batch *b, walk *w) {
+    if (b->units == 0) return;
+    CALL(b->world, fsdp_init_params(b->model, walk_fill, NULL));
+    for (int u = 0; u < b->units; u++) {
+        CALL(b->world, fsdp_pre_forward(b->unit[u]));
+        walk_look(b, u, 0);
+        CALL(b->world, fsdp_post_forward(b->unit[u]));
+    }
+    for (int u = b->units - 1; u >= 0; u--) {
+        CALL(b->world, fsdp_pre_backward(b->unit[u]));
+        walk_look(b, u, 1);
+        CALL(b->world, fsdp_post_backward(b->unit[u]));
+    }
+    CALL(b->world, fsdp_finalize_backward(b->model));
+    walk_check(b, w);
+    fsdp_model_destroy(b->model);
+    b->model = NULL;
+    b->first += b->units;
+    b->units = 0;
+}
+
+static void walk_unit(walk_batch *b, walk *w, int one, int two) {
+    if (b->units == WALK_UNITS) walk_flush(b, w);
+    if (!b->model) {
+        fsdp_model_desc md = FSDP_ZERO;
+        md.direct_min = b->layout == WALK_PACKED ? FSDP_DIRECT_NEVER : 1;
+        md.debug = 1;
+        CALL(b->world, fsdp_model_create(b->world, &md, &b->model));
+    }
+    walk_add(b, w, one, two);
+}
+
+static void walk_rank(int rank, int world, void *arg) {
+    walk *w = (walk *)arg;
+    walk_batch *b = (walk_batch *)calloc(1, sizeof *b);
+    fsdp_world_desc d = w_desc(rank, world, &w->threads, "walk", 0);
+    CHECK(b != NULL);
+    CALL(NULL, fsdp_init(&d, &b->world));
+    b->rank = rank;
+    b->size = world;
+    for (b->layout = 0; b->layout < WALK_LAYOUTS; b->layout++) {
+        int partners = w->partners < 0 ? w->num_shapes : w->partners;
+        uint64_t state = w->seed;
+        snprintf(w_case, sizeof w_case, "W=%d layout %d", world, b->layout);
+        b->first = 0;
+        for (int one = 0; one < w->num_shapes; one++) {
+            walk_unit(b, w, one, -1);
+            for (int k = 0; k < partners; k++)
+                walk_unit(b, w, one, w->partners < 0 ? k : pick(&state, w->num_shapes));
+        }
+        walk_flush(b, w);
+    }
+    CALL(NULL, fsdp_shutdown(b->world));
+    free(b);
+}
+
+typedef struct {
+    const char *name;
+    int world, partners, long_partners;
+} walk_row;
+static const walk_row walk_rows[] = {
+    {"W=1", 1, 40, -1}, {"W=2", 2, 12, 200}, {"W=3", 3, 7, 60}, {"W=4", 4, 4, 30}};
+
+static void walk_all(int world, int partners) {
+    walk *w = (walk *)calloc(1, sizeof *w);
+    CHECK(w != NULL);
+    w->world = w->threads.size = world;
+    w->partners = partners;
+    w->seed = h_seed();
+    walk_shapes(w);
+    h_ranks_thread(world, walk_rank, w);
+    h_message("%lld units of one or two parameters, %lld elements", (long long)w->cases,
+              (long long)w->elements);
+    free(w);
+}
+
+TEST_P(train, every_small_unit, walk_rows) { walk_all(row->world, row->partners); }
+TEST_P_TIMEOUT(long_train, every_small_unit, walk_rows, 300) {
+    walk_all(row->world, row->long_partners);
+}
+
+/* ---- loading, gathering, views, flat blocks ---------------------------------------------------------- */
+
+enum { LOAD_UNITS = 6 };
+typedef struct {
+    uint64_t seed;
+    int world, rounds;
+    fsdp_threads threads;
+    int64_t tensors, blocks;
+} loads;
+static const struct {
+    const char *name;
+    int world;
+} worlds[] = {{"W=1", 1}, {"W=2", 2}, {"W=3", 3}, {"W=4", 4}, {"W=5", 5}};
+
+/* One model of units of any dtype, integers included; the same on all ranks. */
+typedef struct {
+    fsdp_world *world;
+    fsdp_model *model;
+    fsdp_unit *unit[LOAD_UNITS];
+    o_param param[LOAD_UNITS][O_PARAMS];
+    fsdp_dtype dtype[LOAD_UNITS];
+    int count[LOAD_UNITS], units, rank, size;
+    int64_t fill_bytes;
+    uint64_t seed;
+    int64_t ordinal, row, seen; /* of fill_block */
+} loaded;
+
+static void load_make(loaded *x, uint64_t *state) {
+    static const fsdp_dtype dtypes[] = {FSDP_F32, FSDP_BF16, FSDP_F64, FSDP_F16, FSDP_I64, FSDP_U8,
+                                        FSDP_I16, FSDP_I32,  FSDP_I8};
+    fsdp_model_desc md = FSDP_ZERO;
+    x->units = 1 + pick(state, LOAD_UNITS);
+    x->seed = h_rand64(state);
+    md.direct_min = layout_min[pick(state, LAYOUTS)];
+    md.param_dtype = pick(state, 2) ? FSDP_BF16 : FSDP_DTYPE_KEEP;
+    x->fill_bytes = md.fill_bytes = 1 + pick(state, 3) * pick(state, 400);
+    CALL(x->world, fsdp_model_create(x->world, &md, &x->model));
+    for (int u = 0; u < x->units; u++) {
+        fsdp_param_desc pd[O_PARAMS];
+        fsdp_unit_desc ud = FSDP_ZERO;
+        memset(pd, 0, sizeof pd);
+        x->dtype[u] = dtypes[pick(state, 9)];
+        x->count[u] = 1 + pick(state, O_PARAMS);
+        for (int i = 0; i < x->count[u]; i++) {
+            o_param *p = &x->param[u][i];
+            random_param(state, x->size, p);
+            pd[i].ndim = p->ndim;
+            pd[i].shard_dim = p->shard_dim;
+            pd[i].dtype = x->dtype[u];
+            pd[i].frozen = p->frozen || !fsdp_dtype_is_float(x->dtype[u]);
+            pd[i].user = p;
+            memcpy(pd[i].shape, p->shape, sizeof p->shape);
+        }
+        ud.params = pd;
+        ud.num_params = x->count[u];
+        ud.user = (void *)(intptr_t)u;
+        CALL(x->world, fsdp_fully_shard(x->model, &ud, &x->unit[u]));
+    }
+}
+
+/* Byte b of element e of a parameter; turn: which contents. Any bits: NaNs too must survive. */
+static unsigned char load_byte(const loaded *x, int u, int i, int64_t at, int turn) {
+    return (unsigned char)o_hash(x->seed, (uint64_t)(u * 64 + i), (uint64_t)at, (uint64_t)turn);
+}
+static void load_tensor(const loaded *x, int u, int i, int turn, unsigned char *out) {
+    size_t bytes = (size_t)x->param[u][i].numel * fsdp_dtype_size(x->dtype[u]);
+    for (size_t b = 0; b < bytes; b++) out[b] = load_byte(x, u, i, (int64_t)b, turn);
+}
+
+static void fill_block(void *user, const fsdp_param_view *block) {
+    loaded *x = (loaded *)user;
+    const o_param *p = (const o_param *)block->user;
+    int u = (int)(intptr_t)block->unit_user;
+    size_t size = fsdp_dtype_size(block->dtype);
+    int64_t numel = 1, first = block->ordinal != x->ordinal ? block->start[0] : x->row;
+    for (int d = 0; d < block->ndim; d++) {
+        numel *= block->local_shape[d];
+        W_CHECK(block->shape[d] == p->shape[d], "shape");
+        W_CHECK(d == 0 || d == block->shard_dim || block->local_shape[d] == p->shape[d], "local shape");
+    }
+    W_CHECK(numel == block->numel && numel > 0 && block->data && block->unit == x->unit[u] &&
+                block->dtype == x->dtype[u] && p == &x->param[u][block->index],
+            "block of unit %d parameter %d", u, block->index);
+    W_CHECK(block->start[0] == first, "rows are not consecutive");
+    W_CHECK(block->local_shape[0] == 1 || numel * (int64_t)size <= x->fill_bytes,
+            "a block of %lld rows has %lld bytes, fill_bytes is %lld",
+            (long long)block->local_shape[0], (long long)(numel * (int64_t)size),
+            (long long)x->fill_bytes);
+    x->ordinal = block->ordinal;
+    x->row = block->start[0] + block->local_shape[0];
+    x->seen++;
+    for (int64_t k = 0; k < numel; k++)
+        for (size_t b = 0; b < size; b++)
+            ((unsigned char *)block->data)[(size_t)k * size + b] =
+                load_byte(x, u, block->index, fsdp_view_index(block, k) * (int64_t)size + (int64_t)b, 0);
+}
+
+/* Every shard holds what the full tensor has at the places that the view names. */
+static void load_check(loaded *x, int turn) {
+    fsdp_param_view v = FSDP_ZERO;
+    int64_t ordinal = 0;
+    while (fsdp_next_param(x->model, &v)) {
+        int u = (int)(intptr_t)v.unit_user;
+        size_t size = fsdp_dtype_size(v.dtype);
+        fsdp_param_view same;
+        fsdp_range range;
+        W_CHECK(v.ordinal == ordinal++ && v.data == v.shard && v.shard && !v.shard_grad, "view");
+        CALL(x->world, fsdp_param_at(x->model, v.ordinal, &same));
+        W_CHECK(!memcmp(&same, &v, sizeof v), "param_at differs from next_param");
+        CHECK_OK(fsdp_shard_range(v.shape[v.shard_dim], x->size, x->rank, &range));
+        W_CHECK(v.start[v.shard_dim] == range.start && v.local_shape[v.shard_dim] == range.count,
+                "unit %d parameter %d: rows", u, v.index);
+        for (int64_t k = 0; k < v.numel; k++)
+            for (size_t b = 0; b < size; b++)
+                W_CHECK(((unsigned char *)v.shard)[(size_t)k * size + b] ==
+                            load_byte(x, u, v.index,
+                                      fsdp_view_index(&v, k) * (int64_t)size + (int64_t)b, turn),
+                        "unit %d parameter %d element %lld", u, v.index, (long long)k);
+    }
+    W_CHECK(ordinal == fsdp_num_params(x->model), "number of parameters");
+}
+
+/* Shards and gradients of a dtype's trainables lie at equal offsets, in order, without overlap. */
+static void flat_check(loaded *x) {
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_flat flat[FSDP_DTYPE_COUNT];
+    char *taken[FSDP_DTYPE_COUNT] = {NULL};
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        CALL(x->world, fsdp_model_flat(x->model, d, &flat[d]));
+        CHECK((taken[d] = (char *)calloc((size_t)flat[d].numel + 1, 1)) != NULL);
+        W_CHECK(flat[d].dtype == d && (flat[d].numel > 0) == (flat[d].shards != NULL) &&
+                    (flat[d].numel > 0) == (flat[d].grads != NULL),
+                "flat of %s", fsdp_dtype_name(d));
+    }
+    while (fsdp_next_param(x->model, &v)) {
+        const fsdp_flat *f = &flat[v.dtype];
+        size_t size = fsdp_dtype_size(v.dtype);
+        int64_t at = ((char *)v.shard - (char *)f->shards) / (int64_t)size;
+        if (v.numel == 0) continue;
+        if (!v.requires_grad) {
+            W_CHECK(!f->shards || at < 0 || at >= f->numel, "a frozen parameter is in the flat block");
+            continue;
+        }
+        W_CHECK(f->shards && at >= 0 && at + v.numel <= f->numel, "outside the flat block");
+        W_CHECK(((char *)v.shard - (char *)f->shards) % (int64_t)size == 0, "alignment");
+        for (int64_t k = at; k < at + v.numel; k++) W_CHECK(!taken[v.dtype][k]++, "parameters overlap");
+    }
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) free(taken[d]);
+}
+
+static void loads_rank(int rank, int world, void *arg) {
+    loads *l = (loads *)arg;
+    uint64_t state = l->seed;
+    fsdp_world *w;
+    fsdp_world_desc d = w_desc(rank, world, &l->threads, "loads", 0);
+    CALL(NULL, fsdp_init(&d, &w));
+    for (int n = 0; n < l->rounds; n++) {
+        loaded *x = (loaded *)calloc(1, sizeof *x);
+        CHECK(x != NULL);
+        x->world = w;
+        x->rank = rank;
+        x->size = world;
+        x->ordinal = -1;
+        snprintf(w_case, sizeof w_case, "W=%d round %d", world, n);
+        load_make(x, &state);
+        CALL(w, fsdp_init_params(x->model, fill_block, x));
+        load_check(x, 0);
+        flat_check(x);
+        for (int u = 0; u < x->units; u++)
+            for (int i = 0; i < x->count[u]; i++) {
+                size_t bytes = (size_t)x->param[u][i].numel * fsdp_dtype_size(x->dtype[u]);
+                unsigned char *full = (unsigned char *)malloc(2 * bytes + 2), *got = full + bytes + 1;
+                int none = (u + i + n) % 3 == 0 && rank != n % world; /* some take part only */
+                CHECK(full != NULL);
+                got[bytes] = 0x77;
+                load_tensor(x, u, i, 0, full);
+                CALL(w, fsdp_param_full(x->unit[u], i, none ? NULL : got));
+                W_CHECK(none || !memcmp(full, got, bytes), "param_full of unit %d parameter %d", u, i);
+                load_tensor(x, u, i, 1, full);
+                CALL(w, fsdp_param_load(x->unit[u], i, full));
+                CALL(w, fsdp_param_full(x->unit[u], i, got));
+                W_CHECK(!memcmp(full, got, bytes), "param_load of unit %d parameter %d", u, i);
+                W_CHECK(got[bytes] == 0x77, "param_full has written too much");
+                if (rank == 0) l->tensors++;
+                free(full);
+            }
+        load_check(x, 1);
+        if (rank == 0) l->blocks += x->seen;
+        fsdp_model_destroy(x->model);
+        free(x);
+    }
+    CALL(NULL, fsdp_shutdown(w));
+}
+
+static void loads_all(int world, int rounds) {
+    loads l;
+    memset(&l, 0, sizeof l);
+    l.seed = h_seed() + (uint64_t)world;
+    l.world = l.threads.size = world;
+    l.rounds = rounds;
+    h_ranks_thread(world, loads_rank, &l);
+    h_message("%lld tensors loaded and gathered, %lld blocks filled by rank 0",
+              (long long)l.tensors, (long long)l.blocks);
+}
+
+TEST_P(train, load_and_gather, worlds) { loads_all(row->world, 120 / row->world); }
+
+/* The same numbers at the same offsets of shards and gradients, and what param_full_grad gives. */
+static void grads_rank(int rank, int world, void *arg) {
+    fsdp_threads *threads = (fsdp_threads *)arg;
+    fsdp_world_desc d = w_desc(rank, world, threads, "grads", 0);
+    fsdp_world *w;
+    CALL(NULL, fsdp_init(&d, &w));
+    for (int layout = 0; layout < LAYOUTS; layout++) {
+        fsdp_model *m;
+        fsdp_unit *u;
+        fsdp_flat flat;
+        fsdp_param_view v = FSDP_ZERO;
+        fsdp_model_desc md = FSDP_ZERO;
+        fsdp_unit_desc ud = FSDP_ZERO;
+        fsdp_param_desc pd[5] = {fsdp_mat("a", 7, 16), fsdp_vec("b", 5), fsdp_mat("c", 3, 6),
+                                 fsdp_mat("frozen", 4, 4), fsdp_mat("unused", 5, 2)};
+        static const int64_t numel[5] = {112, 5, 18, 16, 10};
+        float full[112];
+        pd[2].shard_dim = 1;
+        pd[3].frozen = 1;
+        md.direct_min = layout_min[layout];
+        md.fill_bytes = 100;
+        ud.params = pd;
+        ud.num_params = 5;
+        ud.name = "unit";
+        CALL(w, fsdp_model_create(w, &md, &m));
+        CALL(w, fsdp_fully_shard(m, &ud, &u));
+        CALL(w, fsdp_pre_forward(u));
+        CALL(w, fsdp_post_forward(u));
+        CALL(w, fsdp_pre_backward(u));
+        for (int i = 0; i < 3; i++)
+            for (int64_t e = 0; e < numel[i]; e++)
+                ((float *)fsdp_grad(u, i))[e] = (float)(rank * 100 + (int)e * (i + 1));
+        CHECK(fsdp_grad(u, 3) == NULL);
+        CALL(w, fsdp_post_backward(u));
+        CALL(w, fsdp_finalize_backward(m));
+        for (int i = 0; i < 3; i++) {
+            CALL(w, fsdp_param_full_grad(u, i, full));
+            for (int64_t e = 0; e < numel[i]; e++) {
+                float sum = 0;
+                for (int r = 0; r < world; r++) sum += (float)(r * 100 + (int)e * (i + 1));
+                CHECK_EQ_INT(same_bits((double)full[e], (double)(sum * (1.0f / (float)world))), 1);
+            }
+        }
+        CHECK_STATUS(fsdp_param_full_grad(u, 3, full), FSDP_ERR_INVALID_STATE);
+        CHECK(strstr(fsdp_last_error(w), "frozen") != NULL);
+        CALL(w, fsdp_param_full_grad(u, 4, full)); /* nobody used it: zeros */
+        for (int e = 0; e < 10; e++) CHECK(same_bits((double)full[e], 0));
+        CALL(w, fsdp_model_flat(m, FSDP_F32, &flat));
+        while (fsdp_next_param(m, &v)) {
+            CHECK((v.shard_grad != NULL) == (v.index < 3));
+            if (v.shard_grad)
+                CHECK((char *)v.shard_grad - (char *)flat.grads == (char *)v.shard - (char *)flat.shards);
+        }
+        CALL(w, fsdp_zero_grad(m));
+        CALL(w, fsdp_param_full_grad(u, 0, full));
+        for (int e = 0; e < 112; e++) CHECK(same_bits((double)full[e], 0));
+        fsdp_model_destroy(m);
+    }
+    CALL(NULL, fsdp_shutdown(w));
+}
+
+TEST_P(train, gradients_in_full, worlds) {
+    fsdp_threads threads = {0, row->world, NULL};
+    h_ranks_thread(row->world, grads_rank, &threads);
+}
+
+/* ---- clipping ------------------------------------------------------------------------------------------ */
+
+typedef struct {
+    int world;
+    const task *task;
+    const story *story;
+    fsdp_threads threads[3];
+    double norm[3][LAYOUTS][O_WORLD];
+} clips;
+
+/* Up to the first snapshot, then clipping: the norm is right and the same everywhere. */
+static void clip_rank(int rank, int world, void *arg) {
+    clips *c = (clips *)arg;
+    for (int lanes = 0; lanes < 3; lanes++) {
+        fsdp_world *w;
+        fsdp_world_desc d = w_desc(rank, world, &c->threads[lanes], "clip", lanes);
+        CALL(NULL, fsdp_init(&d, &w));
+        for (int layout = 0; layout < LAYOUTS; layout++) {
+            run x;
+            place p = {lanes, layout, 0, 0};
+            double norm, again, limit, sum = 0;
+            int n = 0;
+            memset(&x, 0, sizeof x);
+            x.task = c->task, x.story = c->story, x.kind = c->task->kind, x.world = w;
+            x.rank = rank, x.size = world;
+            x.param_dtype = x.kind->param ? x.kind->param : x.kind->dtype;
+            x.tmp = (double *)malloc((size_t)(4 * o_numel(&c->task->net) + 1) * sizeof *x.tmp);
+            CHECK(x.tmp != NULL);
+            build(&x, c->task, &p);
+            while (c->story->op[n].kind != CHECKPOINT) play(&x, c->story->op[n++]);
+            for (int u = 0; u < c->task->net.count; u++)
+                for (int i = 0; i < c->task->net.units[u].count; i++)
+                    for (int64_t e = 0; c->story->has[0][u][i] && e < c->task->net.units[u].params[i].numel; e++)
+                        sum += c->story->grad[0][u][i][e] * c->story->grad[0][u][i][e];
+            CALL(w, fsdp_clip_grad_norm(x.model, (double)INFINITY, &norm));
+            compare(&x, 0); /* measured only */
+            CHECK_NEAR(norm, sqrt(sum), 1e-12 * (1 + sqrt(sum)));
+            c->norm[lanes][layout][rank] = norm;
+            CALL(w, fsdp_clip_grad_norm(x.model, norm + 1, NULL));
+            compare(&x, 0); /* nothing to clip */
+            limit = norm / 3;
+            CALL(w, fsdp_clip_grad_norm(x.model, limit, &again));
+            CHECK(same_bits(norm, again));
+            double factor = limit / (norm + 1e-6);
+            fsdp_param_view v = FSDP_ZERO;
+            while (fsdp_next_param(x.model, &v))
+                for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
+                    double g, wide = v.dtype == FSDP_F64 ? factor : (double)(float)factor;
+                    double was = c->story->grad[0][(intptr_t)v.unit_user][v.index][fsdp_view_index(&v, k)];
+                    CHECK_OK(fsdp_convert(&g, FSDP_F64,
+                                          (char *)v.shard_grad + (size_t)k * fsdp_dtype_size(v.dtype),
+                                          v.dtype, 1));
+                    CHECK_NEAR(g, o_round(v.dtype, o_mid(v.dtype, 0, was * wide)), norm > 0 ? 0 : 1);
+                }
+            CHECK_STATUS(fsdp_clip_grad_norm(x.model, 0, &again), FSDP_ERR_INVALID_ARG);
+            CHECK_STATUS(fsdp_clip_grad_norm(x.model, -1, &again), FSDP_ERR_INVALID_ARG);
+            CHECK_STATUS(fsdp_clip_grad_norm(x.model, (double)NAN, &again), FSDP_ERR_INVALID_ARG);
+            fsdp_model_destroy(x.model);
+            free(x.tmp);
+        }
+        CALL(NULL, fsdp_shutdown(w));
+    }
+}
+
+TEST_P(train, clip, rows) {
+    uint64_t state = h_seed() * 31 + (uint64_t)row->world;
+    for (int n = 0; n < 3; n++) {
+        clips *c = (clips *)calloc(1, sizeof *c);
+        task t;
+        random_task(&state, row->world, &kinds[row->kind], 0, &t);
+        CHECK(c != NULL);
+        c->world = row->world;
+        c->task = &t;
+        story *s = tell(&t, row->world, 0);
+        c->story = s;
+        for (int i = 0; i < 3; i++) c->threads[i].size = row->world;
+        h_ranks_thread(row->world, clip_rank, c);
+        for (int i = 0; i < 3 * LAYOUTS * row->world; i++) {
+            int r = i % row->world, k = i / row->world;
+            CHECK_MSG(same_bits(c->norm[0][0][0], c->norm[k / LAYOUTS][k % LAYOUTS][r]),
+                      "norm of lanes %d, layout %s, rank %d differs", k / LAYOUTS,
+                      layout_names[k % LAYOUTS], r);
+        }
+        forget(s);
+        free(c);
+    }
+}
