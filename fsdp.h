@@ -872,8 +872,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_clip_grad_norm(fsdp_model *model, doub
    Allocates   no      Source torch: reset_iter_state */
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 
-/* Setters: unit NULL means every unit of the model. Between forwards and backwards of the unit
-   (IDLE, POST_BACKWARD).
+/* Setters. Those with a unit (NULL: every unit) need it IDLE or POST_BACKWARD; the others any time.
    fsdp_set_grad_enabled           0: forwards are evaluation and are not waited for by a backward
    fsdp_set_is_last_backward       0: finalize keeps the record of forwards for a further backward
    fsdp_set_requires_gradient_sync 0: post_backward keeps gradients here, unreduced (no_sync)
@@ -984,8 +983,9 @@ typedef struct fsdp_op {
     fsdp_event wait[2];       // derived by emit; all zero: nothing to wait for
 } fsdp_op;
 
-// The seam for extensions. hook sees each public call before the table does (non-zero: it has done
-// the call's work itself); op sees each record before it runs (non-zero: do not run it).
+// The seam for extensions. hook is asked before the table by the calls of a step, from pre_forward
+// to finalize_backward (non-zero: it has done the call's work itself); op sees each record before
+// it runs (non-zero: do not run it), and a HOOK marker before the records of every public call.
 typedef struct fsdp_driver {
     int (*hook)(void *user, fsdp_model *model, fsdp_unit *unit, int call);
     int (*op)(void *user, fsdp_model *model, const fsdp_op *op);
@@ -3417,9 +3417,9 @@ static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label,
     return fsdpi_emit(m, &op);
 }
 
-/* A copy over blocks or a collective over segments, from src in dtype to dst in out_dtype. The caller
-   has set what is special (scale, accumulate, in_place). An empty one is not issued. Of a collective
-   a rank reads (W-1) times its own part from the others. */
+/* A copy over blocks or a collective over segments, from src in dtype to dst in out_dtype. The
+   caller has set what is special (scale, accumulate, in_place). An empty one is not issued. Of a
+   collective a rank reads (W-1) times its own part from the others. */
 static fsdp_status fsdpi_emit_list(fsdp_model *m, fsdp_op *op, fsdp_buf *src, fsdp_dtype dtype,
                                    fsdp_buf *dst, fsdp_dtype out_dtype, const void *list, int num) {
     const fsdp_block *blocks = (const fsdp_block *)list;
@@ -3886,14 +3886,18 @@ static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, int call) {
                       u->model->backward ? "inside" : "outside", u->forwards, possible);
 }
 
+static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
+    return row->next == FSDPI_KEEP ? u->state : row->next;
+}
+
 // Run one row for a unit.
 static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
-    u->model->call_state = row->next == FSDPI_KEEP ? u->state : row->next;
+    u->model->call_state = fsdpi_next_state(u, row);
     for (int i = 0; row->actions[i]; i++) {
         fsdp_status status = row->actions[i](u);
         if (status) return status;
     }
-    if (row->next != FSDPI_KEEP) u->state = row->next;
+    u->state = fsdpi_next_state(u, row);
     return FSDP_OK;
 }
 
@@ -4125,7 +4129,7 @@ static void fsdpi_model_close(fsdp_model *m) {
 // >>step
 // Owns: model-wide work: finalize, norms, gathering to one tensor, prediction.
 
-// Is the call possible for all units? With fn also: run their rows.
+// Is the call possible for all units? With run: do their rows.
 static fsdp_status fsdpi_all_units(fsdp_model *m, int call, int run) {
     for (int i = 0; i < m->num_units; i++)
         if (!fsdpi_lookup(m->units[i], call)) return fsdpi_wrong_call(m->units[i], call);
@@ -4136,14 +4140,25 @@ static fsdp_status fsdpi_all_units(fsdp_model *m, int call, int run) {
     return FSDP_OK;
 }
 
-// Before a model-wide call: NULL, a failed world, not yet committed, a driver that does it, the
-// table.
+// A marker for observers, before the ops of a public call.
+static fsdp_status fsdpi_announce(fsdp_model *m, fsdp_unit *u, int call, uint8_t state) {
+    m->call_state = state;
+    if (!m->driver.op) return FSDP_OK;
+    fsdp_op op = fsdpi_op(m, u, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    if (!u) op.what = fsdpi_call_name(call);
+    op.count = (uint64_t)call;
+    return fsdpi_emit(m, &op);
+}
+
+// A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     if (!m)
         return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the model is NULL",
                           fsdpi_call_name(call));
     fsdp_status status = fsdpi_commit(m);
-    return status ? status : fsdpi_all_units(m, call, run);
+    if (!status) status = fsdpi_all_units(m, call, 0);
+    if (!status) status = fsdpi_announce(m, NULL, call, FSDP_STATE_IDLE);
+    return status || !run ? status : fsdpi_all_units(m, call, 1);
 }
 
 // Shards are as the caller's stream has left them: later gathers come after.
@@ -4906,13 +4921,6 @@ static fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
     return status;
 }
 
-static fsdp_status fsdpi_announce(fsdp_model *m, fsdp_unit *u, int call) {
-    if (!m->driver.op) return FSDP_OK;
-    fsdp_op op = fsdpi_op(m, u, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-    op.count = (uint64_t)call;
-    return fsdpi_emit(m, &op);
-}
-
 static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     if (!u)
         return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the unit is NULL",
@@ -4925,7 +4933,7 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     if (m->driver.hook && m->driver.hook(m->driver.user, m, u, call)) return FSDP_OK;
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_remember(m, fsdpi_wrong_call(u, call));
-    status = fsdpi_announce(m, u, call);
+    status = fsdpi_announce(m, u, call, fsdpi_next_state(u, row));
     if (!status) status = fsdpi_step(u, row);
     return fsdpi_remember(m, status);
 }
@@ -4951,14 +4959,12 @@ FSDP_API fsdp_status fsdp_reshard(fsdp_unit *unit) {
 }
 
 FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
-    if (!model)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "finalize_backward: the model is NULL");
-    fsdp_status status = fsdpi_commit(model);
+    const fsdp_driver *driver = model ? &model->driver : NULL;
+    fsdp_status status = model ? fsdpi_failed(model->world) : FSDP_OK;
     if (status) return status;
-    if (model->driver.hook &&
-        model->driver.hook(model->driver.user, model, NULL, FSDP_CALL_FINALIZE))
+    if (driver && driver->hook && driver->hook(driver->user, model, NULL, FSDP_CALL_FINALIZE))
         return FSDP_OK;
-    status = fsdpi_announce(model, NULL, FSDP_CALL_FINALIZE);
+    status = fsdpi_model_call(model, FSDP_CALL_FINALIZE, 0);
     if (!status) status = fsdpi_finalize(model);
     if (status || !model->hook_status) return status;
     status = model->hook_status;
