@@ -153,6 +153,8 @@ LIMITS OF THIS VERSION
 */
 #ifndef FSDP_H
 #define FSDP_H
+// The columns of the declarations are set by hand.
+// clang-format off
 
 #define FSDP_VERSION_MAJOR 0
 #define FSDP_VERSION_MINOR 1
@@ -1183,6 +1185,7 @@ struct fsdp_device_ops {
 #ifdef __cplusplus
 }
 #endif
+// clang-format on
 #endif // FSDP_H
 
 /* ============================================================================================ */
@@ -1196,7 +1199,7 @@ struct fsdp_device_ops {
 
 #if defined(__GNUC__) || defined(__clang__)
 #define FSDPI_NOINLINE __attribute__((noinline))
-#define FSDPI_UNUSED __attribute__((unused))
+#define FSDPI_UNUSED   __attribute__((unused))
 #else
 #define FSDPI_NOINLINE
 #define FSDPI_UNUSED
