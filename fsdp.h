@@ -1062,7 +1062,8 @@ typedef struct fsdp_memory {
 
 /* fsdp_model_memory - what is allocated now. fsdp_model_predict - what training will have allocated
    after a step: one forward and one backward of every unit, in the order of their creation and
-   back, units that never reshard open around the others; allocates nothing on the device
+   back; a unit that never reshards in a model that does is open around the others; allocates
+   nothing on the device
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, INVALID_STATE (predict: no units)
    Collective  no      Blocks no      Allocates predict: temporary tables */
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out);
@@ -4086,21 +4087,6 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     return FSDP_OK;
 }
 
-// Allocate what forward and backward of every unit take, as their first use would.
-static fsdp_status fsdpi_reserve(fsdp_model *m) {
-    fsdp_status status = fsdpi_commit(m);
-    for (int i = 0; i < m->num_units && !status; i++) {
-        fsdp_unit *u = m->units[i];
-        int aliased = fsdpi_group_size(m) == 1 && u->param_dtype == u->dtype &&
-                      u->reduce_dtype == u->dtype;
-        if (u->classes[FSDP_POOL_GATHER] >= 0)
-            status = fsdpi_class_fill(m, &m->classes[u->classes[FSDP_POOL_GATHER]]);
-        if (!status && u->num_train && !aliased)
-            status = fsdpi_class_fill(m, &m->classes[u->classes[FSDP_POOL_GRAD]]);
-    }
-    return status && m->committed ? fsdpi_model_fail(m, status) : status;
-}
-
 // Free everything of a model. For a prediction's copy: what the dry run has counted.
 static void fsdpi_model_free_buffers(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++) {
@@ -4355,7 +4341,8 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
              pass++) { // open those around, run the others, close those around
             for (int i = 0; i < m->num_units && !status; i++) {
                 fsdp_unit *u = m->units[half ? m->num_units - 1 - i : i];
-                int around = u->reshard_after_forward == FSDP_RESHARD_NEVER;
+                int around = u->reshard_after_forward == FSDP_RESHARD_NEVER &&
+                             m->desc.reshard_after_forward != FSDP_RESHARD_NEVER;
                 if (around != (pass != 1)) continue;
                 if (pass < 2) status = fsdpi_step(u, fsdpi_lookup(u, call[0]));
                 if (pass > 0 && !status) status = fsdpi_step(u, fsdpi_lookup(u, call[1]));
@@ -4363,6 +4350,76 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
         }
     }
     return status ? status : fsdpi_finalize(m);
+}
+
+// A copy of a unit as it was made, with its own marks of use. NULL: no memory.
+static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
+    fsdp_unit *copy = (fsdp_unit *)fsdpi_model_alloc(dry, sizeof *copy + (size_t)u->num_params *
+                                                                             sizeof *u->params);
+    if (!copy) return NULL;
+    *copy = *u;
+    copy->model = dry;
+    copy->params = (fsdpi_param *)(void *)(copy + 1);
+    memcpy(copy->params, u->params, (size_t)u->num_params * sizeof *u->params);
+    copy->gather = copy->grad = copy->rin = NULL;
+    copy->state = copy->storage = copy->stale = copy->has_grad = copy->grad_alias = 0;
+    copy->sync = copy->reshard_after_backward = copy->grad_is_zero = 1;
+    copy->forwards = 0;
+    copy->last_order = -1;
+    return copy;
+}
+
+static void fsdpi_dry_free(fsdp_model *dry) {
+    if (!dry) return;
+    fsdpi_model_free_buffers(dry);
+    for (int i = 0; i < dry->num_units; i++) fsdpi_model_free(dry, dry->units[i]);
+    fsdpi_model_free(dry, dry->units);
+    fsdpi_free(&dry->world->boot.allocator, dry);
+}
+
+// A copy of the model that has run a step and counted the memory. *out: to be freed in any case.
+static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
+    fsdp_world *w = m->world;
+    if (m->num_units == 0)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_STATE, "prediction: the model has no units");
+    fsdp_model *dry = (fsdp_model *)fsdpi_alloc(&w->boot.allocator, sizeof *dry);
+    if (!dry) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
+    *out = dry;
+    dry->world = w;
+    dry->desc = m->desc;
+    dry->info = m->info;
+    dry->dry = dry->grad_enabled = dry->is_last_backward = 1;
+    dry->num_params = m->num_params;
+    dry->units = (fsdp_unit **)fsdpi_model_alloc(dry, (size_t)m->num_units * sizeof *dry->units);
+    dry->classes = (fsdpi_class *)fsdpi_model_alloc(dry, (size_t)(m->num_classes + 1) *
+                                                             sizeof *dry->classes);
+    fsdp_status status = dry->units && dry->classes ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
+    for (int i = 0; !status && i < m->num_classes; i++) {
+        dry->classes[i].pool = m->classes[i].pool;
+        dry->classes[i].bytes = m->classes[i].bytes;
+        dry->num_classes++;
+    }
+    for (int i = 0; !status && i < m->num_units; i++) {
+        dry->units[i] = fsdpi_unit_copy(dry, m->units[i]);
+        if (dry->units[i]) dry->num_units++;
+        else status = FSDP_ERR_OUT_OF_MEMORY;
+    }
+    if (!status) status = fsdpi_commit(dry);
+    if (!status) status = fsdpi_rehearse(dry);
+    return status ? fsdpi_fail(w, status, "prediction: %s", fsdp_status_text(status)) : FSDP_OK;
+}
+
+// Allocate the slots that a step will take, as the prediction counts them.
+static fsdp_status fsdpi_reserve(fsdp_model *m) {
+    fsdp_model *dry = NULL;
+    fsdp_status status = fsdpi_commit(m);
+    if (status) return status;
+    status = fsdpi_dry_run(m, &dry);
+    for (int i = 0; i < m->num_classes && !status; i++)
+        while (m->classes[i].count < dry->classes[i].count && !status)
+            status = fsdpi_class_add(m, &m->classes[i]);
+    fsdpi_dry_free(dry);
+    return status ? fsdpi_model_fail(m, status) : FSDP_OK;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -5147,60 +5204,16 @@ FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out
     return FSDP_OK;
 }
 
-// A copy of a unit as it was made, with its own marks of use. NULL: no memory.
-static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
-    fsdp_unit *copy = (fsdp_unit *)fsdpi_model_alloc(dry, sizeof *copy + (size_t)u->num_params *
-                                                                             sizeof *u->params);
-    if (!copy) return NULL;
-    *copy = *u;
-    copy->model = dry;
-    copy->params = (fsdpi_param *)(void *)(copy + 1);
-    memcpy(copy->params, u->params, (size_t)u->num_params * sizeof *u->params);
-    copy->gather = copy->grad = copy->rin = NULL;
-    copy->state = copy->storage = copy->stale = copy->has_grad = copy->grad_alias = 0;
-    copy->sync = copy->reshard_after_backward = copy->grad_is_zero = 1;
-    copy->forwards = 0;
-    copy->last_order = -1;
-    return copy;
-}
-
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out) {
+    fsdp_model *dry = NULL;
     if (!model || !out)
         return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_predict: an argument is NULL");
-    fsdp_world *w = model->world;
-    if (model->num_units == 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_STATE, "model_predict: the model has no units");
-    fsdp_model *dry = (fsdp_model *)fsdpi_alloc(&w->boot.allocator, sizeof *dry);
-    if (!dry) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "model_predict: no memory");
-    dry->world = w;
-    dry->desc = model->desc;
-    dry->info = model->info;
-    dry->dry = dry->grad_enabled = dry->is_last_backward = 1;
-    dry->num_params = model->num_params;
-    dry->units = (fsdp_unit **)fsdpi_model_alloc(dry,
-                                                 (size_t)model->num_units * sizeof *dry->units);
-    dry->classes = (fsdpi_class *)fsdpi_model_alloc(dry, (size_t)(model->num_classes + 1) *
-                                                             sizeof *dry->classes);
-    fsdp_status status = dry->units && dry->classes ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
-    for (int i = 0; !status && i < model->num_classes; i++) {
-        dry->classes[i].pool = model->classes[i].pool;
-        dry->classes[i].bytes = model->classes[i].bytes;
-        dry->num_classes++;
+    fsdp_status status = fsdpi_dry_run(model, &dry);
+    if (!status) {
+        fsdpi_memory(dry, out);
+        out->host_bytes = model->host_bytes;
     }
-    for (int i = 0; !status && i < model->num_units; i++) {
-        dry->units[i] = fsdpi_unit_copy(dry, model->units[i]);
-        if (dry->units[i]) dry->num_units++;
-        else status = FSDP_ERR_OUT_OF_MEMORY;
-    }
-    if (!status) status = fsdpi_commit(dry);
-    if (!status) status = fsdpi_rehearse(dry);
-    if (!status) fsdpi_memory(dry, out);
-    else status = fsdpi_fail(w, status, "model_predict: %s", fsdp_status_text(status));
-    out->host_bytes = model->host_bytes;
-    fsdpi_model_free_buffers(dry);
-    for (int i = 0; i < dry->num_units; i++) fsdpi_model_free(dry, dry->units[i]);
-    fsdpi_model_free(dry, dry->units);
-    fsdpi_free(&w->boot.allocator, dry);
+    fsdpi_dry_free(dry);
     return status;
 }
 
