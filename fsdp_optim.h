@@ -1,7 +1,7 @@
 /* fsdp_optim.h - AdamW and SGD with momentum on shards: an extension of fsdp.h
 
-   Each rank updates the rows that it owns, so the optimizer's state is sharded as the parameters are
-   and a step needs no communication. The results are those of PyTorch's torch.optim.AdamW and SGD.
+   Each rank updates the rows that it owns, so the optimizer's state is sharded as the parameters
+   are and a step needs no communication. The results are those of torch.optim.AdamW and SGD.
 
        #define FSDP_IMPLEMENTATION          // in one .c or .cc file of the program
        #include "fsdp_optim.h"              // includes fsdp.h; link with -lm
@@ -28,26 +28,27 @@
          b = g in the first update, else momentum*b + (1 - dampening)*g
          p = p - lr*b, or with nesterov p - lr*(g + momentum*b); without momentum p - lr*g
      This is torch's single-tensor form. What depends on t and the settings alone is computed in f64
-     and rounded once; every other operation is rounded to f32 (f64 parameters: to f64) by itself, in
-     the order of the parentheses, and nothing is fused. So the bits depend neither on the compiler and
-     its flags nor on how many ranks share the parameters. (A program linked by gcc -Ofast flushes
-     subnormal numbers to zero, here as everywhere.)
+     and rounded once; every other operation is rounded to f32 (f64 parameters: to f64) by itself,
+     in the order of the parentheses, and nothing is fused. So the bits depend neither on the
+     compiler and its flags nor on how many ranks share the parameters. (A program linked by gcc
+     -Ofast flushes subnormal numbers to zero, here as everywhere.)
    DTYPES
-     f32 and f64 parameters: state of the same type. bf16 and f16 parameters: state in f32, the update
-     is computed in f32 and rounded to nearest even when it is stored; updates below half a unit of a
-     16-bit parameter are lost. For training keep f32 parameters and set fsdp_model_desc.param_dtype.
+     f32 and f64 parameters: state of the same type. bf16 and f16 parameters: state in f32, the
+     update is computed in f32 and rounded to nearest even when it is stored; updates below half a
+     unit of a 16-bit parameter are lost. For training keep f32 parameters and set
+     fsdp_model_desc.param_dtype.
    WHO IS UPDATED
-     Parameters that have a gradient (fsdp_param_view.shard_grad). Frozen ones, ones that nobody used
-     in this step and ones whose group is negative keep their value and state: no decay, and t does
-     not advance. Padding is never touched. Parameters of equal group and t that lie next to each
-     other are updated by one loop.
+     Parameters that have a gradient (fsdp_param_view.shard_grad). Frozen ones, ones that nobody
+     used in this step and ones whose group is negative keep their value and state: no decay, and t
+     does not advance. Padding is never touched. Parameters of equal group and t that lie next to
+     each other are updated by one loop.
    MEMORY
-     Two blocks when the optimizer is created, counted in fsdp_memory.host_bytes: a table, and for AdamW
-     two numbers, for SGD with momentum one for each element of this rank's rows. A step allocates
-     nothing.
+     Two blocks when the optimizer is created, counted in fsdp_memory.host_bytes: a table, and for
+     AdamW two numbers, for SGD with momentum one for each element of this rank's rows. A step
+     allocates nothing.
    ZERO AND DEFAULT
      In a desc 0 stands for the default. Where 0 itself is wanted and is not the default, write
-     FSDP_OPTIM_ZERO: groups[1].weight_decay = FSDP_OPTIM_ZERO for biases and norms.                 */
+     FSDP_OPTIM_ZERO: groups[1].weight_decay = FSDP_OPTIM_ZERO for biases and norms. */
 #include "fsdp.h"
 
 #ifndef FSDP_OPTIM_H
@@ -75,21 +76,23 @@ typedef struct fsdp_sgd_hyper {
 
 /* fsdp_adamw_update    - one AdamW update of f32 numbers
    fsdp_adamw_update_as - the same for any floating dtype of p and g
-   p, g, m, v  [count], no two overlapping: parameters, gradients, first and second moments, which are
-               zero before the first update. m and v are f64 for f64 parameters, else f32
-   Result      update_as: FSDP_OK; INVALID_ARG (not a floating dtype, a NULL with count > 0, count < 0)
+   p, g, m, v  [count], no two overlapping: parameters, gradients, first and second moments, which
+               are zero before the first update. m and v are f64 for f64 parameters, else f32
+   Result      update_as: FSDP_OK; INVALID_ARG (not a floating dtype, a NULL with count > 0,
+               count < 0)
    Collective  no      Blocks no      Allocates no      Thread any
    Source      torch: torch.optim.adam._single_tensor_adam, decoupled_weight_decay */
 FSDP_API void fsdp_adamw_update(float *p, const float *g, float *m, float *v, int64_t count,
                                 const fsdp_adamw_hyper *hyper);
-FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, const void *g, void *m, void *v,
-                                          int64_t count, const fsdp_adamw_hyper *hyper);
+FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, const void *g, void *m,
+                                          void *v, int64_t count, const fsdp_adamw_hyper *hyper);
 
 /* fsdp_sgd_update    - one SGD update of f32 numbers
    fsdp_sgd_update_as - the same for any floating dtype of p and g
    p, g, b     [count], no two overlapping: parameters, gradients, momentum buffer (f64 for f64
                parameters, else f32; unused, and may be NULL, when momentum is 0)
-   Result      update_as: FSDP_OK; INVALID_ARG (not a floating dtype, a NULL with count > 0, count < 0)
+   Result      update_as: FSDP_OK; INVALID_ARG (not a floating dtype, a NULL with count > 0,
+               count < 0)
    Collective  no      Blocks no      Allocates no      Thread any
    Source      torch: torch.optim.sgd._single_tensor_sgd */
 FSDP_API void fsdp_sgd_update(float *p, const float *g, float *b, int64_t count,
@@ -104,7 +107,7 @@ FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, const void *g
 typedef struct fsdp_adamw fsdp_adamw;
 typedef struct fsdp_sgd fsdp_sgd;
 
-#define FSDP_OPTIM_ZERO (-1.0) // in a desc: 0 itself, where 0 stands for the default
+#define FSDP_OPTIM_ZERO   (-1.0) // in a desc: 0 itself, where 0 stands for the default
 #define FSDP_OPTIM_GROUPS 8
 
 typedef struct fsdp_optim_group {
@@ -112,17 +115,18 @@ typedef struct fsdp_optim_group {
     double weight_decay; // 0: as the desc; FSDP_OPTIM_ZERO allowed
 } fsdp_optim_group;
 
-// The group of a parameter: 0 .. num_groups-1 (0 when there are none); negative: not of this optimizer.
-// Called at creation, once for each parameter that requires a gradient. Must answer alike on all ranks.
+// The group of a parameter: 0 .. num_groups-1 (0 when there are none); negative: not of this
+// optimizer. Called at creation, once for each parameter that requires a gradient. Must answer
+// alike on all ranks.
 typedef int (*fsdp_optim_group_fn)(void *user, const fsdp_param_view *param);
 
 typedef struct fsdp_adamw_desc {
     uint32_t size, start_canary;
-    double beta1;           // 0: 0.9;   FSDP_OPTIM_ZERO or 0 < beta1 < 1
-    double beta2;           // 0: 0.999; FSDP_OPTIM_ZERO or 0 < beta2 < 1
-    double eps;             // 0: 1e-8;  FSDP_OPTIM_ZERO allowed
-    double weight_decay;    // 0: 0.01;  FSDP_OPTIM_ZERO allowed
-    int32_t num_groups;     // 0: all parameters alike; at most FSDP_OPTIM_GROUPS
+    double beta1;        // 0: 0.9;   FSDP_OPTIM_ZERO or 0 < beta1 < 1
+    double beta2;        // 0: 0.999; FSDP_OPTIM_ZERO or 0 < beta2 < 1
+    double eps;          // 0: 1e-8;  FSDP_OPTIM_ZERO allowed
+    double weight_decay; // 0: 0.01;  FSDP_OPTIM_ZERO allowed
+    int32_t num_groups;  // 0: all parameters alike; at most FSDP_OPTIM_GROUPS
     int32_t reserved;
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS];
     fsdp_optim_group_fn group; // NULL: group 0 for all
@@ -132,11 +136,11 @@ typedef struct fsdp_adamw_desc {
 
 typedef struct fsdp_sgd_desc {
     uint32_t size, start_canary;
-    double momentum;        // 0: none
-    double dampening;       // 0: none
-    double weight_decay;    // 0: none
-    int32_t nesterov;       // 1: needs momentum > 0 and dampening 0
-    int32_t num_groups;     // 0: all parameters alike; at most FSDP_OPTIM_GROUPS
+    double momentum;     // 0: none
+    double dampening;    // 0: none
+    double weight_decay; // 0: none
+    int32_t nesterov;    // 1: needs momentum > 0 and dampening 0
+    int32_t num_groups;  // 0: all parameters alike; at most FSDP_OPTIM_GROUPS
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS];
     fsdp_optim_group_fn group; // NULL: group 0 for all
     void *user;                // handed to group
@@ -146,10 +150,12 @@ typedef struct fsdp_sgd_desc {
 /* fsdp_adamw_create - an AdamW optimizer of all trainable parameters of a model; commits the model
    desc        NULL: defaults
    opt         owned by the model: ends with fsdp_adamw_destroy, the model or the world
-   Result      FSDP_OK; INVALID_ARG (the text names the field, or the parameter whose group is wrong),
-               UNSUPPORTED (the model's memory is not host memory), OUT_OF_MEMORY, what commit returns
+   Result      FSDP_OK; INVALID_ARG (the text names the field, or the parameter whose group is
+               wrong), UNSUPPORTED (the model's memory is not host memory), OUT_OF_MEMORY, what
+               commit returns
    Collective  as fsdp_model_commit      Blocks no      Allocates yes */
-FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc *desc,
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model,
+                                                       const fsdp_adamw_desc *desc,
                                                        fsdp_adamw **opt);
 
 /* fsdp_adamw_step - update every parameter that has a gradient; ends with fsdp_params_changed
@@ -171,7 +177,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_create(fsdp_model *model, const fs
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr);
 FSDP_API void fsdp_sgd_destroy(fsdp_sgd *opt);
 
-// What an optimizer keeps for one parameter, in place: a checkpoint reads it, and writes it to resume.
+// What an optimizer keeps for one parameter, in place: a checkpoint reads it, and writes it to
+// resume.
 typedef struct fsdp_optim_state {
     fsdp_dtype dtype;     // of first and second
     int32_t group;        // negative: not of this optimizer (frozen, or by fsdp_optim_group_fn)
@@ -218,9 +225,10 @@ extern "C" {
 /* -------------------------------------------------------------------------------------------- */
 // >>optim kernels
 // Owns: the loops over elements. Invariants: the same inputs give the same bits with any compiler
-// flags. Precise arithmetic by pragma; and since clang -Ofast fuses a product with a sum in spite of
-// its pragma, no loop adds what it has multiplied: products of a block are stored, a loop of its own
-// adds them. Blocks stay in the first-level cache. Source: torch.optim, single-tensor functions.
+// flags. Precise arithmetic by pragma; and since clang -Ofast fuses a product with a sum in spite
+// of its pragma, no loop adds what it has multiplied: products of a block are stored, a loop of its
+// own adds them. Blocks stay in the first-level cache. Source: torch.optim, single-tensor
+// functions.
 
 #if defined(__clang__)
 #pragma float_control(precise, on, push)
@@ -232,8 +240,8 @@ extern "C" {
 
 #define FSDPI_OPTIM_BLOCK 512 // elements; at most FSDPI_BLOCK
 
-/* out = sqrt(x), correctly rounded. As instructions: the C library's functions are not vectorised, for
-   errno's sake, and clang -Ofast makes estimates of them whatever its pragmas say.                */
+/* out = sqrt(x), correctly rounded. As instructions: the C library's functions are not vectorised,
+   for errno's sake, and clang -Ofast makes estimates of them whatever its pragmas say. */
 #if defined(__GNUC__) && defined(__SSE2__)
 #ifdef __AVX__
 #define FSDPI_VEX "v"
@@ -277,28 +285,32 @@ static void fsdpi_sqrt_f64(double *out, const double *x, size_t count) {
 #endif
 
 // y += x
-static void fsdpi_add_f32(float *FSDPI_OPTIM_RESTRICT y, const float *FSDPI_OPTIM_RESTRICT x, size_t count) {
+static void fsdpi_add_f32(float *FSDPI_OPTIM_RESTRICT y, const float *FSDPI_OPTIM_RESTRICT x,
+                          size_t count) {
     for (size_t i = 0; i < count; i++) y[i] = y[i] + x[i];
 }
-static void fsdpi_add_f64(double *FSDPI_OPTIM_RESTRICT y, const double *FSDPI_OPTIM_RESTRICT x, size_t count) {
+static void fsdpi_add_f64(double *FSDPI_OPTIM_RESTRICT y, const double *FSDPI_OPTIM_RESTRICT x,
+                          size_t count) {
     for (size_t i = 0; i < count; i++) y[i] = y[i] + x[i];
 }
 
 // y = a * x
-static void fsdpi_scale_f32(float *FSDPI_OPTIM_RESTRICT y, float a, const float *FSDPI_OPTIM_RESTRICT x, size_t count) {
+static void fsdpi_scale_f32(float *FSDPI_OPTIM_RESTRICT y, float a,
+                            const float *FSDPI_OPTIM_RESTRICT x, size_t count) {
     for (size_t i = 0; i < count; i++) y[i] = a * x[i];
 }
-static void fsdpi_scale_f64(double *FSDPI_OPTIM_RESTRICT y, double a, const double *FSDPI_OPTIM_RESTRICT x, size_t count) {
+static void fsdpi_scale_f64(double *FSDPI_OPTIM_RESTRICT y, double a,
+                            const double *FSDPI_OPTIM_RESTRICT x, size_t count) {
     for (size_t i = 0; i < count; i++) y[i] = a * x[i];
 }
 
 // What depends on the settings and t alone.
 typedef struct fsdpi_adamw_scalars {
-    double decay;     // 1 - lr*weight_decay
-    double lerp;      // 1 - beta1
+    double decay;       // 1 - lr*weight_decay
+    double lerp;        // 1 - beta1
     double beta2, gain; // beta2, 1 - beta2
-    double root, eps; // sqrt(1 - beta2^t), eps
-    double rate;      // -lr/(1 - beta1^t)
+    double root, eps;   // sqrt(1 - beta2^t), eps
+    double rate;        // -lr/(1 - beta1^t)
 } fsdpi_adamw_scalars;
 
 // By a pointer that no compiler sees through: -Ofast makes other numbers of pow.
@@ -321,10 +333,14 @@ static fsdpi_adamw_scalars fsdpi_adamw_prepare(const fsdp_adamw_hyper *h) {
     return k;
 }
 
-static FSDPI_NOINLINE void fsdpi_adamw_f32(float *FSDPI_OPTIM_RESTRICT p, const float *FSDPI_OPTIM_RESTRICT g, float *FSDPI_OPTIM_RESTRICT m,
-                                           float *FSDPI_OPTIM_RESTRICT v, size_t count, const fsdpi_adamw_scalars *k) {
+static FSDPI_NOINLINE void fsdpi_adamw_f32(float *FSDPI_OPTIM_RESTRICT p,
+                                           const float *FSDPI_OPTIM_RESTRICT g,
+                                           float *FSDPI_OPTIM_RESTRICT m,
+                                           float *FSDPI_OPTIM_RESTRICT v, size_t count,
+                                           const fsdpi_adamw_scalars *k) {
     float to_m[FSDPI_OPTIM_BLOCK], to_v[FSDPI_OPTIM_BLOCK];
-    float decay = (float)k->decay, weight = (float)k->lerp, beta2 = (float)k->beta2, gain = (float)k->gain;
+    float decay = (float)k->decay, weight = (float)k->lerp, beta2 = (float)k->beta2,
+          gain = (float)k->gain;
     float root = (float)k->root, eps = (float)k->eps, rate = (float)k->rate;
     int from_g = weight >= 0.5f; // lerp from its nearer end
     if (from_g) weight = weight - 1.0f;
@@ -349,10 +365,14 @@ static FSDPI_NOINLINE void fsdpi_adamw_f32(float *FSDPI_OPTIM_RESTRICT p, const 
     }
 }
 
-static FSDPI_NOINLINE void fsdpi_adamw_f64(double *FSDPI_OPTIM_RESTRICT p, const double *FSDPI_OPTIM_RESTRICT g, double *FSDPI_OPTIM_RESTRICT m,
-                                           double *FSDPI_OPTIM_RESTRICT v, size_t count, const fsdpi_adamw_scalars *k) {
+static FSDPI_NOINLINE void fsdpi_adamw_f64(double *FSDPI_OPTIM_RESTRICT p,
+                                           const double *FSDPI_OPTIM_RESTRICT g,
+                                           double *FSDPI_OPTIM_RESTRICT m,
+                                           double *FSDPI_OPTIM_RESTRICT v, size_t count,
+                                           const fsdpi_adamw_scalars *k) {
     double to_m[FSDPI_OPTIM_BLOCK], to_v[FSDPI_OPTIM_BLOCK];
-    double decay = k->decay, weight = k->lerp, beta2 = k->beta2, gain = k->gain, root = k->root, eps = k->eps, rate = k->rate;
+    double decay = k->decay, weight = k->lerp, beta2 = k->beta2, gain = k->gain, root = k->root,
+           eps = k->eps, rate = k->rate;
     int from_g = weight >= 0.5;
     if (from_g) weight = weight - 1.0;
     for (size_t i = 0; i < count; i++) {
@@ -376,7 +396,8 @@ static FSDPI_NOINLINE void fsdpi_adamw_f64(double *FSDPI_OPTIM_RESTRICT p, const
     }
 }
 
-static void fsdpi_adamw(fsdp_dtype dtype, void *p, const void *g, void *m, void *v, int64_t count, const fsdpi_adamw_scalars *k) {
+static void fsdpi_adamw(fsdp_dtype dtype, void *p, const void *g, void *m, void *v, int64_t count,
+                        const fsdpi_adamw_scalars *k) {
     size_t size = fsdp_dtype_size(dtype), wide = dtype == FSDP_F64 ? sizeof(double) : sizeof(float);
     float p32[FSDPI_OPTIM_BLOCK], g32[FSDPI_OPTIM_BLOCK];
     for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
@@ -384,21 +405,27 @@ static void fsdpi_adamw(fsdp_dtype dtype, void *p, const void *g, void *m, void 
         char *pp = (char *)p + at * size, *mm = (char *)m + at * wide, *vv = (char *)v + at * wide;
         const char *gg = (const char *)g + at * size;
         if (dtype == FSDP_F64) {
-            fsdpi_adamw_f64((double *)(void *)pp, (const double *)(const void *)gg, (double *)(void *)mm, (double *)(void *)vv, n, k);
+            fsdpi_adamw_f64((double *)(void *)pp, (const double *)(const void *)gg,
+                            (double *)(void *)mm, (double *)(void *)vv, n, k);
         } else if (dtype == FSDP_F32) {
-            fsdpi_adamw_f32((float *)(void *)pp, (const float *)(const void *)gg, (float *)(void *)mm, (float *)(void *)vv, n, k);
+            fsdpi_adamw_f32((float *)(void *)pp, (const float *)(const void *)gg,
+                            (float *)(void *)mm, (float *)(void *)vv, n, k);
         } else {
             (void)fsdpi_load_f32(p32, pp, dtype, n);
-            fsdpi_adamw_f32(p32, fsdpi_load_f32(g32, gg, dtype, n), (float *)(void *)mm, (float *)(void *)vv, n, k);
+            fsdpi_adamw_f32(p32, fsdpi_load_f32(g32, gg, dtype, n), (float *)(void *)mm,
+                            (float *)(void *)vv, n, k);
             fsdpi_store_f32(pp, dtype, p32, n);
         }
     }
 }
 
-static FSDPI_NOINLINE void fsdpi_sgd_f32(float *FSDPI_OPTIM_RESTRICT p, const float *FSDPI_OPTIM_RESTRICT g, float *FSDPI_OPTIM_RESTRICT b, size_t count,
+static FSDPI_NOINLINE void fsdpi_sgd_f32(float *FSDPI_OPTIM_RESTRICT p,
+                                         const float *FSDPI_OPTIM_RESTRICT g,
+                                         float *FSDPI_OPTIM_RESTRICT b, size_t count,
                                          const fsdp_sgd_hyper *h) {
     float d[FSDPI_OPTIM_BLOCK], product[FSDPI_OPTIM_BLOCK];
-    float momentum = (float)h->momentum, gain = (float)(1 - h->dampening), decay = (float)h->weight_decay;
+    float momentum = (float)h->momentum, gain = (float)(1 - h->dampening),
+          decay = (float)h->weight_decay;
     memcpy(d, g, count * sizeof *d);
     if (h->weight_decay > 0) {
         fsdpi_scale_f32(product, decay, p, count);
@@ -419,8 +446,10 @@ static FSDPI_NOINLINE void fsdpi_sgd_f32(float *FSDPI_OPTIM_RESTRICT p, const fl
     fsdpi_add_f32(p, product, count);
 }
 
-static FSDPI_NOINLINE void fsdpi_sgd_f64(double *FSDPI_OPTIM_RESTRICT p, const double *FSDPI_OPTIM_RESTRICT g, double *FSDPI_OPTIM_RESTRICT b,
-                                         size_t count, const fsdp_sgd_hyper *h) {
+static FSDPI_NOINLINE void fsdpi_sgd_f64(double *FSDPI_OPTIM_RESTRICT p,
+                                         const double *FSDPI_OPTIM_RESTRICT g,
+                                         double *FSDPI_OPTIM_RESTRICT b, size_t count,
+                                         const fsdp_sgd_hyper *h) {
     double d[FSDPI_OPTIM_BLOCK], product[FSDPI_OPTIM_BLOCK];
     memcpy(d, g, count * sizeof *d);
     if (h->weight_decay > 0) {
@@ -442,7 +471,8 @@ static FSDPI_NOINLINE void fsdpi_sgd_f64(double *FSDPI_OPTIM_RESTRICT p, const d
     fsdpi_add_f64(p, product, count);
 }
 
-static void fsdpi_sgd(fsdp_dtype dtype, void *p, const void *g, void *b, int64_t count, const fsdp_sgd_hyper *h) {
+static void fsdpi_sgd(fsdp_dtype dtype, void *p, const void *g, void *b, int64_t count,
+                      const fsdp_sgd_hyper *h) {
     size_t size = fsdp_dtype_size(dtype), wide = dtype == FSDP_F64 ? sizeof(double) : sizeof(float);
     float p32[FSDPI_OPTIM_BLOCK], g32[FSDPI_OPTIM_BLOCK];
     for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
@@ -450,9 +480,11 @@ static void fsdpi_sgd(fsdp_dtype dtype, void *p, const void *g, void *b, int64_t
         char *pp = (char *)p + at * size, *bb = b ? (char *)b + at * wide : NULL;
         const char *gg = (const char *)g + at * size;
         if (dtype == FSDP_F64) {
-            fsdpi_sgd_f64((double *)(void *)pp, (const double *)(const void *)gg, (double *)(void *)bb, n, h);
+            fsdpi_sgd_f64((double *)(void *)pp, (const double *)(const void *)gg,
+                          (double *)(void *)bb, n, h);
         } else if (dtype == FSDP_F32) {
-            fsdpi_sgd_f32((float *)(void *)pp, (const float *)(const void *)gg, (float *)(void *)bb, n, h);
+            fsdpi_sgd_f32((float *)(void *)pp, (const float *)(const void *)gg, (float *)(void *)bb,
+                          n, h);
         } else {
             (void)fsdpi_load_f32(p32, pp, dtype, n);
             fsdpi_sgd_f32(p32, fsdpi_load_f32(g32, gg, dtype, n), (float *)(void *)bb, n, h);
@@ -461,12 +493,13 @@ static void fsdpi_sgd(fsdp_dtype dtype, void *p, const void *g, void *b, int64_t
     }
 }
 
-FSDP_API void fsdp_adamw_update(float *p, const float *g, float *m, float *v, int64_t count, const fsdp_adamw_hyper *hyper) {
+FSDP_API void fsdp_adamw_update(float *p, const float *g, float *m, float *v, int64_t count,
+                                const fsdp_adamw_hyper *hyper) {
     (void)fsdp_adamw_update_as(FSDP_F32, p, g, m, v, count, hyper);
 }
 
-FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, const void *g, void *m, void *v, int64_t count,
-                                          const fsdp_adamw_hyper *hyper) {
+FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, const void *g, void *m,
+                                          void *v, int64_t count, const fsdp_adamw_hyper *hyper) {
     if (!fsdp_dtype_is_float(dtype) || count < 0 || !hyper) return FSDP_ERR_INVALID_ARG;
     if (count == 0) return FSDP_OK;
     if (!p || !g || !m || !v) return FSDP_ERR_INVALID_ARG;
@@ -475,11 +508,13 @@ FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, const void 
     return FSDP_OK;
 }
 
-FSDP_API void fsdp_sgd_update(float *p, const float *g, float *b, int64_t count, const fsdp_sgd_hyper *hyper) {
+FSDP_API void fsdp_sgd_update(float *p, const float *g, float *b, int64_t count,
+                              const fsdp_sgd_hyper *hyper) {
     (void)fsdp_sgd_update_as(FSDP_F32, p, g, b, count, hyper);
 }
 
-FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, const void *g, void *b, int64_t count, const fsdp_sgd_hyper *hyper) {
+FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, const void *g, void *b,
+                                        int64_t count, const fsdp_sgd_hyper *hyper) {
     if (!fsdp_dtype_is_float(dtype) || count < 0 || !hyper) return FSDP_ERR_INVALID_ARG;
     if (count == 0) return FSDP_OK;
     if (!p || !g || (!b && hyper->momentum > 0)) return FSDP_ERR_INVALID_ARG;
@@ -490,36 +525,37 @@ FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, const void *g
 #ifndef FSDP_MATH_ONLY
 /* -------------------------------------------------------------------------------------------- */
 // >>optim
-// Owns: an optimizer's memory, and which elements a step updates. Invariants: the table is in the order
-// of addresses, the state lies in the order of the table, without padding: so where the shards of
-// neighbours touch, their gradients and states do, and one loop does them all. Still between the
-// pragmas: settings are checked with comparisons that must know infinity.
+// Owns: an optimizer's memory, and which elements a step updates. Invariants: the table is in the
+// order of addresses, the state lies in the order of the table, without padding: so where the
+// shards of neighbours touch, their gradients and states do, and one loop does them all. Still
+// between the pragmas: settings are checked with comparisons that must know infinity.
 
 typedef struct fsdpi_optim_param {
     fsdp_unit *unit;
     int32_t index, ordinal; // in the unit, in the model
     int32_t group;
     fsdp_dtype dtype;
-    int64_t numel;          // of this rank's rows
-    int64_t state;          // offset of its state, in elements of the state's type
-    int64_t step;           // updates so far
+    int64_t numel; // of this rank's rows
+    int64_t state; // offset of its state, in elements of the state's type
+    int64_t step;  // updates so far
     char *shard;
 } fsdpi_optim_param;
 
 typedef struct fsdpi_optim {
     fsdp_model *model;
     const char *name;
-    int num_params, num_groups, num_states; // states: numbers kept for each element
+    int num_params, num_groups, num_states;     // states: numbers kept for each element
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS]; // resolved
     fsdpi_optim_param *params;
-    char *states[2][2];     // [first, second][of f32, of f64]
+    char *states[2][2]; // [first, second][of f32, of f64]
     int64_t nbytes;
 } fsdpi_optim;
 
 struct fsdp_adamw {
     fsdpi_optim base;
     fsdp_adamw_hyper hyper;
-    fsdpi_adamw_scalars scalars[FSDP_OPTIM_GROUPS]; // of the update scalars_step[group] in this step
+    fsdpi_adamw_scalars
+        scalars[FSDP_OPTIM_GROUPS]; // of the update scalars_step[group] in this step
     int64_t scalars_step[FSDP_OPTIM_GROUPS];
 };
 
@@ -535,31 +571,41 @@ typedef struct fsdpi_optim_run {
     int64_t numel, step;
 } fsdpi_optim_run;
 
-typedef void (*fsdpi_optim_fn)(fsdpi_optim *o, const fsdpi_optim_run *run, void *first, void *second, double lr);
+typedef void (*fsdpi_optim_fn)(fsdpi_optim *o, const fsdpi_optim_run *run, void *first,
+                               void *second, double lr);
 
-static int fsdpi_optim_bad(double x, double below) { return fsdpi_is_nan(x) || x < 0 || !(x < below); }
+static int fsdpi_optim_bad(double x, double below) {
+    return fsdpi_is_nan(x) || x < 0 || !(x < below);
+}
 
 // A field of a desc: 0 is the default, FSDP_OPTIM_ZERO is 0.
-static fsdp_status fsdpi_optim_setting(fsdp_world *w, const char *what, const char *field, double *x, double default_value, double below) {
+static fsdp_status fsdpi_optim_setting(fsdp_world *w, const char *what, const char *field,
+                                       double *x, double default_value, double below) {
     double given = *x;
     if (!fsdpi_is_nan(given) && given == 0) *x = default_value;
     if (!fsdpi_is_nan(given) && given == FSDP_OPTIM_ZERO) *x = 0;
     if (!fsdpi_optim_bad(*x, below)) return FSDP_OK;
-    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: desc.%s is %g, expected a finite number >= 0%s, or FSDP_OPTIM_ZERO", what, field, given,
-                      below <= 1 ? " and < 1" : "");
+    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                      "%s: desc.%s is %g, expected a finite number >= 0%s, or FSDP_OPTIM_ZERO",
+                      what, field, given, below <= 1 ? " and < 1" : "");
 }
 
-static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_groups, const fsdp_optim_group *groups, double weight_decay) {
+static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_groups,
+                                      const fsdp_optim_group *groups, double weight_decay) {
     if (num_groups < 0 || num_groups > FSDP_OPTIM_GROUPS)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: desc.num_groups is %d, expected 0..%d", o->name, num_groups, FSDP_OPTIM_GROUPS);
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: desc.num_groups is %d, expected 0..%d",
+                          o->name, num_groups, FSDP_OPTIM_GROUPS);
     o->num_groups = num_groups ? num_groups : 1;
     o->groups[0].lr_scale = 1;
     o->groups[0].weight_decay = weight_decay;
     for (int i = 0; i < num_groups; i++) {
         fsdp_status status;
         o->groups[i] = groups[i];
-        status = fsdpi_optim_setting(w, o->name, "groups[].lr_scale", &o->groups[i].lr_scale, 1, HUGE_VAL);
-        if (!status) status = fsdpi_optim_setting(w, o->name, "groups[].weight_decay", &o->groups[i].weight_decay, weight_decay, HUGE_VAL);
+        status = fsdpi_optim_setting(w, o->name, "groups[].lr_scale", &o->groups[i].lr_scale, 1,
+                                     HUGE_VAL);
+        if (!status)
+            status = fsdpi_optim_setting(w, o->name, "groups[].weight_decay",
+                                         &o->groups[i].weight_decay, weight_decay, HUGE_VAL);
         if (status) return status;
     }
     return FSDP_OK;
@@ -574,11 +620,15 @@ static fsdp_status fsdpi_optim_collect(fsdpi_optim *o, fsdp_optim_group_fn group
             if (!v.requires_grad || v.dtype != dtype) continue;
             int chosen = group ? group(user, &v) : 0, at = o->num_params;
             if (chosen >= o->num_groups)
-                return fsdpi_fail(o->model->world, FSDP_ERR_INVALID_ARG, "%s: the group of parameter '%s' of unit '%s' is %d, expected at most %d", o->name,
-                                  v.name, v.unit_name, chosen, o->num_groups - 1);
+                return fsdpi_fail(
+                    o->model->world, FSDP_ERR_INVALID_ARG,
+                    "%s: the group of parameter '%s' of unit '%s' is %d, expected at most %d",
+                    o->name, v.name, v.unit_name, chosen, o->num_groups - 1);
             if (chosen < 0) continue;
-            for (; at > begin && o->params[at - 1].shard > (char *)v.shard; at--) o->params[at] = o->params[at - 1];
-            fsdpi_optim_param p = {v.unit, v.index, v.ordinal, chosen, dtype, v.numel, 0, 0, (char *)v.shard};
+            for (; at > begin && o->params[at - 1].shard > (char *)v.shard; at--)
+                o->params[at] = o->params[at - 1];
+            fsdpi_optim_param p = {v.unit,  v.index, v.ordinal, chosen,         dtype,
+                                   v.numel, 0,       0,         (char *)v.shard};
             o->params[at] = p;
             o->num_params++;
         }
@@ -598,10 +648,14 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o) {
         p->state = numel[fsdpi_optim_wide(p)];
         numel[fsdpi_optim_wide(p)] += p->numel;
     }
-    for (int wide = 0; wide < 2; wide++) total += fsdpi_align_up(numel[wide], FSDP_ALIGN_NUMEL) * (int64_t)fsdpi_optim_size(wide) * o->num_states;
+    for (int wide = 0; wide < 2; wide++)
+        total += fsdpi_align_up(numel[wide], FSDP_ALIGN_NUMEL) * (int64_t)fsdpi_optim_size(wide) *
+                 o->num_states;
     if (total == 0) return FSDP_OK;
     char *at = (char *)fsdpi_model_alloc(o->model, (size_t)total);
-    if (!at) return fsdpi_fail(o->model->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory for a state of %lld bytes", o->name, (long long)total);
+    if (!at)
+        return fsdpi_fail(o->model->world, FSDP_ERR_OUT_OF_MEMORY,
+                          "%s: no memory for a state of %lld bytes", o->name, (long long)total);
     for (int wide = 0; wide < 2; wide++)
         for (int k = 0; k < o->num_states; k++) {
             o->states[k][wide] = at;
@@ -623,17 +677,22 @@ static void fsdpi_optim_destroy(fsdpi_optim *o) {
 }
 
 // The model's layout is final and on the host; then the memory for an optimizer of `size` bytes.
-static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings, size_t size, fsdp_optim_group_fn group, void *user,
-                                      fsdpi_optim **out) {
+static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings, size_t size,
+                                      fsdp_optim_group_fn group, void *user, fsdpi_optim **out) {
     fsdp_status status = fsdpi_commit(m);
     if (status) return status;
     if (!(m->world->device_ops->flags & FSDP_DEVICE_HOST))
-        return fsdpi_fail(m->world, FSDP_ERR_UNSUPPORTED, "%s: the shards lie in memory of device %s, expected host memory", settings->name,
-                          m->world->device_ops->name);
+        return fsdpi_fail(m->world, FSDP_ERR_UNSUPPORTED,
+                          "%s: the shards lie in memory of device %s, expected host memory",
+                          settings->name, m->world->device_ops->name);
     int64_t before = m->host_bytes;
     size_t head = (size + 63) / 64 * 64;
-    fsdpi_optim *o = (fsdpi_optim *)fsdpi_model_alloc(m, head + (size_t)m->num_params * sizeof *o->params);
-    if (!o) return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory for a table of %d parameters", settings->name, m->num_params);
+    fsdpi_optim *o = (fsdpi_optim *)fsdpi_model_alloc(m, head + (size_t)m->num_params *
+                                                                    sizeof *o->params);
+    if (!o)
+        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
+                          "%s: no memory for a table of %d parameters", settings->name,
+                          m->num_params);
     *o = *settings;
     o->model = m;
     o->params = (fsdpi_optim_param *)(void *)((char *)o + head);
@@ -649,26 +708,32 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     return FSDP_OK;
 }
 
-static void fsdpi_optim_flush(fsdpi_optim *o, const fsdpi_optim_run *run, fsdpi_optim_fn update, double lr) {
+static void fsdpi_optim_flush(fsdpi_optim *o, const fsdpi_optim_run *run, fsdpi_optim_fn update,
+                              double lr) {
     if (run->numel == 0) return;
     int wide = fsdpi_optim_wide(run->first);
     size_t offset = (size_t)run->first->state * fsdpi_optim_size(wide);
-    update(o, run, o->states[0][wide] ? o->states[0][wide] + offset : NULL, o->states[1][wide] ? o->states[1][wide] + offset : NULL,
+    update(o, run, o->states[0][wide] ? o->states[0][wide] + offset : NULL,
+           o->states[1][wide] ? o->states[1][wide] + offset : NULL,
            lr * o->groups[run->first->group].lr_scale);
 }
 
 // Does the parameter go on where the run ends?
-static int fsdpi_optim_joins(const fsdpi_optim_run *run, const fsdpi_optim_param *p, const char *grad) {
+static int fsdpi_optim_joins(const fsdpi_optim_run *run, const fsdpi_optim_param *p,
+                             const char *grad) {
     int64_t nbytes = fsdpi_bytes(run->numel, p->dtype);
-    return run->numel > 0 && run->first->dtype == p->dtype && run->first->group == p->group && run->step == p->step &&
-           run->first->shard + nbytes == p->shard && run->grad + nbytes == grad && run->first->state + run->numel == p->state;
+    return run->numel > 0 && run->first->dtype == p->dtype && run->first->group == p->group &&
+           run->step == p->step && run->first->shard + nbytes == p->shard &&
+           run->grad + nbytes == grad && run->first->state + run->numel == p->state;
 }
 
-static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what, fsdpi_optim_fn update) {
+static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
+                                    fsdpi_optim_fn update) {
     fsdp_status status = fsdpi_model_call(o->model, FSDP_CALL_PARAMS_CHANGED, 0); // asks only
     if (status) return status;
     if (fsdpi_optim_bad(lr, HUGE_VAL))
-        return fsdpi_fail(o->model->world, FSDP_ERR_INVALID_ARG, "%s: lr is %g, expected a finite number >= 0", what, lr);
+        return fsdpi_fail(o->model->world, FSDP_ERR_INVALID_ARG,
+                          "%s: lr is %g, expected a finite number >= 0", what, lr);
     fsdpi_drain(o->model->world); // a gather under way may still read the shards
     status = fsdpi_failed(o->model->world);
     if (status) return status;
@@ -692,10 +757,12 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
     return fsdp_params_changed(o->model);
 }
 
-static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *what, fsdp_optim_state *out) {
+static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *what,
+                                     fsdp_optim_state *out) {
     if (!o || !out) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
     if (ordinal < 0 || ordinal >= o->model->num_params)
-        return fsdpi_fail(o->model->world, FSDP_ERR_INVALID_ARG, "%s: the model has no parameter %d, expected 0..%d", what, ordinal,
+        return fsdpi_fail(o->model->world, FSDP_ERR_INVALID_ARG,
+                          "%s: the model has no parameter %d, expected 0..%d", what, ordinal,
                           o->model->num_params - 1);
     memset(out, 0, sizeof *out);
     out->group = -1;
@@ -715,7 +782,8 @@ static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *wh
 }
 
 // AdamW. The scalars of a group are computed anew when its t or the step's lr is another.
-static void fsdpi_adamw_run(fsdpi_optim *o, const fsdpi_optim_run *run, void *m, void *v, double lr) {
+static void fsdpi_adamw_run(fsdpi_optim *o, const fsdpi_optim_run *run, void *m, void *v,
+                            double lr) {
     fsdp_adamw *opt = (fsdp_adamw *)(void *)o;
     int group = run->first->group;
     if (opt->scalars_step[group] != run->step) {
@@ -725,15 +793,18 @@ static void fsdpi_adamw_run(fsdpi_optim *o, const fsdpi_optim_run *run, void *m,
         opt->scalars[group] = fsdpi_adamw_prepare(&opt->hyper);
         opt->scalars_step[group] = run->step;
     }
-    fsdpi_adamw(run->first->dtype, run->first->shard, run->grad, m, v, run->numel, &opt->scalars[group]);
+    fsdpi_adamw(run->first->dtype, run->first->shard, run->grad, m, v, run->numel,
+                &opt->scalars[group]);
 }
 
-FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc *desc, fsdp_adamw **opt) {
+FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc *desc,
+                                       fsdp_adamw **opt) {
     static const char *const name = "adamw_create";
     fsdp_adamw_desc d;
     fsdp_adamw settings;
     fsdpi_optim *base = NULL;
-    if (!model || !opt) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
+    if (!model || !opt)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
     *opt = NULL;
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_desc_read(&d, desc, sizeof d, "fsdp_adamw_desc");
@@ -743,9 +814,12 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     if (!status) status = fsdpi_optim_setting(w, name, "beta1", &d.beta1, 0.9, 1);
     if (!status) status = fsdpi_optim_setting(w, name, "beta2", &d.beta2, 0.999, 1);
     if (!status) status = fsdpi_optim_setting(w, name, "eps", &d.eps, 1e-8, HUGE_VAL);
-    if (!status) status = fsdpi_optim_setting(w, name, "weight_decay", &d.weight_decay, 0.01, HUGE_VAL);
-    if (!status) status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
-    if (!status) status = fsdpi_optim_create(model, &settings.base, sizeof settings, d.group, d.user, &base);
+    if (!status)
+        status = fsdpi_optim_setting(w, name, "weight_decay", &d.weight_decay, 0.01, HUGE_VAL);
+    if (!status)
+        status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
+    if (!status)
+        status = fsdpi_optim_create(model, &settings.base, sizeof settings, d.group, d.user, &base);
     if (status) return status;
     *opt = (fsdp_adamw *)(void *)base;
     (*opt)->hyper.beta1 = d.beta1;
@@ -769,7 +843,8 @@ FSDP_API fsdp_status fsdp_adamw_state(fsdp_adamw *opt, int ordinal, fsdp_optim_s
 FSDP_API int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt) { return opt ? opt->base.nbytes : 0; }
 
 // SGD.
-static void fsdpi_sgd_run(fsdpi_optim *o, const fsdpi_optim_run *run, void *b, void *none, double lr) {
+static void fsdpi_sgd_run(fsdpi_optim *o, const fsdpi_optim_run *run, void *b, void *none,
+                          double lr) {
     fsdp_sgd_hyper hyper = ((fsdp_sgd *)(void *)o)->hyper;
     (void)none;
     hyper.lr = lr;
@@ -783,7 +858,8 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     fsdp_sgd_desc d;
     fsdp_sgd settings;
     fsdpi_optim *base = NULL;
-    if (!model || !opt) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
+    if (!model || !opt)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
     *opt = NULL;
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_desc_read(&d, desc, sizeof d, "fsdp_sgd_desc");
@@ -791,13 +867,17 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     settings.base.name = name;
     if (!status) status = fsdpi_optim_setting(w, name, "momentum", &d.momentum, 0, HUGE_VAL);
     if (!status) status = fsdpi_optim_setting(w, name, "dampening", &d.dampening, 0, HUGE_VAL);
-    if (!status) status = fsdpi_optim_setting(w, name, "weight_decay", &d.weight_decay, 0, HUGE_VAL);
+    if (!status)
+        status = fsdpi_optim_setting(w, name, "weight_decay", &d.weight_decay, 0, HUGE_VAL);
     if (!status && d.nesterov && !(d.momentum > 0 && d.dampening == 0))
-        status = fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: desc.nesterov needs momentum > 0 and dampening 0, got %g and %g", name, d.momentum,
-                            d.dampening);
-    if (!status) status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
+        status = fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                            "%s: desc.nesterov needs momentum > 0 and dampening 0, got %g and %g",
+                            name, d.momentum, d.dampening);
+    if (!status)
+        status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
     settings.base.num_states = d.momentum > 0;
-    if (!status) status = fsdpi_optim_create(model, &settings.base, sizeof settings, d.group, d.user, &base);
+    if (!status)
+        status = fsdpi_optim_create(model, &settings.base, sizeof settings, d.group, d.user, &base);
     if (status) return status;
     *opt = (fsdp_sgd *)(void *)base;
     (*opt)->hyper.momentum = d.momentum;

@@ -68,14 +68,15 @@ extern "C" {
 
 extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm__("fallocate");
 
-#define FSDPI_SHM_SLICE_NS 50000000          // longest sleep before aborts and dead peers are looked for
-#define FSDPI_SHM_SPIN_MAX 2048              // pauses before sleeping, where every rank has its own core
-#define FSDPI_SHM_SMALL 16384                // bytes up to which each rank computes all of an all_reduce
-#define FSDPI_SHM_STEP ((size_t)256 << 20)   // memory is reserved in steps of so many bytes
-#define FSDPI_SHM_DATA ((uint64_t)1 << 40)   // file offset of the first allocation; blocks of groups lie before
+#define FSDPI_SHM_SLICE_NS 50000000 // longest sleep before aborts and dead peers are looked for
+#define FSDPI_SHM_SPIN_MAX 2048     // pauses before sleeping, where every rank has its own core
+#define FSDPI_SHM_SMALL    16384    // bytes up to which each rank computes all of an all_reduce
+#define FSDPI_SHM_STEP     ((size_t)256 << 20) // memory is reserved in steps of so many bytes
+#define FSDPI_SHM_DATA                                                                             \
+    ((uint64_t)1 << 40) // file offset of the first allocation; blocks of groups lie before
 #define FSDPI_SHM_MAX_BYTES ((size_t)1 << 46) // of one allocation on all ranks together
-#define FSDPI_SHM_MAGIC "fsdpshm1"
-#define FSDPI_SHM_REASON 800
+#define FSDPI_SHM_MAGIC     "fsdpshm1"
+#define FSDPI_SHM_REASON    800
 
 enum { FSDPI_SHM_OPEN = FSDP_OP_COUNT + 1, FSDPI_SHM_SPLIT }; // operations that are not fsdp_coll
 enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
@@ -105,7 +106,7 @@ typedef struct fsdpi_shm_place {
    for ever, modulo 2^32; the one that makes it size * number opens barrier `number`. */
 typedef struct fsdpi_shm_group {
     uint32_t count, pad0[15];
-    uint32_t generation, pad1[15]; // number of the last barrier that all have reached; slept on
+    uint32_t generation, pad1[15];     // number of the last barrier that all have reached; slept on
     uint32_t sleepers, refs, pad2[14]; // refs: processes
 } fsdpi_shm_group;
 
@@ -128,13 +129,14 @@ typedef struct fsdpi_shm_node {
 
 /* Common block of the world; the peers and the world's group follow. */
 typedef struct fsdpi_shm_control {
-    uint64_t top; // where the next group's block goes in the file; threads: how many groups there were
+    uint64_t
+        top; // where the next group's block goes in the file; threads: how many groups there were
     uint32_t refs;
     int32_t size;
     uint32_t failed; // 0, 1: a rank is writing the next four, 2: they stand
     int32_t status, rank;
     char subject[192], reason[FSDPI_SHM_REASON]; // subject: the operation, "" if no single one
-    fsdpi_shm_node *nodes; // threads
+    fsdpi_shm_node *nodes;                       // threads
     fsdp_allocator allocator;
 } fsdpi_shm_control;
 
@@ -142,7 +144,7 @@ typedef struct fsdpi_shm_control {
 typedef struct fsdpi_shm_chunk {
     char *base;
     size_t size, part; // asked for; rounded to pages
-    uint64_t at; // place in the order of allocations, the same on all ranks
+    uint64_t at;       // place in the order of allocations, the same on all ranks
 } fsdpi_shm_chunk;
 
 typedef struct fsdpi_shm_world {
@@ -181,20 +183,24 @@ typedef struct fsdpi_shm_view {
 // >>shm_text
 // Owns: records, and the words in which they are told.
 
-static int64_t fsdpi_shm_now(const fsdpi_shm_world *w) { return w->boot.clock.now_ns(w->boot.clock.user); }
+static int64_t fsdpi_shm_now(const fsdpi_shm_world *w) {
+    return w->boot.clock.now_ns(w->boot.clock.user);
+}
 
 /* Word by word, since the author of an error text may read while the owner writes; the text may then
    mix two operations. Ranks that compare records are ordered by a barrier and see whole ones. */
 static void fsdpi_shm_put(uint64_t *to, const fsdpi_shm_record *record) {
     uint64_t words[FSDPI_SHM_WORDS];
     memcpy(words, record, sizeof words);
-    for (size_t i = 0; i < FSDPI_SHM_WORDS; i++) __atomic_store_n(&to[i], words[i], __ATOMIC_RELAXED);
+    for (size_t i = 0; i < FSDPI_SHM_WORDS; i++)
+        __atomic_store_n(&to[i], words[i], __ATOMIC_RELAXED);
 }
 
 static fsdpi_shm_record fsdpi_shm_get(uint64_t *from) {
     fsdpi_shm_record record;
     uint64_t words[FSDPI_SHM_WORDS];
-    for (size_t i = 0; i < FSDPI_SHM_WORDS; i++) words[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
+    for (size_t i = 0; i < FSDPI_SHM_WORDS; i++)
+        words[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
     memcpy(&record, words, sizeof record);
     record.what[sizeof record.what - 1] = record.comm[sizeof record.comm - 1] = 0;
     return record;
@@ -217,7 +223,8 @@ static FSDP_PRINTF(2, 3) void fsdpi_shm_say(fsdpi_shm_text *t, const char *forma
 
 // "all_gather of 'h.3' on 'shard' (forward, op 17)"
 static void fsdpi_shm_say_op(fsdpi_shm_text *t, const fsdpi_shm_record *r) {
-    static const char *const states[FSDP_STATE_COUNT] = {"", "forward, ", "pre_backward, ", "post_backward, "};
+    static const char *const states[FSDP_STATE_COUNT] = {"", "forward, ", "pre_backward, ",
+                                                         "post_backward, "};
     if (r->kind == FSDPI_SHM_OPEN) fsdpi_shm_say(t, "open of job '%s'", r->what);
     else if (r->kind == FSDPI_SHM_SPLIT) fsdpi_shm_say(t, "split into '%s'", r->what);
     else fsdpi_shm_say(t, "%s of '%s'", fsdp_op_name(r->kind), r->what);
@@ -253,8 +260,8 @@ static void fsdpi_shm_say_last(fsdpi_shm_text *t, const fsdpi_shm_comm *c, int r
 }
 
 // A failure of this call on this rank alone. The text goes where error_text finds it.
-static FSDP_PRINTF(3, 4) fsdp_status fsdpi_shm_error(fsdpi_shm_comm *c, fsdp_status status,
-                                                     const char *format, ...) {
+static FSDP_PRINTF(3, 4) fsdp_status
+    fsdpi_shm_error(fsdpi_shm_comm *c, fsdp_status status, const char *format, ...) {
     char reason[FSDPI_SHM_REASON];
     va_list args;
     va_start(args, format);
@@ -272,10 +279,13 @@ static FSDP_PRINTF(3, 4) fsdp_status fsdpi_shm_error(fsdpi_shm_comm *c, fsdp_sta
 // Owns: the abort record. The first rank that fails writes it, once; from then on every wait ends and
 // every call returns its status.
 
-static void fsdpi_shm_raise(fsdpi_shm_world *w, fsdp_status status, const char *subject, const char *reason) {
+static void fsdpi_shm_raise(fsdpi_shm_world *w, fsdp_status status, const char *subject,
+                            const char *reason) {
     fsdpi_shm_control *control = w->control;
     uint32_t none = 0;
-    if (!__atomic_compare_exchange_n(&control->failed, &none, 1u, 0, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE)) return;
+    if (!__atomic_compare_exchange_n(&control->failed, &none, 1u, 0, __ATOMIC_ACQ_REL,
+                                     __ATOMIC_ACQUIRE))
+        return;
     control->status = (int32_t)status;
     control->rank = w->boot.rank;
     fsdpi_shm_text t = {control->subject, sizeof control->subject};
@@ -296,12 +306,13 @@ static fsdp_status fsdpi_shm_report(fsdpi_shm_comm *c) {
     fsdpi_shm_say_op(&t, &c->now);
     for (int i = 0; i < 100 && FSDPI_LOAD(&control->failed) != 2; i++) fsdpi_sleep_ns(100000);
     if (FSDPI_LOAD(&control->failed) != 2)
-        return fsdpi_shm_error(c, FSDP_ERR_ABORTED, "a rank ended while it was reporting a failure");
+        return fsdpi_shm_error(c, FSDP_ERR_ABORTED,
+                               "a rank ended while it was reporting a failure");
     fsdp_status status = (fsdp_status)control->status;
     if (!control->subject[0] || !strcmp(control->subject, subject))
         return fsdpi_shm_error(c, status, "%s", control->reason);
-    return fsdpi_shm_error(c, status, "rank %d failed in %s: %s", (int)control->rank, control->subject,
-                           control->reason);
+    return fsdpi_shm_error(c, status, "rank %d failed in %s: %s", (int)control->rank,
+                           control->subject, control->reason);
 }
 
 // Ends the world because of the operation that this rank is in.
@@ -318,6 +329,10 @@ static fsdp_status fsdpi_shm_fail(fsdpi_shm_comm *c, fsdp_status status, const c
 // >>shm_wait
 // Owns: barriers, and everything that may end a wait: all have come, the world failed, a peer is
 // gone, the deadline. Barrier numbers and counts are compared modulo 2^32.
+
+static int fsdpi_shm_is_open(fsdpi_shm_comm *c) { // the barrier that this rank came to last
+    return (int32_t)(FSDPI_LOAD(&c->group->generation) - c->barrier) >= 0;
+}
 
 static struct flock fsdpi_shm_byte(int rank) {
     struct flock lock;
@@ -344,7 +359,9 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
         int left = state == FSDPI_SHM_LEFT;
         if (rank == c->world->boot.rank || state == FSDPI_SHM_ABSENT) continue;
         if (!left && !(thorough && fsdpi_shm_is_dead(c->world, rank))) continue;
-        // A rank that closes says so before it drops its lock: the word may have changed meanwhile.
+        // It may have gone after it opened the barrier, just now; and a rank that closes says so
+        // before it drops its lock.
+        if (fsdpi_shm_is_open(c)) return FSDP_OK;
         left = FSDPI_LOAD(&peer->state) == FSDPI_SHM_LEFT;
         char reason[FSDPI_SHM_REASON];
         fsdpi_shm_text t = {reason, sizeof reason};
@@ -384,15 +401,12 @@ static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
     fsdpi_shm_group *group = c->group;
     c->barrier++;
     __atomic_store_n(&c->places[c->index].arrived, c->barrier, __ATOMIC_RELAXED);
-    if (__atomic_add_fetch(&group->count, 1u, __ATOMIC_ACQ_REL) != c->barrier * (uint32_t)c->size) return;
+    if (__atomic_add_fetch(&group->count, 1u, __ATOMIC_ACQ_REL) != c->barrier * (uint32_t)c->size)
+        return;
     // Either this load sees the sleeper, or the sleeper's futex call sees the new generation.
     __atomic_store_n(&group->generation, c->barrier, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&group->sleepers, __ATOMIC_SEQ_CST))
         fsdpi_futex_wake_all(&group->generation, c->world->fd >= 0);
-}
-
-static int fsdpi_shm_is_open(fsdpi_shm_comm *c) { // the barrier that this rank came to last
-    return (int32_t)(FSDPI_LOAD(&c->group->generation) - c->barrier) >= 0;
 }
 
 // verb: what the missing ranks have not done, for the text.
@@ -417,7 +431,8 @@ static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
         if (status) return status;
         __atomic_add_fetch(&c->group->sleepers, 1u, __ATOMIC_SEQ_CST);
         fsdpi_futex_wait(&c->group->generation, seen,
-                         left > 0 && left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS, w->fd >= 0);
+                         left > 0 && left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS,
+                         w->fd >= 0);
         __atomic_sub_fetch(&c->group->sleepers, 1u, __ATOMIC_SEQ_CST);
     }
 }
@@ -444,10 +459,11 @@ static void fsdpi_shm_done(fsdpi_shm_comm *c) {
 }
 
 // Fields in which two calls differ, for the text.
-static void fsdpi_shm_say_differences(fsdpi_shm_text *t, const fsdpi_shm_record *a, const fsdpi_shm_record *b) {
+static void fsdpi_shm_say_differences(fsdpi_shm_text *t, const fsdpi_shm_record *a,
+                                      const fsdpi_shm_record *b) {
     const char *comma = " (differs in ";
     char *start = t->at;
-#define FSDPI_SHM_DIFFERS(condition, name)                                                        \
+#define FSDPI_SHM_DIFFERS(condition, name)                                                         \
     if (condition) fsdpi_shm_say(t, "%s%s", comma, name), comma = ", "
     FSDPI_SHM_DIFFERS(a->kind != b->kind, "operation");
     FSDPI_SHM_DIFFERS(strcmp(a->what, b->what) != 0, "unit");
@@ -459,7 +475,8 @@ static void fsdpi_shm_say_differences(fsdpi_shm_text *t, const fsdpi_shm_record 
     FSDPI_SHM_DIFFERS(a->redop != b->redop, "reduction");
     FSDPI_SHM_DIFFERS(a->in_place != b->in_place, "in_place");
     FSDPI_SHM_DIFFERS(a->fingerprint != b->fingerprint, "fingerprint");
-    FSDPI_SHM_DIFFERS(a->place != b->place, "buffer: alloc was called in another order or with other sizes");
+    FSDPI_SHM_DIFFERS(a->place != b->place,
+                      "buffer: alloc was called in another order or with other sizes");
 #undef FSDPI_SHM_DIFFERS
     if (t->at != start) fsdpi_shm_say(t, ")");
 }
@@ -468,7 +485,8 @@ static void fsdpi_shm_say_differences(fsdpi_shm_text *t, const fsdpi_shm_record 
 static fsdp_status fsdpi_shm_compare(fsdpi_shm_comm *c) {
     int same = 1;
     for (int k = 0; k < c->size; k++)
-        same &= __atomic_load_n(&c->places[k].record[0], __ATOMIC_RELAXED) == c->now.key; // key comes first
+        same &= __atomic_load_n(&c->places[k].record[0], __ATOMIC_RELAXED) ==
+                c->now.key; // key comes first
     if (same) return FSDP_OK;
     char reason[FSDPI_SHM_REASON];
     fsdpi_shm_text t = {reason, sizeof reason};
@@ -488,7 +506,8 @@ static fsdp_status fsdpi_shm_compare(fsdpi_shm_comm *c) {
         fsdpi_shm_say(&t, ": ");
         fsdpi_shm_say_op(&t, &record);
         if (record.kind < FSDP_OP_COUNT)
-            fsdpi_shm_say(&t, ", %llu elements of %s", (unsigned long long)record.count, fsdp_dtype_name(record.dtype));
+            fsdpi_shm_say(&t, ", %llu elements of %s", (unsigned long long)record.count,
+                          fsdp_dtype_name(record.dtype));
         fsdpi_shm_say_differences(&t, &first, &record);
     }
     // Every rank says what it did itself, so the subject of the one that is first to fail is left out.
@@ -510,7 +529,8 @@ static int64_t fsdpi_shm_read_number(const char *path, const char *key) {
     if (!file) return -1;
     while (value < 0 && fgets(line, sizeof line, file)) {
         char *end = line + strlen(key);
-        if (!strncmp(line, key, strlen(key)) && strspn(end, " \t0123456789") > 0) value = (int64_t)strtoull(end, NULL, 10);
+        if (!strncmp(line, key, strlen(key)) && strspn(end, " \t0123456789") > 0)
+            value = (int64_t)strtoull(end, NULL, 10);
         else if (!*key) break;
     }
     (void)fclose(file);
@@ -528,7 +548,8 @@ static void fsdpi_shm_group_limit(const char *root, const char *path, const char
         (void)snprintf(name, sizeof name, "%s/%s", dir, usage_name);
         int64_t used = fsdpi_shm_read_number(name, "");
         (void)snprintf(name, sizeof name, "%s/memory.stat", dir);
-        int64_t cache = fsdpi_shm_read_number(name, "inactive_file ") + fsdpi_shm_read_number(name, "active_file ");
+        int64_t cache = fsdpi_shm_read_number(name, "inactive_file ") +
+                        fsdpi_shm_read_number(name, "active_file ");
         int64_t left = limit - used + (cache > 0 ? cache : 0);
         if (limit >= 0 && used >= 0 && left < *least) *least = left > 0 ? left : 0;
         char *slash = strrchr(dir, '/');
@@ -562,11 +583,12 @@ static int64_t fsdpi_shm_available(const char **whose) {
 static fsdp_status fsdpi_shm_no_memory(fsdpi_shm_comm *c, size_t size, const char *what) {
     const char *whose;
     int64_t left = fsdpi_shm_available(&whose);
-    return fsdpi_shm_error(c, FSDP_ERR_OUT_OF_MEMORY,
-                           "alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s; %s has %.1f MiB left. Free "
-                           "memory, raise the limit, or shard over more machines",
-                           (unsigned long long)size, (double)size / 1048576, c->world->boot.size, what, whose,
-                           (double)left / 1048576);
+    return fsdpi_shm_error(
+        c, FSDP_ERR_OUT_OF_MEMORY,
+        "alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s; %s has %.1f MiB left. Free "
+        "memory, raise the limit, or shard over more machines",
+        (unsigned long long)size, (double)size / 1048576, c->world->boot.size, what, whose,
+        (double)left / 1048576);
 }
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
@@ -602,11 +624,11 @@ static size_t fsdpi_shm_round(const fsdpi_shm_world *w, size_t bytes) {
 }
 
 // Index of the last chunk that begins at or before p; -1: none.
-static int fsdpi_shm_chunk_before(const fsdpi_shm_world *w, const char *p) {
+static int fsdpi_shm_chunk_before(const fsdpi_shm_world *w, uintptr_t p) {
     int low = 0, high = w->num_chunks;
     while (low < high) {
         int middle = (low + high) / 2;
-        if ((uintptr_t)w->chunks[middle].base <= (uintptr_t)p) low = middle + 1;
+        if ((uintptr_t)w->chunks[middle].base <= p) low = middle + 1;
         else high = middle;
     }
     return low - 1;
@@ -617,7 +639,8 @@ static int fsdpi_shm_insert(fsdpi_shm_world *w, fsdpi_shm_chunk chunk) {
     fsdpi_lock(&w->lock);
     if (w->num_chunks == w->max_chunks) {
         int max = w->max_chunks ? 2 * w->max_chunks : 32;
-        fsdpi_shm_chunk *more = (fsdpi_shm_chunk *)fsdpi_alloc(&w->boot.allocator, (size_t)max * sizeof *more);
+        fsdpi_shm_chunk *more = (fsdpi_shm_chunk *)fsdpi_alloc(&w->boot.allocator,
+                                                               (size_t)max * sizeof *more);
         if (more && w->num_chunks) memcpy(more, w->chunks, (size_t)w->num_chunks * sizeof *more);
         if (more) {
             fsdpi_free(&w->boot.allocator, w->chunks);
@@ -626,7 +649,7 @@ static int fsdpi_shm_insert(fsdpi_shm_world *w, fsdpi_shm_chunk chunk) {
         }
     }
     if (w->num_chunks < w->max_chunks) {
-        int i = fsdpi_shm_chunk_before(w, chunk.base) + 1;
+        int i = fsdpi_shm_chunk_before(w, (uintptr_t)chunk.base) + 1;
         memmove(w->chunks + i + 1, w->chunks + i, (size_t)(w->num_chunks - i) * sizeof chunk);
         w->chunks[i] = chunk;
         w->num_chunks++;
@@ -692,19 +715,22 @@ static fsdp_status fsdpi_shm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     fsdpi_shm_world *w = c->world;
     size_t ranks = (size_t)w->boot.size;
     *ptr = NULL;
-    if (size > FSDPI_SHM_MAX_BYTES / ranks) return fsdpi_shm_no_memory(c, size, "that is more than can be addressed");
+    if (size > FSDPI_SHM_MAX_BYTES / ranks)
+        return fsdpi_shm_no_memory(c, size, "that is more than can be addressed");
     fsdpi_shm_chunk chunk = {NULL, size, fsdpi_shm_round(w, size ? size : 1), w->next_at};
     uint64_t number = w->next_number++;
     w->next_at += chunk.part * ranks;
     if (w->fd < 0) {
         fsdpi_shm_node *node = fsdpi_shm_share(w, number, chunk.part * ranks);
         if (node && node->bytes != chunk.part * ranks)
-            return fsdpi_shm_error(c, FSDP_ERR_MISMATCH, "alloc of %llu bytes, where another rank has asked for %llu",
-                                   (unsigned long long)size, (unsigned long long)(node->bytes / ranks));
+            return fsdpi_shm_error(
+                c, FSDP_ERR_MISMATCH, "alloc of %llu bytes, where another rank has asked for %llu",
+                (unsigned long long)size, (unsigned long long)(node->bytes / ranks));
         if (node) chunk.base = node->base;
     } else {
         uint64_t mine = chunk.at + chunk.part * (size_t)w->boot.rank;
-        if (!fsdpi_shm_reserve(w, mine, chunk.part)) return fsdpi_shm_no_memory(c, size, "memory is short");
+        if (!fsdpi_shm_reserve(w, mine, chunk.part))
+            return fsdpi_shm_no_memory(c, size, "memory is short");
         chunk.base = fsdpi_shm_map(w, chunk.at, chunk.part * ranks);
         if (!chunk.base) fsdpi_shm_give_back(w, mine, chunk.part);
     }
@@ -723,8 +749,9 @@ static void fsdpi_shm_free(fsdp_comm *comm, void *ptr, size_t size) {
     (void)size;
     if (!ptr) return;
     fsdpi_lock(&w->lock);
-    int i = fsdpi_shm_chunk_before(w, (const char *)ptr);
-    int known = i >= 0 && w->chunks[i].base + w->chunks[i].part * (size_t)w->boot.rank == (char *)ptr;
+    int i = fsdpi_shm_chunk_before(w, (uintptr_t)ptr);
+    int known = i >= 0 &&
+                w->chunks[i].base + w->chunks[i].part * (size_t)w->boot.rank == (char *)ptr;
     if (known) {
         chunk = w->chunks[i];
         w->num_chunks--;
@@ -735,10 +762,10 @@ static void fsdpi_shm_free(fsdp_comm *comm, void *ptr, size_t size) {
 }
 
 // Finds the allocation of bytes [low, high) after p, all of which have to be mine.
-static int fsdpi_shm_find(fsdpi_shm_world *w, const void *p, size_t low, size_t high, fsdpi_shm_view *view,
-                          uint64_t *place) {
+static int fsdpi_shm_find(fsdpi_shm_world *w, const void *p, size_t low, size_t high,
+                          fsdpi_shm_view *view, uint64_t *place) {
     fsdpi_lock(&w->lock);
-    int i = fsdpi_shm_chunk_before(w, (const char *)p + low);
+    int i = fsdpi_shm_chunk_before(w, (uintptr_t)p + low);
     fsdpi_shm_chunk chunk = {NULL, 0, 0, 0};
     if (i >= 0) chunk = w->chunks[i];
     fsdpi_unlock(&w->lock);
@@ -755,11 +782,13 @@ static int fsdpi_shm_find(fsdpi_shm_world *w, const void *p, size_t low, size_t 
 // Owns: collectives. Between the two barriers of an operation every rank may read what its peers
 // showed; it writes only its own memory, and there only what no peer reads in the same phase.
 
-static char *fsdpi_shm_of(const fsdpi_shm_comm *c, const fsdpi_shm_view *view, int k) { // member k's copy
+static char *fsdpi_shm_of(const fsdpi_shm_comm *c, const fsdpi_shm_view *view,
+                          int k) { // member k's copy
     return view->mine + (c->ranks[k] - c->world->boot.rank) * (ptrdiff_t)view->part;
 }
 
-static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op, const fsdpi_shm_view *view) {
+static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
+                                 const fsdpi_shm_view *view) {
     size_t bytes = fsdp_dtype_size(op->dtype);
     for (int i = 0; i < c->size; i++) {
         int k = (c->index + i) % c->size; // everybody begins with another rank
@@ -774,21 +803,24 @@ static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op, c
     }
 }
 
-static void fsdpi_shm_reduce_scatter(const fsdpi_shm_comm *c, const fsdp_coll *op, const fsdpi_shm_view *view) {
+static void fsdpi_shm_reduce_scatter(const fsdpi_shm_comm *c, const fsdp_coll *op,
+                                     const fsdpi_shm_view *view) {
     const char *srcs[FSDPI_MAX_SRCS];
     for (uint32_t s = 0; s < op->num_segs; s++) {
         const fsdp_seg *seg = &op->segs[s];
         if (!seg->count) continue;
         size_t at = (size_t)(seg->full + c->index * seg->count) * fsdp_dtype_size(op->dtype);
         for (int k = 0; k < c->size; k++) srcs[k] = fsdpi_shm_of(c, view, k) + at;
-        fsdpi_reduce((char *)op->dst + (size_t)seg->shard * fsdp_dtype_size(op->out_dtype), op->out_dtype, srcs,
-                     c->size, op->dtype, (size_t)seg->count, op->scale, op->accumulate, op->redop);
+        fsdpi_reduce((char *)op->dst + (size_t)seg->shard * fsdp_dtype_size(op->out_dtype),
+                     op->out_dtype, srcs, c->size, op->dtype, (size_t)seg->count, op->scale,
+                     op->accumulate, op->redop);
     }
 }
 
 /* Small: everybody reduces everything aside, and stores it when all have read. Large: member k reduces
    part k in its own place, where nobody else reads, then all collect the parts. The same bits. */
-static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op, const fsdpi_shm_view *view) {
+static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
+                                        const fsdpi_shm_view *view) {
     const char *srcs[FSDPI_MAX_SRCS];
     size_t bytes = fsdp_dtype_size(op->dtype), count = (size_t)op->count;
     for (int k = 0; k < c->size; k++) srcs[k] = fsdpi_shm_of(c, view, k);
@@ -798,7 +830,8 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op, 
         if (!status) memcpy(op->dst, c->small, count * bytes);
         return status;
     }
-    size_t part = (count / (size_t)c->size + 64) / 64 * 64; // whole cache lines; the last may be short or empty
+    size_t part = (count / (size_t)c->size + 64) / 64 *
+                  64; // whole cache lines; the last may be short or empty
     size_t mine = part * (size_t)c->index;
     for (int k = 0; k < c->size; k++) srcs[k] += mine * bytes;
     if (mine < count)
@@ -817,24 +850,32 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op, 
 }
 
 // Whether the arguments make sense, and the range of elements that peers read, after *shared.
-static fsdp_status fsdpi_shm_check(fsdpi_shm_comm *c, const fsdp_coll *op, const void **shared, int64_t *low,
-                                   int64_t *high) {
+static fsdp_status fsdpi_shm_check(fsdpi_shm_comm *c, const fsdp_coll *op, const void **shared,
+                                   int64_t *low, int64_t *high) {
     int is_list = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER;
-    int is_int = op->dtype == FSDP_I32 || op->dtype == FSDP_I64, is_float = fsdp_dtype_is_float(op->dtype);
+    int is_int = op->dtype == FSDP_I32 || op->dtype == FSDP_I64,
+        is_float = fsdp_dtype_is_float(op->dtype);
     if (!is_list && op->kind != FSDP_OP_ALL_REDUCE && op->kind != FSDP_OP_BROADCAST)
-        return fsdpi_shm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not know operation %d", op->kind);
-    if (!fsdp_dtype_size(op->dtype) || (is_list && op->num_segs && !op->segs))
-        return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG, "dtype %d, %u segments at %p", op->dtype, op->num_segs,
-                               (const void *)op->segs);
+        return fsdpi_shm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not know operation %d",
+                               op->kind);
+    int64_t most = INT64_MAX / 32 / c->size; // elements: sums and bytes of them do not overflow
+    if (!fsdp_dtype_size(op->dtype) || op->count > (uint64_t)most ||
+        (is_list && op->num_segs && !op->segs))
+        return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG,
+                               "dtype %d, %llu elements, %u segments at %p", op->dtype,
+                               (unsigned long long)op->count, op->num_segs, (const void *)op->segs);
     if (op->kind == FSDP_OP_BROADCAST && (op->root < 0 || op->root >= c->size))
-        return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG, "root is %d, expected 0 to %d", (int)op->root, c->size - 1);
+        return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG, "root is %d, expected 0 to %d",
+                               (int)op->root, c->size - 1);
     if (op->kind == FSDP_OP_ALL_REDUCE && !is_int && !is_float)
-        return fsdpi_shm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced", fsdp_dtype_name(op->dtype));
+        return fsdpi_shm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced",
+                               fsdp_dtype_name(op->dtype));
     if (op->kind == FSDP_OP_REDUCE_SCATTER) {
         int plain = op->out_dtype == op->dtype && op->scale == 1.0 && !op->accumulate;
         if (is_float ? !fsdp_dtype_is_float(op->out_dtype) : !(is_int && plain))
-            return fsdpi_shm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced to %s%s", fsdp_dtype_name(op->dtype),
-                                   fsdp_dtype_name(op->out_dtype), plain ? "" : " with a scale or accumulation");
+            return fsdpi_shm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced to %s%s",
+                                   fsdp_dtype_name(op->dtype), fsdp_dtype_name(op->out_dtype),
+                                   plain ? "" : " with a scale or accumulation");
     }
     int from_shard = op->kind == FSDP_OP_ALL_GATHER && !op->in_place;
     *shared = from_shard || op->kind == FSDP_OP_REDUCE_SCATTER ? op->src : op->dst;
@@ -842,9 +883,11 @@ static fsdp_status fsdpi_shm_check(fsdpi_shm_comm *c, const fsdp_coll *op, const
     *high = is_list ? 0 : (int64_t)op->count;
     for (uint32_t s = 0; is_list && s < op->num_segs; s++) {
         const fsdp_seg *seg = &op->segs[s];
-        if (seg->shard < 0 || seg->full < 0 || seg->count < 0 || seg->count > INT64_MAX / 16 / c->size)
-            return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG, "segment %u is {%lld, %lld, %lld}", s, (long long)seg->shard,
-                                   (long long)seg->full, (long long)seg->count);
+        if (seg->shard < 0 || seg->full < 0 || seg->count < 0 || seg->shard > most ||
+            seg->full > most || seg->count > most)
+            return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG, "segment %u is {%lld, %lld, %lld}", s,
+                                   (long long)seg->shard, (long long)seg->full,
+                                   (long long)seg->count);
         int64_t start = from_shard ? seg->shard : seg->full;
         int64_t end = start + (from_shard ? 1 : c->size) * seg->count;
         if (seg->count && start < *low) *low = start;
@@ -859,13 +902,16 @@ static fsdp_status fsdpi_shm_check(fsdpi_shm_comm *c, const fsdp_coll *op, const
 static void fsdpi_shm_describe(fsdpi_shm_comm *c, const fsdp_coll *op, const char *what) {
     fsdpi_shm_record *r = &c->now;
     memset(r->what, 0, sizeof r->what);
-    if (what) memcpy(r->what, what, strlen(what) < sizeof r->what ? strlen(what) : sizeof r->what - 1);
+    if (what)
+        memcpy(r->what, what, strlen(what) < sizeof r->what ? strlen(what) : sizeof r->what - 1);
     r->fingerprint = r->count = r->segs = r->place = r->seq = r->block = r->members = 0;
     r->kind = r->dtype = r->out_dtype = r->redop = r->in_place = r->state = 0;
     r->root = 0, r->num_segs = 0;
     if (!op) return;
-    r->kind = op->kind, r->dtype = op->dtype, r->redop = op->redop, r->in_place = op->in_place, r->state = op->state;
-    r->fingerprint = op->fingerprint, r->count = op->count, r->seq = op->seq, r->num_segs = op->num_segs;
+    r->kind = op->kind, r->dtype = op->dtype, r->redop = op->redop, r->in_place = op->in_place,
+    r->state = op->state;
+    r->fingerprint = op->fingerprint, r->count = op->count, r->seq = op->seq,
+    r->num_segs = op->num_segs;
     if (op->kind == FSDP_OP_REDUCE_SCATTER) r->out_dtype = op->out_dtype;
     if (op->kind == FSDP_OP_BROADCAST) r->root = op->root;
 }
@@ -896,10 +942,12 @@ static fsdp_status fsdpi_shm_run(fsdp_comm *comm, const fsdp_coll *op) {
     size_t bytes = fsdp_dtype_size(op->dtype);
     view.mine = (char *)(uintptr_t)shared;
     if (c->size > 1 && high > low &&
-        !fsdpi_shm_find(c->world, shared, (size_t)low * bytes, (size_t)high * bytes, &view, &c->now.place))
-        return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG, "elements %lld to %lld of %s are read by peers and do not lie "
-                               "in one allocation of this backend's alloc", (long long)low, (long long)high,
-                               shared == op->src ? "src" : "dst");
+        !fsdpi_shm_find(c->world, shared, (size_t)low * bytes, (size_t)high * bytes, &view,
+                        &c->now.place))
+        return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG,
+                               "elements %lld to %lld of %s are read by peers and do not lie "
+                               "in one allocation of this backend's alloc",
+                               (long long)low, (long long)high, shared == op->src ? "src" : "dst");
     fsdpi_shm_make_key(&c->now, op);
 
     fsdpi_shm_publish(c);
@@ -939,7 +987,8 @@ static size_t fsdpi_shm_group_bytes(int size) {
 }
 
 static size_t fsdpi_shm_control_bytes(int size) {
-    return sizeof(fsdpi_shm_control) + (size_t)size * sizeof(fsdpi_shm_peer) + fsdpi_shm_group_bytes(size);
+    return sizeof(fsdpi_shm_control) + (size_t)size * sizeof(fsdpi_shm_peer) +
+           fsdpi_shm_group_bytes(size);
 }
 
 static void fsdpi_shm_use_group(fsdpi_shm_comm *c, void *block) {
@@ -968,15 +1017,18 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
         }
     }
     if (!block) {
-        status = fsdpi_shm_error(c, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused the common block");
+        status = fsdpi_shm_error(c, FSDP_ERR_OUT_OF_MEMORY,
+                                 "the allocator refused the common block");
     } else if (((fsdpi_shm_control *)block)->size != w->boot.size) {
-        status = fsdpi_shm_error(c, FSDP_ERR_MISMATCH, "this rank has a world size of %d, another one of %d",
+        status = fsdpi_shm_error(c, FSDP_ERR_MISMATCH,
+                                 "this rank has a world size of %d, another one of %d",
                                  w->boot.size, (int)((fsdpi_shm_control *)block)->size);
     } else {
         fsdpi_shm_use_control(c, block);
         fsdpi_shm_peer *me = &w->peers[w->boot.rank];
         if (me->state != FSDPI_SHM_ABSENT) {
-            status = fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG, "another thread has joined as rank %d already", w->boot.rank);
+            status = fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG,
+                                     "another thread has joined as rank %d already", w->boot.rank);
             w->control = NULL;
         } else {
             w->control->refs++;
@@ -992,11 +1044,19 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
 static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = c->world;
     struct flock lock = fsdpi_shm_byte(w->boot.rank);
+    uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
+    (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
+    if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
+        return fsdpi_shm_error(c, FSDP_ERR_UNSUPPORTED,
+                               "the size of files is limited; ulimit -f unlimited helps");
     char *block = fsdpi_shm_map(w, 0, fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size)));
-    if (!block) return fsdpi_shm_error(c, FSDP_ERR_OUT_OF_MEMORY, "the common block cannot be mapped (errno %d)", errno);
+    if (!block)
+        return fsdpi_shm_error(c, FSDP_ERR_OUT_OF_MEMORY,
+                               "the common block cannot be mapped (errno %d)", errno);
     fsdpi_shm_use_control(c, block);
     if (fcntl(w->fd, F_SETLK, &lock))
-        return fsdpi_shm_error(c, FSDP_ERR_BACKEND, "the common file cannot be locked (errno %d)", errno);
+        return fsdpi_shm_error(c, FSDP_ERR_BACKEND, "the common file cannot be locked (errno %d)",
+                               errno);
     w->peers[w->boot.rank].pid = (uint32_t)getpid();
     w->joined = 1;
     FSDPI_STORE(&w->peers[w->boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
@@ -1007,15 +1067,16 @@ static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
 static socklen_t fsdpi_shm_name(const fsdpi_shm_world *w, struct sockaddr_un *name) {
     memset(name, 0, sizeof *name);
     name->sun_family = AF_UNIX;
-    int used = snprintf(name->sun_path + 1, sizeof name->sun_path - 1, "fsdp-shm-%lu-%016llx", (unsigned long)getuid(),
-                        (unsigned long long)fsdpi_hash_text(w->boot.job));
+    int used = snprintf(name->sun_path + 1, sizeof name->sun_path - 1, "fsdp-shm-%lu-%016llx",
+                        (unsigned long)getuid(), (unsigned long long)fsdpi_hash_text(w->boot.job));
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
 }
 
 static int fsdpi_shm_same_user(int fd) {
     int32_t pid_uid_gid[3] = {-1, -1, -1}; // struct ucred, which strict C99 hides
     socklen_t size = sizeof pid_uid_gid;
-    return !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, pid_uid_gid, &size) && (uint32_t)pid_uid_gid[1] == (uint32_t)getuid();
+    return !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, pid_uid_gid, &size) &&
+           (uint32_t)pid_uid_gid[1] == (uint32_t)getuid();
 }
 
 static int fsdpi_shm_readable(int fd, int64_t timeout_ns) {
@@ -1065,7 +1126,8 @@ static int fsdpi_shm_receive(int fd, void *data, size_t size, int *gift) {
     *gift = -1;
     if (recvmsg(fd, &m, MSG_DONTWAIT | MSG_CMSG_CLOEXEC) != (ssize_t)size) return 0;
     struct cmsghdr *h = CMSG_FIRSTHDR(&m);
-    if (h && h->cmsg_level == SOL_SOCKET && h->cmsg_type == SCM_RIGHTS) memcpy(gift, CMSG_DATA(h), sizeof *gift);
+    if (h && h->cmsg_level == SOL_SOCKET && h->cmsg_type == SCM_RIGHTS)
+        memcpy(gift, CMSG_DATA(h), sizeof *gift);
     return 1;
 }
 
@@ -1086,20 +1148,28 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
         (void)close(fd);
         return FSDP_OK;
     }
-    if (memcmp(hello.magic, answer.magic, sizeof hello.magic) || hello.version != FSDP_COMM_VERSION) {
+    if (memcmp(hello.magic, answer.magic, sizeof hello.magic) ||
+        hello.version != FSDP_COMM_VERSION) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_shm_say(&t, "rank 0 and rank %d were built from different versions of fsdp.h", (int)hello.rank);
+        fsdpi_shm_say(&t, "rank 0 and rank %d were built from different versions of fsdp.h",
+                      (int)hello.rank);
     } else if (hello.size != w->boot.size) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_shm_say(&t, "rank 0 has a world size of %d, rank %d of %d", w->boot.size, (int)hello.rank, (int)hello.size);
+        fsdpi_shm_say(&t, "rank 0 has a world size of %d, rank %d of %d", w->boot.size,
+                      (int)hello.rank, (int)hello.size);
     } else if (hello.rank <= 0 || hello.rank >= hello.size || admitted[hello.rank]) {
         answer.status = FSDP_ERR_INVALID_ARG;
-        fsdpi_shm_say(&t, "rank %d has joined already: another job on this host has the same id, or two processes have "
-                      "the same rank", (int)hello.rank);
+        fsdpi_shm_say(&t,
+                      "rank %d has joined already: another job on this host has the same id, or "
+                      "two processes have "
+                      "the same rank",
+                      (int)hello.rank);
     }
-    if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status) admitted[hello.rank] = 1;
+    if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status)
+        admitted[hello.rank] = 1;
     (void)close(fd);
-    return answer.status == FSDP_ERR_MISMATCH ? fsdpi_shm_fail(c, FSDP_ERR_MISMATCH, answer.reason) : FSDP_OK;
+    return answer.status == FSDP_ERR_MISMATCH ? fsdpi_shm_fail(c, FSDP_ERR_MISMATCH, answer.reason)
+                                              : FSDP_OK;
 }
 
 // Rank 0: makes the file.
@@ -1108,7 +1178,8 @@ static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size));
     w->fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1 /* MFD_CLOEXEC */);
     if (w->fd < 0 || !fsdpi_shm_reserve(w, 0, bytes))
-        return fsdpi_shm_error(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for the common block (errno %d)", errno);
+        return fsdpi_shm_error(c, FSDP_ERR_OUT_OF_MEMORY,
+                               "no memory for the common block (errno %d)", errno);
     fsdp_status status = fsdpi_shm_enter(c);
     if (status) return status;
     w->control->size = w->boot.size;
@@ -1124,18 +1195,22 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     socklen_t length = fsdpi_shm_name(w, &name);
     int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), missing = w->boot.size - 1;
     fsdp_status status = FSDP_OK;
-    if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) || listen(listener, w->boot.size)) {
+    if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) ||
+        listen(listener, w->boot.size)) {
         if (listener >= 0 && errno == EADDRINUSE)
-            status = fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG, "another job with this id is starting on this host; give each "
+            status = fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG,
+                                     "another job with this id is starting on this host; give each "
                                      "job its own id (FSDP_JOB_ID, MASTER_PORT)");
-        else status = fsdpi_shm_error(c, FSDP_ERR_BACKEND, "rank 0 cannot listen (errno %d)", errno);
+        else
+            status = fsdpi_shm_error(c, FSDP_ERR_BACKEND, "rank 0 cannot listen (errno %d)", errno);
     }
     int64_t start = fsdpi_shm_now(w);
     while (!status && missing > 0) {
         int64_t left = w->boot.timeout_ns - (fsdpi_shm_now(w) - start);
         if (left <= 0) status = fsdpi_shm_late(c, "come");
         else if (FSDPI_LOAD(&w->control->failed)) status = fsdpi_shm_report(c);
-        else if (!fsdpi_shm_readable(listener, left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS))
+        else if (!fsdpi_shm_readable(listener,
+                                     left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS))
             status = fsdpi_shm_check_peers(c, 1);
         else status = fsdpi_shm_admit(c, listener, admitted);
         missing = w->boot.size;
@@ -1156,19 +1231,26 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     memcpy(hello.magic, FSDPI_SHM_MAGIC, sizeof hello.magic);
     while (w->fd < 0) {
         int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), gift = -1, answered = 0;
-        if (fd < 0) return fsdpi_shm_error(c, FSDP_ERR_BACKEND, "no socket can be made (errno %d)", errno);
+        if (fd < 0)
+            return fsdpi_shm_error(c, FSDP_ERR_BACKEND, "no socket can be made (errno %d)", errno);
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_shm_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
-            while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) && fsdpi_shm_now(w) - start < w->boot.timeout_ns) {}
+            while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
+                   fsdpi_shm_now(w) - start < w->boot.timeout_ns) {
+            }
             answered = fsdpi_shm_receive(fd, &answer, sizeof answer, &gift) &&
                        !memcmp(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
         }
         (void)close(fd);
         w->fd = gift;
-        if (answered && answer.status) return fsdpi_shm_error(c, (fsdp_status)answer.status, "%.*s", 243, answer.reason);
+        if (answered && answer.status)
+            return fsdpi_shm_error(c, (fsdp_status)answer.status, "%.*s", 243, answer.reason);
         if (w->fd < 0 && fsdpi_shm_now(w) - start >= w->boot.timeout_ns)
-            return fsdpi_shm_error(c, FSDP_ERR_TIMEOUT, "rank 0 has not come within %.1f s; has it been started on this host, "
-                                   "by this user, with this job id?", (double)w->boot.timeout_ns * 1e-9);
+            return fsdpi_shm_error(
+                c, FSDP_ERR_TIMEOUT,
+                "rank 0 has not come within %.1f s; has it been started on this host, "
+                "by this user, with this job id?",
+                (double)w->boot.timeout_ns * 1e-9);
         if (w->fd < 0) fsdpi_sleep_ns(nap);
         nap = nap < 20000000 ? nap * 2 : nap;
     }
@@ -1197,14 +1279,18 @@ static fsdp_status fsdpi_shm_try_open(fsdpi_shm_comm *c) {
     fsdpi_shm_describe(c, NULL, w->boot.job);
     c->now.kind = FSDPI_SHM_OPEN;
     if (w->boot.size < 1 || w->boot.rank < 0 || w->boot.rank >= w->boot.size)
-        return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG, "rank %d of %d", w->boot.rank, w->boot.size);
+        return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG, "rank %d of %d", w->boot.rank,
+                               w->boot.size);
     if (w->boot.size > FSDPI_MAX_SRCS)
-        return fsdpi_shm_error(c, FSDP_ERR_UNSUPPORTED, "%d ranks, at most %d on one host", w->boot.size, FSDPI_MAX_SRCS);
+        return fsdpi_shm_error(c, FSDP_ERR_UNSUPPORTED, "%d ranks, at most %d on one host",
+                               w->boot.size, FSDPI_MAX_SRCS);
     c->index = w->boot.rank;
     c->size = w->boot.size;
     for (int k = 0; k < c->size; k++) c->ranks[k] = k;
     int is_host = !w->boot.threads && c->index == 0;
-    fsdp_status status = w->boot.threads ? fsdpi_shm_open_threads(c) : is_host ? fsdpi_shm_found(c) : fsdpi_shm_join(c);
+    fsdp_status status = w->boot.threads ? fsdpi_shm_open_threads(c)
+                         : is_host       ? fsdpi_shm_found(c)
+                                         : fsdpi_shm_join(c);
     if (status) return status;
     fsdpi_shm_publish(c);
     fsdpi_shm_arrive(c);
@@ -1268,7 +1354,8 @@ static int fsdpi_shm_members(fsdpi_shm_comm *parent, const fsdp_group *g, fsdpi_
     child->spin = parent->world->spin_max;
     if (g->name)
         memcpy(child->now.comm, g->name,
-               strlen(g->name) < sizeof child->now.comm ? strlen(g->name) : sizeof child->now.comm - 1);
+               strlen(g->name) < sizeof child->now.comm ? strlen(g->name)
+                                                        : sizeof child->now.comm - 1);
     return first;
 }
 
@@ -1287,13 +1374,16 @@ static fsdp_status fsdpi_shm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_co
         first = fsdpi_shm_members(parent, g, child);
         if (first < 0) {
             fsdpi_free(&w->boot.allocator, child);
-            return fsdpi_shm_error(parent, FSDP_ERR_INVALID_ARG, "the group's ranks (%d, this one at index %d) are not "
-                                   "different members of the parent", g->size, g->index);
+            return fsdpi_shm_error(parent, FSDP_ERR_INVALID_ARG,
+                                   "the group's ranks (%d, this one at index %d) are not "
+                                   "different members of the parent",
+                                   g->size, g->index);
         }
         if (g->index == 0) block = fsdpi_shm_make_group(parent, g->size, &parent->now.block);
         if (g->index == 0 && !block) {
             fsdpi_free(&w->boot.allocator, child);
-            return fsdpi_shm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "no memory for the group's block");
+            return fsdpi_shm_fail(parent, FSDP_ERR_OUT_OF_MEMORY,
+                                  "no memory for the group's block");
         }
     }
     // Names and members differ between the new groups; that it is a split, and which, does not.
@@ -1305,10 +1395,15 @@ static fsdp_status fsdpi_shm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_co
         fsdpi_shm_record leader = fsdpi_shm_get(parent->places[first].record);
         child->block = leader.block;
         if (leader.members != parent->now.members)
-            status = fsdpi_shm_fail(parent, FSDP_ERR_MISMATCH, "ranks disagree about who is in the group");
+            status = fsdpi_shm_fail(parent, FSDP_ERR_MISMATCH,
+                                    "ranks disagree about who is in the group");
         else if (!block && w->fd < 0) block = (void *)(uintptr_t)leader.block;
-        else if (!block) block = fsdpi_shm_map(w, leader.block, fsdpi_shm_round(w, fsdpi_shm_group_bytes(child->size)));
-        if (!status && !block) status = fsdpi_shm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "the group's block cannot be mapped");
+        else if (!block)
+            block = fsdpi_shm_map(w, leader.block,
+                                  fsdpi_shm_round(w, fsdpi_shm_group_bytes(child->size)));
+        if (!status && !block)
+            status = fsdpi_shm_fail(parent, FSDP_ERR_OUT_OF_MEMORY,
+                                    "the group's block cannot be mapped");
     }
     if (child && block) fsdpi_shm_use_group(child, block);
     if (!status) status = fsdpi_shm_barrier(parent, "finished");
@@ -1326,7 +1421,8 @@ static void fsdpi_shm_leave_threads(fsdpi_shm_world *w) {
     fsdp_threads *threads = w->boot.threads;
     fsdpi_shm_control *control = w->control;
     fsdpi_lock(&threads->lock);
-    if (threads->common == (void *)control) threads->common = NULL; // who opens again meets at a new block
+    if (threads->common == (void *)control)
+        threads->common = NULL; // who opens again meets at a new block
     int last = --control->refs == 0;
     fsdpi_unlock(&threads->lock);
     if (!last) return;
@@ -1357,7 +1453,9 @@ static void fsdpi_shm_close(fsdp_comm *comm) {
     }
     for (int i = 0; i < w->num_chunks; i++) fsdpi_shm_release(w, &w->chunks[i]);
     if (w->fd >= 0) {
-        if (w->control) (void)munmap((void *)w->control, fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size)));
+        if (w->control)
+            (void)munmap((void *)w->control,
+                         fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size)));
         (void)close(w->fd);
     } else if (w->joined) {
         fsdpi_shm_leave_threads(w);
@@ -1374,7 +1472,8 @@ static fsdp_status fsdpi_shm_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_c
     if (!c || !w) {
         fsdpi_free(&boot->allocator, c);
         fsdpi_free(&boot->allocator, w);
-        (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error, "rank %d: the allocator refused", boot->rank);
+        (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error,
+                       "rank %d: the allocator refused", boot->rank);
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     c->world = w;
@@ -1386,8 +1485,8 @@ static fsdp_status fsdpi_shm_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_c
         fsdpi_shm_close((fsdp_comm *)(void *)c);
         return status;
     }
-    caps->kinds = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |
-                  1u << FSDP_OP_BROADCAST;
+    caps->kinds = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
+                  1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     caps->flags = FSDP_CAP_FUSED_REDUCE;
     caps->lanes = 2;
     *out = (fsdp_comm *)(void *)c;
@@ -1413,9 +1512,9 @@ static fsdp_status fsdpi_shm_poll(fsdp_comm *comm) {
 
 FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void) {
     static const fsdp_comm_ops ops = {
-        FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "shm",
-        fsdpi_shm_open, fsdpi_shm_split, fsdpi_shm_close, fsdpi_shm_run, fsdpi_shm_alloc,
-        fsdpi_shm_free, fsdpi_shm_error_text, fsdpi_shm_abort, fsdpi_shm_poll,
+        FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "shm",           fsdpi_shm_open,
+        fsdpi_shm_split,   fsdpi_shm_close,       fsdpi_shm_run,   fsdpi_shm_alloc,
+        fsdpi_shm_free,    fsdpi_shm_error_text,  fsdpi_shm_abort, fsdpi_shm_poll,
     };
     return &ops;
 }

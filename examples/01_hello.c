@@ -71,5 +71,5 @@ int main(void) {
         if (step % 40 == 0 && fsdp_rank(world) == 0)
             printf("step %3d  loss %.5f\n", step, (double)loss / fsdp_world_size(world));
     }
-    return fsdp_shutdown(world); // frees all of it; not 0 if something failed
+    return fsdp_shutdown(world) != FSDP_OK; // frees all of it; not 0 if something failed
 }

@@ -4,11 +4,11 @@
        golden g;
        if (!golden_open(&g, "optim.txt", "optim")) ...             // g.error says why
        while (golden_case(&g))                                     // g.name is the case
-           while (golden_line(&g)) {                               // g.key is the record's first word
+           while (golden_line(&g)) {                             // g.key is the record's first word
                if (golden_is(&g, "tensor")) numel = golden_int(&g), seed = golden_seed(&g);
                else if (golden_is(&g, "step")) t = golden_int(&g), golden_nums(&g, numel, want);
            }                                                       // other keys are passed over
-       if (g.error[0]) ...                                         // a value was missing or malformed
+       if (g.error[0]) ...                                       // a value was missing or malformed
        golden_close(&g);
 
    Files without cases (chunk.txt): golden_line alone. Nothing is assumed about which cases a file
@@ -23,21 +23,21 @@
 #include <stdlib.h> /* getenv, malloc, strtod, strtoll, strtoull */
 #include <string.h> /* strcmp, strerror, strlen */
 
-#define GOLDEN_FN static __attribute__((unused))
+#define GOLDEN_FN  static __attribute__((unused))
 #define GOLDEN_DIR "tests/golden"
 
 typedef struct golden {
-    const char *key;     /* first word of the current record */
-    const char *name;    /* of the current case; "" before the first one */
-    char error[512];     /* "": all well so far */
-    int missing;         /* the file is not there, and the folder is not the project's own */
+    const char *key;  /* first word of the current record */
+    const char *name; /* of the current case; "" before the first one */
+    char error[512];  /* "": all well so far */
+    int missing;      /* the file is not there, and the folder is not the project's own */
     /* private */
-    char *text;          /* the file; each space and line end is a NUL, so words are C strings */
-    const char **lines;  /* [num_lines + 1], the last one is the end of the text */
+    char *text;         /* the file; each space and line end is a NUL, so words are C strings */
+    const char **lines; /* [num_lines + 1], the last one is the end of the text */
     int64_t num_lines;
-    int64_t next;        /* line to be read next */
-    int64_t first;       /* first line of the current case */
-    const char *at;      /* next unread word of the current record */
+    int64_t next;   /* line to be read next */
+    int64_t first;  /* first line of the current case */
+    const char *at; /* next unread word of the current record */
     char path[400];
 } golden;
 
@@ -72,7 +72,8 @@ GOLDEN_FN const char *golden_dir(void) {
 }
 
 /* Keeps the first mistake. Returns 0. */
-GOLDEN_FN __attribute__((format(printf, 2, 3))) int golden_fail(golden *g, const char *format, ...) {
+GOLDEN_FN __attribute__((format(printf, 2, 3))) int golden_fail(golden *g, const char *format,
+                                                                ...) {
     char what[256];
     va_list args;
     if (g->error[0]) return 0;
@@ -82,8 +83,7 @@ GOLDEN_FN __attribute__((format(printf, 2, 3))) int golden_fail(golden *g, const
     if (g->next > 0 && g->key)
         snprintf(g->error, sizeof g->error, "%.200s:%lld: %s: %.200s", g->path, (long long)g->next,
                  g->key, what);
-    else
-        snprintf(g->error, sizeof g->error, "%.200s: %.250s", g->path, what);
+    else snprintf(g->error, sizeof g->error, "%.200s: %.250s", g->path, what);
     return 0;
 }
 
@@ -255,17 +255,17 @@ GOLDEN_FN int golden_open(golden *g, const char *file, const char *kind) {
 
 /* For tests: fails, or skips when another data folder just lacks the file. Harness first. */
 #ifdef HARNESS_H
-#define GOLDEN_OPEN(g, file, kind)                                                               \
-    do {                                                                                         \
-        if (!golden_open(g, file, kind)) {                                                       \
-            if ((g)->missing) h_skip((g)->error);                                                \
-            h_fail(H_HERE("golden_open"), "%s", (g)->error);                                     \
-        }                                                                                        \
+#define GOLDEN_OPEN(g, file, kind)                                                                 \
+    do {                                                                                           \
+        if (!golden_open(g, file, kind)) {                                                         \
+            if ((g)->missing) h_skip((g)->error);                                                  \
+            h_fail(H_HERE("golden_open"), "%s", (g)->error);                                       \
+        }                                                                                          \
     } while (0)
-#define GOLDEN_CLOSE(g)                                                                          \
-    do {                                                                                         \
-        CHECK_MSG(!(g)->error[0], "%s", (g)->error);                                             \
-        golden_close(g);                                                                         \
+#define GOLDEN_CLOSE(g)                                                                            \
+    do {                                                                                           \
+        CHECK_MSG(!(g)->error[0], "%s", (g)->error);                                               \
+        golden_close(g);                                                                           \
     } while (0)
 #endif
 #endif /* GOLDEN_H */

@@ -19,7 +19,9 @@
    access that is not ordered behind an earlier one in conflict is a race: s.races, s.race.
    sim_read and sim_write tell of the caller's own accesses. s.ignore_wait leaves one wait out.
 
-   Data. With s.moves they move as if every rank held what this one holds. */
+   Data. With s.moves they move as if every rank held what this one holds.
+
+   With s.null the tables do nothing at all, so that what remains is the host's cost of the library. */
 #ifndef SIM_H
 #define SIM_H
 
@@ -61,6 +63,7 @@ typedef struct sim {
     /* Set by sim_init; may be changed before sim_open. */
     int world_size, rank;
     int async;      /* streams; 0: inline */
+    int null;       /* nothing is counted, no clock, no race is seen */
     int threads;    /* lanes of the host device: 0, 1, 2; the sim then only counts ops */
     int fused;      /* FSDP_CAP_FUSED_REDUCE */
     int comm_lanes; /* fsdp_caps.lanes */
@@ -72,7 +75,8 @@ typedef struct sim {
     int64_t now[SIM_ACTORS], busy[SIM_ACTORS]; /* clocks; time spent working */
     int64_t last_cost;                         /* of the latest piece of work */
     int64_t waits, records, syncs;
-    uint64_t colls[FSDP_OP_COUNT];
+    uint64_t colls[FSDP_OP_COUNT], coll_bytes[FSDP_OP_COUNT]; /* run; read from other ranks by them */
+    uint64_t works;                                           /* copies, zeros and norms that were run */
     int64_t live_blocks, live_events, live_streams, live_groups, num_blocks;
     fsdp_op *ops;
     int num_ops, cap_ops;
@@ -331,6 +335,7 @@ SIM_FN fsdp_status sim_device_copy(fsdp_device *device, void *stream, const fsdp
     sim *s = sim_of(device);
     int actor = sim_actor(stream);
     if (s->threads) return FSDP_OK;
+    s->works++;
     sim_work(s, actor, 0, sim_cost(op->bytes, s->copy_bytes_per_ns));
     if (s->checks && op->label == FSDP_LABEL_USERS) sim_flags(s, actor, op);
     sim_touch_blocks(s, actor, op, 0);
@@ -342,6 +347,7 @@ SIM_FN fsdp_status sim_device_zero(fsdp_device *device, void *stream, const fsdp
     sim *s = sim_of(device);
     int actor = sim_actor(stream);
     if (s->threads) return FSDP_OK;
+    s->works++;
     sim_work(s, actor, 0, sim_cost(op->bytes, s->copy_bytes_per_ns));
     sim_touch(s, actor, fsdp_label_name(op->label), op->dst_ptr, (int64_t)op->bytes, 1);
     return s->moves ? fsdpi_host_zero(NULL, NULL, op) : FSDP_OK;
@@ -351,6 +357,7 @@ SIM_FN fsdp_status sim_device_norm(fsdp_device *device, void *stream, const fsdp
     sim *s = sim_of(device);
     int actor = sim_actor(stream);
     if (s->threads) return FSDP_OK;
+    s->works++;
     sim_work(s, actor, 0, sim_cost(op->count * fsdp_dtype_size(op->dtype), s->copy_bytes_per_ns));
     sim_touch_blocks(s, actor, op, 0);
     sim_touch(s, actor, "norm", op->dst_ptr, (int64_t)sizeof(double), 1);
@@ -446,6 +453,7 @@ SIM_FN fsdp_status sim_comm_run(fsdp_comm *comm, const fsdp_coll *c) {
     uint64_t nbytes = c->count * fsdp_dtype_size(c->dtype) * (uint64_t)(g->size - 1);
     if (s->threads) return FSDP_OK;
     s->colls[c->kind]++;
+    s->coll_bytes[c->kind] += nbytes;
     sim_work(s, actor, g->free_at, s->latency_ns + sim_cost(nbytes, s->coll_bytes_per_ns));
     g->free_at = s->now[actor];
     if (s->checks) sim_touch_coll(s, actor, g, c);
@@ -489,6 +497,43 @@ SIM_FN const fsdp_device_ops *sim_device_table(int async) {
     return async ? &streams : &none;
 }
 
+/* Tables that do nothing. */
+SIM_FN fsdp_status sim_null_work(fsdp_device *device, void *stream, const fsdp_op *op) {
+    (void)device, (void)stream, (void)op;
+    return FSDP_OK;
+}
+SIM_FN fsdp_status sim_null_event(fsdp_device *device, void *stream, void *event) {
+    (void)device, (void)stream, (void)event;
+    return FSDP_OK;
+}
+SIM_FN fsdp_status sim_null_sync(fsdp_device *device, void *event, int64_t timeout_ns) {
+    (void)device, (void)event, (void)timeout_ns;
+    return FSDP_OK;
+}
+SIM_FN fsdp_status sim_null_run(fsdp_comm *comm, const fsdp_coll *c) {
+    (void)comm, (void)c;
+    return FSDP_OK;
+}
+
+SIM_FN const fsdp_comm_ops *sim_null_comm(void) {
+    static const fsdp_comm_ops ops = {
+        FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "null", sim_comm_open, sim_comm_split, sim_comm_close, sim_null_run,
+        sim_comm_alloc, sim_comm_free, sim_comm_error, sim_comm_abort, NULL};
+    return &ops;
+}
+
+SIM_FN const fsdp_device_ops *sim_null_device(int async) {
+    static const fsdp_device_ops streams = {
+        FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_ASYNC | FSDP_DEVICE_HOST, "null", sim_device_open,
+        sim_device_close, sim_device_alloc, sim_device_free, sim_device_stream, sim_device_event, sim_device_destroy,
+        sim_null_event, sim_null_event, sim_null_sync, sim_null_work, sim_null_work, sim_null_work};
+    static const fsdp_device_ops none = {
+        FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_HOST, "null inline", sim_device_open,
+        sim_device_close, sim_device_alloc, sim_device_free, NULL, NULL, NULL, NULL, NULL, NULL,
+        sim_null_work, sim_null_work, sim_null_work};
+    return async ? &streams : &none;
+}
+
 SIM_FN void sim_logged(int level, fsdp_status code, int rank, const char *text, void *user) {
     sim *s = (sim *)user;
     (void)level, (void)code, (void)rank;
@@ -522,8 +567,8 @@ SIM_FN fsdp_world *sim_open(sim *s) {
     d.logger.log = sim_logged;
     d.clock.now_ns = sim_clock;
     d.logger.user = d.clock.user = d.user = s;
-    d.comm_ops = sim_comm_table();
-    d.device_ops = sim_device_table(s->async);
+    d.comm_ops = s->null ? sim_null_comm() : sim_comm_table();
+    d.device_ops = s->null ? sim_null_device(s->async) : sim_device_table(s->async);
     if (fsdp_init(&d, &s->world)) s->world = NULL;
     return s->world;
 }

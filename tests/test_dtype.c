@@ -1,4 +1,5 @@
-/* test_dtype.c - conversions between element types and the one reduction of the library, bit by bit.
+/* test_dtype.c - conversions between element types and the one reduction of the library, bit
+   by bit.
 
    The model is slow and knows no tricks: a table of what each 16-bit pattern is worth, and a search
    in it for the nearest value. It takes inputs apart with integers, so that it holds as well in a
@@ -110,7 +111,7 @@ static uint32_t model_to_32(const half *k, unsigned h) {
     return sign | bits32((float)worths(k)[h & 0x7FFFu]);
 }
 
-/* ---- 16 bits to 32 and 64, and back ------------------------------------------------------------ */
+/* ---- 16 bits to 32 and 64, and back ---------------------------------------------------------- */
 
 TEST_P(dtype, all_patterns, halves) {
     static uint16_t h[BATCH], back[BATCH];
@@ -136,13 +137,13 @@ TEST_P(dtype, all_patterns, halves) {
             CHECK_MSG(u == (sign | 0x7FF0000000000000u), "0x%04x", i);
         else if (!(flushing() && worths(row)[i & 0x7FFFu] < of64(NORMAL32) && u == sign))
             CHECK_MSG(u == (sign | bits64(worths(row)[i & 0x7FFFu])), "0x%04x gives %a", i, d[i]);
-        else
-            d[i] = of64(sign | bits64(worths(row)[i & 0x7FFFu]));
+        else d[i] = of64(sign | bits64(worths(row)[i & 0x7FFFu]));
     }
     CHECK_OK(fsdp_convert(back, row->dtype, d, FSDP_F64, BATCH));
     for (unsigned i = 0; i < BATCH; i++) {
         if (is_nan16(row, i)) CHECK_MSG(is_nan16(row, back[i]), "0x%04x: 0x%04x", i, back[i]);
-        else if (!(flushing() && worths(row)[i & 0x7FFFu] < of64(NORMAL32) && back[i] == (i & 0x8000u)))
+        else if (!(flushing() && worths(row)[i & 0x7FFFu] < of64(NORMAL32) &&
+                   back[i] == (i & 0x8000u)))
             CHECK_MSG(back[i] == i, "0x%04x came back as 0x%04x by f64", i, back[i]);
     }
     CHECK_OK(fsdp_convert(back, row->dtype, h, row->dtype, BATCH)); /* a copy changes no bit */
@@ -193,8 +194,8 @@ static void flush64(const half *k) {
         if (a < 0x0010000000000000u) want = sign; /* of no weight, and perhaps flushed to zero */
         else if (a < 0x7FF0000000000000u) want = sign | nearest(k, of64(a));
         if (a > 0x7FF0000000000000u)
-            CHECK_MSG(is_nan16(k, out[i]) && (out[i] & 0x8000u) == sign, "f64 NaN 0x%llx gives 0x%04x",
-                      (unsigned long long)u, out[i]);
+            CHECK_MSG(is_nan16(k, out[i]) && (out[i] & 0x8000u) == sign,
+                      "f64 NaN 0x%llx gives 0x%04x", (unsigned long long)u, out[i]);
         else if (!(flushing() && a < NORMAL32 && out[i] == sign))
             CHECK_MSG(out[i] == want, "f64 0x%016llx gives 0x%04x, expected 0x%04x",
                       (unsigned long long)u, out[i], want);
@@ -230,8 +231,16 @@ TEST_P(dtype, half_way_points_of_f64, halves) {
     const double *w = worths(row);
     for (unsigned h = 0; h < infinity_of(row); h++) {
         uint64_t mid = bits64((w[h] + w[h + 1]) / 2); /* exact */
-        static const uint64_t offsets[] = {0, 1, 2, 1u << 27, 1u << 28, (1u << 28) + 1,
-                                           (1u << 28) - 1, 1u << 29, (1u << 29) - 1, 3u << 28};
+        static const uint64_t offsets[] = {0,
+                                           1,
+                                           2,
+                                           1u << 27,
+                                           1u << 28,
+                                           (1u << 28) + 1,
+                                           (1u << 28) - 1,
+                                           1u << 29,
+                                           (1u << 29) - 1,
+                                           3u << 28};
         for (uint64_t sign = 0; sign <= 1; sign++) {
             for (size_t k = 0; k < sizeof offsets / sizeof *offsets; k++) {
                 put64(row, (mid + offsets[k]) | sign << 63);
@@ -286,7 +295,10 @@ TEST_P_TIMEOUT(dtype, monotonous, halves, 300) {
 }
 
 TEST(dtype, f64_to_f32) {
-    static const struct { uint64_t in; uint32_t out; } rows[] = {
+    static const struct {
+        uint64_t in;
+        uint32_t out;
+    } rows[] = {
         {0x0000000000000000u, 0x00000000u}, {0x8000000000000000u, 0x80000000u},
         {0x3FF0000000000000u, 0x3F800000u}, {0x3FF0000010000000u, 0x3F800000u}, /* a tie: to even */
         {0x3FF0000010000001u, 0x3F800001u}, {0x3FF0000030000000u, 0x3F800002u},
@@ -297,7 +309,8 @@ TEST(dtype, f64_to_f32) {
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         uint32_t out = 1;
         CHECK_OK(fsdp_convert(&out, FSDP_F32, &rows[i].in, FSDP_F64, 1));
-        CHECK_MSG(out == rows[i].out, "0x%016llx gives 0x%08x", (unsigned long long)rows[i].in, out);
+        CHECK_MSG(out == rows[i].out, "0x%016llx gives 0x%08x", (unsigned long long)rows[i].in,
+                  out);
     }
     static double d[BATCH];
     static float f[BATCH], back[BATCH];
@@ -309,7 +322,8 @@ TEST(dtype, f64_to_f32) {
     }
     CHECK_OK(fsdp_convert(d, FSDP_F64, f, FSDP_F32, BATCH));
     for (int i = 0; i < BATCH; i++)
-        CHECK(bits64(d[i]) == (bits64(worth32(bits32(f[i]))) | (uint64_t)(bits32(f[i]) >> 31) << 63));
+        CHECK(bits64(d[i]) ==
+              (bits64(worth32(bits32(f[i]))) | (uint64_t)(bits32(f[i]) >> 31) << 63));
     CHECK_OK(fsdp_convert(back, FSDP_F32, d, FSDP_F64, BATCH));
     CHECK_EQ_MEM(back, f, sizeof f);
     uint64_t nan = 0xFFF4000000000000u;
@@ -321,12 +335,17 @@ TEST(dtype, f64_to_f32) {
 /* ---- arguments ------------------------------------------------------------------------------- */
 
 TEST(dtype, sizes_and_names) {
-    static const struct { fsdp_dtype dtype; size_t size; int is_float; const char *name; } rows[] = {
-        {FSDP_F32, 4, 1, "f32"}, {FSDP_F64, 8, 1, "f64"}, {FSDP_F16, 2, 1, "f16"},
-        {FSDP_BF16, 2, 1, "bf16"}, {FSDP_U8, 1, 0, "u8"}, {FSDP_I8, 1, 0, "i8"},
-        {FSDP_I16, 2, 0, "i16"}, {FSDP_I32, 4, 0, "i32"}, {FSDP_I64, 8, 0, "i64"},
+    static const struct {
+        fsdp_dtype dtype;
+        size_t size;
+        int is_float;
+        const char *name;
+    } rows[] = {
+        {FSDP_F32, 4, 1, "f32"},      {FSDP_F64, 8, 1, "f64"},       {FSDP_F16, 2, 1, "f16"},
+        {FSDP_BF16, 2, 1, "bf16"},    {FSDP_U8, 1, 0, "u8"},         {FSDP_I8, 1, 0, "i8"},
+        {FSDP_I16, 2, 0, "i16"},      {FSDP_I32, 4, 0, "i32"},       {FSDP_I64, 8, 0, "i64"},
         {FSDP_DTYPE_KEEP, 0, 0, "?"}, {FSDP_DTYPE_COUNT, 0, 0, "?"}, {-1, 0, 0, "?"},
-        {INT32_MAX, 0, 0, "?"}, {INT32_MIN, 0, 0, "?"}};
+        {INT32_MAX, 0, 0, "?"},       {INT32_MIN, 0, 0, "?"}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         CHECK_EQ_INT(fsdp_dtype_size(rows[i].dtype), rows[i].size);
         CHECK_EQ_INT(fsdp_dtype_is_float(rows[i].dtype), rows[i].is_float);
@@ -336,7 +355,8 @@ TEST(dtype, sizes_and_names) {
     CHECK_EQ_STR(fsdp_status_name(FSDP_ERR_TIMEOUT), "FSDP_ERR_TIMEOUT");
     CHECK_EQ_STR(fsdp_status_name((fsdp_status)13), "FSDP_?");
     for (int s = 0; s <= 12; s++) {
-        CHECK(strncmp(fsdp_status_name((fsdp_status)s), s ? "FSDP_ERR_" : "FSDP_OK", s ? 9 : 7) == 0);
+        CHECK(strncmp(fsdp_status_name((fsdp_status)s), s ? "FSDP_ERR_" : "FSDP_OK", s ? 9 : 7) ==
+              0);
         CHECK(fsdp_status_text((fsdp_status)s)[0] != 0);
     }
     CHECK_EQ_STR(fsdp_status_text((fsdp_status)15), "no such status");
@@ -365,7 +385,8 @@ TEST(dtype, convert_refuses) {
             if (!fine) CHECK_STATUS(fsdp_convert(a, x, b, y, 1), FSDP_ERR_INVALID_ARG);
         }
     CHECK_EQ_MEM(a, before, sizeof a);
-    for (fsdp_dtype x = 1; x < FSDP_DTYPE_COUNT; x++) { /* equal types are copied, also onto themselves */
+    for (fsdp_dtype x = 1; x < FSDP_DTYPE_COUNT;
+         x++) { /* equal types are copied, also onto themselves */
         memset(a, 5, sizeof a);
         CHECK_OK(fsdp_convert(a, x, b, x, 7));
         CHECK_EQ_MEM(a, b, 7 * fsdp_dtype_size(x));
@@ -416,7 +437,7 @@ static unsigned nearest_signed(fsdp_dtype dtype, double x) {
 
 /* One element, one operation at a time; every result is rounded because it is volatile. */
 static void reduce_one(void *dst, fsdp_dtype dst_dtype, const char *const *srcs, int num_srcs,
-                       fsdp_dtype dtype, size_t i, float scale, int accumulate, fsdp_redop redop) {
+                       fsdp_dtype dtype, size_t i, double scale, int accumulate, fsdp_redop redop) {
     volatile double acc64 = get64(srcs[0], dtype, i), x64;
     volatile float acc32 = dtype == FSDP_F64 ? 0 : get32(srcs[0], dtype, i), x32;
     int wide = dtype == FSDP_F64 || dst_dtype == FSDP_F64;
@@ -426,7 +447,7 @@ static void reduce_one(void *dst, fsdp_dtype dst_dtype, const char *const *srcs,
         if (redop == FSDP_SUM) acc64 = acc64 + x64, acc32 = acc32 + x32;
         else if (redop == FSDP_MAX ? x64 > acc64 : x64 < acc64) acc64 = x64, acc32 = x32;
     }
-    acc64 = acc64 * (double)scale, acc32 = acc32 * scale;
+    acc64 = acc64 * scale, acc32 = acc32 * (float)scale;
     if (accumulate) {
         x64 = get64(dst, dst_dtype, i);
         x32 = dst_dtype == FSDP_F64 ? 0 : get32(dst, dst_dtype, i);
@@ -452,7 +473,7 @@ enum { MOST = 2500, SRCS = 5, PAD = 16 };
 
 TEST(dtype, reduce) {
     static const size_t counts[] = {0, 1, 7, 1023, 1024, 1025, MOST};
-    static const float scales[] = {1, 0.25f, 1.0f / 3};
+    static const double scales[] = {1, 0.25, 1.0 / 3};
     static char src[SRCS][MOST * 8], got[MOST * 8 + PAD], want[MOST * 8 + PAD];
     const char *srcs[SRCS];
     uint64_t rng = h_seed();
@@ -464,7 +485,7 @@ TEST(dtype, reduce) {
             int r = run;
             fsdp_dtype to = floats[r % 4];
             size_t count = counts[(r /= 4) % 7], size = fsdp_dtype_size(to);
-            float scale = scales[(r /= 7) % 3];
+            double scale = scales[(r /= 7) % 3];
             int accumulate = (r /= 3) % 2, num = (r /= 2) % SRCS + 1;
             fsdp_redop redop = (r / SRCS) % 3;
             memset(got, 0x5A, sizeof got);
@@ -474,9 +495,10 @@ TEST(dtype, reduce) {
             for (size_t i = 0; i < count; i++)
                 reduce_one(want, to, srcs, num, floats[a], i, scale, accumulate, redop);
             if (memcmp(got, want, sizeof got) != 0)
-                h_fail(H_HERE("reduce"), "%d x %s -> %s, %zu elements, scale %g, accumulate %d, op %d",
-                       num, fsdp_dtype_name(floats[a]), fsdp_dtype_name(to), count, (double)scale,
-                       accumulate, (int)redop);
+                h_fail(H_HERE("reduce"),
+                       "%d x %s -> %s, %zu elements, scale %g, accumulate %d, op %d", num,
+                       fsdp_dtype_name(floats[a]), fsdp_dtype_name(to), count, scale, accumulate,
+                       (int)redop);
             if (count <= 7) { /* element by element, the bits are the same */
                 for (size_t i = 0; i < count; i++) {
                     const char *one[SRCS];
@@ -506,13 +528,13 @@ TEST(dtype, reduce_in_pieces) {
                 for (int k = 0; k < 3; k++) fill_random(src[k], floats[a], MOST, &rng);
                 fill_random(whole, floats[b], MOST, &rng);
                 memcpy(pieces, whole, sizeof whole);
-                fsdpi_reduce(whole, floats[b], srcs, 3, floats[a], MOST, 0.3f, accumulate, FSDP_SUM);
+                fsdpi_reduce(whole, floats[b], srcs, 3, floats[a], MOST, 0.3, accumulate, FSDP_SUM);
                 for (size_t at = 0, n; at < MOST; at += n) {
                     n = 1 + (size_t)(h_rand64(&rng) % 300);
                     if (n > MOST - at) n = MOST - at;
                     for (int k = 0; k < 3; k++) part[k] = src[k] + at * in;
-                    fsdpi_reduce(pieces + at * out, floats[b], part, 3, floats[a], n, 0.3f, accumulate,
-                                 FSDP_SUM);
+                    fsdpi_reduce(pieces + at * out, floats[b], part, 3, floats[a], n, 0.3,
+                                 accumulate, FSDP_SUM);
                 }
                 CHECK_EQ_MEM(whole, pieces, MOST * out);
             }
@@ -520,12 +542,14 @@ TEST(dtype, reduce_in_pieces) {
 
 /* The sum depends on the order of the ranks, and rank 0 comes first; the destination last. */
 TEST(dtype, rank_order) {
-    static const struct { float x[4]; float dst, want; } rows[] = {
-        {{16777216, 1, 1, -16777216}, 0, 0},
-        {{1, 1, 16777216, -16777216}, 0, 2},
-        {{16777216, -16777216, 1, 1}, 0, 2},
-        {{1, 1, 1, 1}, 16777216, 16777220},       /* the four are added first */
-        {{16777216, 1, 1, 1}, -16777216, 0}};
+    static const struct {
+        float x[4];
+        float dst, want;
+    } rows[] = {{{16777216, 1, 1, -16777216}, 0, 0},
+                {{1, 1, 16777216, -16777216}, 0, 2},
+                {{16777216, -16777216, 1, 1}, 0, 2},
+                {{1, 1, 1, 1}, 16777216, 16777220}, /* the four are added first */
+                {{16777216, 1, 1, 1}, -16777216, 0}};
     for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
         const char *srcs[4];
         float got = rows[i].dst;
@@ -549,11 +573,11 @@ TEST(dtype, reduce_in_place) {
         for (int k = 0; k < 3; k++) fill_random(x[k], FSDP_F32, MOST, &rng);
         memcpy(first, x[which], sizeof first);
         memset(want, 0, sizeof want);
-        fsdpi_reduce(want, FSDP_F32, srcs, 3, FSDP_F32, MOST, 0.5f, 0, FSDP_SUM);
-        fsdpi_reduce(x[which], FSDP_F32, srcs, 3, FSDP_F32, MOST, 0.5f, 0, FSDP_SUM);
+        fsdpi_reduce(want, FSDP_F32, srcs, 3, FSDP_F32, MOST, 0.5, 0, FSDP_SUM);
+        fsdpi_reduce(x[which], FSDP_F32, srcs, 3, FSDP_F32, MOST, 0.5, 0, FSDP_SUM);
         CHECK_EQ_MEM(x[which], want, sizeof want);
         memcpy(x[which], first, sizeof first); /* scaled onto itself */
-        fsdpi_reduce(x[which], FSDP_F32, srcs + which, 1, FSDP_F32, MOST, 0.1f, 0, FSDP_SUM);
+        fsdpi_reduce(x[which], FSDP_F32, srcs + which, 1, FSDP_F32, MOST, 0.1, 0, FSDP_SUM);
         for (int i = 0; i < MOST; i++) {
             volatile float scaled = first[i] * 0.1f;
             CHECK(bits32(x[which][i]) == bits32(scaled));
@@ -566,7 +590,7 @@ TEST(dtype, reduce_special_values) {
     uint32_t in[6] = {0x7F800000u, 0xFF800000u, 0x7FC00001u, 0x80000000u, 0x00000000u, 0x3F800000u};
     uint32_t out[6];
     const char *srcs[2] = {(const char *)in, (const char *)in};
-    fsdpi_reduce(out, FSDP_F32, srcs, 1, FSDP_F32, 6, 0.5f, 0, FSDP_SUM);
+    fsdpi_reduce(out, FSDP_F32, srcs, 1, FSDP_F32, 6, 0.5, 0, FSDP_SUM);
     CHECK(out[0] == 0x7F800000u && out[1] == 0xFF800000u && out[3] == 0x80000000u && out[4] == 0);
     CHECK((out[2] & 0x7FC00000u) == 0x7FC00000u && out[5] == 0x3F000000u);
     fsdpi_reduce(out, FSDP_F32, srcs, 2, FSDP_F32, 6, 1, 0, FSDP_SUM);
@@ -612,7 +636,8 @@ TEST(dtype, sum_of_squares) {
                     lanes[i % 8] = lanes[i % 8] + square;
                     plain = plain + square;
                 }
-                for (int step = 1; step < 8; step *= 2) /* neighbours join, then pairs, then fours */
+                for (int step = 1; step < 8;
+                     step *= 2) /* neighbours join, then pairs, then fours */
                     for (int i = 0; i < 8; i += 2 * step) lanes[i] = lanes[i] + lanes[i + step];
                 double got = fsdpi_sum_squares(p, floats[a], counts[c]);
                 CHECK_MSG(bits64(got) == bits64(lanes[0]), "%s %zu: %a, not %a",

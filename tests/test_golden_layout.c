@@ -1,4 +1,4 @@
-/* test_golden_layout.c - shard math against PyTorch's answers in chunk.txt and layout.txt, exactly. */
+/* test_golden_layout.c - shard math against PyTorch: chunk.txt and layout.txt, exactly. */
 #include "harness.h"
 #include "golden.h"
 #define FSDP_MATH_ONLY
@@ -72,7 +72,7 @@ typedef struct {
     int64_t checks;
 } group;
 
-/* PyTorch packs every parameter; here this is what happens below a threshold that nothing reaches. */
+/* PyTorch packs every parameter; here that is what happens below a threshold out of reach. */
 static void lay_out(group *u, int rank) {
     memset(&u->layout, 0, sizeof u->layout);
     u->layout.world = u->world, u->layout.rank = rank;
@@ -94,8 +94,8 @@ static void fill_slot(group *u) {
     }
 }
 
-/* What a reduce-scatter of one rank's slot leaves in rank `rank`'s flat shard; and, since the values
-   are the parameters themselves, what that rank gives to an all-gather. */
+/* What a reduce-scatter of one rank's slot leaves in rank `rank`'s flat shard; and, since the
+   values are the parameters themselves, what that rank gives to an all-gather. */
 static void check_row(group *u, golden *g) {
     int64_t rank = golden_int(g), count = golden_int(g);
     int64_t *flat = numbers(u->layout.shard_numel), *want = numbers(count);
@@ -154,7 +154,8 @@ TEST(golden_layout, layout) {
         while (golden_line(&g)) {
             if (golden_is(&g, "group")) {
                 u.world = (int)golden_int(&g), u.count = (int)golden_int(&g);
-                CHECK(u.world >= 1 && u.world <= MAX_WORLD && u.count >= 0 && u.count <= MAX_PARAMS);
+                CHECK(u.world >= 1 && u.world <= MAX_WORLD && u.count >= 0 &&
+                      u.count <= MAX_PARAMS);
             } else if (golden_is(&g, "param")) {
                 read_param(&u, &g);
             }
@@ -167,7 +168,8 @@ TEST(golden_layout, layout) {
         while (golden_line(&g)) {
             if (golden_is(&g, "slot")) check_slot(&u, &g);
             else if (golden_is(&g, "shard")) check_shard(&u, &g);
-            else if (golden_is(&g, "gather_input") || golden_is(&g, "reduce_input")) check_row(&u, &g);
+            else if (golden_is(&g, "gather_input") || golden_is(&g, "reduce_input"))
+                check_row(&u, &g);
             else if (golden_is(&g, "total")) {
                 CHECK_EQ_INT(u.layout.shard_numel, golden_int(&g));
                 CHECK_EQ_INT(u.layout.shard_numel * u.world, golden_int(&g));

@@ -9,7 +9,7 @@
 enum { MAX_WORLD = 9, MAX_PARAMS = 5, GUARD = 40, FREE = -7 };
 static int64_t cases, mixed; /* units that were run; of them with direct and packed parameters */
 
-/* ---- the model: torch.chunk, then one element after another ------------------------------------ */
+/* ---- the model: torch.chunk, then one element after another ---------------------------------- */
 
 /* Rows of a piece: the smallest size with which `world` pieces hold all rows. */
 static int64_t model_chunk(int64_t rows, int world) {
@@ -84,8 +84,8 @@ TEST(shard, ranges) {
 
 /* Sizes that ordinary programs never see: no overflow, and still the whole. */
 TEST(shard, ranges_of_large_sizes) {
-    static const int64_t sizes[] = {INT64_MAX, INT64_MAX - 1, (int64_t)1 << 62, 1000000007,
-                                    ((int64_t)1 << 31) - 1, (int64_t)1 << 40};
+    static const int64_t sizes[] = {INT64_MAX,  INT64_MAX - 1,          (int64_t)1 << 62,
+                                    1000000007, ((int64_t)1 << 31) - 1, (int64_t)1 << 40};
     static const int worlds[] = {1, 2, 3, 7, 64, 1000, 131072};
     for (int s = 0; s < 6; s++)
         for (int w = 0; w < 7; w++) {
@@ -112,7 +112,8 @@ TEST(shard, sizes_of_chunks) {
     for (int n = 0; n < 20000; n++) {
         int64_t shape[FSDP_MAX_DIMS], out[FSDP_MAX_DIMS], in_place[FSDP_MAX_DIMS];
         int ndim = 1 + (int)(h_rand64(&rng) % FSDP_MAX_DIMS), world = 1 + (int)(h_rand64(&rng) % 9);
-        int dim = (int)(h_rand64(&rng) % (uint64_t)ndim), rank = (int)(h_rand64(&rng) % (uint64_t)world);
+        int dim = (int)(h_rand64(&rng) % (uint64_t)ndim),
+            rank = (int)(h_rand64(&rng) % (uint64_t)world);
         int64_t held = 0, chunk, none = 0;
         for (int d = 0; d < ndim; d++) {
             shape[d] = (int64_t)(h_rand64(&rng) % 12);
@@ -124,8 +125,7 @@ TEST(shard, sizes_of_chunks) {
         CHECK_OK(fsdp_dim_chunked_size(shape, ndim, dim, world, rank, out));
         CHECK_OK(fsdp_dim_chunked_size(in_place, ndim, dim - ndim, world, rank, in_place));
         CHECK_EQ_MEM(out, in_place, (size_t)ndim * sizeof *out);
-        for (int d = 0; d < ndim; d++)
-            CHECK_EQ_INT(out[d], d != dim ? shape[d] : none ? 0 : held);
+        for (int d = 0; d < ndim; d++) CHECK_EQ_INT(out[d], d != dim ? shape[d] : none ? 0 : held);
         CHECK_OK(fsdp_dim0_padded_size(shape, ndim, world, out));
         for (int d = 0; d < ndim; d++)
             CHECK_EQ_INT(out[d], d ? shape[d] : model_chunk(shape[0], world) * world);
@@ -149,7 +149,8 @@ static void unit_title(const unit *u) {
                       (long long)u->direct_numel, (long long)u->shard_base, (long long)u->full_base,
                       (long long)u->final_gap);
     for (int i = 0; i < u->count; i++) {
-        at += snprintf(title + at, sizeof title - (size_t)at, " dim %d of (", u->params[i].shard_dim);
+        at += snprintf(title + at, sizeof title - (size_t)at, " dim %d of (",
+                       u->params[i].shard_dim);
         for (int d = 0; d < u->params[i].ndim; d++)
             at += snprintf(title + at, sizeof title - (size_t)at, "%s%lld", d ? "," : "",
                            (long long)u->params[i].shape[d]);
@@ -159,7 +160,9 @@ static void unit_title(const unit *u) {
 #define REQUIRE(cond) CHECK_MSG(cond, "%s", title)
 
 /* Element i of parameter p as rank k sees its gradient; rank 0's is the parameter itself. */
-static int32_t value(int p, int64_t i, int k) { return ((p + 1) * 100000 + (int32_t)i + 1) * (k + 1); }
+static int32_t value(int p, int64_t i, int k) {
+    return ((p + 1) * 100000 + (int32_t)i + 1) * (k + 1);
+}
 
 static int32_t *filled(int64_t numel, int32_t x) {
     int32_t *a = (int32_t *)malloc((size_t)(numel + 1) * sizeof *a);
@@ -189,14 +192,16 @@ static void lay_out(const unit *u, int rank, laid_out *out) {
         memcpy(out->params, u->params, sizeof out->params);
         CHECK_OK(fsdp_layout_params(&out->layout, out->params, u->count, out->segs, out->blocks));
         if (u->final_gap < 0) break;
-        first.final_base = fsdpi_align_up(u->full_base + u->world * out->layout.shard_numel, 16) + u->final_gap;
+        first.final_base = fsdpi_align_up(u->full_base + u->world * out->layout.shard_numel, 16) +
+                           u->final_gap;
     }
     REQUIRE(out->layout.num_segs <= u->count && out->layout.num_blocks <= u->count * u->world);
     REQUIRE(out->segs[u->count].count == 0x5555555555555555);
     REQUIRE(out->blocks[u->count * u->world].width == 0x5555555555555555);
     memcpy(params, u->params, sizeof params);
     CHECK_OK(fsdp_layout_params(&first, params, u->count, NULL, NULL));
-    REQUIRE(!memcmp(&first, &out->layout, sizeof first) && !memcmp(params, out->params, sizeof params));
+    REQUIRE(!memcmp(&first, &out->layout, sizeof first) &&
+            !memcmp(params, out->params, sizeof params));
 }
 
 /* Which elements of memory are taken; taking one twice is an error. */
@@ -208,7 +213,8 @@ static void take(int32_t *taken, int64_t from, int64_t count, int64_t end) {
 /* Places and sizes: shards tight, nothing overlaps, direct and copied-out tensors aligned. */
 static void check_places(const unit *u, const laid_out *l, const model *m) {
     const fsdp_layout *y = &l->layout;
-    int64_t base = u->shard_base, gathered = u->world * y->shard_numel, sum = 0, packed = 0, final = 0;
+    int64_t base = u->shard_base, gathered = u->world * y->shard_numel, sum = 0, packed = 0,
+            final = 0;
     int64_t end = y->slot_end, tensors = u->full_base + gathered;
     int32_t *shards = filled(base + y->shard_numel, 0), *slot = filled(end, 0);
     int many = 0;
@@ -248,7 +254,8 @@ static void check_places(const unit *u, const laid_out *l, const model *m) {
     REQUIRE(y->packed_numel == packed && y->final_numel == final);
     take(slot, u->full_base, gathered, end);
     if (final == 0) REQUIRE(end == tensors);
-    else REQUIRE(end == fsdpi_align_up(tensors, 16) + (u->final_gap > 0 ? u->final_gap : 0) + final);
+    else
+        REQUIRE(end == fsdpi_align_up(tensors, 16) + (u->final_gap > 0 ? u->final_gap : 0) + final);
     free(shards);
     free(slot);
 }
@@ -277,7 +284,8 @@ static void check_gather(const unit *u, const laid_out *l, const model *m) {
     REQUIRE(written == u->world * l->layout.shard_numel);
     for (int b = 0; b < l->layout.num_blocks; b++) {
         const fsdp_block *c = &l->blocks[b];
-        REQUIRE(c->width > 0 && c->height > 0 && c->src_pitch >= c->width && c->dst_pitch >= c->width);
+        REQUIRE(c->width > 0 && c->height > 0 && c->src_pitch >= c->width &&
+                c->dst_pitch >= c->width);
         for (int64_t y = 0; y < c->height; y++)
             for (int64_t x = 0; x < c->width; x++) {
                 int32_t *to = &slot[c->dst + y * c->dst_pitch + x];
@@ -314,12 +322,14 @@ static void check_scatter(const unit *u, const laid_out *l, const model *m) {
         for (int s = 0; s < l->layout.num_segs; s++)
             for (int k = 0; k < u->world; k++)
                 for (int64_t i = 0; i < l->segs[s].count; i++)
-                    flat[l->segs[s].shard + i] += slot[k][l->segs[s].full + me * l->segs[s].count + i];
+                    flat[l->segs[s].shard + i] +=
+                        slot[k][l->segs[s].full + me * l->segs[s].count + i];
         for (int i = 0; i < u->count; i++) {
             const int32_t *mine = flat + l->params[i].shard_offset;
             for (int64_t e = 0; e < m[i].numel; e++)
                 if (m[i].owner[e] == me) REQUIRE(mine[m[i].place[e]] == value(i, e, 0) * sum);
-            for (int64_t e = m[i].held[me]; e < m[i].stored; e++) REQUIRE(mine[e] == 0); /* padding */
+            for (int64_t e = m[i].held[me]; e < m[i].stored; e++)
+                REQUIRE(mine[e] == 0); /* padding */
         }
         free(flat);
     }
@@ -419,7 +429,8 @@ TEST(shard, random_units) {
             int ndim = 1 + (int)(h_rand64(&rng) % 4);
             int even = h_rand64(&rng) % 3 == 0; /* rows that a multiple of 16 can come from */
             int any_dim = h_rand64(&rng) % 2 == 0;
-            fsdp_layout_param *p = unit_add(&u, any_dim ? (int)(h_rand64(&rng) % (uint64_t)ndim) : 0);
+            fsdp_layout_param *p = unit_add(&u,
+                                            any_dim ? (int)(h_rand64(&rng) % (uint64_t)ndim) : 0);
             for (int d = 0; d < ndim; d++) {
                 int64_t size = (int64_t)(h_rand64(&rng) % (d == 0 ? 20 : 6));
                 if (even) size = d == 0 ? u.world * (1 + size % 3) : d == 1 ? 16 : 1 + size % 2;
@@ -437,7 +448,7 @@ TEST(shard, random_units) {
               (long long)mixed);
 }
 
-/* The rule of direct parameters, spelled out: the large one first, then the packed ones in order. */
+/* The rule of direct parameters, spelled out: the large one first, then the packed in order. */
 TEST(shard, example) {
     fsdp_layout layout;
     fsdp_layout_param p[4];
@@ -446,9 +457,9 @@ TEST(shard, example) {
     memset(&layout, 0, sizeof layout);
     memset(p, 0, sizeof p);
     layout.world = 4, layout.direct_numel = 128;
-    p[0].ndim = 1, p[0].shape[0] = 10;                                        /* packed: (3) a rank */
-    p[1].ndim = 2, p[1].shape[0] = 16, p[1].shape[1] = 8;                     /* direct: (4,8) */
-    p[2].ndim = 2, p[2].shape[0] = 2, p[2].shape[1] = 6, p[2].shard_dim = 1;  /* packed: (2,2) */
+    p[0].ndim = 1, p[0].shape[0] = 10;                    /* packed: (3) a rank */
+    p[1].ndim = 2, p[1].shape[0] = 16, p[1].shape[1] = 8; /* direct: (4,8) */
+    p[2].ndim = 2, p[2].shape[0] = 2, p[2].shape[1] = 6, p[2].shard_dim = 1; /* packed: (2,2) */
     p[3].ndim = 1, p[3].shape[0] = 0;
     CHECK_OK(fsdp_layout_params(&layout, p, 4, segs, blocks));
     CHECK(layout.shard_numel == 32 + 3 + 4 && layout.packed_numel == 7 && layout.num_segs == 2);
@@ -458,10 +469,10 @@ TEST(shard, example) {
     CHECK(segs[1].shard == 32 && segs[1].full == 128 && segs[1].count == 7);
     CHECK(p[0].full_offset == 160 && p[2].full_offset == 176 && layout.slot_end == 192);
     CHECK(layout.num_blocks == 4);
-    CHECK(blocks[0].src == 128 && blocks[0].dst == 160 && blocks[0].width == 3 && blocks[0].height == 4 &&
-          blocks[0].src_pitch == 7 && blocks[0].dst_pitch == 3);
-    CHECK(blocks[1].src == 131 && blocks[1].dst == 176 && blocks[1].width == 2 && blocks[1].height == 2 &&
-          blocks[1].src_pitch == 2 && blocks[1].dst_pitch == 6);
+    CHECK(blocks[0].src == 128 && blocks[0].dst == 160 && blocks[0].width == 3 &&
+          blocks[0].height == 4 && blocks[0].src_pitch == 7 && blocks[0].dst_pitch == 3);
+    CHECK(blocks[1].src == 131 && blocks[1].dst == 176 && blocks[1].width == 2 &&
+          blocks[1].height == 2 && blocks[1].src_pitch == 2 && blocks[1].dst_pitch == 6);
     CHECK(blocks[3].src == 145 && blocks[3].dst == 180); /* rank 3 has none of the 6 columns */
 }
 

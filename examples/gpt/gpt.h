@@ -24,7 +24,7 @@
 #include <string.h> // memset, memcpy
 
 #ifdef GPT_USE_BLAS
-#    include <cblas.h> // cblas_sgemm
+#include <cblas.h> // cblas_sgemm
 #endif
 
 /* ---- sizes and parameters -------------------------------------------------------------------- */
