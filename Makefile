@@ -15,15 +15,15 @@ export FSDP_BUILD := $(BUILD)
 
 # Tests whose results must not depend on the compiler's liberties, run again with -Ofast and more.
 BIT_TESTS      ?= test_dtype test_shard test_train test_optim conformance
-VALGRIND_TESTS ?= test_dtype test_shard test_state
-# Empty: all of them.
-ASAN_TESTS     ?=
-TSAN_TESTS     ?=
+VALGRIND_TESTS ?= test_train test_optim test_memory
+VALGRIND_FILTER ?= W=2:optim.*# their rows of two ranks are slow enough
+ASAN_TESTS     ?=# none named: all with quick tests
+TSAN_TESTS     ?=# none named: those of them that have threads
 
 WARN  := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual -Wundef \
          -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum
 CWARN := -Wstrict-prototypes -Wmissing-prototypes
-export WARN CWARN CC CXX BIT_TESTS VALGRIND_TESTS ASAN_TESTS TSAN_TESTS JOBS
+export WARN CWARN CC CXX BIT_TESTS VALGRIND_TESTS VALGRIND_FILTER ASAN_TESTS TSAN_TESTS JOBS
 
 # SAN=asan or SAN=tsan: into a build directory of its own, by a make of its own (check-san).
 SAN_asan := -fsanitize=address,undefined,float-cast-overflow

@@ -976,7 +976,7 @@ typedef struct fsdp_op {
     uint32_t list_count;
     const fsdp_unit *unit;    // NULL: of the model
     const char *what;         // the unit's name, or the call's
-    uint64_t what_hash;       // of it and of the step: part of what ranks must agree on
+    uint64_t what_hash, step; // its hash, and the finalizes so far: ranks must agree on both
     fsdp_comm *comm;          // collectives: where
     fsdp_buf *src, *dst;      // whose events it waits for and sets; NULL: none
     const void *list;         // fsdp_block[] (COPY, NORM) or fsdp_seg[] (collectives), prebuilt
@@ -1408,8 +1408,14 @@ static FSDPI_NOINLINE void fsdpi_reduce_block_f32(void *dst, fsdp_dtype dst_dtyp
         fsdpi_store_f32(dst, dst_dtype, x, count); // a plain cast
         return;
     }
-    if (x != acc) memcpy(acc, x, count * sizeof *acc);
-    for (int k = 1; k < num_srcs; k++) {
+    int next = 1;
+    if (dtype == FSDP_F32 && num_srcs > 1 && redop == FSDP_SUM) { // the usual case: a pass less
+        const float *y = fsdpi_load_f32(tmp, srcs[next++], dtype, count);
+        for (size_t i = 0; i < count; i++) acc[i] = x[i] + y[i];
+    } else if (x != acc) {
+        memcpy(acc, x, count * sizeof *acc);
+    }
+    for (int k = next; k < num_srcs; k++) {
         x = fsdpi_load_f32(tmp, srcs[k], dtype, count);
         FSDPI_COMBINE(float, acc, x, count, redop);
     }
@@ -1974,7 +1980,7 @@ static void fsdpi_set_error(fsdp_world *w, const char *text) {
 FSDP_PRINTF(3, 4)
 static fsdp_status fsdpi_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
     char text[FSDPI_TEXT];
-    int used = w ? snprintf(text, sizeof text, "rank %d: ", w->rank) : 0;
+    int used = w && w->rank >= 0 ? snprintf(text, sizeof text, "rank %d: ", w->rank) : 0;
     va_list args;
     va_start(args, fmt);
     vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
@@ -2018,7 +2024,8 @@ static fsdp_status fsdpi_failed(const fsdp_world *w) { return (fsdp_status)FSDPI
 
 /* Copies a desc into a zeroed struct of this header's size. An older program's struct is shorter:
    its size says so, and its end canary is then the last thing in it. */
-static fsdp_status fsdpi_desc_read(void *dst, const void *src, size_t size, const char *what) {
+static fsdp_status fsdpi_desc_read(fsdp_world *w, void *dst, const void *src, size_t size,
+                                   const char *what) {
     uint32_t given, canary;
     uint64_t end;
     memset(dst, 0, size);
@@ -2028,13 +2035,13 @@ static fsdp_status fsdpi_desc_read(void *dst, const void *src, size_t size, cons
     if (given == 0) given = (uint32_t)size;
     if (given > size || given < 24)
         return fsdpi_fail(
-            NULL, FSDP_ERR_INVALID_ARG,
+            w, FSDP_ERR_INVALID_ARG,
             "%s.size is %u, expected 0 or at most %u: zero the struct before filling it, and build "
             "with the header of the library",
             what, given, (unsigned)size);
     memcpy(&end, (const char *)src + given - sizeof end, sizeof end);
     if (canary || end)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG,
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                           "%s: a canary is not 0: zero the struct before filling it", what);
     memcpy(dst, src, given - sizeof end);
     return FSDP_OK;
@@ -2226,7 +2233,7 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
                                 ((uint64_t)op->redop << 24) | ((uint64_t)op->label << 16) |
                                 ((uint64_t)op->state << 8) | op->accumulate);
     h = fsdpi_hash(fsdpi_hash(h, op->count), (uint64_t)(uint32_t)op->root);
-    c.fingerprint = fsdpi_hash(h, op->what_hash);
+    c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->what_hash), op->step);
     fsdp_status status = w->comm_ops->run(op->comm, &c);
     if (status) return fsdpi_world_fail(w, status, w->comm_ops->error_text(op->comm));
     return FSDP_OK;
@@ -2398,14 +2405,14 @@ static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
 // >>world
 // Owns: rank, size, the opened tables, lanes, and the objects made from the world.
 
-static fsdp_status fsdpi_env_int(const char *name, int min, int *out, int *found) {
+static fsdp_status fsdpi_env_int(fsdp_world *w, const char *name, int min, int *out, int *found) {
     const char *text = getenv(name);
     *found = text != NULL && *text != 0;
     if (!*found) return FSDP_OK;
     char *end;
     long value = strtol(text, &end, 10);
     if (*end || value < min || value > 0x7FFFFFFF)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG,
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                           "environment variable %s is '%s', expected an integer of at least %d",
                           name, text, min);
     *out = (int)value;
@@ -2413,14 +2420,14 @@ static fsdp_status fsdpi_env_int(const char *name, int min, int *out, int *found
 }
 
 // Rank and size from RANK and WORLD_SIZE; neither set: a world of one.
-static fsdp_status fsdpi_env_ranks(fsdp_world_desc *d) {
+static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     int rank = 0, size = 1, local = 0, has_rank, has_size, has_local;
-    fsdp_status status = fsdpi_env_int("RANK", 0, &rank, &has_rank);
-    if (!status) status = fsdpi_env_int("WORLD_SIZE", 1, &size, &has_size);
-    if (!status) status = fsdpi_env_int("LOCAL_RANK", 0, &local, &has_local);
+    fsdp_status status = fsdpi_env_int(w, "RANK", 0, &rank, &has_rank);
+    if (!status) status = fsdpi_env_int(w, "WORLD_SIZE", 1, &size, &has_size);
+    if (!status) status = fsdpi_env_int(w, "LOCAL_RANK", 0, &local, &has_local);
     if (status) return status;
     if (has_rank != has_size)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG,
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                           "environment variable %s is set but %s is not: a launcher sets both",
                           has_rank ? "RANK" : "WORLD_SIZE", has_rank ? "WORLD_SIZE" : "RANK");
     d->rank = rank;
@@ -2430,7 +2437,7 @@ static fsdp_status fsdpi_env_ranks(fsdp_world_desc *d) {
 }
 
 // A name that is equal on all ranks of the job and unique on the host.
-static fsdp_status fsdpi_job_name(const fsdp_world_desc *d, char *out, size_t cap) {
+static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char *out, size_t cap) {
     const char *job = d->job ? d->job : getenv("FSDP_JOB_ID");
     const char *port = getenv("MASTER_PORT"), *address = getenv("MASTER_ADDR");
     const char *run = getenv("TORCHELASTIC_RUN_ID"),
@@ -2441,18 +2448,18 @@ static fsdp_status fsdpi_job_name(const fsdp_world_desc *d, char *out, size_t ca
         used = snprintf(out, cap, "%s:%s:%s:%s", address ? address : "", port ? port : "",
                         run ? run : "", restart ? restart : "");
     if (!job && !port && d->world_size > 1)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG,
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                           "%d ranks need a common name: start the program with tools/fsdprun or "
                           "torchrun, or set MASTER_PORT "
                           "or FSDP_JOB_ID, or fsdp_world_desc.job",
                           d->world_size);
     if (used < 0 || (size_t)used >= cap)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "the job's name is longer than %u bytes",
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "the job's name is longer than %u bytes",
                           (unsigned)cap - 1);
     return FSDP_OK;
 }
 
-static fsdp_status fsdpi_env_log_level(int *out) {
+static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
     static const char *const names[] = {"", "error", "warn", "info", "none"};
     const char *text = getenv("FSDP_LOG_LEVEL");
     *out = FSDP_LOG_WARN;
@@ -2463,35 +2470,35 @@ static fsdp_status fsdpi_env_log_level(int *out) {
             return FSDP_OK;
         }
     return fsdpi_fail(
-        NULL, FSDP_ERR_INVALID_ARG,
+        w, FSDP_ERR_INVALID_ARG,
         "environment variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
 }
 
 // Fill in what the desc leaves to the environment, and check the rest.
-static fsdp_status fsdpi_world_resolve(fsdp_world_desc *d) {
+static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     fsdp_status status = FSDP_OK;
     int found;
-    if (d->world_size == 0) status = fsdpi_env_ranks(d);
+    if (d->world_size == 0) status = fsdpi_env_ranks(w, d);
     if (!status && d->timeout_ms == 0)
-        status = fsdpi_env_int("FSDP_TIMEOUT_MS", 1, &d->timeout_ms, &found);
-    if (!status && d->lanes == 0) status = fsdpi_env_int("FSDP_LANES", 0, &d->lanes, &found);
-    if (!status && d->log_level == FSDP_LOG_DEFAULT) status = fsdpi_env_log_level(&d->log_level);
+        status = fsdpi_env_int(w, "FSDP_TIMEOUT_MS", 1, &d->timeout_ms, &found);
+    if (!status && d->lanes == 0) status = fsdpi_env_int(w, "FSDP_LANES", 0, &d->lanes, &found);
+    if (!status && d->log_level == FSDP_LOG_DEFAULT) status = fsdpi_env_log_level(w, &d->log_level);
     if (status) return status;
     if (d->timeout_ms == 0) d->timeout_ms = 60000;
     if (d->lanes < 0) d->lanes = 0;
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG,
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                           "rank %d of a world of %d: expected 0 <= rank < world_size", d->rank,
                           d->world_size);
     if (d->timeout_ms < 0 || d->lanes > 2 || d->local_rank < 0 || d->log_level < 0 ||
         d->log_level > FSDP_LOG_NONE)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG,
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                           "fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, log_level %d: "
                           "expected timeout_ms >= 0, lanes -1..2, "
                           "local_rank >= 0, log_level 0..%d",
                           d->timeout_ms, d->lanes, d->local_rank, d->log_level, FSDP_LOG_NONE);
     if (!d->allocator.alloc != !d->allocator.free)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG,
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                           "fsdp_world_desc.allocator: give both functions or neither");
     if (!d->allocator.alloc) {
         d->allocator.alloc = fsdpi_libc_alloc;
@@ -2502,11 +2509,11 @@ static fsdp_status fsdpi_world_resolve(fsdp_world_desc *d) {
     return FSDP_OK;
 }
 
-static fsdp_status fsdpi_table_check(const char *what, uint32_t version, uint32_t size,
-                                     uint32_t want_version, size_t want_size) {
+static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t version,
+                                     uint32_t size, uint32_t want_version, size_t want_size) {
     if (version == want_version && size == want_size) return FSDP_OK;
     return fsdpi_fail(
-        NULL, FSDP_ERR_INVALID_ARG,
+        w, FSDP_ERR_INVALID_ARG,
         "%s table has version %u and size %u, expected %u and %u: build it with this header", what,
         version, size, want_version, (unsigned)want_size);
 }
@@ -2522,8 +2529,9 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w, const fsdp_world_desc *d
             w, FSDP_ERR_UNSUPPORTED,
             "backend '%s' is not compiled in: define FSDP_BACKEND_SHM, or give comm_ops",
             name ? name : "");
-    fsdp_status status = fsdpi_table_check("a backend's", w->comm_ops->version, w->comm_ops->size,
-                                           FSDP_COMM_VERSION, sizeof *w->comm_ops);
+    fsdp_status status = fsdpi_table_check(w, "a backend's", w->comm_ops->version,
+                                           w->comm_ops->size, FSDP_COMM_VERSION,
+                                           sizeof *w->comm_ops);
     if (status) return status;
     status = w->comm_ops->open(&w->boot, &w->caps, &w->comm);
     if (status) {
@@ -2549,7 +2557,7 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w, const fsdp_world_desc *d
 
 static fsdp_status fsdpi_world_open_device(fsdp_world *w, const fsdp_world_desc *d) {
     w->device_ops = d->device_ops ? d->device_ops : fsdpi_host_ops();
-    fsdp_status status = fsdpi_table_check("a device's", w->device_ops->version,
+    fsdp_status status = fsdpi_table_check(w, "a device's", w->device_ops->version,
                                            w->device_ops->size, FSDP_DEVICE_VERSION,
                                            sizeof *w->device_ops);
     if (status) return status;
@@ -2818,6 +2826,14 @@ typedef struct fsdpi_list {
     int64_t base;         // in the flat block
 } fsdpi_list;
 
+// What an op carries: the blocks of a copy, or the segments of a collective.
+typedef struct fsdpi_work {
+    fsdp_block *blocks;
+    fsdp_seg *segs;
+    int num;
+    uint64_t count; // elements
+} fsdpi_work;
+
 struct fsdp_unit {
     fsdp_model *model;
     char *name;
@@ -2844,12 +2860,10 @@ struct fsdp_unit {
     int64_t users_offset;         // in GRAD and RIN: row k of `num_train` flags for rank k
     int classes[FSDP_POOL_COUNT]; // index in model->classes, -1: none
     void *lists;                  // one allocation for what follows, made at commit
-    fsdp_seg *gather_segs, *reduce_segs, *rout_segs;
-    int num_gather_segs, num_reduce_segs;
-    fsdp_block *copy_in, *copy_out, *chunk_cat, *acc, *users;
-    fsdp_block *red_out; // of the trainables, of the users: from the reduce output
-    fsdp_block *rescale; // the same, in place
-    int num_copy_out, num_chunk_cat, num_acc;
+    fsdpi_work all_gather, reduce_scatter, to_rout;      // segments
+    fsdpi_work copy_in, copy_out, chunk_cat, acc, users; // blocks
+    fsdpi_work red_out; // blocks: the trainables, the users, from the reduce output
+    fsdpi_work rescale; // the same, in place
     int64_t users_base; // of the counts, in the block of shard gradients
     char *flags,
         *wide_flags;     // num_train flags in param_dtype and in reduce_dtype: what `users` copies
@@ -2899,6 +2913,7 @@ struct fsdp_model {
     char hook_error[FSDPI_TEXT];
     fsdp_buf *scalar;       // one f64: norms
     fsdp_buf *full_scratch; // steps of param_full, from its first call on
+    void *undefined;        // what getters give in a failed world
     fsdp_block *norm_blocks;
     fsdp_driver driver;
     fsdp_counters counters;
@@ -3000,8 +3015,8 @@ static void fsdpi_list_store(fsdp_unit *u, int trainable, const fsdp_layout_para
    Slot of gradients:  [reduce input: trainables, users | where the caller writes packed ones] */
 static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
     int world = fsdpi_group_size(u->model);
-    fsdp_seg *gather = u->gather_segs, *reduce = u->reduce_segs;
-    fsdp_block *out = u->copy_out, *cat = u->chunk_cat;
+    fsdp_seg *gather = u->all_gather.segs, *reduce = u->reduce_scatter.segs;
+    fsdp_block *out = u->copy_out.blocks, *cat = u->chunk_cat.blocks;
     fsdp_layout lay;
     memset(&lay, 0, sizeof lay);
     fsdp_status status = fsdpi_list_layout(u, 1, &lay, tmp, NULL, NULL);
@@ -3022,17 +3037,17 @@ static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
     lay.final_base = finals;
     (void)fsdpi_list_layout(u, 1, &lay, tmp, gather, out);
     fsdpi_list_store(u, 1, tmp, 0);
-    u->num_gather_segs = lay.num_segs;
-    u->num_copy_out = lay.num_blocks;
+    u->all_gather.num = lay.num_segs;
+    u->copy_out.num = lay.num_blocks;
     memset(&lay, 0, sizeof lay);
     lay.shard_base = u->frozen.base;
     lay.full_base = frozen_full;
     lay.final_base = finals + train_final;
-    (void)fsdpi_list_layout(u, 0, &lay, tmp, gather ? gather + u->num_gather_segs : NULL,
-                            out ? out + u->num_copy_out : NULL);
+    (void)fsdpi_list_layout(u, 0, &lay, tmp, gather ? gather + u->all_gather.num : NULL,
+                            out ? out + u->copy_out.num : NULL);
     fsdpi_list_store(u, 0, tmp, 0);
-    u->num_gather_segs += lay.num_segs;
-    u->num_copy_out += lay.num_blocks;
+    u->all_gather.num += lay.num_segs;
+    u->copy_out.num += lay.num_blocks;
 
     int users = world > 1 ? u->num_train : 0;
     u->users_offset = world * u->train.shard_numel;
@@ -3043,8 +3058,8 @@ static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
     (void)fsdpi_list_layout(u, 1, &lay, tmp, reduce, cat);
     fsdpi_list_store(u, 1, tmp, 1);
     u->grad_numel = lay.final_base + lay.final_numel;
-    u->num_reduce_segs = lay.num_segs;
-    u->num_chunk_cat = lay.num_blocks;
+    u->reduce_scatter.num = lay.num_segs;
+    u->chunk_cat.num = lay.num_blocks;
     return FSDP_OK;
 }
 
@@ -3156,10 +3171,10 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
         const char *at = (const char *)d->params +
                          (size_t)i * (stride ? stride : sizeof(fsdp_param_desc));
         fsdp_param_desc pd;
-        fsdp_status status = fsdpi_desc_read(&pd, at, sizeof pd, "fsdp_param_desc");
-        if (status)
-            return fsdpi_fail(m->world, status, "%s (parameter %d of unit '%s')",
-                              fsdpi_thread_error, i, u->name);
+        char what[64];
+        snprintf(what, sizeof what, "fsdp_unit_desc.params[%d]", i);
+        fsdp_status status = fsdpi_desc_read(m->world, &pd, at, sizeof pd, what);
+        if (status) return status;
         if (i == 0) stride = pd.size ? pd.size : (uint32_t)sizeof pd;
         char fallback[16];
         snprintf(fallback, sizeof fallback, "p%d", i);
@@ -3214,7 +3229,8 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     if (u->name) m->host_bytes += (int64_t)fsdpi_alloc_size(u->name);
     fsdp_status status = FSDP_OK;
     if (!u->name || !u->params || !tmp)
-        status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard: no memory");
+        status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
+                            d->name ? d->name : fallback);
     if (!status) {
         u->name_hash = fsdpi_hash_text(u->name);
         u->num_params = d->num_params;
@@ -3254,6 +3270,8 @@ FSDP_API const char *fsdp_pool_name(int pool) {
 static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     if (!buf) return;
+    m->pool_slots[buf->pool]--;
+    m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
     if (buf->ready.native) w->device_ops->destroy(w->device, NULL, buf->ready.native);
     if (buf->avail.native) w->device_ops->destroy(w->device, NULL, buf->avail.native);
     if (buf->ptr) {
@@ -3263,43 +3281,41 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdpi_model_free(m, buf);
 }
 
-// Device memory, where peers can read it, with its two events. In a dry run it is only counted.
-static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf **out) {
+// Device memory, where peers can read it, and its two events.
+static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
+    void *ptr = NULL;
+    fsdp_status status = w->comm ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
+                                 : w->device_ops->alloc(w->device, buf->bytes, &ptr);
+    if (status)
+        return fsdpi_fail(w, status, "%llu bytes for %s could not be allocated: %s",
+                          (unsigned long long)buf->bytes, fsdp_pool_name(buf->pool),
+                          w->comm ? w->comm_ops->error_text(w->comm) : fsdp_status_text(status));
+    buf->ptr = (char *)ptr;
+    if (w->mode != FSDPI_NATIVE) return FSDP_OK;
+    status = w->device_ops->event(w->device, &buf->ready.native);
+    if (!status) status = w->device_ops->event(w->device, &buf->avail.native);
+    return status ? fsdpi_fail(w, status, "device %s could not make an event", w->device_ops->name)
+                  : FSDP_OK;
+}
+
+// A buffer of a pool. In a dry run it is only counted.
+static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf **out) {
     fsdp_buf *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof *buf);
     *out = NULL;
-    if (!buf) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a buffer's record");
+    if (!buf)
+        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a buffer of %s",
+                          fsdp_pool_name(pool));
     buf->bytes = (size_t)fsdpi_align_up((int64_t)(bytes ? bytes : 1), FSDPI_ALIGN);
     buf->pool = (uint8_t)pool;
-    fsdp_status status = FSDP_OK;
-    if (!m->dry) {
-        void *ptr = NULL;
-        if (w->comm) status = w->comm_ops->alloc(w->comm, buf->bytes, &ptr);
-        else status = w->device_ops->alloc(w->device, buf->bytes, &ptr);
-        buf->ptr = status ? NULL : (char *)ptr;
-        if (status)
-            status = fsdpi_fail(
-                w, status,
-                "%llu bytes for %s could not be allocated, besides %lld that this model has: %s",
-                (unsigned long long)buf->bytes, fsdp_pool_name(pool),
-                (long long)(m->pool_bytes[FSDP_POOL_SHARD] + m->pool_bytes[FSDP_POOL_SGRAD] +
-                            m->pool_bytes[FSDP_POOL_GATHER] + m->pool_bytes[FSDP_POOL_GRAD]),
-                w->comm ? w->comm_ops->error_text(w->comm) : fsdp_status_text(status));
-        if (!status && w->mode == FSDPI_NATIVE) {
-            status = w->device_ops->event(w->device, &buf->ready.native);
-            if (!status) status = w->device_ops->event(w->device, &buf->avail.native);
-            if (status)
-                status = fsdpi_fail(w, status, "device %s could not make an event",
-                                    w->device_ops->name);
-        }
-    }
+    m->pool_slots[pool]++;
+    m->pool_bytes[pool] += (int64_t)buf->bytes;
+    fsdp_status status = m->dry ? FSDP_OK : fsdpi_buf_alloc(m, buf);
     if (status) {
         fsdpi_buf_free(m, buf);
         return status;
     }
     m->counters.allocations++;
-    m->pool_slots[pool]++;
-    m->pool_bytes[pool] += (int64_t)buf->bytes;
     *out = buf;
     return FSDP_OK;
 }
@@ -3312,7 +3328,8 @@ static int fsdpi_pool_depth(const fsdp_model *m, int pool) {
 
 static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
     if (!fsdpi_grow(m, (void **)&c->slots, c->count, &c->cap, sizeof *c->slots))
-        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a list of buffers");
+        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a list of %s",
+                          fsdp_pool_name(c->pool));
     fsdp_status status = fsdpi_buf_new(m, c->pool, c->bytes, &c->slots[c->count]);
     if (!status) c->count++;
     return status;
@@ -3375,7 +3392,8 @@ static fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, int kind, int l
     op.scale = 1.0;
     op.unit = u;
     op.what = u ? u->name : fsdp_label_name(label);
-    op.what_hash = fsdpi_hash(u ? u->name_hash : (uint64_t)label, m->step);
+    op.what_hash = u ? u->name_hash : (uint64_t)label;
+    op.step = m->step;
     return op;
 }
 
@@ -3424,21 +3442,17 @@ static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label,
 /* A copy over blocks or a collective over segments, from src in dtype to dst in out_dtype. The
    caller has set what is special (scale, accumulate, in_place). An empty one is not issued. Of a
    collective a rank reads (W-1) times its own part from the others. */
-static fsdp_status fsdpi_emit_list(fsdp_model *m, fsdp_op *op, fsdp_buf *src, fsdp_dtype dtype,
-                                   fsdp_buf *dst, fsdp_dtype out_dtype, const void *list, int num) {
-    const fsdp_block *blocks = (const fsdp_block *)list;
-    const fsdp_seg *segs = (const fsdp_seg *)list;
+static fsdp_status fsdpi_emit_work(fsdp_model *m, fsdp_op *op, fsdp_buf *src, fsdp_dtype dtype,
+                                   fsdp_buf *dst, fsdp_dtype out_dtype, const fsdpi_work *work) {
     int is_copy = op->kind == FSDP_OP_COPY;
-    if (m->dry) return FSDP_OK; // no lists yet
-    for (int i = 0; i < num; i++)
-        op->count += (uint64_t)(is_copy ? blocks[i].width * blocks[i].height : segs[i].count);
-    if (op->count == 0) return FSDP_OK;
+    if (work->count == 0) return FSDP_OK; // in a prediction, where no lists are made, always
+    op->count = work->count;
     op->bytes = is_copy ? op->count * fsdp_dtype_size(out_dtype)
                         : (uint64_t)(fsdpi_group_size(m) - 1) * op->count * fsdp_dtype_size(dtype);
     op->dtype = (uint8_t)dtype;
     op->out_dtype = (uint8_t)out_dtype;
-    op->list = list;
-    op->list_count = (uint32_t)num;
+    op->list = is_copy ? (const void *)work->blocks : work->segs;
+    op->list_count = (uint32_t)work->num;
     op->src = src;
     op->dst = dst;
     op->src_ptr = src->ptr;
@@ -3514,19 +3528,18 @@ static fsdp_status fsdpi_do_unshard(fsdp_unit *u) {
     fsdp_buf *shard = fsdpi_flat_of(u)->shard, *slot = u->gather;
     fsdp_dtype dtype = u->param_dtype;
     int cast = dtype != u->dtype;
-    fsdp_op in = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, FSDP_STREAM_GATHER);
-    fsdp_op gather = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER);
-    fsdp_op out = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_COPY_OUT, FSDP_STREAM_GATHER);
-    if (cast)
-        status = fsdpi_emit_list(m, &in, shard, u->dtype, slot, dtype, u->copy_in,
-                                 u->num_gather_segs);
+    if (cast) {
+        fsdp_op in = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, FSDP_STREAM_GATHER);
+        status = fsdpi_emit_work(m, &in, shard, u->dtype, slot, dtype, &u->copy_in);
+    }
     if (!status && fsdpi_group_size(m) > 1) {
-        gather.in_place = (uint8_t)cast; // my part is in the slot already
-        status = fsdpi_emit_list(m, &gather, cast ? slot : shard, dtype, slot, dtype,
-                                 u->gather_segs, u->num_gather_segs);
-        if (!status)
-            status = fsdpi_emit_list(m, &out, slot, dtype, slot, dtype, u->copy_out,
-                                     u->num_copy_out);
+        fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER);
+        op.in_place = (uint8_t)cast; // my part is in the slot already
+        status = fsdpi_emit_work(m, &op, cast ? slot : shard, dtype, slot, dtype, &u->all_gather);
+        if (!status && u->copy_out.num > 0) {
+            fsdp_op out = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_COPY_OUT, FSDP_STREAM_GATHER);
+            status = fsdpi_emit_work(m, &out, slot, dtype, slot, dtype, &u->copy_out);
+        }
     }
     if (!status) u->storage = FSDP_STORAGE_IN_FLIGHT;
     return status;
@@ -3654,8 +3667,7 @@ static fsdp_status fsdpi_accumulate(fsdp_unit *u) {
     fsdp_op op = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE);
     op.accumulate = (uint8_t)held;
     if (!status)
-        status = fsdpi_emit_list(m, &op, u->grad, u->param_dtype, u->rin, u->reduce_dtype, u->acc,
-                                 u->num_acc);
+        status = fsdpi_emit_work(m, &op, u->grad, u->param_dtype, u->rin, u->reduce_dtype, &u->acc);
     return status ? status : fsdpi_release(u, &u->grad, FSDP_STREAM_REDUCE);
 }
 
@@ -3679,10 +3691,10 @@ static fsdp_status fsdpi_emit_users(fsdp_unit *u, fsdp_buf *input, fsdp_dtype dt
     }
     u->flags_step = m->step + 1;
     fsdp_op op = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_USERS, FSDP_STREAM_REDUCE);
-    op.count = (uint64_t)(u->num_train * fsdpi_group_size(m));
+    op.count = u->users.count;
     op.bytes = op.count * fsdp_dtype_size(dtype);
     op.dtype = op.out_dtype = (uint8_t)dtype;
-    op.list = u->users;
+    op.list = u->users.blocks;
     op.list_count = 1;
     op.dst = input;
     op.src_ptr = input == u->rin ? u->wide_flags : u->flags;
@@ -3701,12 +3713,11 @@ static void fsdpi_own_users(fsdp_unit *u) {
 // Reduce output -> shard gradients: scale, cast, add to what is there. The trainables and, over
 // several ranks, the users.
 static fsdp_status fsdpi_red_out(fsdp_unit *u, fsdp_buf *from, fsdp_dtype dtype,
-                                 const fsdp_block *blocks, double scale, int accumulate) {
+                                 const fsdpi_work *work, double scale, int accumulate) {
     fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE);
     op.scale = scale;
     op.accumulate = (uint8_t)accumulate;
-    return fsdpi_emit_list(u->model, &op, from, dtype, fsdpi_flat_of(u)->grad, u->dtype, blocks,
-                           fsdpi_group_size(u->model) > 1 ? 2 : 1);
+    return fsdpi_emit_work(u->model, &op, from, dtype, fsdpi_flat_of(u)->grad, u->dtype, work);
 }
 
 // Reduce input -> shard gradients, over all ranks: in one fused op, or by way of a reduce output.
@@ -3724,14 +3735,14 @@ static fsdp_status fsdpi_reduce_scatter(fsdp_unit *u, fsdp_buf **input, fsdp_dty
         op.scale = scale;
         op.accumulate = u->has_grad;
     }
-    status = fsdpi_emit_list(m, &op, *input, dtype, straight ? sgrad : rout,
+    status = fsdpi_emit_work(m, &op, *input, dtype, straight ? sgrad : rout,
                              straight ? u->dtype : u->reduce_dtype,
-                             straight ? u->reduce_segs : u->rout_segs, u->num_reduce_segs);
+                             straight ? &u->reduce_scatter : &u->to_rout);
     if (!status) status = fsdpi_release(u, input, FSDP_STREAM_REDUCE);
     if (!status && straight && !fused)
-        status = fsdpi_red_out(u, sgrad, u->dtype, u->rescale, scale, 0);
+        status = fsdpi_red_out(u, sgrad, u->dtype, &u->rescale, scale, 0);
     if (!status && !straight)
-        status = fsdpi_red_out(u, rout, u->reduce_dtype, u->red_out, scale, u->has_grad);
+        status = fsdpi_red_out(u, rout, u->reduce_dtype, &u->red_out, scale, u->has_grad);
     fsdp_status released = fsdpi_release(u, &rout, FSDP_STREAM_REDUCE);
     return status ? status : released;
 }
@@ -3757,14 +3768,13 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
     fsdp_buf **input = u->rin ? &u->rin : &u->grad;
     fsdp_dtype dtype = u->rin ? u->reduce_dtype : u->param_dtype;
     if (fsdpi_group_size(m) == 1) { // the sum over one rank is its gradient
-        status = fsdpi_red_out(u, *input, dtype, u->red_out, 1.0, u->has_grad);
+        status = fsdpi_red_out(u, *input, dtype, &u->red_out, 1.0, u->has_grad);
         if (!status) status = fsdpi_release(u, input, FSDP_STREAM_REDUCE);
         fsdpi_own_users(u);
     } else {
         fsdp_op cat = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE);
         if (!u->rin)
-            status = fsdpi_emit_list(m, &cat, u->grad, dtype, u->grad, dtype, u->chunk_cat,
-                                     u->num_chunk_cat);
+            status = fsdpi_emit_work(m, &cat, u->grad, dtype, u->grad, dtype, &u->chunk_cat);
         if (!status) status = fsdpi_emit_users(u, *input, dtype);
         if (!status) status = fsdpi_reduce_scatter(u, input, dtype);
     }
@@ -3802,52 +3812,54 @@ enum { FSDPI_OUT = 1, FSDPI_IN = 2, FSDPI_BOTH = 3 };                        // 
 enum { FSDPI_KEEP = 255 };                                                   // next: as it is
 
 typedef struct fsdpi_row {
-    uint8_t call, from, phase;
+    uint8_t from, phase;
     uint8_t due;  // 1: the unit must have a forward that has not run backward
     uint8_t next; // training state
     fsdp_status (*actions[6])(fsdp_unit *u); // in order, NULL: end
 } fsdpi_row;
 
 // clang-format off
-static const fsdpi_row fsdpi_rows[] = {
-//   call                      from               phase     due next
-    {FSDP_CALL_PRE_FORWARD,    FSDPI_I | FSDPI_F, FSDPI_OUT,  0, FSDP_STATE_FORWARD,
-        {fsdpi_do_unshard, fsdpi_do_wait}},
-    {FSDP_CALL_PRE_FORWARD,    FSDPI_I | FSDPI_B, FSDPI_IN,   1, FSDP_STATE_FORWARD, // nested
-        {fsdpi_do_unshard, fsdpi_do_wait}},
-    {FSDP_CALL_PRE_FORWARD,    FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP,         // recompute
-        {fsdpi_do_unshard, fsdpi_do_wait}},
-    {FSDP_CALL_POST_FORWARD,   FSDPI_F,           FSDPI_OUT,  0, FSDP_STATE_IDLE,
-        {fsdpi_do_record, fsdpi_do_reshard_forward}},
-    {FSDP_CALL_POST_FORWARD,   FSDPI_F,           FSDPI_IN,   0, FSDP_STATE_IDLE,
-        {NULL}},
-    {FSDP_CALL_POST_FORWARD,   FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP,
-        {NULL}},
-    {FSDP_CALL_PRE_BACKWARD,   FSDPI_I | FSDPI_B, FSDPI_BOTH, 1, FSDP_STATE_PRE_BACKWARD,
-        {fsdpi_do_unshard, fsdpi_do_wait, fsdpi_do_grads, fsdpi_do_prefetch, fsdpi_do_enter}},
-    {FSDP_CALL_PRE_BACKWARD,   FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP,
-        {NULL}},
-    {FSDP_CALL_POST_BACKWARD,  FSDPI_P,           FSDPI_IN,   0, FSDP_STATE_POST_BACKWARD,
-        {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
-    {FSDP_CALL_UNSHARD,        FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP,
-        {fsdpi_do_unshard}},
-    {FSDP_CALL_WAIT,           FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP,
-        {fsdpi_do_wait}},
-    {FSDP_CALL_RESHARD,        FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP,
-        {fsdpi_do_reshard}},
-    {FSDP_CALL_FINALIZE,       FSDPI_P,           FSDPI_BOTH, 0, FSDP_STATE_IDLE,
-        {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
-    {FSDP_CALL_FINALIZE,       FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDP_STATE_IDLE,
-        {fsdpi_do_reshard_backward}},
-    {FSDP_CALL_DATA,           FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}, // UNSHARDED
-    {FSDP_CALL_GRAD,           FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}},
-    {FSDP_CALL_PARAMS_CHANGED, FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_stale}},
-    {FSDP_CALL_LOAD,           FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_stale}},
-    {FSDP_CALL_FULL,           FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}},
-    {FSDP_CALL_ZERO_GRAD,      FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_zero_grad}},
-    {FSDP_CALL_CLIP,           FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}},
-    {FSDP_CALL_SET,            FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}},
-    {FSDP_CALL_RESET,          FSDPI_ALL,         FSDPI_BOTH, 0, FSDP_STATE_IDLE, {fsdpi_do_drop}},
+// The rows of each call, in the order of FSDP_CALL_LIST; a row with from 0 is none.
+static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
+//   from               phase       due next            actions
+    { // pre_forward
+        {FSDPI_I | FSDPI_F, FSDPI_OUT,  0, FSDP_STATE_FORWARD, {fsdpi_do_unshard, fsdpi_do_wait}},
+        // recompute: of a unit nested in others' backward, of the unit whose backward it is
+        {FSDPI_I | FSDPI_B, FSDPI_IN,   1, FSDP_STATE_FORWARD, {fsdpi_do_unshard, fsdpi_do_wait}},
+        {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP,         {fsdpi_do_unshard, fsdpi_do_wait}},
+    },
+    { // post_forward
+        {FSDPI_F,           FSDPI_OUT,  0, FSDP_STATE_IDLE,
+            {fsdpi_do_record, fsdpi_do_reshard_forward}},
+        {FSDPI_F,           FSDPI_IN,   0, FSDP_STATE_IDLE, {NULL}},
+        {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}},
+    },
+    { // pre_backward
+        {FSDPI_I | FSDPI_B, FSDPI_BOTH, 1, FSDP_STATE_PRE_BACKWARD,
+            {fsdpi_do_unshard, fsdpi_do_wait, fsdpi_do_grads, fsdpi_do_prefetch, fsdpi_do_enter}},
+        {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}},
+    },
+    { // post_backward
+        {FSDPI_P,           FSDPI_IN,   0, FSDP_STATE_POST_BACKWARD,
+            {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
+    },
+    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {fsdpi_do_unshard}}}, // unshard
+    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {fsdpi_do_wait}}}, // wait
+    {{FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP, {fsdpi_do_reshard}}}, // reshard
+    { // finalize
+        {FSDPI_P,           FSDPI_BOTH, 0, FSDP_STATE_IDLE,
+            {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
+        {FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDP_STATE_IDLE, {fsdpi_do_reshard_backward}},
+    },
+    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // data
+    {{FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}}}, // grad
+    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_stale}}}, // params_changed
+    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_stale}}}, // load
+    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}}}, // full
+    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_zero_grad}}}, // zero_grad
+    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}}}, // clip
+    {{FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // set
+    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDP_STATE_IDLE, {fsdpi_do_drop}}}, // reset
 };
 // clang-format on
 
@@ -3861,12 +3873,12 @@ static const char *fsdpi_call_name(int call) {
 }
 
 static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
-    const fsdpi_row *end = fsdpi_rows + sizeof fsdpi_rows / sizeof *fsdpi_rows;
     int phase = u->model->backward ? FSDPI_IN : FSDPI_OUT;
-    for (const fsdpi_row *row = fsdpi_rows; row < end; row++)
-        if (row->call == call && (row->from & (1 << u->state)) && (row->phase & phase) &&
-            (!row->due || u->forwards > 0))
+    for (int i = 0; i < 3; i++) {
+        const fsdpi_row *row = &fsdpi_rows[call][i];
+        if ((row->from & (1 << u->state)) && (row->phase & phase) && (!row->due || u->forwards > 0))
             return row;
+    }
     return NULL;
 }
 
@@ -3933,78 +3945,102 @@ static void fsdpi_place_units(fsdp_model *m) {
     }
 }
 
+// One row of width elements, from src to dst.
+static fsdp_block fsdpi_run(int64_t src, int64_t dst, int64_t width) {
+    fsdp_block b = {src, dst, width, 1, width, width};
+    return b;
+}
+
 // The lists that need offsets in the flat blocks or another form than the layout's.
 static void fsdpi_unit_lists(fsdp_unit *u) {
     int world = fsdpi_group_size(u->model), rank = u->model->info.shard_mesh_rank;
     int64_t shard_numel = u->train.shard_numel;
-    for (int i = 0; i < u->num_gather_segs; i++) {
-        fsdp_seg s = u->gather_segs[i];
-        fsdp_block b = {s.shard, s.full + rank * s.count, s.count, 1, s.count, s.count};
-        u->copy_in[i] = b;
+    for (int i = 0; i < u->all_gather.num; i++) {
+        fsdp_seg s = u->all_gather.segs[i];
+        u->copy_in.blocks[u->copy_in.num++] = fsdpi_run(s.shard, s.full + rank * s.count, s.count);
     }
-    for (int i = 0; i < u->num_chunk_cat; i++) { // the layout's blocks, from right to left
-        fsdp_block b = u->chunk_cat[i],
-                   r = {b.dst, b.src, b.width, b.height, b.dst_pitch, b.src_pitch};
-        u->chunk_cat[i] = u->acc[i] = r;
+    for (int i = 0; i < u->chunk_cat.num; i++) { // the layout's blocks, from right to left
+        fsdp_block b = u->chunk_cat.blocks[i];
+        fsdp_block reversed = {b.dst, b.src, b.width, b.height, b.dst_pitch, b.src_pitch};
+        u->chunk_cat.blocks[i] = u->acc.blocks[u->acc.num++] = reversed;
     }
-    u->num_acc = u->num_chunk_cat;
     for (int i = 0; i < u->num_params; i++) {
         const fsdpi_param *p = &u->params[i];
         if (!p->requires_grad) continue;
-        if (!p->lay.direct) {
-            u->pad_rin |= p->lay.shard_dim > 0 && p->lay.shape[p->lay.shard_dim] % world != 0;
-            continue;
-        }
-        int64_t width = world * p->lay.shard_numel;
-        fsdp_block b = {p->grad_offset, p->grad_offset, width, 1, width, width};
-        u->acc[u->num_acc++] = b;
+        if (p->lay.direct)
+            u->acc.blocks[u->acc.num++] = fsdpi_run(p->grad_offset, p->grad_offset,
+                                                    world * p->lay.shard_numel);
+        else u->pad_rin |= p->lay.shard_dim > 0 && p->lay.shape[p->lay.shard_dim] % world != 0;
     }
-    for (int i = 0; i < u->num_reduce_segs; i++) {
-        u->rout_segs[i] = u->reduce_segs[i];
-        u->rout_segs[i].shard -= u->train.base;
+    for (int i = 0; i < u->reduce_scatter.num; i++) {
+        u->to_rout.segs[i] = u->reduce_scatter.segs[i];
+        u->to_rout.segs[i].shard -= u->train.base;
     }
+    u->red_out.blocks[u->red_out.num++] = fsdpi_run(0, u->train.base, shard_numel);
+    u->rescale.blocks[u->rescale.num++] = fsdpi_run(u->train.base, u->train.base, shard_numel);
     if (world > 1 && u->num_train > 0) { // the counts of users are one segment more
         fsdp_seg counts = {u->users_base, u->users_offset, u->num_train};
-        u->reduce_segs[u->num_reduce_segs] = counts;
+        fsdp_block rows = {0, u->users_offset, u->num_train, world, 0, u->num_train};
+        u->reduce_scatter.segs[u->reduce_scatter.num++] = counts;
         counts.shard = shard_numel;
-        u->rout_segs[u->num_reduce_segs++] = counts;
+        u->to_rout.segs[u->reduce_scatter.num - 1] = counts;
+        u->users.blocks[u->users.num++] = rows;
+        u->red_out.blocks[u->red_out.num++] = fsdpi_run(shard_numel, u->users_base, u->num_train);
+        u->rescale.blocks[u->rescale.num++] = fsdpi_run(u->users_base, u->users_base, u->num_train);
     }
-    fsdp_block users = {0, u->users_offset, u->num_train, world, 0, u->num_train};
-    fsdp_block out0 = {0, u->train.base, shard_numel, 1, shard_numel, shard_numel};
-    fsdp_block out1 = {shard_numel, u->users_base, u->num_train, 1, u->num_train, u->num_train};
-    u->users[0] = users;
-    u->red_out[0] = u->rescale[0] = out0;
-    u->red_out[1] = u->rescale[1] = out1;
-    u->rescale[0].src = out0.dst;
-    u->rescale[1].src = out1.dst;
+    u->to_rout.num = u->reduce_scatter.num;
+}
+
+static void fsdpi_work_count(fsdpi_work *work) {
+    for (int i = 0; i < work->num; i++)
+        work->count += (uint64_t)(work->blocks ? work->blocks[i].width * work->blocks[i].height
+                                               : work->segs[i].count);
 }
 
 static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     fsdp_model *m = u->model;
-    size_t segs = (size_t)(u->num_params + 1), cat = (size_t)u->num_chunk_cat;
-    size_t blocks = segs + (size_t)u->num_copy_out + cat + (cat + segs) + 5;
-    size_t flags = (size_t)u->num_train * 8;
+    size_t segs = (size_t)(u->num_params + 1), flags = (size_t)u->num_train * 8;
+    fsdpi_work *with_segs[] = {&u->all_gather, &u->reduce_scatter, &u->to_rout};
+    fsdpi_work *with_blocks[] = {&u->copy_in, &u->copy_out, &u->chunk_cat, &u->acc,
+                                 &u->users,   &u->red_out,  &u->rescale};
+    size_t rooms[] = {segs,
+                      (size_t)u->copy_out.num,
+                      (size_t)u->chunk_cat.num,
+                      (size_t)u->chunk_cat.num + segs,
+                      1,
+                      2,
+                      2};
+    size_t blocks = 0;
+    for (int i = 0; i < 7; i++) blocks += rooms[i];
     char *at = (char *)fsdpi_model_alloc(m, 3 * segs * sizeof(fsdp_seg) +
                                                 blocks * sizeof(fsdp_block) + 2 * flags);
     if (!at)
         return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
                           "commit: no memory for the lists of unit '%s'", u->name);
     u->lists = at;
-    u->gather_segs = (fsdp_seg *)(void *)at;
-    u->reduce_segs = u->gather_segs + segs;
-    u->rout_segs = u->reduce_segs + segs;
-    u->copy_in = (fsdp_block *)(void *)(u->rout_segs + segs);
-    u->copy_out = u->copy_in + segs;
-    u->chunk_cat = u->copy_out + u->num_copy_out;
-    u->acc = u->chunk_cat + cat;
-    u->users = u->acc + cat + segs;
-    u->red_out = u->users + 1;
-    u->rescale = u->red_out + 2;
-    u->flags = (char *)(u->rescale + 2);
-    u->wide_flags = u->flags + flags;
+    for (int i = 0; i < 3; i++, at += segs * sizeof(fsdp_seg))
+        with_segs[i]->segs = (fsdp_seg *)(void *)at;
+    for (int i = 0; i < 7; at += rooms[i++] * sizeof(fsdp_block))
+        with_blocks[i]->blocks = (fsdp_block *)(void *)at;
+    u->flags = at;
+    u->wide_flags = at + flags;
     (void)fsdpi_unit_layout(u, tmp);
     fsdpi_unit_lists(u);
+    for (int i = 0; i < 3; i++) fsdpi_work_count(with_segs[i]);
+    for (int i = 0; i < 7; i++) fsdpi_work_count(with_blocks[i]);
     return FSDP_OK;
+}
+
+// What a unit is before fsdpi_unit_build: sizes measured, no lists.
+static void fsdpi_unit_unbuild(fsdp_unit *u) {
+    static const fsdpi_work none = {NULL, NULL, 0, 0};
+    int copy_out = u->copy_out.num, chunk_cat = u->chunk_cat.num;
+    u->all_gather = u->reduce_scatter = u->to_rout = u->copy_in = u->copy_out = none;
+    u->chunk_cat = u->acc = u->users = u->red_out = u->rescale = none;
+    u->copy_out.num = copy_out;
+    u->chunk_cat.num = chunk_cat;
+    u->lists = NULL;
+    u->pad_rin = 0;
 }
 
 static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
@@ -4060,8 +4096,7 @@ static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
 static void fsdpi_uncommit(fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++) {
         fsdpi_model_free(m, m->units[i]->lists);
-        m->units[i]->lists = NULL;
-        m->units[i]->pad_rin = 0;
+        fsdpi_unit_unbuild(m->units[i]);
     }
     fsdpi_model_free(m, m->norm_blocks);
     m->norm_blocks = NULL;
@@ -4096,6 +4131,7 @@ static void fsdpi_model_free_buffers(fsdp_model *m) {
     fsdpi_blocks_free(m);
     fsdpi_model_free(m, m->classes);
     fsdpi_model_free(m, m->order);
+    fsdpi_model_free(m, m->undefined);
 }
 
 static void fsdpi_model_close(fsdp_model *m) {
@@ -4267,12 +4303,11 @@ static fsdp_status fsdpi_scale_grads(fsdp_model *m, double scale) {
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
         int64_t numel = m->flats[d].train_numel;
         if (!m->flats[d].grad || numel == 0) continue;
-        fsdp_block b = {0, 0, numel, 1, numel, numel};
-        m->flats[d].whole = b;
+        m->flats[d].whole = fsdpi_run(0, 0, numel);
+        fsdpi_work work = {&m->flats[d].whole, NULL, 1, (uint64_t)numel};
         fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_COPY, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE);
         op.scale = scale;
-        status = fsdpi_emit_list(m, &op, m->flats[d].grad, d, m->flats[d].grad, d,
-                                 &m->flats[d].whole, 1);
+        status = fsdpi_emit_work(m, &op, m->flats[d].grad, d, m->flats[d].grad, d, &work);
     }
     return status;
 }
@@ -4320,7 +4355,8 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
     for (int64_t at = 0; at < p->lay.shard_numel && !status; at += step) {
         fsdp_seg seg = {p->lay.shard_offset + at, 0, fsdpi_min(step, p->lay.shard_numel - at)};
         fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
-        status = fsdpi_emit_list(m, &op, block, u->dtype, m->full_scratch, u->dtype, &seg, 1);
+        fsdpi_work work = {NULL, &seg, 1, (uint64_t)seg.count};
+        status = fsdpi_emit_work(m, &op, block, u->dtype, m->full_scratch, u->dtype, &work);
         if (!status) status = fsdpi_emit_use(m, u, FSDP_LABEL_FULL, m->full_scratch);
         if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
         for (int k = 0; k < world && full && !status; k++)
@@ -4362,6 +4398,7 @@ static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
     copy->params = (fsdpi_param *)(void *)(copy + 1);
     memcpy(copy->params, u->params, (size_t)u->num_params * sizeof *u->params);
     copy->gather = copy->grad = copy->rin = NULL;
+    fsdpi_unit_unbuild(copy);
     copy->state = copy->storage = copy->stale = copy->has_grad = copy->grad_alias = 0;
     copy->sync = copy->reshard_after_backward = copy->grad_is_zero = 1;
     copy->forwards = 0;
@@ -4427,37 +4464,54 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
 // Public functions, thin: validate, one internal call, record the error. Internals never call
 // these.
 
-FSDP_API fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
-    fsdp_world_desc d;
-    if (!world) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "fsdp_init: world is NULL");
-    *world = NULL;
-    fsdp_status status = fsdpi_desc_read(&d, desc, sizeof d, "fsdp_world_desc");
-    if (!status) status = fsdpi_world_resolve(&d);
+static void fsdpi_world_messages(fsdp_world *w, const fsdp_world_desc *d) {
+    w->rank = d->world_size > 0 ? d->rank : -1; // -1: not known yet
+    w->log_level = d->log_level == FSDP_LOG_NONE ? 0 : d->log_level ? d->log_level : FSDP_LOG_WARN;
+    w->boot.logger = d->logger;
+    if (!d->logger.log) w->boot.logger.log = fsdpi_stderr_log;
+}
+
+static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_world **out) {
+    fsdp_status status = fsdpi_world_resolve(early, d);
+    if (!status) status = fsdpi_job_name(early, d, early->job, sizeof early->job);
     if (status) return status;
-    fsdp_world *w = (fsdp_world *)fsdpi_alloc(&d.allocator, sizeof *w);
-    if (!w) return fsdpi_fail(NULL, FSDP_ERR_OUT_OF_MEMORY, "fsdp_init: no memory");
-    w->rank = w->boot.rank = d.rank;
-    w->size = w->boot.size = d.world_size;
-    w->log_level = d.log_level == FSDP_LOG_NONE ? 0 : d.log_level;
-    w->boot.local_rank = d.local_rank;
-    w->boot.timeout_ns = (int64_t)d.timeout_ms * 1000000;
-    w->boot.threads = d.threads;
-    w->boot.allocator = d.allocator;
-    w->boot.logger = d.logger;
-    w->boot.clock = d.clock;
-    w->boot.user = d.user;
+    fsdp_world *w = (fsdp_world *)fsdpi_alloc(&d->allocator, sizeof *w);
+    if (!w) return fsdpi_fail(early, FSDP_ERR_OUT_OF_MEMORY, "fsdp_init: no memory");
+    memcpy(w->job, early->job, sizeof w->job);
+    fsdpi_world_messages(w, d);
+    w->boot.rank = w->rank;
+    w->size = w->boot.size = d->world_size;
+    w->boot.local_rank = d->local_rank;
+    w->boot.timeout_ns = (int64_t)d->timeout_ms * 1000000;
+    w->boot.threads = d->threads;
+    w->boot.allocator = d->allocator;
+    w->boot.clock = d->clock;
+    w->boot.user = d->user;
     w->boot.job = w->job;
-    status = fsdpi_job_name(&d, w->job, sizeof w->job);
-    if (!status) status = fsdpi_world_open_comm(w, &d);
-    if (!status) status = fsdpi_world_open_device(w, &d);
-    if (!status) status = fsdpi_world_open_streams(w, d.lanes);
+    status = fsdpi_world_open_comm(w, d);
+    if (!status) status = fsdpi_world_open_device(w, d);
+    if (!status) status = fsdpi_world_open_streams(w, d->lanes);
     if (status) {
-        if (w->error[0]) fsdpi_set_error(NULL, w->error);
+        memcpy(early->error, w->error, sizeof w->error);
         fsdpi_world_close(w);
         return status;
     }
-    *world = w;
+    *out = w;
     return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
+    fsdp_world_desc d;
+    fsdp_world early; // speaks for the world until there is one
+    if (!world) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "fsdp_init: world is NULL");
+    *world = NULL;
+    fsdp_status status = fsdpi_desc_read(NULL, &d, desc, sizeof d, "fsdp_world_desc");
+    if (status) return status;
+    memset(&early, 0, sizeof early);
+    fsdpi_world_messages(&early, &d);
+    status = fsdpi_world_make(&early, &d, world);
+    if (status) fsdpi_set_error(NULL, early.error);
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world) {
@@ -4589,7 +4643,7 @@ FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *d
         return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "mesh_create: an argument is NULL");
     *mesh = NULL;
     fsdp_status status = fsdpi_failed(world);
-    if (!status) status = fsdpi_desc_read(&d, desc, sizeof d, "fsdp_mesh_desc");
+    if (!status) status = fsdpi_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc");
     if (!status) status = fsdpi_mesh_check(world, &d);
     return status ? status : fsdpi_mesh_add(world, &d, mesh);
 }
@@ -4692,7 +4746,7 @@ FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc 
         return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "model_create: an argument is NULL");
     *model = NULL;
     fsdp_status status = fsdpi_failed(world);
-    if (!status) status = fsdpi_desc_read(&d, desc, sizeof d, "fsdp_model_desc");
+    if (!status) status = fsdpi_desc_read(world, &d, desc, sizeof d, "fsdp_model_desc");
     if (!status) status = fsdpi_model_check(world, &d);
     if (status) return status;
     fsdp_model *m = (fsdp_model *)fsdpi_alloc(&world->boot.allocator, sizeof *m);
@@ -4743,7 +4797,7 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     *unit = NULL;
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_failed(w);
-    if (!status) status = fsdpi_desc_read(&d, desc, sizeof d, "fsdp_unit_desc");
+    if (!status) status = fsdpi_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc");
     if (status) return status;
     if (model->committed)
         return fsdpi_fail(w, FSDP_ERR_INVALID_STATE,
@@ -4763,7 +4817,8 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     if (!u || !fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
                           sizeof *model->units)) {
         fsdpi_model_free(model, u);
-        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "fully_shard: no memory");
+        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
+                          d.name ? d.name : "");
     }
     u->model = model;
     u->user = d.user;
@@ -5033,49 +5088,47 @@ FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
     return status;
 }
 
-// Memory for a getter in a world that has failed: any of the right size, so that a trainer that
-// looks at statuses later does not crash before.
-static fsdp_buf *fsdpi_undefined(fsdp_unit *u, int pool, fsdp_buf **slot) {
-    if (!*slot && u->classes[pool] >= 0 && u->model->committed) (void)fsdpi_acquire(u, pool, slot);
-    return *slot;
+/* Memory for a getter in a world that has failed, so that a trainer that looks at statuses later does
+   not crash before: one block of this rank alone, as large as the largest slot, for all. NULL only
+   where the host has no memory either. */
+static void *fsdpi_undefined(fsdp_model *m) {
+    int64_t bytes = 1;
+    for (int i = 0; i < m->num_units && !m->undefined; i++) {
+        const fsdp_unit *u = m->units[i];
+        int64_t numel = u->slot_numel > u->grad_numel ? u->slot_numel : u->grad_numel;
+        if (fsdpi_bytes(numel, u->param_dtype) > bytes) bytes = fsdpi_bytes(numel, u->param_dtype);
+    }
+    if (!m->undefined) m->undefined = fsdpi_model_alloc(m, (size_t)bytes);
+    return m->undefined;
 }
 
-static int fsdpi_getter_ok(fsdp_unit *u, int index, int call) {
-    fsdp_status status = fsdpi_param_call(u, index, call);
-    if (status) return 0;
+static int fsdpi_getter_ok(fsdp_unit *u, int call) {
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (row && (call != FSDP_CALL_DATA || u->storage == FSDP_STORAGE_UNSHARDED)) return 1;
-    if (!fsdpi_failed(u->model->world)) (void)fsdpi_wrong_call(u, call);
+    (void)fsdpi_wrong_call(u, call);
     return 0;
 }
 
 FSDP_API void *fsdp_data(fsdp_unit *unit, int index) {
-    int ok = fsdpi_getter_ok(unit, index, FSDP_CALL_DATA);
-    if (!ok &&
-        !(unit && index >= 0 && index < unit->num_params && fsdpi_failed(unit->model->world)))
-        return NULL;
-    const fsdpi_param *p = &unit->params[index];
-    const fsdp_buf *shard = fsdpi_flat_of(unit)->shard;
+    if (fsdpi_param_call(unit, index, FSDP_CALL_DATA)) return NULL;
+    if (fsdpi_failed(unit->model->world)) return fsdpi_undefined(unit->model);
+    if (!fsdpi_getter_ok(unit, FSDP_CALL_DATA)) return NULL;
+    const fsdp_layout_param *lay = &unit->params[index].lay;
     if (fsdpi_gather_is_alias(unit))
-        return shard ? shard->ptr + fsdpi_bytes(p->lay.shard_offset, unit->dtype) : NULL;
-    const fsdp_buf *slot = ok ? unit->gather
-                              : fsdpi_undefined(unit, FSDP_POOL_GATHER, &unit->gather);
-    return slot ? slot->ptr + fsdpi_bytes(p->lay.full_offset, unit->param_dtype) : NULL;
+        return fsdpi_flat_of(unit)->shard->ptr + fsdpi_bytes(lay->shard_offset, unit->dtype);
+    return unit->gather->ptr + fsdpi_bytes(lay->full_offset, unit->param_dtype);
 }
 
 FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
-    if (unit && index >= 0 && index < unit->num_params && !unit->params[index].requires_grad)
-        return NULL;
-    int ok = fsdpi_getter_ok(unit, index, FSDP_CALL_GRAD);
-    if (!ok &&
-        !(unit && index >= 0 && index < unit->num_params && fsdpi_failed(unit->model->world)))
-        return NULL;
+    if (fsdpi_param_call(unit, index, FSDP_CALL_GRAD)) return NULL;
     fsdpi_param *p = &unit->params[index];
+    if (!p->requires_grad) return NULL;
+    if (fsdpi_failed(unit->model->world)) return fsdpi_undefined(unit->model);
+    if (!fsdpi_getter_ok(unit, FSDP_CALL_GRAD)) return NULL;
     p->used = p->written = 1;
-    if (ok && unit->grad_alias)
+    if (unit->grad_alias)
         return fsdpi_flat_of(unit)->grad->ptr + fsdpi_bytes(p->lay.shard_offset, unit->dtype);
-    const fsdp_buf *slot = ok ? unit->grad : fsdpi_undefined(unit, FSDP_POOL_GRAD, &unit->grad);
-    return slot ? slot->ptr + fsdpi_bytes(p->grad_offset, unit->param_dtype) : NULL;
+    return unit->grad->ptr + fsdpi_bytes(p->grad_offset, unit->param_dtype);
 }
 
 FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
@@ -5102,7 +5155,8 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     fsdp_status status = fsdpi_failed(model->world);
     if (status || !model->committed) return status;
     fsdpi_drain(model->world);
-    status = fsdpi_all_units(model, FSDP_CALL_RESET, 1);
+    status = fsdpi_announce(model, NULL, FSDP_CALL_RESET, FSDP_STATE_IDLE);
+    if (!status) status = fsdpi_all_units(model, FSDP_CALL_RESET, 1);
     fsdpi_forget_forwards(model);
     model->backward = 0;
     model->hook_status = FSDP_OK;
@@ -5110,24 +5164,11 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     return status;
 }
 
-FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
-    if (!model)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "set_grad_enabled: the model is NULL");
-    model->grad_enabled = enabled != 0;
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
-    if (!model)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "set_is_last_backward: the model is NULL");
-    model->is_last_backward = is_last != 0;
-    return FSDP_OK;
-}
-
-// The units a setter is for: one, or all; none may be between pre and post. Returns their number, 0
-// on error.
+// A setter for one unit or all (NULL): which ones; none may be between pre and post.
 static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int *first, int *end) {
     if (!m) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the model is NULL", what);
+    fsdp_status status = fsdpi_failed(m->world);
+    if (status) return status;
     if (u && u->model != m)
         return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: the unit belongs to another model",
                           what);
@@ -5136,7 +5177,21 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     for (int i = *first; i < *end; i++)
         if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
             return fsdpi_wrong_call(m->units[i], FSDP_CALL_SET);
-    return fsdpi_failed(m->world);
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
+    if (!model)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "set_grad_enabled: the model is NULL");
+    model->grad_enabled = enabled != 0;
+    return fsdpi_failed(model->world);
+}
+
+FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
+    if (!model)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "set_is_last_backward: the model is NULL");
+    model->is_last_backward = is_last != 0;
+    return fsdpi_failed(model->world);
 }
 
 FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync) {
@@ -5176,7 +5231,8 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit) {
 FSDP_API fsdp_status fsdp_set_driver(fsdp_model *model, const fsdp_driver *driver) {
     static const fsdp_driver none = {NULL, NULL, NULL};
     if (!model) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "set_driver: the model is NULL");
-    fsdp_status status = fsdpi_all_units(model, FSDP_CALL_PARAMS_CHANGED, 0);
+    fsdp_status status = fsdpi_failed(model->world);
+    if (!status) status = fsdpi_all_units(model, FSDP_CALL_PARAMS_CHANGED, 0);
     if (!status) model->driver = driver ? *driver : none;
     return status;
 }

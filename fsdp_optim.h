@@ -807,7 +807,7 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
         return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
     *opt = NULL;
     fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_desc_read(&d, desc, sizeof d, "fsdp_adamw_desc");
+    fsdp_status status = fsdpi_desc_read(model->world, &d, desc, sizeof d, "fsdp_adamw_desc");
     memset(&settings, 0, sizeof settings);
     settings.base.name = name;
     settings.base.num_states = 2;
@@ -862,7 +862,7 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
         return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
     *opt = NULL;
     fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_desc_read(&d, desc, sizeof d, "fsdp_sgd_desc");
+    fsdp_status status = fsdpi_desc_read(model->world, &d, desc, sizeof d, "fsdp_sgd_desc");
     memset(&settings, 0, sizeof settings);
     settings.base.name = name;
     if (!status) status = fsdpi_optim_setting(w, name, "momentum", &d.momentum, 0, HUGE_VAL);

@@ -6,7 +6,7 @@
    How it works
    - All ranks see one block of common memory: processes an anonymous file (memfd) that rank 0 hands
      to the others over an abstract unix socket named from the job's id and the user; threads the
-     heap. Both vanish with the last rank, however it ends, and the size of /dev/shm does not matter.
+     heap. Both vanish with the last rank, however it ends; the size of /dev/shm does not matter.
    - Allocation number n lies at the same place for every rank, one part per rank side by side, so
      that a peer's copy of my pointer is my pointer plus a multiple of the part's size. Each rank
      reads its peers' memory directly, once.
@@ -27,20 +27,22 @@
 extern "C" {
 #endif
 
+// clang-format off
 /* fsdp_shm_comm_ops - the table of this backend, named "shm"
    Result      never NULL; static
    open        boot->threads NULL: a process per rank; else a thread per rank. After a failure
                error_text(NULL) has the text, for the calling thread
    split       blocks until every rank of the parent has come; OUT_OF_MEMORY there aborts the world
    run         of different comms may be called from different threads of a rank at the same time.
-               What peers read (src of gather and scatter, dst of the others and in place) has to lie
-               in memory of alloc, unless the comm has one rank. INVALID_ARG and UNSUPPORTED are found
-               before anybody is told of the call: the comm goes on, peers that came wait for this rank
-   alloc       does not wait; memory is taken for good, so that its use cannot fail later. Zero-filled
+               What peers read (src of gather and scatter, dst of the others and in place) has to
+               lie in memory of alloc, unless the comm has one rank. INVALID_ARG and UNSUPPORTED are
+               found before anybody is told of the call: the comm goes on, peers that came wait
+   alloc       does not wait; takes memory for good, so that its use cannot fail later; zero-filled
    close       groups before their world; peers that wait for this rank get PEER_LOST
-   abort, error_text, poll   as fsdp_comm_ops says; abort from any thread, poll never blocks
+   abort       from any thread      poll never blocks
    Limits      FSDPI_MAX_SRCS ranks, one user, Linux
    Collective  no      Blocks no      Allocates no      Thread any */
+// clang-format on
 FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void);
 
 #ifdef __cplusplus
@@ -68,13 +70,12 @@ extern "C" {
 
 extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm__("fallocate");
 
-#define FSDPI_SHM_SLICE_NS 50000000 // longest sleep before aborts and dead peers are looked for
-#define FSDPI_SHM_SPIN_MAX 2048     // pauses before sleeping, where every rank has its own core
-#define FSDPI_SHM_SMALL    16384    // bytes up to which each rank computes all of an all_reduce
-#define FSDPI_SHM_STEP     ((size_t)256 << 20) // memory is reserved in steps of so many bytes
-#define FSDPI_SHM_DATA                                                                             \
-    ((uint64_t)1 << 40) // file offset of the first allocation; blocks of groups lie before
-#define FSDPI_SHM_MAX_BYTES ((size_t)1 << 46) // of one allocation on all ranks together
+#define FSDPI_SHM_SLICE_NS  50000000 // longest sleep before aborts and dead peers are looked for
+#define FSDPI_SHM_SPIN_MAX  2048     // pauses before sleeping, where every rank has its own core
+#define FSDPI_SHM_SMALL     16384    // bytes up to which each rank computes all of an all_reduce
+#define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
+#define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before
+#define FSDPI_SHM_MAX_BYTES ((size_t)1 << 46)   // of one allocation on all ranks together
 #define FSDPI_SHM_MAGIC     "fsdpshm1"
 #define FSDPI_SHM_REASON    800
 
@@ -102,7 +103,7 @@ typedef struct fsdpi_shm_place {
     uint32_t reserved[(64 - (sizeof(fsdpi_shm_record) + 4) % 64) / 4];
 } fsdpi_shm_place;
 
-/* Common block of a comm: a central barrier, then a place for each rank. `count` counts all arrivals
+/* Common block of a comm: a central barrier, then a place for each rank. `count` is of all arrivals
    for ever, modulo 2^32; the one that makes it size * number opens barrier `number`. */
 typedef struct fsdpi_shm_group {
     uint32_t count, pad0[15];
@@ -129,8 +130,7 @@ typedef struct fsdpi_shm_node {
 
 /* Common block of the world; the peers and the world's group follow. */
 typedef struct fsdpi_shm_control {
-    uint64_t
-        top; // where the next group's block goes in the file; threads: how many groups there were
+    uint64_t top; // file offset of the next group's block; threads: number of groups so far
     uint32_t refs;
     int32_t size;
     uint32_t failed; // 0, 1: a rank is writing the next four, 2: they stand
@@ -187,8 +187,8 @@ static int64_t fsdpi_shm_now(const fsdpi_shm_world *w) {
     return w->boot.clock.now_ns(w->boot.clock.user);
 }
 
-/* Word by word, since the author of an error text may read while the owner writes; the text may then
-   mix two operations. Ranks that compare records are ordered by a barrier and see whole ones. */
+/* Word by word, since the author of an error text may read while the owner writes; the text may
+   then mix two operations. Ranks that compare are ordered by a barrier and see whole ones. */
 static void fsdpi_shm_put(uint64_t *to, const fsdpi_shm_record *record) {
     uint64_t words[FSDPI_SHM_WORDS];
     memcpy(words, record, sizeof words);
@@ -276,8 +276,8 @@ static FSDP_PRINTF(3, 4) fsdp_status
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_fail
-// Owns: the abort record. The first rank that fails writes it, once; from then on every wait ends and
-// every call returns its status.
+// Owns: the abort record. The first rank that fails writes it, once; from then on every wait ends
+// and every call returns its status.
 
 static void fsdpi_shm_raise(fsdpi_shm_world *w, fsdp_status status, const char *subject,
                             const char *reason) {
@@ -510,7 +510,7 @@ static fsdp_status fsdpi_shm_compare(fsdpi_shm_comm *c) {
                           fsdp_dtype_name(record.dtype));
         fsdpi_shm_say_differences(&t, &first, &record);
     }
-    // Every rank says what it did itself, so the subject of the one that is first to fail is left out.
+    // Every rank says what it did itself; the subject of the one that fails first is left out.
     fsdpi_shm_raise(c->world, FSDP_ERR_MISMATCH, "", reason);
     return fsdpi_shm_report(c);
 }
@@ -521,7 +521,7 @@ static fsdp_status fsdpi_shm_compare(fsdpi_shm_comm *c) {
 // every rank, also after one that failed; a part is backed by memory before anyone can touch it; no
 // part of the file is used twice, so that new memory is zero and a late reader sees no new data.
 
-// The number after `key` at the start of a line of a small text file, or -1. key "": the first line.
+// The number after `key` at the start of a line of a small text file, or -1. "": the first line.
 static int64_t fsdpi_shm_read_number(const char *path, const char *key) {
     char line[256];
     int64_t value = -1;
@@ -537,7 +537,7 @@ static int64_t fsdpi_shm_read_number(const char *path, const char *key) {
     return value;
 }
 
-// Lowers *least to what a control group and those above it still allow. Its page cache can be dropped.
+// Lowers *least to what a control group and those above it still allow; page cache can be dropped.
 static void fsdpi_shm_group_limit(const char *root, const char *path, const char *limit_name,
                                   const char *usage_name, int64_t *least) {
     char dir[400], name[480];
@@ -580,15 +580,18 @@ static int64_t fsdpi_shm_available(const char **whose) {
     return least;
 }
 
+// Failures of alloc leave c->now alone: a lane may be in a collective of the same comm.
 static fsdp_status fsdpi_shm_no_memory(fsdpi_shm_comm *c, size_t size, const char *what) {
     const char *whose;
     int64_t left = fsdpi_shm_available(&whose);
-    return fsdpi_shm_error(
-        c, FSDP_ERR_OUT_OF_MEMORY,
-        "alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s; %s has %.1f MiB left. Free "
-        "memory, raise the limit, or shard over more machines",
-        (unsigned long long)size, (double)size / 1048576, c->world->boot.size, what, whose,
-        (double)left / 1048576);
+    fsdpi_shm_text t = {c->error, sizeof c->error};
+    fsdpi_shm_say(
+        &t,
+        "rank %d: alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s; %s has %.1f MiB "
+        "left. Free memory, raise the limit, or shard over more machines",
+        c->world->boot.rank, (unsigned long long)size, (double)size / 1048576, c->world->boot.size,
+        what, whose, (double)left / 1048576);
+    return FSDP_ERR_OUT_OF_MEMORY;
 }
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
@@ -722,10 +725,13 @@ static fsdp_status fsdpi_shm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     w->next_at += chunk.part * ranks;
     if (w->fd < 0) {
         fsdpi_shm_node *node = fsdpi_shm_share(w, number, chunk.part * ranks);
-        if (node && node->bytes != chunk.part * ranks)
-            return fsdpi_shm_error(
-                c, FSDP_ERR_MISMATCH, "alloc of %llu bytes, where another rank has asked for %llu",
-                (unsigned long long)size, (unsigned long long)(node->bytes / ranks));
+        if (node && node->bytes != chunk.part * ranks) {
+            fsdpi_shm_text t = {c->error, sizeof c->error};
+            fsdpi_shm_say(&t, "rank %d: alloc of %llu bytes, where another rank has asked for %llu",
+                          w->boot.rank, (unsigned long long)size,
+                          (unsigned long long)(node->bytes / ranks));
+            return FSDP_ERR_MISMATCH;
+        }
         if (node) chunk.base = node->base;
     } else {
         uint64_t mine = chunk.at + chunk.part * (size_t)w->boot.rank;
@@ -817,8 +823,8 @@ static void fsdpi_shm_reduce_scatter(const fsdpi_shm_comm *c, const fsdp_coll *o
     }
 }
 
-/* Small: everybody reduces everything aside, and stores it when all have read. Large: member k reduces
-   part k in its own place, where nobody else reads, then all collect the parts. The same bits. */
+/* Small: everybody reduces everything aside, and stores it when all have read. Large: member k
+   reduces part k in its own place, where nobody else reads; then all collect the parts. */
 static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
                                         const fsdpi_shm_view *view) {
     const char *srcs[FSDPI_MAX_SRCS];
@@ -968,8 +974,8 @@ static fsdp_status fsdpi_shm_run(fsdp_comm *comm, const fsdp_coll *op) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_open
-// Owns: how ranks find each other, groups, and the end. Invariants: the common block lives until the
-// last rank has closed; a rank that has left a world of threads never meets its old block again.
+// Owns: how ranks find each other, groups, and the end. Invariants: the common block lives until
+// the last rank has closed; a rank that left a world of threads never meets its old block again.
 
 typedef struct fsdpi_shm_hello {
     char magic[8];
@@ -1220,7 +1226,7 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     return status;
 }
 
-// The others: ask rank 0 until it answers. A connection that breaks may have been to an earlier world.
+// The others: ask rank 0 until it answers. A connection that breaks may be to an earlier world.
 static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = c->world;
     fsdpi_shm_hello hello = {{0}, FSDP_COMM_VERSION, w->boot.rank, w->boot.size, 0};
@@ -1331,7 +1337,7 @@ static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
     if (last) fsdpi_shm_give_back(w, c->block, bytes);
 }
 
-// Checks the member list and fills the new comm from it. Returns the parent's index of its first member.
+// Checks the members and fills the new comm from them. Returns the first one's index in the parent.
 static int fsdpi_shm_members(fsdpi_shm_comm *parent, const fsdp_group *g, fsdpi_shm_comm *child) {
     uint64_t h = fsdpi_hash((uint64_t)g->color, (uint64_t)g->size);
     int first = -1;

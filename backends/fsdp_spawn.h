@@ -212,8 +212,8 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     fsdpi_spawn s;
     char job[64];
     memset(&s, 0, sizeof s);
-    fsdp_status status = fsdpi_desc_read(&d, desc, sizeof d, "fsdp_spawn_desc");
-    if (!status) status = fsdpi_desc_read(&s.world, d.world, sizeof s.world, "fsdp_world_desc");
+    fsdp_status status = fsdpi_desc_read(NULL, &d, desc, sizeof d, "fsdp_spawn_desc");
+    if (!status) status = fsdpi_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc");
     if (status) return status;
     if (!fn || d.num_ranks < 1 || d.grace_ms < 0)
         return fsdpi_fail(

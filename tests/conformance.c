@@ -3,7 +3,7 @@
    when this passes; the rules in words are in backends/README.md.
 
    The model is a loop over ranks in f32 (f64 for f64), one element at a time. Any rank can say what
-   any other one holds, since values are a function of rank and place, so each checks all its bits. */
+   any other one holds, as values are a function of rank and place, so each checks all its bits. */
 #include "harness.h"
 #include <dirent.h> /* opendir */
 #define FSDP_IMPLEMENTATION
@@ -16,13 +16,16 @@ typedef struct {
 } backend;
 #define ROWS(name, ops)                                                                            \
     {name "/processes/W=1", ops, 0, 1}, {name "/processes/W=2", ops, 0, 2},                        \
-    {name "/processes/W=3", ops, 0, 3}, {name "/processes/W=4", ops, 0, 4},                        \
-    {name "/processes/W=5", ops, 0, 5}, {name "/threads/W=1", ops, 1, 1},                          \
-    {name "/threads/W=2", ops, 1, 2}, {name "/threads/W=3", ops, 1, 3}, {name "/threads/W=4", ops, 1, 4}
+        {name "/processes/W=3", ops, 0, 3}, {name "/processes/W=4", ops, 0, 4},                    \
+        {name "/processes/W=5", ops, 0, 5}, {name "/threads/W=1", ops, 1, 1},                      \
+        {name "/threads/W=2", ops, 1, 2}, {name "/threads/W=3", ops, 1, 3}, {                      \
+        name "/threads/W=4", ops, 1, 4                                                             \
+    }
 static const backend backends[] = {ROWS("shm", fsdp_shm_comm_ops)};
 
 enum { MAX_WORLD = 5, MAX_SEGS = 3, BIG = 100000 };
-#define ARENA ((size_t)BIG * 2 * MAX_WORLD * sizeof(double)) /* of src, and of dst */
+#define BIG_ARENA   ((size_t)BIG * 2 * MAX_WORLD * sizeof(double)) /* bytes of src, and of dst */
+#define SMALL_ARENA ((size_t)100000)
 
 /* ---- one rank -------------------------------------------------------------------------------- */
 
@@ -33,6 +36,7 @@ typedef struct {
     char job[64];
     fsdp_threads threads;
     int64_t timeout_ns;
+    size_t arena;
 } launch;
 
 struct rank_state {
@@ -41,7 +45,8 @@ struct rank_state {
     const launch *start;
     fsdp_comm *comm;
     fsdp_caps caps;
-    char *src, *dst, *model; /* ARENA bytes each; src and dst are the backend's */
+    size_t arena;
+    char *src, *dst, *model; /* arena bytes each; src and dst are the backend's */
     uint64_t seq;
 };
 
@@ -73,32 +78,40 @@ static void on_rank(int rank, int world, void *arg) {
     s.rank = rank;
     s.world = world;
     s.start = l;
+    s.arena = l->arena;
     s.ops = l->row->ops();
     OK_ON(&s, NULL, s.ops->open(&boot, &s.caps, &s.comm));
-    OK_ON(&s, s.comm, s.ops->alloc(s.comm, ARENA, (void **)&s.src));
-    OK_ON(&s, s.comm, s.ops->alloc(s.comm, ARENA, (void **)&s.dst));
-    CHECK((s.model = (char *)malloc(ARENA)) != NULL);
+    OK_ON(&s, s.comm, s.ops->alloc(s.comm, s.arena, (void **)&s.src));
+    OK_ON(&s, s.comm, s.ops->alloc(s.comm, s.arena, (void **)&s.dst));
+    CHECK((s.model = (char *)malloc(s.arena)) != NULL);
     l->body(&s);
-    s.ops->free(s.comm, s.dst, ARENA);
-    s.ops->free(s.comm, s.src, ARENA);
+    s.ops->free(s.comm, s.dst, s.arena);
+    s.ops->free(s.comm, s.src, s.arena);
     s.ops->close(s.comm);
     free(s.model);
     if (rank == 0 && s.cases) h_message("%s: %d cases", l->row->name, s.cases);
 }
 
-static void run_with(const backend *row, void (*body)(rank_state *), int64_t timeout_ms) {
+static void run_with(const backend *row, void (*body)(rank_state *), int64_t timeout_ms,
+                     size_t arena) {
     launch *l = (launch *)calloc(1, sizeof *l);
     CHECK(l != NULL);
     l->row = row;
     l->body = body;
     l->threads.size = row->world;
     l->timeout_ns = timeout_ms * 1000000;
+    l->arena = arena;
     snprintf(l->job, sizeof l->job, "conformance-%d-%lld", (int)getpid(), (long long)h_now_ms());
     if (row->threads) h_ranks_thread(row->world, on_rank, l);
     else h_ranks_proc(row->world, on_rank, l);
     free(l);
 }
-static void run(const backend *row, void (*body)(rank_state *)) { run_with(row, body, 30000); }
+static void run(const backend *row, void (*body)(rank_state *)) {
+    run_with(row, body, 30000, SMALL_ARENA);
+}
+static void run_big(const backend *row, void (*body)(rank_state *)) {
+    run_with(row, body, 30000, BIG_ARENA);
+}
 
 /* ---- values ---------------------------------------------------------------------------------- */
 
@@ -109,8 +122,10 @@ static const int sizes[] = {0, 1, 7, FSDPI_BLOCK - 1, FSDPI_BLOCK, FSDPI_BLOCK +
 #define LENGTH(a) (int)(sizeof(a) / sizeof(a)[0])
 
 /* Element i of what a rank holds in round `salt`: any float in (-1, 1), any integer. */
-static __attribute__((noinline)) void put(void *at, fsdp_dtype dtype, int rank, int64_t i, uint64_t salt) {
-    uint64_t state = (uint64_t)rank * 0x10001 + (uint64_t)i * 0x9E3779B9 + salt * 0xABCDEF12345, bits = h_rand64(&state);
+static __attribute__((noinline)) void put(void *at, fsdp_dtype dtype, int rank, int64_t i,
+                                          uint64_t salt) {
+    uint64_t state = (uint64_t)rank * 0x10001 + (uint64_t)i * 0x9E3779B9 + salt * 0xABCDEF12345,
+             bits = h_rand64(&state);
     float x = (float)((double)(bits >> 40) / (double)(1 << 23) - 1.0);
     double wide = (double)(int64_t)(bits >> 11) / 4503599627370496.0 - 1.0;
     size_t size = fsdp_dtype_size(dtype) < sizeof bits ? fsdp_dtype_size(dtype) : sizeof bits;
@@ -119,14 +134,16 @@ static __attribute__((noinline)) void put(void *at, fsdp_dtype dtype, int rank, 
     else CHECK_OK(fsdp_convert(at, dtype, &x, FSDP_F32, 1));
 }
 
-static void fill(char *at, fsdp_dtype dtype, int64_t start, int64_t count, int rank, uint64_t salt) {
+static void fill(char *at, fsdp_dtype dtype, int64_t start, int64_t count, int rank,
+                 uint64_t salt) {
     size_t size = fsdp_dtype_size(dtype);
-    for (int64_t i = start; i < start + count; i++) put(at + (size_t)i * size, dtype, rank, i, salt);
+    for (int64_t i = start; i < start + count; i++)
+        put(at + (size_t)i * size, dtype, rank, i, salt);
 }
 
-/* One element of dst (op)= ..., in the order of the ranks. Volatile: a product and a sum stay two. */
-static void reduce_one(void *dst, fsdp_dtype out, const void *srcs, fsdp_dtype dtype, int world, double scale,
-                       int accumulate, fsdp_redop redop) {
+/* One element of dst (op)= ..., in the order of ranks. Volatile: a product and a sum stay two. */
+static void reduce_one(void *dst, fsdp_dtype out, const void *srcs, fsdp_dtype dtype, int world,
+                       double scale, int accumulate, fsdp_redop redop) {
     size_t size = fsdp_dtype_size(dtype);
     if (!fsdp_dtype_is_float(dtype)) {
         int64_t sum = 0;
@@ -225,7 +242,8 @@ static void gather_case(rank_state *s, fsdp_dtype dtype, int size, int several, 
     c.num_segs = make_segs(segs, size, s->world, several, &c.count);
     c.segs = segs;
     c.in_place = (uint8_t)in_place;
-    size_t bytes = fsdp_dtype_size(dtype), used = ((size_t)extent(segs, c.num_segs, s->world) + 8) * bytes;
+    size_t bytes = fsdp_dtype_size(dtype),
+           used = ((size_t)extent(segs, c.num_segs, s->world) + 8) * bytes;
     memset(s->dst, 0x5A, used);
     memset(s->model, 0x5A, used);
     for (uint32_t i = 0; i < c.num_segs; i++) {
@@ -237,8 +255,8 @@ static void gather_case(rank_state *s, fsdp_dtype dtype, int size, int several, 
                 put(at, dtype, k, g->shard + e, s->seq);
             }
         if (in_place && g->count)
-            memcpy(s->dst + (size_t)(g->full + s->rank * g->count) * bytes, s->src + (size_t)g->shard * bytes,
-                   (size_t)g->count * bytes);
+            memcpy(s->dst + (size_t)(g->full + s->rank * g->count) * bytes,
+                   s->src + (size_t)g->shard * bytes, (size_t)g->count * bytes);
     }
     if (in_place) c.src = NULL;
     OK_ON(s, s->comm, s->ops->run(s->comm, &c));
@@ -252,10 +270,10 @@ static void gather(rank_state *s) {
             for (int v = 0; v < 4; v++)
                 if (sizes[n] < BIG || d < 2) gather_case(s, all_dtypes[d], sizes[n], v & 1, v >> 1);
 }
-TEST_P(conformance, all_gather, backends) { run(row, gather); }
+TEST_P(conformance, all_gather, backends) { run_big(row, gather); }
 
-static void scatter_case(rank_state *s, fsdp_dtype dtype, fsdp_dtype out, int size, int several, int in_place,
-                         double scale, int accumulate) {
+static void scatter_case(rank_state *s, fsdp_dtype dtype, fsdp_dtype out, int size, int several,
+                         int in_place, double scale, int accumulate) {
     fsdp_seg segs[MAX_SEGS];
     fsdp_coll c = coll(s, FSDP_OP_REDUCE_SCATTER, dtype, "scatter");
     size_t in = fsdp_dtype_size(dtype), bytes = fsdp_dtype_size(out);
@@ -270,16 +288,19 @@ static void scatter_case(rank_state *s, fsdp_dtype dtype, fsdp_dtype out, int si
         c.dst = s->src + (size_t)(segs[0].full + s->rank * segs[0].count) * in;
     }
     char *dst = (char *)c.dst;
-    size_t used = ((size_t)(segs[c.num_segs - 1].shard + segs[c.num_segs - 1].count) + (in_place ? 0 : 8)) * bytes;
+    size_t used = ((size_t)(segs[c.num_segs - 1].shard + segs[c.num_segs - 1].count) +
+                   (in_place ? 0 : 8)) *
+                  bytes;
     if (!in_place) fill(dst, out, 0, (int64_t)(used / bytes), s->rank + 100, s->seq);
     memcpy(s->model, dst, used);
     for (uint32_t i = 0; i < c.num_segs; i++)
         for (int64_t e = 0; e < segs[i].count; e++) {
             char values[MAX_WORLD * 8];
             for (int k = 0; k < s->world; k++)
-                put(values + (size_t)k * in, dtype, k, segs[i].full + s->rank * segs[i].count + e, s->seq);
-            reduce_one(s->model + (size_t)(segs[i].shard + e) * bytes, out, values, dtype, s->world, scale, accumulate,
-                       FSDP_SUM);
+                put(values + (size_t)k * in, dtype, k, segs[i].full + s->rank * segs[i].count + e,
+                    s->seq);
+            reduce_one(s->model + (size_t)(segs[i].shard + e) * bytes, out, values, dtype, s->world,
+                       scale, accumulate, FSDP_SUM);
         }
     OK_ON(s, s->comm, s->ops->run(s->comm, &c));
     CHECK_EQ_MEM(dst, s->model, used);
@@ -293,11 +314,15 @@ static void scatter(rank_state *s) {
         for (int b = 0; b < LENGTH(floats); b++)
             for (int n = 0; n < LENGTH(sizes); n++)
                 for (int v = 0; v < 12; v++) {
-                    int plain = a == b && v % 3 == 0 && !(v & 1), edge = sizes[n] == FSDPI_BLOCK - 1 || sizes[n] == FSDPI_BLOCK;
+                    int plain = a == b && v % 3 == 0 && !(v & 1),
+                        edge = sizes[n] == FSDPI_BLOCK - 1 || sizes[n] == FSDPI_BLOCK;
                     if (!fused && !plain) continue;
-                    if (a == b ? sizes[n] == BIG && v != 3 : sizes[n] == BIG || (edge && v != 5)) continue; /* time */
-                    scatter_case(s, floats[a], floats[b], sizes[n], v >= 6, 0, scales[v % 3], v & 1);
-                    if (a == b && v < 6 && !(v & 1)) scatter_case(s, floats[a], floats[b], sizes[n], 0, 1, scales[v % 3], 0);
+                    if (a == b ? sizes[n] == BIG && v != 3 : sizes[n] == BIG || (edge && v != 5))
+                        continue; /* time */
+                    scatter_case(s, floats[a], floats[b], sizes[n], v >= 6, 0, scales[v % 3],
+                                 v & 1);
+                    if (a == b && v < 6 && !(v & 1))
+                        scatter_case(s, floats[a], floats[b], sizes[n], 0, 1, scales[v % 3], 0);
                 }
     for (int n = 0; n < LENGTH(sizes) - 1; n++)
         for (int v = 0; v < 2 && fused; v++) {
@@ -305,7 +330,7 @@ static void scatter(rank_state *s) {
             scatter_case(s, FSDP_I64, FSDP_I64, sizes[n], v, 0, 1.0, 0);
         }
 }
-TEST_P(conformance, reduce_scatter, backends) { run(row, scatter); }
+TEST_P(conformance, reduce_scatter, backends) { run_big(row, scatter); }
 
 static void all_reduce_case(rank_state *s, fsdp_dtype dtype, int64_t count, fsdp_redop redop) {
     fsdp_coll c = coll(s, FSDP_OP_ALL_REDUCE, dtype, "reduce");
@@ -328,14 +353,17 @@ static void all_reduce_case(rank_state *s, fsdp_dtype dtype, int64_t count, fsdp
 
 /* Counts around those where a backend may change its way: a block, 16 KiB, a part per rank. */
 static void all_reduce(rank_state *s) {
-    static const fsdp_dtype dtypes[] = {FSDP_F32, FSDP_F64, FSDP_F16, FSDP_BF16, FSDP_I32, FSDP_I64};
-    static const int counts[] = {0, 1, 7, 1023, 1025, 2047, 2049, 4095, 4096, 4097, 8192, 8193, 16385, BIG};
+    static const fsdp_dtype dtypes[] = {FSDP_F32,  FSDP_F64, FSDP_F16,
+                                        FSDP_BF16, FSDP_I32, FSDP_I64};
+    static const int counts[] = {0,    1,    7,    1023, 1025, 2047,  2049,
+                                 4095, 4096, 4097, 8192, 8193, 16385, BIG};
     for (int d = 0; d < LENGTH(dtypes); d++)
         for (int n = 0; n < LENGTH(counts); n++)
             for (fsdp_redop redop = FSDP_SUM; redop <= FSDP_MIN; redop++)
-                if (counts[n] < BIG || (d == 0 && redop == FSDP_SUM)) all_reduce_case(s, dtypes[d], counts[n], redop);
+                if (counts[n] < BIG || (d == 0 && redop == FSDP_SUM))
+                    all_reduce_case(s, dtypes[d], counts[n], redop);
 }
-TEST_P(conformance, all_reduce, backends) { run(row, all_reduce); }
+TEST_P(conformance, all_reduce, backends) { run_big(row, all_reduce); }
 
 static void broadcast(rank_state *s) {
     static const fsdp_dtype dtypes[] = {FSDP_U8, FSDP_BF16, FSDP_F32, FSDP_I64};
@@ -356,18 +384,19 @@ static void broadcast(rank_state *s) {
                 s->cases++;
             }
 }
-TEST_P(conformance, broadcast, backends) { run(row, broadcast); }
+TEST_P(conformance, broadcast, backends) { run_big(row, broadcast); }
 
 /* ---- the completion contract ----------------------------------------------------------------- */
 
-static void gather_ints(rank_state *s, fsdp_comm *comm, int index, int size, int32_t *src, int32_t *dst, int32_t count,
-                        int32_t base) {
+static void gather_ints(rank_state *s, fsdp_comm *comm, int index, int size, int32_t *src,
+                        int32_t *dst, int32_t count, int32_t base) {
     fsdp_seg seg = {0, 0, count};
     fsdp_coll c = coll(s, FSDP_OP_ALL_GATHER, FSDP_I32, "ints");
     c.src = src, c.dst = dst, c.segs = &seg, c.num_segs = 1, c.count = (uint64_t)count;
     for (int32_t i = 0; i < count; i++) src[i] = base + index * 1000 + i;
     OK_ON(s, comm, s->ops->run(comm, &c));
-    for (int32_t i = 0; i < count; i++) src[i] = -1; /* allowed at once: the collective is complete */
+    for (int32_t i = 0; i < count; i++)
+        src[i] = -1; /* allowed at once: the collective is complete */
     for (int k = 0; k < size; k++)
         for (int32_t i = 0; i < count; i++) CHECK_EQ_INT(dst[k * count + i], base + k * 1000 + i);
 }
@@ -377,7 +406,8 @@ static void overwrite(rank_state *s) {
     uint64_t dice = (uint64_t)s->rank + h_seed();
     for (int32_t round = 0; round < 150; round++) {
         int32_t count = 1 + round * 37 % 900;
-        if (h_rand64(&dice) % 8 == 0) fsdpi_sleep_ns((int64_t)(h_rand64(&dice) % 300000)); /* ranks come in any order */
+        if (h_rand64(&dice) % 8 == 0)
+            fsdpi_sleep_ns((int64_t)(h_rand64(&dice) % 300000)); /* ranks come in any order */
         gather_ints(s, s->comm, s->rank, s->world, src, dst, count, round);
 
         fsdp_seg seg = {0, 0, count};
@@ -386,7 +416,8 @@ static void overwrite(rank_state *s) {
         for (int32_t i = 0; i < count * s->world; i++) src[i] = round + i;
         OK_ON(s, s->comm, s->ops->run(s->comm, &c));
         for (int32_t i = 0; i < count * s->world; i++) src[i] = -1;
-        for (int32_t i = 0; i < count; i++) CHECK_EQ_INT(dst[i], s->world * (round + s->rank * count + i));
+        for (int32_t i = 0; i < count; i++)
+            CHECK_EQ_INT(dst[i], s->world * (round + s->rank * count + i));
 
         c = coll(s, FSDP_OP_BROADCAST, FSDP_I32, "ints");
         c.count = (uint64_t)count, c.root = round % s->world, c.src = c.dst;
@@ -407,7 +438,8 @@ TEST_P(conformance, source_may_be_overwritten, backends) { run(row, overwrite); 
 
 /* ---- groups ---------------------------------------------------------------------------------- */
 
-static fsdp_comm *split(rank_state *s, fsdp_comm *parent, int color, const int32_t *ranks, int size, const char *name) {
+static fsdp_comm *split(rank_state *s, fsdp_comm *parent, int color, const int32_t *ranks, int size,
+                        const char *name) {
     fsdp_comm *out = (fsdp_comm *)(void *)s;
     fsdp_group g;
     memset(&g, 0, sizeof g);
@@ -420,7 +452,8 @@ static fsdp_comm *split(rank_state *s, fsdp_comm *parent, int color, const int32
 }
 
 static void groups(rank_state *s) {
-    int32_t *src = (int32_t *)(void *)s->src, *dst = (int32_t *)(void *)s->dst, ranks[MAX_WORLD], all[MAX_WORLD], num = 0;
+    int32_t *src = (int32_t *)(void *)s->src, *dst = (int32_t *)(void *)s->dst, ranks[MAX_WORLD],
+            all[MAX_WORLD], num = 0;
     for (int k = s->rank % 2; k < s->world; k += 2) ranks[num++] = k;
     for (int k = 0; k < s->world; k++) all[k] = s->world - 1 - k;
     int index = s->rank / 2;
@@ -428,10 +461,12 @@ static void groups(rank_state *s) {
     gather_ints(s, parity, index, num, src, dst, 5, 1);
     gather_ints(s, s->comm, s->rank, s->world, src, dst, 6, 2);
 
-    fsdp_comm *backwards = split(s, s->comm, 0, all, s->world, "backwards"); /* another order of ranks */
+    fsdp_comm *backwards = split(s, s->comm, 0, all, s->world,
+                                 "backwards"); /* another order of ranks */
     gather_ints(s, backwards, s->world - 1 - s->rank, s->world, src, dst, 7, 3);
 
-    fsdp_comm *first = split(s, s->comm, s->rank ? -1 : 3, all + s->world - 1, s->rank ? 0 : 1, "first"); /* of one */
+    fsdp_comm *first = split(s, s->comm, s->rank ? -1 : 3, all + s->world - 1, s->rank ? 0 : 1,
+                             "first"); /* of one */
     if (first) gather_ints(s, first, 0, 1, src, dst, 8, 4);
 
     /* A group of a group; the other group does the same beside it, in its own time. */
@@ -457,7 +492,8 @@ static void many_groups(rank_state *s) {
     for (int k = 0; k < s->world; k++) all[k] = k;
     for (int32_t i = 0; i < 300; i++) {
         fsdp_comm *group = split(s, s->comm, 0, all, s->world, "again");
-        gather_ints(s, group, s->rank, s->world, (int32_t *)(void *)s->src, (int32_t *)(void *)s->dst, 2, i);
+        gather_ints(s, group, s->rank, s->world, (int32_t *)(void *)s->src,
+                    (int32_t *)(void *)s->dst, 2, i);
         s->ops->close(group);
     }
 }
@@ -502,8 +538,8 @@ static void lanes(rank_state *s) {
     for (int i = 0; i < 2; i++) {
         l[i].s = *s;
         l[i].comm = i ? split(s, s->comm, 0, all, s->world, "lane") : s->comm;
-        l[i].src = (int32_t *)(void *)(s->src + ARENA / 2 * (size_t)i);
-        l[i].dst = (int32_t *)(void *)(s->dst + ARENA / 2 * (size_t)i);
+        l[i].src = (int32_t *)(void *)(s->src + s->arena / 2 * (size_t)i);
+        l[i].dst = (int32_t *)(void *)(s->dst + s->arena / 2 * (size_t)i);
         l[i].salt = 100000 * i;
     }
     for (int i = 0; i < 2; i++) CHECK_EQ_INT(pthread_create(&thread[i], NULL, lane_main, &l[i]), 0);
@@ -529,12 +565,16 @@ static void memory(rank_state *s) {
             size_t size = (size_t)i * 997;
             OK_ON(s, s->comm, s->ops->alloc(s->comm, size, (void **)&block[i]));
             CHECK(block[i] != NULL && (uintptr_t)block[i] % 64 == 0);
-            for (size_t b = 0; b < size; b++) CHECK_MSG(block[i][b] == 0, "byte %zu of a new block of %zu", b, size);
+            for (size_t b = 0; b < size; b++)
+                CHECK_MSG(block[i][b] == 0, "byte %zu of a new block of %zu", b, size);
             memset(block[i], 0xFF, size);
         }
-        for (int i = 0; i < BLOCKS; i++) { /* every block can be a source, wherever the others went */
+        for (int i = 0; i < BLOCKS;
+             i++) { /* every block can be a source, wherever the others went */
             int at = (i * 7 + round) % BLOCKS;
-            if (at > 4) gather_ints(s, s->comm, s->rank, s->world, (int32_t *)(void *)block[at], (int32_t *)(void *)s->dst, 20, i);
+            if (at > 4)
+                gather_ints(s, s->comm, s->rank, s->world, (int32_t *)(void *)block[at],
+                            (int32_t *)(void *)s->dst, 20, i);
             s->ops->free(s->comm, block[at], (size_t)at * 997);
         }
     }
@@ -546,13 +586,19 @@ static void foreign(rank_state *s) {
     static char outside[4096];
     fsdp_seg seg = {0, 0, 16};
     for (int v = 0; v < 5 && s->world > 1; v++) {
-        fsdp_coll c = coll(s, v == 1 ? FSDP_OP_REDUCE_SCATTER : v == 2 ? FSDP_OP_ALL_REDUCE : v == 3 ? FSDP_OP_BROADCAST : FSDP_OP_ALL_GATHER,
+        fsdp_coll c = coll(s,
+                           v == 1   ? FSDP_OP_REDUCE_SCATTER
+                           : v == 2 ? FSDP_OP_ALL_REDUCE
+                           : v == 3 ? FSDP_OP_BROADCAST
+                                    : FSDP_OP_ALL_GATHER,
                            FSDP_F32, "foreign");
         c.segs = &seg, c.num_segs = 1, c.count = 16;
-        c.src = v == 4 ? s->src + ARENA - 8 : outside; /* 4: begins inside, ends behind the block */
+        c.src = v == 4 ? s->src + s->arena - 8
+                       : outside; /* 4: begins inside, ends behind the block */
         if (v == 2 || v == 3) c.src = c.dst = outside;
         CHECK_STATUS(s->ops->run(s->comm, &c), FSDP_ERR_INVALID_ARG);
-        CHECK_MSG(strstr(s->ops->error_text(s->comm), "foreign"), "%s", s->ops->error_text(s->comm));
+        CHECK_MSG(strstr(s->ops->error_text(s->comm), "foreign"), "%s",
+                  s->ops->error_text(s->comm));
     }
     gather_case(s, FSDP_F32, 100, 0, 0); /* nothing was told to the others: the comm goes on */
 }
@@ -616,7 +662,8 @@ static void aborted(rank_state *s) {
     int64_t start = h_now_ms();
     for (int i = 0; i < 2; i++) {
         CHECK_STATUS(one_sum(s, s->comm, 0, 10), FSDP_ERR_CORRUPT);
-        CHECK_MSG(strstr(s->ops->error_text(s->comm), "the data ran out"), "%s", s->ops->error_text(s->comm));
+        CHECK_MSG(strstr(s->ops->error_text(s->comm), "the data ran out"), "%s",
+                  s->ops->error_text(s->comm));
     }
     CHECK(h_now_ms() - start < 1000);
     if (s->ops->poll) CHECK_STATUS(s->ops->poll(s->comm), FSDP_ERR_CORRUPT);
@@ -628,7 +675,8 @@ static void absent(rank_state *s) {
     OK_ON(s, s->comm, one_sum(s, s->comm, 0, 10));
     if (s->world == 1) return;
     if (s->rank == s->world - 1) { /* does not come, but does not leave either */
-        while (s->ops->poll && !s->ops->poll(s->comm) && h_now_ms() - start < 5000) fsdpi_sleep_ns(5000000);
+        while (s->ops->poll && !s->ops->poll(s->comm) && h_now_ms() - start < 5000)
+            fsdpi_sleep_ns(5000000);
         CHECK_STATUS(one_sum(s, s->comm, 0, 10), FSDP_ERR_TIMEOUT);
     } else {
         CHECK_STATUS(one_sum(s, s->comm, 0, 10), FSDP_ERR_TIMEOUT);
@@ -639,7 +687,9 @@ static void absent(rank_state *s) {
     snprintf(name, sizeof name, "rank %d", s->world - 1);
     CHECK_MSG(strstr(s->ops->error_text(s->comm), name), "%s", s->ops->error_text(s->comm));
 }
-TEST_P(conformance, an_absent_rank_is_a_timeout, backends) { run_with(row, absent, 300); }
+TEST_P(conformance, an_absent_rank_is_a_timeout, backends) {
+    run_with(row, absent, 300, SMALL_ARENA);
+}
 
 static void leaves(rank_state *s) {
     OK_ON(s, s->comm, one_sum(s, s->comm, 0, 10));
@@ -698,8 +748,10 @@ static void cycle_once(int rank, launch *l) {
     fsdp_comm *group = split(&s, s.comm, 0, all, s.world, "group");
     OK_ON(&s, s.comm, s.ops->alloc(s.comm, 10000, (void **)&s.src));
     OK_ON(&s, s.comm, s.ops->alloc(s.comm, 60000, (void **)&s.dst));
-    gather_ints(&s, s.comm, rank, s.world, (int32_t *)(void *)s.src, (int32_t *)(void *)s.dst, 20, 1);
-    gather_ints(&s, group, rank, s.world, (int32_t *)(void *)s.src, (int32_t *)(void *)s.dst, 20, 2);
+    gather_ints(&s, s.comm, rank, s.world, (int32_t *)(void *)s.src, (int32_t *)(void *)s.dst, 20,
+                1);
+    gather_ints(&s, group, rank, s.world, (int32_t *)(void *)s.src, (int32_t *)(void *)s.dst, 20,
+                2);
     s.ops->free(s.comm, s.src, 10000); /* the other block goes with the world */
     s.ops->close(group);
     s.ops->close(s.comm);

@@ -1,11 +1,11 @@
-/* oracle.h - what training has to come out as: one process holds every full parameter and plays all
-   ranks in turn, in plain loops. Nothing here knows of shards, slots or streams.
+/* oracle.h - what training has to come out as: one process holds every full parameter and plays
+   all ranks in turn, in plain loops. Nothing here knows of shards, slots or streams.
 
-   A net is a list of units; a step is a script, an array of o_op, which the oracle runs by o_run and
-   a test runs by the library's hooks: the same layers on the same inputs. An oracle works in the
-   dtypes it is given, rounding where the library documents that it rounds and summing in rank order,
-   so that an oracle with a run's dtypes gives the run's bits, and one that is f64 throughout gives
-   the true values. Include it after the implementation of fsdp.h. */
+   A net is a list of units; a step is a script, an array of o_op, which the oracle runs by o_run
+   and a test runs by the library's hooks: the same layers on the same inputs. An oracle works in
+   the dtypes it is given, rounding where the library documents that it rounds and summing in rank
+   order, so that an oracle with a run's dtypes gives the run's bits, and one that is f64 throughout
+   gives the true values. Include it after the implementation of fsdp.h. */
 #ifndef ORACLE_H
 #define ORACLE_H
 
@@ -21,7 +21,11 @@ typedef struct o_unit {
     int count;
 } o_unit;
 
-enum { O_ALL_USED = 0, O_SOME_RANKS, O_NOBODY }; // which ranks use parameter 1 of a unit, and others
+enum {
+    O_ALL_USED = 0,
+    O_SOME_RANKS,
+    O_NOBODY
+}; // which ranks use parameter 1 of a unit, and others
 
 typedef struct o_net {
     o_unit units[O_UNITS];
@@ -31,11 +35,24 @@ typedef struct o_net {
     uint64_t seed;
 } o_net;
 
-// The script. a: a unit, a position in seq, or a value; m: a microbatch.
+// The script. a: a unit, a position in seq, or a value; m: a microbatch, for O_SET_SYNC a unit or
+// -1 for all.
 enum {
-    O_PRE_FORWARD = 1, O_COMPUTE, O_POST_FORWARD, O_PRE_BACKWARD, O_GRAD, O_POST_BACKWARD,
-    O_FINALIZE, O_UPDATE, O_ZERO_GRAD, O_SET_SYNC, O_SET_LAST, O_SET_GRAD, // of these the oracle
-    O_UNSHARD, O_WAIT, O_RESHARD                                          // needs about a half
+    O_PRE_FORWARD = 1,
+    O_COMPUTE,
+    O_POST_FORWARD,
+    O_PRE_BACKWARD,
+    O_GRAD,
+    O_POST_BACKWARD,
+    O_FINALIZE,
+    O_UPDATE,
+    O_ZERO_GRAD,
+    O_SET_SYNC,
+    O_SET_LAST,
+    O_SET_GRAD, // of these the oracle
+    O_UNSHARD,
+    O_WAIT,
+    O_RESHARD // needs about a half
 };
 typedef struct o_op {
     int kind, a, m;
@@ -46,11 +63,11 @@ typedef struct o_op {
 
 // Precise arithmetic, whatever the program is built with.
 #if defined(__clang__)
-#    pragma float_control(precise, on, push)
-#    pragma clang fp contract(off)
+#pragma float_control(precise, on, push)
+#pragma clang fp contract(off)
 #elif defined(__GNUC__)
-#    pragma GCC push_options
-#    pragma GCC optimize("no-fast-math", "fp-contract=off")
+#pragma GCC push_options
+#pragma GCC optimize("no-fast-math", "fp-contract=off")
 #endif
 
 // The nearest value of a dtype, ties to even. Values stay far from its largest.
@@ -58,7 +75,8 @@ static double o_round(fsdp_dtype dtype, double x) {
     float f = (float)x;
     uint32_t u;
     if (dtype == FSDP_F64) return x;
-    if (dtype == FSDP_F16 && f > -6.103515625e-5f && f < 6.103515625e-5f) { // subnormal: units of 2^-24
+    if (dtype == FSDP_F16 && f > -6.103515625e-5f &&
+        f < 6.103515625e-5f) { // subnormal: units of 2^-24
         float shift = f < 0 ? -0.5f : 0.5f;
         volatile float moved = f + shift; // floats near 0.5 are 2^-24 apart
         float r = moved - shift;
@@ -78,7 +96,8 @@ static double o_mid(fsdp_dtype a, fsdp_dtype b, double x) {
 }
 
 static uint64_t o_hash(uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
-    uint64_t z = a * 0x9e3779b97f4a7c15u + b * 0xbf58476d1ce4e5b9u + c * 0x94d049bb133111ebu + d + 1;
+    uint64_t z = a * 0x9e3779b97f4a7c15u + b * 0xbf58476d1ce4e5b9u + c * 0x94d049bb133111ebu + d +
+                 1;
     z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
     z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
     return z ^ (z >> 31);
@@ -102,12 +121,14 @@ static int o_uses(const o_net *net, int step, int micro, int rank, int unit, int
     if (net->usage == O_ALL_USED || param % 2 == 0) return 1;
     if (net->usage == O_NOBODY && (unit + step) % 2 == 0) return 0;
     return (int)(o_hash(net->seed, (uint64_t)(step * 64 + micro), (uint64_t)(rank * 64 + unit),
-                        (uint64_t)param) % 3 != 0);
+                        (uint64_t)param) %
+                     3 !=
+                 0);
 }
 
-/* One unit as a layer of width 4: z = P x, y = x/2 + z/(1+|z|), where element e of a parameter stands
-   in row e mod 4 and meets input (e/4 + parameter) mod 4. p[k] NULL: not used. Sums run in one order,
-   so that the same numbers give the same bits. */
+/* One unit as a layer of width 4: z = P x, y = x/2 + z/(1+|z|), where element e of a parameter
+   stands in row e mod 4 and meets input (e/4 + parameter) mod 4. p[k] NULL: not used. Sums run in
+   one order, so that the same numbers give the same bits. */
 #define O_DEFINE_LAYER(T)                                                                          \
     __attribute__((noinline)) static void o_layer_##T(const T *const *p, const int64_t *numel,     \
                                                       int count, const T *x, T *z, T *y) {         \
@@ -119,10 +140,9 @@ static int o_uses(const o_net *net, int step, int micro, int rank, int unit, int
             y[j] = x[j] / 2 + z[j] / (1 + (z[j] < 0 ? -z[j] : z[j]));                              \
     }                                                                                              \
     /* dx may be NULL; dp[k] NULL: not wanted */                                                   \
-    __attribute__((noinline)) static void o_backward_##T(const T *const *p, T *const *dp,          \
-                                                         const int64_t *numel, int count,          \
-                                                         const T *x, const T *z, const T *dy,      \
-                                                         T *dx) {                                  \
+    __attribute__((noinline)) static void o_backward_##T(                                          \
+        const T *const *p, T *const *dp, const int64_t *numel, int count, const T *x, const T *z,  \
+        const T *dy, T *dx) {                                                                      \
         T dz[O_WIDTH];                                                                             \
         for (int j = 0; j < O_WIDTH; j++) {                                                        \
             T d = 1 + (z[j] < 0 ? -z[j] : z[j]);                                                   \
@@ -154,7 +174,7 @@ typedef struct o_acts {
 
 typedef struct o_model {
     const o_net *net;
-    int world, overwrite, step, sync;
+    int world, overwrite, step, sync[O_UNITS];
     fsdp_dtype dtype, param_dtype, reduce_dtype;
     double *master[O_UNITS][O_PARAMS], *grad[O_UNITS][O_PARAMS]; // of the optimizer; averaged
     double *slot[O_WORLD][O_UNITS][O_PARAMS];                    // where a rank's backward writes
@@ -191,7 +211,7 @@ static o_model *o_make(const o_net *net, int world, fsdp_dtype dtype, fsdp_dtype
     o->net = net;
     o->world = world;
     o->overwrite = overwrite;
-    o->sync = 1;
+    for (int u = 0; u < O_UNITS; u++) o->sync[u] = 1;
     o->dtype = dtype;
     o->param_dtype = param_dtype ? param_dtype : dtype;
     o->reduce_dtype = reduce_dtype ? reduce_dtype : dtype;
@@ -209,7 +229,7 @@ static o_model *o_make(const o_net *net, int world, fsdp_dtype dtype, fsdp_dtype
     return o;
 }
 
-/* The layer of one rank, forward (dy NULL) or backward, on parameters in the compute dtype: in double
+/* The layer of one rank, forward (dy NULL) or backward, on parameters in the compute dtype: double
    if that is f64, else in float. dp: as doubles. tmp: room for 2 * numel of the unit. */
 static void o_apply(const o_net *net, fsdp_dtype param_dtype, int unit, double *const *params,
                     const int *uses, o_acts *act, const double *dy, double *const *dp, void *tmp) {
@@ -228,13 +248,13 @@ static void o_apply(const o_net *net, fsdp_dtype param_dtype, int unit, double *
         }                                                                                          \
         for (int j = 0; j < O_WIDTH; j++) x[j] = (T)act->x[j], z[j] = (T)act->z[j];                \
         if (!dy) o_layer_##T(values, numel, u->count, x, z, y);                                    \
-        for (int j = 0; j < O_WIDTH && !dy; j++) act->z[j] = z[j], act->y[j] = y[j];               \
+        for (int j = 0; j < O_WIDTH && !dy; j++) act->z[j] = (double)z[j], act->y[j] = (double)y[j];               \
         if (!dy) break;                                                                            \
         for (int j = 0; j < O_WIDTH; j++) y[j] = (T)dy[j];                                         \
         o_backward_##T(values, grads, numel, u->count, x, z, y, d);                                \
-        for (int j = 0; j < O_WIDTH; j++) act->dx[j] = d[j];                                       \
+        for (int j = 0; j < O_WIDTH; j++) act->dx[j] = (double)d[j];                                       \
         for (int i = 0; i < u->count; i++)                                                         \
-            for (int64_t e = 0; grads[i] && e < numel[i]; e++) dp[i][e] = grads[i][e];             \
+            for (int64_t e = 0; grads[i] && e < numel[i]; e++) dp[i][e] = (double)grads[i][e];             \
     } while (0)
     if (param_dtype == FSDP_F64) O_APPLY(double);
     else O_APPLY(float);
@@ -283,8 +303,8 @@ static void o_compute(o_model *o, int k, int m, int backward, double *tmp) {
             double *slot = o->slot[r][unit][i];
             int add = !o->overwrite || o->written[r][unit][i];
             for (int64_t e = 0; e < u->params[i].numel; e++)
-                slot[e] = o_round(o->param_dtype, add ? o_mid(o->param_dtype, 0, slot[e] + dp[i][e])
-                                                      : dp[i][e]);
+                slot[e] = o_round(o->param_dtype,
+                                  add ? o_mid(o->param_dtype, 0, slot[e] + dp[i][e]) : dp[i][e]);
             o->written[r][unit][i] = o->used[unit][i] = 1;
         }
     }
@@ -295,7 +315,7 @@ static void o_begin(o_model *o, int unit) {
     o->open[unit] = 1;
     if (o->slot_live[unit]) return;
     o->alias[unit] = o->world == 1 && o->param_dtype == o->dtype && o->reduce_dtype == o->dtype &&
-                     o->sync && !o->kept_live[unit] && !(o->overwrite && o->has_grad[unit]);
+                     o->sync[unit] && !o->kept_live[unit] && !(o->overwrite && o->has_grad[unit]);
     int add = o->alias[unit] && o->has_grad[unit];
     for (int r = 0; r < o->world; r++)
         for (int i = 0; i < u->count; i++) {
@@ -315,10 +335,12 @@ static void o_average(o_model *o, int unit, int i, int64_t e, int kept) {
         sum = r ? o_mid(input, o->dtype, sum + x) : x;
     }
     if (o->world > 1) {
-        if (o->reduce_dtype != FSDP_F32 && o->reduce_dtype != FSDP_F64) // rounded to before it is scaled
+        if (o->reduce_dtype != FSDP_F32 &&
+            o->reduce_dtype != FSDP_F64) // rounded to before it is scaled
             sum = o_round(o->reduce_dtype, sum), read = o->reduce_dtype;
         int wide = read == FSDP_F64 || o->dtype == FSDP_F64;
-        sum = o_mid(read, o->dtype, sum * (wide ? 1.0 / o->world : (double)(1.0f / (float)o->world)));
+        sum = o_mid(read, o->dtype,
+                    sum * (wide ? 1.0 / o->world : (double)(1.0f / (float)o->world)));
     }
     int add = o->has_grad[unit] && !o->alias[unit];
     grad[e] = o_round(o->dtype, add ? o_mid(read, o->dtype, grad[e] + sum) : sum);
@@ -331,16 +353,18 @@ static void o_end(o_model *o, int unit) {
     o->open[unit] = 0;
     for (int i = 0; i < u->count; i++) trainable |= !u->params[i].frozen;
     if (!trainable) return;
-    int keep = o->kept_live[unit] || o->param_dtype != o->reduce_dtype || (!o->sync && o->overwrite);
+    int keep = o->kept_live[unit] || o->param_dtype != o->reduce_dtype ||
+               (!o->sync[unit] && o->overwrite);
     for (int i = 0; i < u->count && keep; i++)
         for (int r = 0; r < o->world; r++)
             for (int64_t e = 0; e < u->params[i].numel; e++) {
                 double *kept = &o->kept[r][unit][i][e], x = o->slot[r][unit][i][e];
-                double sum = o->kept_live[unit] ? o_mid(o->param_dtype, o->reduce_dtype, *kept + x) : x;
+                double sum = o->kept_live[unit] ? o_mid(o->param_dtype, o->reduce_dtype, *kept + x)
+                                                : x;
                 *kept = o_round(o->reduce_dtype, sum);
             }
     if (keep) o->kept_live[unit] = 1, o->slot_live[unit] = 0;
-    if (!o->sync) return;
+    if (!o->sync[unit]) return;
     for (int i = 0; i < u->count; i++) {
         if (u->params[i].frozen) continue;
         for (int64_t e = 0; e < u->params[i].numel; e++) o_average(o, unit, i, e, keep);
@@ -355,8 +379,9 @@ static void o_end(o_model *o, int unit) {
 static void o_update(o_model *o) {
     for (int u = 0; u < o->net->count; u++)
         for (int i = 0; i < o->net->units[u].count; i++)
-            for (int64_t e = 0; o->has_grad[u] && o->param_has_grad[u][i] &&
-                                e < o->net->units[u].params[i].numel; e++)
+            for (int64_t e = 0;
+                 o->has_grad[u] && o->param_has_grad[u][i] && e < o->net->units[u].params[i].numel;
+                 e++)
                 o->master[u][i][e] = o_updated(o->dtype, o->master[u][i][e], o->grad[u][i][e]);
     o->step++;
 }
@@ -365,10 +390,12 @@ static void o_run(o_model *o, const o_op *ops, int count) {
     double *tmp = (double *)malloc((size_t)(4 * o_numel(o->net) + 1) * sizeof *tmp);
     for (int n = 0; n < count && tmp; n++) {
         o_op op = ops[n];
-        if (op.kind == O_COMPUTE || op.kind == O_GRAD) o_compute(o, op.a, op.m, op.kind == O_GRAD, tmp);
+        if (op.kind == O_COMPUTE || op.kind == O_GRAD)
+            o_compute(o, op.a, op.m, op.kind == O_GRAD, tmp);
         if (op.kind == O_PRE_BACKWARD && !o->open[op.a]) o_begin(o, op.a);
         if (op.kind == O_POST_BACKWARD) o_end(o, op.a);
-        if (op.kind == O_SET_SYNC) o->sync = op.a;
+        for (int u = 0; u < O_UNITS && op.kind == O_SET_SYNC; u++)
+            if (op.m < 0 || op.m == u) o->sync[u] = op.a;
         if (op.kind == O_UPDATE) o_update(o);
         if (op.kind == O_ZERO_GRAD) memset(o->has_grad, 0, sizeof o->has_grad);
         for (int u = 0; op.kind == O_FINALIZE && u < o->net->count; u++)
@@ -378,8 +405,8 @@ static void o_run(o_model *o, const o_op *ops, int count) {
 }
 
 #if defined(__clang__)
-#    pragma float_control(pop)
+#pragma float_control(pop)
 #elif defined(__GNUC__)
-#    pragma GCC pop_options
+#pragma GCC pop_options
 #endif
 #endif

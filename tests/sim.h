@@ -10,22 +10,24 @@
        ...
        sim_close(&s);                       // fsdp_shutdown, and what the sim has allocated
 
-   Time. The host and each stream have a clock in nanoseconds. Work on a stream begins when the stream
-   is free, not before the host has issued it; collectives of one process group come one after
-   another. Without streams the host does all work itself. sim_compute is the caller's own work.
+   Time. The host and each stream have a clock in nanoseconds. Work on a stream begins when the
+   stream is free, not before the host has issued it; collectives of one process group come one
+   after another. Without streams the host does all work itself. sim_compute is the caller's own
+   work.
 
-   Races. With s.checks every element of device memory remembers who wrote and who read it last, and
-   the host and the streams carry vector clocks that move only through record, wait and sync. An
-   access that is not ordered behind an earlier one in conflict is a race: s.races, s.race.
+   Races. With s.checks every element of device memory remembers who wrote and who read it last,
+   and the host and the streams carry vector clocks that move only through record, wait and sync.
+   An access that is not ordered behind an earlier one in conflict is a race: s.races, s.race.
    sim_read and sim_write tell of the caller's own accesses. s.ignore_wait leaves one wait out.
 
    Data. With s.moves they move as if every rank held what this one holds.
 
-   With s.null the tables do nothing at all, so that what remains is the host's cost of the library. */
+   With s.null the tables do nothing at all, so that what remains is the host's cost of the
+   library. */
 #ifndef SIM_H
 #define SIM_H
 
-#define SIM_FN static __attribute__((unused))
+#define SIM_FN    static __attribute__((unused))
 #define SIM_GRAIN 2 /* bytes of device memory that are watched together */
 
 enum { SIM_HOST = FSDP_STREAM_COUNT, SIM_ACTORS }; /* the streams, and the host */
@@ -75,8 +77,9 @@ typedef struct sim {
     int64_t now[SIM_ACTORS], busy[SIM_ACTORS]; /* clocks; time spent working */
     int64_t last_cost;                         /* of the latest piece of work */
     int64_t waits, records, syncs;
-    uint64_t colls[FSDP_OP_COUNT], coll_bytes[FSDP_OP_COUNT]; /* run; read from other ranks by them */
-    uint64_t works;                                           /* copies, zeros and norms that were run */
+    uint64_t colls[FSDP_OP_COUNT],
+        coll_bytes[FSDP_OP_COUNT]; /* run; read from other ranks by them */
+    uint64_t works;                /* copies, zeros and norms that were run */
     int64_t live_blocks, live_events, live_streams, live_groups, num_blocks;
     fsdp_op *ops;
     int num_ops, cap_ops;
@@ -99,14 +102,15 @@ typedef struct sim {
     int num_flags;
 } sim;
 
-/* ---- races ------------------------------------------------------------------------------------- */
+/* ---- races ----------------------------------------------------------------------------------- */
 
-SIM_FN void sim_report(sim *s, int actor, const char *what, int write, const char *other, uint32_t by,
-                       int block, size_t offset) {
+SIM_FN void sim_report(sim *s, int actor, const char *what, int write, const char *other,
+                       uint32_t by, int block, size_t offset) {
     static const char *const actors[SIM_ACTORS] = {"COMPUTE", "GATHER", "REDUCE", "the host"};
     if (s->races++ == 0)
-        snprintf(s->race, sizeof s->race, "%s on %s %s byte %zu of block %d, %s by %s without an event between",
-                 what, actors[actor], write ? "writes" : "reads", offset, block, other, actors[by]);
+        snprintf(s->race, sizeof s->race,
+                 "%s on %s %s byte %zu of block %d, %s by %s without an event between", what,
+                 actors[actor], write ? "writes" : "reads", offset, block, other, actors[by]);
 }
 
 SIM_FN sim_block *sim_find(sim *s, const void *ptr) {
@@ -116,15 +120,16 @@ SIM_FN sim_block *sim_find(sim *s, const void *ptr) {
 }
 
 /* One access of an actor to device memory. Other memory is not watched. */
-SIM_FN void sim_touch(sim *s, int actor, const char *what, const void *ptr, int64_t nbytes, int write) {
+SIM_FN void sim_touch(sim *s, int actor, const char *what, const void *ptr, int64_t nbytes,
+                      int write) {
     const uint32_t *clock = s->clock[actor];
     sim_block *b = s->checks && nbytes > 0 ? sim_find(s, ptr) : NULL;
     if (!b) return;
     size_t at = (size_t)((const char *)ptr - b->ptr), end = at + (size_t)nbytes;
     if (end > b->nbytes) {
         if (s->races++ == 0)
-            snprintf(s->race, sizeof s->race, "%s goes beyond block %d: bytes %zu to %zu of %zu", what, b->number, at,
-                     end, b->nbytes);
+            snprintf(s->race, sizeof s->race, "%s goes beyond block %d: bytes %zu to %zu of %zu",
+                     what, b->number, at, end, b->nbytes);
         return;
     }
     for (size_t i = at / SIM_GRAIN; i < (end + SIM_GRAIN - 1) / SIM_GRAIN; i++) {
@@ -132,7 +137,8 @@ SIM_FN void sim_touch(sim *s, int actor, const char *what, const void *ptr, int6
         if (c->written > clock[c->writer])
             sim_report(s, actor, what, write, "written", c->writer, b->number, i * SIM_GRAIN);
         for (uint32_t a = 0; write && a < SIM_ACTORS; a++)
-            if (c->read[a] > clock[a]) sim_report(s, actor, what, write, "read", a, b->number, i * SIM_GRAIN);
+            if (c->read[a] > clock[a])
+                sim_report(s, actor, what, write, "read", a, b->number, i * SIM_GRAIN);
         if (!write) {
             c->read[actor] = clock[actor];
             continue;
@@ -148,9 +154,11 @@ SIM_FN void sim_join(uint32_t *into, const uint32_t *from) {
         if (from[a] > into[a]) into[a] = from[a];
 }
 
-/* ---- time -------------------------------------------------------------------------------------- */
+/* ---- time ------------------------------------------------------------------------------------ */
 
-SIM_FN int sim_actor(const void *stream) { return stream ? ((const sim_stream *)stream)->actor : SIM_HOST; }
+SIM_FN int sim_actor(const void *stream) {
+    return stream ? ((const sim_stream *)stream)->actor : SIM_HOST;
+}
 
 /* A piece of work, issued by the host: it is behind all that the host has done or waited for. */
 SIM_FN void sim_work(sim *s, int actor, int64_t not_before, int64_t cost) {
@@ -167,7 +175,8 @@ SIM_FN void sim_work(sim *s, int actor, int64_t not_before, int64_t cost) {
 }
 
 SIM_FN int64_t sim_cost(uint64_t nbytes, int64_t bytes_per_ns) {
-    return bytes_per_ns ? (int64_t)((nbytes + (uint64_t)bytes_per_ns - 1) / (uint64_t)bytes_per_ns) : 0;
+    return bytes_per_ns ? (int64_t)((nbytes + (uint64_t)bytes_per_ns - 1) / (uint64_t)bytes_per_ns)
+                        : 0;
 }
 
 /* The caller's stream; without streams the host itself. */
@@ -187,7 +196,8 @@ SIM_FN void sim_write(sim *s, const char *what, const void *ptr, int64_t nbytes)
 
 /* The host waits for the caller's stream, as a program does that reads the loss. */
 SIM_FN void sim_host_waits(sim *s) {
-    if (s->now[SIM_HOST] < s->now[FSDP_STREAM_COMPUTE]) s->now[SIM_HOST] = s->now[FSDP_STREAM_COMPUTE];
+    if (s->now[SIM_HOST] < s->now[FSDP_STREAM_COMPUTE])
+        s->now[SIM_HOST] = s->now[FSDP_STREAM_COMPUTE];
     sim_join(s->clock[SIM_HOST], s->clock[FSDP_STREAM_COMPUTE]);
 }
 
@@ -199,13 +209,14 @@ SIM_FN int64_t sim_end(const sim *s) {
     return end;
 }
 
-/* ---- memory ------------------------------------------------------------------------------------ */
+/* ---- memory ---------------------------------------------------------------------------------- */
 
 SIM_FN fsdp_status sim_alloc(sim *s, size_t size, void **ptr) {
     sim_block *b = (sim_block *)calloc(1, sizeof *b);
     *ptr = NULL;
     if (b) b->ptr = (char *)calloc(1, size + 64);
-    if (b && b->ptr && s->checks) b->cells = (sim_cell *)calloc(size / SIM_GRAIN + 1, sizeof *b->cells);
+    if (b && b->ptr && s->checks)
+        b->cells = (sim_cell *)calloc(size / SIM_GRAIN + 1, sizeof *b->cells);
     if (!b || !b->ptr || (s->checks && !b->cells)) return FSDP_ERR_OUT_OF_MEMORY;
     b->nbytes = size;
     b->number = (int)s->num_blocks++;
@@ -230,7 +241,7 @@ SIM_FN void sim_free(sim *s, const void *ptr) {
     }
 }
 
-/* ---- the device -------------------------------------------------------------------------------- */
+/* ---- the device ------------------------------------------------------------------------------ */
 
 SIM_FN sim *sim_of(fsdp_device *device) { return (sim *)(void *)device; }
 
@@ -307,7 +318,8 @@ SIM_FN void sim_touch_blocks(sim *s, int actor, const fsdp_op *op, int write) {
         const fsdp_block *b = &blocks[i];
         for (int64_t row = 0; row < b->height; row++) {
             int64_t at = write ? b->dst + row * b->dst_pitch : b->src + row * b->src_pitch;
-            sim_touch(s, actor, fsdp_label_name(op->label), base + at * size, b->width * size, write);
+            sim_touch(s, actor, fsdp_label_name(op->label), base + at * size, b->width * size,
+                      write);
         }
     }
 }
@@ -364,7 +376,7 @@ SIM_FN fsdp_status sim_device_norm(fsdp_device *device, void *stream, const fsdp
     return s->moves ? fsdpi_host_norm(NULL, NULL, op) : FSDP_OK;
 }
 
-/* ---- the comm ---------------------------------------------------------------------------------- */
+/* ---- the comm -------------------------------------------------------------------------------- */
 
 SIM_FN sim_group *sim_group_of(fsdp_comm *comm) { return (sim_group *)(void *)comm; }
 
@@ -383,8 +395,8 @@ SIM_FN fsdp_status sim_group_new(sim *s, int size, int rank, fsdp_comm **out) {
 
 SIM_FN fsdp_status sim_comm_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **world) {
     sim *s = (sim *)boot->user;
-    caps->kinds = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |
-                  1u << FSDP_OP_BROADCAST;
+    caps->kinds = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
+                  1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     caps->flags = s->fused ? FSDP_CAP_FUSED_REDUCE : 0;
     caps->lanes = s->comm_lanes;
     return sim_group_new(s, boot->size, boot->rank, world);
@@ -392,7 +404,9 @@ SIM_FN fsdp_status sim_comm_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_co
 
 SIM_FN fsdp_status sim_comm_split(fsdp_comm *parent, const fsdp_group *group, fsdp_comm **out) {
     *out = NULL;
-    return group->color < 0 ? FSDP_OK : sim_group_new(sim_group_of(parent)->owner, group->size, group->index, out);
+    return group->color < 0
+               ? FSDP_OK
+               : sim_group_new(sim_group_of(parent)->owner, group->size, group->index, out);
 }
 
 SIM_FN void sim_comm_close(fsdp_comm *comm) {
@@ -406,16 +420,19 @@ SIM_FN void sim_comm_close(fsdp_comm *comm) {
     free(g);
 }
 
-/* What a collective reads and writes on this rank. What peers read of it counts as its own reads. */
+/* What a collective reads and writes on this rank. What peers read of it counts as its own reads.
+   */
 SIM_FN void sim_touch_coll(sim *s, int actor, const sim_group *g, const fsdp_coll *c) {
-    const char *what = fsdp_op_name(c->kind), *src = (const char *)c->src, *dst = (const char *)c->dst;
+    const char *what = fsdp_op_name(c->kind), *src = (const char *)c->src,
+               *dst = (const char *)c->dst;
     int64_t in = (int64_t)fsdp_dtype_size(c->dtype), out = (int64_t)fsdp_dtype_size(c->out_dtype);
     for (uint32_t i = 0; i < c->num_segs; i++) {
         const fsdp_seg *seg = &c->segs[i];
         if (c->kind == FSDP_OP_ALL_GATHER) {
             int64_t part = seg->count * in, at = seg->full * in, mine = c->in_place ? g->rank : -1;
             if (!c->in_place) sim_touch(s, actor, what, src + seg->shard * in, part, 0);
-            for (int k = 0; k < g->size; k++) sim_touch(s, actor, what, dst + at + k * part, part, k != mine);
+            for (int k = 0; k < g->size; k++)
+                sim_touch(s, actor, what, dst + at + k * part, part, k != mine);
         } else {
             sim_touch(s, actor, what, src + seg->full * in, g->size * seg->count * in, 0);
             sim_touch(s, actor, what, dst + seg->shard * out, seg->count * out, 1);
@@ -433,13 +450,14 @@ SIM_FN void sim_move(const sim_group *g, const fsdp_coll *c) {
         const fsdp_seg *seg = &c->segs[i];
         size_t part = (size_t)seg->count * in;
         char *full = dst + (size_t)seg->full * in;
-        const char *mine = c->in_place ? full + (size_t)g->rank * part : src + (size_t)seg->shard * in;
+        const char *mine = c->in_place ? full + (size_t)g->rank * part
+                                       : src + (size_t)seg->shard * in;
         const char *piece = src + ((size_t)seg->full + (size_t)g->rank * (size_t)seg->count) * in;
         for (int k = 0; c->kind == FSDP_OP_ALL_GATHER && k < g->size; k++)
             if (full + (size_t)k * part != mine) memcpy(full + (size_t)k * part, mine, part);
         if (c->kind == FSDP_OP_REDUCE_SCATTER)
-            fsdpi_reduce(dst + (size_t)seg->shard * out, c->out_dtype, &piece, 1, c->dtype, (size_t)seg->count,
-                         c->scale * g->size, c->accumulate, FSDP_SUM);
+            fsdpi_reduce(dst + (size_t)seg->shard * out, c->out_dtype, &piece, 1, c->dtype,
+                         (size_t)seg->count, c->scale * g->size, c->accumulate, FSDP_SUM);
     }
     const char *same = dst;
     if (c->kind == FSDP_OP_ALL_REDUCE && c->redop == FSDP_SUM && fsdp_dtype_is_float(c->dtype))
@@ -476,24 +494,51 @@ SIM_FN void sim_comm_abort(fsdp_comm *world, fsdp_status status, const char *why
     (void)world, (void)status, (void)why;
 }
 
-/* ---- worlds ------------------------------------------------------------------------------------ */
+/* ---- worlds ---------------------------------------------------------------------------------- */
 
 SIM_FN const fsdp_comm_ops *sim_comm_table(void) {
-    static const fsdp_comm_ops ops = {
-        FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "sim", sim_comm_open, sim_comm_split, sim_comm_close, sim_comm_run,
-        sim_comm_alloc, sim_comm_free, sim_comm_error, sim_comm_abort, NULL};
+    static const fsdp_comm_ops ops = {FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "sim",
+                                      sim_comm_open,     sim_comm_split,        sim_comm_close,
+                                      sim_comm_run,      sim_comm_alloc,        sim_comm_free,
+                                      sim_comm_error,    sim_comm_abort,        NULL};
     return &ops;
 }
 
 SIM_FN const fsdp_device_ops *sim_device_table(int async) {
-    static const fsdp_device_ops streams = {
-        FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_ASYNC | FSDP_DEVICE_HOST, "sim", sim_device_open,
-        sim_device_close, sim_device_alloc, sim_device_free, sim_device_stream, sim_device_event, sim_device_destroy,
-        sim_device_record, sim_device_wait, sim_device_sync, sim_device_copy, sim_device_zero, sim_device_norm};
-    static const fsdp_device_ops none = {
-        FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_HOST, "sim inline", sim_device_open,
-        sim_device_close, sim_device_alloc, sim_device_free, NULL, NULL, NULL, NULL, NULL, NULL,
-        sim_device_copy, sim_device_zero, sim_device_norm};
+    static const fsdp_device_ops streams = {FSDP_DEVICE_VERSION,
+                                            sizeof(fsdp_device_ops),
+                                            FSDP_DEVICE_ASYNC | FSDP_DEVICE_HOST,
+                                            "sim",
+                                            sim_device_open,
+                                            sim_device_close,
+                                            sim_device_alloc,
+                                            sim_device_free,
+                                            sim_device_stream,
+                                            sim_device_event,
+                                            sim_device_destroy,
+                                            sim_device_record,
+                                            sim_device_wait,
+                                            sim_device_sync,
+                                            sim_device_copy,
+                                            sim_device_zero,
+                                            sim_device_norm};
+    static const fsdp_device_ops none = {FSDP_DEVICE_VERSION,
+                                         sizeof(fsdp_device_ops),
+                                         FSDP_DEVICE_HOST,
+                                         "sim inline",
+                                         sim_device_open,
+                                         sim_device_close,
+                                         sim_device_alloc,
+                                         sim_device_free,
+                                         NULL,
+                                         NULL,
+                                         NULL,
+                                         NULL,
+                                         NULL,
+                                         NULL,
+                                         sim_device_copy,
+                                         sim_device_zero,
+                                         sim_device_norm};
     return async ? &streams : &none;
 }
 
@@ -516,21 +561,48 @@ SIM_FN fsdp_status sim_null_run(fsdp_comm *comm, const fsdp_coll *c) {
 }
 
 SIM_FN const fsdp_comm_ops *sim_null_comm(void) {
-    static const fsdp_comm_ops ops = {
-        FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "null", sim_comm_open, sim_comm_split, sim_comm_close, sim_null_run,
-        sim_comm_alloc, sim_comm_free, sim_comm_error, sim_comm_abort, NULL};
+    static const fsdp_comm_ops ops = {FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "null",
+                                      sim_comm_open,     sim_comm_split,        sim_comm_close,
+                                      sim_null_run,      sim_comm_alloc,        sim_comm_free,
+                                      sim_comm_error,    sim_comm_abort,        NULL};
     return &ops;
 }
 
 SIM_FN const fsdp_device_ops *sim_null_device(int async) {
-    static const fsdp_device_ops streams = {
-        FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_ASYNC | FSDP_DEVICE_HOST, "null", sim_device_open,
-        sim_device_close, sim_device_alloc, sim_device_free, sim_device_stream, sim_device_event, sim_device_destroy,
-        sim_null_event, sim_null_event, sim_null_sync, sim_null_work, sim_null_work, sim_null_work};
-    static const fsdp_device_ops none = {
-        FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_HOST, "null inline", sim_device_open,
-        sim_device_close, sim_device_alloc, sim_device_free, NULL, NULL, NULL, NULL, NULL, NULL,
-        sim_null_work, sim_null_work, sim_null_work};
+    static const fsdp_device_ops streams = {FSDP_DEVICE_VERSION,
+                                            sizeof(fsdp_device_ops),
+                                            FSDP_DEVICE_ASYNC | FSDP_DEVICE_HOST,
+                                            "null",
+                                            sim_device_open,
+                                            sim_device_close,
+                                            sim_device_alloc,
+                                            sim_device_free,
+                                            sim_device_stream,
+                                            sim_device_event,
+                                            sim_device_destroy,
+                                            sim_null_event,
+                                            sim_null_event,
+                                            sim_null_sync,
+                                            sim_null_work,
+                                            sim_null_work,
+                                            sim_null_work};
+    static const fsdp_device_ops none = {FSDP_DEVICE_VERSION,
+                                         sizeof(fsdp_device_ops),
+                                         FSDP_DEVICE_HOST,
+                                         "null inline",
+                                         sim_device_open,
+                                         sim_device_close,
+                                         sim_device_alloc,
+                                         sim_device_free,
+                                         NULL,
+                                         NULL,
+                                         NULL,
+                                         NULL,
+                                         NULL,
+                                         NULL,
+                                         sim_null_work,
+                                         sim_null_work,
+                                         sim_null_work};
     return async ? &streams : &none;
 }
 

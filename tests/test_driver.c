@@ -43,7 +43,7 @@ static const struct {
     {1, 0, {{40, 3, 0}}},
 };
 
-/* ---- an observer that adds up ------------------------------------------------------------------------ */
+/* ---- an observer that adds up ---------------------------------------------------------------- */
 
 typedef struct {
     int call;
@@ -65,7 +65,8 @@ static int on_op(void *user, fsdp_model *model, const fsdp_op *op) {
     bed *b = (bed *)user;
     CHECK(model == b->model);
     CHECK_EQ_INT(op->seq, b->last_seq + 1); /* none is left out, none comes twice */
-    CHECK(op->kind < FSDP_OP_COUNT && op->label < FSDP_LABEL_COUNT && op->stream < FSDP_STREAM_COUNT);
+    CHECK(op->kind < FSDP_OP_COUNT && op->label < FSDP_LABEL_COUNT &&
+          op->stream < FSDP_STREAM_COUNT);
     CHECK(op->state < FSDP_STATE_COUNT && op->what && *op->what);
     b->last_seq = op->seq;
     b->calls[op->kind]++;
@@ -114,8 +115,9 @@ static void bed_open(bed *b, const setting *set) {
         fsdp_param_desc p[6];
         fsdp_unit_desc ud = FSDP_ZERO;
         for (int k = 0; k < shapes[i].num_params; k++) {
-            p[k] = shapes[i].params[k].cols ? fsdp_mat(NULL, shapes[i].params[k].rows, shapes[i].params[k].cols)
-                                            : fsdp_vec(NULL, shapes[i].params[k].rows);
+            p[k] = shapes[i].params[k].cols
+                       ? fsdp_mat(NULL, shapes[i].params[k].rows, shapes[i].params[k].cols)
+                       : fsdp_vec(NULL, shapes[i].params[k].rows);
             p[k].shard_dim = shapes[i].params[k].dim;
             p[k].frozen = shapes[i].frozen >> k & 1;
             p[k].dtype = set->dtype;
@@ -145,7 +147,7 @@ static void step(bed *b) {
     CHECK_OK(fsdp_zero_grad(b->model));
 }
 
-/* ---- what an observer sees --------------------------------------------------------------------------- */
+/* ---- what an observer sees ------------------------------------------------------------------- */
 
 TEST_P(driver, counters_are_the_sum_of_the_ops, settings) {
     bed b;
@@ -156,7 +158,7 @@ TEST_P(driver, counters_are_the_sum_of_the_ops, settings) {
         if (k == 2) CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, 1));
         step(&b);
     }
-    fsdp_counters c;
+    fsdp_counters c = FSDP_ZERO;
     CHECK_OK(fsdp_model_counters(b.model, &c));
     for (int kind = 0; kind < FSDP_OP_COUNT; kind++) {
         CHECK_EQ_INT(c.calls[kind], b.calls[kind]);
@@ -167,7 +169,8 @@ TEST_P(driver, counters_are_the_sum_of_the_ops, settings) {
             CHECK_EQ_INT(b.s.colls[kind], c.calls[kind]);
             CHECK_EQ_INT(b.s.coll_bytes[kind], c.bytes[kind]);
         }
-        CHECK_EQ_INT(b.s.works, c.calls[FSDP_OP_COPY] + c.calls[FSDP_OP_ZERO] + c.calls[FSDP_OP_NORM]);
+        CHECK_EQ_INT(b.s.works,
+                     c.calls[FSDP_OP_COPY] + c.calls[FSDP_OP_ZERO] + c.calls[FSDP_OP_NORM]);
     }
     bed_close(&b);
 }
@@ -183,12 +186,31 @@ TEST_P(driver, markers_of_calls, settings) {
         for (int i = 0; i < NUM_UNITS; i++)
             for (int end = 0; end < 2; end++, n++) {
                 CHECK(n < b.num_marks);
-                CHECK_EQ_INT(b.marks[n].call, (half ? FSDP_CALL_PRE_BACKWARD : FSDP_CALL_PRE_FORWARD) + end);
+                CHECK_EQ_INT(b.marks[n].call,
+                             (half ? FSDP_CALL_PRE_BACKWARD : FSDP_CALL_PRE_FORWARD) + end);
                 CHECK(b.marks[n].unit == b.units[half ? NUM_UNITS - 1 - i : i]);
             }
     CHECK(n < b.num_marks);
     CHECK_EQ_INT(b.marks[n].call, FSDP_CALL_FINALIZE);
     CHECK(b.marks[n].unit == NULL);
+    static const int after[] = {FSDP_CALL_CLIP, FSDP_CALL_PARAMS_CHANGED, FSDP_CALL_ZERO_GRAD};
+    for (int i = 0; i < 3; i++) CHECK_EQ_INT(b.marks[++n].call, after[i]);
+    CHECK_EQ_INT(b.num_marks, n + 1);
+    double full[128]; /* of any dtype */
+    memset(full, 0, sizeof full);
+    CHECK_OK(fsdp_param_load(b.units[0], 0, full));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_LOAD);
+    CHECK_OK(fsdp_param_full(b.units[0], 0, full));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_FULL);
+    CHECK_OK(fsdp_unshard(b.units[1]));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_UNSHARD);
+    CHECK_OK(fsdp_wait(b.units[1]));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_WAIT);
+    CHECK_OK(fsdp_reshard(b.units[1]));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_RESHARD);
+    CHECK(b.marks[b.num_marks - 1].unit == b.units[1]);
+    CHECK_OK(fsdp_model_reset(b.model));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_RESET);
     /* getters leave none, impossible calls neither */
     int num = b.num_marks;
     CHECK(!fsdp_data(b.units[0], 0));
@@ -203,7 +225,7 @@ TEST_P(driver, markers_of_calls, settings) {
     bed_close(&b);
 }
 
-/* ---- an observer that acts --------------------------------------------------------------------------- */
+/* ---- an observer that acts ------------------------------------------------------------------- */
 
 /* Ops that the observer takes are not run; everything else goes on as if they had been. */
 TEST_P(driver, swallowed_ops_are_not_run, settings) {
@@ -214,7 +236,8 @@ TEST_P(driver, swallowed_ops_are_not_run, settings) {
     step(&b);
     for (int kind = 0; kind < FSDP_OP_COUNT; kind++) CHECK_EQ_INT(b.s.colls[kind], 0);
     if (!row->threads)
-        CHECK_EQ_INT(b.s.works, b.calls[FSDP_OP_COPY] + b.calls[FSDP_OP_ZERO] + b.calls[FSDP_OP_NORM]);
+        CHECK_EQ_INT(b.s.works,
+                     b.calls[FSDP_OP_COPY] + b.calls[FSDP_OP_ZERO] + b.calls[FSDP_OP_NORM]);
     uint64_t works = b.s.works;
     int64_t waits = b.s.waits;
     b.swallow = ~0u;
@@ -238,9 +261,12 @@ TEST_P(driver, hook_replaces_a_call, settings) {
     static const struct {
         fsdp_status (*run)(fsdp_unit *);
         int call;
-    } calls[] = {{fsdp_pre_forward, FSDP_CALL_PRE_FORWARD},   {fsdp_post_forward, FSDP_CALL_POST_FORWARD},
-                 {fsdp_pre_backward, FSDP_CALL_PRE_BACKWARD}, {fsdp_post_backward, FSDP_CALL_POST_BACKWARD},
-                 {fsdp_unshard, FSDP_CALL_UNSHARD},           {fsdp_wait, FSDP_CALL_WAIT},
+    } calls[] = {{fsdp_pre_forward, FSDP_CALL_PRE_FORWARD},
+                 {fsdp_post_forward, FSDP_CALL_POST_FORWARD},
+                 {fsdp_pre_backward, FSDP_CALL_PRE_BACKWARD},
+                 {fsdp_post_backward, FSDP_CALL_POST_BACKWARD},
+                 {fsdp_unshard, FSDP_CALL_UNSHARD},
+                 {fsdp_wait, FSDP_CALL_WAIT},
                  {fsdp_reshard, FSDP_CALL_RESHARD}};
     bed b;
     bed_open(&b, row);
@@ -264,9 +290,11 @@ TEST_P(driver, hook_replaces_a_call, settings) {
     uint64_t seq = b.last_seq;
     CHECK_OK(fsdp_finalize_backward(b.model));
     CHECK_EQ_INT(b.last_seq, seq);
-    CHECK(b.hooks[b.num_hooks - 1].unit == NULL && b.hooks[b.num_hooks - 1].call == FSDP_CALL_FINALIZE);
+    CHECK(b.hooks[b.num_hooks - 1].unit == NULL &&
+          b.hooks[b.num_hooks - 1].call == FSDP_CALL_FINALIZE);
     CHECK_EQ_INT(fsdp_unit_state(b.units[0]), FSDP_STATE_FORWARD);
-    /* a hook that only looks changes nothing, and sees impossible calls before the table refuses them */
+    /* a hook that only looks changes nothing, and sees impossible calls before the table refuses
+       them */
     b.replace = -1;
     CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
     CHECK_STATUS(fsdp_post_backward(b.units[2]), FSDP_ERR_INVALID_STATE);
@@ -275,20 +303,25 @@ TEST_P(driver, hook_replaces_a_call, settings) {
     bed_close(&b);
 }
 
-/* ---- bytes moved equal the formula ------------------------------------------------------------------- */
+/* ---- bytes moved equal the formula ----------------------------------------------------------- */
 
 TEST_P(driver, bytes_equal_the_formula, settings) {
     bed b;
     bed_open(&b, row);
     uint64_t gather = 0, reduce = 0, others = (uint64_t)row->world - 1;
-    fsdp_dtype param = row->param ? row->param : row->dtype, reduction = row->reduce ? row->reduce : row->dtype;
-    /* the reduction sends what the caller wrote, if the backend widens while it sums, or else a cast copy */
-    int widens = reduction == FSDP_F32 && (param == FSDP_BF16 || param == FSDP_F16) && !row->unfused;
+    fsdp_dtype param = row->param ? row->param : row->dtype,
+               reduction = row->reduce ? row->reduce : row->dtype;
+    /* the reduction sends what the caller wrote, if the backend widens while it sums, or else a
+       cast copy */
+    int widens = reduction == FSDP_F32 && (param == FSDP_BF16 || param == FSDP_F16) &&
+                 !row->unfused;
     fsdp_dtype sent = param == reduction || widens ? param : reduction;
     for (int i = 0; i < NUM_UNITS; i++) {
-        uint64_t all = 0, trained = 0; /* elements of one rank's stored shards; plus one flag of use each */
+        uint64_t all = 0,
+                 trained = 0; /* elements of one rank's stored shards; plus one flag of use each */
         for (int k = 0; k < shapes[i].num_params; k++) {
-            uint64_t cut = (uint64_t)shapes[i].params[k].rows, rest = (uint64_t)shapes[i].params[k].cols;
+            uint64_t cut = (uint64_t)shapes[i].params[k].rows,
+                     rest = (uint64_t)shapes[i].params[k].cols;
             if (rest == 0) rest = 1;
             if (shapes[i].params[k].dim == 1) {
                 uint64_t swap = cut;
@@ -303,15 +336,16 @@ TEST_P(driver, bytes_equal_the_formula, settings) {
         reduce += others * trained * fsdp_dtype_size(sent);
     }
     for (int k = 1; k <= 3; k++) {
-        fsdp_counters c;
+        fsdp_counters c = FSDP_ZERO;
         step(&b);
         CHECK_OK(fsdp_model_counters(b.model, &c));
         CHECK_EQ_INT(c.bytes[FSDP_OP_ALL_GATHER], (uint64_t)k * gather);
         CHECK_EQ_INT(c.bytes[FSDP_OP_REDUCE_SCATTER], (uint64_t)k * reduce);
         CHECK_EQ_INT(c.calls[FSDP_OP_ALL_GATHER], row->world > 1 ? k * 2 * NUM_UNITS : 0);
         CHECK_EQ_INT(c.calls[FSDP_OP_REDUCE_SCATTER], row->world > 1 ? k * NUM_UNITS : 0);
-        CHECK_EQ_INT(c.bytes[FSDP_OP_ALL_REDUCE], (uint64_t)k * others * sizeof(double)); /* the norm */
-        CHECK_EQ_INT(c.calls[FSDP_OP_HOOK], 0);                                         /* nobody listens */
+        CHECK_EQ_INT(c.bytes[FSDP_OP_ALL_REDUCE],
+                     (uint64_t)k * others * sizeof(double)); /* the norm */
+        CHECK_EQ_INT(c.calls[FSDP_OP_HOOK], 0);              /* nobody listens */
     }
     bed_close(&b);
 }

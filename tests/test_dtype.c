@@ -475,9 +475,11 @@ TEST(dtype, reduce) {
     static const size_t counts[] = {0, 1, 7, 1023, 1024, 1025, MOST};
     static const double scales[] = {1, 0.25, 1.0 / 3};
     static char src[SRCS][MOST * 8], got[MOST * 8 + PAD], want[MOST * 8 + PAD];
+    static char before[4][MOST * 8];
     const char *srcs[SRCS];
     uint64_t rng = h_seed();
     int64_t runs = 0;
+    for (int b = 0; b < 4; b++) fill_random(before[b], floats[b], MOST, &rng);
     for (int k = 0; k < SRCS; k++) srcs[k] = src[k];
     for (int a = 0; a < 4; a++) {
         for (int k = 0; k < SRCS; k++) fill_random(src[k], floats[a], MOST, &rng);
@@ -489,7 +491,7 @@ TEST(dtype, reduce) {
             int accumulate = (r /= 3) % 2, num = (r /= 2) % SRCS + 1;
             fsdp_redop redop = (r / SRCS) % 3;
             memset(got, 0x5A, sizeof got);
-            fill_random(got, to, MOST, &rng);
+            memcpy(got, before[run % 4], MOST * size);
             memcpy(want, got, sizeof got);
             fsdpi_reduce(got, to, srcs, num, floats[a], count, scale, accumulate, redop);
             for (size_t i = 0; i < count; i++)

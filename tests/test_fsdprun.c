@@ -11,14 +11,14 @@ static const char *launcher(void) {
     return path;
 }
 
-/* Starts fsdprun with the arguments, its output in a file. */
-static pid_t start(char *const *arguments) {
+/* Starts fsdprun with the arguments up to NULL, its output in a file. */
+static pid_t start_words(const char *word, va_list more) {
     char path[400];
     char *argv[32];
-    int n = 1;
+    int n = 0;
     snprintf(path, sizeof path, "%s/out", h_tmpdir());
-    argv[0] = (char *)(uintptr_t)launcher();
-    for (; *arguments; arguments++) argv[n++] = *arguments;
+    argv[n++] = (char *)(uintptr_t)launcher();
+    for (; word && n < 31; word = va_arg(more, const char *)) argv[n++] = (char *)(uintptr_t)word;
     argv[n] = NULL;
     fflush(NULL);
     pid_t pid = fork();
@@ -30,6 +30,14 @@ static pid_t start(char *const *arguments) {
     close(file);
     execv(argv[0], argv);
     _exit(99);
+}
+
+static pid_t start(const char *word, ...) {
+    va_list more;
+    va_start(more, word);
+    pid_t pid = start_words(word, more);
+    va_end(more);
+    return pid;
 }
 
 static void read_output(void) {
@@ -50,10 +58,11 @@ static int finish(pid_t pid) {
     return WEXITSTATUS(status);
 }
 
-#define RUN(...) run_list((char *[]){__VA_ARGS__, NULL})
-static int run_list(char **arguments) { return finish(start(arguments)); }
+#define RUN(...) finish(start(__VA_ARGS__, (const char *)NULL))
 
-static void says(const char *part) { CHECK_MSG(strstr(output, part), "\"%s\" does not say \"%s\"", output, part); }
+static void says(const char *part) {
+    CHECK_MSG(strstr(output, part), "\"%s\" does not say \"%s\"", output, part);
+}
 
 static int count(const char *part) {
     int n = 0;
@@ -62,8 +71,11 @@ static int count(const char *part) {
 }
 
 TEST(fsdprun, environment) {
-    CHECK_EQ_INT(RUN("-n", "3", "sh", "-c", "echo $RANK:$WORLD_SIZE:$LOCAL_RANK:$LOCAL_WORLD_SIZE:$MASTER_ADDR: port$MASTER_PORT "
-                                            "id$FSDP_JOB_ID"), 0);
+    CHECK_EQ_INT(
+        RUN("-n", "3", "sh", "-c",
+            "echo $RANK:$WORLD_SIZE:$LOCAL_RANK:$LOCAL_WORLD_SIZE:$MASTER_ADDR: port$MASTER_PORT "
+            "id$FSDP_JOB_ID"),
+        0);
     says("0:3:0:3:127.0.0.1:");
     says("1:3:1:3:127.0.0.1:");
     says("2:3:2:3:127.0.0.1:");
@@ -72,7 +84,8 @@ TEST(fsdprun, environment) {
     char same[64];
     snprintf(same, sizeof same, "port%d ", port);
     CHECK_EQ_INT(count(same), 3);
-    snprintf(same, sizeof same, "%.*s\n", (int)strcspn(strstr(output, "idfsdprun"), "\n"), strstr(output, "idfsdprun"));
+    snprintf(same, sizeof same, "%.*s\n", (int)strcspn(strstr(output, "idfsdprun"), "\n"),
+             strstr(output, "idfsdprun"));
     CHECK_EQ_INT(count(same), 3);
     CHECK_EQ_INT(RUN("-n", "1", "sh", "-c", "echo id$FSDP_JOB_ID"), 0);
     CHECK(strcmp(output, same)); /* another job, another id */
@@ -110,19 +123,24 @@ TEST(fsdprun, a_failure_ends_the_others_and_is_named) {
 }
 
 TEST(fsdprun, a_killed_rank_is_named) {
-    CHECK_EQ_INT(RUN("-n", "3", "sh", "-c", "test $RANK = 2 && kill -9 $$; exec sleep 20"), 128 + SIGKILL);
+    CHECK_EQ_INT(RUN("-n", "3", "sh", "-c", "test $RANK = 2 && kill -9 $$; exec sleep 20"),
+                 128 + SIGKILL);
     says("rank 2 (process ");
     says("was killed by signal 9");
 }
 
 TEST(fsdprun, who_ignores_term_is_killed) {
     int64_t begin = h_now_ms();
-    CHECK_EQ_INT(RUN("-n", "2", "sh", "-c", "test $RANK = 1 && exit 3; trap '' TERM; while :; do sleep 0.05; done"), 3);
+    CHECK_EQ_INT(RUN("-n", "2", "sh", "-c",
+                     "test $RANK = 1 && exit 3; trap '' TERM; while :; do sleep 0.05; done"),
+                 3);
     CHECK(h_now_ms() - begin >= 1000 && h_now_ms() - begin < 3000);
 }
 
 TEST(fsdprun, others_may_speak_before_they_are_ended) {
-    CHECK_EQ_INT(RUN("-n", "2", "sh", "-c", "test $RANK = 1 && exit 3; sleep 0.03; echo it was rank 1; sleep 9"), 3);
+    CHECK_EQ_INT(RUN("-n", "2", "sh", "-c",
+                     "test $RANK = 1 && exit 3; sleep 0.03; echo it was rank 1; sleep 9"),
+                 3);
     says("it was rank 1");
 }
 
@@ -134,8 +152,9 @@ static const signal_row forwarded[] = {{"INT", SIGINT},   {"TERM", SIGTERM}, {"H
                                        {"QUIT", SIGQUIT}, {"USR1", SIGUSR1}, {"USR2", SIGUSR2}};
 TEST_P(fsdprun, signals_are_passed_on, forwarded) {
     char script[200];
-    snprintf(script, sizeof script, "trap 'echo got it; exit 0' %s; echo ready; while :; do sleep 0.02; done", row->name);
-    pid_t pid = start((char *[]){"-n", "2", "sh", "-c", script, NULL});
+    snprintf(script, sizeof script,
+             "trap 'echo got it; exit 0' %s; echo ready; while :; do sleep 0.02; done", row->name);
+    pid_t pid = start("-n", "2", "sh", "-c", script, (const char *)NULL);
     while (read_output(), count("ready") < 2) usleep(1000);
     kill(pid, row->sig);
     CHECK_EQ_INT(finish(pid), 0);
@@ -143,7 +162,7 @@ TEST_P(fsdprun, signals_are_passed_on, forwarded) {
 }
 
 TEST(fsdprun, status_after_a_signal_that_kills) {
-    pid_t pid = start((char *[]){"-n", "2", "sh", "-c", "echo ready; exec sleep 20", NULL});
+    pid_t pid = start("-n", "2", "sh", "-c", "echo ready; exec sleep 20", (const char *)NULL);
     while (read_output(), count("ready") < 2) usleep(1000);
     kill(pid, SIGTERM);
     CHECK_EQ_INT(finish(pid), 128 + SIGTERM);
@@ -151,7 +170,7 @@ TEST(fsdprun, status_after_a_signal_that_kills) {
 }
 
 TEST(fsdprun, ranks_die_with_it) {
-    pid_t pid = start((char *[]){"-n", "2", "sh", "-c", "echo pid $$; exec sleep 20", NULL});
+    pid_t pid = start("-n", "2", "sh", "-c", "echo pid $$; exec sleep 20", (const char *)NULL);
     while (read_output(), count("pid ") < 2) usleep(1000);
     int first = atoi(strstr(output, "pid ") + 4);
     kill(pid, SIGKILL);

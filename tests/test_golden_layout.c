@@ -5,7 +5,7 @@
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
 
-enum { MAX_WORLD = 4096, MAX_PARAMS = 64 };
+enum { MAX_WORLD = 4096, MAX_PARAMS = 1024 };
 
 static int64_t *numbers(int64_t count) {
     int64_t *a = (int64_t *)calloc((size_t)count + 1, sizeof *a);
@@ -180,4 +180,80 @@ TEST(golden_layout, layout) {
     }
     GOLDEN_CLOSE(&g);
     h_message("%lld units, %lld lines compared", (long long)cases, (long long)checks);
+}
+
+/* ---- the reader itself ----------------------------------------------------------------------- */
+
+TEST(golden_reader, numbers) {
+    static const char *const texts[4] = {"-0x1.95b03p-1", "0x1.95f794p-1", "-0x1.4724p-9",
+                                         "-0x1.663388p-1"}; /* README.md */
+    double want[4];
+    for (int i = 0; i < 4; i++) want[i] = strtod(texts[i], NULL);
+    CHECK(golden_splitmix64(0) == 0xe220a8397b1dcdafu);
+    CHECK(golden_splitmix64(1) == 0x910a2dec89025cc1u);
+    for (uint64_t i = 0; i < 4; i++) CHECK_NEAR(golden_value(5000, i, 2), want[i], 0);
+    float f[4];
+    golden_fill(f, 5000, 4, 2);
+    for (int i = 0; i < 4; i++) CHECK_NEAR(f[i], want[i], 0);
+}
+
+static void write_file(const char *text) {
+    char path[400];
+    snprintf(path, sizeof path, "%s/some.txt", h_tmpdir());
+    FILE *file = fopen(path, "w");
+    CHECK(file && fputs(text, file) >= 0 && fclose(file) == 0);
+    CHECK_EQ_INT(setenv("FSDP_GOLDEN_DIR", h_tmpdir(), 1), 0);
+}
+
+TEST(golden_reader, records) {
+    golden g;
+    write_file("fsdp-golden 1 kind\nfree 1\n\ncase a\nx 2 -3 0x1.8p1 inf\nskipped what ever\ny z\n"
+               "\ncase b\n\ncase c\nx 7"); /* no line end */
+    CHECK(golden_open(&g, "some.txt", "kind"));
+    CHECK(golden_line(&g) && golden_is(&g, "free") && golden_int(&g) == 1 && golden_left(&g) == 0);
+    CHECK(!golden_line(&g) && !golden_line(&g));
+    CHECK(golden_case(&g));
+    CHECK_EQ_STR(g.name, "a");
+    for (int pass = 0; pass < 2; pass++) {
+        CHECK(golden_line(&g) && golden_is(&g, "x") && golden_left(&g) == 4);
+        CHECK(golden_int(&g) == 2 && golden_int(&g) == -3);
+        CHECK_NEAR(golden_num(&g), 3, 0);
+        CHECK_EQ_INT(h_non_finite(golden_num(&g)), 1);
+        CHECK(golden_line(&g) && golden_line(&g) && golden_is(&g, "y"));
+        CHECK_EQ_STR(golden_word(&g), "z");
+        CHECK(!golden_line(&g));
+        golden_again(&g);
+    }
+    CHECK(golden_case(&g) && !strcmp(g.name, "b") && !golden_line(&g));
+    CHECK(golden_case(&g) && golden_line(&g) && golden_int(&g) == 7 && !golden_line(&g));
+    CHECK(!golden_case(&g) && !g.error[0]);
+    golden_close(&g);
+}
+
+static const struct {
+    const char *name, *text, *error;
+} mistakes[] = {
+    {"header", "fsdp-golden 2 kind\n", "the first line is not"},
+    {"kind", "fsdp-golden 1 other\n", "the first line is not"},
+    {"empty", "", "the first line is not"},
+    {"missing", "fsdp-golden 1 kind\nx\n", "some.txt:2: x: a value is missing"},
+    {"integer", "fsdp-golden 1 kind\nx 1.5\n", "some.txt:2: x: '1.5' is not an integer"},
+    {"word", "fsdp-golden 1 kind\nx one\n", "some.txt:2: x: 'one' is not an integer"}};
+TEST_P(golden_reader, mistake, mistakes) {
+    golden g;
+    write_file(row->text);
+    if (golden_open(&g, "some.txt", "kind") && golden_line(&g)) (void)golden_int(&g);
+    CHECK_MSG(strstr(g.error, row->error) != NULL, "%s", g.error);
+    CHECK(!g.missing && !golden_line(&g) && !golden_case(&g));
+    golden_close(&g);
+}
+
+TEST(golden_reader, missing_file) {
+    golden g;
+    write_file("");
+    CHECK(!golden_open(&g, "other.txt", "kind") && g.missing && strstr(g.error, "other.txt"));
+    golden_close(&g);
+    CHECK_EQ_INT(setenv("FSDP_GOLDEN_DIR", GOLDEN_DIR, 1), 0); /* the project's own must be whole */
+    CHECK(!golden_open(&g, "other.txt", "kind") && !g.missing);
+    golden_close(&g);
 }

@@ -1,11 +1,11 @@
-/* test_memory.c - memory is known before the first step, to the byte; a step in steady state allocates
-   nothing; addresses repeat; and what is moved and copied is what the formulas say. */
+/* test_memory.c - memory is known before the first step, to the byte; a step in steady state
+   allocates nothing; addresses repeat; and what is moved and copied is what the formulas say. */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
 #include "world.h"
 
-/* ---- every allocation of the process is seen ------------------------------------------------------- */
+/* ---- every allocation of the process is seen ------------------------------------------------- */
 
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
 #define SANITIZED 1
@@ -52,7 +52,7 @@ void *mmap(void *addr, size_t size, int prot, int flags, int fd, off_t offset) {
 #define INTERPOSED 0
 #endif
 
-/* ---- models ------------------------------------------------------------------------------------------ */
+/* ---- models ---------------------------------------------------------------------------------- */
 
 enum { MAX_UNITS = 14, MAX_PARAMS = 12, MAX_WORLD = 5 };
 
@@ -94,8 +94,8 @@ static int64_t stored_of(const param *p, int world) { /* elements of a stored sh
 
 /* Blocks of a transformer between embeddings that stay open around them. */
 static void gpt(net *n, int layers, int64_t c, int64_t vocab, int64_t context) {
-    const param block[MAX_PARAMS] = {vec(c),        vec(c), mat(3 * c, c), vec(3 * c),
-                                     mat(c, c),     vec(c), vec(c),        vec(c),
+    const param block[MAX_PARAMS] = {vec(c),        vec(c),     mat(3 * c, c), vec(3 * c),
+                                     mat(c, c),     vec(c),     vec(c),        vec(c),
                                      mat(4 * c, c), vec(4 * c), mat(c, 4 * c), vec(c)};
     unit *u = &n->units[0];
     memset(n, 0, sizeof *n);
@@ -125,7 +125,8 @@ static void random_net(uint64_t *state, net *n) {
             p->ndim = 1 + pick(state, 3);
             p->dim = pick(state, 3) ? 0 : pick(state, p->ndim);
             p->frozen = frozen || pick(state, 6) == 0;
-            for (int d = 0; d < p->ndim; d++) p->shape[d] = pick(state, 15) ? 1 + pick(state, 20) : 0;
+            for (int d = 0; d < p->ndim; d++)
+                p->shape[d] = pick(state, 15) ? 1 + pick(state, 20) : 0;
             if (p->ndim > 1 && pick(state, 2)) p->shape[1] = 16;
         }
     }
@@ -227,10 +228,12 @@ static void half_step(job *x, int backward, int step) {
             int u = backward ? count - 1 - k : k;
             if ((!x->net->never && x->net->units[u].never) != (pass != 1)) continue;
             if (pass < 2)
-                CALL(x->world, backward ? fsdp_pre_backward(x->unit[u]) : fsdp_pre_forward(x->unit[u]));
+                CALL(x->world,
+                     backward ? fsdp_pre_backward(x->unit[u]) : fsdp_pre_forward(x->unit[u]));
             if (pass < 2) use_unit(x, u, backward, step);
             if (pass > 0)
-                CALL(x->world, backward ? fsdp_post_backward(x->unit[u]) : fsdp_post_forward(x->unit[u]));
+                CALL(x->world,
+                     backward ? fsdp_post_backward(x->unit[u]) : fsdp_post_forward(x->unit[u]));
         }
 }
 
@@ -252,11 +255,12 @@ static void train_step(job *x, int step) {
     CALL(x->world, fsdp_finalize_backward(x->model));
 }
 
-/* ---- prediction ---------------------------------------------------------------------------------------- */
+/* ---- prediction ------------------------------------------------------------------------------ */
 
 static void same_memory(const fsdp_memory *a, const fsdp_memory *b, const char *when) {
     for (int pool = 0; pool < FSDP_POOL_COUNT; pool++)
-        W_CHECK(a->pool_bytes[pool] == b->pool_bytes[pool] && a->pool_slots[pool] == b->pool_slots[pool],
+        W_CHECK(a->pool_bytes[pool] == b->pool_bytes[pool] &&
+                    a->pool_slots[pool] == b->pool_slots[pool],
                 "%s: %s: predicted %lld bytes in %d buffers, measured %lld in %d", when,
                 fsdp_pool_name(pool), (long long)a->pool_bytes[pool], a->pool_slots[pool],
                 (long long)b->pool_bytes[pool], b->pool_slots[pool]);
@@ -275,7 +279,8 @@ typedef struct {
 
 static void open_worlds(int rank, int world, nets *n, fsdp_comm_ops *plain, fsdp_world **worlds) {
     for (int i = 0; i < 6; i++) {
-        fsdp_world_desc d = w_desc(rank, world, n->is_thread ? &n->threads[i] : NULL, n->job[i], i / 2);
+        fsdp_world_desc d = w_desc(rank, world, n->is_thread ? &n->threads[i] : NULL, n->job[i],
+                                   i / 2);
         if (i % 2) d.comm_ops = plain;
         CALL(NULL, fsdp_init(&d, &worlds[i]));
     }
@@ -291,7 +296,8 @@ static void predict_one(job *x, nets *n) {
     for (int u = 0; u < x->net->count; u++)
         for (int i = 0; i < x->net->units[u].count; i++) {
             const param *p = &x->net->units[u].params[i];
-            unsharded += numel_of(p) * (int64_t)fsdp_dtype_size(x->net->dtype) * (p->frozen ? 1 : 2);
+            unsharded += numel_of(p) * (int64_t)fsdp_dtype_size(x->net->dtype) *
+                         (p->frozen ? 1 : 2);
         }
     W_CHECK(before.unsharded_bytes == unsharded, "unsharded_bytes");
     CALL(x->world, fsdp_model_commit(x->model));
@@ -321,9 +327,10 @@ static void predict_rank(int rank, int world, void *arg) {
     open_worlds(rank, world, n, &plain, worlds);
     for (int i = 0; i < n->nets; i++) {
         const net *t = &n->net[i];
-        snprintf(w_case, sizeof w_case, "net %d: W=%d %s/%s/%s lanes=%d never=%d overwrite=%d plain=%d",
-                 i, world, fsdp_dtype_name(t->dtype), fsdp_dtype_name(t->param),
-                 fsdp_dtype_name(t->reduce), t->lanes, t->never, t->overwrite, t->plain);
+        snprintf(w_case, sizeof w_case,
+                 "net %d: W=%d %s/%s/%s lanes=%d never=%d overwrite=%d plain=%d", i, world,
+                 fsdp_dtype_name(t->dtype), fsdp_dtype_name(t->param), fsdp_dtype_name(t->reduce),
+                 t->lanes, t->never, t->overwrite, t->plain);
         build(x, t, worlds[2 * t->lanes + t->plain]);
         predict_one(x, n);
         fsdp_model_destroy(x->model);
@@ -347,7 +354,8 @@ static void predict_all(int world, int count, int is_thread) {
     n.net = (net *)calloc((size_t)count, sizeof *n.net);
     CHECK(n.net != NULL);
     for (int i = 0; i < count; i++) {
-        if (i % 4 == 0) gpt(&n.net[i], 1 + i / 4 % 12, 16 * (1 + pick(&state, 3)), 64 + pick(&state, 40), 30);
+        if (i % 4 == 0)
+            gpt(&n.net[i], 1 + i / 4 % 12, 16 * (1 + pick(&state, 3)), 64 + pick(&state, 40), 30);
         else random_net(&state, &n.net[i]);
         random_settings(&state, &n.net[i]);
     }
@@ -358,20 +366,22 @@ static void predict_all(int world, int count, int is_thread) {
     if (is_thread) h_ranks_thread(world, predict_rank, &n);
     else h_ranks_proc(world, predict_rank, &n);
     if (is_thread)
-        h_message("%d models, predicted and measured alike to the byte; the largest has %lld", count,
-                  (long long)n.largest);
+        h_message("%d models, predicted and measured alike to the byte; the largest has %lld",
+                  count, (long long)n.largest);
     free(n.net);
 }
 
 TEST_P(memory, prediction, worlds) { predict_all(row->world, 720 / row->world, 1); }
 TEST_P(memory, prediction_of_processes, worlds) { predict_all(row->world, 60 / row->world, 0); }
-TEST_P_TIMEOUT(long_memory, prediction, worlds, 300) { predict_all(row->world, 4000 / row->world, 1); }
+TEST_P_TIMEOUT(long_memory, prediction, worlds, 300) {
+    predict_all(row->world, 4000 / row->world, 1);
+}
 
-/* ---- formulas -------------------------------------------------------------------------------------------- */
+/* ---- formulas -------------------------------------------------------------------------------- */
 
 static int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
-/* Equal units of one matrix that is gathered in place, or of two packed vectors: every pool from the
+/* Equal units of one matrix that is gathered in place, or of two packed vectors: each pool from the
    sizes alone. Flags of who used a parameter are one element per parameter and rank. */
 static void formula_one(fsdp_world *w, int world, net *n, int layers, int packed, int inline_) {
     fsdp_memory m;
@@ -433,11 +443,12 @@ static void formula_rank(int rank, int world, void *arg) {
                 for (int packed = 0; packed < 2; packed++) {
                     net *n = (net *)calloc(1, sizeof *n);
                     CHECK(n != NULL);
-                    n->dtype = kinds[kind][0], n->param = kinds[kind][1], n->reduce = kinds[kind][2];
+                    n->dtype = kinds[kind][0], n->param = kinds[kind][1],
+                    n->reduce = kinds[kind][2];
                     n->plain = place % 2, n->lanes = place / 2;
                     n->direct_min = packed ? FSDP_DIRECT_NEVER : 1;
-                    snprintf(w_case, sizeof w_case, "W=%d kind=%d place=%d layers=%d packed=%d", world,
-                             kind, place, layers, packed);
+                    snprintf(w_case, sizeof w_case, "W=%d kind=%d place=%d layers=%d packed=%d",
+                             world, kind, place, layers, packed);
                     formula_one(w[place], world, n, layers, packed, n->lanes == 0);
                     free(n);
                 }
@@ -467,22 +478,26 @@ static void peak_rank(int rank, int world, void *arg) {
                 fsdp_memory m;
                 int64_t whole = 4 * 96 * 128, flags = 64 * 16;
                 CHECK(n && x);
-                snprintf(w_case, sizeof w_case, "W=%d lanes=%d never=%d L=%d", world, lanes, never, layers);
+                snprintf(w_case, sizeof w_case, "W=%d lanes=%d never=%d L=%d", world, lanes, never,
+                         layers);
                 n->count = layers;
                 n->never = never;
                 n->dtype = FSDP_F32;
                 n->direct_min = 1;
-                for (int u = 0; u < layers; u++) n->units[u].params[0] = mat(96, 128), n->units[u].count = 1;
+                for (int u = 0; u < layers; u++)
+                    n->units[u].params[0] = mat(96, 128), n->units[u].count = 1;
                 build(x, n, w[2 * lanes]);
                 for (int step = 1; step <= 3; step++) train_step(x, step), optimize(x);
                 CALL(x->world, fsdp_model_memory(x->model, &m));
-                int64_t above = m.total_bytes - m.pool_bytes[FSDP_POOL_SHARD] - m.pool_bytes[FSDP_POOL_SGRAD];
+                int64_t above = m.total_bytes - m.pool_bytes[FSDP_POOL_SHARD] -
+                                m.pool_bytes[FSDP_POOL_SGRAD];
                 int64_t theirs = never ? layers + 1 : 4;
                 if (lanes && never) theirs++; /* a second slot of gradients: see docs */
                 W_CHECK(above <= theirs * whole + flags, "%.3f units above the shards, upstream %d",
                         (double)above / (double)whole, (int)theirs);
                 if (!lanes && !never)
-                    W_CHECK(above <= 2 * whole + flags, "inline: %.3f units", (double)above / (double)whole);
+                    W_CHECK(above <= 2 * whole + flags, "inline: %.3f units",
+                            (double)above / (double)whole);
                 fsdp_model_destroy(x->model);
                 free(x);
                 free(n);
@@ -498,7 +513,7 @@ TEST_P(memory, not_above_upstream, worlds) {
     h_ranks_thread(row->world, peak_rank, &n);
 }
 
-/* ---- steady state: no allocation, the same addresses -------------------------------------------------------- */
+/* ---- steady state: no allocation, the same addresses ----------------------------------------- */
 
 typedef struct {
     int world, is_thread;
@@ -522,7 +537,8 @@ static void steady_rank(int rank, int world, void *arg) {
     steady *s = (steady *)arg;
     fsdp_comm_ops plain = w_plain();
     fsdp_world *w;
-    fsdp_world_desc d = w_desc(rank, world, s->is_thread ? &s->threads : NULL, s->job, s->net.lanes);
+    fsdp_world_desc d = w_desc(rank, world, s->is_thread ? &s->threads : NULL, s->job,
+                               s->net.lanes);
     fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
     w_heap *heap = &s->heap[rank];
     job *x = (job *)calloc(1, sizeof *x);
@@ -544,12 +560,15 @@ static void steady_rank(int rank, int world, void *arg) {
     if (s->is_thread) pthread_barrier_wait(&s->meet);
     __atomic_store_n(&watched, 0, __ATOMIC_SEQ_CST);
     CALL(w, fsdp_model_counters(x->model, &after));
-    W_CHECK(heap->total == total, "%lld allocations in six steps", (long long)(heap->total - total));
+    W_CHECK(heap->total == total, "%lld allocations in six steps",
+            (long long)(heap->total - total));
     W_CHECK(before.allocations == after.allocations, "the model has counted allocations");
-    W_CHECK(libc_calls == 0, "%lld calls of malloc, free and so on in six steps", (long long)libc_calls);
+    W_CHECK(libc_calls == 0, "%lld calls of malloc, free and so on in six steps",
+            (long long)libc_calls);
     W_CHECK(x->changed == 0, "%d addresses have changed since the second step", x->changed);
     CALL(NULL, fsdp_shutdown(w));
-    W_CHECK(!s->is_thread || s->world > 1 || heap->live == 0, "%lld blocks are left", (long long)heap->live);
+    W_CHECK(!s->is_thread || s->world > 1 || heap->live == 0, "%lld blocks are left",
+            (long long)heap->live);
     free(x);
 }
 
@@ -571,8 +590,8 @@ static void steady_all(int world, int is_thread, int count) {
         if (is_thread) h_ranks_thread(world, steady_rank, s);
         else h_ranks_proc(world, steady_rank, s);
         for (int r = 0; r < world && is_thread; r++)
-            CHECK_MSG(s->heap[r].live == 0 && s->heap[r].live_bytes == 0, "rank %d: %lld blocks are left",
-                      r, (long long)s->heap[r].live);
+            CHECK_MSG(s->heap[r].live == 0 && s->heap[r].live_bytes == 0,
+                      "rank %d: %lld blocks are left", r, (long long)s->heap[r].live);
         pthread_barrier_destroy(&s->meet);
         free(s);
     }
@@ -592,7 +611,7 @@ TEST(memory, malloc_is_watched) {
     CHECK_EQ_INT(libc_calls, 2);
 }
 
-/* ---- bytes moved --------------------------------------------------------------------------------------------- */
+/* ---- bytes moved ----------------------------------------------------------------------------- */
 
 typedef struct {
     uint64_t calls[FSDP_OP_COUNT], bytes[FSDP_OP_COUNT];
@@ -608,7 +627,9 @@ static void expect_step(const job *x, traffic *t) {
     const net *n = x->net;
     int64_t w = x->size, bp = (int64_t)fsdp_dtype_size(x->param_dtype);
     int widens = bp == 2 && x->reduce_dtype == FSDP_F32 && !n->plain;
-    int64_t input = x->param_dtype == x->reduce_dtype || widens ? bp : (int64_t)fsdp_dtype_size(x->reduce_dtype);
+    int64_t input = x->param_dtype == x->reduce_dtype || widens
+                        ? bp
+                        : (int64_t)fsdp_dtype_size(x->reduce_dtype);
     memset(t, 0, sizeof *t);
     for (int u = 0; u < n->count; u++) {
         int64_t s = 0, st = 0, train = 0;
@@ -622,11 +643,13 @@ static void expect_step(const job *x, traffic *t) {
         }
         for (int pass = 0; pass < (never ? 1 : 2) && w > 1 && s > 0; pass++)
             count_traffic(t, FSDP_OP_ALL_GATHER, (w - 1) * s * bp);
-        if (w > 1 && train) count_traffic(t, FSDP_OP_REDUCE_SCATTER, (w - 1) * (st + train) * input);
+        if (w > 1 && train)
+            count_traffic(t, FSDP_OP_REDUCE_SCATTER, (w - 1) * (st + train) * input);
     }
 }
 
-static void same_traffic(const fsdp_counters *a, const fsdp_counters *b, const traffic *t, int kind) {
+static void same_traffic(const fsdp_counters *a, const fsdp_counters *b, const traffic *t,
+                         int kind) {
     W_CHECK(b->calls[kind] - a->calls[kind] == t->calls[kind], "%s: %llu calls, expected %llu",
             fsdp_op_name(kind), (unsigned long long)(b->calls[kind] - a->calls[kind]),
             (unsigned long long)t->calls[kind]);
@@ -679,7 +702,8 @@ static void traffic_one(job *x) {
         optimize(x);
         CALL(x->world, fsdp_model_counters(x->model, &b));
         W_CHECK(b.calls[FSDP_OP_ALL_REDUCE] - a.calls[FSDP_OP_ALL_REDUCE] == (x->size > 1) &&
-                    b.bytes[FSDP_OP_ALL_REDUCE] - a.bytes[FSDP_OP_ALL_REDUCE] == (uint64_t)(x->size - 1) * 8,
+                    b.bytes[FSDP_OP_ALL_REDUCE] - a.bytes[FSDP_OP_ALL_REDUCE] ==
+                        (uint64_t)(x->size - 1) * 8,
                 "clip: all_reduce");
     }
     for (int u = 0; u < x->net->count; u++)
@@ -704,9 +728,10 @@ static void traffic_rank(int rank, int world, void *arg) {
     open_worlds(rank, world, n, &plain, w);
     for (int i = 0; i < n->nets; i++) {
         const net *t = &n->net[i];
-        snprintf(w_case, sizeof w_case, "net %d: W=%d %s/%s/%s lanes=%d never=%d overwrite=%d plain=%d",
-                 i, world, fsdp_dtype_name(t->dtype), fsdp_dtype_name(t->param),
-                 fsdp_dtype_name(t->reduce), t->lanes, t->never, t->overwrite, t->plain);
+        snprintf(w_case, sizeof w_case,
+                 "net %d: W=%d %s/%s/%s lanes=%d never=%d overwrite=%d plain=%d", i, world,
+                 fsdp_dtype_name(t->dtype), fsdp_dtype_name(t->param), fsdp_dtype_name(t->reduce),
+                 t->lanes, t->never, t->overwrite, t->plain);
         build(x, t, w[2 * t->lanes + t->plain]);
         traffic_one(x);
         fsdp_model_destroy(x->model);
@@ -750,7 +775,7 @@ static const copies_row copies_rows[] = {
     {"W=1/f32", 1, 0, 0, 0, 0, 0, 0, 1, CM * 4},
     {"W=1/f32_packed", 1, 0, 0, 1, 0, 0, 0, 1, CV * 4},
     /* one rank with a cast: two gathers, one reduction */
-    {"W=1/bf16", 1, FSDP_BF16, FSDP_F32, 0, 0, 3, CM * (2 + 2 + 4), 1, CM * 2},
+    {"W=1/bf16", 1, FSDP_BF16, FSDP_F32, 0, 0, 3, CM *(2 + 2 + 4), 1, CM * 2},
     /* direct, one dtype: the flags of who used what, W bytes of them times 4, and nothing else */
     {"W=2/f32", 2, 0, 0, 0, 0, 1, 2 * 4, 1, (CM + 16) * 4},
     {"W=2/f32_overwrite", 2, 0, 0, 0, 1, 1, 2 * 4, 0, 0},
@@ -806,7 +831,9 @@ static void copies_rank(int rank, int world, void *arg) {
     free(x);
 }
 
-TEST_P(memory, copies, copies_rows) { h_ranks_thread(row->world, copies_rank, (void *)(uintptr_t)row); }
+TEST_P(memory, copies, copies_rows) {
+    h_ranks_thread(row->world, copies_rank, (void *)(uintptr_t)row);
+}
 
 /* One rank without casts: what the caller sees are the shards themselves. */
 TEST(memory, one_rank_aliases) {
@@ -830,7 +857,8 @@ TEST(memory, one_rank_aliases) {
         for (int i = 0; i < n->units[u].count; i++) {
             CALL(w, fsdp_param_view_get(x->unit[u], i, &v));
             CHECK(fsdp_data(x->unit[u], i) == v.shard);
-            CHECK((char *)fsdp_grad(x->unit[u], i) - (char *)flat.grads == (char *)v.shard - (char *)flat.shards);
+            CHECK((char *)fsdp_grad(x->unit[u], i) - (char *)flat.grads ==
+                  (char *)v.shard - (char *)flat.shards);
         }
         CALL(w, fsdp_post_backward(x->unit[u]));
     }
@@ -857,9 +885,9 @@ static void reserve_rank(int rank, int world, void *arg) {
         random_settings(&state, n);
         n->never = 0;
         for (int u = 0; u < n->count; u++) n->units[u].never = 0;
-        snprintf(w_case, sizeof w_case, "W=%d net %d %s/%s/%s lanes=%d overwrite=%d plain=%d", world, i,
-                 fsdp_dtype_name(n->dtype), fsdp_dtype_name(n->param), fsdp_dtype_name(n->reduce),
-                 n->lanes, n->overwrite, n->plain);
+        snprintf(w_case, sizeof w_case, "W=%d net %d %s/%s/%s lanes=%d overwrite=%d plain=%d",
+                 world, i, fsdp_dtype_name(n->dtype), fsdp_dtype_name(n->param),
+                 fsdp_dtype_name(n->reduce), n->lanes, n->overwrite, n->plain);
         build(x, n, w[2 * n->lanes + n->plain]);
         CALL(x->world, fsdp_model_reserve(x->model));
         CALL(x->world, fsdp_model_reserve(x->model));

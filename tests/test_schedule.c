@@ -6,7 +6,7 @@
 #include "fsdp.h"
 #include "sim.h"
 
-/* ---- models and scripts -------------------------------------------------------------------------- */
+/* ---- models and scripts ---------------------------------------------------------------------- */
 
 enum { MAX_UNITS = 12, TRACE = 4096 };
 enum { ALWAYS = FSDP_RESHARD_ALWAYS, NEVER = FSDP_RESHARD_NEVER };
@@ -14,9 +14,9 @@ enum { ALWAYS = FSDP_RESHARD_ALWAYS, NEVER = FSDP_RESHARD_NEVER };
 typedef struct {
     int world, async, unfused, comm_lanes; /* 0: 4, inline, fused, 2 */
     int layers;                            /* 0: 3 */
-    int root, inner;                       /* reshard_after_forward; 0: NEVER for the root, ALWAYS */
+    int root, inner; /* reshard_after_forward; 0: NEVER for the root, ALWAYS */
     fsdp_dtype param, reduce;
-    int overwrite, debug, uniform;         /* uniform: layers of one large matrix */
+    int overwrite, debug, uniform; /* uniform: layers of one large matrix */
     int64_t direct_min;
 } config;
 
@@ -37,7 +37,8 @@ typedef struct {
 /* One more word of the trace: what happened to which unit, and in which training state. */
 static void say(rig *r, const char *what, const char *unit, const char *state) {
     int room = TRACE - r->used;
-    r->used += snprintf(r->trace + r->used, (size_t)room, "%s%s%s%s", r->used ? " " : "", what, unit, state);
+    r->used += snprintf(r->trace + r->used, (size_t)room, "%s%s%s%s", r->used ? " " : "", what,
+                        unit, state);
     CHECK(r->used < TRACE);
 }
 
@@ -51,12 +52,14 @@ static void look(rig *r) {
     }
 }
 
-/* The events of upstream's tests: U all-gather with the training state it is issued for, P reduction. */
+/* The events of upstream's tests: U all-gather with the training state it is issued for, P
+   reduction. */
 static void observe(void *user, const fsdp_op *op) {
     static const char *const states[] = {":I", ":F", ":B", ":P"}; /* PRE_BACKWARD is upstream's B */
     rig *r = (rig *)user;
     look(r);
-    if (op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER) say(r, "U", op->what, states[op->state]);
+    if (op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER)
+        say(r, "U", op->what, states[op->state]);
     if (op->kind == FSDP_OP_REDUCE_SCATTER) say(r, "P", op->what, "");
 }
 
@@ -74,7 +77,8 @@ static int mixed_params(fsdp_param_desc *p) {
 }
 
 static void rig_open(rig *r, const config *c) {
-    static const char *const names[MAX_UNITS] = {"r", "0", "1", "2", "3", "4", "5", "6", "7", "8", "9", "10"};
+    static const char *const names[MAX_UNITS] = {"r", "0", "1", "2", "3", "4",
+                                                 "5", "6", "7", "8", "9", "10"};
     memset(r, 0, sizeof *r);
     r->c = *c;
     sim_init(&r->s, c->world ? c->world : 4, 0);
@@ -113,7 +117,9 @@ static void rig_close(rig *r) {
     CHECK_EQ_INT(left, 0);
 }
 
-static fsdp_unit *unit_named(rig *r, char name) { return r->units[name == 'r' ? 0 : name - '0' + 1]; }
+static fsdp_unit *unit_named(rig *r, char name) {
+    return r->units[name == 'r' ? 0 : name - '0' + 1];
+}
 
 /* The caller's computation reads the parameters, and in backward writes the gradients. */
 static void use_unit(rig *r, fsdp_unit *u, int backward) {
@@ -132,10 +138,10 @@ static void use_unit(rig *r, fsdp_unit *u, int backward) {
     }
 }
 
-/* An optimizer of the caller's own: reads all gradients, writes all shards. He waits for gathers that he
-   has started himself. */
+/* An optimizer of the caller's own: reads all gradients, writes all shards. He waits for gathers
+   that he has started himself. */
 static void optimize(rig *r) {
-    fsdp_flat flat;
+    fsdp_flat flat = FSDP_ZERO;
     for (int i = 0; i < r->num_units; i++)
         if (r->by_user[i]) CHECK_OK(fsdp_wait(r->units[i]));
     memset(r->by_user, 0, sizeof r->by_user);
@@ -162,7 +168,7 @@ static void play(rig *r, const char *script) {
         if (strchr(".oczh", call)) {
             if (call == '.') {
                 CHECK_OK(fsdp_finalize_backward(r->model));
-                fsdp_flat flat;
+                fsdp_flat flat = FSDP_ZERO;
                 CHECK_OK(fsdp_model_flat(r->model, FSDP_F32, &flat));
                 if (r->s.world_size > 1) /* the library itself reads counts of users */
                     sim_touch(&r->s, SIM_HOST, "finalize", flat.grads, flat.numel * 4, 0);
@@ -217,19 +223,19 @@ static void play(rig *r, const char *script) {
 }
 
 static uint64_t calls(rig *r, int kind) {
-    fsdp_counters c;
+    fsdp_counters c = FSDP_ZERO;
     CHECK_OK(fsdp_model_counters(r->model, &c));
     return c.calls[kind];
 }
 
-/* ---- (a) event sequences ------------------------------------------------------------------------- */
+/* ---- (a) event sequences --------------------------------------------------------------------- */
 
-#define FWD "(r (0 )0 (1 )1 (2 )2 )r"
-#define BWD "[r [2 ]2 [1 ]1 [0 ]0 ]r"
+#define FWD  "(r (0 )0 (1 )1 (2 )2 )r"
+#define BWD  "[r [2 ]2 [1 ]1 [0 ]0 ]r"
 #define FWD4 "(r (0 )0 (1 )1 (2 )2 (3 )3 )r"
 #define BWD4 "[r [3 ]3 [2 ]2 [1 ]1 [0 ]0 ]r"
-#define UF "Ur:F U0:F U1:F U2:F"
-#define UR "Ur:F U0:F R0 U1:F R1 U2:F R2"
+#define UF   "Ur:F U0:F U1:F U2:F"
+#define UR   "Ur:F U0:F R0 U1:F R1 U2:F R2"
 
 typedef struct {
     const char *name;
@@ -238,24 +244,30 @@ typedef struct {
     int show_reshard;
 } schedule;
 
-#define ASYNC 0, 1, 0, 0
+#define ASYNC  0, 1, 0, 0
 #define INLINE 0, 0, 0, 0
-#define CONF(mode, layers, root, inner) {mode, layers, root, inner, 0, 0, 0, 0, 0, 0}
+#define CONF(mode, layers, root, inner)                                                            \
+    { mode, layers, root, inner, 0, 0, 0, 0, 0, 0 }
 
 /* clang-format off */
 static const schedule schedules[] = {
     /* fsdp2-core.md 4.9, word for word */
-    {"default", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "|" BWD ".", UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"root_resharded", CONF(ASYNC, 3, ALWAYS, ALWAYS), FWD "|" BWD ".", UF " | Ur:B U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+    {"default", CONF(ASYNC, 3, NEVER, ALWAYS),
+     FWD "|" BWD ".", UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+    {"root_resharded", CONF(ASYNC, 3, ALWAYS, ALWAYS),
+     FWD "|" BWD ".", UF " | Ur:B U2:B U1:B P2 U0:B P1 P0 Pr", 0},
     {"never", CONF(ASYNC, 3, NEVER, NEVER), FWD "|" BWD ".", UF " | P2 P1 P0 Pr", 0},
     {"inner_never", CONF(ASYNC, 3, ALWAYS, NEVER), FWD "|" BWD ".", UF " | Ur:B P2 P1 P0 Pr", 0},
     {"tail_by_finalize", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| [r [2 ]2 [1 ]1 [0 .",
         UF " | U2:B U1:B P2 U0:B P1 Pr P0", 0},
-    {"two_forwards", CONF(ASYNC, 3, NEVER, ALWAYS), FWD FWD "| [r [2]2 [1]1 [0]0 | [2]2 [1]1 [0]0 ]r .",
+    {"two_forwards", CONF(ASYNC, 3, NEVER, ALWAYS),
+     FWD FWD "| [r [2]2 [1]1 [0]0 | [2]2 [1]1 [0]0 ]r .",
         UF " U0:F U1:F U2:F | U2:B U1:B P2 U0:B P1 P0 | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"two_forwards_root_resharded", CONF(ASYNC, 3, ALWAYS, ALWAYS), FWD FWD "| [r [2]2 [1]1 [0]0 | [2]2 [1]1 [0]0 ]r .",
+    {"two_forwards_root_resharded", CONF(ASYNC, 3, ALWAYS, ALWAYS),
+     FWD FWD "| [r [2]2 [1]1 [0]0 | [2]2 [1]1 [0]0 ]r .",
         UF " " UF " | Ur:B U2:B U1:B P2 U0:B P1 P0 | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"two_forwards_never", CONF(ASYNC, 3, NEVER, NEVER), FWD FWD "| [r [2]2 [1]1 [0]0 | [2]2 [1]1 [0]0 ]r .",
+    {"two_forwards_never", CONF(ASYNC, 3, NEVER, NEVER),
+     FWD FWD "| [r [2]2 [1]1 [0]0 | [2]2 [1]1 [0]0 ]r .",
         UF " | P2 P1 P0 | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
     {"reshards", CONF(ASYNC, 4, ALWAYS, ALWAYS), FWD4 "|" BWD4 ".",
         "Ur:F U0:F R0 U1:F R1 U2:F R2 U3:F R3 Rr | Ur:B U3:B U2:B R3 P3 U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
@@ -268,7 +280,8 @@ static const schedule schedules[] = {
         UF " | U0:F U1:F U2:F U0:F U1:F U2:F | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
     {"no_grad_before", CONF(ASYNC, 3, NEVER, ALWAYS), "g-" FWD "g+ |" FWD "|" BWD ".",
         UF " | U0:F U1:F U2:F | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"no_grad_one_layer", CONF(ASYNC, 3, NEVER, ALWAYS), "(r (0 )0 g- (1 )1 g+ (2 )2 )r | [r [2]2 [0]0 ]r .",
+    {"no_grad_one_layer", CONF(ASYNC, 3, NEVER, ALWAYS),
+     "(r (0 )0 g- (1 )1 g+ (2 )2 )r | [r [2]2 [0]0 ]r .",
         UF " | U2:B U0:B P2 P0 Pr", 0},
     {"evaluation_without_no_grad", CONF(ASYNC, 3, NEVER, ALWAYS), FWD FWD "|" BWD ".",
         UF " U0:F U1:F U2:F | U2:B U1:B P2 U0:B P1 P0 Pr", 0}, /* 0's prefetch hits the root, which is there */
@@ -277,44 +290,58 @@ static const schedule schedules[] = {
         UR " | U2:B U0:B R0 P0 U1:B R2 P2 U0:B R1 P1 Rr Pr R0", 1},
     {"one_layer_only", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| [r [1]1 ]r .",
         UR " | U2:B U1:B U0:B R1 P1 Rr Pr R0 R2", 1},
-    {"forward_twice_in_a_row", CONF(ASYNC, 3, NEVER, ALWAYS), "(r (0 )0 (1 )1 (1 )1 (2 )2 )r | [r [2]2 [1]1 [1]1 [0]0 ]r .",
+    {"forward_twice_in_a_row", CONF(ASYNC, 3, NEVER, ALWAYS),
+     "(r (0 )0 (1 )1 (1 )1 (2 )2 )r | [r [2]2 [1]1 [1]1 [0]0 ]r .",
         "Ur:F U0:F U1:F U1:F U2:F | U2:B U1:B P2 P1 U1:B U0:B P1 P0 Pr", 0},
-    {"opened_before_the_last_is_closed", CONF(ASYNC, 3, NEVER, ALWAYS), "(r (0 (1 )0 (2 )1 )2 )r |" BWD ".",
+    {"opened_before_the_last_is_closed", CONF(ASYNC, 3, NEVER, ALWAYS),
+     "(r (0 (1 )0 (2 )1 )2 )r |" BWD ".",
         UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"opened_again_in_forward", CONF(ASYNC, 3, NEVER, ALWAYS), "(r (0 (0 )0 (1 )1 (2 )2 )r |" BWD ".",
+    {"opened_again_in_forward", CONF(ASYNC, 3, NEVER, ALWAYS),
+     "(r (0 (0 )0 (1 )1 (2 )2 )r |" BWD ".",
         UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
     /* activation checkpointing: the same collectives as without */
-    {"recompute_own", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| [r [2 (2 )2 ]2 [1 (1 )1 ]1 [0 (0 )0 ]0 ]r .",
+    {"recompute_own", CONF(ASYNC, 3, NEVER, ALWAYS),
+     FWD "| [r [2 (2 )2 ]2 [1 (1 )1 ]1 [0 (0 )0 ]0 ]r .",
         UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"recompute_nested", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| [r (0 )0 (1 )1 (2 )2 [2]2 [1]1 [0]0 ]r .",
+    {"recompute_nested", CONF(ASYNC, 3, NEVER, ALWAYS),
+     FWD "| [r (0 )0 (1 )1 (2 )2 [2]2 [1]1 [0]0 ]r .",
         UF " | U2:B U0:F U1:F P2 P1 P0 Pr", 0},
-    {"recompute_nested_never", CONF(ASYNC, 3, NEVER, NEVER), FWD "| [r (0 )0 (1 )1 (2 )2 [2]2 [1]1 [0]0 ]r .",
+    {"recompute_nested_never", CONF(ASYNC, 3, NEVER, NEVER),
+     FWD "| [r (0 )0 (1 )1 (2 )2 [2]2 [1]1 [0]0 ]r .",
         UF " | P2 P1 P0 Pr", 0},
-    {"recompute_nested_and_own", CONF(ASYNC, 3, NEVER, ALWAYS), FWD "| [r (2 )2 [2 (2 )2 ]2 (1 )1 [1 ]1 (0 )0 [0 (0 )0 ]0 ]r .",
+    {"recompute_nested_and_own", CONF(ASYNC, 3, NEVER, ALWAYS),
+     FWD "| [r (2 )2 [2 (2 )2 ]2 (1 )1 [1 ]1 (0 )0 [0 (0 )0 ]0 ]r .",
         UF " | U2:B U1:B P2 U0:B P1 P0 Pr", 0},
     /* without streams nothing is issued ahead */
-    {"inline", CONF(INLINE, 3, NEVER, ALWAYS), FWD "|" BWD ".", UF " | U2:B P2 U1:B P1 U0:B P0 Pr", 0},
-    {"inline_root_resharded", CONF(INLINE, 3, ALWAYS, ALWAYS), FWD "|" BWD ".", UF " | Ur:B U2:B P2 U1:B P1 U0:B P0 Pr", 0},
+    {"inline", CONF(INLINE, 3, NEVER, ALWAYS),
+     FWD "|" BWD ".", UF " | U2:B P2 U1:B P1 U0:B P0 Pr", 0},
+    {"inline_root_resharded", CONF(INLINE, 3, ALWAYS, ALWAYS),
+     FWD "|" BWD ".", UF " | Ur:B U2:B P2 U1:B P1 U0:B P0 Pr", 0},
     {"inline_never", CONF(INLINE, 3, NEVER, NEVER), FWD "|" BWD ".", UF " | P2 P1 P0 Pr", 0},
     {"inline_other_order", CONF(INLINE, 3, NEVER, ALWAYS), FWD "| [r [0]0 [2]2 [1]1 ]r .",
         UR " | U0:B R0 P0 U2:B R2 P2 U1:B R1 P1 Rr Pr", 1},
-    {"inline_recompute_nested", CONF(INLINE, 3, NEVER, ALWAYS), FWD "| [r (0 )0 (1 )1 (2 )2 [2]2 [1]1 [0]0 ]r .",
+    {"inline_recompute_nested", CONF(INLINE, 3, NEVER, ALWAYS),
+     FWD "| [r (0 )0 (1 )1 (2 )2 [2]2 [1]1 [0]0 ]r .",
         UF " | U0:F U1:F U2:F P2 P1 P0 Pr", 0},
     /* by the user */
     {"unshard_ahead", CONF(ASYNC, 3, NEVER, ALWAYS), "(r u0 u1 (0 )0 u2 (1 )1 (2 )2 )r |" BWD ".",
         "Ur:F U0:I U1:I R0 U2:I R1 R2 | U2:B U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
-    {"unshard_wait_reshard", CONF(ASYNC, 3, NEVER, ALWAYS), "u0 w0 u0 w0 s0 s0 w0 u1 s1 |" FWD "|" BWD ".",
+    {"unshard_wait_reshard", CONF(ASYNC, 3, NEVER, ALWAYS),
+     "u0 w0 u0 w0 s0 s0 w0 u1 s1 |" FWD "|" BWD ".",
         "U0:I R0 U1:I R1 | Ur:F U0:F R0 U1:F R1 U2:F R2 | U2:B U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
     {"reshard_by_user_after_forward", CONF(ASYNC, 3, NEVER, NEVER), FWD " s0 s1 s2 sr |" BWD ".",
         UF " R0 R1 R2 Rr | Ur:B U2:B U1:B R2 P2 U0:B R1 P1 R0 P0 Rr Pr", 1},
     /* accumulation */
     {"no_sync", CONF(ASYNC, 3, NEVER, ALWAYS), "y- l-" FWD BWD ". | y+ l+" FWD BWD ".",
         UF " U2:B U1:B U0:B | " UF " U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"keep_after_backward", CONF(ASYNC, 3, NEVER, NEVER), "y- k- l-" FWD BWD ". | y+ k+ l+" FWD BWD ".",
+    {"keep_after_backward", CONF(ASYNC, 3, NEVER, NEVER),
+     "y- k- l-" FWD BWD ". | y+ k+ l+" FWD BWD ".",
         UF " | P2 P1 P0 Pr", 0},
-    {"no_sync_of_nothing_last", CONF(ASYNC, 3, NEVER, ALWAYS), "y-" FWD BWD ". y+ | " FWD "[r [2]2 ]r . | " FWD BWD ".",
+    {"no_sync_of_nothing_last", CONF(ASYNC, 3, NEVER, ALWAYS),
+     "y-" FWD BWD ". y+ | " FWD "[r [2]2 ]r . | " FWD BWD ".",
         UF " U2:B U1:B U0:B | " UF " U2:B U1:B P2 Pr | " UF " U2:B U1:B P2 U0:B P1 P0 Pr", 0},
-    {"params_changed", CONF(ASYNC, 3, NEVER, NEVER), FWD "o |" FWD "|" BWD ".", UF " | " UF " | P2 P1 P0 Pr", 0},
+    {"params_changed", CONF(ASYNC, 3, NEVER, NEVER),
+     FWD "o |" FWD "|" BWD ".", UF " | " UF " | P2 P1 P0 Pr", 0},
 };
 /* clang-format on */
 
@@ -354,11 +381,11 @@ TEST(schedule, accumulation_counts) {
         const char *first, *last; /* script before every microbatch but the last; before the last */
         uint64_t gathers, reductions;
     } modes[] = {
-        {"sync every, RAF", ALWAYS, ALWAYS, "", "", 2 * G * M, G *M},
-        {"sync every, no RAF", NEVER, NEVER, "", "", G *M, G *M},
-        {"sync every, default", NEVER, ALWAYS, "", "", (2 * G - 1) * M, G *M},
+        {"sync every, RAF", ALWAYS, ALWAYS, "", "", 2 * G * M, G * M},
+        {"sync every, no RAF", NEVER, NEVER, "", "", G * M, G * M},
+        {"sync every, default", NEVER, ALWAYS, "", "", (2 * G - 1) * M, G * M},
         {"sync last, RAF", ALWAYS, ALWAYS, "y-", "y+", 2 * G * M, G},
-        {"sync last, no RAF", NEVER, NEVER, "y-", "y+", G *M, G},
+        {"sync last, no RAF", NEVER, NEVER, "y-", "y+", G * M, G},
         {"sync last, keep, no RAF", NEVER, NEVER, "y- k- l-", "y+ k+ l+", G, G},
         {"sync last, keep, RAF", ALWAYS, ALWAYS, "y- k- l-", "y+ k+ l+", 16, G},
     };
@@ -374,8 +401,9 @@ TEST(schedule, accumulation_counts) {
                     play(&r, FWD BWD ".");
                 }
                 play(&r, "o z");
-                CHECK_MSG(calls(&r, FSDP_OP_ALL_GATHER) == modes[i].gathers * (uint64_t)step, "%s: %llu gathers",
-                          modes[i].name, (unsigned long long)calls(&r, FSDP_OP_ALL_GATHER));
+                CHECK_MSG(calls(&r, FSDP_OP_ALL_GATHER) == modes[i].gathers * (uint64_t)step,
+                          "%s: %llu gathers", modes[i].name,
+                          (unsigned long long)calls(&r, FSDP_OP_ALL_GATHER));
                 CHECK_MSG(calls(&r, FSDP_OP_REDUCE_SCATTER) == modes[i].reductions * (uint64_t)step,
                           "%s: %llu reductions", modes[i].name,
                           (unsigned long long)calls(&r, FSDP_OP_REDUCE_SCATTER));
@@ -403,24 +431,28 @@ TEST(schedule, world_of_one) {
     }
 }
 
-/* ---- the op table of one unit -------------------------------------------------------------------- */
+/* ---- the op table of one unit ---------------------------------------------------------------- */
 
 /* kind label stream source>destination <what it waits for */
 static void op_text(const fsdp_op *op, char *out, size_t size) {
     static const char *const streams[] = {"C", "G", "R"};
-    static const char *const pools[] = {"shard", "sgrad", "gather", "grad", "rin", "rout", "scratch"};
+    static const char *const pools[] = {"shard", "sgrad", "gather", "grad",
+                                        "rin",   "rout",  "scratch"};
     int used;
     if (op->kind == FSDP_OP_HOOK) {
         snprintf(out, size, "--");
         return;
     }
-    used = snprintf(out, size, "%s %s %s %s%s%s", fsdp_op_name(op->kind), fsdp_label_name(op->label),
-                    streams[op->stream], op->src ? pools[op->src->pool] : "", op->dst ? ">" : "",
+    used = snprintf(out, size, "%s %s %s %s%s%s", fsdp_op_name(op->kind),
+                    fsdp_label_name(op->label), streams[op->stream],
+                    op->src ? pools[op->src->pool] : "", op->dst ? ">" : "",
                     op->dst ? pools[op->dst->pool] : "");
     if (op->in_place) used += snprintf(out + used, size - (size_t)used, " in place");
     if (op->accumulate) used += snprintf(out + used, size - (size_t)used, " +=");
-    if (op->label == FSDP_LABEL_CLIP && op->scale < 1) used += snprintf(out + used, size - (size_t)used, " *clip");
-    else if (op->scale < 1) used += snprintf(out + used, size - (size_t)used, " *%g", (double)op->scale);
+    if (op->label == FSDP_LABEL_CLIP && op->scale < 1)
+        used += snprintf(out + used, size - (size_t)used, " *clip");
+    else if (op->scale < 1)
+        used += snprintf(out + used, size - (size_t)used, " *%g", (double)op->scale);
     for (int i = 0; i < 2; i++) {
         const void *event = op->wait[i].native;
         const char *which = "?";
@@ -428,7 +460,8 @@ static void op_text(const fsdp_op *op, char *out, size_t size) {
         if (op->src && event == op->src->ready.native) which = "source";
         else if (op->dst && event == op->dst->ready.native) which = "destination written";
         else if (op->dst && event == op->dst->avail.native) which = "destination released";
-        used += snprintf(out + used, size - (size_t)used, " <%s:%s", which, streams[op->wait[i].stream]);
+        used += snprintf(out + used, size - (size_t)used, " <%s:%s", which,
+                         streams[op->wait[i].stream]);
     }
 }
 
@@ -436,11 +469,13 @@ static void op_text(const fsdp_op *op, char *out, size_t size) {
     "copy copy_in G shard>gather <source:C <destination released:C",                               \
         "all_gather gather G gather>gather in place", "copy copy_out G gather>gather"
 #define GATHER_PLAIN                                                                               \
-    "all_gather gather G shard>gather <source:C <destination released:C", "copy copy_out G gather>gather"
-#define USE "use gather C gather <source:G"
+    "all_gather gather G shard>gather <source:C <destination released:C",                          \
+        "copy copy_out G gather>gather"
+#define USE   "use gather C gather <source:G"
 #define GRADS "zero grads C >grad <destination released:R"
 #define FUSED                                                                                      \
-    "copy acc R grad>grad <source:C", "copy users R >grad", "reduce_scatter reduce R grad>sgrad *0.25"
+    "copy acc R grad>grad <source:C", "copy users R >grad",                                        \
+        "reduce_scatter reduce R grad>sgrad *0.25"
 #define FINAL "use final C sgrad <source:R"
 
 /* In the order of the script's calls, "|" between them. Two layers, uneven, direct and packed; the
@@ -451,51 +486,197 @@ static const struct {
     int unfused;
     const char *script, *expected[64];
 } tables[] = {
-    {"fused", FSDP_BF16, FSDP_F32, 0, "(0 | )0 | (1 )1 | [1 | ]1 | [0 | ]0 | .",
-     {GATHER_CAST, USE, "|", "|", GATHER_CAST, USE, "|", GATHER_CAST, USE, GRADS, GATHER_CAST, "|", FUSED, "|", USE,
-      GRADS, "|", FUSED, "|", FINAL}},
-    {"unfused", FSDP_BF16, FSDP_F32, 1, "(0 | )0 | (1 )1 | [1 | ]1 | [0 | ]0 | .",
+    {"fused",
+     FSDP_BF16,
+     FSDP_F32,
+     0,
+     "(0 | )0 | (1 )1 | [1 | ]1 | [0 | ]0 | .",
+     {GATHER_CAST, USE, "|",   "|", GATHER_CAST, USE,   "|", GATHER_CAST, USE, GRADS,
+      GATHER_CAST, "|", FUSED, "|", USE,         GRADS, "|", FUSED,       "|", FINAL}},
+    {"unfused",
+     FSDP_BF16,
+     FSDP_F32,
+     1,
+     "(0 | )0 | (1 )1 | [1 | ]1 | [0 | ]0 | .",
      {GATHER_CAST, USE, "|", "|", GATHER_CAST, USE, "|", GATHER_CAST, USE, GRADS, GATHER_CAST, "|",
-      /* f32, no gradient yet: the reduce-scatter writes the shard gradient, red_out scales in place */
-      "zero acc R >rin", "copy acc R grad>rin <source:C", "copy users R >rin", "reduce_scatter reduce R rin>sgrad",
-      "copy red_out R sgrad>sgrad *0.25", "|", USE, GRADS, "|", "zero acc R >rin", "copy acc R grad>rin <source:C",
-      "copy users R >rin", "reduce_scatter reduce R rin>sgrad", "copy red_out R sgrad>sgrad *0.25", "|", FINAL}},
-    {"unfused_onto_a_gradient", FSDP_BF16, FSDP_F32, 1, "(0 )0 [0 ]0 . | (0 )0 [0 ]0 | .",
-     {GATHER_CAST, USE, GATHER_CAST, USE, GRADS, "zero acc R >rin", "copy acc R grad>rin <source:C",
-      "copy users R >rin", "reduce_scatter reduce R rin>sgrad", "copy red_out R sgrad>sgrad *0.25",
-      "zero final C >sgrad <destination written:R", "use final C sgrad", "|", GATHER_CAST, USE, GATHER_CAST, USE, GRADS,
-      "zero acc R >rin", "copy acc R grad>rin <source:C", "copy users R >rin", "reduce_scatter reduce R rin>rout",
-      "copy red_out R rout>sgrad += *0.25 <destination written:C", "|", FINAL}},
-    {"narrow_reduce", FSDP_BF16, FSDP_BF16, 0, "(0 )0 (1 )1 [1 ]1 | [0 ]0 | .",
-     {GATHER_CAST, USE, GATHER_CAST, USE, GATHER_CAST, USE, GRADS, GATHER_CAST, "copy acc R grad>grad <source:C",
-      "copy users R >grad", "reduce_scatter reduce R grad>rout", "copy red_out R rout>sgrad *0.25", "|", USE, GRADS,
-      "copy acc R grad>grad <source:C", "copy users R >grad", "reduce_scatter reduce R grad>rout",
-      "copy red_out R rout>sgrad *0.25", "|", FINAL}},
-    {"no_cast", FSDP_F32, FSDP_F32, 0, "(0 | )0 | [0 | ]0 | .",
+      /* f32, no gradient yet: the reduce-scatter writes the shard gradient, red_out scales in
+         place */
+      "zero acc R >rin", "copy acc R grad>rin <source:C", "copy users R >rin",
+      "reduce_scatter reduce R rin>sgrad", "copy red_out R sgrad>sgrad *0.25", "|", USE, GRADS, "|",
+      "zero acc R >rin", "copy acc R grad>rin <source:C", "copy users R >rin",
+      "reduce_scatter reduce R rin>sgrad", "copy red_out R sgrad>sgrad *0.25", "|", FINAL}},
+    {"unfused_onto_a_gradient",
+     FSDP_BF16,
+     FSDP_F32,
+     1,
+     "(0 )0 [0 ]0 . | (0 )0 [0 ]0 | .",
+     {GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GRADS,
+      "zero acc R >rin",
+      "copy acc R grad>rin <source:C",
+      "copy users R >rin",
+      "reduce_scatter reduce R rin>sgrad",
+      "copy red_out R sgrad>sgrad *0.25",
+      "zero final C >sgrad <destination written:R",
+      "use final C sgrad",
+      "|",
+      GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GRADS,
+      "zero acc R >rin",
+      "copy acc R grad>rin <source:C",
+      "copy users R >rin",
+      "reduce_scatter reduce R rin>rout",
+      "copy red_out R rout>sgrad += *0.25 <destination written:C",
+      "|",
+      FINAL}},
+    {"narrow_reduce",
+     FSDP_BF16,
+     FSDP_BF16,
+     0,
+     "(0 )0 (1 )1 [1 ]1 | [0 ]0 | .",
+     {GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GRADS,
+      GATHER_CAST,
+      "copy acc R grad>grad <source:C",
+      "copy users R >grad",
+      "reduce_scatter reduce R grad>rout",
+      "copy red_out R rout>sgrad *0.25",
+      "|",
+      USE,
+      GRADS,
+      "copy acc R grad>grad <source:C",
+      "copy users R >grad",
+      "reduce_scatter reduce R grad>rout",
+      "copy red_out R rout>sgrad *0.25",
+      "|",
+      FINAL}},
+    {"no_cast",
+     FSDP_F32,
+     FSDP_F32,
+     0,
+     "(0 | )0 | [0 | ]0 | .",
      {GATHER_PLAIN, USE, "|", "|", GATHER_PLAIN, USE, GRADS, "|", FUSED, "|",
       "zero final C >sgrad <destination written:R", "use final C sgrad"}},
-    {"no_cast_unfused", FSDP_F32, FSDP_F32, 1, "(0 | )0 | (1 )1 [1 ]1 [0 | ]0 | .",
-     {GATHER_PLAIN, USE, "|", "|", GATHER_PLAIN, USE, GATHER_PLAIN, USE, GRADS, GATHER_PLAIN,
-      "copy acc R grad>grad <source:C", "copy users R >grad", "reduce_scatter reduce R grad>sgrad",
-      "copy red_out R sgrad>sgrad *0.25", USE, GRADS, "|", "copy acc R grad>grad <source:C", "copy users R >grad",
-      "reduce_scatter reduce R grad>sgrad", "copy red_out R sgrad>sgrad *0.25", "|", FINAL}},
-    /* no sync: widened gradients wait in the reduce input, others in the slot where they were written */
-    {"no_sync", FSDP_BF16, FSDP_F32, 0, "y- (0 )0 (1 )1 [1]1 [0]0 . | (0 )0 [0 ]0 . | y+ (0 )0 [0 ]0 | .",
-     {GATHER_CAST, USE, GATHER_CAST, USE, GATHER_CAST, USE, GRADS, GATHER_CAST, "zero acc R >rin",
-      "copy acc R grad>rin <source:C", USE, GRADS, "zero acc R >rin", "copy acc R grad>rin <source:C",
-      "zero final C >sgrad <destination written:R", "zero final C >sgrad", "use final C sgrad", "|", GATHER_CAST, USE,
-      GATHER_CAST, USE, GRADS, "copy acc R grad>rin += <source:C", "use final C sgrad", "|", GATHER_CAST, USE,
-      GATHER_CAST, USE, GRADS, "copy acc R grad>rin += <source:C", "copy users R >rin",
-      "reduce_scatter reduce R rin>sgrad *0.25 <destination written:C", "|", FINAL}},
-    {"no_sync_no_cast", FSDP_F32, FSDP_F32, 0, "y- (0 )0 [0 ]0 . | (0 )0 [0 ]0 . | y+ (0 )0 [0 ]0 | .",
-     {GATHER_PLAIN, USE, GATHER_PLAIN, USE, GRADS, "zero final C >sgrad <destination written:R",
-      "zero final C >sgrad", "use final C sgrad", "|", GATHER_PLAIN, USE, GATHER_PLAIN, USE, "use final C sgrad", "|",
-      GATHER_PLAIN, USE, GATHER_PLAIN, USE, "copy acc R grad>grad <source:C", "copy users R >grad",
-      "reduce_scatter reduce R grad>sgrad *0.25 <destination written:C", "|", FINAL}},
-    {"clip", FSDP_F32, FSDP_F32, 0, "(0 )0 (1 )1 [1 ]1 [0 ]0 . | c | o z",
-     {GATHER_PLAIN, USE, GATHER_PLAIN, USE, GATHER_PLAIN, USE, GRADS, GATHER_PLAIN, FUSED, USE, GRADS, FUSED, FINAL, "|",
-      "norm clip C sgrad>scratch <source:R", "all_reduce clip R scratch>scratch in place <source:C",
-      "use clip C scratch <source:R", "copy clip C sgrad>sgrad *clip <source:R", "|"}},
+    {"no_cast_unfused",
+     FSDP_F32,
+     FSDP_F32,
+     1,
+     "(0 | )0 | (1 )1 [1 ]1 [0 | ]0 | .",
+     {GATHER_PLAIN,
+      USE,
+      "|",
+      "|",
+      GATHER_PLAIN,
+      USE,
+      GATHER_PLAIN,
+      USE,
+      GRADS,
+      GATHER_PLAIN,
+      "copy acc R grad>grad <source:C",
+      "copy users R >grad",
+      "reduce_scatter reduce R grad>sgrad",
+      "copy red_out R sgrad>sgrad *0.25",
+      USE,
+      GRADS,
+      "|",
+      "copy acc R grad>grad <source:C",
+      "copy users R >grad",
+      "reduce_scatter reduce R grad>sgrad",
+      "copy red_out R sgrad>sgrad *0.25",
+      "|",
+      FINAL}},
+    /* no sync: widened gradients wait in the reduce input, others in the slot where they were
+       written */
+    {"no_sync",
+     FSDP_BF16,
+     FSDP_F32,
+     0,
+     "y- (0 )0 (1 )1 [1]1 [0]0 . | (0 )0 [0 ]0 . | y+ (0 )0 [0 ]0 | .",
+     {GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GRADS,
+      GATHER_CAST,
+      "zero acc R >rin",
+      "copy acc R grad>rin <source:C",
+      USE,
+      GRADS,
+      "zero acc R >rin",
+      "copy acc R grad>rin <source:C",
+      "zero final C >sgrad <destination written:R",
+      "zero final C >sgrad",
+      "use final C sgrad",
+      "|",
+      GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GRADS,
+      "copy acc R grad>rin += <source:C",
+      "use final C sgrad",
+      "|",
+      GATHER_CAST,
+      USE,
+      GATHER_CAST,
+      USE,
+      GRADS,
+      "copy acc R grad>rin += <source:C",
+      "copy users R >rin",
+      "reduce_scatter reduce R rin>sgrad *0.25 <destination written:C",
+      "|",
+      FINAL}},
+    {"no_sync_no_cast",
+     FSDP_F32,
+     FSDP_F32,
+     0,
+     "y- (0 )0 [0 ]0 . | (0 )0 [0 ]0 . | y+ (0 )0 [0 ]0 | .",
+     {GATHER_PLAIN,
+      USE,
+      GATHER_PLAIN,
+      USE,
+      GRADS,
+      "zero final C >sgrad <destination written:R",
+      "zero final C >sgrad",
+      "use final C sgrad",
+      "|",
+      GATHER_PLAIN,
+      USE,
+      GATHER_PLAIN,
+      USE,
+      "use final C sgrad",
+      "|",
+      GATHER_PLAIN,
+      USE,
+      GATHER_PLAIN,
+      USE,
+      "copy acc R grad>grad <source:C",
+      "copy users R >grad",
+      "reduce_scatter reduce R grad>sgrad *0.25 <destination written:C",
+      "|",
+      FINAL}},
+    {"clip",
+     FSDP_F32,
+     FSDP_F32,
+     0,
+     "(0 )0 (1 )1 [1 ]1 [0 ]0 . | c | o z",
+     {GATHER_PLAIN, USE, GATHER_PLAIN, USE, GATHER_PLAIN, USE, GRADS, GATHER_PLAIN, FUSED, USE,
+      GRADS, FUSED, FINAL, "|", "norm clip C sgrad>scratch <source:R",
+      "all_reduce clip R scratch>scratch in place <source:C", "use clip C scratch <source:R",
+      "copy clip C sgrad>sgrad *clip <source:R", "|"}},
 };
 
 TEST_P(schedule, ops, tables) {
@@ -518,13 +699,14 @@ TEST_P(schedule, ops, tables) {
             if (r.s.ops[seen].kind == FSDP_OP_HOOK) continue;
             op_text(&r.s.ops[seen], text, sizeof text);
             const char *expected = row->expected[next];
-            CHECK_MSG(expected && !strcmp(text, expected), "op %d is \"%s\", expected \"%s\"", next, text,
-                      expected ? expected : "(none)");
+            CHECK_MSG(expected && !strcmp(text, expected), "op %d is \"%s\", expected \"%s\"", next,
+                      text, expected ? expected : "(none)");
             next++;
         }
         at += length;
         if (*at == '|') {
-            CHECK_MSG(row->expected[next] && row->expected[next][0] == '|', "no op after %d, expected \"%s\"", next,
+            CHECK_MSG(row->expected[next] && row->expected[next][0] == '|',
+                      "no op after %d, expected \"%s\"", next,
                       row->expected[next] ? row->expected[next] : "(none)");
             next++;
             at++;
@@ -534,7 +716,7 @@ TEST_P(schedule, ops, tables) {
     rig_close(&r);
 }
 
-/* ---- (b) overlap on the simulated clock ------------------------------------------------------------ */
+/* ---- (b) overlap on the simulated clock ------------------------------------------------------ */
 
 enum { LAYERS = 8, FORWARD_NS = 4000, BACKWARD_NS = 8000 };
 
@@ -592,17 +774,21 @@ TEST(overlap, prefetch_hides_all_communication) {
         timing in = run_layers(&c, 0, FORWARD_NS, BACKWARD_NS);
         CHECK_EQ_INT(in.end, t.compute + t.busy);
         CHECK(in.end > t.end + 2 * (LAYERS - 1) * t.gather);
-        h_message("comm lanes %d: %d layers: %lld ns of compute, %lld of communication: %lld with streams, %lld inline",
-                  lanes, LAYERS, (long long)t.compute, (long long)t.busy, (long long)t.end, (long long)in.end);
+        h_message("comm lanes %d: %d layers: %lld ns of compute, %lld of communication: %lld with "
+                  "streams, %lld inline",
+                  lanes, LAYERS, (long long)t.compute, (long long)t.busy, (long long)t.end,
+                  (long long)in.end);
     }
 }
 
-/* The overlap of forward comes from the host's running ahead alone; that of backward does not need it. */
+/* The overlap of forward comes from the host's running ahead alone; that of backward does not need
+   it. */
 TEST(overlap, forward_needs_run_ahead_only) {
     config c = CONF(ASYNC, LAYERS, ALWAYS, ALWAYS);
     c.uniform = 1;
     timing t = run_layers(&c, 1, FORWARD_NS, BACKWARD_NS);
-    CHECK_EQ_INT(t.compute_end, t.compute + (LAYERS + 1) * t.gather); /* each forward, the first backward */
+    CHECK_EQ_INT(t.compute_end,
+                 t.compute + (LAYERS + 1) * t.gather); /* each forward, the first backward */
     CHECK_EQ_INT(t.end, t.compute_end + t.reduce);
 }
 
@@ -616,7 +802,7 @@ TEST(overlap, bound_by_communication) {
     CHECK(t.compute_end <= 2 * LAYERS * t.gather + t.compute + LAYERS * t.reduce);
 }
 
-/* ---- (c) streams and events ------------------------------------------------------------------------ */
+/* ---- (c) streams and events ------------------------------------------------------------------ */
 
 static config any_config(uint64_t *seed) {
     static const int worlds[] = {1, 2, 4, 5};
@@ -638,7 +824,8 @@ static config any_config(uint64_t *seed) {
     return c;
 }
 
-/* Every schedule of this file in many settings: rig_close() fails when an access was not ordered. */
+/* Every schedule of this file in many settings: rig_close() fails when an access was not ordered.
+   */
 TEST(streams, every_access_is_ordered) {
     enum { SETTINGS = 24 };
     uint64_t seed = h_seed();
@@ -657,9 +844,12 @@ TEST(streams, every_access_is_ordered) {
             ops += r.s.num_ops;
             waits += r.s.waits;
             if (r.s.races)
-                fprintf(stderr, "%s: world %d, %sfused, lanes %d, %s %s, reshard %d %d, overwrite %d, debug %d, direct %lld\n",
-                        schedules[i].name, c.world, c.unfused ? "not " : "", c.comm_lanes, fsdp_dtype_name(c.param),
-                        fsdp_dtype_name(c.reduce), c.root, c.inner, c.overwrite, c.debug, (long long)c.direct_min);
+                fprintf(stderr,
+                        "%s: world %d, %sfused, lanes %d, %s %s, reshard %d %d, overwrite %d, "
+                        "debug %d, direct %lld\n",
+                        schedules[i].name, c.world, c.unfused ? "not " : "", c.comm_lanes,
+                        fsdp_dtype_name(c.param), fsdp_dtype_name(c.reduce), c.root, c.inner,
+                        c.overwrite, c.debug, (long long)c.direct_min);
             rig_close(&r);
         }
     h_message("%lld runs, %lld ops, %lld waits", (long long)runs, (long long)ops, (long long)waits);
@@ -683,35 +873,38 @@ static void log_waits(void *user, const fsdp_op *op) {
     for (int i = 0; wait && i < 2 && op->wait[i].native; i++, at++) {
         char kind[96];
         int k = 0;
-        snprintf(kind, sizeof kind, "%s %s %.*s", fsdp_op_name(op->kind), fsdp_label_name(op->label),
-                 (int)strcspn(wait, " "), wait);
+        snprintf(kind, sizeof kind, "%s %s %.*s", fsdp_op_name(op->kind),
+                 fsdp_label_name(op->label), (int)strcspn(wait, " "), wait);
         if (!strncmp(wait, "<destination", 12)) /* two words */
-            snprintf(kind, sizeof kind, "%s %s %.*s", fsdp_op_name(op->kind), fsdp_label_name(op->label),
-                     (int)(13 + strcspn(wait + 13, " ")), wait);
+            snprintf(kind, sizeof kind, "%s %s %.*s", fsdp_op_name(op->kind),
+                     fsdp_label_name(op->label), (int)(13 + strcspn(wait + 13, " ")), wait);
         while (k < log->num_kinds && strcmp(log->kinds[k], kind)) k++;
         CHECK(k < MAX_KINDS && at < MAX_WAITS);
-        if (k == log->num_kinds) snprintf(log->kinds[log->num_kinds++], sizeof log->kinds[0], "%s", kind);
+        if (k == log->num_kinds)
+            snprintf(log->kinds[log->num_kinds++], sizeof log->kinds[0], "%s", kind);
         log->kind[at] = (int16_t)k;
         wait = strchr(wait + 1, '<');
     }
 }
 
 /* Steps that need every kind of wait: other orders, a second gradient, a gather nobody used. */
-static const char *const hard_script =
-    FWD BWD ". c o z" FWD "[r [0]0 [2]2 [1]1 ]r . o" FWD BWD ". o z u1 s1 u2" FWD BWD "." FWD BWD ". c o z";
+static const char *const hard_script = FWD BWD ". c o z" FWD "[r [0]0 [2]2 [1]1 ]r . o" FWD BWD
+                                               ". o z u1 s1 u2" FWD BWD "." FWD BWD ". c o z";
 
-/* An event table that ignores one wait: the checker has to see it, or the wait was implied by others.
-   Some wait of each kind below has to be seen. */
+/* An event table that ignores one wait: the checker has to see it, or the wait was implied by
+   others. Some wait of each kind below has to be seen. */
 TEST(streams, a_removed_wait_is_reported) {
     static const char *const needed[] = {
-        "copy copy_in <source:C",                        /* the optimizer wrote the shards */
-        "copy copy_in <destination released:C",          /* the slot's last layer has been computed */
-        "use gather <source:G",                          /* the layer reads what was gathered */
-        "zero grads <destination released:R",            /* the slot's gradients have been reduced */
-        "copy acc <source:C",                            /* backward wrote the gradients */
-        "use final <source:R",                           /* the optimizer reads what was reduced */
-        "all_reduce clip <source:C", "use clip <source:R", /* the host reads the norm */
-        "all_gather gather <source:C", "all_gather gather <destination released:C",
+        "copy copy_in <source:C",               /* the optimizer wrote the shards */
+        "copy copy_in <destination released:C", /* the slot's last layer has been computed */
+        "use gather <source:G",                 /* the layer reads what was gathered */
+        "zero grads <destination released:R",   /* the slot's gradients have been reduced */
+        "copy acc <source:C",                   /* backward wrote the gradients */
+        "use final <source:R",                  /* the optimizer reads what was reduced */
+        "all_reduce clip <source:C",
+        "use clip <source:R", /* the host reads the norm */
+        "all_gather gather <source:C",
+        "all_gather gather <destination released:C",
     };
     static wait_log log;
     int64_t total = 0, reported = 0;
@@ -746,7 +939,8 @@ TEST(streams, a_removed_wait_is_reported) {
     }
     for (int i = 0; i < log.num_kinds; i++)
         h_message("%-50s removed %3d, reported %3d", log.kinds[i], log.removed[i], log.reported[i]);
-    h_message("%lld waits removed one by one, %lld reported", (long long)total, (long long)reported);
+    h_message("%lld waits removed one by one, %lld reported", (long long)total,
+              (long long)reported);
     for (size_t i = 0; i < sizeof needed / sizeof *needed; i++) {
         int k = 0;
         while (k < log.num_kinds && strcmp(log.kinds[k], needed[i])) k++;
@@ -770,12 +964,13 @@ static void random_call(rig *r, uint64_t *seed) {
     } else if (call < 13) {
         status = fsdp_pre_backward(u);
         for (int i = 0; !status && i < num_params; i++) {
-            fsdp_param_view v;
+            fsdp_param_view v = FSDP_ZERO;
             int64_t numel = 1;
             CHECK_OK(fsdp_param_view_get(u, i, &v));
             for (int d = 0; d < v.ndim; d++) numel *= v.shape[d];
             if (v.requires_grad && h_rand64(seed) % 4)
-                sim_write(&r->s, "backward", fsdp_grad(u, i), numel * (int64_t)fsdp_dtype_size(u->param_dtype));
+                sim_write(&r->s, "backward", fsdp_grad(u, i),
+                          numel * (int64_t)fsdp_dtype_size(u->param_dtype));
         }
     } else if (call < 17) {
         status = fsdp_post_backward(u);
@@ -817,7 +1012,7 @@ TEST(streams, flags_of_use) {
         }
         play(&r, ". o");
         for (int i = 0; i < 6; i++) {
-            fsdp_param_view v;
+            fsdp_param_view v = FSDP_ZERO;
             CHECK_OK(fsdp_param_view_get(r.units[1], i, &v));
             CHECK_EQ_INT(v.shard_grad != NULL, i < 2);
         }
@@ -852,9 +1047,12 @@ TEST(streams, random_calls) {
         r.s.on_op = NULL;
         for (int i = 0; i < CALLS && r.s.races == 0; i++) random_call(&r, &seed);
         if (r.s.races)
-            fprintf(stderr, "world %d, %sfused, lanes %d, %s %s, reshard %d %d, overwrite %d, debug %d, direct %lld\n",
+            fprintf(stderr,
+                    "world %d, %sfused, lanes %d, %s %s, reshard %d %d, overwrite %d, debug %d, "
+                    "direct %lld\n",
                     c.world, c.unfused ? "not " : "", c.comm_lanes, fsdp_dtype_name(c.param),
-                    fsdp_dtype_name(c.reduce), c.root, c.inner, c.overwrite, c.debug, (long long)c.direct_min);
+                    fsdp_dtype_name(c.reduce), c.root, c.inner, c.overwrite, c.debug,
+                    (long long)c.direct_min);
         rig_close(&r);
     }
     h_message("%d calls in %d settings", RUNS * CALLS, RUNS);

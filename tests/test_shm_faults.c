@@ -1,5 +1,5 @@
-/* test_shm_faults.c - ranks of the shm backend that die, stall, differ or never come; no memory; and
-   nothing left behind. What every backend has to do on failure is in conformance.c. */
+/* test_shm_faults.c - ranks of the shm backend that die, stall, differ or never come; no memory;
+   and nothing left behind. What every backend has to do on failure is in conformance.c. */
 #include "harness.h"
 #include <dirent.h> /* opendir */
 #define FSDP_IMPLEMENTATION
@@ -19,7 +19,8 @@ typedef struct {
 
 /* In memory that forked ranks share. */
 static setup *make_setup(int world, int threads, int timeout_ms) {
-    setup *s = (setup *)mmap(NULL, sizeof *s, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    setup *s = (setup *)mmap(NULL, sizeof *s, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                             -1, 0);
     CHECK(s != (setup *)MAP_FAILED);
     s->world = world, s->threads = threads, s->timeout_ms = timeout_ms, s->now = fsdpi_monotonic_ns;
     s->common.size = world;
@@ -67,7 +68,8 @@ static const fsdp_seg seg = {0, 0, COUNT};
 static fsdp_coll coll(rank_state *r, int kind, const char *what, int state) {
     fsdp_coll c;
     memset(&c, 0, sizeof c);
-    c.kind = (uint8_t)kind, c.dtype = c.out_dtype = FSDP_F32, c.state = (uint8_t)state, c.scale = 1.0;
+    c.kind = (uint8_t)kind, c.dtype = c.out_dtype = FSDP_F32, c.state = (uint8_t)state,
+    c.scale = 1.0;
     c.what = what, c.seq = ++r->seq, c.src = r->src, c.dst = r->dst, c.count = COUNT;
     if (kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER) c.segs = &seg, c.num_segs = 1;
     return c;
@@ -87,7 +89,9 @@ static fsdp_comm *group_of_all(rank_state *r, int rank, int world, const char *n
     return out;
 }
 
-static void says(const char *text, const char *part) { CHECK_MSG(strstr(text, part), "\"%s\" does not say \"%s\"", text, part); }
+static void says(const char *text, const char *part) {
+    CHECK_MSG(strstr(text, part), "\"%s\" does not say \"%s\"", text, part);
+}
 static void told(rank_state *r, const char *part) { says(r->ops->error_text(r->comm), part); }
 
 /* ---- a rank that dies ------------------------------------------------------------------------ */
@@ -96,11 +100,13 @@ typedef struct {
     const char *name;
     int kind, inside;
 } death;
-static const death deaths[] = {
-    {"all_gather", FSDP_OP_ALL_GATHER, 0},         {"reduce_scatter", FSDP_OP_REDUCE_SCATTER, 0},
-    {"all_reduce", FSDP_OP_ALL_REDUCE, 0},         {"broadcast", FSDP_OP_BROADCAST, 0},
-    {"split", -1, 0},                              {"all_gather/inside", FSDP_OP_ALL_GATHER, 1},
-    {"reduce_scatter/inside", FSDP_OP_REDUCE_SCATTER, 1}};
+static const death deaths[] = {{"all_gather", FSDP_OP_ALL_GATHER, 0},
+                               {"reduce_scatter", FSDP_OP_REDUCE_SCATTER, 0},
+                               {"all_reduce", FSDP_OP_ALL_REDUCE, 0},
+                               {"broadcast", FSDP_OP_BROADCAST, 0},
+                               {"split", -1, 0},
+                               {"all_gather/inside", FSDP_OP_ALL_GATHER, 1},
+                               {"reduce_scatter/inside", FSDP_OP_REDUCE_SCATTER, 1}};
 
 static void *die_soon(void *arg) {
     (void)arg;
@@ -133,9 +139,11 @@ static void killed(int rank, int world, void *arg) {
     CHECK(h_now_ms() - start < 1000);
     told(&r, rank ? "rank 2: " : "rank 0: ");
     told(&r, "rank 1 has died (process ");
-    if (!d->inside) told(&r, "its last operation was reduce_scatter of 'h.4' (post_backward, op 1), 0.");
+    if (!d->inside)
+        told(&r, "its last operation was reduce_scatter of 'h.4' (post_backward, op 1), 0.");
     start = h_now_ms();
-    CHECK_STATUS(one(&r, r.comm, FSDP_OP_BROADCAST, "next", 0), FSDP_ERR_PEER_LOST); /* sticky, at once */
+    CHECK_STATUS(one(&r, r.comm, FSDP_OP_BROADCAST, "next", 0),
+                 FSDP_ERR_PEER_LOST); /* sticky, at once */
     CHECK(h_now_ms() - start < 40);
     told(&r, "rank 1 has died");
     told(&r, "broadcast of 'next' (op ");
@@ -174,9 +182,12 @@ static void stopped(int rank, int world, void *arg) {
     int64_t start = h_now_ms();
     if (rank == 2) raise(SIGSTOP);
     CHECK_STATUS(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", FSDP_STATE_FORWARD), FSDP_ERR_TIMEOUT);
-    told(&r, ": all_gather of 'h.3' (forward, op 2): rank 2 has not come within 0.4 s; its last operation was "
+    told(&r, ": all_gather of 'h.3' (forward, op 2): rank 2 has not come within 0.4 s; its last "
+             "operation was "
              "reduce_scatter of 'h.4' (post_backward, op 1), 0.");
-    if (rank < 2) CHECK_MSG(h_now_ms() - start >= 350 && h_now_ms() - start <= 600, "%lld ms", (long long)(h_now_ms() - start));
+    if (rank < 2)
+        CHECK_MSG(h_now_ms() - start >= 350 && h_now_ms() - start <= 600, "%lld ms",
+                  (long long)(h_now_ms() - start));
     if (rank == 0) usleep(20000), kill(s->pids[world - 1], SIGCONT);
     r.ops->close(r.comm);
 }
@@ -199,9 +210,11 @@ TEST(shm_faults, late_rank_is_in_time) {
 /* Two ranks wait for each other in different groups: the text says where each one is. */
 static void crossed(int rank, int world, void *arg) {
     rank_state r = begin(rank, (setup *)arg);
-    fsdp_comm *a = group_of_all(&r, rank, world, "shard"), *b = group_of_all(&r, rank, world, "replicate");
+    fsdp_comm *a = group_of_all(&r, rank, world, "shard"),
+              *b = group_of_all(&r, rank, world, "replicate");
     fsdp_comm *mine = rank ? b : a;
-    fsdp_status status = one(&r, mine, rank ? FSDP_OP_ALL_REDUCE : FSDP_OP_ALL_GATHER, rank ? "norm" : "h.3", 0);
+    fsdp_status status = one(&r, mine, rank ? FSDP_OP_ALL_REDUCE : FSDP_OP_ALL_GATHER,
+                             rank ? "norm" : "h.3", 0);
     CHECK_STATUS(status, FSDP_ERR_TIMEOUT);
     const char *text = r.ops->error_text(mine);
     says(text, "all_reduce of 'norm' on 'replicate' (op 1)");
@@ -217,7 +230,9 @@ TEST(shm_faults, crossed_groups) {
 }
 
 static int64_t jump_ns;
-static int64_t jumping_clock(void *user) { return fsdpi_monotonic_ns(user) + __atomic_load_n(&jump_ns, __ATOMIC_SEQ_CST); }
+static int64_t jumping_clock(void *user) {
+    return fsdpi_monotonic_ns(user) + __atomic_load_n(&jump_ns, __ATOMIC_SEQ_CST);
+}
 
 static void other_clock(int rank, int world, void *arg) {
     rank_state r = begin(rank, (setup *)arg);
@@ -225,7 +240,8 @@ static void other_clock(int rank, int world, void *arg) {
     (void)world;
     if (rank == 1) {
         usleep(50000);
-        __atomic_store_n(&jump_ns, (int64_t)7200 * 1000000000, __ATOMIC_SEQ_CST); /* two hours later */
+        __atomic_store_n(&jump_ns, (int64_t)7200 * 1000000000,
+                         __ATOMIC_SEQ_CST); /* two hours later */
         while (!r.ops->poll(r.comm) && h_now_ms() - start < 2000) usleep(1000);
     }
     CHECK_STATUS(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", 0), FSDP_ERR_TIMEOUT);
@@ -246,17 +262,29 @@ typedef struct {
     int threads, field;
     const char *differs, *left, *right;
 } mismatch;
-enum { OTHER_OP, OTHER_UNIT, OTHER_DTYPE, OTHER_COUNT, OTHER_STATE, OTHER_ROOT, OTHER_REDOP, OTHER_PLACE, OTHER_SEGS };
-#define ROWS(mode, threads)                                                                                     \
-    {mode "/op", threads, OTHER_OP, "operation", "all_gather of 'h.3'", "all_reduce of 'h.3'"},                 \
-    {mode "/unit", threads, OTHER_UNIT, "unit", "all_gather of 'h.3'", "all_gather of 'h.7'"},                  \
-    {mode "/dtype", threads, OTHER_DTYPE, "dtype", "64 elements of f32", "64 elements of bf16"},                \
-    {mode "/count", threads, OTHER_COUNT, "count, segments", "64 elements of f32", "63 elements of f32"},       \
-    {mode "/state", threads, OTHER_STATE, "state", "'h.3' (forward, op 1)", "'h.3' (pre_backward, op 1)"},      \
-    {mode "/root", threads, OTHER_ROOT, "root", "ranks 0, 1: broadcast", "rank 2: broadcast"},                   \
-    {mode "/redop", threads, OTHER_REDOP, "reduction", "ranks 0, 1: all_reduce", "rank 2: all_reduce"},         \
-    {mode "/place", threads, OTHER_PLACE, "buffer", "ranks 0, 1: all_gather", "rank 2: all_gather"},            \
-    {mode "/segments", threads, OTHER_SEGS, "segments", "ranks 0, 1: all_gather", "rank 2: all_gather"}
+enum {
+    OTHER_OP,
+    OTHER_UNIT,
+    OTHER_DTYPE,
+    OTHER_COUNT,
+    OTHER_STATE,
+    OTHER_ROOT,
+    OTHER_REDOP,
+    OTHER_PLACE,
+    OTHER_SEGS
+};
+// clang-format off
+#define ROWS(mode, threads)                                                                        \
+    {mode "/op", threads, OTHER_OP, "operation", "all_gather of 'h.3'", "all_reduce of 'h.3'"},    \
+    {mode "/unit", threads, OTHER_UNIT, "unit", "all_gather of 'h.3'", "all_gather of 'h.7'"},     \
+    {mode "/dtype", threads, OTHER_DTYPE, "dtype", "64 elements of f32", "64 elements of bf16"},   \
+    {mode "/count", threads, OTHER_COUNT, "count, segments", "64 elements of", "63 elements of"},  \
+    {mode "/state", threads, OTHER_STATE, "state", "'h.3' (forward,", "'h.3' (pre_backward,"},     \
+    {mode "/root", threads, OTHER_ROOT, "root", "ranks 0, 1: broadcast", "rank 2: broadcast"},     \
+    {mode "/redop", threads, OTHER_REDOP, "reduction", "ranks 0, 1: all_r", "rank 2: all_reduce"}, \
+    {mode "/place", threads, OTHER_PLACE, "buffer", "ranks 0, 1: all_g", "rank 2: all_gather"},    \
+    {mode "/segs", threads, OTHER_SEGS, "segments", "ranks 0, 1: all_g", "rank 2: all_gather"}
+// clang-format on
 static const mismatch mismatches[] = {ROWS("processes", 0), ROWS("threads", 1)};
 
 static void differ(int rank, int world, void *arg) {
@@ -264,10 +292,14 @@ static void differ(int rank, int world, void *arg) {
     const mismatch *m = (const mismatch *)s->extra;
     rank_state r = begin(rank, s);
     fsdp_seg mine = seg;
-    int kind = m->field == OTHER_ROOT ? FSDP_OP_BROADCAST : m->field == OTHER_REDOP ? FSDP_OP_ALL_REDUCE : FSDP_OP_ALL_GATHER;
+    int kind = m->field == OTHER_ROOT    ? FSDP_OP_BROADCAST
+               : m->field == OTHER_REDOP ? FSDP_OP_ALL_REDUCE
+                                         : FSDP_OP_ALL_GATHER;
     int odd = rank == world - 1;
-    fsdp_coll c = coll(&r, odd && m->field == OTHER_OP ? FSDP_OP_ALL_REDUCE : kind, odd && m->field == OTHER_UNIT ? "h.7" : "h.3",
-                       odd && m->field == OTHER_STATE ? FSDP_STATE_PRE_BACKWARD : FSDP_STATE_FORWARD);
+    fsdp_coll c = coll(&r, odd && m->field == OTHER_OP ? FSDP_OP_ALL_REDUCE : kind,
+                       odd && m->field == OTHER_UNIT ? "h.7" : "h.3",
+                       odd && m->field == OTHER_STATE ? FSDP_STATE_PRE_BACKWARD
+                                                      : FSDP_STATE_FORWARD);
     if (c.segs) c.segs = &mine;
     if (odd && m->field == OTHER_DTYPE) c.dtype = FSDP_BF16;
     if (odd && m->field == OTHER_COUNT) c.count = 63, mine.count = 63;
@@ -337,7 +369,9 @@ static void abort_reaches_groups(int rank, int world, void *arg) {
     int64_t start = h_now_ms();
     (void)world;
     CHECK_OK(r.ops->split(r.comm, &g, &pair));
-    if (rank == 2) usleep(50000), r.ops->abort(r.comm, FSDP_ERR_ABORTED, "rank 2 aborted the world: out of data");
+    if (rank == 2)
+        usleep(50000),
+            r.ops->abort(r.comm, FSDP_ERR_ABORTED, "rank 2 aborted the world: out of data");
     fsdp_comm *mine = rank == 0 ? pair : r.comm;
     CHECK_STATUS(one(&r, mine, FSDP_OP_ALL_GATHER, "h.3", 0), FSDP_ERR_ABORTED);
     says(r.ops->error_text(mine), "(op 1): rank 2 aborted the world: out of data");
@@ -403,7 +437,9 @@ static void other_world_size_thread(int rank, int world, void *arg) {
     if (status != FSDP_ERR_MISMATCH) CHECK_STATUS(status, FSDP_ERR_TIMEOUT);
     else says(r.ops->error_text(NULL), "a world size of ");
 }
-TEST(shm_faults, other_world_size_of_a_thread) { run(make_setup(2, 1, 200), other_world_size_thread); }
+TEST(shm_faults, other_world_size_of_a_thread) {
+    run(make_setup(2, 1, 200), other_world_size_thread);
+}
 
 /* Process 1 and 2 both say that they are rank 1; the real rank 2 comes later. */
 static void twice(int process, int world, void *arg) {
@@ -471,8 +507,9 @@ static void no_memory(int rank, int world, void *arg) {
     size_t sizes[3];
     (void)world;
     sizes[0] = SIZE_MAX / 2;
-    sizes[1] = (size_t)1 << 44;                                 /* can be addressed */
-    sizes[2] = (size_t)sysconf(_SC_PHYS_PAGES) * (size_t)sysconf(_SC_PAGESIZE); /* the machine, for each rank */
+    sizes[1] = (size_t)1 << 44; /* can be addressed */
+    sizes[2] = (size_t)sysconf(_SC_PHYS_PAGES) *
+               (size_t)sysconf(_SC_PAGESIZE); /* the machine, for each rank */
     for (int i = 0; i < 3; i++) {
         char number[32];
         int64_t start = h_now_ms();
@@ -537,7 +574,8 @@ static void failing_memory(int rank, int world, void *arg) {
     if (!s->threads) CHECK_EQ_INT(live_bytes, 0);
 }
 TEST(shm_faults, every_allocation_fails_once) {
-    for (int threads = 0, injected = 1, n = 0; threads < 2; threads += !injected, n = injected ? n + 1 : 0) {
+    for (int threads = 0, injected = 1, n = 0; threads < 2;
+         threads += !injected, n = injected ? n + 1 : 0) {
         setup *s = make_setup(2, threads, 150);
         s->allocator.alloc = failing_alloc;
         s->allocator.free = counted_free;
@@ -564,7 +602,8 @@ static int socket_exists(const char *job) {
     char line[512], name[64];
     FILE *f = fopen("/proc/net/unix", "r");
     int found = 0;
-    snprintf(name, sizeof name, "fsdp-shm-%lu-%016llx", (unsigned long)getuid(), (unsigned long long)fsdpi_hash_text(job));
+    snprintf(name, sizeof name, "fsdp-shm-%lu-%016llx", (unsigned long)getuid(),
+             (unsigned long long)fsdpi_hash_text(job));
     while (f && fgets(line, sizeof line, f)) found |= strstr(line, name) != NULL;
     if (f) fclose(f);
     return found;
@@ -583,8 +622,10 @@ TEST(shm_faults, nothing_is_left_after_kill_9) {
             rank_state r = begin(k, s);
             CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", 0));
             __atomic_store_n(&s->pids[k], 1, __ATOMIC_SEQ_CST);
-            (void)one(&r, r.comm, k ? FSDP_OP_ALL_GATHER : FSDP_OP_COPY, "h.3", 0); /* rank 0 does not come */
-            while (pause() < 0) {}
+            (void)one(&r, r.comm, k ? FSDP_OP_ALL_GATHER : FSDP_OP_COPY, "h.3",
+                      0); /* rank 0 does not come */
+            while (pause() < 0) {
+            }
         }
         for (int k = 0; k < 3; k++)
             while (!__atomic_load_n(&s->pids[k], __ATOMIC_SEQ_CST)) usleep(1000);

@@ -6,11 +6,12 @@
 #include "fsdp.h"
 #include "sim.h"
 
-/* ---- the table as the documents have it ---------------------------------------------------------- */
+/* ---- the table as the documents have it ------------------------------------------------------ */
 
-/* By training state IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD; in each: outside of backward with and
-   without a forward that is due, inside of backward likewise. '.' impossible, '=' state stays, else
-   the next state: I F P B. */
+/* By training state IDLE, FORWARD, PRE_BACKWARD, POST_BACKWARD; in each: outside of backward with
+   and without a forward that is due, inside of backward likewise. '.' impossible, '=' state stays,
+   else the next state: I F P B. */
+/* clang-format off */
 static const struct {
     const char *name, *cells;
 } documented[FSDP_CALL_COUNT] = {
@@ -34,11 +35,12 @@ static const struct {
     {"set",               "====" "...." "...." "===="},
     {"reset",             "IIII" "IIII" "IIII" "IIII"},
 };
+/* clang-format on */
 static const char state_letters[] = "IFPB";
 static const char *const state_names[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
 static const char *const storage_names[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED"};
 
-/* ---- the model ----------------------------------------------------------------------------------- */
+/* ---- the model ------------------------------------------------------------------------------- */
 
 enum { MAX_UNITS = 4, MAX_PARAMS = 4, MAX_ORDER = 64 * MAX_UNITS };
 
@@ -106,7 +108,8 @@ static void model_stale(unit_model *u) { u->stale = u->storage != FSDP_STORAGE_S
 /* What a possible call does to one unit. */
 static void model_unit(model *m, int unit, int call) {
     unit_model *u = &m->units[unit];
-    int opens = u->state == FSDP_STATE_FORWARD && !m->backward; /* post_forward: of a forward proper */
+    int opens = u->state == FSDP_STATE_FORWARD &&
+                !m->backward; /* post_forward: of a forward proper */
     char next = model_cell(m, unit, call);
     if (call == FSDP_CALL_UNSHARD || call == FSDP_CALL_PRE_FORWARD) model_unshard(m, u);
     if (call == FSDP_CALL_WAIT || call == FSDP_CALL_PRE_FORWARD) model_wait(u);
@@ -131,7 +134,8 @@ static void model_unit(model *m, int unit, int call) {
         u->due--;
         m->backward = 1;
     }
-    if (call == FSDP_CALL_POST_BACKWARD || (call == FSDP_CALL_FINALIZE && u->state == FSDP_STATE_PRE_BACKWARD))
+    if (call == FSDP_CALL_POST_BACKWARD ||
+        (call == FSDP_CALL_FINALIZE && u->state == FSDP_STATE_PRE_BACKWARD))
         model_reduce(m, u);
     else if (call == FSDP_CALL_FINALIZE && u->keep_backward) model_wait(u);
     else if (call == FSDP_CALL_FINALIZE) model_reshard(u);
@@ -156,11 +160,12 @@ static fsdp_status model_call(model *m, int unit, int call) {
     if (call != FSDP_CALL_FINALIZE && call != FSDP_CALL_RESET) return FSDP_OK;
     m->backward = m->failed = 0;
     if (call == FSDP_CALL_RESET || m->is_last) model_forget(m);
-    for (int i = 0; call == FSDP_CALL_FINALIZE && m->is_last && i < m->num_units; i++) model_stale(&m->units[i]);
+    for (int i = 0; call == FSDP_CALL_FINALIZE && m->is_last && i < m->num_units; i++)
+        model_stale(&m->units[i]);
     return call == FSDP_CALL_FINALIZE && first_failure ? FSDP_ERR_INVALID_STATE : FSDP_OK;
 }
 
-/* ---- the library under test ---------------------------------------------------------------------- */
+/* ---- the library under test ------------------------------------------------------------------ */
 
 enum { WEIGHT, EMPTY, STILL, BIAS, NUM_PARAMS };
 
@@ -170,8 +175,9 @@ typedef struct {
 } setting;
 
 static const setting settings[] = {
-    {"W=1/inline", 1, 0, 0}, {"W=4/inline", 4, 0, 0}, {"W=1/async", 1, 1, 0},
-    {"W=4/async", 4, 1, 0},  {"W=1/lanes", 1, 0, 2},  {"W=4/lanes", 4, 0, 1}, /* lanes: data stay where they are */
+    {"W=1/inline", 1, 0, 0}, {"W=4/inline", 4, 0, 0},
+    {"W=1/async", 1, 1, 0},  {"W=4/async", 4, 1, 0},
+    {"W=1/lanes", 1, 0, 2},  {"W=4/lanes", 4, 0, 1}, /* lanes: data stay where they are */
 };
 
 typedef struct {
@@ -219,22 +225,25 @@ static void bed_open(bed *b, const setting *set, int num_units) {
 static void bed_close(bed *b) { CHECK_EQ_INT(sim_close(&b->s), 0); }
 
 static void bed_compare(const bed *b, const model *m, const char *after) {
-    CHECK_MSG(b->model->backward == m->backward, "after %s: phase %d, model %d", after, b->model->backward, m->backward);
+    CHECK_MSG(b->model->backward == m->backward, "after %s: phase %d, model %d", after,
+              b->model->backward, m->backward);
     for (int i = 0; i < b->num_units; i++) {
         const fsdp_unit *u = b->units[i];
         const unit_model *x = &m->units[i];
-        CHECK_MSG((int)fsdp_unit_state(u) == x->state, "after %s: %s is %s, model %s", after, u->name,
-                  state_names[fsdp_unit_state(u)], state_names[x->state]);
-        CHECK_MSG((int)fsdp_unit_storage(u) == x->storage, "after %s: %s is %s, model %s", after, u->name,
-                  storage_names[fsdp_unit_storage(u)], storage_names[x->storage]);
-        CHECK_MSG(u->forwards == x->due, "after %s: %s has %d forwards due, model %d", after, u->name, u->forwards, x->due);
+        CHECK_MSG((int)fsdp_unit_state(u) == x->state, "after %s: %s is %s, model %s", after,
+                  u->name, state_names[fsdp_unit_state(u)], state_names[x->state]);
+        CHECK_MSG((int)fsdp_unit_storage(u) == x->storage, "after %s: %s is %s, model %s", after,
+                  u->name, storage_names[fsdp_unit_storage(u)], storage_names[x->storage]);
+        CHECK_MSG(u->forwards == x->due, "after %s: %s has %d forwards due, model %d", after,
+                  u->name, u->forwards, x->due);
     }
     CHECK_MSG(b->gathers == m->gathers && b->reductions == m->reductions,
-              "after %s: %lld gathers, %lld reductions, model %lld, %lld", after, (long long)b->gathers,
-              (long long)b->reductions, (long long)m->gathers, (long long)m->reductions);
+              "after %s: %lld gathers, %lld reductions, model %lld, %lld", after,
+              (long long)b->gathers, (long long)b->reductions, (long long)m->gathers,
+              (long long)m->reductions);
 }
 
-/* ---- calls ----------------------------------------------------------------------------------------- */
+/* ---- calls ----------------------------------------------------------------------------------- */
 
 static void fill_ones(void *user, const fsdp_param_view *block) {
     float *data = (float *)block->data;
@@ -268,11 +277,21 @@ static fsdp_status do_full_grad(fsdp_unit *u) {
     return fsdp_param_full_grad(u, WEIGHT, full);
 }
 static fsdp_status do_sync(fsdp_unit *u) { return fsdp_set_requires_gradient_sync(u->model, u, 1); }
-static fsdp_status do_all_sync(fsdp_model *m) { return fsdp_set_requires_gradient_sync(m, NULL, 1); }
-static fsdp_status do_forward(fsdp_unit *u) { return fsdp_set_reshard_after_forward(u->model, u, FSDP_RESHARD_ALWAYS); }
-static fsdp_status do_all_forward(fsdp_model *m) { return fsdp_set_reshard_after_forward(m, NULL, FSDP_RESHARD_ALWAYS); }
-static fsdp_status do_backward(fsdp_unit *u) { return fsdp_set_reshard_after_backward(u->model, u, 1); }
-static fsdp_status do_all_backward(fsdp_model *m) { return fsdp_set_reshard_after_backward(m, NULL, 1); }
+static fsdp_status do_all_sync(fsdp_model *m) {
+    return fsdp_set_requires_gradient_sync(m, NULL, 1);
+}
+static fsdp_status do_forward(fsdp_unit *u) {
+    return fsdp_set_reshard_after_forward(u->model, u, FSDP_RESHARD_ALWAYS);
+}
+static fsdp_status do_all_forward(fsdp_model *m) {
+    return fsdp_set_reshard_after_forward(m, NULL, FSDP_RESHARD_ALWAYS);
+}
+static fsdp_status do_backward(fsdp_unit *u) {
+    return fsdp_set_reshard_after_backward(u->model, u, 1);
+}
+static fsdp_status do_all_backward(fsdp_model *m) {
+    return fsdp_set_reshard_after_backward(m, NULL, 1);
+}
 
 /* Every public call that the table knows, in every form. */
 static const struct {
@@ -280,7 +299,7 @@ static const struct {
     int call;
     fsdp_status (*of_unit)(fsdp_unit *);
     fsdp_status (*of_model)(fsdp_model *); /* all units are asked */
-    int one_unit; /* of_unit asks that unit alone */
+    int one_unit;                          /* of_unit asks that unit alone */
 } forms[] = {
     {"pre_forward", FSDP_CALL_PRE_FORWARD, fsdp_pre_forward, NULL, 1},
     {"post_forward", FSDP_CALL_POST_FORWARD, fsdp_post_forward, NULL, 1},
@@ -312,7 +331,7 @@ enum { NUM_FORMS = sizeof forms / sizeof *forms };
 static void call_both(bed *b, model *m, int form, int at) {
     int call = forms[form].call, unit = forms[form].one_unit ? at : -1;
     int refuses = model_refuses(m, unit, call), logged = b->s.num_logged;
-    fsdp_counters before, after;
+    fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
     model was = *m;
     CHECK_OK(fsdp_model_counters(b->model, &before));
     fsdp_status expected = model_call(m, unit, call);
@@ -320,9 +339,11 @@ static void call_both(bed *b, model *m, int form, int at) {
         was.failed = m->failed;
         *m = was;
     }
-    fsdp_status got = forms[form].of_unit ? forms[form].of_unit(b->units[at]) : forms[form].of_model(b->model);
-    CHECK_MSG(got == expected, "%s of %s: %s, expected %s (%s)", forms[form].name, b->units[at]->name,
-              fsdp_status_name(got), fsdp_status_name(expected), fsdp_last_error(b->s.world));
+    fsdp_status got = forms[form].of_unit ? forms[form].of_unit(b->units[at])
+                                          : forms[form].of_model(b->model);
+    CHECK_MSG(got == expected, "%s of %s: %s, expected %s (%s)", forms[form].name,
+              b->units[at]->name, fsdp_status_name(got), fsdp_status_name(expected),
+              fsdp_last_error(b->s.world));
     bed_compare(b, m, forms[form].name);
     if (refuses < 0) return;
     /* Nothing was changed, and the text says what is possible instead. */
@@ -332,15 +353,16 @@ static void call_both(bed *b, model *m, int form, int at) {
     CHECK_EQ_MEM(&before, &after, sizeof before);
     CHECK_EQ_INT(b->s.num_logged, logged + 1);
     CHECK_EQ_STR(b->s.logged, fsdp_last_error(b->s.world));
-    snprintf(start, sizeof start, "rank %d: %s: unit '%s' is %s and %s, %s backward", b->s.rank, documented[call].name,
-             b->units[refuses]->name, state_names[u->state], storage_names[u->storage],
-             was.backward ? "inside" : "outside");
-    CHECK_MSG(!strncmp(b->s.logged, start, strlen(start)), "\"%s\" does not begin with \"%s\"", b->s.logged, start);
+    snprintf(start, sizeof start, "rank %d: %s: unit '%s' is %s and %s, %s backward", b->s.rank,
+             documented[call].name, b->units[refuses]->name, state_names[u->state],
+             storage_names[u->storage], was.backward ? "inside" : "outside");
+    CHECK_MSG(!strncmp(b->s.logged, start, strlen(start)), "\"%s\" does not begin with \"%s\"",
+              b->s.logged, start);
     for (int c = 0, num = 0; c < FSDP_CALL_COUNT; c++) {
         if (model_cell(&was, refuses, c) == '.') continue;
         if (c == FSDP_CALL_DATA && u->storage != FSDP_STORAGE_UNSHARDED) continue;
-        snprintf(possible + strlen(possible), sizeof possible - strlen(possible), "%s%s", num++ ? ", " : "",
-                 documented[c].name);
+        snprintf(possible + strlen(possible), sizeof possible - strlen(possible), "%s%s",
+                 num++ ? ", " : "", documented[c].name);
     }
     const char *end = strstr(b->s.logged, "possible now: ");
     CHECK_EQ_STR(end, possible);
@@ -364,9 +386,10 @@ static void check_getters(bed *b, const model *m, int at, int mark) {
     }
 }
 
-/* ---- every cell ------------------------------------------------------------------------------------ */
+/* ---- every cell ------------------------------------------------------------------------------ */
 
-/* The library's own table agrees with the documents, also in cells that no order of calls reaches. */
+/* The library's own table agrees with the documents, also in cells that no order of calls reaches.
+   */
 TEST(table, legality_of_every_cell) {
     bed b;
     int cells = 0;
@@ -380,8 +403,8 @@ TEST(table, legality_of_every_cell) {
             u->forwards = cell % 2;
             const fsdpi_row *row = fsdpi_lookup(u, call);
             char next = documented[call].cells[cell];
-            CHECK_MSG((row != NULL) == (next != '.'), "%s in %s, backward %d, due %d", documented[call].name,
-                      state_names[u->state], b.model->backward, u->forwards);
+            CHECK_MSG((row != NULL) == (next != '.'), "%s in %s, backward %d, due %d",
+                      documented[call].name, state_names[u->state], b.model->backward, u->forwards);
             if (row && next != '=') CHECK_EQ_INT(state_letters[row->next], next);
             if (row && next == '=') CHECK(row->next == FSDPI_KEEP || row->next == u->state);
         }
@@ -486,7 +509,7 @@ TEST_P(table, reachable_cells, settings) {
     h_message("%d states of two units, %d cells of one, %d cases", num_places, cells, cases);
 }
 
-/* ---- failures are reported again ----------------------------------------------------------------- */
+/* ---- failures are reported again ------------------------------------------------------------- */
 
 TEST_P(table, finalize_reports_the_first_failure_once, settings) {
     bed b;
@@ -537,7 +560,7 @@ TEST_P(table, stale_copies_are_gathered_again, settings) {
     bed_close(&b);
 }
 
-/* ---- random calls ---------------------------------------------------------------------------------- */
+/* ---- random calls ---------------------------------------------------------------------------- */
 
 static void set_randomly(bed *b, model *m, uint64_t *seed) {
     int on = h_rand64(seed) % 3 != 0, at = (int)(h_rand64(seed) % (uint64_t)b->num_units);
@@ -550,10 +573,14 @@ static void set_randomly(bed *b, model *m, uint64_t *seed) {
         m->is_last = on;
     } else {
         fsdp_unit *u = all ? NULL : b->units[at];
-        fsdp_status expected = model_refuses(m, all ? -1 : at, FSDP_CALL_SET) < 0 ? FSDP_OK : FSDP_ERR_INVALID_STATE;
+        fsdp_status expected = model_refuses(m, all ? -1 : at, FSDP_CALL_SET) < 0
+                                   ? FSDP_OK
+                                   : FSDP_ERR_INVALID_STATE;
         if (what == 2) CHECK_STATUS(fsdp_set_requires_gradient_sync(b->model, u, on), expected);
         if (what == 3)
-            CHECK_STATUS(fsdp_set_reshard_after_forward(b->model, u, on ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER), expected);
+            CHECK_STATUS(fsdp_set_reshard_after_forward(
+                             b->model, u, on ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER),
+                         expected);
         if (what == 4) CHECK_STATUS(fsdp_set_reshard_after_backward(b->model, u, on), expected);
         for (int i = 0; i < b->num_units && !expected; i++) {
             if (!all && i != at) continue;
@@ -568,11 +595,12 @@ static void set_randomly(bed *b, model *m, uint64_t *seed) {
 static void check_grads(bed *b, const model *m) {
     for (int i = 0; i < b->num_units; i++)
         for (int k = 0; k < NUM_PARAMS; k++) {
-            fsdp_param_view v;
+            fsdp_param_view v = FSDP_ZERO;
             CHECK_OK(fsdp_param_view_get(b->units[i], k, &v));
             CHECK(v.shard && v.data);
-            CHECK_MSG((v.shard_grad != NULL) == m->units[i].has[k], "%s.%s has %s gradient, model %d",
-                      b->units[i]->name, v.name, v.shard_grad ? "a" : "no", m->units[i].has[k]);
+            CHECK_MSG((v.shard_grad != NULL) == m->units[i].has[k],
+                      "%s.%s has %s gradient, model %d", b->units[i]->name, v.name,
+                      v.shard_grad ? "a" : "no", m->units[i].has[k]);
         }
 }
 
@@ -598,12 +626,14 @@ TEST_P(table, random_calls, settings) {
             } else if (form >= 16) {
                 form %= 4; /* hooks of a step, mostly */
             }
-            if (!strcmp(forms[form].name, "finalize") && h_rand64(&seed) % 16 == 0) form = NUM_FORMS - 1;
+            if (!strcmp(forms[form].name, "finalize") && h_rand64(&seed) % 16 == 0)
+                form = NUM_FORMS - 1;
             int failed = b.s.num_logged;
             call_both(&b, &m, form, at);
             if (b.s.num_logged > failed) impossible++;
             else possible++;
-            if (!row->threads && forms[form].call == FSDP_CALL_FINALIZE && model_refuses(&m, -1, FSDP_CALL_ZERO_GRAD) < 0)
+            if (!row->threads && forms[form].call == FSDP_CALL_FINALIZE &&
+                model_refuses(&m, -1, FSDP_CALL_ZERO_GRAD) < 0)
                 check_grads(&b, &m);
             if (m.units[at].state == FSDP_STATE_PRE_BACKWARD)
                 for (int k = 0; k < NUM_PARAMS; k++)
@@ -614,5 +644,6 @@ TEST_P(table, random_calls, settings) {
         }
         bed_close(&b);
     }
-    h_message("%lld possible calls, %lld impossible ones", (long long)possible, (long long)impossible);
+    h_message("%lld possible calls, %lld impossible ones", (long long)possible,
+              (long long)impossible);
 }

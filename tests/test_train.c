@@ -1,5 +1,5 @@
-/* test_train.c - whole training runs: shards, gradients and every bit of them, whatever the number of
-   ranks, the layout, the worker threads and the order of calls, against tests/oracle.h. */
+/* test_train.c - whole training runs: shards, gradients and every bit of them, whatever the number
+   of ranks, the layout, the worker threads and the order of calls, against tests/oracle.h. */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
@@ -8,7 +8,7 @@
 
 enum { MAX_OPS = 4096, MAX_STEPS = 4 };
 
-/* ---- what is trained --------------------------------------------------------------------------- */
+/* ---- what is trained ------------------------------------------------------------------------- */
 
 typedef struct {
     fsdp_dtype dtype, param, reduce;
@@ -39,7 +39,11 @@ enum {
     T_KEEP = 512,         /* gradients are added over two steps */
     T_TWICE = 1024,       /* a unit is used twice in a forward */
     T_WAIT = 2048,        /* unshard, wait and reshard where they change nothing */
-    T_FLAGS = 4096
+    T_STAY = 4096,        /* parameters are kept after backward */
+    T_SWITCH = 8192,      /* reshard_after_forward changes from step to step */
+    T_PARTIAL = 16384,    /* unit 0 is reduced in every microbatch, others in the last only */
+    T_LOSS = 32768,       /* an all-reduce of the caller's between forward and backward */
+    T_FLAGS = 65536
 };
 
 typedef struct {
@@ -50,8 +54,9 @@ typedef struct {
 
 /* How a task is run: must not change a bit. */
 typedef struct {
-    int lanes, layout, never, plain;
+    int lanes, layout, never, plain, mesh;
 } place;
+enum { MESH_NONE, MESH_WHOLE, MESH_REVERSED, MESHES };
 enum { LAYOUT_PACKED, LAYOUT_DIRECT, LAYOUT_MIXED, LAYOUTS };
 static const char *const layout_names[] = {"packed", "direct", "mixed"};
 static const int64_t layout_min[] = {FSDP_DIRECT_NEVER, 1, 600};
@@ -62,7 +67,11 @@ static void add(o_op *ops, int *count, int kind, int a, int m) {
     ops[(*count)++] = op;
 }
 
-enum { CHECKPOINT = 100 }; /* compare with snapshot a */
+enum {
+    CHECKPOINT = 100,
+    SWITCH,
+    LOSS
+}; /* compare with snapshot a; set reshard_after_forward to a */
 
 static void script_forward(const task *t, o_op *ops, int *n, int m) {
     const o_net *net = &t->net;
@@ -122,6 +131,8 @@ static void script_micro_end(const task *t, o_op *ops, int *n, int m, int last) 
 static int script(const task *t, o_op *ops) {
     int n = 0, all = t->sync_all || t->micros == 1;
     for (int s = 0; s < t->steps; s++) {
+        if (t->flags & T_SWITCH)
+            add(ops, &n, SWITCH, s % 2 ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER, 0);
         if (t->flags & T_EVAL) {
             add(ops, &n, O_SET_GRAD, 0, 0);
             script_forward(t, ops, &n, O_MICROS - 1);
@@ -132,8 +143,10 @@ static int script(const task *t, o_op *ops) {
             script_forward(t, ops, &n, m);
         for (int i = 0; i < t->micros; i++) {
             int last = i + 1 == t->micros, m = t->flags & T_FORWARDS_FIRST ? t->micros - 1 - i : i;
-            add(ops, &n, O_SET_SYNC, all || last, m);
+            add(ops, &n, O_SET_SYNC, all || last, -1);
+            if (t->flags & T_PARTIAL) add(ops, &n, O_SET_SYNC, 1, 0);
             if (!(t->flags & T_FORWARDS_FIRST)) script_forward(t, ops, &n, m);
+            if (t->flags & T_LOSS) add(ops, &n, LOSS, 0, m);
             script_backward(t, ops, &n, m);
             script_micro_end(t, ops, &n, m, last);
         }
@@ -145,7 +158,7 @@ static int script(const task *t, o_op *ops) {
     return n;
 }
 
-/* ---- what has to come out ---------------------------------------------------------------------- */
+/* ---- what has to come out -------------------------------------------------------------------- */
 
 typedef struct {
     int ops, has[2 * MAX_STEPS][O_UNITS][O_PARAMS];
@@ -216,16 +229,17 @@ static void distance(const task *t, const story *a, const story *b, double *grad
     }
 }
 
-/* ---- the library's run -------------------------------------------------------------------------- */
+/* ---- the library's run ----------------------------------------------------------------------- */
 
 typedef struct {
     const task *task;
     const story *story;
     const numbers *kind;
     fsdp_world *world;
+    fsdp_mesh *mesh; /* NULL: all ranks */
     fsdp_model *model;
     fsdp_unit *unit[O_UNITS];
-    int rank, size, step, written[O_UNITS][O_PARAMS];
+    int rank, size, step, written[O_UNITS][O_PARAMS]; /* rank: place in the mesh */
     fsdp_dtype param_dtype;
     o_acts acts[O_MICROS][O_SEQ];
     double *tmp;
@@ -238,8 +252,8 @@ static void fill(void *user, const fsdp_param_view *block) {
     double value;
     CHECK(block->numel > 0);
     for (int64_t k = 0; k < block->numel; k++) {
-        value = o_round(block->dtype, o_initial(&x->task->net, u, block->index,
-                                                fsdp_view_index(block, k)));
+        value = o_round(block->dtype,
+                        o_initial(&x->task->net, u, block->index, fsdp_view_index(block, k)));
         CHECK_OK(fsdp_convert((char *)block->data + (size_t)k * fsdp_dtype_size(block->dtype),
                               block->dtype, &value, FSDP_F64, 1));
     }
@@ -256,6 +270,7 @@ static void build(run *x, const task *t, const place *p) {
     md.debug = 1;
     md.direct_min = layout_min[p->layout];
     md.fill_bytes = t->fill_bytes;
+    md.mesh = x->mesh;
     CALL(x->world, fsdp_model_create(x->world, &md, &x->model));
     for (int u = 0; u < t->net.count; u++) {
         const o_unit *spec = &t->net.units[u];
@@ -276,6 +291,7 @@ static void build(run *x, const task *t, const place *p) {
         CALL(x->world, fsdp_fully_shard(x->model, &ud, &x->unit[u]));
     }
     CALL(x->world, fsdp_init_params(x->model, fill, x));
+    if (t->flags & T_STAY) CALL(x->world, fsdp_set_reshard_after_backward(x->model, NULL, 0));
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(x->model, &v)) mine += v.numel;
     W_CHECK(mine == x->filled, "init_params filled %lld of %lld", (long long)x->filled,
@@ -301,8 +317,7 @@ static void store_grad(run *x, int u, int i, const double *dp, double *old) {
     W_CHECK(grad != NULL, "no gradient of unit %d", u);
     if (plus) CHECK_OK(fsdp_convert(old, FSDP_F64, grad, x->param_dtype, numel));
     for (int64_t e = 0; e < numel; e++)
-        old[e] = o_round(x->param_dtype,
-                         plus ? o_mid(x->param_dtype, 0, old[e] + dp[e]) : dp[e]);
+        old[e] = o_round(x->param_dtype, plus ? o_mid(x->param_dtype, 0, old[e] + dp[e]) : dp[e]);
     CHECK_OK(fsdp_convert(grad, x->param_dtype, old, FSDP_F64, numel));
     x->written[u][i] = 1;
 }
@@ -354,16 +369,18 @@ static void compare(run *x, int at) {
         for (int64_t k = 0; k < v.numel; k++) {
             double value, grad = 0;
             int64_t e = fsdp_view_index(&v, k);
-            CHECK_OK(fsdp_convert(&value, FSDP_F64, (char *)v.shard + (size_t)k * size, v.dtype, 1));
+            CHECK_OK(
+                fsdp_convert(&value, FSDP_F64, (char *)v.shard + (size_t)k * size, v.dtype, 1));
             W_CHECK(same_bits(value, x->story->master[at][u][i][e]),
                     "step %d: unit %d parameter %d element %lld is %.17g, expected %.17g", x->step,
                     u, i, (long long)e, value, x->story->master[at][u][i][e]);
             shards += v.requires_grad && (value < 0 || value > 0);
             if (!has) continue;
-            CHECK_OK(fsdp_convert(&grad, FSDP_F64, (char *)v.shard_grad + (size_t)k * size, v.dtype, 1));
+            CHECK_OK(
+                fsdp_convert(&grad, FSDP_F64, (char *)v.shard_grad + (size_t)k * size, v.dtype, 1));
             W_CHECK(same_bits(grad, x->story->grad[at][u][i][e]),
-                    "step %d: unit %d gradient %d element %lld is %.17g, expected %.17g", x->step, u,
-                    i, (long long)e, grad, x->story->grad[at][u][i][e]);
+                    "step %d: unit %d gradient %d element %lld is %.17g, expected %.17g", x->step,
+                    u, i, (long long)e, grad, x->story->grad[at][u][i][e]);
             grads += grad < 0 || grad > 0;
         }
     }
@@ -374,6 +391,36 @@ static void compare(run *x, int at) {
             "step %d: padding of gradients, or a gradient that nobody has, is not zero", x->step);
 }
 
+/* The same in one piece: parameter 0 of each unit, and its gradient. */
+static void compare_full(run *x, int at) {
+    for (int u = 0; u < x->task->net.count; u++) {
+        const o_param *p = &x->task->net.units[u].params[0];
+        for (int grad = 0; grad < 2 - p->frozen; grad++) {
+            char *full = (char *)malloc((size_t)p->numel * 8 + 1);
+            CHECK(full != NULL);
+            CALL(x->world, grad ? fsdp_param_full_grad(x->unit[u], 0, full)
+                                : fsdp_param_full(x->unit[u], 0, full));
+            for (int64_t e = 0; e < p->numel; e++) {
+                double value, expected = x->story->master[at][u][0][e];
+                if (grad) expected = x->story->has[at][u][0] ? x->story->grad[at][u][0][e] : 0;
+                CHECK_OK(fsdp_convert(&value, FSDP_F64,
+                                      full + (size_t)e * fsdp_dtype_size(x->kind->dtype),
+                                      x->kind->dtype, 1));
+                W_CHECK(same_bits(value, expected), "full: unit %d element %lld is %g, expected %g",
+                        u, (long long)e, value, expected);
+            }
+            free(full);
+        }
+    }
+}
+
+/* A sum over the ranks while lanes may be at work. */
+static void loss(run *x, int m) {
+    double values[2] = {x->acts[m][x->task->net.length - 1].y[0], (double)(1 << x->rank)};
+    CALL(x->world, fsdp_all_reduce(x->world, x->mesh, values, 2, FSDP_F64, FSDP_SUM));
+    W_CHECK(same_bits(values[1], (double)((1 << x->size) - 1)), "all_reduce gives %g", values[1]);
+}
+
 static void update(run *x) {
     fsdp_param_view v = FSDP_ZERO;
     size_t size = fsdp_dtype_size(x->kind->dtype);
@@ -382,7 +429,8 @@ static void update(run *x) {
             double p, g;
             char *at = (char *)v.shard + (size_t)k * size;
             CHECK_OK(fsdp_convert(&p, FSDP_F64, at, v.dtype, 1));
-            CHECK_OK(fsdp_convert(&g, FSDP_F64, (char *)v.shard_grad + (size_t)k * size, v.dtype, 1));
+            CHECK_OK(
+                fsdp_convert(&g, FSDP_F64, (char *)v.shard_grad + (size_t)k * size, v.dtype, 1));
             p = o_updated(v.dtype, p, g);
             CHECK_OK(fsdp_convert(at, v.dtype, &p, FSDP_F64, 1));
         }
@@ -409,43 +457,63 @@ static void play(run *x, o_op op) {
         break;
     case O_UPDATE: update(x); break;
     case O_ZERO_GRAD: CALL(w, fsdp_zero_grad(x->model)); break;
-    case O_SET_SYNC: CALL(w, fsdp_set_requires_gradient_sync(x->model, NULL, op.a)); break;
+    case O_SET_SYNC:
+        CALL(w, fsdp_set_requires_gradient_sync(x->model, op.m < 0 ? NULL : x->unit[op.m], op.a));
+        break;
+    case SWITCH: CALL(w, fsdp_set_reshard_after_forward(x->model, NULL, op.a)); break;
+    case LOSS: loss(x, op.m); break;
     case O_SET_LAST: CALL(w, fsdp_set_is_last_backward(x->model, op.a)); break;
     case O_SET_GRAD: CALL(w, fsdp_set_grad_enabled(x->model, op.a)); break;
     case O_UNSHARD: CALL(w, fsdp_unshard(u)); break;
     case O_WAIT: CALL(w, fsdp_wait(u)); break;
     case O_RESHARD: CALL(w, fsdp_reshard(u)); break;
-    default: compare(x, op.a); break;
+    default:
+        compare(x, op.a);
+        if (op.a % 2) compare_full(x, op.a);
+        break;
     }
 }
 
 /* One rank's part of one run, in a world that is there already. */
-static void train(fsdp_world *world, const task *t, const story *s, const place *p) {
+static run *train_begin(fsdp_world *world, fsdp_mesh *mesh, const task *t, const story *s,
+                        const place *p) {
     run *x = (run *)calloc(1, sizeof *x);
     CHECK(x != NULL);
     x->task = t;
     x->story = s;
     x->kind = t->kind;
     x->world = world;
-    x->rank = fsdp_rank(world);
-    x->size = fsdp_world_size(world);
+    x->mesh = mesh;
+    x->rank = mesh ? fsdp_mesh_rank(mesh, 0) : fsdp_rank(world);
+    x->size = mesh ? fsdp_mesh_size(mesh, 0) : fsdp_world_size(world);
     x->param_dtype = t->kind->param ? t->kind->param : t->kind->dtype;
     x->tmp = (double *)malloc((size_t)(4 * o_numel(&t->net) + 1) * sizeof *x->tmp);
     CHECK(x->tmp != NULL);
     build(x, t, p);
-    for (int n = 0; n < s->ops; n++) play(x, s->op[n]);
+    return x;
+}
+
+static void train_end(run *x) {
     fsdp_model_destroy(x->model);
     free(x->tmp);
     free(x);
 }
 
-/* ---- random nets and tasks ---------------------------------------------------------------------- */
+static void train(fsdp_world *world, fsdp_mesh *mesh, const task *t, const story *s,
+                  const place *p) {
+    run *x = train_begin(world, mesh, t, s, p);
+    for (int n = 0; n < s->ops; n++) play(x, s->op[n]);
+    train_end(x);
+}
+
+/* ---- random nets and tasks ------------------------------------------------------------------- */
 
 static int pick(uint64_t *state, int below) { return (int)(h_rand64(state) % (uint64_t)below); }
 
 /* Sizes around the world's, zero, one and multiples of 16, which can be gathered in place. */
 static void random_param(uint64_t *state, int world, o_param *p) {
-    const int sizes[] = {0, 1, 2, 3, 5, 7, 16, world - 1, world, world + 1, 2 * world - 1, 3 * world};
+    const int sizes[] = {0,        1, 2, 3, 5, 7, 16, world - 1, world, world + 1, 2 * world - 1,
+                         3 * world};
     p->ndim = 1 + pick(state, O_DIMS);
     p->shard_dim = pick(state, 3) ? 0 : pick(state, p->ndim);
     p->frozen = pick(state, 5) == 0;
@@ -475,26 +543,27 @@ static void random_net(uint64_t *state, int world, o_net *net) {
 }
 
 static void random_task(uint64_t *state, int world, const numbers *kind, int variant, task *t) {
-    static const int flags[] = {0,        T_FORWARDS_FIRST, T_OWN,       T_NESTED,    T_EVAL,
-                                T_AROUND, T_AHEAD,          T_LEFT_OPEN, T_TOGETHER,  T_KEEP,
-                                T_TWICE,  T_EVAL_GRAD,      T_WAIT};
+    static const int flags[] = {
+        0,       T_FORWARDS_FIRST, T_OWN,      T_NESTED,  T_EVAL,  T_AROUND,
+        T_AHEAD, T_LEFT_OPEN,      T_TOGETHER, T_KEEP,    T_TWICE, T_EVAL_GRAD,
+        T_WAIT,  T_STAY,           T_SWITCH,   T_PARTIAL, T_LOSS};
     memset(t, 0, sizeof *t);
     random_net(state, world, &t->net);
     t->kind = kind;
     t->steps = 2 + pick(state, 2);
-    t->flags = flags[pick(state, 13)];
+    t->flags = flags[pick(state, 17)];
     if (pick(state, 2)) t->flags |= (int)h_rand64(state) & (T_FLAGS - 1);
     t->micros = variant < 2 ? 1 : variant < 6 ? 2 : 3;
     t->overwrite = variant % 2;
     t->sync_all = variant / 2 % 2;
-    t->fill_bytes = pick(state, 2) ? 1 + pick(state, 200) : 0;
+    t->fill_bytes = pick(state, 2) ? 1 + pick(state, 200) : 5000;
     if (t->flags & (T_AROUND | T_TWICE)) t->net.seq[t->net.length++] = 0;
     if ((t->flags & T_TWICE) && t->net.count > 1) t->net.seq[t->net.length++] = 1;
     if (!(t->flags & T_AROUND) && t->net.length > t->net.count) t->flags &= ~T_LEFT_OPEN;
 }
 enum { VARIANTS = 10 };
 
-/* ---- parity --------------------------------------------------------------------------------------- */
+/* ---- parity ---------------------------------------------------------------------------------- */
 
 enum { MAX_TASKS = 400 };
 typedef struct {
@@ -505,15 +574,31 @@ typedef struct {
     char job[6][120];
 } batch;
 
+/* None, all ranks, and all ranks from the last to the first. */
+static void make_meshes(fsdp_world *w, fsdp_mesh **out) {
+    int32_t ranks[O_WORLD];
+    fsdp_mesh_desc d = FSDP_ZERO;
+    d.ndim = 1;
+    d.shape[0] = fsdp_world_size(w);
+    for (int i = 0; i < d.shape[0]; i++) ranks[i] = d.shape[0] - 1 - i;
+    d.ranks = ranks;
+    out[MESH_NONE] = NULL;
+    CALL(w, fsdp_mesh_1d(w, "whole", &out[MESH_WHOLE]));
+    CALL(w, fsdp_mesh_create(w, &d, &out[MESH_REVERSED]));
+}
+
 /* Every layout, with every way to run ops; the rest changes from run to run. */
 static void run_batch(int rank, int world, void *arg) {
     batch *b = (batch *)arg;
     fsdp_comm_ops plain = w_plain();
     fsdp_world *worlds[6];
+    fsdp_mesh *meshes[6][MESHES];
     for (int i = 0; i < 6; i++) {
-        fsdp_world_desc d = w_desc(rank, world, b->threads ? &b->shared[i] : NULL, b->job[i], i / 2);
+        fsdp_world_desc d = w_desc(rank, world, b->threads ? &b->shared[i] : NULL, b->job[i],
+                                   i / 2);
         if (i % 2) d.comm_ops = &plain;
         CALL(NULL, fsdp_init(&d, &worlds[i]));
+        make_meshes(worlds[i], meshes[i]);
     }
     for (int n = 0; n < b->tasks; n++)
         for (int k = 0; k < b->places; k++) {
@@ -523,12 +608,15 @@ static void run_batch(int rank, int world, void *arg) {
             p.lanes = (k / LAYOUTS + (b->places < 9 ? n : 0)) % 3;
             p.never = h % 2;
             p.plain = h / 2 % 3 == 0;
+            p.mesh = (int)(h / 6 % MESHES);
             snprintf(w_case, sizeof w_case,
                      "task %d: W=%d %s flags=%x micros=%d sync_all=%d overwrite=%d; %s lanes=%d "
-                     "never=%d plain=%d", n, world, b->task[n].kind->name, (unsigned)b->task[n].flags,
-                     b->task[n].micros, b->task[n].sync_all, b->task[n].overwrite,
-                     layout_names[p.layout], p.lanes, p.never, p.plain);
-            train(worlds[2 * p.lanes + p.plain], &b->task[n], b->story[n], &p);
+                     "never=%d plain=%d mesh=%d",
+                     n, world, b->task[n].kind->name, (unsigned)b->task[n].flags, b->task[n].micros,
+                     b->task[n].sync_all, b->task[n].overwrite, layout_names[p.layout], p.lanes,
+                     p.never, p.plain, p.mesh);
+            int i = 2 * p.lanes + p.plain;
+            train(worlds[i], meshes[i][p.mesh], &b->task[n], b->story[n], &p);
         }
     for (int i = 0; i < 6; i++) CALL(NULL, fsdp_shutdown(worlds[i]));
 }
@@ -579,8 +667,9 @@ typedef struct {
 static const parity_row rows[] = {
 #define ROWS_OF(w)                                                                                 \
     {"W=" #w "/f32", w, 0}, {"W=" #w "/bf16_f32", w, 1}, {"W=" #w "/bf16_bf16", w, 2},             \
-        {"W=" #w "/f32_bf16", w, 3}, {"W=" #w "/f64", w, 4}, {"W=" #w "/f16_f32", w, 5},           \
-        {"W=" #w "/bf16_stored", w, 6}
+        {"W=" #w "/f32_bf16", w, 3}, {"W=" #w "/f64", w, 4}, {"W=" #w "/f16_f32", w, 5}, {         \
+        "W=" #w "/bf16_stored", w, 6                                                               \
+    }
     ROWS_OF(1), ROWS_OF(2), ROWS_OF(3), ROWS_OF(4), ROWS_OF(5),
 };
 
@@ -594,10 +683,168 @@ static const parity_row process_rows[] = {
 
 TEST_P(train, processes, process_rows) { parity(&kinds[row->kind], row->world, VARIANTS, 3, 0); }
 
-/* ---- every small unit ------------------------------------------------------------------------------ */
+/* ---- several models, some of the ranks, many units, many forwards ---------------------------- */
+
+typedef struct {
+    task task[2];
+    story *story[2];
+    fsdp_threads threads[3];
+} pair;
+
+/* Two models of one world, op by op in turn. */
+static void pair_rank(int rank, int world, void *arg) {
+    pair *b = (pair *)arg;
+    for (int lanes = 0; lanes < 3; lanes++) {
+        fsdp_world *w;
+        fsdp_world_desc d = w_desc(rank, world, &b->threads[lanes], "pair", lanes);
+        place p = {lanes, lanes, 0, 0, 0};
+        run *x[2];
+        CALL(NULL, fsdp_init(&d, &w));
+        snprintf(w_case, sizeof w_case, "W=%d lanes=%d", world, lanes);
+        for (int i = 0; i < 2; i++) x[i] = train_begin(w, NULL, &b->task[i], b->story[i], &p);
+        for (int n = 0; n < b->story[0]->ops || n < b->story[1]->ops; n++)
+            for (int i = 0; i < 2; i++)
+                if (n < b->story[i]->ops) play(x[i], b->story[i]->op[n]);
+        for (int i = 0; i < 2; i++) train_end(x[i]);
+        CALL(NULL, fsdp_shutdown(w));
+    }
+}
+
+static const struct {
+    const char *name;
+    int world;
+} worlds[] = {{"W=1", 1}, {"W=2", 2}, {"W=3", 3}, {"W=4", 4}, {"W=5", 5}};
+
+TEST_P(train, two_models, worlds) {
+    uint64_t state = h_seed() * 41 + (uint64_t)row->world;
+    for (int n = 0; n < 10; n++) {
+        pair *b = (pair *)calloc(1, sizeof *b);
+        CHECK(b != NULL);
+        for (int i = 0; i < 2; i++) {
+            random_task(&state, row->world, &kinds[pick(&state, NUM_KINDS)], n, &b->task[i]);
+            b->story[i] = tell(&b->task[i], row->world, 0);
+        }
+        for (int i = 0; i < 3; i++) b->threads[i].size = row->world;
+        h_ranks_thread(row->world, pair_rank, b);
+        for (int i = 0; i < 2; i++) forget(b->story[i]);
+        free(b);
+    }
+}
+
+/* A mesh of two of four ranks, in another order; the others go on by themselves. */
+static void some_rank(int rank, int world, void *arg) {
+    pair *b = (pair *)arg;
+    static const int32_t members[2] = {3, 1};
+    for (int lanes = 0; lanes < 3; lanes++) {
+        fsdp_world *w;
+        fsdp_mesh *mesh;
+        fsdp_model *none;
+        fsdp_mesh_desc md = FSDP_ZERO;
+        fsdp_model_desc outside = FSDP_ZERO;
+        fsdp_world_desc d = w_desc(rank, world, &b->threads[lanes], "some", lanes);
+        place p = {lanes, LAYOUT_MIXED, 0, 0, 0};
+        md.ndim = 1;
+        md.shape[0] = 2;
+        md.ranks = members;
+        CALL(NULL, fsdp_init(&d, &w));
+        CALL(w, fsdp_mesh_create(w, &md, &mesh));
+        CHECK_EQ_INT(fsdp_mesh_rank(mesh, 0), rank == 3 ? 0 : rank == 1 ? 1 : -1);
+        outside.mesh = mesh;
+        if (rank % 2) train(w, mesh, &b->task[0], b->story[0], &p);
+        else CHECK_STATUS(fsdp_model_create(w, &outside, &none), FSDP_ERR_INVALID_ARG);
+        CALL(w, fsdp_barrier(w));
+        CALL(NULL, fsdp_shutdown(w));
+    }
+}
+
+TEST(train, some_ranks) {
+    uint64_t state = h_seed();
+    for (int n = 0; n < 10; n++) {
+        pair *b = (pair *)calloc(1, sizeof *b);
+        CHECK(b != NULL);
+        random_task(&state, 2, &kinds[n % NUM_KINDS], n, &b->task[0]);
+        b->story[0] = tell(&b->task[0], 2, 0);
+        for (int i = 0; i < 3; i++) b->threads[i].size = 4;
+        h_ranks_thread(4, some_rank, b);
+        forget(b->story[0]);
+        free(b);
+    }
+}
+
+/* More units than a lane holds records, and more forwards than are ever recorded. */
+static void many_rank(int rank, int world, void *arg) {
+    fsdp_threads *threads = (fsdp_threads *)arg;
+    enum { UNITS = 150, FORWARDS = 40000 };
+    for (int lanes = 0; lanes < 3; lanes++) {
+        fsdp_world *w;
+        fsdp_model *m;
+        static __thread fsdp_unit *u[UNITS];
+        fsdp_param_desc p = fsdp_mat("w", 3, 16);
+        fsdp_unit_desc ud = FSDP_ZERO;
+        fsdp_memory memory, after;
+        fsdp_world_desc d = w_desc(rank, world, &threads[lanes], "many", lanes);
+        CALL(NULL, fsdp_init(&d, &w));
+        CALL(w, fsdp_model_create(w, NULL, &m));
+        ud.params = &p;
+        ud.num_params = 1;
+        for (int i = 0; i < UNITS; i++) CALL(w, fsdp_fully_shard(m, &ud, &u[i]));
+        for (int step = 0; step < 2; step++) {
+            for (int i = 0; i < UNITS; i++) {
+                CALL(w, fsdp_pre_forward(u[i]));
+                CALL(w, fsdp_post_forward(u[i]));
+            }
+            for (int i = UNITS - 1; i >= 0; i--) {
+                CALL(w, fsdp_pre_backward(u[i]));
+                for (int e = 0; e < 48; e++)
+                    ((float *)fsdp_grad(u[i], 0))[e] += (float)(i + e + rank);
+                CALL(w, fsdp_post_backward(u[i]));
+            }
+            CALL(w, fsdp_finalize_backward(m));
+        }
+        for (int i = 0; i < UNITS; i++) {
+            fsdp_param_view v;
+            CALL(w, fsdp_param_view_get(u[i], 0, &v));
+            for (int64_t k = 0; k < v.numel; k++) {
+                float sum = 0, scale = 1.0f / (float)world;
+                for (int r = 0; r < world; r++) sum += (float)(i + (int)fsdp_view_index(&v, k) + r);
+                sum = sum * scale;
+                CHECK_EQ_INT(same_bits((double)((float *)v.shard_grad)[k], (double)(sum + sum)), 1);
+            }
+        }
+        if (world > 1 && lanes) { /* evaluation without saying so: hooks that nothing ends */
+            CALL(NULL, fsdp_shutdown(w));
+            continue;
+        }
+        for (int n = 0; n < FORWARDS; n++) {
+            if (n == FORWARDS / 2) CALL(w, fsdp_model_memory(m, &memory));
+            CALL(w, fsdp_pre_forward(u[n % 3]));
+            CALL(w, fsdp_post_forward(u[n % 3]));
+        }
+        CALL(w, fsdp_model_memory(m, &after));
+        CHECK_EQ_INT(memory.host_bytes, after.host_bytes);
+        CALL(w, fsdp_pre_backward(u[0]));
+        CALL(w, fsdp_post_backward(u[0]));
+        CALL(w, fsdp_finalize_backward(m));
+        CHECK_STATUS(fsdp_pre_backward(u[0]), FSDP_ERR_INVALID_STATE);
+        CALL(NULL, fsdp_shutdown(w));
+    }
+}
+
+TEST_P(train, many_units, worlds) {
+    fsdp_threads threads[3] = {{0, row->world, NULL}, {0, row->world, NULL}, {0, row->world, NULL}};
+    if (row->world > 2) return;
+    h_ranks_thread(row->world, many_rank, threads);
+}
+
+/* ---- every small unit ------------------------------------------------------------------------ */
 
 enum { WALK_UNITS = 64, WALK_SHAPES = 1200, WALK_WORLD = 4 };
-enum { WALK_PACKED, WALK_DIRECT, WALK_WIDE, WALK_LAYOUTS }; /* WIDE: sizes of which more are direct */
+enum {
+    WALK_PACKED,
+    WALK_DIRECT,
+    WALK_WIDE,
+    WALK_LAYOUTS
+}; /* WIDE: sizes of which more are direct */
 
 typedef struct {
     int world, partners, num_shapes; /* partners: of each shape in units of two; -1: all */
@@ -632,7 +879,9 @@ typedef struct {
 } walk_batch;
 
 /* Integers that f32 holds, also summed over the ranks. */
-static float walk_value(int u, int i, int64_t e) { return (float)(1 + (u * 37 + i * 101 + e * 7) % 9973); }
+static float walk_value(int u, int i, int64_t e) {
+    return (float)(1 + (u * 37 + i * 101 + e * 7) % 9973);
+}
 static float walk_grad(int u, int i, int64_t e, int rank) {
     return (float)((1 + (e * 13 + 3 * i + u) % 1009) * (rank + 1));
 }
@@ -645,13 +894,13 @@ static void walk_fill(void *user, const fsdp_param_view *block) {
 }
 
 static void walk_add(walk_batch *b, const walk *w, int one, int two) {
-    int pair[2] = {one, two}, u = b->units;
+    int chosen[2] = {one, two}, u = b->units;
     fsdp_param_desc pd[2];
     fsdp_unit_desc ud = FSDP_ZERO;
     memset(pd, 0, sizeof pd);
     b->count[u] = two < 0 ? 1 : 2;
     for (int i = 0; i < b->count[u]; i++) {
-        const o_param *p = &w->shape[pair[i]];
+        const o_param *p = &w->shape[chosen[i]];
         pd[i].ndim = p->ndim;
         pd[i].shard_dim = p->shard_dim;
         memcpy(pd[i].shape, p->shape, sizeof p->shape);
@@ -681,7 +930,8 @@ static void walk_look(walk_batch *b, int u, int backward) {
                     b->first + u, i, v.ndim, v.shard_dim, (long long)v.shape[0],
                     (long long)v.shape[1], (long long)v.shape[2], (long long)e, (double)data[e]);
             if (!backward) continue;
-            W_CHECK(same_bits((double)grad[e], 0), "gradient %lld is %g", (long long)e, (double)grad[e]);
+            W_CHECK(same_bits((double)grad[e], 0), "gradient %lld is %g", (long long)e,
+                    (double)grad[e]);
             grad[e] += walk_grad(u, i, e, b->rank);
         }
     }
@@ -700,7 +950,8 @@ static void walk_check(walk_batch *b, walk *w) {
             float sum = walk_grad(u, v.index, e, 0) * ranks;
             W_CHECK(same_bits((double)((float *)v.shard_grad)[k], (double)(sum * scale)),
                     "unit %d parameter %d (%d-D, dim %d, %lldx%lldx%lld): gradient %lld is %g, "
-                    "expected %g", b->first + u, v.index, v.ndim, v.shard_dim, (long long)v.shape[0],
+                    "expected %g",
+                    b->first + u, v.index, v.ndim, v.shard_dim, (long long)v.shape[0],
                     (long long)v.shape[1], (long long)v.shape[2], (long long)e,
                     (double)((float *)v.shard_grad)[k], (double)(sum * scale));
             W_CHECK(same_bits((double)((float *)v.shard)[k], (double)walk_value(u, v.index, e)),
@@ -804,7 +1055,7 @@ TEST_P_TIMEOUT(long_train, every_small_unit, walk_rows, 300) {
     walk_all(row->world, row->long_partners);
 }
 
-/* ---- loading, gathering, views, flat blocks ---------------------------------------------------------- */
+/* ---- loading, gathering, views, flat blocks -------------------------------------------------- */
 
 enum { LOAD_UNITS = 6 };
 typedef struct {
@@ -813,10 +1064,6 @@ typedef struct {
     fsdp_threads threads;
     int64_t tensors, blocks;
 } loads;
-static const struct {
-    const char *name;
-    int world;
-} worlds[] = {{"W=1", 1}, {"W=2", 2}, {"W=3", 3}, {"W=4", 4}, {"W=5", 5}};
 
 /* One model of units of any dtype, integers included; the same on all ranks. */
 typedef struct {
@@ -832,8 +1079,8 @@ typedef struct {
 } loaded;
 
 static void load_make(loaded *x, uint64_t *state) {
-    static const fsdp_dtype dtypes[] = {FSDP_F32, FSDP_BF16, FSDP_F64, FSDP_F16, FSDP_I64, FSDP_U8,
-                                        FSDP_I16, FSDP_I32,  FSDP_I8};
+    static const fsdp_dtype dtypes[] = {FSDP_F32, FSDP_BF16, FSDP_F64, FSDP_F16, FSDP_I64,
+                                        FSDP_U8,  FSDP_I16,  FSDP_I32, FSDP_I8};
     fsdp_model_desc md = FSDP_ZERO;
     x->units = 1 + pick(state, LOAD_UNITS);
     x->seed = h_rand64(state);
@@ -882,7 +1129,8 @@ static void fill_block(void *user, const fsdp_param_view *block) {
     for (int d = 0; d < block->ndim; d++) {
         numel *= block->local_shape[d];
         W_CHECK(block->shape[d] == p->shape[d], "shape");
-        W_CHECK(d == 0 || d == block->shard_dim || block->local_shape[d] == p->shape[d], "local shape");
+        W_CHECK(d == 0 || d == block->shard_dim || block->local_shape[d] == p->shape[d],
+                "local shape");
     }
     W_CHECK(numel == block->numel && numel > 0 && block->data && block->unit == x->unit[u] &&
                 block->dtype == x->dtype[u] && p == &x->param[u][block->index],
@@ -897,8 +1145,8 @@ static void fill_block(void *user, const fsdp_param_view *block) {
     x->seen++;
     for (int64_t k = 0; k < numel; k++)
         for (size_t b = 0; b < size; b++)
-            ((unsigned char *)block->data)[(size_t)k * size + b] =
-                load_byte(x, u, block->index, fsdp_view_index(block, k) * (int64_t)size + (int64_t)b, 0);
+            ((unsigned char *)block->data)[(size_t)k * size + b] = load_byte(
+                x, u, block->index, fsdp_view_index(block, k) * (int64_t)size + (int64_t)b, 0);
 }
 
 /* Every shard holds what the full tensor has at the places that the view names. */
@@ -944,12 +1192,14 @@ static void flat_check(loaded *x) {
         int64_t at = ((char *)v.shard - (char *)f->shards) / (int64_t)size;
         if (v.numel == 0) continue;
         if (!v.requires_grad) {
-            W_CHECK(!f->shards || at < 0 || at >= f->numel, "a frozen parameter is in the flat block");
+            W_CHECK(!f->shards || at < 0 || at >= f->numel,
+                    "a frozen parameter is in the flat block");
             continue;
         }
         W_CHECK(f->shards && at >= 0 && at + v.numel <= f->numel, "outside the flat block");
         W_CHECK(((char *)v.shard - (char *)f->shards) % (int64_t)size == 0, "alignment");
-        for (int64_t k = at; k < at + v.numel; k++) W_CHECK(!taken[v.dtype][k]++, "parameters overlap");
+        for (int64_t k = at; k < at + v.numel; k++)
+            W_CHECK(!taken[v.dtype][k]++, "parameters overlap");
     }
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++) free(taken[d]);
 }
@@ -975,13 +1225,15 @@ static void loads_rank(int rank, int world, void *arg) {
         for (int u = 0; u < x->units; u++)
             for (int i = 0; i < x->count[u]; i++) {
                 size_t bytes = (size_t)x->param[u][i].numel * fsdp_dtype_size(x->dtype[u]);
-                unsigned char *full = (unsigned char *)malloc(2 * bytes + 2), *got = full + bytes + 1;
+                unsigned char *full = (unsigned char *)malloc(2 * bytes + 2),
+                              *got = full + bytes + 1;
                 int none = (u + i + n) % 3 == 0 && rank != n % world; /* some take part only */
                 CHECK(full != NULL);
                 got[bytes] = 0x77;
                 load_tensor(x, u, i, 0, full);
                 CALL(w, fsdp_param_full(x->unit[u], i, none ? NULL : got));
-                W_CHECK(none || !memcmp(full, got, bytes), "param_full of unit %d parameter %d", u, i);
+                W_CHECK(none || !memcmp(full, got, bytes), "param_full of unit %d parameter %d", u,
+                        i);
                 load_tensor(x, u, i, 1, full);
                 CALL(w, fsdp_param_load(x->unit[u], i, full));
                 CALL(w, fsdp_param_full(x->unit[u], i, got));
@@ -1062,7 +1314,8 @@ static void grads_rank(int rank, int world, void *arg) {
         while (fsdp_next_param(m, &v)) {
             CHECK((v.shard_grad != NULL) == (v.index < 3));
             if (v.shard_grad)
-                CHECK((char *)v.shard_grad - (char *)flat.grads == (char *)v.shard - (char *)flat.shards);
+                CHECK((char *)v.shard_grad - (char *)flat.grads ==
+                      (char *)v.shard - (char *)flat.shards);
         }
         CALL(w, fsdp_zero_grad(m));
         CALL(w, fsdp_param_full_grad(u, 0, full));
@@ -1077,7 +1330,7 @@ TEST_P(train, gradients_in_full, worlds) {
     h_ranks_thread(row->world, grads_rank, &threads);
 }
 
-/* ---- clipping ------------------------------------------------------------------------------------------ */
+/* ---- clipping -------------------------------------------------------------------------------- */
 
 typedef struct {
     int world;
@@ -1096,7 +1349,7 @@ static void clip_rank(int rank, int world, void *arg) {
         CALL(NULL, fsdp_init(&d, &w));
         for (int layout = 0; layout < LAYOUTS; layout++) {
             run x;
-            place p = {lanes, layout, 0, 0};
+            place p = {lanes, layout, 0, 0, 0};
             double norm, again, limit, sum = 0;
             int n = 0;
             memset(&x, 0, sizeof x);
@@ -1109,7 +1362,8 @@ static void clip_rank(int rank, int world, void *arg) {
             while (c->story->op[n].kind != CHECKPOINT) play(&x, c->story->op[n++]);
             for (int u = 0; u < c->task->net.count; u++)
                 for (int i = 0; i < c->task->net.units[u].count; i++)
-                    for (int64_t e = 0; c->story->has[0][u][i] && e < c->task->net.units[u].params[i].numel; e++)
+                    for (int64_t e = 0;
+                         c->story->has[0][u][i] && e < c->task->net.units[u].params[i].numel; e++)
                         sum += c->story->grad[0][u][i][e] * c->story->grad[0][u][i][e];
             CALL(w, fsdp_clip_grad_norm(x.model, (double)INFINITY, &norm));
             compare(&x, 0); /* measured only */
@@ -1125,11 +1379,13 @@ static void clip_rank(int rank, int world, void *arg) {
             while (fsdp_next_param(x.model, &v))
                 for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
                     double g, wide = v.dtype == FSDP_F64 ? factor : (double)(float)factor;
-                    double was = c->story->grad[0][(intptr_t)v.unit_user][v.index][fsdp_view_index(&v, k)];
-                    CHECK_OK(fsdp_convert(&g, FSDP_F64,
-                                          (char *)v.shard_grad + (size_t)k * fsdp_dtype_size(v.dtype),
-                                          v.dtype, 1));
-                    CHECK_NEAR(g, o_round(v.dtype, o_mid(v.dtype, 0, was * wide)), norm > 0 ? 0 : 1);
+                    double was =
+                        c->story->grad[0][(intptr_t)v.unit_user][v.index][fsdp_view_index(&v, k)];
+                    CHECK_OK(fsdp_convert(
+                        &g, FSDP_F64, (char *)v.shard_grad + (size_t)k * fsdp_dtype_size(v.dtype),
+                        v.dtype, 1));
+                    CHECK_NEAR(g, o_round(v.dtype, o_mid(v.dtype, 0, was * wide)),
+                               norm > 0 ? 0 : 1);
                 }
             CHECK_STATUS(fsdp_clip_grad_norm(x.model, 0, &again), FSDP_ERR_INVALID_ARG);
             CHECK_STATUS(fsdp_clip_grad_norm(x.model, -1, &again), FSDP_ERR_INVALID_ARG);

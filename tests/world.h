@@ -12,7 +12,7 @@
     } while (0)
 #define W_CHECK(cond, ...) /* ... is a format and its values; adds which case it is */             \
     do {                                                                                           \
-        char w_text[1600];                                                                          \
+        char w_text[1600];                                                                         \
         if (cond) break;                                                                           \
         snprintf(w_text, sizeof w_text, __VA_ARGS__);                                              \
         h_fail(H_HERE("CHECK(" #cond ")"), "%s [%s]", w_text, w_case);                             \
@@ -25,7 +25,8 @@ H_FN void w_quiet(int level, fsdp_status code, int rank, const char *text, void 
 }
 
 /* threads NULL: a process. lanes 0: inline. */
-H_FN fsdp_world_desc w_desc(int rank, int world, fsdp_threads *threads, const char *job, int lanes) {
+H_FN fsdp_world_desc w_desc(int rank, int world, fsdp_threads *threads, const char *job,
+                            int lanes) {
     fsdp_world_desc d = FSDP_ZERO;
     d.rank = d.local_rank = rank;
     d.world_size = world;
@@ -57,7 +58,7 @@ H_FN fsdp_comm_ops w_plain(void) {
     return ops;
 }
 
-/* ---- an allocator that counts, and fails ------------------------------------------------------ */
+/* ---- an allocator that counts, and fails ----------------------------------------------------- */
 
 typedef struct w_heap {
     int64_t live, live_bytes, total; /* blocks and bytes now, allocations so far */

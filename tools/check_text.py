@@ -4,7 +4,7 @@
   toc        section tags of fsdp.h: each unique, and in the same order in its table of contents
   docs       every public function has a comment right above it, with its name and the fields
   functions  no function of a header is longer than 70 lines
-  columns    no line is longer than 100 columns, ends in blanks or holds a tab
+  columns    no line is longer than 100 columns (a test: 120), ends in blanks or holds a tab
   code       every C block of the documents compiles; whole programs also run
 
 In a document, ```c is a whole program if it has a main(), else statements, compiled inside a
@@ -24,7 +24,8 @@ MAX_COLUMNS = 100
 FIELDS = ["Collective", "Blocks", "Allocates"]
 FRAGMENT = """
 void layer_forward(float *y, const float *x, const float *w, const float *b);
-void layer_backward(float *dx, const float *dy, const float *x, const float *w, float *dw, float *db);
+void layer_backward(float *dx, const float *dy, const float *x, const float *w, float *dw,
+                    float *db);
 int fragment(fsdp_world *world, fsdp_model *model, fsdp_unit *unit, fsdp_unit **h, fsdp_mesh *mesh,
              fsdp_adamw *opt, float **x, float **dx, float lr, int L, int step);
 int fragment(fsdp_world *world, fsdp_model *model, fsdp_unit *unit, fsdp_unit **h, fsdp_mesh *mesh,
@@ -121,7 +122,8 @@ def check_columns():
     sources += glob.glob("tools/*.c") + glob.glob("tools/*.sh") + glob.glob("tools/*.py")
     for path in sorted(sources):
         for i, line in enumerate(lines_of(path)):
-            if len(line) > MAX_COLUMNS or line != line.rstrip() or "\t" in line:
+            limit = MAX_COLUMNS + 20 * path.startswith("tests/")
+            if len(line) > limit or line != line.rstrip() or "\t" in line:
                 yield f"{path}:{i + 1}: {len(line)} columns, a tab or blanks at the end"
 
 

@@ -23,22 +23,23 @@
 enum { RANKS_MAX = 4096, GRACE_MS = 100, KILL_MS = 1000, EXIT_USAGE = 2, EXIT_NO_PROGRAM = 127 };
 
 static void usage(FILE *to) {
-    fprintf(to,
-            "usage: fsdprun [-n RANKS] [--] PROGRAM [ARGUMENT...]\n"
-            "\n"
-            "Starts PROGRAM once per rank on this host, with RANK, WORLD_SIZE, LOCAL_RANK,\n"
-            "LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and FSDP_JOB_ID in its environment.\n"
-            "\n"
-            "  -n RANKS   how many, 1 to %d; default: one per core\n"
-            "  -h, --help this text\n"
-            "\n"
-            "Rank 0 keeps the standard input; the others read nothing. INT, TERM, HUP, QUIT, USR1 and\n"
-            "USR2 are passed on to all ranks. When a rank fails it is named, the others get TERM and,\n"
-            "after a second, KILL.\n"
-            "\n"
-            "Exit status: 0 when every rank ended with 0; else that of the first rank that failed, or\n"
-            "128 + N when signal N killed it; %d: PROGRAM could not be started; %d: wrong usage\n",
-            RANKS_MAX, EXIT_NO_PROGRAM, EXIT_USAGE);
+    fprintf(
+        to,
+        "usage: fsdprun [-n RANKS] [--] PROGRAM [ARGUMENT...]\n"
+        "\n"
+        "Starts PROGRAM once per rank on this host, with RANK, WORLD_SIZE, LOCAL_RANK,\n"
+        "LOCAL_WORLD_SIZE, MASTER_ADDR, MASTER_PORT and FSDP_JOB_ID in its environment.\n"
+        "\n"
+        "  -n RANKS   how many, 1 to %d; default: one per core\n"
+        "  -h, --help this text\n"
+        "\n"
+        "Rank 0 keeps the standard input; the others read nothing. INT, TERM, HUP, QUIT, USR1 and\n"
+        "USR2 are passed on to all ranks. When a rank fails it is named, the others get TERM and,\n"
+        "after a second, KILL.\n"
+        "\n"
+        "Exit status: 0 when every rank ended with 0; else that of the first rank that failed, or\n"
+        "128 + N when signal N killed it; %d: PROGRAM could not be started; %d: wrong usage\n",
+        RANKS_MAX, EXIT_NO_PROGRAM, EXIT_USAGE);
 }
 
 static long now_ms(void) {
@@ -60,7 +61,8 @@ static int free_port(void) {
     memset(&a, 0, sizeof a);
     a.sin_family = AF_INET;
     a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    if (fd >= 0 && !bind(fd, (struct sockaddr *)&a, sizeof a) && !getsockname(fd, (struct sockaddr *)&a, &size))
+    if (fd >= 0 && !bind(fd, (struct sockaddr *)&a, sizeof a) &&
+        !getsockname(fd, (struct sockaddr *)&a, &size))
         port = ntohs(a.sin_port);
     if (fd >= 0) close(fd);
     return port;
@@ -150,10 +152,11 @@ static int reap(pid_t *pids, int ranks, int stopping, int *failed) {
         if (code && !*failed) {
             *failed = code;
             if (WIFSIGNALED(how) && !stopping)
-                fprintf(stderr, "fsdprun: rank %d (process %ld) was killed by signal %d (%s)\n", r, (long)pids[r],
-                        WTERMSIG(how), strsignal(WTERMSIG(how)));
+                fprintf(stderr, "fsdprun: rank %d (process %ld) was killed by signal %d (%s)\n", r,
+                        (long)pids[r], WTERMSIG(how), strsignal(WTERMSIG(how)));
             else if (!stopping)
-                fprintf(stderr, "fsdprun: rank %d (process %ld) failed with exit status %d\n", r, (long)pids[r], code);
+                fprintf(stderr, "fsdprun: rank %d (process %ld) failed with exit status %d\n", r,
+                        (long)pids[r], code);
         }
         pids[r] = 0;
     }
@@ -218,7 +221,8 @@ int main(int argc, char **argv) {
     // Blocked, so that none is lost between two looks; the ranks get them unblocked.
     sigset_t signals;
     sigemptyset(&signals);
-    for (size_t s = 0; s < sizeof forwarded / sizeof forwarded[0]; s++) sigaddset(&signals, forwarded[s]);
+    for (size_t s = 0; s < sizeof forwarded / sizeof forwarded[0]; s++)
+        sigaddset(&signals, forwarded[s]);
     sigprocmask(SIG_BLOCK, &signals, NULL);
     signal(SIGCHLD, SIG_DFL); // a parent may have ignored it, and then nobody could be waited for
     int failed = start(pids, (int)ranks, argv + i);

@@ -28,7 +28,7 @@ count() { # PROGRAM STATUS
     if [ "$bad" = 0 ] && [ "$2" != 0 ]; then bad=1 names="exit-status-$2"; fi
     if [ $((ok + bad + skip)) = 0 ]; then bad=1 names='ran-no-test'; fi
     passed=$((passed + ok)) failed=$((failed + bad)) skipped=$((skipped + skip))
-    for name in $names; do failures+=("$1: $name"); done
+    for name in $names; do failures+=("${1%% *}: $name"); done
 }
 
 run() { # PROGRAM [FILTER]
