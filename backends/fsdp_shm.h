@@ -325,6 +325,14 @@ static fsdp_status fsdpi_shm_fail(fsdpi_shm_comm *c, fsdp_status status, const c
     return fsdpi_shm_report(c);
 }
 
+// A failure of this rank alone that ends the call for all: the reason names who it was.
+static fsdp_status fsdpi_shm_fail_here(fsdpi_shm_comm *c, fsdp_status status, const char *what) {
+    char reason[FSDPI_SHM_REASON];
+    fsdpi_shm_text t = {reason, sizeof reason};
+    fsdpi_shm_say(&t, "rank %d: %s", c->world->boot.rank, what);
+    return fsdpi_shm_fail(c, status, reason);
+}
+
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_wait
 // Owns: barriers, and everything that may end a wait: all have come, the world failed, a peer is
@@ -1376,7 +1384,8 @@ static fsdp_status fsdpi_shm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_co
     if (FSDPI_LOAD(&w->control->failed)) return fsdpi_shm_report(parent);
     if (g->color >= 0) {
         child = (fsdpi_shm_comm *)fsdpi_alloc(&w->boot.allocator, sizeof *child);
-        if (!child) return fsdpi_shm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+        if (!child)
+            return fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
         first = fsdpi_shm_members(parent, g, child);
         if (first < 0) {
             fsdpi_free(&w->boot.allocator, child);
@@ -1388,8 +1397,8 @@ static fsdp_status fsdpi_shm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_co
         if (g->index == 0) block = fsdpi_shm_make_group(parent, g->size, &parent->now.block);
         if (g->index == 0 && !block) {
             fsdpi_free(&w->boot.allocator, child);
-            return fsdpi_shm_fail(parent, FSDP_ERR_OUT_OF_MEMORY,
-                                  "no memory for the group's block");
+            return fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY,
+                                       "no memory for the group's block");
         }
     }
     // Names and members differ between the new groups; that it is a split, and which, does not.
@@ -1408,8 +1417,8 @@ static fsdp_status fsdpi_shm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_co
             block = fsdpi_shm_map(w, leader.block,
                                   fsdpi_shm_round(w, fsdpi_shm_group_bytes(child->size)));
         if (!status && !block)
-            status = fsdpi_shm_fail(parent, FSDP_ERR_OUT_OF_MEMORY,
-                                    "the group's block cannot be mapped");
+            status = fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY,
+                                         "the group's block cannot be mapped");
     }
     if (child && block) fsdpi_shm_use_group(child, block);
     if (!status) status = fsdpi_shm_barrier(parent, "finished");

@@ -248,13 +248,16 @@ static void o_apply(const o_net *net, fsdp_dtype param_dtype, int unit, double *
         }                                                                                          \
         for (int j = 0; j < O_WIDTH; j++) x[j] = (T)act->x[j], z[j] = (T)act->z[j];                \
         if (!dy) o_layer_##T(values, numel, u->count, x, z, y);                                    \
-        for (int j = 0; j < O_WIDTH && !dy; j++) act->z[j] = (double)z[j], act->y[j] = (double)y[j];               \
+        for (int j = 0; j < O_WIDTH && !dy; j++) {                                                 \
+            act->z[j] = (double)z[j];                                                              \
+            act->y[j] = (double)y[j];                                                              \
+        }                                                                                          \
         if (!dy) break;                                                                            \
         for (int j = 0; j < O_WIDTH; j++) y[j] = (T)dy[j];                                         \
         o_backward_##T(values, grads, numel, u->count, x, z, y, d);                                \
-        for (int j = 0; j < O_WIDTH; j++) act->dx[j] = (double)d[j];                                       \
+        for (int j = 0; j < O_WIDTH; j++) act->dx[j] = (double)d[j];                               \
         for (int i = 0; i < u->count; i++)                                                         \
-            for (int64_t e = 0; grads[i] && e < numel[i]; e++) dp[i][e] = (double)grads[i][e];             \
+            for (int64_t e = 0; grads[i] && e < numel[i]; e++) dp[i][e] = (double)grads[i][e];     \
     } while (0)
     if (param_dtype == FSDP_F64) O_APPLY(double);
     else O_APPLY(float);

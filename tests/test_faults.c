@@ -736,7 +736,7 @@ static void refused(const char *file, int line, const char *what, fsdp_world *w,
     if (!strstr(text, word))
         h_fail(file, line, what, "the text '%s' does not say '%s'", text, word);
 }
-#define REFUSED(w, call, word) REFUSED_AS(FSDP_ERR_INVALID_ARG, w, call, word)
+#define REFUSED(w, call, word)            REFUSED_AS(FSDP_ERR_INVALID_ARG, w, call, word)
 #define REFUSED_AS(status, w, call, word) refused(H_HERE(#call), (w), (call), (status), (word))
 
 static fsdp_world *one_rank(w_heap *heap) {
