@@ -781,7 +781,8 @@ FSDP_API fsdp_status fsdp_param_full(fsdp_unit *unit, int index, void *full);
 FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full);
 
 /* fsdp_params_changed - say that shards have been written (own optimizer, own load)
-   Effect      later gathers come after the writes; unsharded copies are stale and gathered again
+   Effect      later gathers come after the writes; unsharded copies, also those under way, are
+               stale and gathered again by the next fsdp_unshard or pre_*
    Result      FSDP_OK; INVALID_STATE (a unit is not idle)
    Collective  no, but every rank has to do the same      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model);
@@ -1962,7 +1963,7 @@ static void fsdpi_stderr_log(int level, fsdp_status code, int rank, const char *
 
 static void fsdpi_log(const fsdp_world *w, int level, fsdp_status code, const char *text) {
     if (w && level > w->log_level) return;
-    if (w) w->boot.logger.log(level, code, w->rank, text, w->boot.logger.user);
+    if (w) (w->boot.logger.log)(level, code, w->rank, text, w->boot.logger.user);
     else fsdpi_stderr_log(level, code, -1, text, NULL);
 }
 
@@ -5088,9 +5089,9 @@ FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
     return status;
 }
 
-/* Memory for a getter in a world that has failed, so that a trainer that looks at statuses later does
-   not crash before: one block of this rank alone, as large as the largest slot, for all. NULL only
-   where the host has no memory either. */
+/* Memory for a getter in a world that has failed, so that a trainer that looks at statuses later
+   does not crash before: one block of this rank alone, as large as the largest slot, for all.
+   NULL only where the host has no memory either. */
 static void *fsdpi_undefined(fsdp_model *m) {
     int64_t bytes = 1;
     for (int i = 0; i < m->num_units && !m->undefined; i++) {
@@ -5138,7 +5139,7 @@ FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
 FSDP_API fsdp_status fsdp_clip_grad_norm(fsdp_model *model, double max_norm, double *norm) {
     fsdp_status status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
     if (status) return status;
-    if (!(max_norm > 0))
+    if (!(max_norm > 0) || fsdpi_is_nan(max_norm))
         return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
                           "clip_grad_norm: max_norm is %g, expected > 0", max_norm);
     double total;
@@ -5195,14 +5196,14 @@ FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
 }
 
 FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync) {
-    int i, end;
+    int i = 0, end = 0;
     fsdp_status status = fsdpi_set(model, unit, "set_requires_gradient_sync", &i, &end);
     for (; !status && i < end; i++) model->units[i]->sync = sync != 0;
     return status;
 }
 
 FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit *unit, int mode) {
-    int i, end;
+    int i = 0, end = 0;
     fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_forward", &i, &end);
     if (!status && mode != FSDP_RESHARD_ALWAYS && mode != FSDP_RESHARD_NEVER)
         return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
@@ -5215,7 +5216,7 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
 
 FSDP_API fsdp_status fsdp_set_reshard_after_backward(fsdp_model *model, fsdp_unit *unit,
                                                      int reshard) {
-    int i, end;
+    int i = 0, end = 0;
     fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_backward", &i, &end);
     for (; !status && i < end; i++) model->units[i]->reshard_after_backward = reshard != 0;
     return status;

@@ -171,7 +171,12 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr)
    Collective  no      Blocks no      Allocates no */
 FSDP_API void fsdp_adamw_destroy(fsdp_adamw *opt);
 
-/* fsdp_sgd_create, fsdp_sgd_step, fsdp_sgd_destroy - as the functions of AdamW */
+/* fsdp_sgd_create, fsdp_sgd_step, fsdp_sgd_destroy - as the functions of AdamW
+   Result      as there: FSDP_OK; INVALID_ARG, UNSUPPORTED, OUT_OF_MEMORY, INVALID_STATE, or the
+               stored status of an aborted world
+   Collective  create as fsdp_model_commit; step no, but every rank has to do the same; destroy no
+   Blocks      step: for operations under way that read shards
+   Allocates   create only */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *desc,
                                                      fsdp_sgd **opt);
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr);

@@ -130,7 +130,7 @@ static void fsdpi_spawn_kill(const fsdpi_spawn *s, const fsdpi_spawn_rank *ranks
         if (ranks[k].pid > 0 && !ranks[k].ended) (void)fsdpi_kill(ranks[k].pid, sig);
 }
 
-// A rank that ended without a report was killed, or called exit: the reason of what its peers report.
+// A rank that ended without a report was killed, or called exit: the reason of what others report.
 static void fsdpi_spawn_lost(fsdpi_spawn *s, int rank, int how) {
     fsdpi_spawn_report r = {rank, FSDP_ERR_PEER_LOST, ""};
     if (s->first.status && s->first.status != (int32_t)FSDP_ERR_PEER_LOST) return;
@@ -213,7 +213,8 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     char job[64];
     memset(&s, 0, sizeof s);
     fsdp_status status = fsdpi_desc_read(NULL, &d, desc, sizeof d, "fsdp_spawn_desc");
-    if (!status) status = fsdpi_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc");
+    if (!status)
+        status = fsdpi_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc");
     if (status) return status;
     if (!fn || d.num_ranks < 1 || d.grace_ms < 0)
         return fsdpi_fail(

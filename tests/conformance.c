@@ -23,7 +23,19 @@ typedef struct {
     }
 static const backend backends[] = {ROWS("shm", fsdp_shm_comm_ops)};
 
-enum { MAX_WORLD = 5, MAX_SEGS = 3, BIG = 100000 };
+#if defined(__has_feature)
+#if __has_feature(thread_sanitizer) || __has_feature(address_sanitizer)
+#define SANITIZED
+#endif
+#elif defined(__SANITIZE_THREAD__) || defined(__SANITIZE_ADDRESS__)
+#define SANITIZED
+#endif
+#ifdef SANITIZED
+enum { BIG = 20000 }; /* sanitizers see no more in more elements, and take ten times as long */
+#else
+enum { BIG = 100000 };
+#endif
+enum { MAX_WORLD = 5, MAX_SEGS = 3 };
 #define BIG_ARENA   ((size_t)BIG * 2 * MAX_WORLD * sizeof(double)) /* bytes of src, and of dst */
 #define SMALL_ARENA ((size_t)100000)
 

@@ -7,17 +7,9 @@
 
 /* ---- every allocation of the process is seen ------------------------------------------------- */
 
-#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
-#define SANITIZED 1
-#elif defined(__has_feature)
-#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
-#define SANITIZED 1
-#endif
-#endif
-
 static int64_t libc_calls; /* malloc and the like, mmap; of all threads, while `watched` */
 static int watched;
-#if !defined(SANITIZED) && defined(__GLIBC__)
+#if defined(__GLIBC__) && !defined(W_SANITIZED)
 #include <sys/syscall.h> /* SYS_mmap */
 #define INTERPOSED 1
 extern void *libc_malloc(size_t size) __asm__("__libc_malloc");

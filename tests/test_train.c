@@ -673,7 +673,7 @@ static const parity_row rows[] = {
     ROWS_OF(1), ROWS_OF(2), ROWS_OF(3), ROWS_OF(4), ROWS_OF(5),
 };
 
-TEST_P(train, parity, rows) { parity(&kinds[row->kind], row->world, VARIANTS, 6, 1); }
+TEST_P(train, parity, rows) { parity(&kinds[row->kind], row->world, VARIANTS, W_SLOW ? 2 : 6, 1); }
 TEST_P_TIMEOUT(long_train, parity, rows, 300) {
     parity(&kinds[row->kind], row->world, 10 * VARIANTS, 9, 1);
 }
@@ -717,7 +717,7 @@ static const struct {
 
 TEST_P(train, two_models, worlds) {
     uint64_t state = h_seed() * 41 + (uint64_t)row->world;
-    for (int n = 0; n < 10; n++) {
+    for (int n = 0; n < 6; n++) {
         pair *b = (pair *)calloc(1, sizeof *b);
         CHECK(b != NULL);
         for (int i = 0; i < 2; i++) {
@@ -1035,7 +1035,7 @@ typedef struct {
     int world, partners, long_partners;
 } walk_row;
 static const walk_row walk_rows[] = {
-    {"W=1", 1, 40, -1}, {"W=2", 2, 12, 200}, {"W=3", 3, 7, 60}, {"W=4", 4, 4, 30}};
+    {"W=1", 1, 40, -1}, {"W=2", 2, 10, 200}, {"W=3", 3, 5, 60}, {"W=4", 4, 3, 30}};
 
 static void walk_all(int world, int partners) {
     walk *w = (walk *)calloc(1, sizeof *w);
@@ -1050,7 +1050,7 @@ static void walk_all(int world, int partners) {
     free(w);
 }
 
-TEST_P(train, every_small_unit, walk_rows) { walk_all(row->world, row->partners); }
+TEST_P(train, every_small_unit, walk_rows) { walk_all(row->world, W_SLOW ? 0 : row->partners); }
 TEST_P_TIMEOUT(long_train, every_small_unit, walk_rows, 300) {
     walk_all(row->world, row->long_partners);
 }

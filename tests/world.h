@@ -3,6 +3,20 @@
 #ifndef WORLD_H
 #define WORLD_H
 
+/* Sanitizers make everything slower, so there are fewer cases; and they have their own malloc. */
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define W_SANITIZED 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define W_SANITIZED 1
+#endif
+#endif
+#ifdef W_SANITIZED
+enum { W_SLOW = 1 };
+#else
+enum { W_SLOW = 0 };
+#endif
+
 #define CALL(world, call)                                                                          \
     do {                                                                                           \
         fsdp_status w_status = (call);                                                             \
