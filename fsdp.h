@@ -507,7 +507,7 @@ FSDP_API int fsdp_local_rank(const fsdp_world *world);
 
 /* fsdp_last_error - text of the last failure of this world; NULL: of this thread's last failure
    without a world (fsdp_init, fsdp_spawn). Never NULL; "" when nothing failed
-   Lifetime    until the next failing call on that world
+   Lifetime    until the next failing call on that world; the failure that aborted it stays
    Collective  no      Blocks no      Allocates no */
 FSDP_API const char *fsdp_last_error(const fsdp_world *world);
 
@@ -1843,12 +1843,13 @@ static inline void fsdpi_pause(void) {
 #define FSDPI_STORE(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 
 // A lock for a few instructions: error texts, lists of ranks as threads.
-static void fsdpi_lock(uint32_t *lock) {
-    while (__atomic_exchange_n(lock, 1u, __ATOMIC_ACQUIRE)) fsdpi_futex_wait(lock, 1, 1000000, 0);
+static void fsdpi_lock(uint32_t *lock) { // 0 free, 1 taken, 2 taken and somebody may sleep on it
+    uint32_t none = 0;
+    if (__atomic_compare_exchange_n(lock, &none, 1u, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) return;
+    while (__atomic_exchange_n(lock, 2u, __ATOMIC_ACQUIRE)) fsdpi_futex_wait(lock, 2, 1000000, 0);
 }
 static void fsdpi_unlock(uint32_t *lock) {
-    FSDPI_STORE(lock, 0u);
-    fsdpi_futex_wake_all(lock, 0);
+    if (__atomic_exchange_n(lock, 0u, __ATOMIC_RELEASE) == 2) fsdpi_futex_wake_all(lock, 0);
 }
 
 static uint64_t fsdpi_hash(uint64_t h, uint64_t x) { // splitmix64 of a running value
@@ -1933,9 +1934,10 @@ struct fsdp_world {
     fsdp_boot boot;
     int rank, size;
     int log_level;
-    uint32_t failed;     // fsdp_status of the first failure of a collective, or 0
-    uint32_t error_lock; // fsdpi_lock
-    char error[FSDPI_TEXT];
+    uint32_t failed;          // fsdp_status of the first failure of a collective, or 0
+    uint32_t fail_lock;       // fsdpi_lock of the first failure: worker threads may have it
+    char failure[FSDPI_TEXT]; // its text, written once
+    char error[FSDPI_TEXT];   // of the last call of the caller's thread that failed
     char job[128];
     const fsdp_comm_ops *comm_ops; // NULL: one rank
     fsdp_comm *comm,
@@ -1968,13 +1970,7 @@ static void fsdpi_log(const fsdp_world *w, int level, fsdp_status code, const ch
 }
 
 static void fsdpi_set_error(fsdp_world *w, const char *text) {
-    if (!w) {
-        snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error, "%s", text);
-        return;
-    }
-    fsdpi_lock(&w->error_lock);
-    snprintf(w->error, sizeof w->error, "%s", text);
-    fsdpi_unlock(&w->error_lock);
+    snprintf(w ? w->error : fsdpi_thread_error, FSDPI_TEXT, "%s", text);
 }
 
 // Record and log a failure; the world goes on. Returns status.
@@ -1992,13 +1988,16 @@ static fsdp_status fsdpi_fail(fsdp_world *w, fsdp_status status, const char *fmt
 }
 
 // Abort the world with a finished text: sticky here, and told to the peers. The first failure
-// stays.
+// stays, and its text is there before its status can be seen.
 static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const char *text) {
-    uint32_t none = 0;
-    if (!__atomic_compare_exchange_n(&w->failed, &none, (uint32_t)status, 0, __ATOMIC_ACQ_REL,
-                                     __ATOMIC_ACQUIRE))
-        return (fsdp_status)none;
-    fsdpi_set_error(w, text);
+    fsdpi_lock(&w->fail_lock);
+    fsdp_status earlier = (fsdp_status)w->failed;
+    if (!earlier) {
+        snprintf(w->failure, sizeof w->failure, "%s", text);
+        FSDPI_STORE(&w->failed, (uint32_t)status);
+    }
+    fsdpi_unlock(&w->fail_lock);
+    if (earlier) return earlier;
     fsdpi_log(w, FSDP_LOG_ERROR, status, text);
     if (w->comm) w->comm_ops->abort(w->comm, status, text);
     return status;
@@ -2006,12 +2005,7 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
 
 // A rank that cannot go on inside a collective call must not leave the others waiting.
 static fsdp_status fsdpi_fail_together(fsdp_world *w, fsdp_status status) {
-    if (status == FSDP_OK || w->size == 1) return status;
-    char text[FSDPI_TEXT];
-    fsdpi_lock(&w->error_lock);
-    snprintf(text, sizeof text, "%s", w->error);
-    fsdpi_unlock(&w->error_lock);
-    return fsdpi_world_fail(w, status, text);
+    return status == FSDP_OK || w->size == 1 ? status : fsdpi_world_fail(w, status, w->error);
 }
 
 // By its bits: compilers may assume that there are no NaNs.
@@ -4493,7 +4487,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     if (!status) status = fsdpi_world_open_device(w, d);
     if (!status) status = fsdpi_world_open_streams(w, d->lanes);
     if (status) {
-        memcpy(early->error, w->error, sizeof w->error);
+        fsdpi_set_error(early, fsdp_last_error(w));
         fsdpi_world_close(w);
         return status;
     }
@@ -4547,7 +4541,8 @@ FSDP_API int fsdp_local_rank(const fsdp_world *world) {
     return world ? world->boot.local_rank : -1;
 }
 FSDP_API const char *fsdp_last_error(const fsdp_world *world) {
-    return world ? world->error : fsdpi_thread_error;
+    if (!world) return fsdpi_thread_error;
+    return fsdpi_failed(world) ? world->failure : world->error;
 }
 
 // Checks that collectives on host data share. *comm: NULL when there is nothing to do.
@@ -5032,7 +5027,7 @@ FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model) {
 static fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
     if (status && !m->hook_status) {
         m->hook_status = status;
-        snprintf(m->hook_error, sizeof m->hook_error, "%s", m->world->error);
+        snprintf(m->hook_error, sizeof m->hook_error, "%s", fsdp_last_error(m->world));
     }
     return status;
 }

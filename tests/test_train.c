@@ -359,7 +359,7 @@ static int64_t count_nonzero(const void *data, fsdp_dtype dtype, int64_t numel) 
 static void compare(run *x, int at) {
     fsdp_param_view v = FSDP_ZERO;
     fsdp_flat flat;
-    int64_t shards = 0, grads = 0;
+    int64_t shards = 0, grads = 0, frozen = 0;
     size_t size = fsdp_dtype_size(x->kind->dtype);
     while (fsdp_next_param(x->model, &v)) {
         int u = (int)(intptr_t)v.unit_user, i = v.index;
@@ -375,6 +375,7 @@ static void compare(run *x, int at) {
                     "step %d: unit %d parameter %d element %lld is %.17g, expected %.17g", x->step,
                     u, i, (long long)e, value, x->story->master[at][u][i][e]);
             shards += v.requires_grad && (value < 0 || value > 0);
+            frozen += !v.requires_grad && (value < 0 || value > 0);
             if (!has) continue;
             CHECK_OK(
                 fsdp_convert(&grad, FSDP_F64, (char *)v.shard_grad + (size_t)k * size, v.dtype, 1));
@@ -389,6 +390,11 @@ static void compare(run *x, int at) {
             "step %d: padding of shards is not zero", x->step);
     W_CHECK(count_nonzero(flat.grads, flat.dtype, flat.numel) == grads,
             "step %d: padding of gradients, or a gradient that nobody has, is not zero", x->step);
+    /* frozen parameters lie behind the trainable ones in the same block, which no call shows */
+    const fsdpi_flat_block *block = &x->model->flats[x->kind->dtype];
+    W_CHECK(count_nonzero(block->shard->ptr + (size_t)block->train_numel * size, x->kind->dtype,
+                          block->numel - block->train_numel) == frozen,
+            "step %d: padding of frozen parameters is not zero", x->step);
 }
 
 /* The same in one piece: parameter 0 of each unit, and its gradient. */

@@ -89,7 +89,7 @@ H_FN void *w_heap_alloc(size_t size, size_t align, void *user) {
         __atomic_add_fetch(&heap->failures, 1, __ATOMIC_SEQ_CST);
         return NULL;
     }
-    if (posix_memalign(&ptr, align, size)) return NULL;
+    if (size >> 40 || posix_memalign(&ptr, align, size)) return NULL;
     memset(ptr, 0xa5, size); /* nobody may count on zeros */
     __atomic_add_fetch(&heap->live, 1, __ATOMIC_SEQ_CST);
     __atomic_add_fetch(&heap->live_bytes, (int64_t)size, __ATOMIC_SEQ_CST);
