@@ -165,7 +165,7 @@ typedef struct fsdpi_shm_comm {
     fsdpi_shm_group *group;
     fsdpi_shm_place *places;
     uint64_t block; // place of the group's block
-    uint32_t barrier;
+    uint32_t barrier, waits;
     int index, size, spin, is_world;
     int32_t ranks[FSDPI_MAX_SRCS]; // world ranks of the members
     fsdpi_shm_record now;
@@ -420,14 +420,17 @@ static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
 // verb: what the missing ranks have not done, for the text.
 static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
     fsdpi_shm_world *w = c->world;
-    for (int i = 0; i < c->spin; i++) {
-        if (fsdpi_shm_is_open(c)) {
-            c->spin = c->spin * 2 < w->spin_max ? c->spin * 2 : w->spin_max;
-            return FSDP_OK;
-        }
+    if (fsdpi_shm_is_open(c)) return FSDP_OK;
+    // Spin as long as that helps. Where ranks do not run at the same time it never does, and then it
+    // costs the peer its core: so less after each failure, but a full try now and then.
+    int spin = ++c->waits % 64 ? c->spin : w->spin_max;
+    for (int i = 0; i < spin; i++) {
         fsdpi_pause();
+        if (!fsdpi_shm_is_open(c)) continue;
+        c->spin = w->spin_max;
+        return FSDP_OK;
     }
-    if (c->spin > 64) c->spin /= 2; // in vain: shorter next time
+    c->spin /= 4;
     int64_t start = fsdpi_shm_now(w);
     for (int turn = 0;; turn++) {
         uint32_t seen = FSDPI_LOAD(&c->group->generation);

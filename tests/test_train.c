@@ -681,7 +681,7 @@ static const parity_row rows[] = {
 
 TEST_P(train, parity, rows) { parity(&kinds[row->kind], row->world, VARIANTS, W_SLOW ? 2 : 6, 1); }
 TEST_P_TIMEOUT(long_train, parity, rows, 300) {
-    parity(&kinds[row->kind], row->world, 10 * VARIANTS, 9, 1);
+    parity(&kinds[row->kind], row->world, 4 * VARIANTS, 9, 1);
 }
 
 static const parity_row process_rows[] = {
@@ -1041,7 +1041,7 @@ typedef struct {
     int world, partners, long_partners;
 } walk_row;
 static const walk_row walk_rows[] = {
-    {"W=1", 1, 40, -1}, {"W=2", 2, 10, 200}, {"W=3", 3, 5, 60}, {"W=4", 4, 3, 30}};
+    {"W=1", 1, 40, -1}, {"W=2", 2, 10, 100}, {"W=3", 3, 5, 40}, {"W=4", 4, 3, 20}};
 
 static void walk_all(int world, int partners) {
     walk *w = (walk *)calloc(1, sizeof *w);
