@@ -421,8 +421,8 @@ static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
 static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
     fsdpi_shm_world *w = c->world;
     if (fsdpi_shm_is_open(c)) return FSDP_OK;
-    // Spin as long as that helps. Where ranks do not run at the same time it never does, and then it
-    // costs the peer its core: so less after each failure, but a full try now and then.
+    // Spin as long as that helps. Where ranks do not run at the same time it never does, and then
+    // it costs the peer its core: so less after each failure, but a full try now and then.
     int spin = ++c->waits % 64 ? c->spin : w->spin_max;
     for (int i = 0; i < spin; i++) {
         fsdpi_pause();
