@@ -2908,6 +2908,7 @@ struct fsdp_model {
     char hook_error[FSDPI_TEXT];
     fsdp_buf *scalar;       // one f64: norms
     fsdp_buf *full_scratch; // steps of param_full, from its first call on
+    fsdp_seg full_seg;      // of the current step
     void *undefined;        // what getters give in a failed world
     fsdp_block *norm_blocks;
     fsdp_driver driver;
@@ -4340,17 +4341,18 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
     }
     fsdp_status status = FSDP_OK;
     if (!m->full_scratch) {
-        status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH,
-                               (size_t)fsdpi_align_up(m->desc.fill_bytes, FSDPI_ALIGN) +
-                                   (size_t)world * 8,
+        size_t least = (size_t)world * 8; // an element of every rank
+        size_t bytes = (size_t)m->desc.fill_bytes;
+        status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, bytes > least ? bytes : least,
                                &m->full_scratch);
         if (status) return fsdpi_model_fail(m, status);
     }
     int64_t step = (int64_t)(m->full_scratch->bytes / ((size_t)world * size));
     for (int64_t at = 0; at < p->lay.shard_numel && !status; at += step) {
         fsdp_seg seg = {p->lay.shard_offset + at, 0, fsdpi_min(step, p->lay.shard_numel - at)};
+        m->full_seg = seg; // a worker may read it after a failure has ended this call
         fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
-        fsdpi_work work = {NULL, &seg, 1, (uint64_t)seg.count};
+        fsdpi_work work = {NULL, &m->full_seg, 1, (uint64_t)seg.count};
         status = fsdpi_emit_work(m, &op, block, u->dtype, m->full_scratch, u->dtype, &work);
         if (!status) status = fsdpi_emit_use(m, u, FSDP_LABEL_FULL, m->full_scratch);
         if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);

@@ -574,6 +574,7 @@ static void ended_rank(int rank, int world, void *arg) {
     for (int step = 0; !x->status; step++) {
         if (rank == 0 && step == 3 && !started) fsdp_abort(x->world, "the test says so");
         live_step(x);
+        if (!x->status) (void)went_well(x, fsdp_param_full(x->unit[0], 2, x->full), "param_full");
     }
     CHECK_STATUS(x->status, FSDP_ERR_ABORTED);
     W_CHECK(strstr(x->text, "rank 0") && strstr(x->text, "the test says so"), "%s: %s", x->call,

@@ -679,7 +679,7 @@ static const parity_row rows[] = {
     ROWS_OF(1), ROWS_OF(2), ROWS_OF(3), ROWS_OF(4), ROWS_OF(5),
 };
 
-TEST_P(train, parity, rows) { parity(&kinds[row->kind], row->world, VARIANTS, W_SLOW ? 2 : 6, 1); }
+TEST_P(train, parity, rows) { parity(&kinds[row->kind], row->world, VARIANTS, W_SLOW ? 2 : 4, 1); }
 TEST_P_TIMEOUT(long_train, parity, rows, 300) {
     parity(&kinds[row->kind], row->world, 4 * VARIANTS, 9, 1);
 }

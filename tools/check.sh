@@ -85,7 +85,8 @@ gate_last() { # STANDARD
         include "${headers[@]}" && echo 'int main(void) { return 0; }' && implement
     } >"$work/last.$1.c"
     # tgmath.h makes macros of the names of math.h: a header must not mind
-    compile gcc "$1" -o "$work/last.$1" -pthread -Wl,--no-as-needed -lm <"$work/last.$1.c" && "$work/last.$1"
+    compile gcc "$1" -o "$work/last.$1" -pthread -Wl,--no-as-needed -lm <"$work/last.$1.c" &&
+        "$work/last.$1"
 }
 
 # A macro that cuts or selects something, alone.
