@@ -1242,7 +1242,7 @@ FSDP_API const char *fsdp_status_text(fsdp_status status) {
 // no expression both multiplies and adds, since a compiler may contract that to one rounding. Loops
 // work on blocks that stay in the first-level cache.
 
-#define FSDPI_BLOCK 1024 // elements
+#define FSDPI_BLOCK 512 // elements: whole pages of page-aligned sources would alias
 
 FSDP_API size_t fsdp_dtype_size(fsdp_dtype dtype) {
     static const uint8_t bytes[FSDP_DTYPE_COUNT] = {0,
@@ -1410,9 +1410,14 @@ static FSDPI_NOINLINE void fsdpi_reduce_block_f32(void *dst, fsdp_dtype dst_dtyp
         return;
     }
     int next = 1;
-    if (dtype == FSDP_F32 && num_srcs > 1 && redop == FSDP_SUM) { // the usual case: a pass less
-        const float *y = fsdpi_load_f32(tmp, srcs[next++], dtype, count);
+    if (dtype == FSDP_F32 && num_srcs > 1 && redop == FSDP_SUM) { // the usual case: fewer passes
+        const float *y = (const float *)(const void *)srcs[next++], *z;
         for (size_t i = 0; i < count; i++) acc[i] = x[i] + y[i];
+        for (; next + 1 < num_srcs; next += 2) {
+            y = (const float *)(const void *)srcs[next];
+            z = (const float *)(const void *)srcs[next + 1];
+            for (size_t i = 0; i < count; i++) acc[i] = (acc[i] + y[i]) + z[i];
+        }
     } else if (x != acc) {
         memcpy(acc, x, count * sizeof *acc);
     }

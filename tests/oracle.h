@@ -27,6 +27,11 @@ enum {
     O_NOBODY
 }; // which ranks use parameter 1 of a unit, and others
 
+// Of what is stored, of what is gathered and of gradients, of the reduction. KEEP as in descs.
+typedef struct o_dtypes {
+    fsdp_dtype stored, param, reduce;
+} o_dtypes;
+
 typedef struct o_net {
     o_unit units[O_UNITS];
     int count;
@@ -175,7 +180,7 @@ typedef struct o_acts {
 typedef struct o_model {
     const o_net *net;
     int world, overwrite, step, sync[O_UNITS];
-    fsdp_dtype dtype, param_dtype, reduce_dtype;
+    o_dtypes dtypes[O_UNITS];
     double *master[O_UNITS][O_PARAMS], *grad[O_UNITS][O_PARAMS]; // of the optimizer; averaged
     double *slot[O_WORLD][O_UNITS][O_PARAMS];                    // where a rank's backward writes
     double *kept[O_WORLD][O_UNITS][O_PARAMS]; // in reduce_dtype, with earlier microbatches
@@ -199,9 +204,8 @@ static void o_free(o_model *o) {
     free(o);
 }
 
-// KEEP as in fsdp_model_desc. NULL: no memory.
-static o_model *o_make(const o_net *net, int world, fsdp_dtype dtype, fsdp_dtype param_dtype,
-                       fsdp_dtype reduce_dtype, int overwrite) {
+// dtypes: of each unit. NULL: no memory.
+static o_model *o_make(const o_net *net, int world, const o_dtypes *dtypes, int overwrite) {
     o_model *o = (o_model *)calloc(1, sizeof *o);
     size_t total = (size_t)o_numel(net) * (size_t)(2 + 2 * world);
     if (!o || !(o->memory = (double *)calloc(total + 1, sizeof *o->memory))) {
@@ -211,10 +215,13 @@ static o_model *o_make(const o_net *net, int world, fsdp_dtype dtype, fsdp_dtype
     o->net = net;
     o->world = world;
     o->overwrite = overwrite;
-    for (int u = 0; u < O_UNITS; u++) o->sync[u] = 1;
-    o->dtype = dtype;
-    o->param_dtype = param_dtype ? param_dtype : dtype;
-    o->reduce_dtype = reduce_dtype ? reduce_dtype : dtype;
+    for (int u = 0; u < net->count; u++) {
+        o_dtypes *d = &o->dtypes[u];
+        *d = dtypes[u];
+        if (!d->param) d->param = d->stored;
+        if (!d->reduce) d->reduce = d->stored;
+        o->sync[u] = 1;
+    }
     double *at = o->memory;
     for (int u = 0; u < net->count; u++)
         for (int i = 0; i < net->units[u].count; i++) {
@@ -224,7 +231,7 @@ static o_model *o_make(const o_net *net, int world, fsdp_dtype dtype, fsdp_dtype
             for (int r = 0; r < world; r++) o->slot[r][u][i] = at, at += numel;
             for (int r = 0; r < world; r++) o->kept[r][u][i] = at, at += numel;
             for (int64_t e = 0; e < numel; e++)
-                o->master[u][i][e] = o_round(dtype, o_initial(net, u, i, e));
+                o->master[u][i][e] = o_round(o->dtypes[u].stored, o_initial(net, u, i, e));
         }
     return o;
 }
@@ -282,13 +289,14 @@ static void o_cast_params(const o_model *o, int unit, double **out, double *tmp)
     for (int i = 0; i < o->net->units[unit].count; i++) {
         out[i] = tmp;
         for (int64_t e = 0; e < o->net->units[unit].params[i].numel; e++)
-            *tmp++ = o_round(o->param_dtype, o->master[unit][i][e]);
+            *tmp++ = o_round(o->dtypes[unit].param, o->master[unit][i][e]);
     }
 }
 
 static void o_compute(o_model *o, int k, int m, int backward, double *tmp) {
     const o_net *net = o->net;
     int unit = net->seq[k];
+    fsdp_dtype dtype = o->dtypes[unit].param;
     const o_unit *u = &net->units[unit];
     int64_t numel = o_numel(net);
     double *params[O_PARAMS], *dp[O_PARAMS], dy[O_WIDTH], *at = tmp + numel;
@@ -298,16 +306,15 @@ static void o_compute(o_model *o, int k, int m, int backward, double *tmp) {
         int uses[O_PARAMS];
         o_acts *acts = o->acts[r][m];
         for (int i = 0; i < u->count; i++) uses[i] = o_uses(net, o->step, m, r, unit, i);
-        if (backward) o_feed_back(net, o->param_dtype, o->step, m, r, k, acts, dy);
+        if (backward) o_feed_back(net, dtype, o->step, m, r, k, acts, dy);
         else o_feed(net, o->step, m, r, k, acts);
-        o_apply(net, o->param_dtype, unit, params, uses, &acts[k], backward ? dy : NULL, dp, at);
+        o_apply(net, dtype, unit, params, uses, &acts[k], backward ? dy : NULL, dp, at);
         for (int i = 0; backward && i < u->count; i++) {
             if (!uses[i] || u->params[i].frozen) continue;
             double *slot = o->slot[r][unit][i];
             int add = !o->overwrite || o->written[r][unit][i];
             for (int64_t e = 0; e < u->params[i].numel; e++)
-                slot[e] = o_round(o->param_dtype,
-                                  add ? o_mid(o->param_dtype, 0, slot[e] + dp[i][e]) : dp[i][e]);
+                slot[e] = o_round(dtype, add ? o_mid(dtype, 0, slot[e] + dp[i][e]) : dp[i][e]);
             o->written[r][unit][i] = o->used[unit][i] = 1;
         }
     }
@@ -315,9 +322,10 @@ static void o_compute(o_model *o, int k, int m, int backward, double *tmp) {
 
 static void o_begin(o_model *o, int unit) {
     const o_unit *u = &o->net->units[unit];
+    o_dtypes d = o->dtypes[unit];
     o->open[unit] = 1;
     if (o->slot_live[unit]) return;
-    o->alias[unit] = o->world == 1 && o->param_dtype == o->dtype && o->reduce_dtype == o->dtype &&
+    o->alias[unit] = o->world == 1 && d.param == d.stored && d.reduce == d.stored &&
                      o->sync[unit] && !o->kept_live[unit] && !(o->overwrite && o->has_grad[unit]);
     int add = o->alias[unit] && o->has_grad[unit];
     for (int r = 0; r < o->world; r++)
@@ -331,40 +339,39 @@ static void o_begin(o_model *o, int unit) {
 
 // The average over ranks of element e, added to the gradient.
 static void o_average(o_model *o, int unit, int i, int64_t e, int kept) {
-    fsdp_dtype input = kept ? o->reduce_dtype : o->param_dtype, read = input;
+    o_dtypes d = o->dtypes[unit];
+    fsdp_dtype input = kept ? d.reduce : d.param, read = input;
     double sum = 0, *grad = o->grad[unit][i];
     for (int r = 0; r < o->world; r++) {
         double x = kept ? o->kept[r][unit][i][e] : o->slot[r][unit][i][e];
-        sum = r ? o_mid(input, o->dtype, sum + x) : x;
+        sum = r ? o_mid(input, d.stored, sum + x) : x;
     }
     if (o->world > 1) {
-        if (o->reduce_dtype != FSDP_F32 &&
-            o->reduce_dtype != FSDP_F64) // rounded to before it is scaled
-            sum = o_round(o->reduce_dtype, sum), read = o->reduce_dtype;
-        int wide = read == FSDP_F64 || o->dtype == FSDP_F64;
-        sum = o_mid(read, o->dtype,
+        if (d.reduce != FSDP_F32 && d.reduce != FSDP_F64) // rounded to before it is scaled
+            sum = o_round(d.reduce, sum), read = d.reduce;
+        int wide = read == FSDP_F64 || d.stored == FSDP_F64;
+        sum = o_mid(read, d.stored,
                     sum * (wide ? 1.0 / o->world : (double)(1.0f / (float)o->world)));
     }
     int add = o->has_grad[unit] && !o->alias[unit];
-    grad[e] = o_round(o->dtype, add ? o_mid(read, o->dtype, grad[e] + sum) : sum);
+    grad[e] = o_round(d.stored, add ? o_mid(read, d.stored, grad[e] + sum) : sum);
 }
 
 // End of a unit's backward on all ranks.
 static void o_end(o_model *o, int unit) {
     const o_unit *u = &o->net->units[unit];
+    o_dtypes d = o->dtypes[unit];
     int trainable = 0;
     o->open[unit] = 0;
     for (int i = 0; i < u->count; i++) trainable |= !u->params[i].frozen;
     if (!trainable) return;
-    int keep = o->kept_live[unit] || o->param_dtype != o->reduce_dtype ||
-               (!o->sync[unit] && o->overwrite);
+    int keep = o->kept_live[unit] || d.param != d.reduce || (!o->sync[unit] && o->overwrite);
     for (int i = 0; i < u->count && keep; i++)
         for (int r = 0; r < o->world; r++)
             for (int64_t e = 0; e < u->params[i].numel; e++) {
                 double *kept = &o->kept[r][unit][i][e], x = o->slot[r][unit][i][e];
-                double sum = o->kept_live[unit] ? o_mid(o->param_dtype, o->reduce_dtype, *kept + x)
-                                                : x;
-                *kept = o_round(o->reduce_dtype, sum);
+                double sum = o->kept_live[unit] ? o_mid(d.param, d.reduce, *kept + x) : x;
+                *kept = o_round(d.reduce, sum);
             }
     if (keep) o->kept_live[unit] = 1, o->slot_live[unit] = 0;
     if (!o->sync[unit]) return;
@@ -385,7 +392,8 @@ static void o_update(o_model *o) {
             for (int64_t e = 0;
                  o->has_grad[u] && o->param_has_grad[u][i] && e < o->net->units[u].params[i].numel;
                  e++)
-                o->master[u][i][e] = o_updated(o->dtype, o->master[u][i][e], o->grad[u][i][e]);
+                o->master[u][i][e] = o_updated(o->dtypes[u].stored, o->master[u][i][e],
+                                               o->grad[u][i][e]);
     o->step++;
 }
 

@@ -32,7 +32,7 @@ typedef struct { /* of one optimizer */
 
 typedef struct {
     char name[64];
-    int replicas, shards, ranks, raf, layers, micro, no_sync, tied[MAX_LAYERS + 1], cond, force_sum;
+    int replicas, shards, ranks, raf, layers, micro, no_sync, tied[MAX_LAYERS + 1], cond;
     fsdp_dtype param_dtype, reduce_dtype; /* KEEP: not given */
     fsdp_dtype type, sum_type;            /* of all values; of the reduction */
     int64_t dims[MAX_LAYERS + 1], batch, total, most, wide;
@@ -161,7 +161,6 @@ static void read_header(test_case *c, golden *g) {
         for (int n = read_int(g, 0, c->layers); n > 0; n--) c->tied[read_int(g, 1, c->layers)] = 1;
     } else if (golden_is(g, "cond")) c->cond = read_int(g, 0, 1);
     else if (golden_is(g, "divide")) c->divide = golden_num(g);
-    else if (golden_is(g, "force_sum")) c->force_sum = read_int(g, 0, 1);
     else if (golden_is(g, "clip")) c->clip_p = golden_num(g), c->max_norm = golden_num(g);
     else if (golden_is(g, "param")) read_param(c, g);
     else if (golden_is(g, "grad")) read_values(c, g, &c->grad), c->grads++;
@@ -201,7 +200,7 @@ static void free_case(test_case *c) {
 }
 
 /* Why this version of the library cannot do it; NULL: it can. The all-reduce control means nothing
-   without replicas; a factor of W is the average, and a forced sum is a sum that is scaled after. */
+   without replicas, a factor of W is the average, and `force_sum` is how this library reduces. */
 static const char *cannot(const test_case *c) {
     if (c->replicas > 1) return "HSDP";
     if (c->raf > 1 && c->raf != c->shards) return "int reshard";
@@ -411,6 +410,7 @@ static void make_model(trainer *t, const job *j) {
     fsdp_model_desc md = FSDP_ZERO;
     md.param_dtype = c->param_dtype, md.reduce_dtype = c->reduce_dtype;
     md.direct_min = j->direct_min;
+    md.fill_bytes = 256; /* param_full comes in several steps */
     md.reshard_after_forward = c->raf ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER;
     CALL(t->world, fsdp_model_create(t->world, &md, &t->model));
     for (int u = 0; u <= c->layers; u++) {
