@@ -776,7 +776,7 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle, frozen), collective errors
    Collective  yes: every rank of the mesh
    Blocks yes, at most timeout_ms per step of fill_bytes
-   Allocates   a scratch buffer of at most fill_bytes at the first use */
+   Allocates   at the first use a scratch buffer: the largest parameter, at most fill_bytes */
 FSDP_API fsdp_status fsdp_param_full(fsdp_unit *unit, int index, void *full);
 FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full);
 
@@ -4332,6 +4332,18 @@ static void fsdpi_scatter_piece(const fsdpi_param *p, int world, int k, int64_t 
     }
 }
 
+// Bytes of the largest parameter, padded.
+static int64_t fsdpi_largest_param(const fsdp_model *m) {
+    int64_t largest = 0;
+    for (int i = 0; i < m->num_units; i++)
+        for (int k = 0; k < m->units[i]->num_params; k++) {
+            int64_t numel = fsdpi_group_size(m) * m->units[i]->params[k].lay.shard_numel;
+            if (fsdpi_bytes(numel, m->units[i]->dtype) > largest)
+                largest = fsdpi_bytes(numel, m->units[i]->dtype);
+        }
+    return largest;
+}
+
 /* Gather one parameter, or its gradient, in its own dtype, in pieces that fit the scratch buffer:
    the world's ranks bring piece after piece of their shards. */
 static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *block, char *full) {
@@ -4346,10 +4358,9 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
     }
     fsdp_status status = FSDP_OK;
     if (!m->full_scratch) {
-        size_t least = (size_t)world * 8; // an element of every rank
-        size_t bytes = (size_t)m->desc.fill_bytes;
-        status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, bytes > least ? bytes : least,
-                               &m->full_scratch);
+        int64_t bytes = fsdpi_min(fsdpi_largest_param(m), m->desc.fill_bytes);
+        if (bytes < world * 8) bytes = world * 8; // an element of every rank
+        status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, (size_t)bytes, &m->full_scratch);
         if (status) return fsdpi_model_fail(m, status);
     }
     int64_t step = (int64_t)(m->full_scratch->bytes / ((size_t)world * size));
