@@ -116,7 +116,7 @@ TEST(fsdprun, rank_0_has_the_standard_input) {
 TEST(fsdprun, a_failure_ends_the_others_and_is_named) {
     int64_t begin = h_now_ms();
     CHECK_EQ_INT(RUN("-n", "3", "sh", "-c", "test $RANK = 1 && exit 5; sleep 20"), 5);
-    CHECK(h_now_ms() - begin < 1000);
+    CHECK(h_now_ms() - begin < 5000);
     says("rank 1 (process ");
     says("failed with exit status 5");
     CHECK_EQ_INT(count("fsdprun:"), 1); /* those that were ended are not failures */
@@ -134,12 +134,12 @@ TEST(fsdprun, who_ignores_term_is_killed) {
     CHECK_EQ_INT(RUN("-n", "2", "sh", "-c",
                      "test $RANK = 1 && exit 3; trap '' TERM; while :; do sleep 0.05; done"),
                  3);
-    CHECK(h_now_ms() - begin >= 1000 && h_now_ms() - begin < 3000);
+    CHECK(h_now_ms() - begin >= 1000 && h_now_ms() - begin < 6000);
 }
 
 TEST(fsdprun, others_may_speak_before_they_are_ended) {
     CHECK_EQ_INT(RUN("-n", "2", "sh", "-c",
-                     "test $RANK = 1 && exit 3; sleep 0.03; echo it was rank 1; sleep 9"),
+                     "test $RANK = 1 && exit 3; sleep 0.01; echo it was rank 1; sleep 9"),
                  3);
     says("it was rank 1");
 }

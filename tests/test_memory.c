@@ -484,7 +484,7 @@ static void peak_rank(int rank, int world, void *arg) {
                 int64_t above = m.total_bytes - m.pool_bytes[FSDP_POOL_SHARD] -
                                 m.pool_bytes[FSDP_POOL_SGRAD];
                 int64_t theirs = never ? layers + 1 : 4;
-                if (lanes && never) theirs++; /* a second slot of gradients: see docs */
+                if (lanes && never) theirs++; /* a second slot of gradients, which overlaps */
                 W_CHECK(above <= theirs * whole + flags, "%.3f units above the shards, upstream %d",
                         (double)above / (double)whole, (int)theirs);
                 if (!lanes && !never)
