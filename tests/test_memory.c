@@ -555,8 +555,8 @@ static void steady_rank(int rank, int world, void *arg) {
     W_CHECK(heap->total == total, "%lld allocations in six steps",
             (long long)(heap->total - total));
     W_CHECK(before.allocations == after.allocations, "the model has counted allocations");
-    W_CHECK(libc_calls == 0, "%lld calls of malloc, free and so on in six steps",
-            (long long)libc_calls);
+    W_CHECK(__atomic_load_n(&libc_calls, __ATOMIC_SEQ_CST) == 0,
+            "%lld calls of malloc, free and so on in six steps", (long long)libc_calls);
     W_CHECK(x->changed == 0, "%d addresses have changed since the second step", x->changed);
     CALL(NULL, fsdp_shutdown(w));
     W_CHECK(!s->is_thread || s->world > 1 || heap->live == 0, "%lld blocks are left",
@@ -596,11 +596,12 @@ TEST_P(memory, steady_state_of_processes, worlds) { steady_all(row->world, 0, 6)
 
 TEST(memory, malloc_is_watched) {
     if (!INTERPOSED) SKIP("a sanitizer has its own malloc, or the libc is not glibc");
-    watched = 1;
+    __atomic_store_n(&watched, 1,
+                     __ATOMIC_SEQ_CST); /* compilers know that malloc reads no variable */
     void *volatile p = malloc(10);
     free(p);
-    watched = 0;
-    CHECK_EQ_INT(libc_calls, 2);
+    __atomic_store_n(&watched, 0, __ATOMIC_SEQ_CST);
+    CHECK_EQ_INT(__atomic_load_n(&libc_calls, __ATOMIC_SEQ_CST), 2);
 }
 
 /* ---- bytes moved ----------------------------------------------------------------------------- */
