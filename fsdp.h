@@ -1145,14 +1145,17 @@ struct fsdp_comm_ops {
     uint32_t version, size; // FSDP_COMM_VERSION, sizeof(fsdp_comm_ops)
     const char *name;
     fsdp_status (*open)(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **world);
+    // Blocks until every rank of the parent has come. *out is NULL where color < 0.
     fsdp_status (*split)(fsdp_comm *parent, const fsdp_group *group, fsdp_comm **out);
     void (*close)(fsdp_comm *comm);
     fsdp_status (*run)(fsdp_comm *comm, const fsdp_coll *coll);
     // Memory that peers may read: same order and sizes on all ranks of the world; zero-filled.
     fsdp_status (*alloc)(fsdp_comm *world, size_t size, void **ptr);
     void (*free)(fsdp_comm *world, void *ptr, size_t size);
-    const char *(*error_text)(fsdp_comm *comm);       // of the last failure on this rank
-    void (*abort)(fsdp_comm *world, fsdp_status status, const char *why); // thread safe
+    // Text of the last failure of this comm; NULL: of this thread's failed open. Names the rank.
+    const char *(*error_text)(fsdp_comm *comm);
+    // Thread safe, harmless when repeated; why begins with "rank N".
+    void (*abort)(fsdp_comm *world, fsdp_status status, const char *why);
     fsdp_status (*poll)(fsdp_comm *world);            // optional: asynchronous errors
 };
 
@@ -2547,10 +2550,10 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w, const fsdp_world_desc *d
     if ((w->caps.kinds & needed) != needed)
         return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "backend %s lacks a collective that is needed",
                           w->comm_ops->name);
-    if (w->comm_ops->alloc(w->comm, FSDPI_BOUNCE, &w->bounce)) {
+    status = w->comm_ops->alloc(w->comm, FSDPI_BOUNCE, &w->bounce);
+    if (status) {
         w->bounce = NULL;
-        return fsdpi_fail_together(
-            w, fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "%s", w->comm_ops->error_text(w->comm)));
+        return fsdpi_world_fail(w, status, w->comm_ops->error_text(w->comm));
     }
     return FSDP_OK;
 }
