@@ -6,7 +6,7 @@
 
        #define FSDP_IMPLEMENTATION          // in one .c or .cc file of the program
        #include "fsdp.h"
-       cc -O2 trainer.c -pthread -lm && tools/fsdprun -n 4 ./a.out
+       cc -O2 trainer.c -pthread -lm && tools/fsdprun -n 4 ./a.out     // make tools/fsdprun
 
    SPDX-License-Identifier: MIT (full text at the end of this file)
 
@@ -826,7 +826,8 @@ FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit);
 
 /* fsdp_finalize_backward - end of backward: units still open in backward are finished, left-overs
    are freed, every sharded gradient is ready
-   Result      FSDP_OK; the first failure of a hook since the last finalize; INVALID_STATE (a unit
+   Result      FSDP_OK; the first failure of a hook since the last finalize that went through (its
+               own failures come before); INVALID_STATE (a unit
                is open in forward: named); collective errors
    Collective  yes      Blocks until all reductions are done      Allocates at its first use
    Source      torch: FSDPState._root_post_backward_final_callback, finalize_backward */
@@ -977,7 +978,7 @@ typedef struct fsdp_op {
     uint32_t list_count;
     const fsdp_unit *unit;    // NULL: of the model
     const char *what;         // the unit's name, or the call's
-    uint64_t what_hash, step; // its hash, and the finalizes so far: ranks must agree on both
+    uint64_t what_hash, step; // of the unit's desc, and the finalizes so far: ranks must agree
     fsdp_comm *comm;          // collectives: where
     fsdp_buf *src, *dst;      // whose events it waits for and sets; NULL: none
     const void *list;         // fsdp_block[] (COPY, NORM) or fsdp_seg[] (collectives), prebuilt
@@ -2842,7 +2843,7 @@ struct fsdp_unit {
     char *name;
     void *user;
     int index, num_params, num_train;
-    uint64_t name_hash;
+    uint64_t desc_hash; // of the name and of all that ranks must have given alike
     fsdpi_param *params;
     fsdp_dtype dtype, param_dtype, reduce_dtype;
     int reshard_after_forward; // FSDP_RESHARD_ALWAYS or _NEVER
@@ -3222,6 +3223,21 @@ static fsdp_status fsdpi_unit_dtypes(fsdp_unit *u, const fsdp_unit_desc *d) {
     return FSDP_OK;
 }
 
+// All that ranks must have given alike: it is part of what every collective compares.
+static uint64_t fsdpi_unit_hash(const fsdp_unit *u) {
+    const fsdp_model_desc *md = &u->model->desc;
+    uint64_t h = fsdpi_hash(fsdpi_hash_text(u->name), (uint64_t)u->num_params);
+    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)u->param_dtype), (uint64_t)u->reduce_dtype);
+    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)md->grads_overwrite), (uint64_t)md->direct_min);
+    for (int i = 0; i < u->num_params; i++) {
+        const fsdpi_param *p = &u->params[i];
+        h = fsdpi_hash(fsdpi_hash(h, fsdpi_hash_text(p->name)), (uint64_t)p->requires_grad);
+        h = fsdpi_hash(fsdpi_hash(h, (uint64_t)p->lay.ndim), (uint64_t)p->lay.shard_dim);
+        for (int d = 0; d < p->lay.ndim; d++) h = fsdpi_hash(h, (uint64_t)p->lay.shape[d]);
+    }
+    return fsdpi_hash(h, (uint64_t)u->dtype);
+}
+
 static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     fsdp_model *m = u->model;
     char fallback[24];
@@ -3236,11 +3252,11 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
         status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
                             d->name ? d->name : fallback);
     if (!status) {
-        u->name_hash = fsdpi_hash_text(u->name);
         u->num_params = d->num_params;
         status = fsdpi_unit_params(u, d);
     }
     if (!status) status = fsdpi_unit_dtypes(u, d);
+    if (!status) u->desc_hash = fsdpi_unit_hash(u);
     if (!status) {
         status = fsdpi_unit_layout(u, tmp);
         if (status)
@@ -3396,7 +3412,7 @@ static fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, int kind, int l
     op.scale = 1.0;
     op.unit = u;
     op.what = u ? u->name : fsdp_label_name(label);
-    op.what_hash = u ? u->name_hash : (uint64_t)label;
+    op.what_hash = u ? u->desc_hash : (uint64_t)label;
     op.step = m->step;
     return op;
 }
