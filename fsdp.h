@@ -4174,11 +4174,16 @@ static void fsdpi_model_close(fsdp_model *m) {
 // >>step
 // Owns: model-wide work: finalize, norms, gathering to one tensor, prediction.
 
-// Is the call possible for all units? With run: do their rows.
-static fsdp_status fsdpi_all_units(fsdp_model *m, int call, int run) {
+// Is the call possible for all units?
+static fsdp_status fsdpi_check_units(fsdp_model *m, int call) {
     for (int i = 0; i < m->num_units; i++)
         if (!fsdpi_lookup(m->units[i], call)) return fsdpi_wrong_call(m->units[i], call);
-    for (int i = 0; run && i < m->num_units; i++) {
+    return FSDP_OK;
+}
+
+// Their rows, once it is.
+static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
+    for (int i = 0; i < m->num_units; i++) {
         fsdp_status status = fsdpi_step(m->units[i], fsdpi_lookup(m->units[i], call));
         if (status) return status;
     }
@@ -4201,9 +4206,9 @@ static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
         return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the model is NULL",
                           fsdpi_call_name(call));
     fsdp_status status = fsdpi_commit(m);
-    if (!status) status = fsdpi_all_units(m, call, 0);
+    if (!status) status = fsdpi_check_units(m, call);
     if (!status) status = fsdpi_announce(m, NULL, call, FSDP_STATE_IDLE);
-    return status || !run ? status : fsdpi_all_units(m, call, 1);
+    return status || !run ? status : fsdpi_run_units(m, call);
 }
 
 // Shards are as the caller's stream has left them: later gathers come after.
@@ -4256,7 +4261,7 @@ static void fsdpi_forget_forwards(fsdp_model *m) {
 }
 
 static fsdp_status fsdpi_finalize(fsdp_model *m) {
-    fsdp_status status = fsdpi_all_units(m, FSDP_CALL_FINALIZE, 1);
+    fsdp_status status = fsdpi_run_units(m, FSDP_CALL_FINALIZE);
     if (!status) status = fsdpi_grads_ready(m);
     if (status) return status;
     m->backward = 0;
@@ -5189,7 +5194,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     if (status || !model->committed) return status;
     fsdpi_drain(model->world);
     status = fsdpi_announce(model, NULL, FSDP_CALL_RESET, FSDP_STATE_IDLE);
-    if (!status) status = fsdpi_all_units(model, FSDP_CALL_RESET, 1);
+    if (!status) status = fsdpi_run_units(model, FSDP_CALL_RESET);
     fsdpi_forget_forwards(model);
     model->backward = 0;
     model->hook_status = FSDP_OK;
@@ -5265,7 +5270,7 @@ FSDP_API fsdp_status fsdp_set_driver(fsdp_model *model, const fsdp_driver *drive
     static const fsdp_driver none = {NULL, NULL, NULL};
     if (!model) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "set_driver: the model is NULL");
     fsdp_status status = fsdpi_failed(model->world);
-    if (!status) status = fsdpi_all_units(model, FSDP_CALL_PARAMS_CHANGED, 0);
+    if (!status) status = fsdpi_check_units(model, FSDP_CALL_PARAMS_CHANGED);
     if (!status) model->driver = driver ? *driver : none;
     return status;
 }
