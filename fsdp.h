@@ -4587,6 +4587,16 @@ FSDP_API const char *fsdp_last_error(const fsdp_world *world) {
     return fsdpi_failed(world) ? world->failure : world->error;
 }
 
+static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
+    fsdp_op op;
+    memset(&op, 0, sizeof op);
+    op.kind = (uint8_t)kind;
+    op.what = what;
+    op.dtype = (uint8_t)dtype;
+    op.in_place = 1;
+    return op;
+}
+
 // Checks that collectives on host data share. *comm: NULL when there is nothing to do.
 static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data,
                                    int64_t count, const char *what, fsdp_comm **comm) {
@@ -4616,13 +4626,8 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
                           "i64, and SUM MAX or MIN",
                           fsdp_dtype_name(dtype), op);
     if (!comm) return FSDP_OK;
-    fsdp_op record;
-    memset(&record, 0, sizeof record);
-    record.kind = FSDP_OP_ALL_REDUCE;
-    record.what = "fsdp_all_reduce";
-    record.dtype = (uint8_t)dtype;
+    fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_all_reduce", dtype);
     record.redop = (uint8_t)op;
-    record.in_place = 1;
     return fsdpi_host_collective(world, comm, &record, (char *)data, count);
 }
 
@@ -4636,12 +4641,7 @@ FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, vo
         return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "broadcast: root is %d, expected 0..%d",
                           root, size - 1);
     if (!comm) return FSDP_OK;
-    fsdp_op record;
-    memset(&record, 0, sizeof record);
-    record.kind = FSDP_OP_BROADCAST;
-    record.what = "fsdp_broadcast";
-    record.dtype = FSDP_U8;
-    record.in_place = 1;
+    fsdp_op record = fsdpi_host_op(FSDP_OP_BROADCAST, "fsdp_broadcast", FSDP_U8);
     record.root = root;
     return fsdpi_host_collective(world, comm, &record, (char *)data, nbytes);
 }
@@ -4651,12 +4651,7 @@ FSDP_API fsdp_status fsdp_barrier(fsdp_world *world) {
     int32_t one = 1;
     fsdp_status status = fsdpi_host_call(world, NULL, &one, 1, "barrier", &comm);
     if (status || !comm) return status;
-    fsdp_op record;
-    memset(&record, 0, sizeof record);
-    record.kind = FSDP_OP_ALL_REDUCE;
-    record.what = "fsdp_barrier";
-    record.dtype = FSDP_I32;
-    record.in_place = 1;
+    fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_barrier", FSDP_I32);
     return fsdpi_host_collective(world, comm, &record, (char *)&one, 1);
 }
 
