@@ -11,17 +11,13 @@
    SPDX-License-Identifier: MIT (full text at the end of this file)
 
 TABLE OF CONTENTS (search for the tag); the manual comes first
-    >>config     macros that change the build
-    >>api        declarations: status, dtype, shard math, world, mesh, model, step, ops, backends
-    >>status     names of status codes
-    >>dtype      element types, conversions, every loop over elements
-    >>layout     shard math
+    >>api        declarations: world, mesh, model, step, ops; status codes, element types and
+                 shard math are in fsdp_math.h, the tables of backends in backends/fsdp_backend.h
     >>sys        the operating system's calls
     >>alloc      host memory
     >>log        error texts, the world object
-    >>device     the device table over host memory
-    >>comm       compiled-in backends (and fsdp_spawn); an op record becomes a collective
-    >>lanes      inline execution, worker threads, events
+    >>comm       compiled-in backends, launch and spawn; an op record becomes a collective; the host
+                 device and its lanes
     >>world      rank, size, environment, opened tables
     >>mesh       N-d meshes and their groups
     >>param      model, unit and parameter objects and their layout
@@ -116,7 +112,8 @@ IT DOES NOT
     differentiate, run kernels, own your activations, or find the root: the model is the root.
 
 ENVIRONMENT
-    RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT  set by tools/fsdprun and torchrun
+    RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT  set by tools/fsdprun and torchrun; without
+                      them the variables of mpirun (OMPI_*, PMI_*) and srun (SLURM_*) are read
     FSDP_JOB_ID       name of the job, unique on the host (else from MASTER_ADDR and MASTER_PORT)
     FSDP_TIMEOUT_MS   deadline of every wait, default 60000
     FSDP_LANES        0 inline (default), 1 or 2 worker threads for collectives
@@ -147,9 +144,8 @@ DETERMINISM
     that this header is compiled with (-Ofast included).
 
 LIMITS OF THIS VERSION
-    1-D meshes only (no HSDP); reshard_after_forward always or never; no explicit prefetch lists;
-    parameters of one unit share their dtype; f16 reductions are not pre-scaled; no CPU offload.
-    Linux; gcc or clang. docs/from-pytorch.md has the whole table.
+    Devices whose memory the host can read; one host (backend shm). Linux; gcc or clang.
+    docs/from-pytorch.md and docs/parity.md have the whole tables.
 */
 #ifndef FSDP_H
 #define FSDP_H
@@ -163,242 +159,15 @@ LIMITS OF THIS VERSION
 #include <stddef.h> // size_t, NULL
 #include <stdint.h> // int64_t, uint64_t
 
-/* -------------------------------------------------------------------------------------------- */
-// >>config
+#include "fsdp_math.h" // status codes, element types, shard math
 
-#ifdef FSDP_STATIC
-#if defined(__GNUC__)
-#define FSDP_API static __attribute__((unused))
-#else
-#define FSDP_API static
-#endif
-#endif
-#ifndef FSDP_API
-#define FSDP_API extern
-#endif
-
-#if defined(__GNUC__)
-#define FSDP_MUST_CHECK __attribute__((warn_unused_result))
-#define FSDP_PRINTF(fmt, args) __attribute__((format(printf, fmt, args)))
-#else
-#define FSDP_MUST_CHECK
-#define FSDP_PRINTF(fmt, args)
-#endif
-
-// Initialises a desc or a view: all zero means defaults. C and C++ spell it differently.
-#ifdef __cplusplus
-#define FSDP_ZERO \
-    {}
-#else
-#define FSDP_ZERO {0}
-#endif
-
-#define FSDP_MAX_DIMS 8
-
+#ifndef FSDP_MATH_ONLY
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 /* -------------------------------------------------------------------------------------------- */
 // >>api
-/* Status. Zero is success; there is one code per reaction. The text of the last failure, which
-   names rank, unit, operation, expected and got, is fsdp_last_error(world).                      */
-
-#define FSDP_STATUS_LIST(X)                                                                       \
-    X(OK, 0, "success")                                                                           \
-    X(ERR_INVALID_ARG, 1, "an argument or desc field is wrong; nothing was changed")              \
-    X(ERR_INVALID_STATE, 2, "the call is not possible in this state; nothing was changed")        \
-    X(ERR_OUT_OF_MEMORY, 3, "memory could not be had")                                            \
-    X(ERR_UNSUPPORTED, 4, "valid, but this build or backend cannot do it")                        \
-    X(ERR_BACKEND, 5, "the backend or the device failed")                                         \
-    X(ERR_TIMEOUT, 6, "a peer did not come before the deadline; the world is aborted")            \
-    X(ERR_PEER_LOST, 7, "a peer died or left; the world is aborted")                              \
-    X(ERR_MISMATCH, 8, "ranks disagree on the operation; the world is aborted")                   \
-    X(ERR_IO, 9, "a file or socket failed")                                                       \
-    X(ERR_CORRUPT, 10, "data read from outside are malformed")                                    \
-    X(ERR_ABORTED, 11, "the world was aborted by a rank or by the program")                       \
-    X(ERR_INTERNAL, 12, "an invariant of the library does not hold: please report")
-
-typedef enum fsdp_status {
-#define FSDP_X(name, value, text) FSDP_##name = value,
-    FSDP_STATUS_LIST(FSDP_X)
-#undef FSDP_X
-} fsdp_status;
-
-/* -------------------------------------------------------------------------------------------- */
-/* Element types. 16-bit floats are stored as uint16_t; integers are storage only.                */
-
-#define FSDP_DTYPE_LIST(X)                                                                        \
-    X(F32, 1, 4, 1)                                                                               \
-    X(F64, 2, 8, 1)                                                                               \
-    X(F16, 3, 2, 1)                                                                               \
-    X(BF16, 4, 2, 1)                                                                              \
-    X(U8, 5, 1, 0)                                                                                \
-    X(I8, 6, 1, 0)                                                                                \
-    X(I16, 7, 2, 0)                                                                               \
-    X(I32, 8, 4, 0)                                                                               \
-    X(I64, 9, 8, 0)
-
-typedef int32_t fsdp_dtype;
-enum {
-    FSDP_DTYPE_KEEP = 0, // in a desc: as the parameter itself (parameters: f32)
-#define FSDP_X(name, value, bytes, is_float) FSDP_##name = value,
-    FSDP_DTYPE_LIST(FSDP_X)
-#undef FSDP_X
-    FSDP_DTYPE_COUNT = 10
-};
-
-// How sources are joined; sums run in rank order.
-typedef int32_t fsdp_redop;
-enum { FSDP_SUM = 0, FSDP_MAX, FSDP_MIN };
-
-/* fsdp_dtype_size - bytes of one element, 0 for a value that is no dtype
-   Collective  no      Blocks no      Allocates no      Thread any */
-FSDP_API size_t fsdp_dtype_size(fsdp_dtype dtype);
-
-/* fsdp_dtype_name - "f32", "bf16", ...; "?" for a value that is no dtype
-   Collective  no      Blocks no      Allocates no      Thread any */
-FSDP_API const char *fsdp_dtype_name(fsdp_dtype dtype);
-
-/* fsdp_dtype_is_float - 1 for f64, f32, f16 and bf16, else 0
-   Collective  no      Blocks no      Allocates no      Thread any */
-FSDP_API int fsdp_dtype_is_float(fsdp_dtype dtype);
-
-/* fsdp_convert - convert `count` elements between two floating dtypes, or copy equal dtypes
-   dst, src    may be the same address only when the dtypes are equal; any alignment of their dtype
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (NULL with count > 0, count < 0, or integers of
-               different types)
-   Rounding    to nearest, ties to even; overflow gives infinity; infinity, NaN (quiet, payload cut)
-               and the sign of zero are kept; subnormals are exact
-   Collective  no      Blocks no      Allocates no      Thread any */
-FSDP_API fsdp_status fsdp_convert(void *dst, fsdp_dtype dst_dtype, const void *src,
-                                  fsdp_dtype src_dtype, int64_t count);
-
-/* fsdp_cast_if_needed - `src` itself when dtype is KEEP or equal, else `dst` filled with the cast
-   dst         room for count elements of dtype, owned by the caller; untouched when not needed
-   Result      the pointer to use, NULL when the cast is impossible (see fsdp_convert)
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: _to_dtype_if_needed */
-FSDP_API const void *fsdp_cast_if_needed(void *dst, fsdp_dtype dtype, const void *src,
-                                         fsdp_dtype src_dtype, int64_t count);
-
-/* fsdp_cast_floating - as fsdp_cast_if_needed, but data that are not floating pass through as src
-   Result      the pointer to use
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: _cast_fp_tensor */
-FSDP_API const void *fsdp_cast_floating(void *dst, fsdp_dtype dtype, const void *src,
-                                        fsdp_dtype src_dtype, int64_t count);
-
-/* fsdp_status_name - "FSDP_ERR_TIMEOUT" and so on; "FSDP_?" for a value that is no status
-   Collective  no      Blocks no      Allocates no      Thread any */
-FSDP_API const char *fsdp_status_name(fsdp_status status);
-
-/* fsdp_status_text - one sentence for people, from FSDP_STATUS_LIST
-   Collective  no      Blocks no      Allocates no      Thread any */
-FSDP_API const char *fsdp_status_text(fsdp_status status);
-
-/* -------------------------------------------------------------------------------------------- */
-/* Shard math: pure functions, usable alone (FSDP_MATH_ONLY compiles nothing but these and the
-   dtypes). A dim of D rows over W ranks is cut into chunks of c = ceil(D/W) rows; the last chunks
-   are short or empty; every shard is stored padded to c rows. Not the balanced split.            */
-
-typedef struct fsdp_range {
-    int64_t start;  // first row, D for an empty range
-    int64_t count;  // rows
-    int64_t padded; // rows of the stored shard, equal on all ranks
-} fsdp_range;
-
-/* fsdp_shard_range - rows of a sharded dimension owned by one rank
-   dim_size    rows of the full tensor along the sharded dim, >= 0
-   world, rank shard group size >= 1, 0 <= rank < world
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (dim_size < 0, rank out of range, out NULL)
-   Layout      10 rows, world 4: (0,3) (3,3) (6,3) (9,1); 2 rows, world 4: (0,1) (1,1) (2,0) (2,0)
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: torch.chunk semantics, FSDPParam._init_sharded_param */
-FSDP_API fsdp_status fsdp_shard_range(int64_t dim_size, int world, int rank, fsdp_range *out);
-
-/* fsdp_chunk_with_empty - rows and starts of all chunks
-   rows, starts  int64_t[num_chunks] each, owned by the caller; starts may be NULL
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (dim_size < 0, num_chunks < 1, rows NULL)
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: _chunk_with_empty */
-FSDP_API fsdp_status fsdp_chunk_with_empty(int64_t dim_size, int num_chunks, int64_t *rows,
-                                           int64_t *starts);
-
-/* fsdp_dim0_padded_size - shape with dim 0 rounded up to a multiple of world
-   shape, out  int64_t[ndim]; may be the same array
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (ndim < 1 or > FSDP_MAX_DIMS, a negative size, NULL)
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: _get_dim0_padded_size */
-FSDP_API fsdp_status fsdp_dim0_padded_size(const int64_t *shape, int ndim, int world, int64_t *out);
-
-/* fsdp_dim_chunked_size - shape of one rank's chunk along `dim`; 0 there when it has no elements
-   shape, out  int64_t[ndim]; may be the same array
-   dim         -ndim <= dim < ndim
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: _get_dim_chunked_size of the rank's _chunk_with_empty */
-FSDP_API fsdp_status fsdp_dim_chunked_size(const int64_t *shape, int ndim, int dim, int world,
-                                           int rank, int64_t *out);
-
-// `count` elements at `shard` of a flat block, world*count elements at `full` of a slot.
-// all_gather reads a list of these from left to right, reduce_scatter from right to left.
-typedef struct fsdp_seg {
-    int64_t shard, full, count; // elements
-} fsdp_seg;
-
-// height rows of width elements; offsets and pitches in elements. Read in either direction.
-typedef struct fsdp_block {
-    int64_t src, dst, width, height, src_pitch, dst_pitch;
-} fsdp_block;
-
-// One parameter as the layout sees it.
-typedef struct fsdp_layout_param {
-    int32_t ndim, shard_dim;      // in: 1 <= ndim; 0 <= shard_dim < ndim
-    int64_t shape[FSDP_MAX_DIMS]; // in: full shape
-    int64_t chunk;                // out: rows of every stored shard along shard_dim
-    int64_t start, rows;          // out: my rows along shard_dim
-    int64_t numel;                // out: elements of the full tensor
-    int64_t local_numel;          // out: my elements, without padding
-    int64_t shard_numel;          // out: elements of the stored shard, equal on all ranks
-    int64_t shard_offset;         // out: of my shard, in the flat block
-    int64_t full_offset;          // out: of the contiguous full tensor, in the slot
-    int32_t direct;               // out: 1: gathered straight to its place
-} fsdp_layout_param;
-
-// A list of parameters laid out together: the direct ones first, then the packed ones, tight.
-typedef struct fsdp_layout {
-    int32_t world, rank;     // in
-    int64_t direct_numel;    // in: a dim-0 parameter of at least so many elements is direct
-    int64_t shard_base;      // in: where the list begins in the flat block
-    int64_t full_base;       // in: where it begins in the slot
-    int64_t final_base;      // in: where the copied-out packed tensors begin; 0: after the gathered
-    int64_t shard_numel;     // out: S, elements of one rank's padded shards
-    int64_t packed_numel;    // out: K, the packed part of S
-    int64_t final_numel;     // out: elements of the copied-out tensors, with alignment
-    int64_t slot_end;        // out: end of everything in the slot
-    int32_t num_segs;        // out
-    int32_t num_blocks;      // out: packed staging -> contiguous tensors
-} fsdp_layout;
-
-#define FSDP_ALIGN_NUMEL 16 // direct shards and copied-out tensors start at multiples of this
-
-/* fsdp_layout_params - lay out a list of parameters: offsets, segments and copy blocks
-   layout      in/out, see above
-   params      fsdp_layout_param[count], in/out
-   segs        room for count entries, or NULL to ask for num_segs only
-   blocks      room for count*world entries, or NULL to ask for num_blocks only
-   Layout      flat block: direct shards, then packed shards, tight. Slot: W*S gathered elements
-               (rank-major inside each segment), then the packed tensors copied out one by one.
-               A block list from left to right is copy-out, from right to left chunk_cat
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (bad rank, shape or dim; a product above 2^62)
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: foreach_all_gather, foreach_all_gather_copy_out, foreach_reduce (chunk_cat) */
-FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
-                                        fsdp_seg *segs, fsdp_block *blocks);
-
-#ifndef FSDP_MATH_ONLY
-/* -------------------------------------------------------------------------------------------- */
 /* World: all ranks of the job, and what they are started with.                                   */
 
 typedef struct fsdp_world fsdp_world;
@@ -410,6 +179,7 @@ typedef struct fsdp_comm fsdp_comm;       // one process group of a backend
 typedef struct fsdp_device fsdp_device;   // what a device table opened
 typedef struct fsdp_threads fsdp_threads; // what ranks that are threads of one process share
 typedef struct fsdp_comm_ops fsdp_comm_ops;
+typedef struct fsdp_coll fsdp_coll;       // one collective, as data
 typedef struct fsdp_device_ops fsdp_device_ops;
 
 // Host memory. Both or neither; align is a power of two; free gets the size that alloc got.
@@ -455,8 +225,8 @@ typedef struct fsdp_world_desc {
 } fsdp_world_desc;
 
 /* fsdp_init - join the job
-   desc        NULL or all zero: rank, size and address from the environment: RANK, WORLD_SIZE,
-               LOCAL_RANK, MASTER_ADDR, MASTER_PORT (torchrun, tools/fsdprun); nothing set = 1 rank
+   desc        NULL or all zero: rank, size and the job's name from the environment of torchrun,
+               tools/fsdprun, mpirun or srun; nothing set = 1 rank
    world       owned by the caller, ends with fsdp_shutdown; NULL after a failure
    Result      FSDP_OK; INVALID_ARG (field or variable named in the text), UNSUPPORTED (backend not
                compiled in), OUT_OF_MEMORY, TIMEOUT (a rank never came: named), BACKEND.
@@ -564,6 +334,38 @@ FSDP_API int fsdp_mesh_ndim(const fsdp_mesh *mesh);
 FSDP_API int fsdp_mesh_size(const fsdp_mesh *mesh, int dim);
 FSDP_API int fsdp_mesh_rank(const fsdp_mesh *mesh, int dim);
 
+/* fsdp_mesh_dim - index of the dim with this name; -1: none
+   Collective  no      Blocks no      Allocates no      Thread any */
+FSDP_API int fsdp_mesh_dim(const fsdp_mesh *mesh, const char *name);
+
+/* fsdp_mesh_ranks - world ranks of my group along a dim, in order of position (dim -1: of the whole
+   mesh, row-major)
+   out         room for fsdp_mesh_size(mesh, dim) ranks, or NULL
+   Result      their number; -1: this rank is outside the mesh, or no such dim
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: DeviceMesh.get_all_groups, .mesh */
+FSDP_API int fsdp_mesh_ranks(const fsdp_mesh *mesh, int dim, int32_t *out);
+
+/* fsdp_mesh_slice - the sub-mesh of some dims that this rank is in; shares the mesh's groups
+   dims        indices (fsdp_mesh_dim finds one by name), increasing
+   Result      FSDP_OK; INVALID_ARG (a dim out of range or not increasing), OUT_OF_MEMORY
+   Collective  no      Blocks no      Allocates yes      Source torch: DeviceMesh.__getitem__ */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims,
+                                                     int num_dims, fsdp_mesh **out);
+
+/* fsdp_mesh_flatten - all dims as one, row-major; of a slice: for each combination of the other
+   dims
+   fsdp_mesh_unflatten - dim split row-major into two of sizes outer and size/outer
+   name, names copied; NULL: unnamed
+   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, and what a collective may return
+   Collective  yes: every rank of the world, same order      Blocks yes      Allocates yes
+   Source      torch: DeviceMesh._flatten, _unflatten */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_mesh_flatten(const fsdp_mesh *mesh, const char *name,
+                                                       fsdp_mesh **out);
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int outer,
+                                                         const char *const names[2],
+                                                         fsdp_mesh **out);
+
 enum { FSDP_MESH_INFO_FSDP = 0, FSDP_MESH_INFO_DDP, FSDP_MESH_INFO_HSDP };
 
 // How a unit uses a mesh: FSDP shards over one dim, DDP replicates over one, HSDP does both.
@@ -590,24 +392,38 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
 /* Model, units and parameters. A unit is what one fully_shard call makes: its parameters are
    gathered together and reduced together. The model is the root of all units.                    */
 
-// Values of reshard_after_forward.
+// Values of reshard_after_forward. An int n of at least 2 that divides the shard group keeps 1/n of
+// the gathered parameters after forward; backward then gathers over n neighbouring ranks.
 enum {
     FSDP_RESHARD_DEFAULT = 0, // in a unit: as the model; in a model: always
     FSDP_RESHARD_ALWAYS = 1,  // free the gathered parameters after forward
     FSDP_RESHARD_NEVER = -1   // keep them until the unit's post_backward
 };
 
+// Values of implicit_prefetch: gather the unit whose forward came before, in pre_backward.
+enum {
+    FSDP_PREFETCH_DEFAULT = 0, // where lanes or streams can hide it
+    FSDP_PREFETCH_ALWAYS = 1,  // on inline devices too: upstream's sequence of events
+    FSDP_PREFETCH_NEVER = -1
+};
+
 #define FSDP_DIRECT_NEVER INT64_MAX // for fsdp_model_desc.direct_min
 
 typedef struct fsdp_model_desc {
     uint32_t size, start_canary;
-    const fsdp_mesh *mesh;         // NULL: 1-D over all ranks
+    const fsdp_mesh *mesh;         // NULL: 1-D over all ranks. 1-D: FSDP; 2-D with named dims: HSDP
+    const fsdp_mesh_info *mesh_info; // not NULL: instead of mesh (other dims, replicate only)
     fsdp_dtype param_dtype;        // of gathered parameters and gradients; KEEP: their own
-    fsdp_dtype reduce_dtype;       // of the reduction; KEEP: the parameter's own
+    fsdp_dtype reduce_dtype;       // of the reduction; KEEP: the widest of the shard gradients'
+    fsdp_dtype grad_dtype;         // of shard gradients; KEEP: the parameter's own
+    fsdp_dtype output_dtype;       // of fsdp_cast_forward_output; KEEP: no cast
+    int32_t keep_forward_inputs;   // 1: fsdp_cast_forward_input does not cast
     int32_t reshard_after_forward; // FSDP_RESHARD_DEFAULT: always
     int32_t grads_overwrite;       // 1: backward stores gradients (=) instead of adding (+=)
+    int32_t cpu_offload;           // 1: shards and their gradients in (pinned) host memory
+    int32_t implicit_prefetch;     // FSDP_PREFETCH_*
     int32_t debug;                 // 1: released buffers are filled with NaN patterns
-    int32_t reserved;
+    int64_t prefetch_bytes;        // of slots that prefetches may hold at a time; 0: no limit
     int64_t direct_min;            // bytes of a full parameter from which it is gathered in place,
                                    // 0: 65536; 1: always; FSDP_DIRECT_NEVER
     int64_t fill_bytes;            // 0: 16 MiB. Block of init_params, step of param_full
@@ -628,6 +444,27 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_create(fsdp_world *world,
    Allocates   no */
 FSDP_API void fsdp_model_destroy(fsdp_model *model);
 
+typedef struct fsdp_param_view fsdp_param_view;
+
+/* What is gathered in place of a parameter's shard: up to four byte strings per rank, for example
+   quantised values and their scales. Called in the order of the unit's gathers: at once, by a
+   worker thread with lanes, and on devices with streams to enqueue work on `stream`. A failure
+   aborts the world. Source: torch: fsdp_pre_all_gather, fsdp_post_all_gather. */
+enum { FSDP_GATHER_TENSORS = 4 };
+typedef struct fsdp_gather_extension {
+    // Bytes of each string for a stored shard of shard_numel elements, the same on all ranks;
+    // returns how many strings there are, 1..FSDP_GATHER_TENSORS. Called once.
+    int (*sizes)(void *user, int64_t shard_numel, int64_t nbytes[FSDP_GATHER_TENSORS]);
+    // Writes this rank's strings from its shard (view->shard, whose padding is zero).
+    fsdp_status (*pre_all_gather)(void *user, const fsdp_param_view *view, void *const *strings,
+                                  void *stream);
+    // gathered[i]: nbytes[i] of rank 0, of rank 1, ... Writes the parameter, contiguous in dtype.
+    fsdp_status (*post_all_gather)(void *user, const fsdp_param_view *view,
+                                   const void *const *gathered, void *full, fsdp_dtype dtype,
+                                   void *stream);
+    void *user;
+} fsdp_gather_extension;
+
 typedef struct fsdp_param_desc {
     uint32_t size, start_canary;
     const char *name;             // NULL: "p0", "p1", ... Copied
@@ -636,7 +473,10 @@ typedef struct fsdp_param_desc {
     int32_t ndim;                 // 1..FSDP_MAX_DIMS
     int64_t shape[FSDP_MAX_DIMS]; // full shape, row-major
     int32_t shard_dim;            // -ndim <= shard_dim < ndim; 0: rows
-    int32_t frozen;               // 1: requires no gradient
+    int32_t frozen;               // 1: requires no gradient (see fsdp_set_requires_grad)
+    int32_t keep_dtype;           // 1: gathered in its own dtype, whatever param_dtype is
+    int32_t reserved;
+    const fsdp_gather_extension *extension; // NULL: the shard is gathered as it is. Copied
     uint64_t end_canary;
 } fsdp_param_desc;
 
@@ -660,9 +500,13 @@ typedef struct fsdp_unit_desc {
     const char *name;              // NULL: "unit0", "unit1", ... Copied
     const fsdp_param_desc *params; // [num_params], copied
     int32_t num_params;            // >= 1
-    int32_t reshard_after_forward; // FSDP_RESHARD_*; a unit that stays open around others: NEVER
+    int32_t reshard_after_forward; // FSDP_RESHARD_*, or n; a unit open around others: NEVER
     fsdp_dtype param_dtype;        // KEEP: as the model
     fsdp_dtype reduce_dtype;       // KEEP: as the model
+    fsdp_dtype output_dtype;       // KEEP: as the model
+    int32_t keep_forward_inputs;   // 1: fsdp_cast_forward_input does not cast
+    const fsdp_mesh *mesh;         // NULL: as the model; else as in fsdp_model_desc
+    const fsdp_mesh_info *mesh_info;
     void *user;                    // yours; comes back in views
     uint64_t end_canary;
 } fsdp_unit_desc;
@@ -694,13 +538,13 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_commit(fsdp_model *model);
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_reserve(fsdp_model *model);
 
 // A parameter, or a block of rows of one, as this rank sees it.
-typedef struct fsdp_param_view {
+struct fsdp_param_view {
     fsdp_unit *unit;
     const char *name, *unit_name;
     void *user, *unit_user;             // from the descs
     int32_t ordinal;                    // place among all parameters of the model
     int32_t index;                      // place in the unit
-    fsdp_dtype dtype;                   // of data, shard and shard_grad
+    fsdp_dtype dtype, grad_dtype;       // of data and shard; of shard_grad
     int32_t ndim, shard_dim, requires_grad;
     int64_t shape[FSDP_MAX_DIMS];       // full
     int64_t start[FSDP_MAX_DIMS];       // first index of the block in the full tensor
@@ -709,7 +553,7 @@ typedef struct fsdp_param_view {
     void *data;                         // the block: contiguous, shape local_shape
     void *shard;                        // my whole shard; never NULL
     void *shard_grad;                   // its gradient; NULL: none (frozen, zeroed, nobody used it)
-} fsdp_param_view;
+};
 
 /* fsdp_view_index - row-major index in the full tensor of element k of the view's block
    Collective  no      Blocks no      Allocates no */
@@ -750,7 +594,7 @@ FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit);
 
 // All trainable shards of one dtype and their gradients, at equal offsets: one loop, one launch.
 typedef struct fsdp_flat {
-    fsdp_dtype dtype;
+    fsdp_dtype dtype, grad_dtype;
     void *shards, *grads; // numel elements each; padding is zero in both and must stay so
     int64_t numel;        // with padding
 } fsdp_flat;
@@ -858,14 +702,28 @@ FSDP_API fsdp_status fsdp_reshard(fsdp_unit *unit);
    Collective  no, but every rank has to do the same      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model);
 
-/* fsdp_clip_grad_norm - 2-norm of all gradients over all ranks; scales them to at most max_norm
-   max_norm    > 0; INFINITY: measure only
+/* fsdp_clip_grads - norm of all gradients over all ranks; scales them to at most max_norm
+   fsdp_clip_grad_norm - the same with defaults: the 2-norm
    norm        out, may be NULL: the norm before clipping, the same on every rank
-   Arithmetic  squares are summed in f64, parameter by parameter in order, ranks in rank order:
-               the same bits for every layout. Coefficient max_norm/(norm + 1e-6), at most 1
-   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle); collective errors
+   Arithmetic  |g|^p is summed in f64, parameter by parameter in order, ranks in rank order: the
+               same bits for every layout. Coefficient max_norm/(norm + 1e-6), at most 1
+   Meshes      units on the model's mesh: one all-reduce over its shard group. A unit with a mesh of
+               its own: one over the whole model's mesh, where ranks beside a unit's mesh count as
+               holding other parameters
+   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), CORRUPT
+               (error_if_nonfinite: nothing is scaled, the world goes on); collective errors
    Collective  yes      Blocks yes, at most timeout_ms      Allocates no
-   Source      torch: torch.nn.utils.clip_grad_norm_ */
+   Source      torch: torch.nn.utils.clip_grad_norm_, get_total_norm */
+typedef struct fsdp_clip_desc {
+    uint32_t size, start_canary;
+    double max_norm;            // > 0; INFINITY: measure only
+    double norm_type;           // p > 0, INFINITY: largest magnitude; 0: 2
+    int32_t error_if_nonfinite; // 1: a norm that is infinite or NaN is an error
+    int32_t reserved;
+    uint64_t end_canary;
+} fsdp_clip_desc;
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *desc,
+                                                     double *norm);
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_clip_grad_norm(fsdp_model *model, double max_norm,
                                                          double *norm);
 
@@ -879,18 +737,94 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 /* Setters. Those with a unit (NULL: every unit) need it IDLE or POST_BACKWARD; the others any time.
    fsdp_set_grad_enabled           0: forwards are evaluation and are not waited for by a backward
    fsdp_set_is_last_backward       0: finalize keeps the record of forwards for a further backward
-   fsdp_set_requires_gradient_sync 0: post_backward keeps gradients here, unreduced (no_sync)
+   fsdp_set_requires_gradient_sync 0: post_backward keeps gradients here, unreduced (no_sync).
+                                   Sets requires_all_reduce to the same
+   fsdp_set_requires_all_reduce    0: HSDP: the sums over the shard group are kept and added up, the
+                                   all-reduce over the replicas waits for a later post_backward
    fsdp_set_reshard_after_forward  FSDP_RESHARD_ALWAYS or _NEVER
    fsdp_set_reshard_after_backward 0: parameters stay gathered after backward
+   fsdp_set_unshard_in_backward    0: pre_backward does not gather (backward needs no parameters)
+   fsdp_set_gradient_divide_factor gradients are sums divided by this; 0: by the number of ranks
+   fsdp_set_reduce_scatter_unused_params 1 (default here): every trainable parameter is reduced
+                                   whoever used it; 0, upstream's rule: a unit of which nothing was
+                                   used is not reduced, and ranks must have used the same parameters
+                                   (checked: FSDP_ERR_MISMATCH)
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE
    Collective  no, but every rank has to do the same      Blocks no      Allocates no
    Source      torch: FSDPModule methods of the same names, torch.set_grad_enabled */
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled);
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last);
 FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync);
+FSDP_API fsdp_status fsdp_set_requires_all_reduce(fsdp_model *model, fsdp_unit *unit, int required);
 FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit *unit, int mode);
 FSDP_API fsdp_status fsdp_set_reshard_after_backward(fsdp_model *model, fsdp_unit *unit,
                                                      int reshard);
+FSDP_API fsdp_status fsdp_set_unshard_in_backward(fsdp_model *model, fsdp_unit *unit, int unshard);
+FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_unit *unit,
+                                                     double factor);
+FSDP_API fsdp_status fsdp_set_reduce_scatter_unused_params(fsdp_model *model, fsdp_unit *unit,
+                                                           int reduce);
+
+/* fsdp_set_modules_to_forward_prefetch, fsdp_set_modules_to_backward_prefetch - units whose gather
+   pre_forward or pre_backward of this one starts, in this order, after its own; in backward instead
+   of the implicit one. A gather that would exceed prefetch_bytes is left out
+   targets     [count] units of the same model, copied; count 0: as if never set
+   Result      FSDP_OK; INVALID_ARG, INVALID_STATE, OUT_OF_MEMORY
+   Collective  no, but every rank has to do the same      Blocks no      Allocates yes
+   Source      torch: set_modules_to_forward_prefetch, set_modules_to_backward_prefetch */
+FSDP_API fsdp_status fsdp_set_modules_to_forward_prefetch(fsdp_unit *unit,
+                                                          fsdp_unit *const *targets, int count);
+FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
+                                                           fsdp_unit *const *targets, int count);
+
+/* fsdp_set_requires_grad - freeze or thaw a parameter between steps
+   Effect      the model is laid out anew at the next call that needs it: shards and gradients move,
+               earlier views and flats are stale, gathered parameters are freed; both layouts
+               exist for a moment. Before the first hook it costs nothing
+   Result      FSDP_OK; INVALID_ARG (integer parameter), INVALID_STATE (a unit is not idle, or holds
+               gradients that are not reduced)
+   Collective  no, but every rank has to do the same      Blocks for operations under way
+   Allocates   tables; the rest at the next call      Source torch: Tensor.requires_grad_ */
+FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requires_grad);
+
+/* Hooks of a unit. They run where its reductions run: at once, in a worker thread with lanes (where
+   no function that takes the world, the model or the unit may be called), on devices with streams
+   to enqueue work on `stream`. A result that is not FSDP_OK aborts the world.
+   fsdp_set_all_reduce_hook   on the summed gradients (numel elements of dtype, the order of the
+                              shards) before they are divided, after the all-reduce of HSDP
+   fsdp_set_post_accumulate_hook  when a parameter's shard gradient is ready (not for one that
+                              nobody used); it may write the shard: an optimizer in backward
+   fsdp_set_custom_all_gather, fsdp_set_custom_reduce_scatter  instead of ops->run(comm, coll)
+   hook        NULL: none
+   Result      FSDP_OK; INVALID_ARG, INVALID_STATE
+   Collective  no, but every rank has to do the same      Blocks no      Allocates no
+   Source      torch: set_all_reduce_hook, register_post_accumulate_grad_hook,
+               set_custom_all_gather, set_custom_reduce_scatter */
+typedef fsdp_status (*fsdp_all_reduce_hook)(void *user, fsdp_unit *unit, void *data, int64_t numel,
+                                            fsdp_dtype dtype, void *stream);
+typedef fsdp_status (*fsdp_grad_hook)(void *user, const fsdp_param_view *view, void *stream);
+typedef fsdp_status (*fsdp_custom_comm)(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                                        const fsdp_coll *coll);
+FSDP_API fsdp_status fsdp_set_all_reduce_hook(fsdp_unit *unit, fsdp_all_reduce_hook hook,
+                                              void *user);
+FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, fsdp_grad_hook hook,
+                                                   void *user);
+FSDP_API fsdp_status fsdp_set_custom_all_gather(fsdp_unit *unit, fsdp_custom_comm hook, void *user);
+FSDP_API fsdp_status fsdp_set_custom_reduce_scatter(fsdp_unit *unit, fsdp_custom_comm hook,
+                                                    void *user);
+
+/* fsdp_cast_forward_input  - an activation as the unit's policy wants it: floating data are cast to
+   param_dtype unless keep_forward_inputs is set
+   fsdp_cast_forward_output - to output_dtype
+   dst         room for count elements of that dtype, owned by the caller; untouched when not needed
+   dtype       in: of src; out: of the result
+   Result      the pointer to use: dst or src
+   Collective  no      Blocks no      Allocates no
+   Source      torch: MixedPrecisionPolicy.cast_forward_inputs, output_dtype */
+FSDP_API const void *fsdp_cast_forward_input(const fsdp_unit *unit, void *dst, const void *src,
+                                             fsdp_dtype *dtype, int64_t count);
+FSDP_API const void *fsdp_cast_forward_output(const fsdp_unit *unit, void *dst, const void *src,
+                                              fsdp_dtype *dtype, int64_t count);
 
 typedef enum fsdp_training_state {
     FSDP_STATE_IDLE = 0,
@@ -904,6 +838,7 @@ typedef enum fsdp_storage_state {
     FSDP_STORAGE_SHARDED = 0,
     FSDP_STORAGE_IN_FLIGHT,
     FSDP_STORAGE_UNSHARDED,
+    FSDP_STORAGE_SHARDED_POST_FORWARD, // 1/n is kept: reshard_after_forward = n
     FSDP_STORAGE_COUNT
 } fsdp_storage_state;
 
@@ -919,12 +854,13 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
 #define FSDP_OP_LIST(X)                                                                           \
     X(COPY, "copy")                   /* 2-D blocks: cast, scale, accumulate */                   \
     X(ZERO, "zero")                   /* bytes of dst */                                          \
-    X(NORM, "norm")                   /* sum of squares of src blocks, f64 */                     \
+    X(NORM, "norm")                   /* of src blocks: sum of |x|^scale, or maximum */           \
     X(ALL_GATHER, "all_gather")                                                                   \
     X(REDUCE_SCATTER, "reduce_scatter")                                                           \
     X(ALL_REDUCE, "all_reduce")                                                                   \
     X(BROADCAST, "broadcast")                                                                     \
     X(USE, "use")                     /* marker: the caller's stream waits for src */             \
+    X(CALL, "call")                   /* a function of the user, in the stream's order */         \
     X(HOOK, "hook")                   /* marker: a public call begins; label is the call */
 
 enum {
@@ -940,12 +876,20 @@ enum {
     X(COPY_IN, "copy_in")     /* cast of the shard into its part of the slot */                   \
     X(GATHER, "gather")                                                                           \
     X(COPY_OUT, "copy_out")   /* packed staging -> contiguous tensors */                          \
+    X(PRE_GATHER, "pre_all_gather")   /* extension */                                             \
+    X(POST_GATHER, "post_all_gather") /* extension */                                             \
+    X(SLICE, "slice")         /* my 1/n of the gathered parameters, kept after forward */         \
     X(GRADS, "grads")         /* a fresh gradient slot */                                         \
     X(ACC, "acc")             /* gradients -> reduce input: cast, chunk_cat, accumulate */        \
     X(USERS, "users")         /* which parameters this rank used, rides along */                  \
-    X(REDUCE, "reduce")                                                                           \
+    X(REDUCE, "reduce")       /* over the shard group */                                          \
+    X(PARTIAL, "partial")     /* reduce output -> sums that wait for the all-reduce */            \
+    X(REPLICAS, "replicas")   /* over the replicas */                                             \
+    X(ALL_REDUCE_HOOK, "all_reduce_hook")                                                         \
     X(RED_OUT, "red_out")     /* reduce output -> shard gradient: scale, cast, accumulate */      \
+    X(GRAD_HOOK, "post_accumulate_hook")                                                          \
     X(FINAL, "final")         /* the caller's stream waits for shard gradients */                 \
+    X(MOVE, "move")           /* to a new layout, after fsdp_set_requires_grad */                 \
     X(CLIP, "clip")                                                                               \
     X(FULL, "full")           /* gather to one tensor */                                          \
     X(WORLD, "world")         /* fsdp_all_reduce, fsdp_broadcast, fsdp_barrier */
@@ -957,7 +901,13 @@ enum {
     FSDP_LABEL_COUNT
 };
 
-enum { FSDP_STREAM_COMPUTE = 0, FSDP_STREAM_GATHER, FSDP_STREAM_REDUCE, FSDP_STREAM_COUNT };
+enum {
+    FSDP_STREAM_COMPUTE = 0,
+    FSDP_STREAM_GATHER,
+    FSDP_STREAM_REDUCE,
+    FSDP_STREAM_ALLREDUCE,
+    FSDP_STREAM_COUNT
+};
 
 // A point in a stream's order. Host lanes: the seq-th op of the stream; native: an event object.
 typedef struct fsdp_event {
@@ -973,8 +923,10 @@ typedef struct fsdp_op {
     uint8_t kind, label, stream, state; // FSDP_OP_*, FSDP_LABEL_*, FSDP_STREAM_*, training state
     uint8_t dtype, out_dtype, accumulate, in_place;
     uint8_t redop, fill;      // ALL_REDUCE: FSDP_SUM, ...; ZERO: the byte that is written
-    int32_t root;             // BROADCAST
-    double scale;             // multiplies the (summed) input, in the arithmetic's type; 1: none
+    int32_t root;             // BROADCAST; CALL: index of the parameter, or -1
+    int32_t group_size;       // collectives: ranks that take part
+    double scale;             // multiplies the (summed) input, in the arithmetic's type; 1: none.
+                              // NORM: p
     uint32_t list_count;
     const fsdp_unit *unit;    // NULL: of the model
     const char *what;         // the unit's name, or the call's
@@ -984,6 +936,7 @@ typedef struct fsdp_op {
     const void *list;         // fsdp_block[] (COPY, NORM) or fsdp_seg[] (collectives), prebuilt
     const void *src_ptr;      // fixed at issue: a slot may change hands before a worker runs the op
     void *dst_ptr;
+    fsdp_status (*call)(const struct fsdp_op *op, void *stream); // CALL
     fsdp_event wait[2];       // derived by emit; all zero: nothing to wait for
 } fsdp_op;
 
@@ -1023,6 +976,7 @@ FSDP_API const char *fsdp_label_name(int label);
     X(FULL, "param_full")                                                                         \
     X(ZERO_GRAD, "zero_grad")                                                                     \
     X(CLIP, "clip_grad_norm")                                                                     \
+    X(REQUIRES_GRAD, "set_requires_grad")                                                         \
     X(SET, "set")                                                                                 \
     X(RESET, "reset")
 
@@ -1040,6 +994,7 @@ enum {
     X(SHARD, "shards")                                                                            \
     X(SGRAD, "shard gradients")                                                                   \
     X(GATHER, "gathered parameters")                                                              \
+    X(SLICE, "parameters kept after forward")                                                     \
     X(GRAD, "full gradients")                                                                     \
     X(RIN, "reduce input")                                                                        \
     X(ROUT, "reduce output")                                                                      \
@@ -1071,6 +1026,19 @@ typedef struct fsdp_memory {
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out);
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out);
 
+/* fsdp_unit_memory - of one unit: bytes of its part of the shards and gradients, of one slot of
+   each pool that it takes (pool_slots: how many it holds now), and of its full parameters and
+   gradients
+   Result      FSDP_OK; INVALID_ARG
+   Collective  no      Blocks no      Allocates no */
+FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out);
+
+/* fsdp_model_describe - a table of units and parameters as text: shapes, dtypes, layout, bytes
+   buf         room for cap bytes, always terminated when cap > 0; may be NULL with cap 0
+   Result      length of the whole text without its end, as snprintf; 0 for NULL
+   Collective  no      Blocks no      Allocates no */
+FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap);
+
 /* fsdp_pool_name - "gathered parameters"; "?" out of range
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API const char *fsdp_pool_name(int pool);
@@ -1087,110 +1055,13 @@ typedef struct fsdp_counters {
 FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters *out);
 
 /* -------------------------------------------------------------------------------------------- */
-/* Backends: two tables of functions. How to write one: backends/README.md.                       */
+/* What a backend and a device are made of: fsdp_boot, fsdp_coll, fsdp_comm_ops, fsdp_device_ops. */
+#include "backends/fsdp_backend.h"
 
-// What a backend or device is opened with. Pointers are valid until close.
-typedef struct fsdp_boot {
-    int rank, size, local_rank;
-    int64_t timeout_ns;
-    const char *job;
-    fsdp_threads *threads; // not NULL: ranks are threads that share this
-    fsdp_allocator allocator;
-    fsdp_logger logger;
-    fsdp_clock clock;
-    void *user;            // fsdp_world_desc.user
-} fsdp_boot;
-
-// Ranks of a new process group in order; color < 0: this rank is not in it, but takes part in the
-// call.
-typedef struct fsdp_group {
-    int color, index, size, lane; // index: my place, or -1; lane: FSDP_STREAM_* that will use it
-    const int32_t *ranks;         // [size], world ranks
-    const char *name;
-} fsdp_group;
-
-enum { FSDP_CAP_FUSED_REDUCE = 1 }; // reduce_scatter casts, scales and accumulates, see fsdp_coll
-
-typedef struct fsdp_caps {
-    uint32_t kinds; // bit 1u << FSDP_OP_*
-    uint32_t flags; // FSDP_CAP_*
-    int lanes;      // streams that may run collectives at the same time: 1 or more
-} fsdp_caps;
-
-/* One collective, as data. Offsets of segments are elements of dtype (full side, and src of a
-   gather) and out_dtype (dst of a scatter).
-   all_gather      dst[full + k*count ..] = src_k[shard ..] of rank k; in_place: src_k[.] is already
-                   at its place in rank k's dst, and src is ignored
-   reduce_scatter  dst[shard ..] (+)= scale * sum of src_k[full + me*count ..] over k, in rank
-                   order; without FSDP_CAP_FUSED_REDUCE: dtypes equal, scale 1, accumulate 0
-   all_reduce      dst = redop over k of src_k, in place (src == dst), count elements
-   broadcast       dst of all = dst of root, count elements
-   Complete means: the result is in place *and* src may be overwritten.                           */
-typedef struct fsdp_coll {
-    uint8_t kind, dtype, out_dtype, redop, in_place, accumulate, label, state;
-    double scale;
-    int32_t root;
-    uint32_t num_segs;
-    const fsdp_seg *segs;
-    uint64_t count;       // gather, scatter: sum of the segments' counts
-    const void *src;
-    void *dst;
-    uint64_t seq;         // of the model or world that issues it
-    uint64_t fingerprint; // equal on all ranks, or MISMATCH
-    const char *what;     // unit or call, for texts
-    void *stream;         // native stream, or NULL: block until complete
-} fsdp_coll;
-
-#define FSDP_COMM_VERSION 1
-struct fsdp_comm_ops {
-    uint32_t version, size; // FSDP_COMM_VERSION, sizeof(fsdp_comm_ops)
-    const char *name;
-    fsdp_status (*open)(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **world);
-    // Blocks until every rank of the parent has come. *out is NULL where color < 0.
-    fsdp_status (*split)(fsdp_comm *parent, const fsdp_group *group, fsdp_comm **out);
-    void (*close)(fsdp_comm *comm);
-    fsdp_status (*run)(fsdp_comm *comm, const fsdp_coll *coll);
-    // Memory that peers may read: same order and sizes on all ranks of the world; zero-filled.
-    fsdp_status (*alloc)(fsdp_comm *world, size_t size, void **ptr);
-    void (*free)(fsdp_comm *world, void *ptr, size_t size);
-    // Text of the last failure of this comm; NULL: of this thread's failed open. Names the rank.
-    const char *(*error_text)(fsdp_comm *comm);
-    // Thread safe, harmless when repeated; why begins with "rank N".
-    void (*abort)(fsdp_comm *world, fsdp_status status, const char *why);
-    fsdp_status (*poll)(fsdp_comm *world);            // optional: asynchronous errors
-};
-
-enum {
-    FSDP_DEVICE_ASYNC = 1, // ops are ordered on native streams and return at once
-    FSDP_DEVICE_HOST = 2   // its memory is host memory
-};
-
-#define FSDP_DEVICE_VERSION 1
-struct fsdp_device_ops {
-    uint32_t version, size, flags; // FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_*
-    const char *name;
-    fsdp_status (*open)(const fsdp_boot *boot, fsdp_device **device);
-    void (*close)(fsdp_device *device);
-    // Memory of worlds of one rank; otherwise buffers come from fsdp_comm_ops.alloc. Zero-filled.
-    fsdp_status (*alloc)(fsdp_device *device, size_t size, void **ptr);
-    void (*free)(fsdp_device *device, void *ptr, size_t size);
-    // Only with FSDP_DEVICE_ASYNC. The stream COMPUTE may be the caller's.
-    fsdp_status (*stream)(fsdp_device *device, int stream, void **native);
-    fsdp_status (*event)(fsdp_device *device, void **native);
-    void (*destroy)(fsdp_device *device, void *stream_or_null, void *event_or_null);
-    fsdp_status (*record)(fsdp_device *device, void *stream, void *event);
-    fsdp_status (*wait)(fsdp_device *device, void *stream, void *event);
-    fsdp_status (*sync)(fsdp_device *device, void *event, int64_t timeout_ns);
-    // Work, ordered on `stream` (NULL: done on return).
-    fsdp_status (*copy)(fsdp_device *device, void *stream, const fsdp_op *op);
-    fsdp_status (*zero)(fsdp_device *device, void *stream, const fsdp_op *op);
-    fsdp_status (*norm)(fsdp_device *device, void *stream, const fsdp_op *op);
-};
-
-#endif // FSDP_MATH_ONLY
 #ifdef __cplusplus
 }
 #endif
+#endif // FSDP_MATH_ONLY
 // clang-format on
 #endif // FSDP_H
 
@@ -1198,602 +1069,22 @@ struct fsdp_device_ops {
 /* Implementation, leaves first. Outside the guard: a header that included fsdp.h before does not
    hide it. Needs nothing that strict C99 hides: hidden calls are reached by fsdpi_syscall. */
 
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED)
+#include "fsdp_math.h" // its implementation
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_IMPLEMENTED
 
-#include <string.h> // memcpy, memset, memcmp, strcmp, strlen
-
-#if defined(__GNUC__) || defined(__clang__)
-#define FSDPI_NOINLINE __attribute__((noinline))
-#define FSDPI_UNUSED   __attribute__((unused))
-#else
-#define FSDPI_NOINLINE
-#define FSDPI_UNUSED
-#endif
+#include <math.h>   // sqrt, pow, fmod
+#include <string.h> // memcpy, memset, strcmp, strlen
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
 /* -------------------------------------------------------------------------------------------- */
-// >>status
-// Owns: names and texts of status codes. Source: FSDP_STATUS_LIST.
-
-FSDP_API const char *fsdp_status_name(fsdp_status status) {
-    switch (status) {
-#define FSDP_X(name, value, text)                                                                  \
-    case FSDP_##name: return "FSDP_" #name;
-        FSDP_STATUS_LIST(FSDP_X)
-#undef FSDP_X
-    }
-    return "FSDP_?";
-}
-
-FSDP_API const char *fsdp_status_text(fsdp_status status) {
-    switch (status) {
-#define FSDP_X(name, value, text)                                                                  \
-    case FSDP_##name: return text;
-        FSDP_STATUS_LIST(FSDP_X)
-#undef FSDP_X
-    }
-    return "no such status";
-}
-
-/* -------------------------------------------------------------------------------------------- */
-// >>dtype
-// Owns: element types, their conversions, and every loop over elements: cast, sum, norm.
-// Invariants: the same inputs give the same bits with any compiler flags. Sums run in rank order;
-// no expression both multiplies and adds, since a compiler may contract that to one rounding. Loops
-// work on blocks that stay in the first-level cache.
-
-#define FSDPI_BLOCK 512 // elements: whole pages of page-aligned sources would alias
-
-FSDP_API size_t fsdp_dtype_size(fsdp_dtype dtype) {
-    static const uint8_t bytes[FSDP_DTYPE_COUNT] = {0,
-#define FSDP_X(name, value, bytes, is_float) bytes,
-                                                    FSDP_DTYPE_LIST(FSDP_X)
-#undef FSDP_X
-    };
-    return dtype > 0 && dtype < FSDP_DTYPE_COUNT ? bytes[dtype] : 0;
-}
-
-FSDP_API int fsdp_dtype_is_float(fsdp_dtype dtype) {
-    return dtype == FSDP_F32 || dtype == FSDP_F64 || dtype == FSDP_F16 || dtype == FSDP_BF16;
-}
-
-FSDP_API const char *fsdp_dtype_name(fsdp_dtype dtype) {
-    static const char *const names[FSDP_DTYPE_COUNT] = {"?",  "f32", "f64", "f16", "bf16",
-                                                        "u8", "i8",  "i16", "i32", "i64"};
-    return dtype > 0 && dtype < FSDP_DTYPE_COUNT ? names[dtype] : "?";
-}
-
-// Precise arithmetic from here on, whatever flags the program is built with (-Ofast included); and
-// vectorised even where the program is built with -O0 or -O2.
-#if defined(__clang__)
-#pragma float_control(precise, on, push)
-#pragma clang fp contract(off)
-#elif defined(__GNUC__)
-#pragma GCC push_options
-#pragma GCC optimize("O3", "no-fast-math", "fp-contract=off")
-#endif
-
-static inline uint32_t fsdpi_f32_bits(float x) {
-    uint32_t u;
-    memcpy(&u, &x, sizeof u);
-    return u;
-}
-
-static inline float fsdpi_f32_of(uint32_t u) {
-    float x;
-    memcpy(&x, &u, sizeof x);
-    return x;
-}
-
-static inline float fsdpi_bf16_to_f32(uint16_t h) {
-    uint32_t u = (uint32_t)h << 16;
-    uint32_t quiet = (u & 0x7FFFFFFFu) > 0x7F800000u ? 0x00400000u : 0u;
-    return fsdpi_f32_of(u | quiet);
-}
-
-static inline uint16_t fsdpi_f32_to_bf16(float x) {
-    uint32_t u = fsdpi_f32_bits(x);
-    uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
-    uint32_t nan = (u >> 16) | 0x0040u;
-    return (uint16_t)((u & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded);
-}
-
-static inline float fsdpi_f16_to_f32(uint16_t h) {
-    uint32_t sign = (uint32_t)(h & 0x8000u) << 16, em = h & 0x7FFFu;
-    uint32_t normal = (em << 13) + (112u << 23);
-    uint32_t special = (em << 13) | 0x7F800000u | (em > 0x7C00u ? 0x00400000u : 0u);
-    uint32_t tiny = fsdpi_f32_bits((float)(int32_t)em *
-                                   5.9604644775390625e-8f); // em * 2^-24, exact
-    uint32_t u = em >= 0x7C00u ? special : normal;
-    return fsdpi_f32_of(sign | (em < 0x0400u ? tiny : u));
-}
-
-static inline uint16_t fsdpi_f32_to_f16(float x) {
-    uint32_t u = fsdpi_f32_bits(x), sign = (u >> 16) & 0x8000u, a = u & 0x7FFFFFFFu;
-    uint32_t rebased = a - (112u << 23);
-    uint32_t normal = (rebased + 0xFFFu + ((rebased >> 13) & 1u)) >> 13;
-    // Below 2^-14 the result's unit is 2^-24, which is also the unit of floats in [0.5, 1).
-    uint32_t tiny = fsdpi_f32_bits(fsdpi_f32_of(a < 0x38800000u ? a : 0u) + 0.5f) - 0x3F000000u;
-    uint32_t nan = 0x7E00u | ((a >> 13) & 0x3FFu);
-    uint32_t big = a > 0x7F800000u ? nan : 0x7C00u;
-    uint32_t h = a < 0x38800000u ? tiny : normal;
-    return (uint16_t)(sign | (a >= 0x47800000u ? big : h));
-}
-
-// Rounds to odd, so that a second rounding to 16 bits gives what one rounding would have given.
-static inline float fsdpi_f64_to_f32_odd(double d) {
-    uint64_t bits;
-    memcpy(&bits, &d, sizeof bits);
-    uint64_t a = bits & 0x7FFFFFFFFFFFFFFFull;
-    float f = (float)d;
-    if (a >= 0x7FF0000000000000ull) return f; // infinity, NaN
-    uint32_t u = fsdpi_f32_bits(f);
-    double back = (double)f;
-    uint64_t b;
-    memcpy(&b, &back, sizeof b);
-    if (b == bits) return f;
-    if ((b & 0x7FFFFFFFFFFFFFFFull) > a) u -= 1; // rounded away from zero: step back
-    return fsdpi_f32_of(u | 1u);
-}
-
-// count <= FSDPI_BLOCK elements of any floating dtype to and from one arithmetic type. `src` may be
-// returned as it is, so that nothing is copied where nothing is converted.
-static const float *fsdpi_load_f32(float *tmp, const void *src, fsdp_dtype dtype, size_t count) {
-    if (dtype == FSDP_F32) return (const float *)src;
-    if (dtype == FSDP_BF16) {
-        const uint16_t *s = (const uint16_t *)src;
-        for (size_t i = 0; i < count; i++) tmp[i] = fsdpi_bf16_to_f32(s[i]);
-    } else {
-        const uint16_t *s = (const uint16_t *)src;
-        for (size_t i = 0; i < count; i++) tmp[i] = fsdpi_f16_to_f32(s[i]);
-    }
-    return tmp;
-}
-
-static void fsdpi_store_f32(void *dst, fsdp_dtype dtype, const float *src, size_t count) {
-    if (dtype == FSDP_F32) {
-        if (dst != (const void *)src) memcpy(dst, src, count * sizeof *src);
-    } else if (dtype == FSDP_BF16) {
-        uint16_t *d = (uint16_t *)dst;
-        for (size_t i = 0; i < count; i++) d[i] = fsdpi_f32_to_bf16(src[i]);
-    } else {
-        uint16_t *d = (uint16_t *)dst;
-        for (size_t i = 0; i < count; i++) d[i] = fsdpi_f32_to_f16(src[i]);
-    }
-}
-
-static const double *fsdpi_load_f64(double *tmp, const void *src, fsdp_dtype dtype, size_t count) {
-    if (dtype == FSDP_F64) return (const double *)src;
-    float block[FSDPI_BLOCK];
-    const float *s = fsdpi_load_f32(block, src, dtype, count);
-    for (size_t i = 0; i < count; i++) tmp[i] = (double)s[i];
-    return tmp;
-}
-
-static void fsdpi_store_f64(void *dst, fsdp_dtype dtype, const double *src, size_t count) {
-    if (dtype == FSDP_F64) {
-        if (dst != (const void *)src) memcpy(dst, src, count * sizeof *src);
-        return;
-    }
-    float block[FSDPI_BLOCK];
-    if (dtype == FSDP_F32) {
-        for (size_t i = 0; i < count; i++) block[i] = (float)src[i];
-    } else {
-        for (size_t i = 0; i < count; i++) block[i] = fsdpi_f64_to_f32_odd(src[i]);
-    }
-    fsdpi_store_f32(dst, dtype, block, count);
-}
-
-// acc (op)= x, element by element.
-#define FSDPI_COMBINE(type, acc, x, count, redop)                                                  \
-    do {                                                                                           \
-        if ((redop) == FSDP_SUM)                                                                   \
-            for (size_t i_ = 0; i_ < (count); i_++) (acc)[i_] = (type)((acc)[i_] + (x)[i_]);       \
-        else if ((redop) == FSDP_MAX)                                                              \
-            for (size_t i_ = 0; i_ < (count); i_++)                                                \
-                (acc)[i_] = (x)[i_] > (acc)[i_] ? (x)[i_] : (acc)[i_];                             \
-        else                                                                                       \
-            for (size_t i_ = 0; i_ < (count); i_++)                                                \
-                (acc)[i_] = (x)[i_] < (acc)[i_] ? (x)[i_] : (acc)[i_];                             \
-    } while (0)
-
-// One block of dst (+)= scale * (src_0 op src_1 op ...), in f32. The scale is applied to the whole
-// block before anything is added, in loops of their own: see the invariants above.
-static FSDPI_NOINLINE void fsdpi_reduce_block_f32(void *dst, fsdp_dtype dst_dtype,
-                                                  const char *const *srcs, int num_srcs,
-                                                  fsdp_dtype dtype, size_t count, float scale,
-                                                  int accumulate, fsdp_redop redop) {
-    float acc[FSDPI_BLOCK], tmp[FSDPI_BLOCK];
-    const float *x = fsdpi_load_f32(acc, srcs[0], dtype, count);
-    if (num_srcs == 1 && scale == 1.0f && !accumulate) {
-        fsdpi_store_f32(dst, dst_dtype, x, count); // a plain cast
-        return;
-    }
-    int next = 1;
-    if (dtype == FSDP_F32 && num_srcs > 1 && redop == FSDP_SUM) { // the usual case: fewer passes
-        const float *y = (const float *)(const void *)srcs[next++], *z;
-        for (size_t i = 0; i < count; i++) acc[i] = x[i] + y[i];
-        for (; next + 1 < num_srcs; next += 2) {
-            y = (const float *)(const void *)srcs[next];
-            z = (const float *)(const void *)srcs[next + 1];
-            for (size_t i = 0; i < count; i++) acc[i] = (acc[i] + y[i]) + z[i];
-        }
-    } else if (x != acc) {
-        memcpy(acc, x, count * sizeof *acc);
-    }
-    for (int k = next; k < num_srcs; k++) {
-        x = fsdpi_load_f32(tmp, srcs[k], dtype, count);
-        FSDPI_COMBINE(float, acc, x, count, redop);
-    }
-    if (scale != 1.0f)
-        for (size_t i = 0; i < count; i++) acc[i] *= scale;
-    if (accumulate) {
-        x = fsdpi_load_f32(tmp, dst, dst_dtype, count);
-        for (size_t i = 0; i < count; i++) acc[i] = x[i] + acc[i];
-    }
-    fsdpi_store_f32(dst, dst_dtype, acc, count);
-}
-
-static FSDPI_NOINLINE void fsdpi_reduce_block_f64(void *dst, fsdp_dtype dst_dtype,
-                                                  const char *const *srcs, int num_srcs,
-                                                  fsdp_dtype dtype, size_t count, double scale,
-                                                  int accumulate, fsdp_redop redop) {
-    double acc[FSDPI_BLOCK], tmp[FSDPI_BLOCK];
-    const double *x = fsdpi_load_f64(acc, srcs[0], dtype, count);
-    if (x != acc) memcpy(acc, x, count * sizeof *acc);
-    for (int k = 1; k < num_srcs; k++) {
-        x = fsdpi_load_f64(tmp, srcs[k], dtype, count);
-        FSDPI_COMBINE(double, acc, x, count, redop);
-    }
-    if (scale != 1.0)
-        for (size_t i = 0; i < count; i++) acc[i] *= scale;
-    if (accumulate) {
-        x = fsdpi_load_f64(tmp, dst, dst_dtype, count);
-        for (size_t i = 0; i < count; i++) acc[i] = x[i] + acc[i];
-    }
-    fsdpi_store_f64(dst, dst_dtype, acc, count);
-}
-
-// Sum of squares in f64. Eight running sums, joined in a fixed order: the bits depend on the values
-// alone, not on alignment or on how the compiler vectorises.
-static FSDPI_UNUSED FSDPI_NOINLINE double fsdpi_sum_squares(const void *src, fsdp_dtype dtype,
-                                                            size_t count) {
-    double sums[8] = {0, 0, 0, 0, 0, 0, 0, 0}, tmp[FSDPI_BLOCK];
-    size_t size = fsdp_dtype_size(dtype);
-    for (size_t at = 0; at < count; at += FSDPI_BLOCK) {
-        size_t n = count - at < FSDPI_BLOCK ? count - at : FSDPI_BLOCK;
-        const double *x = fsdpi_load_f64(tmp, (const char *)src + at * size, dtype, n);
-        size_t i = 0;
-        // A loop of its own: clang -Ofast fuses a product and a sum in one loop whatever pragmas
-        // say.
-        for (size_t k = 0; k < n; k++) tmp[k] = x[k] * x[k];
-        for (; i + 8 <= n; i += 8)
-            for (int k = 0; k < 8; k++) sums[k] += tmp[i + (size_t)k];
-        for (int k = 0; i < n; i++, k++) sums[k] += tmp[i];
-    }
-    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) +
-           ((sums[4] + sums[5]) + (sums[6] + sums[7]));
-}
-
-#if defined(__clang__)
-#pragma float_control(pop)
-#elif defined(__GNUC__)
-#pragma GCC pop_options
-#endif
-
-// Integers (i32, i64): all_reduce of counters. No scale, no cast.
-static void fsdpi_reduce_ints(void *dst, const char *const *srcs, int num_srcs, fsdp_dtype dtype,
-                              size_t count, fsdp_redop redop) {
-    for (size_t i = 0; i < count; i++) {
-        int64_t acc = 0;
-        for (int k = 0; k < num_srcs; k++) {
-            int32_t x32 = 0;
-            int64_t x = 0;
-            if (dtype == FSDP_I32) {
-                memcpy(&x32, srcs[k] + i * sizeof x32, sizeof x32);
-                x = x32;
-            } else {
-                memcpy(&x, srcs[k] + i * sizeof x, sizeof x);
-            }
-            if (k == 0) acc = x;
-            else if (redop == FSDP_SUM) acc = (int64_t)((uint64_t)acc + (uint64_t)x);
-            else if (redop == FSDP_MAX ? x > acc : x < acc) acc = x;
-        }
-        int32_t narrow = (int32_t)acc;
-        if (dtype == FSDP_I32) memcpy((char *)dst + i * sizeof narrow, &narrow, sizeof narrow);
-        else memcpy((char *)dst + i * sizeof acc, &acc, sizeof acc);
-    }
-}
-
-#define FSDPI_MAX_SRCS 256 // ranks of one host that a CPU backend reduces over
-
-/* dst[0..count) (+)= scale * (src_0 op src_1 op ...), sources in order. The one reduction of the
-   library: casts, scaled copies, fused reduce-scatter and all-reduce of the CPU backends.
-   dst may be one of the sources. Sums in f64 when a dtype is f64, else in f32.                   */
-static FSDPI_UNUSED void fsdpi_reduce(void *dst, fsdp_dtype dst_dtype, const char *const *srcs,
-                                      int num_srcs, fsdp_dtype dtype, size_t count, double scale,
-                                      int accumulate, fsdp_redop redop) {
-    size_t in = fsdp_dtype_size(dtype), out = fsdp_dtype_size(dst_dtype);
-    if (num_srcs == 1 && dtype == dst_dtype && scale == 1.0 && !accumulate) {
-        if (dst != (const void *)srcs[0]) memmove(dst, srcs[0], count * in);
-        return;
-    }
-    if (!fsdp_dtype_is_float(dtype)) {
-        fsdpi_reduce_ints(dst, srcs, num_srcs, dtype, count, redop);
-        return;
-    }
-    int wide = dtype == FSDP_F64 || dst_dtype == FSDP_F64;
-    for (size_t at = 0; at < count; at += FSDPI_BLOCK) {
-        size_t n = count - at < FSDPI_BLOCK ? count - at : FSDPI_BLOCK;
-        const char *block[FSDPI_MAX_SRCS];
-        for (int k = 0; k < num_srcs; k++) block[k] = srcs[k] + at * in;
-        char *d = (char *)dst + at * out;
-        if (wide)
-            fsdpi_reduce_block_f64(d, dst_dtype, block, num_srcs, dtype, n, scale, accumulate,
-                                   redop);
-        else
-            fsdpi_reduce_block_f32(d, dst_dtype, block, num_srcs, dtype, n, (float)scale,
-                                   accumulate, redop);
-    }
-}
-
-FSDP_API fsdp_status fsdp_convert(void *dst, fsdp_dtype dst_dtype, const void *src,
-                                  fsdp_dtype src_dtype, int64_t count) {
-    if (count < 0 || !fsdp_dtype_size(dst_dtype) || !fsdp_dtype_size(src_dtype))
-        return FSDP_ERR_INVALID_ARG;
-    if (count > 0 && (!dst || !src)) return FSDP_ERR_INVALID_ARG;
-    if (dst_dtype != src_dtype &&
-        !(fsdp_dtype_is_float(dst_dtype) && fsdp_dtype_is_float(src_dtype)))
-        return FSDP_ERR_INVALID_ARG;
-    const char *srcs[1] = {(const char *)src};
-    if (count > 0)
-        fsdpi_reduce(dst, dst_dtype, srcs, 1, src_dtype, (size_t)count, 1.0, 0, FSDP_SUM);
-    return FSDP_OK;
-}
-
-FSDP_API const void *fsdp_cast_if_needed(void *dst, fsdp_dtype dtype, const void *src,
-                                         fsdp_dtype src_dtype, int64_t count) {
-    if (dtype == FSDP_DTYPE_KEEP || dtype == src_dtype) return src;
-    return fsdp_convert(dst, dtype, src, src_dtype, count) == FSDP_OK ? dst : NULL;
-}
-
-FSDP_API const void *fsdp_cast_floating(void *dst, fsdp_dtype dtype, const void *src,
-                                        fsdp_dtype src_dtype, int64_t count) {
-    if (!fsdp_dtype_is_float(src_dtype)) return src;
-    return fsdp_cast_if_needed(dst, dtype, src, src_dtype, count);
-}
-
-/* -------------------------------------------------------------------------------------------- */
-// >>layout
-// Owns: shard math. Pure functions of sizes. Invariants: every stored shard of a parameter has the
-// same size on all ranks; chunk k starts at row k*c of the padded tensor, so the W shards one after
-// another are the padded tensor, all padding at its end.
-// Source: torch.chunk; _fsdp_common.py; _fsdp_collectives.py (all_gather copy-out, chunk_cat).
-
-#define FSDPI_NUMEL_MAX ((int64_t)1 << 62)
-
-static int64_t fsdpi_ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-static int64_t fsdpi_align_up(int64_t a, int64_t to) { return fsdpi_ceil_div(a, to) * to; }
-static int64_t fsdpi_min(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// a * b for a, b >= 0, or -1 when it exceeds FSDPI_NUMEL_MAX (or a is -1 already).
-static int64_t fsdpi_mul(int64_t a, int64_t b) {
-    if (a < 0 || (b > 0 && a > FSDPI_NUMEL_MAX / b)) return -1;
-    return a * b;
-}
-
-// Elements of dims [from, to), or -1.
-static int64_t fsdpi_numel(const int64_t *shape, int from, int to) {
-    int64_t numel = 1;
-    for (int d = from; d < to; d++) {
-        if (shape[d] < 0) return -1;
-        numel = fsdpi_mul(numel, shape[d]);
-    }
-    return numel;
-}
-
-static fsdp_range fsdpi_range(int64_t dim_size, int world, int rank) {
-    fsdp_range range;
-    range.padded = fsdpi_ceil_div(dim_size, world);
-    // rank * padded may exceed what fits; a rank whose chunk would begin behind the end is empty.
-    int past = range.padded > 0 && rank > dim_size / range.padded;
-    range.start = past ? dim_size : fsdpi_min(rank * range.padded, dim_size);
-    range.count = fsdpi_min(range.padded, dim_size - range.start);
-    return range;
-}
-
-FSDP_API fsdp_status fsdp_shard_range(int64_t dim_size, int world, int rank, fsdp_range *out) {
-    if (dim_size < 0 || world < 1 || rank < 0 || rank >= world || !out) return FSDP_ERR_INVALID_ARG;
-    *out = fsdpi_range(dim_size, world, rank);
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_chunk_with_empty(int64_t dim_size, int num_chunks, int64_t *rows,
-                                           int64_t *starts) {
-    if (!rows) return FSDP_ERR_INVALID_ARG;
-    for (int k = 0; k < num_chunks || k == 0; k++) {
-        fsdp_range range;
-        fsdp_status status = fsdp_shard_range(dim_size, num_chunks, k, &range);
-        if (status) return status;
-        rows[k] = range.count;
-        if (starts) starts[k] = range.start;
-    }
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_dim0_padded_size(const int64_t *shape, int ndim, int world,
-                                           int64_t *out) {
-    if (!shape || !out || ndim < 1 || ndim > FSDP_MAX_DIMS || world < 1)
-        return FSDP_ERR_INVALID_ARG;
-    for (int d = 0; d < ndim; d++)
-        if (shape[d] < 0) return FSDP_ERR_INVALID_ARG;
-    int64_t padded = fsdpi_mul(fsdpi_ceil_div(shape[0], world), world);
-    if (padded < 0) return FSDP_ERR_INVALID_ARG;
-    memmove(out, shape, (size_t)ndim * sizeof *out);
-    out[0] = padded;
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_dim_chunked_size(const int64_t *shape, int ndim, int dim, int world,
-                                           int rank, int64_t *out) {
-    if (!shape || !out || ndim < 1 || ndim > FSDP_MAX_DIMS) return FSDP_ERR_INVALID_ARG;
-    if (dim < -ndim || dim >= ndim) return FSDP_ERR_INVALID_ARG;
-    if (dim < 0) dim += ndim;
-    int empty = 0;
-    for (int d = 0; d < ndim; d++) {
-        if (shape[d] < 0) return FSDP_ERR_INVALID_ARG;
-        empty |= shape[d] == 0;
-    }
-    fsdp_range range;
-    fsdp_status status = fsdp_shard_range(shape[dim], world, rank, &range);
-    if (status) return status;
-    memmove(out, shape, (size_t)ndim * sizeof *out);
-    out[dim] = empty ? 0 : range.count;
-    return FSDP_OK;
-}
-
-// Chunk, sizes and kind of one parameter; its offsets come later.
-static fsdp_status fsdpi_layout_param(const fsdp_layout *layout, fsdp_layout_param *p) {
-    if (p->ndim < 1 || p->ndim > FSDP_MAX_DIMS || p->shard_dim < 0 || p->shard_dim >= p->ndim)
-        return FSDP_ERR_INVALID_ARG;
-    for (int d = 0; d < p->ndim; d++)
-        if (p->shape[d] < 0) return FSDP_ERR_INVALID_ARG;
-    fsdp_range range;
-    fsdp_status status = fsdp_shard_range(p->shape[p->shard_dim], layout->world, layout->rank,
-                                          &range);
-    if (status) return status;
-    int64_t outer = fsdpi_numel(p->shape, 0, p->shard_dim);
-    int64_t inner = fsdpi_numel(p->shape, p->shard_dim + 1, p->ndim);
-    int64_t around = outer < 0 || inner < 0 ? -1 : fsdpi_mul(outer, inner);
-    p->numel = fsdpi_numel(p->shape, 0, p->ndim);
-    p->shard_numel = fsdpi_mul(around, range.padded);
-    if (p->numel < 0 || p->shard_numel < 0 || fsdpi_mul(p->shard_numel, layout->world) < 0)
-        return FSDP_ERR_INVALID_ARG;
-    p->chunk = range.padded;
-    p->start = range.start;
-    p->rows = range.count;
-    p->local_numel = around * range.count;
-    // One rank's shard is the tensor itself. Elsewhere a direct shard keeps its successors aligned.
-    p->direct = layout->world == 1 ||
-                (p->shard_dim == 0 && p->numel >= layout->direct_numel && p->shard_numel > 0 &&
-                 p->shard_numel % FSDP_ALIGN_NUMEL == 0);
-    return FSDP_OK;
-}
-
-// The only packed parameter, if there is just one and it is sharded by rows: its staging is the
-// tensor already. It stays behind the direct ones, which need aligned successors.
-static fsdp_layout_param *fsdpi_layout_pack_of_one(fsdp_layout_param *params, int count) {
-    fsdp_layout_param *only = NULL;
-    for (int i = 0; i < count; i++) {
-        if (params[i].direct || params[i].shard_numel == 0) continue;
-        if (only) return NULL;
-        only = &params[i];
-    }
-    return only && only->shard_dim == 0 ? only : NULL;
-}
-
-// Blocks between one packed parameter's staging rows (row k at stage + k*pitch) and its full
-// tensor.
-static int fsdpi_layout_blocks(const fsdp_layout *layout, const fsdp_layout_param *p, int64_t stage,
-                               int64_t pitch, fsdp_block *out) {
-    if (p->shard_numel == 0) return 0;
-    if (p->shard_dim == 0) { // the shards one after another are the tensor
-        fsdp_block b = {stage,         p->full_offset, p->shard_numel,
-                        layout->world, pitch,          p->shard_numel};
-        if (out) out[0] = b;
-        return 1;
-    }
-    int64_t outer = fsdpi_numel(p->shape, 0, p->shard_dim);
-    int64_t inner = fsdpi_numel(p->shape, p->shard_dim + 1, p->ndim);
-    int num = 0;
-    for (int k = 0; k < layout->world; k++) {
-        fsdp_range range = fsdpi_range(p->shape[p->shard_dim], layout->world, k);
-        int64_t width = range.count * inner;
-        if (width == 0) continue;
-        fsdp_block b = {stage + k * pitch,
-                        p->full_offset + range.start * inner,
-                        width,
-                        outer,
-                        width,
-                        p->shape[p->shard_dim] * inner};
-        if (out) out[num] = b;
-        num++;
-    }
-    return num;
-}
-
-FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
-                                        fsdp_seg *segs, fsdp_block *blocks) {
-    if (!layout || count < 0 || (count > 0 && !params)) return FSDP_ERR_INVALID_ARG;
-    if (layout->world < 1 || layout->rank < 0 || layout->rank >= layout->world)
-        return FSDP_ERR_INVALID_ARG;
-    int64_t direct = 0, packed = 0; // elements of one rank's shards so far
-    int num_segs = 0, num_blocks = 0;
-    for (int i = 0; i < count; i++) {
-        fsdp_status status = fsdpi_layout_param(layout, &params[i]);
-        if (status) return status;
-    }
-    fsdp_layout_param *only = fsdpi_layout_pack_of_one(params, count);
-    for (int i = 0; i < count; i++) {
-        int64_t *sum = params[i].direct ? &direct : &packed;
-        params[i].shard_offset = *sum;
-        *sum += params[i].shard_numel;
-        if (*sum > FSDPI_NUMEL_MAX / 4 / layout->world) return FSDP_ERR_INVALID_ARG;
-    }
-    layout->shard_numel = direct + packed;
-    layout->packed_numel = only ? 0 : packed;
-    int64_t gathered = layout->full_base + layout->world * layout->shard_numel;
-    int64_t stage = layout->full_base + layout->world * direct;
-    int64_t final_base = layout->final_base ? layout->final_base
-                                            : fsdpi_align_up(gathered, FSDP_ALIGN_NUMEL);
-    int64_t final = final_base;
-    for (int i = 0; i < count; i++) {
-        fsdp_layout_param *p = &params[i];
-        if (p->direct) {
-            fsdp_seg seg = {layout->shard_base + p->shard_offset,
-                            layout->full_base + layout->world * p->shard_offset, p->shard_numel};
-            p->full_offset = seg.full;
-            if (segs) segs[num_segs] = seg;
-            num_segs++;
-            p->shard_offset = seg.shard;
-            continue;
-        }
-        int64_t in_pack = p->shard_offset;
-        p->shard_offset += layout->shard_base + direct;
-        if (p == only) {
-            p->full_offset = stage;
-            p->direct = 1;
-            continue;
-        }
-        p->full_offset = p->shard_numel > 0 ? final : layout->full_base; // inside the slot
-        final = fsdpi_align_up(final + layout->world * p->shard_numel, FSDP_ALIGN_NUMEL);
-        num_blocks += fsdpi_layout_blocks(layout, p, stage + in_pack, packed,
-                                          blocks ? blocks + num_blocks : NULL);
-    }
-    if (packed > 0) {
-        fsdp_seg seg = {layout->shard_base + direct, stage, packed};
-        if (segs) segs[num_segs] = seg;
-        num_segs++;
-    }
-    layout->final_numel = final - final_base;
-    layout->slot_end = final > final_base ? final : gathered;
-    layout->num_segs = num_segs;
-    layout->num_blocks = num_blocks;
-    return FSDP_OK;
-}
-
-#ifndef FSDP_MATH_ONLY
-
-/* -------------------------------------------------------------------------------------------- */
 // >>sys
 // Owns: the few calls of the operating system that the library needs. Strict C99 hides some of
 // them; a private name for the C library's symbol reaches them without feature macros.
 
-#include <math.h>        // sqrt, isfinite
 #include <pthread.h>     // worker threads, ranks as threads
 #include <stdarg.h>      // va_list
 #include <stdio.h>       // snprintf, stderr
@@ -1960,8 +1251,9 @@ struct fsdp_world {
     fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDPI_LANES; COMPUTE has none; may be the same one
     void *bounce;                         // comm memory for collectives on host data
     uint64_t seq;
-    fsdp_mesh *meshes;  // all of this world
-    fsdp_model *models; // all of this world
+    fsdp_mesh *meshes;                // all of this world
+    struct fsdpi_subgroup *subgroups; // of its meshes
+    fsdp_model *models;               // all of this world
 };
 
 static __thread char fsdpi_thread_error[FSDPI_TEXT];
@@ -2024,6 +1316,12 @@ static int fsdpi_is_nan(double x) {
     return (u & 0x7FFFFFFFFFFFFFFFull) > 0x7FF0000000000000ull;
 }
 
+static int fsdpi_is_finite(double x) {
+    uint64_t u;
+    memcpy(&u, &x, sizeof u);
+    return (u & 0x7FF0000000000000ull) != 0x7FF0000000000000ull;
+}
+
 static fsdp_status fsdpi_failed(const fsdp_world *w) { return (fsdp_status)FSDPI_LOAD(&w->failed); }
 
 /* Copies a desc into a zeroed struct of this header's size. An older program's struct is shorter:
@@ -2080,96 +1378,6 @@ static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char 
 #endif
 
 /* -------------------------------------------------------------------------------------------- */
-// >>device
-// Owns: the device table over host memory. Stateless: every op is done when the call returns; lanes
-// (see >>lanes) make it asynchronous.
-
-struct fsdp_device {
-    fsdp_allocator allocator;
-};
-
-static fsdp_status fsdpi_host_open(const fsdp_boot *boot, fsdp_device **out) {
-    *out = (fsdp_device *)fsdpi_alloc(&boot->allocator, sizeof **out);
-    if (!*out) return FSDP_ERR_OUT_OF_MEMORY;
-    (*out)->allocator = boot->allocator;
-    return FSDP_OK;
-}
-
-static void fsdpi_host_close(fsdp_device *device) {
-    fsdp_allocator allocator = device->allocator;
-    fsdpi_free(&allocator, device);
-}
-
-static fsdp_status fsdpi_host_alloc(fsdp_device *device, size_t size, void **ptr) {
-    *ptr = fsdpi_alloc(&device->allocator, size);
-    return *ptr ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
-}
-
-static void fsdpi_host_free(fsdp_device *device, void *ptr, size_t size) {
-    (void)size;
-    fsdpi_free(&device->allocator, ptr);
-}
-
-static fsdp_status fsdpi_host_copy(fsdp_device *device, void *stream, const fsdp_op *op) {
-    size_t in = fsdp_dtype_size(op->dtype), out = fsdp_dtype_size(op->out_dtype);
-    const fsdp_block *blocks = (const fsdp_block *)op->list;
-    (void)device, (void)stream;
-    for (uint32_t i = 0; i < op->list_count; i++) {
-        fsdp_block b = blocks[i];
-        if (b.src_pitch == b.width && b.dst_pitch == b.width) { // no gaps: one long row
-            b.width *= b.height;
-            b.height = 1;
-        }
-        for (int64_t row = 0; row < b.height; row++) {
-            const char *src = (const char *)op->src_ptr + (size_t)(b.src + row * b.src_pitch) * in;
-            char *dst = (char *)op->dst_ptr + (size_t)(b.dst + row * b.dst_pitch) * out;
-            fsdpi_reduce(dst, op->out_dtype, &src, 1, op->dtype, (size_t)b.width, op->scale,
-                         op->accumulate, FSDP_SUM);
-        }
-    }
-    return FSDP_OK;
-}
-
-static fsdp_status fsdpi_host_zero(fsdp_device *device, void *stream, const fsdp_op *op) {
-    (void)device, (void)stream;
-    memset(op->dst_ptr, op->fill, (size_t)op->bytes);
-    return FSDP_OK;
-}
-
-static fsdp_status fsdpi_host_norm(fsdp_device *device, void *stream, const fsdp_op *op) {
-    const fsdp_block *blocks = (const fsdp_block *)op->list;
-    size_t in = fsdp_dtype_size(op->dtype);
-    double *sum = (double *)op->dst_ptr;
-    (void)device, (void)stream;
-    if (!op->accumulate) *sum = 0;
-    for (uint32_t i = 0; i < op->list_count; i++)
-        *sum += fsdpi_sum_squares((const char *)op->src_ptr + (size_t)blocks[i].src * in, op->dtype,
-                                  (size_t)blocks[i].width);
-    return FSDP_OK;
-}
-
-static const fsdp_device_ops *fsdpi_host_ops(void) {
-    static const fsdp_device_ops ops = {FSDP_DEVICE_VERSION,
-                                        sizeof(fsdp_device_ops),
-                                        FSDP_DEVICE_HOST,
-                                        "host",
-                                        fsdpi_host_open,
-                                        fsdpi_host_close,
-                                        fsdpi_host_alloc,
-                                        fsdpi_host_free,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        fsdpi_host_copy,
-                                        fsdpi_host_zero,
-                                        fsdpi_host_norm};
-    return &ops;
-}
-
-/* -------------------------------------------------------------------------------------------- */
 // >>comm
 // Owns: which backends are compiled in, and the one place that turns an op record into a
 // collective.
@@ -2180,6 +1388,7 @@ static const fsdp_device_ops *fsdpi_host_ops(void) {
 #ifdef FSDP_BACKEND_SHM
 #include "backends/fsdp_shm.h"
 #endif
+#include "backends/fsdp_launch.h"
 #include "backends/fsdp_spawn.h"
 
 static const fsdp_comm_ops *fsdpi_backend(const char *name) {
@@ -2208,6 +1417,9 @@ FSDP_API const char *fsdp_label_name(int label) {
     return label >= 0 && label < FSDP_LABEL_COUNT ? names[label] : "?";
 }
 
+// The user's own all_gather or reduce_scatter of the op's unit, or NULL.
+static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user);
+
 static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *stream) {
     fsdp_coll c;
     memset(&c, 0, sizeof c);
@@ -2221,9 +1433,7 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     c.state = op->state;
     c.scale = op->scale;
     c.root = op->root;
-    c.segs = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER
-                 ? (const fsdp_seg *)op->list
-                 : NULL;
+    c.segs = (const fsdp_seg *)op->list;
     c.num_segs = op->list_count;
     c.count = op->count;
     c.src = op->src_ptr;
@@ -2238,230 +1448,20 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
                                 ((uint64_t)op->state << 8) | op->accumulate);
     h = fsdpi_hash(fsdpi_hash(h, op->count), (uint64_t)(uint32_t)op->root);
     c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->what_hash), op->step);
-    fsdp_status status = w->comm_ops->run(op->comm, &c);
+    void *user;
+    fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
+    fsdp_status status = custom ? custom(user, w->comm_ops, op->comm, &c)
+                                : w->comm_ops->run(op->comm, &c);
     if (status) return fsdpi_world_fail(w, status, w->comm_ops->error_text(op->comm));
     return FSDP_OK;
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>lanes
-// Owns: the execution of op records, inline or by worker threads, and events. A lane is one thread
-// with a FIFO of records; an event is a place in a lane's order. Invariants: records of one stream
-// run in the order of issue; COMPUTE is the caller's own thread, so what it did is done.
-
-#define FSDPI_LANE_OPS 64 // records in flight per lane; issuing one more waits
-
-struct fsdpi_lane {
-    fsdp_world *world;
-    pthread_t thread;
-    uint64_t issued;             // by the caller's thread
-    uint32_t head, done;         // published, finished; low 32 bits of counts
-    uint32_t asleep, waited_for; // somebody sleeps on head, on done
-    uint32_t stop;
-    fsdp_op ring[FSDPI_LANE_OPS];
-};
-
-// Do what a record says. `stream`: native, or NULL.
-static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream) {
-    const fsdp_device_ops *d = w->device_ops;
-    fsdp_status status = FSDP_OK;
-    switch (op->kind) {
-    case FSDP_OP_COPY: status = d->copy(w->device, stream, op); break;
-    case FSDP_OP_ZERO: status = d->zero(w->device, stream, op); break;
-    case FSDP_OP_NORM: status = d->norm(w->device, stream, op); break;
-    case FSDP_OP_USE:
-    case FSDP_OP_HOOK: break;
-    default: return fsdpi_run_collective(w, op, stream);
-    }
-    if (status == FSDP_OK) return FSDP_OK;
-    char text[FSDPI_TEXT];
-    snprintf(text, sizeof text, "rank %d: %s (%s) of '%s' failed on device %s: %s", w->rank,
-             fsdp_op_name(op->kind), fsdp_label_name(op->label), op->what, d->name,
-             fsdp_status_text(status));
-    return fsdpi_world_fail(w, status, text);
-}
-
-// Wait until the lane has finished `seq` records: spin for about the time of a hand-off, then
-// sleep.
-static void fsdpi_lane_wait(fsdpi_lane *lane, uint64_t seq) {
-    for (int spin = 0; spin < 200; spin++) {
-        if ((int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)seq) >= 0) return;
-        fsdpi_pause();
-    }
-    for (;;) {
-        __atomic_store_n(&lane->waited_for, 1u, __ATOMIC_SEQ_CST);
-        uint32_t done = __atomic_load_n(&lane->done, __ATOMIC_SEQ_CST);
-        if ((int32_t)(done - (uint32_t)seq) >= 0) return;
-        fsdpi_futex_wait(&lane->done, done, 50000000, 0);
-    }
-}
-
-static void *fsdpi_lane_main(void *arg) {
-    fsdpi_lane *lane = (fsdpi_lane *)arg;
-    fsdp_world *w = lane->world;
-    uint32_t next = 0;
-    for (;;) {
-        for (int spin = 0; spin < 200 && FSDPI_LOAD(&lane->head) == next; spin++) fsdpi_pause();
-        while (__atomic_load_n(&lane->head, __ATOMIC_SEQ_CST) == next) {
-            if (FSDPI_LOAD(&lane->stop)) return NULL;
-            __atomic_store_n(&lane->asleep, 1u, __ATOMIC_SEQ_CST);
-            if (__atomic_load_n(&lane->head, __ATOMIC_SEQ_CST) == next && !FSDPI_LOAD(&lane->stop))
-                fsdpi_futex_wait(&lane->head, next, 50000000, 0);
-            __atomic_store_n(&lane->asleep, 0u, __ATOMIC_SEQ_CST);
-        }
-        const fsdp_op *op = &lane->ring[next % FSDPI_LANE_OPS];
-        for (int i = 0; i < 2; i++) {
-            fsdpi_lane *other = w->lanes[op->wait[i].stream];
-            if (other && other != lane) fsdpi_lane_wait(other, op->wait[i].seq);
-        }
-        if (!fsdpi_failed(w))
-            (void)fsdpi_execute(w, op, NULL); // a failure is sticky: seen by the caller
-        next++;
-        __atomic_store_n(&lane->done, next, __ATOMIC_SEQ_CST);
-        if (__atomic_exchange_n(&lane->waited_for, 0u, __ATOMIC_SEQ_CST))
-            fsdpi_futex_wake_all(&lane->done, 0);
-    }
-}
-
-static void fsdpi_lane_push(fsdpi_lane *lane, const fsdp_op *op) {
-    if (lane->issued >= FSDPI_LANE_OPS) fsdpi_lane_wait(lane, lane->issued - FSDPI_LANE_OPS + 1);
-    lane->ring[lane->issued % FSDPI_LANE_OPS] = *op;
-    lane->issued++;
-    __atomic_store_n(&lane->head, (uint32_t)lane->issued, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&lane->asleep, __ATOMIC_SEQ_CST)) fsdpi_futex_wake_all(&lane->head, 0);
-}
-
-static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
-    fsdpi_lane *lane = (fsdpi_lane *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
-    if (!lane) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a lane");
-    lane->world = w;
-    int rc = pthread_create(&lane->thread, NULL, fsdpi_lane_main, lane);
-    if (rc) {
-        fsdpi_free(&w->boot.allocator, lane);
-        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "a lane's thread could not be started: %s",
-                          strerror(rc));
-    }
-    w->lanes[stream] = lane;
-    return FSDP_OK;
-}
-
-static void fsdpi_lanes_stop(fsdp_world *w) {
-    for (int s = 0; s < FSDP_STREAM_COUNT; s++) {
-        fsdpi_lane *lane = w->lanes[s];
-        if (!lane) continue;
-        for (int t = s; t < FSDP_STREAM_COUNT; t++)
-            if (w->lanes[t] == lane) w->lanes[t] = NULL;
-        __atomic_store_n(&lane->stop, 1u, __ATOMIC_SEQ_CST);
-        fsdpi_futex_wake_all(&lane->head, 0);
-        (void)pthread_join(lane->thread, NULL);
-        fsdpi_free(&w->boot.allocator, lane);
-    }
-}
-
-// *event := now, in the order of `stream`.
-static fsdp_status fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event) {
-    event->stream = stream;
-    event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
-    if (w->mode != FSDPI_NATIVE) return FSDP_OK;
-    fsdp_status status = w->device_ops->record(w->device, w->streams[stream], event->native);
-    return status ? fsdpi_world_fail(w, status, "recording an event failed") : FSDP_OK;
-}
-
-// The host waits until everything issued so far on a stream is done.
-static fsdp_status fsdpi_sync(fsdp_world *w, int stream) {
-    if (w->lanes[stream]) fsdpi_lane_wait(w->lanes[stream], w->lanes[stream]->issued);
-    if (!w->fence) return fsdpi_failed(w);
-    fsdp_status status = w->device_ops->record(w->device, w->streams[stream], w->fence);
-    if (!status) status = w->device_ops->sync(w->device, w->fence, w->boot.timeout_ns);
-    return status ? fsdpi_world_fail(w, status, "the device did not finish before the deadline")
-                  : fsdpi_failed(w);
-}
-
-static void fsdpi_drain(fsdp_world *w) {
-    for (int s = 0; s < FSDP_STREAM_COUNT; s++) (void)fsdpi_sync(w, s);
-}
-
-// Run a record in the order of its stream, after the events in wait[].
-static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
-    if (w->mode == FSDPI_INLINE) return fsdpi_execute(w, op, NULL);
-    if (w->mode == FSDPI_NATIVE) {
-        for (int i = 0; i < 2; i++) {
-            if (!op->wait[i].native) continue;
-            fsdp_status status = w->device_ops->wait(w->device, w->streams[op->stream],
-                                                     op->wait[i].native);
-            if (status) return fsdpi_world_fail(w, status, "waiting for an event failed");
-        }
-        return fsdpi_execute(w, op, w->streams[op->stream]);
-    }
-    if (w->lanes[op->stream]) {
-        fsdpi_lane_push(w->lanes[op->stream], op);
-        return FSDP_OK;
-    }
-    for (int i = 0; i < 2; i++) {
-        fsdpi_lane *lane = w->lanes[op->wait[i].stream];
-        if (lane) fsdpi_lane_wait(lane, op->wait[i].seq);
-    }
-    fsdp_status failed = fsdpi_failed(w); // by a record that was waited for
-    return failed ? failed : fsdpi_execute(w, op, NULL);
-}
+#include "backends/fsdp_host.h"
 
 /* -------------------------------------------------------------------------------------------- */
 // >>world
 // Owns: rank, size, the opened tables, lanes, and the objects made from the world.
-
-static fsdp_status fsdpi_env_int(fsdp_world *w, const char *name, int min, int *out, int *found) {
-    const char *text = getenv(name);
-    *found = text != NULL && *text != 0;
-    if (!*found) return FSDP_OK;
-    char *end;
-    long value = strtol(text, &end, 10);
-    if (*end || value < min || value > 0x7FFFFFFF)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "environment variable %s is '%s', expected an integer of at least %d",
-                          name, text, min);
-    *out = (int)value;
-    return FSDP_OK;
-}
-
-// Rank and size from RANK and WORLD_SIZE; neither set: a world of one.
-static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
-    int rank = 0, size = 1, local = 0, has_rank, has_size, has_local;
-    fsdp_status status = fsdpi_env_int(w, "RANK", 0, &rank, &has_rank);
-    if (!status) status = fsdpi_env_int(w, "WORLD_SIZE", 1, &size, &has_size);
-    if (!status) status = fsdpi_env_int(w, "LOCAL_RANK", 0, &local, &has_local);
-    if (status) return status;
-    if (has_rank != has_size)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "environment variable %s is set but %s is not: a launcher sets both",
-                          has_rank ? "RANK" : "WORLD_SIZE", has_rank ? "WORLD_SIZE" : "RANK");
-    d->rank = rank;
-    d->world_size = size;
-    d->local_rank = has_local ? local : rank;
-    return FSDP_OK;
-}
-
-// A name that is equal on all ranks of the job and unique on the host.
-static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char *out, size_t cap) {
-    const char *job = d->job ? d->job : getenv("FSDP_JOB_ID");
-    const char *port = getenv("MASTER_PORT"), *address = getenv("MASTER_ADDR");
-    const char *run = getenv("TORCHELASTIC_RUN_ID"),
-               *restart = getenv("TORCHELASTIC_RESTART_COUNT");
-    int used;
-    if (job) used = snprintf(out, cap, "%s", job);
-    else
-        used = snprintf(out, cap, "%s:%s:%s:%s", address ? address : "", port ? port : "",
-                        run ? run : "", restart ? restart : "");
-    if (!job && !port && d->world_size > 1)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "%d ranks need a common name: start the program with tools/fsdprun or "
-                          "torchrun, or set MASTER_PORT "
-                          "or FSDP_JOB_ID, or fsdp_world_desc.job",
-                          d->world_size);
-    if (used < 0 || (size_t)used >= cap)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "the job's name is longer than %u bytes",
-                          (unsigned)cap - 1);
-    return FSDP_OK;
-}
 
 static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
     static const char *const names[] = {"", "error", "warn", "info", "none"};
@@ -2595,6 +1595,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
         status = fsdpi_lane_start(w, FSDP_STREAM_GATHER);
         if (!status && two) status = fsdpi_lane_start(w, FSDP_STREAM_REDUCE);
         if (!status && !two) w->lanes[FSDP_STREAM_REDUCE] = w->lanes[FSDP_STREAM_GATHER];
+        w->lanes[FSDP_STREAM_ALLREDUCE] = w->lanes[FSDP_STREAM_REDUCE];
         if (status) return fsdpi_fail_together(w, status);
     }
     if (w->size == 1 || w->mode == FSDPI_INLINE || w->caps.lanes < 2) return FSDP_OK;
@@ -2663,7 +1664,16 @@ struct fsdp_mesh {
     int32_t *ranks;                        // [product of shape]
     fsdp_comm *gather_comm[FSDP_MAX_DIMS]; // NULL: a group of one, or outside
     fsdp_comm *reduce_comm[FSDP_MAX_DIMS]; // equal to gather_comm unless lanes may run both
+    uint8_t borrowed[FSDP_MAX_DIMS];       // the groups of this dim belong to another mesh
     fsdp_mesh *next;
+};
+
+// Part of a shard group: n neighbouring ranks, for reshard_after_forward = n.
+struct fsdpi_subgroup {
+    const fsdp_mesh *mesh;
+    int dim, size;
+    fsdp_comm *comm;
+    struct fsdpi_subgroup *next;
 };
 
 static char *fsdpi_copy_text(const fsdp_allocator *a, const char *text) {
@@ -2682,8 +1692,18 @@ static int fsdpi_mesh_numel(const fsdp_mesh *mesh) {
 static void fsdpi_mesh_free(fsdp_mesh *mesh) {
     fsdp_world *w = mesh->world;
     const fsdp_allocator *a = &w->boot.allocator;
+    for (struct fsdpi_subgroup **at = &w->subgroups, *sub; (sub = *at) != NULL;) {
+        if (sub->mesh != mesh) {
+            at = &sub->next;
+            continue;
+        }
+        *at = sub->next;
+        w->comm_ops->close(sub->comm);
+        fsdpi_free(a, sub);
+    }
     for (int d = 0; d < mesh->ndim; d++) {
         fsdp_comm *gather = mesh->gather_comm[d], *reduce = mesh->reduce_comm[d];
+        if (mesh->borrowed[d]) gather = reduce = NULL;
         if (reduce && reduce != gather && reduce != w->reduce_comm) w->comm_ops->close(reduce);
         if (gather && gather != w->comm) w->comm_ops->close(gather);
         fsdpi_free(a, mesh->names[d]);
@@ -2718,26 +1738,84 @@ static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
     return FSDP_OK;
 }
 
-// Split the world into the groups along one dim: ranks that share all other coordinates.
+static int fsdpi_mesh_stride(const fsdp_mesh *mesh, int dim) {
+    int stride = 1;
+    for (int d = dim + 1; d < mesh->ndim; d++) stride *= mesh->shape[d];
+    return stride;
+}
+
+// World ranks of the places that share my coordinates but in these dims, row-major. Outside the
+// mesh: those of the first place.
+static void fsdpi_mesh_members(const fsdp_mesh *mesh, const int32_t *dims, int num_dims,
+                               int32_t *out) {
+    int numel = 1, base = 0;
+    for (int d = 0; d < mesh->ndim; d++)
+        if (mesh->coord[d] > 0) base += mesh->coord[d] * fsdpi_mesh_stride(mesh, d);
+    for (int k = 0; k < num_dims; k++) {
+        numel *= mesh->shape[dims[k]];
+        if (mesh->coord[0] >= 0) base -= mesh->coord[dims[k]] * fsdpi_mesh_stride(mesh, dims[k]);
+    }
+    for (int i = 0; i < numel; i++) {
+        int at = base;
+        for (int k = num_dims - 1, rest = i; k >= 0; rest /= mesh->shape[dims[k]], k--)
+            at += rest % mesh->shape[dims[k]] * fsdpi_mesh_stride(mesh, dims[k]);
+        out[i] = mesh->ranks[at];
+    }
+}
+
+// Split a comm into groups of `size` members each; index: my place, -1: in none.
+static fsdp_status fsdpi_split(fsdp_world *w, fsdp_comm *parent, const int32_t *members, int index,
+                               int size, int lane, const char *name, fsdp_comm **out) {
+    fsdp_group group = {index < 0 ? -1 : members[0], index, size, lane, members,
+                        name ? name : "mesh"};
+    fsdp_status status = w->comm_ops->split(parent, &group, out);
+    return status ? fsdpi_world_fail(w, status, w->comm_ops->error_text(parent)) : FSDP_OK;
+}
+
 static fsdp_status fsdpi_mesh_split(fsdp_mesh *mesh, int dim, int lane, fsdp_comm **out) {
     fsdp_world *w = mesh->world;
-    int size = mesh->shape[dim], stride = 1, mine = -1, numel = fsdpi_mesh_numel(mesh);
-    for (int d = dim + 1; d < mesh->ndim; d++) stride *= mesh->shape[d];
-    for (int i = 0; i < numel; i++)
-        if (mesh->ranks[i] == w->rank) mine = i;
+    int32_t d = dim, size = mesh->shape[dim];
     int32_t *members = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)size * sizeof *members);
     if (!members) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group");
-    int first = mine < 0 ? 0 : mine - mesh->coord[dim] * stride;
-    for (int i = 0; i < size; i++) members[i] = mesh->ranks[first + i * stride];
-    fsdp_group group = {mine < 0 ? -1 : first,
-                        mine < 0 ? -1 : mesh->coord[dim],
-                        size,
-                        lane,
-                        members,
-                        mesh->names[dim] ? mesh->names[dim] : "mesh"};
-    fsdp_status status = w->comm_ops->split(w->comm, &group, out);
+    fsdpi_mesh_members(mesh, &d, 1, members);
+    fsdp_status status = fsdpi_split(w, w->comm, members, mesh->coord[dim], size, lane,
+                                     mesh->names[dim], out);
     fsdpi_free(&w->boot.allocator, members);
-    return status ? fsdpi_world_fail(w, status, w->comm_ops->error_text(w->comm)) : FSDP_OK;
+    return status;
+}
+
+// The group of `size` neighbours along a dim that this rank is in, made at its first use.
+static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size, fsdp_comm **out) {
+    fsdp_world *w = mesh->world;
+    const fsdp_allocator *a = &w->boot.allocator;
+    struct fsdpi_subgroup *sub = w->subgroups;
+    while (sub && !(sub->mesh == mesh && sub->dim == dim && sub->size == size)) sub = sub->next;
+    *out = sub ? sub->comm : NULL;
+    if (sub) return FSDP_OK;
+    int32_t d = dim, first = mesh->coord[dim] / size * size;
+    sub = (struct fsdpi_subgroup *)fsdpi_alloc(a, sizeof *sub);
+    int32_t *members = (int32_t *)fsdpi_alloc(a, (size_t)mesh->shape[dim] * sizeof *members);
+    fsdp_status status = FSDP_OK;
+    if (!sub || !members)
+        status = fsdpi_fail_together(
+            w, fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group"));
+    if (!status) {
+        fsdpi_mesh_members(mesh, &d, 1, members);
+        status = fsdpi_split(w, mesh->gather_comm[dim], members + first, mesh->coord[dim] - first,
+                             size, FSDP_STREAM_GATHER, "post_forward", &sub->comm);
+    }
+    fsdpi_free(a, members);
+    if (status) {
+        fsdpi_free(a, sub);
+        return status;
+    }
+    sub->mesh = mesh;
+    sub->dim = dim;
+    sub->size = size;
+    sub->next = w->subgroups;
+    w->subgroups = sub;
+    *out = sub->comm;
+    return FSDP_OK;
 }
 
 static fsdp_status fsdpi_mesh_groups(fsdp_mesh *mesh, int dim) {
@@ -2799,12 +1877,13 @@ struct fsdp_buf {
     fsdp_event ready; // last write
     fsdp_event avail; // release by the last consumer; the first write after acquire waits for it
     uint64_t released;
-    uint8_t held, pool;
+    uint8_t held, pool, pinned; // pinned: host memory of the device, which peers cannot read
 };
 
 typedef struct fsdpi_class { // slots of one pool and size
     int pool;
     size_t bytes;
+    int ahead; // filled while another one is in use: two of them, unless everything runs inline
     fsdp_buf **slots;
     int count, cap;
 } fsdpi_class;
@@ -2812,23 +1891,24 @@ typedef struct fsdpi_class { // slots of one pool and size
 typedef struct fsdpi_param {
     char *name;
     void *user;
-    int32_t ordinal, requires_grad;
-    fsdp_layout_param
-        lay; // offsets: of the shard in the flat block, of the full tensor in the GATHER slot
-    int64_t grad_offset; // of the full gradient in the GRAD slot
-    int32_t user_index;  // place among the unit's trainables
-    uint8_t written;     // this rank wrote its gradient to the slot that the unit holds
-    uint8_t used;        // this rank wrote a gradient that is not reduced yet
-    uint8_t flag;        // `used` as it stands in the unit's flags
-    uint8_t has_grad;    // somebody did, and it is in the shard gradient
+    fsdp_dtype dtype;
+    int32_t ordinal, requires_grad, keep_dtype;
+    int32_t part;             // index in unit->parts
+    fsdp_layout_param lay;    // shard_offset in the flat block, full_offset in the GATHER slot
+    int64_t grad_offset;      // of the full gradient in the GRAD slot
+    int64_t old_offset;       // of the shard in the layout before, while the model is laid out anew
+    int32_t user_index;       // place among the unit's trainables
+    uint8_t written;          // this rank wrote its gradient to the slot that the unit holds
+    uint8_t used;             // this rank wrote a gradient that is not reduced yet
+    uint8_t flag;             // `used` as it stands in the unit's flags
+    uint8_t has_grad;         // somebody did, and it is in the shard gradient
+    fsdp_grad_hook grad_hook; // NULL: none
+    void *grad_hook_user;
+    fsdp_gather_extension extension;            // sizes NULL: none
+    int32_t num_strings;                        // of the extension
+    int64_t string_bytes[FSDP_GATHER_TENSORS];  // of one rank
+    int64_t string_offset[FSDP_GATHER_TENSORS]; // in the GATHER slot, bytes
 } fsdpi_param;
-
-// One list of parameters (trainables or frozen) in the flat block and in the slots.
-typedef struct fsdpi_list {
-    int64_t shard_numel;  // S
-    int64_t packed_numel; // K
-    int64_t base;         // in the flat block
-} fsdpi_list;
 
 // What an op carries: the blocks of a copy, or the segments of a collective.
 typedef struct fsdpi_work {
@@ -2838,37 +1918,72 @@ typedef struct fsdpi_work {
     uint64_t count; // elements
 } fsdpi_work;
 
+// Trainables or frozen parameters of a part, in the flat block and in the slots.
+typedef struct fsdpi_list {
+    int64_t shard_numel;  // S
+    int64_t packed_numel; // K
+    int64_t base;         // in the flat block
+} fsdpi_list;
+
+/* The parameters of a unit that are stored in one dtype and gathered in one dtype; a parameter with
+   an extension is a part of its own. Offsets are in elements of param_dtype. Most units have one
+   part. */
+typedef struct fsdpi_part {
+    fsdp_dtype dtype, param_dtype;
+    fsdpi_param *extended; // its only parameter, or NULL
+    int num_train;
+    fsdpi_list train, frozen;
+    int64_t slot, grad; // where it begins in GATHER and GRAD
+    int64_t reduce;     // where its shards begin in one rank's part of the reduction
+    int num_gather;     // segments of it in the unit's all_gather
+    fsdpi_work copy_in, copy_out, chunk_cat, acc, red_out, rescale; // blocks
+} fsdpi_part;
+
 struct fsdp_unit {
     fsdp_model *model;
     char *name;
     void *user;
-    int index, num_params, num_train;
+    int index, num_params, num_train, num_parts, train_parts; // train_parts: with trainables
     uint64_t desc_hash; // of the name and of all that ranks must have given alike
     fsdpi_param *params;
-    fsdp_dtype dtype, param_dtype, reduce_dtype;
-    int reshard_after_forward; // FSDP_RESHARD_ALWAYS or _NEVER
-    int reshard_after_backward, sync;
+    fsdpi_part *parts; // [num_params] places
+    fsdp_mesh_info info;
+    fsdp_comm *reduce_comm, *replicate_comm, *slice_comm; // info.shard_comm gathers
+    fsdp_dtype policy_dtype, output_dtype;                // param_dtype and output_dtype as given
+    int keep_inputs;                                      // activations are not cast
+    fsdp_dtype policy_reduce, reduce_dtype;               // as given; as it is
+    fsdp_dtype gather_dtype;                              // U8: several parts, gathered as bytes
+    // Options.
+    int slices;                // n of reshard_after_forward = n, as made; 0: another mode
+    int reshard_after_forward; // FSDP_RESHARD_ALWAYS or _NEVER, or n
+    uint8_t reshard_after_backward, sync, all_reduce, unshard_in_backward, reduce_unused;
+    double divide_factor;    // 0: the number of ranks
+    int32_t *prefetch[2];    // indices of units: forward, backward
+    int32_t num_prefetch[2]; // 0: none, or the implicit one
+    fsdp_all_reduce_hook all_reduce_hook;
+    fsdp_custom_comm custom_gather, custom_scatter;
+    void *all_reduce_user, *custom_gather_user, *custom_scatter_user;
     // State.
     uint8_t state, storage, stale;
+    uint8_t ahead;        // gathered by a prefetch that nobody waited for yet
+    uint8_t counted;      // counts of users came with this step's reduction
     uint8_t has_grad;     // the shard gradient holds a reduced gradient
     uint8_t grad_is_zero; // it holds zeros
     uint8_t grad_alias;   // gradients are written straight into the shard gradient
     int32_t forwards;     // grad-enabled ones that have not run backward: n of the table
     int32_t last_order;   // newest entry in the record of forwards, or -1
-    fsdp_buf *gather, *grad, *rin;
+    fsdp_buf *gather, *slice, *grad, *rin, *rout; // slots it holds
     // Layout.
-    fsdpi_list train, frozen;
-    int64_t slot_numel;           // of GATHER
-    int64_t reduce_numel;         // W * (S_t + users): the reduce input, and the first part of GRAD
-    int64_t grad_numel;           // of GRAD
+    int64_t slot_bytes, grad_bytes, slice_bytes; // of GATHER, GRAD, SLICE
+    int64_t train_numel;                         // shards of the trainables of all parts
+    int64_t reduce_numel;         // W * (train_numel + users): RIN, and the first part of GRAD
     int64_t users_offset;         // in GRAD and RIN: row k of `num_train` flags for rank k
+    int64_t users_base;           // of the counts, in the block of shard gradients
+    int users_part;               // the part in whose block that is: the first with trainables
     int classes[FSDP_POOL_COUNT]; // index in model->classes, -1: none
     void *lists;                  // one allocation for what follows, made at commit
-    fsdpi_work all_gather, reduce_scatter, to_rout;      // segments
-    fsdpi_work copy_in, copy_out, chunk_cat, acc, users; // blocks
-    fsdpi_work red_out; // blocks: the trainables, the users, from the reduce output
-    fsdpi_work rescale; // the same, in place
-    int64_t users_base; // of the counts, in the block of shard gradients
+    fsdpi_work all_gather, slice_gather, reduce_scatter, to_rout; // segments
+    fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
     char *flags,
         *wide_flags;     // num_train flags in param_dtype and in reduce_dtype: what `users` copies
     uint64_t flags_step; // 1 + the step in which they were last copied
@@ -2880,7 +1995,8 @@ typedef struct fsdpi_flat_block { // shards and shard gradients of one dtype
     int64_t numel;                // train_numel + frozen
     int64_t grad_numel;           // train_numel + user counts
     fsdp_buf *shard, *grad;
-    fsdp_block whole; // all trainables: what clip scales
+    fsdp_buf *old_shard, *old_grad; // of the layout before, until what they hold has moved
+    fsdp_block whole;               // all trainables: what clip scales
 } fsdpi_flat_block;
 
 typedef struct fsdpi_forward { // one entry of the record of forwards
@@ -2899,7 +2015,9 @@ struct fsdp_model {
     fsdp_model_desc desc; // resolved
     fsdp_mesh *own_mesh;  // made when the desc gave none
     fsdp_mesh_info info;
-    fsdp_comm *gather_comm, *reduce_comm;
+    fsdp_comm *shard_reduce_comm;
+    int mixed;      // a unit has another mesh
+    int grad_hooks; // post_accumulate hooks have been set
     fsdp_unit **units;
     int num_units, cap_units, num_params;
     fsdpi_flat_block flats[FSDP_DTYPE_COUNT];
@@ -2911,6 +2029,8 @@ struct fsdp_model {
     int grad_enabled, is_last_backward;
     uint8_t call_state; // training state that ops of the current call are labelled with
     uint64_t seq, step, release_seq;
+    uint64_t layout;     // commits so far: extensions see by it that everything has moved
+    int64_t ahead_bytes; // slots of units that are `ahead`
     fsdpi_forward *order;
     int num_order, cap_order;
     fsdp_status hook_status; // first failed hook since finalize
@@ -2918,7 +2038,8 @@ struct fsdp_model {
     fsdp_buf *scalar;       // one f64: norms
     fsdp_buf *full_scratch; // steps of param_full, from its first call on
     fsdp_seg full_seg;      // of the current step
-    void *undefined;        // what getters give in a failed world
+    fsdp_block full_block;
+    void *undefined; // what getters give in a failed world
     fsdp_block *norm_blocks;
     fsdp_driver driver;
     fsdp_counters counters;
@@ -2982,94 +2103,160 @@ static int64_t fsdpi_bytes(int64_t numel, fsdp_dtype dtype) {
     return numel * (int64_t)fsdp_dtype_size(dtype);
 }
 
-static int fsdpi_group_size(const fsdp_model *m) { return m->info.shard_mesh_size; }
+static int fsdpi_shards(const fsdp_unit *u) { return u->info.shard_mesh_size; }       // W
+static int fsdpi_replicas(const fsdp_unit *u) { return u->info.replicate_mesh_size; } // R
+static int fsdpi_ranks(const fsdp_unit *u) { return fsdpi_shards(u) * fsdpi_replicas(u); }
 
-// Elements from which a parameter of this unit is direct.
-static int64_t fsdpi_direct_numel(const fsdp_unit *u) {
-    int64_t min = u->model->desc.direct_min, size = (int64_t)fsdp_dtype_size(u->param_dtype);
-    return min == FSDP_DIRECT_NEVER ? FSDP_DIRECT_NEVER : fsdpi_ceil_div(min, size);
+static fsdpi_part *fsdpi_part_of(const fsdp_unit *u, const fsdpi_param *p) {
+    return &u->parts[p->part];
 }
 
-/* Lay out the trainable or the frozen parameters of a unit. tmp: room for all its parameters. With
-   segs and blocks it fills them; the parameters' offsets are always written to tmp, in their order.
-   */
-static fsdp_status fsdpi_list_layout(const fsdp_unit *u, int trainable, fsdp_layout *lay,
-                                     fsdp_layout_param *tmp, fsdp_seg *segs, fsdp_block *blocks) {
+// The block that a part's shards lie in, and the dtype of its gradients.
+static fsdpi_flat_block *fsdpi_flat_of(const fsdp_unit *u, const fsdpi_part *part) {
+    return &u->model->flats[part->dtype];
+}
+static fsdp_dtype fsdpi_grad_dtype(const fsdp_model *m, fsdp_dtype dtype) {
+    return m->desc.grad_dtype && fsdp_dtype_is_float(dtype) ? m->desc.grad_dtype : dtype;
+}
+
+/* Lay out the trainable or the frozen parameters of a part. tmp: room for all parameters of the
+   unit. With segs and blocks it fills them; offsets are always written to tmp, in order. */
+static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_part *part, int trainable,
+                                     fsdp_layout *lay, fsdp_layout_param *tmp, fsdp_seg *segs,
+                                     fsdp_block *blocks) {
+    int64_t min = u->model->desc.direct_min, size = (int64_t)fsdp_dtype_size(part->param_dtype);
     int count = 0;
     for (int i = 0; i < u->num_params; i++)
-        if (u->params[i].requires_grad == trainable) tmp[count++] = u->params[i].lay;
-    lay->world = fsdpi_group_size(u->model);
-    lay->rank = u->model->info.shard_mesh_rank;
-    lay->direct_numel = fsdpi_direct_numel(u);
+        if (fsdpi_part_of(u, &u->params[i]) == part && u->params[i].requires_grad == trainable)
+            tmp[count++] = u->params[i].lay;
+    lay->world = fsdpi_shards(u);
+    lay->rank = u->info.shard_mesh_rank;
+    lay->direct_numel = min == FSDP_DIRECT_NEVER ? min : fsdpi_ceil_div(min, size);
     return fsdp_layout_params(lay, tmp, count, segs, blocks);
 }
 
-static void fsdpi_list_store(fsdp_unit *u, int trainable, const fsdp_layout_param *tmp,
-                             int gradients) {
+static void fsdpi_list_store(fsdp_unit *u, const fsdpi_part *part, int trainable,
+                             const fsdp_layout_param *tmp, int gradients) {
     for (int i = 0, k = 0; i < u->num_params; i++) {
         fsdpi_param *p = &u->params[i];
-        if (p->requires_grad != trainable) continue;
+        if (fsdpi_part_of(u, p) != part || p->requires_grad != trainable) continue;
         if (gradients) p->grad_offset = tmp[k++].full_offset;
         else p->lay = tmp[k++];
     }
 }
 
-/* The layout of a unit's slots, in two uses: with NULL lists it measures (before commit), with
-   lists it fills them.
-   Slot of parameters: [trainables | frozen | trainables copied out | frozen copied out]
-   Slot of gradients:  [reduce input: trainables, users | where the caller writes packed ones] */
-static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
-    int world = fsdpi_group_size(u->model);
-    fsdp_seg *gather = u->all_gather.segs, *reduce = u->reduce_scatter.segs;
-    fsdp_block *out = u->copy_out.blocks, *cat = u->chunk_cat.blocks;
+static int64_t fsdpi_aligned(int64_t bytes) { return fsdpi_align_up(bytes, FSDPI_ALIGN); }
+
+/* Where a part with an extension lies in the slot: its strings, rank after rank, then the parameter
+   that is made of them. */
+static void fsdpi_extended_layout(fsdp_unit *u, const fsdpi_part *part) {
+    fsdpi_param *p = part->extended;
+    fsdpi_work *gather = &u->all_gather;
+    int64_t at = u->slot_bytes;
+    for (int i = 0; i < p->num_strings; i++) {
+        fsdp_seg seg = {0, at, p->string_bytes[i]};
+        if (gather->segs) gather->segs[gather->num] = seg;
+        gather->num++;
+        p->string_offset[i] = at;
+        at = fsdpi_aligned(at + fsdpi_shards(u) * p->string_bytes[i]);
+    }
+    p->lay.full_offset = at / (int64_t)fsdp_dtype_size(part->param_dtype);
+    u->slot_bytes = fsdpi_aligned(
+        at + fsdpi_bytes(fsdpi_shards(u) * p->lay.shard_numel, part->param_dtype));
+}
+
+/* The slot of gathered parameters, part after part:
+   [trainables | frozen | trainables copied out | frozen copied out] */
+static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
+    int world = fsdpi_shards(u);
+    int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype);
+    fsdpi_work *gather = &u->all_gather, *out = &part->copy_out;
+    part->slot = u->slot_bytes / size;
+    part->num_gather = 0;
+    int64_t frozen_full = fsdpi_align_up(part->slot + world * part->train.shard_numel,
+                                         FSDP_ALIGN_NUMEL);
+    int64_t finals = fsdpi_align_up(frozen_full + world * part->frozen.shard_numel,
+                                    FSDP_ALIGN_NUMEL);
+    int64_t end = finals;
+    for (int trainable = 1; trainable >= 0; trainable--) {
+        fsdp_layout lay;
+        memset(&lay, 0, sizeof lay);
+        lay.shard_base = trainable ? part->train.base : part->frozen.base;
+        lay.full_base = trainable ? part->slot : frozen_full;
+        lay.final_base = end;
+        int lists = gather->segs && !part->extended;
+        (void)fsdpi_list_layout(u, part, trainable, &lay, tmp,
+                                lists ? gather->segs + gather->num : NULL,
+                                lists && out->blocks ? out->blocks + out->num : NULL);
+        fsdpi_list_store(u, part, trainable, tmp, 0);
+        end += lay.final_numel;
+        if (part->extended) continue; // its strings are gathered in place of its shard
+        gather->num += lay.num_segs;
+        part->num_gather += lay.num_segs;
+        out->num += lay.num_blocks;
+    }
+    if (part->extended) fsdpi_extended_layout(u, part);
+    else u->slot_bytes = fsdpi_aligned(end * size);
+}
+
+/* The slot of gradients, part after part: [reduce input: trainables, users | where the caller
+   writes packed ones]. With several the reduce input is a slot of its own, and has the users. */
+static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
+    int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype), reduce = u->reduce_numel;
+    fsdp_seg *segs = u->reduce_scatter.segs;
     fsdp_layout lay;
+    if (part->num_train == 0) return;
     memset(&lay, 0, sizeof lay);
-    fsdp_status status = fsdpi_list_layout(u, 1, &lay, tmp, NULL, NULL);
-    if (status) return status;
-    u->train.shard_numel = lay.shard_numel;
-    u->train.packed_numel = lay.packed_numel;
-    int64_t train_final = lay.final_numel,
-            frozen_full = fsdpi_align_up(world * lay.shard_numel, FSDP_ALIGN_NUMEL);
-    status = fsdpi_list_layout(u, 0, &lay, tmp, NULL, NULL);
-    if (status) return status;
-    u->frozen.shard_numel = lay.shard_numel;
-    u->frozen.packed_numel = lay.packed_numel;
-    int64_t finals = fsdpi_align_up(frozen_full + world * lay.shard_numel, FSDP_ALIGN_NUMEL);
-    u->slot_numel = finals + train_final + lay.final_numel;
+    part->grad = u->grad_bytes / size;
+    if (u->train_parts > 1) reduce = fsdpi_shards(u) * part->train.shard_numel;
+    lay.shard_base = part->train.base;
+    lay.full_base = part->grad;
+    lay.final_base = fsdpi_align_up(part->grad + reduce, FSDP_ALIGN_NUMEL);
+    (void)fsdpi_list_layout(u, part, 1, &lay, tmp, segs ? segs + u->reduce_scatter.num : NULL,
+                            part->chunk_cat.blocks);
+    fsdpi_list_store(u, part, 1, tmp, 1);
+    part->chunk_cat.num = lay.num_blocks;
+    for (int i = 0; segs && i < lay.num_segs; i++) // its place in the reduce input
+        segs[u->reduce_scatter.num + i].full += fsdpi_shards(u) * part->reduce - part->grad;
+    u->reduce_scatter.num += lay.num_segs;
+    u->grad_bytes = fsdpi_aligned((lay.final_base + lay.final_numel) * size);
+}
 
-    memset(&lay, 0, sizeof lay);
-    lay.shard_base = u->train.base;
-    lay.final_base = finals;
-    (void)fsdpi_list_layout(u, 1, &lay, tmp, gather, out);
-    fsdpi_list_store(u, 1, tmp, 0);
-    u->all_gather.num = lay.num_segs;
-    u->copy_out.num = lay.num_blocks;
-    memset(&lay, 0, sizeof lay);
-    lay.shard_base = u->frozen.base;
-    lay.full_base = frozen_full;
-    lay.final_base = finals + train_final;
-    (void)fsdpi_list_layout(u, 0, &lay, tmp, gather ? gather + u->all_gather.num : NULL,
-                            out ? out + u->copy_out.num : NULL);
-    fsdpi_list_store(u, 0, tmp, 0);
-    u->all_gather.num += lay.num_segs;
-    u->copy_out.num += lay.num_blocks;
-
-    int users = world > 1 ? u->num_train : 0;
-    u->users_offset = world * u->train.shard_numel;
+/* The layout of a unit's slots, in two uses: with NULL lists it measures (before commit), with
+   lists it fills them. */
+static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
+    int world = fsdpi_shards(u), users = fsdpi_ranks(u) > 1 ? u->num_train : 0;
+    u->slot_bytes = u->grad_bytes = u->slice_bytes = u->train_numel = 0;
+    u->all_gather.num = u->reduce_scatter.num = 0;
+    for (int k = 0; k < u->num_parts; k++) {
+        fsdpi_part *part = &u->parts[k];
+        part->copy_out.num = part->chunk_cat.num = 0;
+        part->reduce = u->train_numel;
+        for (int trainable = 1; trainable >= 0; trainable--) {
+            fsdp_layout lay;
+            memset(&lay, 0, sizeof lay);
+            fsdp_status status = fsdpi_list_layout(u, part, trainable, &lay, tmp, NULL, NULL);
+            if (status) return status;
+            fsdpi_list *list = trainable ? &part->train : &part->frozen;
+            list->shard_numel = lay.shard_numel;
+            list->packed_numel = lay.packed_numel;
+        }
+        u->train_numel += part->train.shard_numel;
+    }
+    u->users_offset = world * u->train_numel;
     u->reduce_numel = u->users_offset + world * users;
-    memset(&lay, 0, sizeof lay);
-    lay.shard_base = u->train.base;
-    lay.final_base = fsdpi_align_up(u->reduce_numel, FSDP_ALIGN_NUMEL);
-    (void)fsdpi_list_layout(u, 1, &lay, tmp, reduce, cat);
-    fsdpi_list_store(u, 1, tmp, 1);
-    u->grad_numel = lay.final_base + lay.final_numel;
-    u->reduce_scatter.num = lay.num_segs;
-    u->chunk_cat.num = lay.num_blocks;
+    for (int k = 0; k < u->num_parts; k++) {
+        fsdpi_slot_layout(u, &u->parts[k], tmp);
+        fsdpi_grad_layout(u, &u->parts[k], tmp);
+    }
+    for (int i = 0; i < u->num_params && u->slices; i++)
+        u->slice_bytes += fsdpi_bytes(world * u->params[i].lay.shard_numel / u->slices,
+                                      fsdpi_part_of(u, &u->params[i])->param_dtype);
     return FSDP_OK;
 }
 
 static int fsdpi_class_find(fsdp_model *m, int pool, size_t bytes) {
-    bytes = (size_t)fsdpi_align_up((int64_t)(bytes ? bytes : 1), FSDPI_ALIGN);
+    bytes = (size_t)fsdpi_aligned((int64_t)(bytes ? bytes : 1));
     for (int i = 0; i < m->num_classes; i++)
         if (m->classes[i].pool == pool && m->classes[i].bytes == bytes) return i;
     if (!fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes))
@@ -3081,43 +2268,55 @@ static int fsdpi_class_find(fsdp_model *m, int pool, size_t bytes) {
     return m->num_classes++;
 }
 
-// One rank, no cast: the full parameters are the shards.
+// One part that is stored as it is gathered, in memory that peers can read.
+static int fsdpi_is_plain(const fsdp_unit *u) {
+    return u->num_parts == 1 && u->parts->dtype == u->parts->param_dtype && !u->parts->extended &&
+           !u->model->desc.cpu_offload;
+}
+
+// One rank: the full parameters are the shards.
 static int fsdpi_gather_is_alias(const fsdp_unit *u) {
-    return fsdpi_group_size(u->model) == 1 && u->param_dtype == u->dtype;
+    return fsdpi_shards(u) == 1 && fsdpi_is_plain(u);
 }
 
 // The backend sums the reduction in f32 or f64 while it reads; a narrower reduce dtype has to be
 // rounded to, as upstream does, and cannot be fused.
 static int fsdpi_is_wide(fsdp_dtype dtype) { return dtype == FSDP_F32 || dtype == FSDP_F64; }
 
+// reduce_scatter casts, scales and adds.
 static int fsdpi_can_fuse(const fsdp_unit *u) {
-    const fsdp_world *w = u->model->world;
-    return fsdpi_group_size(u->model) == 1 || (w->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
+    return (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
 }
 
 // Gradients must be brought to the reduce dtype before the reduction, which cannot read them as
-// they are.
+// they are. What a fused reduction, or the last copy of a single rank, reads may be narrower.
 static int fsdpi_must_convert(const fsdp_unit *u) {
-    if (u->param_dtype == u->reduce_dtype) return 0;
-    int widens = u->reduce_dtype == FSDP_F32 && fsdp_dtype_size(u->param_dtype) == 2;
-    return !(widens && fsdpi_can_fuse(u));
+    fsdp_dtype dtype = u->parts[u->users_part].param_dtype;
+    if (u->train_parts > 1) return 1;
+    if (dtype == u->reduce_dtype) return 0;
+    int widens = u->reduce_dtype == FSDP_F32 && fsdp_dtype_size(dtype) == 2;
+    int reads = fsdpi_shards(u) > 1 ? fsdpi_can_fuse(u)
+                                    : fsdpi_replicas(u) == 1 && !u->all_reduce_hook;
+    return !(widens && reads);
 }
 
 static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
     fsdp_model *m = u->model;
     int64_t bytes[FSDP_POOL_COUNT] = {0};
-    bytes[FSDP_POOL_GATHER] = fsdpi_gather_is_alias(u) ? -1
-                                                       : fsdpi_bytes(u->slot_numel, u->param_dtype);
-    bytes[FSDP_POOL_GRAD] = u->num_train ? fsdpi_bytes(u->grad_numel, u->param_dtype) : -1;
-    bytes[FSDP_POOL_RIN] = u->num_train ? fsdpi_bytes(u->reduce_numel, u->reduce_dtype) : -1;
-    bytes[FSDP_POOL_ROUT] = u->num_train ? fsdpi_bytes(u->reduce_numel / fsdpi_group_size(m),
-                                                       u->reduce_dtype)
-                                         : -1;
+    int64_t none = u->num_train ? 0 : -1, reduce = fsdpi_bytes(u->reduce_numel, u->reduce_dtype);
+    bytes[FSDP_POOL_GATHER] = fsdpi_gather_is_alias(u) ? -1 : u->slot_bytes;
+    bytes[FSDP_POOL_SLICE] = u->slices ? u->slice_bytes : -1;
+    bytes[FSDP_POOL_GRAD] = none ? none : u->grad_bytes;
+    bytes[FSDP_POOL_RIN] = none ? none : reduce;
+    bytes[FSDP_POOL_ROUT] = none ? none : reduce / fsdpi_shards(u);
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
         u->classes[pool] = -1;
         if (bytes[pool] < 0) continue;
-        u->classes[pool] = fsdpi_class_find(m, pool, (size_t)bytes[pool]);
-        if (u->classes[pool] < 0) return FSDP_ERR_OUT_OF_MEMORY;
+        int at = fsdpi_class_find(m, pool, (size_t)bytes[pool]);
+        if (at < 0) return FSDP_ERR_OUT_OF_MEMORY;
+        u->classes[pool] = at;
+        m->classes[at].ahead |= pool == FSDP_POOL_GATHER || pool == FSDP_POOL_GRAD ||
+                                (pool == FSDP_POOL_ROUT && fsdpi_replicas(u) > 1);
     }
     return FSDP_OK;
 }
@@ -3126,8 +2325,11 @@ static void fsdpi_unit_free(fsdp_unit *u) {
     fsdp_model *m = u->model;
     for (int i = 0; u->params && i < u->num_params; i++) fsdpi_model_free(m, u->params[i].name);
     fsdpi_model_free(m, u->params);
+    fsdpi_model_free(m, u->parts);
     fsdpi_model_free(m, u->name);
     fsdpi_model_free(m, u->lists);
+    fsdpi_model_free(m, u->prefetch[0]);
+    fsdpi_model_free(m, u->prefetch[1]);
     fsdpi_model_free(m, u);
 }
 
@@ -3168,6 +2370,33 @@ static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char
     return FSDP_OK;
 }
 
+static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
+                                         const fsdp_gather_extension *extension) {
+    fsdp_world *w = u->model->world;
+    int64_t rest = fsdpi_numel(p->lay.shape, 0, p->lay.shard_dim);
+    rest = fsdpi_mul(rest, fsdpi_numel(p->lay.shape, p->lay.shard_dim + 1, p->lay.ndim));
+    p->extension = *extension;
+    if (!extension->sizes || !extension->pre_all_gather || !extension->post_all_gather)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': the extension of parameter '%s' lacks a "
+                          "function: give sizes, pre_all_gather and post_all_gather",
+                          u->name, p->name);
+    int64_t rows = fsdpi_ceil_div(p->lay.shape[p->lay.shard_dim], fsdpi_shards(u));
+    int64_t numel = fsdpi_mul(rest, rows), sum = 0;
+    p->num_strings = numel < 0 ? 0 : extension->sizes(extension->user, numel, p->string_bytes);
+    int good = p->num_strings >= 1 && p->num_strings <= FSDP_GATHER_TENSORS;
+    for (int i = 0; good && i < p->num_strings; i++) {
+        good = p->string_bytes[i] >= 0 && p->string_bytes[i] <= FSDPI_NUMEL_MAX / fsdpi_shards(u);
+        sum += good ? p->string_bytes[i] : 0;
+        good = good && sum <= FSDPI_NUMEL_MAX / fsdpi_shards(u) / 8;
+    }
+    return good ? FSDP_OK
+                : fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                             "fully_shard of unit '%s': the extension of parameter '%s' returned "
+                             "%d strings: expected 1..%d, of sizes >= 0",
+                             u->name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
+}
+
 // Parameters of a unit from their descs. The array of descs may have an older header's stride.
 static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
     fsdp_model *m = u->model;
@@ -3176,23 +2405,15 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
         const char *at = (const char *)d->params +
                          (size_t)i * (stride ? stride : sizeof(fsdp_param_desc));
         fsdp_param_desc pd;
-        char what[64];
+        char what[64], fallback[16];
         snprintf(what, sizeof what, "fsdp_unit_desc.params[%d]", i);
         fsdp_status status = fsdpi_desc_read(m->world, &pd, at, sizeof pd, what);
         if (status) return status;
         if (i == 0) stride = pd.size ? pd.size : (uint32_t)sizeof pd;
-        char fallback[16];
         snprintf(fallback, sizeof fallback, "p%d", i);
         const char *name = pd.name ? pd.name : fallback;
         status = fsdpi_param_check(m->world, u->name, name, &pd);
         if (status) return status;
-        if (i == 0) u->dtype = pd.dtype;
-        if (pd.dtype != u->dtype)
-            return fsdpi_fail(m->world, FSDP_ERR_UNSUPPORTED,
-                              "fully_shard of unit '%s': parameter '%s' is %s, the first one is "
-                              "%s: parameters of one unit share their dtype: "
-                              "make two units",
-                              u->name, name, fsdp_dtype_name(pd.dtype), fsdp_dtype_name(u->dtype));
         fsdpi_param *p = &u->params[i];
         p->name = fsdpi_copy_text(&m->world->boot.allocator, name);
         if (!p->name)
@@ -3200,75 +2421,189 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
                               "fully_shard of unit '%s': no memory", u->name);
         m->host_bytes += (int64_t)fsdpi_alloc_size(p->name);
         p->user = pd.user;
+        p->dtype = pd.dtype;
         p->requires_grad = !pd.frozen;
-        p->user_index = p->requires_grad ? u->num_train++ : -1;
+        p->keep_dtype = pd.keep_dtype;
         p->lay.ndim = pd.ndim;
         p->lay.shard_dim = pd.shard_dim;
         memcpy(p->lay.shape, pd.shape, sizeof p->lay.shape);
+        if (pd.extension) status = fsdpi_param_extension(u, p, pd.extension);
+        if (status) return status;
     }
     return FSDP_OK;
 }
 
-static fsdp_status fsdpi_unit_dtypes(fsdp_unit *u, const fsdp_unit_desc *d) {
-    const fsdp_model_desc *md = &u->model->desc;
-    fsdp_dtype param = d->param_dtype ? d->param_dtype : md->param_dtype;
-    fsdp_dtype reduce = d->reduce_dtype ? d->reduce_dtype : md->reduce_dtype;
-    u->param_dtype = param && fsdp_dtype_is_float(u->dtype) ? param : u->dtype;
-    u->reduce_dtype = reduce && fsdp_dtype_is_float(u->dtype) ? reduce : u->dtype;
-    if ((param && !fsdp_dtype_is_float(param)) || (reduce && !fsdp_dtype_is_float(reduce)))
-        return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': param_dtype %d, reduce_dtype %d: expected "
-                          "floating dtypes or KEEP",
-                          u->name, param, reduce);
-    return FSDP_OK;
+// The narrowest dtype that holds both; KEEP: nothing yet.
+static fsdp_dtype fsdpi_promote(fsdp_dtype a, fsdp_dtype b) {
+    if (a == FSDP_DTYPE_KEEP || a == b) return b;
+    return a == FSDP_F64 || b == FSDP_F64 ? FSDP_F64 : FSDP_F32;
 }
 
 // All that ranks must have given alike: it is part of what every collective compares.
 static uint64_t fsdpi_unit_hash(const fsdp_unit *u) {
     const fsdp_model_desc *md = &u->model->desc;
     uint64_t h = fsdpi_hash(fsdpi_hash_text(u->name), (uint64_t)u->num_params);
-    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)u->param_dtype), (uint64_t)u->reduce_dtype);
+    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)u->policy_dtype), (uint64_t)u->reduce_dtype);
     h = fsdpi_hash(fsdpi_hash(h, (uint64_t)md->grads_overwrite), (uint64_t)md->direct_min);
+    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)md->grad_dtype), (uint64_t)u->slices);
+    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)fsdpi_shards(u)), (uint64_t)fsdpi_replicas(u));
     for (int i = 0; i < u->num_params; i++) {
         const fsdpi_param *p = &u->params[i];
         h = fsdpi_hash(fsdpi_hash(h, fsdpi_hash_text(p->name)), (uint64_t)p->requires_grad);
         h = fsdpi_hash(fsdpi_hash(h, (uint64_t)p->lay.ndim), (uint64_t)p->lay.shard_dim);
+        h = fsdpi_hash(fsdpi_hash(h, (uint64_t)p->dtype), (uint64_t)p->keep_dtype);
         for (int d = 0; d < p->lay.ndim; d++) h = fsdpi_hash(h, (uint64_t)p->lay.shape[d]);
+        for (int k = 0; k < p->num_strings; k++) h = fsdpi_hash(h, (uint64_t)p->string_bytes[k]);
     }
-    return fsdpi_hash(h, (uint64_t)u->dtype);
+    return h;
+}
+
+/* Sort the parameters into parts, by their dtypes and by who requires a gradient now, and measure.
+   Again after fsdp_set_requires_grad. */
+static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
+    fsdp_model *m = u->model;
+    u->num_parts = u->num_train = u->train_parts = u->users_part = 0;
+    u->reduce_dtype = FSDP_DTYPE_KEEP;
+    for (int i = 0; i < u->num_params; i++) {
+        fsdpi_param *p = &u->params[i];
+        int casts = u->policy_dtype && fsdp_dtype_is_float(p->dtype) && !p->keep_dtype, k = 0;
+        fsdpi_part new_part, *part;
+        memset(&new_part, 0, sizeof new_part);
+        new_part.dtype = p->dtype;
+        new_part.param_dtype = casts ? u->policy_dtype : p->dtype;
+        new_part.extended = p->extension.sizes ? p : NULL;
+        while (k < u->num_parts && (u->parts[k].dtype != new_part.dtype ||
+                                    u->parts[k].param_dtype != new_part.param_dtype ||
+                                    u->parts[k].extended || new_part.extended))
+            k++;
+        part = &u->parts[k];
+        if (k == u->num_parts) u->parts[u->num_parts++] = new_part;
+        p->part = k;
+        p->user_index = p->requires_grad ? u->num_train++ : -1;
+        if (!p->requires_grad) continue;
+        if (part->num_train++ == 0 && u->train_parts++ == 0) u->users_part = k;
+        u->reduce_dtype = fsdpi_promote(u->reduce_dtype, fsdpi_grad_dtype(m, p->dtype));
+    }
+    if (u->policy_reduce || !u->num_train)
+        u->reduce_dtype = u->policy_reduce ? u->policy_reduce : FSDP_F32;
+    int bytes = u->num_parts > 1 || u->parts[0].extended;
+    u->gather_dtype = bytes ? FSDP_U8 : u->parts[0].param_dtype;
+    u->desc_hash = fsdpi_unit_hash(u);
+    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)u->num_params *
+                                                                           sizeof *tmp);
+    if (!tmp)
+        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "layout of unit '%s': no memory",
+                          u->name);
+    fsdp_status status = fsdpi_unit_layout(u, tmp);
+    fsdpi_model_free(m, tmp);
+    if (status)
+        return fsdpi_fail(m->world, status,
+                          "fully_shard of unit '%s': its size is more than 2^60 elements", u->name);
+    status = fsdpi_unit_classes(u);
+    return status ? fsdpi_fail(m->world, status, "layout of unit '%s': no memory", u->name)
+                  : status;
+}
+
+static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const char *name,
+                                      fsdp_dtype param, fsdp_dtype reduce, fsdp_dtype output) {
+    if ((!param || fsdp_dtype_is_float(param)) && (!reduce || fsdp_dtype_is_float(reduce)) &&
+        (!output || fsdp_dtype_is_float(output)))
+        return FSDP_OK;
+    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                      "%s '%s': param_dtype %d, reduce_dtype %d, output_dtype %d: expected "
+                      "floating dtypes or KEEP",
+                      what, name, param, reduce, output);
+}
+
+// What the desc says about meshes: a mesh info, a mesh, or as `otherwise`.
+static fsdp_status fsdpi_resolve_mesh(fsdp_world *w, const fsdp_mesh *mesh,
+                                      const fsdp_mesh_info *info, const fsdp_mesh_info *otherwise,
+                                      fsdp_mesh_info *out) {
+    int kind = FSDP_MESH_INFO_FSDP, shard = 0, replicate = -1;
+    if (!mesh && !info) {
+        *out = *otherwise;
+        return FSDP_OK;
+    }
+    if (info) {
+        mesh = info->mesh;
+        kind = info->kind;
+        shard = info->shard_mesh_dim;
+        replicate = info->replicate_mesh_dim;
+    }
+    if (!mesh || mesh->world != w)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "the mesh belongs to another world, or the mesh info has none: make the "
+                          "mesh from this world");
+    if (!info && mesh->ndim > 2)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "a %d-D mesh: expected 1-D (FSDP) or 2-D (HSDP): slice it, or say by "
+                          "mesh_info which dims shard and replicate",
+                          mesh->ndim);
+    if (!info && mesh->ndim == 2) {
+        if (!mesh->names[0] || !mesh->names[1])
+            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                              "a 2-D mesh without names of its dims: name them, dim 0 replicates "
+                              "and dim 1 shards, or give mesh_info");
+        kind = FSDP_MESH_INFO_HSDP;
+        replicate = 0;
+        shard = 1;
+    }
+    return fsdp_mesh_info_init(mesh, kind, shard, replicate, out);
+}
+
+// Groups of a unit, and what reshard_after_forward comes to.
+static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
+    fsdp_model *m = u->model;
+    const fsdp_mesh_info *info = &u->info;
+    int n = d->reshard_after_forward ? d->reshard_after_forward : m->desc.reshard_after_forward;
+    if (info->shard_mesh_dim >= 0) u->reduce_comm = info->mesh->reduce_comm[info->shard_mesh_dim];
+    if (info->replicate_mesh_dim >= 0)
+        u->replicate_comm = info->mesh->reduce_comm[info->replicate_mesh_dim];
+    if (n < FSDP_RESHARD_NEVER || (n > 1 && fsdpi_shards(u) % n != 0))
+        return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': reshard_after_forward is %d, expected "
+                          "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of the shard group's "
+                          "%d ranks",
+                          u->name, n, fsdpi_shards(u));
+    if (n > 1 && n == fsdpi_shards(u)) n = FSDP_RESHARD_ALWAYS;
+    u->reshard_after_forward = n;
+    u->slices = n > 1 ? n : 0;
+    return n > 1 ? fsdpi_mesh_subgroup(info->mesh, info->shard_mesh_dim, n, &u->slice_comm)
+                 : FSDP_OK;
 }
 
 static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     fsdp_model *m = u->model;
+    const fsdp_model_desc *md = &m->desc;
+    size_t count = (size_t)d->num_params;
     char fallback[24];
     snprintf(fallback, sizeof fallback, "unit%d", m->num_units);
     u->name = fsdpi_copy_text(&m->world->boot.allocator, d->name ? d->name : fallback);
-    u->params = (fsdpi_param *)fsdpi_model_alloc(m, (size_t)d->num_params * sizeof *u->params);
-    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)d->num_params *
-                                                                           sizeof *tmp);
     if (u->name) m->host_bytes += (int64_t)fsdpi_alloc_size(u->name);
-    fsdp_status status = FSDP_OK;
-    if (!u->name || !u->params || !tmp)
-        status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
-                            d->name ? d->name : fallback);
-    if (!status) {
-        u->num_params = d->num_params;
-        status = fsdpi_unit_params(u, d);
-    }
-    if (!status) status = fsdpi_unit_dtypes(u, d);
-    if (!status) u->desc_hash = fsdpi_unit_hash(u);
-    if (!status) {
-        status = fsdpi_unit_layout(u, tmp);
-        if (status)
-            status = fsdpi_fail(m->world, status,
-                                "fully_shard of unit '%s': its size is more than 2^60 elements",
-                                u->name);
-    }
-    fsdpi_model_free(m, tmp);
-    if (!status && fsdpi_unit_classes(u))
-        status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
-                            u->name);
-    return status;
+    u->params = (fsdpi_param *)fsdpi_model_alloc(m, count * sizeof *u->params);
+    u->parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->parts);
+    if (!u->name || !u->params || !u->parts)
+        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
+                          d->name ? d->name : fallback);
+    fsdp_status status = fsdpi_dtypes_check(m->world, "fully_shard of unit", u->name,
+                                            d->param_dtype, d->reduce_dtype, d->output_dtype);
+    if (!status) status = fsdpi_resolve_mesh(m->world, d->mesh, d->mesh_info, &m->info, &u->info);
+    if (status) return status;
+    u->policy_dtype = d->param_dtype ? d->param_dtype : md->param_dtype;
+    u->policy_reduce = d->reduce_dtype ? d->reduce_dtype : md->reduce_dtype;
+    u->output_dtype = d->output_dtype ? d->output_dtype : md->output_dtype;
+    u->keep_inputs = d->keep_forward_inputs || md->keep_forward_inputs;
+    u->num_params = d->num_params;
+    status = fsdpi_unit_params(u, d);
+    if (!status) status = fsdpi_unit_groups(u, d);
+    return status ? status : fsdpi_unit_arrange(u);
+}
+
+static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
+    int gather = op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER;
+    if (!op->unit || (!gather && op->kind != FSDP_OP_REDUCE_SCATTER)) return NULL;
+    *user = gather ? op->unit->custom_gather_user : op->unit->custom_scatter_user;
+    return gather ? op->unit->custom_gather : op->unit->custom_scatter;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -3294,10 +2629,10 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
     if (buf->ready.native) w->device_ops->destroy(w->device, NULL, buf->ready.native);
     if (buf->avail.native) w->device_ops->destroy(w->device, NULL, buf->avail.native);
-    if (buf->ptr) {
-        if (w->comm) w->comm_ops->free(w->comm, buf->ptr, buf->bytes);
-        else w->device_ops->free(w->device, buf->ptr, buf->bytes);
-    }
+    if (buf->ptr && w->comm && !buf->pinned) w->comm_ops->free(w->comm, buf->ptr, buf->bytes);
+    else if (buf->ptr)
+        w->device_ops->free(w->device, buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE,
+                            buf->ptr, buf->bytes);
     fsdpi_model_free(m, buf);
 }
 
@@ -3305,12 +2640,14 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
 static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     void *ptr = NULL;
-    fsdp_status status = w->comm ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
-                                 : w->device_ops->alloc(w->device, buf->bytes, &ptr);
+    int shared = w->comm && !buf->pinned,
+        kind = buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE;
+    fsdp_status status = shared ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
+                                : w->device_ops->alloc(w->device, kind, buf->bytes, &ptr);
     if (status)
         return fsdpi_fail(w, status, "%llu bytes for %s could not be allocated: %s",
                           (unsigned long long)buf->bytes, fsdp_pool_name(buf->pool),
-                          w->comm ? w->comm_ops->error_text(w->comm) : fsdp_status_text(status));
+                          shared ? w->comm_ops->error_text(w->comm) : fsdp_status_text(status));
     buf->ptr = (char *)ptr;
     if (w->mode != FSDPI_NATIVE) return FSDP_OK;
     status = w->device_ops->event(w->device, &buf->ready.native);
@@ -3326,8 +2663,9 @@ static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf
     if (!buf)
         return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a buffer of %s",
                           fsdp_pool_name(pool));
-    buf->bytes = (size_t)fsdpi_align_up((int64_t)(bytes ? bytes : 1), FSDPI_ALIGN);
+    buf->bytes = (size_t)fsdpi_aligned((int64_t)(bytes ? bytes : 1));
     buf->pool = (uint8_t)pool;
+    buf->pinned = m->desc.cpu_offload && (pool == FSDP_POOL_SHARD || pool == FSDP_POOL_SGRAD);
     m->pool_slots[pool]++;
     m->pool_bytes[pool] += (int64_t)buf->bytes;
     fsdp_status status = m->dry ? FSDP_OK : fsdpi_buf_alloc(m, buf);
@@ -3338,12 +2676,6 @@ static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf
     m->counters.allocations++;
     *out = buf;
     return FSDP_OK;
-}
-
-static int fsdpi_pool_depth(const fsdp_model *m, int pool) {
-    int ahead = pool == FSDP_POOL_GATHER ||
-                pool == FSDP_POOL_GRAD; // filled while another is in use
-    return ahead && m->world->mode != FSDPI_INLINE ? 2 : 1;
 }
 
 static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
@@ -3357,7 +2689,8 @@ static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
 
 static fsdp_status fsdpi_class_fill(fsdp_model *m, fsdpi_class *c) {
     fsdp_status status = FSDP_OK;
-    for (int depth = fsdpi_pool_depth(m, c->pool); !status && c->count < depth;)
+    for (int depth = c->ahead && m->world->mode != FSDPI_INLINE ? 2 : 1;
+         !status && c->count < depth;)
         status = fsdpi_class_add(m, c);
     return status;
 }
@@ -3459,25 +2792,25 @@ static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label,
     return fsdpi_emit(m, &op);
 }
 
-/* A copy over blocks or a collective over segments, from src in dtype to dst in out_dtype. The
-   caller has set what is special (scale, accumulate, in_place). An empty one is not issued. Of a
-   collective a rank reads (W-1) times its own part from the others. */
+/* A copy over blocks, a collective over segments, or an all_reduce of work->count elements, from
+   src in dtype to dst in out_dtype. The caller has set what is special (scale, accumulate,
+   in_place) and a collective's group. An empty one is not issued. Of a collective a rank reads
+   (group_size-1) times its own part from the others. */
 static fsdp_status fsdpi_emit_work(fsdp_model *m, fsdp_op *op, fsdp_buf *src, fsdp_dtype dtype,
                                    fsdp_buf *dst, fsdp_dtype out_dtype, const fsdpi_work *work) {
     int is_copy = op->kind == FSDP_OP_COPY;
     if (work->count == 0) return FSDP_OK; // in a prediction, where no lists are made, always
     op->count = work->count;
     op->bytes = is_copy ? op->count * fsdp_dtype_size(out_dtype)
-                        : (uint64_t)(fsdpi_group_size(m) - 1) * op->count * fsdp_dtype_size(dtype);
+                        : (uint64_t)(op->group_size - 1) * op->count * fsdp_dtype_size(dtype);
     op->dtype = (uint8_t)dtype;
     op->out_dtype = (uint8_t)out_dtype;
     op->list = is_copy ? (const void *)work->blocks : work->segs;
-    op->list_count = (uint32_t)work->num;
+    op->list_count = op->list ? (uint32_t)work->num : 0;
     op->src = src;
     op->dst = dst;
     op->src_ptr = src->ptr;
     op->dst_ptr = dst->ptr;
-    op->comm = op->stream == FSDP_STREAM_REDUCE ? m->reduce_comm : m->gather_comm;
     return fsdpi_emit(m, op);
 }
 
@@ -3510,15 +2843,19 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
 // an action fills op records and never calls a backend. Invariants: a call without a row changes
 // nothing; an action that finds its goal reached does nothing. Source: FSDPState, FSDPParamGroup.
 
-// The sharded block a unit's parameters lie in.
-static fsdpi_flat_block *fsdpi_flat_of(const fsdp_unit *u) { return &u->model->flats[u->dtype]; }
+// The sharded block that a plain unit's gathers read, and what a wait for an alias waits for.
+static fsdp_buf *fsdpi_shard_of(const fsdp_unit *u) { return fsdpi_flat_of(u, u->parts)->shard; }
 
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
+    fsdp_model *m = u->model;
     if (u->storage != FSDP_STORAGE_IN_FLIGHT) return FSDP_OK;
-    fsdp_status status = fsdpi_emit_use(u->model, u, FSDP_LABEL_GATHER,
-                                        u->gather ? u->gather : fsdpi_flat_of(u)->shard);
-    if (!status) u->storage = FSDP_STORAGE_UNSHARDED;
-    return status;
+    fsdp_status status = fsdpi_emit_use(m, u, FSDP_LABEL_GATHER,
+                                        u->gather ? u->gather : fsdpi_shard_of(u));
+    if (status) return status;
+    if (u->ahead) m->ahead_bytes -= u->slot_bytes;
+    u->ahead = 0;
+    u->storage = FSDP_STORAGE_UNSHARDED;
+    return FSDP_OK;
 }
 
 // A gather that nobody waited for still reads shards, here and on the peers, which the caller may
@@ -3527,51 +2864,181 @@ static fsdp_status fsdpi_do_reshard(fsdp_unit *u) {
     fsdp_status status = fsdpi_do_wait(u);
     u->storage = FSDP_STORAGE_SHARDED;
     u->stale = 0;
-    fsdp_status released = fsdpi_release(u, &u->gather, FSDP_STREAM_COMPUTE);
+    fsdp_status gather = fsdpi_release(u, &u->gather, FSDP_STREAM_COMPUTE);
+    fsdp_status slice = fsdpi_release(u, &u->slice, FSDP_STREAM_COMPUTE);
+    return status ? status : gather ? gather : slice;
+}
+
+// Shards have been written: what was gathered before is not used again.
+static fsdp_status fsdpi_do_stale(fsdp_unit *u) {
+    u->stale = u->storage != FSDP_STORAGE_SHARDED;
+    return FSDP_OK;
+}
+
+// A view but for the gradient, whose presence is known to the caller's thread only.
+static void fsdpi_view_static(const fsdp_unit *u, int index, fsdp_param_view *v) {
+    const fsdpi_param *p = &u->params[index];
+    const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
+    memset(v, 0, sizeof *v);
+    v->unit = u->model->units[u->index];
+    v->name = p->name;
+    v->unit_name = u->name;
+    v->user = p->user;
+    v->unit_user = u->user;
+    v->ordinal = p->ordinal;
+    v->index = index;
+    v->dtype = p->dtype;
+    v->grad_dtype = fsdpi_grad_dtype(u->model, p->dtype);
+    v->ndim = p->lay.ndim;
+    v->shard_dim = p->lay.shard_dim;
+    v->requires_grad = p->requires_grad;
+    memcpy(v->shape, p->lay.shape, sizeof v->shape);
+    memcpy(v->local_shape, p->lay.shape, sizeof v->local_shape);
+    v->start[v->shard_dim] = p->lay.start;
+    v->local_shape[v->shard_dim] = p->lay.rows;
+    v->numel = p->lay.local_numel;
+    v->data = v->shard = flat->shard->ptr + fsdpi_bytes(p->lay.shard_offset, p->dtype);
+}
+
+// The view of a parameter for a user's function in a stream's order.
+static fsdp_param_view fsdpi_call_view(const fsdp_op *op) {
+    fsdp_param_view v;
+    fsdpi_view_static(op->unit, op->root, &v);
+    return v;
+}
+
+static fsdp_status fsdpi_call_pre_gather(const fsdp_op *op, void *stream) {
+    const fsdpi_param *p = &op->unit->params[op->root];
+    fsdp_param_view v = fsdpi_call_view(op);
+    void *strings[FSDP_GATHER_TENSORS];
+    for (int i = 0; i < p->num_strings; i++)
+        strings[i] = (char *)op->dst_ptr + p->string_offset[i] +
+                     op->unit->info.shard_mesh_rank * p->string_bytes[i];
+    return p->extension.pre_all_gather(p->extension.user, &v, strings, stream);
+}
+
+static fsdp_status fsdpi_call_post_gather(const fsdp_op *op, void *stream) {
+    const fsdpi_param *p = &op->unit->params[op->root];
+    fsdp_param_view v = fsdpi_call_view(op);
+    fsdp_dtype dtype = fsdpi_part_of(op->unit, p)->param_dtype;
+    const void *gathered[FSDP_GATHER_TENSORS];
+    for (int i = 0; i < p->num_strings; i++)
+        gathered[i] = (char *)op->dst_ptr + p->string_offset[i];
+    return p->extension.post_all_gather(
+        p->extension.user, &v, gathered,
+        (char *)op->dst_ptr + fsdpi_bytes(p->lay.full_offset, dtype), dtype, stream);
+}
+
+// A user's function about a parameter (or the unit: NULL), in the order of a stream.
+static fsdp_status fsdpi_emit_call(fsdp_unit *u, const fsdpi_param *p, int label, int stream,
+                                   fsdp_buf *src, fsdp_buf *dst,
+                                   fsdp_status (*call)(const fsdp_op *op, void *stream)) {
+    fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_CALL, label, stream);
+    op.root = p ? (int32_t)(p - u->params) : -1;
+    op.src = src;
+    op.dst = dst;
+    op.src_ptr = src->ptr;
+    op.dst_ptr = dst->ptr;
+    op.call = call;
+    return fsdpi_emit(u->model, &op);
+}
+
+// This rank's own part of the slot: casts, or the strings of extensions.
+static fsdp_status fsdpi_copy_in(fsdp_unit *u) {
+    fsdp_status status = FSDP_OK;
+    for (int k = 0; k < u->num_parts && !status; k++) {
+        fsdpi_part *part = &u->parts[k];
+        fsdp_buf *shard = fsdpi_flat_of(u, part)->shard;
+        fsdp_op in = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, FSDP_STREAM_GATHER);
+        status = part->extended
+                     ? fsdpi_emit_call(u, part->extended, FSDP_LABEL_PRE_GATHER, FSDP_STREAM_GATHER,
+                                       shard, u->gather, fsdpi_call_pre_gather)
+                     : fsdpi_emit_work(u->model, &in, shard, part->dtype, u->gather,
+                                       part->param_dtype, &part->copy_in);
+    }
+    return status;
+}
+
+// What was gathered becomes contiguous parameters.
+static fsdp_status fsdpi_copy_out(fsdp_unit *u) {
+    fsdp_status status = FSDP_OK;
+    for (int k = 0; k < u->num_parts && !status; k++) {
+        fsdpi_part *part = &u->parts[k];
+        fsdp_op out = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_COPY_OUT, FSDP_STREAM_GATHER);
+        status = part->extended ? fsdpi_emit_call(u, part->extended, FSDP_LABEL_POST_GATHER,
+                                                  FSDP_STREAM_GATHER, u->gather, u->gather,
+                                                  fsdpi_call_post_gather)
+                                : fsdpi_emit_work(u->model, &out, u->gather, part->param_dtype,
+                                                  u->gather, part->param_dtype, &part->copy_out);
+    }
+    return status;
+}
+
+static fsdp_status fsdpi_gather_shards(fsdp_unit *u) {
+    fsdp_model *m = u->model;
+    int staged = !fsdpi_is_plain(u); // my part is brought to the slot before
+    fsdp_status status = staged ? fsdpi_copy_in(u) : FSDP_OK;
+    if (!status && fsdpi_shards(u) > 1) {
+        fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER);
+        op.in_place = (uint8_t)staged;
+        op.comm = u->info.shard_comm;
+        op.group_size = fsdpi_shards(u);
+        status = fsdpi_emit_work(m, &op, staged ? u->gather : fsdpi_shard_of(u), u->gather_dtype,
+                                 u->gather, u->gather_dtype, &u->all_gather);
+    }
+    return status ? status : fsdpi_copy_out(u);
+}
+
+// From what was kept after forward, over fewer ranks; everything is in its last place already.
+static fsdp_status fsdpi_gather_slices(fsdp_unit *u) {
+    fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER);
+    op.comm = u->slice_comm;
+    op.group_size = u->slices;
+    fsdp_status status = fsdpi_emit_work(u->model, &op, u->slice, u->gather_dtype, u->gather,
+                                         u->gather_dtype, &u->slice_gather);
+    fsdp_status released = fsdpi_release(u, &u->slice, FSDP_STREAM_GATHER);
     return status ? status : released;
 }
 
 static fsdp_status fsdpi_do_unshard(fsdp_unit *u) {
-    fsdp_model *m = u->model;
     fsdp_status status = FSDP_OK;
     if (u->stale) {
         u->stale = 0;
         status = fsdpi_do_reshard(u);
     }
-    if (status || u->storage != FSDP_STORAGE_SHARDED) return status;
-    if (fsdpi_gather_is_alias(u)) {
-        u->storage = FSDP_STORAGE_IN_FLIGHT;
-        return FSDP_OK;
-    }
-    status = fsdpi_acquire(u, FSDP_POOL_GATHER, &u->gather);
-    if (status) return status;
-    fsdp_buf *shard = fsdpi_flat_of(u)->shard, *slot = u->gather;
-    fsdp_dtype dtype = u->param_dtype;
-    int cast = dtype != u->dtype;
-    if (cast) {
-        fsdp_op in = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, FSDP_STREAM_GATHER);
-        status = fsdpi_emit_work(m, &in, shard, u->dtype, slot, dtype, &u->copy_in);
-    }
-    if (!status && fsdpi_group_size(m) > 1) {
-        fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER);
-        op.in_place = (uint8_t)cast; // my part is in the slot already
-        status = fsdpi_emit_work(m, &op, cast ? slot : shard, dtype, slot, dtype, &u->all_gather);
-        if (!status && u->copy_out.num > 0) {
-            fsdp_op out = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_COPY_OUT, FSDP_STREAM_GATHER);
-            status = fsdpi_emit_work(m, &out, slot, dtype, slot, dtype, &u->copy_out);
-        }
+    if (status || u->storage == FSDP_STORAGE_IN_FLIGHT || u->storage == FSDP_STORAGE_UNSHARDED)
+        return status;
+    if (!fsdpi_gather_is_alias(u)) {
+        status = fsdpi_acquire(u, FSDP_POOL_GATHER, &u->gather);
+        if (!status) status = u->slice ? fsdpi_gather_slices(u) : fsdpi_gather_shards(u);
     }
     if (!status) u->storage = FSDP_STORAGE_IN_FLIGHT;
     return status;
 }
 
-static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
-    return u->reshard_after_forward == FSDP_RESHARD_NEVER ? FSDP_OK : fsdpi_do_reshard(u);
+static fsdp_status fsdpi_do_unshard_backward(fsdp_unit *u) {
+    return u->unshard_in_backward ? fsdpi_do_unshard(u) : FSDP_OK;
 }
 
-// What stays must not be in flight: the caller may write shards next.
+// Keep 1/n of what was gathered, or nothing, or all of it.
+static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
+    fsdp_model *m = u->model;
+    if (u->reshard_after_forward == FSDP_RESHARD_NEVER) return FSDP_OK;
+    if (u->reshard_after_forward == FSDP_RESHARD_ALWAYS) return fsdpi_do_reshard(u);
+    fsdp_status status = fsdpi_acquire(u, FSDP_POOL_SLICE, &u->slice);
+    if (status) return status;
+    fsdp_op op = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_SLICE, FSDP_STREAM_COMPUTE);
+    status = fsdpi_emit_work(m, &op, u->gather, u->gather_dtype, u->slice, u->gather_dtype,
+                             &u->slice_copy);
+    if (!status) status = fsdpi_release(u, &u->gather, FSDP_STREAM_COMPUTE);
+    if (!status) u->storage = FSDP_STORAGE_SHARDED_POST_FORWARD;
+    return status;
+}
+
+// What is still in flight was a prefetch that nobody used.
 static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
-    return u->reshard_after_backward ? fsdpi_do_reshard(u) : fsdpi_do_wait(u);
+    return u->reshard_after_backward || u->storage == FSDP_STORAGE_IN_FLIGHT ? fsdpi_do_reshard(u)
+                                                                             : FSDP_OK;
 }
 
 // Bound of the record of forwards; behind it prefetches are lost, nothing else.
@@ -3601,65 +3068,101 @@ static fsdp_status fsdpi_do_enter(fsdp_unit *u) {
     return FSDP_OK;
 }
 
-/* Implicit backward prefetch: the unit whose forward came before this one's is gathered while this
-   one computes. An inline device would only block earlier. */
-static fsdp_status fsdpi_do_prefetch(fsdp_unit *u) {
+// Gather a unit ahead of its use, unless that would hold more memory than prefetches may.
+static fsdp_status fsdpi_prefetch(fsdp_unit *u) {
     fsdp_model *m = u->model;
-    int at = u->last_order;
-    if (at < 0) return FSDP_OK;
-    u->last_order = m->order[at].previous;
-    if (at == 0 || m->world->mode == FSDPI_INLINE) return FSDP_OK;
-    return fsdpi_do_unshard(m->order[at - 1].unit);
+    int idle = u->storage != FSDP_STORAGE_IN_FLIGHT && u->storage != FSDP_STORAGE_UNSHARDED;
+    int64_t bytes = u->slot_bytes, most = m->desc.prefetch_bytes;
+    if ((!idle && !u->stale) || (most && m->ahead_bytes + bytes > most)) return FSDP_OK;
+    fsdp_status status = fsdpi_do_unshard(u);
+    if (status || !u->gather) return status;
+    u->ahead = 1;
+    m->ahead_bytes += bytes;
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_do_prefetch_forward(fsdp_unit *u) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < u->num_prefetch[0] && !status; i++)
+        status = fsdpi_prefetch(u->model->units[u->prefetch[0][i]]);
+    return status;
+}
+
+/* The units that were named; else the one whose forward came before this one's: it is gathered
+   while this one computes. An inline device would only block earlier. */
+static fsdp_status fsdpi_do_prefetch_backward(fsdp_unit *u) {
+    fsdp_model *m = u->model;
+    int at = u->last_order, policy = m->desc.implicit_prefetch;
+    fsdp_status status = FSDP_OK;
+    if (at >= 0) u->last_order = m->order[at].previous;
+    for (int i = 0; i < u->num_prefetch[1] && !status; i++) {
+        fsdp_unit *target = m->units[u->prefetch[1][i]];
+        if (target->unshard_in_backward) status = fsdpi_prefetch(target);
+    }
+    int hides = policy == FSDP_PREFETCH_DEFAULT ? m->world->mode != FSDPI_INLINE
+                                                : policy == FSDP_PREFETCH_ALWAYS;
+    if (u->num_prefetch[1] || at <= 0 || !hides || !m->order[at - 1].unit->unshard_in_backward)
+        return status;
+    return fsdpi_prefetch(m->order[at - 1].unit);
 }
 
 // Zero what the caller's backward does not store to: padding, in its own slot layout.
 static fsdp_status fsdpi_zero_padding(fsdp_unit *u) {
     fsdp_model *m = u->model;
-    int world = fsdpi_group_size(m);
+    int world = fsdpi_shards(u);
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < u->num_params && !status; i++) {
         const fsdpi_param *p = &u->params[i];
         if (!p->requires_grad) continue;
         status = fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad,
-                                 u->param_dtype, p->grad_offset + p->lay.numel,
+                                 fsdpi_part_of(u, p)->param_dtype, p->grad_offset + p->lay.numel,
                                  world * p->lay.shard_numel - p->lay.numel, 0);
     }
-    if (status || !u->pad_rin) return status;
-    int64_t direct = world * (u->train.shard_numel - u->train.packed_numel);
-    return fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, u->param_dtype,
-                           direct, world * u->train.packed_numel, 0);
+    for (int k = 0; k < u->num_parts && u->pad_rin && !status; k++) {
+        const fsdpi_part *part = &u->parts[k];
+        int64_t packed = part->train.packed_numel;
+        status = fsdpi_emit_fill(
+            m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, part->param_dtype,
+            part->grad + world * (part->train.shard_numel - packed), world * packed, 0);
+    }
+    return status;
 }
 
-// The caller writes buf next: its stream waits for who used or wrote it last.
+// The caller's stream writes a buffer from here on: it waits for those who read it.
 static fsdp_status fsdpi_caller_writes(fsdp_unit *u, fsdp_buf *buf) {
     fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_USE, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE);
     op.dst = buf;
     return fsdpi_emit(u->model, &op);
 }
 
-/* Where gradients will be written: zero, or what earlier microbatches left. One rank without casts
-   writes straight into the shard gradient, if that is where the gradient would be added anyway. */
+// One rank whose gradient is the shard gradient as it is written.
+static int fsdpi_grad_is_alias(const fsdp_unit *u) {
+    fsdp_dtype dtype = u->parts->dtype;
+    return fsdpi_ranks(u) == 1 && fsdpi_is_plain(u) && u->reduce_dtype == dtype &&
+           fsdpi_grad_dtype(u->model, dtype) == dtype && u->sync && !u->rin &&
+           (u->divide_factor == 0 || u->divide_factor == 1) && !u->all_reduce_hook &&
+           !(u->model->desc.grads_overwrite && u->has_grad);
+}
+
+/* Where gradients will be written: zero, or what earlier microbatches left. */
 static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
     fsdp_model *m = u->model;
-    fsdp_buf *sgrad = fsdpi_flat_of(u)->grad;
-    int overwrite = m->desc.grads_overwrite;
     if (u->num_train == 0 || u->grad) return FSDP_OK;
-    u->grad_alias = fsdpi_group_size(m) == 1 && u->param_dtype == u->dtype &&
-                    u->reduce_dtype == u->dtype && u->sync && !u->rin &&
-                    !(overwrite && u->has_grad);
+    u->grad_alias = (uint8_t)fsdpi_grad_is_alias(u);
     if (u->grad_alias) {
+        fsdp_buf *sgrad = fsdpi_flat_of(u, u->parts)->grad;
         int fill = !u->has_grad && !u->grad_is_zero;
         u->grad_is_zero = 0;
-        return fill ? fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, sgrad, u->dtype,
-                                      u->train.base, u->train.shard_numel, 0)
+        return fill ? fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, sgrad,
+                                      u->parts->dtype, u->parts->train.base, u->train_numel, 0)
                     : fsdpi_caller_writes(u, sgrad);
     }
     fsdp_status status = fsdpi_acquire(u, FSDP_POOL_GRAD, &u->grad);
     if (status) return status;
     for (int i = 0; i < u->num_params; i++) u->params[i].written = 0;
-    if (!overwrite)
-        return fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, u->param_dtype,
-                               0, u->grad_numel, 0);
+    if (!m->desc.grads_overwrite)
+        return fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, FSDP_U8, 0,
+                               u->grad_bytes, 0);
     status = fsdpi_zero_padding(u);
     return status ? status : fsdpi_caller_writes(u, u->grad);
 }
@@ -3671,24 +3174,56 @@ static fsdp_status fsdpi_zero_unused(fsdp_unit *u) {
         const fsdpi_param *p = &u->params[i];
         if (!p->requires_grad || p->written) continue;
         status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad,
-                                 u->param_dtype, p->grad_offset, p->lay.numel, 0);
+                                 fsdpi_part_of(u, p)->param_dtype, p->grad_offset, p->lay.numel, 0);
     }
     return status;
 }
 
-// Bring gradients to the reduce input: cast, chunk_cat, added to what earlier microbatches left.
+/* A reduction divides by `factor` in all: by `before`, a power of two, what goes into an f16 sum,
+   so that it stays in range, and by the rest what comes out.
+   Source: torch: _get_gradient_divide_factors. */
+static double fsdpi_divide_before(const fsdp_unit *u, double *factor) {
+    double before = 1;
+    *factor = u->divide_factor != 0 ? u->divide_factor : (double)fsdpi_ranks(u);
+    if (u->reduce_dtype != FSDP_F16 || fsdpi_ranks(u) == 1) return before;
+    while (fmod(*factor, before) == 0 && *factor / before > before) before *= 2;
+    return before;
+}
+
+// Gradients as they were written -> `dst` in the reduce dtype: cast, chunk_cat, divided, added.
+static fsdp_status fsdpi_emit_acc(fsdp_unit *u, fsdp_buf *dst, int accumulate) {
+    double factor, before = fsdpi_divide_before(u, &factor);
+    fsdp_status status = FSDP_OK;
+    for (int k = 0; k < u->num_parts && !status; k++) {
+        fsdpi_part *part = &u->parts[k];
+        fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE);
+        op.accumulate = (uint8_t)accumulate;
+        op.scale = 1.0 / before;
+        status = fsdpi_emit_work(u->model, &op, u->grad, part->param_dtype, dst, u->reduce_dtype,
+                                 &part->acc);
+    }
+    return status;
+}
+
+// Bring gradients to the reduce input, where earlier microbatches may be.
 static fsdp_status fsdpi_accumulate(fsdp_unit *u) {
-    fsdp_model *m = u->model;
     int held = u->rin != NULL;
     fsdp_status status = held ? FSDP_OK : fsdpi_acquire(u, FSDP_POOL_RIN, &u->rin);
     if (!status && !held && u->pad_rin)
-        status = fsdpi_emit_fill(m, u, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, u->rin, u->reduce_dtype,
-                                 0, u->reduce_numel, 0);
-    fsdp_op op = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE);
-    op.accumulate = (uint8_t)held;
-    if (!status)
-        status = fsdpi_emit_work(m, &op, u->grad, u->param_dtype, u->rin, u->reduce_dtype, &u->acc);
+        status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, u->rin,
+                                 u->reduce_dtype, 0, u->reduce_numel, 0);
+    if (!status) status = fsdpi_emit_acc(u, u->rin, held);
     return status ? status : fsdpi_release(u, &u->grad, FSDP_STREAM_REDUCE);
+}
+
+// A flag for each trainable, in the two dtypes of a reduction's input.
+static void fsdpi_set_flag(fsdp_unit *u, fsdpi_param *p) {
+    fsdp_dtype dtypes[2] = {u->parts[u->users_part].param_dtype, u->reduce_dtype};
+    char *flags[2] = {u->flags, u->wide_flags};
+    float flag = p->flag = p->used;
+    for (int i = 0; i < 2; i++)
+        (void)fsdp_convert(flags[i] + (size_t)p->user_index * fsdp_dtype_size(dtypes[i]), dtypes[i],
+                           &flag, FSDP_F32, 1);
 }
 
 /* Who used which parameter rides along: num_train flags for every rank, summed like gradients. The
@@ -3700,12 +3235,7 @@ static fsdp_status fsdpi_emit_users(fsdp_unit *u, fsdp_buf *input, fsdp_dtype dt
         fsdpi_param *p = &u->params[i];
         if (p->requires_grad && p->used != p->flag) {
             if (u->flags_step == m->step + 1) fsdpi_drain(m->world); // a copy may still read them
-            float flag = p->flag = p->used;
-            (void)fsdp_convert(u->flags + (size_t)p->user_index * fsdp_dtype_size(u->param_dtype),
-                               u->param_dtype, &flag, FSDP_F32, 1);
-            (void)fsdp_convert(u->wide_flags +
-                                   (size_t)p->user_index * fsdp_dtype_size(u->reduce_dtype),
-                               u->reduce_dtype, &flag, FSDP_F32, 1);
+            fsdpi_set_flag(u, p);
         }
         p->used = 0;
     }
@@ -3730,83 +3260,203 @@ static void fsdpi_own_users(fsdp_unit *u) {
     }
 }
 
-// Reduce output -> shard gradients: scale, cast, add to what is there. The trainables and, over
-// several ranks, the users.
-static fsdp_status fsdpi_red_out(fsdp_unit *u, fsdp_buf *from, fsdp_dtype dtype,
-                                 const fsdpi_work *work, double scale, int accumulate) {
-    fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE);
-    op.scale = scale;
-    op.accumulate = (uint8_t)accumulate;
-    return fsdpi_emit_work(u->model, &op, from, dtype, fsdpi_flat_of(u)->grad, u->dtype, work);
+// Upstream's rule: ranks must have used the same parameters, which the collective then compares.
+static uint64_t fsdpi_used_hash(const fsdp_unit *u) {
+    uint64_t h = u->desc_hash;
+    for (int i = 0; i < u->num_params; i++) h = fsdpi_hash(h, u->params[i].used);
+    return h;
 }
 
-// Reduce input -> shard gradients, over all ranks: in one fused op, or by way of a reduce output.
-static fsdp_status fsdpi_reduce_scatter(fsdp_unit *u, fsdp_buf **input, fsdp_dtype dtype) {
+// Did any rank use a trainable parameter that has been reduced?
+static int fsdpi_was_used(const fsdp_unit *u, const fsdpi_param *p) {
+    fsdp_dtype dtype = u->parts[u->users_part].dtype, grad = fsdpi_grad_dtype(u->model, dtype);
+    int64_t at = fsdpi_bytes(u->users_base + p->user_index, grad);
+    float users = p->has_grad;
+    if (fsdpi_ranks(u) > 1)
+        (void)fsdp_convert(&users, FSDP_F32, u->model->flats[dtype].grad->ptr + at, grad, 1);
+    return users != 0.0f;
+}
+
+// Is the sum over the shard group the shard gradient itself: nothing to do behind the reduction?
+static int fsdpi_is_straight(const fsdp_unit *u) {
+    fsdp_dtype grad = fsdpi_grad_dtype(u->model, u->parts[u->users_part].dtype);
+    if (fsdpi_shards(u) == 1 || fsdpi_replicas(u) > 1 || u->train_parts > 1 || u->all_reduce_hook ||
+        u->model->desc.cpu_offload)
+        return 0;
+    return fsdpi_can_fuse(u) ? fsdpi_is_wide(u->reduce_dtype)
+                             : u->reduce_dtype == grad && !u->has_grad;
+}
+
+/* Reduce input -> the sums over the shard group: to the shard gradient if that is all, else to the
+   unit's reduce output, added to what waits there for an all-reduce. */
+static fsdp_status fsdpi_reduce_scatter(fsdp_unit *u, fsdp_buf **input, fsdp_dtype dtype,
+                                        uint64_t used, int straight, double scale) {
     fsdp_model *m = u->model;
-    fsdp_buf *sgrad = fsdpi_flat_of(u)->grad, *rout = NULL;
-    double scale = 1.0 / fsdpi_group_size(m);
-    int fused = fsdpi_can_fuse(u);
-    int straight = fused ? fsdpi_is_wide(u->reduce_dtype)
-                         : u->reduce_dtype == u->dtype && !u->has_grad;
-    fsdp_op op = fsdpi_op(m, u, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, FSDP_STREAM_REDUCE);
-    fsdp_status status = straight ? FSDP_OK : fsdpi_acquire(u, FSDP_POOL_ROUT, &rout);
+    const fsdpi_part *part = &u->parts[u->users_part];
+    fsdp_buf *sgrad = fsdpi_flat_of(u, part)->grad, *fresh = NULL;
+    fsdp_dtype grad = fsdpi_grad_dtype(m, part->dtype), out = straight ? grad : u->reduce_dtype;
+    int fused = fsdpi_can_fuse(u), adds = u->rout && fused && fsdpi_is_wide(u->reduce_dtype);
+    fsdp_status status = straight || adds ? FSDP_OK : fsdpi_acquire(u, FSDP_POOL_ROUT, &fresh);
     if (status) return status;
-    if (straight && fused) {
+    fsdp_op op = fsdpi_op(m, u, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, FSDP_STREAM_REDUCE);
+    op.comm = u->reduce_comm;
+    op.group_size = fsdpi_shards(u);
+    op.what_hash = used;
+    if (straight && fused) op.scale = scale;
+    op.accumulate = (uint8_t)(straight ? fused && u->has_grad : adds);
+    status = fsdpi_emit_work(m, &op, *input, dtype,
+                             straight ? sgrad
+                             : adds   ? u->rout
+                                      : fresh,
+                             out, straight ? &u->reduce_scatter : &u->to_rout);
+    if (!status) status = fsdpi_release(u, input, FSDP_STREAM_REDUCE);
+    if (!status && straight && !fused) {
+        fsdp_op rescale = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE);
+        rescale.scale = scale;
+        status = fsdpi_emit_work(m, &rescale, sgrad, grad, sgrad, grad, &part->rescale);
+    }
+    if (!status && fresh && u->rout) {
+        fsdp_op add = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_PARTIAL, FSDP_STREAM_REDUCE);
+        fsdpi_work whole = u->partial;
+        add.accumulate = 1;
+        status = fsdpi_emit_work(m, &add, fresh, out, u->rout, out, &whole);
+        if (!status) status = fsdpi_release(u, &fresh, FSDP_STREAM_REDUCE);
+    } else if (fresh) {
+        u->rout = fresh;
+    }
+    return status;
+}
+
+static fsdp_status fsdpi_call_all_reduce_hook(const fsdp_op *op, void *stream) {
+    fsdp_unit *u = op->unit->model->units[op->unit->index];
+    return u->all_reduce_hook(u->all_reduce_user, u, op->dst_ptr, u->train_numel, u->reduce_dtype,
+                              stream);
+}
+
+// Sums over the shard group -> shard gradients: over the replicas, the user's hook, divide, cast,
+// add to what is there.
+static fsdp_status fsdpi_red_out(fsdp_unit *u, fsdp_buf **from, fsdp_dtype dtype, double scale) {
+    fsdp_model *m = u->model;
+    int stream = fsdpi_replicas(u) > 1 ? FSDP_STREAM_ALLREDUCE : FSDP_STREAM_REDUCE;
+    fsdp_status status = FSDP_OK;
+    if (fsdpi_replicas(u) > 1) {
+        fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, stream);
+        op.comm = u->replicate_comm;
+        op.group_size = fsdpi_replicas(u);
+        op.in_place = 1;
+        status = fsdpi_emit_work(m, &op, *from, dtype, *from, dtype, &u->partial);
+    }
+    if (!status && u->all_reduce_hook)
+        status = fsdpi_emit_call(u, NULL, FSDP_LABEL_ALL_REDUCE_HOOK, stream, *from, *from,
+                                 fsdpi_call_all_reduce_hook);
+    for (int k = 0; k < u->num_parts && !status; k++) {
+        const fsdpi_part *part = &u->parts[k];
+        fsdp_op op = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, stream);
         op.scale = scale;
         op.accumulate = u->has_grad;
+        if (part->num_train)
+            status = fsdpi_emit_work(m, &op, *from, dtype, fsdpi_flat_of(u, part)->grad,
+                                     fsdpi_grad_dtype(m, part->dtype), &part->red_out);
     }
-    status = fsdpi_emit_work(m, &op, *input, dtype, straight ? sgrad : rout,
-                             straight ? u->dtype : u->reduce_dtype,
-                             straight ? &u->reduce_scatter : &u->to_rout);
-    if (!status) status = fsdpi_release(u, input, FSDP_STREAM_REDUCE);
-    if (!status && straight && !fused)
-        status = fsdpi_red_out(u, sgrad, u->dtype, &u->rescale, scale, 0);
-    if (!status && !straight)
-        status = fsdpi_red_out(u, rout, u->reduce_dtype, &u->red_out, scale, u->has_grad);
-    fsdp_status released = fsdpi_release(u, &rout, FSDP_STREAM_REDUCE);
+    fsdp_status released = fsdpi_release(u, from, stream);
     return status ? status : released;
 }
 
-/* End of a unit's backward. Without sync the gradients stay, in the slot where they were written
-   or, if they are to be widened or would be overwritten, summed in the reduce input. */
-static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
-    fsdp_model *m = u->model;
-    if (u->num_train == 0) return FSDP_OK;
-    if (u->grad_alias) { // other units may have written the block meanwhile: the event is for both
-        u->has_grad = 1;
-        fsdpi_own_users(u);
-        return fsdpi_caller_writes(u, fsdpi_flat_of(u)->grad);
-    }
-    int overwrite = m->desc.grads_overwrite;
-    fsdp_status status = overwrite ? fsdpi_zero_unused(u) : FSDP_OK;
-    if (!status && !m->dry) // the caller wrote it
-        status = fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &u->grad->ready);
-    int elsewhere = u->rin || fsdpi_must_convert(u) ||
-                    (!u->sync && (overwrite || u->param_dtype != u->reduce_dtype));
-    if (!status && elsewhere) status = fsdpi_accumulate(u);
-    if (status || !u->sync) return status;
-    fsdp_buf **input = u->rin ? &u->rin : &u->grad;
-    fsdp_dtype dtype = u->rin ? u->reduce_dtype : u->param_dtype;
-    if (fsdpi_group_size(m) == 1) { // the sum over one rank is its gradient
-        status = fsdpi_red_out(u, *input, dtype, &u->red_out, 1.0, u->has_grad);
-        if (!status) status = fsdpi_release(u, input, FSDP_STREAM_REDUCE);
-        fsdpi_own_users(u);
-    } else {
-        fsdp_op cat = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE);
-        if (!u->rin)
-            status = fsdpi_emit_work(m, &cat, u->grad, dtype, u->grad, dtype, &u->chunk_cat);
-        if (!status) status = fsdpi_emit_users(u, *input, dtype);
-        if (!status) status = fsdpi_reduce_scatter(u, input, dtype);
-    }
-    if (status) return status;
-    u->has_grad = 1;
-    u->grad_is_zero = 0;
-    return FSDP_OK;
+static fsdp_status fsdpi_call_grad_hook(const fsdp_op *op, void *stream) {
+    const fsdp_unit *u = op->unit;
+    const fsdpi_param *p = &u->params[op->root];
+    const fsdpi_part *part = fsdpi_part_of(u, p);
+    fsdp_dtype dtype = fsdpi_grad_dtype(u->model, part->dtype);
+    fsdp_param_view v = fsdpi_call_view(op);
+    v.shard_grad = fsdpi_flat_of(u, part)->grad->ptr + fsdpi_bytes(p->lay.shard_offset, dtype);
+    return fsdpi_was_used(u, p) ? p->grad_hook(p->grad_hook_user, &v, stream) : FSDP_OK;
 }
 
-static fsdp_status fsdpi_do_stale(fsdp_unit *u) {
-    u->stale = u->storage != FSDP_STORAGE_SHARDED;
-    return FSDP_OK;
+// The shard gradients of a unit are on their way: whoever waits for a parameter's is told.
+static fsdp_status fsdpi_grads_done(fsdp_unit *u, int stream) {
+    fsdp_status status = FSDP_OK;
+    u->has_grad = u->counted = 1;
+    u->grad_is_zero = 0;
+    if (fsdpi_ranks(u) == 1) fsdpi_own_users(u);
+    for (int i = 0; i < u->num_params && !status; i++) {
+        const fsdpi_param *p = &u->params[i];
+        const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
+        if (!p->grad_hook || !p->requires_grad) continue;
+        (void)fsdpi_do_stale(u); // the hook may write shards
+        status = fsdpi_emit_call(u, p, FSDP_LABEL_GRAD_HOOK, stream, flat->grad, flat->shard,
+                                 fsdpi_call_grad_hook);
+    }
+    return status;
+}
+
+// Is a reduction due now? One shard has no sums to keep but the gradients themselves.
+static int fsdpi_syncs(const fsdp_unit *u) {
+    return u->sync && (u->all_reduce || fsdpi_shards(u) > 1 || fsdpi_replicas(u) == 1);
+}
+
+// What backward wrote goes to where it is summed up, unless it can stay in the slot.
+static fsdp_status fsdpi_collect(fsdp_unit *u) {
+    int overwrite = u->model->desc.grads_overwrite;
+    fsdp_dtype dtype = u->parts[u->users_part].param_dtype;
+    fsdp_status status = overwrite ? fsdpi_zero_unused(u) : FSDP_OK;
+    if (!status && !u->model->dry) // the caller wrote it
+        status = fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &u->grad->ready);
+    int elsewhere = u->rin || fsdpi_must_convert(u) ||
+                    (!fsdpi_syncs(u) && (overwrite || dtype != u->reduce_dtype));
+    return status || !elsewhere ? status : fsdpi_accumulate(u);
+}
+
+// The gradients in the slot become a reduce input where they are.
+static fsdp_status fsdpi_chunk_cat(fsdp_unit *u) {
+    double factor;
+    fsdpi_part *part = &u->parts[u->users_part];
+    if (fsdpi_divide_before(u, &factor) != 1) return fsdpi_emit_acc(u, u->grad, 0);
+    fsdp_op cat = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE);
+    return fsdpi_emit_work(u->model, &cat, u->grad, part->param_dtype, u->grad, part->param_dtype,
+                           &part->chunk_cat);
+}
+
+static int fsdpi_any_used(const fsdp_unit *u) {
+    int any = u->model->dry;
+    for (int i = 0; i < u->num_params; i++) any |= u->params[i].used;
+    return any;
+}
+
+/* End of a unit's backward: reduce over the shard group, over the replicas, to the shard gradients.
+   Without sync gradients stay, in the slot where they were written or, if they are to be widened or
+   would be overwritten, summed in the reduce input; without all_reduce, in the reduce output. */
+static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
+    double factor, before = fsdpi_divide_before(u, &factor);
+    int straight = fsdpi_is_straight(u), one = fsdpi_shards(u) == 1;
+    int stream = fsdpi_replicas(u) > 1 ? FSDP_STREAM_ALLREDUCE : FSDP_STREAM_REDUCE;
+    if (u->num_train == 0) return FSDP_OK;
+    if (u->grad_alias) { // other units may have written the block meanwhile: the event is for both
+        fsdp_status status = fsdpi_caller_writes(u, fsdpi_flat_of(u, u->parts)->grad);
+        return status ? status : fsdpi_grads_done(u, FSDP_STREAM_COMPUTE);
+    }
+    if (!u->reduce_unused && !fsdpi_any_used(u) && !u->rout)
+        return fsdpi_release(u, &u->grad, FSDP_STREAM_COMPUTE);
+    fsdp_status status = u->grad ? fsdpi_collect(u) : FSDP_OK;
+    if (status || !fsdpi_syncs(u)) return status;
+    fsdp_buf **input = u->rin ? &u->rin : &u->grad;
+    fsdp_dtype dtype = u->rin ? u->reduce_dtype : u->parts[u->users_part].param_dtype;
+    if (*input) {
+        uint64_t used = u->reduce_unused ? u->desc_hash : fsdpi_used_hash(u);
+        if (!u->rin) status = fsdpi_chunk_cat(u);
+        if (!status && fsdpi_ranks(u) > 1) status = fsdpi_emit_users(u, *input, dtype);
+        if (!status && !one)
+            status = fsdpi_reduce_scatter(u, input, dtype, used, straight, before / factor);
+    }
+    if (status || (fsdpi_replicas(u) > 1 && !u->all_reduce)) return status;
+    if (!straight)
+        status = fsdpi_red_out(u, one ? input : &u->rout, one ? dtype : u->reduce_dtype,
+                               before / factor);
+    return status ? status : fsdpi_grads_done(u, stream);
+}
+
+// Finalize: gradients of earlier microbatches of a unit that this backward did not reach.
+static fsdp_status fsdpi_do_leftovers(fsdp_unit *u) {
+    return u->sync && (u->grad || u->rin || u->rout) ? fsdpi_do_reduce(u) : FSDP_OK;
 }
 
 static fsdp_status fsdpi_do_zero_grad(fsdp_unit *u) {
@@ -3817,14 +3467,18 @@ static fsdp_status fsdpi_do_zero_grad(fsdp_unit *u) {
 
 // After reset nothing of a step is left. The streams have been drained.
 static fsdp_status fsdpi_do_drop(fsdp_unit *u) {
+    fsdp_buf **slots[3] = {&u->grad, &u->rin, &u->rout};
     fsdp_status status = fsdpi_do_reshard(u);
-    fsdp_status grad = fsdpi_release(u, &u->grad, FSDP_STREAM_COMPUTE),
-                rin = fsdpi_release(u, &u->rin, FSDP_STREAM_COMPUTE);
+    for (int i = 0; i < 3; i++) {
+        fsdp_status released = fsdpi_release(u, slots[i], FSDP_STREAM_COMPUTE);
+        if (!status) status = released;
+    }
     for (int i = 0; i < u->num_params; i++) u->params[i].used = 0;
     u->forwards = 0;
     u->last_order = -1;
+    u->counted = 0;
     (void)fsdpi_do_zero_grad(u);
-    return status ? status : grad ? grad : rin;
+    return status;
 }
 
 enum { FSDPI_I = 1, FSDPI_F = 2, FSDPI_P = 4, FSDPI_B = 8, FSDPI_ALL = 15 }; // 1 << training state
@@ -3843,7 +3497,8 @@ typedef struct fsdpi_row {
 static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
 //   from               phase       due next            actions
     { // pre_forward
-        {FSDPI_I | FSDPI_F, FSDPI_OUT,  0, FSDP_STATE_FORWARD, {fsdpi_do_unshard, fsdpi_do_wait}},
+        {FSDPI_I | FSDPI_F, FSDPI_OUT,  0, FSDP_STATE_FORWARD,
+            {fsdpi_do_unshard, fsdpi_do_wait, fsdpi_do_prefetch_forward}},
         // recompute: of a unit nested in others' backward, of the unit whose backward it is
         {FSDPI_I | FSDPI_B, FSDPI_IN,   1, FSDP_STATE_FORWARD, {fsdpi_do_unshard, fsdpi_do_wait}},
         {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP,         {fsdpi_do_unshard, fsdpi_do_wait}},
@@ -3856,7 +3511,8 @@ static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
     },
     { // pre_backward
         {FSDPI_I | FSDPI_B, FSDPI_BOTH, 1, FSDP_STATE_PRE_BACKWARD,
-            {fsdpi_do_unshard, fsdpi_do_wait, fsdpi_do_grads, fsdpi_do_prefetch, fsdpi_do_enter}},
+            {fsdpi_do_unshard_backward, fsdpi_do_wait, fsdpi_do_grads,
+             fsdpi_do_prefetch_backward, fsdpi_do_enter}},
         {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}},
     },
     { // post_backward
@@ -3869,7 +3525,8 @@ static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
     { // finalize
         {FSDPI_P,           FSDPI_BOTH, 0, FSDP_STATE_IDLE,
             {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
-        {FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDP_STATE_IDLE, {fsdpi_do_reshard_backward}},
+        {FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDP_STATE_IDLE,
+            {fsdpi_do_reshard_backward, fsdpi_do_leftovers}},
     },
     {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // data
     {{FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}}}, // grad
@@ -3878,6 +3535,7 @@ static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
     {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}}}, // full
     {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_zero_grad}}}, // zero_grad
     {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}}}, // clip
+    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}}}, // set_requires_grad
     {{FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // set
     {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDP_STATE_IDLE, {fsdpi_do_drop}}}, // reset
 };
@@ -3905,7 +3563,8 @@ static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
 // The text of a call in a wrong state asks the table what is possible.
 static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, int call) {
     static const char *const states[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
-    static const char *const storages[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED"};
+    static const char *const storages[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED",
+                                           "SHARDED_POST_FORWARD"};
     char possible[256] = "";
     size_t used = 0;
     for (int c = 0; c < FSDP_CALL_COUNT; c++) {
@@ -3947,21 +3606,23 @@ static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
 static void fsdpi_place_units(fsdp_model *m) {
     for (int d = 0; d < FSDP_DTYPE_COUNT; d++)
         m->flats[d].train_numel = m->flats[d].numel = m->flats[d].grad_numel = 0;
-    for (int i = 0; i < m->num_units; i++) {
-        fsdp_unit *u = m->units[i];
-        fsdpi_flat_block *flat = &m->flats[u->dtype];
-        u->train.base = flat->train_numel;
-        flat->train_numel += fsdpi_align_up(u->train.shard_numel, FSDP_ALIGN_NUMEL);
+    for (int trainable = 1; trainable >= 0; trainable--) {
+        for (int i = 0; i < m->num_units; i++) {
+            fsdp_unit *u = m->units[i];
+            for (int k = 0; k < u->num_parts; k++) {
+                fsdpi_flat_block *flat = fsdpi_flat_of(u, &u->parts[k]);
+                fsdpi_list *list = trainable ? &u->parts[k].train : &u->parts[k].frozen;
+                list->base = flat->numel;
+                flat->numel += fsdpi_align_up(list->shard_numel, FSDP_ALIGN_NUMEL);
+                if (trainable) flat->train_numel = flat->grad_numel = flat->numel;
+            }
+        }
     }
-    for (int d = 0; d < FSDP_DTYPE_COUNT; d++)
-        m->flats[d].numel = m->flats[d].grad_numel = m->flats[d].train_numel;
     for (int i = 0; i < m->num_units; i++) {
         fsdp_unit *u = m->units[i];
-        fsdpi_flat_block *flat = &m->flats[u->dtype];
-        u->frozen.base = flat->numel;
-        flat->numel += fsdpi_align_up(u->frozen.shard_numel, FSDP_ALIGN_NUMEL);
+        fsdpi_flat_block *flat = fsdpi_flat_of(u, &u->parts[u->users_part]);
         u->users_base = flat->grad_numel;
-        if (fsdpi_group_size(m) > 1) flat->grad_numel += u->num_train;
+        if (fsdpi_ranks(u) > 1) flat->grad_numel += u->num_train;
     }
 }
 
@@ -3971,95 +3632,170 @@ static fsdp_block fsdpi_run(int64_t src, int64_t dst, int64_t width) {
     return b;
 }
 
-// The lists that need offsets in the flat blocks or another form than the layout's.
-static void fsdpi_unit_lists(fsdp_unit *u) {
-    int world = fsdpi_group_size(u->model), rank = u->model->info.shard_mesh_rank;
-    int64_t shard_numel = u->train.shard_numel;
-    for (int i = 0; i < u->all_gather.num; i++) {
-        fsdp_seg s = u->all_gather.segs[i];
-        u->copy_in.blocks[u->copy_in.num++] = fsdpi_run(s.shard, s.full + rank * s.count, s.count);
+static void fsdpi_add_block(fsdpi_work *work, fsdp_block block) {
+    work->blocks[work->num++] = block;
+}
+
+// Lists of a part that need offsets in the flat blocks or another form than the layout's.
+static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gather,
+                             int num_gather) {
+    int world = fsdpi_shards(u), rank = u->info.shard_mesh_rank;
+    int64_t to_rin = world * part->reduce - part->grad, numel = part->train.shard_numel;
+    for (int i = 0; i < num_gather; i++) {
+        fsdp_seg s = gather[i];
+        fsdpi_add_block(&part->copy_in, fsdpi_run(s.shard, s.full + rank * s.count, s.count));
     }
-    for (int i = 0; i < u->chunk_cat.num; i++) { // the layout's blocks, from right to left
-        fsdp_block b = u->chunk_cat.blocks[i];
+    for (int i = 0; i < part->chunk_cat.num; i++) { // the layout's blocks, from right to left
+        fsdp_block b = part->chunk_cat.blocks[i];
         fsdp_block reversed = {b.dst, b.src, b.width, b.height, b.dst_pitch, b.src_pitch};
-        u->chunk_cat.blocks[i] = u->acc.blocks[u->acc.num++] = reversed;
+        part->chunk_cat.blocks[i] = reversed;
+        reversed.dst += to_rin;
+        fsdpi_add_block(&part->acc, reversed);
     }
     for (int i = 0; i < u->num_params; i++) {
         const fsdpi_param *p = &u->params[i];
-        if (!p->requires_grad) continue;
+        if (!p->requires_grad || fsdpi_part_of(u, p) != part) continue;
         if (p->lay.direct)
-            u->acc.blocks[u->acc.num++] = fsdpi_run(p->grad_offset, p->grad_offset,
-                                                    world * p->lay.shard_numel);
+            fsdpi_add_block(&part->acc, fsdpi_run(p->grad_offset, p->grad_offset + to_rin,
+                                                  world * p->lay.shard_numel));
         else u->pad_rin |= p->lay.shard_dim > 0 && p->lay.shape[p->lay.shard_dim] % world != 0;
     }
-    for (int i = 0; i < u->reduce_scatter.num; i++) {
-        u->to_rout.segs[i] = u->reduce_scatter.segs[i];
-        u->to_rout.segs[i].shard -= u->train.base;
+    fsdpi_add_block(&part->red_out, fsdpi_run(part->reduce, part->train.base, numel));
+    fsdpi_add_block(&part->rescale, fsdpi_run(part->train.base, part->train.base, numel));
+    if (fsdpi_ranks(u) > 1 && part == &u->parts[u->users_part]) { // the counts of users behind them
+        fsdpi_add_block(&part->red_out, fsdpi_run(u->train_numel, u->users_base, u->num_train));
+        fsdpi_add_block(&part->rescale, fsdpi_run(u->users_base, u->users_base, u->num_train));
     }
-    u->red_out.blocks[u->red_out.num++] = fsdpi_run(0, u->train.base, shard_numel);
-    u->rescale.blocks[u->rescale.num++] = fsdpi_run(u->train.base, u->train.base, shard_numel);
-    if (world > 1 && u->num_train > 0) { // the counts of users are one segment more
+}
+
+// Segments of the reduction, to the flat block and to the reduce output, with the counts of users.
+static void fsdpi_reduce_lists(fsdp_unit *u) {
+    int num = u->reduce_scatter.num, world = fsdpi_shards(u);
+    for (int i = 0; i < num; i++) {
+        fsdp_seg s = u->reduce_scatter.segs[i];
+        s.shard = s.full / world; // segment by segment, the full side is `world` times as long
+        u->to_rout.segs[i] = s;
+    }
+    if (fsdpi_ranks(u) > 1 && u->num_train > 0) {
         fsdp_seg counts = {u->users_base, u->users_offset, u->num_train};
         fsdp_block rows = {0, u->users_offset, u->num_train, world, 0, u->num_train};
-        u->reduce_scatter.segs[u->reduce_scatter.num++] = counts;
-        counts.shard = shard_numel;
-        u->to_rout.segs[u->reduce_scatter.num - 1] = counts;
-        u->users.blocks[u->users.num++] = rows;
-        u->red_out.blocks[u->red_out.num++] = fsdpi_run(shard_numel, u->users_base, u->num_train);
-        u->rescale.blocks[u->rescale.num++] = fsdpi_run(u->users_base, u->users_base, u->num_train);
+        u->reduce_scatter.segs[num] = counts;
+        counts.shard = u->train_numel;
+        u->to_rout.segs[num++] = counts;
+        fsdpi_add_block(&u->users, rows);
     }
-    u->to_rout.num = u->reduce_scatter.num;
+    u->to_rout.num = u->reduce_scatter.num = num;
+    fsdpi_add_block(&u->partial, fsdpi_run(0, 0, u->reduce_numel / world));
+}
+
+// 1/n of each gathered parameter where it lies, for reshard_after_forward = n.
+static void fsdpi_slice_lists(fsdp_unit *u) {
+    int64_t at = 0, bytes = u->gather_dtype == FSDP_U8;
+    for (int i = 0; i < u->num_params && u->slices; i++) {
+        const fsdpi_param *p = &u->params[i];
+        int64_t size = bytes ? fsdpi_bytes(1, fsdpi_part_of(u, p)->param_dtype) : 1;
+        int64_t count = fsdpi_shards(u) / u->slices * p->lay.shard_numel * size;
+        int64_t full = p->lay.full_offset * size, me = u->info.shard_mesh_rank % u->slices;
+        fsdp_seg s = {at, full, count};
+        u->slice_gather.segs[u->slice_gather.num++] = s;
+        fsdpi_add_block(&u->slice_copy, fsdpi_run(full + me * count, at, count));
+        at += count;
+    }
 }
 
 static void fsdpi_work_count(fsdpi_work *work) {
+    work->count = 0;
     for (int i = 0; i < work->num; i++)
         work->count += (uint64_t)(work->blocks ? work->blocks[i].width * work->blocks[i].height
                                                : work->segs[i].count);
 }
 
+// All works of a unit: first those of segments, then those of blocks, part after part, each with
+// room for what its list may need. With `at` they are placed there. Returns the bytes of all.
+enum { FSDPI_SEG_WORKS = 4, FSDPI_PART_WORKS = 6 };
+static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
+    size_t params = (size_t)u->num_params, segs = params + 2 * (size_t)u->num_parts + 1, bytes = 0;
+    fsdpi_work *with_segs[FSDPI_SEG_WORKS] = {&u->all_gather, &u->slice_gather, &u->reduce_scatter,
+                                              &u->to_rout};
+    for (int i = 0; i < u->num_params; i++) segs += (size_t)u->params[i].num_strings;
+    for (int i = 0; i < FSDPI_SEG_WORKS; i++, bytes += segs * sizeof(fsdp_seg))
+        if (at) with_segs[i]->segs = (fsdp_seg *)(void *)(at + bytes);
+    fsdpi_work *whole[3] = {&u->slice_copy, &u->partial, &u->users};
+    for (int i = 0; i < 3; i++, bytes += (params + 1) * sizeof(fsdp_block))
+        if (at) whole[i]->blocks = (fsdp_block *)(void *)(at + bytes);
+    for (int k = 0; k < u->num_parts; k++) {
+        fsdpi_part *part = &u->parts[k];
+        size_t out = (size_t)part->copy_out.num, cat = (size_t)part->chunk_cat.num;
+        size_t rooms[FSDPI_PART_WORKS] = {segs, out, cat, cat + params, 2, 2};
+        fsdpi_work *works[FSDPI_PART_WORKS] = {&part->copy_in, &part->copy_out, &part->chunk_cat,
+                                               &part->acc,     &part->red_out,  &part->rescale};
+        for (int i = 0; i < FSDPI_PART_WORKS; bytes += rooms[i++] * sizeof(fsdp_block))
+            if (at) works[i]->blocks = (fsdp_block *)(void *)(at + bytes);
+    }
+    size_t flags = (size_t)u->num_train * 8;
+    u->flags = at ? at + bytes : NULL;
+    u->wide_flags = at ? at + bytes + flags : NULL;
+    return bytes + 2 * flags;
+}
+
+static void fsdpi_count_lists(fsdp_unit *u) {
+    fsdpi_work *works[] = {&u->all_gather, &u->slice_gather, &u->reduce_scatter, &u->to_rout,
+                           &u->slice_copy, &u->partial,      &u->users};
+    for (size_t i = 0; i < sizeof works / sizeof *works; i++) fsdpi_work_count(works[i]);
+    for (int k = 0; k < u->num_parts; k++) {
+        fsdpi_part *part = &u->parts[k];
+        fsdpi_work *own[FSDPI_PART_WORKS] = {&part->copy_in, &part->copy_out, &part->chunk_cat,
+                                             &part->acc,     &part->red_out,  &part->rescale};
+        for (int i = 0; i < FSDPI_PART_WORKS; i++) fsdpi_work_count(own[i]);
+    }
+}
+
 static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     fsdp_model *m = u->model;
-    size_t segs = (size_t)(u->num_params + 1), flags = (size_t)u->num_train * 8;
-    fsdpi_work *with_segs[] = {&u->all_gather, &u->reduce_scatter, &u->to_rout};
-    fsdpi_work *with_blocks[] = {&u->copy_in, &u->copy_out, &u->chunk_cat, &u->acc,
-                                 &u->users,   &u->red_out,  &u->rescale};
-    size_t rooms[] = {segs,
-                      (size_t)u->copy_out.num,
-                      (size_t)u->chunk_cat.num,
-                      (size_t)u->chunk_cat.num + segs,
-                      1,
-                      2,
-                      2};
-    size_t blocks = 0;
-    for (int i = 0; i < 7; i++) blocks += rooms[i];
-    char *at = (char *)fsdpi_model_alloc(m, 3 * segs * sizeof(fsdp_seg) +
-                                                blocks * sizeof(fsdp_block) + 2 * flags);
+    char *at = (char *)fsdpi_model_alloc(m, fsdpi_place_lists(u, NULL));
     if (!at)
         return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
                           "commit: no memory for the lists of unit '%s'", u->name);
     u->lists = at;
-    for (int i = 0; i < 3; i++, at += segs * sizeof(fsdp_seg))
-        with_segs[i]->segs = (fsdp_seg *)(void *)at;
-    for (int i = 0; i < 7; at += rooms[i++] * sizeof(fsdp_block))
-        with_blocks[i]->blocks = (fsdp_block *)(void *)at;
-    u->flags = at;
-    u->wide_flags = at + flags;
+    u->flags_step = 0;
+    (void)fsdpi_place_lists(u, at);
     (void)fsdpi_unit_layout(u, tmp);
-    fsdpi_unit_lists(u);
-    for (int i = 0; i < 3; i++) fsdpi_work_count(with_segs[i]);
-    for (int i = 0; i < 7; i++) fsdpi_work_count(with_blocks[i]);
+    const fsdp_seg *gather = u->all_gather.segs;
+    for (int k = 0; k < u->num_parts; k++) {
+        fsdpi_part *part = &u->parts[k];
+        int num = part->extended ? part->extended->num_strings : part->num_gather;
+        fsdpi_part_lists(u, part, gather, part->extended ? 0 : num);
+        gather += num;
+    }
+    fsdpi_reduce_lists(u);
+    fsdpi_slice_lists(u);
+    gather = u->all_gather.segs;
+    for (int k = 0; k < u->num_parts && u->gather_dtype == FSDP_U8; k++) { // elements -> bytes
+        const fsdpi_part *part = &u->parts[k];
+        for (int i = 0; i < part->num_gather && !part->extended; i++, gather++) {
+            fsdp_seg *s = &u->all_gather.segs[gather - u->all_gather.segs];
+            s->full = fsdpi_bytes(s->full, part->param_dtype);
+            s->count = fsdpi_bytes(s->count, part->param_dtype);
+        }
+        if (part->extended) gather += part->extended->num_strings;
+    }
+    for (int i = 0; i < u->num_params; i++) u->params[i].flag = 0;
+    fsdpi_count_lists(u);
     return FSDP_OK;
 }
 
 // What a unit is before fsdpi_unit_build: sizes measured, no lists.
 static void fsdpi_unit_unbuild(fsdp_unit *u) {
     static const fsdpi_work none = {NULL, NULL, 0, 0};
-    int copy_out = u->copy_out.num, chunk_cat = u->chunk_cat.num;
-    u->all_gather = u->reduce_scatter = u->to_rout = u->copy_in = u->copy_out = none;
-    u->chunk_cat = u->acc = u->users = u->red_out = u->rescale = none;
-    u->copy_out.num = copy_out;
-    u->chunk_cat.num = chunk_cat;
-    u->lists = NULL;
+    for (int k = 0; k < u->num_parts; k++) {
+        fsdpi_part *part = &u->parts[k];
+        part->copy_in = part->acc = part->red_out = part->rescale = none;
+        part->copy_out.blocks = part->chunk_cat.blocks = NULL;
+        part->copy_out.count = part->chunk_cat.count = 0;
+    }
+    u->all_gather = u->slice_gather = u->reduce_scatter = u->to_rout = none;
+    u->slice_copy = u->partial = u->users = none;
+    u->lists = u->flags = u->wide_flags = NULL;
     u->pad_rin = 0;
 }
 
@@ -4071,7 +3807,8 @@ static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
             status = fsdpi_buf_new(m, FSDP_POOL_SHARD, (size_t)fsdpi_bytes(flat->numel, d),
                                    &flat->shard);
         if (!status && flat->grad_numel > 0)
-            status = fsdpi_buf_new(m, FSDP_POOL_SGRAD, (size_t)fsdpi_bytes(flat->grad_numel, d),
+            status = fsdpi_buf_new(m, FSDP_POOL_SGRAD,
+                                   (size_t)fsdpi_bytes(flat->grad_numel, fsdpi_grad_dtype(m, d)),
                                    &flat->grad);
     }
     return status;
@@ -4091,9 +3828,12 @@ static void fsdpi_blocks_free(fsdp_model *m) {
 // A unit whose parameters are all empty still needs an address to point at.
 static void fsdpi_need_blocks(fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++) {
-        fsdpi_flat_block *flat = fsdpi_flat_of(m->units[i]);
-        if (flat->numel == 0) flat->numel = flat->grad_numel = FSDP_ALIGN_NUMEL;
-        if (m->units[i]->num_train && flat->grad_numel == 0) flat->grad_numel = FSDP_ALIGN_NUMEL;
+        for (int k = 0; k < m->units[i]->num_parts; k++) {
+            const fsdpi_part *part = &m->units[i]->parts[k];
+            fsdpi_flat_block *flat = fsdpi_flat_of(m->units[i], part);
+            if (flat->numel == 0) flat->numel = FSDP_ALIGN_NUMEL;
+            if (part->num_train && flat->grad_numel == 0) flat->grad_numel = FSDP_ALIGN_NUMEL;
+        }
     }
 }
 
@@ -4123,6 +3863,45 @@ static void fsdpi_uncommit(fsdp_model *m) {
     fsdpi_blocks_free(m);
 }
 
+static void fsdpi_old_free(fsdp_model *m) {
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        fsdpi_buf_free(m, m->flats[d].old_shard);
+        fsdpi_buf_free(m, m->flats[d].old_grad);
+        m->flats[d].old_shard = m->flats[d].old_grad = NULL;
+    }
+}
+
+static fsdp_status fsdpi_move_one(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *from, fsdp_buf *to,
+                                  fsdp_dtype dtype, fsdp_block *block) {
+    fsdpi_work work = {block, NULL, 1, (uint64_t)p->lay.shard_numel};
+    fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_MOVE, FSDP_STREAM_COMPUTE);
+    *block = fsdpi_run(p->old_offset, p->lay.shard_offset, p->lay.shard_numel);
+    return fsdpi_emit_work(u->model, &op, from, dtype, to, dtype, &work);
+}
+
+// From the layout before fsdp_set_requires_grad to the new one.
+static fsdp_status fsdpi_move(fsdp_model *m) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < m->num_units; i++) {
+        fsdp_unit *u = m->units[i];
+        u->grad_is_zero = !u->has_grad; // new blocks are
+        for (int k = 0; k < u->num_params && !status; k++) {
+            fsdpi_param *p = &u->params[k];
+            const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
+            fsdp_block *block = &m->norm_blocks[p->ordinal];
+            if (!flat->old_shard) continue;
+            status = fsdpi_move_one(u, p, flat->old_shard, flat->shard, p->dtype, block);
+            p->has_grad &= (uint8_t)p->requires_grad;
+            if (!status && u->has_grad && p->has_grad)
+                status = fsdpi_move_one(u, p, flat->old_grad, flat->grad,
+                                        fsdpi_grad_dtype(m, p->dtype), block);
+        }
+    }
+    if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+    fsdpi_old_free(m);
+    return status;
+}
+
 static fsdp_status fsdpi_commit(fsdp_model *m) {
     fsdp_status status = fsdpi_failed(m->world);
     if (status || m->committed) return status;
@@ -4134,11 +3913,36 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     if (!m->dry) status = fsdpi_commit_tables(m);
     if (!status) status = fsdpi_blocks_new(m);
     if (!status) status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, sizeof(double), &m->scalar);
+    if (!status && !m->dry) status = fsdpi_move(m);
     if (status) {
         fsdpi_uncommit(m);
         return fsdpi_model_fail(m, status);
     }
     m->committed = 1;
+    m->layout++;
+    return FSDP_OK;
+}
+
+/* Take the layout back, because a parameter was frozen or thawed: the next commit makes another and
+   moves what the blocks hold. The slots go too, since their sizes change. */
+static fsdp_status fsdpi_unsettle(fsdp_model *m) {
+    fsdp_status status = FSDP_OK;
+    fsdpi_drain(m->world);
+    for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_do_reshard(m->units[i]);
+    if (status) return status;
+    fsdpi_drain(m->world);
+    for (int i = 0; i < m->num_units; i++)
+        for (int k = 0; k < m->units[i]->num_params; k++)
+            m->units[i]->params[k].old_offset = m->units[i]->params[k].lay.shard_offset;
+    for (int i = 0; i < m->num_classes; i++)
+        while (m->classes[i].count) fsdpi_buf_free(m, m->classes[i].slots[--m->classes[i].count]);
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        m->flats[d].old_shard = m->flats[d].shard;
+        m->flats[d].old_grad = m->flats[d].grad;
+        m->flats[d].shard = m->flats[d].grad = NULL;
+    }
+    fsdpi_uncommit(m);
+    m->committed = 0;
     return FSDP_OK;
 }
 
@@ -4149,6 +3953,7 @@ static void fsdpi_model_free_buffers(fsdp_model *m) {
         fsdpi_model_free(m, m->classes[i].slots);
     }
     fsdpi_blocks_free(m);
+    fsdpi_old_free(m);
     fsdpi_model_free(m, m->classes);
     fsdpi_model_free(m, m->order);
     fsdpi_model_free(m, m->undefined);
@@ -4223,31 +4028,34 @@ static fsdp_status fsdpi_shards_written(fsdp_model *m) {
 // The caller's stream waits for all shard gradients; what has none is zero; who used what is read.
 static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
+    int counted = 0;
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
         if (u->num_train == 0 || u->has_grad || u->grad_is_zero) continue;
-        status = fsdpi_emit_fill(m, u, FSDP_LABEL_FINAL, FSDP_STREAM_COMPUTE,
-                                 fsdpi_flat_of(u)->grad, u->dtype, u->train.base,
-                                 u->train.shard_numel, 0);
+        for (int k = 0; k < u->num_parts && !status; k++) {
+            const fsdpi_part *part = &u->parts[k];
+            if (part->num_train)
+                status = fsdpi_emit_fill(
+                    m, u, FSDP_LABEL_FINAL, FSDP_STREAM_COMPUTE, fsdpi_flat_of(u, part)->grad,
+                    fsdpi_grad_dtype(m, part->dtype), part->train.base, part->train.shard_numel, 0);
+        }
         u->grad_is_zero = 1;
     }
-    for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++)
+    for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
         if (m->flats[d].grad) status = fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].grad);
-    if (status || m->dry || fsdpi_group_size(m) == 1) return status;
-    status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+        if (!status && m->flats[d].grad && m->grad_hooks) // they may have written shards
+            status = fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].shard);
+    }
+    for (int i = 0; i < m->num_units; i++)
+        counted |= m->units[i]->counted && fsdpi_ranks(m->units[i]) > 1;
+    if (status || m->dry) return status;
+    if (counted || m->desc.cpu_offload) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
-        size_t size = fsdp_dtype_size(u->dtype);
-        for (int k = 0; k < u->num_params && u->has_grad; k++) {
-            fsdpi_param *p = &u->params[k];
-            float users;
-            if (!p->requires_grad) continue;
-            (void)fsdp_convert(&users, FSDP_F32,
-                               fsdpi_flat_of(u)->grad->ptr +
-                                   (size_t)(u->users_base + p->user_index) * size,
-                               u->dtype, 1);
-            p->has_grad = users != 0.0f;
-        }
+        for (int k = 0; k < u->num_params && u->counted; k++)
+            if (u->params[k].requires_grad)
+                u->params[k].has_grad |= (uint8_t)fsdpi_was_used(u, &u->params[k]);
+        u->counted = 0;
     }
     return status;
 }
@@ -4267,36 +4075,56 @@ static fsdp_status fsdpi_finalize(fsdp_model *m) {
     m->backward = 0;
     m->step++;
     fsdpi_pools_rewind(m);
-    if (m->is_last_backward) {
-        fsdpi_forget_forwards(m);
-        for (int i = 0; i < m->num_units; i++) (void)fsdpi_do_stale(m->units[i]);
-        if (!m->dry) status = fsdpi_shards_written(m);
-    }
-    return status;
+    if (m->is_last_backward) fsdpi_forget_forwards(m);
+    return FSDP_OK;
 }
 
-static fsdp_status fsdpi_norm(fsdp_model *m, double *norm) {
+// Blocks of the gradients of one dtype that count for the norm. With units on meshes of their own
+// all ranks add up, and one replica speaks for the others.
+static int fsdpi_norm_blocks(fsdp_model *m, fsdp_dtype dtype, fsdp_block *out) {
+    int num = 0;
+    for (int i = 0; i < m->num_units; i++) {
+        const fsdp_unit *u = m->units[i];
+        int silent = !u->has_grad || (m->mixed && u->info.replicate_mesh_rank > 0);
+        for (int k = 0; k < u->num_params && !silent; k++) {
+            const fsdpi_param *p = &u->params[k];
+            fsdp_block b = {p->lay.shard_offset, 0, p->lay.local_numel, 1, p->lay.local_numel, 0};
+            if (p->has_grad && p->dtype == dtype) out[num++] = b;
+        }
+    }
+    return num;
+}
+
+// Sum (or maximum) of m->scalar over one group.
+static fsdp_status fsdpi_norm_reduce(fsdp_model *m, fsdp_comm *comm, int size, int max) {
+    fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_ALL_REDUCE, FSDP_LABEL_CLIP, FSDP_STREAM_REDUCE);
+    fsdpi_work one = {NULL, NULL, 0, 1};
+    fsdp_dtype dtype = max ? FSDP_I64 : FSDP_F64; // magnitudes are in the order of their bits
+    if (size == 1) return FSDP_OK;
+    op.redop = max ? FSDP_MAX : FSDP_SUM;
+    op.in_place = 1;
+    op.comm = comm;
+    op.group_size = size;
+    return fsdpi_emit_work(m, &op, m->scalar, dtype, m->scalar, dtype, &one);
+}
+
+// p-norm of all gradients; max: the largest magnitude.
+static fsdp_status fsdpi_norm(fsdp_model *m, double p, int max, double *norm) {
+    const fsdp_mesh *mesh = m->info.mesh;
     fsdp_status status = FSDP_OK;
     int num = 0, accumulate = 0;
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
-        int first = num;
-        for (int i = 0; i < m->num_units; i++) {
-            const fsdp_unit *u = m->units[i];
-            for (int k = 0; k < u->num_params && u->dtype == d && u->has_grad; k++) {
-                const fsdpi_param *p = &u->params[k];
-                fsdp_block b = {p->lay.shard_offset, 0, p->lay.local_numel, 1,
-                                p->lay.local_numel,  0};
-                if (p->has_grad) m->norm_blocks[num++] = b;
-            }
-        }
         if (!m->flats[d].grad) continue;
         fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_NORM, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE);
-        op.dtype = (uint8_t)d;
+        op.dtype = (uint8_t)fsdpi_grad_dtype(m, d);
         op.out_dtype = FSDP_F64;
+        op.redop = max ? FSDP_MAX : FSDP_SUM;
+        op.scale = p;
         op.accumulate = (uint8_t)accumulate;
-        op.list = m->norm_blocks + first;
-        op.list_count = (uint32_t)(num - first);
-        for (int i = first; i < num; i++) op.count += (uint64_t)m->norm_blocks[i].width;
+        op.list = m->norm_blocks + num;
+        op.list_count = (uint32_t)fsdpi_norm_blocks(m, d, m->norm_blocks + num);
+        for (uint32_t i = 0; i < op.list_count; i++)
+            op.count += (uint64_t)m->norm_blocks[num++].width;
         op.src = m->flats[d].grad;
         op.dst = m->scalar;
         op.src_ptr = op.src->ptr;
@@ -4305,21 +4133,19 @@ static fsdp_status fsdpi_norm(fsdp_model *m, double *norm) {
         accumulate = 1;
     }
     if (!accumulate) *(double *)(void *)m->scalar->ptr = 0; // no trainable parameter at all
-    if (!status && fsdpi_group_size(m) > 1) {
-        fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_ALL_REDUCE, FSDP_LABEL_CLIP, FSDP_STREAM_REDUCE);
-        op.dtype = op.out_dtype = FSDP_F64;
-        op.in_place = 1;
-        op.count = 1;
-        op.bytes = (uint64_t)(fsdpi_group_size(m) - 1) * sizeof(double);
-        op.src = op.dst = m->scalar;
-        op.src_ptr = op.dst_ptr = m->scalar->ptr;
-        op.comm = m->reduce_comm;
-        status = fsdpi_emit(m, &op);
-    }
+    if (!status && !m->mixed)
+        status = fsdpi_norm_reduce(m, m->shard_reduce_comm, m->info.shard_mesh_size, max);
+    else if (!status && fsdpi_mesh_numel(mesh) == m->world->size)
+        status = fsdpi_norm_reduce(m, m->world->reduce_comm, m->world->size, max);
+    else
+        for (int d = 0; d < mesh->ndim && !status; d++)
+            status = fsdpi_norm_reduce(m, mesh->reduce_comm[d], mesh->shape[d], max);
     if (!status) status = fsdpi_emit_use(m, NULL, FSDP_LABEL_CLIP, m->scalar);
     if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
-    if (!status) *norm = sqrt(*(double *)(void *)m->scalar->ptr);
-    return status;
+    if (status) return status;
+    double total = *(double *)(void *)m->scalar->ptr;
+    *norm = max ? total : p == 2 ? sqrt(total) : pow(total, 1 / p);
+    return FSDP_OK;
 }
 
 // Multiply all gradients. max_norm / (norm + 1e-6) as upstream; a NaN norm makes them NaN.
@@ -4331,9 +4157,11 @@ static fsdp_status fsdpi_scale_grads(fsdp_model *m, double scale) {
         m->flats[d].whole = fsdpi_run(0, 0, numel);
         fsdpi_work work = {&m->flats[d].whole, NULL, 1, (uint64_t)numel};
         fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_COPY, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE);
+        fsdp_dtype dtype = fsdpi_grad_dtype(m, d);
         op.scale = scale;
-        status = fsdpi_emit_work(m, &op, m->flats[d].grad, d, m->flats[d].grad, d, &work);
+        status = fsdpi_emit_work(m, &op, m->flats[d].grad, dtype, m->flats[d].grad, dtype, &work);
     }
+    if (!status && m->desc.cpu_offload) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
     return status;
 }
 
@@ -4356,24 +4184,30 @@ static void fsdpi_scatter_piece(const fsdpi_param *p, int world, int k, int64_t 
     }
 }
 
-// Bytes of the largest parameter, padded.
-static int64_t fsdpi_largest_param(const fsdp_model *m) {
+// Bytes of the largest parameter, padded, but no more than a step.
+static int64_t fsdpi_full_bytes(const fsdp_model *m) {
     int64_t largest = 0;
-    for (int i = 0; i < m->num_units; i++)
-        for (int k = 0; k < m->units[i]->num_params; k++) {
-            int64_t numel = fsdpi_group_size(m) * m->units[i]->params[k].lay.shard_numel;
-            if (fsdpi_bytes(numel, m->units[i]->dtype) > largest)
-                largest = fsdpi_bytes(numel, m->units[i]->dtype);
+    for (int i = 0; i < m->num_units; i++) {
+        const fsdp_unit *u = m->units[i];
+        for (int k = 0; k < u->num_params; k++) {
+            // The widest dtype: that of the shard or of its gradient. At least an element of every
+            // rank.
+            int64_t bytes = fsdpi_shards(u) * u->params[k].lay.shard_numel * 8;
+            bytes = fsdpi_min(bytes, m->desc.fill_bytes);
+            if (bytes < 8 * fsdpi_shards(u)) bytes = 8 * fsdpi_shards(u);
+            if (bytes > largest) largest = bytes;
         }
+    }
     return largest;
 }
 
 /* Gather one parameter, or its gradient, in its own dtype, in pieces that fit the scratch buffer:
-   the world's ranks bring piece after piece of their shards. */
-static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *block, char *full) {
+   the shard group's ranks bring piece after piece of their shards. */
+static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *block, fsdp_dtype dtype,
+                              char *full) {
     fsdp_model *m = u->model;
-    int world = fsdpi_group_size(m);
-    size_t size = fsdp_dtype_size(u->dtype);
+    int world = fsdpi_shards(u);
+    size_t size = fsdp_dtype_size(dtype);
     if (world == 1) {
         if (full)
             memcpy(full, block->ptr + (size_t)p->lay.shard_offset * size,
@@ -4382,23 +4216,30 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
     }
     fsdp_status status = FSDP_OK;
     if (!m->full_scratch) {
-        int64_t bytes = fsdpi_min(fsdpi_largest_param(m), m->desc.fill_bytes);
-        if (bytes < world * 8) bytes = world * 8; // an element of every rank
-        status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, (size_t)bytes, &m->full_scratch);
+        status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, (size_t)fsdpi_full_bytes(m), &m->full_scratch);
         if (status) return fsdpi_model_fail(m, status);
     }
     int64_t step = (int64_t)(m->full_scratch->bytes / ((size_t)world * size));
     for (int64_t at = 0; at < p->lay.shard_numel && !status; at += step) {
-        fsdp_seg seg = {p->lay.shard_offset + at, 0, fsdpi_min(step, p->lay.shard_numel - at)};
+        int64_t num = fsdpi_min(step, p->lay.shard_numel - at);
+        fsdp_seg seg = {0, 0, num};
         m->full_seg = seg; // a worker may read it after a failure has ended this call
+        m->full_block = fsdpi_run(p->lay.shard_offset + at, u->info.shard_mesh_rank * num, num);
+        fsdp_op in = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
         fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
-        fsdpi_work work = {NULL, &m->full_seg, 1, (uint64_t)seg.count};
-        status = fsdpi_emit_work(m, &op, block, u->dtype, m->full_scratch, u->dtype, &work);
+        fsdpi_work own = {&m->full_block, NULL, 1, (uint64_t)num},
+                   all = {NULL, &m->full_seg, 1, (uint64_t)num};
+        op.in_place = 1; // peers may not be able to read the shards
+        op.comm = u->info.shard_comm;
+        op.group_size = world;
+        status = fsdpi_emit_work(m, &in, block, dtype, m->full_scratch, dtype, &own);
+        if (!status)
+            status = fsdpi_emit_work(m, &op, m->full_scratch, dtype, m->full_scratch, dtype, &all);
         if (!status) status = fsdpi_emit_use(m, u, FSDP_LABEL_FULL, m->full_scratch);
         if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
         for (int k = 0; k < world && full && !status; k++)
-            fsdpi_scatter_piece(p, world, k, at, seg.count,
-                                m->full_scratch->ptr + (size_t)(k * seg.count) * size, full, size);
+            fsdpi_scatter_piece(p, world, k, at, num,
+                                m->full_scratch->ptr + (size_t)(k * num) * size, full, size);
     }
     return status;
 }
@@ -4427,17 +4268,24 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
 
 // A copy of a unit as it was made, with its own marks of use. NULL: no memory.
 static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
-    fsdp_unit *copy = (fsdp_unit *)fsdpi_model_alloc(dry, sizeof *copy + (size_t)u->num_params *
-                                                                             sizeof *u->params);
+    size_t parts = (size_t)u->num_parts * sizeof *u->parts,
+           params = (size_t)u->num_params * sizeof *u->params;
+    fsdp_unit *copy = (fsdp_unit *)fsdpi_model_alloc(dry, sizeof *copy + parts + params);
     if (!copy) return NULL;
     *copy = *u;
     copy->model = dry;
     copy->params = (fsdpi_param *)(void *)(copy + 1);
-    memcpy(copy->params, u->params, (size_t)u->num_params * sizeof *u->params);
-    copy->gather = copy->grad = copy->rin = NULL;
+    copy->parts = (fsdpi_part *)(void *)((char *)copy->params + params);
+    memcpy(copy->params, u->params, params);
+    memcpy(copy->parts, u->parts, parts);
+    for (int k = 0; k < copy->num_parts; k++)
+        if (copy->parts[k].extended)
+            copy->parts[k].extended = copy->params + (copy->parts[k].extended - u->params);
+    copy->gather = copy->slice = copy->grad = copy->rin = copy->rout = NULL;
     fsdpi_unit_unbuild(copy);
     copy->state = copy->storage = copy->stale = copy->has_grad = copy->grad_alias = 0;
-    copy->sync = copy->reshard_after_backward = copy->grad_is_zero = 1;
+    copy->ahead = copy->counted = 0;
+    copy->sync = copy->all_reduce = copy->reshard_after_backward = copy->grad_is_zero = 1;
     copy->forwards = 0;
     copy->last_order = -1;
     return copy;
@@ -4471,6 +4319,7 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     for (int i = 0; !status && i < m->num_classes; i++) {
         dry->classes[i].pool = m->classes[i].pool;
         dry->classes[i].bytes = m->classes[i].bytes;
+        dry->classes[i].ahead = m->classes[i].ahead;
         dry->num_classes++;
     }
     for (int i = 0; !status && i < m->num_units; i++) {
@@ -4655,10 +4504,18 @@ FSDP_API fsdp_status fsdp_barrier(fsdp_world *world) {
     return fsdpi_host_collective(world, comm, &record, (char *)&one, 1);
 }
 
-static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_mesh **out) {
+// A mesh of the world. Dims that `from` names (-1: none) share the groups of that dim of `parent`.
+static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const fsdp_mesh *parent,
+                                  const int32_t *from, fsdp_mesh **out) {
     fsdp_mesh *mesh;
     fsdp_status status = fsdpi_mesh_make(w, d, &mesh);
     for (int dim = 0; !status && dim < mesh->ndim; dim++) {
+        mesh->borrowed[dim] = parent && from[dim] >= 0;
+        if (mesh->borrowed[dim]) {
+            mesh->gather_comm[dim] = parent->gather_comm[from[dim]];
+            mesh->reduce_comm[dim] = parent->reduce_comm[from[dim]];
+            continue;
+        }
         status = fsdpi_mesh_groups(mesh, dim);
         if (status) fsdpi_mesh_free(mesh);
     }
@@ -4678,7 +4535,7 @@ FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *d
     fsdp_status status = fsdpi_failed(world);
     if (!status) status = fsdpi_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc");
     if (!status) status = fsdpi_mesh_check(world, &d);
-    return status ? status : fsdpi_mesh_add(world, &d, mesh);
+    return status ? status : fsdpi_mesh_add(world, &d, NULL, NULL, mesh);
 }
 
 FSDP_API fsdp_status fsdp_mesh_1d(fsdp_world *world, const char *name, fsdp_mesh **mesh) {
@@ -4687,6 +4544,94 @@ FSDP_API fsdp_status fsdp_mesh_1d(fsdp_world *world, const char *name, fsdp_mesh
     d.shape[0] = world ? world->size : 1;
     d.names[0] = name;
     return fsdp_mesh_create(world, &d, mesh);
+}
+
+// Checks that functions which make a mesh from a mesh share.
+static fsdp_status fsdpi_mesh_call(const fsdp_mesh *mesh, const char *what, fsdp_mesh **out) {
+    if (!mesh || !out)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
+    *out = NULL;
+    return fsdpi_failed(mesh->world);
+}
+
+FSDP_API fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims, int num_dims,
+                                     fsdp_mesh **out) {
+    fsdp_mesh_desc d = FSDP_ZERO;
+    fsdp_status status = fsdpi_mesh_call(mesh, "mesh_slice", out);
+    if (status) return status;
+    fsdp_world *w = mesh->world;
+    int numel = 1;
+    for (int i = 0; i < num_dims; i++) {
+        if (!dims || dims[i] < 0 || dims[i] >= mesh->ndim || (i > 0 && dims[i] <= dims[i - 1]))
+            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                              "mesh_slice: dims[%d] is %d, expected increasing dims of a %d-D mesh",
+                              i, dims ? dims[i] : -1, mesh->ndim);
+        d.shape[i] = mesh->shape[dims[i]];
+        d.names[i] = mesh->names[dims[i]];
+        numel *= d.shape[i];
+    }
+    if (num_dims < 1)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_slice: num_dims is %d, expected >= 1",
+                          num_dims);
+    d.ndim = num_dims;
+    int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)numel * sizeof *ranks);
+    if (!ranks) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh_slice: no memory");
+    fsdpi_mesh_members(mesh, dims, num_dims, ranks);
+    d.ranks = ranks;
+    status = fsdpi_mesh_add(w, &d, mesh, dims, out);
+    fsdpi_free(&w->boot.allocator, ranks);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_mesh_flatten(const fsdp_mesh *mesh, const char *name, fsdp_mesh **out) {
+    fsdp_mesh_desc d = FSDP_ZERO;
+    fsdp_status status = fsdpi_mesh_call(mesh, "mesh_flatten", out);
+    if (status) return status;
+    d.ndim = 1;
+    d.shape[0] = fsdpi_mesh_numel(mesh);
+    d.names[0] = name;
+    d.ranks = mesh->ranks;
+    return fsdpi_mesh_add(mesh->world, &d, NULL, NULL, out);
+}
+
+FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int outer,
+                                         const char *const names[2], fsdp_mesh **out) {
+    fsdp_mesh_desc d = FSDP_ZERO;
+    int32_t from[FSDP_MAX_DIMS];
+    fsdp_status status = fsdpi_mesh_call(mesh, "mesh_unflatten", out);
+    if (status) return status;
+    if (dim < 0 || dim >= mesh->ndim || mesh->ndim == FSDP_MAX_DIMS || outer < 1 ||
+        mesh->shape[dim] % outer != 0)
+        return fsdpi_fail(mesh->world, FSDP_ERR_INVALID_ARG,
+                          "mesh_unflatten: dim %d into an outer size of %d: expected a dim of the "
+                          "%d-D mesh and a divisor of its size %d, and at most %d dims",
+                          dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
+    d.ndim = mesh->ndim + 1;
+    for (int i = 0; i < d.ndim; i++) {
+        int old = i > dim ? i - 1 : i;
+        from[i] = old == dim ? -1 : old;
+        d.shape[i] = mesh->shape[old];
+        d.names[i] = old != dim ? mesh->names[old] : names ? names[i - dim] : NULL;
+    }
+    d.shape[dim] = outer;
+    d.shape[dim + 1] = mesh->shape[dim] / outer;
+    d.ranks = mesh->ranks;
+    return fsdpi_mesh_add(mesh->world, &d, mesh, from, out);
+}
+
+FSDP_API int fsdp_mesh_dim(const fsdp_mesh *mesh, const char *name) {
+    for (int d = 0; mesh && name && d < mesh->ndim; d++)
+        if (mesh->names[d] && strcmp(mesh->names[d], name) == 0) return d;
+    return -1;
+}
+
+FSDP_API int fsdp_mesh_ranks(const fsdp_mesh *mesh, int dim, int32_t *out) {
+    int size = fsdp_mesh_size(mesh, dim);
+    int32_t d = dim;
+    if (size < 0 || mesh->coord[0] < 0) return -1;
+    if (out && dim < 0) memcpy(out, mesh->ranks, (size_t)size * sizeof *out);
+    else if (out) fsdpi_mesh_members(mesh, &d, 1, out);
+    return size;
 }
 
 FSDP_API int fsdp_mesh_ndim(const fsdp_mesh *mesh) { return mesh ? mesh->ndim : -1; }
@@ -4713,7 +4658,8 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
         return fsdpi_fail(
             w, FSDP_ERR_INVALID_ARG,
             "mesh_info_init: at least one of shard_dim and replicate_dim must be given");
-    if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0))
+    if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0) || shard_dim < -1 ||
+        replicate_dim < -1)
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                           "mesh_info_init: %s needs %s%s%s, got shard_dim %d, replicate_dim %d",
                           names[kind], shards ? "a shard_dim" : "",
@@ -4741,30 +4687,22 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
 }
 
 static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
-    if ((d->param_dtype && !fsdp_dtype_is_float(d->param_dtype)) ||
-        (d->reduce_dtype && !fsdp_dtype_is_float(d->reduce_dtype)))
-        return fsdpi_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "model_create: param_dtype %d, reduce_dtype %d: expected floating dtypes or KEEP",
-            d->param_dtype, d->reduce_dtype);
+    fsdp_status status = fsdpi_dtypes_check(w, "model_create", "", d->param_dtype, d->reduce_dtype,
+                                            d->output_dtype);
+    if (!status) status = fsdpi_dtypes_check(w, "model_create", "grad_dtype", d->grad_dtype, 0, 0);
+    if (status) return status;
     if (d->reshard_after_forward < FSDP_RESHARD_NEVER ||
-        d->reshard_after_forward > FSDP_RESHARD_ALWAYS)
+        d->implicit_prefetch < FSDP_PREFETCH_NEVER || d->implicit_prefetch > FSDP_PREFETCH_ALWAYS)
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "model_create: reshard_after_forward is %d, expected "
-                          "FSDP_RESHARD_DEFAULT, _ALWAYS or _NEVER",
-                          d->reshard_after_forward);
-    if (d->direct_min < 0 || d->fill_bytes < 0)
+                          "model_create: reshard_after_forward is %d, implicit_prefetch %d: "
+                          "expected FSDP_RESHARD_* or n >= 2, and FSDP_PREFETCH_*",
+                          d->reshard_after_forward, d->implicit_prefetch);
+    if (d->direct_min < 0 || d->fill_bytes < 0 || d->prefetch_bytes < 0)
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "model_create: direct_min %lld, fill_bytes %lld: expected sizes",
-                          (long long)d->direct_min, (long long)d->fill_bytes);
-    if (d->mesh && d->mesh->world != w)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "model_create: the mesh belongs to another world");
-    if (d->mesh && d->mesh->ndim != 1)
-        return fsdpi_fail(
-            w, FSDP_ERR_UNSUPPORTED,
-            "model_create: a %d-D mesh (HSDP) is not supported yet, expected a 1-D mesh",
-            d->mesh->ndim);
+                          "model_create: direct_min %lld, fill_bytes %lld, prefetch_bytes %lld: "
+                          "expected sizes",
+                          (long long)d->direct_min, (long long)d->fill_bytes,
+                          (long long)d->prefetch_bytes);
     if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)
         d->reshard_after_forward = FSDP_RESHARD_ALWAYS;
     if (d->direct_min == 0) d->direct_min = 65536;
@@ -4788,7 +4726,7 @@ FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc 
     m->desc = d;
     m->grad_enabled = m->is_last_backward = 1;
     m->host_bytes = (int64_t)sizeof *m;
-    if (!d.mesh) {
+    if (!d.mesh && !d.mesh_info) {
         fsdp_mesh_desc whole = FSDP_ZERO;
         whole.ndim = 1;
         whole.shape[0] = world->size;
@@ -4796,13 +4734,15 @@ FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc 
         if (!status) status = fsdpi_mesh_groups(m->own_mesh, 0);
         m->desc.mesh = m->own_mesh;
     }
-    if (!status) status = fsdp_mesh_info_init(m->desc.mesh, FSDP_MESH_INFO_FSDP, 0, -1, &m->info);
+    if (!status)
+        status = fsdpi_resolve_mesh(world, m->desc.mesh, m->desc.mesh_info, NULL, &m->info);
     if (status) {
         fsdpi_model_close(m);
         return status;
     }
-    m->gather_comm = m->desc.mesh->gather_comm[0];
-    m->reduce_comm = m->desc.mesh->reduce_comm[0];
+    m->desc.mesh_info = NULL; // the caller's
+    if (m->info.shard_mesh_dim >= 0)
+        m->shard_reduce_comm = m->info.mesh->reduce_comm[m->info.shard_mesh_dim];
     m->next = world->models;
     world->models = m;
     *model = m;
@@ -4832,7 +4772,7 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     fsdp_status status = fsdpi_failed(w);
     if (!status) status = fsdpi_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc");
     if (status) return status;
-    if (model->committed)
+    if (model->layout > 0)
         return fsdpi_fail(w, FSDP_ERR_INVALID_STATE,
                           "fully_shard: the model is committed: make all units before the first "
                           "hook, init or load");
@@ -4840,12 +4780,6 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                           "fully_shard of unit '%s': num_params is %d, expected >= 1, and params",
                           d.name ? d.name : "", d.num_params);
-    if (d.reshard_after_forward < FSDP_RESHARD_NEVER ||
-        d.reshard_after_forward > FSDP_RESHARD_ALWAYS)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': reshard_after_forward is %d, expected "
-                          "FSDP_RESHARD_DEFAULT, _ALWAYS or _NEVER",
-                          d.name ? d.name : "", d.reshard_after_forward);
     fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);
     if (!u || !fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
                           sizeof *model->units)) {
@@ -4856,10 +4790,8 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     u->model = model;
     u->user = d.user;
     u->index = model->num_units;
-    u->reshard_after_forward = d.reshard_after_forward ? d.reshard_after_forward
-                                                       : model->desc.reshard_after_forward;
-    u->reshard_after_backward = u->sync = 1;
-    u->grad_is_zero = 1;
+    u->reshard_after_backward = u->sync = u->all_reduce = 1;
+    u->unshard_in_backward = u->reduce_unused = u->grad_is_zero = 1;
     u->last_order = -1;
     status = fsdpi_unit_fill(u, &d);
     if (status) {
@@ -4868,6 +4800,9 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     }
     for (int i = 0; i < u->num_params; i++) u->params[i].ordinal = model->num_params + i;
     model->num_params += u->num_params;
+    model->mixed |= u->info.shard_comm != model->info.shard_comm ||
+                    u->info.replicate_comm != model->info.replicate_comm ||
+                    u->info.shard_mesh_size != model->info.shard_mesh_size;
     model->units[model->num_units++] = u;
     *unit = u;
     return FSDP_OK;
@@ -4887,35 +4822,26 @@ FSDP_API int fsdp_num_params(const fsdp_model *model) { return model ? model->nu
 FSDP_API int fsdp_num_units(const fsdp_model *model) { return model ? model->num_units : 0; }
 FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit) { return unit ? unit->name : ""; }
 
-static void fsdpi_view(fsdp_unit *u, int index, fsdp_param_view *v) {
+static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
     const fsdpi_param *p = &u->params[index];
-    const fsdpi_flat_block *flat = fsdpi_flat_of(u);
-    memset(v, 0, sizeof *v);
-    v->unit = u;
-    v->name = p->name;
-    v->unit_name = u->name;
-    v->user = p->user;
-    v->unit_user = u->user;
-    v->ordinal = p->ordinal;
-    v->index = index;
-    v->dtype = u->dtype;
-    v->ndim = p->lay.ndim;
-    v->shard_dim = p->lay.shard_dim;
-    v->requires_grad = p->requires_grad;
-    memcpy(v->shape, p->lay.shape, sizeof v->shape);
-    memcpy(v->local_shape, p->lay.shape, sizeof v->local_shape);
-    v->start[v->shard_dim] = p->lay.start;
-    v->local_shape[v->shard_dim] = p->lay.rows;
-    v->numel = p->lay.local_numel;
-    size_t offset = (size_t)fsdpi_bytes(p->lay.shard_offset, u->dtype);
-    v->data = v->shard = flat->shard->ptr + offset;
-    if (u->has_grad && p->has_grad) v->shard_grad = flat->grad->ptr + offset;
+    const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
+    fsdpi_view_static(u, index, v);
+    if (u->has_grad && p->has_grad)
+        v->shard_grad = flat->grad->ptr + fsdpi_bytes(p->lay.shard_offset, v->grad_dtype);
+}
+
+// Before a caller gets an address of shards. Offloaded ones are the host's: what the device still
+// does with them is waited for.
+static fsdp_status fsdpi_shards_readable(fsdp_model *m) {
+    fsdp_status status = m->committed ? FSDP_OK : fsdpi_commit(m);
+    if (status || !m->desc.cpu_offload) return status;
+    return fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
 }
 
 FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_view *out) {
     if (!unit || !out)
         return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "param_view_get: an argument is NULL");
-    fsdp_status status = unit->model->committed ? FSDP_OK : fsdpi_commit(unit->model);
+    fsdp_status status = fsdpi_shards_readable(unit->model);
     if (status) return status;
     if (index < 0 || index >= unit->num_params)
         return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG,
@@ -4965,9 +4891,12 @@ FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k) {
 }
 
 FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *user) {
-    fsdp_status status = fsdpi_model_call(model, FSDP_CALL_LOAD, 1);
+    fsdp_status status = model ? fsdpi_failed(model->world) : FSDP_OK;
+    if (!status && !fn)
+        status = fsdpi_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
+                            "init_params: fn is NULL");
+    if (!status) status = fsdpi_model_call(model, FSDP_CALL_LOAD, 1);
     if (status) return status;
-    if (!fn) return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG, "init_params: fn is NULL");
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(model, &v)) {
         if (v.numel == 0) continue;
@@ -4990,11 +4919,12 @@ FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_f
     if (!model || !out || !fsdp_dtype_size(dtype))
         return fsdpi_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
                           "model_flat: an argument is NULL, or dtype %d is none", dtype);
-    fsdp_status status = fsdpi_commit(model);
+    fsdp_status status = fsdpi_shards_readable(model);
     if (status) return status;
     const fsdpi_flat_block *flat = &model->flats[dtype];
     memset(out, 0, sizeof *out);
     out->dtype = dtype;
+    out->grad_dtype = fsdpi_grad_dtype(model, dtype);
     out->numel = flat->train_numel;
     if (flat->train_numel > 0) {
         out->shards = flat->shard->ptr;
@@ -5016,11 +4946,13 @@ static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
 
 FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *full) {
     fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_LOAD);
-    if (!status) status = fsdpi_model_call(unit->model, FSDP_CALL_LOAD, 1);
+    if (!status) status = fsdpi_failed(unit->model->world);
     if (status) return status;
     const fsdp_layout_param *lay = &unit->params[index].lay;
     if (!full && lay->numel > 0)
         return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG, "param_load: full is NULL");
+    status = fsdpi_model_call(unit->model, FSDP_CALL_LOAD, 1);
+    if (status) return status;
     fsdp_param_view v;
     fsdpi_view(unit, index, &v);
     int64_t outer = fsdpi_numel(lay->shape, 0, lay->shard_dim),
@@ -5036,22 +4968,28 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
 FSDP_API fsdp_status fsdp_param_full(fsdp_unit *unit, int index, void *full) {
     fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_FULL);
     if (!status) status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
-    return status
-               ? status
-               : fsdpi_full(unit, &unit->params[index], fsdpi_flat_of(unit)->shard, (char *)full);
+    if (status) return status;
+    const fsdpi_param *p = &unit->params[index];
+    return fsdpi_full(unit, p, fsdpi_flat_of(unit, fsdpi_part_of(unit, p))->shard, p->dtype,
+                      (char *)full);
 }
 
 FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full) {
     fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_FULL);
-    if (!status) status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
+    if (!status) status = fsdpi_failed(unit->model->world);
     if (status) return status;
     const fsdpi_param *p = &unit->params[index];
+    fsdp_dtype dtype = fsdpi_grad_dtype(unit->model, p->dtype);
     if (!p->requires_grad)
         return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
                           "param_full_grad: parameter '%s' of unit '%s' is frozen", p->name,
                           unit->name);
-    if (unit->has_grad) return fsdpi_full(unit, p, fsdpi_flat_of(unit)->grad, (char *)full);
-    if (full) memset(full, 0, (size_t)fsdpi_bytes(p->lay.numel, unit->dtype));
+    status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
+    if (status) return status;
+    if (unit->has_grad)
+        return fsdpi_full(unit, p, fsdpi_flat_of(unit, fsdpi_part_of(unit, p))->grad, dtype,
+                          (char *)full);
+    if (full) memset(full, 0, (size_t)fsdpi_bytes(p->lay.numel, dtype));
     return FSDP_OK;
 }
 
@@ -5128,8 +5066,8 @@ static void *fsdpi_undefined(fsdp_model *m) {
     int64_t bytes = 1;
     for (int i = 0; i < m->num_units && !m->undefined; i++) {
         const fsdp_unit *u = m->units[i];
-        int64_t numel = u->slot_numel > u->grad_numel ? u->slot_numel : u->grad_numel;
-        if (fsdpi_bytes(numel, u->param_dtype) > bytes) bytes = fsdpi_bytes(numel, u->param_dtype);
+        if (u->slot_bytes > bytes) bytes = u->slot_bytes;
+        if (u->grad_bytes > bytes) bytes = u->grad_bytes;
     }
     if (!m->undefined) m->undefined = fsdpi_model_alloc(m, (size_t)bytes);
     return m->undefined;
@@ -5146,10 +5084,10 @@ FSDP_API void *fsdp_data(fsdp_unit *unit, int index) {
     if (fsdpi_param_call(unit, index, FSDP_CALL_DATA)) return NULL;
     if (fsdpi_failed(unit->model->world)) return fsdpi_undefined(unit->model);
     if (!fsdpi_getter_ok(unit, FSDP_CALL_DATA)) return NULL;
-    const fsdp_layout_param *lay = &unit->params[index].lay;
+    const fsdpi_param *p = &unit->params[index];
     if (fsdpi_gather_is_alias(unit))
-        return fsdpi_flat_of(unit)->shard->ptr + fsdpi_bytes(lay->shard_offset, unit->dtype);
-    return unit->gather->ptr + fsdpi_bytes(lay->full_offset, unit->param_dtype);
+        return fsdpi_shard_of(unit)->ptr + fsdpi_bytes(p->lay.shard_offset, p->dtype);
+    return unit->gather->ptr + fsdpi_bytes(p->lay.full_offset, fsdpi_part_of(unit, p)->param_dtype);
 }
 
 FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
@@ -5160,27 +5098,47 @@ FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
     if (!fsdpi_getter_ok(unit, FSDP_CALL_GRAD)) return NULL;
     p->used = p->written = 1;
     if (unit->grad_alias)
-        return fsdpi_flat_of(unit)->grad->ptr + fsdpi_bytes(p->lay.shard_offset, unit->dtype);
-    return unit->grad->ptr + fsdpi_bytes(p->grad_offset, unit->param_dtype);
+        return fsdpi_flat_of(unit, unit->parts)->grad->ptr +
+               fsdpi_bytes(p->lay.shard_offset, p->dtype);
+    return unit->grad->ptr + fsdpi_bytes(p->grad_offset, fsdpi_part_of(unit, p)->param_dtype);
 }
 
 FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
     return fsdpi_model_call(model, FSDP_CALL_ZERO_GRAD, 1);
 }
 
-FSDP_API fsdp_status fsdp_clip_grad_norm(fsdp_model *model, double max_norm, double *norm) {
-    fsdp_status status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
+FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *desc, double *norm) {
+    fsdp_clip_desc d;
+    double total = 0;
+    fsdp_world *w = model ? model->world : NULL;
+    fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
+    if (!status) status = fsdpi_desc_read(w, &d, desc, sizeof d, "fsdp_clip_desc");
     if (status) return status;
-    if (!(max_norm > 0) || fsdpi_is_nan(max_norm))
-        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                          "clip_grad_norm: max_norm is %g, expected > 0", max_norm);
-    double total;
-    status = fsdpi_norm(model, &total);
+    if (d.norm_type == 0) d.norm_type = 2;
+    if (!(d.max_norm > 0) || fsdpi_is_nan(d.max_norm) || !(d.norm_type > 0) ||
+        fsdpi_is_nan(d.norm_type))
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "clip_grads: max_norm is %g, norm_type is %g: expected numbers > 0",
+                          d.max_norm, d.norm_type);
+    status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
+    if (status) return status;
+    status = fsdpi_norm(model, d.norm_type, fsdpi_is_finite(d.norm_type) ? 0 : 1, &total);
     if (status) return status;
     if (norm) *norm = total;
-    double coefficient = max_norm / (total + 1e-6);
+    if (d.error_if_nonfinite && !fsdpi_is_finite(total))
+        return fsdpi_fail(w, FSDP_ERR_CORRUPT,
+                          "clip_grads: the norm of the gradients is %g: nothing was scaled; look "
+                          "for infinities, or leave error_if_nonfinite at 0",
+                          total);
+    double coefficient = d.max_norm / (total + 1e-6);
     return coefficient < 1.0 || fsdpi_is_nan(total) ? fsdpi_scale_grads(model, coefficient)
                                                     : FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_clip_grad_norm(fsdp_model *model, double max_norm, double *norm) {
+    fsdp_clip_desc d = FSDP_ZERO;
+    d.max_norm = max_norm;
+    return fsdp_clip_grads(model, &d, norm);
 }
 
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
@@ -5230,19 +5188,15 @@ FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
 FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync) {
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(model, unit, "set_requires_gradient_sync", &i, &end);
-    for (; !status && i < end; i++) model->units[i]->sync = sync != 0;
+    for (; !status && i < end; i++) model->units[i]->sync = model->units[i]->all_reduce = sync != 0;
     return status;
 }
 
-FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit *unit, int mode) {
+FSDP_API fsdp_status fsdp_set_requires_all_reduce(fsdp_model *model, fsdp_unit *unit,
+                                                  int required) {
     int i = 0, end = 0;
-    fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_forward", &i, &end);
-    if (!status && mode != FSDP_RESHARD_ALWAYS && mode != FSDP_RESHARD_NEVER)
-        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                          "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or "
-                          "FSDP_RESHARD_NEVER",
-                          mode);
-    for (; !status && i < end; i++) model->units[i]->reshard_after_forward = mode;
+    fsdp_status status = fsdpi_set(model, unit, "set_requires_all_reduce", &i, &end);
+    for (; !status && i < end; i++) model->units[i]->all_reduce = required != 0;
     return status;
 }
 
@@ -5252,6 +5206,171 @@ FSDP_API fsdp_status fsdp_set_reshard_after_backward(fsdp_model *model, fsdp_uni
     fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_backward", &i, &end);
     for (; !status && i < end; i++) model->units[i]->reshard_after_backward = reshard != 0;
     return status;
+}
+
+FSDP_API fsdp_status fsdp_set_unshard_in_backward(fsdp_model *model, fsdp_unit *unit, int unshard) {
+    int i = 0, end = 0;
+    fsdp_status status = fsdpi_set(model, unit, "set_unshard_in_backward", &i, &end);
+    for (; !status && i < end; i++) model->units[i]->unshard_in_backward = unshard != 0;
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_set_reduce_scatter_unused_params(fsdp_model *model, fsdp_unit *unit,
+                                                           int reduce) {
+    int i = 0, end = 0;
+    fsdp_status status = fsdpi_set(model, unit, "set_reduce_scatter_unused_params", &i, &end);
+    for (; !status && i < end; i++) model->units[i]->reduce_unused = reduce != 0;
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit *unit, int mode) {
+    int i = 0, end = 0;
+    fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_forward", &i, &end);
+    if (!status && mode != FSDP_RESHARD_ALWAYS && mode != FSDP_RESHARD_NEVER)
+        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                          "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or "
+                          "FSDP_RESHARD_NEVER; an int only at fully_shard",
+                          mode);
+    for (; !status && i < end; i++) model->units[i]->reshard_after_forward = mode;
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_unit *unit,
+                                                     double factor) {
+    int i = 0, end = 0;
+    fsdp_status status = fsdpi_set(model, unit, "set_gradient_divide_factor", &i, &end);
+    if (!status && (!(factor >= 0) || !fsdpi_is_finite(factor)))
+        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                          "set_gradient_divide_factor: factor is %g, expected a number > 0, or 0 "
+                          "for the number of ranks",
+                          factor);
+    for (; !status && i < end; i++) model->units[i]->divide_factor = factor;
+    return status;
+}
+
+static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *const *targets,
+                                      int count, const char *what) {
+    int first, end;
+    fsdp_status status = fsdpi_set(u ? u->model : NULL, u, what, &first, &end);
+    if (status) return status;
+    fsdp_model *m = u->model;
+    for (int i = 0; i < count; i++)
+        if (!targets || !targets[i] || targets[i]->model != m)
+            return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
+                              "%s: target %d is not a unit of this model", what, i);
+    if (count < 0)
+        return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: count is %d", what, count);
+    int32_t *list = (int32_t *)fsdpi_model_alloc(m, (size_t)(count + 1) * sizeof *list);
+    if (!list) return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory", what);
+    for (int i = 0; i < count; i++) list[i] = targets[i]->index;
+    fsdpi_model_free(m, u->prefetch[backward]);
+    u->prefetch[backward] = list;
+    u->num_prefetch[backward] = count;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_set_modules_to_forward_prefetch(fsdp_unit *unit,
+                                                          fsdp_unit *const *targets, int count) {
+    return fsdpi_set_prefetch(unit, 0, targets, count, "set_modules_to_forward_prefetch");
+}
+
+FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
+                                                           fsdp_unit *const *targets, int count) {
+    return fsdpi_set_prefetch(unit, 1, targets, count, "set_modules_to_backward_prefetch");
+}
+
+FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requires_grad) {
+    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_REQUIRES_GRAD);
+    if (!status) status = fsdpi_failed(unit->model->world);
+    if (!status) status = fsdpi_check_units(unit->model, FSDP_CALL_REQUIRES_GRAD);
+    if (status) return status;
+    fsdp_model *m = unit->model;
+    fsdpi_param *p = &unit->params[index];
+    if (requires_grad && !fsdp_dtype_is_float(p->dtype))
+        return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
+                          "set_requires_grad: parameter '%s' of unit '%s' is %s: only floating "
+                          "parameters can require a gradient",
+                          p->name, unit->name, fsdp_dtype_name(p->dtype));
+    for (int i = 0; i < m->num_units; i++)
+        if (m->units[i]->grad || m->units[i]->rin || m->units[i]->rout)
+            return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,
+                              "set_requires_grad: unit '%s' holds gradients that are not reduced: "
+                              "run a backward with sync, or fsdp_model_reset",
+                              m->units[i]->name);
+    if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
+    if (m->committed) status = fsdpi_unsettle(m);
+    if (status) return status;
+    p->requires_grad = requires_grad != 0;
+    status = fsdpi_unit_arrange(unit);
+    if (status) { // as it was; the sizes of that layout are in the classes still
+        p->requires_grad = !p->requires_grad;
+        (void)fsdpi_unit_arrange(unit);
+    }
+    return status;
+}
+
+// Hooks may be read by records under way.
+static fsdp_status fsdpi_set_hook(fsdp_unit *u, const char *what) {
+    int first, end;
+    fsdp_status status = fsdpi_set(u ? u->model : NULL, u, what, &first, &end);
+    if (!status) fsdpi_drain(u->model->world);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_set_all_reduce_hook(fsdp_unit *unit, fsdp_all_reduce_hook hook,
+                                              void *user) {
+    fsdp_status status = fsdpi_set_hook(unit, "set_all_reduce_hook");
+    if (status) return status;
+    unit->all_reduce_hook = hook;
+    unit->all_reduce_user = user;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, fsdp_grad_hook hook,
+                                                   void *user) {
+    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_SET);
+    if (!status) status = fsdpi_set_hook(unit, "set_post_accumulate_hook");
+    if (status) return status;
+    unit->model->grad_hooks |= hook != NULL;
+    unit->params[index].grad_hook = hook;
+    unit->params[index].grad_hook_user = user;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_set_custom_all_gather(fsdp_unit *unit, fsdp_custom_comm hook,
+                                                void *user) {
+    fsdp_status status = fsdpi_set_hook(unit, "set_custom_all_gather");
+    if (status) return status;
+    unit->custom_gather = hook;
+    unit->custom_gather_user = user;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_set_custom_reduce_scatter(fsdp_unit *unit, fsdp_custom_comm hook,
+                                                    void *user) {
+    fsdp_status status = fsdpi_set_hook(unit, "set_custom_reduce_scatter");
+    if (status) return status;
+    unit->custom_scatter = hook;
+    unit->custom_scatter_user = user;
+    return FSDP_OK;
+}
+
+static const void *fsdpi_cast_activation(void *dst, fsdp_dtype to, const void *src,
+                                         fsdp_dtype *dtype, int64_t count) {
+    const void *out = fsdp_cast_floating(dst, to, src, *dtype, count);
+    if (to && fsdp_dtype_is_float(*dtype)) *dtype = to;
+    return out;
+}
+
+FSDP_API const void *fsdp_cast_forward_input(const fsdp_unit *unit, void *dst, const void *src,
+                                             fsdp_dtype *dtype, int64_t count) {
+    return fsdpi_cast_activation(dst, unit->keep_inputs ? FSDP_DTYPE_KEEP : unit->policy_dtype, src,
+                                 dtype, count);
+}
+
+FSDP_API const void *fsdp_cast_forward_output(const fsdp_unit *unit, void *dst, const void *src,
+                                              fsdp_dtype *dtype, int64_t count) {
+    return fsdpi_cast_activation(dst, unit->output_dtype, src, dtype, count);
 }
 
 FSDP_API fsdp_training_state fsdp_unit_state(const fsdp_unit *unit) {
@@ -5270,6 +5389,18 @@ FSDP_API fsdp_status fsdp_set_driver(fsdp_model *model, const fsdp_driver *drive
     return status;
 }
 
+// Bytes of the full parameters of a unit and of their gradients.
+static int64_t fsdpi_unsharded(const fsdp_unit *u) {
+    int64_t bytes = 0;
+    for (int i = 0; i < u->num_params; i++) {
+        const fsdpi_param *p = &u->params[i];
+        bytes += fsdpi_bytes(p->lay.numel, p->dtype);
+        if (p->requires_grad)
+            bytes += fsdpi_bytes(p->lay.numel, fsdpi_grad_dtype(u->model, p->dtype));
+    }
+    return bytes;
+}
+
 static void fsdpi_memory(const fsdp_model *m, fsdp_memory *out) {
     memset(out, 0, sizeof *out);
     for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
@@ -5277,12 +5408,7 @@ static void fsdpi_memory(const fsdp_model *m, fsdp_memory *out) {
         out->pool_slots[pool] = m->pool_slots[pool];
         out->total_bytes += m->pool_bytes[pool];
     }
-    for (int i = 0; i < m->num_units; i++)
-        for (int k = 0; k < m->units[i]->num_params; k++) {
-            const fsdpi_param *p = &m->units[i]->params[k];
-            out->unsharded_bytes += fsdpi_bytes(p->lay.numel, m->units[i]->dtype) *
-                                    (p->requires_grad ? 2 : 1);
-        }
+    for (int i = 0; i < m->num_units; i++) out->unsharded_bytes += fsdpi_unsharded(m->units[i]);
     out->host_bytes = m->host_bytes;
 }
 
@@ -5291,6 +5417,90 @@ FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out
         return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_memory: an argument is NULL");
     fsdpi_memory(model, out);
     return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
+    if (!unit || !out)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "unit_memory: an argument is NULL");
+    const fsdp_buf *held[FSDP_POOL_COUNT] = {NULL,       NULL,      unit->gather, unit->slice,
+                                             unit->grad, unit->rin, unit->rout,   NULL};
+    memset(out, 0, sizeof *out);
+    for (int k = 0; k < unit->num_parts; k++) {
+        const fsdpi_part *part = &unit->parts[k];
+        fsdp_dtype grad = fsdpi_grad_dtype(unit->model, part->dtype);
+        out->pool_bytes[FSDP_POOL_SHARD] += fsdpi_bytes(
+            part->train.shard_numel + part->frozen.shard_numel, part->dtype);
+        out->pool_bytes[FSDP_POOL_SGRAD] += fsdpi_bytes(part->train.shard_numel, grad);
+    }
+    for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
+        int slot = pool >= FSDP_POOL_GATHER && pool <= FSDP_POOL_ROUT ? unit->classes[pool] : -1;
+        if (slot >= 0) out->pool_bytes[pool] = (int64_t)unit->model->classes[slot].bytes;
+        out->pool_slots[pool] = held[pool] != NULL;
+        out->total_bytes += out->pool_bytes[pool];
+    }
+    out->unsharded_bytes = fsdpi_unsharded(unit);
+    return FSDP_OK;
+}
+
+// A text that grows like snprintf's: what does not fit is only counted.
+typedef struct fsdpi_text {
+    char *buf;
+    size_t cap, used;
+} fsdpi_text;
+
+FSDP_PRINTF(2, 3) static void fsdpi_print(fsdpi_text *t, const char *fmt, ...) {
+    size_t room = t->used < t->cap ? t->cap - t->used : 0;
+    va_list args;
+    va_start(args, fmt);
+    int num = vsnprintf(room ? t->buf + t->used : NULL, room, fmt, args);
+    va_end(args);
+    if (num > 0) t->used += (size_t)num;
+}
+
+static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_param *p) {
+    fsdpi_print(t, "    %-24s %-4s [", p->name, fsdp_dtype_name(p->dtype));
+    for (int d = 0; d < p->lay.ndim; d++)
+        fsdpi_print(t, "%s%lld", d ? ", " : "", (long long)p->lay.shape[d]);
+    fsdpi_print(t, "] dim %d, rows %lld..%lld of %lld a rank, %s%s%s\n", p->lay.shard_dim,
+                (long long)p->lay.start, (long long)(p->lay.start + p->lay.rows),
+                (long long)p->lay.chunk,
+                p->num_strings  ? "extension"
+                : p->lay.direct ? "direct"
+                                : "packed",
+                p->requires_grad ? "" : ", frozen",
+                fsdpi_part_of(u, p)->param_dtype == p->dtype ? "" : ", cast");
+}
+
+FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap) {
+    fsdpi_text t = {buf, cap, 0};
+    fsdp_memory mem;
+    if (buf && cap) buf[0] = 0;
+    if (!model) return 0;
+    fsdpi_memory(model, &mem);
+    fsdpi_print(&t, "model: %d units, %d parameters, rank %d of %d\n", model->num_units,
+                model->num_params, model->world->rank, model->world->size);
+    for (int i = 0; i < model->num_units; i++) {
+        const fsdp_unit *u = model->units[i];
+        fsdp_memory own;
+        (void)fsdp_unit_memory(u, &own);
+        fsdpi_print(&t,
+                    "  unit %d '%s': %d shards x %d replicas, gathered as %s, reduced in %s, "
+                    "reshard_after_forward %d; bytes: shard %lld, gradient %lld, gathered %lld, "
+                    "unsharded %lld\n",
+                    i, u->name, fsdpi_shards(u), fsdpi_replicas(u),
+                    fsdp_dtype_name(u->gather_dtype), fsdp_dtype_name(u->reduce_dtype),
+                    u->reshard_after_forward, (long long)own.pool_bytes[FSDP_POOL_SHARD],
+                    (long long)own.pool_bytes[FSDP_POOL_SGRAD],
+                    (long long)own.pool_bytes[FSDP_POOL_GATHER], (long long)own.unsharded_bytes);
+        for (int k = 0; k < u->num_params; k++) fsdpi_describe_param(&t, u, &u->params[k]);
+    }
+    fsdpi_print(&t, "  memory:");
+    for (int pool = 0; pool < FSDP_POOL_COUNT; pool++)
+        if (mem.pool_bytes[pool])
+            fsdpi_print(&t, " %s %lld in %d,", fsdp_pool_name(pool),
+                        (long long)mem.pool_bytes[pool], mem.pool_slots[pool]);
+    fsdpi_print(&t, " total %lld bytes\n", (long long)mem.total_bytes);
+    return t.used;
 }
 
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out) {
@@ -5313,7 +5523,6 @@ FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters 
     return FSDP_OK;
 }
 
-#endif // FSDP_MATH_ONLY
 #ifdef __cplusplus
 }
 #endif

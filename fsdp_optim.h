@@ -1,7 +1,8 @@
-/* fsdp_optim.h - AdamW and SGD with momentum on shards: an extension of fsdp.h
+/* fsdp_optim.h - AdamW, SGD with momentum and a gradient scaler on shards: an extension of fsdp.h
 
    Each rank updates the rows that it owns, so the optimizer's state is sharded as the parameters
-   are and a step needs no communication. The results are those of torch.optim.AdamW and SGD.
+   are and a step needs no communication. The results are those of torch.optim.AdamW and SGD, and
+   of torch.amp.GradScaler.
 
        #define FSDP_IMPLEMENTATION          // in one .c or .cc file of the program
        #include "fsdp_optim.h"              // includes fsdp.h; link with -lm
@@ -14,6 +15,18 @@
            if (fsdp_adamw_step(opt, learning_rate(step))) break;
            fsdp_zero_grad(model);
        }                                                       // fsdp_shutdown frees it
+
+   With f16 gradients, which the loss is scaled for:
+
+       fsdp_grad_scaler_create(model, NULL, &scaler);
+       for (;;) {
+           ...                                                 // dloss *= fsdp_grad_scaler_scale
+           if (fsdp_finalize_backward(model)) break;
+           if (fsdp_grad_scaler_unscale(scaler)) break;        // now clip, if you do
+           if (!fsdp_grad_scaler_found_inf(scaler) && fsdp_adamw_step(opt, lr)) break;
+           if (fsdp_grad_scaler_update(scaler)) break;
+           fsdp_zero_grad(model);
+       }
 
    SPDX-License-Identifier: MIT (full text in fsdp.h)
 
@@ -36,16 +49,22 @@
      f32 and f64 parameters: state of the same type. bf16 and f16 parameters: state in f32, the
      update is computed in f32 and rounded to nearest even when it is stored; updates below half a
      unit of a 16-bit parameter are lost. For training keep f32 parameters and set
-     fsdp_model_desc.param_dtype.
+     fsdp_model_desc.param_dtype. Gradients of another dtype than the parameter's
+     (fsdp_model_desc.grad_dtype) are first converted to the type of the arithmetic.
    WHO IS UPDATED
      Parameters that have a gradient (fsdp_param_view.shard_grad). Frozen ones, ones that nobody
      used in this step and ones whose group is negative keep their value and state: no decay, and t
      does not advance. Padding is never touched. Parameters of equal group and t that lie next to
      each other are updated by one loop.
+   FREEZE AND THAW (fsdp_set_requires_grad)
+     The next step or fsdp_*_state moves the states to where the shards are now. The state of a
+     frozen parameter survives until it is thawed, as in torch; one that is thawed for the first
+     time begins with a state of zeros and t = 1.
    MEMORY
      Two blocks when the optimizer is created, counted in fsdp_memory.host_bytes: a table, and for
      AdamW two numbers, for SGD with momentum one for each element of this rank's rows. A step
-     allocates nothing.
+     allocates nothing, but for the first one after a freeze or thaw, which makes the second block
+     anew; for a moment there are both.
    ZERO AND DEFAULT
      In a desc 0 stands for the default. Where 0 itself is wanted and is not the default, write
      FSDP_OPTIM_ZERO: groups[1].weight_decay = FSDP_OPTIM_ZERO for biases and norms. */
@@ -75,30 +94,34 @@ typedef struct fsdp_sgd_hyper {
 } fsdp_sgd_hyper;
 
 /* fsdp_adamw_update    - one AdamW update of f32 numbers
-   fsdp_adamw_update_as - the same for any floating dtype of p and g
+   fsdp_adamw_update_as - the same for any floating dtypes of p and g
    p, g, m, v  [count], no two overlapping: parameters, gradients, first and second moments, which
                are zero before the first update. m and v are f64 for f64 parameters, else f32
+   grad_dtype  of g; KEEP: as dtype, which is that of p
    Result      update_as: FSDP_OK; INVALID_ARG (not a floating dtype, a NULL with count > 0,
                count < 0)
    Collective  no      Blocks no      Allocates no      Thread any
    Source      torch: torch.optim.adam._single_tensor_adam, decoupled_weight_decay */
 FSDP_API void fsdp_adamw_update(float *p, const float *g, float *m, float *v, int64_t count,
                                 const fsdp_adamw_hyper *hyper);
-FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, const void *g, void *m,
-                                          void *v, int64_t count, const fsdp_adamw_hyper *hyper);
+FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype,
+                                          const void *g, void *m, void *v, int64_t count,
+                                          const fsdp_adamw_hyper *hyper);
 
 /* fsdp_sgd_update    - one SGD update of f32 numbers
-   fsdp_sgd_update_as - the same for any floating dtype of p and g
+   fsdp_sgd_update_as - the same for any floating dtypes of p and g
    p, g, b     [count], no two overlapping: parameters, gradients, momentum buffer (f64 for f64
                parameters, else f32; unused, and may be NULL, when momentum is 0)
+   grad_dtype  of g; KEEP: as dtype, which is that of p
    Result      update_as: FSDP_OK; INVALID_ARG (not a floating dtype, a NULL with count > 0,
                count < 0)
    Collective  no      Blocks no      Allocates no      Thread any
    Source      torch: torch.optim.sgd._single_tensor_sgd */
 FSDP_API void fsdp_sgd_update(float *p, const float *g, float *b, int64_t count,
                               const fsdp_sgd_hyper *hyper);
-FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, const void *g, void *b,
-                                        int64_t count, const fsdp_sgd_hyper *hyper);
+FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype,
+                                        const void *g, void *b, int64_t count,
+                                        const fsdp_sgd_hyper *hyper);
 
 #ifndef FSDP_MATH_ONLY
 /* -------------------------------------------------------------------------------------------- */
@@ -116,8 +139,8 @@ typedef struct fsdp_optim_group {
 } fsdp_optim_group;
 
 // The group of a parameter: 0 .. num_groups-1 (0 when there are none); negative: not of this
-// optimizer. Called at creation, once for each parameter that requires a gradient. Must answer
-// alike on all ranks.
+// optimizer. Called at creation, once for each parameter that requires a gradient, and after a
+// freeze or thaw for those that the optimizer does not have. Must answer alike on all ranks.
 typedef int (*fsdp_optim_group_fn)(void *user, const fsdp_param_view *param);
 
 typedef struct fsdp_adamw_desc {
@@ -151,8 +174,8 @@ typedef struct fsdp_sgd_desc {
    desc        NULL: defaults
    opt         owned by the model: ends with fsdp_adamw_destroy, the model or the world
    Result      FSDP_OK; INVALID_ARG (the text names the field, or the parameter whose group is
-               wrong), UNSUPPORTED (the model's memory is not host memory), OUT_OF_MEMORY, what
-               commit returns
+               wrong), UNSUPPORTED (the shards are not in host memory: needs cpu_offload on such a
+               device), OUT_OF_MEMORY, what commit returns
    Collective  as fsdp_model_commit      Blocks no      Allocates yes */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model,
                                                        const fsdp_adamw_desc *desc,
@@ -161,10 +184,11 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model,
 /* fsdp_adamw_step - update every parameter that has a gradient; ends with fsdp_params_changed
    lr          >= 0, finite: of this step, multiplied by the group's lr_scale
    Result      FSDP_OK; INVALID_ARG (opt NULL, lr), INVALID_STATE (a unit is not idle: call
-               fsdp_finalize_backward first); the stored status if the world is aborted. Nothing is
-               changed then
-   Collective  no, but every rank has to do the same
-   Blocks      for operations under way that read shards      Allocates no */
+               fsdp_finalize_backward first); the stored status if the world is aborted; after a
+               freeze or thaw also what create returns. Nothing is changed then
+   Collective  no, but every rank has to do the same; after a freeze or thaw as fsdp_model_commit
+   Blocks      for operations under way that read shards
+   Allocates   no; the first one after a freeze or thaw does */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr);
 
 /* fsdp_adamw_destroy - free an optimizer before its model ends; NULL is allowed
@@ -174,27 +198,29 @@ FSDP_API void fsdp_adamw_destroy(fsdp_adamw *opt);
 /* fsdp_sgd_create, fsdp_sgd_step, fsdp_sgd_destroy - as the functions of AdamW
    Result      as there: FSDP_OK; INVALID_ARG, UNSUPPORTED, OUT_OF_MEMORY, INVALID_STATE, or the
                stored status of an aborted world
-   Collective  create as fsdp_model_commit; step no, but every rank has to do the same; destroy no
+   Collective  create as fsdp_model_commit; step as there; destroy no
    Blocks      step: for operations under way that read shards
-   Allocates   create only */
+   Allocates   create, and the first step after a freeze or thaw */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *desc,
                                                      fsdp_sgd **opt);
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr);
 FSDP_API void fsdp_sgd_destroy(fsdp_sgd *opt);
 
 // What an optimizer keeps for one parameter, in place: a checkpoint reads it, and writes it to
-// resume.
+// resume. The pointers are stale after a freeze or thaw of any parameter.
 typedef struct fsdp_optim_state {
     fsdp_dtype dtype;     // of first and second
-    int32_t group;        // negative: not of this optimizer (frozen, or by fsdp_optim_group_fn)
+    int32_t group;        // negative: not of this optimizer (frozen since creation, or by
+                          // fsdp_optim_group_fn)
     int64_t numel;        // elements: fsdp_param_view.numel, in the same order, without padding
     void *first, *second; // AdamW: m, v. SGD: momentum buffer or NULL, and NULL
     int64_t *step;        // updates so far; NULL when group is negative
 } fsdp_optim_state;
 
 /* fsdp_adamw_state, fsdp_sgd_state - the state of the parameter with this ordinal
-   Result      FSDP_OK; INVALID_ARG (NULL, no such ordinal)
-   Collective  no      Blocks no      Allocates no */
+   Result      FSDP_OK; INVALID_ARG (NULL, no such ordinal); after a freeze or thaw what create
+               returns
+   Collective  no      Blocks no      Allocates no; after a freeze or thaw: as create */
 FSDP_API fsdp_status fsdp_adamw_state(fsdp_adamw *opt, int ordinal, fsdp_optim_state *out);
 FSDP_API fsdp_status fsdp_sgd_state(fsdp_sgd *opt, int ordinal, fsdp_optim_state *out);
 
@@ -202,6 +228,91 @@ FSDP_API fsdp_status fsdp_sgd_state(fsdp_sgd *opt, int ordinal, fsdp_optim_state
    Collective  no      Blocks no      Allocates no */
 FSDP_API int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt);
 FSDP_API int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt);
+
+/* -------------------------------------------------------------------------------------------- */
+/* Gradient scaler. Small gradients vanish in f16, so the loss is multiplied by a factor as large as
+   the gradients bear, and the shard gradients are divided by it before they are used. Where one of
+   them is infinite or NaN the factor was too large: the step is left out on all ranks and the
+   factor shrinks; after growth_interval good steps in a row it grows. Order of calls in a step:
+   backward, finalize, unscale, [clip], the optimizer if !found_inf, update.                      */
+
+typedef struct fsdp_grad_scaler fsdp_grad_scaler;
+
+typedef struct fsdp_grad_scaler_desc {
+    uint32_t size, start_canary;
+    double init_scale;       // 0: 65536; 2^-126 .. 2^126
+    double growth_factor;    // 0: 2;     > 1
+    double backoff_factor;   // 0: 0.5;   0 < backoff_factor < 1
+    int32_t growth_interval; // 0: 2000;  good steps before the scale grows
+    int32_t reserved;
+    uint64_t end_canary;
+} fsdp_grad_scaler_desc;
+
+// What a checkpoint keeps; equal on all ranks.
+typedef struct fsdp_grad_scaler_state {
+    double scale, growth_factor, backoff_factor;
+    int32_t growth_interval;
+    int32_t growth_tracker; // good steps in a row: 0 .. growth_interval-1
+} fsdp_grad_scaler_state;
+
+/* fsdp_grad_scaler_create - a scaler of all gradients of a model; commits the model
+   desc        NULL: defaults
+   scaler      owned by the model: ends with fsdp_grad_scaler_destroy, the model or the world
+   Result      FSDP_OK; INVALID_ARG (the text names the field), UNSUPPORTED (as
+               fsdp_adamw_create), OUT_OF_MEMORY, what commit returns
+   Collective  as fsdp_model_commit      Blocks no      Allocates yes
+   Source      torch: torch.amp.GradScaler */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_scaler_create(fsdp_model *model,
+                                                             const fsdp_grad_scaler_desc *desc,
+                                                             fsdp_grad_scaler **scaler);
+
+/* fsdp_grad_scaler_scale - what to multiply the loss, or its gradient, with: a number of f32
+   Result      the scale, the same on every rank; 1 for NULL
+   Collective  no      Blocks no      Allocates no      Source torch: GradScaler.scale */
+FSDP_API double fsdp_grad_scaler_scale(const fsdp_grad_scaler *scaler);
+
+/* fsdp_grad_scaler_unscale - multiply every shard gradient of every unit by 1/scale, and find out
+   whether one of them, on any rank of the world, was infinite or NaN
+   Arithmetic  1/scale is rounded to f32; products are rounded to f32 (f64 gradients: f64), then to
+               the gradient's dtype. Looked at is the value before; padding is not touched
+   Result      FSDP_OK; INVALID_ARG (NULL), INVALID_STATE: already done in this step (update comes
+               first), a unit is not idle, or no rank has any gradient (then nothing is changed);
+               collective errors
+   Collective  yes: every rank of the world, one all-reduce of the verdict
+   Blocks      yes, at most timeout_ms      Allocates no
+   Source      torch: GradScaler.unscale_, found_inf_reduce_handler */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler);
+
+/* fsdp_grad_scaler_found_inf - the verdict of unscale in this step
+   Result      1: leave the optimizer's step out; 0: do it; -1 before unscale, after update, after a
+               failed unscale and for NULL. The same on every rank
+   Collective  no      Blocks no      Allocates no */
+FSDP_API int fsdp_grad_scaler_found_inf(const fsdp_grad_scaler *scaler);
+
+/* fsdp_grad_scaler_update - end of the step: the scale of the next one
+   Effect      found_inf: scale *= backoff_factor; else, the growth_interval-th time in a row:
+               scale *= growth_factor. Rounded to f32; a scale that would leave 2^-126 .. 2^126 is
+               not taken
+   Result      FSDP_OK; INVALID_ARG (NULL), INVALID_STATE (no unscale in this step); the stored
+               status if the world is aborted
+   Collective  no, but every rank has to do the same      Blocks no      Allocates no
+   Source      torch: GradScaler.update */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_scaler_update(fsdp_grad_scaler *scaler);
+
+/* fsdp_grad_scaler_get_state - what to write to a checkpoint, at best after update
+   fsdp_grad_scaler_set_state - take it up again. A step that was begun is forgotten: also the way
+               out after fsdp_model_reset, with the state that get_state gave
+   Result      FSDP_OK; INVALID_ARG (NULL, or a field: named in the text)
+   Collective  no, but every rank has to do the same      Blocks no      Allocates no
+   Source      torch: GradScaler.state_dict, load_state_dict */
+FSDP_API fsdp_status fsdp_grad_scaler_get_state(const fsdp_grad_scaler *scaler,
+                                                fsdp_grad_scaler_state *out);
+FSDP_API fsdp_status fsdp_grad_scaler_set_state(fsdp_grad_scaler *scaler,
+                                                const fsdp_grad_scaler_state *state);
+
+/* fsdp_grad_scaler_destroy - free a scaler before its model ends; NULL is allowed
+   Collective  no      Blocks no      Allocates no */
+FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
 
 #endif // FSDP_MATH_ONLY
 #ifdef __cplusplus
@@ -401,26 +512,35 @@ static FSDPI_NOINLINE void fsdpi_adamw_f64(double *FSDPI_OPTIM_RESTRICT p,
     }
 }
 
-static void fsdpi_adamw(fsdp_dtype dtype, void *p, const void *g, void *m, void *v, int64_t count,
-                        const fsdpi_adamw_scalars *k) {
+// A block of gradients in the type of the arithmetic, f64 if wide: where they are, or in tmp.
+static const void *fsdpi_optim_grads(double *tmp, int wide, const void *g, fsdp_dtype dtype,
+                                     size_t count) {
+    if (wide) return fsdpi_load_f64(tmp, g, dtype, count);
+    float *narrow = (float *)(void *)tmp;
+    if (dtype != FSDP_F64) return fsdpi_load_f32(narrow, g, dtype, count);
+    for (size_t i = 0; i < count; i++) narrow[i] = (float)((const double *)g)[i];
+    return narrow;
+}
+
+static void fsdpi_adamw(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const void *g, void *m,
+                        void *v, int64_t count, const fsdpi_adamw_scalars *k) {
     size_t size = fsdp_dtype_size(dtype), wide = dtype == FSDP_F64 ? sizeof(double) : sizeof(float);
-    float p32[FSDPI_OPTIM_BLOCK], g32[FSDPI_OPTIM_BLOCK];
+    double g64[FSDPI_OPTIM_BLOCK];
+    float p32[FSDPI_OPTIM_BLOCK];
     for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
         size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
         char *pp = (char *)p + at * size, *mm = (char *)m + at * wide, *vv = (char *)v + at * wide;
-        const char *gg = (const char *)g + at * size;
+        const void *gg = (const char *)g + at * fsdp_dtype_size(grad_dtype);
+        gg = fsdpi_optim_grads(g64, dtype == FSDP_F64, gg, grad_dtype, n);
         if (dtype == FSDP_F64) {
-            fsdpi_adamw_f64((double *)(void *)pp, (const double *)(const void *)gg,
-                            (double *)(void *)mm, (double *)(void *)vv, n, k);
-        } else if (dtype == FSDP_F32) {
-            fsdpi_adamw_f32((float *)(void *)pp, (const float *)(const void *)gg,
-                            (float *)(void *)mm, (float *)(void *)vv, n, k);
-        } else {
-            (void)fsdpi_load_f32(p32, pp, dtype, n);
-            fsdpi_adamw_f32(p32, fsdpi_load_f32(g32, gg, dtype, n), (float *)(void *)mm,
-                            (float *)(void *)vv, n, k);
-            fsdpi_store_f32(pp, dtype, p32, n);
+            fsdpi_adamw_f64((double *)(void *)pp, (const double *)gg, (double *)(void *)mm,
+                            (double *)(void *)vv, n, k);
+            continue;
         }
+        float *to = dtype == FSDP_F32 ? (float *)(void *)pp : p32;
+        if (to == p32) (void)fsdpi_load_f32(p32, pp, dtype, n);
+        fsdpi_adamw_f32(to, (const float *)gg, (float *)(void *)mm, (float *)(void *)vv, n, k);
+        if (to == p32) fsdpi_store_f32(pp, dtype, p32, n);
     }
 }
 
@@ -476,54 +596,98 @@ static FSDPI_NOINLINE void fsdpi_sgd_f64(double *FSDPI_OPTIM_RESTRICT p,
     fsdpi_add_f64(p, product, count);
 }
 
-static void fsdpi_sgd(fsdp_dtype dtype, void *p, const void *g, void *b, int64_t count,
-                      const fsdp_sgd_hyper *h) {
+static void fsdpi_sgd(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const void *g, void *b,
+                      int64_t count, const fsdp_sgd_hyper *h) {
     size_t size = fsdp_dtype_size(dtype), wide = dtype == FSDP_F64 ? sizeof(double) : sizeof(float);
-    float p32[FSDPI_OPTIM_BLOCK], g32[FSDPI_OPTIM_BLOCK];
+    double g64[FSDPI_OPTIM_BLOCK];
+    float p32[FSDPI_OPTIM_BLOCK];
     for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
         size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
         char *pp = (char *)p + at * size, *bb = b ? (char *)b + at * wide : NULL;
-        const char *gg = (const char *)g + at * size;
+        const void *gg = (const char *)g + at * fsdp_dtype_size(grad_dtype);
+        gg = fsdpi_optim_grads(g64, dtype == FSDP_F64, gg, grad_dtype, n);
         if (dtype == FSDP_F64) {
-            fsdpi_sgd_f64((double *)(void *)pp, (const double *)(const void *)gg,
-                          (double *)(void *)bb, n, h);
-        } else if (dtype == FSDP_F32) {
-            fsdpi_sgd_f32((float *)(void *)pp, (const float *)(const void *)gg, (float *)(void *)bb,
-                          n, h);
-        } else {
-            (void)fsdpi_load_f32(p32, pp, dtype, n);
-            fsdpi_sgd_f32(p32, fsdpi_load_f32(g32, gg, dtype, n), (float *)(void *)bb, n, h);
-            fsdpi_store_f32(pp, dtype, p32, n);
+            fsdpi_sgd_f64((double *)(void *)pp, (const double *)gg, (double *)(void *)bb, n, h);
+            continue;
         }
+        float *to = dtype == FSDP_F32 ? (float *)(void *)pp : p32;
+        if (to == p32) (void)fsdpi_load_f32(p32, pp, dtype, n);
+        fsdpi_sgd_f32(to, (const float *)gg, (float *)(void *)bb, n, h);
+        if (to == p32) fsdpi_store_f32(pp, dtype, p32, n);
     }
+}
+
+/* x *= factor, a block in f32 or f64; non-zero if one of them was not finite. By the bits of its
+   exponent: it holds with -Ofast too. */
+static FSDPI_NOINLINE uint32_t fsdpi_unscale_f32(float *x, size_t count, float factor) {
+    uint32_t bad = 0;
+    for (size_t i = 0; i < count; i++)
+        bad |= (uint32_t)((fsdpi_f32_bits(x[i]) & 0x7F800000u) == 0x7F800000u);
+    for (size_t i = 0; i < count; i++) x[i] = x[i] * factor;
+    return bad;
+}
+static FSDPI_NOINLINE uint32_t fsdpi_unscale_f64(double *x, size_t count, double factor) {
+    uint32_t bad = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint64_t u;
+        memcpy(&u, &x[i], sizeof u);
+        bad |= (uint32_t)((u & 0x7FF0000000000000u) == 0x7FF0000000000000u);
+    }
+    for (size_t i = 0; i < count; i++) x[i] = x[i] * factor;
+    return bad;
+}
+
+static uint32_t fsdpi_unscale(fsdp_dtype dtype, void *x, int64_t count, float factor) {
+    size_t size = fsdp_dtype_size(dtype);
+    float x32[FSDPI_OPTIM_BLOCK];
+    uint32_t bad = 0;
+    for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
+        size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
+        void *xx = (char *)x + at * size;
+        if (dtype == FSDP_F64) {
+            bad |= fsdpi_unscale_f64((double *)xx, n, (double)factor);
+            continue;
+        }
+        float *to = dtype == FSDP_F32 ? (float *)xx : x32;
+        if (to == x32) (void)fsdpi_load_f32(x32, xx, dtype, n);
+        bad |= fsdpi_unscale_f32(to, n, factor);
+        if (to == x32) fsdpi_store_f32(xx, dtype, x32, n);
+    }
+    return bad;
 }
 
 FSDP_API void fsdp_adamw_update(float *p, const float *g, float *m, float *v, int64_t count,
                                 const fsdp_adamw_hyper *hyper) {
-    (void)fsdp_adamw_update_as(FSDP_F32, p, g, m, v, count, hyper);
+    (void)fsdp_adamw_update_as(FSDP_F32, p, FSDP_F32, g, m, v, count, hyper);
 }
 
-FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, const void *g, void *m,
-                                          void *v, int64_t count, const fsdp_adamw_hyper *hyper) {
-    if (!fsdp_dtype_is_float(dtype) || count < 0 || !hyper) return FSDP_ERR_INVALID_ARG;
+FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype,
+                                          const void *g, void *m, void *v, int64_t count,
+                                          const fsdp_adamw_hyper *hyper) {
+    if (grad_dtype == FSDP_DTYPE_KEEP) grad_dtype = dtype;
+    if (!fsdp_dtype_is_float(dtype) || !fsdp_dtype_is_float(grad_dtype) || count < 0 || !hyper)
+        return FSDP_ERR_INVALID_ARG;
     if (count == 0) return FSDP_OK;
     if (!p || !g || !m || !v) return FSDP_ERR_INVALID_ARG;
     fsdpi_adamw_scalars k = fsdpi_adamw_prepare(hyper);
-    fsdpi_adamw(dtype, p, g, m, v, count, &k);
+    fsdpi_adamw(dtype, p, grad_dtype, g, m, v, count, &k);
     return FSDP_OK;
 }
 
 FSDP_API void fsdp_sgd_update(float *p, const float *g, float *b, int64_t count,
                               const fsdp_sgd_hyper *hyper) {
-    (void)fsdp_sgd_update_as(FSDP_F32, p, g, b, count, hyper);
+    (void)fsdp_sgd_update_as(FSDP_F32, p, FSDP_F32, g, b, count, hyper);
 }
 
-FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, const void *g, void *b,
-                                        int64_t count, const fsdp_sgd_hyper *hyper) {
-    if (!fsdp_dtype_is_float(dtype) || count < 0 || !hyper) return FSDP_ERR_INVALID_ARG;
+FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype,
+                                        const void *g, void *b, int64_t count,
+                                        const fsdp_sgd_hyper *hyper) {
+    if (grad_dtype == FSDP_DTYPE_KEEP) grad_dtype = dtype;
+    if (!fsdp_dtype_is_float(dtype) || !fsdp_dtype_is_float(grad_dtype) || count < 0 || !hyper)
+        return FSDP_ERR_INVALID_ARG;
     if (count == 0) return FSDP_OK;
     if (!p || !g || (!b && hyper->momentum > 0)) return FSDP_ERR_INVALID_ARG;
-    fsdpi_sgd(dtype, p, g, b, count, hyper);
+    fsdpi_sgd(dtype, p, grad_dtype, g, b, count, hyper);
     return FSDP_OK;
 }
 
@@ -532,8 +696,9 @@ FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, const void *g
 // >>optim
 // Owns: an optimizer's memory, and which elements a step updates. Invariants: the table is in the
 // order of addresses, the state lies in the order of the table, without padding: so where the
-// shards of neighbours touch, their gradients and states do, and one loop does them all. Still
-// between the pragmas: settings are checked with comparisons that must know infinity.
+// shards of neighbours touch, their gradients and states do, and one loop does them all. Both are
+// of the layout that `layout` names. Still between the pragmas: settings are checked with
+// comparisons that must know infinity.
 
 typedef struct fsdpi_optim_param {
     fsdp_unit *unit;
@@ -551,8 +716,11 @@ typedef struct fsdpi_optim {
     const char *name;
     int num_params, num_groups, num_states;     // states: numbers kept for each element
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS]; // resolved
-    fsdpi_optim_param *params;
-    char *states[2][2]; // [first, second][of f32, of f64]
+    fsdp_optim_group_fn group;
+    void *user;
+    uint64_t layout;                   // of the model, when the table was made
+    fsdpi_optim_param *params, *spare; // spare: room for the next table
+    char *states[2][2];                // [first, second][of f32, of f64]; one block
     int64_t nbytes;
 } fsdpi_optim;
 
@@ -573,6 +741,7 @@ struct fsdp_sgd {
 typedef struct fsdpi_optim_run {
     fsdpi_optim_param *first;
     const char *grad;
+    fsdp_dtype grad_dtype;
     int64_t numel, step;
 } fsdpi_optim_run;
 
@@ -616,26 +785,36 @@ static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_gro
     return FSDP_OK;
 }
 
-// Which parameters, in the order of their addresses.
-static fsdp_status fsdpi_optim_collect(fsdpi_optim *o, fsdp_optim_group_fn group, void *user) {
+static fsdpi_optim_param *fsdpi_optim_find(const fsdpi_optim *o, int ordinal) {
+    for (int i = 0; i < o->num_params; i++)
+        if (o->params[i].ordinal == ordinal) return &o->params[i];
+    return NULL;
+}
+
+// The table of the present layout, in the order of addresses: what requires a gradient, and what
+// the old table has, since its state survives while it is frozen.
+static fsdp_status fsdpi_optim_collect(const fsdpi_optim *old, fsdpi_optim *o, const char *what) {
     for (fsdp_dtype dtype = 1; dtype < FSDP_DTYPE_COUNT; dtype++) { // each has a block of its own
         fsdp_param_view v = FSDP_ZERO;
         int begin = o->num_params;
         while (fsdp_next_param(o->model, &v)) {
-            if (!v.requires_grad || v.dtype != dtype) continue;
-            int chosen = group ? group(user, &v) : 0, at = o->num_params;
+            if (v.dtype != dtype) continue;
+            const fsdpi_optim_param *known = fsdpi_optim_find(old, v.ordinal);
+            if (!v.requires_grad && !known) continue;
+            int chosen = known ? known->group : o->group ? o->group(o->user, &v) : 0;
             if (chosen >= o->num_groups)
                 return fsdpi_fail(
                     o->model->world, FSDP_ERR_INVALID_ARG,
-                    "%s: the group of parameter '%s' of unit '%s' is %d, expected at most %d",
-                    o->name, v.name, v.unit_name, chosen, o->num_groups - 1);
+                    "%s: the group of parameter '%s' of unit '%s' is %d, expected at most %d", what,
+                    v.name, v.unit_name, chosen, o->num_groups - 1);
             if (chosen < 0) continue;
+            int at = o->num_params++;
             for (; at > begin && o->params[at - 1].shard > (char *)v.shard; at--)
                 o->params[at] = o->params[at - 1];
-            fsdpi_optim_param p = {v.unit,  v.index, v.ordinal, chosen,         dtype,
-                                   v.numel, 0,       0,         (char *)v.shard};
+            fsdpi_optim_param p = {v.unit,         v.index, v.ordinal, chosen,
+                                   dtype,          v.numel, 0,         known ? known->step : 0,
+                                   (char *)v.shard};
             o->params[at] = p;
-            o->num_params++;
         }
     }
     return FSDP_OK;
@@ -646,7 +825,7 @@ static int fsdpi_optim_wide(const fsdpi_optim_param *p) { return p->dtype == FSD
 static size_t fsdpi_optim_size(int wide) { return wide ? sizeof(double) : sizeof(float); }
 
 // One block for all states, zero: the first, then the second number of all f32 ones, then of f64.
-static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o) {
+static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
     int64_t numel[2] = {0, 0}, total = 0;
     for (int i = 0; i < o->num_params; i++) {
         fsdpi_optim_param *p = &o->params[i];
@@ -660,12 +839,45 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o) {
     char *at = (char *)fsdpi_model_alloc(o->model, (size_t)total);
     if (!at)
         return fsdpi_fail(o->model->world, FSDP_ERR_OUT_OF_MEMORY,
-                          "%s: no memory for a state of %lld bytes", o->name, (long long)total);
+                          "%s: no memory for a state of %lld bytes", what, (long long)total);
     for (int wide = 0; wide < 2; wide++)
         for (int k = 0; k < o->num_states; k++) {
             o->states[k][wide] = at;
             at += (size_t)fsdpi_align_up(numel[wide], FSDP_ALIGN_NUMEL) * fsdpi_optim_size(wide);
         }
+    return FSDP_OK;
+}
+
+// What was kept for a parameter goes to its place in the new block.
+static void fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o) {
+    for (int i = 0; i < o->num_params; i++) {
+        const fsdpi_optim_param *to = &o->params[i], *from = fsdpi_optim_find(old, to->ordinal);
+        int wide = fsdpi_optim_wide(to);
+        size_t size = fsdpi_optim_size(wide);
+        for (int k = 0; k < o->num_states && from && to->numel > 0; k++)
+            memcpy(o->states[k][wide] + (size_t)to->state * size,
+                   old->states[k][wide] + (size_t)from->state * size, (size_t)to->numel * size);
+    }
+}
+
+// Table and states for the model's present layout. After a failure everything is as before.
+static fsdp_status fsdpi_optim_follow(fsdpi_optim *o, const char *what) {
+    fsdp_model *m = o->model;
+    if (o->layout == m->layout) return FSDP_OK;
+    fsdpi_optim old = *o, next = *o;
+    int64_t before = m->host_bytes;
+    next.params = old.spare;
+    next.spare = old.params;
+    next.num_params = 0;
+    next.layout = m->layout;
+    memset(next.states, 0, sizeof next.states);
+    fsdp_status status = fsdpi_optim_collect(&old, &next, what);
+    if (!status) status = fsdpi_optim_alloc_states(&next, what);
+    if (status) return status;
+    fsdpi_optim_move(&old, &next);
+    fsdpi_model_free(m, old.states[0][0]);
+    next.nbytes += m->host_bytes - before;
+    *o = next;
     return FSDP_OK;
 }
 
@@ -681,18 +893,25 @@ static void fsdpi_optim_destroy(fsdpi_optim *o) {
     fsdpi_optim_free(o);
 }
 
-// The model's layout is final and on the host; then the memory for an optimizer of `size` bytes.
+// The shards have their places, in memory that the host can read.
+static fsdp_status fsdpi_optim_ready(fsdp_model *m, const char *what) {
+    fsdp_status status = fsdpi_commit(m);
+    if (status || m->desc.cpu_offload || (m->world->device_ops->flags & FSDP_DEVICE_HOST))
+        return status;
+    return fsdpi_fail(m->world, FSDP_ERR_UNSUPPORTED,
+                      "%s: the shards lie in memory of device %s, expected host memory: set "
+                      "cpu_offload in the model's desc",
+                      what, m->world->device_ops->name);
+}
+
+// The memory for an optimizer of `size` bytes: settings, two tables; and the states.
 static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings, size_t size,
                                       fsdp_optim_group_fn group, void *user, fsdpi_optim **out) {
-    fsdp_status status = fsdpi_commit(m);
+    fsdp_status status = fsdpi_optim_ready(m, settings->name);
     if (status) return status;
-    if (!(m->world->device_ops->flags & FSDP_DEVICE_HOST))
-        return fsdpi_fail(m->world, FSDP_ERR_UNSUPPORTED,
-                          "%s: the shards lie in memory of device %s, expected host memory",
-                          settings->name, m->world->device_ops->name);
     int64_t before = m->host_bytes;
     size_t head = (size + 63) / 64 * 64;
-    fsdpi_optim *o = (fsdpi_optim *)fsdpi_model_alloc(m, head + (size_t)m->num_params *
+    fsdpi_optim *o = (fsdpi_optim *)fsdpi_model_alloc(m, head + 2 * (size_t)m->num_params *
                                                                     sizeof *o->params);
     if (!o)
         return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
@@ -700,9 +919,12 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
                           m->num_params);
     *o = *settings;
     o->model = m;
+    o->group = group;
+    o->user = user;
     o->params = (fsdpi_optim_param *)(void *)((char *)o + head);
-    status = fsdpi_optim_collect(o, group, user);
-    if (!status) status = fsdpi_optim_alloc_states(o);
+    o->spare = o->params + m->num_params;
+    o->layout = m->layout - 1; // another one
+    status = fsdpi_optim_follow(o, o->name);
     if (!status) status = fsdpi_model_own(m, o, fsdpi_optim_free);
     if (status) {
         fsdpi_optim_free(o);
@@ -725,11 +947,12 @@ static void fsdpi_optim_flush(fsdpi_optim *o, const fsdpi_optim_run *run, fsdpi_
 
 // Does the parameter go on where the run ends?
 static int fsdpi_optim_joins(const fsdpi_optim_run *run, const fsdpi_optim_param *p,
-                             const char *grad) {
-    int64_t nbytes = fsdpi_bytes(run->numel, p->dtype);
-    return run->numel > 0 && run->first->dtype == p->dtype && run->first->group == p->group &&
-           run->step == p->step && run->first->shard + nbytes == p->shard &&
-           run->grad + nbytes == grad && run->first->state + run->numel == p->state;
+                             const fsdp_param_view *v) {
+    return run->numel > 0 && run->first->dtype == p->dtype && run->grad_dtype == v->grad_dtype &&
+           run->first->group == p->group && run->step == p->step &&
+           run->first->shard + fsdpi_bytes(run->numel, p->dtype) == p->shard &&
+           run->grad + fsdpi_bytes(run->numel, v->grad_dtype) == (const char *)v->shard_grad &&
+           run->first->state + run->numel == p->state;
 }
 
 static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
@@ -741,18 +964,20 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
                           "%s: lr is %g, expected a finite number >= 0", what, lr);
     fsdpi_drain(o->model->world); // a gather under way may still read the shards
     status = fsdpi_failed(o->model->world);
+    if (!status) status = fsdpi_optim_follow(o, what);
     if (status) return status;
-    fsdpi_optim_run run = {NULL, NULL, 0, 0};
+    fsdpi_optim_run run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
     for (int i = 0; i < o->num_params; i++) {
         fsdpi_optim_param *p = &o->params[i];
         fsdp_param_view v;
         fsdpi_view(p->unit, p->index, &v);
         if (!v.shard_grad) continue;
         p->step++;
-        if (!fsdpi_optim_joins(&run, p, (const char *)v.shard_grad)) {
+        if (!fsdpi_optim_joins(&run, p, &v)) {
             fsdpi_optim_flush(o, &run, update, lr);
             run.first = p;
             run.grad = (const char *)v.shard_grad;
+            run.grad_dtype = v.grad_dtype;
             run.numel = 0;
             run.step = p->step;
         }
@@ -769,20 +994,23 @@ static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *wh
         return fsdpi_fail(o->model->world, FSDP_ERR_INVALID_ARG,
                           "%s: the model has no parameter %d, expected 0..%d", what, ordinal,
                           o->model->num_params - 1);
+    fsdp_status status = FSDP_OK;
+    if (!fsdpi_failed(o->model->world)) { // else as it was
+        status = fsdpi_commit(o->model);
+        if (!status) status = fsdpi_optim_follow(o, what);
+    }
     memset(out, 0, sizeof *out);
     out->group = -1;
-    for (int i = 0; i < o->num_params; i++) {
-        fsdpi_optim_param *p = &o->params[i];
-        if (p->ordinal != ordinal) continue;
-        int wide = fsdpi_optim_wide(p);
-        size_t offset = (size_t)p->state * fsdpi_optim_size(wide);
-        out->dtype = wide ? FSDP_F64 : FSDP_F32;
-        out->group = p->group;
-        out->numel = p->numel;
-        out->step = &p->step;
-        if (o->states[0][wide]) out->first = o->states[0][wide] + offset;
-        if (o->states[1][wide]) out->second = o->states[1][wide] + offset;
-    }
+    fsdpi_optim_param *p = status ? NULL : fsdpi_optim_find(o, ordinal);
+    if (!p) return status;
+    int wide = fsdpi_optim_wide(p);
+    size_t offset = (size_t)p->state * fsdpi_optim_size(wide);
+    out->dtype = wide ? FSDP_F64 : FSDP_F32;
+    out->group = p->group;
+    out->numel = p->numel;
+    out->step = &p->step;
+    if (o->states[0][wide]) out->first = o->states[0][wide] + offset;
+    if (o->states[1][wide]) out->second = o->states[1][wide] + offset;
     return FSDP_OK;
 }
 
@@ -798,7 +1026,7 @@ static void fsdpi_adamw_run(fsdpi_optim *o, const fsdpi_optim_run *run, void *m,
         opt->scalars[group] = fsdpi_adamw_prepare(&opt->hyper);
         opt->scalars_step[group] = run->step;
     }
-    fsdpi_adamw(run->first->dtype, run->first->shard, run->grad, m, v, run->numel,
+    fsdpi_adamw(run->first->dtype, run->first->shard, run->grad_dtype, run->grad, m, v, run->numel,
                 &opt->scalars[group]);
 }
 
@@ -855,7 +1083,8 @@ static void fsdpi_sgd_run(fsdpi_optim *o, const fsdpi_optim_run *run, void *b, v
     hyper.lr = lr;
     hyper.weight_decay = o->groups[run->first->group].weight_decay;
     hyper.step = run->step;
-    fsdpi_sgd(run->first->dtype, run->first->shard, run->grad, b, run->numel, &hyper);
+    fsdpi_sgd(run->first->dtype, run->first->shard, run->grad_dtype, run->grad, b, run->numel,
+              &hyper);
 }
 
 FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *desc, fsdp_sgd **opt) {
@@ -903,6 +1132,177 @@ FSDP_API fsdp_status fsdp_sgd_state(fsdp_sgd *opt, int ordinal, fsdp_optim_state
 }
 
 FSDP_API int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt) { return opt ? opt->base.nbytes : 0; }
+
+/* -------------------------------------------------------------------------------------------- */
+// >>grad scaler
+// Owns: the scale, and where in a step it is. Invariants: state is the same on all ranks; the scale
+// and its reciprocal are normal numbers of f32.
+
+struct fsdp_grad_scaler {
+    fsdp_model *model;
+    fsdp_grad_scaler_state state;
+    int found; // -1: no unscale in this step
+};
+
+#define FSDPI_SCALE_MIN 1.1754943508222875e-38 // 2^-126
+#define FSDPI_SCALE_MAX 8.5070591730234616e+37 // 2^126
+
+static int fsdpi_scale_ok(double x) {
+    return !fsdpi_is_nan(x) && x >= FSDPI_SCALE_MIN && x <= FSDPI_SCALE_MAX;
+}
+
+// The scale times a factor, as f32; the scale as it is, where that would leave the range.
+static double fsdpi_rescaled(double scale, double factor) {
+    double x = scale * factor;
+    return fsdpi_scale_ok(x) ? (double)(float)x : scale;
+}
+
+static fsdp_status fsdpi_scaler_check(fsdp_world *w, const char *what,
+                                      const fsdp_grad_scaler_state *s) {
+    const char *field = NULL, *expected = NULL;
+    double given = 0;
+    if (!fsdpi_scale_ok(s->scale)) field = "scale", given = s->scale, expected = "2^-126 .. 2^126";
+    else if (fsdpi_is_nan(s->growth_factor) || !(s->growth_factor > 1) ||
+             !(s->growth_factor < HUGE_VAL))
+        field = "growth_factor", given = s->growth_factor, expected = "a finite number > 1";
+    else if (fsdpi_optim_bad(s->backoff_factor, 1) || s->backoff_factor == 0)
+        field = "backoff_factor", given = s->backoff_factor, expected = "> 0 and < 1";
+    else if (s->growth_interval < 1)
+        field = "growth_interval", given = s->growth_interval, expected = ">= 1";
+    else if (s->growth_tracker < 0 || s->growth_tracker >= s->growth_interval)
+        field = "growth_tracker", given = s->growth_tracker, expected = "0 .. growth_interval-1";
+    if (!field) return FSDP_OK;
+    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: %s is %g, expected %s", what, field, given,
+                      expected);
+}
+
+static void fsdpi_scaler_free(void *object) {
+    fsdpi_model_free(((fsdp_grad_scaler *)object)->model, object);
+}
+
+FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_scaler_desc *desc,
+                                             fsdp_grad_scaler **scaler) {
+    static const char *const name = "grad_scaler_create";
+    fsdp_grad_scaler_desc d;
+    if (!model || !scaler)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
+    *scaler = NULL;
+    fsdp_world *w = model->world;
+    fsdp_status status = fsdpi_desc_read(w, &d, desc, sizeof d, "fsdp_grad_scaler_desc");
+    if (status) return status;
+    fsdp_grad_scaler_state s = {d.init_scale, d.growth_factor, d.backoff_factor, d.growth_interval,
+                                0};
+    if (!fsdpi_is_nan(s.scale) && s.scale == 0) s.scale = 65536;
+    if (!fsdpi_is_nan(s.growth_factor) && s.growth_factor == 0) s.growth_factor = 2;
+    if (!fsdpi_is_nan(s.backoff_factor) && s.backoff_factor == 0) s.backoff_factor = 0.5;
+    if (s.growth_interval == 0) s.growth_interval = 2000;
+    status = fsdpi_scaler_check(w, name, &s);
+    if (!status) status = fsdpi_optim_ready(model, name);
+    if (status) return status;
+    fsdp_grad_scaler *g = (fsdp_grad_scaler *)fsdpi_model_alloc(model, sizeof *g);
+    if (!g) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory", name);
+    g->model = model;
+    g->state = s;
+    g->state.scale = (double)(float)s.scale;
+    g->found = -1;
+    status = fsdpi_model_own(model, g, fsdpi_scaler_free);
+    if (status) fsdpi_scaler_free(g);
+    else *scaler = g;
+    return status;
+}
+
+FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler) {
+    if (!scaler) return;
+    fsdpi_model_disown(scaler->model, scaler);
+    fsdpi_scaler_free(scaler);
+}
+
+FSDP_API double fsdp_grad_scaler_scale(const fsdp_grad_scaler *scaler) {
+    return scaler ? scaler->state.scale : 1;
+}
+
+FSDP_API int fsdp_grad_scaler_found_inf(const fsdp_grad_scaler *scaler) {
+    return scaler ? scaler->found : -1;
+}
+
+FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
+    static const char *const name = "grad_scaler_unscale";
+    if (!scaler) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the scaler is NULL", name);
+    fsdp_model *m = scaler->model;
+    fsdp_status status = fsdpi_commit(m);
+    if (status) return status;
+    if (scaler->found >= 0)
+        return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,
+                          "%s: already called in this step: call fsdp_grad_scaler_update first",
+                          name);
+    for (int i = 0; i < m->num_units; i++)
+        if (fsdp_unit_state(m->units[i]) != FSDP_STATE_IDLE)
+            return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,
+                              "%s: unit '%s' is not idle: call fsdp_finalize_backward first", name,
+                              fsdp_unit_name(m->units[i]));
+    fsdpi_drain(m->world);    // reductions under way write the gradients
+    int32_t seen[2] = {0, 0}; // not finite; any
+    fsdp_param_view v = FSDP_ZERO;
+    float inverse = (float)(1 / scaler->state.scale);
+    while (fsdp_next_param(m, &v)) {
+        if (!v.shard_grad) continue;
+        seen[0] |= (int32_t)fsdpi_unscale(v.grad_dtype, v.shard_grad, v.numel, inverse);
+        seen[1] = 1;
+    }
+    status = fsdp_all_reduce(m->world, NULL, seen, 2, FSDP_I32, FSDP_MAX);
+    if (status) return status;
+    if (!seen[1])
+        return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,
+                          "%s: no parameter has a gradient: call it after fsdp_finalize_backward "
+                          "and before fsdp_zero_grad",
+                          name);
+    scaler->found = seen[0];
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_grad_scaler_update(fsdp_grad_scaler *scaler) {
+    static const char *const name = "grad_scaler_update";
+    if (!scaler) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the scaler is NULL", name);
+    fsdp_world *w = scaler->model->world;
+    fsdp_grad_scaler_state *s = &scaler->state;
+    fsdp_status status = fsdpi_failed(w);
+    if (status) return status;
+    if (scaler->found < 0)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_STATE,
+                          "%s: the gradients of this step were not looked at: call "
+                          "fsdp_grad_scaler_unscale first",
+                          name);
+    if (scaler->found) {
+        s->scale = fsdpi_rescaled(s->scale, s->backoff_factor);
+        s->growth_tracker = 0;
+    } else if (++s->growth_tracker == s->growth_interval) {
+        s->scale = fsdpi_rescaled(s->scale, s->growth_factor);
+        s->growth_tracker = 0;
+    }
+    scaler->found = -1;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_grad_scaler_get_state(const fsdp_grad_scaler *scaler,
+                                                fsdp_grad_scaler_state *out) {
+    if (!scaler || !out)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "grad_scaler_get_state: an argument is NULL");
+    *out = scaler->state;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_grad_scaler_set_state(fsdp_grad_scaler *scaler,
+                                                const fsdp_grad_scaler_state *state) {
+    static const char *const name = "grad_scaler_set_state";
+    if (!scaler || !state)
+        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
+    fsdp_status status = fsdpi_scaler_check(scaler->model->world, name, state);
+    if (status) return status;
+    scaler->state = *state;
+    scaler->state.scale = (double)(float)state->scale;
+    scaler->found = -1;
+    return FSDP_OK;
+}
 
 #endif // FSDP_MATH_ONLY
 

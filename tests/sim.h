@@ -18,7 +18,8 @@
    Races. With s.checks every element of device memory remembers who wrote and who read it last,
    and the host and the streams carry vector clocks that move only through record, wait and sync.
    An access that is not ordered behind an earlier one in conflict is a race: s.races, s.race.
-   sim_read and sim_write tell of the caller's own accesses. s.ignore_wait leaves one wait out.
+   sim_read and sim_write tell of the caller's own accesses, sim_called of those of functions that
+   the library calls in a stream's order. s.ignore_wait leaves one wait out.
 
    Data. With s.moves they move as if every rank held what this one holds.
 
@@ -29,6 +30,7 @@
 
 #define SIM_FN    static __attribute__((unused))
 #define SIM_GRAIN 2 /* bytes of device memory that are watched together */
+enum { SIM_MEMORY_COMM = 2, SIM_MEMORY_KINDS }; /* after FSDP_MEMORY_PINNED */
 
 enum { SIM_HOST = FSDP_STREAM_COUNT, SIM_ACTORS }; /* the streams, and the host */
 
@@ -36,10 +38,10 @@ typedef struct { /* who touched these bytes last; a clock of 0: nobody */
     uint32_t writer, written, read[SIM_ACTORS];
 } sim_cell;
 
-typedef struct sim_block { /* one piece of device memory */
+typedef struct sim_block { /* one piece of memory of the tables */
     char *ptr;
     size_t nbytes;
-    int number;
+    int number, kind; /* FSDP_MEMORY_*; SIM_MEMORY_COMM: the comm's */
     sim_cell *cells;
     struct sim_block *next;
 } sim_block;
@@ -80,7 +82,10 @@ typedef struct sim {
     uint64_t colls[FSDP_OP_COUNT],
         coll_bytes[FSDP_OP_COUNT]; /* run; read from other ranks by them */
     uint64_t works;                /* copies, zeros and norms that were run */
+    uint64_t calls;                /* of sim_called */
     int64_t live_blocks, live_events, live_streams, live_groups, num_blocks;
+    int64_t live_bytes[SIM_MEMORY_KINDS];
+    int bad_frees; /* of another kind or size than was allocated, or of nothing */
     fsdp_op *ops;
     int num_ops, cap_ops;
     void (*on_op)(void *user, const fsdp_op *op); /* called for each op that sim_watch sees */
@@ -106,7 +111,8 @@ typedef struct sim {
 
 SIM_FN void sim_report(sim *s, int actor, const char *what, int write, const char *other,
                        uint32_t by, int block, size_t offset) {
-    static const char *const actors[SIM_ACTORS] = {"COMPUTE", "GATHER", "REDUCE", "the host"};
+    static const char *const actors[SIM_ACTORS] = {"COMPUTE", "GATHER", "REDUCE", "ALLREDUCE",
+                                                   "the host"};
     if (s->races++ == 0)
         snprintf(s->race, sizeof s->race,
                  "%s on %s %s byte %zu of block %d, %s by %s without an event between", what,
@@ -194,6 +200,15 @@ SIM_FN void sim_write(sim *s, const char *what, const void *ptr, int64_t nbytes)
     sim_touch(s, sim_caller(s), what, ptr, nbytes, 1);
 }
 
+/* What a function of the user does that the library calls for an op CALL: an access in the order of
+   the stream that the function was given, NULL: at once. */
+SIM_FN void sim_called(sim *s, const void *stream, const char *what, const void *ptr,
+                       int64_t nbytes, int write) {
+    s->calls++;
+    sim_work(s, sim_actor(stream), 0, sim_cost((uint64_t)nbytes, s->copy_bytes_per_ns));
+    sim_touch(s, sim_actor(stream), what, ptr, nbytes, write);
+}
+
 /* The host waits for the caller's stream, as a program does that reads the loss. */
 SIM_FN void sim_host_waits(sim *s) {
     if (s->now[SIM_HOST] < s->now[FSDP_STREAM_COMPUTE])
@@ -211,7 +226,7 @@ SIM_FN int64_t sim_end(const sim *s) {
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
-SIM_FN fsdp_status sim_alloc(sim *s, size_t size, void **ptr) {
+SIM_FN fsdp_status sim_alloc(sim *s, int kind, size_t size, void **ptr) {
     sim_block *b = (sim_block *)calloc(1, sizeof *b);
     *ptr = NULL;
     if (b) b->ptr = (char *)calloc(1, size + 64);
@@ -219,18 +234,22 @@ SIM_FN fsdp_status sim_alloc(sim *s, size_t size, void **ptr) {
         b->cells = (sim_cell *)calloc(size / SIM_GRAIN + 1, sizeof *b->cells);
     if (!b || !b->ptr || (s->checks && !b->cells)) return FSDP_ERR_OUT_OF_MEMORY;
     b->nbytes = size;
+    b->kind = kind;
     b->number = (int)s->num_blocks++;
     b->next = s->blocks;
     s->blocks = b;
     s->live_blocks++;
+    s->live_bytes[kind] += (int64_t)size;
     *ptr = b->ptr;
     return FSDP_OK;
 }
 
-SIM_FN void sim_free(sim *s, const void *ptr) {
+SIM_FN void sim_free(sim *s, int kind, const void *ptr, size_t size) {
     for (sim_block **at = &s->blocks; *at; at = &(*at)->next) {
         sim_block *b = *at;
         if (b->ptr != (const char *)ptr) continue;
+        s->bad_frees += b->kind != kind || b->nbytes != size;
+        s->live_bytes[b->kind] -= (int64_t)b->nbytes;
         sim_touch(s, SIM_HOST, "free", b->ptr, (int64_t)b->nbytes, 1); /* nobody may be at it */
         *at = b->next;
         free(b->ptr);
@@ -239,6 +258,7 @@ SIM_FN void sim_free(sim *s, const void *ptr) {
         s->live_blocks--;
         return;
     }
+    s->bad_frees += ptr != NULL;
 }
 
 /* ---- the device ------------------------------------------------------------------------------ */
@@ -250,12 +270,11 @@ SIM_FN fsdp_status sim_device_open(const fsdp_boot *boot, fsdp_device **device) 
     return FSDP_OK;
 }
 SIM_FN void sim_device_close(fsdp_device *device) { (void)device; }
-SIM_FN fsdp_status sim_device_alloc(fsdp_device *device, size_t size, void **ptr) {
-    return sim_alloc(sim_of(device), size, ptr);
+SIM_FN fsdp_status sim_device_alloc(fsdp_device *device, int kind, size_t size, void **ptr) {
+    return sim_alloc(sim_of(device), kind, size, ptr);
 }
-SIM_FN void sim_device_free(fsdp_device *device, void *ptr, size_t size) {
-    (void)size;
-    sim_free(sim_of(device), ptr);
+SIM_FN void sim_device_free(fsdp_device *device, int kind, void *ptr, size_t size) {
+    sim_free(sim_of(device), kind, ptr, size);
 }
 
 SIM_FN fsdp_status sim_device_stream(fsdp_device *device, int stream, void **native) {
@@ -480,11 +499,10 @@ SIM_FN fsdp_status sim_comm_run(fsdp_comm *comm, const fsdp_coll *c) {
 }
 
 SIM_FN fsdp_status sim_comm_alloc(fsdp_comm *world, size_t size, void **ptr) {
-    return sim_alloc(sim_group_of(world)->owner, size, ptr);
+    return sim_alloc(sim_group_of(world)->owner, SIM_MEMORY_COMM, size, ptr);
 }
 SIM_FN void sim_comm_free(fsdp_comm *world, void *ptr, size_t size) {
-    (void)size;
-    sim_free(sim_group_of(world)->owner, ptr);
+    sim_free(sim_group_of(world)->owner, SIM_MEMORY_COMM, ptr, size);
 }
 SIM_FN const char *sim_comm_error(fsdp_comm *comm) {
     (void)comm;
@@ -666,12 +684,12 @@ SIM_FN fsdp_status sim_watch(sim *s, fsdp_model *model) {
     return fsdp_set_driver(model, &driver);
 }
 
-/* Returns how many objects of the tables the library has left behind. */
+/* Returns how many objects of the tables the library has left behind, or freed wrongly. */
 SIM_FN int64_t sim_close(sim *s) {
     (void)fsdp_shutdown(s->world);
     free(s->ops);
     s->ops = NULL;
     s->world = NULL;
-    return s->live_blocks + s->live_events + s->live_streams + s->live_groups;
+    return s->live_blocks + s->live_events + s->live_streams + s->live_groups + s->bad_frees;
 }
 #endif /* SIM_H */

@@ -367,12 +367,12 @@ static void bad_device_close(fsdp_device *device) {
     HOST->close(DEV(device)->real);
     free(DEV(device));
 }
-static fsdp_status bad_device_alloc(fsdp_device *device, size_t size, void **out) {
+static fsdp_status bad_device_alloc(fsdp_device *device, int kind, size_t size, void **out) {
     if (fires(DEV(device)->fault, "alloc", "")) return FSDP_ERR_OUT_OF_MEMORY;
-    return HOST->alloc(DEV(device)->real, size, out);
+    return HOST->alloc(DEV(device)->real, kind, size, out);
 }
-static void bad_device_free(fsdp_device *device, void *ptr, size_t size) {
-    HOST->free(DEV(device)->real, ptr, size);
+static void bad_device_free(fsdp_device *device, int kind, void *ptr, size_t size) {
+    HOST->free(DEV(device)->real, kind, ptr, size);
 }
 static fsdp_status bad_copy(fsdp_device *device, void *stream, const fsdp_op *op) {
     if (fires(DEV(device)->fault, "copy", op->what)) return DEV(device)->fault->status;
@@ -842,7 +842,7 @@ TEST(faults, environment) {
     with_env("FSDP_LOG_LEVEL", "none", FSDP_OK, "");
     with_env("FSDP_BACKEND", "nothing", FSDP_OK, ""); /* one rank needs none */
     CHECK_EQ_INT(setenv("WORLD_SIZE", "2", 1), 0);
-    with_env("RANK", "2", FSDP_ERR_INVALID_ARG, "rank 2 of a world of 2");
+    with_env("RANK", "2", FSDP_ERR_INVALID_ARG, "RANK is 2");
     with_env("RANK", "-1", FSDP_ERR_INVALID_ARG, "RANK is '-1'");
     with_env("RANK", "1x", FSDP_ERR_INVALID_ARG, "RANK is '1x'");
     with_env("RANK", "0", FSDP_ERR_INVALID_ARG, "common name");
@@ -933,7 +933,11 @@ TEST(faults, model_descs) {
     BAD_MODEL(md.param_dtype = FSDP_I32, "param_dtype");
     BAD_MODEL(md.reduce_dtype = 1000, "reduce_dtype");
     BAD_MODEL(md.reduce_dtype = FSDP_U8, "reduce_dtype");
-    BAD_MODEL(md.reshard_after_forward = 2, "reshard_after_forward is 2");
+    BAD_MODEL(md.grad_dtype = FSDP_I8, "grad_dtype");
+    BAD_MODEL(md.output_dtype = FSDP_U8, "output_dtype");
+    BAD_MODEL(md.implicit_prefetch = 2, "implicit_prefetch 2");
+    BAD_MODEL(md.implicit_prefetch = -2, "implicit_prefetch -2");
+    BAD_MODEL(md.prefetch_bytes = -1, "prefetch_bytes");
     BAD_MODEL(md.reshard_after_forward = -2, "reshard_after_forward is -2");
     BAD_MODEL(md.direct_min = -1, "direct_min -1");
     BAD_MODEL(md.fill_bytes = -1, "fill_bytes -1");
@@ -944,7 +948,19 @@ TEST(faults, model_descs) {
     CALL(w, fsdp_mesh_create(w, &grid, &mesh));
     fsdp_model_desc md = FSDP_ZERO;
     md.mesh = mesh;
-    REFUSED_AS(FSDP_ERR_UNSUPPORTED, w, fsdp_model_create(w, &md, &m), "2-D");
+    REFUSED(w, fsdp_model_create(w, &md, &m), "name"); /* which dim shards? */
+    grid.ndim = 3, grid.shape[2] = 1;
+    CALL(w, fsdp_mesh_create(w, &grid, &mesh));
+    md.mesh = mesh;
+    REFUSED(w, fsdp_model_create(w, &md, &m), "3");
+    /* an int of the model is checked against the shard group of each unit that takes it */
+    md.mesh = NULL, md.reshard_after_forward = 2;
+    fsdp_param_desc p = fsdp_vec("b", 4);
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_unit *u;
+    ud.params = &p, ud.num_params = 1;
+    CALL(w, fsdp_model_create(w, &md, &m));
+    REFUSED(w, fsdp_fully_shard(m, &ud, &u), "reshard_after_forward is 2");
     grid.ndim = 0;
     REFUSED(w, fsdp_mesh_create(w, &grid, &mesh), "ndim is 0");
     grid.ndim = FSDP_MAX_DIMS + 1;
@@ -1031,8 +1047,7 @@ TEST(faults, unit_descs) {
     BAD_UNIT((p[1].shape[0] = INT64_MAX, p[1].shape[1] = 0), "'layer'");
     BAD_UNIT((p[1].shape[0] = (int64_t)1 << 31, p[1].shape[1] = (int64_t)1 << 31), "'layer'");
     BAD_UNIT((p[0].shape[0] = p[1].shape[0] = (int64_t)1 << 57), "'layer'");
-    BAD_UNIT_AS(FSDP_ERR_UNSUPPORTED, p[1].dtype = FSDP_F64, "'weight' is f64");
-    BAD_UNIT_AS(FSDP_ERR_UNSUPPORTED, (p[1].dtype = FSDP_I32, p[1].frozen = 1), "'weight'");
+    BAD_UNIT(p[1].dtype = FSDP_I32, "'weight'"); /* frozen integers and other floats may be mixed */
     CALL(w, fsdp_model_predict(m, &after));
     CHECK_EQ_MEM(before.pool_bytes, after.pool_bytes, sizeof before.pool_bytes);
     CALL(w, fsdp_model_commit(m));

@@ -18,6 +18,7 @@ typedef struct {
     fsdp_dtype param, reduce;
     int overwrite, debug, uniform; /* uniform: layers of one large matrix */
     int64_t direct_min;
+    int replicas, offload; /* replicas: HSDP of world/replicas x replicas */
 } config;
 
 typedef struct {
@@ -30,6 +31,7 @@ typedef struct {
     int show_reshard;
     uint8_t by_user[MAX_UNITS]; /* fsdp_unshard was called */
     uint8_t storage[MAX_UNITS]; /* as last seen */
+    uint64_t reductions;        /* up to the last finalize */
     char trace[TRACE];
     int used;
 } rig;
@@ -94,6 +96,16 @@ static void rig_open(rig *r, const config *c) {
     md.grads_overwrite = c->overwrite;
     md.debug = c->debug;
     md.direct_min = c->direct_min ? c->direct_min : 256;
+    md.cpu_offload = c->offload;
+    if (c->replicas > 1) {
+        fsdp_mesh_desc d = FSDP_ZERO;
+        fsdp_mesh *mesh;
+        d.ndim = 2;
+        d.shape[0] = c->replicas, d.shape[1] = r->s.world_size / c->replicas;
+        d.names[0] = "replicate", d.names[1] = "shard";
+        CHECK_OK(fsdp_mesh_create(r->s.world, &d, &mesh));
+        md.mesh = mesh;
+    }
     CHECK_OK(fsdp_model_create(r->s.world, &md, &r->model));
     int layers = c->layers ? c->layers : 3;
     for (int i = 0; i <= layers; i++) {
@@ -146,16 +158,25 @@ static void optimize(rig *r) {
         if (r->by_user[i]) CHECK_OK(fsdp_wait(r->units[i]));
     memset(r->by_user, 0, sizeof r->by_user);
     CHECK_OK(fsdp_model_flat(r->model, FSDP_F32, &flat));
-    sim_read(&r->s, "optimizer", flat.grads, flat.numel * 4);
-    sim_write(&r->s, "optimizer", flat.shards, flat.numel * 4);
+    int actor = r->c.offload ? SIM_HOST : sim_caller(&r->s); /* offloaded: in host memory */
+    sim_work(&r->s, actor, 0, 0);
+    sim_touch(&r->s, actor, "optimizer", flat.grads, flat.numel * 4, 0);
+    sim_touch(&r->s, actor, "optimizer", flat.shards, flat.numel * 4, 1);
     CHECK_OK(fsdp_params_changed(r->model));
+}
+
+static uint64_t calls(rig *r, int kind) {
+    fsdp_counters c = FSDP_ZERO;
+    CHECK_OK(fsdp_model_counters(r->model, &c));
+    return c.calls[kind];
 }
 
 /* (x )x  pre_ and post_forward of unit x (r, 0, 1, ...)      [x ]x  pre_ and post_backward
    ux wx sx  unshard, wait, reshard                           .      finalize, and the host reads
    g+ g-  grad enabled         y+ y-  gradient sync           l+ l-  is_last_backward
-   k+ k-  reshard_after_backward      o optimizer step        c clip         z zero_grad
-   h the host waits for the device    | a bar in the trace    spaces mean nothing */
+   k+ k-  reshard_after_backward      a+ a-  requires_all_reduce
+   o optimizer step        c clip         z zero_grad         h the host waits for the device
+   | a bar in the trace    spaces mean nothing */
 static void play(rig *r, const char *script) {
     double norm;
     for (const char *at = script; *at; at++) {
@@ -170,12 +191,17 @@ static void play(rig *r, const char *script) {
                 CHECK_OK(fsdp_finalize_backward(r->model));
                 fsdp_flat flat = FSDP_ZERO;
                 CHECK_OK(fsdp_model_flat(r->model, FSDP_F32, &flat));
-                if (r->s.world_size > 1) /* the library itself reads counts of users */
+                uint64_t reductions = calls(r, FSDP_OP_REDUCE_SCATTER) +
+                                      calls(r, FSDP_OP_ALL_REDUCE);
+                if (reductions != r->reductions) /* the library itself reads counts of users */
                     sim_touch(&r->s, SIM_HOST, "finalize", flat.grads, flat.numel * 4, 0);
+                r->reductions = reductions;
             }
             if (call == 'o') optimize(r);
             if (call == 'c') {
+                uint64_t before = calls(r, FSDP_OP_ALL_REDUCE);
                 CHECK_OK(fsdp_clip_grad_norm(r->model, 1.0, &norm));
+                r->reductions += calls(r, FSDP_OP_ALL_REDUCE) - before;
                 sim_touch(&r->s, SIM_HOST, "clip", r->model->scalar->ptr, 8, 0);
             }
             if (call == 'z') CHECK_OK(fsdp_zero_grad(r->model));
@@ -186,7 +212,7 @@ static void play(rig *r, const char *script) {
         char what = *++at;
         CHECK_MSG(what, "script ends after %c", call);
         int on = what == '+';
-        fsdp_unit *u = strchr("gylk", call) ? NULL : unit_named(r, what);
+        fsdp_unit *u = strchr("gylka", call) ? NULL : unit_named(r, what);
         switch (call) {
         case '(':
             CHECK_OK(fsdp_pre_forward(u));
@@ -216,16 +242,11 @@ static void play(rig *r, const char *script) {
         case 'y': CHECK_OK(fsdp_set_requires_gradient_sync(r->model, NULL, on)); break;
         case 'l': CHECK_OK(fsdp_set_is_last_backward(r->model, on)); break;
         case 'k': CHECK_OK(fsdp_set_reshard_after_backward(r->model, NULL, on)); break;
+        case 'a': CHECK_OK(fsdp_set_requires_all_reduce(r->model, NULL, on)); break;
         default: CHECK_MSG(0, "no such call: %c", call);
         }
         look(r);
     }
-}
-
-static uint64_t calls(rig *r, int kind) {
-    fsdp_counters c = FSDP_ZERO;
-    CHECK_OK(fsdp_model_counters(r->model, &c));
-    return c.calls[kind];
 }
 
 /* ---- (a) event sequences --------------------------------------------------------------------- */
@@ -247,7 +268,7 @@ typedef struct {
 #define ASYNC  0, 1, 0, 0
 #define INLINE 0, 0, 0, 0
 #define CONF(mode, layers, root, inner)                                                            \
-    { mode, layers, root, inner, 0, 0, 0, 0, 0, 0 }
+    { mode, layers, root, inner, 0, 0, 0, 0, 0, 0, 0, 0 }
 
 /* clang-format off */
 static const schedule schedules[] = {
@@ -339,7 +360,8 @@ static const schedule schedules[] = {
         UF " | P2 P1 P0 Pr", 0},
     {"no_sync_of_nothing_last", CONF(ASYNC, 3, NEVER, ALWAYS),
      "y-" FWD BWD ". y+ | " FWD "[r [2]2 ]r . | " FWD BWD ".",
-        UF " U2:B U1:B U0:B | " UF " U2:B U1:B P2 Pr | " UF " U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+        /* finalize reduces what 0 and 1 still hold of the first microbatch */
+        UF " U2:B U1:B U0:B | " UF " U2:B U1:B P2 Pr P0 P1 | " UF " U2:B U1:B P2 U0:B P1 P0 Pr", 0},
     {"params_changed", CONF(ASYNC, 3, NEVER, NEVER),
      FWD "o |" FWD "|" BWD ".", UF " | " UF " | P2 P1 P0 Pr", 0},
 };
@@ -435,9 +457,9 @@ TEST(schedule, world_of_one) {
 
 /* kind label stream source>destination <what it waits for */
 static void op_text(const fsdp_op *op, char *out, size_t size) {
-    static const char *const streams[] = {"C", "G", "R"};
-    static const char *const pools[] = {"shard", "sgrad", "gather", "grad",
-                                        "rin",   "rout",  "scratch"};
+    static const char *const streams[FSDP_STREAM_COUNT] = {"C", "G", "R", "A"};
+    static const char *const pools[FSDP_POOL_COUNT] = {"shard", "sgrad", "gather", "slice",
+                                                       "grad",  "rin",   "rout",   "scratch"};
     int used;
     if (op->kind == FSDP_OP_HOOK) {
         snprintf(out, size, "--");
@@ -638,6 +660,8 @@ static const struct {
       "copy users R >rin",
       "reduce_scatter reduce R rin>sgrad *0.25 <destination written:C",
       "|",
+      "copy users R >rin", /* unit 1, by finalize */
+      "reduce_scatter reduce R rin>sgrad *0.25",
       FINAL}},
     {"no_sync_no_cast",
      FSDP_F32,
@@ -813,7 +837,9 @@ static config any_config(uint64_t *seed) {
     c.world = worlds[h_rand64(seed) % 4];
     c.async = 1;
     c.unfused = (int)(h_rand64(seed) % 2);
-    c.comm_lanes = (int)(h_rand64(seed) % 2) + 1;
+    c.comm_lanes = (int)(h_rand64(seed) % 3) + 1;
+    c.replicas = c.world % 2 == 0 && h_rand64(seed) % 2 ? c.world >> (h_rand64(seed) % 2) : 1;
+    c.offload = h_rand64(seed) % 5 == 0;
     c.root = h_rand64(seed) % 2 ? ALWAYS : NEVER;
     c.inner = h_rand64(seed) % 4 ? ALWAYS : NEVER;
     c.param = dtypes[h_rand64(seed) % 2];
@@ -952,7 +978,7 @@ TEST(streams, a_removed_wait_is_reported) {
 /* Random calls, possible or not, by a caller who uses what he was given: parameters where they are
    valid, a random part of the gradients. */
 static void random_call(rig *r, uint64_t *seed) {
-    int call = (int)(h_rand64(seed) % 24), on = h_rand64(seed) % 4 != 0;
+    int call = (int)(h_rand64(seed) % 25), on = h_rand64(seed) % 4 != 0;
     fsdp_unit *u = r->units[h_rand64(seed) % (uint64_t)r->num_units];
     fsdp_status status = FSDP_OK;
     double norm;
@@ -970,7 +996,7 @@ static void random_call(rig *r, uint64_t *seed) {
             for (int d = 0; d < v.ndim; d++) numel *= v.shape[d];
             if (v.requires_grad && h_rand64(seed) % 4)
                 sim_write(&r->s, "backward", fsdp_grad(u, i),
-                          numel * (int64_t)fsdp_dtype_size(u->param_dtype));
+                          numel * (int64_t)fsdp_dtype_size(r->c.param ? r->c.param : FSDP_F32));
         }
     } else if (call < 17) {
         status = fsdp_post_backward(u);
@@ -985,6 +1011,7 @@ static void random_call(rig *r, uint64_t *seed) {
         case 20: status = fsdp_set_requires_gradient_sync(r->model, NULL, on); break;
         case 21: status = fsdp_set_is_last_backward(r->model, on); break;
         case 22: status = fsdp_set_reshard_after_backward(r->model, u, on); break;
+        case 23: status = fsdp_set_requires_all_reduce(r->model, NULL, on); break;
         default:
             status = fsdp_finalize_backward(r->model);
             if (!status && h_rand64(seed) % 2) status = fsdp_clip_grad_norm(r->model, 1e-3, &norm);

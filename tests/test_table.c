@@ -32,13 +32,15 @@ static const struct {
     {"param_full",        "==.." "...." "...." "...."},
     {"zero_grad",         "==.." "...." "...." "...."},
     {"clip_grad_norm",    "==.." "...." "...." "...."},
+    {"set_requires_grad", "==.." "...." "...." "...."},
     {"set",               "====" "...." "...." "===="},
     {"reset",             "IIII" "IIII" "IIII" "IIII"},
 };
 /* clang-format on */
 static const char state_letters[] = "IFPB";
 static const char *const state_names[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
-static const char *const storage_names[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED"};
+static const char *const storage_names[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED",
+                                            "SHARDED_POST_FORWARD"};
 
 /* ---- the model ------------------------------------------------------------------------------- */
 
@@ -47,6 +49,7 @@ enum { MAX_UNITS = 4, MAX_PARAMS = 4, MAX_ORDER = 64 * MAX_UNITS };
 typedef struct {
     int state, storage, stale, due, sync, keep_forward, keep_backward;
     int newest; /* of its entries in the record of forwards, -1: none */
+    int held;   /* gradients of microbatches that were not reduced */
     int used[MAX_PARAMS], has[MAX_PARAMS];
 } unit_model;
 
@@ -93,8 +96,7 @@ static void model_wait(unit_model *u) {
 }
 static void model_reshard(unit_model *u) { u->storage = u->stale = 0; }
 static void model_reduce(model *m, unit_model *u) {
-    if (u->keep_backward) model_wait(u);
-    else model_reshard(u);
+    u->held = !u->sync;
     if (!u->sync) return;
     m->reductions += m->world > 1;
     for (int i = 0; i < m->num_params; i++) u->has[i] |= u->used[i], u->used[i] = 0;
@@ -134,15 +136,18 @@ static void model_unit(model *m, int unit, int call) {
         u->due--;
         m->backward = 1;
     }
-    if (call == FSDP_CALL_POST_BACKWARD ||
-        (call == FSDP_CALL_FINALIZE && u->state == FSDP_STATE_PRE_BACKWARD))
-        model_reduce(m, u);
-    else if (call == FSDP_CALL_FINALIZE && u->keep_backward) model_wait(u);
-    else if (call == FSDP_CALL_FINALIZE) model_reshard(u);
+    if (call == FSDP_CALL_POST_BACKWARD || call == FSDP_CALL_FINALIZE) {
+        /* what nobody has waited for was gathered for nothing */
+        if (!u->keep_backward || u->storage == FSDP_STORAGE_IN_FLIGHT) model_reshard(u);
+        /* finalize reduces what earlier microbatches have left, too */
+        if (call == FSDP_CALL_POST_BACKWARD || u->state == FSDP_STATE_PRE_BACKWARD || u->held)
+            model_reduce(m, u);
+    }
     if (call == FSDP_CALL_PARAMS_CHANGED || call == FSDP_CALL_LOAD) model_stale(u);
     if (call == FSDP_CALL_ZERO_GRAD || call == FSDP_CALL_RESET) memset(u->has, 0, sizeof u->has);
     if (call == FSDP_CALL_RESET) {
         model_reshard(u);
+        u->held = 0;
         memset(u->used, 0, sizeof u->used);
     }
     if (next != '=') u->state = (int)(strchr(state_letters, next) - state_letters);
@@ -160,8 +165,6 @@ static fsdp_status model_call(model *m, int unit, int call) {
     if (call != FSDP_CALL_FINALIZE && call != FSDP_CALL_RESET) return FSDP_OK;
     m->backward = m->failed = 0;
     if (call == FSDP_CALL_RESET || m->is_last) model_forget(m);
-    for (int i = 0; call == FSDP_CALL_FINALIZE && m->is_last && i < m->num_units; i++)
-        model_stale(&m->units[i]);
     return call == FSDP_CALL_FINALIZE && first_failure ? FSDP_ERR_INVALID_STATE : FSDP_OK;
 }
 
@@ -292,6 +295,38 @@ static fsdp_status do_backward(fsdp_unit *u) {
 static fsdp_status do_all_backward(fsdp_model *m) {
     return fsdp_set_reshard_after_backward(m, NULL, 1);
 }
+static fsdp_status do_all_reduce(fsdp_unit *u) {
+    return fsdp_set_requires_all_reduce(u->model, u, 1);
+}
+static fsdp_status do_unshard_in_backward(fsdp_unit *u) {
+    return fsdp_set_unshard_in_backward(u->model, u, 1);
+}
+static fsdp_status do_factor(fsdp_unit *u) {
+    return fsdp_set_gradient_divide_factor(u->model, u, 0);
+}
+static fsdp_status do_unused(fsdp_unit *u) {
+    return fsdp_set_reduce_scatter_unused_params(u->model, u, 1);
+}
+static fsdp_status do_all_unused(fsdp_model *m) {
+    return fsdp_set_reduce_scatter_unused_params(m, NULL, 1);
+}
+static fsdp_status do_forward_list(fsdp_unit *u) {
+    return fsdp_set_modules_to_forward_prefetch(u, NULL, 0);
+}
+static fsdp_status do_backward_list(fsdp_unit *u) {
+    return fsdp_set_modules_to_backward_prefetch(u, NULL, 0);
+}
+static fsdp_status do_reduce_hook(fsdp_unit *u) { return fsdp_set_all_reduce_hook(u, NULL, NULL); }
+static fsdp_status do_grad_hook(fsdp_unit *u) {
+    return fsdp_set_post_accumulate_hook(u, WEIGHT, NULL, NULL);
+}
+static fsdp_status do_gather_comm(fsdp_unit *u) {
+    return fsdp_set_custom_all_gather(u, NULL, NULL);
+}
+static fsdp_status do_scatter_comm(fsdp_unit *u) {
+    return fsdp_set_custom_reduce_scatter(u, NULL, NULL);
+}
+static fsdp_status do_requires_grad(fsdp_unit *u) { return fsdp_set_requires_grad(u, STILL, 0); }
 
 /* Every public call that the table knows, in every form. */
 static const struct {
@@ -323,6 +358,18 @@ static const struct {
     {"set_reshard_after_forward of all", FSDP_CALL_SET, NULL, do_all_forward, 0},
     {"set_reshard_after_backward", FSDP_CALL_SET, do_backward, NULL, 1},
     {"set_reshard_after_backward of all", FSDP_CALL_SET, NULL, do_all_backward, 0},
+    {"set_requires_all_reduce", FSDP_CALL_SET, do_all_reduce, NULL, 1},
+    {"set_unshard_in_backward", FSDP_CALL_SET, do_unshard_in_backward, NULL, 1},
+    {"set_gradient_divide_factor", FSDP_CALL_SET, do_factor, NULL, 1},
+    {"set_reduce_scatter_unused_params", FSDP_CALL_SET, do_unused, NULL, 1},
+    {"set_reduce_scatter_unused_params of all", FSDP_CALL_SET, NULL, do_all_unused, 0},
+    {"set_modules_to_forward_prefetch", FSDP_CALL_SET, do_forward_list, NULL, 1},
+    {"set_modules_to_backward_prefetch", FSDP_CALL_SET, do_backward_list, NULL, 1},
+    {"set_all_reduce_hook", FSDP_CALL_SET, do_reduce_hook, NULL, 1},
+    {"set_post_accumulate_hook", FSDP_CALL_SET, do_grad_hook, NULL, 1},
+    {"set_custom_all_gather", FSDP_CALL_SET, do_gather_comm, NULL, 1},
+    {"set_custom_reduce_scatter", FSDP_CALL_SET, do_scatter_comm, NULL, 1},
+    {"set_requires_grad", FSDP_CALL_REQUIRES_GRAD, do_requires_grad, NULL, 0},
     {"reset", FSDP_CALL_RESET, NULL, fsdp_model_reset, 0},
 };
 enum { NUM_FORMS = sizeof forms / sizeof *forms };

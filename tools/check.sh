@@ -128,7 +128,7 @@ gate_math_only() {
     local bad
     implement fsdp.h | compile gcc c99 -DFSDP_MATH_ONLY -O2 -c -o "$work/math.o"
     implement fsdp.h | compile g++ c++11 -DFSDP_MATH_ONLY -O2 -c -o /dev/null
-    bad=$(implement fsdp.h | gcc -std=c99 -DFSDP_MATH_ONLY -I. -H -E -o /dev/null -x c - 2>&1 |
+    bad=$(implement fsdp_math.h | gcc -std=c99 -I. -H -E -o /dev/null -x c - 2>&1 |
         awk '$1 == ".." {sub(/.*\//, "", $2)
                          if ($2 !~ /^(stdint|stddef|string)\.h$/) print $2}')
     [ -z "$bad" ] || die "includes more than stdint, stddef, string:" $bad

@@ -1,0 +1,112 @@
+/* backends/fsdp_backend.h - the two tables of functions that a backend and a device are
+
+   Included by fsdp.h, at the end of its declarations. How to write one: backends/README.md.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_BACKEND_H
+#define FSDP_BACKEND_H
+// clang-format off
+
+// What a backend or device is opened with. Pointers are valid until close.
+typedef struct fsdp_boot {
+    int rank, size, local_rank;
+    int64_t timeout_ns;
+    const char *job;
+    fsdp_threads *threads; // not NULL: ranks are threads that share this
+    fsdp_allocator allocator;
+    fsdp_logger logger;
+    fsdp_clock clock;
+    void *user;            // fsdp_world_desc.user
+} fsdp_boot;
+
+// Ranks of a new process group in order; color < 0: this rank is not in it, but takes part in the
+// call.
+typedef struct fsdp_group {
+    int color, index, size, lane; // index: my place, or -1; lane: FSDP_STREAM_* that will use it
+    const int32_t *ranks;         // [size], world ranks
+    const char *name;
+} fsdp_group;
+
+enum { FSDP_CAP_FUSED_REDUCE = 1 }; // reduce_scatter casts, scales and accumulates, see fsdp_coll
+
+typedef struct fsdp_caps {
+    uint32_t kinds; // bit 1u << FSDP_OP_*
+    uint32_t flags; // FSDP_CAP_*
+    int lanes;      // streams that may run collectives at the same time: 1 or more
+} fsdp_caps;
+
+/* One collective, as data. Offsets of segments are elements of dtype (full side, and src of a
+   gather) and out_dtype (dst of a scatter).
+   all_gather      dst[full + k*count ..] = src_k[shard ..] of rank k; in_place: src_k[.] is already
+                   at its place in rank k's dst, and src is ignored
+   reduce_scatter  dst[shard ..] (+)= scale * sum of src_k[full + me*count ..] over k, in rank
+                   order; without FSDP_CAP_FUSED_REDUCE: dtypes equal, scale 1, accumulate 0
+   all_reduce      dst = redop over k of src_k, in place (src == dst), count elements
+   broadcast       dst of all = dst of root, count elements
+   Complete means: the result is in place *and* src may be overwritten.                           */
+struct fsdp_coll {
+    uint8_t kind, dtype, out_dtype, redop, in_place, accumulate, label, state;
+    double scale;
+    int32_t root;
+    uint32_t num_segs;
+    const fsdp_seg *segs;
+    uint64_t count;       // gather, scatter: sum of the segments' counts
+    const void *src;
+    void *dst;
+    uint64_t seq;         // of the model or world that issues it
+    uint64_t fingerprint; // equal on all ranks, or MISMATCH
+    const char *what;     // unit or call, for texts
+    void *stream;         // native stream, or NULL: block until complete
+};
+
+#define FSDP_COMM_VERSION 1
+struct fsdp_comm_ops {
+    uint32_t version, size; // FSDP_COMM_VERSION, sizeof(fsdp_comm_ops)
+    const char *name;
+    fsdp_status (*open)(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **world);
+    // Blocks until every rank of the parent has come. *out is NULL where color < 0.
+    fsdp_status (*split)(fsdp_comm *parent, const fsdp_group *group, fsdp_comm **out);
+    void (*close)(fsdp_comm *comm);
+    fsdp_status (*run)(fsdp_comm *comm, const fsdp_coll *coll);
+    // Memory that peers may read: same order and sizes on all ranks of the world; zero-filled.
+    fsdp_status (*alloc)(fsdp_comm *world, size_t size, void **ptr);
+    void (*free)(fsdp_comm *world, void *ptr, size_t size);
+    // Text of the last failure of this comm; NULL: of this thread's failed open. Names the rank.
+    const char *(*error_text)(fsdp_comm *comm);
+    // Thread safe, harmless when repeated; why begins with "rank N".
+    void (*abort)(fsdp_comm *world, fsdp_status status, const char *why);
+    fsdp_status (*poll)(fsdp_comm *world);            // optional: asynchronous errors
+};
+
+enum {
+    FSDP_DEVICE_ASYNC = 1, // ops are ordered on native streams and return at once
+    FSDP_DEVICE_HOST = 2   // its memory is host memory
+};
+
+enum { FSDP_MEMORY_DEVICE = 0, FSDP_MEMORY_PINNED = 1 }; // pinned: host memory
+
+#define FSDP_DEVICE_VERSION 2
+struct fsdp_device_ops {
+    uint32_t version, size, flags; // FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_*
+    const char *name;
+    fsdp_status (*open)(const fsdp_boot *boot, fsdp_device **device);
+    void (*close)(fsdp_device *device);
+    // FSDP_MEMORY_DEVICE in worlds of one rank (otherwise buffers come from fsdp_comm_ops.alloc),
+    // FSDP_MEMORY_PINNED for cpu_offload. Zero-filled.
+    fsdp_status (*alloc)(fsdp_device *device, int kind, size_t size, void **ptr);
+    void (*free)(fsdp_device *device, int kind, void *ptr, size_t size);
+    // Only with FSDP_DEVICE_ASYNC. The stream COMPUTE may be the caller's.
+    fsdp_status (*stream)(fsdp_device *device, int stream, void **native);
+    fsdp_status (*event)(fsdp_device *device, void **native);
+    void (*destroy)(fsdp_device *device, void *stream_or_null, void *event_or_null);
+    fsdp_status (*record)(fsdp_device *device, void *stream, void *event);
+    fsdp_status (*wait)(fsdp_device *device, void *stream, void *event);
+    fsdp_status (*sync)(fsdp_device *device, void *event, int64_t timeout_ns);
+    // Work, ordered on `stream` (NULL: done on return).
+    fsdp_status (*copy)(fsdp_device *device, void *stream, const fsdp_op *op);
+    fsdp_status (*zero)(fsdp_device *device, void *stream, const fsdp_op *op);
+    fsdp_status (*norm)(fsdp_device *device, void *stream, const fsdp_op *op);
+};
+
+// clang-format on
+#endif

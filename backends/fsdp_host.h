@@ -1,0 +1,335 @@
+/* backends/fsdp_host.h - the device table over host memory, and how records run on it: inline or in
+   the order of worker threads (lanes)
+
+   Included by fsdp.h, which it is a part of; the default device of every world.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_HOST_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#define FSDP_HOST_IMPLEMENTED
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: the device table over host memory. Stateless: every op is done when the call returns; lanes
+// (see >>lanes) make it asynchronous.
+
+struct fsdp_device {
+    fsdp_allocator allocator;
+};
+
+static fsdp_status fsdpi_host_open(const fsdp_boot *boot, fsdp_device **out) {
+    *out = (fsdp_device *)fsdpi_alloc(&boot->allocator, sizeof **out);
+    if (!*out) return FSDP_ERR_OUT_OF_MEMORY;
+    (*out)->allocator = boot->allocator;
+    return FSDP_OK;
+}
+
+static void fsdpi_host_close(fsdp_device *device) {
+    fsdp_allocator allocator = device->allocator;
+    fsdpi_free(&allocator, device);
+}
+
+static fsdp_status fsdpi_host_alloc(fsdp_device *device, int kind, size_t size, void **ptr) {
+    (void)kind; // all of it is host memory
+    *ptr = fsdpi_alloc(&device->allocator, size);
+    return *ptr ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
+}
+
+static void fsdpi_host_free(fsdp_device *device, int kind, void *ptr, size_t size) {
+    (void)kind, (void)size;
+    fsdpi_free(&device->allocator, ptr);
+}
+
+static fsdp_status fsdpi_host_copy(fsdp_device *device, void *stream, const fsdp_op *op) {
+    size_t in = fsdp_dtype_size(op->dtype), out = fsdp_dtype_size(op->out_dtype);
+    const fsdp_block *blocks = (const fsdp_block *)op->list;
+    (void)device, (void)stream;
+    for (uint32_t i = 0; i < op->list_count; i++) {
+        fsdp_block b = blocks[i];
+        if (b.src_pitch == b.width && b.dst_pitch == b.width) { // no gaps: one long row
+            b.width *= b.height;
+            b.height = 1;
+        }
+        for (int64_t row = 0; row < b.height; row++) {
+            const char *src = (const char *)op->src_ptr + (size_t)(b.src + row * b.src_pitch) * in;
+            char *dst = (char *)op->dst_ptr + (size_t)(b.dst + row * b.dst_pitch) * out;
+            fsdpi_reduce(dst, op->out_dtype, &src, 1, op->dtype, (size_t)b.width, op->scale,
+                         op->accumulate, FSDP_SUM);
+        }
+    }
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_host_zero(fsdp_device *device, void *stream, const fsdp_op *op) {
+    (void)device, (void)stream;
+    memset(op->dst_ptr, op->fill, (size_t)op->bytes);
+    return FSDP_OK;
+}
+
+// Precise arithmetic, as in fsdp_math.h.
+#if defined(__clang__)
+#pragma float_control(precise, on, push)
+#pragma clang fp contract(off)
+#elif defined(__GNUC__)
+#pragma GCC push_options
+#pragma GCC optimize("O3", "no-fast-math", "fp-contract=off")
+#endif
+
+// Sum of |x|^p in f64. Eight running sums, joined in a fixed order: the bits depend on the values
+// alone, not on alignment or on how the compiler vectorises.
+static FSDPI_NOINLINE double fsdpi_sum_powers(const void *src, fsdp_dtype dtype, size_t count,
+                                              double p) {
+    double sums[8] = {0, 0, 0, 0, 0, 0, 0, 0}, tmp[FSDPI_BLOCK];
+    size_t size = fsdp_dtype_size(dtype);
+    for (size_t at = 0; at < count; at += FSDPI_BLOCK) {
+        size_t n = count - at < FSDPI_BLOCK ? count - at : FSDPI_BLOCK;
+        const double *x = fsdpi_load_f64(tmp, (const char *)src + at * size, dtype, n);
+        size_t i = 0;
+        // Loops of their own: clang -Ofast fuses a product and a sum in one loop whatever pragmas
+        // say.
+        if (p == 2)
+            for (size_t k = 0; k < n; k++) tmp[k] = x[k] * x[k];
+        else if (p == 1)
+            for (size_t k = 0; k < n; k++) tmp[k] = fabs(x[k]);
+        else
+            for (size_t k = 0; k < n; k++) tmp[k] = pow(fabs(x[k]), p);
+        for (; i + 8 <= n; i += 8)
+            for (int k = 0; k < 8; k++) sums[k] += tmp[i + (size_t)k];
+        for (int k = 0; i < n; i++, k++) sums[k] += tmp[i];
+    }
+    return ((sums[0] + sums[1]) + (sums[2] + sums[3])) +
+           ((sums[4] + sums[5]) + (sums[6] + sums[7]));
+}
+
+// *most = max(*most, |x|), by bits: as integers they are in the order of the magnitudes, with NaN
+// above infinity, so that a NaN stays.
+static FSDPI_NOINLINE void fsdpi_max_abs(double *most, const void *src, fsdp_dtype dtype,
+                                         size_t count) {
+    double tmp[FSDPI_BLOCK];
+    size_t size = fsdp_dtype_size(dtype);
+    uint64_t best, bits;
+    memcpy(&best, most, sizeof best);
+    for (size_t at = 0; at < count; at += FSDPI_BLOCK) {
+        size_t n = count - at < FSDPI_BLOCK ? count - at : FSDPI_BLOCK;
+        const double *x = fsdpi_load_f64(tmp, (const char *)src + at * size, dtype, n);
+        for (size_t i = 0; i < n; i++) {
+            memcpy(&bits, &x[i], sizeof bits);
+            bits &= 0x7FFFFFFFFFFFFFFFull;
+            if (bits > best) best = bits;
+        }
+    }
+    memcpy(most, &best, sizeof best);
+}
+
+#if defined(__clang__)
+#pragma float_control(pop)
+#elif defined(__GNUC__)
+#pragma GCC pop_options
+#endif
+
+static fsdp_status fsdpi_host_norm(fsdp_device *device, void *stream, const fsdp_op *op) {
+    const fsdp_block *blocks = (const fsdp_block *)op->list;
+    size_t in = fsdp_dtype_size(op->dtype);
+    double *norm = (double *)op->dst_ptr;
+    (void)device, (void)stream;
+    if (!op->accumulate) *norm = 0;
+    for (uint32_t i = 0; i < op->list_count; i++) {
+        const char *src = (const char *)op->src_ptr + (size_t)blocks[i].src * in;
+        size_t count = (size_t)blocks[i].width;
+        if (op->redop == FSDP_MAX) fsdpi_max_abs(norm, src, op->dtype, count);
+        else *norm += fsdpi_sum_powers(src, op->dtype, count, op->scale);
+    }
+    return FSDP_OK;
+}
+
+static const fsdp_device_ops *fsdpi_host_ops(void) {
+    static const fsdp_device_ops ops = {FSDP_DEVICE_VERSION,
+                                        sizeof(fsdp_device_ops),
+                                        FSDP_DEVICE_HOST,
+                                        "host",
+                                        fsdpi_host_open,
+                                        fsdpi_host_close,
+                                        fsdpi_host_alloc,
+                                        fsdpi_host_free,
+                                        NULL,
+                                        NULL,
+                                        NULL,
+                                        NULL,
+                                        NULL,
+                                        NULL,
+                                        fsdpi_host_copy,
+                                        fsdpi_host_zero,
+                                        fsdpi_host_norm};
+    return &ops;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: the execution of op records, inline or by worker threads, and events. A lane is one thread
+// with a FIFO of records; an event is a place in a lane's order. Invariants: records of one stream
+// run in the order of issue; COMPUTE is the caller's own thread, so what it did is done.
+
+#define FSDPI_LANE_OPS 64 // records in flight per lane; issuing one more waits
+
+struct fsdpi_lane {
+    fsdp_world *world;
+    pthread_t thread;
+    uint64_t issued;             // by the caller's thread
+    uint32_t head, done;         // published, finished; low 32 bits of counts
+    uint32_t asleep, waited_for; // somebody sleeps on head, on done
+    uint32_t stop;
+    fsdp_op ring[FSDPI_LANE_OPS];
+};
+
+// Do what a record says. `stream`: native, or NULL.
+static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream) {
+    const fsdp_device_ops *d = w->device_ops;
+    fsdp_status status = FSDP_OK;
+    switch (op->kind) {
+    case FSDP_OP_COPY: status = d->copy(w->device, stream, op); break;
+    case FSDP_OP_ZERO: status = d->zero(w->device, stream, op); break;
+    case FSDP_OP_NORM: status = d->norm(w->device, stream, op); break;
+    case FSDP_OP_CALL: status = op->call(op, stream); break;
+    case FSDP_OP_USE:
+    case FSDP_OP_HOOK: break;
+    default: return fsdpi_run_collective(w, op, stream);
+    }
+    if (status == FSDP_OK) return FSDP_OK;
+    char text[FSDPI_TEXT];
+    snprintf(text, sizeof text, "rank %d: %s (%s) of '%s' failed on device %s: %s", w->rank,
+             fsdp_op_name(op->kind), fsdp_label_name(op->label), op->what, d->name,
+             fsdp_status_text(status));
+    return fsdpi_world_fail(w, status, text);
+}
+
+// Wait until the lane has finished `seq` records: spin for about the time of a hand-off, then
+// sleep.
+static void fsdpi_lane_wait(fsdpi_lane *lane, uint64_t seq) {
+    for (int spin = 0; spin < 200; spin++) {
+        if ((int32_t)(FSDPI_LOAD(&lane->done) - (uint32_t)seq) >= 0) return;
+        fsdpi_pause();
+    }
+    for (;;) {
+        __atomic_store_n(&lane->waited_for, 1u, __ATOMIC_SEQ_CST);
+        uint32_t done = __atomic_load_n(&lane->done, __ATOMIC_SEQ_CST);
+        if ((int32_t)(done - (uint32_t)seq) >= 0) return;
+        fsdpi_futex_wait(&lane->done, done, 50000000, 0);
+    }
+}
+
+static void *fsdpi_lane_main(void *arg) {
+    fsdpi_lane *lane = (fsdpi_lane *)arg;
+    fsdp_world *w = lane->world;
+    uint32_t next = 0;
+    for (;;) {
+        for (int spin = 0; spin < 200 && FSDPI_LOAD(&lane->head) == next; spin++) fsdpi_pause();
+        while (__atomic_load_n(&lane->head, __ATOMIC_SEQ_CST) == next) {
+            if (FSDPI_LOAD(&lane->stop)) return NULL;
+            __atomic_store_n(&lane->asleep, 1u, __ATOMIC_SEQ_CST);
+            if (__atomic_load_n(&lane->head, __ATOMIC_SEQ_CST) == next && !FSDPI_LOAD(&lane->stop))
+                fsdpi_futex_wait(&lane->head, next, 50000000, 0);
+            __atomic_store_n(&lane->asleep, 0u, __ATOMIC_SEQ_CST);
+        }
+        const fsdp_op *op = &lane->ring[next % FSDPI_LANE_OPS];
+        for (int i = 0; i < 2; i++) {
+            fsdpi_lane *other = w->lanes[op->wait[i].stream];
+            if (other && other != lane) fsdpi_lane_wait(other, op->wait[i].seq);
+        }
+        if (!fsdpi_failed(w))
+            (void)fsdpi_execute(w, op, NULL); // a failure is sticky: seen by the caller
+        next++;
+        __atomic_store_n(&lane->done, next, __ATOMIC_SEQ_CST);
+        if (__atomic_exchange_n(&lane->waited_for, 0u, __ATOMIC_SEQ_CST))
+            fsdpi_futex_wake_all(&lane->done, 0);
+    }
+}
+
+static void fsdpi_lane_push(fsdpi_lane *lane, const fsdp_op *op) {
+    if (lane->issued >= FSDPI_LANE_OPS) fsdpi_lane_wait(lane, lane->issued - FSDPI_LANE_OPS + 1);
+    lane->ring[lane->issued % FSDPI_LANE_OPS] = *op;
+    lane->issued++;
+    __atomic_store_n(&lane->head, (uint32_t)lane->issued, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&lane->asleep, __ATOMIC_SEQ_CST)) fsdpi_futex_wake_all(&lane->head, 0);
+}
+
+static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
+    fsdpi_lane *lane = (fsdpi_lane *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
+    if (!lane) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a lane");
+    lane->world = w;
+    int rc = pthread_create(&lane->thread, NULL, fsdpi_lane_main, lane);
+    if (rc) {
+        fsdpi_free(&w->boot.allocator, lane);
+        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "a lane's thread could not be started: %s",
+                          strerror(rc));
+    }
+    w->lanes[stream] = lane;
+    return FSDP_OK;
+}
+
+static void fsdpi_lanes_stop(fsdp_world *w) {
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++) {
+        fsdpi_lane *lane = w->lanes[s];
+        if (!lane) continue;
+        for (int t = s; t < FSDP_STREAM_COUNT; t++)
+            if (w->lanes[t] == lane) w->lanes[t] = NULL;
+        __atomic_store_n(&lane->stop, 1u, __ATOMIC_SEQ_CST);
+        fsdpi_futex_wake_all(&lane->head, 0);
+        (void)pthread_join(lane->thread, NULL);
+        fsdpi_free(&w->boot.allocator, lane);
+    }
+}
+
+// *event := now, in the order of `stream`.
+static fsdp_status fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event) {
+    event->stream = stream;
+    event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
+    if (w->mode != FSDPI_NATIVE) return FSDP_OK;
+    fsdp_status status = w->device_ops->record(w->device, w->streams[stream], event->native);
+    return status ? fsdpi_world_fail(w, status, "recording an event failed") : FSDP_OK;
+}
+
+// The host waits until everything issued so far on a stream is done.
+static fsdp_status fsdpi_sync(fsdp_world *w, int stream) {
+    if (w->lanes[stream]) fsdpi_lane_wait(w->lanes[stream], w->lanes[stream]->issued);
+    if (!w->fence) return fsdpi_failed(w);
+    fsdp_status status = w->device_ops->record(w->device, w->streams[stream], w->fence);
+    if (!status) status = w->device_ops->sync(w->device, w->fence, w->boot.timeout_ns);
+    return status ? fsdpi_world_fail(w, status, "the device did not finish before the deadline")
+                  : fsdpi_failed(w);
+}
+
+static void fsdpi_drain(fsdp_world *w) {
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++) (void)fsdpi_sync(w, s);
+}
+
+// Run a record in the order of its stream, after the events in wait[].
+static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
+    if (w->mode == FSDPI_INLINE) return fsdpi_execute(w, op, NULL);
+    if (w->mode == FSDPI_NATIVE) {
+        for (int i = 0; i < 2; i++) {
+            if (!op->wait[i].native) continue;
+            fsdp_status status = w->device_ops->wait(w->device, w->streams[op->stream],
+                                                     op->wait[i].native);
+            if (status) return fsdpi_world_fail(w, status, "waiting for an event failed");
+        }
+        return fsdpi_execute(w, op, w->streams[op->stream]);
+    }
+    if (w->lanes[op->stream]) {
+        fsdpi_lane_push(w->lanes[op->stream], op);
+        return FSDP_OK;
+    }
+    for (int i = 0; i < 2; i++) {
+        fsdpi_lane *lane = w->lanes[op->wait[i].stream];
+        if (lane) fsdpi_lane_wait(lane, op->wait[i].seq);
+    }
+    fsdp_status failed = fsdpi_failed(w); // by a record that was waited for
+    return failed ? failed : fsdpi_execute(w, op, NULL);
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif
