@@ -1463,21 +1463,6 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
 // >>world
 // Owns: rank, size, the opened tables, lanes, and the objects made from the world.
 
-static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
-    static const char *const names[] = {"", "error", "warn", "info", "none"};
-    const char *text = getenv("FSDP_LOG_LEVEL");
-    *out = FSDP_LOG_WARN;
-    if (!text || !*text) return FSDP_OK;
-    for (int i = FSDP_LOG_ERROR; i <= FSDP_LOG_NONE; i++)
-        if (strcmp(text, names[i]) == 0) {
-            *out = i;
-            return FSDP_OK;
-        }
-    return fsdpi_fail(
-        w, FSDP_ERR_INVALID_ARG,
-        "environment variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
-}
-
 // Fill in what the desc leaves to the environment, and check the rest.
 static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     fsdp_status status = FSDP_OK;
@@ -1961,8 +1946,9 @@ struct fsdp_unit {
     int32_t *prefetch[2];    // indices of units: forward, backward
     int32_t num_prefetch[2]; // 0: none, or the implicit one
     fsdp_all_reduce_hook all_reduce_hook;
-    fsdp_custom_comm custom_gather, custom_scatter;
-    void *all_reduce_user, *custom_gather_user, *custom_scatter_user;
+    void *all_reduce_user;
+    fsdp_custom_comm custom[2]; // all_gather, reduce_scatter; NULL: the backend's
+    void *custom_user[2];
     // State.
     uint8_t state, storage, stale;
     uint8_t ahead;        // gathered by a prefetch that nobody waited for yet
@@ -1985,9 +1971,9 @@ struct fsdp_unit {
     fsdpi_work all_gather, slice_gather, reduce_scatter, to_rout; // segments
     fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
     char *flags,
-        *wide_flags;     // num_train flags in param_dtype and in reduce_dtype: what `users` copies
-    uint64_t flags_step; // 1 + the step in which they were last copied
-    int pad_rin;         // staging has padding that no block covers
+        *wide_flags; // num_train flags in param_dtype and in reduce_dtype: what `users` copies
+    int flags_read;  // a copy of them may not be done yet
+    int pad_rin;     // staging has padding that no block covers
 };
 
 typedef struct fsdpi_flat_block { // shards and shard gradients of one dtype
@@ -2149,7 +2135,7 @@ static int64_t fsdpi_aligned(int64_t bytes) { return fsdpi_align_up(bytes, FSDPI
 
 /* Where a part with an extension lies in the slot: its strings, rank after rank, then the parameter
    that is made of them. */
-static void fsdpi_extended_layout(fsdp_unit *u, const fsdpi_part *part) {
+static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
     fsdpi_param *p = part->extended;
     fsdpi_work *gather = &u->all_gather;
     int64_t at = u->slot_bytes;
@@ -2157,6 +2143,7 @@ static void fsdpi_extended_layout(fsdp_unit *u, const fsdpi_part *part) {
         fsdp_seg seg = {0, at, p->string_bytes[i]};
         if (gather->segs) gather->segs[gather->num] = seg;
         gather->num++;
+        part->num_gather++;
         p->string_offset[i] = at;
         at = fsdpi_aligned(at + fsdpi_shards(u) * p->string_bytes[i]);
     }
@@ -2315,7 +2302,8 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
         int at = fsdpi_class_find(m, pool, (size_t)bytes[pool]);
         if (at < 0) return FSDP_ERR_OUT_OF_MEMORY;
         u->classes[pool] = at;
-        m->classes[at].ahead |= pool == FSDP_POOL_GATHER || pool == FSDP_POOL_GRAD ||
+        m->classes[at].ahead |= pool == FSDP_POOL_GATHER ||
+                                (pool == FSDP_POOL_GRAD && !fsdpi_must_convert(u)) ||
                                 (pool == FSDP_POOL_ROUT && fsdpi_replicas(u) > 1);
     }
     return FSDP_OK;
@@ -2602,8 +2590,8 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
 static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
     int gather = op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER;
     if (!op->unit || (!gather && op->kind != FSDP_OP_REDUCE_SCATTER)) return NULL;
-    *user = gather ? op->unit->custom_gather_user : op->unit->custom_scatter_user;
-    return gather ? op->unit->custom_gather : op->unit->custom_scatter;
+    *user = op->unit->custom_user[!gather];
+    return op->unit->custom[!gather];
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -2852,7 +2840,7 @@ static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
     fsdp_status status = fsdpi_emit_use(m, u, FSDP_LABEL_GATHER,
                                         u->gather ? u->gather : fsdpi_shard_of(u));
     if (status) return status;
-    if (u->ahead) m->ahead_bytes -= u->slot_bytes;
+    if (u->ahead) m->ahead_bytes -= (int64_t)u->gather->bytes;
     u->ahead = 0;
     u->storage = FSDP_STORAGE_UNSHARDED;
     return FSDP_OK;
@@ -3072,7 +3060,8 @@ static fsdp_status fsdpi_do_enter(fsdp_unit *u) {
 static fsdp_status fsdpi_prefetch(fsdp_unit *u) {
     fsdp_model *m = u->model;
     int idle = u->storage != FSDP_STORAGE_IN_FLIGHT && u->storage != FSDP_STORAGE_UNSHARDED;
-    int64_t bytes = u->slot_bytes, most = m->desc.prefetch_bytes;
+    int slot = u->classes[FSDP_POOL_GATHER];
+    int64_t bytes = slot < 0 ? 0 : (int64_t)m->classes[slot].bytes, most = m->desc.prefetch_bytes;
     if ((!idle && !u->stale) || (most && m->ahead_bytes + bytes > most)) return FSDP_OK;
     fsdp_status status = fsdpi_do_unshard(u);
     if (status || !u->gather) return status;
@@ -3234,12 +3223,13 @@ static fsdp_status fsdpi_emit_users(fsdp_unit *u, fsdp_buf *input, fsdp_dtype dt
     for (int i = 0; i < u->num_params; i++) {
         fsdpi_param *p = &u->params[i];
         if (p->requires_grad && p->used != p->flag) {
-            if (u->flags_step == m->step + 1) fsdpi_drain(m->world); // a copy may still read them
+            if (u->flags_read) fsdpi_drain(m->world); // a copy may still read them
+            u->flags_read = 0;
             fsdpi_set_flag(u, p);
         }
         p->used = 0;
     }
-    u->flags_step = m->step + 1;
+    u->flags_read = 1;
     fsdp_op op = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_USERS, FSDP_STREAM_REDUCE);
     op.count = u->users.count;
     op.bytes = op.count * fsdp_dtype_size(dtype);
@@ -3434,8 +3424,11 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
         fsdp_status status = fsdpi_caller_writes(u, fsdpi_flat_of(u, u->parts)->grad);
         return status ? status : fsdpi_grads_done(u, FSDP_STREAM_COMPUTE);
     }
-    if (!u->reduce_unused && !fsdpi_any_used(u) && !u->rout)
-        return fsdpi_release(u, &u->grad, FSDP_STREAM_COMPUTE);
+    if (!u->reduce_unused && !fsdpi_any_used(u) && !u->rout) {
+        fsdp_status status = fsdpi_release(u, &u->rin, FSDP_STREAM_REDUCE);
+        fsdp_status grad = fsdpi_release(u, &u->grad, FSDP_STREAM_COMPUTE);
+        return status ? status : grad;
+    }
     fsdp_status status = u->grad ? fsdpi_collect(u) : FSDP_OK;
     if (status || !fsdpi_syncs(u)) return status;
     fsdp_buf **input = u->rin ? &u->rin : &u->grad;
@@ -3456,7 +3449,12 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
 
 // Finalize: gradients of earlier microbatches of a unit that this backward did not reach.
 static fsdp_status fsdpi_do_leftovers(fsdp_unit *u) {
-    return u->sync && (u->grad || u->rin || u->rout) ? fsdpi_do_reduce(u) : FSDP_OK;
+    fsdp_status status = FSDP_OK;
+    if (!u->sync || !(u->grad || u->rin || u->rout)) return FSDP_OK;
+    for (int k = 0; k < u->num_parts && !status; k++) // the caller may have read what was reduced
+        if (u->parts[k].num_train)
+            status = fsdpi_caller_writes(u, fsdpi_flat_of(u, &u->parts[k])->grad);
+    return status ? status : fsdpi_do_reduce(u);
 }
 
 static fsdp_status fsdpi_do_zero_grad(fsdp_unit *u) {
@@ -3634,14 +3632,22 @@ static fsdp_block fsdpi_run(int64_t src, int64_t dst, int64_t width) {
 
 static void fsdpi_add_block(fsdpi_work *work, fsdp_block block) {
     work->blocks[work->num++] = block;
+    work->count += (uint64_t)(block.width * block.height);
+}
+
+// Of lists that the layout has made.
+static void fsdpi_count(fsdpi_work *work) {
+    work->count = 0;
+    for (int i = 0; i < work->num; i++)
+        work->count += (uint64_t)(work->blocks ? work->blocks[i].width * work->blocks[i].height
+                                               : work->segs[i].count);
 }
 
 // Lists of a part that need offsets in the flat blocks or another form than the layout's.
-static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gather,
-                             int num_gather) {
+static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gather) {
     int world = fsdpi_shards(u), rank = u->info.shard_mesh_rank;
     int64_t to_rin = world * part->reduce - part->grad, numel = part->train.shard_numel;
-    for (int i = 0; i < num_gather; i++) {
+    for (int i = 0; i < part->num_gather && !part->extended; i++) {
         fsdp_seg s = gather[i];
         fsdpi_add_block(&part->copy_in, fsdpi_run(s.shard, s.full + rank * s.count, s.count));
     }
@@ -3652,6 +3658,8 @@ static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gat
         reversed.dst += to_rin;
         fsdpi_add_block(&part->acc, reversed);
     }
+    fsdpi_count(&part->chunk_cat);
+    fsdpi_count(&part->copy_out);
     for (int i = 0; i < u->num_params; i++) {
         const fsdpi_param *p = &u->params[i];
         if (!p->requires_grad || fsdpi_part_of(u, p) != part) continue;
@@ -3685,6 +3693,8 @@ static void fsdpi_reduce_lists(fsdp_unit *u) {
         fsdpi_add_block(&u->users, rows);
     }
     u->to_rout.num = u->reduce_scatter.num = num;
+    fsdpi_count(&u->to_rout);
+    fsdpi_count(&u->reduce_scatter);
     fsdpi_add_block(&u->partial, fsdpi_run(0, 0, u->reduce_numel / world));
 }
 
@@ -3701,13 +3711,7 @@ static void fsdpi_slice_lists(fsdp_unit *u) {
         fsdpi_add_block(&u->slice_copy, fsdpi_run(full + me * count, at, count));
         at += count;
     }
-}
-
-static void fsdpi_work_count(fsdpi_work *work) {
-    work->count = 0;
-    for (int i = 0; i < work->num; i++)
-        work->count += (uint64_t)(work->blocks ? work->blocks[i].width * work->blocks[i].height
-                                               : work->segs[i].count);
+    fsdpi_count(&u->slice_gather);
 }
 
 // All works of a unit: first those of segments, then those of blocks, part after part, each with
@@ -3738,18 +3742,6 @@ static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
     return bytes + 2 * flags;
 }
 
-static void fsdpi_count_lists(fsdp_unit *u) {
-    fsdpi_work *works[] = {&u->all_gather, &u->slice_gather, &u->reduce_scatter, &u->to_rout,
-                           &u->slice_copy, &u->partial,      &u->users};
-    for (size_t i = 0; i < sizeof works / sizeof *works; i++) fsdpi_work_count(works[i]);
-    for (int k = 0; k < u->num_parts; k++) {
-        fsdpi_part *part = &u->parts[k];
-        fsdpi_work *own[FSDPI_PART_WORKS] = {&part->copy_in, &part->copy_out, &part->chunk_cat,
-                                             &part->acc,     &part->red_out,  &part->rescale};
-        for (int i = 0; i < FSDPI_PART_WORKS; i++) fsdpi_work_count(own[i]);
-    }
-}
-
 static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     fsdp_model *m = u->model;
     char *at = (char *)fsdpi_model_alloc(m, fsdpi_place_lists(u, NULL));
@@ -3757,30 +3749,23 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
         return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
                           "commit: no memory for the lists of unit '%s'", u->name);
     u->lists = at;
-    u->flags_step = 0;
+    u->flags_read = 0;
     (void)fsdpi_place_lists(u, at);
     (void)fsdpi_unit_layout(u, tmp);
-    const fsdp_seg *gather = u->all_gather.segs;
+    fsdp_seg *gather = u->all_gather.segs;
     for (int k = 0; k < u->num_parts; k++) {
         fsdpi_part *part = &u->parts[k];
-        int num = part->extended ? part->extended->num_strings : part->num_gather;
-        fsdpi_part_lists(u, part, gather, part->extended ? 0 : num);
-        gather += num;
+        int bytes = u->gather_dtype == FSDP_U8 && !part->extended; // elements -> bytes
+        fsdpi_part_lists(u, part, gather);
+        for (int i = 0; i < part->num_gather; i++, gather++) {
+            gather->full *= bytes ? fsdpi_bytes(1, part->param_dtype) : 1;
+            gather->count *= bytes ? fsdpi_bytes(1, part->param_dtype) : 1;
+        }
     }
     fsdpi_reduce_lists(u);
     fsdpi_slice_lists(u);
-    gather = u->all_gather.segs;
-    for (int k = 0; k < u->num_parts && u->gather_dtype == FSDP_U8; k++) { // elements -> bytes
-        const fsdpi_part *part = &u->parts[k];
-        for (int i = 0; i < part->num_gather && !part->extended; i++, gather++) {
-            fsdp_seg *s = &u->all_gather.segs[gather - u->all_gather.segs];
-            s->full = fsdpi_bytes(s->full, part->param_dtype);
-            s->count = fsdpi_bytes(s->count, part->param_dtype);
-        }
-        if (part->extended) gather += part->extended->num_strings;
-    }
     for (int i = 0; i < u->num_params; i++) u->params[i].flag = 0;
-    fsdpi_count_lists(u);
+    fsdpi_count(&u->all_gather);
     return FSDP_OK;
 }
 
@@ -3910,7 +3895,10 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
                           "commit: the model has no units: call fsdp_fully_shard first");
     fsdpi_place_units(m);
     fsdpi_need_blocks(m);
-    if (!m->dry) status = fsdpi_commit_tables(m);
+    for (int i = 0; i < m->num_classes; i++) m->classes[i].ahead = 0; // of a layout before
+    for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_classes(m->units[i]);
+    if (status) status = fsdpi_fail(m->world, status, "commit: no memory");
+    if (!status && !m->dry) status = fsdpi_commit_tables(m);
     if (!status) status = fsdpi_blocks_new(m);
     if (!status) status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, sizeof(double), &m->scalar);
     if (!status && !m->dry) status = fsdpi_move(m);
@@ -4049,12 +4037,14 @@ static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++)
         counted |= m->units[i]->counted && fsdpi_ranks(m->units[i]) > 1;
     if (status || m->dry) return status;
-    if (counted || m->desc.cpu_offload) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+    counted |= m->desc.cpu_offload;
+    if (counted) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
         for (int k = 0; k < u->num_params && u->counted; k++)
             if (u->params[k].requires_grad)
                 u->params[k].has_grad |= (uint8_t)fsdpi_was_used(u, &u->params[k]);
+        if (u->counted) u->flags_read = 0;
         u->counted = 0;
     }
     return status;
@@ -4320,7 +4310,7 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
         dry->classes[i].pool = m->classes[i].pool;
         dry->classes[i].bytes = m->classes[i].bytes;
         dry->classes[i].ahead = m->classes[i].ahead;
-        dry->num_classes++;
+        dry->cap_classes = ++dry->num_classes;
     }
     for (int i = 0; !status && i < m->num_units; i++) {
         dry->units[i] = fsdpi_unit_copy(dry, m->units[i]);
@@ -4508,7 +4498,9 @@ FSDP_API fsdp_status fsdp_barrier(fsdp_world *world) {
 static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const fsdp_mesh *parent,
                                   const int32_t *from, fsdp_mesh **out) {
     fsdp_mesh *mesh;
+    int alone = 1; // nobody else is making it
     fsdp_status status = fsdpi_mesh_make(w, d, &mesh);
+    for (int dim = 0; dim < d->ndim; dim++) alone &= parent && from[dim] >= 0;
     for (int dim = 0; !status && dim < mesh->ndim; dim++) {
         mesh->borrowed[dim] = parent && from[dim] >= 0;
         if (mesh->borrowed[dim]) {
@@ -4519,7 +4511,7 @@ static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const 
         status = fsdpi_mesh_groups(mesh, dim);
         if (status) fsdpi_mesh_free(mesh);
     }
-    if (status) return fsdpi_failed(w) ? status : fsdpi_fail_together(w, status);
+    if (status) return fsdpi_failed(w) || alone ? status : fsdpi_fail_together(w, status);
     mesh->next = w->meshes;
     w->meshes = mesh;
     *out = mesh;
@@ -4890,12 +4882,19 @@ FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k) {
     return index;
 }
 
+// The host is about to write shards: gathers under way still read them.
+static fsdp_status fsdpi_load(fsdp_model *m) {
+    fsdp_status status = fsdpi_model_call(m, FSDP_CALL_LOAD, 1);
+    if (!status) fsdpi_drain(m->world);
+    return status ? status : fsdpi_failed(m->world);
+}
+
 FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *user) {
     fsdp_status status = model ? fsdpi_failed(model->world) : FSDP_OK;
     if (!status && !fn)
         status = fsdpi_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
                             "init_params: fn is NULL");
-    if (!status) status = fsdpi_model_call(model, FSDP_CALL_LOAD, 1);
+    if (!status) status = fsdpi_load(model);
     if (status) return status;
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(model, &v)) {
@@ -4951,7 +4950,7 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
     const fsdp_layout_param *lay = &unit->params[index].lay;
     if (!full && lay->numel > 0)
         return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG, "param_load: full is NULL");
-    status = fsdpi_model_call(unit->model, FSDP_CALL_LOAD, 1);
+    status = fsdpi_load(unit->model);
     if (status) return status;
     fsdp_param_view v;
     fsdpi_view(unit, index, &v);
@@ -5114,7 +5113,7 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
     if (!status) status = fsdpi_desc_read(w, &d, desc, sizeof d, "fsdp_clip_desc");
     if (status) return status;
-    if (d.norm_type == 0) d.norm_type = 2;
+    if (!fsdpi_is_nan(d.norm_type) && d.norm_type == 0) d.norm_type = 2;
     if (!(d.max_norm > 0) || fsdpi_is_nan(d.max_norm) || !(d.norm_type > 0) ||
         fsdpi_is_nan(d.norm_type))
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
@@ -5130,6 +5129,7 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
                           "clip_grads: the norm of the gradients is %g: nothing was scaled; look "
                           "for infinities, or leave error_if_nonfinite at 0",
                           total);
+    if (!fsdpi_is_finite(d.max_norm)) return FSDP_OK;
     double coefficient = d.max_norm / (total + 1e-6);
     return coefficient < 1.0 || fsdpi_is_nan(total) ? fsdpi_scale_grads(model, coefficient)
                                                     : FSDP_OK;
@@ -5185,44 +5185,38 @@ FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
     return fsdpi_failed(model->world);
 }
 
-FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync) {
+static fsdp_status fsdpi_set_option(fsdp_model *m, fsdp_unit *u, const char *what, size_t field,
+                                    int value) {
     int i = 0, end = 0;
-    fsdp_status status = fsdpi_set(model, unit, "set_requires_gradient_sync", &i, &end);
-    for (; !status && i < end; i++) model->units[i]->sync = model->units[i]->all_reduce = sync != 0;
+    fsdp_status status = fsdpi_set(m, u, what, &i, &end);
+    for (; !status && i < end; i++) ((uint8_t *)m->units[i])[field] = value != 0;
     return status;
 }
 
+FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync) {
+    const char *what = "set_requires_gradient_sync";
+    fsdp_status status = fsdpi_set_option(model, unit, what, offsetof(fsdp_unit, all_reduce), sync);
+    return status ? status : fsdpi_set_option(model, unit, what, offsetof(fsdp_unit, sync), sync);
+}
 FSDP_API fsdp_status fsdp_set_requires_all_reduce(fsdp_model *model, fsdp_unit *unit,
                                                   int required) {
-    int i = 0, end = 0;
-    fsdp_status status = fsdpi_set(model, unit, "set_requires_all_reduce", &i, &end);
-    for (; !status && i < end; i++) model->units[i]->all_reduce = required != 0;
-    return status;
+    return fsdpi_set_option(model, unit, "set_requires_all_reduce", offsetof(fsdp_unit, all_reduce),
+                            required);
 }
-
 FSDP_API fsdp_status fsdp_set_reshard_after_backward(fsdp_model *model, fsdp_unit *unit,
                                                      int reshard) {
-    int i = 0, end = 0;
-    fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_backward", &i, &end);
-    for (; !status && i < end; i++) model->units[i]->reshard_after_backward = reshard != 0;
-    return status;
+    return fsdpi_set_option(model, unit, "set_reshard_after_backward",
+                            offsetof(fsdp_unit, reshard_after_backward), reshard);
 }
-
 FSDP_API fsdp_status fsdp_set_unshard_in_backward(fsdp_model *model, fsdp_unit *unit, int unshard) {
-    int i = 0, end = 0;
-    fsdp_status status = fsdpi_set(model, unit, "set_unshard_in_backward", &i, &end);
-    for (; !status && i < end; i++) model->units[i]->unshard_in_backward = unshard != 0;
-    return status;
+    return fsdpi_set_option(model, unit, "set_unshard_in_backward",
+                            offsetof(fsdp_unit, unshard_in_backward), unshard);
 }
-
 FSDP_API fsdp_status fsdp_set_reduce_scatter_unused_params(fsdp_model *model, fsdp_unit *unit,
                                                            int reduce) {
-    int i = 0, end = 0;
-    fsdp_status status = fsdpi_set(model, unit, "set_reduce_scatter_unused_params", &i, &end);
-    for (; !status && i < end; i++) model->units[i]->reduce_unused = reduce != 0;
-    return status;
+    return fsdpi_set_option(model, unit, "set_reduce_scatter_unused_params",
+                            offsetof(fsdp_unit, reduce_unused), reduce);
 }
-
 FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit *unit, int mode) {
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_forward", &i, &end);
@@ -5337,22 +5331,22 @@ FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, f
     return FSDP_OK;
 }
 
-FSDP_API fsdp_status fsdp_set_custom_all_gather(fsdp_unit *unit, fsdp_custom_comm hook,
-                                                void *user) {
-    fsdp_status status = fsdpi_set_hook(unit, "set_custom_all_gather");
+static fsdp_status fsdpi_set_custom(fsdp_unit *u, const char *what, int which,
+                                    fsdp_custom_comm hook, void *user) {
+    fsdp_status status = fsdpi_set_hook(u, what);
     if (status) return status;
-    unit->custom_gather = hook;
-    unit->custom_gather_user = user;
+    u->custom[which] = hook;
+    u->custom_user[which] = user;
     return FSDP_OK;
 }
 
+FSDP_API fsdp_status fsdp_set_custom_all_gather(fsdp_unit *unit, fsdp_custom_comm hook,
+                                                void *user) {
+    return fsdpi_set_custom(unit, "set_custom_all_gather", 0, hook, user);
+}
 FSDP_API fsdp_status fsdp_set_custom_reduce_scatter(fsdp_unit *unit, fsdp_custom_comm hook,
                                                     void *user) {
-    fsdp_status status = fsdpi_set_hook(unit, "set_custom_reduce_scatter");
-    if (status) return status;
-    unit->custom_scatter = hook;
-    unit->custom_scatter_user = user;
-    return FSDP_OK;
+    return fsdpi_set_custom(unit, "set_custom_reduce_scatter", 1, hook, user);
 }
 
 static const void *fsdpi_cast_activation(void *dst, fsdp_dtype to, const void *src,

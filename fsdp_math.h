@@ -525,12 +525,6 @@ static FSDPI_NOINLINE void fsdpi_reduce_block_f64(void *dst, fsdp_dtype dst_dtyp
     fsdpi_store_f64(dst, dst_dtype, acc, count);
 }
 
-#if defined(__clang__)
-#pragma float_control(pop)
-#elif defined(__GNUC__)
-#pragma GCC pop_options
-#endif
-
 // Integers (i32, i64): all_reduce of counters. No scale, no cast.
 static void fsdpi_reduce_ints(void *dst, const char *const *srcs, int num_srcs, fsdp_dtype dtype,
                               size_t count, fsdp_redop redop) {
@@ -586,6 +580,12 @@ static FSDPI_UNUSED void fsdpi_reduce(void *dst, fsdp_dtype dst_dtype, const cha
                                    accumulate, redop);
     }
 }
+
+#if defined(__clang__)
+#pragma float_control(pop)
+#elif defined(__GNUC__)
+#pragma GCC pop_options
+#endif
 
 FSDP_API fsdp_status fsdp_convert(void *dst, fsdp_dtype dst_dtype, const void *src,
                                   fsdp_dtype src_dtype, int64_t count) {

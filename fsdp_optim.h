@@ -617,45 +617,6 @@ static void fsdpi_sgd(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const vo
     }
 }
 
-/* x *= factor, a block in f32 or f64; non-zero if one of them was not finite. By the bits of its
-   exponent: it holds with -Ofast too. */
-static FSDPI_NOINLINE uint32_t fsdpi_unscale_f32(float *x, size_t count, float factor) {
-    uint32_t bad = 0;
-    for (size_t i = 0; i < count; i++)
-        bad |= (uint32_t)((fsdpi_f32_bits(x[i]) & 0x7F800000u) == 0x7F800000u);
-    for (size_t i = 0; i < count; i++) x[i] = x[i] * factor;
-    return bad;
-}
-static FSDPI_NOINLINE uint32_t fsdpi_unscale_f64(double *x, size_t count, double factor) {
-    uint32_t bad = 0;
-    for (size_t i = 0; i < count; i++) {
-        uint64_t u;
-        memcpy(&u, &x[i], sizeof u);
-        bad |= (uint32_t)((u & 0x7FF0000000000000u) == 0x7FF0000000000000u);
-    }
-    for (size_t i = 0; i < count; i++) x[i] = x[i] * factor;
-    return bad;
-}
-
-static uint32_t fsdpi_unscale(fsdp_dtype dtype, void *x, int64_t count, float factor) {
-    size_t size = fsdp_dtype_size(dtype);
-    float x32[FSDPI_OPTIM_BLOCK];
-    uint32_t bad = 0;
-    for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
-        size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
-        void *xx = (char *)x + at * size;
-        if (dtype == FSDP_F64) {
-            bad |= fsdpi_unscale_f64((double *)xx, n, (double)factor);
-            continue;
-        }
-        float *to = dtype == FSDP_F32 ? (float *)xx : x32;
-        if (to == x32) (void)fsdpi_load_f32(x32, xx, dtype, n);
-        bad |= fsdpi_unscale_f32(to, n, factor);
-        if (to == x32) fsdpi_store_f32(xx, dtype, x32, n);
-    }
-    return bad;
-}
-
 FSDP_API void fsdp_adamw_update(float *p, const float *g, float *m, float *v, int64_t count,
                                 const fsdp_adamw_hyper *hyper) {
     (void)fsdp_adamw_update_as(FSDP_F32, p, FSDP_F32, g, m, v, count, hyper);
@@ -1137,6 +1098,45 @@ FSDP_API int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt) { return opt ? opt->base.n
 // >>grad scaler
 // Owns: the scale, and where in a step it is. Invariants: state is the same on all ranks; the scale
 // and its reciprocal are normal numbers of f32.
+
+/* x *= factor, a block in f32 or f64; non-zero if one of them was not finite. By the bits of its
+   exponent: it holds with -Ofast too. */
+static FSDPI_NOINLINE uint32_t fsdpi_unscale_f32(float *x, size_t count, float factor) {
+    uint32_t bad = 0;
+    for (size_t i = 0; i < count; i++)
+        bad |= (uint32_t)((fsdpi_f32_bits(x[i]) & 0x7F800000u) == 0x7F800000u);
+    for (size_t i = 0; i < count; i++) x[i] = x[i] * factor;
+    return bad;
+}
+static FSDPI_NOINLINE uint32_t fsdpi_unscale_f64(double *x, size_t count, double factor) {
+    uint32_t bad = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint64_t u;
+        memcpy(&u, &x[i], sizeof u);
+        bad |= (uint32_t)((u & 0x7FF0000000000000u) == 0x7FF0000000000000u);
+    }
+    for (size_t i = 0; i < count; i++) x[i] = x[i] * factor;
+    return bad;
+}
+
+static uint32_t fsdpi_unscale(fsdp_dtype dtype, void *x, int64_t count, float factor) {
+    size_t size = fsdp_dtype_size(dtype);
+    float x32[FSDPI_OPTIM_BLOCK];
+    uint32_t bad = 0;
+    for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
+        size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
+        void *xx = (char *)x + at * size;
+        if (dtype == FSDP_F64) {
+            bad |= fsdpi_unscale_f64((double *)xx, n, (double)factor);
+            continue;
+        }
+        float *to = dtype == FSDP_F32 ? (float *)xx : x32;
+        if (to == x32) (void)fsdpi_load_f32(x32, xx, dtype, n);
+        bad |= fsdpi_unscale_f32(to, n, factor);
+        if (to == x32) fsdpi_store_f32(xx, dtype, x32, n);
+    }
+    return bad;
+}
 
 struct fsdp_grad_scaler {
     fsdp_model *model;

@@ -121,6 +121,21 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
     return FSDP_OK;
 }
 
+static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
+    static const char *const names[] = {"", "error", "warn", "info", "none"};
+    const char *text = getenv("FSDP_LOG_LEVEL");
+    *out = FSDP_LOG_WARN;
+    if (!text || !*text) return FSDP_OK;
+    for (int i = FSDP_LOG_ERROR; i <= FSDP_LOG_NONE; i++)
+        if (strcmp(text, names[i]) == 0) {
+            *out = i;
+            return FSDP_OK;
+        }
+    return fsdpi_fail(
+        w, FSDP_ERR_INVALID_ARG,
+        "environment variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
+}
+
 #ifdef __cplusplus
 }
 #endif

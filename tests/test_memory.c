@@ -399,11 +399,12 @@ static void formula_one(fsdp_world *w, int world, net *n, int layers, int packed
     b[FSDP_POOL_SHARD] = up(layers * up(s, 16) * bo, 64);
     b[FSDP_POOL_SGRAD] = up((layers * up(s, 16) + layers * users) * bo, 64);
     if (world > 1 || cast) b[FSDP_POOL_GATHER] = depth * up((up(world * s, 16) + finals) * bp, 64);
-    if (world > 1 || cast || x->reduce_dtype != n->dtype)
-        b[FSDP_POOL_GRAD] = depth * up((up(world * (s + users), 16) + finals) * bp, 64);
     int widens = bp == 2 && x->reduce_dtype == FSDP_F32 && !(n->plain && world > 1);
-    if (x->param_dtype != x->reduce_dtype && !widens)
-        b[FSDP_POOL_RIN] = up(world * (s + users) * br, 64);
+    int converts = x->param_dtype != x->reduce_dtype && !widens; /* the copy frees the slot early */
+    if (world > 1 || cast || x->reduce_dtype != n->dtype)
+        b[FSDP_POOL_GRAD] = (converts ? 1 : depth) *
+                            up((up(world * (s + users), 16) + finals) * bp, 64);
+    if (converts) b[FSDP_POOL_RIN] = up(world * (s + users) * br, 64);
     int narrow = x->reduce_dtype != FSDP_F32 && x->reduce_dtype != FSDP_F64;
     if (world > 1 && (n->plain ? x->reduce_dtype != n->dtype : narrow))
         b[FSDP_POOL_ROUT] = up((s + users) * br, 64);

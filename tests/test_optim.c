@@ -240,8 +240,8 @@ static const struct {
     fsdp_dtype dtype;
 } dtypes[] = {{"f32", FSDP_F32}, {"f64", FSDP_F64}, {"bf16", FSDP_BF16}, {"f16", FSDP_F16}};
 
-/* Random settings, three steps; the last piece of the array is a run of any length. Gradients of any
-   dtype, converted to the type of the arithmetic first. */
+/* Random settings, three steps; the last piece of the array is a run of any length. Gradients of
+   any dtype, converted to the type of the arithmetic first. */
 TEST_P(optim, kernels, dtypes) {
     static double p_[MOST + 1], g[MOST], m[MOST + 1], v[MOST + 1], want[MOST];
     char *p = (char *)p_;
@@ -371,7 +371,7 @@ static int group_of(void *user, const fsdp_param_view *v) {
 }
 
 typedef struct { /* one rank's test */
-    int rank, world, kind, lanes;
+    int rank, world, kind, lanes, offload;
     fsdp_dtype grad_dtype;
     int64_t direct_min;
     fsdp_world *w;
@@ -395,6 +395,7 @@ static void make_model(job *j) {
     fsdp_model_desc md = FSDP_ZERO;
     md.direct_min = j->direct_min;
     md.grad_dtype = j->grad_dtype;
+    md.cpu_offload = j->offload;
     CALL(j->w, fsdp_model_create(j->w, &md, &j->model));
     for (int p = 0; p < NUM; p++) j->known[p] = !(j->frozen[p] = net[p].frozen);
     for (int u = 0; u < UNITS; u++) {
@@ -565,7 +566,7 @@ static void train(job *j) {
 }
 
 typedef struct {
-    int kind, lanes;
+    int kind, lanes, offload;
     fsdp_dtype grad_dtype;
     int64_t direct_min;
     fsdp_threads threads;
@@ -581,19 +582,20 @@ static void on_rank(int rank, int world, void *arg) {
     j->heap = &s->heap[rank];
     w_heap_use(j->heap, &d);
     j->rank = rank, j->world = world, j->kind = s->kind, j->lanes = s->lanes;
-    j->direct_min = s->direct_min, j->grad_dtype = s->grad_dtype;
+    j->direct_min = s->direct_min, j->grad_dtype = s->grad_dtype, j->offload = s->offload;
     CALL(NULL, fsdp_init(&d, &j->w));
     s->body(j);
     (void)fsdp_shutdown(j->w);
     free(j);
 }
 
-static void launch_as(int world, int kind, int64_t direct_min, int lanes, fsdp_dtype grad_dtype,
+/* What `more` leaves out is the usual. */
+static void launch_as(int world, int kind, int64_t direct_min, int lanes, const start *more,
                       void (*body)(job *j)) {
     start *s = (start *)calloc(1, sizeof *s);
     CHECK(s != NULL);
+    if (more) *s = *more;
     s->kind = kind, s->lanes = lanes, s->direct_min = direct_min, s->body = body;
-    s->grad_dtype = grad_dtype;
     s->threads.size = world;
     h_ranks_thread(world, on_rank, s);
     for (int r = 0; r < world; r++) { /* the optimizers went with their worlds */
@@ -602,9 +604,8 @@ static void launch_as(int world, int kind, int64_t direct_min, int lanes, fsdp_d
     }
     free(s);
 }
-
 static void launch(int world, int kind, int64_t direct_min, int lanes, void (*body)(job *j)) {
-    launch_as(world, kind, direct_min, lanes, FSDP_DTYPE_KEEP, body);
+    launch_as(world, kind, direct_min, lanes, NULL, body);
 }
 
 TEST_P(optim, sharded, kinds) {
@@ -624,9 +625,11 @@ static const struct {
 } grad_dtypes[] = {{"f32", FSDP_F32}, {"bf16", FSDP_BF16}, {"f64", FSDP_F64}};
 
 TEST_P(optim, grad_dtype, grad_dtypes) {
+    static start more;
+    more.grad_dtype = row->dtype;
     for (int kind = 1; kind < 4; kind += 2)
         for (int world = 1; world <= 3; world++)
-            launch_as(world, kind, world == 2, world == 3, row->dtype, train);
+            launch_as(world, kind, world == 2, world == 3, &more, train);
 }
 
 /* ---- freeze and thaw ------------------------------------------------------------------------- */
@@ -684,6 +687,41 @@ TEST_P(optim, freeze_and_thaw, kinds) {
     for (int world = 1; world <= 4; world++)
         for (int d = 0; d < 3; d++)
             launch(world, (int)(row - kinds), direct[d], d == 1, freeze_and_thaw);
+}
+
+/* Shards in the host's memory. On a device whose memory the host cannot read (fsdp_init refuses
+   those so far) only those will do. */
+static void elsewhere(job *j) {
+    static fsdp_device_ops ops;
+    fsdp_adamw *a = NULL;
+    fsdp_sgd *s = NULL;
+    fsdp_grad_scaler *g = NULL;
+    make_model(j);
+    ops = *fsdpi_host_ops();
+    ops.name = "elsewhere";
+    ops.flags &= ~(uint32_t)FSDP_DEVICE_HOST;
+    const fsdp_device_ops *host = j->w->device_ops;
+    j->w->device_ops = &ops;
+    fsdp_status expected = j->offload ? FSDP_OK : FSDP_ERR_UNSUPPORTED;
+    CHECK_STATUS(fsdp_adamw_create(j->model, NULL, &a), expected);
+    if (!j->offload)
+        CHECK(strstr(fsdp_last_error(j->w), "device elsewhere") &&
+              strstr(fsdp_last_error(j->w), "cpu_offload"));
+    CHECK_STATUS(fsdp_sgd_create(j->model, NULL, &s), expected);
+    CHECK_STATUS(fsdp_grad_scaler_create(j->model, NULL, &g), expected);
+    CHECK(!a == !j->offload && !s == !j->offload && !g == !j->offload);
+    j->w->device_ops = host;
+}
+TEST(optim, offload) {
+    static start more;
+    launch_as(1, 0, 0, 0, &more, elsewhere);
+    more.offload = 1;
+    launch_as(1, 0, 0, 0, &more, elsewhere);
+    for (int kind = 0; kind < 4; kind++)
+        for (int world = 1; world <= 3; world++) {
+            launch_as(world, kind, 0, world == 2, &more, train);
+            launch_as(world, kind, 1, 0, &more, freeze_and_thaw);
+        }
 }
 
 /* A parameter that the optimizer does not know asks for its group; one that it knows does not. */

@@ -660,8 +660,9 @@ static const struct {
       "copy users R >rin",
       "reduce_scatter reduce R rin>sgrad *0.25 <destination written:C",
       "|",
-      "copy users R >rin", /* unit 1, by finalize */
-      "reduce_scatter reduce R rin>sgrad *0.25",
+      "use grads C >sgrad <destination written:R", /* unit 1, by finalize */
+      "copy users R >rin",
+      "reduce_scatter reduce R rin>sgrad *0.25 <destination written:C",
       FINAL}},
     {"no_sync_no_cast",
      FSDP_F32,

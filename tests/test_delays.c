@@ -1,0 +1,541 @@
+/* test_delays.c - the bits of a training do not depend on how it is run: layout, threads or
+   processes, inline or worker threads, prefetching, fused reductions, offloading, when parameters
+   are freed, and how long anything takes. Delays are injected before every collective, by a backend
+   that wraps the shared-memory one, and between the calls of the trainer; they are pseudo-random,
+   the same for the same --seed, and different on every rank. */
+#include "harness.h"
+#define FSDP_IMPLEMENTATION
+#include "fsdp.h"
+#include "world.h"
+
+enum { WIDTH = 8, UNITS = 8, PARAMS = 2, STEPS = 4, MICROS = 2, RANKS = 4, RUNS = 128 };
+
+static uint64_t mix(uint64_t a, uint64_t b, uint64_t c) {
+    uint64_t state = a * 0x9e3779b97f4a7c15u + b * 0xbf58476d1ce4e5b9u + c;
+    return h_rand64(&state);
+}
+
+/* ---- what is trained ------------------------------------------------------------------------- */
+
+typedef struct {
+    int ndim, shard_dim, frozen;
+    int64_t shape[3];
+} shape;
+// Units 1 to 4 are alike, so that they take turns with the same slots.
+#define ALIKE                                                                                      \
+    {                                                                                              \
+        {2, 0, 0, {41, 9, 0}}, {                                                                   \
+            1, 0, 0, { 7, 0, 0 }                                                                   \
+        }                                                                                          \
+    }
+static const shape net[UNITS][PARAMS] = {
+    {{2, 0, 0, {33, 16, 0}}, {1, 0, 0, {5, 0, 0}}},
+    ALIKE,
+    ALIKE,
+    ALIKE,
+    ALIKE,
+    {{2, 1, 0, {16, 20, 0}}, {2, 0, 1, {12, 8, 0}}},
+    {{2, 0, 0, {0, 4, 0}}, {3, 2, 0, {8, 8, 3}}},
+    {{2, 0, 0, {130, 9, 0}}, {1, 0, 0, {48, 0, 0}}},
+};
+enum { MOST = 130 * 9 }; // elements of a parameter
+
+static int64_t numel(int u, int i) {
+    int64_t n = 1;
+    for (int d = 0; d < net[u][i].ndim; d++) n *= net[u][i].shape[d];
+    return n;
+}
+
+typedef struct {
+    const char *name;
+    fsdp_dtype stored, param, reduce, grad;
+} numbers;
+static const numbers kinds[] = {
+    {"f32", FSDP_F32, 0, 0, 0},
+    {"bf16_f32", FSDP_F32, FSDP_BF16, FSDP_F32, 0},
+    {"bf16_bf16", FSDP_F32, FSDP_BF16, FSDP_BF16, 0},
+    {"f16_f16", FSDP_F32, FSDP_F16, FSDP_F16, 0},
+    {"f64", FSDP_F64, 0, 0, 0},
+    {"bf16_grad_f32", FSDP_BF16, 0, 0, FSDP_F32},
+};
+
+/* How it is run: must not change a bit. */
+enum {
+    PREFETCH_DEFAULT = 0,
+    PREFETCH_ALWAYS,
+    PREFETCH_NONE,
+    PREFETCH_1,
+    PREFETCH_2,
+    PREFETCH_3,
+    PREFETCH_BUDGET,
+    PREFETCHES
+};
+typedef struct {
+    int lanes, layout, prefetch, reshard, plain, offload, delay, debug, other_input;
+    uint64_t seed;
+    int rank; // set by each rank in its own copy
+} way;
+static const int64_t direct_min[3] = {FSDP_DIRECT_NEVER, 1, 600};
+
+static void describe(const way *w, char *text, size_t size) {
+    static const char *const layouts[3] = {"packed", "direct", "mixed"};
+    static const char *const prefetches[PREFETCHES] = {
+        "implicit by default",       "implicit", "no", "lists of 1", "lists of 2", "lists of 3",
+        "lists of 3 within a budget"};
+    snprintf(text, size,
+             "lanes=%d %s, %s prefetch, reshard=%d plain=%d offload=%d delay=%d debug=%d", w->lanes,
+             layouts[w->layout], prefetches[w->prefetch], w->reshard, w->plain, w->offload,
+             w->delay, w->debug);
+}
+
+/* Run 0 is the plainest, 1 is the same once more; any 63 in a row have all pairs of lanes, layout
+   and prefetch. */
+static way make_way(int run, int shards) {
+    way w;
+    uint64_t h = mix(h_seed(), (uint64_t)run, 17);
+    const int reshards[3] = {FSDP_RESHARD_ALWAYS, FSDP_RESHARD_NEVER, shards % 2 ? shards : 2};
+    memset(&w, 0, sizeof w);
+    w.seed = h;
+    w.reshard = FSDP_RESHARD_ALWAYS;
+    if (run < 2) return w;
+    w.lanes = run % 3;
+    w.layout = run / 3 % 3;
+    w.prefetch = run % PREFETCHES;
+    w.reshard = shards > 1 ? reshards[h % 3] : reshards[h % 2];
+    w.plain = h >> 8 & 1;
+    w.offload = h >> 9 & 1;
+    w.debug = h >> 10 & 1;
+    w.delay = h >> 11 & 1 ? 0 : (int)(h >> 12 & 3);
+    return w;
+}
+
+/* ---- a backend that dawdles ------------------------------------------------------------------ */
+
+enum { DELAY_NS = 200000, COMMS = 256 };
+
+enum { AT_COMM = 1, AT_HOOK = 2 }; // where
+
+/* Sleeps 0 to 0.2 ms, or not at all. */
+static void dawdle(const way *w, int where, uint64_t what, uint64_t which) {
+    struct timespec t = {0, 0};
+    uint64_t h = mix(w->seed + (uint64_t)w->rank, what, which);
+    if (!(w->delay & where) || h % 4 == 0) return;
+    t.tv_nsec = (long)(h / 4 % DELAY_NS);
+    nanosleep(&t, NULL);
+}
+
+/* Whose comm it is: workers run collectives too, so that no thread-local can tell. Atomics and no
+   mutex, which would order what thread checkers shall see unordered. */
+static struct {
+    const fsdp_comm *comm;
+    const way *way;
+} comms[COMMS];
+
+static int comm_entry(const fsdp_comm *comm) {
+    int k = 0;
+    while (k < COMMS && __atomic_load_n(&comms[k].comm, __ATOMIC_ACQUIRE) != comm) k++;
+    CHECK_MSG(k < COMMS, "a comm that was never opened, or too many");
+    return k;
+}
+static void remember(const fsdp_comm *comm, const way *w) {
+    for (;;) {
+        const fsdp_comm *none = NULL;
+        int k = comm_entry(NULL);
+        if (!__atomic_compare_exchange_n(&comms[k].comm, &none, comm, 0, __ATOMIC_ACQ_REL,
+                                         __ATOMIC_RELAXED))
+            continue;
+        comms[k].way = w; // nobody asks for this comm before this returns
+        return;
+    }
+}
+static void forget(const fsdp_comm *comm) {
+    __atomic_store_n(&comms[comm_entry(comm)].comm, NULL, __ATOMIC_RELEASE);
+}
+static const way *recall(const fsdp_comm *comm) { return comms[comm_entry(comm)].way; }
+
+static fsdp_status slow_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
+    const way *w = (const way *)boot->user;
+    fsdp_status status = fsdp_shm_comm_ops()->open(boot, caps, out);
+    if (w->plain) caps->flags &= ~(uint32_t)FSDP_CAP_FUSED_REDUCE;
+    if (!status) remember(*out, w);
+    return status;
+}
+static fsdp_status slow_split(fsdp_comm *parent, const fsdp_group *group, fsdp_comm **out) {
+    const way *w = recall(parent);
+    dawdle(w, AT_COMM, 1, (uint64_t)group->color + 2);
+    fsdp_status status = fsdp_shm_comm_ops()->split(parent, group, out);
+    if (!status && *out) remember(*out, w);
+    return status;
+}
+static void slow_close(fsdp_comm *comm) {
+    forget(comm);
+    fsdp_shm_comm_ops()->close(comm);
+}
+static fsdp_status slow_run(fsdp_comm *comm, const fsdp_coll *coll) {
+    dawdle(recall(comm), AT_COMM, 2 + coll->kind, coll->seq);
+    return fsdp_shm_comm_ops()->run(comm, coll);
+}
+static fsdp_comm_ops slow_ops(void) {
+    fsdp_comm_ops ops = *fsdp_shm_comm_ops();
+    ops.open = slow_open;
+    ops.split = slow_split;
+    ops.close = slow_close;
+    ops.run = slow_run;
+    ops.name = "slow";
+    return ops;
+}
+
+/* ---- one training on one rank ---------------------------------------------------------------- */
+
+typedef struct {
+    const way *way;
+    fsdp_world *world;
+    fsdp_model *model;
+    fsdp_unit *unit[UNITS];
+    int rank, step;
+    uint64_t calls, hash;
+    float x[MICROS][UNITS + 1][WIDTH], z[MICROS][UNITS][WIDTH];
+} trainer;
+
+#define HOOK(t, call)                                                                              \
+    do {                                                                                           \
+        dawdle((t)->way, AT_HOOK, 99, (t)->calls++);                                               \
+        CALL((t)->world, call);                                                                    \
+    } while (0)
+
+static void fold(uint64_t *hash, const void *data, size_t nbytes) {
+    const unsigned char *p = (const unsigned char *)data;
+    for (size_t k = 0; k < nbytes; k++) *hash = (*hash ^ p[k]) * 1099511628211u;
+}
+
+static void start_values(void *user, const fsdp_param_view *block) {
+    const trainer *t = (const trainer *)user;
+    uint64_t unit = (uint64_t)(intptr_t)block->unit_user * PARAMS + (uint64_t)block->index;
+    (void)t;
+    for (int64_t k = 0; k < block->numel; k++) {
+        double x = (double)(mix(unit, (uint64_t)fsdp_view_index(block, k), 3) >> 11) / 0x1p53 - 0.5;
+        CHECK_OK(fsdp_convert((char *)block->data + (size_t)k * fsdp_dtype_size(block->dtype),
+                              block->dtype, &x, FSDP_F64, 1));
+    }
+}
+
+static void set_prefetch(trainer *t, int depth) {
+    for (int u = 0; u < UNITS; u++) {
+        fsdp_unit *ahead[3], *behind[3];
+        int a = 0, b = 0;
+        for (int k = 1; k <= depth; k++) {
+            if (u + k < UNITS) ahead[a++] = t->unit[u + k];
+            if (u - k >= 0) behind[b++] = t->unit[u - k];
+        }
+        CALL(t->world, fsdp_set_modules_to_forward_prefetch(t->unit[u], ahead, a));
+        CALL(t->world, fsdp_set_modules_to_backward_prefetch(t->unit[u], behind, b));
+    }
+}
+
+static void build(trainer *t, const numbers *kind, const fsdp_mesh *mesh) {
+    const way *w = t->way;
+    fsdp_model_desc md = FSDP_ZERO;
+    md.mesh = mesh;
+    md.param_dtype = kind->param;
+    md.reduce_dtype = kind->reduce;
+    md.grad_dtype = kind->grad;
+    md.reshard_after_forward = w->reshard;
+    md.cpu_offload = w->offload;
+    md.debug = w->debug;
+    md.direct_min = direct_min[w->layout];
+    md.implicit_prefetch = w->prefetch == PREFETCH_DEFAULT  ? FSDP_PREFETCH_DEFAULT
+                           : w->prefetch == PREFETCH_ALWAYS ? FSDP_PREFETCH_ALWAYS
+                                                            : FSDP_PREFETCH_NEVER;
+    md.prefetch_bytes = w->prefetch == PREFETCH_BUDGET ? 6000 : 0;
+    CALL(t->world, fsdp_model_create(t->world, &md, &t->model));
+    for (int u = 0; u < UNITS; u++) {
+        fsdp_param_desc pd[PARAMS];
+        fsdp_unit_desc ud = FSDP_ZERO;
+        memset(pd, 0, sizeof pd);
+        for (int i = 0; i < PARAMS; i++) {
+            pd[i].dtype = kind->stored;
+            pd[i].ndim = net[u][i].ndim;
+            pd[i].shard_dim = net[u][i].shard_dim;
+            pd[i].frozen = net[u][i].frozen;
+            memcpy(pd[i].shape, net[u][i].shape, sizeof net[u][i].shape);
+        }
+        ud.params = pd;
+        ud.num_params = PARAMS;
+        ud.user = (void *)(intptr_t)u;
+        CALL(t->world, fsdp_fully_shard(t->model, &ud, &t->unit[u]));
+    }
+    if (w->prefetch >= PREFETCH_1)
+        set_prefetch(t, w->prefetch == PREFETCH_BUDGET ? 3 : w->prefetch - PREFETCH_1 + 1);
+    CALL(t->world, fsdp_init_params(t->model, start_values, t));
+}
+
+/* What is gathered, as floats. */
+static const float *load(const trainer *t, int u, int i, fsdp_dtype dtype, float *room) {
+    const void *data = fsdp_data(t->unit[u], i);
+    W_CHECK(data != NULL, "no data: %s", fsdp_last_error(t->world));
+    CHECK_OK(fsdp_convert(room, FSDP_F32, data, dtype, numel(u, i)));
+    return room;
+}
+
+/* Some parameters are used by some of the ranks only, and one by one rank in one microbatch. */
+static int uses(const trainer *t, int u, int i, int micro) {
+    if (u == 0 && i == 1) return micro == 1 && t->rank == t->step % fsdp_world_size(t->world);
+    return i == 0 || u % 2 || (t->rank + micro + t->step) % 2 == 0;
+}
+
+static void forward(trainer *t, fsdp_dtype dtype, int micro) {
+    float room[MOST], (*x)[WIDTH] = t->x[micro];
+    for (int j = 0; j < WIDTH; j++) {
+        uint64_t which = (uint64_t)((t->step * MICROS + micro) * RANKS + t->rank);
+        uint64_t h = mix(which, (uint64_t)j, 5 + (uint64_t)t->way->other_input);
+        x[0][j] = (float)(h >> 40) / 8388608.0f - 1.0f;
+    }
+    for (int u = 0; u < UNITS; u++) {
+        float *z = t->z[micro][u];
+        HOOK(t, fsdp_pre_forward(t->unit[u]));
+        memset(z, 0, sizeof t->z[micro][u]);
+        for (int i = 0; i < PARAMS; i++) {
+            const float *p = uses(t, u, i, micro) ? load(t, u, i, dtype, room) : NULL;
+            for (int64_t e = 0; p && e < numel(u, i); e++)
+                z[e % WIDTH] += p[e] * x[u][(e / WIDTH + i) % WIDTH];
+        }
+        for (int j = 0; j < WIDTH; j++)
+            x[u + 1][j] = x[u][j] / 2 + z[j] / (1 + (z[j] < 0 ? -z[j] : z[j]));
+        HOOK(t, fsdp_post_forward(t->unit[u]));
+    }
+}
+
+static void add_grad(const trainer *t, int u, int i, fsdp_dtype dtype, const float *dp) {
+    double sum[MOST]; // as the library adds, which may do it itself or leave it to the caller
+    void *grad = fsdp_grad(t->unit[u], i);
+    W_CHECK(grad != NULL, "no gradient: %s", fsdp_last_error(t->world));
+    CHECK_OK(fsdp_convert(sum, FSDP_F64, grad, dtype, numel(u, i)));
+    for (int64_t e = 0; e < numel(u, i); e++) sum[e] += (double)dp[e];
+    CHECK_OK(fsdp_convert(grad, dtype, sum, FSDP_F64, numel(u, i)));
+}
+
+/* Backward of a unit, with and to the slope of its output and input. */
+static void backward_unit(trainer *t, fsdp_dtype dtype, int micro, int u, float *dy) {
+    float room[MOST], dp[MOST], dx[WIDTH], dz[WIDTH];
+    HOOK(t, fsdp_pre_backward(t->unit[u]));
+    for (int j = 0; j < WIDTH; j++) {
+        float z = t->z[micro][u][j], d = 1 + (z < 0 ? -z : z);
+        dz[j] = dy[j] / (d * d);
+        dx[j] = dy[j] / 2;
+    }
+    for (int i = 0; i < PARAMS; i++) {
+        if (!uses(t, u, i, micro)) continue;
+        const float *p = load(t, u, i, dtype, room);
+        for (int64_t e = 0; e < numel(u, i); e++) {
+            int64_t from = (e / WIDTH + i) % WIDTH;
+            dp[e] = dz[e % WIDTH] * t->x[micro][u][from];
+            dx[from] += dz[e % WIDTH] * p[e] / 16;
+        }
+        if (!net[u][i].frozen) add_grad(t, u, i, dtype, dp);
+    }
+    memcpy(dy, dx, sizeof dx);
+    HOOK(t, fsdp_post_backward(t->unit[u]));
+}
+
+/* first_first: each unit has a loss of its own, and the first one's comes first, so that the last
+   unit of the backward before is the first of this one. */
+static void backward(trainer *t, fsdp_dtype dtype, int micro, int first_first) {
+    float dy[WIDTH];
+    for (int k = 0; k < UNITS; k++) {
+        int u = first_first ? k : UNITS - 1 - k;
+        for (int j = 0; j < WIDTH && (k == 0 || first_first); j++)
+            dy[j] = t->x[micro][u + 1][j] - 0.25f;
+        backward_unit(t, dtype, micro, u, dy);
+    }
+}
+
+/* Shards and gradients, parameter by parameter. */
+static int64_t fold_all(trainer *t) {
+    fsdp_param_view v = FSDP_ZERO;
+    int64_t grads = 0;
+    while (fsdp_next_param(t->model, &v)) {
+        fold(&t->hash, v.shard, (size_t)v.numel * fsdp_dtype_size(v.dtype));
+        fold(&t->hash, v.shard_grad ? "has" : "none", 4);
+        if (!v.shard_grad) continue;
+        fold(&t->hash, v.shard_grad, (size_t)v.numel * fsdp_dtype_size(v.grad_dtype));
+        grads += v.numel;
+    }
+    return grads;
+}
+
+static void update(trainer *t) {
+    fsdp_param_view v = FSDP_ZERO;
+    while (fsdp_next_param(t->model, &v))
+        for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
+            double p, g;
+            char *at = (char *)v.shard + (size_t)k * fsdp_dtype_size(v.dtype);
+            char *from = (char *)v.shard_grad + (size_t)k * fsdp_dtype_size(v.grad_dtype);
+            CHECK_OK(fsdp_convert(&p, FSDP_F64, at, v.dtype, 1));
+            CHECK_OK(fsdp_convert(&g, FSDP_F64, from, v.grad_dtype, 1));
+            p -= 0.125 * g;
+            CHECK_OK(fsdp_convert(at, v.dtype, &p, FSDP_F64, 1));
+        }
+    HOOK(t, fsdp_params_changed(t->model));
+}
+
+/* The microbatches of a step. Step 0 reduces them together, step 1 one by one, step 2 keeps sums
+   over the shard group in between, and step 3 has two forwards before two backwards. */
+static void train_micros(trainer *t, fsdp_dtype dtype) {
+    for (int m = 0; m < MICROS; m++) {
+        int last = m + 1 == MICROS;
+        CALL(t->world, fsdp_set_requires_gradient_sync(t->model, NULL, last || t->step != 0));
+        CALL(t->world, fsdp_set_requires_all_reduce(t->model, NULL, last || t->step != 2));
+        CALL(t->world, fsdp_set_is_last_backward(t->model, last));
+        forward(t, dtype, m);
+        if (t->step == 3 && !last) continue;
+        backward(t, dtype, m, 0);
+        if (t->step == 3) backward(t, dtype, 0, 1);
+        HOOK(t, fsdp_finalize_backward(t->model));
+    }
+}
+
+static void train_step(trainer *t, fsdp_dtype dtype, uint64_t *out) {
+    double norm = 0;
+    train_micros(t, dtype);
+    t->hash = 14695981039346656037u;
+    W_CHECK(fold_all(t) > 0, "there are no gradients");
+    HOOK(t, fsdp_clip_grad_norm(t->model, 1.0, &norm));
+    W_CHECK(norm > 1e-3 && norm < 1e6, "the norm is %g", norm);
+    fold(&t->hash, &norm, sizeof norm);
+    update(t);
+    fold_all(t);
+    *out = t->hash;
+    if (t->step != 1) CALL(t->world, fsdp_zero_grad(t->model)); // else they are added to
+    CALL(t->world, fsdp_set_grad_enabled(t->model, 0));         // an evaluation in between
+    forward(t, dtype, 0);
+    CALL(t->world, fsdp_set_grad_enabled(t->model, 1));
+    t->step++;
+}
+
+/* ---- many runs ------------------------------------------------------------------------------- */
+
+typedef struct {
+    int ranks, shards, runs;
+    int base;     // of the job's names
+    int threaded; // ranks are threads
+    const numbers *kind;
+    fsdp_threads threads[RUNS];
+    way way[RUNS];
+    uint64_t hash[RUNS][RANKS][STEPS];
+} batch;
+
+static void run_rank(int rank, int ranks, void *arg) {
+    batch *b = (batch *)arg;
+    fsdp_comm_ops ops = slow_ops();
+    fsdp_dtype dtype = b->kind->param ? b->kind->param : b->kind->stored;
+    for (int run = 0; run < b->runs; run++) {
+        way *w = (way *)malloc(sizeof *w);
+        trainer *t = (trainer *)calloc(1, sizeof *t);
+        char job[100], text[200];
+        CHECK(w && t);
+        *w = b->way[run];
+        w->rank = rank;
+        describe(w, text, sizeof text);
+        snprintf(w_case, sizeof w_case, "run %d of %s on %d %s: %s", run, b->kind->name, ranks,
+                 b->threaded ? "threads" : "processes", text);
+        snprintf(job, sizeof job, "delays-%d-%d", b->base, run);
+        fsdp_world_desc d = w_desc(rank, ranks, b->threaded ? &b->threads[run] : NULL, job,
+                                   w->lanes);
+        d.comm_ops = &ops;
+        d.user = w;
+        CALL(NULL, fsdp_init(&d, &t->world));
+        fsdp_mesh_desc md = FSDP_ZERO;
+        fsdp_mesh *mesh = NULL;
+        md.ndim = 2;
+        md.shape[0] = ranks / b->shards;
+        md.shape[1] = b->shards;
+        md.names[0] = "replicate";
+        md.names[1] = "shard";
+        if (b->shards < ranks) CALL(t->world, fsdp_mesh_create(t->world, &md, &mesh));
+        t->way = w;
+        t->rank = rank;
+        build(t, b->kind, mesh);
+        while (t->step < STEPS) train_step(t, dtype, &b->hash[run][rank][t->step]);
+        fsdp_model_destroy(t->model);
+        CALL(NULL, fsdp_shutdown(t->world));
+        free(t);
+        free(w);
+    }
+}
+
+/* Compares every run of `b` with run 0 of `a`. */
+static void compare(const batch *a, const batch *b) {
+    for (int run = 0; run < b->runs; run++)
+        for (int r = 0; r < b->ranks; r++)
+            for (int s = 0; s < STEPS; s++) {
+                char text[200];
+                describe(&b->way[run], text, sizeof text);
+                CHECK_MSG(a->hash[0][r][s] == b->hash[run][r][s],
+                          "%s: rank %d of %d (%s), step %d: other bits in run %d: %s",
+                          b->kind->name, r, b->ranks, b->threaded ? "threads" : "processes", s, run,
+                          text);
+            }
+}
+
+static batch *new_batch(int ranks, int shards, const numbers *kind, int runs, int from) {
+    batch *b = (batch *)mmap(NULL, sizeof *b, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                             -1, 0);
+    CHECK((void *)b != MAP_FAILED);
+    b->ranks = ranks;
+    b->shards = shards;
+    b->kind = kind;
+    b->runs = runs;
+    b->base = (int)getpid() * 2 + (from > 0);
+    for (int run = 0; run < runs; run++) b->way[run] = make_way(run ? run + from : 0, shards);
+    return b;
+}
+
+static void same_bits(int ranks, int shards, const numbers *kind, int threads, int processes) {
+    batch *a = new_batch(ranks, shards, kind, threads, 0), *b = NULL, *other = NULL;
+    int64_t start = h_now_ms();
+    a->threaded = 1;
+    for (int run = 0; run < RUNS; run++) a->threads[run].size = ranks;
+    b = new_batch(ranks, shards, kind, processes, 1000);
+    h_ranks_proc(ranks, run_rank, b); // before there are threads
+    h_ranks_thread(ranks, run_rank, a);
+    compare(a, a);
+    compare(a, b);
+    other = new_batch(ranks, shards, kind, 1, 0); // that the hashes see what they should see
+    other->way[0].other_input = 1;
+    h_ranks_proc(ranks, run_rank, other);
+    for (int r = 0; r < ranks; r++)
+        for (int s = 0; s < STEPS; s++) CHECK(a->hash[0][r][s] != other->hash[0][r][s]);
+    h_message("%d runs on threads, %d on processes, %d ms", threads, processes,
+              (int)(h_now_ms() - start));
+    munmap(a, sizeof *a);
+    munmap(b, sizeof *b);
+    munmap(other, sizeof *other);
+}
+
+typedef struct {
+    const char *name;
+    int ranks, shards;
+    const numbers *kind;
+} row_of_bits;
+#define ROW(n, s, k, name)                                                                         \
+    { "N=" #n "/" name, n, s, &kinds[k] }
+static const row_of_bits rows[] = {
+    ROW(1, 1, 0, "f32"),      ROW(2, 2, 0, "f32"),           ROW(2, 2, 4, "f64"),
+    ROW(3, 3, 1, "bf16_f32"), ROW(3, 3, 2, "bf16_bf16"),     ROW(4, 2, 0, "2x2/f32"),
+    ROW(4, 2, 3, "2x2/f16"),  ROW(4, 4, 5, "bf16_grad_f32"),
+};
+
+TEST_P(delays, same_bits, rows) {
+    same_bits(row->ranks, row->shards, row->kind, W_SLOW ? 8 : 16, W_SLOW ? 4 : 6);
+}
+
+static const row_of_bits all_rows[] = {
+#define ROWS_OF(n, s, name)                                                                        \
+    ROW(n, s, 0, name "f32"), ROW(n, s, 1, name "bf16_f32"), ROW(n, s, 2, name "bf16_bf16"),       \
+        ROW(n, s, 3, name "f16_f16"), ROW(n, s, 4, name "f64"), ROW(n, s, 5, name "bf16_grad_f32")
+    ROWS_OF(1, 1, ""), ROWS_OF(2, 2, ""), ROWS_OF(2, 1, "replicas/"),
+    ROWS_OF(3, 3, ""), ROWS_OF(4, 4, ""), ROWS_OF(4, 2, "2x2/"),
+};
+TEST_P_TIMEOUT(long_delays, same_bits, all_rows, 300) {
+    same_bits(row->ranks, row->shards, row->kind, W_SLOW ? 30 : 127, W_SLOW ? 10 : 64);
+}

@@ -1,0 +1,1678 @@
+/* test_fully_shard_init.c - PyTorch's tests of the same names, translated: what a unit manages, how
+   parameters are sharded, filled, loaded and saved, meshes, hooks, extensions. docs/parity.md has
+   the list of all. Ranks are threads. */
+#include "harness.h"
+#define FSDP_IMPLEMENTATION
+#include "fsdp.h"
+#include "sim.h"
+#include "world.h"
+
+/* ---- ranks, meshes --------------------------------------------------------------------------- */
+
+typedef void (*rank_body)(fsdp_world *world, const void *arg);
+typedef struct {
+    fsdp_threads threads;
+    rank_body body;
+    const void *arg;
+} launch;
+
+static void launch_rank(int rank, int size, void *arg) {
+    launch *l = (launch *)arg;
+    fsdp_world_desc d = w_desc(rank, size, &l->threads, "init", 0);
+    fsdp_world *world;
+    CHECK_OK(fsdp_init(&d, &world));
+    l->body(world, l->arg);
+    CHECK_OK(fsdp_shutdown(world));
+}
+
+static void on_ranks(int size, rank_body body, const void *arg) {
+    launch l;
+    memset(&l, 0, sizeof l);
+    l.threads.size = size;
+    l.body = body;
+    l.arg = arg;
+    h_ranks_thread(size, launch_rank, &l);
+}
+
+/* Dims of size 0 are left out; names NULL: unnamed. */
+static fsdp_mesh *mesh_of(fsdp_world *world, int a, int b, int c, const char *const *names) {
+    int shape[3] = {a, b, c};
+    fsdp_mesh_desc d = FSDP_ZERO;
+    fsdp_mesh *mesh;
+    for (int i = 0; i < 3; i++)
+        if (shape[i]) {
+            d.names[d.ndim] = names ? names[d.ndim] : NULL;
+            d.shape[d.ndim++] = shape[i];
+        }
+    CALL(world, fsdp_mesh_create(world, &d, &mesh));
+    return mesh;
+}
+
+static fsdp_mesh *slice_of(fsdp_world *world, const fsdp_mesh *mesh, int dim) {
+    const int32_t dims[1] = {dim};
+    fsdp_mesh *out;
+    CALL(world, fsdp_mesh_slice(mesh, dims, 1, &out));
+    return out;
+}
+
+static const char *const hsdp_names[] = {"replicate", "shard"};
+static const char *const tp_names[] = {"dp", "tp"};
+static const char *const hsdp_tp_names[] = {"replicate", "shard", "tp"};
+
+static void refused(fsdp_world *world, fsdp_status got, fsdp_status expected, const char *word) {
+    W_CHECK(got == expected, "%s, expected %s with '%s'", fsdp_status_name(got),
+            fsdp_status_name(expected), word);
+    W_CHECK(strstr(fsdp_last_error(world), word), "'%s' does not say '%s'", fsdp_last_error(world),
+            word);
+}
+
+/* ---- a model whose truth is known ------------------------------------------------------------ */
+
+/* The loss of a rank is linear in the parameters, so that its gradient is a small integer that a
+   hash gives, and everything is exact in f32: parameters are compared in every forward and every
+   backward, gradients and shards after it. */
+enum { MAX_UNITS = 8 };
+typedef struct {
+    fsdp_world *world;
+    fsdp_model *model;
+    fsdp_unit *unit[MAX_UNITS];
+    int count, step;
+    int ranks, place;   /* over which gradients are averaged, and which of them I am */
+    fsdp_dtype compute; /* of gathered parameters; KEEP: as stored */
+} toy;
+
+static int toy_hash(int a, int b, int c, int64_t e) {
+    uint64_t state = (uint64_t)a * 1000003 + (uint64_t)b * 10007 + (uint64_t)c * 101 +
+                     (uint64_t)e * 31 + 5;
+    return (int)(h_rand64(&state) >> 40);
+}
+static double toy_start(int u, int i, int64_t e) { return toy_hash(u, i, 1, e) % 64 / 4.0 - 8; }
+static double toy_slope(int rank, int step, int u, int i, int64_t e) {
+    return toy_hash(u + 16 * step, i, 2 + rank, e) % 17 - 8;
+}
+static double toy_mean(const toy *t, int step, int u, int i, int64_t e) {
+    double sum = 0;
+    for (int r = 0; r < t->ranks; r++) sum += toy_slope(r, step, u, i, e);
+    return sum / t->ranks;
+}
+static double toy_truth(const toy *t, int u, int i, int64_t e) {
+    double value = toy_start(u, i, e);
+    for (int s = 0; s < t->step; s++) value -= toy_mean(t, s, u, i, e) / 2;
+    return value;
+}
+
+static double get(const void *at, fsdp_dtype dtype, int64_t e) {
+    double value = 0;
+    const char *p = (const char *)at + (size_t)e * fsdp_dtype_size(dtype);
+    if (!fsdp_dtype_is_float(dtype)) return *(const uint8_t *)p;
+    CHECK_OK(fsdp_convert(&value, FSDP_F64, p, dtype, 1));
+    return value;
+}
+static void put(void *at, fsdp_dtype dtype, int64_t e, double value) {
+    char *p = (char *)at + (size_t)e * fsdp_dtype_size(dtype);
+    if (!fsdp_dtype_is_float(dtype)) *(uint8_t *)p = (uint8_t)(int)value;
+    else CHECK_OK(fsdp_convert(p, dtype, &value, FSDP_F64, 1));
+}
+static double rounded(fsdp_dtype dtype, double value) {
+    uint64_t room = 0;
+    put(&room, dtype, 0, value);
+    return get(&room, dtype, 0);
+}
+
+static int64_t full_numel(const fsdp_param_view *v) {
+    int64_t numel = 1;
+    for (int d = 0; d < v->ndim; d++) numel *= v->shape[d];
+    return numel;
+}
+static int unit_of(const fsdp_param_view *v) { return (int)(intptr_t)v->unit_user; }
+/* Bytes (of integer parameters, which are frozen) hold the low ones of four times the value. */
+static double as_stored(const fsdp_param_view *v, double value) {
+    if (!fsdp_dtype_is_float(v->dtype)) return (double)(uint8_t)(int)(value * 4);
+    return rounded(v->dtype, value);
+}
+
+static void toy_fill(void *user, const fsdp_param_view *block) {
+    (void)user;
+    for (int64_t k = 0; k < block->numel; k++)
+        put(block->data, block->dtype, k,
+            as_stored(block, toy_start(unit_of(block), block->index, fsdp_view_index(block, k))));
+}
+
+static void toy_begin(toy *t, fsdp_world *world, const fsdp_model_desc *md, int ranks, int place) {
+    memset(t, 0, sizeof *t);
+    t->world = world;
+    t->ranks = ranks;
+    t->place = place;
+    t->compute = md ? md->param_dtype : FSDP_DTYPE_KEEP;
+    CALL(world, fsdp_model_create(world, md, &t->model));
+}
+
+static void toy_unit(toy *t, const fsdp_unit_desc *desc, const fsdp_param_desc *params, int count) {
+    fsdp_unit_desc ud = FSDP_ZERO;
+    CHECK(t->count < MAX_UNITS);
+    if (desc) ud = *desc;
+    ud.params = params;
+    ud.num_params = count;
+    ud.user = (void *)(intptr_t)t->count;
+    CALL(t->world, fsdp_fully_shard(t->model, &ud, &t->unit[t->count]));
+    t->count++;
+}
+
+static int params_of(const toy *t, int u) {
+    fsdp_param_view v = FSDP_ZERO;
+    int count = 0;
+    while (fsdp_next_param(t->model, &v)) count += unit_of(&v) == u;
+    return count;
+}
+
+/* The gathered parameters are the true ones, to the bit. */
+static void toy_look(const toy *t, int u) {
+    for (int i = 0, count = params_of(t, u); i < count; i++) {
+        fsdp_param_view v;
+        CALL(t->world, fsdp_param_view_get(t->unit[u], i, &v));
+        fsdp_dtype dtype = t->compute && fsdp_dtype_is_float(v.dtype) ? t->compute : v.dtype;
+        const void *data = fsdp_data(t->unit[u], i);
+        W_CHECK(data, "%s has no data: %s", v.name, fsdp_last_error(t->world));
+        for (int64_t e = 0; e < full_numel(&v); e++) {
+            double truth = as_stored(&v,
+                                     v.requires_grad ? toy_truth(t, u, i, e) : toy_start(u, i, e));
+            if (fsdp_dtype_is_float(dtype)) truth = rounded(dtype, truth);
+            W_CHECK(get(data, dtype, e) == truth, "step %d: %s.%s element %lld is %g, not %g",
+                    t->step, v.unit_name, v.name, (long long)e, get(data, dtype, e), truth);
+        }
+    }
+}
+
+static void toy_slopes(const toy *t, int u) {
+    for (int i = 0, count = params_of(t, u); i < count; i++) {
+        fsdp_param_view v;
+        CALL(t->world, fsdp_param_view_get(t->unit[u], i, &v));
+        if (!v.requires_grad) continue;
+        fsdp_dtype dtype = t->compute ? t->compute : v.dtype;
+        void *grad = fsdp_grad(t->unit[u], i);
+        W_CHECK(grad, "%s has no gradient: %s", v.name, fsdp_last_error(t->world));
+        for (int64_t e = 0; e < full_numel(&v); e++)
+            put(grad, dtype, e, get(grad, dtype, e) + toy_slope(t->place, t->step, u, i, e));
+    }
+}
+
+static void toy_forward(const toy *t) {
+    for (int u = 0; u < t->count; u++) {
+        CALL(t->world, fsdp_pre_forward(t->unit[u]));
+        toy_look(t, u);
+        CALL(t->world, fsdp_post_forward(t->unit[u]));
+    }
+}
+
+/* My shards are my rows of the true parameters. */
+static void toy_shards(const toy *t) {
+    fsdp_param_view v = FSDP_ZERO;
+    while (fsdp_next_param(t->model, &v))
+        for (int64_t k = 0; k < v.numel; k++) {
+            int64_t e = fsdp_view_index(&v, k);
+            double truth = as_stored(&v, v.requires_grad ? toy_truth(t, unit_of(&v), v.index, e)
+                                                         : toy_start(unit_of(&v), v.index, e));
+            W_CHECK(get(v.shard, v.dtype, k) == truth, "step %d: shard of %s.%s: %g, not %g",
+                    t->step, v.unit_name, v.name, get(v.shard, v.dtype, k), truth);
+        }
+}
+
+/* Forward, backward, gradients compared with the mean of all ranks, one step of descent. */
+static void toy_step(toy *t) {
+    fsdp_param_view v = FSDP_ZERO;
+    toy_forward(t);
+    for (int u = t->count - 1; u >= 0; u--) {
+        CALL(t->world, fsdp_pre_backward(t->unit[u]));
+        toy_look(t, u);
+        toy_slopes(t, u);
+        CALL(t->world, fsdp_post_backward(t->unit[u]));
+    }
+    CALL(t->world, fsdp_finalize_backward(t->model));
+    while (fsdp_next_param(t->model, &v)) {
+        W_CHECK((v.shard_grad != NULL) == v.requires_grad, "%s: gradient", v.name);
+        for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
+            double mean = toy_mean(t, t->step, unit_of(&v), v.index, fsdp_view_index(&v, k));
+            double grad = get(v.shard_grad, v.grad_dtype, k);
+            W_CHECK(grad == mean, "step %d: gradient of %s.%s is %g, not %g", t->step, v.unit_name,
+                    v.name, grad, mean);
+            put(v.shard, v.dtype, k, get(v.shard, v.dtype, k) - grad / 2);
+        }
+    }
+    CALL(t->world, fsdp_params_changed(t->model));
+    CALL(t->world, fsdp_zero_grad(t->model));
+    t->step++;
+    toy_shards(t);
+}
+
+/* in_proj (mult*dim, dim), out_proj (dim, mult*dim), each with a bias. */
+static int mlp(fsdp_param_desc *p, int dim, int mult) {
+    p[0] = fsdp_mat("in_proj.weight", mult * dim, dim);
+    p[1] = fsdp_vec("in_proj.bias", mult * dim);
+    p[2] = fsdp_mat("out_proj.weight", dim, mult * dim);
+    p[3] = fsdp_vec("out_proj.bias", dim);
+    return 4;
+}
+
+/* A model of MLPs, filled. */
+static void toy_mlps(toy *t, fsdp_world *world, const fsdp_model_desc *md, int ranks, int place,
+                     int count, int dim) {
+    fsdp_param_desc p[4];
+    toy_begin(t, world, md, ranks, place);
+    for (int i = 0; i < count; i++) toy_unit(t, NULL, p, mlp(p, dim, 4));
+    CALL(world, fsdp_init_params(t->model, toy_fill, NULL));
+}
+
+/* ---- where parameters are -------------------------------------------------------------------- */
+
+/* Shards, gradients and slots lie in the device's memory, and what is left out does not. */
+TEST(fully_shard_init, device_arg) {
+    sim s;
+    toy t;
+    sim_init(&s, 4, 1);
+    CHECK(sim_open(&s));
+    toy_mlps(&t, s.world, NULL, 4, 1, 2, 8);
+    fsdp_param_view v = FSDP_ZERO;
+    while (fsdp_next_param(t.model, &v)) CHECK(sim_find(&s, v.shard));
+    CHECK_OK(fsdp_pre_forward(t.unit[1]));
+    for (int i = 0; i < 4; i++) CHECK(sim_find(&s, fsdp_data(t.unit[1], i)));
+    CHECK_OK(fsdp_post_forward(t.unit[1]));
+    CHECK_OK(fsdp_pre_backward(t.unit[1]));
+    for (int i = 0; i < 4; i++) CHECK(sim_find(&s, fsdp_grad(t.unit[1], i)));
+    CHECK_OK(fsdp_post_backward(t.unit[1]));
+    CHECK_OK(fsdp_finalize_backward(t.model));
+    CHECK_OK(fsdp_param_view_get(t.unit[1], 2, &v));
+    CHECK(sim_find(&s, v.shard_grad));
+    CHECK_EQ_INT(sim_close(&s), 0);
+}
+
+/* A full tensor in host memory goes to the device's; the tensor itself stays the user's. */
+TEST(fully_shard_init, move_states_tensor) {
+    sim s;
+    float full[8 * 4];
+    fsdp_param_desc p[1] = {fsdp_mat("w", 8, 4)};
+    toy t;
+    sim_init(&s, 4, 1);
+    CHECK(sim_open(&s));
+    toy_begin(&t, s.world, NULL, 4, 1);
+    toy_unit(&t, NULL, p, 1);
+    for (int e = 0; e < 32; e++) full[e] = (float)e;
+    CHECK_OK(fsdp_param_load(t.unit[0], 0, full));
+    fsdp_param_view v;
+    CHECK_OK(fsdp_param_view_get(t.unit[0], 0, &v));
+    CHECK(sim_find(&s, v.shard));
+    CHECK(!sim_find(&s, full));
+    CHECK_EQ_INT(v.numel, 8);
+    for (int k = 0; k < 8; k++) CHECK_NEAR(((const float *)v.shard)[k], 8 + k, 0);
+    for (int e = 0; e < 32; e++) CHECK_NEAR(full[e], e, 0);
+    CHECK_EQ_INT(sim_close(&s), 0);
+}
+
+/* A parameter that no unit manages is nowhere in the model. */
+TEST(fully_shard_init, move_states_ignored) {
+    sim s;
+    float ignored[16], before[16];
+    fsdp_param_desc p[4];
+    toy t;
+    for (int e = 0; e < 16; e++) ignored[e] = before[e] = (float)e / 4;
+    sim_init(&s, 1, 0);
+    CHECK(sim_open(&s));
+    toy_begin(&t, s.world, NULL, 1, 0);
+    toy_unit(&t, NULL, p, mlp(p, 4, 4));
+    CHECK_OK(fsdp_init_params(t.model, toy_fill, NULL));
+    toy_step(&t);
+    CHECK_EQ_INT(fsdp_num_params(t.model), 4);
+    CHECK(!sim_find(&s, ignored));
+    CHECK_EQ_MEM(ignored, before, sizeof ignored);
+    CHECK_EQ_INT(sim_close(&s), 0);
+}
+
+/* ---- meshes that are refused ----------------------------------------------------------------- */
+
+static void invalid_mesh(fsdp_world *world, const void *arg) {
+    int three = arg != NULL, size = fsdp_world_size(world);
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_model *model;
+    static const char *const names[] = {"a", "b", "c"};
+    md.mesh = three ? mesh_of(world, 1, 2, 2, names) : mesh_of(world, 2, 2, 0, NULL);
+    refused(world, fsdp_model_create(world, &md, &model), FSDP_ERR_INVALID_ARG,
+            three ? "mesh_info" : "name");
+    CHECK(!model);
+    toy t;
+    fsdp_param_desc p[1] = {fsdp_vec("b", 3)};
+    fsdp_unit_desc ud = FSDP_ZERO;
+    toy_begin(&t, world, NULL, size, fsdp_rank(world));
+    ud.mesh = md.mesh; /* of a unit too */
+    ud.params = p;
+    ud.num_params = 1;
+    refused(world, fsdp_fully_shard(t.model, &ud, &t.unit[0]), FSDP_ERR_INVALID_ARG,
+            three ? "mesh_info" : "name");
+    toy_unit(&t, NULL, p, 1);
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_step(&t);
+}
+TEST(fully_shard_init, invalid_mesh_ndim) { on_ranks(4, invalid_mesh, "3-D"); }
+TEST(fully_shard_init, 2d_mesh_without_mesh_dim_names) { on_ranks(4, invalid_mesh, NULL); }
+
+/* ---- what a unit manages --------------------------------------------------------------------- */
+
+/* Units as text, "name: parameter parameter | ...": what each gathers is the sum of its own. */
+typedef struct {
+    const char *units, *expected;
+    int replicated; /* this unit is replicated, not sharded: DDP; -1: none */
+    int twice;      /* this one is opened twice; -1: none */
+} managed;
+
+static void managed_build(toy *t, const managed *m, fsdp_world *world) {
+    char text[256], *rest = text, *one;
+    fsdp_mesh_info ddp;
+    fsdp_mesh *mesh;
+    snprintf(text, sizeof text, "%s", m->units);
+    CALL(world, fsdp_mesh_1d(world, "ranks", &mesh));
+    CALL(world, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, -1, 0, &ddp));
+    toy_begin(t, world, NULL, fsdp_world_size(world), fsdp_rank(world));
+    while ((one = strtok_r(rest, "|", &rest))) {
+        char *word, *words = one;
+        fsdp_param_desc p[8];
+        fsdp_unit_desc ud = FSDP_ZERO;
+        int n = 0;
+        ud.name = strtok_r(words, ": ", &words);
+        for (; (word = strtok_r(words, " ", &words)) && n < 8; n++) p[n] = fsdp_mat(word, 4, 2 + n);
+        ud.mesh_info = t->count == m->replicated ? &ddp : NULL;
+        toy_unit(t, &ud, p, n);
+    }
+    CALL(world, fsdp_init_params(t->model, toy_fill, NULL));
+}
+
+typedef struct {
+    const toy *toy;
+    int64_t gathered[MAX_UNITS];
+} managed_count;
+
+static int managed_op(void *user, fsdp_model *model, const fsdp_op *op) {
+    managed_count *c = (managed_count *)user;
+    (void)model;
+    for (int u = 0; op->kind == FSDP_OP_ALL_GATHER && u < c->toy->count; u++)
+        if (op->unit == c->toy->unit[u]) c->gathered[u] += (int64_t)op->count;
+    return 0;
+}
+
+static void manages(fsdp_world *world, const void *arg) {
+    const managed *m = (const managed *)arg;
+    char text[512] = "";
+    toy t;
+    managed_count c = {&t, {0}};
+    int64_t own[MAX_UNITS] = {0};
+    int unit = -1;
+    managed_build(&t, m, world);
+    fsdp_param_view v = FSDP_ZERO;
+    while (fsdp_next_param(t.model, &v)) {
+        size_t used = strlen(text);
+        CHECK(v.unit == t.unit[unit_of(&v)]);
+        CHECK_EQ_STR(v.unit_name, fsdp_unit_name(v.unit));
+        snprintf(text + used, sizeof text - used, "%s%s.%s", used ? " " : "", v.unit_name, v.name);
+        CHECK(unit_of(&v) == unit ? v.index > 0 : v.index == 0);
+        unit = unit_of(&v);
+        if (unit != m->replicated) own[unit] += full_numel(&v) / t.ranks;
+    }
+    CHECK_EQ_STR(text, m->expected);
+    fsdp_driver driver = {NULL, managed_op, NULL};
+    driver.user = &c;
+    CALL(world, fsdp_set_driver(t.model, &driver));
+    for (int u = 0; u < t.count; u++)
+        for (int k = 0; k <= (u == m->twice); k++) {
+            CALL(world, fsdp_pre_forward(t.unit[u]));
+            toy_look(&t, u);
+            CALL(world, fsdp_post_forward(t.unit[u]));
+        }
+    for (int u = 0; u < t.count; u++)
+        W_CHECK(c.gathered[u] == own[u] * (u == m->twice ? 2 : 1), "unit %d gathers %lld, not %lld",
+                u, (long long)c.gathered[u], (long long)own[u]);
+    CALL(world, fsdp_set_driver(t.model, NULL));
+    CALL(world, fsdp_model_reset(t.model));
+    toy_step(&t);
+}
+
+static void test_managed(const char *units, const char *expected, int replicated, int twice) {
+    managed m;
+    m.units = units;
+    m.expected = expected;
+    m.replicated = replicated;
+    m.twice = twice;
+    on_ranks(2, manages, &m);
+}
+
+TEST(fully_shard_init, managed_modules_single) { test_managed("a: w b v", "a.w a.b a.v", -1, -1); }
+TEST(fully_shard_init, managed_modules_nested) { /* b inside of a, made first as upstream asks */
+    test_managed("b: w b | a: v c", "b.w b.b a.v a.c", -1, -1);
+}
+TEST(fully_shard_init, managed_modules_nested_and_replicate) {
+    test_managed("b: w b | c: r | a: v c", "b.w b.b c.r a.v a.c", 1, -1);
+}
+TEST(fully_shard_init,
+     managed_modules_duplicate) { /* a layer in two places: one unit, used twice */
+    test_managed("a: w b | b: v", "a.w a.b b.v", -1, 0);
+}
+TEST(fully_shard_init, managed_modules_list) { /* two layers in one call */
+    test_managed("a: l0.w l0.b l1.w l1.b", "a.l0.w a.l0.b a.l1.w a.l1.b", -1, -1);
+}
+TEST(fully_shard_init, managed_states_shared) { /* a tied parameter is one parameter of one unit */
+    test_managed("a: tok out | b: w", "a.tok a.out b.w", -1, 0);
+}
+TEST(fully_shard_init, managed_states_nested) {
+    test_managed("c: w | b: v | a: s", "c.w b.v a.s", -1, -1);
+}
+TEST(fully_shard_init, managed_states_list) {
+    test_managed("b: l0.w l1.w | a: s", "b.l0.w b.l1.w a.s", -1, -1);
+}
+TEST(fully_shard_init, get_param_module_infos_shared) {
+    test_managed("a: emb.w lin.b | b: out.b", "a.emb.w a.lin.b b.out.b", -1, 0);
+}
+TEST(fully_shard_init, get_param_module_infos_duplicates) {
+    test_managed("a: mlp.in.w mlp.in.b mlp.out.w mlp.out.b",
+                 "a.mlp.in.w a.mlp.in.b a.mlp.out.w a.mlp.out.b", -1, 0);
+}
+TEST(fully_shard_init, get_param_module_infos_list) {
+    test_managed("a: 0.in.w 0.in.b 1.in.w 1.in.b | b: norm",
+                 "a.0.in.w a.0.in.b a.1.in.w a.1.in.b b.norm", -1, -1);
+}
+
+/* ---- how parameters are sharded -------------------------------------------------------------- */
+
+/* Global shape, placement and contents of every shard: chunk `place` of torch.chunk. */
+static void check_chunks(const toy *t) {
+    fsdp_param_view v = FSDP_ZERO;
+    while (fsdp_next_param(t->model, &v)) {
+        int64_t rows[64], starts[64], shape[FSDP_MAX_DIMS];
+        CHECK_EQ_INT(v.shard_dim, 0);
+        CHECK_OK(fsdp_chunk_with_empty(v.shape[0], t->ranks, rows, starts));
+        CHECK_OK(fsdp_dim_chunked_size(v.shape, v.ndim, 0, t->ranks, t->place, shape));
+        CHECK_EQ_MEM(shape, v.local_shape, sizeof *shape * (size_t)v.ndim);
+        CHECK_EQ_INT(v.local_shape[0], rows[t->place]);
+        CHECK_EQ_INT(v.numel, rows[t->place] * (v.ndim == 2 ? v.shape[1] : 1));
+        if (v.numel)
+            CHECK_EQ_INT(fsdp_view_index(&v, 0), starts[t->place] * v.numel / rows[t->place]);
+    }
+    toy_shards(t);
+}
+
+static void shard_tensor(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_param_desc p[4];
+    toy t;
+    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
+    toy_unit(&t, NULL, p, mlp(p, 3, 3)); /* (9, 3), 9, (3, 9), 3 */
+    toy_unit(&t, NULL, p, mlp(p, 9, 3));
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    fsdp_param_view v;
+    CALL(world, fsdp_param_view_get(t.unit[0], 2, &v));
+    CHECK(v.ndim == 2 && v.shape[0] == 3 && v.shape[1] == 9); /* global */
+    CHECK_EQ_INT(v.local_shape[0], fsdp_rank(world) ? 1 : 2);
+    check_chunks(&t);
+    for (int k = 0; k < 2; k++) { /* unit 0 in two places */
+        CALL(world, fsdp_pre_forward(t.unit[0]));
+        toy_look(&t, 0);
+        CALL(world, fsdp_post_forward(t.unit[0]));
+    }
+    CALL(world, fsdp_model_reset(t.model));
+    toy_step(&t);
+    check_chunks(&t);
+}
+TEST(fully_shard_init, shard_tensor_parameters) { on_ranks(2, shard_tensor, NULL); }
+
+static void raise_scalar(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_param_desc p[2] = {fsdp_vec("weight", 4), FSDP_ZERO};
+    fsdp_unit_desc ud = FSDP_ZERO;
+    toy t;
+    p[1].name = "temperature";
+    ud.params = p;
+    ud.num_params = 2;
+    toy_begin(&t, world, NULL, 1, 0);
+    fsdp_status got = fsdp_fully_shard(t.model, &ud, &t.unit[0]);
+    refused(world, got, FSDP_ERR_INVALID_ARG, "temperature");
+    refused(world, got, FSDP_ERR_INVALID_ARG, "vector of one element");
+    CHECK_EQ_INT(fsdp_num_units(t.model), 0);
+    p[1] = fsdp_vec("temperature", 1);
+    toy_unit(&t, NULL, p, 2);
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_step(&t);
+}
+TEST(fully_shard_init, raise_scalar_parameter) { on_ranks(1, raise_scalar, NULL); }
+
+static void invalid_dim(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_param_desc p[2] = {fsdp_mat("weight", 4, 4), fsdp_vec("bias", 4)};
+    fsdp_unit_desc ud = FSDP_ZERO;
+    toy t;
+    p[0].shard_dim = p[1].shard_dim = 1;
+    ud.params = p;
+    ud.num_params = 2;
+    toy_begin(&t, world, NULL, 4, fsdp_rank(world));
+    refused(world, fsdp_fully_shard(t.model, &ud, &t.unit[0]), FSDP_ERR_INVALID_ARG, "bias");
+    refused(world, fsdp_fully_shard(t.model, &ud, &t.unit[0]), FSDP_ERR_INVALID_ARG, "shard_dim 1");
+    p[1].shard_dim = 0;
+    toy_unit(&t, NULL, p, 2);
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    toy_step(&t);
+}
+TEST(fully_shard_init, invalid_shard_dim) { on_ranks(4, invalid_dim, NULL); }
+
+/* Two layers of a transformer of width 16 with 4 heads, vocabulary 8, sequences of 16; the output
+   is tied to the embedding, so it is no parameter of its own. */
+static int transformer(fsdp_param_desc *p, int layer) {
+    static const char *const square[] = {"wq", "wk", "wv", "wo"};
+    if (layer < 0) {
+        p[0] = fsdp_mat("tok_embeddings", 8, 16);
+        p[1] = fsdp_mat("pos_embeddings", 16, 16);
+        p[2] = fsdp_vec("norm", 16);
+        return 3;
+    }
+    for (int i = 0; i < 4; i++) p[i] = fsdp_mat(square[i], 16, 16);
+    p[4] = fsdp_mat("w1", 64, 16);
+    p[5] = fsdp_mat("w2", 16, 64);
+    p[6] = fsdp_vec("norm", 16);
+    return 7;
+}
+
+enum { LARGEST = 1, LAST };
+
+static void shard_dims(fsdp_world *world, const void *arg) {
+    int rule = *(const int *)arg, beside = 0;
+    fsdp_param_desc p[8];
+    toy t;
+    float full[64 * 16];
+    toy_begin(&t, world, NULL, fsdp_world_size(world), fsdp_rank(world));
+    for (int layer = -1; layer < 2; layer++) {
+        int n = transformer(p, layer);
+        for (int i = 0; i < n; i++) /* of equal dims the first one */
+            p[i].shard_dim = rule == LAST ? -1 : p[i].shape[1] > p[i].shape[0];
+        toy_unit(&t, NULL, p, n);
+    }
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    for (int round = 0; round < 2; round++) {
+        fsdp_param_view v = FSDP_ZERO;
+        while (fsdp_next_param(t.model, &v)) {
+            int dim = rule == LAST ? v.ndim - 1 : v.ndim == 2 && v.shape[1] > v.shape[0];
+            CHECK_EQ_INT(v.shard_dim, dim);
+            CHECK_EQ_INT(v.local_shape[dim] * t.ranks, v.shape[dim]);
+            beside += dim == 1;
+            CALL(world, fsdp_param_full(v.unit, v.index, full));
+            for (int64_t e = 0; e < full_numel(&v); e++)
+                CHECK_NEAR(full[e], toy_truth(&t, unit_of(&v), v.index, e), 0);
+        }
+        toy_step(&t);
+    }
+    CHECK(beside > 0);
+}
+TEST(fully_shard_init, init_1d_transformer_shard_largest_dim) {
+    int rule = LARGEST;
+    on_ranks(8, shard_dims, &rule);
+}
+TEST(fully_shard_init, init_1d_transformer_shard_dim_neg1) {
+    int rule = LAST;
+    on_ranks(8, shard_dims, &rule);
+}
+
+/* Upstream refuses; here every dim may be uneven. */
+static void uneven_largest(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_param_desc p[3] = {fsdp_mat("wide", 4, 17), fsdp_mat("tall", 17, 4), fsdp_vec("b", 17)};
+    float full[17 * 4];
+    fsdp_param_view v = FSDP_ZERO;
+    toy t;
+    p[0].shard_dim = 1;
+    toy_begin(&t, world, NULL, 8, fsdp_rank(world));
+    toy_unit(&t, NULL, p, 3);
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    for (int i = 0; i < 2; i++) toy_step(&t);
+    while (fsdp_next_param(t.model, &v)) {
+        fsdp_range range;
+        CHECK_OK(fsdp_shard_range(17, 8, t.place, &range));
+        CHECK_EQ_INT(v.local_shape[v.shard_dim], range.count); /* 3 3 3 3 3 2 0 0 */
+        CALL(world, fsdp_param_full(v.unit, v.index, full));
+        for (int64_t e = 0; e < full_numel(&v); e++)
+            CHECK_NEAR(full[e], toy_truth(&t, 0, v.index, e), 0);
+    }
+}
+TEST(fully_shard_init, init_1d_uneven_shard_largest_dim) { on_ranks(8, uneven_largest, NULL); }
+
+/* A frozen parameter of bytes (upstream: fp8) and a trainable one of f32 in one gather. */
+static int bytes_op(void *user, fsdp_model *model, const fsdp_op *op) {
+    (void)model;
+    if (op->kind == FSDP_OP_ALL_GATHER) {
+        CHECK_EQ_INT(op->dtype, FSDP_U8);
+        CHECK_EQ_INT(op->count, 3 * 5 + 4 * 5 * 4); /* rows of one rank, in bytes */
+        *(int *)user += 1;
+    }
+    return 0;
+}
+static void mixed_dtypes(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_param_desc p[2] = {fsdp_mat("scaled", 6, 5), fsdp_mat("weight", 8, 5)};
+    fsdp_driver driver = {NULL, bytes_op, NULL};
+    int gathers = 0;
+    toy t;
+    p[0].dtype = FSDP_U8;
+    p[0].frozen = 1;
+    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
+    toy_unit(&t, NULL, p, 2);
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    driver.user = &gathers;
+    CALL(world, fsdp_set_driver(t.model, &driver));
+    toy_step(&t);
+    CHECK_EQ_INT(gathers, 2);
+}
+TEST(fully_shard_init, mixed_dtypes_no_grad_param) { on_ranks(2, mixed_dtypes, NULL); }
+
+/* ---- parameters that are already split by tensor parallelism --------------------------------- */
+
+/* The unit of a rank describes its own part of each parameter, and its mesh is the data-parallel
+   part of an N-d mesh. So a row of the whole parameter lies where _StridedShard puts it: split
+   over tp first, then over dp. */
+typedef struct {
+    const char *name;
+    int rows, cols;        /* of the whole; cols 0: a vector */
+    int tp_dim, shard_dim; /* tp_dim -1: the same on all tp ranks */
+} tp_param;
+
+typedef struct {
+    toy toy;
+    const tp_param *params;
+    int count, tp_rank, tp_size;
+    fsdp_range cut[8]; /* along tp_dim */
+} tp_model;
+
+/* Element k of the tp part of parameter i, in the whole parameter. */
+static int64_t tp_element(const tp_model *m, int i, int64_t k) {
+    const tp_param *p = &m->params[i];
+    int64_t cols = p->cols ? p->cols : 1;
+    int64_t width = p->tp_dim == 1 ? m->cut[i].count : cols;
+    int64_t row = k / width + (p->tp_dim == 0 ? m->cut[i].start : 0);
+    return row * cols + k % width + (p->tp_dim == 1 ? m->cut[i].start : 0);
+}
+
+static void tp_fill(void *user, const fsdp_param_view *block) {
+    const tp_model *m = (const tp_model *)user;
+    for (int64_t k = 0; k < block->numel; k++)
+        ((float *)block->data)[k] = (float)toy_start(
+            0, block->index, tp_element(m, block->index, fsdp_view_index(block, k)));
+}
+
+/* dim tp of the mesh is its last one; those before it are data parallel. */
+static void tp_build(tp_model *m, fsdp_world *world, fsdp_mesh *mesh, const tp_param *params,
+                     int count) {
+    int tp = fsdp_mesh_ndim(mesh) - 1;
+    const int32_t dims[2] = {0, 1};
+    fsdp_param_desc p[8];
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_mesh *dp;
+    memset(m, 0, sizeof *m);
+    CALL(world, fsdp_mesh_slice(mesh, dims, tp, &dp));
+    md.mesh = dp;
+    toy_begin(&m->toy, world, &md, fsdp_mesh_size(dp, -1), 0);
+    m->params = params;
+    m->count = count;
+    m->tp_rank = fsdp_mesh_rank(mesh, tp);
+    m->tp_size = fsdp_mesh_size(mesh, tp);
+    for (int i = 0; i < count; i++) {
+        int whole = params[i].tp_dim == 1 ? params[i].cols : params[i].rows;
+        CHECK_OK(fsdp_shard_range(whole, m->tp_size, m->tp_rank, &m->cut[i]));
+        int64_t rows = params[i].tp_dim == 0 ? m->cut[i].count : params[i].rows;
+        int64_t cols = params[i].tp_dim == 1 ? m->cut[i].count : params[i].cols;
+        p[i] = cols ? fsdp_mat(params[i].name, rows, cols) : fsdp_vec(params[i].name, rows);
+        p[i].shard_dim = params[i].shard_dim;
+    }
+    toy_unit(&m->toy, NULL, p, count);
+    CALL(world, fsdp_init_params(m->toy.model, tp_fill, m));
+}
+
+/* Gathered over dp, every rank has its part of the whole. */
+static void tp_check(const tp_model *m, double offset) {
+    float full[1024];
+    for (int i = 0; i < m->count; i++) {
+        fsdp_param_view v;
+        CALL(m->toy.world, fsdp_param_view_get(m->toy.unit[0], i, &v));
+        CHECK(full_numel(&v) <= 1024);
+        CALL(m->toy.world, fsdp_param_full(m->toy.unit[0], i, full));
+        for (int64_t e = 0; e < full_numel(&v); e++)
+            CHECK_NEAR(full[e], toy_start(0, i, tp_element(m, i, e)) + offset, 0);
+    }
+}
+
+static const tp_param tp_mlp[] = {{"in_proj.weight", 27, 9, 0, 0},
+                                  {"in_proj.bias", 27, 0, 0, 0},
+                                  {"out_proj.weight", 9, 27, 1, 0},
+                                  {"out_proj.bias", 9, 0, -1, 0}};
+
+/* The columns of out_proj are split by tp, its rows by dp, and so on: as the placements say. */
+static void shard_dtensor(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, tp_names);
+    tp_model m;
+    tp_build(&m, world, mesh, tp_mlp, 4);
+    int dp = fsdp_mesh_rank(mesh, 0), tp = fsdp_mesh_rank(mesh, 1);
+    fsdp_param_view v;
+    fsdp_range outer, inner;
+    CALL(world, fsdp_param_view_get(m.toy.unit[0], 0, &v)); /* _StridedShard(0, 2), Shard(0) */
+    CHECK_OK(fsdp_shard_range(27, 2, tp, &outer));
+    CHECK_OK(fsdp_shard_range(outer.count, 2, dp, &inner));
+    CHECK_EQ_INT(v.local_shape[0], inner.count);
+    for (int64_t k = 0; k < v.numel; k++)
+        CHECK_NEAR(((float *)v.shard)[k], toy_start(0, 0, (outer.start + inner.start) * 9 + k), 0);
+    CALL(world, fsdp_param_view_get(m.toy.unit[0], 2, &v)); /* Shard(0), Shard(1) */
+    CHECK_OK(fsdp_shard_range(9, 2, dp, &inner));
+    CHECK_EQ_INT(v.local_shape[0], inner.count);
+    CHECK_EQ_INT(v.local_shape[1], outer.count);
+    for (int64_t k = 0; k < v.numel; k++)
+        CHECK_NEAR(
+            ((float *)v.shard)[k],
+            toy_start(0, 2, (inner.start + k / outer.count) * 27 + outer.start + k % outer.count),
+            0);
+    CALL(world, fsdp_param_view_get(m.toy.unit[0], 3, &v)); /* Shard(0), Replicate */
+    CHECK_EQ_INT(v.local_shape[0], inner.count);
+    for (int64_t k = 0; k < v.numel; k++)
+        CHECK_NEAR(((float *)v.shard)[k], toy_start(0, 3, inner.start + k), 0);
+    tp_check(&m, 0);
+}
+TEST(fully_shard_init, shard_dtensor_parameters) { on_ranks(4, shard_dtensor, NULL); }
+
+/* FSDP and tensor parallelism split different dims of every matrix. */
+static void diff_dim(fsdp_world *world, const void *arg) {
+    (void)arg;
+    static const tp_param params[] = {{"wq", 16, 16, 0, 1},
+                                      {"wo", 16, 16, 1, 0},
+                                      {"w1", 64, 16, 0, 1},
+                                      {"w2", 16, 64, 1, 0},
+                                      {"norm", 16, 0, -1, 0}};
+    tp_model m;
+    tp_build(&m, world, mesh_of(world, 4, 2, 0, tp_names), params, 5);
+    for (int i = 0; i < 4; i++) CHECK_EQ_INT(params[i].tp_dim + params[i].shard_dim, 1);
+    tp_check(&m, 0);
+}
+TEST(fully_shard_init, init_2d_transformer_shard_diff_dim) { on_ranks(8, diff_dim, NULL); }
+
+/* ---- the root, names, the first step --------------------------------------------------------- */
+
+/* There is no root to find: units come in the order of their making, the model is the root. */
+static void order_and_names(fsdp_world *world, const void *arg) {
+    (void)arg;
+    static const char *const expected[] = {"root.scale",
+                                           "layers.0.in_proj.weight",
+                                           "layers.0.in_proj.bias",
+                                           "layers.0.out_proj.weight",
+                                           "layers.0.out_proj.bias",
+                                           "layers.1.in_proj.weight",
+                                           "layers.1.in_proj.bias",
+                                           "layers.1.out_proj.weight",
+                                           "layers.1.out_proj.bias"};
+    static const char *const names[] = {"root", "layers.0", "layers.1"};
+    fsdp_param_desc p[4];
+    fsdp_unit_desc ud = FSDP_ZERO;
+    toy t;
+    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
+    for (int i = 0; i < 3; i++) {
+        ud.name = names[i];
+        ud.reshard_after_forward = i ? 0 : FSDP_RESHARD_NEVER;
+        p[0] = fsdp_vec("scale", 5);
+        toy_unit(&t, &ud, p, i ? mlp(p, 3, 2) : 1);
+    }
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    CHECK_EQ_INT(fsdp_num_units(t.model), 3);
+    fsdp_param_view v = FSDP_ZERO;
+    for (int k = 0; k < 9; k++) {
+        char text[64];
+        CALL(world, fsdp_param_at(t.model, k, &v));
+        snprintf(text, sizeof text, "%s.%s", v.unit_name, v.name);
+        CHECK_EQ_STR(text, expected[k]);
+        CHECK_EQ_INT(v.ordinal, k);
+        CHECK(v.unit == t.unit[(k + 3) / 4]);
+    }
+    CHECK(fsdp_param_at(t.model, 9, &v) == FSDP_ERR_INVALID_ARG);
+    toy_step(&t);
+}
+TEST(fully_shard_init, is_root) { on_ranks(2, order_and_names, NULL); }
+TEST(fully_shard_init, module_and_param_fqns) { on_ranks(2, order_and_names, NULL); }
+
+/* Upstream fails where a child ran before the root. Here a unit may be used alone and first, the
+   model is laid out once, and units that come too late are refused. */
+static void lazy_init(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_param_desc p[4];
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_param_view a, b;
+    fsdp_unit *late;
+    toy t;
+    toy_mlps(&t, world, NULL, 2, fsdp_rank(world), 2, 3);
+    CALL(world, fsdp_param_view_get(t.unit[1], 0, &a));
+    CALL(world, fsdp_pre_forward(t.unit[1]));
+    toy_look(&t, 1);
+    CALL(world, fsdp_post_forward(t.unit[1]));
+    CALL(world, fsdp_model_commit(t.model));
+    CALL(world, fsdp_model_commit(t.model));
+    CALL(world, fsdp_param_view_get(t.unit[1], 0, &b));
+    CHECK(a.shard == b.shard);
+    ud.params = p;
+    ud.num_params = mlp(p, 3, 4);
+    refused(world, fsdp_fully_shard(t.model, &ud, &late), FSDP_ERR_INVALID_STATE,
+            "before the first");
+    CHECK_EQ_INT(fsdp_num_units(t.model), 2);
+    CALL(world, fsdp_model_reset(t.model));
+    toy_step(&t);
+}
+TEST(fully_shard_init, double_lazy_init) { on_ranks(2, lazy_init, NULL); }
+
+/* A group of several layers that is used first is no error: it is a unit like others. */
+static void several_first(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_param_desc p[8];
+    toy t;
+    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
+    int n = mlp(p, 3, 2);
+    toy_unit(&t, NULL, p, n + mlp(p + n, 5, 2));
+    toy_unit(&t, NULL, p, n);
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    for (int i = 0; i < 2; i++) toy_step(&t);
+}
+TEST(fully_shard_init, multi_module_root) { on_ranks(2, several_first, NULL); }
+
+/* A parameter that is replaced between sharding and the first forward is the one that trains. */
+static void replaced(fsdp_world *world, const void *arg) {
+    (void)arg;
+    float full[6 * 3];
+    fsdp_param_desc p[1] = {fsdp_mat("w", 6, 3)};
+    toy t;
+    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
+    toy_unit(&t, NULL, p, 1);
+    for (int e = 0; e < 18; e++) full[e] = 99;
+    CALL(world, fsdp_param_load(t.unit[0], 0, full));
+    for (int e = 0; e < 18; e++) full[e] = (float)toy_start(0, 0, e);
+    CALL(world, fsdp_param_load(t.unit[0], 0, full));
+    toy_step(&t);
+}
+TEST(fully_shard_init, reset_sharded_param_in_lazy_init) { on_ranks(2, replaced, NULL); }
+
+/* ---- initialisation without the whole model anywhere ----------------------------------------- */
+
+static void fill_const(void *user, const fsdp_param_view *block) {
+    for (int64_t k = 0; k < block->numel; k++)
+        put(block->data, block->dtype, k, *(const double *)user);
+}
+
+static void shards_are(const toy *t, double expected) {
+    fsdp_param_view v = FSDP_ZERO;
+    int64_t seen = 0;
+    for (; fsdp_next_param(t->model, &v); seen++)
+        for (int64_t k = 0; k < v.numel; k++) CHECK_NEAR(get(v.shard, v.dtype, k), expected, 0);
+    CHECK_EQ_INT(seen, fsdp_num_params(t->model));
+}
+
+/* Zero-filled, filled with a constant, then anew: every value of a shard that has any changes; one
+   step runs. dims: even, uneven, with empty shards. */
+static void meta_device(fsdp_world *world, const void *arg) {
+    int two_d = arg != NULL, dims[] = {8, 3, 1};
+    fsdp_mesh *mesh = two_d ? mesh_of(world, 2, 2, 0, tp_names) : NULL;
+    for (int n = 0; n < 6; n++) {
+        fsdp_model_desc md = FSDP_ZERO;
+        fsdp_param_view v = FSDP_ZERO;
+        double constant = 99;
+        fsdp_param_desc p[4];
+        toy t;
+        md.param_dtype = n % 2 ? FSDP_BF16 : FSDP_DTYPE_KEEP;
+        md.reduce_dtype = n % 2 ? FSDP_F32 : FSDP_DTYPE_KEEP;
+        if (two_d) md.mesh = slice_of(world, mesh, 0);
+        toy_begin(&t, world, &md, two_d ? 2 : 4,
+                  two_d ? fsdp_mesh_rank(mesh, 0) : fsdp_rank(world));
+        for (int l = 0; l < 2; l++) toy_unit(&t, NULL, p, mlp(p, dims[n / 2], 1));
+        shards_are(&t, 0);
+        CALL(world, fsdp_init_params(t.model, fill_const, &constant));
+        shards_are(&t, 99);
+        CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+        while (fsdp_next_param(t.model, &v))
+            for (int64_t k = 0; k < v.numel; k++) CHECK(get(v.shard, v.dtype, k) != 99);
+        toy_step(&t);
+        fsdp_model_destroy(t.model);
+    }
+}
+TEST(fully_shard_init, meta_device_1d_init) { on_ranks(4, meta_device, NULL); }
+TEST(fully_shard_init, meta_device_2d_init) { on_ranks(4, meta_device, "2-D"); }
+
+/* Upstream names the parameters that were left without data. Here there are none: a parameter that
+   nobody filled is zero, on every rank, padding included. */
+static void never_filled(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_param_desc p[4];
+    toy t;
+    toy_begin(&t, world, NULL, 4, fsdp_rank(world));
+    toy_unit(&t, NULL, p, mlp(p, 3, 4));
+    CALL(world, fsdp_pre_forward(t.unit[0]));
+    for (int i = 0; i < 4; i++) {
+        fsdp_param_view v;
+        CALL(world, fsdp_param_view_get(t.unit[0], i, &v));
+        const float *data = (const float *)fsdp_data(t.unit[0], i);
+        for (int64_t e = 0; e < full_numel(&v); e++) CHECK_NEAR(data[e], 0, 0);
+    }
+    CALL(world, fsdp_post_forward(t.unit[0]));
+}
+TEST(fully_shard_init, invalid_meta_device_init) { on_ranks(4, never_filled, NULL); }
+
+/* Rank 0 has the parameters, the others get them, and each keeps its rows. */
+static void rank0_broadcast(fsdp_world *world, const void *arg) {
+    (void)arg;
+    float full[12 * 3];
+    fsdp_param_desc p[4];
+    fsdp_param_view v = FSDP_ZERO;
+    toy t;
+    toy_begin(&t, world, NULL, 4, fsdp_rank(world));
+    for (int u = 0; u < 2; u++) toy_unit(&t, NULL, p, mlp(p, 3, 4));
+    while (fsdp_next_param(t.model, &v)) {
+        int64_t numel = full_numel(&v);
+        for (int64_t e = 0; e < numel; e++)
+            full[e] = fsdp_rank(world) ? -1 : (float)toy_start(unit_of(&v), v.index, e);
+        CALL(world, fsdp_broadcast(world, NULL, full, numel * 4, 0));
+        CALL(world, fsdp_param_load(v.unit, v.index, full));
+    }
+    toy_shards(&t);
+    toy_step(&t);
+}
+TEST(fully_shard_init, rank0_broadcast_meta_device_init) { on_ranks(4, rank0_broadcast, NULL); }
+
+/* ---- meshes from lists of ranks -------------------------------------------------------------- */
+
+static void same_mesh(const fsdp_mesh *a, const fsdp_mesh *b) {
+    CHECK_EQ_INT(fsdp_mesh_ndim(a), fsdp_mesh_ndim(b));
+    for (int d = -1; d < fsdp_mesh_ndim(a); d++) {
+        int32_t x[16], y[16];
+        CHECK_EQ_INT(fsdp_mesh_size(a, d), fsdp_mesh_size(b, d));
+        if (d >= 0) CHECK_EQ_INT(fsdp_mesh_rank(a, d), fsdp_mesh_rank(b, d));
+        CHECK_EQ_INT(fsdp_mesh_ranks(a, d, x), fsdp_mesh_size(a, d));
+        CHECK_EQ_INT(fsdp_mesh_ranks(b, d, y), fsdp_mesh_size(a, d));
+        CHECK_EQ_MEM(x, y, sizeof *x * (size_t)fsdp_mesh_size(a, d));
+    }
+}
+
+/* The same coordinates and groups, and the same training to the bit. */
+static void process_groups(fsdp_world *world, const void *arg) {
+    int hsdp = arg != NULL;
+    static const int32_t ranks[4] = {0, 1, 2, 3};
+    fsdp_mesh_desc d = FSDP_ZERO;
+    fsdp_mesh *mesh[2];
+    d.ndim = hsdp ? 2 : 1;
+    for (int i = 0; i < d.ndim; i++) d.shape[i] = hsdp ? 2 : 4, d.names[i] = hsdp_names[i];
+    CALL(world, fsdp_mesh_create(world, &d, &mesh[0]));
+    d.ranks = ranks;
+    CALL(world, fsdp_mesh_create(world, &d, &mesh[1]));
+    same_mesh(mesh[0], mesh[1]);
+    for (int i = 0; i < 2; i++) {
+        fsdp_model_desc md = FSDP_ZERO;
+        toy t;
+        md.mesh = mesh[i];
+        toy_mlps(&t, world, &md, 4, fsdp_rank(world), 2, 5);
+        for (int k = 0; k < 2; k++) toy_step(&t);
+    }
+}
+TEST(fully_shard_init, 1d_process_group_init) { on_ranks(4, process_groups, NULL); }
+TEST(fully_shard_init, 2d_process_group_init) { on_ranks(4, process_groups, "HSDP"); }
+
+/* ---- replicas -------------------------------------------------------------------------------- */
+
+static void across_replicas(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_view v = FSDP_ZERO, w = FSDP_ZERO;
+    toy t;
+    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names), *replicas = slice_of(world, mesh, 0);
+    md.mesh = mesh;
+    toy_mlps(&t, world, &md, 4, fsdp_rank(world), 2, 5);
+    while (fsdp_next_param(t.model, &v))
+        for (int64_t k = 0; fsdp_mesh_rank(mesh, 0) > 0 && k < v.numel; k++)
+            put(v.shard, v.dtype, k, 1234);
+    while (fsdp_next_param(t.model, &w)) /* from the first replica */
+        CALL(world, fsdp_broadcast(world, replicas, w.shard,
+                                   w.numel * (int64_t)fsdp_dtype_size(w.dtype), 0));
+    CALL(world, fsdp_params_changed(t.model));
+    toy_shards(&t);
+    toy_step(&t);
+}
+TEST(fully_shard_init, hsdp_broadcast_across_replicas) { on_ranks(4, across_replicas, NULL); }
+
+/* ---- hooks on the reduced gradients ---------------------------------------------------------- */
+
+typedef struct {
+    sim *s;
+    void *stream;
+    int calls, seen[3]; /* ops before the hook: reduce_scatter, all_reduce, red_out */
+} watched_hook;
+
+static fsdp_status note_stream(void *user, fsdp_unit *unit, void *data, int64_t numel,
+                               fsdp_dtype dtype, void *stream) {
+    watched_hook *h = (watched_hook *)user;
+    CHECK(unit && data && numel > 0 && dtype == FSDP_F32);
+    h->stream = stream;
+    h->calls++;
+    for (int i = 0; i < h->s->num_ops; i++) {
+        h->seen[0] += h->s->ops[i].kind == FSDP_OP_REDUCE_SCATTER;
+        h->seen[1] += h->s->ops[i].label == FSDP_LABEL_REPLICAS;
+        h->seen[2] += h->s->ops[i].label == FSDP_LABEL_RED_OUT;
+    }
+    return FSDP_OK;
+}
+
+/* It runs on the stream of the reduction, after it (HSDP: after the all-reduce, on that stream) and
+   before the division. */
+TEST(fully_shard_init, custom_hook_custom_stream) {
+    for (int hsdp = 0; hsdp < 2; hsdp++) {
+        sim s;
+        toy t;
+        watched_hook h;
+        fsdp_model_desc md = FSDP_ZERO;
+        memset(&h, 0, sizeof h);
+        sim_init(&s, 4, 1);
+        CHECK(sim_open(&s));
+        h.s = &s;
+        md.mesh = hsdp ? mesh_of(s.world, 2, 2, 0, hsdp_names) : NULL;
+        toy_mlps(&t, s.world, &md, 4, 1, 1, 5);
+        CHECK_OK(fsdp_set_all_reduce_hook(t.unit[0], note_stream, &h));
+        CHECK_OK(sim_watch(&s, t.model));
+        CHECK_OK(fsdp_pre_forward(t.unit[0]));
+        CHECK_OK(fsdp_post_forward(t.unit[0]));
+        CHECK_OK(fsdp_pre_backward(t.unit[0]));
+        for (int i = 0; i < 4; i++) CHECK(fsdp_grad(t.unit[0], i));
+        CHECK_OK(fsdp_post_backward(t.unit[0]));
+        CHECK_OK(fsdp_finalize_backward(t.model));
+        CHECK_EQ_INT(h.calls, 1);
+        CHECK(h.stream == &s.streams[hsdp ? FSDP_STREAM_ALLREDUCE : FSDP_STREAM_REDUCE]);
+        CHECK_EQ_INT(h.seen[0], 1);
+        CHECK_EQ_INT(h.seen[1], hsdp);
+        CHECK_EQ_INT(h.seen[2], 0);
+        CHECK_EQ_INT(sim_close(&s), 0);
+    }
+}
+
+typedef struct {
+    fsdp_world *world;
+    const fsdp_mesh *replicas;
+    int calls;
+} replica_hook;
+
+static fsdp_status mean_over_replicas(void *user, fsdp_unit *unit, void *data, int64_t numel,
+                                      fsdp_dtype dtype, void *stream) {
+    replica_hook *h = (replica_hook *)user;
+    (void)unit, (void)stream;
+    CHECK_EQ_INT(numel, 20 * 10 + 5 * 40);
+    CHECK_EQ_INT(dtype, FSDP_F32);
+    h->calls++;
+    fsdp_status status = fsdp_all_reduce(h->world, h->replicas, data, numel, dtype, FSDP_SUM);
+    for (int64_t k = 0; k < numel; k++) ((float *)data)[k] /= 2;
+    return status;
+}
+
+/* Sharded over 2 of 4 ranks, averaged over the other dim by the hook. All weights of in_proj (40,
+   10) are 0.5, of out_proj (10, 40) 1, the inputs are 0..9 times a factor of mean 1, the loss is
+   the sum of the outputs, all of which are positive. So the gradient of out_proj is 22.5
+   everywhere, a row of that of in_proj 0, 10, .. 90. */
+static void hsdp_hook(fsdp_world *world, const void *arg) {
+    (void)arg;
+    static const float factors[4] = {0.5f, 1.5f, 0.25f, 1.75f};
+    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names);
+    replica_hook h = {NULL, NULL, 0};
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p[2] = {fsdp_mat("in", 40, 10), fsdp_mat("out", 10, 40)};
+    fsdp_param_view v = FSDP_ZERO;
+    toy t;
+    h.world = world;
+    h.replicas = slice_of(world, mesh, 0);
+    md.mesh = slice_of(world, mesh, 1);
+    toy_begin(&t, world, &md, 2, 0);
+    toy_unit(&t, NULL, p, 2);
+    while (fsdp_next_param(t.model, &v))
+        for (int64_t k = 0; k < v.numel; k++) ((float *)v.shard)[k] = v.index ? 1 : 0.5f;
+    CALL(world, fsdp_params_changed(t.model));
+    CALL(world, fsdp_set_all_reduce_hook(t.unit[0], mean_over_replicas, &h));
+    CALL(world, fsdp_pre_forward(t.unit[0]));
+    const float *in = (const float *)fsdp_data(t.unit[0], 0);
+    float x[10], hidden[40];
+    for (int i = 0; i < 10; i++) x[i] = (float)i * factors[fsdp_rank(world)];
+    for (int o = 0; o < 40; o++) {
+        hidden[o] = 0;
+        for (int i = 0; i < 10; i++) hidden[o] += in[o * 10 + i] * x[i];
+    }
+    CALL(world, fsdp_post_forward(t.unit[0]));
+    CALL(world, fsdp_pre_backward(t.unit[0]));
+    const float *out = (const float *)fsdp_data(t.unit[0], 1);
+    float *din = (float *)fsdp_grad(t.unit[0], 0), *dout = (float *)fsdp_grad(t.unit[0], 1);
+    for (int o = 0; o < 10; o++)
+        for (int k = 0; k < 40; k++) {
+            dout[o * 40 + k] += hidden[k];
+            for (int i = 0; i < 10; i++) din[k * 10 + i] += out[o * 40 + k] * x[i];
+        }
+    CALL(world, fsdp_post_backward(t.unit[0]));
+    CALL(world, fsdp_finalize_backward(t.model));
+    CHECK_EQ_INT(h.calls, 1);
+    CALL(world, fsdp_param_view_get(t.unit[0], 1, &v));
+    CHECK(v.local_shape[0] == 5 && v.local_shape[1] == 40);
+    for (int k = 0; k < 200; k++) CHECK_NEAR(((float *)v.shard_grad)[k], 22.5, 0);
+    CALL(world, fsdp_param_view_get(t.unit[0], 0, &v));
+    CHECK(v.local_shape[0] == 20 && v.local_shape[1] == 10);
+    for (int k = 0; k < 200; k++) CHECK_NEAR(((float *)v.shard_grad)[k], 10 * (k % 10), 0);
+}
+TEST(fully_shard_init, custom_hsdp_all_reduce_hook) { on_ranks(4, hsdp_hook, NULL); }
+
+/* ---- state ----------------------------------------------------------------------------------- */
+
+/* Each call of fully_shard has a state of its own. */
+static void states(fsdp_world *world, const void *arg) {
+    (void)arg;
+    toy t;
+    toy_mlps(&t, world, NULL, 2, fsdp_rank(world), 3, 3);
+    for (int u = 0; u < 3; u++) {
+        for (int k = 0; k < u; k++) CHECK(t.unit[u] != t.unit[k]);
+        CALL(world, fsdp_pre_forward(t.unit[u]));
+        for (int k = 0; k < 3; k++) {
+            CHECK_EQ_INT(fsdp_unit_state(t.unit[k]), k == u ? FSDP_STATE_FORWARD : FSDP_STATE_IDLE);
+            CHECK_EQ_INT(fsdp_unit_storage(t.unit[k]),
+                         k == u ? FSDP_STORAGE_UNSHARDED : FSDP_STORAGE_SHARDED);
+        }
+        CALL(world, fsdp_post_forward(t.unit[u]));
+    }
+    CALL(world, fsdp_model_reset(t.model));
+    CALL(world, fsdp_set_reshard_after_forward(t.model, t.unit[1], FSDP_RESHARD_NEVER));
+    toy_forward(&t); /* the setter of one is not that of another */
+    CHECK_EQ_INT(fsdp_unit_storage(t.unit[0]), FSDP_STORAGE_SHARDED);
+    CHECK_EQ_INT(fsdp_unit_storage(t.unit[1]), FSDP_STORAGE_UNSHARDED);
+    CALL(world, fsdp_model_reset(t.model));
+    toy_step(&t);
+}
+TEST(fully_shard_state, state) { on_ranks(2, states, NULL); }
+
+/* ---- parameters that others look after ------------------------------------------------------- */
+
+enum { WIDTH = 6 };
+
+/* y = f(W x), f(z) = z / (1 + |z|); and backward. */
+static void layer(const float *w, const float *x, float *z, float *y) {
+    for (int o = 0; o < WIDTH; o++) {
+        z[o] = 0;
+        for (int i = 0; i < WIDTH; i++) z[o] += w[o * WIDTH + i] * x[i];
+        y[o] = z[o] / (1 + (z[o] < 0 ? -z[o] : z[o]));
+    }
+}
+static void layer_back(const float *w, const float *x, const float *z, const float *dy, float *dw,
+                       float *dx) {
+    memset(dx, 0, WIDTH * sizeof *dx);
+    for (int o = 0; o < WIDTH; o++) {
+        float d = 1 + (z[o] < 0 ? -z[o] : z[o]), dz = dy[o] / (d * d);
+        for (int i = 0; i < WIDTH; i++) {
+            dw[o * WIDTH + i] += dz * x[i];
+            dx[i] += dz * w[o * WIDTH + i];
+        }
+    }
+}
+
+static void descend(float *w, const float *g, int64_t count) {
+    for (int64_t k = 0; k < count; k++) w[k] -= 0.1f * g[k];
+}
+
+/* The mean over the ranks, as DDP makes it. */
+static void ddp(fsdp_world *world, float *grad, int64_t count) {
+    CALL(world, fsdp_all_reduce(world, NULL, grad, count, FSDP_F32, FSDP_SUM));
+    for (int64_t k = 0; k < count; k++) grad[k] /= (float)fsdp_world_size(world);
+}
+
+/* A and C are replicated and belong to the trainer, B between them is sharded; beside them the same
+   three layers all replicated. Three steps: equal losses, equal parameters. */
+static void ddp_fsdp_ddp(fsdp_world *world, const void *arg) {
+    enum { SQUARE = WIDTH * WIDTH };
+    (void)arg;
+    float w[2][3][SQUARE], loss[2], full[SQUARE];
+    fsdp_param_desc p[1] = {fsdp_mat("b", WIDTH, WIDTH)};
+    fsdp_param_view v;
+    toy t;
+    for (int e = 0; e < 3 * SQUARE; e++)
+        w[0][e / SQUARE][e % SQUARE] = w[1][e / SQUARE][e % SQUARE] = (float)toy_start(1, 0, e) / 8;
+    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
+    toy_unit(&t, NULL, p, 1);
+    CALL(world, fsdp_param_load(t.unit[0], 0, w[0][1]));
+    for (int step = 0; step < 3; step++) {
+        for (int ref = 0; ref < 2; ref++) {
+            float x[4][WIDTH], z[3][WIDTH], d[4][WIDTH], g[3][SQUARE];
+            memset(g, 0, sizeof g);
+            for (int i = 0; i < WIDTH; i++) x[0][i] = (float)toy_slope(t.place, step, 2, 0, i) / 8;
+            for (int l = 0; l < 3; l++) {
+                if (!ref && l == 1) CALL(world, fsdp_pre_forward(t.unit[0]));
+                const float *at = !ref && l == 1 ? (const float *)fsdp_data(t.unit[0], 0)
+                                                 : w[ref][l];
+                layer(at, x[l], z[l], x[l + 1]);
+                if (!ref && l == 1) CALL(world, fsdp_post_forward(t.unit[0]));
+            }
+            loss[ref] = 0;
+            for (int i = 0; i < WIDTH; i++) loss[ref] += x[3][i], d[3][i] = 1;
+            for (int l = 2; l >= 0; l--) {
+                if (!ref && l == 1) CALL(world, fsdp_pre_backward(t.unit[0]));
+                const float *at = !ref && l == 1 ? (const float *)fsdp_data(t.unit[0], 0)
+                                                 : w[ref][l];
+                float *to = !ref && l == 1 ? (float *)fsdp_grad(t.unit[0], 0) : g[l];
+                layer_back(at, x[l], z[l], d[l + 1], to, d[l]);
+                if (!ref && l == 1) CALL(world, fsdp_post_backward(t.unit[0]));
+                else ddp(world, g[l], SQUARE);
+                if (ref || l != 1) descend(w[ref][l], g[l], SQUARE);
+            }
+            if (!ref) {
+                CALL(world, fsdp_finalize_backward(t.model));
+                CALL(world, fsdp_param_view_get(t.unit[0], 0, &v));
+                descend((float *)v.shard, (const float *)v.shard_grad, v.numel);
+                CALL(world, fsdp_params_changed(t.model));
+                CALL(world, fsdp_zero_grad(t.model));
+            }
+        }
+        CHECK_NEAR(loss[0], loss[1], 1e-6);
+        CALL(world, fsdp_param_full(t.unit[0], 0, full));
+        for (int e = 0; e < SQUARE; e++) {
+            CHECK_NEAR(full[e], w[1][1][e], 1e-6);
+            CHECK_NEAR(w[0][0][e], w[1][0][e], 1e-6);
+            CHECK_NEAR(w[0][2][e], w[1][2][e], 1e-6);
+        }
+    }
+    CHECK_EQ_INT(fsdp_num_params(t.model), 1);
+}
+TEST(fully_shard_ignore_params, ddp_A_fsdp_B_ddp_C) { on_ranks(2, ddp_fsdp_ddp, NULL); }
+
+/* ---- what a checkpoint reads and writes ------------------------------------------------------ */
+
+/* All views of a model are its state dict: names, and shards that alias the parameters. */
+enum { MAX_KEYS = 16 };
+typedef struct {
+    fsdp_param_view at[MAX_KEYS];
+    int count;
+} dict;
+
+static void dict_of(const toy *t, dict *d) {
+    fsdp_param_view v = FSDP_ZERO;
+    memset(d, 0, sizeof *d);
+    while (fsdp_next_param(t->model, &v)) d->at[d->count++] = v;
+    CHECK_EQ_INT(d->count, fsdp_num_params(t->model));
+}
+
+static void same_dict(const dict *a, const dict *b) {
+    CHECK_EQ_INT(a->count, b->count);
+    for (int k = 0; k < a->count; k++) {
+        CHECK_EQ_STR(a->at[k].unit_name, b->at[k].unit_name);
+        CHECK_EQ_STR(a->at[k].name, b->at[k].name);
+        CHECK(a->at[k].shard == b->at[k].shard && a->at[k].shard);
+        CHECK_EQ_INT(a->at[k].numel, b->at[k].numel);
+        CHECK_EQ_MEM(a->at[k].local_shape, b->at[k].local_shape, sizeof a->at[k].local_shape);
+    }
+}
+
+/* Saved, read again after a forward that left parameters gathered, overwritten and loaded: the
+   pointers stay, for uneven and empty shards too. */
+static void save_load(toy *t, void (*fill)(void *, const fsdp_param_view *), void *user) {
+    fsdp_world *world = t->world;
+    dict first, gathered, loaded;
+    double values[MAX_KEYS], constant = 7;
+    dict_of(t, &first);
+    for (int k = 0; k < first.count; k++) {
+        const fsdp_param_view *v = &first.at[k];
+        CHECK_EQ_INT(v->numel == 0, v->local_shape[v->shard_dim] == 0);
+        values[k] = v->numel ? get(v->shard, v->dtype, v->numel - 1) : 0;
+    }
+    CALL(world, fsdp_set_reshard_after_forward(t->model, NULL, FSDP_RESHARD_NEVER));
+    for (int u = 0; u < t->count; u++) {
+        CALL(world, fsdp_pre_forward(t->unit[u]));
+        CALL(world, fsdp_post_forward(t->unit[u]));
+        CHECK_EQ_INT(fsdp_unit_storage(t->unit[u]), FSDP_STORAGE_UNSHARDED);
+    }
+    dict_of(t, &gathered);
+    same_dict(&first, &gathered);
+    for (int k = 0; k < first.count; k++)
+        if (first.at[k].numel)
+            CHECK_NEAR(get(gathered.at[k].shard, first.at[k].dtype, first.at[k].numel - 1),
+                       values[k], 0);
+    CALL(world, fsdp_model_reset(t->model));
+    CALL(world, fsdp_init_params(t->model, fill_const, &constant));
+    dict_of(t, &loaded);
+    same_dict(&first, &loaded);
+    for (int k = 0; k < first.count; k++) {
+        float full[4096];
+        const fsdp_param_view *v = &loaded.at[k];
+        CHECK(full_numel(v) <= 4096);
+        CALL(world, fsdp_param_full(v->unit, v->index, full));
+        for (int64_t e = 0; e < full_numel(v); e++) CHECK_NEAR(full[e], 7, 0);
+    }
+    CALL(world, fsdp_init_params(t->model, fill, user));
+    dict_of(t, &loaded);
+    same_dict(&first, &loaded);
+}
+
+static const int state_dims[] = {2, 3, 4, 5, 16};
+
+static void dp_save_load(fsdp_world *world, const void *arg) {
+    int hsdp = arg != NULL;
+    fsdp_mesh *mesh = hsdp ? mesh_of(world, 2, 2, 0, hsdp_names) : NULL;
+    for (size_t n = 0; n < sizeof state_dims / sizeof *state_dims; n++) {
+        fsdp_model_desc md = FSDP_ZERO;
+        toy t;
+        md.mesh = mesh;
+        toy_mlps(&t, world, &md, 4, fsdp_rank(world), 2, state_dims[n]);
+        save_load(&t, toy_fill, NULL);
+        toy_step(&t);
+        fsdp_model_destroy(t.model);
+    }
+}
+TEST(fully_shard_state_dict, dp_save_load) { on_ranks(4, dp_save_load, NULL); }
+TEST(fully_shard_state_dict, hsdp_save_load) { on_ranks(4, dp_save_load, "HSDP"); }
+
+static void tp_save_load(fsdp_world *world, const void *arg) {
+    int hsdp = arg != NULL;
+    fsdp_mesh *mesh = hsdp ? mesh_of(world, 2, 2, 2, hsdp_tp_names)
+                           : mesh_of(world, 2, 2, 0, tp_names);
+    for (size_t n = 0; n < sizeof state_dims / sizeof *state_dims; n++) {
+        int dim = state_dims[n];
+        tp_param params[4] = {{"in_proj.weight", 4, 0, 0, 0},
+                              {"in_proj.bias", 4, 0, 0, 0},
+                              {"out_proj.weight", 0, 4, 1, 0},
+                              {"out_proj.bias", 0, 0, -1, 0}};
+        tp_model m;
+        params[0].rows = params[1].rows = params[2].cols = 4 * dim;
+        params[0].cols = params[2].rows = params[3].rows = dim;
+        tp_build(&m, world, mesh, params, 4);
+        tp_check(&m, 0);
+        save_load(&m.toy, tp_fill, &m);
+        tp_check(&m, 0);
+        fsdp_model_destroy(m.toy.model);
+    }
+}
+TEST(fully_shard_state_dict, tp_save_load) { on_ranks(4, tp_save_load, NULL); }
+TEST(fully_shard_state_dict, hsdp_tp_save_load) { on_ranks(8, tp_save_load, "HSDP"); }
+
+/* Views that are kept show the parameters as they are after later steps. */
+static void cached_dict(fsdp_world *world, const void *arg) {
+    (void)arg;
+    toy t;
+    dict d;
+    toy_mlps(&t, world, NULL, 4, fsdp_rank(world), 2, 5);
+    dict_of(&t, &d);
+    for (int step = 0; step < 3; step++) {
+        toy_step(&t);
+        for (int k = 0; k < d.count; k++)
+            for (int64_t i = 0; i < d.at[k].numel; i++) {
+                int64_t e = fsdp_view_index(&d.at[k], i);
+                double truth = toy_truth(&t, unit_of(&d.at[k]), d.at[k].index, e);
+                CHECK_NEAR(get(d.at[k].shard, FSDP_F32, i), truth, 0);
+            }
+    }
+}
+TEST(fully_shard_state_dict, cached) { on_ranks(4, cached_dict, NULL); }
+
+/* With cpu_offload shards and gradients are host memory; a part of the model may be loaded, the
+   rest stays. Upstream refuses to load shards from another device than the CPU: here values are
+   copied into the shards, which cannot be replaced. */
+static void offloaded_dict(fsdp_world *world, const void *arg) {
+    (void)arg;
+    float full[20 * 5];
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_view v = FSDP_ZERO;
+    toy t;
+    dict before, after;
+    md.cpu_offload = 1;
+    toy_mlps(&t, world, &md, 4, fsdp_rank(world), 2, 5);
+    dict_of(&t, &before);
+    for (int i = 0; i < 2; i++) { /* of unit 1 a part, with other values and back */
+        CALL(world, fsdp_param_view_get(t.unit[1], i, &v));
+        for (int round = 0; round < 2; round++) {
+            for (int64_t e = 0; e < full_numel(&v); e++)
+                full[e] = round ? (float)toy_start(1, i, e) : 55;
+            CALL(world, fsdp_param_load(t.unit[1], i, full));
+            if (!round && v.numel) CHECK_NEAR(get(v.shard, v.dtype, 0), 55, 0);
+        }
+    }
+    dict_of(&t, &after);
+    same_dict(&before, &after);
+    for (int step = 0; step < 3; step++) toy_step(&t);
+    dict_of(&t, &after);
+    same_dict(&before, &after);
+}
+TEST(fully_shard_state_dict, cpu_offload) { on_ranks(4, offloaded_dict, NULL); }
+
+/* Trained over a 2-D mesh, gathered to whole tensors. */
+static void correct_2d(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_view v = FSDP_ZERO;
+    tp_model m;
+    float full[20 * 5];
+    toy t;
+    md.mesh = mesh_of(world, 2, 2, 0, hsdp_names);
+    toy_mlps(&t, world, &md, 4, fsdp_rank(world), 2, 5);
+    for (int step = 0; step < 2; step++) toy_step(&t);
+    while (fsdp_next_param(t.model, &v)) {
+        CALL(world, fsdp_param_full(v.unit, v.index, full));
+        for (int64_t e = 0; e < full_numel(&v); e++)
+            CHECK_NEAR(full[e], toy_truth(&t, unit_of(&v), v.index, e), 0);
+    }
+    tp_build(&m, world, mesh_of(world, 2, 2, 0, tp_names), tp_mlp, 4);
+    tp_check(&m, 0);
+}
+TEST(fully_shard_state_dict, 2d_correctness) { on_ranks(4, correct_2d, NULL); }
+
+/* Rank 0 alone keeps the whole tensors. */
+static void rank0_full(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_view v = FSDP_ZERO;
+    float full[20 * 5];
+    toy t;
+    md.cpu_offload = 1;
+    toy_mlps(&t, world, &md, 4, fsdp_rank(world), 2, 5);
+    for (int step = 0; step < 2; step++) toy_step(&t);
+    while (fsdp_next_param(t.model, &v)) {
+        memset(full, 0, sizeof full);
+        CALL(world, fsdp_param_full(v.unit, v.index, fsdp_rank(world) ? NULL : full));
+        for (int64_t e = 0; fsdp_rank(world) == 0 && e < full_numel(&v); e++)
+            CHECK_NEAR(full[e], toy_truth(&t, unit_of(&v), v.index, e), 0);
+    }
+    toy_step(&t);
+}
+TEST(fully_shard_state_dict, rank0_offload_full) { on_ranks(4, rank0_full, NULL); }
+
+/* ---- extensions of the all-gather ------------------------------------------------------------ */
+
+enum { HALVES, BFLOAT }; /* two strings of the high and the low bits; one of bf16 */
+
+typedef struct {
+    int kind, sized, pres, posts, tag, delays;
+    int64_t stored; /* elements of a stored shard */
+    int seen[8];    /* tags of the ranks that were gathered */
+    uint64_t seed;
+} ext;
+
+static int ext_sizes(void *user, int64_t shard_numel, int64_t nbytes[FSDP_GATHER_TENSORS]) {
+    ext *x = (ext *)user;
+    x->sized++;
+    x->stored = shard_numel;
+    nbytes[0] = shard_numel * 2;
+    nbytes[1] = shard_numel * 2;
+    nbytes[2] = 4; /* a tag of the rank */
+    if (x->kind == BFLOAT) nbytes[1] = 4;
+    return x->kind == HALVES ? 3 : 2;
+}
+
+static void ext_delay(ext *x) {
+    if (x->delays && h_rand64(&x->seed) % 4 == 0) usleep((unsigned)(h_rand64(&x->seed) % 3000));
+}
+
+static fsdp_status ext_pre(void *user, const fsdp_param_view *view, void *const *strings,
+                           void *stream) {
+    ext *x = (ext *)user;
+    const float *shard = (const float *)view->shard;
+    (void)stream;
+    CHECK(view->numel <= x->stored); /* a short shard is padded with zeros, for every hook alike */
+    for (int64_t k = 0; k < x->stored; k++) {
+        uint32_t bits;
+        memcpy(&bits, &shard[k], 4);
+        if (k >= view->numel) CHECK(bits == 0);
+        if (x->kind == HALVES) {
+            ((uint16_t *)strings[0])[k] = (uint16_t)(bits >> 16);
+            ((uint16_t *)strings[1])[k] = (uint16_t)bits;
+        } else {
+            CHECK_OK(fsdp_convert((uint16_t *)strings[0] + k, FSDP_BF16, &shard[k], FSDP_F32, 1));
+        }
+    }
+    memcpy(strings[x->kind == HALVES ? 2 : 1], &x->tag, 4);
+    x->pres++;
+    ext_delay(x);
+    return FSDP_OK;
+}
+
+/* Shards along dim 0: the padded strings one after another begin with the whole parameter. */
+static fsdp_status ext_post(void *user, const fsdp_param_view *view, const void *const *gathered,
+                            void *full, fsdp_dtype dtype, void *stream) {
+    ext *x = (ext *)user;
+    const uint16_t *high = (const uint16_t *)gathered[0], *low = (const uint16_t *)gathered[1];
+    (void)stream;
+    for (int64_t e = 0; e < full_numel(view); e++) {
+        float value;
+        uint32_t bits = (uint32_t)high[e] << 16 | (x->kind == HALVES ? low[e] : 0u);
+        memcpy(&value, &bits, 4);
+        CHECK_OK(fsdp_convert((char *)full + (size_t)e * fsdp_dtype_size(dtype), dtype, &value,
+                              FSDP_F32, 1));
+    }
+    memcpy(x->seen, gathered[x->kind == HALVES ? 2 : 1], sizeof x->seen / 8 * 2);
+    x->posts++;
+    ext_delay(x);
+    return FSDP_OK;
+}
+
+/* One MLP per unit; its matrices have extensions. x: [2 * count] */
+static void ext_build(toy *t, fsdp_world *world, const fsdp_model_desc *md, int ranks, int place,
+                      ext *x, int kind, int count, int dim) {
+    toy_begin(t, world, md, ranks, place);
+    memset(x, 0, sizeof *x * (size_t)(2 * count));
+    for (int u = 0; u < count; u++) {
+        fsdp_param_desc p[4];
+        fsdp_gather_extension e[2];
+        mlp(p, dim, 4);
+        for (int i = 0; i < 2; i++) {
+            ext *at = &x[2 * u + i];
+            at->kind = kind;
+            at->tag = 100 + fsdp_rank(world);
+            at->seed = (uint64_t)fsdp_rank(world) + 7;
+            e[i].sizes = ext_sizes;
+            e[i].pre_all_gather = ext_pre;
+            e[i].post_all_gather = ext_post;
+            e[i].user = at;
+            p[2 * i].extension = &e[i];
+        }
+        toy_unit(t, NULL, p, 4);
+    }
+    CALL(world, fsdp_init_params(t->model, toy_fill, NULL));
+}
+
+/* Two strings per parameter; the parameters are those of a model without extensions. */
+static void ext_parity(fsdp_world *world, const void *arg) {
+    (void)arg;
+    ext x[4];
+    toy t;
+    ext_build(&t, world, NULL, 2, fsdp_rank(world), x, HALVES, 2, 5);
+    for (int step = 0; step < 10; step++) toy_step(&t);
+    for (int k = 0; k < 4; k++) {
+        CHECK_EQ_INT(x[k].sized, 1);
+        CHECK_EQ_INT(x[k].pres, 20); /* forward and backward */
+        CHECK_EQ_INT(x[k].posts, 20);
+    }
+}
+TEST(fully_shard_extensions, train_parity) { on_ranks(2, ext_parity, NULL); }
+
+/* Nothing is whole anywhere, parameters are computed in bf16, and gathered as the extension says:
+   half the bytes of the masters. */
+static void ext_end_to_end(fsdp_world *world, const void *arg) {
+    (void)arg;
+    ext x[4];
+    fsdp_model_desc md = FSDP_ZERO;
+    toy t;
+    md.param_dtype = FSDP_BF16;
+    md.reduce_dtype = FSDP_F32;
+    ext_build(&t, world, &md, 2, fsdp_rank(world), x, BFLOAT, 2, 3);
+    for (int step = 0; step < 3; step++) toy_step(&t);
+    CHECK_EQ_INT(x[3].posts, 6);
+}
+TEST(fully_shard_extensions, end_to_end) { on_ranks(2, ext_end_to_end, NULL); }
+
+/* A quantising extension runs in every gather; f32 parameters come out rounded to bf16. */
+static void ext_quantised(fsdp_world *world, const void *arg) {
+    (void)arg;
+    ext x[2];
+    toy t;
+    fsdp_param_view v;
+    ext_build(&t, world, NULL, 2, fsdp_rank(world), x, BFLOAT, 1, 3);
+    float third[12 * 3];
+    for (int e = 0; e < 36; e++) third[e] = (float)(e + 1) / 3;
+    CALL(world, fsdp_param_load(t.unit[0], 0, third));
+    CALL(world, fsdp_pre_forward(t.unit[0]));
+    CALL(world, fsdp_param_view_get(t.unit[0], 0, &v));
+    const float *data = (const float *)fsdp_data(t.unit[0], 0);
+    for (int e = 0; e < 36; e++) CHECK_NEAR(data[e], rounded(FSDP_BF16, (double)third[e]), 0);
+    for (int64_t k = 0; k < v.numel; k++) /* the master is not */
+        CHECK_NEAR(get(v.shard, FSDP_F32, k), third[fsdp_view_index(&v, k)], 0);
+    CALL(world, fsdp_post_forward(t.unit[0]));
+    CHECK_EQ_INT(x[0].pres, 1);
+    CHECK_EQ_INT(x[0].posts, 1);
+}
+TEST(fully_shard_extensions, monkey_patch) { on_ranks(2, ext_quantised, NULL); }
+
+/* The hooks know the whole shape, and a stored shard has one size on all ranks: 5 rows over 4
+   ranks are 2 2 1 0, each padded to 2. */
+static void ext_outer_size(fsdp_world *world, const void *arg) {
+    (void)arg;
+    ext x;
+    fsdp_gather_extension e = {ext_sizes, ext_pre, ext_post, NULL};
+    fsdp_param_desc p[1] = {fsdp_mat("w", 5, 3)};
+    fsdp_param_view v;
+    toy t;
+    memset(&x, 0, sizeof x);
+    e.user = &x;
+    p[0].extension = &e;
+    toy_begin(&t, world, NULL, 4, fsdp_rank(world));
+    toy_unit(&t, NULL, p, 1);
+    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+    for (int step = 0; step < 2; step++) toy_step(&t);
+    CALL(world, fsdp_param_view_get(t.unit[0], 0, &v));
+    CHECK(v.shape[0] == 5 && v.shape[1] == 3);
+    CHECK_EQ_INT(x.stored, 2 * 3);
+    CHECK_EQ_INT(v.local_shape[0], t.place < 2 ? 2 : t.place == 2 ? 1 : 0);
+    CHECK_EQ_INT(x.pres, 4);
+}
+TEST(fully_shard_extensions, outer_size_stride) { on_ranks(4, ext_outer_size, NULL); }
+
+/* What is gathered comes from the ranks of the shard dim alone. */
+static void ext_hsdp_mesh(fsdp_world *world, const void *arg) {
+    (void)arg;
+    ext x[2];
+    fsdp_model_desc md = FSDP_ZERO;
+    int32_t ranks[2];
+    toy t;
+    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names);
+    md.mesh = mesh;
+    ext_build(&t, world, &md, 4, fsdp_rank(world), x, HALVES, 1, 3);
+    toy_step(&t);
+    CHECK_EQ_INT(fsdp_mesh_ranks(mesh, 1, ranks), 2);
+    for (int k = 0; k < 2; k++) CHECK_EQ_INT(x[0].seen[k], 100 + ranks[k]);
+}
+TEST(fully_shard_extensions, hsdp_mesh) { on_ranks(4, ext_hsdp_mesh, NULL); }
+
+/* HSDP, with delays in every hook, with and without offload, ten steps. */
+static void ext_hsdp(fsdp_world *world, const void *arg) {
+    (void)arg;
+    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names);
+    for (int offload = 0; offload < 2; offload++) {
+        ext x[4];
+        fsdp_model_desc md = FSDP_ZERO;
+        toy t;
+        md.mesh = mesh;
+        md.cpu_offload = offload;
+        ext_build(&t, world, &md, 4, fsdp_rank(world), x, HALVES, 2, 3);
+        for (int k = 0; k < 4; k++) x[k].delays = 1;
+        for (int step = 0; step < 10; step++) toy_step(&t);
+        CHECK_EQ_INT(x[1].posts, 20);
+    }
+}
+TEST(fully_shard_extensions, hsdp_variants) { on_ranks(4, ext_hsdp, NULL); }

@@ -1,0 +1,475 @@
+/* test_fully_shard_mixed_precision.c - upstream's test_fully_shard_mixed_precision by name, and the
+   table of dtypes row by row: in which dtype parameters are gathered, gradients arrive, are added
+   up, are reduced and are kept, and what the numbers come to. The copy rounds where each dtype
+   says. */
+#include "harness.h"
+#define FSDP_IMPLEMENTATION
+#include "fsdp_optim.h"
+#include "world.h"
+#include "fully_shard.h"
+
+enum { ALWAYS = FSDP_RESHARD_ALWAYS, NEVER = FSDP_RESHARD_NEVER };
+enum { F32 = FSDP_F32, F64 = FSDP_F64, F16 = FSDP_F16, BF16 = FSDP_BF16 };
+#define COUNT(array) (sizeof(array) / sizeof *(array))
+static const int reshards[] = {ALWAYS, NEVER, 2};
+
+/* A linear in the root and three MLPs. */
+static void mlps(fs_net *net, int64_t d) {
+    fs_net_begin(net, 4, d);
+    net->around = 1;
+    fs_unit_add(net, "root");
+    fs_linear(net, 0, d, d);
+    for (int i = 0; i < 3; i++) fs_mlp(net, fs_unit_add(net, "mlp"), d, 2);
+}
+static void sync_last(fs_run *x, int it, int m) {
+    (void)it;
+    fs_set_sync(x, -1, m == x->c->micros - 1);
+}
+
+/* ---- which dtypes are used ------------------------------------------------------------------- */
+
+typedef struct {
+    const char *name;
+    int stored, grad, param, reduce;             /* 0: not said */
+    int gathered, arrives, added, reduced, kept; /* what has to be */
+} dtypes;
+
+/* fsdp2-core.md 3.5. "any" is said by the dtype itself: that of the gradients that arrive. */
+static const dtypes table[] = {
+    {"f32", F32, 0, 0, 0, F32, F32, F32, F32, F32},
+    {"f32_bf16", F32, 0, BF16, 0, BF16, BF16, F32, F32, F32},
+    {"f32_f16", F32, 0, F16, 0, F16, F16, F32, F32, F32},
+    {"f32_bf16_f32", F32, 0, BF16, F32, BF16, BF16, F32, F32, F32},
+    {"f32_bf16_bf16", F32, 0, BF16, BF16, BF16, BF16, BF16, BF16, F32},
+    {"f32_none_bf16", F32, 0, 0, BF16, F32, F32, BF16, BF16, F32},
+    {"bf16_bf16_bf16", BF16, 0, BF16, BF16, BF16, BF16, BF16, BF16, BF16},
+    {"bf16", BF16, 0, 0, 0, BF16, BF16, BF16, BF16, BF16},
+    {"bf16_bf16_f32", BF16, 0, BF16, F32, BF16, BF16, F32, F32, BF16},
+    {"bf16_grad_f32", BF16, F32, 0, 0, BF16, BF16, F32, F32, F32},
+    {"f32_grad_any_bf16", F32, BF16, BF16, 0, BF16, BF16, BF16, BF16, BF16},
+    /* beyond upstream's table */
+    {"f32_f16_f16", F32, 0, F16, F16, F16, F16, F16, F16, F32},
+    {"f64", F64, 0, 0, 0, F64, F64, F64, F64, F64},
+    {"f64_f32", F64, 0, F32, 0, F32, F32, F64, F64, F64},
+    {"f32_f64_f64", F32, 0, F64, F64, F64, F64, F64, F64, F32},
+};
+
+/* Without a reduction the gradients stay as they arrive, or are moved to where they are added. */
+static void check_unreduced(fs_run *x, const dtypes *d) {
+    for (int u = 0; u < x->net->count; u++) {
+        const fsdp_op *acc = fs_find(x, FSDP_OP_COPY, FSDP_LABEL_ACC, u);
+        CHECK(!fs_find(x, FSDP_OP_REDUCE_SCATTER, -1, u));
+        W_CHECK((acc != NULL) == (d->arrives != d->added), "%s: unit %d: %s", d->name, u,
+                acc ? "added elsewhere" : "not added elsewhere");
+        if (acc) CHECK_EQ_INT(acc->dtype, d->arrives);
+        if (acc) CHECK_EQ_INT(acc->out_dtype, d->added);
+    }
+}
+/* The dtype of the sums. A backend that casts as it reduces reads what has arrived, sums in f32 or
+   f64, and may write what is kept; others are given the dtype itself. */
+static void check_reduced(fs_run *x, const dtypes *d) {
+    int widens = !x->c->plain && (d->reduced == F32 || d->reduced == F64);
+    for (int u = 0; u < x->net->count; u++) {
+        const fsdp_op *sum = fs_find(x, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, u);
+        const fsdp_op *over = fs_find(x, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, u);
+        const fsdp_op *out = fs_find(x, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, u);
+        CHECK(sum && (over != NULL) == (x->c->replicas > 1));
+        CHECK(sum->dtype == d->reduced || (widens && sum->dtype == d->arrives));
+        CHECK(sum->out_dtype == d->reduced || (widens && !out && sum->out_dtype == d->kept));
+        if (over) CHECK_EQ_INT(over->dtype, d->reduced);
+        if (out) CHECK_EQ_INT(out->dtype, d->reduced);
+        if (out) CHECK_EQ_INT(out->out_dtype, d->kept);
+    }
+}
+static void check_dtypes(fs_run *x, int it, int m) {
+    const dtypes *d = (const dtypes *)x->c->user;
+    fsdp_param_view v = FSDP_ZERO;
+    (void)it;
+    while (fsdp_next_param(x->model, &v)) {
+        CHECK_EQ_INT(v.dtype, d->stored);
+        CHECK_EQ_INT(v.grad_dtype, d->kept);
+    }
+    for (int i = 0; i < x->num_ops; i++)
+        if (x->ops[i].kind == FSDP_OP_ALL_GATHER) CHECK_EQ_INT(x->ops[i].dtype, d->gathered);
+    CHECK(fs_find(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 1));
+    if (m == x->c->micros - 1) check_reduced(x, d);
+    else check_unreduced(x, d);
+    fs_watch(x);
+}
+
+static fs_conf conf_of(const dtypes *d, const fs_net *net, int replicas, int shards) {
+    fs_conf c = fs_conf_of(net, replicas, shards);
+    c.name = d->name, c.stored = d->stored, c.grad = d->grad, c.param = d->param;
+    c.reduce = d->reduce, c.user = (void *)(uintptr_t)d;
+    c.iters = W_SLOW ? 2 : 4;
+    return c;
+}
+
+/* Two microbatches, the second is reduced; dtypes of every operation, and the numbers. */
+TEST_P(fully_shard_mixed_precision, dtypes, table) {
+    static const int meshes[][2] = {{1, 2}, {1, 3}, {2, 2}};
+    static fs_net net;
+    mlps(&net, 8);
+    for (size_t k = 0; k < COUNT(meshes); k++) {
+        fs_conf c = conf_of(row, &net, meshes[k][0], meshes[k][1]);
+        c.before = sync_last, c.micros = 2, c.build = fs_watch, c.after = check_dtypes;
+        fs_story *s = fs_tell(&c);
+        for (int plain = 0; plain < 2; plain++)
+            for (int direct = 0; direct < 2; direct++) {
+                c.plain = plain, c.direct_min = direct;
+                fs_train_beside(&c, s);
+            }
+        fs_story_free(s, &c);
+    }
+}
+
+/* The same with one rank and with replicas alone: nothing is gathered. */
+TEST_P(fully_shard_mixed_precision, dtypes_one_shard, table) {
+    static fs_net net;
+    mlps(&net, 8);
+    for (int replicas = 1; replicas <= 2; replicas++) {
+        fs_conf c = conf_of(row, &net, replicas, 1);
+        c.before = sync_last, c.micros = 2;
+        fs_train(&c);
+    }
+}
+
+/* An integer parameter is frozen and gathered as it is; with others it makes the gather one of
+   bytes. */
+static void with_integers(int rank, int size, void *arg) {
+    fsdp_threads *threads = (fsdp_threads *)arg;
+    fsdp_world_desc d = w_desc(rank, size, threads, "integers", 0);
+    for (int mixed = 0; mixed < 2; mixed++) {
+        fsdp_param_desc p[2] = {fsdp_mat("codes", 6, 4), fsdp_mat("w", 5, 3)};
+        fsdp_model_desc md = FSDP_ZERO;
+        fsdp_unit_desc ud = FSDP_ZERO;
+        fs_run x;
+        int8_t codes[24];
+        memset(&x, 0, sizeof x);
+        CALL(NULL, fsdp_init(&d, &x.world));
+        md.param_dtype = BF16;
+        CALL(x.world, fsdp_model_create(x.world, &md, &x.model));
+        p[0].dtype = FSDP_I8, p[0].frozen = 1;
+        ud.params = p, ud.num_params = 1 + mixed;
+        CALL(x.world, fsdp_fully_shard(x.model, &ud, &x.unit[0]));
+        for (int i = 0; i < 24; i++) codes[i] = (int8_t)(5 * i - 60);
+        CALL(x.world, fsdp_param_load(x.unit[0], 0, codes));
+        fs_watch(&x);
+        CALL(x.world, fsdp_pre_forward(x.unit[0]));
+        CHECK_EQ_MEM(fsdp_data(x.unit[0], 0), codes, sizeof codes);
+        const fsdp_op *gather = fs_find(&x, FSDP_OP_ALL_GATHER, -1, 0);
+        CHECK(gather != NULL);
+        CHECK_EQ_INT(gather->dtype, mixed ? FSDP_U8 : FSDP_I8);
+        /* padded rows of a rank: of codes, and of w in bf16 */
+        CHECK_EQ_INT(gather->count,
+                     (6 + size - 1) / size * 4 + mixed * 2 * ((5 + size - 1) / size) * 3);
+        CALL(x.world, fsdp_post_forward(x.unit[0]));
+        free(x.ops);
+        CHECK_OK(fsdp_shutdown(x.world));
+    }
+}
+
+TEST(fully_shard_mixed_precision, dtypes_int8_frozen) {
+    for (int size = 2; size <= 4; size++) {
+        fsdp_threads threads = {0, size, NULL};
+        h_ranks_thread(size, with_integers, &threads);
+    }
+}
+
+/* ---- casts are part of the copies ------------------------------------------------------------ */
+
+static void count_copies(fs_run *x, int it, int m) {
+    int packed = x->c->direct_min == FSDP_DIRECT_NEVER, cast = x->c->param != 0;
+    int fused = !x->c->plain && x->c->reduce != BF16, copies = 0;
+    int widened = (cast ? BF16 : F32) != x->c->reduce && !fused;
+    (void)it, (void)m;
+    for (int u = 0; u < x->net->count; u++) {
+        int gathers = fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, u);
+        int in = fs_seen(x, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, u);
+        int out = fs_seen(x, FSDP_OP_COPY, FSDP_LABEL_COPY_OUT, u);
+        int acc = fs_seen(x, FSDP_OP_COPY, FSDP_LABEL_ACC, u);
+        int red_out = fs_seen(x, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, u);
+        int users = fs_seen(x, FSDP_OP_COPY, FSDP_LABEL_USERS, u);
+        CHECK(gathers == 1 || gathers == 2);
+        CHECK_EQ_INT(in, cast ? gathers : 0);
+        CHECK_EQ_INT(out, packed ? gathers : 0);
+        CHECK(users <= 1);
+        CHECK_EQ_INT(acc, packed || widened ? 1 : 0);
+        CHECK_EQ_INT(red_out, fused ? 0 : 1);
+        copies += in + out + acc + red_out + users;
+        if (!in) continue;
+        const fsdp_op *op = fs_find(x, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, u);
+        CHECK_EQ_INT(op->dtype, F32); /* straight from the shard to the slot */
+        CHECK_EQ_INT(op->out_dtype, x->c->param);
+    }
+    CHECK_EQ_INT(fs_seen(x, FSDP_OP_COPY, -1, -1), copies); /* and no other */
+    fs_watch(x);
+}
+
+TEST(fully_shard_mixed_precision, casts_are_fused_into_copies) {
+    static fs_net net;
+    mlps(&net, 32); /* shards that are whole cells, else none is direct */
+    for (int k = 0; k < 16; k++) {
+        fs_conf c = fs_conf_of(&net, 1, 2);
+        c.param = k & 1 ? BF16 : 0, c.reduce = k & 2 ? BF16 : F32;
+        c.direct_min = k & 4 ? FSDP_DIRECT_NEVER : 1;
+        c.plain = k >> 3, c.iters = 2, c.build = fs_watch, c.after = count_copies;
+        fs_train(&c);
+    }
+}
+
+/* ---- upstream's tests ------------------------------------------------------------------------ */
+
+static void by_dtypes(const dtypes *d, int replicas, int shards, int micros) {
+    static fs_net net;
+    mlps(&net, 16);
+    fs_conf c = conf_of(d, &net, replicas, shards);
+    c.micros = micros, c.before = micros > 1 ? sync_last : NULL;
+    c.iters = W_SLOW ? 3 : FS_ITERS;
+    c.build = fs_watch, c.after = check_dtypes;
+    fs_story *s = fs_tell(&c);
+    for (size_t i = 0; i < COUNT(reshards); i++) {
+        c.raf = reshards[i], c.plain = i == 1, c.lanes = (int)i;
+        fs_train_beside(&c, s);
+    }
+    fs_story_free(s, &c);
+}
+
+TEST(fully_shard_mixed_precision, compute_dtype) {
+    static const dtypes both[] = {{"bf16", F32, 0, BF16, 0, BF16, BF16, F32, F32, F32},
+                                  {"f16", F32, 0, F16, 0, F16, F16, F32, F32, F32}};
+    for (size_t i = 0; i < COUNT(both); i++) {
+        by_dtypes(&both[i], 1, 2, 1);
+        by_dtypes(&both[i], 1, 4, 1);
+        by_dtypes(&both[i], 2, 2, 1);
+    }
+}
+
+TEST(fully_shard_mixed_precision, reduce_dtype) {
+    static const dtypes all[] = {{"bf16, f32", F32, 0, BF16, F32, BF16, BF16, F32, F32, F32},
+                                 {"f32, bf16", F32, 0, F32, BF16, F32, F32, BF16, BF16, F32},
+                                 {"f16, f16", F32, 0, F16, F16, F16, F16, F16, F16, F32}};
+    for (size_t i = 0; i < COUNT(all); i++) {
+        by_dtypes(&all[i], 1, 2, 1);
+        by_dtypes(&all[i], 1, 4, 1);
+        by_dtypes(&all[i], 2, 2, 1);
+    }
+}
+
+/* No gradients before the last microbatch: the copy has none. */
+TEST(fully_shard_mixed_precision, grad_acc_with_reduce_dtype) {
+    static const dtypes d = {"bf16, f32", F32, 0, BF16, F32, BF16, BF16, F32, F32, F32};
+    by_dtypes(&d, 1, 2, 4);
+    by_dtypes(&d, 1, 4, 4);
+    by_dtypes(&d, 2, 2, 4);
+}
+
+/* The sums over the shards wait for an all-reduce, in the reduce dtype. */
+static void all_reduce_last(fs_run *x, int it, int m) {
+    (void)it;
+    fs_set_all_reduce(x, -1, m == x->c->micros - 1);
+}
+TEST_P(fully_shard_mixed_precision, partial_sums, table) {
+    static fs_net net;
+    mlps(&net, 8);
+    fs_conf c = conf_of(row, &net, 2, 2);
+    c.before = all_reduce_last, c.micros = 3;
+    fs_story *s = fs_tell(&c);
+    for (int plain = 0; plain < 2; plain++) {
+        c.plain = plain;
+        fs_train_beside(&c, s);
+    }
+    fs_story_free(s, &c);
+}
+
+static const dtypes wide_grads[] = {
+    {"bf16, gradients f32", BF16, F32, 0, 0, BF16, BF16, F32, F32, F32},
+    {"bf16, reduced in bf16", BF16, F32, 0, BF16, BF16, BF16, BF16, BF16, F32},
+    {"f32, gradients bf16", F32, BF16, BF16, 0, BF16, BF16, BF16, BF16, BF16}};
+
+TEST(fully_shard_mixed_precision, grad_dtype_preserved) {
+    for (size_t i = 0; i < COUNT(wide_grads); i++) by_dtypes(&wide_grads[i], 1, 2, 1);
+}
+
+TEST(fully_shard_mixed_precision, grad_dtype_preserved_grad_acc) {
+    for (size_t i = 0; i < COUNT(wide_grads); i++) by_dtypes(&wide_grads[i], 1, 2, 4);
+}
+
+/* A single device adds up in f64. */
+TEST(fully_shard_mixed_precision, grad_dtype_preserved_numerics) {
+    static fs_net net;
+    mlps(&net, 16);
+    fs_conf c = conf_of(&wide_grads[0], &net, 1, 2), single = c;
+    single.grad = single.reduce = F64;
+    single.micros = c.micros = 3, single.before = c.before = sync_last;
+    fs_story *s = fs_tell(&single);
+    c.atol = 1e-4, c.rtol = 8e-3;
+    fs_train_beside(&c, s);
+    fs_story_free(s, &c);
+}
+
+/* Parameters of several dtypes in one unit: reduced in the widest, each kept in its own. */
+static void promoted(fs_run *x, int it, int m) {
+    (void)it, (void)m;
+    for (int u = 0; u < x->net->count; u++) {
+        const fsdp_op *sum = fs_find(x, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, u);
+        const fsdp_op *gather = fs_find(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, u);
+        CHECK(sum && gather);
+        CHECK_EQ_INT(sum->dtype, F32);
+        CHECK_EQ_INT(gather->dtype, FSDP_U8);
+        CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, -1, u), 2);
+        CHECK_EQ_INT(fs_seen(x, FSDP_OP_REDUCE_SCATTER, -1, u), 1);
+    }
+    fs_watch(x);
+}
+
+TEST(fully_shard_mixed_precision, grad_dtype_preserved_non_uniform) {
+    static fs_net net;
+    for (int param = 0; param < 2; param++)
+        for (int shards = 2; shards <= 3; shards++) {
+            mlps(&net, 8);
+            for (int u = 0; u < net.count; u++)
+                for (int p = 0; p < net.units[u].count; p++) {
+                    fs_param *q = &net.units[u].params[p];
+                    if (param) q->keep_dtype = p % 2; /* a policy that one parameter is out of */
+                    else q->stored = p % 2 ? F32 : BF16;
+                }
+            fs_conf c = fs_conf_of(&net, 1, shards);
+            c.param = param ? BF16 : 0;
+            c.raf = ALWAYS, c.iters = 5, c.build = fs_watch, c.after = promoted;
+            fs_train(&c);
+        }
+}
+
+/* A struct of activations: each floating member is cast, the others pass. */
+typedef struct {
+    float x[6];
+    int32_t ids[4];
+    struct {
+        float a[3];
+        double b[2];
+    } pair;
+} activations;
+
+static const void *cast(const fs_run *x, const void *src, fsdp_dtype *type, int64_t count) {
+    static __thread uint64_t room[8];
+    const void *out = fsdp_cast_forward_input(x->unit[0], room, src, type, count);
+    CHECK(out == src || out == room);
+    return out;
+}
+static void struct_of_inputs(fs_run *x, int it, int m) {
+    activations a;
+    fsdp_dtype f32 = F32, f64 = F64, i32 = FSDP_I32, to = x->c->param ? x->c->param : F32;
+    double back;
+    (void)it, (void)m;
+    memset(&a, 0, sizeof a);
+    for (int i = 0; i < 6; i++) a.x[i] = 1.0f + (float)i / 1024;
+    a.pair.b[0] = 1 + 1.0 / 512;
+    const char *out = (const char *)cast(x, a.x, &f32, 6);
+    CHECK_EQ_INT(f32, to);
+    CHECK((out == (const char *)a.x) == (to == F32)); /* nothing is moved that need not be */
+    CHECK_OK(fsdp_convert(&back, F64, out + fsdp_dtype_size(to), to, 1));
+    CHECK_NEAR(back, fs_round(to, (double)a.x[1]), 0);
+    CHECK(cast(x, a.ids, &i32, 4) == a.ids);
+    CHECK_EQ_INT(i32, FSDP_I32);
+    out = (const char *)cast(x, a.pair.b, &f64, 2);
+    CHECK_EQ_INT(f64, x->c->param ? x->c->param : F64);
+    CHECK_OK(fsdp_convert(&back, F64, out, f64, 1));
+    CHECK_NEAR(back, fs_round(f64, a.pair.b[0]), 0);
+}
+
+TEST(fully_shard_mixed_precision, structured_input_output) {
+    static const fsdp_dtype params[] = {0, F32, BF16, F16};
+    static fs_net net;
+    mlps(&net, 8);
+    for (size_t i = 0; i < COUNT(params); i++) {
+        fs_conf c = fs_conf_of(&net, 1, 2);
+        c.param = params[i], c.after = struct_of_inputs, c.iters = 3;
+        fs_train(&c);
+    }
+}
+
+/* Two linears, a unit each. */
+static void two_units(fs_net *net, int64_t d) {
+    fs_net_begin(net, 4, d);
+    fs_linear(net, fs_unit_add(net, "c1"), d, d);
+    fs_relu(net);
+    fs_linear(net, fs_unit_add(net, "c2"), d, d);
+}
+static const int *wanted_inputs; /* dtypes of the inputs of the layers, and of the output */
+static double seen_inputs(fs_run *x, int it, int m) {
+    double loss = fs_micro(x, it, m);
+    for (int l = 0; l <= x->net->num_layers; l++)
+        W_CHECK(x->tape[0].dtype[l] == wanted_inputs[l], "input of layer %d is %s, expected %s", l,
+                fsdp_dtype_name(x->tape[0].dtype[l]), fsdp_dtype_name(wanted_inputs[l]));
+    return loss;
+}
+
+TEST(fully_shard_mixed_precision, float16_on_one_submodule) {
+    static const int second[] = {F32, F32, F16, F16}, first[] = {F16, F16, F16, F32};
+    static fs_net net;
+    for (int k = 0; k < 2; k++) {
+        two_units(&net, 8);
+        net.units[k ? 0 : 1].param = F16;
+        wanted_inputs = k ? first : second;
+        fs_conf c = fs_conf_of(&net, 1, 2);
+        c.micro = seen_inputs;
+        fs_train(&c);
+    }
+}
+
+/* A module of two inputs, the second one from outside: it is cast, or left alone. */
+static void external_inputs(fs_run *x, int it, int m) {
+    float y[4] = {1.0009765625f, 2, 3, 4};
+    uint16_t room[4];
+    fsdp_dtype type = F32;
+    int keeps = x->net->units[1].keep_inputs;
+    (void)it, (void)m;
+    const void *out = fsdp_cast_forward_input(x->unit[1], room, y, &type, 4);
+    CHECK_EQ_INT(type, keeps ? F32 : F16);
+    CHECK(out == (keeps ? (const void *)y : (const void *)room));
+}
+TEST(fully_shard_mixed_precision, submodules_with_external_inputs) {
+    static const int kept[] = {F32, F32, F32, F16}, casted[] = {F32, F32, F16, F16};
+    static fs_net net;
+    for (int keeps = 0; keeps < 2; keeps++) {
+        two_units(&net, 8);
+        net.units[1].param = F16, net.units[1].keep_inputs = keeps;
+        wanted_inputs = keeps ? kept : casted;
+        fs_conf c = fs_conf_of(&net, 1, 2);
+        c.micro = seen_inputs, c.after = external_inputs;
+        fs_train(&c);
+    }
+}
+
+/* Linear, norm, linear: the norm under the same policy, or its own, with outputs cast back. */
+static void norm_between(fs_net *net, int64_t d, fsdp_dtype param, int own) {
+    fs_net_begin(net, 4, d);
+    fs_linear(net, fs_unit_add(net, "in"), d, d);
+    fs_norm(net, fs_unit_add(net, "norm"), d);
+    fs_linear(net, fs_unit_add(net, "out"), d, d);
+    for (int u = 0; u < 3; u++) net->units[u].param = param;
+    if (own) net->units[1].param = F32, net->units[1].output = param;
+}
+static void norms(fsdp_dtype param) {
+    static fs_net net;
+    for (int own = 0; own < 2; own++)
+        for (int shards = 2; shards <= 4; shards += 2) {
+            /* the input of the norm is cast to f32, its output back */
+            int inputs[] = {param, own ? F32 : param, param, param};
+            norm_between(&net, 8, param, own);
+            wanted_inputs = inputs;
+            fs_conf c = fs_conf_of(&net, 1, shards);
+            c.micro = seen_inputs;
+            fs_train(&c);
+        }
+}
+TEST(fully_shard_mixed_precision, norm_modules_bf16) { norms(BF16); }
+TEST(fully_shard_mixed_precision, norm_modules_fp16) { norms(F16); }
+
+/* The policy's reduce dtype rules, whatever the parameters are stored in. */
+TEST(fully_shard_mixed_precision, clamp_reduce_dtype) {
+    static const dtypes both[] = {{"bf16", BF16, 0, BF16, BF16, BF16, BF16, BF16, BF16, BF16},
+                                  {"f32", F32, 0, BF16, BF16, BF16, BF16, BF16, BF16, F32}};
+    for (size_t i = 0; i < COUNT(both); i++) by_dtypes(&both[i], 1, 2, 1);
+}

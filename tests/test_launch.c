@@ -1,0 +1,357 @@
+/* test_launch.c - rank, size, local rank and the job's name from the environments of torchrun,
+   Open MPI, PMI (MPICH, Intel MPI) and Slurm; and programs started that way that meet. */
+#include "harness.h"
+#define FSDP_IMPLEMENTATION
+#include "fsdp.h"
+#include "world.h"
+
+enum { VARIABLES_MAX = 10, OUTPUT_NBYTES = 1 << 15 };
+
+/* An environment: "NAME=value", where %r stands for the rank and %j for a name that is this
+   test's own. Nothing else is set. */
+static void environment(const char *const *variables, int rank) {
+    CHECK_EQ_INT(clearenv(), 0);
+    for (int i = 0; i < VARIABLES_MAX && variables[i]; i++) {
+        char name[64], value[300] = "";
+        const char *v = strchr(variables[i], '=');
+        snprintf(name, sizeof name, "%.*s", (int)(v++ - variables[i]), variables[i]);
+        for (size_t at = 0; *v && at < sizeof value - 64; v++) {
+            if (v[0] != '%') value[at++] = *v, value[at] = 0;
+            else if (*++v == 'r') at += (size_t)snprintf(value + at, 32, "%d", rank);
+            else at += (size_t)snprintf(value + at, 64, "%d", (int)getppid());
+        }
+        CHECK_EQ_INT(setenv(name, value, 1), 0);
+    }
+}
+
+/* ---- what fsdp_init understands -------------------------------------------------------------- */
+
+static struct { /* the world, and the name that the backend was opened with */
+    int rank, size, local, opened;
+    char job[300];
+} seen;
+
+static fsdp_status seen_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **world) {
+    caps->kinds = ~0u;
+    caps->lanes = 1;
+    seen.opened = boot->size;
+    snprintf(seen.job, sizeof seen.job, "%s", boot->job);
+    *world = (fsdp_comm *)(void *)&seen;
+    return FSDP_OK;
+}
+static fsdp_status seen_run(fsdp_comm *comm, const fsdp_coll *coll) {
+    (void)comm, (void)coll;
+    return FSDP_OK;
+}
+static void seen_close(fsdp_comm *comm) { (void)comm; }
+static fsdp_status seen_alloc(fsdp_comm *world, size_t size, void **ptr) {
+    (void)world;
+    *ptr = calloc(1, size + 1);
+    return *ptr ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
+}
+static void seen_free(fsdp_comm *world, void *ptr, size_t size) {
+    (void)world, (void)size;
+    free(ptr);
+}
+static void seen_abort(fsdp_comm *world, fsdp_status status, const char *why) {
+    (void)world, (void)status, (void)why;
+}
+
+/* The world's desc says nothing of ranks. */
+static fsdp_status start(fsdp_world **w) {
+    fsdp_comm_ops ops = *fsdp_shm_comm_ops();
+    fsdp_world_desc d = FSDP_ZERO;
+    ops.open = seen_open;
+    ops.run = seen_run;
+    ops.close = seen_close;
+    ops.abort = seen_abort;
+    ops.alloc = seen_alloc;
+    ops.free = seen_free;
+    ops.poll = NULL;
+    ops.name = "seen";
+    d.comm_ops = &ops;
+    d.logger.log = w_quiet;
+    memset(&seen, 0, sizeof seen);
+    const fsdp_status status = fsdp_init(&d, w);
+    if (status) return status;
+    seen.rank = fsdp_rank(*w), seen.size = fsdp_world_size(*w), seen.local = fsdp_local_rank(*w);
+    CALL(NULL, fsdp_shutdown(*w)); /* before the table goes out of scope */
+    return FSDP_OK;
+}
+
+typedef struct {
+    const char *name, *variables[VARIABLES_MAX];
+    const char *ranks;  /* rank/size/local rank */
+    const char *job[2]; /* parts of its name */
+} found_row;
+
+#define OMPI(rank, size, local)                                                                    \
+    "OMPI_COMM_WORLD_RANK=" rank, "OMPI_COMM_WORLD_SIZE=" size, "OMPI_COMM_WORLD_LOCAL_RANK=" local
+#define SLURM(rank, size, local)                                                                   \
+    "SLURM_PROCID=" rank, "SLURM_NTASKS=" size, "SLURM_LOCALID=" local, "SLURM_JOB_ID=7001"
+static const found_row found[] = {
+    {"nothing", {NULL}, "0/1/0", {"", ""}},
+    {"torchrun",
+     {"RANK=5", "WORLD_SIZE=8", "LOCAL_RANK=1", "MASTER_ADDR=host7", "MASTER_PORT=29511"},
+     "5/8/1",
+     {"host7", "29511"}},
+    {"torchrun_run_id",
+     {"RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=0", "TORCHELASTIC_RUN_ID=run42",
+      "TORCHELASTIC_RESTART_COUNT=3"},
+     "0/2/0",
+     {"run42", "3"}},
+    {"without_local_rank", {"RANK=3", "WORLD_SIZE=4", "MASTER_PORT=1234"}, "3/4/3", {"1234", ""}},
+    {"job_id_wins",
+     {"RANK=3", "WORLD_SIZE=4", "MASTER_PORT=1234", "FSDP_JOB_ID=mine"},
+     "3/4/3",
+     {"mine", ""}},
+    {"open_mpi", {OMPI("2", "6", "1"), "PMIX_NAMESPACE=683606017"}, "2/6/1", {"683606017", ""}},
+    {"open_mpi_jobid",
+     {OMPI("2", "6", "2"), "OMPI_MCA_ess_base_jobid=94713"},
+     "2/6/2",
+     {"94713", ""}},
+    {"open_mpi_job_id", {OMPI("0", "2", "0"), "FSDP_JOB_ID=own"}, "0/2/0", {"own", ""}},
+    {"open_mpi_of_one", {OMPI("0", "1", "0")}, "0/1/0", {"", ""}},
+    {"pmi",
+     {"PMI_RANK=1", "PMI_SIZE=3", "MPI_LOCALRANKID=0", "FSDP_JOB_ID=hydra"},
+     "1/3/0",
+     {"hydra", ""}},
+    {"pmi_port", {"PMI_RANK=1", "PMI_SIZE=3", "MASTER_PORT=4711"}, "1/3/1", {"4711", ""}},
+    {"slurm", {SLURM("4", "16", "2"), "SLURM_STEP_ID=0"}, "4/16/2", {"7001", "0"}},
+    {"slurm_third_step", {SLURM("1", "2", "1"), "SLURM_STEP_ID=2"}, "1/2/1", {"7001", "2"}},
+    {"slurm_step_of_a_larger_job",
+     {SLURM("1", "16", "1"), "SLURM_STEP_ID=4", "SLURM_STEP_NUM_TASKS=2"},
+     "1/2/1",
+     {"7001", "4"}},
+    /* the shell that salloc opens is a step of one task */
+    {"slurm_interactive_step",
+     {SLURM("0", "16", "0"), "SLURM_STEP_ID=4294967290", "SLURM_STEP_NUM_TASKS=1"},
+     "0/1/0",
+     {"", ""}},
+    /* the script of a batch job, whose variables are those of all tasks that it may start */
+    {"slurm_batch_script", {SLURM("0", "16", "0")}, "0/1/0", {"", ""}},
+    {"rank_wins",
+     {"RANK=1", "WORLD_SIZE=2", "LOCAL_RANK=0", "MASTER_PORT=29500", OMPI("7", "9", "3"),
+      "PMIX_NAMESPACE=other", "PMI_RANK=6"},
+     "1/2/0",
+     {"29500", ""}},
+    {"rank_wins_over_slurm",
+     {"RANK=1", "WORLD_SIZE=2", "MASTER_PORT=29500", SLURM("4", "16", "2"), "SLURM_STEP_ID=0"},
+     "1/2/1",
+     {"29500", ""}},
+    {"mpirun_in_a_slurm_step", /* the step is mpirun's own: one task for each host */
+     {OMPI("3", "8", "3"), "PMIX_NAMESPACE=ns1", SLURM("0", "1", "0"), "SLURM_STEP_ID=0"},
+     "3/8/3",
+     {"ns1", ""}},
+    {"mpiexec_in_a_slurm_step",
+     {"PMI_RANK=3", "PMI_SIZE=8", "MPI_LOCALRANKID=3", SLURM("0", "1", "0"), "SLURM_STEP_ID=5"},
+     "3/8/3",
+     {"7001", "5"}},
+    {"empty_is_not_set",
+     {"RANK=", "WORLD_SIZE=", OMPI("2", "6", "1"), "PMIX_NAMESPACE=abc", "FSDP_JOB_ID="},
+     "2/6/1",
+     {"abc", ""}},
+};
+
+TEST_P(launch, environment, found) {
+    fsdp_world *w;
+    char ranks[64];
+    environment(row->variables, 0);
+    CALL(NULL, start(&w));
+    snprintf(ranks, sizeof ranks, "%d/%d/%d", seen.rank, seen.size, seen.local);
+    CHECK_EQ_STR(ranks, row->ranks);
+    CHECK_EQ_INT(seen.opened, seen.size > 1 ? seen.size : 0); /* one rank needs no backend */
+    for (int i = 0; i < 2; i++)
+        CHECK_MSG(strstr(seen.job, row->job[i]), "job \"%s\" has no \"%s\"", seen.job, row->job[i]);
+}
+
+/* Jobs of one host must not meet: what tells them apart is in the name. */
+static const struct {
+    const char *name, *a[VARIABLES_MAX], *b[VARIABLES_MAX];
+} apart[] = {
+    {"ports",
+     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1"},
+     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=2"}},
+    {"restarts",
+     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1", "TORCHELASTIC_RESTART_COUNT=0"},
+     {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1", "TORCHELASTIC_RESTART_COUNT=1"}},
+    {"mpiruns",
+     {OMPI("0", "2", "0"), "PMIX_NAMESPACE=1"},
+     {OMPI("0", "2", "0"), "PMIX_NAMESPACE=2"}},
+    {"slurm_steps",
+     {SLURM("0", "2", "0"), "SLURM_STEP_ID=1"},
+     {SLURM("0", "2", "0"), "SLURM_STEP_ID=11"}},
+    {"slurm_jobs",
+     {"SLURM_PROCID=0", "SLURM_NTASKS=2", "SLURM_JOB_ID=1", "SLURM_STEP_ID=11"},
+     {"SLURM_PROCID=0", "SLURM_NTASKS=2", "SLURM_JOB_ID=11", "SLURM_STEP_ID=1"}},
+};
+TEST_P(launch, jobs_have_different_names, apart) {
+    char first[sizeof seen.job];
+    fsdp_world *w;
+    environment(row->a, 0);
+    CALL(NULL, start(&w));
+    memcpy(first, seen.job, sizeof first);
+    environment(row->b, 0);
+    CALL(NULL, start(&w));
+    CHECK_MSG(strcmp(first, seen.job) != 0, "both are \"%s\"", first);
+}
+
+static const struct {
+    const char *name, *variables[VARIABLES_MAX], *text[2];
+} wrong[] = {
+    {"rank", {"RANK=one", "WORLD_SIZE=2"}, {"RANK", "'one'"}},
+    {"rank_below_0", {"RANK=-1", "WORLD_SIZE=2"}, {"RANK", "'-1'"}},
+    {"rank_and_more", {"RANK=1x", "WORLD_SIZE=2"}, {"RANK", "'1x'"}},
+    {"size_0", {"RANK=0", "WORLD_SIZE=0"}, {"WORLD_SIZE", "'0'"}},
+    {"size_too_large", {"RANK=0", "WORLD_SIZE=99999999999"}, {"WORLD_SIZE", "'99999999999'"}},
+    {"local_rank", {"RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=a"}, {"LOCAL_RANK", "'a'"}},
+    {"no_size", {"RANK=0", "MASTER_PORT=1"}, {"RANK is set", "WORLD_SIZE is not"}},
+    {"no_rank", {"WORLD_SIZE=2", "MASTER_PORT=1"}, {"WORLD_SIZE is set", "RANK is not"}},
+    {"rank_without_its_size_beside_open_mpi",
+     {"RANK=0", OMPI("0", "2", "0")},
+     {"RANK is set", "WORLD_SIZE is not"}},
+    {"rank_too_large", {"RANK=4", "WORLD_SIZE=4", "MASTER_PORT=1"}, {"RANK is 4", "WORLD_SIZE"}},
+    {"open_mpi_rank_too_large",
+     {OMPI("4", "2", "0")},
+     {"OMPI_COMM_WORLD_RANK is 4", "OMPI_COMM_WORLD_SIZE"}},
+    {"open_mpi_rank", {OMPI("x", "2", "0")}, {"OMPI_COMM_WORLD_RANK", "'x'"}},
+    {"open_mpi_size", {OMPI("0", "-2", "0")}, {"OMPI_COMM_WORLD_SIZE", "'-2'"}},
+    {"open_mpi_local", {OMPI("0", "2", "?")}, {"OMPI_COMM_WORLD_LOCAL_RANK", "'?'"}},
+    {"open_mpi_no_size",
+     {"OMPI_COMM_WORLD_RANK=1"},
+     {"OMPI_COMM_WORLD_RANK is set", "OMPI_COMM_WORLD_SIZE is not"}},
+    {"pmi_rank", {"PMI_RANK=1.5", "PMI_SIZE=2"}, {"PMI_RANK", "'1.5'"}},
+    {"pmi_size", {"PMI_RANK=1", "PMI_SIZE=two"}, {"PMI_SIZE", "'two'"}},
+    {"pmi_no_size", {"PMI_RANK=1"}, {"PMI_RANK is set", "PMI_SIZE is not"}},
+    {"slurm_rank", {SLURM("a", "2", "0"), "SLURM_STEP_ID=0"}, {"SLURM_PROCID", "'a'"}},
+    {"slurm_size", {SLURM("0", "0", "0"), "SLURM_STEP_ID=0"}, {"SLURM_NTASKS", "'0'"}},
+    {"slurm_step_size",
+     {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "SLURM_STEP_NUM_TASKS=x"},
+     {"SLURM_STEP_NUM_TASKS", "'x'"}},
+    {"slurm_local", {SLURM("0", "2", "z"), "SLURM_STEP_ID=0"}, {"SLURM_LOCALID", "'z'"}},
+    {"no_name", {"RANK=0", "WORLD_SIZE=2"}, {"2 ranks need a common name", "FSDP_JOB_ID"}},
+    {"no_name_pmi", {"PMI_RANK=1", "PMI_SIZE=2"}, {"2 ranks need a common name", "FSDP_JOB_ID"}},
+};
+TEST_P(launch, wrong, wrong) {
+    fsdp_world *w = NULL;
+    environment(row->variables, 0);
+    CHECK_STATUS(start(&w), FSDP_ERR_INVALID_ARG);
+    CHECK(w == NULL && seen.opened == 0);
+    for (int i = 0; i < 2; i++)
+        CHECK_MSG(strstr(fsdp_last_error(NULL), row->text[i]), "\"%s\" does not say \"%s\"",
+                  fsdp_last_error(NULL), row->text[i]);
+}
+
+/* A desc that names rank and size asks no launcher. */
+TEST(launch, desc_wins) {
+    static const char *const variables[VARIABLES_MAX] = {"RANK=junk", "OMPI_COMM_WORLD_RANK=junk",
+                                                         "SLURM_STEP_ID=junk"};
+    fsdp_world_desc d = w_desc(0, 1, NULL, "desc", 0);
+    fsdp_world *w;
+    environment(variables, 0);
+    CALL(NULL, fsdp_init(&d, &w));
+    CHECK(fsdp_rank(w) == 0 && fsdp_world_size(w) == 1);
+    CALL(NULL, fsdp_shutdown(w));
+}
+
+/* ---- ranks that meet ------------------------------------------------------------------------- */
+
+typedef struct {
+    const char *name, *variables[VARIABLES_MAX];
+    int size;
+} meet_row;
+static const meet_row meets[] = {
+    {"torchrun",
+     {"RANK=%r", "WORLD_SIZE=3", "LOCAL_RANK=%r", "MASTER_ADDR=localhost", "MASTER_PORT=%j"},
+     3},
+    {"open_mpi", {OMPI("%r", "4", "%r"), "PMIX_NAMESPACE=launch-%j@1"}, 4},
+    {"open_mpi_jobid", {OMPI("%r", "2", "%r"), "OMPI_MCA_ess_base_jobid=%j"}, 2},
+    {"pmi", {"PMI_RANK=%r", "PMI_SIZE=3", "MPI_LOCALRANKID=%r", "FSDP_JOB_ID=pmi-%j"}, 3},
+    {"slurm",
+     {"SLURM_PROCID=%r", "SLURM_NTASKS=4", "SLURM_LOCALID=%r", "SLURM_JOB_ID=%j",
+      "SLURM_STEP_ID=3"},
+     4},
+    {"slurm_batch_script", {SLURM("0", "4", "0")}, 1}};
+
+static void meet_rank(int rank, int world, void *arg) {
+    fsdp_world *w;
+    int64_t sum = (int64_t)1 << rank;
+    environment((const char *const *)arg, rank);
+    CALL(NULL, fsdp_init(NULL, &w));
+    CHECK_EQ_INT(fsdp_rank(w), rank);
+    CHECK_EQ_INT(fsdp_local_rank(w), rank);
+    CHECK_EQ_INT(fsdp_world_size(w), world);
+    CALL(w, fsdp_all_reduce(w, NULL, &sum, 1, FSDP_I64, FSDP_SUM));
+    CHECK_EQ_INT(sum, ((int64_t)1 << world) - 1);
+    CALL(w, fsdp_barrier(w));
+    CALL(NULL, fsdp_shutdown(w));
+}
+
+TEST_P(launch, ranks_meet, meets) {
+    h_ranks_proc(row->size, meet_rank, (void *)(uintptr_t)row->variables);
+}
+
+/* Two jobs of one host at the same time, told apart by their names alone. */
+static void two_jobs_rank(int rank, int world, void *arg) {
+    static const char *const jobs[2][VARIABLES_MAX] = {
+        {OMPI("%r", "2", "%r"), "PMIX_NAMESPACE=a%j"},
+        {OMPI("%r", "2", "%r"), "PMIX_NAMESPACE=b%j"}};
+    fsdp_world *w;
+    int64_t sum = (int64_t)1 << rank;
+    (void)world, (void)arg;
+    environment(jobs[rank / 2], rank % 2);
+    CALL(NULL, fsdp_init(NULL, &w));
+    CALL(w, fsdp_all_reduce(w, NULL, &sum, 1, FSDP_I64, FSDP_SUM));
+    CHECK_EQ_INT(sum, rank / 2 ? 12 : 3);
+    CALL(NULL, fsdp_shutdown(w));
+}
+
+TEST(launch, two_jobs_at_once) { h_ranks_proc(4, two_jobs_rank, NULL); }
+
+/* ---- the real mpirun ------------------------------------------------------------------------- */
+
+/* What a shell command prints, standard output alone; its exit status. */
+static int shell(const char *command, char *out) {
+    FILE *p = popen(command, "r");
+    CHECK(p != NULL);
+    out[fread(out, 1, OUTPUT_NBYTES - 1, p)] = 0;
+    const int status = pclose(p);
+    printf("%s\n%s", command, out);
+    return WIFEXITED(status) ? WEXITSTATUS(status) : -1;
+}
+
+static const char *built(char *path, const char *dir, const char *name) {
+    snprintf(path, 400, "%s/%s", dir, name);
+    return access(path, X_OK) ? NULL : path;
+}
+
+/* The same program under mpirun and under tools/fsdprun prints the same numbers. */
+static void under_mpirun(int ranks) {
+    static char by_mpirun[OUTPUT_NBYTES], by_fsdprun[OUTPUT_NBYTES];
+    const char *dir = getenv("FSDP_BUILD");
+    char hello[400], run[400], command[1000];
+    if (shell("mpirun --version 2>/dev/null", by_mpirun))
+        SKIP("no mpirun here: apt install openmpi-bin");
+    const int open_mpi = strstr(by_mpirun, "Open MPI") != NULL;
+    if (!built(hello, dir && *dir ? dir : "build", "examples/01_hello"))
+        SKIP("no 01_hello here: make examples builds it");
+    if (!built(run, "tools", "fsdprun")) SKIP("no tools/fsdprun here: make tools/fsdprun");
+    if (open_mpi) { /* as root, and with more ranks than cores */
+        setenv("OMPI_ALLOW_RUN_AS_ROOT", "1", 1);
+        setenv("OMPI_ALLOW_RUN_AS_ROOT_CONFIRM", "1", 1);
+        setenv("OMPI_MCA_rmaps_base_oversubscribe", "1", 1);
+        setenv("PRTE_MCA_rmaps_default_mapping_policy", ":oversubscribe", 1);
+    } else { /* its ranks get no common name */
+        setenv("FSDP_JOB_ID", w_job("mpirun"), 1);
+    }
+    snprintf(command, sizeof command, "mpirun -n %d %s", ranks, hello);
+    CHECK_EQ_INT(shell(command, by_mpirun), 0);
+    unsetenv("FSDP_JOB_ID");
+    snprintf(command, sizeof command, "%s -n %d %s", run, ranks, hello);
+    CHECK_EQ_INT(shell(command, by_fsdprun), 0);
+    CHECK(strstr(by_mpirun, "step 200  loss "));
+    CHECK_EQ_STR(by_mpirun, by_fsdprun);
+}
+
+TEST(launch, mpirun_1) { under_mpirun(1); }
+TEST(launch, mpirun_3) { under_mpirun(3); }
