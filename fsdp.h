@@ -1288,6 +1288,10 @@ static fsdp_status fsdpi_fail(fsdp_world *w, fsdp_status status, const char *fmt
     return status;
 }
 
+static fsdp_status fsdpi_null(fsdp_world *w, const char *what) {
+    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
+}
+
 // Abort the world with a finished text: sticky here, and told to the peers. The first failure
 // stays, and its text is there before its status can be seen.
 static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const char *text) {
@@ -2277,13 +2281,12 @@ static int fsdpi_can_fuse(const fsdp_unit *u) {
 
 // Gradients must be brought to the reduce dtype before the reduction, which cannot read them as
 // they are. What a fused reduction, or the last copy of a single rank, reads may be narrower.
-static int fsdpi_must_convert(const fsdp_unit *u) {
+static int fsdpi_must_convert(const fsdp_unit *u, int has_hook) {
     fsdp_dtype dtype = u->parts[u->users_part].param_dtype;
     if (u->train_parts > 1) return 1;
     if (dtype == u->reduce_dtype) return 0;
     int widens = u->reduce_dtype == FSDP_F32 && fsdp_dtype_size(dtype) == 2;
-    int reads = fsdpi_shards(u) > 1 ? fsdpi_can_fuse(u)
-                                    : fsdpi_replicas(u) == 1 && !u->all_reduce_hook;
+    int reads = fsdpi_shards(u) > 1 ? fsdpi_can_fuse(u) : fsdpi_replicas(u) == 1 && !has_hook;
     return !(widens && reads);
 }
 
@@ -2303,7 +2306,7 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
         if (at < 0) return FSDP_ERR_OUT_OF_MEMORY;
         u->classes[pool] = at;
         m->classes[at].ahead |= pool == FSDP_POOL_GATHER ||
-                                (pool == FSDP_POOL_GRAD && !fsdpi_must_convert(u)) ||
+                                (pool == FSDP_POOL_GRAD && !fsdpi_must_convert(u, 0)) ||
                                 (pool == FSDP_POOL_ROUT && fsdpi_replicas(u) > 1);
     }
     return FSDP_OK;
@@ -2818,7 +2821,8 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     if (!status && m->desc.debug)
         status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
                                  (int64_t)buf->bytes, 0xFF);
-    if (!status && !m->dry) status = fsdpi_mark(m->world, stream, &buf->avail);
+    if (!status && !m->dry && buf->avail.seq == 0) // else nobody has written it meanwhile
+        status = fsdpi_mark(m->world, stream, &buf->avail);
     buf->held = 0;
     buf->released = ++m->release_seq;
     *slot = NULL;
@@ -3261,9 +3265,9 @@ static uint64_t fsdpi_used_hash(const fsdp_unit *u) {
 static int fsdpi_was_used(const fsdp_unit *u, const fsdpi_param *p) {
     fsdp_dtype dtype = u->parts[u->users_part].dtype, grad = fsdpi_grad_dtype(u->model, dtype);
     int64_t at = fsdpi_bytes(u->users_base + p->user_index, grad);
-    float users = p->has_grad;
-    if (fsdpi_ranks(u) > 1)
-        (void)fsdp_convert(&users, FSDP_F32, u->model->flats[dtype].grad->ptr + at, grad, 1);
+    float users = 0;
+    if (p->has_grad || fsdpi_ranks(u) == 1) return p->has_grad;
+    (void)fsdp_convert(&users, FSDP_F32, u->model->flats[dtype].grad->ptr + at, grad, 1);
     return users != 0.0f;
 }
 
@@ -3323,11 +3327,16 @@ static fsdp_status fsdpi_call_all_reduce_hook(const fsdp_op *op, void *stream) {
                               stream);
 }
 
+// Where the last copy to the shard gradients runs.
+static int fsdpi_out_stream(const fsdp_unit *u) {
+    return fsdpi_replicas(u) > 1 ? FSDP_STREAM_ALLREDUCE : FSDP_STREAM_REDUCE;
+}
+
 // Sums over the shard group -> shard gradients: over the replicas, the user's hook, divide, cast,
 // add to what is there.
 static fsdp_status fsdpi_red_out(fsdp_unit *u, fsdp_buf **from, fsdp_dtype dtype, double scale) {
     fsdp_model *m = u->model;
-    int stream = fsdpi_replicas(u) > 1 ? FSDP_STREAM_ALLREDUCE : FSDP_STREAM_REDUCE;
+    int stream = fsdpi_out_stream(u);
     fsdp_status status = FSDP_OK;
     if (fsdpi_replicas(u) > 1) {
         fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, stream);
@@ -3391,7 +3400,7 @@ static fsdp_status fsdpi_collect(fsdp_unit *u) {
     fsdp_status status = overwrite ? fsdpi_zero_unused(u) : FSDP_OK;
     if (!status && !u->model->dry) // the caller wrote it
         status = fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &u->grad->ready);
-    int elsewhere = u->rin || fsdpi_must_convert(u) ||
+    int elsewhere = u->rin || fsdpi_must_convert(u, u->all_reduce_hook != NULL) ||
                     (!fsdpi_syncs(u) && (overwrite || dtype != u->reduce_dtype));
     return status || !elsewhere ? status : fsdpi_accumulate(u);
 }
@@ -3412,39 +3421,42 @@ static int fsdpi_any_used(const fsdp_unit *u) {
     return any;
 }
 
-/* End of a unit's backward: reduce over the shard group, over the replicas, to the shard gradients.
-   Without sync gradients stay, in the slot where they were written or, if they are to be widened or
-   would be overwritten, summed in the reduce input; without all_reduce, in the reduce output. */
-static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
-    double factor, before = fsdpi_divide_before(u, &factor);
+// Reduce what was collected: over the shard group, over the replicas, to the shard gradients.
+static fsdp_status fsdpi_reduce_unit(fsdp_unit *u) {
+    double factor, before = fsdpi_divide_before(u, &factor), scale = before / factor;
     int straight = fsdpi_is_straight(u), one = fsdpi_shards(u) == 1;
-    int stream = fsdpi_replicas(u) > 1 ? FSDP_STREAM_ALLREDUCE : FSDP_STREAM_REDUCE;
-    if (u->num_train == 0) return FSDP_OK;
-    if (u->grad_alias) { // other units may have written the block meanwhile: the event is for both
-        fsdp_status status = fsdpi_caller_writes(u, fsdpi_flat_of(u, u->parts)->grad);
-        return status ? status : fsdpi_grads_done(u, FSDP_STREAM_COMPUTE);
-    }
-    if (!u->reduce_unused && !fsdpi_any_used(u) && !u->rout) {
-        fsdp_status status = fsdpi_release(u, &u->rin, FSDP_STREAM_REDUCE);
-        fsdp_status grad = fsdpi_release(u, &u->grad, FSDP_STREAM_COMPUTE);
-        return status ? status : grad;
-    }
-    fsdp_status status = u->grad ? fsdpi_collect(u) : FSDP_OK;
-    if (status || !fsdpi_syncs(u)) return status;
+    fsdp_status status = FSDP_OK;
     fsdp_buf **input = u->rin ? &u->rin : &u->grad;
     fsdp_dtype dtype = u->rin ? u->reduce_dtype : u->parts[u->users_part].param_dtype;
     if (*input) {
         uint64_t used = u->reduce_unused ? u->desc_hash : fsdpi_used_hash(u);
         if (!u->rin) status = fsdpi_chunk_cat(u);
         if (!status && fsdpi_ranks(u) > 1) status = fsdpi_emit_users(u, *input, dtype);
-        if (!status && !one)
-            status = fsdpi_reduce_scatter(u, input, dtype, used, straight, before / factor);
+        if (!status && !one) status = fsdpi_reduce_scatter(u, input, dtype, used, straight, scale);
     }
     if (status || (fsdpi_replicas(u) > 1 && !u->all_reduce)) return status;
     if (!straight)
-        status = fsdpi_red_out(u, one ? input : &u->rout, one ? dtype : u->reduce_dtype,
-                               before / factor);
-    return status ? status : fsdpi_grads_done(u, stream);
+        status = fsdpi_red_out(u, one ? input : &u->rout, one ? dtype : u->reduce_dtype, scale);
+    return status ? status : fsdpi_grads_done(u, fsdpi_out_stream(u));
+}
+
+/* End of a unit's backward. Without sync gradients stay, in the slot where they were written or, if
+   they are to be widened or would be overwritten, summed in the reduce input; without all_reduce,
+   in the reduce output. */
+static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
+    fsdp_status status = FSDP_OK;
+    if (u->num_train == 0) return FSDP_OK;
+    if (!u->reduce_unused && !fsdpi_any_used(u) && !u->rout) {
+        status = fsdpi_release(u, &u->rin, FSDP_STREAM_REDUCE);
+        fsdp_status grad = fsdpi_release(u, &u->grad, FSDP_STREAM_COMPUTE);
+        return status ? status : grad;
+    }
+    if (u->grad_alias) { // other units may have written the block meanwhile: the event is for both
+        status = fsdpi_caller_writes(u, fsdpi_flat_of(u, u->parts)->grad);
+        return status ? status : fsdpi_grads_done(u, FSDP_STREAM_COMPUTE);
+    }
+    if (u->grad) status = fsdpi_collect(u);
+    return status || !fsdpi_syncs(u) ? status : fsdpi_reduce_unit(u);
 }
 
 // Finalize: gradients of earlier microbatches of a unit that this backward did not reach.
@@ -3995,9 +4007,7 @@ static fsdp_status fsdpi_announce(fsdp_model *m, fsdp_unit *u, int call, uint8_t
 
 // A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
-    if (!m)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the model is NULL",
-                          fsdpi_call_name(call));
+    if (!m) return fsdpi_null(NULL, fsdpi_call_name(call));
     fsdp_status status = fsdpi_commit(m);
     if (!status) status = fsdpi_check_units(m, call);
     if (!status) status = fsdpi_announce(m, NULL, call, FSDP_STATE_IDLE);
@@ -4044,7 +4054,7 @@ static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
         for (int k = 0; k < u->num_params && u->counted; k++)
             if (u->params[k].requires_grad)
                 u->params[k].has_grad |= (uint8_t)fsdpi_was_used(u, &u->params[k]);
-        if (u->counted) u->flags_read = 0;
+        if (u->counted && !u->rout) u->flags_read = 0; // what copied them has been waited for
         u->counted = 0;
     }
     return status;
@@ -4440,7 +4450,7 @@ static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
 static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data,
                                    int64_t count, const char *what, fsdp_comm **comm) {
     *comm = NULL;
-    if (!w) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the world is NULL", what);
+    if (!w) return fsdpi_null(NULL, what);
     fsdp_status status = fsdpi_failed(w);
     if (status) return status;
     if (count < 0 || (count > 0 && !data))
@@ -4521,8 +4531,7 @@ static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const 
 FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *desc,
                                       fsdp_mesh **mesh) {
     fsdp_mesh_desc d;
-    if (!world || !desc || !mesh)
-        return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "mesh_create: an argument is NULL");
+    if (!world || !desc || !mesh) return fsdpi_null(world, "mesh_create");
     *mesh = NULL;
     fsdp_status status = fsdpi_failed(world);
     if (!status) status = fsdpi_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc");
@@ -4540,8 +4549,7 @@ FSDP_API fsdp_status fsdp_mesh_1d(fsdp_world *world, const char *name, fsdp_mesh
 
 // Checks that functions which make a mesh from a mesh share.
 static fsdp_status fsdpi_mesh_call(const fsdp_mesh *mesh, const char *what, fsdp_mesh **out) {
-    if (!mesh || !out)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
+    if (!mesh || !out) return fsdpi_null(NULL, what);
     *out = NULL;
     return fsdpi_failed(mesh->world);
 }
@@ -4640,8 +4648,7 @@ FSDP_API int fsdp_mesh_rank(const fsdp_mesh *mesh, int dim) {
 FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int shard_dim,
                                          int replicate_dim, fsdp_mesh_info *out) {
     static const char *const names[] = {"FSDP", "DDP", "HSDP"};
-    if (!mesh || !out)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "mesh_info_init: an argument is NULL");
+    if (!mesh || !out) return fsdpi_null(NULL, "mesh_info_init");
     fsdp_world *w = mesh->world;
     if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP)
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: kind is %d", kind);
@@ -4705,8 +4712,7 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
 FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc *desc,
                                        fsdp_model **model) {
     fsdp_model_desc d;
-    if (!world || !model)
-        return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "model_create: an argument is NULL");
+    if (!world || !model) return fsdpi_null(world, "model_create");
     *model = NULL;
     fsdp_status status = fsdpi_failed(world);
     if (!status) status = fsdpi_desc_read(world, &d, desc, sizeof d, "fsdp_model_desc");
@@ -4756,9 +4762,7 @@ FSDP_API void fsdp_model_destroy(fsdp_model *model) {
 FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
                                       fsdp_unit **unit) {
     fsdp_unit_desc d;
-    if (!model || !desc || !unit)
-        return fsdpi_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
-                          "fully_shard: an argument is NULL");
+    if (!model || !desc || !unit) return fsdpi_null(model ? model->world : NULL, "fully_shard");
     *unit = NULL;
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_failed(w);
@@ -4801,13 +4805,11 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
 }
 
 FSDP_API fsdp_status fsdp_model_commit(fsdp_model *model) {
-    return model ? fsdpi_commit(model)
-                 : fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_commit: the model is NULL");
+    return model ? fsdpi_commit(model) : fsdpi_null(NULL, "model_commit");
 }
 
 FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
-    return model ? fsdpi_reserve(model)
-                 : fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_reserve: the model is NULL");
+    return model ? fsdpi_reserve(model) : fsdpi_null(NULL, "model_reserve");
 }
 
 FSDP_API int fsdp_num_params(const fsdp_model *model) { return model ? model->num_params : 0; }
@@ -4831,8 +4833,7 @@ static fsdp_status fsdpi_shards_readable(fsdp_model *m) {
 }
 
 FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_view *out) {
-    if (!unit || !out)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "param_view_get: an argument is NULL");
+    if (!unit || !out) return fsdpi_null(NULL, "param_view_get");
     fsdp_status status = fsdpi_shards_readable(unit->model);
     if (status) return status;
     if (index < 0 || index >= unit->num_params)
@@ -4844,8 +4845,7 @@ FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_
 }
 
 FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_view *out) {
-    if (!model || !out)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "param_at: an argument is NULL");
+    if (!model || !out) return fsdpi_null(NULL, "param_at");
     for (int i = 0; i < model->num_units; i++) {
         fsdp_unit *u = model->units[i];
         int first = u->params[0].ordinal;
@@ -4933,9 +4933,7 @@ FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_f
 }
 
 static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
-    if (!u)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the unit is NULL",
-                          fsdpi_call_name(call));
+    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call));
     if (index < 0 || index >= u->num_params)
         return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_ARG,
                           "%s: unit '%s' has no parameter %d, expected 0..%d",
@@ -5007,9 +5005,7 @@ static fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
 }
 
 static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
-    if (!u)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the unit is NULL",
-                          fsdpi_call_name(call));
+    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call));
     fsdp_model *m = u->model;
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
@@ -5142,7 +5138,7 @@ FSDP_API fsdp_status fsdp_clip_grad_norm(fsdp_model *model, double max_norm, dou
 }
 
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
-    if (!model) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_reset: the model is NULL");
+    if (!model) return fsdpi_null(NULL, "model_reset");
     fsdp_status status = fsdpi_failed(model->world);
     if (status || !model->committed) return status;
     fsdpi_drain(model->world);
@@ -5157,7 +5153,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
 
 // A setter for one unit or all (NULL): which ones; none may be between pre and post.
 static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int *first, int *end) {
-    if (!m) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the model is NULL", what);
+    if (!m) return fsdpi_null(NULL, what);
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
     if (u && u->model != m)
@@ -5172,15 +5168,13 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
 }
 
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
-    if (!model)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "set_grad_enabled: the model is NULL");
+    if (!model) return fsdpi_null(NULL, "set_grad_enabled");
     model->grad_enabled = enabled != 0;
     return fsdpi_failed(model->world);
 }
 
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
-    if (!model)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "set_is_last_backward: the model is NULL");
+    if (!model) return fsdpi_null(NULL, "set_is_last_backward");
     model->is_last_backward = is_last != 0;
     return fsdpi_failed(model->world);
 }
@@ -5376,7 +5370,7 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit) {
 
 FSDP_API fsdp_status fsdp_set_driver(fsdp_model *model, const fsdp_driver *driver) {
     static const fsdp_driver none = {NULL, NULL, NULL};
-    if (!model) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "set_driver: the model is NULL");
+    if (!model) return fsdpi_null(NULL, "set_driver");
     fsdp_status status = fsdpi_failed(model->world);
     if (!status) status = fsdpi_check_units(model, FSDP_CALL_PARAMS_CHANGED);
     if (!status) model->driver = driver ? *driver : none;
@@ -5407,15 +5401,13 @@ static void fsdpi_memory(const fsdp_model *m, fsdp_memory *out) {
 }
 
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out) {
-    if (!model || !out)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_memory: an argument is NULL");
+    if (!model || !out) return fsdpi_null(NULL, "model_memory");
     fsdpi_memory(model, out);
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
-    if (!unit || !out)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "unit_memory: an argument is NULL");
+    if (!unit || !out) return fsdpi_null(NULL, "unit_memory");
     const fsdp_buf *held[FSDP_POOL_COUNT] = {NULL,       NULL,      unit->gather, unit->slice,
                                              unit->grad, unit->rin, unit->rout,   NULL};
     memset(out, 0, sizeof *out);
@@ -5499,8 +5491,7 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
 
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out) {
     fsdp_model *dry = NULL;
-    if (!model || !out)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_predict: an argument is NULL");
+    if (!model || !out) return fsdpi_null(NULL, "model_predict");
     fsdp_status status = fsdpi_dry_run(model, &dry);
     if (!status) {
         fsdpi_memory(dry, out);
@@ -5511,8 +5502,7 @@ FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *ou
 }
 
 FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters *out) {
-    if (!model || !out)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "model_counters: an argument is NULL");
+    if (!model || !out) return fsdpi_null(NULL, "model_counters");
     *out = model->counters;
     return FSDP_OK;
 }

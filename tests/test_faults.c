@@ -763,7 +763,7 @@ static fsdp_world *one_rank(w_heap *heap) {
 TEST(faults, world_descs) {
     fsdp_device_ops device = *fsdpi_host_ops();
     fsdp_comm_ops comm = *fsdp_shm_comm_ops();
-    REFUSED(NULL, fsdp_init(NULL, NULL), "world is NULL");
+    REFUSED(NULL, fsdp_init(NULL, NULL), "NULL");
     BAD_WORLD(d.size = (uint32_t)sizeof d + 8, "size");
     BAD_WORLD(d.size = 23, "size");
     BAD_WORLD(d.size = 1, "size");

@@ -882,7 +882,7 @@ static const char *reduce_dtype(replay *r, unit *u, const char *dtype) {
     return fsdp_dtype_name(written);
 }
 
-/* A line of an all-gather: as it is, in bytes, or over the whole group because the slice is lost. */
+/* A line of an all-gather: as it is, in bytes, or of the whole group when the slice is lost. */
 static void expect_gather(replay *r, const emit *e) {
     unit *u = &r->units[e->unit];
     list *l = &r->want;
@@ -968,8 +968,8 @@ static void only_ours(replay *r, int i) {
     u->todo = u->survived = 0;
 }
 
-/* The next unit in the order of their creation, from entry `at` on, whose post_backward finalize has
-   to see to; their number: none. */
+/* The next unit in the order of their creation, from entry `at` on, whose post_backward is left to
+   finalize; the number of units: none. */
 static int next_unfinished(const replay *r, int at) {
     while (at < r->num_units) {
         const unit *u = &r->units[r->order[at]];

@@ -294,18 +294,19 @@ static int is_wide(fsdp_dtype d) { return d == FSDP_F32 || d == FSDP_F64; }
 
 /* The reduction goes from the gradients, or from what waited for it, straight to the shard
    gradients: it casts, scales and adds on its way. */
-static int straight(const model *m, int i) {
+static int straight(const model *m, int i, int hook) {
     const unit *d = &m->n->units[i];
     return d->replicas == 1 && (d->shards == 1 || (m->n->fused && !m->n->offload)) &&
-           pairs_of(m, i, TRAINABLE) == 1 && is_wide(reduced_in(m, i)) && !m->units[i].sum_hook;
+           pairs_of(m, i, TRAINABLE) == 1 && is_wide(reduced_in(m, i)) && !hook;
 }
 
-/* The gradients have to be copied to be reduced: no sum of another dtype takes them as they are. */
-static int converts(const model *m, int i) {
+/* The gradients have to be copied to be reduced: no sum of another dtype takes them as they are.
+   hook: there is an all-reduce hook, which is given the sums in their dtype. */
+static int converts(const model *m, int i, int hook) {
     fsdp_dtype in = grads_in(m, i), red = reduced_in(m, i);
     int narrow = in == FSDP_BF16 || in == FSDP_F16;
     int fuses = m->n->fused && m->n->units[i].shards > 1 && pairs_of(m, i, TRAINABLE) == 1;
-    return in != red && !((fuses || straight(m, i)) && red == FSDP_F32 && narrow);
+    return in != red && !((fuses || straight(m, i, hook)) && red == FSDP_F32 && narrow);
 }
 
 /* -- slots -- */
@@ -317,7 +318,7 @@ static int filled_ahead(const model *m, int pool, int64_t bytes) {
     for (int i = 0; i < m->n->num_units; i++) {
         if (m->units[i].bytes[pool] != bytes) continue;
         ahead |= pool == FSDP_POOL_GATHER;
-        ahead |= pool == FSDP_POOL_GRAD && !converts(m, i);
+        ahead |= pool == FSDP_POOL_GRAD && !converts(m, i, 0); /* hooks come and go */
         ahead |= pool == FSDP_POOL_ROUT && m->n->units[i].replicas > 1;
     }
     return ahead && (m->n->async || m->n->lanes);
@@ -441,8 +442,9 @@ static int aliases(const model *m, int i) {
     if (!(u->factor <= 1 && u->factor >= 1) && u->factor > 0) return 0;
     if (pairs_of(m, i, ALL) > 1 || (m->n->overwrite && u->summed)) return 0;
     for (int k = 0; k < d->num_params; k++)
-        if (!u->frozen[k] && (gathered_as(m->n, d, &d->params[k]) != grad_as(m->n, &d->params[k]) ||
-                              reduced_in(m, i) != grad_as(m->n, &d->params[k])))
+        if (!u->frozen[k] && (gathered_as(m->n, d, &d->params[k]) != d->params[k].dtype ||
+                              grad_as(m->n, &d->params[k]) != d->params[k].dtype ||
+                              reduced_in(m, i) != d->params[k].dtype))
             return 0;
     return 1;
 }
@@ -465,7 +467,9 @@ static void accumulate(model *m, int i) {
     unit_model *u = &m->units[i];
     int waits = !syncs(m, i) || u->unreduced;
     if (aliases(m, i)) return;
-    if (waits ? grads_in(m, i) == reduced_in(m, i) && !m->n->overwrite : !converts(m, i)) return;
+    if (waits ? grads_in(m, i) == reduced_in(m, i) && !m->n->overwrite
+              : !converts(m, i, u->sum_hook))
+        return;
     if (u->holds[FSDP_POOL_RIN] == 0) take(m, i, FSDP_POOL_RIN);
     give(m, i, FSDP_POOL_GRAD);
 }
@@ -473,7 +477,7 @@ static void accumulate(model *m, int i) {
 /* The reduction needs an output that is not the shard gradients. */
 static int takes_out(const model *m, int i) {
     const unit *d = &m->n->units[i];
-    if (d->shards == 1 || straight(m, i)) return 0;
+    if (d->shards == 1 || straight(m, i, m->units[i].sum_hook)) return 0;
     if (d->replicas > 1 || m->n->fused || m->n->offload || pairs_of(m, i, TRAINABLE) > 1 ||
         m->units[i].sum_hook)
         return 1;

@@ -838,6 +838,7 @@ static void one_loop(job *j) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_unit *unit[3] = {NULL, NULL, NULL};
     md.direct_min = 1;
+    md.grad_dtype = j->grad_dtype;
     CALL(j->w, fsdp_model_create(j->w, &md, &j->model));
     for (int u = 0; u < 3; u++) { /* packed and direct ones: in memory not in this order */
         fsdp_param_desc d[4] = {fsdp_vec("b", 16), fsdp_mat("w", 32, 32), fsdp_mat("v", 16, 1),
@@ -867,8 +868,13 @@ static void one_loop(job *j) {
     }
 }
 TEST(optim, one_loop) {
-    launch(1, 0, 0, 0, one_loop);
-    launch(2, 0, 0, 0, one_loop);
+    static start more;
+    for (int world = 1; world <= 2; world++) {
+        more.grad_dtype = FSDP_DTYPE_KEEP;
+        launch_as(world, 0, 0, 0, &more, one_loop);
+        more.grad_dtype = FSDP_BF16;
+        launch_as(world, 0, 0, 0, &more, one_loop);
+    }
 }
 
 /* A gathered copy from before the step is not used after it; nor does the step disturb a gather that
