@@ -107,6 +107,7 @@ STEP BY STEP
     Microbatches: fsdp_set_requires_gradient_sync(model, NULL, 0) for all but the last one.
     Evaluation: fsdp_set_grad_enabled(model, 0), forwards, fsdp_set_grad_enabled(model, 1).
     Recompute: pre_forward and post_forward between a unit's pre_backward and post_backward.
+    HSDP: a 2-D mesh whose dims are named; dim 0 replicates, dim 1 shards. Other dims: mesh_info.
 
 IT DOES NOT
     differentiate, run kernels, own your activations, or find the root: the model is the root.
@@ -145,7 +146,6 @@ DETERMINISM
 
 LIMITS OF THIS VERSION
     Devices whose memory the host can read; one host (backend shm). Linux; gcc or clang.
-    docs/from-pytorch.md and docs/parity.md have the whole tables.
 */
 #ifndef FSDP_H
 #define FSDP_H
@@ -1223,6 +1223,7 @@ enum {
 }; // how ops run: at once, by worker threads, by the device
 
 typedef struct fsdpi_lane fsdpi_lane;
+typedef struct fsdpi_subgroup fsdpi_subgroup;
 
 struct fsdp_threads {
     uint32_t lock; // fsdpi_lock
@@ -1251,9 +1252,9 @@ struct fsdp_world {
     fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDPI_LANES; COMPUTE has none; may be the same one
     void *bounce;                         // comm memory for collectives on host data
     uint64_t seq;
-    fsdp_mesh *meshes;                // all of this world
-    struct fsdpi_subgroup *subgroups; // of its meshes
-    fsdp_model *models;               // all of this world
+    fsdp_mesh *meshes;         // all of this world
+    fsdpi_subgroup *subgroups; // of its meshes
+    fsdp_model *models;        // all of this world
 };
 
 static __thread char fsdpi_thread_error[FSDPI_TEXT];
@@ -1662,7 +1663,7 @@ struct fsdpi_subgroup {
     const fsdp_mesh *mesh;
     int dim, size;
     fsdp_comm *comm;
-    struct fsdpi_subgroup *next;
+    fsdpi_subgroup *next;
 };
 
 static char *fsdpi_copy_text(const fsdp_allocator *a, const char *text) {
@@ -1681,7 +1682,7 @@ static int fsdpi_mesh_numel(const fsdp_mesh *mesh) {
 static void fsdpi_mesh_free(fsdp_mesh *mesh) {
     fsdp_world *w = mesh->world;
     const fsdp_allocator *a = &w->boot.allocator;
-    for (struct fsdpi_subgroup **at = &w->subgroups, *sub; (sub = *at) != NULL;) {
+    for (fsdpi_subgroup **at = &w->subgroups, *sub; (sub = *at) != NULL;) {
         if (sub->mesh != mesh) {
             at = &sub->next;
             continue;
@@ -1752,51 +1753,39 @@ static void fsdpi_mesh_members(const fsdp_mesh *mesh, const int32_t *dims, int n
     }
 }
 
-// Split a comm into groups of `size` members each; index: my place, -1: in none.
-static fsdp_status fsdpi_split(fsdp_world *w, fsdp_comm *parent, const int32_t *members, int index,
-                               int size, int lane, const char *name, fsdp_comm **out) {
-    fsdp_group group = {index < 0 ? -1 : members[0], index, size, lane, members,
-                        name ? name : "mesh"};
-    fsdp_status status = w->comm_ops->split(parent, &group, out);
-    return status ? fsdpi_world_fail(w, status, w->comm_ops->error_text(parent)) : FSDP_OK;
-}
-
-static fsdp_status fsdpi_mesh_split(fsdp_mesh *mesh, int dim, int lane, fsdp_comm **out) {
+// Split the world along a dim; or, when `size` is less than the dim's, its group into neighbours.
+static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, int lane,
+                                    const char *name, fsdp_comm **out) {
     fsdp_world *w = mesh->world;
-    int32_t d = dim, size = mesh->shape[dim];
-    int32_t *members = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)size * sizeof *members);
+    fsdp_comm *parent = size < mesh->shape[dim] ? mesh->gather_comm[dim] : w->comm;
+    int32_t d = dim, me = mesh->coord[dim], first = me < 0 ? 0 : me / size * size;
+    int32_t *members = (int32_t *)fsdpi_alloc(&w->boot.allocator,
+                                              (size_t)mesh->shape[dim] * sizeof *members);
     if (!members) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group");
     fsdpi_mesh_members(mesh, &d, 1, members);
-    fsdp_status status = fsdpi_split(w, w->comm, members, mesh->coord[dim], size, lane,
-                                     mesh->names[dim], out);
+    fsdp_group group = {
+        me < 0 ? -1 : members[first], me < 0 ? -1 : me - first, size, lane, members + first,
+        name ? name : "mesh"};
+    fsdp_status status = w->comm_ops->split(parent, &group, out);
     fsdpi_free(&w->boot.allocator, members);
-    return status;
+    return status ? fsdpi_world_fail(w, status, w->comm_ops->error_text(parent)) : FSDP_OK;
 }
 
 // The group of `size` neighbours along a dim that this rank is in, made at its first use.
 static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size, fsdp_comm **out) {
     fsdp_world *w = mesh->world;
-    const fsdp_allocator *a = &w->boot.allocator;
-    struct fsdpi_subgroup *sub = w->subgroups;
+    fsdpi_subgroup *sub = w->subgroups;
     while (sub && !(sub->mesh == mesh && sub->dim == dim && sub->size == size)) sub = sub->next;
     *out = sub ? sub->comm : NULL;
     if (sub) return FSDP_OK;
-    int32_t d = dim, first = mesh->coord[dim] / size * size;
-    sub = (struct fsdpi_subgroup *)fsdpi_alloc(a, sizeof *sub);
-    int32_t *members = (int32_t *)fsdpi_alloc(a, (size_t)mesh->shape[dim] * sizeof *members);
+    sub = (fsdpi_subgroup *)fsdpi_alloc(&w->boot.allocator, sizeof *sub);
     fsdp_status status = FSDP_OK;
-    if (!sub || !members)
-        status = fsdpi_fail_together(
-            w, fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group"));
-    if (!status) {
-        fsdpi_mesh_members(mesh, &d, 1, members);
-        status = fsdpi_split(w, mesh->gather_comm[dim], members + first, mesh->coord[dim] - first,
-                             size, FSDP_STREAM_GATHER, "post_forward", &sub->comm);
-    }
-    fsdpi_free(a, members);
+    if (!sub) status = fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group");
+    if (!status)
+        status = fsdpi_mesh_split(mesh, dim, size, FSDP_STREAM_GATHER, "post_forward", &sub->comm);
     if (status) {
-        fsdpi_free(a, sub);
-        return status;
+        fsdpi_free(&w->boot.allocator, sub);
+        return fsdpi_failed(w) ? status : fsdpi_fail_together(w, status);
     }
     sub->mesh = mesh;
     sub->dim = dim;
@@ -1817,9 +1806,11 @@ static fsdp_status fsdpi_mesh_groups(fsdp_mesh *mesh, int dim) {
         mesh->reduce_comm[0] = w->reduce_comm;
         return FSDP_OK;
     }
-    fsdp_status status = fsdpi_mesh_split(mesh, dim, FSDP_STREAM_GATHER, &mesh->gather_comm[dim]);
+    fsdp_status status = fsdpi_mesh_split(mesh, dim, mesh->shape[dim], FSDP_STREAM_GATHER,
+                                          mesh->names[dim], &mesh->gather_comm[dim]);
     if (!status && two)
-        status = fsdpi_mesh_split(mesh, dim, FSDP_STREAM_REDUCE, &mesh->reduce_comm[dim]);
+        status = fsdpi_mesh_split(mesh, dim, mesh->shape[dim], FSDP_STREAM_REDUCE, mesh->names[dim],
+                                  &mesh->reduce_comm[dim]);
     if (!status && !two) mesh->reduce_comm[dim] = mesh->gather_comm[dim];
     return status;
 }
@@ -2868,40 +2859,35 @@ static fsdp_status fsdpi_do_stale(fsdp_unit *u) {
 }
 
 // A view but for the gradient, whose presence is known to the caller's thread only.
-static void fsdpi_view_static(const fsdp_unit *u, int index, fsdp_param_view *v) {
+static fsdp_param_view fsdpi_view_static(const fsdp_unit *u, int index) {
     const fsdpi_param *p = &u->params[index];
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
-    memset(v, 0, sizeof *v);
-    v->unit = u->model->units[u->index];
-    v->name = p->name;
-    v->unit_name = u->name;
-    v->user = p->user;
-    v->unit_user = u->user;
-    v->ordinal = p->ordinal;
-    v->index = index;
-    v->dtype = p->dtype;
-    v->grad_dtype = fsdpi_grad_dtype(u->model, p->dtype);
-    v->ndim = p->lay.ndim;
-    v->shard_dim = p->lay.shard_dim;
-    v->requires_grad = p->requires_grad;
-    memcpy(v->shape, p->lay.shape, sizeof v->shape);
-    memcpy(v->local_shape, p->lay.shape, sizeof v->local_shape);
-    v->start[v->shard_dim] = p->lay.start;
-    v->local_shape[v->shard_dim] = p->lay.rows;
-    v->numel = p->lay.local_numel;
-    v->data = v->shard = flat->shard->ptr + fsdpi_bytes(p->lay.shard_offset, p->dtype);
-}
-
-// The view of a parameter for a user's function in a stream's order.
-static fsdp_param_view fsdpi_call_view(const fsdp_op *op) {
     fsdp_param_view v;
-    fsdpi_view_static(op->unit, op->root, &v);
+    memset(&v, 0, sizeof v);
+    v.unit = u->model->units[u->index];
+    v.name = p->name;
+    v.unit_name = u->name;
+    v.user = p->user;
+    v.unit_user = u->user;
+    v.ordinal = p->ordinal;
+    v.index = index;
+    v.dtype = p->dtype;
+    v.grad_dtype = fsdpi_grad_dtype(u->model, p->dtype);
+    v.ndim = p->lay.ndim;
+    v.shard_dim = p->lay.shard_dim;
+    v.requires_grad = p->requires_grad;
+    memcpy(v.shape, p->lay.shape, sizeof v.shape);
+    memcpy(v.local_shape, p->lay.shape, sizeof v.local_shape);
+    v.start[v.shard_dim] = p->lay.start;
+    v.local_shape[v.shard_dim] = p->lay.rows;
+    v.numel = p->lay.local_numel;
+    v.data = v.shard = flat->shard->ptr + fsdpi_bytes(p->lay.shard_offset, p->dtype);
     return v;
 }
 
 static fsdp_status fsdpi_call_pre_gather(const fsdp_op *op, void *stream) {
     const fsdpi_param *p = &op->unit->params[op->root];
-    fsdp_param_view v = fsdpi_call_view(op);
+    fsdp_param_view v = fsdpi_view_static(op->unit, op->root);
     void *strings[FSDP_GATHER_TENSORS];
     for (int i = 0; i < p->num_strings; i++)
         strings[i] = (char *)op->dst_ptr + p->string_offset[i] +
@@ -2911,7 +2897,7 @@ static fsdp_status fsdpi_call_pre_gather(const fsdp_op *op, void *stream) {
 
 static fsdp_status fsdpi_call_post_gather(const fsdp_op *op, void *stream) {
     const fsdpi_param *p = &op->unit->params[op->root];
-    fsdp_param_view v = fsdpi_call_view(op);
+    fsdp_param_view v = fsdpi_view_static(op->unit, op->root);
     fsdp_dtype dtype = fsdpi_part_of(op->unit, p)->param_dtype;
     const void *gathered[FSDP_GATHER_TENSORS];
     for (int i = 0; i < p->num_strings; i++)
@@ -3366,7 +3352,7 @@ static fsdp_status fsdpi_call_grad_hook(const fsdp_op *op, void *stream) {
     const fsdpi_param *p = &u->params[op->root];
     const fsdpi_part *part = fsdpi_part_of(u, p);
     fsdp_dtype dtype = fsdpi_grad_dtype(u->model, part->dtype);
-    fsdp_param_view v = fsdpi_call_view(op);
+    fsdp_param_view v = fsdpi_view_static(op->unit, op->root);
     v.shard_grad = fsdpi_flat_of(u, part)->grad->ptr + fsdpi_bytes(p->lay.shard_offset, dtype);
     return fsdpi_was_used(u, p) ? p->grad_hook(p->grad_hook_user, &v, stream) : FSDP_OK;
 }
@@ -4819,7 +4805,7 @@ FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit) { return unit ? unit-
 static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
     const fsdpi_param *p = &u->params[index];
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
-    fsdpi_view_static(u, index, v);
+    *v = fsdpi_view_static(u, index);
     if (u->has_grad && p->has_grad)
         v->shard_grad = flat->grad->ptr + fsdpi_bytes(p->lay.shard_offset, v->grad_dtype);
 }
