@@ -518,7 +518,8 @@ typedef struct fsdp_unit_desc {
                INVALID_STATE (the model is committed), OUT_OF_MEMORY. After a failure the model is
                as before
    Collective  yes: every rank of the mesh, same desc, same order (checked at the first collective)
-   Blocks      no      Allocates yes: tables only; shards are allocated by fsdp_model_commit
+   Blocks      to make a group for the first reshard_after_forward = n, else no
+   Allocates   yes: tables only; shards are allocated by fsdp_model_commit
    Source      torch: fully_shard */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
                                                       fsdp_unit **unit);
@@ -1312,19 +1313,6 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
 // A rank that cannot go on inside a collective call must not leave the others waiting.
 static fsdp_status fsdpi_fail_together(fsdp_world *w, fsdp_status status) {
     return status == FSDP_OK || w->size == 1 ? status : fsdpi_world_fail(w, status, w->error);
-}
-
-// By its bits: compilers may assume that there are no NaNs.
-static int fsdpi_is_nan(double x) {
-    uint64_t u;
-    memcpy(&u, &x, sizeof u);
-    return (u & 0x7FFFFFFFFFFFFFFFull) > 0x7FF0000000000000ull;
-}
-
-static int fsdpi_is_finite(double x) {
-    uint64_t u;
-    memcpy(&u, &x, sizeof u);
-    return (u & 0x7FF0000000000000ull) != 0x7FF0000000000000ull;
 }
 
 static fsdp_status fsdpi_failed(const fsdp_world *w) { return (fsdp_status)FSDPI_LOAD(&w->failed); }
@@ -2204,10 +2192,13 @@ static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
     u->grad_bytes = fsdpi_aligned((lay.final_base + lay.final_numel) * size);
 }
 
+#define FSDPI_UNIT_MAX ((int64_t)1 << 56) // elements: the bytes of its slots fit 63 bits
+
 /* The layout of a unit's slots, in two uses: with NULL lists it measures (before commit), with
    lists it fills them. */
 static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
     int world = fsdpi_shards(u), users = fsdpi_ranks(u) > 1 ? u->num_train : 0;
+    int64_t total = 0;
     u->slot_bytes = u->grad_bytes = u->slice_bytes = u->train_numel = 0;
     u->all_gather.num = u->reduce_scatter.num = 0;
     for (int k = 0; k < u->num_parts; k++) {
@@ -2222,6 +2213,8 @@ static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
             fsdpi_list *list = trainable ? &part->train : &part->frozen;
             list->shard_numel = lay.shard_numel;
             list->packed_numel = lay.packed_numel;
+            total += lay.shard_numel;
+            if (total > FSDPI_UNIT_MAX / world) return FSDP_ERR_INVALID_ARG;
         }
         u->train_numel += part->train.shard_numel;
     }
@@ -2480,7 +2473,7 @@ static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
     fsdpi_model_free(m, tmp);
     if (status)
         return fsdpi_fail(m->world, status,
-                          "fully_shard of unit '%s': its size is more than 2^60 elements", u->name);
+                          "fully_shard of unit '%s': its size is more than 2^56 elements", u->name);
     status = fsdpi_unit_classes(u);
     return status ? fsdpi_fail(m->world, status, "layout of unit '%s': no memory", u->name)
                   : status;

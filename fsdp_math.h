@@ -334,6 +334,19 @@ FSDP_API const char *fsdp_dtype_name(fsdp_dtype dtype) {
     return dtype > 0 && dtype < FSDP_DTYPE_COUNT ? names[dtype] : "?";
 }
 
+// By their bits: compilers may assume that there are no NaNs.
+static FSDPI_UNUSED int fsdpi_is_nan(double x) {
+    uint64_t u;
+    memcpy(&u, &x, sizeof u);
+    return (u & 0x7FFFFFFFFFFFFFFFull) > 0x7FF0000000000000ull;
+}
+
+static FSDPI_UNUSED int fsdpi_is_finite(double x) {
+    uint64_t u;
+    memcpy(&u, &x, sizeof u);
+    return (u & 0x7FF0000000000000ull) != 0x7FF0000000000000ull;
+}
+
 // Precise arithmetic from here on, whatever flags the program is built with (-Ofast included); and
 // vectorised even where the program is built with -O0 or -O2.
 #if defined(__clang__)
