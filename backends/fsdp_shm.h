@@ -7,9 +7,10 @@
    - All ranks see one block of common memory: processes an anonymous file (memfd) that rank 0 hands
      to the others over an abstract unix socket named from the job's id and the user; threads the
      heap. Both vanish with the last rank, however it ends; the size of /dev/shm does not matter.
-   - Allocation number n lies at the same place for every rank, one part per rank side by side, so
-     that a peer's copy of my pointer is my pointer plus a multiple of the part's size. Each rank
-     reads its peers' memory directly, once.
+   - Ranks that use memory together have allocated it in the same order; then it lies at the same
+     place in the arena of each, and a process maps the parts of all ranks side by side, so that a
+     peer's copy of my pointer is my pointer plus a multiple of the part's size. Each rank reads its
+     peers' memory directly, once.
    - A collective is: publish what I am about to do, wait for all, compare, move data, wait for all.
    - Sums run in rank order (fsdpi_reduce): the same bits whoever computes them, at every run.
    - Waits have a deadline, and every 50 ms look for peers that died: each process holds a record
@@ -73,8 +74,10 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 #define FSDPI_SHM_SLICE_NS  50000000 // longest sleep before aborts and dead peers are looked for
 #define FSDPI_SHM_SPIN_MAX  2048     // pauses before sleeping, where every rank has its own core
 #define FSDPI_SHM_SMALL     16384    // bytes up to which each rank computes all of an all_reduce
+#define FSDPI_SHM_ANON      0x20     // MAP_ANONYMOUS, which strict C99 hides
 #define FSDPI_SHM_STEP      ((size_t)256 << 20) // memory is reserved in steps of so many bytes
 #define FSDPI_SHM_DATA      ((uint64_t)1 << 40) // file offset of allocations; groups lie before
+#define FSDPI_SHM_ARENA     ((uint64_t)1 << 42) // file offsets of one rank's allocations
 #define FSDPI_SHM_MAX_BYTES ((size_t)1 << 46)   // of one allocation on all ranks together
 #define FSDPI_SHM_MAGIC     "fsdpshm1"
 #define FSDPI_SHM_REASON    800
@@ -121,9 +124,9 @@ typedef struct fsdpi_shm_peer {
 // Threads: one block of the heap that ranks share.
 typedef struct fsdpi_shm_node {
     struct fsdpi_shm_node *next;
-    uint64_t number; // of the allocation, or ~number of the group
+    uint64_t number; // place of the allocation, or ~number of the group
     size_t bytes;
-    int freed; // ranks that no longer use it
+    int users, freed; // ranks that asked for it; that no longer use it
     fsdp_allocator allocator;
     char *base;
 } fsdpi_shm_node;
@@ -144,7 +147,7 @@ typedef struct fsdpi_shm_control {
 typedef struct fsdpi_shm_chunk {
     char *base;
     size_t size, part; // asked for; rounded to pages
-    uint64_t at;       // place in the order of allocations, the same on all ranks
+    uint64_t at;       // place among this rank's allocations, the same on all that use it together
 } fsdpi_shm_chunk;
 
 typedef struct fsdpi_shm_world {
@@ -157,7 +160,7 @@ typedef struct fsdpi_shm_world {
     uint32_t lock; // of the fields below: one thread allocates while another is in a collective
     int num_chunks, max_chunks;
     fsdpi_shm_chunk *chunks; // by address
-    uint64_t next_number, next_at;
+    uint64_t next_at;
 } fsdpi_shm_world;
 
 typedef struct fsdpi_shm_comm {
@@ -528,8 +531,9 @@ static fsdp_status fsdpi_shm_compare(fsdpi_shm_comm *c) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_memory
-// Owns: memory that peers may read. Invariants: allocation `number` has the same place and part on
-// every rank, also after one that failed; a part is backed by memory before anyone can touch it; no
+// Owns: memory that peers may read. Invariants: an allocation has the same place and part on every
+// rank that has allocated the same before, also after one that failed; a part is backed by memory
+// before anyone can touch it; no
 // part of the file is used twice, so that new memory is zero and a late reader sees no new data.
 
 // The number after `key` at the start of a line of a small text file, or -1. "": the first line.
@@ -673,13 +677,13 @@ static int fsdpi_shm_insert(fsdpi_shm_world *w, fsdpi_shm_chunk chunk) {
     return done;
 }
 
-/* Threads: a block of `bytes`, made by the first rank that asks for its number. The block keeps the
+/* Threads: a block of `bytes`, made by the first rank that asks for its place. The block keeps the
    allocator that made it, which has to serve until the last rank has closed. */
 static fsdpi_shm_node *fsdpi_shm_share(fsdpi_shm_world *w, uint64_t number, size_t bytes) {
     const char *whose;
     fsdpi_lock(&w->boot.threads->lock);
     fsdpi_shm_node *node = w->control->nodes;
-    while (node && node->number != number) node = node->next;
+    while (node && (node->number != number || node->bytes != bytes)) node = node->next;
     if (!node && (bytes < FSDPI_SHM_STEP / 256 || (int64_t)bytes < fsdpi_shm_available(&whose)))
         node = (fsdpi_shm_node *)fsdpi_alloc(&w->boot.allocator, sizeof *node);
     if (node && !node->base) {
@@ -695,17 +699,19 @@ static fsdpi_shm_node *fsdpi_shm_share(fsdpi_shm_world *w, uint64_t number, size
             node = NULL;
         }
     }
+    if (node) node->users++;
     fsdpi_unlock(&w->boot.threads->lock);
     return node;
 }
 
-// One of `users` ranks has finished with a block; the last one frees it.
+// One of `users` ranks (0: of those who asked for it) has finished with a block; the last one frees
+// it.
 static void fsdpi_shm_unshare(fsdpi_shm_world *w, const void *base, int users) {
     fsdpi_lock(&w->boot.threads->lock);
     fsdpi_shm_node **link = &w->control->nodes, *node;
     while ((*link)->base != (const char *)base) link = &(*link)->next;
     node = *link;
-    if (++node->freed == users) {
+    if (++node->freed == (users ? users : node->users)) {
         fsdp_allocator allocator = node->allocator;
         *link = node->next;
         fsdpi_free(&allocator, node->base);
@@ -714,14 +720,35 @@ static void fsdpi_shm_unshare(fsdpi_shm_world *w, const void *base, int users) {
     fsdpi_unlock(&w->boot.threads->lock);
 }
 
+// Where a rank's part is in the file. Each rank has an arena of its own, so that ranks which
+// allocate differently, because they are in different groups, do not meet.
+static uint64_t fsdpi_shm_offset(const fsdpi_shm_chunk *chunk, int rank) {
+    return chunk->at + FSDPI_SHM_ARENA * (uint64_t)rank;
+}
+
+// The parts of all ranks, side by side in this process.
+static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_shm_chunk *chunk) {
+    size_t part = chunk->part, ranks = (size_t)w->boot.size;
+    void *base = mmap(NULL, part * ranks, PROT_NONE, MAP_PRIVATE | FSDPI_SHM_ANON, -1, 0);
+    if (base == MAP_FAILED) return NULL;
+    for (size_t r = 0; r < ranks; r++) {
+        void *at = mmap((char *)base + r * part, part, PROT_READ | PROT_WRITE,
+                        MAP_SHARED | MAP_FIXED, w->fd, (off_t)fsdpi_shm_offset(chunk, (int)r));
+        if (at != MAP_FAILED) continue;
+        (void)munmap(base, part * ranks);
+        return NULL;
+    }
+    return (char *)base;
+}
+
 static void fsdpi_shm_release(fsdpi_shm_world *w, const fsdpi_shm_chunk *chunk) {
     size_t ranks = (size_t)w->boot.size;
     if (w->fd < 0) {
-        fsdpi_shm_unshare(w, chunk->base, w->boot.size);
+        fsdpi_shm_unshare(w, chunk->base, 0);
         return;
     }
     (void)munmap(chunk->base, chunk->part * ranks);
-    fsdpi_shm_give_back(w, chunk->at + chunk->part * (size_t)w->boot.rank, chunk->part);
+    fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk, w->boot.rank), chunk->part);
 }
 
 static fsdp_status fsdpi_shm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
@@ -729,26 +756,18 @@ static fsdp_status fsdpi_shm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     fsdpi_shm_world *w = c->world;
     size_t ranks = (size_t)w->boot.size;
     *ptr = NULL;
-    if (size > FSDPI_SHM_MAX_BYTES / ranks)
+    if (size > FSDPI_SHM_MAX_BYTES / ranks || w->next_at + size > FSDPI_SHM_ARENA)
         return fsdpi_shm_no_memory(c, size, "that is more than can be addressed");
     fsdpi_shm_chunk chunk = {NULL, size, fsdpi_shm_round(w, size ? size : 1), w->next_at};
-    uint64_t number = w->next_number++;
-    w->next_at += chunk.part * ranks;
+    w->next_at += chunk.part;
     if (w->fd < 0) {
-        fsdpi_shm_node *node = fsdpi_shm_share(w, number, chunk.part * ranks);
-        if (node && node->bytes != chunk.part * ranks) {
-            fsdpi_shm_text t = {c->error, sizeof c->error};
-            fsdpi_shm_say(&t, "rank %d: alloc of %llu bytes, where another rank has asked for %llu",
-                          w->boot.rank, (unsigned long long)size,
-                          (unsigned long long)(node->bytes / ranks));
-            return FSDP_ERR_MISMATCH;
-        }
+        fsdpi_shm_node *node = fsdpi_shm_share(w, chunk.at, chunk.part * ranks);
         if (node) chunk.base = node->base;
     } else {
-        uint64_t mine = chunk.at + chunk.part * (size_t)w->boot.rank;
+        uint64_t mine = fsdpi_shm_offset(&chunk, w->boot.rank);
         if (!fsdpi_shm_reserve(w, mine, chunk.part))
             return fsdpi_shm_no_memory(c, size, "memory is short");
-        chunk.base = fsdpi_shm_map(w, chunk.at, chunk.part * ranks);
+        chunk.base = fsdpi_shm_map_parts(w, &chunk);
         if (!chunk.base) fsdpi_shm_give_back(w, mine, chunk.part);
     }
     if (!chunk.base) return fsdpi_shm_no_memory(c, size, "memory or address space is short");
