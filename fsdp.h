@@ -13,11 +13,10 @@
 TABLE OF CONTENTS (search for the tag); the manual comes first
     >>api        declarations: world, mesh, model, step, ops; status codes, element types and
                  shard math are in fsdp_math.h, the tables of backends in backends/fsdp_backend.h
-    >>sys        the operating system's calls
     >>alloc      host memory
     >>log        error texts, the world object
-    >>comm       compiled-in backends, launch and spawn; an op record becomes a collective; the host
-                 device and its lanes
+    >>comm       compiled-in backends; an op record becomes a collective; the host device and its
+                 lanes (backends/fsdp_host.h), launch and spawn (fsdp_launch.h, fsdp_spawn.h)
     >>world      rank, size, environment, opened tables
     >>mesh       N-d meshes and their groups
     >>param      model, unit and parameter objects and their layout
@@ -94,6 +93,8 @@ WORDS
     shard      my part of a parameter       comm     one process group of a backend
     unsharded  the whole of a parameter     op       one thing done, as a record
     slot       a pooled buffer that a unit holds while it is gathered or in backward
+    part       the parameters of a unit that are stored in one dtype and gathered in one dtype
+    stream     an order in which ops run; on the CPU at once, or by a lane, which is a worker thread
 
 STEP BY STEP
     1  fsdp_init; fsdp_model_create; one fsdp_fully_shard per layer; fsdp_init_params or _load.
@@ -108,6 +109,7 @@ STEP BY STEP
     Evaluation: fsdp_set_grad_enabled(model, 0), forwards, fsdp_set_grad_enabled(model, 1).
     Recompute: pre_forward and post_forward between a unit's pre_backward and post_backward.
     HSDP: a 2-D mesh whose dims are named; dim 0 replicates, dim 1 shards. Other dims: mesh_info.
+    Freeze and thaw: fsdp_set_requires_grad. Gradients in f16: fsdp_grad_scaler of fsdp_optim.h.
 
 IT DOES NOT
     differentiate, run kernels, own your activations, or find the root: the model is the root.
@@ -115,7 +117,7 @@ IT DOES NOT
 ENVIRONMENT
     RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT  set by tools/fsdprun and torchrun; without
                       them the variables of mpirun (OMPI_*, PMI_*) and srun (SLURM_*) are read
-    FSDP_JOB_ID       name of the job, unique on the host (else from MASTER_ADDR and MASTER_PORT)
+    FSDP_JOB_ID       name of the job, unique on the host (else from what the launcher sets)
     FSDP_TIMEOUT_MS   deadline of every wait, default 60000
     FSDP_LANES        0 inline (default), 1 or 2 worker threads for collectives
     FSDP_BACKEND      which compiled-in backend        FSDP_LOG_LEVEL  error warn info none
@@ -334,16 +336,14 @@ FSDP_API int fsdp_mesh_ndim(const fsdp_mesh *mesh);
 FSDP_API int fsdp_mesh_size(const fsdp_mesh *mesh, int dim);
 FSDP_API int fsdp_mesh_rank(const fsdp_mesh *mesh, int dim);
 
-/* fsdp_mesh_dim - index of the dim with this name; -1: none
-   Collective  no      Blocks no      Allocates no      Thread any */
-FSDP_API int fsdp_mesh_dim(const fsdp_mesh *mesh, const char *name);
-
-/* fsdp_mesh_ranks - world ranks of my group along a dim, in order of position (dim -1: of the whole
+/* fsdp_mesh_dim   - index of the dim with this name; -1: none
+   fsdp_mesh_ranks - world ranks of my group along a dim, in order of position (dim -1: of the whole
    mesh, row-major)
    out         room for fsdp_mesh_size(mesh, dim) ranks, or NULL
-   Result      their number; -1: this rank is outside the mesh, or no such dim
+   Result      ranks: their number; -1: this rank is outside the mesh, or no such dim
    Collective  no      Blocks no      Allocates no      Thread any
    Source      torch: DeviceMesh.get_all_groups, .mesh */
+FSDP_API int fsdp_mesh_dim(const fsdp_mesh *mesh, const char *name);
 FSDP_API int fsdp_mesh_ranks(const fsdp_mesh *mesh, int dim, int32_t *out);
 
 /* fsdp_mesh_slice - the sub-mesh of some dims that this rank is in; shares the mesh's groups
@@ -434,7 +434,9 @@ typedef struct fsdp_model_desc {
    desc        NULL: defaults
    model       owned by the world; fsdp_model_destroy or fsdp_shutdown ends it
    Result      FSDP_OK; INVALID_ARG, UNSUPPORTED, OUT_OF_MEMORY
-   Collective  yes: every rank of the mesh, same order      Blocks no      Allocates yes */
+   Collective  yes: every rank of the mesh, same order      Blocks no      Allocates yes
+   Note        ranks of other meshes may make other models; ranks that share one have made the same
+               models before it (else its first collective is FSDP_ERR_MISMATCH) */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_create(fsdp_world *world,
                                                        const fsdp_model_desc *desc,
                                                        fsdp_model **model);
@@ -627,17 +629,18 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
 
 /* fsdp_params_changed - say that shards have been written (own optimizer, own load)
    Effect      later gathers come after the writes; unsharded copies, also those under way, are
-               stale and gathered again by the next fsdp_unshard or pre_*
+               stale and gathered again by the next fsdp_unshard or pre_*; until then fsdp_data
+               gives the old values
    Result      FSDP_OK; INVALID_STATE (a unit is not idle)
    Collective  no, but every rank has to do the same      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model);
 
 /* -------------------------------------------------------------------------------------------- */
 /* Training step. A call in a wrong order returns INVALID_STATE, names the calls that are possible
-   and changes nothing; fsdp_finalize_backward reports the first such failure of the step again, so
-   that a trainer may check finalize and the optimizer alone. After a failure of a collective
-   (TIMEOUT, PEER_LOST, MISMATCH, ABORTED, BACKEND) the world is aborted: every call returns that
-   status at once and fsdp_data/fsdp_grad give valid memory of undefined content.
+   and changes nothing; fsdp_finalize_backward reports the first such failure of the step again, of
+   setters too, so that a trainer may check finalize and the optimizer alone. After a failure of a
+   collective (TIMEOUT, PEER_LOST, MISMATCH, ABORTED, BACKEND) the world is aborted: every call
+   returns that status at once and fsdp_data/fsdp_grad give valid memory of undefined content.
    All hooks are collective: every rank of the mesh calls them in the same order.                 */
 
 /* fsdp_pre_forward - parameters are gathered and ready for the caller
@@ -781,7 +784,8 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
 /* fsdp_set_requires_grad - freeze or thaw a parameter between steps
    Effect      the model is laid out anew at the next call that needs it: shards and gradients move,
                earlier views and flats are stale, gathered parameters are freed; both layouts
-               exist for a moment. Before the first hook it costs nothing
+               exist for a moment. Before the first hook it costs nothing. Freezing drops the
+               parameter's gradient
    Result      FSDP_OK; INVALID_ARG (integer parameter), INVALID_STATE (a unit is not idle, or holds
                gradients that are not reduced)
    Collective  no, but every rank has to do the same      Blocks for operations under way
@@ -790,7 +794,7 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
 
 /* Hooks of a unit. They run where its reductions run: at once, in a worker thread with lanes (where
    no function that takes the world, the model or the unit may be called), on devices with streams
-   to enqueue work on `stream`. A result that is not FSDP_OK aborts the world.
+   to enqueue work on `stream`. A result that is not FSDP_OK aborts the world with that status.
    fsdp_set_all_reduce_hook   on the summed gradients (numel elements of dtype, the order of the
                               shards) before they are divided, after the all-reduce of HSDP
    fsdp_set_post_accumulate_hook  when a parameter's shard gradient is ready (not for one that
@@ -1021,7 +1025,8 @@ typedef struct fsdp_memory {
 /* fsdp_model_memory - what is allocated now. fsdp_model_predict - what training will have allocated
    after a step: one forward and one backward of every unit, in the order of their creation and
    back; a unit that never reshards in a model that does is open around the others; allocates
-   nothing on the device
+   nothing on the device. One rank with grads_overwrite takes a slot of gradients more in steps that
+   begin with gradients
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, INVALID_STATE (predict: no units)
    Collective  no      Blocks no      Allocates predict: temporary tables */
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out);
@@ -1074,97 +1079,18 @@ FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_IMPLEMENTED
 
-#include <math.h>   // sqrt, pow, fmod
-#include <string.h> // memcpy, memset, strcmp, strlen
+#include <math.h>    // sqrt, pow, fmod
+#include <pthread.h> // worker threads, ranks as threads
+#include <stdarg.h>  // va_list
+#include <stdio.h>   // snprintf, stderr
+#include <stdlib.h>  // malloc, free, getenv, strtol
+#include <string.h>  // memcpy, memset, strcmp, strlen
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-/* -------------------------------------------------------------------------------------------- */
-// >>sys
-// Owns: the few calls of the operating system that the library needs. Strict C99 hides some of
-// them; a private name for the C library's symbol reaches them without feature macros.
-
-#include <pthread.h>     // worker threads, ranks as threads
-#include <stdarg.h>      // va_list
-#include <stdio.h>       // snprintf, stderr
-#include <stdlib.h>      // malloc, free, getenv, strtol
-#include <sys/syscall.h> // SYS_futex and others
-#include <sys/wait.h>    // waitpid
-#include <unistd.h>      // fork, getpid, _exit
-
-struct fsdpi_timespec {
-    long tv_sec, tv_nsec;
-};
-
-extern long fsdpi_syscall(long number, ...) __asm__("syscall");
-extern int fsdpi_clock_gettime(int clock, struct fsdpi_timespec *out) __asm__("clock_gettime");
-extern int fsdpi_nanosleep(const struct fsdpi_timespec *wanted,
-                           struct fsdpi_timespec *left) __asm__("nanosleep");
-extern int fsdpi_kill(int pid, int sig) __asm__("kill");
-
-static int64_t fsdpi_monotonic_ns(void *user) {
-    struct fsdpi_timespec t;
-    (void)user;
-    (void)fsdpi_clock_gettime(1 /* CLOCK_MONOTONIC */, &t);
-    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
-}
-
-static FSDPI_UNUSED void fsdpi_sleep_ns(int64_t ns) {
-    struct fsdpi_timespec t;
-    t.tv_sec = (long)(ns / 1000000000);
-    t.tv_nsec = (long)(ns % 1000000000);
-    (void)fsdpi_nanosleep(&t, NULL);
-}
-
-// Sleep while *word == expected, at most timeout_ns. May return early for no reason. shared: the
-// word is in memory of several processes.
-static void fsdpi_futex_wait(uint32_t *word, uint32_t expected, int64_t timeout_ns, int shared) {
-    struct fsdpi_timespec t;
-    t.tv_sec = (long)(timeout_ns / 1000000000);
-    t.tv_nsec = (long)(timeout_ns % 1000000000);
-    (void)fsdpi_syscall(SYS_futex, word, shared ? 0 : 128 /* FUTEX_PRIVATE_FLAG */, expected, &t,
-                        NULL, 0);
-}
-
-static void fsdpi_futex_wake_all(uint32_t *word, int shared) {
-    (void)fsdpi_syscall(SYS_futex, word, shared ? 1 : 129, 0x7FFFFFFF, NULL, NULL, 0);
-}
-
-static inline void fsdpi_pause(void) {
-#if defined(__x86_64__) || defined(__i386__)
-    __builtin_ia32_pause();
-#elif defined(__aarch64__)
-    __asm__ volatile("yield");
-#endif
-}
-
-#define FSDPI_LOAD(p)     __atomic_load_n((p), __ATOMIC_ACQUIRE)
-#define FSDPI_STORE(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
-
-// A lock for a few instructions: error texts, lists of ranks as threads.
-static void fsdpi_lock(uint32_t *lock) { // 0 free, 1 taken, 2 taken and somebody may sleep on it
-    uint32_t none = 0;
-    if (__atomic_compare_exchange_n(lock, &none, 1u, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) return;
-    while (__atomic_exchange_n(lock, 2u, __ATOMIC_ACQUIRE)) fsdpi_futex_wait(lock, 2, 1000000, 0);
-}
-static void fsdpi_unlock(uint32_t *lock) {
-    if (__atomic_exchange_n(lock, 0u, __ATOMIC_RELEASE) == 2) fsdpi_futex_wake_all(lock, 0);
-}
-
-static uint64_t fsdpi_hash(uint64_t h, uint64_t x) { // splitmix64 of a running value
-    h += x + 0x9E3779B97F4A7C15ull;
-    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9ull;
-    h = (h ^ (h >> 27)) * 0x94D049BB133111EBull;
-    return h ^ (h >> 31);
-}
-
-static uint64_t fsdpi_hash_text(const char *text) {
-    uint64_t h = 0;
-    for (; *text; text++) h = fsdpi_hash(h, (uint64_t)(unsigned char)*text);
-    return h;
-}
+#include "backends/fsdp_sys.h"
 
 /* -------------------------------------------------------------------------------------------- */
 // >>alloc
@@ -1410,6 +1336,17 @@ FSDP_API const char *fsdp_label_name(int label) {
     return label >= 0 && label < FSDP_LABEL_COUNT ? names[label] : "?";
 }
 
+// A function of the user's has failed inside an op: the world cannot go on.
+static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status result) {
+    char text[FSDPI_TEXT];
+    snprintf(text, sizeof text,
+             "rank %d: your function for %s (%s) of unit '%s' returned %d (%s), expected FSDP_OK",
+             w->rank, fsdp_op_name(op->kind), fsdp_label_name(op->label), op->what, (int)result,
+             fsdp_status_name(result));
+    int fatal = result > FSDP_ERR_INVALID_STATE && result <= FSDP_ERR_INTERNAL;
+    return fsdpi_world_fail(w, fatal ? result : FSDP_ERR_ABORTED, text);
+}
+
 // The user's own all_gather or reduce_scatter of the op's unit, or NULL.
 static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user);
 
@@ -1445,8 +1382,9 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
     fsdp_status status = custom ? custom(user, w->comm_ops, op->comm, &c)
                                 : w->comm_ops->run(op->comm, &c);
-    if (status) return fsdpi_world_fail(w, status, w->comm_ops->error_text(op->comm));
-    return FSDP_OK;
+    const char *text = status ? w->comm_ops->error_text(op->comm) : "";
+    if (status && custom && !*text) return fsdpi_user_fail(w, op, status);
+    return status ? fsdpi_world_fail(w, status, text) : FSDP_OK;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -1767,10 +1705,9 @@ static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size,
     *out = sub ? sub->comm : NULL;
     if (sub) return FSDP_OK;
     sub = (fsdpi_subgroup *)fsdpi_alloc(&w->boot.allocator, sizeof *sub);
-    fsdp_status status = FSDP_OK;
-    if (!sub) status = fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group");
-    if (!status)
-        status = fsdpi_mesh_split(mesh, dim, size, FSDP_STREAM_GATHER, "post_forward", &sub->comm);
+    fsdp_status status = sub ? fsdpi_mesh_split(mesh, dim, size, FSDP_STREAM_GATHER, "post_forward",
+                                                &sub->comm)
+                             : fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
     if (status) {
         fsdpi_free(&w->boot.allocator, sub);
         return fsdpi_failed(w) ? status : fsdpi_fail_together(w, status);
@@ -1954,9 +1891,10 @@ struct fsdp_unit {
     fsdpi_work all_gather, slice_gather, reduce_scatter, to_rout; // segments
     fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
     char *flags,
-        *wide_flags; // num_train flags in param_dtype and in reduce_dtype: what `users` copies
-    int flags_read;  // a copy of them may not be done yet
-    int pad_rin;     // staging has padding that no block covers
+        *wide_flags;   // num_train flags in param_dtype and in reduce_dtype: what `users` copies
+    double flag_value; // of those that are not zero
+    int flags_read;    // a copy of them may not be done yet
+    int pad_rin;       // staging has padding that no block covers
 };
 
 typedef struct fsdpi_flat_block { // shards and shard gradients of one dtype
@@ -2872,7 +2810,7 @@ static fsdp_param_view fsdpi_view_static(const fsdp_unit *u, int index) {
     memcpy(v.shape, p->lay.shape, sizeof v.shape);
     memcpy(v.local_shape, p->lay.shape, sizeof v.local_shape);
     v.start[v.shard_dim] = p->lay.start;
-    v.local_shape[v.shard_dim] = p->lay.rows;
+    v.local_shape[v.shard_dim] = p->lay.local_numel ? p->lay.rows : 0;
     v.numel = p->lay.local_numel;
     v.data = v.shard = flat->shard->ptr + fsdpi_bytes(p->lay.shard_offset, p->dtype);
     return v;
@@ -3188,30 +3126,34 @@ static fsdp_status fsdpi_accumulate(fsdp_unit *u) {
     return status ? status : fsdpi_release(u, &u->grad, FSDP_STREAM_REDUCE);
 }
 
-// A flag for each trainable, in the two dtypes of a reduction's input.
-static void fsdpi_set_flag(fsdp_unit *u, fsdpi_param *p) {
+// A flag for each trainable, in the two dtypes of a reduction's input. Flags are divided like
+// gradients, so that one of `value`, what they are divided by, does not vanish.
+static void fsdpi_set_flag(fsdp_unit *u, fsdpi_param *p, double value) {
     fsdp_dtype dtypes[2] = {u->parts[u->users_part].param_dtype, u->reduce_dtype};
     char *flags[2] = {u->flags, u->wide_flags};
-    float flag = p->flag = p->used;
+    double flag = p->used ? value : 0;
+    p->flag = p->used;
     for (int i = 0; i < 2; i++)
         (void)fsdp_convert(flags[i] + (size_t)p->user_index * fsdp_dtype_size(dtypes[i]), dtypes[i],
-                           &flag, FSDP_F32, 1);
+                           &flag, FSDP_F64, 1);
 }
 
 /* Who used which parameter rides along: num_train flags for every rank, summed like gradients. The
    flags of a step are mostly those of the step before, so that they are seldom written. */
 static fsdp_status fsdpi_emit_users(fsdp_unit *u, fsdp_buf *input, fsdp_dtype dtype) {
     fsdp_model *m = u->model;
+    double factor, before = fsdpi_divide_before(u, &factor), value = factor / before;
     if (m->dry) return FSDP_OK;
     for (int i = 0; i < u->num_params; i++) {
         fsdpi_param *p = &u->params[i];
-        if (p->requires_grad && p->used != p->flag) {
+        if (p->requires_grad && (p->used != p->flag || value != u->flag_value)) {
             if (u->flags_read) fsdpi_drain(m->world); // a copy may still read them
             u->flags_read = 0;
-            fsdpi_set_flag(u, p);
+            fsdpi_set_flag(u, p, value);
         }
         p->used = 0;
     }
+    u->flag_value = value;
     u->flags_read = 1;
     fsdp_op op = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_USERS, FSDP_STREAM_REDUCE);
     op.count = u->users.count;
@@ -3313,7 +3255,8 @@ static int fsdpi_out_stream(const fsdp_unit *u) {
 
 // Sums over the shard group -> shard gradients: over the replicas, the user's hook, divide, cast,
 // add to what is there.
-static fsdp_status fsdpi_red_out(fsdp_unit *u, fsdp_buf **from, fsdp_dtype dtype, double scale) {
+static fsdp_status fsdpi_red_out(fsdp_unit *u, fsdp_buf **from, fsdp_dtype dtype, uint64_t used,
+                                 double scale) {
     fsdp_model *m = u->model;
     int stream = fsdpi_out_stream(u);
     fsdp_status status = FSDP_OK;
@@ -3321,6 +3264,7 @@ static fsdp_status fsdpi_red_out(fsdp_unit *u, fsdp_buf **from, fsdp_dtype dtype
         fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, stream);
         op.comm = u->replicate_comm;
         op.group_size = fsdpi_replicas(u);
+        op.what_hash = used;
         op.in_place = 1;
         status = fsdpi_emit_work(m, &op, *from, dtype, *from, dtype, &u->partial);
     }
@@ -3407,15 +3351,16 @@ static fsdp_status fsdpi_reduce_unit(fsdp_unit *u) {
     fsdp_status status = FSDP_OK;
     fsdp_buf **input = u->rin ? &u->rin : &u->grad;
     fsdp_dtype dtype = u->rin ? u->reduce_dtype : u->parts[u->users_part].param_dtype;
+    uint64_t used = u->reduce_unused || !*input ? u->desc_hash : fsdpi_used_hash(u);
     if (*input) {
-        uint64_t used = u->reduce_unused ? u->desc_hash : fsdpi_used_hash(u);
         if (!u->rin) status = fsdpi_chunk_cat(u);
         if (!status && fsdpi_ranks(u) > 1) status = fsdpi_emit_users(u, *input, dtype);
         if (!status && !one) status = fsdpi_reduce_scatter(u, input, dtype, used, straight, scale);
     }
     if (status || (fsdpi_replicas(u) > 1 && !u->all_reduce)) return status;
     if (!straight)
-        status = fsdpi_red_out(u, one ? input : &u->rout, one ? dtype : u->reduce_dtype, scale);
+        status = fsdpi_red_out(u, one ? input : &u->rout, one ? dtype : u->reduce_dtype, used,
+                               scale);
     return status ? status : fsdpi_grads_done(u, fsdpi_out_stream(u));
 }
 
@@ -4169,10 +4114,9 @@ static int64_t fsdpi_full_bytes(const fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++) {
         const fsdp_unit *u = m->units[i];
         for (int k = 0; k < u->num_params; k++) {
-            // The widest dtype: that of the shard or of its gradient. At least an element of every
-            // rank.
-            int64_t bytes = fsdpi_shards(u) * u->params[k].lay.shard_numel * 8;
-            bytes = fsdpi_min(bytes, m->desc.fill_bytes);
+            // In the widest dtype; at least an element of every rank.
+            int64_t bytes = fsdpi_min(fsdpi_shards(u) * u->params[k].lay.shard_numel * 8,
+                                      m->desc.fill_bytes);
             if (bytes < 8 * fsdpi_shards(u)) bytes = 8 * fsdpi_shards(u);
             if (bytes > largest) largest = bytes;
         }
@@ -4292,15 +4236,7 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     dry->dry = dry->grad_enabled = dry->is_last_backward = 1;
     dry->num_params = m->num_params;
     dry->units = (fsdp_unit **)fsdpi_model_alloc(dry, (size_t)m->num_units * sizeof *dry->units);
-    dry->classes = (fsdpi_class *)fsdpi_model_alloc(dry, (size_t)(m->num_classes + 1) *
-                                                             sizeof *dry->classes);
-    fsdp_status status = dry->units && dry->classes ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
-    for (int i = 0; !status && i < m->num_classes; i++) {
-        dry->classes[i].pool = m->classes[i].pool;
-        dry->classes[i].bytes = m->classes[i].bytes;
-        dry->classes[i].ahead = m->classes[i].ahead;
-        dry->cap_classes = ++dry->num_classes;
-    }
+    fsdp_status status = dry->units ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
     for (int i = 0; !status && i < m->num_units; i++) {
         dry->units[i] = fsdpi_unit_copy(dry, m->units[i]);
         if (dry->units[i]) dry->num_units++;
@@ -4317,11 +4253,23 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
     fsdp_status status = fsdpi_commit(m);
     if (status) return status;
     status = fsdpi_dry_run(m, &dry);
-    for (int i = 0; i < m->num_classes && !status; i++)
-        while (m->classes[i].count < dry->classes[i].count && !status)
-            status = fsdpi_class_add(m, &m->classes[i]);
+    for (int i = 0; !status && i < dry->num_classes; i++) { // the model's own has been found before
+        const fsdpi_class *wanted = &dry->classes[i];
+        int at = fsdpi_class_find(m, wanted->pool, wanted->bytes);
+        while (m->classes[at].count < wanted->count && !status)
+            status = fsdpi_class_add(m, &m->classes[at]);
+    }
     fsdpi_dry_free(dry);
     return status ? fsdpi_model_fail(m, status) : FSDP_OK;
+}
+
+// Finalize reports the first failed call of the step again.
+static fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
+    if (status && !m->hook_status) {
+        m->hook_status = status;
+        snprintf(m->hook_error, sizeof m->hook_error, "%s", fsdp_last_error(m->world));
+    }
+    return status;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -4971,16 +4919,8 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
 
 FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model) {
     fsdp_status status = fsdpi_model_call(model, FSDP_CALL_PARAMS_CHANGED, 1);
-    return status ? status : fsdpi_shards_written(model);
-}
-
-// Finalize reports the first failed hook of the step again.
-static fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
-    if (status && !m->hook_status) {
-        m->hook_status = status;
-        snprintf(m->hook_error, sizeof m->hook_error, "%s", fsdp_last_error(m->world));
-    }
-    return status;
+    if (!status) status = fsdpi_shards_written(model);
+    return model ? fsdpi_remember(model, status) : status;
 }
 
 static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
@@ -5078,7 +5018,8 @@ FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
 }
 
 FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
-    return fsdpi_model_call(model, FSDP_CALL_ZERO_GRAD, 1);
+    fsdp_status status = fsdpi_model_call(model, FSDP_CALL_ZERO_GRAD, 1);
+    return model ? fsdpi_remember(model, status) : status;
 }
 
 FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *desc, double *norm) {
@@ -5119,7 +5060,7 @@ FSDP_API fsdp_status fsdp_clip_grad_norm(fsdp_model *model, double max_norm, dou
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "model_reset");
     fsdp_status status = fsdpi_failed(model->world);
-    if (status || !model->committed) return status;
+    if (status || model->layout == 0) return status;
     fsdpi_drain(model->world);
     status = fsdpi_announce(model, NULL, FSDP_CALL_RESET, FSDP_STATE_IDLE);
     if (!status) status = fsdpi_run_units(model, FSDP_CALL_RESET);
@@ -5142,7 +5083,7 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     *end = u ? u->index + 1 : m->num_units;
     for (int i = *first; i < *end; i++)
         if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
-            return fsdpi_wrong_call(m->units[i], FSDP_CALL_SET);
+            return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], FSDP_CALL_SET));
     return FSDP_OK;
 }
 
@@ -5249,7 +5190,9 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
 FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requires_grad) {
     fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_REQUIRES_GRAD);
     if (!status) status = fsdpi_failed(unit->model->world);
-    if (!status) status = fsdpi_check_units(unit->model, FSDP_CALL_REQUIRES_GRAD);
+    if (!status)
+        status = fsdpi_remember(unit->model,
+                                fsdpi_check_units(unit->model, FSDP_CALL_REQUIRES_GRAD));
     if (status) return status;
     fsdp_model *m = unit->model;
     fsdpi_param *p = &unit->params[index];
@@ -5268,6 +5211,7 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     if (m->committed) status = fsdpi_unsettle(m);
     if (status) return status;
     p->requires_grad = requires_grad != 0;
+    p->has_grad = 0;
     status = fsdpi_unit_arrange(unit);
     if (status) { // as it was; the sizes of that layout are in the classes still
         p->requires_grad = !p->requires_grad;
@@ -5351,7 +5295,7 @@ FSDP_API fsdp_status fsdp_set_driver(fsdp_model *model, const fsdp_driver *drive
     static const fsdp_driver none = {NULL, NULL, NULL};
     if (!model) return fsdpi_null(NULL, "set_driver");
     fsdp_status status = fsdpi_failed(model->world);
-    if (!status) status = fsdpi_check_units(model, FSDP_CALL_PARAMS_CHANGED);
+    if (!status) status = fsdpi_remember(model, fsdpi_check_units(model, FSDP_CALL_PARAMS_CHANGED));
     if (!status) model->driver = driver ? *driver : none;
     return status;
 }

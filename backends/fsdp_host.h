@@ -192,7 +192,9 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
     case FSDP_OP_COPY: status = d->copy(w->device, stream, op); break;
     case FSDP_OP_ZERO: status = d->zero(w->device, stream, op); break;
     case FSDP_OP_NORM: status = d->norm(w->device, stream, op); break;
-    case FSDP_OP_CALL: status = op->call(op, stream); break;
+    case FSDP_OP_CALL:
+        status = op->call(op, stream);
+        return status ? fsdpi_user_fail(w, op, status) : FSDP_OK;
     case FSDP_OP_USE:
     case FSDP_OP_HOOK: break;
     default: return fsdpi_run_collective(w, op, stream);

@@ -567,7 +567,7 @@ static void freeze_refused(job *j) {
     REFUSED(fsdp_set_requires_grad(j->unit[0], 0, 0), FSDP_ERR_INVALID_STATE, "inside backward");
     CALL(j->w, fsdp_post_backward(j->unit[1]));
     REFUSED(fsdp_set_requires_grad(j->unit[0], 0, 0), FSDP_ERR_INVALID_STATE, "inside backward");
-    CALL(j->w, fsdp_finalize_backward(j->model));
+    REFUSED(fsdp_finalize_backward(j->model), FSDP_ERR_INVALID_STATE, "middle"); /* told again */
     CALL(j->w, fsdp_zero_grad(j->model));
     /* Gradients of a microbatch that are not reduced yet. */
     CALL(j->w, fsdp_set_requires_gradient_sync(j->model, NULL, 0));
@@ -944,8 +944,9 @@ static void hook_fails(job *j) {
     (void)fsdp_pre_backward(j->unit[1]);
     (void)fsdp_post_backward(j->unit[1]);
     status = fsdp_finalize_backward(j->model);
-    CHECK(h.calls == 1 && status != FSDP_OK);
+    CHECK(h.calls <= 1 && status != FSDP_OK); /* another rank's may have failed before */
     if (j->n == 1) CHECK_STATUS(status, FSDP_ERR_IO);
+    if (j->n == 1) CHECK_EQ_INT(h.calls, 1);
     CHECK_STATUS(fsdp_pre_forward(j->unit[0]), status);
 }
 TEST(hooks, failure) {

@@ -11,20 +11,21 @@ import time
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIBRARY = os.path.join(ROOT, os.environ.get("FSDP_BUILD", "build"), "libfsdp.so")
-HEADERS = [n for n in ("fsdp.h", "fsdp_optim.h") if os.path.exists(os.path.join(ROOT, n))]
+HEADERS = [n for n in ("fsdp_math.h", "fsdp.h", "fsdp_optim.h") if os.path.exists(os.path.join(ROOT, n))]
 SIMPLE = {"int": C.c_int, "float": C.c_float, "double": C.c_double, "size_t": C.c_size_t,
           "int8_t": C.c_int8, "uint8_t": C.c_uint8, "int32_t": C.c_int32, "uint32_t": C.c_uint32,
           "int64_t": C.c_int64, "uint64_t": C.c_uint64}
 
 
 class Header:
-    """Constants and structs of the declarations part of a header, comments removed."""
+    """Constants and structs of the declarations part of headers, comments removed."""
 
-    def __init__(self, path):
-        with open(path, encoding="utf-8") as f:
-            text = f.read()
-        end = text.find("#if defined(FSDP_IMPLEMENTATION)")
-        text = re.sub(r"/\*.*?\*/", " ", text[:end], flags=re.S)
+    def __init__(self, *names):
+        text = ""
+        for name in names:
+            with open(os.path.join(ROOT, name), encoding="utf-8") as f:
+                text += f.read().split("#if defined(FSDP_IMPLEMENTATION)")[0]
+        text = re.sub(r"/\*.*?\*/", " ", text, flags=re.S)
         self.text = re.sub(r"//[^\n]*", "", text)
         self.constants = {n: int(v) for n, v in re.findall(r"#define (FSDP_MAX_\w+) +(\d+)", text)}
         for name, items in re.findall(r"#define FSDP_(\w+)_LIST\(X\)((?:.*\\\n)*.*)", text):
@@ -40,7 +41,7 @@ class Header:
     def struct(self, name):
         if name in self.types:
             return self.types[name]
-        pattern = r"typedef struct %s \{(.*?)\n\} %s;" % (name, name)
+        pattern = r"\bstruct %s \{(.*?)\n\}" % name
         body = re.search(pattern, self.text, re.S).group(1)
         fields = []
         for line in body.split(";"):
@@ -72,7 +73,7 @@ class Header:
 
 class Fsdp:
     def __init__(self):
-        self.h = Header(os.path.join(ROOT, "fsdp.h"))
+        self.h = Header("fsdp_math.h", "fsdp.h", "backends/fsdp_backend.h")
         self.lib = C.CDLL(LIBRARY)
         for name in ("fsdp_last_error", "fsdp_status_name", "fsdp_dtype_name", "fsdp_unit_name"):
             getattr(self.lib, name).restype = C.c_char_p

@@ -770,8 +770,8 @@ static const copies_row copies_rows[] = {
     {"W=1/f32_packed", 1, 0, 0, 1, 0, 0, 0, 1, CV * 4},
     /* one rank with a cast: two gathers, one reduction */
     {"W=1/bf16", 1, FSDP_BF16, FSDP_F32, 0, 0, 3, CM *(2 + 2 + 4), 1, CM * 2},
-    /* direct, one dtype: the flags of who used what, one element for each rank, and nothing else; in
-       the slot they take 64 bytes, its alignment */
+    /* direct, one dtype: the flags of who used what, one element for each rank, and nothing else;
+       in the slot they take 64 bytes, its alignment */
     {"W=2/f32", 2, 0, 0, 0, 0, 1, 2 * 4, 1, (CM + 16) * 4},
     {"W=2/f32_overwrite", 2, 0, 0, 0, 1, 1, 2 * 4, 0, 0},
     {"W=4/bf16", 4, FSDP_BF16, FSDP_F32, 0, 0, 3, 2 * CM / 4 * 2 + 4 * 2, 1, CM * 2 + 64},

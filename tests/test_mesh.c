@@ -1256,7 +1256,7 @@ static void check_norm(const training *t) {
         }
     }
     if (t->own_meshes) CALL(t->w, fsdp_all_reduce(t->w, NULL, &sum, 1, FSDP_F64, FSDP_SUM));
-    CALL(t->w, fsdp_clip_grad_norm(t->m, INFINITY, &got));
+    CALL(t->w, fsdp_clip_grad_norm(t->m, (double)INFINITY, &got));
     W_CHECK(fabs(got - sqrt(sum)) <= 1e-9 * got, "norm %.17g, expected %.17g", got, sqrt(sum));
 }
 

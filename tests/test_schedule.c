@@ -171,6 +171,17 @@ static uint64_t calls(rig *r, int kind) {
     return c.calls[kind];
 }
 
+/* The host reads counts of users, if something has reached the shard gradients. */
+static void finalize(rig *r) {
+    fsdp_flat flat = FSDP_ZERO;
+    CHECK_OK(fsdp_finalize_backward(r->model));
+    CHECK_OK(fsdp_model_flat(r->model, FSDP_F32, &flat));
+    uint64_t reductions = calls(r, r->c.replicas > 1 ? FSDP_OP_ALL_REDUCE : FSDP_OP_REDUCE_SCATTER);
+    if (reductions != r->reductions)
+        sim_touch(&r->s, SIM_HOST, "finalize", flat.grads, flat.numel * 4, 0);
+    r->reductions = reductions;
+}
+
 /* (x )x  pre_ and post_forward of unit x (r, 0, 1, ...)      [x ]x  pre_ and post_backward
    ux wx sx  unshard, wait, reshard                           .      finalize, and the host reads
    g+ g-  grad enabled         y+ y-  gradient sync           l+ l-  is_last_backward
@@ -187,21 +198,12 @@ static void play(rig *r, const char *script) {
             continue;
         }
         if (strchr(".oczh", call)) {
-            if (call == '.') {
-                CHECK_OK(fsdp_finalize_backward(r->model));
-                fsdp_flat flat = FSDP_ZERO;
-                CHECK_OK(fsdp_model_flat(r->model, FSDP_F32, &flat));
-                uint64_t reductions = calls(r, FSDP_OP_REDUCE_SCATTER) +
-                                      calls(r, FSDP_OP_ALL_REDUCE);
-                if (reductions != r->reductions) /* the library itself reads counts of users */
-                    sim_touch(&r->s, SIM_HOST, "finalize", flat.grads, flat.numel * 4, 0);
-                r->reductions = reductions;
-            }
+            if (call == '.') finalize(r);
             if (call == 'o') optimize(r);
             if (call == 'c') {
                 uint64_t before = calls(r, FSDP_OP_ALL_REDUCE);
                 CHECK_OK(fsdp_clip_grad_norm(r->model, 1.0, &norm));
-                r->reductions += calls(r, FSDP_OP_ALL_REDUCE) - before;
+                if (r->c.replicas > 1) r->reductions += calls(r, FSDP_OP_ALL_REDUCE) - before;
                 sim_touch(&r->s, SIM_HOST, "clip", r->model->scalar->ptr, 8, 0);
             }
             if (call == 'z') CHECK_OK(fsdp_zero_grad(r->model));
@@ -361,7 +363,8 @@ static const schedule schedules[] = {
     {"no_sync_of_nothing_last", CONF(ASYNC, 3, NEVER, ALWAYS),
      "y-" FWD BWD ". y+ | " FWD "[r [2]2 ]r . | " FWD BWD ".",
         /* finalize reduces what 0 and 1 still hold of the first microbatch */
-        UF " U2:B U1:B U0:B | " UF " U2:B U1:B P2 Pr P0 P1 | " UF " U2:B U1:B P2 U0:B P1 P0 Pr", 0},
+        UF " U2:B U1:B U0:B | " UF " U2:B U1:B P2 Pr P0 P1 | "
+        UF " U2:B U1:B P2 U0:B P1 P0 Pr", 0},
     {"params_changed", CONF(ASYNC, 3, NEVER, NEVER),
      FWD "o |" FWD "|" BWD ".", UF " | " UF " | P2 P1 P0 Pr", 0},
 };
@@ -918,6 +921,10 @@ static void log_waits(void *user, const fsdp_op *op) {
 static const char *const hard_script = FWD BWD ". c o z" FWD "[r [0]0 [2]2 [1]1 ]r . o" FWD BWD
                                                ". o z u1 s1 u2" FWD BWD "." FWD BWD ". c o z";
 
+/* Sums over the shard group that wait for the all-reduce, too. */
+static const char *const replicas_script = FWD BWD ". c o z a-" FWD BWD ". a+" FWD BWD
+                                                   ". o z" FWD BWD ". c o";
+
 /* An event table that ignores one wait: the checker has to see it, or the wait was implied by
    others. Some wait of each kind below has to be seen. */
 TEST(streams, a_removed_wait_is_reported) {
@@ -932,15 +939,18 @@ TEST(streams, a_removed_wait_is_reported) {
         "use clip <source:R", /* the host reads the norm */
         "all_gather gather <source:C",
         "all_gather gather <destination released:C",
+        "all_reduce replicas <source:R",
+        "use final <source:A",
     };
     static wait_log log;
     int64_t total = 0, reported = 0;
     memset(&log, 0, sizeof log);
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < 6; k++) {
         config c = CONF(ASYNC, 3, NEVER, ALWAYS);
         rig r;
         c.param = k & 1 ? FSDP_BF16 : FSDP_F32;
-        c.unfused = k >> 1;
+        c.unfused = k >> 1 & 1;
+        c.replicas = k < 4 ? 0 : 2;
         int64_t num_waits = 0;
         for (int64_t ignore = -1; ignore < num_waits; ignore++) {
             rig_open(&r, &c);
@@ -950,7 +960,7 @@ TEST(streams, a_removed_wait_is_reported) {
                 r.s.on_op = log_waits;
                 r.s.on_op_user = &log;
             }
-            play(&r, hard_script);
+            play(&r, k < 4 ? hard_script : replicas_script);
             if (ignore < 0) {
                 CHECK_EQ_INT(r.s.races, 0);
                 num_waits = r.s.waits;

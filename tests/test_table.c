@@ -155,7 +155,10 @@ static void model_unit(model *m, int unit, int call) {
 
 /* A call; unit -1: of the model. Returns the status it has to give. */
 static fsdp_status model_call(model *m, int unit, int call) {
-    int hook = call <= FSDP_CALL_RESHARD, first_failure = m->failed;
+    int hook = call <= FSDP_CALL_RESHARD || call == FSDP_CALL_SET ||
+               call == FSDP_CALL_REQUIRES_GRAD || call == FSDP_CALL_ZERO_GRAD ||
+               call == FSDP_CALL_PARAMS_CHANGED; /* what may go unchecked */
+    int first_failure = m->failed;
     if (model_refuses(m, unit, call) >= 0) {
         m->failed |= hook;
         return FSDP_ERR_INVALID_STATE;
@@ -629,6 +632,7 @@ static void set_randomly(bed *b, model *m, uint64_t *seed) {
                              b->model, u, on ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER),
                          expected);
         if (what == 4) CHECK_STATUS(fsdp_set_reshard_after_backward(b->model, u, on), expected);
+        m->failed |= expected != FSDP_OK; /* finalize tells it again */
         for (int i = 0; i < b->num_units && !expected; i++) {
             if (!all && i != at) continue;
             if (what == 2) m->units[i].sync = on;

@@ -1188,7 +1188,8 @@ static void load_check(loaded *x, int turn) {
         CALL(x->world, fsdp_param_at(x->model, v.ordinal, &same));
         W_CHECK(!memcmp(&same, &v, sizeof v), "param_at differs from next_param");
         CHECK_OK(fsdp_shard_range(v.shape[v.shard_dim], x->size, x->rank, &range));
-        W_CHECK(v.start[v.shard_dim] == range.start && v.local_shape[v.shard_dim] == range.count,
+        W_CHECK(v.start[v.shard_dim] == range.start &&
+                    v.local_shape[v.shard_dim] == (v.numel ? range.count : 0),
                 "unit %d parameter %d: rows", u, v.index);
         for (int64_t k = 0; k < v.numel; k++)
             for (size_t b = 0; b < size; b++)

@@ -1,0 +1,244 @@
+/* test_edges.c - what users of several features at a time have run into: ranks of one world that
+   allocate differently, counts of users that must not vanish, refusals that nobody looked at, user
+   functions that fail, and resets at odd moments. */
+#include "harness.h"
+#define FSDP_IMPLEMENTATION
+#include "fsdp.h"
+#include "world.h"
+
+typedef struct {
+    fsdp_world *w;
+    fsdp_model *m;
+    fsdp_unit *u;
+} rig;
+
+static void on_threads(int world, h_rank_fn fn) {
+    fsdp_threads threads;
+    memset(&threads, 0, sizeof threads);
+    threads.size = world;
+    h_ranks_thread(world, fn, &threads);
+}
+
+static void rig_open(rig *x, int rank, int world, void *threads, const fsdp_model_desc *md,
+                     const fsdp_param_desc *params, int count) {
+    fsdp_world_desc d = w_desc(rank, world, (fsdp_threads *)threads, w_job("edges"), 0);
+    fsdp_unit_desc ud = FSDP_ZERO;
+    ud.params = params;
+    ud.num_params = count;
+    CALL(NULL, fsdp_init(&d, &x->w));
+    CALL(x->w, fsdp_model_create(x->w, md, &x->m));
+    CALL(x->w, fsdp_fully_shard(x->m, &ud, &x->u));
+}
+
+static void forward(rig *x) {
+    CALL(x->w, fsdp_pre_forward(x->u));
+    CALL(x->w, fsdp_post_forward(x->u));
+}
+
+static fsdp_mesh *square(fsdp_world *w, int rows, int columns) {
+    fsdp_mesh_desc d = FSDP_ZERO;
+    fsdp_mesh *mesh;
+    d.ndim = 2;
+    d.shape[0] = rows, d.shape[1] = columns;
+    d.names[0] = "a", d.names[1] = "b";
+    CALL(w, fsdp_mesh_create(w, &d, &mesh));
+    return mesh;
+}
+
+/* ---- ranks of one world whose models differ in size ------------------------------------------ */
+
+/* As with an uneven tensor-parallel split: shards of other groups must not be touched. */
+static void uneven(int rank, int world, void *threads) {
+    enum { COLS = 8 };
+    fsdp_world_desc d = w_desc(rank, world, (fsdp_threads *)threads, w_job("uneven"), 0);
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_mesh *dp;
+    int32_t dim = 0;
+    rig x;
+    CALL(NULL, fsdp_init(&d, &x.w));
+    fsdp_mesh *mesh = square(x.w, 2, 2);
+    int tp = fsdp_mesh_rank(mesh, 1), rows = tp ? 1024 : 2048;
+    CALL(x.w, fsdp_mesh_slice(mesh, &dim, 1, &dp));
+    fsdp_param_desc p = fsdp_mat("w", rows, COLS);
+    md.mesh = dp;
+    ud.params = &p;
+    ud.num_params = 1;
+    CALL(x.w, fsdp_model_create(x.w, &md, &x.m));
+    CALL(x.w, fsdp_fully_shard(x.m, &ud, &x.u));
+    float *full = (float *)calloc((size_t)(rows * COLS), sizeof *full);
+    CHECK(full != NULL);
+    for (int i = 0; i < rows * COLS; i++) full[i] = (float)(i % 97 + 1000 * tp);
+    CALL(x.w, fsdp_param_load(x.u, 0, full));
+    for (int step = 0; step < 2; step++) {
+        CALL(x.w, fsdp_barrier(x.w));
+        forward(&x);
+        CALL(x.w, fsdp_pre_backward(x.u));
+        CHECK_EQ_MEM(fsdp_data(x.u, 0), full, (size_t)(rows * COLS) * sizeof *full);
+        float *grad = (float *)fsdp_grad(x.u, 0);
+        for (int i = 0; i < rows * COLS; i++) grad[i] += (float)(rank + 1);
+        CALL(x.w, fsdp_post_backward(x.u));
+        CALL(x.w, fsdp_finalize_backward(x.m));
+        fsdp_param_view v;
+        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        for (int64_t k = 0; k < v.numel; k++) /* ranks tp and tp + 2 */
+            CHECK((double)((const float *)v.shard_grad)[k] == tp + 2.0);
+        CALL(x.w, fsdp_zero_grad(x.m));
+    }
+    free(full);
+    CHECK_OK(fsdp_shutdown(x.w));
+}
+TEST(edges, uneven_models_of_threads) { on_threads(4, uneven); }
+TEST(edges, uneven_models_of_processes) { h_ranks_proc(4, uneven, NULL); }
+
+/* ---- the count of users ---------------------------------------------------------------------- */
+
+/* Divided like gradients: 1 / 2^26 is nothing in f16, and the gradient is there all the same. */
+static void large_factor(int rank, int world, void *threads) {
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p[2] = {fsdp_vec("used", 8), fsdp_vec("unused", 8)};
+    fsdp_param_view v;
+    rig x;
+    p[0].dtype = p[1].dtype = FSDP_F16;
+    md.reduce_dtype = FSDP_F32;
+    rig_open(&x, rank, world, threads, &md, p, 2);
+    for (int step = 0; step < 3; step++) { /* the flags are written anew when the factor changes */
+        double factor = step == 1 ? 67108864.0 : 2;
+        CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, factor));
+        forward(&x);
+        CALL(x.w, fsdp_pre_backward(x.u));
+        uint16_t *grad = (uint16_t *)fsdp_grad(x.u, 0);
+        float value = step == 1 ? 32768 : 1;
+        for (int i = 0; i < 8; i++) CHECK_OK(fsdp_convert(&grad[i], FSDP_F16, &value, FSDP_F32, 1));
+        CALL(x.w, fsdp_post_backward(x.u));
+        CALL(x.w, fsdp_finalize_backward(x.m));
+        CALL(x.w, fsdp_param_view_get(x.u, 1, &v));
+        CHECK(v.shard_grad == NULL);
+        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        CHECK(v.shard_grad != NULL);
+        for (int64_t k = 0; k < v.numel; k++) {
+            float got;
+            CHECK_OK(fsdp_convert(&got, FSDP_F32, (const uint16_t *)v.shard_grad + k, FSDP_F16, 1));
+            CHECK((double)got == (double)value * world / factor);
+        }
+        CALL(x.w, fsdp_zero_grad(x.m));
+    }
+    CHECK_OK(fsdp_shutdown(x.w));
+}
+TEST(edges, large_divide_factor) { on_threads(2, large_factor); }
+
+/* Upstream's rule: the ranks of all replicas must have used the same parameters. */
+static void used_differently(int rank, int world, void *threads, int replicas) {
+    fsdp_param_desc p[2] = {fsdp_vec("a", 8), fsdp_vec("b", 8)};
+    fsdp_world_desc d = w_desc(rank, world, (fsdp_threads *)threads, w_job("used"), 0);
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_unit_desc ud = FSDP_ZERO;
+    rig x;
+    ud.params = p;
+    ud.num_params = 2;
+    CALL(NULL, fsdp_init(&d, &x.w));
+    fsdp_mesh *mesh = square(x.w, replicas, world / replicas);
+    md.mesh = mesh;
+    CALL(x.w, fsdp_model_create(x.w, &md, &x.m));
+    CALL(x.w, fsdp_fully_shard(x.m, &ud, &x.u));
+    CALL(x.w, fsdp_set_reduce_scatter_unused_params(x.m, NULL, 0));
+    forward(&x);
+    CALL(x.w, fsdp_pre_backward(x.u));
+    CHECK(fsdp_grad(x.u, 0) != NULL);
+    if (fsdp_mesh_rank(mesh, 0) == 0) CHECK(fsdp_grad(x.u, 1) != NULL);
+    (void)fsdp_post_backward(x.u);
+    CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_MISMATCH);
+    CHECK_STATUS(fsdp_shutdown(x.w), FSDP_ERR_MISMATCH);
+}
+static void used_in_hsdp(int rank, int world, void *threads) {
+    used_differently(rank, world, threads, 2);
+}
+static void used_in_replicas(int rank, int world, void *threads) {
+    used_differently(rank, world, threads, world);
+}
+TEST(edges, used_sets_of_hsdp) { on_threads(4, used_in_hsdp); }
+TEST(edges, used_sets_of_replicas) { on_threads(2, used_in_replicas); }
+
+/* ---- refusals, failures, resets -------------------------------------------------------------- */
+
+/* A trainer that checks finalize alone hears of a setter that was refused, once. */
+static void refused_setter(int rank, int world, void *threads) {
+    fsdp_param_desc p = fsdp_vec("a", 8);
+    rig x;
+    rig_open(&x, rank, world, threads, NULL, &p, 1);
+    CALL(x.w, fsdp_pre_forward(x.u));
+    CHECK_STATUS(fsdp_set_requires_gradient_sync(x.m, NULL, 1), FSDP_ERR_INVALID_STATE);
+    CALL(x.w, fsdp_post_forward(x.u));
+    CALL(x.w, fsdp_pre_backward(x.u));
+    CALL(x.w, fsdp_post_backward(x.u));
+    CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_INVALID_STATE);
+    CHECK(strstr(fsdp_last_error(x.w), "unit0"));
+    forward(&x);
+    CALL(x.w, fsdp_pre_backward(x.u));
+    CALL(x.w, fsdp_post_backward(x.u));
+    CALL(x.w, fsdp_finalize_backward(x.m));
+    CHECK_OK(fsdp_shutdown(x.w));
+}
+TEST(edges, refused_setter_is_told_again) { on_threads(2, refused_setter); }
+
+static fsdp_status fails(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                         const fsdp_coll *coll) {
+    (void)user, (void)ops, (void)comm, (void)coll;
+    return FSDP_ERR_CORRUPT;
+}
+
+/* The text says whose function it was, here and on the rank that only waits. */
+static void custom_fails(int rank, int world, void *threads) {
+    fsdp_param_desc p = fsdp_vec("a", 8);
+    rig x;
+    rig_open(&x, rank, world, threads, NULL, &p, 1);
+    if (rank == 1) CALL(x.w, fsdp_set_custom_all_gather(x.u, fails, NULL));
+    fsdp_status status = fsdp_pre_forward(x.u);
+    CHECK(status != FSDP_OK);
+    if (rank == 1) CHECK_STATUS(status, FSDP_ERR_CORRUPT);
+    CHECK_MSG(strstr(fsdp_last_error(x.w), "all_gather (gather) of unit 'unit0'"), "%s",
+              fsdp_last_error(x.w));
+    (void)fsdp_shutdown(x.w);
+}
+TEST(edges, failed_custom_comm_is_named) { on_threads(2, custom_fails); }
+
+/* Freezing takes the layout back; a reset before the next one is made resets all the same. */
+TEST(edges, reset_without_a_layout) {
+    fsdp_param_desc p[2] = {fsdp_vec("a", 8), fsdp_vec("b", 8)};
+    fsdp_param_view v;
+    rig x;
+    rig_open(&x, 0, 1, NULL, NULL, p, 2);
+    forward(&x);
+    CALL(x.w, fsdp_pre_backward(x.u));
+    for (int i = 0; i < 2; i++) ((float *)fsdp_grad(x.u, i))[0] += 1;
+    CALL(x.w, fsdp_post_backward(x.u));
+    CALL(x.w, fsdp_finalize_backward(x.m));
+    forward(&x); /* its backward never comes */
+    CALL(x.w, fsdp_set_requires_grad(x.u, 1, 0));
+    CALL(x.w, fsdp_model_reset(x.m));
+    CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+    CHECK(v.shard_grad == NULL);
+    CHECK_STATUS(fsdp_pre_backward(x.u), FSDP_ERR_INVALID_STATE);
+    CHECK_OK(fsdp_shutdown(x.w));
+}
+
+/* A frozen parameter loses its gradient at once, whether or not a layout is made in between. */
+TEST(edges, freezing_drops_the_gradient) {
+    for (int commits = 0; commits < 2; commits++) {
+        fsdp_param_desc p = fsdp_vec("a", 8);
+        fsdp_param_view v;
+        rig x;
+        rig_open(&x, 0, 1, NULL, NULL, &p, 1);
+        forward(&x);
+        CALL(x.w, fsdp_pre_backward(x.u));
+        ((float *)fsdp_grad(x.u, 0))[0] += 1;
+        CALL(x.w, fsdp_post_backward(x.u));
+        CALL(x.w, fsdp_finalize_backward(x.m));
+        CALL(x.w, fsdp_set_requires_grad(x.u, 0, 0));
+        if (commits) CALL(x.w, fsdp_model_commit(x.m));
+        CALL(x.w, fsdp_set_requires_grad(x.u, 0, 1));
+        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        CHECK(v.shard_grad == NULL);
+        CHECK_OK(fsdp_shutdown(x.w));
+    }
+}
