@@ -141,7 +141,7 @@ def blocks():
         comment = "\n".join(lines_of(path)).split("*/")[0].split("\n")
         start = None
         for i, line in enumerate(comment + ["."]):
-            if line.startswith(" " * 7):
+            if line.startswith(" " * 4):
                 start = i if start is None else start
             elif line.strip() and start is not None:
                 text = "\n".join(comment[start:i])
@@ -193,6 +193,8 @@ def check_code():
                 if status:
                     yield f"{place}: {' '.join(launcher)} exit status {status}\n{out}"
     print("note: " + ", ".join(f"{n} of kind {kind}" for kind, n in count.items()))
+    if count["program"] == 0:
+        yield "fsdp.h: the manual's program was not found"
 
 
 def main():
