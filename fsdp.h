@@ -744,11 +744,13 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
    fsdp_set_requires_gradient_sync 0: post_backward keeps gradients here, unreduced (no_sync).
                                    Sets requires_all_reduce to the same
    fsdp_set_requires_all_reduce    0: HSDP: the sums over the shard group are kept and added up, the
-                                   all-reduce over the replicas waits for a later post_backward
+                                   all-reduce over the replicas waits for a later post_backward.
+                                   With one shard as without sync; without replicas nothing
    fsdp_set_reshard_after_forward  FSDP_RESHARD_ALWAYS or _NEVER
    fsdp_set_reshard_after_backward 0: parameters stay gathered after backward
    fsdp_set_unshard_in_backward    0: pre_backward does not gather (backward needs no parameters)
-   fsdp_set_gradient_divide_factor gradients are sums divided by this; 0: by the number of ranks
+   fsdp_set_gradient_divide_factor gradients are sums divided by this, from the next post_backward
+                                   on; 0: by the number of ranks
    fsdp_set_reduce_scatter_unused_params 1 (default here): every trainable parameter is reduced
                                    whoever used it; 0, upstream's rule: a unit of which nothing was
                                    used is not reduced, and ranks must have used the same parameters
@@ -822,7 +824,7 @@ FSDP_API fsdp_status fsdp_set_custom_reduce_scatter(fsdp_unit *unit, fsdp_custom
    param_dtype unless keep_forward_inputs is set
    fsdp_cast_forward_output - to output_dtype
    dst         room for count elements of that dtype, owned by the caller; untouched when not needed
-   dtype       in: of src; out: of the result
+   dtype       in: of src; out: of the result. unit and dtype are not NULL
    Result      the pointer to use: dst or src
    Collective  no      Blocks no      Allocates no
    Source      torch: MixedPrecisionPolicy.cast_forward_inputs, output_dtype */
@@ -866,7 +868,7 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
     X(BROADCAST, "broadcast")                                                                     \
     X(USE, "use")                     /* marker: the caller's stream waits for src */             \
     X(CALL, "call")                   /* a function of the user, in the stream's order */         \
-    X(HOOK, "hook")                   /* marker: a public call begins; label is the call */
+    X(HOOK, "hook")                   /* marker: a public call begins; count is FSDP_CALL_* */
 
 enum {
 #define FSDP_X(name, text) FSDP_OP_##name,
@@ -977,13 +979,13 @@ FSDP_API const char *fsdp_label_name(int label);
     X(DATA, "data")                                                                               \
     X(GRAD, "grad")                                                                               \
     X(PARAMS_CHANGED, "params_changed")                                                           \
-    X(LOAD, "load")                   /* init_params, param_load */                               \
+    X(LOAD, "param_load")             /* and init_params */                               \
     X(FULL, "param_full")                                                                         \
     X(ZERO_GRAD, "zero_grad")                                                                     \
     X(CLIP, "clip_grad_norm")                                                                     \
     X(REQUIRES_GRAD, "set_requires_grad")                                                         \
-    X(SET, "set")                                                                                 \
-    X(RESET, "reset")
+    X(SET, "set_...")                                                                             \
+    X(RESET, "model_reset")
 
 enum {
 #define FSDP_X(name, text) FSDP_CALL_##name,
@@ -1806,6 +1808,7 @@ typedef struct fsdpi_param {
     uint8_t written;          // this rank wrote its gradient to the slot that the unit holds
     uint8_t used;             // this rank wrote a gradient that is not reduced yet
     uint8_t flag;             // `used` as it stands in the unit's flags
+    uint8_t pending;          // it did, and that is in the sums of a reduction that goes on
     uint8_t has_grad;         // somebody did, and it is in the shard gradient
     fsdp_grad_hook grad_hook; // NULL: none
     void *grad_hook_user;
@@ -1863,6 +1866,7 @@ struct fsdp_unit {
     int reshard_after_forward; // FSDP_RESHARD_ALWAYS or _NEVER, or n
     uint8_t reshard_after_backward, sync, all_reduce, unshard_in_backward, reduce_unused;
     double divide_factor;    // 0: the number of ranks
+    double before;           // what gradients that wait in rin or rout have been divided by
     int32_t *prefetch[2];    // indices of units: forward, backward
     int32_t num_prefetch[2]; // 0: none, or the implicit one
     fsdp_all_reduce_hook all_reduce_hook;
@@ -3089,26 +3093,28 @@ static fsdp_status fsdpi_zero_unused(fsdp_unit *u) {
     return status;
 }
 
+static double fsdpi_factor(const fsdp_unit *u) {
+    return u->divide_factor != 0 ? u->divide_factor : (double)fsdpi_ranks(u);
+}
+
 /* A reduction divides by `factor` in all: by `before`, a power of two, what goes into an f16 sum,
    so that it stays in range, and by the rest what comes out.
    Source: torch: _get_gradient_divide_factors. */
-static double fsdpi_divide_before(const fsdp_unit *u, double *factor) {
-    double before = 1;
-    *factor = u->divide_factor != 0 ? u->divide_factor : (double)fsdpi_ranks(u);
+static double fsdpi_divide_before(const fsdp_unit *u) {
+    double before = 1, factor = fsdpi_factor(u);
     if (u->reduce_dtype != FSDP_F16 || fsdpi_ranks(u) == 1) return before;
-    while (fmod(*factor, before) == 0 && *factor / before > before) before *= 2;
+    while (fmod(factor, before) == 0 && factor / before > before) before *= 2;
     return before;
 }
 
 // Gradients as they were written -> `dst` in the reduce dtype: cast, chunk_cat, divided, added.
 static fsdp_status fsdpi_emit_acc(fsdp_unit *u, fsdp_buf *dst, int accumulate) {
-    double factor, before = fsdpi_divide_before(u, &factor);
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < u->num_parts && !status; k++) {
         fsdpi_part *part = &u->parts[k];
         fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE);
         op.accumulate = (uint8_t)accumulate;
-        op.scale = 1.0 / before;
+        op.scale = 1.0 / u->before;
         status = fsdpi_emit_work(u->model, &op, u->grad, part->param_dtype, dst, u->reduce_dtype,
                                  &part->acc);
     }
@@ -3142,7 +3148,7 @@ static void fsdpi_set_flag(fsdp_unit *u, fsdpi_param *p, double value) {
    flags of a step are mostly those of the step before, so that they are seldom written. */
 static fsdp_status fsdpi_emit_users(fsdp_unit *u, fsdp_buf *input, fsdp_dtype dtype) {
     fsdp_model *m = u->model;
-    double factor, before = fsdpi_divide_before(u, &factor), value = factor / before;
+    double value = fsdpi_factor(u) / u->before;
     if (m->dry) return FSDP_OK;
     for (int i = 0; i < u->num_params; i++) {
         fsdpi_param *p = &u->params[i];
@@ -3151,6 +3157,7 @@ static fsdp_status fsdpi_emit_users(fsdp_unit *u, fsdp_buf *input, fsdp_dtype dt
             u->flags_read = 0;
             fsdpi_set_flag(u, p, value);
         }
+        p->pending |= p->used;
         p->used = 0;
     }
     u->flag_value = value;
@@ -3175,10 +3182,13 @@ static void fsdpi_own_users(fsdp_unit *u) {
     }
 }
 
-// Upstream's rule: ranks must have used the same parameters, which the collective then compares.
-static uint64_t fsdpi_used_hash(const fsdp_unit *u) {
-    uint64_t h = u->desc_hash;
-    for (int i = 0; i < u->num_params; i++) h = fsdpi_hash(h, u->params[i].used);
+// What ranks must agree on in a reduction: the unit, the factor; by upstream's rule what was used.
+static uint64_t fsdpi_reduce_hash(const fsdp_unit *u, double factor) {
+    uint64_t bits;
+    memcpy(&bits, &factor, sizeof bits);
+    uint64_t h = fsdpi_hash(u->desc_hash, bits);
+    for (int i = 0; i < u->num_params && !u->reduce_unused; i++)
+        h = fsdpi_hash(h, u->params[i].used | u->params[i].pending);
     return h;
 }
 
@@ -3232,9 +3242,8 @@ static fsdp_status fsdpi_reduce_scatter(fsdp_unit *u, fsdp_buf **input, fsdp_dty
     }
     if (!status && fresh && u->rout) {
         fsdp_op add = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_PARTIAL, FSDP_STREAM_REDUCE);
-        fsdpi_work whole = u->partial;
         add.accumulate = 1;
-        status = fsdpi_emit_work(m, &add, fresh, out, u->rout, out, &whole);
+        status = fsdpi_emit_work(m, &add, fresh, out, u->rout, out, &u->partial);
         if (!status) status = fsdpi_release(u, &fresh, FSDP_STREAM_REDUCE);
     } else if (fresh) {
         u->rout = fresh;
@@ -3301,7 +3310,8 @@ static fsdp_status fsdpi_grads_done(fsdp_unit *u, int stream) {
     u->grad_is_zero = 0;
     if (fsdpi_ranks(u) == 1) fsdpi_own_users(u);
     for (int i = 0; i < u->num_params && !status; i++) {
-        const fsdpi_param *p = &u->params[i];
+        fsdpi_param *p = &u->params[i];
+        p->pending = 0;
         const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
         if (!p->grad_hook || !p->requires_grad) continue;
         (void)fsdpi_do_stale(u); // the hook may write shards
@@ -3321,7 +3331,8 @@ static fsdp_status fsdpi_collect(fsdp_unit *u) {
     int overwrite = u->model->desc.grads_overwrite;
     fsdp_dtype dtype = u->parts[u->users_part].param_dtype;
     fsdp_status status = overwrite ? fsdpi_zero_unused(u) : FSDP_OK;
-    if (!status && !u->model->dry) // the caller wrote it
+    if (!u->rin && !u->rout) u->before = fsdpi_divide_before(u); // what waits has been divided
+    if (!status && !u->model->dry)                               // the caller wrote it
         status = fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &u->grad->ready);
     int elsewhere = u->rin || fsdpi_must_convert(u, u->all_reduce_hook != NULL) ||
                     (!fsdpi_syncs(u) && (overwrite || dtype != u->reduce_dtype));
@@ -3330,9 +3341,8 @@ static fsdp_status fsdpi_collect(fsdp_unit *u) {
 
 // The gradients in the slot become a reduce input where they are.
 static fsdp_status fsdpi_chunk_cat(fsdp_unit *u) {
-    double factor;
     fsdpi_part *part = &u->parts[u->users_part];
-    if (fsdpi_divide_before(u, &factor) != 1) return fsdpi_emit_acc(u, u->grad, 0);
+    if (u->before != 1) return fsdpi_emit_acc(u, u->grad, 0);
     fsdp_op cat = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE);
     return fsdpi_emit_work(u->model, &cat, u->grad, part->param_dtype, u->grad, part->param_dtype,
                            &part->chunk_cat);
@@ -3346,12 +3356,12 @@ static int fsdpi_any_used(const fsdp_unit *u) {
 
 // Reduce what was collected: over the shard group, over the replicas, to the shard gradients.
 static fsdp_status fsdpi_reduce_unit(fsdp_unit *u) {
-    double factor, before = fsdpi_divide_before(u, &factor), scale = before / factor;
+    double factor = fsdpi_factor(u), scale = u->before / factor;
     int straight = fsdpi_is_straight(u), one = fsdpi_shards(u) == 1;
     fsdp_status status = FSDP_OK;
     fsdp_buf **input = u->rin ? &u->rin : &u->grad;
     fsdp_dtype dtype = u->rin ? u->reduce_dtype : u->parts[u->users_part].param_dtype;
-    uint64_t used = u->reduce_unused || !*input ? u->desc_hash : fsdpi_used_hash(u);
+    uint64_t used = fsdpi_reduce_hash(u, factor);
     if (*input) {
         if (!u->rin) status = fsdpi_chunk_cat(u);
         if (!status && fsdpi_ranks(u) > 1) status = fsdpi_emit_users(u, *input, dtype);
@@ -3386,7 +3396,8 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
 // Finalize: gradients of earlier microbatches of a unit that this backward did not reach.
 static fsdp_status fsdpi_do_leftovers(fsdp_unit *u) {
     fsdp_status status = FSDP_OK;
-    if (!u->sync || !(u->grad || u->rin || u->rout)) return FSDP_OK;
+    int waits = u->rout && !u->all_reduce && !u->grad && !u->rin; // for an all-reduce
+    if (!u->sync || waits || !(u->grad || u->rin || u->rout)) return FSDP_OK;
     for (int k = 0; k < u->num_parts && !status; k++) // the caller may have read what was reduced
         if (u->parts[k].num_train)
             status = fsdpi_caller_writes(u, fsdpi_flat_of(u, &u->parts[k])->grad);
@@ -3407,7 +3418,7 @@ static fsdp_status fsdpi_do_drop(fsdp_unit *u) {
         fsdp_status released = fsdpi_release(u, slots[i], FSDP_STREAM_COMPUTE);
         if (!status) status = released;
     }
-    for (int i = 0; i < u->num_params; i++) u->params[i].used = 0;
+    for (int i = 0; i < u->num_params; i++) u->params[i].used = u->params[i].pending = 0;
     u->forwards = 0;
     u->last_order = -1;
     u->counted = 0;
@@ -3495,7 +3506,7 @@ static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
 }
 
 // The text of a call in a wrong state asks the table what is possible.
-static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, int call) {
+static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, const char *what) {
     static const char *const states[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
     static const char *const storages[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED",
                                            "SHARDED_POST_FORWARD"};
@@ -3511,7 +3522,7 @@ static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, int call) {
     return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_STATE,
                       "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have not run "
                       "backward; possible now: %s",
-                      fsdpi_call_name(call), u->name, states[u->state], storages[u->storage],
+                      what, u->name, states[u->state], storages[u->storage],
                       u->model->backward ? "inside" : "outside", u->forwards, possible);
 }
 
@@ -3906,7 +3917,8 @@ static void fsdpi_model_close(fsdp_model *m) {
 // Is the call possible for all units?
 static fsdp_status fsdpi_check_units(fsdp_model *m, int call) {
     for (int i = 0; i < m->num_units; i++)
-        if (!fsdpi_lookup(m->units[i], call)) return fsdpi_wrong_call(m->units[i], call);
+        if (!fsdpi_lookup(m->units[i], call))
+            return fsdpi_wrong_call(m->units[i], fsdpi_call_name(call));
     return FSDP_OK;
 }
 
@@ -4003,17 +4015,18 @@ static fsdp_status fsdpi_finalize(fsdp_model *m) {
     return FSDP_OK;
 }
 
-// Blocks of the gradients of one dtype that count for the norm. With units on meshes of their own
-// all ranks add up, and one replica speaks for the others.
-static int fsdpi_norm_blocks(fsdp_model *m, fsdp_dtype dtype, fsdp_block *out) {
+// Blocks of the gradients of one dtype; for the norm those that count: with units on meshes of
+// their own all ranks add up, and one replica speaks for the others.
+static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_block *out) {
     int num = 0;
     for (int i = 0; i < m->num_units; i++) {
         const fsdp_unit *u = m->units[i];
-        int silent = !u->has_grad || (m->mixed && u->info.replicate_mesh_rank > 0);
+        int silent = !u->has_grad || (norm && m->mixed && u->info.replicate_mesh_rank > 0);
         for (int k = 0; k < u->num_params && !silent; k++) {
             const fsdpi_param *p = &u->params[k];
-            fsdp_block b = {p->lay.shard_offset, 0, p->lay.local_numel, 1, p->lay.local_numel, 0};
-            if (p->has_grad && p->dtype == dtype) out[num++] = b;
+            int64_t at = p->lay.shard_offset;
+            if (p->has_grad && p->dtype == dtype)
+                out[num++] = fsdpi_run(at, at, p->lay.local_numel);
         }
     }
     return num;
@@ -4046,7 +4059,7 @@ static fsdp_status fsdpi_norm(fsdp_model *m, double p, int max, double *norm) {
         op.scale = p;
         op.accumulate = (uint8_t)accumulate;
         op.list = m->norm_blocks + num;
-        op.list_count = (uint32_t)fsdpi_norm_blocks(m, d, m->norm_blocks + num);
+        op.list_count = (uint32_t)fsdpi_grad_blocks(m, d, 1, m->norm_blocks + num);
         for (uint32_t i = 0; i < op.list_count; i++)
             op.count += (uint64_t)m->norm_blocks[num++].width;
         op.src = m->flats[d].grad;
@@ -4056,7 +4069,9 @@ static fsdp_status fsdpi_norm(fsdp_model *m, double p, int max, double *norm) {
         status = fsdpi_emit(m, &op);
         accumulate = 1;
     }
-    if (!accumulate) *(double *)(void *)m->scalar->ptr = 0; // no trainable parameter at all
+    if (!accumulate) // no trainable parameter at all
+        status = fsdpi_emit_fill(m, NULL, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE, m->scalar, FSDP_F64,
+                                 0, 1, 0);
     if (!status && !m->mixed)
         status = fsdpi_norm_reduce(m, m->shard_reduce_comm, m->info.shard_mesh_size, max);
     else if (!status && fsdpi_mesh_numel(mesh) == m->world->size)
@@ -4072,14 +4087,21 @@ static fsdp_status fsdpi_norm(fsdp_model *m, double p, int max, double *norm) {
     return FSDP_OK;
 }
 
-// Multiply all gradients. max_norm / (norm + 1e-6) as upstream; a NaN norm makes them NaN.
+// Multiply all gradients, in one run. A NaN norm makes them NaN, as upstream, but no padding.
 static fsdp_status fsdpi_scale_grads(fsdp_model *m, double scale) {
     fsdp_status status = FSDP_OK;
+    int used = 0;
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
         int64_t numel = m->flats[d].train_numel;
         if (!m->flats[d].grad || numel == 0) continue;
         m->flats[d].whole = fsdpi_run(0, 0, numel);
         fsdpi_work work = {&m->flats[d].whole, NULL, 1, (uint64_t)numel};
+        if (fsdpi_is_nan(scale)) {
+            work.blocks = m->norm_blocks + used;
+            work.num = fsdpi_grad_blocks(m, d, 0, work.blocks);
+            used += work.num;
+            fsdpi_count(&work);
+        }
         fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_COPY, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE);
         fsdp_dtype dtype = fsdpi_grad_dtype(m, d);
         op.scale = scale;
@@ -4132,6 +4154,9 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
     int world = fsdpi_shards(u);
     size_t size = fsdp_dtype_size(dtype);
     if (world == 1) {
+        fsdp_status ready = fsdpi_emit_use(m, u, FSDP_LABEL_FULL, block);
+        if (!ready) ready = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+        if (ready) return ready;
         if (full)
             memcpy(full, block->ptr + (size_t)p->lay.shard_offset * size,
                    (size_t)p->lay.numel * size);
@@ -4615,7 +4640,10 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
 static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
     fsdp_status status = fsdpi_dtypes_check(w, "model_create", "", d->param_dtype, d->reduce_dtype,
                                             d->output_dtype);
-    if (!status) status = fsdpi_dtypes_check(w, "model_create", "grad_dtype", d->grad_dtype, 0, 0);
+    if (!status && d->grad_dtype && !fsdp_dtype_is_float(d->grad_dtype))
+        status = fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                            "model_create: grad_dtype is %d, expected a floating dtype or KEEP",
+                            d->grad_dtype);
     if (status) return status;
     if (d->reshard_after_forward < FSDP_RESHARD_NEVER ||
         d->implicit_prefetch < FSDP_PREFETCH_NEVER || d->implicit_prefetch > FSDP_PREFETCH_ALWAYS)
@@ -4932,7 +4960,7 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     if (status) return fsdpi_remember(m, status);
     if (m->driver.hook && m->driver.hook(m->driver.user, m, u, call)) return FSDP_OK;
     const fsdpi_row *row = fsdpi_lookup(u, call);
-    if (!row) return fsdpi_remember(m, fsdpi_wrong_call(u, call));
+    if (!row) return fsdpi_remember(m, fsdpi_wrong_call(u, fsdpi_call_name(call)));
     status = fsdpi_announce(m, u, call, fsdpi_next_state(u, row));
     if (!status) status = fsdpi_step(u, row);
     return fsdpi_remember(m, status);
@@ -4990,7 +5018,7 @@ static void *fsdpi_undefined(fsdp_model *m) {
 static int fsdpi_getter_ok(fsdp_unit *u, int call) {
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (row && (call != FSDP_CALL_DATA || u->storage == FSDP_STORAGE_UNSHARDED)) return 1;
-    (void)fsdpi_wrong_call(u, call);
+    (void)fsdpi_wrong_call(u, fsdpi_call_name(call));
     return 0;
 }
 
@@ -5027,6 +5055,7 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     double total = 0;
     fsdp_world *w = model ? model->world : NULL;
     fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
+    if (!status && (!w || !desc)) status = fsdpi_null(w, "clip_grads");
     if (!status) status = fsdpi_desc_read(w, &d, desc, sizeof d, "fsdp_clip_desc");
     if (status) return status;
     if (!fsdpi_is_nan(d.norm_type) && d.norm_type == 0) d.norm_type = 2;
@@ -5083,7 +5112,7 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     *end = u ? u->index + 1 : m->num_units;
     for (int i = *first; i < *end; i++)
         if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
-            return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], FSDP_CALL_SET));
+            return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], what));
     return FSDP_OK;
 }
 
@@ -5331,8 +5360,12 @@ FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out
 
 FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
     if (!unit || !out) return fsdpi_null(NULL, "unit_memory");
-    const fsdp_buf *held[FSDP_POOL_COUNT] = {NULL,       NULL,      unit->gather, unit->slice,
-                                             unit->grad, unit->rin, unit->rout,   NULL};
+    const fsdp_buf *held[FSDP_POOL_COUNT] = {NULL};
+    held[FSDP_POOL_GATHER] = unit->gather;
+    held[FSDP_POOL_SLICE] = unit->slice;
+    held[FSDP_POOL_GRAD] = unit->grad;
+    held[FSDP_POOL_RIN] = unit->rin;
+    held[FSDP_POOL_ROUT] = unit->rout;
     memset(out, 0, sizeof *out);
     for (int k = 0; k < unit->num_parts; k++) {
         const fsdpi_part *part = &unit->parts[k];
@@ -5381,7 +5414,7 @@ static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_
 }
 
 FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap) {
-    fsdpi_text t = {buf, cap, 0};
+    fsdpi_text t = {buf, buf ? cap : 0, 0};
     fsdp_memory mem;
     if (buf && cap) buf[0] = 0;
     if (!model) return 0;

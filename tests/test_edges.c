@@ -242,3 +242,87 @@ TEST(edges, freezing_drops_the_gradient) {
         CHECK_OK(fsdp_shutdown(x.w));
     }
 }
+
+/* A NaN norm makes gradients NaN, but neither padding nor what has no gradient. */
+static void nan_norm(int rank, int world, void *threads) {
+    fsdp_param_desc p[2] = {fsdp_vec("used", 3), fsdp_vec("unused", 5)};
+    fsdp_flat flat;
+    fsdp_param_view v;
+    double norm;
+    uint32_t bits = 0x7FC00000u;
+    rig x;
+    rig_open(&x, rank, world, threads, NULL, p, 2);
+    forward(&x);
+    CALL(x.w, fsdp_pre_backward(x.u));
+    memcpy(fsdp_grad(x.u, 0), &bits, sizeof bits);
+    CALL(x.w, fsdp_post_backward(x.u));
+    CALL(x.w, fsdp_finalize_backward(x.m));
+    CALL(x.w, fsdp_clip_grad_norm(x.m, 1, &norm));
+    CHECK_EQ_INT(h_non_finite(norm), 2);
+    CALL(x.w, fsdp_model_flat(x.m, FSDP_F32, &flat));
+    CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+    for (int64_t k = 0; k < flat.numel; k++) {
+        const float *g = (const float *)flat.grads + k, *mine = (const float *)v.shard_grad;
+        int is_mine = g >= mine && g < mine + v.numel;
+        CHECK_EQ_INT(h_non_finite((double)*g), is_mine ? 2 : 0);
+    }
+    CHECK_OK(fsdp_shutdown(x.w));
+}
+TEST(edges, nan_norm_keeps_padding) { on_threads(2, nan_norm); }
+
+/* f16: what waits for its reduction has been divided already; a new factor must not divide it by
+   another power of two. */
+static void factor_in_between(int rank, int world, void *threads) {
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p = fsdp_vec("a", 8);
+    fsdp_param_view v;
+    rig x;
+    md.reduce_dtype = FSDP_F16;
+    rig_open(&x, rank, world, threads, &md, &p, 1);
+    for (int micro = 0; micro < 2; micro++) {
+        CALL(x.w, fsdp_set_requires_gradient_sync(x.m, NULL, micro));
+        CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, micro ? 64 : 4));
+        forward(&x);
+        CALL(x.w, fsdp_pre_backward(x.u));
+        for (int i = 0; i < 8; i++) ((float *)fsdp_grad(x.u, 0))[i] += 32;
+        CALL(x.w, fsdp_post_backward(x.u));
+        CALL(x.w, fsdp_finalize_backward(x.m));
+    }
+    CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+    for (int64_t k = 0; k < v.numel; k++)
+        CHECK(((const float *)v.shard_grad)[k] == 2 * 32.0f * (float)world / 64);
+    CHECK_OK(fsdp_shutdown(x.w));
+}
+TEST(edges, divide_factor_between_microbatches) { on_threads(2, factor_in_between); }
+
+/* Ranks that divide by different factors would drift apart. */
+static void factors_differ(int rank, int world, void *threads) {
+    fsdp_param_desc p = fsdp_vec("a", 8);
+    rig x;
+    rig_open(&x, rank, world, threads, NULL, &p, 1);
+    CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, rank ? 3 : 2));
+    forward(&x);
+    CALL(x.w, fsdp_pre_backward(x.u));
+    (void)fsdp_post_backward(x.u);
+    CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_MISMATCH);
+    (void)fsdp_shutdown(x.w);
+}
+TEST(edges, divide_factors_must_agree) { on_threads(2, factors_differ); }
+
+TEST(edges, keep_forward_inputs) {
+    for (int keep = 0; keep < 2; keep++) {
+        fsdp_model_desc md = FSDP_ZERO;
+        fsdp_param_desc p = fsdp_vec("a", 8);
+        float src[2] = {1, 2};
+        uint16_t dst[2];
+        fsdp_dtype dtype = FSDP_F32;
+        rig x;
+        md.param_dtype = FSDP_BF16;
+        md.keep_forward_inputs = keep;
+        rig_open(&x, 0, 1, NULL, &md, &p, 1);
+        const void *got = fsdp_cast_forward_input(x.u, dst, src, &dtype, 2);
+        CHECK(got == (keep ? (const void *)src : (const void *)dst));
+        CHECK_EQ_INT(dtype, keep ? FSDP_F32 : FSDP_BF16);
+        CHECK_OK(fsdp_shutdown(x.w));
+    }
+}

@@ -28,13 +28,13 @@ static const struct {
     {"data",              "====" "====" "====" "===="}, /* and only while UNSHARDED */
     {"grad",              "...." "...." "..==" "...."},
     {"params_changed",    "==.." "...." "...." "...."},
-    {"load",              "==.." "...." "...." "...."},
+    {"param_load",        "==.." "...." "...." "...."},
     {"param_full",        "==.." "...." "...." "...."},
     {"zero_grad",         "==.." "...." "...." "...."},
     {"clip_grad_norm",    "==.." "...." "...." "...."},
     {"set_requires_grad", "==.." "...." "...." "...."},
-    {"set",               "====" "...." "...." "===="},
-    {"reset",             "IIII" "IIII" "IIII" "IIII"},
+    {"set_...",           "====" "...." "...." "===="},
+    {"model_reset",       "IIII" "IIII" "IIII" "IIII"},
 };
 /* clang-format on */
 static const char state_letters[] = "IFPB";
@@ -397,15 +397,18 @@ static void call_both(bed *b, model *m, int form, int at) {
     bed_compare(b, m, forms[form].name);
     if (refuses < 0) return;
     /* Nothing was changed, and the text says what is possible instead. */
-    char start[128], possible[256] = "possible now: ";
+    char start[128], name[64], possible[256] = "possible now: ";
     const unit_model *u = &was.units[refuses];
     CHECK_OK(fsdp_model_counters(b->model, &after));
     CHECK_EQ_MEM(&before, &after, sizeof before);
     CHECK_EQ_INT(b->s.num_logged, logged + 1);
     CHECK_EQ_STR(b->s.logged, fsdp_last_error(b->s.world));
+    snprintf(name, sizeof name, "%s",
+             call == FSDP_CALL_SET ? forms[form].name : documented[call].name);
+    if (strstr(name, " of all")) *strstr(name, " of all") = 0;
     snprintf(start, sizeof start, "rank %d: %s: unit '%s' is %s and %s, %s backward", b->s.rank,
-             documented[call].name, b->units[refuses]->name, state_names[u->state],
-             storage_names[u->storage], was.backward ? "inside" : "outside");
+             name, b->units[refuses]->name, state_names[u->state], storage_names[u->storage],
+             was.backward ? "inside" : "outside");
     CHECK_MSG(!strncmp(b->s.logged, start, strlen(start)), "\"%s\" does not begin with \"%s\"",
               b->s.logged, start);
     for (int c = 0, num = 0; c < FSDP_CALL_COUNT; c++) {
