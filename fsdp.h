@@ -3073,10 +3073,10 @@ static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
     }
     fsdp_status status = fsdpi_acquire(u, FSDP_POOL_GRAD, &u->grad);
     if (status) return status;
-    for (int i = 0; i < u->num_params; i++) u->params[i].written = 0;
     if (!m->desc.grads_overwrite)
         return fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, FSDP_U8, 0,
                                u->grad_bytes, 0);
+    for (int i = 0; i < u->num_params; i++) u->params[i].written = 0;
     status = fsdpi_zero_padding(u);
     return status ? status : fsdpi_caller_writes(u, u->grad);
 }
@@ -3149,15 +3149,17 @@ static void fsdpi_set_flag(fsdp_unit *u, fsdpi_param *p, double value) {
 static fsdp_status fsdpi_emit_users(fsdp_unit *u, fsdp_buf *input, fsdp_dtype dtype) {
     fsdp_model *m = u->model;
     double value = fsdpi_factor(u) / u->before;
+    int anew = value != u->flag_value;
     if (m->dry) return FSDP_OK;
+    for (int i = 0; i < u->num_params && !u->reduce_unused; i++)
+        u->params[i].pending |= u->params[i].used;
     for (int i = 0; i < u->num_params; i++) {
         fsdpi_param *p = &u->params[i];
-        if (p->requires_grad && (p->used != p->flag || value != u->flag_value)) {
+        if ((p->used != p->flag || anew) && p->requires_grad) {
             if (u->flags_read) fsdpi_drain(m->world); // a copy may still read them
             u->flags_read = 0;
             fsdpi_set_flag(u, p, value);
         }
-        p->pending |= p->used;
         p->used = 0;
     }
     u->flag_value = value;
@@ -3309,10 +3311,11 @@ static fsdp_status fsdpi_grads_done(fsdp_unit *u, int stream) {
     u->has_grad = u->counted = 1;
     u->grad_is_zero = 0;
     if (fsdpi_ranks(u) == 1) fsdpi_own_users(u);
+    if (u->reduce_unused && !u->model->grad_hooks) return FSDP_OK;
     for (int i = 0; i < u->num_params && !status; i++) {
         fsdpi_param *p = &u->params[i];
-        p->pending = 0;
         const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
+        p->pending = 0;
         if (!p->grad_hook || !p->requires_grad) continue;
         (void)fsdpi_do_stale(u); // the hook may write shards
         status = fsdpi_emit_call(u, p, FSDP_LABEL_GRAD_HOOK, stream, flat->grad, flat->shard,
