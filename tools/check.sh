@@ -40,8 +40,12 @@ compile() {
 under=() quick='-long_*' # a command to run it under, and the filter
 run_quick() { # VARIANT TEST VARIABLE=VALUE...
     local dir=$build${1:+/$1} log=$work/$1.$2.log
-    local program=$dir/tests/$2
-    make -s --no-print-directory BUILD="$dir" "${@:3}" "$program"
+    local program=$dir/tests/$2 examples=()
+    if [ "$2" = test_examples ]; then # which runs those of this build
+        examples=($(existing examples/*.c | sed "s|\(.*\)\.c|$dir/\1|"))
+        export FSDP_BUILD=$dir
+    fi
+    make -s --no-print-directory BUILD="$dir" "${@:3}" "$program" "${examples[@]}"
     if ! TEST_TIMEOUT_MULT=${TEST_TIMEOUT_MULT:-10} "${under[@]}" "$program" "--filter=$quick" \
         >"$log" 2>&1; then
         grep -vE '^\[( RUN|       OK|===)' "$log"
