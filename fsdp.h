@@ -5387,26 +5387,11 @@ FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
     return FSDP_OK;
 }
 
-// A text that grows like snprintf's: what does not fit is only counted.
-typedef struct fsdpi_text {
-    char *buf;
-    size_t cap, used;
-} fsdpi_text;
-
-FSDP_PRINTF(2, 3) static void fsdpi_print(fsdpi_text *t, const char *fmt, ...) {
-    size_t room = t->used < t->cap ? t->cap - t->used : 0;
-    va_list args;
-    va_start(args, fmt);
-    int num = vsnprintf(room ? t->buf + t->used : NULL, room, fmt, args);
-    va_end(args);
-    if (num > 0) t->used += (size_t)num;
-}
-
 static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_param *p) {
-    fsdpi_print(t, "    %-24s %-4s [", p->name, fsdp_dtype_name(p->dtype));
+    fsdpi_say(t, "    %-24s %-4s [", p->name, fsdp_dtype_name(p->dtype));
     for (int d = 0; d < p->lay.ndim; d++)
-        fsdpi_print(t, "%s%lld", d ? ", " : "", (long long)p->lay.shape[d]);
-    fsdpi_print(t, "] dim %d, rows %lld..%lld of %lld a rank, %s%s%s\n", p->lay.shard_dim,
+        fsdpi_say(t, "%s%lld", d ? ", " : "", (long long)p->lay.shape[d]);
+    fsdpi_say(t, "] dim %d, rows %lld..%lld of %lld a rank, %s%s%s\n", p->lay.shard_dim,
                 (long long)p->lay.start, (long long)(p->lay.start + p->lay.rows),
                 (long long)p->lay.chunk,
                 p->num_strings  ? "extension"
@@ -5422,13 +5407,13 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
     if (buf && cap) buf[0] = 0;
     if (!model) return 0;
     fsdpi_memory(model, &mem);
-    fsdpi_print(&t, "model: %d units, %d parameters, rank %d of %d\n", model->num_units,
+    fsdpi_say(&t, "model: %d units, %d parameters, rank %d of %d\n", model->num_units,
                 model->num_params, model->world->rank, model->world->size);
     for (int i = 0; i < model->num_units; i++) {
         const fsdp_unit *u = model->units[i];
         fsdp_memory own;
         (void)fsdp_unit_memory(u, &own);
-        fsdpi_print(&t,
+        fsdpi_say(&t,
                     "  unit %d '%s': %d shards x %d replicas, gathered as %s, reduced in %s, "
                     "reshard_after_forward %d; bytes: shard %lld, gradient %lld, gathered %lld, "
                     "unsharded %lld\n",
@@ -5439,12 +5424,12 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
                     (long long)own.pool_bytes[FSDP_POOL_GATHER], (long long)own.unsharded_bytes);
         for (int k = 0; k < u->num_params; k++) fsdpi_describe_param(&t, u, &u->params[k]);
     }
-    fsdpi_print(&t, "  memory:");
+    fsdpi_say(&t, "  memory:");
     for (int pool = 0; pool < FSDP_POOL_COUNT; pool++)
         if (mem.pool_bytes[pool])
-            fsdpi_print(&t, " %s %lld in %d,", fsdp_pool_name(pool),
+            fsdpi_say(&t, " %s %lld in %d,", fsdp_pool_name(pool),
                         (long long)mem.pool_bytes[pool], mem.pool_slots[pool]);
-    fsdpi_print(&t, " total %lld bytes\n", (long long)mem.total_bytes);
+    fsdpi_say(&t, " total %lld bytes\n", (long long)mem.total_bytes);
     return t.used;
 }
 

@@ -12,6 +12,7 @@ typedef struct fsdp_boot {
     int rank, size, local_rank;
     int64_t timeout_ns;
     const char *job;
+    const char *store;     // where ranks meet, as fsdp_world_desc.store; "host:": on this host
     fsdp_threads *threads; // not NULL: ranks are threads that share this
     fsdp_allocator allocator;
     fsdp_logger logger;

@@ -57,6 +57,8 @@ FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_SHM_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_SHM_IMPLEMENTED
 
+#include "fsdp_record.h" // what a rank is about to do, and the words for it
+
 #include <errno.h>      // errno, EINTR, ECONNREFUSED
 #include <fcntl.h>      // fcntl, struct flock: who is alive
 #include <poll.h>       // poll
@@ -80,30 +82,19 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 #define FSDPI_SHM_ARENA     ((uint64_t)1 << 42) // file offsets of one rank's allocations
 #define FSDPI_SHM_MAX_BYTES ((size_t)1 << 46)   // of one allocation on all ranks together
 #define FSDPI_SHM_MAGIC     "fsdpshm1"
-#define FSDPI_SHM_REASON    800
+#define FSDPI_SHM_KINDS                                                                            \
+    (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
+     1u << FSDP_OP_BROADCAST)
 
-enum { FSDPI_SHM_OPEN = FSDP_OP_COUNT + 1, FSDPI_SHM_SPLIT }; // operations that are not fsdp_coll
 enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
 
-/* What a rank is about to do. Ranks compare `key`, a hash of everything that has to agree; the rest
-   is there to say what differs. */
-typedef struct fsdpi_shm_record {
-    uint64_t key, fingerprint, count, segs, place, seq;
-    uint64_t block, members; // split: where the new group's block is, who is in it
-    int64_t since_ns;        // when the rank came
-    int32_t root;
-    uint32_t num_segs;
-    uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved[2];
-    char what[48], comm[16]; // cut if they are longer
-} fsdpi_shm_record;
-
-#define FSDPI_SHM_WORDS (sizeof(fsdpi_shm_record) / sizeof(uint64_t))
+#define FSDPI_SHM_WORDS (sizeof(fsdpi_record) / sizeof(uint64_t))
 
 // One rank in a group; whole cache lines.
 typedef struct fsdpi_shm_place {
     uint64_t record[FSDPI_SHM_WORDS];
     uint32_t arrived; // number of the last barrier this rank has come to
-    uint32_t reserved[(64 - (sizeof(fsdpi_shm_record) + 4) % 64) / 4];
+    uint32_t reserved[(64 - (sizeof(fsdpi_record) + 4) % 64) / 4];
 } fsdpi_shm_place;
 
 /* Common block of a comm: a central barrier, then a place for each rank. `count` is of all arrivals
@@ -136,19 +127,11 @@ typedef struct fsdpi_shm_control {
     uint64_t top; // file offset of the next group's block; threads: number of groups so far
     uint32_t refs;
     int32_t size;
-    uint32_t failed; // 0, 1: a rank is writing the next four, 2: they stand
-    int32_t status, rank;
-    char subject[192], reason[FSDPI_SHM_REASON]; // subject: the operation, "" if no single one
-    fsdpi_shm_node *nodes;                       // threads
+    uint32_t failed; // 0, 1: a rank is writing the verdict, 2: it stands
+    fsdpi_verdict verdict;
+    fsdpi_shm_node *nodes; // threads
     fsdp_allocator allocator;
 } fsdpi_shm_control;
-
-// An allocation as this rank sees it: the parts of all ranks, side by side.
-typedef struct fsdpi_shm_chunk {
-    char *base;
-    size_t size, part; // asked for; rounded to pages
-    uint64_t at;       // place among this rank's allocations, the same on all that use it together
-} fsdpi_shm_chunk;
 
 typedef struct fsdpi_shm_world {
     fsdp_boot boot;
@@ -157,22 +140,18 @@ typedef struct fsdpi_shm_world {
     int fd; // -1: threads
     int spin_max, joined;
     size_t page;
-    uint32_t lock; // of the fields below: one thread allocates while another is in a collective
-    int num_chunks, max_chunks;
-    fsdpi_shm_chunk *chunks; // by address
+    fsdpi_chunks chunks;
     uint64_t next_at;
 } fsdpi_shm_world;
 
 typedef struct fsdpi_shm_comm {
+    fsdpi_comm base;
     fsdpi_shm_world *world;
     fsdpi_shm_group *group;
     fsdpi_shm_place *places;
     uint64_t block; // place of the group's block
     uint32_t barrier, waits;
-    int index, size, spin, is_world;
-    int32_t ranks[FSDPI_MAX_SRCS]; // world ranks of the members
-    fsdpi_shm_record now;
-    char error[1280];
+    int spin, is_world;
     char small[FSDPI_SHM_SMALL];
 } fsdpi_shm_comm;
 
@@ -183,24 +162,20 @@ typedef struct fsdpi_shm_view {
 } fsdpi_shm_view;
 
 /* -------------------------------------------------------------------------------------------- */
-// >>shm_text
-// Owns: records, and the words in which they are told.
-
-static int64_t fsdpi_shm_now(const fsdpi_shm_world *w) {
-    return w->boot.clock.now_ns(w->boot.clock.user);
-}
+// >>shm_record
+// Owns: records in common memory.
 
 /* Word by word, since the author of an error text may read while the owner writes; the text may
    then mix two operations. Ranks that compare are ordered by a barrier and see whole ones. */
-static void fsdpi_shm_put(uint64_t *to, const fsdpi_shm_record *record) {
+static void fsdpi_shm_put(uint64_t *to, const fsdpi_record *record) {
     uint64_t words[FSDPI_SHM_WORDS];
     memcpy(words, record, sizeof words);
     for (size_t i = 0; i < FSDPI_SHM_WORDS; i++)
         __atomic_store_n(&to[i], words[i], __ATOMIC_RELAXED);
 }
 
-static fsdpi_shm_record fsdpi_shm_get(uint64_t *from) {
-    fsdpi_shm_record record;
+static fsdpi_record fsdpi_shm_get(uint64_t *from) {
+    fsdpi_record record;
     uint64_t words[FSDPI_SHM_WORDS];
     for (size_t i = 0; i < FSDPI_SHM_WORDS; i++)
         words[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
@@ -209,72 +184,20 @@ static fsdpi_shm_record fsdpi_shm_get(uint64_t *from) {
     return record;
 }
 
-typedef struct fsdpi_shm_text {
-    char *at;
-    size_t room;
-} fsdpi_shm_text;
-
-static FSDP_PRINTF(2, 3) void fsdpi_shm_say(fsdpi_shm_text *t, const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    int wanted = vsnprintf(t->at, t->room, format, args);
-    va_end(args);
-    size_t used = wanted < 0 ? 0 : (size_t)wanted < t->room ? (size_t)wanted : t->room - 1;
-    t->at += used;
-    t->room -= used;
-}
-
-// "all_gather of 'h.3' on 'shard' (forward, op 17)"
-static void fsdpi_shm_say_op(fsdpi_shm_text *t, const fsdpi_shm_record *r) {
-    static const char *const states[FSDP_STATE_COUNT] = {"", "forward, ", "pre_backward, ",
-                                                         "post_backward, "};
-    if (r->kind == FSDPI_SHM_OPEN) fsdpi_shm_say(t, "open of job '%s'", r->what);
-    else if (r->kind == FSDPI_SHM_SPLIT) fsdpi_shm_say(t, "split into '%s'", r->what);
-    else fsdpi_shm_say(t, "%s of '%s'", fsdp_op_name(r->kind), r->what);
-    if (r->comm[0]) fsdpi_shm_say(t, " on '%s'", r->comm);
-    if (r->kind < FSDP_OP_COUNT)
-        fsdpi_shm_say(t, " (%sop %llu)", r->state < FSDP_STATE_COUNT ? states[r->state] : "",
-                      (unsigned long long)r->seq);
-}
-
-// "rank 2" or "ranks 0, 1, 3": the members of the comm that are marked.
-static void fsdpi_shm_say_ranks(fsdpi_shm_text *t, const fsdpi_shm_comm *c, const uint8_t *marked) {
-    int total = 0, said = 0;
-    for (int k = 0; k < c->size; k++) total += marked[k] != 0;
-    fsdpi_shm_say(t, total > 1 ? "ranks" : "rank");
-    for (int k = 0; k < c->size && said < 16; k++)
-        if (marked[k]) fsdpi_shm_say(t, "%s %d", said++ ? "," : "", (int)c->ranks[k]);
-    if (total > said) fsdpi_shm_say(t, " and %d more", total - said);
-}
-
 // What a rank of the world did last: it says why the rank is not here.
-static void fsdpi_shm_say_last(fsdpi_shm_text *t, const fsdpi_shm_comm *c, int rank) {
+static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
+    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)base;
     fsdpi_shm_peer *peer = &c->world->peers[rank];
     if (FSDPI_LOAD(&peer->state) == FSDPI_SHM_ABSENT) {
-        fsdpi_shm_say(t, "it has not joined the job");
+        fsdpi_say(t, "it has not joined the job");
         return;
     }
-    fsdpi_shm_record last = fsdpi_shm_get(peer->trace);
-    double ago = (double)(fsdpi_shm_now(c->world) - last.since_ns) * 1e-9;
-    int busy = FSDPI_LOAD(&peer->busy) > 0;
-    fsdpi_shm_say(t, busy ? "it is in " : "its last operation was ");
-    fsdpi_shm_say_op(t, &last);
-    fsdpi_shm_say(t, busy ? ", for %.1f s" : ", %.1f s ago", ago);
-}
-
-// A failure of this call on this rank alone. The text goes where error_text finds it.
-static FSDP_PRINTF(3, 4) fsdp_status
-    fsdpi_shm_error(fsdpi_shm_comm *c, fsdp_status status, const char *format, ...) {
-    char reason[FSDPI_SHM_REASON];
-    va_list args;
-    va_start(args, format);
-    (void)vsnprintf(reason, sizeof reason, format, args);
-    va_end(args);
-    fsdpi_shm_text t = {c->error, sizeof c->error};
-    fsdpi_shm_say(&t, "rank %d: ", c->world->boot.rank);
-    fsdpi_shm_say_op(&t, &c->now);
-    fsdpi_shm_say(&t, ": %s", reason);
-    return status;
+    char operation[160];
+    fsdpi_record last = fsdpi_shm_get(peer->trace);
+    fsdpi_text o = {operation, sizeof operation, 0};
+    fsdpi_say_op(&o, &last);
+    fsdpi_say_done(t, FSDPI_LOAD(&peer->busy) > 0, operation,
+                   fsdpi_boot_now(base->boot) - last.since_ns);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -289,40 +212,29 @@ static void fsdpi_shm_raise(fsdpi_shm_world *w, fsdp_status status, const char *
     if (!__atomic_compare_exchange_n(&control->failed, &none, 1u, 0, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE))
         return;
-    control->status = (int32_t)status;
-    control->rank = w->boot.rank;
-    fsdpi_shm_text t = {control->subject, sizeof control->subject};
-    fsdpi_shm_say(&t, "%s", subject);
-    fsdpi_shm_text u = {control->reason, sizeof control->reason};
-    fsdpi_shm_say(&u, "%s", reason);
+    control->verdict.status = (int32_t)status;
+    control->verdict.rank = w->boot.rank;
+    fsdpi_copy_name(control->verdict.subject, sizeof control->verdict.subject, subject);
+    fsdpi_copy_name(control->verdict.reason, sizeof control->verdict.reason, reason);
     FSDPI_STORE(&control->failed, 2u);
     // Ranks that sleep elsewhere see it at the end of their slice.
     fsdpi_shm_group *group = (fsdpi_shm_group *)(void *)(w->peers + control->size);
     fsdpi_futex_wake_all(&group->generation, w->fd >= 0);
 }
 
-// The status and text of a failed world for this rank: who I am, what I was in, what happened.
+// The status and text of a failed world for this rank.
 static fsdp_status fsdpi_shm_report(fsdpi_shm_comm *c) {
     fsdpi_shm_control *control = c->world->control;
-    char subject[sizeof control->subject];
-    fsdpi_shm_text t = {subject, sizeof subject};
-    fsdpi_shm_say_op(&t, &c->now);
     for (int i = 0; i < 100 && FSDPI_LOAD(&control->failed) != 2; i++) fsdpi_sleep_ns(100000);
-    if (FSDPI_LOAD(&control->failed) != 2)
-        return fsdpi_shm_error(c, FSDP_ERR_ABORTED,
-                               "a rank ended while it was reporting a failure");
-    fsdp_status status = (fsdp_status)control->status;
-    if (!control->subject[0] || !strcmp(control->subject, subject))
-        return fsdpi_shm_error(c, status, "%s", control->reason);
-    return fsdpi_shm_error(c, status, "rank %d failed in %s: %s", (int)control->rank,
-                           control->subject, control->reason);
+    if (FSDPI_LOAD(&control->failed) == 2) return fsdpi_comm_report(&c->base, &control->verdict);
+    return fsdpi_comm_error(&c->base, FSDP_ERR_ABORTED,
+                            "a rank ended while it was reporting a failure");
 }
 
 // Ends the world because of the operation that this rank is in.
 static fsdp_status fsdpi_shm_fail(fsdpi_shm_comm *c, fsdp_status status, const char *reason) {
-    char subject[sizeof c->world->control->subject];
-    fsdpi_shm_text t = {subject, sizeof subject};
-    fsdpi_shm_say_op(&t, &c->now);
+    char subject[sizeof c->world->control->verdict.subject];
+    fsdpi_comm_subject(&c->base, subject, sizeof subject);
     fsdpi_shm_raise(c->world, status, subject, reason);
     if (!c->is_world) fsdpi_futex_wake_all(&c->group->generation, c->world->fd >= 0);
     return fsdpi_shm_report(c);
@@ -330,9 +242,9 @@ static fsdp_status fsdpi_shm_fail(fsdpi_shm_comm *c, fsdp_status status, const c
 
 // A failure of this rank alone that ends the call for all: the reason names who it was.
 static fsdp_status fsdpi_shm_fail_here(fsdpi_shm_comm *c, fsdp_status status, const char *what) {
-    char reason[FSDPI_SHM_REASON];
-    fsdpi_shm_text t = {reason, sizeof reason};
-    fsdpi_shm_say(&t, "rank %d: %s", c->world->boot.rank, what);
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_say(&t, "rank %d: %s", c->world->boot.rank, what);
     return fsdpi_shm_fail(c, status, reason);
 }
 
@@ -363,8 +275,8 @@ static int fsdpi_shm_is_dead(const fsdpi_shm_world *w, int rank) {
 
 // OK while all members that have joined are alive; `thorough` also asks the kernel.
 static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
-    for (int k = 0; k < c->size; k++) {
-        int rank = c->ranks[k];
+    for (int k = 0; k < c->base.size; k++) {
+        int rank = c->base.ranks[k];
         fsdpi_shm_peer *peer = &c->world->peers[rank];
         uint32_t state = FSDPI_LOAD(&peer->state);
         int left = state == FSDPI_SHM_LEFT;
@@ -374,11 +286,11 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
         // before it drops its lock.
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
         left = FSDPI_LOAD(&peer->state) == FSDPI_SHM_LEFT;
-        char reason[FSDPI_SHM_REASON];
-        fsdpi_shm_text t = {reason, sizeof reason};
-        if (left) fsdpi_shm_say(&t, "rank %d has shut down; ", rank);
-        else fsdpi_shm_say(&t, "rank %d has died (process %u); ", rank, peer->pid);
-        fsdpi_shm_say_last(&t, c, rank);
+        char reason[FSDPI_REASON];
+        fsdpi_text t = {reason, sizeof reason, 0};
+        if (left) fsdpi_say(&t, "rank %d has shut down; ", rank);
+        else fsdpi_say(&t, "rank %d has died (process %u); ", rank, peer->pid);
+        fsdpi_shm_say_last(&t, &c->base, rank);
         return fsdpi_shm_fail(c, FSDP_ERR_PEER_LOST, reason);
     }
     return FSDP_OK;
@@ -387,32 +299,24 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
 // The deadline has passed: names who is missing. OK if it is nobody, just then.
 static fsdp_status fsdpi_shm_late(fsdpi_shm_comm *c, const char *verb) {
     uint8_t missing[FSDPI_MAX_SRCS];
-    int total = 0, said = 0;
-    for (int k = 0; k < c->size; k++) {
+    int total = 0;
+    for (int k = 0; k < c->base.size; k++) {
         missing[k] = (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) < 0;
         total += missing[k];
     }
     if (total == 0) return FSDP_OK;
-    char reason[FSDPI_SHM_REASON];
-    fsdpi_shm_text t = {reason, sizeof reason};
-    fsdpi_shm_say_ranks(&t, c, missing);
-    fsdpi_shm_say(&t, " %s not %s within %.1f s", total > 1 ? "have" : "has", verb,
-                  (double)c->world->boot.timeout_ns * 1e-9);
-    for (int k = 0; k < c->size && said < 3; k++) {
-        if (!missing[k]) continue;
-        fsdpi_shm_say(&t, "; ");
-        if (total > 1) fsdpi_shm_say(&t, "rank %d: ", (int)c->ranks[k]);
-        fsdpi_shm_say_last(&t, c, c->ranks[k]);
-        said++;
-    }
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_say_late(&t, &c->base, missing, verb, fsdpi_shm_say_last);
     return fsdpi_shm_fail(c, FSDP_ERR_TIMEOUT, reason);
 }
 
 static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
     fsdpi_shm_group *group = c->group;
     c->barrier++;
-    __atomic_store_n(&c->places[c->index].arrived, c->barrier, __ATOMIC_RELAXED);
-    if (__atomic_add_fetch(&group->count, 1u, __ATOMIC_ACQ_REL) != c->barrier * (uint32_t)c->size)
+    __atomic_store_n(&c->places[c->base.index].arrived, c->barrier, __ATOMIC_RELAXED);
+    if (__atomic_add_fetch(&group->count, 1u, __ATOMIC_ACQ_REL) !=
+        c->barrier * (uint32_t)c->base.size)
         return;
     // Either this load sees the sleeper, or the sleeper's futex call sees the new generation.
     __atomic_store_n(&group->generation, c->barrier, __ATOMIC_SEQ_CST);
@@ -434,13 +338,13 @@ static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
         return FSDP_OK;
     }
     c->spin /= 4;
-    int64_t start = fsdpi_shm_now(w);
+    int64_t start = fsdpi_boot_now(&w->boot);
     for (int turn = 0;; turn++) {
         uint32_t seen = FSDPI_LOAD(&c->group->generation);
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
         if (FSDPI_LOAD(&w->control->failed)) return fsdpi_shm_report(c);
         fsdp_status status = fsdpi_shm_check_peers(c, turn > 0);
-        int64_t left = w->boot.timeout_ns - (fsdpi_shm_now(w) - start);
+        int64_t left = w->boot.timeout_ns - (fsdpi_boot_now(&w->boot) - start);
         if (!status && left <= 0) status = fsdpi_shm_late(c, verb);
         if (status) return status;
         __atomic_add_fetch(&c->group->sleepers, 1u, __ATOMIC_SEQ_CST);
@@ -456,15 +360,15 @@ static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
     return fsdpi_shm_wait(c, verb);
 }
 
-// Shows c->now to the members, and to whoever will ask what this rank did last.
+// Shows c->base.now to the members, and to whoever will ask what this rank did last.
 static void fsdpi_shm_publish(fsdpi_shm_comm *c) {
     fsdpi_shm_peer *me = &c->world->peers[c->world->boot.rank];
-    c->now.since_ns = fsdpi_shm_now(c->world);
-    fsdpi_shm_put(c->places[c->index].record, &c->now);
+    c->base.now.since_ns = fsdpi_boot_now(&c->world->boot);
+    fsdpi_shm_put(c->places[c->base.index].record, &c->base.now);
     __atomic_add_fetch(&me->busy, 1u, __ATOMIC_RELAXED);
     // Two threads of one rank may be here; the trace need not have both.
     if (__atomic_exchange_n(&me->tracing, 1u, __ATOMIC_ACQUIRE)) return;
-    fsdpi_shm_put(me->trace, &c->now);
+    fsdpi_shm_put(me->trace, &c->base.now);
     FSDPI_STORE(&me->tracing, 0u);
 }
 
@@ -472,58 +376,20 @@ static void fsdpi_shm_done(fsdpi_shm_comm *c) {
     __atomic_sub_fetch(&c->world->peers[c->world->boot.rank].busy, 1u, __ATOMIC_RELEASE);
 }
 
-// Fields in which two calls differ, for the text.
-static void fsdpi_shm_say_differences(fsdpi_shm_text *t, const fsdpi_shm_record *a,
-                                      const fsdpi_shm_record *b) {
-    const char *comma = " (differs in ";
-    char *start = t->at;
-#define FSDPI_SHM_DIFFERS(condition, name)                                                         \
-    if (condition) fsdpi_shm_say(t, "%s%s", comma, name), comma = ", "
-    FSDPI_SHM_DIFFERS(a->kind != b->kind, "operation");
-    FSDPI_SHM_DIFFERS(strcmp(a->what, b->what) != 0, "unit");
-    FSDPI_SHM_DIFFERS(a->state != b->state, "state");
-    FSDPI_SHM_DIFFERS(a->dtype != b->dtype || a->out_dtype != b->out_dtype, "dtype");
-    FSDPI_SHM_DIFFERS(a->count != b->count, "count");
-    FSDPI_SHM_DIFFERS(a->segs != b->segs, "segments");
-    FSDPI_SHM_DIFFERS(a->root != b->root, "root");
-    FSDPI_SHM_DIFFERS(a->redop != b->redop, "reduction");
-    FSDPI_SHM_DIFFERS(a->in_place != b->in_place, "in_place");
-    FSDPI_SHM_DIFFERS(a->fingerprint != b->fingerprint, "fingerprint");
-    FSDPI_SHM_DIFFERS(a->place != b->place,
-                      "buffer: alloc was called in another order or with other sizes");
-#undef FSDPI_SHM_DIFFERS
-    if (t->at != start) fsdpi_shm_say(t, ")");
+// All members have published, and no record changes before all have read it.
+static fsdpi_record fsdpi_shm_record_of(const fsdpi_comm *base, int k) {
+    return fsdpi_shm_get(((const fsdpi_shm_comm *)(const void *)base)->places[k].record);
 }
 
-// All members have published, and no record changes before all have read it.
 static fsdp_status fsdpi_shm_compare(fsdpi_shm_comm *c) {
     int same = 1;
-    for (int k = 0; k < c->size; k++)
+    for (int k = 0; k < c->base.size; k++)
         same &= __atomic_load_n(&c->places[k].record[0], __ATOMIC_RELAXED) ==
-                c->now.key; // key comes first
+                c->base.now.key; // key comes first
     if (same) return FSDP_OK;
-    char reason[FSDPI_SHM_REASON];
-    fsdpi_shm_text t = {reason, sizeof reason};
-    fsdpi_shm_record first = fsdpi_shm_get(c->places[0].record);
-    fsdpi_shm_say(&t, "ranks disagree");
-    for (int k = 0; k < c->size; k++) {
-        fsdpi_shm_record record = fsdpi_shm_get(c->places[k].record);
-        uint8_t equal[FSDPI_MAX_SRCS];
-        int is_first = 1;
-        for (int j = 0; j < c->size; j++) {
-            equal[j] = fsdpi_shm_get(c->places[j].record).key == record.key;
-            is_first &= !(equal[j] && j < k);
-        }
-        if (!is_first) continue;
-        fsdpi_shm_say(&t, k ? "; " : ": ");
-        fsdpi_shm_say_ranks(&t, c, equal);
-        fsdpi_shm_say(&t, ": ");
-        fsdpi_shm_say_op(&t, &record);
-        if (record.kind < FSDP_OP_COUNT)
-            fsdpi_shm_say(&t, ", %llu elements of %s", (unsigned long long)record.count,
-                          fsdp_dtype_name(record.dtype));
-        fsdpi_shm_say_differences(&t, &first, &record);
-    }
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_say_disagreement(&t, &c->base, fsdpi_shm_record_of);
     // Every rank says what it did itself; the subject of the one that fails first is left out.
     fsdpi_shm_raise(c->world, FSDP_ERR_MISMATCH, "", reason);
     return fsdpi_shm_report(c);
@@ -536,79 +402,6 @@ static fsdp_status fsdpi_shm_compare(fsdpi_shm_comm *c) {
 // before anyone can touch it; no
 // part of the file is used twice, so that new memory is zero and a late reader sees no new data.
 
-// The number after `key` at the start of a line of a small text file, or -1. "": the first line.
-static int64_t fsdpi_shm_read_number(const char *path, const char *key) {
-    char line[256];
-    int64_t value = -1;
-    FILE *file = fopen(path, "r");
-    if (!file) return -1;
-    while (value < 0 && fgets(line, sizeof line, file)) {
-        char *end = line + strlen(key);
-        if (!strncmp(line, key, strlen(key)) && strspn(end, " \t0123456789") > 0)
-            value = (int64_t)strtoull(end, NULL, 10);
-        else if (!*key) break;
-    }
-    (void)fclose(file);
-    return value;
-}
-
-// Lowers *least to what a control group and those above it still allow; page cache can be dropped.
-static void fsdpi_shm_group_limit(const char *root, const char *path, const char *limit_name,
-                                  const char *usage_name, int64_t *least) {
-    char dir[400], name[480];
-    if (snprintf(dir, sizeof dir, "%s%s", root, path) >= (int)sizeof dir) return;
-    for (;;) {
-        (void)snprintf(name, sizeof name, "%s/%s", dir, limit_name);
-        int64_t limit = fsdpi_shm_read_number(name, "");
-        (void)snprintf(name, sizeof name, "%s/%s", dir, usage_name);
-        int64_t used = fsdpi_shm_read_number(name, "");
-        (void)snprintf(name, sizeof name, "%s/memory.stat", dir);
-        int64_t cache = fsdpi_shm_read_number(name, "inactive_file ") +
-                        fsdpi_shm_read_number(name, "active_file ");
-        int64_t left = limit - used + (cache > 0 ? cache : 0);
-        if (limit >= 0 && used >= 0 && left < *least) *least = left > 0 ? left : 0;
-        char *slash = strrchr(dir, '/');
-        if (!slash || slash < dir + strlen(root)) return;
-        *slash = 0;
-    }
-}
-
-// Bytes that can be had before the kernel starts to kill, and whose limit that is.
-static int64_t fsdpi_shm_available(const char **whose) {
-    char line[400];
-    int64_t machine = fsdpi_shm_read_number("/proc/meminfo", "MemAvailable:"), least;
-    if (machine < 0) machine = INT64_MAX / 1024;
-    least = machine *= 1024;
-    FILE *file = fopen("/proc/self/cgroup", "r");
-    while (file && fgets(line, sizeof line, file)) {
-        char *path = strchr(line, '/');
-        line[strcspn(line, "\n")] = 0;
-        if (!path) continue;
-        if (!strncmp(line, "0::", 3))
-            fsdpi_shm_group_limit("/sys/fs/cgroup", path, "memory.max", "memory.current", &least);
-        else if (strstr(line, ":memory:"))
-            fsdpi_shm_group_limit("/sys/fs/cgroup/memory", path, "memory.limit_in_bytes",
-                                  "memory.usage_in_bytes", &least);
-    }
-    if (file) (void)fclose(file);
-    *whose = least < machine ? "its control group" : "the machine";
-    return least;
-}
-
-// Failures of alloc leave c->now alone: a lane may be in a collective of the same comm.
-static fsdp_status fsdpi_shm_no_memory(fsdpi_shm_comm *c, size_t size, const char *what) {
-    const char *whose;
-    int64_t left = fsdpi_shm_available(&whose);
-    fsdpi_shm_text t = {c->error, sizeof c->error};
-    fsdpi_shm_say(
-        &t,
-        "rank %d: alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s; %s has %.1f MiB "
-        "left. Free memory, raise the limit, or shard over more machines",
-        c->world->boot.rank, (unsigned long long)size, (double)size / 1048576, c->world->boot.size,
-        what, whose, (double)left / 1048576);
-    return FSDP_ERR_OUT_OF_MEMORY;
-}
-
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     (void)fsdpi_shm_fallocate(w->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (off_t)at, (off_t)bytes);
 }
@@ -617,11 +410,11 @@ static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t by
    they allocate at the same time, and the kernel would rather kill than refuse. */
 static int fsdpi_shm_reserve(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     const char *whose;
-    int64_t left = bytes < FSDPI_SHM_STEP / 256 ? INT64_MAX : fsdpi_shm_available(&whose);
+    int64_t left = bytes < FSDPI_SHM_STEP / 256 ? INT64_MAX : fsdpi_memory_left(&whose);
     if ((int64_t)bytes > left) return 0;
     for (size_t done = 0; done < bytes;) {
         size_t step = bytes - done < FSDPI_SHM_STEP ? bytes - done : FSDPI_SHM_STEP;
-        int refused = done > 0 && (int64_t)step * w->boot.size > fsdpi_shm_available(&whose);
+        int refused = done > 0 && (int64_t)step * w->boot.size > fsdpi_memory_left(&whose);
         if (!refused && fsdpi_shm_fallocate(w->fd, 0, (off_t)(at + done), (off_t)step) == 0) {
             done += step;
         } else if (refused || errno != EINTR) {
@@ -641,42 +434,6 @@ static size_t fsdpi_shm_round(const fsdpi_shm_world *w, size_t bytes) {
     return (bytes + w->page - 1) / w->page * w->page;
 }
 
-// Index of the last chunk that begins at or before p; -1: none.
-static int fsdpi_shm_chunk_before(const fsdpi_shm_world *w, uintptr_t p) {
-    int low = 0, high = w->num_chunks;
-    while (low < high) {
-        int middle = (low + high) / 2;
-        if ((uintptr_t)w->chunks[middle].base <= p) low = middle + 1;
-        else high = middle;
-    }
-    return low - 1;
-}
-
-static int fsdpi_shm_insert(fsdpi_shm_world *w, fsdpi_shm_chunk chunk) {
-    int done = 0;
-    fsdpi_lock(&w->lock);
-    if (w->num_chunks == w->max_chunks) {
-        int max = w->max_chunks ? 2 * w->max_chunks : 32;
-        fsdpi_shm_chunk *more = (fsdpi_shm_chunk *)fsdpi_alloc(&w->boot.allocator,
-                                                               (size_t)max * sizeof *more);
-        if (more && w->num_chunks) memcpy(more, w->chunks, (size_t)w->num_chunks * sizeof *more);
-        if (more) {
-            fsdpi_free(&w->boot.allocator, w->chunks);
-            w->chunks = more;
-            w->max_chunks = max;
-        }
-    }
-    if (w->num_chunks < w->max_chunks) {
-        int i = fsdpi_shm_chunk_before(w, (uintptr_t)chunk.base) + 1;
-        memmove(w->chunks + i + 1, w->chunks + i, (size_t)(w->num_chunks - i) * sizeof chunk);
-        w->chunks[i] = chunk;
-        w->num_chunks++;
-        done = 1;
-    }
-    fsdpi_unlock(&w->lock);
-    return done;
-}
-
 /* Threads: a block of `bytes`, made by the first rank that asks for its place. The block keeps the
    allocator that made it, which has to serve until the last rank has closed. */
 static fsdpi_shm_node *fsdpi_shm_share(fsdpi_shm_world *w, uint64_t number, size_t bytes) {
@@ -684,7 +441,7 @@ static fsdpi_shm_node *fsdpi_shm_share(fsdpi_shm_world *w, uint64_t number, size
     fsdpi_lock(&w->boot.threads->lock);
     fsdpi_shm_node *node = w->control->nodes;
     while (node && (node->number != number || node->bytes != bytes)) node = node->next;
-    if (!node && (bytes < FSDPI_SHM_STEP / 256 || (int64_t)bytes < fsdpi_shm_available(&whose)))
+    if (!node && (bytes < FSDPI_SHM_STEP / 256 || (int64_t)bytes < fsdpi_memory_left(&whose)))
         node = (fsdpi_shm_node *)fsdpi_alloc(&w->boot.allocator, sizeof *node);
     if (node && !node->base) {
         node->base = (char *)fsdpi_alloc(&w->boot.allocator, bytes);
@@ -722,12 +479,12 @@ static void fsdpi_shm_unshare(fsdpi_shm_world *w, const void *base, int users) {
 
 // Where a rank's part is in the file. Each rank has an arena of its own, so that ranks which
 // allocate differently, because they are in different groups, do not meet.
-static uint64_t fsdpi_shm_offset(const fsdpi_shm_chunk *chunk, int rank) {
+static uint64_t fsdpi_shm_offset(const fsdpi_chunk *chunk, int rank) {
     return chunk->at + FSDPI_SHM_ARENA * (uint64_t)rank;
 }
 
 // The parts of all ranks, side by side in this process.
-static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_shm_chunk *chunk) {
+static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
     size_t part = chunk->part, ranks = (size_t)w->boot.size;
     void *base = mmap(NULL, part * ranks, PROT_NONE, MAP_PRIVATE | FSDPI_SHM_ANON, -1, 0);
     if (base == MAP_FAILED) return NULL;
@@ -741,7 +498,7 @@ static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_shm_chunk
     return (char *)base;
 }
 
-static void fsdpi_shm_release(fsdpi_shm_world *w, const fsdpi_shm_chunk *chunk) {
+static void fsdpi_shm_release(fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
     size_t ranks = (size_t)w->boot.size;
     if (w->fd < 0) {
         fsdpi_shm_unshare(w, chunk->base, 0);
@@ -757,8 +514,8 @@ static fsdp_status fsdpi_shm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     size_t ranks = (size_t)w->boot.size;
     *ptr = NULL;
     if (size > FSDPI_SHM_MAX_BYTES / ranks || w->next_at + size > FSDPI_SHM_ARENA)
-        return fsdpi_shm_no_memory(c, size, "that is more than can be addressed");
-    fsdpi_shm_chunk chunk = {NULL, size, fsdpi_shm_round(w, size ? size : 1), w->next_at};
+        return fsdpi_no_memory(&c->base, size, "that is more than can be addressed");
+    fsdpi_chunk chunk = {NULL, size, fsdpi_shm_round(w, size ? size : 1), w->next_at};
     w->next_at += chunk.part;
     if (w->fd < 0) {
         fsdpi_shm_node *node = fsdpi_shm_share(w, chunk.at, chunk.part * ranks);
@@ -766,14 +523,14 @@ static fsdp_status fsdpi_shm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     } else {
         uint64_t mine = fsdpi_shm_offset(&chunk, w->boot.rank);
         if (!fsdpi_shm_reserve(w, mine, chunk.part))
-            return fsdpi_shm_no_memory(c, size, "memory is short");
+            return fsdpi_no_memory(&c->base, size, "memory is short");
         chunk.base = fsdpi_shm_map_parts(w, &chunk);
         if (!chunk.base) fsdpi_shm_give_back(w, mine, chunk.part);
     }
-    if (!chunk.base) return fsdpi_shm_no_memory(c, size, "memory or address space is short");
-    if (!fsdpi_shm_insert(w, chunk)) {
+    if (!chunk.base) return fsdpi_no_memory(&c->base, size, "memory or address space is short");
+    if (!fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
         fsdpi_shm_release(w, &chunk);
-        return fsdpi_shm_no_memory(c, size, "the allocator refused");
+        return fsdpi_no_memory(&c->base, size, "the allocator refused");
     }
     *ptr = chunk.base + chunk.part * (size_t)w->boot.rank;
     return FSDP_OK;
@@ -781,36 +538,10 @@ static fsdp_status fsdpi_shm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
 
 static void fsdpi_shm_free(fsdp_comm *comm, void *ptr, size_t size) {
     fsdpi_shm_world *w = ((fsdpi_shm_comm *)(void *)comm)->world;
-    fsdpi_shm_chunk chunk;
+    fsdpi_chunk chunk;
     (void)size;
-    if (!ptr) return;
-    fsdpi_lock(&w->lock);
-    int i = fsdpi_shm_chunk_before(w, (uintptr_t)ptr);
-    int known = i >= 0 &&
-                w->chunks[i].base + w->chunks[i].part * (size_t)w->boot.rank == (char *)ptr;
-    if (known) {
-        chunk = w->chunks[i];
-        w->num_chunks--;
-        memmove(w->chunks + i, w->chunks + i + 1, (size_t)(w->num_chunks - i) * sizeof chunk);
-    }
-    fsdpi_unlock(&w->lock);
-    if (known) fsdpi_shm_release(w, &chunk);
-}
-
-// Finds the allocation of bytes [low, high) after p, all of which have to be mine.
-static int fsdpi_shm_find(fsdpi_shm_world *w, const void *p, size_t low, size_t high,
-                          fsdpi_shm_view *view, uint64_t *place) {
-    fsdpi_lock(&w->lock);
-    int i = fsdpi_shm_chunk_before(w, (uintptr_t)p + low);
-    fsdpi_shm_chunk chunk = {NULL, 0, 0, 0};
-    if (i >= 0) chunk = w->chunks[i];
-    fsdpi_unlock(&w->lock);
-    uintptr_t mine = (uintptr_t)chunk.base + chunk.part * (size_t)w->boot.rank, at = (uintptr_t)p;
-    if (!chunk.base || at + low < mine || at + high > mine + chunk.size) return 0;
-    view->mine = (char *)(uintptr_t)p;
-    view->part = chunk.part;
-    *place = fsdpi_hash(fsdpi_hash(chunk.at, chunk.part), (uint64_t)(at - mine));
-    return 1;
+    if (ptr && fsdpi_chunk_take(&w->chunks, w->boot.rank, ptr, &chunk))
+        fsdpi_shm_release(w, &chunk);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -820,14 +551,14 @@ static int fsdpi_shm_find(fsdpi_shm_world *w, const void *p, size_t low, size_t 
 
 static char *fsdpi_shm_of(const fsdpi_shm_comm *c, const fsdpi_shm_view *view,
                           int k) { // member k's copy
-    return view->mine + (c->ranks[k] - c->world->boot.rank) * (ptrdiff_t)view->part;
+    return view->mine + (c->base.ranks[k] - c->world->boot.rank) * (ptrdiff_t)view->part;
 }
 
 static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
                                  const fsdpi_shm_view *view) {
     size_t bytes = fsdp_dtype_size(op->dtype);
-    for (int i = 0; i < c->size; i++) {
-        int k = (c->index + i) % c->size; // everybody begins with another rank
+    for (int i = 0; i < c->base.size; i++) {
+        int k = (c->base.index + i) % c->base.size; // everybody begins with another rank
         const char *src = fsdpi_shm_of(c, view, k);
         for (uint32_t s = 0; s < op->num_segs; s++) {
             const fsdp_seg *seg = &op->segs[s];
@@ -845,10 +576,10 @@ static void fsdpi_shm_reduce_scatter(const fsdpi_shm_comm *c, const fsdp_coll *o
     for (uint32_t s = 0; s < op->num_segs; s++) {
         const fsdp_seg *seg = &op->segs[s];
         if (!seg->count) continue;
-        size_t at = (size_t)(seg->full + c->index * seg->count) * fsdp_dtype_size(op->dtype);
-        for (int k = 0; k < c->size; k++) srcs[k] = fsdpi_shm_of(c, view, k) + at;
+        size_t at = (size_t)(seg->full + c->base.index * seg->count) * fsdp_dtype_size(op->dtype);
+        for (int k = 0; k < c->base.size; k++) srcs[k] = fsdpi_shm_of(c, view, k) + at;
         fsdpi_reduce((char *)op->dst + (size_t)seg->shard * fsdp_dtype_size(op->out_dtype),
-                     op->out_dtype, srcs, c->size, op->dtype, (size_t)seg->count, op->scale,
+                     op->out_dtype, srcs, c->base.size, op->dtype, (size_t)seg->count, op->scale,
                      op->accumulate, op->redop);
     }
 }
@@ -859,24 +590,24 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
                                         const fsdpi_shm_view *view) {
     const char *srcs[FSDPI_MAX_SRCS];
     size_t bytes = fsdp_dtype_size(op->dtype), count = (size_t)op->count;
-    for (int k = 0; k < c->size; k++) srcs[k] = fsdpi_shm_of(c, view, k);
+    for (int k = 0; k < c->base.size; k++) srcs[k] = fsdpi_shm_of(c, view, k);
     if (count * bytes <= FSDPI_SHM_SMALL) {
-        fsdpi_reduce(c->small, op->dtype, srcs, c->size, op->dtype, count, 1.0, 0, op->redop);
+        fsdpi_reduce(c->small, op->dtype, srcs, c->base.size, op->dtype, count, 1.0, 0, op->redop);
         fsdp_status status = fsdpi_shm_barrier(c, "finished");
         if (!status) memcpy(op->dst, c->small, count * bytes);
         return status;
     }
-    size_t part = (count / (size_t)c->size + 64) / 64 *
+    size_t part = (count / (size_t)c->base.size + 64) / 64 *
                   64; // whole cache lines; the last may be short or empty
-    size_t mine = part * (size_t)c->index;
-    for (int k = 0; k < c->size; k++) srcs[k] += mine * bytes;
+    size_t mine = part * (size_t)c->base.index;
+    for (int k = 0; k < c->base.size; k++) srcs[k] += mine * bytes;
     if (mine < count)
-        fsdpi_reduce((char *)op->dst + mine * bytes, op->dtype, srcs, c->size, op->dtype,
+        fsdpi_reduce((char *)op->dst + mine * bytes, op->dtype, srcs, c->base.size, op->dtype,
                      count - mine < part ? count - mine : part, 1.0, 0, op->redop);
     fsdp_status status = fsdpi_shm_barrier(c, "finished");
     if (status) return status;
-    for (int i = 1; i < c->size; i++) {
-        int k = (c->index + i) % c->size;
+    for (int i = 1; i < c->base.size; i++) {
+        int k = (c->base.index + i) % c->base.size;
         size_t at = part * (size_t)k;
         if (at >= count) continue;
         memcpy((char *)op->dst + at * bytes, fsdpi_shm_of(c, view, k) + at * bytes,
@@ -885,116 +616,36 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
     return fsdpi_shm_barrier(c, "finished");
 }
 
-// Whether the arguments make sense, and the range of elements that peers read, after *shared.
-static fsdp_status fsdpi_shm_check(fsdpi_shm_comm *c, const fsdp_coll *op, const void **shared,
-                                   int64_t *low, int64_t *high) {
-    int is_list = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER;
-    int is_int = op->dtype == FSDP_I32 || op->dtype == FSDP_I64,
-        is_float = fsdp_dtype_is_float(op->dtype);
-    if (!is_list && op->kind != FSDP_OP_ALL_REDUCE && op->kind != FSDP_OP_BROADCAST)
-        return fsdpi_shm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not know operation %d",
-                               op->kind);
-    int64_t most = INT64_MAX / 32 / c->size; // elements: sums and bytes of them do not overflow
-    if (!fsdp_dtype_size(op->dtype) || op->count > (uint64_t)most ||
-        (is_list && op->num_segs && !op->segs))
-        return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG,
-                               "dtype %d, %llu elements, %u segments at %p", op->dtype,
-                               (unsigned long long)op->count, op->num_segs, (const void *)op->segs);
-    if (op->kind == FSDP_OP_BROADCAST && (op->root < 0 || op->root >= c->size))
-        return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG, "root is %d, expected 0 to %d",
-                               (int)op->root, c->size - 1);
-    if (op->kind == FSDP_OP_ALL_REDUCE && !is_int && !is_float)
-        return fsdpi_shm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced",
-                               fsdp_dtype_name(op->dtype));
-    if (op->kind == FSDP_OP_REDUCE_SCATTER) {
-        int plain = op->out_dtype == op->dtype && op->scale == 1.0 && !op->accumulate;
-        if (is_float ? !fsdp_dtype_is_float(op->out_dtype) : !(is_int && plain))
-            return fsdpi_shm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced to %s%s",
-                                   fsdp_dtype_name(op->dtype), fsdp_dtype_name(op->out_dtype),
-                                   plain ? "" : " with a scale or accumulation");
-    }
-    int from_shard = op->kind == FSDP_OP_ALL_GATHER && !op->in_place;
-    *shared = from_shard || op->kind == FSDP_OP_REDUCE_SCATTER ? op->src : op->dst;
-    *low = is_list ? INT64_MAX : 0;
-    *high = is_list ? 0 : (int64_t)op->count;
-    for (uint32_t s = 0; is_list && s < op->num_segs; s++) {
-        const fsdp_seg *seg = &op->segs[s];
-        if (seg->shard < 0 || seg->full < 0 || seg->count < 0 || seg->shard > most ||
-            seg->full > most || seg->count > most)
-            return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG, "segment %u is {%lld, %lld, %lld}", s,
-                                   (long long)seg->shard, (long long)seg->full,
-                                   (long long)seg->count);
-        int64_t start = from_shard ? seg->shard : seg->full;
-        int64_t end = start + (from_shard ? 1 : c->size) * seg->count;
-        if (seg->count && start < *low) *low = start;
-        if (seg->count && end > *high) *high = end;
-    }
-    if (*high == 0) *low = 0;
-    if (*high > 0 && (!op->dst || !*shared))
-        return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG, "src is %p and dst %p", op->src, op->dst);
-    return FSDP_OK;
-}
-
-static void fsdpi_shm_describe(fsdpi_shm_comm *c, const fsdp_coll *op, const char *what) {
-    fsdpi_shm_record *r = &c->now;
-    memset(r->what, 0, sizeof r->what);
-    if (what)
-        memcpy(r->what, what, strlen(what) < sizeof r->what ? strlen(what) : sizeof r->what - 1);
-    r->fingerprint = r->count = r->segs = r->place = r->seq = r->block = r->members = 0;
-    r->kind = r->dtype = r->out_dtype = r->redop = r->in_place = r->state = 0;
-    r->root = 0, r->num_segs = 0;
-    if (!op) return;
-    r->kind = op->kind, r->dtype = op->dtype, r->redop = op->redop, r->in_place = op->in_place,
-    r->state = op->state;
-    r->fingerprint = op->fingerprint, r->count = op->count, r->seq = op->seq,
-    r->num_segs = op->num_segs;
-    if (op->kind == FSDP_OP_REDUCE_SCATTER) r->out_dtype = op->out_dtype;
-    if (op->kind == FSDP_OP_BROADCAST) r->root = op->root;
-}
-
-static void fsdpi_shm_make_key(fsdpi_shm_record *r, const fsdp_coll *op) {
-    for (uint32_t s = 0; op && s < op->num_segs && op->segs; s++) {
-        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].shard);
-        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].full);
-        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].count);
-    }
-    uint64_t bytes, h;
-    memcpy(&bytes, &r->kind, sizeof bytes); // the six bytes from kind to state, and two zeros
-    h = fsdpi_hash(fsdpi_hash_text(r->what), bytes);
-    h = fsdpi_hash(fsdpi_hash(h, r->fingerprint), r->count);
-    h = fsdpi_hash(fsdpi_hash(h, r->segs), r->place);
-    r->key = fsdpi_hash(h, (uint64_t)(uint32_t)r->root);
-}
-
 static fsdp_status fsdpi_shm_run(fsdp_comm *comm, const fsdp_coll *op) {
     fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
-    fsdpi_shm_view view = {NULL, 0};
+    fsdpi_chunk chunk = {NULL, 0, 0, 0};
     const void *shared = NULL;
     int64_t low = 0, high = 0;
-    fsdpi_shm_describe(c, op, op->what);
+    fsdpi_describe(&c->base, op, op->what);
     if (FSDPI_LOAD(&c->world->control->failed)) return fsdpi_shm_report(c);
-    fsdp_status status = fsdpi_shm_check(c, op, &shared, &low, &high);
-    if (status) return status;
+    fsdp_status status = fsdpi_check(&c->base, FSDPI_SHM_KINDS, op, &shared, &low, &high);
     size_t bytes = fsdp_dtype_size(op->dtype);
-    view.mine = (char *)(uintptr_t)shared;
-    if (c->size > 1 && high > low &&
-        !fsdpi_shm_find(c->world, shared, (size_t)low * bytes, (size_t)high * bytes, &view,
-                        &c->now.place))
-        return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG,
-                               "elements %lld to %lld of %s are read by peers and do not lie "
-                               "in one allocation of this backend's alloc",
-                               (long long)low, (long long)high, shared == op->src ? "src" : "dst");
-    fsdpi_shm_make_key(&c->now, op);
+    int find = !status && c->base.size > 1 && high > low;
+    if (find)
+        status = fsdpi_chunk_find(&c->base, &c->world->chunks, op, shared, (size_t)low * bytes,
+                                  (size_t)high * bytes, &chunk);
+    if (status) return status;
+    fsdpi_shm_view view = {(char *)(uintptr_t)shared, chunk.part};
+    if (find)
+        c->base.now.place = fsdpi_hash(fsdpi_hash(chunk.at, chunk.part),
+                                       (uint64_t)((uintptr_t)shared - (uintptr_t)chunk.base) -
+                                           chunk.part * (size_t)c->base.boot->rank);
+    fsdpi_make_key(&c->base.now, op);
 
     fsdpi_shm_publish(c);
     status = fsdpi_shm_barrier(c, "come");
     if (!status) status = fsdpi_shm_compare(c);
     if (!status && op->kind == FSDP_OP_ALL_REDUCE) {
-        if (c->size > 1) status = fsdpi_shm_all_reduce(c, op, &view);
+        if (c->base.size > 1) status = fsdpi_shm_all_reduce(c, op, &view);
     } else if (!status) {
         if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_shm_all_gather(c, op, &view);
         if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_shm_reduce_scatter(c, op, &view);
-        if (op->kind == FSDP_OP_BROADCAST && op->root != c->index && op->count)
+        if (op->kind == FSDP_OP_BROADCAST && op->root != c->base.index && op->count)
             memcpy(op->dst, fsdpi_shm_of(c, &view, op->root), (size_t)op->count * bytes);
         status = fsdpi_shm_barrier(c, "finished");
     }
@@ -1053,18 +704,18 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
         }
     }
     if (!block) {
-        status = fsdpi_shm_error(c, FSDP_ERR_OUT_OF_MEMORY,
-                                 "the allocator refused the common block");
+        status = fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
+                                  "the allocator refused the common block");
     } else if (((fsdpi_shm_control *)block)->size != w->boot.size) {
-        status = fsdpi_shm_error(c, FSDP_ERR_MISMATCH,
-                                 "this rank has a world size of %d, another one of %d",
-                                 w->boot.size, (int)((fsdpi_shm_control *)block)->size);
+        status = fsdpi_comm_error(&c->base, FSDP_ERR_MISMATCH,
+                                  "this rank has a world size of %d, another one of %d",
+                                  w->boot.size, (int)((fsdpi_shm_control *)block)->size);
     } else {
         fsdpi_shm_use_control(c, block);
         fsdpi_shm_peer *me = &w->peers[w->boot.rank];
         if (me->state != FSDPI_SHM_ABSENT) {
-            status = fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG,
-                                     "another thread has joined as rank %d already", w->boot.rank);
+            status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
+                                      "another thread has joined as rank %d already", w->boot.rank);
             w->control = NULL;
         } else {
             w->control->refs++;
@@ -1083,16 +734,16 @@ static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
     (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
     if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
-        return fsdpi_shm_error(c, FSDP_ERR_UNSUPPORTED,
-                               "the size of files is limited; ulimit -f unlimited helps");
+        return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
+                                "the size of files is limited; ulimit -f unlimited helps");
     char *block = fsdpi_shm_map(w, 0, fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size)));
     if (!block)
-        return fsdpi_shm_error(c, FSDP_ERR_OUT_OF_MEMORY,
-                               "the common block cannot be mapped (errno %d)", errno);
+        return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
+                                "the common block cannot be mapped (errno %d)", errno);
     fsdpi_shm_use_control(c, block);
     if (fcntl(w->fd, F_SETLK, &lock))
-        return fsdpi_shm_error(c, FSDP_ERR_BACKEND, "the common file cannot be locked (errno %d)",
-                               errno);
+        return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
+                                "the common file cannot be locked (errno %d)", errno);
     w->peers[w->boot.rank].pid = (uint32_t)getpid();
     w->joined = 1;
     FSDPI_STORE(&w->peers[w->boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
@@ -1174,7 +825,7 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
     int fd = accept(listener, NULL, NULL);
     fsdpi_shm_hello hello;
     fsdpi_shm_answer answer;
-    fsdpi_shm_text t = {answer.reason, sizeof answer.reason};
+    fsdpi_text t = {answer.reason, sizeof answer.reason, 0};
     int gift;
     memset(&answer, 0, sizeof answer);
     memcpy(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
@@ -1187,19 +838,19 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
     if (memcmp(hello.magic, answer.magic, sizeof hello.magic) ||
         hello.version != FSDP_COMM_VERSION) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_shm_say(&t, "rank 0 and rank %d were built from different versions of fsdp.h",
-                      (int)hello.rank);
+        fsdpi_say(&t, "rank 0 and rank %d were built from different versions of fsdp.h",
+                  (int)hello.rank);
     } else if (hello.size != w->boot.size) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_shm_say(&t, "rank 0 has a world size of %d, rank %d of %d", w->boot.size,
-                      (int)hello.rank, (int)hello.size);
+        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d of %d", w->boot.size, (int)hello.rank,
+                  (int)hello.size);
     } else if (hello.rank <= 0 || hello.rank >= hello.size || admitted[hello.rank]) {
         answer.status = FSDP_ERR_INVALID_ARG;
-        fsdpi_shm_say(&t,
-                      "rank %d has joined already: another job on this host has the same id, or "
-                      "two processes have "
-                      "the same rank",
-                      (int)hello.rank);
+        fsdpi_say(&t,
+                  "rank %d has joined already: another job on this host has the same id, or "
+                  "two processes have "
+                  "the same rank",
+                  (int)hello.rank);
     }
     if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status)
         admitted[hello.rank] = 1;
@@ -1214,8 +865,8 @@ static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size));
     w->fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1 /* MFD_CLOEXEC */);
     if (w->fd < 0 || !fsdpi_shm_reserve(w, 0, bytes))
-        return fsdpi_shm_error(c, FSDP_ERR_OUT_OF_MEMORY,
-                               "no memory for the common block (errno %d)", errno);
+        return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
+                                "no memory for the common block (errno %d)", errno);
     fsdp_status status = fsdpi_shm_enter(c);
     if (status) return status;
     w->control->size = w->boot.size;
@@ -1234,15 +885,17 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) ||
         listen(listener, w->boot.size)) {
         if (listener >= 0 && errno == EADDRINUSE)
-            status = fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG,
-                                     "another job with this id is starting on this host; give each "
-                                     "job its own id (FSDP_JOB_ID, MASTER_PORT)");
+            status = fsdpi_comm_error(
+                &c->base, FSDP_ERR_INVALID_ARG,
+                "another job with this id is starting on this host; give each "
+                "job its own id (FSDP_JOB_ID, MASTER_PORT)");
         else
-            status = fsdpi_shm_error(c, FSDP_ERR_BACKEND, "rank 0 cannot listen (errno %d)", errno);
+            status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "rank 0 cannot listen (errno %d)",
+                                      errno);
     }
-    int64_t start = fsdpi_shm_now(w);
+    int64_t start = fsdpi_boot_now(&w->boot);
     while (!status && missing > 0) {
-        int64_t left = w->boot.timeout_ns - (fsdpi_shm_now(w) - start);
+        int64_t left = w->boot.timeout_ns - (fsdpi_boot_now(&w->boot) - start);
         if (left <= 0) status = fsdpi_shm_late(c, "come");
         else if (FSDPI_LOAD(&w->control->failed)) status = fsdpi_shm_report(c);
         else if (!fsdpi_shm_readable(listener,
@@ -1263,16 +916,17 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     fsdpi_shm_answer answer;
     struct sockaddr_un name;
     socklen_t length = fsdpi_shm_name(w, &name);
-    int64_t start = fsdpi_shm_now(w), nap = 500000;
+    int64_t start = fsdpi_boot_now(&w->boot), nap = 500000;
     memcpy(hello.magic, FSDPI_SHM_MAGIC, sizeof hello.magic);
     while (w->fd < 0) {
         int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), gift = -1, answered = 0;
         if (fd < 0)
-            return fsdpi_shm_error(c, FSDP_ERR_BACKEND, "no socket can be made (errno %d)", errno);
+            return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "no socket can be made (errno %d)",
+                                    errno);
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_shm_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
             while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
-                   fsdpi_shm_now(w) - start < w->boot.timeout_ns) {
+                   fsdpi_boot_now(&w->boot) - start < w->boot.timeout_ns) {
             }
             answered = fsdpi_shm_receive(fd, &answer, sizeof answer, &gift) &&
                        !memcmp(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
@@ -1280,10 +934,11 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         (void)close(fd);
         w->fd = gift;
         if (answered && answer.status)
-            return fsdpi_shm_error(c, (fsdp_status)answer.status, "%.*s", 243, answer.reason);
-        if (w->fd < 0 && fsdpi_shm_now(w) - start >= w->boot.timeout_ns)
-            return fsdpi_shm_error(
-                c, FSDP_ERR_TIMEOUT,
+            return fsdpi_comm_error(&c->base, (fsdp_status)answer.status, "%.*s", 243,
+                                    answer.reason);
+        if (w->fd < 0 && fsdpi_boot_now(&w->boot) - start >= w->boot.timeout_ns)
+            return fsdpi_comm_error(
+                &c->base, FSDP_ERR_TIMEOUT,
                 "rank 0 has not come within %.1f s; has it been started on this host, "
                 "by this user, with this job id?",
                 (double)w->boot.timeout_ns * 1e-9);
@@ -1312,25 +967,18 @@ static fsdp_status fsdpi_shm_try_open(fsdpi_shm_comm *c) {
     w->spin_max = fsdpi_shm_cores() >= w->boot.size ? FSDPI_SHM_SPIN_MAX : 0;
     c->spin = w->spin_max;
     c->is_world = 1;
-    fsdpi_shm_describe(c, NULL, w->boot.job);
-    c->now.kind = FSDPI_SHM_OPEN;
-    if (w->boot.size < 1 || w->boot.rank < 0 || w->boot.rank >= w->boot.size)
-        return fsdpi_shm_error(c, FSDP_ERR_INVALID_ARG, "rank %d of %d", w->boot.rank,
-                               w->boot.size);
-    if (w->boot.size > FSDPI_MAX_SRCS)
-        return fsdpi_shm_error(c, FSDP_ERR_UNSUPPORTED, "%d ranks, at most %d on one host",
-                               w->boot.size, FSDPI_MAX_SRCS);
-    c->index = w->boot.rank;
-    c->size = w->boot.size;
-    for (int k = 0; k < c->size; k++) c->ranks[k] = k;
-    int is_host = !w->boot.threads && c->index == 0;
-    fsdp_status status = w->boot.threads ? fsdpi_shm_open_threads(c)
-                         : is_host       ? fsdpi_shm_found(c)
-                                         : fsdpi_shm_join(c);
+    fsdpi_describe(&c->base, NULL, w->boot.job);
+    c->base.now.kind = FSDPI_OPEN;
+    fsdp_status status = fsdpi_check_world(&c->base);
+    if (status) return status;
+    int is_host = !w->boot.threads && c->base.index == 0;
+    status = w->boot.threads ? fsdpi_shm_open_threads(c)
+             : is_host       ? fsdpi_shm_found(c)
+                             : fsdpi_shm_join(c);
     if (status) return status;
     fsdpi_shm_publish(c);
     fsdpi_shm_arrive(c);
-    if (is_host && c->size > 1) status = fsdpi_shm_host(c);
+    if (is_host && c->base.size > 1) status = fsdpi_shm_host(c);
     if (!status) status = fsdpi_shm_wait(c, "come");
     fsdpi_shm_done(c);
     return status;
@@ -1357,42 +1005,14 @@ static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *bl
 
 static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = c->world;
-    size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(c->size));
+    size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(c->base.size));
     if (w->fd < 0) {
-        fsdpi_shm_unshare(w, c->group, c->size);
+        fsdpi_shm_unshare(w, c->group, c->base.size);
         return;
     }
     int last = __atomic_sub_fetch(&c->group->refs, 1u, __ATOMIC_ACQ_REL) == 0;
     (void)munmap((void *)c->group, bytes);
     if (last) fsdpi_shm_give_back(w, c->block, bytes);
-}
-
-// Checks the members and fills the new comm from them. Returns the first one's index in the parent.
-static int fsdpi_shm_members(fsdpi_shm_comm *parent, const fsdp_group *g, fsdpi_shm_comm *child) {
-    uint64_t h = fsdpi_hash((uint64_t)g->color, (uint64_t)g->size);
-    int first = -1;
-    if (g->size < 1 || g->size > parent->size || g->index < 0 || g->index >= g->size || !g->ranks ||
-        g->ranks[g->index] != parent->world->boot.rank)
-        return -1;
-    for (int i = 0; i < g->size; i++) {
-        int at = 0, times = 0;
-        while (at < parent->size && parent->ranks[at] != g->ranks[i]) at++;
-        for (int j = 0; j < g->size; j++) times += g->ranks[j] == g->ranks[i];
-        if (at == parent->size || times != 1) return -1;
-        if (i == 0) first = at;
-        child->ranks[i] = g->ranks[i];
-        h = fsdpi_hash(h, (uint64_t)g->ranks[i]);
-    }
-    parent->now.members = h;
-    child->world = parent->world;
-    child->index = g->index;
-    child->size = g->size;
-    child->spin = parent->world->spin_max;
-    if (g->name)
-        memcpy(child->now.comm, g->name,
-               strlen(g->name) < sizeof child->now.comm ? strlen(g->name)
-                                                        : sizeof child->now.comm - 1);
-    return first;
 }
 
 static fsdp_status fsdpi_shm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_comm **out) {
@@ -1401,22 +1021,21 @@ static fsdp_status fsdpi_shm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_co
     void *block = NULL;
     int first = -1;
     *out = NULL;
-    fsdpi_shm_describe(parent, NULL, g->name);
-    parent->now.kind = FSDPI_SHM_SPLIT;
+    fsdpi_describe(&parent->base, NULL, g->name);
+    parent->base.now.kind = FSDPI_SPLIT;
     if (FSDPI_LOAD(&w->control->failed)) return fsdpi_shm_report(parent);
     if (g->color >= 0) {
         child = (fsdpi_shm_comm *)fsdpi_alloc(&w->boot.allocator, sizeof *child);
         if (!child)
             return fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
-        first = fsdpi_shm_members(parent, g, child);
+        first = fsdpi_split_members(&parent->base, g, &child->base);
         if (first < 0) {
             fsdpi_free(&w->boot.allocator, child);
-            return fsdpi_shm_error(parent, FSDP_ERR_INVALID_ARG,
-                                   "the group's ranks (%d, this one at index %d) are not "
-                                   "different members of the parent",
-                                   g->size, g->index);
+            return FSDP_ERR_INVALID_ARG;
         }
-        if (g->index == 0) block = fsdpi_shm_make_group(parent, g->size, &parent->now.block);
+        child->world = w;
+        child->spin = w->spin_max;
+        if (g->index == 0) block = fsdpi_shm_make_group(parent, g->size, &parent->base.now.block);
         if (g->index == 0 && !block) {
             fsdpi_free(&w->boot.allocator, child);
             return fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY,
@@ -1424,20 +1043,20 @@ static fsdp_status fsdpi_shm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_co
         }
     }
     // Names and members differ between the new groups; that it is a split, and which, does not.
-    parent->now.key = FSDPI_SHM_SPLIT;
+    parent->base.now.key = FSDPI_SPLIT;
     fsdpi_shm_publish(parent);
     fsdp_status status = fsdpi_shm_barrier(parent, "come");
     if (!status) status = fsdpi_shm_compare(parent);
     if (!status && child) {
-        fsdpi_shm_record leader = fsdpi_shm_get(parent->places[first].record);
+        fsdpi_record leader = fsdpi_shm_get(parent->places[first].record);
         child->block = leader.block;
-        if (leader.members != parent->now.members)
+        if (leader.members != parent->base.now.members)
             status = fsdpi_shm_fail(parent, FSDP_ERR_MISMATCH,
                                     "ranks disagree about who is in the group");
         else if (!block && w->fd < 0) block = (void *)(uintptr_t)leader.block;
         else if (!block)
             block = fsdpi_shm_map(w, leader.block,
-                                  fsdpi_shm_round(w, fsdpi_shm_group_bytes(child->size)));
+                                  fsdpi_shm_round(w, fsdpi_shm_group_bytes(child->base.size)));
         if (!status && !block)
             status = fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY,
                                          "the group's block cannot be mapped");
@@ -1488,7 +1107,7 @@ static void fsdpi_shm_close(fsdp_comm *comm) {
         FSDPI_STORE(&w->peers[w->boot.rank].state, (uint32_t)FSDPI_SHM_LEFT);
         fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
     }
-    for (int i = 0; i < w->num_chunks; i++) fsdpi_shm_release(w, &w->chunks[i]);
+    for (int i = 0; i < w->chunks.count; i++) fsdpi_shm_release(w, &w->chunks.list[i]);
     if (w->fd >= 0) {
         if (w->control)
             (void)munmap((void *)w->control,
@@ -1497,7 +1116,7 @@ static void fsdpi_shm_close(fsdp_comm *comm) {
     } else if (w->joined) {
         fsdpi_shm_leave_threads(w);
     }
-    fsdpi_free(&allocator, w->chunks);
+    fsdpi_free(&allocator, w->chunks.list);
     fsdpi_free(&allocator, w);
     fsdpi_free(&allocator, c);
 }
@@ -1514,31 +1133,29 @@ static fsdp_status fsdpi_shm_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_c
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     c->world = w;
+    c->base.boot = &w->boot;
     w->boot = *boot;
     fsdp_status status = fsdpi_shm_try_open(c);
     if (status) {
-        fsdpi_shm_text t = {fsdpi_thread_error, sizeof fsdpi_thread_error};
-        fsdpi_shm_say(&t, "%s", c->error);
+        fsdpi_open_failed(&c->base);
         fsdpi_shm_close((fsdp_comm *)(void *)c);
         return status;
     }
-    caps->kinds = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
-                  1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
+    caps->kinds = FSDPI_SHM_KINDS;
     caps->flags = FSDP_CAP_FUSED_REDUCE;
     caps->lanes = 2;
     *out = (fsdp_comm *)(void *)c;
     return FSDP_OK;
 }
 static const char *fsdpi_shm_error_text(fsdp_comm *comm) {
-    return comm ? ((fsdpi_shm_comm *)(void *)comm)->error : fsdpi_thread_error;
+    return comm ? ((fsdpi_shm_comm *)(void *)comm)->base.error : fsdpi_thread_error;
 }
 
 static void fsdpi_shm_abort(fsdp_comm *comm, fsdp_status status, const char *why) {
     fsdpi_shm_world *w = ((fsdpi_shm_comm *)(void *)comm)->world;
-    char reason[FSDPI_SHM_REASON];
-    fsdpi_shm_text t = {reason, sizeof reason};
-    if (!why || strncmp(why, "rank ", 5)) fsdpi_shm_say(&t, "aborted by rank %d: ", w->boot.rank);
-    fsdpi_shm_say(&t, "%s", why ? why : "no reason given");
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_say_abort(&t, &w->boot, why);
     fsdpi_shm_raise(w, status ? status : FSDP_ERR_ABORTED, "", reason);
 }
 

@@ -1,5 +1,5 @@
-/* backends/fsdp_sys.h - the few calls of the operating system (Linux) that fsdp.h needs, a lock and
-   a hash
+/* backends/fsdp_sys.h - the few calls of the operating system (Linux) that fsdp.h needs, a lock,
+   a hash and a text
 
    Included by fsdp.h, which it is a part of.
 
@@ -86,6 +86,21 @@ static uint64_t fsdpi_hash_text(const char *text) {
     uint64_t h = 0;
     for (; *text; text++) h = fsdpi_hash(h, (uint64_t)(unsigned char)*text);
     return h;
+}
+
+// A text that grows like snprintf's: what does not fit is only counted.
+typedef struct fsdpi_text {
+    char *buf;
+    size_t cap, used;
+} fsdpi_text;
+
+static FSDP_PRINTF(2, 3) void fsdpi_say(fsdpi_text *t, const char *format, ...) {
+    size_t room = t->used < t->cap ? t->cap - t->used : 0;
+    va_list args;
+    va_start(args, format);
+    int wanted = vsnprintf(room ? t->buf + t->used : NULL, room, format, args);
+    va_end(args);
+    if (wanted > 0) t->used += (size_t)wanted;
 }
 
 #endif
