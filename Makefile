@@ -30,6 +30,7 @@ SAN_asan := -fsanitize=address,undefined,float-cast-overflow
 SAN_tsan := -fsanitize=thread
 SANFLAGS := $(if $(SAN),$(SAN_$(SAN)) -fno-sanitize-recover=all -fno-omit-frame-pointer -O1 -g)
 
+comma := ,
 HEADERS  := $(wildcard fsdp.h) $(filter-out fsdp.h,$(wildcard fsdp*.h))
 TESTS    := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/test_*.c tests/conformance.c))
 PROBES   := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/probe_*.c))
@@ -42,6 +43,24 @@ SHARED   := $(if $(HEADERS),$(BUILD)/libfsdp.so)
 VERSION   = $(shell awk '/^.define FSDP_VERSION_(MAJOR|MINOR|PATCH)/ \
               {v = v s $$3; s = "."} END {print v}' fsdp.h)
 
+# Gloo, for several hosts: GLOO=yes compiles that backend in beside shm, and is how `make gloo` and
+# `make test` build their second variant, in $(BUILD)/gloo. GLOO_HOME: where the library is.
+GLOO_FLAGS := $(if $(GLOO_HOME),-I$(GLOO_HOME)/include)
+GLOO_LIBS  := $(if $(GLOO_HOME),-L$(GLOO_HOME)/lib -Wl$(comma)-rpath$(comma)$(GLOO_HOME)/lib) -lgloo -lstdc++
+HAVE_GLOO   = $(shell echo '\#include <gloo/transport/tcp/device.h>' | \
+                $(CXX) -E -x c++ $(GLOO_FLAGS) - >/dev/null 2>&1 && echo yes)
+ifeq ($(GLOO),yes)
+GLOO_OBJ := $(BUILD)/fsdp_gloo.o
+CPPFLAGS += -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO
+LDLIBS   += $(GLOO_OBJ) $(GLOO_LIBS)
+endif
+# Tests that run a second time over Gloo: those with several ranks on a real backend.
+GLOO_TESTS ?= conformance test_agree test_edges test_features test_fully_shard_comm \
+              test_fully_shard_init test_fully_shard_mixed_precision test_fully_shard_others \
+              test_fully_shard_training test_gloo test_gloo_faults test_golden_train test_mesh \
+              test_optim test_scaler test_spawn test_train
+GLOO_TESTS := $(foreach t,$(GLOO_TESTS),$(if $(wildcard tests/$t.c),$(BUILD)/gloo/tests/$t))
+
 # OpenBLAS speeds the gpt example up; without it the example's own loops are used.
 BLAS := $(shell pkg-config --exists openblas 2>/dev/null && \
           echo -DGPT_USE_BLAS $$(pkg-config --cflags --libs openblas))
@@ -51,29 +70,33 @@ Q := $(if $(V),,@)
 BUILD_ONE = $(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) $(SANFLAGS) -MMD -MP \
             -MF $@.d -o $@ $< $(LDFLAGS) -pthread $(LDLIBS) -lm
 
-.PHONY: all tests examples bench run test golden check check-san shared deps install uninstall \
+.PHONY: all tests examples bench run gloo run-gloo test golden check check-san shared deps install uninstall \
         format clean help quiet-deps
 all: examples tests $(FSDPRUN) ## examples, tests and tools
 tests: $(TESTS) $(PROBES)
 examples: $(EXAMPLES) $(GPT) ## build/examples/* and examples/gpt/train_gpt
 shared: $(SHARED) ## build/libfsdp.so, for bindings of other languages
 
-$(BUILD)/tests/%: tests/%.c Makefile | $(BUILD)/tests
+$(BUILD)/fsdp_gloo.o: backends/fsdp_gloo.cc backends/fsdp_gloo_shim.h Makefile | $(BUILD)
+	@echo "  CXX $@"
+	$Q$(CXX) -Wall -Wextra $(GLOO_FLAGS) $(CXXFLAGS) -O2 -fPIC -c -o $@ $<
+$(BUILD)/tests/%: tests/%.c Makefile $(GLOO_OBJ) | $(BUILD)/tests
 	@echo "  CC $@"
 	$Q$(BUILD_ONE)
-$(BUILD)/examples/%: examples/%.c Makefile | $(BUILD)/examples
+$(BUILD)/examples/%: examples/%.c Makefile $(GLOO_OBJ) | $(BUILD)/examples
 	@echo "  CC $@"
 	$Q$(BUILD_ONE)
-$(BUILD)/bench/%: bench/%.c Makefile | $(BUILD)/bench
+$(BUILD)/bench/%: bench/%.c Makefile $(GLOO_OBJ) | $(BUILD)/bench
 	@echo "  CC $@"
 	$Q$(BUILD_ONE)
 tools/fsdprun: tools/fsdprun.c Makefile | $(BUILD)
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -o $@ $< $(LDFLAGS) $(LDLIBS)
-examples/gpt/train_gpt: $(wildcard examples/gpt/*.[ch]) $(HEADERS) $(wildcard backends/*.h) Makefile
+examples/gpt/train_gpt $(BUILD)/examples/train_gpt: $(wildcard examples/gpt/*.[ch]) $(HEADERS) \
+    $(wildcard backends/*.h) $(GLOO_OBJ) Makefile | $(BUILD)/examples
 	@echo "  CC $@"
-	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -O3 -march=native -o $@ $@.c \
-	    $(LDFLAGS) -pthread $(BLAS) $(LDLIBS) -lm
+	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -O3 -march=native -o $@ \
+	    examples/gpt/train_gpt.c $(LDFLAGS) -pthread $(BLAS) $(LDLIBS) -lm
 $(BUILD)/libfsdp.c: $(HEADERS) Makefile | $(BUILD)
 	@printf '#define FSDP_IMPLEMENTATION\n' >$@
 	@printf '#include "%s"\n' $(HEADERS) >>$@
@@ -88,9 +111,20 @@ $(BUILD) $(BUILD)/tests $(BUILD)/examples $(BUILD)/bench:
 run: $(GPT) $(FSDPRUN) ## train a small GPT on 4 ranks, about a minute
 	examples/gpt/train_gpt --ranks 4
 
-test: quiet-deps ## every test, quick ones first
+gloo: $(FSDPRUN) ## the examples with the Gloo backend, in build/gloo/examples
+	@test -n "$(HAVE_GLOO)" || \
+	    { echo "no Gloo: make deps installs libgloo-dev; or GLOO_HOME=..."; exit 1; }
+	@$(MAKE) -s -k -j$(JOBS) --no-print-directory BUILD=$(BUILD)/gloo GLOO=yes examples \
+	    $(BUILD)/gloo/examples/train_gpt
+run-gloo: gloo ## train a small GPT over TCP, on 4 ranks of this host
+	FSDP_BACKEND=gloo tools/fsdprun -n 4 $(BUILD)/gloo/examples/train_gpt
+
+test: quiet-deps ## every test, quick ones first; then those with several ranks over Gloo
 	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory tests examples shared $(FSDPRUN)
-	@tools/run_tests.sh $(if $(FILTER),'--filter=$(FILTER)') $(TESTS) $(PYTESTS)
+	-@test -z "$(HAVE_GLOO)" || $(MAKE) -s -k -j$(JOBS) --no-print-directory BUILD=$(BUILD)/gloo \
+	    GLOO=yes examples $(BUILD)/gloo/examples/train_gpt $(GLOO_TESTS)
+	@tools/run_tests.sh $(if $(FILTER),'--filter=$(FILTER)') $(TESTS) $(PYTESTS) \
+	    $(if $(HAVE_GLOO),FSDP_BACKEND=gloo $(GLOO_TESTS),skip:gloo:no-libgloo-dev)
 
 golden: ## the tests against recorded PyTorch results, in $FSDP_GOLDEN_DIR
 	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory tests

@@ -118,6 +118,7 @@ ENVIRONMENT
     RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT  set by tools/fsdprun and torchrun; without
                       them the variables of mpirun (OMPI_*, PMI_*) and srun (SLURM_*) are read
     FSDP_JOB_ID       name of the job, unique on the host (else from what the launcher sets)
+    FSDP_STORE FSDP_TOKEN FSDP_SOCKET_IFNAME   several hosts: docs/cluster.md
     FSDP_TIMEOUT_MS   deadline of every wait, default 60000
     FSDP_LANES        0 inline (default), 1 or 2 worker threads for collectives
     FSDP_BACKEND      which compiled-in backend        FSDP_LOG_LEVEL  error warn info none
@@ -216,6 +217,8 @@ typedef struct fsdp_world_desc {
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
     const char *backend;      // NULL: FSDP_BACKEND, else the first one compiled in
     const char *job;          // NULL: from the environment. Equal on all ranks, unique on the host
+    const char *store;        // where ranks of several hosts meet: "tcp://HOST:PORT", "file:///PATH",
+                              // "host:" this host. NULL: FSDP_STORE, else what the launcher set
     fsdp_threads *threads;    // NULL: ranks are processes
     fsdp_allocator allocator; // NULL members: malloc, free
     fsdp_logger logger;       // NULL member: stderr as "[fsdp r3] text"
@@ -866,6 +869,9 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
     X(REDUCE_SCATTER, "reduce_scatter")                                                           \
     X(ALL_REDUCE, "all_reduce")                                                                   \
     X(BROADCAST, "broadcast")                                                                     \
+    X(ALL_TO_ALL, "all_to_all")       /* these three: backends that have them, for extensions */  \
+    X(SEND, "send")                                                                               \
+    X(RECV, "recv")                                                                               \
     X(USE, "use")                     /* marker: the caller's stream waits for src */             \
     X(CALL, "call")                   /* a function of the user, in the stream's order */         \
     X(HOOK, "hook")                   /* marker: a public call begins; count is FSDP_CALL_* */
@@ -1168,7 +1174,7 @@ struct fsdp_world {
     uint32_t fail_lock;       // fsdpi_lock of the first failure: worker threads may have it
     char failure[FSDPI_TEXT]; // its text, written once
     char error[FSDPI_TEXT];   // of the last call of the caller's thread that failed
-    char job[128];
+    char job[128], store[320];
     const fsdp_comm_ops *comm_ops; // NULL: one rank
     fsdp_comm *comm,
         *reduce_comm; // reduce_comm: equal to comm unless two streams may run at a time
@@ -1303,18 +1309,24 @@ static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char 
 // Owns: which backends are compiled in, and the one place that turns an op record into a
 // collective.
 
-#if !defined(FSDP_BACKEND_SHM) && !defined(FSDP_NO_BACKEND)
+#if !defined(FSDP_BACKEND_SHM) && !defined(FSDP_BACKEND_GLOO) && !defined(FSDP_NO_BACKEND)
 #define FSDP_BACKEND_SHM 1
 #endif
+#include "backends/fsdp_launch.h"
 #ifdef FSDP_BACKEND_SHM
 #include "backends/fsdp_shm.h"
 #endif
-#include "backends/fsdp_launch.h"
+#ifdef FSDP_BACKEND_GLOO
+#include "backends/fsdp_gloo.h"
+#endif
 #include "backends/fsdp_spawn.h"
 
 static const fsdp_comm_ops *fsdpi_backend(const char *name) {
 #ifdef FSDP_BACKEND_SHM
     if (!name || strcmp(name, "shm") == 0) return fsdp_shm_comm_ops();
+#endif
+#ifdef FSDP_BACKEND_GLOO
+    if (!name || strcmp(name, "gloo") == 0) return fsdp_gloo_comm_ops();
 #endif
     (void)name;
     return NULL;
@@ -1444,12 +1456,13 @@ static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t v
 
 static fsdp_status fsdpi_world_open_comm(fsdp_world *w, const fsdp_world_desc *d) {
     if (w->size == 1) return FSDP_OK; // one rank needs no backend
-    const char *name = d->backend ? d->backend : getenv("FSDP_BACKEND");
+    const char *name = d->backend ? d->backend : fsdpi_env("FSDP_BACKEND");
     w->comm_ops = d->comm_ops ? d->comm_ops : fsdpi_backend(name);
     if (!w->comm_ops)
         return fsdpi_fail(
             w, FSDP_ERR_UNSUPPORTED,
-            "backend '%s' is not compiled in: define FSDP_BACKEND_SHM, or give comm_ops",
+            "backend '%s' is not compiled in: define FSDP_BACKEND_SHM or FSDP_BACKEND_GLOO, or "
+            "give comm_ops",
             name ? name : "");
     fsdp_status status = fsdpi_table_check(w, "a backend's", w->comm_ops->version,
                                            w->comm_ops->size, FSDP_COMM_VERSION,
@@ -4315,10 +4328,12 @@ static void fsdpi_world_messages(fsdp_world *w, const fsdp_world_desc *d) {
 static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_world **out) {
     fsdp_status status = fsdpi_world_resolve(early, d);
     if (!status) status = fsdpi_job_name(early, d, early->job, sizeof early->job);
+    if (!status) status = fsdpi_store_name(early, d, early->store, sizeof early->store);
     if (status) return status;
     fsdp_world *w = (fsdp_world *)fsdpi_alloc(&d->allocator, sizeof *w);
     if (!w) return fsdpi_fail(early, FSDP_ERR_OUT_OF_MEMORY, "fsdp_init: no memory");
     memcpy(w->job, early->job, sizeof w->job);
+    memcpy(w->store, early->store, sizeof w->store);
     fsdpi_world_messages(w, d);
     w->boot.rank = w->rank;
     w->size = w->boot.size = d->world_size;
@@ -4329,6 +4344,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     w->boot.clock = d->clock;
     w->boot.user = d->user;
     w->boot.job = w->job;
+    w->boot.store = w->store;
     status = fsdpi_world_open_comm(w, d);
     if (!status) status = fsdpi_world_open_device(w, d);
     if (!status) status = fsdpi_world_open_streams(w, d->lanes);

@@ -1,4 +1,5 @@
-/* backends/fsdp_launch.h - who am I: rank, size and the job's name from a launcher's environment
+/* backends/fsdp_launch.h - who am I, and where do we meet: rank, size, the job's name and the
+   store's address from a launcher's environment
 
    Included by fsdp.h, which it is a part of.
 
@@ -37,7 +38,8 @@ static fsdp_status fsdpi_env_int(fsdp_world *w, const char *name, int min, int *
 // batch job as well; only a step of srun has a step id.
 typedef struct fsdpi_launcher {
     const char *rank, *size, *local, *needs;
-    const char *job[4]; // parts of a name that is equal on all ranks and unique on the host
+    const char *here, *hosts; // how many ranks this host has, how many hosts the job; or NULL
+    const char *job[4];       // parts of a name that is equal on all ranks and unique on the host
 } fsdpi_launcher;
 
 static const fsdpi_launcher *fsdpi_launcher_find(void) {
@@ -46,26 +48,50 @@ static const fsdpi_launcher *fsdpi_launcher_find(void) {
          "WORLD_SIZE",
          "LOCAL_RANK",
          "RANK",
+         "LOCAL_WORLD_SIZE",
+         NULL,
          {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
         {"OMPI_COMM_WORLD_RANK",
          "OMPI_COMM_WORLD_SIZE",
          "OMPI_COMM_WORLD_LOCAL_RANK",
          "OMPI_COMM_WORLD_RANK",
+         "OMPI_COMM_WORLD_LOCAL_SIZE",
+         NULL,
          {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", NULL, NULL}},
+        {"MV2_COMM_WORLD_RANK",
+         "MV2_COMM_WORLD_SIZE",
+         "MV2_COMM_WORLD_LOCAL_RANK",
+         "MV2_COMM_WORLD_RANK",
+         "MV2_COMM_WORLD_LOCAL_SIZE",
+         NULL,
+         {"PMI_JOBID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"}},
         {"PMI_RANK",
          "PMI_SIZE",
          "MPI_LOCALRANKID",
          "PMI_RANK",
+         "MPI_LOCALNRANKS",
+         NULL,
          {"PMI_JOBID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"}},
+        {"FLUX_TASK_RANK",
+         "FLUX_JOB_SIZE",
+         "FLUX_TASK_LOCAL_ID",
+         "FLUX_TASK_RANK",
+         NULL,
+         "FLUX_JOB_NNODES",
+         {"FLUX_JOB_ID", NULL, NULL, NULL}},
         {"SLURM_PROCID",
          "SLURM_STEP_NUM_TASKS",
          "SLURM_LOCALID",
          "SLURM_STEP_NUM_TASKS",
+         NULL,
+         "SLURM_STEP_NUM_NODES",
          {"SLURM_JOB_ID", "SLURM_STEP_ID", NULL, NULL}},
         {"SLURM_PROCID",
          "SLURM_NTASKS",
          "SLURM_LOCALID",
          "SLURM_STEP_ID",
+         NULL,
+         "SLURM_NNODES",
          {"SLURM_JOB_ID", "SLURM_STEP_ID", NULL, NULL}},
     };
     const size_t count = sizeof launchers / sizeof *launchers;
@@ -117,6 +143,74 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
                           d->world_size);
     if (used < 0 || (size_t)used >= cap)
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "the job's name is longer than %u bytes",
+                          (unsigned)cap - 1);
+    return FSDP_OK;
+}
+
+// A count that a launcher tells; 0: it does not, or this is no count.
+static long fsdpi_env_count(const char *name) {
+    const char *text = fsdpi_env(name);
+    long value = text ? strtol(text, NULL, 10) : 0;
+    return value > 0 ? value : 0;
+}
+
+// The first host of Slurm's list, "n[01-04,7]r[3-4],x7": n01r3. 0: there is none, or no room.
+static int fsdpi_first_host(const char *list, char *out, size_t cap) {
+    size_t used = 0;
+    int depth = 0, skip = 0; // in brackets, and there behind the first element
+    for (; *list && (depth || *list != ','); list++) {
+        if (*list == '[' && !depth) depth = 1;
+        else if (*list == ']' && depth) depth = skip = 0;
+        else if (depth && (*list == ',' || *list == '-')) skip = 1;
+        else if (!skip && used + 1 < cap) out[used++] = *list;
+        else if (!skip) return 0;
+    }
+    out[used] = 0;
+    return used > 0 && !depth;
+}
+
+/* Where ranks of a step of srun on several hosts meet: at the first host of its list, where srun
+   puts rank 0 unless it is told otherwise, at a port that other steps hardly have. */
+static int fsdpi_slurm_store(char *out, size_t cap) {
+    const char *list = fsdpi_env("SLURM_STEP_NODELIST");
+    char host[256];
+    if (!list) list = fsdpi_env("SLURM_JOB_NODELIST");
+    if (!list || !fsdpi_first_host(list, host, sizeof host)) return 0;
+    const uint64_t job = (uint64_t)fsdpi_env_count("SLURM_JOB_ID");
+    const uint64_t step = (uint64_t)fsdpi_env_count("SLURM_STEP_ID");
+    return snprintf(out, cap, "tcp://%s:%d", host, 20000 + (int)((job * 131 + step) % 20000));
+}
+
+/* The address where ranks meet, for backends that need one, in the form of fsdp_world_desc.store.
+   "": they are on several hosts and the launcher does not say where; no fault of those who do not
+   ask, so who needs an address says what to do: FSDPI_NO_STORE. */
+#define FSDPI_NO_STORE                                                                             \
+    "ranks are on several hosts and the launcher does not name the one of rank 0: set MASTER_ADDR" \
+    " (that host) and MASTER_PORT (a free port there) on all ranks, as in 'mpirun -x "             \
+    "MASTER_ADDR=HOST -x MASTER_PORT=29500 ...', or FSDP_STORE=tcp://HOST:PORT"
+
+static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, char *out,
+                                    size_t cap) {
+    const char *store = d->store && *d->store ? d->store : fsdpi_env("FSDP_STORE");
+    const char *host = fsdpi_env("MASTER_ADDR"), *port = fsdpi_env("MASTER_PORT");
+    const fsdpi_launcher *l = fsdpi_launcher_find();
+    const long here = fsdpi_env_count(l->here), hosts = fsdpi_env_count(l->hosts);
+    int used = 0;
+    if (store) {
+        used = snprintf(out, cap, "%s", store);
+    } else if (host && port) {
+        const int bare = strchr(host, ':') && *host != '['; // an IPv6 address
+        used = snprintf(out, cap, "tcp://%s%s%s:%s", bare ? "[" : "", host, bare ? "]" : "", port);
+    } else if (hosts > 1 || (here && here < d->world_size)) {
+        if (strcmp(l->rank, "SLURM_PROCID") == 0) used = fsdpi_slurm_store(out, cap);
+        if (used == 0) *out = 0;
+    } else {
+        used = snprintf(out, cap, "host:");
+    }
+    if (used < 0 || (size_t)used >= cap)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "the address where ranks meet is longer than %u bytes: give a shorter "
+                          "fsdp_world_desc.store, FSDP_STORE or MASTER_ADDR",
                           (unsigned)cap - 1);
     return FSDP_OK;
 }

@@ -14,7 +14,8 @@
 extern "C" {
 #endif
 
-enum { FSDPI_OPEN = FSDP_OP_COUNT + 1, FSDPI_SPLIT }; // operations that are not fsdp_coll
+// Operations that are not fsdp_coll.
+enum { FSDPI_OPEN = FSDP_OP_COUNT + 1, FSDPI_SPLIT, FSDPI_CLOSE };
 
 /* What a rank is about to do. Ranks compare `key`, a hash of everything that has to agree; the rest
    is there to say what differs. Sent and shared as it is: no pointers, no padding. */
@@ -29,11 +30,19 @@ typedef struct fsdpi_record {
     char what[48], comm[16]; // cut if they are longer
 } fsdpi_record;
 
-#define FSDPI_REASON 800
+#define FSDPI_RECORD_WORDS (sizeof(fsdpi_record) / sizeof(uint64_t))
+#define FSDPI_REASON       800
+
+// What a rank does, for whoever asks why it is not elsewhere.
+typedef struct fsdpi_trace {
+    uint64_t last[FSDPI_RECORD_WORDS]; // its last operation on any comm
+    uint32_t busy, writing;            // in how many operations it is; last is being written
+} fsdpi_trace;
 
 // Why a world has ended. The first one stands, on all ranks.
 typedef struct fsdpi_verdict {
-    int32_t status, rank;                    // rank: which told it; -1: the store did
+    int32_t status, rank; // rank: that told it; -1: the store, or this rank by itself
+    int32_t lost;         // the rank that was lost, or -1
     char subject[192], reason[FSDPI_REASON]; // subject: the operation, "" if no single one
 } fsdpi_verdict;
 
@@ -60,6 +69,7 @@ static void fsdpi_say_op(fsdpi_text *t, const fsdpi_record *r) {
                                                          "post_backward, "};
     if (r->kind == FSDPI_OPEN) fsdpi_say(t, "open of job '%s'", r->what);
     else if (r->kind == FSDPI_SPLIT) fsdpi_say(t, "split into '%s'", r->what);
+    else if (r->kind == FSDPI_CLOSE) fsdpi_say(t, "close");
     else fsdpi_say(t, "%s of '%s'", fsdp_op_name(r->kind), r->what);
     if (r->comm[0]) fsdpi_say(t, " on '%s'", r->comm);
     if (r->kind < FSDP_OP_COUNT)
@@ -191,6 +201,46 @@ static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c,
     }
 }
 
+/* Word by word, since the author of an error text may read while the owner writes; the text may
+   then mix two operations. Ranks that compare are ordered by a barrier and see whole ones. */
+static void fsdpi_record_put(uint64_t *to, const fsdpi_record *record) {
+    uint64_t words[FSDPI_RECORD_WORDS];
+    memcpy(words, record, sizeof words);
+    for (size_t i = 0; i < FSDPI_RECORD_WORDS; i++)
+        __atomic_store_n(&to[i], words[i], __ATOMIC_RELAXED);
+}
+
+static fsdpi_record fsdpi_record_get(const uint64_t *from) {
+    fsdpi_record record;
+    uint64_t words[FSDPI_RECORD_WORDS];
+    for (size_t i = 0; i < FSDPI_RECORD_WORDS; i++)
+        words[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
+    memcpy(&record, words, sizeof record);
+    record.what[sizeof record.what - 1] = record.comm[sizeof record.comm - 1] = 0;
+    return record;
+}
+
+static void fsdpi_trace_begin(fsdpi_trace *trace, const fsdpi_record *record) {
+    __atomic_add_fetch(&trace->busy, 1u, __ATOMIC_RELAXED);
+    // Two threads of one rank may be here; the trace need not have both.
+    if (__atomic_exchange_n(&trace->writing, 1u, __ATOMIC_ACQUIRE)) return;
+    fsdpi_record_put(trace->last, record);
+    FSDPI_STORE(&trace->writing, 0u);
+}
+
+static void fsdpi_trace_end(fsdpi_trace *trace) {
+    __atomic_sub_fetch(&trace->busy, 1u, __ATOMIC_RELEASE);
+}
+
+// Whether the rank is busy; its last operation as text, and when that began.
+static int fsdpi_trace_read(const fsdpi_trace *trace, char *text, size_t cap, int64_t *since_ns) {
+    fsdpi_record last = fsdpi_record_get(trace->last);
+    fsdpi_text t = {text, cap, 0};
+    fsdpi_say_op(&t, &last);
+    *since_ns = last.since_ns;
+    return FSDPI_LOAD(&trace->busy) > 0;
+}
+
 /* -------------------------------------------------------------------------------------------- */
 // >>record_check
 // Owns: what a call says of itself, and whether its arguments make sense.
@@ -224,7 +274,10 @@ static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
         r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].count);
     }
     uint64_t bytes, h;
+    uint8_t kind = r->kind;
+    if (kind == FSDP_OP_RECV) r->kind = FSDP_OP_SEND; // which match each other
     memcpy(&bytes, &r->kind, sizeof bytes); // the six bytes from kind to state, and two zeros
+    r->kind = kind;
     h = fsdpi_hash(fsdpi_hash_text(r->what), bytes);
     h = fsdpi_hash(fsdpi_hash(h, r->fingerprint), r->count);
     h = fsdpi_hash(fsdpi_hash(h, r->segs), r->place);
@@ -262,12 +315,19 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, uint32_t kinds, const fsdp_coll *o
     if (op->kind == FSDP_OP_BROADCAST && (op->root < 0 || op->root >= c->size))
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "root is %d, expected 0 to %d",
                                 (int)op->root, c->size - 1);
+    int is_pair = op->kind == FSDP_OP_SEND || op->kind == FSDP_OP_RECV;
+    if (is_pair && (op->root < 0 || op->root >= c->size || op->root == c->index))
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                "the other member is %d, expected 0 to %d, and not %d",
+                                (int)op->root, c->size - 1, c->index);
     fsdp_status status = fsdpi_check_reduction(c, op);
     if (status) return status;
     int from_shard = op->kind == FSDP_OP_ALL_GATHER && !op->in_place;
-    *shared = from_shard || op->kind == FSDP_OP_REDUCE_SCATTER ? op->src : op->dst;
+    int from_src = from_shard || op->kind == FSDP_OP_REDUCE_SCATTER ||
+                   op->kind == FSDP_OP_ALL_TO_ALL || op->kind == FSDP_OP_SEND;
+    *shared = from_src ? op->src : op->dst;
     *low = is_list ? INT64_MAX : 0;
-    *high = is_list ? 0 : (int64_t)op->count;
+    *high = is_list ? 0 : (int64_t)op->count * (op->kind == FSDP_OP_ALL_TO_ALL ? c->size : 1);
     for (uint32_t s = 0; is_list && s < op->num_segs; s++) {
         const fsdp_seg *seg = &op->segs[s];
         if (seg->shard < 0 || seg->full < 0 || seg->count < 0 || seg->shard > most ||
@@ -281,7 +341,7 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, uint32_t kinds, const fsdp_coll *o
         if (seg->count && end > *high) *high = end;
     }
     if (*high == 0) *low = 0;
-    if (*high > 0 && (!op->dst || !*shared))
+    if (*high > 0 && (!*shared || (!op->dst && op->kind != FSDP_OP_SEND)))
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "src is %p and dst %p", op->src, op->dst);
     return FSDP_OK;
 }

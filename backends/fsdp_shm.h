@@ -88,11 +88,9 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 
 enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
 
-#define FSDPI_SHM_WORDS (sizeof(fsdpi_record) / sizeof(uint64_t))
-
 // One rank in a group; whole cache lines.
 typedef struct fsdpi_shm_place {
-    uint64_t record[FSDPI_SHM_WORDS];
+    uint64_t record[FSDPI_RECORD_WORDS];
     uint32_t arrived; // number of the last barrier this rank has come to
     uint32_t reserved[(64 - (sizeof(fsdpi_record) + 4) % 64) / 4];
 } fsdpi_shm_place;
@@ -107,9 +105,8 @@ typedef struct fsdpi_shm_group {
 
 // One rank in the world.
 typedef struct fsdpi_shm_peer {
-    uint64_t trace[FSDPI_SHM_WORDS]; // its last operation on any comm
-    uint32_t state, pid, busy;       // busy: how many operations it is in
-    uint32_t tracing;                // taken while trace is written
+    fsdpi_trace trace;
+    uint32_t state, pid;
 } fsdpi_shm_peer;
 
 // Threads: one block of the heap that ranks share.
@@ -162,27 +159,9 @@ typedef struct fsdpi_shm_view {
 } fsdpi_shm_view;
 
 /* -------------------------------------------------------------------------------------------- */
-// >>shm_record
-// Owns: records in common memory.
-
-/* Word by word, since the author of an error text may read while the owner writes; the text may
-   then mix two operations. Ranks that compare are ordered by a barrier and see whole ones. */
-static void fsdpi_shm_put(uint64_t *to, const fsdpi_record *record) {
-    uint64_t words[FSDPI_SHM_WORDS];
-    memcpy(words, record, sizeof words);
-    for (size_t i = 0; i < FSDPI_SHM_WORDS; i++)
-        __atomic_store_n(&to[i], words[i], __ATOMIC_RELAXED);
-}
-
-static fsdpi_record fsdpi_shm_get(uint64_t *from) {
-    fsdpi_record record;
-    uint64_t words[FSDPI_SHM_WORDS];
-    for (size_t i = 0; i < FSDPI_SHM_WORDS; i++)
-        words[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
-    memcpy(&record, words, sizeof record);
-    record.what[sizeof record.what - 1] = record.comm[sizeof record.comm - 1] = 0;
-    return record;
-}
+// >>shm_fail
+// Owns: the abort record. The first rank that fails writes it, once; from then on every wait ends
+// and every call returns its status.
 
 // What a rank of the world did last: it says why the rank is not here.
 static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
@@ -193,17 +172,10 @@ static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
         return;
     }
     char operation[160];
-    fsdpi_record last = fsdpi_shm_get(peer->trace);
-    fsdpi_text o = {operation, sizeof operation, 0};
-    fsdpi_say_op(&o, &last);
-    fsdpi_say_done(t, FSDPI_LOAD(&peer->busy) > 0, operation,
-                   fsdpi_boot_now(base->boot) - last.since_ns);
+    int64_t since_ns;
+    int busy = fsdpi_trace_read(&peer->trace, operation, sizeof operation, &since_ns);
+    fsdpi_say_done(t, busy, operation, fsdpi_boot_now(base->boot) - since_ns);
 }
-
-/* -------------------------------------------------------------------------------------------- */
-// >>shm_fail
-// Owns: the abort record. The first rank that fails writes it, once; from then on every wait ends
-// and every call returns its status.
 
 static void fsdpi_shm_raise(fsdpi_shm_world *w, fsdp_status status, const char *subject,
                             const char *reason) {
@@ -214,6 +186,7 @@ static void fsdpi_shm_raise(fsdpi_shm_world *w, fsdp_status status, const char *
         return;
     control->verdict.status = (int32_t)status;
     control->verdict.rank = w->boot.rank;
+    control->verdict.lost = -1;
     fsdpi_copy_name(control->verdict.subject, sizeof control->verdict.subject, subject);
     fsdpi_copy_name(control->verdict.reason, sizeof control->verdict.reason, reason);
     FSDPI_STORE(&control->failed, 2u);
@@ -296,6 +269,13 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
     return FSDP_OK;
 }
 
+static int fsdpi_shm_all_busy(const fsdpi_shm_comm *c, const uint8_t *marked) {
+    int busy = 1;
+    for (int k = 0; k < c->base.size; k++)
+        busy &= !marked[k] || FSDPI_LOAD(&c->world->peers[c->base.ranks[k]].trace.busy) > 0;
+    return busy;
+}
+
 // The deadline has passed: names who is missing. OK if it is nobody, just then.
 static fsdp_status fsdpi_shm_late(fsdpi_shm_comm *c, const char *verb) {
     uint8_t missing[FSDPI_MAX_SRCS];
@@ -305,6 +285,11 @@ static fsdp_status fsdpi_shm_late(fsdpi_shm_comm *c, const char *verb) {
         total += missing[k];
     }
     if (total == 0) return FSDP_OK;
+    // Who waits for another rank elsewhere is not to blame, and will tell who is.
+    for (int i = 0; i < 100 && fsdpi_shm_all_busy(c, missing); i++) {
+        if (FSDPI_LOAD(&c->world->control->failed)) return fsdpi_shm_report(c);
+        fsdpi_sleep_ns(1000000);
+    }
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
     fsdpi_say_late(&t, &c->base, missing, verb, fsdpi_shm_say_last);
@@ -364,21 +349,17 @@ static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
 static void fsdpi_shm_publish(fsdpi_shm_comm *c) {
     fsdpi_shm_peer *me = &c->world->peers[c->world->boot.rank];
     c->base.now.since_ns = fsdpi_boot_now(&c->world->boot);
-    fsdpi_shm_put(c->places[c->base.index].record, &c->base.now);
-    __atomic_add_fetch(&me->busy, 1u, __ATOMIC_RELAXED);
-    // Two threads of one rank may be here; the trace need not have both.
-    if (__atomic_exchange_n(&me->tracing, 1u, __ATOMIC_ACQUIRE)) return;
-    fsdpi_shm_put(me->trace, &c->base.now);
-    FSDPI_STORE(&me->tracing, 0u);
+    fsdpi_record_put(c->places[c->base.index].record, &c->base.now);
+    fsdpi_trace_begin(&me->trace, &c->base.now);
 }
 
 static void fsdpi_shm_done(fsdpi_shm_comm *c) {
-    __atomic_sub_fetch(&c->world->peers[c->world->boot.rank].busy, 1u, __ATOMIC_RELEASE);
+    fsdpi_trace_end(&c->world->peers[c->world->boot.rank].trace);
 }
 
 // All members have published, and no record changes before all have read it.
 static fsdpi_record fsdpi_shm_record_of(const fsdpi_comm *base, int k) {
-    return fsdpi_shm_get(((const fsdpi_shm_comm *)(const void *)base)->places[k].record);
+    return fsdpi_record_get(((const fsdpi_shm_comm *)(const void *)base)->places[k].record);
 }
 
 static fsdp_status fsdpi_shm_compare(fsdpi_shm_comm *c) {
@@ -1048,7 +1029,7 @@ static fsdp_status fsdpi_shm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_co
     fsdp_status status = fsdpi_shm_barrier(parent, "come");
     if (!status) status = fsdpi_shm_compare(parent);
     if (!status && child) {
-        fsdpi_record leader = fsdpi_shm_get(parent->places[first].record);
+        fsdpi_record leader = fsdpi_record_get(parent->places[first].record);
         child->block = leader.block;
         if (leader.members != parent->base.now.members)
             status = fsdpi_shm_fail(parent, FSDP_ERR_MISMATCH,

@@ -227,6 +227,7 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
              (unsigned long long)fsdpi_monotonic_ns(NULL), (void *)&s);
     s.world.world_size = s.num_ranks = d.num_ranks;
     s.world.job = job;
+    s.world.store = "host:"; // whatever launched this program
     s.world.threads = NULL;
     s.fn = fn;
     s.arg = arg;

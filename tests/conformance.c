@@ -21,7 +21,12 @@ typedef struct {
         {name "/threads/W=2", ops, 1, 2}, {name "/threads/W=3", ops, 1, 3}, {                      \
         name "/threads/W=4", ops, 1, 4                                                             \
     }
-static const backend backends[] = {ROWS("shm", fsdp_shm_comm_ops)};
+static const backend backends[] = {
+    ROWS("shm", fsdp_shm_comm_ops),
+#ifdef FSDP_BACKEND_GLOO
+    ROWS("gloo", fsdp_gloo_comm_ops),
+#endif
+};
 
 #if defined(__has_feature)
 #if __has_feature(thread_sanitizer) || __has_feature(address_sanitizer)
@@ -400,6 +405,73 @@ static void broadcast(rank_state *s) {
 }
 TEST_P(conformance, broadcast, backends) { run_big(row, broadcast); }
 
+static void all_to_all(rank_state *s) {
+    static const fsdp_dtype dtypes[] = {FSDP_U8, FSDP_BF16, FSDP_F32, FSDP_I64};
+    if (!(s->caps.kinds >> FSDP_OP_ALL_TO_ALL & 1)) SKIP("not of this backend");
+    for (int d = 0; d < LENGTH(dtypes); d++)
+        for (int n = 0; n < LENGTH(sizes); n++) {
+            fsdp_coll c = coll(s, FSDP_OP_ALL_TO_ALL, dtypes[d], "all_to_all");
+            size_t bytes = fsdp_dtype_size(dtypes[d]), count = (size_t)sizes[n],
+                   used = (count * (size_t)s->world + 8) * bytes;
+            c.count = count;
+            memset(s->dst, 0x5A, used);
+            memset(s->model, 0x5A, used);
+            fill(s->src, dtypes[d], 0, (int64_t)count * s->world, s->rank, s->seq);
+            for (int k = 0; k < s->world; k++)
+                for (size_t e = 0; e < count; e++)
+                    put(s->model + ((size_t)k * count + e) * bytes, dtypes[d], k,
+                        (int64_t)((size_t)s->rank * count + e), s->seq);
+            OK_ON(s, s->comm, s->ops->run(s->comm, &c));
+            memset(s->src, 0, used - 8 * bytes); /* allowed at once */
+            CHECK_EQ_MEM(s->dst, s->model, used);
+            s->cases++;
+        }
+}
+TEST_P(conformance, all_to_all, backends) { run_big(row, all_to_all); }
+
+/* Every rank to every other one; a group of collectives between, which must not be disturbed. */
+static void pairs(rank_state *s) {
+    if (!(s->caps.kinds >> FSDP_OP_SEND & 1)) SKIP("not of this backend");
+    for (int n = 0; n < LENGTH(sizes); n++)
+        for (int from = 0; from < s->world; from++)
+            for (int to = 0; to < s->world; to++) {
+                int is_send = s->rank == from;
+                if (from == to || (!is_send && s->rank != to)) continue;
+                fsdp_coll c = coll(s, is_send ? FSDP_OP_SEND : FSDP_OP_RECV, FSDP_F32, "pair");
+                size_t used = ((size_t)sizes[n] + 8) * sizeof(float);
+                uint64_t salt = (uint64_t)(n * 100 + from * 10 + to);
+                c.count = (uint64_t)sizes[n];
+                c.root = is_send ? to : from;
+                memset(s->dst, 0x5A, used);
+                memset(s->model, 0x5A, used);
+                fill(is_send ? s->src : s->model, FSDP_F32, 0, sizes[n], from, salt);
+                OK_ON(s, s->comm, s->ops->run(s->comm, &c));
+                if (is_send) memset(s->src, 0, used); /* allowed at once */
+                else CHECK_EQ_MEM(s->dst, s->model, used);
+                s->cases++;
+                if (s->world == 2) gather_case(s, FSDP_F32, 100, 0, 0);
+            }
+    fsdp_coll c = coll(s, FSDP_OP_SEND, FSDP_F32, "pair");
+    c.root = s->rank;
+    CHECK_STATUS(s->ops->run(s->comm, &c), FSDP_ERR_INVALID_ARG);
+    c.root = s->world;
+    CHECK_STATUS(s->ops->run(s->comm, &c), FSDP_ERR_INVALID_ARG);
+}
+TEST_P(conformance, send_and_recv, backends) { run_big(row, pairs); }
+
+static void unlike_pairs(rank_state *s) {
+    if (!(s->caps.kinds >> FSDP_OP_SEND & 1)) SKIP("not of this backend");
+    if (s->world < 2) return;
+    fsdp_coll c = coll(s, s->rank ? FSDP_OP_RECV : FSDP_OP_SEND, FSDP_F32, "pair");
+    c.root = s->rank ? 0 : 1;
+    c.count = s->rank ? 70000 : 50000; /* the larger one would be written beyond its end */
+    if (s->rank > 1) c = coll(s, FSDP_OP_ALL_GATHER, FSDP_F32, "none");
+    CHECK_STATUS(s->ops->run(s->comm, &c), FSDP_ERR_MISMATCH);
+    CHECK_MSG(strstr(s->ops->error_text(s->comm), "elements of f32"), "%s",
+              s->ops->error_text(s->comm));
+}
+TEST_P(conformance, unlike_send_and_recv_are_a_mismatch, backends) { run_big(row, unlike_pairs); }
+
 /* ---- the completion contract ----------------------------------------------------------------- */
 
 static void gather_ints(rank_state *s, fsdp_comm *comm, int index, int size, int32_t *src,
@@ -504,7 +576,8 @@ TEST_P(conformance, groups, backends) { run(row, groups); }
 static void many_groups(rank_state *s) {
     int32_t all[MAX_WORLD];
     for (int k = 0; k < s->world; k++) all[k] = k;
-    for (int32_t i = 0; i < 300; i++) {
+    int32_t many = s->ops == fsdp_shm_comm_ops() ? 300 : 50; /* connections take their time */
+    for (int32_t i = 0; i < many; i++) {
         fsdp_comm *group = split(s, s->comm, 0, all, s->world, "again");
         gather_ints(s, group, s->rank, s->world, (int32_t *)(void *)s->src,
                     (int32_t *)(void *)s->dst, 2, i);
@@ -774,8 +847,8 @@ static void cycle_once(int rank, launch *l) {
 static void cycles(int rank, int world, void *arg) {
     launch *l = (launch *)arg;
     int descriptors = 0, maps = 0, threads = 0;
-    (void)world;
-    for (int i = 0; i < 100; i++) {
+    int many = l->row->ops == fsdp_shm_comm_ops || world == 2 ? 100 : 20;
+    for (int i = 0; i < many; i++) {
         cycle_once(rank, l);
         if (i == 1) descriptors = count_entries("/proc/self/fd"), maps = count_shared_maps();
         if (i == 1) threads = count_entries("/proc/self/task");

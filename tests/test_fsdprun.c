@@ -1,6 +1,15 @@
-/* test_fsdprun.c - the launcher: what ranks get, how failures, signals and wrong usage end. The
-   program under test is $FSDPRUN, or tools/fsdprun. */
+/* test_fsdprun.c - the launcher: what ranks get on one host and on several, the store that it
+   serves, how failures, signals and wrong usage end. The program under test is $FSDPRUN, or
+   tools/fsdprun. */
 #include "harness.h"
+#define FSDP_IMPLEMENTATION
+#define FSDP_STATIC
+#ifndef FSDP_BACKEND_GLOO
+#define FSDP_NO_BACKEND
+#endif
+#pragma GCC diagnostic ignored "-Wunused-function" /* of the library only the store is used */
+#include "fsdp.h"
+#include "backends/fsdp_store.h"
 
 static char output[16384]; /* of the last command, both streams */
 
@@ -91,6 +100,46 @@ TEST(fsdprun, environment) {
     CHECK(strcmp(output, same)); /* another job, another id */
 }
 
+/* All that tells a rank who it is, and nothing that tells it otherwise. */
+TEST(fsdprun, environment_of_one_host) {
+    setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1); /* of a torchrun around it */
+    setenv("FSDP_STORE", "tcp://another:1", 1);
+    CHECK_EQ_INT(
+        RUN("-n2", "sh", "-c", "echo $RANK:$GROUP_RANK:$FSDP_STORE:$TORCHELASTIC_USE_AGENT_STORE:"),
+        0);
+    says("0:0:host:::");
+    says("1:0:host:::");
+}
+
+static const struct {
+    const char *name, *master, *address, *port, *store;
+} masters[] = {{"host", "node-a", "node-a", "29500", "tcp://node-a:29500"},
+               {"host_and_port", "node-a:777", "node-a", "777", "tcp://node-a:777"},
+               {"ipv4", "10.1.2.3:777", "10.1.2.3", "777", "tcp://10.1.2.3:777"},
+               {"ipv6", "fd00::7", "fd00::7", "29500", "tcp://[fd00::7]:29500"},
+               {"ipv6_in_brackets", "[fd00::7]", "fd00::7", "29500", "tcp://[fd00::7]:29500"},
+               {"ipv6_and_port", "[fd00::7]:65535", "fd00::7", "65535", "tcp://[fd00::7]:65535"}};
+TEST_P(fsdprun, environment_of_several_hosts, masters) {
+    char expected[400];
+    CHECK_EQ_INT(RUN("-n", "2", "--nnodes", "3", "--node-rank=1", "--master", row->master, "sh",
+                     "-c",
+                     "echo $RANK/$WORLD_SIZE $LOCAL_RANK/$LOCAL_WORLD_SIZE $GROUP_RANK "
+                     "$MASTER_ADDR $MASTER_PORT $FSDP_STORE $FSDP_JOB_ID"),
+                 0);
+    for (int r = 0; r < 2; r++) {
+        snprintf(expected, sizeof expected, "%d/6 %d/2 1 %s %s %s fsdprun-%s:%s\n", 2 + r, r,
+                 row->address, row->port, row->store, row->address, row->port);
+        says(expected);
+    }
+}
+
+TEST(fsdprun, a_name_for_the_job) {
+    CHECK_EQ_INT(RUN("--nproc-per-node=1", "--nnodes=2", "--node-rank", "1", "--master=h:9",
+                     "--job", "mine", "sh", "-c", "echo id $FSDP_JOB_ID"),
+                 0);
+    CHECK_EQ_STR(output, "id fsdprun-h:9-mine\n");
+}
+
 TEST(fsdprun, arguments_are_passed_unchanged) {
     CHECK_EQ_INT(RUN("-n1", "--", "printf", "[%s]", "a b", "-n", "", "--help", "*"), 0);
     CHECK_EQ_STR(output, "[a b][-n][][--help][*]");
@@ -127,6 +176,42 @@ TEST(fsdprun, a_killed_rank_is_named) {
                  128 + SIGKILL);
     says("rank 2 (process ");
     says("was killed by signal 9");
+}
+
+/* What the others fail of may be a rank that just went away. */
+TEST(fsdprun, who_ended_before_a_failure_is_named) {
+    CHECK_EQ_INT(RUN("-n", "3", "sh", "-c",
+                     "test $RANK = 2 && exit 0; sleep 0.$RANK; test $RANK = 1 && exit 11; sleep 9"),
+                 11);
+    says("rank 1 (process ");
+    says("failed with exit status 11; rank 2 had ended before, with 0\n");
+    CHECK_EQ_INT(RUN("-n", "4", "--nnodes", "2", "--node-rank", "1", "--master", "h", "sh", "-c",
+                     "test $LOCAL_RANK = 1 && exit 0; sleep 0.1; test $LOCAL_RANK = 3 && exit 0;"
+                     "sleep 0.1; test $LOCAL_RANK = 0 && exit 7; sleep 9"),
+                 7);
+    says("rank 4 (process ");
+    says("exit status 7; 2 ranks had ended before, with 0, rank 5 as the first\n");
+}
+
+/* A launcher that did not look for a while sees all ends at once. */
+TEST(fsdprun, a_death_comes_before_what_others_say_of_it) {
+    char script[600];
+    snprintf(script, sizeof script,
+             "echo ready; while ! test -e %s/go; do sleep 0.02; done; echo done;"
+             "test $RANK = 2 && kill -9 $$; exit 4",
+             h_tmpdir());
+    pid_t pid = start("-n", "4", "sh", "-c", script, (const char *)NULL);
+    while (read_output(), count("ready") < 4) usleep(1000);
+    CHECK_EQ_INT(kill(pid, SIGSTOP), 0);
+    snprintf(script, sizeof script, "%s/go", h_tmpdir());
+    close(open(script, O_CREAT | O_WRONLY, 0600));
+    while (read_output(), count("done") < 4) usleep(1000);
+    usleep(200000);
+    CHECK_EQ_INT(kill(pid, SIGCONT), 0);
+    CHECK_EQ_INT(finish(pid), 128 + SIGKILL);
+    says("rank 2 (process ");
+    says("was killed by signal 9");
+    CHECK_EQ_INT(count("fsdprun:"), 1);
 }
 
 TEST(fsdprun, who_ignores_term_is_killed) {
@@ -170,6 +255,17 @@ TEST(fsdprun, status_after_a_signal_that_kills) {
     CHECK_EQ_INT(count("fsdprun:"), 0); /* it was asked for */
 }
 
+/* As under nohup: what the launcher was told to ignore it does not pass on, and it stays one. */
+TEST(fsdprun, ignored_signals_stay_ignored) {
+    signal(SIGHUP, SIG_IGN);
+    pid_t pid = start("-n", "2", "sh", "-c", "echo ready; sleep 0.3; kill -HUP $$; exit 3",
+                      (const char *)NULL);
+    while (read_output(), count("ready") < 2) usleep(1000);
+    kill(pid, SIGHUP);
+    CHECK_EQ_INT(finish(pid), 3);
+    says("failed with exit status 3"); /* nobody has asked for this end */
+}
+
 TEST(fsdprun, ranks_die_with_it) {
     pid_t pid = start("-n", "2", "sh", "-c", "echo pid $$; exec sleep 20", (const char *)NULL);
     while (read_output(), count("pid ") < 2) usleep(1000);
@@ -187,19 +283,171 @@ TEST(fsdprun, ranks_die_with_it) {
     CHECK_MSG(0, "process %d is alive", first);
 }
 
-TEST(fsdprun, wrong_usage) {
+static const struct {
+    const char *name, *arguments[8], *text;
+    int status;
+} wrong[] = {
+    {"no_ranks", {"-n", "0", "true"}, "-n '0': expected a number from 1 to 4096", 2},
+    {"no_number", {"-n", "two", "true"}, "-n 'two'", 2},
+    {"number_and_more", {"-n2x", "true"}, "-n '2x'", 2},
+    {"nothing_behind", {"-n"}, "-n ''", 2},
+    {"no_program", {"-n", "2"}, "which program?", 2},
+    {"unknown", {"--frob", "true"}, "unknown option '--frob'", 2},
+    {"longer_name", {"--nnodesx=2", "true"}, "unknown option '--nnodesx=2'", 2},
+    {"not_there",
+     {"-n", "2", "/nonexistent/program"},
+     "cannot start '/nonexistent/program': No",
+     127},
+    {"no_file", {"-n", "2", "/dev/null"}, "cannot start '/dev/null': Permission denied", 127},
+    {"no_nodes", {"--nnodes", "0", "true"}, "--nnodes '0': expected a number from 1 to 4096", 2},
+    {"ranks_of_each", {"--nnodes", "2", "true"}, "--nnodes 2 needs -n RANKS (of each node)", 2},
+    {"which_node", {"-n2", "--nnodes=2", "true"}, "--nnodes 2 needs --node-rank K", 2},
+    {"which_master", {"-n2", "--nnodes=2", "--node-rank=0", "true"}, "2 needs --master HOST", 2},
+    {"node_too_large",
+     {"-n2", "--nnodes=2", "--node-rank=2", "true"},
+     "'2': expected a number from 0 to 1",
+     2},
+    {"node_of_one", {"-n2", "--node-rank=1", "true"}, "'1': expected a number from 0 to 0", 2},
+    {"port_0",
+     {"--master", "h:0", "true"},
+     "--master: port '0': expected a number from 1 to 65535",
+     2},
+    {"port_too_large", {"--master", "h:65536", "true"}, "port '65536'", 2},
+    {"no_port", {"--master", "h:", "true"}, "port ''", 2},
+    {"no_host", {"--master", ":1", "true"}, "--master ':1': expected HOST or HOST:PORT", 2},
+    {"empty_master", {"--master", "", "true"}, "--master ''", 2},
+    {"open_bracket", {"--master", "[::1", "true"}, "--master '[::1'", 2},
+    {"unknown_host", {"-n1", "--master", "no..host", "true"}, "host 'no..host': ", 1},
+};
+TEST_P(fsdprun, wrong_usage, wrong) {
+    const char *const *a = row->arguments;
+    CHECK_EQ_INT(RUN(a[0], a[1], a[2], a[3], a[4], a[5]), row->status);
+    says(row->text);
+    CHECK_EQ_INT(strncmp(output, "fsdprun: ", 9), 0);
+}
+
+TEST(fsdprun, names_that_are_too_long) {
+    char name[200];
+    memset(name, 'x', sizeof name);
+    name[sizeof name - 1] = 0;
+    CHECK_EQ_INT(RUN("-n1", "--master", "h", "--job", name, "true"), 2);
+    says("--master and --job are together longer than 127 bytes");
+}
+
+TEST(fsdprun, help) {
     CHECK_EQ_INT(RUN("--help"), 0);
     says("usage: fsdprun [-n RANKS]");
-    CHECK_EQ_INT(RUN("-n", "0", "true"), 2);
-    says("-n '0': expected a number from 1 to 4096");
-    CHECK_EQ_INT(RUN("-n", "two", "true"), 2);
-    CHECK_EQ_INT(RUN("-n"), 2);
-    CHECK_EQ_INT(RUN("-n", "2"), 2);
-    says("which program?");
-    CHECK_EQ_INT(RUN("--frob", "true"), 2);
-    says("unknown option '--frob'");
-    CHECK_EQ_INT(RUN("-n", "2", "/nonexistent/program"), 127);
-    says("cannot start '/nonexistent/program': No such file");
-    CHECK_EQ_INT(RUN("-n", "2", "/dev/null"), 127);
-    says("cannot start '/dev/null': Permission denied");
+    says("--nnodes N ");
+}
+
+/* ---- the store that node 0 serves ------------------------------------------------------------- */
+
+/* Joins as a rank of the job, whose launcher was given 127.0.0.1:PORT. */
+static fsdpi_store *join(int rank, int size, int port) {
+    static char job[64], address[64], error[800];
+    fsdpi_store_desc d;
+    fsdpi_store *store;
+    memset(&d, 0, sizeof d);
+    snprintf(job, sizeof job, "fsdprun-127.0.0.1:%d", port);
+    snprintf(address, sizeof address, "tcp://127.0.0.1:%d", port);
+    d.boot.rank = rank;
+    d.boot.size = size;
+    d.boot.timeout_ns = 20000000000;
+    d.boot.job = job;
+    d.boot.store = address;
+    d.boot.allocator.alloc = fsdpi_libc_alloc, d.boot.allocator.free = fsdpi_libc_free;
+    d.boot.clock.now_ns = fsdpi_monotonic_ns;
+    CHECK_MSG(!fsdpi_store_open(&d, &store, error, sizeof error), "%s", error);
+    return store;
+}
+
+enum { JOB_SIZE = 2 };
+typedef struct {
+    int port;
+    pid_t launcher;
+    fsdpi_store *stores[JOB_SIZE];
+} served;
+
+/* Node 0 of two, whose rank waits for the file "go"; this process joins as both ranks of the job. */
+static void start_node_0(served *s, int port) {
+    char master[64], script[500];
+    s->port = port;
+    snprintf(master, sizeof master, "127.0.0.1:%d", port);
+    snprintf(script, sizeof script, "echo ready; while ! test -e %s/go; do sleep 0.02; done",
+             h_tmpdir());
+    s->launcher = start("-n", "1", "--nnodes", "2", "--node-rank", "0", "--master", master, "sh",
+                        "-c", script, (const char *)NULL);
+    while (read_output(), !count("ready")) usleep(1000);
+}
+
+static void end_node_0(const served *s) {
+    char path[400];
+    snprintf(path, sizeof path, "%s/go", h_tmpdir());
+    close(open(path, O_CREAT | O_WRONLY, 0600));
+    CHECK_EQ_INT(finish(s->launcher), 0);
+}
+
+static void join_rank(int rank, int size, void *arg) {
+    served *s = (served *)arg;
+    char value[8] = "";
+    size_t bytes = 0;
+    s->stores[rank] = join(rank, size, s->port);
+    CHECK_EQ_INT(s->stores[rank]->server_rank, -1); /* the launcher, not rank 0 */
+    if (rank == 0) CHECK_OK(fsdpi_store_set(s->stores[0], "key", "value", 6));
+    CHECK_OK(fsdpi_store_get(s->stores[rank], "key", value, sizeof value, &bytes, 5000000000));
+    CHECK_EQ_STR(value, "value");
+}
+
+static void close_all(served *s) {
+    for (int r = 0; r < JOB_SIZE; r++) fsdpi_store_close(s->stores[r]);
+}
+
+/* When the ranks of node 0 have ended well, those of other nodes go on without a store. */
+TEST(fsdprun, node_0_serves_until_its_ranks_end) {
+    served s;
+    fsdpi_verdict verdict;
+    start_node_0(&s, h_free_port());
+    h_ranks_thread(JOB_SIZE, join_rank, &s);
+    end_node_0(&s);
+    for (int r = 0; r < JOB_SIZE; r++) CHECK(!fsdpi_store_verdict(s.stores[r], &verdict));
+    close_all(&s);
+}
+
+TEST(fsdprun, the_launchers_death_is_told) {
+    served s;
+    fsdpi_verdict verdict;
+    start_node_0(&s, h_free_port());
+    h_ranks_thread(JOB_SIZE, join_rank, &s);
+    kill(s.launcher, SIGKILL);
+    int64_t begin = h_now_ms();
+    for (int r = 0; r < JOB_SIZE; r++) {
+        while (!fsdpi_store_verdict(s.stores[r], &verdict)) {
+            CHECK(h_now_ms() - begin < 1000);
+            usleep(1000);
+        }
+        CHECK_STATUS(verdict.status, FSDP_ERR_PEER_LOST);
+        CHECK_MSG(strstr(verdict.reason, "the launcher"), "%s", verdict.reason);
+    }
+    close_all(&s);
+    waitpid(s.launcher, NULL, 0);
+}
+
+TEST(fsdprun, a_port_that_is_taken) {
+    served s;
+    char expected[100];
+    struct sockaddr_in a;
+    socklen_t size = sizeof a;
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    memset(&a, 0, sizeof a);
+    a.sin_family = AF_INET;
+    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    CHECK(fd >= 0 && !bind(fd, (struct sockaddr *)&a, size) && !listen(fd, 9));
+    CHECK(!getsockname(fd, (struct sockaddr *)&a, &size));
+    const int port = ntohs(a.sin_port);
+    start_node_0(&s, port);
+    snprintf(expected, sizeof expected, "port %d is taken: ranks meet at 127.0.0.1:", port);
+    says(expected);
+    h_ranks_thread(JOB_SIZE, join_rank, &s); /* they find it as they know where it may be */
+    end_node_0(&s);
+    close_all(&s);
 }

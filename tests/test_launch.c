@@ -1,5 +1,6 @@
-/* test_launch.c - rank, size, local rank and the job's name from the environments of torchrun,
-   Open MPI, PMI (MPICH, Intel MPI) and Slurm; and programs started that way that meet. */
+/* test_launch.c - rank, size, local rank, the job's name and where ranks meet, from the environments
+   of torchrun, Open MPI, MVAPICH2, PMI (MPICH, Intel MPI), Flux and Slurm; and programs started that
+   way that meet. */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
@@ -26,9 +27,9 @@ static void environment(const char *const *variables, int rank) {
 
 /* ---- what fsdp_init understands -------------------------------------------------------------- */
 
-static struct { /* the world, and the name that the backend was opened with */
+static struct { /* the world, and the names that the backend was opened with */
     int rank, size, local, opened;
-    char job[300];
+    char job[300], store[300];
 } seen;
 
 static fsdp_status seen_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **world) {
@@ -36,6 +37,7 @@ static fsdp_status seen_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm *
     caps->lanes = 1;
     seen.opened = boot->size;
     snprintf(seen.job, sizeof seen.job, "%s", boot->job);
+    snprintf(seen.store, sizeof seen.store, "%s", boot->store);
     *world = (fsdp_comm *)(void *)&seen;
     return FSDP_OK;
 }
@@ -57,10 +59,11 @@ static void seen_abort(fsdp_comm *world, fsdp_status status, const char *why) {
     (void)world, (void)status, (void)why;
 }
 
-/* The world's desc says nothing of ranks. */
-static fsdp_status start(fsdp_world **w) {
+/* The world's desc says nothing of ranks; store: NULL, or where they meet. */
+static fsdp_status start_at(const char *store, fsdp_world **w) {
     fsdp_comm_ops ops = *fsdp_shm_comm_ops();
     fsdp_world_desc d = FSDP_ZERO;
+    d.store = store;
     ops.open = seen_open;
     ops.run = seen_run;
     ops.close = seen_close;
@@ -79,22 +82,47 @@ static fsdp_status start(fsdp_world **w) {
     return FSDP_OK;
 }
 
+static fsdp_status start(fsdp_world **w) { return start_at(NULL, w); }
+
 typedef struct {
     const char *name, *variables[VARIABLES_MAX];
-    const char *ranks;  /* rank/size/local rank */
-    const char *job[2]; /* parts of its name */
+    const char *ranks;    /* rank/size/local rank */
+    const char *names[3]; /* two parts of the job's name; where ranks meet, NULL: on this host */
 } found_row;
 
 #define OMPI(rank, size, local)                                                                    \
     "OMPI_COMM_WORLD_RANK=" rank, "OMPI_COMM_WORLD_SIZE=" size, "OMPI_COMM_WORLD_LOCAL_RANK=" local
 #define SLURM(rank, size, local)                                                                   \
     "SLURM_PROCID=" rank, "SLURM_NTASKS=" size, "SLURM_LOCALID=" local, "SLURM_JOB_ID=7001"
+#define FLUX(rank, size, nodes)                                                                    \
+    "FLUX_TASK_RANK=" rank, "FLUX_JOB_SIZE=" size, "FLUX_TASK_LOCAL_ID=1", "FLUX_JOB_ID=f23",      \
+        "FLUX_JOB_NNODES=" nodes
 static const found_row found[] = {
     {"nothing", {NULL}, "0/1/0", {"", ""}},
     {"torchrun",
      {"RANK=5", "WORLD_SIZE=8", "LOCAL_RANK=1", "MASTER_ADDR=host7", "MASTER_PORT=29511"},
      "5/8/1",
-     {"host7", "29511"}},
+     {"host7", "29511", "tcp://host7:29511"}},
+    {"torchrun_on_one_host",
+     {"RANK=1", "WORLD_SIZE=8", "LOCAL_WORLD_SIZE=8", "TORCHELASTIC_RUN_ID=r", "MASTER_ADDR=h"},
+     "1/8/1",
+     {"r", ""}},
+    {"ranks_by_hand_on_several_hosts",
+     {"RANK=1", "WORLD_SIZE=8", "LOCAL_WORLD_SIZE=4", "MASTER_PORT=29500"},
+     "1/8/1",
+     {"29500", "", ""}},
+    {"ipv6",
+     {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=fd00::7", "MASTER_PORT=1000"},
+     "1/2/1",
+     {"fd00::7", "", "tcp://[fd00::7]:1000"}},
+    {"ipv6_in_brackets",
+     {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=[fd00::7]", "MASTER_PORT=1000"},
+     "1/2/1",
+     {"fd00::7", "", "tcp://[fd00::7]:1000"}},
+    {"store_wins",
+     {"RANK=1", "WORLD_SIZE=2", "MASTER_ADDR=h", "MASTER_PORT=1", "FSDP_STORE=file:///tmp/%j"},
+     "1/2/1",
+     {"h", "", "file:///tmp/"}},
     {"torchrun_run_id",
      {"RANK=0", "WORLD_SIZE=2", "LOCAL_RANK=0", "TORCHELASTIC_RUN_ID=run42",
       "TORCHELASTIC_RESTART_COUNT=3"},
@@ -111,6 +139,40 @@ static const found_row found[] = {
      "2/6/2",
      {"94713", ""}},
     {"open_mpi_job_id", {OMPI("0", "2", "0"), "FSDP_JOB_ID=own"}, "0/2/0", {"own", ""}},
+    {"open_mpi_on_one_host",
+     {OMPI("1", "4", "1"), "OMPI_COMM_WORLD_LOCAL_SIZE=4", "PMIX_NAMESPACE=1"},
+     "1/4/1",
+     {"1", ""}},
+    {"open_mpi_on_several_hosts", /* no fault yet: shm does not ask where */
+     {OMPI("1", "4", "1"), "OMPI_COMM_WORLD_LOCAL_SIZE=2", "PMIX_NAMESPACE=1"},
+     "1/4/1",
+     {"1", "", ""}},
+    {"open_mpi_with_x",
+     {OMPI("1", "4", "1"), "OMPI_COMM_WORLD_LOCAL_SIZE=2", "PMIX_NAMESPACE=1", "MASTER_ADDR=n01",
+      "MASTER_PORT=29500"},
+     "1/4/1",
+     {"1", "", "tcp://n01:29500"}},
+    {"open_mpi_in_an_allocation", /* whose first host need not be that of rank 0 */
+     {OMPI("1", "4", "1"), "OMPI_COMM_WORLD_LOCAL_SIZE=2", "PMIX_NAMESPACE=1", "SLURM_JOB_ID=7001",
+      "SLURM_NNODES=2", "SLURM_JOB_NODELIST=n[01-02]"},
+     "1/4/1",
+     {"1", "", ""}},
+    {"mvapich2",
+     {"MV2_COMM_WORLD_RANK=3", "MV2_COMM_WORLD_SIZE=4", "MV2_COMM_WORLD_LOCAL_RANK=1",
+      "MV2_COMM_WORLD_LOCAL_SIZE=4", "MASTER_PORT=77", "PMI_RANK=9", "PMI_SIZE=8"},
+     "3/4/1",
+     {"77", ""}},
+    {"mvapich2_on_several_hosts",
+     {"MV2_COMM_WORLD_RANK=3", "MV2_COMM_WORLD_SIZE=4", "MV2_COMM_WORLD_LOCAL_RANK=1",
+      "MV2_COMM_WORLD_LOCAL_SIZE=2", "FSDP_JOB_ID=m"},
+     "3/4/1",
+     {"m", "", ""}},
+    {"pmi_on_several_hosts",
+     {"PMI_RANK=1", "PMI_SIZE=3", "MPI_LOCALRANKID=0", "MPI_LOCALNRANKS=2", "FSDP_JOB_ID=hydra"},
+     "1/3/0",
+     {"hydra", "", ""}},
+    {"flux", {FLUX("3", "4", "1")}, "3/4/1", {"f23", ""}},
+    {"flux_on_several_hosts", {FLUX("3", "4", "2")}, "3/4/1", {"f23", "", ""}},
     {"open_mpi_of_one", {OMPI("0", "1", "0")}, "0/1/0", {"", ""}},
     {"pmi",
      {"PMI_RANK=1", "PMI_SIZE=3", "MPI_LOCALRANKID=0", "FSDP_JOB_ID=hydra"},
@@ -123,6 +185,29 @@ static const found_row found[] = {
      {SLURM("1", "16", "1"), "SLURM_STEP_ID=4", "SLURM_STEP_NUM_TASKS=2"},
      "1/2/1",
      {"7001", "4"}},
+    {"slurm_on_several_hosts",
+     {SLURM("4", "16", "2"), "SLURM_STEP_ID=3", "SLURM_NNODES=2", "SLURM_JOB_NODELIST=n[01-02]"},
+     "4/16/2",
+     {"7001", "3", "tcp://n01:37134"}},
+    {"slurm_step_on_several_hosts", /* not those that the job begins with */
+     {SLURM("1", "16", "1"), "SLURM_STEP_ID=4", "SLURM_STEP_NUM_TASKS=8", "SLURM_STEP_NUM_NODES=2",
+      "SLURM_NNODES=4", "SLURM_STEP_NODELIST=n[3,5]"},
+     "1/8/1",
+     {"7001", "4", "tcp://n3:37135"}},
+    {"slurm_step_on_one_host",
+     {SLURM("1", "16", "1"), "SLURM_STEP_ID=4", "SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_NUM_NODES=1",
+      "SLURM_NNODES=4", "SLURM_STEP_NODELIST=n3"},
+     "1/2/1",
+     {"7001", "4"}},
+    {"slurm_without_a_list",
+     {SLURM("4", "16", "2"), "SLURM_STEP_ID=3", "SLURM_NNODES=2"},
+     "4/16/2",
+     {"7001", "3", ""}},
+    {"slurm_with_a_master",
+     {SLURM("4", "16", "2"), "SLURM_STEP_ID=3", "SLURM_NNODES=2", "SLURM_JOB_NODELIST=n[01-02]",
+      "MASTER_ADDR=ib-n02", "MASTER_PORT=5"},
+     "4/16/2",
+     {"7001", "3", "tcp://ib-n02:5"}},
     /* the shell that salloc opens is a step of one task */
     {"slurm_interactive_step",
      {SLURM("0", "16", "0"), "SLURM_STEP_ID=4294967290", "SLURM_STEP_NUM_TASKS=1"},
@@ -162,7 +247,79 @@ TEST_P(launch, environment, found) {
     CHECK_EQ_STR(ranks, row->ranks);
     CHECK_EQ_INT(seen.opened, seen.size > 1 ? seen.size : 0); /* one rank needs no backend */
     for (int i = 0; i < 2; i++)
-        CHECK_MSG(strstr(seen.job, row->job[i]), "job \"%s\" has no \"%s\"", seen.job, row->job[i]);
+        CHECK_MSG(strstr(seen.job, row->names[i]), "job \"%s\" has no \"%s\"", seen.job,
+                  row->names[i]);
+    const char *store = row->names[2] ? row->names[2] : "host:";
+    if (strncmp(store, "file:", 5) == 0)
+        seen.store[strlen(store)] = 0; /* the rest is this test's */
+    if (seen.size > 1) CHECK_EQ_STR(seen.store, store);
+}
+
+/* The first host of Slurm's lists. */
+static const struct {
+    const char *name, *list, *host;
+} hostlists[] = {{"one", "node7", "node7"},
+                 {"two", "a,b", "a"},
+                 {"range", "n[01-04]", "n01"},
+                 {"range_and_number", "n[01-04,7]", "n01"},
+                 {"number_and_range", "n[7,01-04],x", "n7"},
+                 {"two_ranges", "n[1-2]r[3-4]", "n1r3"},
+                 {"behind_the_bracket", "n[08-10].site,m[1-2]", "n08.site"},
+                 {"dashes", "gpu-a[001-100]", "gpu-a001"},
+                 {"dash_without_bracket", "gpu-a-1,gpu-a-2", "gpu-a-1"},
+                 {"empty_first", ",a", ""},
+                 {"not_closed", "n[01-04", ""},
+                 {"only_a_bracket", "[", ""}};
+TEST_P(launch, slurm_hosts, hostlists) {
+    static const char *const variables[VARIABLES_MAX] = {SLURM("0", "4", "0"), "SLURM_STEP_ID=0",
+                                                         "SLURM_NNODES=2"};
+    fsdp_world *w;
+    char expected[300] = "";
+    environment(variables, 0);
+    CHECK_EQ_INT(setenv("SLURM_JOB_NODELIST", row->list, 1), 0);
+    CALL(NULL, start(&w));
+    if (*row->host) snprintf(expected, sizeof expected, "tcp://%s:37131", row->host);
+    CHECK_EQ_STR(seen.store, expected);
+}
+
+/* Two steps of one job, and steps of neighbouring jobs, have ports of their own. */
+TEST(launch, slurm_ports) {
+    static const char *const variables[VARIABLES_MAX] = {SLURM("0", "4", "0"), "SLURM_NNODES=2",
+                                                         "SLURM_JOB_NODELIST=n"};
+    static const char *const ids[][3] = {{"7001", "1", "tcp://n:37132"},
+                                         {"7002", "0", "tcp://n:37262"},
+                                         {"4294967295", "3", "tcp://n:35648"},
+                                         {"1", "4294967290", "tcp://n:27421"}};
+    fsdp_world *w;
+    environment(variables, 0);
+    for (size_t i = 0; i < sizeof ids / sizeof *ids; i++) {
+        setenv("SLURM_JOB_ID", ids[i][0], 1);
+        setenv("SLURM_STEP_ID", ids[i][1], 1);
+        CALL(NULL, start(&w));
+        CHECK_EQ_STR(seen.store, ids[i][2]);
+    }
+}
+
+TEST(launch, store_of_the_desc_wins) {
+    static const char *const variables[VARIABLES_MAX] = {"RANK=0", "WORLD_SIZE=2", "MASTER_ADDR=h",
+                                                         "MASTER_PORT=1", "FSDP_STORE=tcp://b:2"};
+    fsdp_world *w;
+    environment(variables, 0);
+    CALL(NULL, start_at("tcp://c:3", &w));
+    CHECK_EQ_STR(seen.store, "tcp://c:3");
+    CALL(NULL, start_at("", &w)); /* as if it were not given */
+    CHECK_EQ_STR(seen.store, "tcp://b:2");
+}
+
+TEST(launch, store_is_too_long) {
+    static const char *const variables[VARIABLES_MAX] = {"RANK=0", "WORLD_SIZE=2", "MASTER_PORT=1"};
+    static char name[5000];
+    fsdp_world *w;
+    environment(variables, 0);
+    memset(name, 'x', sizeof name - 1);
+    CHECK_EQ_INT(setenv("FSDP_STORE", name, 1), 0);
+    CHECK_STATUS(start(&w), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(NULL), "FSDP_STORE or MASTER_ADDR"));
 }
 
 /* Jobs of one host must not meet: what tells them apart is in the name. */

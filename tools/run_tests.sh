@@ -1,8 +1,9 @@
 #!/usr/bin/env bash
 # run_tests.sh - run test programs and close with one total: "N passed, N failed, N skipped".
 #
-#   tools/run_tests.sh [--filter=PATTERN] PROGRAM...
+#   tools/run_tests.sh [--filter=PATTERN] PROGRAM... [VARIABLE=VALUE PROGRAM...] [skip:NAME:REASON]
 #
+# A variable holds for the programs behind it. skip: counts one test that cannot run here.
 # A program prints GoogleTest's lines (tests/harness.h does; tools/check.sh too); *.py is run by
 # python3. Without a filter, tests whose suite begins with long_ run after all others. The exit
 # status is 0 only if something ran and nothing failed.
@@ -56,15 +57,31 @@ has() { # PROGRAM FILTER: any such test, or something to complain about
 }
 
 is_harness() { case $1 in *.py | *.sh*) false ;; esac; }
+variables=()
+is_program() { # else a variable of those behind it, or the name of what cannot run
+    case $1 in
+    *.sh*) ;;
+    skip:*) return 1 ;;
+    *=*) export "${1?}" && variables+=("${1%%=*}") && return 1 ;;
+    esac
+}
 
 for program; do
-    if ! is_harness "$program"; then
+    if [[ $program == skip:* && -z $filter ]]; then
+        IFS=: read -r _ name reason <<<"$program"
+        printf '[ RUN      ] %s\n[  SKIPPED ] %s (%s)\n' "$name" "$name" "$reason"
+        skipped=$((skipped + 1))
+    elif ! is_program "$program"; then
+        continue
+    elif ! is_harness "$program"; then
         [ -n "$filter" ] || run "$program"
     elif has "$program" "${filter:--long_*}"; then
         run "$program" "${filter:--long_*}"
     fi
 done
+[ ${#variables[@]} = 0 ] || unset "${variables[@]}"
 for program; do
+    is_program "$program" || continue
     [ -z "$filter" ] && is_harness "$program" && [ -x "$program" ] && has "$program" 'long_*' &&
         run "$program" 'long_*'
 done

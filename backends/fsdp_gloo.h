@@ -1,0 +1,1115 @@
+/* fsdp_gloo.h - the backend for several hosts without accelerators: collectives over TCP
+
+   -DFSDP_BACKEND_GLOO compiles it in; the program is linked with the object of fsdp_gloo.cc:
+
+       g++ -O2 -c backends/fsdp_gloo.cc
+       cc -DFSDP_BACKEND_GLOO -I. prog.c fsdp_gloo.o -lgloo -lstdc++ -pthread -lm
+
+   How it works
+   - The Gloo library is the transport: connections between all members of a comm, and a thread that
+     serves them. The collectives are ours: each rank sends every member what that member needs,
+     once, from where it lies to where it belongs: (W-1)/W of the buffer.
+   - A collective begins with a message to each member: the record of what I am about to do, and
+     behind it the data that is small enough. All compare the records before they use any data. What
+     is larger goes in messages of its own, under a slot made from the record: ranks that disagree
+     never match, so nobody gets more than it expects.
+   - The message that a peer will send next is always expected already: a small collective is one
+     message in each direction.
+   - Sums run in rank order (fsdpi_reduce): the same bits as every other backend on CPUs.
+   - Ranks meet at a store (fsdp_store.h), which also carries the verdict when the job fails: every
+     wait has a deadline, and ends at once when a verdict stands. A rank that ends closes its
+     connection to the store; that tells all others, also in the middle of a transfer.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#include "../fsdp.h" // the whole interface; nothing when fsdp.h itself includes this file
+
+#ifndef FSDP_GLOO_H
+#define FSDP_GLOO_H
+#ifndef FSDP_MATH_ONLY
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// clang-format off
+/* fsdp_gloo_comm_ops - the table of this backend, named "gloo"
+   Result      never NULL; static
+   open        a process or a thread per rank; boot->store says where ranks meet. After a failure
+               error_text(NULL) has the text, for the calling thread
+   split       blocks until every rank of the parent has come, and the members are connected
+   run         of different comms may be called from different threads of a rank at the same time.
+               Knows all_to_all, send and recv too. What shm would read from peers has to lie in
+               memory of alloc here, too. INVALID_ARG and UNSUPPORTED are found before anybody is told
+   alloc       does not wait; from the allocator, zero-filled
+   close       groups before their world. Waits until its peers have closed the comm too, or have
+               failed, at most a second: what was sent last is then delivered
+   abort       from any thread      poll never blocks
+   Memory      a comm of W members: messages of 2..32 KiB, 3 for each member; and 8 MiB from its first
+               large reduction on
+   Limits      FSDPI_MAX_SRCS ranks, Linux. A trusted network: data is neither checked nor encrypted
+   Collective  no      Blocks no      Allocates no      Thread any */
+// clang-format on
+FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_MATH_ONLY
+#endif // FSDP_GLOO_H
+
+/* ============================================================================================ */
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_GLOO_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#define FSDP_GLOO_IMPLEMENTED
+
+#include "fsdp_gloo_shim.h" // the transport
+#include "fsdp_record.h"    // what a rank is about to do, and the words for it
+#include "fsdp_store.h"     // where ranks meet
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FSDPI_GLOO_KINDS                                                                           \
+    (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
+     1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
+#define FSDPI_GLOO_HEAD     192                // bytes of a message before its data
+#define FSDPI_GLOO_SMALL    ((size_t)32 << 10) // most data behind a record
+#define FSDPI_GLOO_MESSAGES ((size_t)4 << 20)  // of the messages of a comm, above 2 KiB each
+#define FSDPI_GLOO_SCRATCH  ((size_t)8 << 20)  // of a comm, for what peers send to be reduced
+#define FSDPI_GLOO_PIECE    ((size_t)1 << 20)  // most that is reduced at a time
+#define FSDPI_GLOO_GATHER   ((size_t)16 << 20) // most that is one message: progress is seen by them
+#define FSDPI_GLOO_GOODBYE  1000               // ms that close waits
+#define FSDPI_GLOO_GRACE    20                 // ms for what was sent before a verdict
+#define FSDPI_GLOO_ASK_NS   50000000           // for what the store knows of a rank
+#define FSDPI_GLOO_ADDRESS  256                // bytes of one end's address, with its length
+
+// Slots: records of all comms' collectives; data, which adds the record's hash; a phase.
+#define FSDPI_GLOO_SLOT_RECORD ((uint64_t)0x40 << 56)
+#define FSDPI_GLOO_SLOT_PAIR   ((uint64_t)0x41 << 56)
+#define FSDPI_GLOO_SLOT_DATA   ((uint64_t)0x42 << 56)
+
+typedef struct fsdpi_gloo_comm fsdpi_gloo_comm;
+
+typedef struct fsdpi_gloo_world {
+    fsdp_boot boot;
+    fsdpi_store *store;
+    fsdp_gloo_device *device;
+    fsdpi_chunks chunks;
+    fsdpi_trace trace;
+    uint32_t lock; // of the list
+    fsdpi_gloo_comm *comms;
+} fsdpi_gloo_world;
+
+// Messages between this rank and one member.
+typedef struct fsdpi_gloo_peer {
+    fsdp_gloo_buffer
+        *in[2]; // of records, by turns: the next one is expected while this one is used
+    fsdp_gloo_buffer *out;
+    fsdp_gloo_buffer *scratch; // what it sends to be reduced
+    fsdp_gloo_buffer *rx, *tx; // data of this operation
+    uint32_t recvs, sends;     // posted to them, and not yet waited for
+    int arrived;               // its record of this operation is here
+    uint32_t reserved;
+} fsdpi_gloo_peer;
+
+struct fsdpi_gloo_comm {
+    fsdpi_comm base;
+    fsdpi_gloo_world *world;
+    fsdpi_gloo_comm *next;
+    uint64_t id;     // equal on all members, unique in the world
+    uint32_t splits; // so far
+    int is_world, turn, closed;
+    fsdp_gloo_context *context;
+    uint32_t lock; // of the next two
+    int connecting;
+    fsdp_gloo_buffer *waiting; // what this rank waits for now
+    size_t small;              // bytes of data behind a record
+    char *messages;            // in[0], in[1] and out of each member
+    char *scratch;
+    size_t piece; // bytes of scratch for one piece of one member
+    int depth;    // pieces of one member
+    fsdpi_gloo_peer peers[FSDPI_MAX_SRCS];
+};
+
+/* A strip of a collective's data: member k's region begins at full + k * part, counted in elements,
+   and ends at the next one or at `total`; this rank's own data is at `shard` of the other side. */
+typedef struct fsdpi_gloo_strip {
+    size_t full, shard, part, total;
+} fsdpi_gloo_strip;
+
+/* -------------------------------------------------------------------------------------------- */
+// >>gloo_fail
+// Owns: waits, and everything that may end them: a message, a verdict, a lost peer, the deadline.
+
+static void fsdpi_gloo_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
+    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)(void *)base;
+    fsdpi_store_peer peer;
+    if (fsdpi_store_ask(c->world->store, rank, &peer, FSDPI_GLOO_ASK_NS))
+        fsdpi_say(t, "the store does not answer");
+    else fsdpi_store_say_peer(t, &peer);
+}
+
+static int fsdpi_gloo_failed(fsdpi_gloo_comm *c) {
+    return fsdpi_store_verdict(c->world->store, NULL);
+}
+
+static fsdp_status fsdpi_gloo_report(fsdpi_gloo_comm *c) {
+    fsdpi_verdict v;
+    if (fsdpi_store_verdict(c->world->store, &v)) return fsdpi_comm_report(&c->base, &v);
+    return fsdpi_comm_error(&c->base, FSDP_ERR_INTERNAL, "a wait has ended without a reason");
+}
+
+// Ends the world because of the operation that this rank is in.
+static fsdp_status fsdpi_gloo_fail(fsdpi_gloo_comm *c, fsdp_status status, const char *subject,
+                                   const char *reason) {
+    fsdpi_store_abort(c->world->store, status, subject, reason);
+    return fsdpi_gloo_report(c);
+}
+
+static fsdp_status fsdpi_gloo_fail_op(fsdpi_gloo_comm *c, fsdp_status status, const char *reason) {
+    char subject[192];
+    fsdpi_comm_subject(&c->base, subject, sizeof subject);
+    return fsdpi_gloo_fail(c, status, subject, reason);
+}
+
+// A failure of this rank alone that ends the call for all: the reason names who it was.
+static fsdp_status fsdpi_gloo_fail_here(fsdpi_gloo_comm *c, fsdp_status status, const char *what) {
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_say(&t, "rank %d: %s", c->base.boot->rank, what);
+    return fsdpi_gloo_fail_op(c, status, reason);
+}
+
+// Member k cannot come any more, because of `how`.
+static fsdp_status fsdpi_gloo_gone(fsdpi_gloo_comm *c, int k, const char *how) {
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_say(&t, "rank %d %s; ", (int)c->base.ranks[k], how);
+    fsdpi_gloo_say_last(&t, &c->base, c->base.ranks[k]);
+    return fsdpi_gloo_fail_op(c, FSDP_ERR_PEER_LOST, reason);
+}
+
+// The connection to member k has broken: why is the store's to say.
+static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
+    fsdpi_gloo_world *w = c->world;
+    int left = 0;
+    fsdpi_verdict v;
+    char text[300];
+    (void)snprintf(text, sizeof text, "is out of reach (%s)", how);
+    int64_t start = fsdpi_boot_now(&w->boot);
+    while (!left && fsdpi_boot_now(&w->boot) - start < 1000000000) {
+        if (fsdpi_store_verdict(w->store, &v)) return fsdpi_comm_report(&c->base, &v);
+        left = fsdpi_store_has_left(w->store, (int)c->base.ranks[k]);
+        if (!left) fsdpi_sleep_ns(1000000);
+    }
+    return fsdpi_gloo_gone(c, k, left ? "has shut down" : text);
+}
+
+// Who waits for another rank elsewhere is not to blame, and will tell who is.
+static int fsdpi_gloo_await_verdict(fsdpi_gloo_comm *c, const uint8_t *missing) {
+    fsdpi_store_peer peer;
+    for (int k = 0; k < c->base.size; k++)
+        if (missing[k] &&
+            (fsdpi_store_ask(c->world->store, (int)c->base.ranks[k], &peer, FSDPI_GLOO_ASK_NS) ||
+             !peer.busy))
+            return 0;
+    for (int i = 0; i < 100 && !fsdpi_gloo_failed(c); i++) fsdpi_sleep_ns(1000000);
+    return fsdpi_gloo_failed(c);
+}
+
+// The deadline has passed while this rank waited for member k: names all who are missing.
+static fsdp_status fsdpi_gloo_late(fsdpi_gloo_comm *c, int k) {
+    uint8_t missing[FSDPI_MAX_SRCS];
+    const char *verb = c->connecting ? "connected" : c->peers[k].arrived ? "finished" : "come";
+    char reason[FSDPI_REASON];
+    memset(missing, 0, sizeof missing);
+    missing[k] = 1;
+    // The records that came in time are there; waiting for another one fails at once.
+    for (int j = 0; j < c->base.size && !c->connecting && !c->peers[k].arrived; j++)
+        missing[j] |= j != c->base.index && !c->peers[j].arrived &&
+                      fsdp_gloo_wait_recv(c->peers[j].in[c->turn], 1) != FSDP_GLOO_OK;
+    if (fsdpi_gloo_await_verdict(c, missing)) return fsdpi_gloo_report(c);
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_say_late(&t, &c->base, missing, verb, fsdpi_gloo_say_last);
+    return fsdpi_gloo_fail_op(c, FSDP_ERR_TIMEOUT, reason);
+}
+
+// What a call of the transport for member k has come to.
+static fsdp_status fsdpi_gloo_result(fsdpi_gloo_comm *c, int k, int result) {
+    if (result == FSDP_GLOO_OK) return FSDP_OK;
+    if (result == FSDP_GLOO_ABORTED) return fsdpi_gloo_report(c);
+    if (result == FSDP_GLOO_TIMEOUT) return fsdpi_gloo_late(c, k);
+    if (result == FSDP_GLOO_NO_MEMORY)
+        return fsdpi_gloo_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for the transport");
+    return fsdpi_gloo_lost(c, k, fsdp_gloo_error());
+}
+
+static int fsdpi_gloo_await(fsdp_gloo_buffer *buffer, int is_send, int64_t timeout_ms) {
+    return is_send ? fsdp_gloo_wait_send(buffer, timeout_ms)
+                   : fsdp_gloo_wait_recv(buffer, timeout_ms);
+}
+
+// Waits in a way that a verdict ends.
+static int fsdpi_gloo_await_abortable(fsdpi_gloo_comm *c, fsdp_gloo_buffer *buffer, int is_send,
+                                      int64_t timeout_ms) {
+    fsdpi_lock(&c->lock);
+    int failed = fsdpi_gloo_failed(c); // a verdict stands before waits are ended
+    c->waiting = failed ? NULL : buffer;
+    fsdpi_unlock(&c->lock);
+    int result = failed ? FSDP_GLOO_ABORTED : fsdpi_gloo_await(buffer, is_send, timeout_ms);
+    fsdpi_lock(&c->lock);
+    c->waiting = NULL;
+    fsdpi_unlock(&c->lock);
+    return result;
+}
+
+/* Waits for one message from or to member k. What was sent before the verdict was told still
+   counts: an operation that has succeeded for others does so here. */
+static fsdp_status fsdpi_gloo_wait(fsdpi_gloo_comm *c, int k, fsdp_gloo_buffer *buffer, int is_send,
+                                   int64_t timeout_ns) {
+    int result = fsdpi_gloo_await_abortable(c, buffer, is_send, (timeout_ns + 999999) / 1000000);
+    if (result == FSDP_GLOO_ABORTED && fsdpi_gloo_await(buffer, is_send, FSDPI_GLOO_GRACE) == 0)
+        return FSDP_OK;
+    return fsdpi_gloo_result(c, k, result);
+}
+
+// The store's thread has news: if it is a verdict, nobody waits any longer.
+static void fsdpi_gloo_wake(void *user) {
+    fsdpi_gloo_world *w = (fsdpi_gloo_world *)user;
+    fsdpi_lock(&w->lock);
+    for (fsdpi_gloo_comm *c = w->comms; c; c = c->next) {
+        if (!fsdpi_gloo_failed(c)) break;
+        fsdpi_lock(&c->lock);
+        if (c->waiting) fsdp_gloo_abort(c->waiting);
+        if (c->connecting) fsdp_gloo_context_close(c->context);
+        fsdpi_unlock(&c->lock);
+    }
+    fsdpi_unlock(&w->lock);
+}
+
+static void fsdpi_gloo_beat(void *user, fsdpi_store_beat *out) {
+    fsdpi_gloo_world *w = (fsdpi_gloo_world *)user;
+    int64_t since_ns;
+    out->busy = fsdpi_trace_read(&w->trace, out->text, sizeof out->text, &since_ns);
+    out->since_ns = fsdpi_boot_now(&w->boot) - since_ns;
+}
+
+static void fsdpi_gloo_begin(fsdpi_gloo_comm *c) {
+    c->base.now.since_ns = fsdpi_boot_now(c->base.boot);
+    fsdpi_trace_begin(&c->world->trace, &c->base.now);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>gloo_message
+// Owns: the message that begins each collective. Invariants: when a member sends its message number
+// n, number n of every other member is expected already; a posted operation's buffer lives until it
+// has completed or its context was closed.
+
+static char *fsdpi_gloo_message(const fsdpi_gloo_comm *c, int k, int which) { // in 0, in 1, out
+    return c->messages + (3 * (size_t)k + (size_t)which) * (FSDPI_GLOO_HEAD + c->small);
+}
+
+static fsdp_status fsdpi_gloo_expect(fsdpi_gloo_comm *c, int turn) {
+    for (int k = 0; k < c->base.size; k++) {
+        if (k == c->base.index) continue;
+        fsdp_status status = fsdpi_gloo_result(c, k,
+                                               fsdp_gloo_recv(c->peers[k].in[turn], k,
+                                                              FSDPI_GLOO_SLOT_RECORD, 0,
+                                                              FSDPI_GLOO_HEAD + c->small));
+        if (status) return status;
+    }
+    return FSDP_OK;
+}
+
+// Sends the record, with the data that lies behind it, to all; everybody begins with another rank.
+static fsdp_status fsdpi_gloo_show(fsdpi_gloo_comm *c, size_t bytes) {
+    c->turn ^= 1;
+    fsdp_status status = fsdpi_gloo_expect(c, !c->turn); // the one after this one
+    for (int i = 1; i < c->base.size && !status; i++) {
+        int k = (c->base.index + i) % c->base.size;
+        c->peers[k].arrived = 0;
+        memcpy(fsdpi_gloo_message(c, k, 2), &c->base.now, sizeof c->base.now);
+        status = fsdpi_gloo_result(
+            c, k,
+            fsdp_gloo_send(c->peers[k].out, k, FSDPI_GLOO_SLOT_RECORD, 0, FSDPI_GLOO_HEAD + bytes));
+    }
+    return status;
+}
+
+static fsdpi_record fsdpi_gloo_record_of(const fsdpi_comm *base, int k) {
+    const fsdpi_gloo_comm *c = (const fsdpi_gloo_comm *)(const void *)base;
+    fsdpi_record record = base->now;
+    if (k != base->index) memcpy(&record, fsdpi_gloo_message(c, k, c->turn), sizeof record);
+    record.what[sizeof record.what - 1] = record.comm[sizeof record.comm - 1] = 0;
+    return record;
+}
+
+// Waits for the records of all, and compares them.
+static fsdp_status fsdpi_gloo_meet(fsdpi_gloo_comm *c) {
+    int same = 1;
+    int64_t deadline = c->base.now.since_ns + c->base.boot->timeout_ns;
+    for (int i = 1; i < c->base.size; i++) {
+        int k = (c->base.index + i) % c->base.size;
+        fsdp_status status = fsdpi_gloo_wait(c, k, c->peers[k].in[c->turn], 0,
+                                             deadline - fsdpi_boot_now(c->base.boot));
+        if (status) return status;
+        fsdpi_record record = fsdpi_gloo_record_of(&c->base, k);
+        if (record.kind == FSDPI_CLOSE)
+            return fsdpi_gloo_gone(c, k, c->is_world ? "has shut down" : "has closed this group");
+        c->peers[k].arrived = 1;
+        same &= record.key == c->base.now.key;
+    }
+    if (same) return FSDP_OK;
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_say_disagreement(&t, &c->base, fsdpi_gloo_record_of);
+    // Every rank says what it did itself; the subject of the one that fails first is left out.
+    return fsdpi_gloo_fail(c, FSDP_ERR_MISMATCH, "", reason);
+}
+
+// Waits until the memory of my messages is free again.
+static fsdp_status fsdpi_gloo_shown(fsdpi_gloo_comm *c) {
+    fsdp_status status = FSDP_OK;
+    for (int k = 0; k < c->base.size && !status; k++)
+        if (k != c->base.index)
+            status = fsdpi_gloo_wait(c, k, c->peers[k].out, 1, c->base.boot->timeout_ns);
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>gloo_data
+// Owns: data that travels by itself, straight from and to the caller's buffers.
+
+static uint64_t fsdpi_gloo_slot(const fsdpi_gloo_comm *c, int phase) {
+    return FSDPI_GLOO_SLOT_DATA | (c->base.now.key >> 16 & ~(uint64_t)0xFF) | (uint64_t)phase;
+}
+
+static fsdp_status fsdpi_gloo_post(fsdpi_gloo_comm *c, int k, int is_send, const void *base,
+                                   int phase, size_t offset, size_t bytes) {
+    fsdpi_gloo_peer *peer = &c->peers[k];
+    fsdp_gloo_buffer **buffer = is_send ? &peer->tx : &peer->rx;
+    int result = FSDP_GLOO_OK;
+    if (!*buffer) // offsets are checked by fsdpi_check: the buffer is all of memory from base on
+        result = fsdp_gloo_buffer_create(c->context, (void *)(uintptr_t)base, SIZE_MAX / 4, buffer);
+    while (result == FSDP_GLOO_OK && bytes > 0) {
+        size_t now = bytes < FSDPI_GLOO_GATHER ? bytes : FSDPI_GLOO_GATHER;
+        result = is_send ? fsdp_gloo_send(*buffer, k, fsdpi_gloo_slot(c, phase), offset, now)
+                         : fsdp_gloo_recv(*buffer, k, fsdpi_gloo_slot(c, phase), offset, now);
+        if (result == FSDP_GLOO_OK) *(is_send ? &peer->sends : &peer->recvs) += 1;
+        offset += now, bytes -= now;
+    }
+    return fsdpi_gloo_result(c, k, result);
+}
+
+// Waits for everything that was posted; the buffers go when all went well, or can go no further.
+static fsdp_status fsdpi_gloo_finish(fsdpi_gloo_comm *c, fsdp_status status) {
+    int64_t timeout_ns = c->base.boot->timeout_ns;
+    for (int i = 1; i < c->base.size && !status; i++) {
+        int k = (c->base.index + i) % c->base.size;
+        fsdpi_gloo_peer *peer = &c->peers[k];
+        for (; peer->recvs > 0 && !status; peer->recvs -= !status)
+            status = fsdpi_gloo_wait(c, k, peer->rx, 0, timeout_ns);
+    }
+    for (int k = 0; k < c->base.size && !status; k++)
+        for (; c->peers[k].sends > 0 && !status; c->peers[k].sends -= !status)
+            status = fsdpi_gloo_wait(c, k, c->peers[k].tx, 1, timeout_ns);
+    if (status && !c->closed) {
+        fsdp_gloo_context_close(c->context);
+        c->closed = 1;
+    }
+    for (int k = 0; k < c->base.size; k++) {
+        fsdp_gloo_buffer_destroy(c->peers[k].rx);
+        fsdp_gloo_buffer_destroy(c->peers[k].tx);
+        c->peers[k].rx = c->peers[k].tx = NULL;
+        c->peers[k].recvs = c->peers[k].sends = 0;
+    }
+    return status;
+}
+
+static size_t fsdpi_gloo_begin_of(const fsdpi_gloo_strip *s, int k) {
+    return s->full + s->part * (size_t)k;
+}
+
+static size_t fsdpi_gloo_count_of(const fsdpi_gloo_strip *s, int k) {
+    size_t before = s->part * (size_t)k;
+    return before >= s->total ? 0 : s->total - before < s->part ? s->total - before : s->part;
+}
+
+// Sends the region of this rank to all, and puts theirs in place. `but`: who has everything.
+static fsdp_status fsdpi_gloo_gather(fsdpi_gloo_comm *c, const fsdpi_gloo_strip *s, size_t size,
+                                     const void *src, size_t src_at, void *dst, int phase,
+                                     int but) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 1; i < c->base.size && !status && c->base.index != but; i++) {
+        int k = (c->base.index + c->base.size - i) % c->base.size;
+        status = fsdpi_gloo_post(c, k, 0, dst, phase, fsdpi_gloo_begin_of(s, k) * size,
+                                 fsdpi_gloo_count_of(s, k) * size);
+    }
+    for (int i = 1; i < c->base.size && !status; i++) {
+        int k = (c->base.index + i) % c->base.size;
+        if (k != but)
+            status = fsdpi_gloo_post(c, k, 1, src, phase, src_at * size,
+                                     fsdpi_gloo_count_of(s, c->base.index) * size);
+    }
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>gloo_reduce
+// Owns: large reductions. What peers send goes through the scratch, piece by piece; a piece is
+// reduced when all have sent it, while the next ones arrive.
+
+static fsdp_status fsdpi_gloo_make_scratch(fsdpi_gloo_comm *c) {
+    size_t peers = (size_t)c->base.size - 1;
+    if (c->scratch || peers == 0) return FSDP_OK;
+    size_t each = FSDPI_GLOO_SCRATCH / peers;
+    c->piece = each / 2 < FSDPI_GLOO_PIECE ? each / 2 / 64 * 64 : FSDPI_GLOO_PIECE;
+    c->depth = (int)(each / c->piece);
+    each = c->piece * (size_t)c->depth;
+    c->scratch = (char *)fsdpi_alloc(&c->base.boot->allocator, each * (size_t)c->base.size);
+    int made = c->scratch != NULL;
+    for (int k = 0; k < c->base.size && made; k++)
+        made = k == c->base.index ||
+               fsdp_gloo_buffer_create(c->context, c->scratch + each * (size_t)k, each,
+                                       &c->peers[k].scratch) == FSDP_GLOO_OK;
+    if (made) return FSDP_OK;
+    return fsdpi_gloo_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for a large reduction");
+}
+
+typedef struct fsdpi_gloo_reduction {
+    fsdpi_gloo_strip strip;
+    const char *src;
+    char *dst;
+    fsdp_dtype in, out;
+    double scale;
+    int accumulate, redop;
+    size_t in_size, out_size, piece, pieces; // piece: elements
+} fsdpi_gloo_reduction;
+
+static size_t fsdpi_gloo_piece_count(const fsdpi_gloo_reduction *r, size_t count, size_t i) {
+    size_t before = r->piece * i;
+    return before >= count ? 0 : count - before < r->piece ? count - before : r->piece;
+}
+
+static fsdp_status fsdpi_gloo_expect_piece(fsdpi_gloo_comm *c, const fsdpi_gloo_reduction *r,
+                                           size_t i) {
+    size_t mine = fsdpi_gloo_count_of(&r->strip, c->base.index);
+    size_t bytes = fsdpi_gloo_piece_count(r, mine, i) * r->in_size;
+    fsdp_status status = FSDP_OK;
+    for (int j = 1; j < c->base.size && !status && bytes; j++) {
+        int k = (c->base.index + c->base.size - j) % c->base.size;
+        status = fsdpi_gloo_result(c, k,
+                                   fsdp_gloo_recv(c->peers[k].scratch, k, fsdpi_gloo_slot(c, 0),
+                                                  i % (size_t)c->depth * c->piece, bytes));
+    }
+    return status;
+}
+
+static fsdp_status fsdpi_gloo_send_pieces(fsdpi_gloo_comm *c, const fsdpi_gloo_reduction *r) {
+    fsdp_status status = FSDP_OK;
+    for (size_t i = 0; i < r->pieces && !status; i++)
+        for (int j = 1; j < c->base.size && !status; j++) {
+            int k = (c->base.index + j) % c->base.size;
+            size_t count = fsdpi_gloo_piece_count(r, fsdpi_gloo_count_of(&r->strip, k), i);
+            size_t at = fsdpi_gloo_begin_of(&r->strip, k) + i * r->piece;
+            status = fsdpi_gloo_post(c, k, 1, r->src, 0, at * r->in_size, count * r->in_size);
+        }
+    return status;
+}
+
+static fsdp_status fsdpi_gloo_reduce_piece(fsdpi_gloo_comm *c, const fsdpi_gloo_reduction *r,
+                                           size_t i) {
+    const char *srcs[FSDPI_MAX_SRCS];
+    int me = c->base.index;
+    size_t count = fsdpi_gloo_piece_count(r, fsdpi_gloo_count_of(&r->strip, me), i);
+    if (count == 0) return FSDP_OK;
+    size_t slot = i % (size_t)(c->depth ? c->depth : 1) * c->piece,
+           each = c->piece * (size_t)c->depth;
+    for (int k = 0; k < c->base.size; k++) {
+        srcs[k] = c->scratch ? c->scratch + each * (size_t)k + slot : NULL;
+        if (k == me) continue;
+        fsdp_status status = fsdpi_gloo_wait(c, k, c->peers[k].scratch, 0,
+                                             c->base.boot->timeout_ns);
+        if (status) return status;
+    }
+    srcs[me] = r->src + (fsdpi_gloo_begin_of(&r->strip, me) + i * r->piece) * r->in_size;
+    fsdpi_reduce(r->dst + (r->strip.shard + i * r->piece) * r->out_size, r->out, srcs, c->base.size,
+                 r->in, count, r->scale, r->accumulate, r->redop);
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_gloo_reduce(fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                     const fsdpi_gloo_strip *strip) {
+    int is_list = op->kind == FSDP_OP_REDUCE_SCATTER;
+    fsdpi_gloo_reduction r;
+    fsdp_status status = fsdpi_gloo_make_scratch(c);
+    if (status) return status;
+    r.strip = *strip;
+    r.src = (const char *)(is_list ? op->src : op->dst);
+    r.dst = (char *)op->dst;
+    r.in = (fsdp_dtype)op->dtype;
+    r.out = (fsdp_dtype)(is_list ? op->out_dtype : op->dtype);
+    r.scale = is_list ? op->scale : 1.0;
+    r.accumulate = is_list ? op->accumulate : 0;
+    r.redop = op->redop;
+    r.in_size = fsdp_dtype_size(r.in);
+    r.out_size = fsdp_dtype_size(r.out);
+    r.piece = (c->piece ? c->piece : FSDPI_GLOO_PIECE) / r.in_size;
+    r.pieces = (strip->part + r.piece - 1) / r.piece;
+    for (size_t i = 0; i < (size_t)c->depth && i < r.pieces && !status; i++)
+        status = fsdpi_gloo_expect_piece(c, &r, i);
+    if (!status) status = fsdpi_gloo_send_pieces(c, &r);
+    for (size_t i = 0; i < r.pieces && !status; i++) {
+        status = fsdpi_gloo_reduce_piece(c, &r, i);
+        if (!status && c->depth && i + (size_t)c->depth < r.pieces)
+            status = fsdpi_gloo_expect_piece(c, &r, i + (size_t)c->depth);
+    }
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>gloo_run
+// Owns: collectives. What is small travels with the record; the rest goes by itself.
+
+static uint32_t fsdpi_gloo_strips(const fsdp_coll *op) {
+    int is_list = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER;
+    return is_list ? op->num_segs : op->count ? 1 : 0;
+}
+
+// Strip i. Lists and all_to_all have equal regions; the others are cut in whole cache lines, and
+// the last region may be short or empty.
+static fsdpi_gloo_strip fsdpi_gloo_strip_of(const fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                            uint32_t i) {
+    fsdpi_gloo_strip s = {0, 0, (size_t)op->count, 0};
+    size_t size = (size_t)c->base.size, me = (size_t)c->base.index;
+    if (op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER) {
+        s.full = (size_t)op->segs[i].full;
+        s.shard = (size_t)op->segs[i].shard;
+        s.part = (size_t)op->segs[i].count;
+        s.total = s.part * size;
+    } else if (op->kind == FSDP_OP_ALL_TO_ALL) {
+        s.total = s.part * size;
+    } else {
+        s.total = s.part;
+        s.part = (s.total / size + 64) / 64 * 64;
+        s.shard = s.part * me;
+    }
+    return s;
+}
+
+// Bytes behind a record, one after the other, each at a multiple of 64: how far strip i ends if it
+// is small, else `used`. all_reduce and broadcast send all of it, the others a region.
+static size_t fsdpi_gloo_place(const fsdpi_gloo_comm *c, const fsdp_coll *op,
+                               const fsdpi_gloo_strip *s, size_t used, int *is_small) {
+    int whole = op->kind == FSDP_OP_ALL_REDUCE || op->kind == FSDP_OP_BROADCAST;
+    size_t bytes = (whole ? s->total : s->part) * fsdp_dtype_size(op->dtype);
+    size_t end = (used + bytes + 63) / 64 * 64;
+    *is_small = end <= c->small;
+    return *is_small ? end : used;
+}
+
+// What member k needs of strip i, and how much that is. NULL: nothing.
+static const char *fsdpi_gloo_source(const fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                     const fsdpi_gloo_strip *s, int k, size_t *bytes) {
+    size_t size = fsdp_dtype_size(op->dtype);
+    const char *src = (const char *)op->src, *dst = (const char *)op->dst;
+    *bytes = s->part * size;
+    switch (op->kind) {
+    case FSDP_OP_ALL_GATHER:
+        return op->in_place ? dst + fsdpi_gloo_begin_of(s, c->base.index) * size
+                            : src + s->shard * size;
+    case FSDP_OP_REDUCE_SCATTER:
+    case FSDP_OP_ALL_TO_ALL: return src + fsdpi_gloo_begin_of(s, k) * size;
+    case FSDP_OP_BROADCAST:
+        if (op->root != c->base.index) return NULL;
+        break;
+    default: break;
+    }
+    *bytes = s->total * size;
+    return dst;
+}
+
+// Puts what is small behind the records. Returns its bytes.
+static size_t fsdpi_gloo_pack(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
+    size_t used = 0, bytes;
+    for (uint32_t i = 0; i < fsdpi_gloo_strips(op); i++) {
+        fsdpi_gloo_strip s = fsdpi_gloo_strip_of(c, op, i);
+        int is_small;
+        size_t end = fsdpi_gloo_place(c, op, &s, used, &is_small);
+        for (int k = 0; k < c->base.size && is_small; k++) {
+            const char *from = fsdpi_gloo_source(c, op, &s, k, &bytes);
+            if (k != c->base.index && from && bytes)
+                memcpy(fsdpi_gloo_message(c, k, 2) + FSDPI_GLOO_HEAD + used, from, bytes);
+        }
+        used = end;
+    }
+    return op->kind == FSDP_OP_BROADCAST && op->root != c->base.index ? 0 : used;
+}
+
+static void fsdpi_gloo_copy(void *to, const void *from, size_t bytes) {
+    if (bytes && to != from) memcpy(to, from, bytes);
+}
+
+// A small strip, of which every member's data is here.
+static void fsdpi_gloo_unpack(const fsdpi_gloo_comm *c, const fsdp_coll *op,
+                              const fsdpi_gloo_strip *s, size_t at) {
+    const char *srcs[FSDPI_MAX_SRCS];
+    size_t bytes, size = fsdp_dtype_size(op->dtype);
+    char *dst = (char *)op->dst;
+    for (int k = 0; k < c->base.size; k++)
+        srcs[k] = fsdpi_gloo_message(c, k, c->turn) + FSDPI_GLOO_HEAD + at;
+    srcs[c->base.index] = fsdpi_gloo_source(c, op, s, c->base.index, &bytes);
+    if (op->kind == FSDP_OP_BROADCAST) {
+        fsdpi_gloo_copy(dst, op->root == c->base.index ? dst : srcs[op->root], s->total * size);
+    } else if (op->kind == FSDP_OP_REDUCE_SCATTER) {
+        fsdpi_reduce(dst + s->shard * fsdp_dtype_size(op->out_dtype), (fsdp_dtype)op->out_dtype,
+                     srcs, c->base.size, (fsdp_dtype)op->dtype, s->part, op->scale, op->accumulate,
+                     op->redop);
+    } else if (op->kind == FSDP_OP_ALL_REDUCE) {
+        fsdpi_reduce(dst, (fsdp_dtype)op->dtype, srcs, c->base.size, (fsdp_dtype)op->dtype,
+                     s->total, 1.0, 0, op->redop);
+    } else {
+        for (int k = 0; k < c->base.size; k++)
+            fsdpi_gloo_copy(dst + fsdpi_gloo_begin_of(s, k) * size, srcs[k], bytes);
+    }
+}
+
+// A strip that travels by itself.
+static fsdp_status fsdpi_gloo_transfer(fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                       const fsdpi_gloo_strip *s) {
+    size_t size = fsdp_dtype_size(op->dtype), bytes = s->part * size;
+    int me = c->base.index, root = (int)op->root;
+    size_t mine = fsdpi_gloo_begin_of(s, me);
+    fsdp_status status = FSDP_OK;
+    if (op->kind == FSDP_OP_REDUCE_SCATTER) return fsdpi_gloo_reduce(c, op, s);
+    if (op->kind == FSDP_OP_ALL_GATHER) {
+        fsdpi_gloo_copy((char *)op->dst + mine * size, fsdpi_gloo_source(c, op, s, me, &bytes),
+                        bytes);
+        return fsdpi_gloo_gather(c, s, size, op->in_place ? op->dst : op->src,
+                                 op->in_place ? mine : s->shard, op->dst, 0, -1);
+    }
+    if (op->kind == FSDP_OP_ALL_TO_ALL) {
+        for (int i = 1; i < c->base.size && !status; i++) {
+            int k = (me + c->base.size - i) % c->base.size;
+            status = fsdpi_gloo_post(c, k, 0, op->dst, 0, fsdpi_gloo_begin_of(s, k) * size, bytes);
+        }
+        for (int i = 1; i < c->base.size && !status; i++) {
+            int k = (me + i) % c->base.size;
+            status = fsdpi_gloo_post(c, k, 1, op->src, 0, fsdpi_gloo_begin_of(s, k) * size, bytes);
+        }
+        fsdpi_gloo_copy((char *)op->dst + mine * size, (const char *)op->src + mine * size, bytes);
+        return status;
+    }
+    // all_reduce and broadcast: each member gets its region, reduced or from the root; then all
+    // collect the regions.
+    if (op->kind == FSDP_OP_ALL_REDUCE) {
+        status = fsdpi_gloo_reduce(c, op, s);
+    } else if (root == me) {
+        for (int k = 0; k < c->base.size && !status; k++)
+            if (k != me)
+                status = fsdpi_gloo_post(c, k, 1, op->dst, 0, fsdpi_gloo_begin_of(s, k) * size,
+                                         fsdpi_gloo_count_of(s, k) * size);
+    } else {
+        status = fsdpi_gloo_post(c, root, 0, op->dst, 0, mine * size,
+                                 fsdpi_gloo_count_of(s, me) * size);
+    }
+    if (!status) status = fsdpi_gloo_finish(c, FSDP_OK);
+    if (status) return status;
+    return fsdpi_gloo_gather(c, s, size, op->dst, mine, op->dst, 1,
+                             op->kind == FSDP_OP_BROADCAST ? root : -1);
+}
+
+static fsdp_status fsdpi_gloo_collective(fsdpi_gloo_comm *c, const fsdp_coll *op) {
+    size_t used = 0;
+    fsdp_status status = fsdpi_gloo_show(c, fsdpi_gloo_pack(c, op));
+    if (!status) status = fsdpi_gloo_meet(c);
+    for (uint32_t i = 0; i < fsdpi_gloo_strips(op) && !status; i++) {
+        fsdpi_gloo_strip s = fsdpi_gloo_strip_of(c, op, i);
+        int is_small;
+        size_t end = fsdpi_gloo_place(c, op, &s, used, &is_small);
+        if (is_small) fsdpi_gloo_unpack(c, op, &s, used);
+        else status = fsdpi_gloo_transfer(c, op, &s);
+        used = end;
+    }
+    if (!status) status = fsdpi_gloo_shown(c);
+    return fsdpi_gloo_finish(c, status);
+}
+
+/* send and recv: the two ranks show each other their records, as a collective does; the sender's
+   data follows. */
+static fsdp_status fsdpi_gloo_pair(fsdpi_gloo_comm *c, const fsdp_coll *op) {
+    int is_send = op->kind == FSDP_OP_SEND, k = (int)op->root;
+    size_t bytes = (size_t)op->count * fsdp_dtype_size(op->dtype);
+    fsdpi_record theirs;
+    fsdp_gloo_buffer *in = NULL, *out = NULL;
+    int result = fsdp_gloo_buffer_create(c->context, &theirs, sizeof theirs, &in);
+    if (!result) result = fsdp_gloo_buffer_create(c->context, &c->base.now, sizeof theirs, &out);
+    if (!result) result = fsdp_gloo_recv(in, k, FSDPI_GLOO_SLOT_PAIR, 0, sizeof theirs);
+    if (!result) result = fsdp_gloo_send(out, k, FSDPI_GLOO_SLOT_PAIR, 0, sizeof theirs);
+    c->peers[k].arrived = 0;
+    fsdp_status status = fsdpi_gloo_result(c, k, result);
+    if (!status) status = fsdpi_gloo_wait(c, k, in, 0, c->base.boot->timeout_ns);
+    if (!status) status = fsdpi_gloo_wait(c, k, out, 1, c->base.boot->timeout_ns);
+    if (!status && (theirs.key != c->base.now.key || theirs.kind == c->base.now.kind)) {
+        char reason[FSDPI_REASON];
+        fsdpi_text t = {reason, sizeof reason, 0};
+        fsdpi_say(&t, "rank %d calls ", (int)c->base.ranks[k]);
+        fsdpi_say_op(&t, &theirs);
+        fsdpi_say(&t, ", %llu elements of %s", (unsigned long long)theirs.count,
+                  fsdp_dtype_name(theirs.dtype));
+        status = fsdpi_gloo_fail_op(c, FSDP_ERR_MISMATCH, reason);
+    }
+    c->peers[k].arrived = 1;
+    if (!status) status = fsdpi_gloo_post(c, k, is_send, is_send ? op->src : op->dst, 2, 0, bytes);
+    status = fsdpi_gloo_finish(c, status);
+    fsdp_gloo_buffer_destroy(in);
+    fsdp_gloo_buffer_destroy(out);
+    return status;
+}
+
+static fsdp_status fsdpi_gloo_run(fsdp_comm *comm, const fsdp_coll *op) {
+    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)(void *)comm;
+    const void *shared = NULL;
+    int64_t low = 0, high = 0;
+    int is_pair = op->kind == FSDP_OP_SEND || op->kind == FSDP_OP_RECV;
+    fsdpi_describe(&c->base, op, op->what);
+    if (fsdpi_gloo_failed(c)) return fsdpi_gloo_report(c);
+    fsdp_status status = fsdpi_check(&c->base, FSDPI_GLOO_KINDS, op, &shared, &low, &high);
+    size_t bytes = fsdp_dtype_size(op->dtype);
+    fsdpi_chunk chunk;
+    if (!status && c->base.size > 1 && high > low)
+        status = fsdpi_chunk_find(&c->base, &c->world->chunks, op, shared, (size_t)low * bytes,
+                                  (size_t)high * bytes, &chunk);
+    if (status) return status;
+    fsdpi_make_key(&c->base.now, op);
+    fsdpi_gloo_begin(c);
+    status = is_pair ? fsdpi_gloo_pair(c, op) : fsdpi_gloo_collective(c, op);
+    fsdpi_trace_end(&c->world->trace);
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>gloo_open
+// Owns: how a comm's members connect, groups, memory, and the end.
+
+static fsdp_status fsdpi_gloo_addresses(fsdpi_gloo_comm *c, char *all) {
+    for (int k = 0; k < c->base.size; k++) {
+        char *entry = all + (size_t)k * FSDPI_GLOO_ADDRESS;
+        size_t bytes = 0;
+        int result = k == c->base.index ? FSDP_GLOO_OK
+                                        : fsdp_gloo_context_address(c->context, k, entry + 1,
+                                                                    FSDPI_GLOO_ADDRESS - 1, &bytes);
+        if (result) return fsdpi_gloo_fail_here(c, FSDP_ERR_BACKEND, fsdp_gloo_error());
+        entry[0] = (char)(unsigned char)bytes;
+    }
+    return FSDP_OK;
+}
+
+static void fsdpi_gloo_key(char *key, size_t cap, const fsdpi_gloo_comm *c, int k) {
+    (void)snprintf(key, cap, "gloo/%016llx/%d", (unsigned long long)c->id, k);
+}
+
+// Each member shows the addresses of its ends, and connects them to those of the others.
+static fsdp_status fsdpi_gloo_connect_all(fsdpi_gloo_comm *c, char *all) {
+    fsdpi_store *store = c->world->store;
+    size_t total = (size_t)c->base.size * FSDPI_GLOO_ADDRESS, bytes;
+    int64_t start = fsdpi_boot_now(c->base.boot);
+    char key[64];
+    fsdp_status status = fsdpi_gloo_addresses(c, all);
+    fsdpi_gloo_key(key, sizeof key, c, c->base.index);
+    if (!status) status = fsdpi_store_set(store, key, all, total);
+    for (int k = 0; k < c->base.size && !status; k++) {
+        if (k == c->base.index) continue;
+        int64_t left = c->base.boot->timeout_ns - (fsdpi_boot_now(c->base.boot) - start);
+        const char *entry = all + (size_t)c->base.index * FSDPI_GLOO_ADDRESS;
+        fsdpi_gloo_key(key, sizeof key, c, k);
+        status = fsdpi_store_get(store, key, all, total, &bytes, left > 0 ? left : 1);
+        if (status == FSDP_ERR_TIMEOUT) return fsdpi_gloo_late(c, k);
+        if (status || bytes != total) break;
+        int result = fsdp_gloo_context_connect(c->context, k, entry + 1, (unsigned char)entry[0]);
+        if (result && fsdpi_gloo_failed(c)) result = FSDP_GLOO_ABORTED;
+        status = fsdpi_gloo_result(c, k, result);
+    }
+    if (fsdpi_gloo_failed(c)) return fsdpi_gloo_report(c);
+    return status ? fsdpi_gloo_fail_here(c, status, "the store refused") : FSDP_OK;
+}
+
+static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
+    size_t members = (size_t)c->base.size, each = FSDPI_GLOO_MESSAGES / 3 / members / 64 * 64;
+    each = each > FSDPI_GLOO_SMALL ? FSDPI_GLOO_SMALL : each < 2048 ? 2048 : each;
+    c->small = each;
+    each += FSDPI_GLOO_HEAD;
+    c->messages = (char *)fsdpi_alloc(&c->base.boot->allocator, 3 * members * each);
+    if (!c->messages)
+        return fsdpi_gloo_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for messages");
+    for (int k = 0; k < c->base.size; k++) {
+        fsdpi_gloo_peer *peer = &c->peers[k];
+        fsdp_gloo_buffer **buffers[3] = {&peer->in[0], &peer->in[1], &peer->out};
+        for (int i = 0; i < 3 && k != c->base.index; i++)
+            if (fsdp_gloo_buffer_create(c->context, fsdpi_gloo_message(c, k, i), each, buffers[i]))
+                return fsdpi_gloo_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for messages");
+    }
+    return fsdpi_gloo_expect(c, 1); // the first turn
+}
+
+// A connection is there for one side before the other has looked at it: only when all have met may
+// the addresses go.
+static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
+    char key[64];
+    c->base.now.key = FSDPI_OPEN;
+    c->base.now.since_ns = fsdpi_boot_now(c->base.boot);
+    fsdp_status status = fsdpi_gloo_show(c, 0);
+    if (!status) status = fsdpi_gloo_meet(c);
+    if (!status) status = fsdpi_gloo_shown(c);
+    fsdpi_gloo_key(key, sizeof key, c, c->base.index);
+    return status ? status : fsdpi_store_delete(c->world->store, key);
+}
+
+static void fsdpi_gloo_set_connecting(fsdpi_gloo_comm *c, int connecting) {
+    fsdpi_lock(&c->lock);
+    c->connecting = connecting;
+    fsdpi_unlock(&c->lock);
+}
+
+// Connects the members of a comm that is filled so far: base, world, id.
+static fsdp_status fsdpi_gloo_connect(fsdpi_gloo_comm *c) {
+    fsdpi_gloo_world *w = c->world;
+    size_t total = (size_t)c->base.size * FSDPI_GLOO_ADDRESS;
+    int result = fsdp_gloo_context_create(w->device, c->base.index, c->base.size,
+                                          w->boot.timeout_ns / 1000000, &c->context);
+    if (result) return fsdpi_gloo_fail_here(c, FSDP_ERR_BACKEND, fsdp_gloo_error());
+    fsdpi_lock(&w->lock);
+    c->next = w->comms;
+    w->comms = c;
+    fsdpi_unlock(&w->lock);
+    if (c->base.size == 1) return FSDP_OK;
+    char *all = (char *)fsdpi_alloc(&w->boot.allocator, total);
+    if (!all) return fsdpi_gloo_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for addresses");
+    fsdpi_gloo_set_connecting(c, 1);
+    fsdp_status status = fsdpi_gloo_connect_all(c, all);
+    fsdpi_gloo_set_connecting(c, 0);
+    fsdpi_free(&w->boot.allocator, all);
+    if (!status) status = fsdpi_gloo_make_messages(c);
+    return status ? status : fsdpi_gloo_first_meeting(c);
+}
+
+/* Says goodbye, and waits until the others have: what was sent last has arrived then. A rank that
+   goes on without this group, or works for longer, is not waited for. */
+static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
+    fsdpi_gloo_world *w = c->world;
+    int64_t start = fsdpi_boot_now(&w->boot), most = (int64_t)FSDPI_GLOO_GOODBYE * 1000000;
+    fsdpi_describe(&c->base, NULL, "");
+    c->base.now.kind = FSDPI_CLOSE;
+    c->turn ^= 1;
+    for (int k = 0; k < c->base.size; k++) {
+        if (k == c->base.index) continue;
+        memcpy(fsdpi_gloo_message(c, k, 2), &c->base.now, sizeof c->base.now);
+        (void)fsdp_gloo_send(c->peers[k].out, k, FSDPI_GLOO_SLOT_RECORD, 0, FSDPI_GLOO_HEAD);
+    }
+    for (int k = 0; k < c->base.size; k++) {
+        int64_t left = most - (fsdpi_boot_now(&w->boot) - start);
+        if (k == c->base.index || left <= 0) continue;
+        (void)fsdpi_gloo_await_abortable(c, c->peers[k].in[c->turn], 0, left / 1000000 + 1);
+    }
+}
+
+static void fsdpi_gloo_drop(fsdpi_gloo_comm *c) {
+    fsdpi_gloo_world *w = c->world;
+    fsdp_allocator allocator = w->boot.allocator;
+    if (c->messages && !c->closed && !fsdpi_gloo_failed(c)) fsdpi_gloo_goodbye(c);
+    fsdpi_lock(&w->lock);
+    fsdpi_gloo_comm **link = &w->comms;
+    while (*link && *link != c) link = &(*link)->next;
+    if (*link) *link = c->next;
+    fsdpi_unlock(&w->lock);
+    if (c->context) fsdp_gloo_context_destroy(c->context); // before what is posted to it
+    for (int k = 0; k < c->base.size; k++) {
+        fsdp_gloo_buffer_destroy(c->peers[k].in[0]);
+        fsdp_gloo_buffer_destroy(c->peers[k].in[1]);
+        fsdp_gloo_buffer_destroy(c->peers[k].out);
+        fsdp_gloo_buffer_destroy(c->peers[k].scratch);
+    }
+    fsdpi_free(&allocator, c->messages);
+    fsdpi_free(&allocator, c->scratch);
+    fsdpi_free(&allocator, c);
+}
+
+static void fsdpi_gloo_close(fsdp_comm *comm) {
+    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)(void *)comm;
+    if (!c) return;
+    fsdpi_gloo_world *w = c->world;
+    int is_world = c->is_world;
+    if (w->store) fsdpi_gloo_drop(c);
+    else fsdpi_free(&w->boot.allocator, c);
+    if (!is_world) return;
+    fsdp_allocator allocator = w->boot.allocator;
+    if (w->store) fsdpi_store_close(w->store);
+    if (w->device) fsdp_gloo_device_destroy(w->device);
+    for (int i = 0; i < w->chunks.count; i++) fsdpi_free(&allocator, w->chunks.list[i].base);
+    fsdpi_free(&allocator, w->chunks.list);
+    fsdpi_free(&allocator, w);
+}
+
+static fsdp_status fsdpi_gloo_split(fsdp_comm *comm, const fsdp_group *g, fsdp_comm **out) {
+    fsdpi_gloo_comm *parent = (fsdpi_gloo_comm *)(void *)comm, *child = NULL;
+    fsdpi_gloo_world *w = parent->world;
+    *out = NULL;
+    fsdpi_describe(&parent->base, NULL, g->name);
+    parent->base.now.kind = FSDPI_SPLIT;
+    if (fsdpi_gloo_failed(parent)) return fsdpi_gloo_report(parent);
+    if (g->color >= 0) {
+        child = (fsdpi_gloo_comm *)fsdpi_alloc(&w->boot.allocator, sizeof *child);
+        if (!child)
+            return fsdpi_gloo_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+        if (fsdpi_split_members(&parent->base, g, &child->base) < 0) {
+            fsdpi_free(&w->boot.allocator, child);
+            return FSDP_ERR_INVALID_ARG;
+        }
+        fsdpi_describe(&child->base, NULL, g->name);
+        child->base.now.kind = FSDPI_SPLIT;
+        child->world = w;
+        child->id = fsdpi_hash(fsdpi_hash(parent->id, parent->splits), (uint64_t)g->color);
+    }
+    parent->splits++;
+    // Names and members differ between the new groups; that it is a split, and which, does not.
+    parent->base.now.key = FSDPI_SPLIT;
+    fsdpi_gloo_begin(parent);
+    fsdp_status status = fsdpi_gloo_show(parent, 0);
+    if (!status) status = fsdpi_gloo_meet(parent);
+    if (!status) status = fsdpi_gloo_shown(parent);
+    for (int i = 0; child && i < child->base.size && !status; i++) {
+        int k = 0;
+        while (parent->base.ranks[k] != child->base.ranks[i]) k++;
+        if (fsdpi_gloo_record_of(&parent->base, k).members != parent->base.now.members)
+            status = fsdpi_gloo_fail_op(parent, FSDP_ERR_MISMATCH,
+                                        "ranks disagree about who is in the group");
+    }
+    if (!status && child) {
+        status = fsdpi_gloo_connect(child);
+        if (status)
+            fsdpi_copy_name(parent->base.error, sizeof parent->base.error, child->base.error);
+    }
+    status = fsdpi_gloo_finish(parent, status);
+    fsdpi_trace_end(&w->trace);
+    if (status && child) {
+        fsdpi_gloo_drop(child);
+        child = NULL;
+    }
+    *out = (fsdp_comm *)(void *)child;
+    return status;
+}
+
+static fsdp_status fsdpi_gloo_try_open(fsdpi_gloo_comm *c) {
+    fsdpi_gloo_world *w = c->world;
+    fsdpi_store_desc desc;
+    char text[FSDPI_REASON];
+    if (!w->boot.job) w->boot.job = "";
+    if (!w->boot.store) w->boot.store = "host:";
+    c->is_world = 1;
+    fsdpi_describe(&c->base, NULL, w->boot.job);
+    c->base.now.kind = FSDPI_OPEN;
+    fsdp_status status = fsdpi_check_world(&c->base);
+    if (status) return status;
+    fsdpi_gloo_begin(c);
+    memset(&desc, 0, sizeof desc);
+    desc.boot = w->boot;
+    desc.beat = fsdpi_gloo_beat;
+    desc.event = fsdpi_gloo_wake;
+    desc.user = w;
+    status = fsdpi_store_open(&desc, &w->store, text, sizeof text);
+    if (status) return fsdpi_comm_error(&c->base, status, "%s", text);
+    const char *address = fsdpi_store_address(w->store);
+    if (fsdp_gloo_device_create(address, &w->device)) {
+        (void)snprintf(text, sizeof text,
+                       "no sockets on address %s (%s); FSDP_SOCKET_IFNAME names "
+                       "the interface to use",
+                       address, fsdp_gloo_error());
+        status = fsdpi_gloo_fail_here(c, FSDP_ERR_BACKEND, text);
+    }
+    if (!status) status = fsdpi_gloo_connect(c);
+    fsdpi_trace_end(&w->trace);
+    return status;
+}
+
+static fsdp_status fsdpi_gloo_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
+    *out = NULL;
+    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)fsdpi_alloc(&boot->allocator, sizeof *c);
+    fsdpi_gloo_world *w = (fsdpi_gloo_world *)fsdpi_alloc(&boot->allocator, sizeof *w);
+    if (!c || !w) {
+        fsdpi_free(&boot->allocator, c);
+        fsdpi_free(&boot->allocator, w);
+        (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error,
+                       "rank %d: the allocator refused", boot->rank);
+        return FSDP_ERR_OUT_OF_MEMORY;
+    }
+    c->world = w;
+    c->base.boot = &w->boot;
+    w->boot = *boot;
+    fsdp_status status = fsdpi_gloo_try_open(c);
+    if (status) {
+        fsdpi_open_failed(&c->base);
+        fsdpi_gloo_close((fsdp_comm *)(void *)c);
+        return status;
+    }
+    caps->kinds = FSDPI_GLOO_KINDS;
+    caps->flags = FSDP_CAP_FUSED_REDUCE;
+    caps->lanes = 2;
+    *out = (fsdp_comm *)(void *)c;
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_gloo_alloc(fsdp_comm *comm, size_t size, void **ptr) {
+    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)(void *)comm;
+    fsdpi_gloo_world *w = c->world;
+    const char *whose;
+    *ptr = NULL;
+    if (size >= (size_t)1 << 20 && (int64_t)(size / 2) > fsdpi_memory_left(&whose) / 2)
+        return fsdpi_no_memory(&c->base, size, "memory is short");
+    fsdpi_chunk chunk = {(char *)fsdpi_alloc(&w->boot.allocator, size), size, 0, 0};
+    if (!chunk.base || !fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
+        fsdpi_free(&w->boot.allocator, chunk.base);
+        return fsdpi_no_memory(&c->base, size, "the allocator refused");
+    }
+    *ptr = chunk.base;
+    return FSDP_OK;
+}
+
+static void fsdpi_gloo_free(fsdp_comm *comm, void *ptr, size_t size) {
+    fsdpi_gloo_world *w = ((fsdpi_gloo_comm *)(void *)comm)->world;
+    fsdpi_chunk chunk;
+    (void)size;
+    if (ptr && fsdpi_chunk_take(&w->chunks, 0, ptr, &chunk))
+        fsdpi_free(&w->boot.allocator, chunk.base);
+}
+
+static const char *fsdpi_gloo_error_text(fsdp_comm *comm) {
+    return comm ? ((fsdpi_gloo_comm *)(void *)comm)->base.error : fsdpi_thread_error;
+}
+
+static void fsdpi_gloo_abort(fsdp_comm *comm, fsdp_status status, const char *why) {
+    fsdpi_gloo_world *w = ((fsdpi_gloo_comm *)(void *)comm)->world;
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_say_abort(&t, &w->boot, why);
+    fsdpi_store_abort(w->store, status ? status : FSDP_ERR_ABORTED, "", reason);
+}
+
+static fsdp_status fsdpi_gloo_poll(fsdp_comm *comm) {
+    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)(void *)comm;
+    return fsdpi_gloo_failed(c) ? fsdpi_gloo_report(c) : FSDP_OK;
+}
+
+FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void) {
+    static const fsdp_comm_ops ops = {
+        FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "gloo",           fsdpi_gloo_open,
+        fsdpi_gloo_split,  fsdpi_gloo_close,      fsdpi_gloo_run,   fsdpi_gloo_alloc,
+        fsdpi_gloo_free,   fsdpi_gloo_error_text, fsdpi_gloo_abort, fsdpi_gloo_poll,
+    };
+    return &ops;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION

@@ -1,0 +1,2154 @@
+/* backends/fsdp_store.h - how ranks on several hosts meet, and learn of each other's end
+
+   A key-value store, its server and its client, used by backends whose ranks share no memory. Part
+   of fsdp.h's implementation, which includes it after fsdp_launch.h.
+
+   Who serves. boot->store says where ranks meet:
+   - "tcp://HOST:PORT"  rank 0 serves there, unless a server of this job, a launcher's, is there
+                        already. A port that somebody else has is passed over: all ranks look at
+                        PORT..PORT+16, in rounds, until the deadline. With
+                        TORCHELASTIC_USE_AGENT_STORE=True, MASTER_PORT is torchrun's own.
+   - "file:///PATH"     rank 0 serves on a free port and writes the address to the file
+   - "host:" or NULL    all ranks are on one host: an abstract unix socket, named from the user and
+                        the job's name
+   - Only programs that know the job's token take part: FSDP_TOKEN, else user and job name. This
+     keeps jobs, and incarnations of a job, apart. It is no protection against people: whoever can
+     read the network can read everything. Trusted networks only.
+
+   What a rank goes through, as the server sees it:
+
+       ABSENT --HELLO--> JOINED --BYE--> LEFT      In a launcher's store all are ABSENT again, and
+                            |                      the store is empty, once all have LEFT: programs
+                            +--its end--> LOST     open one world after another.
+
+   A world begins when all have joined, and may end with a verdict: a rank that aborts tells it, or
+   the server when a rank is lost or does not come. The first one stands and is pushed to all; from
+   then on every call fails with its status. A verdict that cannot reach the server stands where it
+   was told. When the server ends in order (CLOSING), ranks go on without a store; when it just
+   vanishes, that is a verdict.
+
+   Frames, both ways, little endian: u32 "FKV1", u16 op, u16 flags, u32 id, u32 key size, u64 value
+   size, key, value. A request's answer has its id.
+
+       CHALLENGE  server   nonce[32], as soon as somebody connects
+       HELLO      client   HMAC-SHA256(token, nonce), u32 version, i32 rank, i32 size, i64 timeout,
+                           i64 what is left of it
+       REPLY      server   flags: fsdp_status. To HELLO: i32 who serves (-1: a launcher); GET: the
+                           value; ASK: i32 state, i32 busy, i64 silent, i64 since, text
+       REFUSED    server   to HELLO, which is the end; value: a text. flags: fsdp_status, or 0: that
+                           may pass, or another port may be the right one
+       SET, GET, DELETE    client   with a key; GET: i64 timeout, waits until the key is there. When
+                           that has passed the server forgets it: the client has its own clock
+       BEAT       client   i32 busy, i64 since, text: what the rank is doing
+       ASK        client   i32 rank: what is it doing, and when was it heard of?
+       ABORT      client   as VERDICT
+       BYE        client   the rank leaves in order; the server closes the connection
+       JOINED     push     all ranks are there; a text: an address of the server's host, or nothing
+       LEFT       push     i32 rank
+       VERDICT    push     i32 status, i32 rank that told it, i32 rank that is lost, subject, 0,
+                           reason
+       CLOSING    push     the server ends
+
+   Layers: fsdpi_store_core is a state machine without sockets or a clock: bytes of connections in,
+   bytes out. fsdpi_store_server is a thread that moves these bytes. fsdpi_store is a client: one
+   thread reads, and beats; callers wait on futexes.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_STORE_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#define FSDP_STORE_IMPLEMENTED
+
+#include "fsdp_record.h" // fsdpi_verdict
+
+#include <errno.h>       // errno
+#include <ifaddrs.h>     // getifaddrs
+#include <netinet/in.h>  // sockaddr_in, sockaddr_in6
+#include <netinet/tcp.h> // TCP_NODELAY
+#include <poll.h>        // poll
+#include <sys/eventfd.h> // eventfd: wakes a thread that polls
+#include <sys/socket.h>  // socket and others
+#include <sys/un.h>      // sockaddr_un
+#include <asm/socket.h>  // SO_REUSEADDR, SO_PEERCRED, which strict C99 hides
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// <netdb.h>, which strict C99 empties.
+struct fsdpi_addrinfo {
+    int ai_flags, ai_family, ai_socktype, ai_protocol;
+    socklen_t ai_addrlen;
+    struct sockaddr *ai_addr;
+    char *ai_canonname;
+    struct fsdpi_addrinfo *ai_next;
+};
+extern int fsdpi_getaddrinfo(const char *host, const char *service,
+                             const struct fsdpi_addrinfo *hints,
+                             struct fsdpi_addrinfo **out) __asm__("getaddrinfo");
+extern void fsdpi_freeaddrinfo(struct fsdpi_addrinfo *list) __asm__("freeaddrinfo");
+extern const char *fsdpi_gai_strerror(int code) __asm__("gai_strerror");
+extern int fsdpi_getnameinfo(const struct sockaddr *address, socklen_t size, char *host,
+                             socklen_t host_cap, char *service, socklen_t service_cap,
+                             int flags) __asm__("getnameinfo");
+
+#define FSDPI_STORE_MAGIC       0x31564B46u // "FKV1"
+#define FSDPI_STORE_VERSION     1
+#define FSDPI_STORE_HEADER      24
+#define FSDPI_STORE_NONCE       32
+#define FSDPI_STORE_HELLO_BYTES (32 + 4 + 4 + 4 + 8 + 8) // of its value
+#define FSDPI_STORE_KEY_MAX     256
+#define FSDPI_STORE_VALUE_MAX   ((size_t)16 << 20)
+#define FSDPI_STORE_TOTAL_MAX   ((size_t)1 << 30)  // of all entries of a store
+#define FSDPI_STORE_OUT_MAX     ((size_t)64 << 20) // not yet read by one client
+#define FSDPI_STORE_WAITS_MAX   64                 // of one client
+#define FSDPI_STORE_STRANGERS   64                 // connections beside those of the ranks
+#define FSDPI_STORE_BUCKETS     1024
+#define FSDPI_STORE_PORTS       17                    // that are tried
+#define FSDPI_STORE_PATIENCE    ((int64_t)5000000000) // with a stranger
+#define FSDPI_STORE_GRACE       ((int64_t)200000000) // for goodbyes, and for a verdict to come back
+#define FSDPI_STORE_BEAT_NS     ((int64_t)250000000)
+#define FSDPI_STORE_STACK       ((size_t)256 << 10)
+#define FSDPI_STORE_READ        65536 // bytes read at a time
+
+// clang-format off
+enum {
+    FSDPI_STORE_CHALLENGE = 1, FSDPI_STORE_HELLO, FSDPI_STORE_REPLY, FSDPI_STORE_REFUSED,
+    FSDPI_STORE_SET, FSDPI_STORE_GET, FSDPI_STORE_DELETE, FSDPI_STORE_BEAT, FSDPI_STORE_ASK,
+    FSDPI_STORE_ABORT, FSDPI_STORE_BYE, FSDPI_STORE_ALL_JOINED, FSDPI_STORE_RANK_LEFT,
+    FSDPI_STORE_VERDICT, FSDPI_STORE_CLOSING
+};
+// clang-format on
+
+enum { FSDPI_STORE_ABSENT, FSDPI_STORE_JOINED, FSDPI_STORE_LEFT, FSDPI_STORE_LOST };
+
+// What a rank is doing, as it says itself.
+typedef struct fsdpi_store_beat {
+    int32_t busy;     // it is in the operation that text names; else that was its last one
+    int64_t since_ns; // for how long it has been in it; or how long ago it left it
+    char text[160];   // "": none so far
+} fsdpi_store_beat;
+
+// What the store knows of a rank, as of now.
+typedef struct fsdpi_store_peer {
+    int32_t state, busy;
+    int64_t silent_ns, since_ns; // since its last sign of life; see fsdpi_store_beat
+    char text[160];
+} fsdpi_store_peer;
+
+typedef struct fsdpi_store_desc {
+    fsdp_boot boot;
+    // Called by the client's thread; must not call the store, and must return soon. May be NULL.
+    void (*beat)(void *user, fsdpi_store_beat *out); // what is this rank doing? *out is zeroed
+    void (*event)(void *user); // look: a verdict stands, or a rank has left, or the store is gone
+    void *user;
+} fsdpi_store_desc;
+
+typedef struct fsdpi_store fsdpi_store;
+typedef struct fsdpi_store_server fsdpi_store_server;
+
+/* -------------------------------------------------------------------------------------------- */
+// >>store_hash
+// Owns: SHA-256 (FIPS 180-4) and HMAC (RFC 2104).
+
+typedef struct fsdpi_sha256 {
+    uint32_t h[8];
+    uint64_t bytes;
+    uint8_t block[64];
+} fsdpi_sha256;
+
+static void fsdpi_sha256_begin(fsdpi_sha256 *s) {
+    static const uint32_t start[8] = {0x6a09e667, 0xbb67ae85, 0x3c6ef372, 0xa54ff53a,
+                                      0x510e527f, 0x9b05688c, 0x1f83d9ab, 0x5be0cd19};
+    memcpy(s->h, start, sizeof start);
+    s->bytes = 0;
+}
+
+static uint32_t fsdpi_sha256_turn(uint32_t x, int n) { return x >> n | x << (32 - n); }
+
+static void fsdpi_sha256_mix(uint32_t h[8], const uint8_t block[64]) {
+    static const uint32_t k[64] = {
+        0x428a2f98, 0x71374491, 0xb5c0fbcf, 0xe9b5dba5, 0x3956c25b, 0x59f111f1, 0x923f82a4,
+        0xab1c5ed5, 0xd807aa98, 0x12835b01, 0x243185be, 0x550c7dc3, 0x72be5d74, 0x80deb1fe,
+        0x9bdc06a7, 0xc19bf174, 0xe49b69c1, 0xefbe4786, 0x0fc19dc6, 0x240ca1cc, 0x2de92c6f,
+        0x4a7484aa, 0x5cb0a9dc, 0x76f988da, 0x983e5152, 0xa831c66d, 0xb00327c8, 0xbf597fc7,
+        0xc6e00bf3, 0xd5a79147, 0x06ca6351, 0x14292967, 0x27b70a85, 0x2e1b2138, 0x4d2c6dfc,
+        0x53380d13, 0x650a7354, 0x766a0abb, 0x81c2c92e, 0x92722c85, 0xa2bfe8a1, 0xa81a664b,
+        0xc24b8b70, 0xc76c51a3, 0xd192e819, 0xd6990624, 0xf40e3585, 0x106aa070, 0x19a4c116,
+        0x1e376c08, 0x2748774c, 0x34b0bcb5, 0x391c0cb3, 0x4ed8aa4a, 0x5b9cca4f, 0x682e6ff3,
+        0x748f82ee, 0x78a5636f, 0x84c87814, 0x8cc70208, 0x90befffa, 0xa4506ceb, 0xbef9a3f7,
+        0xc67178f2};
+    uint32_t w[64], v[8];
+    for (int i = 0; i < 16; i++)
+        w[i] = (uint32_t)block[4 * i] << 24 | (uint32_t)block[4 * i + 1] << 16 |
+               (uint32_t)block[4 * i + 2] << 8 | block[4 * i + 3];
+    for (int i = 16; i < 64; i++) {
+        uint32_t a = w[i - 15], b = w[i - 2];
+        w[i] = w[i - 16] + w[i - 7] +
+               (fsdpi_sha256_turn(a, 7) ^ fsdpi_sha256_turn(a, 18) ^ a >> 3) +
+               (fsdpi_sha256_turn(b, 17) ^ fsdpi_sha256_turn(b, 19) ^ b >> 10);
+    }
+    memcpy(v, h, sizeof v);
+    for (int i = 0; i < 64; i++) {
+        uint32_t e = v[4], a = v[0];
+        uint32_t t = v[7] + k[i] + w[i] + ((e & v[5]) ^ (~e & v[6])) +
+                     (fsdpi_sha256_turn(e, 6) ^ fsdpi_sha256_turn(e, 11) ^
+                      fsdpi_sha256_turn(e, 25));
+        uint32_t u = ((a & v[1]) ^ (a & v[2]) ^ (v[1] & v[2])) + (fsdpi_sha256_turn(a, 2) ^
+                                                                  fsdpi_sha256_turn(a, 13) ^
+                                                                  fsdpi_sha256_turn(a, 22));
+        memmove(v + 1, v, 7 * sizeof *v);
+        v[4] += t;
+        v[0] = t + u;
+    }
+    for (int i = 0; i < 8; i++) h[i] += v[i];
+}
+
+static void fsdpi_sha256_add(fsdpi_sha256 *s, const void *data, size_t size) {
+    const uint8_t *from = (const uint8_t *)data;
+    for (size_t i = 0; i < size; i++) {
+        s->block[s->bytes++ % 64] = from[i];
+        if (s->bytes % 64 == 0) fsdpi_sha256_mix(s->h, s->block);
+    }
+}
+
+static void fsdpi_sha256_end(fsdpi_sha256 *s, uint8_t out[32]) {
+    uint64_t bits = s->bytes * 8;
+    uint8_t tail[72] = {0x80}; // then zeros up to 8 bytes before the end of a block, then the bits
+    size_t pad = 1 + (119 - s->bytes % 64) % 64;
+    for (size_t i = 0; i < 8; i++) tail[pad + i] = (uint8_t)(bits >> (56 - 8 * i));
+    fsdpi_sha256_add(s, tail, pad + 8);
+    for (int i = 0; i < 32; i++) out[i] = (uint8_t)(s->h[i / 4] >> (24 - 8 * (i % 4)));
+}
+
+// Keys of up to 64 bytes.
+static void fsdpi_hmac_sha256(const void *key, size_t key_size, const void *data, size_t size,
+                              uint8_t out[32]) {
+    fsdpi_sha256 s;
+    uint8_t pad[64] = {0};
+    memcpy(pad, key, key_size);
+    for (int i = 0; i < 64; i++) pad[i] ^= 0x36;
+    fsdpi_sha256_begin(&s);
+    fsdpi_sha256_add(&s, pad, sizeof pad);
+    fsdpi_sha256_add(&s, data, size);
+    fsdpi_sha256_end(&s, out);
+    for (int i = 0; i < 64; i++) pad[i] ^= 0x36 ^ 0x5c;
+    fsdpi_sha256_begin(&s);
+    fsdpi_sha256_add(&s, pad, sizeof pad);
+    fsdpi_sha256_add(&s, out, 32);
+    fsdpi_sha256_end(&s, out);
+}
+
+// The key that all programs of a job know.
+static void fsdpi_store_token(const char *job, uint8_t token[32]) {
+    const char *given = fsdpi_env("FSDP_TOKEN");
+    char user[32];
+    (void)snprintf(user, sizeof user, "user %lu job ", (unsigned long)getuid());
+    if (given) (void)snprintf(user, sizeof user, "token ");
+    fsdpi_sha256 s;
+    fsdpi_sha256_begin(&s);
+    fsdpi_sha256_add(&s, user, strlen(user));
+    fsdpi_sha256_add(&s, given ? given : job, strlen(given ? given : job));
+    fsdpi_sha256_end(&s, token);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>store_frame
+// Owns: bytes that wait to be read or written, and frames within them.
+
+// Bytes [begin, end) of a block that grows.
+typedef struct fsdpi_queue {
+    char *block;
+    size_t begin, end, cap;
+} fsdpi_queue;
+
+typedef struct fsdpi_frame {
+    uint16_t op, flags;
+    uint32_t id;
+    size_t key_size, value_size;
+    const char *key, *value;
+} fsdpi_frame;
+
+static size_t fsdpi_queue_size(const fsdpi_queue *b) { return b->end - b->begin; }
+
+static void fsdpi_queue_free(const fsdp_allocator *a, fsdpi_queue *b) {
+    fsdpi_free(a, b->block);
+    memset(b, 0, sizeof *b);
+}
+
+// Room for `size` more bytes. 0: no memory, and nothing has changed.
+static int fsdpi_queue_reserve(const fsdp_allocator *a, fsdpi_queue *b, size_t size) {
+    size_t used = fsdpi_queue_size(b), cap = 256;
+    if (b->cap - b->end >= size) return 1;
+    while (cap < used + size) cap *= 2;
+    char *block = cap <= b->cap ? b->block : (char *)fsdpi_alloc(a, cap);
+    if (!block) return 0;
+    if (used) memmove(block, b->block + b->begin, used);
+    if (block != b->block) {
+        fsdpi_free(a, b->block);
+        b->block = block;
+        b->cap = cap;
+    }
+    b->begin = 0;
+    b->end = used;
+    return 1;
+}
+
+static int fsdpi_queue_add(const fsdp_allocator *a, fsdpi_queue *b, const void *data, size_t size) {
+    if (!fsdpi_queue_reserve(a, b, size)) return 0;
+    if (size) memcpy(b->block + b->end, data, size);
+    b->end += size;
+    return 1;
+}
+
+// The first `size` bytes are done with. A large block is not kept for nothing.
+static void fsdpi_queue_drop(const fsdp_allocator *a, fsdpi_queue *b, size_t size) {
+    b->begin += size;
+    if (b->begin < b->end) return;
+    b->begin = b->end = 0;
+    if (b->cap > 2 * FSDPI_STORE_READ) fsdpi_queue_free(a, b);
+}
+
+static char *fsdpi_le_put(char *at, uint64_t value, int bytes) {
+    for (int i = 0; i < bytes; i++) *at++ = (char)(unsigned char)(value >> (8 * i));
+    return at;
+}
+
+static uint64_t fsdpi_le_get(const char *at, int bytes) {
+    uint64_t value = 0;
+    for (int i = 0; i < bytes; i++) value |= (uint64_t)(unsigned char)at[i] << (8 * i);
+    return value;
+}
+
+static int32_t fsdpi_le_i32(const char *at) { return (int32_t)(uint32_t)fsdpi_le_get(at, 4); }
+static int64_t fsdpi_le_i64(const char *at) { return (int64_t)fsdpi_le_get(at, 8); }
+
+static int fsdpi_frame_put(const fsdp_allocator *a, fsdpi_queue *b, const fsdpi_frame *f) {
+    char header[FSDPI_STORE_HEADER], *at = header;
+    at = fsdpi_le_put(at, FSDPI_STORE_MAGIC, 4);
+    at = fsdpi_le_put(at, f->op, 2);
+    at = fsdpi_le_put(at, f->flags, 2);
+    at = fsdpi_le_put(at, f->id, 4);
+    at = fsdpi_le_put(at, f->key_size, 4);
+    (void)fsdpi_le_put(at, f->value_size, 8);
+    return fsdpi_queue_reserve(a, b, sizeof header + f->key_size + f->value_size) &&
+           fsdpi_queue_add(a, b, header, sizeof header) &&
+           fsdpi_queue_add(a, b, f->key, f->key_size) &&
+           fsdpi_queue_add(a, b, f->value, f->value_size);
+}
+
+// 1: a whole frame, which lies in b until it is dropped; 0: not yet; -1: this is no frame.
+static int fsdpi_frame_get(const fsdpi_queue *b, fsdpi_frame *f) {
+    if (fsdpi_queue_size(b) < FSDPI_STORE_HEADER) return 0;
+    const char *at = b->block + b->begin;
+    uint64_t key_size = fsdpi_le_get(at + 12, 4), value_size = fsdpi_le_get(at + 16, 8);
+    if (fsdpi_le_get(at, 4) != FSDPI_STORE_MAGIC || key_size > FSDPI_STORE_KEY_MAX ||
+        value_size > FSDPI_STORE_VALUE_MAX)
+        return -1;
+    if (fsdpi_queue_size(b) < FSDPI_STORE_HEADER + key_size + value_size) return 0;
+    f->op = (uint16_t)fsdpi_le_get(at + 4, 2);
+    f->flags = (uint16_t)fsdpi_le_get(at + 6, 2);
+    f->id = (uint32_t)fsdpi_le_get(at + 8, 4);
+    f->key_size = (size_t)key_size;
+    f->value_size = (size_t)value_size;
+    f->key = at + FSDPI_STORE_HEADER;
+    f->value = f->key + key_size;
+    return 1;
+}
+
+static void fsdpi_frame_drop(const fsdp_allocator *a, fsdpi_queue *b, const fsdpi_frame *f) {
+    fsdpi_queue_drop(a, b, FSDPI_STORE_HEADER + f->key_size + f->value_size);
+}
+
+// The text in from[0..size), cut to what fits. Returns the bytes it takes there, with its 0.
+static size_t fsdpi_frame_text(char *out, size_t cap, const char *from, size_t size) {
+    const char *zero = size ? (const char *)memchr(from, 0, size) : NULL;
+    size_t length = zero ? (size_t)(zero - from) : size, kept = length < cap ? length : cap - 1;
+    if (kept) memcpy(out, from, kept);
+    out[kept] = 0;
+    return zero ? length + 1 : length;
+}
+
+#define FSDPI_VERDICT_BYTES (12 + sizeof(fsdpi_verdict))
+
+static size_t fsdpi_verdict_put(char *to, const fsdpi_verdict *v) {
+    char *at = fsdpi_le_put(to, (uint32_t)v->status, 4);
+    at = fsdpi_le_put(at, (uint32_t)v->rank, 4);
+    at = fsdpi_le_put(at, (uint32_t)v->lost, 4);
+    memcpy(at, v->subject, strlen(v->subject) + 1);
+    at += strlen(v->subject) + 1;
+    memcpy(at, v->reason, strlen(v->reason));
+    return (size_t)(at - to) + strlen(v->reason);
+}
+
+static int fsdpi_verdict_get(const fsdpi_frame *f, fsdpi_verdict *v) {
+    if (f->value_size < 12) return 0;
+    v->status = fsdpi_le_i32(f->value);
+    v->rank = fsdpi_le_i32(f->value + 4);
+    v->lost = fsdpi_le_i32(f->value + 8);
+    if (v->status <= FSDP_OK || v->status > FSDP_ERR_INTERNAL) v->status = FSDP_ERR_ABORTED;
+    size_t used = 12 + fsdpi_frame_text(v->subject, sizeof v->subject, f->value + 12,
+                                        f->value_size - 12);
+    (void)fsdpi_frame_text(v->reason, sizeof v->reason, f->value + used, f->value_size - used);
+    return 1;
+}
+
+// "it is in all_gather of 'h.3', for 1.2 s; last heard of 0.1 s ago"
+static void fsdpi_store_say_peer(fsdpi_text *t, const fsdpi_store_peer *p) {
+    double since = (double)p->since_ns * 1e-9, silent = (double)p->silent_ns * 1e-9;
+    int lost = p->state == FSDPI_STORE_LOST;
+    if (p->state == FSDPI_STORE_ABSENT) {
+        fsdpi_say(t, "it has not joined the job");
+        return;
+    }
+    if (p->state == FSDPI_STORE_LEFT) {
+        fsdpi_say(t, "it has shut down");
+        return;
+    }
+    if (!p->text[0]) fsdpi_say(t, "it had begun no operation");
+    else if (p->busy) fsdpi_say(t, "it %s in %s, for %.1f s", lost ? "was" : "is", p->text, since);
+    else fsdpi_say(t, "its last operation was %s, %.1f s ago", p->text, since);
+    fsdpi_say(t, "; last heard of %.1f s ago", silent);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>store_core
+// Owns: the server's state. Invariants: no call blocks, reads a clock or touches a socket; only
+// fsdpi_store_core_disconnect frees a connection; a connection that has not shown that it knows the
+// token costs no more than its struct and the bytes of a HELLO, for FSDPI_STORE_PATIENCE.
+
+enum {
+    FSDPI_CONN_STRANGER, // has not said who it is
+    FSDPI_CONN_RANK,
+    FSDPI_CONN_ENDING, // what is in `out` is still sent
+    FSDPI_CONN_BROKEN  // to be closed and disconnected at once
+};
+
+typedef struct fsdpi_conn {
+    struct fsdpi_conn *next;
+    int fd; // the caller's
+    int state, rank, waits;
+    int64_t deadline; // of strangers, and of those that are ending
+    const char *why;  // what it did, if it is lost
+    uint8_t nonce[FSDPI_STORE_NONCE];
+    fsdpi_queue in, out; // out: the caller sends and drops these
+} fsdpi_conn;
+
+typedef struct fsdpi_store_entry {
+    struct fsdpi_store_entry *next;
+    uint64_t hash;
+    size_t bytes;
+    char *key, *value; // in the same block
+} fsdpi_store_entry;
+
+// A GET whose key is not there yet.
+typedef struct fsdpi_store_wait {
+    struct fsdpi_store_wait *next;
+    fsdpi_conn *conn;
+    uint64_t hash;
+    int64_t deadline;
+    uint32_t id;
+    char key[FSDPI_STORE_KEY_MAX + 1];
+} fsdpi_store_wait;
+
+typedef struct fsdpi_store_rank {
+    int32_t state;
+    int64_t heard_ns; // when
+    fsdpi_store_beat beat;
+} fsdpi_store_rank;
+
+typedef struct fsdpi_store_core {
+    fsdp_allocator allocator;
+    int size, server_rank; // server_rank: -1: a launcher
+    uint8_t token[32];
+    char where[160];  // its address, for texts
+    char reached[64]; // an address under which other hosts reach this one, once that is known
+    int closing, num_conns, num_joined;
+    int64_t join_ns, join_timeout_ns; // when ranks must have joined, and how long that was
+    size_t total;
+    fsdpi_verdict verdict; // status FSDP_OK: none
+    fsdpi_store_rank *ranks;
+    fsdpi_conn *conns;
+    fsdpi_store_wait *waits;
+    fsdpi_store_entry *entries[FSDPI_STORE_BUCKETS];
+} fsdpi_store_core;
+
+static int64_t fsdpi_store_after(int64_t now, int64_t timeout) {
+    return timeout > INT64_MAX - now ? INT64_MAX : now + timeout;
+}
+
+static void fsdpi_conn_break(fsdpi_conn *conn, const char *why) {
+    conn->state = FSDPI_CONN_BROKEN;
+    conn->why = why;
+}
+
+static void fsdpi_conn_end(fsdpi_conn *conn, int64_t now) {
+    conn->state = FSDPI_CONN_ENDING;
+    conn->rank = -1;
+    conn->deadline = fsdpi_store_after(now, FSDPI_STORE_PATIENCE);
+}
+
+static void fsdpi_store_core_send(fsdpi_store_core *core, fsdpi_conn *conn, int op, int flags,
+                                  uint32_t id, const void *value, size_t bytes) {
+    fsdpi_frame f = {(uint16_t)op, (uint16_t)flags, id, 0, bytes, NULL, (const char *)value};
+    if (conn->state != FSDPI_CONN_STRANGER && conn->state != FSDPI_CONN_RANK) return;
+    if (fsdpi_queue_size(&conn->out) + bytes > FSDPI_STORE_OUT_MAX)
+        fsdpi_conn_break(conn, "does not read what the store sends to it");
+    else if (!fsdpi_frame_put(&core->allocator, &conn->out, &f))
+        fsdpi_conn_break(conn, "is cut off: the store has no memory for what it sends to it");
+}
+
+static void fsdpi_store_core_push(fsdpi_store_core *core, int op, const void *value, size_t bytes) {
+    for (fsdpi_conn *conn = core->conns; conn; conn = conn->next)
+        if (conn->state == FSDPI_CONN_RANK)
+            fsdpi_store_core_send(core, conn, op, 0, 0, value, bytes);
+}
+
+// Drops the waits of a connection, and those whose time has come.
+static void fsdpi_store_core_forget(fsdpi_store_core *core, const fsdpi_conn *conn, int64_t now) {
+    for (fsdpi_store_wait **link = &core->waits; *link;) {
+        fsdpi_store_wait *wait = *link;
+        if (wait->conn != conn && wait->deadline > now) {
+            link = &wait->next;
+            continue;
+        }
+        *link = wait->next;
+        wait->conn->waits--;
+        fsdpi_free(&core->allocator, wait);
+    }
+}
+
+static void fsdpi_store_core_clear(fsdpi_store_core *core) {
+    for (int i = 0; i < FSDPI_STORE_BUCKETS; i++)
+        while (core->entries[i]) {
+            fsdpi_store_entry *entry = core->entries[i];
+            core->entries[i] = entry->next;
+            fsdpi_free(&core->allocator, entry);
+        }
+    core->total = 0;
+}
+
+// The first verdict stands.
+static void fsdpi_store_core_judge(fsdpi_store_core *core, const fsdpi_verdict *v) {
+    char value[FSDPI_VERDICT_BYTES];
+    if (core->verdict.status || core->closing) return;
+    core->verdict = *v;
+    fsdpi_store_core_push(core, FSDPI_STORE_VERDICT, value, fsdpi_verdict_put(value, v));
+}
+
+static FSDP_PRINTF(4, 5) void fsdpi_store_core_fail(fsdpi_store_core *core, fsdp_status status,
+                                                    int lost, const char *format, ...) {
+    fsdpi_verdict v;
+    va_list args;
+    memset(&v, 0, sizeof v);
+    v.status = (int32_t)status;
+    v.rank = -1;
+    v.lost = lost;
+    va_start(args, format);
+    (void)vsnprintf(v.reason, sizeof v.reason, format, args);
+    va_end(args);
+    fsdpi_store_core_judge(core, &v);
+}
+
+static fsdpi_store_peer fsdpi_store_core_peer(const fsdpi_store_core *core, int rank, int64_t now) {
+    const fsdpi_store_rank *r = &core->ranks[rank];
+    fsdpi_store_peer p;
+    memset(&p, 0, sizeof p);
+    p.state = r->state;
+    p.busy = r->beat.busy;
+    p.silent_ns = now - r->heard_ns;
+    p.since_ns = fsdpi_store_after(p.silent_ns, r->beat.since_ns);
+    memcpy(p.text, r->beat.text, sizeof p.text);
+    return p;
+}
+
+/* A rank has said goodbye, or was told that its world has ended. After the last one a launcher's
+   store takes the next world; rank 0 opens another store. */
+static void fsdpi_store_core_leave(fsdpi_store_core *core, int rank) {
+    int left = 0;
+    core->ranks[rank].state = FSDPI_STORE_LEFT;
+    for (int r = 0; r < core->size; r++) left += core->ranks[r].state == FSDPI_STORE_LEFT;
+    if (left < core->size || core->server_rank >= 0) return;
+    memset(core->ranks, 0, (size_t)core->size * sizeof *core->ranks);
+    memset(&core->verdict, 0, sizeof core->verdict);
+    core->num_joined = 0;
+    core->join_ns = INT64_MAX;
+    fsdpi_store_core_clear(core);
+}
+
+static FSDP_PRINTF(5, 6) void fsdpi_store_core_refuse(fsdpi_store_core *core, fsdpi_conn *conn,
+                                                      int status, int64_t now, const char *format,
+                                                      ...) {
+    char text[400];
+    va_list args;
+    va_start(args, format);
+    (void)vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    fsdpi_store_core_send(core, conn, FSDPI_STORE_REFUSED, status, 0, text, strlen(text));
+    if (conn->state != FSDPI_CONN_BROKEN) fsdpi_conn_end(conn, now);
+}
+
+static void fsdpi_store_core_join(fsdpi_store_core *core, fsdpi_conn *conn, int rank,
+                                  int64_t timeout, int64_t left, int64_t now) {
+    char value[4];
+    fsdpi_store_rank *r = &core->ranks[rank];
+    memset(r, 0, sizeof *r);
+    r->state = FSDPI_STORE_JOINED;
+    r->heard_ns = now;
+    conn->state = FSDPI_CONN_RANK;
+    conn->rank = rank;
+    (void)fsdpi_le_put(value, (uint32_t)core->server_rank, 4);
+    fsdpi_store_core_send(core, conn, FSDPI_STORE_REPLY, FSDP_OK, 0, value, sizeof value);
+    if (fsdpi_store_after(now, left) < core->join_ns) { // the first one whose time is over
+        core->join_ns = fsdpi_store_after(now, left);
+        core->join_timeout_ns = timeout;
+    }
+    if (++core->num_joined < core->size) return;
+    core->join_ns = INT64_MAX;
+    fsdpi_store_core_push(core, FSDPI_STORE_ALL_JOINED, core->reached, strlen(core->reached));
+}
+
+static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, const fsdpi_frame *f,
+                                   int64_t now) {
+    uint8_t expected[32];
+    int differs = 0;
+    fsdpi_hmac_sha256(core->token, sizeof core->token, conn->nonce, sizeof conn->nonce, expected);
+    for (size_t i = 0; i < sizeof expected; i++) differs |= expected[i] ^ (uint8_t)f->value[i];
+    uint32_t version = (uint32_t)fsdpi_le_get(f->value + 32, 4);
+    int32_t rank = fsdpi_le_i32(f->value + 36), size = fsdpi_le_i32(f->value + 40);
+    if (differs) {
+        fsdpi_store_core_refuse(core, conn, 0, now, "serves another job");
+    } else if (version != FSDPI_STORE_VERSION) {
+        fsdpi_store_core_refuse(core, conn, FSDP_ERR_MISMATCH, now,
+                                "rank %d speaks version %u of the store's protocol, the store "
+                                "version %d: start all ranks with the same build",
+                                (int)rank, (unsigned)version, FSDPI_STORE_VERSION);
+    } else if (size != core->size || rank < 0 || rank >= size) {
+        char text[400];
+        (void)snprintf(text, sizeof text,
+                       "rank %d was started as one of %d ranks, but the store at %s was opened for "
+                       "%d: give all ranks the same world size",
+                       (int)rank, (int)size, core->where, core->size);
+        fsdpi_store_core_refuse(core, conn, FSDP_ERR_MISMATCH, now, "%s", text);
+        fsdpi_store_core_fail(core, FSDP_ERR_MISMATCH, -1, "%s", text);
+    } else if (core->ranks[rank].state == FSDPI_STORE_JOINED) {
+        fsdpi_store_core_refuse(core, conn, FSDP_ERR_INVALID_ARG, now,
+                                "rank %d has joined already: two programs have that rank, or two "
+                                "jobs one name (FSDP_JOB_ID, FSDP_TOKEN)",
+                                (int)rank);
+    } else if (core->ranks[rank].state != FSDPI_STORE_ABSENT) {
+        fsdpi_store_core_refuse(core, conn, 0, now, "still serves an earlier world of this job");
+    } else if (core->verdict.status) {
+        char value[FSDPI_VERDICT_BYTES];
+        fsdpi_store_core_send(core, conn, FSDPI_STORE_VERDICT, 0, 0, value,
+                              fsdpi_verdict_put(value, &core->verdict));
+        fsdpi_conn_end(conn, now);
+        fsdpi_store_core_leave(core, (int)rank);
+    } else {
+        fsdpi_store_core_join(core, conn, (int)rank, fsdpi_le_i64(f->value + 44),
+                              fsdpi_le_i64(f->value + 52), now);
+    }
+}
+
+static fsdpi_store_entry **fsdpi_store_core_find(fsdpi_store_core *core, const char *key,
+                                                 uint64_t hash) {
+    fsdpi_store_entry **link = &core->entries[hash % FSDPI_STORE_BUCKETS];
+    while (*link && ((*link)->hash != hash || strcmp((*link)->key, key) != 0))
+        link = &(*link)->next;
+    return link;
+}
+
+static void fsdpi_store_core_remove(fsdpi_store_core *core, fsdpi_store_entry **link) {
+    fsdpi_store_entry *entry = *link;
+    if (!entry) return;
+    *link = entry->next;
+    core->total -= sizeof *entry + strlen(entry->key) + 1 + entry->bytes;
+    fsdpi_free(&core->allocator, entry);
+}
+
+static fsdp_status fsdpi_store_core_set(fsdpi_store_core *core, const char *key,
+                                        const fsdpi_frame *f) {
+    uint64_t hash = fsdpi_hash_text(key);
+    fsdpi_store_core_remove(core, fsdpi_store_core_find(core, key, hash));
+    size_t bytes = sizeof(fsdpi_store_entry) + f->key_size + 1 + f->value_size;
+    if (core->total + bytes > FSDPI_STORE_TOTAL_MAX) return FSDP_ERR_OUT_OF_MEMORY;
+    fsdpi_store_entry *entry = (fsdpi_store_entry *)fsdpi_alloc(&core->allocator, bytes);
+    if (!entry) return FSDP_ERR_OUT_OF_MEMORY;
+    entry->hash = hash;
+    entry->bytes = f->value_size;
+    entry->key = (char *)(entry + 1);
+    entry->value = entry->key + f->key_size + 1;
+    memcpy(entry->key, key, f->key_size + 1);
+    if (f->value_size) memcpy(entry->value, f->value, f->value_size);
+    fsdpi_store_entry **bucket = &core->entries[hash % FSDPI_STORE_BUCKETS];
+    entry->next = *bucket;
+    *bucket = entry;
+    core->total += bytes;
+    for (fsdpi_store_wait *wait = core->waits; wait; wait = wait->next) {
+        if (wait->hash != hash || strcmp(wait->key, key) != 0) continue;
+        fsdpi_store_core_send(core, wait->conn, FSDPI_STORE_REPLY, FSDP_OK, wait->id, entry->value,
+                              entry->bytes);
+        wait->deadline = INT64_MIN; // answered
+    }
+    fsdpi_store_core_forget(core, NULL, INT64_MIN);
+    return FSDP_OK;
+}
+
+// Answers, or waits for the key.
+static void fsdpi_store_core_get(fsdpi_store_core *core, fsdpi_conn *conn, const char *key,
+                                 const fsdpi_frame *f, int64_t now) {
+    uint64_t hash = fsdpi_hash_text(key);
+    const fsdpi_store_entry *entry = *fsdpi_store_core_find(core, key, hash);
+    fsdpi_store_wait *wait = NULL;
+    if (!entry && conn->waits < FSDPI_STORE_WAITS_MAX)
+        wait = (fsdpi_store_wait *)fsdpi_alloc(&core->allocator, sizeof *wait);
+    if (entry) {
+        fsdpi_store_core_send(core, conn, FSDPI_STORE_REPLY, FSDP_OK, f->id, entry->value,
+                              entry->bytes);
+    } else if (!wait) {
+        fsdpi_store_core_send(core, conn, FSDPI_STORE_REPLY, FSDP_ERR_OUT_OF_MEMORY, f->id, NULL,
+                              0);
+    } else {
+        wait->conn = conn;
+        wait->hash = hash;
+        wait->deadline = fsdpi_store_after(now, fsdpi_le_i64(f->value));
+        wait->id = f->id;
+        memcpy(wait->key, key, f->key_size);
+        wait->next = core->waits;
+        core->waits = wait;
+        conn->waits++;
+    }
+}
+
+static void fsdpi_store_core_ask(fsdpi_store_core *core, fsdpi_conn *conn, const fsdpi_frame *f,
+                                 int64_t now) {
+    char value[24 + sizeof core->ranks->beat.text], *at = value;
+    int32_t rank = fsdpi_le_i32(f->value);
+    if (rank < 0 || rank >= core->size) {
+        fsdpi_store_core_send(core, conn, FSDPI_STORE_REPLY, FSDP_ERR_INVALID_ARG, f->id, NULL, 0);
+        return;
+    }
+    fsdpi_store_peer p = fsdpi_store_core_peer(core, (int)rank, now);
+    at = fsdpi_le_put(at, (uint32_t)p.state, 4);
+    at = fsdpi_le_put(at, (uint32_t)p.busy, 4);
+    at = fsdpi_le_put(at, (uint64_t)p.silent_ns, 8);
+    at = fsdpi_le_put(at, (uint64_t)p.since_ns, 8);
+    memcpy(at, p.text, strlen(p.text));
+    fsdpi_store_core_send(core, conn, FSDPI_STORE_REPLY, FSDP_OK, f->id, value,
+                          24 + strlen(p.text));
+}
+
+static void fsdpi_store_core_bye(fsdpi_store_core *core, fsdpi_conn *conn, int64_t now) {
+    char value[4];
+    int rank = conn->rank;
+    (void)fsdpi_le_put(value, (uint32_t)rank, 4);
+    fsdpi_store_core_forget(core, conn, INT64_MIN);
+    fsdpi_conn_end(conn, now);
+    fsdpi_store_core_push(core, FSDPI_STORE_RANK_LEFT, value, sizeof value);
+    fsdpi_store_core_leave(core, rank);
+}
+
+// Smallest value of each op; SIZE_MAX: not for a client to send.
+static size_t fsdpi_store_core_least(int op) {
+    switch (op) {
+    case FSDPI_STORE_SET:
+    case FSDPI_STORE_DELETE:
+    case FSDPI_STORE_BYE: return 0;
+    case FSDPI_STORE_GET: return 8;
+    case FSDPI_STORE_BEAT: return 12;
+    case FSDPI_STORE_ASK: return 4;
+    case FSDPI_STORE_ABORT: return 12;
+    default: return SIZE_MAX;
+    }
+}
+
+static void fsdpi_store_core_frame(fsdpi_store_core *core, fsdpi_conn *conn, const fsdpi_frame *f,
+                                   int64_t now) {
+    char key[FSDPI_STORE_KEY_MAX + 1];
+    fsdpi_verdict v;
+    int32_t status = FSDP_OK;
+    fsdpi_store_rank *r = &core->ranks[conn->rank];
+    if (f->value_size < fsdpi_store_core_least(f->op) ||
+        (f->key_size && memchr(f->key, 0, f->key_size))) {
+        fsdpi_conn_break(conn, "has sent the store what is not in its protocol");
+        return;
+    }
+    (void)fsdpi_frame_text(key, sizeof key, f->key, f->key_size);
+    r->heard_ns = now;
+    switch (f->op) {
+    case FSDPI_STORE_SET: status = (int32_t)fsdpi_store_core_set(core, key, f); break;
+    case FSDPI_STORE_GET: fsdpi_store_core_get(core, conn, key, f, now); return;
+    case FSDPI_STORE_DELETE:
+        fsdpi_store_core_remove(core, fsdpi_store_core_find(core, key, fsdpi_hash_text(key)));
+        break;
+    case FSDPI_STORE_BEAT:
+        r->beat.busy = fsdpi_le_i32(f->value);
+        r->beat.since_ns = fsdpi_le_i64(f->value + 4);
+        (void)fsdpi_frame_text(r->beat.text, sizeof r->beat.text, f->value + 12,
+                               f->value_size - 12);
+        return;
+    case FSDPI_STORE_ASK: fsdpi_store_core_ask(core, conn, f, now); return;
+    case FSDPI_STORE_ABORT:
+        (void)fsdpi_verdict_get(f, &v);
+        v.rank = conn->rank;
+        fsdpi_store_core_judge(core, &v);
+        return;
+    default: fsdpi_store_core_bye(core, conn, now); return;
+    }
+    fsdpi_store_core_send(core, conn, FSDPI_STORE_REPLY, status, f->id, NULL, 0);
+}
+
+static int fsdpi_store_core_open(fsdpi_store_core *core, const fsdp_allocator *allocator, int size,
+                                 int server_rank, const uint8_t token[32]) {
+    memset(core, 0, sizeof *core);
+    core->allocator = *allocator;
+    core->size = size;
+    core->server_rank = server_rank;
+    core->join_ns = INT64_MAX;
+    memcpy(core->token, token, sizeof core->token);
+    core->ranks = (fsdpi_store_rank *)fsdpi_alloc(allocator, (size_t)size * sizeof *core->ranks);
+    return core->ranks != NULL;
+}
+
+// Somebody has connected. NULL: no memory.
+static fsdpi_conn *fsdpi_store_core_connect(fsdpi_store_core *core,
+                                            const uint8_t nonce[FSDPI_STORE_NONCE], int64_t now) {
+    fsdpi_conn *conn = (fsdpi_conn *)fsdpi_alloc(&core->allocator, sizeof *conn);
+    if (!conn) return NULL;
+    conn->rank = -1;
+    conn->deadline = fsdpi_store_after(now, FSDPI_STORE_PATIENCE);
+    memcpy(conn->nonce, nonce, sizeof conn->nonce);
+    conn->next = core->conns;
+    core->conns = conn;
+    core->num_conns++;
+    fsdpi_store_core_send(core, conn, FSDPI_STORE_CHALLENGE, 0, 0, nonce, sizeof conn->nonce);
+    return conn;
+}
+
+// Bytes have come on a connection.
+static void fsdpi_store_core_feed(fsdpi_store_core *core, fsdpi_conn *conn, const void *data,
+                                  size_t size, int64_t now) {
+    fsdpi_frame f;
+    int whole = 1;
+    if (conn->state == FSDPI_CONN_STRANGER &&
+        fsdpi_queue_size(&conn->in) + size > FSDPI_STORE_HEADER + FSDPI_STORE_HELLO_BYTES) {
+        fsdpi_conn_break(conn, NULL);
+        return;
+    }
+    if (conn->state != FSDPI_CONN_STRANGER && conn->state != FSDPI_CONN_RANK) return;
+    if (!fsdpi_queue_add(&core->allocator, &conn->in, data, size))
+        fsdpi_conn_break(conn, "is cut off: the store has no memory for what it sends");
+    while (conn->state == FSDPI_CONN_STRANGER || conn->state == FSDPI_CONN_RANK) {
+        whole = fsdpi_frame_get(&conn->in, &f);
+        if (whole == 0) return;
+        if (whole < 0) fsdpi_conn_break(conn, "has sent the store what is no frame");
+        else if (conn->state == FSDPI_CONN_RANK) fsdpi_store_core_frame(core, conn, &f, now);
+        else if (f.op == FSDPI_STORE_HELLO && f.value_size == FSDPI_STORE_HELLO_BYTES)
+            fsdpi_store_core_hello(core, conn, &f, now);
+        else fsdpi_conn_break(conn, NULL);
+        if (whole > 0) fsdpi_frame_drop(&core->allocator, &conn->in, &f);
+    }
+}
+
+// The connection has ended, or is to be closed: `conn` is gone. A rank that had not left is lost.
+static void fsdpi_store_core_disconnect(fsdpi_store_core *core, fsdpi_conn *conn, int64_t now) {
+    int rank = conn->rank;
+    const char *why = conn->why ? conn->why : "has died or ended without fsdp_shutdown";
+    fsdpi_conn **link = &core->conns;
+    while (*link != conn) link = &(*link)->next;
+    *link = conn->next;
+    core->num_conns--;
+    fsdpi_store_core_forget(core, conn, INT64_MIN);
+    fsdpi_queue_free(&core->allocator, &conn->in);
+    fsdpi_queue_free(&core->allocator, &conn->out);
+    fsdpi_free(&core->allocator, conn);
+    if (rank < 0) return;
+    char last[400];
+    fsdpi_text t = {last, sizeof last, 0};
+    core->ranks[rank].state = FSDPI_STORE_LOST;
+    fsdpi_store_peer p = fsdpi_store_core_peer(core, rank, now);
+    fsdpi_store_say_peer(&t, &p);
+    fsdpi_store_core_fail(core, FSDP_ERR_PEER_LOST, rank, "rank %d %s; %s", rank, why, last);
+}
+
+// Ranks have not come in time.
+static void fsdpi_store_core_late(fsdpi_store_core *core) {
+    char list[200];
+    fsdpi_text t = {list, sizeof list, 0};
+    int missing = 0, said = 0;
+    for (int r = 0; r < core->size; r++) missing += core->ranks[r].state == FSDPI_STORE_ABSENT;
+    core->join_ns = INT64_MAX;
+    fsdpi_say(&t, missing > 1 ? "ranks" : "rank");
+    for (int r = 0; r < core->size && said < 16; r++)
+        if (core->ranks[r].state == FSDPI_STORE_ABSENT)
+            fsdpi_say(&t, "%s %d", said++ ? "," : "", r);
+    if (missing > said) fsdpi_say(&t, " and %d more", missing - said);
+    fsdpi_store_core_fail(core, FSDP_ERR_TIMEOUT, -1,
+                          "%s %s not joined within %.1f s. The store is at %s: see what %s "
+                          "there (FSDP_STORE, MASTER_ADDR and MASTER_PORT say where to look, "
+                          "FSDP_TIMEOUT_MS how long)",
+                          list, missing > 1 ? "have" : "has", (double)core->join_timeout_ns * 1e-9,
+                          core->where,
+                          missing > 1 ? "keeps them from getting" : "keeps it from getting");
+}
+
+// Time has passed. Returns when to call again.
+static int64_t fsdpi_store_core_expire(fsdpi_store_core *core, int64_t now) {
+    if (core->join_ns <= now) fsdpi_store_core_late(core);
+    fsdpi_store_core_forget(core, NULL, now);
+    int64_t next = core->join_ns;
+    for (fsdpi_conn *conn = core->conns; conn; conn = conn->next) {
+        if (conn->state != FSDPI_CONN_STRANGER && conn->state != FSDPI_CONN_ENDING) continue;
+        if (conn->deadline <= now) fsdpi_conn_break(conn, NULL);
+        else if (conn->deadline < next) next = conn->deadline;
+    }
+    for (fsdpi_store_wait *wait = core->waits; wait; wait = wait->next)
+        if (wait->deadline < next) next = wait->deadline;
+    return next;
+}
+
+// Too many connections: of those that are not a rank's, the oldest goes.
+static void fsdpi_store_core_evict(fsdpi_store_core *core) {
+    fsdpi_conn *oldest = NULL;
+    for (fsdpi_conn *conn = core->conns; conn; conn = conn->next) // newest first
+        if (conn->state != FSDPI_CONN_RANK) oldest = conn;
+    if (oldest) fsdpi_conn_break(oldest, NULL);
+}
+
+static void fsdpi_store_core_farewell(fsdpi_store_core *core, int64_t now) {
+    fsdpi_store_core_push(core, FSDPI_STORE_CLOSING, NULL, 0);
+    core->closing = 1;
+    for (fsdpi_conn *conn = core->conns; conn; conn = conn->next)
+        if (conn->state != FSDPI_CONN_BROKEN) fsdpi_conn_end(conn, now);
+}
+
+static void fsdpi_store_core_close(fsdpi_store_core *core) {
+    core->closing = 1;
+    while (core->conns) fsdpi_store_core_disconnect(core, core->conns, 0);
+    fsdpi_store_core_clear(core);
+    fsdpi_free(&core->allocator, core->ranks);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>store_net
+// Owns: addresses, and sockets that neither block nor outlive an exec.
+
+enum { FSDPI_STORE_TCP, FSDPI_STORE_FILE, FSDPI_STORE_HOST };
+
+// What boot->store says.
+typedef struct fsdpi_store_where {
+    int kind, port;
+    char host[256];
+    const char *path;
+} fsdpi_store_where;
+
+typedef struct fsdpi_store_place {
+    union {
+        struct sockaddr any;
+        struct sockaddr_in v4;
+        struct sockaddr_in6 v6;
+        struct sockaddr_un un;
+    } at;
+    socklen_t size;
+} fsdpi_store_place;
+
+static int fsdpi_store_parse(const char *text, fsdpi_store_where *out) {
+    memset(out, 0, sizeof *out);
+    out->kind = FSDPI_STORE_HOST;
+    if (!text || !*text || !strcmp(text, "host:")) return 1;
+    out->kind = FSDPI_STORE_FILE;
+    out->path = text + 7;
+    if (!strncmp(text, "file:///", 8)) return text[8] != 0;
+    out->kind = FSDPI_STORE_TCP;
+    if (strncmp(text, "tcp://", 6) != 0) return 0;
+    const char *host = text + 6, *colon = strrchr(host, ':');
+    size_t bracket = *host == '[', length = colon ? (size_t)(colon - host) : 0;
+    if (length <= 2 * bracket || length >= sizeof out->host || (bracket && colon[-1] != ']') ||
+        (!bracket && memchr(host, ':', length)))
+        return 0;
+    memcpy(out->host, host + bracket, length - 2 * bracket);
+    char *end;
+    long port = strtol(colon + 1, &end, 10);
+    out->port = (int)port;
+    return colon[1] >= '0' && colon[1] <= '9' && !*end && port <= 65535;
+}
+
+// An IPv4 address in IPv6's clothes becomes what it is.
+static void fsdpi_store_unmap(fsdpi_store_place *p) {
+    static const uint8_t mapped[12] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0xFF, 0xFF};
+    struct sockaddr_in6 v6 = p->at.v6;
+    if (p->at.any.sa_family != AF_INET6 || memcmp(&v6.sin6_addr, mapped, 12) != 0) return;
+    memset(p, 0, sizeof *p);
+    p->at.v4.sin_family = AF_INET;
+    p->at.v4.sin_port = v6.sin6_port;
+    memcpy(&p->at.v4.sin_addr, (const char *)&v6.sin6_addr + 12, 4);
+    p->size = sizeof p->at.v4;
+}
+
+static int fsdpi_store_is_loopback(const fsdpi_store_place *p) {
+    static const uint8_t one[16] = {0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 1};
+    if (p->at.any.sa_family == AF_INET6) return memcmp(&p->at.v6.sin6_addr, one, 16) == 0;
+    return p->at.any.sa_family != AF_INET || ntohl(p->at.v4.sin_addr.s_addr) >> 24 == 127;
+}
+
+// 0.0.0.0 or ::, all addresses of this host; the port stays.
+static void fsdpi_store_set_any(fsdpi_store_place *p) {
+    if (p->at.any.sa_family == AF_INET6) memset(&p->at.v6.sin6_addr, 0, 16);
+    if (p->at.any.sa_family == AF_INET) p->at.v4.sin_addr.s_addr = htonl(INADDR_ANY);
+}
+
+// Where this host itself reaches what is bound to all its addresses.
+static void fsdpi_store_localise(fsdpi_store_place *p) {
+    fsdpi_store_place any = *p;
+    fsdpi_store_set_any(&any);
+    if (p->at.any.sa_family == AF_UNIX || memcmp(&any, p, sizeof any) != 0) return;
+    if (p->at.any.sa_family == AF_INET6) ((uint8_t *)&p->at.v6.sin6_addr)[15] = 1;
+    else p->at.v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+}
+
+static void fsdpi_store_set_port(fsdpi_store_place *p, int port) {
+    if (p->at.any.sa_family == AF_INET6) p->at.v6.sin6_port = htons((uint16_t)port);
+    if (p->at.any.sa_family == AF_INET) p->at.v4.sin_port = htons((uint16_t)port);
+}
+
+static int fsdpi_store_get_port(const fsdpi_store_place *p) {
+    if (p->at.any.sa_family == AF_INET6) return ntohs(p->at.v6.sin6_port);
+    return p->at.any.sa_family == AF_INET ? ntohs(p->at.v4.sin_port) : 0;
+}
+
+// "127.0.0.1", "fe80::1%eth0"; a unix socket: "127.0.0.1", where its users are to be found.
+static void fsdpi_store_host_text(const fsdpi_store_place *p, char *out, size_t cap) {
+    if (p->at.any.sa_family == AF_UNIX ||
+        fsdpi_getnameinfo(&p->at.any, p->size, out, (socklen_t)cap, NULL, 0,
+                          1 /* NI_NUMERICHOST */))
+        (void)snprintf(out, cap, "127.0.0.1");
+}
+
+// As boot->store would say it.
+static void fsdpi_store_place_text(const fsdpi_store_place *p, char *out, size_t cap) {
+    char host[64];
+    int v6 = p->at.any.sa_family == AF_INET6;
+    fsdpi_store_host_text(p, host, sizeof host);
+    if (p->at.any.sa_family == AF_UNIX) (void)snprintf(out, cap, "host: (this host)");
+    else
+        (void)snprintf(out, cap, "tcp://%s%s%s:%d", v6 ? "[" : "", host, v6 ? "]" : "",
+                       fsdpi_store_get_port(p));
+}
+
+// An abstract name: it needs no file, and goes away with its socket.
+static void fsdpi_store_unix(const char *job, fsdpi_store_place *p) {
+    memset(p, 0, sizeof *p);
+    p->at.un.sun_family = AF_UNIX;
+    int used = snprintf(p->at.un.sun_path + 1, sizeof p->at.un.sun_path - 1,
+                        "fsdp-store-%lu-%016llx", (unsigned long)getuid(),
+                        (unsigned long long)fsdpi_hash_text(job));
+    p->size = (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
+}
+
+// Looked up in every round, since names may come up later than programs. A name that is no number
+// asks the resolver, which has deadlines of its own.
+static int fsdpi_store_lookup(const char *host, fsdpi_store_place *out, int max, fsdpi_text *why) {
+    struct fsdpi_addrinfo hints, *list = NULL;
+    int count = 0;
+    memset(&hints, 0, sizeof hints);
+    hints.ai_socktype = SOCK_STREAM;
+    int rc = fsdpi_getaddrinfo(host, NULL, &hints, &list);
+    if (rc) {
+        fsdpi_say(why, "host '%s': %s", host, fsdpi_gai_strerror(rc));
+        return 0;
+    }
+    for (struct fsdpi_addrinfo *i = list; i && count < max; i = i->ai_next) {
+        if (i->ai_family != AF_INET && i->ai_family != AF_INET6) continue;
+        memset(&out[count], 0, sizeof *out);
+        memcpy(&out[count].at, i->ai_addr, i->ai_addrlen);
+        out[count++].size = i->ai_addrlen;
+    }
+    fsdpi_freeaddrinfo(list);
+    if (!count) fsdpi_say(why, "host '%s' has no address", host);
+    return count;
+}
+
+// Whether a list "a,b" has the name.
+static int fsdpi_store_listed(const char *list, const char *name) {
+    size_t length = strlen(name);
+    while (list) {
+        if (!strncmp(list, name, length) && (list[length] == ',' || !list[length])) return 1;
+        list = strchr(list, ',');
+        if (list) list++;
+    }
+    return 0;
+}
+
+// Where the user wants peers to find this rank, by the name of an interface; size 0: no wish.
+static fsdp_status fsdpi_store_interface(int family, fsdpi_store_place *out, fsdpi_text *error) {
+    const char *name = "FSDP_SOCKET_IFNAME", *list = fsdpi_env(name);
+    struct ifaddrs *all = NULL;
+    out->size = 0;
+    if (!list) list = fsdpi_env(name = "GLOO_SOCKET_IFNAME");
+    if (!list) return FSDP_OK;
+    int excludes = *list == '^';
+    if (getifaddrs(&all)) {
+        fsdpi_say(error, "the interfaces for %s cannot be listed: %s", name, strerror(errno));
+        return FSDP_ERR_IO;
+    }
+    for (int pass = 0; pass < 2 && !out->size; pass++) {
+        if (pass)
+            fsdpi_say(error,
+                      "environment variable %s is '%s': no such interface is up with an "
+                      "IPv%d address, expected one of",
+                      name, list, family == AF_INET6 ? 6 : 4);
+        for (struct ifaddrs *i = all; i && !out->size; i = i->ifa_next) {
+            fsdpi_store_place p;
+            char host[64];
+            if (!i->ifa_addr || !(i->ifa_flags & 1 /* IFF_UP */) ||
+                i->ifa_addr->sa_family != family)
+                continue;
+            memset(&p, 0, sizeof p);
+            p.size = family == AF_INET6 ? sizeof p.at.v6 : sizeof p.at.v4;
+            memcpy(&p.at, i->ifa_addr, p.size);
+            fsdpi_store_host_text(&p, host, sizeof host);
+            int takes = excludes ? !fsdpi_store_listed(list + 1, i->ifa_name) &&
+                                       !fsdpi_store_is_loopback(&p)
+                                 : fsdpi_store_listed(list, i->ifa_name);
+            if (pass) fsdpi_say(error, " %s (%s)", i->ifa_name, host);
+            else if (takes) *out = p;
+        }
+    }
+    freeifaddrs(all);
+    return out->size ? FSDP_OK : FSDP_ERR_INVALID_ARG;
+}
+
+// The address of this host that packets to elsewhere would come from. Connecting a datagram socket
+// asks the routing table and sends nothing; the address is one of those kept for documentation.
+static void fsdpi_store_outward(fsdpi_store_place *out) {
+    int fd = socket(AF_INET, SOCK_DGRAM | SOCK_CLOEXEC, 0);
+    memset(out, 0, sizeof *out);
+    out->at.v4.sin_family = AF_INET;
+    out->at.v4.sin_addr.s_addr = htonl(0xC0000201); // 192.0.2.1
+    fsdpi_store_set_port(out, 9);
+    out->size = sizeof out->at.v4;
+    if (fd < 0 || connect(fd, &out->at.any, out->size) || getsockname(fd, &out->at.any, &out->size))
+        out->at.v4.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    if (fd >= 0) (void)close(fd);
+}
+
+static int fsdpi_store_same_user(int fd) {
+    int32_t pid_uid_gid[3] = {-1, -1, -1}; // struct ucred, which strict C99 hides
+    socklen_t size = sizeof pid_uid_gid;
+    return !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, pid_uid_gid, &size) &&
+           (uint32_t)pid_uid_gid[1] == (uint32_t)getuid();
+}
+
+static int fsdpi_store_socket(const fsdpi_store_place *p) {
+    return socket(p->at.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+}
+
+static void fsdpi_store_prompt(int fd) { // small frames go out at once; no matter for unix sockets
+    int one = 1;
+    (void)setsockopt(fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+}
+
+static int fsdpi_store_poll_ms(int64_t ns, int64_t most) {
+    if (ns <= 0) return 0;
+    return (int)((ns < most ? ns : most) / 1000000) + 1;
+}
+
+// Sends what can be sent. 0: the connection has ended.
+static int fsdpi_store_flush(const fsdp_allocator *a, int fd, fsdpi_queue *b) {
+    while (fsdpi_queue_size(b)) {
+        ssize_t sent = send(fd, b->block + b->begin, fsdpi_queue_size(b), MSG_NOSIGNAL);
+        if (sent < 0) return errno == EAGAIN || errno == EINTR;
+        fsdpi_queue_drop(a, b, (size_t)sent);
+    }
+    return 1;
+}
+
+// Runs main(arg) with a small stack. Signals stay with the threads of the program.
+static int fsdpi_store_thread(pthread_t *thread, void *(*start)(void *), void *arg) {
+    uint64_t all = ~(uint64_t)0, before = 0;
+    pthread_attr_t attr;
+    int rc = pthread_attr_init(&attr);
+    if (rc) return rc;
+    (void)pthread_attr_setstacksize(&attr, FSDPI_STORE_STACK);
+    (void)fsdpi_syscall(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, &all, &before, sizeof all);
+    rc = pthread_create(thread, &attr, start, arg);
+    (void)fsdpi_syscall(SYS_rt_sigprocmask, 2, &before, NULL, sizeof all);
+    (void)pthread_attr_destroy(&attr);
+    return rc;
+}
+
+static void fsdpi_store_wake(int fd) {
+    uint64_t one = 1;
+    ssize_t written = write(fd, &one, sizeof one); // full: then it is awake
+    (void)written;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>store_server
+// Owns: sockets of the server, and the thread that moves bytes between them and the core.
+
+struct fsdpi_store_server {
+    fsdpi_store_core core;
+    fsdp_allocator allocator;
+    fsdp_clock clock;
+    int listener, wake, max_conns;
+    uint32_t stop;
+    int64_t accept_ns;       // not before: descriptors are short
+    fsdpi_store_place place; // where its own host reaches it
+    char file[512];          // that has its address, "": none
+    pthread_t thread;
+    struct pollfd *polls; // wake, listener, connections in the order of the core's list
+    char scratch[FSDPI_STORE_READ];
+};
+
+static int64_t fsdpi_store_server_now(const fsdpi_store_server *server) {
+    return server->clock.now_ns(server->clock.user);
+}
+
+static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
+    while (server->core.num_conns < server->max_conns) {
+        uint8_t nonce[FSDPI_STORE_NONCE];
+        fsdpi_store_place here;
+        int fd = (int)fsdpi_syscall(SYS_accept4, server->listener, NULL, NULL,
+                                    SOCK_CLOEXEC | SOCK_NONBLOCK);
+        if (fd < 0) {
+            if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
+                server->accept_ns = now + FSDPI_STORE_GRACE;
+            return;
+        }
+        here.size = sizeof here.at;
+        int known = !getsockname(fd, &here.at.any, &here.size);
+        fsdpi_conn *conn = NULL;
+        if (known && (here.at.any.sa_family != AF_UNIX || fsdpi_store_same_user(fd)) &&
+            fsdpi_syscall(SYS_getrandom, nonce, sizeof nonce, 0) == (long)sizeof nonce)
+            conn = fsdpi_store_core_connect(&server->core, nonce, now);
+        if (!conn) {
+            (void)close(fd);
+            continue;
+        }
+        conn->fd = fd;
+        fsdpi_store_prompt(fd);
+        fsdpi_store_unmap(&here);
+        if (!server->core.reached[0] && !fsdpi_store_is_loopback(&here))
+            fsdpi_store_host_text(&here, server->core.reached, sizeof server->core.reached);
+    }
+    fsdpi_store_core_evict(&server->core);
+}
+
+static void fsdpi_store_server_move(fsdpi_store_server *server, fsdpi_conn *conn, int events,
+                                    int64_t now) {
+    int open = 1;
+    if (events & (POLLIN | POLLHUP | POLLERR)) {
+        ssize_t got = recv(conn->fd, server->scratch, sizeof server->scratch, 0);
+        open = got > 0 || (got < 0 && (errno == EAGAIN || errno == EINTR));
+        if (got > 0) fsdpi_store_core_feed(&server->core, conn, server->scratch, (size_t)got, now);
+    }
+    if (open && conn->state != FSDPI_CONN_BROKEN)
+        open = fsdpi_store_flush(&server->allocator, conn->fd, &conn->out);
+    // All is said; the peer closes first, since a close with unread input would be a reset.
+    if (open && conn->state == FSDPI_CONN_ENDING && !fsdpi_queue_size(&conn->out))
+        (void)shutdown(conn->fd, SHUT_WR);
+    if (open && conn->state != FSDPI_CONN_BROKEN) return;
+    (void)close(conn->fd);
+    fsdpi_store_core_disconnect(&server->core, conn, now);
+}
+
+// One round: waits until something happens, and does what is to be done.
+static void fsdpi_store_server_round(fsdpi_store_server *server, int64_t most) {
+    int64_t now = fsdpi_store_server_now(server),
+            next = fsdpi_store_core_expire(&server->core, now);
+    nfds_t count = 2;
+    int listens = server->listener >= 0 && server->accept_ns <= now;
+    memset(server->polls, 0, 2 * sizeof *server->polls);
+    server->polls[0].fd = FSDPI_LOAD(&server->stop) ? -1 : server->wake;
+    server->polls[0].events = POLLIN;
+    server->polls[1].fd = listens ? server->listener : -1;
+    server->polls[1].events = POLLIN;
+    if (!listens && server->listener >= 0 && server->accept_ns < next) next = server->accept_ns;
+    for (fsdpi_conn *conn = server->core.conns; conn; conn = conn->next) {
+        struct pollfd *p = &server->polls[count++];
+        p->fd = conn->fd;
+        p->events = fsdpi_queue_size(&conn->out) ? POLLIN | POLLOUT : POLLIN;
+        p->revents = 0;
+        if (conn->state == FSDPI_CONN_BROKEN) next = now;
+    }
+    int ready = poll(server->polls, count, fsdpi_store_poll_ms(next - now, most));
+    now = fsdpi_store_server_now(server);
+    count = 2;
+    for (fsdpi_conn *conn = server->core.conns, *after; conn; conn = after) {
+        int events = ready > 0 ? server->polls[count].revents : 0;
+        after = conn->next;
+        count++;
+        if (events || conn->state == FSDPI_CONN_BROKEN)
+            fsdpi_store_server_move(server, conn, events, now);
+    }
+    if (ready > 0 && server->polls[1].revents) fsdpi_store_server_accept(server, now);
+}
+
+static void *fsdpi_store_server_main(void *arg) {
+    fsdpi_store_server *server = (fsdpi_store_server *)arg;
+    while (!FSDPI_LOAD(&server->stop)) fsdpi_store_server_round(server, 1000000000);
+    // Nobody new; then a goodbye, and time for it to be read.
+    (void)close(server->listener);
+    server->listener = -1;
+    int64_t now = fsdpi_store_server_now(server), end = now + FSDPI_STORE_GRACE;
+    fsdpi_store_core_farewell(&server->core, now);
+    for (fsdpi_conn *conn = server->core.conns, *after; conn; conn = after) {
+        after = conn->next;
+        fsdpi_store_server_move(server, conn, 0, now);
+    }
+    while (server->core.conns && fsdpi_store_server_now(server) < end)
+        fsdpi_store_server_round(server, 10000000);
+    return NULL;
+}
+
+static void fsdpi_store_server_free(fsdpi_store_server *server) {
+    fsdp_allocator allocator = server->allocator;
+    if (server->file[0]) (void)unlink(server->file);
+    for (fsdpi_conn *conn = server->core.conns; conn; conn = conn->next) (void)close(conn->fd);
+    fsdpi_store_core_close(&server->core);
+    if (server->listener >= 0) (void)close(server->listener);
+    if (server->wake >= 0) (void)close(server->wake);
+    fsdpi_free(&allocator, server->polls);
+    fsdpi_free(&allocator, server);
+}
+
+// Tells the ranks that the store ends, and ends it.
+static FSDPI_UNUSED void fsdpi_store_stop(fsdpi_store_server *server) {
+    if (!server) return;
+    FSDPI_STORE(&server->stop, 1u);
+    fsdpi_store_wake(server->wake);
+    (void)pthread_join(server->thread, NULL);
+    fsdpi_store_server_free(server);
+}
+
+static FSDPI_UNUSED int fsdpi_store_port(const fsdpi_store_server *server) {
+    return fsdpi_store_get_port(&server->place);
+}
+
+// A listening socket; or -1, and errno. *place becomes what it is bound to.
+static int fsdpi_store_listen(fsdpi_store_place *place) {
+    int fd = fsdpi_store_socket(place), one = 1;
+    if (fd < 0) return -1;
+    if (place->at.any.sa_family != AF_UNIX)
+        (void)setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    if (bind(fd, &place->at.any, place->size) || listen(fd, SOMAXCONN)) {
+        int why = errno;
+        (void)close(fd);
+        errno = why;
+        return -1;
+    }
+    place->size = sizeof place->at;
+    (void)getsockname(fd, &place->at.any, &place->size);
+    return fd;
+}
+
+// Readers see the whole line or none.
+static int fsdpi_store_write_file(fsdpi_store_server *server, const char *path) {
+    char fresh[sizeof server->file + 8], text[128];
+    errno = ENAMETOOLONG;
+    if (strlen(path) >= sizeof server->file) return 0;
+    memcpy(server->file, path, strlen(path) + 1);
+    (void)snprintf(fresh, sizeof fresh, "%s.new", path);
+    fsdpi_store_place_text(&server->place, text, sizeof text);
+    FILE *file = fopen(fresh, "w");
+    int done = file && fprintf(file, "%s\n", text) > 0;
+    if (file) done &= !fclose(file);
+    return done && !rename(fresh, path);
+}
+
+// Serves on a socket that listens, with a thread of its own. The socket is the server's, or closed.
+static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_store_where *where,
+                                     int server_rank, int listener, const fsdpi_store_place *place,
+                                     fsdpi_store_server **out, fsdpi_text *error) {
+    const fsdp_allocator *a = &d->boot.allocator;
+    uint8_t token[32];
+    fsdpi_store_server *server = (fsdpi_store_server *)fsdpi_alloc(a, sizeof *server);
+    if (!server) {
+        (void)close(listener);
+        fsdpi_say(error, "the allocator refused");
+        return FSDP_ERR_OUT_OF_MEMORY;
+    }
+    server->allocator = *a;
+    server->clock = d->boot.clock;
+    server->listener = listener;
+    server->max_conns = 2 * d->boot.size + FSDPI_STORE_STRANGERS;
+    server->place = *place;
+    server->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    server->polls = (struct pollfd *)fsdpi_alloc(a, (size_t)(server->max_conns + 2) *
+                                                        sizeof *server->polls);
+    fsdpi_store_token(d->boot.job, token);
+    fsdp_status status = FSDP_OK;
+    int rc = 0;
+    if (!fsdpi_store_core_open(&server->core, a, d->boot.size, server_rank, token) ||
+        !server->polls) {
+        status = FSDP_ERR_OUT_OF_MEMORY;
+        fsdpi_say(error, "the allocator refused");
+    } else {
+        fsdpi_store_place_text(place, server->core.where, sizeof server->core.where);
+        fsdpi_store_localise(&server->place);
+    }
+    if (!status && where->kind == FSDPI_STORE_FILE &&
+        !fsdpi_store_write_file(server, where->path)) {
+        status = FSDP_ERR_IO;
+        fsdpi_say(error, "file '%s', where ranks are to look for the store, cannot be written: %s",
+                  where->path, strerror(errno));
+    }
+    if (!status && (server->wake < 0 ||
+                    (rc = fsdpi_store_thread(&server->thread, fsdpi_store_server_main, server)))) {
+        status = FSDP_ERR_BACKEND;
+        fsdpi_say(error, "the store's thread cannot be started: %s",
+                  strerror(server->wake < 0 ? errno : rc));
+    }
+    if (status) fsdpi_store_server_free(server);
+    else *out = server;
+    return status;
+}
+
+static int fsdpi_store_not_here(int why) { return why == EADDRNOTAVAIL || why == EAFNOSUPPORT; }
+
+/* Listens at the first of the addresses that is this host's; any: at all of this host's. A name may
+   be a loopback address here and another one elsewhere (Debian's 127.0.1.1): then at all, too. */
+static int fsdpi_store_claim(const fsdpi_store_where *where, const fsdpi_store_place *list,
+                             int count, int port, int any, fsdpi_store_place *out) {
+    int is_local_name = !strcmp(where->host, "localhost") || !strncmp(where->host, "127.", 4) ||
+                        !strcmp(where->host, "::1");
+    errno = EADDRNOTAVAIL;
+    for (int i = 0; i < count; i++) {
+        *out = list[i];
+        fsdpi_store_set_port(out, port);
+        if (out->at.any.sa_family != AF_UNIX && !is_local_name &&
+            (any || fsdpi_store_is_loopback(out)))
+            fsdpi_store_set_any(out);
+        int fd = fsdpi_store_listen(out);
+        if (fd >= 0 || !fsdpi_store_not_here(errno)) return fd;
+    }
+    return -1;
+}
+
+// Listens on a free port, for a store that is told of in a file.
+static fsdp_status fsdpi_store_claim_free(fsdpi_store_place *out, int *fd, fsdpi_text *error) {
+    fsdp_status status = fsdpi_store_interface(AF_INET, out, error);
+    if (status) return status;
+    if (!out->size) fsdpi_store_outward(out);
+    fsdpi_store_set_port(out, 0);
+    *fd = fsdpi_store_listen(out);
+    if (*fd >= 0) return FSDP_OK;
+    fsdpi_say(error, "no port can be listened on: %s", strerror(errno));
+    return FSDP_ERR_IO;
+}
+
+#define FSDPI_STORE_PLACES 8
+
+/* Serves on behalf of others, who find it by the same address (and fsdpi_store_port, if that is
+   taken). desc: boot.size, timeout_ns, job, store, allocator, clock. */
+static FSDPI_UNUSED fsdp_status fsdpi_store_serve(const fsdpi_store_desc *d,
+                                                  fsdpi_store_server **out, char *error,
+                                                  size_t cap) {
+    fsdpi_store_where where;
+    fsdpi_store_place list[FSDPI_STORE_PLACES], place;
+    fsdpi_text t = {error, cap, 0};
+    int fd = -1, count = 1;
+    *out = NULL;
+    if (!fsdpi_store_parse(d->boot.store, &where)) {
+        fsdpi_say(&t, "store '%s': expected tcp://HOST:PORT, file:///PATH or host:", d->boot.store);
+        return FSDP_ERR_INVALID_ARG;
+    }
+    if (where.kind == FSDPI_STORE_FILE) {
+        fsdp_status status = fsdpi_store_claim_free(&place, &fd, &t);
+        if (status) return status;
+    }
+    if (where.kind == FSDPI_STORE_HOST) fsdpi_store_unix(d->boot.job, &list[0]);
+    if (where.kind == FSDPI_STORE_TCP)
+        count = fsdpi_store_lookup(where.host, list, FSDPI_STORE_PLACES, &t);
+    if (!count) return FSDP_ERR_IO;
+    int ports = where.kind == FSDPI_STORE_TCP ? FSDPI_STORE_PORTS : 1;
+    for (int i = 0; i < ports && where.port + i <= 65535 && fd < 0; i++) {
+        fd = fsdpi_store_claim(&where, list, count, where.port + i, 0, &place);
+        if (fd < 0 && fsdpi_store_not_here(errno))
+            fd = fsdpi_store_claim(&where, list, count, where.port + i, 1, &place);
+        if (fd < 0 && errno != EADDRINUSE) break;
+    }
+    if (fd >= 0) return fsdpi_store_start(d, &where, -1, fd, &place, out, &t);
+    fsdpi_say(&t, "a store cannot be served at '%s': %s",
+              d->boot.store ? d->boot.store : "host:", strerror(errno));
+    return FSDP_ERR_IO;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>store_client
+// Owns: a rank's connection. Before the thread runs, open uses the socket itself; afterwards only
+// the thread does. `lock` is of out, requests and verdict.
+
+typedef struct fsdpi_store_request {
+    struct fsdpi_store_request *next;
+    uint32_t id, done; // done: slept on
+    fsdp_status status;
+    void *value; // in the caller's memory
+    size_t cap, bytes;
+} fsdpi_store_request;
+
+struct fsdpi_store {
+    fsdpi_store_desc desc;
+    fsdpi_store_where where;
+    fsdpi_store_server *server; // NULL: another one's
+    int fd, wake, server_rank, running;
+    pthread_t thread;
+    fsdpi_queue in, out;
+    uint32_t lock, next_id, changed; // changed: counts what event tells of; slept on
+    uint32_t joined, gone, leaving, judged;
+    fsdpi_store_request *requests;
+    fsdpi_verdict verdict;   // there when judged
+    uint8_t *left;           // [size]
+    fsdpi_store_place local; // of the connection
+    char address[64];
+};
+
+static int64_t fsdpi_store_now(const fsdpi_store *s) {
+    return s->desc.boot.clock.now_ns(s->desc.boot.clock.user);
+}
+
+// Waits for one frame. 1: it is here; 0: not in time; -1: the connection has ended, or is no
+// store's.
+static int fsdpi_store_await(fsdpi_store *s, int64_t until, fsdpi_frame *f) {
+    const fsdp_allocator *a = &s->desc.boot.allocator;
+    for (;;) {
+        int whole = fsdpi_frame_get(&s->in, f);
+        int64_t left = until - fsdpi_store_now(s);
+        if (whole || left <= 0) return whole;
+        struct pollfd p = {s->fd, POLLIN, 0};
+        if (poll(&p, 1, fsdpi_store_poll_ms(left, 1000000000)) <= 0) continue;
+        if (!fsdpi_queue_reserve(a, &s->in, 4096)) return -1;
+        ssize_t got = recv(s->fd, s->in.block + s->in.end, s->in.cap - s->in.end, 0);
+        if (got == 0 || (got < 0 && errno != EAGAIN && errno != EINTR)) return -1;
+        if (got > 0) s->in.end += (size_t)got;
+    }
+}
+
+static void fsdpi_store_hang_up(fsdpi_store *s) {
+    if (s->fd >= 0) (void)close(s->fd);
+    s->fd = -1;
+    fsdpi_queue_free(&s->desc.boot.allocator, &s->in);
+    fsdpi_queue_free(&s->desc.boot.allocator, &s->out);
+}
+
+// 0, or why there is no connection (an errno).
+static int fsdpi_store_connect(fsdpi_store *s, const fsdpi_store_place *p, int64_t until) {
+    int why = 0;
+    socklen_t size = sizeof why;
+    s->fd = fsdpi_store_socket(p);
+    if (s->fd < 0) return errno;
+    fsdpi_store_prompt(s->fd);
+    if (!connect(s->fd, &p->at.any, p->size)) return 0;
+    if (errno != EINPROGRESS) return errno;
+    for (int64_t left; (left = until - fsdpi_store_now(s)) > 0;) {
+        struct pollfd w = {s->fd, POLLOUT, 0};
+        if (poll(&w, 1, fsdpi_store_poll_ms(left, 1000000000)) <= 0) continue;
+        return getsockopt(s->fd, SOL_SOCKET, SO_ERROR, &why, &size) ? errno : why;
+    }
+    return ETIMEDOUT;
+}
+
+static int fsdpi_store_say_hello(fsdpi_store *s, const char *nonce, int64_t deadline) {
+    char value[FSDPI_STORE_HELLO_BYTES], *at = value + 32;
+    uint8_t token[32], mac[32];
+    fsdpi_store_token(s->desc.boot.job, token);
+    fsdpi_hmac_sha256(token, sizeof token, nonce, FSDPI_STORE_NONCE, mac);
+    memcpy(value, mac, sizeof mac);
+    at = fsdpi_le_put(at, FSDPI_STORE_VERSION, 4);
+    at = fsdpi_le_put(at, (uint32_t)s->desc.boot.rank, 4);
+    at = fsdpi_le_put(at, (uint32_t)s->desc.boot.size, 4);
+    at = fsdpi_le_put(at, (uint64_t)s->desc.boot.timeout_ns, 8);
+    (void)fsdpi_le_put(at, (uint64_t)(deadline - fsdpi_store_now(s)), 8);
+    fsdpi_frame f = {FSDPI_STORE_HELLO, 0, 0, 0, sizeof value, NULL, value};
+    return fsdpi_frame_put(&s->desc.boot.allocator, &s->out, &f) &&
+           fsdpi_store_flush(&s->desc.boot.allocator, s->fd, &s->out);
+}
+
+// One attempt at one place.
+typedef struct fsdpi_store_try {
+    int64_t deadline;
+    int decided, why; // why: errno, or 0
+    fsdp_status status;
+    fsdpi_text said; // what was found, place by place
+} fsdpi_store_try;
+
+// After the server's answer to HELLO.
+static void fsdpi_store_answered(fsdpi_store *s, const fsdpi_frame *f, const char *name,
+                                 fsdpi_store_try *t) {
+    fsdpi_verdict v;
+    if (f->op == FSDPI_STORE_REPLY && f->value_size == 4) {
+        s->server_rank = fsdpi_le_i32(f->value);
+        t->decided = 1;
+        t->status = FSDP_OK;
+    } else if (f->op == FSDPI_STORE_VERDICT && fsdpi_verdict_get(f, &v)) {
+        t->decided = 1;
+        t->status = (fsdp_status)v.status;
+        t->said.used = 0;
+        fsdpi_say(&t->said, "%s", v.reason);
+    } else if (f->op == FSDPI_STORE_REFUSED) {
+        char text[400];
+        (void)fsdpi_frame_text(text, sizeof text, f->value, f->value_size);
+        t->decided = f->flags != FSDP_OK && f->flags <= FSDP_ERR_INTERNAL;
+        t->status = (fsdp_status)f->flags;
+        if (t->decided) t->said.used = 0;
+        if (t->decided) fsdpi_say(&t->said, "%s", text);
+        else fsdpi_say(&t->said, "; %s %s", name, text);
+    } else {
+        fsdpi_say(&t->said, "; %s speaks another protocol", name);
+    }
+}
+
+/* Tries to join at a place. Once HELLO is out there is no giving up before the deadline: the server
+   may count us in, and would take us for lost. */
+static void fsdpi_store_knock(fsdpi_store *s, const fsdpi_store_place *p, fsdpi_store_try *t) {
+    char name[128];
+    fsdpi_frame f;
+    int64_t soon = fsdpi_store_now(s) + 1000000000;
+    if (soon > t->deadline) soon = t->deadline;
+    fsdpi_store_place_text(p, name, sizeof name);
+    t->why = fsdpi_store_connect(s, p, soon);
+    if (t->why) {
+        // Most ports refuse, which is no news but of the first one.
+        if (t->why != ECONNREFUSED || !t->said.used)
+            fsdpi_say(&t->said, "; %s: %s", name, strerror(t->why));
+    } else if (p->at.any.sa_family == AF_UNIX && !fsdpi_store_same_user(s->fd)) {
+        fsdpi_say(&t->said, "; %s is served by another user", name);
+    } else if (fsdpi_store_await(s, soon, &f) <= 0 || f.op != FSDPI_STORE_CHALLENGE ||
+               f.value_size != FSDPI_STORE_NONCE ||
+               !fsdpi_store_say_hello(s, f.value, t->deadline)) {
+        fsdpi_say(&t->said, "; %s is not served by fsdp, or does not answer", name);
+    } else {
+        fsdpi_frame_drop(&s->desc.boot.allocator, &s->in, &f);
+        if (fsdpi_store_await(s, t->deadline, &f) > 0) {
+            fsdpi_store_answered(s, &f, name, t);
+            fsdpi_frame_drop(&s->desc.boot.allocator, &s->in, &f);
+        } else {
+            fsdpi_say(&t->said, "; %s has hung up", name);
+        }
+    }
+    if (!t->decided || t->status) fsdpi_store_hang_up(s);
+}
+
+// This rank serves from now on, and is its own first client.
+static void fsdpi_store_begin(fsdpi_store *s, int fd, const fsdpi_store_place *p,
+                              fsdpi_store_try *t) {
+    t->said.used = 0;
+    t->status = fsdpi_store_start(&s->desc, &s->where, s->desc.boot.rank, fd, p, &s->server,
+                                  &t->said);
+    t->decided = t->status != FSDP_OK;
+    if (!t->decided) fsdpi_store_knock(s, &s->server->place, t);
+}
+
+// The address that rank 0 or a launcher wrote to the file.
+static int fsdpi_store_read_file(const char *path, fsdpi_store_where *out, fsdpi_text *why) {
+    char line[320];
+    FILE *file = fopen(path, "r");
+    if (!file) {
+        fsdpi_say(why, "; file '%s': %s", path, strerror(errno));
+        return 0;
+    }
+    char *got = fgets(line, sizeof line, file);
+    (void)fclose(file);
+    if (got) line[strcspn(line, "\n")] = 0;
+    if (got && fsdpi_store_parse(line, out) && out->kind == FSDPI_STORE_TCP) return 1;
+    fsdpi_say(why, "; file '%s' has no store's address in it", path);
+    return 0;
+}
+
+// A port that torchrun, which started this program, keeps for itself.
+static int fsdpi_store_is_torchrun(int port) {
+    const char *agent = fsdpi_env("TORCHELASTIC_USE_AGENT_STORE"), *own = fsdpi_env("MASTER_PORT");
+    return agent && own && !strcmp(agent, "True") && strtol(own, NULL, 10) == port;
+}
+
+// Looks at every place once; rank 0 serves at the first one that is free.
+static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
+    fsdpi_store_place list[FSDPI_STORE_PLACES], p;
+    fsdpi_store_where where = s->where;
+    int serves = s->desc.boot.rank == 0, is_file = where.kind == FSDPI_STORE_FILE, count = 1;
+    uint8_t deaf[FSDPI_STORE_PLACES] = {0};
+    if (s->server) {
+        fsdpi_store_knock(s, &s->server->place, t);
+        return;
+    }
+    if (where.kind == FSDPI_STORE_HOST) fsdpi_store_unix(s->desc.boot.job, &list[0]);
+    else if (is_file && !fsdpi_store_read_file(s->where.path, &where, &t->said)) count = 0;
+    else count = fsdpi_store_lookup(where.host, list, FSDPI_STORE_PLACES, &t->said);
+    int ports = where.kind == FSDPI_STORE_TCP && !is_file ? FSDPI_STORE_PORTS : 1;
+    for (int k = 0; k < ports && where.port + k <= 65535; k++) {
+        int fd = -1, port = where.port + k, not_here = 0;
+        if (!is_file && fsdpi_store_is_torchrun(port)) continue;
+        if (serves && !is_file && count) {
+            fd = fsdpi_store_claim(&where, list, count, port, 0, &p);
+            not_here = fd < 0 && fsdpi_store_not_here(errno);
+            if (fd < 0 && !not_here && errno != EADDRINUSE)
+                fsdpi_say(&t->said, "; port %d cannot be listened on: %s", port, strerror(errno));
+        }
+        for (int i = 0; i < count && fd < 0 && !t->decided; i++) {
+            if (deaf[i]) continue;
+            fsdpi_store_place at = list[i];
+            fsdpi_store_set_port(&at, port);
+            fsdpi_store_knock(s, &at, t);
+            deaf[i] = t->why == ETIMEDOUT || t->why == EHOSTUNREACH || t->why == ENETUNREACH;
+        }
+        if (not_here && !t->decided) fd = fsdpi_store_claim(&where, list, count, port, 1, &p);
+        if (fd >= 0) fsdpi_store_begin(s, fd, &p, t);
+        if (fd >= 0 || t->decided) return;
+    }
+    if (!serves || !is_file) return;
+    int fd;
+    t->said.used = 0;
+    t->status = fsdpi_store_claim_free(&p, &fd, &t->said);
+    t->decided = t->status != FSDP_OK;
+    if (!t->decided) fsdpi_store_begin(s, fd, &p, t);
+}
+
+// Rounds of attempts until one decides, or the deadline.
+static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text *error) {
+    char rounds[2][640], *said = rounds[0]; // the deadline may cut the last round short
+    const fsdp_boot *boot = &s->desc.boot;
+    int64_t pause = 10000000, most = boot->size > 64 ? 1000000000 : 200000000;
+    for (uint64_t turn = 0;; turn++) {
+        char *now_said = rounds[turn % 2];
+        fsdpi_store_try t = {deadline, 0, 0, FSDP_OK, {now_said, sizeof rounds[0], 0}};
+        now_said[0] = 0;
+        fsdpi_store_round(s, &t);
+        if (t.decided) {
+            if (t.status) fsdpi_say(error, "%s", now_said);
+            return t.status;
+        }
+        int64_t left = deadline - fsdpi_store_now(s);
+        if (left > 0 || turn == 0) said = now_said;
+        if (left <= 0) break;
+        // Ranks that started together do not all come back together.
+        int64_t wait = pause - pause / 4 +
+                       (int64_t)(fsdpi_hash((uint64_t)boot->rank, turn) % (uint64_t)(pause / 2));
+        fsdpi_sleep_ns(wait < left ? wait : left);
+        pause = 2 * pause < most ? 2 * pause : most;
+    }
+    fsdpi_say(error,
+              "no store of job '%s' was found at %s within %.1f s: %s. Rank 0 has to run there: "
+              "see FSDP_STORE, or MASTER_ADDR and MASTER_PORT; and FSDP_JOB_ID or FSDP_TOKEN, "
+              "which are equal on all ranks",
+              boot->job,
+              boot->store && *boot->store ? boot->store : "host:", (double)boot->timeout_ns * 1e-9,
+              said[0] == ';' ? said + 2 : said);
+    return FSDP_ERR_TIMEOUT;
+}
+
+static void fsdpi_store_change(fsdpi_store *s) {
+    __atomic_add_fetch(&s->changed, 1u, __ATOMIC_ACQ_REL);
+    fsdpi_futex_wake_all(&s->changed, 0);
+}
+
+// Why no call can succeed any more; FSDP_OK: it can.
+static fsdp_status fsdpi_store_ended(fsdpi_store *s) {
+    if (FSDPI_LOAD(&s->judged)) return (fsdp_status)s->verdict.status;
+    return FSDPI_LOAD(&s->gone) ? FSDP_ERR_PEER_LOST : FSDP_OK;
+}
+
+static void fsdpi_store_finish(fsdpi_store_request *r, fsdp_status status) {
+    r->status = status;
+    FSDPI_STORE(&r->done, 1u); // the caller may be gone before the next line, which does no harm
+    fsdpi_futex_wake_all(&r->done, 0);
+}
+
+// With the lock: nobody waits for answers that will not come.
+static void fsdpi_store_finish_all(fsdpi_store *s) {
+    for (fsdpi_store_request *r = s->requests, *next; r; r = next) {
+        next = r->next;
+        fsdpi_store_finish(r, fsdpi_store_ended(s));
+    }
+    s->requests = NULL;
+}
+
+// The first verdict stands.
+static void fsdpi_store_judge(fsdpi_store *s, const fsdpi_verdict *v) {
+    fsdpi_lock(&s->lock);
+    int first = !s->judged;
+    if (first) {
+        s->verdict = *v;
+        FSDPI_STORE(&s->judged, 1u);
+        fsdpi_store_finish_all(s);
+    }
+    fsdpi_unlock(&s->lock);
+    if (first) fsdpi_store_change(s);
+}
+
+// The connection is over. in_order: the server said so; else it has died.
+static void fsdpi_store_lose(fsdpi_store *s, int in_order) {
+    if (!in_order && !FSDPI_LOAD(&s->leaving)) {
+        fsdpi_verdict v;
+        memset(&v, 0, sizeof v);
+        v.status = FSDP_ERR_PEER_LOST;
+        v.rank = -1;
+        v.lost = s->server_rank;
+        (void)snprintf(v.reason, sizeof v.reason, "%s, which serves the store, has died",
+                       s->server_rank < 0 ? "the launcher" : "rank 0");
+        fsdpi_store_judge(s, &v);
+    }
+    fsdpi_lock(&s->lock);
+    FSDPI_STORE(&s->gone, 1u);
+    fsdpi_store_finish_all(s);
+    fsdpi_store_hang_up(s);
+    fsdpi_unlock(&s->lock);
+    fsdpi_store_change(s);
+}
+
+static void fsdpi_store_reply(fsdpi_store *s, const fsdpi_frame *f) {
+    fsdpi_lock(&s->lock);
+    fsdpi_store_request **link = &s->requests, *r;
+    while (*link && (*link)->id != f->id) link = &(*link)->next;
+    r = *link; // NULL: it was given up
+    if (r) {
+        fsdp_status status = f->flags <= FSDP_ERR_INTERNAL ? (fsdp_status)f->flags
+                                                           : FSDP_ERR_INTERNAL;
+        *link = r->next;
+        r->bytes = f->value_size;
+        if (f->value_size > r->cap) status = FSDP_ERR_INVALID_ARG;
+        else if (f->value_size) memcpy(r->value, f->value, f->value_size);
+        fsdpi_store_finish(r, status);
+    }
+    fsdpi_unlock(&s->lock);
+}
+
+// Handles one frame of the server. 0: the connection is over.
+static int fsdpi_store_take(fsdpi_store *s, const fsdpi_frame *f) {
+    fsdpi_verdict v;
+    int32_t rank;
+    switch (f->op) {
+    case FSDPI_STORE_REPLY: fsdpi_store_reply(s, f); return 1;
+    case FSDPI_STORE_ALL_JOINED:
+        if (f->value_size)
+            (void)fsdpi_frame_text(s->address, sizeof s->address, f->value, f->value_size);
+        FSDPI_STORE(&s->joined, 1u);
+        break;
+    case FSDPI_STORE_RANK_LEFT:
+        rank = f->value_size == 4 ? fsdpi_le_i32(f->value) : -1;
+        if (rank < 0 || rank >= s->desc.boot.size) return 1;
+        __atomic_store_n(&s->left[rank], (uint8_t)1, __ATOMIC_RELEASE);
+        break;
+    case FSDPI_STORE_VERDICT:
+        if (fsdpi_verdict_get(f, &v)) fsdpi_store_judge(s, &v);
+        return 1;
+    case FSDPI_STORE_CLOSING: fsdpi_store_lose(s, 1); return 0;
+    default: return 1;
+    }
+    fsdpi_store_change(s);
+    return 1;
+}
+
+// Takes the frames that are there. 0: the connection is over.
+static int fsdpi_store_take_all(fsdpi_store *s) {
+    fsdpi_frame f;
+    int whole;
+    while ((whole = fsdpi_frame_get(&s->in, &f)) > 0) {
+        if (!fsdpi_store_take(s, &f)) return 0;
+        fsdpi_frame_drop(&s->desc.boot.allocator, &s->in, &f);
+    }
+    if (whole < 0) fsdpi_store_lose(s, 0);
+    return whole == 0;
+}
+
+static void fsdpi_store_receive(fsdpi_store *s) {
+    ssize_t got = -1;
+    errno = ENOMEM;
+    if (fsdpi_queue_reserve(&s->desc.boot.allocator, &s->in, FSDPI_STORE_READ))
+        got = recv(s->fd, s->in.block + s->in.end, s->in.cap - s->in.end, 0);
+    if (got > 0) {
+        s->in.end += (size_t)got;
+        (void)fsdpi_store_take_all(s);
+    } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
+        fsdpi_store_lose(s, 0);
+    }
+}
+
+// Puts a frame into the queue; its answer will go to *r, or there is none. Wakes the thread.
+static fsdp_status fsdpi_store_post(fsdpi_store *s, fsdpi_frame *f, fsdpi_store_request *r) {
+    fsdpi_lock(&s->lock);
+    fsdp_status status = fsdpi_store_ended(s);
+    f->id = ++s->next_id;
+    if (!status && !fsdpi_frame_put(&s->desc.boot.allocator, &s->out, f))
+        status = FSDP_ERR_OUT_OF_MEMORY;
+    if (!status && r) {
+        r->id = f->id;
+        r->next = s->requests;
+        s->requests = r;
+    }
+    fsdpi_unlock(&s->lock);
+    if (!status) fsdpi_store_wake(s->wake);
+    return status;
+}
+
+static void fsdpi_store_beat_once(fsdpi_store *s) {
+    fsdpi_store_beat beat;
+    char value[12 + sizeof beat.text], *at = value;
+    memset(&beat, 0, sizeof beat);
+    if (s->desc.beat) s->desc.beat(s->desc.user, &beat);
+    beat.text[sizeof beat.text - 1] = 0;
+    at = fsdpi_le_put(at, (uint32_t)beat.busy, 4);
+    at = fsdpi_le_put(at, (uint64_t)beat.since_ns, 8);
+    memcpy(at, beat.text, strlen(beat.text));
+    fsdpi_frame f = {FSDPI_STORE_BEAT, 0, 0, 0, 12 + strlen(beat.text), NULL, value};
+    (void)fsdpi_store_post(s, &f, NULL);
+}
+
+static void *fsdpi_store_main(void *arg) {
+    fsdpi_store *s = (fsdpi_store *)arg;
+    int64_t interval = s->desc.boot.size > 64 ? (int64_t)s->desc.boot.size * 4000000
+                                              : FSDPI_STORE_BEAT_NS;
+    int64_t beat_ns = 0, leave_ns = INT64_MAX;
+    uint32_t told = 0;
+    (void)fsdpi_store_take_all(s); // what came with the answer to HELLO
+    for (;;) {
+        int64_t now = fsdpi_store_now(s);
+        uint32_t changed = FSDPI_LOAD(&s->changed);
+        if (changed != told && s->desc.event) s->desc.event(s->desc.user);
+        told = changed;
+        int leaving = FSDPI_LOAD(&s->leaving) != 0;
+        if (leaving && leave_ns == INT64_MAX) leave_ns = now + FSDPI_STORE_GRACE;
+        if (leaving && (s->gone || now >= leave_ns)) return NULL;
+        if (!leaving && !s->gone && now >= beat_ns) {
+            fsdpi_store_beat_once(s);
+            beat_ns = now + interval;
+        }
+        fsdpi_lock(&s->lock);
+        // When the peer is gone, reading will tell.
+        if (s->fd >= 0 && !fsdpi_store_flush(&s->desc.boot.allocator, s->fd, &s->out))
+            fsdpi_queue_free(&s->desc.boot.allocator, &s->out);
+        int events = fsdpi_queue_size(&s->out) ? POLLIN | POLLOUT : POLLIN;
+        fsdpi_unlock(&s->lock);
+        struct pollfd p[2] = {{s->fd, (short)events, 0}, {s->wake, POLLIN, 0}};
+        int64_t next = leaving ? leave_ns : s->gone ? INT64_MAX : beat_ns;
+        if (poll(p, 2, fsdpi_store_poll_ms(next - now, 1000000000)) <= 0) continue;
+        uint64_t count;
+        ssize_t drained = p[1].revents ? read(s->wake, &count, sizeof count) : 0;
+        (void)drained;
+        if (p[0].revents & (POLLIN | POLLHUP | POLLERR)) fsdpi_store_receive(s);
+    }
+}
+
+// One request and its answer.
+static fsdp_status fsdpi_store_call(fsdpi_store *s, int op, const char *key, const void *in,
+                                    size_t bytes, void *out, size_t cap, size_t *out_bytes,
+                                    int64_t timeout_ns) {
+    fsdpi_store_request r;
+    size_t key_size = strlen(key);
+    fsdpi_frame f = {(uint16_t)op, 0, 0, key_size, bytes, key, (const char *)in};
+    int64_t until = fsdpi_store_after(fsdpi_store_now(s), timeout_ns);
+    memset(&r, 0, sizeof r);
+    r.value = out;
+    r.cap = cap;
+    if (out_bytes) *out_bytes = 0;
+    if (key_size > FSDPI_STORE_KEY_MAX || bytes > FSDPI_STORE_VALUE_MAX)
+        return FSDP_ERR_INVALID_ARG;
+    fsdp_status status = fsdpi_store_post(s, &f, &r);
+    if (status) return status;
+    for (int64_t left; !FSDPI_LOAD(&r.done) && (left = until - fsdpi_store_now(s)) > 0;)
+        fsdpi_futex_wait(&r.done, 0, left < 50000000 ? left : 50000000, 0);
+    fsdpi_lock(&s->lock);
+    if (!r.done) { // given up: a later answer finds nobody
+        fsdpi_store_request **link = &s->requests;
+        while (*link != &r) link = &(*link)->next;
+        *link = r.next;
+        r.status = FSDP_ERR_TIMEOUT;
+    }
+    fsdpi_unlock(&s->lock);
+    if (out_bytes) *out_bytes = r.bytes;
+    return r.status;
+}
+
+/* What callers see. Calls may come from several threads at once. Once a verdict stands they fail
+   with its status; after the server's orderly end with FSDP_ERR_PEER_LOST; when no answer comes in
+   time with FSDP_ERR_TIMEOUT. */
+
+static FSDPI_UNUSED fsdp_status fsdpi_store_set(fsdpi_store *s, const char *key, const void *value,
+                                                size_t bytes) {
+    return fsdpi_store_call(s, FSDPI_STORE_SET, key, value, bytes, NULL, 0, NULL,
+                            s->desc.boot.timeout_ns);
+}
+
+// Waits until the key is there. INVALID_ARG with *bytes > cap: the value is larger than that.
+static FSDPI_UNUSED fsdp_status fsdpi_store_get(fsdpi_store *s, const char *key, void *value,
+                                                size_t cap, size_t *bytes, int64_t timeout_ns) {
+    char timeout[8];
+    (void)fsdpi_le_put(timeout, (uint64_t)timeout_ns, 8);
+    return fsdpi_store_call(s, FSDPI_STORE_GET, key, timeout, sizeof timeout, value, cap, bytes,
+                            timeout_ns);
+}
+
+static FSDPI_UNUSED fsdp_status fsdpi_store_delete(fsdpi_store *s, const char *key) {
+    return fsdpi_store_call(s, FSDPI_STORE_DELETE, key, NULL, 0, NULL, 0, NULL,
+                            s->desc.boot.timeout_ns);
+}
+
+// What a rank was doing when it was last heard of.
+static FSDPI_UNUSED fsdp_status fsdpi_store_ask(fsdpi_store *s, int rank, fsdpi_store_peer *out,
+                                                int64_t timeout_ns) {
+    char which[4], value[24 + sizeof out->text];
+    size_t bytes;
+    memset(out, 0, sizeof *out);
+    (void)fsdpi_le_put(which, (uint32_t)rank, 4);
+    fsdp_status status = fsdpi_store_call(s, FSDPI_STORE_ASK, "", which, sizeof which, value,
+                                          sizeof value, &bytes, timeout_ns);
+    if (status) return status;
+    if (bytes < 24) return FSDP_ERR_INTERNAL;
+    out->state = fsdpi_le_i32(value);
+    out->busy = fsdpi_le_i32(value + 4);
+    out->silent_ns = fsdpi_le_i64(value + 8);
+    out->since_ns = fsdpi_le_i64(value + 16);
+    (void)fsdpi_frame_text(out->text, sizeof out->text, value + 24, bytes - 24);
+    return FSDP_OK;
+}
+
+// 1: a verdict stands, and is in *out unless that is NULL.
+static FSDPI_UNUSED int fsdpi_store_verdict(fsdpi_store *s, fsdpi_verdict *out) {
+    if (!FSDPI_LOAD(&s->judged)) return 0;
+    if (out) *out = s->verdict; // written once
+    return 1;
+}
+
+/* Tells the verdict. When it returns one stands: the job's first, or, if the server does not answer
+   within FSDPI_STORE_GRACE, this one here. Any thread. */
+static FSDPI_UNUSED void fsdpi_store_abort(fsdpi_store *s, fsdp_status status, const char *subject,
+                                           const char *reason) {
+    fsdpi_verdict v;
+    char value[FSDPI_VERDICT_BYTES];
+    memset(&v, 0, sizeof v);
+    v.status = (int32_t)status;
+    v.rank = s->desc.boot.rank;
+    v.lost = -1;
+    (void)snprintf(v.subject, sizeof v.subject, "%s", subject);
+    (void)snprintf(v.reason, sizeof v.reason, "%s", reason);
+    fsdpi_frame f = {FSDPI_STORE_ABORT, 0, 0, 0, fsdpi_verdict_put(value, &v), NULL, value};
+    int64_t left, until = fsdpi_store_now(s) + FSDPI_STORE_GRACE;
+    int told = !fsdpi_store_post(s, &f, NULL);
+    while (told && (left = until - fsdpi_store_now(s)) > 0) {
+        uint32_t changed = FSDPI_LOAD(&s->changed);
+        if (fsdpi_store_ended(s)) break;
+        fsdpi_futex_wait(&s->changed, changed, left, 0);
+    }
+    fsdpi_store_judge(s, &v);
+    fsdpi_store_wake(s->wake);
+}
+
+// Whether a rank has said goodbye.
+static FSDPI_UNUSED int fsdpi_store_has_left(fsdpi_store *s, int rank) {
+    return __atomic_load_n(&s->left[rank], __ATOMIC_ACQUIRE);
+}
+
+// A numeric address under which peers reach this rank's host.
+static FSDPI_UNUSED const char *fsdpi_store_address(const fsdpi_store *s) { return s->address; }
+
+// Says goodbye, so that nobody takes this rank for dead; and ends the store if it is here.
+static FSDPI_UNUSED void fsdpi_store_close(fsdpi_store *s) {
+    if (!s) return;
+    fsdp_allocator allocator = s->desc.boot.allocator;
+    if (s->running) {
+        fsdpi_frame f = {FSDPI_STORE_BYE, 0, 0, 0, 0, NULL, NULL};
+        fsdpi_lock(&s->lock);
+        if (!s->gone) (void)fsdpi_frame_put(&allocator, &s->out, &f); // also after a verdict
+        FSDPI_STORE(&s->leaving, 1u);
+        fsdpi_unlock(&s->lock);
+        fsdpi_store_wake(s->wake);
+        (void)pthread_join(s->thread, NULL);
+    }
+    fsdpi_store_hang_up(s);
+    fsdpi_store_stop(s->server);
+    if (s->wake >= 0) (void)close(s->wake);
+    fsdpi_free(&allocator, s->left);
+    fsdpi_free(&allocator, s);
+}
+
+// Waits until all have joined.
+static fsdp_status fsdpi_store_meet(fsdpi_store *s, int64_t deadline, fsdpi_text *error) {
+    for (int64_t left = 1; left > 0;) {
+        uint32_t changed = FSDPI_LOAD(&s->changed);
+        if (FSDPI_LOAD(&s->joined) || fsdpi_store_ended(s)) break;
+        left = fsdpi_store_after(deadline, FSDPI_STORE_GRACE) - fsdpi_store_now(s);
+        if (left > 0) fsdpi_futex_wait(&s->changed, changed, left < 50000000 ? left : 50000000, 0);
+    }
+    if (FSDPI_LOAD(&s->judged)) fsdpi_say(error, "%s", s->verdict.reason);
+    else if (FSDPI_LOAD(&s->joined)) return FSDP_OK;
+    else if (FSDPI_LOAD(&s->gone))
+        fsdpi_say(error, "the store was closed before all ranks had joined");
+    else
+        fsdpi_say(error, "the store does not answer: %s, which serves it, is stopped or cut off",
+                  s->server_rank < 0 ? "the launcher" : "rank 0");
+    fsdp_status status = fsdpi_store_ended(s);
+    return status ? status : FSDP_ERR_TIMEOUT;
+}
+
+// What the user says; else where the connection to the store comes from: packets go that way.
+static fsdp_status fsdpi_store_find_address(fsdpi_store *s, fsdpi_text *error) {
+    fsdpi_store_place chosen;
+    int family = s->local.at.any.sa_family;
+    fsdp_status status = FSDP_OK;
+    chosen.size = 0;
+    if (family != AF_UNIX) status = fsdpi_store_interface(family, &chosen, error);
+    if (chosen.size) fsdpi_store_host_text(&chosen, s->address, sizeof s->address);
+    else if (!s->address[0] || !fsdpi_store_is_loopback(&s->local))
+        fsdpi_store_host_text(&s->local, s->address, sizeof s->address);
+    if (!status) return FSDP_OK;
+    char reason[FSDPI_REASON];
+    (void)snprintf(reason, sizeof reason, "rank %d: %s", s->desc.boot.rank, error->buf);
+    fsdpi_store_abort(s, status, "", reason); // the others are in the world already
+    return status;
+}
+
+static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
+    const fsdp_boot *boot = &s->desc.boot;
+    int64_t deadline = fsdpi_store_after(fsdpi_store_now(s), boot->timeout_ns);
+    s->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+    s->left = (uint8_t *)fsdpi_alloc(&boot->allocator, (size_t)boot->size);
+    if (s->wake < 0 || !s->left) {
+        fsdpi_say(error, s->left ? "no descriptor is left" : "the allocator refused");
+        return s->left ? FSDP_ERR_IO : FSDP_ERR_OUT_OF_MEMORY;
+    }
+    if (!fsdpi_store_parse(boot->store, &s->where) ||
+        (s->where.kind == FSDPI_STORE_TCP && !s->where.port)) {
+        fsdpi_say(error,
+                  "the store's address (FSDP_STORE) is '%s', expected tcp://HOST:PORT, "
+                  "file:///PATH or host:",
+                  boot->store);
+        return FSDP_ERR_INVALID_ARG;
+    }
+    fsdp_status status = fsdpi_store_seek(s, deadline, error);
+    if (status) return status;
+    s->local.size = sizeof s->local.at;
+    (void)getsockname(s->fd, &s->local.at.any, &s->local.size);
+    fsdpi_store_unmap(&s->local);
+    int rc = fsdpi_store_thread(&s->thread, fsdpi_store_main, s);
+    if (rc) {
+        fsdpi_say(error, "the store's thread cannot be started: %s", strerror(rc));
+        return FSDP_ERR_BACKEND;
+    }
+    s->running = 1;
+    status = fsdpi_store_meet(s, deadline, error);
+    return status ? status : fsdpi_store_find_address(s, error);
+}
+
+/* Meets the other ranks: serves if that is this rank's part, joins, and waits until all have; at
+   most boot.timeout_ns. After a failure *out is NULL and error has a text, without "rank N". */
+static FSDPI_UNUSED fsdp_status fsdpi_store_open(const fsdpi_store_desc *desc, fsdpi_store **out,
+                                                 char *error, size_t cap) {
+    fsdpi_text t = {error, cap, 0};
+    fsdpi_store *s = (fsdpi_store *)fsdpi_alloc(&desc->boot.allocator, sizeof *s);
+    *out = NULL;
+    if (!s) {
+        fsdpi_say(&t, "the allocator refused");
+        return FSDP_ERR_OUT_OF_MEMORY;
+    }
+    s->desc = *desc;
+    s->fd = s->wake = -1;
+    fsdp_status status = fsdpi_store_try_open(s, &t);
+    if (status) fsdpi_store_close(s);
+    else *out = s;
+    return status;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif

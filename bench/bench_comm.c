@@ -1,0 +1,511 @@
+/* bench_comm.c - collectives of the backends beside what they could cost: memcpy, a raw TCP stream,
+   Gloo's own ring collectives; in one run, by the same processes, one of each in turn.
+
+       build/bench/bench_comm [--backend shm,gloo] [--ranks 2,4] [--sizes 4K,64K,1M,16M,64M,256M]
+                              [--seconds 0.5] [--csv]
+       gnuplot -e "csv='build/bench_comm.csv'; png='build/bench_comm.png'" bench/bench_comm.gp
+
+   A size is that of the full side, B bytes of f32 on each of W ranks, which are processes.
+     memcpy  of n bytes reads n and writes n; it is given the n that reads and writes what an
+             operation has to at least: (W-1)/W*B an all_gather in place, (B + B/W)/2 a
+             reduce_scatter, the sum of both an all_reduce
+     tcp     every pair of ranks exchanges over loopback what the operation has to move: B/W each
+             way, an all_reduce twice that; one thread, no protocol, nothing is added up
+     ring    gloo::allgather, gloo::allreduce; Gloo has no reduce_scatter that is correct
+   A sample is the time from the first rank's start to the last one's end, after a barrier, of one
+   operation or, where these are short, of several in a row, divided by their number. Results are
+   checked once per size. Writes $FSDP_BUILD/bench_comm.csv; --csv writes the same to stdout.
+
+   With -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO both backends and the ring are there, which needs
+   fsdp_gloo.cc and bench/gloo_ring.cc, -lgloo and -lstdc++; without, shm alone. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1 /* the POSIX calls under -std=c99 too */
+#endif
+#include "bench/bench.h"
+#include <arpa/inet.h>   // htonl
+#include <errno.h>       // errno
+#include <netinet/in.h>  // sockaddr_in
+#include <netinet/tcp.h> // TCP_NODELAY
+#include <poll.h>        // poll
+#include <pthread.h>     // barrier between processes
+#include <signal.h>      // kill
+#include <string.h>      // memcpy
+#include <sys/mman.h>    // mmap
+#include <sys/prctl.h>   // a rank ends with its parent
+#include <sys/socket.h>  // socket
+#include <sys/wait.h>    // wait
+#include <unistd.h>      // fork
+#define FSDP_IMPLEMENTATION
+#include "fsdp.h"
+#ifdef FSDP_BACKEND_GLOO
+#include "bench/gloo_ring.h"
+#endif
+
+enum { WORLD_MAX = 8, SIZES_MAX = 16, LONG_RUN = 4 << 20 };
+typedef enum { GATHER = 0, SCATTER, REDUCE, OPS } op_kind;
+typedef enum { SHM = 0, GLOO, RING, TCP, COPY, RIVALS } rival;
+enum { BACKENDS = 2 }; // the first two rivals
+static const char *const op_names[OPS] = {"all_gather", "reduce_scatter", "all_reduce"};
+static const char *const rival_names[RIVALS] = {"shm", "gloo", "ring", "tcp", "memcpy"};
+
+typedef struct {
+    uint32_t rivals; // bit 1 << rival
+    int worlds[SIZES_MAX], num_worlds, num_sizes, csv;
+    size_t sizes[SIZES_MAX], bytes_max;
+    double seconds;
+} options;
+
+// Common memory. Rank 0 writes what is next; the gate orders it.
+typedef struct {
+    pthread_barrier_t gate;
+    int64_t start[WORLD_MAX], end[WORLD_MAX]; // of one sample
+    int32_t op, who, repeats, check, quit;
+    size_t bytes;
+    char dir[64]; // where Gloo's ring meets
+} board;
+
+typedef struct {
+    const fsdp_comm_ops *ops;
+    fsdp_comm *comm;
+    char *full, *shard;
+} backend;
+
+typedef struct {
+    board *b;
+    const options *opt;
+    int rank, world;
+    backend backends[BACKENDS];
+    void *ring;
+    int sockets[WORLD_MAX];
+    char *from, *to; // of the other rivals
+} worker;
+
+/* ---- rivals ---------------------------------------------------------------------------------- */
+
+static void fail(const worker *w, const char *what, const char *why) {
+    fprintf(stderr, "bench_comm: rank %d of %d: %s: %s\n", w->rank, w->world, what, why);
+    fflush(NULL);
+    _exit(1);
+}
+
+static void run_backend(worker *w, backend *k) {
+    const board *b = w->b;
+    fsdp_seg seg = {0, 0, (int64_t)(b->bytes / sizeof(float)) / w->world};
+    fsdp_coll c;
+    memset(&c, 0, sizeof c);
+    c.dtype = c.out_dtype = FSDP_F32, c.scale = 1.0, c.what = "bench", c.redop = FSDP_SUM;
+    if (b->op == REDUCE) {
+        c.kind = FSDP_OP_ALL_REDUCE;
+        c.count = b->bytes / sizeof(float);
+        c.src = c.dst = k->full;
+    } else {
+        c.kind = b->op == GATHER ? FSDP_OP_ALL_GATHER : FSDP_OP_REDUCE_SCATTER;
+        c.segs = &seg, c.num_segs = 1, c.count = (uint64_t)seg.count;
+        c.in_place = b->op == GATHER;
+        c.src = k->full;
+        c.dst = b->op == GATHER ? k->full : k->shard;
+    }
+    if (k->ops->run(k->comm, &c)) fail(w, op_names[b->op], k->ops->error_text(k->comm));
+}
+
+#ifdef FSDP_BACKEND_GLOO
+static void run_ring(worker *w) {
+    const board *b = w->b;
+    gloo_ring *ring = (gloo_ring *)w->ring;
+    int failed = b->op == GATHER
+                     ? gloo_ring_all_gather(ring, w->to, b->bytes / (size_t)w->world)
+                     : gloo_ring_all_reduce(ring, (float *)(void *)w->to, b->bytes / sizeof(float));
+    if (failed) fail(w, op_names[b->op], "Gloo's ring failed");
+}
+#endif
+
+// Moves what is ready; 1 if something was, and *at is further.
+static int moved(worker *w, ssize_t count, size_t *at) {
+    if (count > 0) *at += (size_t)count;
+    if (count == 0 || (count < 0 && errno != EAGAIN)) fail(w, "tcp", strerror(errno));
+    return count > 0;
+}
+
+// Sends `part` bytes to each other rank and receives as many from it.
+static void stream(worker *w, size_t part) {
+    size_t sent[WORLD_MAX] = {0}, received[WORLD_MAX] = {0};
+    for (;;) {
+        struct pollfd p[WORLD_MAX];
+        nfds_t open = 0;
+        int progress = 0;
+        for (int k = 1; k < w->world; k++) {
+            int r = (w->rank + k) % w->world, fd = w->sockets[r];
+            size_t at = (size_t)r * part;
+            if (sent[r] < part)
+                progress |= moved(
+                    w,
+                    send(fd, w->from + at + sent[r], part - sent[r], MSG_DONTWAIT | MSG_NOSIGNAL),
+                    &sent[r]);
+            if (received[r] < part)
+                progress |= moved(
+                    w, recv(fd, w->to + at + received[r], part - received[r], MSG_DONTWAIT),
+                    &received[r]);
+            p[open].fd = fd;
+            p[open].events = (short)((sent[r] < part ? POLLOUT : 0) |
+                                     (received[r] < part ? POLLIN : 0));
+            open += p[open].events != 0;
+        }
+        if (!open) return;
+        if (!progress) (void)poll(p, open, -1);
+    }
+}
+
+static void run_copy(worker *w) {
+    size_t full = w->b->bytes, part = full / (size_t)w->world;
+    if (w->b->op != SCATTER) memcpy(w->to, w->from, full - part);
+    if (w->b->op != GATHER) memcpy(w->to, w->from, (full + part) / 2);
+}
+
+static void run(worker *w) {
+    int who = w->b->who;
+    if (who < BACKENDS) run_backend(w, &w->backends[who]);
+#ifdef FSDP_BACKEND_GLOO
+    else if (who == RING) run_ring(w);
+#endif
+    else if (who == COPY) run_copy(w);
+    else
+        for (int k = 0; k < (w->b->op == REDUCE ? 2 : 1); k++)
+            stream(w, w->b->bytes / (size_t)w->world);
+}
+
+/* ---- a sample, on every rank ----------------------------------------------------------------- */
+
+static int takes_part(const worker *w, int who, int op) {
+    return (w->opt->rivals >> who & 1) && !(who == RING && op == SCATTER);
+}
+
+// Before a check: small whole numbers, so that sums are exact. Element i of rank r is i%1000 + r.
+static void fill(const worker *w, float *x) {
+    size_t count = w->b->bytes / sizeof(float), part = count / (size_t)w->world;
+    for (size_t i = 0; i < count; i++)
+        x[i] = w->b->op == GATHER && i / part != (size_t)w->rank
+                   ? -1.0f
+                   : (float)(i % 1000) + (float)w->rank;
+}
+
+static void check(worker *w, const float *x) {
+    size_t count = w->b->bytes / sizeof(float), part = count / (size_t)w->world;
+    size_t first = w->b->op == SCATTER ? part * (size_t)w->rank : 0;
+    float ranks = (float)w->world;
+    if (w->b->op == SCATTER) count = part;
+    for (size_t i = 0; i < count; i++) {
+        float here = (float)((first + i) % 1000);
+        float expected = w->b->op == GATHER ? here + (float)(i / part)
+                                            : ranks * here + ranks * (ranks - 1) / 2;
+        if (x[i] != expected) fail(w, rival_names[w->b->who], "a wrong result");
+    }
+}
+
+static void checked(worker *w) {
+    backend *k = w->b->who < BACKENDS ? &w->backends[w->b->who] : NULL;
+    char *full = k ? k->full : w->to;
+    fill(w, (float *)(void *)full);
+    (void)pthread_barrier_wait(&w->b->gate);
+    run(w);
+    check(w, (const float *)(const void *)(k && w->b->op == SCATTER ? k->shard : full));
+    memset(full, 0, w->b->bytes); // sums in place that are repeated stay what they are
+}
+
+// 0: that was the last one.
+static int sample(worker *w) {
+    board *b = w->b;
+    (void)pthread_barrier_wait(&b->gate); // what comes next is written
+    if (b->quit) return 0;
+    if (b->check) {
+        checked(w);
+    } else {
+        b->start[w->rank] = bench_now_ns();
+        for (int i = 0; i < b->repeats; i++) run(w);
+        b->end[w->rank] = bench_now_ns();
+    }
+    (void)pthread_barrier_wait(&b->gate);
+    return 1;
+}
+
+/* ---- rank 0 decides -------------------------------------------------------------------------- */
+
+// Microseconds of one operation.
+static double once(worker *w, int who) {
+    board *b = w->b;
+    b->who = who;
+    (void)sample(w);
+    int64_t first = b->start[0], last = b->end[0];
+    for (int r = 1; r < w->world; r++) {
+        if (b->start[r] < first) first = b->start[r];
+        if (b->end[r] > last) last = b->end[r];
+    }
+    return (double)(last - first) * 1e-3 / b->repeats;
+}
+
+static void show(const worker *w, FILE *csv, const bench_stats *s) {
+    const board *b = w->b;
+    if (!w->opt->csv) printf("%-14s W=%d %10zu", op_names[b->op], w->world, b->bytes);
+    for (int who = 0; who < RIVALS; who++) {
+        if (!s[who].samples) {
+            if (!w->opt->csv) printf(" %10s", "-");
+            continue;
+        }
+        fprintf(csv, "%s,%d,%zu,%s,%d,%.2f,%.2f,%.2f,%.3f\n", op_names[b->op], w->world, b->bytes,
+                rival_names[who], s[who].samples, s[who].min, s[who].median, s[who].p95,
+                s[who].median / s[who < GLOO ? COPY : TCP].median);
+        if (!w->opt->csv) printf(" %10.1f", s[who].median);
+    }
+    if (!w->opt->csv && s[SHM].samples)
+        printf("  shm/memcpy %5.2f", s[SHM].median / s[COPY].median);
+    if (!w->opt->csv && s[GLOO].samples) printf("  gloo/tcp %5.2f", s[GLOO].median / s[TCP].median);
+    if (!w->opt->csv) printf("\n");
+    fflush(NULL);
+}
+
+// All rivals in turn, round after round, so that what else the machine does hits all.
+static void compare(worker *w, FILE *csv) {
+    static double samples[RIVALS][BENCH_SAMPLES_MAX];
+    board *b = w->b;
+    bench_stats s[RIVALS];
+    b->check = 1;
+    for (int who = 0; who < TCP; who++)
+        if (takes_part(w, who, b->op)) (void)once(w, who);
+    b->check = 0;
+    b->repeats = b->bytes >= LONG_RUN ? 1 : b->bytes >= LONG_RUN / 16 ? 4 : 20;
+    int round = -2, most = BENCH_SAMPLES_MAX; // two to warm up
+    int64_t end = bench_now_ns() + (int64_t)(w->opt->seconds * 1e9);
+    for (; round < most && (round < 5 || bench_now_ns() < end); round++)
+        for (int who = 0; who < RIVALS; who++) {
+            if (!takes_part(w, who, b->op)) continue;
+            double us = once(w, who);
+            if (round >= 0) samples[who][round] = us;
+        }
+    for (int who = 0; who < RIVALS; who++)
+        s[who] = bench_summarize(samples[who], takes_part(w, who, b->op) ? round : 0);
+    show(w, csv, s);
+}
+
+static void lead(worker *w, FILE *csv) {
+    for (int op = 0; op < OPS; op++)
+        for (int i = 0; i < w->opt->num_sizes; i++) {
+            w->b->op = op;
+            w->b->bytes = w->opt->sizes[i];
+            compare(w, csv);
+        }
+    w->b->quit = 1;
+    (void)sample(w);
+}
+
+/* ---- a rank ---------------------------------------------------------------------------------- */
+
+static void open_backend(worker *w, int which) {
+    backend *k = &w->backends[which];
+    fsdp_boot boot;
+    fsdp_caps caps;
+    char job[64];
+    memset(&boot, 0, sizeof boot);
+    boot.rank = boot.local_rank = w->rank, boot.size = w->world;
+    boot.timeout_ns = (int64_t)60 * 1000000000;
+    boot.allocator.alloc = fsdpi_libc_alloc, boot.allocator.free = fsdpi_libc_free;
+    boot.clock.now_ns = fsdpi_monotonic_ns;
+    snprintf(job, sizeof job, "bench-%d-%d", (int)getppid(), w->world);
+    boot.job = job;
+    boot.store = "host:";
+#ifdef FSDP_BACKEND_GLOO
+    k->ops = which == GLOO ? fsdp_gloo_comm_ops() : fsdp_shm_comm_ops();
+#else
+    k->ops = fsdp_shm_comm_ops();
+#endif
+    if (k->ops->open(&boot, &caps, &k->comm)) fail(w, k->ops->name, k->ops->error_text(NULL));
+    size_t full = w->opt->bytes_max;
+    if (k->ops->alloc(k->comm, full, (void **)&k->full) ||
+        k->ops->alloc(k->comm, full / (size_t)w->world, (void **)&k->shard))
+        fail(w, k->ops->name, k->ops->error_text(k->comm));
+}
+
+static void rank_main(worker *w, FILE *csv) {
+    size_t bytes = w->opt->bytes_max;
+    for (int k = 0; k < BACKENDS; k++)
+        if (w->opt->rivals >> k & 1) open_backend(w, k);
+#ifdef FSDP_BACKEND_GLOO
+    if ((w->opt->rivals >> RING & 1) &&
+        gloo_ring_open(w->b->dir, w->rank, w->world, (gloo_ring **)&w->ring))
+        fail(w, "ring", "Gloo could not connect");
+#endif
+    w->from = (char *)malloc(bytes);
+    w->to = (char *)malloc(bytes);
+    if (!w->from || !w->to) fail(w, "malloc", strerror(errno));
+    memset(w->from, 0, bytes);
+    memset(w->to, 0, bytes);
+    if (w->rank == 0) lead(w, csv);
+    else
+        while (sample(w)) {
+        }
+#ifdef FSDP_BACKEND_GLOO
+    if (w->ring) gloo_ring_close((gloo_ring *)w->ring);
+#endif
+    for (int k = 0; k < BACKENDS; k++)
+        if (w->backends[k].comm) w->backends[k].ops->close(w->backends[k].comm);
+    fflush(NULL);
+    _exit(0);
+}
+
+/* ---- the program ----------------------------------------------------------------------------- */
+
+// Two ends of a TCP connection over loopback; exits when there is none.
+static void connected(int ends[2]) {
+    struct sockaddr_in at;
+    socklen_t size = sizeof at;
+    int on = 1, server = socket(AF_INET, SOCK_STREAM, 0);
+    memset(&at, 0, sizeof at);
+    at.sin_family = AF_INET;
+    at.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    ends[0] = socket(AF_INET, SOCK_STREAM, 0);
+    if (bind(server, (struct sockaddr *)(void *)&at, size) || listen(server, 1) ||
+        getsockname(server, (struct sockaddr *)(void *)&at, &size) ||
+        connect(ends[0], (struct sockaddr *)(void *)&at, size) ||
+        (ends[1] = accept(server, NULL, NULL)) < 0) {
+        perror("bench_comm: no loopback connection");
+        exit(1);
+    }
+    (void)setsockopt(ends[0], IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    (void)setsockopt(ends[1], IPPROTO_TCP, TCP_NODELAY, &on, sizeof on);
+    (void)close(server);
+}
+
+static board *open_board(int world) {
+    pthread_barrierattr_t shared;
+    board *b = (board *)mmap(NULL, sizeof *b, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                             -1, 0);
+    snprintf(b->dir, sizeof b->dir, "/tmp/bench_comm_XXXXXX");
+    if (b == MAP_FAILED || !mkdtemp(b->dir)) {
+        perror("bench_comm");
+        exit(1);
+    }
+    (void)pthread_barrierattr_init(&shared);
+    (void)pthread_barrierattr_setpshared(&shared, PTHREAD_PROCESS_SHARED);
+    (void)pthread_barrier_init(&b->gate, &shared, (unsigned)world);
+    return b;
+}
+
+static void close_board(board *b) {
+    char command[96];
+    snprintf(command, sizeof command, "rm -r %s", b->dir);
+    if (system(command)) fprintf(stderr, "bench_comm: %s stays behind\n", b->dir);
+    (void)munmap(b, sizeof *b);
+}
+
+// 1 if a rank failed; the others are then ended.
+static int run_world(const options *opt, int world, FILE *csv) {
+    static worker w[WORLD_MAX];
+    pid_t pids[WORLD_MAX];
+    board *b = open_board(world);
+    int failed = 0, status, ends[2];
+    memset(w, 0, sizeof w);
+    for (int r = 0; r < world; r++)
+        for (int peer = 0; peer < r; peer++) {
+            connected(ends);
+            w[r].sockets[peer] = ends[0];
+            w[peer].sockets[r] = ends[1];
+        }
+    fflush(NULL);
+    for (int r = 0; r < world; r++) {
+        w[r].b = b, w[r].opt = opt, w[r].rank = r, w[r].world = world;
+        pids[r] = fork();
+        if (pids[r] == 0) (void)prctl(PR_SET_PDEATHSIG, SIGKILL), rank_main(&w[r], csv);
+    }
+    for (int ended = 0; ended < world; ended++) {
+        (void)wait(&status);
+        if (status && !failed)
+            for (int r = 0; r < world; r++)
+                (void)kill(pids[r], SIGTERM); // ended ones are not there
+        failed |= status != 0;
+    }
+    for (int r = 0; r < world; r++)
+        for (int peer = 0; peer < world; peer++)
+            if (peer != r) (void)close(w[r].sockets[peer]);
+    close_board(b);
+    return failed;
+}
+
+static int usage(void) {
+    fprintf(stderr, "usage: bench_comm [--backend shm,gloo] [--ranks 2,4] "
+                    "[--sizes 4K,64K,1M,16M,64M,256M] [--seconds 0.5] [--csv]\n"
+                    "ranks: 2 to 8; sizes: multiples of 4 bytes per rank; backends: those that "
+                    "are compiled in\n");
+    return 2;
+}
+
+// Numbers with an optional K or M, separated by commas; 0: not such a list.
+static int parse_list(const char *text, size_t *out) {
+    int count = 0;
+    for (char *end; count < SIZES_MAX; text = end + 1) {
+        unsigned long long value = strtoull(text, &end, 10);
+        if (end == text || !value) return 0;
+        if (*end == 'K') value <<= 10, end++;
+        else if (*end == 'M') value <<= 20, end++;
+        out[count++] = (size_t)value;
+        if (!*end) return count;
+        if (*end != ',') return 0;
+    }
+    return 0;
+}
+
+static int parse_backends(const char *text, uint32_t *out) {
+    uint32_t all = 1u << SHM;
+#ifdef FSDP_BACKEND_GLOO
+    all |= 1u << GLOO;
+#endif
+    *out = 1u << TCP | 1u << COPY | (all & 1u << GLOO ? 1u << RING : 0);
+    if (!text) *out |= all;
+    for (int k = 0; k < BACKENDS && text; k++)
+        if (strstr(text, rival_names[k])) *out |= 1u << k;
+    return (*out & 3u & ~all) == 0 && (*out & 3u);
+}
+
+static int parse(int argc, char **argv, options *o) {
+    const char *backends = NULL, *ranks = "2,4", *sizes = "4K,64K,1M,16M,64M,256M";
+    size_t worlds[SIZES_MAX];
+    memset(o, 0, sizeof *o);
+    o->seconds = 0.5;
+    for (int i = 1; i < argc; i++) {
+        const char *value = i + 1 < argc ? argv[i + 1] : "";
+        if (!strcmp(argv[i], "--csv")) {
+            o->csv = 1;
+            continue;
+        }
+        if (!strcmp(argv[i], "--backend")) backends = value;
+        else if (!strcmp(argv[i], "--ranks")) ranks = value;
+        else if (!strcmp(argv[i], "--sizes")) sizes = value;
+        else if (!strcmp(argv[i], "--seconds")) o->seconds = strtod(value, NULL);
+        else return 0;
+        i++;
+    }
+    o->num_worlds = parse_list(ranks, worlds);
+    o->num_sizes = parse_list(sizes, o->sizes);
+    for (int k = 0; k < o->num_worlds; k++) {
+        o->worlds[k] = (int)worlds[k];
+        if (worlds[k] < 2 || worlds[k] > WORLD_MAX) return 0;
+        for (int i = 0; i < o->num_sizes; i++)
+            if (o->sizes[i] % (worlds[k] * sizeof(float))) return 0;
+    }
+    for (int i = 0; i < o->num_sizes; i++)
+        if (o->sizes[i] > o->bytes_max) o->bytes_max = o->sizes[i];
+    return parse_backends(backends, &o->rivals) && o->num_worlds && o->num_sizes && o->seconds >= 0;
+}
+
+int main(int argc, char **argv) {
+    static const char columns[] =
+        "op,world,bytes,who,samples,us_min,us_median,us_p95,to_memcpy_or_tcp";
+    options o;
+    int failed = 0;
+    if (!parse(argc, argv, &o)) return usage();
+    FILE *csv = o.csv ? stdout : bench_csv("bench_comm", columns);
+    if (o.csv) printf("%s\n", columns);
+    else
+        printf("medians, us        %10s %10s %10s %10s %10s %10s\n", "bytes", rival_names[0],
+               rival_names[1], rival_names[2], rival_names[3], rival_names[4]);
+    for (int k = 0; k < o.num_worlds && !failed; k++) failed = run_world(&o, o.worlds[k], csv);
+    if (!o.csv) fclose(csv);
+    return failed;
+}

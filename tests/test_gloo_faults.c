@@ -1,0 +1,1559 @@
+/* test_gloo_faults.c - ranks of the Gloo backend that die, stall, differ, come late or never; cut
+   and bad links; strangers at the ports; and nothing left behind. No call blocks for ever, and every
+   rank gets a status that names the culprit. What every backend does on failure is in conformance.c. */
+#include "harness.h"
+#include <dirent.h>       /* opendir */
+#include <malloc.h>       /* mallinfo2 */
+#include <sys/prctl.h>    /* prctl: ranks end with their test */
+#include <sys/resource.h> /* setrlimit */
+#define FSDP_IMPLEMENTATION
+#include "fsdp.h"
+#include "netns.h"
+#include "world.h"
+
+#ifndef FSDP_BACKEND_GLOO
+TEST(gloo_faults, all) { SKIP("the Gloo backend is not compiled in: libgloo-dev, make gloo"); }
+#else
+
+/* ---- ranks and what they tell ---------------------------------------------------------------- */
+
+enum { RANKS = 4, UNITS = 3, WIDTH = 40, BIG = 64 << 20 };
+enum {
+    AT_START,
+    AT_INIT,
+    AT_SPLIT,
+    AT_GATHER,
+    AT_SCATTER,
+    AT_REDUCE,
+    AT_BROADCAST,
+    AT_BARRIER,
+    AT_TRAIN,
+    AT_CLOSE,
+    AT_END,
+    PLACES
+};
+static const char *const places[PLACES] = {"start",   "init",   "split",     "gather",
+                                           "scatter", "reduce", "broadcast", "barrier",
+                                           "train",   "close",  "end"};
+
+typedef struct {
+    int place, visits[PLACES];  /* where it is, and how often it has been in each */
+    int status, again, ended;   /* what it got, and got again; 1: its process has ended */
+    int how;                    /* as waitpid told it */
+    int64_t failed_ns, left_ns; /* when it got it, when its shutdown was done */
+    uint64_t bits;              /* of all its parameters */
+    char text[1400];
+} report;
+
+/* One job, in memory of all its processes. */
+typedef struct job job;
+struct job {
+    void (*body)(job *j, int rank);
+    void (*quirk)(job *j, fsdp_world *world); /* what the victim does before its sixth step */
+    int world, timeout_ms, lanes, rounds, hosts;
+    int late_ms[RANKS]; /* -1: never comes */
+    int victim;
+    size_t bytes; /* of the largest buffer */
+    char name[64], store[96], token[RANKS][32];
+    pid_t pid[RANKS];
+    int64_t fault_ns; /* when the victim did it */
+    int64_t gap_ns;   /* the longest time for which the test itself was not run */
+    const void *extra;
+    report rank[RANKS];
+};
+
+static int64_t now_ns(void) { return fsdpi_monotonic_ns(NULL); }
+
+static job *make_job(int world, int timeout_ms, void (*body)(job *, int)) {
+    static int made;
+    job *j = (job *)mmap(NULL, sizeof *j, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
+                         0);
+    CHECK(j != (job *)MAP_FAILED);
+    j->world = world, j->timeout_ms = timeout_ms, j->body = body, j->rounds = 1 << 30;
+    j->victim = -1;
+    snprintf(j->name, sizeof j->name, "faults-%d-%d", (int)getpid(), made++);
+    snprintf(j->store, sizeof j->store, "host:");
+    return j;
+}
+
+static void at(job *j, int rank, int place) {
+    report *r = &j->rank[rank];
+    __atomic_store_n(&r->place, place, __ATOMIC_SEQ_CST);
+    __atomic_fetch_add(&r->visits[place], 1, __ATOMIC_SEQ_CST);
+}
+
+/* The first result of a rank stands. */
+static void tell(job *j, int rank, fsdp_status status, const char *text) {
+    report *r = &j->rank[rank];
+    if (r->failed_ns) return;
+    r->status = (int)status;
+    snprintf(r->text, sizeof r->text, "%s", status ? text : "");
+    __atomic_store_n(&r->failed_ns, now_ns(), __ATOMIC_SEQ_CST);
+}
+
+static void rank_main(job *j, int rank) {
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    h_rank = rank;
+    if (j->hosts) n_enter(n_host[rank]);
+    if (j->late_ms[rank]) usleep((useconds_t)j->late_ms[rank] * 1000);
+    if (j->token[rank][0]) setenv("FSDP_TOKEN", j->token[rank], 1);
+    j->body(j, rank);
+    j->rank[rank].left_ns = now_ns();
+    at(j, rank, AT_END);
+    exit(0); /* not _exit: leak checkers end their work here */
+}
+
+static void start(job *j) {
+    fflush(NULL);
+    for (int k = 0; k < j->world; k++) {
+        j->rank[k].ended = j->late_ms[k] < 0;
+        if (j->rank[k].ended) continue;
+        pid_t pid = fork();
+        CHECK(pid >= 0);
+        if (!pid) rank_main(j, k);
+        j->pid[k] = pid;
+    }
+}
+
+/* One look at the processes, and a nap. Returns how many are running. */
+static int look(job *j) {
+    static int64_t last;
+    int64_t now = now_ns();
+    int running = 0;
+    if (last && now - last < 1000000000 && now - last > j->gap_ns) j->gap_ns = now - last;
+    last = now;
+    for (int k = 0; k < j->world; k++) {
+        report *r = &j->rank[k];
+        if (!r->ended && waitpid(j->pid[k], &r->how, WNOHANG) == j->pid[k]) r->ended = 1;
+        running += !r->ended;
+    }
+    usleep(300);
+    return running;
+}
+
+/* A limit for this machine: longer where all is slow, and by what it did not run the test. */
+static int64_t allowed_ms(const job *j, int64_t ms) {
+    const char *mult = getenv("TEST_TIMEOUT_MULT");
+    double slow = mult && *mult ? strtod(mult, NULL) : 1;
+    if (W_SLOW && slow < 5) slow = 5;
+    return (int64_t)((double)ms * (slow < 1 ? 1 : slow)) + 4 * j->gap_ns / 1000000;
+}
+
+/* Waits until all ranks have ended. Those that have not in time are shown and killed: so many. */
+static int finish(job *j, int64_t limit_ms) {
+    int64_t end = now_ns() + allowed_ms(j, limit_ms) * 1000000;
+    int left = look(j);
+    while (left && now_ns() < end) left = look(j);
+    for (int k = 0; k < j->world && left; k++) {
+        report *r = &j->rank[k];
+        if (r->ended) continue;
+        fprintf(stderr, "rank %d of %d hangs in %s, status %d '%s'\n", k, j->world,
+                places[r->place], r->status, r->text);
+        kill(j->pid[k], SIGKILL);
+        waitpid(j->pid[k], &r->how, 0);
+        r->ended = 1;
+    }
+    return left;
+}
+
+/* Waits until a rank has come to a place for the nth time. 0: the job ended before, or hangs. */
+static int await(job *j, int rank, int place, int nth) {
+    int64_t end = now_ns() + allowed_ms(j, 20000) * 1000000;
+    while (__atomic_load_n(&j->rank[rank].visits[place], __ATOMIC_SEQ_CST) < nth)
+        if (!look(j) || j->rank[rank].ended || now_ns() > end) return 0;
+    return 1;
+}
+
+/* Whether the text names a rank other than as the one who speaks: "rank 2", "ranks 0, 2". */
+static int names(const char *text, int speaker, int who) {
+    char own[24];
+    snprintf(own, sizeof own, "rank %d: ", speaker);
+    if (!strncmp(text, own, strlen(own))) text += strlen(own);
+    for (const char *p = text; (p = strstr(p, "ank")) != NULL;) {
+        int is_word = p > text && strchr("rR", p[-1]) && (p - 1 == text || p[-2] < 'a');
+        p += p[3] == 's' ? 4 : 3;
+        for (char *end; is_word && *p == ' '; p = *end == ',' ? end + 1 : end) {
+            long rank = strtol(p, &end, 10);
+            if (end == p) break;
+            if (rank == who) return 1;
+        }
+    }
+    return 0;
+}
+TEST(gloo_faults, culprits_are_found_in_texts) {
+    const char *text = "rank 1: all_gather: ranks 0, 12 have not come; rank 3: it is in "
+                       "split. Rank 5 has to";
+    static const int expected[] = {1, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0, 0, 1, 0};
+    for (int k = 0; k < 14; k++) CHECK_EQ_INT(names(text, 1, k), expected[k]);
+    CHECK(names(text, 2, 1)); /* another one says it */
+    CHECK(!names("rank 1: it has not come, frank 2, ranks", 1, 2));
+}
+
+static void shows(const job *j) {
+    for (int k = 0; k < j->world; k++)
+        fprintf(stderr, "rank %d%s, in %s, got %s%s%s: %s\n", k, k == j->victim ? " (victim)" : "",
+                places[j->rank[k].place], fsdp_status_name((fsdp_status)j->rank[k].status),
+                j->rank[k].again != j->rank[k].status ? ", then " : "",
+                j->rank[k].again != j->rank[k].status
+                    ? fsdp_status_name((fsdp_status)j->rank[k].again)
+                    : "",
+                j->rank[k].text);
+}
+
+#define J_CHECK(j, cond, ...) /* ... is a format and its values; shows what all ranks got */       \
+    do {                                                                                           \
+        if (!(cond)) shows(j);                                                                     \
+        CHECK_MSG(cond, __VA_ARGS__);                                                              \
+    } while (0)
+
+/* All ranks but `except` got the status, and a text with this part. */
+static void all_got(const job *j, int except, fsdp_status status, const char *part) {
+    for (int k = 0; k < j->world; k++) {
+        const report *r = &j->rank[k];
+        if (k == except) continue;
+        J_CHECK(j, r->ended && WIFEXITED(r->how) && !WEXITSTATUS(r->how),
+                "rank %d did not end in order: %x", k, r->how);
+        J_CHECK(j, r->status == (int)status, "rank %d got %s", k,
+                fsdp_status_name((fsdp_status)r->status));
+        J_CHECK(j, !part || strstr(r->text, part), "rank %d does not say '%s'", k, part);
+    }
+}
+
+/* ---- what ranks do --------------------------------------------------------------------------- */
+
+static fsdp_world_desc desc_of(job *j, int rank) {
+    fsdp_world_desc d = w_desc(rank, j->world, NULL, j->name, j->lanes);
+    d.timeout_ms = j->timeout_ms;
+    d.store = j->store;
+    d.backend = "gloo";
+    return d;
+}
+
+typedef struct {
+    fsdp_model *model;
+    fsdp_unit *unit[UNITS];
+} trainer;
+#define TRY(call)                                                                                  \
+    do {                                                                                           \
+        fsdp_status status_ = (call);                                                              \
+        if (status_) return status_;                                                               \
+    } while (0)
+
+static void first_values(void *user, const fsdp_param_view *block) {
+    (void)user;
+    for (int64_t k = 0; k < block->numel; k++)
+        ((float *)block->data)[k] = (float)((fsdp_view_index(block, k) * 7 + block->ordinal) % 23);
+}
+
+/* Three units over a mesh that is not the world itself: backwards, or of two dims. */
+static fsdp_status make_trainer(fsdp_world *world, int width, trainer *t) {
+    int32_t backwards[RANKS], n = fsdp_world_size(world);
+    fsdp_mesh_desc md = FSDP_ZERO;
+    fsdp_model_desc d = FSDP_ZERO;
+    fsdp_mesh *mesh;
+    for (int32_t k = 0; k < n; k++) backwards[k] = n - 1 - k;
+    md.ndim = n == 4 ? 2 : 1;
+    md.shape[0] = n == 4 ? 2 : n, md.shape[1] = 2;
+    md.names[0] = n == 4 ? "replicate" : "shard", md.names[1] = n == 4 ? "shard" : NULL;
+    md.ranks = backwards;
+    TRY(fsdp_mesh_create(world, &md, &mesh));
+    d.mesh = mesh;
+    TRY(fsdp_model_create(world, &d, &t->model));
+    for (int u = 0; u < UNITS; u++) {
+        fsdp_param_desc p[2] = {fsdp_mat("w", width + u, width), fsdp_vec("b", width)};
+        fsdp_unit_desc ud = FSDP_ZERO;
+        ud.params = p;
+        ud.num_params = 2;
+        TRY(fsdp_fully_shard(t->model, &ud, &t->unit[u]));
+    }
+    return fsdp_init_params(t->model, first_values, NULL);
+}
+
+static fsdp_status train_step(fsdp_world *world, trainer *t, int step) {
+    double loss = fsdp_rank(world) + step;
+    for (int u = 0; u < UNITS; u++) {
+        TRY(fsdp_pre_forward(t->unit[u]));
+        loss += (double)((float *)fsdp_data(t->unit[u], 0))[step % WIDTH];
+        TRY(fsdp_post_forward(t->unit[u]));
+    }
+    for (int u = UNITS; u-- > 0;) {
+        TRY(fsdp_pre_backward(t->unit[u]));
+        const float *w = (const float *)fsdp_data(t->unit[u], 0);
+        float *dw = (float *)fsdp_grad(t->unit[u], 0), *db = (float *)fsdp_grad(t->unit[u], 1);
+        for (int i = 0; i < (WIDTH + u) * WIDTH; i++)
+            dw[i] += w[i] * (float)(fsdp_rank(world) + 1) - (float)((i + step) % 11);
+        for (int i = 0; i < WIDTH; i++) db[i] += w[i] / 3 + (float)step;
+        TRY(fsdp_post_backward(t->unit[u]));
+    }
+    TRY(fsdp_finalize_backward(t->model));
+    fsdp_param_view v = FSDP_ZERO;
+    while (fsdp_next_param(t->model, &v))
+        for (int64_t k = 0; k < v.numel; k++)
+            ((float *)v.shard)[k] -= 0.03f * ((const float *)v.shard_grad)[k];
+    TRY(fsdp_params_changed(t->model));
+    TRY(fsdp_zero_grad(t->model));
+    return fsdp_all_reduce(world, NULL, &loss, 1, FSDP_F64, FSDP_SUM);
+}
+
+static uint64_t bits_of(trainer *t) {
+    fsdp_param_view v = FSDP_ZERO;
+    uint64_t h = 1;
+    while (fsdp_next_param(t->model, &v))
+        for (int64_t k = 0; k < v.numel; k++) {
+            uint32_t bits;
+            memcpy(&bits, (const float *)v.shard + k, sizeof bits);
+            h = fsdpi_hash(h, bits);
+        }
+    return h;
+}
+
+/* A training loop of j->rounds steps. */
+static void train(job *j, int rank) {
+    fsdp_world_desc d = desc_of(j, rank);
+    fsdp_world *world;
+    trainer t;
+    at(j, rank, AT_INIT);
+    fsdp_status status = fsdp_init(&d, &world);
+    if (status) {
+        tell(j, rank, status, fsdp_last_error(NULL));
+        j->rank[rank].again = (int)status;
+        return;
+    }
+    at(j, rank, AT_SPLIT);
+    status = make_trainer(world, j->extra && rank == j->victim ? WIDTH + 1 : WIDTH, &t);
+    for (int step = 0; !status && step < j->rounds; step++) {
+        at(j, rank, AT_TRAIN);
+        if (j->quirk && rank == j->victim && step == 5) {
+            j->fault_ns = now_ns();
+            j->quirk(j, world);
+        }
+        status = train_step(world, &t, step);
+    }
+    if (!status) j->rank[rank].bits = bits_of(&t);
+    tell(j, rank, status, fsdp_last_error(world));
+    at(j, rank, AT_CLOSE);
+    j->rank[rank].again = status ? (int)fsdp_barrier(world) : 0;
+    (void)fsdp_shutdown(world);
+}
+
+static void sleeps(job *j, int rank) {
+    at(j, rank, AT_SPLIT);
+    while (rank == 1) pause();
+}
+TEST(gloo_faults, watchdog_sees_a_hang) {
+    job *j = make_job(3, 1000, sleeps);
+    start(j);
+    CHECK(await(j, 1, AT_SPLIT, 1) && !await(j, 0, AT_SPLIT, 2));
+    CHECK_EQ_INT(finish(j, 100), 1);
+    CHECK(WIFSIGNALED(j->rank[1].how) && j->rank[0].place == AT_END && !look(j));
+}
+
+/* ---- the table itself ------------------------------------------------------------------------ */
+
+typedef struct {
+    fsdp_comm *world, *group;
+    char *src, *dst;
+    size_t bytes;
+    fsdp_boot boot;
+    uint64_t seq;
+} table;
+
+static const fsdp_comm_ops *ops(void) { return fsdp_gloo_comm_ops(); }
+
+static fsdp_status open_table(job *j, int rank, table *t) {
+    fsdp_caps caps;
+    memset(t, 0, sizeof *t);
+    t->boot.rank = t->boot.local_rank = rank;
+    t->boot.size = j->world;
+    t->boot.timeout_ns = (int64_t)j->timeout_ms * 1000000;
+    t->boot.job = j->name;
+    t->boot.store = j->store;
+    t->boot.allocator.alloc = fsdpi_libc_alloc;
+    t->boot.allocator.free = fsdpi_libc_free;
+    t->boot.logger.log = w_quiet;
+    t->boot.clock.now_ns = fsdpi_monotonic_ns;
+    t->bytes = j->bytes ? j->bytes : 65536;
+    fsdp_status status = ops()->open(&t->boot, &caps, &t->world);
+    if (!status) status = ops()->alloc(t->world, t->bytes, (void **)&t->src);
+    if (!status) status = ops()->alloc(t->world, t->bytes, (void **)&t->dst);
+    return status;
+}
+
+static void close_table(table *t) {
+    if (t->group) ops()->close(t->group);
+    if (t->world) ops()->close(t->world);
+}
+
+/* A group of all ranks, backwards. */
+static fsdp_status split_table(table *t) {
+    int32_t ranks[RANKS];
+    int n = t->boot.size;
+    fsdp_group g = {0, n - 1 - t->boot.rank, n, 0, ranks, "backwards"};
+    for (int k = 0; k < n; k++) ranks[k] = n - 1 - k;
+    return ops()->split(t->world, &g, &t->group);
+}
+
+/* One operation in which all ranks agree, as large as the buffers. */
+static fsdp_coll coll_of(table *t, int kind, fsdp_seg *seg) {
+    uint64_t all = t->bytes / sizeof(float), part = all / (uint64_t)t->boot.size;
+    fsdp_coll c;
+    memset(&c, 0, sizeof c);
+    memset(seg, 0, sizeof *seg);
+    c.kind = (uint8_t)kind, c.dtype = c.out_dtype = FSDP_F32, c.scale = 1;
+    c.what = "h.3", c.seq = ++t->seq, c.src = t->src, c.dst = t->dst, c.count = all;
+    if (kind == FSDP_OP_ALL_REDUCE) c.src = t->dst;
+    if (kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER)
+        seg->count = (int64_t)part, c.count = part, c.segs = seg, c.num_segs = 1;
+    return c;
+}
+
+static fsdp_status run_one(table *t, fsdp_comm *comm, int kind, uint64_t count) {
+    fsdp_seg seg;
+    fsdp_coll c = coll_of(t, kind, &seg);
+    if (count) c.count = count;
+    return ops()->run(comm, &c);
+}
+
+/* Operations of all kinds by turns on the world and on a group, which is made again at times. */
+static void loop(job *j, int rank) {
+    static const int kinds[] = {FSDP_OP_ALL_GATHER, FSDP_OP_REDUCE_SCATTER, FSDP_OP_ALL_REDUCE,
+                                FSDP_OP_BROADCAST, FSDP_OP_ALL_REDUCE};
+    table t;
+    at(j, rank, AT_INIT);
+    fsdp_status status = open_table(j, rank, &t);
+    fsdp_comm *comm = t.world;
+    for (int i = 0; !status && i < j->rounds; i++) {
+        if (i % 8 == 0) {
+            if (t.group) ops()->close(t.group);
+            t.group = NULL;
+            at(j, rank, AT_SPLIT);
+            comm = t.world;
+            status = split_table(&t);
+        }
+        for (int k = 0; !status && k < 5; k++) {
+            at(j, rank, AT_GATHER + k);
+            comm = k & 1 ? t.world : t.group;
+            status = run_one(&t, comm, kinds[k], k == 4 ? 1 : 0);
+        }
+    }
+    tell(j, rank, status, status ? ops()->error_text(comm) : "");
+    at(j, rank, AT_CLOSE);
+    j->rank[rank].again = status && t.world ? (int)run_one(&t, t.world, FSDP_OP_BROADCAST, 1)
+                                            : (int)status;
+    close_table(&t);
+}
+
+/* ---- kill -9 at seeded points ---------------------------------------------------------------- */
+
+typedef struct {
+    const char *name;
+    void (*body)(job *, int);
+    int place, delay_us; /* the kill comes up to so long after the victim's arrival */
+    size_t bytes;
+} point;
+static const point points[] = {
+    {"comm/init", loop, AT_INIT, 40000, 0},
+    {"comm/split", loop, AT_SPLIT, 20000, 0},
+    {"comm/gather", loop, AT_GATHER, 500, 0},
+    {"comm/scatter", loop, AT_SCATTER, 500, 0},
+    {"comm/reduce", loop, AT_REDUCE, 500, 0},
+    {"comm/broadcast", loop, AT_BROADCAST, 500, 0},
+    {"comm/barrier", loop, AT_BARRIER, 300, 0},
+    {"comm/close", loop, AT_CLOSE, 10000, 0},
+    {"64MiB/gather", loop, AT_GATHER, 40000, BIG},
+    {"64MiB/scatter", loop, AT_SCATTER, 60000, BIG},
+    {"64MiB/reduce", loop, AT_REDUCE, 90000, BIG},
+    {"64MiB/broadcast", loop, AT_BROADCAST, 40000, BIG},
+    {"train/init", train, AT_INIT, 40000, 0},
+    {"train/split", train, AT_SPLIT, 40000, 0},
+    {"train/step", train, AT_TRAIN, 5000, 0},
+    {"train/steps", train, AT_TRAIN, 50000, 0},
+    {"train/close", train, AT_CLOSE, 20000, 0},
+};
+enum { POINTS = (int)(sizeof points / sizeof points[0]) };
+
+typedef struct {
+    int faults, hangs, unnamed, wrong;
+    int64_t slowest_ns;
+    char slowest[64];
+} tally;
+
+static void complain(const job *j, const char *what, const char *name, uint64_t seed) {
+    fprintf(stderr, "%s, seed %llu, W=%d, lanes %d, rank %d killed: %s\n", name,
+            (unsigned long long)seed, j->world, j->lanes, j->victim, what);
+    shows(j);
+}
+
+/* What a survivor got: PEER_LOST soon after the death. A death before it has joined shows as its
+   absence, at the deadline; one after its last operation may not show at all. */
+static void check_survivor(const job *j, int k, const point *p, int64_t killed_ns, uint64_t seed,
+                           tally *sum) {
+    const report *r = &j->rank[k];
+    int64_t took = r->failed_ns - killed_ns;
+    int64_t limit_ms = allowed_ms(j, 1000);
+    if (p->place == AT_CLOSE && !r->status) return;
+    if (p->place == AT_INIT && r->status == FSDP_ERR_TIMEOUT) limit_ms += j->timeout_ms;
+    else if (r->status != FSDP_ERR_PEER_LOST)
+        sum->wrong++, complain(j, "another status than PEER_LOST", p->name, seed);
+    else if (took > sum->slowest_ns)
+        sum->slowest_ns = took, snprintf(sum->slowest, sizeof sum->slowest, "%s", p->name);
+    if (!names(r->text, k, j->victim))
+        sum->unnamed++, complain(j, "a text does not name the culprit", p->name, seed);
+    if (took > limit_ms * 1000000 || r->left_ns - r->failed_ns > limit_ms * 1000000)
+        sum->wrong++, complain(j, "later than allowed", p->name, seed);
+    if (r->again != r->status)
+        sum->wrong++, complain(j, "the next call got another status", p->name, seed);
+    if (!WIFEXITED(r->how) || WEXITSTATUS(r->how))
+        sum->wrong++, complain(j, "a survivor did not end in order", p->name, seed);
+}
+
+static void one_kill(const point *p, uint64_t seed, tally *sum) {
+    uint64_t random = seed;
+    int world = 2 + (int)(h_rand64(&random) % 3);
+    job *j = make_job(world, p->place == AT_INIT ? 1500 : 20000, p->body);
+    j->bytes = p->bytes;
+    j->victim = (int)(h_rand64(&random) % (uint64_t)world);
+    j->lanes = (int)(h_rand64(&random) % 3);
+    int nth = 1 + (int)(h_rand64(&random) % (p->place == AT_SPLIT ? 2 : p->bytes ? 3 : 20));
+    if (p->place == AT_INIT || p->place == AT_CLOSE || p->body == train) nth = 1;
+    if (p->place == AT_CLOSE) j->rounds = 3;
+    useconds_t delay = (useconds_t)(h_rand64(&random) % (uint64_t)p->delay_us);
+    start(j);
+    if (!await(j, j->victim, p->place, nth)) {
+        sum->wrong++, complain(j, "the victim did not come that far", p->name, seed);
+        sum->hangs += finish(j, 100);
+        return;
+    }
+    usleep(delay);
+    int64_t killed_ns = now_ns();
+    kill(j->pid[j->victim], SIGKILL);
+    int hangs = finish(j, 8000);
+    if (hangs) complain(j, "a survivor hangs", p->name, seed);
+    sum->hangs += hangs;
+    sum->faults++;
+    for (int k = 0; k < world && !hangs; k++)
+        if (k != j->victim) check_survivor(j, k, p, killed_ns, seed, sum);
+    munmap(j, sizeof *j);
+}
+
+static void kills(int count) {
+    tally sum;
+    memset(&sum, 0, sizeof sum);
+    for (int i = 0; i < count; i++)
+        one_kill(&points[i % POINTS], h_seed() * 1000003 + (uint64_t)i, &sum);
+    h_message("%d faults injected, %d hangs, %d unnamed culprits; slowest detection %.1f ms (%s)",
+              sum.faults, sum.hangs, sum.unnamed, (double)sum.slowest_ns * 1e-6, sum.slowest);
+    CHECK_EQ_INT(sum.hangs, 0);
+    CHECK_EQ_INT(sum.unnamed, 0);
+    CHECK_EQ_INT(sum.wrong, 0);
+    CHECK_EQ_INT(sum.faults, count);
+}
+TEST_TIMEOUT(gloo_faults, kill_9_at_seeded_points, 120) { kills(2 * POINTS); }
+TEST_TIMEOUT(long_gloo_faults, kill_9_at_seeded_points, 1200) { kills(20 * POINTS); }
+
+/* ---- a rank that stalls ---------------------------------------------------------------------- */
+
+typedef struct {
+    const char *name;
+    void (*body)(job *, int);
+    int world, victim, lanes, place, delay_us, timeout_ms;
+    size_t bytes;
+} stop;
+static const stop stops[] = {
+    {"comm/W=2/rank_0", loop, 2, 0, 0, AT_REDUCE, 100, 600, 0},
+    {"comm/W=3/rank_2", loop, 3, 2, 0, AT_GATHER, 50, 600, 0},
+    {"comm/W=4/rank_1", loop, 4, 1, 0, AT_BROADCAST, 0, 600, 0},
+    {"64MiB/W=2/rank_1", loop, 2, 1, 0, AT_GATHER, 15000, 1500, BIG},
+    {"64MiB/W=3/rank_0", loop, 3, 0, 0, AT_SCATTER, 25000, 1500, BIG},
+    {"train/W=3/rank_0", train, 3, 0, 0, AT_TRAIN, 300, 600, 0},
+    {"train/W=4/rank_3", train, 4, 3, 2, AT_TRAIN, 300, 600, 0},
+};
+
+/* Waits until all ranks but one have a result. 0: it took too long. */
+static int await_results(job *j, int except, int64_t limit_ms) {
+    int64_t end = now_ns() + allowed_ms(j, limit_ms) * 1000000;
+    for (int k = 0; k < j->world; k++)
+        while (k != except && !__atomic_load_n(&j->rank[k].failed_ns, __ATOMIC_SEQ_CST)) {
+            (void)look(j);
+            if (now_ns() > end) return 0;
+        }
+    return 1;
+}
+
+/* All ranks but `except` have TIMEOUT within the deadline and `extra`, and name the victim. */
+static void all_timed_out(job *j, int except, int64_t since_ns, int extra_ms) {
+    for (int k = 0; k < j->world; k++) {
+        const report *r = &j->rank[k];
+        int64_t took = (r->failed_ns - since_ns) / 1000000;
+        if (k == except) continue;
+        J_CHECK(j, r->status == FSDP_ERR_TIMEOUT, "rank %d did not get TIMEOUT", k);
+        J_CHECK(j, k == j->victim || names(r->text, k, j->victim), "rank %d does not name rank %d",
+                k, j->victim);
+        J_CHECK(j, took <= j->timeout_ms + allowed_ms(j, extra_ms), "rank %d: after %d ms", k,
+                (int)took);
+        if (k == (j->victim + 1) % j->world)
+            h_message("noticed after %d ms, the deadline is %d ms", (int)took, j->timeout_ms);
+    }
+}
+
+TEST_P(gloo_faults, stopped_rank_is_a_timeout, stops) {
+    job *j = make_job(row->world, row->timeout_ms, row->body);
+    j->victim = row->victim, j->lanes = row->lanes, j->bytes = row->bytes;
+    start(j);
+    J_CHECK(j, await(j, j->victim, row->place, row->bytes ? 2 : 12), "it does not run");
+    usleep((useconds_t)row->delay_us);
+    int64_t stopped_ns = now_ns();
+    kill(j->pid[j->victim], SIGSTOP);
+    J_CHECK(j, await_results(j, j->victim, 5000), "a rank hangs");
+    all_timed_out(j, j->victim, stopped_ns, 200);
+    kill(j->pid[j->victim], SIGCONT);
+    J_CHECK(j, !finish(j, 5000), "a rank hangs after the victim goes on");
+    all_got(j, -1, FSDP_ERR_TIMEOUT, NULL);
+}
+
+/* ---- links ----------------------------------------------------------------------------------- */
+
+static job *make_hosts(int world, int timeout_ms, void (*body)(job *, int)) {
+    job *j = make_job(world, timeout_ms, body);
+    j->hosts = 1;
+    snprintf(j->store, sizeof j->store, "tcp://10.77.0.2:29500");
+    return j;
+}
+
+/* The bits of a training of so many steps that nothing disturbs. */
+static job *undisturbed(int world, int rounds) {
+    job *j = make_job(world, 20000, train);
+    j->rounds = rounds;
+    start(j);
+    J_CHECK(j, !finish(j, 30000), "an undisturbed job hangs");
+    all_got(j, -1, FSDP_OK, NULL);
+    return j;
+}
+
+static void same_bits(const job *j, const job *k) {
+    for (int r = 0; r < j->world; r++)
+        J_CHECK(j, j->rank[r].bits == k->rank[r].bits && j->rank[r].bits, "rank %d: other bits", r);
+}
+
+typedef struct {
+    const char *name;
+    int world, victim, near;
+} cut;
+static const cut cuts[] = {{"W=2/router/rank_1", 2, 1, 0},
+                           {"W=2/own/rank_1", 2, 1, 1},
+                           {"W=2/router/rank_0", 2, 0, 0},
+                           {"W=3/router/rank_2", 3, 2, 0},
+                           {"W=3/own/rank_0", 3, 0, 1}};
+
+TEST_P(gloo_faults, cut_link_is_a_timeout_on_both_sides, cuts) {
+    const char *why = n_hosts(row->world);
+    if (why) SKIP(why);
+    job *j = make_hosts(row->world, 1000, train);
+    j->victim = row->victim;
+    start(j);
+    for (int k = 0; k < j->world; k++) J_CHECK(j, await(j, k, AT_TRAIN, 5), "it does not run");
+    int64_t cut_ns = now_ns();
+    if (row->near) n_enter(n_host[row->victim]);
+    if (row->near) CHECK_EQ_INT(n_run("ip link set eth0 down"), 0);
+    else CHECK_EQ_INT(n_run("ip link set v%d down", row->victim), 0);
+    if (row->near) n_enter(n_router);
+    J_CHECK(j, !finish(j, 5000), "a rank hangs");
+    all_timed_out(j, -1, cut_ns, 500);
+    int names_other = 0;
+    for (int k = 0; k < j->world; k++)
+        names_other |= k != j->victim && names(j->rank[j->victim].text, j->victim, k);
+    J_CHECK(j, names_other, "the rank that is cut off names nobody");
+}
+
+typedef struct {
+    const char *name;
+    void (*body)(job *, int);
+    int world, victim, place;
+    size_t bytes;
+} death;
+static const death deaths[] = {{"W=2/train", train, 2, 1, AT_TRAIN, 0},
+                               {"W=3/rank_0", train, 3, 0, AT_TRAIN, 0},
+                               {"W=2/64MiB", loop, 2, 1, AT_GATHER, BIG}};
+
+TEST_P(gloo_faults, kill_9_on_another_host, deaths) {
+    const char *why = n_hosts(row->world);
+    if (why) SKIP(why);
+    job *j = make_hosts(row->world, 20000, row->body);
+    j->victim = row->victim, j->bytes = row->bytes;
+    start(j);
+    J_CHECK(j, await(j, j->victim, row->place, 2), "it does not run");
+    usleep(20000);
+    int64_t killed_ns = now_ns();
+    kill(j->pid[j->victim], SIGKILL);
+    J_CHECK(j, !finish(j, 5000), "a rank hangs");
+    all_got(j, j->victim, FSDP_ERR_PEER_LOST, NULL);
+    for (int k = 0; k < j->world; k++) {
+        int64_t took = (j->rank[k].failed_ns - killed_ns) / 1000000;
+        if (k == j->victim) continue;
+        J_CHECK(j, names(j->rank[k].text, k, j->victim), "rank %d does not name it", k);
+        J_CHECK(j, took <= allowed_ms(j, 1000), "rank %d: after %d ms", k, (int)took);
+    }
+}
+
+typedef struct {
+    const char *name, *netem; /* netem NULL: a wire */
+    int world, delay_us, jitter_us, loss, lanes;
+} bad;
+static const bad bads[] = {{"wire/20ms", NULL, 2, 20000, 5000, 0, 0},
+                           {"wire/1%_lost", NULL, 2, 1000, 1000, 100, 0},
+                           {"wire/W=3/lanes", NULL, 3, 5000, 2000, 50, 2},
+                           {"netem/20ms", "delay 20ms 5ms", 2, 0, 0, 0, 0},
+                           {"netem/1%_lost", "delay 1ms loss 1%", 3, 0, 0, 0, 0}};
+enum { STEPS = 8 };
+
+TEST_P(gloo_faults, bad_link_does_not_change_bits, bads) {
+    n_wire *w = (n_wire *)mmap(NULL, sizeof *w, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                               -1, 0);
+    CHECK(w != (n_wire *)MAP_FAILED);
+    w->delay_us = row->delay_us, w->jitter_us = row->jitter_us, w->loss = row->loss;
+    const char *why = row->netem ? n_hosts(row->world) : n_wires(row->world, w);
+    if (why) SKIP(why);
+    for (int h = 0; row->netem && h < row->world; h++)
+        if (n_run("tc qdisc add dev v%d root netem %s 2>/dev/null", h, row->netem))
+            SKIP("no tc, or a kernel without sch_netem");
+    job *j = make_hosts(row->world, 30000, train), *calm = undisturbed(row->world, STEPS);
+    j->rounds = STEPS, j->lanes = row->lanes;
+    int64_t begin = now_ns();
+    start(j);
+    J_CHECK(j, !finish(j, 40000), "a rank hangs");
+    all_got(j, -1, FSDP_OK, NULL);
+    same_bits(j, calm);
+    h_message("%d steps in %.2f s; %d packets, %d lost", STEPS, (double)(now_ns() - begin) * 1e-9,
+              (int)w->carried, (int)w->lost);
+    if (!row->netem) CHECK(w->carried > 100 && (!row->loss || w->lost > 0));
+    if (!row->netem) n_wire_end(w);
+}
+
+/* Packets are lost in one direction only: what this rank sends, or what is sent to it. */
+static const struct {
+    const char *name;
+    int direction;
+} ways[] = {{"from_it", 1}, {"to_it", 2}};
+
+TEST_P(gloo_faults, link_cut_in_one_direction, ways) {
+    n_wire *w = (n_wire *)mmap(NULL, sizeof *w, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                               -1, 0);
+    CHECK(w != (n_wire *)MAP_FAILED);
+    const char *why = n_wires(3, w);
+    if (why) SKIP(why);
+    job *j = make_hosts(3, 1000, train);
+    j->victim = 2;
+    start(j);
+    for (int k = 0; k < j->world; k++) J_CHECK(j, await(j, k, AT_TRAIN, 3), "it does not run");
+    int64_t cut_ns = now_ns();
+    __atomic_store_n(&w->cut[2], row->direction, __ATOMIC_SEQ_CST);
+    J_CHECK(j, !finish(j, 5000), "a rank hangs");
+    all_timed_out(j, -1, cut_ns, 500);
+    n_wire_end(w);
+}
+
+/* ---- who comes, and when --------------------------------------------------------------------- */
+
+static const struct {
+    const char *name;
+    int world, who;
+    const char *store;
+} comings[] = {{"host/rank_0", 3, 0, NULL},
+               {"host/rank_2", 3, 2, NULL},
+               {"tcp/rank_0", 3, 0, "tcp"},
+               {"tcp/rank_1", 2, 1, "tcp"}};
+
+static job *make_coming(int world, int timeout_ms, const char *store) {
+    job *j = make_job(world, timeout_ms, train);
+    int port = h_free_port();
+    CHECK(port > 0);
+    if (store) snprintf(j->store, sizeof j->store, "tcp://127.0.0.1:%d", port);
+    j->rounds = STEPS;
+    return j;
+}
+
+TEST_P(gloo_faults, late_rank_is_waited_for, comings) {
+    job *j = make_coming(row->world, 20000, row->store), *calm = undisturbed(row->world, STEPS);
+    j->late_ms[row->who] = 700;
+    start(j);
+    J_CHECK(j, !finish(j, 20000), "a rank hangs");
+    all_got(j, -1, FSDP_OK, NULL);
+    same_bits(j, calm);
+}
+
+TEST_P(gloo_faults, rank_that_never_comes_is_named, comings) {
+    job *j = make_coming(row->world, 800, row->store);
+    j->victim = row->who;
+    j->late_ms[row->who] = -1;
+    int64_t begin = now_ns();
+    start(j);
+    J_CHECK(j, !finish(j, 5000), "a rank hangs");
+    all_timed_out(j, row->who, begin, 200);
+}
+
+/* When it comes, the others have given up: it is told so, or finds nobody, by its own deadline. */
+TEST_P(gloo_faults, rank_that_comes_too_late, comings) {
+    job *j = make_coming(row->world, 800, row->store);
+    j->victim = row->who;
+    j->late_ms[row->who] = 1000;
+    int64_t begin = now_ns();
+    start(j);
+    J_CHECK(j, !finish(j, 6000), "a rank hangs");
+    all_timed_out(j, row->who, begin, 200);
+    const report *r = &j->rank[row->who];
+    J_CHECK(j, r->status == FSDP_ERR_TIMEOUT || r->status == FSDP_ERR_PEER_LOST,
+            "the late rank got %s", fsdp_status_name((fsdp_status)r->status));
+    J_CHECK(j, (r->failed_ns - begin) / 1000000 <= 1000 + 800 + allowed_ms(j, 200), "too late");
+}
+
+static void pauses(job *j, fsdp_world *world) {
+    (void)j, (void)world;
+    usleep(400000);
+}
+TEST(gloo_faults, rank_that_computes_long_is_in_time) {
+    job *j = make_job(3, 20000, train), *calm = undisturbed(3, STEPS);
+    j->timeout_ms = (int)allowed_ms(j, 1000);
+    j->rounds = STEPS, j->victim = 1, j->quirk = pauses;
+    start(j);
+    J_CHECK(j, !finish(j, 20000), "a rank hangs");
+    all_got(j, -1, FSDP_OK, NULL);
+    same_bits(j, calm);
+}
+
+static const struct {
+    const char *name, *store;
+    int odd;
+} tokens[] = {{"host/rank_1", NULL, 1}, {"tcp/rank_0", "tcp", 0}, {"tcp/rank_2", "tcp", 2}};
+
+TEST_P(gloo_faults, wrong_token, tokens) {
+    job *j = make_coming(3, 1000, row->store);
+    j->victim = row->odd;
+    for (int k = 0; k < 3; k++)
+        snprintf(j->token[k], sizeof j->token[k], k == row->odd ? "yesterday" : "today");
+    int64_t begin = now_ns();
+    start(j);
+    J_CHECK(j, !finish(j, 6000), "a rank hangs");
+    for (int k = 0; k < 3; k++) {
+        const report *r = &j->rank[k];
+        J_CHECK(j, r->status && WIFEXITED(r->how) && r->text[0], "rank %d has joined", k);
+        J_CHECK(j, k == row->odd || names(r->text, k, row->odd), "rank %d does not name it", k);
+        J_CHECK(j, (r->failed_ns - begin) / 1000000 <= 1000 + allowed_ms(j, 300), "rank %d: late",
+                k);
+    }
+    J_CHECK(j, strstr(j->rank[row->odd].text, "FSDP_TOKEN"), "the odd rank names no variable");
+}
+
+TEST(gloo_faults, two_jobs_on_one_port) {
+    job *calm = undisturbed(2, STEPS), *a = make_coming(2, 20000, "tcp");
+    for (int round = 0; round < 4; round++) {
+        job *b = make_coming(2, 20000, NULL), *c = make_coming(2, 20000, NULL);
+        snprintf(b->store, sizeof b->store, "%s", a->store);
+        snprintf(c->store, sizeof c->store, "%s", a->store);
+        b->late_ms[round & 1] = 30 * (round & 2); /* who is first at the port changes */
+        start(b);
+        start(c);
+        J_CHECK(b, !finish(b, 20000), "a rank of the first job hangs");
+        J_CHECK(c, !finish(c, 20000), "a rank of the second job hangs");
+        all_got(b, -1, FSDP_OK, NULL);
+        all_got(c, -1, FSDP_OK, NULL);
+        same_bits(b, calm);
+        same_bits(c, calm);
+    }
+}
+
+/* ---- strangers at the ports ------------------------------------------------------------------ */
+
+/* Talks nonsense to one port in one of several ways. */
+static void pester(const struct sockaddr_in *to, uint64_t *random) {
+    static const char http[] = "GET / HTTP/1.1\r\nHost: x\r\n\r\n";
+    char noise[4096];
+    uint64_t way = h_rand64(random) % 6;
+    struct linger reset = {1, 0};
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+    if (fd < 0) return;
+    for (size_t i = 0; i < sizeof noise; i++) noise[i] = (char)h_rand64(random);
+    if (way == 3) memcpy(noise, "\x46\x4b\x56\x31\x02\0\0\0", 8); /* the magic of the store */
+    int connected = !connect(fd, (const struct sockaddr *)to, sizeof *to) || errno == EINPROGRESS;
+    if (connected) usleep(500);
+    size_t size = way == 0 ? 0 : way == 1 ? sizeof http - 1 : h_rand64(random) % sizeof noise;
+    if (connected && size) (void)!send(fd, way == 1 ? http : noise, size, MSG_NOSIGNAL);
+    if (way == 4) setsockopt(fd, SOL_SOCKET, SO_LINGER, &reset, sizeof reset);
+    if (way != 5) close(fd); /* else it stays until this process ends */
+}
+
+/* Ports of this host where somebody listens: the store's, and Gloo's. */
+static int listening(int port[], int max) {
+    FILE *f = fopen("/proc/net/tcp", "r");
+    char line[256];
+    unsigned at, state;
+    int n = 0;
+    while (f && n < max && fgets(line, sizeof line, f))
+        if (sscanf(line, "%*d: %*x:%x %*x:%*x %x", &at, &state) == 2 && state == 10)
+            port[n++] = (int)at;
+    if (f) fclose(f);
+    return n;
+}
+
+/* Runs in the namespace of the job, which has no other listeners. */
+static void scan(job *j, uint64_t seed, int *touched) {
+    struct sockaddr_in to;
+    int port[64];
+    memset(&to, 0, sizeof to);
+    to.sin_family = AF_INET;
+    to.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    for (int i = 0; i < 600; i++) {
+        int n = listening(port, 64);
+        for (int k = 0; k < n; k++) {
+            to.sin_port = htons((uint16_t)port[k]);
+            pester(&to, &seed);
+            __atomic_fetch_add(touched, 1, __ATOMIC_SEQ_CST);
+        }
+        if (!n) usleep(2000);
+    }
+    (void)j;
+    _exit(0);
+}
+
+static const struct {
+    const char *name;
+    int from_the_start; /* also while ranks meet, when any answer will do that is no hang */
+} scans[] = {{"training", 0}, {"meeting", 1}};
+
+TEST_P(gloo_faults, port_scanner, scans) {
+    const char *why = n_begin(0); /* a namespace of its own: no ports of others are touched */
+    if (why) SKIP(why);
+    job *calm = undisturbed(3, 40), *j = make_job(3, 20000, train);
+    int *touched = (int *)mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
+                               0);
+    CHECK(touched != (int *)MAP_FAILED);
+    snprintf(j->store, sizeof j->store, "tcp://127.0.0.1:29500");
+    j->timeout_ms = row->from_the_start ? 3000 : 20000;
+    j->rounds = 40;
+    if (!row->from_the_start) start(j);
+    for (int k = 0; k < 3 && !row->from_the_start; k++)
+        J_CHECK(j, await(j, k, AT_TRAIN, 1), "it does not run");
+    pid_t scanner = fork();
+    CHECK(scanner >= 0);
+    if (!scanner) scan(j, h_seed(), touched);
+    if (row->from_the_start) start(j);
+    J_CHECK(j, !finish(j, 30000), "a rank hangs");
+    kill(scanner, SIGKILL);
+    waitpid(scanner, NULL, 0);
+    h_message("%d connections by the scanner", *touched);
+    if (!row->from_the_start) CHECK(*touched > 0);
+    for (int k = 0; k < 3; k++)
+        J_CHECK(j, WIFEXITED(j->rank[k].how), "rank %d was ended by signal %d", k,
+                WTERMSIG(j->rank[k].how));
+    if (row->from_the_start && j->rank[0].status) {
+        h_message("ranks got %s: %s", fsdp_status_name((fsdp_status)j->rank[0].status),
+                  j->rank[0].text);
+        return;
+    }
+    all_got(j, -1, FSDP_OK, NULL);
+    same_bits(j, calm);
+}
+
+/* ---- ranks that differ ----------------------------------------------------------------------- */
+
+enum {
+    OTHER_OP,
+    OTHER_UNIT,
+    OTHER_DTYPE,
+    OTHER_OUT_DTYPE,
+    OTHER_COUNT,
+    OTHER_SEGS,
+    OTHER_ROOT,
+    OTHER_REDOP,
+    OTHER_STATE,
+    OTHER_FINGERPRINT
+};
+typedef struct {
+    const char *name;
+    int field, kind, odd;
+    size_t bytes;
+    const char *said;
+} mismatch;
+static const mismatch mismatches[] = {
+    {"op", OTHER_OP, FSDP_OP_ALL_GATHER, 2, 0, "all_reduce of 'h.3'"},
+    {"op/64MiB", OTHER_OP, FSDP_OP_REDUCE_SCATTER, 0, BIG, "all_reduce of 'h.3'"},
+    {"order", OTHER_UNIT, FSDP_OP_ALL_GATHER, 1, 0, "'h.7'"},
+    {"dtype", OTHER_DTYPE, FSDP_OP_ALL_GATHER, 2, 0, "bf16"},
+    {"out_dtype", OTHER_OUT_DTYPE, FSDP_OP_REDUCE_SCATTER, 0, 0, "reduce_scatter"},
+    {"size/gather", OTHER_COUNT, FSDP_OP_ALL_GATHER, 2, 0, "100 elements"},
+    {"size/gather/64MiB", OTHER_COUNT, FSDP_OP_ALL_GATHER, 0, BIG, "100 elements"},
+    {"size/scatter/64MiB", OTHER_COUNT, FSDP_OP_REDUCE_SCATTER, 2, BIG, "100 elements"},
+    {"size/reduce/64MiB", OTHER_COUNT, FSDP_OP_ALL_REDUCE, 1, BIG, "100 elements"},
+    {"size/broadcast", OTHER_COUNT, FSDP_OP_BROADCAST, 2, 0, "100 elements"},
+    {"size/broadcast/root", OTHER_COUNT, FSDP_OP_BROADCAST, 0, BIG, "100 elements"},
+    {"segments", OTHER_SEGS, FSDP_OP_ALL_GATHER, 2, 0, "segments"},
+    {"root", OTHER_ROOT, FSDP_OP_BROADCAST, 2, 0, "broadcast"},
+    {"redop", OTHER_REDOP, FSDP_OP_ALL_REDUCE, 1, 0, "all_reduce"},
+    {"state", OTHER_STATE, FSDP_OP_ALL_GATHER, 0, 0, "pre_backward"},
+    {"fingerprint", OTHER_FINGERPRINT, FSDP_OP_ALL_REDUCE, 2, 0, "all_reduce"},
+};
+
+static void change(fsdp_coll *c, fsdp_seg *seg, int field) {
+    if (field == OTHER_OP) c->kind = FSDP_OP_ALL_REDUCE, c->src = c->dst;
+    if (field == OTHER_UNIT) c->what = "h.7";
+    if (field == OTHER_DTYPE) c->dtype = c->out_dtype = FSDP_BF16;
+    if (field == OTHER_OUT_DTYPE) c->out_dtype = FSDP_BF16;
+    if (field == OTHER_COUNT) c->count = 100, seg->count = 100;
+    if (field == OTHER_SEGS) seg->full = 8, seg->count -= 8, c->count -= 8;
+    if (field == OTHER_ROOT) c->root = 1;
+    if (field == OTHER_REDOP) c->redop = FSDP_MAX;
+    if (field == OTHER_STATE) c->state = FSDP_STATE_PRE_BACKWARD;
+    if (field == OTHER_FINGERPRINT) c->fingerprint = 1;
+}
+
+static void differ(job *j, int rank) {
+    const mismatch *m = (const mismatch *)j->extra;
+    table t;
+    fsdp_seg seg;
+    fsdp_status status = open_table(j, rank, &t);
+    for (int i = 0; !status && i < 5; i++) status = run_one(&t, t.world, m->kind, 0);
+    if (!status) {
+        fsdp_coll c = coll_of(&t, m->kind, &seg);
+        at(j, rank, AT_GATHER);
+        if (rank == m->odd) change(&c, &seg, m->field);
+        status = ops()->run(t.world, &c);
+    }
+    tell(j, rank, status, t.world ? ops()->error_text(t.world) : "");
+    j->rank[rank].again = (int)run_one(&t, t.world, FSDP_OP_BROADCAST, 1);
+    close_table(&t);
+}
+TEST_P(gloo_faults, ranks_that_differ_get_mismatch, mismatches) {
+    job *j = make_job(3, 20000, differ);
+    j->bytes = row->bytes, j->extra = row;
+    int64_t begin = now_ns();
+    start(j);
+    J_CHECK(j, !finish(j, 10000), "a rank hangs");
+    all_got(j, -1, FSDP_ERR_MISMATCH, row->said);
+    for (int k = 0; k < 3; k++) {
+        J_CHECK(j, j->rank[k].again == FSDP_ERR_MISMATCH, "rank %d: not the same again", k);
+        J_CHECK(j, names(j->rank[k].text, -1, row->odd), "rank %d does not name the odd one", k);
+    }
+    h_message("all ranks know after %d ms", (int)((now_ns() - begin) / 1000000));
+}
+
+TEST(gloo_faults, rank_with_another_model_gets_mismatch) {
+    job *j = make_job(3, 20000, train);
+    j->victim = 1, j->extra = j;
+    start(j);
+    J_CHECK(j, !finish(j, 10000), "a rank hangs");
+    all_got(j, -1, FSDP_ERR_MISMATCH, "rank 1");
+}
+
+/* Two ranks wait for each other in different groups: each text says where the other one is. */
+static void cross(job *j, int rank) {
+    table t;
+    fsdp_status status = open_table(j, rank, &t);
+    if (!status) status = split_table(&t);
+    if (!status) status = run_one(&t, rank ? t.group : t.world, FSDP_OP_ALL_GATHER, 0);
+    tell(j, rank, status, status ? ops()->error_text(rank ? t.group : t.world) : "");
+    close_table(&t);
+}
+TEST(gloo_faults, crossed_groups_are_a_timeout) {
+    job *j = make_job(2, 500, cross);
+    start(j);
+    J_CHECK(j, !finish(j, 10000), "a rank hangs");
+    all_got(j, -1, FSDP_ERR_TIMEOUT, "on 'backwards' (op 1)");
+}
+
+/* ---- the store ends -------------------------------------------------------------------------- */
+
+/* A launcher: serves until it is told to stop. */
+static pid_t launch(job *j, int world, int *served) {
+    pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (pid) return pid;
+    fsdpi_store_desc d = FSDP_ZERO;
+    fsdpi_store_server *server = NULL;
+    char error[512];
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    d.boot.size = world;
+    d.boot.job = j->name;
+    d.boot.store = j->store;
+    d.boot.timeout_ns = 20000000000;
+    d.boot.allocator.alloc = fsdpi_libc_alloc;
+    d.boot.allocator.free = fsdpi_libc_free;
+    d.boot.clock.now_ns = fsdpi_monotonic_ns;
+    if (fsdpi_store_serve(&d, &server, error, sizeof error)) fprintf(stderr, "%s\n", error);
+    __atomic_store_n(served, server ? 1 : -1, __ATOMIC_SEQ_CST);
+    while (server && __atomic_load_n(served, __ATOMIC_SEQ_CST) == 1) usleep(1000);
+    fsdpi_store_stop(server);
+    __atomic_store_n(served, 3, __ATOMIC_SEQ_CST);
+    exit(0);
+}
+
+static int *shared_int(void) {
+    int *p = (int *)mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(p != (int *)MAP_FAILED);
+    return p;
+}
+
+typedef struct {
+    const char *name, *store;
+    int killed;
+} launcher;
+static const launcher launchers[] = {{"host/killed", NULL, 1},
+                                     {"tcp/killed", "tcp", 1},
+                                     {"host/stopped", NULL, 0},
+                                     {"tcp/stopped", "tcp", 0}};
+
+static void launcher_is_served(const int *served) {
+    int64_t begin = now_ns();
+    while (!__atomic_load_n(served, __ATOMIC_SEQ_CST) && now_ns() - begin < 20000000000)
+        usleep(1000);
+    CHECK_EQ_INT(__atomic_load_n(served, __ATOMIC_SEQ_CST), 1);
+}
+
+TEST_P(gloo_faults, launcher_that_serves_ends, launchers) {
+    job *j = make_coming(3, 20000, row->store), *calm = undisturbed(3, 200);
+    int *served = shared_int();
+    pid_t pid = launch(j, 3, served);
+    j->rounds = row->killed ? 1 << 30 : 200;
+    launcher_is_served(served);
+    start(j);
+    for (int k = 0; k < 3; k++) J_CHECK(j, await(j, k, AT_TRAIN, 3), "it does not run");
+    int64_t ended_ns = now_ns();
+    if (row->killed) kill(pid, SIGKILL);
+    else __atomic_store_n(served, 2, __ATOMIC_SEQ_CST);
+    J_CHECK(j, !finish(j, 20000), "a rank hangs");
+    CHECK_EQ_INT(waitpid(pid, NULL, 0), pid);
+    if (row->killed) {
+        all_got(j, -1, FSDP_ERR_PEER_LOST, "launcher");
+        for (int k = 0; k < 3; k++)
+            J_CHECK(j, j->rank[k].failed_ns - ended_ns <= allowed_ms(j, 1000) * 1000000,
+                    "rank %d: late", k);
+    } else { /* an orderly end is no failure: ranks go on without a store */
+        all_got(j, -1, FSDP_OK, NULL);
+        same_bits(j, calm);
+    }
+}
+
+/* With a launcher that serves, the death of rank 0 is that of any rank. */
+TEST(gloo_faults, rank_0_dies_while_a_launcher_serves) {
+    job *j = make_coming(3, 20000, "tcp");
+    int *served = shared_int();
+    pid_t pid = launch(j, 3, served);
+    j->rounds = 1 << 30, j->victim = 0;
+    launcher_is_served(served);
+    start(j);
+    J_CHECK(j, await(j, 0, AT_TRAIN, 5), "it does not run");
+    kill(j->pid[0], SIGKILL);
+    J_CHECK(j, !finish(j, 10000), "a rank hangs");
+    all_got(j, 0, FSDP_ERR_PEER_LOST, "rank 0 has died");
+    kill(pid, SIGKILL);
+    waitpid(pid, NULL, 0);
+}
+
+/* ---- ranks that leave ------------------------------------------------------------------------ */
+
+static void exits(job *j, fsdp_world *world) {
+    (void)j, (void)world;
+    _exit(0);
+}
+static void shuts_down(job *j, fsdp_world *world) {
+    tell(j, j->victim, fsdp_shutdown(world), "");
+    exit(0);
+}
+static void aborts(job *j, fsdp_world *world) {
+    (void)j;
+    fsdp_abort(world, "out of data");
+}
+static void *abort_soon(void *world) {
+    usleep(50000);
+    fsdp_abort((fsdp_world *)world, "out of data");
+    return NULL;
+}
+static void aborts_from_a_thread(job *j, fsdp_world *world) { /* the others wait for this one */
+    pthread_t thread;
+    (void)j;
+    CHECK_EQ_INT(pthread_create(&thread, NULL, abort_soon, world), 0);
+    (void)pthread_join(thread, NULL);
+}
+static void fails(job *j, fsdp_world *world) {
+    float x = 0;
+    (void)j;
+    CHECK_STATUS(fsdp_all_reduce(world, NULL, &x, 1, FSDP_U8, FSDP_SUM), FSDP_ERR_INVALID_ARG);
+    fsdp_abort(world, "it cannot go on");
+}
+
+typedef struct {
+    const char *name;
+    void (*quirk)(job *, fsdp_world *);
+    fsdp_status status;
+    const char *said;
+    int includes_me, lanes;
+} leaving;
+static const leaving leavings[] = {
+    {"exit", exits, FSDP_ERR_PEER_LOST, NULL, 0, 0},
+    {"exit/lanes", exits, FSDP_ERR_PEER_LOST, NULL, 0, 2},
+    {"shutdown", shuts_down, FSDP_ERR_PEER_LOST, NULL, 0, 0},
+    {"shutdown/lanes", shuts_down, FSDP_ERR_PEER_LOST, NULL, 0, 2},
+    {"abort", aborts, FSDP_ERR_ABORTED, "aborted the world: out of data", 1, 0},
+    {"abort/lanes", aborts, FSDP_ERR_ABORTED, "aborted the world: out of data", 1, 2},
+    {"abort/thread", aborts_from_a_thread, FSDP_ERR_ABORTED, "aborted the world: out of data", 1,
+     0},
+    {"failure", fails, FSDP_ERR_ABORTED, "aborted the world: it cannot go on", 1, 0},
+};
+static void rank_leaves(const leaving *row, int victim) {
+    job *j = make_job(3, 20000, train);
+    int64_t slowest = 0;
+    j->victim = victim, j->quirk = row->quirk, j->lanes = row->lanes;
+    start(j);
+    J_CHECK(j, !finish(j, 10000), "a rank hangs");
+    all_got(j, row->includes_me ? -1 : victim, row->status, row->said);
+    for (int k = 0; k < 3; k++) {
+        int64_t took = (j->rank[k].failed_ns - j->fault_ns) / 1000000;
+        if (k == victim) continue;
+        J_CHECK(j, names(j->rank[k].text, k, victim), "rank %d does not name it", k);
+        J_CHECK(j, took <= allowed_ms(j, 1000), "rank %d: after %d ms", k, (int)took);
+        if (took > slowest) slowest = took;
+    }
+    h_message("rank %d: all know after %d ms", victim, (int)slowest);
+}
+TEST_P(gloo_faults, rank_that_leaves, leavings) {
+    rank_leaves(row, 1);
+    rank_leaves(row, 0); /* which serves the store */
+}
+
+/* All leave in order, at different times: nobody takes another's end for a failure. */
+static void leaves_one_by_one(job *j, int rank) {
+    fsdp_world_desc d = desc_of(j, rank);
+    fsdp_world *world;
+    trainer t;
+    fsdp_status status = fsdp_init(&d, &world);
+    if (!status) status = make_trainer(world, WIDTH, &t);
+    for (int step = 0; !status && step < 3; step++) status = train_step(world, &t, step);
+    if (!status) status = fsdp_barrier(world);
+    int order = j->extra ? j->world - 1 - rank : rank;
+    usleep((useconds_t)order * 60000);
+    fsdp_status ended = fsdp_shutdown(world);
+    tell(j, rank, status ? status : ended, "");
+}
+TEST(gloo_faults, ranks_leave_one_by_one) {
+    for (int order = 0; order < 2; order++) {
+        job *j = make_job(4, 20000, leaves_one_by_one);
+        j->extra = order ? j : NULL;
+        start(j);
+        J_CHECK(j, !finish(j, 10000), "a rank hangs");
+        all_got(j, -1, FSDP_OK, NULL);
+    }
+}
+
+/* ---- two at once ----------------------------------------------------------------------------- */
+
+TEST(gloo_faults, lanes_do_not_change_bits) {
+    for (int world = 2; world <= 4; world++) {
+        job *calm = undisturbed(world, 30), *j = make_job(world, 20000, train);
+        j->rounds = 30, j->lanes = 2;
+        start(j);
+        J_CHECK(j, !finish(j, 20000), "a rank hangs");
+        all_got(j, -1, FSDP_OK, NULL);
+        same_bits(j, calm);
+    }
+}
+
+/* Rows and columns of 2 x 2 ranks, used by two threads at once. */
+typedef struct {
+    job *j;
+    fsdp_comm *comm;
+    int rank, peers[2], kind, failures; /* peers: world ranks of this group */
+    float *src, *dst;
+    fsdp_status status;
+} side;
+enum { SIDE = 5000 };
+
+static void *side_main(void *arg) {
+    side *s = (side *)arg;
+    h_rank = s->rank;
+    for (int i = 0; !s->status && i < s->j->rounds; i++) {
+        fsdp_seg seg = {0, 0, SIDE};
+        fsdp_coll c;
+        memset(&c, 0, sizeof c);
+        c.kind = (uint8_t)s->kind, c.dtype = c.out_dtype = FSDP_F32, c.scale = 1;
+        c.what = "side", c.seq = (uint64_t)i + 1, c.count = SIDE;
+        c.dst = s->dst, c.src = s->kind == FSDP_OP_ALL_REDUCE ? s->dst : s->src;
+        if (s->kind == FSDP_OP_ALL_GATHER) c.segs = &seg, c.num_segs = 1;
+        for (int k = 0; k < SIDE; k++) s->src[k] = s->dst[k] = (float)(s->rank + i % 100 + k % 3);
+        s->status = ops()->run(s->comm, &c);
+        at(s->j, s->rank, s->kind == FSDP_OP_ALL_GATHER ? AT_GATHER : AT_REDUCE);
+        for (int k = 0; !s->status && k < SIDE; k++) {
+            float a = (float)(s->peers[0] + i % 100 + k % 3),
+                  b = (float)(s->peers[1] + i % 100 + k % 3);
+            if (s->kind == FSDP_OP_ALL_GATHER)
+                s->failures += s->dst[k] < a || s->dst[k] > a || s->dst[SIDE + k] < b ||
+                               s->dst[SIDE + k] > b;
+            else s->failures += s->dst[k] < a + b || s->dst[k] > a + b;
+        }
+    }
+    return NULL;
+}
+
+static void grid(job *j, int rank) {
+    side sides[2];
+    pthread_t threads[2];
+    table t;
+    fsdp_status status = open_table(j, rank, &t);
+    memset(sides, 0, sizeof sides);
+    for (int k = 0; k < 2 && !status; k++) {
+        side *s = &sides[k];
+        int32_t ranks[2] = {k ? rank % 2 : rank / 2 * 2, k ? rank % 2 + 2 : rank / 2 * 2 + 1};
+        fsdp_group g = {ranks[0], k ? rank / 2 : rank % 2, 2, k, ranks, k ? "columns" : "rows"};
+        s->j = j, s->rank = rank, s->kind = k ? FSDP_OP_ALL_REDUCE : FSDP_OP_ALL_GATHER;
+        s->peers[0] = ranks[0], s->peers[1] = ranks[1];
+        status = ops()->split(t.world, &g, &s->comm);
+        if (!status) status = ops()->alloc(t.world, SIDE * 4, (void **)&s->src);
+        if (!status) status = ops()->alloc(t.world, SIDE * 8, (void **)&s->dst);
+    }
+    CHECK_MSG(!status, "%s", ops()->error_text(t.world));
+    for (int k = 0; k < 2; k++)
+        CHECK_EQ_INT(pthread_create(&threads[k], NULL, side_main, &sides[k]), 0);
+    for (int k = 0; k < 2; k++) (void)pthread_join(threads[k], NULL);
+    CHECK_EQ_INT(sides[0].failures + sides[1].failures, 0);
+    CHECK_EQ_INT(sides[0].status, sides[1].status);
+    tell(j, rank, sides[0].status, sides[0].status ? ops()->error_text(sides[rank & 1].comm) : "");
+    for (int k = 0; k < 2; k++) ops()->close(sides[k].comm);
+    close_table(&t);
+}
+TEST(gloo_faults, rows_and_columns_at_once) {
+    job *j = make_job(4, 20000, grid);
+    j->rounds = W_SLOW ? 50 : 300;
+    start(j);
+    J_CHECK(j, !finish(j, 30000), "a rank hangs");
+    all_got(j, -1, FSDP_OK, NULL);
+}
+TEST(gloo_faults, rows_and_columns_lose_a_rank) {
+    for (int victim = 0; victim < 4; victim += 3) {
+        job *j = make_job(4, 20000, grid);
+        j->victim = victim;
+        start(j);
+        J_CHECK(j, await(j, victim, AT_REDUCE, 20), "it does not run");
+        int64_t killed_ns = now_ns();
+        kill(j->pid[victim], SIGKILL);
+        J_CHECK(j, !finish(j, 10000), "a rank hangs");
+        all_got(j, victim, FSDP_ERR_PEER_LOST, victim ? "rank 3 " : "rank 0");
+        for (int k = 0; k < 4; k++)
+            J_CHECK(
+                j, k == victim || j->rank[k].failed_ns - killed_ns <= allowed_ms(j, 1000) * 1000000,
+                "rank %d: late", k);
+    }
+}
+
+/* ---- nothing is left behind ------------------------------------------------------------------ */
+
+static int entries(const char *path) {
+    DIR *dir = opendir(path);
+    int n = 0;
+    CHECK(dir != NULL);
+    while (readdir(dir)) n++;
+    closedir(dir);
+    return n;
+}
+
+typedef struct {
+    int descriptors, threads;
+    size_t heap;
+} usage;
+static usage usage_now(void) {
+    usage u;
+    u.descriptors = entries("/proc/self/fd"), u.threads = entries("/proc/self/task");
+    u.heap = mallinfo2().uordblks;
+    return u;
+}
+
+/* What 90 cycles may add: nothing that grows with them. */
+static void same_usage(usage first, usage last) {
+    CHECK_EQ_INT(last.descriptors, first.descriptors);
+    CHECK_EQ_INT(last.threads, first.threads);
+    CHECK_MSG(W_SLOW || last.heap < first.heap + 90 * 16, "heap: %zu bytes, then %zu", first.heap,
+              last.heap);
+}
+
+static void world_cycles(job *j, int rank) {
+    usage first;
+    w_heap heap;
+    for (int i = 0; i < 100; i++) {
+        fsdp_world_desc d = desc_of(j, rank);
+        fsdp_world *world;
+        trainer t;
+        w_heap_use(&heap, &d);
+        fsdp_status status = fsdp_init(&d, &world);
+        CHECK_MSG(!status, "cycle %d: %s", i, fsdp_last_error(NULL));
+        CALL(world, make_trainer(world, WIDTH, &t));
+        CALL(world, train_step(world, &t, i));
+        CHECK_OK(fsdp_shutdown(world));
+        CHECK_EQ_INT(heap.live, 0);
+        if (i == 9) first = usage_now();
+    }
+    same_usage(first, usage_now());
+    tell(j, rank, FSDP_OK, "");
+}
+TEST_P_TIMEOUT(gloo_faults, worlds_100_times, comings, 120) {
+    if (row->who) return; /* the stores differ, not the ranks */
+    job *j = make_coming(row->world, 20000, row->store);
+    int64_t begin = now_ns();
+    j->body = world_cycles;
+    start(j);
+    J_CHECK(j, !finish(j, 100000), "a rank hangs");
+    all_got(j, -1, FSDP_OK, NULL);
+    h_message("%.1f ms each", (double)(now_ns() - begin) * 1e-8);
+}
+
+static void group_cycles(job *j, int rank) {
+    usage first;
+    table t;
+    fsdp_status status = open_table(j, rank, &t);
+    for (int i = 0; !status && i < 100; i++) {
+        status = split_table(&t);
+        if (!status) status = run_one(&t, t.group, FSDP_OP_ALL_REDUCE, 0);
+        CHECK_MSG(!status, "cycle %d: %s", i, ops()->error_text(t.world));
+        if (t.group) ops()->close(t.group);
+        t.group = NULL;
+        if (i == 9) first = usage_now();
+    }
+    same_usage(first, usage_now());
+    tell(j, rank, status, "");
+    close_table(&t);
+}
+TEST_TIMEOUT(gloo_faults, groups_100_times, 120) {
+    job *j = make_job(3, 20000, group_cycles);
+    int64_t begin = now_ns();
+    start(j);
+    J_CHECK(j, !finish(j, 100000), "a rank hangs");
+    all_got(j, -1, FSDP_OK, NULL);
+    h_message("%.1f ms each", (double)(now_ns() - begin) * 1e-7);
+}
+
+/* A failed world leaves nothing either. */
+static void failed_cycles(job *j, int rank) {
+    usage first;
+    w_heap heap;
+    for (int i = 0; i < 20; i++) {
+        fsdp_world_desc d = desc_of(j, rank);
+        fsdp_world *world;
+        w_heap_use(&heap, &d);
+        fsdp_status status = fsdp_init(&d,
+                                       &world); /* may see the abort of a rank that was faster */
+        const char *text = fsdp_last_error(NULL);
+        if (!status && rank == i % j->world) fsdp_abort(world, "enough");
+        if (!status) status = fsdp_barrier(world), text = fsdp_last_error(world);
+        CHECK_MSG(status == FSDP_ERR_ABORTED && strstr(text, "enough"), "cycle %d: %s: '%s'", i,
+                  fsdp_status_name(status), text);
+        if (world) CHECK_STATUS(fsdp_shutdown(world), FSDP_ERR_ABORTED);
+        CHECK_EQ_INT(heap.live, 0);
+        if (i == 4) first = usage_now();
+    }
+    same_usage(first, usage_now());
+    tell(j, rank, FSDP_OK, "");
+}
+TEST(gloo_faults, aborted_worlds_leave_nothing) {
+    job *j = make_job(3, 20000, failed_cycles);
+    start(j);
+    J_CHECK(j, !finish(j, 50000), "a rank hangs");
+    all_got(j, -1, FSDP_OK, NULL);
+}
+
+/* Each allocation of rank j->victim fails once: a clean error on all ranks, and no leak. */
+static void one_life(job *j, int rank) {
+    fsdp_world_desc d = desc_of(j, rank);
+    fsdp_world *world;
+    trainer t;
+    usage before = usage_now();
+    w_heap heap;
+    w_heap_use(&heap, &d);
+    if (rank == j->victim) heap.fail_at = *(const int *)j->extra;
+    at(j, rank, AT_INIT);
+    fsdp_status status = fsdp_init(&d, &world);
+    const char *text = fsdp_last_error(NULL);
+    if (!status) status = make_trainer(world, WIDTH, &t);
+    if (!status) status = train_step(world, &t, 0);
+    if (world) text = fsdp_last_error(world);
+    if (status && world) fsdp_abort(world, "no memory");
+    tell(j, rank, status, text);
+    at(j, rank, AT_CLOSE);
+    (void)fsdp_shutdown(world);
+    usage after = usage_now();
+    CHECK_EQ_INT(heap.live, 0);
+    CHECK_EQ_INT(after.descriptors, before.descriptors);
+    CHECK_EQ_INT(after.threads, before.threads);
+    if (rank == j->victim) j->rank[rank].again = heap.failures;
+}
+
+static void allocations_fail(int victim, int step) {
+    int n = 0, injected = 1, names_none = 0, survived = 0;
+    for (; injected && n < 2000; n += step) {
+        job *j = make_job(2, 500, one_life);
+        j->victim = victim, j->extra = &n;
+        start(j);
+        J_CHECK(j, !finish(j, 8000), "allocation %d: a rank hangs", n);
+        for (int k = 0; k < 2; k++)
+            J_CHECK(j, WIFEXITED(j->rank[k].how) && !WEXITSTATUS(j->rank[k].how),
+                    "allocation %d: rank %d did not end in order", n, k);
+        injected = j->rank[victim].again;
+        int status = j->rank[victim].status, other = j->rank[!victim].status;
+        J_CHECK(j, !status || (injected && status == FSDP_ERR_OUT_OF_MEMORY), "allocation %d", n);
+        J_CHECK(j, !other == !status, "allocation %d: the other rank got %d", n, other);
+        survived += injected && !status; /* a connection is refused, and tried again */
+        names_none += status && !names(j->rank[!victim].text, !victim, victim);
+        munmap(j, sizeof *j);
+    }
+    h_message("rank %d: %d allocations, %d tries survived", victim, n - step, survived);
+    CHECK_EQ_INT(names_none, 0);
+    CHECK(n > 10 && n < 2000);
+}
+TEST_TIMEOUT(gloo_faults, some_allocations_fail, 120) {
+    allocations_fail(0, 7);
+    allocations_fail(1, 7);
+}
+TEST_TIMEOUT(long_gloo_faults, every_allocation_fails_once, 1200) {
+    allocations_fail(0, 1);
+    allocations_fail(1, 1);
+}
+
+/* Rank j->victim may open only so many descriptors more. */
+static void few_descriptors(job *j, int rank) {
+    fsdp_world_desc d = desc_of(j, rank);
+    fsdp_world *world;
+    trainer t;
+    int next = dup(STDIN_FILENO);
+    struct rlimit limit = {(rlim_t)next + (rlim_t) * (const int *)j->extra, 0};
+    limit.rlim_max = limit.rlim_cur;
+    close(next);
+    if (rank == j->victim) CHECK_EQ_INT(setrlimit(RLIMIT_NOFILE, &limit), 0);
+    fsdp_status status = fsdp_init(&d, &world);
+    const char *text = fsdp_last_error(NULL);
+    if (!status) status = make_trainer(world, WIDTH, &t);
+    if (!status) status = train_step(world, &t, 0);
+    if (world) text = fsdp_last_error(world);
+    if (status && world) fsdp_abort(world, "no descriptors");
+    tell(j, rank, status, text);
+    (void)fsdp_shutdown(world);
+    CHECK(open("/dev/null", O_RDONLY) >= 0 || !*(const int *)j->extra);
+}
+TEST(gloo_faults, descriptors_run_out) {
+    for (int victim = 0; victim < 2; victim++) {
+        int more = 0, failed = 1;
+        for (; failed && more < 200; more++) {
+            job *j = make_job(2, 500, few_descriptors);
+            j->victim = victim, j->extra = &more;
+            start(j);
+            J_CHECK(j, !finish(j, 8000), "%d descriptors: a rank hangs", more);
+            for (int k = 0; k < 2; k++) {
+                const report *r = &j->rank[k];
+                J_CHECK(j, WIFEXITED(r->how) && !WEXITSTATUS(r->how),
+                        "%d descriptors: rank %d did not end in order: %x", more, k, r->how);
+                J_CHECK(j, !r->status == !j->rank[0].status, "%d descriptors", more);
+                J_CHECK(j, !r->status || k == victim || names(r->text, k, victim),
+                        "%d descriptors: rank %d does not name it", more, k);
+            }
+            failed = j->rank[0].status;
+            munmap(j, sizeof *j);
+        }
+        h_message("rank %d needs %d descriptors", victim, more - 1);
+        CHECK(more > 1 && more < 200);
+    }
+}
+#endif
