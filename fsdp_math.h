@@ -270,8 +270,11 @@ FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *
 
 #include <string.h> // memcpy, memset, memcmp, strcmp, strlen
 
-#if defined(__GNUC__) || defined(__clang__)
+#if defined(__clang__)
 #define FSDPI_NOINLINE __attribute__((noinline))
+#define FSDPI_UNUSED   __attribute__((unused))
+#elif defined(__GNUC__)
+#define FSDPI_NOINLINE __attribute__((noinline, noclone))
 #define FSDPI_UNUSED   __attribute__((unused))
 #else
 #define FSDPI_NOINLINE

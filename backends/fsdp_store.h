@@ -104,6 +104,7 @@ extern int fsdpi_getnameinfo(const struct sockaddr *address, socklen_t size, cha
 #define FSDPI_STORE_WAITS_MAX   64                 // of one client
 #define FSDPI_STORE_STRANGERS   64                 // connections beside those of the ranks
 #define FSDPI_STORE_BUCKETS     1024
+#define FSDPI_STORE_PLACES      8                     // addresses of a name that are tried
 #define FSDPI_STORE_PORTS       17                    // that are tried
 #define FSDPI_STORE_PATIENCE    ((int64_t)5000000000) // with a stranger
 #define FSDPI_STORE_GRACE       ((int64_t)200000000) // for goodbyes, and for a verdict to come back
@@ -405,7 +406,7 @@ static void fsdpi_store_say_peer(fsdpi_text *t, const fsdpi_store_peer *p) {
         fsdpi_say(t, "it has shut down");
         return;
     }
-    if (!p->text[0]) fsdpi_say(t, "it had begun no operation");
+    if (!p->text[0]) fsdpi_say(t, "it had not begun an operation");
     else if (p->busy) fsdpi_say(t, "it %s in %s, for %.1f s", lost ? "was" : "is", p->text, since);
     else fsdpi_say(t, "its last operation was %s, %.1f s ago", p->text, since);
     fsdpi_say(t, "; last heard of %.1f s ago", silent);
@@ -1057,12 +1058,13 @@ static int fsdpi_store_lookup(const char *host, fsdpi_store_place *out, int max,
         fsdpi_say(why, "host '%s': %s", host, fsdpi_gai_strerror(rc));
         return 0;
     }
-    for (struct fsdpi_addrinfo *i = list; i && count < max; i = i->ai_next) {
-        if (i->ai_family != AF_INET && i->ai_family != AF_INET6) continue;
-        memset(&out[count], 0, sizeof *out);
-        memcpy(&out[count].at, i->ai_addr, i->ai_addrlen);
-        out[count++].size = i->ai_addrlen;
-    }
+    for (int v6 = 0; v6 < 2; v6++) // in the same order on all hosts
+        for (struct fsdpi_addrinfo *i = list; i && count < max; i = i->ai_next) {
+            if (i->ai_family != (v6 ? AF_INET6 : AF_INET)) continue;
+            memset(&out[count], 0, sizeof *out);
+            memcpy(&out[count].at, i->ai_addr, i->ai_addrlen);
+            out[count++].size = i->ai_addrlen;
+        }
     fsdpi_freeaddrinfo(list);
     if (!count) fsdpi_say(why, "host '%s' has no address", host);
     return count;
@@ -1091,29 +1093,26 @@ static fsdp_status fsdpi_store_interface(int family, fsdpi_store_place *out, fsd
         fsdpi_say(error, "the interfaces for %s cannot be listed: %s", name, strerror(errno));
         return FSDP_ERR_IO;
     }
-    for (int pass = 0; pass < 2 && !out->size; pass++) {
-        if (pass)
-            fsdpi_say(error,
-                      "environment variable %s is '%s': no such interface is up with an "
-                      "IPv%d address, expected one of",
-                      name, list, family == AF_INET6 ? 6 : 4);
-        for (struct ifaddrs *i = all; i && !out->size; i = i->ifa_next) {
-            fsdpi_store_place p;
-            char host[64];
-            if (!i->ifa_addr || !(i->ifa_flags & 1 /* IFF_UP */) ||
-                i->ifa_addr->sa_family != family)
-                continue;
-            memset(&p, 0, sizeof p);
-            p.size = family == AF_INET6 ? sizeof p.at.v6 : sizeof p.at.v4;
-            memcpy(&p.at, i->ifa_addr, p.size);
-            fsdpi_store_host_text(&p, host, sizeof host);
-            int takes = excludes ? !fsdpi_store_listed(list + 1, i->ifa_name) &&
-                                       !fsdpi_store_is_loopback(&p)
-                                 : fsdpi_store_listed(list, i->ifa_name);
-            if (pass) fsdpi_say(error, " %s (%s)", i->ifa_name, host);
-            else if (takes) *out = p;
-        }
+    char seen[320];
+    fsdpi_text t = {seen, sizeof seen, 0};
+    for (struct ifaddrs *i = all; i && !out->size; i = i->ifa_next) {
+        fsdpi_store_place p;
+        char host[64];
+        if (!i->ifa_addr || !(i->ifa_flags & 1 /* IFF_UP */) || i->ifa_addr->sa_family != family)
+            continue;
+        memset(&p, 0, sizeof p);
+        p.size = family == AF_INET6 ? sizeof p.at.v6 : sizeof p.at.v4;
+        memcpy(&p.at, i->ifa_addr, p.size);
+        int listed = fsdpi_store_listed(list + excludes, i->ifa_name);
+        if (excludes ? !listed && !fsdpi_store_is_loopback(&p) : listed) *out = p;
+        fsdpi_store_host_text(&p, host, sizeof host);
+        fsdpi_say(&t, "%s %s (%s)", t.used ? "," : "", i->ifa_name, host);
     }
+    if (!out->size)
+        fsdpi_say(error,
+                  "environment variable %s is '%s', but no such interface is up with an IPv%d "
+                  "address; there are%s",
+                  name, list, family == AF_INET6 ? 6 : 4, t.used ? seen : " none");
     freeifaddrs(all);
     return out->size ? FSDP_OK : FSDP_ERR_INVALID_ARG;
 }
@@ -1163,7 +1162,7 @@ static int fsdpi_store_flush(const fsdp_allocator *a, int fd, fsdpi_queue *b) {
     return 1;
 }
 
-// Runs main(arg) with a small stack. Signals stay with the threads of the program.
+// Runs start(arg) with a small stack. Signals stay with the threads of the program.
 static int fsdpi_store_thread(pthread_t *thread, void *(*start)(void *), void *arg) {
     uint64_t all = ~(uint64_t)0, before = 0;
     pthread_attr_t attr;
@@ -1172,6 +1171,7 @@ static int fsdpi_store_thread(pthread_t *thread, void *(*start)(void *), void *a
     (void)pthread_attr_setstacksize(&attr, FSDPI_STORE_STACK);
     (void)fsdpi_syscall(SYS_rt_sigprocmask, 2 /* SIG_SETMASK */, &all, &before, sizeof all);
     rc = pthread_create(thread, &attr, start, arg);
+    if (rc == EINVAL) rc = pthread_create(thread, NULL, start, arg); // much thread-local data
     (void)fsdpi_syscall(SYS_rt_sigprocmask, 2, &before, NULL, sizeof all);
     (void)pthread_attr_destroy(&attr);
     return rc;
@@ -1437,8 +1437,6 @@ static fsdp_status fsdpi_store_claim_free(fsdpi_store_place *out, int *fd, fsdpi
     fsdpi_say(error, "no port can be listened on: %s", strerror(errno));
     return FSDP_ERR_IO;
 }
-
-#define FSDPI_STORE_PLACES 8
 
 /* Serves on behalf of others, who find it by the same address (and fsdpi_store_port, if that is
    taken). desc: boot.size, timeout_ns, job, store, allocator, clock. */
