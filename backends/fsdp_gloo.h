@@ -42,7 +42,8 @@ extern "C" {
                memory of alloc here, too. INVALID_ARG and UNSUPPORTED are found before anybody is told
    alloc       does not wait; from the allocator, zero-filled
    close       groups before their world. Waits until its peers have closed the comm too, or have
-               failed, at most a second: what was sent last is then delivered
+               failed: what was sent last is then delivered. At most half a second for the world,
+               and as long for all groups together that peers keep
    abort       from any thread      poll never blocks
    Memory      a comm of W members: messages of 2..32 KiB, 3 for each member; and 8 MiB from its first
                large reduction on
@@ -62,6 +63,8 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_GLOO_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_GLOO_IMPLEMENTED
 
+#include <errno.h> // EMFILE, ENFILE
+
 #include "fsdp_gloo_shim.h" // the transport
 #include "fsdp_record.h"    // what a rank is about to do, and the words for it
 #include "fsdp_store.h"     // where ranks meet
@@ -73,16 +76,16 @@ extern "C" {
 #define FSDPI_GLOO_KINDS                                                                           \
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
      1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
-#define FSDPI_GLOO_HEAD     192                // bytes of a message before its data
-#define FSDPI_GLOO_SMALL    ((size_t)32 << 10) // most data behind a record
-#define FSDPI_GLOO_MESSAGES ((size_t)4 << 20)  // of the messages of a comm, above 2 KiB each
-#define FSDPI_GLOO_SCRATCH  ((size_t)8 << 20)  // of a comm, for what peers send to be reduced
-#define FSDPI_GLOO_PIECE    ((size_t)1 << 20)  // most that is reduced at a time
-#define FSDPI_GLOO_GATHER   ((size_t)16 << 20) // most that is one message: progress is seen by them
-#define FSDPI_GLOO_GOODBYE  1000               // ms that close waits
-#define FSDPI_GLOO_GRACE    20                 // ms for what was sent before a verdict
-#define FSDPI_GLOO_ASK_NS   50000000           // for what the store knows of a rank
-#define FSDPI_GLOO_ADDRESS  256                // bytes of one end's address, with its length
+#define FSDPI_GLOO_HEAD       192                // bytes of a message before its data
+#define FSDPI_GLOO_SMALL      ((size_t)32 << 10) // most data behind a record
+#define FSDPI_GLOO_MESSAGES   ((size_t)4 << 20)  // of the messages of a comm, above 2 KiB each
+#define FSDPI_GLOO_SCRATCH    ((size_t)8 << 20)  // of a comm, for what peers send to be reduced
+#define FSDPI_GLOO_PIECE      ((size_t)1 << 20)  // most that is reduced at a time
+#define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most that is one message: progress is seen by them
+#define FSDPI_GLOO_GOODBYE_NS 500000000 // that groups wait, and then the world, for goodbyes
+#define FSDPI_GLOO_GRACE      20        // ms for what was sent before a verdict
+#define FSDPI_GLOO_ASK_NS     50000000  // for what the store knows of a rank
+#define FSDPI_GLOO_ADDRESS    256       // bytes of one end's address, with its length
 
 // Slots: records of all comms' collectives; data, which adds the record's hash; a phase.
 #define FSDPI_GLOO_SLOT_RECORD ((uint64_t)0x40 << 56)
@@ -97,7 +100,9 @@ typedef struct fsdpi_gloo_world {
     fsdp_gloo_device *device;
     fsdpi_chunks chunks;
     fsdpi_trace trace;
-    uint32_t lock; // of the list
+    int is_store_mute;
+    int64_t patience_ns; // of closing groups, all together
+    uint32_t lock;       // of the list
     fsdpi_gloo_comm *comms;
 } fsdpi_gloo_world;
 
@@ -142,12 +147,20 @@ typedef struct fsdpi_gloo_strip {
 // >>gloo_fail
 // Owns: waits, and everything that may end them: a message, a verdict, a lost peer, the deadline.
 
+// What the store knows of a rank. A store that does not answer once is not asked again.
+static int fsdpi_gloo_ask(fsdpi_gloo_comm *c, int rank, fsdpi_store_peer *out) {
+    fsdpi_gloo_world *w = c->world;
+    if (FSDPI_LOAD(&w->is_store_mute)) return 0;
+    if (!fsdpi_store_ask(w->store, rank, out, FSDPI_GLOO_ASK_NS)) return 1;
+    FSDPI_STORE(&w->is_store_mute, 1);
+    return 0;
+}
+
 static void fsdpi_gloo_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
-    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)(void *)base;
     fsdpi_store_peer peer;
-    if (fsdpi_store_ask(c->world->store, rank, &peer, FSDPI_GLOO_ASK_NS))
-        fsdpi_say(t, "the store does not answer");
-    else fsdpi_store_say_peer(t, &peer);
+    if (fsdpi_gloo_ask((fsdpi_gloo_comm *)(void *)base, rank, &peer))
+        fsdpi_store_say_peer(t, &peer);
+    else fsdpi_say(t, "the store does not answer");
 }
 
 static int fsdpi_gloo_failed(fsdpi_gloo_comm *c) {
@@ -181,12 +194,12 @@ static fsdp_status fsdpi_gloo_fail_here(fsdpi_gloo_comm *c, fsdp_status status, 
     return fsdpi_gloo_fail_op(c, status, reason);
 }
 
-// Member k cannot come any more, because of `how`.
-static fsdp_status fsdpi_gloo_gone(fsdpi_gloo_comm *c, int k, const char *how) {
+// Member k cannot come any more, because of `how`; what it did last may say why.
+static fsdp_status fsdpi_gloo_gone(fsdpi_gloo_comm *c, int k, const char *how, int say_last) {
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say(&t, "rank %d %s; ", (int)c->base.ranks[k], how);
-    fsdpi_gloo_say_last(&t, &c->base, c->base.ranks[k]);
+    fsdpi_say(&t, "rank %d %s%s", (int)c->base.ranks[k], how, say_last ? "; " : "");
+    if (say_last) fsdpi_gloo_say_last(&t, &c->base, c->base.ranks[k]);
     return fsdpi_gloo_fail_op(c, FSDP_ERR_PEER_LOST, reason);
 }
 
@@ -196,6 +209,8 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     int left = 0;
     fsdpi_verdict v;
     char text[300];
+    if (strstr(how, strerror(EMFILE)) || strstr(how, strerror(ENFILE)))
+        return fsdpi_gloo_fail_here(c, FSDP_ERR_IO, "too many open files; ulimit -n allows more");
     (void)snprintf(text, sizeof text, "is out of reach (%s)", how);
     int64_t start = fsdpi_boot_now(&w->boot);
     while (!left && fsdpi_boot_now(&w->boot) - start < 1000000000) {
@@ -203,16 +218,14 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
         left = fsdpi_store_has_left(w->store, (int)c->base.ranks[k]);
         if (!left) fsdpi_sleep_ns(1000000);
     }
-    return fsdpi_gloo_gone(c, k, left ? "has shut down" : text);
+    return fsdpi_gloo_gone(c, k, left ? "has shut down" : text, !left);
 }
 
 // Who waits for another rank elsewhere is not to blame, and will tell who is.
 static int fsdpi_gloo_await_verdict(fsdpi_gloo_comm *c, const uint8_t *missing) {
     fsdpi_store_peer peer;
     for (int k = 0; k < c->base.size; k++)
-        if (missing[k] &&
-            (fsdpi_store_ask(c->world->store, (int)c->base.ranks[k], &peer, FSDPI_GLOO_ASK_NS) ||
-             !peer.busy))
+        if (missing[k] && (!fsdpi_gloo_ask(c, (int)c->base.ranks[k], &peer) || !peer.busy))
             return 0;
     for (int i = 0; i < 100 && !fsdpi_gloo_failed(c); i++) fsdpi_sleep_ns(1000000);
     return fsdpi_gloo_failed(c);
@@ -356,7 +369,8 @@ static fsdp_status fsdpi_gloo_meet(fsdpi_gloo_comm *c) {
         if (status) return status;
         fsdpi_record record = fsdpi_gloo_record_of(&c->base, k);
         if (record.kind == FSDPI_CLOSE)
-            return fsdpi_gloo_gone(c, k, c->is_world ? "has shut down" : "has closed this group");
+            return fsdpi_gloo_gone(c, k, c->is_world ? "has shut down" : "has closed this group",
+                                   0);
         c->peers[k].arrived = 1;
         same &= record.key == c->base.now.key;
     }
@@ -832,7 +846,10 @@ static fsdp_status fsdpi_gloo_connect_all(fsdpi_gloo_comm *c, char *all) {
         status = fsdpi_gloo_result(c, k, result);
     }
     if (fsdpi_gloo_failed(c)) return fsdpi_gloo_report(c);
-    return status ? fsdpi_gloo_fail_here(c, status, "the store refused") : FSDP_OK;
+    if (!status) return FSDP_OK;
+    return fsdpi_gloo_fail_op(c, status,
+                              store->server_rank < 0 ? "the launcher's store has failed"
+                                                     : "rank 0's store has failed");
 }
 
 static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
@@ -863,7 +880,8 @@ static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
     if (!status) status = fsdpi_gloo_meet(c);
     if (!status) status = fsdpi_gloo_shown(c);
     fsdpi_gloo_key(key, sizeof key, c, c->base.index);
-    return status ? status : fsdpi_store_delete(c->world->store, key);
+    if (!status) (void)fsdpi_store_delete(c->world->store, key); // if it stays, no harm
+    return status;
 }
 
 static void fsdpi_gloo_set_connecting(fsdpi_gloo_comm *c, int connecting) {
@@ -898,7 +916,8 @@ static fsdp_status fsdpi_gloo_connect(fsdpi_gloo_comm *c) {
    goes on without this group, or works for longer, is not waited for. */
 static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = c->world;
-    int64_t start = fsdpi_boot_now(&w->boot), most = (int64_t)FSDPI_GLOO_GOODBYE * 1000000;
+    int64_t start = fsdpi_boot_now(&w->boot), own = FSDPI_GLOO_GOODBYE_NS;
+    int64_t *patience = c->is_world ? &own : &w->patience_ns;
     fsdpi_describe(&c->base, NULL, "");
     c->base.now.kind = FSDPI_CLOSE;
     c->turn ^= 1;
@@ -908,10 +927,11 @@ static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
         (void)fsdp_gloo_send(c->peers[k].out, k, FSDPI_GLOO_SLOT_RECORD, 0, FSDPI_GLOO_HEAD);
     }
     for (int k = 0; k < c->base.size; k++) {
-        int64_t left = most - (fsdpi_boot_now(&w->boot) - start);
-        if (k == c->base.index || left <= 0) continue;
-        (void)fsdpi_gloo_await_abortable(c, c->peers[k].in[c->turn], 0, left / 1000000 + 1);
+        int64_t left = *patience - (fsdpi_boot_now(&w->boot) - start);
+        if (k != c->base.index && left > 0)
+            (void)fsdpi_gloo_await_abortable(c, c->peers[k].in[c->turn], 0, left / 1000000 + 1);
     }
+    if (fsdpi_boot_now(&w->boot) - start >= *patience) *patience = 0;
 }
 
 static void fsdpi_gloo_drop(fsdpi_gloo_comm *c) {
@@ -1004,6 +1024,7 @@ static fsdp_status fsdpi_gloo_try_open(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = c->world;
     fsdpi_store_desc desc;
     char text[FSDPI_REASON];
+    w->patience_ns = FSDPI_GLOO_GOODBYE_NS;
     if (!w->boot.job) w->boot.job = "";
     if (!w->boot.store) w->boot.store = "host:";
     c->is_world = 1;

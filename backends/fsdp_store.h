@@ -99,15 +99,16 @@ extern int fsdpi_getnameinfo(const struct sockaddr *address, socklen_t size, cha
 #define FSDPI_STORE_HELLO_BYTES (32 + 4 + 4 + 4 + 8 + 8) // of its value
 #define FSDPI_STORE_KEY_MAX     256
 #define FSDPI_STORE_VALUE_MAX   ((size_t)16 << 20)
-#define FSDPI_STORE_TOTAL_MAX   ((size_t)1 << 30)  // of all entries of a store
-#define FSDPI_STORE_OUT_MAX     ((size_t)64 << 20) // not yet read by one client
-#define FSDPI_STORE_WAITS_MAX   64                 // of one client
-#define FSDPI_STORE_STRANGERS   64                 // connections beside those of the ranks
+#define FSDPI_STORE_TOTAL_MAX   ((size_t)1 << 30)           // of all entries of a store
+#define FSDPI_STORE_OUT_MAX     (3 * FSDPI_STORE_VALUE_MAX) // not yet read by one client
+#define FSDPI_STORE_WAITS_MAX   64                          // of one client
+#define FSDPI_STORE_STRANGERS   64                          // connections beside those of the ranks
 #define FSDPI_STORE_BUCKETS     1024
 #define FSDPI_STORE_PLACES      8                     // addresses of a name that are tried
 #define FSDPI_STORE_PORTS       17                    // that are tried
 #define FSDPI_STORE_PATIENCE    ((int64_t)5000000000) // with a stranger
-#define FSDPI_STORE_GRACE       ((int64_t)200000000) // for goodbyes, and for a verdict to come back
+#define FSDPI_STORE_GRACE       ((int64_t)200000000)  // for goodbyes
+#define FSDPI_STORE_ABORT_NS    ((int64_t)100000000)  // for a verdict to come back
 #define FSDPI_STORE_BEAT_NS     ((int64_t)250000000)
 #define FSDPI_STORE_STACK       ((size_t)256 << 10)
 #define FSDPI_STORE_READ        65536 // bytes read at a time
@@ -429,8 +430,9 @@ typedef struct fsdpi_conn {
     struct fsdpi_conn *next;
     int fd; // the caller's
     int state, rank, waits;
-    int64_t deadline; // of strangers, and of those that are ending
-    const char *why;  // what it did, if it is lost
+    int64_t deadline;   // of strangers, and of those that are ending
+    fsdp_status status; // if it is a rank's, and broken: of the verdict
+    const char *why;    // what the rank did then
     uint8_t nonce[FSDPI_STORE_NONCE];
     fsdpi_queue in, out; // out: the caller sends and drops these
 } fsdpi_conn;
@@ -438,11 +440,11 @@ typedef struct fsdpi_conn {
 typedef struct fsdpi_store_entry {
     struct fsdpi_store_entry *next;
     uint64_t hash;
-    size_t bytes;
-    char *key, *value; // in the same block
+    size_t bytes, value_size; // bytes: of the block, which has the key and the value as well
+    char *key, *value;
 } fsdpi_store_entry;
 
-// A GET whose key is not there yet.
+// A GET that is not answered yet.
 typedef struct fsdpi_store_wait {
     struct fsdpi_store_wait *next;
     fsdpi_conn *conn;
@@ -462,9 +464,9 @@ typedef struct fsdpi_store_core {
     fsdp_allocator allocator;
     int size, server_rank; // server_rank: -1: a launcher
     uint8_t token[32];
-    char where[160];  // its address, for texts
+    char where[256];  // its address, for texts
     char reached[64]; // an address under which other hosts reach this one, once that is known
-    int closing, num_conns, num_joined;
+    int closing, num_conns, num_joined, num_refused; // refused: for their token
     int64_t join_ns, join_timeout_ns; // when ranks must have joined, and how long that was
     size_t total;
     fsdpi_verdict verdict; // status FSDP_OK: none
@@ -478,15 +480,16 @@ static int64_t fsdpi_store_after(int64_t now, int64_t timeout) {
     return timeout > INT64_MAX - now ? INT64_MAX : now + timeout;
 }
 
-static void fsdpi_conn_break(fsdpi_conn *conn, const char *why) {
+static void fsdpi_conn_break(fsdpi_conn *conn, fsdp_status status, const char *why) {
     conn->state = FSDPI_CONN_BROKEN;
+    conn->status = status;
     conn->why = why;
 }
 
 static void fsdpi_conn_end(fsdpi_conn *conn, int64_t now) {
     conn->state = FSDPI_CONN_ENDING;
     conn->rank = -1;
-    conn->deadline = fsdpi_store_after(now, FSDPI_STORE_PATIENCE);
+    conn->deadline = fsdpi_store_after(now, FSDPI_STORE_GRACE);
 }
 
 static void fsdpi_store_core_send(fsdpi_store_core *core, fsdpi_conn *conn, int op, int flags,
@@ -494,9 +497,10 @@ static void fsdpi_store_core_send(fsdpi_store_core *core, fsdpi_conn *conn, int 
     fsdpi_frame f = {(uint16_t)op, (uint16_t)flags, id, 0, bytes, NULL, (const char *)value};
     if (conn->state != FSDPI_CONN_STRANGER && conn->state != FSDPI_CONN_RANK) return;
     if (fsdpi_queue_size(&conn->out) + bytes > FSDPI_STORE_OUT_MAX)
-        fsdpi_conn_break(conn, "does not read what the store sends to it");
+        fsdpi_conn_break(conn, FSDP_ERR_PEER_LOST, "does not read what the store sends to it");
     else if (!fsdpi_frame_put(&core->allocator, &conn->out, &f))
-        fsdpi_conn_break(conn, "is cut off: the store has no memory for what it sends to it");
+        fsdpi_conn_break(conn, FSDP_ERR_OUT_OF_MEMORY,
+                         "is cut off: the store has no memory for what it sends to it");
 }
 
 static void fsdpi_store_core_push(fsdpi_store_core *core, int op, const void *value, size_t bytes) {
@@ -618,7 +622,9 @@ static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, con
     uint32_t version = (uint32_t)fsdpi_le_get(f->value + 32, 4);
     int32_t rank = fsdpi_le_i32(f->value + 36), size = fsdpi_le_i32(f->value + 40);
     if (differs) {
-        fsdpi_store_core_refuse(core, conn, 0, now, "serves another job");
+        core->num_refused++;
+        fsdpi_store_core_refuse(core, conn, 0, now,
+                                "serves another job (its FSDP_TOKEN or FSDP_JOB_ID differs)");
     } else if (version != FSDPI_STORE_VERSION) {
         fsdpi_store_core_refuse(core, conn, FSDP_ERR_MISMATCH, now,
                                 "rank %d speaks version %u of the store's protocol, the store "
@@ -663,62 +669,69 @@ static void fsdpi_store_core_remove(fsdpi_store_core *core, fsdpi_store_entry **
     fsdpi_store_entry *entry = *link;
     if (!entry) return;
     *link = entry->next;
-    core->total -= sizeof *entry + strlen(entry->key) + 1 + entry->bytes;
+    core->total -= entry->bytes;
     fsdpi_free(&core->allocator, entry);
 }
 
+/* Answers the waits of a connection (NULL: of all) whose key is there. Who is slow to read what it
+   asked for gets one large value after the other. */
+static void fsdpi_store_core_answer(fsdpi_store_core *core, const fsdpi_conn *conn) {
+    for (fsdpi_store_wait *wait = core->waits; wait; wait = wait->next) {
+        if (conn && wait->conn != conn) continue;
+        const fsdpi_store_entry *entry = *fsdpi_store_core_find(core, wait->key, wait->hash);
+        if (!entry || fsdpi_queue_size(&wait->conn->out) > FSDPI_STORE_VALUE_MAX) continue;
+        fsdpi_store_core_send(core, wait->conn, FSDPI_STORE_REPLY, FSDP_OK, wait->id, entry->value,
+                              entry->value_size);
+        wait->deadline = INT64_MIN; // to be forgotten
+    }
+    fsdpi_store_core_forget(core, NULL, INT64_MIN);
+}
+
+// What cannot be stored leaves the old value.
 static fsdp_status fsdpi_store_core_set(fsdpi_store_core *core, const char *key,
                                         const fsdpi_frame *f) {
     uint64_t hash = fsdpi_hash_text(key);
-    fsdpi_store_core_remove(core, fsdpi_store_core_find(core, key, hash));
+    fsdpi_store_entry **old = fsdpi_store_core_find(core, key, hash);
     size_t bytes = sizeof(fsdpi_store_entry) + f->key_size + 1 + f->value_size;
-    if (core->total + bytes > FSDPI_STORE_TOTAL_MAX) return FSDP_ERR_OUT_OF_MEMORY;
+    if (core->total - (*old ? (*old)->bytes : 0) + bytes > FSDPI_STORE_TOTAL_MAX)
+        return FSDP_ERR_OUT_OF_MEMORY;
     fsdpi_store_entry *entry = (fsdpi_store_entry *)fsdpi_alloc(&core->allocator, bytes);
     if (!entry) return FSDP_ERR_OUT_OF_MEMORY;
     entry->hash = hash;
-    entry->bytes = f->value_size;
+    entry->bytes = bytes;
+    entry->value_size = f->value_size;
     entry->key = (char *)(entry + 1);
     entry->value = entry->key + f->key_size + 1;
     memcpy(entry->key, key, f->key_size + 1);
     if (f->value_size) memcpy(entry->value, f->value, f->value_size);
+    fsdpi_store_core_remove(core, old);
     fsdpi_store_entry **bucket = &core->entries[hash % FSDPI_STORE_BUCKETS];
     entry->next = *bucket;
     *bucket = entry;
     core->total += bytes;
-    for (fsdpi_store_wait *wait = core->waits; wait; wait = wait->next) {
-        if (wait->hash != hash || strcmp(wait->key, key) != 0) continue;
-        fsdpi_store_core_send(core, wait->conn, FSDPI_STORE_REPLY, FSDP_OK, wait->id, entry->value,
-                              entry->bytes);
-        wait->deadline = INT64_MIN; // answered
-    }
-    fsdpi_store_core_forget(core, NULL, INT64_MIN);
+    fsdpi_store_core_answer(core, NULL);
     return FSDP_OK;
 }
 
-// Answers, or waits for the key.
 static void fsdpi_store_core_get(fsdpi_store_core *core, fsdpi_conn *conn, const char *key,
                                  const fsdpi_frame *f, int64_t now) {
-    uint64_t hash = fsdpi_hash_text(key);
-    const fsdpi_store_entry *entry = *fsdpi_store_core_find(core, key, hash);
     fsdpi_store_wait *wait = NULL;
-    if (!entry && conn->waits < FSDPI_STORE_WAITS_MAX)
+    if (conn->waits < FSDPI_STORE_WAITS_MAX)
         wait = (fsdpi_store_wait *)fsdpi_alloc(&core->allocator, sizeof *wait);
-    if (entry) {
-        fsdpi_store_core_send(core, conn, FSDPI_STORE_REPLY, FSDP_OK, f->id, entry->value,
-                              entry->bytes);
-    } else if (!wait) {
+    if (!wait) {
         fsdpi_store_core_send(core, conn, FSDPI_STORE_REPLY, FSDP_ERR_OUT_OF_MEMORY, f->id, NULL,
                               0);
-    } else {
-        wait->conn = conn;
-        wait->hash = hash;
-        wait->deadline = fsdpi_store_after(now, fsdpi_le_i64(f->value));
-        wait->id = f->id;
-        memcpy(wait->key, key, f->key_size);
-        wait->next = core->waits;
-        core->waits = wait;
-        conn->waits++;
+        return;
     }
+    wait->conn = conn;
+    wait->hash = fsdpi_hash_text(key);
+    wait->deadline = fsdpi_store_after(now, fsdpi_le_i64(f->value));
+    wait->id = f->id;
+    memcpy(wait->key, key, f->key_size);
+    wait->next = core->waits;
+    core->waits = wait;
+    conn->waits++;
+    fsdpi_store_core_answer(core, conn);
 }
 
 static void fsdpi_store_core_ask(fsdpi_store_core *core, fsdpi_conn *conn, const fsdpi_frame *f,
@@ -745,6 +758,9 @@ static void fsdpi_store_core_bye(fsdpi_store_core *core, fsdpi_conn *conn, int64
     (void)fsdpi_le_put(value, (uint32_t)rank, 4);
     fsdpi_store_core_forget(core, conn, INT64_MIN);
     fsdpi_conn_end(conn, now);
+    if (core->num_joined < core->size)
+        fsdpi_store_core_fail(core, FSDP_ERR_PEER_LOST, rank,
+                              "rank %d has left before all ranks had joined", rank);
     fsdpi_store_core_push(core, FSDPI_STORE_RANK_LEFT, value, sizeof value);
     fsdpi_store_core_leave(core, rank);
 }
@@ -771,7 +787,8 @@ static void fsdpi_store_core_frame(fsdpi_store_core *core, fsdpi_conn *conn, con
     fsdpi_store_rank *r = &core->ranks[conn->rank];
     if (f->value_size < fsdpi_store_core_least(f->op) ||
         (f->key_size && memchr(f->key, 0, f->key_size))) {
-        fsdpi_conn_break(conn, "has sent the store what is not in its protocol");
+        fsdpi_conn_break(conn, FSDP_ERR_PEER_LOST,
+                         "has sent the store what is not in its protocol");
         return;
     }
     (void)fsdpi_frame_text(key, sizeof key, f->key, f->key_size);
@@ -833,20 +850,22 @@ static void fsdpi_store_core_feed(fsdpi_store_core *core, fsdpi_conn *conn, cons
     int whole = 1;
     if (conn->state == FSDPI_CONN_STRANGER &&
         fsdpi_queue_size(&conn->in) + size > FSDPI_STORE_HEADER + FSDPI_STORE_HELLO_BYTES) {
-        fsdpi_conn_break(conn, NULL);
+        fsdpi_conn_break(conn, FSDP_OK, NULL);
         return;
     }
     if (conn->state != FSDPI_CONN_STRANGER && conn->state != FSDPI_CONN_RANK) return;
     if (!fsdpi_queue_add(&core->allocator, &conn->in, data, size))
-        fsdpi_conn_break(conn, "is cut off: the store has no memory for what it sends");
+        fsdpi_conn_break(conn, FSDP_ERR_OUT_OF_MEMORY,
+                         "is cut off: the store has no memory for what it sends");
     while (conn->state == FSDPI_CONN_STRANGER || conn->state == FSDPI_CONN_RANK) {
         whole = fsdpi_frame_get(&conn->in, &f);
         if (whole == 0) return;
-        if (whole < 0) fsdpi_conn_break(conn, "has sent the store what is no frame");
+        if (whole < 0)
+            fsdpi_conn_break(conn, FSDP_ERR_PEER_LOST, "has sent the store what is no frame");
         else if (conn->state == FSDPI_CONN_RANK) fsdpi_store_core_frame(core, conn, &f, now);
         else if (f.op == FSDPI_STORE_HELLO && f.value_size == FSDPI_STORE_HELLO_BYTES)
             fsdpi_store_core_hello(core, conn, &f, now);
-        else fsdpi_conn_break(conn, NULL);
+        else fsdpi_conn_break(conn, FSDP_OK, NULL);
         if (whole > 0) fsdpi_frame_drop(&core->allocator, &conn->in, &f);
     }
 }
@@ -854,6 +873,7 @@ static void fsdpi_store_core_feed(fsdpi_store_core *core, fsdpi_conn *conn, cons
 // The connection has ended, or is to be closed: `conn` is gone. A rank that had not left is lost.
 static void fsdpi_store_core_disconnect(fsdpi_store_core *core, fsdpi_conn *conn, int64_t now) {
     int rank = conn->rank;
+    fsdp_status status = conn->why ? conn->status : FSDP_ERR_PEER_LOST;
     const char *why = conn->why ? conn->why : "has died or ended without fsdp_shutdown";
     fsdpi_conn **link = &core->conns;
     while (*link != conn) link = &(*link)->next;
@@ -869,7 +889,7 @@ static void fsdpi_store_core_disconnect(fsdpi_store_core *core, fsdpi_conn *conn
     core->ranks[rank].state = FSDPI_STORE_LOST;
     fsdpi_store_peer p = fsdpi_store_core_peer(core, rank, now);
     fsdpi_store_say_peer(&t, &p);
-    fsdpi_store_core_fail(core, FSDP_ERR_PEER_LOST, rank, "rank %d %s; %s", rank, why, last);
+    fsdpi_store_core_fail(core, status, rank, "rank %d %s; %s", rank, why, last);
 }
 
 // Ranks have not come in time.
@@ -884,13 +904,16 @@ static void fsdpi_store_core_late(fsdpi_store_core *core) {
         if (core->ranks[r].state == FSDPI_STORE_ABSENT)
             fsdpi_say(&t, "%s %d", said++ ? "," : "", r);
     if (missing > said) fsdpi_say(&t, " and %d more", missing - said);
-    fsdpi_store_core_fail(core, FSDP_ERR_TIMEOUT, -1,
-                          "%s %s not joined within %.1f s. The store is at %s: see what %s "
-                          "there (FSDP_STORE, MASTER_ADDR and MASTER_PORT say where to look, "
-                          "FSDP_TIMEOUT_MS how long)",
-                          list, missing > 1 ? "have" : "has", (double)core->join_timeout_ns * 1e-9,
-                          core->where,
-                          missing > 1 ? "keeps them from getting" : "keeps it from getting");
+    fsdpi_store_core_fail(
+        core, FSDP_ERR_TIMEOUT, -1,
+        "%s %s not joined within %.1f s. The store is at %s: see what %s "
+        "there (FSDP_STORE, MASTER_ADDR and MASTER_PORT say where to look, "
+        "FSDP_TIMEOUT_MS how long)%s",
+        list, missing > 1 ? "have" : "has", (double)core->join_timeout_ns * 1e-9, core->where,
+        missing > 1 ? "keeps them from getting" : "keeps it from getting",
+        core->num_refused ? "; others have called with another token: FSDP_TOKEN and "
+                            "FSDP_JOB_ID are to be equal on all ranks"
+                          : "");
 }
 
 // Time has passed. Returns when to call again.
@@ -900,7 +923,7 @@ static int64_t fsdpi_store_core_expire(fsdpi_store_core *core, int64_t now) {
     int64_t next = core->join_ns;
     for (fsdpi_conn *conn = core->conns; conn; conn = conn->next) {
         if (conn->state != FSDPI_CONN_STRANGER && conn->state != FSDPI_CONN_ENDING) continue;
-        if (conn->deadline <= now) fsdpi_conn_break(conn, NULL);
+        if (conn->deadline <= now) fsdpi_conn_break(conn, FSDP_OK, NULL);
         else if (conn->deadline < next) next = conn->deadline;
     }
     for (fsdpi_store_wait *wait = core->waits; wait; wait = wait->next)
@@ -908,12 +931,13 @@ static int64_t fsdpi_store_core_expire(fsdpi_store_core *core, int64_t now) {
     return next;
 }
 
-// Too many connections: of those that are not a rank's, the oldest goes.
-static void fsdpi_store_core_evict(fsdpi_store_core *core) {
+// Too many connections: of those that are not a rank's, the oldest goes. 0: there is none.
+static int fsdpi_store_core_evict(fsdpi_store_core *core) {
     fsdpi_conn *oldest = NULL;
     for (fsdpi_conn *conn = core->conns; conn; conn = conn->next) // newest first
         if (conn->state != FSDPI_CONN_RANK) oldest = conn;
-    if (oldest) fsdpi_conn_break(oldest, NULL);
+    if (oldest) fsdpi_conn_break(oldest, FSDP_OK, NULL);
+    return oldest != NULL;
 }
 
 static void fsdpi_store_core_farewell(fsdpi_store_core *core, int64_t now) {
@@ -956,7 +980,7 @@ typedef struct fsdpi_store_place {
 static int fsdpi_store_parse(const char *text, fsdpi_store_where *out) {
     memset(out, 0, sizeof *out);
     out->kind = FSDPI_STORE_HOST;
-    if (!text || !*text || !strcmp(text, "host:")) return 1;
+    if (!text || !strcmp(text, "host:")) return 1;
     out->kind = FSDPI_STORE_FILE;
     out->path = text + 7;
     if (!strncmp(text, "file:///", 8)) return text[8] != 0;
@@ -1212,7 +1236,8 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
         int fd = (int)fsdpi_syscall(SYS_accept4, server->listener, NULL, NULL,
                                     SOCK_CLOEXEC | SOCK_NONBLOCK);
         if (fd < 0) {
-            if (errno != EAGAIN && errno != EINTR && errno != ECONNABORTED)
+            if (errno == EAGAIN || errno == EINTR || errno == ECONNABORTED) return;
+            if (!fsdpi_store_core_evict(&server->core)) // whose descriptor is free then
                 server->accept_ns = now + FSDPI_STORE_GRACE;
             return;
         }
@@ -1232,7 +1257,7 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
         if (!server->core.reached[0] && !fsdpi_store_is_loopback(&here))
             fsdpi_store_host_text(&here, server->core.reached, sizeof server->core.reached);
     }
-    fsdpi_store_core_evict(&server->core);
+    (void)fsdpi_store_core_evict(&server->core);
 }
 
 static void fsdpi_store_server_move(fsdpi_store_server *server, fsdpi_conn *conn, int events,
@@ -1245,6 +1270,7 @@ static void fsdpi_store_server_move(fsdpi_store_server *server, fsdpi_conn *conn
     }
     if (open && conn->state != FSDPI_CONN_BROKEN)
         open = fsdpi_store_flush(&server->allocator, conn->fd, &conn->out);
+    if (open && conn->waits) fsdpi_store_core_answer(&server->core, conn);
     // All is said; the peer closes first, since a close with unread input would be a reset.
     if (open && conn->state == FSDPI_CONN_ENDING && !fsdpi_queue_size(&conn->out))
         (void)shutdown(conn->fd, SHUT_WR);
@@ -1385,13 +1411,17 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
         status = FSDP_ERR_OUT_OF_MEMORY;
         fsdpi_say(error, "the allocator refused");
     } else {
-        fsdpi_store_place_text(place, server->core.where, sizeof server->core.where);
+        char text[128];
+        fsdpi_store_place_text(place, text, sizeof text);
+        (void)snprintf(server->core.where, sizeof server->core.where, "%s%s%s", text,
+                       where->path ? " as said in " : "", where->path ? where->path : "");
         fsdpi_store_localise(&server->place);
     }
     if (!status && where->kind == FSDPI_STORE_FILE &&
         !fsdpi_store_write_file(server, where->path)) {
         status = FSDP_ERR_IO;
-        fsdpi_say(error, "file '%s', where ranks are to look for the store, cannot be written: %s",
+        fsdpi_say(error,
+                  "file '%s' (FSDP_STORE), where ranks look for the store, cannot be written: %s",
                   where->path, strerror(errno));
     }
     if (!status && (server->wake < 0 ||
@@ -1468,7 +1498,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_serve(const fsdpi_store_desc *d,
         if (fd < 0 && errno != EADDRINUSE) break;
     }
     if (fd >= 0) return fsdpi_store_start(d, &where, -1, fd, &place, out, &t);
-    fsdpi_say(&t, "a store cannot be served at '%s': %s",
+    fsdpi_say(&t, "a store cannot be served at '%s' (FSDP_STORE): %s",
               d->boot.store ? d->boot.store : "host:", strerror(errno));
     return FSDP_ERR_IO;
 }
@@ -1565,8 +1595,8 @@ static int fsdpi_store_say_hello(fsdpi_store *s, const char *nonce, int64_t dead
 
 // One attempt at one place.
 typedef struct fsdpi_store_try {
-    int64_t deadline;
-    int decided, why; // why: errno, or 0
+    int64_t deadline, patience; // patience: with somebody who does not say anything
+    int decided, why;           // why: errno, or 0
     fsdp_status status;
     fsdpi_text said; // what was found, place by place
 } fsdpi_store_try;
@@ -1602,7 +1632,7 @@ static void fsdpi_store_answered(fsdpi_store *s, const fsdpi_frame *f, const cha
 static void fsdpi_store_knock(fsdpi_store *s, const fsdpi_store_place *p, fsdpi_store_try *t) {
     char name[128];
     fsdpi_frame f;
-    int64_t soon = fsdpi_store_now(s) + 1000000000;
+    int64_t soon = fsdpi_store_now(s) + t->patience;
     if (soon > t->deadline) soon = t->deadline;
     fsdpi_store_place_text(p, name, sizeof name);
     t->why = fsdpi_store_connect(s, p, soon);
@@ -1665,7 +1695,7 @@ static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
     fsdpi_store_place list[FSDPI_STORE_PLACES], p;
     fsdpi_store_where where = s->where;
     int serves = s->desc.boot.rank == 0, is_file = where.kind == FSDPI_STORE_FILE, count = 1;
-    uint8_t deaf[FSDPI_STORE_PLACES] = {0};
+    uint8_t slow[FSDPI_STORE_PLACES] = {0};
     if (s->server) {
         fsdpi_store_knock(s, &s->server->place, t);
         return;
@@ -1684,11 +1714,11 @@ static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
                 fsdpi_say(&t->said, "; port %d cannot be listened on: %s", port, strerror(errno));
         }
         for (int i = 0; i < count && fd < 0 && !t->decided; i++) {
-            if (deaf[i]) continue;
             fsdpi_store_place at = list[i];
             fsdpi_store_set_port(&at, port);
+            t->patience = slow[i] ? 100000000 : 1000000000;
             fsdpi_store_knock(s, &at, t);
-            deaf[i] = t->why == ETIMEDOUT || t->why == EHOSTUNREACH || t->why == ENETUNREACH;
+            slow[i] = slow[i] || t->why == ETIMEDOUT; // one port of the host, or all of them
         }
         if (not_here && !t->decided) fd = fsdpi_store_claim(&where, list, count, port, 1, &p);
         if (fd >= 0) fsdpi_store_begin(s, fd, &p, t);
@@ -1709,7 +1739,7 @@ static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text
     int64_t pause = 10000000, most = boot->size > 64 ? 1000000000 : 200000000;
     for (uint64_t turn = 0;; turn++) {
         char *now_said = rounds[turn % 2];
-        fsdpi_store_try t = {deadline, 0, 0, FSDP_OK, {now_said, sizeof rounds[0], 0}};
+        fsdpi_store_try t = {deadline, 1000000000, 0, 0, FSDP_OK, {now_said, sizeof rounds[0], 0}};
         now_said[0] = 0;
         fsdpi_store_round(s, &t);
         if (t.decided) {
@@ -1729,8 +1759,7 @@ static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text
               "no store of job '%s' was found at %s within %.1f s: %s. Rank 0 has to run there: "
               "see FSDP_STORE, or MASTER_ADDR and MASTER_PORT; and FSDP_JOB_ID or FSDP_TOKEN, "
               "which are equal on all ranks",
-              boot->job,
-              boot->store && *boot->store ? boot->store : "host:", (double)boot->timeout_ns * 1e-9,
+              boot->job, boot->store ? boot->store : "host:", (double)boot->timeout_ns * 1e-9,
               said[0] == ';' ? said + 2 : said);
     return FSDP_ERR_TIMEOUT;
 }
@@ -1774,16 +1803,25 @@ static void fsdpi_store_judge(fsdpi_store *s, const fsdpi_verdict *v) {
     if (first) fsdpi_store_change(s);
 }
 
-// The connection is over. in_order: the server said so; else it has died.
-static void fsdpi_store_lose(fsdpi_store *s, int in_order) {
-    if (!in_order && !FSDPI_LOAD(&s->leaving)) {
+// Who serves, for texts.
+static const char *fsdpi_store_who(const fsdpi_store *s) {
+    return s->server_rank < 0 ? "the launcher" : "rank 0";
+}
+
+// The connection is over: the server said so (FSDP_OK), it has died, or there is no memory here.
+static void fsdpi_store_lose(fsdpi_store *s, fsdp_status status) {
+    if (status && !FSDPI_LOAD(&s->leaving)) {
         fsdpi_verdict v;
         memset(&v, 0, sizeof v);
-        v.status = FSDP_ERR_PEER_LOST;
+        v.status = (int32_t)status;
         v.rank = -1;
-        v.lost = s->server_rank;
-        (void)snprintf(v.reason, sizeof v.reason, "%s, which serves the store, has died",
-                       s->server_rank < 0 ? "the launcher" : "rank 0");
+        v.lost = status == FSDP_ERR_PEER_LOST ? s->server_rank : s->desc.boot.rank;
+        if (status == FSDP_ERR_PEER_LOST)
+            (void)snprintf(v.reason, sizeof v.reason, "%s, which serves the store, has died",
+                           fsdpi_store_who(s));
+        else
+            (void)snprintf(v.reason, sizeof v.reason,
+                           "rank %d has no memory for what the store sends", s->desc.boot.rank);
         fsdpi_store_judge(s, &v);
     }
     fsdpi_lock(&s->lock);
@@ -1830,7 +1868,7 @@ static int fsdpi_store_take(fsdpi_store *s, const fsdpi_frame *f) {
     case FSDPI_STORE_VERDICT:
         if (fsdpi_verdict_get(f, &v)) fsdpi_store_judge(s, &v);
         return 1;
-    case FSDPI_STORE_CLOSING: fsdpi_store_lose(s, 1); return 0;
+    case FSDPI_STORE_CLOSING: fsdpi_store_lose(s, FSDP_OK); return 0;
     default: return 1;
     }
     fsdpi_store_change(s);
@@ -1845,20 +1883,21 @@ static int fsdpi_store_take_all(fsdpi_store *s) {
         if (!fsdpi_store_take(s, &f)) return 0;
         fsdpi_frame_drop(&s->desc.boot.allocator, &s->in, &f);
     }
-    if (whole < 0) fsdpi_store_lose(s, 0);
+    if (whole < 0) fsdpi_store_lose(s, FSDP_ERR_PEER_LOST);
     return whole == 0;
 }
 
 static void fsdpi_store_receive(fsdpi_store *s) {
-    ssize_t got = -1;
-    errno = ENOMEM;
-    if (fsdpi_queue_reserve(&s->desc.boot.allocator, &s->in, FSDPI_STORE_READ))
-        got = recv(s->fd, s->in.block + s->in.end, s->in.cap - s->in.end, 0);
+    if (!fsdpi_queue_reserve(&s->desc.boot.allocator, &s->in, FSDPI_STORE_READ)) {
+        fsdpi_store_lose(s, FSDP_ERR_OUT_OF_MEMORY);
+        return;
+    }
+    ssize_t got = recv(s->fd, s->in.block + s->in.end, s->in.cap - s->in.end, 0);
     if (got > 0) {
         s->in.end += (size_t)got;
         (void)fsdpi_store_take_all(s);
     } else if (got == 0 || (errno != EAGAIN && errno != EINTR)) {
-        fsdpi_store_lose(s, 0);
+        fsdpi_store_lose(s, FSDP_ERR_PEER_LOST);
     }
 }
 
@@ -1898,6 +1937,7 @@ static void *fsdpi_store_main(void *arg) {
                                               : FSDPI_STORE_BEAT_NS;
     int64_t beat_ns = 0, leave_ns = INT64_MAX;
     uint32_t told = 0;
+    int events = POLLIN;
     (void)fsdpi_store_take_all(s); // what came with the answer to HELLO
     for (;;) {
         int64_t now = fsdpi_store_now(s);
@@ -1908,14 +1948,14 @@ static void *fsdpi_store_main(void *arg) {
         if (leaving && leave_ns == INT64_MAX) leave_ns = now + FSDPI_STORE_GRACE;
         if (leaving && (s->gone || now >= leave_ns)) return NULL;
         if (!leaving && !s->gone && now >= beat_ns) {
-            fsdpi_store_beat_once(s);
+            if (!(events & POLLOUT)) fsdpi_store_beat_once(s); // else the server is behind already
             beat_ns = now + interval;
         }
         fsdpi_lock(&s->lock);
         // When the peer is gone, reading will tell.
         if (s->fd >= 0 && !fsdpi_store_flush(&s->desc.boot.allocator, s->fd, &s->out))
             fsdpi_queue_free(&s->desc.boot.allocator, &s->out);
-        int events = fsdpi_queue_size(&s->out) ? POLLIN | POLLOUT : POLLIN;
+        events = fsdpi_queue_size(&s->out) ? POLLIN | POLLOUT : POLLIN;
         fsdpi_unlock(&s->lock);
         struct pollfd p[2] = {{s->fd, (short)events, 0}, {s->wake, POLLIN, 0}};
         int64_t next = leaving ? leave_ns : s->gone ? INT64_MAX : beat_ns;
@@ -2008,7 +2048,7 @@ static FSDPI_UNUSED int fsdpi_store_verdict(fsdpi_store *s, fsdpi_verdict *out) 
 }
 
 /* Tells the verdict. When it returns one stands: the job's first, or, if the server does not answer
-   within FSDPI_STORE_GRACE, this one here. Any thread. */
+   within FSDPI_STORE_ABORT_NS, this one here. Any thread. */
 static FSDPI_UNUSED void fsdpi_store_abort(fsdpi_store *s, fsdp_status status, const char *subject,
                                            const char *reason) {
     fsdpi_verdict v;
@@ -2020,7 +2060,7 @@ static FSDPI_UNUSED void fsdpi_store_abort(fsdpi_store *s, fsdp_status status, c
     (void)snprintf(v.subject, sizeof v.subject, "%s", subject);
     (void)snprintf(v.reason, sizeof v.reason, "%s", reason);
     fsdpi_frame f = {FSDPI_STORE_ABORT, 0, 0, 0, fsdpi_verdict_put(value, &v), NULL, value};
-    int64_t left, until = fsdpi_store_now(s) + FSDPI_STORE_GRACE;
+    int64_t left, until = fsdpi_store_now(s) + FSDPI_STORE_ABORT_NS;
     int told = !fsdpi_store_post(s, &f, NULL);
     while (told && (left = until - fsdpi_store_now(s)) > 0) {
         uint32_t changed = FSDPI_LOAD(&s->changed);
@@ -2070,10 +2110,11 @@ static fsdp_status fsdpi_store_meet(fsdpi_store *s, int64_t deadline, fsdpi_text
     if (FSDPI_LOAD(&s->judged)) fsdpi_say(error, "%s", s->verdict.reason);
     else if (FSDPI_LOAD(&s->joined)) return FSDP_OK;
     else if (FSDPI_LOAD(&s->gone))
-        fsdpi_say(error, "the store was closed before all ranks had joined");
+        fsdpi_say(error, "%s, which serves the store, has closed it before all ranks had joined",
+                  fsdpi_store_who(s));
     else
         fsdpi_say(error, "the store does not answer: %s, which serves it, is stopped or cut off",
-                  s->server_rank < 0 ? "the launcher" : "rank 0");
+                  fsdpi_store_who(s));
     fsdp_status status = fsdpi_store_ended(s);
     return status ? status : FSDP_ERR_TIMEOUT;
 }
@@ -2103,6 +2144,10 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     if (s->wake < 0 || !s->left) {
         fsdpi_say(error, s->left ? "no descriptor is left" : "the allocator refused");
         return s->left ? FSDP_ERR_IO : FSDP_ERR_OUT_OF_MEMORY;
+    }
+    if (boot->store && !*boot->store) {
+        fsdpi_say(error, FSDPI_NO_STORE);
+        return FSDP_ERR_INVALID_ARG;
     }
     if (!fsdpi_store_parse(boot->store, &s->where) ||
         (s->where.kind == FSDPI_STORE_TCP && !s->where.port)) {

@@ -1219,6 +1219,76 @@ TEST_P(gloo_faults, rank_that_leaves, leavings) {
     rank_leaves(row, 0); /* which serves the store */
 }
 
+/* A rank closes a group in which others wait: it has left that group, and they are told so. */
+static void closes_group(job *j, int rank) {
+    table t;
+    fsdp_status status = open_table(j, rank, &t);
+    if (!status) status = split_table(&t);
+    if (!status) status = run_one(&t, t.group, FSDP_OP_ALL_REDUCE, 0);
+    if (!status && rank == j->victim) {
+        usleep(50000);
+        j->fault_ns = now_ns();
+        ops()->close(t.group);
+        t.group = NULL;
+        status = run_one(&t, t.world, FSDP_OP_ALL_REDUCE, 1);
+    } else if (!status) {
+        status = run_one(&t, t.group, FSDP_OP_ALL_GATHER, 0);
+    }
+    tell(j, rank, status, ops()->error_text(rank == j->victim ? t.world : t.group));
+    close_table(&t);
+}
+TEST(gloo_faults, group_is_closed_while_others_are_inside) {
+    job *j = make_job(3, 20000, closes_group);
+    j->victim = 1;
+    start(j);
+    J_CHECK(j, !finish(j, 10000), "a rank hangs");
+    all_got(j, -1, FSDP_ERR_PEER_LOST, "rank 1 has closed this group");
+    for (int k = 0; k < 3; k++)
+        J_CHECK(j, k == 1 || (j->rank[k].failed_ns - j->fault_ns) / 1000000 <= allowed_ms(j, 1000),
+                "rank %d: late", k);
+}
+
+/* Rank 0, which serves the store, leaves in order; the others go on in a group, and lose a rank. */
+static void without_a_store(job *j, int rank) {
+    int32_t ranks[3] = {1, 2, 3};
+    fsdp_group g = {rank ? 1 : -1, rank - 1, 3, 0, ranks, "others"};
+    table t;
+    fsdp_status status = open_table(j, rank, &t);
+    if (!status) status = ops()->split(t.world, &g, &t.group);
+    CHECK_MSG(!status, "%s", ops()->error_text(t.world));
+    for (int i = 0; !status && t.group && i < j->rounds; i++) {
+        at(j, rank, AT_GATHER);
+        t.boot.size = 3;
+        status = run_one(&t, t.group, FSDP_OP_ALL_GATHER, 0);
+    }
+    tell(j, rank, status, t.group ? ops()->error_text(t.group) : "");
+    close_table(&t);
+}
+static const struct {
+    const char *name;
+    size_t bytes;
+    int timeout_ms;
+} storeless[] = {{"64KiB", 0, 3000}, {"64MiB", BIG, 3000}};
+TEST_P(gloo_faults, rank_dies_after_the_store_has_left, storeless) {
+    job *j = make_job(4, row->timeout_ms, without_a_store);
+    j->victim = 2, j->bytes = row->bytes;
+    start(j);
+    J_CHECK(j, await(j, 0, AT_END, 1) && await(j, 2, AT_GATHER, 5), "it does not run");
+    usleep(row->bytes ? 20000 : 0);
+    int64_t killed_ns = now_ns();
+    kill(j->pid[2], SIGKILL);
+    J_CHECK(j, !finish(j, 10000), "a rank hangs");
+    for (int k = 1; k < 4; k += 2) {
+        const report *r = &j->rank[k];
+        J_CHECK(j, r->status == FSDP_ERR_PEER_LOST || r->status == FSDP_ERR_TIMEOUT, "rank %d", k);
+        J_CHECK(j, names(r->text, k, 2), "rank %d does not name it", k);
+        h_message("rank %d: %s after %d ms", k, fsdp_status_name((fsdp_status)r->status),
+                  (int)((r->failed_ns - killed_ns) / 1000000));
+        J_CHECK(j, (r->failed_ns - killed_ns) / 1000000 <= j->timeout_ms + allowed_ms(j, 500),
+                "rank %d: late", k);
+    }
+}
+
 /* All leave in order, at different times: nobody takes another's end for a failure. */
 static void leaves_one_by_one(job *j, int rank) {
     fsdp_world_desc d = desc_of(j, rank);
@@ -1364,12 +1434,18 @@ static usage usage_now(void) {
     return u;
 }
 
-/* What 90 cycles may add: nothing that grows with them. */
-static void same_usage(usage first, usage last) {
-    CHECK_EQ_INT(last.descriptors, first.descriptors);
-    CHECK_EQ_INT(last.threads, first.threads);
-    CHECK_MSG(W_SLOW || last.heap < first.heap + 90 * 16, "heap: %zu bytes, then %zu", first.heap,
-              last.heap);
+/* What is used no longer grows. The kernel may take a moment to take a thread out of its lists, and
+   the heap keeps a few freed blocks of each size: bytes of our own are counted exactly elsewhere. */
+static void same_usage(usage before, size_t heap) {
+    usage now = usage_now();
+    for (int i = 0;
+         i < 1000 && (now.descriptors > before.descriptors || now.threads > before.threads); i++)
+        usleep(1000), now = usage_now();
+    CHECK_MSG(now.descriptors <= before.descriptors && now.threads <= before.threads,
+              "%d descriptors and %d threads, then %d and %d", before.descriptors, before.threads,
+              now.descriptors, now.threads);
+    CHECK_MSG(W_SLOW || now.heap <= before.heap + heap, "heap: %zu bytes, then %zu", before.heap,
+              now.heap);
 }
 
 static void world_cycles(job *j, int rank) {
@@ -1386,14 +1462,14 @@ static void world_cycles(job *j, int rank) {
         CALL(world, train_step(world, &t, i));
         CHECK_OK(fsdp_shutdown(world));
         CHECK_EQ_INT(heap.live, 0);
-        if (i == 9) first = usage_now();
+        if (i == 49) first = usage_now();
     }
-    same_usage(first, usage_now());
+    same_usage(first, 50 * 256);
     tell(j, rank, FSDP_OK, "");
 }
-TEST_P_TIMEOUT(gloo_faults, worlds_100_times, comings, 120) {
-    if (row->who) return; /* the stores differ, not the ranks */
-    job *j = make_coming(row->world, 20000, row->store);
+static const struct { const char *name, *store; } stores[] = {{"host", NULL}, {"tcp", "tcp"}};
+TEST_P_TIMEOUT(gloo_faults, worlds_100_times, stores, 120) {
+    job *j = make_coming(2, 20000, row->store);
     int64_t begin = now_ns();
     j->body = world_cycles;
     start(j);
@@ -1412,9 +1488,9 @@ static void group_cycles(job *j, int rank) {
         CHECK_MSG(!status, "cycle %d: %s", i, ops()->error_text(t.world));
         if (t.group) ops()->close(t.group);
         t.group = NULL;
-        if (i == 9) first = usage_now();
+        if (i == 49) first = usage_now();
     }
-    same_usage(first, usage_now());
+    same_usage(first, 50 * 256);
     tell(j, rank, status, "");
     close_table(&t);
 }
@@ -1424,7 +1500,7 @@ TEST_TIMEOUT(gloo_faults, groups_100_times, 120) {
     start(j);
     J_CHECK(j, !finish(j, 100000), "a rank hangs");
     all_got(j, -1, FSDP_OK, NULL);
-    h_message("%.1f ms each", (double)(now_ns() - begin) * 1e-7);
+    h_message("%.1f ms each", (double)(now_ns() - begin) * 1e-8);
 }
 
 /* A failed world leaves nothing either. */
@@ -1446,7 +1522,7 @@ static void failed_cycles(job *j, int rank) {
         CHECK_EQ_INT(heap.live, 0);
         if (i == 4) first = usage_now();
     }
-    same_usage(first, usage_now());
+    same_usage(first, 50 * 256);
     tell(j, rank, FSDP_OK, "");
 }
 TEST(gloo_faults, aborted_worlds_leave_nothing) {
@@ -1475,10 +1551,8 @@ static void one_life(job *j, int rank) {
     tell(j, rank, status, text);
     at(j, rank, AT_CLOSE);
     (void)fsdp_shutdown(world);
-    usage after = usage_now();
     CHECK_EQ_INT(heap.live, 0);
-    CHECK_EQ_INT(after.descriptors, before.descriptors);
-    CHECK_EQ_INT(after.threads, before.threads);
+    same_usage(before, 1 << 20);
     if (rank == j->victim) j->rank[rank].again = heap.failures;
 }
 
@@ -1494,7 +1568,10 @@ static void allocations_fail(int victim, int step) {
                     "allocation %d: rank %d did not end in order", n, k);
         injected = j->rank[victim].again;
         int status = j->rank[victim].status, other = j->rank[!victim].status;
-        J_CHECK(j, !status || (injected && status == FSDP_ERR_OUT_OF_MEMORY), "allocation %d", n);
+        J_CHECK(j,
+                !status || (injected && (status == FSDP_ERR_OUT_OF_MEMORY ||
+                                         status == FSDP_ERR_PEER_LOST)), /* cut off by the store */
+                "allocation %d", n);
         J_CHECK(j, !other == !status, "allocation %d: the other rank got %d", n, other);
         survived += injected && !status; /* a connection is refused, and tried again */
         names_none += status && !names(j->rank[!victim].text, !victim, victim);
