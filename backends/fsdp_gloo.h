@@ -132,8 +132,7 @@ struct fsdpi_gloo_comm {
     size_t small;              // bytes of data behind a record
     char *messages;            // in[0], in[1] and out of each member
     char *scratch;
-    size_t piece; // bytes of scratch for one piece of one member
-    int depth;    // pieces of one member
+    size_t piece, depth; // bytes of one piece of one member, pieces of one member
     fsdpi_gloo_peer peers[FSDPI_MAX_SRCS];
 };
 
@@ -203,12 +202,20 @@ static fsdp_status fsdpi_gloo_gone(fsdpi_gloo_comm *c, int k, const char *how, i
     return fsdpi_gloo_fail_op(c, FSDP_ERR_PEER_LOST, reason);
 }
 
+static fsdp_status fsdpi_gloo_closed(fsdpi_gloo_comm *c, int k) {
+    return fsdpi_gloo_gone(c, k, c->is_world ? "has shut down" : "has closed this group", 0);
+}
+
+static fsdpi_record fsdpi_gloo_record_of(const fsdpi_comm *base, int k);
+
 // The connection to member k has broken: why is the store's to say.
 static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     fsdpi_gloo_world *w = c->world;
     int left = 0;
     fsdpi_verdict v;
     char text[300];
+    if (c->messages && fsdpi_gloo_record_of(&c->base, k).kind == FSDPI_CLOSE)
+        return fsdpi_gloo_closed(c, k);
     if (strstr(how, strerror(EMFILE)) || strstr(how, strerror(ENFILE)))
         return fsdpi_gloo_fail_here(c, FSDP_ERR_IO, "too many open files; ulimit -n allows more");
     (void)snprintf(text, sizeof text, "is out of reach (%s)", how);
@@ -368,9 +375,7 @@ static fsdp_status fsdpi_gloo_meet(fsdpi_gloo_comm *c) {
                                              deadline - fsdpi_boot_now(c->base.boot));
         if (status) return status;
         fsdpi_record record = fsdpi_gloo_record_of(&c->base, k);
-        if (record.kind == FSDPI_CLOSE)
-            return fsdpi_gloo_gone(c, k, c->is_world ? "has shut down" : "has closed this group",
-                                   0);
+        if (record.kind == FSDPI_CLOSE) return fsdpi_gloo_closed(c, k);
         c->peers[k].arrived = 1;
         same &= record.key == c->base.now.key;
     }
@@ -470,121 +475,8 @@ static fsdp_status fsdpi_gloo_gather(fsdpi_gloo_comm *c, const fsdpi_gloo_strip 
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>gloo_reduce
-// Owns: large reductions. What peers send goes through the scratch, piece by piece; a piece is
-// reduced when all have sent it, while the next ones arrive.
-
-static fsdp_status fsdpi_gloo_make_scratch(fsdpi_gloo_comm *c) {
-    size_t peers = (size_t)c->base.size - 1;
-    if (c->scratch || peers == 0) return FSDP_OK;
-    size_t each = FSDPI_GLOO_SCRATCH / peers;
-    c->piece = each / 2 < FSDPI_GLOO_PIECE ? each / 2 / 64 * 64 : FSDPI_GLOO_PIECE;
-    c->depth = (int)(each / c->piece);
-    each = c->piece * (size_t)c->depth;
-    c->scratch = (char *)fsdpi_alloc(&c->base.boot->allocator, each * (size_t)c->base.size);
-    int made = c->scratch != NULL;
-    for (int k = 0; k < c->base.size && made; k++)
-        made = k == c->base.index ||
-               fsdp_gloo_buffer_create(c->context, c->scratch + each * (size_t)k, each,
-                                       &c->peers[k].scratch) == FSDP_GLOO_OK;
-    if (made) return FSDP_OK;
-    return fsdpi_gloo_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for a large reduction");
-}
-
-typedef struct fsdpi_gloo_reduction {
-    fsdpi_gloo_strip strip;
-    const char *src;
-    char *dst;
-    fsdp_dtype in, out;
-    double scale;
-    int accumulate, redop;
-    size_t in_size, out_size, piece, pieces; // piece: elements
-} fsdpi_gloo_reduction;
-
-static size_t fsdpi_gloo_piece_count(const fsdpi_gloo_reduction *r, size_t count, size_t i) {
-    size_t before = r->piece * i;
-    return before >= count ? 0 : count - before < r->piece ? count - before : r->piece;
-}
-
-static fsdp_status fsdpi_gloo_expect_piece(fsdpi_gloo_comm *c, const fsdpi_gloo_reduction *r,
-                                           size_t i) {
-    size_t mine = fsdpi_gloo_count_of(&r->strip, c->base.index);
-    size_t bytes = fsdpi_gloo_piece_count(r, mine, i) * r->in_size;
-    fsdp_status status = FSDP_OK;
-    for (int j = 1; j < c->base.size && !status && bytes; j++) {
-        int k = (c->base.index + c->base.size - j) % c->base.size;
-        status = fsdpi_gloo_result(c, k,
-                                   fsdp_gloo_recv(c->peers[k].scratch, k, fsdpi_gloo_slot(c, 0),
-                                                  i % (size_t)c->depth * c->piece, bytes));
-    }
-    return status;
-}
-
-static fsdp_status fsdpi_gloo_send_pieces(fsdpi_gloo_comm *c, const fsdpi_gloo_reduction *r) {
-    fsdp_status status = FSDP_OK;
-    for (size_t i = 0; i < r->pieces && !status; i++)
-        for (int j = 1; j < c->base.size && !status; j++) {
-            int k = (c->base.index + j) % c->base.size;
-            size_t count = fsdpi_gloo_piece_count(r, fsdpi_gloo_count_of(&r->strip, k), i);
-            size_t at = fsdpi_gloo_begin_of(&r->strip, k) + i * r->piece;
-            status = fsdpi_gloo_post(c, k, 1, r->src, 0, at * r->in_size, count * r->in_size);
-        }
-    return status;
-}
-
-static fsdp_status fsdpi_gloo_reduce_piece(fsdpi_gloo_comm *c, const fsdpi_gloo_reduction *r,
-                                           size_t i) {
-    const char *srcs[FSDPI_MAX_SRCS];
-    int me = c->base.index;
-    size_t count = fsdpi_gloo_piece_count(r, fsdpi_gloo_count_of(&r->strip, me), i);
-    if (count == 0) return FSDP_OK;
-    size_t slot = i % (size_t)(c->depth ? c->depth : 1) * c->piece,
-           each = c->piece * (size_t)c->depth;
-    for (int k = 0; k < c->base.size; k++) {
-        srcs[k] = c->scratch ? c->scratch + each * (size_t)k + slot : NULL;
-        if (k == me) continue;
-        fsdp_status status = fsdpi_gloo_wait(c, k, c->peers[k].scratch, 0,
-                                             c->base.boot->timeout_ns);
-        if (status) return status;
-    }
-    srcs[me] = r->src + (fsdpi_gloo_begin_of(&r->strip, me) + i * r->piece) * r->in_size;
-    fsdpi_reduce(r->dst + (r->strip.shard + i * r->piece) * r->out_size, r->out, srcs, c->base.size,
-                 r->in, count, r->scale, r->accumulate, r->redop);
-    return FSDP_OK;
-}
-
-static fsdp_status fsdpi_gloo_reduce(fsdpi_gloo_comm *c, const fsdp_coll *op,
-                                     const fsdpi_gloo_strip *strip) {
-    int is_list = op->kind == FSDP_OP_REDUCE_SCATTER;
-    fsdpi_gloo_reduction r;
-    fsdp_status status = fsdpi_gloo_make_scratch(c);
-    if (status) return status;
-    r.strip = *strip;
-    r.src = (const char *)(is_list ? op->src : op->dst);
-    r.dst = (char *)op->dst;
-    r.in = (fsdp_dtype)op->dtype;
-    r.out = (fsdp_dtype)(is_list ? op->out_dtype : op->dtype);
-    r.scale = is_list ? op->scale : 1.0;
-    r.accumulate = is_list ? op->accumulate : 0;
-    r.redop = op->redop;
-    r.in_size = fsdp_dtype_size(r.in);
-    r.out_size = fsdp_dtype_size(r.out);
-    r.piece = (c->piece ? c->piece : FSDPI_GLOO_PIECE) / r.in_size;
-    r.pieces = (strip->part + r.piece - 1) / r.piece;
-    for (size_t i = 0; i < (size_t)c->depth && i < r.pieces && !status; i++)
-        status = fsdpi_gloo_expect_piece(c, &r, i);
-    if (!status) status = fsdpi_gloo_send_pieces(c, &r);
-    for (size_t i = 0; i < r.pieces && !status; i++) {
-        status = fsdpi_gloo_reduce_piece(c, &r, i);
-        if (!status && c->depth && i + (size_t)c->depth < r.pieces)
-            status = fsdpi_gloo_expect_piece(c, &r, i + (size_t)c->depth);
-    }
-    return status;
-}
-
-/* -------------------------------------------------------------------------------------------- */
-// >>gloo_run
-// Owns: collectives. What is small travels with the record; the rest goes by itself.
+// >>gloo_strip
+// Owns: what a collective is made of. What is small travels with the record; the rest by itself.
 
 static uint32_t fsdpi_gloo_strips(const fsdp_coll *op) {
     int is_list = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER;
@@ -621,6 +513,28 @@ static size_t fsdpi_gloo_place(const fsdpi_gloo_comm *c, const fsdp_coll *op,
     size_t end = (used + bytes + 63) / 64 * 64;
     *is_small = end <= c->small;
     return *is_small ? end : used;
+}
+
+// How far somebody has come with the large strips of a collective. All zero: nowhere.
+typedef struct fsdpi_gloo_walk {
+    uint32_t strip;
+    size_t used, at, pieces; // bytes behind a record; elements of this strip's regions; pieces
+} fsdpi_gloo_walk;
+
+// The next piece: of each region of *s at most `most` elements from *at on. 0: there is no more.
+static int fsdpi_gloo_next(const fsdpi_gloo_comm *c, const fsdp_coll *op, fsdpi_gloo_walk *walk,
+                           size_t most, fsdpi_gloo_strip *s, size_t *at) {
+    for (; walk->strip < fsdpi_gloo_strips(op); walk->strip++, walk->at = 0) {
+        int is_small;
+        *s = fsdpi_gloo_strip_of(c, op, walk->strip);
+        walk->used = fsdpi_gloo_place(c, op, s, walk->used, &is_small);
+        if (is_small || walk->at >= s->part) continue;
+        *at = walk->at;
+        walk->at = most < s->part - walk->at ? walk->at + most : s->part;
+        walk->pieces++;
+        return 1;
+    }
+    return 0;
 }
 
 // What member k needs of strip i, and how much that is. NULL: nothing.
@@ -689,63 +603,201 @@ static void fsdpi_gloo_unpack(const fsdpi_gloo_comm *c, const fsdp_coll *op,
     }
 }
 
-// A strip that travels by itself.
-static fsdp_status fsdpi_gloo_transfer(fsdpi_gloo_comm *c, const fsdp_coll *op,
-                                       const fsdpi_gloo_strip *s) {
-    size_t size = fsdp_dtype_size(op->dtype), bytes = s->part * size;
-    int me = c->base.index, root = (int)op->root;
-    size_t mine = fsdpi_gloo_begin_of(s, me);
-    fsdp_status status = FSDP_OK;
-    if (op->kind == FSDP_OP_REDUCE_SCATTER) return fsdpi_gloo_reduce(c, op, s);
-    if (op->kind == FSDP_OP_ALL_GATHER) {
-        fsdpi_gloo_copy((char *)op->dst + mine * size, fsdpi_gloo_source(c, op, s, me, &bytes),
-                        bytes);
-        return fsdpi_gloo_gather(c, s, size, op->in_place ? op->dst : op->src,
-                                 op->in_place ? mine : s->shard, op->dst, 0, -1);
-    }
-    if (op->kind == FSDP_OP_ALL_TO_ALL) {
-        for (int i = 1; i < c->base.size && !status; i++) {
-            int k = (me + c->base.size - i) % c->base.size;
-            status = fsdpi_gloo_post(c, k, 0, op->dst, 0, fsdpi_gloo_begin_of(s, k) * size, bytes);
-        }
-        for (int i = 1; i < c->base.size && !status; i++) {
-            int k = (me + i) % c->base.size;
-            status = fsdpi_gloo_post(c, k, 1, op->src, 0, fsdpi_gloo_begin_of(s, k) * size, bytes);
-        }
-        fsdpi_gloo_copy((char *)op->dst + mine * size, (const char *)op->src + mine * size, bytes);
-        return status;
-    }
-    // all_reduce and broadcast: each member gets its region, reduced or from the root; then all
-    // collect the regions.
-    if (op->kind == FSDP_OP_ALL_REDUCE) {
-        status = fsdpi_gloo_reduce(c, op, s);
-    } else if (root == me) {
-        for (int k = 0; k < c->base.size && !status; k++)
-            if (k != me)
-                status = fsdpi_gloo_post(c, k, 1, op->dst, 0, fsdpi_gloo_begin_of(s, k) * size,
-                                         fsdpi_gloo_count_of(s, k) * size);
-    } else {
-        status = fsdpi_gloo_post(c, root, 0, op->dst, 0, mine * size,
-                                 fsdpi_gloo_count_of(s, me) * size);
-    }
-    if (!status) status = fsdpi_gloo_finish(c, FSDP_OK);
-    if (status) return status;
-    return fsdpi_gloo_gather(c, s, size, op->dst, mine, op->dst, 1,
-                             op->kind == FSDP_OP_BROADCAST ? root : -1);
-}
-
-static fsdp_status fsdpi_gloo_collective(fsdpi_gloo_comm *c, const fsdp_coll *op) {
+static void fsdpi_gloo_unpack_all(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
     size_t used = 0;
-    fsdp_status status = fsdpi_gloo_show(c, fsdpi_gloo_pack(c, op));
-    if (!status) status = fsdpi_gloo_meet(c);
-    for (uint32_t i = 0; i < fsdpi_gloo_strips(op) && !status; i++) {
+    for (uint32_t i = 0; i < fsdpi_gloo_strips(op); i++) {
         fsdpi_gloo_strip s = fsdpi_gloo_strip_of(c, op, i);
         int is_small;
         size_t end = fsdpi_gloo_place(c, op, &s, used, &is_small);
         if (is_small) fsdpi_gloo_unpack(c, op, &s, used);
-        else status = fsdpi_gloo_transfer(c, op, &s);
         used = end;
     }
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>gloo_reduce
+// Owns: large reductions. What peers send goes through the scratch, which has room for `depth`
+// pieces of each, by turns; a piece is reduced when all have sent it, while the next ones arrive.
+
+static fsdp_status fsdpi_gloo_make_scratch(fsdpi_gloo_comm *c) {
+    size_t peers = (size_t)c->base.size - 1;
+    if (c->scratch || peers == 0) return FSDP_OK;
+    size_t each = FSDPI_GLOO_SCRATCH / peers;
+    c->piece = each / 2 < FSDPI_GLOO_PIECE ? each / 2 / 64 * 64 : FSDPI_GLOO_PIECE;
+    c->depth = each / c->piece;
+    each = c->piece * c->depth;
+    c->scratch = (char *)fsdpi_alloc(&c->base.boot->allocator, each * (size_t)c->base.size);
+    int made = c->scratch != NULL;
+    for (int k = 0; k < c->base.size && made; k++)
+        made = k == c->base.index ||
+               fsdp_gloo_buffer_create(c->context, c->scratch + each * (size_t)k, each,
+                                       &c->peers[k].scratch) == FSDP_GLOO_OK;
+    if (made) return FSDP_OK;
+    return fsdpi_gloo_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for a large reduction");
+}
+
+static size_t fsdpi_gloo_piece(const fsdpi_gloo_comm *c, const fsdp_coll *op) { // elements
+    return (c->piece ? c->piece : FSDPI_GLOO_PIECE) / fsdp_dtype_size(op->dtype);
+}
+
+// Elements of member k's region in the piece that begins at `at`.
+static size_t fsdpi_gloo_piece_of(const fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                  const fsdpi_gloo_strip *s, int k, size_t at) {
+    size_t count = fsdpi_gloo_count_of(s, k), piece = fsdpi_gloo_piece(c, op);
+    return at >= count ? 0 : count - at < piece ? count - at : piece;
+}
+
+static const char *fsdpi_gloo_reduced(const fsdp_coll *op) {
+    return (const char *)(op->kind == FSDP_OP_REDUCE_SCATTER ? op->src : op->dst);
+}
+
+// Expects the next piece of my region from all.
+static fsdp_status fsdpi_gloo_expect_piece(fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                           fsdpi_gloo_walk *walk) {
+    fsdpi_gloo_strip s;
+    size_t at, place = walk->pieces;
+    fsdp_status status = FSDP_OK;
+    if (!c->scratch || !fsdpi_gloo_next(c, op, walk, fsdpi_gloo_piece(c, op), &s, &at))
+        return FSDP_OK;
+    size_t bytes = fsdpi_gloo_piece_of(c, op, &s, c->base.index, at) * fsdp_dtype_size(op->dtype);
+    for (int j = 1; j < c->base.size && !status && bytes; j++) {
+        int k = (c->base.index + c->base.size - j) % c->base.size;
+        status = fsdpi_gloo_result(c, k,
+                                   fsdp_gloo_recv(c->peers[k].scratch, k, fsdpi_gloo_slot(c, 0),
+                                                  place % c->depth * c->piece, bytes));
+    }
+    return status;
+}
+
+// Sends all pieces, those of all members by turns.
+static fsdp_status fsdpi_gloo_send_pieces(fsdpi_gloo_comm *c, const fsdp_coll *op) {
+    fsdpi_gloo_walk walk = {0, 0, 0, 0};
+    fsdpi_gloo_strip s;
+    size_t at, size = fsdp_dtype_size(op->dtype);
+    fsdp_status status = FSDP_OK;
+    while (!status && fsdpi_gloo_next(c, op, &walk, fsdpi_gloo_piece(c, op), &s, &at))
+        for (int j = 1; j < c->base.size && !status; j++) {
+            int k = (c->base.index + j) % c->base.size;
+            status = fsdpi_gloo_post(c, k, 1, fsdpi_gloo_reduced(op), 0,
+                                     (fsdpi_gloo_begin_of(&s, k) + at) * size,
+                                     fsdpi_gloo_piece_of(c, op, &s, k, at) * size);
+        }
+    return status;
+}
+
+// Reduces pieces as they come, and lets the next ones come. ahead: what is expected so far.
+static fsdp_status fsdpi_gloo_reduce_pieces(fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                            fsdpi_gloo_walk *ahead) {
+    int is_list = op->kind == FSDP_OP_REDUCE_SCATTER, me = c->base.index;
+    fsdp_dtype out = (fsdp_dtype)(is_list ? op->out_dtype : op->dtype);
+    const char *srcs[FSDPI_MAX_SRCS];
+    fsdpi_gloo_walk walk = {0, 0, 0, 0};
+    fsdpi_gloo_strip s;
+    size_t at, place = 0, size = fsdp_dtype_size(op->dtype), each = c->piece * c->depth;
+    fsdp_status status = FSDP_OK;
+    for (; !status && fsdpi_gloo_next(c, op, &walk, fsdpi_gloo_piece(c, op), &s, &at); place++) {
+        size_t count = fsdpi_gloo_piece_of(c, op, &s, me, at);
+        for (int k = 0; k < c->base.size && count && !status; k++) {
+            if (k == me) continue;
+            srcs[k] = c->scratch + each * (size_t)k + place % c->depth * c->piece;
+            status = fsdpi_gloo_wait(c, k, c->peers[k].scratch, 0, c->base.boot->timeout_ns);
+        }
+        srcs[me] = fsdpi_gloo_reduced(op) + (fsdpi_gloo_begin_of(&s, me) + at) * size;
+        if (count && !status)
+            fsdpi_reduce((char *)op->dst + (s.shard + at) * fsdp_dtype_size(out), out, srcs,
+                         c->base.size, (fsdp_dtype)op->dtype, count, is_list ? op->scale : 1.0,
+                         is_list ? op->accumulate : 0, op->redop);
+        if (!status) status = fsdpi_gloo_expect_piece(c, op, ahead);
+    }
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>gloo_run
+// Owns: collectives: data is under way while the records are compared.
+
+static int fsdpi_gloo_is_reduction(const fsdp_coll *op) {
+    return op->kind == FSDP_OP_REDUCE_SCATTER || op->kind == FSDP_OP_ALL_REDUCE;
+}
+
+static fsdp_status fsdpi_gloo_start_reduction(fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                              fsdpi_gloo_walk *ahead) {
+    fsdpi_gloo_walk walk = {0, 0, 0, 0};
+    fsdpi_gloo_strip s;
+    size_t at;
+    if (!fsdpi_gloo_next(c, op, &walk, SIZE_MAX, &s, &at)) return FSDP_OK;
+    fsdp_status status = fsdpi_gloo_make_scratch(c);
+    for (size_t i = 0; i < c->depth && !status; i++) status = fsdpi_gloo_expect_piece(c, op, ahead);
+    return status ? status : fsdpi_gloo_send_pieces(c, op);
+}
+
+// Posts what a large strip needs before anybody has anything to reduce or to pass on.
+static fsdp_status fsdpi_gloo_start_strip(fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                          const fsdpi_gloo_strip *s) {
+    size_t size = fsdp_dtype_size(op->dtype), bytes = s->part * size;
+    int me = c->base.index, root = (int)op->root;
+    size_t mine = fsdpi_gloo_begin_of(s, me);
+    fsdp_status status = FSDP_OK;
+    if (op->kind == FSDP_OP_ALL_GATHER) {
+        status = fsdpi_gloo_gather(c, s, size, op->in_place ? op->dst : op->src,
+                                   op->in_place ? mine : s->shard, op->dst, 0, -1);
+    } else if (op->kind == FSDP_OP_BROADCAST && root != me) {
+        return fsdpi_gloo_post(c, root, 0, op->dst, 0, mine * size,
+                               fsdpi_gloo_count_of(s, me) * size);
+    }
+    for (int i = 1; i < c->base.size && !status && op->kind == FSDP_OP_ALL_TO_ALL; i++) {
+        int k = (me + c->base.size - i) % c->base.size;
+        status = fsdpi_gloo_post(c, k, 0, op->dst, 0, fsdpi_gloo_begin_of(s, k) * size, bytes);
+    }
+    for (int i = 1; i < c->base.size && !status && op->kind != FSDP_OP_ALL_GATHER; i++) {
+        int k = (me + i) % c->base.size;
+        status = fsdpi_gloo_post(c, k, 1, op->kind == FSDP_OP_BROADCAST ? op->dst : op->src, 0,
+                                 fsdpi_gloo_begin_of(s, k) * size,
+                                 fsdpi_gloo_count_of(s, k) * size);
+    }
+    if (op->kind != FSDP_OP_BROADCAST)
+        fsdpi_gloo_copy((char *)op->dst + mine * size, fsdpi_gloo_source(c, op, s, me, &bytes),
+                        bytes);
+    return status;
+}
+
+static fsdp_status fsdpi_gloo_start(fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                    fsdpi_gloo_walk *ahead) {
+    fsdpi_gloo_walk walk = {0, 0, 0, 0};
+    fsdpi_gloo_strip s;
+    size_t at;
+    fsdp_status status = FSDP_OK;
+    if (fsdpi_gloo_is_reduction(op)) return fsdpi_gloo_start_reduction(c, op, ahead);
+    while (!status && fsdpi_gloo_next(c, op, &walk, SIZE_MAX, &s, &at))
+        status = fsdpi_gloo_start_strip(c, op, &s);
+    return status;
+}
+
+// All agree: reduces what arrives. all_reduce and broadcast: each member has its region now, and
+// all collect the regions.
+static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                       fsdpi_gloo_walk *ahead) {
+    fsdpi_gloo_walk walk = {0, 0, 0, 0};
+    fsdpi_gloo_strip s;
+    size_t at;
+    fsdp_status status = FSDP_OK;
+    fsdpi_gloo_unpack_all(c, op);
+    if (fsdpi_gloo_is_reduction(op)) status = fsdpi_gloo_reduce_pieces(c, op, ahead);
+    int collects = op->kind == FSDP_OP_ALL_REDUCE || op->kind == FSDP_OP_BROADCAST;
+    if (status || !collects || !fsdpi_gloo_next(c, op, &walk, SIZE_MAX, &s, &at)) return status;
+    status = fsdpi_gloo_finish(c, FSDP_OK);
+    if (status) return status;
+    return fsdpi_gloo_gather(c, &s, fsdp_dtype_size(op->dtype), op->dst,
+                             fsdpi_gloo_begin_of(&s, c->base.index), op->dst, 1,
+                             op->kind == FSDP_OP_BROADCAST ? (int)op->root : -1);
+}
+
+static fsdp_status fsdpi_gloo_collective(fsdpi_gloo_comm *c, const fsdp_coll *op) {
+    fsdpi_gloo_walk ahead = {0, 0, 0, 0};
+    fsdp_status status = fsdpi_gloo_show(c, fsdpi_gloo_pack(c, op));
+    if (!status) status = fsdpi_gloo_start(c, op, &ahead);
+    if (!status) status = fsdpi_gloo_meet(c);
+    if (!status) status = fsdpi_gloo_complete(c, op, &ahead);
     if (!status) status = fsdpi_gloo_shown(c);
     return fsdpi_gloo_finish(c, status);
 }

@@ -107,6 +107,7 @@ extern int fsdpi_getnameinfo(const struct sockaddr *address, socklen_t size, cha
 #define FSDPI_STORE_PLACES      8                     // addresses of a name that are tried
 #define FSDPI_STORE_PORTS       17                    // that are tried
 #define FSDPI_STORE_PATIENCE    ((int64_t)5000000000) // with a stranger
+#define FSDPI_STORE_KNOCK_NS    ((int64_t)1000000000) // for a place to say what it is
 #define FSDPI_STORE_GRACE       ((int64_t)200000000)  // for goodbyes
 #define FSDPI_STORE_ABORT_NS    ((int64_t)100000000)  // for a verdict to come back
 #define FSDPI_STORE_BEAT_NS     ((int64_t)250000000)
@@ -981,9 +982,11 @@ static int fsdpi_store_parse(const char *text, fsdpi_store_where *out) {
     memset(out, 0, sizeof *out);
     out->kind = FSDPI_STORE_HOST;
     if (!text || !strcmp(text, "host:")) return 1;
-    out->kind = FSDPI_STORE_FILE;
-    out->path = text + 7;
-    if (!strncmp(text, "file:///", 8)) return text[8] != 0;
+    if (!strncmp(text, "file:///", 8)) {
+        out->kind = FSDPI_STORE_FILE;
+        out->path = text + 7;
+        return text[8] != 0;
+    }
     out->kind = FSDPI_STORE_TCP;
     if (strncmp(text, "tcp://", 6) != 0) return 0;
     const char *host = text + 6, *colon = strrchr(host, ':');
@@ -1414,7 +1417,7 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
         char text[128];
         fsdpi_store_place_text(place, text, sizeof text);
         (void)snprintf(server->core.where, sizeof server->core.where, "%s%s%s", text,
-                       where->path ? " as said in " : "", where->path ? where->path : "");
+                       where->path ? ", as said in " : "", where->path ? where->path : "");
         fsdpi_store_localise(&server->place);
     }
     if (!status && where->kind == FSDPI_STORE_FILE &&
@@ -1637,9 +1640,9 @@ static void fsdpi_store_knock(fsdpi_store *s, const fsdpi_store_place *p, fsdpi_
     fsdpi_store_place_text(p, name, sizeof name);
     t->why = fsdpi_store_connect(s, p, soon);
     if (t->why) {
-        // Most ports refuse, which is no news but of the first one.
-        if (t->why != ECONNREFUSED || !t->said.used)
-            fsdpi_say(&t->said, "; %s: %s", name, strerror(t->why));
+        // Most ports refuse, or are as silent as the one before: no news.
+        int is_news = t->why != ECONNREFUSED && t->patience == FSDPI_STORE_KNOCK_NS;
+        if (is_news || !t->said.used) fsdpi_say(&t->said, "; %s: %s", name, strerror(t->why));
     } else if (p->at.any.sa_family == AF_UNIX && !fsdpi_store_same_user(s->fd)) {
         fsdpi_say(&t->said, "; %s is served by another user", name);
     } else if (fsdpi_store_await(s, soon, &f) <= 0 || f.op != FSDPI_STORE_CHALLENGE ||
@@ -1716,7 +1719,7 @@ static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
         for (int i = 0; i < count && fd < 0 && !t->decided; i++) {
             fsdpi_store_place at = list[i];
             fsdpi_store_set_port(&at, port);
-            t->patience = slow[i] ? 100000000 : 1000000000;
+            t->patience = slow[i] ? FSDPI_STORE_KNOCK_NS / 10 : FSDPI_STORE_KNOCK_NS;
             fsdpi_store_knock(s, &at, t);
             slow[i] = slow[i] || t->why == ETIMEDOUT; // one port of the host, or all of them
         }
@@ -1739,7 +1742,8 @@ static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text
     int64_t pause = 10000000, most = boot->size > 64 ? 1000000000 : 200000000;
     for (uint64_t turn = 0;; turn++) {
         char *now_said = rounds[turn % 2];
-        fsdpi_store_try t = {deadline, 1000000000, 0, 0, FSDP_OK, {now_said, sizeof rounds[0], 0}};
+        fsdpi_store_try t = {deadline, FSDPI_STORE_KNOCK_NS,           0, 0,
+                             FSDP_OK,  {now_said, sizeof rounds[0], 0}};
         now_said[0] = 0;
         fsdpi_store_round(s, &t);
         if (t.decided) {

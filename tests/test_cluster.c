@@ -68,7 +68,9 @@ static H_PRINTF(2, 3) void says(process *p, const char *format, ...) {
 }
 
 static void wait_for(process *p, const char *part, int times) {
+    const int64_t begin = h_now_ms();
     for (int n = 0; n < times; usleep(1000)) {
+        CHECK_MSG(h_now_ms() - begin < 30000, "\"%s\" does not say \"%s\"", p->output, part);
         n = 0;
         for (const char *at = read_output(p); (at = strstr(at, part)) != NULL; at++) n++;
     }
@@ -177,7 +179,7 @@ static const struct {
                  {"two_nodes",
                   "--nnodes 2 --node-rank $NODE --master-addr 127.0.0.1 --master-port $PORT", 2,
                   2}};
-TEST_P(cluster, torchrun, torchruns) {
+TEST_P(long_cluster, torchrun, torchruns) {
     const char *hello = program("01_hello");
     if (!has("torchrun")) SKIP("no torchrun here: pip install torch");
     const char *expected = on_one_host(row->nodes * row->ranks);
@@ -193,7 +195,7 @@ TEST_P(cluster, torchrun, torchruns) {
 }
 
 /* torchrun starts all ranks again when one has failed: the two incarnations do not meet. */
-TEST(cluster, torchrun_restarts) {
+TEST(long_cluster, torchrun_restarts) {
     const char *hello = program("01_hello");
     if (!has("torchrun")) SKIP("no torchrun here: pip install torch");
     const char *expected = on_one_host(2);
@@ -343,42 +345,55 @@ TEST_P(cluster, death, deaths) {
 
 /* ---- what the document says of it ------------------------------------------------------------- */
 
-/* Every text of its table of errors is one of a source, blank by blank and word by word; "..." in
-   it stands for what differs. */
+/* Its lines that build and start a program, in a directory beside copies of the sources. */
+TEST_TIMEOUT(cluster, build_of_the_document, 120.0) {
+    const char *at = strstr(read_document("docs/cluster.md"), "\nc++ ");
+    const char *end = at ? strstr(at, "\n```") : NULL;
+    (void)program("01_hello"); /* there is a Gloo to build with */
+    CHECK(at && end);
+    unsetenv("FSDP_BACKEND"); /* it is the only one */
+    process *p = start("set -e; cp -r fsdp*.h backends examples tools %s; cd %s%.*s", h_tmpdir(),
+                       h_tmpdir(), (int)(end - at), at);
+    CHECK_EQ_INT(finish(p), 0);
+    CHECK_EQ_STR(p->output, on_one_host(2));
+}
+
+/* Without blanks and quotes, so that strings that are written in pieces become one. Returns the
+   end. */
+static char *squeeze(char *to, const char *from, const char *end) {
+    for (; from < end; from++)
+        if (!isspace((unsigned char)*from) && *from != '"') *to++ = *from;
+    *to = 0;
+    return to;
+}
+
+/* Every text of its table of errors stands in a source; "..." in it is what differs. */
 TEST(cluster, errors_of_the_document) {
-    static const char *const paths[] = {"backends/fsdp_store.h",  "backends/fsdp_gloo.h",
-                                        "backends/fsdp_record.h", "backends/fsdp_launch.h",
-                                        "tools/fsdprun.c",        "fsdp.h"};
-    static char sources[1 << 21];
+    static const char *const paths[] = {"backends/fsdp_store.h", "backends/fsdp_launch.h",
+                                        "tools/fsdprun.c"};
+    static char sources[1 << 19], text[1 << 18];
     char *to = sources;
-    int texts = 0;
+    int rows = 0;
     for (size_t i = 0; i < sizeof paths / sizeof *paths; i++) {
         FILE *f = fopen(paths[i], "r");
         CHECK_MSG(f != NULL, "no %s", paths[i]);
-        int c, last = 0, at_end = 0; /* strings that are written in pieces become one */
-        while ((c = fgetc(f)) != EOF) {
-            if (c == '"' && at_end) to = sources + at_end, at_end = 0;
-            else if (c == '"' && last != '\\') at_end = (int)(to - sources), *to++ = (char)c;
-            else {
-                if (!isspace(c)) at_end = c == '\\' ? at_end : 0;
-                *to++ = (char)c;
-            }
-            last = c;
-            CHECK(to < sources + sizeof sources - 1);
-        }
+        const size_t length = fread(text, 1, sizeof text, f);
         fclose(f);
+        CHECK(length < sizeof text && to + length < sources + sizeof sources);
+        to = squeeze(to, text, text + length);
     }
     const char *at = strstr(read_document("docs/cluster.md"), "| the text says |");
     CHECK(at != NULL);
-    while ((at = strstr(at, "\n| `")) != NULL) {
+    for (; (at = strstr(at, "\n| `")) != NULL && at < strstr(document, "## Deadlines"); rows++) {
         const char *end = strchr(at += 4, '`');
-        for (char piece[300]; at < end; texts++) {
-            const char *dots = strstr(at, "...");
-            const char *stop = dots && dots < end ? dots : end;
-            snprintf(piece, sizeof piece, "%.*s", (int)(stop - at), at);
-            CHECK_MSG(strstr(sources, piece), "no source says \"%s\"", piece);
+        if (!strncmp(at, "Connection ", 11)) continue; /* words of the system */
+        while (at < end) {
+            char piece[300];
+            const char *dots = strstr(at, "..."), *stop = dots && dots < end ? dots : end;
+            squeeze(piece, at, stop);
+            CHECK_MSG(strstr(sources, piece), "no source says \"%.*s\"", (int)(stop - at), at);
             at = stop < end ? stop + 3 : end;
         }
     }
-    CHECK(texts >= 15);
+    CHECK(rows >= 15);
 }

@@ -62,6 +62,14 @@ struct job {
     report rank[RANKS];
 };
 
+/* How much longer everything may take here. */
+static double slowness(void) {
+    const char *mult = getenv("TEST_TIMEOUT_MULT");
+    double slow = mult && *mult ? strtod(mult, NULL) : 1;
+    if (W_SLOW && slow < 5) slow = 5;
+    return slow < 1 ? 1 : slow;
+}
+
 static int64_t now_ns(void) { return fsdpi_monotonic_ns(NULL); }
 
 static job *make_job(int world, int timeout_ms, void (*body)(job *, int)) {
@@ -69,7 +77,8 @@ static job *make_job(int world, int timeout_ms, void (*body)(job *, int)) {
     job *j = (job *)mmap(NULL, sizeof *j, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
                          0);
     CHECK(j != (job *)MAP_FAILED);
-    j->world = world, j->timeout_ms = timeout_ms, j->body = body, j->rounds = 1 << 30;
+    j->world = world, j->body = body, j->rounds = 1 << 30;
+    j->timeout_ms = (int)(timeout_ms * slowness());
     j->victim = -1;
     snprintf(j->name, sizeof j->name, "faults-%d-%d", (int)getpid(), made++);
     snprintf(j->store, sizeof j->store, "host:");
@@ -133,10 +142,7 @@ static int look(job *j) {
 
 /* A limit for this machine: longer where all is slow, and by what it did not run the test. */
 static int64_t allowed_ms(const job *j, int64_t ms) {
-    const char *mult = getenv("TEST_TIMEOUT_MULT");
-    double slow = mult && *mult ? strtod(mult, NULL) : 1;
-    if (W_SLOW && slow < 5) slow = 5;
-    return (int64_t)((double)ms * (slow < 1 ? 1 : slow)) + 4 * j->gap_ns / 1000000;
+    return (int64_t)((double)ms * slowness()) + 4 * j->gap_ns / 1000000;
 }
 
 /* Waits until all ranks have ended. Those that have not in time are shown and killed: so many. */
@@ -548,7 +554,7 @@ static void kills(int count) {
     CHECK_EQ_INT(sum.wrong, 0);
     CHECK_EQ_INT(sum.faults, count);
 }
-TEST_TIMEOUT(gloo_faults, kill_9_at_seeded_points, 120) { kills(2 * POINTS); }
+TEST_TIMEOUT(gloo_faults, kill_9_at_seeded_points, 120) { kills(POINTS + 7); }
 TEST_TIMEOUT(long_gloo_faults, kill_9_at_seeded_points, 1200) { kills(20 * POINTS); }
 
 /* ---- a rank that stalls ---------------------------------------------------------------------- */
@@ -795,7 +801,7 @@ TEST_P(gloo_faults, rank_that_never_comes_is_named, comings) {
 TEST_P(gloo_faults, rank_that_comes_too_late, comings) {
     job *j = make_coming(row->world, 800, row->store);
     j->victim = row->who;
-    j->late_ms[row->who] = 1000;
+    j->late_ms[row->who] = j->timeout_ms + 200;
     int64_t begin = now_ns();
     start(j);
     J_CHECK(j, !finish(j, 6000), "a rank hangs");
@@ -803,7 +809,8 @@ TEST_P(gloo_faults, rank_that_comes_too_late, comings) {
     const report *r = &j->rank[row->who];
     J_CHECK(j, r->status == FSDP_ERR_TIMEOUT || r->status == FSDP_ERR_PEER_LOST,
             "the late rank got %s", fsdp_status_name((fsdp_status)r->status));
-    J_CHECK(j, (r->failed_ns - begin) / 1000000 <= 1000 + 800 + allowed_ms(j, 200), "too late");
+    J_CHECK(j, (r->failed_ns - begin) / 1000000 <= 2 * j->timeout_ms + allowed_ms(j, 400),
+            "too late");
 }
 
 static void pauses(job *j, fsdp_world *world) {
@@ -837,8 +844,8 @@ TEST_P(gloo_faults, wrong_token, tokens) {
         const report *r = &j->rank[k];
         J_CHECK(j, r->status && WIFEXITED(r->how) && r->text[0], "rank %d has joined", k);
         J_CHECK(j, k == row->odd || names(r->text, k, row->odd), "rank %d does not name it", k);
-        J_CHECK(j, (r->failed_ns - begin) / 1000000 <= 1000 + allowed_ms(j, 300), "rank %d: late",
-                k);
+        J_CHECK(j, (r->failed_ns - begin) / 1000000 <= j->timeout_ms + allowed_ms(j, 300),
+                "rank %d: late", k);
     }
     J_CHECK(j, strstr(j->rank[row->odd].text, "FSDP_TOKEN"), "the odd rank names no variable");
 }
@@ -928,7 +935,7 @@ TEST_P(gloo_faults, port_scanner, scans) {
                                0);
     CHECK(touched != (int *)MAP_FAILED);
     snprintf(j->store, sizeof j->store, "tcp://127.0.0.1:29500");
-    j->timeout_ms = row->from_the_start ? 3000 : 20000;
+    if (row->from_the_start) j->timeout_ms /= 5;
     j->rounds = 40;
     if (!row->from_the_start) start(j);
     for (int k = 0; k < 3 && !row->from_the_start; k++)
@@ -1248,7 +1255,8 @@ TEST(gloo_faults, group_is_closed_while_others_are_inside) {
                 "rank %d: late", k);
 }
 
-/* Rank 0, which serves the store, leaves in order; the others go on in a group, and lose a rank. */
+/* Rank 0, which serves the store, leaves in order; the others go on in a group, and lose a rank.
+   Nobody carries a verdict then: each has what its own connections tell, by the deadline. */
 static void without_a_store(job *j, int rank) {
     int32_t ranks[3] = {1, 2, 3};
     fsdp_group g = {rank ? 1 : -1, rank - 1, 3, 0, ranks, "others"};
@@ -1278,15 +1286,17 @@ TEST_P(gloo_faults, rank_dies_after_the_store_has_left, storeless) {
     int64_t killed_ns = now_ns();
     kill(j->pid[2], SIGKILL);
     J_CHECK(j, !finish(j, 10000), "a rank hangs");
+    int named = 0;
     for (int k = 1; k < 4; k += 2) {
         const report *r = &j->rank[k];
         J_CHECK(j, r->status == FSDP_ERR_PEER_LOST || r->status == FSDP_ERR_TIMEOUT, "rank %d", k);
-        J_CHECK(j, names(r->text, k, 2), "rank %d does not name it", k);
+        named |= names(r->text, k, 2);
         h_message("rank %d: %s after %d ms", k, fsdp_status_name((fsdp_status)r->status),
                   (int)((r->failed_ns - killed_ns) / 1000000));
         J_CHECK(j, (r->failed_ns - killed_ns) / 1000000 <= j->timeout_ms + allowed_ms(j, 500),
                 "rank %d: late", k);
     }
+    J_CHECK(j, named, "nobody names the rank that died");
 }
 
 /* All leave in order, at different times: nobody takes another's end for a failure. */
@@ -1467,9 +1477,8 @@ static void world_cycles(job *j, int rank) {
     same_usage(first, 50 * 256);
     tell(j, rank, FSDP_OK, "");
 }
-static const struct { const char *name, *store; } stores[] = {{"host", NULL}, {"tcp", "tcp"}};
-TEST_P_TIMEOUT(gloo_faults, worlds_100_times, stores, 120) {
-    job *j = make_coming(2, 20000, row->store);
+static void worlds(const char *store) {
+    job *j = make_coming(2, 20000, store);
     int64_t begin = now_ns();
     j->body = world_cycles;
     start(j);
@@ -1477,6 +1486,9 @@ TEST_P_TIMEOUT(gloo_faults, worlds_100_times, stores, 120) {
     all_got(j, -1, FSDP_OK, NULL);
     h_message("%.1f ms each", (double)(now_ns() - begin) * 1e-8);
 }
+
+TEST_TIMEOUT(gloo_faults, worlds_100_times, 120) { worlds(NULL); }
+TEST_TIMEOUT(long_gloo_faults, worlds_100_times_over_tcp, 120) { worlds("tcp"); }
 
 static void group_cycles(job *j, int rank) {
     usage first;
