@@ -100,6 +100,7 @@ typedef struct fsdpi_gloo_world {
     fsdp_gloo_device *device;
     fsdpi_chunks chunks;
     fsdpi_trace trace;
+    char job[160]; // of ranks as threads
     int is_store_mute;
     int64_t patience_ns; // of closing groups, all together
     uint32_t lock;       // of the list
@@ -1078,10 +1079,15 @@ static fsdp_status fsdpi_gloo_try_open(fsdpi_gloo_comm *c) {
     char text[FSDPI_REASON];
     w->patience_ns = FSDPI_GLOO_GOODBYE_NS;
     if (!w->boot.job) w->boot.job = "";
-    if (!w->boot.store) w->boot.store = "host:";
-    c->is_world = 1;
     fsdpi_describe(&c->base, NULL, w->boot.job);
     c->base.now.kind = FSDPI_OPEN;
+    if (w->boot.threads) { // nobody else can be meant, whatever the job's name is
+        (void)snprintf(w->job, sizeof w->job, "%.100s-%d-%p", w->boot.job, (int)getpid(),
+                       (void *)w->boot.threads);
+        w->boot.job = w->job;
+        w->boot.store = "host:";
+    }
+    c->is_world = 1;
     fsdp_status status = fsdpi_check_world(&c->base);
     if (status) return status;
     fsdpi_gloo_begin(c);

@@ -740,13 +740,6 @@ static socklen_t fsdpi_shm_name(const fsdpi_shm_world *w, struct sockaddr_un *na
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
 }
 
-static int fsdpi_shm_same_user(int fd) {
-    int32_t pid_uid_gid[3] = {-1, -1, -1}; // struct ucred, which strict C99 hides
-    socklen_t size = sizeof pid_uid_gid;
-    return !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, pid_uid_gid, &size) &&
-           (uint32_t)pid_uid_gid[1] == (uint32_t)getuid();
-}
-
 static int fsdpi_shm_readable(int fd, int64_t timeout_ns) {
     struct pollfd p;
     p.fd = fd;
@@ -811,7 +804,7 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
     memset(&answer, 0, sizeof answer);
     memcpy(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
     if (fd < 0) return FSDP_OK;
-    if (!fsdpi_shm_same_user(fd) || !fsdpi_shm_readable(fd, 1000000000) ||
+    if (!fsdpi_same_user(fd) || !fsdpi_shm_readable(fd, 1000000000) ||
         !fsdpi_shm_receive(fd, &hello, sizeof hello, &gift)) {
         (void)close(fd);
         return FSDP_OK;
@@ -904,7 +897,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (fd < 0)
             return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "no socket can be made (errno %d)",
                                     errno);
-        if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_shm_same_user(fd) &&
+        if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
             while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
                    fsdpi_boot_now(&w->boot) - start < w->boot.timeout_ns) {

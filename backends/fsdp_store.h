@@ -35,8 +35,8 @@
                            i64 what is left of it
        REPLY      server   flags: fsdp_status. To HELLO: i32 who serves (-1: a launcher); GET: the
                            value; ASK: i32 state, i32 busy, i64 silent, i64 since, text
-       REFUSED    server   to HELLO, which is the end; value: a text. flags: fsdp_status, or 0: that
-                           may pass, or another port may be the right one
+       REFUSED    server   to HELLO, which is the end; value: a text. flags: fsdp_status, or 0:
+                           another port may be the right one, or LATER: this is the right one
        SET, GET, DELETE    client   with a key; GET: i64 timeout, waits until the key is there. When
                            that has passed the server forgets it: the client has its own clock
        BEAT       client   i32 busy, i64 since, text: what the rank is doing
@@ -111,6 +111,7 @@ extern int fsdpi_getnameinfo(const struct sockaddr *address, socklen_t size, cha
 #define FSDPI_STORE_GRACE       ((int64_t)200000000)  // for goodbyes
 #define FSDPI_STORE_ABORT_NS    ((int64_t)100000000)  // for a verdict to come back
 #define FSDPI_STORE_BEAT_NS     ((int64_t)250000000)
+#define FSDPI_STORE_LATER       0xFFFF // come again
 #define FSDPI_STORE_STACK       ((size_t)256 << 10)
 #define FSDPI_STORE_READ        65536 // bytes read at a time
 
@@ -645,7 +646,8 @@ static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, con
                                 "jobs one name (FSDP_JOB_ID, FSDP_TOKEN)",
                                 (int)rank);
     } else if (core->ranks[rank].state != FSDPI_STORE_ABSENT) {
-        fsdpi_store_core_refuse(core, conn, 0, now, "still serves an earlier world of this job");
+        fsdpi_store_core_refuse(core, conn, FSDPI_STORE_LATER, now,
+                                "still serves an earlier world of this job");
     } else if (core->verdict.status) {
         char value[FSDPI_VERDICT_BYTES];
         fsdpi_store_core_send(core, conn, FSDPI_STORE_VERDICT, 0, 0, value,
@@ -884,7 +886,7 @@ static void fsdpi_store_core_disconnect(fsdpi_store_core *core, fsdpi_conn *conn
     fsdpi_queue_free(&core->allocator, &conn->in);
     fsdpi_queue_free(&core->allocator, &conn->out);
     fsdpi_free(&core->allocator, conn);
-    if (rank < 0) return;
+    if (rank < 0 || core->closing) return;
     char last[400];
     fsdpi_text t = {last, sizeof last, 0};
     core->ranks[rank].state = FSDPI_STORE_LOST;
@@ -1158,13 +1160,6 @@ static void fsdpi_store_outward(fsdpi_store_place *out) {
     if (fd >= 0) (void)close(fd);
 }
 
-static int fsdpi_store_same_user(int fd) {
-    int32_t pid_uid_gid[3] = {-1, -1, -1}; // struct ucred, which strict C99 hides
-    socklen_t size = sizeof pid_uid_gid;
-    return !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, pid_uid_gid, &size) &&
-           (uint32_t)pid_uid_gid[1] == (uint32_t)getuid();
-}
-
 static int fsdpi_store_socket(const fsdpi_store_place *p) {
     return socket(p->at.any.sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
 }
@@ -1247,7 +1242,7 @@ static void fsdpi_store_server_accept(fsdpi_store_server *server, int64_t now) {
         here.size = sizeof here.at;
         int known = !getsockname(fd, &here.at.any, &here.size);
         fsdpi_conn *conn = NULL;
-        if (known && (here.at.any.sa_family != AF_UNIX || fsdpi_store_same_user(fd)) &&
+        if (known && (here.at.any.sa_family != AF_UNIX || fsdpi_same_user(fd)) &&
             fsdpi_syscall(SYS_getrandom, nonce, sizeof nonce, 0) == (long)sizeof nonce)
             conn = fsdpi_store_core_connect(&server->core, nonce, now);
         if (!conn) {
@@ -1599,7 +1594,7 @@ static int fsdpi_store_say_hello(fsdpi_store *s, const char *nonce, int64_t dead
 // One attempt at one place.
 typedef struct fsdpi_store_try {
     int64_t deadline, patience; // patience: with somebody who does not say anything
-    int decided, why;           // why: errno, or 0
+    int decided, later, why;    // later: this is the place, at another time; why: errno, or 0
     fsdp_status status;
     fsdpi_text said; // what was found, place by place
 } fsdpi_store_try;
@@ -1621,6 +1616,7 @@ static void fsdpi_store_answered(fsdpi_store *s, const fsdpi_frame *f, const cha
         char text[400];
         (void)fsdpi_frame_text(text, sizeof text, f->value, f->value_size);
         t->decided = f->flags != FSDP_OK && f->flags <= FSDP_ERR_INTERNAL;
+        t->later = f->flags == FSDPI_STORE_LATER;
         t->status = (fsdp_status)f->flags;
         if (t->decided) t->said.used = 0;
         if (t->decided) fsdpi_say(&t->said, "%s", text);
@@ -1643,7 +1639,7 @@ static void fsdpi_store_knock(fsdpi_store *s, const fsdpi_store_place *p, fsdpi_
         // Most ports refuse, or are as silent as the one before: no news.
         int is_news = t->why != ECONNREFUSED && t->patience == FSDPI_STORE_KNOCK_NS;
         if (is_news || !t->said.used) fsdpi_say(&t->said, "; %s: %s", name, strerror(t->why));
-    } else if (p->at.any.sa_family == AF_UNIX && !fsdpi_store_same_user(s->fd)) {
+    } else if (p->at.any.sa_family == AF_UNIX && !fsdpi_same_user(s->fd)) {
         fsdpi_say(&t->said, "; %s is served by another user", name);
     } else if (fsdpi_store_await(s, soon, &f) <= 0 || f.op != FSDPI_STORE_CHALLENGE ||
                f.value_size != FSDPI_STORE_NONCE ||
@@ -1716,16 +1712,17 @@ static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
             if (fd < 0 && !not_here && errno != EADDRINUSE)
                 fsdpi_say(&t->said, "; port %d cannot be listened on: %s", port, strerror(errno));
         }
-        for (int i = 0; i < count && fd < 0 && !t->decided; i++) {
+        for (int i = 0; i < count && fd < 0 && !t->decided && !t->later; i++) {
             fsdpi_store_place at = list[i];
             fsdpi_store_set_port(&at, port);
             t->patience = slow[i] ? FSDPI_STORE_KNOCK_NS / 10 : FSDPI_STORE_KNOCK_NS;
             fsdpi_store_knock(s, &at, t);
             slow[i] = slow[i] || t->why == ETIMEDOUT; // one port of the host, or all of them
         }
-        if (not_here && !t->decided) fd = fsdpi_store_claim(&where, list, count, port, 1, &p);
+        if (not_here && !t->decided && !t->later)
+            fd = fsdpi_store_claim(&where, list, count, port, 1, &p);
         if (fd >= 0) fsdpi_store_begin(s, fd, &p, t);
-        if (fd >= 0 || t->decided) return;
+        if (fd >= 0 || t->decided || t->later) return;
     }
     if (!serves || !is_file) return;
     int fd;
@@ -1742,7 +1739,7 @@ static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text
     int64_t pause = 10000000, most = boot->size > 64 ? 1000000000 : 200000000;
     for (uint64_t turn = 0;; turn++) {
         char *now_said = rounds[turn % 2];
-        fsdpi_store_try t = {deadline, FSDPI_STORE_KNOCK_NS,           0, 0,
+        fsdpi_store_try t = {deadline, FSDPI_STORE_KNOCK_NS,           0, 0, 0,
                              FSDP_OK,  {now_said, sizeof rounds[0], 0}};
         now_said[0] = 0;
         fsdpi_store_round(s, &t);

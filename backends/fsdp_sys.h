@@ -12,6 +12,8 @@
 // Owns: the few calls of the operating system that the library needs. Strict C99 hides some of
 // them; a private name for the C library's symbol reaches them without feature macros.
 
+#include <sys/socket.h>  // getsockopt
+#include <asm/socket.h>  // SO_PEERCRED, which the line above hides in strict C99
 #include <sys/syscall.h> // SYS_futex and others
 #include <sys/wait.h>    // waitpid
 #include <unistd.h>      // fork, getpid, _exit
@@ -73,6 +75,14 @@ static void fsdpi_lock(uint32_t *lock) { // 0 free, 1 taken, 2 taken and somebod
 }
 static void fsdpi_unlock(uint32_t *lock) {
     if (__atomic_exchange_n(lock, 0u, __ATOMIC_RELEASE) == 2) fsdpi_futex_wake_all(lock, 0);
+}
+
+// Whether the other end of a unix socket is a process of this user.
+static FSDPI_UNUSED int fsdpi_same_user(int fd) {
+    int32_t pid_uid_gid[3] = {-1, -1, -1}; // struct ucred, which strict C99 hides, too
+    socklen_t size = sizeof pid_uid_gid;
+    return !getsockopt(fd, SOL_SOCKET, SO_PEERCRED, pid_uid_gid, &size) &&
+           (uint32_t)pid_uid_gid[1] == (uint32_t)getuid();
 }
 
 static uint64_t fsdpi_hash(uint64_t h, uint64_t x) { // splitmix64 of a running value

@@ -3,7 +3,7 @@
 
        cc -O2 -o fsdprun tools/fsdprun.c -pthread -lm
        ./fsdprun -n 4 ./trainer --steps 100
-       ./fsdprun -n 4 --nnodes 2 --node-rank 0 --master node-a ./trainer    on node-a, 1 on the other
+       ./fsdprun -n 4 --nnodes 2 --node-rank 0 --master node-a ./trainer    on node-a; 1 on another
 
    The environment of each rank is what torchrun gives: RANK, WORLD_SIZE, LOCAL_RANK,
    LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT; and FSDP_JOB_ID and FSDP_STORE: where
