@@ -105,10 +105,12 @@ static void fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8_t *missing,
     }
 }
 
-// "it is in all_gather of 'h.3' (forward, op 17), for 1.2 s"
-static void fsdpi_say_done(fsdpi_text *t, int busy, const char *operation, int64_t since_ns) {
-    fsdpi_say(t, busy ? "it is in %s, for %.1f s" : "its last operation was %s, %.1f s ago",
-              operation, (double)since_ns * 1e-9);
+// "it is in all_gather of 'h.3' (forward, op 17), for 1.2 s"; past: of a rank that is no more.
+static void fsdpi_say_done(fsdpi_text *t, int busy, int past, const char *operation,
+                           int64_t since_ns) {
+    double since = (double)since_ns * 1e-9;
+    if (busy) fsdpi_say(t, "it %s in %s, for %.1f s", past ? "was" : "is", operation, since);
+    else fsdpi_say(t, "its last operation was %s, %.1f s ago", operation, since);
 }
 
 // A failure of this call on this rank alone. The text goes where error_text finds it.
@@ -140,6 +142,13 @@ static fsdp_status fsdpi_comm_report(fsdpi_comm *c, const fsdpi_verdict *v) {
         return fsdpi_comm_error(c, (fsdp_status)v->status, "%s", v->reason);
     return fsdpi_comm_error(c, (fsdp_status)v->status, "rank %d failed in %s: %s", (int)v->rank,
                             v->subject, v->reason);
+}
+
+// A verdict for who was in no operation of the world yet.
+static FSDPI_UNUSED void fsdpi_say_verdict(fsdpi_text *t, const fsdpi_verdict *v) {
+    if (v->subject[0]) fsdpi_say(t, "rank %d failed in %s: ", (int)v->rank, v->subject);
+    if (v->reason[0]) fsdpi_say(t, "%s", v->reason);
+    else fsdpi_say(t, "rank %d has aborted the job", (int)v->rank);
 }
 
 // The reason of an abort that the user or the core asked for.

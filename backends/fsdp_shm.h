@@ -174,7 +174,7 @@ static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
     char operation[160];
     int64_t since_ns;
     int busy = fsdpi_trace_read(&peer->trace, operation, sizeof operation, &since_ns);
-    fsdpi_say_done(t, busy, operation, fsdpi_boot_now(base->boot) - since_ns);
+    fsdpi_say_done(t, busy, 0, operation, fsdpi_boot_now(base->boot) - since_ns);
 }
 
 static void fsdpi_shm_raise(fsdpi_shm_world *w, fsdp_status status, const char *subject,

@@ -399,20 +399,12 @@ static int fsdpi_verdict_get(const fsdpi_frame *f, fsdpi_verdict *v) {
 
 // "it is in all_gather of 'h.3', for 1.2 s; last heard of 0.1 s ago"
 static void fsdpi_store_say_peer(fsdpi_text *t, const fsdpi_store_peer *p) {
-    double since = (double)p->since_ns * 1e-9, silent = (double)p->silent_ns * 1e-9;
-    int lost = p->state == FSDPI_STORE_LOST;
-    if (p->state == FSDPI_STORE_ABSENT) {
-        fsdpi_say(t, "it has not joined the job");
-        return;
-    }
-    if (p->state == FSDPI_STORE_LEFT) {
-        fsdpi_say(t, "it has shut down");
-        return;
-    }
+    if (p->state == FSDPI_STORE_ABSENT) fsdpi_say(t, "it has not joined the job");
+    if (p->state == FSDPI_STORE_LEFT) fsdpi_say(t, "it has shut down");
+    if (p->state == FSDPI_STORE_ABSENT || p->state == FSDPI_STORE_LEFT) return;
     if (!p->text[0]) fsdpi_say(t, "it had not begun an operation");
-    else if (p->busy) fsdpi_say(t, "it %s in %s, for %.1f s", lost ? "was" : "is", p->text, since);
-    else fsdpi_say(t, "its last operation was %s, %.1f s ago", p->text, since);
-    fsdpi_say(t, "; last heard of %.1f s ago", silent);
+    else fsdpi_say_done(t, p->busy, p->state == FSDPI_STORE_LOST, p->text, p->since_ns);
+    fsdpi_say(t, "; last heard of %.1f s ago", (double)p->silent_ns * 1e-9);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -1611,7 +1603,7 @@ static void fsdpi_store_answered(fsdpi_store *s, const fsdpi_frame *f, const cha
         t->decided = 1;
         t->status = (fsdp_status)v.status;
         t->said.used = 0;
-        fsdpi_say(&t->said, "%s", v.reason);
+        fsdpi_say_verdict(&t->said, &v);
     } else if (f->op == FSDPI_STORE_REFUSED) {
         char text[400];
         (void)fsdpi_frame_text(text, sizeof text, f->value, f->value_size);
@@ -2108,7 +2100,7 @@ static fsdp_status fsdpi_store_meet(fsdpi_store *s, int64_t deadline, fsdpi_text
         left = fsdpi_store_after(deadline, FSDPI_STORE_GRACE) - fsdpi_store_now(s);
         if (left > 0) fsdpi_futex_wait(&s->changed, changed, left < 50000000 ? left : 50000000, 0);
     }
-    if (FSDPI_LOAD(&s->judged)) fsdpi_say(error, "%s", s->verdict.reason);
+    if (FSDPI_LOAD(&s->judged)) fsdpi_say_verdict(error, &s->verdict);
     else if (FSDPI_LOAD(&s->joined)) return FSDP_OK;
     else if (FSDPI_LOAD(&s->gone))
         fsdpi_say(error, "%s, which serves the store, has closed it before all ranks had joined",

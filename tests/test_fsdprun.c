@@ -222,11 +222,26 @@ TEST(fsdprun, who_ignores_term_is_killed) {
     CHECK(h_now_ms() - begin >= 1000 && h_now_ms() - begin < 6000);
 }
 
+static int64_t read_number(const char *name) {
+    char path[400];
+    long long value = 0;
+    snprintf(path, sizeof path, "%s/%s", h_tmpdir(), name);
+    FILE *f = fopen(path, "r");
+    CHECK(f && fscanf(f, "%lld", &value) == 1);
+    fclose(f);
+    return value;
+}
+
+/* A tenth of a second passes between a failure and the end of the others. */
 TEST(fsdprun, others_may_speak_before_they_are_ended) {
-    CHECK_EQ_INT(RUN("-n", "2", "sh", "-c",
-                     "test $RANK = 1 && exit 3; sleep 0.01; echo it was rank 1; sleep 9"),
-                 3);
-    says("it was rank 1");
+    char script[1200];
+    snprintf(script, sizeof script,
+             "cd %s; test $RANK = 1 && { while ! test -e ready; do sleep 0.01; done;"
+             "date +%%s%%N >failed; exit 3; };"
+             "trap 'date +%%s%%N >ended; exit' TERM; >ready; while :; do sleep 0.01; done",
+             h_tmpdir());
+    CHECK_EQ_INT(RUN("-n", "2", "sh", "-c", script), 3);
+    CHECK(read_number("ended") - read_number("failed") > 90000000);
 }
 
 typedef struct {
@@ -342,36 +357,34 @@ TEST(fsdprun, help) {
 
 /* ---- the store that node 0 serves ------------------------------------------------------------- */
 
-/* Joins as a rank of the job, whose launcher was given 127.0.0.1:PORT. */
-static fsdpi_store *join(int rank, int size, int port) {
-    static char job[64], address[64], error[800];
+enum { JOB_SIZE = 2 };
+typedef struct {
+    char job[64], address[64]; /* what the launcher tells its ranks */
+    pid_t launcher;
+    fsdpi_store *stores[JOB_SIZE];
+} served;
+
+static fsdpi_store *join(int rank, int size, const served *s) {
+    char error[800];
     fsdpi_store_desc d;
     fsdpi_store *store;
     memset(&d, 0, sizeof d);
-    snprintf(job, sizeof job, "fsdprun-127.0.0.1:%d", port);
-    snprintf(address, sizeof address, "tcp://127.0.0.1:%d", port);
     d.boot.rank = rank;
     d.boot.size = size;
     d.boot.timeout_ns = 20000000000;
-    d.boot.job = job;
-    d.boot.store = address;
+    d.boot.job = s->job;
+    d.boot.store = s->address;
     d.boot.allocator.alloc = fsdpi_libc_alloc, d.boot.allocator.free = fsdpi_libc_free;
     d.boot.clock.now_ns = fsdpi_monotonic_ns;
     CHECK_MSG(!fsdpi_store_open(&d, &store, error, sizeof error), "%s", error);
     return store;
 }
 
-enum { JOB_SIZE = 2 };
-typedef struct {
-    int port;
-    pid_t launcher;
-    fsdpi_store *stores[JOB_SIZE];
-} served;
-
 /* Node 0 of two, whose rank waits for the file "go"; this process joins as both ranks of the job. */
 static void start_node_0(served *s, int port) {
     char master[64], script[500];
-    s->port = port;
+    snprintf(s->job, sizeof s->job, "fsdprun-127.0.0.1:%d", port);
+    snprintf(s->address, sizeof s->address, "tcp://127.0.0.1:%d", port);
     snprintf(master, sizeof master, "127.0.0.1:%d", port);
     snprintf(script, sizeof script, "echo ready; while ! test -e %s/go; do sleep 0.02; done",
              h_tmpdir());
@@ -391,7 +404,7 @@ static void join_rank(int rank, int size, void *arg) {
     served *s = (served *)arg;
     char value[8] = "";
     size_t bytes = 0;
-    s->stores[rank] = join(rank, size, s->port);
+    s->stores[rank] = join(rank, size, s);
     CHECK_EQ_INT(s->stores[rank]->server_rank, -1); /* the launcher, not rank 0 */
     if (rank == 0) CHECK_OK(fsdpi_store_set(s->stores[0], "key", "value", 6));
     CHECK_OK(fsdpi_store_get(s->stores[rank], "key", value, sizeof value, &bytes, 5000000000));

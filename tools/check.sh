@@ -193,6 +193,39 @@ gate_text() { # CHECK of tools/check_text.py
     python3 tools/check_text.py "$1"
 }
 
+need_gloo() {
+    echo '#include <gloo/transport/tcp/device.h>' | g++ ${GLOO_HOME:+-I"$GLOO_HOME/include"} -E \
+        -x c++ - >/dev/null 2>&1 || skip 'no libgloo-dev'
+}
+
+# The Gloo backend: its C++ part in every mode; its header alone and beside shm; what both export.
+gate_gloo() { # COMPILER STANDARD
+    local bad flags="${GLOO_HOME:+-isystem $GLOO_HOME/include}"
+    need "$1" && need_gloo
+    "$1" -std="$2" $WARN -Werror $flags -O2 -c -o "$work/gloo.$1.$2.o" \
+        backends/fsdp_gloo.cc
+    bad=$(nm -g --defined-only "$work/gloo.$1.$2.o" |
+        awk '$2 != "W" && $2 != "V" && $2 != "u" && $3 !~ /^fsdp_gloo_/ {print $3}')
+    [ -z "$bad" ] || die "exported without the prefix:" $bad
+}
+gate_gloo_header() {
+    local bad
+    implement | compile gcc c99 -DFSDP_BACKEND_GLOO -O2 -c -o "$work/gloo.o"
+    bad=$(nm -g --defined-only "$work/gloo.o" | awk '$3 !~ /^fsdp_/ {print $3}')
+    [ -z "$bad" ] || die "exported without the prefix:" $bad
+    implement | compile g++ c++11 -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO -O1 -c -o /dev/null
+    implement | compile clang c11 -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO -O1 -c -o /dev/null
+}
+gate_gloo_asan() { # TEST FILTER
+    need_gloo
+    quick=$2 run_quick gloo_asan "$1" GLOO=yes SAN=asan
+}
+gate_gloo_tsan() {
+    need_gloo
+    export TSAN_OPTIONS=suppressions=tests/tsan.supp
+    quick=$2 run_quick gloo_tsan "$1" GLOO=yes SAN=tsan
+}
+
 gate_asan() { run_quick asan "$1" SAN=asan; }
 gate_tsan() { run_quick tsan "$1" SAN=tsan; }
 gate_ofast() { run_quick ofast "$1" CC=gcc STD=-std=gnu11 'CFLAGS=-Ofast -march=native'; }
@@ -259,6 +292,9 @@ list() {
     printf 'option.%s\n' NDEBUG FSDP_BACKEND_SHM \
         $([ ! -e backends/fsdp_fake.h ] || echo FSDP_BACKEND_FAKE) \
         $(grep -oh '\<FSDP_NO_[A-Z_]*' "${headers[@]}" | sort -u)
+    echo gloo_header
+    printf 'gloo.%s\n' {g++,clang++}.c++{11,17,20}
+    echo 'gloo_asan.conformance.*gloo/processes/W=3' && echo 'gloo_tsan.conformance.*gloo/threads/W=3'
     [ ! -e examples/gpt/train_gpt.c ] || echo gpt
     existing examples/*.c | sed 's|examples/\(.*\)\.c|example.\1|'
     for t in $(tests $BIT_TESTS); do

@@ -1,0 +1,2752 @@
+/* test_store.c - the store where ranks meet (backends/fsdp_store.h): addresses, keys and values,
+   ranks that are late, lost, wrong or hostile, verdicts, and the server's core under random input.
+   Bad clients talk to a real server over real sockets; only the fuzzing has none. */
+#include "harness.h"
+#include <dirent.h>       /* opendir */
+#include <netinet/tcp.h>  /* TCP_NODELAY */
+#include <poll.h>         /* poll */
+#include <sys/resource.h> /* setrlimit */
+#include <sys/time.h>     /* setitimer */
+#define FSDP_IMPLEMENTATION
+#include "fsdp.h"
+// After it:
+#include "backends/fsdp_record.h"
+#include "backends/fsdp_store.h"
+#include "world.h"
+
+/* ---- worlds ---------------------------------------------------------------------------------- */
+
+enum { RANKS = 32, FLAGS = 16, MIB = 1 << 20 };
+enum { AT_HOST, AT_IPV4, AT_IPV6, AT_NAME, AT_FILE };
+#define MS INT64_C(1000000)
+
+typedef struct {
+    int world, threads, timeout_ms, port;
+    char job[64], address[400];
+    fsdp_allocator allocator;
+    int pids[RANKS], flags[FLAGS];
+    int64_t when; /* ms: what others are measured from */
+    fsdpi_verdict verdicts[RANKS];
+    int up, down, squatter, served_at; /* of a process aside */
+    const void *extra;
+} setup;
+
+typedef struct {
+    fsdpi_store *store;
+    int rank, busy;
+    uint32_t events;
+    const char *doing; /* what its beats say */
+    char error[1024];
+} client;
+
+/* The machine may be busy with other things: what should take ms takes this at most. */
+static int slack(int ms) { return W_SLOW ? ms * 5 + 1000 : ms + 400; }
+
+static void set_address(setup *s, int at) {
+    s->port = at == AT_HOST || at == AT_FILE ? 0 : h_free_port();
+    if (at == AT_HOST) snprintf(s->address, sizeof s->address, "host:");
+    if (at == AT_FILE) snprintf(s->address, sizeof s->address, "file://%s/meet", h_tmpdir());
+    if (at == AT_IPV4) snprintf(s->address, sizeof s->address, "tcp://127.0.0.1:%d", s->port);
+    if (at == AT_IPV6) snprintf(s->address, sizeof s->address, "tcp://[::1]:%d", s->port);
+    if (at == AT_NAME) snprintf(s->address, sizeof s->address, "tcp://localhost:%d", s->port);
+}
+
+static int has_ipv6(void) {
+    struct sockaddr_in6 a;
+    int fd = socket(AF_INET6, SOCK_STREAM, 0), ok;
+    memset(&a, 0, sizeof a);
+    a.sin6_family = AF_INET6;
+    a.sin6_addr.s6_addr[15] = 1;
+    ok = fd >= 0 && !bind(fd, (struct sockaddr *)&a, sizeof a);
+    if (fd >= 0) close(fd);
+    return ok;
+}
+
+/* In memory that forked ranks share. */
+static setup *make_setup(int at, int world, int threads, int timeout_ms) {
+    static const char *const names[] = {"FSDP_TOKEN",
+                                        "FSDP_STORE",
+                                        "FSDP_SOCKET_IFNAME",
+                                        "GLOO_SOCKET_IFNAME",
+                                        "TORCHELASTIC_USE_AGENT_STORE",
+                                        "MASTER_PORT"};
+    setup *s = (setup *)mmap(NULL, sizeof *s, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
+                             -1, 0);
+    CHECK(s != (setup *)MAP_FAILED && world <= RANKS);
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) unsetenv(names[i]);
+    if (at == AT_IPV6 && !has_ipv6()) SKIP("no IPv6 on this machine");
+    s->world = world, s->threads = threads, s->timeout_ms = timeout_ms;
+    s->allocator.alloc = fsdpi_libc_alloc, s->allocator.free = fsdpi_libc_free;
+    snprintf(s->job, sizeof s->job, "store-%d-%lld", (int)getpid(), (long long)h_now_ms());
+    set_address(s, at);
+    return s;
+}
+
+static void run(setup *s, h_rank_fn fn) {
+    memset(s->flags, 0, sizeof s->flags);
+    if (s->threads) h_ranks_thread(s->world, fn, s);
+    else h_ranks_proc(s->world, fn, s);
+}
+
+static void await_flag(int *flag, int count);
+
+/* A process beside the ranks, in which fn runs until s->down. Not a thread: a program with threads
+   should not fork, least of all with a sanitizer. Returns when fn says that it is up. */
+static pid_t aside(void (*fn)(setup *s), setup *s) {
+    fflush(NULL);
+    s->up = s->down = 0;
+    pid_t pid = fork();
+    CHECK(pid >= 0);
+    if (!pid) fn(s), _exit(0);
+    await_flag(&s->up, 1);
+    return pid;
+}
+static void aside_ends(setup *s, pid_t pid) {
+    int status = 0;
+    __atomic_store_n(&s->down, 1, __ATOMIC_SEQ_CST);
+    CHECK_EQ_INT(waitpid(pid, &status, 0), pid);
+    CHECK_EQ_INT(status, 0);
+}
+
+static void raise_flag(int *flag) { __atomic_add_fetch(flag, 1, __ATOMIC_SEQ_CST); }
+
+static void await_flag(int *flag, int count) {
+    while (__atomic_load_n(flag, __ATOMIC_SEQ_CST) < count) usleep(300);
+}
+
+/* Nobody goes on before all of the world are here. For `flag` used once. */
+static void gather_at(setup *s, int flag) {
+    raise_flag(&s->flags[flag]);
+    await_flag(&s->flags[flag], s->world);
+}
+
+static void on_beat(void *user, fsdpi_store_beat *out) {
+    client *c = (client *)user;
+    const char *doing = __atomic_load_n(&c->doing, __ATOMIC_SEQ_CST);
+    out->busy = __atomic_load_n(&c->busy, __ATOMIC_SEQ_CST);
+    out->since_ns = 5 * MS;
+    snprintf(out->text, sizeof out->text, "%s", doing ? doing : "");
+}
+
+/* What its beats will say. */
+static void does(client *c, int busy, const char *doing) {
+    __atomic_store_n(&c->busy, busy, __ATOMIC_SEQ_CST);
+    __atomic_store_n(&c->doing, doing, __ATOMIC_SEQ_CST);
+}
+
+static void on_event(void *user) {
+    __atomic_add_fetch(&((client *)user)->events, 1, __ATOMIC_SEQ_CST);
+}
+
+static fsdpi_store_desc make_desc(const setup *s, int rank, int world) {
+    fsdpi_store_desc d;
+    memset(&d, 0, sizeof d);
+    d.boot.rank = rank, d.boot.size = world, d.boot.timeout_ns = s->timeout_ms * MS;
+    d.boot.job = s->job, d.boot.store = s->address;
+    d.boot.allocator = s->allocator;
+    d.boot.logger.log = w_quiet, d.boot.clock.now_ns = fsdpi_monotonic_ns;
+    return d;
+}
+
+static fsdp_status open_as(client *c, setup *s, int rank, int world) {
+    fsdpi_store_desc d = make_desc(s, rank, world);
+    memset(c, 0, sizeof *c);
+    c->rank = rank;
+    d.beat = on_beat, d.event = on_event, d.user = c;
+    fsdp_status status = fsdpi_store_open(&d, &c->store, c->error, sizeof c->error);
+    CHECK((status == FSDP_OK) == (c->store != NULL));
+    CHECK_MSG(!status || c->error[0], "status %d without a text", (int)status);
+    return status;
+}
+
+static void enter(client *c, setup *s, int rank) {
+    fsdp_status status = open_as(c, s, rank, s->world);
+    CHECK_MSG(!status, "%s: %s", fsdp_status_name(status), c->error);
+    s->pids[rank] = (int)getpid();
+}
+
+static void says(const char *text, const char *part) {
+    CHECK_MSG(strcasestr(text, part), "\"%s\" does not say \"%s\"", text, part);
+}
+
+/* How long since then, at most. */
+static void within(int64_t start_ms, int limit_ms) {
+    int64_t took = h_now_ms() - start_ms;
+    CHECK_MSG(took <= slack(limit_ms), "took %lld ms, expected at most %d", (long long)took,
+              slack(limit_ms));
+}
+
+static fsdpi_verdict await_verdict(client *c, int limit_ms) {
+    fsdpi_verdict v;
+    int64_t start = h_now_ms();
+    memset(&v, 0, sizeof v);
+    while (!fsdpi_store_verdict(c->store, &v)) {
+        CHECK_MSG(limit_ms && h_now_ms() - start <= slack(limit_ms), "no verdict in time");
+        usleep(300);
+    }
+    return v;
+}
+
+static void no_verdict(client *c) {
+    fsdpi_verdict v;
+    memset(&v, 0, sizeof v);
+    CHECK_MSG(!fsdpi_store_verdict(c->store, &v), "status %d, '%s'", (int)v.status, v.reason);
+}
+
+static void put(client *c, const char *key, const void *value, size_t size) {
+    fsdp_status status = fsdpi_store_set(c->store, key, value, size);
+    CHECK_MSG(!status, "rank %d: set of '%s', %zu bytes: %s", c->rank, key, size,
+              fsdp_status_name(status));
+}
+
+static fsdp_status try_get(client *c, const char *key, void *value, size_t cap, size_t *size,
+                           int timeout_ms) {
+    return fsdpi_store_get(c->store, key, value, cap, size, timeout_ms * MS);
+}
+
+static void get_text(client *c, const char *key, const char *expected) {
+    char text[256];
+    size_t size = 0;
+    fsdp_status status = try_get(c, key, text, sizeof text - 1, &size, 20000);
+    CHECK_MSG(!status, "rank %d: get of '%s': %s", c->rank, key, fsdp_status_name(status));
+    text[size] = 0;
+    CHECK_EQ_STR(text, expected);
+}
+
+/* The server goes with rank 0: so nobody goes before all are done. */
+static void leave(client *c, setup *s, int ranks) {
+    raise_flag(&s->flags[FLAGS - 1]);
+    await_flag(&s->flags[FLAGS - 1], ranks);
+    fsdpi_store_close(c->store);
+}
+
+static int count_entries(const char *path) {
+    DIR *dir = opendir(path);
+    int n = 0;
+    while (dir && readdir(dir)) n++;
+    if (dir) closedir(dir);
+    return n;
+}
+static int count_fds(void) { return count_entries("/proc/self/fd"); }
+
+/* Only this thread, and perhaps those of a sanitizer. A joined one may be seen a moment more. */
+static void no_threads(void) {
+    int most = 2 + 1 + 2 * W_SLOW; /* ., .. and this one */
+    for (int i = 0; i < 500 && count_entries("/proc/self/task") > most; i++) usleep(1000);
+    CHECK_MSG(count_entries("/proc/self/task") <= most, "%d threads",
+              count_entries("/proc/self/task") - 2);
+}
+
+/* ---- hashes ---------------------------------------------------------------------------------- */
+
+static void is_hex(const uint8_t *got, const char *hex) {
+    char text[65];
+    for (int i = 0; i < 32; i++) snprintf(text + 2 * i, 3, "%02x", got[i]);
+    CHECK_EQ_STR(text, hex);
+}
+
+/* FIPS 180-4's examples (NIST, "Cryptographic Standards and Guidelines: examples with intermediate
+   values") and lengths around the padding's edges. */
+TEST(store_hash, sha256) {
+    static const struct {
+        const char *text, *hex;
+        int repeat;
+    } rows[] = {
+        {"", "e3b0c44298fc1c149afbf4c8996fb92427ae41e4649b934ca495991b7852b855", 1},
+        {"abc", "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad", 1},
+        {"abcdbcdecdefdefgefghfghighijhijkijkljklmklmnlmnomnopnopq",
+         "248d6a61d20638b8e5c026930c3e6039a33ce45964ff2167f6ecedd419db06c1", 1},
+        {"abcdefghbcdefghicdefghijdefghijkefghijklfghijklmghijklmnhijklmnoijklmnopjklmnopqklmnopqr"
+         "lmnopqrsmnopqrstnopqrstu",
+         "cf5b16a778af8380036ce59e7b0492370b249b11e8f07a51afac45037afee9d1", 1},
+        {"a", "cdc76e5c9914fb9281a1c7e284d73e67f1809a48a497200e046d39ccc7112cd0", 1000000},
+        {"b", "a93b1af920e2005653023f1d9e56aae5d096f5c6856752d2197daaf926ff92bd", 54},
+        {"b", "eb2c86e932179f4ba13fe8715a26124b77d6bad290b9b4c1cc140cf633300c19", 55},
+        {"b", "a5fc6e203a4c2b657d0d153885932414b2ffc6a93f0f8bf8b3183315e5a7212c", 56},
+        {"b", "2dd0a6d14520f410e18bd2f443f0ff2e7389dfaf9242bb9257730fc190e8085d", 57},
+        {"b", "94e419fabac7f930810f9636354042f8c1426d2f834d4ab65c93dc1e69326b13", 63},
+        {"b", "a0fab1377f49a759b57f63318262ebe89fabfc990e8e93ceac2984561482b9d4", 64},
+        {"b", "74b128f30cf83de43ddf4aafc40c7b50a7443d3c73a89a7cfca17e15e43d51ab", 65},
+        {"b", "68297a9eb141ce16bbc0847da1c0c48e2858704feaa13993bde29f87a198a6e1", 119},
+        {"b", "392add47fbaa8197a874ebe770a947a26dd6f2becce5f64688cc4d18c9da93bd", 120},
+        {"b", "b3d4aa37fc3d26185655a12717758fe46929684c0c11f18f9ee36186ba323284", 121},
+        {"b", "7bdbefa63b6989e6a15abad9d52c0770bce07182a535b9a1b3d4c0e38c8b0856", 127},
+        {"b", "70ae1c5307f5250d5cb9e40742ba9613fcdf9b8d9eb6dd393330443b2d5effbd", 128},
+        {"b", "75c76be2aed2772327536dc2fa8759d16cbe7dc9c535954d7d1e05a11bdd3fc6", 129},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        for (size_t step = 1; step < (rows[i].repeat > 1000 ? 2 : 200);
+             step += 66) { /* in pieces */
+            fsdpi_sha256 hash;
+            uint8_t out[32];
+            size_t length = strlen(rows[i].text);
+            fsdpi_sha256_begin(&hash);
+            for (int k = 0; k < rows[i].repeat; k++)
+                for (size_t at = 0; at < length; at += step)
+                    fsdpi_sha256_add(&hash, rows[i].text + at,
+                                     length - at < step ? length - at : step);
+            fsdpi_sha256_end(&hash, out);
+            is_hex(out, rows[i].hex);
+        }
+}
+
+/* RFC 4231, cases 1 to 4: keys of at most a block; a token is never longer. */
+TEST(store_hash, hmac) {
+    static const struct {
+        int key_byte, key_size, data_byte, data_size;
+        const char *text, *hex;
+    } rows[] = {
+        {0x0b, 20, 0, 0, "Hi There",
+         "b0344c61d8db38535ca8afceaf0bf12b881dc200c9833da726e9376c2e32cff7"},
+        {-1, 4, 0, 0, "what do ya want for nothing?",
+         "5bdcc146bf60754e6a042426089575c75a003f089d2739839dec58b964ec3843"},
+        {0xaa, 20, 0xdd, 50, NULL,
+         "773ea91e36800e46854db8ebd09181a72959098b3ef8c122d9635514ced565fe"},
+        {-2, 25, 0xcd, 50, NULL,
+         "82558a389a443c0ea4cc819899f2083a85f0faa3e578f8077a2e3ff46729665b"},
+    };
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        uint8_t key[64] = "Jefe", data[64], out[32];
+        size_t size = rows[i].text ? strlen(rows[i].text) : (size_t)rows[i].data_size;
+        if (rows[i].key_byte >= 0) memset(key, rows[i].key_byte, sizeof key);
+        for (int k = 0; k < 25 && rows[i].key_byte == -2; k++) key[k] = (uint8_t)(k + 1);
+        memset(data, rows[i].data_byte, sizeof data);
+        if (rows[i].text) memcpy(data, rows[i].text, size);
+        fsdpi_hmac_sha256(key, (size_t)rows[i].key_size, data, size, out);
+        is_hex(out, rows[i].hex);
+    }
+}
+
+/* ---- meeting --------------------------------------------------------------------------------- */
+
+typedef struct {
+    const char *name;
+    int at, world, threads;
+} place;
+static const place places[] = {
+    {"host/W=1", AT_HOST, 1, 0},          {"host/W=2", AT_HOST, 2, 0},
+    {"host/W=4", AT_HOST, 4, 0},          {"host/W=32/threads", AT_HOST, 32, 1},
+    {"tcp/W=1", AT_IPV4, 1, 0},           {"tcp/W=2", AT_IPV4, 2, 0},
+    {"tcp/W=4", AT_IPV4, 4, 0},           {"tcp/W=8", AT_IPV4, 8, 0},
+    {"tcp/W=32/threads", AT_IPV4, 32, 1}, {"ipv6/W=3", AT_IPV6, 3, 0},
+    {"ipv6/W=3/threads", AT_IPV6, 3, 1},  {"name/W=3", AT_NAME, 3, 0},
+    {"file/W=1", AT_FILE, 1, 0},          {"file/W=4", AT_FILE, 4, 0},
+    {"file/W=4/threads", AT_FILE, 4, 1},
+};
+
+/* Everyone sets, everyone reads all: also what a rank sets only later. */
+static void exchange(client *c, int world, const char *what) {
+    char key[64], value[64];
+    snprintf(key, sizeof key, "%s/%d", what, c->rank);
+    snprintf(value, sizeof value, "%s of rank %d", what, c->rank);
+    put(c, key, value, strlen(value));
+    for (int k = 0; k < world; k++) {
+        int peer = (c->rank + k) % world;
+        snprintf(key, sizeof key, "%s/%d", what, peer);
+        snprintf(value, sizeof value, "%s of rank %d", what, peer);
+        get_text(c, key, value);
+    }
+}
+
+static void is_numeric(const char *address) {
+    struct in6_addr a;
+    CHECK_MSG(address &&
+                  (inet_pton(AF_INET, address, &a) == 1 || inet_pton(AF_INET6, address, &a) == 1),
+              "'%s' is no numeric address", address ? address : "(null)");
+}
+
+static void meets(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    enter(&c, s, rank);
+    no_verdict(&c);
+    exchange(&c, world, "a");
+    is_numeric(fsdpi_store_address(c.store));
+    if (s->port) CHECK(strchr(fsdpi_store_address(c.store), s->address[6] == '[' ? ':' : '.'));
+    exchange(&c, world, "b");
+    no_verdict(&c);
+    leave(&c, s, world);
+}
+TEST_P(store_open, meets, places) {
+    run(make_setup(row->at, row->world, row->threads, 20000), meets);
+}
+
+/* JOINED is a barrier: nobody is through before the last one has come. */
+static void barrier(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    if (rank == world - 1) usleep(50000), raise_flag(&s->flags[0]);
+    enter(&c, s, rank);
+    CHECK_EQ_INT(__atomic_load_n(&s->flags[0], __ATOMIC_SEQ_CST), 1);
+    fsdpi_store_close(c.store);
+}
+static const place meetings[] = {
+    {"host/processes", AT_HOST, 3, 0}, {"host/threads", AT_HOST, 3, 1},
+    {"tcp/processes", AT_IPV4, 3, 0},  {"tcp/threads", AT_IPV4, 3, 1},
+    {"file/processes", AT_FILE, 3, 0}, {"file/threads", AT_FILE, 3, 1}};
+TEST_P(store_open, barrier, meetings) {
+    run(make_setup(row->at, row->world, row->threads, 20000), barrier);
+}
+
+/* The server is what comes last. */
+static void late_server(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    int64_t start = h_now_ms();
+    if (rank == 0) usleep(80000);
+    enter(&c, s, rank);
+    within(start, 1500); /* the backoff of the others has not grown too long */
+    exchange(&c, world, "a");
+    leave(&c, s, world);
+}
+static const place late_servers[] = {
+    {"host", AT_HOST, 3, 1}, {"tcp", AT_IPV4, 3, 0}, {"file", AT_FILE, 3, 0}};
+TEST_P(store_open, late_server, late_servers) {
+    run(make_setup(row->at, row->world, row->threads, 20000), late_server);
+}
+
+typedef struct {
+    const char *name;
+    int at, threads, absent[2];
+} absence;
+static const absence absences[] = {
+    {"host/ranks=1,3", AT_HOST, 1, {1, 3}},
+    {"tcp/rank=2", AT_IPV4, 0, {2, 2}},
+    {"tcp/rank=0", AT_IPV4, 0, {0, 0}},
+    {"file/rank=1", AT_FILE, 0, {1, 1}},
+};
+static const absence more_absences[] = {
+    {"host/rank=0", AT_HOST, 0, {0, 0}},
+    {"ipv6/rank=3", AT_IPV6, 0, {3, 3}},
+    {"file/rank=0/threads", AT_FILE, 1, {0, 0}},
+    {"ipv6/rank=0", AT_IPV6, 0, {0, 0}},
+};
+
+static void absent(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    const absence *a = (const absence *)s->extra;
+    int64_t start = h_now_ms();
+    char who[40];
+    client c;
+    if (rank == a->absent[0] || rank == a->absent[1]) return;
+    CHECK_STATUS(open_as(&c, s, rank, world), FSDP_ERR_TIMEOUT);
+    int64_t took = h_now_ms() - start;
+    CHECK_MSG(took >= s->timeout_ms - 250 && took <= s->timeout_ms + slack(200), "%lld ms: %s",
+              (long long)took, c.error);
+    int late = (int)took - s->timeout_ms, *latest = &s->flags[3];
+    if (late > __atomic_load_n(latest, __ATOMIC_SEQ_CST))
+        __atomic_store_n(latest, late, __ATOMIC_SEQ_CST);
+    if (a->absent[0] == a->absent[1]) snprintf(who, sizeof who, "rank %d", a->absent[0]);
+    else snprintf(who, sizeof who, "ranks %d, %d", a->absent[0], a->absent[1]);
+    says(c.error, who);
+    says(c.error, "0.2 s");
+    says(c.error, "FSDP_STORE");
+    if (s->port) says(c.error, strchr(s->address, ':') + 3); /* where it looked */
+}
+static void rank_missing(const absence *row) {
+    setup *s = make_setup(row->at, 4, row->threads, 200);
+    s->extra = row;
+    run(s, absent);
+    h_message("all have given up %d ms after the deadline", s->flags[3]);
+}
+TEST_P(store_open, rank_missing, absences) { rank_missing(row); }
+TEST_P(long_store, rank_missing, more_absences) { rank_missing(row); }
+
+/* A rank with a long deadline that comes shortly before the others give up is told as well. */
+static void comes_late(int rank, int world, void *arg) {
+    setup *s = (setup *)arg, mine = *s;
+    int64_t start = h_now_ms();
+    client c;
+    if (rank == 2) return;
+    if (rank == 1) usleep(150000), mine.timeout_ms = 20000;
+    CHECK_STATUS(open_as(&c, &mine, rank, world), FSDP_ERR_TIMEOUT);
+    says(c.error, "rank 2");
+    within(start, 600);
+}
+TEST(store_open, latecomer_is_told) { run(make_setup(AT_IPV4, 3, 0, 300), comes_late); }
+
+static const struct {
+    const char *name, *address;
+} wrong_addresses[] = {
+    {"no_scheme", "127.0.0.1:4000"},
+    {"other_scheme", "udp://127.0.0.1:4000"},
+    {"no_port", "tcp://127.0.0.1"},
+    {"empty_port", "tcp://127.0.0.1:"},
+    {"port_0", "tcp://127.0.0.1:0"},
+    {"port_65536", "tcp://127.0.0.1:65536"},
+    {"port_negative", "tcp://127.0.0.1:-5"},
+    {"port_2_to_32", "tcp://127.0.0.1:4294967376"},
+    {"port_text", "tcp://127.0.0.1:http"},
+    {"port_tail", "tcp://127.0.0.1:4000x"},
+    {"no_host", "tcp://:4000"},
+    {"open_bracket", "tcp://[::1:4000"},
+    {"bracket_no_port", "tcp://[::1]"},
+    {"bracket_tail", "tcp://[::1]x:4000"},
+    {"no_file", "file://"},
+    {"relative_file", "file://meet"},
+    {"long",
+     "tcp://aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+     "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
+     ":4000"},
+};
+TEST_P(store_open, wrong_address, wrong_addresses) {
+    setup *s = make_setup(AT_HOST, 2, 0, 2000);
+    snprintf(s->address, sizeof s->address, "%s", row->address);
+    for (int rank = 0; rank < 2; rank++) {
+        int64_t start = h_now_ms();
+        client c;
+        CHECK_STATUS(open_as(&c, s, rank, 2), FSDP_ERR_INVALID_ARG);
+        says(c.error, "FSDP_STORE");
+        within(start, 500);
+    }
+}
+
+/* Where nothing can be: a directory that is not there, a name that nobody has. */
+static void unreachable(const char *address, const char *part, int timeout_ms) {
+    for (int rank = 0; rank < 2; rank++) {
+        setup *s = make_setup(AT_HOST, 2, 0, timeout_ms);
+        client c;
+        snprintf(s->address, sizeof s->address, "%s", address);
+        CHECK(open_as(&c, s, rank, 2) != FSDP_OK);
+        says(c.error, "FSDP_STORE");
+        says(c.error, part);
+    }
+}
+TEST(store_open, unreachable_file) {
+    int64_t start = h_now_ms();
+    unreachable("file:///nonexistent-directory/meet", "/nonexistent-directory", 150);
+    within(start, 700);
+}
+TEST(long_store, unknown_host) { /* who knows how long a resolver takes */
+    unreachable("tcp://no-such-host.invalid:4000", "no-such-host.invalid", 400);
+}
+
+/* ---- keys and values ------------------------------------------------------------------------- */
+
+static void fill(unsigned char *p, size_t size, uint64_t seed) {
+    for (size_t i = 0; i < size && i < 4099; i++) p[i] = (unsigned char)h_rand64(&seed);
+    for (size_t at = 4099; at < size; at *= 2) memcpy(p + at, p, size - at < at ? size - at : at);
+}
+
+static const size_t sizes[] = {0,       1,    2,     7,     23,    24,      25,       4095,
+                               4096,    4097, 65535, 65536, 65537, MIB - 1, MIB + 13, 16 * MIB - 1,
+                               16 * MIB};
+enum { NUM_SIZES = sizeof sizes / sizeof *sizes };
+
+static void values(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    char key[40];
+    unsigned char *out = (unsigned char *)malloc(16 * MIB + 1),
+                  *in = (unsigned char *)malloc(16 * MIB + 1);
+    CHECK(out && in);
+    enter(&c, s, rank);
+    for (int i = 0; i < NUM_SIZES; i++) {
+        size_t size = 77;
+        if ((s->threads || W_SLOW) && sizes[i] > 2 * MIB) continue; /* once is enough */
+        snprintf(key, sizeof key, "v%d", i);
+        fill(out, sizes[i], (uint64_t)i);
+        if (rank == i % world) put(&c, key, sizes[i] ? out : NULL, sizes[i]);
+        if (rank == world - 1 && i % world == rank) continue;
+        memset(in, 0xee, sizes[i] + 1);
+        CHECK_STATUS(try_get(&c, key, in, sizes[i] + 1, &size, 20000), FSDP_OK);
+        CHECK_EQ_INT(size, sizes[i]);
+        CHECK_EQ_MEM(in, out, size);
+        CHECK_EQ_INT(in[size], 0xee);
+    }
+    CHECK_STATUS(fsdpi_store_set(c.store, "big", out, 16 * MIB + 1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdpi_store_set(c.store, "big", out, SIZE_MAX), FSDP_ERR_INVALID_ARG);
+    no_verdict(&c); /* a refused call harms nobody */
+    exchange(&c, world, "after");
+    leave(&c, s, world);
+    free(in), free(out);
+}
+TEST(store_keys, values_of_every_size) {
+    run(make_setup(AT_HOST, 2, 0, 20000), values);
+    run(make_setup(AT_IPV4, 3, 1, 20000), values);
+}
+
+TEST(store_keys, keys) {
+    setup *s = make_setup(AT_HOST, 1, 0, 5000);
+    client c;
+    char key[300], text[8];
+    size_t size = 0;
+    enter(&c, s, 0);
+    for (int length = 1; length <= 258; length += length < 250 ? 31 : 1) {
+        memset(key, 'k', sizeof key);
+        key[length] = 0;
+        int fits = length <= 256;
+        CHECK_STATUS(fsdpi_store_set(c.store, key, "x", 1), fits ? FSDP_OK : FSDP_ERR_INVALID_ARG);
+        CHECK_STATUS(try_get(&c, key, text, 8, &size, 1000), fits ? FSDP_OK : FSDP_ERR_INVALID_ARG);
+        CHECK_STATUS(fsdpi_store_delete(c.store, key), fits ? FSDP_OK : FSDP_ERR_INVALID_ARG);
+    }
+    put(&c, "a/b c\xc3\xa9%s\n", "odd", 3);
+    get_text(&c, "a/b c\xc3\xa9%s\n", "odd");
+    put(&c, "a", "1", 1), put(&c, "ab", "2", 1), put(&c, "", "0", 1);
+    get_text(&c, "a", "1"), get_text(&c, "ab", "2"), get_text(&c, "", "0");
+    put(&c, "a", "new", 3); /* the last one stands */
+    get_text(&c, "a", "new");
+    put(&c, "a", "", 0);
+    get_text(&c, "a", "");
+    no_verdict(&c);
+    fsdpi_store_close(c.store);
+}
+
+TEST(store_keys, deleted_and_never_set) {
+    setup *s = make_setup(AT_HOST, 1, 0, 5000);
+    client c;
+    char text[8];
+    size_t size = 0;
+    enter(&c, s, 0);
+    put(&c, "a", "1", 1);
+    CHECK_OK(fsdpi_store_delete(c.store, "a"));
+    static const int waits[] = {0, 1, 40, 120};
+    for (int i = 0; i < 8; i++) {
+        int64_t start = h_now_ms();
+        CHECK_STATUS(try_get(&c, i & 1 ? "a" : "never", text, 8, &size, waits[i / 2]),
+                     FSDP_ERR_TIMEOUT);
+        CHECK(h_now_ms() - start >= waits[i / 2] - 1);
+        within(start, waits[i / 2] + 200);
+    }
+    CHECK_OK(fsdpi_store_delete(c.store, "never"));
+    no_verdict(&c); /* that a get times out is no failure of the job */
+    put(&c, "a", "2", 1);
+    get_text(&c, "a", "2");
+    fsdpi_store_close(c.store);
+}
+
+TEST(store_keys, value_larger_than_the_buffer) {
+    setup *s = make_setup(AT_HOST, 1, 0, 5000);
+    client c;
+    char text[16];
+    size_t size = 0;
+    enter(&c, s, 0);
+    put(&c, "a", "0123456789", 10);
+    memset(text, 0x77, sizeof text);
+    CHECK(try_get(&c, "a", text, 4, &size, 1000) != FSDP_OK);
+    for (int i = 4; i < 16; i++) CHECK_EQ_INT(text[i], 0x77);
+    CHECK(try_get(&c, "a", NULL, 0, &size, 1000) != FSDP_OK);
+    get_text(&c, "a", "0123456789");
+    no_verdict(&c);
+    fsdpi_store_close(c.store);
+}
+
+/* All wait before it is set; who has waited longer than its deadline is not served any more. */
+static void waits_for_key(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    char text[16];
+    size_t size = 0;
+    enter(&c, s, rank);
+    if (rank == 0) usleep(120000), put(&c, "late", "here", 4);
+    if (rank == 1) {
+        CHECK_STATUS(try_get(&c, "late", text, 16, &size, 40), FSDP_ERR_TIMEOUT);
+        exchange(&c, 0, "still"); /* the answer comes to nobody later */
+    }
+    get_text(&c, "late", "here");
+    leave(&c, s, world);
+}
+TEST(store_keys, get_before_set) {
+    run(make_setup(AT_HOST, 4, 0, 20000), waits_for_key);
+    run(make_setup(AT_IPV4, 32, 1, 20000), waits_for_key);
+}
+
+/* Several threads of one rank: their requests do not wait for one another. */
+typedef struct {
+    client *c;
+    int index, world;
+} lane;
+
+static void *lane_main(void *arg) {
+    lane *l = (lane *)arg;
+    char key[40], value[40];
+    for (int i = 0; i < 50; i++) {
+        int peer = (l->c->rank + 1) % l->world;
+        snprintf(key, sizeof key, "%d/%d/%d", l->c->rank, l->index, i);
+        snprintf(value, sizeof value, "value %d %d", l->index, i);
+        put(l->c, key, value, strlen(value));
+        snprintf(key, sizeof key, "%d/%d/%d", peer, l->index, i);
+        get_text(l->c, key, value);
+        if (i % 10 == 9) CHECK_OK(fsdpi_store_delete(l->c->store, key));
+    }
+    return NULL;
+}
+
+static void many_threads(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    pthread_t thread[6];
+    lane lanes[6];
+    enter(&c, s, rank);
+    for (int i = 0; i < 6; i++) {
+        lanes[i].c = &c, lanes[i].index = i, lanes[i].world = world;
+        CHECK_EQ_INT(pthread_create(&thread[i], NULL, lane_main, &lanes[i]), 0);
+    }
+    for (int i = 0; i < 6; i++) pthread_join(thread[i], NULL);
+    no_verdict(&c);
+    leave(&c, s, world);
+}
+TEST(store_keys, several_threads_of_a_rank) {
+    run(make_setup(AT_HOST, 2, 0, 20000), many_threads);
+    run(make_setup(AT_IPV4, 3, 1, 20000), many_threads);
+}
+
+TEST(store_keys, thousands_of_keys) {
+    setup *s = make_setup(AT_HOST, 1, 0, 20000);
+    client c;
+    char key[40];
+    int count = W_SLOW ? 1000 : 4000;
+    int64_t start = h_now_ms();
+    enter(&c, s, 0);
+    for (int i = 0; i < count; i++)
+        snprintf(key, sizeof key, "key-%d", i), put(&c, key, key, strlen(key));
+    for (int i = 0; i < count; i += 7)
+        snprintf(key, sizeof key, "key-%d", i), get_text(&c, key, key);
+    for (int i = 0; i < count; i++) {
+        snprintf(key, sizeof key, "key-%d", i);
+        CHECK_OK(fsdpi_store_delete(c.store, key));
+    }
+    h_message("%d keys set, read and deleted in %lld ms", count, (long long)(h_now_ms() - start));
+    within(start, 4000);
+    fsdpi_store_close(c.store);
+}
+
+/* 1 GiB in all, and not a byte more; what is deleted is free again. */
+TEST_TIMEOUT(long_store, total_is_bounded, 120) {
+    setup *s = make_setup(AT_HOST, 1, 0, 60000);
+    client c;
+    char key[40];
+    unsigned char *value = (unsigned char *)calloc(1, 16 * MIB);
+    fsdp_status status = FSDP_OK;
+    int count = 0;
+    CHECK(value);
+    enter(&c, s, 0);
+    for (; count < 80 && !status; count++) {
+        snprintf(key, sizeof key, "big-%d", count);
+        status = fsdpi_store_set(c.store, key, value, 16 * MIB);
+    }
+    CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
+    CHECK_MSG(count >= 60 && count <= 65, "refused after %d values of 16 MiB", count);
+    no_verdict(&c);
+    CHECK_OK(fsdpi_store_delete(c.store, "big-0"));
+    put(&c, "again", value, 15 * MIB);
+    fsdpi_store_close(c.store);
+    free(value);
+}
+
+/* ---- ranks that are refused ------------------------------------------------------------------ */
+
+typedef struct {
+    const char *name;
+    int at, threads;
+} where;
+static const where wheres[] = {
+    {"host", AT_HOST, 0}, {"tcp", AT_IPV4, 0}, {"file", AT_FILE, 0}, {"tcp/threads", AT_IPV4, 1}};
+
+/* Rank 2 says that it is one of 4: all are told, as nobody can know who is right. */
+static void other_size(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    int64_t start = h_now_ms();
+    if (rank == 2) usleep(50000);
+    CHECK_STATUS(open_as(&c, s, rank, rank == 2 ? 4 : world), FSDP_ERR_MISMATCH);
+    says(c.error, "rank 2");
+    says(c.error, "4");
+    says(c.error, "3");
+    says(c.error, "world size");
+    within(start, 1000);
+}
+TEST_P(store_refused, other_world_size, wheres) {
+    run(make_setup(row->at, 3, row->threads, 5000), other_size);
+}
+
+/* Processes 1 and 2 both say that they are rank 1: the second one is refused. Then rank 2 comes. */
+static void twice(int process, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    (void)world;
+    if (process == 3) await_flag(&s->flags[0], 1);
+    fsdp_status status = open_as(&c, s, process == 0 ? 0 : process == 3 ? 2 : 1, 3);
+    if (status) {
+        CHECK_STATUS(status, FSDP_ERR_INVALID_ARG);
+        says(c.error, "rank 1 has joined already");
+        raise_flag(&s->flags[0]);
+        return;
+    }
+    exchange(&c, 3, "a");
+    leave(&c, s, 3);
+}
+TEST_P(store_refused, rank_twice, wheres) {
+    setup *s = make_setup(row->at, 4, row->threads, 5000);
+    run(s, twice);
+    CHECK_EQ_INT(s->flags[0], 1);
+}
+
+/* The last process has another token: it finds no server of its job, and disturbs nobody. */
+static void other_token(int process, int world, void *arg) {
+    setup *s = (setup *)arg, mine = *s;
+    client c;
+    int wrong = process == world - 1, fewer = world - 1;
+    if (!s->extra) setenv("FSDP_TOKEN", wrong ? "wrong" : "right", 1);
+    else if (wrong) snprintf(mine.job, sizeof mine.job, "another");
+    if (wrong) await_flag(&s->flags[0], fewer), mine.timeout_ms = 250;
+    fsdp_status status = open_as(&c, &mine, wrong ? 1 : process, fewer);
+    if (wrong) {
+        CHECK_MSG(status, "a wrong token was let in");
+        says(c.error, "token");
+        raise_flag(&s->flags[1]);
+        return;
+    }
+    CHECK_MSG(!status, "%s", c.error);
+    exchange(&c, fewer, "a");
+    raise_flag(&s->flags[0]);
+    await_flag(&s->flags[1], 1);
+    exchange(&c, fewer, "b");
+    no_verdict(&c);
+    leave(&c, s, fewer);
+}
+TEST(store_refused, wrong_token) { run(make_setup(AT_IPV4, 4, 0, 20000), other_token); }
+TEST(store_refused, wrong_job) {
+    setup *s = make_setup(AT_IPV4, 4, 0, 20000);
+    s->extra = s;
+    run(s, other_token);
+}
+
+/* ---- ports that are taken -------------------------------------------------------------------- */
+
+/* Two jobs of two ranks with one address: each finds itself. */
+static void two_jobs(int process, int world, void *arg) {
+    setup *s = (setup *)arg, mine = *s;
+    client c;
+    (void)world;
+    snprintf(mine.job, sizeof mine.job, "%.50s-%c", s->job, process & 1 ? 'b' : 'a');
+    if (s->extra) usleep((useconds_t)(process * 30000)); /* else all at once */
+    enter(&c, &mine, process / 2);
+    exchange(&c, mine.world, process & 1 ? "b" : "a");
+    no_verdict(&c);
+    leave(&c, s, 4);
+}
+static const where jobs[] = {{"tcp/at_once", AT_IPV4, 0},
+                             {"tcp/one_by_one", AT_IPV4, 1},
+                             {"ipv6/one_by_one", AT_IPV6, 1},
+                             {"host/at_once", AT_HOST, 0}};
+TEST_P(store_ports, two_jobs, jobs) {
+    setup *s = make_setup(row->at, 4, 0, 15000);
+    s->world = 2;
+    s->extra = row->threads ? s : NULL;
+    h_ranks_proc(4, two_jobs, s);
+}
+
+/* Who sits on the port already. */
+enum { SILENT, GARBAGE, ECHO, CLOSES, RESETS, HTTP, FULL, KINDS };
+typedef struct {
+    int kind, fd;
+} squatter;
+
+static int listen_at(int port) {
+    struct sockaddr_in a;
+    int one = 1, fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    memset(&a, 0, sizeof a);
+    a.sin_family = AF_INET, a.sin_port = htons((uint16_t)port);
+    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &one, sizeof one);
+    CHECK(!bind(fd, (struct sockaddr *)&a, sizeof a));
+    return fd;
+}
+
+static void reset_close(int fd) {
+    struct linger l = {1, 0};
+    setsockopt(fd, SOL_SOCKET, SO_LINGER, &l, sizeof l);
+    close(fd);
+}
+
+static void squat_once(squatter *q, int *fds, int *count, uint64_t *seed) {
+    static const char http[] = "HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\n\r\n";
+    char text[512];
+    struct pollfd p = {q->fd, POLLIN, 0};
+    if (poll(&p, 1, 5) > 0 && *count < 64) {
+        int fd = accept4(q->fd, NULL, NULL, SOCK_CLOEXEC | SOCK_NONBLOCK);
+        if (fd >= 0) fds[(*count)++] = fd;
+    }
+    for (int i = 0; i < *count; i++) {
+        ssize_t done = 0, got = recv(fds[i], text, sizeof text, 0);
+        if (q->kind == ECHO && got > 0) done = send(fds[i], text, (size_t)got, MSG_NOSIGNAL);
+        if (q->kind == HTTP && got > 0) done = send(fds[i], http, sizeof http - 1, MSG_NOSIGNAL);
+        for (size_t k = 0; q->kind == GARBAGE && k < sizeof text; k++)
+            text[k] = (char)h_rand64(seed);
+        if (q->kind == GARBAGE) done = send(fds[i], text, sizeof text, MSG_NOSIGNAL);
+        (void)done;
+        if (q->kind == RESETS) reset_close(fds[i]);
+        if (q->kind == CLOSES) close(fds[i]);
+        if (q->kind == RESETS || q->kind == CLOSES) fds[i--] = fds[--*count];
+    }
+}
+
+static void squat(setup *s) {
+    squatter q;
+    int fds[64], count = 0;
+    uint64_t seed = h_seed();
+    q.kind = s->squatter, q.fd = listen_at(s->port);
+    CHECK(!listen(q.fd, q.kind == FULL ? 0 : 64));
+    for (int i = 0; i < 3 && q.kind == FULL; i++) { /* nobody else gets through */
+        struct sockaddr_in a;
+        socklen_t size = sizeof a;
+        int fd = socket(AF_INET, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0);
+        CHECK(!getsockname(q.fd, (struct sockaddr *)&a, &size));
+        (void)connect(fd, (struct sockaddr *)&a, sizeof a);
+    }
+    raise_flag(&s->up);
+    while (!__atomic_load_n(&s->down, __ATOMIC_SEQ_CST)) {
+        if (q.kind == FULL) usleep(1000);
+        else squat_once(&q, fds, &count, &seed);
+    }
+}
+
+static void meets_in_time(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    int64_t start = h_now_ms();
+    client c;
+    enter(&c, s, rank);
+    if (rank == 0) h_message("rank 0 was in after %lld ms", (long long)(h_now_ms() - start));
+    within(start, 4000);
+    exchange(&c, world, "a");
+    no_verdict(&c);
+    leave(&c, s, world);
+}
+
+static const struct {
+    const char *name;
+    int kind;
+} squatters[] = {{"garbage", GARBAGE}, {"closes", CLOSES}, {"resets", RESETS}},
+  more_squatters[] = {{"silent", SILENT}, {"echo", ECHO}, {"http", HTTP}, {"full", FULL}};
+static void port_is_taken(int kind) {
+    setup *s = make_setup(AT_IPV4, 3, 0, 15000);
+    s->squatter = kind;
+    pid_t pid = aside(squat, s);
+    run(s, meets_in_time);
+    aside_ends(s, pid);
+}
+TEST_P(store_ports, port_is_taken, squatters) { port_is_taken(row->kind); }
+TEST_P(long_store, port_is_taken, more_squatters) { port_is_taken(row->kind); }
+
+/* torchrun's own store is on the port, and says so: nobody tries it. */
+TEST(store_ports, port_of_torchrun) {
+    char port[16];
+    setup *s = make_setup(AT_IPV4, 3, 0, 15000);
+    setenv("TORCHELASTIC_USE_AGENT_STORE", "True", 1);
+    setenv("MASTER_PORT", (snprintf(port, sizeof port, "%d", s->port), port), 1);
+    s->squatter = SILENT;
+    pid_t pid = aside(squat, s);
+    run(s, meets_in_time);
+    aside_ends(s, pid);
+    run(s, meets_in_time); /* free or not */
+}
+
+/* ---- a launcher serves ----------------------------------------------------------------------- */
+
+static fsdpi_store_server *serve(setup *s, int world) {
+    fsdpi_store_server *server = NULL;
+    fsdpi_store_desc d = make_desc(s, -1, world);
+    char error[1024] = "";
+    fsdp_status status = fsdpi_store_serve(&d, &server, error, sizeof error);
+    CHECK_MSG(!status, "%s: %s", fsdp_status_name(status), error);
+    return server;
+}
+
+static void serves_aside(setup *s) {
+    fsdpi_store_server *server = serve(s, s->world);
+    s->served_at = fsdpi_store_port(server);
+    raise_flag(&s->up);
+    await_flag(&s->down, 1);
+    fsdpi_store_stop(server);
+}
+
+static const where serves[] = {{"host", AT_HOST, 0},
+                               {"tcp", AT_IPV4, 0},
+                               {"ipv6", AT_IPV6, 0},
+                               {"file", AT_FILE, 0},
+                               {"tcp/threads", AT_IPV4, 1}};
+TEST_P(store_launcher, serves, serves) {
+    setup *s = make_setup(row->at, 3, row->threads, 10000);
+    for (int round = 0; round < 3; round++) { /* incarnations of one job, one after the other */
+        pid_t pid = aside(serves_aside, s);
+        if (s->port) CHECK_EQ_INT(s->served_at, s->port);
+        run(s, meets);
+        aside_ends(s, pid);
+    }
+}
+
+TEST(long_store, launcher_finds_port_taken) {
+    setup *s = make_setup(AT_IPV4, 3, 0, 10000);
+    setup *q = make_setup(AT_IPV4, 0, 0, 0);
+    q->port = s->port, q->squatter = SILENT;
+    pid_t squatter_pid = aside(squat, q), pid = aside(serves_aside, s);
+    CHECK(s->served_at > s->port && s->served_at <= s->port + 16);
+    run(s, meets_in_time);
+    aside_ends(s, pid);
+    aside_ends(q, squatter_pid);
+}
+
+/* ---- ranks that are lost --------------------------------------------------------------------- */
+
+enum { KILLED, EXITED };
+typedef struct {
+    const char *name;
+    int at, victim, how, launcher;
+} death;
+static const death deaths[] = {
+    {"host/kill/rank=2", AT_HOST, 2, KILLED, 0},     {"tcp/kill/rank=1", AT_IPV4, 1, KILLED, 0},
+    {"tcp/exit/rank=3", AT_IPV4, 3, EXITED, 0},      {"tcp/kill/rank=0", AT_IPV4, 0, KILLED, 0},
+    {"launcher/kill/rank=0", AT_IPV4, 0, KILLED, 1},
+};
+static const death more_deaths[] = {
+    {"host/kill/rank=0", AT_HOST, 0, KILLED, 0},     {"file/kill/rank=3", AT_FILE, 3, KILLED, 0},
+    {"ipv6/kill/rank=1", AT_IPV6, 1, KILLED, 0},     {"host/exit/rank=1", AT_HOST, 1, EXITED, 0},
+    {"file/kill/rank=0", AT_FILE, 0, KILLED, 0},     {"tcp/exit/rank=0", AT_IPV4, 0, EXITED, 0},
+    {"launcher/kill/rank=2", AT_HOST, 2, KILLED, 1},
+};
+
+static const char *const OPERATION = "all_gather of 'h.3' (forward, op 17)";
+
+/* Until the store knows what the victim does. */
+static void await_beat(client *c, int rank, const char *text) {
+    fsdpi_store_peer p;
+    int64_t start = h_now_ms();
+    do {
+        memset(&p, 0, sizeof p);
+        CHECK_OK(fsdpi_store_ask(c->store, rank, &p, 2000 * MS));
+        within(start, 1500);
+        usleep(2000);
+    } while (strcmp(p.text, text) != 0);
+    CHECK_EQ_INT(p.state, FSDPI_STORE_JOINED);
+}
+
+static void same_verdicts(const setup *s, int but) {
+    const fsdpi_verdict *first = NULL;
+    for (int r = 0; r < s->world; r++) {
+        const fsdpi_verdict *v = &s->verdicts[r];
+        if (r == but) continue;
+        if (!first) first = v;
+        CHECK_MSG(v->status && v->status == first->status && v->rank == first->rank &&
+                      !strcmp(v->subject, first->subject) && !strcmp(v->reason, first->reason),
+                  "rank %d has status %d, '%s', '%s'; another one has %d, '%s', '%s'", r,
+                  (int)v->status, v->subject, v->reason, (int)first->status, first->subject,
+                  first->reason);
+    }
+}
+
+/* After a verdict every call returns its status, at once. */
+static void all_calls_fail(client *c, fsdp_status status) {
+    char text[8];
+    size_t size;
+    fsdpi_store_peer p;
+    int64_t start = h_now_ms();
+    CHECK_STATUS(fsdpi_store_set(c->store, "k", "v", 1), status);
+    CHECK_STATUS(try_get(c, "k", text, 8, &size, 5000), status);
+    CHECK_STATUS(fsdpi_store_delete(c->store, "k"), status);
+    CHECK_STATUS(fsdpi_store_ask(c->store, 0, &p, 5000 * MS), status);
+    fsdpi_store_abort(c->store, FSDP_ERR_INTERNAL, "later", "too late");
+    within(start, 150);
+    CHECK_EQ_INT(await_verdict(c, 0).status, status); /* the first one stands */
+    CHECK(__atomic_load_n(&c->events, __ATOMIC_SEQ_CST) > 0);
+}
+
+static void *blocked_get(void *arg) {
+    client *c = (client *)arg;
+    char text[8];
+    size_t size;
+    fsdp_status status = try_get(c, "never", text, 8, &size, 30000);
+    CHECK_STATUS(status, await_verdict(c, 0).status);
+    return NULL;
+}
+
+static void loses_one(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    const death *d = (const death *)s->extra;
+    pthread_t waiter;
+    client c;
+    enter(&c, s, rank);
+    does(&c, 1, OPERATION);
+    exchange(&c, world, "a");
+    if (d->victim != 0 || d->launcher) await_beat(&c, d->victim, OPERATION);
+    CHECK_EQ_INT(pthread_create(&waiter, NULL, blocked_get, &c), 0);
+    gather_at(s, 0);
+    if (rank == d->victim) {
+        usleep(20000);
+        s->when = h_now_ms();
+        h_shared->state[rank + 1] = H_DIES;
+        if (d->how == KILLED) h_die(SIGKILL);
+        _exit(0);
+    }
+    s->verdicts[rank] = await_verdict(&c, 30000);
+    within(s->when, 1000);
+    pthread_join(waiter, NULL);
+    within(s->when, 1000);
+    all_calls_fail(&c, FSDP_ERR_PEER_LOST);
+    fsdpi_store_close(c.store);
+    within(s->when, 1500);
+}
+static void one_dies(const death *row) {
+    setup *s = make_setup(row->at, 4, 0, 20000);
+    pid_t pid = row->launcher ? aside(serves_aside, s) : 0;
+    char who[16];
+    s->extra = row;
+    run(s, loses_one);
+    same_verdicts(s, row->victim);
+    const fsdpi_verdict *v = &s->verdicts[row->victim ? 0 : 1];
+    snprintf(who, sizeof who, "rank %d", row->victim);
+    CHECK_EQ_INT(v->status, FSDP_ERR_PEER_LOST);
+    CHECK_EQ_INT(v->rank, -1);
+    says(v->reason, who);
+    if (row->victim || pid) says(v->reason, OPERATION), says(v->reason, "it was in");
+    else says(v->reason, "store");
+    if (pid) aside_ends(s, pid);
+}
+
+TEST_P(store_lost, one_dies, deaths) { one_dies(row); }
+TEST_P(long_store, one_dies, more_deaths) { one_dies(row); }
+
+/* The process that serves on behalf of the ranks dies. */
+static void loses_launcher(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    if (rank == world - 1) {
+        fsdpi_store_server *server = serve(s, world - 1);
+        raise_flag(&s->flags[0]);
+        await_flag(&s->flags[1], world - 1);
+        s->when = h_now_ms();
+        CHECK(server != NULL);
+        h_die(SIGKILL);
+    }
+    await_flag(&s->flags[0], 1);
+    CHECK_OK(open_as(&c, s, rank, world - 1));
+    raise_flag(&s->flags[1]);
+    s->verdicts[rank] = await_verdict(&c, 20000);
+    within(s->when, 1000);
+    says(s->verdicts[rank].reason, "launcher");
+    CHECK_EQ_INT(s->verdicts[rank].status, FSDP_ERR_PEER_LOST);
+    all_calls_fail(&c, FSDP_ERR_PEER_LOST);
+    fsdpi_store_close(c.store);
+}
+TEST(store_lost, launcher_dies) {
+    setup *s = make_setup(AT_IPV4, 4, 0, 20000);
+    run(s, loses_launcher);
+    same_verdicts(s, 3);
+}
+
+/* Two die at once: one verdict, about one of them. */
+static void loses_two(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    enter(&c, s, rank);
+    exchange(&c, world, "a");
+    gather_at(s, 0);
+    if (rank >= world - 2) h_die(SIGKILL);
+    s->verdicts[rank] = await_verdict(&c, 1500);
+    fsdpi_store_close(c.store);
+}
+TEST(store_lost, two_die_at_once) {
+    for (int i = 0; i < 3; i++) {
+        setup *s = make_setup(i & 1 ? AT_IPV4 : AT_HOST, 6, 0, 20000);
+        run(s, loses_two);
+        s->world = 4;
+        same_verdicts(s, -1);
+        CHECK(strstr(s->verdicts[0].reason, "rank 4") || strstr(s->verdicts[0].reason, "rank 5"));
+    }
+}
+
+/* Orderly ends, in any order: no verdict, and it can be seen who has left. */
+static void leaves(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    int leaver = *(const int *)s->extra;
+    client c;
+    int64_t start;
+    enter(&c, s, rank);
+    exchange(&c, world, "a");
+    for (int r = 0; r < world; r++) CHECK(!fsdpi_store_has_left(c.store, r));
+    gather_at(s, 0);
+    if (rank == leaver) {
+        fsdpi_store_close(c.store);
+        raise_flag(&s->flags[1]);
+        return;
+    }
+    await_flag(&s->flags[1], 1);
+    start = h_now_ms();
+    while (!fsdpi_store_has_left(c.store, leaver)) within(start, 500), usleep(300);
+    CHECK(__atomic_load_n(&c.events, __ATOMIC_SEQ_CST) > 0);
+    for (int r = 0; r < world; r++) CHECK_EQ_INT(fsdpi_store_has_left(c.store, r), r == leaver);
+    if (leaver) {
+        fsdpi_store_peer p;
+        CHECK_OK(fsdpi_store_ask(c.store, leaver, &p, 1000 * MS));
+        CHECK_EQ_INT(p.state, FSDPI_STORE_LEFT);
+        put(&c, "after", "x", 1), get_text(&c, "after", "x");
+    } else { /* the server has gone: no store any more, but no verdict either */
+        char text[8];
+        size_t size;
+        start = h_now_ms();
+        CHECK(try_get(&c, "a/0", text, 8, &size, 5000) != FSDP_OK);
+        CHECK(fsdpi_store_set(c.store, "x", "y", 1) != FSDP_OK);
+        within(start, 300);
+    }
+    usleep(100000);
+    no_verdict(&c);
+    fsdpi_store_close(c.store);
+}
+static const struct {
+    const char *name;
+    int at, threads, leaver;
+} leavers[] = {{"host/rank=1", AT_HOST, 0, 1},        {"host/rank=0", AT_HOST, 0, 0},
+               {"tcp/rank=2", AT_IPV4, 0, 2},         {"tcp/rank=0", AT_IPV4, 0, 0},
+               {"tcp/rank=0/threads", AT_IPV4, 1, 0}, {"host/rank=2/threads", AT_HOST, 1, 2},
+               {"file/rank=0/threads", AT_FILE, 1, 0}};
+TEST_P(store_lost, one_leaves, leavers) {
+    setup *s = make_setup(row->at, 4, row->threads, 20000);
+    s->extra = &row->leaver;
+    run(s, leaves);
+}
+
+/* After the server has gone, an abort stands at least here, and nobody waits. */
+static void abort_without_server(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    enter(&c, s, rank);
+    exchange(&c, world, "a");
+    gather_at(s, 0);
+    if (rank == 0) {
+        fsdpi_store_close(c.store);
+        raise_flag(&s->flags[1]);
+        return;
+    }
+    await_flag(&s->flags[1], 1);
+    usleep(20000);
+    int64_t start = h_now_ms();
+    fsdpi_store_abort(c.store, FSDP_ERR_ABORTED, "step 3", "enough");
+    within(start, 300);
+    fsdpi_verdict v = await_verdict(&c, 0);
+    CHECK_EQ_INT(v.status, FSDP_ERR_ABORTED);
+    CHECK_EQ_INT(v.rank, rank);
+    CHECK_EQ_STR(v.reason, "enough");
+    CHECK_EQ_STR(v.subject, "step 3");
+    fsdpi_store_close(c.store);
+}
+TEST(store_abort, server_has_left) {
+    run(make_setup(AT_HOST, 3, 0, 20000), abort_without_server);
+    run(make_setup(AT_IPV4, 3, 1, 20000), abort_without_server);
+}
+
+/* SIGSTOP of the server: nobody hears of anything, but no call waits long. */
+static void stopped_server(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    char text[8];
+    size_t size;
+    fsdpi_store_peer p;
+    enter(&c, s, rank);
+    exchange(&c, world, "a");
+    gather_at(s, 0);
+    if (rank == 0) { /* it is stopped by rank 1, and learns of it afterwards */
+        s->verdicts[0] = await_verdict(&c, 20000);
+        fsdpi_store_close(c.store);
+        return;
+    }
+    if (rank == 1) kill(s->pids[0], SIGSTOP), raise_flag(&s->flags[1]);
+    await_flag(&s->flags[1], 1);
+    usleep(10000);
+    int64_t start = h_now_ms();
+    CHECK_STATUS(try_get(&c, "never", text, 8, &size, 100), FSDP_ERR_TIMEOUT);
+    within(start, 500);
+    start = h_now_ms();
+    CHECK_STATUS(fsdpi_store_ask(c.store, 0, &p, 100 * MS), FSDP_ERR_TIMEOUT);
+    within(start, 300);
+    raise_flag(&s->flags[2]);
+    await_flag(&s->flags[2], world - 1);
+    start = h_now_ms();
+    fsdpi_store_abort(c.store, FSDP_ERR_TIMEOUT, "all_gather", "rank 0 has not come");
+    within(start, 300);
+    s->verdicts[rank] = await_verdict(&c, 0);
+    CHECK_EQ_INT(s->verdicts[rank].status, FSDP_ERR_TIMEOUT);
+    CHECK_EQ_STR(s->verdicts[rank].reason, "rank 0 has not come");
+    start = h_now_ms();
+    fsdpi_store_close(c.store);
+    within(start, 600);
+    raise_flag(&s->flags[3]);
+    if (rank == 1) await_flag(&s->flags[3], world - 1), kill(s->pids[0], SIGCONT);
+}
+TEST(store_abort, server_is_stopped) {
+    setup *s = make_setup(AT_IPV4, 3, 0, 20000);
+    run(s, stopped_server);
+    CHECK(s->verdicts[0].status);
+}
+
+/* ---- verdicts -------------------------------------------------------------------------------- */
+
+typedef struct {
+    const char *name;
+    int at, world, threads, aborts;
+} abortion;
+static const abortion abortions[] = {
+    {"host/one", AT_HOST, 4, 0, 1},          {"host/two", AT_HOST, 4, 0, 2},
+    {"host/all", AT_HOST, 4, 0, 4},          {"tcp/two", AT_IPV4, 4, 0, 2},
+    {"tcp/all/threads", AT_IPV4, 16, 1, 16}, {"host/two/threads", AT_HOST, 8, 1, 2},
+    {"file/all", AT_FILE, 3, 0, 3},
+};
+
+static void aborts(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    const abortion *a = (const abortion *)s->extra;
+    pthread_t waiter;
+    client c;
+    enter(&c, s, rank);
+    exchange(&c, world, "a");
+    CHECK_EQ_INT(pthread_create(&waiter, NULL, blocked_get, &c), 0);
+    gather_at(s, 0);
+    if (rank >= world - a->aborts) {
+        char subject[400], reason[1200];
+        snprintf(subject, sizeof subject, "step of rank %d", rank);
+        snprintf(reason, sizeof reason, "rank %d: out of data", rank);
+        if (rank == world - 2) memset(subject, 's', 399), subject[399] = 0; /* too long */
+        if (rank == world - 2) memset(reason, 'r', 1199), reason[1199] = 0;
+        int64_t start = h_now_ms();
+        fsdpi_store_abort(c.store, FSDP_ERR_ABORTED, subject, reason);
+        within(start, 250);
+        CHECK(fsdpi_store_verdict(c.store, &s->verdicts[rank])); /* one stands on return */
+    }
+    s->verdicts[rank] = await_verdict(&c, 500);
+    pthread_join(waiter, NULL);
+    all_calls_fail(&c, FSDP_ERR_ABORTED);
+    fsdpi_store_close(c.store);
+}
+TEST_P(store_abort, told_to_all, abortions) {
+    for (int round = 0; round < (row->aborts > 1 ? 3 : 1); round++) {
+        setup *s = make_setup(row->at, row->world, row->threads, 20000);
+        s->extra = row;
+        run(s, aborts);
+        same_verdicts(s, -1);
+        int who = s->verdicts[0].rank;
+        CHECK(who >= row->world - row->aborts && who < row->world);
+        CHECK(strlen(s->verdicts[0].reason) > 10 && strlen(s->verdicts[0].subject) > 10);
+    }
+}
+
+static void aborts_without_words(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    (void)world;
+    enter(&c, s, rank);
+    gather_at(s, 0);
+    if (rank) fsdpi_store_abort(c.store, FSDP_ERR_BACKEND, "", "");
+    s->verdicts[rank] = await_verdict(&c, 1000);
+    CHECK_EQ_INT(s->verdicts[rank].status, FSDP_ERR_BACKEND);
+    CHECK_EQ_STR(s->verdicts[rank].subject, "");
+    CHECK_EQ_STR(s->verdicts[rank].reason, "");
+    CHECK_EQ_INT(s->verdicts[rank].rank, 1);
+    fsdpi_store_close(c.store);
+}
+TEST(store_abort, empty_texts) { run(make_setup(AT_HOST, 2, 0, 20000), aborts_without_words); }
+
+/* Aborted by ranks that then close at once: the others have the verdict, not a lost rank. */
+static void aborts_and_goes(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    enter(&c, s, rank);
+    exchange(&c, world, "a");
+    gather_at(s, 0);
+    if (rank == *(const int *)s->extra) {
+        fsdpi_store_abort(c.store, FSDP_ERR_ABORTED, "step 3", "enough");
+        s->verdicts[rank] = await_verdict(&c, 0);
+        fsdpi_store_close(c.store);
+        h_shared->state[rank + 1] = H_DIES;
+        _exit(0);
+    }
+    s->verdicts[rank] = await_verdict(&c, 1000);
+    usleep(50000);
+    fsdpi_store_close(c.store);
+}
+TEST(store_abort, then_exits) {
+    static const int who[] = {0, 1, 2};
+    for (int i = 0; i < 6; i++) {
+        setup *s = make_setup(i < 3 ? AT_HOST : AT_IPV4, 3, 0, 20000);
+        s->extra = &who[i % 3];
+        run(s, aborts_and_goes);
+        same_verdicts(s, -1);
+        CHECK_EQ_STR(s->verdicts[0].reason, "enough");
+        CHECK_EQ_INT(s->verdicts[0].rank, i % 3);
+    }
+}
+
+/* ---- asking ---------------------------------------------------------------------------------- */
+
+static void asks(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    fsdpi_store_peer p;
+    client c;
+    char text[40], mine[40];
+    enter(&c, s, rank);
+    snprintf(mine, sizeof mine, "broadcast of 'u.%d'", rank);
+    does(&c, rank & 1, mine);
+    exchange(&c, world, "a");
+    for (int r = 0; r < world; r++) {
+        snprintf(text, sizeof text, "broadcast of 'u.%d'", r);
+        await_beat(&c, r, text);
+        CHECK_OK(fsdpi_store_ask(c.store, r, &p, 1000 * MS));
+        CHECK_EQ_INT(p.busy, r & 1);
+        CHECK_MSG(p.since_ns >= 4 * MS && p.since_ns < slack(800) * MS, "%lld",
+                  (long long)p.since_ns);
+        CHECK_MSG(p.silent_ns >= 0 && p.silent_ns < slack(600) * MS, "%lld",
+                  (long long)p.silent_ns);
+    }
+    CHECK_STATUS(fsdpi_store_ask(c.store, world, &p, 1000 * MS), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdpi_store_ask(c.store, -1, &p, 1000 * MS), FSDP_ERR_INVALID_ARG);
+    no_verdict(&c);
+    gather_at(s, 0);
+    fsdpi_store_close(c.store);
+}
+TEST(store_ask, what_others_do) {
+    run(make_setup(AT_HOST, 3, 0, 20000), asks);
+    run(make_setup(AT_IPV4, 8, 1, 20000), asks);
+}
+
+/* A stopped rank falls silent, and its time goes on. */
+static void asks_about_stopped(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    fsdpi_store_peer p;
+    client c;
+    enter(&c, s, rank);
+    does(&c, 1, OPERATION);
+    exchange(&c, world, "a");
+    if (rank == 0) {
+        await_beat(&c, 1, OPERATION);
+        kill(s->pids[1], SIGSTOP);
+        usleep(300000);
+        CHECK_OK(fsdpi_store_ask(c.store, 1, &p, 1000 * MS));
+        CHECK_MSG(p.silent_ns >= 150 * MS && p.silent_ns < slack(1200) * MS, "%lld",
+                  (long long)p.silent_ns);
+        CHECK_MSG(p.since_ns >= 150 * MS, "%lld", (long long)p.since_ns);
+        CHECK_EQ_INT(p.state, FSDPI_STORE_JOINED); /* silence alone is no verdict */
+        no_verdict(&c);
+        kill(s->pids[1], SIGCONT);
+    }
+    exchange(&c, world, "b");
+    leave(&c, s, world);
+}
+TEST(store_ask, silent_rank) { run(make_setup(AT_HOST, 2, 0, 20000), asks_about_stopped); }
+
+/* Without functions of the desc. */
+TEST(store_ask, no_callbacks) {
+    setup *s = make_setup(AT_HOST, 1, 0, 5000);
+    fsdpi_store_desc d = make_desc(s, 0, 1);
+    fsdpi_store *store = NULL;
+    fsdpi_store_peer p;
+    char error[256];
+    CHECK_OK(fsdpi_store_open(&d, &store, error, sizeof error));
+    usleep(300000);
+    CHECK_OK(fsdpi_store_ask(store, 0, &p, 1000 * MS));
+    CHECK_EQ_INT(p.state, FSDPI_STORE_JOINED);
+    fsdpi_store_abort(store, FSDP_ERR_ABORTED, "a", "b");
+    fsdpi_store_close(store);
+}
+
+/* ---- interfaces ------------------------------------------------------------------------------ */
+
+TEST(store_interface, chosen_by_name) {
+    static const struct {
+        const char *variable, *value, *address;
+    } rows[] = {{"FSDP_SOCKET_IFNAME", "lo", "127.0.0.1"},
+                {"GLOO_SOCKET_IFNAME", "lo", "127.0.0.1"},
+                {"FSDP_SOCKET_IFNAME", "nosuch0,lo", "127.0.0.1"},
+                {"FSDP_SOCKET_IFNAME", "^nosuch0", ""},
+                {"FSDP_SOCKET_IFNAME", "nosuch0", NULL},
+                {"GLOO_SOCKET_IFNAME", "nosuch0,nosuch1", NULL}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        setup *s = make_setup(AT_IPV4, 1, 0, 3000);
+        client c;
+        setenv(rows[i].variable, rows[i].value, 1);
+        fsdp_status status = open_as(&c, s, 0, 1);
+        unsetenv(rows[i].variable);
+        CHECK_MSG(status == (rows[i].address ? FSDP_OK : FSDP_ERR_INVALID_ARG), "%s=%s: %s (%s)",
+                  rows[i].variable, rows[i].value, fsdp_status_name(status), c.error);
+        if (status) {
+            says(c.error, rows[i].variable);
+            says(c.error, "nosuch0");
+            says(c.error, "lo"); /* there is */
+            continue;
+        }
+        is_numeric(fsdpi_store_address(c.store));
+        if (rows[i].address[0]) CHECK_EQ_STR(fsdpi_store_address(c.store), rows[i].address);
+        fsdpi_store_close(c.store);
+    }
+}
+
+/* ---- strangers ------------------------------------------------------------------------------- */
+/* Frames are written here once more, so that a mistake in the library's does not cancel out. */
+
+enum { HEADER = 24, HELLO_BYTES = 60 };
+enum {
+    OP_CHALLENGE = 1,
+    OP_HELLO,
+    OP_REPLY,
+    OP_REFUSED,
+    OP_SET,
+    OP_GET,
+    OP_DELETE,
+    OP_BEAT,
+    OP_ASK,
+    OP_ABORT,
+    OP_BYE,
+    OP_JOINED,
+    OP_LEFT,
+    OP_VERDICT,
+    OP_CLOSING
+};
+
+static void number(unsigned char *to, uint64_t value, int bytes) {
+    for (int i = 0; i < bytes; i++) to[i] = (unsigned char)(value >> (8 * i));
+}
+
+static uint64_t number_at(const unsigned char *from, int bytes) {
+    uint64_t value = 0;
+    for (int i = bytes; i-- > 0;) value = value << 8 | from[i];
+    return value;
+}
+
+static size_t header(unsigned char *to, int op, uint32_t id, uint64_t key_size, uint64_t size) {
+    memcpy(to, "FKV1", 4);
+    number(to + 4, (uint64_t)op, 2), number(to + 6, 0, 2), number(to + 8, id, 4);
+    number(to + 12, key_size, 4), number(to + 16, size, 8);
+    return HEADER;
+}
+
+static size_t frame(unsigned char *to, int op, uint32_t id, const char *key, const void *value,
+                    size_t size) {
+    size_t key_size = key ? strlen(key) : 0, at = header(to, op, id, key_size, size);
+    if (key_size) memcpy(to + at, key, key_size);
+    if (size) memcpy(to + at + key_size, value, size);
+    return at + key_size + size;
+}
+
+static size_t hello(unsigned char *to, const char *job, const unsigned char nonce[32], int version,
+                    int rank, int size) {
+    unsigned char value[HELLO_BYTES];
+    uint8_t token[32];
+    fsdpi_store_token(job, token);
+    fsdpi_hmac_sha256(token, 32, nonce, 32, value);
+    number(value + 32, (uint64_t)version, 4), number(value + 36, (uint64_t)(int64_t)rank, 4);
+    number(value + 40, (uint64_t)(int64_t)size, 4), number(value + 44, (uint64_t)(20000 * MS), 8),
+        number(value + 52, (uint64_t)(20000 * MS), 8);
+    return frame(to, OP_HELLO, 1, NULL, value, sizeof value);
+}
+
+static int raw_connect(int port) {
+    struct sockaddr_in a;
+    struct timeval limit = {3, 0};
+    int fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    memset(&a, 0, sizeof a);
+    a.sin_family = AF_INET, a.sin_port = htons((uint16_t)port);
+    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    if (fd < 0) return -1;
+    setsockopt(fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    setsockopt(fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+    if (!connect(fd, (struct sockaddr *)&a, sizeof a)) return fd;
+    close(fd);
+    return -1;
+}
+
+static void raw_send(int fd, const void *data, size_t size) {
+    ssize_t done = send(fd, data, size, MSG_NOSIGNAL);
+    (void)done; /* the other side may have closed already */
+}
+
+/* 1: all of it came. */
+static int raw_read(int fd, void *to, size_t size) {
+    for (size_t at = 0; at < size;) {
+        ssize_t got = recv(fd, (char *)to + at, size - at, 0);
+        if (got <= 0) return 0;
+        at += (size_t)got;
+    }
+    return 1;
+}
+
+/* The next frame's op, its value cut to what `value` holds; 0: the connection has ended. */
+static int raw_frame(int fd, char *value, size_t cap, int *flags) {
+    unsigned char head[HEADER];
+    char byte;
+    if (!raw_read(fd, head, HEADER)) return 0;
+    CHECK(!memcmp(head, "FKV1", 4));
+    uint64_t size = number_at(head + 12, 4) + number_at(head + 16, 8);
+    CHECK(size <= 16 * MIB);
+    for (uint64_t i = 0; i < size; i++) {
+        if (!raw_read(fd, &byte, 1)) return 0;
+        if (i < cap) value[i] = byte;
+    }
+    if (cap) value[size < cap ? size : cap - 1] = 0;
+    if (flags) *flags = (int)number_at(head + 6, 2);
+    return (int)number_at(head + 4, 2);
+}
+
+/* A connection that has said hello. */
+static int raw_member(const setup *s, const char *job, int version, int rank, int size) {
+    unsigned char nonce[32 + 1], out[HEADER + HELLO_BYTES];
+    int fd = -1;
+    for (int i = 0; fd < 0 && i < 3000; i++) { /* until there is a server */
+        fd = raw_connect(s->port);
+        if (fd < 0) usleep(1000);
+    }
+    CHECK(fd >= 0);
+    CHECK_EQ_INT(raw_frame(fd, (char *)nonce, sizeof nonce, NULL), OP_CHALLENGE);
+    raw_send(fd, out, hello(out, job, nonce, version, rank, size));
+    return fd;
+}
+
+enum {
+    A_GARBAGE,
+    A_HALF,
+    A_SLOW,
+    A_LENGTHS,
+    A_MANY,
+    A_RESETS,
+    A_FLOOD,
+    A_HTTP,
+    A_WRONG,
+    A_BARRAGE
+};
+enum { A_CONNS = 1000 };
+typedef struct {
+    const char *name;
+    int kind, late; /* late: rank 2 joins in the middle of it */
+} attack;
+static const attack attacks[] = {
+    {"garbage/late", A_GARBAGE, 1},   {"half_a_frame/late", A_HALF, 1},
+    {"slow_bytes/late", A_SLOW, 1},   {"thousand_connections/late", A_MANY, 1},
+    {"wrong_token/late", A_WRONG, 1}, {"barrage/late", A_BARRAGE, 1},
+    {"huge_lengths", A_LENGTHS, 0},   {"flood", A_FLOOD, 0},
+};
+static const attack more_attacks[] = {
+    {"garbage", A_GARBAGE, 0},           {"half_a_frame", A_HALF, 0}, {"slow_bytes", A_SLOW, 0},
+    {"thousand_connections", A_MANY, 0}, {"resets", A_RESETS, 0},     {"http", A_HTTP, 0},
+    {"wrong_token", A_WRONG, 0},
+};
+
+typedef struct {
+    int fd[A_CONNS], count, at[A_CONNS];
+    uint64_t seed;
+} raid;
+
+static void raid_drop(raid *r, int i) {
+    close(r->fd[i]);
+    r->fd[i] = r->fd[--r->count], r->at[i] = r->at[r->count];
+}
+
+static void raid_once(const setup *s, int kind, raid *r) {
+    static unsigned char block[65536];
+    unsigned char nonce[32] = {0}, whole[HEADER + HELLO_BYTES];
+    size_t size = hello(whole, "not this job", nonce, 1, 1, 3);
+    int held = kind == A_MANY ? A_CONNS : kind == A_SLOW ? 16 : kind == A_FLOOD ? 2 : 100;
+    int fd = r->count < held ? raw_connect(s->port) : -1;
+    if (fd >= 0) r->at[r->count] = 0, r->fd[r->count++] = fd;
+    for (int k = 0; k < HEADER && kind == A_GARBAGE; k += 8)
+        number(block + k, h_rand64(&r->seed), 8);
+    if (fd >= 0) switch (kind) {
+        case A_GARBAGE: raw_send(fd, block, 1 + h_rand64(&r->seed) % 4096); break;
+        case A_HALF: raw_send(fd, whole, size / 2); break;
+        case A_HTTP: raw_send(fd, "GET / HTTP/1.1\r\nHost: a\r\n\r\n", 28); break;
+        case A_WRONG: raw_send(fd, whole, size); break;
+        case A_LENGTHS: {
+            static const uint64_t lengths[] = {UINT64_MAX, (uint64_t)1 << 63, 16 * MIB,
+                                               16 * MIB + 1, 4096};
+            uint64_t pick = h_rand64(&r->seed);
+            size = header(whole, (int)(pick % 16), 1,
+                          pick & 16   ? 0xffffffff
+                          : pick & 32 ? 256
+                                      : 0,
+                          lengths[(pick >> 8) % 5]);
+            raw_send(fd, whole, size), raw_send(fd, block, 30);
+            break;
+        }
+        default: break;
+        }
+    for (int i = 0; i < r->count; i++) {
+        if (kind == A_SLOW && r->at[i] < (int)size) raw_send(r->fd[i], whole + r->at[i]++, 1);
+        if (kind == A_FLOOD) {
+            for (int k = 0; k < 65536; k += HEADER)
+                header(block + (k < 65512 ? k : 65512), OP_SET, 1, 0, 0);
+            if (send(r->fd[i], block, sizeof block, MSG_NOSIGNAL | MSG_DONTWAIT) < 0 &&
+                errno != EAGAIN)
+                raid_drop(r, i--);
+        }
+        if (kind == A_RESETS) reset_close(r->fd[i]), r->fd[i] = r->fd[--r->count], i--;
+        if (kind == A_BARRAGE) raid_drop(r, i--);
+    }
+    if ((kind == A_GARBAGE || kind == A_LENGTHS || kind == A_HTTP || kind == A_WRONG ||
+         kind == A_HALF) &&
+        r->count == held)
+        raid_drop(r, (int)(h_rand64(&r->seed) % (unsigned)held));
+    if (kind == A_SLOW || (kind == A_MANY && r->count == held)) usleep(1000);
+}
+
+static void raids(setup *s, int kind) {
+    static raid r;
+    struct rlimit files;
+    CHECK(!getrlimit(RLIMIT_NOFILE, &files));
+    files.rlim_cur = files.rlim_max;
+    (void)setrlimit(RLIMIT_NOFILE, &files);
+    r.seed = h_seed();
+    while (__atomic_load_n(&s->flags[1], __ATOMIC_SEQ_CST) < 3) {
+        raid_once(s, kind, &r);
+        raise_flag(&s->flags[5]);
+    }
+    while (r.count) raid_drop(&r, 0);
+}
+
+/* An allocator that knows its highest level. */
+typedef struct {
+    w_heap heap;
+    int64_t peak;
+} tide;
+static void *tide_alloc(size_t size, size_t align, void *user) {
+    tide *t = (tide *)user;
+    void *ptr = w_heap_alloc(size, align, &t->heap);
+    int64_t live = __atomic_load_n(&t->heap.live_bytes, __ATOMIC_SEQ_CST);
+    if (live > __atomic_load_n(&t->peak, __ATOMIC_SEQ_CST))
+        __atomic_store_n(&t->peak, live, __ATOMIC_SEQ_CST);
+    return ptr;
+}
+static void tide_free(void *ptr, size_t size, void *user) {
+    w_heap_free(ptr, size, &((tide *)user)->heap);
+}
+
+static void tide_use(tide *t, setup *s) {
+    memset(t, 0, sizeof *t);
+    t->heap.fail_at = -1;
+    s->allocator.alloc = tide_alloc, s->allocator.free = tide_free, s->allocator.user = t;
+}
+
+static void works_under_attack(client *c, setup *s, int rounds) {
+    char what[24];
+    for (int i = 0; i < rounds; i++) {
+        int64_t start = h_now_ms();
+        snprintf(what, sizeof what, "round %d", i);
+        exchange(c, 3, what);
+        int took = (int)(h_now_ms() - start), *worst = &s->flags[4];
+        if (took > __atomic_load_n(worst, __ATOMIC_SEQ_CST))
+            __atomic_store_n(worst, took, __ATOMIC_SEQ_CST);
+        usleep(1000);
+    }
+}
+
+static void attacked(int process, int world, void *arg) {
+    setup *s = (setup *)arg, mine;
+    const attack *a = (const attack *)s->extra;
+    client c;
+    tide t;
+    if (process == world - 1) {
+        await_flag(&s->flags[0], a->late ? 1 : 3);
+        raids(s, a->kind);
+        return;
+    }
+    if (process == 0) raise_flag(&s->flags[0]);
+    if (a->late && process == 2) await_flag(&s->flags[5], 50);
+    mine = *s, mine.world = 3;
+    tide_use(&t, &mine);
+    int64_t start = h_now_ms();
+    enter(&c, &mine, process);
+    if (a->late && process == 2) within(start, 2500);
+    if (process) raise_flag(&s->flags[0]);
+    works_under_attack(&c, s, 40);
+    no_verdict(&c);
+    raise_flag(&s->flags[1]);
+    await_flag(&s->flags[1], 3);
+    if (process == 0) {
+        int fds = count_fds();
+        long long peak = (long long)__atomic_load_n(&t.peak, __ATOMIC_SEQ_CST);
+        h_message("%d rounds of the attack; slowest exchange %d ms; %lld bytes at most, %d "
+                  "descriptors",
+                  __atomic_load_n(&s->flags[5], __ATOMIC_SEQ_CST), s->flags[4], peak, fds);
+        CHECK_MSG(peak < 1 * MIB, "%lld bytes", peak);
+        CHECK_MSG(fds < 160, "%d descriptors", fds);
+    }
+    raise_flag(&s->flags[2]);
+    await_flag(&s->flags[2], 3);
+    fsdpi_store_close(c.store);
+    CHECK_EQ_INT(t.heap.live, 0);
+}
+static void job_goes_on(const attack *row) {
+    setup *s = make_setup(AT_IPV4, 4, 0, 20000);
+    s->extra = row;
+    run(s, attacked);
+    CHECK_MSG(s->flags[4] < slack(1500), "an exchange took %d ms", s->flags[4]);
+}
+TEST_P(store_strangers, job_goes_on, attacks) { job_goes_on(row); }
+TEST_P(long_store, job_goes_on, more_attacks) { job_goes_on(row); }
+
+/* Who says nothing is sent away after 5 s. */
+TEST_TIMEOUT(long_store, silent_strangers_go, 60) {
+    setup *s = make_setup(AT_IPV4, 1, 0, 20000);
+    client c;
+    int fd[30], fds;
+    enter(&c, s, 0);
+    fds = count_fds();
+    for (int i = 0; i < 30; i++) CHECK((fd[i] = raw_connect(s->port)) >= 0);
+    usleep(100000);
+    CHECK(count_fds() >= fds + 60); /* both ends are here */
+    sleep(6);
+    CHECK_EQ_INT(count_fds(), fds + 30);
+    for (int i = 0; i < 30; i++) close(fd[i]);
+    get_text(&c, (put(&c, "a", "1", 1), "a"), "1");
+    fsdpi_store_close(c.store);
+}
+
+/* What a wrong hello is told. */
+TEST(store_refused, texts_on_the_wire) {
+    setup *s = make_setup(AT_IPV4, 1, 0, 5000);
+    static const struct {
+        int version, rank, size;
+        const char *says;
+    } rows[] = {{2, 0, 1, "version"}, {0, 0, 1, "version"}, {1, 0, 1, "joined already"}};
+    client c;
+    char text[600];
+    int flags, fd;
+    enter(&c, s, 0);
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) {
+        fd = raw_member(s, s->job, rows[i].version, rows[i].rank, rows[i].size);
+        CHECK_EQ_INT(raw_frame(fd, text, sizeof text, &flags), OP_REFUSED);
+        says(text, rows[i].says);
+        CHECK_EQ_INT(raw_frame(fd, text, sizeof text, &flags), 0); /* and closed */
+        close(fd);
+    }
+    fd = raw_member(s, "another job", 1, 0, 1);
+    CHECK_EQ_INT(raw_frame(fd, text, sizeof text, &flags), OP_REFUSED);
+    close(fd);
+    no_verdict(&c);
+    put(&c, "a", "1", 1), get_text(&c, "a", "1");
+    fsdpi_store_close(c.store);
+}
+
+/* Rank 1 is in, and dies before all have come: nobody waits to the end. */
+static void dies_while_others_wait(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    if (rank == 2) return;
+    if (rank == 1) {
+        int fd = raw_member(s, s->job, 1, 1, world);
+        CHECK_EQ_INT(raw_frame(fd, NULL, 0, NULL), OP_REPLY);
+        usleep(20000);
+        s->when = h_now_ms();
+        h_die(SIGKILL);
+    }
+    CHECK_STATUS(open_as(&c, s, rank, world), FSDP_ERR_PEER_LOST);
+    says(c.error, "rank 1 has died");
+    within(s->when, 1000);
+}
+TEST(store_lost, before_all_have_come) {
+    run(make_setup(AT_IPV4, 3, 0, 20000), dies_while_others_wait);
+}
+
+/* ---- members that behave badly --------------------------------------------------------------- */
+
+enum { B_GARBAGE, B_OPS, B_LENGTH, B_KEY, B_HALF, B_DEAF, B_GREEDY, B_SHORT, B_SLOW };
+typedef struct {
+    const char *name;
+    int kind;
+    const char *says;
+} badness;
+static const badness bad_members[] = {
+    {"garbage", B_GARBAGE, "rank 2 has sent"},
+    {"unknown_op", B_OPS, "rank 2 has sent"},
+    {"value_too_long", B_LENGTH, "rank 2 has sent"},
+    {"key_too_long", B_KEY, "rank 2 has sent"},
+    {"half_a_frame_then_end", B_HALF, "rank 2 has died"},
+    {"does_not_read", B_DEAF, NULL},
+    {"asks_without_reading", B_GREEDY, "rank 2 does not read"},
+    {"value_too_short", B_SHORT, "rank 2 has sent"},
+    {"slow", B_SLOW, NULL},
+};
+
+static void misbehave(setup *s, int kind) {
+    static unsigned char out[HEADER + 300 + MIB];
+    unsigned char number_8[8] = {255, 255, 255, 255, 0, 0, 0, 0};
+    char text[16], text_159[12 + 159];
+    int fd = raw_member(s, s->job, 1, 2, 3), op;
+    while ((op = raw_frame(fd, text, sizeof text, NULL)) != OP_JOINED) CHECK(op);
+    await_flag(&s->flags[0], 2);
+    for (size_t i = 0; i < 64; i++) out[i] = (unsigned char)(i * 37);
+    switch (kind) {
+    case B_GARBAGE: raw_send(fd, out, 64); break;
+    case B_OPS: raw_send(fd, out, frame(out, OP_CLOSING, 1, NULL, NULL, 0)); break;
+    case B_LENGTH: raw_send(fd, out, header(out, OP_SET, 1, 1, 16 * MIB + 1)); break;
+    case B_KEY: raw_send(fd, out, header(out, OP_SET, 1, 257, 1)); break;
+    case B_HALF:
+        raw_send(fd, out, frame(out, OP_SET, 1, "key", "value", 5) - 2), reset_close(fd);
+        break;
+    case B_SHORT: raw_send(fd, out, frame(out, OP_GET, 1, "key", "\1\2\3", 3)); break;
+    case B_DEAF: /* a value of 1 MiB that is asked for 200 times */
+        raw_send(fd, out, frame(out, OP_SET, 1, "big", out + HEADER + 3, MIB));
+        for (uint32_t i = 0; i < 200; i++)
+            raw_send(fd, out, frame(out, OP_GET, i, "big", number_8, 8));
+        break;
+    case B_GREEDY:
+        memset(text_159, 't', sizeof text_159); /* what is asked for has a long answer */
+        memset(text_159, 0, 12);
+        raw_send(fd, out, frame(out, OP_BEAT, 0, NULL, text_159, sizeof text_159));
+        for (size_t i = 0, at = 0; i<400000; i++, at = at> MIB - 100 ? 0 : at) {
+            at += frame(out + at, OP_ASK, 1, NULL, "\2\0\0", 4);
+            if (at > MIB - 100) raw_send(fd, out, at);
+        }
+        break;
+    case B_SLOW:
+        for (size_t i = 0, size = frame(out, OP_SET, 1, "slow", "x", 1); i < size; i++)
+            raw_send(fd, out + i, 1), usleep(2000);
+        break;
+    default: break;
+    }
+    await_flag(&s->flags[1], 2);
+    if (kind != B_HALF) close(fd);
+}
+
+static void with_bad_member(int rank, int world, void *arg) {
+    setup *s = (setup *)arg, mine = *s;
+    const badness *b = (const badness *)s->extra;
+    client c;
+    tide t;
+    (void)world;
+    if (rank == 2) {
+        misbehave(s, b->kind);
+        return;
+    }
+    tide_use(&t, &mine);
+    enter(&c, &mine, rank);
+    raise_flag(&s->flags[0]);
+    int64_t start = h_now_ms();
+    if (b->says) {
+        s->verdicts[rank] = await_verdict(&c, 2000);
+        CHECK_EQ_INT(s->verdicts[rank].status, FSDP_ERR_PEER_LOST);
+        says(s->verdicts[rank].reason, b->says);
+    } else {
+        for (int i = 0; i < 50; i++) {
+            start = h_now_ms();
+            put(&c, rank ? "a" : "b", "1", 1), get_text(&c, rank ? "b" : "a", "1");
+            within(start, 1500);
+        }
+        if (b->kind == B_SLOW) get_text(&c, "slow", "x");
+        no_verdict(&c);
+    }
+    long long peak = (long long)__atomic_load_n(&t.peak, __ATOMIC_SEQ_CST);
+    CHECK_MSG(peak < 150 * (long long)MIB, "%lld bytes", peak);
+    raise_flag(&s->flags[1]);
+    await_flag(&s->flags[1], 2);
+    fsdpi_store_close(c.store);
+    CHECK_EQ_INT(t.heap.live, 0);
+}
+TEST_P(store_strangers, bad_member, bad_members) {
+    setup *s = make_setup(AT_IPV4, 3, 0, 20000);
+    s->extra = row;
+    run(s, with_bad_member);
+}
+
+/* Several threads of a rank ask for much at a time, which is no crime. */
+static void *get_much(void *arg) {
+    client *c = (client *)arg;
+    size_t size = 0;
+    void *to = malloc(16 * MIB);
+    CHECK(to != NULL);
+    for (int i = 0; i < (W_SLOW ? 1 : 3); i++) {
+        fsdp_status status = try_get(c, "much", to, 16 * MIB, &size, 20000);
+        CHECK_MSG(!status, "%s", fsdp_status_name(status));
+        CHECK_EQ_INT(size, 16 * MIB);
+    }
+    free(to);
+    return NULL;
+}
+TEST(store_keys, large_values_at_the_same_time) {
+    setup *s = make_setup(AT_HOST, 1, 0, 20000);
+    pthread_t thread[8];
+    client c;
+    void *value = calloc(1, 16 * MIB);
+    CHECK(value != NULL);
+    enter(&c, s, 0);
+    put(&c, "much", value, 16 * MIB);
+    for (int i = 0; i < 8; i++) CHECK_EQ_INT(pthread_create(&thread[i], NULL, get_much, &c), 0);
+    for (int i = 0; i < 8; i++) pthread_join(thread[i], NULL);
+    no_verdict(&c);
+    fsdpi_store_close(c.store);
+    free(value);
+}
+
+/* ---- nothing is left ------------------------------------------------------------------------- */
+
+static void cycle(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    enter(&c, s, rank);
+    exchange(&c, world, "a");
+    leave(&c, s, world);
+}
+static const where cycles[] = {{"host", AT_HOST, 0}, {"tcp", AT_IPV4, 0}};
+static const where more_cycles[] = {{"file", AT_FILE, 0}};
+static void hundred_times(int at) {
+    int cycles_now = W_SLOW ? 20 : 100;
+    setup *s = make_setup(at, 3, 1, 20000);
+    int fds = 0;
+    tide t;
+    tide_use(&t, s);
+    for (int i = 0; i <= cycles_now; i++) {
+        run(s, cycle);
+        if (i == 0) fds = count_fds();
+        CHECK_EQ_INT(t.heap.live, 0);
+        CHECK_EQ_INT(t.heap.live_bytes, 0);
+    }
+    CHECK_EQ_INT(count_fds(), fds);
+    no_threads();
+}
+
+TEST_P(store_leaks, hundred_times_open_and_close, cycles) { hundred_times(row->at); }
+TEST_P(long_store, hundred_times_open_and_close, more_cycles) { hundred_times(row->at); }
+
+/* One allocation after the other fails, once or for good: it ends, cleanly. */
+static fsdp_status life(setup *s) {
+    client c;
+    char text[8];
+    size_t size;
+    fsdpi_store_peer p;
+    fsdp_status status = open_as(&c, s, 0, 1), seen;
+    if (status) return status;
+    status = fsdpi_store_set(c.store, "a", "1", 1);
+    seen = try_get(&c, "a", text, 8, &size, 100);
+    if (!status) status = seen;
+    seen = fsdpi_store_ask(c.store, 0, &p, 100 * MS);
+    if (!status) status = seen;
+    fsdpi_store_abort(c.store, FSDP_ERR_ABORTED, "a", "b");
+    if (!fsdpi_store_verdict(c.store, &s->verdicts[0])) status = FSDP_ERR_INTERNAL;
+    fsdpi_store_close(c.store);
+    return status;
+}
+static const struct {
+    const char *name;
+    int at, persistent;
+} failing[] = {{"host/once", AT_HOST, 0},
+               {"host/for_good", AT_HOST, 1},
+               {"tcp/once", AT_IPV4, 0},
+               {"file/once", AT_FILE, 0}};
+TEST_P(store_leaks, every_allocation_fails, failing) {
+    int fds = 0, n = 0;
+    for (int injected = 1; injected; n++) {
+        setup *s = make_setup(row->at, 1, 1, 100);
+        tide t;
+        tide_use(&t, s);
+        t.heap.fail_at = n, t.heap.persistent = row->persistent;
+        int64_t start = h_now_ms();
+        fsdp_status status = life(s);
+        injected = t.heap.failures > 0;
+        within(start, 600);
+        CHECK_EQ_INT(t.heap.live, 0);
+        CHECK_MSG(injected || !status, "%s", fsdp_status_name(status));
+        CHECK_MSG(status == FSDP_OK || status == FSDP_ERR_OUT_OF_MEMORY ||
+                      status == FSDP_ERR_PEER_LOST || status == FSDP_ERR_TIMEOUT,
+                  "allocation %d: %s", n, fsdp_status_name(status));
+        if (n == 0) fds = count_fds();
+        CHECK_EQ_INT(count_fds(), fds);
+        no_threads();
+        munmap(s, sizeof *s);
+        CHECK(n < 300);
+    }
+    h_message("%d allocations", n - 1);
+}
+
+/* ---- the machine ----------------------------------------------------------------------------- */
+
+/* Signals that interrupt every call, in the caller's thread; and none in the store's threads. */
+static pthread_t signals_for;
+static int stray_signals;
+static void on_alarm(int sig) {
+    (void)sig;
+    if (!pthread_equal(pthread_self(), signals_for))
+        __atomic_add_fetch(&stray_signals, 1, __ATOMIC_SEQ_CST);
+}
+
+static void interrupted(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    struct sigaction action;
+    struct itimerval t = {{0, 500}, {0, 500}};
+    client c;
+    memset(&action, 0, sizeof action);
+    action.sa_handler = on_alarm; /* without SA_RESTART */
+    signals_for = pthread_self();
+    CHECK(!sigaction(SIGALRM, &action, NULL) && !setitimer(ITIMER_REAL, &t, NULL));
+    if (rank == world - 1)
+        for (int64_t start = h_now_ms(); h_now_ms() - start < 60;) usleep(1000);
+    enter(&c, s, rank);
+    for (int i = 0; i < 30; i++) {
+        char what[16];
+        snprintf(what, sizeof what, "%d", i);
+        exchange(&c, world, what);
+    }
+    no_verdict(&c);
+    leave(&c, s, world);
+    memset(&t, 0, sizeof t);
+    CHECK(!setitimer(ITIMER_REAL, &t, NULL));
+    CHECK_EQ_INT(stray_signals, 0);
+}
+TEST(store_machine, signals) {
+    run(make_setup(AT_HOST, 3, 0, 20000), interrupted);
+    run(make_setup(AT_IPV4, 3, 0, 20000), interrupted);
+}
+
+/* Somebody takes all descriptors that the server's process may have: who has joined goes on, and a
+   late rank comes in as soon as there is one again. */
+static void few_descriptors(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    if (rank == 2) await_flag(&s->flags[0], 1);
+    if (rank == world - 1) { /* the attacker */
+        int fd[60];
+        await_flag(&s->flags[0], 1);
+        usleep(150000); /* ranks 0 and 1 are in */
+        for (int i = 0; i < 60; i++) fd[i] = raw_connect(s->port);
+        raise_flag(&s->flags[0]);
+        await_flag(&s->flags[1], 1);
+        for (int i = 0; i < 60; i++) close(fd[i]);
+        return;
+    }
+    if (rank == 0) {
+        struct rlimit files;
+        CHECK(!getrlimit(RLIMIT_NOFILE, &files));
+        files.rlim_cur = (rlim_t)count_fds() + 12; /* two of a rank's own, one of each rank */
+        CHECK(!setrlimit(RLIMIT_NOFILE, &files));
+        raise_flag(&s->flags[0]);
+    }
+    if (rank == 2) await_flag(&s->flags[0], 2);
+    setup mine = *s;
+    mine.world = 3;
+    int64_t start = h_now_ms();
+    enter(&c, &mine, rank);
+    if (rank == 2)
+        h_message("in after %lld ms", (long long)(h_now_ms() - start)), within(start, 4000);
+    exchange(&c, 3, "a");
+    no_verdict(&c);
+    if (rank == 2) raise_flag(&s->flags[1]);
+    leave(&c, s, 3);
+}
+TEST(store_machine, few_descriptors) { run(make_setup(AT_IPV4, 4, 0, 8000), few_descriptors); }
+
+/* Deadlines follow the clock of the desc. */
+static int64_t jump_ns;
+static int64_t jumping_clock(void *user) {
+    return fsdpi_monotonic_ns(user) + __atomic_load_n(&jump_ns, __ATOMIC_SEQ_CST);
+}
+static void *open_by_clock(void *arg) {
+    setup *s = (setup *)arg;
+    fsdpi_store_desc d = make_desc(s, 0, 2);
+    fsdpi_store *store;
+    char error[600];
+    d.boot.clock.now_ns = jumping_clock;
+    CHECK_STATUS(fsdpi_store_open(&d, &store, error, sizeof error), FSDP_ERR_TIMEOUT);
+    return NULL;
+}
+TEST(store_machine, clock_of_the_desc) {
+    setup *s = make_setup(AT_HOST, 2, 1, 3600 * 1000);
+    pthread_t thread;
+    CHECK_EQ_INT(pthread_create(&thread, NULL, open_by_clock, s), 0);
+    usleep(50000);
+    int64_t start = h_now_ms();
+    __atomic_store_n(&jump_ns, 7200 * 1000 * MS, __ATOMIC_SEQ_CST); /* two hours later */
+    pthread_join(thread, NULL);
+    within(start, 1500);
+}
+
+/* A program that opens one world after another, at a launcher's store: ranks are not in step. */
+static void worlds_in_a_row(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    for (int i = 0; i < 10; i++) {
+        char what[16];
+        client c;
+        if (rank == i % world) usleep(3000);
+        enter(&c, s, rank);
+        snprintf(what, sizeof what, "%d", i);
+        exchange(&c, world, what);
+        size_t size;
+        char text[8]; /* nothing is left of earlier worlds */
+        snprintf(what, sizeof what, "%d/%d", i - 1, rank);
+        CHECK_STATUS(try_get(&c, what, text, 8, &size, 1), FSDP_ERR_TIMEOUT);
+        fsdpi_store_close(c.store);
+    }
+}
+TEST(store_launcher, worlds_in_a_row) {
+    setup *s = make_setup(AT_IPV4, 3, 0, 10000);
+    pid_t pid = aside(serves_aside, s);
+    run(s, worlds_in_a_row);
+    aside_ends(s, pid);
+}
+/* The same where rank 0 serves, each time anew and on the same port. */
+static void worlds_of_rank_0(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    for (int i = 0; i < 8; i++) {
+        char what[16];
+        client c;
+        enter(&c, s, rank);
+        snprintf(what, sizeof what, "%d", i);
+        exchange(&c, world, what);
+        raise_flag(&s->flags[i]);
+        await_flag(&s->flags[i], world);
+        if (rank == i % world) usleep(3000);
+        fsdpi_store_close(c.store);
+    }
+}
+TEST_P(store_open, worlds_in_a_row, meetings) {
+    run(make_setup(row->at, 3, row->threads, 10000), worlds_of_rank_0);
+}
+
+/* Killed in the middle of a large value, on its way in or out. */
+static void *move_much(void *arg) {
+    client *c = (client *)arg;
+    size_t size;
+    void *value = calloc(1, 16 * MIB);
+    CHECK(value != NULL);
+    for (;;) {
+        if (fsdpi_store_set(c->store, "much", value, 16 * MIB)) return NULL;
+        if (try_get(c, "much", value, 16 * MIB, &size, 20000)) return NULL;
+    }
+}
+static void dies_inside(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    pthread_t thread;
+    client c;
+    enter(&c, s, rank);
+    exchange(&c, world, "a");
+    gather_at(s, 0);
+    if (rank == 1) {
+        CHECK_EQ_INT(pthread_create(&thread, NULL, move_much, &c), 0);
+        usleep((useconds_t) * (const int *)s->extra);
+        s->when = h_now_ms();
+        h_die(SIGKILL);
+    }
+    s->verdicts[rank] = await_verdict(&c, 20000);
+    within(s->when, 1000);
+    CHECK_EQ_INT(s->verdicts[rank].status, FSDP_ERR_PEER_LOST);
+    says(s->verdicts[rank].reason, "rank 1 has died");
+    usleep(10000);
+    fsdpi_store_close(c.store);
+}
+TEST(store_lost, in_the_middle_of_a_value) {
+    for (int i = 0; i < 3; i++) {
+        setup *s = make_setup(i & 1 ? AT_HOST : AT_IPV4, 3, 0, 20000);
+        int us = 1000 + 11000 * i;
+        s->extra = &us;
+        run(s, dies_inside);
+        same_verdicts(s, 1);
+    }
+}
+
+/* Kill points: any rank, at any moment from the start of open on. Everybody who was in hears of it
+   within a second; who was not says whom it waits for. */
+static void dies_any_time(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    const int *when = (const int *)s->extra; /* us, victim */
+    client c;
+    if (rank == when[1]) {
+        struct itimerval t;
+        memset(&t, 0, sizeof t);
+        t.it_value.tv_usec = when[0];
+        h_shared->state[rank + 1] = H_DIES;
+        signal(SIGALRM, SIG_DFL);
+        setitimer(ITIMER_REAL, &t, NULL);
+    }
+    fsdp_status status = open_as(&c, s, rank, world);
+    if (status) {
+        char who[16];
+        snprintf(who, sizeof who, "rank %d", when[1]);
+        CHECK_MSG(status == FSDP_ERR_PEER_LOST || status == FSDP_ERR_TIMEOUT, "%s",
+                  fsdp_status_name(status));
+        if (!strcasestr(c.error, "rank 0 has to run")) says(c.error, who); /* it gave up already */
+        s->flags[2 + (status == FSDP_ERR_TIMEOUT)]++;
+        return;
+    }
+    for (;;) { /* until something fails */
+        char key[16], text[16];
+        size_t size;
+        snprintf(key, sizeof key, "%d", rank);
+        status = fsdpi_store_set(c.store, key, "12345678", 8);
+        snprintf(key, sizeof key, "%d", (rank + 1) % world);
+        if (!status) status = try_get(&c, key, text, 16, &size, 20000);
+        if (status) break;
+    }
+    CHECK_STATUS(status, FSDP_ERR_PEER_LOST);
+    s->verdicts[rank] = await_verdict(&c, 0);
+    CHECK_EQ_INT(s->verdicts[rank].lost, when[1]);
+    s->flags[1]++;
+    usleep(20000);
+    fsdpi_store_close(c.store);
+}
+static void kill_points(int count, uint64_t seed) {
+    int inside = 0, lost = 0, late = 0;
+    for (int i = 0; i < count; i++) {
+        setup *s = make_setup(i % 3 ? AT_IPV4 : AT_HOST, 4, 0, 600);
+        int when[2];
+        when[0] = 300 + (int)(h_rand64(&seed) % 30000), when[1] = (int)(h_rand64(&seed) % 4);
+        s->extra = when;
+        int64_t start = h_now_ms();
+        run(s, dies_any_time);
+        within(start, 600 + 1000);
+        inside += s->flags[1], lost += s->flags[2], late += s->flags[3];
+        munmap(s, sizeof *s);
+    }
+    h_message("%d kills: %d ranks heard of it at work, %d while they waited for others, %d waited "
+              "to the end; 0 hangs, 0 without a name",
+              count, inside, lost, late);
+}
+TEST_TIMEOUT(store_lost, kill_points, 60) { kill_points(6, h_seed()); }
+TEST_TIMEOUT(long_store, kill_points, 900) { kill_points(W_SLOW ? 100 : 300, h_seed() + 4711); }
+
+/* ---- the server's core, without sockets ------------------------------------------------------ */
+/* Connections come and go in any order; what they send is random, or valid and then damaged, in
+   pieces of any size. One good client, rank 0, is in all the time: its answers must be right. And
+   whatever the core writes must be frames that a server may send. */
+
+enum { F_CONNS = 12, F_SIZE = 4, F_KEYS = 6, F_PENDING = 1 << 17 };
+
+typedef struct {
+    fsdpi_conn *conn;
+    unsigned char nonce[32];
+    int hello_sent, joined, verdicts, closing, ended;
+    unsigned char in[F_PENDING]; /* frames to be fed, in pieces */
+    size_t in_at, in_size;
+    unsigned char out[F_PENDING]; /* an unfinished frame of the core's */
+    size_t out_size;
+} fuzz_conn;
+
+typedef struct {
+    fsdpi_store_core core;
+    w_heap heap;
+    uint64_t seed;
+    int64_t now;
+    uint8_t token[32];
+    fuzz_conn conns[F_CONNS]; /* [0]: the good one */
+    char model[F_KEYS][40];   /* what it has set; "": nothing */
+    int asked;                /* key of its GET under way, or -1 */
+    uint32_t asked_id, next_id;
+    int64_t fed, frames, joins, verdicts, answers;
+} fuzz;
+
+static uint64_t dice(fuzz *f, uint64_t sides) { return h_rand64(&f->seed) % sides; }
+
+static void fuzz_connect(fuzz *f, fuzz_conn *c) {
+    memset(c, 0, sizeof *c);
+    for (int i = 0; i < 32; i += 8) number(c->nonce + i, h_rand64(&f->seed), 8);
+    c->conn = fsdpi_store_core_connect(&f->core, c->nonce, f->now);
+    CHECK(c->conn || f->heap.failures);
+}
+
+static void fuzz_queue(fuzz_conn *c, const unsigned char *bytes, size_t size) {
+    if (c->in_at == c->in_size) c->in_at = c->in_size = 0;
+    if (c->in_size + size > F_PENDING) return;
+    memcpy(c->in + c->in_size, bytes, size);
+    c->in_size += size;
+}
+
+/* The answers to the good client. */
+static void fuzz_answer(fuzz *f, int flags, uint32_t id, const unsigned char *value, size_t size) {
+    if (f->asked < 0 || id != f->asked_id) return; /* to SET, DELETE and so on */
+    const char *expected = f->model[f->asked];
+    CHECK_EQ_INT(flags, FSDP_OK);
+    CHECK_EQ_INT(size, strlen(expected));
+    CHECK_EQ_MEM(value, expected, size);
+    f->asked = -1;
+    f->answers++;
+}
+
+/* One whole frame of the core's. */
+static void fuzz_told(fuzz *f, fuzz_conn *c, const unsigned char *at, size_t size) {
+    int op = (int)number_at(at + 4, 2), flags = (int)number_at(at + 6, 2);
+    uint32_t id = (uint32_t)number_at(at + 8, 4);
+    const unsigned char *value = at + HEADER;
+    f->frames++;
+    CHECK(!c->ended); /* nothing follows what ends a connection */
+    CHECK_EQ_INT(number_at(at + 12, 4), 0);
+    switch (op) {
+    case OP_CHALLENGE: CHECK_EQ_INT(size, 32), CHECK_EQ_MEM(value, c->nonce, 32); break;
+    case OP_REPLY:
+        CHECK(c->hello_sent && flags <= FSDP_ERR_INTERNAL);
+        if (!c->joined) CHECK_EQ_INT(size, 4), f->joins++;
+        c->joined = 1;
+        if (c == &f->conns[0] && id) fuzz_answer(f, flags, id, value, size);
+        break;
+    case OP_REFUSED:
+        CHECK_MSG(!c->joined && c->hello_sent && size, "joined %d, hello %d, flags %d, %zu bytes",
+                  c->joined, c->hello_sent, flags, size);
+        c->ended = 1;
+        break;
+    case OP_JOINED: CHECK(c->joined); break;
+    case OP_LEFT: CHECK(c->joined && size == 4 && number_at(value, 4) < F_SIZE); break;
+    case OP_VERDICT: {
+        int32_t status = (int32_t)number_at(value, 4), rank = (int32_t)number_at(value + 4, 4);
+        CHECK(size >= 13 && size <= 12 + 192 + 800 && memchr(value + 12, 0, size - 12));
+        CHECK(status > 0 && status <= FSDP_ERR_INTERNAL && rank >= -1 && rank < F_SIZE);
+        CHECK(c->hello_sent && !c->verdicts++);
+        if (!c->joined) c->ended = 1;
+        f->verdicts++;
+        break;
+    }
+    case OP_CLOSING: c->closing = c->ended = 1; break;
+    default: CHECK_MSG(0, "the server has sent op %d", op);
+    }
+}
+
+/* Takes some of what the core has to send, and cuts it into frames. */
+static void fuzz_drain(fuzz *f, fuzz_conn *c, size_t most) {
+    __typeof__(c->conn->out) *out = &c->conn->out;
+    while (out->begin < out->end && most) {
+        size_t take = out->end - out->begin, room = F_PENDING - c->out_size;
+        if (take > most) take = most;
+        if (take > room) take = room;
+        memcpy(c->out + c->out_size, out->block + out->begin, take);
+        fsdpi_queue_drop(&f->core.allocator, out, take);
+        c->out_size += take, most -= take;
+        size_t at = 0;
+        while (c->out_size - at >= HEADER) {
+            CHECK(!memcmp(c->out + at, "FKV1", 4));
+            uint64_t size = number_at(c->out + at + 16, 8);
+            CHECK_MSG(size <= F_PENDING - HEADER, "a frame of %llu bytes",
+                      (unsigned long long)size);
+            if (c->out_size - at < HEADER + size) break;
+            fuzz_told(f, c, c->out + at, (size_t)size);
+            at += HEADER + (size_t)size;
+        }
+        memmove(c->out, c->out + at, c->out_size - at);
+        c->out_size -= at;
+    }
+}
+
+static void fuzz_part(fuzz *f, fuzz_conn *c) {
+    fsdpi_store_core_disconnect(&f->core, c->conn, f->now);
+    c->conn = NULL;
+}
+
+/* As the server does: what is broken is taken away. The good one never is. */
+static void fuzz_sweep(fuzz *f) {
+    for (int i = 0; i < F_CONNS; i++) {
+        fuzz_conn *c = &f->conns[i];
+        if (!c->conn || c->conn->state != FSDPI_CONN_BROKEN) continue;
+        CHECK_MSG(i, "the good client was dropped: %s", c->conn->why ? c->conn->why : "?");
+        fuzz_part(f, c);
+    }
+}
+
+static const char *const fuzz_keys[] = {"a",   "b",      "",
+                                        "k/1", "rank_0", "zzzzzzzzzzzzzzzzzzzzzzzzzzz"};
+
+/* A frame that a client may send, of any op. */
+static size_t fuzz_valid(fuzz *f, unsigned char *to) {
+    static unsigned char value[70000];
+    static const size_t least[] = {0, 0, 0, 0, 0, 0, 8, 0, 12, 4, 12, 0};
+    static const int ops[] = {OP_SET, OP_SET, OP_GET, OP_GET, OP_DELETE, OP_BEAT, OP_ASK};
+    int op = dice(f, 30) ? ops[dice(f, 7)] : dice(f, 2) ? OP_ABORT : OP_BYE; /* BYE is rare */
+    size_t size = least[op] + dice(f, dice(f, 60) ? 60 : 60000);
+    int keyed = op == OP_SET || op == OP_GET || op == OP_DELETE;
+    for (size_t i = 0; i < size && i < 400; i++)
+        value[i] = (unsigned char)dice(f, dice(f, 2) ? 256 : 5);
+    if (op == OP_GET)
+        size = 8, number(value, dice(f, 2) ? dice(f, 1000) * (uint64_t)MS : h_rand64(&f->seed), 8);
+    if (op == OP_ASK && dice(f, 4)) number(value, dice(f, F_SIZE), 4);
+    return frame(to, op, (uint32_t)dice(f, 1000), keyed ? fuzz_keys[dice(f, 6)] : NULL, value,
+                 size);
+}
+
+static size_t fuzz_hello(fuzz *f, const fuzz_conn *c, unsigned char *to) {
+    unsigned char value[HELLO_BYTES];
+    fsdpi_hmac_sha256(f->token, 32, c->nonce, 32, value);
+    number(value + 32, dice(f, 30) ? 1 : dice(f, 4), 4);
+    number(value + 36, dice(f, 30) ? 1 + dice(f, F_SIZE - 1) : h_rand64(&f->seed), 4);
+    number(value + 40, dice(f, 200) ? F_SIZE : h_rand64(&f->seed), 4);
+    number(value + 44, dice(f, 20) ? 3000 * (uint64_t)MS : h_rand64(&f->seed), 8);
+    number(value + 52, dice(f, 20) ? 2000 * (uint64_t)MS : h_rand64(&f->seed), 8);
+    return frame(to, OP_HELLO, 0, NULL, value, sizeof value);
+}
+
+static void fuzz_damage(fuzz *f, unsigned char *bytes, size_t *size) {
+    for (uint64_t k = 1 + dice(f, 4); k--;) {
+        size_t at = dice(f, dice(f, 2) && *size > HEADER ? HEADER : *size);
+        switch (dice(f, 5)) {
+        case 0: bytes[at] ^= (unsigned char)(1 << dice(f, 8)); break;
+        case 1: bytes[at] = (unsigned char)h_rand64(&f->seed); break;
+        case 2: bytes[at] = dice(f, 2) ? 255 : 0; break;
+        case 3: *size = at + 1; break;
+        default: memmove(bytes + at, bytes + at + 1, --*size - at), *size += !*size; break;
+        }
+    }
+}
+
+static void fuzz_hostile_input(fuzz *f, fuzz_conn *c) {
+    static unsigned char bytes[HEADER + 256 + 70000];
+    size_t size = 0;
+    if (!c->hello_sent && dice(f, 8)) {
+        size = fuzz_hello(f, c, bytes);
+        if (!dice(f, 6)) fuzz_damage(f, bytes, &size);
+        c->hello_sent = 1;
+    } else if (dice(f, 40)) {
+        size = fuzz_valid(f, bytes);
+        c->hello_sent = 1; /* damage may make one of anything */
+        if (!dice(f, 25)) fuzz_damage(f, bytes, &size);
+    } else {
+        size = 1 + dice(f, 200);
+        for (size_t i = 0; i < size; i++) bytes[i] = (unsigned char)h_rand64(&f->seed);
+        c->hello_sent = 1;
+    }
+    fuzz_queue(c, bytes, size);
+}
+
+/* Sets, deletes or gets one of its own keys, which nobody else touches. */
+static void fuzz_good_input(fuzz *f, fuzz_conn *c) {
+    unsigned char bytes[HEADER + 256 + 64], timeout[8];
+    char key[16];
+    int k = (int)dice(f, F_KEYS);
+    uint32_t id = ++f->next_id;
+    snprintf(key, sizeof key, "good/%d", k);
+    number(timeout, 1000 * (uint64_t)MS, 8);
+    if (f->asked >= 0) return;
+    if (dice(f, 2) && f->model[k][0]) {
+        f->asked = k, f->asked_id = id;
+        fuzz_queue(c, bytes, frame(bytes, OP_GET, id, key, timeout, 8));
+    } else if (dice(f, 4)) {
+        snprintf(f->model[k], sizeof f->model[k], "%016llx",
+                 (unsigned long long)h_rand64(&f->seed));
+        fuzz_queue(c, bytes, frame(bytes, OP_SET, id, key, f->model[k], strlen(f->model[k])));
+    } else {
+        f->model[k][0] = 0;
+        fuzz_queue(c, bytes, frame(bytes, OP_DELETE, id, key, NULL, 0));
+    }
+}
+
+static void fuzz_feed(fuzz *f, fuzz_conn *c) {
+    size_t size = c->in_size - c->in_at,
+           piece = dice(f, 3) ? size : 1 + dice(f, dice(f, 2) ? 8 : 64);
+    if (piece > size) piece = size;
+    if (piece > FSDPI_STORE_READ) piece = FSDPI_STORE_READ;
+    if (!piece) return;
+    /* In a block of its own, so that a read beyond it is seen. */
+    char *block = (char *)malloc(piece);
+    CHECK(block != NULL);
+    memcpy(block, c->in + c->in_at, piece);
+    fsdpi_store_core_feed(&f->core, c->conn, block, piece, f->now);
+    free(block);
+    c->in_at += piece;
+    f->fed++;
+}
+
+/* What must hold at any time. */
+static void fuzz_check(const fuzz *f) {
+    const fsdpi_store_core *core = &f->core;
+    size_t total = 0, most = 0;
+    int waits = 0, counted = 0, conns = 0, joined = 0;
+    for (int i = 0; i < FSDPI_STORE_BUCKETS; i++)
+        for (const fsdpi_store_entry *e = core->entries[i]; e; e = e->next) {
+            CHECK_EQ_INT(e->bytes, sizeof *e + strlen(e->key) + 1 + e->value_size);
+            total += e->bytes;
+        }
+    CHECK_EQ_INT(total, core->total);
+    for (const fsdpi_store_wait *w = core->waits; w; w = w->next) waits++;
+    for (const fsdpi_conn *c = core->conns; c; c = c->next) {
+        conns++, counted += c->waits, joined += c->state == FSDPI_CONN_RANK;
+        CHECK(c->waits >= 0 && c->waits <= FSDPI_STORE_WAITS_MAX);
+        CHECK((c->rank >= 0) <= (c->state == FSDPI_CONN_RANK || c->state == FSDPI_CONN_BROKEN));
+        if (c->state == FSDPI_CONN_STRANGER)
+            CHECK(c->in.cap <= 512 && c->out.cap <= 512 && !c->waits);
+        most += c->in.cap + c->out.cap + 1024 + (size_t)c->waits * 512;
+    }
+    CHECK_EQ_INT(waits, counted);
+    CHECK_EQ_INT(conns, core->num_conns);
+    CHECK(joined <= F_SIZE);
+    CHECK_MSG((size_t)f->heap.live_bytes < most + total + 64 * 1024, "%lld bytes for %zu and %zu",
+              (long long)f->heap.live_bytes, most, total);
+}
+
+static void fuzz_begin(fuzz *f, uint64_t seed) {
+    fsdp_allocator a;
+    unsigned char bytes[HEADER + HELLO_BYTES], value[HELLO_BYTES];
+    memset(f, 0, sizeof *f);
+    f->seed = seed, f->asked = -1, f->now = 1000 * MS, f->heap.fail_at = -1;
+    a.alloc = w_heap_alloc, a.free = w_heap_free, a.user = &f->heap;
+    for (int i = 0; i < 32; i++) f->token[i] = (uint8_t)h_rand64(&f->seed);
+    CHECK(fsdpi_store_core_open(&f->core, &a, F_SIZE, 0, f->token));
+    fuzz_connect(f, &f->conns[0]);
+    fsdpi_hmac_sha256(f->token, 32, f->conns[0].nonce, 32, value);
+    number(value + 32, 1, 4), number(value + 36, 0, 4), number(value + 40, F_SIZE, 4);
+    number(value + 44, 2000 * (uint64_t)MS, 8), number(value + 52, 2000 * (uint64_t)MS, 8);
+    fuzz_queue(&f->conns[0], bytes, frame(bytes, OP_HELLO, 0, NULL, value, sizeof value));
+    f->conns[0].hello_sent = 1;
+    while (f->conns[0].in_at < f->conns[0].in_size) fuzz_feed(f, &f->conns[0]);
+    CHECK_EQ_INT(f->conns[0].conn->state, FSDPI_CONN_RANK);
+}
+
+static void fuzz_step(fuzz *f) {
+    int i = (int)dice(f, F_CONNS);
+    fuzz_conn *c = &f->conns[i];
+    f->now += (int64_t)dice(f, 20) * MS;
+    if (!dice(f, 10)) (void)fsdpi_store_core_expire(&f->core, f->now);
+    if (!dice(f, 200)) fsdpi_store_core_evict(&f->core);
+    if (!c->conn) {
+        fuzz_connect(f, c);
+    } else if (i && !dice(f, 60)) {
+        fuzz_part(f, c);
+    } else {
+        if (c->in_at == c->in_size && i) fuzz_hostile_input(f, c);
+        if (c->in_at == c->in_size && !i) fuzz_good_input(f, c);
+        fuzz_feed(f, c);
+        if (i == 0 || dice(f, 3)) fuzz_drain(f, c, i == 0 || dice(f, 2) ? SIZE_MAX : dice(f, 40));
+    }
+    fuzz_sweep(f);
+}
+
+/* One world after another, until that many inputs were fed. */
+static void fuzz_inputs(int64_t inputs, uint64_t seed) {
+    fuzz *f = (fuzz *)malloc(sizeof *f);
+    int64_t fed = 0, frames = 0, joins = 0, verdicts = 0, answers = 0, worlds = 0;
+    CHECK(f != NULL);
+    for (; fed < inputs; worlds++) {
+        fuzz_begin(f, seed + (uint64_t)worlds * 77);
+        snprintf(w_case, sizeof w_case, "world %lld", (long long)worlds);
+        while (f->fed < 250) {
+            fuzz_step(f);
+            if (!dice(f, 50)) fuzz_check(f);
+        }
+        if (dice(f, 2)) {
+            fsdpi_store_core_farewell(&f->core, f->now);
+            for (int i = 0; i < F_CONNS; i++)
+                if (f->conns[i].conn && f->conns[i].conn->state != FSDPI_CONN_BROKEN)
+                    fuzz_drain(f, &f->conns[i], SIZE_MAX);
+            CHECK(f->conns[0].closing);
+        }
+        fsdpi_store_core_close(&f->core);
+        CHECK_EQ_INT(f->heap.live, 0);
+        fed += f->fed, frames += f->frames, joins += f->joins, verdicts += f->verdicts,
+            answers += f->answers;
+    }
+    h_message(
+        "%lld inputs in %lld worlds: %lld frames came back, %lld joins, %lld verdicts, %lld values",
+        (long long)fed, (long long)worlds, (long long)frames, (long long)joins, (long long)verdicts,
+        (long long)answers);
+    CHECK(joins > worlds && verdicts > worlds && answers > worlds); /* it does get everywhere */
+    free(f);
+}
+TEST(store_fuzz, core) { fuzz_inputs(W_SLOW ? 30000 : 200000, h_seed()); }
+TEST_TIMEOUT(long_store, fuzz_core, 600) {
+    fuzz_inputs(W_SLOW ? 2000000 : 20000000, h_seed() + 1000000);
+}
+
+/* ---- the client's ear ------------------------------------------------------------------------ */
+/* A server that is out of its mind: what a client reads is frames of a server, damaged or not. */
+
+enum { E_REQUESTS = 5, E_SIZE = 4 };
+typedef struct {
+    fsdpi_store *s;
+    int fd; /* the server's end */
+    fsdpi_store_request requests[E_REQUESTS];
+    size_t caps[E_REQUESTS];
+    int64_t events;
+} ear;
+
+static void ear_event(void *user) { ((ear *)user)->events++; }
+
+static void ear_open(ear *e, fuzz *f, const setup *s) {
+    int fds[2];
+    memset(e, 0, sizeof *e);
+    CHECK(!socketpair(AF_UNIX, SOCK_STREAM | SOCK_NONBLOCK | SOCK_CLOEXEC, 0, fds));
+    fsdpi_store_desc d = make_desc(s, 1, E_SIZE);
+    d.event = ear_event, d.user = e;
+    d.boot.allocator.alloc = w_heap_alloc, d.boot.allocator.free = w_heap_free;
+    d.boot.allocator.user = &f->heap;
+    e->s = (fsdpi_store *)fsdpi_alloc(&d.boot.allocator, sizeof *e->s);
+    CHECK(e->s != NULL);
+    e->s->desc = d;
+    e->s->fd = fds[0], e->fd = fds[1], e->s->wake = -1;
+    e->s->left = (uint8_t *)fsdpi_alloc(&d.boot.allocator, E_SIZE);
+    for (int i = 0; i < E_REQUESTS; i++) { /* that somebody waits for */
+        fsdpi_store_request *r = &e->requests[i];
+        e->caps[i] = (size_t)dice(f, 3) * 40;
+        r->cap = e->caps[i];
+        r->value = malloc(r->cap + 1); /* a write beyond it is seen */
+        ((char *)r->value)[r->cap] = 0x55;
+        r->id = (uint32_t)i + 1;
+        r->next = e->s->requests;
+        e->s->requests = r;
+    }
+    e->s->next_id = E_REQUESTS;
+}
+
+static size_t ear_frame(fuzz *f, unsigned char *to) {
+    static unsigned char value[70000];
+    static const int ops[] = {OP_REPLY, OP_REPLY, OP_REPLY, OP_LEFT, OP_JOINED};
+    int op = dice(f, 30) ? ops[dice(f, 5)] : dice(f, 2) ? OP_VERDICT : 1 + (int)dice(f, 16);
+    size_t size = op == OP_LEFT ? 4
+                                : (op == OP_VERDICT ? 12 : 0) + dice(f, dice(f, 40) ? 90 : 60000);
+    for (size_t i = 0; i < size && i < 1500; i++)
+        value[i] = (unsigned char)dice(f, dice(f, 3) ? 256 : 6);
+    if (op == OP_LEFT) number(value, dice(f, 8) ? dice(f, E_SIZE) : h_rand64(&f->seed), 4);
+    size = frame(to, op, 1 + (uint32_t)dice(f, E_REQUESTS + 2), NULL, value, size);
+    if (!dice(f, 3)) number(to + 6, dice(f, 16), 2); /* flags */
+    if (!dice(f, 30)) fuzz_damage(f, to, &size);
+    return size;
+}
+
+static void ear_check(const ear *e) {
+    const fsdpi_store *s = e->s;
+    CHECK(memchr(s->address, 0, sizeof s->address) != NULL);
+    for (int r = 0; r < E_SIZE; r++) CHECK(s->left[r] <= 1);
+    for (int i = 0; i < E_REQUESTS; i++) {
+        const fsdpi_store_request *r = &e->requests[i];
+        CHECK_EQ_INT(((const char *)r->value)[e->caps[i]], 0x55);
+        if (r->done && !r->status) CHECK(r->bytes <= r->cap);
+    }
+    if (s->judged) {
+        CHECK(s->verdict.status > 0 && s->verdict.status <= FSDP_ERR_INTERNAL && !s->requests);
+        CHECK(memchr(s->verdict.subject, 0, sizeof s->verdict.subject) != NULL);
+        CHECK(memchr(s->verdict.reason, 0, sizeof s->verdict.reason) != NULL);
+    }
+    if (s->gone) CHECK(s->fd == -1 && !s->requests);
+}
+
+static void ear_inputs(int64_t inputs, uint64_t seed) {
+    static unsigned char bytes[HEADER + 70000];
+    setup *s = make_setup(AT_HOST, E_SIZE, 0, 1000);
+    fuzz *f = (fuzz *)calloc(1, sizeof *f);
+    int64_t fed = 0, worlds = 0, done = 0, judged = 0, left = 0;
+    ear e;
+    CHECK(f != NULL);
+    f->seed = seed, f->heap.fail_at = -1;
+    for (; fed < inputs; worlds++) {
+        ear_open(&e, f, s);
+        for (int i = 0; i < 60 && !e.s->gone; i++) {
+            size_t size = ear_frame(f, bytes), at = 0;
+            while (at < size && !e.s->gone) {
+                size_t piece = dice(f, 3) ? size - at : 1 + dice(f, 30);
+                if (piece > size - at) piece = size - at;
+                ssize_t sent = send(e.fd, bytes + at, piece, MSG_NOSIGNAL);
+                if (sent > 0) at += (size_t)sent;
+                fsdpi_store_receive(e.s);
+                fed++;
+            }
+            ear_check(&e);
+        }
+        close(e.fd);
+        while (!e.s->gone) fsdpi_store_receive(e.s);
+        ear_check(&e);
+        CHECK(e.s->judged || e.s->gone);
+        for (int i = 0; i < E_REQUESTS; i++) done += e.requests[i].done && !e.requests[i].status;
+        for (int r = 0; r < E_SIZE; r++) left += e.s->left[r];
+        judged += e.s->judged != 0;
+        fsdpi_store_close(e.s);
+        for (int i = 0; i < E_REQUESTS; i++) {
+            CHECK(e.requests[i].done);
+            free(e.requests[i].value);
+        }
+        CHECK_EQ_INT(f->heap.live, 0);
+    }
+    h_message("%lld inputs of %lld servers: %lld answers taken, %lld ranks left, %lld verdicts",
+              (long long)fed, (long long)worlds, (long long)done, (long long)left,
+              (long long)judged);
+    CHECK(done > worlds / 2 && left > worlds && judged > worlds / 2);
+    free(f);
+}
+TEST(store_fuzz, client) { ear_inputs(W_SLOW ? 20000 : 50000, h_seed()); }
+TEST_TIMEOUT(long_store, fuzz_client, 600) {
+    ear_inputs(W_SLOW ? 500000 : 5000000, h_seed() + 1000000);
+}
