@@ -70,8 +70,8 @@ Q := $(if $(V),,@)
 BUILD_ONE = $(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) $(SANFLAGS) -MMD -MP \
             -MF $@.d -o $@ $< $(LDFLAGS) -pthread $(LDLIBS) -lm
 
-.PHONY: all tests examples bench run gloo run-gloo test golden check check-san shared deps install uninstall \
-        format clean help quiet-deps
+.PHONY: all tests examples bench run gloo run-gloo test golden check check-san shared deps install \
+        uninstall format clean help quiet-deps
 all: examples tests $(FSDPRUN) ## examples, tests and tools
 tests: $(TESTS) $(PROBES)
 examples: $(EXAMPLES) $(GPT) ## build/examples/* and examples/gpt/train_gpt

@@ -16,6 +16,9 @@ need valgrind command -v valgrind
 need pkg-config command -v pkg-config
 need libopenblas-dev pkg-config --exists openblas
 need gnuplot-nox command -v gnuplot
+need libgloo-dev sh -c 'echo "#include <gloo/transport/tcp/device.h>" | g++ -E -x c++ -'
+need iproute2 command -v ip
+need openmpi-bin command -v mpirun
 [ -n "$missing" ] || exit 0
 
 sudo=''
