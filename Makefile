@@ -51,6 +51,7 @@ HAVE_GLOO   = $(shell echo '\#include <gloo/transport/tcp/device.h>' | \
                 $(CXX) -E -x c++ $(GLOO_FLAGS) - >/dev/null 2>&1 && echo yes)
 ifeq ($(GLOO),yes)
 GLOO_OBJ := $(BUILD)/fsdp_gloo.o
+RING_OBJ := $(BUILD)/gloo_ring.o
 CPPFLAGS += -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO
 LDLIBS   += $(GLOO_OBJ) $(GLOO_LIBS)
 endif
@@ -70,8 +71,8 @@ Q := $(if $(V),,@)
 BUILD_ONE = $(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) $(SANFLAGS) -MMD -MP \
             -MF $@.d -o $@ $< $(LDFLAGS) -pthread $(LDLIBS) -lm
 
-.PHONY: all tests examples bench run gloo run-gloo test golden check check-san shared deps install \
-        uninstall format clean help quiet-deps
+.PHONY: all tests examples bench bench-gloo run gloo run-gloo test golden check check-san shared \
+        deps install uninstall format clean help quiet-deps
 all: examples tests $(FSDPRUN) ## examples, tests and tools
 tests: $(TESTS) $(PROBES)
 examples: $(EXAMPLES) $(GPT) ## build/examples/* and examples/gpt/train_gpt
@@ -86,9 +87,16 @@ $(BUILD)/tests/%: tests/%.c Makefile $(GLOO_OBJ) | $(BUILD)/tests
 $(BUILD)/examples/%: examples/%.c Makefile $(GLOO_OBJ) | $(BUILD)/examples
 	@echo "  CC $@"
 	$Q$(BUILD_ONE)
+$(BUILD)/gloo_ring.o: bench/gloo_ring.cc bench/gloo_ring.h Makefile | $(BUILD)
+	@echo "  CXX $@"
+	$Q$(CXX) -Wall -Wextra -I. $(GLOO_FLAGS) $(CXXFLAGS) -O3 -c -o $@ $<
 $(BUILD)/bench/%: bench/%.c Makefile $(GLOO_OBJ) | $(BUILD)/bench
 	@echo "  CC $@"
 	$Q$(BUILD_ONE)
+$(BUILD)/bench/bench_comm: private LDLIBS := $(RING_OBJ) $(LDLIBS)
+$(BUILD)/bench/bench_comm: $(RING_OBJ)
+$(BUILD)/bench/bench_step: private CFLAGS += -O3 -march=native
+$(BUILD)/bench/bench_step: private LDLIBS := $(BLAS) $(LDLIBS)
 tools/fsdprun: tools/fsdprun.c Makefile | $(BUILD)
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -o $@ $< $(LDFLAGS) $(LDLIBS)
@@ -117,7 +125,7 @@ gloo: $(FSDPRUN) ## the examples with the Gloo backend, in build/gloo/examples
 	@$(MAKE) -s -k -j$(JOBS) --no-print-directory BUILD=$(BUILD)/gloo GLOO=yes examples \
 	    $(BUILD)/gloo/examples/train_gpt
 run-gloo: gloo ## train a small GPT over TCP, on 4 ranks of this host
-	FSDP_BACKEND=gloo tools/fsdprun -n 4 $(BUILD)/gloo/examples/train_gpt
+	FSDP_BACKEND=gloo tools/fsdprun -n 4 $(BUILD)/gloo/examples/train_gpt --steps 300
 
 test: quiet-deps ## every test, quick ones first; then those with several ranks over Gloo
 	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory tests examples shared $(FSDPRUN)
@@ -137,8 +145,20 @@ check: quiet-deps ## every gate: compilers, symbols, sanitizers, documentation, 
 check-san: ## only the sanitizer gates
 	@$(MAKE) --no-print-directory check GATES='asan tsan'
 
+# Over Gloo where it is; beside PyTorch where that is, too.
+PYTHON ?= python3
 bench: $(BENCHES) ## build the benchmarks and run each
 	@set -e; for b in $(BENCHES); do $$b; done
+bench-gloo: ## the same over Gloo, and beside PyTorch where it is installed
+	@test -n "$(HAVE_GLOO)" || { echo "skipped: no Gloo (make deps)"; exit 1; }
+	@$(MAKE) -s --no-print-directory BUILD=$(BUILD)/gloo GLOO=yes \
+	    $(BUILD)/gloo/bench/bench_comm $(BUILD)/gloo/bench/bench_step
+	FSDP_BUILD=$(BUILD)/gloo $(BUILD)/gloo/bench/bench_comm
+	FSDP_BUILD=$(BUILD)/gloo FSDP_BACKEND=gloo $(BUILD)/gloo/bench/bench_step
+	@$(PYTHON) -c 'import torch' 2>/dev/null || { echo "skipped: $(PYTHON) has no torch"; exit 0; }; \
+	set -e; export FSDP_BUILD=$(BUILD)/gloo FSDP_BACKEND=gloo; \
+	$(PYTHON) bench/compare_torch.py --bench $(BUILD)/gloo/bench/bench_comm; \
+	$(PYTHON) bench/fsdp_step.py --bench $(BUILD)/gloo/bench/bench_step
 
 quiet-deps: | $(BUILD)
 	@test $(DEPS) = no || test -e $(BUILD)/deps-tried || { : >$(BUILD)/deps-tried; tools/deps.sh; }

@@ -416,6 +416,8 @@ static int run_world(const options *opt, int world, FILE *csv) {
     }
     for (int ended = 0; ended < world; ended++) {
         (void)wait(&status);
+        if (WIFSIGNALED(status) && !failed)
+            fprintf(stderr, "bench_comm: a rank was killed by signal %d\n", WTERMSIG(status));
         if (status && !failed)
             for (int r = 0; r < world; r++)
                 (void)kill(pids[r], SIGTERM); // ended ones are not there

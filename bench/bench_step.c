@@ -1,14 +1,15 @@
 /* bench_step.c - training steps of an MLP and of the GPT of examples/gpt: sharded, beside the same
    loop without sharding
 
-       build/bench/bench_step [--model mlp,gpt] [--case tiny,large] [--ranks 2,4] [--lanes 0,2]
-                              [--steps N] [--losses FILE] [--csv]
+       build/bench/bench_step [--model mlp,gpt] [--case tiny,large,example] [--ranks 2,4]
+                              [--lanes 0,2] [--prefetch 0|1] [--steps N] [--losses FILE] [--csv]
        FSDP_BACKEND=gloo build/bench/bench_step
        gnuplot -e "csv='build/bench_step.csv'; png='build/bench_step.png'" bench/bench_step.gp
 
    tiny    layers whose arithmetic is nearly free: what is left is the cost of a unit, its hooks and
            its collectives: (sharded - plain) / units, "extra"
    large   layers of megabytes: throughput
+   example the GPT with the sizes of examples/gpt
    plain   every rank trains a copy of its own, all at the same time, without communication
    Parameters, data and optimizer (AdamW) are those of bench/fsdp_step.py, which runs both programs
    and compares times and losses; all of them are functions of a place, see noise().
@@ -34,14 +35,16 @@ enum {
 };
 enum { MLP = 0, GPT, MODELS };
 static const char *const model_names[MODELS] = {"mlp", "gpt"};
-static const char *const case_names[2] = {"tiny", "large"};
+enum { CASES = 3 };
+static const char *const case_names[CASES] = {"tiny", "large", "example"};
 
 // layers, width of a layer, samples or sequences of one rank in a step; GPT: positions, heads
 typedef struct {
     int layers, width, batch, context, heads, steps;
 } shape;
-static const shape shapes[MODELS][2] = {{{64, 16, 4, 1, 0, 100}, {6, 1024, 64, 1, 0, 20}},
-                                        {{16, 32, 1, 16, 4, 100}, {6, 256, 4, 64, 4, 20}}};
+static const shape shapes[MODELS][CASES] = {
+    {{64, 16, 4, 1, 0, 100}, {6, 1024, 64, 1, 0, 20}, {0, 0, 0, 0, 0, 0}},
+    {{16, 32, 1, 16, 4, 100}, {6, 256, 4, 64, 4, 20}, {4, 128, 3, 64, 4, 100}}};
 
 static const fsdp_adamw_hyper HYPER = {1e-3, 0.9, 0.999, 1e-8, 0.01, 0};
 
@@ -57,7 +60,7 @@ typedef struct {
 } result;
 
 typedef struct {
-    int model, size, world, lanes, plain, steps;
+    int model, size, world, lanes, prefetch, plain, steps;
     shape s;
     result *out;
 } job;
@@ -161,7 +164,8 @@ static fsdp_status shard(trainer *t, layer *l, int outermost) {
     return status;
 }
 
-// With lanes the next layer is gathered while this one computes.
+// With lanes and prefetch the next layer is gathered while this one computes, in forward as in
+// backward.
 static fsdp_status build(trainer *t, fsdp_world *world) {
     int blocks = t->j->s.layers;
     fsdp_adamw_desc desc = FSDP_ZERO;
@@ -169,7 +173,7 @@ static fsdp_status build(trainer *t, fsdp_world *world) {
     fsdp_status status = fsdp_model_create(world, NULL, &t->model);
     for (int l = 0; l < t->num_layers && !status; l++)
         status = shard(t, &t->layers[l], l == blocks);
-    for (int l = 0; l + 1 < blocks && t->j->lanes && !status; l++)
+    for (int l = 0; l + 1 < blocks && t->j->lanes && t->j->prefetch && !status; l++)
         status = fsdp_set_modules_to_forward_prefetch(t->layers[l].unit, &t->layers[l + 1].unit, 1);
     if (!status) status = fsdp_init_params(t->model, init_rows, NULL);
     if (!status) status = fsdp_adamw_create(t->model, &desc, &t->adamw);
@@ -395,7 +399,7 @@ static int rank_main(fsdp_world *world, void *arg) {
 
 typedef struct {
     const char *models, *cases, *losses;
-    int worlds[8], lanes[8], num_worlds, num_lanes, steps, csv;
+    int worlds[8], lanes[8], num_worlds, num_lanes, prefetch, steps, csv;
 } options;
 
 static int run(job *j, int plain) {
@@ -450,13 +454,13 @@ static int measure_all(const options *o, FILE *csv) {
                            -1, 0);
     if (j.out == MAP_FAILED) return 1;
     for (j.model = 0; j.model < MODELS; j.model++)
-        for (j.size = 0; j.size < 2; j.size++)
+        for (j.size = 0; j.size < CASES; j.size++)
             for (int w = 0; w < o->num_worlds; w++)
                 for (int l = 0; l < o->num_lanes && !failed; l++) {
                     if (!strstr(o->models, model_names[j.model])) continue;
-                    if (!strstr(o->cases, case_names[j.size])) continue;
                     j.s = shapes[j.model][j.size];
-                    j.world = o->worlds[w], j.lanes = o->lanes[l];
+                    if (!strstr(o->cases, case_names[j.size]) || !j.s.layers) continue;
+                    j.world = o->worlds[w], j.lanes = o->lanes[l], j.prefetch = o->prefetch;
                     j.steps = o->steps ? o->steps : j.s.steps;
                     failed = measure(&j, o, csv);
                 }
@@ -478,7 +482,7 @@ static int parse_list(const char *text, int min, int max, int out[8]) {
 
 static int parse(int argc, char **argv, options *o) {
     const char *ranks = "2,4", *lanes = "0,2";
-    int steps[8] = {0};
+    int steps[8] = {0}, prefetch[8] = {1};
     memset(o, 0, sizeof *o);
     o->models = "mlp,gpt", o->cases = "tiny,large";
     for (int i = 1; i < argc; i++) {
@@ -492,12 +496,14 @@ static int parse(int argc, char **argv, options *o) {
         else if (!strcmp(argv[i], "--ranks")) ranks = value;
         else if (!strcmp(argv[i], "--lanes")) lanes = value;
         else if (!strcmp(argv[i], "--losses")) o->losses = value;
-        else if (strcmp(argv[i], "--steps") ||
-                 parse_list(value, WARM_UP + 1, STEPS_MAX, steps) != 1)
+        else if (!strcmp(argv[i], "--prefetch")) {
+            if (parse_list(value, 0, 1, prefetch) != 1) return 0;
+        } else if (strcmp(argv[i], "--steps") ||
+                   parse_list(value, WARM_UP + 1, STEPS_MAX, steps) != 1)
             return 0;
         i++;
     }
-    o->steps = steps[0];
+    o->steps = steps[0], o->prefetch = prefetch[0];
     o->num_worlds = parse_list(ranks, 1, 64, o->worlds);
     o->num_lanes = parse_list(lanes, 0, 2, o->lanes);
     return o->num_worlds && o->num_lanes;
@@ -510,8 +516,8 @@ int main(int argc, char **argv) {
     options o;
     if (!parse(argc, argv, &o)) {
         fprintf(stderr,
-                "usage: bench_step [--model mlp,gpt] [--case tiny,large] [--ranks 2,4] "
-                "[--lanes 0,2] [--steps %d..%d] [--losses FILE] [--csv]\n"
+                "usage: bench_step [--model mlp,gpt] [--case tiny,large,example] [--ranks 2,4] "
+                "[--lanes 0,2] [--prefetch 0|1] [--steps %d..%d] [--losses FILE] [--csv]\n"
                 "--losses: the loss of each step, of the last line of the table\n",
                 WARM_UP + 1, STEPS_MAX);
         return 2;

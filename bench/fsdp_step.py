@@ -1,14 +1,14 @@
 #!/usr/bin/env python3
-"""fsdp_step.py - the training steps of bench_step.c in PyTorch's fully_shard over Gloo, both programs
-in turn in one run: losses must be equal, times are compared
+"""fsdp_step.py - the training steps of bench_step.c in PyTorch's fully_shard over Gloo, both
+programs in turn in one run: losses must be equal, times are compared
 
     FSDP_BACKEND=gloo python3 bench/fsdp_step.py [--bench build/bench/bench_step] [--model mlp,gpt]
-        [--case tiny,large] [--ranks 2,4] [--lanes 0,2] [--rounds 3]
+        [--case tiny,large,example] [--ranks 2,4] [--lanes 0,2] [--rounds 3]
 
 Models, first values, data and AdamW are those of bench_step.c, f32, one compute thread per rank.
 "pass" is forward and backward, "optim" the optimizer and zero_grad; medians over steps, then over
-rounds. "extra" is what sharding adds to a pass for each unit: (sharded - plain) / units, where plain
-ranks train a copy of their own at the same time without communication. Needs torch and numpy;
+rounds. "extra" is what sharding adds to a pass for each unit: (sharded - plain) / units, where
+plain ranks train a copy of their own at the same time without communication. Needs torch and numpy;
 writes $FSDP_BUILD/fsdp_step.csv. Exit status 1: losses differ by more than --tolerance.
 """
 import argparse
@@ -27,6 +27,7 @@ WARM_UP = 3
 SHAPES = {  # layers, width, batch of a rank, positions, heads, steps: as in bench_step.c
     ("mlp", "tiny"): (64, 16, 4, 1, 0, 100), ("mlp", "large"): (6, 1024, 64, 1, 0, 20),
     ("gpt", "tiny"): (16, 32, 1, 16, 4, 100), ("gpt", "large"): (6, 256, 4, 64, 4, 20),
+    ("gpt", "example"): (4, 128, 3, 64, 4, 100),
 }
 GPT_VOCAB = 256
 

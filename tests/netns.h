@@ -44,6 +44,16 @@ H_FN const char *n_begin(int count) {
     return (n_router = n_make()) < 0 ? "network namespaces are not permitted here" : NULL;
 }
 
+/* A link passes nothing before the kernel has seen that both ends are up, which it does in its own
+   time. Waits for that. */
+H_FN void n_await_link(int host, const char *device) {
+    int64_t end = h_now_ms() + 10000;
+    if (host >= 0) n_enter(n_host[host]);
+    while (n_run("ip link show dev %s | grep -q 'state UP'", device) && h_now_ms() < end)
+        usleep(5000);
+    if (host >= 0) n_enter(n_router);
+}
+
 /* Hosts on veth pairs: v0, v1, ... are the router's ends. NULL, or why there are none. */
 H_FN const char *n_hosts(int count) {
     const char *why = n_begin(count);
@@ -60,6 +70,12 @@ H_FN const char *n_hosts(int count) {
                            h, h),
                      0);
         n_enter(n_router);
+    }
+    for (int h = 0; h < count; h++) {
+        char device[8];
+        snprintf(device, sizeof device, "v%d", h);
+        n_await_link(-1, device);
+        n_await_link(h, "eth0");
     }
     return NULL;
 }

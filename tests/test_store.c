@@ -3,6 +3,8 @@
    Bad clients talk to a real server over real sockets; only the fuzzing has none. */
 #include "harness.h"
 #include <dirent.h>       /* opendir */
+#include <ifaddrs.h>      /* getifaddrs */
+#include <netdb.h>        /* getnameinfo */
 #include <netinet/tcp.h>  /* TCP_NODELAY */
 #include <poll.h>         /* poll */
 #include <sys/resource.h> /* setrlimit */
@@ -16,13 +18,13 @@
 
 /* ---- worlds ---------------------------------------------------------------------------------- */
 
-enum { RANKS = 32, FLAGS = 16, MIB = 1 << 20 };
-enum { AT_HOST, AT_IPV4, AT_IPV6, AT_NAME, AT_FILE };
+enum { RANKS = 128, FLAGS = 16, MIB = 1 << 20 };
+enum { AT_HOST, AT_IPV4, AT_IPV6, AT_NAME, AT_FILE, AT_OWN4, AT_OWN6 };
 #define MS INT64_C(1000000)
 
 typedef struct {
     int world, threads, timeout_ms, port;
-    char job[64], address[400];
+    char job[64], address[400], own[100]; /* own: what fsdpi_store_address has to be, or "" */
     fsdp_allocator allocator;
     int pids[RANKS], flags[FLAGS];
     int64_t when; /* ms: what others are measured from */
@@ -42,12 +44,37 @@ typedef struct {
 /* The machine may be busy with other things: what should take ms takes this at most. */
 static int slack(int ms) { return W_SLOW ? ms * 5 + 1000 : ms + 400; }
 
+/* The first address of this host that others could reach; 0: there is none. */
+static int own_address(int family, char *out, size_t cap) {
+    struct ifaddrs *all = NULL;
+    int found = 0;
+    CHECK(!getifaddrs(&all));
+    for (struct ifaddrs *i = all; i && !found; i = i->ifa_next) {
+        if (!i->ifa_addr || i->ifa_addr->sa_family != family || (i->ifa_flags & 8 /* loopback */))
+            continue;
+        socklen_t size = family == AF_INET ? sizeof(struct sockaddr_in)
+                                           : sizeof(struct sockaddr_in6);
+        found = !getnameinfo(i->ifa_addr, size, out, (socklen_t)cap, NULL, 0, NI_NUMERICHOST) &&
+                !strchr(out, '%'); /* of one link only */
+    }
+    freeifaddrs(all);
+    return found;
+}
+
 static void set_address(setup *s, int at) {
+    char own[100];
     s->port = at == AT_HOST || at == AT_FILE ? 0 : h_free_port();
     if (at == AT_HOST) snprintf(s->address, sizeof s->address, "host:");
     if (at == AT_FILE) snprintf(s->address, sizeof s->address, "file://%s/meet", h_tmpdir());
     if (at == AT_IPV4) snprintf(s->address, sizeof s->address, "tcp://127.0.0.1:%d", s->port);
     if (at == AT_IPV6) snprintf(s->address, sizeof s->address, "tcp://[::1]:%d", s->port);
+    if (at == AT_OWN4 || at == AT_OWN6) {
+        if (!own_address(at == AT_OWN4 ? AF_INET : AF_INET6, own, sizeof own))
+            SKIP("this machine has no such address");
+        snprintf(s->address, sizeof s->address, at == AT_OWN4 ? "tcp://%s:%d" : "tcp://[%s]:%d",
+                 own, s->port);
+        CHECK_EQ_INT(snprintf(s->own, sizeof s->own, "%s", own), (int)strlen(own));
+    }
     if (at == AT_NAME) snprintf(s->address, sizeof s->address, "tcp://localhost:%d", s->port);
 }
 
@@ -97,7 +124,7 @@ static pid_t aside(void (*fn)(setup *s), setup *s) {
     s->up = s->down = 0;
     pid_t pid = fork();
     CHECK(pid >= 0);
-    if (!pid) fn(s), _exit(0);
+    if (!pid) fn(s), exit(0);
     await_flag(&s->up, 1);
     return pid;
 }
@@ -330,6 +357,7 @@ static const place places[] = {
     {"tcp/W=4", AT_IPV4, 4, 0},           {"tcp/W=8", AT_IPV4, 8, 0},
     {"tcp/W=32/threads", AT_IPV4, 32, 1}, {"ipv6/W=3", AT_IPV6, 3, 0},
     {"ipv6/W=3/threads", AT_IPV6, 3, 1},  {"name/W=3", AT_NAME, 3, 0},
+    {"own/W=3", AT_OWN4, 3, 0},           {"own_ipv6/W=3", AT_OWN6, 3, 0},
     {"file/W=1", AT_FILE, 1, 0},          {"file/W=4", AT_FILE, 4, 0},
     {"file/W=4/threads", AT_FILE, 4, 1},
 };
@@ -363,12 +391,17 @@ static void meets(int rank, int world, void *arg) {
     exchange(&c, world, "a");
     is_numeric(fsdpi_store_address(c.store));
     if (s->port) CHECK(strchr(fsdpi_store_address(c.store), s->address[6] == '[' ? ':' : '.'));
+    if (s->own[0]) CHECK_EQ_STR(fsdpi_store_address(c.store), s->own);
     exchange(&c, world, "b");
     no_verdict(&c);
     leave(&c, s, world);
 }
 TEST_P(store_open, meets, places) {
     run(make_setup(row->at, row->world, row->threads, 20000), meets);
+}
+TEST(long_store, meets_128) {
+    run(make_setup(AT_IPV4, 128, 1, 60000), meets);
+    run(make_setup(AT_HOST, 128, 1, 60000), meets);
 }
 
 /* JOINED is a barrier: nobody is through before the last one has come. */
@@ -431,6 +464,10 @@ static void absent(int rank, int world, void *arg) {
     if (rank == a->absent[0] || rank == a->absent[1]) return;
     CHECK_STATUS(open_as(&c, s, rank, world), FSDP_ERR_TIMEOUT);
     int64_t took = h_now_ms() - start;
+    if (strstr(c.error, "the store does not answer")) {
+        raise_flag(&s->flags[4]); /* this machine is so busy that the server has not run in time */
+        return;
+    }
     CHECK_MSG(took >= s->timeout_ms - 250 && took <= s->timeout_ms + slack(200), "%lld ms: %s",
               (long long)took, c.error);
     int late = (int)took - s->timeout_ms, *latest = &s->flags[3];
@@ -447,6 +484,11 @@ static void rank_missing(const absence *row) {
     setup *s = make_setup(row->at, 4, row->threads, 200);
     s->extra = row;
     run(s, absent);
+    for (int again = 0; again < 3 && s->flags[4]; again++) {
+        h_message("again: the server did not run in time");
+        run(s, absent);
+    }
+    CHECK_EQ_INT(s->flags[4], 0);
     h_message("all have given up %d ms after the deadline", s->flags[3]);
 }
 TEST_P(store_open, rank_missing, absences) { rank_missing(row); }
@@ -464,6 +506,37 @@ static void comes_late(int rank, int world, void *arg) {
     within(start, 600);
 }
 TEST(store_open, latecomer_is_told) { run(make_setup(AT_IPV4, 3, 0, 300), comes_late); }
+
+/* What lies in the file already is of an earlier job, or no address at all. */
+static const struct {
+    const char *name, *text;
+} old_files[] = {{"empty", ""},
+                 {"no_address", "hello, world\n"},
+                 {"nobody", "tcp://127.0.0.1:1\n"},
+                 {"not_tcp", "host:\n"}};
+TEST_P(store_open, file_is_there_already, old_files) {
+    setup *s = make_setup(AT_FILE, 3, 0, 10000);
+    FILE *file = fopen(s->address + 7, "w");
+    CHECK(file && fputs(row->text, file) >= 0 && !fclose(file));
+    run(s, meets);
+    CHECK(access(s->address + 7, F_OK)); /* the server takes it away */
+}
+
+/* An address that is not this host's, as behind NAT: rank 0 serves at all addresses. */
+TEST(long_store, address_of_another_host) {
+    setup *s = make_setup(AT_IPV4, 1, 0, 8000);
+    client c;
+    snprintf(s->address, sizeof s->address, "tcp://198.51.100.7:%d", s->port);
+    enter(&c, s, 0);
+    int fd = socket(AF_INET, SOCK_STREAM, 0);
+    struct sockaddr_in a;
+    memset(&a, 0, sizeof a);
+    a.sin_family = AF_INET, a.sin_port = htons((uint16_t)s->port);
+    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+    CHECK(!connect(fd, (struct sockaddr *)&a, sizeof a));
+    close(fd);
+    fsdpi_store_close(c.store);
+}
 
 static const struct {
     const char *name, *address;
@@ -491,6 +564,18 @@ static const struct {
      "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"
      ":4000"},
 };
+TEST(store_open, short_buffer_for_the_text) {
+    setup *s = make_setup(AT_HOST, 2, 0, 1000);
+    snprintf(s->address, sizeof s->address, "nowhere");
+    for (size_t cap = 1; cap < 100; cap += 7) {
+        fsdpi_store_desc d = make_desc(s, 1, 2);
+        fsdpi_store *store;
+        char error[128];
+        memset(error, 'e', sizeof error);
+        CHECK_STATUS(fsdpi_store_open(&d, &store, error, cap), FSDP_ERR_INVALID_ARG);
+        CHECK(memchr(error, 0, cap) && error[cap] == 'e');
+    }
+}
 TEST_P(store_open, wrong_address, wrong_addresses) {
     setup *s = make_setup(AT_HOST, 2, 0, 2000);
     snprintf(s->address, sizeof s->address, "%s", row->address);
@@ -530,9 +615,8 @@ static void fill(unsigned char *p, size_t size, uint64_t seed) {
     for (size_t at = 4099; at < size; at *= 2) memcpy(p + at, p, size - at < at ? size - at : at);
 }
 
-static const size_t sizes[] = {0,       1,    2,     7,     23,    24,      25,       4095,
-                               4096,    4097, 65535, 65536, 65537, MIB - 1, MIB + 13, 16 * MIB - 1,
-                               16 * MIB};
+static const size_t sizes[] = {0,    1,    2,     7,     23,    24,      25,       4095,
+                               4096, 4097, 65535, 65536, 65537, MIB - 1, MIB + 13, 16 * MIB};
 enum { NUM_SIZES = sizeof sizes / sizeof *sizes };
 
 static void values(int rank, int world, void *arg) {
@@ -602,7 +686,7 @@ TEST(store_keys, deleted_and_never_set) {
     enter(&c, s, 0);
     put(&c, "a", "1", 1);
     CHECK_OK(fsdpi_store_delete(c.store, "a"));
-    static const int waits[] = {0, 1, 40, 120};
+    static const int waits[] = {0, 1, 20, 60};
     for (int i = 0; i < 8; i++) {
         int64_t start = h_now_ms();
         CHECK_STATUS(try_get(&c, i & 1 ? "a" : "never", text, 8, &size, waits[i / 2]),
@@ -610,10 +694,14 @@ TEST(store_keys, deleted_and_never_set) {
         CHECK(h_now_ms() - start >= waits[i / 2] - 1);
         within(start, waits[i / 2] + 200);
     }
+    int64_t start = h_now_ms();
+    CHECK_STATUS(fsdpi_store_get(c.store, "a", text, 8, &size, -5 * MS), FSDP_ERR_TIMEOUT);
+    within(start, 200);
     CHECK_OK(fsdpi_store_delete(c.store, "never"));
     no_verdict(&c); /* that a get times out is no failure of the job */
     put(&c, "a", "2", 1);
     get_text(&c, "a", "2");
+    CHECK_OK(fsdpi_store_get(c.store, "a", text, 8, &size, INT64_MAX));
     fsdpi_store_close(c.store);
 }
 
@@ -721,6 +809,7 @@ TEST_TIMEOUT(long_store, total_is_bounded, 120) {
     unsigned char *value = (unsigned char *)calloc(1, 16 * MIB);
     fsdp_status status = FSDP_OK;
     int count = 0;
+    if (sysconf(_SC_AVPHYS_PAGES) * (sysconf(_SC_PAGESIZE) >> 10) < 2 << 20) SKIP("needs 2 GiB");
     CHECK(value);
     enter(&c, s, 0);
     for (; count < 80 && !status; count++) {
@@ -791,7 +880,7 @@ static void other_token(int process, int world, void *arg) {
     int wrong = process == world - 1, fewer = world - 1;
     if (!s->extra) setenv("FSDP_TOKEN", wrong ? "wrong" : "right", 1);
     else if (wrong) snprintf(mine.job, sizeof mine.job, "another");
-    if (wrong) await_flag(&s->flags[0], fewer), mine.timeout_ms = 250;
+    if (wrong) await_flag(&s->flags[0], fewer), mine.timeout_ms = 120;
     fsdp_status status = open_as(&c, &mine, wrong ? 1 : process, fewer);
     if (wrong) {
         CHECK_MSG(status, "a wrong token was let in");
@@ -987,6 +1076,30 @@ TEST(long_store, launcher_finds_port_taken) {
     run(s, meets_in_time);
     aside_ends(s, pid);
     aside_ends(q, squatter_pid);
+}
+
+/* Who comes when the others have given up is told at once by a launcher's store, which is still
+   there; and the next world begins anew. */
+static void late_at_launcher(int rank, int world, void *arg) {
+    setup *s = (setup *)arg, mine = *s;
+    client c;
+    if (rank == 2) await_flag(&s->flags[0], 2), mine.timeout_ms = 20000;
+    int64_t start = h_now_ms();
+    CHECK_STATUS(open_as(&c, &mine, rank, world), FSDP_ERR_TIMEOUT);
+    says(c.error, "rank 2 has not joined");
+    if (rank == 2) within(start, 500);
+    raise_flag(&s->flags[0]);
+    await_flag(&s->flags[0], world);
+    mine.timeout_ms = 10000;
+    CHECK_OK(open_as(&c, &mine, rank, world));
+    exchange(&c, world, "a");
+    fsdpi_store_close(c.store);
+}
+TEST(store_launcher, latecomer_is_told) {
+    setup *s = make_setup(AT_IPV4, 3, 0, 200);
+    pid_t pid = aside(serves_aside, s);
+    run(s, late_at_launcher);
+    aside_ends(s, pid);
 }
 
 /* ---- ranks that are lost --------------------------------------------------------------------- */
@@ -1319,7 +1432,7 @@ static void aborts(int rank, int world, void *arg) {
     fsdpi_store_close(c.store);
 }
 TEST_P(store_abort, told_to_all, abortions) {
-    for (int round = 0; round < (row->aborts > 1 ? 3 : 1); round++) {
+    for (int round = 0; round < (row->aborts > 1 ? 2 : 1); round++) {
         setup *s = make_setup(row->at, row->world, row->threads, 20000);
         s->extra = row;
         run(s, aborts);
@@ -1366,13 +1479,13 @@ static void aborts_and_goes(int rank, int world, void *arg) {
 }
 TEST(store_abort, then_exits) {
     static const int who[] = {0, 1, 2};
-    for (int i = 0; i < 6; i++) {
-        setup *s = make_setup(i < 3 ? AT_HOST : AT_IPV4, 3, 0, 20000);
-        s->extra = &who[i % 3];
+    for (int i = 0; i < 3; i++) {
+        setup *s = make_setup(i ? AT_HOST : AT_IPV4, 3, 0, 20000);
+        s->extra = &who[i];
         run(s, aborts_and_goes);
         same_verdicts(s, -1);
         CHECK_EQ_STR(s->verdicts[0].reason, "enough");
-        CHECK_EQ_INT(s->verdicts[0].rank, i % 3);
+        CHECK_EQ_INT(s->verdicts[0].rank, i);
     }
 }
 
@@ -1403,10 +1516,7 @@ static void asks(int rank, int world, void *arg) {
     gather_at(s, 0);
     fsdpi_store_close(c.store);
 }
-TEST(store_ask, what_others_do) {
-    run(make_setup(AT_HOST, 3, 0, 20000), asks);
-    run(make_setup(AT_IPV4, 8, 1, 20000), asks);
-}
+TEST(store_ask, what_others_do) { run(make_setup(AT_IPV4, 8, 1, 20000), asks); }
 
 /* A stopped rank falls silent, and its time goes on. */
 static void asks_about_stopped(int rank, int world, void *arg) {
@@ -1419,11 +1529,11 @@ static void asks_about_stopped(int rank, int world, void *arg) {
     if (rank == 0) {
         await_beat(&c, 1, OPERATION);
         kill(s->pids[1], SIGSTOP);
-        usleep(300000);
+        usleep(250000);
         CHECK_OK(fsdpi_store_ask(c.store, 1, &p, 1000 * MS));
-        CHECK_MSG(p.silent_ns >= 150 * MS && p.silent_ns < slack(1200) * MS, "%lld",
+        CHECK_MSG(p.silent_ns >= 100 * MS && p.silent_ns < slack(1200) * MS, "%lld",
                   (long long)p.silent_ns);
-        CHECK_MSG(p.since_ns >= 150 * MS, "%lld", (long long)p.since_ns);
+        CHECK_MSG(p.since_ns >= 100 * MS, "%lld", (long long)p.since_ns);
         CHECK_EQ_INT(p.state, FSDPI_STORE_JOINED); /* silence alone is no verdict */
         no_verdict(&c);
         kill(s->pids[1], SIGCONT);
@@ -1434,18 +1544,20 @@ static void asks_about_stopped(int rank, int world, void *arg) {
 TEST(store_ask, silent_rank) { run(make_setup(AT_HOST, 2, 0, 20000), asks_about_stopped); }
 
 /* Without functions of the desc. */
-TEST(store_ask, no_callbacks) {
+TEST(store_ask, no_callbacks_no_deadline) {
     setup *s = make_setup(AT_HOST, 1, 0, 5000);
     fsdpi_store_desc d = make_desc(s, 0, 1);
     fsdpi_store *store = NULL;
     fsdpi_store_peer p;
     char error[256];
+    d.boot.timeout_ns = INT64_MAX;
     CHECK_OK(fsdpi_store_open(&d, &store, error, sizeof error));
     usleep(300000);
     CHECK_OK(fsdpi_store_ask(store, 0, &p, 1000 * MS));
     CHECK_EQ_INT(p.state, FSDPI_STORE_JOINED);
     fsdpi_store_abort(store, FSDP_ERR_ABORTED, "a", "b");
     fsdpi_store_close(store);
+    fsdpi_store_close(NULL), fsdpi_store_stop(NULL);
 }
 
 /* ---- interfaces ------------------------------------------------------------------------------ */
@@ -1843,6 +1955,35 @@ TEST(store_lost, before_all_have_come) {
     run(make_setup(AT_IPV4, 3, 0, 20000), dies_while_others_wait);
 }
 
+/* Rank 1 says goodbye before rank 2 has come: that is told to both, and rank 2 does not go on. */
+static void leaves_while_others_wait(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    if (rank == 1) {
+        unsigned char out[HEADER];
+        int fd = raw_member(s, s->job, 1, 1, world);
+        CHECK_EQ_INT(raw_frame(fd, NULL, 0, NULL), OP_REPLY);
+        raw_send(fd, out, frame(out, OP_BYE, 1, NULL, NULL, 0));
+        while (raw_frame(fd, NULL, 0, NULL)) continue; /* until the server hangs up */
+        raise_flag(&s->flags[0]);
+        close(fd);
+        return;
+    }
+    if (rank == 2) await_flag(&s->flags[0], 1);
+    int64_t start = h_now_ms();
+    fsdp_status status = open_as(&c, s, rank, world);
+    if (rank == 0 || status != FSDP_ERR_TIMEOUT) {
+        CHECK_STATUS(status, FSDP_ERR_PEER_LOST);
+        says(c.error, "rank 1 has left before all ranks had joined");
+        if (rank) within(start, 1000);
+    } else { /* rank 0 has given up already, and its store with it */
+        says(c.error, "rank 0");
+    }
+}
+TEST(store_lost, leaves_before_all_have_come) {
+    run(make_setup(AT_IPV4, 3, 0, 150), leaves_while_others_wait);
+}
+
 /* ---- members that behave badly --------------------------------------------------------------- */
 
 enum { B_GARBAGE, B_OPS, B_LENGTH, B_KEY, B_HALF, B_DEAF, B_GREEDY, B_SHORT, B_SLOW };
@@ -1950,7 +2091,7 @@ static void *get_much(void *arg) {
     size_t size = 0;
     void *to = malloc(16 * MIB);
     CHECK(to != NULL);
-    for (int i = 0; i < (W_SLOW ? 1 : 3); i++) {
+    for (int i = 0; i < 2 - W_SLOW; i++) {
         fsdp_status status = try_get(c, "much", to, 16 * MIB, &size, 20000);
         CHECK_MSG(!status, "%s", fsdp_status_name(status));
         CHECK_EQ_INT(size, 16 * MIB);
@@ -1960,14 +2101,14 @@ static void *get_much(void *arg) {
 }
 TEST(store_keys, large_values_at_the_same_time) {
     setup *s = make_setup(AT_HOST, 1, 0, 20000);
-    pthread_t thread[8];
+    pthread_t thread[5];
     client c;
     void *value = calloc(1, 16 * MIB);
     CHECK(value != NULL);
     enter(&c, s, 0);
     put(&c, "much", value, 16 * MIB);
-    for (int i = 0; i < 8; i++) CHECK_EQ_INT(pthread_create(&thread[i], NULL, get_much, &c), 0);
-    for (int i = 0; i < 8; i++) pthread_join(thread[i], NULL);
+    for (int i = 0; i < 5; i++) CHECK_EQ_INT(pthread_create(&thread[i], NULL, get_much, &c), 0);
+    for (int i = 0; i < 5; i++) pthread_join(thread[i], NULL);
     no_verdict(&c);
     fsdpi_store_close(c.store);
     free(value);
@@ -2024,21 +2165,19 @@ static fsdp_status life(setup *s) {
 static const struct {
     const char *name;
     int at, persistent;
-} failing[] = {{"host/once", AT_HOST, 0},
-               {"host/for_good", AT_HOST, 1},
-               {"tcp/once", AT_IPV4, 0},
-               {"file/once", AT_FILE, 0}};
-TEST_P(store_leaks, every_allocation_fails, failing) {
+} failing[] = {{"host", AT_HOST, 0}, {"tcp", AT_IPV4, 0}, {"file", AT_FILE, 0}},
+  failing_for_good[] = {{"host", AT_HOST, 1}, {"tcp", AT_IPV4, 1}};
+static void every_allocation_fails(int at, int persistent) {
     int fds = 0, n = 0;
     for (int injected = 1; injected; n++) {
-        setup *s = make_setup(row->at, 1, 1, 100);
+        setup *s = make_setup(at, 1, 1, 1000);
         tide t;
         tide_use(&t, s);
-        t.heap.fail_at = n, t.heap.persistent = row->persistent;
+        t.heap.fail_at = n, t.heap.persistent = persistent;
         int64_t start = h_now_ms();
         fsdp_status status = life(s);
         injected = t.heap.failures > 0;
-        within(start, 600);
+        within(start, 1600);
         CHECK_EQ_INT(t.heap.live, 0);
         CHECK_MSG(injected || !status, "%s", fsdp_status_name(status));
         CHECK_MSG(status == FSDP_OK || status == FSDP_ERR_OUT_OF_MEMORY ||
@@ -2051,6 +2190,12 @@ TEST_P(store_leaks, every_allocation_fails, failing) {
         CHECK(n < 300);
     }
     h_message("%d allocations", n - 1);
+}
+TEST_P(store_leaks, every_allocation_fails, failing) {
+    every_allocation_fails(row->at, row->persistent);
+}
+TEST_P(long_store, every_allocation_fails_for_good, failing_for_good) {
+    every_allocation_fails(row->at, row->persistent);
 }
 
 /* ---- the machine ----------------------------------------------------------------------------- */
@@ -2192,7 +2337,9 @@ static void worlds_of_rank_0(int rank, int world, void *arg) {
         fsdpi_store_close(c.store);
     }
 }
-TEST_P(store_open, worlds_in_a_row, meetings) {
+static const where rows_of_worlds[] = {
+    {"host/threads", AT_HOST, 1}, {"tcp", AT_IPV4, 0}, {"file", AT_FILE, 0}};
+TEST_P(store_open, worlds_in_a_row, rows_of_worlds) {
     run(make_setup(row->at, 3, row->threads, 10000), worlds_of_rank_0);
 }
 
@@ -2308,10 +2455,8 @@ typedef struct {
     fsdpi_conn *conn;
     unsigned char nonce[32];
     int hello_sent, joined, verdicts, closing, ended;
-    unsigned char in[F_PENDING]; /* frames to be fed, in pieces */
-    size_t in_at, in_size;
-    unsigned char out[F_PENDING]; /* an unfinished frame of the core's */
-    size_t out_size;
+    size_t in_at, in_size, out_size;
+    unsigned char *in, *out; /* frames to be fed in pieces; an unfinished frame of the core's */
 } fuzz_conn;
 
 typedef struct {
@@ -2330,7 +2475,9 @@ typedef struct {
 static uint64_t dice(fuzz *f, uint64_t sides) { return h_rand64(&f->seed) % sides; }
 
 static void fuzz_connect(fuzz *f, fuzz_conn *c) {
+    unsigned char *in = c->in, *out = c->out;
     memset(c, 0, sizeof *c);
+    c->in = in, c->out = out;
     for (int i = 0; i < 32; i += 8) number(c->nonce + i, h_rand64(&f->seed), 8);
     c->conn = fsdpi_store_core_connect(&f->core, c->nonce, f->now);
     CHECK(c->conn || f->heap.failures);
@@ -2562,7 +2709,10 @@ static void fuzz_check(const fuzz *f) {
 static void fuzz_begin(fuzz *f, uint64_t seed) {
     fsdp_allocator a;
     unsigned char bytes[HEADER + HELLO_BYTES], value[HELLO_BYTES];
+    static unsigned char pending[2 * F_CONNS][F_PENDING];
     memset(f, 0, sizeof *f);
+    for (int i = 0; i < F_CONNS; i++)
+        f->conns[i].in = pending[2 * i], f->conns[i].out = pending[2 * i + 1];
     f->seed = seed, f->asked = -1, f->now = 1000 * MS, f->heap.fail_at = -1;
     a.alloc = w_heap_alloc, a.free = w_heap_free, a.user = &f->heap;
     for (int i = 0; i < 32; i++) f->token[i] = (uint8_t)h_rand64(&f->seed);
@@ -2629,7 +2779,7 @@ static void fuzz_inputs(int64_t inputs, uint64_t seed) {
 }
 TEST(store_fuzz, core) { fuzz_inputs(W_SLOW ? 30000 : 200000, h_seed()); }
 TEST_TIMEOUT(long_store, fuzz_core, 600) {
-    fuzz_inputs(W_SLOW ? 2000000 : 20000000, h_seed() + 1000000);
+    fuzz_inputs(W_SLOW ? 1000000 : 5000000, h_seed() + 1000000);
 }
 
 /* ---- the client's ear ------------------------------------------------------------------------ */
@@ -2748,5 +2898,5 @@ static void ear_inputs(int64_t inputs, uint64_t seed) {
 }
 TEST(store_fuzz, client) { ear_inputs(W_SLOW ? 20000 : 50000, h_seed()); }
 TEST_TIMEOUT(long_store, fuzz_client, 600) {
-    ear_inputs(W_SLOW ? 500000 : 5000000, h_seed() + 1000000);
+    ear_inputs(W_SLOW ? 200000 : 1000000, h_seed() + 1000000);
 }
