@@ -32,6 +32,7 @@
 #include <mutex>
 #include <new>
 #include <stdexcept>
+#include <thread>
 #include <vector>
 
 namespace {
@@ -73,6 +74,10 @@ class Agent : public gloo::transport::tcp::Handler {
     void begin(Wait *wait);
     void end(Wait *wait);
 
+    // Gloo's thread looks again every 10 ms, and who opens or closes a connection waits for that.
+    // In between it looks much more often.
+    void hurry(int begins);
+
     // Of the library as it was, and as it is.
     void handleEvents(int) { work(); }
     void handleEvents(gloo::transport::tcp::Loop &, int) { work(); }
@@ -89,6 +94,18 @@ class Agent : public gloo::transport::tcp::Handler {
     std::vector<Post> posts_, running_;
     std::vector<Wait *> waits_;
     Clock::time_point armed_; // of the timer; max(): not
+    int hurries_;
+};
+
+class Hurry {
+  public:
+    explicit Hurry(Agent *agent) : agent_(agent) { agent_->hurry(1); }
+    ~Hurry() { agent_->hurry(-1); }
+    Hurry(const Hurry &) = delete;
+    Hurry &operator=(const Hurry &) = delete;
+
+  private:
+    Agent *const agent_;
 };
 
 } // namespace
@@ -179,7 +196,7 @@ Agent::Agent(const std::shared_ptr<gloo::transport::Device> &device)
     : device_(std::static_pointer_cast<gloo::transport::tcp::Device>(device)),
       wake_(eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       timer_(timerfd_create(CLOCK_MONOTONIC, TFD_CLOEXEC | TFD_NONBLOCK)),
-      armed_(Clock::time_point::max()) {
+      armed_(Clock::time_point::max()), hurries_(0) {
     if (wake_ >= 0 && timer_ >= 0) {
         device_->registerDescriptor(wake_, EPOLLIN, this);
         device_->registerDescriptor(timer_, EPOLLIN, this);
@@ -191,8 +208,9 @@ Agent::Agent(const std::shared_ptr<gloo::transport::Device> &device)
 }
 
 Agent::~Agent() {
-    device_->unregisterDescriptor(wake_, this);
+    hurry(1);
     device_->unregisterDescriptor(timer_, this);
+    device_->unregisterDescriptor(wake_, this);
     (void)close(wake_);
     (void)close(timer_);
 }
@@ -243,7 +261,7 @@ void Agent::end_late_waits() {
 void Agent::work() {
     uint64_t count;
     std::unique_lock<std::mutex> lock(mutex_);
-    (void)!read(wake_, &count, sizeof count);
+    if (hurries_ == 0) (void)!read(wake_, &count, sizeof count); // else it is called again at once
     if (read(timer_, &count, sizeof count) > 0) end_late_waits();
     while (!posts_.empty()) {
         running_.swap(posts_);
@@ -253,6 +271,16 @@ void Agent::work() {
         running_.clear();
     }
     ran_.notify_all();
+    const bool hurries = hurries_ > 0;
+    lock.unlock();
+    if (hurries) std::this_thread::sleep_for(std::chrono::microseconds(100));
+}
+
+void Agent::hurry(int begins) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    const uint64_t one = 1;
+    hurries_ += begins;
+    (void)!write(wake_, &one, sizeof one);
 }
 
 // The timer stays at the earliest deadline that was asked for, though that wait may be over: most
@@ -358,12 +386,14 @@ int fsdp_gloo_context_connect(fsdp_gloo_context *context, int peer, const void *
                               size_t bytes) {
     return guarded([&] {
         const char *data = static_cast<const char *>(address);
+        Hurry hurry(context->agent);
         context->context->getPair(peer)->connect(std::vector<char>(data, data + bytes));
         return FSDP_GLOO_OK;
     });
 }
 
 void fsdp_gloo_context_close(fsdp_gloo_context *context) {
+    Hurry hurry(context->agent);
     context->closed = true;
     context->agent->forget(context);
     for (int peer = 0; peer < context->context->size; peer++)
@@ -374,6 +404,7 @@ void fsdp_gloo_context_close(fsdp_gloo_context *context) {
 }
 
 void fsdp_gloo_context_destroy(fsdp_gloo_context *context) {
+    Hurry hurry(context->agent);
     context->agent->forget(context);
     for (int peer = 0; peer < context->context->size; peer++) // buffers keep the context itself
         (void)guarded([&] {

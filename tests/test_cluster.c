@@ -231,15 +231,24 @@ TEST_P(cluster, mpirun, mpiruns) {
     CHECK_EQ_STR(p->output, expected);
 }
 
-/* No Slurm here: its variables, as srun sets them for a step of two tasks on two nodes. */
-TEST(cluster, variables_of_srun) {
+/* What launchers that are not here set: for two ranks on two hosts. */
+static const struct {
+    const char *name, *variables;
+} variables[] = {
+    {"by_hand", "RANK=$K WORLD_SIZE=2 MASTER_ADDR=127.0.0.1 MASTER_PORT=$PORT"},
+    {"interface",
+     "RANK=$K WORLD_SIZE=2 MASTER_ADDR=localhost MASTER_PORT=$PORT FSDP_SOCKET_IFNAME=nosuch0,lo"},
+    {"mpich", "PMI_RANK=$K PMI_SIZE=2 MPI_LOCALRANKID=0 MPI_LOCALNRANKS=1 MASTER_ADDR=127.0.0.1 "
+              "MASTER_PORT=$PORT"},
+    {"srun", "SLURM_PROCID=$K SLURM_LOCALID=0 SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 "
+             "SLURM_STEP_NUM_NODES=2 SLURM_NNODES=4 SLURM_JOB_ID=$PORT SLURM_STEP_ID=3 "
+             "SLURM_JOB_NODELIST='n[1-4]' SLURM_STEP_NODELIST=localhost,n4"}};
+TEST_P(cluster, variables, variables) {
     const char *hello = program("01_hello"), *expected = on_one_host(2);
+    const int port = h_free_port();
     process *p[2];
     for (int k = 1; k >= 0; k--)
-        p[k] = start("export SLURM_PROCID=%d SLURM_LOCALID=0 SLURM_NTASKS=2 SLURM_STEP_NUM_TASKS=2 "
-                     "SLURM_STEP_NUM_NODES=2 SLURM_NNODES=4 SLURM_JOB_ID=%d SLURM_STEP_ID=3 "
-                     "SLURM_JOB_NODELIST='n[1-4]' SLURM_STEP_NODELIST=localhost,n4; exec %s",
-                     k, (int)getpid(), hello);
+        p[k] = start("K=%d PORT=%d; export %s; exec %s", k, port, row->variables, hello);
     for (int k = 0; k < 2; k++) {
         CHECK_EQ_INT(finish(p[k]), 0);
         CHECK_EQ_STR(p[k]->output, k ? "" : expected);

@@ -701,6 +701,7 @@ TEST_P(gloo_faults, kill_9_on_another_host, deaths) {
         if (k == j->victim) continue;
         J_CHECK(j, names(j->rank[k].text, k, j->victim), "rank %d does not name it", k);
         J_CHECK(j, took <= allowed_ms(j, 1000), "rank %d: after %d ms", k, (int)took);
+        h_message("rank %d knows after %d ms", k, (int)took);
     }
 }
 
@@ -1612,7 +1613,9 @@ static void allocations_fail(int victim, int step) {
                 "allocation %d", n);
         J_CHECK(j, !other == !status, "allocation %d: the other rank got %d", n, other);
         survived += injected && !status; /* a connection is refused, and tried again */
-        names_none += status && !names(j->rank[!victim].text, !victim, victim);
+        int named = !status || names(j->rank[!victim].text, !victim, victim);
+        if (!named) fprintf(stderr, "allocation %d:\n", n), shows(j);
+        names_none += !named;
         munmap(j, sizeof *j);
     }
     h_message("rank %d: %d allocations, %d tries survived", victim, n - step, survived);
