@@ -219,7 +219,7 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
         return fsdpi_gloo_closed(c, k);
     if (strstr(how, strerror(EMFILE)) || strstr(how, strerror(ENFILE)))
         return fsdpi_gloo_fail_here(c, FSDP_ERR_IO, "too many open files; ulimit -n allows more");
-    (void)snprintf(text, sizeof text, "is out of reach (%s)", how);
+    (void)snprintf(text, sizeof text, "is out of reach of rank %d (%s)", c->base.boot->rank, how);
     int64_t start = fsdpi_boot_now(&w->boot);
     while (!left && fsdpi_boot_now(&w->boot) - start < 1000000000) {
         if (fsdpi_store_verdict(w->store, &v)) return fsdpi_comm_report(&c->base, &v);
@@ -263,6 +263,8 @@ static fsdp_status fsdpi_gloo_result(fsdpi_gloo_comm *c, int k, int result) {
     if (result == FSDP_GLOO_TIMEOUT) return fsdpi_gloo_late(c, k);
     if (result == FSDP_GLOO_NO_MEMORY)
         return fsdpi_gloo_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for the transport");
+    if (result != FSDP_GLOO_LOST)
+        return fsdpi_gloo_fail_here(c, FSDP_ERR_BACKEND, fsdp_gloo_error());
     return fsdpi_gloo_lost(c, k, fsdp_gloo_error());
 }
 

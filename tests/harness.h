@@ -42,20 +42,20 @@
 #include <time.h>       /* clock_gettime, nanosleep */
 #include <unistd.h>     /* fork, dup2, setpgid, write, _exit */
 
-#define H_FN static __attribute__((unused))
+#define H_FN           static __attribute__((unused))
 #define H_PRINTF(a, b) __attribute__((format(printf, a, b)))
-#define H_TIMEOUT_S 60.0 /* of a test that names none */
+#define H_TIMEOUT_S    60.0 /* of a test that names none */
 enum { H_EXIT_FAILED = 1, H_EXIT_SKIPPED = 77, H_EXIT_TIMEOUT = 78 };
 enum { H_RANKS_MAX = 512, H_TEXT_MAX = 1024, H_NOTES_MAX = 8192 };
 enum { H_RUNNING, H_RETURNED, H_DIES }; /* how a process of the test stands */
 
 /* What the processes of one test tell the runner; one shared mapping, cleared for each test. */
 typedef struct {
-    int first;                       /* 1 + the rank whose check failed first */
-    int notes_length;                /* claimed bytes of notes */
-    char notes[H_NOTES_MAX];         /* lines of h_message */
-    char skip[H_TEXT_MAX];           /* reason */
-    char state[H_RANKS_MAX + 1];     /* of the test itself, then of each rank */
+    int first;                   /* 1 + the rank whose check failed first */
+    int notes_length;            /* claimed bytes of notes */
+    char notes[H_NOTES_MAX];     /* lines of h_message */
+    char skip[H_TEXT_MAX];       /* reason */
+    char state[H_RANKS_MAX + 1]; /* of the test itself, then of each rank */
 } h_board;
 
 typedef struct {
@@ -74,7 +74,7 @@ static char h_base[256], h_dir[320]; /* temporary directory of the run, and of t
 static const char *h_filter = "", *h_program = "";
 static int h_tap;
 static volatile sig_atomic_t h_signal;
-static __thread int h_rank = -1;     /* of this process or thread */
+static __thread int h_rank = -1; /* of this process or thread */
 static __thread int h_is_thread;
 
 /* ---- time, random numbers, places ------------------------------------------------------------ */
@@ -109,19 +109,23 @@ H_FN const char *h_tmpdir(void) {
     return h_dir;
 }
 
-/* A TCP port of the loopback interface that nobody used a moment ago; 0 if there is none. */
+/* A TCP port of the loopback interface that nobody used a moment ago; 0 if there is none. Below
+   those that the system hands out, where other sockets would be met that happen to listen. */
 H_FN int h_free_port(void) {
-    struct sockaddr_in a;
-    socklen_t size = sizeof a;
-    int port = 0, fd = socket(AF_INET, SOCK_STREAM, 0);
-    memset(&a, 0, sizeof a);
-    a.sin_family = AF_INET;
-    a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
-    if (fd >= 0 && !bind(fd, (struct sockaddr *)&a, sizeof a) &&
-        !getsockname(fd, (struct sockaddr *)&a, &size))
-        port = ntohs(a.sin_port);
-    if (fd >= 0) close(fd);
-    return port;
+    static unsigned next;
+    for (int tries = 0; tries < 1000; tries++) {
+        struct sockaddr_in a;
+        unsigned port = 10000 + ((unsigned)getpid() * 61 + 17 * next++) % 20000;
+        int fd = socket(AF_INET, SOCK_STREAM, 0);
+        memset(&a, 0, sizeof a);
+        a.sin_family = AF_INET;
+        a.sin_addr.s_addr = htonl(INADDR_LOOPBACK);
+        a.sin_port = htons((uint16_t)port);
+        int is_free = fd >= 0 && !bind(fd, (struct sockaddr *)&a, sizeof a);
+        if (fd >= 0) close(fd);
+        if (is_free) return (int)port;
+    }
+    return 0;
 }
 
 /* ---- what a test says ------------------------------------------------------------------------ */
@@ -133,8 +137,9 @@ H_FN void h_write(const char *text, int length) {
 }
 
 /* Says where and why, and ends the process. Of several threads that fail, the first one speaks. */
-H_FN H_PRINTF(4, 5) __attribute__((noreturn))
-void h_fail(const char *file, int line, const char *what, const char *format, ...) {
+H_FN H_PRINTF(4, 5)
+    __attribute__((noreturn)) void h_fail(const char *file, int line, const char *what,
+                                          const char *format, ...) {
     static int failing;
     char text[2 * H_TEXT_MAX];
     int none = 0, length = 0, room = (int)sizeof text - 2;
@@ -148,8 +153,7 @@ void h_fail(const char *file, int line, const char *what, const char *format, ..
         length += snprintf(text + length, (size_t)(room - length), "rank %d: ", h_rank);
     if (length < room) length += snprintf(text + length, (size_t)(room - length), "%s: ", what);
     va_start(args, format);
-    if (length < room)
-        length += vsnprintf(text + length, (size_t)(room - length), format, args);
+    if (length < room) length += vsnprintf(text + length, (size_t)(room - length), format, args);
     va_end(args);
     if (length > room) length = room;
     text[length++] = '\n';
@@ -226,27 +230,35 @@ H_FN void h_check_status(const char *file, int line, const char *what, int got, 
 }
 
 #define H_HERE(what) __FILE__, __LINE__, what
-#define CHECK(cond) \
-    do { if (!(cond)) h_fail(H_HERE("CHECK(" #cond ")"), "is false"); } while (0)
-#define CHECK_MSG(cond, ...) /* ... is a format and its values */ \
-    do { if (!(cond)) h_fail(H_HERE("CHECK(" #cond ")"), __VA_ARGS__); } while (0)
-#define CHECK_EQ_INT(a, b) \
+#define CHECK(cond)                                                                                \
+    do {                                                                                           \
+        if (!(cond)) h_fail(H_HERE("CHECK(" #cond ")"), "is false");                               \
+    } while (0)
+#define CHECK_MSG(cond, ...) /* ... is a format and its values */                                  \
+    do {                                                                                           \
+        if (!(cond)) h_fail(H_HERE("CHECK(" #cond ")"), __VA_ARGS__);                              \
+    } while (0)
+#define CHECK_EQ_INT(a, b)                                                                         \
     h_check_int(H_HERE("CHECK_EQ_INT(" #a ", " #b ")"), (long long)(a), (long long)(b))
-#define CHECK_EQ_STR(a, b) h_check_str(H_HERE("CHECK_EQ_STR(" #a ", " #b ")"), a, b)
-#define CHECK_EQ_MEM(a, b, nbytes) h_check_mem(H_HERE("CHECK_EQ_MEM(" #a ", " #b ")"), a, b, nbytes)
-#define CHECK_NEAR(a, b, tolerance) /* absolute */ \
-    h_check_near(H_HERE("CHECK_NEAR(" #a ", " #b ")"), (double)(a), (double)(b), \
+#define CHECK_EQ_STR(a, b)          h_check_str(H_HERE("CHECK_EQ_STR(" #a ", " #b ")"), a, b)
+#define CHECK_EQ_MEM(a, b, nbytes)  h_check_mem(H_HERE("CHECK_EQ_MEM(" #a ", " #b ")"), a, b, nbytes)
+#define CHECK_NEAR(a, b, tolerance) /* absolute */                                                 \
+    h_check_near(H_HERE("CHECK_NEAR(" #a ", " #b ")"), (double)(a), (double)(b),                   \
                  (double)(tolerance))
 #define CHECK_OK(status) h_check_status(H_HERE("CHECK_OK(" #status ")"), (int)(status), 0)
-#define CHECK_STATUS(status, expected) \
-    h_check_status(H_HERE("CHECK_STATUS(" #status ", " #expected ")"), (int)(status), \
+#define CHECK_STATUS(status, expected)                                                             \
+    h_check_status(H_HERE("CHECK_STATUS(" #status ", " #expected ")"), (int)(status),              \
                    (int)(expected))
 #define SKIP(reason) h_skip(reason)
 
 /* ---- ranks ----------------------------------------------------------------------------------- */
 
 typedef void (*h_rank_fn)(int rank, int world, void *arg);
-typedef struct { int rank, world; h_rank_fn fn; void *arg; } h_thread;
+typedef struct {
+    int rank, world;
+    h_rank_fn fn;
+    void *arg;
+} h_thread;
 
 H_FN void *h_thread_main(void *p) {
     h_thread *t = (h_thread *)p;
@@ -305,12 +317,9 @@ H_FN const char *h_verdict(int status, int state, char *text, size_t size) {
     if (state == H_DIES) return NULL;
     if (WIFSIGNALED(status))
         snprintf(text, size, "signal %d (%s)", WTERMSIG(status), strsignal(WTERMSIG(status)));
-    else if (WEXITSTATUS(status))
-        snprintf(text, size, "exit code %d", WEXITSTATUS(status));
-    else if (state != H_RETURNED)
-        snprintf(text, size, "exit(0) before the end of the test");
-    else
-        return NULL;
+    else if (WEXITSTATUS(status)) snprintf(text, size, "exit code %d", WEXITSTATUS(status));
+    else if (state != H_RETURNED) snprintf(text, size, "exit(0) before the end of the test");
+    else return NULL;
     return text;
 }
 
@@ -406,25 +415,25 @@ H_FN void h_register(const char *name, const char *row_name, void (*run)(size_t)
 }
 
 #define TEST(suite, name) TEST_TIMEOUT(suite, name, H_TIMEOUT_S)
-#define TEST_TIMEOUT(suite, name, seconds)                                                       \
-    static void h_test_##suite##_##name(void);                                                   \
-    static void h_run_##suite##_##name(size_t i) { (void)i, h_test_##suite##_##name(); }         \
-    static void __attribute__((constructor)) h_reg_##suite##_##name(void) {                      \
-        h_register(#suite "." #name, NULL, h_run_##suite##_##name, 0, seconds);                  \
-    }                                                                                            \
+#define TEST_TIMEOUT(suite, name, seconds)                                                         \
+    static void h_test_##suite##_##name(void);                                                     \
+    static void h_run_##suite##_##name(size_t i) { (void)i, h_test_##suite##_##name(); }           \
+    static void __attribute__((constructor)) h_reg_##suite##_##name(void) {                        \
+        h_register(#suite "." #name, NULL, h_run_##suite##_##name, 0, seconds);                    \
+    }                                                                                              \
     static void h_test_##suite##_##name(void)
 
 /* One test for each element of an array of structs that have a `const char *name`; the body sees
    its element through the pointer `row`. */
 #define TEST_P(suite, name, table) TEST_P_TIMEOUT(suite, name, table, H_TIMEOUT_S)
-#define TEST_P_TIMEOUT(suite, title, table, seconds)                                             \
-    static void h_test_##suite##_##title(__typeof__(&(table)[0]) row);                           \
-    static void h_run_##suite##_##title(size_t i) { h_test_##suite##_##title(&(table)[i]); }     \
-    static void __attribute__((constructor)) h_reg_##suite##_##title(void) {                     \
-        size_t i;                                                                                \
-        for (i = 0; i < sizeof(table) / sizeof(table)[0]; i++)                                   \
-            h_register(#suite "." #title, (table)[i].name, h_run_##suite##_##title, i, seconds); \
-    }                                                                                            \
+#define TEST_P_TIMEOUT(suite, title, table, seconds)                                               \
+    static void h_test_##suite##_##title(__typeof__(&(table)[0]) row);                             \
+    static void h_run_##suite##_##title(size_t i) { h_test_##suite##_##title(&(table)[i]); }       \
+    static void __attribute__((constructor)) h_reg_##suite##_##title(void) {                       \
+        size_t i;                                                                                  \
+        for (i = 0; i < sizeof(table) / sizeof(table)[0]; i++)                                     \
+            h_register(#suite "." #title, (table)[i].name, h_run_##suite##_##title, i, seconds);   \
+    }                                                                                              \
     static void h_test_##suite##_##title(__typeof__(&(table)[0]) row __attribute__((unused)))
 
 /* ---- the runner ------------------------------------------------------------------------------ */
@@ -523,8 +532,9 @@ H_FN int h_run_test(const h_test *t, int number, double mult) {
         fclose(log);
     }
     if (h_tap) printf("%s %d - %s\n", bad ? "not ok" : "ok", number, t->name);
-    else printf("[%s] %s (%lld ms)\n", bad ? "  FAILED  " : "       OK ", t->name,
-                (long long)(h_now_ms() - start));
+    else
+        printf("[%s] %s (%lld ms)\n", bad ? "  FAILED  " : "       OK ", t->name,
+               (long long)(h_now_ms() - start));
     return bad ? H_EXIT_FAILED : 0;
 }
 
@@ -586,8 +596,10 @@ H_FN int h_main(int argc, char **argv) {
         else if (!strcmp(a, "--list")) list = 1;
         else if (!strcmp(a, "--tap")) h_tap = 1;
         else {
-            fprintf(stderr, "usage: %s [--filter=A:-B] [--list] [--seed=N] [--tap] [--repeat=N] "
-                            "[--timeout-mult=X]\n", argv[0]);
+            fprintf(stderr,
+                    "usage: %s [--filter=A:-B] [--list] [--seed=N] [--tap] [--repeat=N] "
+                    "[--timeout-mult=X]\n",
+                    argv[0]);
             return 2;
         }
     }

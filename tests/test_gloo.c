@@ -627,25 +627,28 @@ static void all_pairs(member *m, int64_t count) { /* of neighbours */
     }
 }
 
+static void exact_lists(member *m, int64_t count) {
+    int64_t lists[3][MAX_SEGS] = {
+        {count}, {count, 0, count / 2}, {3, count, 100, count / 2, 17, 9000}};
+    static const int nums[3] = {1, 3, 6};
+    for (int v = 0; v < 3; v++) {
+        shape s = listed(FSDP_OP_ALL_GATHER, FSDP_F32, m->size, lists[v], nums[v]);
+        exactly(m, &s);
+        s.in_place = 1;
+        exactly(m, &s);
+        s = listed(FSDP_OP_REDUCE_SCATTER, FSDP_F32, m->size, lists[v], nums[v]);
+        exactly(m, &s);
+        s = listed(FSDP_OP_REDUCE_SCATTER, FSDP_BF16, m->size, lists[v], nums[v]);
+        s.out = FSDP_F32, s.accumulate = 1, s.scale = 0.25;
+        if (v == 2) exactly(m, &s);
+    }
+}
+
 static void exact_bytes(member *m) {
     static const int64_t sizes[] = {4 << 10, 64 << 10, 1 << 20, (3 << 20) + 20};
-    for (int n = 0; n < (W_SLOW ? 3 : 4); n++) {
+    for (int n = 0; n < *(const int *)m->start->arg; n++) {
         int64_t count = sizes[n] / 4;
-        int64_t lists[3][MAX_SEGS] = {
-            {count}, {count, 0, count / 2}, {3, count, 100, count / 2, 17, 9000}};
-        static const int nums[3] = {1, 3, 6};
-        for (int v = 0; v < 3; v++) {
-            shape s = listed(FSDP_OP_ALL_GATHER, FSDP_F32, m->size, lists[v], nums[v]);
-            if (v > 0 && n > 1) continue; /* time */
-            exactly(m, &s);
-            s.in_place = 1;
-            exactly(m, &s);
-            s = listed(FSDP_OP_REDUCE_SCATTER, FSDP_F32, m->size, lists[v], nums[v]);
-            exactly(m, &s);
-            s = listed(FSDP_OP_REDUCE_SCATTER, FSDP_BF16, m->size, lists[v], nums[v]);
-            s.out = FSDP_F32, s.accumulate = 1, s.scale = 0.25;
-            if (n < 2) exactly(m, &s);
-        }
+        exact_lists(m, count);
         shape s = plain(FSDP_OP_ALL_REDUCE, FSDP_F32, count);
         exactly(m, &s);
         sums_are_least(&s, m->size);
@@ -660,7 +663,12 @@ static void exact_bytes(member *m) {
     }
 }
 TEST_P(gloo, exact_bytes_and_no_allocations, all_ranks) {
-    run_ranks(row, exact_bytes, NULL, (size_t)row->world * (4 << 20));
+    int sizes = row->world == 2 && !W_SLOW ? 4 : row->world == 3 ? 3 : 2;
+    run_ranks(row, exact_bytes, &sizes, (size_t)row->world * (5 << 20));
+}
+TEST_P(long_gloo, exact_bytes_and_no_allocations, all_ranks) {
+    int sizes = 4;
+    run_ranks(row, exact_bytes, &sizes, (size_t)row->world * (5 << 20));
 }
 
 /* 32 KiB behind a record and not one element more, in one strip or in several. */
@@ -818,7 +826,7 @@ static void last_words(const launch *l, int rank, int round, fsdp_threads *threa
     fsdp_comm *comm;
     fsdp_caps caps;
     char job[100], *data;
-    int world = l->row->world, leaver = round % world, kind = round / world % 3;
+    int world = l->row->world, kind = round % 3, leaver = round / 3 % world;
     uint64_t dice = h_seed() + (uint64_t)(round * 64 + rank);
     shape s;
     memset(&seen, 0, sizeof seen);
@@ -847,7 +855,7 @@ static void last_words(const launch *l, int rank, int round, fsdp_threads *threa
     if (h_rand64(&dice) % 2) usleep((useconds_t)(h_rand64(&dice) % 3000));
     OK_ON(comm, ops()->run(comm, &c));
     if (rank != leaver) { /* not less than a goodbye's patience, once */
-        usleep((useconds_t)(round == 4 ? 700000 : h_rand64(&dice) % 5000));
+        usleep((useconds_t)(round == 2 ? 700000 : h_rand64(&dice) % 5000));
         OK_ON(comm, ops()->poll(comm));
         for (int k = 0; k < world && kind == 0; k++)
             all_are(data + count * k, (size_t)count, round * 8 + k);
@@ -883,9 +891,7 @@ static void run_last_words(const ranks *row, int count) {
     else h_ranks_proc(row->world, all_last_words, &l);
     h_message("%d rounds of 64 MiB", rounds);
 }
-TEST_P(gloo, what_is_sent_before_a_rank_leaves_arrives, few_ranks) {
-    run_last_words(row, 3 * row->world); /* each rank, each kind */
-}
+TEST_P(gloo, what_is_sent_before_a_rank_leaves_arrives, few_ranks) { run_last_words(row, 6); }
 TEST_P_TIMEOUT(long_gloo, what_is_sent_before_a_rank_leaves_arrives, few_ranks, 300) {
     run_last_words(row, MOST_ROUNDS);
 }
@@ -923,7 +929,7 @@ static void on_trial(int thread, int world, void *arg) {
 }
 
 static void run_trials(trial *list, int count, void (*body)(trial *, int)) {
-    enum { BATCH = 12 }; /* worlds at the same time: most of their time they wait */
+    enum { BATCH = 24 }; /* worlds at the same time: most of their time they wait */
     trials all = {list, body};
     for (int i = 0; i < count; i += BATCH, all.list += BATCH)
         h_ranks_thread(TRIO * (count - i < BATCH ? count - i : BATCH), on_trial, &all);
