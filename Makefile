@@ -97,9 +97,9 @@ $(BUILD)/bench/bench_comm: private LDLIBS := $(RING_OBJ) $(LDLIBS)
 $(BUILD)/bench/bench_comm: $(RING_OBJ)
 $(BUILD)/bench/bench_step: private CFLAGS += -O3 -march=native
 $(BUILD)/bench/bench_step: private LDLIBS := $(BLAS) $(LDLIBS)
-tools/fsdprun: tools/fsdprun.c Makefile | $(BUILD)
+tools/fsdprun: tools/fsdprun.c $(HEADERS) $(wildcard backends/*.h) Makefile | $(BUILD)
 	@echo "  CC $@"
-	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -o $@ $< $(LDFLAGS) $(LDLIBS)
+	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -o $@ $< $(LDFLAGS) -pthread -lm
 examples/gpt/train_gpt $(BUILD)/examples/train_gpt: $(wildcard examples/gpt/*.[ch]) $(HEADERS) \
     $(wildcard backends/*.h) $(GLOO_OBJ) Makefile | $(BUILD)/examples
 	@echo "  CC $@"

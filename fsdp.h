@@ -116,7 +116,7 @@ IT DOES NOT
 
 ENVIRONMENT
     RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT  set by tools/fsdprun and torchrun; without
-                      them the variables of mpirun (OMPI_*, PMI_*) and srun (SLURM_*) are read
+                      them those of mpirun (OMPI_*, PMI_*, MV2_*), srun (SLURM_*), flux (FLUX_*)
     FSDP_JOB_ID       name of the job, unique on the host (else from what the launcher sets)
     FSDP_STORE FSDP_TOKEN FSDP_SOCKET_IFNAME   several hosts: docs/cluster.md
     FSDP_TIMEOUT_MS   deadline of every wait, default 60000
@@ -217,8 +217,9 @@ typedef struct fsdp_world_desc {
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
     const char *backend;      // NULL: FSDP_BACKEND, else the first one compiled in
     const char *job;          // NULL: from the environment. Equal on all ranks, unique on the host
-    const char *store;        // where ranks of several hosts meet: "tcp://HOST:PORT", "file:///PATH",
-                              // "host:" this host. NULL: FSDP_STORE, else what the launcher set
+    const char *store;        // where ranks of several hosts meet: "tcp://HOST:PORT",
+                              // "file:///PATH", "host:" this host. NULL: FSDP_STORE, else what the
+                              // launcher set
     fsdp_threads *threads;    // NULL: ranks are processes
     fsdp_allocator allocator; // NULL members: malloc, free
     fsdp_logger logger;       // NULL member: stderr as "[fsdp r3] text"

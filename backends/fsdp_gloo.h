@@ -39,14 +39,15 @@ extern "C" {
    split       blocks until every rank of the parent has come, and the members are connected
    run         of different comms may be called from different threads of a rank at the same time.
                Knows all_to_all, send and recv too. What shm would read from peers has to lie in
-               memory of alloc here, too. INVALID_ARG and UNSUPPORTED are found before anybody is told
+               memory of alloc here, too. INVALID_ARG and UNSUPPORTED are found before anybody is
+               told
    alloc       does not wait; from the allocator, zero-filled
    close       groups before their world. Waits until its peers have closed the comm too, or have
                failed: what was sent last is then delivered. At most half a second for the world,
                and as long for all groups together that peers keep
    abort       from any thread      poll never blocks
-   Memory      a comm of W members: messages of 2..32 KiB, 3 for each member; and 8 MiB from its first
-               large reduction on
+   Memory      a comm of W members: messages of 2..32 KiB, 3 for each member; and 8 MiB from its
+               first large reduction on
    Limits      FSDPI_MAX_SRCS ranks, Linux. A trusted network: data is neither checked nor encrypted
    Collective  no      Blocks no      Allocates no      Thread any */
 // clang-format on
@@ -81,7 +82,7 @@ extern "C" {
 #define FSDPI_GLOO_MESSAGES   ((size_t)4 << 20)  // of the messages of a comm, above 2 KiB each
 #define FSDPI_GLOO_SCRATCH    ((size_t)8 << 20)  // of a comm, for what peers send to be reduced
 #define FSDPI_GLOO_PIECE      ((size_t)1 << 20)  // most that is reduced at a time
-#define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most that is one message: progress is seen by them
+#define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most that is one message: a sign of life
 #define FSDPI_GLOO_GOODBYE_NS 500000000 // that groups wait, and then the world, for goodbyes
 #define FSDPI_GLOO_GRACE      20        // ms for what was sent before a verdict
 #define FSDPI_GLOO_ASK_NS     50000000  // for what the store knows of a rank
@@ -622,6 +623,11 @@ static void fsdpi_gloo_unpack_all(const fsdpi_gloo_comm *c, const fsdp_coll *op)
 // Owns: large reductions. What peers send goes through the scratch, which has room for `depth`
 // pieces of each, by turns; a piece is reduced when all have sent it, while the next ones arrive.
 
+// Where pieces of member k go.
+static char *fsdpi_gloo_scratch_of(const fsdpi_gloo_comm *c, int k) {
+    return c->scratch + c->piece * c->depth * (size_t)(k - (k > c->base.index));
+}
+
 static fsdp_status fsdpi_gloo_make_scratch(fsdpi_gloo_comm *c) {
     size_t peers = (size_t)c->base.size - 1;
     if (c->scratch || peers == 0) return FSDP_OK;
@@ -629,11 +635,11 @@ static fsdp_status fsdpi_gloo_make_scratch(fsdpi_gloo_comm *c) {
     c->piece = each / 2 < FSDPI_GLOO_PIECE ? each / 2 / 64 * 64 : FSDPI_GLOO_PIECE;
     c->depth = each / c->piece;
     each = c->piece * c->depth;
-    c->scratch = (char *)fsdpi_alloc(&c->base.boot->allocator, each * (size_t)c->base.size);
+    c->scratch = (char *)fsdpi_alloc(&c->base.boot->allocator, each * peers);
     int made = c->scratch != NULL;
     for (int k = 0; k < c->base.size && made; k++)
         made = k == c->base.index ||
-               fsdp_gloo_buffer_create(c->context, c->scratch + each * (size_t)k, each,
+               fsdp_gloo_buffer_create(c->context, fsdpi_gloo_scratch_of(c, k), each,
                                        &c->peers[k].scratch) == FSDP_GLOO_OK;
     if (made) return FSDP_OK;
     return fsdpi_gloo_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for a large reduction");
@@ -696,13 +702,13 @@ static fsdp_status fsdpi_gloo_reduce_pieces(fsdpi_gloo_comm *c, const fsdp_coll 
     const char *srcs[FSDPI_MAX_SRCS];
     fsdpi_gloo_walk walk = {0, 0, 0, 0};
     fsdpi_gloo_strip s;
-    size_t at, place = 0, size = fsdp_dtype_size(op->dtype), each = c->piece * c->depth;
+    size_t at, place = 0, size = fsdp_dtype_size(op->dtype);
     fsdp_status status = FSDP_OK;
     for (; !status && fsdpi_gloo_next(c, op, &walk, fsdpi_gloo_piece(c, op), &s, &at); place++) {
         size_t count = fsdpi_gloo_piece_of(c, op, &s, me, at);
         for (int k = 0; k < c->base.size && count && !status; k++) {
             if (k == me) continue;
-            srcs[k] = c->scratch + each * (size_t)k + place % c->depth * c->piece;
+            srcs[k] = fsdpi_gloo_scratch_of(c, k) + place % c->depth * c->piece;
             status = fsdpi_gloo_wait(c, k, c->peers[k].scratch, 0, c->base.boot->timeout_ns);
         }
         srcs[me] = fsdpi_gloo_reduced(op) + (fsdpi_gloo_begin_of(&s, me) + at) * size;

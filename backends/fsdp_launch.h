@@ -170,7 +170,8 @@ static int fsdpi_first_host(const char *list, char *out, size_t cap) {
 }
 
 /* Where ranks of a step of srun on several hosts meet: at the first host of its list, where srun
-   puts rank 0 unless it is told otherwise, at a port that other steps hardly have. */
+   puts rank 0 unless it is told otherwise, at a port that other steps hardly have,
+   below those that the system hands out. */
 static int fsdpi_slurm_store(char *out, size_t cap) {
     const char *list = fsdpi_env("SLURM_STEP_NODELIST");
     char host[256];
@@ -178,7 +179,7 @@ static int fsdpi_slurm_store(char *out, size_t cap) {
     if (!list || !fsdpi_first_host(list, host, sizeof host)) return 0;
     const uint64_t job = (uint64_t)fsdpi_env_count("SLURM_JOB_ID");
     const uint64_t step = (uint64_t)fsdpi_env_count("SLURM_STEP_ID");
-    return snprintf(out, cap, "tcp://%s:%d", host, 20000 + (int)((job * 131 + step) % 20000));
+    return snprintf(out, cap, "tcp://%s:%d", host, 20000 + (int)((job * 131 + step) % 12000));
 }
 
 /* The address where ranks meet, for backends that need one, in the form of fsdp_world_desc.store.

@@ -196,14 +196,14 @@ TEST(gloo_faults, culprits_are_found_in_texts) {
 }
 
 static void shows(const job *j) {
-    for (int k = 0; k < j->world; k++)
+    for (int k = 0; k < j->world; k++) {
+        const report *r = &j->rank[k];
+        int changes = r->again && r->again != r->status;
         fprintf(stderr, "rank %d%s, in %s, got %s%s%s: %s\n", k, k == j->victim ? " (victim)" : "",
-                places[j->rank[k].place], fsdp_status_name((fsdp_status)j->rank[k].status),
-                j->rank[k].again != j->rank[k].status ? ", then " : "",
-                j->rank[k].again != j->rank[k].status
-                    ? fsdp_status_name((fsdp_status)j->rank[k].again)
-                    : "",
-                j->rank[k].text);
+                places[r->place], fsdp_status_name((fsdp_status)r->status),
+                changes ? ", then " : "", changes ? fsdp_status_name((fsdp_status)r->again) : "",
+                r->text);
+    }
 }
 
 #define J_CHECK(j, cond, ...) /* ... is a format and its values; shows what all ranks got */       \
@@ -1592,7 +1592,8 @@ static void one_life(job *j, int rank) {
     (void)fsdp_shutdown(world);
     CHECK_EQ_INT(heap.live, 0);
     same_usage(before, 1 << 20);
-    if (rank == j->victim) j->rank[rank].again = heap.failures;
+    j->rank[rank].again = (int)status;
+    j->rank[rank].bits = (uint64_t)heap.failures;
 }
 
 static void allocations_fail(int victim, int step) {
@@ -1605,7 +1606,7 @@ static void allocations_fail(int victim, int step) {
         for (int k = 0; k < 2; k++)
             J_CHECK(j, WIFEXITED(j->rank[k].how) && !WEXITSTATUS(j->rank[k].how),
                     "allocation %d: rank %d did not end in order", n, k);
-        injected = j->rank[victim].again;
+        injected = j->rank[victim].bits > 0;
         int status = j->rank[victim].status, other = j->rank[!victim].status;
         J_CHECK(j,
                 !status || (injected && (status == FSDP_ERR_OUT_OF_MEMORY ||

@@ -188,12 +188,12 @@ static const found_row found[] = {
     {"slurm_on_several_hosts",
      {SLURM("4", "16", "2"), "SLURM_STEP_ID=3", "SLURM_NNODES=2", "SLURM_JOB_NODELIST=n[01-02]"},
      "4/16/2",
-     {"7001", "3", "tcp://n01:37134"}},
+     {"7001", "3", "tcp://n01:25134"}},
     {"slurm_step_on_several_hosts", /* not those that the job begins with */
      {SLURM("1", "16", "1"), "SLURM_STEP_ID=4", "SLURM_STEP_NUM_TASKS=8", "SLURM_STEP_NUM_NODES=2",
       "SLURM_NNODES=4", "SLURM_STEP_NODELIST=n[3,5]"},
      "1/8/1",
-     {"7001", "4", "tcp://n3:37135"}},
+     {"7001", "4", "tcp://n3:25135"}},
     {"slurm_step_on_one_host",
      {SLURM("1", "16", "1"), "SLURM_STEP_ID=4", "SLURM_STEP_NUM_TASKS=2", "SLURM_STEP_NUM_NODES=1",
       "SLURM_NNODES=4", "SLURM_STEP_NODELIST=n3"},
@@ -278,7 +278,7 @@ TEST_P(launch, slurm_hosts, hostlists) {
     environment(variables, 0);
     CHECK_EQ_INT(setenv("SLURM_JOB_NODELIST", row->list, 1), 0);
     CALL(NULL, start(&w));
-    if (*row->host) snprintf(expected, sizeof expected, "tcp://%s:37131", row->host);
+    if (*row->host) snprintf(expected, sizeof expected, "tcp://%s:25131", row->host);
     CHECK_EQ_STR(seen.store, expected);
 }
 
@@ -286,10 +286,10 @@ TEST_P(launch, slurm_hosts, hostlists) {
 TEST(launch, slurm_ports) {
     static const char *const variables[VARIABLES_MAX] = {SLURM("0", "4", "0"), "SLURM_NNODES=2",
                                                          "SLURM_JOB_NODELIST=n"};
-    static const char *const ids[][3] = {{"7001", "1", "tcp://n:37132"},
-                                         {"7002", "0", "tcp://n:37262"},
-                                         {"4294967295", "3", "tcp://n:35648"},
-                                         {"1", "4294967290", "tcp://n:27421"}};
+    static const char *const ids[][3] = {{"7001", "1", "tcp://n:25132"},
+                                         {"7002", "0", "tcp://n:25262"},
+                                         {"4294967295", "3", "tcp://n:23648"},
+                                         {"1", "4294967290", "tcp://n:31421"}};
     fsdp_world *w;
     environment(variables, 0);
     for (size_t i = 0; i < sizeof ids / sizeof *ids; i++) {

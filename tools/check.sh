@@ -294,7 +294,8 @@ list() {
         $(grep -oh '\<FSDP_NO_[A-Z_]*' "${headers[@]}" | sort -u)
     echo gloo_header
     printf 'gloo.%s\n' {g++,clang++}.c++{11,17,20}
-    echo 'gloo_asan.conformance.*gloo/processes/W=3' && echo 'gloo_tsan.conformance.*gloo/threads/W=3'
+    echo 'gloo_asan.conformance.*gloo/processes/W=3'
+    echo 'gloo_tsan.conformance.*gloo/threads/W=3'
     [ ! -e examples/gpt/train_gpt.c ] || echo gpt
     existing examples/*.c | sed 's|examples/\(.*\)\.c|example.\1|'
     for t in $(tests $BIT_TESTS); do
