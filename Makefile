@@ -46,7 +46,8 @@ VERSION   = $(shell awk '/^.define FSDP_VERSION_(MAJOR|MINOR|PATCH)/ \
 # Gloo, for several hosts: GLOO=yes compiles that backend in beside shm, and is how `make gloo` and
 # `make test` build their second variant, in $(BUILD)/gloo. GLOO_HOME: where the library is.
 GLOO_FLAGS := $(if $(GLOO_HOME),-I$(GLOO_HOME)/include)
-GLOO_LIBS  := $(if $(GLOO_HOME),-L$(GLOO_HOME)/lib -Wl$(comma)-rpath$(comma)$(GLOO_HOME)/lib) -lgloo -lstdc++
+GLOO_LIBS  := $(if $(GLOO_HOME),-L$(GLOO_HOME)/lib -Wl$(comma)-rpath$(comma)$(GLOO_HOME)/lib) \
+              -lgloo -lstdc++
 HAVE_GLOO   = $(shell echo '\#include <gloo/transport/tcp/device.h>' | \
                 $(CXX) -E -x c++ $(GLOO_FLAGS) - >/dev/null 2>&1 && echo yes)
 ifeq ($(GLOO),yes)

@@ -3,7 +3,8 @@
 #
 #   tools/run_tests.sh [--filter=PATTERN] PROGRAM... [VARIABLE=VALUE PROGRAM...] [skip:NAME:REASON]
 #
-# A variable holds for the programs behind it. skip: counts one test that cannot run here.
+# PROGRAM:PATTERN runs only those tests of it. A variable holds for the programs behind it. skip:
+# counts one test that cannot run here.
 # A program prints GoogleTest's lines (tests/harness.h does; tools/check.sh too); *.py is run by
 # python3. Without a filter, tests whose suite begins with long_ run after all others. The exit
 # status is 0 only if something ran and nothing failed.
@@ -62,7 +63,7 @@ is_program() { # else a variable of those behind it, or the name of what cannot 
     case $1 in
     *.sh*) ;;
     skip:*) return 1 ;;
-    *=*) export "${1?}" && variables+=("${1%%=*}") && return 1 ;;
+    [A-Z]*=*) export "${1?}" && variables+=("${1%%=*}") && return 1 ;;
     esac
 }
 
@@ -75,13 +76,17 @@ for program; do
         continue
     elif ! is_harness "$program"; then
         [ -n "$filter" ] || run "$program"
-    elif has "$program" "${filter:--long_*}"; then
-        run "$program" "${filter:--long_*}"
+    else
+        patterns=-long_*
+        [[ $program != *:* ]] || patterns=${program#*:}:$patterns
+        program=${program%%:*} patterns=${filter:-$patterns}
+        ! has "$program" "$patterns" || run "$program" "$patterns"
     fi
 done
 [ ${#variables[@]} = 0 ] || unset "${variables[@]}"
 for program; do
     is_program "$program" || continue
+    [[ $program != *:* ]] || continue
     [ -z "$filter" ] && is_harness "$program" && [ -x "$program" ] && has "$program" 'long_*' &&
         run "$program" 'long_*'
 done
