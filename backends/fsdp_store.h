@@ -2004,6 +2004,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_set(fsdpi_store *s, const char *key,
 static FSDPI_UNUSED fsdp_status fsdpi_store_get(fsdpi_store *s, const char *key, void *value,
                                                 size_t cap, size_t *bytes, int64_t timeout_ns) {
     char timeout[8];
+    if (timeout_ns < 0) timeout_ns = 0;
     (void)fsdpi_le_put(timeout, (uint64_t)timeout_ns, 8);
     return fsdpi_store_call(s, FSDPI_STORE_GET, key, timeout, sizeof timeout, value, cap, bytes,
                             timeout_ns);
