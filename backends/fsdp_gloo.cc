@@ -392,6 +392,13 @@ int fsdp_gloo_context_connect(fsdp_gloo_context *context, int peer, const void *
     });
 }
 
+void fsdp_gloo_context_interrupt(fsdp_gloo_context *context, int peer) {
+    (void)guarded([&] {
+        context->context->getPair(peer)->close();
+        return FSDP_GLOO_OK;
+    });
+}
+
 void fsdp_gloo_context_close(fsdp_gloo_context *context) {
     Hurry hurry(context->agent);
     context->closed = true;

@@ -84,6 +84,7 @@ extern "C" {
 #define FSDPI_GLOO_PIECE      ((size_t)1 << 20)  // most that is reduced at a time
 #define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most that is one message: a sign of life
 #define FSDPI_GLOO_GOODBYE_NS 500000000 // that groups wait, and then the world, for goodbyes
+#define FSDPI_GLOO_ACCEPT_NS  50000000  // for a peer to accept a connection
 #define FSDPI_GLOO_GRACE      20        // ms for what was sent before a verdict
 #define FSDPI_GLOO_ASK_NS     50000000  // for what the store knows of a rank
 #define FSDPI_GLOO_ADDRESS    256       // bytes of one end's address, with its length
@@ -128,8 +129,8 @@ struct fsdpi_gloo_comm {
     uint32_t splits; // so far
     int is_world, turn, closed;
     fsdp_gloo_context *context;
-    uint32_t lock; // of the next two
-    int connecting;
+    uint32_t lock;             // of the next two
+    int connecting;            // the member that it connects to, plus 1
     fsdp_gloo_buffer *waiting; // what this rank waits for now
     size_t small;              // bytes of data behind a record
     char *messages;            // in[0], in[1] and out of each member
@@ -243,12 +244,12 @@ static int fsdpi_gloo_await_verdict(fsdpi_gloo_comm *c, const uint8_t *missing) 
 // The deadline has passed while this rank waited for member k: names all who are missing.
 static fsdp_status fsdpi_gloo_late(fsdpi_gloo_comm *c, int k) {
     uint8_t missing[FSDPI_MAX_SRCS];
-    const char *verb = c->connecting ? "connected" : c->peers[k].arrived ? "finished" : "come";
+    const char *verb = !c->messages ? "connected" : c->peers[k].arrived ? "finished" : "come";
     char reason[FSDPI_REASON];
     memset(missing, 0, sizeof missing);
     missing[k] = 1;
     // The records that came in time are there; waiting for another one fails at once.
-    for (int j = 0; j < c->base.size && !c->connecting && !c->peers[k].arrived; j++)
+    for (int j = 0; j < c->base.size && c->messages && !c->peers[k].arrived; j++)
         missing[j] |= j != c->base.index && !c->peers[j].arrived &&
                       fsdp_gloo_wait_recv(c->peers[j].in[c->turn], 1) != FSDP_GLOO_OK;
     if (fsdpi_gloo_await_verdict(c, missing)) return fsdpi_gloo_report(c);
@@ -298,18 +299,29 @@ static fsdp_status fsdpi_gloo_wait(fsdpi_gloo_comm *c, int k, fsdp_gloo_buffer *
     return fsdpi_gloo_result(c, k, result);
 }
 
-// The store's thread has news: if it is a verdict, nobody waits any longer.
-static void fsdpi_gloo_wake(void *user) {
-    fsdpi_gloo_world *w = (fsdpi_gloo_world *)user;
+// Ends what the comms of a world that has failed wait for. Returns whether one is being connected, which is ended
+// only if `connects`.
+static int fsdpi_gloo_end_waits(fsdpi_gloo_world *w, int connects) {
+    int connecting = 0;
     fsdpi_lock(&w->lock);
-    for (fsdpi_gloo_comm *c = w->comms; c; c = c->next) {
-        if (!fsdpi_gloo_failed(c)) break;
+    for (fsdpi_gloo_comm *c = w->comms; c && fsdpi_gloo_failed(c); c = c->next) {
         fsdpi_lock(&c->lock);
         if (c->waiting) fsdp_gloo_abort(c->waiting);
-        if (c->connecting) fsdp_gloo_context_close(c->context);
+        connecting |= c->connecting;
+        if (c->connecting && connects) fsdp_gloo_context_interrupt(c->context, c->connecting - 1);
         fsdpi_unlock(&c->lock);
     }
     fsdpi_unlock(&w->lock);
+    return connecting;
+}
+
+/* The store's thread has news: if it is a verdict, nobody waits any longer. A connection that is
+   just being made is left a moment: Gloo ends a process that accepts one which was reset. */
+static void fsdpi_gloo_wake(void *user) {
+    fsdpi_gloo_world *w = (fsdpi_gloo_world *)user;
+    if (!fsdpi_gloo_end_waits(w, 0)) return;
+    fsdpi_sleep_ns(FSDPI_GLOO_ACCEPT_NS);
+    (void)fsdpi_gloo_end_waits(w, 1);
 }
 
 static void fsdpi_gloo_beat(void *user, fsdpi_store_beat *out) {
@@ -885,6 +897,20 @@ static void fsdpi_gloo_key(char *key, size_t cap, const fsdpi_gloo_comm *c, int 
     (void)snprintf(key, cap, "gloo/%016llx/%d", (unsigned long long)c->id, k);
 }
 
+// Connects to member k, in a way that a verdict ends.
+static int fsdpi_gloo_connect_one(fsdpi_gloo_comm *c, int k, const void *address, size_t bytes) {
+    fsdpi_lock(&c->lock);
+    int failed = fsdpi_gloo_failed(c);
+    c->connecting = failed ? 0 : k + 1;
+    fsdpi_unlock(&c->lock);
+    int result = failed ? FSDP_GLOO_ABORTED
+                        : fsdp_gloo_context_connect(c->context, k, address, bytes);
+    fsdpi_lock(&c->lock);
+    c->connecting = 0;
+    fsdpi_unlock(&c->lock);
+    return result && fsdpi_gloo_failed(c) ? FSDP_GLOO_ABORTED : result;
+}
+
 // Each member shows the addresses of its ends, and connects them to those of the others.
 static fsdp_status fsdpi_gloo_connect_all(fsdpi_gloo_comm *c, char *all) {
     fsdpi_store *store = c->world->store;
@@ -902,8 +928,7 @@ static fsdp_status fsdpi_gloo_connect_all(fsdpi_gloo_comm *c, char *all) {
         status = fsdpi_store_get(store, key, all, total, &bytes, left > 0 ? left : 1);
         if (status == FSDP_ERR_TIMEOUT) return fsdpi_gloo_late(c, k);
         if (status || bytes != total) break;
-        int result = fsdp_gloo_context_connect(c->context, k, entry + 1, (unsigned char)entry[0]);
-        if (result && fsdpi_gloo_failed(c)) result = FSDP_GLOO_ABORTED;
+        int result = fsdpi_gloo_connect_one(c, k, entry + 1, (unsigned char)entry[0]);
         status = fsdpi_gloo_result(c, k, result);
     }
     if (fsdpi_gloo_failed(c)) return fsdpi_gloo_report(c);
@@ -945,12 +970,6 @@ static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
     return status;
 }
 
-static void fsdpi_gloo_set_connecting(fsdpi_gloo_comm *c, int connecting) {
-    fsdpi_lock(&c->lock);
-    c->connecting = connecting;
-    fsdpi_unlock(&c->lock);
-}
-
 // Connects the members of a comm that is filled so far: base, world, id.
 static fsdp_status fsdpi_gloo_connect(fsdpi_gloo_comm *c) {
     fsdpi_gloo_world *w = c->world;
@@ -965,9 +984,7 @@ static fsdp_status fsdpi_gloo_connect(fsdpi_gloo_comm *c) {
     if (c->base.size == 1) return FSDP_OK;
     char *all = (char *)fsdpi_alloc(&w->boot.allocator, total);
     if (!all) return fsdpi_gloo_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for addresses");
-    fsdpi_gloo_set_connecting(c, 1);
     fsdp_status status = fsdpi_gloo_connect_all(c, all);
-    fsdpi_gloo_set_connecting(c, 0);
     fsdpi_free(&w->boot.allocator, all);
     if (!status) status = fsdpi_gloo_make_messages(c);
     return status ? status : fsdpi_gloo_first_meeting(c);

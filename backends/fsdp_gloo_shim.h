@@ -42,14 +42,18 @@ void fsdp_gloo_device_destroy(fsdp_gloo_device *device);
 
 /* Makes an end of a connection for each other member; then each rank asks for the addresses of its
    ends, shows them to the peers, and connects each with what the peer has shown. connect blocks
-   until the peer has connected, at most timeout_ms, or until close. */
+   until the peer has connected, at most timeout_ms, or until it is interrupted. */
 int fsdp_gloo_context_create(fsdp_gloo_device *device, int index, int size, int64_t timeout_ms,
                              fsdp_gloo_context **out);
 int fsdp_gloo_context_address(fsdp_gloo_context *context, int peer, void *address, size_t cap,
                               size_t *bytes);
 int fsdp_gloo_context_connect(fsdp_gloo_context *context, int peer, const void *address,
                               size_t bytes);
-// Resets all connections: peers see it at once. Any thread. What is posted never completes.
+// Ends a connect to a peer. Any thread. Other connections stay: a peer that has not yet looked at one
+// would be ended by Gloo if it were reset.
+void fsdp_gloo_context_interrupt(fsdp_gloo_context *context, int peer);
+// Resets all connections: peers see it at once. Any thread, when all members have met. What is
+// posted never completes.
 void fsdp_gloo_context_close(fsdp_gloo_context *context);
 // What was sent and not yet delivered still is, unless closed. After its buffers.
 void fsdp_gloo_context_destroy(fsdp_gloo_context *context);

@@ -3,7 +3,7 @@
 programs in turn in one run: losses must be equal, times are compared
 
     FSDP_BACKEND=gloo python3 bench/fsdp_step.py [--bench build/bench/bench_step] [--model mlp,gpt]
-        [--case tiny,large,example] [--ranks 2,4] [--lanes 0,2] [--rounds 3]
+        [--case tiny,large,example] [--ranks 2,4] [--lanes 0,2] [--rounds 3] [--steps N]
 
 Models, first values, data and AdamW are those of bench_step.c, f32, one compute thread per rank.
 "pass" is forward and backward, "optim" the optimizer and zero_grad; medians over steps, then over
@@ -222,11 +222,11 @@ class Torch:
         self.dir.cleanup()
 
 
-def ours(args, name, case, world, lanes, losses_path):
+def ours(args, name, case, shape, world, lanes, losses_path):
     """The row of bench_step's table, and its losses."""
     done = subprocess.run(
         [args.bench, "--csv", "--model", name, "--case", case, "--ranks", str(world), "--lanes",
-         str(lanes), "--losses", losses_path], stdout=subprocess.PIPE, text=True, check=True)
+         str(lanes), "--steps", str(shape[-1]), "--losses", losses_path], stdout=subprocess.PIPE, text=True, check=True)
     row, = csv.DictReader(done.stdout.splitlines())
     with open(losses_path) as file:
         return row, [float(line) for line in file]
@@ -240,8 +240,10 @@ def difference(a, b):
 def measure(args, torch, name, case, world, lanes, losses_path):
     """One line of the table, medians over the rounds."""
     shape, rows = SHAPES[name, case], []
+    if args.steps:
+        shape = (*shape[:-1], args.steps)
     for _ in range(args.rounds):
-        row, losses = ours(args, name, case, world, lanes, losses_path)
+        row, losses = ours(args, name, case, shape, world, lanes, losses_path)
         expected, passes, updates = torch.train(name, shape, False)
         _, plain_passes, plain_updates = torch.train(name, shape, True)
         units = int(row["units"])
@@ -278,6 +280,7 @@ def main():
     parser.add_argument("--ranks", default="2,4")
     parser.add_argument("--lanes", default="0,2")
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=0, help="of each; 0: by the case, 20 or 100")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="of losses, relative")
     args = parser.parse_args()
     path = os.path.join(os.environ.get("FSDP_BUILD", "."), "fsdp_step.csv")

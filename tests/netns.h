@@ -1,5 +1,5 @@
-/* netns.h - hosts for tests: network namespaces of one test, each with an eth0 at 10.77.HOST.2, that
-   reach each other through a router (the test's process, over veth pairs) or through a wire (a
+/* netns.h - hosts for tests: network namespaces of one test, each with an eth0 at 10.77.HOST.2,
+   that reach each other through a router (the test's process, over veth pairs) or through a wire (a
    process between tun devices that delays, loses and cuts as it is told). No namespace has a name:
    they end with the processes inside them, however those end. Root and iproute2 are needed. Include
    it after harness.h. */
@@ -35,7 +35,7 @@ H_FN int n_make(void) {
     return fd;
 }
 
-/* The router and `count` empty hosts; this process is in the router's. NULL, or why there are none. */
+/* The router and `count` empty hosts; this process is in the router's. NULL, or why not. */
 H_FN const char *n_begin(int count) {
     if (geteuid()) return "network namespaces need root";
     if (n_run("ip -V >/dev/null 2>&1")) return "iproute2 is not installed";
