@@ -299,8 +299,8 @@ static fsdp_status fsdpi_gloo_wait(fsdpi_gloo_comm *c, int k, fsdp_gloo_buffer *
     return fsdpi_gloo_result(c, k, result);
 }
 
-// Ends what the comms of a world that has failed wait for. Returns whether one is being connected, which is ended
-// only if `connects`.
+// Ends what the comms of a world that has failed wait for. Returns whether one is being connected,
+// which is ended only if `connects`.
 static int fsdpi_gloo_end_waits(fsdpi_gloo_world *w, int connects) {
     int connecting = 0;
     fsdpi_lock(&w->lock);

@@ -49,8 +49,8 @@ int fsdp_gloo_context_address(fsdp_gloo_context *context, int peer, void *addres
                               size_t *bytes);
 int fsdp_gloo_context_connect(fsdp_gloo_context *context, int peer, const void *address,
                               size_t bytes);
-// Ends a connect to a peer. Any thread. Other connections stay: a peer that has not yet looked at one
-// would be ended by Gloo if it were reset.
+// Ends a connect to a peer. Any thread. Other connections stay: a peer that has not yet looked at
+// one would be ended by Gloo if it were reset.
 void fsdp_gloo_context_interrupt(fsdp_gloo_context *context, int peer);
 // Resets all connections: peers see it at once. Any thread, when all members have met. What is
 // posted never completes.
