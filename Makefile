@@ -38,7 +38,7 @@ PROBES   := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/probe_*.c))
 PYTESTS  := $(wildcard tests/test_*.py)
 EXAMPLES := $(patsubst examples/%.c,$(BUILD)/examples/%,$(wildcard examples/*.c))
 BENCHES  := $(patsubst bench/%.c,$(BUILD)/bench/%,$(wildcard bench/bench_*.c))
-GPT      := $(patsubst %.c,%,$(wildcard examples/gpt/train_gpt.c))
+GPT      := $(if $(GLOO),$(BUILD)/examples/train_gpt,examples/gpt/train_gpt)
 FSDPRUN  := $(patsubst %.c,%,$(wildcard tools/fsdprun.c))
 SHARED   := $(if $(HEADERS),$(BUILD)/libfsdp.so)
 VERSION   = $(shell awk '/^.define FSDP_VERSION_(MAJOR|MINOR|PATCH)/ \
@@ -126,15 +126,14 @@ run: $(GPT) $(FSDPRUN) ## train a small GPT on 4 ranks, about a minute
 gloo: $(FSDPRUN) ## the examples with the Gloo backend, in build/gloo/examples
 	@test -n "$(HAVE_GLOO)" || \
 	    { echo "no Gloo: make deps installs libgloo-dev; or GLOO_HOME=..."; exit 1; }
-	@$(MAKE) -s -k -j$(JOBS) --no-print-directory BUILD=$(BUILD)/gloo GLOO=yes examples \
-	    $(BUILD)/gloo/examples/train_gpt
+	@$(MAKE) -s -k -j$(JOBS) --no-print-directory BUILD=$(BUILD)/gloo GLOO=yes examples
 run-gloo: gloo ## train a small GPT over TCP, on 4 ranks of this host
 	FSDP_BACKEND=gloo tools/fsdprun -n 4 $(BUILD)/gloo/examples/train_gpt --steps 300
 
 test: quiet-deps ## every test, quick ones first; then those with several ranks over Gloo
 	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory tests examples shared $(FSDPRUN)
 	-@test -z "$(HAVE_GLOO)" || $(MAKE) -s -k -j$(JOBS) --no-print-directory BUILD=$(BUILD)/gloo \
-	    GLOO=yes examples $(BUILD)/gloo/examples/train_gpt $(GLOO_PROGRAMS)
+	    GLOO=yes examples $(GLOO_PROGRAMS)
 	@tools/run_tests.sh $(if $(FILTER),'--filter=$(FILTER)') $(TESTS) $(PYTESTS) \
 	    $(if $(HAVE_GLOO),FSDP_BACKEND=gloo $(GLOO_RUNS:%='%'),skip:gloo:no-libgloo-dev)
 

@@ -148,7 +148,7 @@ DETERMINISM
     that this header is compiled with (-Ofast included).
 
 LIMITS OF THIS VERSION
-    Devices whose memory the host can read; one host (backend shm). Linux; gcc or clang.
+    Devices whose memory the host can read. Linux; gcc or clang. Backend shm serves one host.
 */
 #ifndef FSDP_H
 #define FSDP_H
@@ -1322,6 +1322,16 @@ static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char 
 #endif
 #include "backends/fsdp_spawn.h"
 
+#if defined(FSDP_BACKEND_SHM) && defined(FSDP_BACKEND_GLOO)
+#define FSDPI_BACKENDS " shm and gloo"
+#elif defined(FSDP_BACKEND_GLOO)
+#define FSDPI_BACKENDS " gloo"
+#elif defined(FSDP_BACKEND_SHM)
+#define FSDPI_BACKENDS " shm"
+#else
+#define FSDPI_BACKENDS " none"
+#endif
+
 static const fsdp_comm_ops *fsdpi_backend(const char *name) {
 #ifdef FSDP_BACKEND_SHM
     if (!name || strcmp(name, "shm") == 0) return fsdp_shm_comm_ops();
@@ -1458,13 +1468,20 @@ static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t v
 static fsdp_status fsdpi_world_open_comm(fsdp_world *w, const fsdp_world_desc *d) {
     if (w->size == 1) return FSDP_OK; // one rank needs no backend
     const char *name = d->backend ? d->backend : fsdpi_env("FSDP_BACKEND");
+    int is_spread = fsdpi_env_is_spread(w, d);
+    if (!name && is_spread) name = "gloo"; // shm serves one host
     w->comm_ops = d->comm_ops ? d->comm_ops : fsdpi_backend(name);
     if (!w->comm_ops)
-        return fsdpi_fail(
-            w, FSDP_ERR_UNSUPPORTED,
-            "backend '%s' is not compiled in: define FSDP_BACKEND_SHM or FSDP_BACKEND_GLOO, or "
-            "give comm_ops",
-            name ? name : "");
+        return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED,
+                          "backend '%s'%s is not compiled in: this program has%s. For gloo: "
+                          "-DFSDP_BACKEND_GLOO, see docs/cluster.md",
+                          name ? name : "",
+                          d->backend || !is_spread ? "" : ", for ranks on several hosts,",
+                          FSDPI_BACKENDS);
+    if (is_spread && strcmp(w->comm_ops->name, "shm") == 0)
+        return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED,
+                          "backend 'shm' serves one host, and the launcher has started ranks on "
+                          "several: FSDP_BACKEND=gloo, see docs/cluster.md");
     fsdp_status status = fsdpi_table_check(w, "a backend's", w->comm_ops->version,
                                            w->comm_ops->size, FSDP_COMM_VERSION,
                                            sizeof *w->comm_ops);

@@ -55,10 +55,11 @@ void fsdp_gloo_context_interrupt(fsdp_gloo_context *context, int peer);
 // Resets all connections: peers see it at once. Any thread, when all members have met. What is
 // posted never completes.
 void fsdp_gloo_context_close(fsdp_gloo_context *context);
-// What was sent and not yet delivered still is, unless closed. After its buffers.
+// What has been written is still delivered, unless closed. Before the buffers that have posted
+// operations.
 void fsdp_gloo_context_destroy(fsdp_gloo_context *context);
 
-// A buffer with posted operations may be destroyed only after its context was closed.
+// A buffer with posted operations may be destroyed only after its context was closed or destroyed.
 int fsdp_gloo_buffer_create(fsdp_gloo_context *context, void *memory, size_t bytes,
                             fsdp_gloo_buffer **out);
 void fsdp_gloo_buffer_destroy(fsdp_gloo_buffer *buffer);
@@ -68,7 +69,7 @@ int fsdp_gloo_send(fsdp_gloo_buffer *buffer, int peer, uint64_t slot, size_t off
 int fsdp_gloo_recv(fsdp_gloo_buffer *buffer, int peer, uint64_t slot, size_t offset, size_t bytes);
 
 // Wait until one more posted operation of the buffer has completed; a send: its memory is free
-// again. After TIMEOUT the context is of no more use.
+// again. After TIMEOUT the operation is still posted.
 int fsdp_gloo_wait_send(fsdp_gloo_buffer *buffer, int64_t timeout_ms);
 int fsdp_gloo_wait_recv(fsdp_gloo_buffer *buffer, int64_t timeout_ms);
 // Ends the waits of a buffer, now or when they begin. Any thread.

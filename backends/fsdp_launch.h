@@ -135,6 +135,11 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
                              part ? part : "");
         parts += part && strcmp(l->job[i], "MASTER_ADDR") != 0;
     }
+    if (!job && !parts) { // a place where ranks meet is as good as a name
+        job = d->store ? d->store : fsdpi_env("FSDP_STORE");
+        if (job && strcmp(job, "host:") == 0) job = NULL;
+        if (job) used = snprintf(out, cap, "%s", job);
+    }
     if (!job && !parts && d->world_size > 1)
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                           "%d ranks need a common name: start the program with tools/fsdprun, "
@@ -214,6 +219,15 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
                           "fsdp_world_desc.store, FSDP_STORE or MASTER_ADDR",
                           (unsigned)cap - 1);
     return FSDP_OK;
+}
+
+// Whether the launcher has started ranks of this world on other hosts too.
+static int fsdpi_env_is_spread(const fsdp_world *w, const fsdp_world_desc *d) {
+    const fsdpi_launcher *l = fsdpi_launcher_find();
+    const long here = fsdpi_env_count(l->here), hosts = fsdpi_env_count(l->hosts);
+    if (d->threads || d->job || strncmp(w->store, "host:", 5) == 0) return 0;
+    return fsdpi_env_count(l->size) == d->world_size &&
+           (hosts > 1 || (here && here < d->world_size));
 }
 
 static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {

@@ -80,9 +80,9 @@ static fsdp_status fsdpi_spawn_run(fsdpi_spawn *s, int rank) {
     }
     int value = s->fn(world, s->arg);
     fsdp_status failed = fsdpi_failed(world);
-    if (value)
+    r.status = (int32_t)failed; // why fn returned what it did, or what it has overlooked
+    if (!failed && value)
         r.status = value > 0 && value <= FSDP_ERR_INTERNAL ? value : (int32_t)FSDP_ERR_INTERNAL;
-    else r.status = (int32_t)failed; // fn has overlooked that the world failed
     snprintf(text, sizeof text, "the function of the rank returned %d", value);
     int said = (r.status == value || failed) && *fsdp_last_error(world);
     if (r.status) fsdpi_spawn_text(&r, said ? fsdp_last_error(world) : text);

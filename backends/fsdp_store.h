@@ -110,7 +110,7 @@ extern int fsdpi_getnameinfo(const struct sockaddr *address, socklen_t size, cha
 #define FSDPI_STORE_KNOCK_NS    ((int64_t)1000000000) // for a place to say what it is
 #define FSDPI_STORE_GRACE       ((int64_t)200000000)  // for goodbyes
 #define FSDPI_STORE_ABORT_NS    ((int64_t)100000000)  // for a verdict to come back
-#define FSDPI_STORE_BEAT_NS     ((int64_t)250000000)
+#define FSDPI_STORE_BEAT_NS     ((int64_t)50000000)
 #define FSDPI_STORE_LATER       0xFFFF // come again
 #define FSDPI_STORE_STACK       ((size_t)256 << 10)
 #define FSDPI_STORE_READ        65536 // bytes read at a time
@@ -129,7 +129,7 @@ enum { FSDPI_STORE_ABSENT, FSDPI_STORE_JOINED, FSDPI_STORE_LEFT, FSDPI_STORE_LOS
 // What a rank is doing, as it says itself.
 typedef struct fsdpi_store_beat {
     int32_t busy;     // it is in the operation that text names; else that was its last one
-    int64_t since_ns; // for how long it has been in it; or how long ago it left it
+    int64_t since_ns; // for how long it has been in it; or how long ago it began it
     char text[160];   // "": none so far
 } fsdpi_store_beat;
 
@@ -631,7 +631,8 @@ static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, con
                        "%d: give all ranks the same world size",
                        (int)rank, (int)size, core->where, core->size);
         fsdpi_store_core_refuse(core, conn, FSDP_ERR_MISMATCH, now, "%s", text);
-        fsdpi_store_core_fail(core, FSDP_ERR_MISMATCH, -1, "%s", text);
+        if (core->num_joined < core->size) // a world that is complete is not a stranger's to end
+            fsdpi_store_core_fail(core, FSDP_ERR_MISMATCH, -1, "%s", text);
     } else if (core->ranks[rank].state == FSDPI_STORE_JOINED) {
         fsdpi_store_core_refuse(core, conn, FSDP_ERR_INVALID_ARG, now,
                                 "rank %d has joined already: two programs have that rank, or two "
@@ -1924,10 +1925,14 @@ static void fsdpi_store_beat_once(fsdpi_store *s) {
     (void)fsdpi_store_post(s, &f, NULL);
 }
 
+// From one beat to the next: the server hears at most 1,000 of them in a second.
+static int64_t fsdpi_store_beat_ns(int size) {
+    return size > 50 ? (int64_t)size * 1000000 : FSDPI_STORE_BEAT_NS;
+}
+
 static void *fsdpi_store_main(void *arg) {
     fsdpi_store *s = (fsdpi_store *)arg;
-    int64_t interval = s->desc.boot.size > 64 ? (int64_t)s->desc.boot.size * 4000000
-                                              : FSDPI_STORE_BEAT_NS;
+    int64_t interval = fsdpi_store_beat_ns(s->desc.boot.size);
     int64_t beat_ns = 0, leave_ns = INT64_MAX;
     uint32_t told = 0;
     int events = POLLIN;
