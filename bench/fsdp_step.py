@@ -226,7 +226,8 @@ def ours(args, name, case, shape, world, lanes, losses_path):
     """The row of bench_step's table, and its losses."""
     done = subprocess.run(
         [args.bench, "--csv", "--model", name, "--case", case, "--ranks", str(world), "--lanes",
-         str(lanes), "--steps", str(shape[-1]), "--losses", losses_path], stdout=subprocess.PIPE, text=True, check=True)
+         str(lanes), "--steps", str(shape[-1]), "--losses", losses_path],
+        stdout=subprocess.PIPE, text=True, check=True)
     row, = csv.DictReader(done.stdout.splitlines())
     with open(losses_path) as file:
         return row, [float(line) for line in file]
