@@ -262,7 +262,7 @@ void Agent::work() {
     uint64_t count;
     std::unique_lock<std::mutex> lock(mutex_);
     if (hurries_ == 0) (void)!read(wake_, &count, sizeof count); // else it is called again at once
-    if (read(timer_, &count, sizeof count) > 0) end_late_waits();
+    if (Clock::now() >= armed_ && read(timer_, &count, sizeof count) > 0) end_late_waits();
     while (!posts_.empty()) {
         running_.swap(posts_);
         lock.unlock();
