@@ -139,6 +139,10 @@ static const found_row found[] = {
      "2/6/2",
      {"94713", ""}},
     {"open_mpi_job_id", {OMPI("0", "2", "0"), "FSDP_JOB_ID=own"}, "0/2/0", {"own", ""}},
+    {"store_as_name",
+     {"RANK=1", "WORLD_SIZE=2", "FSDP_STORE=file:///shared/x"},
+     "1/2/1",
+     {"file:///shared/x", "", "file:///shared/x"}},
     {"open_mpi_on_one_host",
      {OMPI("1", "4", "1"), "OMPI_COMM_WORLD_LOCAL_SIZE=4", "PMIX_NAMESPACE=1"},
      "1/4/1",
@@ -480,6 +484,30 @@ static int shell(const char *command, char *out) {
 static const char *built(char *path, const char *dir, const char *name) {
     snprintf(path, 400, "%s/%s", dir, name);
     return access(path, X_OK) ? NULL : path;
+}
+
+/* Ranks on several hosts: shm serves one, and says so at once. */
+TEST(launch, several_hosts_need_another_backend) {
+    const char *const variables[VARIABLES_MAX] = {"RANK=0",
+                                                  "WORLD_SIZE=4",
+                                                  "LOCAL_RANK=0",
+                                                  "LOCAL_WORLD_SIZE=2",
+                                                  "MASTER_ADDR=192.0.2.1",
+                                                  "MASTER_PORT=29500",
+                                                  "FSDP_BACKEND=shm"};
+    fsdp_world_desc d = FSDP_ZERO;
+    fsdp_world *w;
+    d.logger.log = w_quiet;
+    environment(variables, 0);
+    CHECK_STATUS(fsdp_init(&d, &w), FSDP_ERR_UNSUPPORTED);
+    CHECK_MSG(strstr(fsdp_last_error(NULL), "'shm' serves one host"), "%s", fsdp_last_error(NULL));
+#ifndef FSDP_BACKEND_GLOO
+    unsetenv("FSDP_BACKEND");
+    CHECK_STATUS(fsdp_init(&d, &w), FSDP_ERR_UNSUPPORTED);
+    CHECK_MSG(strstr(fsdp_last_error(NULL), "several hosts") &&
+                  strstr(fsdp_last_error(NULL), "docs/cluster.md"),
+              "%s", fsdp_last_error(NULL));
+#endif
 }
 
 /* The same program under mpirun and under tools/fsdprun prints the same numbers. */
