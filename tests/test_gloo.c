@@ -556,6 +556,44 @@ static void run_shape(member *m, const shape *s) {
     OK_ON(m->comm, try_shape(m, s));
 }
 
+/* ---- closed groups --------------------------------------------------------------------------- */
+
+/* Rank 0 closes two groups that rank 1 keeps: for the first one it waits in vain, for the second one
+   not at all; and its goodbye arrives all the same, for collectives and for pairs. */
+static void closed_groups(member *m) {
+    const int uses_pair = *(const int *)m->start->arg;
+    int32_t of[2] = {0, 1};
+    member *first = make_group(m, 0, of, 2, "first", 0),
+           *second = make_group(m, 0, of, 2, "second", 0);
+    if (m->rank == 0) {
+        drop_group(first, 0);
+        drop_group(second, 0);
+        for (int i = 0; i < 1000 && !ops()->poll(m->comm); i++) fsdpi_sleep_ns(5000000);
+        CHECK_STATUS(ops()->poll(m->comm), FSDP_ERR_PEER_LOST);
+        return;
+    }
+    fsdpi_sleep_ns(900000000);
+    fsdp_coll c;
+    memset(&c, 0, sizeof c);
+    c.kind = uses_pair ? FSDP_OP_RECV : FSDP_OP_ALL_REDUCE;
+    c.dtype = c.out_dtype = FSDP_F32;
+    c.what = "late";
+    c.count = 4;
+    c.src = c.dst = m->dst;
+    int64_t start = h_now_ms();
+    CHECK_STATUS(ops()->run(second->comm, &c), FSDP_ERR_PEER_LOST);
+    CHECK_MSG(strstr(ops()->error_text(second->comm), "rank 0 has closed this group"), "%s",
+              ops()->error_text(second->comm));
+    CHECK_MSG(h_now_ms() - start < 800, "after %lld ms", (long long)(h_now_ms() - start));
+    drop_group(second, 0);
+    drop_group(first, 0);
+}
+static const ranks two_ranks[] = {{"processes/W=2", 0, 2}, {"threads/W=2", 1, 2}};
+TEST_P(gloo, a_closed_group_is_named, two_ranks) {
+    for (int uses_pair = 0; uses_pair < 2; uses_pair++)
+        run_ranks(row, closed_groups, &uses_pair, 4096);
+}
+
 /* ---- bytes and memory ------------------------------------------------------------------------ */
 
 /* What rank `me` has to send, from the specification: a record of 192 bytes to each peer with the

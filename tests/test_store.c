@@ -854,6 +854,29 @@ TEST_P(store_refused, other_world_size, wheres) {
     run(make_setup(row->at, 3, row->threads, 5000), other_size);
 }
 
+/* Process 3 says so when the three are at work: it is refused, and they go on. */
+static void stranger(int process, int world, void *arg) {
+    setup *s = (setup *)arg;
+    client c;
+    (void)world;
+    if (process == 3) {
+        await_flag(&s->flags[0], 3);
+        CHECK_STATUS(open_as(&c, s, 2, 4), FSDP_ERR_MISMATCH);
+        says(c.error, "world size");
+        raise_flag(&s->flags[1]);
+        return;
+    }
+    CHECK_STATUS(open_as(&c, s, process, 3), FSDP_OK);
+    raise_flag(&s->flags[0]);
+    await_flag(&s->flags[1], 1);
+    exchange(&c, 3, "a");
+    CHECK(!fsdpi_store_verdict(c.store, NULL));
+    leave(&c, s, 3);
+}
+TEST_P(store_refused, other_world_size_of_a_stranger, wheres) {
+    run(make_setup(row->at, 4, row->threads, 5000), stranger);
+}
+
 /* Processes 1 and 2 both say that they are rank 1: the second one is refused. Then rank 2 comes. */
 static void twice(int process, int world, void *arg) {
     setup *s = (setup *)arg;
