@@ -322,7 +322,8 @@ static const struct {
      {"-n2", "--nnodes=2", "--node-rank=2", "true"},
      "'2': expected a number from 0 to 1",
      2},
-    {"node_of_one", {"-n2", "--node-rank=1", "true"}, "'1': expected a number from 0 to 0", 2},
+    {"node_of_one", {"-n2", "--node-rank=1", "true"}, "--node-rank needs --nnodes N", 2},
+    {"master_of_one", {"-n2", "--master=h", "true"}, "--master needs --nnodes N", 2},
     {"port_0",
      {"--master", "h:0", "true"},
      "--master: port '0': expected a number from 1 to 65535",
@@ -332,7 +333,7 @@ static const struct {
     {"no_host", {"--master", ":1", "true"}, "--master ':1': expected HOST or HOST:PORT", 2},
     {"empty_master", {"--master", "", "true"}, "--master ''", 2},
     {"open_bracket", {"--master", "[::1", "true"}, "--master '[::1'", 2},
-    {"unknown_host", {"-n1", "--master", "no..host", "true"}, "host 'no..host': ", 1},
+    {"unknown_host", {"-n1", "--nnodes=1", "--master", "no..host", "true"}, "host 'no..host': ", 1},
 };
 TEST_P(fsdprun, wrong_usage, wrong) {
     const char *const *a = row->arguments;
@@ -345,7 +346,7 @@ TEST(fsdprun, names_that_are_too_long) {
     char name[200];
     memset(name, 'x', sizeof name);
     name[sizeof name - 1] = 0;
-    CHECK_EQ_INT(RUN("-n1", "--master", "h", "--job", name, "true"), 2);
+    CHECK_EQ_INT(RUN("-n1", "--nnodes=1", "--master", "h", "--job", name, "true"), 2);
     says("--master and --job are together longer than 127 bytes");
 }
 

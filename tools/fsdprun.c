@@ -94,12 +94,12 @@ static int cores(void) {
 
 static int complain(const char *format, ...) __attribute__((format(printf, 1, 2)));
 static int complain(const char *format, ...) {
+    char text[1200]; // one write: ranks speak at the same time
     va_list args;
     va_start(args, format);
-    fprintf(stderr, "fsdprun: ");
-    vfprintf(stderr, format, args);
-    fprintf(stderr, "\n");
+    vsnprintf(text, sizeof text, format, args);
     va_end(args);
+    fprintf(stderr, "fsdprun: %s\n", text);
     return EXIT_USAGE;
 }
 
@@ -138,7 +138,7 @@ static const char *option(const char *name, char **argv, int *i) {
 
 // Reads the options. Returns the index of the program's name; below 0: minus the exit status.
 static int read_options(job *j, int argc, char **argv, int *help) {
-    const char *v, *node = NULL;
+    const char *v, *node = NULL, *nodes = NULL;
     int i = 1, bad = 0;
     for (; i < argc && argv[i][0] == '-' && !bad; i++) {
         if (!strcmp(argv[i], "--")) {
@@ -150,12 +150,14 @@ static int read_options(job *j, int argc, char **argv, int *help) {
         if ((v = option("--nproc-per-node", argv, &i)) || (v = option("-n", argv, &i)))
             bad = number("-n", v, 1, RANKS_MAX, &j->ranks);
         else if ((v = option("--nnodes", argv, &i)))
-            bad = number("--nnodes", v, 1, NODES_MAX, &j->nodes);
+            bad = number("--nnodes", nodes = v, 1, NODES_MAX, &j->nodes);
         else if ((v = option("--node-rank", argv, &i))) node = v;
         else if ((v = option("--master", argv, &i))) bad = master(j, v);
         else if ((v = option("--job", argv, &i))) j->name = v;
         else bad = complain("unknown option '%s'; --help explains", argv[i]);
     }
+    if (!bad && !nodes && (node || *j->host))
+        bad = complain("%s needs --nnodes N", node ? "--node-rank" : "--master");
     if (!bad && node) bad = number("--node-rank", node, 0, j->nodes - 1, &j->node);
     if (!bad && j->nodes > 1 && (!node || !*j->host || !j->ranks))
         bad = complain("--nnodes %d needs %s: the same command on all nodes, but for --node-rank",
