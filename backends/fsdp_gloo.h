@@ -1161,15 +1161,11 @@ static fsdp_status fsdpi_gloo_try_open(fsdpi_gloo_comm *c) {
 
 static fsdp_status fsdpi_gloo_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
     *out = NULL;
-    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)fsdpi_alloc(&boot->allocator, sizeof *c);
-    fsdpi_gloo_world *w = (fsdpi_gloo_world *)fsdpi_alloc(&boot->allocator, sizeof *w);
-    if (!c || !w) {
-        fsdpi_free(&boot->allocator, c);
-        fsdpi_free(&boot->allocator, w);
-        (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error,
-                       "rank %d: the allocator refused", boot->rank);
+    void *comm, *world;
+    if (!fsdpi_open_blocks(boot, sizeof(fsdpi_gloo_comm), &comm, sizeof(fsdpi_gloo_world), &world))
         return FSDP_ERR_OUT_OF_MEMORY;
-    }
+    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)comm;
+    fsdpi_gloo_world *w = (fsdpi_gloo_world *)world;
     c->world = w;
     c->base.boot = &w->boot;
     w->boot = *boot;

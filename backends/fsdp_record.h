@@ -556,6 +556,19 @@ static fsdp_status fsdpi_no_memory(fsdpi_comm *c, size_t size, const char *what)
     return FSDP_ERR_OUT_OF_MEMORY;
 }
 
+// The two blocks of a world that is being opened, or the text of why there are none.
+static int fsdpi_open_blocks(const fsdp_boot *boot, size_t comm_size, void **comm,
+                             size_t world_size, void **world) {
+    *comm = fsdpi_alloc(&boot->allocator, comm_size);
+    *world = fsdpi_alloc(&boot->allocator, world_size);
+    if (*comm && *world) return 1;
+    fsdpi_free(&boot->allocator, *comm);
+    fsdpi_free(&boot->allocator, *world);
+    (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error, "rank %d: the allocator refused",
+                   boot->rank);
+    return 0;
+}
+
 // A failed open: its text goes where error_text(NULL) finds it.
 static void fsdpi_open_failed(const fsdpi_comm *c) {
     fsdpi_copy_name(fsdpi_thread_error, sizeof fsdpi_thread_error, c->error);

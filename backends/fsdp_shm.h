@@ -1097,15 +1097,11 @@ static void fsdpi_shm_close(fsdp_comm *comm) {
 
 static fsdp_status fsdpi_shm_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
     *out = NULL;
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)fsdpi_alloc(&boot->allocator, sizeof *c);
-    fsdpi_shm_world *w = (fsdpi_shm_world *)fsdpi_alloc(&boot->allocator, sizeof *w);
-    if (!c || !w) {
-        fsdpi_free(&boot->allocator, c);
-        fsdpi_free(&boot->allocator, w);
-        (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error,
-                       "rank %d: the allocator refused", boot->rank);
+    void *comm, *world;
+    if (!fsdpi_open_blocks(boot, sizeof(fsdpi_shm_comm), &comm, sizeof(fsdpi_shm_world), &world))
         return FSDP_ERR_OUT_OF_MEMORY;
-    }
+    fsdpi_shm_comm *c = (fsdpi_shm_comm *)comm;
+    fsdpi_shm_world *w = (fsdpi_shm_world *)world;
     c->world = w;
     c->base.boot = &w->boot;
     w->boot = *boot;
