@@ -211,6 +211,7 @@ Agent::~Agent() {
     hurry(1);
     device_->unregisterDescriptor(timer_, this);
     device_->unregisterDescriptor(wake_, this);
+    std::lock_guard<std::mutex> lock(mutex_); // behind work's last use of them
     (void)close(wake_);
     (void)close(timer_);
 }

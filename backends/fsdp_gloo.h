@@ -947,9 +947,10 @@ static fsdp_status fsdpi_gloo_connect_all(fsdpi_gloo_comm *c, char *all) {
     }
     if (fsdpi_gloo_failed(c)) return fsdpi_gloo_report(c);
     if (!status) return FSDP_OK;
-    return fsdpi_gloo_fail_op(c, status,
-                              store->server_rank < 0 ? "the launcher's store has failed"
-                                                     : "rank 0's store has failed");
+    char text[200];
+    (void)snprintf(text, sizeof text, "no addresses could be exchanged through the store of %s: %s",
+                   fsdpi_store_who(store), fsdp_status_name(status));
+    return fsdpi_gloo_fail_here(c, status, text);
 }
 
 static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {

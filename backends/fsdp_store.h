@@ -110,6 +110,7 @@ extern int fsdpi_getnameinfo(const struct sockaddr *address, socklen_t size, cha
 #define FSDPI_STORE_KNOCK_NS    ((int64_t)1000000000) // for a place to say what it is
 #define FSDPI_STORE_GRACE       ((int64_t)200000000)  // for goodbyes
 #define FSDPI_STORE_ABORT_NS    ((int64_t)100000000)  // for a verdict to come back
+#define FSDPI_STORE_LINGER      ((int64_t)500000000)  // for ranks that come when all is lost
 #define FSDPI_STORE_BEAT_NS     ((int64_t)50000000)
 #define FSDPI_STORE_LATER       0xFFFF // come again
 #define FSDPI_STORE_STACK       ((size_t)256 << 10)
@@ -936,6 +937,13 @@ static int fsdpi_store_core_evict(fsdpi_store_core *core) {
     return oldest != NULL;
 }
 
+// Whether a rank that is still to come has to be told why the world has failed.
+static int fsdpi_store_core_owes(const fsdpi_store_core *core) {
+    int absent = 0;
+    for (int r = 0; r < core->size; r++) absent += core->ranks[r].state == FSDPI_STORE_ABSENT;
+    return core->verdict.status && absent;
+}
+
 static void fsdpi_store_core_farewell(fsdpi_store_core *core, int64_t now) {
     fsdpi_store_core_push(core, FSDPI_STORE_CLOSING, NULL, 0);
     core->closing = 1;
@@ -1305,10 +1313,13 @@ static void fsdpi_store_server_round(fsdpi_store_server *server, int64_t most) {
 static void *fsdpi_store_server_main(void *arg) {
     fsdpi_store_server *server = (fsdpi_store_server *)arg;
     while (!FSDPI_LOAD(&server->stop)) fsdpi_store_server_round(server, 1000000000);
+    int64_t now = fsdpi_store_server_now(server), end = now + FSDPI_STORE_LINGER;
+    while (fsdpi_store_core_owes(&server->core) && fsdpi_store_server_now(server) < end)
+        fsdpi_store_server_round(server, 10000000);
     // Nobody new; then a goodbye, and time for it to be read.
     (void)close(server->listener);
     server->listener = -1;
-    int64_t now = fsdpi_store_server_now(server), end = now + FSDPI_STORE_GRACE;
+    now = fsdpi_store_server_now(server), end = now + FSDPI_STORE_GRACE;
     fsdpi_store_core_farewell(&server->core, now);
     for (fsdpi_conn *conn = server->core.conns, *after; conn; conn = after) {
         after = conn->next;
