@@ -110,7 +110,7 @@ extern int fsdpi_getnameinfo(const struct sockaddr *address, socklen_t size, cha
 #define FSDPI_STORE_KNOCK_NS    ((int64_t)1000000000) // for a place to say what it is
 #define FSDPI_STORE_GRACE       ((int64_t)200000000)  // for goodbyes
 #define FSDPI_STORE_ABORT_NS    ((int64_t)100000000)  // for a verdict to come back
-#define FSDPI_STORE_LINGER      ((int64_t)500000000)  // for ranks that come when all is lost
+#define FSDPI_STORE_LINGER      ((int64_t)500000000)  // for ranks that come when another is lost
 #define FSDPI_STORE_BEAT_NS     ((int64_t)50000000)
 #define FSDPI_STORE_LATER       0xFFFF // come again
 #define FSDPI_STORE_STACK       ((size_t)256 << 10)
@@ -937,11 +937,11 @@ static int fsdpi_store_core_evict(fsdpi_store_core *core) {
     return oldest != NULL;
 }
 
-// Whether a rank that is still to come has to be told why the world has failed.
+// Whether a rank that is still to come has to be told that another one is lost.
 static int fsdpi_store_core_owes(const fsdpi_store_core *core) {
     int absent = 0;
     for (int r = 0; r < core->size; r++) absent += core->ranks[r].state == FSDPI_STORE_ABSENT;
-    return core->verdict.status && absent;
+    return core->verdict.status == FSDP_ERR_PEER_LOST && absent;
 }
 
 static void fsdpi_store_core_farewell(fsdpi_store_core *core, int64_t now) {
