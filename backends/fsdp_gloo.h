@@ -115,14 +115,12 @@ typedef struct fsdpi_gloo_world {
 
 // Messages between this rank and one member.
 typedef struct fsdpi_gloo_peer {
-    fsdp_gloo_buffer
-        *in[2]; // of records, by turns: the next one is expected while this one is used
+    fsdp_gloo_buffer *in[2]; // of records, by turns: one is expected while the other is used
     fsdp_gloo_buffer *out;
     fsdp_gloo_buffer *scratch; // what it sends to be reduced
     fsdp_gloo_buffer *rx, *tx; // data of this operation
     uint32_t recvs, sends;     // posted to them, and not yet waited for
     int arrived;               // its record of this operation is here
-    uint32_t reserved;
 } fsdpi_gloo_peer;
 
 struct fsdpi_gloo_comm {
@@ -484,10 +482,11 @@ static size_t fsdpi_gloo_count_of(const fsdpi_gloo_strip *s, int k) {
     return before >= s->total ? 0 : s->total - before < s->part ? s->total - before : s->part;
 }
 
-// Sends the region of this rank to all, and puts theirs in place. `but`: who has everything.
-static fsdp_status fsdpi_gloo_gather(fsdpi_gloo_comm *c, const fsdpi_gloo_strip *s, size_t size,
-                                     const void *src, size_t src_at, void *dst, int phase,
-                                     int but) {
+// Sends each member what begins at src_at + k * step, and puts theirs in place. step 0: all get the
+// same. `but`: who has everything.
+static fsdp_status fsdpi_gloo_exchange(fsdpi_gloo_comm *c, const fsdpi_gloo_strip *s, size_t size,
+                                       const void *src, size_t src_at, size_t step, void *dst,
+                                       int phase, int but) {
     fsdp_status status = FSDP_OK;
     for (int i = 1; i < c->base.size && !status && c->base.index != but; i++) {
         int k = (c->base.index + c->base.size - i) % c->base.size;
@@ -497,7 +496,7 @@ static fsdp_status fsdpi_gloo_gather(fsdpi_gloo_comm *c, const fsdpi_gloo_strip 
     for (int i = 1; i < c->base.size && !status; i++) {
         int k = (c->base.index + i) % c->base.size;
         if (k != but)
-            status = fsdpi_gloo_post(c, k, 1, src, phase, src_at * size,
+            status = fsdpi_gloo_post(c, k, 1, src, phase, (src_at + step * (size_t)k) * size,
                                      fsdpi_gloo_count_of(s, c->base.index) * size);
     }
     return status;
@@ -566,6 +565,18 @@ static int fsdpi_gloo_next(const fsdpi_gloo_comm *c, const fsdp_coll *op, fsdpi_
     return 0;
 }
 
+// The next small strip, and where it lies behind a record.
+static int fsdpi_gloo_next_small(const fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                 fsdpi_gloo_walk *walk, fsdpi_gloo_strip *s, size_t *at) {
+    int is_small = 0;
+    while (!is_small && walk->strip < fsdpi_gloo_strips(op)) {
+        *s = fsdpi_gloo_strip_of(c, op, walk->strip++);
+        *at = walk->used;
+        walk->used = fsdpi_gloo_place(c, op, s, walk->used, &is_small);
+    }
+    return is_small;
+}
+
 // What member k needs of strip i, and how much that is. NULL: nothing.
 static const char *fsdpi_gloo_source(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                                      const fsdpi_gloo_strip *s, int k, size_t *bytes) {
@@ -589,19 +600,16 @@ static const char *fsdpi_gloo_source(const fsdpi_gloo_comm *c, const fsdp_coll *
 
 // Puts what is small behind the records. Returns its bytes.
 static size_t fsdpi_gloo_pack(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
-    size_t used = 0, bytes;
-    for (uint32_t i = 0; i < fsdpi_gloo_strips(op); i++) {
-        fsdpi_gloo_strip s = fsdpi_gloo_strip_of(c, op, i);
-        int is_small;
-        size_t end = fsdpi_gloo_place(c, op, &s, used, &is_small);
-        for (int k = 0; k < c->base.size && is_small; k++) {
+    fsdpi_gloo_walk walk = {0, 0, 0, 0};
+    fsdpi_gloo_strip s;
+    size_t at, bytes;
+    while (fsdpi_gloo_next_small(c, op, &walk, &s, &at))
+        for (int k = 0; k < c->base.size; k++) {
             const char *from = fsdpi_gloo_source(c, op, &s, k, &bytes);
             if (k != c->base.index && from && bytes)
-                memcpy(fsdpi_gloo_message(c, k, 2) + FSDPI_GLOO_HEAD + used, from, bytes);
+                memcpy(fsdpi_gloo_message(c, k, 2) + FSDPI_GLOO_HEAD + at, from, bytes);
         }
-        used = end;
-    }
-    return op->kind == FSDP_OP_BROADCAST && op->root != c->base.index ? 0 : used;
+    return op->kind == FSDP_OP_BROADCAST && op->root != c->base.index ? 0 : walk.used;
 }
 
 static void fsdpi_gloo_copy(void *to, const void *from, size_t bytes) {
@@ -633,14 +641,10 @@ static void fsdpi_gloo_unpack(const fsdpi_gloo_comm *c, const fsdp_coll *op,
 }
 
 static void fsdpi_gloo_unpack_all(const fsdpi_gloo_comm *c, const fsdp_coll *op) {
-    size_t used = 0;
-    for (uint32_t i = 0; i < fsdpi_gloo_strips(op); i++) {
-        fsdpi_gloo_strip s = fsdpi_gloo_strip_of(c, op, i);
-        int is_small;
-        size_t end = fsdpi_gloo_place(c, op, &s, used, &is_small);
-        if (is_small) fsdpi_gloo_unpack(c, op, &s, used);
-        used = end;
-    }
+    fsdpi_gloo_walk walk = {0, 0, 0, 0};
+    fsdpi_gloo_strip s;
+    size_t at;
+    while (fsdpi_gloo_next_small(c, op, &walk, &s, &at)) fsdpi_gloo_unpack(c, op, &s, at);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -765,33 +769,35 @@ static fsdp_status fsdpi_gloo_start_reduction(fsdpi_gloo_comm *c, const fsdp_col
     return status ? status : fsdpi_gloo_send_pieces(c, op);
 }
 
+// The root sends each member its region.
+static fsdp_status fsdpi_gloo_deal(fsdpi_gloo_comm *c, const fsdp_coll *op,
+                                   const fsdpi_gloo_strip *s) {
+    size_t size = fsdp_dtype_size(op->dtype);
+    int me = c->base.index, root = (int)op->root;
+    fsdp_status status = FSDP_OK;
+    if (root != me)
+        return fsdpi_gloo_post(c, root, 0, op->dst, 0, fsdpi_gloo_begin_of(s, me) * size,
+                               fsdpi_gloo_count_of(s, me) * size);
+    for (int i = 1; i < c->base.size && !status; i++) {
+        int k = (me + i) % c->base.size;
+        status = fsdpi_gloo_post(c, k, 1, op->dst, 0, fsdpi_gloo_begin_of(s, k) * size,
+                                 fsdpi_gloo_count_of(s, k) * size);
+    }
+    return status;
+}
+
 // Posts what a large strip needs before anybody has anything to reduce or to pass on.
 static fsdp_status fsdpi_gloo_start_strip(fsdpi_gloo_comm *c, const fsdp_coll *op,
                                           const fsdpi_gloo_strip *s) {
-    size_t size = fsdp_dtype_size(op->dtype), bytes = s->part * size;
-    int me = c->base.index, root = (int)op->root;
-    size_t mine = fsdpi_gloo_begin_of(s, me);
-    fsdp_status status = FSDP_OK;
-    if (op->kind == FSDP_OP_ALL_GATHER) {
-        status = fsdpi_gloo_gather(c, s, size, op->in_place ? op->dst : op->src,
-                                   op->in_place ? mine : s->shard, op->dst, 0, -1);
-    } else if (op->kind == FSDP_OP_BROADCAST && root != me) {
-        return fsdpi_gloo_post(c, root, 0, op->dst, 0, mine * size,
-                               fsdpi_gloo_count_of(s, me) * size);
-    }
-    for (int i = 1; i < c->base.size && !status && op->kind == FSDP_OP_ALL_TO_ALL; i++) {
-        int k = (me + c->base.size - i) % c->base.size;
-        status = fsdpi_gloo_post(c, k, 0, op->dst, 0, fsdpi_gloo_begin_of(s, k) * size, bytes);
-    }
-    for (int i = 1; i < c->base.size && !status && op->kind != FSDP_OP_ALL_GATHER; i++) {
-        int k = (me + i) % c->base.size;
-        status = fsdpi_gloo_post(c, k, 1, op->kind == FSDP_OP_BROADCAST ? op->dst : op->src, 0,
-                                 fsdpi_gloo_begin_of(s, k) * size,
-                                 fsdpi_gloo_count_of(s, k) * size);
-    }
-    if (op->kind != FSDP_OP_BROADCAST)
-        fsdpi_gloo_copy((char *)op->dst + mine * size, fsdpi_gloo_source(c, op, s, me, &bytes),
-                        bytes);
+    size_t size = fsdp_dtype_size(op->dtype), mine = fsdpi_gloo_begin_of(s, c->base.index), bytes;
+    int in_place = op->kind == FSDP_OP_ALL_GATHER && op->in_place;
+    size_t src_at = in_place ? mine : s->shard; // which is 0 for all_to_all
+    if (op->kind == FSDP_OP_BROADCAST) return fsdpi_gloo_deal(c, op, s);
+    fsdp_status status = fsdpi_gloo_exchange(c, s, size, in_place ? op->dst : op->src, src_at,
+                                             op->kind == FSDP_OP_ALL_TO_ALL ? s->part : 0, op->dst,
+                                             0, -1);
+    const char *own = fsdpi_gloo_source(c, op, s, c->base.index, &bytes);
+    fsdpi_gloo_copy((char *)op->dst + mine * size, own, bytes);
     return status;
 }
 
@@ -821,9 +827,9 @@ static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op,
     if (status || !collects || !fsdpi_gloo_next(c, op, &walk, SIZE_MAX, &s, &at)) return status;
     status = fsdpi_gloo_finish(c, FSDP_OK);
     if (status) return status;
-    return fsdpi_gloo_gather(c, &s, fsdp_dtype_size(op->dtype), op->dst,
-                             fsdpi_gloo_begin_of(&s, c->base.index), op->dst, 1,
-                             op->kind == FSDP_OP_BROADCAST ? (int)op->root : -1);
+    return fsdpi_gloo_exchange(c, &s, fsdp_dtype_size(op->dtype), op->dst,
+                               fsdpi_gloo_begin_of(&s, c->base.index), 0, op->dst, 1,
+                               op->kind == FSDP_OP_BROADCAST ? (int)op->root : -1);
 }
 
 static fsdp_status fsdpi_gloo_collective(fsdpi_gloo_comm *c, const fsdp_coll *op) {

@@ -159,6 +159,12 @@ static long fsdpi_env_count(const char *name) {
     return value > 0 ? value : 0;
 }
 
+// Whether the launcher tells that it has started some of `size` ranks on other hosts.
+static int fsdpi_launcher_is_spread(const fsdpi_launcher *l, int size) {
+    const long here = fsdpi_env_count(l->here);
+    return fsdpi_env_count(l->hosts) > 1 || (here && here < size);
+}
+
 // The first host of Slurm's list, "n[01-04,7]r[3-4],x7": n01r3. 0: there is none, or no room.
 static int fsdpi_first_host(const char *list, char *out, size_t cap) {
     size_t used = 0;
@@ -200,14 +206,13 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
     const char *store = d->store && *d->store ? d->store : fsdpi_env("FSDP_STORE");
     const char *host = fsdpi_env("MASTER_ADDR"), *port = fsdpi_env("MASTER_PORT");
     const fsdpi_launcher *l = fsdpi_launcher_find();
-    const long here = fsdpi_env_count(l->here), hosts = fsdpi_env_count(l->hosts);
     int used = 0;
     if (store) {
         used = snprintf(out, cap, "%s", store);
     } else if (host && port) {
         const int bare = strchr(host, ':') && *host != '['; // an IPv6 address
         used = snprintf(out, cap, "tcp://%s%s%s:%s", bare ? "[" : "", host, bare ? "]" : "", port);
-    } else if (hosts > 1 || (here && here < d->world_size)) {
+    } else if (fsdpi_launcher_is_spread(l, d->world_size)) {
         if (strcmp(l->rank, "SLURM_PROCID") == 0) used = fsdpi_slurm_store(out, cap);
         if (used == 0) *out = 0;
     } else {
@@ -224,10 +229,8 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
 // Whether the launcher has started ranks of this world on other hosts too.
 static int fsdpi_env_is_spread(const fsdp_world *w, const fsdp_world_desc *d) {
     const fsdpi_launcher *l = fsdpi_launcher_find();
-    const long here = fsdpi_env_count(l->here), hosts = fsdpi_env_count(l->hosts);
     if (d->threads || d->job || strncmp(w->store, "host:", 5) == 0) return 0;
-    return fsdpi_env_count(l->size) == d->world_size &&
-           (hosts > 1 || (here && here < d->world_size));
+    return fsdpi_env_count(l->size) == d->world_size && fsdpi_launcher_is_spread(l, d->world_size);
 }
 
 static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
