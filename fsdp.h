@@ -248,6 +248,16 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp
    Blocks      for worker threads that finish their current operation      Allocates no */
 FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world);
 
+/* fsdp_set_stream - the stream of the caller's own work, on devices that have streams: data is
+   ready in its order, and what it wrote is used behind it
+   native      the device's own kind of stream, alive until the world has another one or ends (CUDA:
+               a cudaStream_t); NULL: the device's default (CUDA:
+               cudaStreamLegacy, so that kernels launched without a stream are in order)
+   Result      FSDP_OK; INVALID_ARG, UNSUPPORTED (a device without streams), BACKEND
+   Collective  no      Blocks no: the new stream waits for the old one      Allocates no
+   Source      torch: torch.cuda.stream, the current stream at each hook */
+FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native);
+
 /* fsdp_abort - fail this world on all ranks: every wait ends with FSDP_ERR_ABORTED and `why`
    Collective  no      Blocks no      Allocates no
    Thread any, also while the world is in use */
@@ -1183,7 +1193,8 @@ struct fsdp_world {
     const fsdp_device_ops *device_ops;
     fsdp_device *device;
     int mode;                             // FSDPI_INLINE, ...
-    void *streams[FSDP_STREAM_COUNT];     // FSDPI_NATIVE
+    void *streams[FSDP_STREAM_COUNT];     // FSDPI_NATIVE; COMPUTE may be the caller's
+    void *own_stream;                     // the device's COMPUTE
     void *fence;                          // an event to wait for all of them
     fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDPI_LANES; COMPUTE has none; may be the same one
     void *bounce;                         // comm memory for collectives on host data
@@ -1310,7 +1321,8 @@ static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char 
 // Owns: which backends are compiled in, and the one place that turns an op record into a
 // collective.
 
-#if !defined(FSDP_BACKEND_SHM) && !defined(FSDP_BACKEND_GLOO) && !defined(FSDP_NO_BACKEND)
+#if !defined(FSDP_BACKEND_SHM) && !defined(FSDP_BACKEND_GLOO) && !defined(FSDP_BACKEND_NCCL) &&    \
+    !defined(FSDP_NO_BACKEND)
 #define FSDP_BACKEND_SHM 1
 #endif
 #include "backends/fsdp_launch.h"
@@ -1320,27 +1332,38 @@ static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char 
 #ifdef FSDP_BACKEND_GLOO
 #include "backends/fsdp_gloo.h"
 #endif
+#ifdef FSDP_BACKEND_NCCL
+#include "backends/fsdp_nccl.h"
+#endif
 #include "backends/fsdp_spawn.h"
 
-#if defined(FSDP_BACKEND_SHM) && defined(FSDP_BACKEND_GLOO)
-#define FSDPI_BACKENDS " shm and gloo"
-#elif defined(FSDP_BACKEND_GLOO)
-#define FSDPI_BACKENDS " gloo"
-#elif defined(FSDP_BACKEND_SHM)
-#define FSDPI_BACKENDS " shm"
-#else
-#define FSDPI_BACKENDS " none"
-#endif
+static const fsdp_device_ops *fsdpi_host_ops(void);
 
-static const fsdp_comm_ops *fsdpi_backend(const char *name) {
+// A backend, and the device whose memory its collectives work on.
+typedef struct fsdpi_backend {
+    const char *name;
+    const fsdp_comm_ops *(*comm_ops)(void);
+    const fsdp_device_ops *(*device_ops)(void);
+    int one_host; // it serves the ranks of one host only
+} fsdpi_backend;
+
+static const fsdpi_backend fsdpi_backends[] = {
 #ifdef FSDP_BACKEND_SHM
-    if (!name || strcmp(name, "shm") == 0) return fsdp_shm_comm_ops();
+    {"shm", fsdp_shm_comm_ops, fsdpi_host_ops, 1},
 #endif
 #ifdef FSDP_BACKEND_GLOO
-    if (!name || strcmp(name, "gloo") == 0) return fsdp_gloo_comm_ops();
+    {"gloo", fsdp_gloo_comm_ops, fsdpi_host_ops, 0},
 #endif
-    (void)name;
-    return NULL;
+#ifdef FSDP_BACKEND_NCCL
+    {"nccl", fsdp_nccl_comm_ops, fsdp_cuda_device_ops, 0},
+#endif
+    {NULL, NULL, NULL, 0}};
+
+// The one with this name; NULL: the first one that can serve the job. At the end: the last entry.
+static const fsdpi_backend *fsdpi_find_backend(const char *name, int is_spread) {
+    const fsdpi_backend *b = fsdpi_backends;
+    while (b->name && (name ? strcmp(name, b->name) != 0 : is_spread && b->one_host)) b++;
+    return b;
 }
 
 FSDP_API const char *fsdp_op_name(int kind) {
@@ -1465,23 +1488,38 @@ static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t v
 
 #define FSDPI_BOUNCE 65536 // bytes of a collective on host data that travel at a time
 
-static fsdp_status fsdpi_world_open_comm(fsdp_world *w, const fsdp_world_desc *d) {
-    if (w->size == 1) return FSDP_OK; // one rank needs no backend
+// Chooses backend and device. A world of one rank needs the device only.
+static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
     const char *name = d->backend ? d->backend : fsdpi_env("FSDP_BACKEND");
-    int is_spread = fsdpi_env_is_spread(w, d);
-    if (!name && is_spread) name = "gloo"; // shm serves one host
-    w->comm_ops = d->comm_ops ? d->comm_ops : fsdpi_backend(name);
-    if (!w->comm_ops)
+    int is_spread = w->size > 1 && fsdpi_env_is_spread(w, d);
+    const fsdpi_backend *b = fsdpi_find_backend(name, is_spread);
+    w->device_ops = d->device_ops             ? d->device_ops
+                    : b->name && !d->comm_ops ? b->device_ops()
+                                              : fsdpi_host_ops();
+    if (w->size == 1) return FSDP_OK;
+    if (!b->name && !d->comm_ops) {
+        char text[128];
+        fsdpi_text compiled = {text, sizeof text, 0};
+        for (b = fsdpi_backends; b->name; b++) fsdpi_say(&compiled, " %s", b->name);
         return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED,
                           "backend '%s'%s is not compiled in: this program has%s. For gloo: "
-                          "-DFSDP_BACKEND_GLOO, see docs/cluster.md",
-                          name ? name : "",
+                          "-DFSDP_BACKEND_GLOO, see docs/cluster.md; for nccl: docs/gpu.md",
+                          name        ? name
+                          : is_spread ? "gloo"
+                                      : "",
                           d->backend || !is_spread ? "" : ", for ranks on several hosts,",
-                          FSDPI_BACKENDS);
-    if (is_spread && strcmp(w->comm_ops->name, "shm") == 0)
-        return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED,
-                          "backend 'shm' serves one host, and the launcher has started ranks on "
-                          "several: FSDP_BACKEND=gloo, see docs/cluster.md");
+                          b == fsdpi_backends ? " none" : text);
+    }
+    w->comm_ops = d->comm_ops ? d->comm_ops : b->comm_ops();
+    if (!is_spread || d->comm_ops || !b->one_host) return FSDP_OK;
+    return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED,
+                      "backend '%s' serves one host, and the launcher has started ranks on "
+                      "several: FSDP_BACKEND=gloo, see docs/cluster.md",
+                      b->name);
+}
+
+static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
+    if (!w->comm_ops) return FSDP_OK;
     fsdp_status status = fsdpi_table_check(w, "a backend's", w->comm_ops->version,
                                            w->comm_ops->size, FSDP_COMM_VERSION,
                                            sizeof *w->comm_ops);
@@ -1508,21 +1546,16 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w, const fsdp_world_desc *d
     return FSDP_OK;
 }
 
-static fsdp_status fsdpi_world_open_device(fsdp_world *w, const fsdp_world_desc *d) {
-    w->device_ops = d->device_ops ? d->device_ops : fsdpi_host_ops();
+static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     fsdp_status status = fsdpi_table_check(w, "a device's", w->device_ops->version,
                                            w->device_ops->size, FSDP_DEVICE_VERSION,
                                            sizeof *w->device_ops);
     if (status) return status;
-    if (!(w->device_ops->flags & FSDP_DEVICE_HOST))
-        return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED,
-                          "device %s: memory that the host cannot read is not supported yet",
-                          w->device_ops->name);
     status = w->device_ops->open(&w->boot, &w->device);
     if (status) {
         w->device = NULL;
         return fsdpi_fail(w, status, "device %s could not be opened: %s", w->device_ops->name,
-                          fsdp_status_text(status));
+                          fsdpi_device_text(w, status));
     }
     return FSDP_OK;
 }
@@ -1535,9 +1568,11 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
         w->mode = FSDPI_NATIVE;
         for (int s = 0; s < FSDP_STREAM_COUNT && !status; s++)
             status = w->device_ops->stream(w->device, s, &w->streams[s]);
+        w->own_stream = w->streams[FSDP_STREAM_COMPUTE];
         if (!status) status = w->device_ops->event(w->device, &w->fence);
         if (status)
-            return fsdpi_fail(w, status, "device %s could not make a stream", w->device_ops->name);
+            return fsdpi_fail(w, status, "device %s could not make a stream: %s",
+                              w->device_ops->name, fsdpi_device_text(w, status));
     } else if (lanes > 0) {
         w->mode = FSDPI_LANES;
         int two = lanes > 1 && (w->size == 1 || w->caps.lanes > 1);
@@ -1563,6 +1598,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
 
 static void fsdpi_world_close(fsdp_world *w) {
     fsdpi_lanes_stop(w);
+    w->streams[FSDP_STREAM_COMPUTE] = w->own_stream;
     for (int s = 0; s < FSDP_STREAM_COUNT; s++)
         if (w->streams[s]) w->device_ops->destroy(w->device, w->streams[s], NULL);
     if (w->fence) w->device_ops->destroy(w->device, NULL, w->fence);
@@ -1591,10 +1627,11 @@ static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op
         int64_t num = fsdpi_min(step, count - at);
         op->count = (uint64_t)num;
         op->seq = ++w->seq;
-        memcpy(w->bounce, data + (size_t)at * size, (size_t)num * size);
-        fsdp_status status = fsdpi_run_collective(w, op, NULL);
+        char *piece = data + (size_t)at * size;
+        fsdp_status status = fsdpi_transfer(w, w->bounce, piece, (size_t)num * size);
+        if (!status) status = fsdpi_run_collective(w, op, NULL);
+        if (!status) status = fsdpi_transfer(w, piece, w->bounce, (size_t)num * size);
         if (status) return status;
-        memcpy(data + (size_t)at * size, w->bounce, (size_t)num * size);
         at += num;
     } while (at < count);
     return FSDP_OK;
@@ -1602,206 +1639,8 @@ static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op
 
 /* -------------------------------------------------------------------------------------------- */
 // >>mesh
-// Owns: ranks arranged in N dims, row-major, and one process group per dim (two where gathers and
-// reductions may run at the same time). Source: torch: DeviceMesh, _fsdp_common.py mesh infos.
-
-struct fsdp_mesh {
-    fsdp_world *world;
-    int ndim;
-    int32_t shape[FSDP_MAX_DIMS], coord[FSDP_MAX_DIMS]; // coord: -1 when this rank is outside
-    char *names[FSDP_MAX_DIMS];
-    int32_t *ranks;                        // [product of shape]
-    fsdp_comm *gather_comm[FSDP_MAX_DIMS]; // NULL: a group of one, or outside
-    fsdp_comm *reduce_comm[FSDP_MAX_DIMS]; // equal to gather_comm unless lanes may run both
-    uint8_t borrowed[FSDP_MAX_DIMS];       // the groups of this dim belong to another mesh
-    fsdp_mesh *next;
-};
-
-// Part of a shard group: n neighbouring ranks, for reshard_after_forward = n.
-struct fsdpi_subgroup {
-    const fsdp_mesh *mesh;
-    int dim, size;
-    fsdp_comm *comm;
-    fsdpi_subgroup *next;
-};
-
-static char *fsdpi_copy_text(const fsdp_allocator *a, const char *text) {
-    size_t size = strlen(text) + 1;
-    char *copy = (char *)fsdpi_alloc(a, size);
-    if (copy) memcpy(copy, text, size);
-    return copy;
-}
-
-static int fsdpi_mesh_numel(const fsdp_mesh *mesh) {
-    int numel = 1;
-    for (int d = 0; d < mesh->ndim; d++) numel *= mesh->shape[d];
-    return numel;
-}
-
-static void fsdpi_mesh_free(fsdp_mesh *mesh) {
-    fsdp_world *w = mesh->world;
-    const fsdp_allocator *a = &w->boot.allocator;
-    for (fsdpi_subgroup **at = &w->subgroups, *sub; (sub = *at) != NULL;) {
-        if (sub->mesh != mesh) {
-            at = &sub->next;
-            continue;
-        }
-        *at = sub->next;
-        w->comm_ops->close(sub->comm);
-        fsdpi_free(a, sub);
-    }
-    for (int d = 0; d < mesh->ndim; d++) {
-        fsdp_comm *gather = mesh->gather_comm[d], *reduce = mesh->reduce_comm[d];
-        if (mesh->borrowed[d]) gather = reduce = NULL;
-        if (reduce && reduce != gather && reduce != w->reduce_comm) w->comm_ops->close(reduce);
-        if (gather && gather != w->comm) w->comm_ops->close(gather);
-        fsdpi_free(a, mesh->names[d]);
-    }
-    fsdpi_free(a, mesh->ranks);
-    fsdpi_free(a, mesh);
-}
-
-static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
-    if (d->ndim < 1 || d->ndim > FSDP_MAX_DIMS)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ndim is %d, expected 1..%d", d->ndim,
-                          FSDP_MAX_DIMS);
-    int64_t numel = 1;
-    for (int i = 0; i < d->ndim; i++) {
-        if (d->shape[i] < 1)
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: size of dim %d is %d, expected >= 1",
-                              i, d->shape[i]);
-        numel *= d->shape[i];
-        if (numel > w->size)
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                              "mesh: it has more places than the world has ranks (%d)", w->size);
-    }
-    for (int64_t i = 0; d->ranks && i < numel; i++) {
-        if (d->ranks[i] < 0 || d->ranks[i] >= w->size)
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d is not in a world of %d",
-                              d->ranks[i], w->size);
-        for (int64_t j = 0; j < i; j++)
-            if (d->ranks[j] == d->ranks[i])
-                return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice",
-                                  d->ranks[i]);
-    }
-    return FSDP_OK;
-}
-
-static int fsdpi_mesh_stride(const fsdp_mesh *mesh, int dim) {
-    int stride = 1;
-    for (int d = dim + 1; d < mesh->ndim; d++) stride *= mesh->shape[d];
-    return stride;
-}
-
-// World ranks of the places that share my coordinates but in these dims, row-major. Outside the
-// mesh: those of the first place.
-static void fsdpi_mesh_members(const fsdp_mesh *mesh, const int32_t *dims, int num_dims,
-                               int32_t *out) {
-    int numel = 1, base = 0;
-    for (int d = 0; d < mesh->ndim; d++)
-        if (mesh->coord[d] > 0) base += mesh->coord[d] * fsdpi_mesh_stride(mesh, d);
-    for (int k = 0; k < num_dims; k++) {
-        numel *= mesh->shape[dims[k]];
-        if (mesh->coord[0] >= 0) base -= mesh->coord[dims[k]] * fsdpi_mesh_stride(mesh, dims[k]);
-    }
-    for (int i = 0; i < numel; i++) {
-        int at = base;
-        for (int k = num_dims - 1, rest = i; k >= 0; rest /= mesh->shape[dims[k]], k--)
-            at += rest % mesh->shape[dims[k]] * fsdpi_mesh_stride(mesh, dims[k]);
-        out[i] = mesh->ranks[at];
-    }
-}
-
-// Split the world along a dim; or, when `size` is less than the dim's, its group into neighbours.
-static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, int lane,
-                                    const char *name, fsdp_comm **out) {
-    fsdp_world *w = mesh->world;
-    fsdp_comm *parent = size < mesh->shape[dim] ? mesh->gather_comm[dim] : w->comm;
-    int32_t d = dim, me = mesh->coord[dim], first = me < 0 ? 0 : me / size * size;
-    int32_t *members = (int32_t *)fsdpi_alloc(&w->boot.allocator,
-                                              (size_t)mesh->shape[dim] * sizeof *members);
-    if (!members) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group");
-    fsdpi_mesh_members(mesh, &d, 1, members);
-    fsdp_group group = {
-        me < 0 ? -1 : members[first], me < 0 ? -1 : me - first, size, lane, members + first,
-        name ? name : "mesh"};
-    fsdp_status status = w->comm_ops->split(parent, &group, out);
-    fsdpi_free(&w->boot.allocator, members);
-    return status ? fsdpi_world_fail(w, status, w->comm_ops->error_text(parent)) : FSDP_OK;
-}
-
-// The group of `size` neighbours along a dim that this rank is in, made at its first use.
-static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size, fsdp_comm **out) {
-    fsdp_world *w = mesh->world;
-    fsdpi_subgroup *sub = w->subgroups;
-    while (sub && !(sub->mesh == mesh && sub->dim == dim && sub->size == size)) sub = sub->next;
-    *out = sub ? sub->comm : NULL;
-    if (sub) return FSDP_OK;
-    sub = (fsdpi_subgroup *)fsdpi_alloc(&w->boot.allocator, sizeof *sub);
-    fsdp_status status = sub ? fsdpi_mesh_split(mesh, dim, size, FSDP_STREAM_GATHER, "post_forward",
-                                                &sub->comm)
-                             : fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
-    if (status) {
-        fsdpi_free(&w->boot.allocator, sub);
-        return fsdpi_failed(w) ? status : fsdpi_fail_together(w, status);
-    }
-    sub->mesh = mesh;
-    sub->dim = dim;
-    sub->size = size;
-    sub->next = w->subgroups;
-    w->subgroups = sub;
-    *out = sub->comm;
-    return FSDP_OK;
-}
-
-static fsdp_status fsdpi_mesh_groups(fsdp_mesh *mesh, int dim) {
-    fsdp_world *w = mesh->world;
-    int two = w->reduce_comm != w->comm, in_order = 1;
-    if (mesh->shape[dim] == 1) return FSDP_OK;
-    for (int i = 0; i < mesh->shape[dim]; i++) in_order &= mesh->ranks[i] == i;
-    if (mesh->ndim == 1 && mesh->shape[0] == w->size && in_order) { // the world's own groups
-        mesh->gather_comm[0] = w->comm;
-        mesh->reduce_comm[0] = w->reduce_comm;
-        return FSDP_OK;
-    }
-    fsdp_status status = fsdpi_mesh_split(mesh, dim, mesh->shape[dim], FSDP_STREAM_GATHER,
-                                          mesh->names[dim], &mesh->gather_comm[dim]);
-    if (!status && two)
-        status = fsdpi_mesh_split(mesh, dim, mesh->shape[dim], FSDP_STREAM_REDUCE, mesh->names[dim],
-                                  &mesh->reduce_comm[dim]);
-    if (!status && !two) mesh->reduce_comm[dim] = mesh->gather_comm[dim];
-    return status;
-}
-
-static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_mesh **out) {
-    const fsdp_allocator *a = &w->boot.allocator;
-    fsdp_mesh *mesh = (fsdp_mesh *)fsdpi_alloc(a, sizeof *mesh);
-    if (!mesh) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
-    mesh->world = w;
-    mesh->ndim = d->ndim;
-    memcpy(mesh->shape, d->shape, sizeof mesh->shape);
-    int numel = fsdpi_mesh_numel(mesh), mine = -1, missing = 0;
-    mesh->ranks = (int32_t *)fsdpi_alloc(a, (size_t)numel * sizeof *mesh->ranks);
-    for (int i = 0; i < d->ndim; i++) {
-        if (!d->names[i]) continue;
-        mesh->names[i] = fsdpi_copy_text(a, d->names[i]);
-        missing |= !mesh->names[i];
-    }
-    if (!mesh->ranks || missing) {
-        fsdpi_mesh_free(mesh);
-        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
-    }
-    for (int i = 0; i < numel; i++) {
-        mesh->ranks[i] = d->ranks ? d->ranks[i] : i;
-        if (mesh->ranks[i] == w->rank) mine = i;
-    }
-    for (int i = d->ndim - 1, rest = mine; i >= 0; i--) {
-        mesh->coord[i] = mine < 0 ? -1 : rest % mesh->shape[i];
-        rest = mine < 0 ? -1 : rest / mesh->shape[i];
-    }
-    *out = mesh;
-    return FSDP_OK;
-}
+// Owns: ranks arranged in N dims and their process groups.
+#include "backends/fsdp_mesh.h"
 
 /* -------------------------------------------------------------------------------------------- */
 // >>param
@@ -1939,6 +1778,7 @@ typedef struct fsdpi_flat_block { // shards and shard gradients of one dtype
     fsdp_buf *shard, *grad;
     fsdp_buf *old_shard, *old_grad; // of the layout before, until what they hold has moved
     fsdp_block whole;               // all trainables: what clip scales
+    char *users;                    // the user counts, where the host can read them
 } fsdpi_flat_block;
 
 typedef struct fsdpi_forward { // one entry of the record of forwards
@@ -1979,9 +1819,11 @@ struct fsdp_model {
     char hook_error[FSDPI_TEXT];
     fsdp_buf *scalar;       // one f64: norms
     fsdp_buf *full_scratch; // steps of param_full, from its first call on
+    char *full_copy;        // of full_scratch, where the host cannot read that
     fsdp_seg full_seg;      // of the current step
     fsdp_block full_block;
     void *undefined; // what getters give in a failed world
+    size_t undefined_bytes;
     fsdp_block *norm_blocks;
     fsdp_driver driver;
     fsdp_counters counters;
@@ -2604,6 +2446,11 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
                   : FSDP_OK;
 }
 
+// Can the host read it?
+static int fsdpi_is_readable(const fsdp_world *w, const fsdp_buf *buf) {
+    return buf->pinned || fsdpi_is_host(w);
+}
+
 // A buffer of a pool. In a dry run it is only counted.
 static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf **out) {
     fsdp_buf *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof *buf);
@@ -2683,7 +2530,8 @@ static void fsdpi_pools_rewind(fsdp_model *m) {
 // runs it.
 
 // A record with the model's labels; the caller fills in the rest.
-static fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, int kind, int label, int stream) {
+static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, int kind, int label,
+                                       int stream) {
     fsdp_op op;
     memset(&op, 0, sizeof op);
     op.kind = (uint8_t)kind;
@@ -3228,11 +3076,27 @@ static uint64_t fsdpi_reduce_hash(const fsdp_unit *u, double factor) {
 // Did any rank use a trainable parameter that has been reduced?
 static int fsdpi_was_used(const fsdp_unit *u, const fsdpi_param *p) {
     fsdp_dtype dtype = u->parts[u->users_part].dtype, grad = fsdpi_grad_dtype(u->model, dtype);
-    int64_t at = fsdpi_bytes(u->users_base + p->user_index, grad);
+    const fsdpi_flat_block *flat = &u->model->flats[dtype];
+    int64_t at = fsdpi_bytes(u->users_base - flat->train_numel + p->user_index, grad);
     float users = 0;
     if (p->has_grad || fsdpi_ranks(u) == 1) return p->has_grad;
-    (void)fsdp_convert(&users, FSDP_F32, u->model->flats[dtype].grad->ptr + at, grad, 1);
+    (void)fsdp_convert(&users, FSDP_F32, flat->users + at, grad, 1);
     return users != 0.0f;
+}
+
+// Bring the counts of users, which have been reduced, to where fsdpi_was_used finds them.
+static fsdp_status fsdpi_read_users(fsdp_model *m) {
+    fsdp_status status = FSDP_OK;
+    for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
+        const fsdpi_flat_block *flat = &m->flats[d];
+        fsdp_dtype grad = fsdpi_grad_dtype(m, d);
+        int64_t bytes = fsdpi_bytes(flat->grad_numel - flat->train_numel, grad);
+        if (!flat->users) continue;
+        const char *counts = flat->grad->ptr + fsdpi_bytes(flat->train_numel, grad);
+        if (counts != flat->users)
+            status = fsdpi_transfer(m->world, flat->users, counts, (size_t)bytes);
+    }
+    return status;
 }
 
 // Is the sum over the shard group the shard gradient itself: nothing to do behind the reduction?
@@ -3336,6 +3200,13 @@ static fsdp_status fsdpi_call_grad_hook(const fsdp_op *op, void *stream) {
     return fsdpi_was_used(u, p) ? p->grad_hook(p->grad_hook_user, &v, stream) : FSDP_OK;
 }
 
+static int fsdpi_has_hooks(const fsdp_unit *u) {
+    int any = 0;
+    for (int i = 0; i < u->num_params; i++)
+        any |= u->params[i].grad_hook && u->params[i].requires_grad;
+    return any && !u->model->dry;
+}
+
 // The shard gradients of a unit are on their way: whoever waits for a parameter's is told.
 static fsdp_status fsdpi_grads_done(fsdp_unit *u, int stream) {
     fsdp_status status = FSDP_OK;
@@ -3343,6 +3214,10 @@ static fsdp_status fsdpi_grads_done(fsdp_unit *u, int stream) {
     u->grad_is_zero = 0;
     if (fsdpi_ranks(u) == 1) fsdpi_own_users(u);
     if (u->reduce_unused && !u->model->grad_hooks) return FSDP_OK;
+    if (u->model->world->mode == FSDPI_NATIVE && fsdpi_has_hooks(u)) { // they are called at once
+        status = fsdpi_sync(u->model->world, stream);
+        if (!status) status = fsdpi_read_users(u->model);
+    }
     for (int i = 0; i < u->num_params && !status; i++) {
         fsdpi_param *p = &u->params[i];
         const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
@@ -3717,10 +3592,33 @@ static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
         for (int i = 0; i < FSDPI_PART_WORKS; bytes += rooms[i++] * sizeof(fsdp_block))
             if (at) works[i]->blocks = (fsdp_block *)(void *)(at + bytes);
     }
-    size_t flags = (size_t)u->num_train * 8;
-    u->flags = at ? at + bytes : NULL;
-    u->wide_flags = at ? at + bytes + flags : NULL;
-    return bytes + 2 * flags;
+    return bytes;
+}
+
+// Host memory that copies of the device read in their stream's order.
+static size_t fsdpi_flags_bytes(const fsdp_unit *u) { return 2 * (size_t)u->num_train * 8; }
+
+static fsdp_status fsdpi_flags_new(fsdp_unit *u) {
+    fsdp_world *w = u->model->world;
+    size_t bytes = fsdpi_flags_bytes(u);
+    void *flags = NULL;
+    if (bytes == 0) return FSDP_OK;
+    fsdp_status status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, bytes, &flags);
+    if (status)
+        return fsdpi_fail(w, status, "commit: no memory for the flags of unit '%s': %s", u->name,
+                          fsdpi_device_text(w, status));
+    u->flags = (char *)flags;
+    u->wide_flags = u->flags + bytes / 2;
+    u->model->host_bytes += (int64_t)bytes;
+    return FSDP_OK;
+}
+
+static void fsdpi_flags_free(fsdp_unit *u) {
+    fsdp_world *w = u->model->world;
+    if (!u->flags) return;
+    w->device_ops->free(w->device, FSDP_MEMORY_PINNED, u->flags, fsdpi_flags_bytes(u));
+    u->model->host_bytes -= (int64_t)fsdpi_flags_bytes(u);
+    u->flags = u->wide_flags = NULL;
 }
 
 static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
@@ -3732,6 +3630,8 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     u->lists = at;
     u->flags_read = 0;
     (void)fsdpi_place_lists(u, at);
+    fsdp_status status = fsdpi_flags_new(u);
+    if (status) return status;
     (void)fsdpi_unit_layout(u, tmp);
     fsdp_seg *gather = u->all_gather.segs;
     for (int k = 0; k < u->num_parts; k++) {
@@ -3765,6 +3665,19 @@ static void fsdpi_unit_unbuild(fsdp_unit *u) {
     u->pad_rin = 0;
 }
 
+// The counts of users lie behind the shard gradients; a copy of them where the host cannot look.
+static fsdp_status fsdpi_users_new(fsdp_model *m, fsdp_dtype dtype) {
+    fsdpi_flat_block *flat = &m->flats[dtype];
+    fsdp_dtype grad = fsdpi_grad_dtype(m, dtype);
+    size_t bytes = (size_t)fsdpi_bytes(flat->grad_numel - flat->train_numel, grad);
+    if (m->dry) return FSDP_OK;
+    if (fsdpi_is_readable(m->world, flat->grad))
+        flat->users = flat->grad->ptr + fsdpi_bytes(flat->train_numel, grad);
+    else flat->users = (char *)fsdpi_model_alloc(m, bytes + 1);
+    if (flat->users) return FSDP_OK;
+    return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory for counts of users");
+}
+
 static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
@@ -3776,19 +3689,28 @@ static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
             status = fsdpi_buf_new(m, FSDP_POOL_SGRAD,
                                    (size_t)fsdpi_bytes(flat->grad_numel, fsdpi_grad_dtype(m, d)),
                                    &flat->grad);
+        if (!status && flat->grad) status = fsdpi_users_new(m, d);
     }
     return status;
 }
 
+static void fsdpi_users_free(fsdp_model *m, fsdpi_flat_block *flat, const fsdp_buf *grad) {
+    if (grad && !fsdpi_is_readable(m->world, grad)) fsdpi_model_free(m, flat->users);
+    flat->users = NULL;
+}
+
 static void fsdpi_blocks_free(fsdp_model *m) {
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        fsdpi_users_free(m, &m->flats[d], m->flats[d].grad);
         fsdpi_buf_free(m, m->flats[d].shard);
         fsdpi_buf_free(m, m->flats[d].grad);
         m->flats[d].shard = m->flats[d].grad = NULL;
     }
     fsdpi_buf_free(m, m->scalar);
     fsdpi_buf_free(m, m->full_scratch);
+    fsdpi_model_free(m, m->full_copy);
     m->scalar = m->full_scratch = NULL;
+    m->full_copy = NULL;
 }
 
 // A unit whose parameters are all empty still needs an address to point at.
@@ -3822,6 +3744,7 @@ static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
 static void fsdpi_uncommit(fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++) {
         fsdpi_model_free(m, m->units[i]->lists);
+        fsdpi_flags_free(m->units[i]);
         fsdpi_unit_unbuild(m->units[i]);
     }
     fsdpi_model_free(m, m->norm_blocks);
@@ -3906,6 +3829,7 @@ static fsdp_status fsdpi_unsettle(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++)
         while (m->classes[i].count) fsdpi_buf_free(m, m->classes[i].slots[--m->classes[i].count]);
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        fsdpi_users_free(m, &m->flats[d], m->flats[d].grad);
         m->flats[d].old_shard = m->flats[d].shard;
         m->flats[d].old_grad = m->flats[d].grad;
         m->flats[d].shard = m->flats[d].grad = NULL;
@@ -3925,7 +3849,9 @@ static void fsdpi_model_free_buffers(fsdp_model *m) {
     fsdpi_old_free(m);
     fsdpi_model_free(m, m->classes);
     fsdpi_model_free(m, m->order);
-    fsdpi_model_free(m, m->undefined);
+    if (m->undefined)
+        m->world->device_ops->free(m->world->device, FSDP_MEMORY_DEVICE, m->undefined,
+                                   m->undefined_bytes);
 }
 
 static void fsdpi_model_close(fsdp_model *m) {
@@ -3938,7 +3864,10 @@ static void fsdpi_model_close(fsdp_model *m) {
     }
     fsdpi_model_free_buffers(m);
     fsdpi_model_free(m, m->norm_blocks);
-    for (int i = 0; i < m->num_units; i++) fsdpi_unit_free(m->units[i]);
+    for (int i = 0; i < m->num_units; i++) {
+        fsdpi_flags_free(m->units[i]);
+        fsdpi_unit_free(m->units[i]);
+    }
     fsdpi_model_free(m, m->units);
     if (m->own_mesh) fsdpi_mesh_free(m->own_mesh);
     fsdpi_free(&w->boot.allocator, m);
@@ -3984,6 +3913,17 @@ static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     return status || !run ? status : fsdpi_run_units(m, call);
 }
 
+// The caller's stream will write shards: it comes behind gathers under way, which read them.
+static FSDPI_UNUSED fsdp_status fsdpi_shards_writable(fsdp_model *m) {
+    fsdp_status status = fsdpi_failed(m->world);
+    for (int i = 0; i < m->num_units && !status; i++) {
+        fsdp_unit *u = m->units[i];
+        if (u->storage == FSDP_STORAGE_IN_FLIGHT && u->gather)
+            status = fsdpi_emit_use(m, u, FSDP_LABEL_GATHER, u->gather);
+    }
+    return status;
+}
+
 // Shards are as the caller's stream has left them: later gathers come after.
 static fsdp_status fsdpi_shards_written(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
@@ -3993,10 +3933,24 @@ static fsdp_status fsdpi_shards_written(fsdp_model *m) {
     return status;
 }
 
+/* Whether a parameter has a gradient: yes, if this rank used it. Only for others are the counts
+   looked at, for which the host has to wait. */
+static int fsdpi_asks_others(fsdp_model *m) {
+    int asks = 0;
+    for (int i = 0; i < m->num_units; i++) {
+        const fsdp_unit *u = m->units[i];
+        for (int k = 0; k < u->num_params && u->counted && fsdpi_ranks(u) > 1; k++) {
+            fsdpi_param *p = &u->params[k];
+            p->has_grad |= p->requires_grad && p->flag;
+            asks |= p->requires_grad && !p->has_grad;
+        }
+    }
+    return asks;
+}
+
 // The caller's stream waits for all shard gradients; what has none is zero; who used what is read.
 static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
-    int counted = 0;
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
         if (u->num_train == 0 || u->has_grad || u->grad_is_zero) continue;
@@ -4014,17 +3968,17 @@ static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
         if (!status && m->flats[d].grad && m->grad_hooks) // they may have written shards
             status = fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].shard);
     }
-    for (int i = 0; i < m->num_units; i++)
-        counted |= m->units[i]->counted && fsdpi_ranks(m->units[i]) > 1;
     if (status || m->dry) return status;
-    counted |= m->desc.cpu_offload;
-    if (counted) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+    int asks = fsdpi_asks_others(m);
+    int waits = asks || m->desc.cpu_offload || m->world->mode != FSDPI_NATIVE;
+    if (waits) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+    if (!status && asks) status = fsdpi_read_users(m);
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
         for (int k = 0; k < u->num_params && u->counted; k++)
             if (u->params[k].requires_grad)
                 u->params[k].has_grad |= (uint8_t)fsdpi_was_used(u, &u->params[k]);
-        if (u->counted && !u->rout) u->flags_read = 0; // what copied them has been waited for
+        if (waits && u->counted && !u->rout) u->flags_read = 0; // their copy is done
         u->counted = 0;
     }
     return status;
@@ -4114,9 +4068,9 @@ static fsdp_status fsdpi_norm(fsdp_model *m, double p, int max, double *norm) {
         for (int d = 0; d < mesh->ndim && !status; d++)
             status = fsdpi_norm_reduce(m, mesh->reduce_comm[d], mesh->shape[d], max);
     if (!status) status = fsdpi_emit_use(m, NULL, FSDP_LABEL_CLIP, m->scalar);
-    if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+    double total = 0;
+    if (!status) status = fsdpi_transfer(m->world, &total, m->scalar->ptr, sizeof total);
     if (status) return status;
-    double total = *(double *)(void *)m->scalar->ptr;
     *norm = max ? total : p == 2 ? sqrt(total) : pow(total, 1 / p);
     return FSDP_OK;
 }
@@ -4189,19 +4143,23 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
     size_t size = fsdp_dtype_size(dtype);
     if (world == 1) {
         fsdp_status ready = fsdpi_emit_use(m, u, FSDP_LABEL_FULL, block);
-        if (!ready) ready = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
-        if (ready) return ready;
-        if (full)
-            memcpy(full, block->ptr + (size_t)p->lay.shard_offset * size,
-                   (size_t)p->lay.numel * size);
-        return FSDP_OK;
+        if (!ready && full)
+            ready = fsdpi_transfer(m->world, full, block->ptr + (size_t)p->lay.shard_offset * size,
+                                   (size_t)p->lay.numel * size);
+        return ready;
     }
     fsdp_status status = FSDP_OK;
     if (!m->full_scratch) {
         status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, (size_t)fsdpi_full_bytes(m), &m->full_scratch);
+        if (!status && !fsdpi_is_host(m->world)) {
+            m->full_copy = (char *)fsdpi_model_alloc(m, m->full_scratch->bytes);
+            if (!m->full_copy)
+                status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "param_full: no memory");
+        }
         if (status) return fsdpi_model_fail(m, status);
     }
     int64_t step = (int64_t)(m->full_scratch->bytes / ((size_t)world * size));
+    const char *pieces = m->full_copy ? m->full_copy : m->full_scratch->ptr;
     for (int64_t at = 0; at < p->lay.shard_numel && !status; at += step) {
         int64_t num = fsdpi_min(step, p->lay.shard_numel - at);
         fsdp_seg seg = {0, 0, num};
@@ -4218,10 +4176,13 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
         if (!status)
             status = fsdpi_emit_work(m, &op, m->full_scratch, dtype, m->full_scratch, dtype, &all);
         if (!status) status = fsdpi_emit_use(m, u, FSDP_LABEL_FULL, m->full_scratch);
-        if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+        if (!status && m->full_copy)
+            status = fsdpi_transfer(m->world, m->full_copy, m->full_scratch->ptr,
+                                    (size_t)(world * num) * size);
+        else if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
         for (int k = 0; k < world && full && !status; k++)
-            fsdpi_scatter_piece(p, world, k, at, num,
-                                m->full_scratch->ptr + (size_t)(k * num) * size, full, size);
+            fsdpi_scatter_piece(p, world, k, at, num, pieces + (size_t)(k * num) * size, full,
+                                size);
     }
     return status;
 }
@@ -4231,12 +4192,12 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
     static const uint8_t calls[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
                                     FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD};
     fsdp_status status = FSDP_OK;
-    for (int half = 0; half < 2; half++) {
-        const uint8_t *call = calls + 2 * half;
+    for (int back = 0; back < 2; back++) {
+        const uint8_t *call = calls + 2 * back;
         for (int pass = 0; pass < 3;
              pass++) { // open those around, run the others, close those around
             for (int i = 0; i < m->num_units && !status; i++) {
-                fsdp_unit *u = m->units[half ? m->num_units - 1 - i : i];
+                fsdp_unit *u = m->units[back ? m->num_units - 1 - i : i];
                 int around = u->reshard_after_forward == FSDP_RESHARD_NEVER &&
                              m->desc.reshard_after_forward != FSDP_RESHARD_NEVER;
                 if (around != (pass != 1)) continue;
@@ -4340,6 +4301,7 @@ static void fsdpi_world_messages(fsdp_world *w, const fsdp_world_desc *d) {
     w->rank = d->world_size > 0 ? d->rank : -1; // -1: not known yet
     w->log_level = d->log_level == FSDP_LOG_NONE ? 0 : d->log_level ? d->log_level : FSDP_LOG_WARN;
     w->boot.logger = d->logger;
+    w->boot.log_level = w->log_level;
     if (!d->logger.log) w->boot.logger.log = fsdpi_stderr_log;
 }
 
@@ -4363,8 +4325,9 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     w->boot.user = d->user;
     w->boot.job = w->job;
     w->boot.store = w->store;
-    status = fsdpi_world_open_comm(w, d);
-    if (!status) status = fsdpi_world_open_device(w, d);
+    status = fsdpi_world_choose(w, d);
+    if (!status) status = fsdpi_world_open_comm(w);
+    if (!status) status = fsdpi_world_open_device(w);
     if (!status) status = fsdpi_world_open_streams(w, d->lanes);
     if (status) {
         fsdpi_set_error(early, fsdp_last_error(w));
@@ -4413,6 +4376,22 @@ FSDP_API void fsdp_abort(fsdp_world *world, const char *why) {
     snprintf(text, sizeof text, "rank %d aborted the world: %s", world->rank,
              why ? why : "no reason given");
     (void)fsdpi_world_fail(world, FSDP_ERR_ABORTED, text);
+}
+
+FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
+    if (!world) return fsdpi_null(NULL, "set_stream");
+    fsdp_status status = fsdpi_failed(world);
+    if (status) return status;
+    if (world->mode != FSDPI_NATIVE)
+        return fsdpi_fail(world, FSDP_ERR_UNSUPPORTED, "set_stream: device %s has no streams",
+                          world->device_ops->name);
+    void **compute = &world->streams[FSDP_STREAM_COMPUTE];
+    if (!native) native = world->own_stream;
+    status = world->device_ops->record(world->device, *compute, world->fence);
+    if (!status) status = world->device_ops->wait(world->device, native, world->fence);
+    if (status) return fsdpi_device_fail(world, status, "ordering streams by an event");
+    *compute = native;
+    return FSDP_OK;
 }
 
 FSDP_API int fsdp_rank(const fsdp_world *world) { return world ? world->rank : -1; }
@@ -4491,187 +4470,6 @@ FSDP_API fsdp_status fsdp_barrier(fsdp_world *world) {
     if (status || !comm) return status;
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_barrier", FSDP_I32);
     return fsdpi_host_collective(world, comm, &record, (char *)&one, 1);
-}
-
-// A mesh of the world. Dims that `from` names (-1: none) share the groups of that dim of `parent`.
-static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const fsdp_mesh *parent,
-                                  const int32_t *from, fsdp_mesh **out) {
-    fsdp_mesh *mesh;
-    int alone = 1; // nobody else is making it
-    fsdp_status status = fsdpi_mesh_make(w, d, &mesh);
-    for (int dim = 0; dim < d->ndim; dim++) alone &= parent && from[dim] >= 0;
-    for (int dim = 0; !status && dim < mesh->ndim; dim++) {
-        mesh->borrowed[dim] = parent && from[dim] >= 0;
-        if (mesh->borrowed[dim]) {
-            mesh->gather_comm[dim] = parent->gather_comm[from[dim]];
-            mesh->reduce_comm[dim] = parent->reduce_comm[from[dim]];
-            continue;
-        }
-        status = fsdpi_mesh_groups(mesh, dim);
-        if (status) fsdpi_mesh_free(mesh);
-    }
-    if (status) return fsdpi_failed(w) || alone ? status : fsdpi_fail_together(w, status);
-    mesh->next = w->meshes;
-    w->meshes = mesh;
-    *out = mesh;
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *desc,
-                                      fsdp_mesh **mesh) {
-    fsdp_mesh_desc d;
-    if (!world || !desc || !mesh) return fsdpi_null(world, "mesh_create");
-    *mesh = NULL;
-    fsdp_status status = fsdpi_failed(world);
-    if (!status) status = fsdpi_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc");
-    if (!status) status = fsdpi_mesh_check(world, &d);
-    return status ? status : fsdpi_mesh_add(world, &d, NULL, NULL, mesh);
-}
-
-FSDP_API fsdp_status fsdp_mesh_1d(fsdp_world *world, const char *name, fsdp_mesh **mesh) {
-    fsdp_mesh_desc d = FSDP_ZERO;
-    d.ndim = 1;
-    d.shape[0] = world ? world->size : 1;
-    d.names[0] = name;
-    return fsdp_mesh_create(world, &d, mesh);
-}
-
-// Checks that functions which make a mesh from a mesh share.
-static fsdp_status fsdpi_mesh_call(const fsdp_mesh *mesh, const char *what, fsdp_mesh **out) {
-    if (!mesh || !out) return fsdpi_null(NULL, what);
-    *out = NULL;
-    return fsdpi_failed(mesh->world);
-}
-
-FSDP_API fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims, int num_dims,
-                                     fsdp_mesh **out) {
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_status status = fsdpi_mesh_call(mesh, "mesh_slice", out);
-    if (status) return status;
-    fsdp_world *w = mesh->world;
-    int numel = 1;
-    for (int i = 0; i < num_dims; i++) {
-        if (!dims || dims[i] < 0 || dims[i] >= mesh->ndim || (i > 0 && dims[i] <= dims[i - 1]))
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                              "mesh_slice: dims[%d] is %d, expected increasing dims of a %d-D mesh",
-                              i, dims ? dims[i] : -1, mesh->ndim);
-        d.shape[i] = mesh->shape[dims[i]];
-        d.names[i] = mesh->names[dims[i]];
-        numel *= d.shape[i];
-    }
-    if (num_dims < 1)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_slice: num_dims is %d, expected >= 1",
-                          num_dims);
-    d.ndim = num_dims;
-    int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)numel * sizeof *ranks);
-    if (!ranks) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh_slice: no memory");
-    fsdpi_mesh_members(mesh, dims, num_dims, ranks);
-    d.ranks = ranks;
-    status = fsdpi_mesh_add(w, &d, mesh, dims, out);
-    fsdpi_free(&w->boot.allocator, ranks);
-    return status;
-}
-
-FSDP_API fsdp_status fsdp_mesh_flatten(const fsdp_mesh *mesh, const char *name, fsdp_mesh **out) {
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_status status = fsdpi_mesh_call(mesh, "mesh_flatten", out);
-    if (status) return status;
-    d.ndim = 1;
-    d.shape[0] = fsdpi_mesh_numel(mesh);
-    d.names[0] = name;
-    d.ranks = mesh->ranks;
-    return fsdpi_mesh_add(mesh->world, &d, NULL, NULL, out);
-}
-
-FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int outer,
-                                         const char *const names[2], fsdp_mesh **out) {
-    fsdp_mesh_desc d = FSDP_ZERO;
-    int32_t from[FSDP_MAX_DIMS];
-    fsdp_status status = fsdpi_mesh_call(mesh, "mesh_unflatten", out);
-    if (status) return status;
-    if (dim < 0 || dim >= mesh->ndim || mesh->ndim == FSDP_MAX_DIMS || outer < 1 ||
-        mesh->shape[dim] % outer != 0)
-        return fsdpi_fail(mesh->world, FSDP_ERR_INVALID_ARG,
-                          "mesh_unflatten: dim %d into an outer size of %d: expected a dim of the "
-                          "%d-D mesh and a divisor of its size %d, and at most %d dims",
-                          dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
-    d.ndim = mesh->ndim + 1;
-    for (int i = 0; i < d.ndim; i++) {
-        int old = i > dim ? i - 1 : i;
-        from[i] = old == dim ? -1 : old;
-        d.shape[i] = mesh->shape[old];
-        d.names[i] = old != dim ? mesh->names[old] : names ? names[i - dim] : NULL;
-    }
-    d.shape[dim] = outer;
-    d.shape[dim + 1] = mesh->shape[dim] / outer;
-    d.ranks = mesh->ranks;
-    return fsdpi_mesh_add(mesh->world, &d, mesh, from, out);
-}
-
-FSDP_API int fsdp_mesh_dim(const fsdp_mesh *mesh, const char *name) {
-    for (int d = 0; mesh && name && d < mesh->ndim; d++)
-        if (mesh->names[d] && strcmp(mesh->names[d], name) == 0) return d;
-    return -1;
-}
-
-FSDP_API int fsdp_mesh_ranks(const fsdp_mesh *mesh, int dim, int32_t *out) {
-    int size = fsdp_mesh_size(mesh, dim);
-    int32_t d = dim;
-    if (size < 0 || mesh->coord[0] < 0) return -1;
-    if (out && dim < 0) memcpy(out, mesh->ranks, (size_t)size * sizeof *out);
-    else if (out) fsdpi_mesh_members(mesh, &d, 1, out);
-    return size;
-}
-
-FSDP_API int fsdp_mesh_ndim(const fsdp_mesh *mesh) { return mesh ? mesh->ndim : -1; }
-
-FSDP_API int fsdp_mesh_size(const fsdp_mesh *mesh, int dim) {
-    if (!mesh || dim < -1 || dim >= mesh->ndim) return -1;
-    return dim < 0 ? fsdpi_mesh_numel(mesh) : mesh->shape[dim];
-}
-
-FSDP_API int fsdp_mesh_rank(const fsdp_mesh *mesh, int dim) {
-    return !mesh || dim < 0 || dim >= mesh->ndim ? -1 : mesh->coord[dim];
-}
-
-FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int shard_dim,
-                                         int replicate_dim, fsdp_mesh_info *out) {
-    static const char *const names[] = {"FSDP", "DDP", "HSDP"};
-    if (!mesh || !out) return fsdpi_null(NULL, "mesh_info_init");
-    fsdp_world *w = mesh->world;
-    if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: kind is %d", kind);
-    int shards = kind != FSDP_MESH_INFO_DDP, replicates = kind != FSDP_MESH_INFO_FSDP;
-    if (shard_dim < 0 && replicate_dim < 0)
-        return fsdpi_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "mesh_info_init: at least one of shard_dim and replicate_dim must be given");
-    if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0) || shard_dim < -1 ||
-        replicate_dim < -1)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "mesh_info_init: %s needs %s%s%s, got shard_dim %d, replicate_dim %d",
-                          names[kind], shards ? "a shard_dim" : "",
-                          shards && replicates ? " and " : "", replicates ? "a replicate_dim" : "",
-                          shard_dim, replicate_dim);
-    if (shard_dim >= mesh->ndim || replicate_dim >= mesh->ndim || shard_dim == replicate_dim)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "mesh_info_init: shard_dim %d and replicate_dim %d: expected two "
-                          "different dims of a %d-D mesh",
-                          shard_dim, replicate_dim, mesh->ndim);
-    if (mesh->coord[0] < 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: this rank is outside the mesh");
-    memset(out, 0, sizeof *out);
-    out->mesh = mesh;
-    out->kind = kind;
-    out->shard_mesh_dim = shards ? shard_dim : -1;
-    out->replicate_mesh_dim = replicates ? replicate_dim : -1;
-    out->shard_mesh_size = shards ? mesh->shape[shard_dim] : 1;
-    out->shard_mesh_rank = shards ? mesh->coord[shard_dim] : 0;
-    out->replicate_mesh_size = replicates ? mesh->shape[replicate_dim] : 1;
-    out->replicate_mesh_rank = replicates ? mesh->coord[replicate_dim] : 0;
-    out->shard_comm = shards ? mesh->gather_comm[shard_dim] : NULL;
-    out->replicate_comm = replicates ? mesh->gather_comm[replicate_dim] : NULL;
-    return FSDP_OK;
 }
 
 static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
@@ -4881,6 +4679,34 @@ static fsdp_status fsdpi_load(fsdp_model *m) {
     return status ? status : fsdpi_failed(m->world);
 }
 
+// Fills a parameter in place; where the host cannot write, by way of a block of host memory.
+static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsdp_init_fn fn,
+                                    void *user) {
+    fsdp_param_view block = *v;
+    int64_t rows = v->local_shape[0], row_numel = v->numel / rows;
+    int64_t step = m->desc.fill_bytes / fsdpi_bytes(row_numel, v->dtype);
+    int in_place = fsdpi_is_readable(m->world, m->flats[v->dtype].shard);
+    if (step < 1) step = 1;
+    int64_t most = fsdpi_bytes(fsdpi_min(step, rows) * row_numel, v->dtype);
+    char *staged = in_place ? NULL : (char *)fsdpi_model_alloc(m, (size_t)most);
+    fsdp_status status = FSDP_OK;
+    if (!in_place && !staged)
+        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "init_params: no memory");
+    for (int64_t row = 0; row < rows && !status; row += step) {
+        char *place = (char *)v->shard + fsdpi_bytes(row * row_numel, v->dtype);
+        block.local_shape[0] = fsdpi_min(step, rows - row);
+        block.start[0] = v->start[0] + row;
+        block.numel = block.local_shape[0] * row_numel;
+        block.data = staged ? staged : place;
+        fn(user, &block);
+        if (staged)
+            status = fsdpi_transfer(m->world, place, staged,
+                                    (size_t)fsdpi_bytes(block.numel, v->dtype));
+    }
+    fsdpi_model_free(m, staged);
+    return status;
+}
+
 FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *user) {
     fsdp_status status = model ? fsdpi_failed(model->world) : FSDP_OK;
     if (!status && !fn)
@@ -4889,21 +4715,9 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
     if (!status) status = fsdpi_load(model);
     if (status) return status;
     fsdp_param_view v = FSDP_ZERO;
-    while (fsdp_next_param(model, &v)) {
-        if (v.numel == 0) continue;
-        fsdp_param_view block = v;
-        int64_t rows = v.local_shape[0], row_numel = v.numel / rows;
-        int64_t step = model->desc.fill_bytes / fsdpi_bytes(row_numel, v.dtype);
-        if (step < 1) step = 1;
-        for (int64_t row = 0; row < rows; row += step) {
-            block.local_shape[0] = fsdpi_min(step, rows - row);
-            block.start[0] = v.start[0] + row;
-            block.numel = block.local_shape[0] * row_numel;
-            block.data = (char *)v.shard + fsdpi_bytes(row * row_numel, v.dtype);
-            fn(user, &block);
-        }
-    }
-    return fsdpi_shards_written(model);
+    while (!status && fsdp_next_param(model, &v))
+        if (v.numel > 0) status = fsdpi_init_param(model, &v, fn, user);
+    return status ? fsdpi_model_fail(model, status) : fsdpi_shards_written(model);
 }
 
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {
@@ -4946,12 +4760,15 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
     fsdpi_view(unit, index, &v);
     int64_t outer = fsdpi_numel(lay->shape, 0, lay->shard_dim),
             inner = fsdpi_numel(lay->shape, lay->shard_dim + 1, lay->ndim);
-    int64_t width = lay->rows * inner, pitch = lay->shape[lay->shard_dim] * inner;
-    for (int64_t row = 0; row < outer && width > 0; row++)
-        memcpy((char *)v.shard + fsdpi_bytes(row * width, v.dtype),
-               (const char *)full + fsdpi_bytes(row * pitch + lay->start * inner, v.dtype),
-               (size_t)fsdpi_bytes(width, v.dtype));
-    return fsdpi_shards_written(unit->model);
+    int64_t width = fsdpi_bytes(lay->rows * inner, v.dtype);
+    fsdp_block rows = {fsdpi_bytes(lay->start * inner, v.dtype),
+                       0,
+                       width,
+                       outer,
+                       fsdpi_bytes(lay->shape[lay->shard_dim] * inner, v.dtype),
+                       width};
+    status = fsdpi_transfer_rows(unit->model->world, v.shard, full, &rows);
+    return status ? status : fsdpi_shards_written(unit->model);
 }
 
 FSDP_API fsdp_status fsdp_param_full(fsdp_unit *unit, int index, void *full) {
@@ -5040,7 +4857,7 @@ FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
 
 /* Memory for a getter in a world that has failed, so that a trainer that looks at statuses later
    does not crash before: one block of this rank alone, as large as the largest slot, for all.
-   NULL only where the host has no memory either. */
+   NULL only where there is no memory either. */
 static void *fsdpi_undefined(fsdp_model *m) {
     int64_t bytes = 1;
     for (int i = 0; i < m->num_units && !m->undefined; i++) {
@@ -5048,8 +4865,12 @@ static void *fsdpi_undefined(fsdp_model *m) {
         if (u->slot_bytes > bytes) bytes = u->slot_bytes;
         if (u->grad_bytes > bytes) bytes = u->grad_bytes;
     }
-    if (!m->undefined) m->undefined = fsdpi_model_alloc(m, (size_t)bytes);
-    return m->undefined;
+    fsdp_world *w = m->world;
+    if (m->undefined) return m->undefined;
+    m->undefined_bytes = (size_t)bytes;
+    return w->device_ops->alloc(w->device, FSDP_MEMORY_DEVICE, (size_t)bytes, &m->undefined)
+               ? m->undefined = NULL
+               : m->undefined;
 }
 
 static int fsdpi_getter_ok(fsdp_unit *u, int call) {
@@ -5426,13 +5247,13 @@ static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_
     for (int d = 0; d < p->lay.ndim; d++)
         fsdpi_say(t, "%s%lld", d ? ", " : "", (long long)p->lay.shape[d]);
     fsdpi_say(t, "] dim %d, rows %lld..%lld of %lld a rank, %s%s%s\n", p->lay.shard_dim,
-                (long long)p->lay.start, (long long)(p->lay.start + p->lay.rows),
-                (long long)p->lay.chunk,
-                p->num_strings  ? "extension"
-                : p->lay.direct ? "direct"
-                                : "packed",
-                p->requires_grad ? "" : ", frozen",
-                fsdpi_part_of(u, p)->param_dtype == p->dtype ? "" : ", cast");
+              (long long)p->lay.start, (long long)(p->lay.start + p->lay.rows),
+              (long long)p->lay.chunk,
+              p->num_strings  ? "extension"
+              : p->lay.direct ? "direct"
+                              : "packed",
+              p->requires_grad ? "" : ", frozen",
+              fsdpi_part_of(u, p)->param_dtype == p->dtype ? "" : ", cast");
 }
 
 FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap) {
@@ -5442,27 +5263,27 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
     if (!model) return 0;
     fsdpi_memory(model, &mem);
     fsdpi_say(&t, "model: %d units, %d parameters, rank %d of %d\n", model->num_units,
-                model->num_params, model->world->rank, model->world->size);
+              model->num_params, model->world->rank, model->world->size);
     for (int i = 0; i < model->num_units; i++) {
         const fsdp_unit *u = model->units[i];
         fsdp_memory own;
         (void)fsdp_unit_memory(u, &own);
         fsdpi_say(&t,
-                    "  unit %d '%s': %d shards x %d replicas, gathered as %s, reduced in %s, "
-                    "reshard_after_forward %d; bytes: shard %lld, gradient %lld, gathered %lld, "
-                    "unsharded %lld\n",
-                    i, u->name, fsdpi_shards(u), fsdpi_replicas(u),
-                    fsdp_dtype_name(u->gather_dtype), fsdp_dtype_name(u->reduce_dtype),
-                    u->reshard_after_forward, (long long)own.pool_bytes[FSDP_POOL_SHARD],
-                    (long long)own.pool_bytes[FSDP_POOL_SGRAD],
-                    (long long)own.pool_bytes[FSDP_POOL_GATHER], (long long)own.unsharded_bytes);
+                  "  unit %d '%s': %d shards x %d replicas, gathered as %s, reduced in %s, "
+                  "reshard_after_forward %d; bytes: shard %lld, gradient %lld, gathered %lld, "
+                  "unsharded %lld\n",
+                  i, u->name, fsdpi_shards(u), fsdpi_replicas(u), fsdp_dtype_name(u->gather_dtype),
+                  fsdp_dtype_name(u->reduce_dtype), u->reshard_after_forward,
+                  (long long)own.pool_bytes[FSDP_POOL_SHARD],
+                  (long long)own.pool_bytes[FSDP_POOL_SGRAD],
+                  (long long)own.pool_bytes[FSDP_POOL_GATHER], (long long)own.unsharded_bytes);
         for (int k = 0; k < u->num_params; k++) fsdpi_describe_param(&t, u, &u->params[k]);
     }
     fsdpi_say(&t, "  memory:");
     for (int pool = 0; pool < FSDP_POOL_COUNT; pool++)
         if (mem.pool_bytes[pool])
-            fsdpi_say(&t, " %s %lld in %d,", fsdp_pool_name(pool),
-                        (long long)mem.pool_bytes[pool], mem.pool_slots[pool]);
+            fsdpi_say(&t, " %s %lld in %d,", fsdp_pool_name(pool), (long long)mem.pool_bytes[pool],
+                      mem.pool_slots[pool]);
     fsdpi_say(&t, " total %lld bytes\n", (long long)mem.total_bytes);
     return t.used;
 }

@@ -281,6 +281,14 @@ FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *
 #define FSDPI_UNUSED
 #endif
 
+// The conversions are also those of CUDA kernels.
+#ifdef __CUDACC__
+#pragma nv_diag_suppress 1675 // pragmas of gcc are for the host's compiler
+#define FSDPI_HD __host__ __device__
+#else
+#define FSDPI_HD
+#endif
+
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -360,32 +368,32 @@ static FSDPI_UNUSED int fsdpi_is_finite(double x) {
 #pragma GCC optimize("O3", "no-fast-math", "fp-contract=off")
 #endif
 
-static inline uint32_t fsdpi_f32_bits(float x) {
+static FSDPI_HD inline uint32_t fsdpi_f32_bits(float x) {
     uint32_t u;
     memcpy(&u, &x, sizeof u);
     return u;
 }
 
-static inline float fsdpi_f32_of(uint32_t u) {
+static FSDPI_HD inline float fsdpi_f32_of(uint32_t u) {
     float x;
     memcpy(&x, &u, sizeof x);
     return x;
 }
 
-static inline float fsdpi_bf16_to_f32(uint16_t h) {
+static FSDPI_HD inline float fsdpi_bf16_to_f32(uint16_t h) {
     uint32_t u = (uint32_t)h << 16;
     uint32_t quiet = (u & 0x7FFFFFFFu) > 0x7F800000u ? 0x00400000u : 0u;
     return fsdpi_f32_of(u | quiet);
 }
 
-static inline uint16_t fsdpi_f32_to_bf16(float x) {
+static FSDPI_HD inline uint16_t fsdpi_f32_to_bf16(float x) {
     uint32_t u = fsdpi_f32_bits(x);
     uint32_t rounded = (u + 0x7FFFu + ((u >> 16) & 1u)) >> 16;
     uint32_t nan = (u >> 16) | 0x0040u;
     return (uint16_t)((u & 0x7FFFFFFFu) > 0x7F800000u ? nan : rounded);
 }
 
-static inline float fsdpi_f16_to_f32(uint16_t h) {
+static FSDPI_HD inline float fsdpi_f16_to_f32(uint16_t h) {
     uint32_t sign = (uint32_t)(h & 0x8000u) << 16, em = h & 0x7FFFu;
     uint32_t normal = (em << 13) + (112u << 23);
     uint32_t special = (em << 13) | 0x7F800000u | (em > 0x7C00u ? 0x00400000u : 0u);
@@ -395,7 +403,7 @@ static inline float fsdpi_f16_to_f32(uint16_t h) {
     return fsdpi_f32_of(sign | (em < 0x0400u ? tiny : u));
 }
 
-static inline uint16_t fsdpi_f32_to_f16(float x) {
+static FSDPI_HD inline uint16_t fsdpi_f32_to_f16(float x) {
     uint32_t u = fsdpi_f32_bits(x), sign = (u >> 16) & 0x8000u, a = u & 0x7FFFFFFFu;
     uint32_t rebased = a - (112u << 23);
     uint32_t normal = (rebased + 0xFFFu + ((rebased >> 13) & 1u)) >> 13;

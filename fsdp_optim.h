@@ -60,11 +60,16 @@
      The next step or fsdp_*_state moves the states to where the shards are now. The state of a
      frozen parameter survives until it is thawed, as in torch; one that is thawed for the first
      time begins with a state of zeros and t = 1.
+   WHERE
+     The host updates shards in host memory, those of cpu_offload too. Shards in the memory of a
+     device are updated by the device, in the order of the stream COMPUTE: a step then waits for
+     nothing, and the scaler for its verdict alone. The bits are the same.
    MEMORY
-     Two blocks when the optimizer is created, counted in fsdp_memory.host_bytes: a table, and for
-     AdamW two numbers, for SGD with momentum one for each element of this rank's rows. A step
-     allocates nothing, but for the first one after a freeze or thaw, which makes the second block
-     anew; for a moment there are both.
+     Two blocks when the optimizer is created: a table, and for AdamW two numbers, for SGD with
+     momentum one for each element of this rank's rows. The second lies where the updates run. What
+     is host memory counts in fsdp_memory.host_bytes; fsdp_*_nbytes counts both. A step allocates
+     nothing, but for the first one after a freeze or thaw, which makes the second block anew; for
+     a moment there are both.
    ZERO AND DEFAULT
      In a desc 0 stands for the default. Where 0 itself is wanted and is not the default, write
      FSDP_OPTIM_ZERO: groups[1].weight_decay = FSDP_OPTIM_ZERO for biases and norms. */
@@ -174,8 +179,8 @@ typedef struct fsdp_sgd_desc {
    desc        NULL: defaults
    opt         owned by the model: ends with fsdp_adamw_destroy, the model or the world
    Result      FSDP_OK; INVALID_ARG (the text names the field, or the parameter whose group is
-               wrong), UNSUPPORTED (the shards are not in host memory: needs cpu_offload on such a
-               device), OUT_OF_MEMORY, what commit returns
+               wrong), UNSUPPORTED (the shards are in memory of a device that cannot update them:
+               needs cpu_offload), OUT_OF_MEMORY, what commit returns
    Collective  as fsdp_model_commit      Blocks no      Allocates yes */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model,
                                                        const fsdp_adamw_desc *desc,
@@ -185,21 +190,23 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model,
    lr          >= 0, finite: of this step, multiplied by the group's lr_scale
    Result      FSDP_OK; INVALID_ARG (opt NULL, lr), INVALID_STATE (a unit is not idle: call
                fsdp_finalize_backward first); the stored status if the world is aborted; after a
-               freeze or thaw also what create returns. Nothing is changed then
+               freeze or thaw also what create returns. Nothing is changed then. A failure of the
+               device aborts the world
    Collective  no, but every rank has to do the same; after a freeze or thaw as fsdp_model_commit
-   Blocks      for operations under way that read shards
+   Blocks      for operations under way that read shards; not where the device does the update,
+               but after a freeze or thaw
    Allocates   no; the first one after a freeze or thaw does */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr);
 
 /* fsdp_adamw_destroy - free an optimizer before its model ends; NULL is allowed
-   Collective  no      Blocks no      Allocates no */
+   Collective  no      Blocks for the device's updates under way      Allocates no */
 FSDP_API void fsdp_adamw_destroy(fsdp_adamw *opt);
 
 /* fsdp_sgd_create, fsdp_sgd_step, fsdp_sgd_destroy - as the functions of AdamW
    Result      as there: FSDP_OK; INVALID_ARG, UNSUPPORTED, OUT_OF_MEMORY, INVALID_STATE, or the
                stored status of an aborted world
    Collective  create as fsdp_model_commit; step as there; destroy no
-   Blocks      step: for operations under way that read shards
+   Blocks      step and destroy: as there
    Allocates   create, and the first step after a freeze or thaw */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *desc,
                                                      fsdp_sgd **opt);
@@ -207,7 +214,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr);
 FSDP_API void fsdp_sgd_destroy(fsdp_sgd *opt);
 
 // What an optimizer keeps for one parameter, in place: a checkpoint reads it, and writes it to
-// resume. The pointers are stale after a freeze or thaw of any parameter.
+// resume. The pointers are stale after a freeze or thaw of any parameter. Where the device updates,
+// first and second are in its memory, to be used in the order of COMPUTE; step is the host's.
 typedef struct fsdp_optim_state {
     fsdp_dtype dtype;     // of first and second
     int32_t group;        // negative: not of this optimizer (frozen since creation, or by
@@ -220,11 +228,13 @@ typedef struct fsdp_optim_state {
 /* fsdp_adamw_state, fsdp_sgd_state - the state of the parameter with this ordinal
    Result      FSDP_OK; INVALID_ARG (NULL, no such ordinal); after a freeze or thaw what create
                returns
-   Collective  no      Blocks no      Allocates no; after a freeze or thaw: as create */
+   Collective  no      Blocks no; after a freeze or thaw: for the device's updates under way
+   Allocates   no; after a freeze or thaw: as create */
 FSDP_API fsdp_status fsdp_adamw_state(fsdp_adamw *opt, int ordinal, fsdp_optim_state *out);
 FSDP_API fsdp_status fsdp_sgd_state(fsdp_sgd *opt, int ordinal, fsdp_optim_state *out);
 
-/* fsdp_adamw_nbytes, fsdp_sgd_nbytes - bytes of host memory that the optimizer holds; 0 for NULL
+/* fsdp_adamw_nbytes, fsdp_sgd_nbytes - bytes of host and device memory that the optimizer holds; 0
+   for NULL
    Collective  no      Blocks no      Allocates no */
 FSDP_API int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt);
 FSDP_API int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt);
@@ -544,60 +554,75 @@ static void fsdpi_adamw(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const 
     }
 }
 
+typedef struct fsdpi_sgd_scalars {
+    double lr, momentum, gain, weight_decay; // gain: 1 - dampening
+    double nesterov, fresh;                  // 0 or 1; fresh: the buffer takes the gradient
+} fsdpi_sgd_scalars;
+
+static fsdpi_sgd_scalars fsdpi_sgd_prepare(const fsdp_sgd_hyper *h) {
+    fsdpi_sgd_scalars k;
+    k.lr = h->lr;
+    k.momentum = h->momentum;
+    k.gain = 1 - h->dampening;
+    k.weight_decay = h->weight_decay;
+    k.nesterov = h->nesterov ? 1 : 0;
+    k.fresh = h->step <= 1 ? 1 : 0;
+    return k;
+}
+
 static FSDPI_NOINLINE void fsdpi_sgd_f32(float *FSDPI_OPTIM_RESTRICT p,
                                          const float *FSDPI_OPTIM_RESTRICT g,
                                          float *FSDPI_OPTIM_RESTRICT b, size_t count,
-                                         const fsdp_sgd_hyper *h) {
+                                         const fsdpi_sgd_scalars *k) {
     float d[FSDPI_OPTIM_BLOCK], product[FSDPI_OPTIM_BLOCK];
-    float momentum = (float)h->momentum, gain = (float)(1 - h->dampening),
-          decay = (float)h->weight_decay;
+    float momentum = (float)k->momentum, gain = (float)k->gain, decay = (float)k->weight_decay;
     memcpy(d, g, count * sizeof *d);
-    if (h->weight_decay > 0) {
+    if (k->weight_decay > 0) {
         fsdpi_scale_f32(product, decay, p, count);
         fsdpi_add_f32(d, product, count);
     }
-    if (h->momentum > 0 && h->step <= 1) {
+    if (k->momentum > 0 && k->fresh > 0) {
         memcpy(b, d, count * sizeof *b);
-    } else if (h->momentum > 0) {
+    } else if (k->momentum > 0) {
         fsdpi_scale_f32(product, gain, d, count);
         for (size_t i = 0; i < count; i++) b[i] = b[i] * momentum;
         fsdpi_add_f32(b, product, count);
     }
-    if (h->momentum > 0 && h->nesterov) {
+    if (k->momentum > 0 && k->nesterov > 0) {
         fsdpi_scale_f32(product, momentum, b, count);
         fsdpi_add_f32(d, product, count);
     }
-    fsdpi_scale_f32(product, (float)-h->lr, h->momentum > 0 && !h->nesterov ? b : d, count);
+    fsdpi_scale_f32(product, (float)-k->lr, k->momentum > 0 && !(k->nesterov > 0) ? b : d, count);
     fsdpi_add_f32(p, product, count);
 }
 
 static FSDPI_NOINLINE void fsdpi_sgd_f64(double *FSDPI_OPTIM_RESTRICT p,
                                          const double *FSDPI_OPTIM_RESTRICT g,
                                          double *FSDPI_OPTIM_RESTRICT b, size_t count,
-                                         const fsdp_sgd_hyper *h) {
+                                         const fsdpi_sgd_scalars *k) {
     double d[FSDPI_OPTIM_BLOCK], product[FSDPI_OPTIM_BLOCK];
     memcpy(d, g, count * sizeof *d);
-    if (h->weight_decay > 0) {
-        fsdpi_scale_f64(product, h->weight_decay, p, count);
+    if (k->weight_decay > 0) {
+        fsdpi_scale_f64(product, k->weight_decay, p, count);
         fsdpi_add_f64(d, product, count);
     }
-    if (h->momentum > 0 && h->step <= 1) {
+    if (k->momentum > 0 && k->fresh > 0) {
         memcpy(b, d, count * sizeof *b);
-    } else if (h->momentum > 0) {
-        fsdpi_scale_f64(product, 1 - h->dampening, d, count);
-        for (size_t i = 0; i < count; i++) b[i] = b[i] * h->momentum;
+    } else if (k->momentum > 0) {
+        fsdpi_scale_f64(product, k->gain, d, count);
+        for (size_t i = 0; i < count; i++) b[i] = b[i] * k->momentum;
         fsdpi_add_f64(b, product, count);
     }
-    if (h->momentum > 0 && h->nesterov) {
-        fsdpi_scale_f64(product, h->momentum, b, count);
+    if (k->momentum > 0 && k->nesterov > 0) {
+        fsdpi_scale_f64(product, k->momentum, b, count);
         fsdpi_add_f64(d, product, count);
     }
-    fsdpi_scale_f64(product, -h->lr, h->momentum > 0 && !h->nesterov ? b : d, count);
+    fsdpi_scale_f64(product, -k->lr, k->momentum > 0 && !(k->nesterov > 0) ? b : d, count);
     fsdpi_add_f64(p, product, count);
 }
 
 static void fsdpi_sgd(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const void *g, void *b,
-                      int64_t count, const fsdp_sgd_hyper *h) {
+                      int64_t count, const fsdpi_sgd_scalars *k) {
     size_t size = fsdp_dtype_size(dtype), wide = dtype == FSDP_F64 ? sizeof(double) : sizeof(float);
     double g64[FSDPI_OPTIM_BLOCK];
     float p32[FSDPI_OPTIM_BLOCK];
@@ -607,12 +632,12 @@ static void fsdpi_sgd(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const vo
         const void *gg = (const char *)g + at * fsdp_dtype_size(grad_dtype);
         gg = fsdpi_optim_grads(g64, dtype == FSDP_F64, gg, grad_dtype, n);
         if (dtype == FSDP_F64) {
-            fsdpi_sgd_f64((double *)(void *)pp, (const double *)gg, (double *)(void *)bb, n, h);
+            fsdpi_sgd_f64((double *)(void *)pp, (const double *)gg, (double *)(void *)bb, n, k);
             continue;
         }
         float *to = dtype == FSDP_F32 ? (float *)(void *)pp : p32;
         if (to == p32) (void)fsdpi_load_f32(p32, pp, dtype, n);
-        fsdpi_sgd_f32(to, (const float *)gg, (float *)(void *)bb, n, h);
+        fsdpi_sgd_f32(to, (const float *)gg, (float *)(void *)bb, n, k);
         if (to == p32) fsdpi_store_f32(pp, dtype, p32, n);
     }
 }
@@ -648,11 +673,112 @@ FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype gr
         return FSDP_ERR_INVALID_ARG;
     if (count == 0) return FSDP_OK;
     if (!p || !g || (!b && hyper->momentum > 0)) return FSDP_ERR_INVALID_ARG;
-    fsdpi_sgd(dtype, p, grad_dtype, g, b, count, hyper);
+    fsdpi_sgd_scalars k = fsdpi_sgd_prepare(hyper);
+    fsdpi_sgd(dtype, p, grad_dtype, g, b, count, &k);
     return FSDP_OK;
 }
 
 #ifndef FSDP_MATH_ONLY
+/* x *= factor, a block in f32 or f64; non-zero if one of them was not finite. By the bits of its
+   exponent: it holds with -Ofast too. */
+static FSDPI_NOINLINE uint32_t fsdpi_unscale_f32(float *x, size_t count, float factor) {
+    uint32_t bad = 0;
+    for (size_t i = 0; i < count; i++)
+        bad |= (uint32_t)((fsdpi_f32_bits(x[i]) & 0x7F800000u) == 0x7F800000u);
+    for (size_t i = 0; i < count; i++) x[i] = x[i] * factor;
+    return bad;
+}
+static FSDPI_NOINLINE uint32_t fsdpi_unscale_f64(double *x, size_t count, double factor) {
+    uint32_t bad = 0;
+    for (size_t i = 0; i < count; i++) {
+        uint64_t u;
+        memcpy(&u, &x[i], sizeof u);
+        bad |= (uint32_t)((u & 0x7FF0000000000000u) == 0x7FF0000000000000u);
+    }
+    for (size_t i = 0; i < count; i++) x[i] = x[i] * factor;
+    return bad;
+}
+
+static uint32_t fsdpi_unscale(fsdp_dtype dtype, void *x, int64_t count, float factor) {
+    size_t size = fsdp_dtype_size(dtype);
+    float x32[FSDPI_OPTIM_BLOCK];
+    uint32_t bad = 0;
+    for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
+        size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
+        void *xx = (char *)x + at * size;
+        if (dtype == FSDP_F64) {
+            bad |= fsdpi_unscale_f64((double *)xx, n, (double)factor);
+            continue;
+        }
+        float *to = dtype == FSDP_F32 ? (float *)xx : x32;
+        if (to == x32) (void)fsdpi_load_f32(x32, xx, dtype, n);
+        bad |= fsdpi_unscale_f32(to, n, factor);
+        if (to == x32) fsdpi_store_f32(xx, dtype, x32, n);
+    }
+    return bad;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>update
+// Owns: where updates run, and their memory there. Invariant: a record says all that one of them
+// needs, so that the loops above and a device do the same. Still between the pragmas.
+
+// One update by the loops. The scalars of a record are those of the kernels, in their order.
+static void fsdpi_host_update(const fsdp_update *u) {
+    fsdpi_adamw_scalars adamw;
+    fsdpi_sgd_scalars sgd;
+    if (u->kind == FSDP_UPDATE_ADAMW) {
+        memcpy(&adamw, u->scalars, sizeof adamw);
+        fsdpi_adamw(u->dtype, u->param, u->grad_dtype, u->grad, u->first, u->second, u->count,
+                    &adamw);
+    } else if (u->kind == FSDP_UPDATE_SGD) {
+        memcpy(&sgd, u->scalars, sizeof sgd);
+        fsdpi_sgd(u->dtype, u->param, u->grad_dtype, u->grad, u->first, u->count, &sgd);
+    } else {
+        *u->found |= (int32_t)fsdpi_unscale(u->grad_dtype, u->grad, u->count, (float)u->scalars[0]);
+    }
+}
+
+// Does the device do them, in the order of COMPUTE? Where the host cannot read the shards, or would
+// have to wait for the device's streams. Offloaded shards are the host's.
+static int fsdpi_update_native(const fsdp_model *m) {
+    const fsdp_world *w = m->world;
+    return !m->desc.cpu_offload && w->device_ops->update &&
+           (!fsdpi_is_host(w) || w->mode == FSDPI_NATIVE);
+}
+
+static fsdp_status fsdpi_update(fsdp_model *m, const fsdp_update *u) {
+    fsdp_world *w = m->world;
+    if (!fsdpi_update_native(m)) {
+        fsdpi_host_update(u);
+        return FSDP_OK;
+    }
+    fsdp_status status = w->device_ops->update(w->device, w->streams[FSDP_STREAM_COMPUTE], u);
+    return status ? fsdpi_device_fail(w, status, "an update on device") : FSDP_OK;
+}
+
+// Memory for what updates keep, where they run, zero-filled.
+static void *fsdpi_update_alloc(fsdp_model *m, size_t size) {
+    const fsdp_world *w = m->world;
+    void *ptr = NULL;
+    if (!fsdpi_update_native(m)) return fsdpi_model_alloc(m, size);
+    if (w->device_ops->alloc(w->device, FSDP_MEMORY_DEVICE, size, &ptr)) return NULL;
+    m->counters.allocations++;
+    return ptr;
+}
+
+static void fsdpi_update_free(fsdp_model *m, void *ptr, size_t size) {
+    const fsdp_world *w = m->world;
+    if (!fsdpi_update_native(m)) fsdpi_model_free(m, ptr);
+    else if (ptr) w->device_ops->free(w->device, FSDP_MEMORY_DEVICE, ptr, size);
+}
+
+static fsdp_status fsdpi_update_copy(fsdp_model *m, void *dst, const void *src, size_t nbytes) {
+    if (fsdpi_update_native(m)) return fsdpi_transfer(m->world, dst, src, nbytes);
+    memcpy(dst, src, nbytes);
+    return FSDP_OK;
+}
+
 /* -------------------------------------------------------------------------------------------- */
 // >>optim
 // Owns: an optimizer's memory, and which elements a step updates. Invariants: the table is in the
@@ -682,7 +808,8 @@ typedef struct fsdpi_optim {
     uint64_t layout;                   // of the model, when the table was made
     fsdpi_optim_param *params, *spare; // spare: room for the next table
     char *states[2][2];                // [first, second][of f32, of f64]; one block
-    int64_t nbytes;
+    size_t state_bytes;                // of that block
+    int64_t nbytes;                    // of host memory
 } fsdpi_optim;
 
 struct fsdp_adamw {
@@ -701,13 +828,14 @@ struct fsdp_sgd {
 // A stretch of elements that one loop updates.
 typedef struct fsdpi_optim_run {
     fsdpi_optim_param *first;
-    const char *grad;
+    char *grad;
     fsdp_dtype grad_dtype;
     int64_t numel, step;
 } fsdpi_optim_run;
 
-typedef void (*fsdpi_optim_fn)(fsdpi_optim *o, const fsdpi_optim_run *run, void *first,
-                               void *second, double lr);
+// Sets the kind and the scalars of a run's update.
+typedef void (*fsdpi_optim_fn)(fsdpi_optim *o, const fsdpi_optim_run *run, double lr,
+                               fsdp_update *u);
 
 static int fsdpi_optim_bad(double x, double below) {
     return fsdpi_is_nan(x) || x < 0 || !(x < below);
@@ -788,6 +916,7 @@ static size_t fsdpi_optim_size(int wide) { return wide ? sizeof(double) : sizeof
 // One block for all states, zero: the first, then the second number of all f32 ones, then of f64.
 static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
     int64_t numel[2] = {0, 0}, total = 0;
+    o->state_bytes = 0;
     for (int i = 0; i < o->num_params; i++) {
         fsdpi_optim_param *p = &o->params[i];
         p->state = numel[fsdpi_optim_wide(p)];
@@ -797,10 +926,11 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
         total += fsdpi_align_up(numel[wide], FSDP_ALIGN_NUMEL) * (int64_t)fsdpi_optim_size(wide) *
                  o->num_states;
     if (total == 0) return FSDP_OK;
-    char *at = (char *)fsdpi_model_alloc(o->model, (size_t)total);
+    char *at = (char *)fsdpi_update_alloc(o->model, (size_t)total);
     if (!at)
         return fsdpi_fail(o->model->world, FSDP_ERR_OUT_OF_MEMORY,
                           "%s: no memory for a state of %lld bytes", what, (long long)total);
+    o->state_bytes = (size_t)total;
     for (int wide = 0; wide < 2; wide++)
         for (int k = 0; k < o->num_states; k++) {
             o->states[k][wide] = at;
@@ -810,15 +940,18 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
 }
 
 // What was kept for a parameter goes to its place in the new block.
-static void fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o) {
+static fsdp_status fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o) {
+    fsdp_status status = FSDP_OK;
     for (int i = 0; i < o->num_params; i++) {
         const fsdpi_optim_param *to = &o->params[i], *from = fsdpi_optim_find(old, to->ordinal);
         int wide = fsdpi_optim_wide(to);
         size_t size = fsdpi_optim_size(wide);
-        for (int k = 0; k < o->num_states && from && to->numel > 0; k++)
-            memcpy(o->states[k][wide] + (size_t)to->state * size,
-                   old->states[k][wide] + (size_t)from->state * size, (size_t)to->numel * size);
+        for (int k = 0; k < o->num_states && from && to->numel > 0 && !status; k++)
+            status = fsdpi_update_copy(o->model, o->states[k][wide] + (size_t)to->state * size,
+                                       old->states[k][wide] + (size_t)from->state * size,
+                                       (size_t)to->numel * size);
     }
+    return status;
 }
 
 // Table and states for the model's present layout. After a failure everything is as before.
@@ -834,9 +967,12 @@ static fsdp_status fsdpi_optim_follow(fsdpi_optim *o, const char *what) {
     memset(next.states, 0, sizeof next.states);
     fsdp_status status = fsdpi_optim_collect(&old, &next, what);
     if (!status) status = fsdpi_optim_alloc_states(&next, what);
-    if (status) return status;
-    fsdpi_optim_move(&old, &next);
-    fsdpi_model_free(m, old.states[0][0]);
+    if (!status) status = fsdpi_optim_move(&old, &next);
+    if (status) {
+        fsdpi_update_free(m, next.states[0][0], next.state_bytes);
+        return status;
+    }
+    fsdpi_update_free(m, old.states[0][0], old.state_bytes); // moved: no update is under way
     next.nbytes += m->host_bytes - before;
     *o = next;
     return FSDP_OK;
@@ -844,25 +980,30 @@ static fsdp_status fsdpi_optim_follow(fsdpi_optim *o, const char *what) {
 
 static void fsdpi_optim_free(void *object) {
     fsdpi_optim *o = (fsdpi_optim *)object;
-    fsdpi_model_free(o->model, o->states[0][0]);
+    fsdpi_update_free(o->model, o->states[0][0], o->state_bytes);
     fsdpi_model_free(o->model, o);
 }
 
 static void fsdpi_optim_destroy(fsdpi_optim *o) {
     if (!o) return;
+    if (fsdpi_update_native(o->model)) (void)fsdpi_sync(o->model->world, FSDP_STREAM_COMPUTE);
     fsdpi_model_disown(o->model, o);
     fsdpi_optim_free(o);
 }
 
-// The shards have their places, in memory that the host can read.
+static int64_t fsdpi_optim_nbytes(const fsdpi_optim *o) {
+    return o->nbytes + (fsdpi_update_native(o->model) ? (int64_t)o->state_bytes : 0);
+}
+
+// The shards have their places, where the host or the device can update them.
 static fsdp_status fsdpi_optim_ready(fsdp_model *m, const char *what) {
+    const fsdp_world *w = m->world;
     fsdp_status status = fsdpi_commit(m);
-    if (status || m->desc.cpu_offload || (m->world->device_ops->flags & FSDP_DEVICE_HOST))
-        return status;
+    if (status || m->desc.cpu_offload || fsdpi_is_host(w) || w->device_ops->update) return status;
     return fsdpi_fail(m->world, FSDP_ERR_UNSUPPORTED,
-                      "%s: the shards lie in memory of device %s, expected host memory: set "
-                      "cpu_offload in the model's desc",
-                      what, m->world->device_ops->name);
+                      "%s: the shards lie in memory of device %s, which has no function for "
+                      "updates: set cpu_offload in the model's desc",
+                      what, w->device_ops->name);
 }
 
 // The memory for an optimizer of `size` bytes: settings, two tables; and the states.
@@ -896,14 +1037,22 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     return FSDP_OK;
 }
 
-static void fsdpi_optim_flush(fsdpi_optim *o, const fsdpi_optim_run *run, fsdpi_optim_fn update,
-                              double lr) {
-    if (run->numel == 0) return;
+static fsdp_status fsdpi_optim_flush(fsdpi_optim *o, const fsdpi_optim_run *run,
+                                     fsdpi_optim_fn fill, double lr) {
+    fsdp_update u;
+    if (run->numel == 0) return FSDP_OK;
     int wide = fsdpi_optim_wide(run->first);
     size_t offset = (size_t)run->first->state * fsdpi_optim_size(wide);
-    update(o, run, o->states[0][wide] ? o->states[0][wide] + offset : NULL,
-           o->states[1][wide] ? o->states[1][wide] + offset : NULL,
-           lr * o->groups[run->first->group].lr_scale);
+    memset(&u, 0, sizeof u);
+    u.dtype = (uint8_t)run->first->dtype;
+    u.grad_dtype = (uint8_t)run->grad_dtype;
+    u.count = run->numel;
+    u.param = run->first->shard;
+    u.grad = run->grad;
+    if (o->states[0][wide]) u.first = o->states[0][wide] + offset;
+    if (o->states[1][wide]) u.second = o->states[1][wide] + offset;
+    fill(o, run, lr * o->groups[run->first->group].lr_scale, &u);
+    return fsdpi_update(o->model, &u);
 }
 
 // Does the parameter go on where the run ends?
@@ -917,35 +1066,36 @@ static int fsdpi_optim_joins(const fsdpi_optim_run *run, const fsdpi_optim_param
 }
 
 static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
-                                    fsdpi_optim_fn update) {
+                                    fsdpi_optim_fn fill) {
     fsdp_status status = fsdpi_model_call(o->model, FSDP_CALL_PARAMS_CHANGED, 0); // asks only
     if (status) return status;
     if (fsdpi_optim_bad(lr, HUGE_VAL))
         return fsdpi_fail(o->model->world, FSDP_ERR_INVALID_ARG,
                           "%s: lr is %g, expected a finite number >= 0", what, lr);
-    fsdpi_drain(o->model->world); // a gather under way may still read the shards
-    status = fsdpi_failed(o->model->world);
+    status = fsdpi_shards_writable(o->model); // a gather under way may still read the shards
+    if (!status && !fsdpi_update_native(o->model))
+        status = fsdpi_sync(o->model->world, FSDP_STREAM_COMPUTE);
     if (!status) status = fsdpi_optim_follow(o, what);
     if (status) return status;
     fsdpi_optim_run run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
-    for (int i = 0; i < o->num_params; i++) {
+    for (int i = 0; i < o->num_params && !status; i++) {
         fsdpi_optim_param *p = &o->params[i];
         fsdp_param_view v;
         fsdpi_view(p->unit, p->index, &v);
         if (!v.shard_grad) continue;
         p->step++;
         if (!fsdpi_optim_joins(&run, p, &v)) {
-            fsdpi_optim_flush(o, &run, update, lr);
+            status = fsdpi_optim_flush(o, &run, fill, lr);
             run.first = p;
-            run.grad = (const char *)v.shard_grad;
+            run.grad = (char *)v.shard_grad;
             run.grad_dtype = v.grad_dtype;
             run.numel = 0;
             run.step = p->step;
         }
         run.numel += p->numel;
     }
-    fsdpi_optim_flush(o, &run, update, lr);
-    return fsdp_params_changed(o->model);
+    if (!status) status = fsdpi_optim_flush(o, &run, fill, lr);
+    return status ? status : fsdp_params_changed(o->model);
 }
 
 static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *what,
@@ -976,8 +1126,8 @@ static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *wh
 }
 
 // AdamW. The scalars of a group are computed anew when its t or the step's lr is another.
-static void fsdpi_adamw_run(fsdpi_optim *o, const fsdpi_optim_run *run, void *m, void *v,
-                            double lr) {
+static void fsdpi_adamw_fill(fsdpi_optim *o, const fsdpi_optim_run *run, double lr,
+                             fsdp_update *u) {
     fsdp_adamw *opt = (fsdp_adamw *)(void *)o;
     int group = run->first->group;
     if (opt->scalars_step[group] != run->step) {
@@ -987,8 +1137,8 @@ static void fsdpi_adamw_run(fsdpi_optim *o, const fsdpi_optim_run *run, void *m,
         opt->scalars[group] = fsdpi_adamw_prepare(&opt->hyper);
         opt->scalars_step[group] = run->step;
     }
-    fsdpi_adamw(run->first->dtype, run->first->shard, run->grad_dtype, run->grad, m, v, run->numel,
-                &opt->scalars[group]);
+    u->kind = FSDP_UPDATE_ADAMW;
+    memcpy(u->scalars, &opt->scalars[group], sizeof opt->scalars[group]);
 }
 
 FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc *desc,
@@ -1025,7 +1175,7 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
 FSDP_API fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr) {
     if (!opt) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "adamw_step: the optimizer is NULL");
     memset(opt->scalars_step, 0, sizeof opt->scalars_step);
-    return fsdpi_optim_step(&opt->base, lr, "adamw_step", fsdpi_adamw_run);
+    return fsdpi_optim_step(&opt->base, lr, "adamw_step", fsdpi_adamw_fill);
 }
 
 FSDP_API void fsdp_adamw_destroy(fsdp_adamw *opt) { fsdpi_optim_destroy(opt ? &opt->base : NULL); }
@@ -1034,18 +1184,19 @@ FSDP_API fsdp_status fsdp_adamw_state(fsdp_adamw *opt, int ordinal, fsdp_optim_s
     return fsdpi_optim_state(opt ? &opt->base : NULL, ordinal, "adamw_state", out);
 }
 
-FSDP_API int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt) { return opt ? opt->base.nbytes : 0; }
+FSDP_API int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt) {
+    return opt ? fsdpi_optim_nbytes(&opt->base) : 0;
+}
 
 // SGD.
-static void fsdpi_sgd_run(fsdpi_optim *o, const fsdpi_optim_run *run, void *b, void *none,
-                          double lr) {
+static void fsdpi_sgd_fill(fsdpi_optim *o, const fsdpi_optim_run *run, double lr, fsdp_update *u) {
     fsdp_sgd_hyper hyper = ((fsdp_sgd *)(void *)o)->hyper;
-    (void)none;
     hyper.lr = lr;
     hyper.weight_decay = o->groups[run->first->group].weight_decay;
     hyper.step = run->step;
-    fsdpi_sgd(run->first->dtype, run->first->shard, run->grad_dtype, run->grad, b, run->numel,
-              &hyper);
+    fsdpi_sgd_scalars k = fsdpi_sgd_prepare(&hyper);
+    u->kind = FSDP_UPDATE_SGD;
+    memcpy(u->scalars, &k, sizeof k);
 }
 
 FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *desc, fsdp_sgd **opt) {
@@ -1083,7 +1234,7 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
 
 FSDP_API fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr) {
     if (!opt) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "sgd_step: the optimizer is NULL");
-    return fsdpi_optim_step(&opt->base, lr, "sgd_step", fsdpi_sgd_run);
+    return fsdpi_optim_step(&opt->base, lr, "sgd_step", fsdpi_sgd_fill);
 }
 
 FSDP_API void fsdp_sgd_destroy(fsdp_sgd *opt) { fsdpi_optim_destroy(opt ? &opt->base : NULL); }
@@ -1092,56 +1243,20 @@ FSDP_API fsdp_status fsdp_sgd_state(fsdp_sgd *opt, int ordinal, fsdp_optim_state
     return fsdpi_optim_state(opt ? &opt->base : NULL, ordinal, "sgd_state", out);
 }
 
-FSDP_API int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt) { return opt ? opt->base.nbytes : 0; }
+FSDP_API int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt) {
+    return opt ? fsdpi_optim_nbytes(&opt->base) : 0;
+}
 
 /* -------------------------------------------------------------------------------------------- */
 // >>grad scaler
 // Owns: the scale, and where in a step it is. Invariants: state is the same on all ranks; the scale
 // and its reciprocal are normal numbers of f32.
 
-/* x *= factor, a block in f32 or f64; non-zero if one of them was not finite. By the bits of its
-   exponent: it holds with -Ofast too. */
-static FSDPI_NOINLINE uint32_t fsdpi_unscale_f32(float *x, size_t count, float factor) {
-    uint32_t bad = 0;
-    for (size_t i = 0; i < count; i++)
-        bad |= (uint32_t)((fsdpi_f32_bits(x[i]) & 0x7F800000u) == 0x7F800000u);
-    for (size_t i = 0; i < count; i++) x[i] = x[i] * factor;
-    return bad;
-}
-static FSDPI_NOINLINE uint32_t fsdpi_unscale_f64(double *x, size_t count, double factor) {
-    uint32_t bad = 0;
-    for (size_t i = 0; i < count; i++) {
-        uint64_t u;
-        memcpy(&u, &x[i], sizeof u);
-        bad |= (uint32_t)((u & 0x7FF0000000000000u) == 0x7FF0000000000000u);
-    }
-    for (size_t i = 0; i < count; i++) x[i] = x[i] * factor;
-    return bad;
-}
-
-static uint32_t fsdpi_unscale(fsdp_dtype dtype, void *x, int64_t count, float factor) {
-    size_t size = fsdp_dtype_size(dtype);
-    float x32[FSDPI_OPTIM_BLOCK];
-    uint32_t bad = 0;
-    for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
-        size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
-        void *xx = (char *)x + at * size;
-        if (dtype == FSDP_F64) {
-            bad |= fsdpi_unscale_f64((double *)xx, n, (double)factor);
-            continue;
-        }
-        float *to = dtype == FSDP_F32 ? (float *)xx : x32;
-        if (to == x32) (void)fsdpi_load_f32(x32, xx, dtype, n);
-        bad |= fsdpi_unscale_f32(to, n, factor);
-        if (to == x32) fsdpi_store_f32(xx, dtype, x32, n);
-    }
-    return bad;
-}
-
 struct fsdp_grad_scaler {
     fsdp_model *model;
     fsdp_grad_scaler_state state;
-    int found; // -1: no unscale in this step
+    int found;        // -1: no unscale in this step
+    int32_t *verdict; // where the device's updates find: its memory, 0 between steps; or NULL
 };
 
 #define FSDPI_SCALE_MIN 1.1754943508222875e-38 // 2^-126
@@ -1176,8 +1291,20 @@ static fsdp_status fsdpi_scaler_check(fsdp_world *w, const char *what,
                       expected);
 }
 
+enum { FSDPI_VERDICT = 8 }; // bytes
+
 static void fsdpi_scaler_free(void *object) {
-    fsdpi_model_free(((fsdp_grad_scaler *)object)->model, object);
+    fsdp_grad_scaler *g = (fsdp_grad_scaler *)object;
+    fsdpi_update_free(g->model, g->verdict, FSDPI_VERDICT);
+    fsdpi_model_free(g->model, g);
+}
+
+// What the device's updates have found.
+static fsdp_status fsdpi_scaler_verdict(fsdp_grad_scaler *g, int32_t *found) {
+    static const int32_t none = 0;
+    fsdp_status status = fsdpi_update_copy(g->model, found, g->verdict, sizeof *found);
+    if (status || !*found) return status;
+    return fsdpi_update_copy(g->model, g->verdict, &none, sizeof none);
 }
 
 FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_scaler_desc *desc,
@@ -1205,7 +1332,13 @@ FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_
     g->state = s;
     g->state.scale = (double)(float)s.scale;
     g->found = -1;
-    status = fsdpi_model_own(model, g, fsdpi_scaler_free);
+    if (fsdpi_update_native(model)) {
+        g->verdict = (int32_t *)fsdpi_update_alloc(model, FSDPI_VERDICT);
+        if (!g->verdict)
+            status = fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory of device %s", name,
+                                w->device_ops->name);
+    }
+    if (!status) status = fsdpi_model_own(model, g, fsdpi_scaler_free);
     if (status) fsdpi_scaler_free(g);
     else *scaler = g;
     return status;
@@ -1214,7 +1347,7 @@ FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_
 FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler) {
     if (!scaler) return;
     fsdpi_model_disown(scaler->model, scaler);
-    fsdpi_scaler_free(scaler);
+    fsdpi_scaler_free(scaler); // unscale has waited for all that uses its memory
 }
 
 FSDP_API double fsdp_grad_scaler_scale(const fsdp_grad_scaler *scaler) {
@@ -1240,16 +1373,24 @@ FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
             return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,
                               "%s: unit '%s' is not idle: call fsdp_finalize_backward first", name,
                               fsdp_unit_name(m->units[i]));
-    fsdpi_drain(m->world);    // reductions under way write the gradients
-    int32_t seen[2] = {0, 0}; // not finite; any
+    if (!scaler->verdict) fsdpi_drain(m->world); // reductions under way write the gradients
+    int32_t seen[2] = {0, 0};                    // not finite; any
     fsdp_param_view v = FSDP_ZERO;
-    float inverse = (float)(1 / scaler->state.scale);
-    while (fsdp_next_param(m, &v)) {
+    fsdp_update u;
+    memset(&u, 0, sizeof u);
+    u.kind = FSDP_UPDATE_UNSCALE;
+    u.found = scaler->verdict ? scaler->verdict : &seen[0];
+    u.scalars[0] = (double)(float)(1 / scaler->state.scale);
+    while (!status && fsdp_next_param(m, &v)) {
         if (!v.shard_grad) continue;
-        seen[0] |= (int32_t)fsdpi_unscale(v.grad_dtype, v.shard_grad, v.numel, inverse);
+        u.dtype = u.grad_dtype = (uint8_t)v.grad_dtype;
+        u.count = v.numel;
+        u.grad = v.shard_grad;
+        if (u.count > 0) status = fsdpi_update(m, &u);
         seen[1] = 1;
     }
-    status = fsdp_all_reduce(m->world, NULL, seen, 2, FSDP_I32, FSDP_MAX);
+    if (!status && scaler->verdict) status = fsdpi_scaler_verdict(scaler, &seen[0]);
+    if (!status) status = fsdp_all_reduce(m->world, NULL, seen, 2, FSDP_I32, FSDP_MAX);
     if (status) return status;
     if (!seen[1])
         return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,

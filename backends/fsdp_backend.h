@@ -16,6 +16,7 @@ typedef struct fsdp_boot {
     fsdp_threads *threads; // not NULL: ranks are threads that share this
     fsdp_allocator allocator;
     fsdp_logger logger;
+    int log_level;         // what is more verbose is not for the logger
     fsdp_clock clock;
     void *user;            // fsdp_world_desc.user
 } fsdp_boot;
@@ -89,14 +90,30 @@ enum {
 
 enum { FSDP_MEMORY_DEVICE = 0, FSDP_MEMORY_PINNED = 1 }; // pinned: host memory
 
-#define FSDP_DEVICE_VERSION 2
+enum { FSDP_UPDATE_ADAMW = 1, FSDP_UPDATE_SGD, FSDP_UPDATE_UNSCALE };
+
+/* A run of elements that an optimizer updates, or whose gradients a scaler divides; all of it in
+   the device's memory. The arithmetic is that of fsdp_optim.h, whose settings scalars are.
+   ADAMW       scalars: decay, lerp, beta2, gain, root, eps, rate; first and second: m and v
+   SGD         scalars: lr, momentum, gain, weight_decay, nesterov (0, 1), fresh (1: the first
+               update); first: the momentum buffer, or NULL
+   UNSCALE     scalars: factor. grad *= factor; *found becomes 1 if one was infinite orNaN */
+typedef struct fsdp_update {
+    uint8_t kind, dtype, grad_dtype, reserved[5]; // FSDP_UPDATE_*; of param; of grad
+    int64_t count;
+    void *param, *grad, *first, *second;          // states: f64 for f64 parameters, else f32
+    int32_t *found;
+    double scalars[8];
+} fsdp_update;
+
+#define FSDP_DEVICE_VERSION 3
 struct fsdp_device_ops {
     uint32_t version, size, flags; // FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_*
     const char *name;
     fsdp_status (*open)(const fsdp_boot *boot, fsdp_device **device);
     void (*close)(fsdp_device *device);
-    // FSDP_MEMORY_DEVICE in worlds of one rank (otherwise buffers come from fsdp_comm_ops.alloc),
-    // FSDP_MEMORY_PINNED for cpu_offload. Zero-filled.
+    // FSDP_MEMORY_DEVICE for what peers do not read (buffers of worlds of several ranks come from
+    // fsdp_comm_ops.alloc); FSDP_MEMORY_PINNED, host memory that kernels can read. Zero-filled.
     fsdp_status (*alloc)(fsdp_device *device, int kind, size_t size, void **ptr);
     void (*free)(fsdp_device *device, int kind, void *ptr, size_t size);
     // Only with FSDP_DEVICE_ASYNC. The stream COMPUTE may be the caller's.
@@ -106,10 +123,14 @@ struct fsdp_device_ops {
     fsdp_status (*record)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*wait)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*sync)(fsdp_device *device, void *event, int64_t timeout_ns);
-    // Work, ordered on `stream` (NULL: done on return).
+    // Work, ordered on `stream` (NULL: done on return). A copy of one block without arithmetic may
+    // have any host memory at one end; it is read before the call returns, or pinned.
     fsdp_status (*copy)(fsdp_device *device, void *stream, const fsdp_op *op);
     fsdp_status (*zero)(fsdp_device *device, void *stream, const fsdp_op *op);
     fsdp_status (*norm)(fsdp_device *device, void *stream, const fsdp_op *op);
+    fsdp_status (*update)(fsdp_device *device, void *stream, const fsdp_update *update); // optional
+    // Optional: text of the last failure; device NULL: of this thread's failed open.
+    const char *(*error_text)(fsdp_device *device);
 };
 
 // clang-format on

@@ -1133,15 +1133,9 @@ static fsdp_status fsdpi_gloo_try_open(fsdpi_gloo_comm *c) {
     fsdpi_store_desc desc;
     char text[FSDPI_REASON];
     w->patience_ns = FSDPI_GLOO_GOODBYE_NS;
-    if (!w->boot.job) w->boot.job = "";
+    fsdpi_store_boot(&w->boot, w->job, sizeof w->job);
     fsdpi_describe(&c->base, NULL, w->boot.job);
     c->base.now.kind = FSDPI_OPEN;
-    if (w->boot.threads) { // nobody else can be meant, whatever the job's name is
-        (void)snprintf(w->job, sizeof w->job, "%.100s-%d-%p", w->boot.job, (int)getpid(),
-                       (void *)w->boot.threads);
-        w->boot.job = w->job;
-        w->boot.store = "host:";
-    }
     c->is_world = 1;
     fsdp_status status = fsdpi_check_world(&c->base);
     if (status) return status;

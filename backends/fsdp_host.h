@@ -163,7 +163,9 @@ static const fsdp_device_ops *fsdpi_host_ops(void) {
                                         NULL,
                                         fsdpi_host_copy,
                                         fsdpi_host_zero,
-                                        fsdpi_host_norm};
+                                        fsdpi_host_norm,
+                                        NULL,
+                                        NULL};
     return &ops;
 }
 
@@ -184,6 +186,12 @@ struct fsdpi_lane {
     fsdp_op ring[FSDPI_LANE_OPS];
 };
 
+// Why a call of the device table has failed.
+static const char *fsdpi_device_text(const fsdp_world *w, fsdp_status status) {
+    const char *text = w->device_ops->error_text ? w->device_ops->error_text(w->device) : "";
+    return *text ? text : fsdp_status_text(status);
+}
+
 // Do what a record says. `stream`: native, or NULL.
 static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream) {
     const fsdp_device_ops *d = w->device_ops;
@@ -203,7 +211,7 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
     char text[FSDPI_TEXT];
     snprintf(text, sizeof text, "rank %d: %s (%s) of '%s' failed on device %s: %s", w->rank,
              fsdp_op_name(op->kind), fsdp_label_name(op->label), op->what, d->name,
-             fsdp_status_text(status));
+             fsdpi_device_text(w, status));
     return fsdpi_world_fail(w, status, text);
 }
 
@@ -284,13 +292,24 @@ static void fsdpi_lanes_stop(fsdp_world *w) {
     }
 }
 
+/* A call of the device table has failed outside an op. A collective that a peer's end has stopped
+   looks like that too: then the backend knows more. */
+static fsdp_status fsdpi_device_fail(fsdp_world *w, fsdp_status status, const char *what) {
+    char text[FSDPI_TEXT];
+    fsdp_status known = w->comm && w->comm_ops->poll ? w->comm_ops->poll(w->comm) : FSDP_OK;
+    if (known) return fsdpi_world_fail(w, known, w->comm_ops->error_text(w->comm));
+    snprintf(text, sizeof text, "rank %d: %s %s failed: %s", w->rank, what, w->device_ops->name,
+             fsdpi_device_text(w, status));
+    return fsdpi_world_fail(w, status, text);
+}
+
 // *event := now, in the order of `stream`.
 static fsdp_status fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event) {
     event->stream = stream;
     event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
     if (w->mode != FSDPI_NATIVE) return FSDP_OK;
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], event->native);
-    return status ? fsdpi_world_fail(w, status, "recording an event failed") : FSDP_OK;
+    return status ? fsdpi_device_fail(w, status, "recording an event") : FSDP_OK;
 }
 
 // The host waits until everything issued so far on a stream is done.
@@ -299,8 +318,9 @@ static fsdp_status fsdpi_sync(fsdp_world *w, int stream) {
     if (!w->fence) return fsdpi_failed(w);
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], w->fence);
     if (!status) status = w->device_ops->sync(w->device, w->fence, w->boot.timeout_ns);
-    return status ? fsdpi_world_fail(w, status, "the device did not finish before the deadline")
-                  : fsdpi_failed(w);
+    if (status) return fsdpi_device_fail(w, status, "waiting for the device");
+    if (w->comm && w->comm_ops->poll) status = w->comm_ops->poll(w->comm); // came meanwhile
+    return status ? fsdpi_world_fail(w, status, w->comm_ops->error_text(w->comm)) : fsdpi_failed(w);
 }
 
 static void fsdpi_drain(fsdp_world *w) {
@@ -315,7 +335,7 @@ static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
             if (!op->wait[i].native) continue;
             fsdp_status status = w->device_ops->wait(w->device, w->streams[op->stream],
                                                      op->wait[i].native);
-            if (status) return fsdpi_world_fail(w, status, "waiting for an event failed");
+            if (status) return fsdpi_device_fail(w, status, "ordering streams by an event");
         }
         return fsdpi_execute(w, op, w->streams[op->stream]);
     }
@@ -329,6 +349,39 @@ static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
     }
     fsdp_status failed = fsdpi_failed(w); // by a record that was waited for
     return failed ? failed : fsdpi_execute(w, op, NULL);
+}
+
+static int fsdpi_is_host(const fsdp_world *w) {
+    return (w->device_ops->flags & FSDP_DEVICE_HOST) != 0;
+}
+
+/* Rows of bytes between host and device memory, or within it, behind what COMPUTE has to do; done
+   on return. Never in a steady step: it waits. */
+static fsdp_status fsdpi_transfer_rows(fsdp_world *w, void *dst, const void *src,
+                                       const fsdp_block *rows) {
+    fsdp_op op;
+    memset(&op, 0, sizeof op);
+    op.kind = FSDP_OP_COPY;
+    op.label = FSDP_LABEL_WORLD;
+    op.stream = FSDP_STREAM_COMPUTE;
+    op.what = "transfer";
+    op.dtype = op.out_dtype = FSDP_U8;
+    op.scale = 1.0;
+    op.count = op.bytes = (uint64_t)(rows->width * rows->height);
+    op.list = rows;
+    op.list_count = 1;
+    op.src_ptr = src;
+    op.dst_ptr = dst;
+    if (op.count == 0) return fsdpi_failed(w);
+    fsdp_status status = fsdpi_is_host(w) ? fsdpi_sync(w, FSDP_STREAM_COMPUTE) : FSDP_OK;
+    if (!status && fsdpi_is_host(w)) status = fsdpi_host_copy(NULL, NULL, &op);
+    else if (!status) status = fsdpi_execute(w, &op, w->streams[FSDP_STREAM_COMPUTE]);
+    return status ? status : fsdpi_sync(w, FSDP_STREAM_COMPUTE);
+}
+
+static fsdp_status fsdpi_transfer(fsdp_world *w, void *dst, const void *src, size_t nbytes) {
+    fsdp_block row = {0, 0, (int64_t)nbytes, 1, (int64_t)nbytes, (int64_t)nbytes};
+    return fsdpi_transfer_rows(w, dst, src, &row);
 }
 
 #ifdef __cplusplus

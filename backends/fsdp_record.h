@@ -63,6 +63,11 @@ static int64_t fsdpi_boot_now(const fsdp_boot *boot) {
     return boot->clock.now_ns(boot->clock.user);
 }
 
+static FSDPI_UNUSED void fsdpi_boot_log(const fsdp_boot *boot, int level, const char *text) {
+    if (boot->logger.log && level <= boot->log_level)
+        (boot->logger.log)(level, FSDP_OK, boot->rank, text, boot->logger.user);
+}
+
 // "all_gather of 'h.3' on 'shard' (forward, op 17)"
 static void fsdpi_say_op(fsdpi_text *t, const fsdpi_record *r) {
     static const char *const states[FSDP_STATE_COUNT] = {"", "forward, ", "pre_backward, ",
@@ -186,8 +191,9 @@ static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_record *a, const fs
 
 /* "ranks disagree: ranks 0, 2: all_gather of ...; rank 1: ...". record_of gives what a member
    showed. */
-static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c,
-                                   fsdpi_record (*record_of)(const fsdpi_comm *c, int k)) {
+static FSDPI_UNUSED void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c,
+                                                fsdpi_record (*record_of)(const fsdpi_comm *c,
+                                                                          int k)) {
     fsdpi_record first = record_of(c, 0);
     fsdpi_say(t, "ranks disagree");
     for (int k = 0; k < c->size; k++) {
@@ -229,7 +235,7 @@ static fsdpi_record fsdpi_record_get(const uint64_t *from) {
     return record;
 }
 
-static void fsdpi_trace_begin(fsdpi_trace *trace, const fsdpi_record *record) {
+static FSDPI_UNUSED void fsdpi_trace_begin(fsdpi_trace *trace, const fsdpi_record *record) {
     __atomic_add_fetch(&trace->busy, 1u, __ATOMIC_RELAXED);
     // Two threads of one rank may be here; the trace need not have both.
     if (__atomic_exchange_n(&trace->writing, 1u, __ATOMIC_ACQUIRE)) return;
@@ -237,12 +243,13 @@ static void fsdpi_trace_begin(fsdpi_trace *trace, const fsdpi_record *record) {
     FSDPI_STORE(&trace->writing, 0u);
 }
 
-static void fsdpi_trace_end(fsdpi_trace *trace) {
+static FSDPI_UNUSED void fsdpi_trace_end(fsdpi_trace *trace) {
     __atomic_sub_fetch(&trace->busy, 1u, __ATOMIC_RELEASE);
 }
 
 // Whether the rank is busy; its last operation as text, and when that began.
-static int fsdpi_trace_read(const fsdpi_trace *trace, char *text, size_t cap, int64_t *since_ns) {
+static FSDPI_UNUSED int fsdpi_trace_read(const fsdpi_trace *trace, char *text, size_t cap,
+                                         int64_t *since_ns) {
     fsdpi_record last = fsdpi_record_get(trace->last);
     fsdpi_text t = {text, cap, 0};
     fsdpi_say_op(&t, &last);
@@ -544,7 +551,7 @@ static int64_t fsdpi_memory_left(const char **whose) {
 }
 
 // Failures of alloc leave c->now alone: a lane may be in a collective of the same comm.
-static fsdp_status fsdpi_no_memory(fsdpi_comm *c, size_t size, const char *what) {
+static FSDPI_UNUSED fsdp_status fsdpi_no_memory(fsdpi_comm *c, size_t size, const char *what) {
     const char *whose;
     int64_t left = fsdpi_memory_left(&whose);
     fsdpi_text t = {c->error, sizeof c->error, 0};

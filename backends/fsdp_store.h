@@ -2182,6 +2182,16 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     return status ? status : fsdpi_store_find_address(s, error);
 }
 
+// What a backend that meets here opens its world with. Ranks that are threads meet on their host,
+// under a name that nobody else can mean.
+static FSDPI_UNUSED void fsdpi_store_boot(fsdp_boot *boot, char *job, size_t cap) {
+    if (!boot->job) boot->job = "";
+    if (!boot->threads) return;
+    (void)snprintf(job, cap, "%.100s-%d-%p", boot->job, (int)getpid(), (void *)boot->threads);
+    boot->job = job;
+    boot->store = "host:";
+}
+
 /* Meets the other ranks: serves if that is this rank's part, joins, and waits until all have; at
    most boot.timeout_ns. After a failure *out is NULL and error has a text, without "rank N". */
 static FSDPI_UNUSED fsdp_status fsdpi_store_open(const fsdpi_store_desc *desc, fsdpi_store **out,

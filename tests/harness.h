@@ -288,6 +288,11 @@ H_FN void h_child(FILE *log, int rank, void (*body)(size_t), size_t row, h_rank_
                   void *arg) {
     int null = open("/dev/null", O_RDONLY);
     h_rank = rank;
+    if (rank >= 0 && getenv("NCCL_HOSTID")) { /* ranks on one GPU have to seem to be hosts */
+        char host[128];
+        snprintf(host, sizeof host, "%s%d", getenv("NCCL_HOSTID"), rank);
+        setenv("NCCL_HOSTID", host, 1);
+    }
     dup2(null, STDIN_FILENO);
     dup2(fileno(log), STDOUT_FILENO);
     dup2(fileno(log), STDERR_FILENO);

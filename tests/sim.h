@@ -21,12 +21,17 @@
    sim_read and sim_write tell of the caller's own accesses, sim_called of those of functions that
    the library calls in a stream's order. s.ignore_wait leaves one wait out.
 
-   Data. With s.moves they move as if every rank held what this one holds.
+   Data. With s.moves they move as if every rank held what this one holds. With s.opaque device
+   memory is at addresses that crash the host: what is not done by the tables is found out. A test
+   looks at it, and fills it, through sim_host.
+
+   Updates. Where fsdp_optim.h is included, the device updates with its loops.
 
    With s.null the tables do nothing at all, so that what remains is the host's cost of the
    library. */
 #ifndef SIM_H
 #define SIM_H
+#include <sys/mman.h> /* mmap: addresses without memory */
 
 #define SIM_FN    static __attribute__((unused))
 #define SIM_GRAIN 2 /* bytes of device memory that are watched together */
@@ -39,7 +44,8 @@ typedef struct { /* who touched these bytes last; a clock of 0: nobody */
 } sim_cell;
 
 typedef struct sim_block { /* one piece of memory of the tables */
-    char *ptr;
+    char *ptr;             /* its address */
+    char *data;            /* what it holds; elsewhere if the host must not see it */
     size_t nbytes;
     int number, kind; /* FSDP_MEMORY_*; SIM_MEMORY_COMM: the comm's */
     sim_cell *cells;
@@ -71,6 +77,8 @@ typedef struct sim {
     int threads;    /* lanes of the host device: 0, 1, 2; the sim then only counts ops */
     int fused;      /* FSDP_CAP_FUSED_REDUCE */
     int comm_lanes; /* fsdp_caps.lanes */
+    int opaque;     /* the host cannot read device memory */
+    int no_update;  /* the device has no function for updates */
     int moves, checks;
     int64_t latency_ns, coll_bytes_per_ns, copy_bytes_per_ns;
     int64_t ignore_wait; /* number of the wait that is left out, -1: none */
@@ -82,6 +90,7 @@ typedef struct sim {
     uint64_t colls[FSDP_OP_COUNT],
         coll_bytes[FSDP_OP_COUNT]; /* run; read from other ranks by them */
     uint64_t works;                /* copies, zeros and norms that were run */
+    uint64_t updates, updated;     /* of optimizers and scalers; elements of them */
     uint64_t calls;                /* of sim_called */
     int64_t live_blocks, live_events, live_streams, live_groups, num_blocks;
     int64_t live_bytes[SIM_MEMORY_KINDS];
@@ -95,6 +104,7 @@ typedef struct sim {
     int races;
     char race[512]; /* the first one */
     /* Own. */
+    fsdp_device_ops device; /* the table of this world's device */
     uint32_t clock[SIM_ACTORS][SIM_ACTORS];
     sim_block *blocks;
     sim_group *groups;
@@ -226,10 +236,23 @@ SIM_FN int64_t sim_end(const sim *s) {
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
+/* Addresses that nobody can use. */
+SIM_FN char *sim_hidden(size_t size) {
+    void *ptr = mmap(NULL, size + 64, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return ptr == MAP_FAILED ? NULL : (char *)ptr;
+}
+
+/* What is at an address of device memory, for the tables and for tests; others stay. */
+SIM_FN void *sim_host(sim *s, const void *ptr) {
+    sim_block *b = s->opaque && ptr ? sim_find(s, ptr) : NULL;
+    return b ? b->data + ((const char *)ptr - b->ptr) : (void *)(uintptr_t)ptr;
+}
+
 SIM_FN fsdp_status sim_alloc(sim *s, int kind, size_t size, void **ptr) {
     sim_block *b = (sim_block *)calloc(1, sizeof *b);
     *ptr = NULL;
-    if (b) b->ptr = (char *)calloc(1, size + 64);
+    if (b) b->data = (char *)calloc(1, size + 64);
+    if (b && b->data) b->ptr = s->opaque && kind != FSDP_MEMORY_PINNED ? sim_hidden(size) : b->data;
     if (b && b->ptr && s->checks)
         b->cells = (sim_cell *)calloc(size / SIM_GRAIN + 1, sizeof *b->cells);
     if (!b || !b->ptr || (s->checks && !b->cells)) return FSDP_ERR_OUT_OF_MEMORY;
@@ -252,7 +275,8 @@ SIM_FN void sim_free(sim *s, int kind, const void *ptr, size_t size) {
         s->live_bytes[b->kind] -= (int64_t)b->nbytes;
         sim_touch(s, SIM_HOST, "free", b->ptr, (int64_t)b->nbytes, 1); /* nobody may be at it */
         *at = b->next;
-        free(b->ptr);
+        if (b->ptr != b->data) (void)munmap(b->ptr, b->nbytes + 64);
+        free(b->data);
         free(b->cells);
         free(b);
         s->live_blocks--;
@@ -328,6 +352,14 @@ SIM_FN fsdp_status sim_device_sync(fsdp_device *device, void *event, int64_t tim
     return FSDP_OK;
 }
 
+/* A record on what its addresses stand for. */
+SIM_FN fsdp_op sim_on_host(sim *s, const fsdp_op *op) {
+    fsdp_op real = *op;
+    real.src_ptr = sim_host(s, op->src_ptr);
+    real.dst_ptr = sim_host(s, op->dst_ptr);
+    return real;
+}
+
 /* Blocks of one side of a copy. */
 SIM_FN void sim_touch_blocks(sim *s, int actor, const fsdp_op *op, int write) {
     const fsdp_block *blocks = (const fsdp_block *)op->list;
@@ -371,7 +403,8 @@ SIM_FN fsdp_status sim_device_copy(fsdp_device *device, void *stream, const fsdp
     if (s->checks && op->label == FSDP_LABEL_USERS) sim_flags(s, actor, op);
     sim_touch_blocks(s, actor, op, 0);
     sim_touch_blocks(s, actor, op, 1);
-    return s->moves ? fsdpi_host_copy(NULL, NULL, op) : FSDP_OK;
+    fsdp_op real = sim_on_host(s, op);
+    return s->moves ? fsdpi_host_copy(NULL, NULL, &real) : FSDP_OK;
 }
 
 SIM_FN fsdp_status sim_device_zero(fsdp_device *device, void *stream, const fsdp_op *op) {
@@ -381,7 +414,8 @@ SIM_FN fsdp_status sim_device_zero(fsdp_device *device, void *stream, const fsdp
     s->works++;
     sim_work(s, actor, 0, sim_cost(op->bytes, s->copy_bytes_per_ns));
     sim_touch(s, actor, fsdp_label_name(op->label), op->dst_ptr, (int64_t)op->bytes, 1);
-    return s->moves ? fsdpi_host_zero(NULL, NULL, op) : FSDP_OK;
+    fsdp_op real = sim_on_host(s, op);
+    return s->moves ? fsdpi_host_zero(NULL, NULL, &real) : FSDP_OK;
 }
 
 SIM_FN fsdp_status sim_device_norm(fsdp_device *device, void *stream, const fsdp_op *op) {
@@ -392,7 +426,34 @@ SIM_FN fsdp_status sim_device_norm(fsdp_device *device, void *stream, const fsdp
     sim_work(s, actor, 0, sim_cost(op->count * fsdp_dtype_size(op->dtype), s->copy_bytes_per_ns));
     sim_touch_blocks(s, actor, op, 0);
     sim_touch(s, actor, "norm", op->dst_ptr, (int64_t)sizeof(double), 1);
-    return s->moves ? fsdpi_host_norm(NULL, NULL, op) : FSDP_OK;
+    fsdp_op real = sim_on_host(s, op);
+    return s->moves ? fsdpi_host_norm(NULL, NULL, &real) : FSDP_OK;
+}
+
+SIM_FN fsdp_status sim_device_update(fsdp_device *device, void *stream, const fsdp_update *u) {
+    sim *s = sim_of(device);
+    int actor = sim_actor(stream);
+    int64_t state = u->count * (u->dtype == FSDP_F64 ? 8 : 4),
+            grads = u->count * (int64_t)fsdp_dtype_size(u->grad_dtype);
+    s->updates++;
+    s->updated += (uint64_t)u->count;
+    sim_work(s, actor, 0, sim_cost((uint64_t)grads, s->copy_bytes_per_ns));
+    sim_touch(s, actor, "update", u->grad, grads, u->kind == FSDP_UPDATE_UNSCALE);
+    if (u->param)
+        sim_touch(s, actor, "update", u->param, u->count * (int64_t)fsdp_dtype_size(u->dtype), 1);
+    if (u->first) sim_touch(s, actor, "update", u->first, state, 1);
+    if (u->second) sim_touch(s, actor, "update", u->second, state, 1);
+    if (u->found) sim_touch(s, actor, "update", u->found, (int64_t)sizeof *u->found, 1);
+#ifdef FSDP_OPTIM_H
+    fsdp_update real = *u;
+    real.param = sim_host(s, u->param);
+    real.grad = sim_host(s, u->grad);
+    real.first = sim_host(s, u->first);
+    real.second = sim_host(s, u->second);
+    real.found = (int32_t *)sim_host(s, u->found);
+    if (s->moves) fsdpi_host_update(&real);
+#endif
+    return FSDP_OK;
 }
 
 /* ---- the comm -------------------------------------------------------------------------------- */
@@ -463,8 +524,8 @@ SIM_FN void sim_touch_coll(sim *s, int actor, const sim_group *g, const fsdp_col
 /* Every rank holds what this one holds: a gather repeats it, a sum multiplies it. */
 SIM_FN void sim_move(const sim_group *g, const fsdp_coll *c) {
     size_t in = fsdp_dtype_size(c->dtype), out = fsdp_dtype_size(c->out_dtype);
-    const char *src = (const char *)c->src;
-    char *dst = (char *)c->dst;
+    const char *src = (const char *)sim_host(g->owner, c->src);
+    char *dst = (char *)sim_host(g->owner, c->dst);
     for (uint32_t i = 0; i < c->num_segs; i++) {
         const fsdp_seg *seg = &c->segs[i];
         size_t part = (size_t)seg->count * in;
@@ -539,7 +600,9 @@ SIM_FN const fsdp_device_ops *sim_device_table(int async) {
                                             sim_device_sync,
                                             sim_device_copy,
                                             sim_device_zero,
-                                            sim_device_norm};
+                                            sim_device_norm,
+                                            sim_device_update,
+                                            NULL};
     static const fsdp_device_ops none = {FSDP_DEVICE_VERSION,
                                          sizeof(fsdp_device_ops),
                                          FSDP_DEVICE_HOST,
@@ -556,7 +619,9 @@ SIM_FN const fsdp_device_ops *sim_device_table(int async) {
                                          NULL,
                                          sim_device_copy,
                                          sim_device_zero,
-                                         sim_device_norm};
+                                         sim_device_norm,
+                                         sim_device_update,
+                                         NULL};
     return async ? &streams : &none;
 }
 
@@ -603,7 +668,9 @@ SIM_FN const fsdp_device_ops *sim_null_device(int async) {
                                             sim_null_sync,
                                             sim_null_work,
                                             sim_null_work,
-                                            sim_null_work};
+                                            sim_null_work,
+                                            NULL,
+                                            NULL};
     static const fsdp_device_ops none = {FSDP_DEVICE_VERSION,
                                          sizeof(fsdp_device_ops),
                                          FSDP_DEVICE_HOST,
@@ -620,7 +687,9 @@ SIM_FN const fsdp_device_ops *sim_null_device(int async) {
                                          NULL,
                                          sim_null_work,
                                          sim_null_work,
-                                         sim_null_work};
+                                         sim_null_work,
+                                         NULL,
+                                         NULL};
     return async ? &streams : &none;
 }
 
@@ -658,7 +727,10 @@ SIM_FN fsdp_world *sim_open(sim *s) {
     d.clock.now_ns = sim_clock;
     d.logger.user = d.clock.user = d.user = s;
     d.comm_ops = s->null ? sim_null_comm() : sim_comm_table();
-    d.device_ops = s->null ? sim_null_device(s->async) : sim_device_table(s->async);
+    s->device = s->null ? *sim_null_device(s->async) : *sim_device_table(s->async);
+    if (s->opaque) s->device.flags &= ~(uint32_t)FSDP_DEVICE_HOST;
+    if (s->no_update) s->device.update = NULL;
+    d.device_ops = &s->device;
     if (fsdp_init(&d, &s->world)) s->world = NULL;
     return s->world;
 }

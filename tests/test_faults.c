@@ -801,11 +801,6 @@ TEST(faults, world_descs) {
     d = w_desc(0, 2, NULL, "x", 0);
     d.backend = "smoke signals";
     REFUSED_AS(FSDP_ERR_UNSUPPORTED, NULL, fsdp_init(&d, &w), "smoke signals");
-    d = w_desc(0, 1, NULL, NULL, 0);
-    device = *fsdpi_host_ops();
-    device.flags = 0;
-    d.device_ops = &device;
-    REFUSED_AS(FSDP_ERR_UNSUPPORTED, NULL, fsdp_init(&d, &w), "host");
     CHECK(w == NULL);
 }
 

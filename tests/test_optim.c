@@ -689,8 +689,8 @@ TEST_P(optim, freeze_and_thaw, kinds) {
             launch(world, (int)(row - kinds), direct[d], d == 1, freeze_and_thaw);
 }
 
-/* Shards in the host's memory. On a device whose memory the host cannot read (fsdp_init refuses
-   those so far) only those will do. */
+/* Shards in the host's memory. On a device whose memory the host cannot read, and which has no
+   function for updates, only those will do. */
 static void elsewhere(job *j) {
     static fsdp_device_ops ops;
     fsdp_adamw *a = NULL;
@@ -827,11 +827,10 @@ TEST(optim, two_optimizers) { launch(2, 0, 0, 0, two_optimizers); }
 
 /* Neighbours without padding between them are one loop. */
 static __thread int64_t loops, looped;
-static void count_loop(fsdpi_optim *o, const fsdpi_optim_run *r, void *first, void *second,
-                       double lr) {
-    (void)o, (void)first, (void)second, (void)lr;
+static void count_loop(fsdpi_optim *o, const fsdpi_optim_run *r, double lr, fsdp_update *u) {
     loops++;
     looped += r->numel;
+    fsdpi_adamw_fill(o, r, lr, u);
 }
 
 static void one_loop(job *j) {

@@ -31,7 +31,6 @@ typedef struct {
     int show_reshard;
     uint8_t by_user[MAX_UNITS]; /* fsdp_unshard was called */
     uint8_t storage[MAX_UNITS]; /* as last seen */
-    uint64_t reductions;        /* up to the last finalize */
     char trace[TRACE];
     int used;
 } rig;
@@ -171,15 +170,15 @@ static uint64_t calls(rig *r, int kind) {
     return c.calls[kind];
 }
 
-/* The host reads counts of users, if something has reached the shard gradients. */
+/* The host reads counts of users, if there is a parameter that this rank did not use. Else it does
+   not wait. */
 static void finalize(rig *r) {
     fsdp_flat flat = FSDP_ZERO;
+    int64_t syncs = r->s.syncs;
     CHECK_OK(fsdp_finalize_backward(r->model));
     CHECK_OK(fsdp_model_flat(r->model, FSDP_F32, &flat));
-    uint64_t reductions = calls(r, r->c.replicas > 1 ? FSDP_OP_ALL_REDUCE : FSDP_OP_REDUCE_SCATTER);
-    if (reductions != r->reductions)
+    if (r->s.syncs != syncs)
         sim_touch(&r->s, SIM_HOST, "finalize", flat.grads, flat.numel * 4, 0);
-    r->reductions = reductions;
 }
 
 /* (x )x  pre_ and post_forward of unit x (r, 0, 1, ...)      [x ]x  pre_ and post_backward
@@ -201,9 +200,7 @@ static void play(rig *r, const char *script) {
             if (call == '.') finalize(r);
             if (call == 'o') optimize(r);
             if (call == 'c') {
-                uint64_t before = calls(r, FSDP_OP_ALL_REDUCE);
                 CHECK_OK(fsdp_clip_grad_norm(r->model, 1.0, &norm));
-                if (r->c.replicas > 1) r->reductions += calls(r, FSDP_OP_ALL_REDUCE) - before;
                 sim_touch(&r->s, SIM_HOST, "clip", r->model->scalar->ptr, 8, 0);
             }
             if (call == 'z') CHECK_OK(fsdp_zero_grad(r->model));

@@ -1,0 +1,404 @@
+/* backends/fsdp_mesh.h - ranks arranged in N dims, their process groups, and mesh infos
+
+   Included by fsdp.h, which it is a part of.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_MESH_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#define FSDP_MESH_IMPLEMENTED
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: ranks arranged in N dims, row-major, and one process group per dim (two where gathers and
+// reductions may run at the same time). Source: torch: DeviceMesh, _fsdp_common.py mesh infos.
+
+struct fsdp_mesh {
+    fsdp_world *world;
+    int ndim;
+    int32_t shape[FSDP_MAX_DIMS], coord[FSDP_MAX_DIMS]; // coord: -1 when this rank is outside
+    char *names[FSDP_MAX_DIMS];
+    int32_t *ranks;                        // [product of shape]
+    fsdp_comm *gather_comm[FSDP_MAX_DIMS]; // NULL: a group of one, or outside
+    fsdp_comm *reduce_comm[FSDP_MAX_DIMS]; // equal to gather_comm unless lanes may run both
+    uint8_t borrowed[FSDP_MAX_DIMS];       // the groups of this dim belong to another mesh
+    fsdp_mesh *next;
+};
+
+// Part of a shard group: n neighbouring ranks, for reshard_after_forward = n.
+struct fsdpi_subgroup {
+    const fsdp_mesh *mesh;
+    int dim, size;
+    fsdp_comm *comm;
+    fsdpi_subgroup *next;
+};
+
+static char *fsdpi_copy_text(const fsdp_allocator *a, const char *text) {
+    size_t size = strlen(text) + 1;
+    char *copy = (char *)fsdpi_alloc(a, size);
+    if (copy) memcpy(copy, text, size);
+    return copy;
+}
+
+static int fsdpi_mesh_numel(const fsdp_mesh *mesh) {
+    int numel = 1;
+    for (int d = 0; d < mesh->ndim; d++) numel *= mesh->shape[d];
+    return numel;
+}
+
+static void fsdpi_mesh_free(fsdp_mesh *mesh) {
+    fsdp_world *w = mesh->world;
+    const fsdp_allocator *a = &w->boot.allocator;
+    for (fsdpi_subgroup **at = &w->subgroups, *sub; (sub = *at) != NULL;) {
+        if (sub->mesh != mesh) {
+            at = &sub->next;
+            continue;
+        }
+        *at = sub->next;
+        w->comm_ops->close(sub->comm);
+        fsdpi_free(a, sub);
+    }
+    for (int d = 0; d < mesh->ndim; d++) {
+        fsdp_comm *gather = mesh->gather_comm[d], *reduce = mesh->reduce_comm[d];
+        if (mesh->borrowed[d]) gather = reduce = NULL;
+        if (reduce && reduce != gather && reduce != w->reduce_comm) w->comm_ops->close(reduce);
+        if (gather && gather != w->comm) w->comm_ops->close(gather);
+        fsdpi_free(a, mesh->names[d]);
+    }
+    fsdpi_free(a, mesh->ranks);
+    fsdpi_free(a, mesh);
+}
+
+static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
+    if (d->ndim < 1 || d->ndim > FSDP_MAX_DIMS)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ndim is %d, expected 1..%d", d->ndim,
+                          FSDP_MAX_DIMS);
+    int64_t numel = 1;
+    for (int i = 0; i < d->ndim; i++) {
+        if (d->shape[i] < 1)
+            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: size of dim %d is %d, expected >= 1",
+                              i, d->shape[i]);
+        numel *= d->shape[i];
+        if (numel > w->size)
+            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                              "mesh: it has more places than the world has ranks (%d)", w->size);
+    }
+    for (int64_t i = 0; d->ranks && i < numel; i++) {
+        if (d->ranks[i] < 0 || d->ranks[i] >= w->size)
+            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d is not in a world of %d",
+                              d->ranks[i], w->size);
+        for (int64_t j = 0; j < i; j++)
+            if (d->ranks[j] == d->ranks[i])
+                return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice",
+                                  d->ranks[i]);
+    }
+    return FSDP_OK;
+}
+
+static int fsdpi_mesh_stride(const fsdp_mesh *mesh, int dim) {
+    int stride = 1;
+    for (int d = dim + 1; d < mesh->ndim; d++) stride *= mesh->shape[d];
+    return stride;
+}
+
+// World ranks of the places that share my coordinates but in these dims, row-major. Outside the
+// mesh: those of the first place.
+static void fsdpi_mesh_members(const fsdp_mesh *mesh, const int32_t *dims, int num_dims,
+                               int32_t *out) {
+    int numel = 1, base = 0;
+    for (int d = 0; d < mesh->ndim; d++)
+        if (mesh->coord[d] > 0) base += mesh->coord[d] * fsdpi_mesh_stride(mesh, d);
+    for (int k = 0; k < num_dims; k++) {
+        numel *= mesh->shape[dims[k]];
+        if (mesh->coord[0] >= 0) base -= mesh->coord[dims[k]] * fsdpi_mesh_stride(mesh, dims[k]);
+    }
+    for (int i = 0; i < numel; i++) {
+        int at = base;
+        for (int k = num_dims - 1, rest = i; k >= 0; rest /= mesh->shape[dims[k]], k--)
+            at += rest % mesh->shape[dims[k]] * fsdpi_mesh_stride(mesh, dims[k]);
+        out[i] = mesh->ranks[at];
+    }
+}
+
+// Split the world along a dim; or, when `size` is less than the dim's, its group into neighbours.
+static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, int lane,
+                                    const char *name, fsdp_comm **out) {
+    fsdp_world *w = mesh->world;
+    fsdp_comm *parent = size < mesh->shape[dim] ? mesh->gather_comm[dim] : w->comm;
+    int32_t d = dim, me = mesh->coord[dim], first = me < 0 ? 0 : me / size * size;
+    int32_t *members = (int32_t *)fsdpi_alloc(&w->boot.allocator,
+                                              (size_t)mesh->shape[dim] * sizeof *members);
+    if (!members) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group");
+    fsdpi_mesh_members(mesh, &d, 1, members);
+    fsdp_group group = {
+        me < 0 ? -1 : members[first], me < 0 ? -1 : me - first, size, lane, members + first,
+        name ? name : "mesh"};
+    fsdp_status status = w->comm_ops->split(parent, &group, out);
+    fsdpi_free(&w->boot.allocator, members);
+    return status ? fsdpi_world_fail(w, status, w->comm_ops->error_text(parent)) : FSDP_OK;
+}
+
+// The group of `size` neighbours along a dim that this rank is in, made at its first use.
+static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size, fsdp_comm **out) {
+    fsdp_world *w = mesh->world;
+    fsdpi_subgroup *sub = w->subgroups;
+    while (sub && !(sub->mesh == mesh && sub->dim == dim && sub->size == size)) sub = sub->next;
+    *out = sub ? sub->comm : NULL;
+    if (sub) return FSDP_OK;
+    sub = (fsdpi_subgroup *)fsdpi_alloc(&w->boot.allocator, sizeof *sub);
+    fsdp_status status = sub ? fsdpi_mesh_split(mesh, dim, size, FSDP_STREAM_GATHER, "post_forward",
+                                                &sub->comm)
+                             : fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+    if (status) {
+        fsdpi_free(&w->boot.allocator, sub);
+        return fsdpi_failed(w) ? status : fsdpi_fail_together(w, status);
+    }
+    sub->mesh = mesh;
+    sub->dim = dim;
+    sub->size = size;
+    sub->next = w->subgroups;
+    w->subgroups = sub;
+    *out = sub->comm;
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_mesh_groups(fsdp_mesh *mesh, int dim) {
+    fsdp_world *w = mesh->world;
+    int two = w->reduce_comm != w->comm, in_order = 1;
+    if (mesh->shape[dim] == 1) return FSDP_OK;
+    for (int i = 0; i < mesh->shape[dim]; i++) in_order &= mesh->ranks[i] == i;
+    if (mesh->ndim == 1 && mesh->shape[0] == w->size && in_order) { // the world's own groups
+        mesh->gather_comm[0] = w->comm;
+        mesh->reduce_comm[0] = w->reduce_comm;
+        return FSDP_OK;
+    }
+    fsdp_status status = fsdpi_mesh_split(mesh, dim, mesh->shape[dim], FSDP_STREAM_GATHER,
+                                          mesh->names[dim], &mesh->gather_comm[dim]);
+    if (!status && two)
+        status = fsdpi_mesh_split(mesh, dim, mesh->shape[dim], FSDP_STREAM_REDUCE, mesh->names[dim],
+                                  &mesh->reduce_comm[dim]);
+    if (!status && !two) mesh->reduce_comm[dim] = mesh->gather_comm[dim];
+    return status;
+}
+
+static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_mesh **out) {
+    const fsdp_allocator *a = &w->boot.allocator;
+    fsdp_mesh *mesh = (fsdp_mesh *)fsdpi_alloc(a, sizeof *mesh);
+    if (!mesh) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+    mesh->world = w;
+    mesh->ndim = d->ndim;
+    memcpy(mesh->shape, d->shape, sizeof mesh->shape);
+    int numel = fsdpi_mesh_numel(mesh), mine = -1, missing = 0;
+    mesh->ranks = (int32_t *)fsdpi_alloc(a, (size_t)numel * sizeof *mesh->ranks);
+    for (int i = 0; i < d->ndim; i++) {
+        if (!d->names[i]) continue;
+        mesh->names[i] = fsdpi_copy_text(a, d->names[i]);
+        missing |= !mesh->names[i];
+    }
+    if (!mesh->ranks || missing) {
+        fsdpi_mesh_free(mesh);
+        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+    }
+    for (int i = 0; i < numel; i++) {
+        mesh->ranks[i] = d->ranks ? d->ranks[i] : i;
+        if (mesh->ranks[i] == w->rank) mine = i;
+    }
+    for (int i = d->ndim - 1, rest = mine; i >= 0; i--) {
+        mesh->coord[i] = mine < 0 ? -1 : rest % mesh->shape[i];
+        rest = mine < 0 ? -1 : rest / mesh->shape[i];
+    }
+    *out = mesh;
+    return FSDP_OK;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: the public functions.
+
+// A mesh of the world. Dims that `from` names (-1: none) share the groups of that dim of `parent`.
+static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const fsdp_mesh *parent,
+                                  const int32_t *from, fsdp_mesh **out) {
+    fsdp_mesh *mesh;
+    int alone = 1; // nobody else is making it
+    fsdp_status status = fsdpi_mesh_make(w, d, &mesh);
+    for (int dim = 0; dim < d->ndim; dim++) alone &= parent && from[dim] >= 0;
+    for (int dim = 0; !status && dim < mesh->ndim; dim++) {
+        mesh->borrowed[dim] = parent && from[dim] >= 0;
+        if (mesh->borrowed[dim]) {
+            mesh->gather_comm[dim] = parent->gather_comm[from[dim]];
+            mesh->reduce_comm[dim] = parent->reduce_comm[from[dim]];
+            continue;
+        }
+        status = fsdpi_mesh_groups(mesh, dim);
+        if (status) fsdpi_mesh_free(mesh);
+    }
+    if (status) return fsdpi_failed(w) || alone ? status : fsdpi_fail_together(w, status);
+    mesh->next = w->meshes;
+    w->meshes = mesh;
+    *out = mesh;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *desc,
+                                      fsdp_mesh **mesh) {
+    fsdp_mesh_desc d;
+    if (!world || !desc || !mesh) return fsdpi_null(world, "mesh_create");
+    *mesh = NULL;
+    fsdp_status status = fsdpi_failed(world);
+    if (!status) status = fsdpi_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc");
+    if (!status) status = fsdpi_mesh_check(world, &d);
+    return status ? status : fsdpi_mesh_add(world, &d, NULL, NULL, mesh);
+}
+
+FSDP_API fsdp_status fsdp_mesh_1d(fsdp_world *world, const char *name, fsdp_mesh **mesh) {
+    fsdp_mesh_desc d = FSDP_ZERO;
+    d.ndim = 1;
+    d.shape[0] = world ? world->size : 1;
+    d.names[0] = name;
+    return fsdp_mesh_create(world, &d, mesh);
+}
+
+// Checks that functions which make a mesh from a mesh share.
+static fsdp_status fsdpi_mesh_call(const fsdp_mesh *mesh, const char *what, fsdp_mesh **out) {
+    if (!mesh || !out) return fsdpi_null(NULL, what);
+    *out = NULL;
+    return fsdpi_failed(mesh->world);
+}
+
+FSDP_API fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims, int num_dims,
+                                     fsdp_mesh **out) {
+    fsdp_mesh_desc d = FSDP_ZERO;
+    fsdp_status status = fsdpi_mesh_call(mesh, "mesh_slice", out);
+    if (status) return status;
+    fsdp_world *w = mesh->world;
+    int numel = 1;
+    for (int i = 0; i < num_dims; i++) {
+        if (!dims || dims[i] < 0 || dims[i] >= mesh->ndim || (i > 0 && dims[i] <= dims[i - 1]))
+            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                              "mesh_slice: dims[%d] is %d, expected increasing dims of a %d-D mesh",
+                              i, dims ? dims[i] : -1, mesh->ndim);
+        d.shape[i] = mesh->shape[dims[i]];
+        d.names[i] = mesh->names[dims[i]];
+        numel *= d.shape[i];
+    }
+    if (num_dims < 1)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_slice: num_dims is %d, expected >= 1",
+                          num_dims);
+    d.ndim = num_dims;
+    int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)numel * sizeof *ranks);
+    if (!ranks) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh_slice: no memory");
+    fsdpi_mesh_members(mesh, dims, num_dims, ranks);
+    d.ranks = ranks;
+    status = fsdpi_mesh_add(w, &d, mesh, dims, out);
+    fsdpi_free(&w->boot.allocator, ranks);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_mesh_flatten(const fsdp_mesh *mesh, const char *name, fsdp_mesh **out) {
+    fsdp_mesh_desc d = FSDP_ZERO;
+    fsdp_status status = fsdpi_mesh_call(mesh, "mesh_flatten", out);
+    if (status) return status;
+    d.ndim = 1;
+    d.shape[0] = fsdpi_mesh_numel(mesh);
+    d.names[0] = name;
+    d.ranks = mesh->ranks;
+    return fsdpi_mesh_add(mesh->world, &d, NULL, NULL, out);
+}
+
+FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int outer,
+                                         const char *const names[2], fsdp_mesh **out) {
+    fsdp_mesh_desc d = FSDP_ZERO;
+    int32_t from[FSDP_MAX_DIMS];
+    fsdp_status status = fsdpi_mesh_call(mesh, "mesh_unflatten", out);
+    if (status) return status;
+    if (dim < 0 || dim >= mesh->ndim || mesh->ndim == FSDP_MAX_DIMS || outer < 1 ||
+        mesh->shape[dim] % outer != 0)
+        return fsdpi_fail(mesh->world, FSDP_ERR_INVALID_ARG,
+                          "mesh_unflatten: dim %d into an outer size of %d: expected a dim of the "
+                          "%d-D mesh and a divisor of its size %d, and at most %d dims",
+                          dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
+    d.ndim = mesh->ndim + 1;
+    for (int i = 0; i < d.ndim; i++) {
+        int old = i > dim ? i - 1 : i;
+        from[i] = old == dim ? -1 : old;
+        d.shape[i] = mesh->shape[old];
+        d.names[i] = old != dim ? mesh->names[old] : names ? names[i - dim] : NULL;
+    }
+    d.shape[dim] = outer;
+    d.shape[dim + 1] = mesh->shape[dim] / outer;
+    d.ranks = mesh->ranks;
+    return fsdpi_mesh_add(mesh->world, &d, mesh, from, out);
+}
+
+FSDP_API int fsdp_mesh_dim(const fsdp_mesh *mesh, const char *name) {
+    for (int d = 0; mesh && name && d < mesh->ndim; d++)
+        if (mesh->names[d] && strcmp(mesh->names[d], name) == 0) return d;
+    return -1;
+}
+
+FSDP_API int fsdp_mesh_ranks(const fsdp_mesh *mesh, int dim, int32_t *out) {
+    int size = fsdp_mesh_size(mesh, dim);
+    int32_t d = dim;
+    if (size < 0 || mesh->coord[0] < 0) return -1;
+    if (out && dim < 0) memcpy(out, mesh->ranks, (size_t)size * sizeof *out);
+    else if (out) fsdpi_mesh_members(mesh, &d, 1, out);
+    return size;
+}
+
+FSDP_API int fsdp_mesh_ndim(const fsdp_mesh *mesh) { return mesh ? mesh->ndim : -1; }
+
+FSDP_API int fsdp_mesh_size(const fsdp_mesh *mesh, int dim) {
+    if (!mesh || dim < -1 || dim >= mesh->ndim) return -1;
+    return dim < 0 ? fsdpi_mesh_numel(mesh) : mesh->shape[dim];
+}
+
+FSDP_API int fsdp_mesh_rank(const fsdp_mesh *mesh, int dim) {
+    return !mesh || dim < 0 || dim >= mesh->ndim ? -1 : mesh->coord[dim];
+}
+
+FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int shard_dim,
+                                         int replicate_dim, fsdp_mesh_info *out) {
+    static const char *const names[] = {"FSDP", "DDP", "HSDP"};
+    if (!mesh || !out) return fsdpi_null(NULL, "mesh_info_init");
+    fsdp_world *w = mesh->world;
+    if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: kind is %d", kind);
+    int shards = kind != FSDP_MESH_INFO_DDP, replicates = kind != FSDP_MESH_INFO_FSDP;
+    if (shard_dim < 0 && replicate_dim < 0)
+        return fsdpi_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "mesh_info_init: at least one of shard_dim and replicate_dim must be given");
+    if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0) || shard_dim < -1 ||
+        replicate_dim < -1)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "mesh_info_init: %s needs %s%s%s, got shard_dim %d, replicate_dim %d",
+                          names[kind], shards ? "a shard_dim" : "",
+                          shards && replicates ? " and " : "", replicates ? "a replicate_dim" : "",
+                          shard_dim, replicate_dim);
+    if (shard_dim >= mesh->ndim || replicate_dim >= mesh->ndim || shard_dim == replicate_dim)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "mesh_info_init: shard_dim %d and replicate_dim %d: expected two "
+                          "different dims of a %d-D mesh",
+                          shard_dim, replicate_dim, mesh->ndim);
+    if (mesh->coord[0] < 0)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: this rank is outside the mesh");
+    memset(out, 0, sizeof *out);
+    out->mesh = mesh;
+    out->kind = kind;
+    out->shard_mesh_dim = shards ? shard_dim : -1;
+    out->replicate_mesh_dim = replicates ? replicate_dim : -1;
+    out->shard_mesh_size = shards ? mesh->shape[shard_dim] : 1;
+    out->shard_mesh_rank = shards ? mesh->coord[shard_dim] : 0;
+    out->replicate_mesh_size = replicates ? mesh->shape[replicate_dim] : 1;
+    out->replicate_mesh_rank = replicates ? mesh->coord[replicate_dim] : 0;
+    out->shard_comm = shards ? mesh->gather_comm[shard_dim] : NULL;
+    out->replicate_comm = replicates ? mesh->gather_comm[replicate_dim] : NULL;
+    return FSDP_OK;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION
