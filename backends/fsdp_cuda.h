@@ -1,0 +1,388 @@
+/* fsdp_cuda.h - GPUs as a device: memory, streams and copies over the CUDA runtime
+
+   -DFSDP_BACKEND_NCCL compiles it in, with fsdp_nccl.h. The kernels are in fsdp_cuda.cu, whose
+   object the program is linked with; a program that is itself compiled by nvcc gets them with the
+   implementation of fsdp.h and needs no object:
+
+       nvcc -O3 -c backends/fsdp_cuda.cu
+       cc -DFSDP_BACKEND_NCCL -I. -I$CUDA_HOME/include prog.c fsdp_cuda.o -lnccl -lcudart ...
+
+   How it works
+   - COMPUTE is the legacy default stream until fsdp_set_stream names another one. The streams of
+     gathers and reductions are made here, without the legacy stream's implicit order, and with the
+     greatest priority: a gather that is ready goes before the caller's next kernel.
+   - Lists of blocks travel as parameters of the kernels: no table is uploaded, none can be stale.
+   - A copy without arithmetic from or to one place is a cudaMemcpyAsync, for any host memory. All
+     other copies are kernels, which read pinned memory where it is.
+   - What is allocated is filled with zeros in a stream of its own: nothing else is waited for.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#include "../fsdp.h" // the whole interface; nothing when fsdp.h itself includes this file
+
+#ifndef FSDP_CUDA_H
+#define FSDP_CUDA_H
+#ifndef FSDP_MATH_ONLY
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// clang-format off
+/* fsdp_cuda_device_ops - the table of CUDA devices, named "cuda"
+   Result      never NULL; static
+   open        takes device boot->local_rank modulo the number of visible ones, and makes it the
+               calling thread's current device; the world's calls come from that thread
+   Arithmetic  copies, AdamW, SGD and unscale give the bits of the host; norms are summed in another
+               order than on the host, which is the same in every run
+   Memory      FSDP_CUDA_MANAGED=1 in the environment: managed memory, which the host can read (for
+               tests: slower, and data has to be waited for by the caller)
+   Collective  no      Blocks no      Allocates no      Thread any */
+// clang-format on
+FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_MATH_ONLY
+#endif // FSDP_CUDA_H
+
+/* ============================================================================================ */
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_CUDA_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#define FSDP_CUDA_IMPLEMENTED
+
+#ifdef __cplusplus // fsdp.h includes this file inside extern "C", and these hold templates
+extern "C++" {
+#endif
+#include <cuda_runtime_api.h>
+#ifdef __CUDACC__
+#include "fsdp_cuda.cu"
+#endif
+#ifdef __cplusplus
+}
+#endif
+
+#include "fsdp_cuda_kernels.h"
+#include "fsdp_record.h" // the clock
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FSDPI_CUDA_SPIN_NS  20000  // of a wait, before it begins to sleep
+#define FSDPI_CUDA_NAP_NS   20000  // at first, and then twice as long each time, up to
+#define FSDPI_CUDA_NAP_MAX  500000 //
+#define FSDPI_CUDA_GRACE_NS ((int64_t)3000000000) // the backend's watchdog knows more: it is first
+
+typedef struct fsdpi_cuda_device {
+    fsdp_boot boot;
+    int ordinal, is_managed;
+    cudaStream_t setup;  // of zero-filling
+    double *partials;    // of norms, device memory
+    size_t num_partials; // there is room for
+    char error[320];     // text of the last failure
+} fsdpi_cuda_device;
+
+static fsdpi_cuda_device *fsdpi_cuda_of(fsdp_device *device) {
+    return (fsdpi_cuda_device *)(void *)device;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>cuda_errors
+// Owns: what a failed call of the runtime comes to.
+
+static int fsdpi_cuda_is_managed(void) {
+    const char *text = fsdpi_env("FSDP_CUDA_MANAGED");
+    return text && strcmp(text, "0") != 0;
+}
+
+// A result of the runtime as a status; its text goes to `error`.
+static fsdp_status fsdpi_cuda_status(char *error, size_t cap, int ordinal, int result,
+                                     const char *what) {
+    cudaError_t e = (cudaError_t)result;
+    if (e == cudaSuccess) return FSDP_OK;
+    (void)cudaGetLastError(); // or a later call would show it again
+    (void)snprintf(error, cap, "%s: CUDA error %d (%s) on device %d: %s", what, result,
+                   cudaGetErrorName(e), ordinal, cudaGetErrorString(e));
+    return e == cudaErrorMemoryAllocation ? FSDP_ERR_OUT_OF_MEMORY : FSDP_ERR_BACKEND;
+}
+
+static fsdp_status fsdpi_cuda_check(fsdpi_cuda_device *d, int result, const char *what) {
+    return fsdpi_cuda_status(d->error, sizeof d->error, d->ordinal, result, what);
+}
+
+static const char *fsdpi_cuda_error_text(fsdp_device *device) {
+    return device ? fsdpi_cuda_of(device)->error : fsdpi_thread_error;
+}
+
+/* Waits for an event by looking at it: a blocking wait of the runtime has no deadline. The event
+   is done, FSDP_OK; *stop is not 0, ABORTED. */
+static fsdp_status fsdpi_cuda_await(const fsdp_boot *boot, cudaEvent_t event, int64_t timeout_ns,
+                                    const uint32_t *stop, cudaError_t *result) {
+    int64_t start = fsdpi_boot_now(boot), nap = FSDPI_CUDA_NAP_NS;
+    for (;;) {
+        *result = cudaEventQuery(event);
+        if (*result == cudaSuccess) return FSDP_OK;
+        if (*result != cudaErrorNotReady) return FSDP_ERR_BACKEND;
+        (void)cudaGetLastError(); // "not ready" is no failure of a later call
+        if (stop && FSDPI_LOAD(stop)) return FSDP_ERR_ABORTED;
+        int64_t since = fsdpi_boot_now(boot) - start;
+        if (since > timeout_ns) return FSDP_ERR_TIMEOUT;
+        if (since < FSDPI_CUDA_SPIN_NS) continue;
+        fsdpi_sleep_ns(nap);
+        if (nap < FSDPI_CUDA_NAP_MAX) nap *= 2;
+    }
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>cuda_memory
+// Owns: the device, its memory, streams and events.
+
+// Makes the rank's device current. Returns its ordinal, or -1 with the text in `error`.
+static int fsdpi_cuda_select(const fsdp_boot *boot, char *error, size_t cap) {
+    int count = 0;
+    cudaError_t e = cudaGetDeviceCount(&count);
+    if (e == cudaSuccess && count > 0) {
+        int ordinal = boot->local_rank % count;
+        if (!fsdpi_cuda_status(error, cap, ordinal, (int)cudaSetDevice(ordinal), "cudaSetDevice"))
+            return ordinal;
+        return -1;
+    }
+    (void)cudaGetLastError();
+    (void)snprintf(error, cap,
+                   "no CUDA device: %s. Is there a GPU, and a driver (nvidia-smi)? Is "
+                   "CUDA_VISIBLE_DEVICES set? FSDP_BACKEND=shm or gloo trains without, where it "
+                   "is compiled in",
+                   e == cudaSuccess ? "none is visible" : cudaGetErrorString(e));
+    return -1;
+}
+
+static void fsdpi_cuda_warn(const fsdp_boot *boot) {
+    const char *connections = fsdpi_env("CUDA_DEVICE_MAX_CONNECTIONS");
+    if (!connections || strcmp(connections, "1") != 0 || boot->rank != 0) return;
+    fsdpi_boot_log(boot, FSDP_LOG_WARN,
+                   "CUDA_DEVICE_MAX_CONNECTIONS is 1: streams wait for each other, and no "
+                   "collective runs beside a kernel; leave it unset, or set 8 to 32");
+}
+
+// Fills memory of the device with zeros, and waits for that alone.
+static cudaError_t fsdpi_cuda_clear(cudaStream_t stream, void *ptr, size_t size) {
+    cudaError_t e = cudaMemsetAsync(ptr, 0, size, stream);
+    return e == cudaSuccess ? cudaStreamSynchronize(stream) : e;
+}
+
+static void fsdpi_cuda_close(fsdp_device *device) {
+    fsdpi_cuda_device *d = fsdpi_cuda_of(device);
+    fsdp_allocator allocator = d->boot.allocator;
+    if (d->partials) (void)cudaFree(d->partials);
+    if (d->setup) (void)cudaStreamDestroy(d->setup);
+    fsdpi_free(&allocator, d);
+}
+
+static fsdp_status fsdpi_cuda_open(const fsdp_boot *boot, fsdp_device **out) {
+    fsdpi_cuda_device *d = (fsdpi_cuda_device *)fsdpi_alloc(&boot->allocator, sizeof *d);
+    *out = NULL;
+    if (!d) return FSDP_ERR_OUT_OF_MEMORY;
+    d->boot = *boot;
+    d->is_managed = fsdpi_cuda_is_managed();
+    d->ordinal = fsdpi_cuda_select(boot, d->error, sizeof d->error);
+    fsdp_status status = d->ordinal < 0 ? FSDP_ERR_BACKEND : FSDP_OK;
+    if (!status)
+        status = fsdpi_cuda_check(d,
+                                  (int)cudaStreamCreateWithFlags(&d->setup, cudaStreamNonBlocking),
+                                  "cudaStreamCreateWithFlags");
+    if (status) {
+        fsdpi_copy_name(fsdpi_thread_error, sizeof fsdpi_thread_error, d->error);
+        fsdpi_cuda_close((fsdp_device *)(void *)d);
+        return status;
+    }
+    fsdpi_cuda_warn(boot);
+    *out = (fsdp_device *)(void *)d;
+    return FSDP_OK;
+}
+
+static cudaError_t fsdpi_cuda_malloc(int is_managed, void **ptr, size_t size) {
+    return is_managed ? cudaMallocManaged(ptr, size, cudaMemAttachGlobal) : cudaMalloc(ptr, size);
+}
+
+static fsdp_status fsdpi_cuda_alloc(fsdp_device *device, int kind, size_t size, void **ptr) {
+    fsdpi_cuda_device *d = fsdpi_cuda_of(device);
+    int is_pinned = kind == FSDP_MEMORY_PINNED;
+    char what[96];
+    *ptr = NULL;
+    (void)snprintf(what, sizeof what, "allocating %llu bytes of %s memory",
+                   (unsigned long long)size, is_pinned ? "pinned host" : "device");
+    cudaError_t e = is_pinned ? cudaMallocHost(ptr, size)
+                              : fsdpi_cuda_malloc(d->is_managed, ptr, size);
+    if (e == cudaSuccess && is_pinned) memset(*ptr, 0, size);
+    else if (e == cudaSuccess) e = fsdpi_cuda_clear(d->setup, *ptr, size);
+    if (e == cudaSuccess) return FSDP_OK;
+    fsdp_status status = fsdpi_cuda_check(d, (int)e, what);
+    if (*ptr) (void)(is_pinned ? cudaFreeHost(*ptr) : cudaFree(*ptr));
+    *ptr = NULL;
+    return status;
+}
+
+static void fsdpi_cuda_free(fsdp_device *device, int kind, void *ptr, size_t size) {
+    (void)device, (void)size;
+    (void)(kind == FSDP_MEMORY_PINNED ? cudaFreeHost(ptr) : cudaFree(ptr));
+}
+
+static fsdp_status fsdpi_cuda_stream(fsdp_device *device, int stream, void **native) {
+    fsdpi_cuda_device *d = fsdpi_cuda_of(device);
+    cudaStream_t made = cudaStreamLegacy;
+    int least = 0, greatest = 0;
+    *native = NULL;
+    if (stream != FSDP_STREAM_COMPUTE) {
+        cudaError_t e = cudaDeviceGetStreamPriorityRange(&least, &greatest);
+        if (e == cudaSuccess)
+            e = cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, greatest);
+        fsdp_status status = fsdpi_cuda_check(d, (int)e, "cudaStreamCreateWithPriority");
+        if (status) return status;
+    }
+    *native = (void *)made;
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_cuda_event(fsdp_device *device, void **native) {
+    cudaEvent_t made = NULL;
+    cudaError_t e = cudaEventCreateWithFlags(&made, cudaEventDisableTiming);
+    *native = (void *)made;
+    return fsdpi_cuda_check(fsdpi_cuda_of(device), (int)e, "cudaEventCreateWithFlags");
+}
+
+static void fsdpi_cuda_destroy(fsdp_device *device, void *stream, void *event) {
+    (void)device;
+    if (stream && (cudaStream_t)stream != cudaStreamLegacy)
+        (void)cudaStreamDestroy((cudaStream_t)stream);
+    if (event) (void)cudaEventDestroy((cudaEvent_t)event);
+}
+
+static fsdp_status fsdpi_cuda_record(fsdp_device *device, void *stream, void *event) {
+    return fsdpi_cuda_check(fsdpi_cuda_of(device),
+                            (int)cudaEventRecord((cudaEvent_t)event, (cudaStream_t)stream),
+                            "cudaEventRecord");
+}
+
+static fsdp_status fsdpi_cuda_wait(fsdp_device *device, void *stream, void *event) {
+    return fsdpi_cuda_check(fsdpi_cuda_of(device),
+                            (int)cudaStreamWaitEvent((cudaStream_t)stream, (cudaEvent_t)event, 0),
+                            "cudaStreamWaitEvent");
+}
+
+static fsdp_status fsdpi_cuda_sync(fsdp_device *device, void *event, int64_t timeout_ns) {
+    fsdpi_cuda_device *d = fsdpi_cuda_of(device);
+    cudaError_t e = cudaSuccess;
+    int64_t most = INT64_MAX - FSDPI_CUDA_GRACE_NS;
+    int64_t limit = (timeout_ns < most ? timeout_ns : most) + FSDPI_CUDA_GRACE_NS;
+    fsdp_status status = fsdpi_cuda_await(&d->boot, (cudaEvent_t)event, limit, NULL, &e);
+    if (status == FSDP_ERR_BACKEND) return fsdpi_cuda_check(d, (int)e, "work on the device");
+    if (status)
+        (void)snprintf(d->error, sizeof d->error,
+                       "device %d has not finished within %.1f s: a kernel of yours that does not "
+                       "end, or a step that takes longer (FSDP_TIMEOUT_MS)",
+                       d->ordinal, (double)timeout_ns * 1e-9);
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>cuda_work
+// Owns: op records as work on a stream.
+
+// A table's stream NULL: the work is done on return.
+static fsdp_status fsdpi_cuda_done(fsdpi_cuda_device *d, void *stream, int result,
+                                   const char *what) {
+    fsdp_status status = fsdpi_cuda_check(d, result, what);
+    if (status || stream) return status;
+    return fsdpi_cuda_check(d, (int)cudaStreamSynchronize(d->setup), what);
+}
+
+static cudaStream_t fsdpi_cuda_on(const fsdpi_cuda_device *d, void *stream) {
+    return stream ? (cudaStream_t)stream : d->setup;
+}
+
+static fsdp_status fsdpi_cuda_copy(fsdp_device *device, void *stream, const fsdp_op *op) {
+    fsdpi_cuda_device *d = fsdpi_cuda_of(device);
+    const fsdp_block *b = (const fsdp_block *)op->list;
+    cudaStream_t on = fsdpi_cuda_on(d, stream);
+    int is_plain = op->dtype == op->out_dtype && op->scale == 1.0 && !op->accumulate;
+    int result = 0;
+    if (op->list_count == 1 && is_plain && (b->height == 1 || b->src_pitch >= b->width)) {
+        size_t size = fsdp_dtype_size(op->dtype), row = (size_t)b->width * size;
+        const char *src = (const char *)op->src_ptr + (size_t)b->src * size;
+        char *dst = (char *)op->dst_ptr + (size_t)b->dst * size;
+        size_t src_pitch = b->height == 1 ? row : (size_t)b->src_pitch * size;
+        size_t dst_pitch = b->height == 1 ? row : (size_t)b->dst_pitch * size;
+        if (dst == src && dst_pitch == src_pitch) return FSDP_OK;
+        if (src_pitch == row && dst_pitch == row)
+            result = (int)cudaMemcpyAsync(dst, src, row * (size_t)b->height, cudaMemcpyDefault, on);
+        else
+            result = (int)cudaMemcpy2DAsync(dst, dst_pitch, src, src_pitch, row, (size_t)b->height,
+                                            cudaMemcpyDefault, on);
+    } else {
+        result = fsdp_cuda_copy((void *)on, op->dst_ptr, op->out_dtype, op->src_ptr, op->dtype, b,
+                                op->list_count, op->scale, op->accumulate);
+    }
+    return fsdpi_cuda_done(d, stream, result, fsdp_label_name(op->label));
+}
+
+static fsdp_status fsdpi_cuda_zero(fsdp_device *device, void *stream, const fsdp_op *op) {
+    fsdpi_cuda_device *d = fsdpi_cuda_of(device);
+    cudaStream_t on = fsdpi_cuda_on(d, stream);
+    cudaError_t e = cudaMemsetAsync(op->dst_ptr, op->fill, (size_t)op->bytes, on);
+    return fsdpi_cuda_done(d, stream, (int)e, "cudaMemsetAsync");
+}
+
+// Room for the partial sums of a norm. Grows in the first step that has one.
+static fsdp_status fsdpi_cuda_make_partials(fsdpi_cuda_device *d, size_t num) {
+    void *ptr = NULL;
+    if (num <= d->num_partials) return FSDP_OK;
+    if (d->partials) (void)cudaFree(d->partials); // waits for who uses it
+    d->partials = NULL;
+    d->num_partials = 0;
+    fsdp_status status = fsdpi_cuda_check(
+        d, (int)fsdpi_cuda_malloc(d->is_managed, &ptr, num * sizeof *d->partials),
+        "allocating the partial sums of a norm");
+    if (status) return status;
+    d->partials = (double *)ptr;
+    d->num_partials = num;
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_cuda_norm(fsdp_device *device, void *stream, const fsdp_op *op) {
+    fsdpi_cuda_device *d = fsdpi_cuda_of(device);
+    const fsdp_block *blocks = (const fsdp_block *)op->list;
+    fsdp_status status = fsdpi_cuda_make_partials(d,
+                                                  fsdp_cuda_norm_partials(blocks, op->list_count));
+    if (status) return status;
+    int result = fsdp_cuda_norm((void *)fsdpi_cuda_on(d, stream), (double *)op->dst_ptr,
+                                op->src_ptr, op->dtype, blocks, op->list_count, op->scale,
+                                op->redop == FSDP_MAX, op->accumulate, d->partials);
+    return fsdpi_cuda_done(d, stream, result, "norm");
+}
+
+static fsdp_status fsdpi_cuda_update(fsdp_device *device, void *stream, const fsdp_update *update) {
+    fsdpi_cuda_device *d = fsdpi_cuda_of(device);
+    int result = fsdp_cuda_update((void *)fsdpi_cuda_on(d, stream), update);
+    return fsdpi_cuda_done(d, stream, result, "update");
+}
+
+#define FSDPI_CUDA_OPS(flags)                                                                      \
+    {                                                                                              \
+        FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), (flags), "cuda", fsdpi_cuda_open,            \
+            fsdpi_cuda_close, fsdpi_cuda_alloc, fsdpi_cuda_free, fsdpi_cuda_stream,                \
+            fsdpi_cuda_event, fsdpi_cuda_destroy, fsdpi_cuda_record, fsdpi_cuda_wait,              \
+            fsdpi_cuda_sync, fsdpi_cuda_copy, fsdpi_cuda_zero, fsdpi_cuda_norm, fsdpi_cuda_update, \
+            fsdpi_cuda_error_text                                                                  \
+    }
+
+FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void) {
+    static const fsdp_device_ops ops = FSDPI_CUDA_OPS(FSDP_DEVICE_ASYNC);
+    static const fsdp_device_ops managed = FSDPI_CUDA_OPS(FSDP_DEVICE_ASYNC | FSDP_DEVICE_HOST);
+    return fsdpi_cuda_is_managed() ? &managed : &ops;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION

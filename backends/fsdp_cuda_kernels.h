@@ -1,0 +1,134 @@
+/* fsdp_cuda_kernels.h - what fsdp_cuda.h (C) asks of fsdp_cuda.cu (CUDA C++)
+
+   Functions that launch kernels, and the arithmetic of indices that the kernels do, plain C
+   so that it can be tested with sizes that no memory has.
+
+   All launches are asynchronous: they neither block nor allocate, and nothing that a caller passes
+   is read after they have returned, but for device memory. `stream` is a cudaStream_t; the result
+   is a cudaError_t, 0 being cudaSuccess. Included after fsdp.h.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_CUDA_KERNELS_H
+#define FSDP_CUDA_KERNELS_H
+
+#include <stddef.h> // size_t
+#include <stdint.h> // int64_t, uint32_t
+
+#ifdef __CUDACC__
+#define FSDPI_CUDA_INLINE static __host__ __device__ __forceinline__
+#else
+#define FSDPI_CUDA_INLINE static inline
+#endif
+
+// The kernels are a part of the unit that has the library, and private if all of it is.
+#if defined(__CUDACC__) && defined(FSDP_STATIC)
+#define FSDP_CUDA_API static __attribute__((unused))
+#else
+#define FSDP_CUDA_API extern
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* dst (+)= scale * src, block by block, with the arithmetic and the bits of the CPU's copy: f32, or
+   f64 where a dtype is f64. dst and src may be the same memory if blocks and dtypes are the same.
+   Rows that are written do not overlap; rows that are read may, with a src_pitch of 0 as well.
+   Integers are copied as they are: equal dtypes, scale 1, no accumulate.                         */
+FSDP_CUDA_API int fsdp_cuda_copy(void *stream, void *dst, int out_dtype, const void *src, int dtype,
+                                 const fsdp_block *blocks, uint32_t num, double scale,
+                                 int accumulate);
+
+/* *out (device memory) = sum of |x|^p over the blocks' rows in f64; max: the largest |x|, a NaN
+   being larger than infinity. accumulate: joined with what is in *out. The sum of a block depends
+   on its elements alone, and blocks are added in their order: a list gives the same bits wherever
+   its blocks lie and into however many calls it is split.
+   partials    device memory of fsdp_cuda_norm_partials() doubles, aligned as doubles are         */
+FSDP_CUDA_API size_t fsdp_cuda_norm_partials(const fsdp_block *blocks, uint32_t num);
+FSDP_CUDA_API int fsdp_cuda_norm(void *stream, double *out, const void *src, int dtype,
+                                 const fsdp_block *blocks, uint32_t num, double p, int max,
+                                 int accumulate, double *partials);
+
+// The bits of fsdp_optim.h on the CPU; a NaN is a NaN, but which one is the device's choice.
+FSDP_CUDA_API int fsdp_cuda_update(void *stream, const fsdp_update *update);
+
+/* -------------------------------------------------------------------------------------------- */
+/* How kernels cut up their work. A run is a block whose rows are sequences of items: first whole
+   vectors, which begin `head` elements into the row, then the single elements before and behind
+   them. A tile is a fixed number of items, in the order of rows; a thread block does one at a time.
+   64-bit divisions are done once for a tile, its threads do with 32 bits.                        */
+
+typedef struct fsdpi_cuda_run {
+    const char *src;
+    char *dst;
+    int64_t src_pitch, dst_pitch; // bytes
+    int64_t width, height;        // elements, rows
+    int64_t vectors, head;        // of each row
+    int64_t first;                // tile, among those of the launch
+} fsdpi_cuda_run;
+
+typedef struct fsdpi_cuda_tile {
+    int64_t row, item;        // of its first item
+    uint32_t count;           // items
+    uint32_t room, row_items; // items of its first row, of the others: at most the tile's size
+} fsdpi_cuda_tile;
+
+// vector: elements in one
+FSDPI_CUDA_INLINE int64_t fsdpi_cuda_row_items(const fsdpi_cuda_run *run, uint32_t vector) {
+    return run->width - run->vectors * (vector - 1);
+}
+
+FSDPI_CUDA_INLINE int64_t fsdpi_cuda_tiles(int64_t row_items, int64_t height, uint32_t size) {
+    int64_t items = row_items * height;
+    return items / size + (items % size != 0);
+}
+
+// The run that a tile of the launch belongs to. Every run has one.
+FSDPI_CUDA_INLINE uint32_t fsdpi_cuda_find(const fsdpi_cuda_run *runs, uint32_t num, int64_t tile) {
+    uint32_t low = 0, high = num;
+    while (high - low > 1) {
+        uint32_t middle = (low + high) / 2;
+        if (runs[middle].first <= tile) low = middle;
+        else high = middle;
+    }
+    return low;
+}
+
+// index: of the tile in its run; size: items of a whole tile
+FSDPI_CUDA_INLINE fsdpi_cuda_tile fsdpi_cuda_tile_at(int64_t row_items, int64_t height,
+                                                     int64_t index, uint32_t size) {
+    fsdpi_cuda_tile t;
+    int64_t begin = index * size, left = row_items * height - begin, room;
+    t.row = begin / row_items;
+    t.item = begin - t.row * row_items;
+    room = row_items - t.item;
+    t.count = left < size ? (uint32_t)left : size;
+    t.room = room < size ? (uint32_t)room : size;
+    // A longer row does not end in the tile that it begins in.
+    t.row_items = row_items < size ? (uint32_t)row_items : size;
+    return t;
+}
+
+// Where item i < count of a tile is.
+FSDPI_CUDA_INLINE void fsdpi_cuda_item(const fsdpi_cuda_tile *t, uint32_t i, int64_t *row,
+                                       int64_t *item) {
+    *row = t->row;
+    *item = t->item + i;
+    if (i < t->room) return;
+    uint32_t past = i - t->room, rows = past / t->row_items;
+    *row = t->row + 1 + rows;
+    *item = past - rows * t->row_items;
+}
+
+// The column of an item's first element.
+FSDPI_CUDA_INLINE int64_t fsdpi_cuda_column(const fsdpi_cuda_run *run, int64_t item,
+                                            uint32_t vector) {
+    int64_t single = item - run->vectors;
+    if (single < 0) return run->head + item * vector;
+    return single < run->head ? single : single + run->vectors * vector;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif

@@ -1,0 +1,1426 @@
+/* fsdp_nccl.h - the backend for GPUs: collectives by NCCL, in the order of CUDA streams
+
+   -DFSDP_BACKEND_NCCL compiles it in, with the device of fsdp_cuda.h; how to build: there, and
+   docs/gpu.md. NCCL 2.18 or newer; what came later is used where header and library both have it.
+
+   How it works
+   - A collective of the core is one NCCL group: an operation per segment, straight between the
+     places where data lies. Averages are sums; the core scales, in kernels of its own.
+   - Nothing waits: an operation is enqueued on its stream, an event behind it. A thread, the
+     watchdog, looks at these events. An operation that is not done `timeout_ns` after it could have
+     begun, an error that NCCL reports meanwhile, or a verdict of the store (fsdp_store.h) ends the
+     world: all communicators are aborted, which ends the kernels that wait on the device, too.
+   - NCCL does not compare what ranks call, and a disagreement hangs. So each rank writes a flight
+     record: what was enqueued, when, and whether it is done. When a deadline has passed, members
+     show each other what they wait for: who called something else (MISMATCH), or has not come
+     (TIMEOUT) is named. FSDP_NCCL_CHECK=1 compares before every collective, which waits for it.
+   - Calls of NCCL that other ranks may keep waiting (making, splitting and closing communicators)
+     run in a thread that is left alone when the deadline has passed.
+   - Ranks meet at the store, which also brings NCCL's id to all, and tells when a rank has died.
+
+   ENVIRONMENT
+     FSDP_NCCL_COMMS      1: gathers and reductions share a communicator (less memory, no overlap of
+                          the two); default 2
+     FSDP_NCCL_REGISTER   0: buffers are not registered; 1 (default): with ncclCommRegister; 2: as
+                          symmetric windows, and gathers by the copy engines where NCCL can
+     FSDP_NCCL_CHECK      1: compare what ranks call before every collective (slow)
+     FSDP_FLIGHT_RECORD   a path: when the world fails, the last operations go to PATH.RANK
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#include "../fsdp.h" // the whole interface; nothing when fsdp.h itself includes this file
+
+#ifndef FSDP_NCCL_H
+#define FSDP_NCCL_H
+#ifndef FSDP_MATH_ONLY
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// clang-format off
+/* fsdp_nccl_comm_ops - the table of this backend, named "nccl"
+   Result      never NULL; static
+   open        one GPU per rank: a process, or a thread, each. boot->store says where ranks meet.
+               After a failure error_text(NULL) has the text, for the calling thread
+   split       blocks until every rank of the parent has come and the new groups are connected
+   run         with a stream: enqueues, and returns; what fails later is told by poll and by the
+               next call. Without: blocks until complete. One thread at a time enqueues; another
+               may call run of another comm meanwhile. Knows all_to_all, send and recv too. A
+               collective without elements does nothing, and does not wait for peers
+   alloc       device memory; does not wait for other ranks, but for the device. From 1 MiB on
+               NCCL's own, in steps of the device's granularity, if it is to be registered
+   close       groups before their world. Waits for its peers, at most half a second
+   abort       from any thread      poll never blocks
+   Memory      what NCCL takes for a communicator: some hundred MiB of the device (NCCL_BUFFSIZE,
+               NCCL_MAX_CTAS); 1,024 events
+   Order       all ranks enqueue the collectives of all comms in the same order
+   Limits      FSDPI_MAX_SRCS ranks, Linux. A trusted network, as NCCL's own. No fork after open.
+               Sums of f16 and bf16 are rounded at every hop, in an order that NCCL chooses
+   Collective  no      Blocks no      Allocates no      Thread any */
+// clang-format on
+FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_MATH_ONLY
+#endif // FSDP_NCCL_H
+
+#ifndef FSDP_MATH_ONLY
+#include "fsdp_cuda.h" // the device
+#endif
+
+/* ============================================================================================ */
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_NCCL_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#define FSDP_NCCL_IMPLEMENTED
+
+#ifdef __cplusplus
+extern "C++" {
+#endif
+#include <nccl.h>
+#ifdef __cplusplus
+}
+#endif
+
+#include "fsdp_record.h" // what a rank is about to do, and the words for it
+#include "fsdp_store.h"  // where ranks meet
+
+#if NCCL_VERSION_CODE < 21800
+#error "fsdp_nccl.h needs NCCL 2.18 or newer: this is the header of an older one"
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FSDPI_NCCL_KINDS                                                                           \
+    (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
+     1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
+#define FSDPI_NCCL_FLIGHTS     1024                  // operations of the flight record
+#define FSDPI_NCCL_LARGE       ((size_t)1 << 20)     // of an allocation that is registered
+#define FSDPI_NCCL_PERIOD_NS   ((int64_t)20000000)   // from one look of the watchdog to the next
+#define FSDPI_NCCL_IDLE_NS     ((int64_t)100000000)  // while nothing is under way
+#define FSDPI_NCCL_ASK_NS      80000000              // for what the store knows of a rank
+#define FSDPI_NCCL_SHOW_NS     ((int64_t)500000000)  // for what late members wait for
+#define FSDPI_NCCL_LEFT_NS     ((int64_t)200000000)  // for what a rank did before it shut down
+#define FSDPI_NCCL_ABORT_NS    ((int64_t)2000000000) // for communicators to end
+#define FSDPI_NCCL_PATIENCE_NS ((int64_t)500000000)  // of closing, with peers
+#define FSDPI_NCCL_NAP_NS      50000                 // between looks at a call in progress
+#define FSDPI_NCCL_SHOWN       8                     // operations that a late rank shows
+
+typedef struct fsdpi_nccl_comm fsdpi_nccl_comm;
+
+// One enqueued operation. Written by who enqueues it; state also by the watchdog.
+enum { FSDPI_FLIGHT_NONE, FSDPI_FLIGHT_ISSUED, FSDPI_FLIGHT_DONE, FSDPI_FLIGHT_UNTRACKED };
+typedef struct fsdpi_flight {
+    fsdpi_record record;
+    uint64_t comm_id, comm_seq; // of the comm; the number of the operation on it
+    fsdpi_nccl_comm *comm;      // while it is issued
+    cudaEvent_t event;
+    uint32_t state;
+} fsdpi_flight;
+
+// A buffer that one communicator has registered.
+typedef struct fsdpi_nccl_registration {
+    struct fsdpi_nccl_registration *next;
+    fsdpi_nccl_comm *comm;
+    char *base;
+    void *handle; // NULL: NCCL can not
+} fsdpi_nccl_registration;
+
+// Where an allocation came from: fsdpi_chunk.at.
+enum { FSDPI_NCCL_CUDA, FSDPI_NCCL_OWN };
+
+typedef struct fsdpi_nccl_world {
+    fsdp_boot boot;
+    fsdpi_store *store;
+    int version, ordinal; // of the library; of the device
+    int registers, checks, is_managed, num_comms;
+    fsdpi_chunks chunks;
+    cudaStream_t setup;   // of zero-filling
+    char job[160];        // of ranks as threads
+    int64_t patience_ns;  // of closing comms, all together
+    uint32_t issue;       // lock: NCCL is called by one thread at a time
+    uint32_t lock;        // of comms and registrations; the watchdog has it while it looks
+    uint32_t flight_lock; // of entries of the flight record
+    fsdpi_nccl_comm *comms;
+    fsdpi_nccl_registration *registrations;
+    fsdpi_flight *flights;   // [FSDPI_NCCL_FLIGHTS]
+    uint64_t issued, looked; // flights so far; those before `looked` are done
+    pthread_t watchdog;
+    uint32_t running, stop, changed; // changed: slept on by the watchdog
+    uint32_t aborting, aborted;      // communicators are on their way out; are gone
+} fsdpi_nccl_world;
+
+struct fsdpi_nccl_comm {
+    fsdpi_comm base;
+    fsdpi_nccl_world *world;
+    fsdpi_nccl_comm *next;
+    ncclComm_t nccl;
+    cudaStream_t stream; // of calls without one
+    uint64_t id;         // equal on all members, unique in the world
+    uint64_t seq, done;  // operations so far, done
+    int64_t idle_ns;     // when the last one was seen done
+    int64_t left_ns;     // when a member was first seen to have left, or 0
+    uint32_t splits;
+    int is_world;
+    uint64_t *keys;  // device memory for comparisons: two of mine, and then those of all
+    uint64_t *shown; // the host's copy of those of all
+};
+
+/* -------------------------------------------------------------------------------------------- */
+// >>nccl_fail
+// Owns: the words and statuses of failures.
+
+static int fsdpi_nccl_failed(fsdpi_nccl_world *w) { return fsdpi_store_verdict(w->store, NULL); }
+
+static fsdp_status fsdpi_nccl_report(fsdpi_nccl_comm *c) {
+    fsdpi_verdict v;
+    if (fsdpi_store_verdict(c->world->store, &v)) return fsdpi_comm_report(&c->base, &v);
+    return fsdpi_comm_error(&c->base, FSDP_ERR_INTERNAL, "the world has ended without a reason");
+}
+
+// Ends the world because of what this rank is in. The watchdog aborts the communicators.
+static fsdp_status fsdpi_nccl_fail(fsdpi_nccl_comm *c, fsdp_status status, const char *reason) {
+    char subject[192];
+    fsdpi_comm_subject(&c->base, subject, sizeof subject);
+    fsdpi_store_abort(c->world->store, status, subject, reason);
+    return fsdpi_nccl_report(c);
+}
+
+static fsdp_status fsdpi_nccl_fail_here(fsdpi_nccl_comm *c, fsdp_status status, const char *what) {
+    char reason[FSDPI_REASON];
+    (void)snprintf(reason, sizeof reason, "rank %d: %s", c->base.boot->rank, what);
+    return fsdpi_nccl_fail(c, status, reason);
+}
+
+// A failed call of NCCL. Its last line of warning says more than its code.
+static void fsdpi_nccl_say(fsdpi_text *t, ncclResult_t result, const char *what) {
+    const char *more = ncclGetLastError(NULL);
+    fsdpi_say(t, "%s: NCCL error %d (%s)", what, (int)result, ncclGetErrorString(result));
+    if (more && *more) fsdpi_say(t, "; %s", more);
+    fsdpi_say(t, "; NCCL_DEBUG=WARN tells more");
+}
+
+static fsdp_status fsdpi_nccl_result(fsdpi_nccl_comm *c, ncclResult_t result, const char *what) {
+    char text[FSDPI_REASON];
+    fsdpi_text t = {text, sizeof text, 0};
+    if (result == ncclSuccess) return FSDP_OK;
+    if (fsdpi_nccl_failed(c->world)) return fsdpi_nccl_report(c); // it failed because of that
+    fsdpi_nccl_say(&t, result, what);
+    return fsdpi_nccl_fail_here(c, FSDP_ERR_BACKEND, text);
+}
+
+static fsdp_status fsdpi_nccl_cuda(fsdpi_nccl_comm *c, cudaError_t e, const char *what) {
+    char text[320];
+    fsdp_status status = fsdpi_cuda_status(text, sizeof text, c->world->ordinal, (int)e, what);
+    if (!status) return FSDP_OK;
+    if (fsdpi_nccl_failed(c->world)) return fsdpi_nccl_report(c);
+    return fsdpi_nccl_fail_here(c, status, text);
+}
+
+/* A communicator may be non-blocking, if NCCL_COMM_BLOCKING=0 says so: then every call may be in
+   progress when it returns, and no other may be made until it is not. */
+static ncclResult_t fsdpi_nccl_settle(fsdpi_nccl_comm *c, ncclResult_t result, ncclComm_t nccl) {
+    int64_t start = fsdpi_boot_now(c->base.boot);
+    while (result == ncclInProgress) {
+        ncclResult_t asked = ncclCommGetAsyncError(nccl, &result);
+        if (asked != ncclSuccess) return asked;
+        if (result != ncclInProgress) break;
+        if (fsdpi_nccl_failed(c->world)) return ncclInternalError;
+        if (fsdpi_boot_now(c->base.boot) - start > c->base.boot->timeout_ns) return ncclSystemError;
+        fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
+    }
+    return result;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>nccl_bounded
+// Owns: calls of NCCL that other ranks may keep waiting. Each runs in a thread of its own; whoever
+// waits for it gives up at a deadline. Then the thread, and the communicators that it works on, are
+// left alone: NCCL has no other way out.
+
+enum { FSDPI_NCCL_MAKE, FSDPI_NCCL_PART, FSDPI_NCCL_WINDOW, FSDPI_NCCL_END, FSDPI_NCCL_ABORT };
+
+typedef struct fsdpi_nccl_call {
+    int kind, ordinal;
+    int size, rank, color; // of MAKE and PART
+    ncclUniqueId id;
+    ncclConfig_t config;
+    ncclComm_t parent, out; // out: the result; of END: what ends
+    ncclComm_t *list;       // [size]: of ABORT; one group, as they may wait for each other
+    int is_grouped;
+    void *base, *window; // of WINDOW
+    size_t bytes;
+    char name[64];
+    ncclResult_t result;
+    uint32_t done; // slept on
+} fsdpi_nccl_call;
+
+static ncclResult_t fsdpi_nccl_settle_plain(ncclResult_t result, ncclComm_t nccl) {
+    while (result == ncclInProgress && nccl) { // whoever waits for the thread has the deadline
+        fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
+        if (ncclCommGetAsyncError(nccl, &result) != ncclSuccess) return ncclSystemError;
+    }
+    return result;
+}
+
+static ncclResult_t fsdpi_nccl_call_abort(const fsdpi_nccl_call *call) {
+    ncclResult_t result = call->is_grouped ? ncclGroupStart() : ncclSuccess;
+    for (int i = 0; i < call->size; i++) {
+        ncclResult_t one = ncclCommAbort(call->list[i]);
+        if (result == ncclSuccess) result = one;
+    }
+    ncclResult_t end = call->is_grouped ? ncclGroupEnd() : ncclSuccess;
+    return result != ncclSuccess ? result : end;
+}
+
+static void *fsdpi_nccl_call_main(void *arg) {
+    fsdpi_nccl_call *call = (fsdpi_nccl_call *)arg;
+    (void)cudaSetDevice(call->ordinal);
+    switch (call->kind) {
+    case FSDPI_NCCL_MAKE:
+        call->result = ncclCommInitRankConfig(&call->out, call->size, call->id, call->rank,
+                                              &call->config);
+        call->result = fsdpi_nccl_settle_plain(call->result, call->out);
+        break;
+    case FSDPI_NCCL_PART:
+        call->result = ncclCommSplit(call->parent, call->color, call->rank, &call->out,
+                                     &call->config);
+        call->result = fsdpi_nccl_settle_plain(call->result, call->parent);
+        if (call->result == ncclSuccess && call->out)
+            call->result = fsdpi_nccl_settle_plain(ncclInProgress, call->out);
+        break;
+#if NCCL_VERSION_CODE >= 22703
+    case FSDPI_NCCL_WINDOW: {
+        ncclWindow_t window = NULL;
+        call->result = ncclCommWindowRegister(call->parent, call->base, call->bytes, &window,
+                                              NCCL_WIN_COLL_SYMMETRIC);
+        call->result = fsdpi_nccl_settle_plain(call->result, call->parent);
+        call->window = (void *)window;
+        break;
+    }
+#endif
+    case FSDPI_NCCL_END:
+        call->result = ncclCommFinalize(call->out);
+        call->result = fsdpi_nccl_settle_plain(call->result, call->out);
+        if (call->result == ncclSuccess) call->result = ncclCommDestroy(call->out);
+        break;
+    default: call->result = fsdpi_nccl_call_abort(call); break;
+    }
+    __atomic_store_n(&call->done, 1u, __ATOMIC_SEQ_CST);
+    fsdpi_futex_wake_all(&call->done, 0);
+    return NULL;
+}
+
+/* Makes the call. FSDP_OK: it has returned, call->result; TIMEOUT: it has not, and the block is the
+   thread's for good. `stop`: its world, whose failure ends the wait, too. */
+static fsdp_status fsdpi_nccl_bounded(fsdpi_nccl_call *call, const fsdp_boot *boot,
+                                      int64_t timeout_ns, fsdpi_nccl_world *stop) {
+    pthread_t thread;
+    int64_t start = fsdpi_boot_now(boot);
+    if (pthread_create(&thread, NULL, fsdpi_nccl_call_main, call)) return FSDP_ERR_OUT_OF_MEMORY;
+    while (!__atomic_load_n(&call->done, __ATOMIC_SEQ_CST)) {
+        if (fsdpi_boot_now(boot) - start > timeout_ns || (stop && fsdpi_nccl_failed(stop))) {
+            (void)pthread_detach(thread);
+            return FSDP_ERR_TIMEOUT;
+        }
+        fsdpi_futex_wait(&call->done, 0, 5000000, 0);
+    }
+    (void)pthread_join(thread, NULL);
+    return FSDP_OK;
+}
+
+static fsdpi_nccl_call *fsdpi_nccl_call_new(fsdpi_nccl_world *w, int kind) {
+    fsdpi_nccl_call *call = (fsdpi_nccl_call *)fsdpi_alloc(&w->boot.allocator, sizeof *call);
+    if (!call) return NULL;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    call->kind = kind;
+    call->ordinal = w->ordinal;
+    call->config = config;
+    return call;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>nccl_watch
+// Owns: the flight record, and the thread that looks at what is under way. Who enqueues writes an
+// entry and then `issued`; the watchdog alone marks it done.
+
+static fsdpi_flight *fsdpi_nccl_flight(fsdpi_nccl_world *w, uint64_t number) {
+    return &w->flights[number % FSDPI_NCCL_FLIGHTS];
+}
+
+// Looks at an operation; 1: it is done.
+static int fsdpi_nccl_look(fsdpi_flight *f, int64_t now, cudaError_t *e) {
+    if (FSDPI_LOAD(&f->state) != FSDPI_FLIGHT_ISSUED) return 1;
+    *e = cudaEventQuery(f->event);
+    if (*e != cudaSuccess) (void)cudaGetLastError();
+    if (*e == cudaErrorNotReady) *e = cudaSuccess;
+    else if (*e == cudaSuccess) {
+        if (f->comm) { // else it was closed meanwhile
+            f->comm->done = f->comm_seq;
+            f->comm->idle_ns = now;
+        }
+        FSDPI_STORE(&f->state, FSDPI_FLIGHT_DONE);
+        return 1;
+    }
+    return 0;
+}
+
+// What this rank is doing: its oldest operation that is not done, else its last one.
+static int fsdpi_nccl_doing(fsdpi_nccl_world *w, fsdpi_record *out) {
+    int is_busy = 0;
+    memset(out, 0, sizeof *out);
+    fsdpi_lock(&w->flight_lock);
+    uint64_t issued = w->issued, i = __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE);
+    if (i == issued && i > 0) i--;
+    for (; i < issued && !is_busy; i++) {
+        const fsdpi_flight *f = fsdpi_nccl_flight(w, i);
+        is_busy = FSDPI_LOAD(&f->state) == FSDPI_FLIGHT_ISSUED;
+        *out = f->record;
+    }
+    fsdpi_unlock(&w->flight_lock);
+    return is_busy;
+}
+
+// From the store's thread: the sign of life says what this rank waits for.
+static void fsdpi_nccl_beat(void *user, fsdpi_store_beat *out) {
+    fsdpi_nccl_world *w = (fsdpi_nccl_world *)user;
+    fsdpi_record record;
+    out->text[0] = 0;
+    out->busy = w->flights ? fsdpi_nccl_doing(w, &record) : 0;
+    if (!w->flights || !record.kind) return;
+    fsdpi_text t = {out->text, sizeof out->text, 0};
+    fsdpi_say_op(&t, &record);
+    out->since_ns = fsdpi_boot_now(&w->boot) - record.since_ns;
+}
+
+static void fsdpi_nccl_wake(void *user) {
+    fsdpi_nccl_world *w = (fsdpi_nccl_world *)user;
+    __atomic_add_fetch(&w->changed, 1u, __ATOMIC_SEQ_CST);
+    fsdpi_futex_wake_all(&w->changed, 0);
+}
+
+static void fsdpi_nccl_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
+    fsdpi_store *store = ((fsdpi_nccl_comm *)(void *)base)->world->store;
+    fsdpi_store_peer peer;
+    if (!fsdpi_store_ask(store, rank, &peer, FSDPI_NCCL_ASK_NS)) fsdpi_store_say_peer(t, &peer);
+    else fsdpi_say(t, "the store does not answer");
+}
+
+// What a late rank shows to the others: what it waits for on a comm.
+typedef struct fsdpi_nccl_shown {
+    uint64_t comm_seq;
+    fsdpi_record record;
+} fsdpi_nccl_shown;
+
+static void fsdpi_nccl_show_key(char *key, size_t cap, const fsdpi_nccl_comm *c, int k) {
+    (void)snprintf(key, cap, "nccl/late/%016llx/%d", (unsigned long long)c->id,
+                   (int)c->base.ranks[k]);
+}
+
+/* The members that wait in the same operation have shown it by now, or do so within a moment, as
+   their deadlines are equal. Returns the number of those that have not come; *other: one that
+   called something else in its place, or -1. */
+static int fsdpi_nccl_compare_late(fsdpi_nccl_comm *c, const fsdpi_nccl_shown *mine,
+                                   uint8_t *missing, fsdpi_nccl_shown *other, int *who) {
+    fsdpi_store *store = c->world->store;
+    int64_t start = fsdpi_boot_now(c->base.boot), size = (int64_t)sizeof *mine;
+    int num = 0;
+    char key[64];
+    fsdpi_nccl_show_key(key, sizeof key, c, c->base.index);
+    (void)fsdpi_store_set(store, key, mine, (size_t)size);
+    *who = -1;
+    for (int k = 0; k < c->base.size; k++) {
+        fsdpi_nccl_shown shown;
+        size_t bytes = 0;
+        int64_t left = FSDPI_NCCL_SHOW_NS - (fsdpi_boot_now(c->base.boot) - start);
+        memset(&shown, 0, sizeof shown);
+        fsdpi_nccl_show_key(key, sizeof key, c, k);
+        missing[k] = 0;
+        if (k == c->base.index) continue;
+        fsdp_status status = fsdpi_store_get(store, key, &shown, sizeof shown, &bytes,
+                                             left > 1000000 ? left : 1000000);
+        if (!status && shown.comm_seq == mine->comm_seq && shown.record.key == mine->record.key)
+            continue; // it waits for somebody else, too
+        if (!status && shown.comm_seq == mine->comm_seq && *who < 0) {
+            *other = shown;
+            *who = k;
+        }
+        if (status || shown.comm_seq < mine->comm_seq) missing[k] = 1, num++;
+    }
+    return num;
+}
+
+static void fsdpi_nccl_say_mismatch(fsdpi_text *t, const fsdpi_nccl_comm *c,
+                                    const fsdpi_record *mine, const fsdpi_record *theirs, int k) {
+    const fsdpi_record *records[2] = {mine, theirs};
+    fsdpi_say(t, "ranks disagree: ");
+    for (int i = 0; i < 2; i++) {
+        fsdpi_say(t, "%srank %d: ", i ? "; " : "", i ? (int)c->base.ranks[k] : c->base.boot->rank);
+        fsdpi_say_op(t, records[i]);
+        fsdpi_say(t, ", %llu elements of %s", (unsigned long long)records[i]->count,
+                  fsdp_dtype_name(records[i]->dtype));
+    }
+    fsdpi_say_differences(t, mine, theirs);
+}
+
+// An operation is not done in time: who is to blame?
+static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
+    uint8_t missing[FSDPI_MAX_SRCS];
+    char reason[FSDPI_REASON], subject[192];
+    fsdpi_text t = {reason, sizeof reason, 0}, s = {subject, sizeof subject, 0};
+    fsdpi_nccl_shown mine, other;
+    int who = -1;
+    mine.comm_seq = f->comm_seq;
+    mine.record = f->record;
+    int num = fsdpi_nccl_compare_late(c, &mine, missing, &other, &who);
+    if (fsdpi_nccl_failed(c->world)) return; // another one was first
+    fsdpi_say_op(&s, &f->record);
+    fsdp_status status = who >= 0 ? FSDP_ERR_MISMATCH : FSDP_ERR_TIMEOUT;
+    if (who >= 0) fsdpi_nccl_say_mismatch(&t, c, &f->record, &other.record, who);
+    else if (num > 0) fsdpi_say_late(&t, &c->base, missing, "come", fsdpi_nccl_say_last);
+    else
+        fsdpi_say(&t,
+                  "all ranks have come, and it is not done within %.1f s of having been enqueued: "
+                  "work that it waits for takes longer (FSDP_TIMEOUT_MS), or the network hangs "
+                  "(NCCL_DEBUG=INFO)",
+                  (double)c->base.boot->timeout_ns * 1e-9);
+    fsdpi_store_abort(c->world->store, status, subject, reason);
+}
+
+// A member has shut down; what it did before has had time to arrive.
+static int fsdpi_nccl_left(fsdpi_nccl_comm *c, const fsdpi_flight *f, int64_t now) {
+    int k = 0;
+    while (k < c->base.size && !fsdpi_store_has_left(c->world->store, (int)c->base.ranks[k])) k++;
+    if (k == c->base.size) return 0;
+    if (!c->left_ns) c->left_ns = now;
+    if (now - c->left_ns < FSDPI_NCCL_LEFT_NS) return 0;
+    char reason[FSDPI_REASON], subject[192];
+    fsdpi_text t = {reason, sizeof reason, 0}, s = {subject, sizeof subject, 0};
+    fsdpi_say(&t, "rank %d has shut down", (int)c->base.ranks[k]);
+    fsdpi_say_op(&s, &f->record);
+    fsdpi_store_abort(c->world->store, FSDP_ERR_PEER_LOST, subject, reason);
+    return 1;
+}
+
+// Looks at what is under way. Returns whether anything is.
+static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
+    int64_t now = fsdpi_boot_now(&w->boot);
+    uint64_t issued = __atomic_load_n(&w->issued, __ATOMIC_ACQUIRE);
+    int is_busy = 0, told = 0;
+    cudaError_t e = cudaSuccess;
+    fsdpi_lock(&w->lock); // so that no comm is closed meanwhile
+    for (uint64_t i = w->looked; i < issued && !told; i++) {
+        fsdpi_flight *f = fsdpi_nccl_flight(w, i);
+        int is_done = fsdpi_nccl_look(f, now, &e);
+        if (is_done && i == w->looked) __atomic_store_n(&w->looked, i + 1, __ATOMIC_RELEASE);
+        if (is_done) continue;
+        fsdpi_nccl_comm *c = f->comm;
+        is_busy = 1;
+        if (!c || c->done + 1 != f->comm_seq) continue; // not the oldest of its comm
+        int64_t since = c->idle_ns > f->record.since_ns ? c->idle_ns : f->record.since_ns;
+        if (e != cudaSuccess) {
+            char text[400];
+            (void)fsdpi_cuda_status(text, sizeof text, w->ordinal, (int)e, "work on the device");
+            fsdpi_store_abort(w->store, FSDP_ERR_BACKEND, "", text);
+            told = 1;
+        } else if (now - since > w->boot.timeout_ns) {
+            fsdpi_nccl_late(c, f);
+            told = 1;
+        } else {
+            told = fsdpi_nccl_left(c, f, now);
+        }
+    }
+    fsdpi_unlock(&w->lock);
+    return is_busy;
+}
+
+// Errors that NCCL has met by itself: a connection that broke, a peer that aborted.
+static void fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
+    fsdpi_lock(&w->lock);
+    for (fsdpi_nccl_comm *c = w->comms; c; c = c->next) {
+        ncclResult_t result = ncclSuccess;
+        if (!c->nccl || ncclCommGetAsyncError(c->nccl, &result) != ncclSuccess) continue;
+        if (result == ncclSuccess || result == ncclInProgress) continue;
+        char reason[FSDPI_REASON];
+        fsdpi_text t = {reason, sizeof reason, 0};
+        fsdpi_say(&t, "rank %d: on '%s': ", w->boot.rank, c->base.now.comm);
+        fsdpi_nccl_say(&t, result, "NCCL reports");
+        fsdpi_store_abort(w->store, FSDP_ERR_BACKEND, "", reason);
+        break;
+    }
+    fsdpi_unlock(&w->lock);
+}
+
+static void fsdpi_nccl_say_flight(fsdpi_text *t, const fsdpi_flight *f, int64_t now) {
+    static const char *const states[] = {"", "not done", "done", "captured in a graph"};
+    uint32_t state = FSDPI_LOAD(&f->state);
+    fsdpi_say(t, "#%llu ", (unsigned long long)f->comm_seq);
+    fsdpi_say_op(t, &f->record);
+    fsdpi_say(t, ", %llu elements of %s in %u segments, key %016llx, %.3f s ago: %s",
+              (unsigned long long)f->record.count, fsdp_dtype_name(f->record.dtype),
+              f->record.num_segs, (unsigned long long)f->record.key,
+              (double)(now - f->record.since_ns) * 1e-9, states[state]);
+}
+
+/* The world has failed: what is not done goes to the log, all that is remembered to a file if the
+   user wants one. */
+static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
+    const char *path = fsdpi_env("FSDP_FLIGHT_RECORD");
+    int64_t now = fsdpi_boot_now(&w->boot);
+    uint64_t issued = __atomic_load_n(&w->issued, __ATOMIC_ACQUIRE);
+    char text[500];
+    FILE *file = NULL;
+    int said = 0;
+    if (path && snprintf(text, sizeof text, "%s.%d", path, w->boot.rank) < (int)sizeof text)
+        file = fopen(text, "w");
+    uint64_t i = issued > FSDPI_NCCL_FLIGHTS ? issued - FSDPI_NCCL_FLIGHTS : 0;
+    fsdpi_lock(&w->flight_lock);
+    for (; i < issued; i++) {
+        const fsdpi_flight *f = fsdpi_nccl_flight(w, i);
+        fsdpi_text t = {text, sizeof text, 0};
+        fsdpi_say(&t, "flight record: ");
+        fsdpi_nccl_say_flight(&t, f, now);
+        if (file) (void)fprintf(file, "%s\n", text);
+        if (FSDPI_LOAD(&f->state) == FSDPI_FLIGHT_ISSUED && said++ < FSDPI_NCCL_SHOWN)
+            fsdpi_boot_log(&w->boot, FSDP_LOG_INFO, text);
+    }
+    fsdpi_unlock(&w->flight_lock);
+    if (file) (void)fclose(file);
+}
+
+/* Ends all communicators, in one group: one by one they may wait for each other. A thread that is
+   inside NCCL is waited for a moment, since a communicator must not be used meanwhile; but a hang
+   would be for ever. */
+static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
+    int64_t start = fsdpi_boot_now(&w->boot);
+    int locked = 0, num = 0;
+    uint32_t none = 0;
+    __atomic_store_n(&w->aborting, 1u, __ATOMIC_SEQ_CST); // what ends from now on is not done
+    while (!locked && fsdpi_boot_now(&w->boot) - start < FSDPI_NCCL_ABORT_NS) {
+        none = 0;
+        locked = __atomic_compare_exchange_n(&w->issue, &none, 1u, 0, __ATOMIC_ACQUIRE,
+                                             __ATOMIC_RELAXED);
+        if (!locked) fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
+    }
+    fsdpi_lock(&w->lock);
+    for (fsdpi_nccl_comm *c = w->comms; c; c = c->next) num += c->nccl != NULL;
+    fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_ABORT);
+    ncclComm_t *list = call ? (ncclComm_t *)fsdpi_alloc(&w->boot.allocator,
+                                                        ((size_t)num + 1) * sizeof *list)
+                            : NULL;
+    for (fsdpi_nccl_comm *c = w->comms; c && list; c = c->next) {
+        if (c->nccl) list[call->size++] = c->nccl;
+        c->nccl = NULL;
+    }
+    fsdpi_unlock(&w->lock);
+    if (list) {
+        call->list = list;
+        call->is_grouped = w->version >= 22200;
+    }
+    fsdp_status status = list ? fsdpi_nccl_bounded(call, &w->boot, FSDPI_NCCL_ABORT_NS, NULL)
+                              : FSDP_OK;
+    if (!status) { // else they are the thread's
+        fsdpi_free(&w->boot.allocator, list);
+        fsdpi_free(&w->boot.allocator, call);
+    }
+    __atomic_store_n(&w->aborted, 1u, __ATOMIC_SEQ_CST);
+    if (locked) fsdpi_unlock(&w->issue);
+}
+
+static void *fsdpi_nccl_watchdog(void *arg) {
+    fsdpi_nccl_world *w = (fsdpi_nccl_world *)arg;
+    (void)cudaSetDevice(w->ordinal);
+    enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+    (void)cudaThreadExchangeStreamCaptureMode(&mode); // looking at an event ends no capture
+    while (!FSDPI_LOAD(&w->stop)) {
+        uint32_t changed = FSDPI_LOAD(&w->changed);
+        int is_busy = fsdpi_nccl_look_all(w);
+        if (!fsdpi_nccl_failed(w)) fsdpi_nccl_ask_errors(w);
+        if (fsdpi_nccl_failed(w) && !w->aborted) {
+            fsdpi_nccl_dump(w);
+            fsdpi_nccl_abort_all(w);
+        }
+        fsdpi_futex_wait(&w->changed, changed, is_busy ? FSDPI_NCCL_PERIOD_NS : FSDPI_NCCL_IDLE_NS,
+                         0);
+    }
+    return NULL;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>nccl_run
+// Owns: collectives as groups of NCCL.
+
+static ncclDataType_t fsdpi_nccl_dtype(int dtype) {
+    switch (dtype) {
+    case FSDP_F32: return ncclFloat32;
+    case FSDP_F64: return ncclFloat64;
+    case FSDP_F16: return ncclFloat16;
+    case FSDP_BF16: return ncclBfloat16;
+    case FSDP_I32: return ncclInt32;
+    case FSDP_I64: return ncclInt64;
+    case FSDP_I16: return ncclFloat16; // moved, never summed
+    default: return ncclUint8;
+    }
+}
+
+static ncclRedOp_t fsdpi_nccl_redop(int redop) {
+    return redop == FSDP_MAX ? ncclMax : redop == FSDP_MIN ? ncclMin : ncclSum;
+}
+
+// Every member's part to every other: a pair of messages each.
+static ncclResult_t fsdpi_nccl_all_to_all(const fsdpi_nccl_comm *c, const fsdp_coll *op,
+                                          cudaStream_t stream) {
+    size_t part = (size_t)op->count * fsdp_dtype_size(op->dtype);
+    ncclDataType_t type = fsdpi_nccl_dtype(op->dtype);
+    ncclResult_t result = ncclSuccess;
+    for (int k = 0; k < c->base.size && result == ncclSuccess; k++) {
+        const char *src = (const char *)op->src + (size_t)k * part;
+        char *dst = (char *)op->dst + (size_t)k * part;
+        result = ncclSend(src, (size_t)op->count, type, k, c->nccl, stream);
+        if (result == ncclSuccess)
+            result = ncclRecv(dst, (size_t)op->count, type, k, c->nccl, stream);
+    }
+    return result;
+}
+
+// One segment of a gather or scatter.
+static ncclResult_t fsdpi_nccl_segment(const fsdpi_nccl_comm *c, const fsdp_coll *op,
+                                       const fsdp_seg *seg, cudaStream_t stream) {
+    size_t size = fsdp_dtype_size(op->dtype), count = (size_t)seg->count;
+    ncclDataType_t type = fsdpi_nccl_dtype(op->dtype);
+    char *dst = (char *)op->dst;
+    const char *src = (const char *)op->src;
+    if (op->kind == FSDP_OP_REDUCE_SCATTER)
+        return ncclReduceScatter(src + (size_t)seg->full * size, dst + (size_t)seg->shard * size,
+                                 count, type, ncclSum, c->nccl, stream);
+    dst += (size_t)seg->full * size;
+    src = op->in_place ? dst + (size_t)c->base.index * count * size
+                       : src + (size_t)seg->shard * size;
+    return ncclAllGather(src, dst, count, type, c->nccl, stream);
+}
+
+// Beside the collectives: to and from one peer at the same time.
+enum { FSDPI_NCCL_SWAP = FSDP_OP_COUNT };
+
+static ncclResult_t fsdpi_nccl_operation(const fsdpi_nccl_comm *c, const fsdp_coll *op,
+                                         cudaStream_t stream) {
+    ncclDataType_t type = fsdpi_nccl_dtype(op->dtype);
+    size_t count = (size_t)op->count;
+    int peer = (int)op->root;
+    ncclResult_t result = ncclSuccess;
+    switch (op->kind) {
+    case FSDP_OP_ALL_REDUCE:
+        return ncclAllReduce(op->dst, op->dst, count, type, fsdpi_nccl_redop(op->redop), c->nccl,
+                             stream);
+    case FSDP_OP_BROADCAST:
+        return ncclBroadcast(op->dst, op->dst, count, type, peer, c->nccl, stream);
+    case FSDP_OP_ALL_TO_ALL: return fsdpi_nccl_all_to_all(c, op, stream);
+    case FSDP_OP_SEND: return ncclSend(op->src, count, type, peer, c->nccl, stream);
+    case FSDP_OP_RECV: return ncclRecv(op->dst, count, type, peer, c->nccl, stream);
+    case FSDPI_NCCL_SWAP:
+        result = ncclSend(op->src, count, type, peer, c->nccl, stream);
+        return result != ncclSuccess ? result
+                                     : ncclRecv(op->dst, count, type, peer, c->nccl, stream);
+    default:
+        for (uint32_t i = 0; i < op->num_segs && result == ncclSuccess; i++)
+            if (op->segs[i].count > 0) result = fsdpi_nccl_segment(c, op, &op->segs[i], stream);
+        return result;
+    }
+}
+
+/* Registers the allocation that p is in with this communicator, at the first collective that uses
+   it: all members do so in the same one, since they run the same operations. */
+static ncclResult_t fsdpi_nccl_register(fsdpi_nccl_comm *c, const void *p) {
+#if NCCL_VERSION_CODE >= 21900
+    fsdpi_nccl_world *w = c->world;
+    fsdpi_nccl_registration *r;
+    fsdpi_chunk chunk = {NULL, 0, 0, 0};
+    fsdpi_lock(&w->chunks.lock);
+    int i = fsdpi_chunk_before(&w->chunks, (uintptr_t)p);
+    if (i >= 0) chunk = w->chunks.list[i];
+    fsdpi_unlock(&w->chunks.lock);
+    if (chunk.at != FSDPI_NCCL_OWN || (const char *)p >= chunk.base + chunk.size)
+        return ncclSuccess;
+    for (r = w->registrations; r; r = r->next)
+        if (r->comm == c && r->base == chunk.base) return ncclSuccess;
+    r = (fsdpi_nccl_registration *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
+    if (!r) return ncclSystemError;
+    r->comm = c;
+    r->base = chunk.base;
+    ncclResult_t result = ncclSuccess;
+    if (w->registers == 1) {
+        result = ncclCommRegister(c->nccl, chunk.base, chunk.size, &r->handle);
+        result = fsdpi_nccl_settle(c, result, c->nccl);
+    } else {
+        fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_WINDOW);
+        fsdp_status status = FSDP_ERR_OUT_OF_MEMORY;
+        if (call) {
+            call->parent = c->nccl;
+            call->base = chunk.base;
+            call->bytes = chunk.size;
+            status = fsdpi_nccl_bounded(call, &w->boot, w->boot.timeout_ns, w);
+        }
+        result = status ? ncclSystemError : call->result;
+        if (!status) r->handle = call->window;
+        if (status != FSDP_ERR_TIMEOUT) fsdpi_free(&w->boot.allocator, call);
+    }
+    fsdpi_lock(&w->lock);
+    r->next = w->registrations;
+    w->registrations = r;
+    fsdpi_unlock(&w->lock);
+    return result;
+#else
+    (void)c, (void)p;
+    return ncclSuccess;
+#endif
+}
+
+static void fsdpi_nccl_unregister(fsdpi_nccl_world *w, const fsdpi_nccl_registration *r) {
+    if (!r->handle || !r->comm->nccl) return; // what was aborted has forgotten it
+#if NCCL_VERSION_CODE >= 22703
+    if (w->registers == 2) (void)ncclCommWindowDeregister(r->comm->nccl, (ncclWindow_t)r->handle);
+#endif
+#if NCCL_VERSION_CODE >= 21900
+    if (w->registers == 1) (void)ncclCommDeregister(r->comm->nccl, r->handle);
+#endif
+    (void)w;
+}
+
+// Ends the registrations of a comm, or (NULL) those of an allocation.
+static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm *c,
+                                      const char *base) {
+    fsdpi_lock(&w->issue);
+    fsdpi_lock(&w->lock);
+    for (fsdpi_nccl_registration **at = &w->registrations, *r; (r = *at) != NULL;) {
+        if (c ? r->comm != c : r->base != base) {
+            at = &r->next;
+            continue;
+        }
+        *at = r->next;
+        fsdpi_nccl_unregister(w, r);
+        fsdpi_free(&w->boot.allocator, r);
+    }
+    fsdpi_unlock(&w->lock);
+    fsdpi_unlock(&w->issue);
+}
+
+// The next entry of the flight record, when there is one whose operation is done.
+static fsdpi_flight *fsdpi_nccl_take(fsdpi_nccl_comm *c) {
+    fsdpi_nccl_world *w = c->world;
+    while (w->issued - __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE) >= FSDPI_NCCL_FLIGHTS) {
+        if (fsdpi_nccl_failed(w)) return NULL;
+        fsdpi_nccl_wake(w);
+        fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
+    }
+    return fsdpi_nccl_flight(w, w->issued);
+}
+
+static void fsdpi_nccl_publish(fsdpi_nccl_comm *c, fsdpi_flight *f, uint32_t state) {
+    fsdpi_nccl_world *w = c->world;
+    c->base.now.since_ns = fsdpi_boot_now(&w->boot);
+    fsdpi_lock(&w->flight_lock);
+    f->record = c->base.now;
+    f->comm_id = c->id;
+    f->comm = c;
+    if (state == FSDPI_FLIGHT_ISSUED) c->seq++;
+    f->comm_seq = c->seq;
+    FSDPI_STORE(&f->state, state);
+    __atomic_store_n(&w->issued, w->issued + 1, __ATOMIC_RELEASE);
+    fsdpi_unlock(&w->flight_lock);
+}
+
+// A stream that is being captured must not be looked at, nor may memory be registered.
+static cudaError_t fsdpi_nccl_is_captured(cudaStream_t stream, int *is_captured) {
+    enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+    cudaError_t e = cudaStreamIsCapturing(stream, &status);
+    *is_captured = status != cudaStreamCaptureStatusNone;
+    return e;
+}
+
+/* Enqueues one operation, and an event behind it. With the lock `issue`. *out: its entry, or NULL
+   if there is nothing to wait for. */
+static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, cudaStream_t stream,
+                                      fsdpi_flight **out) {
+    fsdpi_nccl_world *w = c->world;
+    int is_captured = 0;
+    *out = NULL;
+    fsdp_status status = fsdpi_nccl_cuda(c, fsdpi_nccl_is_captured(stream, &is_captured),
+                                         "cudaStreamIsCapturing");
+    if (status) return status;
+    fsdpi_flight *f = fsdpi_nccl_take(c);
+    if (!f || !c->nccl) return fsdpi_nccl_report(c);
+    ncclResult_t result = ncclSuccess;
+    if (w->registers && !is_captured) {
+        result = fsdpi_nccl_register(c, op->dst);
+        if (result == ncclSuccess && op->src && !op->in_place)
+            result = fsdpi_nccl_register(c, op->src);
+        status = fsdpi_nccl_result(c, result, "registering a buffer");
+        if (status) return status;
+    }
+    result = ncclGroupStart();
+    if (result == ncclSuccess) {
+        result = fsdpi_nccl_operation(c, op, stream);
+        ncclResult_t end = ncclGroupEnd();
+        if (result == ncclSuccess || result == ncclInProgress) result = end;
+    }
+    status = fsdpi_nccl_result(c, fsdpi_nccl_settle(c, result, c->nccl), fsdp_op_name(op->kind));
+    if (!status && !is_captured)
+        status = fsdpi_nccl_cuda(c, cudaEventRecord(f->event, stream), "cudaEventRecord");
+    if (status) return status;
+    fsdpi_nccl_publish(c, f, is_captured ? FSDPI_FLIGHT_UNTRACKED : FSDPI_FLIGHT_ISSUED);
+    if (!is_captured) *out = f;
+    return FSDP_OK;
+}
+
+// Waits for an operation. What ends because communicators are aborted is not done.
+static fsdp_status fsdpi_nccl_await(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
+    fsdpi_nccl_world *w = c->world;
+    cudaError_t e = cudaSuccess;
+    int64_t limit = w->boot.timeout_ns < INT64_MAX / 2 ? w->boot.timeout_ns + FSDPI_CUDA_GRACE_NS
+                                                       : INT64_MAX;
+    fsdpi_nccl_wake(w);
+    fsdp_status status = fsdpi_cuda_await(&w->boot, f->event, limit, &w->aborted, &e);
+    if (!status && !FSDPI_LOAD(&w->aborting)) return FSDP_OK;
+    if (fsdpi_nccl_failed(w)) return fsdpi_nccl_report(c);
+    if (status == FSDP_ERR_BACKEND) return fsdpi_nccl_cuda(c, e, "work on the device");
+    return fsdpi_nccl_fail_here(c, FSDP_ERR_TIMEOUT, "the device has not finished in time");
+}
+
+/* Shows two numbers to all members, or to one peer, and brings theirs to c->shown. Waits. The
+   deadline, and who did not come, are the watchdog's. */
+static fsdp_status fsdpi_nccl_exchange(fsdpi_nccl_comm *c, int peer, uint64_t key, uint64_t more) {
+    fsdpi_nccl_world *w = c->world;
+    fsdp_seg seg = {0, 2, 2};
+    fsdp_coll op;
+    fsdpi_flight *f = NULL;
+    uint64_t mine[2];
+    mine[0] = key, mine[1] = more;
+    memset(&op, 0, sizeof op);
+    op.kind = FSDP_OP_ALL_GATHER;
+    op.dtype = FSDP_I64;
+    op.segs = &seg;
+    op.num_segs = 1;
+    op.src = op.dst = c->keys;
+    if (peer >= 0) {
+        op.kind = FSDPI_NCCL_SWAP;
+        op.dst = c->keys + 2 + 2 * peer;
+        op.count = 2;
+        op.root = peer;
+    }
+    fsdpi_lock(&w->issue);
+    cudaError_t e = cudaMemcpyAsync(c->keys, mine, sizeof mine, cudaMemcpyHostToDevice, c->stream);
+    fsdp_status status = fsdpi_nccl_cuda(c, e, "copying keys");
+    if (!status) status = fsdpi_nccl_enqueue(c, &op, c->stream, &f);
+    fsdpi_unlock(&w->issue);
+    if (!status && f) status = fsdpi_nccl_await(c, f);
+    if (status) return status;
+    e = cudaMemcpyAsync(c->shown, c->keys + 2, 2 * (size_t)c->base.size * sizeof *c->shown,
+                        cudaMemcpyDeviceToHost, c->stream);
+    if (e == cudaSuccess) e = cudaStreamSynchronize(c->stream);
+    return fsdpi_nccl_cuda(c, e, "copying keys");
+}
+
+// FSDP_NCCL_CHECK: the members' calls are compared before any data moves.
+static fsdp_status fsdpi_nccl_check(fsdpi_nccl_comm *c, int root) {
+    const fsdpi_record *mine = &c->base.now;
+    int is_pair = mine->kind == FSDP_OP_SEND || mine->kind == FSDP_OP_RECV;
+    int peer = is_pair ? root : -1, k = is_pair ? peer : 0, end = c->base.size;
+    // Of a pair one sends and the other receives.
+    fsdp_status status = fsdpi_nccl_exchange(c, peer, mine->key, mine->kind);
+    while (!status && k < end && c->shown[2 * k] == mine->key &&
+           (c->shown[2 * k + 1] != mine->kind) == is_pair)
+        k = is_pair ? end : k + 1;
+    if (status || k == end) return status;
+    char key[64], reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_record theirs;
+    size_t bytes = 0;
+    fsdpi_nccl_show_key(key, sizeof key, c, c->base.index);
+    (void)fsdpi_store_set(c->world->store, key, mine, sizeof *mine);
+    fsdpi_nccl_show_key(key, sizeof key, c, k);
+    memset(&theirs, 0, sizeof theirs);
+    (void)fsdpi_store_get(c->world->store, key, &theirs, sizeof theirs, &bytes, FSDPI_NCCL_SHOW_NS);
+    if (fsdpi_nccl_failed(c->world)) return fsdpi_nccl_report(c);
+    fsdpi_nccl_say_mismatch(&t, c, mine, &theirs, k);
+    return fsdpi_nccl_fail(c, FSDP_ERR_MISMATCH, reason);
+}
+
+static fsdp_status fsdpi_nccl_run(fsdp_comm *comm, const fsdp_coll *op) {
+    fsdpi_nccl_comm *c = (fsdpi_nccl_comm *)(void *)comm;
+    fsdpi_nccl_world *w = c->world;
+    const void *shared = NULL;
+    int64_t low = 0, high = 0;
+    fsdpi_flight *f = NULL;
+    fsdpi_describe(&c->base, op, op->what);
+    if (fsdpi_nccl_failed(w)) return fsdpi_nccl_report(c);
+    fsdp_status status = fsdpi_check(&c->base, FSDPI_NCCL_KINDS, op, &shared, &low, &high);
+    size_t bytes = fsdp_dtype_size(op->dtype);
+    int is_plain = op->out_dtype == op->dtype && op->scale == 1.0 && !op->accumulate;
+    if (!status && op->kind == FSDP_OP_REDUCE_SCATTER && !is_plain)
+        return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
+                                "a cast, scale or accumulation is not part of this reduction");
+    fsdpi_chunk chunk;
+    if (!status && c->base.size > 1 && high > low)
+        status = fsdpi_chunk_find(&c->base, &w->chunks, op, shared, (size_t)low * bytes,
+                                  (size_t)high * bytes, &chunk);
+    if (status) return status;
+    fsdpi_make_key(&c->base.now, op);
+    if (w->checks && c->base.size > 1) status = fsdpi_nccl_check(c, (int)op->root);
+    if (status || high <= low) return status;
+    fsdpi_lock(&w->issue);
+    status = fsdpi_nccl_enqueue(c, op, op->stream ? (cudaStream_t)op->stream : c->stream, &f);
+    fsdpi_unlock(&w->issue);
+    return status || op->stream || !f ? status : fsdpi_nccl_await(c, f);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>nccl_open
+// Owns: how communicators are made and end, and memory.
+
+static ncclConfig_t fsdpi_nccl_config(const fsdpi_nccl_world *w, fsdpi_nccl_call *call,
+                                      const char *name, int gathers) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    (void)snprintf(call->name, sizeof call->name, "fsdp.%s", name);
+#if NCCL_VERSION_CODE >= 22703
+    config.commName = call->name; // NCCL's own logs and tools show it
+#endif
+#if NCCL_VERSION_CODE >= 22803
+    if (w->registers == 2 && gathers && w->version >= 22803)
+        config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
+#endif
+    (void)w, (void)gathers;
+    return config;
+}
+
+/* Makes a call that gives c its communicator. A failure on this rank alone ends the world: the
+   others are inside NCCL. */
+static fsdp_status fsdpi_nccl_obtain(fsdpi_nccl_comm *c, fsdpi_nccl_call *call, const char *what) {
+    fsdpi_nccl_world *w = c->world;
+    char text[200];
+    fsdp_status status = fsdpi_nccl_bounded(call, &w->boot, w->boot.timeout_ns, w);
+    if (!status) {
+        c->nccl = call->out;
+        status = fsdpi_nccl_result(c, call->result, what);
+        fsdpi_free(&w->boot.allocator, call);
+        return status;
+    }
+    if (fsdpi_nccl_failed(w)) return fsdpi_nccl_report(c);
+    (void)snprintf(text, sizeof text,
+                   "%s has not returned within %.1f s: can the ranks reach each other "
+                   "(NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)?",
+                   what, (double)w->boot.timeout_ns * 1e-9);
+    return fsdpi_nccl_fail_here(c, status, text);
+}
+
+static void fsdpi_nccl_enter(fsdpi_nccl_comm *c) {
+    fsdpi_nccl_world *w = c->world;
+    fsdpi_lock(&w->lock);
+    c->next = w->comms;
+    w->comms = c;
+    fsdpi_unlock(&w->lock);
+}
+
+/* The first operations of each kind connect the members: now, and not inside the first step. */
+static fsdp_status fsdpi_nccl_warm_up(fsdpi_nccl_comm *c) {
+    static const uint8_t kinds[2] = {FSDP_OP_ALL_REDUCE, FSDP_OP_REDUCE_SCATTER};
+    fsdpi_nccl_world *w = c->world;
+    fsdp_seg seg = {0, 0, 1};
+    fsdp_coll op;
+    fsdpi_flight *f = NULL;
+    fsdp_status status = fsdpi_nccl_exchange(c, -1, 0, 0);
+    memset(&op, 0, sizeof op);
+    op.dtype = FSDP_I64;
+    op.count = 1;
+    op.segs = &seg;
+    op.num_segs = 1;
+    op.src = c->keys + 2;
+    op.dst = c->keys;
+    for (int i = 0; i < 2 && !status; i++) {
+        op.kind = kinds[i];
+        fsdpi_lock(&w->issue);
+        status = fsdpi_nccl_enqueue(c, &op, c->stream, &f);
+        fsdpi_unlock(&w->issue);
+        if (!status && f) status = fsdpi_nccl_await(c, f);
+    }
+    return status;
+}
+
+// A communicator is there: memory to compare what members call, and the first meeting.
+static fsdp_status fsdpi_nccl_begin(fsdpi_nccl_comm *c) {
+    size_t members = (size_t)c->base.size;
+    void *keys = NULL;
+    c->shown = (uint64_t *)fsdpi_alloc(&c->base.boot->allocator, 2 * members * sizeof *c->shown);
+    cudaError_t e = cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking);
+    if (e == cudaSuccess) e = cudaMalloc(&keys, (2 + 2 * members) * sizeof *c->keys);
+    c->keys = (uint64_t *)keys;
+    fsdp_status status = fsdpi_nccl_cuda(c, e, "a stream and memory of a communicator");
+    if (!status && !c->shown)
+        status = fsdpi_nccl_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+    return status || members == 1 ? status : fsdpi_nccl_warm_up(c);
+}
+
+// The watchdog has aborted the communicators of a world that has failed, or will in a moment.
+static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w) {
+    int64_t start = fsdpi_boot_now(&w->boot);
+    while (w->running && !FSDPI_LOAD(&w->aborted) &&
+           fsdpi_boot_now(&w->boot) - start < 3 * FSDPI_NCCL_ABORT_NS) {
+        fsdpi_nccl_wake(w);
+        fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
+    }
+}
+
+/* Ends a communicator together with its peers; one that they keep, or do not come to end, is
+   aborted or left alone. */
+static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
+    fsdpi_nccl_world *w = c->world;
+    if (w->store && fsdpi_nccl_failed(w)) fsdpi_nccl_await_abort(w);
+    fsdpi_lock(&w->lock);
+    ncclComm_t nccl = c->nccl; // from here on not the watchdog's
+    c->nccl = NULL;
+    fsdpi_nccl_comm **link = &w->comms;
+    while (*link && *link != c) link = &(*link)->next;
+    if (*link) *link = c->next;
+    for (uint64_t i = w->looked; i < w->issued; i++)
+        if (fsdpi_nccl_flight(w, i)->comm == c) fsdpi_nccl_flight(w, i)->comm = NULL;
+    fsdpi_unlock(&w->lock);
+    fsdpi_nccl_call *call = nccl ? fsdpi_nccl_call_new(w, FSDPI_NCCL_END) : NULL;
+    if (!call) return;
+    int64_t start = fsdpi_boot_now(&w->boot);
+    if (w->patience_ns <= 0 || fsdpi_nccl_failed(w)) {
+        call->kind = FSDPI_NCCL_ABORT;
+        call->list = &call->out;
+        call->size = 1;
+    }
+    call->out = nccl;
+    int64_t limit = call->kind == FSDPI_NCCL_END ? w->patience_ns : FSDPI_NCCL_ABORT_NS;
+    fsdp_status status = fsdpi_nccl_bounded(call, &w->boot, limit, NULL);
+    if (call->kind == FSDPI_NCCL_END && fsdpi_boot_now(&w->boot) - start >= limit)
+        w->patience_ns = 0;
+    if (status != FSDP_ERR_TIMEOUT) fsdpi_free(&w->boot.allocator, call);
+}
+
+static void fsdpi_nccl_free_chunk(const fsdpi_chunk *chunk) {
+#if NCCL_VERSION_CODE >= 21900
+    if (chunk->at == FSDPI_NCCL_OWN) {
+        (void)ncclMemFree(chunk->base);
+        return;
+    }
+#endif
+    (void)cudaFree(chunk->base);
+}
+
+static void fsdpi_nccl_close_world(fsdpi_nccl_world *w) {
+    fsdp_allocator allocator = w->boot.allocator;
+    if (w->running) {
+        FSDPI_STORE(&w->stop, 1u);
+        fsdpi_nccl_wake(w);
+        (void)pthread_join(w->watchdog, NULL);
+    }
+    if (w->store) fsdpi_store_close(w->store);
+    for (int i = 0; w->flights && i < FSDPI_NCCL_FLIGHTS; i++)
+        if (w->flights[i].event) (void)cudaEventDestroy(w->flights[i].event);
+    for (int i = 0; i < w->chunks.count; i++) fsdpi_nccl_free_chunk(&w->chunks.list[i]);
+    if (w->setup) (void)cudaStreamDestroy(w->setup);
+    fsdpi_free(&allocator, w->flights);
+    fsdpi_free(&allocator, w->chunks.list);
+    fsdpi_free(&allocator, w);
+}
+
+static void fsdpi_nccl_close(fsdp_comm *comm) {
+    fsdpi_nccl_comm *c = (fsdpi_nccl_comm *)(void *)comm;
+    if (!c) return;
+    fsdpi_nccl_world *w = c->world;
+    int is_world = c->is_world;
+    fsdpi_nccl_unregister_all(w, c, NULL);
+    fsdpi_nccl_end(c);
+    if (c->keys) (void)cudaFree(c->keys);
+    if (c->stream) (void)cudaStreamDestroy(c->stream);
+    fsdpi_free(&w->boot.allocator, c->shown);
+    fsdpi_free(&w->boot.allocator, c);
+    if (is_world) fsdpi_nccl_close_world(w);
+}
+
+// The members of a new group agree about who is in it.
+static fsdp_status fsdpi_nccl_agree(fsdpi_nccl_comm *parent, const fsdpi_nccl_comm *child) {
+    fsdp_status status = fsdpi_nccl_exchange(parent, -1, FSDPI_SPLIT, parent->base.now.members);
+    for (int i = 0; child && i < child->base.size && !status; i++) {
+        int k = 0;
+        while (parent->base.ranks[k] != child->base.ranks[i]) k++;
+        if (parent->shown[2 * k + 1] == parent->base.now.members) continue;
+        char reason[200];
+        (void)snprintf(reason, sizeof reason, "ranks %d and %d disagree about who is in the group",
+                       parent->base.boot->rank, (int)parent->base.ranks[k]);
+        status = fsdpi_nccl_fail(parent, FSDP_ERR_MISMATCH, reason);
+    }
+    return status;
+}
+
+static fsdp_status fsdpi_nccl_divide(fsdpi_nccl_comm *parent, fsdpi_nccl_comm *child,
+                                     const fsdp_group *g) {
+    fsdpi_nccl_world *w = parent->world;
+    fsdp_status status = fsdpi_nccl_agree(parent, child);
+    fsdpi_nccl_comm none; // who is in no group takes part, too
+    fsdpi_nccl_call *call = status ? NULL : fsdpi_nccl_call_new(w, FSDPI_NCCL_PART);
+    if (!status && !call)
+        status = fsdpi_nccl_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+    if (status) return status;
+    memset(&none, 0, sizeof none);
+    none.base = parent->base;
+    none.world = w;
+    call->parent = parent->nccl;
+    // Groups are told apart by their members: two of one colour may be made at a time.
+    call->color = g->color < 0 ? NCCL_SPLIT_NOCOLOR : (int)g->ranks[0];
+    call->rank = g->index < 0 ? 0 : g->index;
+    call->config = fsdpi_nccl_config(w, call, g->name ? g->name : "group",
+                                     g->lane == FSDP_STREAM_GATHER);
+    status = fsdpi_nccl_obtain(child ? child : &none, call, "ncclCommSplit");
+    if (status) {
+        fsdpi_copy_name(parent->base.error, sizeof parent->base.error,
+                        child ? child->base.error : none.base.error);
+        return status;
+    }
+    if (!child) return FSDP_OK;
+    fsdpi_nccl_enter(child);
+    status = fsdpi_nccl_begin(child);
+    if (status) fsdpi_copy_name(parent->base.error, sizeof parent->base.error, child->base.error);
+    return status;
+}
+
+static fsdp_status fsdpi_nccl_split(fsdp_comm *comm, const fsdp_group *g, fsdp_comm **out) {
+    fsdpi_nccl_comm *parent = (fsdpi_nccl_comm *)(void *)comm, *child = NULL;
+    fsdpi_nccl_world *w = parent->world;
+    *out = NULL;
+    fsdpi_describe(&parent->base, NULL, g->name);
+    parent->base.now.kind = FSDPI_SPLIT;
+    if (fsdpi_nccl_failed(w)) return fsdpi_nccl_report(parent);
+    if (g->color >= 0) {
+        child = (fsdpi_nccl_comm *)fsdpi_alloc(&w->boot.allocator, sizeof *child);
+        if (!child)
+            return fsdpi_nccl_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+        if (fsdpi_split_members(&parent->base, g, &child->base) < 0) {
+            fsdpi_free(&w->boot.allocator, child);
+            return FSDP_ERR_INVALID_ARG;
+        }
+        fsdpi_describe(&child->base, NULL, g->name);
+        child->base.now.kind = FSDPI_SPLIT;
+        child->world = w;
+        child->id = fsdpi_hash(fsdpi_hash(parent->id, parent->splits), (uint64_t)g->ranks[0]);
+    }
+    parent->splits++;
+    parent->base.now.key = FSDPI_SPLIT;
+    fsdp_status status = fsdpi_nccl_divide(parent, child, g);
+    if (status && child) {
+        fsdpi_nccl_close((fsdp_comm *)(void *)child);
+        child = NULL;
+    }
+    *out = (fsdp_comm *)(void *)child;
+    return status;
+}
+
+static int fsdpi_nccl_env(const char *name, int least, int most, int default_value) {
+    const char *text = fsdpi_env(name);
+    int value = text ? atoi(text) : default_value;
+    return value < least ? least : value > most ? most : value;
+}
+
+// The library that the program runs with may be another one than the header's.
+static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
+    fsdpi_nccl_world *w = c->world;
+    ncclResult_t result = ncclGetVersion(&w->version);
+    if (result == ncclSuccess && w->version >= 21800) {
+        w->registers = fsdpi_nccl_env("FSDP_NCCL_REGISTER", 0, 2, 1);
+        if (w->registers == 2 && w->version < 22703) w->registers = 1;
+        if (w->version < 21900 || w->is_managed) w->registers = 0;
+        return FSDP_OK;
+    }
+    return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
+                            "the NCCL library is version %d, expected 21800 (2.18) or newer: see "
+                            "LD_LIBRARY_PATH; this program was built with %d",
+                            w->version, NCCL_VERSION_CODE);
+}
+
+static fsdp_status fsdpi_nccl_make_flights(fsdpi_nccl_comm *c) {
+    fsdpi_nccl_world *w = c->world;
+    w->flights = (fsdpi_flight *)fsdpi_alloc(&w->boot.allocator,
+                                             FSDPI_NCCL_FLIGHTS * sizeof *w->flights);
+    if (!w->flights)
+        return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+    cudaError_t e = cudaStreamCreateWithFlags(&w->setup, cudaStreamNonBlocking);
+    for (int i = 0; i < FSDPI_NCCL_FLIGHTS && e == cudaSuccess; i++)
+        e = cudaEventCreateWithFlags(&w->flights[i].event, cudaEventDisableTiming);
+    char text[320];
+    fsdp_status status = fsdpi_cuda_status(text, sizeof text, w->ordinal, (int)e, "making events");
+    return status ? fsdpi_comm_error(&c->base, status, "%s", text) : FSDP_OK;
+}
+
+// Rank 0's process holds the root of the communicator that all others come to.
+static fsdp_status fsdpi_nccl_meet(fsdpi_nccl_comm *c) {
+    static const char *const key = "nccl/id";
+    fsdpi_nccl_world *w = c->world;
+    size_t bytes = 0;
+    fsdp_status status = FSDP_OK;
+    fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_MAKE);
+    if (!call) return fsdpi_nccl_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+    if (w->boot.rank == 0) {
+        status = fsdpi_nccl_result(c, ncclGetUniqueId(&call->id), "ncclGetUniqueId");
+        if (!status) status = fsdpi_store_set(w->store, key, &call->id, sizeof call->id);
+    } else {
+        status = fsdpi_store_get(w->store, key, &call->id, sizeof call->id, &bytes,
+                                 w->boot.timeout_ns);
+    }
+    if (status) {
+        fsdpi_free(&w->boot.allocator, call);
+        if (fsdpi_nccl_failed(w)) return fsdpi_nccl_report(c);
+        return fsdpi_nccl_fail_here(c, status, "no id of the communicator came by the store");
+    }
+    call->size = w->boot.size;
+    call->rank = w->boot.rank;
+    call->config = fsdpi_nccl_config(w, call, "world", 1);
+    status = fsdpi_nccl_obtain(c, call, "ncclCommInitRankConfig");
+    if (status) return status;
+    fsdpi_nccl_enter(c);
+    return fsdpi_nccl_begin(c);
+}
+
+static fsdp_status fsdpi_nccl_try_open(fsdpi_nccl_comm *c) {
+    fsdpi_nccl_world *w = c->world;
+    fsdpi_store_desc desc;
+    char text[FSDPI_REASON];
+    w->patience_ns = FSDPI_NCCL_PATIENCE_NS;
+    w->is_managed = fsdpi_cuda_is_managed();
+    w->checks = fsdpi_nccl_env("FSDP_NCCL_CHECK", 0, 1, 0);
+    w->num_comms = fsdpi_nccl_env("FSDP_NCCL_COMMS", 1, 2, 2);
+    fsdpi_store_boot(&w->boot, w->job, sizeof w->job);
+    fsdpi_describe(&c->base, NULL, w->boot.job);
+    c->base.now.kind = FSDPI_OPEN;
+    c->is_world = 1;
+    c->id = FSDPI_OPEN;
+    fsdp_status status = fsdpi_check_world(&c->base);
+    if (!status) status = fsdpi_nccl_versions(c);
+    if (status) return status;
+    w->ordinal = fsdpi_cuda_select(&w->boot, text, sizeof text);
+    if (w->ordinal < 0) return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "%s", text);
+    status = fsdpi_nccl_make_flights(c);
+    if (status) return status;
+    memset(&desc, 0, sizeof desc);
+    desc.boot = w->boot;
+    desc.beat = fsdpi_nccl_beat;
+    desc.event = fsdpi_nccl_wake;
+    desc.user = w;
+    status = fsdpi_store_open(&desc, &w->store, text, sizeof text);
+    if (status) return fsdpi_comm_error(&c->base, status, "%s", text);
+    if (pthread_create(&w->watchdog, NULL, fsdpi_nccl_watchdog, w))
+        return fsdpi_nccl_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no thread could be started");
+    w->running = 1;
+    return fsdpi_nccl_meet(c);
+}
+
+static fsdp_status fsdpi_nccl_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
+    void *comm, *world;
+    *out = NULL;
+    if (!fsdpi_open_blocks(boot, sizeof(fsdpi_nccl_comm), &comm, sizeof(fsdpi_nccl_world), &world))
+        return FSDP_ERR_OUT_OF_MEMORY;
+    fsdpi_nccl_comm *c = (fsdpi_nccl_comm *)comm;
+    fsdpi_nccl_world *w = (fsdpi_nccl_world *)world;
+    c->world = w;
+    c->base.boot = &w->boot;
+    w->boot = *boot;
+    fsdp_status status = fsdpi_nccl_try_open(c);
+    if (status) {
+        fsdpi_open_failed(&c->base);
+        fsdpi_nccl_close((fsdp_comm *)(void *)c);
+        return status;
+    }
+    caps->kinds = FSDPI_NCCL_KINDS;
+    caps->flags = 0;
+    caps->lanes = w->num_comms;
+    *out = (fsdp_comm *)(void *)c;
+    return FSDP_OK;
+}
+
+// Memory of the device, and where it came from.
+static cudaError_t fsdpi_nccl_get(fsdpi_nccl_world *w, size_t size, fsdpi_chunk *chunk) {
+    void *ptr = NULL;
+    cudaError_t e = cudaSuccess;
+    chunk->at = FSDPI_NCCL_CUDA;
+#if NCCL_VERSION_CODE >= 21900
+    if (w->registers && size >= FSDPI_NCCL_LARGE) {
+        if (ncclMemAlloc(&ptr, size) != ncclSuccess) e = cudaErrorMemoryAllocation;
+        chunk->at = FSDPI_NCCL_OWN;
+    }
+#endif
+    if (!ptr && e == cudaSuccess) e = fsdpi_cuda_malloc(w->is_managed, &ptr, size);
+    chunk->base = (char *)ptr;
+    return e == cudaSuccess ? fsdpi_cuda_clear(w->setup, ptr, size) : e;
+}
+
+static fsdp_status fsdpi_nccl_alloc(fsdp_comm *comm, size_t size, void **ptr) {
+    fsdpi_nccl_comm *c = (fsdpi_nccl_comm *)(void *)comm;
+    fsdpi_nccl_world *w = c->world;
+    fsdpi_chunk chunk = {NULL, size, 0, 0};
+    *ptr = NULL;
+    cudaError_t e = fsdpi_nccl_get(w, size ? size : 1, &chunk);
+    if (e == cudaSuccess && fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
+        *ptr = chunk.base;
+        return FSDP_OK;
+    }
+    char text[320] = "the allocator refused";
+    size_t left = 0, total = 0;
+    if (e != cudaSuccess)
+        (void)fsdpi_cuda_status(text, sizeof text, w->ordinal, (int)e, "device memory");
+    if (chunk.base) fsdpi_nccl_free_chunk(&chunk);
+    (void)cudaMemGetInfo(&left, &total);
+    fsdpi_text t = {c->base.error, sizeof c->base.error, 0}; // c->base.now may be in use
+    fsdpi_say(&t,
+              "rank %d: alloc of %llu bytes (%.1f MiB): %s; the device has %.1f of %.1f MiB left. "
+              "Shard over more GPUs, or set cpu_offload; NCCL takes memory of its own "
+              "(FSDP_NCCL_COMMS=1, NCCL_BUFFSIZE)",
+              w->boot.rank, (unsigned long long)size, (double)size / 1048576, text,
+              (double)left / 1048576, (double)total / 1048576);
+    return e == cudaSuccess || e == cudaErrorMemoryAllocation ? FSDP_ERR_OUT_OF_MEMORY
+                                                              : FSDP_ERR_BACKEND;
+}
+
+static void fsdpi_nccl_free(fsdp_comm *comm, void *ptr, size_t size) {
+    fsdpi_nccl_world *w = ((fsdpi_nccl_comm *)(void *)comm)->world;
+    fsdpi_chunk chunk;
+    (void)size;
+    if (!ptr || !fsdpi_chunk_take(&w->chunks, 0, ptr, &chunk)) return;
+    fsdpi_nccl_unregister_all(w, NULL, chunk.base);
+    fsdpi_nccl_free_chunk(&chunk);
+}
+
+static const char *fsdpi_nccl_error_text(fsdp_comm *comm) {
+    return comm ? ((fsdpi_nccl_comm *)(void *)comm)->base.error : fsdpi_thread_error;
+}
+
+static void fsdpi_nccl_abort(fsdp_comm *comm, fsdp_status status, const char *why) {
+    fsdpi_nccl_world *w = ((fsdpi_nccl_comm *)(void *)comm)->world;
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_say_abort(&t, &w->boot, why);
+    fsdpi_store_abort(w->store, status ? status : FSDP_ERR_ABORTED, "", reason);
+    fsdpi_nccl_wake(w);
+}
+
+static fsdp_status fsdpi_nccl_poll(fsdp_comm *comm) {
+    fsdpi_nccl_comm *c = (fsdpi_nccl_comm *)(void *)comm;
+    return fsdpi_nccl_failed(c->world) ? fsdpi_nccl_report(c) : FSDP_OK;
+}
+
+FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void) {
+    static const fsdp_comm_ops ops = {
+        FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "nccl",           fsdpi_nccl_open,
+        fsdpi_nccl_split,  fsdpi_nccl_close,      fsdpi_nccl_run,   fsdpi_nccl_alloc,
+        fsdpi_nccl_free,   fsdpi_nccl_error_text, fsdpi_nccl_abort, fsdpi_nccl_poll,
+    };
+    return &ops;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION

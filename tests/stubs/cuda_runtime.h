@@ -1,0 +1,5 @@
+/* cuda_runtime.h - as the header of that name: the stub has no more than its C part */
+#ifndef FSDP_STUB_CUDA_RUNTIME_H
+#define FSDP_STUB_CUDA_RUNTIME_H
+#include "cuda_runtime_api.h"
+#endif

@@ -1,0 +1,72 @@
+/* stub.h - how tests control and watch the stand-ins for the CUDA runtime and NCCL
+
+   Environment, for programs that do not call these functions (read at the first call):
+       FSDP_STUB_SYNC=1          every op is done on return
+       FSDP_STUB_FAIL=name:nth:code,...   as stub_fail; name empty: any function
+       FSDP_STUB_PROGRESS=n      as stub_set(STUB_PROGRESS, n)
+       FSDP_STUB_DEVICES=n       as stub_set(STUB_DEVICES, n)
+       FSDP_STUB_NCCL_VERSION=v  what ncclGetVersion says
+       FSDP_STUB_PROTECT=1       as stub_set(STUB_PROTECT, 1)
+       FSDP_STUB_CHECKS=1        race checker, synchronous; the first race ends the process
+   Children of fork keep the settings and begin anew with everything else. */
+#ifndef FSDP_STUB_H
+#define FSDP_STUB_H
+#include "nccl.h"
+#include <stdint.h> /* int64_t */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum {
+    STUB_SYNC,     /* 1: every op is done on return, as with CUDA_LAUNCH_BLOCKING. Default 0 */
+    STUB_PROGRESS, /* polls of ncclCommGetAsyncError that a call on a non-blocking comm takes */
+    STUB_GARBAGE,  /* 1: a collective that ranks disagree on ends with garbage. Default 0: hangs */
+    STUB_DEVICES,  /* devices. Default 8 */
+    STUB_NCCL_VERSION, /* of the library, at run time. Default: that of the header */
+    STUB_TOTAL_MIB,    /* memory of all devices together. Default 16384 */
+    STUB_WINDOWS_WORK, /* 0: ncclCommWindowRegister succeeds without a window. Default 1 */
+    STUB_PROTECT, /* 1: new device memory is out of the host's reach (signal 11) while no op runs */
+    STUB_SETTINGS
+};
+void stub_set(int setting, int value);
+
+/* Calls of a function so far, by name ("cudaMalloc"); NULL: of all functions. */
+int64_t stub_count(const char *name);
+void stub_count_reset(void);
+
+/* The nth call from now on (1: the next) of a function returns the code; name NULL: of any that
+   returns a code. Functions that free or destroy do their work all the same. CUDA codes of 700 to
+   799 are sticky: from then on every call of this process returns them. */
+void stub_fail(const char *name, int nth, int code);
+int stub_failed(void);      /* injected failures so far */
+void stub_fail_clear(void); /* no more of them; forgets a sticky error */
+
+enum {
+    STUB_STREAMS,
+    STUB_EVENTS,
+    STUB_DEVICE_BYTES, /* of cudaMalloc, cudaMallocManaged and ncclMemAlloc */
+    STUB_PINNED_BYTES,
+    STUB_COMMS,
+    STUB_REGISTRATIONS,
+    STUB_WINDOWS,
+    STUB_KINDS
+};
+int64_t stub_live(int kind); /* objects that exist */
+
+/* What ncclCommGetAsyncError says from now on; comm NULL: of all comms, also of later ones. */
+void stub_async_error(ncclComm_t comm, ncclResult_t code);
+
+/* The race checker: synchronous mode, before the first stream or allocation. */
+void stub_checks(int on);
+int64_t stub_races(void);
+const char *stub_race_text(void); /* of the first one; "" */
+void stub_host_read(const void *ptr, size_t nbytes);
+void stub_host_write(const void *ptr, size_t nbytes);
+void stub_ignore_wait(int nth); /* the nth cudaStreamWaitEvent from now on does nothing */
+int64_t stub_waits(void);       /* cudaStreamWaitEvent calls so far: how many there are to ignore */
+
+#ifdef __cplusplus
+}
+#endif
+#endif

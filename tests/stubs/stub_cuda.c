@@ -1,0 +1,1276 @@
+/* stub_cuda.c - the CUDA runtime on the host: streams are threads with a queue, device memory is
+   the heap. See stub.h. Not for anything but tests. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1 /* the POSIX calls under -std=c99 too */
+#endif
+#include "stub_core.h"
+
+#include <pthread.h>  /* pthread_create, pthread_mutex_lock, pthread_cond_wait */
+#include <stdarg.h>   /* va_list */
+#include <stdio.h>    /* fprintf, snprintf */
+#include <stdlib.h>   /* abort, calloc, free, getenv, posix_memalign */
+#include <string.h>   /* memcpy, memset, strcmp */
+#include <sys/mman.h> /* mmap, mprotect */
+
+enum { NAMES = 128, RULES = 64, RING = 1024, ALIGN = 256 };
+
+typedef struct op {
+    struct op *next;
+    uint64_t seq;
+    void (*body)(void *arg);
+    void *arg;
+    int num_deps;
+    stub_point deps[1]; /* num_deps */
+} op;
+
+/* Invariant: ops are done in the order of their numbers; completed <= issued. A destroyed stream is
+   used again for a new one when its queue is empty: numbers go on, so old events stay valid. */
+struct CUstream_st {
+    struct CUstream_st *next;
+    int device, blocking, alive, priority, actor;
+    int has_thread;
+    uint64_t issued, completed;
+    op *head, **tail;
+    pthread_cond_t work;
+    stub_clock clock;
+};
+
+struct CUevent_st {
+    stub_point point; /* of the last record */
+    stub_clock clock;
+};
+
+/* The last write of 4 bytes, and reads since then by up to four actors. A slot is valid for the
+   bytes in its mask; actor 0 is none. Slot 0 is the writer. */
+enum { SLOTS = 5 };
+typedef struct cell {
+    uint32_t time[SLOTS];
+    uint8_t actor[SLOTS], mask[SLOTS];
+} cell;
+
+typedef struct block {
+    struct block *next;
+    stub_memory m;
+    int registered;
+    size_t mapped; /* bytes of pages of its own, which can be protected; 0: from the heap */
+    cell *shadow;  /* made at the first access that is checked */
+} block;
+
+/* A host thread, or one that was. */
+typedef struct host {
+    struct host *next;
+    int actor, alive;
+    stub_clock clock;
+} host;
+
+typedef struct rule {
+    const char *name; /* NULL: any */
+    char text[48];
+    int nth, code;
+} rule;
+
+typedef struct state {
+    struct state *inherited; /* of the process that forked this one; only kept */
+    struct CUstream_st *streams;
+    block *blocks;
+    block *doomed; /* freed behind a sticky error: ops may still be at them */
+    host *hosts;
+    int actors;
+    int64_t live[STUB_KINDS];
+    struct {
+        const char *name;
+        int64_t calls;
+    } names[NAMES];
+    int num_names;
+    int64_t calls, waits;
+    int open; /* ops that run: device memory can be accessed */
+    int failed, sticky;
+    int64_t races;
+    char race[512];
+    const char *steps[STUB_ACTORS][RING]; /* names of the last steps of each actor */
+} state;
+
+static pthread_mutex_t lock = PTHREAD_MUTEX_INITIALIZER;
+static pthread_cond_t moved = PTHREAD_COND_INITIALIZER; /* some stream completed an op */
+static pthread_key_t thread_key;
+static state *now;
+/* Kept in children of fork. */
+static int settings[STUB_SETTINGS] = {0, 0, 0, 8, NCCL_VERSION_CODE, 16384, 1, 0};
+static rule rules[RULES];
+static int num_rules, checks, checks_die, is_set_up, ignored_wait;
+
+static __thread int my_device;
+static __thread cudaError_t my_error;
+static __thread state *my_state; /* the one that my_host and my_streams belong to */
+static __thread host *my_host;
+static __thread cudaStream_t my_stream; /* cudaStreamPerThread */
+static __thread cudaStream_t running;   /* whose op this thread runs at present */
+
+/* ---- process --------------------------------------------------------------------------------- */
+
+void stub_die(const char *format, ...) {
+    va_list args;
+    va_start(args, format);
+    fprintf(stderr, "stub: ");
+    vfprintf(stderr, format, args);
+    fprintf(stderr, "\n");
+    va_end(args);
+    abort();
+}
+
+static void new_state(void) {
+    state *s = (state *)calloc(1, sizeof *s);
+    if (!s) stub_die("out of memory");
+    s->inherited = now;
+    now = s;
+}
+
+static void after_fork(void) {
+    pthread_mutex_init(&lock, NULL);
+    pthread_cond_init(&moved, NULL);
+    new_state();
+}
+
+/* What a thread has seen to complete is known to those that join it. That is not seen here, so all
+   others are taken to know it: the checker rather misses a race than invents one. */
+static void thread_ends(void *value) {
+    host *me = (host *)value;
+    pthread_mutex_lock(&lock);
+    for (host *h = now->hosts; h && my_state == now; h = h->next)
+        for (int i = 0; i < STUB_ACTORS; i++)
+            if (h->clock.at[i] < me->clock.at[i]) h->clock.at[i] = me->clock.at[i];
+    me->alive = 0;
+    pthread_mutex_unlock(&lock);
+}
+
+static int env_int(const char *name, int fallback) {
+    const char *text = getenv(name);
+    return text && *text ? atoi(text) : fallback;
+}
+
+static void add_rule(const char *name, size_t length, int nth, int code) {
+    if (num_rules == RULES || length >= sizeof rules[0].text) stub_die("too many failures");
+    rule *r = &rules[num_rules++];
+    memcpy(r->text, name, length);
+    r->text[length] = 0;
+    r->name = length ? r->text : NULL;
+    r->nth = nth;
+    r->code = code;
+}
+
+static void read_environment(void) {
+    const char *text = getenv("FSDP_STUB_FAIL");
+    settings[STUB_SYNC] = env_int("FSDP_STUB_SYNC", 0);
+    settings[STUB_PROGRESS] = env_int("FSDP_STUB_PROGRESS", 0);
+    settings[STUB_DEVICES] = env_int("FSDP_STUB_DEVICES", settings[STUB_DEVICES]);
+    settings[STUB_NCCL_VERSION] = env_int("FSDP_STUB_NCCL_VERSION", settings[STUB_NCCL_VERSION]);
+    settings[STUB_PROTECT] = env_int("FSDP_STUB_PROTECT", 0);
+    checks = checks_die = env_int("FSDP_STUB_CHECKS", 0);
+    if (checks) settings[STUB_SYNC] = 1;
+    while (text && *text) {
+        const char *colon = strchr(text, ':');
+        char *end = NULL;
+        long nth = colon ? strtol(colon + 1, &end, 10) : 0, code = 0;
+        if (end && *end == ':') code = strtol(end + 1, &end, 10);
+        if (nth < 1 || code < 1) stub_die("FSDP_STUB_FAIL: expected name:nth:code, got %s", text);
+        add_rule(text, (size_t)(colon - text), (int)nth, (int)code);
+        text = *end == ',' ? end + 1 : NULL;
+    }
+}
+
+/* Every entry point takes the lock by this. */
+static state *begin(void) {
+    pthread_mutex_lock(&lock);
+    if (!is_set_up) {
+        is_set_up = 1;
+        read_environment();
+        pthread_key_create(&thread_key, thread_ends);
+        pthread_atfork(NULL, NULL, after_fork);
+    }
+    if (!now) new_state();
+    if (my_state != now) {
+        my_state = now;
+        my_host = NULL;
+        my_stream = NULL;
+    }
+    return now;
+}
+
+static void end(void) { pthread_mutex_unlock(&lock); }
+
+void stub_set(int setting, int value) {
+    begin();
+    settings[setting] = value;
+    end();
+}
+
+int stub_get(int setting) {
+    begin();
+    int value = settings[setting];
+    end();
+    return value;
+}
+
+/* ---- counts and injected failures ------------------------------------------------------------ */
+
+static int place_of(state *s, const char *name) {
+    int i = 0;
+    while (i < s->num_names && strcmp(s->names[i].name, name)) i++;
+    if (i == NAMES) stub_die("too many functions");
+    if (i == s->num_names) s->names[s->num_names++].name = name;
+    return i;
+}
+
+static int match_rules(state *s, const char *name) {
+    int code = 0;
+    for (int i = 0; i < num_rules; i++) {
+        rule *r = &rules[i];
+        if (r->nth < 1 || (r->name && strcmp(r->name, name))) continue;
+        if (--r->nth == 0 && !code) code = r->code;
+    }
+    s->failed += code != 0;
+    return code;
+}
+
+static void count_call(state *s, const char *name) {
+    s->names[place_of(s, name)].calls++;
+    s->calls++;
+}
+
+int stub_enter(const char *name) {
+    state *s = begin();
+    count_call(s, name);
+    int code = match_rules(s, name);
+    end();
+    return code;
+}
+
+int64_t stub_count(const char *name) {
+    state *s = begin();
+    int64_t calls = s->calls;
+    if (name) {
+        calls = 0;
+        for (int i = 0; i < s->num_names; i++)
+            if (!strcmp(s->names[i].name, name)) calls = s->names[i].calls;
+    }
+    end();
+    return calls;
+}
+
+void stub_count_reset(void) {
+    state *s = begin();
+    for (int i = 0; i < s->num_names; i++) s->names[i].calls = 0;
+    s->calls = 0;
+    end();
+}
+
+void stub_fail(const char *name, int nth, int code) {
+    begin();
+    add_rule(name ? name : "", name ? strlen(name) : 0, nth, code);
+    end();
+}
+
+int stub_failed(void) {
+    int failed = begin()->failed;
+    end();
+    return failed;
+}
+
+void stub_fail_clear(void) {
+    state *s = begin();
+    num_rules = 0;
+    s->sticky = 0;
+    end();
+    my_error = cudaSuccess;
+}
+
+int64_t stub_live(int kind) {
+    int64_t live = begin()->live[kind];
+    end();
+    return live;
+}
+
+void stub_live_add(int kind, int64_t amount) {
+    begin()->live[kind] += amount;
+    end();
+}
+
+/* ---- race checker: clocks -----------------------------------------------------------------------
+   Each op of a stream and each access of a host thread is a step of that actor. A step is ordered
+   behind an earlier one if its clock says so; clocks are joined where CUDA orders. Under lock. */
+
+static void join(stub_clock *clock, const stub_clock *with) {
+    if (checks)
+        for (int i = 0; i < STUB_ACTORS; i++)
+            if (clock->at[i] < with->at[i]) clock->at[i] = with->at[i];
+}
+
+static int new_actor(state *s) {
+    if (++s->actors == STUB_ACTORS) stub_die("too many streams and threads for the race checker");
+    return s->actors;
+}
+
+static void step(state *s, stub_clock *clock, int actor, const char *name) {
+    s->steps[actor][++clock->at[actor] % RING] = name;
+}
+
+/* The calling thread. What other threads have seen before its first call it is taken to know. */
+static host *myself(state *s) {
+    if (my_host) return my_host;
+    host *h = s->hosts;
+    while (h && h->alive) h = h->next;
+    if (!h) {
+        h = (host *)calloc(1, sizeof *h);
+        if (!h) stub_die("out of memory");
+        if (checks) h->actor = new_actor(s);
+        h->next = s->hosts;
+        s->hosts = h;
+    }
+    for (host *other = s->hosts; other; other = other->next) join(&h->clock, &other->clock);
+    h->alive = 1;
+    my_host = h;
+    pthread_setspecific(thread_key, h);
+    return h;
+}
+
+stub_thread stub_thread_get(void) {
+    stub_thread t = {my_device, NULL};
+    t.host = myself(begin());
+    end();
+    return t;
+}
+
+void stub_thread_set(stub_thread thread) {
+    begin();
+    my_device = thread.device;
+    my_host = (host *)thread.host;
+    end();
+}
+
+/* ---- race checker: memory -------------------------------------------------------------------- */
+
+static block *find_block(state *s, const void *ptr) {
+    const char *p = (const char *)ptr;
+    block *b = s->blocks;
+    while (b && !(p >= b->m.base && p < b->m.base + b->m.size)) b = b->next;
+    return b;
+}
+
+/* Who made a step, for the text. */
+static const char *who(state *s, int actor, uint32_t time, char *text, size_t size) {
+    const char *name = s->steps[actor][time % RING];
+    struct CUstream_st *t = s->streams;
+    while (t && t->actor != actor) t = t->next;
+    snprintf(text, size, "%s (%s %d, step %u)", name ? name : "?",
+             !t                 ? "host thread"
+             : t->blocking == 2 ? "default stream"
+                                : "stream",
+             actor, time);
+    return text;
+}
+
+static void race(state *s, const block *b, size_t at, const char *what, int actor, uint32_t time,
+                 const char *before, int other, uint32_t then) {
+    char a[128], c[128];
+    if (s->races++) return;
+    snprintf(s->race, sizeof s->race,
+             "%s at byte %zu of the allocation %p (%zu bytes) by %s is not ordered behind %s by %s",
+             what, at, (void *)b->m.base, b->m.size, who(s, actor, time, a, sizeof a), before,
+             who(s, other, then, c, sizeof c));
+    if (checks_die) stub_die("race: %s", s->race);
+}
+
+static int is_before(const cell *k, int slot, const stub_clock *clock) {
+    return !k->actor[slot] || clock->at[k->actor[slot]] >= k->time[slot];
+}
+
+static void note_read(cell *k, int actor, uint32_t time, uint8_t mask, const stub_clock *clock) {
+    int slot = 0;
+    for (int i = 1; i < SLOTS && !slot; i++) /* the same reader again */
+        if (k->actor[i] == actor && (k->mask[i] & ~mask) == 0) slot = i;
+    for (int i = 1; i < SLOTS && !slot; i++)
+        if (!k->actor[i] || (is_before(k, i, clock) && (k->mask[i] & ~mask) == 0)) slot = i;
+    if (!slot) slot = 1; /* forgets a reader: a race may be missed */
+    k->actor[slot] = (uint8_t)actor;
+    k->time[slot] = time;
+    k->mask[slot] = mask;
+}
+
+static void note_write(cell *k, int actor, uint32_t time, uint8_t mask) {
+    for (int i = 1; i < SLOTS; i++)
+        if ((k->mask[i] & ~mask) == 0) k->actor[i] = 0;
+    k->actor[0] = (uint8_t)actor;
+    k->time[0] = time;
+    k->mask[0] = mask;
+}
+
+static void check_access(state *s, const void *ptr, size_t nbytes, int write, int actor,
+                         const stub_clock *clock) {
+    block *b = find_block(s, ptr);
+    size_t at = b ? (size_t)((const char *)ptr - b->m.base) : 0;
+    uint32_t time = clock->at[actor];
+    int seen = 0;
+    if (!nbytes) return;
+    if (!b || nbytes > b->m.size - at) {
+        char text[128];
+        if (!s->races++)
+            snprintf(s->race, sizeof s->race,
+                     "%zu bytes at %p that %s accesses are no memory of the device", nbytes, ptr,
+                     who(s, actor, time, text, sizeof text));
+        if (checks_die) stub_die("race: %s", s->race);
+        return;
+    }
+    if (!b->shadow) b->shadow = (cell *)calloc(b->m.size / 4 + 1, sizeof(cell));
+    if (!b->shadow) stub_die("out of memory for the race checker");
+    for (size_t i = at / 4; i <= (at + nbytes - 1) / 4; i++) {
+        cell *k = &b->shadow[i];
+        uint8_t mask = 15;
+        if (i * 4 < at) mask = (uint8_t)(mask & (15u << (at - i * 4)));
+        if (i * 4 + 4 > at + nbytes) mask = (uint8_t)(mask & (15u >> (i * 4 + 4 - at - nbytes)));
+        for (int slot = 0; slot < (write ? SLOTS : 1) && !seen; slot++) {
+            if (is_before(k, slot, clock) || !(k->mask[slot] & mask)) continue;
+            seen = 1;
+            race(s, b, i * 4, write ? "the write" : "the read", actor, time,
+                 slot ? "the read" : "the write", k->actor[slot], k->time[slot]);
+        }
+        if (write) note_write(k, actor, time, mask);
+        else note_read(k, actor, time, mask, clock);
+    }
+}
+
+static void check_free(state *s, const block *b, const char *name) {
+    host *h = myself(s);
+    if (!b->shadow) return;
+    step(s, &h->clock, h->actor, name);
+    for (size_t i = 0; i <= b->m.size / 4; i++)
+        for (int slot = 0; slot < SLOTS; slot++) {
+            const cell *k = &b->shadow[i];
+            if (is_before(k, slot, &h->clock)) continue;
+            race(s, b, i * 4, "the end", h->actor, h->clock.at[h->actor],
+                 slot ? "the read" : "the write", k->actor[slot], k->time[slot]);
+            return;
+        }
+}
+
+void fsdp_stub_touch(const void *ptr, size_t nbytes, int write) {
+    if (!checks) return;
+    if (!running) stub_die("fsdp_stub_touch outside of a kernel");
+    check_access(begin(), ptr, nbytes, write, running->actor, &running->clock);
+    end();
+}
+
+static void host_access(const void *ptr, size_t nbytes, int write, const char *name) {
+    state *s = begin();
+    host *h = myself(s);
+    if (checks && find_block(s, ptr)) {
+        step(s, &h->clock, h->actor, name);
+        check_access(s, ptr, nbytes, write, h->actor, &h->clock);
+    }
+    end();
+}
+
+void stub_host_read(const void *ptr, size_t nbytes) { host_access(ptr, nbytes, 0, "the host"); }
+void stub_host_write(const void *ptr, size_t nbytes) { host_access(ptr, nbytes, 1, "the host"); }
+
+void stub_checks(int on) {
+    state *s = begin();
+    if (on && !checks && (s->streams || s->hosts || s->blocks))
+        stub_die("stub_checks comes too late: there are streams or allocations");
+    checks = on;
+    if (on) settings[STUB_SYNC] = 1;
+    end();
+}
+
+int64_t stub_races(void) {
+    int64_t races = begin()->races;
+    end();
+    return races;
+}
+
+const char *stub_race_text(void) {
+    const char *text = begin()->race;
+    end();
+    return text;
+}
+
+void stub_ignore_wait(int nth) {
+    begin();
+    ignored_wait = nth;
+    end();
+}
+
+int64_t stub_waits(void) {
+    int64_t waits = begin()->waits;
+    end();
+    return waits;
+}
+
+/* ---- streams --------------------------------------------------------------------------------- */
+
+static int is_done(stub_point p) { return !p.stream || p.stream->completed >= p.seq; }
+
+static void wait_done(stub_point p) {
+    while (!is_done(p)) pthread_cond_wait(&moved, &lock);
+}
+
+/* Device memory is open while ops run, if the host is to have no access to it. */
+static void open_memory(state *s, int delta) {
+    s->open += delta;
+    if (s->open > 1 || (s->open == 1 && delta < 0)) return;
+    for (block *b = s->blocks; b; b = b->next)
+        if (b->mapped) mprotect(b->m.base, b->mapped, s->open ? PROT_READ | PROT_WRITE : PROT_NONE);
+}
+
+/* Waits for what the op depends on, runs it without the lock, and says that it is done. */
+static void run_op(cudaStream_t s, op *o) {
+    cudaStream_t outer = running;
+    stub_point before = {s, o->seq - 1};
+    wait_done(before);
+    for (int i = 0; i < o->num_deps; i++) wait_done(o->deps[i]);
+    if (o->body) {
+        open_memory(now, 1);
+        end();
+        running = s;
+        o->body(o->arg);
+        running = outer;
+        pthread_mutex_lock(&lock);
+        open_memory(now, -1);
+    }
+    s->completed = o->seq;
+    pthread_cond_broadcast(&moved);
+    free(o);
+}
+
+static void *stream_main(void *arg) {
+    cudaStream_t s = (cudaStream_t)arg;
+    pthread_mutex_lock(&lock);
+    my_device = s->device;
+    while (s->alive || s->head) {
+        op *o = s->head;
+        if (!o) {
+            pthread_cond_wait(&s->work, &lock);
+            continue;
+        }
+        s->head = o->next;
+        if (!s->head) s->tail = &s->head;
+        run_op(s, o);
+    }
+    s->has_thread = 0;
+    end();
+    return NULL;
+}
+
+static cudaStream_t new_stream(state *s, int device, int blocking, int priority) {
+    struct CUstream_st *t = s->streams;
+    while (t && (t->alive || t->has_thread || t->completed < t->issued)) t = t->next;
+    if (!t) {
+        t = (struct CUstream_st *)calloc(1, sizeof *t);
+        if (!t) stub_die("out of memory");
+        pthread_cond_init(&t->work, NULL);
+        if (checks) t->actor = new_actor(s);
+        t->next = s->streams;
+        s->streams = t;
+    }
+    t->tail = &t->head;
+    t->alive = 1;
+    t->device = device;
+    t->blocking = blocking;
+    t->priority = priority;
+    return t;
+}
+
+/* The legacy default stream of a device: blocking is 2. */
+static cudaStream_t legacy_of(state *s, int device) {
+    struct CUstream_st *t = s->streams;
+    while (t && !(t->blocking == 2 && t->device == device)) t = t->next;
+    return t ? t : new_stream(s, device, 2, 0);
+}
+
+static cudaStream_t resolve(state *s, cudaStream_t handle, int device) {
+    struct CUstream_st *t = s->streams;
+    if (!handle || handle == cudaStreamLegacy) return legacy_of(s, device);
+    if (handle == cudaStreamPerThread) {
+        if (!my_stream || my_stream->device != device) my_stream = new_stream(s, device, 1, 0);
+        return my_stream;
+    }
+    while (t && t != handle) t = t->next;
+    return t && t->alive ? t : NULL;
+}
+
+cudaStream_t stub_stream(cudaStream_t handle, int device) {
+    cudaStream_t t = resolve(begin(), handle, device);
+    end();
+    return t && t->device == device ? t : NULL;
+}
+
+stub_point stub_tail(cudaStream_t stream) {
+    begin();
+    stub_point p = {stream, stream->issued};
+    end();
+    return p;
+}
+
+/* The legacy default stream is ordered with all streams of its device that do not opt out. */
+static int add_legacy(state *s, cudaStream_t stream, stub_point *deps) {
+    int n = 0;
+    for (struct CUstream_st *t = s->streams; t; t = t->next) {
+        if (t == stream || t->device != stream->device || !t->blocking || !stream->blocking)
+            continue;
+        if (t->blocking != 2 && stream->blocking != 2) continue;
+        if (deps) {
+            deps[n].stream = t;
+            deps[n].seq = t->issued;
+        }
+        join(&stream->clock, &t->clock);
+        n++;
+    }
+    return n;
+}
+
+static void start_thread(cudaStream_t t) {
+    pthread_t id;
+    pthread_attr_t attr;
+    pthread_attr_init(&attr);
+    pthread_attr_setdetachstate(&attr, PTHREAD_CREATE_DETACHED);
+    if (pthread_create(&id, &attr, stream_main, t)) stub_die("no thread for a stream");
+    pthread_attr_destroy(&attr);
+    t->has_thread = 1;
+}
+
+/* With the lock held, which is given up while the op runs in synchronous mode. */
+static stub_point submit(state *s, cudaStream_t t, const char *name, void (*body)(void *arg),
+                         void *arg, const stub_point *deps, int num_deps, stub_clock *clock) {
+    int legacy = add_legacy(s, t, NULL);
+    op *o = (op *)calloc(1, sizeof *o + (size_t)(num_deps + legacy) * sizeof *deps);
+    if (!o) stub_die("out of memory");
+    o->body = body;
+    o->arg = arg;
+    o->seq = ++t->issued;
+    o->num_deps = num_deps + add_legacy(s, t, o->deps + num_deps);
+    if (num_deps) memcpy(o->deps, deps, (size_t)num_deps * sizeof *deps);
+    stub_point p = {t, o->seq};
+    if (checks) {
+        join(&t->clock, &myself(s)->clock);
+        for (int i = 0; i < num_deps;
+             i++) /* of what is not the last op the caller knows the clock */
+            if (deps[i].stream && deps[i].seq == deps[i].stream->issued && deps[i].stream != t)
+                join(&t->clock, &deps[i].stream->clock);
+        if (clock) join(&t->clock, clock);
+        step(s, &t->clock, t->actor, name);
+        if (clock) *clock = t->clock;
+    }
+    if (settings[STUB_SYNC]) {
+        run_op(t, o);
+        return p;
+    }
+    if (!t->has_thread) start_thread(t);
+    *t->tail = o;
+    t->tail = &o->next;
+    pthread_cond_signal(&t->work);
+    return p;
+}
+
+stub_point stub_submit(cudaStream_t stream, const char *name, void (*body)(void *arg), void *arg,
+                       const stub_point *deps, int num_deps, stub_clock *clock) {
+    stub_point p = submit(begin(), stream, name, body, arg, deps, num_deps, clock);
+    end();
+    return p;
+}
+
+/* The host has seen a point: all that the stream's clock had then. A later clock is too much only
+   if somebody else uses the stream at the same time. */
+static void host_knows(state *s, const stub_clock *clock) {
+    if (checks) join(&myself(s)->clock, clock);
+}
+
+void stub_wait(stub_point point) {
+    state *s = begin();
+    if (point.stream) {
+        wait_done(point);
+        host_knows(s, &point.stream->clock);
+    }
+    end();
+}
+
+static void wait_device(state *s, int device) {
+    for (struct CUstream_st *t = s->streams; t; t = t->next) {
+        stub_point p = {t, t->issued};
+        if (t->device != device) continue;
+        wait_done(p);
+        host_knows(s, &t->clock);
+    }
+}
+
+/* ---- errors of the runtime ------------------------------------------------------------------- */
+
+static cudaError_t fails(cudaError_t error) {
+    if (error) my_error = error;
+    return error;
+}
+
+static cudaError_t enter(const char *name) {
+    state *s = begin();
+    count_call(s, name);
+    int code = match_rules(s, name);
+    if (code >= 700 && code < 800) s->sticky = code;
+    if (s->sticky) code = s->sticky;
+    end();
+    return fails((cudaError_t)code);
+}
+
+#define ENTER(name)                                                                                \
+    do {                                                                                           \
+        cudaError_t entered = enter(name);                                                         \
+        if (entered) return entered;                                                               \
+    } while (0)
+
+cudaError_t cudaGetLastError(void) {
+    state *s = begin();
+    count_call(s, "cudaGetLastError");
+    cudaError_t error = s->sticky ? (cudaError_t)s->sticky : my_error;
+    end();
+    my_error = cudaSuccess;
+    return error;
+}
+
+cudaError_t cudaPeekAtLastError(void) {
+    state *s = begin();
+    count_call(s, "cudaPeekAtLastError");
+    cudaError_t error = s->sticky ? (cudaError_t)s->sticky : my_error;
+    end();
+    return error;
+}
+
+static const struct {
+    cudaError_t code;
+    const char *name, *text;
+} error_table[] = {
+    {cudaSuccess, "cudaSuccess", "no error"},
+    {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
+    {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
+    {cudaErrorInitializationError, "cudaErrorInitializationError", "initialization error"},
+    {cudaErrorCudartUnloading, "cudaErrorCudartUnloading", "driver shutting down"},
+    {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration", "invalid configuration"},
+    {cudaErrorInvalidMemcpyDirection, "cudaErrorInvalidMemcpyDirection", "invalid copy direction"},
+    {cudaErrorInsufficientDriver, "cudaErrorInsufficientDriver", "the driver is too old"},
+    {cudaErrorNoDevice, "cudaErrorNoDevice", "no device"},
+    {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device"},
+    {cudaErrorECCUncorrectable, "cudaErrorECCUncorrectable", "uncorrectable memory error"},
+    {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
+    {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
+    {cudaErrorIllegalAddress, "cudaErrorIllegalAddress", "an illegal address was accessed"},
+    {cudaErrorLaunchOutOfResources, "cudaErrorLaunchOutOfResources", "too many resources"},
+    {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
+    {cudaErrorNotSupported, "cudaErrorNotSupported", "not supported"},
+    {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported", "not while capturing"},
+    {cudaErrorUnknown, "cudaErrorUnknown", "unknown error"},
+};
+
+static size_t error_row(cudaError_t error) {
+    size_t i = 0, last = sizeof error_table / sizeof *error_table - 1;
+    while (i < last && error_table[i].code != error) i++;
+    return i;
+}
+
+const char *cudaGetErrorString(cudaError_t error) { return error_table[error_row(error)].text; }
+const char *cudaGetErrorName(cudaError_t error) { return error_table[error_row(error)].name; }
+
+/* ---- devices --------------------------------------------------------------------------------- */
+
+cudaError_t cudaGetDeviceCount(int *count) {
+    ENTER("cudaGetDeviceCount");
+    *count = stub_get(STUB_DEVICES);
+    return *count ? cudaSuccess : fails(cudaErrorNoDevice);
+}
+
+cudaError_t cudaSetDevice(int device) {
+    ENTER("cudaSetDevice");
+    if (device < 0 || device >= stub_get(STUB_DEVICES)) return fails(cudaErrorInvalidDevice);
+    my_device = device;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int *device) {
+    ENTER("cudaGetDevice");
+    *device = my_device;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int *value, enum cudaDeviceAttr attr, int device) {
+    ENTER("cudaDeviceGetAttribute");
+    if (device < 0 || device >= stub_get(STUB_DEVICES)) return fails(cudaErrorInvalidDevice);
+    *value = attr == cudaDevAttrMultiProcessorCount      ? 4
+             : attr == cudaDevAttrComputeCapabilityMajor ? 9
+                                                         : 0;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
+    ENTER("cudaDeviceGetStreamPriorityRange");
+    *least = 0;
+    *greatest = -5;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceSynchronize(void) {
+    ENTER("cudaDeviceSynchronize");
+    wait_device(begin(), my_device);
+    end();
+    return cudaSuccess;
+}
+
+cudaError_t cudaDriverGetVersion(int *version) {
+    ENTER("cudaDriverGetVersion");
+    *version = CUDART_VERSION;
+    return cudaSuccess;
+}
+
+cudaError_t cudaRuntimeGetVersion(int *version) {
+    ENTER("cudaRuntimeGetVersion");
+    *version = CUDART_VERSION;
+    return cudaSuccess;
+}
+
+/* ---- memory ---------------------------------------------------------------------------------- */
+
+int stub_find(const void *ptr, size_t nbytes, stub_memory *out) {
+    block *b = find_block(begin(), ptr);
+    int found = b && nbytes <= b->m.size - (size_t)((const char *)ptr - b->m.base);
+    if (found) *out = b->m;
+    end();
+    return found;
+}
+
+void stub_register(const void *ptr, int delta) {
+    block *b = find_block(begin(), ptr);
+    if (b) b->registered += delta;
+    end();
+}
+
+static void *take_memory(block *b, size_t size, size_t align, int protect) {
+    void *base = NULL;
+    if (!protect) return posix_memalign(&base, align, size) ? NULL : base;
+    b->mapped = (size + 4095) / 4096 * 4096;
+    base = mmap(NULL, b->mapped, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    return base == MAP_FAILED ? NULL : base;
+}
+
+/* Filled with what nobody should take for data: CUDA does not clear it. */
+cudaError_t stub_alloc(void **ptr, size_t size, size_t align, enum cudaMemoryType type) {
+    int kind = type == cudaMemoryTypeHost ? STUB_PINNED_BYTES : STUB_DEVICE_BYTES;
+    state *s = begin();
+    int64_t total = (int64_t)settings[STUB_TOTAL_MIB] << 20;
+    block *b = NULL;
+    void *base = NULL;
+    *ptr = NULL;
+    if (kind == STUB_PINNED_BYTES || (int64_t)size <= total - s->live[STUB_DEVICE_BYTES])
+        b = (block *)calloc(1, sizeof *b);
+    int protect = settings[STUB_PROTECT] && type == cudaMemoryTypeDevice;
+    if (b) base = take_memory(b, size, align, protect);
+    if (base) {
+        memset(base, 0xCB, size);
+        if (protect && !s->open) mprotect(base, b->mapped, PROT_NONE);
+        b->m.base = (char *)base;
+        b->m.size = size;
+        b->m.type = type;
+        b->m.align = align;
+        b->m.device = my_device;
+        b->next = s->blocks;
+        s->blocks = b;
+        s->live[kind] += (int64_t)size;
+        *ptr = base;
+    } else {
+        free(b);
+    }
+    end();
+    return base ? cudaSuccess : cudaErrorMemoryAllocation;
+}
+
+static void drop_block(block *b) {
+    if (b->mapped) munmap(b->m.base, b->mapped);
+    else free(b->m.base);
+    free(b->shadow);
+    free(b);
+}
+
+cudaError_t stub_free(void *ptr, const char *name) {
+    state *s = begin();
+    block **link = &s->blocks;
+    while (*link && (*link)->m.base != (char *)ptr) link = &(*link)->next;
+    block *b = *link;
+    if (b) {
+        if (b->registered) stub_die("%s: the memory is still registered with a comm", name);
+        if (checks) check_free(s, b, name);
+        s->live[b->m.type == cudaMemoryTypeHost ? STUB_PINNED_BYTES : STUB_DEVICE_BYTES] -=
+            (int64_t)b->m.size;
+        *link = b->next;
+        b->next = s->doomed;
+        if (s->sticky) s->doomed = b;
+        else drop_block(b);
+    }
+    end();
+    return b ? cudaSuccess : cudaErrorInvalidValue;
+}
+
+static cudaError_t allocate(const char *name, void **ptr, size_t size, enum cudaMemoryType type) {
+    ENTER(name);
+    *ptr = NULL;
+    return size ? fails(stub_alloc(ptr, size, ALIGN, type)) : cudaSuccess;
+}
+
+cudaError_t cudaMalloc(void **ptr, size_t size) {
+    return allocate("cudaMalloc", ptr, size, cudaMemoryTypeDevice);
+}
+
+cudaError_t cudaMallocManaged(void **ptr, size_t size, unsigned flags) {
+    (void)flags;
+    return allocate("cudaMallocManaged", ptr, size, cudaMemoryTypeManaged);
+}
+
+cudaError_t cudaMallocHost(void **ptr, size_t size) {
+    return allocate("cudaMallocHost", ptr, size, cudaMemoryTypeHost);
+}
+
+/* Both wait for the whole device, as CUDA does; the checker asks for more, as it is not promised.
+   Behind a sticky error nothing can be waited for. */
+static cudaError_t release(const char *name, void *ptr, int is_host) {
+    cudaError_t entered = enter(name);
+    stub_memory m;
+    if (!ptr) return entered;
+    if (!stub_find(ptr, 1, &m) || m.base != (char *)ptr || m.align != ALIGN ||
+        is_host != (m.type == cudaMemoryTypeHost))
+        return fails(cudaErrorInvalidValue);
+    state *s = begin();
+    int broken = s->sticky;
+    if (!broken && !checks) wait_device(s, m.device);
+    end();
+    cudaError_t error = stub_free(ptr, name);
+    return entered ? entered : fails(error);
+}
+
+cudaError_t cudaFree(void *ptr) { return release("cudaFree", ptr, 0); }
+cudaError_t cudaFreeHost(void *ptr) { return release("cudaFreeHost", ptr, 1); }
+
+cudaError_t cudaMemGetInfo(size_t *left, size_t *total) {
+    ENTER("cudaMemGetInfo");
+    *total = (size_t)stub_get(STUB_TOTAL_MIB) << 20;
+    *left = *total - (size_t)stub_live(STUB_DEVICE_BYTES);
+    return cudaSuccess;
+}
+
+cudaError_t cudaPointerGetAttributes(struct cudaPointerAttributes *attributes, const void *ptr) {
+    ENTER("cudaPointerGetAttributes");
+    stub_memory m;
+    memset(attributes, 0, sizeof *attributes);
+    attributes->device = -2; /* as CUDA has it for memory that it does not know */
+    if (!stub_find(ptr, 1, &m)) {
+        attributes->hostPointer = (void *)(uintptr_t)ptr;
+        return cudaSuccess;
+    }
+    attributes->type = m.type;
+    attributes->device = m.device;
+    attributes->devicePointer = (void *)(uintptr_t)ptr;
+    if (m.type != cudaMemoryTypeDevice) attributes->hostPointer = (void *)(uintptr_t)ptr;
+    return cudaSuccess;
+}
+
+/* ---- copies ---------------------------------------------------------------------------------- */
+
+typedef struct copy {
+    char *dst;
+    const char *src; /* NULL: set to value */
+    size_t dpitch, spitch, width, height;
+    int value;
+    void *staged;           /* a private copy of pageable memory */
+    int dst_seen, src_seen; /* by the race checker: memory of the stub */
+} copy;
+
+static void copy_body(void *arg) {
+    copy *c = (copy *)arg;
+    for (size_t y = 0; y < c->height && c->width; y++) {
+        char *to = c->dst + y * c->dpitch;
+        if (c->src_seen) fsdp_stub_touch(c->src + y * c->spitch, c->width, 0);
+        if (c->dst_seen) fsdp_stub_touch(to, c->width, 1);
+        if (c->src) memmove(to, c->src + y * c->spitch, c->width);
+        else memset(to, c->value, c->width);
+    }
+    free(c->staged);
+    free(c);
+}
+
+static int on_device(const void *ptr, enum cudaMemoryType *type) {
+    stub_memory m;
+    *type = stub_find(ptr, 1, &m) ? m.type : cudaMemoryTypeUnregistered;
+    return *type == cudaMemoryTypeDevice;
+}
+
+/* Whether the kind of a copy says where its ends are. Managed memory is on both sides. */
+static int fits_kind(enum cudaMemcpyKind kind, enum cudaMemoryType dst, enum cudaMemoryType src) {
+    int to = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+    int from = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+    if (kind == cudaMemcpyDefault) return 1;
+    return (dst == cudaMemoryTypeManaged || to == (dst == cudaMemoryTypeDevice)) &&
+           (src == cudaMemoryTypeManaged || from == (src == cudaMemoryTypeDevice));
+}
+
+static size_t extent(size_t pitch, const copy *c) {
+    return c->height ? pitch * (c->height - 1) + c->width : 0;
+}
+
+/* Pageable memory is read before the call returns; a copy to it is complete then. */
+static cudaError_t start_copy(const char *name, copy c, enum cudaMemcpyKind kind,
+                              cudaStream_t handle, int blocks) {
+    enum cudaMemoryType dst, src = cudaMemoryTypeUnregistered;
+    stub_memory m;
+    (void)on_device(c.dst, &dst);
+    if (c.src) (void)on_device(c.src, &src);
+    if (!c.width || !c.height) return cudaSuccess;
+    if (!c.src && dst == cudaMemoryTypeUnregistered) return fails(cudaErrorInvalidValue);
+    if (c.src && !fits_kind(kind, dst, src)) return fails(cudaErrorInvalidMemcpyDirection);
+    c.dst_seen = dst != cudaMemoryTypeUnregistered;
+    c.src_seen = src != cudaMemoryTypeUnregistered;
+    if ((c.dst_seen && !stub_find(c.dst, extent(c.dpitch, &c), &m)) ||
+        (c.src_seen && !stub_find(c.src, extent(c.spitch, &c), &m)))
+        return fails(cudaErrorInvalidValue);
+    if (c.src && !c.src_seen) {
+        c.staged = malloc(extent(c.spitch, &c));
+        if (!c.staged) return fails(cudaErrorMemoryAllocation);
+        memcpy(c.staged, c.src, extent(c.spitch, &c));
+        c.src = (const char *)c.staged;
+    }
+    copy *queued = (copy *)malloc(sizeof *queued);
+    if (!queued) stub_die("out of memory");
+    *queued = c;
+    cudaStream_t stream = stub_stream(handle, my_device);
+    state *s = begin();
+    if (!stream && handle) stream = resolve(s, handle, my_device); /* of another device */
+    if (!stream) {
+        end();
+        free(c.staged);
+        free(queued);
+        return fails(cudaErrorInvalidResourceHandle);
+    }
+    stub_point p = submit(s, stream, name, copy_body, queued, NULL, 0, NULL);
+    end();
+    if (blocks || (c.src && !c.dst_seen)) stub_wait(p);
+    return cudaSuccess;
+}
+
+static copy a_copy(void *dst, size_t dpitch, const void *src, size_t spitch, size_t width,
+                   size_t height) {
+    copy c;
+    memset(&c, 0, sizeof c);
+    c.dst = (char *)dst;
+    c.src = (const char *)src;
+    c.dpitch = dpitch;
+    c.spitch = spitch;
+    c.width = width;
+    c.height = height;
+    return c;
+}
+
+cudaError_t cudaMemsetAsync(void *ptr, int value, size_t count, cudaStream_t stream) {
+    ENTER("cudaMemsetAsync");
+    copy c = a_copy(ptr, 0, NULL, 0, count, 1);
+    c.value = value;
+    return start_copy("cudaMemsetAsync", c, cudaMemcpyDefault, stream, 0);
+}
+
+cudaError_t cudaMemset(void *ptr, int value, size_t count) { /* asynchronous for device memory */
+    ENTER("cudaMemset");
+    copy c = a_copy(ptr, 0, NULL, 0, count, 1);
+    c.value = value;
+    return start_copy("cudaMemset", c, cudaMemcpyDefault, NULL, 0);
+}
+
+cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t count, enum cudaMemcpyKind kind,
+                            cudaStream_t stream) {
+    ENTER("cudaMemcpyAsync");
+    if (count && !src) return fails(cudaErrorInvalidValue);
+    return start_copy("cudaMemcpyAsync", a_copy(dst, 0, src, 0, count, 1), kind, stream, 0);
+}
+
+cudaError_t cudaMemcpy(void *dst, const void *src, size_t count, enum cudaMemcpyKind kind) {
+    enum cudaMemoryType to, from;
+    ENTER("cudaMemcpy");
+    if (count && !src) return fails(cudaErrorInvalidValue);
+    int inside = on_device(dst, &to) & on_device(src, &from); /* then the host does not wait */
+    return start_copy("cudaMemcpy", a_copy(dst, 0, src, 0, count, 1), kind, NULL, !inside);
+}
+
+cudaError_t cudaMemcpy2DAsync(void *dst, size_t dpitch, const void *src, size_t spitch,
+                              size_t width, size_t height, enum cudaMemcpyKind kind,
+                              cudaStream_t stream) {
+    ENTER("cudaMemcpy2DAsync");
+    if (width > dpitch || width > spitch || (width && height && !src))
+        return fails(cudaErrorInvalidValue);
+    return start_copy("cudaMemcpy2DAsync", a_copy(dst, dpitch, src, spitch, width, height), kind,
+                      stream, 0);
+}
+
+/* ---- kernels --------------------------------------------------------------------------------- */
+
+typedef struct launch {
+    void (*body)(const void *params, unsigned block_index);
+    unsigned grid;
+    double params[1]; /* as long as they are; aligned for all that can be in them */
+} launch;
+
+static void launch_body(void *arg) {
+    launch *l = (launch *)arg;
+    for (unsigned i = 0; i < l->grid; i++) l->body(l->params, i);
+    free(l);
+}
+
+cudaError_t fsdp_stub_launch(void (*body)(const void *params, unsigned block_index),
+                             const void *params, size_t size, unsigned grid, cudaStream_t stream) {
+    ENTER("launch");
+    if (!grid || grid > 0x7fffffffu || size > 32764) return fails(cudaErrorInvalidConfiguration);
+    launch *l = (launch *)malloc(sizeof *l + size);
+    if (!l) stub_die("out of memory");
+    l->body = body;
+    l->grid = grid;
+    memcpy(l->params, params, size);
+    state *s = begin();
+    cudaStream_t t = resolve(s, stream, my_device);
+    if (t) submit(s, t, "launch", launch_body, l, NULL, 0, NULL);
+    end();
+    if (t) return cudaSuccess;
+    free(l);
+    return fails(cudaErrorInvalidResourceHandle);
+}
+
+/* ---- streams and events, as the runtime has them --------------------------------------------- */
+
+static cudaError_t create_stream(cudaStream_t *stream, unsigned flags, int priority) {
+    state *s = begin();
+    *stream = new_stream(s, my_device, flags != cudaStreamNonBlocking, priority);
+    s->live[STUB_STREAMS]++;
+    end();
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    ENTER("cudaStreamCreateWithFlags");
+    return create_stream(stream, flags, 0);
+}
+
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int priority) {
+    ENTER("cudaStreamCreateWithPriority");
+    return create_stream(stream, flags, priority);
+}
+
+/* Returns at once; what is queued still runs. */
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    cudaError_t entered = enter("cudaStreamDestroy");
+    state *s = begin();
+    struct CUstream_st *t = s->streams;
+    while (t && t != stream) t = t->next;
+    int ok = t && t->alive && t->blocking != 2;
+    if (ok) {
+        t->alive = 0;
+        s->live[STUB_STREAMS]--;
+        pthread_cond_signal(&t->work);
+    }
+    end();
+    return entered ? entered : ok ? cudaSuccess : fails(cudaErrorInvalidResourceHandle);
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    ENTER("cudaStreamSynchronize");
+    state *s = begin();
+    cudaStream_t t = resolve(s, stream, my_device);
+    if (t) {
+        stub_point p = {t, t->issued};
+        wait_done(p);
+        host_knows(s, &t->clock);
+    }
+    end();
+    return t ? cudaSuccess : fails(cudaErrorInvalidResourceHandle);
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    ENTER("cudaStreamQuery");
+    state *s = begin();
+    cudaStream_t t = resolve(s, stream, my_device);
+    int done = t && t->completed == t->issued;
+    if (done) host_knows(s, &t->clock);
+    end();
+    return fails(done ? cudaSuccess : t ? cudaErrorNotReady : cudaErrorInvalidResourceHandle);
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
+    ENTER("cudaStreamIsCapturing");
+    (void)stream;
+    *status = cudaStreamCaptureStatusNone;
+    return cudaSuccess;
+}
+
+cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
+    ENTER("cudaThreadExchangeStreamCaptureMode");
+    *mode = cudaStreamCaptureModeGlobal;
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
+    ENTER("cudaEventCreateWithFlags");
+    (void)flags;
+    *event = (cudaEvent_t)calloc(1, sizeof **event);
+    if (!*event) stub_die("out of memory");
+    stub_live_add(STUB_EVENTS, 1);
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    cudaError_t entered = enter("cudaEventDestroy");
+    if (!event) return entered ? entered : fails(cudaErrorInvalidResourceHandle);
+    free(event);
+    stub_live_add(STUB_EVENTS, -1);
+    return entered;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    ENTER("cudaEventRecord");
+    state *s = begin();
+    cudaStream_t t = resolve(s, stream, my_device);
+    if (t) {
+        event->point = submit(s, t, "cudaEventRecord", NULL, NULL, NULL, 0, NULL);
+        if (checks) event->clock = t->clock;
+    }
+    end();
+    return t ? cudaSuccess : fails(cudaErrorInvalidResourceHandle);
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
+    ENTER("cudaStreamWaitEvent");
+    (void)flags;
+    state *s = begin();
+    cudaStream_t t = resolve(s, stream, my_device);
+    s->waits++;
+    int ignored = ignored_wait > 0 && --ignored_wait == 0;
+    if (t && event->point.stream && !ignored) {
+        join(&t->clock, &event->clock);
+        submit(s, t, "cudaStreamWaitEvent", NULL, NULL, &event->point, 1, NULL);
+    }
+    end();
+    return t ? cudaSuccess : fails(cudaErrorInvalidResourceHandle);
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) {
+    ENTER("cudaEventQuery");
+    state *s = begin();
+    int done = is_done(event->point);
+    if (done) host_knows(s, &event->clock);
+    end();
+    return fails(done ? cudaSuccess : cudaErrorNotReady);
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    ENTER("cudaEventSynchronize");
+    state *s = begin();
+    stub_point p = event->point; /* of this moment: it may be recorded again */
+    wait_done(p);
+    host_knows(s, &event->clock);
+    end();
+    return cudaSuccess;
+}

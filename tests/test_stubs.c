@@ -1,0 +1,1285 @@
+/* test_stubs.c - the stand-ins for the CUDA runtime and NCCL (tests/stubs) behave as the real ones
+   do where fsdp.h depends on it, and see what they are there to see: a missing wait, memory that is
+   freed too early, a call that fails, an object that stays.
+
+   gcc -std=c99 -O1 -g -I. -Itests/stubs tests/test_stubs.c tests/stubs/stub_cuda.c \
+       tests/stubs/stub_nccl.c -o test_stubs -pthread -lm */
+#include "harness.h"
+#define FSDP_STATIC
+#define FSDP_IMPLEMENTATION
+#include "fsdp_math.h"
+#include "stubs/stub.h"
+
+#define CUDA(call) CHECK_STATUS(call, cudaSuccess)
+#define NCCL(call) CHECK_STATUS(call, ncclSuccess)
+
+/* ---- kernels --------------------------------------------------------------------------------- */
+
+typedef struct {
+    int *dst;
+    const int *src; /* NULL: none */
+    size_t count;
+    int value;
+    int *gate; /* NULL, or waits until it is not 0 */
+} add;
+
+/* dst = src + value, by two blocks. */
+static void add_body(const void *params, unsigned block_index) {
+    const add *p = (const add *)params;
+    size_t begin = block_index ? p->count / 2 : 0, end = block_index ? p->count : p->count / 2;
+    long ns = 0;
+    while (p->gate && !__atomic_load_n(p->gate, __ATOMIC_ACQUIRE)) h_nap(&ns);
+    if (p->src) fsdp_stub_touch(p->src + begin, (end - begin) * sizeof *p->src, 0);
+    if (p->dst) fsdp_stub_touch(p->dst + begin, (end - begin) * sizeof *p->dst, 1);
+    for (size_t i = begin; i < end && p->dst; i++) p->dst[i] = (p->src ? p->src[i] : 0) + p->value;
+}
+
+static void launch(cudaStream_t stream, int *dst, const int *src, size_t count, int value,
+                   int *gate) {
+    add p = {dst, src, count, value, gate};
+    CUDA(fsdp_stub_launch(add_body, &p, sizeof p, 2, stream));
+    p.dst = NULL; /* the launch has its own copy */
+}
+
+static int *device_ints(size_t count) {
+    void *ptr = NULL;
+    CUDA(cudaMalloc(&ptr, count * sizeof(int)));
+    return (int *)ptr;
+}
+
+static cudaStream_t a_stream(void) {
+    cudaStream_t stream;
+    CUDA(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+    return stream;
+}
+
+static cudaEvent_t an_event(void) {
+    cudaEvent_t event;
+    CUDA(cudaEventCreateWithFlags(&event, cudaEventDisableTiming));
+    return event;
+}
+
+static void open_gate(int *gate) { __atomic_store_n(gate, 1, __ATOMIC_RELEASE); }
+
+/* Nothing happens in the stream for a while. */
+static void check_waits(cudaStream_t stream) {
+    for (int i = 0; i < 20; i++) {
+        struct timespec t = {0, 1000000};
+        CHECK_STATUS(cudaStreamQuery(stream), cudaErrorNotReady);
+        nanosleep(&t, NULL);
+    }
+    CHECK_STATUS(cudaGetLastError(), cudaErrorNotReady); /* as CUDA has it */
+}
+
+static void check_nothing_left(void) {
+    for (int kind = 0; kind < STUB_KINDS; kind++)
+        CHECK_MSG(stub_live(kind) == 0, "kind %d: %lld left", kind, (long long)stub_live(kind));
+}
+
+/* The signal that ends a process which calls fn; 0: none. */
+static int ends_by(void (*fn)(void)) {
+    int status = 0;
+    pid_t pid = fork();
+    if (pid == 0) {
+        int null = open("/dev/null", O_WRONLY);
+        dup2(null, STDERR_FILENO);
+        signal(SIGABRT, SIG_DFL);
+        signal(SIGSEGV, SIG_DFL);
+        fn();
+        _exit(0);
+    }
+    CHECK(waitpid(pid, &status, 0) == pid);
+    return WIFSIGNALED(status) ? WTERMSIG(status) : 0;
+}
+static int aborts(void (*fn)(void)) { return ends_by(fn) == SIGABRT; }
+
+/* ---- streams and events ---------------------------------------------------------------------- */
+
+TEST(stub_cuda, event_orders_streams) {
+    cudaStream_t a = a_stream(), b = a_stream(), c = a_stream();
+    cudaEvent_t e = an_event();
+    int *x = device_ints(64), *y = device_ints(64), gate = 0, out[64];
+    launch(a, x, NULL, 64, 1, &gate);
+    CUDA(cudaEventRecord(e, a));
+    CUDA(cudaStreamWaitEvent(b, e, 0));
+    launch(b, y, x, 64, 10, NULL);
+    CUDA(cudaEventRecord(e, a)); /* the wait is for the record before it */
+    launch(c, NULL, NULL, 0, 0, NULL);
+    CUDA(cudaStreamSynchronize(c)); /* which nothing holds up */
+    check_waits(b);
+    CHECK_STATUS(cudaEventQuery(e), cudaErrorNotReady);
+    open_gate(&gate);
+    CUDA(cudaEventSynchronize(e));
+    CUDA(cudaEventQuery(e));
+    CUDA(cudaMemcpyAsync(out, y, sizeof out, cudaMemcpyDeviceToHost, b));
+    for (int i = 0; i < 64; i++) CHECK_EQ_INT(out[i], 11);
+    CUDA(cudaEventDestroy(e));
+    CUDA(cudaStreamDestroy(a));
+    CUDA(cudaStreamDestroy(b));
+    CUDA(cudaStreamDestroy(c));
+    CUDA(cudaFree(x));
+    CUDA(cudaFree(y));
+    check_nothing_left();
+}
+
+TEST(stub_cuda, event_generations) {
+    cudaStream_t a = a_stream(), b = a_stream();
+    cudaEvent_t e = an_event();
+    int gate = 0;
+    CUDA(cudaStreamWaitEvent(b, e, 0)); /* never recorded: nothing to wait for */
+    CUDA(cudaStreamSynchronize(b));
+    CUDA(cudaEventQuery(e));
+    CUDA(cudaEventRecord(e, a));
+    CUDA(cudaStreamSynchronize(a));
+    CUDA(cudaStreamWaitEvent(b, e, 0));
+    launch(a, NULL, NULL, 0, 0, &gate);
+    CUDA(cudaEventRecord(e, a));
+    CUDA(cudaStreamSynchronize(b)); /* waited for the first record only */
+    CHECK_STATUS(cudaEventQuery(e), cudaErrorNotReady);
+    CUDA(cudaEventDestroy(e)); /* in use: that is allowed */
+    CUDA(cudaStreamDestroy(a));
+    open_gate(&gate);
+    CUDA(cudaStreamDestroy(b));
+    CHECK_STATUS(cudaStreamSynchronize(b), cudaErrorInvalidResourceHandle);
+    check_nothing_left();
+}
+
+TEST(stub_cuda, default_stream) {
+    cudaStream_t blocking, apart = a_stream();
+    int gate = 0, second = 0;
+    CUDA(cudaStreamCreateWithFlags(&blocking, cudaStreamDefault));
+    launch(NULL, NULL, NULL, 0, 0, &gate);
+    launch(blocking, NULL, NULL, 0, 0, NULL);
+    launch(apart, NULL, NULL, 0, 0, NULL);
+    CUDA(cudaStreamSynchronize(apart));
+    check_waits(blocking);
+    open_gate(&gate);
+    CUDA(cudaStreamSynchronize(blocking));
+    launch(blocking, NULL, NULL, 0, 0, &second);
+    launch(cudaStreamLegacy, NULL, NULL, 0, 0, NULL);
+    check_waits(NULL); /* the same stream */
+    open_gate(&second);
+    CUDA(cudaDeviceSynchronize());
+    CUDA(cudaStreamQuery(cudaStreamLegacy));
+    CUDA(cudaStreamDestroy(blocking));
+    CUDA(cudaStreamDestroy(apart));
+}
+
+TEST(stub_cuda, host_memory) {
+    cudaStream_t s = a_stream();
+    int pageable[4] = {1, 2, 3, 4}, *x = device_ints(8), gate = 0, out[8];
+    void *ptr;
+    CUDA(cudaMallocHost(&ptr, 4 * sizeof(int)));
+    int *pinned = (int *)ptr;
+    for (int i = 0; i < 4; i++) pinned[i] = i + 1;
+    launch(s, NULL, NULL, 0, 0, &gate);
+    CUDA(cudaMemcpyAsync(x, pageable, 16, cudaMemcpyHostToDevice, s));
+    CUDA(cudaMemcpyAsync(x + 4, pinned, 16, cudaMemcpyHostToDevice, s));
+    pageable[0] = pinned[0] = 7; /* too late for the one, not for the other */
+    open_gate(&gate);
+    CUDA(cudaMemcpyAsync(out, x, sizeof out, cudaMemcpyDeviceToHost, s));
+    CHECK_EQ_INT(out[0], 1);
+    CHECK_EQ_INT(out[4], 7);
+    CUDA(cudaFreeHost(pinned));
+    CUDA(cudaFree(x));
+    CUDA(cudaStreamDestroy(s));
+    check_nothing_left();
+}
+
+TEST(stub_cuda, memory) {
+    struct cudaPointerAttributes attributes;
+    size_t before, left, total;
+    void *managed;
+    int host[4] = {0}, *x;
+    CUDA(cudaMemGetInfo(&before, &total));
+    x = device_ints(1024);
+    CHECK_EQ_INT(*(unsigned char *)x, 0xCB); /* nobody may count on zeros */
+    CUDA(cudaMemGetInfo(&left, &total));
+    CHECK_EQ_INT(before - left, 4096);
+    CHECK_EQ_INT(stub_live(STUB_DEVICE_BYTES), 4096);
+    CUDA(cudaPointerGetAttributes(&attributes, x + 1023));
+    CHECK_EQ_INT(attributes.type, cudaMemoryTypeDevice);
+    CUDA(cudaPointerGetAttributes(&attributes, host));
+    CHECK_EQ_INT(attributes.type, cudaMemoryTypeUnregistered);
+    CHECK_STATUS(cudaMemcpy(x, host, 16, cudaMemcpyDeviceToHost), cudaErrorInvalidMemcpyDirection);
+    CHECK_STATUS(cudaMemset(x + 1020, 0, 17), cudaErrorInvalidValue);
+    CHECK_STATUS(cudaFree(x + 1), cudaErrorInvalidValue);
+    CHECK_STATUS(cudaFreeHost(x), cudaErrorInvalidValue);
+    CUDA(cudaMallocManaged(&managed, 64, cudaMemAttachGlobal));
+    CUDA(cudaMemcpy(managed, host, 16, cudaMemcpyHostToDevice));
+    CUDA(cudaMemcpy2DAsync(x + 1, 12, managed, 8, 4, 2, cudaMemcpyDeviceToDevice, NULL));
+    CUDA(cudaMemsetAsync(x, 0x11, 4, NULL));
+    CUDA(cudaMemcpy(host, x, 16, cudaMemcpyDefault));
+    CHECK_EQ_INT(host[0], 0x11111111);
+    CHECK_EQ_INT(host[1], 0);
+    CHECK_EQ_INT(host[2], (int)0xCBCBCBCBu);
+    CUDA(cudaFree(managed));
+    CUDA(cudaFree(x));
+    CUDA(cudaFree(NULL));
+    stub_set(STUB_TOTAL_MIB, 1);
+    CHECK_STATUS(cudaMalloc(&managed, (1 << 20) + 1), cudaErrorMemoryAllocation);
+    CHECK(!managed);
+    check_nothing_left();
+}
+
+TEST(stub_cuda, synchronous) {
+    int *x = device_ints(2);
+    stub_set(STUB_SYNC, 1);
+    cudaStream_t s = a_stream();
+    launch(s, x, NULL, 2, 5, NULL);
+    CHECK_EQ_INT(x[1], 5);
+    CUDA(cudaStreamQuery(s));
+    CUDA(cudaStreamDestroy(s));
+    CUDA(cudaFree(x));
+}
+
+TEST(stub_cuda, devices) {
+    int count, device, value;
+    cudaStream_t s;
+    CUDA(cudaGetDeviceCount(&count));
+    CHECK_EQ_INT(count, 8);
+    CUDA(cudaSetDevice(3));
+    CUDA(cudaGetDevice(&device));
+    CHECK_EQ_INT(device, 3);
+    CUDA(cudaDeviceGetAttribute(&value, cudaDevAttrMultiProcessorCount, 3));
+    CHECK(value > 0);
+    CHECK_STATUS(cudaSetDevice(8), cudaErrorInvalidDevice);
+    CHECK_STATUS(cudaPeekAtLastError(), cudaErrorInvalidDevice);
+    CHECK_STATUS(cudaGetLastError(), cudaErrorInvalidDevice);
+    CUDA(cudaGetLastError());
+    CHECK_EQ_STR(cudaGetErrorName(cudaErrorNotReady), "cudaErrorNotReady");
+    stub_set(STUB_DEVICES, 0);
+    CHECK_STATUS(cudaGetDeviceCount(&count), cudaErrorNoDevice);
+    CUDA(cudaStreamCreateWithPriority(&s, cudaStreamNonBlocking, -1));
+    CUDA(cudaStreamDestroy(s));
+}
+
+static int *out_of_reach; /* device memory */
+static void host_reads(void) { _exit(*(volatile int *)out_of_reach == 1); }
+static void device_reads(void) {
+    int out;
+    launch(NULL, out_of_reach, out_of_reach, 4, 1, NULL);
+    CUDA(cudaMemcpy(&out, out_of_reach, sizeof out, cudaMemcpyDeviceToHost));
+}
+
+TEST(stub_cuda, protected_memory) {
+    void *managed;
+    stub_set(STUB_SYNC, 1);
+    stub_set(STUB_PROTECT, 1);
+    out_of_reach = device_ints(4);
+    launch(NULL, out_of_reach, NULL, 4, 1, NULL);
+    device_reads();
+    CHECK_EQ_INT(ends_by(host_reads), SIGSEGV);
+    int *second = device_ints(4);
+    CUDA(cudaMallocManaged(&managed, 16, cudaMemAttachGlobal));
+    CUDA(cudaFree(out_of_reach));
+    out_of_reach = (int *)managed;
+    CHECK_EQ_INT(ends_by(host_reads), 0);
+    CUDA(cudaFree(second));
+    CUDA(cudaFree(managed));
+    check_nothing_left();
+}
+
+static void *use_streams(void *arg) {
+    for (int i = 0; i < 200; i++) {
+        cudaStream_t s = a_stream();
+        int *x = device_ints(16), out[16];
+        launch(s, x, NULL, 16, i, NULL);
+        CUDA(cudaMemcpyAsync(out, x, sizeof out, cudaMemcpyDeviceToHost, s));
+        CHECK_EQ_INT(out[15], i);
+        CUDA(cudaFree(x));
+        CUDA(cudaStreamDestroy(s));
+    }
+    return arg;
+}
+
+TEST(stub_cuda, threads) {
+    pthread_t t[4];
+    for (int i = 0; i < 4; i++) CHECK(!pthread_create(&t[i], NULL, use_streams, NULL));
+    for (int i = 0; i < 4; i++) CHECK(!pthread_join(t[i], NULL));
+    check_nothing_left();
+}
+
+static void in_child(int rank, int world, void *arg) {
+    (void)rank, (void)world, (void)arg;
+    CHECK_EQ_INT(stub_live(STUB_STREAMS), 0);
+    CHECK_EQ_INT(stub_count(NULL), 0);
+    use_streams(NULL);
+    check_nothing_left();
+}
+
+TEST(stub_cuda, fork) {
+#ifdef __SANITIZE_THREAD__
+    SKIP("this sanitizer has no threads in children of a process that has some");
+#endif
+    cudaStream_t s = a_stream();
+    int gate = 0;
+    launch(s, NULL, NULL, 0, 0, &gate);
+    h_ranks_proc(2, in_child, NULL);
+    open_gate(&gate);
+    CUDA(cudaStreamSynchronize(s));
+    CUDA(cudaStreamDestroy(s));
+}
+
+/* ---- counts and failures --------------------------------------------------------------------- */
+
+TEST(stub_fail, counts) {
+    void *ptr;
+    CHECK_EQ_INT(stub_count("cudaMalloc"), 0);
+    CUDA(cudaMalloc(&ptr, 16));
+    CUDA(cudaFree(ptr));
+    CUDA(cudaFree(NULL));
+    CHECK_EQ_INT(stub_count("cudaMalloc"), 1);
+    CHECK_EQ_INT(stub_count("cudaFree"), 2);
+    CHECK_EQ_INT(stub_count(NULL), 3);
+    stub_count_reset();
+    CHECK_EQ_INT(stub_count(NULL), 0);
+}
+
+TEST(stub_fail, nth) {
+    void *ptr;
+    ncclUniqueId id;
+    stub_fail("cudaMalloc", 2, cudaErrorMemoryAllocation);
+    stub_fail("ncclGetUniqueId", 1, ncclSystemError);
+    CUDA(cudaMalloc(&ptr, 16));
+    CHECK_EQ_INT(stub_failed(), 0);
+    void *other = NULL;
+    CHECK_STATUS(cudaMalloc(&other, 16), cudaErrorMemoryAllocation);
+    CHECK_STATUS(cudaGetLastError(), cudaErrorMemoryAllocation);
+    CHECK_STATUS(ncclGetUniqueId(&id), ncclSystemError);
+    CHECK_EQ_INT(stub_failed(), 2);
+    stub_fail("cudaFree", 1, cudaErrorUnknown);
+    CHECK_STATUS(cudaFree(ptr), cudaErrorUnknown);
+    CHECK_EQ_INT(stub_live(STUB_DEVICE_BYTES), 0); /* it is freed all the same */
+}
+
+TEST(stub_fail, any_and_sticky) {
+    int device, version;
+    void *ptr;
+    CUDA(cudaMalloc(&ptr, 16));
+    stub_fail(NULL, 2, cudaErrorIllegalAddress);
+    CUDA(cudaGetDevice(&device));
+    CHECK_STATUS(cudaDriverGetVersion(&version), cudaErrorIllegalAddress);
+    CHECK_STATUS(cudaGetDevice(&device), cudaErrorIllegalAddress); /* the context is lost */
+    CHECK_STATUS(cudaGetLastError(), cudaErrorIllegalAddress);
+    CHECK_STATUS(cudaGetLastError(), cudaErrorIllegalAddress);
+    CHECK_STATUS(cudaFree(ptr), cudaErrorIllegalAddress);
+    CHECK_EQ_INT(stub_live(STUB_DEVICE_BYTES), 0);
+    stub_fail_clear();
+    CUDA(cudaGetDevice(&device));
+    stub_fail(NULL, 1, cudaErrorUnknown); /* and NCCL says that in its own words */
+    CHECK_STATUS(ncclGetVersion(&version), ncclUnhandledCudaError);
+}
+
+TEST(stub_fail, environment) {
+    int version;
+    setenv("FSDP_STUB_FAIL", "cudaDriverGetVersion:2:35,ncclGetVersion:1:3", 1);
+    setenv("FSDP_STUB_NCCL_VERSION", "21803", 1);
+    CUDA(cudaDriverGetVersion(&version));
+    CHECK_STATUS(cudaDriverGetVersion(&version), cudaErrorInsufficientDriver);
+    CHECK_STATUS(ncclGetVersion(&version), ncclInternalError);
+    NCCL(ncclGetVersion(&version));
+    CHECK_EQ_INT(version, 21803);
+}
+
+/* ---- the race checker ------------------------------------------------------------------------ */
+
+typedef struct {
+    cudaStream_t a, b;
+    cudaEvent_t e;
+    int *x, *y, *pinned;
+} scene;
+
+static void wait_b(scene *s) {
+    CUDA(cudaEventRecord(s->e, s->a));
+    CUDA(cudaStreamWaitEvent(s->b, s->e, 0));
+}
+static void ordered(scene *s) {
+    launch(s->a, s->x, NULL, 64, 1, NULL);
+    wait_b(s);
+    launch(s->b, s->y, s->x, 64, 1, NULL);
+}
+static void no_wait(scene *s) {
+    launch(s->a, s->x, NULL, 64, 1, NULL);
+    launch(s->b, s->y, s->x, 64, 1, NULL);
+}
+static void write_after_read(scene *s) {
+    launch(s->a, s->y, s->x, 64, 1, NULL);
+    launch(s->b, s->x, NULL, 64, 1, NULL);
+}
+static void write_after_write(scene *s) {
+    launch(s->a, s->x, NULL, 64, 1, NULL);
+    CUDA(cudaMemsetAsync(s->x, 0, 4, s->b));
+}
+static void two_readers(scene *s) {
+    launch(s->a, s->y, s->x, 32, 1, NULL);
+    launch(s->b, s->y + 32, s->x, 32, 1, NULL);
+}
+static void one_of_two_readers(scene *s) {
+    two_readers(s);
+    launch(s->b, s->x, NULL, 32, 1, NULL);
+}
+static void neighbours(scene *s) { /* halves of 4 bytes */
+    CUDA(cudaMemsetAsync(s->x, 0, 2, s->a));
+    CUDA(cudaMemsetAsync((char *)s->x + 2, 0, 2, s->b));
+}
+static void wait_of_before(scene *s) {
+    CUDA(cudaEventRecord(s->e, s->a));
+    launch(s->a, s->x, NULL, 64, 1, NULL);
+    CUDA(cudaStreamWaitEvent(s->b, s->e, 0));
+    launch(s->b, s->y, s->x, 64, 1, NULL);
+}
+static void older_event(scene *s) { /* the stream has gone on since */
+    launch(s->a, s->x, NULL, 64, 1, NULL);
+    CUDA(cudaEventRecord(s->e, s->a));
+    launch(s->a, s->pinned, NULL, 64, 1, NULL);
+    CUDA(cudaStreamWaitEvent(s->b, s->e, 0));
+    launch(s->b, s->y, s->x, 64, 1, NULL);
+}
+static void ignored(scene *s) {
+    stub_ignore_wait(1);
+    ordered(s);
+}
+static void another_ignored(scene *s) {
+    stub_ignore_wait(2);
+    ordered(s);
+}
+static void host_no_sync(scene *s) {
+    launch(s->a, s->x, NULL, 64, 1, NULL);
+    stub_host_read(s->x, 4);
+}
+static void host_sync(scene *s) {
+    launch(s->a, s->x, NULL, 64, 1, NULL);
+    CUDA(cudaStreamSynchronize(s->a));
+    stub_host_read(s->x, 4);
+}
+static void host_query(scene *s) {
+    launch(s->a, s->x, NULL, 64, 1, NULL);
+    CUDA(cudaEventRecord(s->e, s->a));
+    CUDA(cudaEventQuery(s->e));
+    stub_host_read(s->x, 4);
+    launch(s->b, s->y, s->x, 64, 1, NULL); /* the host knew when it launched */
+}
+static void pinned_too_early(scene *s) {
+    stub_host_write(s->pinned, 256);
+    CUDA(cudaMemcpyAsync(s->x, s->pinned, 256, cudaMemcpyHostToDevice, s->a));
+    stub_host_write(s->pinned, 256);
+}
+static void pinned_read_fine(scene *s) {
+    CUDA(cudaMemcpyAsync(s->x, s->pinned, 256, cudaMemcpyHostToDevice, s->a));
+    stub_host_read(s->pinned, 256);
+}
+static void default_orders(scene *s) {
+    cudaStream_t c;
+    CUDA(cudaStreamCreateWithFlags(&c, cudaStreamDefault));
+    launch(c, s->x, NULL, 64, 1, NULL);
+    launch(NULL, s->y, s->x, 64, 1, NULL);
+    launch(c, s->x, s->y, 64, 1, NULL);
+    CUDA(cudaStreamDestroy(c));
+}
+static void default_does_not(scene *s) {
+    launch(s->a, s->x, NULL, 64, 1, NULL);
+    launch(NULL, s->y, s->x, 64, 1, NULL);
+}
+static void free_in_use(scene *s) {
+    launch(s->a, s->x, NULL, 64, 1, NULL);
+    CUDA(cudaFree(s->x));
+    s->x = NULL;
+}
+static void free_behind_sync(scene *s) {
+    launch(s->a, s->x, NULL, 64, 1, NULL);
+    CUDA(cudaDeviceSynchronize());
+    CUDA(cudaFree(s->x));
+    s->x = NULL;
+}
+static void outside(scene *s) {
+    static int foreign[64];
+    launch(s->a, foreign, NULL, 64, 1, NULL);
+}
+static void beyond(scene *s) { launch(s->a, NULL, s->x + 1, 64, 1, NULL); }
+static void through_thread(scene *s);
+
+static const struct {
+    const char *name;
+    void (*play)(scene *);
+    int races;
+} scenes[] = {{"ordered", ordered, 0},
+              {"no_wait", no_wait, 2}, /* one for each block of the kernel */
+              {"write_after_read", write_after_read, 2},
+              {"write_after_write", write_after_write, 1},
+              {"two_readers", two_readers, 0},
+              {"one_of_two_readers", one_of_two_readers, 2},
+              {"neighbours", neighbours, 0},
+              {"wait_of_before", wait_of_before, 2},
+              {"older_event", older_event, 0},
+              {"ignored", ignored, 2},
+              {"another_ignored", another_ignored, 0},
+              {"host_no_sync", host_no_sync, 1},
+              {"host_sync", host_sync, 0},
+              {"host_query", host_query, 0},
+              {"pinned_too_early", pinned_too_early, 1},
+              {"pinned_read_fine", pinned_read_fine, 0},
+              {"default_orders", default_orders, 0},
+              {"default_does_not", default_does_not, 2},
+              {"free_in_use", free_in_use, 1},
+              {"free_behind_sync", free_behind_sync, 0},
+              {"outside", outside, 2},
+              {"beyond", beyond, 1},
+              {"through_thread", through_thread, 0}};
+
+static void *launch_there(void *arg) {
+    scene *s = (scene *)arg;
+    launch(s->a, s->x, NULL, 64, 1, NULL);
+    CUDA(cudaStreamSynchronize(s->a));
+    return NULL;
+}
+static void through_thread(scene *s) { /* joining tells this thread what that one knew */
+    pthread_t t;
+    CUDA(cudaMemsetAsync(s->x, 0, 4, s->a));
+    CHECK(!pthread_create(&t, NULL, launch_there, s));
+    CHECK(!pthread_join(t, NULL));
+    stub_host_read(s->x, 4);
+}
+
+TEST_P(stub_race, scenes, scenes) {
+    scene s;
+    void *pinned;
+    stub_checks(1);
+    s.a = a_stream();
+    s.b = a_stream();
+    s.e = an_event();
+    s.x = device_ints(64);
+    s.y = device_ints(64);
+    CUDA(cudaMallocHost(&pinned, 256));
+    s.pinned = (int *)pinned;
+    row->play(&s);
+    CHECK_MSG(stub_races() == row->races, "%lld races: %s", (long long)stub_races(),
+              stub_race_text());
+    CHECK((stub_race_text()[0] != 0) == (row->races > 0));
+    CUDA(cudaEventDestroy(s.e));
+}
+
+/* ---- collectives ----------------------------------------------------------------------------- */
+
+static ncclUniqueId *shared_ids; /* of the test, for its ranks */
+
+static void share_ids(int count) {
+    void *at = mmap(NULL, 65536, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(at != MAP_FAILED);
+    shared_ids = (ncclUniqueId *)at;
+    for (int i = 0; i < count; i++) NCCL(ncclGetUniqueId(&shared_ids[i]));
+}
+
+/* Ranks as threads or processes, in either mode of the streams. */
+static const struct {
+    const char *name;
+    int sync;
+} modes[] = {{"async", 0}, {"sync", 1}};
+static const struct {
+    const char *name;
+    int world, threads, sync;
+} teams[] = {{"W=1", 1, 0, 0},         {"W=2", 2, 0, 0},
+             {"W=3", 3, 0, 0},         {"W=4", 4, 0, 0},
+             {"W=2_sync", 2, 0, 1},    {"W=2_threads", 2, 1, 0},
+             {"W=4_threads", 4, 1, 0}, {"W=3_threads_sync", 3, 1, 1}};
+static const struct {
+    const char *name;
+    int world, threads, sync;
+} pairs[] = {{"processes", 2, 0, 0}, {"threads", 2, 1, 0}, {"sync", 2, 0, 1}},
+  quick[] = {{"processes", 3, 0, 0}, {"threads", 3, 1, 0}};
+static int is_sync; /* of this test */
+
+static h_rank_fn as_process;
+static void run_process(int rank, int world, void *arg) {
+    as_process(rank, world, arg);
+    check_nothing_left();
+}
+
+static void run_team(int world, int threads, int sync, h_rank_fn body) {
+    is_sync = sync;
+    stub_set(STUB_SYNC, sync);
+    share_ids(8);
+    as_process = body;
+    if (threads) h_ranks_thread(world, body, NULL);
+    else h_ranks_proc(world, run_process, NULL);
+    check_nothing_left();
+}
+#define RUN_TEAM(body) run_team(row->world, row->threads, row->sync, body)
+
+static ncclComm_t join_comm(int rank, int world, int which) {
+    ncclComm_t comm;
+    CUDA(cudaSetDevice(rank));
+    NCCL(ncclCommInitRank(&comm, world, shared_ids[which], rank));
+    return comm;
+}
+
+enum { TYPES = 5 };
+static const struct {
+    ncclDataType_t nccl;
+    fsdp_dtype own;
+    size_t size;
+} types[TYPES] = {{ncclFloat32, FSDP_F32, 4},
+                  {ncclFloat64, FSDP_F64, 8},
+                  {ncclBfloat16, FSDP_BF16, 2},
+                  {ncclFloat16, FSDP_F16, 2},
+                  {ncclInt64, FSDP_I64, 8}};
+
+/* Element i of a rank: the same everywhere it is computed. Sums of it have to be rounded. */
+static double value_of(int rank, size_t i, int type) {
+    double x = (double)((i * 7919 + (size_t)rank * 104729) % 2003) - 1000.0;
+    return types[type].own == FSDP_I64 ? x : x / 7.0;
+}
+
+static void fill(void *to, int rank, size_t first, size_t count, int type) {
+    double *x = (double *)malloc(count * sizeof *x);
+    CHECK(x != NULL);
+    for (size_t i = 0; i < count; i++) {
+        x[i] = value_of(rank, first + i, type);
+        int64_t whole = (int64_t)x[i];
+        if (types[type].own == FSDP_I64) memcpy(&x[i], &whole, sizeof whole);
+    }
+    if (types[type].own == FSDP_I64) memcpy(to, x, count * sizeof *x);
+    else CHECK_OK(fsdp_convert(to, types[type].own, x, FSDP_F64, (int64_t)count));
+    free(x);
+}
+
+/* What all ranks reduce to, in the order of ranks. */
+static void expect_reduced(void *to, int world, size_t first, size_t count, int type,
+                           fsdp_redop redop) {
+    char *all = (char *)malloc(count * types[type].size * (size_t)world);
+    const char *srcs[8];
+    CHECK(all != NULL);
+    for (int k = 0; k < world; k++) {
+        srcs[k] = all + (size_t)k * count * types[type].size;
+        fill(all + (size_t)k * count * types[type].size, k, first, count, type);
+    }
+    fsdpi_reduce(to, types[type].own, srcs, world, types[type].own, count, 1.0, 0, redop);
+    free(all);
+}
+
+typedef struct {
+    int rank, world;
+    ncclComm_t comm;
+    cudaStream_t stream;
+    char *src, *dst, *want; /* device, device, host; each of `room` bytes for each rank */
+    size_t room;
+} player;
+
+static void check_dst(player *p, const char *at, size_t bytes) {
+    char *got = (char *)malloc(bytes);
+    CHECK(got != NULL);
+    CUDA(cudaMemcpyAsync(got, at, bytes, cudaMemcpyDeviceToHost, p->stream));
+    CHECK_EQ_MEM(got, p->want, bytes);
+    free(got);
+}
+
+static void upload(player *p, char *to, size_t first, size_t count, int type) {
+    size_t bytes = count * types[type].size;
+    char *host = (char *)malloc(bytes);
+    CHECK(host != NULL);
+    fill(host, p->rank, first, count, type);
+    CUDA(cudaMemcpyAsync(to, host, bytes, cudaMemcpyHostToDevice, p->stream));
+    free(host);
+}
+
+static void play_gather(player *p, size_t n, int type, int in_place) {
+    size_t one = n * types[type].size;
+    char *src = in_place ? p->dst + (size_t)p->rank * one : p->src;
+    upload(p, src, 0, n, type);
+    NCCL(ncclAllGather(src, p->dst, n, types[type].nccl, p->comm, p->stream));
+    for (int k = 0; k < p->world; k++) fill(p->want + (size_t)k * one, k, 0, n, type);
+    check_dst(p, p->dst, one * (size_t)p->world);
+}
+
+static void play_scatter(player *p, size_t n, int type, int in_place) {
+    size_t mine = n * (size_t)p->rank;
+    char *dst = in_place ? p->src + mine * types[type].size : p->dst;
+    upload(p, p->src, 0, n * (size_t)p->world, type);
+    NCCL(ncclReduceScatter(p->src, dst, n, types[type].nccl, ncclSum, p->comm, p->stream));
+    expect_reduced(p->want, p->world, mine, n, type, FSDP_SUM);
+    check_dst(p, dst, n * types[type].size);
+}
+
+static void play_reduce(player *p, size_t n, int type, int in_place) {
+    static const ncclRedOp_t ops[] = {ncclSum, ncclMax, ncclMin};
+    static const fsdp_redop own[] = {FSDP_SUM, FSDP_MAX, FSDP_MIN};
+    char *dst = in_place ? p->src : p->dst;
+    for (int i = 0; i < 3; i++) {
+        upload(p, p->src, 0, n, type);
+        NCCL(ncclAllReduce(p->src, dst, n, types[type].nccl, ops[i], p->comm, p->stream));
+        expect_reduced(p->want, p->world, 0, n, type, own[i]);
+        check_dst(p, dst, n * types[type].size);
+    }
+}
+
+static void play_others(player *p, size_t n, int type) {
+    size_t one = n * types[type].size;
+    int root = p->world - 1, next = (p->rank + 1) % p->world;
+    int before = (p->rank + p->world - 1) % p->world;
+    upload(p, p->src, 0, n, type);
+    NCCL(ncclBroadcast(p->src, p->dst, n, types[type].nccl, root, p->comm, p->stream));
+    fill(p->want, root, 0, n, type);
+    check_dst(p, p->dst, one);
+    upload(p, p->src, 0, n * (size_t)p->world, type);
+    NCCL(ncclAlltoAll(p->src, p->dst, n, types[type].nccl, p->comm, p->stream));
+    for (int k = 0; k < p->world; k++)
+        fill(p->want + (size_t)k * one, k, (size_t)p->rank * n, n, type);
+    check_dst(p, p->dst, one * (size_t)p->world);
+    NCCL(ncclGroupStart()); /* a ring; with one rank to itself */
+    NCCL(ncclSend(p->src, n, types[type].nccl, next, p->comm, p->stream));
+    NCCL(ncclRecv(p->dst, n, types[type].nccl, before, p->comm, p->stream));
+    NCCL(ncclGroupEnd());
+    fill(p->want, before, 0, n, type);
+    check_dst(p, p->dst, one);
+}
+
+static void collectives(int rank, int world, void *arg) {
+    static const size_t counts[] = {1, 3, 1000, 40000}; /* the last in several turns */
+    void *ptr;
+    player p;
+    (void)arg;
+    p.rank = rank;
+    p.world = world;
+    p.comm = join_comm(rank, world, 0);
+    p.stream = a_stream();
+    p.room = 40000 * 8;
+    CUDA(cudaMalloc(&ptr, p.room * (size_t)world));
+    p.src = (char *)ptr;
+    CUDA(cudaMalloc(&ptr, p.room * (size_t)world));
+    p.dst = (char *)ptr;
+    p.want = (char *)malloc(p.room * (size_t)world);
+    for (size_t c = 0; c < sizeof counts / sizeof *counts; c++)
+        for (int type = 0; type < TYPES; type++) {
+            if (counts[c] > 1000 && types[type].own != FSDP_F64) continue; /* these take long */
+            for (int in_place = 0; in_place < 2; in_place++) {
+                play_gather(&p, counts[c], type, in_place);
+                play_scatter(&p, counts[c], type, in_place);
+                play_reduce(&p, counts[c], type, in_place);
+            }
+            play_others(&p, counts[c], type);
+        }
+    free(p.want);
+    CUDA(cudaFree(p.src));
+    CUDA(cudaFree(p.dst));
+    CUDA(cudaStreamDestroy(p.stream));
+    NCCL(ncclCommDestroy(p.comm));
+}
+TEST_P(stub_nccl, collectives, teams) { RUN_TEAM(collectives); }
+
+/* Colors by parity, keys backwards; the last rank of more than two is in no group. */
+static void splits(int rank, int world, void *arg) {
+    ncclComm_t comm = join_comm(rank, world, 0), child, again;
+    int left_out = world > 2 && rank == world - 1, members = 0, behind = 0, size, mine;
+    (void)arg;
+    NCCL(ncclCommSplit(comm, left_out ? NCCL_SPLIT_NOCOLOR : rank % 2, -rank, &child, NULL));
+    CHECK((child == NULL) == left_out);
+    for (int k = 0; k < world; k++) {
+        if (k % 2 != rank % 2 || (world > 2 && k == world - 1)) continue;
+        members++;
+        behind += k > rank;
+    }
+    if (child) {
+        NCCL(ncclCommCount(child, &size));
+        NCCL(ncclCommUserRank(child, &mine));
+        CHECK_EQ_INT(size, members);
+        CHECK_EQ_INT(mine, behind);
+        NCCL(ncclCommSplit(child, 0, 0, &again, NULL)); /* equal keys: as they were */
+        NCCL(ncclCommUserRank(again, &size));
+        CHECK_EQ_INT(size, mine);
+        NCCL(ncclCommDestroy(again));
+        NCCL(ncclCommFinalize(child));
+        NCCL(ncclCommDestroy(child));
+    }
+    NCCL(ncclCommDestroy(comm));
+}
+TEST_P(stub_nccl, split, teams) { RUN_TEAM(splits); }
+
+/* Nothing of a group is launched before its end; its streams wait for each other there, and
+   operations of one comm keep their order on any stream. */
+static void groups(int rank, int world, void *arg) {
+    ncclComm_t comm = join_comm(rank, world, 0);
+    cudaStream_t a = a_stream(), b = a_stream();
+    int *x = device_ints(8), gate = 0, out[2];
+    (void)arg;
+    launch(a, x, NULL, 2, 1, NULL);
+    CUDA(cudaStreamSynchronize(a));
+    NCCL(ncclGroupStart());
+    NCCL(ncclGroupStart());
+    NCCL(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, a));
+    NCCL(ncclAllReduce(x + 1, x + 1, 1, ncclInt32, ncclSum, comm, b));
+    NCCL(ncclAllReduce(x + 1, x + 1, 0, ncclInt32, ncclSum, comm, b));
+    NCCL(ncclGroupEnd());
+    launch(b, x + 1, NULL, 1, 10, NULL); /* before what was called first */
+    if (!is_sync) launch(a, NULL, NULL, 0, 0, &gate);
+    NCCL(ncclGroupEnd());
+    if (!is_sync) check_waits(b);
+    open_gate(&gate);
+    CUDA(cudaMemcpyAsync(out, x, sizeof out, cudaMemcpyDeviceToHost, b));
+    CHECK_EQ_INT(out[0], world);
+    CHECK_EQ_INT(out[1], 10 * world);
+    gate = 0;
+    if (!is_sync) launch(a, NULL, NULL, 0, 0, &gate);
+    NCCL(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, a));
+    NCCL(ncclAllReduce(x + 1, x + 1, 1, ncclInt32, ncclSum, comm, b));
+    if (!is_sync) check_waits(b);
+    open_gate(&gate);
+    NCCL(ncclGroupStart()); /* one wrong call: none is launched */
+    NCCL(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, a));
+    CHECK_STATUS(ncclBroadcast(x, x, 1, ncclInt32, world, comm, a), ncclInvalidArgument);
+    CHECK_STATUS(ncclGroupEnd(), ncclInvalidArgument);
+    CHECK_STATUS(ncclGroupEnd(), ncclInvalidUsage);
+    CUDA(cudaStreamDestroy(a));
+    CUDA(cudaStreamDestroy(b));
+    NCCL(ncclCommDestroy(comm));
+    CUDA(cudaFree(x));
+}
+TEST_P(stub_nccl, groups, teams) { RUN_TEAM(groups); }
+
+/* Ranks that one thread drives, each on its device. */
+TEST_P(stub_nccl, one_thread, modes) {
+    ncclComm_t comms[3];
+    int *x[3], out;
+    stub_set(STUB_SYNC, row->sync);
+    share_ids(1);
+    NCCL(ncclGroupStart());
+    for (int r = 0; r < 3; r++) {
+        CUDA(cudaSetDevice(r));
+        NCCL(ncclCommInitRank(&comms[r], 3, shared_ids[0], r));
+    }
+    NCCL(ncclGroupEnd());
+    NCCL(ncclGroupStart());
+    for (int r = 0; r < 3; r++) {
+        CUDA(cudaSetDevice(r));
+        x[r] = device_ints(1);
+        launch(NULL, x[r], NULL, 1, r + 1, NULL);
+        NCCL(ncclAllReduce(x[r], x[r], 1, ncclInt32, ncclSum, comms[r], NULL));
+    }
+    NCCL(ncclGroupEnd());
+    for (int r = 0; r < 3; r++) {
+        CUDA(cudaSetDevice(r));
+        CUDA(cudaMemcpy(&out, x[r], sizeof out, cudaMemcpyDeviceToHost));
+        CHECK_EQ_INT(out, 6);
+        CUDA(cudaFree(x[r]));
+    }
+    NCCL(ncclGroupStart());
+    for (int r = 0; r < 3; r++) NCCL(ncclCommDestroy(comms[r]));
+    NCCL(ncclGroupEnd());
+    check_nothing_left();
+}
+
+/* ---- what is wrong with a call --------------------------------------------------------------- */
+
+static ncclComm_t alone(void) {
+    share_ids(1);
+    return join_comm(0, 1, 0);
+}
+
+TEST(stub_nccl, arguments) {
+    ncclComm_t comm = alone(), other = NULL;
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    static float foreign[4];
+    float *x = (float *)(void *)device_ints(4);
+    void *pinned;
+    CUDA(cudaMallocHost(&pinned, 16));
+    CHECK_STATUS(ncclAllReduce(foreign, foreign, 4, ncclFloat, ncclSum, comm, NULL),
+                 ncclInvalidArgument);
+    CHECK(strstr(ncclGetLastError(comm), "allocation") != NULL);
+    CHECK_STATUS(ncclAllReduce(x, x, 5, ncclFloat, ncclSum, comm, NULL), ncclInvalidArgument);
+    CHECK_STATUS(ncclAllReduce(x, x, 4, ncclFloat, ncclNumOps, comm, NULL), ncclInvalidArgument);
+    CHECK_STATUS(ncclSend(x, 4, ncclFloat, 1, comm, NULL), ncclInvalidArgument);
+    NCCL(ncclAllReduce(pinned, pinned, 4, ncclFloat, ncclSum, comm, NULL));
+    NCCL(ncclAllReduce(foreign, foreign, 0, ncclFloat, ncclSum, comm, NULL)); /* dropped */
+    CHECK_STATUS(ncclCommInitRank(&other, 2, shared_ids[0], 2), ncclInvalidArgument);
+    config.magic = 0;
+    CHECK_STATUS(ncclCommInitRankConfig(&other, 1, shared_ids[0], 0, &config), ncclInvalidArgument);
+    CHECK_STATUS(ncclCommInitRank(&other, 1, shared_ids[0], 0), ncclInvalidUsage); /* id used */
+    CHECK(!other);
+    CUDA(cudaSetDevice(1));
+    cudaStream_t elsewhere = a_stream();
+    CHECK_STATUS(ncclAllReduce(x, x, 4, ncclFloat, ncclSum, comm, elsewhere), ncclInvalidArgument);
+    NCCL(ncclCommFinalize(comm));
+    CHECK_STATUS(ncclAllReduce(x, x, 4, ncclFloat, ncclSum, comm, NULL), ncclInvalidArgument);
+    NCCL(ncclCommDestroy(comm));
+    CHECK_STATUS(ncclCommInitRank(&other, 1, shared_ids[0], 0), ncclSystemError);
+    CUDA(cudaStreamDestroy(elsewhere));
+    CUDA(cudaFree(x));
+    CUDA(cudaFreeHost(pinned));
+    check_nothing_left();
+}
+
+static void gather_overlaps(void) {
+    ncclComm_t comm = alone();
+    int *x = device_ints(8);
+    NCCL(ncclAllGather(x + 1, x, 4, ncclInt32, comm, NULL));
+}
+static void scatter_overlaps(void) {
+    ncclComm_t comm = alone();
+    int *x = device_ints(8);
+    NCCL(ncclReduceScatter(x, x + 2, 4, ncclInt32, ncclSum, comm, NULL));
+}
+static void touches_nothing(void) {
+    ncclComm_t comm = alone();
+    int *x = device_ints(8);
+    NCCL(ncclAllGather(x + 4, x, 4, ncclInt32, comm, NULL));
+    CUDA(cudaDeviceSynchronize());
+}
+static void freed_while_registered(void) {
+    ncclComm_t comm = alone();
+    void *ptr, *handle;
+    NCCL(ncclMemAlloc(&ptr, 1));
+    NCCL(ncclCommRegister(comm, ptr, 64, &handle));
+    NCCL(ncclMemFree(ptr));
+}
+
+TEST(stub_nccl, overlap) {
+    CHECK(aborts(gather_overlaps));
+    CHECK(aborts(scatter_overlaps));
+    CHECK(!aborts(touches_nothing));
+}
+
+/* ---- registration ---------------------------------------------------------------------------- */
+
+static void registers(int rank, int world, void *arg) {
+    ncclComm_t comm = join_comm(rank, world, 0);
+    ncclWindow_t window;
+    void *ptr, *handle, *plain;
+    (void)arg;
+    NCCL(ncclMemAlloc(&ptr, 100));
+    CUDA(cudaMalloc(&plain, 4096));
+    NCCL(ncclCommRegister(comm, ptr, 64, &handle));
+    NCCL(ncclAllReduce(ptr, ptr, 4, ncclInt32, ncclSum, comm, NULL));
+    NCCL(ncclCommDeregister(comm, handle));
+    NCCL(ncclCommWindowRegister(comm, ptr, 100, &window, NCCL_WIN_COLL_SYMMETRIC));
+    CHECK(window != NULL);
+    NCCL(ncclCommWindowDeregister(comm, window));
+    stub_set(STUB_WINDOWS_WORK, 0);
+    NCCL(ncclCommWindowRegister(comm, ptr, 100, &window, NCCL_WIN_COLL_SYMMETRIC));
+    CHECK(!window);
+    CHECK_STATUS(ncclCommWindowRegister(comm, plain, 4096, &window, 0), ncclInvalidArgument);
+    CHECK_STATUS(cudaFree(ptr), cudaErrorInvalidValue);
+    CHECK_STATUS(ncclMemFree(plain), ncclInvalidArgument);
+    CUDA(cudaDeviceSynchronize());
+    NCCL(ncclMemFree(ptr));
+    CUDA(cudaFree(plain));
+    NCCL(ncclCommDestroy(comm));
+}
+TEST_P(stub_nccl, registers, pairs) { RUN_TEAM(registers); }
+
+TEST(stub_nccl, registered_memory) {
+    void *ptr;
+    NCCL(ncclMemAlloc(&ptr, 1));
+    CHECK_EQ_INT(stub_live(STUB_DEVICE_BYTES), 2 << 20);
+    NCCL(ncclMemFree(ptr));
+    CHECK(aborts(freed_while_registered));
+}
+
+/* Offsets that differ between ranks, and a comm that is used then. */
+static void registers_apart(int rank, int world, void *arg) {
+    ncclComm_t comm = join_comm(rank, world, 0);
+    void *ptr, *handle;
+    (void)arg;
+    NCCL(ncclMemAlloc(&ptr, 4096));
+    NCCL(ncclCommRegister(comm, (char *)ptr + 256 * rank, 64, &handle));
+    NCCL(ncclAllReduce(ptr, ptr, 4, ncclInt32, ncclSum, comm, NULL));
+    CUDA(cudaDeviceSynchronize());
+}
+static void run_apart(void) { h_ranks_thread(2, registers_apart, NULL); }
+TEST(stub_nccl, registers_apart) {
+    share_ids(1);
+    CHECK(aborts(run_apart));
+}
+
+/* ---- failures -------------------------------------------------------------------------------- */
+
+static uint32_t *turn; /* shared by the ranks of a test */
+static void make_turn(void) {
+    void *at = mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(at != MAP_FAILED);
+    turn = (uint32_t *)at;
+}
+static void next_turn(void) { __atomic_add_fetch(turn, 1u, __ATOMIC_ACQ_REL); }
+static void await_turn(uint32_t n) {
+    long ns = 0;
+    while (__atomic_load_n(turn, __ATOMIC_ACQUIRE) < n) h_nap(&ns);
+}
+
+typedef struct {
+    ncclComm_t comm;
+    int after_ms;
+} killer;
+static void *abort_later(void *arg) {
+    killer *k = (killer *)arg;
+    struct timespec t = {0, k->after_ms * 1000000L};
+    nanosleep(&t, NULL);
+    NCCL(ncclCommAbort(k->comm));
+    return NULL;
+}
+
+/* A peer that never comes is not noticed. An abort ends what hangs on this rank,
+   and on no other. */
+static void lone_abort(int rank, int world, void *arg) {
+    ncclComm_t comm = join_comm(rank, world, 0);
+    killer k = {comm, 30};
+    pthread_t t;
+    int *x = device_ints(4);
+    ncclResult_t async;
+    (void)arg;
+    CUDA(cudaDeviceSynchronize());
+    if (rank == 0) {
+        CHECK(!pthread_create(&t, NULL, abort_later, &k)); /* in synchronous mode the call hangs */
+        NCCL(ncclAllReduce(x, x, 4, ncclInt32, ncclSum, comm, NULL));
+        CUDA(cudaDeviceSynchronize());
+        CHECK(!pthread_join(t, NULL));
+        next_turn();
+        await_turn(2);
+    } else {
+        await_turn(1); /* that one has gone; this one does not learn of it */
+        k.after_ms = 60;
+        CHECK(!pthread_create(&t, NULL, abort_later, &k));
+        int64_t start = h_now_ms();
+        NCCL(ncclCommGetAsyncError(comm, &async));
+        NCCL(async);
+        NCCL(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, NULL));
+        CUDA(cudaDeviceSynchronize());
+        CHECK(h_now_ms() - start >= 50);
+        CHECK(!pthread_join(t, NULL));
+        next_turn();
+    }
+    CUDA(cudaFree(x));
+}
+TEST_P(stub_nccl, lone_abort, pairs) {
+    make_turn();
+    RUN_TEAM(lone_abort);
+}
+
+static void peer_dies(int rank, int world, void *arg) {
+    ncclComm_t comm = join_comm(rank, world, 0);
+    int *x = device_ints(4);
+    ncclResult_t async;
+    (void)arg;
+    if (rank == 1) h_die(SIGKILL);
+    NCCL(ncclAllReduce(x, x, 4, ncclInt32, ncclSum, comm, NULL));
+    check_waits(NULL);
+    NCCL(ncclCommGetAsyncError(comm, &async));
+    NCCL(async);
+    stub_async_error(comm, ncclRemoteError);
+    NCCL(ncclCommGetAsyncError(comm, &async));
+    CHECK_STATUS(async, ncclRemoteError);
+    NCCL(ncclCommAbort(comm));
+    CUDA(cudaDeviceSynchronize());
+    CUDA(cudaFree(x));
+    check_nothing_left();
+}
+TEST(stub_nccl, peer_dies) {
+    share_ids(1);
+    h_ranks_proc(2, peer_dies, NULL);
+}
+
+/* Counts that differ: a hang, or garbage. */
+static void disagree(int rank, int world, void *arg) {
+    ncclComm_t comm = join_comm(rank, world, 0);
+    int *x = device_ints(4), out;
+    (void)arg;
+    stub_set(STUB_GARBAGE, 1);
+    NCCL(ncclAllReduce(x, x, (size_t)rank + 1, ncclInt32, ncclSum, comm, NULL));
+    CUDA(cudaMemcpy(&out, x, sizeof out, cudaMemcpyDeviceToHost));
+    CHECK_EQ_INT(out, (int)0xEEEEEEEEu);
+    next_turn();
+    await_turn((uint32_t)world);
+    stub_set(STUB_GARBAGE, 0);
+    next_turn();
+    await_turn(2 * (uint32_t)world);
+    NCCL(ncclAllReduce(x, x, (size_t)rank + 1, ncclInt32, ncclSum, comm, NULL));
+    check_waits(NULL);
+    NCCL(ncclCommAbort(comm));
+    CUDA(cudaFree(x)); /* waits, and can */
+}
+TEST_P(stub_nccl, disagree, quick) {
+    make_turn();
+    RUN_TEAM(disagree);
+}
+
+/* Destroy waits for the peers, and the operations before it. */
+static void destroys(int rank, int world, void *arg) {
+    ncclComm_t comm = join_comm(rank, world, 0);
+    int gate = 0;
+    (void)arg;
+    if (rank == 0) {
+        NCCL(ncclCommDestroy(comm));
+        CHECK_EQ_INT(__atomic_load_n(turn, __ATOMIC_ACQUIRE), 1);
+    } else {
+        struct timespec t = {0, 20000000};
+        launch(NULL, NULL, NULL, 0, 0, is_sync ? NULL : &gate);
+        nanosleep(&t, NULL);
+        open_gate(&gate);
+        next_turn();
+        NCCL(ncclCommDestroy(comm));
+    }
+}
+TEST_P(stub_nccl, destroy_waits, pairs) {
+    make_turn();
+    RUN_TEAM(destroys);
+}
+
+static void versions_differ(int rank, int world, void *arg) {
+    ncclComm_t comm = NULL;
+    (void)arg;
+    if (rank == 0) {
+        stub_set(STUB_NCCL_VERSION, 21803);
+        CHECK(world == 2);
+        ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+        config.blocking = 0;
+        ncclResult_t result = ncclCommInitRankConfig(&comm, 2, shared_ids[0], 0, &config);
+        CHECK(result == ncclInProgress);
+        await_turn(1);
+        NCCL(ncclCommAbort(comm)); /* of an init that waits for a rank that never comes */
+    } else {
+        struct timespec t = {0, 20000000};
+        nanosleep(&t, NULL);
+        CHECK_STATUS(ncclCommInitRank(&comm, 2, shared_ids[0], 1), ncclInvalidUsage);
+        CHECK(!comm);
+        next_turn();
+    }
+    check_nothing_left();
+}
+TEST(stub_nccl, versions_differ) {
+    make_turn();
+    share_ids(1);
+    h_ranks_proc(2, versions_differ, NULL);
+}
+
+/* ---- non-blocking communicators -------------------------------------------------------------- */
+
+static void poll_comm(ncclComm_t comm, int least) {
+    ncclResult_t state = ncclInProgress;
+    int polls = -1;
+    while (state == ncclInProgress) {
+        NCCL(ncclCommGetAsyncError(comm, &state));
+        polls++;
+        sched_yield();
+    }
+    NCCL(state);
+    CHECK_MSG(polls >= least, "%d polls, at least %d", polls, least);
+}
+
+static void in_progress(int rank, int world, void *arg) {
+    ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
+    ncclComm_t comm = NULL, child = (ncclComm_t)(void *)&config;
+    cudaStream_t s;
+    int *x, out;
+    (void)arg;
+    CUDA(cudaSetDevice(rank));
+    s = a_stream();
+    config.blocking = 0;
+    CHECK_STATUS(ncclCommInitRankConfig(&comm, world, shared_ids[0], rank, &config),
+                 ncclInProgress);
+    CHECK(comm != NULL);
+    x = device_ints(2);
+    CHECK_STATUS(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, s), ncclInvalidArgument);
+    poll_comm(comm, 3);
+    launch(s, x, NULL, 1, 1, NULL);
+    CHECK_STATUS(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, s), ncclInProgress);
+    CHECK_STATUS(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, s), ncclInvalidArgument);
+    CUDA(cudaMemcpyAsync(&out, x, sizeof out, cudaMemcpyDeviceToHost, s));
+    CHECK_EQ_INT(out, 1); /* it was not launched yet */
+    poll_comm(comm, 3);
+    CUDA(cudaMemcpyAsync(&out, x, sizeof out, cudaMemcpyDeviceToHost, s));
+    CHECK_EQ_INT(out, world);
+    CHECK_STATUS(ncclCommSplit(comm, 0, rank, &child, NULL), ncclInProgress);
+    CHECK(!child);
+    poll_comm(comm, 3);
+    CHECK(child != NULL);
+    poll_comm(child, 3);
+    CHECK_STATUS(ncclCommFinalize(child), ncclInProgress);
+    poll_comm(child, 3);
+    NCCL(ncclCommDestroy(child));
+    NCCL(ncclCommDestroy(comm));
+    CUDA(cudaStreamDestroy(s));
+    CUDA(cudaFree(x));
+}
+TEST_P(stub_nccl, in_progress, pairs) {
+    stub_set(STUB_PROGRESS, 3);
+    RUN_TEAM(in_progress);
+}
+
+/* ---- collectives and the race checker -------------------------------------------------------- */
+
+static const struct {
+    const char *name;
+    int before, after, joined, races; /* waits; the second stream is in the group */
+} joints[] = {{"waits", 1, 1, 0, 0},
+              {"not_before", 0, 1, 0, 1},
+              {"not_after", 1, 0, 0, 1},
+              {"group", 0, 0, 1, 0}};
+
+/* A kernel of stream b fills what a collective on stream a sums, and reads the result. */
+TEST_P(stub_race, collective, joints) {
+    scene s;
+    stub_checks(1);
+    ncclComm_t comm = alone();
+    s.a = a_stream();
+    s.b = a_stream();
+    s.e = an_event();
+    s.x = device_ints(64);
+    s.y = device_ints(64);
+    launch(s.b, s.x, NULL, 64, 1, NULL);
+    if (row->before) {
+        CUDA(cudaEventRecord(s.e, s.b));
+        CUDA(cudaStreamWaitEvent(s.a, s.e, 0));
+    }
+    NCCL(ncclGroupStart());
+    NCCL(ncclAllReduce(s.x, s.x, 32, ncclInt32, ncclSum, comm, s.a));
+    if (row->joined) NCCL(ncclAllReduce(s.y, s.y, 1, ncclInt32, ncclSum, comm, s.b));
+    NCCL(ncclGroupEnd());
+    if (row->after) wait_b(&s);
+    launch(s.b, s.y, s.x, 32, 1, NULL);
+    CHECK_MSG((stub_races() > 0) == row->races, "%lld races: %s", (long long)stub_races(),
+              stub_race_text());
+    CHECK(!row->races || strstr(stub_race_text(), "ncclAllReduce") != NULL);
+    CUDA(cudaEventDestroy(s.e));
+    NCCL(ncclCommDestroy(comm));
+}
+
+/* One comm on two streams: its operations are ordered, what is around them is not. */
+TEST(stub_race, one_comm) {
+    scene s;
+    stub_checks(1);
+    ncclComm_t comm = alone();
+    s.a = a_stream();
+    s.b = a_stream();
+    s.x = device_ints(64);
+    NCCL(ncclAllReduce(s.x, s.x, 64, ncclInt32, ncclSum, comm, s.a));
+    NCCL(ncclAllReduce(s.x, s.x, 64, ncclInt32, ncclSum, comm, s.b));
+    CHECK_EQ_INT(stub_races(), 0);
+    CUDA(cudaMemsetAsync(s.x, 0, 4, s.a));
+    CHECK_EQ_INT(stub_races(), 1);
+    NCCL(ncclCommDestroy(comm));
+}
+
+/* In place, a gather leaves a rank's own part alone: it may be read meanwhile. */
+static void own_part(int rank, int world, void *arg) {
+    (void)arg;
+    stub_checks(1);
+    ncclComm_t comm = join_comm(rank, world, 0);
+    cudaStream_t a = a_stream(), b = a_stream();
+    int *x = device_ints(64 * (size_t)world), *y = device_ints(64);
+    NCCL(ncclAllGather(x + 64 * rank, x, 64, ncclInt32, comm, a));
+    launch(b, y, x + 64 * rank, 64, 1, NULL);
+    CHECK_MSG(stub_races() == 0, "%s", stub_race_text());
+    launch(b, y, x + 64 * ((rank + 1) % world), 64, 1, NULL);
+    CHECK_EQ_INT(stub_races(), 2);
+    NCCL(ncclCommDestroy(comm));
+}
+TEST(stub_race, own_part) {
+    share_ids(1);
+    h_ranks_proc(3, own_part, NULL);
+}
+
+static void race_by_environment(void) {
+    setenv("FSDP_STUB_CHECKS", "1", 1);
+    int *x = device_ints(64);
+    cudaStream_t a = a_stream(), b = a_stream();
+    launch(a, x, NULL, 64, 1, NULL);
+    launch(b, NULL, x, 64, 1, NULL);
+}
+TEST(stub_race, environment) { CHECK(aborts(race_by_environment)); }
