@@ -27,6 +27,12 @@
 #include <cblas.h> // cblas_sgemm
 #endif
 
+#ifdef __cplusplus
+#define GPT_RESTRICT __restrict__
+#else
+#define GPT_RESTRICT restrict
+#endif
+
 /* ---- sizes and parameters -------------------------------------------------------------------- */
 
 typedef struct {
@@ -133,8 +139,9 @@ enum {
 
 // c(6, 16) = or += a(6, k) times b(k, 16) packed. Element (r, p) of a stands at a[r*row + p*dep].
 // Six named rows stay in registers; one two-dimensional array would not with every compiler.
-static inline void gpt_tile(int k, const float *restrict a, ptrdiff_t row, ptrdiff_t dep,
-                            const float *restrict b, float *restrict c, ptrdiff_t ldc, int add) {
+static inline void gpt_tile(int k, const float *GPT_RESTRICT a, ptrdiff_t row, ptrdiff_t dep,
+                            const float *GPT_RESTRICT b, float *GPT_RESTRICT c, ptrdiff_t ldc,
+                            int add) {
     float c0[GPT_NR] = {0}, c1[GPT_NR] = {0}, c2[GPT_NR] = {0};
     float c3[GPT_NR] = {0}, c4[GPT_NR] = {0}, c5[GPT_NR] = {0};
     for (int p = 0; p < k; p++, a += dep, b += GPT_NR) {
@@ -169,7 +176,7 @@ static inline void gpt_tile(int k, const float *restrict a, ptrdiff_t row, ptrdi
 
 // Pack a panel of b, (k, cols) with cols at most 16, to out(k, 16); zeros behind the last column.
 // Element (p, j) of b stands at b[p*dep + j*col].
-static inline void gpt_pack(float *restrict out, const float *restrict b, ptrdiff_t dep,
+static inline void gpt_pack(float *GPT_RESTRICT out, const float *GPT_RESTRICT b, ptrdiff_t dep,
                             ptrdiff_t col, int k, int cols) {
     if (cols == GPT_NR && col == 1) {
         for (int p = 0; p < k; p++) memcpy(out + p * GPT_NR, b + p * dep, GPT_NR * sizeof *out);
@@ -404,7 +411,8 @@ static inline void gpt_layernorm_backward(float *dx, int add, float *dw, float *
 #define GPT_GELU_B 0.044715f
 
 /* out(count) = gelu(x) */
-static inline void gpt_gelu_forward(float *restrict out, const float *restrict x, ptrdiff_t count) {
+static inline void gpt_gelu_forward(float *GPT_RESTRICT out, const float *GPT_RESTRICT x,
+                                    ptrdiff_t count) {
     for (ptrdiff_t i = 0; i < count; i++) {
         const float v = x[i];
         out[i] = v / (1.0f + gpt_exp(-GPT_GELU_A * (v + GPT_GELU_B * v * v * v)));
@@ -412,7 +420,8 @@ static inline void gpt_gelu_forward(float *restrict out, const float *restrict x
 }
 
 /* d(count) holds the gradient of the output and becomes the gradient of the input */
-static inline void gpt_gelu_backward(float *restrict d, const float *restrict x, ptrdiff_t count) {
+static inline void gpt_gelu_backward(float *GPT_RESTRICT d, const float *GPT_RESTRICT x,
+                                     ptrdiff_t count) {
     for (ptrdiff_t i = 0; i < count; i++) {
         const float v = x[i];
         const float s = 1.0f / (1.0f + gpt_exp(-GPT_GELU_A * (v + GPT_GELU_B * v * v * v)));
@@ -567,23 +576,22 @@ static inline float *gpt_block_acts_place(const gpt_config *cfg, gpt_block_acts 
     return at;
 }
 
-/* 0 on success; nothing is allocated on failure */
-static inline int gpt_acts_create(const gpt_config *cfg, gpt_acts *acts) {
+/* Everything but the array of blocks; `datt_numel`: room for gradients of scores */
+static inline size_t gpt_acts_numel(const gpt_config *cfg, size_t datt_numel) {
     const size_t BT = (size_t)cfg->batch * (size_t)cfg->context;
     const size_t C = (size_t)cfg->channels, L = (size_t)cfg->layers, V = (size_t)cfg->vocab;
-    const size_t numel = BT * C * (L + 1) + L * gpt_block_acts_numel(cfg) + BT * (C + 2) + BT * V +
-                         BT * C * 7 + (size_t)GPT_ATT_ROWS * (size_t)cfg->context;
-    memset(acts, 0, sizeof *acts);
-    acts->nbytes = numel * sizeof(float);
-    acts->memory = (float *)malloc(acts->nbytes);
-    acts->blocks = (gpt_block_acts *)malloc(L * sizeof *acts->blocks);
-    if (!acts->memory || !acts->blocks) {
-        free(acts->blocks);
-        free(acts->memory);
-        memset(acts, 0, sizeof *acts);
-        return -1;
-    }
-    float *at = acts->memory;
+    return BT * C * (L + 1) + L * gpt_block_acts_numel(cfg) + BT * (C + 2) + BT * V + BT * C * 7 +
+           datt_numel;
+}
+
+/* Divide memory of gpt_acts_numel floats, which may be a device's, among the arrays */
+static inline void gpt_acts_place(const gpt_config *cfg, gpt_acts *acts, float *memory,
+                                  size_t datt_numel) {
+    const size_t BT = (size_t)cfg->batch * (size_t)cfg->context;
+    const size_t C = (size_t)cfg->channels, L = (size_t)cfg->layers, V = (size_t)cfg->vocab;
+    float *at = memory;
+    acts->memory = memory;
+    acts->nbytes = gpt_acts_numel(cfg, datt_numel) * sizeof(float);
     acts->x = gpt_take(&at, BT * C * (L + 1));
     for (size_t l = 0; l < L; l++) at = gpt_block_acts_place(cfg, &acts->blocks[l], at);
     acts->lnf = gpt_take(&at, BT * C);
@@ -594,7 +602,22 @@ static inline int gpt_acts_create(const gpt_config *cfg, gpt_acts *acts) {
     acts->dx = gpt_take(&at, BT * C);
     acts->d1 = gpt_take(&at, BT * C);
     acts->d4 = gpt_take(&at, BT * 4 * C);
-    acts->datt = gpt_take(&at, (size_t)GPT_ATT_ROWS * (size_t)cfg->context);
+    acts->datt = gpt_take(&at, datt_numel);
+}
+
+/* 0 on success; nothing is allocated on failure */
+static inline int gpt_acts_create(const gpt_config *cfg, gpt_acts *acts) {
+    const size_t datt_numel = (size_t)GPT_ATT_ROWS * (size_t)cfg->context;
+    float *memory = (float *)malloc(gpt_acts_numel(cfg, datt_numel) * sizeof(float));
+    memset(acts, 0, sizeof *acts);
+    acts->blocks = (gpt_block_acts *)malloc((size_t)cfg->layers * sizeof *acts->blocks);
+    if (!memory || !acts->blocks) {
+        free(acts->blocks);
+        free(memory);
+        memset(acts, 0, sizeof *acts);
+        return -1;
+    }
+    gpt_acts_place(cfg, acts, memory, datt_numel);
     return 0;
 }
 

@@ -2,7 +2,8 @@
 
    Each transformer block is one unit of fsdp.h: gathered before its forward, freed after it,
    gathered again for its backward, its gradient averaged and scattered back. Embeddings and final
-   norm are one unit that stays open around the blocks. The arithmetic is in gpt.h.
+   norm are one unit that stays open around the blocks. The arithmetic is in gpt.h, options and text
+   in gpt_host.h; train_gpt.cu is the same program on GPUs.
 
    Build (in the repository's root; `make run` does it and starts 4 ranks):
        cc -O3 -march=native -I. examples/gpt/train_gpt.c -o train_gpt -pthread -lm
@@ -19,21 +20,6 @@
 #define _GNU_SOURCE // getopt_long, popen, scandir under -std=c99 too
 #endif
 
-#include <dirent.h>   // scandir, alphasort
-#include <errno.h>    // errno
-#include <getopt.h>   // getopt_long
-#include <limits.h>   // INT_MAX, PATH_MAX
-#include <math.h>     // cos, exp, log, sqrt
-#include <signal.h>   // signal
-#include <stdarg.h>   // va_list
-#include <stdint.h>   // uint8_t, uint64_t
-#include <stdio.h>    // printf, fopen
-#include <stdlib.h>   // malloc, realloc, strtod, strtoll
-#include <string.h>   // memcpy, strcmp, strerror
-#include <sys/stat.h> // lstat, mkdir
-#include <time.h>     // clock_gettime
-#include <unistd.h>   // isatty, readlink
-
 #include "examples/gpt/gpt.h" // gpt_*
 
 #define FSDP_IMPLEMENTATION
@@ -41,430 +27,23 @@
 #include "fsdp_optim.h" // fsdp_adamw_*
 
 #define PROGRAM "train_gpt"
+#include "examples/gpt/gpt_host.h" // options, text, what is shown; it calls five of these
 
-enum { EXIT_DONE = 0, EXIT_FAILED = 1, EXIT_IMPOSSIBLE = 2 };
-
-static const double MAX_GRAD_NORM = 1.0;
-static const double FINAL_LR = 0.1;    // of --lr, at the end of the cosine
-static const double TEMPERATURE = 0.8; // of the sampled text
-enum { WARMUP = 100, TOP_K = 20, PROMPT = 24, MAX_TOKENS = 1 << 24 };
-
-typedef struct {
-    gpt_config gpt; // its batch is the global batch
-    int ranks;      // 0: whatever the environment says
-    int threads;
-    int steps;
-    int sample; // bytes of text at the end
-    int reshard;
-    double lr;
-    uint64_t seed;
-    const char *data_path; // NULL: the project's own sources and documents
-    const char *csv_path;  // NULL: none
-} options;
-
-typedef struct {
-    options opt;
-    uint8_t *text;
-    size_t text_nbytes;
-    int num_files;
-} job;
-
-/* ---- small helpers --------------------------------------------------------------------------- */
-
-/* One line for the user; the value for main to return. */
-static int impossible(const char *format, ...) __attribute__((format(printf, 1, 2)));
-static int impossible(const char *format, ...) {
-    va_list args;
-    va_start(args, format);
-    fputs(PROGRAM ": ", stderr);
-    vfprintf(stderr, format, args);
-    fputc('\n', stderr);
-    va_end(args);
-    return EXIT_IMPOSSIBLE;
+static fsdp_status open_math(trainer *t) {
+    if (gpt_acts_create(&t->cfg, &t->acts) == 0) return FSDP_OK;
+    fprintf(stderr, PROGRAM ": rank %d: no memory for the activations\n", t->rank);
+    return FSDP_ERR_OUT_OF_MEMORY;
 }
 
-static double now_seconds(void) {
-    struct timespec t;
-    clock_gettime(CLOCK_MONOTONIC, &t);
-    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
-}
-
-/* 1234567 -> "1,234,567"; text has room for 32 characters */
-static const char *commas(char *text, int64_t value) {
-    char digits[24];
-    const int count = snprintf(digits, sizeof digits, "%lld", (long long)value);
-    char *to = text;
-    for (int i = 0; i < count; i++) {
-        if (i > 0 && (count - i) % 3 == 0 && digits[i - 1] != '-') *to++ = ',';
-        *to++ = digits[i];
-    }
-    *to = 0;
-    return text;
-}
-
-/* ---- random numbers: a function of what they are for, not of who asks ------------------------ */
-
-enum { STREAM_INIT = 1, STREAM_BATCH, STREAM_SAMPLE, STREAM_PROMPT };
-
-static uint64_t splitmix64(uint64_t x) {
-    x += 0x9E3779B97F4A7C15u;
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
-    return x ^ (x >> 31);
-}
-
-static uint64_t random_bits(uint64_t seed, int stream, uint64_t a, uint64_t b) {
-    uint64_t h = splitmix64(seed);
-    h = splitmix64(h ^ (uint64_t)stream);
-    h = splitmix64(h ^ a);
-    return splitmix64(h ^ b);
-}
-
-/* In (0, 1) */
-static double uniform(uint64_t bits) { return ((double)(bits >> 11) + 0.5) * 0x1p-53; }
-
-/* Standard normal, by Box and Muller */
-static double normal(uint64_t bits) {
-    const double radius = sqrt(-2.0 * log(uniform(bits)));
-    return radius * cos(6.283185307179586 * uniform(splitmix64(bits)));
-}
-
-/* ---- text ------------------------------------------------------------------------------------ */
-
-/* Appends a file; 0, or errno. */
-static int append_file(job *j, const char *path) {
-    FILE *file = fopen(path, "rb");
-    if (!file) return errno;
-    int error = 0;
-    for (;;) {
-        const size_t room = 1 << 16;
-        uint8_t *text = (uint8_t *)realloc(j->text, j->text_nbytes + room);
-        if (!text) {
-            error = ENOMEM;
-            break;
-        }
-        j->text = text;
-        const size_t nbytes = fread(text + j->text_nbytes, 1, room, file);
-        j->text_nbytes += nbytes;
-        if (nbytes < room) {
-            if (ferror(file)) error = errno ? errno : EIO;
-            break;
-        }
-    }
-    fclose(file);
-    if (!error) j->num_files++;
-    return error;
-}
-
-static int is_source(const char *name) {
-    const char *dot = strrchr(name, '.');
-    return dot &&
-           (!strcmp(dot, ".h") || !strcmp(dot, ".c") || !strcmp(dot, ".cc") || !strcmp(dot, ".md"));
-}
-
-static int is_visible(const struct dirent *entry) {
-    return entry->d_name[0] != '.' && strcmp(entry->d_name, "build") != 0;
-}
-
-/* Appends the sources and documents below a directory in the order of their names, which is the
-   same on all ranks. What cannot be read is left out. */
-static void append_tree(job *j, const char *dir, int depth) {
-    struct dirent **entries;
-    const int count = scandir(dir, &entries, is_visible, alphasort);
-    for (int i = 0; i < count; i++) {
-        char path[PATH_MAX];
-        struct stat st;
-        const int length = snprintf(path, sizeof path, "%s/%s", dir, entries[i]->d_name);
-        if (length > 0 && (size_t)length < sizeof path && lstat(path, &st) == 0) {
-            if (S_ISDIR(st.st_mode) && depth > 0) append_tree(j, path, depth - 1);
-            if (S_ISREG(st.st_mode) && is_source(path)) (void)append_file(j, path);
-        }
-        free(entries[i]);
-    }
-    if (count >= 0) free(entries);
-}
-
-/* Appends the project itself, which is where fsdp.h is: seen from this program, then from here. */
-static void append_project(job *j) {
-    static const char *const ups[] = {".", "..", "../.."};
-    char program[PATH_MAX / 2];
-    ssize_t length = readlink("/proc/self/exe", program, sizeof program - 1);
-    while (length > 0 && program[length - 1] != '/') length--;
-    program[length > 0 ? length : 0] = 0;
-    for (int from = 0; from < 2; from++) {
-        if (from == 0 && !program[0]) continue;
-        for (size_t up = 0; up < sizeof ups / sizeof *ups; up++) {
-            char root[PATH_MAX - 16], header[PATH_MAX];
-            snprintf(root, sizeof root, "%s%s", from == 0 ? program : "", ups[up]);
-            snprintf(header, sizeof header, "%s/fsdp.h", root);
-            if (access(header, R_OK) != 0) continue;
-            append_tree(j, root, 3);
-            return;
-        }
-    }
-}
-
-/* EXIT_DONE, or the status to exit with; the user has been told. */
-static int load_text(job *j) {
-    const char *path = j->opt.data_path;
-    const size_t needed = (size_t)j->opt.gpt.context + 1;
-    if (path) {
-        const int error = append_file(j, path);
-        if (error) return impossible("--data %s: %s", path, strerror(error));
-        if (j->text_nbytes == 0) return impossible("--data %s: the file is empty", path);
-        if (j->text_nbytes < needed) {
-            return impossible("--data %s: %zu bytes are too few, --context %d needs at least %zu",
-                              path, j->text_nbytes, j->opt.gpt.context, needed);
-        }
-        return EXIT_DONE;
-    }
-    append_project(j);
-    if (j->text_nbytes < needed) {
-        return impossible("no text found: name a file with --data, or run from the project's "
-                          "folder, whose own sources are the default");
-    }
-    return EXIT_DONE;
-}
-
-/* ---- options --------------------------------------------------------------------------------- */
-
-static const char HELP[] =
-    "usage: " PROGRAM " [options]\n"
-    "Trains a small GPT on bytes of text; each rank holds one part of every parameter.\n"
-    "\n"
-    "  --data FILE      text to learn (the project's own sources and documents)\n"
-    "  --ranks N        start N ranks on this host (as the launcher's environment says, else 1)\n"
-    "  --threads        make them threads of this process\n"
-    "  --steps N        training steps (%d)\n"
-    "  --batch B        sequences of one step, over all ranks (%d)\n"
-    "  --context T      bytes of a sequence (%d)\n"
-    "  --layers L       transformer blocks (%d)\n"
-    "  --heads H        attention heads (%d)\n"
-    "  --channels C     width of the model, a multiple of H (%d)\n"
-    "  --lr X           peak learning rate (%g)\n"
-    "  --seed S         of parameters, batches and sampled text (%llu)\n"
-    "  --csv FILE       write step,loss,grad_norm,seconds, one line per step; seconds since the\n"
-    "                   start of training\n"
-    "  --sample N       bytes of text to generate at the end (%d)\n"
-    "  --reshard 0|1    1: free each block's parameters after its forward; 0: keep them for the\n"
-    "                   backward, which costs memory and saves a gather (%d)\n"
-    "  --help           this text\n"
-    "\n"
-    "Exit status: 0 done, 1 something failed on the way, 2 the request is impossible.\n";
-
-static options default_options(void) {
-    options opt;
-    memset(&opt, 0, sizeof opt);
-    opt.gpt.batch = 12;
-    opt.gpt.context = 64;
-    opt.gpt.layers = 4;
-    opt.gpt.heads = 4;
-    opt.gpt.channels = 128;
-    opt.gpt.vocab = 256;
-    opt.steps = 1500;
-    opt.sample = 200;
-    opt.reshard = 1;
-    opt.lr = 2e-3;
-    opt.seed = 1;
-    return opt;
-}
-
-/* EXIT_DONE, or the status to exit with. `name` is for the message. */
-static int parse_int(const char *name, const char *text, int min, int max, int *out) {
-    char *end;
-    errno = 0;
-    const long long value = strtoll(text, &end, 10);
-    if (end == text || *end || errno || value < min || value > max) {
-        return impossible("--%s %s: expected a whole number from %d to %d", name, text, min, max);
-    }
-    *out = (int)value;
-    return EXIT_DONE;
-}
-
-static int parse_seed(const char *text, uint64_t *out) {
-    char *end;
-    errno = 0;
-    const unsigned long long value = strtoull(text, &end, 10);
-    if (text[0] < '0' || text[0] > '9' || *end || errno) {
-        return impossible("--seed %s: expected a whole number that is not negative", text);
-    }
-    *out = value;
-    return EXIT_DONE;
-}
-
-static int parse_lr(const char *text, double *out) {
-    char *end;
-    const double value = strtod(text, &end);
-    if (end == text || *end || !(value > 0.0 && value <= 1e6)) {
-        return impossible("--lr %s: expected a number above 0", text);
-    }
-    *out = value;
-    return EXIT_DONE;
-}
-
-/* What options contradict each other, before anything is started. */
-static int check_options(const options *opt) {
-    const gpt_config *g = &opt->gpt;
-    if (g->channels % g->heads != 0) {
-        return impossible("--channels %d is not a multiple of --heads %d", g->channels, g->heads);
-    }
-    if (opt->ranks > 0 && g->batch % opt->ranks != 0) {
-        return impossible("--batch %d is not a multiple of --ranks %d", g->batch, opt->ranks);
-    }
-    if (g->batch > MAX_TOKENS / g->context) {
-        return impossible("--batch %d times --context %d exceeds %d tokens", g->batch, g->context,
-                          (int)MAX_TOKENS);
-    }
-    if (opt->threads && opt->ranks == 0) return impossible("--threads needs --ranks");
-    const char *launched = getenv("WORLD_SIZE");
-    if (opt->ranks > 0 && launched && strcmp(launched, "1") != 0) {
-        return impossible("--ranks %d inside a launcher's job of WORLD_SIZE=%s: leave it out",
-                          opt->ranks, launched);
-    }
-    return EXIT_DONE;
-}
-
-/* EXIT_DONE and *run = 1: go on; else the status to exit with. */
-static int parse_options(int argc, char **argv, options *opt, int *run) {
-    gpt_config *g = &opt->gpt;
-    const struct {
-        const char *name;
-        int *out, min, max;
-    } numbers[] = {
-        {"ranks", &opt->ranks, 1, 4096},        {"steps", &opt->steps, 1, 100000000},
-        {"batch", &g->batch, 1, 1 << 20},       {"context", &g->context, 1, 1 << 16},
-        {"layers", &g->layers, 1, 1000},        {"heads", &g->heads, 1, 1 << 14},
-        {"channels", &g->channels, 1, 1 << 14}, {"sample", &opt->sample, 0, 1 << 20},
-        {"reshard", &opt->reshard, 0, 1},
-    };
-    enum { NUMBERS = sizeof numbers / sizeof *numbers };
-    const struct option others[] = {
-        {"data", 1, NULL, 'd'}, {"csv", 1, NULL, 'c'},     {"lr", 1, NULL, 'l'},
-        {"seed", 1, NULL, 's'}, {"threads", 0, NULL, 't'}, {"help", 0, NULL, 'h'},
-        {NULL, 0, NULL, 0},
-    };
-    struct option known[NUMBERS + sizeof others / sizeof *others];
-    memset(known, 0, sizeof known);
-    for (int i = 0; i < NUMBERS; i++) {
-        known[i].name = numbers[i].name;
-        known[i].has_arg = 1;
-        known[i].val = 256 + i;
-    }
-    memcpy(known + NUMBERS, others, sizeof others);
-    *run = 0;
-    *opt = default_options();
-    opterr = 0; // the messages are our own
-    for (;;) {
-        const char *given = optind < argc ? argv[optind] : "";
-        const int c = getopt_long(argc, argv, ":", known, NULL);
-        int bad = EXIT_DONE;
-        if (c == -1) break;
-        if (c >= 256) {
-            const int i = c - 256;
-            bad = parse_int(numbers[i].name, optarg, numbers[i].min, numbers[i].max,
-                            numbers[i].out);
-        } else if (c == 'd') {
-            opt->data_path = optarg;
-        } else if (c == 'c') {
-            opt->csv_path = optarg;
-        } else if (c == 'l') {
-            bad = parse_lr(optarg, &opt->lr);
-        } else if (c == 's') {
-            bad = parse_seed(optarg, &opt->seed);
-        } else if (c == 't') {
-            opt->threads = 1;
-        } else if (c == 'h') {
-            const options def = default_options();
-            printf(HELP, def.steps, def.gpt.batch, def.gpt.context, def.gpt.layers, def.gpt.heads,
-                   def.gpt.channels, def.lr, (unsigned long long)def.seed, def.sample, def.reshard);
-            return EXIT_DONE;
-        } else if (c == ':') {
-            bad = impossible("%s needs a value; --help lists all options", given);
-        } else {
-            bad = impossible("%s is not known, or takes no value; --help lists all options", given);
-        }
-        if (bad) return bad;
-    }
-    if (optind < argc) return impossible("%s is no option; --help lists them", argv[optind]);
-    *run = 1;
-    return check_options(opt);
-}
+static void close_math(trainer *t) { gpt_acts_destroy(&t->acts); }
 
 /* ---- the model, sharded ---------------------------------------------------------------------- */
-
-typedef struct {
-    const job *j;
-    fsdp_world *world;
-    int rank, num_ranks;
-    gpt_config cfg; // its batch is this rank's share
-    gpt_param_spec embed_specs[GPT_EMBED_PARAM_COUNT];
-    gpt_param_spec block_specs[GPT_BLOCK_PARAM_COUNT];
-    fsdp_model *model;
-    fsdp_unit *embed;   // embeddings and final norm, open around the blocks
-    fsdp_unit **blocks; // [layers]
-    fsdp_adamw *adamw;
-    gpt_acts acts;
-    uint8_t *inputs;     // (B, T)
-    uint8_t *targets;    // (B, T)
-    double *losses;      // [steps], rank 0
-    FILE *csv;           // rank 0
-    double start, shown; // of the training; when the progress line was last written, since then
-    fsdp_memory predicted;
-} trainer;
-
-static fsdp_status add_unit(trainer *t, const char *name, gpt_param_spec *specs, int count,
-                            int reshard, fsdp_unit **unit) {
-    fsdp_param_desc params[GPT_BLOCK_PARAM_COUNT];
-    fsdp_unit_desc desc = FSDP_ZERO;
-    for (int i = 0; i < count; i++) {
-        params[i] = specs[i].cols ? fsdp_mat(specs[i].name, specs[i].rows, specs[i].cols)
-                                  : fsdp_vec(specs[i].name, specs[i].rows);
-        params[i].user = &specs[i];
-    }
-    desc.name = name;
-    desc.params = params;
-    desc.num_params = count;
-    desc.reshard_after_forward = reshard;
-    return fsdp_fully_shard(t->model, &desc, unit);
-}
-
-/* Each element is a function of the seed, of its parameter and of its place in the full tensor. */
-static void init_rows(void *user, const fsdp_param_view *block) {
-    const trainer *t = (const trainer *)user;
-    const gpt_param_spec *spec = (const gpt_param_spec *)block->user;
-    float *data = (float *)block->data;
-    for (int64_t k = 0; k < block->numel; k++) {
-        data[k] = spec->mean;
-        if (spec->std == 0.0f) continue;
-        const uint64_t place = (uint64_t)fsdp_view_index(block, k);
-        data[k] += spec->std * (float)normal(random_bits(t->j->opt.seed, STREAM_INIT,
-                                                         (uint64_t)block->ordinal, place));
-    }
-}
-
-/* Weight decay for matrices, none for biases and norms. */
-static int decay_group(void *user, const fsdp_param_view *param) {
-    (void)user;
-    return param->ndim == 2 ? 0 : 1;
-}
-
-static fsdp_status create_optimizer(trainer *t) {
-    fsdp_adamw_desc desc = FSDP_ZERO;
-    desc.beta2 = 0.95;
-    desc.num_groups = 2;
-    desc.groups[0].weight_decay = 0.1;
-    desc.groups[1].weight_decay = FSDP_OPTIM_ZERO;
-    desc.group = decay_group;
-    return fsdp_adamw_create(t->model, &desc, &t->adamw);
-}
 
 static fsdp_status build_model(trainer *t) {
     const options *opt = &t->j->opt;
     const int reshard = opt->reshard ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER;
     fsdp_status status = fsdp_model_create(t->world, NULL, &t->model);
     if (status) return status;
-    gpt_embed_specs(&t->cfg, t->embed_specs);
-    gpt_block_specs(&t->cfg, t->block_specs);
     status = add_unit(t, "embed", t->embed_specs, GPT_EMBED_PARAM_COUNT, FSDP_RESHARD_NEVER,
                       &t->embed);
     for (int l = 0; l < t->cfg.layers && !status; l++) {
@@ -495,13 +74,13 @@ static void unit_grad(fsdp_unit *unit, int count, float **g) {
 /* This rank's sequences of a step: those from rank*B on of the global batch. */
 static void fill_batch(const trainer *t, int step) {
     const job *j = t->j;
-    const size_t context = (size_t)t->cfg.context;
+    const int context = t->cfg.context;
     for (int b = 0; b < t->cfg.batch; b++) {
-        const uint64_t sequence = (uint64_t)t->rank * (uint64_t)t->cfg.batch + (uint64_t)b;
-        const uint64_t bits = random_bits(j->opt.seed, STREAM_BATCH, (uint64_t)step, sequence);
-        const uint8_t *from = j->text + bits % (j->text_nbytes - context);
-        memcpy(t->inputs + (size_t)b * context, from, context);
-        memcpy(t->targets + (size_t)b * context, from + 1, context);
+        const uint8_t *from = j->text + sequence_start(j->opt.seed, step,
+                                                       t->rank * t->cfg.batch + b, j->text_nbytes,
+                                                       context);
+        memcpy(t->inputs + (ptrdiff_t)b * context, from, (size_t)context);
+        memcpy(t->targets + (ptrdiff_t)b * context, from + 1, (size_t)context);
     }
 }
 
@@ -546,16 +125,8 @@ static fsdp_status backward(trainer *t) {
     return fsdp_finalize_backward(t->model);
 }
 
-/* Linear warm-up, then half a cosine down to FINAL_LR of the peak. The warm-up does not depend on
-   --steps: two runs of different lengths begin alike. */
-static double learning_rate(const options *opt, int step) {
-    if (step < WARMUP) return opt->lr * (step + 1) / WARMUP;
-    const double done = (double)(step - WARMUP) / (opt->steps - WARMUP);
-    return opt->lr * (FINAL_LR + (1.0 - FINAL_LR) * 0.5 * (1.0 + cos(3.141592653589793 * done)));
-}
-
-/* loss: mean over all ranks; norm: of the gradient before clipping */
-static fsdp_status train_step(trainer *t, int step, double *loss, double *norm) {
+static fsdp_status train_step(trainer *t, int step, int look, double *loss, double *norm) {
+    (void)look; // the numbers are at hand
     fill_batch(t, step);
     *loss = forward(t) / t->num_ranks;
     fsdp_status status = backward(t);
@@ -566,412 +137,31 @@ static fsdp_status train_step(trainer *t, int step, double *loss, double *norm) 
     return status;
 }
 
-/* ---- what is shown --------------------------------------------------------------------------- */
+/* ---- after training -------------------------------------------------------------------------- */
 
-/* Bytes of f32 parameters; padded: each one's rows rounded up to a multiple of the ranks. */
-static int64_t param_bytes(const trainer *t, const gpt_param_spec *specs, int count, int padded) {
-    int64_t nbytes = 0;
-    for (int i = 0; i < count; i++) {
-        int64_t rows = specs[i].rows;
-        if (padded) rows = (rows + t->num_ranks - 1) / t->num_ranks * t->num_ranks;
-        nbytes += rows * (specs[i].cols ? specs[i].cols : 1) * (int64_t)sizeof(float);
-    }
-    return nbytes;
-}
-
-static int64_t embed_bytes(const trainer *t, int padded) {
-    return param_bytes(t, t->embed_specs, GPT_EMBED_PARAM_COUNT, padded);
-}
-
-static int64_t blocks_bytes(const trainer *t, int padded) {
-    return param_bytes(t, t->block_specs, GPT_BLOCK_PARAM_COUNT, padded) * t->cfg.layers;
-}
-
-static int64_t model_bytes(const trainer *t, int padded) {
-    return embed_bytes(t, padded) + blocks_bytes(t, padded);
-}
-
-static void show_start(const trainer *t) {
-    const job *j = t->j;
-    const gpt_config *cfg = &t->cfg;
-    char a[32], b[32];
-    printf("model  %s parameters: %d layers, %d heads, %d channels, context %d\n",
-           commas(a, model_bytes(t, 0) / (int64_t)sizeof(float)), cfg->layers, cfg->heads,
-           cfg->channels, cfg->context);
-    printf("text   %s bytes of %d file%s (%s)\n", commas(b, (int64_t)j->text_nbytes), j->num_files,
-           j->num_files == 1 ? "" : "s",
-           j->opt.data_path ? j->opt.data_path : "the project's own sources and documents");
-    printf("ranks  %d, each with %d of %d sequences per step%s\n", t->num_ranks, cfg->batch,
-           j->opt.gpt.batch, j->opt.threads ? ", as threads" : "");
-    fflush(stdout);
-}
-
-/* On a terminal one line that is rewritten, elsewhere a line now and then. `step` counts from 1. */
-static void show_progress(trainer *t, int step, double loss, double norm) {
-    static const char bar[] = "================";
-    const int steps = t->j->opt.steps, width = (int)sizeof bar - 1;
-    const double seconds = now_seconds() - t->start;
-    const double tokens = (double)t->j->opt.gpt.batch * t->cfg.context;
-    const double speed = seconds > 0.0 ? step * tokens / seconds : 0.0;
-    const int left = (int)(seconds / step * (steps - step) + 0.5);
-    if (isatty(STDOUT_FILENO)) {
-        if (seconds - t->shown < 0.1 && step > 1 && step < steps) return;
-        t->shown = seconds;
-        printf("\r[%-*.*s] step %d/%d  loss %.6f  %.0f tokens/s  %d:%02d left\033[K%s", width,
-               (int)((int64_t)width * step / steps), bar, step, steps, loss, speed, left / 60,
-               left % 60, step == steps ? "\n" : "");
-        fflush(stdout);
-    } else if (step <= 3 || step == steps || step % ((steps + 9) / 10) == 0) {
-        printf("step %*d/%d  loss %.6f  grad norm %.4f  %.0f tokens/s\n", steps < 1000 ? 3 : 5,
-               step, steps, loss, norm, speed);
-        fflush(stdout);
-    }
-}
-
-/* Next byte from logits (V): the TOP_K likeliest ones, sharpened, chosen by u in (0, 1) */
-static int choose(const float *logits, int vocab, double u) {
-    int best[TOP_K] = {0}, count = 0;
-    for (int v = 0; v < vocab; v++) { // insertion into a short sorted list
-        int at = count < TOP_K ? count++ : TOP_K;
-        for (; at > 0 && logits[v] > logits[best[at - 1]]; at--) {
-            if (at < TOP_K) best[at] = best[at - 1];
-        }
-        if (at < TOP_K) best[at] = v;
-    }
-    double weight[TOP_K], total = 0.0;
-    for (int i = 0; i < count; i++) {
-        weight[i] = exp(((double)logits[best[i]] - (double)logits[best[0]]) / TEMPERATURE);
-        total += weight[i];
-    }
-    u *= total;
-    int i = 0;
-    while (i < count - 1 && u >= weight[i]) u -= weight[i++];
-    return best[i];
-}
-
-static void show_byte(int byte) {
-    const int printable = byte == '\n' || byte == '\t' || (byte >= ' ' && byte < 127);
-    putchar(printable ? byte : '?');
-}
-
-/* Continues a few bytes of the text. Every rank opens every unit, because parameters are gathered
-   from all; only rank 0 computes. */
-static fsdp_status show_sample(trainer *t) {
-    const job *j = t->j;
-    const int context = t->cfg.context, count = j->opt.sample;
+/* Every rank opens every unit, because parameters are gathered from all; only rank 0 computes. */
+static fsdp_status next_logits(trainer *t, int length, const float **logits) {
     gpt_config cfg = t->cfg;
     gpt_acts *acts = &t->acts;
-    uint8_t *window = t->inputs; // the last bytes, at most context
-    int length = context < PROMPT ? context : PROMPT;
     float *we[GPT_EMBED_PARAM_COUNT], *w[GPT_BLOCK_PARAM_COUNT];
-    if (count == 0) return FSDP_OK;
-    fsdp_status status = fsdp_set_grad_enabled(t->model, 0);
-    const uint64_t from = random_bits(j->opt.seed, STREAM_PROMPT, 0, 0);
-    memcpy(window, j->text + from % (j->text_nbytes - (size_t)length), (size_t)length);
-    if (t->rank == 0) {
-        printf("\nsample: %d bytes of the text, continued by %d\n", length, count);
-        for (int i = 0; i < length; i++) show_byte(window[i]);
-        printf("|");
-    }
     cfg.batch = 1;
-    for (int i = 0; i < count && !status; i++) {
-        cfg.context = length;
-        status = fsdp_pre_forward(t->embed);
-        unit_data(t->embed, GPT_EMBED_PARAM_COUNT, we);
-        if (t->rank == 0) gpt_embed_forward(&cfg, we, window, gpt_x(&cfg, acts, 0));
-        for (int l = 0; l < cfg.layers && !status; l++) {
-            status = fsdp_pre_forward(t->blocks[l]);
-            unit_data(t->blocks[l], GPT_BLOCK_PARAM_COUNT, w);
-            if (t->rank == 0) {
-                gpt_block_forward(&cfg, w, &acts->blocks[l], acts->tmp, gpt_x(&cfg, acts, l),
-                                  gpt_x(&cfg, acts, l + 1));
-            }
-            fsdp_post_forward(t->blocks[l]);
+    cfg.context = length;
+    fsdp_status status = fsdp_pre_forward(t->embed);
+    unit_data(t->embed, GPT_EMBED_PARAM_COUNT, we);
+    if (t->rank == 0) gpt_embed_forward(&cfg, we, t->inputs, gpt_x(&cfg, acts, 0));
+    for (int l = 0; l < cfg.layers && !status; l++) {
+        status = fsdp_pre_forward(t->blocks[l]);
+        unit_data(t->blocks[l], GPT_BLOCK_PARAM_COUNT, w);
+        if (t->rank == 0) {
+            gpt_block_forward(&cfg, w, &acts->blocks[l], acts->tmp, gpt_x(&cfg, acts, l),
+                              gpt_x(&cfg, acts, l + 1));
         }
-        if (t->rank == 0 && !status) {
-            const uint64_t bits = random_bits(j->opt.seed, STREAM_SAMPLE, 0, (uint64_t)i);
-            gpt_head_forward(&cfg, we, acts, gpt_x(&cfg, acts, cfg.layers));
-            const float *last = acts->logits + (ptrdiff_t)(length - 1) * cfg.vocab;
-            const int byte = choose(last, cfg.vocab, uniform(bits));
-            show_byte(byte);
-            if (length == context) memmove(window, window + 1, (size_t)--length);
-            window[length++] = (uint8_t)byte;
-        }
-        fsdp_post_forward(t->embed);
+        fsdp_post_forward(t->blocks[l]);
     }
-    if (t->rank == 0) printf("\n");
+    if (t->rank == 0) gpt_head_forward(&cfg, we, acts, gpt_x(&cfg, acts, cfg.layers));
+    fsdp_post_forward(t->embed);
+    *logits = acts->logits + (ptrdiff_t)(length - 1) * cfg.vocab;
     return status;
 }
 
-static void show_memory_row(const char *name, int64_t predicted, int64_t measured,
-                            int64_t unsharded) {
-    char a[32], b[32], c[32];
-    if (!predicted && !measured && !unsharded) return;
-    printf("  %-22s %14s %14s %14s\n", name, commas(a, predicted), commas(b, measured),
-           unsharded ? commas(c, unsharded) : "-");
-}
-
-/* What AdamW keeps for this rank's rows, of all parameters. */
-static int64_t moments_bytes(const trainer *t) {
-    int64_t nbytes = 0;
-    for (int i = 0; i < fsdp_num_params(t->model); i++) {
-        fsdp_optim_state state;
-        if (fsdp_adamw_state(t->adamw, i, &state)) return -1;
-        nbytes += 2 * state.numel * (int64_t)fsdp_dtype_size(state.dtype);
-    }
-    return nbytes;
-}
-
-/* Of rank 0, whose shards are never short. Elsewhere shards are padded to the same size. */
-static fsdp_status show_memory(const trainer *t) {
-    fsdp_memory used;
-    fsdp_status status = fsdp_model_memory(t->model, &used);
-    if (status) return status;
-    const int64_t whole = model_bytes(t, 0), mine = model_bytes(t, 1) / t->num_ranks;
-    const int64_t moments = moments_bytes(t);
-    const fsdp_memory *p = &t->predicted;
-    char text[32];
-    printf("\nmemory per rank, bytes      predicted       measured      unsharded\n");
-    for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
-        const int is_whole = pool == FSDP_POOL_SHARD || pool == FSDP_POOL_SGRAD;
-        show_memory_row(fsdp_pool_name(pool), p->pool_bytes[pool], used.pool_bytes[pool],
-                        is_whole ? whole : 0);
-    }
-    show_memory_row("AdamW moments", 2 * mine, moments, 2 * whole);
-    show_memory_row("total", p->total_bytes + 2 * mine, used.total_bytes + moments, 4 * whole);
-    printf("  and %s bytes of activations for %d sequences of %d bytes\n",
-           commas(text, (int64_t)t->acts.nbytes), t->cfg.batch, t->cfg.context);
-    return FSDP_OK;
-}
-
-static void show_traffic_row(const char *name, uint64_t measured, int64_t formula) {
-    char a[32], b[32];
-    printf("  %-22s %14s %14s\n", name, commas(a, (int64_t)measured), commas(b, formula));
-}
-
-/* Bytes that this rank read from others in training, against the formula; the same on all ranks. */
-static void show_traffic(const trainer *t, const fsdp_counters *c) {
-    const int64_t W = t->num_ranks, steps = t->j->opt.steps, gathers = t->j->opt.reshard ? 2 : 1;
-    const int64_t embed = embed_bytes(t, 1) / W * (W - 1);
-    const int64_t blocks = blocks_bytes(t, 1) / W * (W - 1);
-    // A reduction also carries one number per parameter: how many ranks used it.
-    const int64_t users = (GPT_EMBED_PARAM_COUNT + t->cfg.layers * GPT_BLOCK_PARAM_COUNT) *
-                          (int64_t)sizeof(float) * (W - 1);
-    printf("\nbytes received per rank      measured        formula\n");
-    show_traffic_row("all_gather", c->bytes[FSDP_OP_ALL_GATHER],
-                     steps * (embed + gathers * blocks));
-    show_traffic_row("reduce_scatter", c->bytes[FSDP_OP_REDUCE_SCATTER],
-                     steps * (embed + blocks + users));
-    printf("  formula per step: (W-1)/W of the parameters, gathered once (embed) and %s (blocks),\n"
-           "  reduced once, with 4 bytes per parameter and other rank to count its users\n",
-           gathers == 2 ? "twice" : "once");
-}
-
-/* Where the picture goes: beside the csv, else into build/, else here. */
-static void plot_path(const trainer *t, char *path, size_t size) {
-    struct stat st;
-    const char *csv = t->j->opt.csv_path;
-    if (csv) {
-        const char *slash = strrchr(csv, '/');
-        const char *dot = strrchr(csv, '.');
-        const int stem = dot && dot > csv && (!slash || dot > slash + 1) ? (int)(dot - csv)
-                                                                         : (int)strlen(csv);
-        snprintf(path, size, "%.*s.png", stem, csv);
-        return;
-    }
-    if (access("fsdp.h", R_OK) == 0) (void)mkdir("build", 0777); // in the project's own folder
-    snprintf(path, size, "%s",
-             stat("build", &st) == 0 && S_ISDIR(st.st_mode) ? "build/loss.png" : "loss.png");
-}
-
-/* The loss curve through gnuplot, and its running mean. */
-static void write_plot(const trainer *t) {
-    const int steps = t->j->opt.steps, stride = (steps + 1999) / 2000;
-    char path[PATH_MAX];
-    plot_path(t, path, sizeof path);
-    if (system("command -v gnuplot >/dev/null 2>&1") != 0) {
-        printf("\nno picture of the losses: gnuplot is not installed\n");
-        return;
-    }
-    (void)remove(path);
-    FILE *plot = popen("gnuplot >/dev/null 2>&1", "w");
-    if (plot) {
-        fputs("set terminal png size 900,540 noenhanced\nset output '", plot);
-        for (const char *p = path; *p; p++) fputs(*p == '\'' ? "''" : (char[2]){*p, 0}, plot);
-        fprintf(plot, "'\nset title 'train_gpt on %d rank%s'\nset xlabel 'step'\n", t->num_ranks,
-                t->num_ranks == 1 ? "" : "s");
-        fputs("set ylabel 'loss (nats per byte)'\nset grid\nplot '-' with lines lc rgb '#b0c4de' "
-              "title 'step', '-' with lines lw 2 lc rgb '#1f4e79' title 'running mean'\n",
-              plot);
-        for (int s = 0; s < steps; s += stride) fprintf(plot, "%d %.6f\n", s + 1, t->losses[s]);
-        fputs("e\n", plot);
-        double mean = t->losses[0];
-        for (int s = 0; s < steps; s++) {
-            const double share = s < 10 ? 1.0 / (s + 1) : 0.1;
-            mean += share * (t->losses[s] - mean);
-            if (s % stride == 0) fprintf(plot, "%d %.6f\n", s + 1, mean);
-        }
-        fputs("e\n", plot);
-    }
-    if (plot && pclose(plot) == 0 && access(path, R_OK) == 0) {
-        printf("\nloss curve: %s\n", path);
-    } else {
-        printf("\nno picture of the losses: gnuplot could not write %s\n", path);
-    }
-}
-
-/* ---- a rank ---------------------------------------------------------------------------------- */
-
-static fsdp_status train_steps(trainer *t) {
-    fsdp_status status = FSDP_OK;
-    t->start = now_seconds();
-    for (int step = 0; step < t->j->opt.steps && !status; step++) {
-        double loss = 0.0, norm = 0.0;
-        status = train_step(t, step, &loss, &norm);
-        if (status || t->rank != 0) continue;
-        t->losses[step] = loss;
-        if (t->csv) {
-            fprintf(t->csv, "%d,%.6f,%.6f,%.6f\n", step + 1, loss, norm, now_seconds() - t->start);
-        }
-        show_progress(t, step + 1, loss, norm);
-    }
-    return status;
-}
-
-/* Host memory of this rank and the csv; what fsdp.h made ends with the world. */
-static fsdp_status open_rank(trainer *t) {
-    const options *opt = &t->j->opt;
-    const size_t tokens = (size_t)t->cfg.batch * (size_t)t->cfg.context;
-    t->blocks = (fsdp_unit **)calloc((size_t)t->cfg.layers, sizeof(fsdp_unit *));
-    t->inputs = (uint8_t *)malloc(tokens);
-    t->targets = (uint8_t *)malloc(tokens);
-    t->losses = (double *)calloc((size_t)opt->steps, sizeof *t->losses);
-    if (gpt_acts_create(&t->cfg, &t->acts) || !t->blocks || !t->inputs || !t->targets ||
-        !t->losses) {
-        fprintf(stderr, PROGRAM ": rank %d: no memory for the activations\n", t->rank);
-        return FSDP_ERR_OUT_OF_MEMORY;
-    }
-    if (t->rank == 0 && opt->csv_path) {
-        t->csv = fopen(opt->csv_path, "w");
-        if (!t->csv) {
-            fprintf(stderr, PROGRAM ": --csv %s: %s\n", opt->csv_path, strerror(errno));
-            return FSDP_ERR_IO;
-        }
-        fprintf(t->csv, "step,loss,grad_norm,seconds\n");
-    }
-    return FSDP_OK;
-}
-
-static fsdp_status close_rank(trainer *t, fsdp_status status) {
-    if (t->csv && (ferror(t->csv) | fclose(t->csv)) != 0 && !status) {
-        fprintf(stderr, PROGRAM ": --csv %s: could not be written\n", t->j->opt.csv_path);
-        status = FSDP_ERR_IO;
-    }
-    gpt_acts_destroy(&t->acts);
-    free(t->losses);
-    free(t->targets);
-    free(t->inputs);
-    free(t->blocks);
-    fflush(stdout);
-    return status;
-}
-
-/* What every rank does; its result is its fsdp_status. */
-static int run_rank(fsdp_world *world, void *arg) {
-    trainer trainer_of_rank, *t = &trainer_of_rank;
-    fsdp_counters counters = FSDP_ZERO;
-    memset(t, 0, sizeof *t);
-    t->j = (const job *)arg;
-    t->world = world;
-    t->rank = fsdp_rank(world);
-    t->num_ranks = fsdp_world_size(world);
-    t->cfg = t->j->opt.gpt;
-    t->cfg.batch /= t->num_ranks;
-    fsdp_status status = open_rank(t);
-    if (!status) status = build_model(t);
-    if (!status && t->rank == 0) show_start(t);
-    if (!status) status = train_steps(t);
-    if (!status) status = fsdp_model_counters(t->model, &counters);
-    if (!status) status = show_sample(t);
-    if (!status && t->rank == 0) status = show_memory(t);
-    if (!status && t->rank == 0) {
-        show_traffic(t, &counters);
-        write_plot(t);
-    }
-    return (int)close_rank(t, status);
-}
-
-/* ---- the program ----------------------------------------------------------------------------- */
-
-/* 1 if all ranks have read the same text and options. */
-static int ranks_agree(fsdp_world *world, const job *j) {
-    const gpt_config *g = &j->opt.gpt;
-    uint64_t h = splitmix64(j->opt.seed);
-    const uint64_t parts[] = {(uint64_t)g->batch,      (uint64_t)g->context,
-                              (uint64_t)g->layers,     (uint64_t)g->heads,
-                              (uint64_t)g->channels,   (uint64_t)j->opt.steps,
-                              j->text_nbytes,          (uint64_t)j->opt.reshard,
-                              (uint64_t)j->opt.sample, (uint64_t)(j->opt.lr * 1e12)};
-    for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) h = splitmix64(h ^ parts[i]);
-    for (size_t i = 0; i < j->text_nbytes; i++) h = splitmix64(h ^ j->text[i]);
-    const int64_t mine = (int64_t)(h >> 1);
-    int64_t most[2] = {mine, -mine}; // largest, and minus the smallest
-    const fsdp_status status = fsdp_all_reduce(world, NULL, most, 2, FSDP_I64, FSDP_MAX);
-    return status || (most[0] == mine && most[1] == -mine); // a failure shows again in training
-}
-
-/* This process is one rank of a job, or the only one. */
-static int run_launched(job *j) {
-    fsdp_world *world;
-    if (fsdp_init(NULL, &world)) return EXIT_FAILED; // the reason has been logged
-    int result = EXIT_DONE;
-    const int num_ranks = fsdp_world_size(world), tell = fsdp_rank(world) == 0;
-    if (j->opt.gpt.batch % num_ranks != 0) {
-        result = EXIT_IMPOSSIBLE;
-        if (tell) {
-            impossible("--batch %d is not a multiple of the %d ranks", j->opt.gpt.batch, num_ranks);
-        }
-    } else if (!ranks_agree(world, j)) {
-        result = EXIT_IMPOSSIBLE;
-        if (tell) impossible("the ranks were started with different options or texts");
-    } else if (run_rank(world, j)) {
-        result = EXIT_FAILED;
-    }
-    return fsdp_shutdown(world) && !result ? EXIT_FAILED : result;
-}
-
-static int run_spawned(job *j) {
-    fsdp_spawn_desc desc = FSDP_ZERO;
-    desc.num_ranks = j->opt.ranks;
-    desc.threads = j->opt.threads;
-    return fsdp_spawn(&desc, run_rank, j) ? EXIT_FAILED : EXIT_DONE; // the reason has been logged
-}
-
-/* The csv is the only file written by name: fail now rather than after training. */
-static int check_csv(const char *path) {
-    const char *rank = getenv("RANK");
-    if (!path || (rank && strcmp(rank, "0") != 0)) return EXIT_DONE;
-    FILE *file = fopen(path, "a");
-    if (!file) return impossible("--csv %s: %s", path, strerror(errno));
-    fclose(file);
-    return EXIT_DONE;
-}
-
-int main(int argc, char **argv) {
-    job j;
-    int run;
-    memset(&j, 0, sizeof j);
-    int result = parse_options(argc, argv, &j.opt, &run);
-    if (result || !run) return result;
-    result = load_text(&j);
-    if (!result) result = check_csv(j.opt.csv_path);
-    if (!result) {
-        signal(SIGPIPE, SIG_IGN); // gnuplot may end early
-#ifdef GPT_USE_BLAS
-        openblas_set_num_threads(1); // the ranks are the parallelism
-#endif
-        result = j.opt.ranks > 0 ? run_spawned(&j) : run_launched(&j);
-    }
-    free(j.text);
-    return result;
-}
+int main(int argc, char **argv) { return gpt_main(argc, argv); }
