@@ -245,7 +245,9 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp
    world       NULL is allowed
    Result      FSDP_OK, or the failure that aborted the world: fit for main's return value
    Collective  no: peers that still wait for this rank get FSDP_ERR_PEER_LOST
-   Blocks      for worker threads that finish their current operation      Allocates no */
+   Blocks      for worker threads that finish their current operation, and for the device, at most
+               timeout_ms. If work on the device does not end, its memory is left to the end of the
+               process      Allocates no */
 FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world);
 
 /* fsdp_set_stream - the stream of the caller's own work, on devices that have streams: data is
@@ -1181,6 +1183,7 @@ struct fsdp_world {
     fsdp_boot boot;
     int rank, size;
     int log_level;
+    uint32_t stuck;           // work on the device did not end in time
     uint32_t failed;          // fsdp_status of the first failure of a collective, or 0
     uint32_t fail_lock;       // fsdpi_lock of the first failure: worker threads may have it
     char failure[FSDPI_TEXT]; // its text, written once
@@ -4319,6 +4322,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     w->size = w->boot.size = d->world_size;
     w->boot.local_rank = d->local_rank;
     w->boot.timeout_ns = (int64_t)d->timeout_ms * 1000000;
+    w->boot.stuck = &w->stuck;
     w->boot.threads = d->threads;
     w->boot.allocator = d->allocator;
     w->boot.clock = d->clock;
@@ -4389,7 +4393,7 @@ FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
     if (!native) native = world->own_stream;
     status = world->device_ops->record(world->device, *compute, world->fence);
     if (!status) status = world->device_ops->wait(world->device, native, world->fence);
-    if (status) return fsdpi_device_fail(world, status, "ordering streams by an event");
+    if (status) return fsdpi_device_fail(world, status, "ordering streams of");
     *compute = native;
     return FSDP_OK;
 }

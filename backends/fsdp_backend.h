@@ -11,6 +11,7 @@
 typedef struct fsdp_boot {
     int rank, size, local_rank;
     int64_t timeout_ns;
+    uint32_t *stuck;       // not 0: work on the device does not end; to free its memory would hang
     const char *job;
     const char *store;     // where ranks meet, as fsdp_world_desc.store; "host:": on this host
     fsdp_threads *threads; // not NULL: ranks are threads that share this

@@ -69,10 +69,9 @@ extern "C++" {
 extern "C" {
 #endif
 
-#define FSDPI_CUDA_SPIN_NS  20000  // of a wait, before it begins to sleep
-#define FSDPI_CUDA_NAP_NS   20000  // at first, and then twice as long each time, up to
-#define FSDPI_CUDA_NAP_MAX  500000 //
-#define FSDPI_CUDA_GRACE_NS ((int64_t)3000000000) // the backend's watchdog knows more: it is first
+#define FSDPI_CUDA_SPIN_NS 20000  // of a wait, before it begins to sleep
+#define FSDPI_CUDA_NAP_NS  20000  // at first, and then twice as long each time, up to
+#define FSDPI_CUDA_NAP_MAX 500000 //
 
 typedef struct fsdpi_cuda_device {
     fsdp_boot boot;
@@ -174,7 +173,7 @@ static cudaError_t fsdpi_cuda_clear(cudaStream_t stream, void *ptr, size_t size)
 static void fsdpi_cuda_close(fsdp_device *device) {
     fsdpi_cuda_device *d = fsdpi_cuda_of(device);
     fsdp_allocator allocator = d->boot.allocator;
-    if (d->partials) (void)cudaFree(d->partials);
+    if (d->partials && !fsdpi_boot_is_stuck(&d->boot)) (void)cudaFree(d->partials);
     if (d->setup) (void)cudaStreamDestroy(d->setup);
     fsdpi_free(&allocator, d);
 }
@@ -224,7 +223,8 @@ static fsdp_status fsdpi_cuda_alloc(fsdp_device *device, int kind, size_t size, 
 }
 
 static void fsdpi_cuda_free(fsdp_device *device, int kind, void *ptr, size_t size) {
-    (void)device, (void)size;
+    (void)size;
+    if (fsdpi_boot_is_stuck(&fsdpi_cuda_of(device)->boot)) return;
     (void)(kind == FSDP_MEMORY_PINNED ? cudaFreeHost(ptr) : cudaFree(ptr));
 }
 
@@ -273,15 +273,14 @@ static fsdp_status fsdpi_cuda_wait(fsdp_device *device, void *stream, void *even
 static fsdp_status fsdpi_cuda_sync(fsdp_device *device, void *event, int64_t timeout_ns) {
     fsdpi_cuda_device *d = fsdpi_cuda_of(device);
     cudaError_t e = cudaSuccess;
-    int64_t most = INT64_MAX - FSDPI_CUDA_GRACE_NS;
-    int64_t limit = (timeout_ns < most ? timeout_ns : most) + FSDPI_CUDA_GRACE_NS;
-    fsdp_status status = fsdpi_cuda_await(&d->boot, (cudaEvent_t)event, limit, NULL, &e);
+    fsdp_status status = fsdpi_cuda_await(&d->boot, (cudaEvent_t)event, timeout_ns, NULL, &e);
     if (status == FSDP_ERR_BACKEND) return fsdpi_cuda_check(d, (int)e, "work on the device");
     if (status)
-        (void)snprintf(d->error, sizeof d->error,
-                       "device %d has not finished within %.1f s: a kernel of yours that does not "
-                       "end, or a step that takes longer (FSDP_TIMEOUT_MS)",
-                       d->ordinal, (double)timeout_ns * 1e-9);
+        (void)snprintf(
+            d->error, sizeof d->error,
+            "device %d has not finished in time: a kernel of yours that does not end, or "
+            "a step that takes longer (FSDP_TIMEOUT_MS)",
+            d->ordinal);
     return status;
 }
 

@@ -292,15 +292,42 @@ static void fsdpi_lanes_stop(fsdp_world *w) {
     }
 }
 
+// The world's failure that the backend knows of, if there is one.
+static fsdp_status fsdpi_backend_poll(fsdp_world *w) {
+    fsdp_status status = w->comm && w->comm_ops->poll ? w->comm_ops->poll(w->comm) : FSDP_OK;
+    return status ? fsdpi_world_fail(w, status, w->comm_ops->error_text(w->comm)) : FSDP_OK;
+}
+
 /* A call of the device table has failed outside an op. A collective that a peer's end has stopped
    looks like that too: then the backend knows more. */
 static fsdp_status fsdpi_device_fail(fsdp_world *w, fsdp_status status, const char *what) {
     char text[FSDPI_TEXT];
-    fsdp_status known = w->comm && w->comm_ops->poll ? w->comm_ops->poll(w->comm) : FSDP_OK;
-    if (known) return fsdpi_world_fail(w, known, w->comm_ops->error_text(w->comm));
-    snprintf(text, sizeof text, "rank %d: %s %s failed: %s", w->rank, what, w->device_ops->name,
-             fsdpi_device_text(w, status));
+    fsdp_status known = fsdpi_backend_poll(w);
+    if (known) return known;
+    snprintf(text, sizeof text, "rank %d: %s device %s failed: %s", w->rank, what,
+             w->device_ops->name, fsdpi_device_text(w, status));
     return fsdpi_world_fail(w, status, text);
+}
+
+#define FSDPI_FENCE_NS       ((int64_t)50000000)   // from one look at the world to the next
+#define FSDPI_FENCE_GRACE_NS ((int64_t)3000000000) // the backend, which knows more, is to be first
+#define FSDPI_FENCE_LAST_NS  ((int64_t)500000000)  // in a failed world, whose collectives end
+
+/* The host waits for the fence, at most for the deadline; when the world fails meanwhile, not much
+   longer. */
+static fsdp_status fsdpi_await_fence(fsdp_world *w) {
+    int64_t start = w->boot.clock.now_ns(w->boot.clock.user), waited = 0;
+    int64_t limit = w->boot.timeout_ns + FSDPI_FENCE_GRACE_NS;
+    for (;;) {
+        if (fsdpi_failed(w)) limit = fsdpi_min(limit, FSDPI_FENCE_LAST_NS + waited);
+        int64_t slice = fsdpi_min(limit - waited, FSDPI_FENCE_NS);
+        fsdp_status status = w->device_ops->sync(w->device, w->fence, slice > 0 ? slice : 0);
+        if (status != FSDP_ERR_TIMEOUT) return status;
+        waited = w->boot.clock.now_ns(w->boot.clock.user) - start;
+        if (waited >= limit) FSDPI_STORE(&w->stuck, 1u);
+        if (waited >= limit) return status;
+        (void)fsdpi_backend_poll(w);
+    }
 }
 
 // *event := now, in the order of `stream`.
@@ -309,7 +336,7 @@ static fsdp_status fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event) {
     event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
     if (w->mode != FSDPI_NATIVE) return FSDP_OK;
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], event->native);
-    return status ? fsdpi_device_fail(w, status, "recording an event") : FSDP_OK;
+    return status ? fsdpi_device_fail(w, status, "recording an event on") : FSDP_OK;
 }
 
 // The host waits until everything issued so far on a stream is done.
@@ -317,10 +344,10 @@ static fsdp_status fsdpi_sync(fsdp_world *w, int stream) {
     if (w->lanes[stream]) fsdpi_lane_wait(w->lanes[stream], w->lanes[stream]->issued);
     if (!w->fence) return fsdpi_failed(w);
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], w->fence);
-    if (!status) status = w->device_ops->sync(w->device, w->fence, w->boot.timeout_ns);
-    if (status) return fsdpi_device_fail(w, status, "waiting for the device");
-    if (w->comm && w->comm_ops->poll) status = w->comm_ops->poll(w->comm); // came meanwhile
-    return status ? fsdpi_world_fail(w, status, w->comm_ops->error_text(w->comm)) : fsdpi_failed(w);
+    if (!status) status = fsdpi_await_fence(w);
+    if (status) return fsdpi_device_fail(w, status, "waiting for");
+    status = fsdpi_backend_poll(w); // what came meanwhile
+    return status ? status : fsdpi_failed(w);
 }
 
 static void fsdpi_drain(fsdp_world *w) {
@@ -335,7 +362,7 @@ static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
             if (!op->wait[i].native) continue;
             fsdp_status status = w->device_ops->wait(w->device, w->streams[op->stream],
                                                      op->wait[i].native);
-            if (status) return fsdpi_device_fail(w, status, "ordering streams by an event");
+            if (status) return fsdpi_device_fail(w, status, "ordering streams of");
         }
         return fsdpi_execute(w, op, w->streams[op->stream]);
     }

@@ -107,6 +107,7 @@ extern "C" {
 #define FSDPI_NCCL_ABORT_NS    ((int64_t)2000000000) // for communicators to end
 #define FSDPI_NCCL_PATIENCE_NS ((int64_t)500000000)  // of closing, with peers
 #define FSDPI_NCCL_NAP_NS      50000                 // between looks at a call in progress
+#define FSDPI_NCCL_GRACE_NS    ((int64_t)3000000000) // the watchdog is to be first
 #define FSDPI_NCCL_SHOWN       8                     // operations that a late rank shows
 
 typedef struct fsdpi_nccl_comm fsdpi_nccl_comm;
@@ -117,7 +118,7 @@ typedef struct fsdpi_flight {
     fsdpi_record record;
     uint64_t comm_id, comm_seq; // of the comm; the number of the operation on it
     fsdpi_nccl_comm *comm;      // while it is issued
-    cudaEvent_t event;
+    cudaEvent_t begin, event;   // the stream has come to it; it is done
     uint32_t state;
 } fsdpi_flight;
 
@@ -164,6 +165,7 @@ struct fsdpi_nccl_comm {
     int64_t idle_ns;     // when the last one was seen done
     int64_t left_ns;     // when a member was first seen to have left, or 0
     uint32_t splits;
+    void *made_by; // the call that made the communicator
     int is_world;
     uint64_t *keys;  // device memory for comparisons: two of mine, and then those of all
     uint64_t *shown; // the host's copy of those of all
@@ -191,7 +193,8 @@ static fsdp_status fsdpi_nccl_fail(fsdpi_nccl_comm *c, fsdp_status status, const
 
 static fsdp_status fsdpi_nccl_fail_here(fsdpi_nccl_comm *c, fsdp_status status, const char *what) {
     char reason[FSDPI_REASON];
-    (void)snprintf(reason, sizeof reason, "rank %d: %s", c->base.boot->rank, what);
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_say(&t, "rank %d: %s", c->base.boot->rank, what);
     return fsdpi_nccl_fail(c, status, reason);
 }
 
@@ -208,8 +211,12 @@ static fsdp_status fsdpi_nccl_result(fsdpi_nccl_comm *c, ncclResult_t result, co
     fsdpi_text t = {text, sizeof text, 0};
     if (result == ncclSuccess) return FSDP_OK;
     if (fsdpi_nccl_failed(c->world)) return fsdpi_nccl_report(c); // it failed because of that
-    fsdpi_nccl_say(&t, result, what);
-    return fsdpi_nccl_fail_here(c, FSDP_ERR_BACKEND, text);
+    if (result == ncclInProgress)
+        fsdpi_say(&t, "%s is in progress, and not done within %.1f s (NCCL_DEBUG=INFO)", what,
+                  (double)c->base.boot->timeout_ns * 1e-9);
+    else fsdpi_nccl_say(&t, result, what);
+    return fsdpi_nccl_fail_here(c, result == ncclInProgress ? FSDP_ERR_TIMEOUT : FSDP_ERR_BACKEND,
+                                text);
 }
 
 static fsdp_status fsdpi_nccl_cuda(fsdpi_nccl_comm *c, cudaError_t e, const char *what) {
@@ -229,7 +236,7 @@ static ncclResult_t fsdpi_nccl_settle(fsdpi_nccl_comm *c, ncclResult_t result, n
         if (asked != ncclSuccess) return asked;
         if (result != ncclInProgress) break;
         if (fsdpi_nccl_failed(c->world)) return ncclInternalError;
-        if (fsdpi_boot_now(c->base.boot) - start > c->base.boot->timeout_ns) return ncclSystemError;
+        if (fsdpi_boot_now(c->base.boot) - start > c->base.boot->timeout_ns) break;
         fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
     }
     return result;
@@ -411,7 +418,7 @@ static void fsdpi_nccl_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
 
 // What a late rank shows to the others: what it waits for on a comm.
 typedef struct fsdpi_nccl_shown {
-    uint64_t comm_seq;
+    uint64_t comm_seq, has_begun; // has_begun: work before it on the device is done
     fsdpi_record record;
 } fsdpi_nccl_shown;
 
@@ -420,37 +427,42 @@ static void fsdpi_nccl_show_key(char *key, size_t cap, const fsdpi_nccl_comm *c,
                    (int)c->base.ranks[k]);
 }
 
+// What the members have shown of an operation that is late.
+typedef struct fsdpi_nccl_lateness {
+    uint8_t absent[FSDPI_MAX_SRCS], busy[FSDPI_MAX_SRCS]; // has not come; its device has not
+    int num_absent, num_busy, who; // who: a member that called something else, or -1
+    fsdpi_record other;            // that
+} fsdpi_nccl_lateness;
+
 /* The members that wait in the same operation have shown it by now, or do so within a moment, as
-   their deadlines are equal. Returns the number of those that have not come; *other: one that
-   called something else in its place, or -1. */
-static int fsdpi_nccl_compare_late(fsdpi_nccl_comm *c, const fsdpi_nccl_shown *mine,
-                                   uint8_t *missing, fsdpi_nccl_shown *other, int *who) {
+   their deadlines are equal. */
+static void fsdpi_nccl_compare_late(fsdpi_nccl_comm *c, const fsdpi_nccl_shown *mine,
+                                    fsdpi_nccl_lateness *late) {
     fsdpi_store *store = c->world->store;
-    int64_t start = fsdpi_boot_now(c->base.boot), size = (int64_t)sizeof *mine;
-    int num = 0;
+    int64_t start = fsdpi_boot_now(c->base.boot);
     char key[64];
     fsdpi_nccl_show_key(key, sizeof key, c, c->base.index);
-    (void)fsdpi_store_set(store, key, mine, (size_t)size);
-    *who = -1;
+    (void)fsdpi_store_set(store, key, mine, sizeof *mine);
+    memset(late, 0, sizeof *late);
+    late->who = -1;
     for (int k = 0; k < c->base.size; k++) {
-        fsdpi_nccl_shown shown;
+        fsdpi_nccl_shown shown = *mine;
         size_t bytes = 0;
         int64_t left = FSDPI_NCCL_SHOW_NS - (fsdpi_boot_now(c->base.boot) - start);
-        memset(&shown, 0, sizeof shown);
         fsdpi_nccl_show_key(key, sizeof key, c, k);
-        missing[k] = 0;
-        if (k == c->base.index) continue;
-        fsdp_status status = fsdpi_store_get(store, key, &shown, sizeof shown, &bytes,
-                                             left > 1000000 ? left : 1000000);
-        if (!status && shown.comm_seq == mine->comm_seq && shown.record.key == mine->record.key)
-            continue; // it waits for somebody else, too
-        if (!status && shown.comm_seq == mine->comm_seq && *who < 0) {
-            *other = shown;
-            *who = k;
-        }
-        if (status || shown.comm_seq < mine->comm_seq) missing[k] = 1, num++;
+        fsdp_status status = k == c->base.index
+                                 ? FSDP_OK
+                                 : fsdpi_store_get(store, key, &shown, sizeof shown, &bytes,
+                                                   left > 1000000 ? left : 1000000);
+        late->absent[k] = status != FSDP_OK || shown.comm_seq < mine->comm_seq;
+        late->num_absent += late->absent[k];
+        if (status || shown.comm_seq != mine->comm_seq) continue;
+        late->busy[k] = !shown.has_begun;
+        late->num_busy += late->busy[k];
+        if (shown.record.key == mine->record.key || late->who >= 0) continue;
+        late->other = shown.record;
+        late->who = k;
     }
-    return num;
 }
 
 static void fsdpi_nccl_say_mismatch(fsdpi_text *t, const fsdpi_nccl_comm *c,
@@ -468,26 +480,36 @@ static void fsdpi_nccl_say_mismatch(fsdpi_text *t, const fsdpi_nccl_comm *c,
 
 // An operation is not done in time: who is to blame?
 static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
-    uint8_t missing[FSDPI_MAX_SRCS];
     char reason[FSDPI_REASON], subject[192];
     fsdpi_text t = {reason, sizeof reason, 0}, s = {subject, sizeof subject, 0};
-    fsdpi_nccl_shown mine, other;
-    int who = -1;
+    fsdpi_nccl_lateness late;
+    fsdpi_nccl_shown mine;
+    double seconds = (double)c->base.boot->timeout_ns * 1e-9;
     mine.comm_seq = f->comm_seq;
+    mine.has_begun = cudaEventQuery(f->begin) == cudaSuccess;
+    if (!mine.has_begun) (void)cudaGetLastError();
     mine.record = f->record;
-    int num = fsdpi_nccl_compare_late(c, &mine, missing, &other, &who);
+    fsdpi_nccl_compare_late(c, &mine, &late);
     if (fsdpi_nccl_failed(c->world)) return; // another one was first
     fsdpi_say_op(&s, &f->record);
-    fsdp_status status = who >= 0 ? FSDP_ERR_MISMATCH : FSDP_ERR_TIMEOUT;
-    if (who >= 0) fsdpi_nccl_say_mismatch(&t, c, &f->record, &other.record, who);
-    else if (num > 0) fsdpi_say_late(&t, &c->base, missing, "come", fsdpi_nccl_say_last);
-    else
+    if (late.who >= 0) fsdpi_nccl_say_mismatch(&t, c, &f->record, &late.other, late.who);
+    else if (late.num_absent > 0)
+        fsdpi_say_late(&t, &c->base, late.absent, "come", fsdpi_nccl_say_last);
+    else if (late.num_busy > 0) {
+        fsdpi_say_ranks(&t, &c->base, late.busy);
         fsdpi_say(&t,
-                  "all ranks have come, and it is not done within %.1f s of having been enqueued: "
-                  "work that it waits for takes longer (FSDP_TIMEOUT_MS), or the network hangs "
-                  "(NCCL_DEBUG=INFO)",
-                  (double)c->base.boot->timeout_ns * 1e-9);
-    fsdpi_store_abort(c->world->store, status, subject, reason);
+                  " %s enqueued it, but work before it on the device is not done within %.1f s: a "
+                  "kernel that does not end, or a step that takes longer (FSDP_TIMEOUT_MS)",
+                  late.num_busy > 1 ? "have" : "has", seconds);
+    } else {
+        fsdpi_say(
+            &t,
+            "all ranks have begun it, and it is not done within %.1f s: does the network hang "
+            "(NCCL_DEBUG=INFO)?",
+            seconds);
+    }
+    fsdpi_store_abort(c->world->store, late.who >= 0 ? FSDP_ERR_MISMATCH : FSDP_ERR_TIMEOUT,
+                      subject, reason);
 }
 
 // A member has shut down; what it did before has had time to arrive.
@@ -860,6 +882,9 @@ static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, c
         status = fsdpi_nccl_result(c, result, "registering a buffer");
         if (status) return status;
     }
+    if (!is_captured)
+        status = fsdpi_nccl_cuda(c, cudaEventRecord(f->begin, stream), "cudaEventRecord");
+    if (status) return status;
     result = ncclGroupStart();
     if (result == ncclSuccess) {
         result = fsdpi_nccl_operation(c, op, stream);
@@ -879,7 +904,7 @@ static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, c
 static fsdp_status fsdpi_nccl_await(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
     fsdpi_nccl_world *w = c->world;
     cudaError_t e = cudaSuccess;
-    int64_t limit = w->boot.timeout_ns < INT64_MAX / 2 ? w->boot.timeout_ns + FSDPI_CUDA_GRACE_NS
+    int64_t limit = w->boot.timeout_ns < INT64_MAX / 2 ? w->boot.timeout_ns + FSDPI_NCCL_GRACE_NS
                                                        : INT64_MAX;
     fsdpi_nccl_wake(w);
     fsdp_status status = fsdpi_cuda_await(&w->boot, f->event, limit, &w->aborted, &e);
@@ -1003,9 +1028,8 @@ static fsdp_status fsdpi_nccl_obtain(fsdpi_nccl_comm *c, fsdpi_nccl_call *call, 
     fsdp_status status = fsdpi_nccl_bounded(call, &w->boot, w->boot.timeout_ns, w);
     if (!status) {
         c->nccl = call->out;
-        status = fsdpi_nccl_result(c, call->result, what);
-        fsdpi_free(&w->boot.allocator, call);
-        return status;
+        c->made_by = call; // NCCL may keep the name
+        return fsdpi_nccl_result(c, call->result, what);
     }
     if (fsdpi_nccl_failed(w)) return fsdpi_nccl_report(c);
     (void)snprintf(text, sizeof text,
@@ -1102,7 +1126,8 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     if (status != FSDP_ERR_TIMEOUT) fsdpi_free(&w->boot.allocator, call);
 }
 
-static void fsdpi_nccl_free_chunk(const fsdpi_chunk *chunk) {
+static void fsdpi_nccl_free_chunk(const fsdp_boot *boot, const fsdpi_chunk *chunk) {
+    if (fsdpi_boot_is_stuck(boot)) return;
 #if NCCL_VERSION_CODE >= 21900
     if (chunk->at == FSDPI_NCCL_OWN) {
         (void)ncclMemFree(chunk->base);
@@ -1120,9 +1145,11 @@ static void fsdpi_nccl_close_world(fsdpi_nccl_world *w) {
         (void)pthread_join(w->watchdog, NULL);
     }
     if (w->store) fsdpi_store_close(w->store);
-    for (int i = 0; w->flights && i < FSDPI_NCCL_FLIGHTS; i++)
+    for (int i = 0; w->flights && i < FSDPI_NCCL_FLIGHTS; i++) {
+        if (w->flights[i].begin) (void)cudaEventDestroy(w->flights[i].begin);
         if (w->flights[i].event) (void)cudaEventDestroy(w->flights[i].event);
-    for (int i = 0; i < w->chunks.count; i++) fsdpi_nccl_free_chunk(&w->chunks.list[i]);
+    }
+    for (int i = 0; i < w->chunks.count; i++) fsdpi_nccl_free_chunk(&w->boot, &w->chunks.list[i]);
     if (w->setup) (void)cudaStreamDestroy(w->setup);
     fsdpi_free(&allocator, w->flights);
     fsdpi_free(&allocator, w->chunks.list);
@@ -1136,8 +1163,9 @@ static void fsdpi_nccl_close(fsdp_comm *comm) {
     int is_world = c->is_world;
     fsdpi_nccl_unregister_all(w, c, NULL);
     fsdpi_nccl_end(c);
-    if (c->keys) (void)cudaFree(c->keys);
+    if (c->keys && !fsdpi_boot_is_stuck(&w->boot)) (void)cudaFree(c->keys);
     if (c->stream) (void)cudaStreamDestroy(c->stream);
+    fsdpi_free(&w->boot.allocator, c->made_by);
     fsdpi_free(&w->boot.allocator, c->shown);
     fsdpi_free(&w->boot.allocator, c);
     if (is_world) fsdpi_nccl_close_world(w);
@@ -1177,6 +1205,7 @@ static fsdp_status fsdpi_nccl_divide(fsdpi_nccl_comm *parent, fsdpi_nccl_comm *c
     call->config = fsdpi_nccl_config(w, call, g->name ? g->name : "group",
                                      g->lane == FSDP_STREAM_GATHER);
     status = fsdpi_nccl_obtain(child ? child : &none, call, "ncclCommSplit");
+    fsdpi_free(&w->boot.allocator, none.made_by);
     if (status) {
         fsdpi_copy_name(parent->base.error, sizeof parent->base.error,
                         child ? child->base.error : none.base.error);
@@ -1249,8 +1278,11 @@ static fsdp_status fsdpi_nccl_make_flights(fsdpi_nccl_comm *c) {
     if (!w->flights)
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
     cudaError_t e = cudaStreamCreateWithFlags(&w->setup, cudaStreamNonBlocking);
-    for (int i = 0; i < FSDPI_NCCL_FLIGHTS && e == cudaSuccess; i++)
-        e = cudaEventCreateWithFlags(&w->flights[i].event, cudaEventDisableTiming);
+    for (int i = 0; i < FSDPI_NCCL_FLIGHTS && e == cudaSuccess; i++) {
+        e = cudaEventCreateWithFlags(&w->flights[i].begin, cudaEventDisableTiming);
+        if (e == cudaSuccess)
+            e = cudaEventCreateWithFlags(&w->flights[i].event, cudaEventDisableTiming);
+    }
     char text[320];
     fsdp_status status = fsdpi_cuda_status(text, sizeof text, w->ordinal, (int)e, "making events");
     return status ? fsdpi_comm_error(&c->base, status, "%s", text) : FSDP_OK;
@@ -1371,7 +1403,7 @@ static fsdp_status fsdpi_nccl_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     size_t left = 0, total = 0;
     if (e != cudaSuccess)
         (void)fsdpi_cuda_status(text, sizeof text, w->ordinal, (int)e, "device memory");
-    if (chunk.base) fsdpi_nccl_free_chunk(&chunk);
+    if (chunk.base) fsdpi_nccl_free_chunk(&w->boot, &chunk);
     (void)cudaMemGetInfo(&left, &total);
     fsdpi_text t = {c->base.error, sizeof c->base.error, 0}; // c->base.now may be in use
     fsdpi_say(&t,
@@ -1390,7 +1422,7 @@ static void fsdpi_nccl_free(fsdp_comm *comm, void *ptr, size_t size) {
     (void)size;
     if (!ptr || !fsdpi_chunk_take(&w->chunks, 0, ptr, &chunk)) return;
     fsdpi_nccl_unregister_all(w, NULL, chunk.base);
-    fsdpi_nccl_free_chunk(&chunk);
+    fsdpi_nccl_free_chunk(&w->boot, &chunk);
 }
 
 static const char *fsdpi_nccl_error_text(fsdp_comm *comm) {

@@ -63,6 +63,11 @@ static int64_t fsdpi_boot_now(const fsdp_boot *boot) {
     return boot->clock.now_ns(boot->clock.user);
 }
 
+// Memory of a device that does not end its work is left to the end of the process.
+static FSDPI_UNUSED int fsdpi_boot_is_stuck(const fsdp_boot *boot) {
+    return boot->stuck && FSDPI_LOAD(boot->stuck);
+}
+
 static FSDPI_UNUSED void fsdpi_boot_log(const fsdp_boot *boot, int level, const char *text) {
     if (boot->logger.log && level <= boot->log_level)
         (boot->logger.log)(level, FSDP_OK, boot->rank, text, boot->logger.user);

@@ -269,6 +269,7 @@ struct ncclComm {
     stub_point last; /* of its last launch: one comm's operations run in the order of issue */
     stub_clock clock;
     uint64_t registered, registrations;
+    struct registration *kept; /* memory that is registered; under `lock` */
     int async;
     /* Under the guard, as a watchdog may poll, too. In progress: while it is running a call, has
        polls to go, or has something pending, which is issued, and launched when they are over. */
@@ -296,9 +297,30 @@ static void drop(ncclComm_t c) {
     free(c);
 }
 
-/* The handle ends, by destroy or abort, whichever comes first. */
+/* Memory that is registered with a comm, as a buffer or as a window. */
+typedef struct registration {
+    struct registration *next;
+    void *ptr;
+    int kind;
+} registration;
+
+static void end_registration(ncclComm_t c, void *handle) {
+    take_lock();
+    registration **link = &c->kept;
+    while (*link && *link != (registration *)handle) link = &(*link)->next;
+    registration *r = *link;
+    if (r) *link = r->next;
+    pthread_mutex_unlock(&lock);
+    if (!r) return;
+    stub_register(r->ptr, -1);
+    stub_live_add(r->kind, -1);
+    free(r);
+}
+
+/* The handle ends, by destroy or abort, whichever comes first; its registrations end with it. */
 static void close_comm(ncclComm_t c) {
     if (__atomic_exchange_n(&c->closed, 1u, __ATOMIC_ACQ_REL)) return;
+    while (c->kept) end_registration(c, c->kept);
     stub_live_add(STUB_COMMS, -1);
     drop(c);
 }
@@ -1182,10 +1204,6 @@ ncclResult_t ncclMemFree(void *ptr) {
     return entered ? injected(entered) : ncclSuccess;
 }
 
-typedef struct registration {
-    void *ptr;
-} registration;
-
 /* The offset in the allocation is the same on all ranks, and so this number. */
 static void count_registration(ncclComm_t c, const char *ptr, size_t size) {
     stub_memory m;
@@ -1195,21 +1213,18 @@ static void count_registration(ncclComm_t c, const char *ptr, size_t size) {
         c->registered = (c->registered ^ parts[i] ^ ++c->registrations) * 0x9E3779B97F4A7C15ull;
 }
 
-static void *keep_registration(void *ptr, int kind) {
+static void *keep_registration(ncclComm_t c, void *ptr, int kind) {
     registration *r = (registration *)calloc(1, sizeof *r);
     if (!r) stub_die("out of memory");
     r->ptr = ptr;
+    r->kind = kind;
     stub_register(ptr, 1);
     stub_live_add(kind, 1);
+    take_lock();
+    r->next = c->kept;
+    c->kept = r;
+    pthread_mutex_unlock(&lock);
     return r;
-}
-
-static void end_registration(void *handle, int kind) {
-    registration *r = (registration *)handle;
-    if (!r) return;
-    stub_register(r->ptr, -1);
-    stub_live_add(kind, -1);
-    free(r);
 }
 
 ncclResult_t ncclCommRegister(const ncclComm_t comm, void *ptr, size_t size, void **handle) {
@@ -1219,14 +1234,13 @@ ncclResult_t ncclCommRegister(const ncclComm_t comm, void *ptr, size_t size, voi
     if (!size || !is_memory(ptr, size))
         return refuse(ncclInvalidArgument, "register: not in one allocation of the device");
     count_registration(comm, (const char *)ptr, size);
-    *handle = keep_registration(ptr, STUB_REGISTRATIONS);
+    *handle = keep_registration(comm, ptr, STUB_REGISTRATIONS);
     return ncclSuccess;
 }
 
 ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle) {
     int entered = stub_enter("ncclCommDeregister");
-    (void)comm;
-    end_registration(handle, STUB_REGISTRATIONS);
+    end_registration(comm, handle);
     return entered ? injected(entered) : ncclSuccess;
 }
 
@@ -1245,13 +1259,12 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *ptr, size_t size, ncc
     int works = stub_get(STUB_WINDOWS_WORK);
     ncclResult_t result = give_job(j, comm->blocking);
     if (works && (result == ncclSuccess || result == ncclInProgress))
-        *window = (ncclWindow_t)keep_registration(ptr, STUB_WINDOWS);
+        *window = (ncclWindow_t)keep_registration(comm, ptr, STUB_WINDOWS);
     return result;
 }
 
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
     int entered = stub_enter("ncclCommWindowDeregister");
-    (void)comm;
-    end_registration((void *)window, STUB_WINDOWS);
+    end_registration(comm, (void *)window);
     return entered ? injected(entered) : ncclSuccess;
 }
