@@ -128,7 +128,7 @@ ERRORS
     once and kept for fsdp_last_error. Wrong arguments and wrong order change nothing. A failed
     collective aborts the world on all ranks; from then on every call returns that status at once,
     and only fsdp_shutdown and fsdp_last_error are of use. The library never exits or aborts.
-    No call waits longer than the deadline.
+    No call waits longer than the deadline (on devices with streams: and 3 seconds).
 
 MEMORY
     Shards, their gradients, and slots whose number follows from a rule and not from timing, so that
@@ -145,10 +145,17 @@ THREADS AND ORDER
 DETERMINISM
     CPU backends sum in rank order, in f32 (f64 for f64), then scale, then add to what is there: the
     bits do not depend on the run, on lanes, on the layout, on threads or processes, or on the flags
-    that this header is compiled with (-Ofast included).
+    that this header is compiled with (-Ofast included). NCCL sums in an order of its own.
+
+STREAMS AND GPUS
+    -DFSDP_BACKEND_NCCL: the same program on GPUs, see docs/gpu.md. Calls return when their work is
+    enqueued; data is ready in the order of the caller's stream (fsdp_set_stream). fsdp_data,
+    fsdp_grad, views and fsdp_model_flat give device memory; fsdp_init_params, fsdp_param_load and
+    fsdp_param_full take and give host memory, on every device.
 
 LIMITS OF THIS VERSION
-    Devices whose memory the host can read. Linux; gcc or clang. Backend shm serves one host.
+    Linux; gcc or clang. Backend shm serves one host. NCCL and CUDA have not run on a GPU yet: they
+    are tested on stand-ins for both libraries (docs/gpu.md).
 */
 #ifndef FSDP_H
 #define FSDP_H
@@ -570,7 +577,7 @@ struct fsdp_param_view {
     int64_t local_shape[FSDP_MAX_DIMS]; // of the block; shard_dim has 0 in an empty shard
     int64_t numel;                      // elements of the block, without padding
     void *data;                         // the block: contiguous, shape local_shape
-    void *shard;                        // my whole shard; never NULL
+    void *shard;                        // my whole shard; never NULL. Both in device memory
     void *shard_grad;                   // its gradient; NULL: none (frozen, zeroed, nobody used it)
 };
 
@@ -614,7 +621,8 @@ FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit);
 // All trainable shards of one dtype and their gradients, at equal offsets: one loop, one launch.
 typedef struct fsdp_flat {
     fsdp_dtype dtype, grad_dtype;
-    void *shards, *grads; // numel elements each; padding is zero in both and must stay so
+    void *shards, *grads; // numel elements each, in device memory (cpu_offload: pinned); padding is
+                          // zero in both and must stay so
     int64_t numel;        // with padding
 } fsdp_flat;
 
@@ -693,13 +701,16 @@ FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit);
    Result      FSDP_OK; the first failure of a hook since the last finalize that went through (its
                own failures come before); INVALID_STATE (a unit
                is open in forward: named); collective errors
-   Collective  yes      Blocks until all reductions are done      Allocates at its first use
+   Collective  yes      Blocks until all reductions are done; on devices with streams only with
+               cpu_offload, or to ask whether others used a parameter that this rank did not use
+   Allocates   at its first use
    Source      torch: FSDPState._root_post_backward_final_callback, finalize_backward */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_finalize_backward(fsdp_model *model);
 
 /* fsdp_data - full parameter `index`, contiguous, in param_dtype; valid from pre_* to post_*
    fsdp_grad - where its gradient is written (frozen parameter: NULL); valid from pre_ to
-               post_backward; marks the parameter as used
+               post_backward; marks the parameter as used. Both in device memory, ready in the order
+               of the caller's stream
    Result      NULL, and a logged text, in a state where there is none; a zero-size parameter never
                gives NULL. From the second step of the same order of calls on, addresses repeat
    Collective  no      Blocks no      Allocates no (but see the failure rule above) */
@@ -1152,7 +1163,7 @@ static size_t fsdpi_alloc_size(const void *ptr) {
     return size;
 }
 
-static void fsdpi_free(const fsdp_allocator *a, void *ptr) {
+static FSDPI_NOINLINE void fsdpi_free(const fsdp_allocator *a, void *ptr) {
     if (ptr) a->free((char *)ptr - FSDPI_ALIGN, fsdpi_alloc_size(ptr), a->user);
 }
 
@@ -1845,7 +1856,7 @@ static void *fsdpi_model_alloc(fsdp_model *m, size_t size) {
     return ptr;
 }
 
-static void fsdpi_model_free(fsdp_model *m, void *ptr) {
+static FSDPI_NOINLINE void fsdpi_model_free(fsdp_model *m, void *ptr) {
     if (!ptr) return;
     m->host_bytes -= (int64_t)fsdpi_alloc_size(ptr);
     fsdpi_free(&m->world->boot.allocator, ptr);

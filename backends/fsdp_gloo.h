@@ -1137,7 +1137,7 @@ static fsdp_status fsdpi_gloo_try_open(fsdpi_gloo_comm *c) {
     fsdpi_describe(&c->base, NULL, w->boot.job);
     c->base.now.kind = FSDPI_OPEN;
     c->is_world = 1;
-    fsdp_status status = fsdpi_check_world(&c->base);
+    fsdp_status status = fsdpi_check_world(&c->base, FSDPI_MAX_SRCS);
     if (status) return status;
     fsdpi_gloo_begin(c);
     memset(&desc, 0, sizeof desc);

@@ -54,7 +54,7 @@ extern "C" {
    Memory      what NCCL takes for a communicator: some hundred MiB of the device (NCCL_BUFFSIZE,
                NCCL_MAX_CTAS); 1,024 events
    Order       all ranks enqueue the collectives of all comms in the same order
-   Limits      FSDPI_MAX_SRCS ranks, Linux. A trusted network, as NCCL's own. No fork after open.
+   Limits      4,096 ranks, Linux. A trusted network, as NCCL's own. No fork after open.
                Sums of f16 and bf16 are rounded at every hop, in an order that NCCL chooses
    Collective  no      Blocks no      Allocates no      Thread any */
 // clang-format on
@@ -429,7 +429,7 @@ static void fsdpi_nccl_show_key(char *key, size_t cap, const fsdpi_nccl_comm *c,
 
 // What the members have shown of an operation that is late.
 typedef struct fsdpi_nccl_lateness {
-    uint8_t absent[FSDPI_MAX_SRCS], busy[FSDPI_MAX_SRCS]; // has not come; its device has not
+    uint8_t absent[FSDPI_MAX_RANKS], busy[FSDPI_MAX_RANKS]; // has not come; its device has not
     int num_absent, num_busy, who; // who: a member that called something else, or -1
     fsdpi_record other;            // that
 } fsdpi_nccl_lateness;
@@ -579,12 +579,15 @@ static void fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
 static void fsdpi_nccl_say_flight(fsdpi_text *t, const fsdpi_flight *f, int64_t now) {
     static const char *const states[] = {"", "not done", "done", "captured in a graph"};
     uint32_t state = FSDPI_LOAD(&f->state);
-    fsdpi_say(t, "#%llu ", (unsigned long long)f->comm_seq);
+    // Two comms of one mesh have one name; ids are equal on all ranks.
+    fsdpi_say(t, "%04llx #%llu ", (unsigned long long)(f->comm_id & 0xFFFF),
+              (unsigned long long)f->comm_seq);
     fsdpi_say_op(t, &f->record);
-    fsdpi_say(t, ", %llu elements of %s in %u segments, key %016llx, %.3f s ago: %s",
-              (unsigned long long)f->record.count, fsdp_dtype_name(f->record.dtype),
-              f->record.num_segs, (unsigned long long)f->record.key,
-              (double)(now - f->record.since_ns) * 1e-9, states[state]);
+    if (f->record.kind < FSDP_OP_COUNT)
+        fsdpi_say(t, ", %llu elements of %s in %u segments, key %016llx",
+                  (unsigned long long)f->record.count, fsdp_dtype_name(f->record.dtype),
+                  f->record.num_segs, (unsigned long long)f->record.key);
+    fsdpi_say(t, ", %.3f s ago: %s", (double)(now - f->record.since_ns) * 1e-9, states[state]);
 }
 
 /* The world has failed: what is not done goes to the log, all that is remembered to a file if the
@@ -598,6 +601,10 @@ static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
     int said = 0;
     if (path && snprintf(text, sizeof text, "%s.%d", path, w->boot.rank) < (int)sizeof text)
         file = fopen(text, "w");
+    fsdpi_verdict v;
+    memset(&v, 0, sizeof v);
+    (void)fsdpi_store_verdict(w->store, &v);
+    if (file) (void)fprintf(file, "rank %d of %d: %s\n", w->boot.rank, w->boot.size, v.reason);
     uint64_t i = issued > FSDPI_NCCL_FLIGHTS ? issued - FSDPI_NCCL_FLIGHTS : 0;
     fsdpi_lock(&w->flight_lock);
     for (; i < issued; i++) {
@@ -1330,7 +1337,7 @@ static fsdp_status fsdpi_nccl_try_open(fsdpi_nccl_comm *c) {
     c->base.now.kind = FSDPI_OPEN;
     c->is_world = 1;
     c->id = FSDPI_OPEN;
-    fsdp_status status = fsdpi_check_world(&c->base);
+    fsdp_status status = fsdpi_check_world(&c->base, FSDPI_MAX_RANKS);
     if (!status) status = fsdpi_nccl_versions(c);
     if (status) return status;
     w->ordinal = fsdpi_cuda_select(&w->boot, text, sizeof text);

@@ -30,6 +30,7 @@ typedef struct fsdpi_record {
     char what[48], comm[16]; // cut if they are longer
 } fsdpi_record;
 
+#define FSDPI_MAX_RANKS    4096 // of a comm; backends that reduce themselves: FSDPI_MAX_SRCS
 #define FSDPI_RECORD_WORDS (sizeof(fsdpi_record) / sizeof(uint64_t))
 #define FSDPI_REASON       800
 
@@ -49,8 +50,8 @@ typedef struct fsdpi_verdict {
 // The part of a comm that every backend has; its first member.
 typedef struct fsdpi_comm {
     const fsdp_boot *boot;
-    int index, size;               // this rank's place among the members
-    int32_t ranks[FSDPI_MAX_SRCS]; // world ranks of the members
+    int index, size;                // this rank's place among the members
+    int32_t ranks[FSDPI_MAX_RANKS]; // world ranks of the members
     fsdpi_record now;
     char error[1280]; // text of the last failure
 } fsdpi_comm;
@@ -266,7 +267,7 @@ static FSDPI_UNUSED int fsdpi_trace_read(const fsdpi_trace *trace, char *text, s
 // >>record_check
 // Owns: what a call says of itself, and whether its arguments make sense.
 
-static void fsdpi_copy_name(char *to, size_t cap, const char *from) {
+static FSDPI_NOINLINE void fsdpi_copy_name(char *to, size_t cap, const char *from) {
     size_t length = from ? strlen(from) : 0;
     memset(to, 0, cap);
     if (length) memcpy(to, from, length < cap ? length : cap - 1);
@@ -367,13 +368,13 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, uint32_t kinds, const fsdp_coll *o
     return FSDP_OK;
 }
 
-static fsdp_status fsdpi_check_world(fsdpi_comm *c) {
+static fsdp_status fsdpi_check_world(fsdpi_comm *c, int most) {
     if (c->boot->size < 1 || c->boot->rank < 0 || c->boot->rank >= c->boot->size)
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "rank %d of %d", c->boot->rank,
                                 c->boot->size);
-    if (c->boot->size > FSDPI_MAX_SRCS)
+    if (c->boot->size > most)
         return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%d ranks, at most %d", c->boot->size,
-                                FSDPI_MAX_SRCS);
+                                most);
     c->index = c->boot->rank;
     c->size = c->boot->size;
     for (int k = 0; k < c->size; k++) c->ranks[k] = k;

@@ -943,7 +943,7 @@ static fsdp_status fsdpi_shm_try_open(fsdpi_shm_comm *c) {
     c->is_world = 1;
     fsdpi_describe(&c->base, NULL, w->boot.job);
     c->base.now.kind = FSDPI_OPEN;
-    fsdp_status status = fsdpi_check_world(&c->base);
+    fsdp_status status = fsdpi_check_world(&c->base, FSDPI_MAX_SRCS);
     if (status) return status;
     int is_host = !w->boot.threads && c->base.index == 0;
     status = w->boot.threads ? fsdpi_shm_open_threads(c)

@@ -73,7 +73,7 @@ static void fsdpi_lock(uint32_t *lock) { // 0 free, 1 taken, 2 taken and somebod
     if (__atomic_compare_exchange_n(lock, &none, 1u, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) return;
     while (__atomic_exchange_n(lock, 2u, __ATOMIC_ACQUIRE)) fsdpi_futex_wait(lock, 2, 1000000, 0);
 }
-static void fsdpi_unlock(uint32_t *lock) {
+static FSDPI_NOINLINE void fsdpi_unlock(uint32_t *lock) {
     if (__atomic_exchange_n(lock, 0u, __ATOMIC_RELEASE) == 2) fsdpi_futex_wake_all(lock, 0);
 }
 
