@@ -2451,7 +2451,7 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     if (status)
         return fsdpi_fail(w, status, "%llu bytes for %s could not be allocated: %s",
                           (unsigned long long)buf->bytes, fsdp_pool_name(buf->pool),
-                          shared ? w->comm_ops->error_text(w->comm) : fsdp_status_text(status));
+                          shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
     buf->ptr = (char *)ptr;
     if (w->mode != FSDPI_NATIVE) return FSDP_OK;
     status = w->device_ops->event(w->device, &buf->ready.native);

@@ -217,6 +217,11 @@ static fsdp_status fsdpi_cuda_alloc(fsdp_device *device, int kind, size_t size, 
     else if (e == cudaSuccess) e = fsdpi_cuda_clear(d->setup, *ptr, size);
     if (e == cudaSuccess) return FSDP_OK;
     fsdp_status status = fsdpi_cuda_check(d, (int)e, what);
+    size_t left = 0, total = 0, used = strlen(d->error);
+    if (!is_pinned && cudaMemGetInfo(&left, &total) == cudaSuccess)
+        (void)snprintf(d->error + used, sizeof d->error - used,
+                       "; the device has %.1f of %.1f MiB left", (double)left / 1048576,
+                       (double)total / 1048576);
     if (*ptr) (void)(is_pinned ? cudaFreeHost(*ptr) : cudaFree(*ptr));
     *ptr = NULL;
     return status;

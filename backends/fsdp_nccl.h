@@ -322,14 +322,20 @@ static void *fsdpi_nccl_call_main(void *arg) {
 }
 
 /* Makes the call. FSDP_OK: it has returned, call->result; TIMEOUT: it has not, and the block is the
-   thread's for good. `stop`: its world, whose failure ends the wait, too. */
+   thread's for good. `stop`: its world, whose failure shortens the wait. */
 static fsdp_status fsdpi_nccl_bounded(fsdpi_nccl_call *call, const fsdp_boot *boot,
                                       int64_t timeout_ns, fsdpi_nccl_world *stop) {
     pthread_t thread;
-    int64_t start = fsdpi_boot_now(boot);
+    int64_t until = fsdpi_boot_now(boot);
+    until = timeout_ns < INT64_MAX - until ? until + timeout_ns : INT64_MAX;
     if (pthread_create(&thread, NULL, fsdpi_nccl_call_main, call)) return FSDP_ERR_OUT_OF_MEMORY;
     while (!__atomic_load_n(&call->done, __ATOMIC_SEQ_CST)) {
-        if (fsdpi_boot_now(boot) - start > timeout_ns || (stop && fsdpi_nccl_failed(stop))) {
+        int64_t now = fsdpi_boot_now(boot);
+        if (stop && fsdpi_nccl_failed(stop)) { // the watchdog's abort ends most calls
+            until = fsdpi_min(until, now + FSDPI_NCCL_ABORT_NS);
+            stop = NULL;
+        }
+        if (now > until) {
             (void)pthread_detach(thread);
             return FSDP_ERR_TIMEOUT;
         }
