@@ -2456,8 +2456,9 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     if (w->mode != FSDPI_NATIVE) return FSDP_OK;
     status = w->device_ops->event(w->device, &buf->ready.native);
     if (!status) status = w->device_ops->event(w->device, &buf->avail.native);
-    return status ? fsdpi_fail(w, status, "device %s could not make an event", w->device_ops->name)
-                  : FSDP_OK;
+    if (!status) return FSDP_OK;
+    return fsdpi_fail(w, status, "device %s could not make an event: %s", w->device_ops->name,
+                      fsdpi_device_text(w, status));
 }
 
 // Can the host read it?
@@ -4344,6 +4345,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     if (!status) status = fsdpi_world_open_comm(w);
     if (!status) status = fsdpi_world_open_device(w);
     if (!status) status = fsdpi_world_open_streams(w, d->lanes);
+    if (status && w->comm) status = fsdpi_fail_together(w, status); // the others are in it, too
     if (status) {
         fsdpi_set_error(early, fsdp_last_error(w));
         fsdpi_world_close(w);

@@ -313,6 +313,7 @@ static void *fsdpi_nccl_call_main(void *arg) {
         call->result = ncclCommFinalize(call->out);
         call->result = fsdpi_nccl_settle_plain(call->result, call->out);
         if (call->result == ncclSuccess) call->result = ncclCommDestroy(call->out);
+        else (void)ncclCommAbort(call->out);
         break;
     default: call->result = fsdpi_nccl_call_abort(call); break;
     }
@@ -1278,6 +1279,10 @@ static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
         if (w->version < 21900 || w->is_managed) w->registers = 0;
         return FSDP_OK;
     }
+    char text[FSDPI_REASON];
+    fsdpi_text t = {text, sizeof text, 0};
+    fsdpi_nccl_say(&t, result, "ncclGetVersion");
+    if (result != ncclSuccess) return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "%s", text);
     return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
                             "the NCCL library is version %d, expected 21800 (2.18) or newer: see "
                             "LD_LIBRARY_PATH; this program was built with %d",
