@@ -44,6 +44,9 @@ run_quick() { # VARIANT TEST VARIABLE=VALUE...
     if [ "$2" = test_examples ]; then # which runs those of this build
         examples=($(existing examples/*.c | sed "s|\(.*\)\.c|$dir/\1|"))
         export FSDP_BUILD=$dir
+    elif [ "$2" = test_gpt_cuda ]; then
+        examples=("$dir/examples/train_gpt_cuda")
+        export FSDP_BUILD=$dir
     fi
     make -s --no-print-directory BUILD="$dir" "${@:3}" "$program" "${examples[@]}"
     if ! TEST_TIMEOUT_MULT=${TEST_TIMEOUT_MULT:-10} "${under[@]}" "$program" "--filter=$quick" \
@@ -164,11 +167,14 @@ milliseconds() { # COMMAND...: the fastest of five
 
 # Tests, examples, benchmarks and tools are free of warnings too; the harness also in C++.
 gate_warnings() { # COMPILER
-    local f std=c99 sources CWARN="$CWARN -Wno-c++-compat"
-    sources=$(existing tests/*.c examples/*.c bench/*.c tools/*.c)
+    local f stub std=c99 sources CWARN="$CWARN -Wno-c++-compat"
+    sources=$(existing tests/*.c tests/stubs/*.c examples/*.c bench/*.c tools/*.c)
     case $1 in *++) std=c++11 sources=$(existing tests/*_harness.c) ;; esac
     for f in $sources; do
-        echo "#include \"$f\"" | compile "$1" "$std" -fsyntax-only
+        stub=-Itests/stubs
+        [[ " $STUB_TESTS " != *" $(basename "$f" .c) "* ]] ||
+            stub+=' -DFSDP_BACKEND_SHM -DFSDP_BACKEND_NCCL'
+        echo "#include \"$f\"" | compile "$1" "$std" $stub -fsyntax-only
     done
 }
 
@@ -226,6 +232,99 @@ gate_gloo_tsan() {
     quick=$2 run_quick gloo_tsan "$1" GLOO=yes SAN=tsan
 }
 
+# ---- CUDA and NCCL ----
+
+stub='-DFSDP_BACKEND_NCCL -Itests/stubs'
+
+# What find_nccl.sh says, for `value NAME`.
+need_nccl() {
+    found=$(tools/find_nccl.sh 2>/dev/null) || skip 'no CUDA or NCCL: tools/find_nccl.sh says why'
+}
+value() { sed -n "s/^$1 = //p" <<<"$found"; }
+only_fsdp() { # OBJECT: nothing else is exported; nvcc puts a tag of the file into private names
+    local bad
+    bad=$(nm -g --defined-only "$1" |
+        awk '$2 !~ /^[WVu]$/ && $3 !~ /^fsdp_/ && $3 !~ /_GLOBAL__N_/ {print $3}')
+    [ -z "$bad" ] || die "exported without the prefix:" $bad
+}
+all_modes() { # FLAG...: declarations and implementation in each language, by both compilers
+    local mode
+    for mode in {gcc,clang}.{c99,c17} {g++,clang++}.c++{11,14,17,20}; do
+        implement | compile "${mode%%.*}" "${mode#*.}" "$@" -fsyntax-only
+    done
+}
+
+# The backend against NCCL's declarations of a version, alone and beside the others.
+gate_nccl_header() { # VERSION
+    all_modes $stub -DFSDP_STUB_NCCL="$1"
+    implement | compile gcc c99 $stub -DFSDP_STUB_NCCL="$1" -O2 -c -o "$work/nccl.$1.o"
+    only_fsdp "$work/nccl.$1.o"
+    implement | compile g++ c++11 $stub -DFSDP_STUB_NCCL="$1" -DFSDP_BACKEND_SHM \
+        -DFSDP_BACKEND_GLOO -O0 -c -o /dev/null
+}
+gate_nccl_real() {
+    need_nccl
+    all_modes -DFSDP_BACKEND_NCCL $(value NCCL_FLAGS) $(value CUDA_FLAGS)
+}
+
+# nvcc without its optimizers, which take most of its time.
+nvcc() { # STANDARD FLAG...
+    "$(value NVCC)" -std="$1" -arch=sm_90 -Xcicc -O0 -Xptxas -O0 -Werror all-warnings \
+        -Xcompiler -Wall -I. "${@:2}"
+}
+gate_nvcc() { # STANDARD: the kernels, for a program in C, which tells that there is no GPU
+    local libs program=$work/nvcc.$1
+    need_nccl
+    libs="$(value NCCL_LIBS) $(value CUDA_LIBS) -lstdc++"
+    nvcc "$1" -c -o "$program.o" backends/fsdp_cuda.cu
+    only_fsdp "$program.o"
+    gcc -std=c99 -I. -DFSDP_BACKEND_NCCL $(value NCCL_FLAGS) $(value CUDA_FLAGS) -o "$program" \
+        examples/01_hello.c "$program.o" $libs -pthread -lm
+    [ ! -e /dev/nvidiactl ] || return 0
+    ! "$program" >"$program.log" 2>&1 || die 'no failure without a GPU'
+    grep -q 'CUDA' "$program.log" || die "$(cat "$program.log")"
+}
+gate_nvcc_unit() { # STANDARD: everything in one .cu file
+    need_nccl
+    {
+        implement && echo '__global__ void kernel(float *x) { x[threadIdx.x] = 0; }' &&
+            echo 'int main() { return fsdp_cuda_device_ops()->size == 0; }'
+    } >"$work/unit.$1.cu"
+    nvcc "$1" -DFSDP_BACKEND_NCCL $(value NCCL_FLAGS) -c -o "$work/unit.$1.o" "$work/unit.$1.cu"
+    g++ -o "$work/unit.$1" "$work/unit.$1.o" $(value NCCL_LIBS) $(value CUDA_LIBS) -pthread -lm
+    "$work/unit.$1"
+}
+
+# On stand-ins for CUDA and NCCL, kernels as loops.
+on_stub() { # VARIANT TEST FILTER: programs of the stand-ins choose their own modes
+    [ -e tests/stubs/nccl.h ] || skip 'no tests/stubs'
+    case $2 in
+    test_*) ;;
+    *) export FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1 FSDP_BACKEND=nccl ;;
+    esac
+    quick=$3 run_quick "nccl_$1" "$2" NCCL=stub SAN="$1"
+}
+# What `make gpu-test` and `make gpu-bench` run, so that it is known to work where there is a GPU.
+gate_gpu_scripts() {
+    local gpu=$build/stub csv=$build/stub/bench_gpu.csv
+    make -s --no-print-directory examples/gpt/train_gpt tools/fsdprun
+    make -s --no-print-directory BUILD="$gpu" NCCL=stub gpt-cuda "$gpu/bench/bench_gpu" \
+        "$gpu/tests/conformance"
+    FSDP_BUILD=$gpu tools/gpu_bench.sh --small
+    awk -F, 'NR > 1 { n[$6]++; if (NF != 9 || !($5 > 0)) { print; bad = 1 } }
+             END { exit bad || n["GB/s"] != 20 || n["us"] != 2 || n["bytes"] != 2 || n["ms"] != 2 }
+            ' "$csv" || die "$csv is not as expected"
+    FSDP_BUILD=$gpu tools/run_tests.sh 'tools/gpu_test.sh parity conformance.W=2' |
+        tee "$work/gpu.log"
+    tail -n 1 "$work/gpu.log" | grep -q ' 0 failed, 0 skipped' || die 'a part failed or was skipped'
+    ! FSDP_BUILD=$gpu tools/gpu_test.sh nothing || die 'an unknown part is no failure'
+}
+gate_nccl_asan() { on_stub asan "$1" "${2:-$quick}"; }
+gate_nccl_tsan() {
+    export TSAN_OPTIONS=suppressions=tests/tsan.supp
+    on_stub tsan "$1" "${2:-$quick}"
+}
+
 gate_asan() { run_quick asan "$1" SAN=asan; }
 gate_tsan() { run_quick tsan "$1" SAN=tsan; }
 gate_ofast() { run_quick ofast "$1" CC=gcc STD=-std=gnu11 'CFLAGS=-Ofast -march=native'; }
@@ -278,7 +377,8 @@ tests() { # TEST...: those that are there
 list() {
     local all threaded t kind
     all=$(grep -lE '^TEST[A-Z_]*\((l[^o]|[^l])' $(existing tests/test_*.c tests/conformance.c) |
-        sed 's|tests/\(.*\)\.c|\1|; /test_harness/d') # those with quick tests
+        sed 's|tests/\(.*\)\.c|\1|; /test_harness/d; /find_nccl/d') # with quick tests of C code
+    all=$(grep -vxF "$(printf '%s\n' $STUB_TESTS)" <<<"$all")
     threaded=$(grep -lE 'h_ranks_thread|pthread_create|threads' $(printf 'tests/%s.c ' $all) |
         sed 's|tests/\(.*\)\.c|\1|')
     printf 'text.%s\n' toc docs functions columns code
@@ -296,6 +396,14 @@ list() {
     printf 'gloo.%s\n' {g++,clang++}.c++{11,17,20}
     echo 'gloo_asan.conformance.*gloo/processes/W=3'
     echo 'gloo_tsan.conformance.*gloo/threads/W=3'
+    printf 'nccl_header.%s\n' 21800 22304 22703 22809 23003
+    echo nccl_real && echo gpu_scripts
+    printf 'nvcc.c++%s\n' 11 14 17 20
+    printf 'nvcc_unit.c++%s\n' 11 17
+    for t in $STUB_TESTS; do echo "nccl_asan.$t"; done
+    echo 'nccl_asan.conformance.*nccl/processes/W=3'
+    echo 'nccl_tsan.conformance.*nccl/threads/W=3'
+    ! grep -qx test_stubs <<<"$STUB_TESTS" || echo nccl_tsan.test_stubs
     [ ! -e examples/gpt/train_gpt.c ] || echo gpt
     existing examples/*.c | sed 's|examples/\(.*\)\.c|example.\1|'
     for t in $(tests $BIT_TESTS); do

@@ -101,7 +101,7 @@ def check_docs():
 
 def check_functions():
     longest = (0, "")
-    for path in HEADERS + sorted(glob.glob("backends/*.h") + glob.glob("backends/*.cc")):
+    for path in HEADERS + sorted(glob.glob("backends/*.h") + glob.glob("backends/*.c[cu]")):
         start = None
         for i, line in enumerate(lines_of(path)):
             if re.match(r"[A-Za-z]", line) and not line.startswith(("extern", "namespace")):
@@ -119,6 +119,7 @@ def check_functions():
 
 def check_columns():
     sources = HEADERS + glob.glob("backends/*.[ch]*") + glob.glob("tests/*.[ch]")
+    sources += glob.glob("tests/stubs/*.[ch]") + glob.glob("examples/gpt/*.cu")
     sources += glob.glob("tools/*.c") + glob.glob("tools/*.sh") + glob.glob("tools/*.py")
     for path in sorted(sources):
         for i, line in enumerate(lines_of(path)):
