@@ -238,17 +238,6 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     return fsdpi_gloo_gone(c, k, left ? "has shut down" : text, !left);
 }
 
-// Who waits for another rank elsewhere is not to blame, and will tell who is.
-static int fsdpi_gloo_await_verdict(fsdpi_gloo_comm *c, const uint8_t *missing) {
-    fsdpi_store_peer peer;
-    for (int k = 0; k < c->base.size; k++)
-        if (missing[k] && (!fsdpi_gloo_ask(c, (int)c->base.ranks[k], &peer) || !peer.busy ||
-                           peer.silent_ns > 300000000 + fsdpi_store_beat_ns(c->base.boot->size)))
-            return 0; // who is stopped was busy when it was last heard of
-    for (int i = 0; i < 100 && !fsdpi_gloo_failed(c); i++) fsdpi_sleep_ns(1000000);
-    return fsdpi_gloo_failed(c);
-}
-
 // The deadline has passed while this rank waited for member k: names all who are missing.
 static fsdp_status fsdpi_gloo_late(fsdpi_gloo_comm *c, int k) {
     uint8_t missing[FSDPI_MAX_SRCS];
@@ -260,7 +249,9 @@ static fsdp_status fsdpi_gloo_late(fsdpi_gloo_comm *c, int k) {
     for (int j = 0; j < c->base.size && c->messages && !c->peers[k].arrived; j++)
         missing[j] |= j != c->base.index && !c->peers[j].arrived &&
                       fsdp_gloo_wait_recv(c->peers[j].in[c->turn], 1) != FSDP_GLOO_OK;
-    if (fsdpi_gloo_await_verdict(c, missing)) return fsdpi_gloo_report(c);
+    if (!FSDPI_LOAD(&c->world->is_store_mute) &&
+        fsdpi_store_await_verdict(c->world->store, &c->base, missing, FSDPI_GLOO_ASK_NS))
+        return fsdpi_gloo_report(c);
     fsdpi_text t = {reason, sizeof reason, 0};
     fsdpi_say_late(&t, &c->base, missing, verb, fsdpi_gloo_say_last);
     return fsdpi_gloo_fail_op(c, FSDP_ERR_TIMEOUT, reason);

@@ -332,8 +332,8 @@ static fsdp_status fsdpi_nccl_bounded(fsdpi_nccl_call *call, const fsdp_boot *bo
     if (pthread_create(&thread, NULL, fsdpi_nccl_call_main, call)) return FSDP_ERR_OUT_OF_MEMORY;
     while (!__atomic_load_n(&call->done, __ATOMIC_SEQ_CST)) {
         int64_t now = fsdpi_boot_now(boot);
-        if (stop && fsdpi_nccl_failed(stop)) { // the watchdog's abort ends most calls
-            until = fsdpi_min(until, now + FSDPI_NCCL_ABORT_NS);
+        if (stop && fsdpi_nccl_failed(stop)) { // the watchdog's abort ends what has begun
+            until = call->kind == FSDPI_NCCL_MAKE ? 0 : fsdpi_min(until, now + FSDPI_NCCL_ABORT_NS);
             stop = NULL;
         }
         if (now > until) {
@@ -449,7 +449,7 @@ static void fsdpi_nccl_compare_late(fsdpi_nccl_comm *c, const fsdpi_nccl_shown *
     int64_t start = fsdpi_boot_now(c->base.boot);
     char key[64];
     fsdpi_nccl_show_key(key, sizeof key, c, c->base.index);
-    (void)fsdpi_store_set(store, key, mine, sizeof *mine);
+    (void)fsdpi_store_set_within(store, key, mine, sizeof *mine, FSDPI_NCCL_ASK_NS);
     memset(late, 0, sizeof *late);
     late->who = -1;
     for (int k = 0; k < c->base.size; k++) {
@@ -497,6 +497,8 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
     if (!mine.has_begun) (void)cudaGetLastError();
     mine.record = f->record;
     fsdpi_nccl_compare_late(c, &mine, &late);
+    if (late.num_absent > 0 && late.who < 0)
+        (void)fsdpi_store_await_verdict(c->world->store, &c->base, late.absent, FSDPI_NCCL_ASK_NS);
     if (fsdpi_nccl_failed(c->world)) return; // another one was first
     fsdpi_say_op(&s, &f->record);
     if (late.who >= 0) fsdpi_nccl_say_mismatch(&t, c, &f->record, &late.other, late.who);
@@ -978,7 +980,7 @@ static fsdp_status fsdpi_nccl_check(fsdpi_nccl_comm *c, int root) {
     fsdpi_record theirs;
     size_t bytes = 0;
     fsdpi_nccl_show_key(key, sizeof key, c, c->base.index);
-    (void)fsdpi_store_set(c->world->store, key, mine, sizeof *mine);
+    (void)fsdpi_store_set_within(c->world->store, key, mine, sizeof *mine, FSDPI_NCCL_SHOW_NS);
     fsdpi_nccl_show_key(key, sizeof key, c, k);
     memset(&theirs, 0, sizeof theirs);
     (void)fsdpi_store_get(c->world->store, key, &theirs, sizeof theirs, &bytes, FSDPI_NCCL_SHOW_NS);
@@ -1212,7 +1214,13 @@ static fsdp_status fsdpi_nccl_divide(fsdpi_nccl_comm *parent, fsdpi_nccl_comm *c
     memset(&none, 0, sizeof none);
     none.base = parent->base;
     none.world = w;
+    fsdpi_lock(&w->lock);
     call->parent = parent->nccl;
+    fsdpi_unlock(&w->lock);
+    if (!call->parent) {
+        fsdpi_free(&w->boot.allocator, call);
+        return fsdpi_nccl_report(parent);
+    }
     // Groups are told apart by their members: two of one colour may be made at a time.
     call->color = g->color < 0 ? NCCL_SPLIT_NOCOLOR : (int)g->ranks[0];
     call->rank = g->index < 0 ? 0 : g->index;

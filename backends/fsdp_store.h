@@ -2010,10 +2010,15 @@ static fsdp_status fsdpi_store_call(fsdpi_store *s, int op, const char *key, con
    with its status; after the server's orderly end with FSDP_ERR_PEER_LOST; when no answer comes in
    time with FSDP_ERR_TIMEOUT. */
 
+static FSDPI_UNUSED fsdp_status fsdpi_store_set_within(fsdpi_store *s, const char *key,
+                                                       const void *value, size_t bytes,
+                                                       int64_t timeout_ns) {
+    return fsdpi_store_call(s, FSDPI_STORE_SET, key, value, bytes, NULL, 0, NULL, timeout_ns);
+}
+
 static FSDPI_UNUSED fsdp_status fsdpi_store_set(fsdpi_store *s, const char *key, const void *value,
                                                 size_t bytes) {
-    return fsdpi_store_call(s, FSDPI_STORE_SET, key, value, bytes, NULL, 0, NULL,
-                            s->desc.boot.timeout_ns);
+    return fsdpi_store_set_within(s, key, value, bytes, s->desc.boot.timeout_ns);
 }
 
 // Waits until the key is there. INVALID_ARG with *bytes > cap: the value is larger than that.
@@ -2180,6 +2185,19 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     s->running = 1;
     status = fsdpi_store_meet(s, deadline, error);
     return status ? status : fsdpi_store_find_address(s, error);
+}
+
+/* Who waits for another rank elsewhere is not to blame, and will tell who is. Returns whether a
+   verdict stands: it is waited for a moment, if all members that are missing are busy. */
+static FSDPI_UNUSED int fsdpi_store_await_verdict(fsdpi_store *s, const fsdpi_comm *c,
+                                                  const uint8_t *missing, int64_t ask_ns) {
+    fsdpi_store_peer peer;
+    for (int k = 0; k < c->size; k++)
+        if (missing[k] && (fsdpi_store_ask(s, (int)c->ranks[k], &peer, ask_ns) || !peer.busy ||
+                           peer.silent_ns > 300000000 + fsdpi_store_beat_ns(c->boot->size)))
+            return 0; // who is stopped was busy when it was last heard of
+    for (int i = 0; i < 100 && !fsdpi_store_verdict(s, NULL); i++) fsdpi_sleep_ns(1000000);
+    return fsdpi_store_verdict(s, NULL);
 }
 
 // What a backend that meets here opens its world with. Ranks that are threads meet on their host,
