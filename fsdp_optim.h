@@ -929,7 +929,8 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
     char *at = (char *)fsdpi_update_alloc(o->model, (size_t)total);
     if (!at)
         return fsdpi_fail(o->model->world, FSDP_ERR_OUT_OF_MEMORY,
-                          "%s: no memory for a state of %lld bytes", what, (long long)total);
+                          "%s: no memory for a state of %lld bytes: %s", what, (long long)total,
+                          fsdpi_device_text(o->model->world, FSDP_ERR_OUT_OF_MEMORY));
     o->state_bytes = (size_t)total;
     for (int wide = 0; wide < 2; wide++)
         for (int k = 0; k < o->num_states; k++) {

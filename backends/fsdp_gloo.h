@@ -249,9 +249,12 @@ static fsdp_status fsdpi_gloo_late(fsdpi_gloo_comm *c, int k) {
     for (int j = 0; j < c->base.size && c->messages && !c->peers[k].arrived; j++)
         missing[j] |= j != c->base.index && !c->peers[j].arrived &&
                       fsdp_gloo_wait_recv(c->peers[j].in[c->turn], 1) != FSDP_GLOO_OK;
-    if (!FSDPI_LOAD(&c->world->is_store_mute) &&
-        fsdpi_store_await_verdict(c->world->store, &c->base, missing, FSDPI_GLOO_ASK_NS))
-        return fsdpi_gloo_report(c);
+    fsdpi_gloo_world *w = c->world;
+    int told = FSDPI_LOAD(&w->is_store_mute)
+                   ? 0
+                   : fsdpi_store_await_verdict(w->store, &c->base, missing, FSDPI_GLOO_ASK_NS);
+    if (told > 0) return fsdpi_gloo_report(c);
+    if (told < 0) FSDPI_STORE(&w->is_store_mute, 1);
     fsdpi_text t = {reason, sizeof reason, 0};
     fsdpi_say_late(&t, &c->base, missing, verb, fsdpi_gloo_say_last);
     return fsdpi_gloo_fail_op(c, FSDP_ERR_TIMEOUT, reason);

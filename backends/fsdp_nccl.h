@@ -696,7 +696,7 @@ static ncclDataType_t fsdpi_nccl_dtype(int dtype) {
     case FSDP_F32: return ncclFloat32;
     case FSDP_F64: return ncclFloat64;
     case FSDP_F16: return ncclFloat16;
-    case FSDP_BF16: return ncclBfloat16;
+    case FSDP_BF16: return (ncclDataType_t)9; // ncclBfloat16: older headers keep it from C
     case FSDP_I32: return ncclInt32;
     case FSDP_I64: return ncclInt64;
     case FSDP_I16: return ncclFloat16; // moved, never summed

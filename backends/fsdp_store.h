@@ -2187,15 +2187,18 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     return status ? status : fsdpi_store_find_address(s, error);
 }
 
-/* Who waits for another rank elsewhere is not to blame, and will tell who is. Returns whether a
-   verdict stands: it is waited for a moment, if all members that are missing are busy. */
+/* Who waits for another rank elsewhere is not to blame, and will tell who is: if all members that
+   are missing are busy, a verdict is waited for a moment. 1: it stands; 0: there is none; -1: the
+   store does not answer. */
 static FSDPI_UNUSED int fsdpi_store_await_verdict(fsdpi_store *s, const fsdpi_comm *c,
                                                   const uint8_t *missing, int64_t ask_ns) {
     fsdpi_store_peer peer;
-    for (int k = 0; k < c->size; k++)
-        if (missing[k] && (fsdpi_store_ask(s, (int)c->ranks[k], &peer, ask_ns) || !peer.busy ||
-                           peer.silent_ns > 300000000 + fsdpi_store_beat_ns(c->boot->size)))
+    for (int k = 0; k < c->size; k++) {
+        if (!missing[k]) continue;
+        if (fsdpi_store_ask(s, (int)c->ranks[k], &peer, ask_ns)) return -1;
+        if (!peer.busy || peer.silent_ns > 300000000 + fsdpi_store_beat_ns(c->boot->size))
             return 0; // who is stopped was busy when it was last heard of
+    }
     for (int i = 0; i < 100 && !fsdpi_store_verdict(s, NULL); i++) fsdpi_sleep_ns(1000000);
     return fsdpi_store_verdict(s, NULL);
 }

@@ -71,7 +71,9 @@ typedef enum {
     ncclFloat = 7,
     ncclFloat64 = 8,
     ncclDouble = 8,
+#if defined(__cplusplus) || FSDP_STUB_NCCL >= 22403 /* as with the real headers */
     ncclBfloat16 = 9,
+#endif
 #if FSDP_STUB_NCCL >= 22403
     ncclFloat8e4m3 = 10,
     ncclFloat8e5m2 = 11,
