@@ -1075,30 +1075,25 @@ static fsdp_status fsdpi_gloo_unlike_members(fsdpi_gloo_comm *c, int k) {
 }
 
 static fsdp_status fsdpi_gloo_split(fsdp_comm *comm, const fsdp_group *g, fsdp_comm **out) {
-    fsdpi_gloo_comm *parent = (fsdpi_gloo_comm *)(void *)comm, *child = NULL;
+    fsdpi_gloo_comm *parent = (fsdpi_gloo_comm *)(void *)comm;
     fsdpi_gloo_world *w = parent->world;
+    fsdpi_comm *base;
     *out = NULL;
     fsdpi_describe(&parent->base, NULL, g->name);
     parent->base.now.kind = FSDPI_SPLIT;
     if (fsdpi_gloo_failed(parent)) return fsdpi_gloo_report(parent);
-    if (g->color >= 0) {
-        child = (fsdpi_gloo_comm *)fsdpi_alloc(&w->boot.allocator, sizeof *child);
-        if (!child)
-            return fsdpi_gloo_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
-        if (fsdpi_split_members(&parent->base, g, &child->base) < 0) {
-            fsdpi_free(&w->boot.allocator, child);
-            return FSDP_ERR_INVALID_ARG;
-        }
-        fsdpi_describe(&child->base, NULL, g->name);
-        child->base.now.kind = FSDPI_SPLIT;
+    fsdp_status status = fsdpi_split_begin(&parent->base, g, sizeof(fsdpi_gloo_comm), &base);
+    if (status == FSDP_ERR_OUT_OF_MEMORY)
+        return fsdpi_gloo_fail_here(parent, status, "the allocator refused");
+    if (status) return status;
+    fsdpi_gloo_comm *child = (fsdpi_gloo_comm *)(void *)base;
+    if (child) {
         child->world = w;
-        child->id = fsdpi_hash(fsdpi_hash(parent->id, parent->splits), (uint64_t)g->color);
+        child->id = fsdpi_hash(fsdpi_hash(parent->id, parent->splits), (uint64_t)g->ranks[0]);
     }
     parent->splits++;
-    // Names and members differ between the new groups; that it is a split does not.
-    parent->base.now.key = FSDPI_SPLIT;
     fsdpi_gloo_begin(parent);
-    fsdp_status status = fsdpi_gloo_show(parent, 0);
+    status = fsdpi_gloo_show(parent, 0);
     if (!status) status = fsdpi_gloo_meet(parent);
     if (!status) status = fsdpi_gloo_shown(parent);
     for (int i = 0; child && i < child->base.size && !status; i++) {

@@ -262,6 +262,7 @@ typedef struct fsdpi_nccl_call {
     size_t bytes;
     char name[64];
     ncclResult_t result;
+    pthread_t thread;
     uint32_t done; // slept on
 } fsdpi_nccl_call;
 
@@ -322,28 +323,64 @@ static void *fsdpi_nccl_call_main(void *arg) {
     return NULL;
 }
 
-/* Makes the call. FSDP_OK: it has returned, call->result; TIMEOUT: it has not, and the block is the
-   thread's for good. `stop`: its world, whose failure shortens the wait. */
-static fsdp_status fsdpi_nccl_bounded(fsdpi_nccl_call *call, const fsdp_boot *boot,
-                                      int64_t timeout_ns, fsdpi_nccl_world *stop) {
-    pthread_t thread;
-    int64_t until = fsdpi_boot_now(boot);
-    until = timeout_ns < INT64_MAX - until ? until + timeout_ns : INT64_MAX;
-    if (pthread_create(&thread, NULL, fsdpi_nccl_call_main, call)) return FSDP_ERR_OUT_OF_MEMORY;
+static int fsdpi_nccl_call_start(fsdpi_nccl_call *call) {
+    return !pthread_create(&call->thread, NULL, fsdpi_nccl_call_main, call);
+}
+
+// 1: the call has returned. `stop`: NULL, or a world whose failure ends the wait.
+static int fsdpi_nccl_call_wait(fsdpi_nccl_call *call, const fsdp_boot *boot, int64_t timeout_ns,
+                                fsdpi_nccl_world *stop) {
+    int64_t start = fsdpi_boot_now(boot);
     while (!__atomic_load_n(&call->done, __ATOMIC_SEQ_CST)) {
-        int64_t now = fsdpi_boot_now(boot);
-        if (stop && fsdpi_nccl_failed(stop)) { // the watchdog's abort ends what has begun
-            until = call->kind == FSDPI_NCCL_MAKE ? 0 : fsdpi_min(until, now + FSDPI_NCCL_ABORT_NS);
-            stop = NULL;
-        }
-        if (now > until) {
-            (void)pthread_detach(thread);
-            return FSDP_ERR_TIMEOUT;
-        }
+        if (fsdpi_boot_now(boot) - start > timeout_ns) return 0;
+        if (stop && fsdpi_nccl_failed(stop)) return 0;
         fsdpi_futex_wait(&call->done, 0, 5000000, 0);
     }
-    (void)pthread_join(thread, NULL);
-    return FSDP_OK;
+    return 1;
+}
+
+// Ends the thread, or leaves it alone with its block: then *call is NULL.
+static void fsdpi_nccl_call_end(fsdpi_nccl_call **call) {
+    if (__atomic_load_n(&(*call)->done, __ATOMIC_SEQ_CST)) {
+        (void)pthread_join((*call)->thread, NULL);
+        return;
+    }
+    (void)pthread_detach((*call)->thread);
+    *call = NULL;
+}
+
+// A call of this rank alone. 1: it has returned, and its block is free; 0: they are left alone.
+static int fsdpi_nccl_bounded(fsdpi_nccl_call *call, const fsdp_boot *boot, int64_t timeout_ns) {
+    if (!fsdpi_nccl_call_start(call)) (void)fsdpi_nccl_call_main(call); // no thread to be had
+    else {
+        (void)fsdpi_nccl_call_wait(call, boot, timeout_ns, NULL);
+        fsdpi_nccl_call_end(&call);
+    }
+    if (!call) return 0;
+    fsdpi_free(&boot->allocator, call);
+    return 1;
+}
+
+/* A call that all members make. One that lasts too long ends the world; the abort of communicators,
+   which follows, ends most calls. *call is NULL when it was left alone. */
+static fsdp_status fsdpi_nccl_together(fsdpi_nccl_comm *c, fsdpi_nccl_call **call,
+                                       const char *what) {
+    const fsdp_boot *boot = c->base.boot;
+    char text[200];
+    if (!fsdpi_nccl_call_start(*call))
+        return fsdpi_nccl_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no thread could be started");
+    int is_done = fsdpi_nccl_call_wait(*call, boot, boot->timeout_ns, c->world);
+    if (!is_done && !fsdpi_nccl_failed(c->world)) {
+        (void)snprintf(text, sizeof text,
+                       "%s has not returned within %.1f s: can the ranks reach each other "
+                       "(NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)?",
+                       what, (double)boot->timeout_ns * 1e-9);
+        (void)fsdpi_nccl_fail_here(c, FSDP_ERR_TIMEOUT, text);
+    }
+    if (!is_done && (*call)->kind != FSDPI_NCCL_MAKE) // which nothing ends
+        (void)fsdpi_nccl_call_wait(*call, boot, FSDPI_NCCL_ABORT_NS, NULL);
+    fsdpi_nccl_call_end(call);
+    return *call ? fsdpi_nccl_result(c, (*call)->result, what) : fsdpi_nccl_report(c);
 }
 
 static fsdpi_nccl_call *fsdpi_nccl_call_new(fsdpi_nccl_world *w, int kind) {
@@ -658,12 +695,9 @@ static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
         call->list = list;
         call->is_grouped = w->version >= 22200;
     }
-    fsdp_status status = list ? fsdpi_nccl_bounded(call, &w->boot, FSDPI_NCCL_ABORT_NS, NULL)
-                              : FSDP_OK;
-    if (!status) { // else they are the thread's
-        fsdpi_free(&w->boot.allocator, list);
-        fsdpi_free(&w->boot.allocator, call);
-    }
+    if (!list) fsdpi_free(&w->boot.allocator, call);
+    else if (fsdpi_nccl_bounded(call, &w->boot, FSDPI_NCCL_ABORT_NS))
+        fsdpi_free(&w->boot.allocator, list); // else it is the thread's
     __atomic_store_n(&w->aborted, 1u, __ATOMIC_SEQ_CST);
     if (locked) fsdpi_unlock(&w->issue);
 }
@@ -794,16 +828,17 @@ static ncclResult_t fsdpi_nccl_register(fsdpi_nccl_comm *c, const void *p) {
         result = fsdpi_nccl_settle(c, result, c->nccl);
     } else {
         fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_WINDOW);
-        fsdp_status status = FSDP_ERR_OUT_OF_MEMORY;
+        result = ncclSystemError;
         if (call) {
             call->parent = c->nccl;
             call->base = chunk.base;
             call->bytes = chunk.size;
-            status = fsdpi_nccl_bounded(call, &w->boot, w->boot.timeout_ns, w);
+            if (!fsdpi_nccl_together(c, &call, "ncclCommWindowRegister")) {
+                result = ncclSuccess;
+                r->handle = call->window;
+            }
+            fsdpi_free(&w->boot.allocator, call);
         }
-        result = status ? ncclSystemError : call->result;
-        if (!status) r->handle = call->window;
-        if (status != FSDP_ERR_TIMEOUT) fsdpi_free(&w->boot.allocator, call);
     }
     fsdpi_lock(&w->lock);
     r->next = w->registrations;
@@ -1036,23 +1071,12 @@ static ncclConfig_t fsdpi_nccl_config(const fsdpi_nccl_world *w, fsdpi_nccl_call
     return config;
 }
 
-/* Makes a call that gives c its communicator. A failure on this rank alone ends the world: the
-   others are inside NCCL. */
+// A call that gives c its communicator.
 static fsdp_status fsdpi_nccl_obtain(fsdpi_nccl_comm *c, fsdpi_nccl_call *call, const char *what) {
-    fsdpi_nccl_world *w = c->world;
-    char text[200];
-    fsdp_status status = fsdpi_nccl_bounded(call, &w->boot, w->boot.timeout_ns, w);
-    if (!status) {
-        c->nccl = call->out;
-        c->made_by = call; // NCCL may keep the name
-        return fsdpi_nccl_result(c, call->result, what);
-    }
-    if (fsdpi_nccl_failed(w)) return fsdpi_nccl_report(c);
-    (void)snprintf(text, sizeof text,
-                   "%s has not returned within %.1f s: can the ranks reach each other "
-                   "(NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)?",
-                   what, (double)w->boot.timeout_ns * 1e-9);
-    return fsdpi_nccl_fail_here(c, status, text);
+    fsdp_status status = fsdpi_nccl_together(c, &call, what);
+    c->made_by = call; // NCCL may keep the name
+    if (call) c->nccl = call->out;
+    return status;
 }
 
 static void fsdpi_nccl_enter(fsdpi_nccl_comm *c) {
@@ -1135,11 +1159,10 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
         call->size = 1;
     }
     call->out = nccl;
-    int64_t limit = call->kind == FSDPI_NCCL_END ? w->patience_ns : FSDPI_NCCL_ABORT_NS;
-    fsdp_status status = fsdpi_nccl_bounded(call, &w->boot, limit, NULL);
-    if (call->kind == FSDPI_NCCL_END && fsdpi_boot_now(&w->boot) - start >= limit)
-        w->patience_ns = 0;
-    if (status != FSDP_ERR_TIMEOUT) fsdpi_free(&w->boot.allocator, call);
+    int is_end = call->kind == FSDPI_NCCL_END;
+    int64_t limit = is_end ? w->patience_ns : FSDPI_NCCL_ABORT_NS;
+    (void)fsdpi_nccl_bounded(call, &w->boot, limit);
+    if (is_end && fsdpi_boot_now(&w->boot) - start >= limit) w->patience_ns = 0;
 }
 
 static void fsdpi_nccl_free_chunk(const fsdp_boot *boot, const fsdpi_chunk *chunk) {
@@ -1241,28 +1264,24 @@ static fsdp_status fsdpi_nccl_divide(fsdpi_nccl_comm *parent, fsdpi_nccl_comm *c
 }
 
 static fsdp_status fsdpi_nccl_split(fsdp_comm *comm, const fsdp_group *g, fsdp_comm **out) {
-    fsdpi_nccl_comm *parent = (fsdpi_nccl_comm *)(void *)comm, *child = NULL;
+    fsdpi_nccl_comm *parent = (fsdpi_nccl_comm *)(void *)comm;
     fsdpi_nccl_world *w = parent->world;
+    fsdpi_comm *base;
     *out = NULL;
     fsdpi_describe(&parent->base, NULL, g->name);
     parent->base.now.kind = FSDPI_SPLIT;
     if (fsdpi_nccl_failed(w)) return fsdpi_nccl_report(parent);
-    if (g->color >= 0) {
-        child = (fsdpi_nccl_comm *)fsdpi_alloc(&w->boot.allocator, sizeof *child);
-        if (!child)
-            return fsdpi_nccl_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
-        if (fsdpi_split_members(&parent->base, g, &child->base) < 0) {
-            fsdpi_free(&w->boot.allocator, child);
-            return FSDP_ERR_INVALID_ARG;
-        }
-        fsdpi_describe(&child->base, NULL, g->name);
-        child->base.now.kind = FSDPI_SPLIT;
+    fsdp_status status = fsdpi_split_begin(&parent->base, g, sizeof(fsdpi_nccl_comm), &base);
+    if (status == FSDP_ERR_OUT_OF_MEMORY)
+        return fsdpi_nccl_fail_here(parent, status, "the allocator refused");
+    if (status) return status;
+    fsdpi_nccl_comm *child = (fsdpi_nccl_comm *)(void *)base;
+    if (child) {
         child->world = w;
         child->id = fsdpi_hash(fsdpi_hash(parent->id, parent->splits), (uint64_t)g->ranks[0]);
     }
     parent->splits++;
-    parent->base.now.key = FSDPI_SPLIT;
-    fsdp_status status = fsdpi_nccl_divide(parent, child, g);
+    status = fsdpi_nccl_divide(parent, child, g);
     if (status && child) {
         fsdpi_nccl_close((fsdp_comm *)(void *)child);
         child = NULL;

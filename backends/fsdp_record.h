@@ -412,6 +412,26 @@ static int fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, fsdpi_co
     return first;
 }
 
+/* What a split begins with, for backends that move messages: the parent's record, and the block of
+   `size` bytes of the new comm, filled so far; NULL where this rank is in none. OUT_OF_MEMORY: the
+   caller ends the world, for the others are on their way. INVALID_ARG: the text is the parent's. */
+static FSDPI_UNUSED fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g,
+                                                  size_t size, fsdpi_comm **out) {
+    *out = NULL;
+    parent->now.key = FSDPI_SPLIT; // names and members differ between groups; that it is one not
+    if (g->color < 0) return FSDP_OK;
+    fsdpi_comm *child = (fsdpi_comm *)fsdpi_alloc(&parent->boot->allocator, size);
+    if (!child) return FSDP_ERR_OUT_OF_MEMORY;
+    if (fsdpi_split_members(parent, g, child) < 0) {
+        fsdpi_free(&parent->boot->allocator, child);
+        return FSDP_ERR_INVALID_ARG;
+    }
+    fsdpi_describe(child, NULL, g->name);
+    child->now.kind = FSDPI_SPLIT;
+    *out = child;
+    return FSDP_OK;
+}
+
 /* -------------------------------------------------------------------------------------------- */
 // >>record_memory
 // Owns: the list of a world's allocations, and how much memory is left.
