@@ -1440,6 +1440,7 @@ static void check_prefetched(job *j, int first, fsdp_unit **units, int backward,
 
 /* variant: depth of the lists; reshard[0]: the budget, in slots (0: none). */
 static void prefetch_body(job *j) {
+    int hides = j->c->lanes > 0 || j->w->mode == FSDPI_NATIVE;
     fsdp_unit *units[DEEP] = {NULL};
     fsdp_memory memory;
     int depth = j->c->variant, budget = (int)j->c->reshard[0] ? j->c->reshard[0] : DEEP;
@@ -1453,13 +1454,13 @@ static void prefetch_body(job *j) {
         first = j->num_ops;
         deep_backward(j, units);
         /* Without a list the implicit prefetch is there where it can hide something. */
-        int implicit = depth == 0 && j->c->lanes > 0;
+        int implicit = depth == 0 && hides;
         if (sees) check_prefetched(j, first, units, 1, implicit ? 1 : depth, budget);
         CALL(j->w, fsdp_zero_grad(j->model));
     }
     CALL(j->w, fsdp_model_memory(j->model, &memory));
     if (!sees) return;
-    int ahead = depth < budget ? depth : budget, base = j->c->lanes ? 2 : 1;
+    int ahead = depth < budget ? depth : budget, base = hides ? 2 : 1;
     W_CHECK(memory.pool_slots[FSDP_POOL_GATHER] <= base + ahead &&
                 memory.pool_slots[FSDP_POOL_GATHER] >= 1 + ahead,
             "%d slots for a depth of %d", memory.pool_slots[FSDP_POOL_GATHER], ahead);

@@ -48,8 +48,9 @@ typedef struct {
     int reshard;
     double lr;
     int log_every; // steps from one look at the loss to the next
-    int bf16;      // these two: GPT_ON_GPU
+    int bf16;      // these three: GPT_ON_GPU
     int plain;
+    int graph;
     uint64_t seed;
     const char *data_path; // NULL: the project's own sources and documents
     const char *csv_path;  // NULL: none
@@ -252,6 +253,7 @@ static const char HELP[] =
     "  --log-every N    look at the loss every N steps, and not in between (1)\n"
     "  --bf16           gather parameters and multiply in bf16\n"
     "  --plain          without the library, one rank: what the library costs\n"
+    "  --graph          forward and backward as one CUDA graph from the third step on; one rank\n"
 #endif
     "  --help           this text\n"
     "\n"
@@ -330,6 +332,14 @@ static int check_options(const options *opt) {
     if (opt->plain && (opt->ranks > 1 || (launched && strcmp(launched, "1") != 0))) {
         return impossible("--plain is for one rank");
     }
+    if (opt->graph && (opt->ranks > 1 || (launched && strcmp(launched, "1") != 0))) {
+        return impossible("--graph is for one rank: the collectives of several are not captured");
+    }
+    if (opt->graph && opt->bf16) {
+        return impossible("--graph is without --bf16: gathers and reductions that convert have "
+                          "streams of their own, which are not captured");
+    }
+    if (opt->graph && opt->plain) return impossible("--graph captures calls that --plain has not");
     return EXIT_DONE;
 }
 
@@ -366,7 +376,7 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
         {"data", 1, NULL, 'd'}, {"csv", 1, NULL, 'c'},     {"lr", 1, NULL, 'l'},
         {"seed", 1, NULL, 's'}, {"threads", 0, NULL, 't'}, {"help", 0, NULL, 'h'},
 #ifdef GPT_ON_GPU
-        {"bf16", 0, NULL, 'b'}, {"plain", 0, NULL, 'p'},
+        {"bf16", 0, NULL, 'b'}, {"plain", 0, NULL, 'p'},   {"graph", 0, NULL, 'g'},
 #endif
         {NULL, 0, NULL, 0},
     };
@@ -404,6 +414,8 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
             opt->bf16 = 1;
         } else if (c == 'p') {
             opt->plain = 1;
+        } else if (c == 'g') {
+            opt->graph = 1;
         } else if (c == 'h') {
             show_help();
             return EXIT_DONE;

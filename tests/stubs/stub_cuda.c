@@ -1176,17 +1176,19 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     return entered ? entered : ok ? cudaSuccess : fails(cudaErrorInvalidResourceHandle);
 }
 
+/* An injected failure waits all the same: what is queued may be at memory that is freed next. Behind
+   a sticky error nothing can be waited for. */
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    ENTER("cudaStreamSynchronize");
+    cudaError_t entered = enter("cudaStreamSynchronize");
     state *s = begin();
     cudaStream_t t = resolve(s, stream, my_device);
-    if (t) {
+    if (t && !s->sticky) {
         stub_point p = {t, t->issued};
         wait_done(p);
         host_knows(s, &t->clock);
     }
     end();
-    return t ? cudaSuccess : fails(cudaErrorInvalidResourceHandle);
+    return entered ? entered : t ? cudaSuccess : fails(cudaErrorInvalidResourceHandle);
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
