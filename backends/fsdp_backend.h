@@ -125,7 +125,7 @@ struct fsdp_device_ops {
     fsdp_status (*wait)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*sync)(fsdp_device *device, void *event, int64_t timeout_ns);
     // Work, ordered on `stream` (NULL: done on return). A copy of one block without arithmetic may
-    // have any host memory at one end; it is read before the call returns, or pinned.
+    // have any host memory at one end, valid until the stream has passed it.
     fsdp_status (*copy)(fsdp_device *device, void *stream, const fsdp_op *op);
     fsdp_status (*zero)(fsdp_device *device, void *stream, const fsdp_op *op);
     fsdp_status (*norm)(fsdp_device *device, void *stream, const fsdp_op *op);

@@ -400,7 +400,7 @@ static fsdp_status fsdpi_transfer_rows(fsdp_world *w, void *dst, const void *src
     op.src_ptr = src;
     op.dst_ptr = dst;
     if (op.count == 0) return fsdpi_failed(w);
-    fsdp_status status = fsdpi_is_host(w) ? fsdpi_sync(w, FSDP_STREAM_COMPUTE) : FSDP_OK;
+    fsdp_status status = fsdpi_sync(w, FSDP_STREAM_COMPUTE); // with a deadline: a copy may block
     if (!status && fsdpi_is_host(w)) status = fsdpi_host_copy(NULL, NULL, &op);
     else if (!status) status = fsdpi_execute(w, &op, w->streams[FSDP_STREAM_COMPUTE]);
     return status ? status : fsdpi_sync(w, FSDP_STREAM_COMPUTE);

@@ -21,8 +21,10 @@
    ENVIRONMENT
      FSDP_NCCL_COMMS      1: gathers and reductions share a communicator (less memory, no overlap of
                           the two); default 2
-     FSDP_NCCL_REGISTER   0: buffers are not registered; 1 (default): with ncclCommRegister; 2: as
-                          symmetric windows, and gathers by the copy engines where NCCL can
+     FSDP_NCCL_REGISTER   0 (default): buffers are not registered; 1: with ncclCommRegister, from
+                          NCCL 2.26 on; 2, from 2.29.7 on: as symmetric windows, and gathers by the
+                          copy engines where NCCL can: a lost peer then blocks the GPU's stream
+                          until the process ends
      FSDP_NCCL_CHECK      1: compare what ranks call before every collective (slow)
      FSDP_FLIGHT_RECORD   a path: when the world fails, the last operations go to PATH.RANK
 
@@ -49,7 +51,8 @@ extern "C" {
                collective without elements does nothing, and does not wait for peers
    alloc       device memory; does not wait for other ranks, but for the device. From 1 MiB on
                NCCL's own, in steps of the device's granularity, if it is to be registered
-   close       groups before their world. Waits for its peers, at most half a second
+   close       groups before their world. Waits for its peers, at most half a second, and then for
+               NCCL to end the communicator. One that peers keep is left to the process's end
    abort       from any thread      poll never blocks
    Memory      what NCCL takes for a communicator: some hundred MiB of the device (NCCL_BUFFSIZE,
                NCCL_MAX_CTAS); 1,024 events
@@ -105,10 +108,14 @@ extern "C" {
 #define FSDPI_NCCL_SHOW_NS     ((int64_t)500000000)  // for what late members wait for
 #define FSDPI_NCCL_LEFT_NS     ((int64_t)200000000)  // for what a rank did before it shut down
 #define FSDPI_NCCL_ABORT_NS    ((int64_t)2000000000) // for communicators to end
-#define FSDPI_NCCL_PATIENCE_NS ((int64_t)500000000)  // of closing, with peers
-#define FSDPI_NCCL_NAP_NS      50000                 // between looks at a call in progress
-#define FSDPI_NCCL_GRACE_NS    ((int64_t)3000000000) // the watchdog is to be first
-#define FSDPI_NCCL_SHOWN       8                     // operations that a late rank shows
+#define FSDPI_NCCL_PATIENCE_NS ((int64_t)500000000)  // for peers to close a comm, too
+#define FSDPI_NCCL_END_NS                                                                          \
+    ((int64_t)10000000000) // for NCCL to end it then: its threads nap for 0.5 s
+#define FSDPI_NCCL_LAST_NS  ((int64_t)700000000) // for a call to end, when communicators are aborted
+#define FSDPI_NCCL_ERROR_NS ((int64_t)100000000)  // for the store to know better what an error is
+#define FSDPI_NCCL_NAP_NS   50000                 // between looks at a call in progress
+#define FSDPI_NCCL_GRACE_NS ((int64_t)3000000000) // the watchdog is to be first
+#define FSDPI_NCCL_SHOWN    8                     // operations that a late rank shows
 
 typedef struct fsdpi_nccl_comm fsdpi_nccl_comm;
 
@@ -145,6 +152,7 @@ typedef struct fsdpi_nccl_world {
     uint32_t issue;       // lock: NCCL is called by one thread at a time
     uint32_t lock;        // of comms and registrations; the watchdog has it while it looks
     uint32_t flight_lock; // of entries of the flight record
+    int64_t inside_ns;    // since when a thread is inside a call that should only enqueue, or 0
     fsdpi_nccl_comm *comms;
     fsdpi_nccl_registration *registrations;
     fsdpi_flight *flights;   // [FSDPI_NCCL_FLIGHTS]
@@ -163,6 +171,7 @@ struct fsdpi_nccl_comm {
     uint64_t id;         // equal on all members, unique in the world
     uint64_t seq, done;  // operations so far, done
     int64_t idle_ns;     // when the last one was seen done
+    int64_t error_ns;    // when NCCL first reported an error, or 0
     int64_t left_ns;     // when a member was first seen to have left, or 0
     uint32_t splits;
     void *made_by; // the call that made the communicator
@@ -248,7 +257,14 @@ static ncclResult_t fsdpi_nccl_settle(fsdpi_nccl_comm *c, ncclResult_t result, n
 // waits for it gives up at a deadline. Then the thread, and the communicators that it works on, are
 // left alone: NCCL has no other way out.
 
-enum { FSDPI_NCCL_MAKE, FSDPI_NCCL_PART, FSDPI_NCCL_WINDOW, FSDPI_NCCL_END, FSDPI_NCCL_ABORT };
+enum {
+    FSDPI_NCCL_NONE,
+    FSDPI_NCCL_MAKE,
+    FSDPI_NCCL_PART,
+    FSDPI_NCCL_WINDOW,
+    FSDPI_NCCL_END,
+    FSDPI_NCCL_ABORT
+};
 
 typedef struct fsdpi_nccl_call {
     int kind, ordinal;
@@ -274,9 +290,22 @@ static ncclResult_t fsdpi_nccl_settle_plain(ncclResult_t result, ncclComm_t nccl
     return result;
 }
 
+static void *fsdpi_nccl_abort_main(void *nccl) {
+    (void)ncclCommAbort((ncclComm_t)nccl);
+    return NULL;
+}
+
+/* Communicators may wait for each other when they end: they are ended in one group, or before NCCL
+   2.22, whose groups do not know abort, by a thread for each. */
 static ncclResult_t fsdpi_nccl_call_abort(const fsdpi_nccl_call *call) {
     ncclResult_t result = call->is_grouped ? ncclGroupStart() : ncclSuccess;
     for (int i = 0; i < call->size; i++) {
+        pthread_t thread;
+        if (!call->is_grouped && i + 1 < call->size &&
+            !pthread_create(&thread, NULL, fsdpi_nccl_abort_main, call->list[i])) {
+            (void)pthread_detach(thread);
+            continue;
+        }
         ncclResult_t one = ncclCommAbort(call->list[i]);
         if (result == ncclSuccess) result = one;
     }
@@ -367,9 +396,14 @@ static fsdp_status fsdpi_nccl_together(fsdpi_nccl_comm *c, fsdpi_nccl_call **cal
                                        const char *what) {
     const fsdp_boot *boot = c->base.boot;
     char text[200];
-    if (!fsdpi_nccl_call_start(*call))
+    int takes = (*call)->kind == FSDPI_NCCL_PART; // nobody else calls NCCL meanwhile
+    if (takes) fsdpi_lock(&c->world->issue);
+    int is_done = fsdpi_nccl_call_start(*call);
+    if (is_done) is_done = fsdpi_nccl_call_wait(*call, boot, boot->timeout_ns, c->world);
+    else (*call)->kind = FSDPI_NCCL_NONE;
+    if (takes) fsdpi_unlock(&c->world->issue);
+    if ((*call)->kind == FSDPI_NCCL_NONE)
         return fsdpi_nccl_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no thread could be started");
-    int is_done = fsdpi_nccl_call_wait(*call, boot, boot->timeout_ns, c->world);
     if (!is_done && !fsdpi_nccl_failed(c->world)) {
         (void)snprintf(text, sizeof text,
                        "%s has not returned within %.1f s: can the ranks reach each other "
@@ -378,7 +412,7 @@ static fsdp_status fsdpi_nccl_together(fsdpi_nccl_comm *c, fsdpi_nccl_call **cal
         (void)fsdpi_nccl_fail_here(c, FSDP_ERR_TIMEOUT, text);
     }
     if (!is_done && (*call)->kind != FSDPI_NCCL_MAKE) // which nothing ends
-        (void)fsdpi_nccl_call_wait(*call, boot, FSDPI_NCCL_ABORT_NS, NULL);
+        (void)fsdpi_nccl_call_wait(*call, boot, FSDPI_NCCL_LAST_NS, NULL);
     fsdpi_nccl_call_end(call);
     return *call ? fsdpi_nccl_result(c, (*call)->result, what) : fsdpi_nccl_report(c);
 }
@@ -605,21 +639,47 @@ static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
     return is_busy;
 }
 
-// Errors that NCCL has met by itself: a connection that broke, a peer that aborted.
-static void fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
+static int fsdpi_nccl_try_issue(fsdpi_nccl_world *w) {
+    uint32_t none = 0;
+    return __atomic_compare_exchange_n(&w->issue, &none, 1u, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+}
+
+/* Errors that NCCL has met by itself: a connection that broke, a peer that aborted. If a rank has
+   died the store will say so in a moment, and better. Returns whether there is one. NCCL is asked
+   only while nobody else calls it: to ask may complete a call in progress. */
+static int fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
+    int64_t now = fsdpi_boot_now(&w->boot);
+    int any = 0;
+    if (!fsdpi_nccl_try_issue(w)) return 0;
     fsdpi_lock(&w->lock);
-    for (fsdpi_nccl_comm *c = w->comms; c; c = c->next) {
+    for (fsdpi_nccl_comm *c = w->comms; c && !any; c = c->next) {
         ncclResult_t result = ncclSuccess;
         if (!c->nccl || ncclCommGetAsyncError(c->nccl, &result) != ncclSuccess) continue;
         if (result == ncclSuccess || result == ncclInProgress) continue;
+        any = 1;
+        if (!c->error_ns) c->error_ns = now;
+        if (now - c->error_ns < FSDPI_NCCL_ERROR_NS) continue;
         char reason[FSDPI_REASON];
         fsdpi_text t = {reason, sizeof reason, 0};
         fsdpi_say(&t, "rank %d: on '%s': ", w->boot.rank, c->base.now.comm);
         fsdpi_nccl_say(&t, result, "NCCL reports");
         fsdpi_store_abort(w->store, FSDP_ERR_BACKEND, "", reason);
-        break;
     }
     fsdpi_unlock(&w->lock);
+    fsdpi_unlock(&w->issue);
+    return any;
+}
+
+// A call of NCCL that should only enqueue, and does not return.
+static void fsdpi_nccl_look_inside(fsdpi_nccl_world *w) {
+    int64_t since = __atomic_load_n(&w->inside_ns, __ATOMIC_ACQUIRE);
+    char reason[200];
+    if (!since || fsdpi_boot_now(&w->boot) - since <= w->boot.timeout_ns) return;
+    (void)snprintf(reason, sizeof reason,
+                   "rank %d: a call of NCCL has not returned within %.1f s: can the ranks reach "
+                   "each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)?",
+                   w->boot.rank, (double)w->boot.timeout_ns * 1e-9);
+    fsdpi_store_abort(w->store, FSDP_ERR_TIMEOUT, "", reason);
 }
 
 static void fsdpi_nccl_say_flight(fsdpi_text *t, const fsdpi_flight *f, int64_t now) {
@@ -672,12 +732,9 @@ static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
 static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
     int64_t start = fsdpi_boot_now(&w->boot);
     int locked = 0, num = 0;
-    uint32_t none = 0;
     __atomic_store_n(&w->aborting, 1u, __ATOMIC_SEQ_CST); // what ends from now on is not done
     while (!locked && fsdpi_boot_now(&w->boot) - start < FSDPI_NCCL_ABORT_NS) {
-        none = 0;
-        locked = __atomic_compare_exchange_n(&w->issue, &none, 1u, 0, __ATOMIC_ACQUIRE,
-                                             __ATOMIC_RELAXED);
+        locked = fsdpi_nccl_try_issue(w);
         if (!locked) fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
     }
     fsdpi_lock(&w->lock);
@@ -710,7 +767,8 @@ static void *fsdpi_nccl_watchdog(void *arg) {
     while (!FSDPI_LOAD(&w->stop)) {
         uint32_t changed = FSDPI_LOAD(&w->changed);
         int is_busy = fsdpi_nccl_look_all(w);
-        if (!fsdpi_nccl_failed(w)) fsdpi_nccl_ask_errors(w);
+        if (!fsdpi_nccl_failed(w)) is_busy |= fsdpi_nccl_ask_errors(w);
+        if (!fsdpi_nccl_failed(w)) fsdpi_nccl_look_inside(w);
         if (fsdpi_nccl_failed(w) && !w->aborted) {
             fsdpi_nccl_dump(w);
             fsdpi_nccl_abort_all(w);
@@ -862,21 +920,32 @@ static void fsdpi_nccl_unregister(fsdpi_nccl_world *w, const fsdpi_nccl_registra
     (void)w;
 }
 
-// Ends the registrations of a comm, or (NULL) those of an allocation.
+static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w);
+
+/* Ends the registrations of a comm, or (NULL) those of an allocation. NCCL may ask peers, and wait
+   for the device: not with the watchdog's lock, and not where a device does not end its work. */
 static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm *c,
                                       const char *base) {
-    fsdpi_lock(&w->issue);
+    fsdpi_nccl_registration *mine = NULL, *r;
+    if (!w->registrations) return;
+    if (fsdpi_nccl_failed(w)) fsdpi_nccl_await_abort(w);
     fsdpi_lock(&w->lock);
-    for (fsdpi_nccl_registration **at = &w->registrations, *r; (r = *at) != NULL;) {
+    for (fsdpi_nccl_registration **at = &w->registrations; (r = *at) != NULL;) {
         if (c ? r->comm != c : r->base != base) {
             at = &r->next;
             continue;
         }
         *at = r->next;
-        fsdpi_nccl_unregister(w, r);
-        fsdpi_free(&w->boot.allocator, r);
+        r->next = mine;
+        mine = r;
     }
     fsdpi_unlock(&w->lock);
+    fsdpi_lock(&w->issue);
+    while ((r = mine) != NULL) {
+        mine = r->next;
+        if (!fsdpi_boot_is_stuck(&w->boot)) fsdpi_nccl_unregister(w, r);
+        fsdpi_free(&w->boot.allocator, r);
+    }
     fsdpi_unlock(&w->issue);
 }
 
@@ -936,12 +1005,14 @@ static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, c
     if (!is_captured)
         status = fsdpi_nccl_cuda(c, cudaEventRecord(f->begin, stream), "cudaEventRecord");
     if (status) return status;
+    __atomic_store_n(&w->inside_ns, fsdpi_boot_now(&w->boot), __ATOMIC_RELEASE);
     result = ncclGroupStart();
     if (result == ncclSuccess) {
         result = fsdpi_nccl_operation(c, op, stream);
         ncclResult_t end = ncclGroupEnd();
         if (result == ncclSuccess || result == ncclInProgress) result = end;
     }
+    __atomic_store_n(&w->inside_ns, 0, __ATOMIC_RELEASE);
     status = fsdpi_nccl_result(c, fsdpi_nccl_settle(c, result, c->nccl), fsdp_op_name(op->kind));
     if (!status && !is_captured)
         status = fsdpi_nccl_cuda(c, cudaEventRecord(f->event, stream), "cudaEventRecord");
@@ -1136,10 +1207,30 @@ static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w) {
     }
 }
 
-/* Ends a communicator together with its peers; one that they keep, or do not come to end, is
-   aborted or left alone. */
+// Says that this rank closes a comm. 1: all its members do.
+static int fsdpi_nccl_goodbye(fsdpi_nccl_comm *c) {
+    fsdpi_nccl_world *w = c->world;
+    int64_t start = fsdpi_boot_now(&w->boot), left = w->patience_ns;
+    fsdp_status status = FSDP_OK;
+    char key[64], value[1];
+    size_t bytes;
+    for (int i = 0; i < c->base.size && !status && left > 0; i++) {
+        int k = (c->base.index + i) % c->base.size; // this rank is the first
+        (void)snprintf(key, sizeof key, "nccl/bye/%016llx/%d", (unsigned long long)c->id, k);
+        status = i ? fsdpi_store_get(w->store, key, value, sizeof value, &bytes, left)
+                   : fsdpi_store_set_within(w->store, key, "", 0, left);
+        left = w->patience_ns - (fsdpi_boot_now(&w->boot) - start);
+    }
+    if (!status && left > 0) return 1;
+    w->patience_ns = 0;
+    return 0;
+}
+
+/* Ends a communicator together with its peers. If they keep it, it is left alone, as NCCL would
+   wait for them; so are all after it. In a world that has failed it has been aborted. */
 static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = c->world;
+    int ends = c->nccl && w->store && !fsdpi_nccl_failed(w) && fsdpi_nccl_goodbye(c);
     if (w->store && fsdpi_nccl_failed(w)) fsdpi_nccl_await_abort(w);
     fsdpi_lock(&w->lock);
     ncclComm_t nccl = c->nccl; // from here on not the watchdog's
@@ -1150,19 +1241,18 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     for (uint64_t i = w->looked; i < w->issued; i++)
         if (fsdpi_nccl_flight(w, i)->comm == c) fsdpi_nccl_flight(w, i)->comm = NULL;
     fsdpi_unlock(&w->lock);
-    fsdpi_nccl_call *call = nccl ? fsdpi_nccl_call_new(w, FSDPI_NCCL_END) : NULL;
+    int aborts = nccl && w->store && fsdpi_nccl_failed(w); // it came too late for the watchdog
+    fsdpi_nccl_call *call = nccl && (ends || aborts) ? fsdpi_nccl_call_new(w, FSDPI_NCCL_END)
+                                                     : NULL;
     if (!call) return;
-    int64_t start = fsdpi_boot_now(&w->boot);
-    if (w->patience_ns <= 0 || fsdpi_nccl_failed(w)) {
+    if (aborts) {
         call->kind = FSDPI_NCCL_ABORT;
         call->list = &call->out;
         call->size = 1;
     }
     call->out = nccl;
-    int is_end = call->kind == FSDPI_NCCL_END;
-    int64_t limit = is_end ? w->patience_ns : FSDPI_NCCL_ABORT_NS;
-    (void)fsdpi_nccl_bounded(call, &w->boot, limit);
-    if (is_end && fsdpi_boot_now(&w->boot) - start >= limit) w->patience_ns = 0;
+    if (!fsdpi_nccl_bounded(call, &w->boot, aborts ? FSDPI_NCCL_ABORT_NS : FSDPI_NCCL_END_NS))
+        w->patience_ns = 0;
 }
 
 static void fsdpi_nccl_free_chunk(const fsdp_boot *boot, const fsdpi_chunk *chunk) {
@@ -1301,9 +1391,11 @@ static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = c->world;
     ncclResult_t result = ncclGetVersion(&w->version);
     if (result == ncclSuccess && w->version >= 21800) {
-        w->registers = fsdpi_nccl_env("FSDP_NCCL_REGISTER", 0, 2, 1);
-        if (w->registers == 2 && w->version < 22703) w->registers = 1;
-        if (w->version < 21900 || w->is_managed) w->registers = 0;
+        w->registers = fsdpi_nccl_env("FSDP_NCCL_REGISTER", 0, 2, 0);
+        // Before 2.29.7 the kernels of windows do not look whether they are to be aborted; before
+        // 2.26 an allocation of NCCL's may be rounded up to 512 MiB.
+        if (w->registers == 2 && w->version < 22907) w->registers = 1;
+        if (w->version < 22602 || w->is_managed) w->registers = 0;
         return FSDP_OK;
     }
     char text[FSDPI_REASON];
