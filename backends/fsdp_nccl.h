@@ -120,7 +120,7 @@ extern "C" {
 typedef struct fsdpi_nccl_comm fsdpi_nccl_comm;
 
 // One enqueued operation. Written by who enqueues it; state also by the watchdog.
-enum { FSDPI_FLIGHT_NONE, FSDPI_FLIGHT_ISSUED, FSDPI_FLIGHT_DONE, FSDPI_FLIGHT_UNTRACKED };
+enum { FSDPI_FLIGHT_NONE, FSDPI_FLIGHT_ISSUED, FSDPI_FLIGHT_DONE };
 typedef struct fsdpi_flight {
     fsdpi_record record;
     uint64_t comm_id, comm_seq; // of the comm; the number of the operation on it
@@ -211,7 +211,7 @@ static fsdp_status fsdpi_nccl_fail_here(fsdpi_nccl_comm *c, fsdp_status status, 
 static void fsdpi_nccl_say(fsdpi_text *t, ncclResult_t result, const char *what) {
     const char *more = ncclGetLastError(NULL);
     fsdpi_say(t, "%s: NCCL error %d (%s)", what, (int)result, ncclGetErrorString(result));
-    if (more && *more) fsdpi_say(t, "; %s", more);
+    if (more && *more) fsdpi_say(t, "; its last warning: %s", more);
     fsdpi_say(t, "; NCCL_DEBUG=WARN tells more");
 }
 
@@ -352,6 +352,9 @@ static void *fsdpi_nccl_call_main(void *arg) {
     return NULL;
 }
 
+// A thread that was left alone may use its block when the world, and its allocator, are no more.
+static const fsdp_allocator fsdpi_nccl_heap = {fsdpi_libc_alloc, fsdpi_libc_free, NULL};
+
 static int fsdpi_nccl_call_start(fsdpi_nccl_call *call) {
     return !pthread_create(&call->thread, NULL, fsdpi_nccl_call_main, call);
 }
@@ -386,7 +389,7 @@ static int fsdpi_nccl_bounded(fsdpi_nccl_call *call, const fsdp_boot *boot, int6
         fsdpi_nccl_call_end(&call);
     }
     if (!call) return 0;
-    fsdpi_free(&boot->allocator, call);
+    fsdpi_free(&fsdpi_nccl_heap, call);
     return 1;
 }
 
@@ -417,8 +420,8 @@ static fsdp_status fsdpi_nccl_together(fsdpi_nccl_comm *c, fsdpi_nccl_call **cal
     return *call ? fsdpi_nccl_result(c, (*call)->result, what) : fsdpi_nccl_report(c);
 }
 
-static fsdpi_nccl_call *fsdpi_nccl_call_new(fsdpi_nccl_world *w, int kind) {
-    fsdpi_nccl_call *call = (fsdpi_nccl_call *)fsdpi_alloc(&w->boot.allocator, sizeof *call);
+static fsdpi_nccl_call *fsdpi_nccl_call_new(const fsdpi_nccl_world *w, int kind) {
+    fsdpi_nccl_call *call = (fsdpi_nccl_call *)fsdpi_alloc(&fsdpi_nccl_heap, sizeof *call);
     if (!call) return NULL;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     call->kind = kind;
@@ -585,7 +588,8 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
         fsdpi_say(
             &t,
             "all ranks have begun it, and it is not done within %.1f s: does the network hang "
-            "(NCCL_DEBUG=INFO)?",
+            "(NCCL_DEBUG=INFO), or is there no room for two communicators beside your kernels "
+            "(FSDP_NCCL_COMMS=1, NCCL_LAUNCH_ORDER_IMPLICIT=1)?",
             seconds);
     }
     fsdpi_store_abort(c->world->store, late.who >= 0 ? FSDP_ERR_MISMATCH : FSDP_ERR_TIMEOUT,
@@ -683,7 +687,7 @@ static void fsdpi_nccl_look_inside(fsdpi_nccl_world *w) {
 }
 
 static void fsdpi_nccl_say_flight(fsdpi_text *t, const fsdpi_flight *f, int64_t now) {
-    static const char *const states[] = {"", "not done", "done", "captured in a graph"};
+    static const char *const states[] = {"", "not done", "done"};
     uint32_t state = FSDPI_LOAD(&f->state);
     // Two comms of one mesh have one name; ids are equal on all ranks.
     fsdpi_say(t, "%04llx #%llu ", (unsigned long long)(f->comm_id & 0xFFFF),
@@ -740,7 +744,7 @@ static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
     fsdpi_lock(&w->lock);
     for (fsdpi_nccl_comm *c = w->comms; c; c = c->next) num += c->nccl != NULL;
     fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_ABORT);
-    ncclComm_t *list = call ? (ncclComm_t *)fsdpi_alloc(&w->boot.allocator,
+    ncclComm_t *list = call ? (ncclComm_t *)fsdpi_alloc(&fsdpi_nccl_heap,
                                                         ((size_t)num + 1) * sizeof *list)
                             : NULL;
     for (fsdpi_nccl_comm *c = w->comms; c && list; c = c->next) {
@@ -752,9 +756,9 @@ static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
         call->list = list;
         call->is_grouped = w->version >= 22200;
     }
-    if (!list) fsdpi_free(&w->boot.allocator, call);
+    if (!list) fsdpi_free(&fsdpi_nccl_heap, call);
     else if (fsdpi_nccl_bounded(call, &w->boot, FSDPI_NCCL_ABORT_NS))
-        fsdpi_free(&w->boot.allocator, list); // else it is the thread's
+        fsdpi_free(&fsdpi_nccl_heap, list); // else it is the thread's
     __atomic_store_n(&w->aborted, 1u, __ATOMIC_SEQ_CST);
     if (locked) fsdpi_unlock(&w->issue);
 }
@@ -895,7 +899,7 @@ static ncclResult_t fsdpi_nccl_register(fsdpi_nccl_comm *c, const void *p) {
                 result = ncclSuccess;
                 r->handle = call->window;
             }
-            fsdpi_free(&w->boot.allocator, call);
+            fsdpi_free(&fsdpi_nccl_heap, call);
         }
     }
     fsdpi_lock(&w->lock);
@@ -960,26 +964,27 @@ static fsdpi_flight *fsdpi_nccl_take(fsdpi_nccl_comm *c) {
     return fsdpi_nccl_flight(w, w->issued);
 }
 
-static void fsdpi_nccl_publish(fsdpi_nccl_comm *c, fsdpi_flight *f, uint32_t state) {
+static void fsdpi_nccl_publish(fsdpi_nccl_comm *c, fsdpi_flight *f) {
     fsdpi_nccl_world *w = c->world;
     c->base.now.since_ns = fsdpi_boot_now(&w->boot);
     fsdpi_lock(&w->flight_lock);
     f->record = c->base.now;
     f->comm_id = c->id;
     f->comm = c;
-    if (state == FSDPI_FLIGHT_ISSUED) c->seq++;
-    f->comm_seq = c->seq;
-    FSDPI_STORE(&f->state, state);
+    f->comm_seq = ++c->seq;
+    FSDPI_STORE(&f->state, FSDPI_FLIGHT_ISSUED);
     __atomic_store_n(&w->issued, w->issued + 1, __ATOMIC_RELEASE);
     fsdpi_unlock(&w->flight_lock);
 }
 
-// A stream that is being captured must not be looked at, nor may memory be registered.
-static cudaError_t fsdpi_nccl_is_captured(cudaStream_t stream, int *is_captured) {
-    enum cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-    cudaError_t e = cudaStreamIsCapturing(stream, &status);
-    *is_captured = status != cudaStreamCaptureStatusNone;
-    return e;
+// Events of a captured stream are not for others: a collective cannot be watched there.
+static fsdp_status fsdpi_nccl_not_captured(fsdpi_nccl_comm *c, cudaStream_t stream) {
+    enum cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    fsdp_status status = fsdpi_nccl_cuda(c, cudaStreamIsCapturing(stream, &capture),
+                                         "cudaStreamIsCapturing");
+    if (status || capture == cudaStreamCaptureStatusNone) return status;
+    return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
+                            "collectives cannot be captured in a CUDA graph");
 }
 
 /* Enqueues one operation, and an event behind it. With the lock `issue`. *out: its entry, or NULL
@@ -987,23 +992,20 @@ static cudaError_t fsdpi_nccl_is_captured(cudaStream_t stream, int *is_captured)
 static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, cudaStream_t stream,
                                       fsdpi_flight **out) {
     fsdpi_nccl_world *w = c->world;
-    int is_captured = 0;
     *out = NULL;
-    fsdp_status status = fsdpi_nccl_cuda(c, fsdpi_nccl_is_captured(stream, &is_captured),
-                                         "cudaStreamIsCapturing");
+    fsdp_status status = fsdpi_nccl_not_captured(c, stream);
     if (status) return status;
     fsdpi_flight *f = fsdpi_nccl_take(c);
     if (!f || !c->nccl) return fsdpi_nccl_report(c);
     ncclResult_t result = ncclSuccess;
-    if (w->registers && !is_captured) {
+    if (w->registers) {
         result = fsdpi_nccl_register(c, op->dst);
         if (result == ncclSuccess && op->src && !op->in_place)
             result = fsdpi_nccl_register(c, op->src);
         status = fsdpi_nccl_result(c, result, "registering a buffer");
         if (status) return status;
     }
-    if (!is_captured)
-        status = fsdpi_nccl_cuda(c, cudaEventRecord(f->begin, stream), "cudaEventRecord");
+    status = fsdpi_nccl_cuda(c, cudaEventRecord(f->begin, stream), "cudaEventRecord");
     if (status) return status;
     __atomic_store_n(&w->inside_ns, fsdpi_boot_now(&w->boot), __ATOMIC_RELEASE);
     result = ncclGroupStart();
@@ -1014,11 +1016,10 @@ static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, c
     }
     __atomic_store_n(&w->inside_ns, 0, __ATOMIC_RELEASE);
     status = fsdpi_nccl_result(c, fsdpi_nccl_settle(c, result, c->nccl), fsdp_op_name(op->kind));
-    if (!status && !is_captured)
-        status = fsdpi_nccl_cuda(c, cudaEventRecord(f->event, stream), "cudaEventRecord");
+    if (!status) status = fsdpi_nccl_cuda(c, cudaEventRecord(f->event, stream), "cudaEventRecord");
     if (status) return status;
-    fsdpi_nccl_publish(c, f, is_captured ? FSDPI_FLIGHT_UNTRACKED : FSDPI_FLIGHT_ISSUED);
-    if (!is_captured) *out = f;
+    fsdpi_nccl_publish(c, f);
+    *out = f;
     return FSDP_OK;
 }
 
@@ -1294,7 +1295,7 @@ static void fsdpi_nccl_close(fsdp_comm *comm) {
     fsdpi_nccl_end(c);
     if (c->keys && !fsdpi_boot_is_stuck(&w->boot)) (void)cudaFree(c->keys);
     if (c->stream) (void)cudaStreamDestroy(c->stream);
-    fsdpi_free(&w->boot.allocator, c->made_by);
+    fsdpi_free(&fsdpi_nccl_heap, c->made_by);
     fsdpi_free(&w->boot.allocator, c->shown);
     fsdpi_free(&w->boot.allocator, c);
     if (is_world) fsdpi_nccl_close_world(w);
@@ -1331,16 +1332,20 @@ static fsdp_status fsdpi_nccl_divide(fsdpi_nccl_comm *parent, fsdpi_nccl_comm *c
     call->parent = parent->nccl;
     fsdpi_unlock(&w->lock);
     if (!call->parent) {
-        fsdpi_free(&w->boot.allocator, call);
+        fsdpi_free(&fsdpi_nccl_heap, call);
         return fsdpi_nccl_report(parent);
     }
-    // Groups are told apart by their members: two of one colour may be made at a time.
-    call->color = g->color < 0 ? NCCL_SPLIT_NOCOLOR : (int)g->ranks[0];
+    // Groups are told apart by their members, as two of one colour may be made at a time; and from
+    // those of earlier splits, since NCCL makes a name of the colour.
+    call->color = g->color < 0
+                      ? NCCL_SPLIT_NOCOLOR
+                      : (int)(((uint32_t)g->ranks[0] + parent->splits * (uint32_t)w->boot.size) &
+                              0x7FFFFFFF);
     call->rank = g->index < 0 ? 0 : g->index;
     call->config = fsdpi_nccl_config(w, call, g->name ? g->name : "group",
                                      g->lane == FSDP_STREAM_GATHER);
     status = fsdpi_nccl_obtain(child ? child : &none, call, "ncclCommSplit");
-    fsdpi_free(&w->boot.allocator, none.made_by);
+    fsdpi_free(&fsdpi_nccl_heap, none.made_by);
     if (status) {
         fsdpi_copy_name(parent->base.error, sizeof parent->base.error,
                         child ? child->base.error : none.base.error);
@@ -1441,7 +1446,7 @@ static fsdp_status fsdpi_nccl_meet(fsdpi_nccl_comm *c) {
                                  w->boot.timeout_ns);
     }
     if (status) {
-        fsdpi_free(&w->boot.allocator, call);
+        fsdpi_free(&fsdpi_nccl_heap, call);
         if (fsdpi_nccl_failed(w)) return fsdpi_nccl_report(c);
         return fsdpi_nccl_fail_here(c, status, "no id of the communicator came by the store");
     }
@@ -1517,8 +1522,12 @@ static cudaError_t fsdpi_nccl_get(fsdpi_nccl_world *w, size_t size, fsdpi_chunk 
     chunk->at = FSDPI_NCCL_CUDA;
 #if NCCL_VERSION_CODE >= 21900
     if (w->registers && size >= FSDPI_NCCL_LARGE) {
-        if (ncclMemAlloc(&ptr, size) != ncclSuccess) e = cudaErrorMemoryAllocation;
-        chunk->at = FSDPI_NCCL_OWN;
+        // Where NCCL cannot (some containers and virtual GPUs), cudaMalloc may; but windows are
+        // made by all ranks or by none.
+        if (ncclMemAlloc(&ptr, size) == ncclSuccess) chunk->at = FSDPI_NCCL_OWN;
+        else if (w->registers == 2) e = cudaErrorMemoryAllocation;
+        else ptr = NULL;
+        (void)cudaGetLastError();
     }
 #endif
     if (!ptr && e == cudaSuccess) e = fsdpi_cuda_malloc(w->is_managed, &ptr, size);
