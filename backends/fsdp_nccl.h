@@ -52,7 +52,8 @@ extern "C" {
    alloc       device memory; does not wait for other ranks, but for the device. From 1 MiB on
                NCCL's own, in steps of the device's granularity, if it is to be registered
    close       groups before their world. Waits for its peers, at most half a second, and then for
-               NCCL to end the communicator. One that peers keep is left to the process's end
+               NCCL to end the communicator, at most five seconds. One that peers keep is left
+               to the process's end
    abort       from any thread      poll never blocks
    Memory      what NCCL takes for a communicator: some hundred MiB of the device (NCCL_BUFFSIZE,
                NCCL_MAX_CTAS); 1,024 events
@@ -109,13 +110,12 @@ extern "C" {
 #define FSDPI_NCCL_LEFT_NS     ((int64_t)200000000)  // for what a rank did before it shut down
 #define FSDPI_NCCL_ABORT_NS    ((int64_t)2000000000) // for communicators to end
 #define FSDPI_NCCL_PATIENCE_NS ((int64_t)500000000)  // for peers to close a comm, too
-#define FSDPI_NCCL_END_NS                                                                          \
-    ((int64_t)10000000000) // for NCCL to end it then: its threads nap for 0.5 s
-#define FSDPI_NCCL_LAST_NS  ((int64_t)700000000) // for a call to end, when communicators are aborted
-#define FSDPI_NCCL_ERROR_NS ((int64_t)100000000)  // for the store to know better what an error is
-#define FSDPI_NCCL_NAP_NS   50000                 // between looks at a call in progress
-#define FSDPI_NCCL_GRACE_NS ((int64_t)3000000000) // the watchdog is to be first
-#define FSDPI_NCCL_SHOWN    8                     // operations that a late rank shows
+#define FSDPI_NCCL_END_NS      ((int64_t)5000000000) // for NCCL to end it then: its threads nap
+#define FSDPI_NCCL_LAST_NS     ((int64_t)700000000) // for a call to end, when communicators are aborted
+#define FSDPI_NCCL_ERROR_NS    ((int64_t)100000000) // for the store to know better what an error is
+#define FSDPI_NCCL_NAP_NS      50000                // between looks at a call in progress
+#define FSDPI_NCCL_GRACE_NS    ((int64_t)3000000000) // the watchdog is to be first
+#define FSDPI_NCCL_SHOWN       8                     // operations that a late rank shows
 
 typedef struct fsdpi_nccl_comm fsdpi_nccl_comm;
 
@@ -215,10 +215,19 @@ static void fsdpi_nccl_say(fsdpi_text *t, ncclResult_t result, const char *what)
     fsdpi_say(t, "; NCCL_DEBUG=WARN tells more");
 }
 
+// If a rank has died, the store says so in a moment, and better than NCCL.
+static void fsdpi_nccl_await_verdict(fsdpi_nccl_world *w) {
+    int64_t start = fsdpi_boot_now(&w->boot);
+    while (!fsdpi_nccl_failed(w) && fsdpi_boot_now(&w->boot) - start < FSDPI_NCCL_ERROR_NS)
+        fsdpi_sleep_ns(1000000);
+}
+
 static fsdp_status fsdpi_nccl_result(fsdpi_nccl_comm *c, ncclResult_t result, const char *what) {
     char text[FSDPI_REASON];
     fsdpi_text t = {text, sizeof text, 0};
     if (result == ncclSuccess) return FSDP_OK;
+    if (result == ncclRemoteError || result == ncclSystemError || result == ncclInternalError)
+        fsdpi_nccl_await_verdict(c->world);
     if (fsdpi_nccl_failed(c->world)) return fsdpi_nccl_report(c); // it failed because of that
     if (result == ncclInProgress)
         fsdpi_say(&t, "%s is in progress, and not done within %.1f s (NCCL_DEBUG=INFO)", what,
@@ -382,10 +391,11 @@ static void fsdpi_nccl_call_end(fsdpi_nccl_call **call) {
 }
 
 // A call of this rank alone. 1: it has returned, and its block is free; 0: they are left alone.
-static int fsdpi_nccl_bounded(fsdpi_nccl_call *call, const fsdp_boot *boot, int64_t timeout_ns) {
+static int fsdpi_nccl_bounded(fsdpi_nccl_call *call, const fsdp_boot *boot, int64_t timeout_ns,
+                              fsdpi_nccl_world *stop) {
     if (!fsdpi_nccl_call_start(call)) (void)fsdpi_nccl_call_main(call); // no thread to be had
     else {
-        (void)fsdpi_nccl_call_wait(call, boot, timeout_ns, NULL);
+        (void)fsdpi_nccl_call_wait(call, boot, timeout_ns, stop);
         fsdpi_nccl_call_end(&call);
     }
     if (!call) return 0;
@@ -757,7 +767,7 @@ static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
         call->is_grouped = w->version >= 22200;
     }
     if (!list) fsdpi_free(&fsdpi_nccl_heap, call);
-    else if (fsdpi_nccl_bounded(call, &w->boot, FSDPI_NCCL_ABORT_NS))
+    else if (fsdpi_nccl_bounded(call, &w->boot, FSDPI_NCCL_ABORT_NS, NULL))
         fsdpi_free(&fsdpi_nccl_heap, list); // else it is the thread's
     __atomic_store_n(&w->aborted, 1u, __ATOMIC_SEQ_CST);
     if (locked) fsdpi_unlock(&w->issue);
@@ -1208,22 +1218,39 @@ static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w) {
     }
 }
 
-// Says that this rank closes a comm. 1: all its members do.
+static void fsdpi_nccl_bye_key(char *key, size_t cap, const fsdpi_nccl_comm *c, int k) {
+    (void)snprintf(key, cap, "nccl/bye/%016llx/%d", (unsigned long long)c->id, k);
+}
+
+// Whether all other members have said goodbye, or do so in time.
+static int fsdpi_nccl_all_leave(fsdpi_nccl_comm *c, int64_t timeout_ns) {
+    fsdpi_nccl_world *w = c->world;
+    int64_t start = fsdpi_boot_now(&w->boot);
+    fsdp_status status = FSDP_OK;
+    for (int k = 0; k < c->base.size && !status; k++) {
+        int64_t left = timeout_ns - (fsdpi_boot_now(&w->boot) - start);
+        char key[64], value[1];
+        size_t bytes;
+        fsdpi_nccl_bye_key(key, sizeof key, c, k);
+        if (k != c->base.index)
+            status = fsdpi_store_get(w->store, key, value, sizeof value, &bytes,
+                                     left > 5000000 ? left : 5000000);
+    }
+    return !status;
+}
+
+/* Says that this rank closes a comm. 1: all its members do. Who gives up takes it back; so the
+   others look twice. */
 static int fsdpi_nccl_goodbye(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = c->world;
-    int64_t start = fsdpi_boot_now(&w->boot), left = w->patience_ns;
-    fsdp_status status = FSDP_OK;
-    char key[64], value[1];
-    size_t bytes;
-    for (int i = 0; i < c->base.size && !status && left > 0; i++) {
-        int k = (c->base.index + i) % c->base.size; // this rank is the first
-        (void)snprintf(key, sizeof key, "nccl/bye/%016llx/%d", (unsigned long long)c->id, k);
-        status = i ? fsdpi_store_get(w->store, key, value, sizeof value, &bytes, left)
-                   : fsdpi_store_set_within(w->store, key, "", 0, left);
-        left = w->patience_ns - (fsdpi_boot_now(&w->boot) - start);
-    }
-    if (!status && left > 0) return 1;
+    char key[64];
+    fsdpi_nccl_bye_key(key, sizeof key, c, c->base.index);
+    if (w->patience_ns <= 0 || c->base.size == 1) return c->base.size == 1;
+    if (!fsdpi_store_set_within(w->store, key, "", 0, w->patience_ns) &&
+        fsdpi_nccl_all_leave(c, w->patience_ns) && fsdpi_nccl_all_leave(c, 0))
+        return 1;
     w->patience_ns = 0;
+    (void)fsdpi_store_delete(w->store, key);
     return 0;
 }
 
@@ -1252,7 +1279,8 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
         call->size = 1;
     }
     call->out = nccl;
-    if (!fsdpi_nccl_bounded(call, &w->boot, aborts ? FSDPI_NCCL_ABORT_NS : FSDPI_NCCL_END_NS))
+    if (!fsdpi_nccl_bounded(call, &w->boot, aborts ? FSDPI_NCCL_ABORT_NS : FSDPI_NCCL_END_NS,
+                            aborts ? NULL : w))
         w->patience_ns = 0;
 }
 
@@ -1522,12 +1550,9 @@ static cudaError_t fsdpi_nccl_get(fsdpi_nccl_world *w, size_t size, fsdpi_chunk 
     chunk->at = FSDPI_NCCL_CUDA;
 #if NCCL_VERSION_CODE >= 21900
     if (w->registers && size >= FSDPI_NCCL_LARGE) {
-        // Where NCCL cannot (some containers and virtual GPUs), cudaMalloc may; but windows are
-        // made by all ranks or by none.
-        if (ncclMemAlloc(&ptr, size) == ncclSuccess) chunk->at = FSDPI_NCCL_OWN;
-        else if (w->registers == 2) e = cudaErrorMemoryAllocation;
-        else ptr = NULL;
-        (void)cudaGetLastError();
+        // All ranks or none: to fall back to cudaMalloc on one alone would make buffers differ.
+        if (ncclMemAlloc(&ptr, size) != ncclSuccess) e = cudaErrorMemoryAllocation;
+        chunk->at = FSDPI_NCCL_OWN;
     }
 #endif
     if (!ptr && e == cudaSuccess) e = fsdpi_cuda_malloc(w->is_managed, &ptr, size);
