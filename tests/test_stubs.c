@@ -321,6 +321,380 @@ TEST(stub_cuda, fork) {
     CUDA(cudaStreamDestroy(s));
 }
 
+/* ---- captures and graphs --------------------------------------------------------------------- */
+
+enum { GLOBAL = cudaStreamCaptureModeGlobal, RELAXED = cudaStreamCaptureModeRelaxed };
+
+static void begin_capture(cudaStream_t stream, int mode) {
+    CUDA(cudaStreamBeginCapture(stream, (enum cudaStreamCaptureMode)mode));
+}
+
+/* Ends a capture; the graph that can be launched. */
+static cudaGraphExec_t end_capture(cudaStream_t stream) {
+    cudaGraph_t graph = NULL;
+    cudaGraphExec_t exec = NULL;
+    CUDA(cudaStreamEndCapture(stream, &graph));
+    CHECK(graph != NULL);
+    CUDA(cudaGraphInstantiate(&exec, graph, 0));
+    CUDA(cudaGraphDestroy(graph));
+    return exec;
+}
+
+/* A capture that has failed ends with the code, without a graph, and the stream works again. */
+static void check_spoiled(cudaStream_t stream, cudaError_t code) {
+    cudaGraph_t graph = (cudaGraph_t)(void *)&graph;
+    CHECK_STATUS(cudaStreamEndCapture(stream, &graph), code);
+    CHECK(graph == NULL);
+    (void)cudaGetLastError();
+    CUDA(cudaStreamSynchronize(stream));
+}
+
+static enum cudaStreamCaptureStatus capture_status(cudaStream_t stream) {
+    enum cudaStreamCaptureStatus status;
+    CUDA(cudaStreamIsCapturing(stream, &status));
+    return status;
+}
+
+static int first_int(cudaStream_t stream, const int *x) {
+    int value;
+    CUDA(cudaMemcpyAsync(&value, x, sizeof value, cudaMemcpyDeviceToHost, stream));
+    return value;
+}
+
+/* What is captured does not run, then runs once for each launch, in the stream's order. */
+TEST(stub_graph, replay) {
+    cudaStream_t a = a_stream();
+    int *x = device_ints(8), *y = device_ints(8), gate = 0;
+    CUDA(cudaMemsetAsync(x, 0, 8 * sizeof *x, a));
+    CUDA(cudaMemsetAsync(y, 0, 8 * sizeof *y, a));
+    CHECK(capture_status(a) == cudaStreamCaptureStatusNone);
+    begin_capture(a, GLOBAL);
+    CHECK(capture_status(a) == cudaStreamCaptureStatusActive);
+    launch(a, x, x, 8, 1, NULL);
+    CUDA(cudaMemcpyAsync(y, x, 8 * sizeof *y, cudaMemcpyDeviceToDevice, a));
+    CUDA(cudaMemsetAsync(y + 1, 0, sizeof *y, a));
+    cudaGraphExec_t exec = end_capture(a);
+    CHECK(capture_status(a) == cudaStreamCaptureStatusNone);
+    CHECK_EQ_INT(first_int(a, x), 0);
+    launch(a, x, x, 8, 10, &gate);
+    int64_t launches = stub_count("launch");
+    CUDA(cudaGraphLaunch(exec, a));
+    CHECK_EQ_INT(stub_count("launch"), launches);
+    check_waits(a);
+    open_gate(&gate);
+    CHECK_EQ_INT(first_int(a, y), 11);
+    CUDA(cudaGraphLaunch(exec, a));
+    CUDA(cudaGraphLaunch(exec, a));
+    launch(a, x, x, 8, 100, NULL);
+    CHECK_EQ_INT(first_int(a, x), 113);
+    CHECK_EQ_INT(first_int(a, y), 13);
+    CHECK_EQ_INT(first_int(a, y + 1), 0);
+    CUDA(cudaGraphExecDestroy(exec));
+    CUDA(cudaStreamDestroy(a));
+    CUDA(cudaFree(x));
+    CUDA(cudaFree(y));
+    check_nothing_left();
+}
+
+/* A graph of two streams: the event is an order in every launch, and the second one is free. */
+TEST(stub_graph, streams_join) {
+    cudaStream_t a = a_stream(), b = a_stream(), c = a_stream();
+    cudaEvent_t fork = an_event(), joined = an_event();
+    int *x = device_ints(1), *y = device_ints(1), gate = 0, other = 0;
+    CUDA(cudaMemsetAsync(x, 0, sizeof *x, a));
+    CUDA(cudaStreamSynchronize(a));
+    launch(b, NULL, NULL, 0, 0, &other); /* before the capture: no part of it */
+    begin_capture(a, GLOBAL);
+    launch(a, x, x, 1, 1, &gate);
+    CUDA(cudaEventRecord(fork, a));
+    CUDA(cudaStreamWaitEvent(b, fork, 0));
+    CHECK(capture_status(b) == cudaStreamCaptureStatusActive);
+    launch(b, y, x, 1, 10, NULL);
+    CUDA(cudaEventRecord(joined, b));
+    CUDA(cudaStreamWaitEvent(a, joined, 0));
+    launch(a, x, y, 1, 100, NULL);
+    cudaGraphExec_t exec = end_capture(a);
+    CHECK(capture_status(b) == cudaStreamCaptureStatusNone);
+    CUDA(cudaGraphLaunch(exec, a));
+    CUDA(cudaGraphLaunch(exec, c)); /* behind the launch before */
+    check_waits(a);
+    check_waits(c);
+    open_gate(&gate);
+    CUDA(cudaStreamSynchronize(c)); /* what b did before does not hold it up */
+    CHECK_STATUS(cudaStreamQuery(b), cudaErrorNotReady);
+    CHECK_EQ_INT(first_int(c, x), 222);
+    CHECK_EQ_INT(first_int(c, y), 122);
+    /* Such an event is of no use outside, until it is recorded there. */
+    CHECK_STATUS(cudaEventQuery(fork), cudaErrorCapturedEvent);
+    CHECK_STATUS(cudaEventSynchronize(fork), cudaErrorCapturedEvent);
+    CHECK_STATUS(cudaStreamWaitEvent(c, fork, 0), cudaErrorCapturedEvent);
+    CUDA(cudaEventRecord(fork, c));
+    CUDA(cudaEventSynchronize(fork));
+    (void)cudaGetLastError();
+    open_gate(&other);
+    CUDA(cudaGraphExecDestroy(exec));
+    CUDA(cudaEventDestroy(fork));
+    CUDA(cudaEventDestroy(joined));
+    CUDA(cudaStreamDestroy(a));
+    CUDA(cudaStreamDestroy(b));
+    CUDA(cudaStreamDestroy(c));
+    CUDA(cudaFree(x));
+    CUDA(cudaFree(y));
+    check_nothing_left();
+}
+
+/* A launch that is under way when its graph is destroyed ends as it would. */
+TEST(stub_graph, destroy_in_flight) {
+    cudaStream_t a = a_stream();
+    int *x = device_ints(1), gate = 0;
+    begin_capture(a, GLOBAL);
+    launch(a, x, NULL, 1, 7, &gate);
+    cudaGraphExec_t exec = end_capture(a);
+    CUDA(cudaGraphLaunch(exec, a));
+    CUDA(cudaGraphExecDestroy(exec));
+    open_gate(&gate);
+    CHECK_EQ_INT(first_int(a, x), 7);
+    CUDA(cudaStreamDestroy(a));
+    CUDA(cudaFree(x));
+    check_nothing_left();
+}
+
+/* What a capture forbids: each does something, with the code it gets and the one of the end. */
+typedef struct {
+    cudaStream_t a, b; /* a is captured, by this thread */
+    cudaEvent_t before, inside, never;
+    int *x;
+} scene_of_capture;
+
+static cudaError_t forbidden_alloc(scene_of_capture *s) {
+    void *ptr = s;
+    cudaError_t error = cudaMalloc(&ptr, 4);
+    CHECK(ptr == NULL);
+    return error;
+}
+static cudaError_t forbidden_pinned(scene_of_capture *s) {
+    void *ptr = s;
+    return cudaMallocHost(&ptr, 4);
+}
+static cudaError_t forbidden_free(scene_of_capture *s) { return cudaFree(s->x); }
+static cudaError_t forbidden_sync(scene_of_capture *s) { return cudaStreamSynchronize(s->a); }
+static cudaError_t forbidden_query(scene_of_capture *s) { return cudaStreamQuery(s->a); }
+static cudaError_t forbidden_device(scene_of_capture *s) {
+    (void)s;
+    return cudaDeviceSynchronize();
+}
+static cudaError_t forbidden_inside(scene_of_capture *s) { return cudaEventSynchronize(s->inside); }
+static cudaError_t forbidden_look(scene_of_capture *s) { return cudaEventQuery(s->before); }
+static cudaError_t forbidden_before(scene_of_capture *s) {
+    return cudaStreamWaitEvent(s->a, s->before, 0);
+}
+static cudaError_t forbidden_never(scene_of_capture *s) {
+    return cudaStreamWaitEvent(s->a, s->never, 0);
+}
+static cudaError_t forbidden_legacy(scene_of_capture *s) {
+    return cudaMemsetAsync(s->x, 0, 4, cudaStreamLegacy);
+}
+static cudaError_t forbidden_copy(scene_of_capture *s) {
+    int value;
+    return cudaMemcpy(&value, s->x, sizeof value, cudaMemcpyDeviceToHost);
+}
+static cudaError_t forbidden_pageable(scene_of_capture *s) {
+    int value = 0;
+    return cudaMemcpyAsync(s->x, &value, sizeof value, cudaMemcpyHostToDevice, s->a);
+}
+static cudaError_t forbidden_end(scene_of_capture *s) {
+    cudaGraph_t graph;
+    CUDA(cudaStreamWaitEvent(s->b, s->inside, 0));
+    launch(s->b, s->x, NULL, 1, 1, NULL);
+    return cudaStreamEndCapture(s->b, &graph);
+}
+static cudaError_t forbidden_merge(scene_of_capture *s) {
+    CUDA(cudaStreamBeginCapture(s->b, cudaStreamCaptureModeRelaxed));
+    cudaError_t error = cudaStreamWaitEvent(s->b, s->inside, 0);
+    check_spoiled(s->b, cudaErrorStreamCaptureInvalidated);
+    return error;
+}
+static cudaError_t begin_again(scene_of_capture *s) {
+    CHECK_STATUS(cudaStreamBeginCapture(s->a, cudaStreamCaptureModeGlobal), cudaErrorIllegalState);
+    CUDA(cudaStreamWaitEvent(s->b, s->inside, 0));
+    launch(s->b, s->x, NULL, 1, 1, NULL);
+    return cudaErrorUnknown; /* nothing more: the end finds b */
+}
+
+static const struct {
+    const char *name;
+    cudaError_t (*act)(scene_of_capture *s);
+    int blocking, mode, code, end; /* end 0: the capture goes on */
+} breaches[] = {
+    {"alloc", forbidden_alloc, 0, GLOBAL, cudaErrorStreamCaptureUnsupported,
+     cudaErrorStreamCaptureInvalidated},
+    {"pinned", forbidden_pinned, 0, cudaStreamCaptureModeThreadLocal,
+     cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureInvalidated},
+    {"free", forbidden_free, 0, GLOBAL, cudaErrorStreamCaptureUnsupported,
+     cudaErrorStreamCaptureInvalidated},
+    {"sync", forbidden_sync, 0, RELAXED, cudaErrorStreamCaptureUnsupported,
+     cudaErrorStreamCaptureInvalidated},
+    {"query", forbidden_query, 0, RELAXED, cudaErrorStreamCaptureUnsupported,
+     cudaErrorStreamCaptureInvalidated},
+    {"device", forbidden_device, 0, RELAXED, cudaErrorStreamCaptureUnsupported,
+     cudaErrorStreamCaptureInvalidated},
+    {"event", forbidden_inside, 0, RELAXED, cudaErrorCapturedEvent,
+     cudaErrorStreamCaptureInvalidated},
+    {"look", forbidden_look, 0, GLOBAL, cudaErrorStreamCaptureUnsupported,
+     cudaErrorStreamCaptureInvalidated},
+    {"look_relaxed", forbidden_look, 0, RELAXED, cudaSuccess, cudaSuccess},
+    {"before", forbidden_before, 0, RELAXED, cudaErrorStreamCaptureIsolation,
+     cudaErrorStreamCaptureInvalidated},
+    {"never", forbidden_never, 0, RELAXED, cudaErrorStreamCaptureIsolation,
+     cudaErrorStreamCaptureInvalidated},
+    {"legacy", forbidden_legacy, 1, RELAXED, cudaErrorStreamCaptureImplicit,
+     cudaErrorStreamCaptureInvalidated},
+    {"legacy_beside", forbidden_legacy, 0, GLOBAL, cudaSuccess, cudaSuccess},
+    {"copy", forbidden_copy, 0, GLOBAL, cudaErrorStreamCaptureUnsupported,
+     cudaErrorStreamCaptureInvalidated},
+    {"pageable", forbidden_pageable, 0, RELAXED, cudaErrorStreamCaptureUnsupported,
+     cudaErrorStreamCaptureInvalidated},
+    {"end_elsewhere", forbidden_end, 0, GLOBAL, cudaErrorStreamCaptureUnmatched,
+     cudaErrorStreamCaptureUnjoined},
+    {"merge", forbidden_merge, 0, GLOBAL, cudaErrorStreamCaptureMerge,
+     cudaErrorStreamCaptureInvalidated},
+    {"unjoined", begin_again, 0, GLOBAL, cudaErrorUnknown, cudaErrorStreamCaptureUnjoined},
+};
+
+TEST_P(stub_graph, forbids, breaches) {
+    scene_of_capture s;
+    enum cudaStreamCaptureStatus status;
+    CUDA(
+        cudaStreamCreateWithFlags(&s.a, row->blocking ? cudaStreamDefault : cudaStreamNonBlocking));
+    s.b = a_stream();
+    s.before = an_event();
+    s.inside = an_event();
+    s.never = an_event();
+    s.x = device_ints(1);
+    CUDA(cudaEventRecord(s.before, s.b));
+    CUDA(cudaStreamSynchronize(s.b));
+    begin_capture(s.a, row->mode);
+    launch(s.a, s.x, NULL, 1, 1, NULL);
+    CUDA(cudaEventRecord(s.inside, s.a));
+    CHECK_STATUS(row->act(&s), row->code);
+    if (row->blocking) {
+        CHECK_STATUS(cudaStreamIsCapturing(NULL, &status), cudaErrorStreamCaptureImplicit);
+    }
+    if (row->end == cudaErrorStreamCaptureInvalidated) {
+        add p = {s.x, NULL, 1, 1, NULL};
+        CHECK(capture_status(s.a) == cudaStreamCaptureStatusInvalidated);
+        CHECK_STATUS(fsdp_stub_launch(add_body, &p, sizeof p, 1, s.a),
+                     cudaErrorStreamCaptureInvalidated);
+    }
+    if (row->end) check_spoiled(s.a, (cudaError_t)row->end);
+    else CUDA(cudaGraphExecDestroy(end_capture(s.a)));
+    CUDA(cudaMemset(s.x, 0, sizeof *s.x));
+    CUDA(cudaEventDestroy(s.before));
+    CUDA(cudaEventDestroy(s.inside));
+    CUDA(cudaEventDestroy(s.never));
+    CUDA(cudaStreamDestroy(s.a));
+    CUDA(cudaStreamDestroy(s.b));
+    CUDA(cudaFree(s.x));
+    check_nothing_left();
+}
+
+/* Another thread: what may wait, towards captures of two modes in its own three. */
+typedef struct {
+    cudaStream_t captured;
+    int mode;
+    cudaError_t malloc_code, end_code;
+} bystander;
+
+static void *stand_by(void *arg) {
+    bystander *b = (bystander *)arg;
+    enum cudaStreamCaptureMode mode = (enum cudaStreamCaptureMode)b->mode;
+    cudaGraph_t graph;
+    void *ptr;
+    CUDA(cudaThreadExchangeStreamCaptureMode(&mode));
+    CHECK(mode == cudaStreamCaptureModeGlobal);
+    b->end_code = cudaStreamEndCapture(b->captured, &graph);
+    b->malloc_code = cudaMalloc(&ptr, 4);
+    if (!b->malloc_code) CUDA(cudaFree(ptr));
+    return NULL;
+}
+
+TEST(stub_graph, other_threads) {
+    for (int mode = GLOBAL; mode < RELAXED; mode++) {
+        for (int theirs = GLOBAL; theirs <= RELAXED; theirs++) {
+            cudaStream_t a = a_stream();
+            bystander b = {a, theirs, cudaSuccess, cudaSuccess};
+            int hurts = mode == GLOBAL && theirs == GLOBAL;
+            pthread_t id;
+            begin_capture(a, mode);
+            CHECK(pthread_create(&id, NULL, stand_by, &b) == 0);
+            CHECK(pthread_join(id, NULL) == 0);
+            CHECK_STATUS(b.end_code, cudaErrorStreamCaptureWrongThread);
+            CHECK_STATUS(b.malloc_code, hurts ? cudaErrorStreamCaptureUnsupported : cudaSuccess);
+            if (hurts) check_spoiled(a, cudaErrorStreamCaptureInvalidated);
+            else CUDA(cudaGraphExecDestroy(end_capture(a)));
+            CUDA(cudaStreamDestroy(a));
+        }
+    }
+    CHECK_STATUS(cudaStreamBeginCapture(NULL, cudaStreamCaptureModeGlobal),
+                 cudaErrorStreamCaptureUnsupported);
+    check_nothing_left();
+}
+
+/* Collectives are not captured here. */
+TEST(stub_graph, no_collectives) {
+    cudaStream_t a = a_stream();
+    ncclUniqueId id;
+    ncclComm_t comm;
+    int *x = device_ints(1);
+    NCCL(ncclGetUniqueId(&id));
+    NCCL(ncclCommInitRank(&comm, 1, id, 0));
+    NCCL(ncclAllReduce(x, x, 1, ncclInt, ncclSum, comm, a));
+    begin_capture(a, RELAXED);
+    CHECK_STATUS(ncclAllReduce(x, x, 1, ncclInt, ncclSum, comm, a), ncclInvalidArgument);
+    CUDA(cudaGraphExecDestroy(end_capture(a)));
+    NCCL(ncclCommDestroy(comm));
+    CUDA(cudaStreamDestroy(a));
+    CUDA(cudaFree(x));
+    check_nothing_left();
+}
+
+/* The race checker sees into graphs: with the order between the two streams, and without. */
+static const struct {
+    const char *name;
+    int ignored; /* which wait does nothing */
+} orders[] = {{"both", 0}, {"no_fork", 1}};
+
+TEST_P(stub_graph, races, orders) {
+    stub_checks(1);
+    cudaStream_t a = a_stream(), b = a_stream();
+    cudaEvent_t start = an_event(), fork = an_event(), joined = an_event();
+    int *x = device_ints(1), *y = device_ints(1), *z = device_ints(1);
+    begin_capture(a, GLOBAL);
+    CUDA(cudaEventRecord(start, a));
+    CUDA(cudaStreamWaitEvent(b, start, 0)); /* b is captured */
+    launch(a, x, NULL, 1, 1, NULL);
+    CUDA(cudaEventRecord(fork, a));
+    launch(a, z, NULL, 1, 1, NULL); /* the record is not the last of its stream */
+    stub_ignore_wait(row->ignored);
+    CUDA(cudaStreamWaitEvent(b, fork, 0));
+    launch(b, y, x, 1, 10, NULL);
+    CUDA(cudaEventRecord(joined, b));
+    CUDA(cudaStreamWaitEvent(a, joined, 0));
+    cudaGraphExec_t exec = end_capture(a);
+    CHECK_EQ_INT(stub_races(), 0);
+    for (int i = 0; i < 3; i++) CUDA(cudaGraphLaunch(exec, a));
+    CHECK_MSG((stub_races() > 0) == (row->ignored > 0), "%s", stub_race_text());
+    CUDA(cudaGraphExecDestroy(exec));
+    CUDA(cudaStreamDestroy(a));
+    CUDA(cudaStreamDestroy(b));
+    CUDA(cudaEventDestroy(start));
+    CUDA(cudaEventDestroy(fork));
+    CUDA(cudaEventDestroy(joined));
+    CUDA(cudaFree(x));
+    CUDA(cudaFree(y));
+    CUDA(cudaFree(z));
+}
+
 /* ---- counts and failures --------------------------------------------------------------------- */
 
 TEST(stub_fail, counts) {

@@ -9,6 +9,7 @@
    4  the loss stays on the device, and is looked at only every --log-every steps
    5  --bf16: param_dtype, one field of fsdp_model_desc
    Gradient clipping brings its norm to the host: the one wait of a step.
+   With --graph, on one rank, the GPU gets forward and backward as one CUDA graph (see capture).
 
    Build (in the repository's root):
        nvcc -O3 -I. -DFSDP_BACKEND_NCCL examples/gpt/train_gpt.cu -o train_gpt_cuda -lnccl -lcublas
@@ -33,11 +34,16 @@
 #define GPT_ON_GPU
 #include "examples/gpt/gpt_host.h" // options, text, what is shown; it calls five of these
 
+enum { EAGER_STEPS = 2 }; // of --graph, before the capture
+
 // What a rank has beside a trainer.
 typedef struct {
     gpt_cuda gpu;
     uint8_t *text; // all of it, on the device
     float *logits; // (V), on the host
+    // --graph
+    cudaStream_t stream;   // the caller's own: the default stream cannot be captured
+    cudaGraphExec_t graph; // forward and backward; NULL: not captured yet
     // --plain: flat, matrices first, in the order of the model otherwise
     int64_t numel, decayed; // elements of all, of the matrices
     float *params, *grads, *m, *v;
@@ -75,6 +81,18 @@ static void gpu_read(gpt_cuda *gpu, void *to, const void *from, size_t nbytes) {
 }
 
 // The default stream is where fsdp.h expects the caller's work; fsdp_set_stream names another one.
+static fsdp_status open_stream(trainer *t) {
+    gpu_rank *rank = gpu_rank_of(t);
+    if (t->num_ranks > 1) {
+        fprintf(stderr, PROGRAM ": --graph is for one rank, this world has %d\n", t->num_ranks);
+        return FSDP_ERR_INVALID_ARG;
+    }
+    gpt_cuda_check(&rank->gpu, cudaStreamCreateWithFlags(&rank->stream, cudaStreamNonBlocking),
+                   "a stream");
+    const fsdp_status status = gpu_status(t);
+    return status ? status : fsdp_set_stream(t->world, rank->stream);
+}
+
 static fsdp_status open_math(trainer *t) {
     const job *j = t->j;
     gpu_rank *rank = (gpu_rank *)calloc(1, sizeof *rank);
@@ -87,7 +105,10 @@ static fsdp_status open_math(trainer *t) {
     }
     t->own = rank;
     rank->logits = logits;
-    if (gpt_cuda_create(&t->cfg, j->opt.bf16, cudaStreamLegacy, &rank->gpu, &t->acts) == 0) {
+    const fsdp_status status = j->opt.graph ? open_stream(t) : FSDP_OK;
+    if (status) return status;
+    const cudaStream_t stream = rank->stream ? rank->stream : cudaStreamLegacy;
+    if (gpt_cuda_create(&t->cfg, j->opt.bf16, stream, &rank->gpu, &t->acts) == 0) {
         rank->text = (uint8_t *)gpu_alloc(&rank->gpu, j->text_nbytes, "the text");
     }
     if (rank->text) {
@@ -103,11 +124,14 @@ static void close_math(trainer *t) {
     gpu_rank *rank = gpu_rank_of(t);
     if (!rank) return;
     (void)cudaStreamSynchronize(rank->gpu.stream); // kernels may still use what is freed
+    if (rank->graph) (void)cudaGraphExecDestroy(rank->graph);
     void *const buffers[] = {rank->text,       rank->params, rank->grads,
                              rank->m,          rank->v,      rank->half_params,
                              rank->half_grads, rank->norm,   rank->partials};
     for (size_t i = 0; i < sizeof buffers / sizeof *buffers; i++) (void)cudaFree(buffers[i]);
     gpt_cuda_destroy(&rank->gpu, &t->acts);
+    // The library gets its own one back first; where it cannot, it may still use this one.
+    if (rank->stream && !fsdp_set_stream(t->world, NULL)) (void)cudaStreamDestroy(rank->stream);
     free(rank->w);
     free(rank->logits);
     free(rank);
@@ -227,17 +251,49 @@ static fsdp_status mean_loss(trainer *t, double *loss) {
     return fsdp_all_reduce(t->world, NULL, loss, 1, FSDP_F64, FSDP_SUM);
 }
 
+/* --graph: makes one of forward and backward. Nothing runs: the stream keeps what it is given. The
+   steps before have called every hook and, by fsdp_zero_grad, left the filling of the gradients
+   with zeros to this one, so that the graph has it. */
+static fsdp_status capture(trainer *t) {
+    gpu_rank *rank = gpu_rank_of(t);
+    gpt_cuda *gpu = &rank->gpu;
+    cudaGraph_t graph = NULL;
+    gpt_cuda_check(gpu, cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal),
+                   "a capture");
+    if (gpu->error) return gpu_status(t);
+    forward(t);
+    const fsdp_status status = backward(t);
+    gpt_cuda_check(gpu, cudaStreamEndCapture(gpu->stream, &graph), "a capture");
+    if (!graph) return status ? status : gpu_status(t);
+    gpt_cuda_check(gpu, cudaGraphInstantiate(&rank->graph, graph, 0), "a graph");
+    (void)cudaGraphDestroy(graph);
+    return status ? status : gpu_status(t);
+}
+
+static fsdp_status forward_backward(trainer *t, int step) {
+    gpu_rank *rank = gpu_rank_of(t);
+    if (!t->j->opt.graph || step < EAGER_STEPS) {
+        forward(t);
+        return backward(t);
+    }
+    const fsdp_status status = rank->graph ? FSDP_OK : capture(t);
+    if (status) return status;
+    gpt_cuda_check(&rank->gpu, cudaGraphLaunch(rank->graph, rank->gpu.stream), "a graph");
+    return gpu_status(t);
+}
+
 static fsdp_status plain_step(trainer *t, int step, int look, double *loss, double *norm);
 
 static fsdp_status train_step(trainer *t, int step, int look, double *loss, double *norm) {
     if (t->j->opt.plain) return plain_step(t, step, look, loss, norm);
     fill_batch(t, step);
-    forward(t);
-    fsdp_status status = backward(t);
+    fsdp_status status = forward_backward(t, step);
     if (!status && look) status = mean_loss(t, loss);
     if (!status) status = fsdp_clip_grad_norm(t->model, MAX_GRAD_NORM, norm);
     if (!status) status = fsdp_adamw_step(t->adamw, learning_rate(&t->j->opt, step));
-    if (!status) status = fsdp_zero_grad(t->model);
+    // No hook runs in a launch: the library keeps what it knew behind the capture, that there are
+    // gradients, and the graph itself begins them anew.
+    if (!status && !gpu_rank_of(t)->graph) status = fsdp_zero_grad(t->model);
     return status ? status : gpu_status(t);
 }
 

@@ -50,6 +50,7 @@ enum {
     STUB_COMMS,
     STUB_REGISTRATIONS,
     STUB_WINDOWS,
+    STUB_GRAPHS, /* and executable ones */
     STUB_KINDS
 };
 int64_t stub_live(int kind); /* objects that exist */

@@ -32,7 +32,7 @@ void stub_live_add(int kind, int64_t amount);
 stub_thread stub_thread_get(void);
 void stub_thread_set(stub_thread thread);
 
-/* The stream that a handle means for a device; NULL: it is none, or of another device. */
+/* The stream that a handle means for a device; NULL: it is none, of another device, or captured. */
 cudaStream_t stub_stream(cudaStream_t handle, int device);
 stub_point stub_tail(cudaStream_t stream); /* its last op so far */
 /* One op at the end of a stream, behind `deps`, too; `done` is called behind the body, or NULL. The

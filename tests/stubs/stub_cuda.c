@@ -12,21 +12,64 @@
 #include <string.h>   /* memcpy, memset, strcmp */
 #include <sys/mman.h> /* mmap, mprotect */
 
-enum { NAMES = 128, RULES = 64, RING = 1024, ALIGN = 256 };
+enum { NAMES = 128, RULES = 64, RING = 1024, ALIGN = 256, LANES = 8 };
+
+/* What an op does. A graph keeps it and runs it many times. */
+typedef struct work {
+    const char *name;
+    void (*body)(void *arg);    /* NULL: nothing */
+    void *arg;                  /* */
+    void (*release)(void *arg); /* behind the last run; NULL: nothing to free */
+} work;
 
 typedef struct op {
     struct op *next;
     uint64_t seq;
-    void (*body)(void *arg);
-    void *arg;
+    work w;
     int num_deps;
     stub_point deps[1]; /* num_deps */
 } op;
+
+/* A step of a graph: work, or one of the two halves of an order between its lanes. */
+typedef struct node {
+    struct node *next;
+    int lane;   /* of the stream that it was captured in; 0: of the one that began */
+    int record; /* number of an event's record; -1: none */
+    int wait;   /* number of the record that is waited for; -1: none */
+    work w;
+} node;
+
+struct CUgraph_st {
+    int uses, device, num_lanes, num_records; /* uses: by the caller, by executables, by launches */
+    node *first, **last;
+};
+
+struct CUgraphExec_st {
+    cudaGraph_t graph;
+    cudaStream_t lanes[LANES]; /* [0] is the one of the launch */
+    stub_point *points;        /* of the records in the last launch */
+    stub_clock *clocks;
+};
+
+/* A capture under way. The number is never used again: an event of an ended one is known by it. */
+typedef struct capture {
+    struct capture *next;
+    uint64_t number;
+    enum cudaStreamCaptureMode mode;
+    pthread_t thread; /* that began it */
+    int invalid, num_lanes;
+    cudaStream_t lanes[LANES];
+    int work[LANES];        /* nodes with work so far */
+    int seen[LANES][LANES]; /* [lane][other]: how many nodes of another lane it is behind */
+    cudaGraph_t graph;
+} capture;
 
 /* Invariant: ops are done in the order of their numbers; completed <= issued. A destroyed stream is
    used again for a new one when its queue is empty: numbers go on, so old events stay valid. */
 struct CUstream_st {
     struct CUstream_st *next;
+    capture *capture; /* NULL: none; its ops go there */
+    int lane;         /* in it */
     int device, blocking, alive, priority, actor;
     int has_thread;
     uint64_t issued, completed;
@@ -38,6 +81,9 @@ struct CUstream_st {
 struct CUevent_st {
     stub_point point; /* of the last record */
     stub_clock clock;
+    uint64_t capture; /* of the last record; 0: none */
+    int record;       /* its number in that capture */
+    int seen[LANES];
 };
 
 /* The last write of 4 bytes, and reads since then by up to four actors. A slot is valid for the
@@ -74,6 +120,8 @@ typedef struct state {
     struct CUstream_st *streams;
     block *blocks;
     block *doomed; /* freed behind a sticky error: ops may still be at them */
+    capture *captures;
+    uint64_t num_captures; /* so far */
     host *hosts;
     int actors;
     int64_t live[STUB_KINDS];
@@ -103,8 +151,9 @@ static __thread int my_device;
 static __thread cudaError_t my_error;
 static __thread state *my_state; /* the one that my_host and my_streams belong to */
 static __thread host *my_host;
-static __thread cudaStream_t my_stream; /* cudaStreamPerThread */
-static __thread cudaStream_t running;   /* whose op this thread runs at present */
+static __thread cudaStream_t my_stream;             /* cudaStreamPerThread */
+static __thread cudaStream_t running;               /* whose op this thread runs at present */
+static __thread enum cudaStreamCaptureMode my_mode; /* towards captures; global */
 
 /* ---- process --------------------------------------------------------------------------------- */
 
@@ -527,11 +576,12 @@ static void run_op(cudaStream_t s, op *o) {
     stub_point before = {s, o->seq - 1};
     wait_done(before);
     for (int i = 0; i < o->num_deps; i++) wait_done(o->deps[i]);
-    if (o->body) {
+    if (o->w.body) {
         open_memory(now, 1);
         end();
         running = s;
-        o->body(o->arg);
+        o->w.body(o->w.arg);
+        if (o->w.release) o->w.release(o->w.arg);
         running = outer;
         pthread_mutex_lock(&lock);
         open_memory(now, -1);
@@ -600,7 +650,7 @@ static cudaStream_t resolve(state *s, cudaStream_t handle, int device) {
 cudaStream_t stub_stream(cudaStream_t handle, int device) {
     cudaStream_t t = resolve(begin(), handle, device);
     end();
-    return t && t->device == device ? t : NULL;
+    return t && t->device == device && !t->capture ? t : NULL;
 }
 
 stub_point stub_tail(cudaStream_t stream) {
@@ -638,13 +688,12 @@ static void start_thread(cudaStream_t t) {
 }
 
 /* With the lock held, which is given up while the op runs in synchronous mode. */
-static stub_point submit(state *s, cudaStream_t t, const char *name, void (*body)(void *arg),
-                         void *arg, const stub_point *deps, int num_deps, stub_clock *clock) {
+static stub_point submit(state *s, cudaStream_t t, work w, const stub_point *deps, int num_deps,
+                         stub_clock *clock) {
     int legacy = add_legacy(s, t, NULL);
     op *o = (op *)calloc(1, sizeof *o + (size_t)(num_deps + legacy) * sizeof *deps);
     if (!o) stub_die("out of memory");
-    o->body = body;
-    o->arg = arg;
+    o->w = w;
     o->seq = ++t->issued;
     o->num_deps = num_deps + add_legacy(s, t, o->deps + num_deps);
     if (num_deps) memcpy(o->deps, deps, (size_t)num_deps * sizeof *deps);
@@ -656,7 +705,7 @@ static stub_point submit(state *s, cudaStream_t t, const char *name, void (*body
             if (deps[i].stream && deps[i].seq == deps[i].stream->issued && deps[i].stream != t)
                 join(&t->clock, &deps[i].stream->clock);
         if (clock) join(&t->clock, clock);
-        step(s, &t->clock, t->actor, name);
+        step(s, &t->clock, t->actor, w.name);
         if (clock) *clock = t->clock;
     }
     if (settings[STUB_SYNC]) {
@@ -672,7 +721,8 @@ static stub_point submit(state *s, cudaStream_t t, const char *name, void (*body
 
 stub_point stub_submit(cudaStream_t stream, const char *name, void (*body)(void *arg), void *arg,
                        const stub_point *deps, int num_deps, stub_clock *clock) {
-    stub_point p = submit(begin(), stream, name, body, arg, deps, num_deps, clock);
+    const work w = {name, body, arg, NULL};
+    stub_point p = submit(begin(), stream, w, deps, num_deps, clock);
     end();
     return p;
 }
@@ -762,7 +812,22 @@ static const struct {
     {cudaErrorLaunchOutOfResources, "cudaErrorLaunchOutOfResources", "too many resources"},
     {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
     {cudaErrorNotSupported, "cudaErrorNotSupported", "not supported"},
+    {cudaErrorIllegalState, "cudaErrorIllegalState", "not in this state"},
     {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported", "not while capturing"},
+    {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated",
+     "the capture has failed before"},
+    {cudaErrorStreamCaptureMerge, "cudaErrorStreamCaptureMerge", "it would join two captures"},
+    {cudaErrorStreamCaptureUnmatched, "cudaErrorStreamCaptureUnmatched",
+     "the capture began in another stream"},
+    {cudaErrorStreamCaptureUnjoined, "cudaErrorStreamCaptureUnjoined",
+     "a stream of the capture was not joined to the first"},
+    {cudaErrorStreamCaptureIsolation, "cudaErrorStreamCaptureIsolation",
+     "a capture cannot wait for what is outside of it"},
+    {cudaErrorStreamCaptureImplicit, "cudaErrorStreamCaptureImplicit",
+     "the legacy stream would wait for a capture"},
+    {cudaErrorCapturedEvent, "cudaErrorCapturedEvent", "the event was recorded in a capture"},
+    {cudaErrorStreamCaptureWrongThread, "cudaErrorStreamCaptureWrongThread",
+     "another thread began the capture"},
     {cudaErrorUnknown, "cudaErrorUnknown", "unknown error"},
 };
 
@@ -774,6 +839,311 @@ static size_t error_row(cudaError_t error) {
 
 const char *cudaGetErrorString(cudaError_t error) { return error_table[error_row(error)].text; }
 const char *cudaGetErrorName(cudaError_t error) { return error_table[error_row(error)].name; }
+
+/* ---- captures -----------------------------------------------------------------------------------
+   A captured stream keeps its ops for a graph instead of running them. Rules as CUDA has them: an
+   order across the border of a capture, or a wait of the host, is an error, and behind an error
+   nothing is possible but to end the capture. Stricter: no pageable memory, no collectives. All
+   under lock. */
+
+static capture *find_capture(state *s, uint64_t number) {
+    capture *c = s->captures;
+    while (c && c->number != number) c = c->next;
+    return c;
+}
+
+static cudaError_t spoil(capture *c, cudaError_t error) {
+    if (c) c->invalid = 1;
+    return error;
+}
+
+/* The legacy stream is ordered with all that do not opt out: those may not be captured meanwhile. */
+static int touches_capture(const capture *c, const struct CUstream_st *legacy) {
+    int found = 0;
+    for (int i = 0; i < c->num_lanes; i++)
+        found |= c->lanes[i]->device == legacy->device && c->lanes[i]->blocking;
+    return found;
+}
+
+/* The stream that a handle means, for ops; NULL and the error. */
+static cudaStream_t usable(state *s, cudaStream_t handle, cudaError_t *error) {
+    cudaStream_t t = resolve(s, handle, my_device);
+    *error = t ? cudaSuccess : cudaErrorInvalidResourceHandle;
+    for (capture *c = s->captures; t && t->blocking == 2 && c; c = c->next)
+        if (touches_capture(c, t)) *error = spoil(c, cudaErrorStreamCaptureImplicit);
+    if (t && t->capture && t->capture->invalid) *error = cudaErrorStreamCaptureInvalidated;
+    return *error ? NULL : t;
+}
+
+/* The same, for the host to wait for. */
+static cudaStream_t awaitable(state *s, cudaStream_t handle, cudaError_t *error) {
+    cudaStream_t t = usable(s, handle, error);
+    if (t && t->capture) *error = spoil(t->capture, cudaErrorStreamCaptureUnsupported);
+    return *error ? NULL : t;
+}
+
+/* Whether captures forbid this thread what may wait behind the scenes, as memory does. */
+static int is_forbidden(state *s) {
+    int found = 0;
+    for (capture *c = s->captures; c; c = c->next) {
+        int forbids = c->mode == cudaStreamCaptureModeGlobal &&
+                      my_mode == cudaStreamCaptureModeGlobal;
+        if (pthread_equal(c->thread, pthread_self()))
+            forbids = c->mode != cudaStreamCaptureModeRelaxed &&
+                      my_mode != cudaStreamCaptureModeRelaxed;
+        c->invalid |= forbids;
+        found |= forbids;
+    }
+    return found;
+}
+
+static cudaError_t forbidden(void) {
+    int found = is_forbidden(begin());
+    end();
+    return fails(found ? cudaErrorStreamCaptureUnsupported : cudaSuccess);
+}
+
+#define ENTER_WAITING(name)                                                                        \
+    do {                                                                                           \
+        ENTER(name);                                                                               \
+        if (forbidden()) return cudaErrorStreamCaptureUnsupported;                                 \
+    } while (0)
+
+static void keep(const struct CUstream_st *t, int record, int wait, work w) {
+    cudaGraph_t graph = t->capture->graph;
+    node *n = (node *)calloc(1, sizeof *n);
+    if (!n) stub_die("out of memory");
+    n->lane = t->lane;
+    n->record = record;
+    n->wait = wait;
+    n->w = w;
+    *graph->last = n;
+    graph->last = &n->next;
+}
+
+/* An op, for now or for a graph. The point of one for a graph is none. */
+static stub_point put(state *s, cudaStream_t t, work w) {
+    stub_point none = {NULL, 0};
+    capture *c = t->capture;
+    if (!c) return submit(s, t, w, NULL, 0, NULL);
+    keep(t, -1, -1, w);
+    c->seen[t->lane][t->lane] = ++c->work[t->lane];
+    return none;
+}
+
+static void join_capture(capture *c, cudaStream_t t) {
+    if (c->num_lanes == LANES) stub_die("too many streams in a capture");
+    t->capture = c;
+    t->lane = c->num_lanes++;
+    c->lanes[t->lane] = t;
+}
+
+static void record_captured(const struct CUstream_st *t, cudaEvent_t event) {
+    capture *c = t->capture;
+    const work none = {"cudaEventRecord", NULL, NULL, NULL};
+    event->capture = c->number;
+    event->record = c->graph->num_records++;
+    memcpy(event->seen, c->seen[t->lane], sizeof event->seen);
+    keep(t, event->record, -1, none);
+}
+
+/* The stream, the event or both are captured. A stream that is not comes in by it. */
+static cudaError_t wait_captured(state *s, cudaStream_t t, const struct CUevent_st *event) {
+    capture *c = find_capture(s, event->capture);
+    const work none = {"cudaStreamWaitEvent", NULL, NULL, NULL};
+    if (!c && t->capture) return spoil(t->capture, cudaErrorStreamCaptureIsolation);
+    if (!c) return cudaErrorCapturedEvent; /* of a capture that has ended: it never happens */
+    if (t->capture && t->capture != c)
+        return spoil(t->capture, spoil(c, cudaErrorStreamCaptureMerge));
+    if (c->invalid) return cudaErrorStreamCaptureInvalidated;
+    if (t->blocking == 2) return spoil(c, cudaErrorStreamCaptureImplicit);
+    if (!t->capture) join_capture(c, t);
+    keep(t, -1, event->record, none);
+    for (int i = 0; i < LANES; i++)
+        if (c->seen[t->lane][i] < event->seen[i]) c->seen[t->lane][i] = event->seen[i];
+    return cudaSuccess;
+}
+
+static void drop_graph(cudaGraph_t graph) {
+    if (--graph->uses) return;
+    for (node *n = graph->first, *next; n; n = next) {
+        next = n->next;
+        if (n->w.release) n->w.release(n->w.arg);
+        free(n);
+    }
+    free(graph);
+}
+
+/* Its streams are ordinary ones again. Returns the graph. */
+static cudaGraph_t end_capture(state *s, capture *c) {
+    cudaGraph_t graph = c->graph;
+    capture **link = &s->captures;
+    while (*link != c) link = &(*link)->next;
+    *link = c->next;
+    graph->num_lanes = c->num_lanes;
+    for (int i = 0; i < c->num_lanes; i++) c->lanes[i]->capture = NULL;
+    free(c);
+    return graph;
+}
+
+static cudaError_t begin_capture(state *s, cudaStream_t t, enum cudaStreamCaptureMode mode) {
+    if (t->blocking == 2) return cudaErrorStreamCaptureUnsupported;
+    if (t->capture) return cudaErrorIllegalState;
+    capture *c = (capture *)calloc(1, sizeof *c);
+    if (c) c->graph = (cudaGraph_t)calloc(1, sizeof *c->graph);
+    if (!c || !c->graph) stub_die("out of memory");
+    c->graph->uses = 1;
+    c->graph->device = t->device;
+    c->graph->last = &c->graph->first;
+    c->number = ++s->num_captures;
+    c->mode = mode;
+    c->thread = pthread_self();
+    c->next = s->captures;
+    s->captures = c;
+    join_capture(c, t);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, enum cudaStreamCaptureMode mode) {
+    ENTER("cudaStreamBeginCapture");
+    state *s = begin();
+    cudaError_t error;
+    cudaStream_t t = usable(s, stream, &error);
+    if (t) error = begin_capture(s, t, mode);
+    end();
+    return fails(error);
+}
+
+/* Why a capture cannot be ended here; it goes on. */
+static cudaError_t check_end(const struct CUstream_st *t) {
+    if (!t) return cudaErrorInvalidResourceHandle;
+    if (!t->capture) return cudaErrorIllegalState;
+    if (t->lane) return cudaErrorStreamCaptureUnmatched;
+    int here = pthread_equal(t->capture->thread, pthread_self());
+    return here || t->capture->mode == cudaStreamCaptureModeRelaxed
+               ? cudaSuccess
+               : cudaErrorStreamCaptureWrongThread;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+    ENTER("cudaStreamEndCapture");
+    state *s = begin();
+    cudaStream_t t = resolve(s, stream, my_device);
+    cudaError_t error = check_end(t);
+    *graph = NULL;
+    if (!error) {
+        capture *c = t->capture;
+        for (int i = 0; i < c->num_lanes; i++)
+            if (c->seen[0][i] < c->work[i]) error = cudaErrorStreamCaptureUnjoined;
+        if (c->invalid) error = cudaErrorStreamCaptureInvalidated;
+        *graph = end_capture(s, c);
+        s->live[STUB_GRAPHS]++;
+        if (error) {
+            s->live[STUB_GRAPHS]--;
+            drop_graph(*graph);
+            *graph = NULL;
+        }
+    }
+    end();
+    return fails(error);
+}
+
+/* ---- graphs ---------------------------------------------------------------------------------- */
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph,
+                                 unsigned long long flags) {
+    ENTER_WAITING("cudaGraphInstantiate");
+    if (!graph || flags) return fails(cudaErrorInvalidValue);
+    state *s = begin();
+    size_t points = (size_t)graph->num_records + 1; /* and the end of the last launch */
+    cudaGraphExec_t e = (cudaGraphExec_t)calloc(1, sizeof *e);
+    if (e) e->points = (stub_point *)calloc(points, sizeof *e->points);
+    if (e) e->clocks = (stub_clock *)calloc(checks ? points : 1, sizeof *e->clocks);
+    if (!e || !e->points || !e->clocks) stub_die("out of memory");
+    e->graph = graph;
+    graph->uses++;
+    for (int i = 1; i < graph->num_lanes; i++) e->lanes[i] = new_stream(s, graph->device, 0, 0);
+    s->live[STUB_GRAPHS]++;
+    *exec = e;
+    end();
+    return cudaSuccess;
+}
+
+static void launch_done(void *arg) {
+    begin();
+    drop_graph((cudaGraph_t)arg);
+    end();
+}
+
+static void wait_record(state *s, cudaStream_t t, const char *name, const struct CUgraphExec_st *e,
+                        int record) {
+    const work none = {name, NULL, NULL, NULL};
+    if (checks) join(&t->clock, &e->clocks[record]);
+    submit(s, t, none, &e->points[record], 1, NULL);
+}
+
+static void mark_record(state *s, cudaStream_t t, work w, struct CUgraphExec_st *e, int record) {
+    e->points[record] = submit(s, t, w, NULL, 0, NULL);
+    if (checks) e->clocks[record] = t->clock;
+}
+
+/* All of it behind the stream's ops and the launch before, and the stream goes on behind it, since
+   what was forked has been joined. */
+static void launch_graph(state *s, cudaGraphExec_t e, cudaStream_t t) {
+    cudaGraph_t graph = e->graph;
+    const work done = {"cudaGraphLaunch", launch_done, graph, NULL};
+    graph->uses++;
+    e->lanes[0] = t;
+    wait_record(s, t, "cudaGraphLaunch", e, graph->num_records);
+    for (const node *n = graph->first; n; n = n->next) {
+        work w = n->w;
+        w.release = NULL; /* it will run again */
+        if (n->wait >= 0) wait_record(s, e->lanes[n->lane], w.name, e, n->wait);
+        else if (n->record >= 0) mark_record(s, e->lanes[n->lane], w, e, n->record);
+        else submit(s, e->lanes[n->lane], w, NULL, 0, NULL);
+    }
+    mark_record(s, t, done, e, graph->num_records);
+}
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+    ENTER("cudaGraphLaunch");
+    if (!exec) return fails(cudaErrorInvalidValue);
+    state *s = begin();
+    cudaError_t error;
+    cudaStream_t t = awaitable(s, stream, &error); /* graphs in graphs are not done here */
+    if (t) launch_graph(s, exec, t);
+    end();
+    return fails(error);
+}
+
+/* What is under way ends first. */
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+    cudaError_t entered = enter("cudaGraphExecDestroy");
+    if (!exec) return entered ? entered : fails(cudaErrorInvalidValue);
+    state *s = begin();
+    for (int i = 1; i < exec->graph->num_lanes; i++) {
+        exec->lanes[i]->alive = 0;
+        pthread_cond_signal(&exec->lanes[i]->work);
+    }
+    drop_graph(exec->graph);
+    s->live[STUB_GRAPHS]--;
+    end();
+    free(exec->points);
+    free(exec->clocks);
+    free(exec);
+    return entered;
+}
+
+/* Executables go on. */
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    cudaError_t entered = enter("cudaGraphDestroy");
+    if (!graph) return entered ? entered : fails(cudaErrorInvalidValue);
+    state *s = begin();
+    drop_graph(graph);
+    s->live[STUB_GRAPHS]--;
+    end();
+    return entered;
+}
 
 /* ---- devices --------------------------------------------------------------------------------- */
 
@@ -814,9 +1184,13 @@ cudaError_t cudaDeviceGetStreamPriorityRange(int *least, int *greatest) {
 
 cudaError_t cudaDeviceSynchronize(void) {
     ENTER("cudaDeviceSynchronize");
-    wait_device(begin(), my_device);
+    state *s = begin();
+    cudaError_t error = cudaSuccess;
+    for (capture *c = s->captures; c; c = c->next)
+        if (c->graph->device == my_device) error = spoil(c, cudaErrorStreamCaptureUnsupported);
+    if (!error) wait_device(s, my_device);
     end();
-    return cudaSuccess;
+    return fails(error);
 }
 
 cudaError_t cudaDriverGetVersion(int *version) {
@@ -913,8 +1287,8 @@ cudaError_t stub_free(void *ptr, const char *name) {
 }
 
 static cudaError_t allocate(const char *name, void **ptr, size_t size, enum cudaMemoryType type) {
-    ENTER(name);
     *ptr = NULL;
+    ENTER_WAITING(name);
     return size ? fails(stub_alloc(ptr, size, ALIGN, type)) : cudaSuccess;
 }
 
@@ -937,6 +1311,7 @@ static cudaError_t release(const char *name, void *ptr, int is_host) {
     cudaError_t entered = enter(name);
     stub_memory m;
     if (!ptr) return entered;
+    if (forbidden()) return cudaErrorStreamCaptureUnsupported;
     if (!stub_find(ptr, 1, &m) || m.base != (char *)ptr || m.align != ALIGN ||
         is_host != (m.type == cudaMemoryTypeHost))
         return fails(cudaErrorInvalidValue);
@@ -994,6 +1369,10 @@ static void copy_body(void *arg) {
         if (c->src) memmove(to, c->src + y * c->spitch, c->width);
         else memset(to, c->value, c->width);
     }
+}
+
+static void copy_free(void *arg) {
+    copy *c = (copy *)arg;
     free(c->staged);
     free(c);
 }
@@ -1017,7 +1396,8 @@ static size_t extent(size_t pitch, const copy *c) {
     return c->height ? pitch * (c->height - 1) + c->width : 0;
 }
 
-/* Pageable memory is read before the call returns; a copy to it is complete then. */
+/* Pageable memory is read before the call returns; a copy to it is complete then. A capture has no
+   such copies. */
 static cudaError_t start_copy(const char *name, copy c, enum cudaMemcpyKind kind,
                               cudaStream_t handle, int blocks) {
     enum cudaMemoryType dst, src = cudaMemoryTypeUnregistered;
@@ -1041,19 +1421,17 @@ static cudaError_t start_copy(const char *name, copy c, enum cudaMemcpyKind kind
     copy *queued = (copy *)malloc(sizeof *queued);
     if (!queued) stub_die("out of memory");
     *queued = c;
-    cudaStream_t stream = stub_stream(handle, my_device);
+    const work w = {name, copy_body, queued, copy_free};
+    stub_point p = {NULL, 0};
+    cudaError_t error;
     state *s = begin();
-    if (!stream && handle) stream = resolve(s, handle, my_device); /* of another device */
-    if (!stream) {
-        end();
-        free(c.staged);
-        free(queued);
-        return fails(cudaErrorInvalidResourceHandle);
-    }
-    stub_point p = submit(s, stream, name, copy_body, queued, NULL, 0, NULL);
+    int is_pageable = c.src && (!c.dst_seen || !c.src_seen);
+    cudaStream_t stream = is_pageable ? awaitable(s, handle, &error) : usable(s, handle, &error);
+    if (stream) p = put(s, stream, w);
     end();
-    if (blocks || (c.src && !c.dst_seen)) stub_wait(p);
-    return cudaSuccess;
+    if (!stream) copy_free(queued);
+    else if (blocks || (c.src && !c.dst_seen)) stub_wait(p);
+    return fails(error);
 }
 
 static copy a_copy(void *dst, size_t dpitch, const void *src, size_t spitch, size_t width,
@@ -1077,7 +1455,7 @@ cudaError_t cudaMemsetAsync(void *ptr, int value, size_t count, cudaStream_t str
 }
 
 cudaError_t cudaMemset(void *ptr, int value, size_t count) { /* asynchronous for device memory */
-    ENTER("cudaMemset");
+    ENTER_WAITING("cudaMemset");
     copy c = a_copy(ptr, 0, NULL, 0, count, 1);
     c.value = value;
     return start_copy("cudaMemset", c, cudaMemcpyDefault, NULL, 0);
@@ -1092,7 +1470,7 @@ cudaError_t cudaMemcpyAsync(void *dst, const void *src, size_t count, enum cudaM
 
 cudaError_t cudaMemcpy(void *dst, const void *src, size_t count, enum cudaMemcpyKind kind) {
     enum cudaMemoryType to, from;
-    ENTER("cudaMemcpy");
+    ENTER_WAITING("cudaMemcpy");
     if (count && !src) return fails(cudaErrorInvalidValue);
     int inside = on_device(dst, &to) & on_device(src, &from); /* then the host does not wait */
     return start_copy("cudaMemcpy", a_copy(dst, 0, src, 0, count, 1), kind, NULL, !inside);
@@ -1119,7 +1497,6 @@ typedef struct launch {
 static void launch_body(void *arg) {
     launch *l = (launch *)arg;
     for (unsigned i = 0; i < l->grid; i++) l->body(l->params, i);
-    free(l);
 }
 
 cudaError_t fsdp_stub_launch(void (*body)(const void *params, unsigned block_index),
@@ -1131,13 +1508,14 @@ cudaError_t fsdp_stub_launch(void (*body)(const void *params, unsigned block_ind
     l->body = body;
     l->grid = grid;
     memcpy(l->params, params, size);
+    const work w = {"launch", launch_body, l, free};
     state *s = begin();
-    cudaStream_t t = resolve(s, stream, my_device);
-    if (t) submit(s, t, "launch", launch_body, l, NULL, 0, NULL);
+    cudaError_t error;
+    cudaStream_t t = usable(s, stream, &error);
+    if (t) put(s, t, w);
     end();
-    if (t) return cudaSuccess;
-    free(l);
-    return fails(cudaErrorInvalidResourceHandle);
+    if (!t) free(l);
+    return fails(error);
 }
 
 /* ---- streams and events, as the runtime has them --------------------------------------------- */
@@ -1167,6 +1545,7 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     struct CUstream_st *t = s->streams;
     while (t && t != stream) t = t->next;
     int ok = t && t->alive && t->blocking != 2;
+    if (ok && t->capture) stub_die("cudaStreamDestroy: the stream is captured");
     if (ok) {
         t->alive = 0;
         s->live[STUB_STREAMS]--;
@@ -1179,38 +1558,48 @@ cudaError_t cudaStreamDestroy(cudaStream_t stream) {
 /* An injected failure waits all the same: what is queued may be at memory that is freed next. Behind
    a sticky error nothing can be waited for. */
 cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
-    cudaError_t entered = enter("cudaStreamSynchronize");
+    cudaError_t entered = enter("cudaStreamSynchronize"), error;
     state *s = begin();
-    cudaStream_t t = resolve(s, stream, my_device);
+    cudaStream_t t = awaitable(s, stream, &error);
     if (t && !s->sticky) {
         stub_point p = {t, t->issued};
         wait_done(p);
         host_knows(s, &t->clock);
     }
     end();
-    return entered ? entered : t ? cudaSuccess : fails(cudaErrorInvalidResourceHandle);
+    return entered ? entered : fails(error);
 }
 
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     ENTER("cudaStreamQuery");
     state *s = begin();
-    cudaStream_t t = resolve(s, stream, my_device);
-    int done = t && t->completed == t->issued;
-    if (done) host_knows(s, &t->clock);
+    cudaError_t error;
+    cudaStream_t t = awaitable(s, stream, &error);
+    if (t && t->completed != t->issued) error = cudaErrorNotReady;
+    if (!error) host_knows(s, &t->clock);
     end();
-    return fails(done ? cudaSuccess : t ? cudaErrorNotReady : cudaErrorInvalidResourceHandle);
+    return fails(error);
 }
 
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, enum cudaStreamCaptureStatus *status) {
     ENTER("cudaStreamIsCapturing");
-    (void)stream;
-    *status = cudaStreamCaptureStatusNone;
-    return cudaSuccess;
+    state *s = begin();
+    cudaStream_t t = resolve(s, stream, my_device);
+    cudaError_t error = t ? cudaSuccess : cudaErrorInvalidResourceHandle;
+    for (const capture *c = s->captures; t && t->blocking == 2 && c; c = c->next)
+        if (touches_capture(c, t)) error = cudaErrorStreamCaptureImplicit;
+    *status = !t || !t->capture     ? cudaStreamCaptureStatusNone
+              : t->capture->invalid ? cudaStreamCaptureStatusInvalidated
+                                    : cudaStreamCaptureStatusActive;
+    end();
+    return fails(error);
 }
 
 cudaError_t cudaThreadExchangeStreamCaptureMode(enum cudaStreamCaptureMode *mode) {
     ENTER("cudaThreadExchangeStreamCaptureMode");
-    *mode = cudaStreamCaptureModeGlobal;
+    const enum cudaStreamCaptureMode before = my_mode;
+    my_mode = *mode;
+    *mode = before;
     return cudaSuccess;
 }
 
@@ -1233,46 +1622,58 @@ cudaError_t cudaEventDestroy(cudaEvent_t event) {
 
 cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     ENTER("cudaEventRecord");
+    const work none = {"cudaEventRecord", NULL, NULL, NULL};
     state *s = begin();
-    cudaStream_t t = resolve(s, stream, my_device);
-    if (t) {
-        event->point = submit(s, t, "cudaEventRecord", NULL, NULL, NULL, 0, NULL);
+    cudaError_t error;
+    cudaStream_t t = usable(s, stream, &error);
+    if (t && t->capture) {
+        record_captured(t, event);
+    } else if (t) {
+        event->capture = 0;
+        event->point = submit(s, t, none, NULL, 0, NULL);
         if (checks) event->clock = t->clock;
     }
     end();
-    return t ? cudaSuccess : fails(cudaErrorInvalidResourceHandle);
+    return fails(error);
 }
 
 cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned flags) {
     ENTER("cudaStreamWaitEvent");
     (void)flags;
+    const work none = {"cudaStreamWaitEvent", NULL, NULL, NULL};
     state *s = begin();
-    cudaStream_t t = resolve(s, stream, my_device);
+    cudaError_t error;
+    cudaStream_t t = usable(s, stream, &error);
     s->waits++;
     int ignored = ignored_wait > 0 && --ignored_wait == 0;
-    if (t && event->point.stream && !ignored) {
+    if (t && !ignored && (t->capture || event->capture)) {
+        error = wait_captured(s, t, event);
+    } else if (t && !ignored && event->point.stream) {
         join(&t->clock, &event->clock);
-        submit(s, t, "cudaStreamWaitEvent", NULL, NULL, &event->point, 1, NULL);
+        submit(s, t, none, &event->point, 1, NULL);
     }
     end();
-    return t ? cudaSuccess : fails(cudaErrorInvalidResourceHandle);
+    return fails(error);
 }
 
 cudaError_t cudaEventQuery(cudaEvent_t event) {
-    ENTER("cudaEventQuery");
+    ENTER_WAITING("cudaEventQuery");
     state *s = begin();
-    int done = is_done(event->point);
-    if (done) host_knows(s, &event->clock);
+    cudaError_t error = is_done(event->point) ? cudaSuccess : cudaErrorNotReady;
+    if (event->capture) error = spoil(find_capture(s, event->capture), cudaErrorCapturedEvent);
+    if (!error) host_knows(s, &event->clock);
     end();
-    return fails(done ? cudaSuccess : cudaErrorNotReady);
+    return fails(error);
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {
-    ENTER("cudaEventSynchronize");
+    ENTER_WAITING("cudaEventSynchronize");
     state *s = begin();
+    cudaError_t error = cudaSuccess;
     stub_point p = event->point; /* of this moment: it may be recorded again */
-    wait_done(p);
-    host_knows(s, &event->clock);
+    if (event->capture) error = spoil(find_capture(s, event->capture), cudaErrorCapturedEvent);
+    if (!error) wait_done(p);
+    if (!error) host_knows(s, &event->clock);
     end();
-    return cudaSuccess;
+    return fails(error);
 }

@@ -1135,9 +1135,9 @@ static ncclResult_t issue(enum kind kind, const void *src, void *dst, size_t cou
     c.registered = comm->registered;
     const char *wrong = is_busy(comm)     ? "the comm is in progress"
                         : comm->finalized ? "the comm has been finalized"
-                        : !c.stream       ? "the stream is none of the comm's device"
-                        : count           ? check_coll(&c)
-                                          : NULL;
+                        : !c.stream ? "the stream is none of the comm's device, or is captured"
+                        : count     ? check_coll(&c)
+                                    : NULL;
     if (wrong) {
         snprintf(text, sizeof text, "%s: %s", kind_names[kind], wrong);
         return refuse(ncclInvalidArgument, text);

@@ -1,0 +1,1193 @@
+/* test_nccl.c - the NCCL backend on the stand-ins of tests/stubs: the bits of the host's training,
+   what a step costs, races, registrations, versions, calls in progress, failures of every call. */
+#include "harness.h"
+#include "stub.h"
+
+/* The library's looks at events, by the thread that looks: the watchdog has its own. */
+static __thread int64_t queries;
+static cudaError_t counted_query(cudaEvent_t event) {
+    queries++;
+    return cudaEventQuery(event);
+}
+/* Which memory is registered with which comm: nothing twice. */
+enum { NOTED = 256 };
+static struct {
+    ncclComm_t comm;
+    void *base;
+} noted[NOTED];
+static int num_noted, noted_twice;
+static void note(ncclComm_t comm, void *base) {
+    if (num_noted == NOTED) return; /* long after the tests that ask */
+    for (int i = 0; i < num_noted; i++)
+        noted_twice += noted[i].comm == comm && noted[i].base == base;
+    noted[num_noted].comm = comm;
+    noted[num_noted++].base = base;
+}
+static ncclResult_t noted_register(ncclComm_t comm, void *base, size_t size, void **handle) {
+    note(comm, base);
+    return ncclCommRegister(comm, base, size, handle);
+}
+static ncclResult_t noted_window(ncclComm_t comm, void *base, size_t size, ncclWindow_t *window,
+                                 int flags) {
+    note(comm, base);
+    return ncclCommWindowRegister(comm, base, size, window, flags);
+}
+#define cudaEventQuery         counted_query
+#define ncclCommRegister       noted_register
+#define ncclCommWindowRegister noted_window
+#define FSDP_IMPLEMENTATION
+#include "fsdp_optim.h"
+#undef cudaEventQuery
+#undef ncclCommRegister
+#undef ncclCommWindowRegister
+#include "world.h"
+
+enum { UNITS = 4, NUM = 13, ROOM = 1 << 20 };
+
+/* Large enough to be gathered in place, and small; by columns, uneven, empty, frozen, unused. */
+static const struct {
+    int unit;
+    fsdp_dtype dtype;
+    int frozen, unused, ndim, shard_dim;
+    int64_t shape[2];
+} net[NUM] = {{0, FSDP_F32, 0, 0, 2, 0, {96, 50}}, {0, FSDP_F32, 0, 0, 2, 0, {7, 5}},
+              {0, FSDP_F32, 0, 0, 1, 0, {3, 0}},   {0, FSDP_F32, 0, 0, 2, 1, {6, 10}},
+              {1, FSDP_F32, 0, 0, 2, 0, {64, 64}}, {1, FSDP_F32, 1, 0, 2, 0, {72, 60}},
+              {1, FSDP_F32, 0, 1, 1, 0, {9, 0}},   {1, FSDP_F32, 0, 0, 1, 0, {0, 0}},
+              {2, FSDP_F32, 0, 0, 2, 0, {30, 4}},  {2, FSDP_F64, 0, 0, 2, 0, {5, 3}},
+              {2, FSDP_F32, 1, 0, 1, 0, {11, 0}},  {3, FSDP_BF16, 0, 0, 2, 0, {90, 4}},
+              {3, FSDP_BF16, 0, 0, 1, 0, {2, 0}}};
+
+/* How it is trained. `plain`: sums of 16 bits are rounded before they are scaled, as on backends
+   that do not reduce by themselves. `near`: not the host's bits, but this close to them. */
+typedef struct {
+    const char *name;
+    fsdp_dtype param_dtype, reduce_dtype;
+    int64_t direct_min;
+    int micros, hsdp, reshard, offload, overwrite, prefetch, scaler, plain;
+    double clip, near;
+} variant;
+static const variant variants[] = {
+    {"f32", 0, 0, 16384, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0},
+    {"bf16_f32", FSDP_BF16, FSDP_F32, 8192, 1, 0, 0, 0, 0, 0, 0, 0, 0, 0},
+    {"bf16_bf16", FSDP_BF16, FSDP_BF16, 8192, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0},
+    {"f32_bf16", FSDP_F32, FSDP_BF16, 16384, 1, 0, 0, 0, 0, 0, 0, 1, 0, 0},
+    {"packed", 0, 0, FSDP_DIRECT_NEVER, 2, 0, 0, 0, 0, 1, 0, 0, 0, 0},
+    {"direct", 0, 0, 1, 2, 0, 0, 0, 0, 1, 0, 0, 0, 0},
+    {"accumulates", FSDP_BF16, FSDP_F32, 8192, 3, 0, 0, 0, 0, 0, 0, 0, 0, 0},
+    {"overwrites", 0, 0, 16384, 1, 0, 0, 0, 1, 0, 0, 0, 0, 0},
+    {"keeps", 0, 0, 16384, 1, 0, FSDP_RESHARD_NEVER, 0, 0, 0, 0, 0, 0, 0},
+    {"halves", 0, 0, 16384, 1, 0, 2, 0, 0, 0, 0, 0, 0, 0},
+    {"hsdp", FSDP_BF16, FSDP_F32, 8192, 2, 1, 0, 0, 0, 0, 0, 0, 0, 0},
+    {"offload", 0, 0, 16384, 2, 0, 0, 1, 0, 0, 0, 0, 0, 0},
+    {"scaler", FSDP_F16, FSDP_F32, 8192, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0},
+    /* the device adds squares in another order: norms differ in the last digits of f64, and the
+       coefficient, which is rounded to f32, by one unit; bf16 parameters then by one of theirs */
+    {"clip", 0, 0, 16384, 1, 0, 0, 0, 0, 0, 0, 0, 0.25, 1.0 / 128},
+};
+
+typedef struct {
+    const variant *v;
+    int rank, world, native;
+    int everything, launched; /* no parameter is left unused; kernels of the test so far */
+    int faulty;               /* its kernels may fail to start */
+    w_heap heap;
+    fsdp_world *w;
+    fsdp_mesh *mesh;
+    fsdp_model *model;
+    fsdp_unit *unit[UNITS];
+    int index[NUM];
+    fsdp_adamw *adamw;
+    fsdp_grad_scaler *scaler;
+    cudaStream_t stream;
+    double *sums; /* of the parameters of each unit, by the last forward */
+    double *seen; /* what came out, step by step */
+    int64_t num_seen;
+} job;
+
+static int64_t numel_of(int p) { return net[p].shape[0] * (net[p].ndim > 1 ? net[p].shape[1] : 1); }
+static double value(int64_t a, int64_t b) {
+    return (double)((a * 7919 + b * 104729 + a * b) % 4001) / 1000 - 2;
+}
+static double get(const void *a, fsdp_dtype dtype, int64_t i) {
+    double x = 0;
+    const char *at = (const char *)a + i * (int64_t)fsdp_dtype_size(dtype);
+    CHECK_OK(fsdp_convert(&x, FSDP_F64, at, dtype, 1));
+    return x;
+}
+static void put(void *a, fsdp_dtype dtype, int64_t i, double x) {
+    CHECK_OK(fsdp_convert((char *)a + i * (int64_t)fsdp_dtype_size(dtype), dtype, &x, FSDP_F64, 1));
+}
+static fsdp_dtype whole_dtype(const job *j, int p) {
+    return j->v->param_dtype ? j->v->param_dtype : net[p].dtype;
+}
+
+/* ---- the caller's kernels -------------------------------------------------------------------- */
+
+typedef struct {
+    const void *param;
+    void *grad; /* NULL: a forward */
+    double *sum, factor;
+    int64_t numel, seed;
+    fsdp_dtype dtype;
+    int adds, on_device;
+} use;
+
+/* A forward adds up the parameter; a backward has gradients of it, and of what the forward saw. */
+static void use_body(const void *params, unsigned block_index) {
+    const use *u = (const use *)params;
+    size_t bytes = (size_t)u->numel * fsdp_dtype_size(u->dtype);
+    (void)block_index;
+    if (u->on_device) {
+        fsdp_stub_touch(u->param, bytes, 0);
+        if (u->grad) fsdp_stub_touch(u->grad, bytes, 1);
+        fsdp_stub_touch(u->sum, sizeof *u->sum, !u->grad);
+    }
+    for (int64_t i = 0; i < u->numel; i++) {
+        double x = get(u->param, u->dtype, i);
+        if (!u->grad) {
+            *u->sum += x;
+            continue;
+        }
+        double g = u->factor * (x / 8 + *u->sum / 64 + value(u->seed, i));
+        put(u->grad, u->dtype, i, u->adds ? get(u->grad, u->dtype, i) + g : g);
+    }
+}
+
+static void zero_body(const void *params, unsigned block_index) {
+    const use *u = (const use *)params;
+    (void)block_index;
+    if (u->on_device) fsdp_stub_touch(u->sum, sizeof *u->sum, 1);
+    *u->sum = 0;
+}
+
+static void run(job *j, void (*body)(const void *params, unsigned block_index), const use *u) {
+    j->launched++;
+    if (!j->native) body(u, 0);
+    else CHECK((fsdp_stub_launch(body, u, sizeof *u, 1, j->stream) == cudaSuccess) | j->faulty);
+}
+
+/* ---- a training ------------------------------------------------------------------------------ */
+
+static void fill_rows(void *user, const fsdp_param_view *block) {
+    (void)user;
+    for (int64_t k = 0; k < block->numel; k++)
+        put(block->data, block->dtype, k, value(block->ordinal, fsdp_view_index(block, k)));
+}
+
+static fsdp_status open_world(job *j, const char *name, int timeout_ms) {
+    static fsdp_comm_ops plain;
+    fsdp_world_desc d = w_desc(j->rank, j->world, NULL, w_job(name), 0);
+    plain = w_plain();
+    d.backend = j->native ? "nccl" : "shm";
+    if (j->v->plain && !j->native) d.comm_ops = &plain;
+    if (timeout_ms) d.timeout_ms = timeout_ms;
+    w_heap_use(&j->heap, &d);
+    return fsdp_init(&d, &j->w);
+}
+
+static fsdp_status make_unit(job *j, int u) {
+    fsdp_param_desc d[NUM];
+    fsdp_unit_desc ud = FSDP_ZERO;
+    memset(d, 0, sizeof d);
+    for (int p = 0; p < NUM; p++) {
+        if (net[p].unit != u) continue;
+        fsdp_param_desc *to = &d[ud.num_params];
+        j->index[p] = ud.num_params++;
+        to->dtype = net[p].dtype, to->ndim = net[p].ndim, to->frozen = net[p].frozen;
+        to->shard_dim = net[p].shard_dim;
+        memcpy(to->shape, net[p].shape, sizeof net[p].shape);
+    }
+    ud.params = d;
+    return fsdp_fully_shard(j->model, &ud, &j->unit[u]);
+}
+
+static fsdp_status make_model(job *j) {
+    static const int32_t shape[2] = {2, 2};
+    fsdp_mesh_desc mesh = FSDP_ZERO;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_status status = FSDP_OK;
+    mesh.ndim = 2;
+    memcpy(mesh.shape, shape, sizeof shape);
+    mesh.names[0] = "replicate", mesh.names[1] = "shard";
+    if (j->v->hsdp) status = fsdp_mesh_create(j->w, &mesh, &j->mesh);
+    md.mesh = j->mesh;
+    md.param_dtype = j->v->param_dtype, md.reduce_dtype = j->v->reduce_dtype;
+    md.direct_min = j->v->direct_min, md.reshard_after_forward = j->v->reshard;
+    md.cpu_offload = j->v->offload, md.grads_overwrite = j->v->overwrite;
+    if (!status) status = fsdp_model_create(j->w, &md, &j->model);
+    for (int u = 0; u < UNITS && !status; u++) status = make_unit(j, u);
+    if (!status) status = fsdp_init_params(j->model, fill_rows, NULL);
+    for (int u = 0; u + 1 < UNITS && j->v->prefetch && !status; u++)
+        status = fsdp_set_modules_to_forward_prefetch(j->unit[u], &j->unit[u + 1], 1);
+    if (!status) status = fsdp_adamw_create(j->model, NULL, &j->adamw);
+    if (!status && j->v->scaler) status = fsdp_grad_scaler_create(j->model, NULL, &j->scaler);
+    return status;
+}
+
+/* Every call of the library returns this: a failure ends the step. */
+static fsdp_status forward(job *j) {
+    for (int u = 0; u < UNITS; u++) {
+        use all = FSDP_ZERO;
+        all.sum = &j->sums[u];
+        all.on_device = j->native;
+        fsdp_status status = fsdp_pre_forward(j->unit[u]);
+        if (status) return status;
+        run(j, zero_body, &all);
+        for (int p = 0; p < NUM; p++) {
+            if (net[p].unit != u) continue;
+            use one = all;
+            one.dtype = whole_dtype(j, p);
+            one.numel = numel_of(p);
+            one.param = fsdp_data(j->unit[u], j->index[p]);
+            W_CHECK(one.param != NULL, "%s", fsdp_last_error(j->w));
+            if (one.numel) run(j, use_body, &one);
+        }
+        status = fsdp_post_forward(j->unit[u]);
+        if (status) return status;
+    }
+    return FSDP_OK;
+}
+
+static fsdp_status backward(job *j, int step, int micro, double factor) {
+    for (int u = UNITS - 1; u >= 0; u--) {
+        fsdp_status status = fsdp_pre_backward(j->unit[u]);
+        if (status) return status;
+        for (int p = 0; p < NUM; p++) {
+            use one = FSDP_ZERO;
+            if (net[p].unit != u || net[p].frozen || (net[p].unused && !j->everything)) continue;
+            one.sum = &j->sums[u];
+            one.on_device = j->native;
+            one.factor = factor;
+            one.dtype = whole_dtype(j, p);
+            one.numel = numel_of(p);
+            one.seed = 1000 * step + 100 * micro + 17 * j->rank + p;
+            one.adds = !j->v->overwrite;
+            one.param = fsdp_data(j->unit[u], j->index[p]);
+            one.grad = fsdp_grad(j->unit[u], j->index[p]);
+            W_CHECK(one.param && one.grad, "%s", fsdp_last_error(j->w));
+            if (one.numel) run(j, use_body, &one);
+        }
+        status = fsdp_post_backward(j->unit[u]);
+        if (status) return status;
+    }
+    return fsdp_finalize_backward(j->model);
+}
+
+static fsdp_status micro_steps(job *j, int step) {
+    fsdp_status status = FSDP_OK;
+    double factor = 0.125;
+    if (j->scaler) factor *= fsdp_grad_scaler_scale(j->scaler) / 65536;
+    if (j->scaler && step == 1) factor = 1e30; /* infinite in f16 */
+    for (int m = 0; m < j->v->micros && !status; m++) {
+        status = fsdp_set_requires_gradient_sync(j->model, NULL, m + 1 == j->v->micros);
+        if (!status) status = forward(j);
+        if (!status) status = backward(j, step, m, factor);
+    }
+    return status;
+}
+
+static fsdp_status update(job *j) {
+    fsdp_status status = FSDP_OK;
+    int found = 0;
+    double norm = 0;
+    if (j->scaler) {
+        status = fsdp_grad_scaler_unscale(j->scaler);
+        found = fsdp_grad_scaler_found_inf(j->scaler);
+    }
+    if (j->v->clip > 0 && !status) status = fsdp_clip_grad_norm(j->model, j->v->clip, &norm);
+    if (j->seen) j->seen[j->num_seen++] = norm;
+    if (!status && !found) status = fsdp_adamw_step(j->adamw, 0.01);
+    if (!status && j->scaler) status = fsdp_grad_scaler_update(j->scaler);
+    return status ? status : fsdp_zero_grad(j->model);
+}
+
+static fsdp_status train_step(job *j, int step) {
+    fsdp_status status = micro_steps(j, step);
+    return status ? status : update(j);
+}
+
+/* All parameters or gradients, as the public functions show them. */
+static void look(job *j, int grads) {
+    char whole[32768];
+    for (int p = 0; p < NUM; p++) {
+        fsdp_unit *u = j->unit[net[p].unit];
+        if (grads && net[p].frozen) continue;
+        CHECK(j->num_seen + numel_of(p) < ROOM);
+        CHECK(numel_of(p) * (int64_t)fsdp_dtype_size(net[p].dtype) <= (int64_t)sizeof whole);
+        CALL(j->w, grads ? fsdp_param_full_grad(u, j->index[p], whole)
+                         : fsdp_param_full(u, j->index[p], whole));
+        for (int64_t i = 0; i < numel_of(p); i++)
+            j->seen[j->num_seen++] = get(whole, net[p].dtype, i);
+    }
+}
+
+static void load_one(job *j) {
+    float whole[7 * 5];
+    for (int i = 0; i < 7 * 5; i++) whole[i] = (float)value(50, i);
+    CALL(j->w, fsdp_param_load(j->unit[0], j->index[1], whole));
+}
+
+static void begin(job *j, const variant *v, int rank, int world, int native) {
+    memset(j, 0, sizeof *j);
+    j->v = v, j->rank = rank, j->world = world, j->native = native;
+    j->stream = cudaStreamLegacy;
+    snprintf(w_case, sizeof w_case, "%s, rank %d of %d, %s", v->name, rank, world,
+             native ? "nccl" : "shm");
+}
+
+static void make_sums(job *j) {
+    void *sums = NULL;
+    if (!j->native) sums = calloc(UNITS, sizeof *j->sums);
+    else CHECK_EQ_INT(cudaMalloc(&sums, UNITS * sizeof *j->sums), 0);
+    CHECK(sums != NULL);
+    j->sums = (double *)sums;
+}
+
+static void start(job *j, const variant *v, int rank, int world, int native) {
+    begin(j, v, rank, world, native);
+    CALL(NULL, open_world(j, v->name, 0));
+    make_sums(j);
+    CALL(j->w, make_model(j));
+}
+
+static void check_nothing_live(void) {
+    static const char *const names[STUB_KINDS] = {"streams",      "events", "bytes",
+                                                  "pinned bytes", "comms",  "registrations",
+                                                  "windows",      "graphs"};
+    for (int k = 0; k < STUB_KINDS; k++)
+        W_CHECK(stub_live(k) == 0, "%lld %s are left", (long long)stub_live(k), names[k]);
+}
+
+static void finish(job *j) {
+    CALL(j->w, fsdp_shutdown(j->w));
+    if (j->native) CHECK_EQ_INT(cudaFree(j->sums), 0);
+    else free(j->sums);
+    W_CHECK(j->heap.live == 0, "%lld blocks of host memory are left", (long long)j->heap.live);
+    if (j->native) check_nothing_live();
+}
+
+/* The shards are where the host has no business, and kernels were launched. */
+static void check_on_device(job *j) {
+    struct cudaPointerAttributes at;
+    fsdp_flat flat;
+    CALL(j->w, fsdp_model_flat(j->model, FSDP_F32, &flat));
+    CHECK_EQ_INT(cudaPointerGetAttributes(&at, flat.shards), 0);
+    CHECK_EQ_INT(at.type, j->v->offload ? cudaMemoryTypeHost : cudaMemoryTypeDevice);
+}
+
+static void train(job *j, const variant *v, int rank, int world, int native) {
+    start(j, v, rank, world, native);
+    j->seen = (double *)calloc(ROOM, sizeof *j->seen);
+    CHECK(j->seen != NULL);
+    load_one(j);
+    if (native) check_on_device(j);
+    for (int step = 0; step < 3; step++) {
+        CALL(j->w, micro_steps(j, step));
+        look(j, 1);
+        CALL(j->w, update(j));
+        look(j, 0);
+    }
+    finish(j);
+}
+
+/* ---- the host's bits ------------------------------------------------------------------------- */
+
+static void compare(const job *a, const job *b) {
+    CHECK_EQ_INT(a->num_seen, b->num_seen);
+    for (int64_t i = 0; i < a->num_seen; i++) {
+        double x = a->seen[i], y = b->seen[i], off = x > y ? x - y : y - x;
+        if (!memcmp(&x, &y, sizeof x)) continue;
+        W_CHECK(a->v->near > 0 && off <= a->v->near * (y > 0 ? y : -y) + 1e-6,
+                "value %lld is %.17g, on the host %.17g", (long long)i, x, y);
+    }
+}
+
+static void same_as_host(int rank, int world, void *arg) {
+    job a, b;
+    stub_set(STUB_PROTECT, 1); /* the host cannot look */
+    train(&a, (const variant *)arg, rank, world, 1);
+    train(&b, (const variant *)arg, rank, world, 0);
+    compare(&a, &b);
+    free(a.seen), free(b.seen);
+}
+
+TEST_P(nccl, same_bits, variants) {
+    int least = row->hsdp ? 4 : row->reshard > 1 ? row->reshard : 1;
+    for (int world = least; world <= 4; world += least)
+        h_ranks_proc(world, same_as_host, (void *)(uintptr_t)row);
+}
+
+/* ---- what a step costs ----------------------------------------------------------------------- */
+
+/* Calls of one step, all by the caller's thread; without the test's own kernels. */
+enum { LAUNCH, COPY, SET, RECORD, WAIT, GROUP, GATHER, SCATTER, REDUCE, COUNTED };
+static const char *const counted[COUNTED] = {
+    "launch",          "cudaMemcpyAsync",     "cudaMemsetAsync",
+    "cudaEventRecord", "cudaStreamWaitEvent", "ncclGroupStart",
+    "ncclAllGather",   "ncclReduceScatter",   "ncclAllReduce"};
+/* Of the first step only: what allocates, registers, or makes the host wait. */
+static const char *const never[] = {"cudaMalloc",
+                                    "cudaMallocHost",
+                                    "cudaMallocManaged",
+                                    "cudaFree",
+                                    "cudaFreeHost",
+                                    "cudaStreamCreateWithFlags",
+                                    "cudaStreamCreateWithPriority",
+                                    "cudaStreamDestroy",
+                                    "cudaStreamSynchronize",
+                                    "cudaStreamQuery",
+                                    "cudaDeviceSynchronize",
+                                    "cudaEventCreateWithFlags",
+                                    "cudaEventDestroy",
+                                    "cudaEventSynchronize",
+                                    "cudaMemcpy",
+                                    "cudaMemset",
+                                    "cudaMemGetInfo",
+                                    "ncclMemAlloc",
+                                    "ncclMemFree",
+                                    "ncclCommRegister",
+                                    "ncclCommDeregister",
+                                    "ncclCommWindowRegister",
+                                    "ncclCommSplit",
+                                    "ncclSend",
+                                    "ncclRecv",
+                                    "ncclBroadcast"};
+
+static const struct {
+    const char *name, *variant;
+    int world, expected[COUNTED];
+} budgets[] = {
+    {"f32,W=1", "f32", 1, {9, 4, 4, 23, 14, 0, 0, 0, 0}},
+    {"f32,W=2", "f32", 2, {23, 3, 4, 82, 38, 12, 18, 11, 0}},
+    {"bf16_f32,W=2", "bf16_f32", 2, {31, 0, 4, 91, 38, 12, 18, 11, 0}},
+    {"keeps,W=2", "keeps", 2, {20, 2, 4, 62, 25, 8, 9, 11, 0}},
+    {"accumulates,W=2", "accumulates", 2, {65, 0, 17, 218, 114, 28, 54, 11, 0}},
+    {"hsdp,W=4", "hsdp", 4, {48, 0, 13, 171, 87, 24, 36, 11, 4}},
+};
+
+static const variant *variant_of(const char *name) {
+    size_t i = 0;
+    while (strcmp(variants[i].name, name)) CHECK(++i < sizeof variants / sizeof *variants);
+    return &variants[i];
+}
+
+static void steady(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    job j;
+    start(&j, variant_of(budgets[row].variant), rank, world, 1);
+    j.everything = 1;
+    for (int step = 0; step < 7; step++) {
+        stub_count_reset();
+        queries = j.launched = 0;
+        CALL(j.w, train_step(&j, step));
+        if (step < 2) continue;
+        W_CHECK(queries == 0, "step %d: the caller looked at events %lld times", step,
+                (long long)queries);
+        for (size_t i = 0; i < sizeof never / sizeof *never; i++)
+            W_CHECK(stub_count(never[i]) == 0, "step %d: %lld calls of %s", step,
+                    (long long)stub_count(never[i]), never[i]);
+        for (int i = 0; i < COUNTED; i++) {
+            if (rank && i <= COPY) continue; /* uneven shards may lie in more pieces there */
+            int calls = (int)(stub_count(counted[i]) - (i == LAUNCH ? j.launched : 0));
+            W_CHECK(calls == budgets[row].expected[i], "step %d: %d calls of %s, expected %d", step,
+                    calls, counted[i], budgets[row].expected[i]);
+        }
+    }
+    finish(&j);
+}
+
+TEST_P(nccl, steady_step, budgets) {
+    h_ranks_proc(row->world, steady, (void *)(uintptr_t)(row - budgets));
+}
+
+/* ---- gathers --------------------------------------------------------------------------------- */
+
+/* One group for a unit: an operation for each large parameter, and one for all others. Those alone
+   are copied out, by one kernel. What needs no cast is gathered from where the shards are; a cast
+   writes this rank's part of the slot, which is then gathered in place. */
+static const struct {
+    const char *name;
+    int direct, packed;
+    fsdp_dtype param_dtype;
+    int launches, copies_out;
+} units[] = {{"one_direct", 1, 0, 0, 0, 0},          {"three_direct", 3, 0, 0, 0, 0},
+             {"four_packed", 0, 4, 0, 1, 1},         {"both", 2, 3, 0, 1, 1},
+             {"cast_direct", 2, 0, FSDP_BF16, 1, 0}, {"cast_both", 2, 3, FSDP_BF16, 2, 1}};
+
+static int copies_out, gathers, gathers_in_place;
+static int on_op(void *user, fsdp_model *model, const fsdp_op *op) {
+    (void)user, (void)model;
+    copies_out += op->label == FSDP_LABEL_COPY_OUT && op->kind == FSDP_OP_COPY;
+    gathers += op->kind == FSDP_OP_ALL_GATHER;
+    gathers_in_place += op->kind == FSDP_OP_ALL_GATHER && op->in_place;
+    return 0;
+}
+
+static fsdp_status make_one_unit(job *j, int direct, int packed, int64_t rows, fsdp_dtype dtype) {
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_param_desc d[16];
+    for (int i = 0; i < direct + packed; i++)
+        d[i] = i < direct ? fsdp_mat(NULL, rows, 64) : fsdp_mat(NULL, 5 + i, 3);
+    md.direct_min = 8192;
+    md.param_dtype = dtype;
+    ud.params = d;
+    ud.num_params = direct + packed;
+    fsdp_status status = fsdp_model_create(j->w, &md, &j->model);
+    if (!status) status = fsdp_fully_shard(j->model, &ud, &j->unit[0]);
+    return status ? status : fsdp_init_params(j->model, fill_rows, NULL);
+}
+
+/* One step of a unit alone: its gradients are what the device has in them. */
+static fsdp_status one_unit_step(job *j, int count) {
+    fsdp_status status = fsdp_pre_forward(j->unit[0]);
+    if (!status) status = fsdp_post_forward(j->unit[0]);
+    if (!status) status = fsdp_pre_backward(j->unit[0]);
+    for (int i = 0; i < count && !status; i++) CHECK(fsdp_grad(j->unit[0], i) != NULL);
+    if (!status) status = fsdp_post_backward(j->unit[0]);
+    if (!status) status = fsdp_finalize_backward(j->model);
+    return status ? status : fsdp_zero_grad(j->model);
+}
+
+static void open_plainly(job *j, int rank, int world, const char *name) {
+    begin(j, &variants[0], rank, world, 1);
+    snprintf(w_case, sizeof w_case, "%s, rank %d of %d", name, rank, world);
+    CALL(NULL, open_world(j, name, 0));
+    make_sums(j);
+}
+
+static void gather(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    int direct = units[row].direct, packed = units[row].packed;
+    fsdp_driver driver = {NULL, on_op, NULL};
+    job j;
+    open_plainly(&j, rank, world, units[row].name);
+    CALL(j.w, make_one_unit(&j, direct, packed, 64, units[row].param_dtype));
+    for (int step = 0; step < 2; step++) CALL(j.w, one_unit_step(&j, direct + packed));
+    CALL(j.w, fsdp_set_driver(j.model, &driver));
+    stub_count_reset();
+    CALL(j.w, fsdp_pre_forward(j.unit[0]));
+    CHECK_EQ_INT(stub_count("ncclGroupStart"), 1);
+    CHECK_EQ_INT(stub_count("ncclAllGather"), direct + (packed > 0));
+    CHECK_EQ_INT(stub_count("launch"), units[row].launches);
+    CHECK_EQ_INT(stub_count("cudaMemcpyAsync") + stub_count("cudaMemcpy2DAsync"), 0);
+    CHECK_EQ_INT(copies_out, units[row].copies_out);
+    CHECK_EQ_INT(gathers, 1);
+    CHECK_EQ_INT(gathers_in_place, units[row].param_dtype != 0);
+    CALL(j.w, fsdp_post_forward(j.unit[0]));
+    CALL(j.w, fsdp_model_reset(j.model));
+    finish(&j);
+}
+
+TEST_P(nccl, gather, units) { h_ranks_proc(2, gather, (void *)(uintptr_t)(row - units)); }
+
+/* ---- registration ---------------------------------------------------------------------------- */
+
+/* Each large allocation once with the comm that uses it. The shard gradients alone are in none. */
+enum { NO_REGISTRATION, BUFFERS, WINDOWS, REFUSED };
+static const struct {
+    const char *name, *value, *comms;
+    int version, kind, fails; /* fails: the world ends by a failure */
+} registers[] = {{"none", "0", "2", 0, NO_REGISTRATION, 0},
+                 {"default", NULL, "2", 0, NO_REGISTRATION, 0},
+                 {"buffers", "1", "2", 0, BUFFERS, 0},
+                 {"one_comm", "1", "1", 0, BUFFERS, 0},
+                 {"buffers_abort", "1", "2", 0, BUFFERS, 1},
+                 {"buffers_of_2.26", "1", "2", 22602, BUFFERS, 0},
+                 {"buffers_of_2.25", "1", "2", 22505, NO_REGISTRATION, 0},
+                 {"buffers_of_2.18", "1", "2", 21800, NO_REGISTRATION, 0},
+                 {"windows", "2", "2", 22907, WINDOWS, 0},
+                 {"windows_abort", "2", "2", 22907, WINDOWS, 1},
+                 {"windows_refused", "2", "2", 22907, REFUSED, 0},
+                 {"windows_of_2.28", "2", "2", 22809, BUFFERS, 0}};
+
+static void end_by_failure(job *j, int rank) {
+    usleep(100000); /* no rank is in a call */
+    if (rank == 0) fsdp_abort(j->w, "enough");
+    int64_t start = h_now_ms();
+    while (!fsdp_zero_grad(j->model) && !fsdp_barrier(j->w)) CHECK(h_now_ms() - start < 3000);
+    CHECK_STATUS(fsdp_shutdown(j->w), FSDP_ERR_ABORTED);
+    CHECK_EQ_INT(cudaFree(j->sums), 0);
+    check_nothing_live();
+    CHECK_EQ_INT(j->heap.live, 0);
+}
+
+static void registered(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    int kind = registers[row].kind;
+    float whole[15];
+    job j;
+    if (registers[row].value) setenv("FSDP_NCCL_REGISTER", registers[row].value, 1);
+    else unsetenv("FSDP_NCCL_REGISTER");
+    setenv("FSDP_NCCL_COMMS", registers[row].comms, 1);
+    if (registers[row].version) stub_set(STUB_NCCL_VERSION, registers[row].version);
+    stub_set(STUB_WINDOWS_WORK, kind != REFUSED);
+    open_plainly(&j, rank, world, registers[row].name);
+    CALL(j.w, make_one_unit(&j, 1, 2, 16384, 0)); /* shards of 2 MiB, and two small parameters */
+    for (int step = 0; step < 4; step++) CALL(j.w, one_unit_step(&j, 3));
+    int64_t large = stub_count("ncclMemAlloc"), used = kind == NO_REGISTRATION ? 0 : large - 1;
+    CHECK(kind == NO_REGISTRATION ? large == 0 : large >= 4);
+    CHECK_EQ_INT(noted_twice, 0);
+    CHECK_EQ_INT(num_noted, used);
+    CHECK_EQ_INT(stub_live(STUB_REGISTRATIONS), kind == BUFFERS ? used : 0);
+    CHECK_EQ_INT(stub_live(STUB_WINDOWS), kind == WINDOWS ? used : 0);
+    CALL(j.w, fsdp_param_full(j.unit[0], 1, whole));
+    for (int i = 0; i < 15; i++) CHECK_NEAR(whole[i], (float)value(1, i), 0);
+    if (registers[row].fails) {
+        end_by_failure(&j, rank);
+        return;
+    }
+    fsdp_model_destroy(j.model); /* memory that is registered must not be freed: the stub aborts */
+    CHECK_EQ_INT(stub_live(STUB_REGISTRATIONS) + stub_live(STUB_WINDOWS), 0);
+    finish(&j);
+    CHECK_EQ_INT(stub_count("ncclMemAlloc"), stub_count("ncclMemFree"));
+}
+
+TEST_P(nccl, registers, registers) {
+    h_ranks_proc(2, registered, (void *)(uintptr_t)(row - registers));
+}
+
+/* ---- versions -------------------------------------------------------------------------------- */
+
+/* The library that the program meets at run time may be older than the header. */
+static void too_old(int rank, int world, void *arg) {
+    job j;
+    (void)arg;
+    stub_set(STUB_NCCL_VERSION, 21700);
+    begin(&j, &variants[0], rank, world, 1);
+    CHECK_STATUS(open_world(&j, "old", 0), FSDP_ERR_UNSUPPORTED);
+    CHECK_MSG(strstr(fsdp_last_error(NULL), "version 21700") &&
+                  strstr(fsdp_last_error(NULL), "LD_LIBRARY_PATH"),
+              "%s", fsdp_last_error(NULL));
+    CHECK_EQ_INT(j.heap.live, 0);
+    check_nothing_live();
+}
+TEST(nccl, too_old) { h_ranks_proc(2, too_old, NULL); }
+
+static const struct {
+    const char *name;
+    int version, groups; /* of communicators that are aborted */
+} aborts[] = {{"2.18", 21800, 0}, {"2.21", 22105, 0}, {"2.22", 22200, 1}, {"2.28", 22809, 1}};
+
+static void abort_group(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    job j;
+    stub_set(STUB_NCCL_VERSION, aborts[row].version);
+    open_plainly(&j, rank, world, aborts[row].name);
+    CALL(j.w, make_one_unit(&j, 1, 0, 64, 0));
+    CALL(j.w, one_unit_step(&j, 1));
+    CALL(j.w, fsdp_barrier(j.w));
+    stub_count_reset();
+    end_by_failure(&j, rank);
+    CHECK(stub_count("ncclCommAbort") >= 2);
+    CHECK_EQ_INT(stub_count("ncclGroupStart") - stub_count("ncclAllReduce"), aborts[row].groups);
+}
+TEST_P(nccl, abort_group, aborts) {
+    h_ranks_proc(2, abort_group, (void *)(uintptr_t)(row - aborts));
+}
+
+/* ---- calls in progress ----------------------------------------------------------------------- */
+
+static const struct {
+    const char *name, *variant;
+    int world, polls;
+} slow[] = {{"f32,1", "f32", 2, 1},       {"f32,5", "f32", 3, 5},   {"hsdp,2", "hsdp", 4, 2},
+            {"halves,3", "halves", 4, 3}, {"clip,4", "clip", 2, 4}, {"scaler,2", "scaler", 2, 2}};
+
+static void in_progress(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    setenv("NCCL_COMM_BLOCKING", "0", 1);
+    stub_set(STUB_PROGRESS, slow[row].polls);
+    same_as_host(rank, world, (void *)(uintptr_t)variant_of(slow[row].variant));
+    CHECK(stub_count("ncclCommGetAsyncError") > 20);
+}
+TEST_P(nccl, in_progress, slow) {
+    h_ranks_proc(row->world, in_progress, (void *)(uintptr_t)(row - slow));
+}
+
+/* A call that stays in progress ends at the deadline: of the world, of a group, of a gather. */
+static const struct {
+    const char *name;
+    int where;
+    const char *text;
+} endless[] = {{"open", 0, "ncclCommInitRankConfig"},
+               {"split", 1, "in progress"},
+               {"gather", 2, "all_gather is in progress"}};
+
+static void never_done(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    int where = endless[row].where;
+    fsdp_status status = FSDP_OK;
+    fsdp_mesh *mesh = NULL;
+    fsdp_mesh_desc desc = FSDP_ZERO;
+    job j;
+    begin(&j, &variants[0], rank, world, 1);
+    desc.ndim = 2, desc.shape[0] = 2, desc.shape[1] = 1;
+    setenv("NCCL_COMM_BLOCKING", "0", 1);
+    if (where == 0) stub_set(STUB_PROGRESS, 1000000000);
+    int64_t start = h_now_ms();
+    status = open_world(&j, "endless", 1000);
+    if (where > 0) CALL(NULL, status);
+    if (where == 2) CALL(j.w, make_one_unit(&j, 1, 0, 64, 0));
+    if (where > 0) {
+        CALL(j.w, fsdp_barrier(j.w));
+        stub_set(STUB_PROGRESS, 1000000000);
+        start = h_now_ms();
+        status = where == 1 ? fsdp_mesh_create(j.w, &desc, &mesh) : fsdp_pre_forward(j.unit[0]);
+    }
+    int64_t took = h_now_ms() - start;
+    W_CHECK(status == FSDP_ERR_TIMEOUT, "%s: %s", fsdp_status_name(status), fsdp_last_error(j.w));
+    W_CHECK(strstr(fsdp_last_error(j.w), endless[row].text) != NULL, "%s", fsdp_last_error(j.w));
+    W_CHECK(took >= 950 && took < 2500, "it took %d ms", (int)took);
+    start = h_now_ms();
+    if (j.w) CHECK_STATUS(fsdp_shutdown(j.w), status);
+    CHECK(h_now_ms() - start < 6000);
+}
+TEST_P(nccl, never_done, endless) {
+    h_ranks_proc(2, never_done, (void *)(uintptr_t)(row - endless));
+}
+
+/* ---- races ----------------------------------------------------------------------------------- */
+
+static void no_races(int rank, int world, void *arg) {
+    job j;
+    stub_checks(1);
+    train(&j, (const variant *)arg, rank, world, 1);
+    W_CHECK(stub_races() == 0, "%lld races, first: %s", (long long)stub_races(), stub_race_text());
+    free(j.seen);
+}
+TEST_P(nccl, no_races, variants) {
+    int least = row->hsdp ? 4 : row->reshard > 1 ? row->reshard : 1;
+    for (int world = least; world <= 4; world += least)
+        h_ranks_proc(world, no_races, (void *)(uintptr_t)row);
+}
+
+/* Which op each wait of a step belongs to: its kind, its label, and which of its waits. */
+enum { MAX_WAITS = 256 };
+typedef struct {
+    int64_t from;
+    int count;
+    char op[48], of[MAX_WAITS][64];
+} wait_log;
+
+static void note_waits(wait_log *log) {
+    for (int k = 0; log->from < stub_waits(); log->from++, k++) {
+        CHECK(log->count < MAX_WAITS);
+        snprintf(log->of[log->count++], sizeof log->of[0], "%s.%d", log->op, k);
+    }
+}
+static int on_wait(void *user, fsdp_model *model, const fsdp_op *op) {
+    wait_log *log = (wait_log *)user;
+    (void)model;
+    note_waits(log);
+    snprintf(log->op, sizeof log->op, "%s.%s", fsdp_op_name(op->kind), fsdp_label_name(op->label));
+    return 0;
+}
+
+/* Left out one at a time, these show as races, in the same step or the next. What is not here is
+   implied by other waits in such steps: those of red_out and reduce by acc's, which is younger;
+   those of slices, and of gradients that are zeroed or scaled, by `use`. */
+static const struct {
+    const char *name, *variant;
+    int world;
+} needed[] = {{"all_gather.gather.0", "f32", 2}, {"all_gather.gather.1", "packed", 2},
+              {"all_reduce.clip.0", "clip", 2},  {"all_reduce.replicas.0", "hsdp", 4},
+              {"copy.acc.0", "f32", 2},          {"copy.copy_in.0", "bf16_f32", 2},
+              {"copy.copy_in.1", "packed", 2},   {"copy.users.0", "f32", 2},
+              {"use.clip.0", "clip", 2},         {"use.final.0", "f32", 2},
+              {"use.gather.0", "keeps", 2},      {"zero.grads.0", "packed", 2}};
+
+static void leave_out(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    wait_log log;
+    fsdp_driver driver = {NULL, on_wait, &log};
+    int races_seen = 0;
+    job j;
+    stub_checks(1);
+    start(&j, variant_of(needed[row].variant), rank, world, 1);
+    j.everything = 1;
+    for (int step = 0; step < 3; step++) CALL(j.w, train_step(&j, step));
+    memset(&log, 0, sizeof log);
+    log.from = stub_waits();
+    CALL(j.w, fsdp_set_driver(j.model, &driver));
+    CALL(j.w, train_step(&j, 3));
+    note_waits(&log);
+    CALL(j.w, fsdp_set_driver(j.model, NULL));
+    W_CHECK(stub_races() == 0, "%s", stub_race_text());
+    for (int nth = 1; nth <= log.count; nth++) {
+        int64_t races = stub_races();
+        if (strcmp(log.of[nth - 1], needed[row].name) != 0) continue;
+        stub_ignore_wait(nth);
+        for (int step = 4; step < 6; step++) CALL(j.w, train_step(&j, step));
+        races_seen += stub_races() > races;
+    }
+    W_CHECK(races_seen > 0, "the wait is not needed");
+    finish(&j);
+}
+TEST_P(nccl, leave_out, needed) {
+    h_ranks_proc(row->world, leave_out, (void *)(uintptr_t)(row - needed));
+}
+
+/* ---- options --------------------------------------------------------------------------------- */
+
+static const struct {
+    const char *name, *comms;
+    int splits;
+} lanes[] = {{"one", "1", 0}, {"two", "2", 1}, {"default", NULL, 1}};
+static void comms(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    job j;
+    if (lanes[row].comms) setenv("FSDP_NCCL_COMMS", lanes[row].comms, 1);
+    else unsetenv("FSDP_NCCL_COMMS");
+    start(&j, &variants[0], rank, world, 1);
+    for (int step = 0; step < 2; step++) CALL(j.w, train_step(&j, step));
+    CHECK_EQ_INT(stub_count("ncclCommInitRankConfig"), 1);
+    CHECK_EQ_INT(stub_count("ncclCommSplit"), lanes[row].splits);
+    CHECK_EQ_INT(stub_live(STUB_COMMS), 1 + lanes[row].splits);
+    finish(&j);
+}
+TEST_P(nccl, comms, lanes) { h_ranks_proc(2, comms, (void *)(uintptr_t)(row - lanes)); }
+
+/* The caller's own stream, which nothing else orders: the checker sees what is not in its order. */
+static void own_stream(int rank, int world, void *arg) {
+    int says_so = *(int *)arg;
+    cudaStream_t own[2];
+    job j;
+    stub_checks(1);
+    for (int k = 0; k < 2; k++)
+        CHECK_EQ_INT(cudaStreamCreateWithFlags(&own[k], cudaStreamNonBlocking), 0);
+    start(&j, variant_of("packed"), rank, world, 1);
+    for (int step = 0; step < 6; step++) {
+        j.stream = step == 2 || step == 5 ? cudaStreamLegacy : own[step % 2];
+        void *native = j.stream == cudaStreamLegacy ? NULL : (void *)j.stream;
+        if (says_so) CALL(j.w, fsdp_set_stream(j.w, native));
+        CALL(j.w, micro_steps(&j, step));
+        if (says_so && step == 3) CALL(j.w, fsdp_set_stream(j.w, own[0])); /* inside a step */
+        CALL(j.w, update(&j));
+    }
+    W_CHECK(!says_so == (stub_races() > 0), "%lld races: %s", (long long)stub_races(),
+            stub_race_text());
+    CALL(j.w, fsdp_shutdown(j.w));
+    for (int k = 0; k < 2; k++) CHECK_EQ_INT(cudaStreamDestroy(own[k]), 0);
+    CHECK_EQ_INT(cudaFree(j.sums), 0);
+    check_nothing_live();
+}
+TEST(nccl, own_stream) {
+    for (int says_so = 0; says_so < 2; says_so++)
+        for (int world = 1; world <= 2; world++) h_ranks_proc(world, own_stream, &says_so);
+}
+
+TEST(nccl, no_stream_of_host) {
+    job j;
+    start(&j, &variants[0], 0, 1, 0);
+    CHECK_STATUS(fsdp_set_stream(j.w, NULL), FSDP_ERR_UNSUPPORTED);
+    CHECK_MSG(strstr(fsdp_last_error(j.w), "has no streams") != NULL, "%s", fsdp_last_error(j.w));
+    CHECK_STATUS(fsdp_set_stream(NULL, NULL), FSDP_ERR_INVALID_ARG);
+    finish(&j);
+}
+
+/* One rank says once what slows everything down. */
+static int warnings;
+static void count_warning(int level, fsdp_status code, int rank, const char *text, void *user) {
+    (void)code, (void)rank, (void)user;
+    warnings += level == FSDP_LOG_WARN && strstr(text, "CUDA_DEVICE_MAX_CONNECTIONS is 1") != NULL;
+}
+static void connections(int rank, int world, void *arg) {
+    const char *value = (const char *)arg;
+    fsdp_world_desc d = w_desc(rank, world, NULL, w_job("connections"), 0);
+    fsdp_world *w = NULL;
+    setenv("CUDA_DEVICE_MAX_CONNECTIONS", value, 1);
+    d.backend = "nccl";
+    d.logger.log = count_warning;
+    CALL(NULL, fsdp_init(&d, &w));
+    CALL(w, fsdp_barrier(w));
+    CALL(w, fsdp_shutdown(w));
+    CHECK_EQ_INT(warnings, rank == 0 && !strcmp(value, "1"));
+}
+TEST(nccl, connections) {
+    h_ranks_proc(2, connections, (void *)(uintptr_t) "1");
+    h_ranks_proc(2, connections, (void *)(uintptr_t) "8");
+}
+
+static void no_device(int rank, int world, void *arg) {
+    job j;
+    (void)arg;
+    stub_set(STUB_DEVICES, 0);
+    begin(&j, &variants[0], rank, world, 1);
+    CHECK_STATUS(open_world(&j, "none", 0), FSDP_ERR_BACKEND);
+    CHECK_MSG(strstr(fsdp_last_error(NULL), "no CUDA device") &&
+                  strstr(fsdp_last_error(NULL), "nvidia-smi"),
+              "%s", fsdp_last_error(NULL));
+    CHECK_EQ_INT(j.heap.live, 0);
+    check_nothing_live();
+}
+TEST(nccl, no_device) {
+    for (int world = 1; world <= 2; world++) h_ranks_proc(world, no_device, NULL);
+}
+
+/* Two ranks that share a device, and two that do not. */
+static void which_device(int rank, int world, void *arg) {
+    int count = *(int *)arg, device = -1;
+    job j;
+    stub_set(STUB_DEVICES, count);
+    open_plainly(&j, rank, world, "device");
+    CHECK_EQ_INT(cudaGetDevice(&device), 0);
+    CHECK_EQ_INT(device, rank % count);
+    finish(&j);
+}
+TEST(nccl, which_device) {
+    for (int count = 1; count <= 3; count++) h_ranks_proc(3, which_device, &count);
+}
+
+/* Out of memory: how much was asked for, how much there is; and the world ends on all ranks. */
+static void out_of_memory(int rank, int world, void *arg) {
+    job j;
+    (void)arg;
+    stub_set(STUB_TOTAL_MIB, 4);
+    open_plainly(&j, rank, world, "memory");
+    fsdp_status status = make_one_unit(&j, 1, 0, 1 << 16, 0); /* 16 MiB, shards of 8 or 16 */
+    if (!status) status = one_unit_step(&j, 1);
+    const char *text = fsdp_last_error(j.w);
+    CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
+    CHECK_MSG(strstr(text, "MiB left") && strstr(text, "of 4.0 MiB"), "%s", text);
+    (void)fsdp_shutdown(j.w);
+    CHECK_EQ_INT(cudaFree(j.sums), 0);
+    check_nothing_live();
+    CHECK_EQ_INT(j.heap.live, 0);
+}
+TEST(nccl, out_of_memory) {
+    for (int world = 1; world <= 2; world++) h_ranks_proc(world, out_of_memory, NULL);
+}
+
+/* ---- failures of calls ----------------------------------------------------------------------- */
+
+/* Every function that the library calls. CLEANUP, PERIODIC: the library goes on without it, and the
+   world may live. ABANDONS: the others are inside NCCL then; the thread that is there is left
+   alone, with its communicator. A rank that fails before it has met the others at
+   the store is missed by them at the deadline only. */
+enum { FAULT_MS = 1500, CLEANUP = 1, PERIODIC = 2, ABANDONS = 4 };
+static const struct {
+    const char *name;
+    int nccl, may;
+} calls[] = {{"cudaGetDeviceCount", 0, 0},
+             {"cudaSetDevice", 0, PERIODIC}, /* in threads of calls of NCCL, too */
+             {"cudaThreadExchangeStreamCaptureMode", 0, CLEANUP},
+             {"cudaDeviceGetStreamPriorityRange", 0, 0},
+             {"cudaStreamCreateWithFlags", 0, 0},
+             {"cudaStreamCreateWithPriority", 0, 0},
+             {"cudaEventCreateWithFlags", 0, 0},
+             {"cudaMalloc", 0, 0},
+             {"cudaMallocHost", 0, 0},
+             {"cudaMemsetAsync", 0, 0},
+             {"cudaMemcpyAsync", 0, 0},
+             {"cudaMemcpy2DAsync", 0, 0},
+             {"launch", 0, PERIODIC}, /* the caller's kernels, too */
+             {"cudaEventRecord", 0, 0},
+             {"cudaStreamWaitEvent", 0, 0},
+             {"cudaStreamIsCapturing", 0, 0},
+             {"cudaStreamSynchronize", 0, 0},
+             {"cudaEventQuery", 0, PERIODIC},
+             {"cudaStreamDestroy", 0, CLEANUP},
+             {"cudaEventDestroy", 0, CLEANUP},
+             {"cudaFree", 0, CLEANUP},
+             {"cudaFreeHost", 0, CLEANUP},
+             {"ncclGetVersion", 1, 0},
+             {"ncclGetUniqueId", 1, 0},
+             {"ncclCommInitRankConfig", 1, ABANDONS},
+             {"ncclCommSplit", 1, ABANDONS},
+             {"ncclGroupStart", 1, 0},
+             {"ncclGroupEnd", 1, 0},
+             {"ncclAllGather", 1, 0},
+             {"ncclReduceScatter", 1, 0},
+             {"ncclAllReduce", 1, 0},
+             {"ncclMemAlloc", 1, PERIODIC},
+             {"ncclCommRegister", 1, 0},
+             {"ncclCommDeregister", 1, CLEANUP},
+             {"ncclMemFree", 1, CLEANUP},
+             {"ncclCommGetAsyncError", 1, PERIODIC},
+             {"ncclCommFinalize", 1, CLEANUP | ABANDONS},
+             {"ncclCommDestroy", 1, CLEANUP}};
+enum { CALLS = (int)(sizeof calls / sizeof calls[0]), FAULTS = 4096 };
+
+typedef struct {
+    int call, nth, code, rank;   /* what fails, where */
+    int opened[2], took[2];      /* how it went: init, training and shutdown, in ms */
+    int left[2][STUB_KINDS + 1]; /* objects that were not there before; host memory */
+    int injected;
+    fsdp_status status[2];
+    char text[1024]; /* of the rank where it failed */
+} fault;
+typedef struct {
+    int counts[2][CALLS];
+    int num, begun[2]; /* cases that each rank has begun: both begin together */
+    fault list[FAULTS];
+} fault_board;
+static fault_board *board;
+
+/* A world, a model, two steps, a larger model, and the end. Returns the first failure. */
+static fsdp_status life(job *j, const char *name, char text[1024], int *opened) {
+    fsdp_status status = open_world(j, name, FAULT_MS);
+    *opened = j->w != NULL;
+    if (!status) status = make_model(j);
+    for (int step = 0; step < 2 && !status; step++) status = train_step(j, step);
+    fsdp_model_destroy(status ? NULL : j->model);
+    if (!status) status = make_one_unit(j, 1, 1, 16384, 0);
+    if (!status) status = one_unit_step(j, 2);
+    if (!status) status = fsdp_barrier(j->w);
+    snprintf(text, 1024, "%s", fsdp_last_error(j->w));
+    fsdp_status end = fsdp_shutdown(j->w);
+    return status ? status : end;
+}
+
+static void one_life(job *j, int rank, int world, const fault *f, int number, char *text,
+                     int *opened, fsdp_status *status) {
+    char name[32];
+    begin(j, variant_of("clip"), rank, world, 1);
+    setenv("FSDP_NCCL_REGISTER", "1", 1);
+    j->faulty = 1;
+    make_sums(j);
+    snprintf(name, sizeof name, "fault%d", number);
+    snprintf(w_case, sizeof w_case, "%s, call %d, code %d, on rank %d; rank %d of %d",
+             f ? calls[f->call].name : "no failure", f ? f->nth : 0, f ? f->code : 0,
+             f ? f->rank : 0, rank, world);
+    stub_count_reset();
+    if (f && f->rank == rank) stub_fail(calls[f->call].name, f->nth, f->code);
+    *status = life(j, name, text, opened);
+}
+
+static void count_calls(int rank, int world, void *arg) {
+    job j;
+    char text[1024];
+    int opened;
+    fsdp_status status;
+    (void)arg;
+    one_life(&j, rank, world, NULL, 0, text, &opened, &status);
+    W_CHECK(status == FSDP_OK, "%s", text);
+    for (int i = 0; i < CALLS; i++) board->counts[rank][i] = (int)stub_count(calls[i].name);
+    CHECK_EQ_INT(cudaFree(j.sums), 0);
+    check_nothing_live();
+}
+
+static void begin_together(int rank, int world, int number) {
+    long nap = 0;
+    __atomic_store_n(&board->begun[rank], number, __ATOMIC_SEQ_CST);
+    while (world > 1 && __atomic_load_n(&board->begun[1 - rank], __ATOMIC_SEQ_CST) < number)
+        h_nap(&nap);
+}
+
+static void fail_all(int rank, int world, void *arg) {
+    (void)arg;
+    for (int i = 0; i < board->num; i++) {
+        begin_together(rank, world, i + 1);
+        fault *f = &board->list[i];
+        job j;
+        char text[1024];
+        fsdp_status status;
+        int64_t live[STUB_KINDS];
+        int failed = stub_failed();
+        int64_t start = h_now_ms();
+        for (int k = 0; k < STUB_KINDS; k++) live[k] = stub_live(k);
+        one_life(&j, rank, world, f, i + 1, text, &f->opened[rank], &status);
+        f->status[rank] = status;
+        f->took[rank] = (int)(h_now_ms() - start);
+        if (f->rank == rank) {
+            f->injected = stub_failed() > failed;
+            memcpy(f->text, text, sizeof text);
+        }
+        stub_fail_clear();
+        CHECK_EQ_INT(cudaFree(j.sums), 0);
+        for (int k = 0; k < STUB_KINDS; k++) f->left[rank][k] = (int)(stub_live(k) - live[k]);
+        f->left[rank][STUB_KINDS] = (int)j.heap.live;
+    }
+}
+
+/* What is wrong with how it went; NULL: nothing. */
+static const char *wrong_with(const fault *f, int world) {
+    fsdp_status mine = f->status[f->rank], other = world > 1 ? f->status[1 - f->rank] : mine;
+    int may = (calls[f->call].may & (CLEANUP | PERIODIC)) || !f->injected;
+    /* An optimizer that cannot be made is no failure of the world, whose peers find this rank gone;
+       and what fails in a shutdown (there is no text) meets peers that are in theirs. */
+    int alone = strstr(f->text, "adamw_create") || (mine && !f->text[0]);
+    int abandons = alone || (calls[f->call].may & ABANDONS) ? 2 : 0;
+    int limit = FAULT_MS + 2000 + (calls[f->call].may == (CLEANUP | ABANDONS) ? 10000 : 0);
+    for (int r = 0; r < world; r++) {
+        if (f->took[r] > limit) return "it took too long";
+        for (int k = 0; k <= STUB_KINDS; k++)
+            if (f->left[r][k] > (k == STUB_COMMS || k == STUB_KINDS ? abandons : 0))
+                return "something is left";
+    }
+    if (!mine && !may) return "no failure";
+    if (mine && !may && f->text[0] && !strstr(f->text, "CUDA error") &&
+        !strstr(f->text, "NCCL error") && !strstr(f->text, "MiB left") &&
+        !strstr(f->text, "no CUDA device"))
+        return "the text does not name the failure";
+    if (may || alone) return NULL;
+    if (f->opened[f->rank] ? mine != other : !other) return "the other rank ended otherwise";
+    return NULL;
+}
+
+static int check_fault(const fault *f, int world) {
+    const char *wrong = wrong_with(f, world);
+    if (!wrong) return 0;
+    fprintf(stderr, "%s: W=%d %s, call %d of rank %d, code %d: %s\n", wrong, world,
+            calls[f->call].name, f->nth, f->rank, f->code, f->text);
+    for (int r = 0; r < world; r++) {
+        fprintf(stderr, "    rank %d: %s, %s, %d ms; left:", r, fsdp_status_name(f->status[r]),
+                f->opened[r] ? "opened" : "not opened", f->took[r]);
+        for (int k = 0; k <= STUB_KINDS; k++) fprintf(stderr, " %d", f->left[r][k]);
+        fprintf(stderr, "\n");
+    }
+    return 1;
+}
+
+static void plan_fault(int call, int nth, int rank, const int *code) {
+    fault *f = &board->list[board->num++];
+    memset(f, 0, sizeof *f);
+    f->call = call, f->nth = nth, f->rank = rank, f->code = code[calls[call].nccl];
+}
+
+/* Quickly: the first and a middle one on one rank, in turn. Else on each rank, and of those that
+   are made often some. */
+static void plan_faults(int world, int most, const int *code) {
+    for (int i = 0; i < CALLS; i++)
+        for (int rank = 0; rank < world; rank++) {
+            int count = board->counts[rank][i], step = (count + most - 1) / most;
+            if (most == 2 && calls[i].may == (CLEANUP | ABANDONS)) continue; /* 10 s */
+            if (most == 2 && count && world == 2 && rank != i % 2 && board->counts[1 - rank][i])
+                continue;
+            for (int nth = 1; nth <= count && board->num < FAULTS; nth += step)
+                plan_fault(i, nth, rank, code);
+        }
+}
+
+static const struct {
+    const char *name;
+    int world, code[2]; /* of CUDA, of NCCL */
+} codes[] = {{"W=1,out_of_memory", 1, {2, 2}},
+             {"W=2,out_of_memory", 2, {2, 2}},
+             {"W=1,sticky", 1, {700, 3}},
+             {"W=2,sticky", 2, {700, 3}}};
+static const struct {
+    const char *name;
+    int world, code[2];
+} quick_codes[] = {{"W=1", 1, {700, 3}}, {"W=2", 2, {2, 3}}};
+
+static void make_board(void) {
+    board = (fault_board *)mmap(NULL, sizeof *board, PROT_READ | PROT_WRITE,
+                                MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    CHECK(board != (fault_board *)MAP_FAILED);
+}
+
+static void run_faults(int world, const int *code, int most) {
+    make_board();
+    h_ranks_proc(world, count_calls, NULL);
+    plan_faults(world, most, code);
+    h_ranks_proc(world, fail_all, NULL);
+    int bad = 0;
+    for (int i = 0; i < board->num; i++) bad += check_fault(&board->list[i], world);
+    CHECK_MSG(bad == 0, "%d of %d failures went wrong", bad, board->num);
+    h_message("%d failures", board->num);
+}
+TEST_P(nccl, faults, quick_codes) { run_faults(row->world, row->code, 2); }
+TEST_P_TIMEOUT(long_nccl, faults, codes, 900) { run_faults(row->world, row->code, 24); }
