@@ -111,7 +111,7 @@ extern "C" {
 #define FSDPI_NCCL_ABORT_NS    ((int64_t)2000000000) // for communicators to end
 #define FSDPI_NCCL_PATIENCE_NS ((int64_t)500000000)  // for peers to close a comm, too
 #define FSDPI_NCCL_END_NS      ((int64_t)5000000000) // for NCCL to end it then: its threads nap
-#define FSDPI_NCCL_LAST_NS     ((int64_t)700000000) // for a call to end, when communicators are aborted
+#define FSDPI_NCCL_LAST_NS     ((int64_t)700000000)  // for a call to end, once all is aborted
 #define FSDPI_NCCL_ERROR_NS    ((int64_t)100000000) // for the store to know better what an error is
 #define FSDPI_NCCL_NAP_NS      50000                // between looks at a call in progress
 #define FSDPI_NCCL_GRACE_NS    ((int64_t)3000000000) // the watchdog is to be first
