@@ -1222,35 +1222,34 @@ static void fsdpi_nccl_bye_key(char *key, size_t cap, const fsdpi_nccl_comm *c, 
     (void)snprintf(key, cap, "nccl/bye/%016llx/%d", (unsigned long long)c->id, k);
 }
 
-// Whether all other members have said goodbye, or do so in time.
-static int fsdpi_nccl_all_leave(fsdpi_nccl_comm *c, int64_t timeout_ns) {
+// Whether all other members leave, and say so in time.
+static int fsdpi_nccl_all_leave(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = c->world;
     int64_t start = fsdpi_boot_now(&w->boot);
-    fsdp_status status = FSDP_OK;
-    for (int k = 0; k < c->base.size && !status; k++) {
-        int64_t left = timeout_ns - (fsdpi_boot_now(&w->boot) - start);
-        char key[64], value[1];
+    char key[64], says = 1;
+    for (int k = 0; k < c->base.size && says; k++) {
+        int64_t left = w->patience_ns - (fsdpi_boot_now(&w->boot) - start);
         size_t bytes;
         fsdpi_nccl_bye_key(key, sizeof key, c, k);
-        if (k != c->base.index)
-            status = fsdpi_store_get(w->store, key, value, sizeof value, &bytes,
-                                     left > 5000000 ? left : 5000000);
+        if (k == c->base.index) continue;
+        if (left <= 0 || fsdpi_store_get(w->store, key, &says, 1, &bytes, left)) says = 0;
     }
-    return !status;
+    return says;
 }
 
-/* Says that this rank closes a comm. 1: all its members do. Who gives up takes it back; so the
-   others look twice. */
+/* Says that this rank closes a comm. 1: all its members do. Who gives up says that over what it
+   said; so the others look twice. */
 static int fsdpi_nccl_goodbye(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = c->world;
-    char key[64];
+    char key[64], says = 1;
     fsdpi_nccl_bye_key(key, sizeof key, c, c->base.index);
     if (w->patience_ns <= 0 || c->base.size == 1) return c->base.size == 1;
-    if (!fsdpi_store_set_within(w->store, key, "", 0, w->patience_ns) &&
-        fsdpi_nccl_all_leave(c, w->patience_ns) && fsdpi_nccl_all_leave(c, 0))
+    if (!fsdpi_store_set_within(w->store, key, &says, 1, w->patience_ns) &&
+        fsdpi_nccl_all_leave(c) && fsdpi_nccl_all_leave(c))
         return 1;
+    says = 0;
+    (void)fsdpi_store_set_within(w->store, key, &says, 1, w->patience_ns);
     w->patience_ns = 0;
-    (void)fsdpi_store_delete(w->store, key);
     return 0;
 }
 
