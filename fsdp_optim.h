@@ -754,17 +754,19 @@ static fsdp_status fsdpi_update(fsdp_model *m, const fsdp_update *u) {
         return FSDP_OK;
     }
     fsdp_status status = w->device_ops->update(w->device, w->streams[FSDP_STREAM_COMPUTE], u);
-    return status ? fsdpi_device_fail(w, status, "an update on device") : FSDP_OK;
+    return status ? fsdpi_device_fail(w, status, "an update on") : FSDP_OK;
 }
 
 // Memory for what updates keep, where they run, zero-filled.
-static void *fsdpi_update_alloc(fsdp_model *m, size_t size) {
-    const fsdp_world *w = m->world;
-    void *ptr = NULL;
-    if (!fsdpi_update_native(m)) return fsdpi_model_alloc(m, size);
-    if (w->device_ops->alloc(w->device, FSDP_MEMORY_DEVICE, size, &ptr)) return NULL;
-    m->counters.allocations++;
-    return ptr;
+static fsdp_status fsdpi_update_alloc(fsdp_model *m, size_t size, void **out) {
+    fsdp_world *w = m->world;
+    fsdp_status status = FSDP_OK;
+    *out = NULL;
+    if (!fsdpi_update_native(m)) *out = fsdpi_model_alloc(m, size);
+    else status = w->device_ops->alloc(w->device, FSDP_MEMORY_DEVICE, size, out);
+    if (!*out && !status) status = FSDP_ERR_OUT_OF_MEMORY;
+    m->counters.allocations += !status && fsdpi_update_native(m);
+    return status;
 }
 
 static void fsdpi_update_free(fsdp_model *m, void *ptr, size_t size) {
@@ -926,11 +928,12 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
         total += fsdpi_align_up(numel[wide], FSDP_ALIGN_NUMEL) * (int64_t)fsdpi_optim_size(wide) *
                  o->num_states;
     if (total == 0) return FSDP_OK;
-    char *at = (char *)fsdpi_update_alloc(o->model, (size_t)total);
-    if (!at)
-        return fsdpi_fail(o->model->world, FSDP_ERR_OUT_OF_MEMORY,
-                          "%s: no memory for a state of %lld bytes: %s", what, (long long)total,
-                          fsdpi_device_text(o->model->world, FSDP_ERR_OUT_OF_MEMORY));
+    void *block;
+    fsdp_status status = fsdpi_update_alloc(o->model, (size_t)total, &block);
+    if (status)
+        return fsdpi_fail(o->model->world, status, "%s: no memory for a state of %lld bytes: %s",
+                          what, (long long)total, fsdpi_device_text(o->model->world, status));
+    char *at = (char *)block;
     o->state_bytes = (size_t)total;
     for (int wide = 0; wide < 2; wide++)
         for (int k = 0; k < o->num_states; k++) {
@@ -1334,10 +1337,12 @@ FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_
     g->state.scale = (double)(float)s.scale;
     g->found = -1;
     if (fsdpi_update_native(model)) {
-        g->verdict = (int32_t *)fsdpi_update_alloc(model, FSDPI_VERDICT);
-        if (!g->verdict)
-            status = fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory of device %s", name,
-                                w->device_ops->name);
+        void *verdict;
+        status = fsdpi_update_alloc(model, FSDPI_VERDICT, &verdict);
+        g->verdict = (int32_t *)verdict;
+        if (status)
+            status = fsdpi_fail(w, status, "%s: no memory of device %s: %s", name,
+                                w->device_ops->name, fsdpi_device_text(w, status));
     }
     if (!status) status = fsdpi_model_own(model, g, fsdpi_scaler_free);
     if (status) fsdpi_scaler_free(g);
