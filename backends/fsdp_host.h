@@ -401,8 +401,9 @@ static fsdp_status fsdpi_transfer_rows(fsdp_world *w, void *dst, const void *src
     op.dst_ptr = dst;
     if (op.count == 0) return fsdpi_failed(w);
     fsdp_status status = fsdpi_sync(w, FSDP_STREAM_COMPUTE); // with a deadline: a copy may block
-    if (!status && fsdpi_is_host(w)) status = fsdpi_host_copy(NULL, NULL, &op);
-    else if (!status) status = fsdpi_execute(w, &op, w->streams[FSDP_STREAM_COMPUTE]);
+    if (status) return status;
+    if (fsdpi_is_host(w)) return fsdpi_host_copy(NULL, NULL, &op);
+    status = fsdpi_execute(w, &op, w->streams[FSDP_STREAM_COMPUTE]);
     return status ? status : fsdpi_sync(w, FSDP_STREAM_COMPUTE);
 }
 
