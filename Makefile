@@ -79,13 +79,15 @@ ifneq ($(NCCL),)
 CUDA_OBJ := $(BUILD)/fsdp_cuda.o
 CUDA_GPT := $(patsubst examples/gpt/%.cu,$(BUILD)/examples/%_cuda,$(wildcard examples/gpt/*.cu))
 CPPFLAGS += -DFSDP_BACKEND_SHM -DFSDP_BACKEND_NCCL
+# Programs in CUDA have no use for ranks without GPUs.
+CUDA_ONLY = $(filter-out -DFSDP_BACKEND_SHM,$(CPPFLAGS))
 endif
 ifeq ($(NCCL),yes)
 NCCL_MK  := $(BUILD)/nccl.mk
 include $(NCCL_MK)
 CPPFLAGS += $(NCCL_FLAGS) $(CUDA_FLAGS)
 LDLIBS   += $(CUDA_OBJ) $(NCCL_LIBS) $(CUDA_LIBS) -lstdc++
-CUDA_CC   = $(NVCC) -std=c++14 -arch=$(NVCC_ARCH) $(NVCC_FLAGS) -I. $(CPPFLAGS) \
+CUDA_CC   = $(NVCC) -std=c++14 -arch=$(NVCC_ARCH) $(NVCC_FLAGS) -I. $(CUDA_ONLY) \
             -Xcompiler -fPIC,-Wall
 CUDA_LINK = $(CXX) -o $@ $@.o $(LDFLAGS) $(NCCL_LIBS) $(CUBLAS_LIBS) $(CUDA_LIBS) -pthread -lm
 endif
@@ -94,7 +96,7 @@ STUB_OBJ := $(patsubst tests/stubs/%.c,$(BUILD)/stubs/%.o,$(wildcard tests/stubs
 CUDA_OBJ += $(STUB_OBJ)
 CPPFLAGS += -Itests/stubs
 LDLIBS   += $(CUDA_OBJ) -lstdc++
-CUDA_CC   = $(CXX) -x c++ -std=c++11 -Wall -Wextra -I. $(CPPFLAGS) $(CXXFLAGS) -O2 -g \
+CUDA_CC   = $(CXX) -x c++ -std=c++11 -Wall -Wextra -I. $(CUDA_ONLY) $(CXXFLAGS) -O2 -g \
             -ffp-contract=off $(SANFLAGS)
 CUDA_LINK = $(CXX) $(SANFLAGS) -o $@ $@.o $(LDFLAGS) $(CUDA_OBJ) -pthread -lm
 endif

@@ -98,7 +98,7 @@ enum { FSDP_UPDATE_ADAMW = 1, FSDP_UPDATE_SGD, FSDP_UPDATE_UNSCALE };
    ADAMW       scalars: decay, lerp, beta2, gain, root, eps, rate; first and second: m and v
    SGD         scalars: lr, momentum, gain, weight_decay, nesterov (0, 1), fresh (1: the first
                update); first: the momentum buffer, or NULL
-   UNSCALE     scalars: factor. grad *= factor; *found becomes 1 if one was infinite orNaN */
+   UNSCALE     scalars: factor. grad *= factor; *found becomes 1 if one was infinite or NaN  */
 typedef struct fsdp_update {
     uint8_t kind, dtype, grad_dtype, reserved[5]; // FSDP_UPDATE_*; of param; of grad
     int64_t count;

@@ -56,7 +56,7 @@ extern "C" {
                to the process's end
    abort       from any thread      poll never blocks
    Memory      what NCCL takes for a communicator: some hundred MiB of the device (NCCL_BUFFSIZE,
-               NCCL_MAX_CTAS); 1,024 events
+               NCCL_MAX_CTAS); 2,048 events
    Order       all ranks enqueue the collectives of all comms in the same order
    Limits      4,096 ranks, Linux. A trusted network, as NCCL's own. No fork after open.
                Sums of f16 and bf16 are rounded at every hop, in an order that NCCL chooses
@@ -457,7 +457,8 @@ static int fsdpi_nccl_look(fsdpi_flight *f, int64_t now, cudaError_t *e) {
     if (*e == cudaErrorNotReady) *e = cudaSuccess;
     else if (*e == cudaSuccess) {
         if (f->comm) { // else it was closed meanwhile
-            f->comm->done = f->comm_seq;
+            if (f->comm_seq > f->comm->done)
+                f->comm->done = f->comm_seq; // a later one may be first
             f->comm->idle_ns = now;
         }
         FSDPI_STORE(&f->state, FSDPI_FLIGHT_DONE);
