@@ -122,6 +122,7 @@ ENVIRONMENT
     FSDP_TIMEOUT_MS   deadline of every wait, default 60000
     FSDP_LANES        0 inline (default), 1 or 2 worker threads for collectives
     FSDP_BACKEND      which compiled-in backend        FSDP_LOG_LEVEL  error warn info none
+    FSDP_NCCL_* FSDP_CUDA_MANAGED FSDP_FLIGHT_RECORD   GPUs: docs/gpu.md
 
 ERRORS
     Functions return fsdp_status. The text names rank, unit, operation, expected and got, is logged
@@ -1373,10 +1374,13 @@ static const fsdpi_backend fsdpi_backends[] = {
 #endif
     {NULL, NULL, NULL, 0}};
 
-// The one with this name; NULL: the first one that can serve the job. At the end: the last entry.
+/* The one with this name; NULL: the first one that can serve the job, on the device of the very
+   first, since a program does not move to GPUs by itself. The last entry: there is none. */
 static const fsdpi_backend *fsdpi_find_backend(const char *name, int is_spread) {
-    const fsdpi_backend *b = fsdpi_backends;
-    while (b->name && (name ? strcmp(name, b->name) != 0 : is_spread && b->one_host)) b++;
+    const fsdpi_backend *first = fsdpi_backends, *b = first;
+    while (b->name && (name ? strcmp(name, b->name) != 0
+                            : (is_spread && b->one_host) || b->device_ops != first->device_ops))
+        b++;
     return b;
 }
 
@@ -1510,8 +1514,9 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
     w->device_ops = d->device_ops             ? d->device_ops
                     : b->name && !d->comm_ops ? b->device_ops()
                                               : fsdpi_host_ops();
-    if (w->size == 1) return FSDP_OK;
-    if (!b->name && !d->comm_ops) {
+    int is_missing = !b->name && !d->comm_ops;
+    if (w->size == 1 && (!is_missing || !name || d->device_ops)) return FSDP_OK;
+    if (is_missing) {
         char text[128];
         fsdpi_text compiled = {text, sizeof text, 0};
         for (b = fsdpi_backends; b->name; b++) fsdpi_say(&compiled, " %s", b->name);
@@ -4715,6 +4720,7 @@ static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsd
         block.start[0] = v->start[0] + row;
         block.numel = block.local_shape[0] * row_numel;
         block.data = staged ? staged : place;
+        if (staged) memset(staged, 0, (size_t)most); // as a new shard is
         fn(user, &block);
         if (staged)
             status = fsdpi_transfer(m->world, place, staged,
@@ -4885,9 +4891,9 @@ static void *fsdpi_undefined(fsdp_model *m) {
     fsdp_world *w = m->world;
     if (m->undefined) return m->undefined;
     m->undefined_bytes = (size_t)bytes;
-    return w->device_ops->alloc(w->device, FSDP_MEMORY_DEVICE, (size_t)bytes, &m->undefined)
-               ? m->undefined = NULL
-               : m->undefined;
+    if (w->device_ops->alloc(w->device, FSDP_MEMORY_DEVICE, (size_t)bytes, &m->undefined))
+        m->undefined = NULL;
+    return m->undefined;
 }
 
 static int fsdpi_getter_ok(fsdp_unit *u, int call) {

@@ -69,9 +69,9 @@ extern "C++" {
 extern "C" {
 #endif
 
-#define FSDPI_CUDA_SPIN_NS 20000  // of a wait, before it begins to sleep
-#define FSDPI_CUDA_NAP_NS  20000  // at first, and then twice as long each time, up to
-#define FSDPI_CUDA_NAP_MAX 500000 //
+#define FSDPI_CUDA_SPIN_NS 20000 // of a wait, before it begins to sleep
+#define FSDPI_CUDA_NAP_NS  20000 // at first, and then twice as long each time, up to
+#define FSDPI_CUDA_NAP_MAX 80000 //
 
 typedef struct fsdpi_cuda_device {
     fsdp_boot boot;

@@ -383,7 +383,8 @@ static int fsdpi_is_host(const fsdp_world *w) {
 }
 
 /* Rows of bytes between host and device memory, or within it, behind what COMPUTE has to do; done
-   on return. Never in a steady step: it waits. */
+   on return. It waits: for numbers that the host asks for (norms, verdicts), else in no steady
+   step. */
 static fsdp_status fsdpi_transfer_rows(fsdp_world *w, void *dst, const void *src,
                                        const fsdp_block *rows) {
     fsdp_op op;

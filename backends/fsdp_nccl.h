@@ -51,7 +51,7 @@ extern "C" {
                collective without elements does nothing, and does not wait for peers
    alloc       device memory; does not wait for other ranks, but for the device. From 1 MiB on
                NCCL's own, in steps of the device's granularity, if it is to be registered
-   close       groups before their world. Waits for its peers, at most half a second, and then for
+   close       groups before their world. Waits for its peers, some half seconds in all, and then for
                NCCL to end the communicator, at most five seconds. One that peers keep is left
                to the process's end
    abort       from any thread      poll never blocks
@@ -354,7 +354,8 @@ static void *fsdpi_nccl_call_main(void *arg) {
         if (call->result == ncclSuccess) call->result = ncclCommDestroy(call->out);
         else (void)ncclCommAbort(call->out);
         break;
-    default: call->result = fsdpi_nccl_call_abort(call); break;
+    case FSDPI_NCCL_ABORT: call->result = fsdpi_nccl_call_abort(call); break;
+    default: call->result = ncclInvalidArgument; break;
     }
     __atomic_store_n(&call->done, 1u, __ATOMIC_SEQ_CST);
     fsdpi_futex_wake_all(&call->done, 0);
@@ -577,6 +578,7 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
     fsdpi_nccl_lateness late;
     fsdpi_nccl_shown mine;
     double seconds = (double)c->base.boot->timeout_ns * 1e-9;
+    if (fsdpi_nccl_failed(c->world)) return;
     mine.comm_seq = f->comm_seq;
     mine.has_begun = cudaEventQuery(f->begin) == cudaSuccess;
     if (!mine.has_begun) (void)cudaGetLastError();
@@ -1009,16 +1011,18 @@ static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, c
     fsdpi_flight *f = fsdpi_nccl_take(c);
     if (!f || !c->nccl) return fsdpi_nccl_report(c);
     ncclResult_t result = ncclSuccess;
+    __atomic_store_n(&w->inside_ns, fsdpi_boot_now(&w->boot), __ATOMIC_RELEASE);
     if (w->registers) {
         result = fsdpi_nccl_register(c, op->dst);
         if (result == ncclSuccess && op->src && !op->in_place)
             result = fsdpi_nccl_register(c, op->src);
         status = fsdpi_nccl_result(c, result, "registering a buffer");
+        if (status) __atomic_store_n(&w->inside_ns, 0, __ATOMIC_RELEASE);
         if (status) return status;
     }
     status = fsdpi_nccl_cuda(c, cudaEventRecord(f->begin, stream), "cudaEventRecord");
+    if (status) __atomic_store_n(&w->inside_ns, 0, __ATOMIC_RELEASE);
     if (status) return status;
-    __atomic_store_n(&w->inside_ns, fsdpi_boot_now(&w->boot), __ATOMIC_RELEASE);
     result = ncclGroupStart();
     if (result == ncclSuccess) {
         result = fsdpi_nccl_operation(c, op, stream);
@@ -1245,9 +1249,11 @@ static int fsdpi_nccl_goodbye(fsdpi_nccl_comm *c) {
     char key[64], says = 1;
     fsdpi_nccl_bye_key(key, sizeof key, c, c->base.index);
     if (w->patience_ns <= 0 || c->base.size == 1) return c->base.size == 1;
-    if (!fsdpi_store_set_within(w->store, key, &says, 1, w->patience_ns) &&
-        fsdpi_nccl_all_leave(c) && fsdpi_nccl_all_leave(c))
-        return 1;
+    int64_t start = fsdpi_boot_now(&w->boot);
+    int all = !fsdpi_store_set_within(w->store, key, &says, 1, w->patience_ns) &&
+              fsdpi_nccl_all_leave(c) && fsdpi_nccl_all_leave(c);
+    if (all) w->patience_ns -= fsdpi_boot_now(&w->boot) - start;
+    if (all) return 1;
     says = 0;
     (void)fsdpi_store_set_within(w->store, key, &says, 1, w->patience_ns);
     w->patience_ns = 0;
@@ -1427,8 +1433,13 @@ static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
         w->registers = fsdpi_nccl_env("FSDP_NCCL_REGISTER", 0, 2, 0);
         // Before 2.29.7 the kernels of windows do not look whether they are to be aborted; before
         // 2.26 an allocation of NCCL's may be rounded up to 512 MiB.
-        if (w->registers == 2 && w->version < 22907) w->registers = 1;
+        int asked = w->registers;
+        if (asked == 2 && (w->version < 22907 || NCCL_VERSION_CODE < 22703)) w->registers = 1;
         if (w->version < 22602 || w->is_managed) w->registers = 0;
+        if (w->registers < asked && w->boot.rank == 0)
+            fsdpi_boot_log(&w->boot, FSDP_LOG_WARN,
+                           "this NCCL, or managed memory, cannot do what FSDP_NCCL_REGISTER asks "
+                           "for: buffers are registered in a lesser way, or not");
         return FSDP_OK;
     }
     char text[FSDPI_REASON];

@@ -835,7 +835,7 @@ TEST(faults, environment) {
     with_env("FSDP_LANES", "", FSDP_OK, "");
     with_env("FSDP_LOG_LEVEL", "loud", FSDP_ERR_INVALID_ARG, "FSDP_LOG_LEVEL is 'loud'");
     with_env("FSDP_LOG_LEVEL", "none", FSDP_OK, "");
-    with_env("FSDP_BACKEND", "nothing", FSDP_OK, ""); /* one rank needs none */
+    with_env("FSDP_BACKEND", "nothing", FSDP_ERR_UNSUPPORTED, "nothing");
     CHECK_EQ_INT(setenv("WORLD_SIZE", "2", 1), 0);
     with_env("RANK", "2", FSDP_ERR_INVALID_ARG, "RANK is 2");
     with_env("RANK", "-1", FSDP_ERR_INVALID_ARG, "RANK is '-1'");

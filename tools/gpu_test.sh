@@ -84,7 +84,7 @@ list() {
     local w
     for w in 1 2 3 4; do echo "conformance.W=$w program conformance:*/nccl/processes/W=$w"; done
     for w in 1 2 3; do echo "parity.W=$w parity $w"; done
-    echo 'parity.plain parity 1 plain'
+    for w in plain graph; do echo "parity.$w parity 1 $w"; done
     set -f
     for w in ${NCCL_TESTS-}; do echo "${w%%:*} program $w"; done
 }
