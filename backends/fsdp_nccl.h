@@ -51,9 +51,9 @@ extern "C" {
                collective without elements does nothing, and does not wait for peers
    alloc       device memory; does not wait for other ranks, but for the device. From 1 MiB on
                NCCL's own, in steps of the device's granularity, if it is to be registered
-   close       groups before their world. Waits for its peers, some half seconds in all, and then for
-               NCCL to end the communicator, at most five seconds. One that peers keep is left
-               to the process's end
+   close       groups before their world. Waits for peers to close it too, about half a second for
+               all comms together, and then for NCCL to end it, at most five seconds. One that peers
+               keep is left to the process's end
    abort       from any thread      poll never blocks
    Memory      what NCCL takes for a communicator: some hundred MiB of the device (NCCL_BUFFSIZE,
                NCCL_MAX_CTAS); 2,048 events
