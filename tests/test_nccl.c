@@ -1190,4 +1190,4 @@ static void run_faults(int world, const int *code, int most) {
     h_message("%d failures", board->num);
 }
 TEST_P(nccl, faults, quick_codes) { run_faults(row->world, row->code, 2); }
-TEST_P_TIMEOUT(long_nccl, faults, codes, 900) { run_faults(row->world, row->code, 8); }
+TEST_P_TIMEOUT(long_nccl, faults, codes, 900) { run_faults(row->world, row->code, 4); }

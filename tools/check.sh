@@ -398,8 +398,8 @@ list() {
     echo 'gloo_tsan.conformance.*gloo/threads/W=3'
     printf 'nccl_header.%s\n' 21800 22304 22703 22809 23003
     echo nccl_real && echo gpu_scripts
-    printf 'nvcc.c++%s\n' 11 14 17 20
-    printf 'nvcc_unit.c++%s\n' 11 17
+    printf 'nvcc.c++%s\n' 11 20
+    echo nvcc_unit.c++17
     for t in $STUB_TESTS; do echo "nccl_asan.$t"; done
     echo 'nccl_asan.conformance.*nccl/processes/W=3'
     echo 'nccl_tsan.conformance.*nccl/threads/W=3'
