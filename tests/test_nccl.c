@@ -616,7 +616,7 @@ static void end_by_failure(job *j, int rank) {
 static void registered(int rank, int world, void *arg) {
     size_t row = (size_t)(uintptr_t)arg;
     int kind = registers[row].kind;
-    float whole[15];
+    float whole[18];
     job j;
     if (registers[row].value) setenv("FSDP_NCCL_REGISTER", registers[row].value, 1);
     else unsetenv("FSDP_NCCL_REGISTER");
@@ -633,7 +633,7 @@ static void registered(int rank, int world, void *arg) {
     CHECK_EQ_INT(stub_live(STUB_REGISTRATIONS), kind == BUFFERS ? used : 0);
     CHECK_EQ_INT(stub_live(STUB_WINDOWS), kind == WINDOWS ? used : 0);
     CALL(j.w, fsdp_param_full(j.unit[0], 1, whole));
-    for (int i = 0; i < 15; i++) CHECK_NEAR(whole[i], (float)value(1, i), 0);
+    for (int i = 0; i < 18; i++) CHECK_NEAR(whole[i], (float)value(1, i), 0);
     if (registers[row].fails) {
         end_by_failure(&j, rank);
         return;
