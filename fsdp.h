@@ -736,7 +736,9 @@ FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model);
 
 /* fsdp_clip_grads - norm of all gradients over all ranks; scales them to at most max_norm
    fsdp_clip_grad_norm - the same with defaults: the 2-norm
-   norm        out, may be NULL: the norm before clipping, the same on every rank
+   fsdp_grad_norm - the norm that the last of these calls found
+   norm        out: the norm before clipping, the same on every rank. NULL: nobody waits for it; it
+               can be asked for later, say where a step's loss is
    Arithmetic  |g|^p is summed in f64, parameter by parameter in order, ranks in rank order: the
                same bits for every layout. Coefficient max_norm/(norm + 1e-6), at most 1
    Meshes      units on the model's mesh: one all-reduce over its shard group. A unit with a mesh of
@@ -744,7 +746,8 @@ FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model);
                holding other parameters
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), CORRUPT
                (error_if_nonfinite: nothing is scaled, the world goes on); collective errors
-   Collective  yes      Blocks yes, at most timeout_ms      Allocates no
+   Collective  yes, but not fsdp_grad_norm      Allocates no
+   Blocks      at most timeout_ms; on GPUs only for norm and error_if_nonfinite
    Source      torch: torch.nn.utils.clip_grad_norm_, get_total_norm */
 typedef struct fsdp_clip_desc {
     uint32_t size, start_canary;
@@ -758,6 +761,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_clip_grads(fsdp_model *model, const fs
                                                      double *norm);
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_clip_grad_norm(fsdp_model *model, double max_norm,
                                                          double *norm);
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm);
 
 /* fsdp_model_reset - bring every unit back to IDLE and SHARDED after an interrupted step;
    gradients, also those already reduced, and unreduced microbatches are dropped
@@ -889,7 +893,7 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
 #define FSDP_OP_LIST(X)                                                                           \
     X(COPY, "copy")                   /* 2-D blocks: cast, scale, accumulate */                   \
     X(ZERO, "zero")                   /* bytes of dst */                                          \
-    X(NORM, "norm")                   /* of src blocks: sum of |x|^scale, or maximum */           \
+    X(NORM, "norm")                   /* of src blocks: sum of |x|^p, or maximum */               \
     X(ALL_GATHER, "all_gather")                                                                   \
     X(REDUCE_SCATTER, "reduce_scatter")                                                           \
     X(ALL_REDUCE, "all_reduce")                                                                   \
@@ -963,8 +967,10 @@ typedef struct fsdp_op {
     uint8_t redop, fill;      // ALL_REDUCE: FSDP_SUM, ...; ZERO: the byte that is written
     int32_t root;             // BROADCAST; CALL: index of the parameter, or -1
     int32_t group_size;       // collectives: ranks that take part
-    double scale;             // multiplies the (summed) input, in the arithmetic's type; 1: none.
-                              // NORM: p
+    double scale;             // multiplies the (summed) input, in the arithmetic's type; 1: none
+    double norm_type;         // NORM, and clip: p; INFINITY: the maximum
+    const double *clip;       // COPY, or NULL: what NORM has found, in the device's memory. `scale`
+                              // is a largest norm then: multiplies by scale/(norm + 1e-6) if < 1
     uint32_t list_count;
     const fsdp_unit *unit;    // NULL: of the model
     const char *what;         // the unit's name, or the call's
@@ -1796,7 +1802,6 @@ typedef struct fsdpi_flat_block { // shards and shard gradients of one dtype
     int64_t grad_numel;           // train_numel + user counts
     fsdp_buf *shard, *grad;
     fsdp_buf *old_shard, *old_grad; // of the layout before, until what they hold has moved
-    fsdp_block whole;               // all trainables: what clip scales
     char *users;                    // the user counts, where the host can read them
 } fsdpi_flat_block;
 
@@ -1836,14 +1841,15 @@ struct fsdp_model {
     int num_order, cap_order;
     fsdp_status hook_status; // first failed hook since finalize
     char hook_error[FSDPI_TEXT];
-    fsdp_buf *scalar;       // one f64: norms
+    fsdp_buf *scalar;       // one f64: sum or maximum of the last clip
+    double norm_type;       // of that; 0: none yet
     fsdp_buf *full_scratch; // steps of param_full, from its first call on
     char *full_copy;        // of full_scratch, where the host cannot read that
     fsdp_seg full_seg;      // of the current step
     fsdp_block full_block;
     void *undefined; // what getters give in a failed world
     size_t undefined_bytes;
-    fsdp_block *norm_blocks;
+    fsdp_block *norm_blocks; // [num_params] of the norm, [num_params] of what clip scales
     fsdp_driver driver;
     fsdp_counters counters;
     int64_t host_bytes;
@@ -3730,6 +3736,7 @@ static void fsdpi_blocks_free(fsdp_model *m) {
     fsdpi_buf_free(m, m->full_scratch);
     fsdpi_model_free(m, m->full_copy);
     m->scalar = m->full_scratch = NULL;
+    m->norm_type = 0;
     m->full_copy = NULL;
 }
 
@@ -3754,7 +3761,7 @@ static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_build(m->units[i], tmp);
     fsdpi_model_free(m, tmp);
-    m->norm_blocks = (fsdp_block *)fsdpi_model_alloc(m, (size_t)m->num_params *
+    m->norm_blocks = (fsdp_block *)fsdpi_model_alloc(m, 2 * (size_t)m->num_params *
                                                             sizeof *m->norm_blocks);
     if (!status && !m->norm_blocks)
         status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
@@ -4041,20 +4048,21 @@ static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_blo
 }
 
 // Sum (or maximum) of m->scalar over one group.
-static fsdp_status fsdpi_norm_reduce(fsdp_model *m, fsdp_comm *comm, int size, int max) {
+static fsdp_status fsdpi_norm_reduce(fsdp_model *m, fsdp_comm *comm, int size) {
     fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_ALL_REDUCE, FSDP_LABEL_CLIP, FSDP_STREAM_REDUCE);
     fsdpi_work one = {NULL, NULL, 0, 1};
-    fsdp_dtype dtype = max ? FSDP_I64 : FSDP_F64; // magnitudes are in the order of their bits
+    int is_max = !fsdpi_is_finite(m->norm_type);
+    fsdp_dtype dtype = is_max ? FSDP_I64 : FSDP_F64; // magnitudes are in the order of their bits
     if (size == 1) return FSDP_OK;
-    op.redop = max ? FSDP_MAX : FSDP_SUM;
+    op.redop = is_max ? FSDP_MAX : FSDP_SUM;
     op.in_place = 1;
     op.comm = comm;
     op.group_size = size;
     return fsdpi_emit_work(m, &op, m->scalar, dtype, m->scalar, dtype, &one);
 }
 
-// p-norm of all gradients; max: the largest magnitude.
-static fsdp_status fsdpi_norm(fsdp_model *m, double p, int max, double *norm) {
+// Of all gradients: the sum of |g|^p, or the maximum, to m->scalar. Nobody waits.
+static fsdp_status fsdpi_norm(fsdp_model *m) {
     const fsdp_mesh *mesh = m->info.mesh;
     fsdp_status status = FSDP_OK;
     int num = 0, accumulate = 0;
@@ -4063,8 +4071,7 @@ static fsdp_status fsdpi_norm(fsdp_model *m, double p, int max, double *norm) {
         fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_NORM, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE);
         op.dtype = (uint8_t)fsdpi_grad_dtype(m, d);
         op.out_dtype = FSDP_F64;
-        op.redop = max ? FSDP_MAX : FSDP_SUM;
-        op.scale = p;
+        op.norm_type = m->norm_type;
         op.accumulate = (uint8_t)accumulate;
         op.list = m->norm_blocks + num;
         op.list_count = (uint32_t)fsdpi_grad_blocks(m, d, 1, m->norm_blocks + num);
@@ -4081,38 +4088,30 @@ static fsdp_status fsdpi_norm(fsdp_model *m, double p, int max, double *norm) {
         status = fsdpi_emit_fill(m, NULL, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE, m->scalar, FSDP_F64,
                                  0, 1, 0);
     if (!status && !m->mixed)
-        status = fsdpi_norm_reduce(m, m->shard_reduce_comm, m->info.shard_mesh_size, max);
+        status = fsdpi_norm_reduce(m, m->shard_reduce_comm, m->info.shard_mesh_size);
     else if (!status && fsdpi_mesh_numel(mesh) == m->world->size)
-        status = fsdpi_norm_reduce(m, m->world->reduce_comm, m->world->size, max);
+        status = fsdpi_norm_reduce(m, m->world->reduce_comm, m->world->size);
     else
         for (int d = 0; d < mesh->ndim && !status; d++)
-            status = fsdpi_norm_reduce(m, mesh->reduce_comm[d], mesh->shape[d], max);
-    if (!status) status = fsdpi_emit_use(m, NULL, FSDP_LABEL_CLIP, m->scalar);
-    double total = 0;
-    if (!status) status = fsdpi_transfer(m->world, &total, m->scalar->ptr, sizeof total);
-    if (status) return status;
-    *norm = max ? total : p == 2 ? sqrt(total) : pow(total, 1 / p);
-    return FSDP_OK;
+            status = fsdpi_norm_reduce(m, mesh->reduce_comm[d], mesh->shape[d]);
+    return status ? status : fsdpi_emit_use(m, NULL, FSDP_LABEL_CLIP, m->scalar);
 }
 
-// Multiply all gradients, in one run. A NaN norm makes them NaN, as upstream, but no padding.
-static fsdp_status fsdpi_scale_grads(fsdp_model *m, double scale) {
+// All gradients are multiplied by what the device finds in m->scalar. A NaN makes them NaN, as
+// upstream, but not the padding between them.
+static fsdp_status fsdpi_clip(fsdp_model *m, double max_norm) {
+    fsdp_block *blocks = m->norm_blocks + m->num_params; // the norm's may still be in use
     fsdp_status status = FSDP_OK;
-    int used = 0;
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
-        int64_t numel = m->flats[d].train_numel;
-        if (!m->flats[d].grad || numel == 0) continue;
-        m->flats[d].whole = fsdpi_run(0, 0, numel);
-        fsdpi_work work = {&m->flats[d].whole, NULL, 1, (uint64_t)numel};
-        if (fsdpi_is_nan(scale)) {
-            work.blocks = m->norm_blocks + used;
-            work.num = fsdpi_grad_blocks(m, d, 0, work.blocks);
-            used += work.num;
-            fsdpi_count(&work);
-        }
+        if (!m->flats[d].grad) continue;
+        fsdpi_work work = {blocks, NULL, fsdpi_grad_blocks(m, d, 0, blocks), 0};
+        fsdpi_count(&work);
+        blocks += work.num;
         fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_COPY, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE);
         fsdp_dtype dtype = fsdpi_grad_dtype(m, d);
-        op.scale = scale;
+        op.scale = max_norm;
+        op.norm_type = m->norm_type;
+        op.clip = (const double *)(const void *)m->scalar->ptr;
         status = fsdpi_emit_work(m, &op, m->flats[d].grad, dtype, m->flats[d].grad, dtype, &work);
     }
     if (!status && m->desc.cpu_offload) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
@@ -4947,18 +4946,30 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
                           d.max_norm, d.norm_type);
     status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
     if (status) return status;
-    status = fsdpi_norm(model, d.norm_type, fsdpi_is_finite(d.norm_type) ? 0 : 1, &total);
-    if (status) return status;
-    if (norm) *norm = total;
-    if (d.error_if_nonfinite && !fsdpi_is_finite(total))
-        return fsdpi_fail(w, FSDP_ERR_CORRUPT,
-                          "clip_grads: the norm of the gradients is %g: nothing was scaled; look "
-                          "for infinities, or leave error_if_nonfinite at 0",
-                          total);
-    if (!fsdpi_is_finite(d.max_norm)) return FSDP_OK;
-    double coefficient = d.max_norm / (total + 1e-6);
-    return coefficient < 1.0 || fsdpi_is_nan(total) ? fsdpi_scale_grads(model, coefficient)
-                                                    : FSDP_OK;
+    model->norm_type = d.norm_type;
+    status = fsdpi_norm(model);
+    if (!status && d.error_if_nonfinite) status = fsdp_grad_norm(model, &total);
+    int is_bad = !status && !fsdpi_is_finite(total);
+    if (!status && !is_bad && fsdpi_is_finite(d.max_norm)) status = fsdpi_clip(model, d.max_norm);
+    if (!status && norm) status = fsdp_grad_norm(model, norm);
+    if (status || !is_bad) return status;
+    return fsdpi_fail(w, FSDP_ERR_CORRUPT,
+                      "clip_grads: the norm of the gradients is %g: nothing was scaled; look for "
+                      "infinities, or leave error_if_nonfinite at 0",
+                      total);
+}
+
+FSDP_API fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm) {
+    double total = 0;
+    fsdp_world *w = model ? model->world : NULL;
+    fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
+    if (!status && (!w || !norm)) status = fsdpi_null(w, "grad_norm");
+    if (!status && !(model->norm_type > 0))
+        status = fsdpi_fail(w, FSDP_ERR_INVALID_STATE,
+                            "grad_norm: nothing has been measured: call fsdp_clip_grads first");
+    if (!status) status = fsdpi_transfer(w, &total, model->scalar->ptr, sizeof total);
+    if (!status) *norm = fsdpi_root(total, model->norm_type);
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_clip_grad_norm(fsdp_model *model, double max_norm, double *norm) {

@@ -355,16 +355,20 @@ template <unsigned N> static void append(Runs<N> *runs, fsdpi_cuda_run run, int6
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// Copies. What is done to an element is a Move or a Cast.
+// Copies. What is done to an element is a Move, a Cast or a Clip.
 
 struct Terms {
     double scale;
     int accumulate;
+    double norm_type; // of a clip
+    const double *sum;
 };
 
+// begin() looks at what only the device knows; false: there is nothing to do.
 template <class T> struct Move {
     typedef T InBits;
     typedef T OutBits;
+    static FSDPI_DEVICE bool begin(Terms *) { return true; }
     static FSDPI_DEVICE T apply(T x, T, const Terms &) { return x; }
 };
 
@@ -372,11 +376,25 @@ template <class In, class Out> struct Cast {
     typedef typename In::Bits InBits;
     typedef typename Out::Bits OutBits;
     typedef typename Wider<typename In::Number, typename Out::Number>::Number Number;
+    static FSDPI_DEVICE bool begin(Terms *) { return true; }
     static FSDPI_DEVICE OutBits apply(InBits x, OutBits old, const Terms &terms) {
         Number value = to<Number>(In::number(x)), scale = to<Number>(terms.scale);
         if (scale != (Number)1) value = times_nan(value, scale);
         if (terms.accumulate) value = plus_nan(to<Number>(Out::number(old)), value);
         return Out::bits(value);
+    }
+};
+
+// In place; scale is a largest norm.
+template <class P> struct Clip : Cast<P, P> {
+    static FSDPI_DEVICE bool begin(Terms *terms) {
+        fsdp_stub_touch(terms->sum, sizeof *terms->sum, 0);
+        double p = terms->norm_type, norm = *terms->sum;
+        if (p == 2) norm = sqrt(norm);
+        else if (p < (double)INFINITY) norm = pow(norm, 1 / p);
+        double factor = terms->scale / (norm + 1e-6);
+        terms->scale = factor;
+        return !(factor >= 1); // NaN, too
     }
 };
 
@@ -419,6 +437,8 @@ template <class Op, unsigned N> struct Copy {
     }
 
     static FSDPI_DEVICE void block(const Params &p, uint32_t index) {
+        Terms terms = p.terms;
+        if (!Op::begin(&terms)) return;
         for (int64_t at = index; at < p.runs.tiles; at += p.runs.grid) {
             const fsdpi_cuda_run run = p.runs.run[fsdpi_cuda_find(p.runs.run, p.runs.num, at)];
             fsdpi_cuda_tile tile = fsdpi_cuda_tile_at(fsdpi_cuda_row_items(&run, V), run.height,
@@ -427,7 +447,7 @@ template <class Op, unsigned N> struct Copy {
                 touch_rows(run, run.src, run.src_pitch, IN, 0);
                 touch_rows(run, run.dst, run.dst_pitch, OUT, 1);
             }
-            FSDPI_EACH_THREAD(t) { thread(p.terms, run, tile, t); }
+            FSDPI_EACH_THREAD(t) { thread(terms, run, tile, t); }
         }
     }
 };
@@ -922,8 +942,21 @@ FSDP_CUDA_API int fsdp_cuda_copy(void *stream, void *dst, int out_dtype, const v
                                  const fsdp_block *blocks, uint32_t num, double scale,
                                  int accumulate) {
     fsdpi_cuda::CopyJob job = {stream, dst,    src, out_dtype,
-                               dtype,  blocks, num, {scale, accumulate}};
+                               dtype,  blocks, num, {scale, accumulate, 0, NULL}};
     return fsdpi_cuda::copy_any(job);
+}
+
+FSDP_CUDA_API int fsdp_cuda_clip(void *stream, void *data, int dtype, const fsdp_block *blocks,
+                                 uint32_t num, double max_norm, double p, const double *sum) {
+    using namespace fsdpi_cuda;
+    CopyJob job = {stream, data, data, dtype, dtype, blocks, num, {max_norm, 0, p, sum}};
+    switch (dtype) {
+    case FSDP_F32: return copy_list<Clip<F32>>(job);
+    case FSDP_F64: return copy_list<Clip<F64>>(job);
+    case FSDP_F16: return copy_list<Clip<F16>>(job);
+    case FSDP_BF16: return copy_list<Clip<BF16>>(job);
+    default: return cudaErrorInvalidValue;
+    }
 }
 
 FSDP_CUDA_API size_t fsdp_cuda_norm_partials(const fsdp_block *blocks, uint32_t num) {
@@ -937,10 +970,13 @@ FSDP_CUDA_API size_t fsdp_cuda_norm_partials(const fsdp_block *blocks, uint32_t 
 }
 
 FSDP_CUDA_API int fsdp_cuda_norm(void *stream, double *out, const void *src, int dtype,
-                                 const fsdp_block *blocks, uint32_t num, double p, int max,
+                                 const fsdp_block *blocks, uint32_t num, double p,
                                  int accumulate, double *partials) {
     using namespace fsdpi_cuda;
-    int norm = max ? LARGEST : p == 2 ? SQUARES : p == 1 ? MAGNITUDES : POWERS;
+    int norm = p == (double)INFINITY ? LARGEST
+               : p == 2              ? SQUARES
+               : p == 1              ? MAGNITUDES
+                                     : POWERS;
     NormJob job = {stream, out, partials, src, dtype, norm, accumulate, blocks, num, p};
     switch (dtype) {
     case FSDP_F32: return norm_list<F32>(job);

@@ -311,7 +311,10 @@ static fsdp_status fsdpi_cuda_copy(fsdp_device *device, void *stream, const fsdp
     cudaStream_t on = fsdpi_cuda_on(d, stream);
     int is_plain = op->dtype == op->out_dtype && op->scale == 1.0 && !op->accumulate;
     int result = 0;
-    if (op->list_count == 1 && is_plain && (b->height == 1 || b->src_pitch >= b->width)) {
+    if (op->clip) {
+        result = fsdp_cuda_clip((void *)on, op->dst_ptr, op->dtype, b, op->list_count, op->scale,
+                                op->norm_type, op->clip);
+    } else if (op->list_count == 1 && is_plain && (b->height == 1 || b->src_pitch >= b->width)) {
         size_t size = fsdp_dtype_size(op->dtype), row = (size_t)b->width * size;
         const char *src = (const char *)op->src_ptr + (size_t)b->src * size;
         char *dst = (char *)op->dst_ptr + (size_t)b->dst * size;
@@ -360,8 +363,8 @@ static fsdp_status fsdpi_cuda_norm(fsdp_device *device, void *stream, const fsdp
                                                   fsdp_cuda_norm_partials(blocks, op->list_count));
     if (status) return status;
     int result = fsdp_cuda_norm((void *)fsdpi_cuda_on(d, stream), (double *)op->dst_ptr,
-                                op->src_ptr, op->dtype, blocks, op->list_count, op->scale,
-                                op->redop == FSDP_MAX, op->accumulate, d->partials);
+                                op->src_ptr, op->dtype, blocks, op->list_count,
+                                op->norm_type, op->accumulate, d->partials);
     return fsdpi_cuda_done(d, stream, result, "norm");
 }
 

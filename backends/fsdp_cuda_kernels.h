@@ -39,15 +39,21 @@ FSDP_CUDA_API int fsdp_cuda_copy(void *stream, void *dst, int out_dtype, const v
                                  const fsdp_block *blocks, uint32_t num, double scale,
                                  int accumulate);
 
-/* *out (device memory) = sum of |x|^p over the blocks' rows in f64; max: the largest |x|, a NaN
-   being larger than infinity. accumulate: joined with what is in *out. The sum of a block depends
-   on its elements alone, and blocks are added in their order: a list gives the same bits wherever
-   its blocks lie and into however many calls it is split.
+/* *out (device memory) = sum of |x|^p over the blocks' rows in f64; p infinite: the largest |x|, a
+   NaN being larger than infinity. accumulate: joined with what is in *out. The sum of a block
+   depends on its elements alone, and blocks are added in their order: a list gives the same bits
+   wherever its blocks lie and into however many calls it is split.
    partials    device memory of fsdp_cuda_norm_partials() doubles, aligned as doubles are         */
 FSDP_CUDA_API size_t fsdp_cuda_norm_partials(const fsdp_block *blocks, uint32_t num);
 FSDP_CUDA_API int fsdp_cuda_norm(void *stream, double *out, const void *src, int dtype,
-                                 const fsdp_block *blocks, uint32_t num, double p, int max,
+                                 const fsdp_block *blocks, uint32_t num, double p,
                                  int accumulate, double *partials);
+
+/* data *= max_norm / (norm + 1e-6) if that is less than 1, or NaN. *sum (device memory) is what
+   fsdp_cuda_norm has found with this p, perhaps over other elements, too. Bits are those of
+   fsdp_cuda_copy with this scale; after a NaN norm all are NaN. Blocks are in place: dst as src. */
+FSDP_CUDA_API int fsdp_cuda_clip(void *stream, void *data, int dtype, const fsdp_block *blocks,
+                                 uint32_t num, double max_norm, double p, const double *sum);
 
 // The bits of fsdp_optim.h on the CPU; a NaN is a NaN, but which one is the device's choice.
 FSDP_CUDA_API int fsdp_cuda_update(void *stream, const fsdp_update *update);

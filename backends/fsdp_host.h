@@ -44,10 +44,24 @@ static void fsdpi_host_free(fsdp_device *device, int kind, void *ptr, size_t siz
     fsdpi_free(&device->allocator, ptr);
 }
 
+// From a sum of |x|^p, or a maximum, to the norm.
+static double fsdpi_root(double sum, double p) {
+    return !fsdpi_is_finite(p) ? sum : p == 2 ? sqrt(sum) : pow(sum, 1 / p);
+}
+
+// What a copy multiplies by.
+static double fsdpi_copy_scale(const fsdp_op *op) {
+    if (!op->clip) return op->scale;
+    double norm = fsdpi_root(*op->clip, op->norm_type), factor = op->scale / (norm + 1e-6);
+    return factor < 1.0 || fsdpi_is_nan(norm) ? factor : 1.0;
+}
+
 static fsdp_status fsdpi_host_copy(fsdp_device *device, void *stream, const fsdp_op *op) {
     size_t in = fsdp_dtype_size(op->dtype), out = fsdp_dtype_size(op->out_dtype);
     const fsdp_block *blocks = (const fsdp_block *)op->list;
+    double scale = fsdpi_copy_scale(op);
     (void)device, (void)stream;
+    if (op->clip && scale == 1.0) return FSDP_OK; // in place
     for (uint32_t i = 0; i < op->list_count; i++) {
         fsdp_block b = blocks[i];
         if (b.src_pitch == b.width && b.dst_pitch == b.width) { // no gaps: one long row
@@ -57,7 +71,7 @@ static fsdp_status fsdpi_host_copy(fsdp_device *device, void *stream, const fsdp
         for (int64_t row = 0; row < b.height; row++) {
             const char *src = (const char *)op->src_ptr + (size_t)(b.src + row * b.src_pitch) * in;
             char *dst = (char *)op->dst_ptr + (size_t)(b.dst + row * b.dst_pitch) * out;
-            fsdpi_reduce(dst, op->out_dtype, &src, 1, op->dtype, (size_t)b.width, op->scale,
+            fsdpi_reduce(dst, op->out_dtype, &src, 1, op->dtype, (size_t)b.width, scale,
                          op->accumulate, FSDP_SUM);
         }
     }
@@ -140,8 +154,8 @@ static fsdp_status fsdpi_host_norm(fsdp_device *device, void *stream, const fsdp
     for (uint32_t i = 0; i < op->list_count; i++) {
         const char *src = (const char *)op->src_ptr + (size_t)blocks[i].src * in;
         size_t count = (size_t)blocks[i].width;
-        if (op->redop == FSDP_MAX) fsdpi_max_abs(norm, src, op->dtype, count);
-        else *norm += fsdpi_sum_powers(src, op->dtype, count, op->scale);
+        if (!fsdpi_is_finite(op->norm_type)) fsdpi_max_abs(norm, src, op->dtype, count);
+        else *norm += fsdpi_sum_powers(src, op->dtype, count, op->norm_type);
     }
     return FSDP_OK;
 }

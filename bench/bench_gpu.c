@@ -106,7 +106,7 @@ static int call_copy(kernels *k) {
                           k->accumulate);
 }
 static int call_norm(kernels *k) {
-    return fsdp_cuda_norm(NULL, k->norm, k->a, k->dtype, k->blocks, PARAMS, 2, 0, 0, k->partials);
+    return fsdp_cuda_norm(NULL, k->norm, k->a, k->dtype, k->blocks, PARAMS, 2, 0, k->partials);
 }
 static int call_update(kernels *k) { return fsdp_cuda_update(NULL, &k->update); }
 static int call_memcpy(kernels *k) {

@@ -357,6 +357,7 @@ SIM_FN fsdp_op sim_on_host(sim *s, const fsdp_op *op) {
     fsdp_op real = *op;
     real.src_ptr = sim_host(s, op->src_ptr);
     real.dst_ptr = sim_host(s, op->dst_ptr);
+    real.clip = (const double *)sim_host(s, op->clip);
     return real;
 }
 
@@ -403,6 +404,7 @@ SIM_FN fsdp_status sim_device_copy(fsdp_device *device, void *stream, const fsdp
     if (s->checks && op->label == FSDP_LABEL_USERS) sim_flags(s, actor, op);
     sim_touch_blocks(s, actor, op, 0);
     sim_touch_blocks(s, actor, op, 1);
+    if (op->clip) sim_touch(s, actor, "clip", op->clip, (int64_t)sizeof *op->clip, 0);
     fsdp_op real = sim_on_host(s, op);
     return s->moves ? fsdpi_host_copy(NULL, NULL, &real) : FSDP_OK;
 }

@@ -273,6 +273,49 @@ TEST(copy, in_place) {
     }
 }
 
+/* What clipping does: the factor comes from memory. Norms that need none or are no numbers, too. */
+TEST(copy, clipped) {
+    static const double powers[] = {2, 1, 3, 0.5, HUGE_VAL},
+                        sums[] = {0, 1e-3, 0.999998, 1, 2, 3.7, 1e30, HUGE_VAL, (double)NAN};
+    static fsdp_block blocks[60];
+    uint64_t seed = h_seed();
+    double *sum = (double *)memory(sizeof *sum);
+    int left_alone = 0;
+    for (int k = 0; k < 4; k++) {
+        copying c = copying_new(floats[k], floats[k]);
+        size_t size = fsdp_dtype_size(c.in);
+        for (int n = 0; n < 45 * 12; n++) {
+            fsdp_op op;
+            uint32_t num = (uint32_t)(n / 45 % 3 == 2 ? 60 : n / 45 % 3);
+            int64_t room = (int64_t)(ROOM / size) / 61;
+            fill(c.dst, c.in, ROOM / size, 1, &seed);
+            memcpy(c.expected, c.dst, ROOM);
+            for (uint32_t i = 0; i < num; i++) {
+                int64_t at = i * room + (int64_t)(h_rand64(&seed) % 16);
+                fsdp_block b = {at, at, (int64_t)(h_rand64(&seed) % (uint64_t)room), 1, 0, 0};
+                blocks[i] = b;
+            }
+            *sum = sums[n % 9];
+            memset(&op, 0, sizeof op);
+            op.dtype = op.out_dtype = (uint8_t)c.in;
+            op.src_ptr = op.dst_ptr = c.expected;
+            op.list = blocks, op.list_count = num;
+            op.clip = sum, op.norm_type = powers[n / 9 % 5];
+            op.scale = n & 1 ? 1 : 1e-3;
+            CHECK_OK(fsdpi_host_copy(NULL, NULL, &op));
+            left_alone += num == 60 && !memcmp(c.expected, c.dst, ROOM);
+            finish(fsdp_cuda_clip(NULL, c.dst, c.in, blocks, num, op.scale, op.norm_type, sum));
+            for (size_t i = 0; n % 9 == 8 && i < ROOM / size; i++) /* which NaN is not defined */
+                if (h_non_finite(load(c.dst, i, c.in)) == 2 &&
+                    h_non_finite(load(c.expected, i, c.in)) == 2)
+                    store(c.dst, i, c.in, 0), store(c.expected, i, c.in, 0);
+            CHECK_EQ_MEM(c.dst, c.expected, ROOM);
+        }
+        CHECK(fsdp_cuda_clip(NULL, c.dst, FSDP_I32, blocks, 1, 1, 2, sum));
+    }
+    CHECK_MSG(left_alone > 4 * 30 && left_alone < 4 * 60, "%d", left_alone);
+}
+
 /* More tiles than thread blocks; rows of one and of three elements; large rows with ends. */
 TEST(copy, many_tiles) {
     const int64_t count = 17 * 1024 * 1024 + 321;
@@ -335,7 +378,7 @@ TEST(launch, errors_are_returned) {
     fsdp_block b[2] = {{0, 0, 8, 1, 8, 8}, {0, 0, 0, 7, 8, 8}};
     for (int nth = 1; nth <= 3; nth++) {
         stub_fail("launch", nth, cudaErrorInvalidValue);
-        CHECK_EQ_INT(fsdp_cuda_norm(NULL, out, c.src, FSDP_F32, b, 1, 2, 0, 0, out + 1),
+        CHECK_EQ_INT(fsdp_cuda_norm(NULL, out, c.src, FSDP_F32, b, 1, 2, 0, out + 1),
                      cudaErrorInvalidValue);
         CHECK_EQ_INT(stub_failed(), nth);
     }
@@ -358,14 +401,14 @@ TEST(launch, errors_are_returned) {
 
 /* Guarded by NaN patterns, which would show in the result or behind the end. */
 static double norm(const void *src, fsdp_dtype dtype, const fsdp_block *blocks, uint32_t num,
-                   double p, int max, int accumulate, double start) {
+                   double p, int accumulate, double start) {
     static double *out;
     size_t count = fsdp_cuda_norm_partials(blocks, num);
     if (!out) out = (double *)memory(sizeof(double) * (1 << 20));
     CHECK(count + 2 < 1 << 20);
     memset(out + 1, 0xFF, (count + 1) * sizeof *out);
     out[0] = start;
-    finish(fsdp_cuda_norm(NULL, out, src, dtype, blocks, num, p, max, accumulate, out + 1));
+    finish(fsdp_cuda_norm(NULL, out, src, dtype, blocks, num, p, accumulate, out + 1));
     uint64_t guard;
     memcpy(&guard, &out[1 + count], sizeof guard);
     CHECK_EQ_INT(guard, UINT64_MAX);
@@ -373,7 +416,7 @@ static double norm(const void *src, fsdp_dtype dtype, const fsdp_block *blocks, 
 }
 
 static double slow_norm(const void *src, fsdp_dtype dtype, const fsdp_block *blocks, uint32_t num,
-                        double p, int max) {
+                        double p) {
     long double sum = 0;
     double most = 0;
     for (const fsdp_block *b = blocks; b < blocks + num; b++)
@@ -383,7 +426,7 @@ static double slow_norm(const void *src, fsdp_dtype dtype, const fsdp_block *blo
                 sum += p == 2 ? (long double)x * (long double)x : (long double)pow(x, p);
                 if (x > most) most = x;
             }
-    return max ? most : (double)sum;
+    return p < HUGE_VAL ? (double)sum : most;
 }
 
 static void fill_plain(void *at, fsdp_dtype dtype, size_t count, uint64_t *seed) {
@@ -394,8 +437,7 @@ static void fill_plain(void *at, fsdp_dtype dtype, size_t count, uint64_t *seed)
 static const struct {
     const char *name;
     double p;
-    int max;
-} norms[] = {{"p=2", 2, 0}, {"p=1", 1, 0}, {"p=3", 3, 0}, {"p=0.5", 0.5, 0}, {"max", 0, 1}};
+} norms[] = {{"p=2", 2}, {"p=1", 1}, {"p=3", 3}, {"p=0.5", 0.5}, {"max", HUGE_VAL}};
 
 /* Against the sum in the order of elements, and the same bits wherever the elements lie. */
 TEST_P(norm, of_one_block, norms) {
@@ -408,12 +450,12 @@ TEST_P(norm, of_one_block, norms) {
         fill_plain(values, floats[k], 80000, &seed);
         for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
             fsdp_block b = {0, 0, counts[c], 1, 0, 0};
-            double expected = slow_norm(values, floats[k], &b, 1, row->p, row->max);
-            double first = norm(values, floats[k], &b, 1, row->p, row->max, 0, 7);
-            CHECK_NEAR(first, expected, row->max ? 0 : 1e-13 * expected);
+            double expected = slow_norm(values, floats[k], &b, 1, row->p);
+            double first = norm(values, floats[k], &b, 1, row->p, 0, 7);
+            CHECK_NEAR(first, expected, row->p < HUGE_VAL ? 1e-13 * expected : 0);
             for (b.src = 1; b.src < 18; b.src++) {
                 memcpy(moved + (size_t)b.src * size, values, (size_t)counts[c] * size);
-                double again = norm(moved, floats[k], &b, 1, row->p, row->max, 0, 0);
+                double again = norm(moved, floats[k], &b, 1, row->p, 0, 0);
                 CHECK_EQ_MEM(&again, &first, sizeof first);
             }
         }
@@ -442,13 +484,13 @@ TEST_P(norm, of_lists, norms) {
                            values + (size_t)(at + r * width) * size, (size_t)width * size);
                 at += width * 3;
             }
-            double whole = norm(values, floats[k], blocks, num, row->p, row->max, 0, 3);
-            double first = norm(values, floats[k], blocks, split, row->p, row->max, 0, 3);
-            double both = norm(values, floats[k], blocks + split, num - split, row->p, row->max, 1,
+            double whole = norm(values, floats[k], blocks, num, row->p, 0, 3);
+            double first = norm(values, floats[k], blocks, split, row->p, 0, 3);
+            double both = norm(values, floats[k], blocks + split, num - split, row->p, 1,
                                first);
-            double apart = norm(gaps, floats[k], rows, num, row->p, row->max, 0, 3);
-            double expected = slow_norm(values, floats[k], blocks, num, row->p, row->max);
-            CHECK_NEAR(whole, expected, row->max ? 0 : 1e-13 * expected);
+            double apart = norm(gaps, floats[k], rows, num, row->p, 0, 3);
+            double expected = slow_norm(values, floats[k], blocks, num, row->p);
+            CHECK_NEAR(whole, expected, row->p < HUGE_VAL ? 1e-13 * expected : 0);
             CHECK_EQ_MEM(&both, &whole, sizeof whole);
             CHECK_EQ_MEM(&apart, &whole, sizeof whole);
         }
@@ -465,12 +507,12 @@ TEST(norm, not_finite) {
             fill_plain(values, floats[k], 10000, &seed);
             size_t at = h_rand64(&seed) % 10000;
             store(values, at, floats[k], -HUGE_VAL);
-            CHECK(norm(values, floats[k], &b, 1, 0, 1, 0, 0) == HUGE_VAL);
-            CHECK(norm(values, floats[k], &b, 1, 2, 0, 0, 0) == HUGE_VAL);
+            CHECK(norm(values, floats[k], &b, 1, HUGE_VAL, 0, 0) == HUGE_VAL);
+            CHECK(norm(values, floats[k], &b, 1, 2, 0, 0) == HUGE_VAL);
             store(values, (at + 1 + h_rand64(&seed) % 9999) % 10000, floats[k], -(double)NAN);
-            CHECK_EQ_INT(h_non_finite(norm(values, floats[k], &b, 1, 0, 1, 0, 0)), 2);
-            CHECK_EQ_INT(h_non_finite(norm(values, floats[k], &b, 1, 2, 0, 0, 0)), 2);
-            CHECK_EQ_INT(h_non_finite(norm(values, floats[k], &b, 0, 0, 1, 1, (double)NAN)), 2);
+            CHECK_EQ_INT(h_non_finite(norm(values, floats[k], &b, 1, HUGE_VAL, 0, 0)), 2);
+            CHECK_EQ_INT(h_non_finite(norm(values, floats[k], &b, 1, 2, 0, 0)), 2);
+            CHECK_EQ_INT(h_non_finite(norm(values, floats[k], &b, 0, HUGE_VAL, 1, (double)NAN)), 2);
         }
 }
 
@@ -481,8 +523,8 @@ TEST(norm, many_tiles) {
     uint64_t seed = h_seed();
     fill_plain(values, FSDP_BF16, 8192, &seed);
     fsdp_block once = {0, 0, 8191, 1, 0, 0};
-    double expected = slow_norm(values, FSDP_BF16, &once, 1, 2, 0) * (double)b.height;
-    CHECK_NEAR(norm(values, FSDP_BF16, &b, 1, 2, 0, 0, 0), expected, 1e-13 * expected);
+    double expected = slow_norm(values, FSDP_BF16, &once, 1, 2) * (double)b.height;
+    CHECK_NEAR(norm(values, FSDP_BF16, &b, 1, 2, 0, 0), expected, 1e-13 * expected);
 }
 
 /* ---- optimizers ------------------------------------------------------------------------------ */

@@ -460,6 +460,7 @@ static void check_sticky(broken *b, life *x) {
     if (!x->model) return;
     CHECK_STATUS(fsdp_finalize_backward(x->model), s);
     CHECK_STATUS(fsdp_clip_grad_norm(x->model, 1, &norm), s);
+    CHECK_STATUS(fsdp_grad_norm(x->model, &norm), s);
     CHECK_STATUS(fsdp_zero_grad(x->model), s);
     CHECK_STATUS(fsdp_params_changed(x->model), s);
     CHECK_STATUS(fsdp_init_params(x->model, fill, NULL), s);
@@ -1097,6 +1098,7 @@ TEST(faults, null_and_range) {
     REFUSED(NULL, fsdp_params_changed(NULL), "NULL");
     REFUSED(NULL, fsdp_init_params(NULL, fill, NULL), "NULL");
     REFUSED(NULL, fsdp_clip_grad_norm(NULL, 1, &x), "NULL");
+    REFUSED(NULL, fsdp_grad_norm(NULL, &x), "NULL");
     REFUSED(NULL, fsdp_model_flat(NULL, FSDP_F32, &flat), "NULL");
     REFUSED(NULL, fsdp_model_memory(NULL, &memory), "NULL");
     REFUSED(NULL, fsdp_model_predict(NULL, &memory), "NULL");

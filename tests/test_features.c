@@ -1867,14 +1867,19 @@ static void clip_body(job *j) {
         double want = norm_of(j, power);
         W_CHECK(fabs(norm - want) <= 1e-12 * want, "p %g: %.17g, expected %.17g", power, norm,
                 want);
+        CALL(j->w, fsdp_grad_norm(j->model, &again));
+        CHECK(again == norm);
         CHECK_EQ_INT(count_ops(j, first, FSDP_OP_ALL_REDUCE, -1, NULL), shards_of(j) > 1);
         d.max_norm = 2 * norm; /* below it: nothing changes */
         CALL(j->w, fsdp_clip_grads(j->model, &d, &again));
         CHECK(again == norm);
         check_grads(j);
         d.max_norm = norm / 8;
-        d.error_if_nonfinite = 1;
+        d.error_if_nonfinite = n % 2;
         CALL(j->w, fsdp_clip_grads(j->model, &d, NULL));
+        again = -1;
+        CALL(j->w, fsdp_grad_norm(j->model, &again));
+        CHECK(again == norm); /* before clipping */
         double coefficient = norm / 8 / (norm + 1e-6);
         check_scaled(j, coefficient);
         if (n == 1) { /* the short form: 2 */
@@ -1980,8 +1985,12 @@ static void clip_refused(job *j) {
     const double bad[] = {0, -1, NOT_A_NUMBER, -INF};
     double norm = 7;
     make_model(j);
+    CHECK_STATUS(fsdp_grad_norm(j->model, &norm), FSDP_ERR_INVALID_STATE);
+    CHECK(norm == 7);
     CALL(j->w, fsdp_clip_grad_norm(j->model, 1, &norm)); /* no gradients at all */
     CHECK(norm == 0);
+    CHECK_STATUS(fsdp_grad_norm(j->model, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_grad_norm(NULL, &norm), FSDP_ERR_INVALID_ARG);
     forward(j);
     backward(j);
     for (size_t n = 0; n < sizeof bad / sizeof *bad; n++) {

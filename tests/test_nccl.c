@@ -295,7 +295,8 @@ static fsdp_status update(job *j) {
         status = fsdp_grad_scaler_unscale(j->scaler);
         found = fsdp_grad_scaler_found_inf(j->scaler);
     }
-    if (j->v->clip > 0 && !status) status = fsdp_clip_grad_norm(j->model, j->v->clip, &norm);
+    if (j->v->clip > 0 && !status)
+        status = fsdp_clip_grad_norm(j->model, j->v->clip, j->seen ? &norm : NULL);
     if (j->seen) j->seen[j->num_seen++] = norm;
     if (!status && !found) status = fsdp_adamw_step(j->adamw, 0.01);
     if (!status && j->scaler) status = fsdp_grad_scaler_update(j->scaler);
@@ -463,6 +464,8 @@ static const struct {
     {"bf16_f32,W=2", "bf16_f32", 2, {31, 0, 4, 91, 38, 12, 18, 11, 0}},
     {"keeps,W=2", "keeps", 2, {20, 2, 4, 62, 25, 8, 9, 11, 0}},
     {"accumulates,W=2", "accumulates", 2, {65, 0, 17, 218, 114, 28, 54, 11, 0}},
+    {"clip,W=1", "clip", 1, {21, 4, 4, 29, 17, 0, 0, 0, 0}},
+    {"clip,W=2", "clip", 2, {35, 3, 4, 91, 50, 13, 18, 11, 1}},
     {"hsdp,W=4", "hsdp", 4, {48, 0, 13, 171, 87, 24, 36, 11, 4}},
 };
 

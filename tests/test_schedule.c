@@ -471,7 +471,7 @@ static void op_text(const fsdp_op *op, char *out, size_t size) {
                     op->dst ? pools[op->dst->pool] : "");
     if (op->in_place) used += snprintf(out + used, size - (size_t)used, " in place");
     if (op->accumulate) used += snprintf(out + used, size - (size_t)used, " +=");
-    if (op->label == FSDP_LABEL_CLIP && op->scale < 1)
+    if (op->clip)
         used += snprintf(out + used, size - (size_t)used, " *clip");
     else if (op->scale < 1)
         used += snprintf(out + used, size - (size_t)used, " *%g", (double)op->scale);

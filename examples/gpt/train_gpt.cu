@@ -8,8 +8,8 @@
    3  memory of activations and of batches: cudaMalloc; the text is on the device, too
    4  the loss stays on the device, and is looked at only every --log-every steps
    5  --bf16: param_dtype, one field of fsdp_model_desc
-   Gradient clipping brings its norm to the host: the one wait of a step.
-   With --graph, on one rank, the GPU gets forward and backward as one CUDA graph (see capture).
+   Loss and norm are brought to the host where they are shown: no other step waits for the GPU.
+   With --graph, on one rank, the GPU gets all but the update as one CUDA graph (see capture).
 
    Build (in the repository's root):
        nvcc -O3 -I. -DFSDP_BACKEND_NCCL examples/gpt/train_gpt.cu -o train_gpt_cuda -lnccl -lcublas
@@ -251,7 +251,13 @@ static fsdp_status mean_loss(trainer *t, double *loss) {
     return fsdp_all_reduce(t->world, NULL, loss, 1, FSDP_F64, FSDP_SUM);
 }
 
-/* --graph: makes one of forward and backward. Nothing runs: the stream keeps what it is given. The
+static fsdp_status clipped_gradients(trainer *t) {
+    forward(t);
+    const fsdp_status status = backward(t);
+    return status ? status : fsdp_clip_grad_norm(t->model, MAX_GRAD_NORM, NULL);
+}
+
+/* --graph: makes one of clipped_gradients. Nothing runs: the stream keeps what it is given. The
    steps before have called every hook and, by fsdp_zero_grad, left the filling of the gradients
    with zeros to this one, so that the graph has it. */
 static fsdp_status capture(trainer *t) {
@@ -261,8 +267,7 @@ static fsdp_status capture(trainer *t) {
     gpt_cuda_check(gpu, cudaStreamBeginCapture(gpu->stream, cudaStreamCaptureModeThreadLocal),
                    "a capture");
     if (gpu->error) return gpu_status(t);
-    forward(t);
-    const fsdp_status status = backward(t);
+    const fsdp_status status = clipped_gradients(t);
     gpt_cuda_check(gpu, cudaStreamEndCapture(gpu->stream, &graph), "a capture");
     if (!graph) return status ? status : gpu_status(t);
     gpt_cuda_check(gpu, cudaGraphInstantiate(&rank->graph, graph, 0), "a graph");
@@ -270,12 +275,9 @@ static fsdp_status capture(trainer *t) {
     return status ? status : gpu_status(t);
 }
 
-static fsdp_status forward_backward(trainer *t, int step) {
+static fsdp_status all_but_update(trainer *t, int step) {
     gpu_rank *rank = gpu_rank_of(t);
-    if (!t->j->opt.graph || step < EAGER_STEPS) {
-        forward(t);
-        return backward(t);
-    }
+    if (!t->j->opt.graph || step < EAGER_STEPS) return clipped_gradients(t);
     const fsdp_status status = rank->graph ? FSDP_OK : capture(t);
     if (status) return status;
     gpt_cuda_check(&rank->gpu, cudaGraphLaunch(rank->graph, rank->gpu.stream), "a graph");
@@ -287,9 +289,9 @@ static fsdp_status plain_step(trainer *t, int step, int look, double *loss, doub
 static fsdp_status train_step(trainer *t, int step, int look, double *loss, double *norm) {
     if (t->j->opt.plain) return plain_step(t, step, look, loss, norm);
     fill_batch(t, step);
-    fsdp_status status = forward_backward(t, step);
+    fsdp_status status = all_but_update(t, step);
     if (!status && look) status = mean_loss(t, loss);
-    if (!status) status = fsdp_clip_grad_norm(t->model, MAX_GRAD_NORM, norm);
+    if (!status && look) status = fsdp_grad_norm(t->model, norm);
     if (!status) status = fsdp_adamw_step(t->adamw, learning_rate(&t->j->opt, step));
     // No hook runs in a launch: the library keeps what it knew behind the capture, that there are
     // gradients, and the graph itself begins them anew.
@@ -408,7 +410,7 @@ static void plain_forward_backward(trainer *t) {
 }
 
 /* Gradients of all, f32, scaled to a norm of at most MAX_GRAD_NORM. */
-static void plain_clip(gpu_rank *rank, double *norm) {
+static void plain_clip(gpu_rank *rank) {
     gpt_cuda *gpu = &rank->gpu;
     const fsdp_block block = plain_block(rank);
     int error = 0;
@@ -418,18 +420,14 @@ static void plain_clip(gpu_rank *rank, double *norm) {
                                &block, 1, 1.0, 0);
     }
     if (!error) {
-        error = fsdp_cuda_norm(gpu->stream, rank->norm, rank->grads, FSDP_F32, &block, 1, 2.0, 0, 0,
+        error = fsdp_cuda_norm(gpu->stream, rank->norm, rank->grads, FSDP_F32, &block, 1, 2.0, 0,
                                rank->partials);
     }
-    gpt_cuda_check(gpu, (cudaError_t)error, "the norm");
-    gpu_read(gpu, norm, rank->norm, sizeof *norm);
-    *norm = sqrt(*norm);
-    const double scale = MAX_GRAD_NORM / (*norm + 1e-6);
-    if (gpu->error || !(scale < 1.0)) return;
-    gpt_cuda_check(gpu,
-                   (cudaError_t)fsdp_cuda_copy(gpu->stream, rank->grads, FSDP_F32, rank->grads,
-                                               FSDP_F32, &block, 1, scale, 0),
-                   "clipping");
+    if (!error) {
+        error = fsdp_cuda_clip(gpu->stream, rank->grads, FSDP_F32, &block, 1, MAX_GRAD_NORM, 2.0,
+                               rank->norm);
+    }
+    gpt_cuda_check(gpu, (cudaError_t)error, "clipping");
 }
 
 /* AdamW as in create_optimizer, of `count` elements from `at` on; update: 1 is the first. */
@@ -470,7 +468,11 @@ static fsdp_status plain_step(trainer *t, int step, int look, double *loss, doub
     fill_batch(t, step);
     plain_forward_backward(t);
     if (look) gpu_read(gpu, loss, gpu->loss, sizeof *loss);
-    plain_clip(rank, norm);
+    plain_clip(rank);
+    if (look) {
+        gpu_read(gpu, norm, rank->norm, sizeof *norm);
+        *norm = sqrt(*norm);
+    }
     plain_update(rank, 0, rank->decayed, lr, 0.1, step + 1);
     plain_update(rank, rank->decayed, rest, lr, 0.0, step + 1);
     plain_narrow(rank);

@@ -262,6 +262,7 @@ typedef struct job {
 } job;
 
 struct ncclComm {
+    struct ncclComm *next; /* of all; under `lock` */
     int rank, size, device, blocking;
     mapping *file;
     uint32_t turn; /* how often this rank has arrived */
@@ -289,8 +290,16 @@ static __thread ncclResult_t group_error;
 
 static void hold(ncclComm_t c) { __atomic_add_fetch(&c->refs, 1u, __ATOMIC_RELAXED); }
 
+/* Those that are left to the process's end are no leak: there is a way to them. */
+static ncclComm_t all_comms;
+
 static void drop(ncclComm_t c) {
+    ncclComm_t *link = &all_comms;
     if (__atomic_sub_fetch(&c->refs, 1u, __ATOMIC_ACQ_REL)) return;
+    take_lock();
+    while (*link != c) link = &(*link)->next;
+    *link = c->next;
+    pthread_mutex_unlock(&lock);
     if (c->file) detach(c->file);
     free(c->pending.list);
     pthread_mutex_destroy(&c->guard);
@@ -640,6 +649,10 @@ static ncclComm_t new_comm(int rank, int size, int device, int blocking) {
     c->blocking = blocking;
     c->refs = 1;
     pthread_mutex_init(&c->guard, NULL);
+    take_lock();
+    c->next = all_comms;
+    all_comms = c;
+    pthread_mutex_unlock(&lock);
     stub_live_add(STUB_COMMS, 1);
     return c;
 }
