@@ -101,8 +101,8 @@ CUDA_CC   = $(CXX) -x c++ -std=c++11 -Wall -Wextra -I. $(CUDA_ONLY) $(CXXFLAGS) 
 CUDA_LINK = $(CXX) $(SANFLAGS) -o $@ $@.o $(LDFLAGS) $(CUDA_OBJ) -pthread -lm
 endif
 # In their own mode; then those that run again on this backend, in one where the host may look at
-# data behind any call, and where disagreements are found. Behind a colon as above: not those that
-# count host memory, compare with bits of another order of sums, or need 128 ranks.
+# data behind any call, and where disagreements and races of streams are found. Behind a colon as
+# above: not those that count host memory, compare with bits of another order of sums, or need 128 ranks.
 STUB_TESTS ?= $(ONLY_STUB:tests/%.c=%)
 NCCL_TESTS ?= test_agree test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
               test_fully_shard_comm:-*_fp?? \
@@ -221,7 +221,7 @@ test: quiet-deps ## every test, quick ones first; then over Gloo, and on stubs o
 	@tools/run_tests.sh $(if $(FILTER),'--filter=$(FILTER)') FSDP_BUILD=$(BUILD) $(TESTS) $(PYTESTS) \
 	    FSDP_BUILD=$(BUILD)/stub $(STUB_RUNS:%='%') FSDP_BUILD=$(BUILD) \
 	    $(if $(HAVE_GLOO),FSDP_BACKEND=gloo $(GLOO_RUNS:%='%'),skip:gloo:no-libgloo-dev) \
-	    $(NCCL_ENV) '$(BUILD)/stub/tests/conformance:*/nccl/*' FSDP_STUB_SYNC=1 $(NCCL_RUNS:%='%')
+	    $(NCCL_ENV) '$(BUILD)/stub/tests/conformance:*/nccl/*' FSDP_STUB_CHECKS=1 $(NCCL_RUNS:%='%')
 
 golden: ## the tests against recorded PyTorch results, in $FSDP_GOLDEN_DIR
 	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory tests

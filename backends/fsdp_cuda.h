@@ -73,13 +73,20 @@ extern "C" {
 #define FSDPI_CUDA_NAP_NS  20000 // at first, and then twice as long each time, up to
 #define FSDPI_CUDA_NAP_MAX 80000 //
 
+// A rank's device, for its table and for that of NCCL.
+typedef struct fsdpi_cuda_place {
+    const fsdp_boot *boot;
+    int ordinal, is_managed;
+    cudaStream_t setup; // of zero-filling, and of work that is done on return
+    cudaEvent_t is_set;
+    char error[320]; // text of the last failure
+} fsdpi_cuda_place;
+
 typedef struct fsdpi_cuda_device {
     fsdp_boot boot;
-    int ordinal, is_managed;
-    cudaStream_t setup;  // of zero-filling
+    fsdpi_cuda_place place;
     double *partials;    // of norms, device memory
     size_t num_partials; // there is room for
-    char error[320];     // text of the last failure
 } fsdpi_cuda_device;
 
 static fsdpi_cuda_device *fsdpi_cuda_of(fsdp_device *device) {
@@ -95,23 +102,30 @@ static int fsdpi_cuda_is_managed(void) {
     return text && strcmp(text, "0") != 0;
 }
 
+#define FSDPI_CUDA_NO_GRAPH                                                                       \
+    "a CUDA graph can be captured on one rank, without casts (docs/gpu.md, CUDA graphs)"
+
 // A result of the runtime as a status; its text goes to `error`.
 static fsdp_status fsdpi_cuda_status(char *error, size_t cap, int ordinal, int result,
                                      const char *what) {
     cudaError_t e = (cudaError_t)result;
     if (e == cudaSuccess) return FSDP_OK;
     (void)cudaGetLastError(); // or a later call would show it again
-    (void)snprintf(error, cap, "%s: CUDA error %d (%s) on device %d: %s", what, result,
-                   cudaGetErrorName(e), ordinal, cudaGetErrorString(e));
+    int is_captured = e >= cudaErrorStreamCaptureUnsupported &&
+                      e <= cudaErrorStreamCaptureWrongThread;
+    (void)snprintf(error, cap, "%s: CUDA error %d (%s) on device %d: %s%s", what, result,
+                   cudaGetErrorName(e), ordinal, cudaGetErrorString(e),
+                   is_captured ? "; " FSDPI_CUDA_NO_GRAPH : "");
+    if (is_captured) return FSDP_ERR_UNSUPPORTED;
     return e == cudaErrorMemoryAllocation ? FSDP_ERR_OUT_OF_MEMORY : FSDP_ERR_BACKEND;
 }
 
-static fsdp_status fsdpi_cuda_check(fsdpi_cuda_device *d, int result, const char *what) {
-    return fsdpi_cuda_status(d->error, sizeof d->error, d->ordinal, result, what);
+static fsdp_status fsdpi_cuda_check(fsdpi_cuda_place *at, int result, const char *what) {
+    return fsdpi_cuda_status(at->error, sizeof at->error, at->ordinal, result, what);
 }
 
 static const char *fsdpi_cuda_error_text(fsdp_device *device) {
-    return device ? fsdpi_cuda_of(device)->error : fsdpi_thread_error;
+    return device ? fsdpi_cuda_of(device)->place.error : fsdpi_thread_error;
 }
 
 /* Waits for an event by looking at it: a blocking wait of the runtime has no deadline. The event
@@ -137,23 +151,57 @@ static fsdp_status fsdpi_cuda_await(const fsdp_boot *boot, cudaEvent_t event, in
 // >>cuda_memory
 // Owns: the device, its memory, streams and events.
 
-// Makes the rank's device current. Returns its ordinal, or -1 with the text in `error`.
-static int fsdpi_cuda_select(const fsdp_boot *boot, char *error, size_t cap) {
+// Makes the rank's device current.
+static fsdp_status fsdpi_cuda_select(fsdpi_cuda_place *at) {
     int count = 0;
     cudaError_t e = cudaGetDeviceCount(&count);
     if (e == cudaSuccess && count > 0) {
-        int ordinal = boot->local_rank % count;
-        if (!fsdpi_cuda_status(error, cap, ordinal, (int)cudaSetDevice(ordinal), "cudaSetDevice"))
-            return ordinal;
-        return -1;
+        at->ordinal = at->boot->local_rank % count;
+        return fsdpi_cuda_check(at, (int)cudaSetDevice(at->ordinal), "cudaSetDevice");
     }
     (void)cudaGetLastError();
-    (void)snprintf(error, cap,
+    (void)snprintf(at->error, sizeof at->error,
                    "no CUDA device: %s. Is there a GPU, and a driver (nvidia-smi)? Is "
                    "CUDA_VISIBLE_DEVICES set? FSDP_BACKEND=shm or gloo trains without, where it "
                    "is compiled in",
                    e == cudaSuccess ? "none is visible" : cudaGetErrorString(e));
-    return -1;
+    return FSDP_ERR_BACKEND;
+}
+
+static fsdp_status fsdpi_cuda_place_open(fsdpi_cuda_place *at, const fsdp_boot *boot) {
+    at->boot = boot;
+    at->is_managed = fsdpi_cuda_is_managed();
+    fsdp_status status = fsdpi_cuda_select(at);
+    if (status) return status;
+    cudaError_t e = cudaStreamCreateWithFlags(&at->setup, cudaStreamNonBlocking);
+    if (e == cudaSuccess) e = cudaEventCreateWithFlags(&at->is_set, cudaEventDisableTiming);
+    return fsdpi_cuda_check(at, (int)e, "making a stream");
+}
+
+static void fsdpi_cuda_place_close(fsdpi_cuda_place *at) {
+    if (at->is_set) (void)cudaEventDestroy(at->is_set);
+    if (at->setup) (void)cudaStreamDestroy(at->setup);
+}
+
+static fsdp_status fsdpi_cuda_late(fsdpi_cuda_place *at) {
+    (void)snprintf(at->error, sizeof at->error,
+                   "device %d has not finished in time: a kernel of yours that does not end, or a "
+                   "step that takes longer (FSDP_TIMEOUT_MS)",
+                   at->ordinal);
+    return FSDP_ERR_TIMEOUT;
+}
+
+// Waits for what a stream was given. `result`: of giving it.
+static fsdp_status fsdpi_cuda_settle(fsdpi_cuda_place *at, cudaStream_t stream, int result,
+                                     const char *what) {
+    cudaError_t e = (cudaError_t)result;
+    fsdp_status status = FSDP_ERR_BACKEND;
+    if (e == cudaSuccess) e = cudaEventRecord(at->is_set, stream);
+    if (e == cudaSuccess)
+        status = fsdpi_cuda_await(at->boot, at->is_set, at->boot->timeout_ns, NULL, &e);
+    if (status != FSDP_ERR_TIMEOUT) return fsdpi_cuda_check(at, (int)e, what);
+    if (at->boot->stuck) FSDPI_STORE(at->boot->stuck, 1u);
+    return fsdpi_cuda_late(at);
 }
 
 static void fsdpi_cuda_warn(const fsdp_boot *boot) {
@@ -164,17 +212,11 @@ static void fsdpi_cuda_warn(const fsdp_boot *boot) {
                    "collective runs beside a kernel; leave it unset, or set 8 to 32");
 }
 
-// Fills memory of the device with zeros, and waits for that alone.
-static cudaError_t fsdpi_cuda_clear(cudaStream_t stream, void *ptr, size_t size) {
-    cudaError_t e = cudaMemsetAsync(ptr, 0, size, stream);
-    return e == cudaSuccess ? cudaStreamSynchronize(stream) : e;
-}
-
 static void fsdpi_cuda_close(fsdp_device *device) {
     fsdpi_cuda_device *d = fsdpi_cuda_of(device);
     fsdp_allocator allocator = d->boot.allocator;
     if (d->partials && !fsdpi_boot_is_stuck(&d->boot)) (void)cudaFree(d->partials);
-    if (d->setup) (void)cudaStreamDestroy(d->setup);
+    fsdpi_cuda_place_close(&d->place);
     fsdpi_free(&allocator, d);
 }
 
@@ -183,15 +225,9 @@ static fsdp_status fsdpi_cuda_open(const fsdp_boot *boot, fsdp_device **out) {
     *out = NULL;
     if (!d) return FSDP_ERR_OUT_OF_MEMORY;
     d->boot = *boot;
-    d->is_managed = fsdpi_cuda_is_managed();
-    d->ordinal = fsdpi_cuda_select(boot, d->error, sizeof d->error);
-    fsdp_status status = d->ordinal < 0 ? FSDP_ERR_BACKEND : FSDP_OK;
-    if (!status)
-        status = fsdpi_cuda_check(d,
-                                  (int)cudaStreamCreateWithFlags(&d->setup, cudaStreamNonBlocking),
-                                  "cudaStreamCreateWithFlags");
+    fsdp_status status = fsdpi_cuda_place_open(&d->place, &d->boot);
     if (status) {
-        fsdpi_copy_name(fsdpi_thread_error, sizeof fsdpi_thread_error, d->error);
+        fsdpi_copy_name(fsdpi_thread_error, sizeof fsdpi_thread_error, d->place.error);
         fsdpi_cuda_close((fsdp_device *)(void *)d);
         return status;
     }
@@ -200,29 +236,45 @@ static fsdp_status fsdpi_cuda_open(const fsdp_boot *boot, fsdp_device **out) {
     return FSDP_OK;
 }
 
-static cudaError_t fsdpi_cuda_malloc(int is_managed, void **ptr, size_t size) {
-    return is_managed ? cudaMallocManaged(ptr, size, cudaMemAttachGlobal) : cudaMalloc(ptr, size);
+// Memory of the device, of any content.
+static fsdp_status fsdpi_cuda_get(fsdpi_cuda_place *at, size_t size, void **ptr) {
+    char what[96];
+    size_t left = 0, total = 0;
+    *ptr = NULL;
+    cudaError_t e = at->is_managed ? cudaMallocManaged(ptr, size, cudaMemAttachGlobal)
+                                   : cudaMalloc(ptr, size);
+    if (e == cudaSuccess) return FSDP_OK;
+    (void)snprintf(what, sizeof what, "allocating %llu bytes of device memory",
+                   (unsigned long long)size);
+    fsdp_status status = fsdpi_cuda_check(at, (int)e, what);
+    size_t used = strlen(at->error);
+    if (cudaMemGetInfo(&left, &total) == cudaSuccess)
+        (void)snprintf(at->error + used, sizeof at->error - used,
+                       "; the device has %.1f of %.1f MiB left", (double)left / 1048576,
+                       (double)total / 1048576);
+    (void)cudaGetLastError();
+    return status;
+}
+
+// With zeros. A device that does not end its work would not, and nobody will look.
+static fsdp_status fsdpi_cuda_fill(fsdpi_cuda_place *at, void *ptr, size_t size) {
+    if (fsdpi_boot_is_stuck(at->boot)) return FSDP_OK;
+    return fsdpi_cuda_settle(at, at->setup, (int)cudaMemsetAsync(ptr, 0, size, at->setup),
+                             "filling memory with zeros");
 }
 
 static fsdp_status fsdpi_cuda_alloc(fsdp_device *device, int kind, size_t size, void **ptr) {
-    fsdpi_cuda_device *d = fsdpi_cuda_of(device);
-    int is_pinned = kind == FSDP_MEMORY_PINNED;
-    char what[96];
+    fsdpi_cuda_place *at = &fsdpi_cuda_of(device)->place;
     *ptr = NULL;
-    (void)snprintf(what, sizeof what, "allocating %llu bytes of %s memory",
-                   (unsigned long long)size, is_pinned ? "pinned host" : "device");
-    cudaError_t e = is_pinned ? cudaMallocHost(ptr, size)
-                              : fsdpi_cuda_malloc(d->is_managed, ptr, size);
-    if (e == cudaSuccess && is_pinned) memset(*ptr, 0, size);
-    else if (e == cudaSuccess) e = fsdpi_cuda_clear(d->setup, *ptr, size);
-    if (e == cudaSuccess) return FSDP_OK;
-    fsdp_status status = fsdpi_cuda_check(d, (int)e, what);
-    size_t left = 0, total = 0, used = strlen(d->error);
-    if (!is_pinned && cudaMemGetInfo(&left, &total) == cudaSuccess)
-        (void)snprintf(d->error + used, sizeof d->error - used,
-                       "; the device has %.1f of %.1f MiB left", (double)left / 1048576,
-                       (double)total / 1048576);
-    if (*ptr) (void)(is_pinned ? cudaFreeHost(*ptr) : cudaFree(*ptr));
+    if (kind == FSDP_MEMORY_PINNED) {
+        cudaError_t e = cudaMallocHost(ptr, size);
+        if (e == cudaSuccess) memset(*ptr, 0, size);
+        return fsdpi_cuda_check(at, (int)e, "allocating pinned host memory");
+    }
+    fsdp_status status = fsdpi_cuda_get(at, size, ptr);
+    if (!status) status = fsdpi_cuda_fill(at, *ptr, size);
+    if (!status) return FSDP_OK;
+    if (*ptr && !fsdpi_boot_is_stuck(at->boot)) (void)cudaFree(*ptr);
     *ptr = NULL;
     return status;
 }
@@ -242,7 +294,7 @@ static fsdp_status fsdpi_cuda_stream(fsdp_device *device, int stream, void **nat
         cudaError_t e = cudaDeviceGetStreamPriorityRange(&least, &greatest);
         if (e == cudaSuccess)
             e = cudaStreamCreateWithPriority(&made, cudaStreamNonBlocking, greatest);
-        fsdp_status status = fsdpi_cuda_check(d, (int)e, "cudaStreamCreateWithPriority");
+        fsdp_status status = fsdpi_cuda_check(&d->place, (int)e, "cudaStreamCreateWithPriority");
         if (status) return status;
     }
     *native = (void *)made;
@@ -253,7 +305,7 @@ static fsdp_status fsdpi_cuda_event(fsdp_device *device, void **native) {
     cudaEvent_t made = NULL;
     cudaError_t e = cudaEventCreateWithFlags(&made, cudaEventDisableTiming);
     *native = (void *)made;
-    return fsdpi_cuda_check(fsdpi_cuda_of(device), (int)e, "cudaEventCreateWithFlags");
+    return fsdpi_cuda_check(&fsdpi_cuda_of(device)->place, (int)e, "cudaEventCreateWithFlags");
 }
 
 static void fsdpi_cuda_destroy(fsdp_device *device, void *stream, void *event) {
@@ -264,13 +316,13 @@ static void fsdpi_cuda_destroy(fsdp_device *device, void *stream, void *event) {
 }
 
 static fsdp_status fsdpi_cuda_record(fsdp_device *device, void *stream, void *event) {
-    return fsdpi_cuda_check(fsdpi_cuda_of(device),
+    return fsdpi_cuda_check(&fsdpi_cuda_of(device)->place,
                             (int)cudaEventRecord((cudaEvent_t)event, (cudaStream_t)stream),
                             "cudaEventRecord");
 }
 
 static fsdp_status fsdpi_cuda_wait(fsdp_device *device, void *stream, void *event) {
-    return fsdpi_cuda_check(fsdpi_cuda_of(device),
+    return fsdpi_cuda_check(&fsdpi_cuda_of(device)->place,
                             (int)cudaStreamWaitEvent((cudaStream_t)stream, (cudaEvent_t)event, 0),
                             "cudaStreamWaitEvent");
 }
@@ -279,14 +331,8 @@ static fsdp_status fsdpi_cuda_sync(fsdp_device *device, void *event, int64_t tim
     fsdpi_cuda_device *d = fsdpi_cuda_of(device);
     cudaError_t e = cudaSuccess;
     fsdp_status status = fsdpi_cuda_await(&d->boot, (cudaEvent_t)event, timeout_ns, NULL, &e);
-    if (status == FSDP_ERR_BACKEND) return fsdpi_cuda_check(d, (int)e, "work on the device");
-    if (status)
-        (void)snprintf(
-            d->error, sizeof d->error,
-            "device %d has not finished in time: a kernel of yours that does not end, or "
-            "a step that takes longer (FSDP_TIMEOUT_MS)",
-            d->ordinal);
-    return status;
+    if (status == FSDP_ERR_TIMEOUT) return fsdpi_cuda_late(&d->place);
+    return fsdpi_cuda_check(&d->place, (int)e, "work on the device");
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -296,13 +342,12 @@ static fsdp_status fsdpi_cuda_sync(fsdp_device *device, void *event, int64_t tim
 // A table's stream NULL: the work is done on return.
 static fsdp_status fsdpi_cuda_done(fsdpi_cuda_device *d, void *stream, int result,
                                    const char *what) {
-    fsdp_status status = fsdpi_cuda_check(d, result, what);
-    if (status || stream) return status;
-    return fsdpi_cuda_check(d, (int)cudaStreamSynchronize(d->setup), what);
+    return stream ? fsdpi_cuda_check(&d->place, result, what)
+                  : fsdpi_cuda_settle(&d->place, d->place.setup, result, what);
 }
 
 static cudaStream_t fsdpi_cuda_on(const fsdpi_cuda_device *d, void *stream) {
-    return stream ? (cudaStream_t)stream : d->setup;
+    return stream ? (cudaStream_t)stream : d->place.setup;
 }
 
 static fsdp_status fsdpi_cuda_copy(fsdp_device *device, void *stream, const fsdp_op *op) {
@@ -341,16 +386,16 @@ static fsdp_status fsdpi_cuda_zero(fsdp_device *device, void *stream, const fsdp
 }
 
 // Room for the partial sums of a norm. Grows in the first step that has one.
-static fsdp_status fsdpi_cuda_make_partials(fsdpi_cuda_device *d, size_t num) {
+static fsdp_status fsdpi_cuda_make_partials(fsdpi_cuda_device *d, cudaStream_t on, size_t num) {
     void *ptr = NULL;
     if (num <= d->num_partials) return FSDP_OK;
-    if (d->partials) (void)cudaFree(d->partials); // waits for who uses it
-    d->partials = NULL;
-    d->num_partials = 0;
-    fsdp_status status = fsdpi_cuda_check(
-        d, (int)fsdpi_cuda_malloc(d->is_managed, &ptr, num * sizeof *d->partials),
-        "allocating the partial sums of a norm");
-    if (status) return status;
+    fsdp_status status = fsdpi_cuda_get(&d->place, num * sizeof *d->partials, &ptr);
+    if (!status && d->partials) status = fsdpi_cuda_settle(&d->place, on, 0, "an earlier norm");
+    if (status) {
+        if (ptr && !fsdpi_boot_is_stuck(&d->boot)) (void)cudaFree(ptr);
+        return status;
+    }
+    if (d->partials) (void)cudaFree(d->partials);
     d->partials = (double *)ptr;
     d->num_partials = num;
     return FSDP_OK;
@@ -359,12 +404,12 @@ static fsdp_status fsdpi_cuda_make_partials(fsdpi_cuda_device *d, size_t num) {
 static fsdp_status fsdpi_cuda_norm(fsdp_device *device, void *stream, const fsdp_op *op) {
     fsdpi_cuda_device *d = fsdpi_cuda_of(device);
     const fsdp_block *blocks = (const fsdp_block *)op->list;
-    fsdp_status status = fsdpi_cuda_make_partials(d,
-                                                  fsdp_cuda_norm_partials(blocks, op->list_count));
+    cudaStream_t on = fsdpi_cuda_on(d, stream);
+    size_t partials = fsdp_cuda_norm_partials(blocks, op->list_count);
+    fsdp_status status = fsdpi_cuda_make_partials(d, on, partials);
     if (status) return status;
-    int result = fsdp_cuda_norm((void *)fsdpi_cuda_on(d, stream), (double *)op->dst_ptr,
-                                op->src_ptr, op->dtype, blocks, op->list_count,
-                                op->norm_type, op->accumulate, d->partials);
+    int result = fsdp_cuda_norm((void *)on, (double *)op->dst_ptr, op->src_ptr, op->dtype, blocks,
+                                op->list_count, op->norm_type, op->accumulate, d->partials);
     return fsdpi_cuda_done(d, stream, result, "norm");
 }
 

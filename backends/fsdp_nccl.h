@@ -143,10 +143,10 @@ enum { FSDPI_NCCL_CUDA, FSDPI_NCCL_OWN };
 typedef struct fsdpi_nccl_world {
     fsdp_boot boot;
     fsdpi_store *store;
-    int version, ordinal; // of the library; of the device
-    int registers, checks, is_managed, num_comms;
+    int version; // of the library
+    int registers, checks, num_comms;
+    fsdpi_cuda_place place;
     fsdpi_chunks chunks;
-    cudaStream_t setup;   // of zero-filling
     char job[160];        // of ranks as threads
     int64_t patience_ns;  // of closing comms, all together
     uint32_t issue;       // lock: NCCL is called by one thread at a time
@@ -239,7 +239,7 @@ static fsdp_status fsdpi_nccl_result(fsdpi_nccl_comm *c, ncclResult_t result, co
 
 static fsdp_status fsdpi_nccl_cuda(fsdpi_nccl_comm *c, cudaError_t e, const char *what) {
     char text[320];
-    fsdp_status status = fsdpi_cuda_status(text, sizeof text, c->world->ordinal, (int)e, what);
+    fsdp_status status = fsdpi_cuda_status(text, sizeof text, c->world->place.ordinal, (int)e, what);
     if (!status) return FSDP_OK;
     if (fsdpi_nccl_failed(c->world)) return fsdpi_nccl_report(c);
     return fsdpi_nccl_fail_here(c, status, text);
@@ -271,6 +271,7 @@ enum {
     FSDPI_NCCL_MAKE,
     FSDPI_NCCL_PART,
     FSDPI_NCCL_WINDOW,
+    FSDPI_NCCL_FORGET,
     FSDPI_NCCL_END,
     FSDPI_NCCL_ABORT
 };
@@ -283,8 +284,9 @@ typedef struct fsdpi_nccl_call {
     ncclComm_t parent, out; // out: the result; of END: what ends
     ncclComm_t *list;       // [size]: of ABORT; one group, as they may wait for each other
     int is_grouped;
-    void *base, *window; // of WINDOW
+    void *base, *handle; // of WINDOW; of FORGET: what is registered no more
     size_t bytes;
+    int is_window;
     char name[64];
     ncclResult_t result;
     pthread_t thread;
@@ -322,6 +324,15 @@ static ncclResult_t fsdpi_nccl_call_abort(const fsdpi_nccl_call *call) {
     return result != ncclSuccess ? result : end;
 }
 
+#if NCCL_VERSION_CODE >= 21900
+static ncclResult_t fsdpi_nccl_call_forget(const fsdpi_nccl_call *call) {
+#if NCCL_VERSION_CODE >= 22703
+    if (call->is_window) return ncclCommWindowDeregister(call->parent, (ncclWindow_t)call->handle);
+#endif
+    return ncclCommDeregister(call->parent, call->handle);
+}
+#endif
+
 static void *fsdpi_nccl_call_main(void *arg) {
     fsdpi_nccl_call *call = (fsdpi_nccl_call *)arg;
     (void)cudaSetDevice(call->ordinal);
@@ -344,9 +355,12 @@ static void *fsdpi_nccl_call_main(void *arg) {
         call->result = ncclCommWindowRegister(call->parent, call->base, call->bytes, &window,
                                               NCCL_WIN_COLL_SYMMETRIC);
         call->result = fsdpi_nccl_settle_plain(call->result, call->parent);
-        call->window = (void *)window;
+        call->handle = (void *)window;
         break;
     }
+#endif
+#if NCCL_VERSION_CODE >= 21900
+    case FSDPI_NCCL_FORGET: call->result = fsdpi_nccl_call_forget(call); break;
 #endif
     case FSDPI_NCCL_END:
         call->result = ncclCommFinalize(call->out);
@@ -436,7 +450,7 @@ static fsdpi_nccl_call *fsdpi_nccl_call_new(const fsdpi_nccl_world *w, int kind)
     if (!call) return NULL;
     ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
     call->kind = kind;
-    call->ordinal = w->ordinal;
+    call->ordinal = w->place.ordinal;
     call->config = config;
     return call;
 }
@@ -642,7 +656,7 @@ static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
         int64_t since = c->idle_ns > f->record.since_ns ? c->idle_ns : f->record.since_ns;
         if (e != cudaSuccess) {
             char text[400];
-            (void)fsdpi_cuda_status(text, sizeof text, w->ordinal, (int)e, "work on the device");
+            (void)fsdpi_cuda_status(text, sizeof text, w->place.ordinal, (int)e, "work on the device");
             fsdpi_store_abort(w->store, FSDP_ERR_BACKEND, "", text);
             told = 1;
         } else if (now - since > w->boot.timeout_ns) {
@@ -778,7 +792,7 @@ static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
 
 static void *fsdpi_nccl_watchdog(void *arg) {
     fsdpi_nccl_world *w = (fsdpi_nccl_world *)arg;
-    (void)cudaSetDevice(w->ordinal);
+    (void)cudaSetDevice(w->place.ordinal);
     enum cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
     (void)cudaThreadExchangeStreamCaptureMode(&mode); // looking at an event ends no capture
     while (!FSDPI_LOAD(&w->stop)) {
@@ -910,7 +924,7 @@ static ncclResult_t fsdpi_nccl_register(fsdpi_nccl_comm *c, const void *p) {
             call->bytes = chunk.size;
             if (!fsdpi_nccl_together(c, &call, "ncclCommWindowRegister")) {
                 result = ncclSuccess;
-                r->handle = call->window;
+                r->handle = call->handle;
             }
             fsdpi_free(&fsdpi_nccl_heap, call);
         }
@@ -926,21 +940,22 @@ static ncclResult_t fsdpi_nccl_register(fsdpi_nccl_comm *c, const void *p) {
 #endif
 }
 
-static void fsdpi_nccl_unregister(fsdpi_nccl_world *w, const fsdpi_nccl_registration *r) {
-    if (!r->handle || !r->comm->nccl) return; // what was aborted has forgotten it
-#if NCCL_VERSION_CODE >= 22703
-    if (w->registers == 2) (void)ncclCommWindowDeregister(r->comm->nccl, (ncclWindow_t)r->handle);
-#endif
-#if NCCL_VERSION_CODE >= 21900
-    if (w->registers == 1) (void)ncclCommDeregister(r->comm->nccl, r->handle);
-#endif
-    (void)w;
+// 1: it is done, or not worth it; 0: NCCL does not return.
+static int fsdpi_nccl_unregister(fsdpi_nccl_world *w, const fsdpi_nccl_registration *r) {
+    if (!r->handle || !r->comm->nccl) return 1; // what was aborted has forgotten it
+    fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_FORGET);
+    if (!call) return 1;
+    call->parent = r->comm->nccl;
+    call->handle = r->handle;
+    call->is_window = w->registers == 2;
+    return fsdpi_nccl_bounded(call, &w->boot, FSDPI_NCCL_ABORT_NS, NULL);
 }
 
 static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w);
 
 /* Ends the registrations of a comm, or (NULL) those of an allocation. NCCL may ask peers, and wait
-   for the device: not with the watchdog's lock, and not where a device does not end its work. */
+   for the device: not with the watchdog's lock, and no more once the device, or NCCL, has not come
+   to an end. */
 static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm *c,
                                       const char *base) {
     fsdpi_nccl_registration *mine = NULL, *r;
@@ -960,7 +975,8 @@ static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm
     fsdpi_lock(&w->issue);
     while ((r = mine) != NULL) {
         mine = r->next;
-        if (!fsdpi_boot_is_stuck(&w->boot)) fsdpi_nccl_unregister(w, r);
+        if (!fsdpi_boot_is_stuck(&w->boot) && !fsdpi_nccl_unregister(w, r) && w->boot.stuck)
+            FSDPI_STORE(w->boot.stuck, 1u);
         fsdpi_free(&w->boot.allocator, r);
     }
     fsdpi_unlock(&w->issue);
@@ -997,7 +1013,7 @@ static fsdp_status fsdpi_nccl_not_captured(fsdpi_nccl_comm *c, cudaStream_t stre
                                          "cudaStreamIsCapturing");
     if (status || capture == cudaStreamCaptureStatusNone) return status;
     return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
-                            "collectives cannot be captured in a CUDA graph");
+                            "collectives cannot be captured: " FSDPI_CUDA_NO_GRAPH);
 }
 
 /* Enqueues one operation, and an event behind it. With the lock `issue`. *out: its entry, or NULL
@@ -1223,48 +1239,51 @@ static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w) {
     }
 }
 
+// What member k says at the end; k = size: what member 0 found.
 static void fsdpi_nccl_bye_key(char *key, size_t cap, const fsdpi_nccl_comm *c, int k) {
     (void)snprintf(key, cap, "nccl/bye/%016llx/%d", (unsigned long long)c->id, k);
 }
 
-// Whether all other members leave, and say so in time.
-static int fsdpi_nccl_all_leave(fsdpi_nccl_comm *c) {
-    fsdpi_nccl_world *w = c->world;
-    int64_t start = fsdpi_boot_now(&w->boot);
-    char key[64], says = 1;
-    for (int k = 0; k < c->base.size && says; k++) {
-        int64_t left = w->patience_ns - (fsdpi_boot_now(&w->boot) - start);
-        size_t bytes;
-        fsdpi_nccl_bye_key(key, sizeof key, c, k);
-        if (k == c->base.index) continue;
-        if (left <= 0 || fsdpi_store_get(w->store, key, &says, 1, &bytes, left)) says = 0;
-    }
-    return says;
+static void fsdpi_nccl_say_bye(const fsdpi_nccl_comm *c, int k, char says) {
+    char key[64];
+    fsdpi_nccl_bye_key(key, sizeof key, c, k);
+    (void)fsdpi_store_set_within(c->world->store, key, &says, 1, FSDPI_NCCL_PATIENCE_NS);
 }
 
-/* Says that this rank closes a comm. 1: all its members do. Who gives up says that over what it
-   said; so the others look twice. */
+// Whether it is said before `until`.
+static int fsdpi_nccl_hears_bye(const fsdpi_nccl_comm *c, int k, int64_t until) {
+    int64_t left = until - fsdpi_boot_now(&c->world->boot);
+    char key[64], says = 0;
+    size_t bytes;
+    fsdpi_nccl_bye_key(key, sizeof key, c, k);
+    return left > 0 && !fsdpi_store_get(c->world->store, key, &says, 1, &bytes, left) && says;
+}
+
+/* Says that this rank closes a comm. 1: all its members do. Member 0 asks all, twice, since who
+   gives up says that over what it said; and tells them. */
 static int fsdpi_nccl_goodbye(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = c->world;
-    char key[64], says = 1;
-    fsdpi_nccl_bye_key(key, sizeof key, c, c->base.index);
-    if (w->patience_ns <= 0 || c->base.size == 1) return c->base.size == 1;
-    int64_t start = fsdpi_boot_now(&w->boot);
-    int all = !fsdpi_store_set_within(w->store, key, &says, 1, w->patience_ns) &&
-              fsdpi_nccl_all_leave(c) && fsdpi_nccl_all_leave(c);
-    if (all) w->patience_ns -= fsdpi_boot_now(&w->boot) - start;
-    if (all) return 1;
-    says = 0;
-    (void)fsdpi_store_set_within(w->store, key, &says, 1, w->patience_ns);
-    w->patience_ns = 0;
-    return 0;
+    int size = c->base.size, is_first = c->base.index == 0, all = 1;
+    int64_t start = fsdpi_boot_now(&w->boot), until = start + w->patience_ns;
+    if (w->patience_ns <= 0 || size == 1) return size == 1;
+    if (!is_first) {
+        fsdpi_nccl_say_bye(c, c->base.index, 1);
+        all = fsdpi_nccl_hears_bye(c, size, until);
+    }
+    for (int i = 0; i < 2 * size && is_first && all; i++)
+        all = i % size == 0 || fsdpi_nccl_hears_bye(c, i % size, until);
+    if (is_first) fsdpi_nccl_say_bye(c, size, (char)all);
+    else if (!all) fsdpi_nccl_say_bye(c, c->base.index, 0);
+    w->patience_ns = all ? until - fsdpi_boot_now(&w->boot) : 0;
+    return all;
 }
 
 /* Ends a communicator together with its peers. If they keep it, it is left alone, as NCCL would
    wait for them; so are all after it. In a world that has failed it has been aborted. */
 static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = c->world;
-    int ends = c->nccl && w->store && !fsdpi_nccl_failed(w) && fsdpi_nccl_goodbye(c);
+    int ends = c->nccl && w->store && !fsdpi_nccl_failed(w) && !fsdpi_boot_is_stuck(&w->boot) &&
+               fsdpi_nccl_goodbye(c);
     if (w->store && fsdpi_nccl_failed(w)) fsdpi_nccl_await_abort(w);
     fsdpi_lock(&w->lock);
     ncclComm_t nccl = c->nccl; // from here on not the watchdog's
@@ -1314,7 +1333,7 @@ static void fsdpi_nccl_close_world(fsdpi_nccl_world *w) {
         if (w->flights[i].event) (void)cudaEventDestroy(w->flights[i].event);
     }
     for (int i = 0; i < w->chunks.count; i++) fsdpi_nccl_free_chunk(&w->boot, &w->chunks.list[i]);
-    if (w->setup) (void)cudaStreamDestroy(w->setup);
+    fsdpi_cuda_place_close(&w->place);
     fsdpi_free(&allocator, w->flights);
     fsdpi_free(&allocator, w->chunks.list);
     fsdpi_free(&allocator, w);
@@ -1435,7 +1454,7 @@ static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
         // 2.26 an allocation of NCCL's may be rounded up to 512 MiB.
         int asked = w->registers;
         if (asked == 2 && (w->version < 22907 || NCCL_VERSION_CODE < 22703)) w->registers = 1;
-        if (w->version < 22602 || w->is_managed) w->registers = 0;
+        if (w->version < 22602 || w->place.is_managed) w->registers = 0;
         if (w->registers < asked && w->boot.rank == 0)
             fsdpi_boot_log(&w->boot, FSDP_LOG_WARN,
                            "this NCCL, or managed memory, cannot do what FSDP_NCCL_REGISTER asks "
@@ -1458,14 +1477,14 @@ static fsdp_status fsdpi_nccl_make_flights(fsdpi_nccl_comm *c) {
                                              FSDPI_NCCL_FLIGHTS * sizeof *w->flights);
     if (!w->flights)
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
-    cudaError_t e = cudaStreamCreateWithFlags(&w->setup, cudaStreamNonBlocking);
+    cudaError_t e = cudaSuccess;
     for (int i = 0; i < FSDPI_NCCL_FLIGHTS && e == cudaSuccess; i++) {
         e = cudaEventCreateWithFlags(&w->flights[i].begin, cudaEventDisableTiming);
         if (e == cudaSuccess)
             e = cudaEventCreateWithFlags(&w->flights[i].event, cudaEventDisableTiming);
     }
     char text[320];
-    fsdp_status status = fsdpi_cuda_status(text, sizeof text, w->ordinal, (int)e, "making events");
+    fsdp_status status = fsdpi_cuda_status(text, sizeof text, w->place.ordinal, (int)e, "making events");
     return status ? fsdpi_comm_error(&c->base, status, "%s", text) : FSDP_OK;
 }
 
@@ -1503,7 +1522,6 @@ static fsdp_status fsdpi_nccl_try_open(fsdpi_nccl_comm *c) {
     fsdpi_store_desc desc;
     char text[FSDPI_REASON];
     w->patience_ns = FSDPI_NCCL_PATIENCE_NS;
-    w->is_managed = fsdpi_cuda_is_managed();
     w->checks = fsdpi_nccl_env("FSDP_NCCL_CHECK", 0, 1, 0);
     w->num_comms = fsdpi_nccl_env("FSDP_NCCL_COMMS", 1, 2, 2);
     fsdpi_store_boot(&w->boot, w->job, sizeof w->job);
@@ -1512,11 +1530,11 @@ static fsdp_status fsdpi_nccl_try_open(fsdpi_nccl_comm *c) {
     c->is_world = 1;
     c->id = FSDPI_OPEN;
     fsdp_status status = fsdpi_check_world(&c->base, FSDPI_MAX_RANKS);
-    if (!status) status = fsdpi_nccl_versions(c);
     if (status) return status;
-    w->ordinal = fsdpi_cuda_select(&w->boot, text, sizeof text);
-    if (w->ordinal < 0) return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "%s", text);
-    status = fsdpi_nccl_make_flights(c);
+    status = fsdpi_cuda_place_open(&w->place, &w->boot);
+    if (status) return fsdpi_comm_error(&c->base, status, "%s", w->place.error);
+    status = fsdpi_nccl_versions(c);
+    if (!status) status = fsdpi_nccl_make_flights(c);
     if (status) return status;
     memset(&desc, 0, sizeof desc);
     desc.boot = w->boot;
@@ -1554,48 +1572,51 @@ static fsdp_status fsdpi_nccl_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_
     return FSDP_OK;
 }
 
-// Memory of the device, and where it came from.
-static cudaError_t fsdpi_nccl_get(fsdpi_nccl_world *w, size_t size, fsdpi_chunk *chunk) {
+// Memory of the device, and where it came from. A failure's text is left in place.error.
+static fsdp_status fsdpi_nccl_get(fsdpi_nccl_world *w, size_t size, fsdpi_chunk *chunk) {
     void *ptr = NULL;
-    cudaError_t e = cudaSuccess;
+    fsdp_status status = FSDP_OK;
     chunk->at = FSDPI_NCCL_CUDA;
 #if NCCL_VERSION_CODE >= 21900
     if (w->registers && size >= FSDPI_NCCL_LARGE) {
         // All ranks or none: to fall back to cudaMalloc on one alone would make buffers differ.
-        if (ncclMemAlloc(&ptr, size) != ncclSuccess) e = cudaErrorMemoryAllocation;
+        ncclResult_t result = ncclMemAlloc(&ptr, size);
+        fsdpi_text t = {w->place.error, sizeof w->place.error, 0};
+        if (result != ncclSuccess) {
+            fsdpi_nccl_say(&t, result, "ncclMemAlloc");
+            return FSDP_ERR_OUT_OF_MEMORY;
+        }
         chunk->at = FSDPI_NCCL_OWN;
     }
 #endif
-    if (!ptr && e == cudaSuccess) e = fsdpi_cuda_malloc(w->is_managed, &ptr, size);
+    if (!ptr) status = fsdpi_cuda_get(&w->place, size, &ptr);
     chunk->base = (char *)ptr;
-    return e == cudaSuccess ? fsdpi_cuda_clear(w->setup, ptr, size) : e;
+    return status ? status : fsdpi_cuda_fill(&w->place, ptr, size);
 }
 
 static fsdp_status fsdpi_nccl_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     fsdpi_nccl_comm *c = (fsdpi_nccl_comm *)(void *)comm;
     fsdpi_nccl_world *w = c->world;
     fsdpi_chunk chunk = {NULL, size, 0, 0};
+    const char *why = w->place.error;
     *ptr = NULL;
-    cudaError_t e = fsdpi_nccl_get(w, size ? size : 1, &chunk);
-    if (e == cudaSuccess && fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
+    fsdp_status status = fsdpi_nccl_get(w, size ? size : 1, &chunk);
+    if (!status && !fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
+        status = FSDP_ERR_OUT_OF_MEMORY;
+        why = "the allocator refused";
+    }
+    if (!status) {
         *ptr = chunk.base;
         return FSDP_OK;
     }
-    char text[320] = "the allocator refused";
-    size_t left = 0, total = 0;
-    if (e != cudaSuccess)
-        (void)fsdpi_cuda_status(text, sizeof text, w->ordinal, (int)e, "device memory");
     if (chunk.base) fsdpi_nccl_free_chunk(&w->boot, &chunk);
-    (void)cudaMemGetInfo(&left, &total);
     fsdpi_text t = {c->base.error, sizeof c->base.error, 0}; // c->base.now may be in use
-    fsdpi_say(&t,
-              "rank %d: alloc of %llu bytes (%.1f MiB): %s; the device has %.1f of %.1f MiB left. "
-              "Shard over more GPUs, or set cpu_offload; NCCL takes memory of its own "
-              "(FSDP_NCCL_COMMS=1, NCCL_BUFFSIZE)",
-              w->boot.rank, (unsigned long long)size, (double)size / 1048576, text,
-              (double)left / 1048576, (double)total / 1048576);
-    return e == cudaSuccess || e == cudaErrorMemoryAllocation ? FSDP_ERR_OUT_OF_MEMORY
-                                                              : FSDP_ERR_BACKEND;
+    fsdpi_say(&t, "rank %d: alloc of %llu bytes (%.1f MiB): %s", w->boot.rank,
+              (unsigned long long)size, (double)size / 1048576, why);
+    if (status == FSDP_ERR_OUT_OF_MEMORY)
+        fsdpi_say(&t, ". Shard over more GPUs, or set cpu_offload; NCCL takes memory of its own "
+                      "(FSDP_NCCL_COMMS=1, NCCL_BUFFSIZE)");
+    return status;
 }
 
 static void fsdpi_nccl_free(fsdp_comm *comm, void *ptr, size_t size) {

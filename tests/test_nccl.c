@@ -651,6 +651,27 @@ TEST_P(nccl, registers, registers) {
     h_ranks_proc(2, registered, (void *)(uintptr_t)(row - registers));
 }
 
+/* NCCL does not return from ending a registration: what it was of is not freed, nor anything else. */
+static void kept(int rank, int world, void *arg) {
+    job j;
+    setenv("FSDP_NCCL_REGISTER", "1", 1);
+    open_plainly(&j, rank, world, "kept");
+    CALL(j.w, make_one_unit(&j, 1, 2, 16384, 0));
+    CALL(j.w, one_unit_step(&j, 3));
+    CHECK(stub_live(STUB_REGISTRATIONS) > 0);
+    stub_set(STUB_KEEPS, 1);
+    int64_t start = h_now_ms();
+    if (*(int *)arg) fsdp_model_destroy(j.model);
+    (void)fsdp_shutdown(j.w);
+    CHECK(h_now_ms() - start < 4500);
+    CHECK(stub_live(STUB_REGISTRATIONS) > 0 && stub_live(STUB_DEVICE_BYTES) > 0);
+    CHECK_EQ_INT(j.heap.live, 0);
+    stub_set(STUB_KEEPS, 0);
+}
+TEST(nccl, registrations_are_kept) {
+    for (int destroys = 0; destroys < 2; destroys++) h_ranks_proc(2, kept, &destroys);
+}
+
 /* ---- versions -------------------------------------------------------------------------------- */
 
 /* The library that the program meets at run time may be older than the header. */
@@ -881,6 +902,55 @@ TEST(nccl, own_stream) {
         for (int world = 1; world <= 2; world++) h_ranks_proc(world, own_stream, &says_so);
 }
 
+/* Steps of several ranks, or with casts, have no place in a graph, from wherever it begins. */
+static const struct {
+    const char *name, *variant;
+    int world, steps;
+    char from; /* forward, backward, update */
+} captures[] = {
+    {"first_forward", "f32", 2, 0, 'f'}, {"forward", "f32", 2, 2, 'f'},
+    {"packed", "packed", 3, 2, 'f'},     {"casts", "bf16_f32", 1, 2, 'f'},
+    {"backward", "f32", 2, 2, 'b'},      {"backward_of_kept", "keeps", 2, 2, 'b'},
+    {"clip", "clip", 2, 2, 'u'},         {"scaler", "scaler", 1, 2, 'u'},
+};
+
+static void captured(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    char from = captures[row].from;
+    cudaStream_t own = NULL;
+    cudaGraph_t graph = NULL;
+    job j;
+    CHECK_EQ_INT(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking), 0);
+    start(&j, variant_of(captures[row].variant), rank, world, 1);
+    CALL(j.w, fsdp_set_stream(j.w, own));
+    j.stream = own;
+    for (int step = 0; step < captures[row].steps; step++) CALL(j.w, train_step(&j, step));
+    int64_t begin_ms = h_now_ms();
+    fsdp_status status = FSDP_OK;
+    if (from == 'b') CALL(j.w, forward(&j));
+    if (from == 'u') CALL(j.w, micro_steps(&j, 2));
+    status = fsdp_barrier(j.w); /* or a peer's failure is in the way of what comes before this */
+    j.faulty = 1;
+    CHECK_EQ_INT(cudaStreamBeginCapture(own, cudaStreamCaptureModeThreadLocal), 0);
+    if (!status && from == 'f') status = forward(&j);
+    if (!status && from != 'u') status = backward(&j, 2, 0, 1);
+    if (!status) status = update(&j);
+    CHECK_STATUS(status, FSDP_ERR_UNSUPPORTED);
+    CHECK_MSG(strstr(fsdp_last_error(j.w), "CUDA graph"), "%s", fsdp_last_error(j.w));
+    (void)cudaStreamEndCapture(own, &graph);
+    if (graph) CHECK_EQ_INT(cudaGraphDestroy(graph), 0);
+    (void)cudaGetLastError();
+    CHECK_STATUS(fsdp_barrier(j.w), FSDP_ERR_UNSUPPORTED);
+    (void)fsdp_shutdown(j.w);
+    CHECK(h_now_ms() - begin_ms < 4000);
+    CHECK_EQ_INT(cudaStreamDestroy(own), 0);
+    CHECK_EQ_INT(cudaFree(j.sums), 0);
+    check_nothing_live();
+}
+TEST_P(nccl, captured, captures) {
+    h_ranks_proc(row->world, captured, (void *)(uintptr_t)(row - captures));
+}
+
 TEST(nccl, no_stream_of_host) {
     job j;
     start(&j, &variants[0], 0, 1, 0);
@@ -941,6 +1011,48 @@ static void which_device(int rank, int world, void *arg) {
 }
 TEST(nccl, which_device) {
     for (int count = 1; count <= 3; count++) h_ranks_proc(3, which_device, &count);
+}
+
+/* Memory that cannot be filled with zeros, as the device does not end its work: no call waits for
+   ever, nothing is freed that could wait, and getters give memory. */
+static int gate;
+static void wait_at_gate(const void *params, unsigned block_index) {
+    long nap = 0;
+    (void)params, (void)block_index;
+    while (!__atomic_load_n(&gate, __ATOMIC_SEQ_CST)) h_nap(&nap);
+}
+static void never_filled(int rank, int world, void *arg) {
+    int of_device = *(int *)arg;
+    fsdp_status status = FSDP_OK;
+    void *ptr = NULL;
+    job j;
+    begin(&j, &variants[0], rank, world, 1);
+    CALL(NULL, open_world(&j, "never_filled", 1000));
+    make_sums(&j);
+    fsdpi_cuda_device *device = fsdpi_cuda_of(j.w->device);
+    cudaStream_t setup = device->place.setup;
+    if (!of_device) setup = ((fsdpi_nccl_comm *)(void *)j.w->comm)->world->place.setup;
+    CHECK_EQ_INT(fsdp_stub_launch(wait_at_gate, "", 1, 1, setup), 0);
+    int64_t start = h_now_ms();
+    if (of_device) status = fsdpi_cuda_alloc(j.w->device, FSDP_MEMORY_DEVICE, 100, &ptr);
+    else status = make_one_unit(&j, 1, 0, 64, 0);
+    if (!of_device && !status) status = one_unit_step(&j, 1);
+    CHECK_STATUS(status, FSDP_ERR_TIMEOUT);
+    CHECK(h_now_ms() - start >= 1000 && h_now_ms() - start < 3000);
+    const char *text = of_device ? device->place.error : fsdp_last_error(j.w);
+    CHECK_MSG(strstr(text, "has not finished in time"), "%s", text);
+    CHECK(j.w->stuck && !ptr);
+    CHECK_OK(fsdpi_cuda_alloc(j.w->device, FSDP_MEMORY_DEVICE, 100, &ptr));
+    CHECK(ptr && (of_device || fsdp_data(j.unit[0], 0)));
+    start = h_now_ms();
+    (void)fsdp_shutdown(j.w);
+    CHECK(h_now_ms() - start < 3000);
+    CHECK(stub_live(STUB_DEVICE_BYTES) > 0); /* left alone */
+    __atomic_store_n(&gate, 1, __ATOMIC_SEQ_CST);
+}
+TEST(nccl, never_filled) {
+    for (int of_device = 0; of_device < 2; of_device++)
+        h_ranks_proc(2, never_filled, &of_device);
 }
 
 /* Out of memory: how much was asked for, how much there is; and the world ends on all ranks. */

@@ -1253,6 +1253,7 @@ ncclResult_t ncclCommRegister(const ncclComm_t comm, void *ptr, size_t size, voi
 
 ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle) {
     int entered = stub_enter("ncclCommDeregister");
+    while (stub_get(STUB_KEEPS)) usleep(1000);
     end_registration(comm, handle);
     return entered ? injected(entered) : ncclSuccess;
 }
@@ -1278,6 +1279,7 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *ptr, size_t size, ncc
 
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
     int entered = stub_enter("ncclCommWindowDeregister");
+    while (stub_get(STUB_KEEPS)) usleep(1000);
     end_registration(comm, (void *)window);
     return entered ? injected(entered) : ncclSuccess;
 }
