@@ -932,7 +932,9 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
     fsdp_status status = fsdpi_update_alloc(o->model, (size_t)total, &block);
     if (status)
         return fsdpi_fail(o->model->world, status, "%s: no memory for a state of %lld bytes: %s",
-                          what, (long long)total, fsdpi_device_text(o->model->world, status));
+                          what, (long long)total,
+                          fsdpi_update_native(o->model) ? fsdpi_device_text(o->model->world, status)
+                                                        : "the allocator refused");
     char *at = (char *)block;
     o->state_bytes = (size_t)total;
     for (int wide = 0; wide < 2; wide++)

@@ -1115,15 +1115,17 @@ static fsdp_status fsdpi_nccl_check(fsdpi_nccl_comm *c, int root) {
     if (status || k == end) return status;
     char key[64], reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_record theirs;
+    fsdpi_nccl_shown shown = {c->seq + 1, 1, *mine}, theirs;
     size_t bytes = 0;
     fsdpi_nccl_show_key(key, sizeof key, c, c->base.index);
-    (void)fsdpi_store_set_within(c->world->store, key, mine, sizeof *mine, FSDPI_NCCL_SHOW_NS);
+    (void)fsdpi_store_set_within(c->world->store, key, &shown, sizeof shown, FSDPI_NCCL_SHOW_NS);
     fsdpi_nccl_show_key(key, sizeof key, c, k);
-    memset(&theirs, 0, sizeof theirs);
-    (void)fsdpi_store_get(c->world->store, key, &theirs, sizeof theirs, &bytes, FSDPI_NCCL_SHOW_NS);
+    status = fsdpi_store_get(c->world->store, key, &theirs, sizeof theirs, &bytes,
+                             FSDPI_NCCL_SHOW_NS);
     if (fsdpi_nccl_failed(c->world)) return fsdpi_nccl_report(c);
-    fsdpi_nccl_say_mismatch(&t, c, mine, &theirs, k);
+    if (!status) fsdpi_nccl_say_mismatch(&t, c, mine, &theirs.record, k);
+    else fsdpi_say(&t, "rank %d calls something else, and has not said what",
+                   (int)c->base.ranks[k]);
     return fsdpi_nccl_fail(c, FSDP_ERR_MISMATCH, reason);
 }
 

@@ -155,6 +155,10 @@ static const struct {
      "printf '#!/bin/sh\\necho error: unsupported compiler; exit 1\\n' >cuda/bin/nvcc",
      HOME,
      {"nvcc does not compile: error: unsupported compiler", "No CUDA toolkit", "Install one"}},
+    {"cudart_does_not_link",
+     "echo 'int x;' | shared cuda/lib64/libcudart.so libcudart.so",
+     HOME,
+     {"a program is not linked, or does not run", "cudaRuntimeGetVersion", "No CUDA toolkit"}},
     {"no_nccl_there",
      "",
      HOME "NCCL_HOME=/nowhere/nccl",
@@ -278,6 +282,8 @@ TEST(find_nccl, file) {
 }
 
 TEST(find_nccl, usage) {
-    CHECK_EQ_INT(find("", "--help"), 2);
+    CHECK_EQ_INT(find("", "-x"), 2);
     check_has("usage: find_nccl.sh [-g] [-o FILE]");
+    CHECK_EQ_INT(find("", "--help"), 0);
+    check_has("CUDA  $CUDA_HOME, $CUDA_PATH, nvcc in PATH");
 }

@@ -1060,8 +1060,10 @@ static void out_of_memory(int rank, int world, void *arg) {
     job j;
     (void)arg;
     stub_set(STUB_TOTAL_MIB, 4);
-    open_plainly(&j, rank, world, "memory");
-    fsdp_status status = make_one_unit(&j, 1, 0, 1 << 16, 0); /* 16 MiB, shards of 8 or 16 */
+    begin(&j, &variants[0], rank, world, 1);
+    fsdp_status status = open_world(&j, "memory", 0); /* which a peer has behind it */
+    make_sums(&j);
+    if (!status) status = make_one_unit(&j, 1, 0, 1 << 16, 0); /* 16 MiB, shards of 8 or 16 */
     if (!status) status = one_unit_step(&j, 1);
     const char *text = fsdp_last_error(j.w);
     CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);

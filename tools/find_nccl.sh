@@ -19,7 +19,8 @@ while [ $# != 0 ]; do
     case $1 in
     -g) need_gpu=yes ;;
     -o) output=${2:?-o needs a file} && shift ;;
-    *) echo "usage: ${0##*/} [-g] [-o FILE]" >&2 && exit 2 ;;
+    -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p;}' "$0" && exit ;;
+    *) echo "usage: ${0##*/} [-g] [-o FILE]; --help tells more" >&2 && exit 2 ;;
     esac
     shift
 done
@@ -77,6 +78,11 @@ cuda_at() { # PLACE ROOT [NVCC]
     "$nvcc" -c -o "$tmp/kernel.o" "$tmp/kernel.cu" >"$tmp/log" 2>&1 ||
         failed "$1" "nvcc does not compile: $(excerpt)" || return
     cuda_flags=$(include "$2/include") cuda_libs=$(link "$dir" cudart)
+    printf '#include <cuda_runtime_api.h>\nint main(void) { int n; return (int)cudaRuntimeGetVersion(&n); }' \
+        >"$tmp/cuda.c"
+    # shellcheck disable=SC2086
+    { $cc -o "$tmp/cuda" "$tmp/cuda.c" $cuda_flags $cuda_libs && "$tmp/cuda"; } >"$tmp/log" 2>&1 ||
+        failed "$1" "a program is not linked, or does not run: $(excerpt)" || return
     cublas_libs=$(dir=$(library_dir "$2" cublas) && link "$dir" cublas)
     cuda_place=$1 cuda_root=$2
 }
