@@ -970,13 +970,10 @@ FSDP_CUDA_API size_t fsdp_cuda_norm_partials(const fsdp_block *blocks, uint32_t 
 }
 
 FSDP_CUDA_API int fsdp_cuda_norm(void *stream, double *out, const void *src, int dtype,
-                                 const fsdp_block *blocks, uint32_t num, double p,
-                                 int accumulate, double *partials) {
+                                 const fsdp_block *blocks, uint32_t num, double p, int accumulate,
+                                 double *partials) {
     using namespace fsdpi_cuda;
-    int norm = p == (double)INFINITY ? LARGEST
-               : p == 2              ? SQUARES
-               : p == 1              ? MAGNITUDES
-                                     : POWERS;
+    int norm = p == (double)INFINITY ? LARGEST : p == 2 ? SQUARES : p == 1 ? MAGNITUDES : POWERS;
     NormJob job = {stream, out, partials, src, dtype, norm, accumulate, blocks, num, p};
     switch (dtype) {
     case FSDP_F32: return norm_list<F32>(job);

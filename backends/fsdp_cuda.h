@@ -102,7 +102,7 @@ static int fsdpi_cuda_is_managed(void) {
     return text && strcmp(text, "0") != 0;
 }
 
-#define FSDPI_CUDA_NO_GRAPH                                                                       \
+#define FSDPI_CUDA_NO_GRAPH                                                                        \
     "a CUDA graph can be captured on one rank, without casts (docs/gpu.md, CUDA graphs)"
 
 // A result of the runtime as a status; its text goes to `error`.

@@ -239,7 +239,8 @@ static fsdp_status fsdpi_nccl_result(fsdpi_nccl_comm *c, ncclResult_t result, co
 
 static fsdp_status fsdpi_nccl_cuda(fsdpi_nccl_comm *c, cudaError_t e, const char *what) {
     char text[320];
-    fsdp_status status = fsdpi_cuda_status(text, sizeof text, c->world->place.ordinal, (int)e, what);
+    fsdp_status status = fsdpi_cuda_status(text, sizeof text, c->world->place.ordinal, (int)e,
+                                           what);
     if (!status) return FSDP_OK;
     if (fsdpi_nccl_failed(c->world)) return fsdpi_nccl_report(c);
     return fsdpi_nccl_fail_here(c, status, text);
@@ -656,7 +657,8 @@ static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
         int64_t since = c->idle_ns > f->record.since_ns ? c->idle_ns : f->record.since_ns;
         if (e != cudaSuccess) {
             char text[400];
-            (void)fsdpi_cuda_status(text, sizeof text, w->place.ordinal, (int)e, "work on the device");
+            (void)fsdpi_cuda_status(text, sizeof text, w->place.ordinal, (int)e,
+                                    "work on the device");
             fsdpi_store_abort(w->store, FSDP_ERR_BACKEND, "", text);
             told = 1;
         } else if (now - since > w->boot.timeout_ns) {
@@ -1124,8 +1126,8 @@ static fsdp_status fsdpi_nccl_check(fsdpi_nccl_comm *c, int root) {
                              FSDPI_NCCL_SHOW_NS);
     if (fsdpi_nccl_failed(c->world)) return fsdpi_nccl_report(c);
     if (!status) fsdpi_nccl_say_mismatch(&t, c, mine, &theirs.record, k);
-    else fsdpi_say(&t, "rank %d calls something else, and has not said what",
-                   (int)c->base.ranks[k]);
+    else
+        fsdpi_say(&t, "rank %d calls something else, and has not said what", (int)c->base.ranks[k]);
     return fsdpi_nccl_fail(c, FSDP_ERR_MISMATCH, reason);
 }
 
@@ -1486,7 +1488,8 @@ static fsdp_status fsdpi_nccl_make_flights(fsdpi_nccl_comm *c) {
             e = cudaEventCreateWithFlags(&w->flights[i].event, cudaEventDisableTiming);
     }
     char text[320];
-    fsdp_status status = fsdpi_cuda_status(text, sizeof text, w->place.ordinal, (int)e, "making events");
+    fsdp_status status = fsdpi_cuda_status(text, sizeof text, w->place.ordinal, (int)e,
+                                           "making events");
     return status ? fsdpi_comm_error(&c->base, status, "%s", text) : FSDP_OK;
 }
 

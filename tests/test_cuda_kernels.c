@@ -486,8 +486,7 @@ TEST_P(norm, of_lists, norms) {
             }
             double whole = norm(values, floats[k], blocks, num, row->p, 0, 3);
             double first = norm(values, floats[k], blocks, split, row->p, 0, 3);
-            double both = norm(values, floats[k], blocks + split, num - split, row->p, 1,
-                               first);
+            double both = norm(values, floats[k], blocks + split, num - split, row->p, 1, first);
             double apart = norm(gaps, floats[k], rows, num, row->p, 0, 3);
             double expected = slow_norm(values, floats[k], blocks, num, row->p);
             CHECK_NEAR(whole, expected, row->p < HUGE_VAL ? 1e-13 * expected : 0);

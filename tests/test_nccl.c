@@ -1051,8 +1051,7 @@ static void never_filled(int rank, int world, void *arg) {
     __atomic_store_n(&gate, 1, __ATOMIC_SEQ_CST);
 }
 TEST(nccl, never_filled) {
-    for (int of_device = 0; of_device < 2; of_device++)
-        h_ranks_proc(2, never_filled, &of_device);
+    for (int of_device = 0; of_device < 2; of_device++) h_ranks_proc(2, never_filled, &of_device);
 }
 
 /* Out of memory: how much was asked for, how much there is; and the world ends on all ranks. */

@@ -78,8 +78,8 @@ cuda_at() { # PLACE ROOT [NVCC]
     "$nvcc" -c -o "$tmp/kernel.o" "$tmp/kernel.cu" >"$tmp/log" 2>&1 ||
         failed "$1" "nvcc does not compile: $(excerpt)" || return
     cuda_flags=$(include "$2/include") cuda_libs=$(link "$dir" cudart)
-    printf '#include <cuda_runtime_api.h>\nint main(void) { int n; return (int)cudaRuntimeGetVersion(&n); }' \
-        >"$tmp/cuda.c"
+    printf '#include <cuda_runtime_api.h>\n%s\n' \
+        'int main(void) { int n; return (int)cudaRuntimeGetVersion(&n); }' >"$tmp/cuda.c"
     # shellcheck disable=SC2086
     { $cc -o "$tmp/cuda" "$tmp/cuda.c" $cuda_flags $cuda_libs && "$tmp/cuda"; } >"$tmp/log" 2>&1 ||
         failed "$1" "a program is not linked, or does not run: $(excerpt)" || return
