@@ -1018,8 +1018,7 @@ static fsdp_status fsdpi_nccl_not_captured(fsdpi_nccl_comm *c, cudaStream_t stre
                             "collectives cannot be captured: " FSDPI_CUDA_NO_GRAPH);
 }
 
-/* Enqueues one operation, and an event behind it. With the lock `issue`. *out: its entry, or NULL
-   if there is nothing to wait for. */
+// Enqueues one operation, and an event behind it. With the lock `issue`. *out: its entry.
 static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, cudaStream_t stream,
                                       fsdpi_flight **out) {
     fsdpi_nccl_world *w = c->world;
@@ -1096,7 +1095,7 @@ static fsdp_status fsdpi_nccl_exchange(fsdpi_nccl_comm *c, int peer, uint64_t ke
     fsdp_status status = fsdpi_nccl_cuda(c, e, "copying keys");
     if (!status) status = fsdpi_nccl_enqueue(c, &op, c->stream, &f);
     fsdpi_unlock(&w->issue);
-    if (!status && f) status = fsdpi_nccl_await(c, f);
+    if (!status) status = fsdpi_nccl_await(c, f);
     if (status) return status;
     e = cudaMemcpyAsync(c->shown, c->keys + 2, 2 * (size_t)c->base.size * sizeof *c->shown,
                         cudaMemcpyDeviceToHost, c->stream);
@@ -1156,7 +1155,7 @@ static fsdp_status fsdpi_nccl_run(fsdp_comm *comm, const fsdp_coll *op) {
     fsdpi_lock(&w->issue);
     status = fsdpi_nccl_enqueue(c, op, op->stream ? (cudaStream_t)op->stream : c->stream, &f);
     fsdpi_unlock(&w->issue);
-    return status || op->stream || !f ? status : fsdpi_nccl_await(c, f);
+    return status || op->stream ? status : fsdpi_nccl_await(c, f);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -1214,7 +1213,7 @@ static fsdp_status fsdpi_nccl_warm_up(fsdpi_nccl_comm *c) {
         fsdpi_lock(&w->issue);
         status = fsdpi_nccl_enqueue(c, &op, c->stream, &f);
         fsdpi_unlock(&w->issue);
-        if (!status && f) status = fsdpi_nccl_await(c, f);
+        if (!status) status = fsdpi_nccl_await(c, f);
     }
     return status;
 }

@@ -37,14 +37,14 @@ train() {
 median() { tr ' ' '\n' <<<"$*" | sort -g | awk '{v[NR] = $1} END {print v[int((NR + 1) / 2)]}'; }
 
 # The trainer with and without the library on one rank, in turn.
-overhead() { # [OPTION]
+overhead() { # [OPTION [OPTION-WITH]]: of both, and of the one with the library
     local with='' without='' run
     for run in 1 2 3; do
-        with+=" $(train with "$@")" && without+=" $(train without --plain "$@")" || return
+        with+=" $(train with $1 ${2-})" && without+=" $(train without --plain $1)" || return
     done
     with=$(median $with) without=$(median $without)
     awk -v day="$(date +%F)" -v gpu="${GPU_NAME:-CUDA device}" -v with="$with" \
-        -v without="$without" -v what="step of the GPT${1:+ $1} beside --plain" \
+        -v without="$without" -v what="step of the GPT${1:+ $1}${2:+ $2} beside --plain" \
         -v command="train_gpt_cuda $gpt $*" 'BEGIN {
         printf "%s: %.3f ms beside %.3f, ratio %.3f\n", what, with * 1e3, without * 1e3,
                with / without >"/dev/stderr"
@@ -53,7 +53,7 @@ overhead() { # [OPTION]
     }' >>"$csv"
 }
 if [ -x "$dir/examples/train_gpt_cuda" ]; then
-    overhead && overhead --bf16 || failed=1
+    overhead '' && overhead --bf16 && overhead '' --graph || failed=1
 else
     echo 'skipped: no train_gpt_cuda (no cuBLAS when it was built?)'
 fi
