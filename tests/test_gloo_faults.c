@@ -2,9 +2,6 @@
    and bad links; strangers at the ports; and nothing left behind. No call blocks for ever, and
    every rank gets a status that names the culprit. What every backend does is in conformance.c. */
 #include "harness.h"
-#include <dirent.h>       /* opendir */
-#include <malloc.h>       /* mallinfo2 */
-#include <sys/prctl.h>    /* prctl: ranks end with their test */
 #include <sys/resource.h> /* setrlimit */
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
@@ -14,203 +11,14 @@
 #ifndef FSDP_BACKEND_GLOO
 TEST(gloo_faults, all) { SKIP("the Gloo backend is not compiled in: libgloo-dev, make gloo"); }
 #else
+#include "faults.h"
 
-/* ---- ranks and what they tell ---------------------------------------------------------------- */
-
-enum { RANKS = 4, UNITS = 3, WIDTH = 40, BIG = 64 << 20, CYCLES = W_SLOW ? 20 : 100 };
-enum {
-    AT_START,
-    AT_INIT,
-    AT_SPLIT,
-    AT_GATHER,
-    AT_SCATTER,
-    AT_REDUCE,
-    AT_BROADCAST,
-    AT_BARRIER,
-    AT_TRAIN,
-    AT_CLOSE,
-    AT_END,
-    PLACES
-};
-static const char *const places[PLACES] = {"start",   "init",   "split",     "gather",
-                                           "scatter", "reduce", "broadcast", "barrier",
-                                           "train",   "close",  "end"};
-
-typedef struct {
-    int place, visits[PLACES];  /* where it is, and how often it has been in each */
-    int status, again, ended;   /* what it got, and got again; 1: its process has ended */
-    int how;                    /* as waitpid told it */
-    int64_t failed_ns, left_ns; /* when it got it, when its shutdown was done */
-    uint64_t bits;              /* of all its parameters */
-    char text[1400];
-} report;
-
-/* One job, in memory of all its processes. */
-typedef struct job job;
-struct job {
-    void (*body)(job *j, int rank);
-    void (*quirk)(job *j, fsdp_world *world); /* what the victim does before its sixth step */
-    int world, timeout_ms, lanes, rounds, hosts;
-    int late_ms[RANKS]; /* -1: never comes */
-    int victim;
-    size_t bytes; /* of the largest buffer */
-    char name[64], store[96], token[RANKS][32];
-    const char *backend;
-    pid_t pid[RANKS];
-    int64_t fault_ns,
-        stall_ns;   /* when it happened; how long somebody had waited for a core by then */
-    int64_t gap_ns; /* the longest time for which the test itself was not run */
-    const void *extra;
-    report rank[RANKS];
-};
-
-/* How much longer everything may take here. */
-static double slowness(void) {
-    const char *mult = getenv("TEST_TIMEOUT_MULT");
-    double slow = mult && *mult ? strtod(mult, NULL) : 1;
-    if (W_SLOW && slow < 3) slow = 3;
-    return slow < 1 ? 1 : slow;
-}
-
-static int64_t now_ns(void) { return fsdpi_monotonic_ns(NULL); }
-
-/* For how long, since it started, this machine has had more to run than cores. */
-static int64_t stalled_ns(void) {
-    FILE *f = fopen("/proc/pressure/cpu", "r");
-    long long us = 0;
-    if (f && fscanf(f, "some %*s %*s %*s total=%lld", &us) != 1) us = 0;
-    if (f) fclose(f);
-    return (int64_t)us * 1000;
-}
-
-/* From here on it is counted how long the ranks take. */
-static void mark(job *j) {
-    j->fault_ns = now_ns();
-    j->stall_ns = stalled_ns();
-}
+enum { WIDTH = 40, BIG = 64 << 20 };
 
 static job *make_job(int world, int timeout_ms, void (*body)(job *, int)) {
-    static int made;
-    job *j = (job *)mmap(NULL, sizeof *j, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
-                         0);
-    CHECK(j != (job *)MAP_FAILED);
-    j->world = world, j->body = body, j->rounds = 1 << 30;
-    j->timeout_ms = (int)(timeout_ms * slowness());
-    j->victim = -1;
-    j->backend = "gloo";
-    snprintf(j->name, sizeof j->name, "faults-%d-%d", (int)getpid(), made++);
-    snprintf(j->store, sizeof j->store, "host:");
-    mark(j);
-    return j;
+    return new_job("gloo", world, timeout_ms, body);
 }
 
-static void at(job *j, int rank, int place) {
-    report *r = &j->rank[rank];
-    __atomic_store_n(&r->place, place, __ATOMIC_SEQ_CST);
-    __atomic_fetch_add(&r->visits[place], 1, __ATOMIC_SEQ_CST);
-}
-
-/* The first result of a rank stands. */
-static void tell(job *j, int rank, fsdp_status status, const char *text) {
-    report *r = &j->rank[rank];
-    if (r->failed_ns) return;
-    r->status = (int)status;
-    snprintf(r->text, sizeof r->text, "%s", status ? text : "");
-    __atomic_store_n(&r->failed_ns, now_ns(), __ATOMIC_SEQ_CST);
-}
-
-static void rank_main(job *j, int rank) {
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    h_rank = rank;
-    if (j->hosts) n_enter(n_host[rank]);
-    if (j->late_ms[rank]) usleep((useconds_t)j->late_ms[rank] * 1000);
-    if (j->token[rank][0]) setenv("FSDP_TOKEN", j->token[rank], 1);
-    j->body(j, rank);
-    j->rank[rank].left_ns = now_ns();
-    at(j, rank, AT_END);
-    exit(0); /* not _exit: leak checkers end their work here */
-}
-
-static void start(job *j) {
-    fflush(NULL);
-    for (int k = 0; k < j->world; k++) {
-        j->rank[k].ended = j->late_ms[k] < 0;
-        if (j->rank[k].ended) continue;
-        pid_t pid = fork();
-        CHECK(pid >= 0);
-        if (!pid) rank_main(j, k);
-        j->pid[k] = pid;
-    }
-}
-
-/* One look at the processes, and a nap. Returns how many are running. */
-static int look(job *j) {
-    static int64_t last;
-    int64_t now = now_ns();
-    int running = 0;
-    if (last && now - last < 1000000000 && now - last > j->gap_ns) j->gap_ns = now - last;
-    last = now;
-    for (int k = 0; k < j->world; k++) {
-        report *r = &j->rank[k];
-        if (!r->ended && waitpid(j->pid[k], &r->how, WNOHANG) == j->pid[k]) r->ended = 1;
-        running += !r->ended;
-    }
-    usleep(300);
-    return running;
-}
-
-/* A limit for this machine: longer where all is slow, and by how long it was busy with others. */
-static int64_t allowed_ms(const job *j, int64_t ms) {
-    int64_t busy_ns = stalled_ns() - j->stall_ns + 4 * j->gap_ns;
-    return (int64_t)((double)ms * slowness()) + busy_ns / 1000000;
-}
-
-/* What a rank got, so long after the mark. */
-static int took_ms(const job *j, int rank) {
-    return (int)((j->rank[rank].failed_ns - j->fault_ns) / 1000000);
-}
-
-/* Waits until all ranks have ended. Those that have not in time are shown and killed: so many. */
-static int finish(job *j, int64_t limit_ms) {
-    int64_t end = now_ns() + allowed_ms(j, limit_ms) * 1000000;
-    int left = look(j);
-    while (left && now_ns() < end) left = look(j);
-    for (int k = 0; k < j->world && left; k++) {
-        report *r = &j->rank[k];
-        if (r->ended) continue;
-        fprintf(stderr, "rank %d of %d hangs in %s, status %d '%s'\n", k, j->world,
-                places[r->place], r->status, r->text);
-        kill(j->pid[k], SIGKILL);
-        waitpid(j->pid[k], &r->how, 0);
-        r->ended = 1;
-    }
-    return left;
-}
-
-/* Waits until a rank has come to a place for the nth time. 0: the job ended before, or hangs. */
-static int await(job *j, int rank, int place, int nth) {
-    int64_t end = now_ns() + allowed_ms(j, 20000) * 1000000;
-    while (__atomic_load_n(&j->rank[rank].visits[place], __ATOMIC_SEQ_CST) < nth)
-        if (!look(j) || j->rank[rank].ended || now_ns() > end) return 0;
-    return 1;
-}
-
-/* Whether the text names a rank other than as the one who speaks: "rank 2", "ranks 0, 2". */
-static int names(const char *text, int speaker, int who) {
-    char own[24];
-    snprintf(own, sizeof own, "rank %d: ", speaker);
-    if (!strncmp(text, own, strlen(own))) text += strlen(own);
-    for (const char *p = text; (p = strstr(p, "ank")) != NULL;) {
-        int is_word = p > text && strchr("rR", p[-1]) && (p - 1 == text || p[-2] < 'a');
-        p += p[3] == 's' ? 4 : 3;
-        for (char *end; is_word && *p == ' '; p = *end == ',' ? end + 1 : end) {
-            long rank = strtol(p, &end, 10);
-            if (end == p) break;
-            if (rank == who) return 1;
-        }
-    }
-    return 0;
-}
 TEST(gloo_faults, culprits_are_found_in_texts) {
     const char *text = "rank 1: all_gather: ranks 0, 12 have not come; rank 3: it is in "
                        "split. Rank 5 has to";
@@ -220,84 +28,14 @@ TEST(gloo_faults, culprits_are_found_in_texts) {
     CHECK(!names("rank 1: it has not come, frank 2, ranks", 1, 2));
 }
 
-static void shows(const job *j) {
-    for (int k = 0; k < j->world; k++) {
-        const report *r = &j->rank[k];
-        int changes = r->again && r->again != r->status;
-        fprintf(stderr, "rank %d%s, in %s, got %s%s%s: %s\n", k, k == j->victim ? " (victim)" : "",
-                places[r->place], fsdp_status_name((fsdp_status)r->status),
-                changes ? ", then " : "", changes ? fsdp_status_name((fsdp_status)r->again) : "",
-                r->text);
-    }
-}
-
-#define J_CHECK(j, cond, ...) /* ... is a format and its values; shows what all ranks got */       \
-    do {                                                                                           \
-        if (!(cond)) shows(j);                                                                     \
-        CHECK_MSG(cond, __VA_ARGS__);                                                              \
-    } while (0)
-
-/* All ranks but `except` got the status, and a text with this part. */
-static void all_got(const job *j, int except, fsdp_status status, const char *part) {
-    for (int k = 0; k < j->world; k++) {
-        const report *r = &j->rank[k];
-        if (k == except) continue;
-        J_CHECK(j, r->ended && WIFEXITED(r->how) && !WEXITSTATUS(r->how),
-                "rank %d did not end in order: %x", k, r->how);
-        J_CHECK(j, r->status == (int)status, "rank %d got %s", k,
-                fsdp_status_name((fsdp_status)r->status));
-        J_CHECK(j, !part || strstr(r->text, part), "rank %d does not say '%s'", k, part);
-    }
-}
-
 /* ---- what ranks do --------------------------------------------------------------------------- */
-
-static fsdp_world_desc desc_of(job *j, int rank) {
-    fsdp_world_desc d = w_desc(rank, j->world, NULL, j->name, j->lanes);
-    d.timeout_ms = j->timeout_ms;
-    d.store = j->store;
-    d.backend = j->backend;
-    return d;
-}
 
 typedef struct {
     fsdp_model *model;
     fsdp_unit *unit[UNITS];
 } trainer;
-#define TRY(call)                                                                                  \
-    do {                                                                                           \
-        fsdp_status status_ = (call);                                                              \
-        if (status_) return status_;                                                               \
-    } while (0)
-
-static void first_values(void *user, const fsdp_param_view *block) {
-    (void)user;
-    for (int64_t k = 0; k < block->numel; k++)
-        ((float *)block->data)[k] = (float)((fsdp_view_index(block, k) * 7 + block->ordinal) % 23);
-}
-
-/* Three units over a mesh that is not the world itself: backwards, or of two dims. */
-static fsdp_status make_trainer(fsdp_world *world, int width, trainer *t) {
-    int32_t backwards[RANKS], n = fsdp_world_size(world);
-    fsdp_mesh_desc md = FSDP_ZERO;
-    fsdp_model_desc d = FSDP_ZERO;
-    fsdp_mesh *mesh;
-    for (int32_t k = 0; k < n; k++) backwards[k] = n - 1 - k;
-    md.ndim = n == 4 ? 2 : 1;
-    md.shape[0] = n == 4 ? 2 : n, md.shape[1] = 2;
-    md.names[0] = n == 4 ? "replicate" : "shard", md.names[1] = n == 4 ? "shard" : NULL;
-    md.ranks = backwards;
-    TRY(fsdp_mesh_create(world, &md, &mesh));
-    d.mesh = mesh;
-    TRY(fsdp_model_create(world, &d, &t->model));
-    for (int u = 0; u < UNITS; u++) {
-        fsdp_param_desc p[2] = {fsdp_mat("w", width + u, width), fsdp_vec("b", width)};
-        fsdp_unit_desc ud = FSDP_ZERO;
-        ud.params = p;
-        ud.num_params = 2;
-        TRY(fsdp_fully_shard(t->model, &ud, &t->unit[u]));
-    }
-    return fsdp_init_params(t->model, first_values, NULL);
+static fsdp_status make_trainer(const job *j, fsdp_world *world, int width, trainer *t) {
+    return make_model(j, world, width, &t->model, t->unit);
 }
 
 static fsdp_status train_step(fsdp_world *world, trainer *t, int step) {
@@ -345,39 +83,23 @@ static void train(job *j, int rank) {
     trainer t;
     at(j, rank, AT_INIT);
     fsdp_status status = fsdp_init(&d, &world);
-    if (status) {
-        tell(j, rank, status, fsdp_last_error(NULL));
-        j->rank[rank].again = (int)status;
-        return;
+    if (!status) {
+        at(j, rank, AT_SPLIT);
+        status = make_trainer(j, world, j->extra && rank == j->victim ? WIDTH + 1 : WIDTH, &t);
     }
-    at(j, rank, AT_SPLIT);
-    status = make_trainer(world, j->extra && rank == j->victim ? WIDTH + 1 : WIDTH, &t);
     for (int step = 0; !status && step < j->rounds; step++) {
-        at(j, rank, AT_TRAIN);
-        if (j->quirk && rank == j->victim && step == 5) {
+        at(j, rank, AT_STEP);
+        if (j->quirk && is_victim(j, rank) && step == j->odd_step) {
             mark(j);
             j->quirk(j, world);
         }
         status = train_step(world, &t, step);
     }
     if (!status) j->rank[rank].bits = bits_of(&t);
-    tell(j, rank, status, fsdp_last_error(world));
-    at(j, rank, AT_CLOSE);
-    j->rank[rank].again = status ? (int)fsdp_barrier(world) : 0;
-    (void)fsdp_shutdown(world);
+    leave(j, rank, world, status);
 }
 
-static void sleeps(job *j, int rank) {
-    at(j, rank, AT_SPLIT);
-    while (rank == 1) pause();
-}
-TEST(gloo_faults, watchdog_sees_a_hang) {
-    job *j = make_job(3, 1000, sleeps);
-    start(j);
-    CHECK(await(j, 1, AT_SPLIT, 1) && !await(j, 0, AT_SPLIT, 2));
-    CHECK_EQ_INT(finish(j, 100), 1);
-    CHECK(WIFSIGNALED(j->rank[1].how) && j->rank[0].place == AT_END && !look(j));
-}
+TEST(gloo_faults, watchdog_sees_a_hang) { watchdog(); }
 
 /* ---- the table itself ------------------------------------------------------------------------ */
 
@@ -394,15 +116,7 @@ static const fsdp_comm_ops *ops(void) { return fsdp_gloo_comm_ops(); }
 static fsdp_status open_table(job *j, int rank, table *t) {
     fsdp_caps caps;
     memset(t, 0, sizeof *t);
-    t->boot.rank = t->boot.local_rank = rank;
-    t->boot.size = j->world;
-    t->boot.timeout_ns = (int64_t)j->timeout_ms * 1000000;
-    t->boot.job = j->name;
-    t->boot.store = j->store;
-    t->boot.allocator.alloc = fsdpi_libc_alloc;
-    t->boot.allocator.free = fsdpi_libc_free;
-    t->boot.logger.log = w_quiet;
-    t->boot.clock.now_ns = fsdpi_monotonic_ns;
+    t->boot = boot_of(j, rank);
     t->bytes = j->bytes ? j->bytes : 65536;
     fsdp_status status = ops()->open(&t->boot, &caps, &t->world);
     if (!status) status = ops()->alloc(t->world, t->bytes, (void **)&t->src);
@@ -497,89 +211,40 @@ static const point points[] = {
     {"64MiB/broadcast", loop, AT_BROADCAST, 40000, BIG},
     {"train/init", train, AT_INIT, 40000, 0},
     {"train/split", train, AT_SPLIT, 40000, 0},
-    {"train/step", train, AT_TRAIN, 5000, 0},
-    {"train/steps", train, AT_TRAIN, 50000, 0},
+    {"train/step", train, AT_STEP, 5000, 0},
+    {"train/steps", train, AT_STEP, 50000, 0},
     {"train/close", train, AT_CLOSE, 20000, 0},
 };
 enum { POINTS = (int)(sizeof points / sizeof points[0]) };
 
-typedef struct {
-    int faults, hangs, unnamed, wrong;
-    int64_t slowest_ns;
-    char slowest[64];
-} tally;
-
-static void complain(const job *j, const char *what, const char *name, uint64_t seed) {
-    fprintf(stderr, "%s, seed %llu, W=%d, lanes %d, rank %d killed: %s\n", name,
-            (unsigned long long)seed, j->world, j->lanes, j->victim, what);
-    shows(j);
-}
-
-/* What a survivor got: PEER_LOST soon after the death. A death before it has joined shows as its
-   absence, at the deadline; one after its last operation may not show at all. */
-static void check_survivor(const job *j, int k, const point *p, uint64_t seed, tally *sum) {
+/* A death after a survivor's last operation may not show at all. */
+static void check_survivor(const job *j, int k, tally *sum) {
     const report *r = &j->rank[k];
-    int64_t took = r->failed_ns - j->fault_ns;
-    int64_t limit_ms = allowed_ms(j, 1000);
-    if (p->place == AT_CLOSE && !r->status) return;
-    if (p->place == AT_INIT && r->status == FSDP_ERR_TIMEOUT) limit_ms += j->timeout_ms;
-    else if (r->status != FSDP_ERR_PEER_LOST)
-        sum->wrong++, complain(j, "another status than PEER_LOST", p->name, seed);
-    else if (took > sum->slowest_ns)
-        sum->slowest_ns = took, snprintf(sum->slowest, sizeof sum->slowest, "%s", p->name);
-    if (!names(r->text, k, j->victim))
-        sum->unnamed++, complain(j, "a text does not name the culprit", p->name, seed);
-    if (took > limit_ms * 1000000 || r->left_ns - r->failed_ns > limit_ms * 1000000)
-        sum->wrong++, complain(j, "later than allowed", p->name, seed);
-    if (r->again != r->status)
-        sum->wrong++, complain(j, "the next call got another status", p->name, seed);
-    if (!WIFEXITED(r->how) || WEXITSTATUS(r->how))
-        sum->wrong++, complain(j, "a survivor did not end in order", p->name, seed);
+    if (sum->place == AT_CLOSE && !r->status) return;
+    int64_t limit_ms = check_result(j, k, sum);
+    if (shutdown_ms(j, k) > limit_ms) wrong(j, sum, "shutdown takes too long");
+    if (!in_order(r)) wrong(j, sum, "a survivor did not end in order");
 }
 
-static void one_kill(const point *p, uint64_t seed, tally *sum) {
-    uint64_t random = seed;
+static void one_kill(int i, tally *sum) {
+    const point *p = &points[i % POINTS];
+    uint64_t random = sum->seed;
     int world = 2 + (int)(h_rand64(&random) % 3);
     job *j = make_job(world, p->place == AT_INIT ? 1500 : 20000, p->body);
+    sum->name = p->name, sum->place = p->place;
     j->bytes = p->bytes;
     j->victim = (int)(h_rand64(&random) % (uint64_t)world);
     j->lanes = (int)(h_rand64(&random) % 3);
     int nth = 1 + (int)(h_rand64(&random) % (p->place == AT_SPLIT ? 2 : p->bytes ? 3 : 20));
     if (p->place == AT_INIT || p->place == AT_CLOSE || p->body == train) nth = 1;
     if (p->place == AT_CLOSE) j->rounds = 3;
-    useconds_t delay = (useconds_t)(h_rand64(&random) % (uint64_t)p->delay_us);
-    start(j);
-    if (!await(j, j->victim, p->place, nth)) {
-        sum->wrong++, complain(j, "the victim did not come that far", p->name, seed);
-        sum->hangs += finish(j, 100);
-        return;
-    }
-    usleep(delay);
-    mark(j);
-    kill(j->pid[j->victim], SIGKILL);
-    int hangs = finish(j, 8000);
-    if (hangs) complain(j, "a survivor hangs", p->name, seed);
-    sum->hangs += hangs;
-    sum->faults++;
-    for (int k = 0; k < world && !hangs; k++)
-        if (k != j->victim) check_survivor(j, k, p, seed, sum);
+    int ended = strike(j, nth, (useconds_t)(h_rand64(&random) % (uint64_t)p->delay_us), sum);
+    for (int k = 0; k < world && ended; k++)
+        if (k != j->victim) check_survivor(j, k, sum);
     munmap(j, sizeof *j);
 }
-
-static void kills(int count) {
-    tally sum;
-    memset(&sum, 0, sizeof sum);
-    for (int i = 0; i < count; i++)
-        one_kill(&points[i % POINTS], h_seed() * 1000003 + (uint64_t)i, &sum);
-    h_message("%d faults injected, %d hangs, %d unnamed culprits; slowest detection %.1f ms (%s)",
-              sum.faults, sum.hangs, sum.unnamed, (double)sum.slowest_ns * 1e-6, sum.slowest);
-    CHECK_EQ_INT(sum.hangs, 0);
-    CHECK_EQ_INT(sum.unnamed, 0);
-    CHECK_EQ_INT(sum.wrong, 0);
-    CHECK_EQ_INT(sum.faults, count);
-}
-TEST_TIMEOUT(gloo_faults, kill_9_at_seeded_points, 120) { kills(POINTS + 7); }
-TEST_TIMEOUT(long_gloo_faults, kill_9_at_seeded_points, 1200) { kills(20 * POINTS); }
+TEST_TIMEOUT(gloo_faults, kill_9_at_seeded_points, 120) { kills(POINTS + 7, one_kill); }
+TEST_TIMEOUT(long_gloo_faults, kill_9_at_seeded_points, 1200) { kills(20 * POINTS, one_kill); }
 
 /* ---- a rank that stalls ---------------------------------------------------------------------- */
 
@@ -595,20 +260,9 @@ static const stop stops[] = {
     {"comm/W=4/rank_1", loop, 4, 1, 0, AT_BROADCAST, 0, 600, 0},
     {"64MiB/W=2/rank_1", loop, 2, 1, 0, AT_GATHER, 15000, 1500, BIG},
     {"64MiB/W=3/rank_0", loop, 3, 0, 0, AT_SCATTER, 25000, 1500, BIG},
-    {"train/W=3/rank_0", train, 3, 0, 0, AT_TRAIN, 300, 600, 0},
-    {"train/W=4/rank_3", train, 4, 3, 2, AT_TRAIN, 300, 600, 0},
+    {"train/W=3/rank_0", train, 3, 0, 0, AT_STEP, 300, 600, 0},
+    {"train/W=4/rank_3", train, 4, 3, 2, AT_STEP, 300, 600, 0},
 };
-
-/* Waits until all ranks but one have a result. 0: it took too long. */
-static int await_results(job *j, int except, int64_t limit_ms) {
-    int64_t end = now_ns() + allowed_ms(j, limit_ms) * 1000000;
-    for (int k = 0; k < j->world; k++)
-        while (k != except && !__atomic_load_n(&j->rank[k].failed_ns, __ATOMIC_SEQ_CST)) {
-            (void)look(j);
-            if (now_ns() > end) return 0;
-        }
-    return 1;
-}
 
 /* All ranks but `except` have TIMEOUT within the deadline and `extra`, and name the victim. On a
    machine that does not run the processes in time, their neighbours are late as well. */
@@ -645,9 +299,13 @@ TEST_P(gloo_faults, stopped_rank_is_a_timeout, stops) {
 
 /* ---- links ----------------------------------------------------------------------------------- */
 
+static void moves_in(job *j, int rank) {
+    (void)j;
+    n_enter(n_host[rank]);
+}
 static job *make_hosts(int world, int timeout_ms, void (*body)(job *, int)) {
     job *j = make_job(world, timeout_ms, body);
-    j->hosts = 1;
+    j->begin = moves_in;
     snprintf(j->store, sizeof j->store, "tcp://10.77.0.2:29500");
     return j;
 }
@@ -683,7 +341,7 @@ TEST_P(gloo_faults, cut_link_is_a_timeout_on_both_sides, cuts) {
     job *j = make_hosts(row->world, 1000, train);
     j->victim = row->victim;
     start(j);
-    for (int k = 0; k < j->world; k++) J_CHECK(j, await(j, k, AT_TRAIN, 5), "it does not run");
+    for (int k = 0; k < j->world; k++) J_CHECK(j, await(j, k, AT_STEP, 5), "it does not run");
     mark(j);
     if (row->near) n_enter(n_host[row->victim]);
     if (row->near) CHECK_EQ_INT(n_run("ip link set eth0 down"), 0);
@@ -703,8 +361,8 @@ typedef struct {
     int world, victim, place;
     size_t bytes;
 } death;
-static const death deaths[] = {{"W=2/train", train, 2, 1, AT_TRAIN, 0},
-                               {"W=3/rank_0", train, 3, 0, AT_TRAIN, 0},
+static const death deaths[] = {{"W=2/train", train, 2, 1, AT_STEP, 0},
+                               {"W=3/rank_0", train, 3, 0, AT_STEP, 0},
                                {"W=2/64MiB", loop, 2, 1, AT_GATHER, BIG}};
 
 TEST_P(gloo_faults, kill_9_on_another_host, deaths) {
@@ -719,13 +377,8 @@ TEST_P(gloo_faults, kill_9_on_another_host, deaths) {
     kill(j->pid[j->victim], SIGKILL);
     J_CHECK(j, !finish(j, 5000), "a rank hangs");
     all_got(j, j->victim, FSDP_ERR_PEER_LOST, NULL);
-    for (int k = 0; k < j->world; k++) {
-        int took = took_ms(j, k);
-        if (k == j->victim) continue;
-        J_CHECK(j, names(j->rank[k].text, k, j->victim), "rank %d does not name it", k);
-        J_CHECK(j, took <= allowed_ms(j, 1000), "rank %d: after %d ms", k, took);
-        h_message("rank %d knows after %d ms", k, took);
-    }
+    all_name(j, j->victim, j->victim);
+    all_know(j, j->victim, 1000);
 }
 
 typedef struct {
@@ -740,9 +393,7 @@ static const bad bads[] = {{"wire/20ms", NULL, 2, 20000, 5000, 0, 0},
 enum { STEPS = 8 };
 
 TEST_P(gloo_faults, bad_link_does_not_change_bits, bads) {
-    n_wire *w = (n_wire *)mmap(NULL, sizeof *w, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
-                               -1, 0);
-    CHECK(w != (n_wire *)MAP_FAILED);
+    n_wire *w = (n_wire *)shared(sizeof *w);
     w->delay_us = row->delay_us, w->jitter_us = row->jitter_us, w->loss = row->loss;
     const char *why = row->netem ? n_hosts(row->world) : n_wires(row->world, w);
     if (why) SKIP(why);
@@ -769,15 +420,13 @@ static const struct {
 } ways[] = {{"from_it", 1}, {"to_it", 2}};
 
 TEST_P(gloo_faults, link_cut_in_one_direction, ways) {
-    n_wire *w = (n_wire *)mmap(NULL, sizeof *w, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
-                               -1, 0);
-    CHECK(w != (n_wire *)MAP_FAILED);
+    n_wire *w = (n_wire *)shared(sizeof *w);
     const char *why = n_wires(3, w);
     if (why) SKIP(why);
     job *j = make_hosts(3, 1000, train);
     j->victim = 2;
     start(j);
-    for (int k = 0; k < j->world; k++) J_CHECK(j, await(j, k, AT_TRAIN, 3), "it does not run");
+    for (int k = 0; k < j->world; k++) J_CHECK(j, await(j, k, AT_STEP, 3), "it does not run");
     mark(j);
     __atomic_store_n(&w->cut[2], row->direction, __ATOMIC_SEQ_CST);
     J_CHECK(j, !finish(j, 5000), "a rank hangs");
@@ -968,15 +617,13 @@ TEST_P(gloo_faults, port_scanner, scans) {
     if (why) SKIP(why);
     enum { MANY = 300 };
     job *calm = undisturbed(3, MANY), *j = make_job(3, 20000, train);
-    int *touched = (int *)mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
-                               0);
-    CHECK(touched != (int *)MAP_FAILED);
+    int *touched = (int *)shared(sizeof *touched);
     snprintf(j->store, sizeof j->store, "tcp://127.0.0.1:29500");
     if (row->from_the_start) j->timeout_ms /= 5;
     j->rounds = MANY;
     if (!row->from_the_start) start(j);
     for (int k = 0; k < 3 && !row->from_the_start; k++)
-        J_CHECK(j, await(j, k, AT_TRAIN, 1), "it does not run");
+        J_CHECK(j, await(j, k, AT_STEP, 1), "it does not run");
     pid_t scanner = fork();
     CHECK(scanner >= 0);
     if (!scanner) scan(j, h_seed(), touched);
@@ -1134,36 +781,6 @@ TEST(gloo_faults, crossed_groups_are_a_timeout) {
 
 /* ---- the store ends -------------------------------------------------------------------------- */
 
-/* A launcher: serves until it is told to stop. */
-static pid_t launch(job *j, int world, int *served) {
-    pid_t pid = fork();
-    CHECK(pid >= 0);
-    if (pid) return pid;
-    fsdpi_store_desc d = FSDP_ZERO;
-    fsdpi_store_server *server = NULL;
-    char error[512];
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    d.boot.size = world;
-    d.boot.job = j->name;
-    d.boot.store = j->store;
-    d.boot.timeout_ns = 20000000000;
-    d.boot.allocator.alloc = fsdpi_libc_alloc;
-    d.boot.allocator.free = fsdpi_libc_free;
-    d.boot.clock.now_ns = fsdpi_monotonic_ns;
-    if (fsdpi_store_serve(&d, &server, error, sizeof error)) fprintf(stderr, "%s\n", error);
-    __atomic_store_n(served, server ? 1 : -1, __ATOMIC_SEQ_CST);
-    while (server && __atomic_load_n(served, __ATOMIC_SEQ_CST) == 1) usleep(1000);
-    fsdpi_store_stop(server);
-    __atomic_store_n(served, 3, __ATOMIC_SEQ_CST);
-    exit(0);
-}
-
-static int *shared_int(void) {
-    int *p = (int *)mmap(NULL, 4096, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
-    CHECK(p != (int *)MAP_FAILED);
-    return p;
-}
-
 typedef struct {
     const char *name, *store;
     int killed;
@@ -1173,30 +790,13 @@ static const launcher launchers[] = {{"host/killed", NULL, 1},
                                      {"host/stopped", NULL, 0},
                                      {"tcp/stopped", "tcp", 0}};
 
-static void launcher_is_served(const int *served) {
-    int64_t begin = now_ns();
-    while (!__atomic_load_n(served, __ATOMIC_SEQ_CST) && now_ns() - begin < 20000000000)
-        usleep(1000);
-    CHECK_EQ_INT(__atomic_load_n(served, __ATOMIC_SEQ_CST), 1);
-}
-
 TEST_P(gloo_faults, launcher_that_serves_ends, launchers) {
     job *j = make_coming(3, 20000, row->store), *calm = undisturbed(3, 200);
-    int *served = shared_int();
-    pid_t pid = launch(j, 3, served);
     j->rounds = row->killed ? 1 << 30 : 200;
-    launcher_is_served(served);
-    start(j);
-    for (int k = 0; k < 3; k++) J_CHECK(j, await(j, k, AT_TRAIN, 3), "it does not run");
-    mark(j);
-    if (row->killed) kill(pid, SIGKILL);
-    else __atomic_store_n(served, 2, __ATOMIC_SEQ_CST);
-    J_CHECK(j, !finish(j, 20000), "a rank hangs");
-    CHECK_EQ_INT(waitpid(pid, NULL, 0), pid);
+    launcher_ends(j, row->killed);
     if (row->killed) {
         all_got(j, -1, FSDP_ERR_PEER_LOST, "launcher");
-        for (int k = 0; k < 3; k++)
-            J_CHECK(j, took_ms(j, k) <= allowed_ms(j, 1000), "rank %d: late", k);
+        all_know(j, -1, 1000);
     } else { /* an orderly end is no failure: ranks go on without a store */
         all_got(j, -1, FSDP_OK, NULL);
         same_bits(j, calm);
@@ -1206,12 +806,10 @@ TEST_P(gloo_faults, launcher_that_serves_ends, launchers) {
 /* With a launcher that serves, the death of rank 0 is that of any rank. */
 TEST(gloo_faults, rank_0_dies_while_a_launcher_serves) {
     job *j = make_coming(3, 20000, "tcp");
-    int *served = shared_int();
-    pid_t pid = launch(j, 3, served);
+    pid_t pid = serve(j);
     j->rounds = 1 << 30, j->victim = 0;
-    launcher_is_served(served);
     start(j);
-    J_CHECK(j, await(j, 0, AT_TRAIN, 5), "it does not run");
+    J_CHECK(j, await(j, 0, AT_STEP, 5), "it does not run");
     kill(j->pid[0], SIGKILL);
     J_CHECK(j, !finish(j, 10000), "a rank hangs");
     all_got(j, 0, FSDP_ERR_PEER_LOST, "rank 0 has died");
@@ -1221,14 +819,6 @@ TEST(gloo_faults, rank_0_dies_while_a_launcher_serves) {
 
 /* ---- ranks that leave ------------------------------------------------------------------------ */
 
-static void exits(job *j, fsdp_world *world) {
-    (void)j, (void)world;
-    _exit(0);
-}
-static void shuts_down(job *j, fsdp_world *world) {
-    tell(j, j->victim, fsdp_shutdown(world), "");
-    exit(0);
-}
 static void aborts(job *j, fsdp_world *world) {
     (void)j;
     fsdp_abort(world, "out of data");
@@ -1271,19 +861,12 @@ static const leaving leavings[] = {
 };
 static void rank_leaves(const leaving *row, int victim) {
     job *j = make_job(3, 20000, train);
-    int64_t slowest = 0;
     j->victim = victim, j->quirk = row->quirk, j->lanes = row->lanes;
     start(j);
     J_CHECK(j, !finish(j, 10000), "a rank hangs");
     all_got(j, row->includes_me ? -1 : victim, row->status, row->said);
-    for (int k = 0; k < 3; k++) {
-        int64_t took = took_ms(j, k);
-        if (k == victim) continue;
-        J_CHECK(j, names(j->rank[k].text, k, victim), "rank %d does not name it", k);
-        J_CHECK(j, took <= allowed_ms(j, 1000), "rank %d: after %d ms", k, (int)took);
-        if (took > slowest) slowest = took;
-    }
-    h_message("rank %d: all know after %d ms", victim, (int)slowest);
+    all_name(j, victim, victim);
+    all_know(j, victim, 1000);
 }
 TEST_P(gloo_faults, rank_that_leaves, leavings) {
     rank_leaves(row, 1);
@@ -1314,8 +897,7 @@ TEST(gloo_faults, group_is_closed_while_others_are_inside) {
     start(j);
     J_CHECK(j, !finish(j, 10000), "a rank hangs");
     all_got(j, -1, FSDP_ERR_PEER_LOST, "rank 1 ");
-    for (int k = 0; k < 3; k++)
-        J_CHECK(j, k == 1 || took_ms(j, k) <= allowed_ms(j, 1000), "rank %d: late", k);
+    all_know(j, 1, 1000);
 }
 
 /* Rank 0, which serves the store, leaves in order; the others go on in a group, and lose a rank.
@@ -1367,7 +949,7 @@ static void leaves_one_by_one(job *j, int rank) {
     fsdp_world *world;
     trainer t;
     fsdp_status status = fsdp_init(&d, &world);
-    if (!status) status = make_trainer(world, WIDTH, &t);
+    if (!status) status = make_trainer(j, world, WIDTH, &t);
     for (int step = 0; !status && step < 3; step++) status = train_step(world, &t, step);
     if (!status) status = fsdp_barrier(world);
     int order = j->extra ? j->world - 1 - rank : rank;
@@ -1490,46 +1072,11 @@ TEST(gloo_faults, rows_and_columns_lose_a_rank) {
         kill(j->pid[victim], SIGKILL);
         J_CHECK(j, !finish(j, 10000), "a rank hangs");
         all_got(j, victim, FSDP_ERR_PEER_LOST, victim ? "rank 3 " : "rank 0");
-        for (int k = 0; k < 4; k++)
-            J_CHECK(j, k == victim || took_ms(j, k) <= allowed_ms(j, 1000), "rank %d: late", k);
+        all_know(j, victim, 1000);
     }
 }
 
 /* ---- nothing is left behind ------------------------------------------------------------------ */
-
-static int entries(const char *path) {
-    DIR *dir = opendir(path);
-    int n = 0;
-    CHECK(dir != NULL);
-    while (readdir(dir)) n++;
-    closedir(dir);
-    return n;
-}
-
-typedef struct {
-    int descriptors, threads;
-    size_t heap;
-} usage;
-static usage usage_now(void) {
-    usage u;
-    u.descriptors = entries("/proc/self/fd"), u.threads = entries("/proc/self/task");
-    u.heap = mallinfo2().uordblks;
-    return u;
-}
-
-/* What is used no longer grows. The kernel may take a moment to take a thread out of its lists,
-   and the heap keeps a few freed blocks of each size: our own bytes are counted exactly. */
-static void same_usage(usage before, size_t heap) {
-    usage now = usage_now();
-    for (int i = 0;
-         i < 1000 && (now.descriptors > before.descriptors || now.threads > before.threads); i++)
-        usleep(1000), now = usage_now();
-    CHECK_MSG(now.descriptors <= before.descriptors && now.threads <= before.threads,
-              "%d descriptors and %d threads, then %d and %d", before.descriptors, before.threads,
-              now.descriptors, now.threads);
-    CHECK_MSG(W_SLOW || now.heap <= before.heap + heap, "heap: %zu bytes, then %zu", before.heap,
-              now.heap);
-}
 
 static void world_cycles(job *j, int rank) {
     usage first;
@@ -1541,7 +1088,7 @@ static void world_cycles(job *j, int rank) {
         w_heap_use(&heap, &d);
         fsdp_status status = fsdp_init(&d, &world);
         CHECK_MSG(!status, "cycle %d: %s", i, fsdp_last_error(NULL));
-        CALL(world, make_trainer(world, WIDTH, &t));
+        CALL(world, make_trainer(j, world, WIDTH, &t));
         CALL(world, train_step(world, &t, i));
         CHECK_OK(fsdp_shutdown(world));
         CHECK_EQ_INT(heap.live, 0);
@@ -1629,7 +1176,7 @@ static void one_life(job *j, int rank) {
     at(j, rank, AT_INIT);
     fsdp_status status = fsdp_init(&d, &world);
     const char *text = fsdp_last_error(NULL);
-    if (!status) status = make_trainer(world, WIDTH, &t);
+    if (!status) status = make_trainer(j, world, WIDTH, &t);
     if (!status) status = train_step(world, &t, 0);
     if (world) text = fsdp_last_error(world);
     if (status && world) fsdp_abort(world, "no memory");
@@ -1650,8 +1197,7 @@ static void allocations_fail(int victim, int step) {
         start(j);
         J_CHECK(j, !finish(j, 8000), "allocation %d: a rank hangs", n);
         for (int k = 0; k < 2; k++)
-            J_CHECK(j, WIFEXITED(j->rank[k].how) && !WEXITSTATUS(j->rank[k].how),
-                    "allocation %d: rank %d did not end in order", n, k);
+            J_CHECK(j, in_order(&j->rank[k]), "allocation %d: rank %d did not end in order", n, k);
         injected = j->rank[victim].bits > 0;
         int status = j->rank[victim].status, other = j->rank[!victim].status;
         /* PEER_LOST: cut off by the store. TIMEOUT: this machine does not run the processes. */
@@ -1689,7 +1235,7 @@ static void few_descriptors(job *j, int rank) {
     if (rank == j->victim) CHECK_EQ_INT(setrlimit(RLIMIT_NOFILE, &few), 0);
     fsdp_status status = fsdp_init(&d, &world);
     const char *text = fsdp_last_error(NULL);
-    if (!status) status = make_trainer(world, WIDTH, &t);
+    if (!status) status = make_trainer(j, world, WIDTH, &t);
     if (!status) status = train_step(world, &t, 0);
     if (world) text = fsdp_last_error(world);
     if (status && world) fsdp_abort(world, "no descriptors");
@@ -1713,7 +1259,7 @@ TEST(gloo_faults, descriptors_run_out) {
                           WTERMSIG(j->rank[victim].how) == SIGABRT;
             for (int k = 0; k < 2; k++) {
                 const report *r = &j->rank[k];
-                J_CHECK(j, (WIFEXITED(r->how) && !WEXITSTATUS(r->how)) || (aborted && k == victim),
+                J_CHECK(j, in_order(r) || (aborted && k == victim),
                         "%d descriptors: rank %d did not end in order: %x", more, k, r->how);
                 J_CHECK(j, !r->status == !j->rank[0].status || aborted, "%d descriptors", more);
                 J_CHECK(j, k == victim || !r->status || names(r->text, k, victim),

@@ -6,9 +6,6 @@
 
    Ranks are processes, streams are asynchronous, and the host does not read device memory. */
 #include "harness.h"
-#include <dirent.h>    /* opendir */
-#include <malloc.h>    /* mallinfo2 */
-#include <sys/prctl.h> /* prctl: ranks end with their test */
 #include "stubs/stub.h"
 
 /* The library's calls of these two go through functions of this test. */
@@ -24,267 +21,26 @@ static ncclResult_t faulty_split(ncclComm_t comm, int color, int key, ncclComm_t
 #undef ncclCommInitRankConfig
 #undef ncclCommSplit
 #include "world.h"
+#include "faults.h"
 
-/* ---- ranks and what they tell ---------------------------------------------------------------- */
-
-enum { RANKS = 4, UNITS = 3, WIDTH = 24, FLIGHTS = 1024, CYCLES = W_SLOW ? 20 : 100 };
-enum {
-    AT_START,
-    AT_OPEN,
-    AT_SPLIT,
-    AT_FIRST,
-    AT_STEP,
-    AT_FINALIZE,
-    AT_ODD,
-    AT_CLOSE,
-    AT_END,
-    PLACES
-};
-static const char *const places[PLACES] = {"start",    "open", "split", "first step", "step",
-                                           "finalize", "odd",  "close", "end"};
-
-typedef struct {
-    int place, visits[PLACES];   /* where it is, and how often it has been in each */
-    int status, again, shutdown; /* what it got, what the next call got, and its shutdown */
-    int ended, how;              /* 1: its process has; as waitpid told it */
-    int64_t failed_ns, left_ns;  /* when it got it, when its shutdown was done */
-    char text[1400];
-} report;
-
-/* One job, in memory of all its processes. */
-typedef struct job job;
-struct job {
-    void (*body)(job *j, int rank);
-    void (*quirk)(job *j, fsdp_world *world); /* what victims do before odd_step */
-    const void *extra;
-    int world, timeout_ms, rounds, odd_step;
-    int victim, other;       /* those who are to blame; -1: nobody */
-    int odd_init, odd_split; /* which call of these the victim does not make; 0: it makes all */
-    int dies;                /* 1: it dies there, else it hangs */
-    int offload;             /* parameters are in host memory: finalize waits for the device */
-    int gate;                /* kernels that wait for it end when it is 1 */
-    char name[64], store[96];
-    pid_t pid[RANKS];
-    int64_t fault_ns; /* when it happened */
-    int64_t stall_ns; /* how long somebody had waited for a core by then */
-    int64_t gap_ns;   /* the longest time for which the test itself was not run */
-    report rank[RANKS];
-};
+enum { WIDTH = 24, FLIGHTS = 1024 };
 
 static job *my_job; /* of a rank, in all its threads */
 static int my_rank;
 
-/* How much longer everything may take here. */
-static double slowness(void) {
-    const char *mult = getenv("TEST_TIMEOUT_MULT");
-    double slow = mult && *mult ? strtod(mult, NULL) : 1;
-    if (W_SLOW && slow < 3) slow = 3;
-    return slow < 1 ? 1 : slow;
-}
-
-static int64_t now_ns(void) { return fsdpi_monotonic_ns(NULL); }
-
-/* For how long, since it started, this machine has had more to run than cores. */
-static int64_t stalled_ns(void) {
-    FILE *f = fopen("/proc/pressure/cpu", "r");
-    long long us = 0;
-    if (f && fscanf(f, "some %*s %*s %*s total=%lld", &us) != 1) us = 0;
-    if (f) fclose(f);
-    return (int64_t)us * 1000;
-}
-
-/* From here on it is counted how long the ranks take. */
-static void mark(job *j) {
-    j->fault_ns = now_ns();
-    j->stall_ns = stalled_ns();
-}
-
+static void is_me(job *j, int rank) { my_job = j, my_rank = rank; }
 static job *make_job(int world, int timeout_ms, void (*body)(job *, int)) {
-    static int made;
-    job *j = (job *)mmap(NULL, sizeof *j, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1,
-                         0);
-    CHECK(j != (job *)MAP_FAILED);
-    j->world = world, j->body = body, j->rounds = 1 << 30, j->odd_step = 5;
-    j->timeout_ms = (int)(timeout_ms * slowness());
-    j->victim = j->other = -1;
-    snprintf(j->name, sizeof j->name, "faults-%d-%d", (int)getpid(), made++);
-    snprintf(j->store, sizeof j->store, "host:");
-    mark(j);
+    job *j = new_job("nccl", world, timeout_ms, body);
+    j->begin = is_me, j->lanes = 2, j->lasts = 1;
     return j;
 }
 
-static int is_victim(const job *j, int rank) { return rank == j->victim || rank == j->other; }
-
-static void at(job *j, int rank, int place) {
-    report *r = &j->rank[rank];
-    __atomic_store_n(&r->place, place, __ATOMIC_SEQ_CST);
-    __atomic_fetch_add(&r->visits[place], 1, __ATOMIC_SEQ_CST);
-}
-
-/* The first result of a rank stands. */
-static void tell(job *j, int rank, fsdp_status status, const char *text) {
-    report *r = &j->rank[rank];
-    if (r->failed_ns) return;
-    r->status = (int)status;
-    snprintf(r->text, sizeof r->text, "%s", status ? text : "");
-    __atomic_store_n(&r->failed_ns, now_ns(), __ATOMIC_SEQ_CST);
-}
-
-static void start(job *j) {
-    fflush(NULL);
-    for (int k = 0; k < j->world; k++) {
-        pid_t pid = fork();
-        CHECK(pid >= 0);
-        if (!pid) {
-            prctl(PR_SET_PDEATHSIG, SIGKILL);
-            h_rank = k;
-            my_job = j, my_rank = k;
-            j->body(j, k);
-            j->rank[k].left_ns = now_ns();
-            at(j, k, AT_END);
-            exit(0); /* not _exit: leak checkers end their work here */
-        }
-        j->pid[k] = pid;
-    }
-}
-
-/* One look at the processes, and a nap. Returns how many are running. */
-static int look(job *j) {
-    static int64_t last;
-    int64_t now = now_ns();
-    int running = 0;
-    if (last && now - last < 1000000000 && now - last > j->gap_ns) j->gap_ns = now - last;
-    last = now;
-    for (int k = 0; k < j->world; k++) {
-        report *r = &j->rank[k];
-        if (!r->ended && waitpid(j->pid[k], &r->how, WNOHANG) == j->pid[k]) r->ended = 1;
-        running += !r->ended;
-    }
-    usleep(300);
-    return running;
-}
-
-/* A limit for this machine: longer where all is slow, and by how long it was busy with others. */
-static int64_t allowed_ms(const job *j, int64_t ms) {
-    int64_t busy_ns = stalled_ns() - j->stall_ns + 4 * j->gap_ns;
-    return (int64_t)((double)ms * slowness()) + busy_ns / 1000000;
-}
-
-/* What a rank got, so long after the mark. */
-static int took_ms(const job *j, int rank) {
-    return (int)((j->rank[rank].failed_ns - j->fault_ns) / 1000000);
-}
-
-/* And how long its shutdown took. */
-static int shutdown_ms(const job *j, int rank) {
-    return (int)((j->rank[rank].left_ns - j->rank[rank].failed_ns) / 1000000);
-}
-
-/* Waits until all ranks have ended. Those that have not in time are shown and killed: so many. */
-static int finish(job *j, int64_t limit_ms) {
-    int64_t begin = now_ns();
-    int left = look(j);
-    while (left && now_ns() < begin + allowed_ms(j, limit_ms) * 1000000) left = look(j);
-    for (int k = 0; k < j->world && left; k++) {
-        report *r = &j->rank[k];
-        if (r->ended) continue;
-        fprintf(stderr, "rank %d of %d hangs in %s, status %d '%s'\n", k, j->world,
-                places[r->place], r->status, r->text);
-        kill(j->pid[k], SIGKILL);
-        waitpid(j->pid[k], &r->how, 0);
-        r->ended = 1;
-    }
-    return left;
-}
-
-/* Waits until a rank has come to a place for the nth time. 0: the job ended before, or hangs. */
-static int await(job *j, int rank, int place, int nth) {
-    int64_t end = now_ns() + allowed_ms(j, 20000) * 1000000;
-    while (__atomic_load_n(&j->rank[rank].visits[place], __ATOMIC_SEQ_CST) < nth)
-        if (!look(j) || j->rank[rank].ended || now_ns() > end) return 0;
-    return 1;
-}
-
-/* Waits until all ranks but one have a result. 0: it took too long. */
-static int await_results(job *j, int except, int64_t limit_ms) {
-    int64_t begin = now_ns();
-    for (int k = 0; k < j->world; k++)
-        while (k != except && !__atomic_load_n(&j->rank[k].failed_ns, __ATOMIC_SEQ_CST)) {
-            (void)look(j);
-            if (now_ns() > begin + allowed_ms(j, limit_ms) * 1000000) return 0;
-        }
-    return 1;
-}
-
-/* Whether the text names a rank other than as the one who speaks: "rank 2", "ranks 0, 2". */
-static int names(const char *text, int speaker, int who) {
-    char own[24];
-    snprintf(own, sizeof own, "rank %d: ", speaker);
-    if (!strncmp(text, own, strlen(own))) text += strlen(own);
-    for (const char *p = text; (p = strstr(p, "ank")) != NULL;) {
-        int is_word = p > text && strchr("rR", p[-1]) && (p - 1 == text || p[-2] < 'a');
-        p += p[3] == 's' ? 4 : 3;
-        for (char *end; is_word && *p == ' '; p = *end == ',' ? end + 1 : end) {
-            long rank = strtol(p, &end, 10);
-            if (end == p) break;
-            if (rank == who) return 1;
-        }
-    }
-    return 0;
-}
-
-static void shows(const job *j) {
-    for (int k = 0; k < j->world; k++) {
-        const report *r = &j->rank[k];
-        fprintf(
-            stderr,
-            "rank %d%s, ended %x in %s, after %d ms got %s, then %s, shutdown %s in %d ms: %s\n", k,
-            is_victim(j, k) ? " (victim)" : "", r->how, places[r->place], took_ms(j, k),
-            fsdp_status_name((fsdp_status)r->status), fsdp_status_name((fsdp_status)r->again),
-            fsdp_status_name((fsdp_status)r->shutdown), shutdown_ms(j, k), r->text);
-    }
-}
-
-#define J_CHECK(j, cond, ...) /* ... is a format and its values; shows what all ranks got */       \
-    do {                                                                                           \
-        if (!(cond)) shows(j);                                                                     \
-        CHECK_MSG(cond, __VA_ARGS__);                                                              \
-    } while (0)
-
-/* All ranks but `except` have ended in order, with this status and a text with this part; and their
-   next call and shutdown gave the same. */
-static void all_got(const job *j, int except, fsdp_status status, const char *part) {
-    for (int k = 0; k < j->world; k++) {
-        const report *r = &j->rank[k];
-        if (k == except) continue;
-        J_CHECK(j, r->ended && WIFEXITED(r->how) && !WEXITSTATUS(r->how),
-                "rank %d did not end in order: %x", k, r->how);
-        J_CHECK(j, r->status == (int)status, "rank %d got %s", k,
-                fsdp_status_name((fsdp_status)r->status));
-        J_CHECK(j, r->again == r->status && r->shutdown == r->status,
-                "rank %d: another status later", k);
-        J_CHECK(j, !part || strstr(r->text, part), "rank %d does not say '%s'", k, part);
-    }
-}
-
-/* ... so long after the mark, at most; and shutdown takes less than three seconds. */
+/* All know in time, and their shutdown takes less than three seconds. */
 static void all_in_time(const job *j, int except, int limit_ms) {
-    int slowest = 0;
-    for (int k = 0; k < j->world; k++) {
-        int took = took_ms(j, k);
-        if (k == except) continue;
-        J_CHECK(j, took <= allowed_ms(j, limit_ms), "rank %d: after %d ms", k, took);
-        J_CHECK(j, shutdown_ms(j, k) <= allowed_ms(j, 3000), "rank %d: shutdown took %d ms", k,
-                shutdown_ms(j, k));
-        if (took > slowest) slowest = took;
-    }
-    h_message("all know after %d ms", slowest);
-}
-
-static void all_name(const job *j, int except, int who) {
+    all_know(j, except, limit_ms);
     for (int k = 0; k < j->world; k++)
-        J_CHECK(j, k == except || k == who || names(j->rank[k].text, k, who),
-                "rank %d does not name rank %d", k, who);
+        J_CHECK(j, k == except || shutdown_ms(j, k) <= allowed_ms(j, 3000),
+                "rank %d: shutdown took %d ms", k, shutdown_ms(j, k));
 }
 
 /* ---- what ranks do --------------------------------------------------------------------------- */
@@ -295,12 +51,6 @@ typedef struct {
     fsdp_unit *unit[UNITS];
     fsdp_adamw *adamw;
 } trainer;
-#define TRY(call)                                                                                  \
-    do {                                                                                           \
-        fsdp_status status_ = (call);                                                              \
-        if (status_) return status_;                                                               \
-    } while (0)
-
 /* grad += w / 8, when the gate is open; NULL: there is none. */
 typedef struct {
     const float *w;
@@ -322,45 +72,9 @@ static void launch(const void *w, void *grad, size_t count, const int *gate) {
     (void)fsdp_stub_launch(work_body, &k, sizeof k, 1, cudaStreamLegacy);
 }
 
-static void first_values(void *user, const fsdp_param_view *block) {
-    (void)user;
-    for (int64_t k = 0; k < block->numel; k++)
-        ((float *)block->data)[k] = (float)((fsdp_view_index(block, k) * 7 + block->ordinal) % 23);
-}
-
-static fsdp_world_desc desc_of(job *j, int rank) {
-    fsdp_world_desc d = w_desc(rank, j->world, NULL, j->name, 2);
-    d.timeout_ms = j->timeout_ms;
-    d.store = j->store;
-    d.backend = "nccl";
-    return d;
-}
-
-/* Three units of different sizes over a mesh that is not the world itself: backwards, or of two
-   dims. */
 static fsdp_status make_trainer(trainer *t, fsdp_world *world) {
-    int32_t backwards[RANKS], n = fsdp_world_size(world);
-    fsdp_mesh_desc md = FSDP_ZERO;
-    fsdp_model_desc d = FSDP_ZERO;
-    fsdp_mesh *mesh;
     t->world = world;
-    for (int32_t k = 0; k < n; k++) backwards[k] = n - 1 - k;
-    md.ndim = n == 4 ? 2 : 1;
-    md.shape[0] = n == 4 ? 2 : n, md.shape[1] = 2;
-    md.names[0] = n == 4 ? "replicate" : "shard", md.names[1] = n == 4 ? "shard" : NULL;
-    md.ranks = backwards;
-    TRY(fsdp_mesh_create(world, &md, &mesh));
-    d.mesh = mesh;
-    d.cpu_offload = my_job->offload;
-    TRY(fsdp_model_create(world, &d, &t->model));
-    for (int u = 0; u < UNITS; u++) {
-        fsdp_param_desc p[2] = {fsdp_mat("w", WIDTH + u, WIDTH), fsdp_vec("b", WIDTH)};
-        fsdp_unit_desc ud = FSDP_ZERO;
-        ud.params = p;
-        ud.num_params = 2;
-        TRY(fsdp_fully_shard(t->model, &ud, &t->unit[u]));
-    }
-    TRY(fsdp_init_params(t->model, first_values, NULL));
+    TRY(make_model(my_job, world, WIDTH, &t->model, t->unit));
     return fsdp_adamw_create(t->model, NULL, &t->adamw);
 }
 
@@ -388,21 +102,11 @@ static fsdp_status train_step(job *j, trainer *t, int step) {
     return fsdp_all_reduce(t->world, NULL, &loss, 1, FSDP_F64, FSDP_SUM);
 }
 
-/* A rank got its result: the next call and shutdown give the same. */
-static void leave(job *j, int rank, fsdp_world *world, fsdp_status status) {
-    report *r = &j->rank[rank];
-    tell(j, rank, status, fsdp_last_error(world));
-    at(j, rank, AT_CLOSE);
-    r->again = status && world ? (int)fsdp_barrier(world) : (int)status;
-    fsdp_status ended = fsdp_shutdown(world);
-    r->shutdown = world ? (int)ended : (int)status;
-}
-
 static void train(job *j, int rank) {
     fsdp_world_desc d = desc_of(j, rank);
     fsdp_world *world;
     trainer t;
-    at(j, rank, AT_OPEN);
+    at(j, rank, AT_INIT);
     fsdp_status status = fsdp_init(&d, &world);
     at(j, rank, AT_SPLIT);
     if (!status) status = make_trainer(&t, world);
@@ -417,17 +121,7 @@ static void train(job *j, int rank) {
     leave(j, rank, world, status);
 }
 
-static void sleeps(job *j, int rank) {
-    at(j, rank, AT_SPLIT);
-    while (rank == 1) pause();
-}
-TEST(nccl_faults, watchdog_sees_a_hang) {
-    job *j = make_job(3, 1000, sleeps);
-    start(j);
-    CHECK(await(j, 1, AT_SPLIT, 1) && !await(j, 0, AT_SPLIT, 2));
-    CHECK_EQ_INT(finish(j, 100), 1);
-    CHECK(WIFSIGNALED(j->rank[1].how) && j->rank[0].place == AT_END && !look(j));
-}
+TEST(nccl_faults, watchdog_sees_a_hang) { watchdog(); }
 
 TEST(nccl_faults, undisturbed) {
     for (int world = 1; world <= RANKS; world++) {
@@ -443,23 +137,26 @@ TEST(nccl_faults, undisturbed) {
 
 /* ---- making communicators -------------------------------------------------------------------- */
 
+static int odd_init, odd_split; /* which call of these the victim does not make; 0: it makes all */
+static int dies;                /* 1: it dies there, else it hangs */
+
 /* What the victim does instead of a call of NCCL, in the thread of that call. */
 static void odd_call(int *left) {
     if (*left == 0 || --*left > 0) return;
     mark(my_job);
-    if (my_job->dies) (void)raise(SIGKILL);
+    if (dies) (void)raise(SIGKILL);
     for (;;) pause();
 }
 
 static ncclResult_t faulty_init(ncclComm_t *comm, int size, ncclUniqueId id, int rank,
                                 ncclConfig_t *config) {
-    if (my_job && my_rank == my_job->victim) odd_call(&my_job->odd_init);
+    if (my_job && my_rank == my_job->victim) odd_call(&odd_init);
     return ncclCommInitRankConfig(comm, size, id, rank, config);
 }
 
 static ncclResult_t faulty_split(ncclComm_t comm, int color, int key, ncclComm_t *child,
                                  ncclConfig_t *config) {
-    if (my_job && my_rank == my_job->victim) odd_call(&my_job->odd_split);
+    if (my_job && my_rank == my_job->victim) odd_call(&odd_split);
     return ncclCommSplit(comm, color, key, child, config);
 }
 
@@ -473,13 +170,13 @@ static const struct {
 
 static job *make_making(int world, int victim, int init, int split, int timeout_ms) {
     job *j = make_job(world, timeout_ms, train);
-    j->victim = victim, j->odd_init = init, j->odd_split = split;
+    j->victim = victim, odd_init = init, odd_split = split;
     return j;
 }
 
 TEST_P(nccl_faults, rank_dies_while_communicators_are_made, makings) {
     job *j = make_making(row->world, row->victim, row->init, row->split, 20000);
-    j->dies = 1;
+    dies = 1;
     start(j);
     J_CHECK(j, !finish(j, 10000), "a rank hangs");
     J_CHECK(j, WIFSIGNALED(j->rank[row->victim].how), "the victim has not died");
@@ -507,7 +204,7 @@ typedef struct {
     int place, delay_us; /* the kill comes up to so long after the victim's arrival */
 } point;
 static const point points[] = {
-    {"open", AT_OPEN, 60000},  {"split", AT_SPLIT, 30000},      {"first step", AT_FIRST, 8000},
+    {"open", AT_INIT, 60000},  {"split", AT_SPLIT, 30000},      {"first step", AT_FIRST, 8000},
     {"steps", AT_STEP, 30000}, {"finalize", AT_FINALIZE, 2000}, {"shutdown", AT_CLOSE, 20000},
 };
 enum { POINTS = (int)(sizeof points / sizeof points[0]) };
@@ -519,44 +216,20 @@ static const char *const modes[][2] = {{"FSDP_NCCL_CHECK", "1"},
                                        {"FSDP_NCCL_REGISTER", "2"}};
 enum { MODES = (int)(sizeof modes / sizeof modes[0]) };
 
-typedef struct {
-    int faults, hangs, unnamed, wrong;
-    int slowest_ms;
-    const char *slowest;
-} tally;
-
-static void complain(const job *j, const char *what, const char *name, uint64_t seed) {
-    fprintf(stderr, "%s, seed %llu, W=%d, rank %d killed: %s\n", name, (unsigned long long)seed,
-            j->world, j->victim, what);
-    shows(j);
-}
-
-/* What a survivor got: PEER_LOST soon after the death. A death before it has joined shows as its
-   absence, at the deadline; one after its last operation may not show at all. */
-static void check_survivor(const job *j, int k, const point *p, uint64_t seed, tally *sum) {
+/* A death after a survivor's last operation may not show at all. */
+static void check_survivor(const job *j, int k, tally *sum) {
     const report *r = &j->rank[k];
-    int64_t limit_ms = allowed_ms(j, 1000);
-    if (!WIFEXITED(r->how) || WEXITSTATUS(r->how))
-        sum->wrong++, complain(j, "a survivor did not end in order", p->name, seed);
-    if (r->left_ns - r->failed_ns > allowed_ms(j, 3000) * 1000000)
-        sum->wrong++, complain(j, "shutdown takes too long", p->name, seed);
-    if (p->place == AT_CLOSE && !r->status) return;
-    if (p->place == AT_OPEN && r->status == FSDP_ERR_TIMEOUT) limit_ms += j->timeout_ms;
-    else if (r->status != FSDP_ERR_PEER_LOST)
-        sum->wrong++, complain(j, "another status than PEER_LOST", p->name, seed);
-    else if (took_ms(j, k) > sum->slowest_ms)
-        sum->slowest_ms = took_ms(j, k), sum->slowest = p->name;
-    if (!names(r->text, k, j->victim))
-        sum->unnamed++, complain(j, "a text does not name the culprit", p->name, seed);
-    if (took_ms(j, k) > limit_ms) sum->wrong++, complain(j, "later than allowed", p->name, seed);
-    if (r->again != r->status || r->shutdown != r->status)
-        sum->wrong++, complain(j, "another status later", p->name, seed);
+    if (!in_order(r)) wrong(j, sum, "a survivor did not end in order");
+    if (shutdown_ms(j, k) > allowed_ms(j, 3000)) wrong(j, sum, "shutdown takes too long");
+    if (sum->place != AT_CLOSE || r->status) (void)check_result(j, k, sum);
 }
 
-static void one_kill(const point *p, uint64_t seed, tally *sum) {
-    uint64_t random = seed;
+static void one_kill(int i, tally *sum) {
+    const point *p = &points[i % POINTS];
+    uint64_t random = sum->seed;
     int world = 2 + (int)(h_rand64(&random) % 3);
-    job *j = make_job(world, p->place == AT_OPEN ? 1000 : 20000, train);
+    job *j = make_job(world, p->place == AT_INIT ? 1000 : 20000, train);
+    sum->name = p->name, sum->place = p->place;
     j->victim = (int)(h_rand64(&random) % (uint64_t)world);
     int nth = p->place == AT_STEP || p->place == AT_FINALIZE ? 1 + (int)(h_rand64(&random) % 20)
                                                              : 1;
@@ -564,39 +237,14 @@ static void one_kill(const point *p, uint64_t seed, tally *sum) {
     useconds_t delay = (useconds_t)(h_rand64(&random) % (uint64_t)p->delay_us);
     int mode = (int)(h_rand64(&random) % (2 * MODES));
     if (mode < MODES) setenv(modes[mode][0], modes[mode][1], 1);
-    start(j);
+    int ended = strike(j, nth, delay, sum);
     if (mode < MODES) unsetenv(modes[mode][0]);
-    if (!await(j, j->victim, p->place, nth)) {
-        sum->wrong++, complain(j, "the victim did not come that far", p->name, seed);
-        sum->hangs += finish(j, 100);
-        return;
-    }
-    usleep(delay);
-    mark(j);
-    kill(j->pid[j->victim], SIGKILL);
-    int hangs = finish(j, 8000);
-    if (hangs) complain(j, "a survivor hangs", p->name, seed);
-    sum->hangs += hangs;
-    sum->faults++;
-    for (int k = 0; k < world && !hangs; k++)
-        if (k != j->victim) check_survivor(j, k, p, seed, sum);
+    for (int k = 0; k < world && ended; k++)
+        if (k != j->victim) check_survivor(j, k, sum);
     munmap(j, sizeof *j);
 }
-
-static void kills(int count) {
-    tally sum;
-    memset(&sum, 0, sizeof sum);
-    for (int i = 0; i < count; i++)
-        one_kill(&points[i % POINTS], h_seed() * 1000003 + (uint64_t)i, &sum);
-    h_message("%d faults injected, %d hangs, %d unnamed culprits; slowest detection %d ms (%s)",
-              sum.faults, sum.hangs, sum.unnamed, sum.slowest_ms, sum.slowest);
-    CHECK_EQ_INT(sum.hangs, 0);
-    CHECK_EQ_INT(sum.unnamed, 0);
-    CHECK_EQ_INT(sum.wrong, 0);
-    CHECK_EQ_INT(sum.faults, count);
-}
-TEST_TIMEOUT(nccl_faults, kill_9_at_seeded_points, 120) { kills(20); }
-TEST_TIMEOUT(long_nccl_faults, kill_9_at_seeded_points, 1200) { kills(300); }
+TEST_TIMEOUT(nccl_faults, kill_9_at_seeded_points, 120) { kills(20, one_kill); }
+TEST_TIMEOUT(long_nccl_faults, kill_9_at_seeded_points, 1200) { kills(300, one_kill); }
 
 /* ---- a rank that stalls, or does not come ---------------------------------------------------- */
 
@@ -846,15 +494,6 @@ TEST_P(nccl_faults, kernel_that_never_ends, endless) {
 
 /* ---- ranks that leave ------------------------------------------------------------------------ */
 
-static void shuts_down(job *j, fsdp_world *world) {
-    tell(j, h_rank, fsdp_shutdown(world), "");
-    exit(0);
-}
-static void exits(job *j, fsdp_world *world) {
-    (void)j, (void)world;
-    _exit(0);
-}
-
 static const struct {
     const char *name;
     void (*quirk)(job *, fsdp_world *);
@@ -906,29 +545,6 @@ TEST_P(nccl_faults, ranks_leave_one_by_one, orders) {
 
 /* ---- the store ends -------------------------------------------------------------------------- */
 
-/* A launcher: serves until it is told to stop. */
-static pid_t serve(const job *j, int *served) {
-    pid_t pid = fork();
-    CHECK(pid >= 0);
-    if (pid) return pid;
-    fsdpi_store_desc d = FSDP_ZERO;
-    fsdpi_store_server *server = NULL;
-    char error[512];
-    prctl(PR_SET_PDEATHSIG, SIGKILL);
-    d.boot.size = j->world;
-    d.boot.job = j->name;
-    d.boot.store = j->store;
-    d.boot.timeout_ns = 20000000000;
-    d.boot.allocator.alloc = fsdpi_libc_alloc;
-    d.boot.allocator.free = fsdpi_libc_free;
-    d.boot.clock.now_ns = fsdpi_monotonic_ns;
-    if (fsdpi_store_serve(&d, &server, error, sizeof error)) fprintf(stderr, "%s\n", error);
-    __atomic_store_n(served, server ? 1 : -1, __ATOMIC_SEQ_CST);
-    while (server && __atomic_load_n(served, __ATOMIC_SEQ_CST) == 1) usleep(1000);
-    fsdpi_store_stop(server);
-    exit(0);
-}
-
 static const struct {
     const char *name;
     int tcp, is_killed;
@@ -937,21 +553,10 @@ static const struct {
 /* A server that vanishes takes the job along. One that ends in order does not. */
 TEST_P(nccl_faults, launcher_that_serves_ends, launchers) {
     job *j = make_job(3, 20000, train);
-    int *served = &j->gate, port = h_free_port();
+    int port = h_free_port();
     if (row->tcp) snprintf(j->store, sizeof j->store, "tcp://127.0.0.1:%d", port);
     j->rounds = row->is_killed ? 1 << 30 : 300;
-    pid_t pid = serve(j, served);
-    int64_t begin = now_ns();
-    while (!__atomic_load_n(served, __ATOMIC_SEQ_CST) && now_ns() - begin < 20000000000)
-        usleep(1000);
-    CHECK_EQ_INT(__atomic_load_n(served, __ATOMIC_SEQ_CST), 1);
-    start(j);
-    for (int k = 0; k < 3; k++) J_CHECK(j, await(j, k, AT_STEP, 3), "it does not run");
-    mark(j);
-    if (row->is_killed) kill(pid, SIGKILL);
-    else __atomic_store_n(served, 2, __ATOMIC_SEQ_CST);
-    J_CHECK(j, !finish(j, 20000), "a rank hangs");
-    CHECK_EQ_INT(waitpid(pid, NULL, 0), pid);
+    launcher_ends(j, row->is_killed);
     all_got(j, -1, row->is_killed ? FSDP_ERR_PEER_LOST : FSDP_OK, row->is_killed ? "launcher" : "");
     if (row->is_killed) all_in_time(j, -1, 1000);
 }
@@ -1073,24 +678,14 @@ TEST(nccl_faults, no_flight_record_without_a_failure) {
 static const fsdp_comm_ops *ops(void) { return fsdp_nccl_comm_ops(); }
 
 static void floods(job *j, int rank) {
-    fsdp_boot boot;
+    fsdp_boot boot = boot_of(j, rank);
     fsdp_caps caps;
     fsdp_comm *world;
     fsdp_coll c;
     void *data = NULL;
     cudaStream_t stream = NULL;
     work k = {NULL, NULL, 0, &j->gate};
-    memset(&boot, 0, sizeof boot);
     memset(&c, 0, sizeof c);
-    boot.rank = boot.local_rank = rank;
-    boot.size = j->world;
-    boot.timeout_ns = (int64_t)j->timeout_ms * 1000000;
-    boot.job = j->name;
-    boot.store = j->store;
-    boot.allocator.alloc = fsdpi_libc_alloc;
-    boot.allocator.free = fsdpi_libc_free;
-    boot.logger.log = w_quiet;
-    boot.clock.now_ns = fsdpi_monotonic_ns;
     fsdp_status status = ops()->open(&boot, &caps, &world);
     CHECK_MSG(!status, "%s", ops()->error_text(NULL));
     CHECK_OK(ops()->alloc(world, 64, &data));
@@ -1140,40 +735,6 @@ TEST(nccl_faults, wait_for_an_entry_has_a_deadline) {
 }
 
 /* ---- nothing is left behind ------------------------------------------------------------------ */
-
-static int entries(const char *path) {
-    DIR *dir = opendir(path);
-    int n = 0;
-    CHECK(dir != NULL);
-    while (readdir(dir)) n++;
-    closedir(dir);
-    return n;
-}
-
-typedef struct {
-    int descriptors, threads;
-    size_t heap;
-} usage;
-static usage usage_now(void) {
-    usage u;
-    u.descriptors = entries("/proc/self/fd"), u.threads = entries("/proc/self/task");
-    u.heap = mallinfo2().uordblks;
-    return u;
-}
-
-/* What is used no longer grows. The kernel may take a moment to take a thread out of its lists,
-   and the heap keeps a few freed blocks of each size: our own bytes are counted exactly. */
-static void same_usage(usage before, size_t heap) {
-    usage now = usage_now();
-    for (int i = 0;
-         i < 1000 && (now.descriptors > before.descriptors || now.threads > before.threads); i++)
-        usleep(1000), now = usage_now();
-    CHECK_MSG(now.descriptors <= before.descriptors && now.threads <= before.threads,
-              "%d descriptors and %d threads, then %d and %d", before.descriptors, before.threads,
-              now.descriptors, now.threads);
-    CHECK_MSG(W_SLOW || now.heap <= before.heap + heap, "heap: %zu bytes, then %zu", before.heap,
-              now.heap);
-}
 
 /* Objects of CUDA and NCCL, and the library's own memory. */
 static void nothing_lives(const w_heap *heap, int cycle) {
