@@ -10,6 +10,9 @@
      watchdog, looks at these events. An operation that is not done `timeout_ns` after it could have
      begun, an error that NCCL reports meanwhile, or a verdict of the store (fsdp_store.h) ends the
      world: all communicators are aborted, which ends the kernels that wait on the device, too.
+   - To look at an event can hang behind another thread that is inside CUDA (a cudaFree waits for
+     the device, and so for the peer that does not come). A second thread, the monitor, asks CUDA
+     nothing: it notices that, and calls of NCCL that do not return, and it is who aborts.
    - NCCL does not compare what ranks call, and a disagreement hangs. So each rank writes a flight
      record: what was enqueued, when, and whether it is done. When a deadline has passed, members
      show each other what they wait for: who called something else (MISMATCH), or has not come
@@ -115,6 +118,7 @@ extern "C" {
 #define FSDPI_NCCL_ERROR_NS    ((int64_t)100000000) // for the store to know better what an error is
 #define FSDPI_NCCL_NAP_NS      50000                // between looks at a call in progress
 #define FSDPI_NCCL_GRACE_NS    ((int64_t)3000000000) // the watchdog is to be first
+#define FSDPI_NCCL_BEHIND_NS   ((int64_t)1000000000) // and watchdogs of peers before the monitor
 #define FSDPI_NCCL_SHOWN       8                     // operations that a late rank shows
 
 typedef struct fsdpi_nccl_comm fsdpi_nccl_comm;
@@ -150,16 +154,18 @@ typedef struct fsdpi_nccl_world {
     char job[160];        // of ranks as threads
     int64_t patience_ns;  // of closing comms, all together
     uint32_t issue;       // lock: NCCL is called by one thread at a time
-    uint32_t lock;        // of comms and registrations; the watchdog has it while it looks
+    uint32_t lock;        // of comms and registrations
     uint32_t flight_lock; // of entries of the flight record
     int64_t inside_ns;    // since when a thread is inside a call that should only enqueue, or 0
+    int64_t asking_ns;    // since when the watchdog asks CUDA for an event, or 0
     fsdpi_nccl_comm *comms;
     fsdpi_nccl_registration *registrations;
     fsdpi_flight *flights;   // [FSDPI_NCCL_FLIGHTS]
     uint64_t issued, looked; // flights so far; those before `looked` are done
-    pthread_t watchdog;
-    uint32_t running, stop, changed; // changed: slept on by the watchdog
-    uint32_t aborting, aborted;      // communicators are on their way out; are gone
+    pthread_t watchdog, monitor;
+    int num_threads;
+    uint32_t stop, changed, gone; // changed: slept on by both; gone: the watchdog has ended
+    uint32_t aborting, aborted;   // communicators are on their way out; are gone
 } fsdpi_nccl_world;
 
 struct fsdpi_nccl_comm {
@@ -192,7 +198,7 @@ static fsdp_status fsdpi_nccl_report(fsdpi_nccl_comm *c) {
     return fsdpi_comm_error(&c->base, FSDP_ERR_INTERNAL, "the world has ended without a reason");
 }
 
-// Ends the world because of what this rank is in. The watchdog aborts the communicators.
+// Ends the world because of what this rank is in. The monitor aborts the communicators.
 static fsdp_status fsdpi_nccl_fail(fsdpi_nccl_comm *c, fsdp_status status, const char *reason) {
     char subject[192];
     fsdpi_comm_subject(&c->base, subject, sizeof subject);
@@ -291,8 +297,10 @@ typedef struct fsdpi_nccl_call {
     char name[64];
     ncclResult_t result;
     pthread_t thread;
-    uint32_t done; // slept on
+    uint32_t state; // slept on
 } fsdpi_nccl_call;
+
+enum { FSDPI_CALL_RUNS, FSDPI_CALL_DONE, FSDPI_CALL_LEFT }; // LEFT: nobody waits for it any more
 
 static ncclResult_t fsdpi_nccl_settle_plain(ncclResult_t result, ncclComm_t nccl) {
     while (result == ncclInProgress && nccl) { // whoever waits for the thread has the deadline
@@ -334,6 +342,9 @@ static ncclResult_t fsdpi_nccl_call_forget(const fsdpi_nccl_call *call) {
 }
 #endif
 
+// A thread that was left alone may use its block when the world, and its allocator, are no more.
+static const fsdp_allocator fsdpi_nccl_heap = {fsdpi_libc_alloc, fsdpi_libc_free, NULL};
+
 static void *fsdpi_nccl_call_main(void *arg) {
     fsdpi_nccl_call *call = (fsdpi_nccl_call *)arg;
     (void)cudaSetDevice(call->ordinal);
@@ -372,13 +383,15 @@ static void *fsdpi_nccl_call_main(void *arg) {
     case FSDPI_NCCL_ABORT: call->result = fsdpi_nccl_call_abort(call); break;
     default: call->result = ncclInvalidArgument; break;
     }
-    __atomic_store_n(&call->done, 1u, __ATOMIC_SEQ_CST);
-    fsdpi_futex_wake_all(&call->done, 0);
+    int keeps_name = call->kind == FSDPI_NCCL_MAKE || call->kind == FSDPI_NCCL_PART; // NCCL does
+    if (__atomic_exchange_n(&call->state, FSDPI_CALL_DONE, __ATOMIC_SEQ_CST) != FSDPI_CALL_LEFT) {
+        fsdpi_futex_wake_all(&call->state, 0);
+    } else if (!keeps_name) {
+        if (call->list != &call->out) fsdpi_free(&fsdpi_nccl_heap, call->list);
+        fsdpi_free(&fsdpi_nccl_heap, call);
+    }
     return NULL;
 }
-
-// A thread that was left alone may use its block when the world, and its allocator, are no more.
-static const fsdp_allocator fsdpi_nccl_heap = {fsdpi_libc_alloc, fsdpi_libc_free, NULL};
 
 static int fsdpi_nccl_call_start(fsdpi_nccl_call *call) {
     return !pthread_create(&call->thread, NULL, fsdpi_nccl_call_main, call);
@@ -388,21 +401,22 @@ static int fsdpi_nccl_call_start(fsdpi_nccl_call *call) {
 static int fsdpi_nccl_call_wait(fsdpi_nccl_call *call, const fsdp_boot *boot, int64_t timeout_ns,
                                 fsdpi_nccl_world *stop) {
     int64_t start = fsdpi_boot_now(boot);
-    while (!__atomic_load_n(&call->done, __ATOMIC_SEQ_CST)) {
+    while (__atomic_load_n(&call->state, __ATOMIC_SEQ_CST) == FSDPI_CALL_RUNS) {
         if (fsdpi_boot_now(boot) - start > timeout_ns) return 0;
         if (stop && fsdpi_nccl_failed(stop)) return 0;
-        fsdpi_futex_wait(&call->done, 0, 5000000, 0);
+        fsdpi_futex_wait(&call->state, FSDPI_CALL_RUNS, 5000000, 0);
     }
     return 1;
 }
 
 // Ends the thread, or leaves it alone with its block: then *call is NULL.
 static void fsdpi_nccl_call_end(fsdpi_nccl_call **call) {
-    if (__atomic_load_n(&(*call)->done, __ATOMIC_SEQ_CST)) {
-        (void)pthread_join((*call)->thread, NULL);
+    pthread_t thread = (*call)->thread;
+    if (__atomic_exchange_n(&(*call)->state, FSDPI_CALL_LEFT, __ATOMIC_SEQ_CST)) {
+        (void)pthread_join(thread, NULL);
         return;
     }
-    (void)pthread_detach((*call)->thread);
+    (void)pthread_detach(thread);
     *call = NULL;
 }
 
@@ -465,22 +479,35 @@ static fsdpi_flight *fsdpi_nccl_flight(fsdpi_nccl_world *w, uint64_t number) {
     return &w->flights[number % FSDPI_NCCL_FLIGHTS];
 }
 
-// Looks at an operation; 1: it is done.
-static int fsdpi_nccl_look(fsdpi_flight *f, int64_t now, cudaError_t *e) {
-    if (FSDPI_LOAD(&f->state) != FSDPI_FLIGHT_ISSUED) return 1;
-    *e = cudaEventQuery(f->event);
+// Whether an event is done. With no lock, as this can hang.
+static int fsdpi_nccl_is_done(fsdpi_nccl_world *w, cudaEvent_t event, cudaError_t *e) {
+    __atomic_store_n(&w->asking_ns, fsdpi_boot_now(&w->boot), __ATOMIC_RELEASE);
+    *e = cudaEventQuery(event);
     if (*e != cudaSuccess) (void)cudaGetLastError();
+    __atomic_store_n(&w->asking_ns, 0, __ATOMIC_RELEASE);
+    if (*e == cudaSuccess) return 1;
     if (*e == cudaErrorNotReady) *e = cudaSuccess;
-    else if (*e == cudaSuccess) {
-        if (f->comm) { // else it was closed meanwhile
-            if (f->comm_seq > f->comm->done)
-                f->comm->done = f->comm_seq; // a later one may be first
-            f->comm->idle_ns = now;
-        }
-        FSDPI_STORE(&f->state, FSDPI_FLIGHT_DONE);
-        return 1;
-    }
     return 0;
+}
+
+static void fsdpi_nccl_mark_done(fsdpi_flight *f, int64_t now) {
+    if (f->comm) { // else it was closed meanwhile
+        if (f->comm_seq > f->comm->done) f->comm->done = f->comm_seq; // a later one may be first
+        f->comm->idle_ns = now;
+    }
+    FSDPI_STORE(&f->state, FSDPI_FLIGHT_DONE);
+}
+
+// The comm of an operation that is its oldest.
+static fsdpi_nccl_comm *fsdpi_nccl_waits(const fsdpi_flight *f) {
+    return f->comm && f->comm->done + 1 == f->comm_seq ? f->comm : NULL;
+}
+
+static int fsdpi_nccl_is_late(const fsdpi_flight *f, int64_t now) {
+    const fsdpi_nccl_comm *c = fsdpi_nccl_waits(f);
+    if (!c) return 0;
+    int64_t since = c->idle_ns > f->record.since_ns ? c->idle_ns : f->record.since_ns;
+    return now - since > c->base.boot->timeout_ns;
 }
 
 // What this rank is doing: its oldest operation that is not done, else its last one.
@@ -587,7 +614,7 @@ static void fsdpi_nccl_say_mismatch(fsdpi_text *t, const fsdpi_nccl_comm *c,
 }
 
 // An operation is not done in time: who is to blame?
-static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
+static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_begun) {
     char reason[FSDPI_REASON], subject[192];
     fsdpi_text t = {reason, sizeof reason, 0}, s = {subject, sizeof subject, 0};
     fsdpi_nccl_lateness late;
@@ -595,8 +622,7 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
     double seconds = (double)c->base.boot->timeout_ns * 1e-9;
     if (fsdpi_nccl_failed(c->world)) return;
     mine.comm_seq = f->comm_seq;
-    mine.has_begun = cudaEventQuery(f->begin) == cudaSuccess;
-    if (!mine.has_begun) (void)cudaGetLastError();
+    mine.has_begun = (uint64_t)has_begun;
     mine.record = f->record;
     fsdpi_nccl_compare_late(c, &mine, &late);
     if (late.num_absent > 0 && late.who < 0)
@@ -639,42 +665,54 @@ static int fsdpi_nccl_left(fsdpi_nccl_comm *c, const fsdpi_flight *f, int64_t no
     return 1;
 }
 
-// Looks at what is under way. Returns whether anything is.
-static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
+// Looks at an operation.
+enum { FSDPI_LOOK_DONE, FSDPI_LOOK_BUSY, FSDPI_LOOK_ENDS }; // ENDS: the world, because of it
+static int fsdpi_nccl_look(fsdpi_nccl_world *w, fsdpi_flight *f) {
+    cudaError_t e, ignored;
     int64_t now = fsdpi_boot_now(&w->boot);
-    uint64_t issued = __atomic_load_n(&w->issued, __ATOMIC_ACQUIRE);
-    int is_busy = 0, told = 0;
-    cudaError_t e = cudaSuccess;
+    int result = FSDPI_LOOK_BUSY, has_begun = 0;
+    if (FSDPI_LOAD(&f->state) != FSDPI_FLIGHT_ISSUED) return FSDPI_LOOK_DONE;
+    int is_done = fsdpi_nccl_is_done(w, f->event, &e);
     fsdpi_lock(&w->lock); // so that no comm is closed meanwhile
-    for (uint64_t i = w->looked; i < issued && !told; i++) {
-        fsdpi_flight *f = fsdpi_nccl_flight(w, i);
-        int is_done = fsdpi_nccl_look(f, now, &e);
-        if (is_done && i == w->looked) __atomic_store_n(&w->looked, i + 1, __ATOMIC_RELEASE);
-        if (is_done) continue;
-        fsdpi_nccl_comm *c = f->comm;
-        is_busy = 1;
-        if (!c || c->done + 1 != f->comm_seq) continue; // not the oldest of its comm
-        int64_t since = c->idle_ns > f->record.since_ns ? c->idle_ns : f->record.since_ns;
-        if (e != cudaSuccess) {
-            char text[400];
-            (void)fsdpi_cuda_status(text, sizeof text, w->place.ordinal, (int)e,
-                                    "work on the device");
-            fsdpi_store_abort(w->store, FSDP_ERR_BACKEND, "", text);
-            told = 1;
-        } else if (now - since > w->boot.timeout_ns) {
-            fsdpi_nccl_late(c, f);
-            told = 1;
-        } else {
-            told = fsdpi_nccl_left(c, f, now);
-        }
+    if (is_done) fsdpi_nccl_mark_done(f, now);
+    int is_late = !is_done && e == cudaSuccess && fsdpi_nccl_is_late(f, now);
+    fsdpi_unlock(&w->lock);
+    if (is_done) return FSDPI_LOOK_DONE;
+    if (is_late) has_begun = fsdpi_nccl_is_done(w, f->begin, &ignored);
+    if (FSDPI_LOAD(&w->stop)) return FSDPI_LOOK_ENDS; // the store may be closed
+    fsdpi_lock(&w->lock);
+    fsdpi_nccl_comm *c = fsdpi_nccl_waits(f);
+    if (c && e != cudaSuccess) {
+        char text[400];
+        (void)fsdpi_cuda_status(text, sizeof text, w->place.ordinal, (int)e, "work on the device");
+        fsdpi_store_abort(w->store, FSDP_ERR_BACKEND, "", text);
+        result = FSDPI_LOOK_ENDS;
+    } else if (c && is_late) {
+        fsdpi_nccl_late(c, f, has_begun);
+        result = FSDPI_LOOK_ENDS;
+    } else if (c && fsdpi_nccl_left(c, f, now)) {
+        result = FSDPI_LOOK_ENDS;
     }
     fsdpi_unlock(&w->lock);
+    return result;
+}
+
+// Looks at what is under way. Returns whether anything is.
+static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
+    uint64_t issued = __atomic_load_n(&w->issued, __ATOMIC_ACQUIRE);
+    int is_busy = 0, result = FSDPI_LOOK_DONE;
+    for (uint64_t i = w->looked; i < issued && result != FSDPI_LOOK_ENDS; i++) {
+        result = fsdpi_nccl_look(w, fsdpi_nccl_flight(w, i));
+        if (result == FSDPI_LOOK_DONE && i == w->looked)
+            __atomic_store_n(&w->looked, i + 1, __ATOMIC_RELEASE);
+        is_busy |= result != FSDPI_LOOK_DONE;
+    }
     return is_busy;
 }
 
-static int fsdpi_nccl_try_issue(fsdpi_nccl_world *w) {
+static int fsdpi_nccl_try(uint32_t *lock) {
     uint32_t none = 0;
-    return __atomic_compare_exchange_n(&w->issue, &none, 1u, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+    return __atomic_compare_exchange_n(lock, &none, 1u, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
 }
 
 /* Errors that NCCL has met by itself: a connection that broke, a peer that aborted. If a rank has
@@ -683,7 +721,7 @@ static int fsdpi_nccl_try_issue(fsdpi_nccl_world *w) {
 static int fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
     int64_t now = fsdpi_boot_now(&w->boot);
     int any = 0;
-    if (!fsdpi_nccl_try_issue(w)) return 0;
+    if (!fsdpi_nccl_try(&w->issue)) return 0;
     fsdpi_lock(&w->lock);
     for (fsdpi_nccl_comm *c = w->comms; c && !any; c = c->next) {
         ncclResult_t result = ncclSuccess;
@@ -703,15 +741,21 @@ static int fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
     return any;
 }
 
-// A call of NCCL that should only enqueue, and does not return.
+// Calls that should return at once, and do not.
 static void fsdpi_nccl_look_inside(fsdpi_nccl_world *w) {
-    int64_t since = __atomic_load_n(&w->inside_ns, __ATOMIC_ACQUIRE);
-    char reason[200];
-    if (!since || fsdpi_boot_now(&w->boot) - since <= w->boot.timeout_ns) return;
-    (void)snprintf(reason, sizeof reason,
-                   "rank %d: a call of NCCL has not returned within %.1f s: can the ranks reach "
-                   "each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)?",
-                   w->boot.rank, (double)w->boot.timeout_ns * 1e-9);
+    int64_t now = fsdpi_boot_now(&w->boot), limit = w->boot.timeout_ns;
+    int64_t inside = __atomic_load_n(&w->inside_ns, __ATOMIC_ACQUIRE),
+            asking = __atomic_load_n(&w->asking_ns, __ATOMIC_ACQUIRE);
+    int is_asking = asking && now - asking - FSDPI_NCCL_BEHIND_NS > limit;
+    if (!is_asking && (!inside || now - inside <= limit)) return;
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    fsdpi_say(&t, "rank %d: %s has not returned within %.1f s: ", w->boot.rank,
+              is_asking ? "CUDA" : "a call of NCCL", (double)limit * 1e-9);
+    fsdpi_say(&t, is_asking ? "does a thread wait for the device (cudaFree, cudaMalloc, "
+                              "cudaDeviceSynchronize), which waits for a peer?"
+                            : "can the ranks reach each other (NCCL_SOCKET_IFNAME, "
+                              "NCCL_DEBUG=INFO)?");
     fsdpi_store_abort(w->store, FSDP_ERR_TIMEOUT, "", reason);
 }
 
@@ -759,18 +803,24 @@ static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
     if (file) (void)fclose(file);
 }
 
-/* Ends all communicators, in one group: one by one they may wait for each other. A thread that is
-   inside NCCL is waited for a moment, since a communicator must not be used meanwhile; but a hang
-   would be for ever. */
-static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
+/* A thread that is inside NCCL is waited for a moment, since a communicator must not be used
+   meanwhile; but a hang would be for ever. */
+static int fsdpi_nccl_try_a_while(const fsdpi_nccl_world *w, uint32_t *lock) {
     int64_t start = fsdpi_boot_now(&w->boot);
-    int locked = 0, num = 0;
-    __atomic_store_n(&w->aborting, 1u, __ATOMIC_SEQ_CST); // what ends from now on is not done
+    int locked = fsdpi_nccl_try(lock);
     while (!locked && fsdpi_boot_now(&w->boot) - start < FSDPI_NCCL_ABORT_NS) {
-        locked = fsdpi_nccl_try_issue(w);
-        if (!locked) fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
+        fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
+        locked = fsdpi_nccl_try(lock);
     }
-    fsdpi_lock(&w->lock);
+    return locked;
+}
+
+// Ends all communicators, in one group: one by one they may wait for each other.
+static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
+    int num = 0;
+    __atomic_store_n(&w->aborting, 1u, __ATOMIC_SEQ_CST); // what ends from now on is not done
+    int locked = fsdpi_nccl_try_a_while(w, &w->issue);
+    int has_list = fsdpi_nccl_try_a_while(w, &w->lock);
     for (fsdpi_nccl_comm *c = w->comms; c; c = c->next) num += c->nccl != NULL;
     fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_ABORT);
     ncclComm_t *list = call ? (ncclComm_t *)fsdpi_alloc(&fsdpi_nccl_heap,
@@ -780,7 +830,7 @@ static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
         if (c->nccl) list[call->size++] = c->nccl;
         c->nccl = NULL;
     }
-    fsdpi_unlock(&w->lock);
+    if (has_list) fsdpi_unlock(&w->lock);
     if (list) {
         call->list = list;
         call->is_grouped = w->version >= 22200;
@@ -792,6 +842,11 @@ static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
     if (locked) fsdpi_unlock(&w->issue);
 }
 
+static void fsdpi_nccl_sleep(fsdpi_nccl_world *w, uint32_t changed, int is_busy) {
+    int64_t ns = is_busy ? FSDPI_NCCL_PERIOD_NS : FSDPI_NCCL_IDLE_NS;
+    fsdpi_futex_wait(&w->changed, changed, ns, 0);
+}
+
 static void *fsdpi_nccl_watchdog(void *arg) {
     fsdpi_nccl_world *w = (fsdpi_nccl_world *)arg;
     (void)cudaSetDevice(w->place.ordinal);
@@ -800,16 +855,48 @@ static void *fsdpi_nccl_watchdog(void *arg) {
     while (!FSDPI_LOAD(&w->stop)) {
         uint32_t changed = FSDPI_LOAD(&w->changed);
         int is_busy = fsdpi_nccl_look_all(w);
+        if (FSDPI_LOAD(&w->stop)) break; // the store may be closed
         if (!fsdpi_nccl_failed(w)) is_busy |= fsdpi_nccl_ask_errors(w);
+        fsdpi_nccl_sleep(w, changed, is_busy);
+    }
+    __atomic_store_n(&w->gone, 1u, __ATOMIC_SEQ_CST);
+    fsdpi_futex_wake_all(&w->gone, 0);
+    return NULL;
+}
+
+static void *fsdpi_nccl_monitor(void *arg) {
+    fsdpi_nccl_world *w = (fsdpi_nccl_world *)arg;
+    while (!FSDPI_LOAD(&w->stop)) {
+        uint32_t changed = FSDPI_LOAD(&w->changed);
+        int is_busy = __atomic_load_n(&w->asking_ns, __ATOMIC_RELAXED) != 0 ||
+                      __atomic_load_n(&w->inside_ns, __ATOMIC_RELAXED) != 0;
         if (!fsdpi_nccl_failed(w)) fsdpi_nccl_look_inside(w);
         if (fsdpi_nccl_failed(w) && !w->aborted) {
             fsdpi_nccl_dump(w);
             fsdpi_nccl_abort_all(w);
         }
-        fsdpi_futex_wait(&w->changed, changed, is_busy ? FSDPI_NCCL_PERIOD_NS : FSDPI_NCCL_IDLE_NS,
-                         0);
+        fsdpi_nccl_sleep(w, changed, is_busy);
     }
     return NULL;
+}
+
+/* Ends both. 1: they are gone; 0: the watchdog is still inside CUDA, and is left alone with what it
+   looks at. */
+static int fsdpi_nccl_stop(fsdpi_nccl_world *w) {
+    int64_t start = fsdpi_boot_now(&w->boot);
+    FSDPI_STORE(&w->stop, 1u);
+    fsdpi_nccl_wake(w);
+    if (w->num_threads > 1) (void)pthread_join(w->monitor, NULL);
+    if (w->num_threads == 0) return 1;
+    while (!__atomic_load_n(&w->gone, __ATOMIC_SEQ_CST)) {
+        if (fsdpi_boot_now(&w->boot) - start > FSDPI_NCCL_ABORT_NS) {
+            (void)pthread_detach(w->watchdog);
+            return 0;
+        }
+        fsdpi_futex_wait(&w->gone, 0, 5000000, 0);
+    }
+    (void)pthread_join(w->watchdog, NULL);
+    return 1;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -1232,10 +1319,10 @@ static fsdp_status fsdpi_nccl_begin(fsdpi_nccl_comm *c) {
     return status || members == 1 ? status : fsdpi_nccl_warm_up(c);
 }
 
-// The watchdog has aborted the communicators of a world that has failed, or will in a moment.
+// The monitor has aborted the communicators of a world that has failed, or will in a moment.
 static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w) {
     int64_t start = fsdpi_boot_now(&w->boot);
-    while (w->running && !FSDPI_LOAD(&w->aborted) &&
+    while (w->num_threads > 1 && !FSDPI_LOAD(&w->aborted) &&
            fsdpi_boot_now(&w->boot) - start < 3 * FSDPI_NCCL_ABORT_NS) {
         fsdpi_nccl_wake(w);
         fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
@@ -1285,11 +1372,14 @@ static int fsdpi_nccl_goodbye(fsdpi_nccl_comm *c) {
    wait for them; so are all after it. In a world that has failed it has been aborted. */
 static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = c->world;
-    int ends = c->nccl && w->store && !fsdpi_nccl_failed(w) && !fsdpi_boot_is_stuck(&w->boot) &&
-               fsdpi_nccl_goodbye(c);
+    fsdpi_lock(&w->lock);
+    int ends = c->nccl != NULL;
+    fsdpi_unlock(&w->lock);
+    ends = ends && w->store && !fsdpi_nccl_failed(w) && !fsdpi_boot_is_stuck(&w->boot) &&
+           fsdpi_nccl_goodbye(c);
     if (w->store && fsdpi_nccl_failed(w)) fsdpi_nccl_await_abort(w);
     fsdpi_lock(&w->lock);
-    ncclComm_t nccl = c->nccl; // from here on not the watchdog's
+    ncclComm_t nccl = c->nccl; // from here on not the monitor's
     c->nccl = NULL;
     fsdpi_nccl_comm **link = &w->comms;
     while (*link && *link != c) link = &(*link)->next;
@@ -1297,7 +1387,7 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     for (uint64_t i = w->looked; i < w->issued; i++)
         if (fsdpi_nccl_flight(w, i)->comm == c) fsdpi_nccl_flight(w, i)->comm = NULL;
     fsdpi_unlock(&w->lock);
-    int aborts = nccl && w->store && fsdpi_nccl_failed(w); // it came too late for the watchdog
+    int aborts = nccl && w->store && fsdpi_nccl_failed(w); // it came too late for the monitor
     fsdpi_nccl_call *call = nccl && (ends || aborts) ? fsdpi_nccl_call_new(w, FSDPI_NCCL_END)
                                                      : NULL;
     if (!call) return;
@@ -1325,12 +1415,9 @@ static void fsdpi_nccl_free_chunk(const fsdp_boot *boot, const fsdpi_chunk *chun
 
 static void fsdpi_nccl_close_world(fsdpi_nccl_world *w) {
     fsdp_allocator allocator = w->boot.allocator;
-    if (w->running) {
-        FSDPI_STORE(&w->stop, 1u);
-        fsdpi_nccl_wake(w);
-        (void)pthread_join(w->watchdog, NULL);
-    }
+    int ended = fsdpi_nccl_stop(w);
     if (w->store) fsdpi_store_close(w->store);
+    if (!ended) return;
     for (int i = 0; w->flights && i < FSDPI_NCCL_FLIGHTS; i++) {
         if (w->flights[i].begin) (void)cudaEventDestroy(w->flights[i].begin);
         if (w->flights[i].event) (void)cudaEventDestroy(w->flights[i].event);
@@ -1547,9 +1634,10 @@ static fsdp_status fsdpi_nccl_try_open(fsdpi_nccl_comm *c) {
     desc.user = w;
     status = fsdpi_store_open(&desc, &w->store, text, sizeof text);
     if (status) return fsdpi_comm_error(&c->base, status, "%s", text);
-    if (pthread_create(&w->watchdog, NULL, fsdpi_nccl_watchdog, w))
+    w->num_threads = !pthread_create(&w->watchdog, NULL, fsdpi_nccl_watchdog, w);
+    if (w->num_threads) w->num_threads += !pthread_create(&w->monitor, NULL, fsdpi_nccl_monitor, w);
+    if (w->num_threads < 2)
         return fsdpi_nccl_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no thread could be started");
-    w->running = 1;
     return fsdpi_nccl_meet(c);
 }
 

@@ -1366,7 +1366,7 @@ TEST_P(gloo, anything, random_ranks) {
     run_ranks(row, anything, &steps, RANDOM_ROOM);
 }
 TEST_P_TIMEOUT(long_gloo, anything, random_ranks, 900) {
-    int steps = W_SLOW ? 700 : 7000;
+    int steps = W_SLOW ? 700 : 4000;
     run_ranks(row, anything, &steps, RANDOM_ROOM);
 }
 

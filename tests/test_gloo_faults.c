@@ -244,7 +244,7 @@ static void one_kill(int i, tally *sum) {
     munmap(j, sizeof *j);
 }
 TEST_TIMEOUT(gloo_faults, kill_9_at_seeded_points, 120) { kills(POINTS + 7, one_kill); }
-TEST_TIMEOUT(long_gloo_faults, kill_9_at_seeded_points, 1200) { kills(20 * POINTS, one_kill); }
+TEST_TIMEOUT(long_gloo_faults, kill_9_at_seeded_points, 1200) { kills(10 * POINTS, one_kill); }
 
 /* ---- a rank that stalls ---------------------------------------------------------------------- */
 

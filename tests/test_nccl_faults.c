@@ -244,7 +244,7 @@ static void one_kill(int i, tally *sum) {
     munmap(j, sizeof *j);
 }
 TEST_TIMEOUT(nccl_faults, kill_9_at_seeded_points, 120) { kills(20, one_kill); }
-TEST_TIMEOUT(long_nccl_faults, kill_9_at_seeded_points, 1200) { kills(300, one_kill); }
+TEST_TIMEOUT(long_nccl_faults, kill_9_at_seeded_points, 1200) { kills(200, one_kill); }
 
 /* ---- a rank that stalls, or does not come ---------------------------------------------------- */
 

@@ -2470,7 +2470,7 @@ static void kill_points(int count, uint64_t seed) {
               count, inside, lost, late);
 }
 TEST_TIMEOUT(store_lost, kill_points, 60) { kill_points(6, h_seed()); }
-TEST_TIMEOUT(long_store, kill_points, 900) { kill_points(W_SLOW ? 100 : 300, h_seed() + 4711); }
+TEST_TIMEOUT(long_store, kill_points, 900) { kill_points(W_SLOW ? 75 : 150, h_seed() + 4711); }
 
 /* ---- the server's core, without sockets ------------------------------------------------------ */
 /* Connections come and go in any order; what they send is random, or valid and then damaged, in

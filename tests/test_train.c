@@ -699,7 +699,7 @@ static const parity_row rows[] = {
 };
 
 TEST_P(train, parity, rows) { parity(row->kind, row->world, VARIANTS, W_SLOW ? 2 : 4, 1); }
-TEST_P_TIMEOUT(long_train, parity, rows, 300) { parity(row->kind, row->world, 4 * VARIANTS, 9, 1); }
+TEST_P_TIMEOUT(long_train, parity, rows, 300) { parity(row->kind, row->world, 2 * VARIANTS, 9, 1); }
 
 static const parity_row process_rows[] = {{"W=2/f32", 2, &kinds[0]},
                                           {"W=3/bf16_f32", 3, &kinds[1]},

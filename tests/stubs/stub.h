@@ -27,6 +27,7 @@ enum {
     STUB_TOTAL_MIB,    /* memory of all devices together. Default 16384 */
     STUB_WINDOWS_WORK, /* 0: ncclCommWindowRegister succeeds without a window. Default 1 */
     STUB_PROTECT, /* 1: new device memory is out of the host's reach (signal 11) while no op runs */
+    STUB_DRIVER,  /* 1: while a cudaFree waits for the device, cudaEventQuery waits for it */
     STUB_KEEPS,   /* 1: ncclCommDeregister and ncclCommWindowDeregister do not return */
     STUB_SETTINGS
 };

@@ -146,6 +146,7 @@ static state *now;
 static int settings[STUB_SETTINGS] = {0, 0, 0, 8, NCCL_VERSION_CODE, 16384, 1, 0};
 static rule rules[RULES];
 static int num_rules, checks, checks_die, is_set_up, ignored_wait;
+static int in_driver; /* threads in a cudaFree that waits, with STUB_DRIVER */
 
 static __thread int my_device;
 static __thread cudaError_t my_error;
@@ -1317,7 +1318,10 @@ static cudaError_t release(const char *name, void *ptr, int is_host) {
         return fails(cudaErrorInvalidValue);
     state *s = begin();
     int broken = s->sticky;
+    in_driver += settings[STUB_DRIVER];
     if (!broken && !checks) wait_device(s, m.device);
+    if (in_driver) in_driver--;
+    pthread_cond_broadcast(&moved);
     end();
     cudaError_t error = stub_free(ptr, name);
     return entered ? entered : fails(error);
@@ -1659,6 +1663,7 @@ cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned
 cudaError_t cudaEventQuery(cudaEvent_t event) {
     ENTER_WAITING("cudaEventQuery");
     state *s = begin();
+    while (in_driver) pthread_cond_wait(&moved, &lock);
     cudaError_t error = is_done(event->point) ? cudaSuccess : cudaErrorNotReady;
     if (event->capture) error = spoil(find_capture(s, event->capture), cudaErrorCapturedEvent);
     if (!error) host_knows(s, &event->clock);
