@@ -1384,7 +1384,7 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     fsdpi_nccl_comm **link = &w->comms;
     while (*link && *link != c) link = &(*link)->next;
     if (*link) *link = c->next;
-    for (uint64_t i = w->looked; i < w->issued; i++)
+    for (uint64_t i = __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE); i < w->issued; i++)
         if (fsdpi_nccl_flight(w, i)->comm == c) fsdpi_nccl_flight(w, i)->comm = NULL;
     fsdpi_unlock(&w->lock);
     int aborts = nccl && w->store && fsdpi_nccl_failed(w); // it came too late for the monitor
