@@ -72,7 +72,7 @@ H_FN const char *n_hosts(int count) {
         n_enter(n_router);
     }
     for (int h = 0; h < count; h++) {
-        char device[8];
+        char device[16];
         snprintf(device, sizeof device, "v%d", h);
         n_await_link(-1, device);
         n_await_link(h, "eth0");

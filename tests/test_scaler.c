@@ -224,7 +224,7 @@ static int target(job *j, fsdp_param_view *out) {
 /* One step: what is injected on `bad` alone is found by every rank. */
 static void scaled_step(job *j, snapshot *was, snapshot *now, int bad, double what) {
     double scale = fsdp_grad_scaler_scale(j->scaler);
-    fsdp_param_view v;
+    fsdp_param_view v = FSDP_ZERO;
     int found, moved = 0, place = target(j, &v);
     W_CHECK(place, "no gradient");
     if (j->rank == bad) put(v.shard_grad, v.grad_dtype, v.numel / 2, what);

@@ -6,12 +6,14 @@
 # PROGRAM:PATTERN runs only those tests of it. A variable holds for the programs behind it. skip:
 # counts one test that cannot run here.
 # A program prints GoogleTest's lines (tests/harness.h does; tools/check.sh too); *.py is run by
-# python3. Without a filter, tests whose suite begins with long_ run after all others. The exit
-# status is 0 only if something ran and nothing failed.
+# python3. Without a filter, tests whose suite begins with long_ run after all others: programs side
+# by side, as most of them wait, each shown when it is done. The exit status is 0 only if something
+# ran and nothing failed.
 set -fuo pipefail # names may hold globs
 filter='' passed=0 failed=0 skipped=0 failures=()
 case ${1-} in --filter=*) filter=${1#--filter=} && shift ;; esac
-log=$(mktemp) && trap 'rm -f "$log"' EXIT
+tmp=$(mktemp -d) && trap 'jobs -p | xargs -r kill; rm -rf "$tmp"' EXIT
+log=$tmp/log
 
 # Adds what a program printed: each RUN line is closed by the result line with its name.
 count() { # PROGRAM STATUS
@@ -84,12 +86,31 @@ for program; do
     fi
 done
 [ ${#variables[@]} = 0 ] || unset "${variables[@]}"
+
+# ---- long ones ----------------------------------------------------------------------------------
+
+waiting=() started=0 # "PID NUMBER PROGRAM", in the order of their start; it prints to $tmp/NUMBER
+close_oldest() {
+    local pid number program status
+    read -r pid number program <<<"${waiting[0]}"
+    waiting=("${waiting[@]:1}")
+    wait "$pid"
+    status=$?
+    log=$tmp/$number
+    echo "== $program --filter=long_*"
+    cat "$log"
+    count "$program" "$status"
+}
 for program; do
     is_program "$program" || continue
     [[ $program != *:* ]] || continue
-    [ -z "$filter" ] && is_harness "$program" && [ -x "$program" ] && has "$program" 'long_*' &&
-        run "$program" 'long_*'
+    [ -z "$filter" ] && is_harness "$program" && [ -x "$program" ] && has "$program" 'long_*' ||
+        continue
+    [ ${#waiting[@]} -lt "$(nproc)" ] || close_oldest
+    "$program" '--filter=long_*' </dev/null >"$tmp/$((++started))" 2>&1 &
+    waiting+=("$! $started $program")
 done
+while [ ${#waiting[@]} != 0 ]; do close_oldest; done
 [ ${#failures[@]} = 0 ] || printf 'failed: %s\n' "${failures[@]}"
 echo "$passed passed, $failed failed, $skipped skipped"
 [ "$failed" = 0 ] && [ $((passed + skipped)) != 0 ]
