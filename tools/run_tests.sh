@@ -107,7 +107,8 @@ for program; do
     [ -z "$filter" ] && is_harness "$program" && [ -x "$program" ] && has "$program" 'long_*' ||
         continue
     [ ${#waiting[@]} -lt "$(nproc)" ] || close_oldest
-    "$program" '--filter=long_*' </dev/null >"$tmp/$((++started))" 2>&1 &
+    started=$((started + 1))
+    "$program" '--filter=long_*' </dev/null >"$tmp/$started" 2>&1 &
     waiting+=("$! $started $program")
 done
 while [ ${#waiting[@]} != 0 ]; do close_oldest; done
