@@ -737,17 +737,18 @@ FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model);
 /* fsdp_clip_grads - norm of all gradients over all ranks; scales them to at most max_norm
    fsdp_clip_grad_norm - the same with defaults: the 2-norm
    fsdp_grad_norm - the norm that the last of these calls found
-   norm        out: the norm before clipping, the same on every rank. NULL: nobody waits for it; it
-               can be asked for later, say where a step's loss is
+   norm        out: the norm before clipping, the same on every rank. NULL: on GPUs nobody waits for
+               it; it can be asked for later, say where a step's loss is
    Arithmetic  |g|^p is summed in f64, parameter by parameter in order, ranks in rank order: the
                same bits for every layout. Coefficient max_norm/(norm + 1e-6), at most 1
    Meshes      units on the model's mesh: one all-reduce over its shard group. A unit with a mesh of
                its own: one over the whole model's mesh, where ranks beside a unit's mesh count as
                holding other parameters
-   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), CORRUPT
-               (error_if_nonfinite: nothing is scaled, the world goes on); collective errors
-   Collective  yes, but not fsdp_grad_norm      Allocates no
-   Blocks      at most timeout_ms; on GPUs only for norm and error_if_nonfinite
+   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle; grad_norm: there was no call
+               since the model got its buffers), CORRUPT (error_if_nonfinite: nothing is scaled, the
+               world goes on); collective errors
+   Collective  yes, but not fsdp_grad_norm      Allocates no; the first calls on a GPU: scratch
+   Blocks      at most timeout_ms; on GPUs only for norm, error_if_nonfinite and cpu_offload
    Source      torch: torch.nn.utils.clip_grad_norm_, get_total_norm */
 typedef struct fsdp_clip_desc {
     uint32_t size, start_canary;
@@ -970,7 +971,7 @@ typedef struct fsdp_op {
     double scale;             // multiplies the (summed) input, in the arithmetic's type; 1: none
     double norm_type;         // NORM, and clip: p; INFINITY: the maximum
     const double *clip;       // COPY, or NULL: what NORM has found, in the device's memory. `scale`
-                              // is a largest norm then: multiplies by scale/(norm + 1e-6) if < 1
+                              // is a largest norm then: times scale/(norm + 1e-6) if < 1, or NaN
     uint32_t list_count;
     const fsdp_unit *unit;    // NULL: of the model
     const char *what;         // the unit's name, or the call's
@@ -1280,6 +1281,12 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
 // A rank that cannot go on inside a collective call must not leave the others waiting.
 static fsdp_status fsdpi_fail_together(fsdp_world *w, fsdp_status status) {
     return status == FSDP_OK || w->size == 1 ? status : fsdpi_world_fail(w, status, w->error);
+}
+
+// A device that does not end its work ends the world: frees leave memory alone from then on, and
+// fills leave it dirty.
+static fsdp_status fsdpi_fail_stuck(fsdp_world *w, fsdp_status status) {
+    return FSDPI_LOAD(&w->stuck) ? fsdpi_world_fail(w, status, w->error) : status;
 }
 
 static fsdp_status fsdpi_failed(const fsdp_world *w) { return (fsdp_status)FSDPI_LOAD(&w->failed); }
@@ -2460,9 +2467,11 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_status status = shared ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
                                 : w->device_ops->alloc(w->device, kind, buf->bytes, &ptr);
     if (status)
-        return fsdpi_fail(w, status, "%llu bytes for %s could not be allocated: %s",
+        return fsdpi_fail_stuck(
+            w, fsdpi_fail(w, status, "%llu bytes for %s could not be allocated: %s",
                           (unsigned long long)buf->bytes, fsdp_pool_name(buf->pool),
-                          shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
+                          shared ? w->comm_ops->error_text(w->comm)
+                                 : fsdpi_device_text(w, status)));
     buf->ptr = (char *)ptr;
     if (w->mode != FSDPI_NATIVE) return FSDP_OK;
     status = w->device_ops->event(w->device, &buf->ready.native);
@@ -4100,7 +4109,7 @@ static fsdp_status fsdpi_norm(fsdp_model *m) {
 // All gradients are multiplied by what the device finds in m->scalar. A NaN makes them NaN, as
 // upstream, but not the padding between them.
 static fsdp_status fsdpi_clip(fsdp_model *m, double max_norm) {
-    fsdp_block *blocks = m->norm_blocks + m->num_params; // the norm's may still be in use
+    fsdp_block *blocks = m->norm_blocks + m->num_params; // who keeps a step's records has both
     fsdp_status status = FSDP_OK;
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
         if (!m->flats[d].grad) continue;
@@ -4948,6 +4957,7 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     if (status) return status;
     model->norm_type = d.norm_type;
     status = fsdpi_norm(model);
+    if (status) model->norm_type = 0;
     if (!status && d.error_if_nonfinite) status = fsdp_grad_norm(model, &total);
     int is_bad = !status && !fsdpi_is_finite(total);
     if (!status && !is_bad && fsdpi_is_finite(d.max_norm)) status = fsdpi_clip(model, d.max_norm);

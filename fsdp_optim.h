@@ -931,10 +931,12 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
     void *block;
     fsdp_status status = fsdpi_update_alloc(o->model, (size_t)total, &block);
     if (status)
-        return fsdpi_fail(o->model->world, status, "%s: no memory for a state of %lld bytes: %s",
-                          what, (long long)total,
-                          fsdpi_update_native(o->model) ? fsdpi_device_text(o->model->world, status)
-                                                        : "the allocator refused");
+        return fsdpi_fail_stuck(
+            o->model->world,
+            fsdpi_fail(o->model->world, status, "%s: no memory for a state of %lld bytes: %s", what,
+                       (long long)total,
+                       fsdpi_update_native(o->model) ? fsdpi_device_text(o->model->world, status)
+                                                     : "the allocator refused"));
     char *at = (char *)block;
     o->state_bytes = (size_t)total;
     for (int wide = 0; wide < 2; wide++)
@@ -1343,8 +1345,9 @@ FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_
         status = fsdpi_update_alloc(model, FSDPI_VERDICT, &verdict);
         g->verdict = (int32_t *)verdict;
         if (status)
-            status = fsdpi_fail(w, status, "%s: no memory of device %s: %s", name,
-                                w->device_ops->name, fsdpi_device_text(w, status));
+            status = fsdpi_fail_stuck(w, fsdpi_fail(w, status, "%s: no memory of device %s: %s",
+                                                    name, w->device_ops->name,
+                                                    fsdpi_device_text(w, status)));
     }
     if (!status) status = fsdpi_model_own(model, g, fsdpi_scaler_free);
     if (status) fsdpi_scaler_free(g);

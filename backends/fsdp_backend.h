@@ -107,7 +107,7 @@ typedef struct fsdp_update {
     double scalars[8];
 } fsdp_update;
 
-#define FSDP_DEVICE_VERSION 3
+#define FSDP_DEVICE_VERSION 4
 struct fsdp_device_ops {
     uint32_t version, size, flags; // FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_*
     const char *name;

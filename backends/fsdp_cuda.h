@@ -69,9 +69,10 @@ extern "C++" {
 extern "C" {
 #endif
 
-#define FSDPI_CUDA_SPIN_NS 20000 // of a wait, before it begins to sleep
-#define FSDPI_CUDA_NAP_NS  20000 // at first, and then twice as long each time, up to
-#define FSDPI_CUDA_NAP_MAX 80000 //
+#define FSDPI_CUDA_SPIN_NS  20000 // of a wait, before it begins to sleep
+#define FSDPI_CUDA_NAP_NS   20000 // at first, and then twice as long each time, up to
+#define FSDPI_CUDA_NAP_MAX  80000 //
+#define FSDPI_CUDA_PARTIALS 48
 
 // A rank's device, for its table and for that of NCCL.
 typedef struct fsdpi_cuda_place {
@@ -85,7 +86,10 @@ typedef struct fsdpi_cuda_place {
 typedef struct fsdpi_cuda_device {
     fsdp_boot boot;
     fsdpi_cuda_place place;
-    double *partials;    // of norms, device memory
+    // Of norms, device memory; the last is in use. Each is at least twice as large as the one
+    // before, which is kept: a captured graph has its address.
+    double *partials[FSDPI_CUDA_PARTIALS];
+    int num_arrays;
     size_t num_partials; // there is room for
 } fsdpi_cuda_device;
 
@@ -191,12 +195,11 @@ static fsdp_status fsdpi_cuda_late(fsdpi_cuda_place *at) {
     return FSDP_ERR_TIMEOUT;
 }
 
-// Waits for what a stream was given. `result`: of giving it.
-static fsdp_status fsdpi_cuda_settle(fsdpi_cuda_place *at, cudaStream_t stream, int result,
-                                     const char *what) {
+// Waits for what `setup` was given. `result`: of giving it.
+static fsdp_status fsdpi_cuda_settle(fsdpi_cuda_place *at, int result, const char *what) {
     cudaError_t e = (cudaError_t)result;
     fsdp_status status = FSDP_ERR_BACKEND;
-    if (e == cudaSuccess) e = cudaEventRecord(at->is_set, stream);
+    if (e == cudaSuccess) e = cudaEventRecord(at->is_set, at->setup);
     if (e == cudaSuccess)
         status = fsdpi_cuda_await(at->boot, at->is_set, at->boot->timeout_ns, NULL, &e);
     if (status != FSDP_ERR_TIMEOUT) return fsdpi_cuda_check(at, (int)e, what);
@@ -215,7 +218,8 @@ static void fsdpi_cuda_warn(const fsdp_boot *boot) {
 static void fsdpi_cuda_close(fsdp_device *device) {
     fsdpi_cuda_device *d = fsdpi_cuda_of(device);
     fsdp_allocator allocator = d->boot.allocator;
-    if (d->partials && !fsdpi_boot_is_stuck(&d->boot)) (void)cudaFree(d->partials);
+    for (int i = 0; i < d->num_arrays && !fsdpi_boot_is_stuck(&d->boot); i++)
+        (void)cudaFree(d->partials[i]);
     fsdpi_cuda_place_close(&d->place);
     fsdpi_free(&allocator, d);
 }
@@ -256,10 +260,11 @@ static fsdp_status fsdpi_cuda_get(fsdpi_cuda_place *at, size_t size, void **ptr)
     return status;
 }
 
-// With zeros. A device that does not end its work would not, and nobody will look.
+// With zeros; but not where a device does not end its work: its world has failed, and nobody will
+// look at them.
 static fsdp_status fsdpi_cuda_fill(fsdpi_cuda_place *at, void *ptr, size_t size) {
     if (fsdpi_boot_is_stuck(at->boot)) return FSDP_OK;
-    return fsdpi_cuda_settle(at, at->setup, (int)cudaMemsetAsync(ptr, 0, size, at->setup),
+    return fsdpi_cuda_settle(at, (int)cudaMemsetAsync(ptr, 0, size, at->setup),
                              "filling memory with zeros");
 }
 
@@ -343,7 +348,7 @@ static fsdp_status fsdpi_cuda_sync(fsdp_device *device, void *event, int64_t tim
 static fsdp_status fsdpi_cuda_done(fsdpi_cuda_device *d, void *stream, int result,
                                    const char *what) {
     return stream ? fsdpi_cuda_check(&d->place, result, what)
-                  : fsdpi_cuda_settle(&d->place, d->place.setup, result, what);
+                  : fsdpi_cuda_settle(&d->place, result, what);
 }
 
 static cudaStream_t fsdpi_cuda_on(const fsdpi_cuda_device *d, void *stream) {
@@ -386,17 +391,13 @@ static fsdp_status fsdpi_cuda_zero(fsdp_device *device, void *stream, const fsdp
 }
 
 // Room for the partial sums of a norm. Grows in the first step that has one.
-static fsdp_status fsdpi_cuda_make_partials(fsdpi_cuda_device *d, cudaStream_t on, size_t num) {
+static fsdp_status fsdpi_cuda_make_partials(fsdpi_cuda_device *d, size_t num) {
     void *ptr = NULL;
     if (num <= d->num_partials) return FSDP_OK;
-    fsdp_status status = fsdpi_cuda_get(&d->place, num * sizeof *d->partials, &ptr);
-    if (!status && d->partials) status = fsdpi_cuda_settle(&d->place, on, 0, "an earlier norm");
-    if (status) {
-        if (ptr && !fsdpi_boot_is_stuck(&d->boot)) (void)cudaFree(ptr);
-        return status;
-    }
-    if (d->partials) (void)cudaFree(d->partials);
-    d->partials = (double *)ptr;
+    if (num < 2 * d->num_partials) num = 2 * d->num_partials;
+    fsdp_status status = fsdpi_cuda_get(&d->place, num * sizeof(double), &ptr);
+    if (status) return status;
+    d->partials[d->num_arrays++] = (double *)ptr;
     d->num_partials = num;
     return FSDP_OK;
 }
@@ -406,10 +407,11 @@ static fsdp_status fsdpi_cuda_norm(fsdp_device *device, void *stream, const fsdp
     const fsdp_block *blocks = (const fsdp_block *)op->list;
     cudaStream_t on = fsdpi_cuda_on(d, stream);
     size_t partials = fsdp_cuda_norm_partials(blocks, op->list_count);
-    fsdp_status status = fsdpi_cuda_make_partials(d, on, partials);
+    fsdp_status status = fsdpi_cuda_make_partials(d, partials);
     if (status) return status;
     int result = fsdp_cuda_norm((void *)on, (double *)op->dst_ptr, op->src_ptr, op->dtype, blocks,
-                                op->list_count, op->norm_type, op->accumulate, d->partials);
+                                op->list_count, op->norm_type, op->accumulate,
+                                d->num_arrays ? d->partials[d->num_arrays - 1] : NULL);
     return fsdpi_cuda_done(d, stream, result, "norm");
 }
 

@@ -55,8 +55,8 @@ extern "C" {
    alloc       device memory; does not wait for other ranks, but for the device. From 1 MiB on
                NCCL's own, in steps of the device's granularity, if it is to be registered
    close       groups before their world. Waits for peers to close it too, about half a second for
-               all comms together, and then for NCCL to end it, at most five seconds. One that peers
-               keep is left to the process's end
+               all comms together, and then for NCCL to end it, at most five seconds; if the world
+               fails meanwhile, some seconds more. One that peers keep is left to the process's end
    abort       from any thread      poll never blocks
    Memory      what NCCL takes for a communicator: some hundred MiB of the device (NCCL_BUFFSIZE,
                NCCL_MAX_CTAS); 2,048 events
@@ -383,10 +383,11 @@ static void *fsdpi_nccl_call_main(void *arg) {
     case FSDPI_NCCL_ABORT: call->result = fsdpi_nccl_call_abort(call); break;
     default: call->result = ncclInvalidArgument; break;
     }
-    int keeps_name = call->kind == FSDPI_NCCL_MAKE || call->kind == FSDPI_NCCL_PART; // NCCL does
+    int makes = call->kind == FSDPI_NCCL_MAKE || call->kind == FSDPI_NCCL_PART;
     if (__atomic_exchange_n(&call->state, FSDPI_CALL_DONE, __ATOMIC_SEQ_CST) != FSDPI_CALL_LEFT) {
         fsdpi_futex_wake_all(&call->state, 0);
-    } else if (!keeps_name) {
+    } else {
+        if (makes && call->out) (void)ncclCommAbort(call->out); // nobody else knows it
         if (call->list != &call->out) fsdpi_free(&fsdpi_nccl_heap, call->list);
         fsdpi_free(&fsdpi_nccl_heap, call);
     }
@@ -669,11 +670,11 @@ static int fsdpi_nccl_left(fsdpi_nccl_comm *c, const fsdpi_flight *f, int64_t no
 enum { FSDPI_LOOK_DONE, FSDPI_LOOK_BUSY, FSDPI_LOOK_ENDS }; // ENDS: the world, because of it
 static int fsdpi_nccl_look(fsdpi_nccl_world *w, fsdpi_flight *f) {
     cudaError_t e, ignored;
-    int64_t now = fsdpi_boot_now(&w->boot);
     int result = FSDPI_LOOK_BUSY, has_begun = 0;
     if (FSDPI_LOAD(&f->state) != FSDPI_FLIGHT_ISSUED) return FSDPI_LOOK_DONE;
     int is_done = fsdpi_nccl_is_done(w, f->event, &e);
-    fsdpi_lock(&w->lock); // so that no comm is closed meanwhile
+    int64_t now = fsdpi_boot_now(&w->boot); // that may have taken long
+    fsdpi_lock(&w->lock);                   // so that no comm is closed meanwhile
     if (is_done) fsdpi_nccl_mark_done(f, now);
     int is_late = !is_done && e == cudaSuccess && fsdpi_nccl_is_late(f, now);
     fsdpi_unlock(&w->lock);
@@ -820,7 +821,7 @@ static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
     int num = 0;
     __atomic_store_n(&w->aborting, 1u, __ATOMIC_SEQ_CST); // what ends from now on is not done
     int locked = fsdpi_nccl_try_a_while(w, &w->issue);
-    int has_list = fsdpi_nccl_try_a_while(w, &w->lock);
+    fsdpi_lock(&w->lock);
     for (fsdpi_nccl_comm *c = w->comms; c; c = c->next) num += c->nccl != NULL;
     fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_ABORT);
     ncclComm_t *list = call ? (ncclComm_t *)fsdpi_alloc(&fsdpi_nccl_heap,
@@ -830,7 +831,7 @@ static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
         if (c->nccl) list[call->size++] = c->nccl;
         c->nccl = NULL;
     }
-    if (has_list) fsdpi_unlock(&w->lock);
+    fsdpi_unlock(&w->lock);
     if (list) {
         call->list = list;
         call->is_grouped = w->version >= 22200;
@@ -1042,6 +1043,17 @@ static int fsdpi_nccl_unregister(fsdpi_nccl_world *w, const fsdpi_nccl_registrat
 
 static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w);
 
+// From now on no memory is freed: it may be registered. Such a world has ended.
+static void fsdpi_nccl_kept(fsdpi_nccl_world *w) {
+    char reason[200];
+    (void)snprintf(reason, sizeof reason,
+                   "rank %d: NCCL has not returned from ending a registration within %.1f s "
+                   "(FSDP_NCCL_REGISTER)",
+                   w->boot.rank, (double)FSDPI_NCCL_ABORT_NS * 1e-9);
+    if (w->boot.stuck) FSDPI_STORE(w->boot.stuck, 1u);
+    fsdpi_store_abort(w->store, FSDP_ERR_TIMEOUT, "", reason);
+}
+
 /* Ends the registrations of a comm, or (NULL) those of an allocation. NCCL may ask peers, and wait
    for the device: not with the watchdog's lock, and no more once the device, or NCCL, has not come
    to an end. */
@@ -1050,6 +1062,7 @@ static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm
     fsdpi_nccl_registration *mine = NULL, *r;
     if (!w->registrations) return;
     if (fsdpi_nccl_failed(w)) fsdpi_nccl_await_abort(w);
+    fsdpi_lock(&w->issue);
     fsdpi_lock(&w->lock);
     for (fsdpi_nccl_registration **at = &w->registrations; (r = *at) != NULL;) {
         if (c ? r->comm != c : r->base != base) {
@@ -1061,11 +1074,9 @@ static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm
         mine = r;
     }
     fsdpi_unlock(&w->lock);
-    fsdpi_lock(&w->issue);
     while ((r = mine) != NULL) {
         mine = r->next;
-        if (!fsdpi_boot_is_stuck(&w->boot) && !fsdpi_nccl_unregister(w, r) && w->boot.stuck)
-            FSDPI_STORE(w->boot.stuck, 1u);
+        if (!fsdpi_boot_is_stuck(&w->boot) && !fsdpi_nccl_unregister(w, r)) fsdpi_nccl_kept(w);
         fsdpi_free(&w->boot.allocator, r);
     }
     fsdpi_unlock(&w->issue);
@@ -1113,7 +1124,7 @@ static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, c
     fsdp_status status = fsdpi_nccl_not_captured(c, stream);
     if (status) return status;
     fsdpi_flight *f = fsdpi_nccl_take(c);
-    if (!f || !c->nccl) return fsdpi_nccl_report(c);
+    if (!f || !c->nccl || fsdpi_nccl_failed(w)) return fsdpi_nccl_report(c);
     ncclResult_t result = ncclSuccess;
     __atomic_store_n(&w->inside_ns, fsdpi_boot_now(&w->boot), __ATOMIC_RELEASE);
     if (w->registers) {

@@ -45,11 +45,12 @@ overhead() { # [OPTION [OPTION-WITH]]: of both, and of the one with the library
     with=$(median $with) without=$(median $without)
     awk -v day="$(date +%F)" -v gpu="${GPU_NAME:-CUDA device}" -v with="$with" \
         -v without="$without" -v what="step of the GPT${1:+ $1}${2:+ $2} beside --plain" \
-        -v command="train_gpt_cuda $gpt $*" 'BEGIN {
+        -v command="train_gpt_cuda $gpt $*" \
+        -v goal="$([ -n "${2-}" ] || echo 1.02)" 'BEGIN {
         printf "%s: %.3f ms beside %.3f, ratio %.3f\n", what, with * 1e3, without * 1e3,
                with / without >"/dev/stderr"
-        printf "%s,%s,%s,%s,%.4f,ms,%.4f,%.4f,1.02\n", day, gpu, command, what, with * 1e3,
-               without * 1e3, with / without
+        printf "%s,%s,%s,%s,%.4f,ms,%.4f,%.4f,%s\n", day, gpu, command, what, with * 1e3,
+               without * 1e3, with / without, goal
     }' >>"$csv"
 }
 if [ -x "$dir/examples/train_gpt_cuda" ]; then

@@ -7,8 +7,8 @@
 # counts one test that cannot run here.
 # A program prints GoogleTest's lines (tests/harness.h does; tools/check.sh too); *.py is run by
 # python3. Without a filter, tests whose suite begins with long_ run after all others: programs side
-# by side, as most of them wait, each shown when it is done. The exit status is 0 only if something
-# ran and nothing failed.
+# by side, as most of them wait, each shown as a whole, in their order. The exit status is 0 only if
+# something ran and nothing failed.
 set -fuo pipefail # names may hold globs
 filter='' passed=0 failed=0 skipped=0 failures=()
 case ${1-} in --filter=*) filter=${1#--filter=} && shift ;; esac
@@ -108,6 +108,7 @@ for program; do
         continue
     [ ${#waiting[@]} -lt "$(nproc)" ] || close_oldest
     started=$((started + 1))
+    echo "started: $program --filter=long_*"
     "$program" '--filter=long_*' </dev/null >"$tmp/$started" 2>&1 &
     waiting+=("$! $started $program")
 done

@@ -1253,8 +1253,10 @@ ncclResult_t ncclCommRegister(const ncclComm_t comm, void *ptr, size_t size, voi
 
 ncclResult_t ncclCommDeregister(const ncclComm_t comm, void *handle) {
     int entered = stub_enter("ncclCommDeregister");
+    hold(comm);
     while (stub_get(STUB_KEEPS)) usleep(1000);
     end_registration(comm, handle);
+    drop(comm);
     return entered ? injected(entered) : ncclSuccess;
 }
 
@@ -1279,7 +1281,9 @@ ncclResult_t ncclCommWindowRegister(ncclComm_t comm, void *ptr, size_t size, ncc
 
 ncclResult_t ncclCommWindowDeregister(ncclComm_t comm, ncclWindow_t window) {
     int entered = stub_enter("ncclCommWindowDeregister");
+    hold(comm);
     while (stub_get(STUB_KEEPS)) usleep(1000);
     end_registration(comm, (void *)window);
+    drop(comm);
     return entered ? injected(entered) : ncclSuccess;
 }
