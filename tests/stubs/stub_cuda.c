@@ -73,7 +73,7 @@ struct CUstream_st {
     int device, blocking, alive, priority, actor;
     int has_thread;
     uint64_t issued, completed;
-    op *head, **tail;
+    op *head, **tail, *current; /* current: runs; a child of a fork has a way to it, too */
     pthread_cond_t work;
     stub_clock clock;
 };
@@ -575,6 +575,7 @@ static void open_memory(state *s, int delta) {
 static void run_op(cudaStream_t s, op *o) {
     cudaStream_t outer = running;
     stub_point before = {s, o->seq - 1};
+    s->current = o;
     wait_done(before);
     for (int i = 0; i < o->num_deps; i++) wait_done(o->deps[i]);
     if (o->w.body) {
@@ -588,6 +589,7 @@ static void run_op(cudaStream_t s, op *o) {
         open_memory(now, -1);
     }
     s->completed = o->seq;
+    s->current = NULL;
     pthread_cond_broadcast(&moved);
     free(o);
 }
