@@ -103,7 +103,8 @@ CUDA_LINK = $(CXX) $(SANFLAGS) -o $@ $@.o $(LDFLAGS) $(CUDA_OBJ) -pthread -lm
 endif
 # In their own mode; then those that run again on this backend, in one where the host may look at
 # data behind any call, and where disagreements and races of streams are found. Behind a colon as
-# above: not those that count host memory, compare with bits of another order of sums, or need 128 ranks.
+# above: not those that count host memory, compare with bits of another order of sums, or need 128
+# ranks.
 STUB_TESTS ?= $(ONLY_STUB:tests/%.c=%)
 NCCL_TESTS ?= test_agree test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
               test_fully_shard_comm:-*_fp?? \

@@ -390,11 +390,10 @@ template <class P> struct Clip : Cast<P, P> {
     static FSDPI_DEVICE bool begin(Terms *terms) {
         fsdp_stub_touch(terms->sum, sizeof *terms->sum, 0);
         double p = terms->norm_type, norm = *terms->sum;
-        if (p == 2) norm = sqrt(norm);
-        else if (p < (double)INFINITY) norm = pow(norm, 1 / p);
-        double factor = terms->scale / (norm + 1e-6);
-        terms->scale = factor;
-        return !(factor >= 1); // NaN, too
+        if (p == 2) norm = root(norm);
+        else if (p < (double)INFINITY) norm = pow(norm, over(1.0, p));
+        terms->scale = over(terms->scale, plus(norm, 1e-6));
+        return !(terms->scale >= 1); // NaN, too
     }
 };
 

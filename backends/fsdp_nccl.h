@@ -107,7 +107,7 @@ extern "C" {
 #define FSDPI_NCCL_FLIGHTS     1024                  // operations of the flight record
 #define FSDPI_NCCL_LARGE       ((size_t)1 << 20)     // of an allocation that is registered
 #define FSDPI_NCCL_PERIOD_NS   ((int64_t)20000000)   // from one look of the watchdog to the next
-#define FSDPI_NCCL_IDLE_NS     ((int64_t)100000000)  // while nothing is under way
+#define FSDPI_NCCL_IDLE_NS     ((int64_t)100000000)  // while nothing is under way; the monitor
 #define FSDPI_NCCL_ASK_NS      80000000              // for what the store knows of a rank
 #define FSDPI_NCCL_SHOW_NS     ((int64_t)500000000)  // for what late members wait for
 #define FSDPI_NCCL_LEFT_NS     ((int64_t)200000000)  // for what a rank did before it shut down
@@ -711,18 +711,13 @@ static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
     return is_busy;
 }
 
-static int fsdpi_nccl_try(uint32_t *lock) {
-    uint32_t none = 0;
-    return __atomic_compare_exchange_n(lock, &none, 1u, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
-}
-
 /* Errors that NCCL has met by itself: a connection that broke, a peer that aborted. If a rank has
    died the store will say so in a moment, and better. Returns whether there is one. NCCL is asked
    only while nobody else calls it: to ask may complete a call in progress. */
 static int fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
     int64_t now = fsdpi_boot_now(&w->boot);
     int any = 0;
-    if (!fsdpi_nccl_try(&w->issue)) return 0;
+    if (!fsdpi_try_lock(&w->issue)) return 0;
     fsdpi_lock(&w->lock);
     for (fsdpi_nccl_comm *c = w->comms; c && !any; c = c->next) {
         ncclResult_t result = ncclSuccess;
@@ -806,12 +801,12 @@ static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
 
 /* A thread that is inside NCCL is waited for a moment, since a communicator must not be used
    meanwhile; but a hang would be for ever. */
-static int fsdpi_nccl_try_a_while(const fsdpi_nccl_world *w, uint32_t *lock) {
+static int fsdpi_nccl_try_issue(fsdpi_nccl_world *w) {
     int64_t start = fsdpi_boot_now(&w->boot);
-    int locked = fsdpi_nccl_try(lock);
+    int locked = fsdpi_try_lock(&w->issue);
     while (!locked && fsdpi_boot_now(&w->boot) - start < FSDPI_NCCL_ABORT_NS) {
         fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
-        locked = fsdpi_nccl_try(lock);
+        locked = fsdpi_try_lock(&w->issue);
     }
     return locked;
 }
@@ -820,7 +815,7 @@ static int fsdpi_nccl_try_a_while(const fsdpi_nccl_world *w, uint32_t *lock) {
 static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
     int num = 0;
     __atomic_store_n(&w->aborting, 1u, __ATOMIC_SEQ_CST); // what ends from now on is not done
-    int locked = fsdpi_nccl_try_a_while(w, &w->issue);
+    int locked = fsdpi_nccl_try_issue(w);
     fsdpi_lock(&w->lock);
     for (fsdpi_nccl_comm *c = w->comms; c; c = c->next) num += c->nccl != NULL;
     fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_ABORT);
@@ -843,11 +838,6 @@ static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
     if (locked) fsdpi_unlock(&w->issue);
 }
 
-static void fsdpi_nccl_sleep(fsdpi_nccl_world *w, uint32_t changed, int is_busy) {
-    int64_t ns = is_busy ? FSDPI_NCCL_PERIOD_NS : FSDPI_NCCL_IDLE_NS;
-    fsdpi_futex_wait(&w->changed, changed, ns, 0);
-}
-
 static void *fsdpi_nccl_watchdog(void *arg) {
     fsdpi_nccl_world *w = (fsdpi_nccl_world *)arg;
     (void)cudaSetDevice(w->place.ordinal);
@@ -858,7 +848,8 @@ static void *fsdpi_nccl_watchdog(void *arg) {
         int is_busy = fsdpi_nccl_look_all(w);
         if (FSDPI_LOAD(&w->stop)) break; // the store may be closed
         if (!fsdpi_nccl_failed(w)) is_busy |= fsdpi_nccl_ask_errors(w);
-        fsdpi_nccl_sleep(w, changed, is_busy);
+        fsdpi_futex_wait(&w->changed, changed, is_busy ? FSDPI_NCCL_PERIOD_NS : FSDPI_NCCL_IDLE_NS,
+                         0);
     }
     __atomic_store_n(&w->gone, 1u, __ATOMIC_SEQ_CST);
     fsdpi_futex_wake_all(&w->gone, 0);
@@ -869,14 +860,12 @@ static void *fsdpi_nccl_monitor(void *arg) {
     fsdpi_nccl_world *w = (fsdpi_nccl_world *)arg;
     while (!FSDPI_LOAD(&w->stop)) {
         uint32_t changed = FSDPI_LOAD(&w->changed);
-        int is_busy = __atomic_load_n(&w->asking_ns, __ATOMIC_RELAXED) != 0 ||
-                      __atomic_load_n(&w->inside_ns, __ATOMIC_RELAXED) != 0;
         if (!fsdpi_nccl_failed(w)) fsdpi_nccl_look_inside(w);
         if (fsdpi_nccl_failed(w) && !w->aborted) {
             fsdpi_nccl_dump(w);
             fsdpi_nccl_abort_all(w);
         }
-        fsdpi_nccl_sleep(w, changed, is_busy);
+        fsdpi_futex_wait(&w->changed, changed, FSDPI_NCCL_IDLE_NS, 0);
     }
     return NULL;
 }
@@ -1116,35 +1105,40 @@ static fsdp_status fsdpi_nccl_not_captured(fsdpi_nccl_comm *c, cudaStream_t stre
                             "collectives cannot be captured: " FSDPI_CUDA_NO_GRAPH);
 }
 
+// What a thread may be stuck in: a group with one operation. *result is the group's.
+static fsdp_status fsdpi_nccl_group(fsdpi_nccl_comm *c, const fsdp_coll *op, cudaStream_t stream,
+                                    cudaEvent_t begin, ncclResult_t *result) {
+    fsdp_status status = FSDP_OK;
+    if (c->world->registers) {
+        *result = fsdpi_nccl_register(c, op->dst);
+        if (*result == ncclSuccess && op->src && !op->in_place)
+            *result = fsdpi_nccl_register(c, op->src);
+        status = fsdpi_nccl_result(c, *result, "registering a buffer");
+    }
+    if (!status) status = fsdpi_nccl_cuda(c, cudaEventRecord(begin, stream), "cudaEventRecord");
+    if (status) return status;
+    *result = ncclGroupStart();
+    if (*result != ncclSuccess) return FSDP_OK;
+    *result = fsdpi_nccl_operation(c, op, stream);
+    ncclResult_t end = ncclGroupEnd();
+    if (*result == ncclSuccess || *result == ncclInProgress) *result = end;
+    return FSDP_OK;
+}
+
 // Enqueues one operation, and an event behind it. With the lock `issue`. *out: its entry.
 static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, cudaStream_t stream,
                                       fsdpi_flight **out) {
     fsdpi_nccl_world *w = c->world;
+    ncclResult_t result = ncclSuccess;
     *out = NULL;
     fsdp_status status = fsdpi_nccl_not_captured(c, stream);
     if (status) return status;
     fsdpi_flight *f = fsdpi_nccl_take(c);
     if (!f || !c->nccl || fsdpi_nccl_failed(w)) return fsdpi_nccl_report(c);
-    ncclResult_t result = ncclSuccess;
     __atomic_store_n(&w->inside_ns, fsdpi_boot_now(&w->boot), __ATOMIC_RELEASE);
-    if (w->registers) {
-        result = fsdpi_nccl_register(c, op->dst);
-        if (result == ncclSuccess && op->src && !op->in_place)
-            result = fsdpi_nccl_register(c, op->src);
-        status = fsdpi_nccl_result(c, result, "registering a buffer");
-        if (status) __atomic_store_n(&w->inside_ns, 0, __ATOMIC_RELEASE);
-        if (status) return status;
-    }
-    status = fsdpi_nccl_cuda(c, cudaEventRecord(f->begin, stream), "cudaEventRecord");
-    if (status) __atomic_store_n(&w->inside_ns, 0, __ATOMIC_RELEASE);
-    if (status) return status;
-    result = ncclGroupStart();
-    if (result == ncclSuccess) {
-        result = fsdpi_nccl_operation(c, op, stream);
-        ncclResult_t end = ncclGroupEnd();
-        if (result == ncclSuccess || result == ncclInProgress) result = end;
-    }
+    status = fsdpi_nccl_group(c, op, stream, f->begin, &result);
     __atomic_store_n(&w->inside_ns, 0, __ATOMIC_RELEASE);
+    if (status) return status;
     status = fsdpi_nccl_result(c, fsdpi_nccl_settle(c, result, c->nccl), fsdp_op_name(op->kind));
     if (!status) status = fsdpi_nccl_cuda(c, cudaEventRecord(f->event, stream), "cudaEventRecord");
     if (status) return status;
@@ -1360,21 +1354,29 @@ static int fsdpi_nccl_hears_bye(const fsdpi_nccl_comm *c, int k, int64_t until) 
     return left > 0 && !fsdpi_store_get(c->world->store, key, &says, 1, &bytes, left) && says;
 }
 
-/* Says that this rank closes a comm. 1: all its members do. Member 0 asks all, twice, since who
-   gives up says that over what it said; and tells them. */
+// Member 0 asks all others, twice, since who gives up says that over what it said; and tells them.
+static int fsdpi_nccl_bye_of_all(const fsdpi_nccl_comm *c, int64_t until) {
+    int all = 1;
+    for (int pass = 0; pass < 2; pass++)
+        for (int k = 1; k < c->base.size && all; k++) all = fsdpi_nccl_hears_bye(c, k, until);
+    fsdpi_nccl_say_bye(c, c->base.size, (char)all);
+    return all;
+}
+
+static int fsdpi_nccl_bye_of_one(const fsdpi_nccl_comm *c, int64_t until) {
+    fsdpi_nccl_say_bye(c, c->base.index, 1);
+    int all = fsdpi_nccl_hears_bye(c, c->base.size, until);
+    if (!all) fsdpi_nccl_say_bye(c, c->base.index, 0);
+    return all;
+}
+
+// Says that this rank closes a comm. 1: all its members do.
 static int fsdpi_nccl_goodbye(fsdpi_nccl_comm *c) {
     fsdpi_nccl_world *w = c->world;
-    int size = c->base.size, is_first = c->base.index == 0, all = 1;
-    int64_t start = fsdpi_boot_now(&w->boot), until = start + w->patience_ns;
-    if (w->patience_ns <= 0 || size == 1) return size == 1;
-    if (!is_first) {
-        fsdpi_nccl_say_bye(c, c->base.index, 1);
-        all = fsdpi_nccl_hears_bye(c, size, until);
-    }
-    for (int i = 0; i < 2 * size && is_first && all; i++)
-        all = i % size == 0 || fsdpi_nccl_hears_bye(c, i % size, until);
-    if (is_first) fsdpi_nccl_say_bye(c, size, (char)all);
-    else if (!all) fsdpi_nccl_say_bye(c, c->base.index, 0);
+    if (w->patience_ns <= 0 || c->base.size == 1) return c->base.size == 1;
+    int64_t until = fsdpi_boot_now(&w->boot) + w->patience_ns;
+    int all = c->base.index == 0 ? fsdpi_nccl_bye_of_all(c, until)
+                                 : fsdpi_nccl_bye_of_one(c, until);
     w->patience_ns = all ? until - fsdpi_boot_now(&w->boot) : 0;
     return all;
 }
@@ -1584,10 +1586,8 @@ static fsdp_status fsdpi_nccl_make_flights(fsdpi_nccl_comm *c) {
         if (e == cudaSuccess)
             e = cudaEventCreateWithFlags(&w->flights[i].event, cudaEventDisableTiming);
     }
-    char text[320];
-    fsdp_status status = fsdpi_cuda_status(text, sizeof text, w->place.ordinal, (int)e,
-                                           "making events");
-    return status ? fsdpi_comm_error(&c->base, status, "%s", text) : FSDP_OK;
+    fsdp_status status = fsdpi_cuda_check(&w->place, (int)e, "making events");
+    return status ? fsdpi_comm_error(&c->base, status, "%s", w->place.error) : FSDP_OK;
 }
 
 // Rank 0's process holds the root of the communicator that all others come to.

@@ -68,9 +68,13 @@ static inline void fsdpi_pause(void) {
 #define FSDPI_STORE(p, v) __atomic_store_n((p), (v), __ATOMIC_RELEASE)
 
 // A lock for a few instructions: error texts, lists of ranks as threads.
-static void fsdpi_lock(uint32_t *lock) { // 0 free, 1 taken, 2 taken and somebody may sleep on it
+// 0 free, 1 taken, 2 taken and somebody may sleep on it.
+static int fsdpi_try_lock(uint32_t *lock) {
     uint32_t none = 0;
-    if (__atomic_compare_exchange_n(lock, &none, 1u, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED)) return;
+    return __atomic_compare_exchange_n(lock, &none, 1u, 0, __ATOMIC_ACQUIRE, __ATOMIC_RELAXED);
+}
+static void fsdpi_lock(uint32_t *lock) {
+    if (fsdpi_try_lock(lock)) return;
     while (__atomic_exchange_n(lock, 2u, __ATOMIC_ACQUIRE)) fsdpi_futex_wait(lock, 2, 1000000, 0);
 }
 static FSDPI_NOINLINE void fsdpi_unlock(uint32_t *lock) {

@@ -5,7 +5,6 @@
    The model is a loop over ranks in f32 (f64 for f64), one element at a time. Any rank can say what
    any other one holds, as values are a function of rank and place, so each checks all its bits. */
 #include "harness.h"
-#include <dirent.h> /* opendir */
 #include <limits.h> /* INT_MAX */
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
@@ -33,7 +32,8 @@ static const backend backends[] = {
 };
 #if defined(FSDP_BACKEND_GLOO) || defined(FSDP_BACKEND_NCCL)
 #define HAS_MORE_KINDS
-static const backend more_kinds[] = {/* those that know all_to_all, send and recv */
+static const backend more_kinds[] = {
+    /* those that know all_to_all, send and recv */
 #ifdef FSDP_BACKEND_GLOO
     ROWS("gloo", fsdp_gloo_comm_ops),
 #endif
@@ -821,15 +821,6 @@ static void counting_free(void *ptr, size_t size, void *user) {
     fsdpi_libc_free(ptr, size, user);
 }
 
-static int count_entries(const char *path) {
-    DIR *dir = opendir(path);
-    int n = 0;
-    CHECK(dir != NULL);
-    while (readdir(dir)) n++;
-    closedir(dir);
-    return n;
-}
-
 static int count_shared_maps(void) { /* of files; the heap may grow as it likes */
     FILE *f = fopen("/proc/self/maps", "r");
     char line[512];
@@ -864,10 +855,10 @@ static void cycle_once(int rank, launch *l) {
 
 /* Threads of this process; those that are ending get a moment to do so. */
 static int settled_threads(int most) {
-    int now = count_entries("/proc/self/task");
+    int now = h_entries("/proc/self/task");
     for (int i = 0; i < 200 && (now > most || (most == INT_MAX && i < 10)); i++) {
         fsdpi_sleep_ns(5000000);
-        now = count_entries("/proc/self/task");
+        now = h_entries("/proc/self/task");
     }
     return now;
 }
@@ -878,11 +869,11 @@ static void cycles(int rank, int world, void *arg) {
     int many = l->row->ops == fsdp_shm_comm_ops || world == 2 ? 100 : 20;
     for (int i = 0; i < many; i++) {
         cycle_once(rank, l);
-        if (i == 1) descriptors = count_entries("/proc/self/fd"), maps = count_shared_maps();
+        if (i == 1) descriptors = h_entries("/proc/self/fd"), maps = count_shared_maps();
         if (i == 1) threads = settled_threads(INT_MAX);
     }
     if (l->row->threads) return; /* the others of this process may still be busy */
-    CHECK_EQ_INT(count_entries("/proc/self/fd"), descriptors);
+    CHECK_EQ_INT(h_entries("/proc/self/fd"), descriptors);
     CHECK(settled_threads(threads) <= threads);
     CHECK_EQ_INT(count_shared_maps(), maps);
     CHECK_EQ_INT(live_bytes, 0);
@@ -895,10 +886,10 @@ TEST_P(conformance, cycles_leak_nothing, backends) {
     l->threads.size = row->world;
     l->timeout_ns = 30000000000;
     snprintf(l->job, sizeof l->job, "cycles-%d", (int)getpid());
-    int descriptors = count_entries("/proc/self/fd");
+    int descriptors = h_entries("/proc/self/fd");
     if (row->threads) h_ranks_thread(row->world, cycles, l);
     else h_ranks_proc(row->world, cycles, l);
-    if (row->threads) CHECK_EQ_INT(count_entries("/proc/self/fd"), descriptors);
+    if (row->threads) CHECK_EQ_INT(h_entries("/proc/self/fd"), descriptors);
     CHECK_EQ_INT(live_bytes, 0);
     free(l);
 }

@@ -15,7 +15,6 @@
        all_know(j, 1, 1000); */
 #ifndef FAULTS_H
 #define FAULTS_H
-#include <dirent.h>    /* opendir */
 #include <malloc.h>    /* mallinfo2 */
 #include <sys/prctl.h> /* prctl: ranks end with their test */
 
@@ -512,22 +511,13 @@ H_FN void launcher_ends(job *j, int is_killed) {
 
 /* ---- nothing is left behind ------------------------------------------------------------------ */
 
-H_FN int entries(const char *path) {
-    DIR *dir = opendir(path);
-    int n = 0;
-    CHECK(dir != NULL);
-    while (readdir(dir)) n++;
-    closedir(dir);
-    return n;
-}
-
 typedef struct {
     int descriptors, threads;
     size_t heap;
 } usage;
 H_FN usage usage_now(void) {
     usage u;
-    u.descriptors = entries("/proc/self/fd"), u.threads = entries("/proc/self/task");
+    u.descriptors = h_entries("/proc/self/fd"), u.threads = h_entries("/proc/self/task");
     u.heap = mallinfo2().uordblks;
     return u;
 }

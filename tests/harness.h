@@ -11,6 +11,7 @@
    A program: TEST  TEST_TIMEOUT  TEST_P  TEST_P_TIMEOUT; main() comes with the header.
    In a test: CHECK  CHECK_MSG  CHECK_EQ_INT  CHECK_EQ_STR  CHECK_EQ_MEM  CHECK_NEAR  CHECK_OK
               CHECK_STATUS  SKIP  h_message  h_tmpdir  h_free_port  h_seed  h_rand64  h_now_ms
+              h_entries
    Ranks:     h_ranks_proc  h_ranks_thread  h_die
    A failed check prints and ends its process at once, so it is valid in any thread and any child.
 
@@ -23,6 +24,7 @@
 #define _GNU_SOURCE 1 /* the POSIX calls under -std=c99 too */
 #endif
 #include <arpa/inet.h>  /* htonl, ntohs */
+#include <dirent.h>     /* opendir */
 #include <errno.h>      /* errno */
 #include <fcntl.h>      /* open */
 #include <fnmatch.h>    /* fnmatch */
@@ -250,6 +252,16 @@ H_FN void h_check_status(const char *file, int line, const char *what, int got, 
     h_check_status(H_HERE("CHECK_STATUS(" #status ", " #expected ")"), (int)(status),              \
                    (int)(expected))
 #define SKIP(reason) h_skip(reason)
+
+/* Of a directory, with "." and ".."; of /proc/self/fd: descriptors, and one more. */
+H_FN int h_entries(const char *path) {
+    DIR *dir = opendir(path);
+    int n = 0;
+    CHECK_MSG(dir != NULL, "%s", path);
+    while (readdir(dir)) n++;
+    closedir(dir);
+    return n;
+}
 
 /* ---- ranks ----------------------------------------------------------------------------------- */
 

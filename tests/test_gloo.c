@@ -6,7 +6,6 @@
    this file, and these the real ones. What every backend has to do is in conformance.c, faults of
    the network and of processes are in test_gloo_faults.c. */
 #include "harness.h"
-#include <dirent.h> /* opendir */
 #ifdef FSDP_BACKEND_GLOO
 #define fsdp_gloo_error           seen_gloo_error
 #define fsdp_gloo_device_create   seen_gloo_device_create
@@ -983,14 +982,7 @@ static void open_trial(trial *t, int rank, member *m, outcome *o) {
     for (int k = 0; k < TRIO; k++) m->of[k] = k;
 }
 
-static int descriptors(void) {
-    DIR *dir = opendir("/proc/self/fd");
-    int count = 0;
-    CHECK(dir != NULL);
-    while (readdir(dir)) count++;
-    closedir(dir);
-    return count;
-}
+static int descriptors(void) { return h_entries("/proc/self/fd"); }
 
 /* Begins with this rank's name. */
 static int is_from(const char *text, int rank) {

@@ -2,7 +2,6 @@
    ranks that are late, lost, wrong or hostile, verdicts, and the server's core under random input.
    Bad clients talk to a real server over real sockets; only the fuzzing has none. */
 #include "harness.h"
-#include <dirent.h>       /* opendir */
 #include <ifaddrs.h>      /* getifaddrs */
 #include <netdb.h>        /* getnameinfo */
 #include <netinet/tcp.h>  /* TCP_NODELAY */
@@ -247,21 +246,13 @@ static void leave(client *c, setup *s, int ranks) {
     fsdpi_store_close(c->store);
 }
 
-static int count_entries(const char *path) {
-    DIR *dir = opendir(path);
-    int n = 0;
-    while (dir && readdir(dir)) n++;
-    if (dir) closedir(dir);
-    return n;
-}
-static int count_fds(void) { return count_entries("/proc/self/fd"); }
+static int count_fds(void) { return h_entries("/proc/self/fd"); }
 
 /* Only this thread, and perhaps those of a sanitizer. A joined one may be seen a moment more. */
 static void no_threads(void) {
     int most = 2 + 1 + 2 * W_SLOW; /* ., .. and this one */
-    for (int i = 0; i < 500 && count_entries("/proc/self/task") > most; i++) usleep(1000);
-    CHECK_MSG(count_entries("/proc/self/task") <= most, "%d threads",
-              count_entries("/proc/self/task") - 2);
+    for (int i = 0; i < 500 && h_entries("/proc/self/task") > most; i++) usleep(1000);
+    CHECK_MSG(h_entries("/proc/self/task") <= most, "%d threads", h_entries("/proc/self/task") - 2);
 }
 
 /* ---- hashes ---------------------------------------------------------------------------------- */
