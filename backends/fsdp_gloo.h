@@ -229,11 +229,13 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     if (strstr(how, strerror(EMFILE)) || strstr(how, strerror(ENFILE)))
         return fsdpi_gloo_fail_here(c, FSDP_ERR_IO, "too many open files; ulimit -n allows more");
     (void)snprintf(text, sizeof text, "is out of reach of rank %d (%s)", c->base.boot->rank, how);
-    int64_t start = fsdpi_boot_now(&w->boot);
-    while (!left && fsdpi_boot_now(&w->boot) - start < 1000000000) {
+    int64_t until = fsdpi_boot_now(&w->boot) + 1000000000;
+    for (int done = 0; !done;) { // a store that has ended brings no news, but had brought some
+        done = fsdpi_store_ended(w->store) || fsdpi_boot_now(&w->boot) >= until;
         if (fsdpi_store_verdict(w->store, &v)) return fsdpi_comm_report(&c->base, &v);
         left = fsdpi_store_has_left(w->store, (int)c->base.ranks[k]);
-        if (!left) fsdpi_sleep_ns(1000000);
+        done |= left;
+        if (!done) fsdpi_sleep_ns(1000000);
     }
     return fsdpi_gloo_gone(c, k, left ? "has shut down" : text, !left);
 }

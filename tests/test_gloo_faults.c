@@ -244,7 +244,7 @@ static void one_kill(int i, tally *sum) {
     munmap(j, sizeof *j);
 }
 TEST_TIMEOUT(gloo_faults, kill_9_at_seeded_points, 120) { kills(POINTS + 7, one_kill); }
-TEST_TIMEOUT(long_gloo_faults, kill_9_at_seeded_points, 1200) { kills(10 * POINTS, one_kill); }
+TEST_TIMEOUT(long_gloo_faults, kill_9_at_seeded_points, 1200) { kills(5 * POINTS, one_kill); }
 
 /* ---- a rank that stalls ---------------------------------------------------------------------- */
 
@@ -938,7 +938,11 @@ TEST_P(gloo_faults, rank_dies_after_the_store_has_left, storeless) {
         named |= names(r->text, k, 2);
         h_message("rank %d: %s after %d ms", k, fsdp_status_name((fsdp_status)r->status),
                   took_ms(j, k));
-        J_CHECK(j, took_ms(j, k) <= j->timeout_ms + allowed_ms(j, 500), "rank %d: late", k);
+        /* At once, or when the deadline has ended another's wait: nobody waits for the store. */
+        int64_t slack_ms = allowed_ms(j, 500);
+        J_CHECK(j, took_ms(j, k) <= slack_ms || took_ms(j, k) >= j->timeout_ms - slack_ms,
+                "rank %d: neither at once nor at the deadline", k);
+        J_CHECK(j, took_ms(j, k) <= j->timeout_ms + slack_ms, "rank %d: late", k);
     }
     J_CHECK(j, named, "nobody names the rank that died");
 }

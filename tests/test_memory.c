@@ -363,7 +363,7 @@ static void predict_all(int world, int count, int is_thread) {
     free(n.net);
 }
 
-TEST_P(memory, prediction, worlds) { predict_all(row->world, 720 / row->world, 1); }
+TEST_P(memory, prediction, worlds) { predict_all(row->world, 240 / row->world, 1); }
 TEST_P(memory, prediction_of_processes, worlds) { predict_all(row->world, 60 / row->world, 0); }
 TEST_P_TIMEOUT(long_memory, prediction, worlds, 300) {
     predict_all(row->world, 4000 / row->world, 1);
