@@ -18,7 +18,10 @@ BIT_TESTS      ?= test_dtype test_shard test_train test_optim conformance
 VALGRIND_TESTS ?= test_train test_optim test_memory
 VALGRIND_FILTER ?= W=2:optim.*# their rows of two ranks are slow enough
 ASAN_TESTS     ?=# none named: all with quick tests
-TSAN_TESTS     ?=# none named: those of them that have threads
+# Between them they run all that threads of ours do at the same time.
+TSAN_TESTS     ?= conformance test_agree test_delays test_faults test_features \
+                  test_fully_shard_comm test_fully_shard_training test_memory test_shm_faults \
+                  test_spawn test_store test_train
 
 WARN  := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual -Wundef \
          -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum

@@ -310,26 +310,39 @@ static ncclResult_t fsdpi_nccl_settle_plain(ncclResult_t result, ncclComm_t nccl
     return result;
 }
 
-static void *fsdpi_nccl_abort_main(void *nccl) {
-    (void)ncclCommAbort((ncclComm_t)nccl);
+// One of a list of communicators, and those behind it: when one is done, so are these.
+typedef struct fsdpi_nccl_tail {
+    ncclComm_t *list;
+    int size;
+    ncclResult_t result;
+} fsdpi_nccl_tail;
+
+static void *fsdpi_nccl_abort_main(void *arg) {
+    fsdpi_nccl_tail *t = (fsdpi_nccl_tail *)arg;
+    fsdpi_nccl_tail next = {t->list + 1, t->size - 1, ncclSuccess};
+    pthread_t thread;
+    int has_thread = next.size > 0 && !pthread_create(&thread, NULL, fsdpi_nccl_abort_main, &next);
+    t->result = ncclCommAbort(t->list[0]);
+    if (has_thread) (void)pthread_join(thread, NULL);
+    else if (next.size > 0) (void)fsdpi_nccl_abort_main(&next);
+    if (t->result == ncclSuccess) t->result = next.result;
     return NULL;
 }
 
 /* Communicators may wait for each other when they end: they are ended in one group, or before NCCL
    2.22, whose groups do not know abort, by a thread for each. */
 static ncclResult_t fsdpi_nccl_call_abort(const fsdpi_nccl_call *call) {
-    ncclResult_t result = call->is_grouped ? ncclGroupStart() : ncclSuccess;
+    if (!call->is_grouped) {
+        fsdpi_nccl_tail all = {call->list, call->size, ncclSuccess};
+        if (call->size > 0) (void)fsdpi_nccl_abort_main(&all);
+        return all.result;
+    }
+    ncclResult_t result = ncclGroupStart();
     for (int i = 0; i < call->size; i++) {
-        pthread_t thread;
-        if (!call->is_grouped && i + 1 < call->size &&
-            !pthread_create(&thread, NULL, fsdpi_nccl_abort_main, call->list[i])) {
-            (void)pthread_detach(thread);
-            continue;
-        }
         ncclResult_t one = ncclCommAbort(call->list[i]);
         if (result == ncclSuccess) result = one;
     }
-    ncclResult_t end = call->is_grouped ? ncclGroupEnd() : ncclSuccess;
+    ncclResult_t end = ncclGroupEnd();
     return result != ncclSuccess ? result : end;
 }
 

@@ -1358,7 +1358,7 @@ TEST_P(gloo, anything, random_ranks) {
     run_ranks(row, anything, &steps, RANDOM_ROOM);
 }
 TEST_P_TIMEOUT(long_gloo, anything, random_ranks, 900) {
-    int steps = W_SLOW ? 700 : 4000;
+    int steps = W_SLOW ? 700 : 2000;
     run_ranks(row, anything, &steps, RANDOM_ROOM);
 }
 

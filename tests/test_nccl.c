@@ -1020,14 +1020,14 @@ TEST(nccl, which_device) {
 
 /* Memory that cannot be filled with zeros, as the device does not end its work: no call waits for
    ever, nothing is freed that could wait, and getters give memory. */
-static int gate;
-static void wait_at_gate(const void *params, unsigned block_index) {
+static int gate; /* so many are open */
+static void wait_at_gate(const void *num, unsigned block_index) {
     long nap = 0;
-    (void)params, (void)block_index;
-    while (!__atomic_load_n(&gate, __ATOMIC_SEQ_CST)) h_nap(&nap);
+    (void)block_index;
+    while (__atomic_load_n(&gate, __ATOMIC_SEQ_CST) < *(const int *)num) h_nap(&nap);
 }
 static void never_filled(int rank, int world, void *arg) {
-    int of_device = *(int *)arg;
+    int of_device = *(int *)arg, first = 1;
     fsdp_status status = FSDP_OK;
     void *ptr = NULL;
     job j;
@@ -1038,7 +1038,7 @@ static void never_filled(int rank, int world, void *arg) {
     if (of_device) CALL(j.w, make_one_unit(&j, 1, 0, 64, 0));
     else setup = ((fsdpi_nccl_comm *)(void *)j.w->comm)->world->place.setup;
     CALL(j.w, fsdp_barrier(j.w));
-    CHECK_EQ_INT(fsdp_stub_launch(wait_at_gate, "", 1, 1, setup), 0);
+    CHECK_EQ_INT(fsdp_stub_launch(wait_at_gate, &first, sizeof first, 1, setup), 0);
     int64_t start = h_now_ms();
     if (of_device) status = fsdp_adamw_create(j.model, NULL, &j.adamw);
     else status = make_one_unit(&j, 1, 0, 64, 0);
@@ -1095,6 +1095,49 @@ static void inside_cuda(int rank, int world, void *arg) {
 TEST(nccl, inside_cuda) {
     for (int alone = 0; alone < 2; alone++) h_ranks_proc(3 - alone, inside_cuda, &alone);
 }
+
+/* CUDA answers the watchdog later than the deadline, as a thread was inside cudaFree; what comes
+   behind the operation that was asked for has its own time. */
+static void *frees(void *ptr) {
+    CHECK_EQ_INT(cudaFree(ptr), 0);
+    return NULL;
+}
+static void answers_late(int rank, int world, void *arg) {
+    const fsdp_comm_ops *ops = fsdp_nccl_comm_ops();
+    fsdp_coll c;
+    pthread_t thread;
+    void *mine = NULL;
+    job j;
+    (void)arg;
+    begin(&j, &variants[0], rank, world, 1);
+    CALL(NULL, open_world(&j, "answers_late", 1500));
+    make_sums(&j);
+    CHECK_EQ_INT(cudaMalloc(&mine, 64), 0);
+    stub_set(STUB_DRIVER, 1);
+    memset(&c, 0, sizeof c);
+    c.kind = FSDP_OP_ALL_REDUCE, c.dtype = c.out_dtype = FSDP_F32, c.redop = FSDP_SUM;
+    c.scale = 1, c.count = 1, c.what = "sum", c.stream = j.stream;
+    CALL(j.w, ops->alloc(j.w->comm, 64, &c.dst));
+    c.src = c.dst;
+    CALL(j.w, fsdp_barrier(j.w));
+    usleep(250000); /* the watchdog has seen that it is done */
+    for (int num = 1; num <= 2; num++) {
+        CHECK_EQ_INT(fsdp_stub_launch(wait_at_gate, &num, sizeof num, 1, j.stream), 0);
+        CALL(j.w, ops->run(j.w->comm, &c));
+        if (num == 1) CHECK_EQ_INT(pthread_create(&thread, NULL, frees, mine), 0);
+        usleep(100000); /* the thread is inside now */
+    }
+    usleep(1700000);
+    for (int num = 1; num <= 2; num++) {
+        __atomic_store_n(&gate, num, __ATOMIC_SEQ_CST);
+        usleep(300000);
+        CHECK_OK(fsdpi_backend_poll(j.w));
+    }
+    CHECK_EQ_INT(pthread_join(thread, NULL), 0);
+    ops->free(j.w->comm, c.dst, 64);
+    finish(&j);
+}
+TEST(nccl, answers_late) { h_ranks_proc(2, answers_late, NULL); }
 
 /* A captured graph has the address of a norm's partial sums: larger ones come beside them. */
 TEST(nccl, partials_stay) {

@@ -329,7 +329,6 @@ gate_nccl_tsan() {
 gate_asan() { quick+=':-*W=4*' run_quick asan "$1" SAN=asan; }
 gate_tsan() { quick+=':-*W=4*' run_quick tsan "$1" SAN=tsan; }
 gate_ofast() { run_quick ofast "$1" CC=gcc STD=-std=gnu11 'CFLAGS=-Ofast -march=native'; }
-gate_native() { run_quick native "$1" CC=gcc STD=-std=gnu11 'CFLAGS=-O3 -march=native'; }
 gate_clang_ofast() {
     need clang
     run_quick clang_ofast "$1" CC=clang STD=-std=gnu11 'CFLAGS=-Ofast -march=native'
@@ -376,13 +375,10 @@ tests() { # TEST...: those that are there
 }
 
 list() {
-    local all threaded t kind
+    local all t kind
     all=$(grep -lE '^TEST[A-Z_]*\((l[^o]|[^l])' $(existing tests/test_*.c tests/conformance.c) |
         sed 's|tests/\(.*\)\.c|\1|; /test_harness/d; /find_nccl/d') # with quick tests of C code
     all=$(grep -vxF "$(printf '%s\n' $STUB_TESTS)" <<<"$all")
-    # Those left out use no more of the threads than others of their kind.
-    threaded=$(grep -lE 'h_ranks_thread|pthread_create|threads' $(printf 'tests/%s.c ' $all) |
-        sed 's|tests/\(.*\)\.c|\1|; /others/d; /mixed_precision/d; /golden_train/d; /scaler/d')
     printf 'text.%s\n' toc docs functions columns code
     echo budget && echo symbols && echo math_only && echo reverse
     printf 'alone.%s\n' "${headers[@]%.h}"
@@ -411,11 +407,11 @@ list() {
     [ ! -e examples/gpt/train_gpt.c ] || echo gpt
     existing examples/*.c | sed 's|examples/\(.*\)\.c|example.\1|'
     for t in $(tests $BIT_TESTS); do
-        for kind in ofast native clang_ofast; do echo "$kind.$t"; done
+        for kind in ofast clang_ofast; do echo "$kind.$t"; done
     done
     for t in $(tests $VALGRIND_TESTS); do echo "valgrind.$t"; done
     for t in ${ASAN_TESTS:-$all}; do echo "asan.$t"; done
-    for t in ${TSAN_TESTS:-$threaded}; do echo "tsan.$t"; done
+    for t in $(tests $TSAN_TESTS); do echo "tsan.$t"; done
 }
 
 # ---- one gate, and all of them ------------------------------------------------------------------

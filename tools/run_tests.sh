@@ -6,9 +6,9 @@
 # PROGRAM:PATTERN runs only those tests of it. A variable holds for the programs behind it. skip:
 # counts one test that cannot run here.
 # A program prints GoogleTest's lines (tests/harness.h does; tools/check.sh too); *.py is run by
-# python3. Without a filter, tests whose suite begins with long_ run after all others: programs side
-# by side, as most of them wait, each shown as a whole, in their order. The exit status is 0 only if
-# something ran and nothing failed.
+# python3. Without a filter, tests whose suite begins with long_, and programs of faults, run after
+# all others: side by side, as most of them wait, each shown as a whole, in their order. The exit
+# status is 0 only if something ran and nothing failed.
 set -fuo pipefail # names may hold globs
 filter='' passed=0 failed=0 skipped=0 failures=()
 case ${1-} in --filter=*) filter=${1#--filter=} && shift ;; esac
@@ -60,6 +60,9 @@ has() { # PROGRAM FILTER: any such test, or something to complain about
 }
 
 is_harness() { case $1 in *.py | *.sh*) false ;; esac; }
+late() { # PROGRAM: which of its tests run after all others
+    case $1 in *_faults) echo '*' ;; *) echo 'long_*' ;; esac
+}
 variables=()
 is_program() { # else a variable of those behind it, or the name of what cannot run
     case $1 in
@@ -79,7 +82,7 @@ for program; do
     elif ! is_harness "$program"; then
         [ -n "$filter" ] || run "$program"
     else
-        patterns=-long_*
+        patterns=-$(late "$program")
         [[ $program != *:* ]] || patterns=${program#*:}:$patterns
         program=${program%%:*} patterns=${filter:-$patterns}
         ! has "$program" "$patterns" || run "$program" "$patterns"
@@ -87,30 +90,31 @@ for program; do
 done
 [ ${#variables[@]} = 0 ] || unset "${variables[@]}"
 
-# ---- long ones ----------------------------------------------------------------------------------
+# ---- those that run late ------------------------------------------------------------------------
 
-waiting=() started=0 # "PID NUMBER PROGRAM", in the order of their start; it prints to $tmp/NUMBER
+waiting=() started=0 # "PID NUMBER COMMAND", in the order of their start; it prints to $tmp/NUMBER
 close_oldest() {
-    local pid number program status
-    read -r pid number program <<<"${waiting[0]}"
+    local pid number command status
+    read -r pid number command <<<"${waiting[0]}"
     waiting=("${waiting[@]:1}")
     wait "$pid"
     status=$?
     log=$tmp/$number
-    echo "== $program --filter=long_*"
+    echo "== $command"
     cat "$log"
-    count "$program" "$status"
+    count "${command%% *}" "$status"
 }
 for program; do
     is_program "$program" || continue
     [[ $program != *:* ]] || continue
-    [ -z "$filter" ] && is_harness "$program" && [ -x "$program" ] && has "$program" 'long_*' ||
+    patterns=$(late "$program")
+    [ -z "$filter" ] && is_harness "$program" && [ -x "$program" ] && has "$program" "$patterns" ||
         continue
-    [ ${#waiting[@]} -lt "$(nproc)" ] || close_oldest
+    [ ${#waiting[@]} -le "$(nproc)" ] || close_oldest
     started=$((started + 1))
-    echo "started: $program --filter=long_*"
-    "$program" '--filter=long_*' </dev/null >"$tmp/$started" 2>&1 &
-    waiting+=("$! $started $program")
+    echo "started: $program --filter=$patterns"
+    "$program" "--filter=$patterns" </dev/null >"$tmp/$started" 2>&1 &
+    waiting+=("$! $started $program --filter=$patterns")
 done
 while [ ${#waiting[@]} != 0 ]; do close_oldest; done
 [ ${#failures[@]} = 0 ] || printf 'failed: %s\n' "${failures[@]}"
