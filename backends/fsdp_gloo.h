@@ -87,7 +87,7 @@ extern "C" {
 #define FSDPI_GLOO_PIECE      ((size_t)1 << 20)  // most that is reduced at a time
 #define FSDPI_GLOO_GATHER     ((size_t)16 << 20) // most that is one message: a sign of life
 #define FSDPI_GLOO_GOODBYE_NS 500000000 // that groups wait, and then the world, for goodbyes
-#define FSDPI_GLOO_ACCEPT_NS  50000000  // for a peer to accept a connection
+#define FSDPI_GLOO_ACCEPT_NS  200000000 // for a peer to accept a connection
 #define FSDPI_GLOO_GRACE      20        // ms for what was sent before a verdict
 #define FSDPI_GLOO_ASK_NS     80000000  // for what the store knows of a rank
 #define FSDPI_GLOO_ADDRESS    256       // bytes of one end's address, with its length
@@ -1004,7 +1004,9 @@ static fsdp_status fsdpi_gloo_connect(fsdpi_gloo_comm *c) {
     fsdp_status status = fsdpi_gloo_connect_all(c, all);
     fsdpi_free(&w->boot.allocator, all);
     if (!status) status = fsdpi_gloo_make_messages(c);
-    return status ? status : fsdpi_gloo_first_meeting(c);
+    if (!status) status = fsdpi_gloo_first_meeting(c);
+    if (status) fsdpi_sleep_ns(FSDPI_GLOO_ACCEPT_NS); // before ours are closed: see fsdpi_gloo_wake
+    return status;
 }
 
 /* Says goodbye, and waits until the others have: what was sent last has arrived then. A rank that
