@@ -218,8 +218,7 @@ static char *fsdpi_gloo_message(const fsdpi_gloo_comm *c, int k, int which);
 // The connection to member k has broken: why is the store's to say.
 static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
     fsdpi_gloo_world *w = c->world;
-    int left = 0;
-    fsdpi_verdict v;
+    int rank = (int)c->base.ranks[k];
     fsdpi_record record;
     char text[300];
     for (int turn = 0; turn < 2 && c->messages; turn++) { // send and recv take no turn
@@ -230,13 +229,12 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
         return fsdpi_gloo_fail_here(c, FSDP_ERR_IO, "too many open files; ulimit -n allows more");
     (void)snprintf(text, sizeof text, "is out of reach of rank %d (%s)", c->base.boot->rank, how);
     int64_t until = fsdpi_boot_now(&w->boot) + 1000000000;
-    for (int done = 0; !done;) { // a store that has ended brings no news, but had brought some
-        done = fsdpi_store_ended(w->store) || fsdpi_boot_now(&w->boot) >= until;
-        if (fsdpi_store_verdict(w->store, &v)) return fsdpi_comm_report(&c->base, &v);
-        left = fsdpi_store_has_left(w->store, (int)c->base.ranks[k]);
-        done |= left;
-        if (!done) fsdpi_sleep_ns(1000000);
-    }
+    // A store that has ended, by a verdict or in order, has told all that it will.
+    while (!fsdpi_store_ended(w->store) && !fsdpi_store_has_left(w->store, rank) &&
+           fsdpi_boot_now(&w->boot) < until)
+        fsdpi_sleep_ns(1000000);
+    if (fsdpi_gloo_failed(c)) return fsdpi_gloo_report(c);
+    int left = fsdpi_store_has_left(w->store, rank);
     return fsdpi_gloo_gone(c, k, left ? "has shut down" : text, !left);
 }
 

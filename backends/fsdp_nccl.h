@@ -310,40 +310,35 @@ static ncclResult_t fsdpi_nccl_settle_plain(ncclResult_t result, ncclComm_t nccl
     return result;
 }
 
-// One of a list of communicators, and those behind it: when one is done, so are these.
 typedef struct fsdpi_nccl_tail {
     ncclComm_t *list;
     int size;
-    ncclResult_t result;
 } fsdpi_nccl_tail;
 
+// Aborts the first of a list, and beside it those behind. When it returns all are done.
 static void *fsdpi_nccl_abort_main(void *arg) {
-    fsdpi_nccl_tail *t = (fsdpi_nccl_tail *)arg;
-    fsdpi_nccl_tail next = {t->list + 1, t->size - 1, ncclSuccess};
+    const fsdpi_nccl_tail *t = (const fsdpi_nccl_tail *)arg;
+    if (t->size == 0) return NULL;
+    fsdpi_nccl_tail rest = {t->list + 1, t->size - 1};
     pthread_t thread;
-    int has_thread = next.size > 0 && !pthread_create(&thread, NULL, fsdpi_nccl_abort_main, &next);
-    t->result = ncclCommAbort(t->list[0]);
+    int has_thread = rest.size > 0 && !pthread_create(&thread, NULL, fsdpi_nccl_abort_main, &rest);
+    (void)ncclCommAbort(t->list[0]);
     if (has_thread) (void)pthread_join(thread, NULL);
-    else if (next.size > 0) (void)fsdpi_nccl_abort_main(&next);
-    if (t->result == ncclSuccess) t->result = next.result;
+    else (void)fsdpi_nccl_abort_main(&rest);
     return NULL;
 }
 
 /* Communicators may wait for each other when they end: they are ended in one group, or before NCCL
-   2.22, whose groups do not know abort, by a thread for each. */
-static ncclResult_t fsdpi_nccl_call_abort(const fsdpi_nccl_call *call) {
+   2.22, whose groups do not know abort, by a thread for each. Nobody asks how it went. */
+static void fsdpi_nccl_call_abort(const fsdpi_nccl_call *call) {
+    fsdpi_nccl_tail all = {call->list, call->size};
     if (!call->is_grouped) {
-        fsdpi_nccl_tail all = {call->list, call->size, ncclSuccess};
-        if (call->size > 0) (void)fsdpi_nccl_abort_main(&all);
-        return all.result;
+        (void)fsdpi_nccl_abort_main(&all);
+        return;
     }
-    ncclResult_t result = ncclGroupStart();
-    for (int i = 0; i < call->size; i++) {
-        ncclResult_t one = ncclCommAbort(call->list[i]);
-        if (result == ncclSuccess) result = one;
-    }
-    ncclResult_t end = ncclGroupEnd();
-    return result != ncclSuccess ? result : end;
+    (void)ncclGroupStart();
+    for (int i = 0; i < call->size; i++) (void)ncclCommAbort(call->list[i]);
+    (void)ncclGroupEnd();
 }
 
 #if NCCL_VERSION_CODE >= 21900
@@ -393,7 +388,7 @@ static void *fsdpi_nccl_call_main(void *arg) {
         if (call->result == ncclSuccess) call->result = ncclCommDestroy(call->out);
         else (void)ncclCommAbort(call->out);
         break;
-    case FSDPI_NCCL_ABORT: call->result = fsdpi_nccl_call_abort(call); break;
+    case FSDPI_NCCL_ABORT: fsdpi_nccl_call_abort(call); break;
     default: call->result = ncclInvalidArgument; break;
     }
     int makes = call->kind == FSDPI_NCCL_MAKE || call->kind == FSDPI_NCCL_PART;

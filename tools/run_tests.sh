@@ -110,7 +110,7 @@ for program; do
     patterns=$(late "$program")
     [ -z "$filter" ] && is_harness "$program" && [ -x "$program" ] && has "$program" "$patterns" ||
         continue
-    [ ${#waiting[@]} -le "$(nproc)" ] || close_oldest
+    [ ${#waiting[@]} -le "$(nproc)" ] || close_oldest # one more than cores
     started=$((started + 1))
     echo "started: $program --filter=$patterns"
     "$program" "--filter=$patterns" </dev/null >"$tmp/$started" 2>&1 &
