@@ -36,6 +36,7 @@ SANFLAGS := $(if $(SAN),$(SAN_$(SAN)) -fno-sanitize-recover=all -fno-omit-frame-
 
 comma := ,
 HEADERS  := $(wildcard fsdp.h) $(filter-out fsdp.h,$(wildcard fsdp*.h))
+PARTS    := $(wildcard core/*.h backends/*.h) # what they include
 # Those of one backend are built with it alone: GLOO_TESTS, STUB_TESTS.
 ONLY_STUB := $(wildcard tests/test_stubs.c tests/test_cuda_kernels.c tests/test_gpt_cuda.c \
                tests/test_nccl*.c)
@@ -145,15 +146,15 @@ $(BUILD)/fsdp_gloo.o: backends/fsdp_gloo.cc backends/fsdp_gloo_shim.h Makefile |
 	$Q$(CXX) -Wall -Wextra $(GLOO_FLAGS) $(CXXFLAGS) -O2 -fPIC -c -o $@ $<
 $(BUILD)/nccl.mk: tools/find_nccl.sh
 	@tools/find_nccl.sh -o $@
-$(BUILD)/fsdp_cuda.o: backends/fsdp_cuda.cu $(wildcard backends/fsdp_cuda*.h) fsdp_math.h Makefile \
+$(BUILD)/fsdp_cuda.o: backends/fsdp_cuda.cu $(wildcard backends/fsdp_cuda*.h) core/dtype.h Makefile \
     $(NCCL_MK) | $(BUILD)
 	@echo "  NVCC $@"
 	$Q$(CUDA_CC) -c -o $@ $<
-$(BUILD)/stubs/%.o: tests/stubs/%.c $(wildcard tests/stubs/*.h) fsdp.h Makefile | $(BUILD)/stubs
+$(BUILD)/stubs/%.o: tests/stubs/%.c $(wildcard tests/stubs/*.h) fsdp.h $(PARTS) Makefile | $(BUILD)/stubs
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. -Itests/stubs $(CFLAGS) $(SANFLAGS) -c -o $@ $<
 $(BUILD)/examples/%_cuda: examples/gpt/%.cu $(wildcard examples/gpt/*.[ch] backends/*.cu) \
-    $(HEADERS) $(wildcard backends/*.h) $(CUDA_OBJ) Makefile | $(BUILD)/examples
+    $(HEADERS) $(PARTS) $(CUDA_OBJ) Makefile | $(BUILD)/examples
 	@echo "  NVCC $@"
 	$Q$(CUDA_CC) -c -o $@.o $<
 	$Q$(CUDA_LINK)
@@ -175,18 +176,18 @@ $(BUILD)/bench/bench_comm: private LDLIBS := $(RING_OBJ) $(LDLIBS)
 $(BUILD)/bench/bench_comm: $(RING_OBJ)
 $(BUILD)/bench/bench_step: private CFLAGS += -O3 -march=native
 $(BUILD)/bench/bench_step: private LDLIBS := $(BLAS) $(LDLIBS)
-tools/fsdprun: tools/fsdprun.c $(HEADERS) $(wildcard backends/*.h) Makefile | $(BUILD)
+tools/fsdprun: tools/fsdprun.c $(HEADERS) $(PARTS) Makefile | $(BUILD)
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -o $@ $< $(LDFLAGS) -pthread -lm
 examples/gpt/train_gpt $(BUILD)/examples/train_gpt: $(wildcard examples/gpt/*.[ch]) $(HEADERS) \
-    $(wildcard backends/*.h) $(GLOO_OBJ) $(CUDA_OBJ) Makefile | $(BUILD)/examples
+    $(PARTS) $(GLOO_OBJ) $(CUDA_OBJ) Makefile | $(BUILD)/examples
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -O3 -march=native -o $@ \
 	    examples/gpt/train_gpt.c $(LDFLAGS) -pthread $(BLAS) $(LDLIBS) -lm
 $(BUILD)/libfsdp.c: $(HEADERS) Makefile | $(BUILD)
 	@printf '#define FSDP_IMPLEMENTATION\n' >$@
 	@printf '#include "%s"\n' $(HEADERS) >>$@
-$(BUILD)/libfsdp.so: $(BUILD)/libfsdp.c $(wildcard backends/*.h)
+$(BUILD)/libfsdp.so: $(BUILD)/libfsdp.c $(PARTS)
 	@echo "  CC $@"
 	$Q$(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) -fPIC -shared -o $@ $< $(LDFLAGS) \
 	    -pthread $(LDLIBS) -lm
@@ -262,8 +263,10 @@ deps: ## install what tests and figures use (Debian, as root or by sudo)
 	@tools/deps.sh
 
 install: ## headers, fsdprun and fsdp.pc below $DESTDIR$PREFIX
-	mkdir -p $(DESTDIR)$(PREFIX)/include/fsdp/backends $(DESTDIR)$(PREFIX)/share/pkgconfig
+	mkdir -p $(addprefix $(DESTDIR)$(PREFIX)/,include/fsdp/core include/fsdp/backends \
+	    share/pkgconfig)
 	install -m 644 $(HEADERS) $(DESTDIR)$(PREFIX)/include/fsdp
+	install -m 644 core/*.h $(DESTDIR)$(PREFIX)/include/fsdp/core
 	$(foreach b,$(wildcard backends/*.h backends/*.cc backends/*.cu),\
 	    install -m 644 $b $(DESTDIR)$(PREFIX)/include/fsdp/backends;)
 	sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|' fsdp.pc.in \
@@ -275,7 +278,7 @@ uninstall:
 	rm -f $(DESTDIR)$(PREFIX)/share/pkgconfig/fsdp.pc $(DESTDIR)$(PREFIX)/bin/fsdprun
 
 format: ## clang-format over the sources
-	clang-format -i $(HEADERS) $(wildcard backends/*.h tests/*.[ch] examples/*.[ch] \
+	clang-format -i $(HEADERS) $(PARTS) $(wildcard tests/*.[ch] examples/*.[ch] \
 	    examples/gpt/*.[ch] bench/*.[ch] tools/*.c)
 clean:
 	rm -rf $(BUILD) tools/fsdprun examples/gpt/train_gpt

@@ -12,14 +12,14 @@
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// Alone, the conversions of fsdp_math.h are compiled in here, as private functions.
-#ifndef FSDP_MATH_IMPLEMENTED
+// Alone, the conversions of core/dtype.h are compiled in here, as private functions.
+#ifndef FSDP_DTYPE_IMPLEMENTED
 #undef FSDP_API
 #undef FSDP_STATIC
 #undef FSDP_IMPLEMENTATION
 #define FSDP_STATIC
 #define FSDP_IMPLEMENTATION
-#include "../fsdp_math.h"
+#include "../core/dtype.h"
 #undef FSDP_STATIC
 #undef FSDP_IMPLEMENTATION
 #undef FSDP_API

@@ -7,7 +7,7 @@
 #include "harness.h"
 #define FSDP_STATIC
 #define FSDP_IMPLEMENTATION
-#include "fsdp_math.h"
+#include "core/dtype.h"
 #include "stubs/stub.h"
 
 #define CUDA(call) CHECK_STATUS(call, cudaSuccess)

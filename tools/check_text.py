@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """check_text.py - what can be checked by reading the sources; one check per call.
 
-  toc        section tags of fsdp.h: each unique, and in the same order in its table of contents
+  toc        the files of core/: each is listed in fsdp.h's contents, in the order of its includes
   docs       every public function has a comment right above it, with its name and the fields
   functions  no function of a header is longer than 70 lines
   columns    no line is longer than 100 columns (a test: 120), ends in blanks or holds a tab
@@ -18,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 
-HEADERS = ["fsdp.h"] + sorted(h for h in glob.glob("fsdp_*.h"))
+HEADERS = ["fsdp.h"] + sorted(glob.glob("fsdp_*.h"))
+PARTS = sorted(glob.glob("core/*.h"))
+DECLARES = HEADERS + ["core/dtype.h", "core/shard_math.h"]
 MAX_FUNCTION = 70
 MAX_COLUMNS = 100
 FIELDS = ["Collective", "Blocks", "Allocates"]
@@ -45,13 +47,14 @@ def lines_of(path):
 def check_toc():
     lines = lines_of("fsdp.h")
     end = next(i for i, line in enumerate(lines) if line.rstrip().endswith("*/"))
-    listed = [m for line in lines[:end] for m in re.findall(r">>([a-z0-9_]+)", line)]
-    tags = [m.group(1) for line in lines[end:] if (m := re.match(r"// >>([a-z0-9_]+)$", line))]
-    for tag in sorted(set(tags)):
-        if tags.count(tag) > 1:
-            yield f"fsdp.h: >>{tag} stands {tags.count(tag)} times"
-    if listed != tags:
-        yield f"fsdp.h: table of contents {listed}\n        tags {tags}"
+    listed = [m for line in lines[:end] for m in re.findall(r"^    core/(\w+\.h)", line)]
+    included = re.findall(r'^#include "core/(\w+\.h)"', "\n".join(lines[end:]), re.M)
+    included = list(dict.fromkeys(included))  # two of them also declare, and stand twice
+    if listed != included:
+        yield f"fsdp.h: table of contents {listed}\n        includes {included}"
+    for path in PARTS:
+        if os.path.basename(path) not in included:
+            yield f"{path}: fsdp.h does not include it"
 
 
 def declarations(lines):
@@ -80,7 +83,7 @@ def comment_above(lines, i):
 
 
 def check_docs():
-    for path in HEADERS:
+    for path in DECLARES:
         lines = lines_of(path)
         starts = {}
         for i, line in enumerate(lines):
@@ -101,7 +104,7 @@ def check_docs():
 
 def check_functions():
     longest = (0, "")
-    for path in HEADERS + sorted(glob.glob("backends/*.h") + glob.glob("backends/*.c[cu]")):
+    for path in HEADERS + PARTS + sorted(glob.glob("backends/*.h") + glob.glob("backends/*.c[cu]")):
         start = None
         for i, line in enumerate(lines_of(path)):
             if re.match(r"[A-Za-z]", line) and not line.startswith(("extern", "namespace")):
@@ -118,7 +121,7 @@ def check_functions():
 
 
 def check_columns():
-    sources = HEADERS + glob.glob("backends/*.[ch]*") + glob.glob("tests/*.[ch]")
+    sources = HEADERS + PARTS + glob.glob("backends/*.[ch]*") + glob.glob("tests/*.[ch]")
     sources += glob.glob("tests/stubs/*.[ch]") + glob.glob("examples/gpt/*.cu")
     sources += glob.glob("tools/*.c") + glob.glob("tools/*.sh") + glob.glob("tools/*.py")
     for path in sorted(sources):

@@ -1,4 +1,4 @@
-/* backends/fsdp_backend.h - the two tables of functions that a backend and a device are
+/* core/backend.h - the two tables of functions that a backend and a device are
 
    Included by fsdp.h, at the end of its declarations. How to write one: backends/README.md.
 

@@ -1,40 +1,11 @@
-/* backends/fsdp_mesh.h - ranks arranged in N dims, their process groups, and mesh infos
+/* core/mesh.h - ranks arranged in N dims, their process groups, and mesh infos
 
-   Included by fsdp.h, which it is a part of.
+   A part of fsdp.h, which includes it.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
 
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_MESH_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
-#define FSDP_MESH_IMPLEMENTED
-
-#ifdef __cplusplus
-extern "C" {
-#endif
-
-/* -------------------------------------------------------------------------------------------- */
 // Owns: ranks arranged in N dims, row-major, and one process group per dim (two where gathers and
 // reductions may run at the same time). Source: torch: DeviceMesh, _fsdp_common.py mesh infos.
-
-struct fsdp_mesh {
-    fsdp_world *world;
-    int ndim;
-    int32_t shape[FSDP_MAX_DIMS], coord[FSDP_MAX_DIMS]; // coord: -1 when this rank is outside
-    char *names[FSDP_MAX_DIMS];
-    int32_t *ranks;                        // [product of shape]
-    fsdp_comm *gather_comm[FSDP_MAX_DIMS]; // NULL: a group of one, or outside
-    fsdp_comm *reduce_comm[FSDP_MAX_DIMS]; // equal to gather_comm unless lanes may run both
-    uint8_t borrowed[FSDP_MAX_DIMS];       // the groups of this dim belong to another mesh
-    fsdp_mesh *next;
-};
-
-// Part of a shard group: n neighbouring ranks, for reshard_after_forward = n.
-struct fsdpi_subgroup {
-    const fsdp_mesh *mesh;
-    int dim, size;
-    fsdp_comm *comm;
-    fsdpi_subgroup *next;
-};
 
 static char *fsdpi_copy_text(const fsdp_allocator *a, const char *text) {
     size_t size = strlen(text) + 1;
@@ -397,8 +368,3 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
     out->replicate_comm = replicates ? mesh->gather_comm[replicate_dim] : NULL;
     return FSDP_OK;
 }
-
-#ifdef __cplusplus
-}
-#endif
-#endif // FSDP_IMPLEMENTATION

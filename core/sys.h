@@ -1,13 +1,8 @@
-/* backends/fsdp_sys.h - the few calls of the operating system (Linux) that fsdp.h needs, a lock,
-   a hash and a text
+/* core/sys.h - the few calls of the operating system (Linux), a lock, a hash and a text
 
-   Included by fsdp.h, which it is a part of.
+   A part of fsdp.h, which includes it.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
-
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_SYS_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
-#define FSDP_SYS_IMPLEMENTED
 
 // Owns: the few calls of the operating system that the library needs. Strict C99 hides some of
 // them; a private name for the C library's symbol reaches them without feature macros.
@@ -116,5 +111,3 @@ static FSDP_PRINTF(2, 3) void fsdpi_say(fsdpi_text *t, const char *format, ...) 
     va_end(args);
     if (wanted > 0) t->used += (size_t)wanted;
 }
-
-#endif

@@ -1,21 +1,11 @@
-/* fsdp_math.h - status codes, element types and shard math of fsdp.h
+/* core/dtype.h - build macros, status codes, element types, the one loop that reduces
 
-   Pure functions of numbers, which fsdp.h builds on; usable alone, without threads or system calls:
-       #define FSDP_IMPLEMENTATION          // in one .c or .cc file of the program
-       #include "fsdp_math.h"
-   (fsdp.h does the same when FSDP_MATH_ONLY is defined.)
+   A part of fsdp.h, which includes it. Pure functions of numbers: no threads, no system calls. It
+   also serves CUDA kernels alone (backends/fsdp_cuda.cu).
 
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h)
-
-TABLE OF CONTENTS (search for the tag)
-    >>config     macros that change the build
-    >>numbers    declarations
-    >>status     names of status codes
-    >>dtype      element types, conversions, the one reduction loop
-    >>layout     shard math
-*/
-#ifndef FSDP_MATH_H
-#define FSDP_MATH_H
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_DTYPE_H
+#define FSDP_DTYPE_H
 // The columns of the declarations are set by hand.
 // clang-format off
 
@@ -23,7 +13,6 @@ TABLE OF CONTENTS (search for the tag)
 #include <stdint.h> // int64_t, uint64_t
 
 /* -------------------------------------------------------------------------------------------- */
-// >>config
 
 #ifdef FSDP_STATIC
 #if defined(__GNUC__)
@@ -59,7 +48,6 @@ extern "C" {
 #endif
 
 /* -------------------------------------------------------------------------------------------- */
-// >>numbers
 /* Status. Zero is success; there is one code per reaction. The text of the last failure, which
    names rank, unit, operation, expected and got, is fsdp_last_error(world).                      */
 
@@ -156,117 +144,17 @@ FSDP_API const char *fsdp_status_name(fsdp_status status);
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API const char *fsdp_status_text(fsdp_status status);
 
-/* -------------------------------------------------------------------------------------------- */
-/* Shard math: pure functions, usable alone (FSDP_MATH_ONLY compiles nothing but these and the
-   dtypes). A dim of D rows over W ranks is cut into chunks of c = ceil(D/W) rows; the last chunks
-   are short or empty; every shard is stored padded to c rows. Not the balanced split.            */
-
-typedef struct fsdp_range {
-    int64_t start;  // first row, D for an empty range
-    int64_t count;  // rows
-    int64_t padded; // rows of the stored shard, equal on all ranks
-} fsdp_range;
-
-/* fsdp_shard_range - rows of a sharded dimension owned by one rank
-   dim_size    rows of the full tensor along the sharded dim, >= 0
-   world, rank shard group size >= 1, 0 <= rank < world
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (dim_size < 0, rank out of range, out NULL)
-   Layout      10 rows, world 4: (0,3) (3,3) (6,3) (9,1); 2 rows, world 4: (0,1) (1,1) (2,0) (2,0)
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: torch.chunk semantics, FSDPParam._init_sharded_param */
-FSDP_API fsdp_status fsdp_shard_range(int64_t dim_size, int world, int rank, fsdp_range *out);
-
-/* fsdp_chunk_with_empty - rows and starts of all chunks
-   rows, starts  int64_t[num_chunks] each, owned by the caller; starts may be NULL
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (dim_size < 0, num_chunks < 1, rows NULL)
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: _chunk_with_empty */
-FSDP_API fsdp_status fsdp_chunk_with_empty(int64_t dim_size, int num_chunks, int64_t *rows,
-                                           int64_t *starts);
-
-/* fsdp_dim0_padded_size - shape with dim 0 rounded up to a multiple of world
-   shape, out  int64_t[ndim]; may be the same array
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (ndim < 1 or > FSDP_MAX_DIMS, a negative size, NULL)
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: _get_dim0_padded_size */
-FSDP_API fsdp_status fsdp_dim0_padded_size(const int64_t *shape, int ndim, int world, int64_t *out);
-
-/* fsdp_dim_chunked_size - shape of one rank's chunk along `dim`; 0 there when it has no elements
-   shape, out  int64_t[ndim]; may be the same array
-   dim         -ndim <= dim < ndim
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: _get_dim_chunked_size of the rank's _chunk_with_empty */
-FSDP_API fsdp_status fsdp_dim_chunked_size(const int64_t *shape, int ndim, int dim, int world,
-                                           int rank, int64_t *out);
-
-// `count` elements at `shard` of a flat block, world*count elements at `full` of a slot.
-// all_gather reads a list of these from left to right, reduce_scatter from right to left.
-typedef struct fsdp_seg {
-    int64_t shard, full, count; // elements
-} fsdp_seg;
-
-// height rows of width elements; offsets and pitches in elements. Read in either direction.
-typedef struct fsdp_block {
-    int64_t src, dst, width, height, src_pitch, dst_pitch;
-} fsdp_block;
-
-// One parameter as the layout sees it.
-typedef struct fsdp_layout_param {
-    int32_t ndim, shard_dim;      // in: 1 <= ndim; 0 <= shard_dim < ndim
-    int64_t shape[FSDP_MAX_DIMS]; // in: full shape
-    int64_t chunk;                // out: rows of every stored shard along shard_dim
-    int64_t start, rows;          // out: my rows along shard_dim
-    int64_t numel;                // out: elements of the full tensor
-    int64_t local_numel;          // out: my elements, without padding
-    int64_t shard_numel;          // out: elements of the stored shard, equal on all ranks
-    int64_t shard_offset;         // out: of my shard, in the flat block
-    int64_t full_offset;          // out: of the contiguous full tensor, in the slot
-    int32_t direct;               // out: 1: gathered straight to its place
-} fsdp_layout_param;
-
-// A list of parameters laid out together: the direct ones first, then the packed ones, tight.
-typedef struct fsdp_layout {
-    int32_t world, rank;     // in
-    int64_t direct_numel;    // in: a dim-0 parameter of at least so many elements is direct
-    int64_t shard_base;      // in: where the list begins in the flat block
-    int64_t full_base;       // in: where it begins in the slot
-    int64_t final_base;      // in: where the copied-out packed tensors begin; 0: after the gathered
-    int64_t shard_numel;     // out: S, elements of one rank's padded shards
-    int64_t packed_numel;    // out: K, the packed part of S
-    int64_t final_numel;     // out: elements of the copied-out tensors, with alignment
-    int64_t slot_end;        // out: end of everything in the slot
-    int32_t num_segs;        // out
-    int32_t num_blocks;      // out: packed staging -> contiguous tensors
-} fsdp_layout;
-
-#define FSDP_ALIGN_NUMEL 16 // direct shards and copied-out tensors start at multiples of this
-
-/* fsdp_layout_params - lay out a list of parameters: offsets, segments and copy blocks
-   layout      in/out, see above
-   params      fsdp_layout_param[count], in/out
-   segs        room for count entries, or NULL to ask for num_segs only
-   blocks      room for count*world entries, or NULL to ask for num_blocks only
-   Layout      flat block: direct shards, then packed shards, tight. Slot: W*S gathered elements
-               (rank-major inside each segment), then the packed tensors copied out one by one.
-               A block list from left to right is copy-out, from right to left chunk_cat
-   Result      FSDP_OK; FSDP_ERR_INVALID_ARG (bad rank, shape or dim; a product above 2^62)
-   Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: foreach_all_gather, foreach_all_gather_copy_out, foreach_reduce (chunk_cat) */
-FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
-                                        fsdp_seg *segs, fsdp_block *blocks);
-
 #ifdef __cplusplus
 }
 #endif
 // clang-format on
-#endif // FSDP_MATH_H
+#endif // FSDP_DTYPE_H
 
 /* ============================================================================================ */
 /* Implementation. Outside the guard, as in fsdp.h. */
 
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_MATH_IMPLEMENTED)
-#define FSDP_MATH_IMPLEMENTED
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_DTYPE_IMPLEMENTED)
+#define FSDP_DTYPE_IMPLEMENTED
 
 #include <string.h> // memcpy, memset, memcmp, strcmp, strlen
 
@@ -294,7 +182,6 @@ extern "C" {
 #endif
 
 /* -------------------------------------------------------------------------------------------- */
-// >>status
 // Owns: names and texts of status codes. Source: FSDP_STATUS_LIST.
 
 FSDP_API const char *fsdp_status_name(fsdp_status status) {
@@ -318,7 +205,6 @@ FSDP_API const char *fsdp_status_text(fsdp_status status) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// >>dtype
 // Owns: element types, their conversions, and every loop over elements: cast, sum, norm.
 // Invariants: the same inputs give the same bits with any compiler flags. Sums run in rank order;
 // no expression both multiplies and adds, since a compiler may contract that to one rounding. Loops
@@ -635,225 +521,6 @@ FSDP_API const void *fsdp_cast_floating(void *dst, fsdp_dtype dtype, const void 
                                         fsdp_dtype src_dtype, int64_t count) {
     if (!fsdp_dtype_is_float(src_dtype)) return src;
     return fsdp_cast_if_needed(dst, dtype, src, src_dtype, count);
-}
-
-/* -------------------------------------------------------------------------------------------- */
-// >>layout
-// Owns: shard math. Pure functions of sizes. Invariants: every stored shard of a parameter has the
-// same size on all ranks; chunk k starts at row k*c of the padded tensor, so the W shards one after
-// another are the padded tensor, all padding at its end.
-// Source: torch.chunk; _fsdp_common.py; _fsdp_collectives.py (all_gather copy-out, chunk_cat).
-
-#define FSDPI_NUMEL_MAX ((int64_t)1 << 62)
-
-static int64_t fsdpi_ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
-static int64_t fsdpi_align_up(int64_t a, int64_t to) { return fsdpi_ceil_div(a, to) * to; }
-static int64_t fsdpi_min(int64_t a, int64_t b) { return a < b ? a : b; }
-
-// a * b for a, b >= 0, or -1 when it exceeds FSDPI_NUMEL_MAX (or a is -1 already).
-static int64_t fsdpi_mul(int64_t a, int64_t b) {
-    if (a < 0 || (b > 0 && a > FSDPI_NUMEL_MAX / b)) return -1;
-    return a * b;
-}
-
-// Elements of dims [from, to), or -1.
-static int64_t fsdpi_numel(const int64_t *shape, int from, int to) {
-    int64_t numel = 1;
-    for (int d = from; d < to; d++) {
-        if (shape[d] < 0) return -1;
-        numel = fsdpi_mul(numel, shape[d]);
-    }
-    return numel;
-}
-
-static fsdp_range fsdpi_range(int64_t dim_size, int world, int rank) {
-    fsdp_range range;
-    range.padded = fsdpi_ceil_div(dim_size, world);
-    // rank * padded may exceed what fits; a rank whose chunk would begin behind the end is empty.
-    int past = range.padded > 0 && rank > dim_size / range.padded;
-    range.start = past ? dim_size : fsdpi_min(rank * range.padded, dim_size);
-    range.count = fsdpi_min(range.padded, dim_size - range.start);
-    return range;
-}
-
-FSDP_API fsdp_status fsdp_shard_range(int64_t dim_size, int world, int rank, fsdp_range *out) {
-    if (dim_size < 0 || world < 1 || rank < 0 || rank >= world || !out) return FSDP_ERR_INVALID_ARG;
-    *out = fsdpi_range(dim_size, world, rank);
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_chunk_with_empty(int64_t dim_size, int num_chunks, int64_t *rows,
-                                           int64_t *starts) {
-    if (!rows) return FSDP_ERR_INVALID_ARG;
-    for (int k = 0; k < num_chunks || k == 0; k++) {
-        fsdp_range range;
-        fsdp_status status = fsdp_shard_range(dim_size, num_chunks, k, &range);
-        if (status) return status;
-        rows[k] = range.count;
-        if (starts) starts[k] = range.start;
-    }
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_dim0_padded_size(const int64_t *shape, int ndim, int world,
-                                           int64_t *out) {
-    if (!shape || !out || ndim < 1 || ndim > FSDP_MAX_DIMS || world < 1)
-        return FSDP_ERR_INVALID_ARG;
-    for (int d = 0; d < ndim; d++)
-        if (shape[d] < 0) return FSDP_ERR_INVALID_ARG;
-    int64_t padded = fsdpi_mul(fsdpi_ceil_div(shape[0], world), world);
-    if (padded < 0) return FSDP_ERR_INVALID_ARG;
-    memmove(out, shape, (size_t)ndim * sizeof *out);
-    out[0] = padded;
-    return FSDP_OK;
-}
-
-FSDP_API fsdp_status fsdp_dim_chunked_size(const int64_t *shape, int ndim, int dim, int world,
-                                           int rank, int64_t *out) {
-    if (!shape || !out || ndim < 1 || ndim > FSDP_MAX_DIMS) return FSDP_ERR_INVALID_ARG;
-    if (dim < -ndim || dim >= ndim) return FSDP_ERR_INVALID_ARG;
-    if (dim < 0) dim += ndim;
-    int empty = 0;
-    for (int d = 0; d < ndim; d++) {
-        if (shape[d] < 0) return FSDP_ERR_INVALID_ARG;
-        empty |= shape[d] == 0;
-    }
-    fsdp_range range;
-    fsdp_status status = fsdp_shard_range(shape[dim], world, rank, &range);
-    if (status) return status;
-    memmove(out, shape, (size_t)ndim * sizeof *out);
-    out[dim] = empty ? 0 : range.count;
-    return FSDP_OK;
-}
-
-// Chunk, sizes and kind of one parameter; its offsets come later.
-static fsdp_status fsdpi_layout_param(const fsdp_layout *layout, fsdp_layout_param *p) {
-    if (p->ndim < 1 || p->ndim > FSDP_MAX_DIMS || p->shard_dim < 0 || p->shard_dim >= p->ndim)
-        return FSDP_ERR_INVALID_ARG;
-    for (int d = 0; d < p->ndim; d++)
-        if (p->shape[d] < 0) return FSDP_ERR_INVALID_ARG;
-    fsdp_range range;
-    fsdp_status status = fsdp_shard_range(p->shape[p->shard_dim], layout->world, layout->rank,
-                                          &range);
-    if (status) return status;
-    int64_t outer = fsdpi_numel(p->shape, 0, p->shard_dim);
-    int64_t inner = fsdpi_numel(p->shape, p->shard_dim + 1, p->ndim);
-    int64_t around = outer < 0 || inner < 0 ? -1 : fsdpi_mul(outer, inner);
-    p->numel = fsdpi_numel(p->shape, 0, p->ndim);
-    p->shard_numel = fsdpi_mul(around, range.padded);
-    if (p->numel < 0 || p->shard_numel < 0 || fsdpi_mul(p->shard_numel, layout->world) < 0)
-        return FSDP_ERR_INVALID_ARG;
-    p->chunk = range.padded;
-    p->start = range.start;
-    p->rows = range.count;
-    p->local_numel = around * range.count;
-    // One rank's shard is the tensor itself. Elsewhere a direct shard keeps its successors aligned.
-    p->direct = layout->world == 1 ||
-                (p->shard_dim == 0 && p->numel >= layout->direct_numel && p->shard_numel > 0 &&
-                 p->shard_numel % FSDP_ALIGN_NUMEL == 0);
-    return FSDP_OK;
-}
-
-// The only packed parameter, if there is just one and it is sharded by rows: its staging is the
-// tensor already. It stays behind the direct ones, which need aligned successors.
-static fsdp_layout_param *fsdpi_layout_pack_of_one(fsdp_layout_param *params, int count) {
-    fsdp_layout_param *only = NULL;
-    for (int i = 0; i < count; i++) {
-        if (params[i].direct || params[i].shard_numel == 0) continue;
-        if (only) return NULL;
-        only = &params[i];
-    }
-    return only && only->shard_dim == 0 ? only : NULL;
-}
-
-// Blocks between one packed parameter's staging rows (row k at stage + k*pitch) and its full
-// tensor.
-static int fsdpi_layout_blocks(const fsdp_layout *layout, const fsdp_layout_param *p, int64_t stage,
-                               int64_t pitch, fsdp_block *out) {
-    if (p->shard_numel == 0) return 0;
-    if (p->shard_dim == 0) { // the shards one after another are the tensor
-        fsdp_block b = {stage,         p->full_offset, p->shard_numel,
-                        layout->world, pitch,          p->shard_numel};
-        if (out) out[0] = b;
-        return 1;
-    }
-    int64_t outer = fsdpi_numel(p->shape, 0, p->shard_dim);
-    int64_t inner = fsdpi_numel(p->shape, p->shard_dim + 1, p->ndim);
-    int num = 0;
-    for (int k = 0; k < layout->world; k++) {
-        fsdp_range range = fsdpi_range(p->shape[p->shard_dim], layout->world, k);
-        int64_t width = range.count * inner;
-        if (width == 0) continue;
-        fsdp_block b = {stage + k * pitch,
-                        p->full_offset + range.start * inner,
-                        width,
-                        outer,
-                        width,
-                        p->shape[p->shard_dim] * inner};
-        if (out) out[num] = b;
-        num++;
-    }
-    return num;
-}
-
-FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
-                                        fsdp_seg *segs, fsdp_block *blocks) {
-    if (!layout || count < 0 || (count > 0 && !params)) return FSDP_ERR_INVALID_ARG;
-    if (layout->world < 1 || layout->rank < 0 || layout->rank >= layout->world)
-        return FSDP_ERR_INVALID_ARG;
-    int64_t direct = 0, packed = 0; // elements of one rank's shards so far
-    int num_segs = 0, num_blocks = 0;
-    for (int i = 0; i < count; i++) {
-        fsdp_status status = fsdpi_layout_param(layout, &params[i]);
-        if (status) return status;
-    }
-    fsdp_layout_param *only = fsdpi_layout_pack_of_one(params, count);
-    for (int i = 0; i < count; i++) {
-        int64_t *sum = params[i].direct ? &direct : &packed;
-        params[i].shard_offset = *sum;
-        *sum += params[i].shard_numel;
-        if (*sum > FSDPI_NUMEL_MAX / 4 / layout->world) return FSDP_ERR_INVALID_ARG;
-    }
-    layout->shard_numel = direct + packed;
-    layout->packed_numel = only ? 0 : packed;
-    int64_t gathered = layout->full_base + layout->world * layout->shard_numel;
-    int64_t stage = layout->full_base + layout->world * direct;
-    int64_t final_base = layout->final_base ? layout->final_base
-                                            : fsdpi_align_up(gathered, FSDP_ALIGN_NUMEL);
-    int64_t final = final_base;
-    for (int i = 0; i < count; i++) {
-        fsdp_layout_param *p = &params[i];
-        if (p->direct) {
-            fsdp_seg seg = {layout->shard_base + p->shard_offset,
-                            layout->full_base + layout->world * p->shard_offset, p->shard_numel};
-            p->full_offset = seg.full;
-            if (segs) segs[num_segs] = seg;
-            num_segs++;
-            p->shard_offset = seg.shard;
-            continue;
-        }
-        int64_t in_pack = p->shard_offset;
-        p->shard_offset += layout->shard_base + direct;
-        if (p == only) {
-            p->full_offset = stage;
-            p->direct = 1;
-            continue;
-        }
-        p->full_offset = p->shard_numel > 0 ? final : layout->full_base; // inside the slot
-        final = fsdpi_align_up(final + layout->world * p->shard_numel, FSDP_ALIGN_NUMEL);
-        num_blocks += fsdpi_layout_blocks(layout, p, stage + in_pack, packed,
-                                          blocks ? blocks + num_blocks : NULL);
-    }
-    if (packed > 0) {
-        fsdp_seg seg = {layout->shard_base + direct, stage, packed};
-        if (segs) segs[num_segs] = seg;
-        num_segs++;
-    }
-    layout->final_numel = final - final_base;
-    layout->slot_end = final > final_base ? final : gathered;
-    layout->num_segs = num_segs;
-    layout->num_blocks = num_blocks;
-    return FSDP_OK;
 }
 
 #ifdef __cplusplus

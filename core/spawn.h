@@ -1,13 +1,8 @@
-/* fsdp_spawn.h - the implementation of fsdp_spawn: ranks that a program starts itself
+/* core/spawn.h - ranks that a program starts itself: fsdp_spawn
 
-   Part of fsdp.h's implementation, which includes this file; fsdp_spawn is declared and documented
-   there. It works with every backend whose ranks find each other by the job's name.
+   A part of fsdp.h, which includes it.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
-
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_SPAWN_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
-#define FSDP_SPAWN_IMPLEMENTED
 
 // Processes report the result of fn through a pipe, in
 // records that are written whole; a rank reports before it aborts its world, so that the first
@@ -16,10 +11,6 @@
 #include <errno.h> // errno
 #include <fcntl.h> // fcntl, FD_CLOEXEC
 #include <poll.h>  // poll
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 extern char *fsdpi_strsignal(int sig) __asm__("strsignal");
 
@@ -247,8 +238,3 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     if (status || !s.first.status) return status;
     return fsdpi_fail(NULL, (fsdp_status)s.first.status, "fsdp_spawn: %s", s.first.text);
 }
-
-#ifdef __cplusplus
-}
-#endif
-#endif // FSDP_IMPLEMENTATION

@@ -1,17 +1,9 @@
-/* backends/fsdp_launch.h - who am I, and where do we meet: rank, size, the job's name and the
+/* core/launch.h - who am I, and where do we meet: rank, size, the job's name and the
    store's address from a launcher's environment
 
-   Included by fsdp.h, which it is a part of.
+   A part of fsdp.h, which includes it.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
-
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_LAUNCH_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
-#define FSDP_LAUNCH_IMPLEMENTED
-
-#ifdef __cplusplus
-extern "C" {
-#endif
 
 // NULL: not set, or empty.
 static const char *fsdpi_env(const char *name) {
@@ -247,8 +239,3 @@ static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
         w, FSDP_ERR_INVALID_ARG,
         "environment variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
 }
-
-#ifdef __cplusplus
-}
-#endif
-#endif

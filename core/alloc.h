@@ -1,0 +1,95 @@
+/* core/alloc.h - host memory, of a world and of a model
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: host memory. Every block is zero-filled, aligned to 64 bytes, and remembers its size, so
+// that the allocator of the desc gets back what it gave.
+
+#define FSDPI_ALIGN 64
+
+static void *fsdpi_libc_alloc(size_t size, size_t align, void *user) {
+    (void)user;
+    char *raw = (char *)malloc(size + align + sizeof(void *)); // strict C99 hides posix_memalign
+    if (!raw) return NULL;
+    uintptr_t at = ((uintptr_t)raw + sizeof(void *) + align - 1) & ~(uintptr_t)(align - 1);
+    memcpy((char *)at - sizeof raw, &raw, sizeof raw);
+    return (char *)at;
+}
+
+static void fsdpi_libc_free(void *ptr, size_t size, void *user) {
+    void *raw;
+    (void)size, (void)user;
+    memcpy(&raw, (char *)ptr - sizeof raw, sizeof raw);
+    free(raw);
+}
+
+static void *fsdpi_alloc(const fsdp_allocator *a, size_t size) {
+    if (size > SIZE_MAX - 2 * FSDPI_ALIGN) return NULL;
+    size += FSDPI_ALIGN;
+    char *raw = (char *)a->alloc(size, FSDPI_ALIGN, a->user);
+    if (!raw) return NULL;
+    memset(raw, 0, size);
+    memcpy(raw, &size, sizeof size);
+    return raw + FSDPI_ALIGN;
+}
+
+static size_t fsdpi_alloc_size(const void *ptr) {
+    size_t size;
+    memcpy(&size, (const char *)ptr - FSDPI_ALIGN, sizeof size);
+    return size;
+}
+
+static FSDPI_NOINLINE void fsdpi_free(const fsdp_allocator *a, void *ptr) {
+    if (ptr) a->free((char *)ptr - FSDPI_ALIGN, fsdpi_alloc_size(ptr), a->user);
+}
+
+static void *fsdpi_model_alloc(fsdp_model *m, size_t size) {
+    void *ptr = fsdpi_alloc(&m->world->boot.allocator, size);
+    if (!ptr) return NULL;
+    m->host_bytes += (int64_t)fsdpi_alloc_size(ptr);
+    m->counters.allocations++;
+    return ptr;
+}
+
+static FSDPI_NOINLINE void fsdpi_model_free(fsdp_model *m, void *ptr) {
+    if (!ptr) return;
+    m->host_bytes -= (int64_t)fsdpi_alloc_size(ptr);
+    fsdpi_free(&m->world->boot.allocator, ptr);
+}
+
+// Room for one more element; the array may move. On failure nothing changes.
+static int fsdpi_grow(fsdp_model *m, void **array, int count, int *cap, size_t size) {
+    if (count < *cap) return 1;
+    int wanted = *cap ? 2 * *cap : 8;
+    void *bigger = fsdpi_model_alloc(m, (size_t)wanted * size);
+    if (!bigger) return 0;
+    if (count) memcpy(bigger, *array, (size_t)count * size);
+    fsdpi_model_free(m, *array);
+    *array = bigger;
+    *cap = wanted;
+    return 1;
+}
+
+static FSDPI_UNUSED fsdp_status fsdpi_model_own(fsdp_model *m, void *object,
+                                                void (*destroy)(void *object)) {
+    fsdpi_owned *entry = (fsdpi_owned *)fsdpi_model_alloc(m, sizeof *entry);
+    if (!entry)
+        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no memory for an extension's object");
+    entry->object = object;
+    entry->destroy = destroy;
+    entry->next = m->owned;
+    m->owned = entry;
+    return FSDP_OK;
+}
+
+static FSDPI_UNUSED void fsdpi_model_disown(fsdp_model *m, void *object) {
+    for (fsdpi_owned **at = &m->owned; *at; at = &(*at)->next) {
+        if ((*at)->object != object) continue;
+        fsdpi_owned *entry = *at;
+        *at = entry->next;
+        fsdpi_model_free(m, entry);
+        return;
+    }
+}

@@ -1,0 +1,70 @@
+/* core/comm.h - compiled-in backends, and the one place that turns an op record into a collective
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+/* The one with this name; NULL: the first one that can serve the job, on the device of the very
+   first, since a program does not move to GPUs by itself. The last entry: there is none. */
+static const fsdpi_backend *fsdpi_find_backend(const char *name, int is_spread) {
+    const fsdpi_backend *first = fsdpi_backends, *b = first;
+    while (b->name && (name ? strcmp(name, b->name) != 0
+                            : (is_spread && b->one_host) || b->device_ops != first->device_ops))
+        b++;
+    return b;
+}
+
+// A function of the user's has failed inside an op: the world cannot go on.
+static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status result) {
+    char text[FSDPI_TEXT];
+    snprintf(text, sizeof text,
+             "rank %d: your function for %s (%s) of unit '%s' returned %d (%s), expected FSDP_OK",
+             w->rank, fsdp_op_name(op->kind), fsdp_label_name(op->label), op->what, (int)result,
+             fsdp_status_name(result));
+    int fatal = result > FSDP_ERR_INVALID_STATE && result <= FSDP_ERR_INTERNAL;
+    return fsdpi_world_fail(w, fatal ? result : FSDP_ERR_ABORTED, text);
+}
+
+static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
+    int gather = op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER;
+    if (!op->unit || (!gather && op->kind != FSDP_OP_REDUCE_SCATTER)) return NULL;
+    *user = op->unit->custom_user[!gather];
+    return op->unit->custom[!gather];
+}
+
+static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *stream) {
+    fsdp_coll c;
+    memset(&c, 0, sizeof c);
+    c.kind = op->kind;
+    c.dtype = op->dtype;
+    c.out_dtype = op->out_dtype;
+    c.redop = op->redop;
+    c.in_place = op->in_place;
+    c.accumulate = op->accumulate;
+    c.label = op->label;
+    c.state = op->state;
+    c.scale = op->scale;
+    c.root = op->root;
+    c.segs = (const fsdp_seg *)op->list;
+    c.num_segs = op->list_count;
+    c.count = op->count;
+    c.src = op->src_ptr;
+    c.dst = op->dst_ptr;
+    c.seq = op->seq;
+    c.what = op->what;
+    c.stream = stream;
+    // What all ranks must agree on. seq is left out: ranks may differ in purely local ops.
+    uint64_t h = fsdpi_hash(op->kind,
+                            ((uint64_t)op->dtype << 40) | ((uint64_t)op->out_dtype << 32) |
+                                ((uint64_t)op->redop << 24) | ((uint64_t)op->label << 16) |
+                                ((uint64_t)op->state << 8) | op->accumulate);
+    h = fsdpi_hash(fsdpi_hash(h, op->count), (uint64_t)(uint32_t)op->root);
+    c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->what_hash), op->step);
+    void *user;
+    fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
+    fsdp_status status = custom ? custom(user, w->comm_ops, op->comm, &c)
+                                : w->comm_ops->run(op->comm, &c);
+    const char *text = status ? w->comm_ops->error_text(op->comm) : "";
+    if (status && custom && !*text) return fsdpi_user_fail(w, op, status);
+    return status ? fsdpi_world_fail(w, status, text) : FSDP_OK;
+}

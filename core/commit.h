@@ -1,0 +1,408 @@
+/* core/commit.h - the flat blocks of the model and the lists of the units
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: the flat blocks of the model and the lists of the units, made once, when all units are
+// known.
+
+// Where each unit lies in the flat blocks: trainables of all units, then frozen ones; counts of
+// users behind the gradients.
+static void fsdpi_place_units(fsdp_model *m) {
+    for (int d = 0; d < FSDP_DTYPE_COUNT; d++)
+        m->flats[d].train_numel = m->flats[d].numel = m->flats[d].grad_numel = 0;
+    for (int trainable = 1; trainable >= 0; trainable--) {
+        for (int i = 0; i < m->num_units; i++) {
+            fsdp_unit *u = m->units[i];
+            for (int k = 0; k < u->num_parts; k++) {
+                fsdpi_flat_block *flat = fsdpi_flat_of(u, &u->parts[k]);
+                fsdpi_list *list = trainable ? &u->parts[k].train : &u->parts[k].frozen;
+                list->base = flat->numel;
+                flat->numel += fsdpi_align_up(list->shard_numel, FSDP_ALIGN_NUMEL);
+                if (trainable) flat->train_numel = flat->grad_numel = flat->numel;
+            }
+        }
+    }
+    for (int i = 0; i < m->num_units; i++) {
+        fsdp_unit *u = m->units[i];
+        fsdpi_flat_block *flat = fsdpi_flat_of(u, &u->parts[u->users_part]);
+        u->users_base = flat->grad_numel;
+        if (fsdpi_ranks(u) > 1) flat->grad_numel += u->num_train;
+    }
+}
+
+// One row of width elements, from src to dst.
+static fsdp_block fsdpi_run(int64_t src, int64_t dst, int64_t width) {
+    fsdp_block b = {src, dst, width, 1, width, width};
+    return b;
+}
+
+static void fsdpi_add_block(fsdpi_work *work, fsdp_block block) {
+    work->blocks[work->num++] = block;
+    work->count += (uint64_t)(block.width * block.height);
+}
+
+// Of lists that the layout has made.
+static void fsdpi_count(fsdpi_work *work) {
+    work->count = 0;
+    for (int i = 0; i < work->num; i++)
+        work->count += (uint64_t)(work->blocks ? work->blocks[i].width * work->blocks[i].height
+                                               : work->segs[i].count);
+}
+
+// Lists of a part that need offsets in the flat blocks or another form than the layout's.
+static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gather) {
+    int world = fsdpi_shards(u), rank = u->info.shard_mesh_rank;
+    int64_t to_rin = world * part->reduce - part->grad, numel = part->train.shard_numel;
+    for (int i = 0; i < part->num_gather && !part->extended; i++) {
+        fsdp_seg s = gather[i];
+        fsdpi_add_block(&part->copy_in, fsdpi_run(s.shard, s.full + rank * s.count, s.count));
+    }
+    for (int i = 0; i < part->chunk_cat.num; i++) { // the layout's blocks, from right to left
+        fsdp_block b = part->chunk_cat.blocks[i];
+        fsdp_block reversed = {b.dst, b.src, b.width, b.height, b.dst_pitch, b.src_pitch};
+        part->chunk_cat.blocks[i] = reversed;
+        reversed.dst += to_rin;
+        fsdpi_add_block(&part->acc, reversed);
+    }
+    fsdpi_count(&part->chunk_cat);
+    fsdpi_count(&part->copy_out);
+    for (int i = 0; i < u->num_params; i++) {
+        const fsdpi_param *p = &u->params[i];
+        if (!p->requires_grad || fsdpi_part_of(u, p) != part) continue;
+        if (p->lay.direct)
+            fsdpi_add_block(&part->acc, fsdpi_run(p->grad_offset, p->grad_offset + to_rin,
+                                                  world * p->lay.shard_numel));
+        else u->pad_rin |= p->lay.shard_dim > 0 && p->lay.shape[p->lay.shard_dim] % world != 0;
+    }
+    fsdpi_add_block(&part->red_out, fsdpi_run(part->reduce, part->train.base, numel));
+    fsdpi_add_block(&part->rescale, fsdpi_run(part->train.base, part->train.base, numel));
+    if (fsdpi_ranks(u) > 1 && part == &u->parts[u->users_part]) { // the counts of users behind them
+        fsdpi_add_block(&part->red_out, fsdpi_run(u->train_numel, u->users_base, u->num_train));
+        fsdpi_add_block(&part->rescale, fsdpi_run(u->users_base, u->users_base, u->num_train));
+    }
+}
+
+// Segments of the reduction, to the flat block and to the reduce output, with the counts of users.
+static void fsdpi_reduce_lists(fsdp_unit *u) {
+    int num = u->reduce_scatter.num, world = fsdpi_shards(u);
+    for (int i = 0; i < num; i++) {
+        fsdp_seg s = u->reduce_scatter.segs[i];
+        s.shard = s.full / world; // segment by segment, the full side is `world` times as long
+        u->to_rout.segs[i] = s;
+    }
+    if (fsdpi_ranks(u) > 1 && u->num_train > 0) {
+        fsdp_seg counts = {u->users_base, u->users_offset, u->num_train};
+        fsdp_block rows = {0, u->users_offset, u->num_train, world, 0, u->num_train};
+        u->reduce_scatter.segs[num] = counts;
+        counts.shard = u->train_numel;
+        u->to_rout.segs[num++] = counts;
+        fsdpi_add_block(&u->users, rows);
+    }
+    u->to_rout.num = u->reduce_scatter.num = num;
+    fsdpi_count(&u->to_rout);
+    fsdpi_count(&u->reduce_scatter);
+    fsdpi_add_block(&u->partial, fsdpi_run(0, 0, u->reduce_numel / world));
+}
+
+// 1/n of each gathered parameter where it lies, for reshard_after_forward = n.
+static void fsdpi_slice_lists(fsdp_unit *u) {
+    int64_t at = 0, bytes = u->gather_dtype == FSDP_U8;
+    for (int i = 0; i < u->num_params && u->slices; i++) {
+        const fsdpi_param *p = &u->params[i];
+        int64_t size = bytes ? fsdpi_bytes(1, fsdpi_part_of(u, p)->param_dtype) : 1;
+        int64_t count = fsdpi_shards(u) / u->slices * p->lay.shard_numel * size;
+        int64_t full = p->lay.full_offset * size, me = u->info.shard_mesh_rank % u->slices;
+        fsdp_seg s = {at, full, count};
+        u->slice_gather.segs[u->slice_gather.num++] = s;
+        fsdpi_add_block(&u->slice_copy, fsdpi_run(full + me * count, at, count));
+        at += count;
+    }
+    fsdpi_count(&u->slice_gather);
+}
+
+// All works of a unit: first those of segments, then those of blocks, part after part, each with
+// room for what its list may need. With `at` they are placed there. Returns the bytes of all.
+enum { FSDPI_SEG_WORKS = 4, FSDPI_PART_WORKS = 6 };
+static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
+    size_t params = (size_t)u->num_params, segs = params + 2 * (size_t)u->num_parts + 1, bytes = 0;
+    fsdpi_work *with_segs[FSDPI_SEG_WORKS] = {&u->all_gather, &u->slice_gather, &u->reduce_scatter,
+                                              &u->to_rout};
+    for (int i = 0; i < u->num_params; i++) segs += (size_t)u->params[i].num_strings;
+    for (int i = 0; i < FSDPI_SEG_WORKS; i++, bytes += segs * sizeof(fsdp_seg))
+        if (at) with_segs[i]->segs = (fsdp_seg *)(void *)(at + bytes);
+    fsdpi_work *whole[3] = {&u->slice_copy, &u->partial, &u->users};
+    for (int i = 0; i < 3; i++, bytes += (params + 1) * sizeof(fsdp_block))
+        if (at) whole[i]->blocks = (fsdp_block *)(void *)(at + bytes);
+    for (int k = 0; k < u->num_parts; k++) {
+        fsdpi_part *part = &u->parts[k];
+        size_t out = (size_t)part->copy_out.num, cat = (size_t)part->chunk_cat.num;
+        size_t rooms[FSDPI_PART_WORKS] = {segs, out, cat, cat + params, 2, 2};
+        fsdpi_work *works[FSDPI_PART_WORKS] = {&part->copy_in, &part->copy_out, &part->chunk_cat,
+                                               &part->acc,     &part->red_out,  &part->rescale};
+        for (int i = 0; i < FSDPI_PART_WORKS; bytes += rooms[i++] * sizeof(fsdp_block))
+            if (at) works[i]->blocks = (fsdp_block *)(void *)(at + bytes);
+    }
+    return bytes;
+}
+
+// Host memory that copies of the device read in their stream's order.
+static size_t fsdpi_flags_bytes(const fsdp_unit *u) { return 2 * (size_t)u->num_train * 8; }
+
+static fsdp_status fsdpi_flags_new(fsdp_unit *u) {
+    fsdp_world *w = u->model->world;
+    size_t bytes = fsdpi_flags_bytes(u);
+    void *flags = NULL;
+    if (bytes == 0) return FSDP_OK;
+    fsdp_status status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, bytes, &flags);
+    if (status)
+        return fsdpi_fail(w, status, "commit: no memory for the flags of unit '%s': %s", u->name,
+                          fsdpi_device_text(w, status));
+    u->flags = (char *)flags;
+    u->wide_flags = u->flags + bytes / 2;
+    u->model->host_bytes += (int64_t)bytes;
+    return FSDP_OK;
+}
+
+static void fsdpi_flags_free(fsdp_unit *u) {
+    fsdp_world *w = u->model->world;
+    if (!u->flags) return;
+    w->device_ops->free(w->device, FSDP_MEMORY_PINNED, u->flags, fsdpi_flags_bytes(u));
+    u->model->host_bytes -= (int64_t)fsdpi_flags_bytes(u);
+    u->flags = u->wide_flags = NULL;
+}
+
+static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
+    fsdp_model *m = u->model;
+    char *at = (char *)fsdpi_model_alloc(m, fsdpi_place_lists(u, NULL));
+    if (!at)
+        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
+                          "commit: no memory for the lists of unit '%s'", u->name);
+    u->lists = at;
+    u->flags_read = 0;
+    (void)fsdpi_place_lists(u, at);
+    fsdp_status status = fsdpi_flags_new(u);
+    if (status) return status;
+    (void)fsdpi_unit_layout(u, tmp);
+    fsdp_seg *gather = u->all_gather.segs;
+    for (int k = 0; k < u->num_parts; k++) {
+        fsdpi_part *part = &u->parts[k];
+        int bytes = u->gather_dtype == FSDP_U8 && !part->extended; // elements -> bytes
+        fsdpi_part_lists(u, part, gather);
+        for (int i = 0; i < part->num_gather; i++, gather++) {
+            gather->full *= bytes ? fsdpi_bytes(1, part->param_dtype) : 1;
+            gather->count *= bytes ? fsdpi_bytes(1, part->param_dtype) : 1;
+        }
+    }
+    fsdpi_reduce_lists(u);
+    fsdpi_slice_lists(u);
+    for (int i = 0; i < u->num_params; i++) u->params[i].flag = 0;
+    fsdpi_count(&u->all_gather);
+    return FSDP_OK;
+}
+
+// What a unit is before fsdpi_unit_build: sizes measured, no lists.
+static void fsdpi_unit_unbuild(fsdp_unit *u) {
+    static const fsdpi_work none = {NULL, NULL, 0, 0};
+    for (int k = 0; k < u->num_parts; k++) {
+        fsdpi_part *part = &u->parts[k];
+        part->copy_in = part->acc = part->red_out = part->rescale = none;
+        part->copy_out.blocks = part->chunk_cat.blocks = NULL;
+        part->copy_out.count = part->chunk_cat.count = 0;
+    }
+    u->all_gather = u->slice_gather = u->reduce_scatter = u->to_rout = none;
+    u->slice_copy = u->partial = u->users = none;
+    u->lists = u->flags = u->wide_flags = NULL;
+    u->pad_rin = 0;
+}
+
+// The counts of users lie behind the shard gradients; a copy of them where the host cannot look.
+static fsdp_status fsdpi_users_new(fsdp_model *m, fsdp_dtype dtype) {
+    fsdpi_flat_block *flat = &m->flats[dtype];
+    fsdp_dtype grad = fsdpi_grad_dtype(m, dtype);
+    size_t bytes = (size_t)fsdpi_bytes(flat->grad_numel - flat->train_numel, grad);
+    if (m->dry) return FSDP_OK;
+    if (fsdpi_is_readable(m->world, flat->grad))
+        flat->users = flat->grad->ptr + fsdpi_bytes(flat->train_numel, grad);
+    else flat->users = (char *)fsdpi_model_alloc(m, bytes + 1);
+    if (flat->users) return FSDP_OK;
+    return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory for counts of users");
+}
+
+static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
+    fsdp_status status = FSDP_OK;
+    for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
+        fsdpi_flat_block *flat = &m->flats[d];
+        if (flat->numel > 0)
+            status = fsdpi_buf_new(m, FSDP_POOL_SHARD, (size_t)fsdpi_bytes(flat->numel, d),
+                                   &flat->shard);
+        if (!status && flat->grad_numel > 0)
+            status = fsdpi_buf_new(m, FSDP_POOL_SGRAD,
+                                   (size_t)fsdpi_bytes(flat->grad_numel, fsdpi_grad_dtype(m, d)),
+                                   &flat->grad);
+        if (!status && flat->grad) status = fsdpi_users_new(m, d);
+    }
+    return status;
+}
+
+static void fsdpi_users_free(fsdp_model *m, fsdpi_flat_block *flat, const fsdp_buf *grad) {
+    if (grad && !fsdpi_is_readable(m->world, grad)) fsdpi_model_free(m, flat->users);
+    flat->users = NULL;
+}
+
+static void fsdpi_blocks_free(fsdp_model *m) {
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        fsdpi_users_free(m, &m->flats[d], m->flats[d].grad);
+        fsdpi_buf_free(m, m->flats[d].shard);
+        fsdpi_buf_free(m, m->flats[d].grad);
+        m->flats[d].shard = m->flats[d].grad = NULL;
+    }
+    fsdpi_buf_free(m, m->scalar);
+    fsdpi_buf_free(m, m->full_scratch);
+    fsdpi_model_free(m, m->full_copy);
+    m->scalar = m->full_scratch = NULL;
+    m->norm_type = 0;
+    m->full_copy = NULL;
+}
+
+// A unit whose parameters are all empty still needs an address to point at.
+static void fsdpi_need_blocks(fsdp_model *m) {
+    for (int i = 0; i < m->num_units; i++) {
+        for (int k = 0; k < m->units[i]->num_parts; k++) {
+            const fsdpi_part *part = &m->units[i]->parts[k];
+            fsdpi_flat_block *flat = fsdpi_flat_of(m->units[i], part);
+            if (flat->numel == 0) flat->numel = FSDP_ALIGN_NUMEL;
+            if (part->num_train && flat->grad_numel == 0) flat->grad_numel = FSDP_ALIGN_NUMEL;
+        }
+    }
+}
+
+static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
+    int most = 1;
+    for (int i = 0; i < m->num_units; i++)
+        if (m->units[i]->num_params > most) most = m->units[i]->num_params;
+    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)most * sizeof *tmp);
+    if (!tmp) return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_build(m->units[i], tmp);
+    fsdpi_model_free(m, tmp);
+    m->norm_blocks = (fsdp_block *)fsdpi_model_alloc(m, 2 * (size_t)m->num_params *
+                                                            sizeof *m->norm_blocks);
+    if (!status && !m->norm_blocks)
+        status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
+    return status;
+}
+
+static void fsdpi_uncommit(fsdp_model *m) {
+    for (int i = 0; i < m->num_units; i++) {
+        fsdpi_model_free(m, m->units[i]->lists);
+        fsdpi_flags_free(m->units[i]);
+        fsdpi_unit_unbuild(m->units[i]);
+    }
+    fsdpi_model_free(m, m->norm_blocks);
+    m->norm_blocks = NULL;
+    fsdpi_blocks_free(m);
+}
+
+static void fsdpi_old_free(fsdp_model *m) {
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        fsdpi_buf_free(m, m->flats[d].old_shard);
+        fsdpi_buf_free(m, m->flats[d].old_grad);
+        m->flats[d].old_shard = m->flats[d].old_grad = NULL;
+    }
+}
+
+static fsdp_status fsdpi_move_one(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *from, fsdp_buf *to,
+                                  fsdp_dtype dtype, fsdp_block *block) {
+    fsdpi_work work = {block, NULL, 1, (uint64_t)p->lay.shard_numel};
+    fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_MOVE, FSDP_STREAM_COMPUTE);
+    *block = fsdpi_run(p->old_offset, p->lay.shard_offset, p->lay.shard_numel);
+    return fsdpi_emit_work(u->model, &op, from, dtype, to, dtype, &work);
+}
+
+// From the layout before fsdp_set_requires_grad to the new one.
+static fsdp_status fsdpi_move(fsdp_model *m) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < m->num_units; i++) {
+        fsdp_unit *u = m->units[i];
+        u->grad_is_zero = !u->has_grad; // new blocks are
+        for (int k = 0; k < u->num_params && !status; k++) {
+            fsdpi_param *p = &u->params[k];
+            const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
+            fsdp_block *block = &m->norm_blocks[p->ordinal];
+            if (!flat->old_shard) continue;
+            status = fsdpi_move_one(u, p, flat->old_shard, flat->shard, p->dtype, block);
+            p->has_grad &= (uint8_t)p->requires_grad;
+            if (!status && u->has_grad && p->has_grad)
+                status = fsdpi_move_one(u, p, flat->old_grad, flat->grad,
+                                        fsdpi_grad_dtype(m, p->dtype), block);
+        }
+    }
+    if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+    fsdpi_old_free(m);
+    return status;
+}
+
+static fsdp_status fsdpi_commit(fsdp_model *m) {
+    fsdp_status status = fsdpi_failed(m->world);
+    if (status || m->committed) return status;
+    if (m->num_units == 0)
+        return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,
+                          "commit: the model has no units: call fsdp_fully_shard first");
+    fsdpi_place_units(m);
+    fsdpi_need_blocks(m);
+    for (int i = 0; i < m->num_classes; i++) m->classes[i].ahead = 0; // of a layout before
+    for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_classes(m->units[i]);
+    if (status) status = fsdpi_fail(m->world, status, "commit: no memory");
+    if (!status && !m->dry) status = fsdpi_commit_tables(m);
+    if (!status) status = fsdpi_blocks_new(m);
+    if (!status) status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, sizeof(double), &m->scalar);
+    if (!status && !m->dry) status = fsdpi_move(m);
+    if (status) {
+        fsdpi_uncommit(m);
+        return fsdpi_model_fail(m, status);
+    }
+    m->committed = 1;
+    m->layout++;
+    return FSDP_OK;
+}
+
+/* Take the layout back, because a parameter was frozen or thawed: the next commit makes another and
+   moves what the blocks hold. The slots go too, since their sizes change. */
+static fsdp_status fsdpi_unsettle(fsdp_model *m) {
+    fsdp_status status = FSDP_OK;
+    fsdpi_drain(m->world);
+    for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_do_reshard(m->units[i]);
+    if (status) return status;
+    fsdpi_drain(m->world);
+    for (int i = 0; i < m->num_units; i++)
+        for (int k = 0; k < m->units[i]->num_params; k++)
+            m->units[i]->params[k].old_offset = m->units[i]->params[k].lay.shard_offset;
+    for (int i = 0; i < m->num_classes; i++)
+        while (m->classes[i].count) fsdpi_buf_free(m, m->classes[i].slots[--m->classes[i].count]);
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        fsdpi_users_free(m, &m->flats[d], m->flats[d].grad);
+        m->flats[d].old_shard = m->flats[d].shard;
+        m->flats[d].old_grad = m->flats[d].grad;
+        m->flats[d].shard = m->flats[d].grad = NULL;
+    }
+    fsdpi_uncommit(m);
+    m->committed = 0;
+    return FSDP_OK;
+}
+
+// Free everything of a model. For a prediction's copy: what the dry run has counted.
+static void fsdpi_model_free_buffers(fsdp_model *m) {
+    for (int i = 0; i < m->num_classes; i++) {
+        for (int k = 0; k < m->classes[i].count; k++) fsdpi_buf_free(m, m->classes[i].slots[k]);
+        fsdpi_model_free(m, m->classes[i].slots);
+    }
+    fsdpi_blocks_free(m);
+    fsdpi_old_free(m);
+    fsdpi_model_free(m, m->classes);
+    fsdpi_model_free(m, m->order);
+    if (m->undefined)
+        m->world->device_ops->free(m->world->device, FSDP_MEMORY_DEVICE, m->undefined,
+                                   m->undefined_bytes);
+}

@@ -1,0 +1,127 @@
+/* core/error.h - error texts, and the way out for every message
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: error texts and the way out for every message. Invariant: the first failure of a world
+// stays; later calls return it. The only writable static is a thread's text for failures without a
+// world.
+
+static __thread char fsdpi_thread_error[FSDPI_TEXT];
+
+static void fsdpi_stderr_log(int level, fsdp_status code, int rank, const char *text, void *user) {
+    (void)level, (void)code, (void)user;
+    if (rank >= 0) fprintf(stderr, "[fsdp r%d] %s\n", rank, text);
+    else fprintf(stderr, "[fsdp] %s\n", text);
+}
+
+static void fsdpi_log(const fsdp_world *w, int level, fsdp_status code, const char *text) {
+    if (w && level > w->log_level) return;
+    if (w) (w->boot.logger.log)(level, code, w->rank, text, w->boot.logger.user);
+    else fsdpi_stderr_log(level, code, -1, text, NULL);
+}
+
+static void fsdpi_set_error(fsdp_world *w, const char *text) {
+    snprintf(w ? w->error : fsdpi_thread_error, FSDPI_TEXT, "%s", text);
+}
+
+// Record and log a failure; the world goes on. Returns status.
+FSDP_PRINTF(3, 4)
+static fsdp_status fsdpi_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
+    char text[FSDPI_TEXT];
+    int used = w && w->rank >= 0 ? snprintf(text, sizeof text, "rank %d: ", w->rank) : 0;
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
+    va_end(args);
+    fsdpi_set_error(w, text);
+    fsdpi_log(w, FSDP_LOG_ERROR, status, text);
+    return status;
+}
+
+static fsdp_status fsdpi_null(fsdp_world *w, const char *what) {
+    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
+}
+
+// Abort the world with a finished text: sticky here, and told to the peers. The first failure
+// stays, and its text is there before its status can be seen.
+static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const char *text) {
+    fsdpi_lock(&w->fail_lock);
+    fsdp_status earlier = (fsdp_status)w->failed;
+    if (!earlier) {
+        snprintf(w->failure, sizeof w->failure, "%s", text);
+        FSDPI_STORE(&w->failed, (uint32_t)status);
+    }
+    fsdpi_unlock(&w->fail_lock);
+    if (earlier) return earlier;
+    fsdpi_log(w, FSDP_LOG_ERROR, status, text);
+    if (w->comm) w->comm_ops->abort(w->comm, status, text);
+    return status;
+}
+
+// A rank that cannot go on inside a collective call must not leave the others waiting.
+static fsdp_status fsdpi_fail_together(fsdp_world *w, fsdp_status status) {
+    return status == FSDP_OK || w->size == 1 ? status : fsdpi_world_fail(w, status, w->error);
+}
+
+// A device that does not end its work ends the world: frees leave memory alone from then on, and
+// fills leave it dirty.
+static fsdp_status fsdpi_fail_stuck(fsdp_world *w, fsdp_status status) {
+    return FSDPI_LOAD(&w->stuck) ? fsdpi_world_fail(w, status, w->error) : status;
+}
+
+static fsdp_status fsdpi_failed(const fsdp_world *w) { return (fsdp_status)FSDPI_LOAD(&w->failed); }
+
+/* Copies a desc into a zeroed struct of this header's size. An older program's struct is shorter:
+   its size says so, and its end canary is then the last thing in it. */
+static fsdp_status fsdpi_desc_read(fsdp_world *w, void *dst, const void *src, size_t size,
+                                   const char *what) {
+    uint32_t given, canary;
+    uint64_t end;
+    memset(dst, 0, size);
+    if (!src) return FSDP_OK;
+    memcpy(&given, src, sizeof given);
+    memcpy(&canary, (const char *)src + sizeof given, sizeof canary);
+    if (given == 0) given = (uint32_t)size;
+    if (given > size || given < 24)
+        return fsdpi_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "%s.size is %u, expected 0 or at most %u: zero the struct before filling it, and build "
+            "with the header of the library",
+            what, given, (unsigned)size);
+    memcpy(&end, (const char *)src + given - sizeof end, sizeof end);
+    if (canary || end)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "%s: a canary is not 0: zero the struct before filling it", what);
+    memcpy(dst, src, given - sizeof end);
+    return FSDP_OK;
+}
+
+#if defined(__GLIBC__)
+extern int fsdpi_backtrace(void **frames, int size) __asm__("backtrace");
+extern char **fsdpi_backtrace_symbols(void *const *frames, int size) __asm__("backtrace_symbols");
+#endif
+
+/* An invariant of the library does not hold: log "[Rank r]", the text and a backtrace, and abort
+   the world. Such a failure usually hits one rank only and would look like a time-out elsewhere.
+   Source: torch: _raise_assert_with_print. */
+static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char *where,
+                                                      const char *what) {
+    char text[FSDPI_TEXT];
+    snprintf(text, sizeof text, "[Rank %d] %s: %s does not hold", w->rank, where, what);
+#if defined(__GLIBC__)
+    void *frames[32];
+    int num = fsdpi_backtrace(frames, 32);
+    char **names = fsdpi_backtrace_symbols(frames, num);
+    for (int i = 0; names && i < num; i++)
+        fsdpi_log(w, FSDP_LOG_ERROR, FSDP_ERR_INTERNAL, names[i]);
+    free(names);
+#endif
+    return fsdpi_world_fail(w, FSDP_ERR_INTERNAL, text);
+}
+
+#ifndef FSDP_ASSERT
+#define FSDP_ASSERT(world, condition)                                                              \
+    ((condition) ? FSDP_OK : fsdpi_assert_failed((world), __func__, #condition))
+#endif

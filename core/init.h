@@ -1,0 +1,182 @@
+/* core/init.h - a world begins and ends; collectives on host data
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+static void fsdpi_world_messages(fsdp_world *w, const fsdp_world_desc *d) {
+    w->rank = d->world_size > 0 ? d->rank : -1; // -1: not known yet
+    w->log_level = d->log_level == FSDP_LOG_NONE ? 0 : d->log_level ? d->log_level : FSDP_LOG_WARN;
+    w->boot.logger = d->logger;
+    w->boot.log_level = w->log_level;
+    if (!d->logger.log) w->boot.logger.log = fsdpi_stderr_log;
+}
+
+static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_world **out) {
+    fsdp_status status = fsdpi_world_resolve(early, d);
+    if (!status) status = fsdpi_job_name(early, d, early->job, sizeof early->job);
+    if (!status) status = fsdpi_store_name(early, d, early->store, sizeof early->store);
+    if (status) return status;
+    fsdp_world *w = (fsdp_world *)fsdpi_alloc(&d->allocator, sizeof *w);
+    if (!w) return fsdpi_fail(early, FSDP_ERR_OUT_OF_MEMORY, "fsdp_init: no memory");
+    memcpy(w->job, early->job, sizeof w->job);
+    memcpy(w->store, early->store, sizeof w->store);
+    fsdpi_world_messages(w, d);
+    w->boot.rank = w->rank;
+    w->size = w->boot.size = d->world_size;
+    w->boot.local_rank = d->local_rank;
+    w->boot.timeout_ns = (int64_t)d->timeout_ms * 1000000;
+    w->boot.stuck = &w->stuck;
+    w->boot.threads = d->threads;
+    w->boot.allocator = d->allocator;
+    w->boot.clock = d->clock;
+    w->boot.user = d->user;
+    w->boot.job = w->job;
+    w->boot.store = w->store;
+    status = fsdpi_world_choose(w, d);
+    if (!status) status = fsdpi_world_open_comm(w);
+    if (!status) status = fsdpi_world_open_device(w);
+    if (!status) status = fsdpi_world_open_streams(w, d->lanes);
+    if (status && w->comm) status = fsdpi_fail_together(w, status); // the others are in it, too
+    if (status) {
+        fsdpi_set_error(early, fsdp_last_error(w));
+        fsdpi_world_close(w);
+        return status;
+    }
+    *out = w;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
+    fsdp_world_desc d;
+    fsdp_world early; // speaks for the world until there is one
+    if (!world) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "fsdp_init: world is NULL");
+    *world = NULL;
+    fsdp_status status = fsdpi_desc_read(NULL, &d, desc, sizeof d, "fsdp_world_desc");
+    if (status) return status;
+    memset(&early, 0, sizeof early);
+    fsdpi_world_messages(&early, &d);
+    status = fsdpi_world_make(&early, &d, world);
+    if (status) fsdpi_set_error(NULL, early.error);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world) {
+    if (!world) return FSDP_OK;
+    fsdpi_drain(world);
+    while (world->models) {
+        fsdp_model *m = world->models;
+        world->models = m->next;
+        fsdpi_model_close(m);
+    }
+    while (world->meshes) {
+        fsdp_mesh *mesh = world->meshes;
+        world->meshes = mesh->next;
+        fsdpi_mesh_free(mesh);
+    }
+    fsdp_status failed = fsdpi_failed(world);
+    fsdpi_world_close(world);
+    return failed;
+}
+
+FSDP_API void fsdp_abort(fsdp_world *world, const char *why) {
+    char text[FSDPI_TEXT];
+    if (!world) return;
+    snprintf(text, sizeof text, "rank %d aborted the world: %s", world->rank,
+             why ? why : "no reason given");
+    (void)fsdpi_world_fail(world, FSDP_ERR_ABORTED, text);
+}
+
+FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
+    if (!world) return fsdpi_null(NULL, "set_stream");
+    fsdp_status status = fsdpi_failed(world);
+    if (status) return status;
+    if (world->mode != FSDPI_NATIVE)
+        return fsdpi_fail(world, FSDP_ERR_UNSUPPORTED, "set_stream: device %s has no streams",
+                          world->device_ops->name);
+    void **compute = &world->streams[FSDP_STREAM_COMPUTE];
+    if (!native) native = world->own_stream;
+    status = world->device_ops->record(world->device, *compute, world->fence);
+    if (!status) status = world->device_ops->wait(world->device, native, world->fence);
+    if (status) return fsdpi_device_fail(world, status, "ordering streams of");
+    *compute = native;
+    return FSDP_OK;
+}
+
+FSDP_API int fsdp_rank(const fsdp_world *world) { return world ? world->rank : -1; }
+FSDP_API int fsdp_world_size(const fsdp_world *world) { return world ? world->size : -1; }
+FSDP_API int fsdp_local_rank(const fsdp_world *world) {
+    return world ? world->boot.local_rank : -1;
+}
+FSDP_API const char *fsdp_last_error(const fsdp_world *world) {
+    if (!world) return fsdpi_thread_error;
+    return fsdpi_failed(world) ? world->failure : world->error;
+}
+
+static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
+    fsdp_op op;
+    memset(&op, 0, sizeof op);
+    op.kind = (uint8_t)kind;
+    op.what = what;
+    op.dtype = (uint8_t)dtype;
+    op.in_place = 1;
+    return op;
+}
+
+// Checks that collectives on host data share. *comm: NULL when there is nothing to do.
+static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data,
+                                   int64_t count, const char *what, fsdp_comm **comm) {
+    *comm = NULL;
+    if (!w) return fsdpi_null(NULL, what);
+    fsdp_status status = fsdpi_failed(w);
+    if (status) return status;
+    if (count < 0 || (count > 0 && !data))
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: count is %lld and data is %s", what,
+                          (long long)count, data ? "given" : "NULL");
+    if (mesh && (mesh->ndim != 1 || mesh->coord[0] < 0))
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: expected a 1-D mesh that this rank is in",
+                          what);
+    *comm = mesh ? mesh->gather_comm[0] : w->comm;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, void *data,
+                                     int64_t count, fsdp_dtype dtype, fsdp_redop op) {
+    fsdp_comm *comm;
+    fsdp_status status = fsdpi_host_call(world, mesh, data, count, "all_reduce", &comm);
+    if (status) return status;
+    if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM ||
+        op > FSDP_MIN)
+        return fsdpi_fail(world, FSDP_ERR_INVALID_ARG,
+                          "all_reduce: dtype %s and operation %d: expected f32 f64 f16 bf16 i32 or "
+                          "i64, and SUM MAX or MIN",
+                          fsdp_dtype_name(dtype), op);
+    if (!comm) return FSDP_OK;
+    fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_all_reduce", dtype);
+    record.redop = (uint8_t)op;
+    return fsdpi_host_collective(world, comm, &record, (char *)data, count);
+}
+
+FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, void *data,
+                                    int64_t nbytes, int root) {
+    fsdp_comm *comm;
+    fsdp_status status = fsdpi_host_call(world, mesh, data, nbytes, "broadcast", &comm);
+    if (status) return status;
+    int size = mesh ? mesh->shape[0] : world->size;
+    if (root < 0 || root >= size)
+        return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "broadcast: root is %d, expected 0..%d",
+                          root, size - 1);
+    if (!comm) return FSDP_OK;
+    fsdp_op record = fsdpi_host_op(FSDP_OP_BROADCAST, "fsdp_broadcast", FSDP_U8);
+    record.root = root;
+    return fsdpi_host_collective(world, comm, &record, (char *)data, nbytes);
+}
+
+FSDP_API fsdp_status fsdp_barrier(fsdp_world *world) {
+    fsdp_comm *comm;
+    int32_t one = 1;
+    fsdp_status status = fsdpi_host_call(world, NULL, &one, 1, "barrier", &comm);
+    if (status || !comm) return status;
+    fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_barrier", FSDP_I32);
+    return fsdpi_host_collective(world, comm, &record, (char *)&one, 1);
+}

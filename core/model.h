@@ -1,0 +1,110 @@
+/* core/model.h - a model begins and ends
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+static void fsdpi_model_close(fsdp_model *m) {
+    fsdp_world *w = m->world;
+    while (m->owned) {
+        fsdpi_owned *entry = m->owned;
+        m->owned = entry->next;
+        entry->destroy(entry->object);
+        fsdpi_model_free(m, entry);
+    }
+    fsdpi_model_free_buffers(m);
+    fsdpi_model_free(m, m->norm_blocks);
+    for (int i = 0; i < m->num_units; i++) {
+        fsdpi_flags_free(m->units[i]);
+        fsdpi_unit_free(m->units[i]);
+    }
+    fsdpi_model_free(m, m->units);
+    if (m->own_mesh) fsdpi_mesh_free(m->own_mesh);
+    fsdpi_free(&w->boot.allocator, m);
+}
+
+static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
+    fsdp_status status = fsdpi_dtypes_check(w, "model_create", "", d->param_dtype, d->reduce_dtype,
+                                            d->output_dtype);
+    if (!status && d->grad_dtype && !fsdp_dtype_is_float(d->grad_dtype))
+        status = fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                            "model_create: grad_dtype is %d, expected a floating dtype or KEEP",
+                            d->grad_dtype);
+    if (status) return status;
+    if (d->reshard_after_forward < FSDP_RESHARD_NEVER ||
+        d->implicit_prefetch < FSDP_PREFETCH_NEVER || d->implicit_prefetch > FSDP_PREFETCH_ALWAYS)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "model_create: reshard_after_forward is %d, implicit_prefetch %d: "
+                          "expected FSDP_RESHARD_* or n >= 2, and FSDP_PREFETCH_*",
+                          d->reshard_after_forward, d->implicit_prefetch);
+    if (d->direct_min < 0 || d->fill_bytes < 0 || d->prefetch_bytes < 0)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "model_create: direct_min %lld, fill_bytes %lld, prefetch_bytes %lld: "
+                          "expected sizes",
+                          (long long)d->direct_min, (long long)d->fill_bytes,
+                          (long long)d->prefetch_bytes);
+    if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)
+        d->reshard_after_forward = FSDP_RESHARD_ALWAYS;
+    if (d->direct_min == 0) d->direct_min = 65536;
+    if (d->fill_bytes == 0) d->fill_bytes = 16 << 20;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc *desc,
+                                       fsdp_model **model) {
+    fsdp_model_desc d;
+    if (!world || !model) return fsdpi_null(world, "model_create");
+    *model = NULL;
+    fsdp_status status = fsdpi_failed(world);
+    if (!status) status = fsdpi_desc_read(world, &d, desc, sizeof d, "fsdp_model_desc");
+    if (!status) status = fsdpi_model_check(world, &d);
+    if (status) return status;
+    fsdp_model *m = (fsdp_model *)fsdpi_alloc(&world->boot.allocator, sizeof *m);
+    if (!m) return fsdpi_fail(world, FSDP_ERR_OUT_OF_MEMORY, "model_create: no memory");
+    m->world = world;
+    m->desc = d;
+    m->grad_enabled = m->is_last_backward = 1;
+    m->host_bytes = (int64_t)sizeof *m;
+    if (!d.mesh && !d.mesh_info) {
+        fsdp_mesh_desc whole = FSDP_ZERO;
+        whole.ndim = 1;
+        whole.shape[0] = world->size;
+        status = fsdpi_mesh_make(world, &whole, &m->own_mesh);
+        if (!status) status = fsdpi_mesh_groups(m->own_mesh, 0);
+        m->desc.mesh = m->own_mesh;
+    }
+    if (!status)
+        status = fsdpi_resolve_mesh(world, m->desc.mesh, m->desc.mesh_info, NULL, &m->info);
+    if (status) {
+        fsdpi_model_close(m);
+        return status;
+    }
+    m->desc.mesh_info = NULL; // the caller's
+    if (m->info.shard_mesh_dim >= 0)
+        m->shard_reduce_comm = m->info.mesh->reduce_comm[m->info.shard_mesh_dim];
+    m->next = world->models;
+    world->models = m;
+    *model = m;
+    return FSDP_OK;
+}
+
+FSDP_API void fsdp_model_destroy(fsdp_model *model) {
+    if (!model) return;
+    fsdp_world *w = model->world;
+    fsdpi_drain(w);
+    for (fsdp_model **at = &w->models; *at; at = &(*at)->next) {
+        if (*at != model) continue;
+        *at = model->next;
+        break;
+    }
+    fsdpi_model_close(model);
+}
+
+FSDP_API fsdp_status fsdp_set_driver(fsdp_model *model, const fsdp_driver *driver) {
+    static const fsdp_driver none = {NULL, NULL, NULL};
+    if (!model) return fsdpi_null(NULL, "set_driver");
+    fsdp_status status = fsdpi_failed(model->world);
+    if (!status) status = fsdpi_remember(model, fsdpi_check_units(model, FSDP_CALL_PARAMS_CHANGED));
+    if (!status) model->driver = driver ? *driver : none;
+    return status;
+}

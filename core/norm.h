@@ -1,0 +1,142 @@
+/* core/norm.h - the norm of all gradients, and clipping
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Blocks of the gradients of one dtype; for the norm those that count: with units on meshes of
+// their own all ranks add up, and one replica speaks for the others.
+static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_block *out) {
+    int num = 0;
+    for (int i = 0; i < m->num_units; i++) {
+        const fsdp_unit *u = m->units[i];
+        int silent = !u->has_grad || (norm && m->mixed && u->info.replicate_mesh_rank > 0);
+        for (int k = 0; k < u->num_params && !silent; k++) {
+            const fsdpi_param *p = &u->params[k];
+            int64_t at = p->lay.shard_offset;
+            if (p->has_grad && p->dtype == dtype)
+                out[num++] = fsdpi_run(at, at, p->lay.local_numel);
+        }
+    }
+    return num;
+}
+
+// Sum (or maximum) of m->scalar over one group.
+static fsdp_status fsdpi_norm_reduce(fsdp_model *m, fsdp_comm *comm, int size) {
+    fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_ALL_REDUCE, FSDP_LABEL_CLIP, FSDP_STREAM_REDUCE);
+    fsdpi_work one = {NULL, NULL, 0, 1};
+    int is_max = !fsdpi_is_finite(m->norm_type);
+    fsdp_dtype dtype = is_max ? FSDP_I64 : FSDP_F64; // magnitudes are in the order of their bits
+    if (size == 1) return FSDP_OK;
+    op.redop = is_max ? FSDP_MAX : FSDP_SUM;
+    op.in_place = 1;
+    op.comm = comm;
+    op.group_size = size;
+    return fsdpi_emit_work(m, &op, m->scalar, dtype, m->scalar, dtype, &one);
+}
+
+// Of all gradients: the sum of |g|^p, or the maximum, to m->scalar. Nobody waits.
+static fsdp_status fsdpi_norm(fsdp_model *m) {
+    const fsdp_mesh *mesh = m->info.mesh;
+    fsdp_status status = FSDP_OK;
+    int num = 0, accumulate = 0;
+    for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
+        if (!m->flats[d].grad) continue;
+        fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_NORM, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE);
+        op.dtype = (uint8_t)fsdpi_grad_dtype(m, d);
+        op.out_dtype = FSDP_F64;
+        op.norm_type = m->norm_type;
+        op.accumulate = (uint8_t)accumulate;
+        op.list = m->norm_blocks + num;
+        op.list_count = (uint32_t)fsdpi_grad_blocks(m, d, 1, m->norm_blocks + num);
+        for (uint32_t i = 0; i < op.list_count; i++)
+            op.count += (uint64_t)m->norm_blocks[num++].width;
+        op.src = m->flats[d].grad;
+        op.dst = m->scalar;
+        op.src_ptr = op.src->ptr;
+        op.dst_ptr = op.dst->ptr;
+        status = fsdpi_emit(m, &op);
+        accumulate = 1;
+    }
+    if (!accumulate) // no trainable parameter at all
+        status = fsdpi_emit_fill(m, NULL, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE, m->scalar, FSDP_F64,
+                                 0, 1, 0);
+    if (!status && !m->mixed)
+        status = fsdpi_norm_reduce(m, m->shard_reduce_comm, m->info.shard_mesh_size);
+    else if (!status && fsdpi_mesh_numel(mesh) == m->world->size)
+        status = fsdpi_norm_reduce(m, m->world->reduce_comm, m->world->size);
+    else
+        for (int d = 0; d < mesh->ndim && !status; d++)
+            status = fsdpi_norm_reduce(m, mesh->reduce_comm[d], mesh->shape[d]);
+    return status ? status : fsdpi_emit_use(m, NULL, FSDP_LABEL_CLIP, m->scalar);
+}
+
+// All gradients are multiplied by what the device finds in m->scalar. A NaN makes them NaN, as
+// upstream, but not the padding between them.
+static fsdp_status fsdpi_clip(fsdp_model *m, double max_norm) {
+    fsdp_block *blocks = m->norm_blocks + m->num_params; // who keeps a step's records has both
+    fsdp_status status = FSDP_OK;
+    for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
+        if (!m->flats[d].grad) continue;
+        fsdpi_work work = {blocks, NULL, fsdpi_grad_blocks(m, d, 0, blocks), 0};
+        fsdpi_count(&work);
+        blocks += work.num;
+        fsdp_op op = fsdpi_op(m, NULL, FSDP_OP_COPY, FSDP_LABEL_CLIP, FSDP_STREAM_COMPUTE);
+        fsdp_dtype dtype = fsdpi_grad_dtype(m, d);
+        op.scale = max_norm;
+        op.norm_type = m->norm_type;
+        op.clip = (const double *)(const void *)m->scalar->ptr;
+        status = fsdpi_emit_work(m, &op, m->flats[d].grad, dtype, m->flats[d].grad, dtype, &work);
+    }
+    if (!status && m->desc.cpu_offload) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *desc, double *norm) {
+    fsdp_clip_desc d;
+    double total = 0;
+    fsdp_world *w = model ? model->world : NULL;
+    fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
+    if (!status && (!w || !desc)) status = fsdpi_null(w, "clip_grads");
+    if (!status) status = fsdpi_desc_read(w, &d, desc, sizeof d, "fsdp_clip_desc");
+    if (status) return status;
+    if (!fsdpi_is_nan(d.norm_type) && d.norm_type == 0) d.norm_type = 2;
+    if (!(d.max_norm > 0) || fsdpi_is_nan(d.max_norm) || !(d.norm_type > 0) ||
+        fsdpi_is_nan(d.norm_type))
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "clip_grads: max_norm is %g, norm_type is %g: expected numbers > 0",
+                          d.max_norm, d.norm_type);
+    status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
+    if (status) return status;
+    model->norm_type = d.norm_type;
+    status = fsdpi_norm(model);
+    if (status) model->norm_type = 0;
+    if (!status && d.error_if_nonfinite) status = fsdp_grad_norm(model, &total);
+    int is_bad = !status && !fsdpi_is_finite(total);
+    if (!status && !is_bad && fsdpi_is_finite(d.max_norm)) status = fsdpi_clip(model, d.max_norm);
+    if (!status && norm) status = fsdp_grad_norm(model, norm);
+    if (status || !is_bad) return status;
+    return fsdpi_fail(w, FSDP_ERR_CORRUPT,
+                      "clip_grads: the norm of the gradients is %g: nothing was scaled; look for "
+                      "infinities, or leave error_if_nonfinite at 0",
+                      total);
+}
+
+FSDP_API fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm) {
+    double total = 0;
+    fsdp_world *w = model ? model->world : NULL;
+    fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
+    if (!status && (!w || !norm)) status = fsdpi_null(w, "grad_norm");
+    if (!status && !(model->norm_type > 0))
+        status = fsdpi_fail(w, FSDP_ERR_INVALID_STATE,
+                            "grad_norm: nothing has been measured: call fsdp_clip_grads first");
+    if (!status) status = fsdpi_transfer(w, &total, model->scalar->ptr, sizeof total);
+    if (!status) *norm = fsdpi_root(total, model->norm_type);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_clip_grad_norm(fsdp_model *model, double max_norm, double *norm) {
+    fsdp_clip_desc d = FSDP_ZERO;
+    d.max_norm = max_norm;
+    return fsdp_clip_grads(model, &d, norm);
+}

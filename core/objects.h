@@ -1,0 +1,268 @@
+/* core/objects.h - what a world, a mesh, a model and a unit are made of
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+#define FSDPI_TEXT 1024
+
+enum {
+    FSDPI_INLINE,
+    FSDPI_LANES,
+    FSDPI_NATIVE
+}; // how ops run: at once, by worker threads, by the device
+
+typedef struct fsdpi_lane fsdpi_lane;
+typedef struct fsdpi_subgroup fsdpi_subgroup;
+
+struct fsdp_threads {
+    uint32_t lock; // fsdpi_lock
+    int32_t size;  // ranks
+    void *common;  // what the backend's first open put here
+};
+
+struct fsdp_world {
+    fsdp_boot boot;
+    int rank, size;
+    int log_level;
+    uint32_t stuck;           // work on the device did not end in time
+    uint32_t failed;          // fsdp_status of the first failure of a collective, or 0
+    uint32_t fail_lock;       // fsdpi_lock of the first failure: worker threads may have it
+    char failure[FSDPI_TEXT]; // its text, written once
+    char error[FSDPI_TEXT];   // of the last call of the caller's thread that failed
+    char job[128], store[320];
+    const fsdp_comm_ops *comm_ops; // NULL: one rank
+    fsdp_comm *comm,
+        *reduce_comm; // reduce_comm: equal to comm unless two streams may run at a time
+    fsdp_caps caps;
+    const fsdp_device_ops *device_ops;
+    fsdp_device *device;
+    int mode;                             // FSDPI_INLINE, ...
+    void *streams[FSDP_STREAM_COUNT];     // FSDPI_NATIVE; COMPUTE may be the caller's
+    void *own_stream;                     // the device's COMPUTE
+    void *fence;                          // an event to wait for all of them
+    fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDPI_LANES; COMPUTE has none; may be the same one
+    void *bounce;                         // comm memory for collectives on host data
+    uint64_t seq;
+    fsdp_mesh *meshes;         // all of this world
+    fsdpi_subgroup *subgroups; // of its meshes
+    fsdp_model *models;        // all of this world
+};
+
+// A backend, and the device whose memory its collectives work on.
+typedef struct fsdpi_backend {
+    const char *name;
+    const fsdp_comm_ops *(*comm_ops)(void);
+    const fsdp_device_ops *(*device_ops)(void);
+    int one_host; // it serves the ranks of one host only
+} fsdpi_backend;
+
+struct fsdp_mesh {
+    fsdp_world *world;
+    int ndim;
+    int32_t shape[FSDP_MAX_DIMS], coord[FSDP_MAX_DIMS]; // coord: -1 when this rank is outside
+    char *names[FSDP_MAX_DIMS];
+    int32_t *ranks;                        // [product of shape]
+    fsdp_comm *gather_comm[FSDP_MAX_DIMS]; // NULL: a group of one, or outside
+    fsdp_comm *reduce_comm[FSDP_MAX_DIMS]; // equal to gather_comm unless lanes may run both
+    uint8_t borrowed[FSDP_MAX_DIMS];       // the groups of this dim belong to another mesh
+    fsdp_mesh *next;
+};
+
+// Part of a shard group: n neighbouring ranks, for reshard_after_forward = n.
+struct fsdpi_subgroup {
+    const fsdp_mesh *mesh;
+    int dim, size;
+    fsdp_comm *comm;
+    fsdpi_subgroup *next;
+};
+
+// Owns: what a model, its units and their parameters are, and where everything lies: the flat
+// blocks of the model and the layout of each unit's slots. Invariants: nothing here depends on
+// time; the layout is the same on every rank. Source: torch: FSDPParam, FSDPParamGroup.
+
+struct fsdp_buf {
+    char *ptr;
+    size_t bytes;
+    fsdp_event ready; // last write
+    fsdp_event avail; // release by the last consumer; the first write after acquire waits for it
+    uint64_t released;
+    uint8_t held, pool, pinned; // pinned: host memory of the device, which peers cannot read
+};
+
+typedef struct fsdpi_class { // slots of one pool and size
+    int pool;
+    size_t bytes;
+    int ahead; // filled while another one is in use: two of them, unless everything runs inline
+    fsdp_buf **slots;
+    int count, cap;
+} fsdpi_class;
+
+typedef struct fsdpi_param {
+    char *name;
+    void *user;
+    fsdp_dtype dtype;
+    int32_t ordinal, requires_grad, keep_dtype;
+    int32_t part;             // index in unit->parts
+    fsdp_layout_param lay;    // shard_offset in the flat block, full_offset in the GATHER slot
+    int64_t grad_offset;      // of the full gradient in the GRAD slot
+    int64_t old_offset;       // of the shard in the layout before, while the model is laid out anew
+    int32_t user_index;       // place among the unit's trainables
+    uint8_t written;          // this rank wrote its gradient to the slot that the unit holds
+    uint8_t used;             // this rank wrote a gradient that is not reduced yet
+    uint8_t flag;             // `used` as it stands in the unit's flags
+    uint8_t pending;          // it did, and that is in the sums of a reduction that goes on
+    uint8_t has_grad;         // somebody did, and it is in the shard gradient
+    fsdp_grad_hook grad_hook; // NULL: none
+    void *grad_hook_user;
+    fsdp_gather_extension extension;            // sizes NULL: none
+    int32_t num_strings;                        // of the extension
+    int64_t string_bytes[FSDP_GATHER_TENSORS];  // of one rank
+    int64_t string_offset[FSDP_GATHER_TENSORS]; // in the GATHER slot, bytes
+} fsdpi_param;
+
+// What an op carries: the blocks of a copy, or the segments of a collective.
+typedef struct fsdpi_work {
+    fsdp_block *blocks;
+    fsdp_seg *segs;
+    int num;
+    uint64_t count; // elements
+} fsdpi_work;
+
+// Trainables or frozen parameters of a part, in the flat block and in the slots.
+typedef struct fsdpi_list {
+    int64_t shard_numel;  // S
+    int64_t packed_numel; // K
+    int64_t base;         // in the flat block
+} fsdpi_list;
+
+/* The parameters of a unit that are stored in one dtype and gathered in one dtype; a parameter with
+   an extension is a part of its own. Offsets are in elements of param_dtype. Most units have one
+   part. */
+typedef struct fsdpi_part {
+    fsdp_dtype dtype, param_dtype;
+    fsdpi_param *extended; // its only parameter, or NULL
+    int num_train;
+    fsdpi_list train, frozen;
+    int64_t slot, grad; // where it begins in GATHER and GRAD
+    int64_t reduce;     // where its shards begin in one rank's part of the reduction
+    int num_gather;     // segments of it in the unit's all_gather
+    fsdpi_work copy_in, copy_out, chunk_cat, acc, red_out, rescale; // blocks
+} fsdpi_part;
+
+struct fsdp_unit {
+    fsdp_model *model;
+    char *name;
+    void *user;
+    int index, num_params, num_train, num_parts, train_parts; // train_parts: with trainables
+    uint64_t desc_hash; // of the name and of all that ranks must have given alike
+    fsdpi_param *params;
+    fsdpi_part *parts; // [num_params] places
+    fsdp_mesh_info info;
+    fsdp_comm *reduce_comm, *replicate_comm, *slice_comm; // info.shard_comm gathers
+    fsdp_dtype policy_dtype, output_dtype;                // param_dtype and output_dtype as given
+    int keep_inputs;                                      // activations are not cast
+    fsdp_dtype policy_reduce, reduce_dtype;               // as given; as it is
+    fsdp_dtype gather_dtype;                              // U8: several parts, gathered as bytes
+    // Options.
+    int slices;                // n of reshard_after_forward = n, as made; 0: another mode
+    int reshard_after_forward; // FSDP_RESHARD_ALWAYS or _NEVER, or n
+    uint8_t reshard_after_backward, sync, all_reduce, unshard_in_backward, reduce_unused;
+    double divide_factor;    // 0: the number of ranks
+    double before;           // what gradients that wait in rin or rout have been divided by
+    int32_t *prefetch[2];    // indices of units: forward, backward
+    int32_t num_prefetch[2]; // 0: none, or the implicit one
+    fsdp_all_reduce_hook all_reduce_hook;
+    void *all_reduce_user;
+    fsdp_custom_comm custom[2]; // all_gather, reduce_scatter; NULL: the backend's
+    void *custom_user[2];
+    // State.
+    uint8_t state, storage, stale;
+    uint8_t ahead;        // gathered by a prefetch that nobody waited for yet
+    uint8_t counted;      // counts of users came with this step's reduction
+    uint8_t has_grad;     // the shard gradient holds a reduced gradient
+    uint8_t grad_is_zero; // it holds zeros
+    uint8_t grad_alias;   // gradients are written straight into the shard gradient
+    int32_t forwards;     // grad-enabled ones that have not run backward: n of the table
+    int32_t last_order;   // newest entry in the record of forwards, or -1
+    fsdp_buf *gather, *slice, *grad, *rin, *rout; // slots it holds
+    // Layout.
+    int64_t slot_bytes, grad_bytes, slice_bytes; // of GATHER, GRAD, SLICE
+    int64_t train_numel;                         // shards of the trainables of all parts
+    int64_t reduce_numel;         // W * (train_numel + users): RIN, and the first part of GRAD
+    int64_t users_offset;         // in GRAD and RIN: row k of `num_train` flags for rank k
+    int64_t users_base;           // of the counts, in the block of shard gradients
+    int users_part;               // the part in whose block that is: the first with trainables
+    int classes[FSDP_POOL_COUNT]; // index in model->classes, -1: none
+    void *lists;                  // one allocation for what follows, made at commit
+    fsdpi_work all_gather, slice_gather, reduce_scatter, to_rout; // segments
+    fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
+    char *flags,
+        *wide_flags;   // num_train flags in param_dtype and in reduce_dtype: what `users` copies
+    double flag_value; // of those that are not zero
+    int flags_read;    // a copy of them may not be done yet
+    int pad_rin;       // staging has padding that no block covers
+};
+
+typedef struct fsdpi_flat_block { // shards and shard gradients of one dtype
+    int64_t train_numel;          // with alignment
+    int64_t numel;                // train_numel + frozen
+    int64_t grad_numel;           // train_numel + user counts
+    fsdp_buf *shard, *grad;
+    fsdp_buf *old_shard, *old_grad; // of the layout before, until what they hold has moved
+    char *users;                    // the user counts, where the host can read them
+} fsdpi_flat_block;
+
+typedef struct fsdpi_forward { // one entry of the record of forwards
+    fsdp_unit *unit;
+    int32_t previous; // the unit's entry before
+} fsdpi_forward;
+
+typedef struct fsdpi_owned { // an extension's object that dies with the model
+    void *object;
+    void (*destroy)(void *object);
+    struct fsdpi_owned *next;
+} fsdpi_owned;
+
+struct fsdp_model {
+    fsdp_world *world;
+    fsdp_model_desc desc; // resolved
+    fsdp_mesh *own_mesh;  // made when the desc gave none
+    fsdp_mesh_info info;
+    fsdp_comm *shard_reduce_comm;
+    int mixed;      // a unit has another mesh
+    int grad_hooks; // post_accumulate hooks have been set
+    fsdp_unit **units;
+    int num_units, cap_units, num_params;
+    fsdpi_flat_block flats[FSDP_DTYPE_COUNT];
+    fsdpi_class *classes;
+    int num_classes, cap_classes;
+    int committed;
+    int dry;      // prediction: count memory, run nothing
+    int backward; // the phase
+    int grad_enabled, is_last_backward;
+    uint8_t call_state; // training state that ops of the current call are labelled with
+    uint64_t seq, step, release_seq;
+    uint64_t layout;     // commits so far: extensions see by it that everything has moved
+    int64_t ahead_bytes; // slots of units that are `ahead`
+    fsdpi_forward *order;
+    int num_order, cap_order;
+    fsdp_status hook_status; // first failed hook since finalize
+    char hook_error[FSDPI_TEXT];
+    fsdp_buf *scalar;       // one f64: sum or maximum of the last clip
+    double norm_type;       // of that; 0: none yet
+    fsdp_buf *full_scratch; // steps of param_full, from its first call on
+    char *full_copy;        // of full_scratch, where the host cannot read that
+    fsdp_seg full_seg;      // of the current step
+    fsdp_block full_block;
+    void *undefined; // what getters give in a failed world
+    size_t undefined_bytes;
+    fsdp_block *norm_blocks; // [num_params] of the norm, [num_params] of what clip scales
+    fsdp_driver driver;
+    fsdp_counters counters;
+    int64_t host_bytes;
+    int32_t pool_slots[FSDP_POOL_COUNT];
+    int64_t pool_bytes[FSDP_POOL_COUNT];
+    fsdpi_owned *owned;
+    fsdp_model *next;
+};

@@ -1,0 +1,218 @@
+/* core/options.h - setters
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// A setter for one unit or all (NULL): which ones; none may be between pre and post.
+static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int *first, int *end) {
+    if (!m) return fsdpi_null(NULL, what);
+    fsdp_status status = fsdpi_failed(m->world);
+    if (status) return status;
+    if (u && u->model != m)
+        return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: the unit belongs to another model",
+                          what);
+    *first = u ? u->index : 0;
+    *end = u ? u->index + 1 : m->num_units;
+    for (int i = *first; i < *end; i++)
+        if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
+            return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], what));
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
+    if (!model) return fsdpi_null(NULL, "set_grad_enabled");
+    model->grad_enabled = enabled != 0;
+    return fsdpi_failed(model->world);
+}
+
+FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
+    if (!model) return fsdpi_null(NULL, "set_is_last_backward");
+    model->is_last_backward = is_last != 0;
+    return fsdpi_failed(model->world);
+}
+
+static fsdp_status fsdpi_set_option(fsdp_model *m, fsdp_unit *u, const char *what, size_t field,
+                                    int value) {
+    int i = 0, end = 0;
+    fsdp_status status = fsdpi_set(m, u, what, &i, &end);
+    for (; !status && i < end; i++) ((uint8_t *)m->units[i])[field] = value != 0;
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync) {
+    const char *what = "set_requires_gradient_sync";
+    fsdp_status status = fsdpi_set_option(model, unit, what, offsetof(fsdp_unit, all_reduce), sync);
+    return status ? status : fsdpi_set_option(model, unit, what, offsetof(fsdp_unit, sync), sync);
+}
+FSDP_API fsdp_status fsdp_set_requires_all_reduce(fsdp_model *model, fsdp_unit *unit,
+                                                  int required) {
+    return fsdpi_set_option(model, unit, "set_requires_all_reduce", offsetof(fsdp_unit, all_reduce),
+                            required);
+}
+FSDP_API fsdp_status fsdp_set_reshard_after_backward(fsdp_model *model, fsdp_unit *unit,
+                                                     int reshard) {
+    return fsdpi_set_option(model, unit, "set_reshard_after_backward",
+                            offsetof(fsdp_unit, reshard_after_backward), reshard);
+}
+FSDP_API fsdp_status fsdp_set_unshard_in_backward(fsdp_model *model, fsdp_unit *unit, int unshard) {
+    return fsdpi_set_option(model, unit, "set_unshard_in_backward",
+                            offsetof(fsdp_unit, unshard_in_backward), unshard);
+}
+FSDP_API fsdp_status fsdp_set_reduce_scatter_unused_params(fsdp_model *model, fsdp_unit *unit,
+                                                           int reduce) {
+    return fsdpi_set_option(model, unit, "set_reduce_scatter_unused_params",
+                            offsetof(fsdp_unit, reduce_unused), reduce);
+}
+FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit *unit, int mode) {
+    int i = 0, end = 0;
+    fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_forward", &i, &end);
+    if (!status && mode != FSDP_RESHARD_ALWAYS && mode != FSDP_RESHARD_NEVER)
+        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                          "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or "
+                          "FSDP_RESHARD_NEVER; an int only at fully_shard",
+                          mode);
+    for (; !status && i < end; i++) model->units[i]->reshard_after_forward = mode;
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_unit *unit,
+                                                     double factor) {
+    int i = 0, end = 0;
+    fsdp_status status = fsdpi_set(model, unit, "set_gradient_divide_factor", &i, &end);
+    if (!status && (!(factor >= 0) || !fsdpi_is_finite(factor)))
+        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                          "set_gradient_divide_factor: factor is %g, expected a number > 0, or 0 "
+                          "for the number of ranks",
+                          factor);
+    for (; !status && i < end; i++) model->units[i]->divide_factor = factor;
+    return status;
+}
+
+static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *const *targets,
+                                      int count, const char *what) {
+    int first, end;
+    fsdp_status status = fsdpi_set(u ? u->model : NULL, u, what, &first, &end);
+    if (status) return status;
+    fsdp_model *m = u->model;
+    for (int i = 0; i < count; i++)
+        if (!targets || !targets[i] || targets[i]->model != m)
+            return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
+                              "%s: target %d is not a unit of this model", what, i);
+    if (count < 0)
+        return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: count is %d", what, count);
+    int32_t *list = (int32_t *)fsdpi_model_alloc(m, (size_t)(count + 1) * sizeof *list);
+    if (!list) return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory", what);
+    for (int i = 0; i < count; i++) list[i] = targets[i]->index;
+    fsdpi_model_free(m, u->prefetch[backward]);
+    u->prefetch[backward] = list;
+    u->num_prefetch[backward] = count;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_set_modules_to_forward_prefetch(fsdp_unit *unit,
+                                                          fsdp_unit *const *targets, int count) {
+    return fsdpi_set_prefetch(unit, 0, targets, count, "set_modules_to_forward_prefetch");
+}
+
+FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
+                                                           fsdp_unit *const *targets, int count) {
+    return fsdpi_set_prefetch(unit, 1, targets, count, "set_modules_to_backward_prefetch");
+}
+
+FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requires_grad) {
+    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_REQUIRES_GRAD);
+    if (!status) status = fsdpi_failed(unit->model->world);
+    if (!status)
+        status = fsdpi_remember(unit->model,
+                                fsdpi_check_units(unit->model, FSDP_CALL_REQUIRES_GRAD));
+    if (status) return status;
+    fsdp_model *m = unit->model;
+    fsdpi_param *p = &unit->params[index];
+    if (requires_grad && !fsdp_dtype_is_float(p->dtype))
+        return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
+                          "set_requires_grad: parameter '%s' of unit '%s' is %s: only floating "
+                          "parameters can require a gradient",
+                          p->name, unit->name, fsdp_dtype_name(p->dtype));
+    for (int i = 0; i < m->num_units; i++)
+        if (m->units[i]->grad || m->units[i]->rin || m->units[i]->rout)
+            return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,
+                              "set_requires_grad: unit '%s' holds gradients that are not reduced: "
+                              "run a backward with sync, or fsdp_model_reset",
+                              m->units[i]->name);
+    if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
+    if (m->committed) status = fsdpi_unsettle(m);
+    if (status) return status;
+    p->requires_grad = requires_grad != 0;
+    p->has_grad = 0;
+    status = fsdpi_unit_arrange(unit);
+    if (status) { // as it was; the sizes of that layout are in the classes still
+        p->requires_grad = !p->requires_grad;
+        (void)fsdpi_unit_arrange(unit);
+    }
+    return status;
+}
+
+// Hooks may be read by records under way.
+static fsdp_status fsdpi_set_hook(fsdp_unit *u, const char *what) {
+    int first, end;
+    fsdp_status status = fsdpi_set(u ? u->model : NULL, u, what, &first, &end);
+    if (!status) fsdpi_drain(u->model->world);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_set_all_reduce_hook(fsdp_unit *unit, fsdp_all_reduce_hook hook,
+                                              void *user) {
+    fsdp_status status = fsdpi_set_hook(unit, "set_all_reduce_hook");
+    if (status) return status;
+    unit->all_reduce_hook = hook;
+    unit->all_reduce_user = user;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, fsdp_grad_hook hook,
+                                                   void *user) {
+    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_SET);
+    if (!status) status = fsdpi_set_hook(unit, "set_post_accumulate_hook");
+    if (status) return status;
+    unit->model->grad_hooks |= hook != NULL;
+    unit->params[index].grad_hook = hook;
+    unit->params[index].grad_hook_user = user;
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_set_custom(fsdp_unit *u, const char *what, int which,
+                                    fsdp_custom_comm hook, void *user) {
+    fsdp_status status = fsdpi_set_hook(u, what);
+    if (status) return status;
+    u->custom[which] = hook;
+    u->custom_user[which] = user;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_set_custom_all_gather(fsdp_unit *unit, fsdp_custom_comm hook,
+                                                void *user) {
+    return fsdpi_set_custom(unit, "set_custom_all_gather", 0, hook, user);
+}
+FSDP_API fsdp_status fsdp_set_custom_reduce_scatter(fsdp_unit *unit, fsdp_custom_comm hook,
+                                                    void *user) {
+    return fsdpi_set_custom(unit, "set_custom_reduce_scatter", 1, hook, user);
+}
+
+static const void *fsdpi_cast_activation(void *dst, fsdp_dtype to, const void *src,
+                                         fsdp_dtype *dtype, int64_t count) {
+    const void *out = fsdp_cast_floating(dst, to, src, *dtype, count);
+    if (to && fsdp_dtype_is_float(*dtype)) *dtype = to;
+    return out;
+}
+
+FSDP_API const void *fsdp_cast_forward_input(const fsdp_unit *unit, void *dst, const void *src,
+                                             fsdp_dtype *dtype, int64_t count) {
+    return fsdpi_cast_activation(dst, unit->keep_inputs ? FSDP_DTYPE_KEEP : unit->policy_dtype, src,
+                                 dtype, count);
+}
+
+FSDP_API const void *fsdp_cast_forward_output(const fsdp_unit *unit, void *dst, const void *src,
+                                              fsdp_dtype *dtype, int64_t count) {
+    return fsdpi_cast_activation(dst, unit->output_dtype, src, dtype, count);
+}

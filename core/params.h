@@ -1,0 +1,282 @@
+/* core/params.h - parameters as the caller sees them: views, init, load, full tensors
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Rank k's piece [from, from + num) of its padded shard, into the full tensor.
+static void fsdpi_scatter_piece(const fsdpi_param *p, int world, int k, int64_t from, int64_t num,
+                                const char *piece, char *full, size_t size) {
+    int dim = p->lay.shard_dim;
+    int64_t inner = fsdpi_numel(p->lay.shape, dim + 1, p->lay.ndim);
+    fsdp_range range = fsdpi_range(p->lay.shape[dim], world, k);
+    int64_t row = range.count * inner,
+            pitch = p->lay.shape[dim] * inner; // of my shard, of the tensor
+    int64_t outer = fsdpi_numel(p->lay.shape, 0, dim);
+    while (num > 0 && from < row * outer) {
+        int64_t column = from % row, run = fsdpi_min(row - column, num);
+        int64_t to = from / row * pitch + range.start * inner + column;
+        memcpy(full + (size_t)to * size, piece, (size_t)run * size);
+        piece += (size_t)run * size;
+        from += run;
+        num -= run;
+    }
+}
+
+// Bytes of the largest parameter, padded, but no more than a step.
+static int64_t fsdpi_full_bytes(const fsdp_model *m) {
+    int64_t largest = 0;
+    for (int i = 0; i < m->num_units; i++) {
+        const fsdp_unit *u = m->units[i];
+        for (int k = 0; k < u->num_params; k++) {
+            // In the widest dtype; at least an element of every rank.
+            int64_t bytes = fsdpi_min(fsdpi_shards(u) * u->params[k].lay.shard_numel * 8,
+                                      m->desc.fill_bytes);
+            if (bytes < 8 * fsdpi_shards(u)) bytes = 8 * fsdpi_shards(u);
+            if (bytes > largest) largest = bytes;
+        }
+    }
+    return largest;
+}
+
+/* Gather one parameter, or its gradient, in its own dtype, in pieces that fit the scratch buffer:
+   the shard group's ranks bring piece after piece of their shards. */
+static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *block, fsdp_dtype dtype,
+                              char *full) {
+    fsdp_model *m = u->model;
+    int world = fsdpi_shards(u);
+    size_t size = fsdp_dtype_size(dtype);
+    if (world == 1) {
+        fsdp_status ready = fsdpi_emit_use(m, u, FSDP_LABEL_FULL, block);
+        if (!ready && full)
+            ready = fsdpi_transfer(m->world, full, block->ptr + (size_t)p->lay.shard_offset * size,
+                                   (size_t)p->lay.numel * size);
+        return ready;
+    }
+    fsdp_status status = FSDP_OK;
+    if (!m->full_scratch) {
+        status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, (size_t)fsdpi_full_bytes(m), &m->full_scratch);
+        if (!status && !fsdpi_is_host(m->world)) {
+            m->full_copy = (char *)fsdpi_model_alloc(m, m->full_scratch->bytes);
+            if (!m->full_copy)
+                status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "param_full: no memory");
+        }
+        if (status) return fsdpi_model_fail(m, status);
+    }
+    int64_t step = (int64_t)(m->full_scratch->bytes / ((size_t)world * size));
+    const char *pieces = m->full_copy ? m->full_copy : m->full_scratch->ptr;
+    for (int64_t at = 0; at < p->lay.shard_numel && !status; at += step) {
+        int64_t num = fsdpi_min(step, p->lay.shard_numel - at);
+        fsdp_seg seg = {0, 0, num};
+        m->full_seg = seg; // a worker may read it after a failure has ended this call
+        m->full_block = fsdpi_run(p->lay.shard_offset + at, u->info.shard_mesh_rank * num, num);
+        fsdp_op in = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
+        fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
+        fsdpi_work own = {&m->full_block, NULL, 1, (uint64_t)num},
+                   all = {NULL, &m->full_seg, 1, (uint64_t)num};
+        op.in_place = 1; // peers may not be able to read the shards
+        op.comm = u->info.shard_comm;
+        op.group_size = world;
+        status = fsdpi_emit_work(m, &in, block, dtype, m->full_scratch, dtype, &own);
+        if (!status)
+            status = fsdpi_emit_work(m, &op, m->full_scratch, dtype, m->full_scratch, dtype, &all);
+        if (!status) status = fsdpi_emit_use(m, u, FSDP_LABEL_FULL, m->full_scratch);
+        if (!status && m->full_copy)
+            status = fsdpi_transfer(m->world, m->full_copy, m->full_scratch->ptr,
+                                    (size_t)(world * num) * size);
+        else if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+        for (int k = 0; k < world && full && !status; k++)
+            fsdpi_scatter_piece(p, world, k, at, num, pieces + (size_t)(k * num) * size, full,
+                                size);
+    }
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_model_commit(fsdp_model *model) {
+    return model ? fsdpi_commit(model) : fsdpi_null(NULL, "model_commit");
+}
+
+static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
+    const fsdpi_param *p = &u->params[index];
+    const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
+    *v = fsdpi_view_static(u, index);
+    if (u->has_grad && p->has_grad)
+        v->shard_grad = flat->grad->ptr + fsdpi_bytes(p->lay.shard_offset, v->grad_dtype);
+}
+
+// Before a caller gets an address of shards. Offloaded ones are the host's: what the device still
+// does with them is waited for.
+static fsdp_status fsdpi_shards_readable(fsdp_model *m) {
+    fsdp_status status = m->committed ? FSDP_OK : fsdpi_commit(m);
+    if (status || !m->desc.cpu_offload) return status;
+    return fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+}
+
+FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_view *out) {
+    if (!unit || !out) return fsdpi_null(NULL, "param_view_get");
+    fsdp_status status = fsdpi_shards_readable(unit->model);
+    if (status) return status;
+    if (index < 0 || index >= unit->num_params)
+        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG,
+                          "param_view_get: unit '%s' has no parameter %d, expected 0..%d",
+                          unit->name, index, unit->num_params - 1);
+    fsdpi_view(unit, index, out);
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_view *out) {
+    if (!model || !out) return fsdpi_null(NULL, "param_at");
+    for (int i = 0; i < model->num_units; i++) {
+        fsdp_unit *u = model->units[i];
+        int first = u->params[0].ordinal;
+        if (ordinal >= first && ordinal < first + u->num_params)
+            return fsdp_param_view_get(u, ordinal - first, out);
+    }
+    return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                      "param_at: the model has no parameter %d, expected 0..%d", ordinal,
+                      model->num_params - 1);
+}
+
+FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
+    if (!model || !view) return 0;
+    fsdp_unit *u = view->unit;
+    int index = u ? view->index + 1 : 0;
+    if (!u && model->num_units == 0) return 0;
+    if (!u) u = model->units[0];
+    if (index == u->num_params) {
+        if (u->index + 1 == model->num_units) return 0;
+        u = model->units[u->index + 1];
+        index = 0;
+    }
+    return fsdp_param_view_get(u, index, view) == FSDP_OK;
+}
+
+FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k) {
+    int64_t index = 0, stride = 1;
+    for (int d = view->ndim - 1; d >= 0; d--) {
+        int64_t size = view->local_shape[d] ? view->local_shape[d] : 1;
+        index += (view->start[d] + k % size) * stride;
+        k /= size;
+        stride *= view->shape[d];
+    }
+    return index;
+}
+
+// The host is about to write shards: gathers under way still read them.
+static fsdp_status fsdpi_load(fsdp_model *m) {
+    fsdp_status status = fsdpi_model_call(m, FSDP_CALL_LOAD, 1);
+    if (!status) fsdpi_drain(m->world);
+    return status ? status : fsdpi_failed(m->world);
+}
+
+// Fills a parameter in place; where the host cannot write, by way of a block of host memory.
+static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsdp_init_fn fn,
+                                    void *user) {
+    fsdp_param_view block = *v;
+    int64_t rows = v->local_shape[0], row_numel = v->numel / rows;
+    int64_t step = m->desc.fill_bytes / fsdpi_bytes(row_numel, v->dtype);
+    int in_place = fsdpi_is_readable(m->world, m->flats[v->dtype].shard);
+    if (step < 1) step = 1;
+    int64_t most = fsdpi_bytes(fsdpi_min(step, rows) * row_numel, v->dtype);
+    char *staged = in_place ? NULL : (char *)fsdpi_model_alloc(m, (size_t)most);
+    fsdp_status status = FSDP_OK;
+    if (!in_place && !staged)
+        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "init_params: no memory");
+    for (int64_t row = 0; row < rows && !status; row += step) {
+        char *place = (char *)v->shard + fsdpi_bytes(row * row_numel, v->dtype);
+        block.local_shape[0] = fsdpi_min(step, rows - row);
+        block.start[0] = v->start[0] + row;
+        block.numel = block.local_shape[0] * row_numel;
+        block.data = staged ? staged : place;
+        if (staged) memset(staged, 0, (size_t)most); // as a new shard is
+        fn(user, &block);
+        if (staged)
+            status = fsdpi_transfer(m->world, place, staged,
+                                    (size_t)fsdpi_bytes(block.numel, v->dtype));
+    }
+    fsdpi_model_free(m, staged);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *user) {
+    fsdp_status status = model ? fsdpi_failed(model->world) : FSDP_OK;
+    if (!status && !fn)
+        status = fsdpi_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
+                            "init_params: fn is NULL");
+    if (!status) status = fsdpi_load(model);
+    if (status) return status;
+    fsdp_param_view v = FSDP_ZERO;
+    while (!status && fsdp_next_param(model, &v))
+        if (v.numel > 0) status = fsdpi_init_param(model, &v, fn, user);
+    return status ? fsdpi_model_fail(model, status) : fsdpi_shards_written(model);
+}
+
+FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {
+    if (!model || !out || !fsdp_dtype_size(dtype))
+        return fsdpi_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
+                          "model_flat: an argument is NULL, or dtype %d is none", dtype);
+    fsdp_status status = fsdpi_shards_readable(model);
+    if (status) return status;
+    const fsdpi_flat_block *flat = &model->flats[dtype];
+    memset(out, 0, sizeof *out);
+    out->dtype = dtype;
+    out->grad_dtype = fsdpi_grad_dtype(model, dtype);
+    out->numel = flat->train_numel;
+    if (flat->train_numel > 0) {
+        out->shards = flat->shard->ptr;
+        out->grads = flat->grad->ptr;
+    }
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *full) {
+    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_LOAD);
+    if (!status) status = fsdpi_failed(unit->model->world);
+    if (status) return status;
+    const fsdp_layout_param *lay = &unit->params[index].lay;
+    if (!full && lay->numel > 0)
+        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG, "param_load: full is NULL");
+    status = fsdpi_load(unit->model);
+    if (status) return status;
+    fsdp_param_view v;
+    fsdpi_view(unit, index, &v);
+    int64_t outer = fsdpi_numel(lay->shape, 0, lay->shard_dim),
+            inner = fsdpi_numel(lay->shape, lay->shard_dim + 1, lay->ndim);
+    int64_t width = fsdpi_bytes(lay->rows * inner, v.dtype);
+    fsdp_block rows = {fsdpi_bytes(lay->start * inner, v.dtype),
+                       0,
+                       width,
+                       outer,
+                       fsdpi_bytes(lay->shape[lay->shard_dim] * inner, v.dtype),
+                       width};
+    status = fsdpi_transfer_rows(unit->model->world, v.shard, full, &rows);
+    return status ? status : fsdpi_shards_written(unit->model);
+}
+
+FSDP_API fsdp_status fsdp_param_full(fsdp_unit *unit, int index, void *full) {
+    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_FULL);
+    if (!status) status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
+    if (status) return status;
+    const fsdpi_param *p = &unit->params[index];
+    return fsdpi_full(unit, p, fsdpi_flat_of(unit, fsdpi_part_of(unit, p))->shard, p->dtype,
+                      (char *)full);
+}
+
+FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full) {
+    fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_FULL);
+    if (!status) status = fsdpi_failed(unit->model->world);
+    if (status) return status;
+    const fsdpi_param *p = &unit->params[index];
+    fsdp_dtype dtype = fsdpi_grad_dtype(unit->model, p->dtype);
+    if (!p->requires_grad)
+        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
+                          "param_full_grad: parameter '%s' of unit '%s' is frozen", p->name,
+                          unit->name);
+    status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
+    if (status) return status;
+    if (unit->has_grad)
+        return fsdpi_full(unit, p, fsdpi_flat_of(unit, fsdpi_part_of(unit, p))->grad, dtype,
+                          (char *)full);
+    if (full) memset(full, 0, (size_t)fsdpi_bytes(p->lay.numel, dtype));
+    return FSDP_OK;
+}

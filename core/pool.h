@@ -1,0 +1,133 @@
+/* core/pool.h - buffers and slots
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: device memory and its slots. A slot class is (pool, size); its first acquire allocates a
+// fixed number of slots, then the least recently released free one is taken, and only if none is
+// free is one added. Invariants: no decision looks at an event or the clock, so memory is the same
+// on every rank and at every run; a buffer is handed on only after the event of its last consumer.
+
+FSDP_API const char *fsdp_pool_name(int pool) {
+    static const char *const names[FSDP_POOL_COUNT] = {
+#define FSDP_X(name, text) text,
+        FSDP_POOL_LIST(FSDP_X)
+#undef FSDP_X
+    };
+    return pool >= 0 && pool < FSDP_POOL_COUNT ? names[pool] : "?";
+}
+
+static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
+    fsdp_world *w = m->world;
+    if (!buf) return;
+    m->pool_slots[buf->pool]--;
+    m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
+    if (buf->ready.native) w->device_ops->destroy(w->device, NULL, buf->ready.native);
+    if (buf->avail.native) w->device_ops->destroy(w->device, NULL, buf->avail.native);
+    if (buf->ptr && w->comm && !buf->pinned) w->comm_ops->free(w->comm, buf->ptr, buf->bytes);
+    else if (buf->ptr)
+        w->device_ops->free(w->device, buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE,
+                            buf->ptr, buf->bytes);
+    fsdpi_model_free(m, buf);
+}
+
+// Device memory, where peers can read it, and its two events.
+static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
+    fsdp_world *w = m->world;
+    void *ptr = NULL;
+    int shared = w->comm && !buf->pinned,
+        kind = buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE;
+    fsdp_status status = shared ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
+                                : w->device_ops->alloc(w->device, kind, buf->bytes, &ptr);
+    if (status)
+        return fsdpi_fail_stuck(
+            w,
+            fsdpi_fail(w, status, "%llu bytes for %s could not be allocated: %s",
+                       (unsigned long long)buf->bytes, fsdp_pool_name(buf->pool),
+                       shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status)));
+    buf->ptr = (char *)ptr;
+    if (w->mode != FSDPI_NATIVE) return FSDP_OK;
+    status = w->device_ops->event(w->device, &buf->ready.native);
+    if (!status) status = w->device_ops->event(w->device, &buf->avail.native);
+    if (!status) return FSDP_OK;
+    return fsdpi_fail(w, status, "device %s could not make an event: %s", w->device_ops->name,
+                      fsdpi_device_text(w, status));
+}
+
+// Can the host read it?
+static int fsdpi_is_readable(const fsdp_world *w, const fsdp_buf *buf) {
+    return buf->pinned || fsdpi_is_host(w);
+}
+
+// A buffer of a pool. In a dry run it is only counted.
+static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf **out) {
+    fsdp_buf *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof *buf);
+    *out = NULL;
+    if (!buf)
+        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a buffer of %s",
+                          fsdp_pool_name(pool));
+    buf->bytes = (size_t)fsdpi_aligned((int64_t)(bytes ? bytes : 1));
+    buf->pool = (uint8_t)pool;
+    buf->pinned = m->desc.cpu_offload && (pool == FSDP_POOL_SHARD || pool == FSDP_POOL_SGRAD);
+    m->pool_slots[pool]++;
+    m->pool_bytes[pool] += (int64_t)buf->bytes;
+    fsdp_status status = m->dry ? FSDP_OK : fsdpi_buf_alloc(m, buf);
+    if (status) {
+        fsdpi_buf_free(m, buf);
+        return status;
+    }
+    m->counters.allocations++;
+    *out = buf;
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
+    if (!fsdpi_grow(m, (void **)&c->slots, c->count, &c->cap, sizeof *c->slots))
+        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a list of %s",
+                          fsdp_pool_name(c->pool));
+    fsdp_status status = fsdpi_buf_new(m, c->pool, c->bytes, &c->slots[c->count]);
+    if (!status) c->count++;
+    return status;
+}
+
+static fsdp_status fsdpi_class_fill(fsdp_model *m, fsdpi_class *c) {
+    fsdp_status status = FSDP_OK;
+    for (int depth = c->ahead && m->world->mode != FSDPI_INLINE ? 2 : 1;
+         !status && c->count < depth;)
+        status = fsdpi_class_add(m, c);
+    return status;
+}
+
+// A failure inside a collective call: the other ranks must hear of it. A prediction is this rank's
+// own.
+static fsdp_status fsdpi_model_fail(fsdp_model *m, fsdp_status status) {
+    return m->dry || fsdpi_failed(m->world) ? status : fsdpi_fail_together(m->world, status);
+}
+
+static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
+    fsdp_model *m = u->model;
+    fsdpi_class *c = &m->classes[u->classes[pool]];
+    fsdp_status status = c->count ? FSDP_OK : fsdpi_class_fill(m, c);
+    fsdp_buf *best = NULL;
+    for (int i = 0; i < c->count; i++) {
+        fsdp_buf *buf = c->slots[i];
+        if (!buf->held && (!best || buf->released < best->released)) best = buf;
+    }
+    if (!status && !best) {
+        status = fsdpi_class_add(m, c);
+        if (!status) best = c->slots[c->count - 1];
+    }
+    if (status) return fsdpi_model_fail(m, status);
+    best->held = 1;
+    *out = best;
+    return FSDP_OK;
+}
+
+// Between steps every free slot counts as released at the same time: the next step takes the same
+// ones.
+static void fsdpi_pools_rewind(fsdp_model *m) {
+    for (int i = 0; i < m->num_classes; i++)
+        for (int k = 0; k < m->classes[i].count; k++) m->classes[i].slots[k]->released = 0;
+    m->release_seq = 0;
+}

@@ -1,0 +1,224 @@
+/* core/predict.h - memory: what is allocated, what will be, and the model in words
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// The steps of a prediction: units that never reshard are open around the others.
+static fsdp_status fsdpi_rehearse(fsdp_model *m) {
+    static const uint8_t calls[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
+                                    FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD};
+    fsdp_status status = FSDP_OK;
+    for (int back = 0; back < 2; back++) {
+        const uint8_t *call = calls + 2 * back;
+        for (int pass = 0; pass < 3;
+             pass++) { // open those around, run the others, close those around
+            for (int i = 0; i < m->num_units && !status; i++) {
+                fsdp_unit *u = m->units[back ? m->num_units - 1 - i : i];
+                int around = u->reshard_after_forward == FSDP_RESHARD_NEVER &&
+                             m->desc.reshard_after_forward != FSDP_RESHARD_NEVER;
+                if (around != (pass != 1)) continue;
+                if (pass < 2) status = fsdpi_step(u, fsdpi_lookup(u, call[0]));
+                if (pass > 0 && !status) status = fsdpi_step(u, fsdpi_lookup(u, call[1]));
+            }
+        }
+    }
+    return status ? status : fsdpi_finalize(m);
+}
+
+// A copy of a unit as it was made, with its own marks of use. NULL: no memory.
+static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
+    size_t parts = (size_t)u->num_parts * sizeof *u->parts,
+           params = (size_t)u->num_params * sizeof *u->params;
+    fsdp_unit *copy = (fsdp_unit *)fsdpi_model_alloc(dry, sizeof *copy + parts + params);
+    if (!copy) return NULL;
+    *copy = *u;
+    copy->model = dry;
+    copy->params = (fsdpi_param *)(void *)(copy + 1);
+    copy->parts = (fsdpi_part *)(void *)((char *)copy->params + params);
+    memcpy(copy->params, u->params, params);
+    memcpy(copy->parts, u->parts, parts);
+    for (int k = 0; k < copy->num_parts; k++)
+        if (copy->parts[k].extended)
+            copy->parts[k].extended = copy->params + (copy->parts[k].extended - u->params);
+    copy->gather = copy->slice = copy->grad = copy->rin = copy->rout = NULL;
+    fsdpi_unit_unbuild(copy);
+    copy->state = copy->storage = copy->stale = copy->has_grad = copy->grad_alias = 0;
+    copy->ahead = copy->counted = 0;
+    copy->sync = copy->all_reduce = copy->reshard_after_backward = copy->grad_is_zero = 1;
+    copy->forwards = 0;
+    copy->last_order = -1;
+    return copy;
+}
+
+static void fsdpi_dry_free(fsdp_model *dry) {
+    if (!dry) return;
+    fsdpi_model_free_buffers(dry);
+    for (int i = 0; i < dry->num_units; i++) fsdpi_model_free(dry, dry->units[i]);
+    fsdpi_model_free(dry, dry->units);
+    fsdpi_free(&dry->world->boot.allocator, dry);
+}
+
+// A copy of the model that has run a step and counted the memory. *out: to be freed in any case.
+static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
+    fsdp_world *w = m->world;
+    if (m->num_units == 0)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_STATE, "prediction: the model has no units");
+    fsdp_model *dry = (fsdp_model *)fsdpi_alloc(&w->boot.allocator, sizeof *dry);
+    if (!dry) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
+    *out = dry;
+    dry->world = w;
+    dry->desc = m->desc;
+    dry->info = m->info;
+    dry->dry = dry->grad_enabled = dry->is_last_backward = 1;
+    dry->num_params = m->num_params;
+    dry->units = (fsdp_unit **)fsdpi_model_alloc(dry, (size_t)m->num_units * sizeof *dry->units);
+    fsdp_status status = dry->units ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
+    for (int i = 0; !status && i < m->num_units; i++) {
+        dry->units[i] = fsdpi_unit_copy(dry, m->units[i]);
+        if (dry->units[i]) dry->num_units++;
+        else status = FSDP_ERR_OUT_OF_MEMORY;
+    }
+    if (!status) status = fsdpi_commit(dry);
+    if (!status) status = fsdpi_rehearse(dry);
+    return status ? fsdpi_fail(w, status, "prediction: %s", fsdp_status_text(status)) : FSDP_OK;
+}
+
+// Allocate the slots that a step will take, as the prediction counts them.
+static fsdp_status fsdpi_reserve(fsdp_model *m) {
+    fsdp_model *dry = NULL;
+    fsdp_status status = fsdpi_commit(m);
+    if (status) return status;
+    status = fsdpi_dry_run(m, &dry);
+    for (int i = 0; !status && i < dry->num_classes; i++) { // the model's own has been found before
+        const fsdpi_class *wanted = &dry->classes[i];
+        int at = fsdpi_class_find(m, wanted->pool, wanted->bytes);
+        while (m->classes[at].count < wanted->count && !status)
+            status = fsdpi_class_add(m, &m->classes[at]);
+    }
+    fsdpi_dry_free(dry);
+    return status ? fsdpi_model_fail(m, status) : FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
+    return model ? fsdpi_reserve(model) : fsdpi_null(NULL, "model_reserve");
+}
+
+// Bytes of the full parameters of a unit and of their gradients.
+static int64_t fsdpi_unsharded(const fsdp_unit *u) {
+    int64_t bytes = 0;
+    for (int i = 0; i < u->num_params; i++) {
+        const fsdpi_param *p = &u->params[i];
+        bytes += fsdpi_bytes(p->lay.numel, p->dtype);
+        if (p->requires_grad)
+            bytes += fsdpi_bytes(p->lay.numel, fsdpi_grad_dtype(u->model, p->dtype));
+    }
+    return bytes;
+}
+
+static void fsdpi_memory(const fsdp_model *m, fsdp_memory *out) {
+    memset(out, 0, sizeof *out);
+    for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
+        out->pool_bytes[pool] = m->pool_bytes[pool];
+        out->pool_slots[pool] = m->pool_slots[pool];
+        out->total_bytes += m->pool_bytes[pool];
+    }
+    for (int i = 0; i < m->num_units; i++) out->unsharded_bytes += fsdpi_unsharded(m->units[i]);
+    out->host_bytes = m->host_bytes;
+}
+
+FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out) {
+    if (!model || !out) return fsdpi_null(NULL, "model_memory");
+    fsdpi_memory(model, out);
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
+    if (!unit || !out) return fsdpi_null(NULL, "unit_memory");
+    const fsdp_buf *held[FSDP_POOL_COUNT] = {NULL};
+    held[FSDP_POOL_GATHER] = unit->gather;
+    held[FSDP_POOL_SLICE] = unit->slice;
+    held[FSDP_POOL_GRAD] = unit->grad;
+    held[FSDP_POOL_RIN] = unit->rin;
+    held[FSDP_POOL_ROUT] = unit->rout;
+    memset(out, 0, sizeof *out);
+    for (int k = 0; k < unit->num_parts; k++) {
+        const fsdpi_part *part = &unit->parts[k];
+        fsdp_dtype grad = fsdpi_grad_dtype(unit->model, part->dtype);
+        out->pool_bytes[FSDP_POOL_SHARD] += fsdpi_bytes(
+            part->train.shard_numel + part->frozen.shard_numel, part->dtype);
+        out->pool_bytes[FSDP_POOL_SGRAD] += fsdpi_bytes(part->train.shard_numel, grad);
+    }
+    for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
+        int slot = pool >= FSDP_POOL_GATHER && pool <= FSDP_POOL_ROUT ? unit->classes[pool] : -1;
+        if (slot >= 0) out->pool_bytes[pool] = (int64_t)unit->model->classes[slot].bytes;
+        out->pool_slots[pool] = held[pool] != NULL;
+        out->total_bytes += out->pool_bytes[pool];
+    }
+    out->unsharded_bytes = fsdpi_unsharded(unit);
+    return FSDP_OK;
+}
+
+static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_param *p) {
+    fsdpi_say(t, "    %-24s %-4s [", p->name, fsdp_dtype_name(p->dtype));
+    for (int d = 0; d < p->lay.ndim; d++)
+        fsdpi_say(t, "%s%lld", d ? ", " : "", (long long)p->lay.shape[d]);
+    fsdpi_say(t, "] dim %d, rows %lld..%lld of %lld a rank, %s%s%s\n", p->lay.shard_dim,
+              (long long)p->lay.start, (long long)(p->lay.start + p->lay.rows),
+              (long long)p->lay.chunk,
+              p->num_strings  ? "extension"
+              : p->lay.direct ? "direct"
+                              : "packed",
+              p->requires_grad ? "" : ", frozen",
+              fsdpi_part_of(u, p)->param_dtype == p->dtype ? "" : ", cast");
+}
+
+FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap) {
+    fsdpi_text t = {buf, buf ? cap : 0, 0};
+    fsdp_memory mem;
+    if (buf && cap) buf[0] = 0;
+    if (!model) return 0;
+    fsdpi_memory(model, &mem);
+    fsdpi_say(&t, "model: %d units, %d parameters, rank %d of %d\n", model->num_units,
+              model->num_params, model->world->rank, model->world->size);
+    for (int i = 0; i < model->num_units; i++) {
+        const fsdp_unit *u = model->units[i];
+        fsdp_memory own;
+        (void)fsdp_unit_memory(u, &own);
+        fsdpi_say(&t,
+                  "  unit %d '%s': %d shards x %d replicas, gathered as %s, reduced in %s, "
+                  "reshard_after_forward %d; bytes: shard %lld, gradient %lld, gathered %lld, "
+                  "unsharded %lld\n",
+                  i, u->name, fsdpi_shards(u), fsdpi_replicas(u), fsdp_dtype_name(u->gather_dtype),
+                  fsdp_dtype_name(u->reduce_dtype), u->reshard_after_forward,
+                  (long long)own.pool_bytes[FSDP_POOL_SHARD],
+                  (long long)own.pool_bytes[FSDP_POOL_SGRAD],
+                  (long long)own.pool_bytes[FSDP_POOL_GATHER], (long long)own.unsharded_bytes);
+        for (int k = 0; k < u->num_params; k++) fsdpi_describe_param(&t, u, &u->params[k]);
+    }
+    fsdpi_say(&t, "  memory:");
+    for (int pool = 0; pool < FSDP_POOL_COUNT; pool++)
+        if (mem.pool_bytes[pool])
+            fsdpi_say(&t, " %s %lld in %d,", fsdp_pool_name(pool), (long long)mem.pool_bytes[pool],
+                      mem.pool_slots[pool]);
+    fsdpi_say(&t, " total %lld bytes\n", (long long)mem.total_bytes);
+    return t.used;
+}
+
+FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out) {
+    fsdp_model *dry = NULL;
+    if (!model || !out) return fsdpi_null(NULL, "model_predict");
+    fsdp_status status = fsdpi_dry_run(model, &dry);
+    if (!status) {
+        fsdpi_memory(dry, out);
+        out->host_bytes = model->host_bytes;
+    }
+    fsdpi_dry_free(dry);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters *out) {
+    if (!model || !out) return fsdpi_null(NULL, "model_counters");
+    *out = model->counters;
+    return FSDP_OK;
+}

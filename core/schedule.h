@@ -1,0 +1,247 @@
+/* core/schedule.h - the transition table and the calls that look it up
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: the transition table and its actions. A public call looks up one row and runs its actions;
+// an action fills op records and never calls a backend. Invariants: a call without a row changes
+// nothing; an action that finds its goal reached does nothing. Source: FSDPState, FSDPParamGroup.
+
+// Bound of the record of forwards; behind it prefetches are lost, nothing else.
+#define FSDPI_ORDER_PER_UNIT 64
+
+// Remember a forward: its backward is due, and the forward before it is what to prefetch then.
+static fsdp_status fsdpi_do_record(fsdp_unit *u) {
+    fsdp_model *m = u->model;
+    if (!m->grad_enabled) return FSDP_OK;
+    if (m->num_order < FSDPI_ORDER_PER_UNIT * m->num_units) {
+        if (!fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order, sizeof *m->order))
+            return fsdpi_model_fail(
+                m, fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
+                              "post_forward of unit '%s': no memory for the record of forwards",
+                              u->name));
+        m->order[m->num_order].unit = u;
+        m->order[m->num_order].previous = u->last_order;
+        u->last_order = m->num_order++;
+    }
+    u->forwards++;
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_do_enter(fsdp_unit *u) {
+    u->forwards--;
+    u->model->backward = 1;
+    return FSDP_OK;
+}
+
+enum { FSDPI_I = 1, FSDPI_F = 2, FSDPI_P = 4, FSDPI_B = 8, FSDPI_ALL = 15 }; // 1 << training state
+enum { FSDPI_OUT = 1, FSDPI_IN = 2, FSDPI_BOTH = 3 };                        // of backward
+enum { FSDPI_KEEP = 255 };                                                   // next: as it is
+
+typedef struct fsdpi_row {
+    uint8_t from, phase;
+    uint8_t due;  // 1: the unit must have a forward that has not run backward
+    uint8_t next; // training state
+    fsdp_status (*actions[6])(fsdp_unit *u); // in order, NULL: end
+} fsdpi_row;
+
+// clang-format off
+// The rows of each call, in the order of FSDP_CALL_LIST; a row with from 0 is none.
+static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
+//   from               phase       due next            actions
+    { // pre_forward
+        {FSDPI_I | FSDPI_F, FSDPI_OUT,  0, FSDP_STATE_FORWARD,
+            {fsdpi_do_unshard, fsdpi_do_wait, fsdpi_do_prefetch_forward}},
+        // recompute: of a unit nested in others' backward, of the unit whose backward it is
+        {FSDPI_I | FSDPI_B, FSDPI_IN,   1, FSDP_STATE_FORWARD, {fsdpi_do_unshard, fsdpi_do_wait}},
+        {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP,         {fsdpi_do_unshard, fsdpi_do_wait}},
+    },
+    { // post_forward
+        {FSDPI_F,           FSDPI_OUT,  0, FSDP_STATE_IDLE,
+            {fsdpi_do_record, fsdpi_do_reshard_forward}},
+        {FSDPI_F,           FSDPI_IN,   0, FSDP_STATE_IDLE, {NULL}},
+        {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}},
+    },
+    { // pre_backward
+        {FSDPI_I | FSDPI_B, FSDPI_BOTH, 1, FSDP_STATE_PRE_BACKWARD,
+            {fsdpi_do_unshard_backward, fsdpi_do_wait, fsdpi_do_grads,
+             fsdpi_do_prefetch_backward, fsdpi_do_enter}},
+        {FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}},
+    },
+    { // post_backward
+        {FSDPI_P,           FSDPI_IN,   0, FSDP_STATE_POST_BACKWARD,
+            {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
+    },
+    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {fsdpi_do_unshard}}}, // unshard
+    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {fsdpi_do_wait}}}, // wait
+    {{FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP, {fsdpi_do_reshard}}}, // reshard
+    { // finalize
+        {FSDPI_P,           FSDPI_BOTH, 0, FSDP_STATE_IDLE,
+            {fsdpi_do_reshard_backward, fsdpi_do_reduce}},
+        {FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDP_STATE_IDLE,
+            {fsdpi_do_reshard_backward, fsdpi_do_leftovers}},
+    },
+    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // data
+    {{FSDPI_P,           FSDPI_IN,   0, FSDPI_KEEP, {NULL}}}, // grad
+    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_stale}}}, // params_changed
+    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_stale}}}, // load
+    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}}}, // full
+    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {fsdpi_do_zero_grad}}}, // zero_grad
+    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}}}, // clip
+    {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}}}, // set_requires_grad
+    {{FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // set
+    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDP_STATE_IDLE, {fsdpi_do_drop}}}, // reset
+};
+// clang-format on
+
+static const char *fsdpi_call_name(int call) {
+    static const char *const names[FSDP_CALL_COUNT] = {
+#define FSDP_X(name, text) text,
+        FSDP_CALL_LIST(FSDP_X)
+#undef FSDP_X
+    };
+    return names[call];
+}
+
+static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
+    int phase = u->model->backward ? FSDPI_IN : FSDPI_OUT;
+    for (int i = 0; i < 3; i++) {
+        const fsdpi_row *row = &fsdpi_rows[call][i];
+        if ((row->from & (1 << u->state)) && (row->phase & phase) && (!row->due || u->forwards > 0))
+            return row;
+    }
+    return NULL;
+}
+
+// The text of a call in a wrong state asks the table what is possible.
+static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, const char *what) {
+    static const char *const states[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
+    static const char *const storages[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED",
+                                           "SHARDED_POST_FORWARD"};
+    char possible[256] = "";
+    size_t used = 0;
+    for (int c = 0; c < FSDP_CALL_COUNT; c++) {
+        if (!fsdpi_lookup(u, c) || (c == FSDP_CALL_DATA && u->storage != FSDP_STORAGE_UNSHARDED))
+            continue;
+        used += (size_t)snprintf(possible + used, sizeof possible - used, "%s%s", used ? ", " : "",
+                                 fsdpi_call_name(c));
+        if (used >= sizeof possible) break;
+    }
+    return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_STATE,
+                      "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have not run "
+                      "backward; possible now: %s",
+                      what, u->name, states[u->state], storages[u->storage],
+                      u->model->backward ? "inside" : "outside", u->forwards, possible);
+}
+
+static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
+    return row->next == FSDPI_KEEP ? u->state : row->next;
+}
+
+// Run one row for a unit.
+static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
+    u->model->call_state = fsdpi_next_state(u, row);
+    for (int i = 0; row->actions[i]; i++) {
+        fsdp_status status = row->actions[i](u);
+        if (status) return status;
+    }
+    u->state = fsdpi_next_state(u, row);
+    return FSDP_OK;
+}
+
+// Is the call possible for all units?
+static fsdp_status fsdpi_check_units(fsdp_model *m, int call) {
+    for (int i = 0; i < m->num_units; i++)
+        if (!fsdpi_lookup(m->units[i], call))
+            return fsdpi_wrong_call(m->units[i], fsdpi_call_name(call));
+    return FSDP_OK;
+}
+
+// Their rows, once it is.
+static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
+    for (int i = 0; i < m->num_units; i++) {
+        fsdp_status status = fsdpi_step(m->units[i], fsdpi_lookup(m->units[i], call));
+        if (status) return status;
+    }
+    return FSDP_OK;
+}
+
+// A marker for observers, before the ops of a public call.
+static fsdp_status fsdpi_announce(fsdp_model *m, fsdp_unit *u, int call, uint8_t state) {
+    m->call_state = state;
+    if (!m->driver.op) return FSDP_OK;
+    fsdp_op op = fsdpi_op(m, u, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    if (!u) op.what = fsdpi_call_name(call);
+    op.count = (uint64_t)call;
+    return fsdpi_emit(m, &op);
+}
+
+// A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
+static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
+    if (!m) return fsdpi_null(NULL, fsdpi_call_name(call));
+    fsdp_status status = fsdpi_commit(m);
+    if (!status) status = fsdpi_check_units(m, call);
+    if (!status) status = fsdpi_announce(m, NULL, call, FSDP_STATE_IDLE);
+    return status || !run ? status : fsdpi_run_units(m, call);
+}
+
+// Finalize reports the first failed call of the step again.
+static fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
+    if (status && !m->hook_status) {
+        m->hook_status = status;
+        snprintf(m->hook_error, sizeof m->hook_error, "%s", fsdp_last_error(m->world));
+    }
+    return status;
+}
+
+static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
+    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call));
+    fsdp_model *m = u->model;
+    fsdp_status status = fsdpi_failed(m->world);
+    if (status) return status;
+    if (!m->committed) status = fsdpi_commit(m);
+    if (status) return fsdpi_remember(m, status);
+    if (m->driver.hook && m->driver.hook(m->driver.user, m, u, call)) return FSDP_OK;
+    const fsdpi_row *row = fsdpi_lookup(u, call);
+    if (!row) return fsdpi_remember(m, fsdpi_wrong_call(u, fsdpi_call_name(call)));
+    status = fsdpi_announce(m, u, call, fsdpi_next_state(u, row));
+    if (!status) status = fsdpi_step(u, row);
+    return fsdpi_remember(m, status);
+}
+
+FSDP_API fsdp_status fsdp_pre_forward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_PRE_FORWARD);
+}
+FSDP_API fsdp_status fsdp_post_forward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_POST_FORWARD);
+}
+FSDP_API fsdp_status fsdp_pre_backward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_PRE_BACKWARD);
+}
+FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_POST_BACKWARD);
+}
+FSDP_API fsdp_status fsdp_unshard(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_UNSHARD);
+}
+FSDP_API fsdp_status fsdp_wait(fsdp_unit *unit) { return fsdpi_unit_call(unit, FSDP_CALL_WAIT); }
+FSDP_API fsdp_status fsdp_reshard(fsdp_unit *unit) {
+    return fsdpi_unit_call(unit, FSDP_CALL_RESHARD);
+}
+
+static int fsdpi_getter_ok(fsdp_unit *u, int call) {
+    const fsdpi_row *row = fsdpi_lookup(u, call);
+    if (row && (call != FSDP_CALL_DATA || u->storage == FSDP_STORAGE_UNSHARDED)) return 1;
+    (void)fsdpi_wrong_call(u, fsdpi_call_name(call));
+    return 0;
+}
+
+static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
+    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call));
+    if (index < 0 || index >= u->num_params)
+        return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_ARG,
+                          "%s: unit '%s' has no parameter %d, expected 0..%d",
+                          fsdpi_call_name(call), u->name, index, u->num_params - 1);
+    return FSDP_OK;
+}

@@ -1,0 +1,176 @@
+/* core/step.h - the end of a step: finalize, zero_grad, reset
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// The caller's stream will write shards: it comes behind gathers under way, which read them.
+static FSDPI_UNUSED fsdp_status fsdpi_shards_writable(fsdp_model *m) {
+    fsdp_status status = fsdpi_failed(m->world);
+    for (int i = 0; i < m->num_units && !status; i++) {
+        fsdp_unit *u = m->units[i];
+        if (u->storage == FSDP_STORAGE_IN_FLIGHT && u->gather)
+            status = fsdpi_emit_use(m, u, FSDP_LABEL_GATHER, u->gather);
+    }
+    return status;
+}
+
+// Shards are as the caller's stream has left them: later gathers come after.
+static fsdp_status fsdpi_shards_written(fsdp_model *m) {
+    fsdp_status status = FSDP_OK;
+    for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++)
+        if (m->flats[d].shard)
+            status = fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &m->flats[d].shard->ready);
+    return status;
+}
+
+/* Whether a parameter has a gradient: yes, if this rank used it. Only for others are the counts
+   looked at, for which the host has to wait. */
+static int fsdpi_asks_others(fsdp_model *m) {
+    int asks = 0;
+    for (int i = 0; i < m->num_units; i++) {
+        const fsdp_unit *u = m->units[i];
+        for (int k = 0; k < u->num_params && u->counted && fsdpi_ranks(u) > 1; k++) {
+            fsdpi_param *p = &u->params[k];
+            p->has_grad |= p->requires_grad && p->flag;
+            asks |= p->requires_grad && !p->has_grad;
+        }
+    }
+    return asks;
+}
+
+// The caller's stream waits for all shard gradients; what has none is zero; who used what is read.
+static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < m->num_units && !status; i++) {
+        fsdp_unit *u = m->units[i];
+        if (u->num_train == 0 || u->has_grad || u->grad_is_zero) continue;
+        for (int k = 0; k < u->num_parts && !status; k++) {
+            const fsdpi_part *part = &u->parts[k];
+            if (part->num_train)
+                status = fsdpi_emit_fill(
+                    m, u, FSDP_LABEL_FINAL, FSDP_STREAM_COMPUTE, fsdpi_flat_of(u, part)->grad,
+                    fsdpi_grad_dtype(m, part->dtype), part->train.base, part->train.shard_numel, 0);
+        }
+        u->grad_is_zero = 1;
+    }
+    for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
+        if (m->flats[d].grad) status = fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].grad);
+        if (!status && m->flats[d].grad && m->grad_hooks) // they may have written shards
+            status = fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].shard);
+    }
+    if (status || m->dry) return status;
+    int asks = fsdpi_asks_others(m);
+    int waits = asks || m->desc.cpu_offload || m->world->mode != FSDPI_NATIVE;
+    if (waits) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+    if (!status && asks) status = fsdpi_read_users(m);
+    for (int i = 0; i < m->num_units && !status; i++) {
+        fsdp_unit *u = m->units[i];
+        for (int k = 0; k < u->num_params && u->counted; k++)
+            if (u->params[k].requires_grad)
+                u->params[k].has_grad |= (uint8_t)fsdpi_was_used(u, &u->params[k]);
+        if (waits && u->counted && !u->rout) u->flags_read = 0; // their copy is done
+        u->counted = 0;
+    }
+    return status;
+}
+
+static void fsdpi_forget_forwards(fsdp_model *m) {
+    m->num_order = 0;
+    for (int i = 0; i < m->num_units; i++) {
+        m->units[i]->forwards = 0;
+        m->units[i]->last_order = -1;
+    }
+}
+
+static fsdp_status fsdpi_finalize(fsdp_model *m) {
+    fsdp_status status = fsdpi_run_units(m, FSDP_CALL_FINALIZE);
+    if (!status) status = fsdpi_grads_ready(m);
+    if (status) return status;
+    m->backward = 0;
+    m->step++;
+    fsdpi_pools_rewind(m);
+    if (m->is_last_backward) fsdpi_forget_forwards(m);
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model) {
+    fsdp_status status = fsdpi_model_call(model, FSDP_CALL_PARAMS_CHANGED, 1);
+    if (!status) status = fsdpi_shards_written(model);
+    return model ? fsdpi_remember(model, status) : status;
+}
+
+FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
+    const fsdp_driver *driver = model ? &model->driver : NULL;
+    fsdp_status status = model ? fsdpi_failed(model->world) : FSDP_OK;
+    if (status) return status;
+    if (driver && driver->hook && driver->hook(driver->user, model, NULL, FSDP_CALL_FINALIZE))
+        return FSDP_OK;
+    status = fsdpi_model_call(model, FSDP_CALL_FINALIZE, 0);
+    if (!status) status = fsdpi_finalize(model);
+    if (status || !model->hook_status) return status;
+    status = model->hook_status;
+    model->hook_status = FSDP_OK;
+    fsdpi_set_error(model->world, model->hook_error);
+    return status;
+}
+
+/* Memory for a getter in a world that has failed, so that a trainer that looks at statuses later
+   does not crash before: one block of this rank alone, as large as the largest slot, for all.
+   NULL only where there is no memory either. */
+static void *fsdpi_undefined(fsdp_model *m) {
+    int64_t bytes = 1;
+    for (int i = 0; i < m->num_units && !m->undefined; i++) {
+        const fsdp_unit *u = m->units[i];
+        if (u->slot_bytes > bytes) bytes = u->slot_bytes;
+        if (u->grad_bytes > bytes) bytes = u->grad_bytes;
+    }
+    fsdp_world *w = m->world;
+    if (m->undefined) return m->undefined;
+    m->undefined_bytes = (size_t)bytes;
+    if (w->device_ops->alloc(w->device, FSDP_MEMORY_DEVICE, (size_t)bytes, &m->undefined))
+        m->undefined = NULL;
+    return m->undefined;
+}
+
+FSDP_API void *fsdp_data(fsdp_unit *unit, int index) {
+    if (fsdpi_param_call(unit, index, FSDP_CALL_DATA)) return NULL;
+    if (fsdpi_failed(unit->model->world)) return fsdpi_undefined(unit->model);
+    if (!fsdpi_getter_ok(unit, FSDP_CALL_DATA)) return NULL;
+    const fsdpi_param *p = &unit->params[index];
+    if (fsdpi_gather_is_alias(unit))
+        return fsdpi_shard_of(unit)->ptr + fsdpi_bytes(p->lay.shard_offset, p->dtype);
+    return unit->gather->ptr + fsdpi_bytes(p->lay.full_offset, fsdpi_part_of(unit, p)->param_dtype);
+}
+
+FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
+    if (fsdpi_param_call(unit, index, FSDP_CALL_GRAD)) return NULL;
+    fsdpi_param *p = &unit->params[index];
+    if (!p->requires_grad) return NULL;
+    if (fsdpi_failed(unit->model->world)) return fsdpi_undefined(unit->model);
+    if (!fsdpi_getter_ok(unit, FSDP_CALL_GRAD)) return NULL;
+    p->used = p->written = 1;
+    if (unit->grad_alias)
+        return fsdpi_flat_of(unit, unit->parts)->grad->ptr +
+               fsdpi_bytes(p->lay.shard_offset, p->dtype);
+    return unit->grad->ptr + fsdpi_bytes(p->grad_offset, fsdpi_part_of(unit, p)->param_dtype);
+}
+
+FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
+    fsdp_status status = fsdpi_model_call(model, FSDP_CALL_ZERO_GRAD, 1);
+    return model ? fsdpi_remember(model, status) : status;
+}
+
+FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
+    if (!model) return fsdpi_null(NULL, "model_reset");
+    fsdp_status status = fsdpi_failed(model->world);
+    if (status || model->layout == 0) return status;
+    fsdpi_drain(model->world);
+    status = fsdpi_announce(model, NULL, FSDP_CALL_RESET, FSDP_STATE_IDLE);
+    if (!status) status = fsdpi_run_units(model, FSDP_CALL_RESET);
+    fsdpi_forget_forwards(model);
+    model->backward = 0;
+    model->hook_status = FSDP_OK;
+    fsdpi_pools_rewind(model);
+    return status;
+}

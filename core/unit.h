@@ -1,0 +1,339 @@
+/* core/unit.h - units and parameters: what fully_shard makes of a desc
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+static void fsdpi_unit_free(fsdp_unit *u) {
+    fsdp_model *m = u->model;
+    for (int i = 0; u->params && i < u->num_params; i++) fsdpi_model_free(m, u->params[i].name);
+    fsdpi_model_free(m, u->params);
+    fsdpi_model_free(m, u->parts);
+    fsdpi_model_free(m, u->name);
+    fsdpi_model_free(m, u->lists);
+    fsdpi_model_free(m, u->prefetch[0]);
+    fsdpi_model_free(m, u->prefetch[1]);
+    fsdpi_model_free(m, u);
+}
+
+static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char *name,
+                                     fsdp_param_desc *d) {
+    if (d->ndim == 0)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': parameter '%s' is a scalar (ndim 0), which "
+                          "cannot be sharded: "
+                          "make it a vector of one element",
+                          unit, name);
+    if (d->ndim < 0 || d->ndim > FSDP_MAX_DIMS)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': parameter '%s' has ndim %d, expected 1..%d",
+                          unit, name, d->ndim, FSDP_MAX_DIMS);
+    if (d->shard_dim < -d->ndim || d->shard_dim >= d->ndim)
+        return fsdpi_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "fully_shard of unit '%s': parameter '%s' has shard_dim %d, invalid for %d dims", unit,
+            name, d->shard_dim, d->ndim);
+    if (d->shard_dim < 0) d->shard_dim += d->ndim;
+    for (int i = 0; i < d->ndim; i++)
+        if (d->shape[i] < 0)
+            return fsdpi_fail(
+                w, FSDP_ERR_INVALID_ARG,
+                "fully_shard of unit '%s': parameter '%s' has size %lld in dim %d, expected >= 0",
+                unit, name, (long long)d->shape[i], i);
+    if (d->dtype == FSDP_DTYPE_KEEP) d->dtype = FSDP_F32;
+    if (!fsdp_dtype_size(d->dtype))
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': parameter '%s' has dtype %d, which is none",
+                          unit, name, d->dtype);
+    if (!d->frozen && !fsdp_dtype_is_float(d->dtype))
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': parameter '%s' is %s and requires a gradient: "
+                          "only floating parameters can; set frozen",
+                          unit, name, fsdp_dtype_name(d->dtype));
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
+                                         const fsdp_gather_extension *extension) {
+    fsdp_world *w = u->model->world;
+    int64_t rest = fsdpi_numel(p->lay.shape, 0, p->lay.shard_dim);
+    rest = fsdpi_mul(rest, fsdpi_numel(p->lay.shape, p->lay.shard_dim + 1, p->lay.ndim));
+    p->extension = *extension;
+    if (!extension->sizes || !extension->pre_all_gather || !extension->post_all_gather)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': the extension of parameter '%s' lacks a "
+                          "function: give sizes, pre_all_gather and post_all_gather",
+                          u->name, p->name);
+    int64_t rows = fsdpi_ceil_div(p->lay.shape[p->lay.shard_dim], fsdpi_shards(u));
+    int64_t numel = fsdpi_mul(rest, rows), sum = 0;
+    p->num_strings = numel < 0 ? 0 : extension->sizes(extension->user, numel, p->string_bytes);
+    int good = p->num_strings >= 1 && p->num_strings <= FSDP_GATHER_TENSORS;
+    for (int i = 0; good && i < p->num_strings; i++) {
+        good = p->string_bytes[i] >= 0 && p->string_bytes[i] <= FSDPI_NUMEL_MAX / fsdpi_shards(u);
+        sum += good ? p->string_bytes[i] : 0;
+        good = good && sum <= FSDPI_NUMEL_MAX / fsdpi_shards(u) / 8;
+    }
+    return good ? FSDP_OK
+                : fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                             "fully_shard of unit '%s': the extension of parameter '%s' returned "
+                             "%d strings: expected 1..%d, of sizes >= 0",
+                             u->name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
+}
+
+// Parameters of a unit from their descs. The array of descs may have an older header's stride.
+static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
+    fsdp_model *m = u->model;
+    uint32_t stride = 0;
+    for (int i = 0; i < d->num_params; i++) {
+        const char *at = (const char *)d->params +
+                         (size_t)i * (stride ? stride : sizeof(fsdp_param_desc));
+        fsdp_param_desc pd;
+        char what[64], fallback[16];
+        snprintf(what, sizeof what, "fsdp_unit_desc.params[%d]", i);
+        fsdp_status status = fsdpi_desc_read(m->world, &pd, at, sizeof pd, what);
+        if (status) return status;
+        if (i == 0) stride = pd.size ? pd.size : (uint32_t)sizeof pd;
+        snprintf(fallback, sizeof fallback, "p%d", i);
+        const char *name = pd.name ? pd.name : fallback;
+        status = fsdpi_param_check(m->world, u->name, name, &pd);
+        if (status) return status;
+        fsdpi_param *p = &u->params[i];
+        p->name = fsdpi_copy_text(&m->world->boot.allocator, name);
+        if (!p->name)
+            return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
+                              "fully_shard of unit '%s': no memory", u->name);
+        m->host_bytes += (int64_t)fsdpi_alloc_size(p->name);
+        p->user = pd.user;
+        p->dtype = pd.dtype;
+        p->requires_grad = !pd.frozen;
+        p->keep_dtype = pd.keep_dtype;
+        p->lay.ndim = pd.ndim;
+        p->lay.shard_dim = pd.shard_dim;
+        memcpy(p->lay.shape, pd.shape, sizeof p->lay.shape);
+        if (pd.extension) status = fsdpi_param_extension(u, p, pd.extension);
+        if (status) return status;
+    }
+    return FSDP_OK;
+}
+
+// The narrowest dtype that holds both; KEEP: nothing yet.
+static fsdp_dtype fsdpi_promote(fsdp_dtype a, fsdp_dtype b) {
+    if (a == FSDP_DTYPE_KEEP || a == b) return b;
+    return a == FSDP_F64 || b == FSDP_F64 ? FSDP_F64 : FSDP_F32;
+}
+
+// All that ranks must have given alike: it is part of what every collective compares.
+static uint64_t fsdpi_unit_hash(const fsdp_unit *u) {
+    const fsdp_model_desc *md = &u->model->desc;
+    uint64_t h = fsdpi_hash(fsdpi_hash_text(u->name), (uint64_t)u->num_params);
+    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)u->policy_dtype), (uint64_t)u->reduce_dtype);
+    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)md->grads_overwrite), (uint64_t)md->direct_min);
+    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)md->grad_dtype), (uint64_t)u->slices);
+    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)fsdpi_shards(u)), (uint64_t)fsdpi_replicas(u));
+    for (int i = 0; i < u->num_params; i++) {
+        const fsdpi_param *p = &u->params[i];
+        h = fsdpi_hash(fsdpi_hash(h, fsdpi_hash_text(p->name)), (uint64_t)p->requires_grad);
+        h = fsdpi_hash(fsdpi_hash(h, (uint64_t)p->lay.ndim), (uint64_t)p->lay.shard_dim);
+        h = fsdpi_hash(fsdpi_hash(h, (uint64_t)p->dtype), (uint64_t)p->keep_dtype);
+        for (int d = 0; d < p->lay.ndim; d++) h = fsdpi_hash(h, (uint64_t)p->lay.shape[d]);
+        for (int k = 0; k < p->num_strings; k++) h = fsdpi_hash(h, (uint64_t)p->string_bytes[k]);
+    }
+    return h;
+}
+
+/* Sort the parameters into parts, by their dtypes and by who requires a gradient now, and measure.
+   Again after fsdp_set_requires_grad. */
+static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
+    fsdp_model *m = u->model;
+    u->num_parts = u->num_train = u->train_parts = u->users_part = 0;
+    u->reduce_dtype = FSDP_DTYPE_KEEP;
+    for (int i = 0; i < u->num_params; i++) {
+        fsdpi_param *p = &u->params[i];
+        int casts = u->policy_dtype && fsdp_dtype_is_float(p->dtype) && !p->keep_dtype, k = 0;
+        fsdpi_part new_part, *part;
+        memset(&new_part, 0, sizeof new_part);
+        new_part.dtype = p->dtype;
+        new_part.param_dtype = casts ? u->policy_dtype : p->dtype;
+        new_part.extended = p->extension.sizes ? p : NULL;
+        while (k < u->num_parts && (u->parts[k].dtype != new_part.dtype ||
+                                    u->parts[k].param_dtype != new_part.param_dtype ||
+                                    u->parts[k].extended || new_part.extended))
+            k++;
+        part = &u->parts[k];
+        if (k == u->num_parts) u->parts[u->num_parts++] = new_part;
+        p->part = k;
+        p->user_index = p->requires_grad ? u->num_train++ : -1;
+        if (!p->requires_grad) continue;
+        if (part->num_train++ == 0 && u->train_parts++ == 0) u->users_part = k;
+        u->reduce_dtype = fsdpi_promote(u->reduce_dtype, fsdpi_grad_dtype(m, p->dtype));
+    }
+    if (u->policy_reduce || !u->num_train)
+        u->reduce_dtype = u->policy_reduce ? u->policy_reduce : FSDP_F32;
+    int bytes = u->num_parts > 1 || u->parts[0].extended;
+    u->gather_dtype = bytes ? FSDP_U8 : u->parts[0].param_dtype;
+    u->desc_hash = fsdpi_unit_hash(u);
+    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)u->num_params *
+                                                                           sizeof *tmp);
+    if (!tmp)
+        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "layout of unit '%s': no memory",
+                          u->name);
+    fsdp_status status = fsdpi_unit_layout(u, tmp);
+    fsdpi_model_free(m, tmp);
+    if (status)
+        return fsdpi_fail(m->world, status,
+                          "fully_shard of unit '%s': its size is more than 2^56 elements", u->name);
+    status = fsdpi_unit_classes(u);
+    return status ? fsdpi_fail(m->world, status, "layout of unit '%s': no memory", u->name)
+                  : status;
+}
+
+static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const char *name,
+                                      fsdp_dtype param, fsdp_dtype reduce, fsdp_dtype output) {
+    if ((!param || fsdp_dtype_is_float(param)) && (!reduce || fsdp_dtype_is_float(reduce)) &&
+        (!output || fsdp_dtype_is_float(output)))
+        return FSDP_OK;
+    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                      "%s '%s': param_dtype %d, reduce_dtype %d, output_dtype %d: expected "
+                      "floating dtypes or KEEP",
+                      what, name, param, reduce, output);
+}
+
+// What the desc says about meshes: a mesh info, a mesh, or as `otherwise`.
+static fsdp_status fsdpi_resolve_mesh(fsdp_world *w, const fsdp_mesh *mesh,
+                                      const fsdp_mesh_info *info, const fsdp_mesh_info *otherwise,
+                                      fsdp_mesh_info *out) {
+    int kind = FSDP_MESH_INFO_FSDP, shard = 0, replicate = -1;
+    if (!mesh && !info) {
+        *out = *otherwise;
+        return FSDP_OK;
+    }
+    if (info) {
+        mesh = info->mesh;
+        kind = info->kind;
+        shard = info->shard_mesh_dim;
+        replicate = info->replicate_mesh_dim;
+    }
+    if (!mesh || mesh->world != w)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "the mesh belongs to another world, or the mesh info has none: make the "
+                          "mesh from this world");
+    if (!info && mesh->ndim > 2)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "a %d-D mesh: expected 1-D (FSDP) or 2-D (HSDP): slice it, or say by "
+                          "mesh_info which dims shard and replicate",
+                          mesh->ndim);
+    if (!info && mesh->ndim == 2) {
+        if (!mesh->names[0] || !mesh->names[1])
+            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                              "a 2-D mesh without names of its dims: name them, dim 0 replicates "
+                              "and dim 1 shards, or give mesh_info");
+        kind = FSDP_MESH_INFO_HSDP;
+        replicate = 0;
+        shard = 1;
+    }
+    return fsdp_mesh_info_init(mesh, kind, shard, replicate, out);
+}
+
+// Groups of a unit, and what reshard_after_forward comes to.
+static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
+    fsdp_model *m = u->model;
+    const fsdp_mesh_info *info = &u->info;
+    int n = d->reshard_after_forward ? d->reshard_after_forward : m->desc.reshard_after_forward;
+    if (info->shard_mesh_dim >= 0) u->reduce_comm = info->mesh->reduce_comm[info->shard_mesh_dim];
+    if (info->replicate_mesh_dim >= 0)
+        u->replicate_comm = info->mesh->reduce_comm[info->replicate_mesh_dim];
+    if (n < FSDP_RESHARD_NEVER || (n > 1 && fsdpi_shards(u) % n != 0))
+        return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': reshard_after_forward is %d, expected "
+                          "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of the shard group's "
+                          "%d ranks",
+                          u->name, n, fsdpi_shards(u));
+    if (n > 1 && n == fsdpi_shards(u)) n = FSDP_RESHARD_ALWAYS;
+    u->reshard_after_forward = n;
+    u->slices = n > 1 ? n : 0;
+    return n > 1 ? fsdpi_mesh_subgroup(info->mesh, info->shard_mesh_dim, n, &u->slice_comm)
+                 : FSDP_OK;
+}
+
+static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
+    fsdp_model *m = u->model;
+    const fsdp_model_desc *md = &m->desc;
+    size_t count = (size_t)d->num_params;
+    char fallback[24];
+    snprintf(fallback, sizeof fallback, "unit%d", m->num_units);
+    u->name = fsdpi_copy_text(&m->world->boot.allocator, d->name ? d->name : fallback);
+    if (u->name) m->host_bytes += (int64_t)fsdpi_alloc_size(u->name);
+    u->params = (fsdpi_param *)fsdpi_model_alloc(m, count * sizeof *u->params);
+    u->parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->parts);
+    if (!u->name || !u->params || !u->parts)
+        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
+                          d->name ? d->name : fallback);
+    fsdp_status status = fsdpi_dtypes_check(m->world, "fully_shard of unit", u->name,
+                                            d->param_dtype, d->reduce_dtype, d->output_dtype);
+    if (!status) status = fsdpi_resolve_mesh(m->world, d->mesh, d->mesh_info, &m->info, &u->info);
+    if (status) return status;
+    u->policy_dtype = d->param_dtype ? d->param_dtype : md->param_dtype;
+    u->policy_reduce = d->reduce_dtype ? d->reduce_dtype : md->reduce_dtype;
+    u->output_dtype = d->output_dtype ? d->output_dtype : md->output_dtype;
+    u->keep_inputs = d->keep_forward_inputs || md->keep_forward_inputs;
+    u->num_params = d->num_params;
+    status = fsdpi_unit_params(u, d);
+    if (!status) status = fsdpi_unit_groups(u, d);
+    return status ? status : fsdpi_unit_arrange(u);
+}
+
+FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
+                                      fsdp_unit **unit) {
+    fsdp_unit_desc d;
+    if (!model || !desc || !unit) return fsdpi_null(model ? model->world : NULL, "fully_shard");
+    *unit = NULL;
+    fsdp_world *w = model->world;
+    fsdp_status status = fsdpi_failed(w);
+    if (!status) status = fsdpi_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc");
+    if (status) return status;
+    if (model->layout > 0)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_STATE,
+                          "fully_shard: the model is committed: make all units before the first "
+                          "hook, init or load");
+    if (d.num_params < 1 || !d.params)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "fully_shard of unit '%s': num_params is %d, expected >= 1, and params",
+                          d.name ? d.name : "", d.num_params);
+    fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);
+    if (!u || !fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
+                          sizeof *model->units)) {
+        fsdpi_model_free(model, u);
+        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
+                          d.name ? d.name : "");
+    }
+    u->model = model;
+    u->user = d.user;
+    u->index = model->num_units;
+    u->reshard_after_backward = u->sync = u->all_reduce = 1;
+    u->unshard_in_backward = u->reduce_unused = u->grad_is_zero = 1;
+    u->last_order = -1;
+    status = fsdpi_unit_fill(u, &d);
+    if (status) {
+        fsdpi_unit_free(u);
+        return status;
+    }
+    for (int i = 0; i < u->num_params; i++) u->params[i].ordinal = model->num_params + i;
+    model->num_params += u->num_params;
+    model->mixed |= u->info.shard_comm != model->info.shard_comm ||
+                    u->info.replicate_comm != model->info.replicate_comm ||
+                    u->info.shard_mesh_size != model->info.shard_mesh_size;
+    model->units[model->num_units++] = u;
+    *unit = u;
+    return FSDP_OK;
+}
+
+FSDP_API int fsdp_num_params(const fsdp_model *model) { return model ? model->num_params : 0; }
+FSDP_API int fsdp_num_units(const fsdp_model *model) { return model ? model->num_units : 0; }
+FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit) { return unit ? unit->name : ""; }
+
+FSDP_API fsdp_training_state fsdp_unit_state(const fsdp_unit *unit) {
+    return unit ? (fsdp_training_state)unit->state : FSDP_STATE_COUNT;
+}
+FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit) {
+    return unit ? (fsdp_storage_state)unit->storage : FSDP_STORAGE_COUNT;
+}

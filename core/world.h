@@ -1,0 +1,203 @@
+/* core/world.h - rank, size, the opened tables, and the objects made from the world
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: rank, size, the opened tables, lanes, and the objects made from the world.
+
+// Fill in what the desc leaves to the environment, and check the rest.
+static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
+    fsdp_status status = FSDP_OK;
+    int found;
+    if (d->world_size == 0) status = fsdpi_env_ranks(w, d);
+    if (!status && d->timeout_ms == 0)
+        status = fsdpi_env_int(w, "FSDP_TIMEOUT_MS", 1, &d->timeout_ms, &found);
+    if (!status && d->lanes == 0) status = fsdpi_env_int(w, "FSDP_LANES", 0, &d->lanes, &found);
+    if (!status && d->log_level == FSDP_LOG_DEFAULT) status = fsdpi_env_log_level(w, &d->log_level);
+    if (status) return status;
+    if (d->timeout_ms == 0) d->timeout_ms = 60000;
+    if (d->lanes < 0) d->lanes = 0;
+    if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "rank %d of a world of %d: expected 0 <= rank < world_size", d->rank,
+                          d->world_size);
+    if (d->timeout_ms < 0 || d->lanes > 2 || d->local_rank < 0 || d->log_level < 0 ||
+        d->log_level > FSDP_LOG_NONE)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, log_level %d: "
+                          "expected timeout_ms >= 0, lanes -1..2, "
+                          "local_rank >= 0, log_level 0..%d",
+                          d->timeout_ms, d->lanes, d->local_rank, d->log_level, FSDP_LOG_NONE);
+    if (!d->allocator.alloc != !d->allocator.free)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "fsdp_world_desc.allocator: give both functions or neither");
+    if (!d->allocator.alloc) {
+        d->allocator.alloc = fsdpi_libc_alloc;
+        d->allocator.free = fsdpi_libc_free;
+    }
+    if (!d->logger.log) d->logger.log = fsdpi_stderr_log;
+    if (!d->clock.now_ns) d->clock.now_ns = fsdpi_monotonic_ns;
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t version,
+                                     uint32_t size, uint32_t want_version, size_t want_size) {
+    if (version == want_version && size == want_size) return FSDP_OK;
+    return fsdpi_fail(
+        w, FSDP_ERR_INVALID_ARG,
+        "%s table has version %u and size %u, expected %u and %u: build it with this header", what,
+        version, size, want_version, (unsigned)want_size);
+}
+
+#define FSDPI_BOUNCE 65536 // bytes of a collective on host data that travel at a time
+
+// Chooses backend and device. A world of one rank needs the device only.
+static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
+    const char *name = d->backend ? d->backend : fsdpi_env("FSDP_BACKEND");
+    int is_spread = w->size > 1 && fsdpi_env_is_spread(w, d);
+    const fsdpi_backend *b = fsdpi_find_backend(name, is_spread);
+    w->device_ops = d->device_ops             ? d->device_ops
+                    : b->name && !d->comm_ops ? b->device_ops()
+                                              : fsdpi_host_ops();
+    int is_missing = !b->name && !d->comm_ops;
+    if (w->size == 1 && (!is_missing || !name || d->device_ops)) return FSDP_OK;
+    if (is_missing) {
+        char text[128];
+        fsdpi_text compiled = {text, sizeof text, 0};
+        for (b = fsdpi_backends; b->name; b++) fsdpi_say(&compiled, " %s", b->name);
+        return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED,
+                          "backend '%s'%s is not compiled in: this program has%s. For gloo: "
+                          "-DFSDP_BACKEND_GLOO, see docs/cluster.md; for nccl: docs/gpu.md",
+                          name        ? name
+                          : is_spread ? "gloo"
+                                      : "",
+                          d->backend || !is_spread ? "" : ", for ranks on several hosts,",
+                          b == fsdpi_backends ? " none" : text);
+    }
+    w->comm_ops = d->comm_ops ? d->comm_ops : b->comm_ops();
+    if (!is_spread || d->comm_ops || !b->one_host) return FSDP_OK;
+    return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED,
+                      "backend '%s' serves one host, and the launcher has started ranks on "
+                      "several: FSDP_BACKEND=gloo, see docs/cluster.md",
+                      b->name);
+}
+
+static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
+    if (!w->comm_ops) return FSDP_OK;
+    fsdp_status status = fsdpi_table_check(w, "a backend's", w->comm_ops->version,
+                                           w->comm_ops->size, FSDP_COMM_VERSION,
+                                           sizeof *w->comm_ops);
+    if (status) return status;
+    status = w->comm_ops->open(&w->boot, &w->caps, &w->comm);
+    if (status) {
+        const char *text = w->comm_ops->error_text(NULL);
+        w->comm = NULL;
+        fsdpi_set_error(w, text);
+        fsdpi_log(w, FSDP_LOG_ERROR, status, text);
+        return status;
+    }
+    w->reduce_comm = w->comm;
+    uint32_t needed = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
+                      1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
+    if ((w->caps.kinds & needed) != needed)
+        return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "backend %s lacks a collective that is needed",
+                          w->comm_ops->name);
+    status = w->comm_ops->alloc(w->comm, FSDPI_BOUNCE, &w->bounce);
+    if (status) {
+        w->bounce = NULL;
+        return fsdpi_world_fail(w, status, w->comm_ops->error_text(w->comm));
+    }
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
+    fsdp_status status = fsdpi_table_check(w, "a device's", w->device_ops->version,
+                                           w->device_ops->size, FSDP_DEVICE_VERSION,
+                                           sizeof *w->device_ops);
+    if (status) return status;
+    status = w->device_ops->open(&w->boot, &w->device);
+    if (status) {
+        w->device = NULL;
+        return fsdpi_fail(w, status, "device %s could not be opened: %s", w->device_ops->name,
+                          fsdpi_device_text(w, status));
+    }
+    return FSDP_OK;
+}
+
+// Streams of an asynchronous device, or worker threads; a second communicator where two may run at
+// once.
+static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
+    fsdp_status status = FSDP_OK;
+    if (w->device_ops->flags & FSDP_DEVICE_ASYNC) {
+        w->mode = FSDPI_NATIVE;
+        for (int s = 0; s < FSDP_STREAM_COUNT && !status; s++)
+            status = w->device_ops->stream(w->device, s, &w->streams[s]);
+        w->own_stream = w->streams[FSDP_STREAM_COMPUTE];
+        if (!status) status = w->device_ops->event(w->device, &w->fence);
+        if (status)
+            return fsdpi_fail(w, status, "device %s could not make a stream: %s",
+                              w->device_ops->name, fsdpi_device_text(w, status));
+    } else if (lanes > 0) {
+        w->mode = FSDPI_LANES;
+        int two = lanes > 1 && (w->size == 1 || w->caps.lanes > 1);
+        status = fsdpi_lane_start(w, FSDP_STREAM_GATHER);
+        if (!status && two) status = fsdpi_lane_start(w, FSDP_STREAM_REDUCE);
+        if (!status && !two) w->lanes[FSDP_STREAM_REDUCE] = w->lanes[FSDP_STREAM_GATHER];
+        w->lanes[FSDP_STREAM_ALLREDUCE] = w->lanes[FSDP_STREAM_REDUCE];
+        if (status) return fsdpi_fail_together(w, status);
+    }
+    if (w->size == 1 || w->mode == FSDPI_INLINE || w->caps.lanes < 2) return FSDP_OK;
+    int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)w->size * sizeof *ranks);
+    if (!ranks)
+        return fsdpi_fail_together(
+            w, fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for %d ranks", w->size));
+    for (int r = 0; r < w->size; r++) ranks[r] = r;
+    fsdp_group group = {0, w->rank, w->size, FSDP_STREAM_REDUCE, ranks, "reduce"};
+    status = w->comm_ops->split(w->comm, &group, &w->reduce_comm);
+    fsdpi_free(&w->boot.allocator, ranks);
+    if (!status) return FSDP_OK;
+    w->reduce_comm = w->comm;
+    return fsdpi_world_fail(w, status, w->comm_ops->error_text(w->comm));
+}
+
+static void fsdpi_world_close(fsdp_world *w) {
+    fsdpi_lanes_stop(w);
+    w->streams[FSDP_STREAM_COMPUTE] = w->own_stream;
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++)
+        if (w->streams[s]) w->device_ops->destroy(w->device, w->streams[s], NULL);
+    if (w->fence) w->device_ops->destroy(w->device, NULL, w->fence);
+    if (w->comm && w->reduce_comm != w->comm) w->comm_ops->close(w->reduce_comm);
+    if (w->bounce) w->comm_ops->free(w->comm, w->bounce, FSDPI_BOUNCE);
+    if (w->comm) w->comm_ops->close(w->comm);
+    if (w->device) w->device_ops->close(w->device);
+    fsdp_allocator allocator = w->boot.allocator;
+    fsdpi_free(&allocator, w);
+}
+
+// A collective on host data: through memory that peers may read, FSDPI_BOUNCE bytes at a time.
+static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op *op, char *data,
+                                         int64_t count) {
+    size_t size = fsdp_dtype_size(op->dtype);
+    int64_t step = (int64_t)(FSDPI_BOUNCE / size);
+    op->label = FSDP_LABEL_WORLD;
+    op->what_hash = fsdpi_hash_text(op->what);
+    op->comm = comm;
+    op->src_ptr = op->dst_ptr = w->bounce;
+    op->out_dtype = op->dtype;
+    op->scale = 1.0;
+    fsdpi_drain(w); // lanes may be using the communicator
+    int64_t at = 0;
+    do {
+        int64_t num = fsdpi_min(step, count - at);
+        op->count = (uint64_t)num;
+        op->seq = ++w->seq;
+        char *piece = data + (size_t)at * size;
+        fsdp_status status = fsdpi_transfer(w, w->bounce, piece, (size_t)num * size);
+        if (!status) status = fsdpi_run_collective(w, op, NULL);
+        if (!status) status = fsdpi_transfer(w, piece, w->bounce, (size_t)num * size);
+        if (status) return status;
+        at += num;
+    } while (at < count);
+    return FSDP_OK;
+}
