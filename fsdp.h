@@ -17,6 +17,7 @@ CONTENTS
     core/shard_math.h   who owns which rows; where everything lies in a slot
     core/backend.h      what a backend and a device are: two tables of functions
     core/sys.h          the operating system's calls, a lock, a hash, a text
+    core/route.h        how a unit gathers and reduces: facts in, a route out
     core/objects.h      what a world, a mesh, a model and a unit are made of
     core/error.h        error texts, and the way out for every message
     core/alloc.h        host memory
@@ -31,7 +32,9 @@ CONTENTS
     core/pool.h         buffers and slots
     core/unit.h         what fully_shard makes of a desc
     core/ops.h          op records; fsdpi_emit, the only door to the tables
+    core/templates.h    the records that hooks emit, made once
     core/gather.h       parameters: gathered, waited for, freed, prefetched
+    core/usage.h        who used which parameter
     core/grads.h        gradients: written, collected, reduced
     core/commit.h       the flat blocks of a model, and the lists of its units
     core/schedule.h     the transition table, and the calls that look it up
@@ -1149,6 +1152,7 @@ extern "C" {
 #endif
 
 #include "core/sys.h"
+#include "core/route.h"
 #include "core/objects.h"
 #include "core/error.h"
 #include "core/alloc.h"
@@ -1194,7 +1198,9 @@ static const fsdpi_backend fsdpi_backends[] = {
 #include "core/pool.h"
 #include "core/unit.h"
 #include "core/ops.h"
+#include "core/templates.h"
 #include "core/gather.h"
+#include "core/usage.h"
 #include "core/grads.h"
 #include "core/commit.h"
 #include "core/schedule.h"

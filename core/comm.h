@@ -28,8 +28,8 @@ static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status
 static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
     int gather = op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER;
     if (!op->unit || (!gather && op->kind != FSDP_OP_REDUCE_SCATTER)) return NULL;
-    *user = op->unit->custom_user[!gather];
-    return op->unit->custom[!gather];
+    *user = op->unit->options.custom_user[!gather];
+    return op->unit->options.custom[!gather];
 }
 
 static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *stream) {

@@ -10,11 +10,12 @@ static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_blo
     int num = 0;
     for (int i = 0; i < m->num_units; i++) {
         const fsdp_unit *u = m->units[i];
-        int silent = !u->has_grad || (norm && m->mixed && u->info.replicate_mesh_rank > 0);
-        for (int k = 0; k < u->num_params && !silent; k++) {
+        int silent = u->state.grads.shard != FSDPI_GRADS_REDUCED ||
+                     (norm && m->mixed && u->desc.info.replicate_mesh_rank > 0);
+        for (int k = 0; k < u->desc.num_params && !silent; k++) {
             const fsdpi_param *p = &u->params[k];
             int64_t at = p->lay.shard_offset;
-            if (p->has_grad && p->dtype == dtype)
+            if ((p->use & FSDPI_USE_REDUCED) && p->dtype == dtype)
                 out[num++] = fsdpi_run(at, at, p->lay.local_numel);
         }
     }
