@@ -1099,7 +1099,8 @@ FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *ou
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out);
 
-/* fsdp_model_describe - a table of units and parameters as text: shapes, dtypes, layout, bytes
+/* fsdp_model_describe - a table of units and parameters as text: shapes, dtypes, layout, bytes, and
+   the route of each unit: how it gathers, and what happens to gradients behind post_backward
    buf         room for cap bytes, always terminated when cap > 0; may be NULL with cap 0
    Result      length of the whole text without its end, as snprintf; 0 for NULL
    Collective  no      Blocks no      Allocates no */

@@ -176,6 +176,35 @@ static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_
               fsdpi_part_of(u, p)->param_dtype == p->dtype ? "" : ", cast");
 }
 
+// "    gradients: written, keep in the slot; reduced: chunk_cat in the slot, flags of use, ..."
+static void fsdpi_describe_steps(fsdpi_text *t, const char *title, const uint8_t *step) {
+    static const char *const texts[FSDPI_STEP_COUNT] = {
+#define FSDP_X(name, text) text,
+        FSDPI_STEP_LIST(FSDP_X)
+#undef FSDP_X
+    };
+    fsdpi_say(t, "%s", title);
+    if (!*step) fsdpi_say(t, " not now");
+    for (const char *comma = " "; *step; step++, comma = ", ")
+        if (*step != FSDPI_STEP_DONE) fsdpi_say(t, "%s%s", comma, texts[*step]);
+}
+
+static void fsdpi_describe_route(fsdpi_text *t, const fsdp_unit *u) {
+    static const char *const gathers[] = {"nothing: the full parameters are the shards",
+                                          "the shards as they are",
+                                          "this rank's part of the slot, which is filled before"};
+    const fsdpi_route *r = &u->route[u->state.grads.shard == FSDPI_GRADS_REDUCED];
+    fsdpi_say(t, "    gathered: %s\n", gathers[r->gather]);
+    if (u->layout.num_train == 0) return;
+    if (r->write_shard) {
+        fsdpi_say(t, "    gradients: written into the shard gradient\n");
+        return;
+    }
+    fsdpi_describe_steps(t, "    gradients:", r->collect);
+    fsdpi_describe_steps(t, "\n    reduction:", r->reduce);
+    fsdpi_say(t, "\n");
+}
+
 FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap) {
     fsdpi_text t = {buf, buf ? cap : 0, 0};
     fsdp_memory mem;
@@ -197,6 +226,7 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
                   u->options.reshard_after_forward, (long long)own.pool_bytes[FSDP_POOL_SHARD],
                   (long long)own.pool_bytes[FSDP_POOL_SGRAD],
                   (long long)own.pool_bytes[FSDP_POOL_GATHER], (long long)own.unsharded_bytes);
+        fsdpi_describe_route(&t, u);
         for (int k = 0; k < u->desc.num_params; k++) fsdpi_describe_param(&t, u, &u->params[k]);
     }
     fsdpi_say(&t, "  memory:");

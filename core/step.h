@@ -55,7 +55,7 @@ static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
         if (!u->usage.counted) continue;
-        if (asks) fsdpi_usage_counts(u);
+        if (asks) fsdpi_usage_learn(u);
         if (waits && !u->state.slot[FSDP_POOL_ROUT]) u->usage.in_flight = 0; // their copy is done
         u->usage.counted = 0;
     }

@@ -25,17 +25,18 @@ static void fsdpi_usage_flag(fsdp_unit *u, fsdpi_param *p, double value) {
 /* Brings the flags up to date for a reduction that multiplies sums by value's reciprocal. The flags
    of a step are mostly those of the step before, so that they are seldom written. */
 static void fsdpi_usage_send(fsdp_unit *u, double value) {
-    int anew = value != u->usage.value, pending = !u->options.reduce_unused;
+    int anew = value != u->usage.value, pending = u->options.reduce_unused ? 0 : FSDPI_USE_PENDING;
     for (int i = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
-        int used = (p->use & FSDPI_USE_USED) != 0, flagged = (p->use & FSDPI_USE_FLAGGED) != 0;
-        if ((used != flagged || anew) && p->requires_grad) {
+        int marks = p->use & (FSDPI_USE_USED | FSDPI_USE_FLAGGED);
+        int differs = marks == FSDPI_USE_USED || marks == FSDPI_USE_FLAGGED;
+        if (marks == 0 && !anew) continue;
+        if ((differs || anew) && p->requires_grad) {
             if (u->usage.in_flight) fsdpi_drain(u->model->world); // a copy may still read them
             u->usage.in_flight = 0;
             fsdpi_usage_flag(u, p, value);
         }
-        if (used && pending) p->use |= FSDPI_USE_PENDING;
-        p->use &= (uint8_t)~FSDPI_USE_USED;
+        if (p->use & FSDPI_USE_USED) p->use = (uint8_t)((p->use & ~FSDPI_USE_USED) | pending);
     }
     u->usage.value = value;
     u->usage.in_flight = 1;
@@ -70,16 +71,21 @@ static uint64_t fsdpi_usage_hash(const fsdp_unit *u, double factor) {
     return h;
 }
 
-// Did a rank use a trainable parameter that has been reduced? The counts are read if need be.
-static int fsdpi_usage_of(const fsdp_unit *u, const fsdpi_param *p) {
+// The counts of users of the unit's trainables [from, from + count), as the host reads them.
+static void fsdpi_usage_counts(const fsdp_unit *u, int from, int count, float *counts) {
     fsdp_dtype dtype = u->layout.parts[u->layout.users_part].dtype;
     fsdp_dtype grad = fsdpi_grad_dtype(u->model, dtype);
     const fsdpi_flat_block *flat = &u->model->flats[dtype];
-    int64_t at = fsdpi_bytes(u->layout.users_base - flat->train_numel + p->train_index, grad);
+    int64_t at = fsdpi_bytes(u->layout.users_base - flat->train_numel + from, grad);
+    (void)fsdp_convert(counts, FSDP_F32, flat->users + at, grad, count);
+}
+
+// Did a rank use a trainable parameter that has been reduced? The counts are read if need be.
+static int fsdpi_usage_of(const fsdp_unit *u, const fsdpi_param *p) {
     float users = 0;
     if ((p->use & FSDPI_USE_REDUCED) || fsdpi_ranks(u) == 1)
         return (p->use & FSDPI_USE_REDUCED) != 0;
-    (void)fsdp_convert(&users, FSDP_F32, flat->users + at, grad, 1);
+    fsdpi_usage_counts(u, p->train_index, 1, &users);
     return users != 0.0f;
 }
 
@@ -110,8 +116,18 @@ static int fsdpi_usage_known(fsdp_unit *u) {
     return asks;
 }
 
-static void fsdpi_usage_counts(fsdp_unit *u) {
-    for (int i = 0; i < u->desc.num_params; i++)
-        if (u->params[i].requires_grad && fsdpi_usage_of(u, &u->params[i]))
-            u->params[i].use |= FSDPI_USE_REDUCED;
+// Marks what other ranks used: their counts have been read.
+static void fsdpi_usage_learn(fsdp_unit *u) {
+    float counts[64];
+    for (int i = 0, known = 0; i < u->desc.num_params && fsdpi_ranks(u) > 1; i++) {
+        fsdpi_param *p = &u->params[i];
+        int at = p->train_index;
+        if (!p->requires_grad) continue;
+        if (at == known) { // trainables are numbered in the order of parameters
+            int count = u->layout.num_train - at < 64 ? u->layout.num_train - at : 64;
+            fsdpi_usage_counts(u, at, count, counts);
+            known += count;
+        }
+        if (counts[at % 64] != 0.0f) p->use |= FSDPI_USE_REDUCED;
+    }
 }
