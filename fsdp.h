@@ -326,7 +326,8 @@ FSDP_API const char *fsdp_last_error(const fsdp_world *world);
 
 /* fsdp_all_reduce - reduce a small host array over all ranks (loss, counters); the result is the
    same on every rank, summed in rank order: f32 and lower in f32, f64 in f64
-   mesh        NULL: the whole world; else a 1-D mesh
+   mesh        NULL: the whole world; else a mesh of any number of dims, which is reduced dim by dim,
+               from dim 0 on (f16 and bf16 are rounded after each)
    data        host memory, count elements, replaced by the result
    dtype       f32 f64 f16 bf16, i32, i64
    Result      FSDP_OK; INVALID_ARG; TIMEOUT, PEER_LOST, MISMATCH, ABORTED, BACKEND
@@ -336,6 +337,7 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
                                      int64_t count, fsdp_dtype dtype, fsdp_redop op);
 
 /* fsdp_broadcast - copy nbytes of host memory from the rank at position root of the mesh to all
+   root        0 .. number of ranks - 1, row-major in a mesh of several dims
    Result, Collective, Blocks, Allocates  as fsdp_all_reduce */
 FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, void *data,
                                     int64_t nbytes, int root);
@@ -758,12 +760,23 @@ FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model);
                it; it can be asked for later, say where a step's loss is
    Arithmetic  |g|^p is summed in f64, parameter by parameter in order, ranks in rank order: the
                same bits for every layout. Coefficient max_norm/(norm + 1e-6), at most 1
-   Meshes      units on the model's mesh: one all-reduce over its shard group. A unit with a mesh of
-               its own: one over the whole model's mesh, where ranks beside a unit's mesh count as
-               holding other parameters
+   Meshes      the norm is that of all gradients on the ranks of the model's mesh, each counted once.
+               Ranks along a unit's replicate dim hold copies: the first one counts. Ranks of the
+               model's mesh that are not in the unit's mesh, or lie along a dim of it that neither
+               shards nor replicates, hold other parameters: all count. Example: on a mesh (dp, tp)
+               the model has a mesh_info that shards over dp. Then tp ranks hold other parameters,
+               as layers that are cut for tensor parallelism do. A unit whose parameters are equal
+               on all tp ranks (norms, biases) says so by a mesh_info that also replicates over tp;
+               without that it counts once per tp rank.
+               If the model's mesh is a slice, nothing says what the ranks beside it hold: that is
+               refused; give mesh_info on the mesh that was sliced. A mesh of fsdp_mesh_create
+               stands for itself, also where it has not all ranks of the world.
+               One all-reduce over the shard group where nobody holds other parameters, else one
+               over the world, or over each dim of a model's mesh that has not all of its ranks
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle; grad_norm: there was no call
-               since the model got its buffers), CORRUPT (error_if_nonfinite: nothing is scaled, the
-               world goes on); collective errors
+               since the model got its buffers), UNSUPPORTED (the model's mesh is a slice, or lacks
+               ranks of a unit's mesh), CORRUPT (error_if_nonfinite: nothing is scaled, the world
+               goes on); collective errors
    Collective  yes, but not fsdp_grad_norm      Allocates no; the first calls on a GPU: scratch
    Blocks      at most timeout_ms; on GPUs only for norm, error_if_nonfinite and cpu_offload
    Source      torch: torch.nn.utils.clip_grad_norm_, get_total_norm */

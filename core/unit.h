@@ -322,6 +322,8 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     model->mixed |= u->info.shard_comm != model->info.shard_comm ||
                     u->info.replicate_comm != model->info.replicate_comm ||
                     u->info.shard_mesh_size != model->info.shard_mesh_size;
+    if (u->info.mesh != model->info.mesh && !fsdpi_mesh_contains(model->info.mesh, u->info.mesh))
+        model->outside = u;
     model->units[model->num_units++] = u;
     *unit = u;
     return FSDP_OK;
