@@ -991,7 +991,8 @@ typedef struct fsdp_event {
 
 typedef struct fsdp_op {
     uint64_t seq;             // of this rank's model; the same on all ranks
-    uint64_t bytes;           // read from other ranks (collectives), or written (copies, zero)
+    uint64_t bytes;           // to be received from other ranks (of all_reduce 2 (R-1)/R of the
+                              // whole, rounded up), or written (copies, zero)
     uint64_t count;           // elements: per rank (gather, scatter), of the whole (others)
     uint8_t kind, label, stream, state; // FSDP_OP_*, FSDP_LABEL_*, FSDP_STREAM_*, training state
     uint8_t dtype, out_dtype, accumulate, in_place;
@@ -1121,7 +1122,7 @@ FSDP_API const char *fsdp_pool_name(int pool);
 
 typedef struct fsdp_counters {
     uint64_t calls[FSDP_OP_COUNT]; // ops issued
-    uint64_t bytes[FSDP_OP_COUNT]; // fsdp_op.bytes of them: read from other ranks, or written
+    uint64_t bytes[FSDP_OP_COUNT]; // fsdp_op.bytes of them: to be received, or written
     uint64_t allocations;          // host and device allocations of the model
 } fsdp_counters;
 

@@ -85,17 +85,24 @@ static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label,
     return fsdpi_emit(m, &op);
 }
 
+/* Bytes that a rank has to receive, where `bytes` is its own part of a gather or scatter, or the
+   whole of an all_reduce. That is a scatter and a gather of 1/R of it: 2 (R-1)/R of the whole,
+   rounded up. */
+static uint64_t fsdpi_bytes_received(int kind, uint64_t bytes, int group_size) {
+    uint64_t size = (uint64_t)group_size;
+    return kind == FSDP_OP_ALL_REDUCE ? 2 * bytes - 2 * bytes / size : (size - 1) * bytes;
+}
+
 /* A copy over blocks, a collective over segments, or an all_reduce of work->count elements, from
    src in dtype to dst in out_dtype. The caller has set what is special (scale, accumulate,
-   in_place) and a collective's group. An empty one is not issued. Of a collective a rank reads
-   (group_size-1) times its own part from the others. */
+   in_place) and a collective's group. An empty one is not issued. */
 static fsdp_status fsdpi_emit_work(fsdp_model *m, fsdp_op *op, fsdp_buf *src, fsdp_dtype dtype,
                                    fsdp_buf *dst, fsdp_dtype out_dtype, const fsdpi_work *work) {
     int is_copy = op->kind == FSDP_OP_COPY;
     if (work->count == 0) return FSDP_OK; // in a prediction, where no lists are made, always
     op->count = work->count;
-    op->bytes = is_copy ? op->count * fsdp_dtype_size(out_dtype)
-                        : (uint64_t)(op->group_size - 1) * op->count * fsdp_dtype_size(dtype);
+    op->bytes = op->count * fsdp_dtype_size(is_copy ? out_dtype : dtype);
+    if (!is_copy) op->bytes = fsdpi_bytes_received(op->kind, op->bytes, op->group_size);
     op->dtype = (uint8_t)dtype;
     op->out_dtype = (uint8_t)out_dtype;
     op->list = is_copy ? (const void *)work->blocks : work->segs;

@@ -146,8 +146,8 @@ static void talk(fsdp_world *w, const fsdp_mesh *mesh, const int32_t *ranks, int
 static double brought(int r, int k) { return (double)((r * 7919 + k * 104729) % 1000 - 480) / 3; }
 
 /* Element k reduced over a mesh dim by dim: groups are summed in order of position. */
-static double reduced(const fsdp_mesh *mesh, const int32_t *ranks, int k, int is_f32,
-                      fsdp_redop op, double (*value)(int r, int k)) {
+static double reduced(const fsdp_mesh *mesh, const int32_t *ranks, int k, int is_f32, fsdp_redop op,
+                      double (*value)(int r, int k)) {
     double at[THREADS_MAX];
     const int numel = fsdp_mesh_size(mesh, -1);
     CHECK(numel <= THREADS_MAX);
