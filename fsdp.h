@@ -569,6 +569,15 @@ typedef struct fsdp_unit_desc {
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
                                                       fsdp_unit **unit);
 
+/* fsdp_unit_mesh_info - which ranks shard and replicate a unit, and which part and copy this rank is:
+   of the unit's own mesh, or else of the model's
+   out         valid as long as the mesh: until fsdp_shutdown; where neither unit nor model were
+               given one, until the model's end
+   Result      FSDP_OK; INVALID_ARG
+   Collective  no      Blocks no      Allocates no
+   Source      torch: FSDPParamGroup.mesh_info */
+FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out);
+
 /* fsdp_model_commit - lay out and allocate shards and gradients, zero-filled; idempotent. Called by
    the first hook, init_params, load, flat or view if you do not
    Result      FSDP_OK; INVALID_STATE (no units), OUT_OF_MEMORY (sizes in the text), collective
@@ -865,11 +874,18 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
    fsdp_set_post_accumulate_hook  when a parameter's shard gradient is ready (not for one that
                               nobody used); it may write the shard: an optimizer in backward
    fsdp_set_custom_all_gather, fsdp_set_custom_reduce_scatter  instead of ops->run(comm, coll)
+   fsdp_set_custom_all_reduce  the same for the all_reduce of a unit over its replicas, in place:
+                              coll->count elements of coll->dtype at coll->dst. The first ones are
+                              the gradients of the trainable parameters in the order of their
+                              shards. The last ones, one for each trainable parameter, tell how
+                              often it was used. The hook makes all of them sums over the group;
+                              the library divides
    hook        NULL: none
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE
    Collective  no, but every rank has to do the same      Blocks no      Allocates no
    Source      torch: set_all_reduce_hook, register_post_accumulate_grad_hook,
-               set_custom_all_gather, set_custom_reduce_scatter */
+               set_custom_all_gather, set_custom_reduce_scatter; for all_reduce the comm hooks of
+               DistributedDataParallel (register_comm_hook) */
 typedef fsdp_status (*fsdp_all_reduce_hook)(void *user, fsdp_unit *unit, void *data, int64_t numel,
                                             fsdp_dtype dtype, void *stream);
 typedef fsdp_status (*fsdp_grad_hook)(void *user, const fsdp_param_view *view, void *stream);
@@ -882,6 +898,7 @@ FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, f
 FSDP_API fsdp_status fsdp_set_custom_all_gather(fsdp_unit *unit, fsdp_custom_comm hook, void *user);
 FSDP_API fsdp_status fsdp_set_custom_reduce_scatter(fsdp_unit *unit, fsdp_custom_comm hook,
                                                     void *user);
+FSDP_API fsdp_status fsdp_set_custom_all_reduce(fsdp_unit *unit, fsdp_custom_comm hook, void *user);
 
 /* fsdp_cast_forward_input  - an activation as the unit's policy wants it: floating data are cast to
    param_dtype unless keep_forward_inputs is set

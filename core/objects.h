@@ -175,8 +175,8 @@ struct fsdp_unit {
     int32_t num_prefetch[2]; // 0: none, or the implicit one
     fsdp_all_reduce_hook all_reduce_hook;
     void *all_reduce_user;
-    fsdp_custom_comm custom[2]; // all_gather, reduce_scatter; NULL: the backend's
-    void *custom_user[2];
+    fsdp_custom_comm custom[3]; // all_gather, reduce_scatter, all_reduce; NULL: the backend's
+    void *custom_user[3];
     // State.
     uint8_t state, storage, stale;
     uint8_t ahead;        // gathered by a prefetch that nobody waited for yet

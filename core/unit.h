@@ -333,6 +333,12 @@ FSDP_API int fsdp_num_params(const fsdp_model *model) { return model ? model->nu
 FSDP_API int fsdp_num_units(const fsdp_model *model) { return model ? model->num_units : 0; }
 FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit) { return unit ? unit->name : ""; }
 
+FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out) {
+    if (!unit || !out) return fsdpi_null(unit ? unit->model->world : NULL, "unit_mesh_info");
+    *out = unit->info;
+    return FSDP_OK;
+}
+
 FSDP_API fsdp_training_state fsdp_unit_state(const fsdp_unit *unit) {
     return unit ? (fsdp_training_state)unit->state : FSDP_STATE_COUNT;
 }

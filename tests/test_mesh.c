@@ -1380,6 +1380,23 @@ static void start_rows(void *user, const fsdp_param_view *rows) {
         ((float *)rows->data)[k] = first_weight(rows->ordinal, fsdp_view_index(rows, k));
 }
 
+/* What the library says of a unit's ranks is what coordinates say. */
+static void check_info(const training *t, int u) {
+    fsdp_mesh_info info;
+    CALL(t->w, fsdp_unit_mesh_info(t->u[u], &info));
+    CHECK_EQ_INT(info.shard_mesh_size, t->place[u].shards);
+    CHECK_EQ_INT(info.shard_mesh_rank, t->place[u].shard_rank);
+    CHECK_EQ_INT(info.replicate_mesh_size, t->place[u].replicas);
+    CHECK(info.mesh != NULL && (info.shard_comm != NULL) == (info.shard_mesh_size > 1));
+    int32_t ranks[8];
+    const int dim = info.replicate_mesh_dim;
+    const int count = dim < 0 ? 0 : fsdp_mesh_ranks(info.mesh, dim, ranks);
+    if (dim >= 0) CHECK(ranks[info.replicate_mesh_rank] == t->rank);
+    for (int i = 0; i < count; i++)
+        CHECK(position(t->place[u].ranks, t->place[u].members, ranks[i]) >= 0);
+    CHECK_STATUS(fsdp_unit_mesh_info(t->u[u], NULL), FSDP_ERR_INVALID_ARG);
+}
+
 static void train(training *t, const script *s) {
     t->s = s;
     CALL(t->w, fsdp_init_params(t->m, start_rows, NULL));
@@ -1419,6 +1436,7 @@ static void add_unit(training *t, int u, const fsdp_mesh *mesh, const fsdp_mesh_
     ud.mesh = mesh;
     ud.mesh_info = info;
     CALL(t->w, fsdp_fully_shard(t->m, &ud, &t->u[u]));
+    check_info(t, u);
 }
 
 typedef struct job { /* of one test */
