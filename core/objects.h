@@ -63,6 +63,7 @@ struct fsdp_mesh {
     int32_t shape[FSDP_MAX_DIMS], coord[FSDP_MAX_DIMS]; // coord: -1 when this rank is outside
     char *names[FSDP_MAX_DIMS];
     int32_t *ranks;                        // [product of shape]
+    int root_numel;                        // ranks of the mesh that it was sliced from, or its own
     fsdp_comm *gather_comm[FSDP_MAX_DIMS]; // NULL: a group of one, or outside
     fsdp_comm *reduce_comm[FSDP_MAX_DIMS]; // equal to gather_comm unless lanes may run both
     uint8_t borrowed[FSDP_MAX_DIMS];       // the groups of this dim belong to another mesh
@@ -175,8 +176,8 @@ typedef struct fsdpi_options {
     int32_t num_prefetch[2]; // 0: none, or the implicit one
     fsdp_all_reduce_hook all_reduce_hook;
     void *all_reduce_user;
-    fsdp_custom_comm custom[2]; // all_gather, reduce_scatter; NULL: the backend's
-    void *custom_user[2];
+    fsdp_custom_comm custom[3]; // all_gather, reduce_scatter, all_reduce; NULL: the backend's
+    void *custom_user[3];
 } fsdpi_options;
 
 // Records that hooks emit, made at commit: each kind stands once, or once for each part.
@@ -310,8 +311,9 @@ struct fsdp_model {
     fsdp_mesh *own_mesh;  // made when the desc gave none
     fsdp_mesh_info info;
     fsdp_comm *shard_reduce_comm;
-    int mixed;      // a unit has another mesh
+    int mixed;      // ranks of the mesh hold different parameters, or a unit has another mesh
     int grad_hooks; // post_accumulate hooks have been set
+    const fsdp_unit *outside; // a unit whose mesh has ranks that the model's mesh lacks, or NULL
     fsdp_unit **units;
     int num_units, cap_units, num_params;
     fsdpi_flat_block flats[FSDP_DTYPE_COUNT];

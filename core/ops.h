@@ -85,11 +85,14 @@ static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label,
     return fsdpi_emit(m, &op);
 }
 
-// Of a collective a rank reads (group_size-1) times its own part from the others.
+/* Bytes that a copy writes, or that a rank has to receive. Of a gather or scatter that is the part
+   of each other rank; of an all_reduce, which is a scatter and a gather of 1/R of it, 2 (R-1)/R of
+   the whole, rounded up. */
 static uint64_t fsdpi_op_bytes(const fsdp_op *op) {
-    return op->kind == FSDP_OP_COPY
-               ? op->count * fsdp_dtype_size(op->out_dtype)
-               : (uint64_t)(op->group_size - 1) * op->count * fsdp_dtype_size(op->dtype);
+    if (op->kind == FSDP_OP_COPY) return op->count * fsdp_dtype_size(op->out_dtype);
+    uint64_t bytes = op->count * fsdp_dtype_size(op->dtype), ranks = (uint64_t)op->group_size;
+    if (ranks < 2) return 0;
+    return op->kind == FSDP_OP_ALL_REDUCE ? 2 * bytes - 2 * bytes / ranks : (ranks - 1) * bytes;
 }
 
 // The record's work: blocks of a copy, segments of a collective, or a number of elements.

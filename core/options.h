@@ -208,6 +208,10 @@ FSDP_API fsdp_status fsdp_set_custom_reduce_scatter(fsdp_unit *unit, fsdp_custom
                                                     void *user) {
     return fsdpi_set_custom(unit, "set_custom_reduce_scatter", 1, hook, user);
 }
+FSDP_API fsdp_status fsdp_set_custom_all_reduce(fsdp_unit *unit, fsdp_custom_comm hook,
+                                                void *user) {
+    return fsdpi_set_custom(unit, "set_custom_all_reduce", 2, hook, user);
+}
 
 static const void *fsdpi_cast_activation(void *dst, fsdp_dtype to, const void *src,
                                          fsdp_dtype *dtype, int64_t count) {

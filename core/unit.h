@@ -328,6 +328,9 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     model->mixed |= u->desc.info.shard_comm != model->info.shard_comm ||
                     u->desc.info.replicate_comm != model->info.replicate_comm ||
                     u->desc.info.shard_mesh_size != model->info.shard_mesh_size;
+    if (u->desc.info.mesh != model->info.mesh &&
+        !fsdpi_mesh_contains(model->info.mesh, u->desc.info.mesh))
+        model->outside = u;
     model->units[model->num_units++] = u;
     *unit = u;
     return FSDP_OK;
@@ -336,6 +339,12 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
 FSDP_API int fsdp_num_params(const fsdp_model *model) { return model ? model->num_params : 0; }
 FSDP_API int fsdp_num_units(const fsdp_model *model) { return model ? model->num_units : 0; }
 FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit) { return unit ? unit->desc.name : ""; }
+
+FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out) {
+    if (!unit || !out) return fsdpi_null(unit ? unit->model->world : NULL, "unit_mesh_info");
+    *out = unit->desc.info;
+    return FSDP_OK;
+}
 
 FSDP_API fsdp_training_state fsdp_unit_state(const fsdp_unit *unit) {
     return unit ? (fsdp_training_state)unit->state.training : FSDP_STATE_COUNT;

@@ -343,9 +343,9 @@ TEST_P(driver, bytes_equal_the_formula, settings) {
         CHECK_EQ_INT(c.bytes[FSDP_OP_REDUCE_SCATTER], (uint64_t)k * reduce);
         CHECK_EQ_INT(c.calls[FSDP_OP_ALL_GATHER], row->world > 1 ? k * 2 * NUM_UNITS : 0);
         CHECK_EQ_INT(c.calls[FSDP_OP_REDUCE_SCATTER], row->world > 1 ? k * NUM_UNITS : 0);
-        CHECK_EQ_INT(c.bytes[FSDP_OP_ALL_REDUCE],
-                     (uint64_t)k * others * sizeof(double)); /* the norm */
-        CHECK_EQ_INT(c.calls[FSDP_OP_HOOK], 0);              /* nobody listens */
+        CHECK_EQ_INT(c.bytes[FSDP_OP_ALL_REDUCE], /* the norm */
+                     (uint64_t)k * sim_all_reduce_bytes(sizeof(double), row->world));
+        CHECK_EQ_INT(c.calls[FSDP_OP_HOOK], 0); /* nobody listens */
     }
     bed_close(&b);
 }

@@ -329,6 +329,9 @@ static fsdp_status do_gather_comm(fsdp_unit *u) {
 static fsdp_status do_scatter_comm(fsdp_unit *u) {
     return fsdp_set_custom_reduce_scatter(u, NULL, NULL);
 }
+static fsdp_status do_reduce_comm(fsdp_unit *u) {
+    return fsdp_set_custom_all_reduce(u, NULL, NULL);
+}
 static fsdp_status do_requires_grad(fsdp_unit *u) { return fsdp_set_requires_grad(u, STILL, 0); }
 
 /* Every public call that the table knows, in every form. */
@@ -372,6 +375,7 @@ static const struct {
     {"set_post_accumulate_hook", FSDP_CALL_SET, do_grad_hook, NULL, 1},
     {"set_custom_all_gather", FSDP_CALL_SET, do_gather_comm, NULL, 1},
     {"set_custom_reduce_scatter", FSDP_CALL_SET, do_scatter_comm, NULL, 1},
+    {"set_custom_all_reduce", FSDP_CALL_SET, do_reduce_comm, NULL, 1},
     {"set_requires_grad", FSDP_CALL_REQUIRES_GRAD, do_requires_grad, NULL, 0},
     {"reset", FSDP_CALL_RESET, NULL, fsdp_model_reset, 0},
 };
