@@ -18,6 +18,7 @@ BIT_TESTS      ?= test_dtype test_shard test_train test_optim conformance
 VALGRIND_TESTS ?= test_train test_optim test_memory
 VALGRIND_FILTER ?= W=2:optim.*# their rows of two ranks are slow enough
 ASAN_TESTS     ?=# none named: all with quick tests
+SINGLE_TESTS   ?= test_features test_shard test_spawn # with single_include/fsdp.h
 # Between them they run all that threads of ours do at the same time.
 TSAN_TESTS     ?= conformance test_agree test_delays test_faults test_features \
                   test_fully_shard_comm test_fully_shard_training test_memory test_shm_faults \
@@ -26,7 +27,8 @@ TSAN_TESTS     ?= conformance test_agree test_delays test_faults test_features \
 WARN  := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual -Wundef \
          -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum
 CWARN := -Wstrict-prototypes -Wmissing-prototypes
-export WARN CWARN CC CXX BIT_TESTS VALGRIND_TESTS VALGRIND_FILTER ASAN_TESTS TSAN_TESTS JOBS
+export WARN CWARN CC CXX BIT_TESTS VALGRIND_TESTS VALGRIND_FILTER ASAN_TESTS TSAN_TESTS JOBS \
+       SINGLE_TESTS
 
 # SAN=asan or SAN=tsan: into a build directory of its own, by a make of its own (check-san).
 # The gates spend their time in the compiler: asan takes half as long without optimization.
@@ -133,12 +135,14 @@ Q := $(if $(V),,@)
 BUILD_ONE = $(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) $(SANFLAGS) -MMD -MP \
             -MF $@.d -o $@ $< $(LDFLAGS) -pthread $(LDLIBS) -lm
 
-.PHONY: all tests examples gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test gpu-bench \
+.PHONY: all tests examples single gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test gpu-bench \
         test golden check check-san shared deps install uninstall format clean help quiet-deps
 all: examples tests $(FSDPRUN) ## examples, tests and tools
 tests: $(TESTS) $(PROBES)
 gpt-cuda: $(CUDA_GPT)
 examples: $(EXAMPLES) $(GPT) ## build/examples/* and examples/gpt/train_gpt
+single: ## single_include/fsdp.h, the one header to drop into a program
+	tools/amalgamate.py -o single_include/fsdp.h
 shared: $(SHARED) ## build/libfsdp.so, for bindings of other languages
 
 $(BUILD)/fsdp_gloo.o: backends/fsdp_gloo.cc backends/fsdp_gloo_shim.h Makefile | $(BUILD)
