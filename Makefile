@@ -1,6 +1,7 @@
 # Makefile of fsdp.h: a header needs no build; this builds its tests, examples and benchmarks.
 # `make help` lists the targets. Your CC, CXX, CFLAGS, CPPFLAGS, LDFLAGS and LDLIBS are honoured,
 # and drop none of the project's own flags. Another build directory: BUILD=dir.
+# SPDX-License-Identifier: MIT
 
 BUILD  ?= build
 PREFIX ?= /usr/local

@@ -8,8 +8,6 @@
 // The columns of the declarations are set by hand.
 // clang-format off
 
-#include "dtype.h" // status codes, element types
-
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -293,6 +291,8 @@ static int fsdpi_layout_blocks(const fsdp_layout *layout, const fsdp_layout_para
 // Each parameter by itself, and its place among the direct or the packed ones.
 static fsdp_status fsdpi_layout_shards(const fsdp_layout *layout, fsdp_layout_param *params,
                                        int count, int64_t *direct, int64_t *packed) {
+    if (layout->world < 1 || layout->rank < 0 || layout->rank >= layout->world)
+        return FSDP_ERR_INVALID_ARG;
     *direct = *packed = 0;
     for (int i = 0; i < count; i++) {
         fsdp_status status = fsdpi_layout_param(layout, &params[i]);
@@ -308,8 +308,6 @@ static fsdp_status fsdpi_layout_shards(const fsdp_layout *layout, fsdp_layout_pa
 FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
                                         fsdp_seg *segs, fsdp_block *blocks) {
     if (!layout || count < 0 || (count > 0 && !params)) return FSDP_ERR_INVALID_ARG;
-    if (layout->world < 1 || layout->rank < 0 || layout->rank >= layout->world)
-        return FSDP_ERR_INVALID_ARG;
     int64_t direct, packed; // elements of one rank's shards
     int num_segs = 0, num_blocks = 0;
     fsdp_status status = fsdpi_layout_shards(layout, params, count, &direct, &packed);

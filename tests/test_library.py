@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
 """test_library.py - drives libfsdp.so (make shared) from another language: ctypes structures are
 made from the header's own text, every exported function is there, and a model trains. Prints the
 lines of the other tests. FSDP_BUILD names the build directory."""

@@ -21,7 +21,8 @@ CONTENTS = """CONTENTS
     A part begins with a line of signs around its name: search for "== core/dtype.h ==". All that a
     program calls is declared in the first part "fsdp.h, continued", behind core/shard_math.h.
 """
-END_OF_CONTENTS = """    Further backends are in the folder backends/ of the same version, to be put beside this file.
+END_OF_CONTENTS = """\
+    Further backends are in the folder backends/ of the same version, to be put beside this file.
     Extensions (fsdp_optim.h) are one file each, beside this file, too.
 """
 INCLUDED = "A part of fsdp.h, which includes it."

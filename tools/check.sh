@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: MIT
 # check.sh - the gates of `make check`, one result line each, several at a time.
 #
 #   tools/check.sh [NAME...]   the gates whose names begin with one of these; none: all
@@ -210,7 +211,7 @@ single_folder() { # FOLDER
     cp single_include/fsdp.h $(existing fsdp_*.h) "$1"
     cp backends/*.h backends/*.c[cu] "$1/backends"
 }
-# Nothing but single_include/fsdp.h, and fsdp_optim.h beside it, in the ways in which it may be used.
+# Nothing but single_include/fsdp.h, then fsdp_optim.h beside it, in the ways to use them.
 gate_single() {
     local dir=$PWD/$work/single alone=$PWD/$work/alone f
     need python3

@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: MIT
 # deps.sh - install what tests, gates and figures use and this machine lacks. It never asks, never
 # fails and never waits long; where it may not install, or has no network, it names what is
 # missing, and the tests that need it are skipped visibly. The library itself needs nothing.
