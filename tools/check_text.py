@@ -128,7 +128,7 @@ def check_functions():
         for i, line in enumerate(lines_of(path)):
             if re.match(r"[A-Za-z]", line) and not line.startswith(("extern", "namespace")):
                 if not (start is not None and line.endswith("{")):
-                    start = i
+                    start = None if line.endswith(("}", ";")) else i
             if line.startswith("}"):
                 if line == "}" and start is not None:
                     name = f"{path}:{start + 1}"
@@ -255,12 +255,12 @@ def check_layers():
 def check_extensions():
     private = re.compile(r"\b(?:fsdpi|FSDPI)_\w+")
     owner = {}
-    for path in ["fsdp.h"] + PARTS + BACKENDS:
+    for path in PARTS + BACKENDS + ["fsdp.h"]:
         for name in private.findall(code_of(path)):
             owner.setdefault(name, path)
     for path in HEADERS[1:]:
         for name in sorted(set(private.findall(code_of(path))) & set(owner)):
-            yield f"{path}: {name} is private to {owner[name]}: use public functions"
+            yield f"{path}: {name} is not its own, {owner[name]} has it: use public functions"
 
 
 def main():
