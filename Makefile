@@ -151,7 +151,8 @@ $(BUILD)/fsdp_gloo.o: backends/fsdp_gloo.cc backends/fsdp_gloo_shim.h Makefile |
 	$Q$(CXX) -Wall -Wextra $(GLOO_FLAGS) $(CXXFLAGS) -O2 -fPIC -c -o $@ $<
 $(BUILD)/nccl.mk: tools/find_nccl.sh
 	@tools/find_nccl.sh -o $@
-$(BUILD)/fsdp_cuda.o: backends/fsdp_cuda.cu $(wildcard backends/fsdp_cuda*.h) core/dtype.h Makefile \
+$(BUILD)/fsdp_cuda.o: backends/fsdp_cuda.cu $(wildcard backends/fsdp_cuda*.h) fsdp.h core/dtype.h \
+    core/shard_math.h core/backend.h Makefile \
     $(NCCL_MK) | $(BUILD)
 	@echo "  NVCC $@"
 	$Q$(CUDA_CC) -c -o $@ $<
@@ -274,7 +275,7 @@ install: ## headers, fsdprun and fsdp.pc below $DESTDIR$PREFIX
 	install -m 644 core/*.h $(DESTDIR)$(PREFIX)/include/fsdp/core
 	$(foreach b,$(wildcard backends/*.h backends/*.cc backends/*.cu),\
 	    install -m 644 $b $(DESTDIR)$(PREFIX)/include/fsdp/backends;)
-	sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|' fsdp.pc.in \
+	sed 's|@VERSION@|$(VERSION)|' fsdp.pc.in \
 	    >$(DESTDIR)$(PREFIX)/share/pkgconfig/fsdp.pc
 	$(if $(FSDPRUN),$(MAKE) $(FSDPRUN) && \
 	    install -D -m 755 $(FSDPRUN) $(DESTDIR)$(PREFIX)/bin/fsdprun)

@@ -15,6 +15,7 @@ need clang sh -c 'command -v clang && command -v clang++'
 need python3 command -v python3
 need valgrind command -v valgrind
 need pkg-config command -v pkg-config
+need cmake command -v cmake
 need libopenblas-dev pkg-config --exists openblas
 need gnuplot-nox command -v gnuplot
 need libgloo-dev sh -c 'echo "#include <gloo/transport/tcp/device.h>" | g++ -E -x c++ -'
