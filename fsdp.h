@@ -178,11 +178,8 @@ LIMITS OF THIS VERSION
     Linux; gcc or clang. Backend shm serves one host. NCCL and CUDA have not run on a GPU yet: they
     are tested on stand-ins for both libraries (docs/gpu.md).
 */
-#ifndef FSDP_H
-#define FSDP_H
 // The columns of the declarations are set by hand.
 // clang-format off
-
 #define FSDP_VERSION_MAJOR 0
 #define FSDP_VERSION_MINOR 1
 #define FSDP_VERSION_PATCH 0
@@ -190,10 +187,11 @@ LIMITS OF THIS VERSION
 #include <stddef.h> // size_t, NULL
 #include <stdint.h> // int64_t, uint64_t
 
-#include "core/dtype.h"      // status codes, element types
+#include "core/dtype.h"      // status codes, element types; each with its implementation
 #include "core/shard_math.h" // shard math
 
-#ifndef FSDP_MATH_ONLY
+#if !defined(FSDP_H) && !defined(FSDP_MATH_ONLY)
+#define FSDP_H
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -1159,16 +1157,13 @@ FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters 
 #ifdef __cplusplus
 }
 #endif
-#endif // FSDP_MATH_ONLY
-// clang-format on
 #endif // FSDP_H
+// clang-format on
 
 /* ============================================================================================ */
 /* Implementation, leaves first. Outside the guard: a header that included fsdp.h before does not
    hide it. Needs nothing that strict C99 hides: hidden calls are reached by fsdpi_syscall. */
 
-#include "core/dtype.h" // their implementations
-#include "core/shard_math.h"
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_IMPLEMENTED
 
@@ -1248,3 +1243,27 @@ static const fsdpi_backend fsdpi_backends[] = {
 }
 #endif
 #endif // FSDP_IMPLEMENTATION
+
+/*
+MIT License
+
+Copyright (c) 2026 the fsdp.h authors
+
+Permission is hereby granted, free of charge, to any person obtaining a copy
+of this software and associated documentation files (the "Software"), to deal
+in the Software without restriction, including without limitation the rights
+to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+copies of the Software, and to permit persons to whom the Software is
+furnished to do so, subject to the following conditions:
+
+The above copyright notice and this permission notice shall be included in all
+copies or substantial portions of the Software.
+
+THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
+IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
+FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
+SOFTWARE.
+*/

@@ -28,7 +28,9 @@
    Updates. Where fsdp_optim.h is included, the device updates with its loops.
 
    With s.null the tables do nothing at all, so that what remains is the host's cost of the
-   library. */
+   library.
+
+   SPDX-License-Identifier: MIT */
 #ifndef SIM_H
 #define SIM_H
 #include <sys/mman.h> /* mmap: addresses without memory */

@@ -1,5 +1,7 @@
 /* test_driver.c - the seam for extensions: what an observer sees, what it can replace, and that the
-   counters and the bytes are those of the operations. */
+   counters and the bytes are those of the operations.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_NO_BACKEND
 #define FSDP_IMPLEMENTATION

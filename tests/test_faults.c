@@ -1,6 +1,8 @@
 /* test_faults.c - what goes wrong: every host allocation, every operation of the backend and of
    the device, wrong arguments, interrupted steps. No call hangs, nothing leaks, and the text says
-   why. */
+   why.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"

@@ -4,7 +4,9 @@
    parameters are compared bit by bit with a brute-force model, and ops with what an observer sees.
 
    Gradients are small integers, so that their sum is exact in any order, and a step is g = sum/N,
-   p -= lr*g in f32: the model needs no care to get the library's bits. */
+   p -= lr*g in f32: the model needs no care to get the library's bits.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> /* fabs, pow */
 #define FSDP_IMPLEMENTATION

@@ -1,5 +1,7 @@
 /* test_memory.c - memory is known before the first step, to the byte; a step in steady state
-   allocates nothing; addresses repeat; and what is moved and copied is what the formulas say. */
+   allocates nothing; addresses repeat; and what is moved and copied is what the formulas say.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"

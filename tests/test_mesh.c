@@ -1,6 +1,8 @@
 /* test_mesh.c - meshes: places, groups, slices, flattened and split dims, against PyTorch's answers
    and against a model that is a list of ranks; mesh infos; HSDP, FSDP and replicated training on
-   meshes of every form, against sums over all data-parallel ranks, bit for bit. */
+   meshes of every form, against sums over all data-parallel ranks, bit for bit.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> // INFINITY, fabs, floor, sqrt
 #define FSDP_IMPLEMENTATION

@@ -7,7 +7,9 @@
        FSDP_TRACE=1                                                    prints every call
 
    One process is one rank of a world on the tables of sim.h, inline or with streams, where the race
-   checker looks on. A seed is many models, each for some thousand calls. */
+   checker looks on. A seed is many models, each for some thousand calls.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> /* HUGE_VAL */
 #define FSDP_NO_BACKEND

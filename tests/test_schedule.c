@@ -1,5 +1,7 @@
 /* test_schedule.c - which operations the hooks issue, in which order, on which stream, behind which
-   events; on the simulated device of sim.h. Schedules are scripts, see play(). */
+   events; on the simulated device of sim.h. Schedules are scripts, see play().
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_NO_BACKEND
 #define FSDP_IMPLEMENTATION

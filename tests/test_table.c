@@ -1,5 +1,7 @@
 /* test_table.c - which call is possible when, and what it does: every cell of the transition table,
-   and random calls against a small model of units that knows nothing of the library's own table. */
+   and random calls against a small model of units that knows nothing of the library's own table.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_NO_BACKEND
 #define FSDP_IMPLEMENTATION
