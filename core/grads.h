@@ -227,11 +227,6 @@ static fsdp_status fsdpi_step_hook(fsdp_unit *u) {
     return fsdpi_emit_kind(u, FSDPI_OPS_HOOK);
 }
 
-// Where the last copy to the shard gradients runs.
-static int fsdpi_out_stream(const fsdp_unit *u) {
-    return fsdpi_replicas(u) > 1 ? FSDP_STREAM_ALLREDUCE : FSDP_STREAM_REDUCE;
-}
-
 static fsdp_status fsdpi_step_out(fsdp_unit *u) {
     int sums = fsdpi_sums(u);
     const uint16_t *begin = &u->layout.ops_begin[FSDPI_OPS_OUT];

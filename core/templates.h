@@ -12,177 +12,168 @@ static fsdp_status fsdpi_call_pre_gather(const fsdp_op *op, void *stream);
 static fsdp_status fsdpi_call_post_gather(const fsdp_op *op, void *stream);
 static fsdp_status fsdpi_call_all_reduce_hook(const fsdp_op *op, void *stream);
 
-typedef struct fsdpi_templates { // that are being made
-    fsdp_unit *unit;
-    fsdpi_template *next;
-} fsdpi_templates;
+// A dtype, and a group, of the unit or of one of its parts.
+enum { FSDPI_STORED, FSDPI_FULL, FSDPI_GATHERED, FSDPI_SHARD_GRAD, FSDPI_REDUCED };
+enum { FSDPI_NO_GROUP, FSDPI_SHARDS, FSDPI_SLICES, FSDPI_SUMS, FSDPI_REPLICAS };
 
-static fsdp_op *fsdpi_template_add(fsdpi_templates *t, int kind, int label, int stream, int src,
-                                   int dst) {
-    fsdpi_template *one = t->next++;
-    one->op = fsdpi_op(t->unit->model, t->unit, kind, label, stream);
-    one->src = (uint8_t)src;
-    one->dst = (uint8_t)dst;
-    return &one->op;
+typedef struct fsdpi_template_row {
+    uint8_t op, label, stream; // stream COUNT: that of the last copy to the shard gradients
+    uint8_t src, src_dtype, dst, dst_dtype;
+    uint8_t each, grads; // a record for each part; of units with trainables
+    uint8_t group;
+    uint16_t work; // offset of the blocks or segments, in the part or in the layout; 0: none
+    fsdp_status (*call)(const fsdp_op *op, void *stream); // for parts with an extension, or CALL
+} fsdpi_template_row;
+
+#define FSDPI_PART_WORK(name) offsetof(fsdpi_part, name)
+#define FSDPI_UNIT_WORK(name) offsetof(fsdpi_layout, name)
+#define FSDPI_COPY            FSDP_OP_COPY
+#define FSDPI_AT(pool, dtype) FSDP_POOL_##pool, FSDPI_##dtype
+
+// clang-format off
+// In the order of FSDPI_OPS_*.
+static const fsdpi_template_row fsdpi_template_rows[FSDPI_OPS_COUNT] = {
+//   op, label, stream, from, to, each part?, of gradients?, group, work, call
+    {FSDPI_COPY, FSDP_LABEL_COPY_IN, FSDP_STREAM_GATHER, FSDPI_AT(SHARD, STORED),
+        FSDPI_AT(GATHER, FULL), 1, 0, 0, FSDPI_PART_WORK(copy_in), fsdpi_call_pre_gather},
+    {FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER, FSDPI_AT(SHARD, GATHERED),
+        FSDPI_AT(GATHER, GATHERED), 0, 0, FSDPI_SHARDS, FSDPI_UNIT_WORK(all_gather), NULL},
+    {FSDPI_COPY, FSDP_LABEL_COPY_OUT, FSDP_STREAM_GATHER, FSDPI_AT(GATHER, FULL),
+        FSDPI_AT(GATHER, FULL), 1, 0, 0, FSDPI_PART_WORK(copy_out), fsdpi_call_post_gather},
+    {FSDPI_COPY, FSDP_LABEL_SLICE, FSDP_STREAM_COMPUTE, FSDPI_AT(GATHER, GATHERED),
+        FSDPI_AT(SLICE, GATHERED), 0, 0, 0, FSDPI_UNIT_WORK(slice_copy), NULL},
+    {FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER, FSDPI_AT(SLICE, GATHERED),
+        FSDPI_AT(GATHER, GATHERED), 0, 0, FSDPI_SLICES, FSDPI_UNIT_WORK(slice_gather), NULL},
+    {FSDP_OP_USE, FSDP_LABEL_GATHER, FSDP_STREAM_COMPUTE, FSDPI_AT(GATHER, GATHERED),
+        FSDPI_AT(SHARD, GATHERED), 0, 0, 0, 0, NULL},
+    {FSDP_OP_ZERO, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, FSDPI_AT(SHARD, FULL),
+        FSDPI_AT(GRAD, FULL), 0, 1, 0, 0, NULL},
+    {FSDPI_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, FSDPI_AT(GRAD, FULL),
+        FSDPI_AT(RIN, REDUCED), 1, 1, 0, FSDPI_PART_WORK(acc), NULL},
+    {FSDPI_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, FSDPI_AT(GRAD, FULL),
+        FSDPI_AT(GRAD, FULL), 1, 1, 0, FSDPI_PART_WORK(chunk_cat), NULL},
+    {FSDPI_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, FSDPI_AT(GRAD, FULL),
+        FSDPI_AT(GRAD, REDUCED), 1, 1, 0, FSDPI_PART_WORK(acc), NULL},
+    {FSDPI_COPY, FSDP_LABEL_USERS, FSDP_STREAM_REDUCE, FSDPI_AT(SHARD, FULL),
+        FSDPI_AT(GRAD, FULL), 0, 1, 0, FSDPI_UNIT_WORK(users), NULL},
+    {FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, FSDP_STREAM_REDUCE, FSDPI_AT(GRAD, FULL),
+        FSDPI_AT(SGRAD, SHARD_GRAD), 0, 1, FSDPI_SUMS, FSDPI_UNIT_WORK(reduce_scatter), NULL},
+    {FSDPI_COPY, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE, FSDPI_AT(SGRAD, SHARD_GRAD),
+        FSDPI_AT(SGRAD, SHARD_GRAD), 1, 1, 0, FSDPI_PART_WORK(rescale), NULL},
+    {FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, FSDP_STREAM_REDUCE, FSDPI_AT(GRAD, FULL),
+        FSDPI_AT(ROUT, REDUCED), 0, 1, FSDPI_SUMS, FSDPI_UNIT_WORK(to_rout), NULL},
+    {FSDPI_COPY, FSDP_LABEL_PARTIAL, FSDP_STREAM_REDUCE, FSDPI_AT(ROUT, REDUCED),
+        FSDPI_AT(SHARD, REDUCED), 0, 1, 0, FSDPI_UNIT_WORK(partial), NULL},
+    {FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, FSDP_STREAM_ALLREDUCE, FSDPI_AT(ROUT, REDUCED),
+        FSDPI_AT(ROUT, REDUCED), 0, 1, FSDPI_REPLICAS, FSDPI_UNIT_WORK(partial), NULL},
+    {FSDP_OP_CALL, FSDP_LABEL_ALL_REDUCE_HOOK, FSDP_STREAM_COUNT, FSDPI_AT(ROUT, REDUCED),
+        FSDPI_AT(ROUT, REDUCED), 0, 1, 0, 0, fsdpi_call_all_reduce_hook},
+    {FSDPI_COPY, FSDP_LABEL_RED_OUT, FSDP_STREAM_COUNT, FSDPI_AT(ROUT, REDUCED),
+        FSDPI_AT(SGRAD, SHARD_GRAD), 1, 1, 0, FSDPI_PART_WORK(red_out), NULL},
+};
+// clang-format on
+
+// Where the last copy to the shard gradients runs.
+static int fsdpi_out_stream(const fsdp_unit *u) {
+    return fsdpi_replicas(u) > 1 ? FSDP_STREAM_ALLREDUCE : FSDP_STREAM_REDUCE;
 }
 
-// A copy, a collective over a group, or an all_reduce, if there is anything to do.
-static fsdp_op *fsdpi_template_work(fsdpi_templates *t, int kind, int label, int stream,
-                                    const fsdpi_work *work, int src, fsdp_dtype dtype, int dst,
-                                    fsdp_dtype out_dtype) {
-    if (work->count == 0) return NULL;
-    fsdp_op *op = fsdpi_template_add(t, kind, label, stream, src, dst);
-    fsdpi_op_work(op, dtype, out_dtype, work);
-    return op;
+static fsdp_dtype fsdpi_template_dtype(const fsdp_unit *u, const fsdpi_part *part, int which) {
+    const fsdp_dtype dtypes[] = {part->dtype, part->param_dtype, u->layout.gather_dtype,
+                                 fsdpi_grad_dtype(u->model, part->dtype), u->layout.reduce_dtype};
+    return dtypes[which];
 }
 
-static void fsdpi_template_group(fsdp_op *op, fsdp_comm *comm, int size) {
-    if (!op) return;
-    op->comm = comm;
-    op->group_size = size;
-    op->bytes = fsdpi_op_bytes(op);
+static void fsdpi_template_group(const fsdp_unit *u, int group, fsdp_op *op) {
+    const int sizes[] = {0, fsdpi_shards(u), u->desc.slices, fsdpi_shards(u), fsdpi_replicas(u)};
+    fsdp_comm *const comms[] = {NULL, u->desc.info.shard_comm, u->desc.slice_comm,
+                                u->desc.reduce_comm, u->desc.replicate_comm};
+    op->group_size = sizes[group];
+    op->comm = comms[group];
 }
 
-static void fsdpi_template_call(fsdpi_templates *t, const fsdpi_param *p, int label, int stream,
-                                int src, int dst,
-                                fsdp_status (*call)(const fsdp_op *op, void *stream)) {
-    fsdp_op *op = fsdpi_template_add(t, FSDP_OP_CALL, label, stream, src, dst);
-    op->root = p ? (int32_t)(p - t->unit->params) : -1;
-    op->call = call;
+// Shards and shard gradients stay where they are; a slot is another one at another time.
+static fsdp_buf *fsdpi_template_block(const fsdp_unit *u, const fsdpi_part *part, int pool) {
+    const fsdpi_flat_block *flat = fsdpi_flat_of(u, part);
+    return pool == FSDP_POOL_SHARD ? flat->shard : pool == FSDP_POOL_SGRAD ? flat->grad : NULL;
 }
 
-// Between a part's blocks of shards or shard gradients and the unit's slots.
-static void fsdpi_template_part(fsdpi_templates *t, const fsdpi_part *part, int kind) {
-    const fsdpi_layout *l = &t->unit->layout;
-    const fsdpi_flat_block *flat = fsdpi_flat_of(t->unit, part);
-    fsdp_dtype grad = fsdpi_grad_dtype(t->unit->model, part->dtype), full = part->param_dtype;
-    int gather = FSDP_STREAM_GATHER, reduce = FSDP_STREAM_REDUCE;
-    fsdpi_template *before = t->next;
-    if (kind == FSDPI_OPS_COPY_IN && part->extended)
-        fsdpi_template_call(t, part->extended, FSDP_LABEL_PRE_GATHER, gather, FSDP_POOL_SHARD,
-                            FSDP_POOL_GATHER, fsdpi_call_pre_gather);
-    else if (kind == FSDPI_OPS_COPY_IN)
-        (void)fsdpi_template_work(t, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, gather, &part->copy_in,
-                                  FSDP_POOL_SHARD, part->dtype, FSDP_POOL_GATHER, full);
-    else if (kind == FSDPI_OPS_COPY_OUT && part->extended)
-        fsdpi_template_call(t, part->extended, FSDP_LABEL_POST_GATHER, gather, FSDP_POOL_GATHER,
-                            FSDP_POOL_GATHER, fsdpi_call_post_gather);
-    else if (kind == FSDPI_OPS_COPY_OUT)
-        (void)fsdpi_template_work(t, FSDP_OP_COPY, FSDP_LABEL_COPY_OUT, gather, &part->copy_out,
-                                  FSDP_POOL_GATHER, full, FSDP_POOL_GATHER, full);
-    else if (kind == FSDPI_OPS_SUM)
-        (void)fsdpi_template_work(t, FSDP_OP_COPY, FSDP_LABEL_ACC, reduce, &part->acc,
-                                  FSDP_POOL_GRAD, full, FSDP_POOL_RIN, l->reduce_dtype);
-    else if (kind == FSDPI_OPS_FOLD_DIVIDED)
-        (void)fsdpi_template_work(t, FSDP_OP_COPY, FSDP_LABEL_ACC, reduce, &part->acc,
-                                  FSDP_POOL_GRAD, full, FSDP_POOL_GRAD, l->reduce_dtype);
-    else if (part->num_train > 0)
-        (void)fsdpi_template_work(t, FSDP_OP_COPY, FSDP_LABEL_RED_OUT,
-                                  fsdpi_replicas(t->unit) > 1 ? FSDP_STREAM_ALLREDUCE : reduce,
-                                  &part->red_out, FSDP_POOL_ROUT, l->reduce_dtype, FSDP_POOL_SGRAD,
-                                  grad);
-    if (t->next == before) return;
-    if (before->src == FSDP_POOL_SHARD) before->op.src = flat->shard;
-    if (before->dst == FSDP_POOL_SGRAD) before->op.dst = flat->grad;
-}
-
-// Gathers of the unit, and what is kept of them.
-static void fsdpi_template_gather(fsdpi_templates *t, int kind) {
-    const fsdp_unit *u = t->unit;
-    const fsdpi_layout *l = &u->layout;
-    fsdp_dtype dtype = l->gather_dtype;
-    fsdp_op *op;
-    int staged = u->route[0].gather == FSDPI_GATHER_STAGED, gather = FSDP_STREAM_GATHER;
-    int src = staged ? FSDP_POOL_GATHER : FSDP_POOL_SHARD;
-    if (kind == FSDPI_OPS_WAIT) {
-        int alias = u->route[0].gather == FSDPI_GATHER_ALIAS;
-        op = fsdpi_template_add(t, FSDP_OP_USE, FSDP_LABEL_GATHER, FSDP_STREAM_COMPUTE,
-                                alias ? FSDP_POOL_SHARD : FSDP_POOL_GATHER, FSDP_POOL_SHARD);
-        if (alias) op->src = fsdpi_flat_of(u, l->parts)->shard;
-    } else if (kind == FSDPI_OPS_GATHER && fsdpi_shards(u) > 1) {
-        op = fsdpi_template_work(t, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, gather, &l->all_gather,
-                                 src, dtype, FSDP_POOL_GATHER, dtype);
-        if (!op) return;
-        op->in_place = (uint8_t)staged;
-        if (!staged) op->src = fsdpi_flat_of(u, l->parts)->shard;
-        fsdpi_template_group(op, u->desc.info.shard_comm, fsdpi_shards(u));
-    } else if (kind == FSDPI_OPS_SLICE) {
-        (void)fsdpi_template_work(t, FSDP_OP_COPY, FSDP_LABEL_SLICE, FSDP_STREAM_COMPUTE,
-                                  &l->slice_copy, FSDP_POOL_GATHER, dtype, FSDP_POOL_SLICE, dtype);
-    } else if (kind == FSDPI_OPS_SLICE_GATHER) {
-        op = fsdpi_template_work(t, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, gather, &l->slice_gather,
-                                 FSDP_POOL_SLICE, dtype, FSDP_POOL_GATHER, dtype);
-        fsdpi_template_group(op, u->desc.slice_comm, u->desc.slices);
+/* One record, for a part or the unit, behind `t`. Returns the place of the next one: `t`, if there
+   is nothing to do. */
+static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_part *part,
+                                           fsdpi_template *t) {
+    const fsdpi_template_row *row = &fsdpi_template_rows[kind];
+    const char *owner = row->each ? (const char *)part : (const char *)&u->layout;
+    const fsdpi_work *work = (const fsdpi_work *)(const void *)(owner + row->work);
+    int stream = row->stream == FSDP_STREAM_COUNT ? fsdpi_out_stream(u) : row->stream;
+    int extended = row->each && row->call && part->extended;
+    fsdp_op *op = &t->op;
+    *op = fsdpi_op(u->model, u, extended ? FSDP_OP_CALL : row->op, row->label, stream);
+    fsdpi_template_group(u, row->group, op);
+    if ((row->group && op->group_size < 2) || (row->work && !extended && work->count == 0))
+        return t;
+    t->src = row->src;
+    t->dst = row->dst;
+    if (row->work && !extended)
+        fsdpi_op_work(op, fsdpi_template_dtype(u, part, row->src_dtype),
+                      fsdpi_template_dtype(u, part, row->dst_dtype), work);
+    if (op->kind == FSDP_OP_CALL) {
+        op->call = row->call;
+        op->root = extended ? (int32_t)(part->extended - u->params) : -1;
     }
+    op->src = fsdpi_template_block(u, part, row->src);
+    op->dst = fsdpi_template_block(u, part, row->dst);
+    return t + 1;
 }
 
-// The reduction, but for what is done part by part.
-static void fsdpi_template_reduce(fsdpi_templates *t, int kind) {
-    const fsdp_unit *u = t->unit;
-    const fsdpi_layout *l = &u->layout;
-    const fsdpi_part *part = &l->parts[l->users_part];
-    fsdp_buf *sgrad = fsdpi_flat_of(u, part)->grad;
-    fsdp_dtype full = part->param_dtype, grad = fsdpi_grad_dtype(u->model, part->dtype);
-    fsdp_op *op = NULL;
-    int copy = FSDP_OP_COPY, stream = FSDP_STREAM_REDUCE, all = FSDP_STREAM_ALLREDUCE;
-    int shard = kind == FSDPI_OPS_SCATTER, gradients = FSDP_POOL_GRAD, sums = FSDP_POOL_ROUT;
-    if (kind == FSDPI_OPS_ZERO && l->grad_bytes > 0) {
-        op = fsdpi_template_add(t, FSDP_OP_ZERO, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, 0,
-                                gradients);
+// What stands in no row.
+static void fsdpi_template_special(fsdp_unit *u, int kind, fsdpi_template *t) {
+    fsdp_op *op = &t->op;
+    if (kind == FSDPI_OPS_GATHER && u->route[0].gather == FSDPI_GATHER_STAGED) {
+        t->src = FSDP_POOL_GATHER;
+        op->in_place = 1;
+    } else if (kind == FSDPI_OPS_COPY_IN && op->call) {
+        op->label = FSDP_LABEL_PRE_GATHER;
+    } else if (kind == FSDPI_OPS_COPY_OUT && op->call) {
+        op->label = FSDP_LABEL_POST_GATHER;
+    } else if (kind == FSDPI_OPS_WAIT) {
+        op->dst = NULL;
+        if (u->route[0].gather != FSDPI_GATHER_ALIAS) return;
+        t->src = FSDP_POOL_SHARD;
+        op->src = fsdpi_flat_of(u, u->layout.parts)->shard;
+    } else if (kind == FSDPI_OPS_ZERO) {
+        op->src = NULL;
         op->dtype = op->out_dtype = FSDP_U8;
-        op->count = op->bytes = (uint64_t)l->grad_bytes;
-    } else if (kind == FSDPI_OPS_FOLD) {
-        (void)fsdpi_template_work(t, copy, FSDP_LABEL_ACC, stream, &part->chunk_cat, gradients,
-                                  full, gradients, full);
+        op->count = op->bytes = (uint64_t)u->layout.grad_bytes;
     } else if (kind == FSDPI_OPS_USERS) {
-        op = fsdpi_template_work(t, copy, FSDP_LABEL_USERS, stream, &l->users, 0, full, gradients,
-                                 full);
-    } else if (shard || kind == FSDPI_OPS_PARTIAL) {
-        if (fsdpi_shards(u) == 1) return;
-        op = fsdpi_template_work(t, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, stream,
-                                 shard ? &l->reduce_scatter : &l->to_rout, gradients, full,
-                                 shard ? FSDP_POOL_SGRAD : sums, shard ? grad : l->reduce_dtype);
-        fsdpi_template_group(op, u->desc.reduce_comm, fsdpi_shards(u));
-        if (op && shard) op->dst = sgrad;
-    } else if (kind == FSDPI_OPS_RESCALE) {
-        op = fsdpi_template_work(t, copy, FSDP_LABEL_RED_OUT, stream, &part->rescale,
-                                 FSDP_POOL_SGRAD, grad, FSDP_POOL_SGRAD, grad);
-        if (op) op->src = op->dst = sgrad;
+        op->src = NULL; // host memory
     } else if (kind == FSDPI_OPS_ADD) {
-        op = fsdpi_template_work(t, copy, FSDP_LABEL_PARTIAL, stream, &l->partial, sums,
-                                 l->reduce_dtype, FSDP_POOL_SGRAD, l->reduce_dtype);
-        if (op) op->accumulate = 1;
-    } else if (kind == FSDPI_OPS_REPLICAS && fsdpi_replicas(u) > 1) {
-        op = fsdpi_template_work(t, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, all, &l->partial, sums,
-                                 l->reduce_dtype, sums, l->reduce_dtype);
-        if (op) op->in_place = 1;
-        fsdpi_template_group(op, u->desc.replicate_comm, fsdpi_replicas(u));
-    } else if (kind == FSDPI_OPS_HOOK) {
-        fsdpi_template_call(t, NULL, FSDP_LABEL_ALL_REDUCE_HOOK,
-                            fsdpi_replicas(u) > 1 ? all : stream, sums, sums,
-                            fsdpi_call_all_reduce_hook);
+        op->accumulate = 1;
+    } else if (kind == FSDPI_OPS_REPLICAS) {
+        op->in_place = 1;
     }
 }
 
 static int fsdpi_templates_max(const fsdp_unit *u) {
-    return FSDPI_OPS_COUNT + 5 * u->layout.num_parts;
+    return FSDPI_OPS_COUNT + 6 * u->layout.num_parts;
 }
 
-// All of a unit: its blocks and lists are there.
+// All records of a unit: its lists and blocks are there.
 static void fsdpi_templates_make(fsdp_unit *u) {
     fsdpi_layout *l = &u->layout;
-    fsdpi_templates t = {u, l->ops};
+    fsdpi_template *t = l->ops;
     for (int kind = 0; kind < FSDPI_OPS_COUNT; kind++) {
-        int each = kind == FSDPI_OPS_COPY_IN || kind == FSDPI_OPS_COPY_OUT ||
-                   kind == FSDPI_OPS_SUM || kind == FSDPI_OPS_FOLD_DIVIDED || kind == FSDPI_OPS_OUT;
-        int trains = kind >= FSDPI_OPS_ZERO && l->num_train == 0;
-        l->ops_begin[kind] = (uint16_t)(t.next - l->ops);
-        if (trains) continue;
-        for (int k = 0; k < l->num_parts && each; k++) fsdpi_template_part(&t, &l->parts[k], kind);
-        if (!each && kind < FSDPI_OPS_ZERO) fsdpi_template_gather(&t, kind);
-        if (!each && kind >= FSDPI_OPS_ZERO) fsdpi_template_reduce(&t, kind);
+        const fsdpi_template_row *row = &fsdpi_template_rows[kind];
+        l->ops_begin[kind] = (uint16_t)(t - l->ops);
+        if (row->grads && l->num_train == 0) continue;
+        for (int k = 0; k < (row->each ? l->num_parts : 1); k++) {
+            const fsdpi_part *part = &l->parts[row->each ? k : l->users_part];
+            fsdpi_template *next = fsdpi_template_make(u, kind, part, t);
+            if (next != t) fsdpi_template_special(u, kind, t);
+            t = next;
+        }
     }
-    l->ops_begin[FSDPI_OPS_COUNT] = (uint16_t)(t.next - l->ops);
+    l->ops_begin[FSDPI_OPS_COUNT] = (uint16_t)(t - l->ops);
 }
 
 /* Emits the records of one kind. Their slots are those that the unit holds now; whoever names other
