@@ -1181,7 +1181,7 @@ static fsdp_status fsdpi_gloo_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     *ptr = NULL;
     if (size >= (size_t)1 << 20 && (int64_t)(size / 2) > fsdpi_memory_left(&whose) / 2)
         return fsdpi_no_memory(&c->base, size, "memory is short");
-    fsdpi_chunk chunk = {(char *)fsdpi_alloc(&w->boot.allocator, size), size, 0, 0};
+    fsdpi_chunk chunk = {(char *)fsdpi_alloc(&w->boot.allocator, size), size, 0, 0, 0};
     if (!chunk.base || !fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
         fsdpi_free(&w->boot.allocator, chunk.base);
         return fsdpi_no_memory(&c->base, size, "the allocator refused");

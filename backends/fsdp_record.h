@@ -20,8 +20,11 @@ enum { FSDPI_OPEN = FSDP_OP_COUNT + 1, FSDPI_SPLIT, FSDPI_CLOSE };
 /* What a rank is about to do. Ranks compare `key`, a hash of everything that has to agree; the rest
    is there to say what differs. Sent and shared as it is: no pointers, no padding. */
 typedef struct fsdpi_record {
-    uint64_t key, fingerprint, count, segs, seq;
-    uint64_t place;          // backends that read peers' memory: where the buffer is
+    uint64_t key;
+    // Backends that read peers' memory: where the buffer is, in bytes behind the begin of its
+    // allocation; that allocation's place, bytes and number. Differs between ranks as it likes.
+    uint64_t offset, at, part, number;
+    uint64_t fingerprint, count, segs, seq;
     uint64_t block, members; // split: where the new group's block is, who is in it
     int64_t since_ns;        // when the rank came
     int32_t root;
@@ -184,7 +187,6 @@ static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_record *a, const fs
         {a->redop != b->redop, "reduction"},
         {a->in_place != b->in_place, "in_place"},
         {a->fingerprint != b->fingerprint, "fingerprint"},
-        {a->place != b->place, "buffer: alloc was called in another order or with other sizes"},
     };
     const char *comma = " (differs in ";
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
@@ -277,7 +279,8 @@ static FSDPI_NOINLINE void fsdpi_copy_name(char *to, size_t cap, const char *fro
 static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what) {
     fsdpi_record *r = &c->now;
     fsdpi_copy_name(r->what, sizeof r->what, what);
-    r->fingerprint = r->count = r->segs = r->place = r->seq = r->block = r->members = 0;
+    r->fingerprint = r->count = r->segs = r->seq = r->block = r->members = 0;
+    r->offset = r->at = r->part = r->number = 0;
     r->kind = r->dtype = r->out_dtype = r->redop = r->in_place = r->state = 0;
     r->root = 0, r->num_segs = 0;
     if (!op) return;
@@ -302,7 +305,7 @@ static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
     r->kind = kind;
     h = fsdpi_hash(fsdpi_hash_text(r->what), bytes);
     h = fsdpi_hash(fsdpi_hash(h, r->fingerprint), r->count);
-    h = fsdpi_hash(fsdpi_hash(h, r->segs), r->place);
+    h = fsdpi_hash(h, r->segs);
     r->key = fsdpi_hash(h, (uint64_t)(uint32_t)r->root);
 }
 
@@ -440,7 +443,8 @@ static FSDPI_UNUSED fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp
 typedef struct fsdpi_chunk {
     char *base;
     size_t size, part; // asked for; distance from one rank's part to the next one's
-    uint64_t at;       // place among this rank's allocations, the same on all that use it together
+    uint64_t at;       // of the backend: where it is, or where it came from
+    uint64_t number;   // of the backend: among this rank's allocations
 } fsdpi_chunk;
 
 typedef struct fsdpi_chunks {
@@ -502,7 +506,7 @@ static int fsdpi_chunk_take(fsdpi_chunks *chunks, int rank, const void *ptr, fsd
 // Finds the allocation of bytes [low, high) after p, all of which have to be this rank's.
 static fsdp_status fsdpi_chunk_find(fsdpi_comm *c, fsdpi_chunks *chunks, const fsdp_coll *op,
                                     const void *p, size_t low, size_t high, fsdpi_chunk *out) {
-    fsdpi_chunk chunk = {NULL, 0, 0, 0};
+    fsdpi_chunk chunk = {NULL, 0, 0, 0, 0};
     fsdpi_lock(&chunks->lock);
     int i = fsdpi_chunk_before(chunks, (uintptr_t)p + low);
     if (i >= 0) chunk = chunks->list[i];

@@ -7,11 +7,11 @@
    - All ranks see one block of common memory: processes an anonymous file (memfd) that rank 0 hands
      to the others over an abstract unix socket named from the job's id and the user; threads the
      heap. Both vanish with the last rank, however it ends; the size of /dev/shm does not matter.
-   - Ranks that use memory together have allocated it in the same order; then it lies at the same
-     place in the arena of each, and a process maps the parts of all ranks side by side, so that a
-     peer's copy of my pointer is my pointer plus a multiple of the part's size. Each rank reads its
-     peers' memory directly, once.
-   - A collective is: publish what I am about to do, wait for all, compare, move data, wait for all.
+   - A collective is: publish what I am about to do and where my buffer is, wait for all, compare,
+     move data, wait for all. Each rank reads its peers' memory directly, once.
+   - Each process has an arena of its own in the file. It maps its new allocation and the same place
+     in the arenas of all peers side by side. Where ranks have allocated alike, that is all there is
+     to map; an allocation of a peer that lies elsewhere is mapped at its first use.
    - Sums run in rank order (fsdpi_reduce): the same bits whoever computes them, at every run.
    - Waits have a deadline, and every 50 ms look for peers that died: each process holds a record
      lock on its byte of the file, which the kernel drops when the process ends in any way. Unlike a
@@ -38,7 +38,9 @@ extern "C" {
                What peers read (src of gather and scatter, dst of the others and in place) has to
                lie in memory of alloc, unless the comm has one rank. INVALID_ARG and UNSUPPORTED are
                found before anybody is told of the call: the comm goes on, peers that came wait
-   alloc       does not wait; takes memory for good, so that its use cannot fail later; zero-filled
+   alloc       does not wait; takes memory for good, so that its use cannot fail later; zero-filled.
+               What a peer has allocated differently is mapped at its first use; if the process has
+               no address space for it, that collective is OUT_OF_MEMORY on all ranks
    close       groups before their world; peers that wait for this rank get PEER_LOST
    abort       from any thread      poll never blocks
    Limits      FSDPI_MAX_SRCS ranks, one user, Linux
@@ -109,24 +111,29 @@ typedef struct fsdpi_shm_peer {
     uint32_t state, pid;
 } fsdpi_shm_peer;
 
-// Threads: one block of the heap that ranks share.
-typedef struct fsdpi_shm_node {
-    struct fsdpi_shm_node *next;
-    uint64_t number; // place of the allocation, or ~number of the group
-    size_t bytes;
-    int users, freed; // ranks that asked for it; that no longer use it
-    fsdp_allocator allocator;
+// Threads: a block of the heap that peers use, too. What they use begins FSDPI_ALIGN bytes behind it.
+typedef struct fsdpi_shm_block {
+    struct fsdpi_shm_block *next;
+    fsdp_allocator allocator; // that made it, and has to serve until the last rank has closed
+    int users;                // that have to give it back
+} fsdpi_shm_block;
+typedef char fsdpi_shm_block_has_room[FSDPI_ALIGN >= sizeof(fsdpi_shm_block) ? 1 : -1];
+
+// Processes: an allocation of a peer that lies elsewhere than this rank's own, mapped here.
+typedef struct fsdpi_shm_remote {
     char *base;
-} fsdpi_shm_node;
+    uint64_t at;
+    size_t part;
+} fsdpi_shm_remote;
 
 /* Common block of the world; the peers and the world's group follow. */
 typedef struct fsdpi_shm_control {
-    uint64_t top; // file offset of the next group's block; threads: number of groups so far
+    uint64_t top; // processes: file offset of the next group's block
     uint32_t refs;
     int32_t size;
     uint32_t failed; // 0, 1: a rank is writing the verdict, 2: it stands
     fsdpi_verdict verdict;
-    fsdpi_shm_node *nodes; // threads
+    fsdpi_shm_block *blocks; // threads
     fsdp_allocator allocator;
 } fsdpi_shm_control;
 
@@ -139,6 +146,9 @@ typedef struct fsdpi_shm_world {
     size_t page;
     fsdpi_chunks chunks;
     uint64_t next_at;
+    uint32_t lock;             // of the rest
+    uint64_t num_numbers;      // of peers' allocations that remotes has room for
+    fsdpi_shm_remote *remotes; // [num_numbers][ranks]
 } fsdpi_shm_world;
 
 typedef struct fsdpi_shm_comm {
@@ -151,12 +161,6 @@ typedef struct fsdpi_shm_comm {
     int spin, is_world;
     char small[FSDPI_SHM_SMALL];
 } fsdpi_shm_comm;
-
-// The buffer of a collective that peers read.
-typedef struct fsdpi_shm_view {
-    char *mine;
-    size_t part;
-} fsdpi_shm_view;
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_fail
@@ -378,10 +382,10 @@ static fsdp_status fsdpi_shm_compare(fsdpi_shm_comm *c) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_memory
-// Owns: memory that peers may read. Invariants: an allocation has the same place and part on every
-// rank that has allocated the same before, also after one that failed; a part is backed by memory
-// before anyone can touch it; no
-// part of the file is used twice, so that new memory is zero and a late reader sees no new data.
+// Owns: memory that peers may read, and where it is in this process. Invariants: a part is backed by
+// memory before anyone can touch it; no part of the file is used twice, so that new memory is zero,
+// a late reader sees no new data, and a place in the file names one allocation for ever; what is
+// freed after a failure stays readable, since a peer may not have noticed yet.
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     (void)fsdpi_shm_fallocate(w->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (off_t)at, (off_t)bytes);
@@ -415,53 +419,42 @@ static size_t fsdpi_shm_round(const fsdpi_shm_world *w, size_t bytes) {
     return (bytes + w->page - 1) / w->page * w->page;
 }
 
-/* Threads: a block of `bytes`, made by the first rank that asks for its place. The block keeps the
-   allocator that made it, which has to serve until the last rank has closed. */
-static fsdpi_shm_node *fsdpi_shm_share(fsdpi_shm_world *w, uint64_t number, size_t bytes) {
+/* Threads: a block that `users` ranks have to give back. Under the lock, so that what is left is
+   checked after the others have taken theirs. */
+static char *fsdpi_shm_share(fsdpi_shm_world *w, size_t bytes, int users) {
     const char *whose;
+    fsdpi_shm_block *block = NULL;
     fsdpi_lock(&w->boot.threads->lock);
-    fsdpi_shm_node *node = w->control->nodes;
-    while (node && (node->number != number || node->bytes != bytes)) node = node->next;
-    if (!node && (bytes < FSDPI_SHM_STEP / 256 || (int64_t)bytes < fsdpi_memory_left(&whose)))
-        node = (fsdpi_shm_node *)fsdpi_alloc(&w->boot.allocator, sizeof *node);
-    if (node && !node->base) {
-        node->base = (char *)fsdpi_alloc(&w->boot.allocator, bytes);
-        if (node->base) {
-            node->number = number;
-            node->bytes = bytes;
-            node->allocator = w->boot.allocator;
-            node->next = w->control->nodes;
-            w->control->nodes = node;
-        } else {
-            fsdpi_free(&w->boot.allocator, node);
-            node = NULL;
-        }
+    if (bytes < FSDPI_SHM_STEP / 256 || (int64_t)bytes < fsdpi_memory_left(&whose))
+        block = (fsdpi_shm_block *)fsdpi_alloc(&w->boot.allocator, FSDPI_ALIGN + bytes);
+    if (block) {
+        block->allocator = w->boot.allocator;
+        block->users = users;
+        block->next = w->control->blocks;
+        w->control->blocks = block;
     }
-    if (node) node->users++;
     fsdpi_unlock(&w->boot.threads->lock);
-    return node;
+    return block ? (char *)block + FSDPI_ALIGN : NULL;
 }
 
-// One of `users` ranks (0: of those who asked for it) has finished with a block; the last one frees
-// it.
-static void fsdpi_shm_unshare(fsdpi_shm_world *w, const void *base, int users) {
+// The last user frees the block; after a failure the last rank that closes does.
+static void fsdpi_shm_unshare(fsdpi_shm_world *w, void *base) {
+    fsdpi_shm_block *block = (fsdpi_shm_block *)(void *)((char *)base - FSDPI_ALIGN);
     fsdpi_lock(&w->boot.threads->lock);
-    fsdpi_shm_node **link = &w->control->nodes, *node;
-    while ((*link)->base != (const char *)base) link = &(*link)->next;
-    node = *link;
-    if (++node->freed == (users ? users : node->users)) {
-        fsdp_allocator allocator = node->allocator;
-        *link = node->next;
-        fsdpi_free(&allocator, node->base);
-        fsdpi_free(&allocator, node);
+    if (--block->users == 0 && !FSDPI_LOAD(&w->control->failed)) {
+        fsdp_allocator allocator = block->allocator;
+        fsdpi_shm_block **link = &w->control->blocks;
+        while (*link != block) link = &(*link)->next;
+        *link = block->next;
+        fsdpi_free(&allocator, block);
     }
     fsdpi_unlock(&w->boot.threads->lock);
 }
 
 // Where a rank's part is in the file. Each rank has an arena of its own, so that ranks which
 // allocate differently, because they are in different groups, do not meet.
-static uint64_t fsdpi_shm_offset(const fsdpi_chunk *chunk, int rank) {
-    return chunk->at + FSDPI_SHM_ARENA * (uint64_t)rank;
+static uint64_t fsdpi_shm_offset(uint64_t at, int rank) {
+    return at + FSDPI_SHM_ARENA * (uint64_t)rank;
 }
 
 // The parts of all ranks, side by side in this process.
@@ -471,7 +464,7 @@ static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *ch
     if (base == MAP_FAILED) return NULL;
     for (size_t r = 0; r < ranks; r++) {
         void *at = mmap((char *)base + r * part, part, PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_FIXED, w->fd, (off_t)fsdpi_shm_offset(chunk, (int)r));
+                        MAP_SHARED | MAP_FIXED, w->fd, (off_t)fsdpi_shm_offset(chunk->at, (int)r));
         if (at != MAP_FAILED) continue;
         (void)munmap(base, part * ranks);
         return NULL;
@@ -482,11 +475,20 @@ static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *ch
 static void fsdpi_shm_release(fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
     size_t ranks = (size_t)w->boot.size;
     if (w->fd < 0) {
-        fsdpi_shm_unshare(w, chunk->base, 0);
+        fsdpi_shm_unshare(w, chunk->base);
         return;
     }
     (void)munmap(chunk->base, chunk->part * ranks);
-    fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk, w->boot.rank), chunk->part);
+    fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk->at, w->boot.rank), chunk->part);
+}
+
+/* The lowest number that no allocation of this rank has. Peers keep one mapping for each number, so
+   that what they map does not grow with what was freed long ago. */
+static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
+    uint64_t number = 0;
+    for (int i = 0; i < chunks->count; i++)
+        if (chunks->list[i].number == number) number++, i = -1;
+    return number;
 }
 
 static fsdp_status fsdpi_shm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
@@ -496,13 +498,13 @@ static fsdp_status fsdpi_shm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     *ptr = NULL;
     if (size > FSDPI_SHM_MAX_BYTES / ranks || w->next_at + size > FSDPI_SHM_ARENA)
         return fsdpi_no_memory(&c->base, size, "that is more than can be addressed");
-    fsdpi_chunk chunk = {NULL, size, fsdpi_shm_round(w, size ? size : 1), w->next_at};
-    w->next_at += chunk.part;
+    fsdpi_chunk chunk = {NULL, size, 0, w->next_at, fsdpi_shm_number(&w->chunks)};
     if (w->fd < 0) {
-        fsdpi_shm_node *node = fsdpi_shm_share(w, chunk.at, chunk.part * ranks);
-        if (node) chunk.base = node->base;
+        chunk.base = fsdpi_shm_share(w, size, 1);
     } else {
-        uint64_t mine = fsdpi_shm_offset(&chunk, w->boot.rank);
+        chunk.part = fsdpi_shm_round(w, size ? size : 1);
+        w->next_at += chunk.part;
+        uint64_t mine = fsdpi_shm_offset(chunk.at, w->boot.rank);
         if (!fsdpi_shm_reserve(w, mine, chunk.part))
             return fsdpi_no_memory(&c->base, size, "memory is short");
         chunk.base = fsdpi_shm_map_parts(w, &chunk);
@@ -525,26 +527,94 @@ static void fsdpi_shm_free(fsdp_comm *comm, void *ptr, size_t size) {
         fsdpi_shm_release(w, &chunk);
 }
 
+// Room for allocations of peers up to `number`.
+static int fsdpi_shm_grow_remotes(fsdpi_shm_world *w, uint64_t number) {
+    size_t ranks = (size_t)w->boot.size, num = number < 8 ? 16 : 2 * (size_t)number;
+    if (number < w->num_numbers) return 1;
+    fsdpi_shm_remote *more = (fsdpi_shm_remote *)fsdpi_alloc(&w->boot.allocator,
+                                                             num * ranks * sizeof *more);
+    if (!more) return 0;
+    if (w->remotes) memcpy(more, w->remotes, w->num_numbers * ranks * sizeof *more);
+    fsdpi_free(&w->boot.allocator, w->remotes);
+    w->remotes = more;
+    w->num_numbers = num;
+    return 1;
+}
+
+static void fsdpi_shm_unmap_remote(fsdpi_shm_remote *remote) {
+    if (remote->base) (void)munmap(remote->base, remote->part);
+    remote->base = NULL;
+}
+
+/* Where an allocation of a peer is in this process; mapped if it was not. One that had its number
+   before is freed: who uses it has finished, or the world would have failed and not come here. */
+static char *fsdpi_shm_map_remote(fsdpi_shm_world *w, int rank, uint64_t at, size_t part,
+                                  uint64_t number) {
+    char *base = NULL;
+    fsdpi_lock(&w->lock);
+    if (fsdpi_shm_grow_remotes(w, number)) {
+        fsdpi_shm_remote *remote = &w->remotes[number * (size_t)w->boot.size + (size_t)rank];
+        if (remote->at != at) fsdpi_shm_unmap_remote(remote);
+        if (!remote->base) remote->base = fsdpi_shm_map(w, fsdpi_shm_offset(at, rank), part);
+        remote->at = at;
+        remote->part = part;
+        base = remote->base;
+    }
+    fsdpi_unlock(&w->lock);
+    return base;
+}
+
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_run
 // Owns: collectives. Between the two barriers of an operation every rank may read what its peers
 // showed; it writes only its own memory, and there only what no peer reads in the same phase.
 
-static char *fsdpi_shm_of(const fsdpi_shm_comm *c, const fsdpi_shm_view *view,
-                          int k) { // member k's copy
-    return view->mine + (c->base.ranks[k] - c->world->boot.rank) * (ptrdiff_t)view->part;
+static uint64_t fsdpi_shm_word(const fsdpi_shm_comm *c, int k, size_t offset) { // of a record
+    return __atomic_load_n(&c->places[k].record[offset / sizeof(uint64_t)], __ATOMIC_RELAXED);
 }
 
+// Shows where this rank's buffer is.
+static void fsdpi_shm_show(fsdpi_shm_comm *c, const fsdpi_chunk *mine, const void *buffer) {
+    fsdpi_record *now = &c->base.now;
+    now->offset = (uint64_t)(uintptr_t)buffer;
+    if (c->world->fd < 0) return;
+    now->offset -= (uint64_t)(uintptr_t)mine->base + mine->part * (size_t)c->world->boot.rank;
+    now->at = mine->at, now->part = mine->part, now->number = mine->number;
+}
+
+// Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
+static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, int k,
+                                  const char **out) {
+    fsdpi_shm_world *w = c->world;
+    uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_record, offset)),
+             at = fsdpi_shm_word(c, k, offsetof(fsdpi_record, at));
+    size_t part = (size_t)fsdpi_shm_word(c, k, offsetof(fsdpi_record, part));
+    int rank = (int)c->base.ranks[k], alike = at == mine->at && part == mine->part;
+    *out = (const char *)(uintptr_t)offset;
+    if (w->fd < 0) return FSDP_OK;
+    char *base = alike ? mine->base + part * (size_t)rank
+                       : fsdpi_shm_map_remote(w, rank, at, part,
+                                              fsdpi_shm_word(c, k, offsetof(fsdpi_record, number)));
+    *out = base + (ptrdiff_t)offset;
+    if (base) return FSDP_OK;
+    char what[160];
+    (void)snprintf(what, sizeof what,
+                   "%llu bytes of rank %d cannot be mapped; raise the limits of address space "
+                   "(ulimit -v), mappings (vm.max_map_count) or memory",
+                   (unsigned long long)part, rank);
+    return fsdpi_shm_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, what);
+}
+
+// of: where each member's buffer is.
 static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
-                                 const fsdpi_shm_view *view) {
+                                 const char *const *of) {
     size_t bytes = fsdp_dtype_size(op->dtype);
     for (int i = 0; i < c->base.size; i++) {
         int k = (c->base.index + i) % c->base.size; // everybody begins with another rank
-        const char *src = fsdpi_shm_of(c, view, k);
         for (uint32_t s = 0; s < op->num_segs; s++) {
             const fsdp_seg *seg = &op->segs[s];
             size_t full = (size_t)(seg->full + k * seg->count);
-            const char *from = src + (op->in_place ? full : (size_t)seg->shard) * bytes;
+            const char *from = of[k] + (op->in_place ? full : (size_t)seg->shard) * bytes;
             char *to = (char *)op->dst + full * bytes;
             if (seg->count && to != from) memcpy(to, from, (size_t)seg->count * bytes);
         }
@@ -552,13 +622,13 @@ static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
 }
 
 static void fsdpi_shm_reduce_scatter(const fsdpi_shm_comm *c, const fsdp_coll *op,
-                                     const fsdpi_shm_view *view) {
+                                     const char *const *of) {
     const char *srcs[FSDPI_MAX_SRCS];
     for (uint32_t s = 0; s < op->num_segs; s++) {
         const fsdp_seg *seg = &op->segs[s];
         if (!seg->count) continue;
         size_t at = (size_t)(seg->full + c->base.index * seg->count) * fsdp_dtype_size(op->dtype);
-        for (int k = 0; k < c->base.size; k++) srcs[k] = fsdpi_shm_of(c, view, k) + at;
+        for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + at;
         fsdpi_reduce((char *)op->dst + (size_t)seg->shard * fsdp_dtype_size(op->out_dtype),
                      op->out_dtype, srcs, c->base.size, op->dtype, (size_t)seg->count, op->scale,
                      op->accumulate, op->redop);
@@ -568,12 +638,12 @@ static void fsdpi_shm_reduce_scatter(const fsdpi_shm_comm *c, const fsdp_coll *o
 /* Small: everybody reduces everything aside, and stores it when all have read. Large: member k
    reduces part k in its own place, where nobody else reads; then all collect the parts. */
 static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
-                                        const fsdpi_shm_view *view) {
+                                        const char *const *of) {
     const char *srcs[FSDPI_MAX_SRCS];
     size_t bytes = fsdp_dtype_size(op->dtype), count = (size_t)op->count;
-    for (int k = 0; k < c->base.size; k++) srcs[k] = fsdpi_shm_of(c, view, k);
+    if (c->base.size == 1) return FSDP_OK;
     if (count * bytes <= FSDPI_SHM_SMALL) {
-        fsdpi_reduce(c->small, op->dtype, srcs, c->base.size, op->dtype, count, 1.0, 0, op->redop);
+        fsdpi_reduce(c->small, op->dtype, of, c->base.size, op->dtype, count, 1.0, 0, op->redop);
         fsdp_status status = fsdpi_shm_barrier(c, "finished");
         if (!status) memcpy(op->dst, c->small, count * bytes);
         return status;
@@ -581,7 +651,7 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
     size_t part = (count / (size_t)c->base.size + 64) / 64 *
                   64; // whole cache lines; the last may be short or empty
     size_t mine = part * (size_t)c->base.index;
-    for (int k = 0; k < c->base.size; k++) srcs[k] += mine * bytes;
+    for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + mine * bytes;
     if (mine < count)
         fsdpi_reduce((char *)op->dst + mine * bytes, op->dtype, srcs, c->base.size, op->dtype,
                      count - mine < part ? count - mine : part, 1.0, 0, op->redop);
@@ -591,45 +661,49 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
         int k = (c->base.index + i) % c->base.size;
         size_t at = part * (size_t)k;
         if (at >= count) continue;
-        memcpy((char *)op->dst + at * bytes, fsdpi_shm_of(c, view, k) + at * bytes,
+        memcpy((char *)op->dst + at * bytes, of[k] + at * bytes,
                (count - at < part ? count - at : part) * bytes);
     }
     return fsdpi_shm_barrier(c, "finished");
 }
 
+// mine: the allocation that `shared`, which peers read, lies in; no base: they read nothing.
+static fsdp_status fsdpi_shm_collective(fsdpi_shm_comm *c, const fsdp_coll *op,
+                                        const fsdpi_chunk *mine, const void *shared) {
+    const char *of[FSDPI_MAX_SRCS];
+    fsdp_status status = fsdpi_shm_barrier(c, "come");
+    if (!status) status = fsdpi_shm_compare(c);
+    for (int k = 0; k < c->base.size && !status; k++) {
+        int is_read = mine->base && (op->kind != FSDP_OP_BROADCAST || k == op->root);
+        of[k] = (const char *)shared;
+        if (is_read) status = fsdpi_shm_find(c, mine, k, &of[k]);
+    }
+    if (status) return status;
+    if (op->kind == FSDP_OP_ALL_REDUCE) return fsdpi_shm_all_reduce(c, op, of);
+    if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_shm_all_gather(c, op, of);
+    if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_shm_reduce_scatter(c, op, of);
+    if (op->kind == FSDP_OP_BROADCAST && op->root != c->base.index && op->count)
+        memcpy(op->dst, of[op->root], (size_t)op->count * fsdp_dtype_size(op->dtype));
+    return fsdpi_shm_barrier(c, "finished");
+}
+
 static fsdp_status fsdpi_shm_run(fsdp_comm *comm, const fsdp_coll *op) {
     fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
-    fsdpi_chunk chunk = {NULL, 0, 0, 0};
+    fsdpi_chunk mine = {NULL, 0, 0, 0, 0};
     const void *shared = NULL;
     int64_t low = 0, high = 0;
     fsdpi_describe(&c->base, op, op->what);
     if (FSDPI_LOAD(&c->world->control->failed)) return fsdpi_shm_report(c);
     fsdp_status status = fsdpi_check(&c->base, FSDPI_SHM_KINDS, op, &shared, &low, &high);
     size_t bytes = fsdp_dtype_size(op->dtype);
-    int find = !status && c->base.size > 1 && high > low;
-    if (find)
+    if (!status && c->base.size > 1 && high > low)
         status = fsdpi_chunk_find(&c->base, &c->world->chunks, op, shared, (size_t)low * bytes,
-                                  (size_t)high * bytes, &chunk);
+                                  (size_t)high * bytes, &mine);
     if (status) return status;
-    fsdpi_shm_view view = {(char *)(uintptr_t)shared, chunk.part};
-    if (find)
-        c->base.now.place = fsdpi_hash(fsdpi_hash(chunk.at, chunk.part),
-                                       (uint64_t)((uintptr_t)shared - (uintptr_t)chunk.base) -
-                                           chunk.part * (size_t)c->base.boot->rank);
+    if (mine.base) fsdpi_shm_show(c, &mine, shared);
     fsdpi_make_key(&c->base.now, op);
-
     fsdpi_shm_publish(c);
-    status = fsdpi_shm_barrier(c, "come");
-    if (!status) status = fsdpi_shm_compare(c);
-    if (!status && op->kind == FSDP_OP_ALL_REDUCE) {
-        if (c->base.size > 1) status = fsdpi_shm_all_reduce(c, op, &view);
-    } else if (!status) {
-        if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_shm_all_gather(c, op, &view);
-        if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_shm_reduce_scatter(c, op, &view);
-        if (op->kind == FSDP_OP_BROADCAST && op->root != c->base.index && op->count)
-            memcpy(op->dst, fsdpi_shm_of(c, &view, op->root), (size_t)op->count * bytes);
-        status = fsdpi_shm_barrier(c, "finished");
-    }
+    status = fsdpi_shm_collective(c, op, &mine, shared);
     fsdpi_shm_done(c);
     return status;
 }
@@ -964,10 +1038,9 @@ static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *bl
     size_t bytes = fsdpi_shm_group_bytes(size);
     fsdpi_shm_group *group;
     if (w->fd < 0) {
-        uint64_t number = ~__atomic_fetch_add(&w->control->top, 1u, __ATOMIC_RELAXED);
-        fsdpi_shm_node *node = fsdpi_shm_share(w, number, bytes);
-        if (node) *block = (uint64_t)(uintptr_t)node->base;
-        return node ? node->base : NULL;
+        char *base = fsdpi_shm_share(w, bytes, size);
+        *block = (uint64_t)(uintptr_t)base;
+        return base;
     }
     bytes = fsdpi_shm_round(w, bytes);
     *block = __atomic_fetch_add(&w->control->top, bytes, __ATOMIC_RELAXED);
@@ -981,7 +1054,7 @@ static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = c->world;
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(c->base.size));
     if (w->fd < 0) {
-        fsdpi_shm_unshare(w, c->group, c->base.size);
+        fsdpi_shm_unshare(w, c->group);
         return;
     }
     int last = __atomic_sub_fetch(&c->group->refs, 1u, __ATOMIC_ACQ_REL) == 0;
@@ -1056,12 +1129,11 @@ static void fsdpi_shm_leave_threads(fsdpi_shm_world *w) {
     int last = --control->refs == 0;
     fsdpi_unlock(&threads->lock);
     if (!last) return;
-    while (control->nodes) {
-        fsdpi_shm_node *node = control->nodes;
-        fsdp_allocator allocator = node->allocator;
-        control->nodes = node->next;
-        fsdpi_free(&allocator, node->base);
-        fsdpi_free(&allocator, node);
+    while (control->blocks) {
+        fsdpi_shm_block *block = control->blocks;
+        fsdp_allocator allocator = block->allocator;
+        control->blocks = block->next;
+        fsdpi_free(&allocator, block);
     }
     fsdp_allocator allocator = control->allocator;
     fsdpi_free(&allocator, control);
@@ -1082,6 +1154,8 @@ static void fsdpi_shm_close(fsdp_comm *comm) {
         fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
     }
     for (int i = 0; i < w->chunks.count; i++) fsdpi_shm_release(w, &w->chunks.list[i]);
+    for (size_t i = 0; i < w->num_numbers * (size_t)w->boot.size; i++)
+        fsdpi_shm_unmap_remote(&w->remotes[i]);
     if (w->fd >= 0) {
         if (w->control)
             (void)munmap((void *)w->control,
@@ -1090,6 +1164,7 @@ static void fsdpi_shm_close(fsdp_comm *comm) {
     } else if (w->joined) {
         fsdpi_shm_leave_threads(w);
     }
+    fsdpi_free(&allocator, w->remotes);
     fsdpi_free(&allocator, w->chunks.list);
     fsdpi_free(&allocator, w);
     fsdpi_free(&allocator, c);
