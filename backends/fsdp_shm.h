@@ -9,6 +9,8 @@
      heap. Both vanish with the last rank, however it ends; the size of /dev/shm does not matter.
    - A collective is: publish what I am about to do and where my buffer is, wait for all, compare,
      move data, wait for all. Each rank reads its peers' memory directly, once.
+   - send and recv concern two ranks alone: each shows its record to the other one and waits for it,
+     without a barrier; several pairs of a comm may do so at the same time.
    - Each process has an arena of its own in the file. It maps its new allocation and the same place
      in the arenas of all peers side by side. Where ranks have allocated alike, that is all there is
      to map; an allocation of a peer that lies elsewhere is mapped at its first use.
@@ -35,9 +37,10 @@ extern "C" {
                error_text(NULL) has the text, for the calling thread
    split       blocks until every rank of the parent has come; OUT_OF_MEMORY there aborts the world
    run         of different comms may be called from different threads of a rank at the same time.
-               What peers read (src of gather and scatter, dst of the others and in place) has to
-               lie in memory of alloc, unless the comm has one rank. INVALID_ARG and UNSUPPORTED are
-               found before anybody is told of the call: the comm goes on, peers that came wait
+               Knows all_to_all, send and recv too. What peers read (src of gather, scatter,
+               all_to_all and send, dst of the others and in place) has to lie in memory of alloc,
+               unless the comm has one rank. INVALID_ARG and UNSUPPORTED are found before anybody is
+               told of the call: the comm goes on, peers that came wait
    alloc       does not wait; takes memory for good, so that its use cannot fail later; zero-filled.
                What a peer has allocated differently is mapped at its first use; if the process has
                no address space for it, that collective is OUT_OF_MEMORY on all ranks
@@ -86,7 +89,7 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 #define FSDPI_SHM_MAGIC     "fsdpshm1"
 #define FSDPI_SHM_KINDS                                                                            \
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
-     1u << FSDP_OP_BROADCAST)
+     1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
 
 enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
 
@@ -94,7 +97,12 @@ enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
 typedef struct fsdpi_shm_place {
     uint64_t record[FSDPI_RECORD_WORDS];
     uint32_t arrived; // number of the last barrier this rank has come to
-    uint32_t reserved[(64 - (sizeof(fsdpi_record) + 4) % 64) / 4];
+    uint32_t pad0[15 - sizeof(fsdpi_record) / 4 % 16];
+    // send and recv
+    uint64_t call;         // the last one: its number, and in the low half the other member
+    uint32_t done;         // number of the last one in which this rank needs nothing any more
+    uint32_t bell, asleep; // another member has news for this rank; which sleeps
+    uint32_t pad1[11];
 } fsdpi_shm_place;
 
 /* Common block of a comm: a central barrier, then a place for each rank. `count` is of all arrivals
@@ -159,6 +167,10 @@ typedef struct fsdpi_shm_comm {
     uint64_t block; // place of the group's block
     uint32_t barrier, waits;
     int spin, is_world;
+    uint32_t calls;               // of send and recv so far
+    fsdpi_shm_place *other;       // the member that this rank waits for; NULL: a barrier
+    uint32_t theirs;              // number of its call for this rank; 0: it has not come yet
+    uint32_t met[FSDPI_MAX_SRCS]; // by member: number of its last call that was for this rank
     char small[FSDPI_SHM_SMALL];
 } fsdpi_shm_comm;
 
@@ -228,10 +240,22 @@ static fsdp_status fsdpi_shm_fail_here(fsdpi_shm_comm *c, fsdp_status status, co
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_wait
 // Owns: barriers, and everything that may end a wait: all have come, the world failed, a peer is
-// gone, the deadline. Barrier numbers and counts are compared modulo 2^32.
+// gone, the deadline. Numbers of barriers and calls, and counts, are compared modulo 2^32.
 
-static int fsdpi_shm_is_open(fsdpi_shm_comm *c) { // the barrier that this rank came to last
-    return (int32_t)(FSDPI_LOAD(&c->group->generation) - c->barrier) >= 0;
+// The number of the other one's call of send or recv for this rank, 0: it has not come yet. It is
+// in that call until this rank has finished, too.
+static uint32_t fsdpi_shm_call_of(const fsdpi_shm_comm *c, const fsdpi_shm_place *other) {
+    uint64_t call = FSDPI_LOAD(&other->call);
+    uint32_t number = (uint32_t)(call >> 32), member = (uint32_t)call;
+    return member == (uint32_t)c->base.index && number != c->met[other - c->places] ? number : 0;
+}
+
+// Whether what this rank waits for is there: the barrier that it came to last, or the other one of
+// a pair.
+static int fsdpi_shm_is_open(const fsdpi_shm_comm *c) {
+    if (!c->other) return (int32_t)(FSDPI_LOAD(&c->group->generation) - c->barrier) >= 0;
+    if (!c->theirs) return fsdpi_shm_call_of(c, c->other) != 0;
+    return (int32_t)(FSDPI_LOAD(&c->other->done) - c->theirs) >= 0;
 }
 
 static struct flock fsdpi_shm_byte(int rank) {
@@ -250,13 +274,15 @@ static int fsdpi_shm_is_dead(const fsdpi_shm_world *w, int rank) {
     return w->fd >= 0 && fcntl(w->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
-// OK while all members that have joined are alive; `thorough` also asks the kernel.
+// OK while all that this rank waits for are alive, if they have joined; `thorough` also asks the
+// kernel.
 static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
     for (int k = 0; k < c->base.size; k++) {
         int rank = c->base.ranks[k];
         fsdpi_shm_peer *peer = &c->world->peers[rank];
         uint32_t state = FSDPI_LOAD(&peer->state);
         int left = state == FSDPI_SHM_LEFT;
+        if (c->other && c->other != &c->places[k]) continue;
         if (rank == c->world->boot.rank || state == FSDPI_SHM_ABSENT) continue;
         if (!left && !(thorough && fsdpi_shm_is_dead(c->world, rank))) continue;
         // It may have gone after it opened the barrier, just now; and a rank that closes says so
@@ -285,7 +311,8 @@ static fsdp_status fsdpi_shm_late(fsdpi_shm_comm *c, const char *verb) {
     uint8_t missing[FSDPI_MAX_SRCS];
     int total = 0;
     for (int k = 0; k < c->base.size; k++) {
-        missing[k] = (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) < 0;
+        missing[k] = c->other ? c->other == &c->places[k] && !fsdpi_shm_is_open(c)
+                              : (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) < 0;
         total += missing[k];
     }
     if (total == 0) return FSDP_OK;
@@ -327,20 +354,23 @@ static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
         return FSDP_OK;
     }
     c->spin /= 4;
+    fsdpi_shm_place *me = &c->places[c->base.index];
+    uint32_t *word = c->other ? &me->bell : &c->group->generation,
+             *sleepers = c->other ? &me->asleep : &c->group->sleepers;
     int64_t start = fsdpi_boot_now(&w->boot);
     for (int turn = 0;; turn++) {
-        uint32_t seen = FSDPI_LOAD(&c->group->generation);
+        uint32_t seen = FSDPI_LOAD(word);
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
         if (FSDPI_LOAD(&w->control->failed)) return fsdpi_shm_report(c);
         fsdp_status status = fsdpi_shm_check_peers(c, turn > 0);
         int64_t left = w->boot.timeout_ns - (fsdpi_boot_now(&w->boot) - start);
         if (!status && left <= 0) status = fsdpi_shm_late(c, verb);
         if (status) return status;
-        __atomic_add_fetch(&c->group->sleepers, 1u, __ATOMIC_SEQ_CST);
-        fsdpi_futex_wait(&c->group->generation, seen,
+        __atomic_add_fetch(sleepers, 1u, __ATOMIC_SEQ_CST);
+        fsdpi_futex_wait(word, seen,
                          left > 0 && left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS,
                          w->fd >= 0);
-        __atomic_sub_fetch(&c->group->sleepers, 1u, __ATOMIC_SEQ_CST);
+        __atomic_sub_fetch(sleepers, 1u, __ATOMIC_SEQ_CST);
     }
 }
 
@@ -635,6 +665,15 @@ static void fsdpi_shm_reduce_scatter(const fsdpi_shm_comm *c, const fsdp_coll *o
     }
 }
 
+static void fsdpi_shm_all_to_all(const fsdpi_shm_comm *c, const fsdp_coll *op,
+                                 const char *const *of) {
+    size_t bytes = (size_t)op->count * fsdp_dtype_size(op->dtype);
+    for (int i = 0; i < c->base.size && bytes; i++) {
+        int k = (c->base.index + i) % c->base.size;
+        memcpy((char *)op->dst + bytes * (size_t)k, of[k] + bytes * (size_t)c->base.index, bytes);
+    }
+}
+
 /* Small: everybody reduces everything aside, and stores it when all have read. Large: member k
    reduces part k in its own place, where nobody else reads; then all collect the parts. */
 static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
@@ -682,9 +721,60 @@ static fsdp_status fsdpi_shm_collective(fsdpi_shm_comm *c, const fsdp_coll *op,
     if (op->kind == FSDP_OP_ALL_REDUCE) return fsdpi_shm_all_reduce(c, op, of);
     if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_shm_all_gather(c, op, of);
     if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_shm_reduce_scatter(c, op, of);
+    if (op->kind == FSDP_OP_ALL_TO_ALL) fsdpi_shm_all_to_all(c, op, of);
     if (op->kind == FSDP_OP_BROADCAST && op->root != c->base.index && op->count)
         memcpy(op->dst, of[op->root], (size_t)op->count * fsdp_dtype_size(op->dtype));
     return fsdpi_shm_barrier(c, "finished");
+}
+
+// Tells a member what this rank has written for it before.
+static void fsdpi_shm_ring(fsdpi_shm_comm *c, fsdpi_shm_place *other) {
+    // Either this load sees the sleeper, or the sleeper's futex call sees the new number.
+    __atomic_add_fetch(&other->bell, 1u, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&other->asleep, __ATOMIC_SEQ_CST))
+        fsdpi_futex_wake_all(&other->bell, c->world->fd >= 0);
+}
+
+// The other one is here, and stays until this rank needs nothing of it any more.
+static fsdp_status fsdpi_shm_receive_from(fsdpi_shm_comm *c, const fsdp_coll *op,
+                                          const fsdpi_chunk *mine) {
+    int k = (int)op->root;
+    fsdpi_record theirs = fsdpi_shm_record_of(&c->base, k);
+    const char *src;
+    if (!fsdpi_is_like_pair(&c->base.now, &theirs)) {
+        char reason[FSDPI_REASON];
+        fsdpi_text t = {reason, sizeof reason, 0};
+        fsdpi_say_unlike_pair(&t, c->base.boot->rank, &c->base.now, (int)c->base.ranks[k], &theirs);
+        fsdpi_shm_raise(c->world, FSDP_ERR_MISMATCH, "", reason);
+        return fsdpi_shm_report(c);
+    }
+    if (op->kind == FSDP_OP_SEND || !mine->base) return FSDP_OK;
+    fsdp_status status = fsdpi_shm_find(c, mine, k, &src);
+    if (!status) memcpy(op->dst, src, (size_t)op->count * fsdp_dtype_size(op->dtype));
+    return status;
+}
+
+/* send and recv: the two wait for each other, both compare, the receiver reads; then each waits
+   until the other one needs its memory and its record no more. No barrier counts this. */
+static fsdp_status fsdpi_shm_pair(fsdpi_shm_comm *c, const fsdp_coll *op, const fsdpi_chunk *mine) {
+    fsdpi_shm_place *me = &c->places[c->base.index], *other = &c->places[op->root];
+    if (++c->calls == 0) c->calls = 1; // 0 is none
+    c->other = other;
+    c->theirs = 0;
+    FSDPI_STORE(&me->call, (uint64_t)c->calls << 32 | (uint32_t)op->root);
+    fsdpi_shm_ring(c, other);
+    fsdp_status status = fsdpi_shm_wait(c, "come");
+    if (!status) {
+        c->theirs = c->met[op->root] = fsdpi_shm_call_of(c, other);
+        status = fsdpi_shm_receive_from(c, op, mine);
+    }
+    if (!status) {
+        FSDPI_STORE(&me->done, c->calls);
+        fsdpi_shm_ring(c, other);
+        status = fsdpi_shm_wait(c, "finished");
+    }
+    c->other = NULL;
+    return status;
 }
 
 static fsdp_status fsdpi_shm_run(fsdp_comm *comm, const fsdp_coll *op) {
@@ -703,7 +793,8 @@ static fsdp_status fsdpi_shm_run(fsdp_comm *comm, const fsdp_coll *op) {
     if (mine.base) fsdpi_shm_show(c, &mine, shared);
     fsdpi_make_key(&c->base.now, op);
     fsdpi_shm_publish(c);
-    status = fsdpi_shm_collective(c, op, &mine, shared);
+    status = fsdpi_is_pair(op->kind) ? fsdpi_shm_pair(c, op, &mine)
+                                     : fsdpi_shm_collective(c, op, &mine, shared);
     fsdpi_shm_done(c);
     return status;
 }
