@@ -736,8 +736,7 @@ static void fsdpi_shm_ring(fsdpi_shm_comm *c, fsdpi_shm_place *other) {
 }
 
 // The other one is here, and stays until this rank needs nothing of it any more.
-static fsdp_status fsdpi_shm_receive_from(fsdpi_shm_comm *c, const fsdp_coll *op,
-                                          const fsdpi_chunk *mine) {
+static fsdp_status fsdpi_shm_meet(fsdpi_shm_comm *c, const fsdp_coll *op, const fsdpi_chunk *mine) {
     int k = (int)op->root;
     fsdpi_record theirs = fsdpi_shm_record_of(&c->base, k);
     const char *src;
@@ -766,7 +765,7 @@ static fsdp_status fsdpi_shm_pair(fsdpi_shm_comm *c, const fsdp_coll *op, const 
     fsdp_status status = fsdpi_shm_wait(c, "come");
     if (!status) {
         c->theirs = c->met[op->root] = fsdpi_shm_call_of(c, other);
-        status = fsdpi_shm_receive_from(c, op, mine);
+        status = fsdpi_shm_meet(c, op, mine);
     }
     if (!status) {
         FSDPI_STORE(&me->done, c->calls);
