@@ -851,14 +851,11 @@ static fsdp_status fsdpi_gloo_pair(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdp_status status = fsdpi_gloo_result(c, k, result);
     if (!status) status = fsdpi_gloo_wait(c, k, in, 0, c->base.boot->timeout_ns);
     if (!status) status = fsdpi_gloo_wait(c, k, out, 1, c->base.boot->timeout_ns);
-    if (!status && (theirs.key != c->base.now.key || theirs.kind == c->base.now.kind)) {
+    if (!status && !fsdpi_is_like_pair(&c->base.now, &theirs)) {
         char reason[FSDPI_REASON];
         fsdpi_text t = {reason, sizeof reason, 0};
-        fsdpi_say(&t, "rank %d calls ", (int)c->base.ranks[k]);
-        fsdpi_say_op(&t, &theirs);
-        fsdpi_say(&t, ", %llu elements of %s", (unsigned long long)theirs.count,
-                  fsdp_dtype_name(theirs.dtype));
-        status = fsdpi_gloo_fail_op(c, FSDP_ERR_MISMATCH, reason);
+        fsdpi_say_unlike_pair(&t, c->base.boot->rank, &c->base.now, (int)c->base.ranks[k], &theirs);
+        status = fsdpi_gloo_fail(c, FSDP_ERR_MISMATCH, "", reason);
     }
     c->peers[k].arrived = 1;
     if (!status) status = fsdpi_gloo_post(c, k, is_send, is_send ? op->src : op->dst, 2, 0, bytes);
@@ -872,7 +869,6 @@ static fsdp_status fsdpi_gloo_run(fsdp_comm *comm, const fsdp_coll *op) {
     fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)(void *)comm;
     const void *shared = NULL;
     int64_t low = 0, high = 0;
-    int is_pair = op->kind == FSDP_OP_SEND || op->kind == FSDP_OP_RECV;
     fsdpi_describe(&c->base, op, op->what);
     if (fsdpi_gloo_failed(c)) return fsdpi_gloo_report(c);
     fsdp_status status = fsdpi_check(&c->base, FSDPI_GLOO_KINDS, op, &shared, &low, &high);
@@ -884,7 +880,7 @@ static fsdp_status fsdpi_gloo_run(fsdp_comm *comm, const fsdp_coll *op) {
     if (status) return status;
     fsdpi_make_key(&c->base.now, op);
     fsdpi_gloo_begin(c);
-    status = is_pair ? fsdpi_gloo_pair(c, op) : fsdpi_gloo_collective(c, op);
+    status = fsdpi_is_pair(op->kind) ? fsdpi_gloo_pair(c, op) : fsdpi_gloo_collective(c, op);
     fsdpi_trace_end(&c->world->trace);
     return status;
 }
@@ -1181,7 +1177,7 @@ static fsdp_status fsdpi_gloo_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     *ptr = NULL;
     if (size >= (size_t)1 << 20 && (int64_t)(size / 2) > fsdpi_memory_left(&whose) / 2)
         return fsdpi_no_memory(&c->base, size, "memory is short");
-    fsdpi_chunk chunk = {(char *)fsdpi_alloc(&w->boot.allocator, size), size, 0, 0};
+    fsdpi_chunk chunk = {(char *)fsdpi_alloc(&w->boot.allocator, size), size, 0, 0, 0};
     if (!chunk.base || !fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
         fsdpi_free(&w->boot.allocator, chunk.base);
         return fsdpi_no_memory(&c->base, size, "the allocator refused");

@@ -27,7 +27,8 @@
      FSDP_NCCL_REGISTER   0 (default): buffers are not registered; 1: with ncclCommRegister, from
                           NCCL 2.26 on; 2, from 2.29.7 on: as symmetric windows, and gathers by the
                           copy engines where NCCL can: a lost peer then blocks the GPU's stream
-                          until the process ends
+                          until the process ends. With 1 and 2, ranks that use memory together have
+                          to allocate the same sizes in the same order
      FSDP_NCCL_CHECK      1: compare what ranks call before every collective (slow)
      FSDP_FLIGHT_RECORD   a path: when the world fails, the last operations go to PATH.RANK
 
@@ -985,7 +986,7 @@ static ncclResult_t fsdpi_nccl_register(fsdpi_nccl_comm *c, const void *p) {
 #if NCCL_VERSION_CODE >= 21900
     fsdpi_nccl_world *w = c->world;
     fsdpi_nccl_registration *r;
-    fsdpi_chunk chunk = {NULL, 0, 0, 0};
+    fsdpi_chunk chunk = {NULL, 0, 0, 0, 0};
     fsdpi_lock(&w->chunks.lock);
     int i = fsdpi_chunk_before(&w->chunks, (uintptr_t)p);
     if (i >= 0) chunk = w->chunks.list[i];
@@ -1708,7 +1709,7 @@ static fsdp_status fsdpi_nccl_get(fsdpi_nccl_world *w, size_t size, fsdpi_chunk 
 static fsdp_status fsdpi_nccl_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     fsdpi_nccl_comm *c = (fsdpi_nccl_comm *)(void *)comm;
     fsdpi_nccl_world *w = c->world;
-    fsdpi_chunk chunk = {NULL, size, 0, 0};
+    fsdpi_chunk chunk = {NULL, size, 0, 0, 0};
     const char *why = w->place.error;
     *ptr = NULL;
     fsdp_status status = fsdpi_nccl_get(w, size ? size : 1, &chunk);

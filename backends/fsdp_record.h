@@ -20,11 +20,14 @@ enum { FSDPI_OPEN = FSDP_OP_COUNT + 1, FSDPI_SPLIT, FSDPI_CLOSE };
 /* What a rank is about to do. Ranks compare `key`, a hash of everything that has to agree; the rest
    is there to say what differs. Sent and shared as it is: no pointers, no padding. */
 typedef struct fsdpi_record {
-    uint64_t key, fingerprint, count, segs, seq;
-    uint64_t place;          // backends that read peers' memory: where the buffer is
+    uint64_t key;
+    // Backends that read peers' memory: where the buffer is, in bytes behind the begin of its
+    // allocation; that allocation's place, bytes and number. Differs between ranks as it likes.
+    uint64_t offset, at, part, number;
+    uint64_t fingerprint, count, segs, seq;
     uint64_t block, members; // split: where the new group's block is, who is in it
     int64_t since_ns;        // when the rank came
-    int32_t root;
+    int32_t root;            // send, recv: the world rank of the other one, or -1
     uint32_t num_segs;
     uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved[2];
     char what[48], comm[16]; // cut if they are longer
@@ -74,7 +77,9 @@ static FSDPI_UNUSED void fsdpi_boot_log(const fsdp_boot *boot, int level, const 
         (boot->logger.log)(level, FSDP_OK, boot->rank, text, boot->logger.user);
 }
 
-// "all_gather of 'h.3' on 'shard' (forward, op 17)"
+static int fsdpi_is_pair(int kind) { return kind == FSDP_OP_SEND || kind == FSDP_OP_RECV; }
+
+// "all_gather of 'h.3' on 'shard' (forward, op 17)", "send of 'h.3' to rank 2 (op 18)"
 static void fsdpi_say_op(fsdpi_text *t, const fsdpi_record *r) {
     static const char *const states[FSDP_STATE_COUNT] = {"", "forward, ", "pre_backward, ",
                                                          "post_backward, "};
@@ -82,6 +87,8 @@ static void fsdpi_say_op(fsdpi_text *t, const fsdpi_record *r) {
     else if (r->kind == FSDPI_SPLIT) fsdpi_say(t, "split into '%s'", r->what);
     else if (r->kind == FSDPI_CLOSE) fsdpi_say(t, "close");
     else fsdpi_say(t, "%s of '%s'", fsdp_op_name(r->kind), r->what);
+    if (fsdpi_is_pair(r->kind) && r->root >= 0)
+        fsdpi_say(t, " %s rank %d", r->kind == FSDP_OP_SEND ? "to" : "from", (int)r->root);
     if (r->comm[0]) fsdpi_say(t, " on '%s'", r->comm);
     if (r->kind < FSDP_OP_COUNT)
         fsdpi_say(t, " (%sop %llu)", r->state < FSDP_STATE_COUNT ? states[r->state] : "",
@@ -184,7 +191,6 @@ static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_record *a, const fs
         {a->redop != b->redop, "reduction"},
         {a->in_place != b->in_place, "in_place"},
         {a->fingerprint != b->fingerprint, "fingerprint"},
-        {a->place != b->place, "buffer: alloc was called in another order or with other sizes"},
     };
     const char *comma = " (differs in ";
     for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
@@ -193,6 +199,30 @@ static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_record *a, const fs
         comma = ", ";
     }
     if (comma[0] == ',') fsdpi_say(t, ")");
+}
+
+// "all_gather of 'h.3' (op 17), 64 elements of f32"
+static void fsdpi_say_call(fsdpi_text *t, const fsdpi_record *r) {
+    fsdpi_say_op(t, r);
+    if (r->kind < FSDP_OP_COUNT)
+        fsdpi_say(t, ", %llu elements of %s", (unsigned long long)r->count,
+                  fsdp_dtype_name(r->dtype));
+}
+
+static FSDPI_UNUSED int fsdpi_is_like_pair(const fsdpi_record *a, const fsdpi_record *b) {
+    return a->key == b->key && a->kind != b->kind;
+}
+
+// The two of a send and recv that do not fit together.
+static FSDPI_UNUSED void fsdpi_say_unlike_pair(fsdpi_text *t, int rank, const fsdpi_record *a,
+                                               int other, const fsdpi_record *b) {
+    fsdpi_record like = *b;
+    like.kind = a->kind, like.root = a->root; // in which they have to differ
+    fsdpi_say(t, "ranks disagree: rank %d: ", rank);
+    fsdpi_say_call(t, a);
+    fsdpi_say(t, "; rank %d: ", other);
+    fsdpi_say_call(t, b);
+    fsdpi_say_differences(t, a, &like);
 }
 
 /* "ranks disagree: ranks 0, 2: all_gather of ...; rank 1: ...". record_of gives what a member
@@ -214,10 +244,7 @@ static FSDPI_UNUSED void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm 
         fsdpi_say(t, k ? "; " : ": ");
         fsdpi_say_ranks(t, c, equal);
         fsdpi_say(t, ": ");
-        fsdpi_say_op(t, &record);
-        if (record.kind < FSDP_OP_COUNT)
-            fsdpi_say(t, ", %llu elements of %s", (unsigned long long)record.count,
-                      fsdp_dtype_name(record.dtype));
+        fsdpi_say_call(t, &record);
         fsdpi_say_differences(t, &first, &record);
     }
 }
@@ -277,7 +304,8 @@ static FSDPI_NOINLINE void fsdpi_copy_name(char *to, size_t cap, const char *fro
 static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what) {
     fsdpi_record *r = &c->now;
     fsdpi_copy_name(r->what, sizeof r->what, what);
-    r->fingerprint = r->count = r->segs = r->place = r->seq = r->block = r->members = 0;
+    r->fingerprint = r->count = r->segs = r->seq = r->block = r->members = 0;
+    r->offset = r->at = r->part = r->number = 0;
     r->kind = r->dtype = r->out_dtype = r->redop = r->in_place = r->state = 0;
     r->root = 0, r->num_segs = 0;
     if (!op) return;
@@ -287,6 +315,8 @@ static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what)
     r->num_segs = op->num_segs;
     if (op->kind == FSDP_OP_REDUCE_SCATTER) r->out_dtype = op->out_dtype;
     if (op->kind == FSDP_OP_BROADCAST) r->root = op->root;
+    if (fsdpi_is_pair(op->kind))
+        r->root = op->root >= 0 && op->root < c->size ? (int)c->ranks[op->root] : -1;
 }
 
 static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
@@ -302,8 +332,8 @@ static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
     r->kind = kind;
     h = fsdpi_hash(fsdpi_hash_text(r->what), bytes);
     h = fsdpi_hash(fsdpi_hash(h, r->fingerprint), r->count);
-    h = fsdpi_hash(fsdpi_hash(h, r->segs), r->place);
-    r->key = fsdpi_hash(h, (uint64_t)(uint32_t)r->root);
+    h = fsdpi_hash(h, r->segs);
+    r->key = fsdpi_hash(h, fsdpi_is_pair(kind) ? 0 : (uint64_t)(uint32_t)r->root);
 }
 
 static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
@@ -337,8 +367,7 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, uint32_t kinds, const fsdp_coll *o
     if (op->kind == FSDP_OP_BROADCAST && (op->root < 0 || op->root >= c->size))
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "root is %d, expected 0 to %d",
                                 (int)op->root, c->size - 1);
-    int is_pair = op->kind == FSDP_OP_SEND || op->kind == FSDP_OP_RECV;
-    if (is_pair && (op->root < 0 || op->root >= c->size || op->root == c->index))
+    if (fsdpi_is_pair(op->kind) && (op->root < 0 || op->root >= c->size || op->root == c->index))
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
                                 "the other member is %d, expected 0 to %d, and not %d",
                                 (int)op->root, c->size - 1, c->index);
@@ -440,7 +469,8 @@ static FSDPI_UNUSED fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp
 typedef struct fsdpi_chunk {
     char *base;
     size_t size, part; // asked for; distance from one rank's part to the next one's
-    uint64_t at;       // place among this rank's allocations, the same on all that use it together
+    uint64_t at;       // of the backend: where it is, or where it came from
+    uint64_t number;   // of the backend: among this rank's allocations
 } fsdpi_chunk;
 
 typedef struct fsdpi_chunks {
@@ -502,7 +532,7 @@ static int fsdpi_chunk_take(fsdpi_chunks *chunks, int rank, const void *ptr, fsd
 // Finds the allocation of bytes [low, high) after p, all of which have to be this rank's.
 static fsdp_status fsdpi_chunk_find(fsdpi_comm *c, fsdpi_chunks *chunks, const fsdp_coll *op,
                                     const void *p, size_t low, size_t high, fsdpi_chunk *out) {
-    fsdpi_chunk chunk = {NULL, 0, 0, 0};
+    fsdpi_chunk chunk = {NULL, 0, 0, 0, 0};
     fsdpi_lock(&chunks->lock);
     int i = fsdpi_chunk_before(chunks, (uintptr_t)p + low);
     if (i >= 0) chunk = chunks->list[i];

@@ -7,11 +7,13 @@
    - All ranks see one block of common memory: processes an anonymous file (memfd) that rank 0 hands
      to the others over an abstract unix socket named from the job's id and the user; threads the
      heap. Both vanish with the last rank, however it ends; the size of /dev/shm does not matter.
-   - Ranks that use memory together have allocated it in the same order; then it lies at the same
-     place in the arena of each, and a process maps the parts of all ranks side by side, so that a
-     peer's copy of my pointer is my pointer plus a multiple of the part's size. Each rank reads its
-     peers' memory directly, once.
-   - A collective is: publish what I am about to do, wait for all, compare, move data, wait for all.
+   - A collective is: publish what I am about to do and where my buffer is, wait for all, compare,
+     move data, wait for all. Each rank reads its peers' memory directly, once.
+   - send and recv concern two ranks alone: each shows its record to the other one and waits for it,
+     without a barrier; several pairs of a comm may do so at the same time.
+   - Each process has an arena of its own in the file. It maps its new allocation and the same place
+     in the arenas of all peers side by side. Where ranks have allocated alike, that is all there is
+     to map; an allocation of a peer that lies elsewhere is mapped at its first use.
    - Sums run in rank order (fsdpi_reduce): the same bits whoever computes them, at every run.
    - Waits have a deadline, and every 50 ms look for peers that died: each process holds a record
      lock on its byte of the file, which the kernel drops when the process ends in any way. Unlike a
@@ -35,10 +37,13 @@ extern "C" {
                error_text(NULL) has the text, for the calling thread
    split       blocks until every rank of the parent has come; OUT_OF_MEMORY there aborts the world
    run         of different comms may be called from different threads of a rank at the same time.
-               What peers read (src of gather and scatter, dst of the others and in place) has to
-               lie in memory of alloc, unless the comm has one rank. INVALID_ARG and UNSUPPORTED are
-               found before anybody is told of the call: the comm goes on, peers that came wait
-   alloc       does not wait; takes memory for good, so that its use cannot fail later; zero-filled
+               Knows all_to_all, send and recv too. What peers read (src of gather, scatter,
+               all_to_all and send, dst of the others and in place) has to lie in memory of alloc,
+               unless the comm has one rank. INVALID_ARG and UNSUPPORTED are found before anybody is
+               told of the call: the comm goes on, peers that came wait
+   alloc       does not wait; takes memory for good, so that its use cannot fail later; zero-filled.
+               What a peer has allocated differently is mapped at its first use; if the process has
+               no address space for it, that collective is OUT_OF_MEMORY on all ranks
    close       groups before their world; peers that wait for this rank get PEER_LOST
    abort       from any thread      poll never blocks
    Limits      FSDPI_MAX_SRCS ranks, one user, Linux
@@ -84,7 +89,7 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 #define FSDPI_SHM_MAGIC     "fsdpshm1"
 #define FSDPI_SHM_KINDS                                                                            \
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
-     1u << FSDP_OP_BROADCAST)
+     1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
 
 enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
 
@@ -92,7 +97,12 @@ enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
 typedef struct fsdpi_shm_place {
     uint64_t record[FSDPI_RECORD_WORDS];
     uint32_t arrived; // number of the last barrier this rank has come to
-    uint32_t reserved[(64 - (sizeof(fsdpi_record) + 4) % 64) / 4];
+    uint32_t pad0[15 - sizeof(fsdpi_record) / 4 % 16];
+    // send and recv
+    uint64_t call;         // the last one: its number, and in the low half the other member
+    uint32_t done;         // number of the last one in which this rank needs nothing any more
+    uint32_t bell, asleep; // another member has news for this rank; which sleeps
+    uint32_t pad1[11];
 } fsdpi_shm_place;
 
 /* Common block of a comm: a central barrier, then a place for each rank. `count` is of all arrivals
@@ -109,24 +119,29 @@ typedef struct fsdpi_shm_peer {
     uint32_t state, pid;
 } fsdpi_shm_peer;
 
-// Threads: one block of the heap that ranks share.
-typedef struct fsdpi_shm_node {
-    struct fsdpi_shm_node *next;
-    uint64_t number; // place of the allocation, or ~number of the group
-    size_t bytes;
-    int users, freed; // ranks that asked for it; that no longer use it
-    fsdp_allocator allocator;
+// Threads: a block of the heap that peers use, too. What they use begins FSDPI_ALIGN bytes behind it.
+typedef struct fsdpi_shm_block {
+    struct fsdpi_shm_block *next;
+    fsdp_allocator allocator; // that made it, and has to serve until the last rank has closed
+    int users;                // that have to give it back
+} fsdpi_shm_block;
+typedef char fsdpi_shm_block_has_room[FSDPI_ALIGN >= sizeof(fsdpi_shm_block) ? 1 : -1];
+
+// Processes: an allocation of a peer that lies elsewhere than this rank's own, mapped here.
+typedef struct fsdpi_shm_remote {
     char *base;
-} fsdpi_shm_node;
+    uint64_t at;
+    size_t part;
+} fsdpi_shm_remote;
 
 /* Common block of the world; the peers and the world's group follow. */
 typedef struct fsdpi_shm_control {
-    uint64_t top; // file offset of the next group's block; threads: number of groups so far
+    uint64_t top; // processes: file offset of the next group's block
     uint32_t refs;
     int32_t size;
     uint32_t failed; // 0, 1: a rank is writing the verdict, 2: it stands
     fsdpi_verdict verdict;
-    fsdpi_shm_node *nodes; // threads
+    fsdpi_shm_block *blocks; // threads
     fsdp_allocator allocator;
 } fsdpi_shm_control;
 
@@ -139,6 +154,9 @@ typedef struct fsdpi_shm_world {
     size_t page;
     fsdpi_chunks chunks;
     uint64_t next_at;
+    uint32_t lock;             // of the rest
+    uint64_t num_numbers;      // of peers' allocations that remotes has room for
+    fsdpi_shm_remote *remotes; // [num_numbers][ranks]
 } fsdpi_shm_world;
 
 typedef struct fsdpi_shm_comm {
@@ -149,14 +167,12 @@ typedef struct fsdpi_shm_comm {
     uint64_t block; // place of the group's block
     uint32_t barrier, waits;
     int spin, is_world;
+    uint32_t calls;               // of send and recv so far
+    fsdpi_shm_place *other;       // the member that this rank waits for; NULL: a barrier
+    uint32_t theirs;              // number of its call for this rank; 0: it has not come yet
+    uint32_t met[FSDPI_MAX_SRCS]; // by member: number of its last call that was for this rank
     char small[FSDPI_SHM_SMALL];
 } fsdpi_shm_comm;
-
-// The buffer of a collective that peers read.
-typedef struct fsdpi_shm_view {
-    char *mine;
-    size_t part;
-} fsdpi_shm_view;
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_fail
@@ -224,10 +240,22 @@ static fsdp_status fsdpi_shm_fail_here(fsdpi_shm_comm *c, fsdp_status status, co
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_wait
 // Owns: barriers, and everything that may end a wait: all have come, the world failed, a peer is
-// gone, the deadline. Barrier numbers and counts are compared modulo 2^32.
+// gone, the deadline. Numbers of barriers and calls, and counts, are compared modulo 2^32.
 
-static int fsdpi_shm_is_open(fsdpi_shm_comm *c) { // the barrier that this rank came to last
-    return (int32_t)(FSDPI_LOAD(&c->group->generation) - c->barrier) >= 0;
+// The number of the other one's call of send or recv for this rank, 0: it has not come yet. It is
+// in that call until this rank has finished, too.
+static uint32_t fsdpi_shm_call_of(const fsdpi_shm_comm *c, const fsdpi_shm_place *other) {
+    uint64_t call = FSDPI_LOAD(&other->call);
+    uint32_t number = (uint32_t)(call >> 32), member = (uint32_t)call;
+    return member == (uint32_t)c->base.index && number != c->met[other - c->places] ? number : 0;
+}
+
+// Whether what this rank waits for is there: the barrier that it came to last, or the other one of
+// a pair.
+static int fsdpi_shm_is_open(const fsdpi_shm_comm *c) {
+    if (!c->other) return (int32_t)(FSDPI_LOAD(&c->group->generation) - c->barrier) >= 0;
+    if (!c->theirs) return fsdpi_shm_call_of(c, c->other) != 0;
+    return (int32_t)(FSDPI_LOAD(&c->other->done) - c->theirs) >= 0;
 }
 
 static struct flock fsdpi_shm_byte(int rank) {
@@ -246,13 +274,15 @@ static int fsdpi_shm_is_dead(const fsdpi_shm_world *w, int rank) {
     return w->fd >= 0 && fcntl(w->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
-// OK while all members that have joined are alive; `thorough` also asks the kernel.
+// OK while all that this rank waits for are alive, if they have joined; `thorough` also asks the
+// kernel.
 static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
     for (int k = 0; k < c->base.size; k++) {
         int rank = c->base.ranks[k];
         fsdpi_shm_peer *peer = &c->world->peers[rank];
         uint32_t state = FSDPI_LOAD(&peer->state);
         int left = state == FSDPI_SHM_LEFT;
+        if (c->other && c->other != &c->places[k]) continue;
         if (rank == c->world->boot.rank || state == FSDPI_SHM_ABSENT) continue;
         if (!left && !(thorough && fsdpi_shm_is_dead(c->world, rank))) continue;
         // It may have gone after it opened the barrier, just now; and a rank that closes says so
@@ -281,7 +311,8 @@ static fsdp_status fsdpi_shm_late(fsdpi_shm_comm *c, const char *verb) {
     uint8_t missing[FSDPI_MAX_SRCS];
     int total = 0;
     for (int k = 0; k < c->base.size; k++) {
-        missing[k] = (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) < 0;
+        missing[k] = c->other ? c->other == &c->places[k] && !fsdpi_shm_is_open(c)
+                              : (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) < 0;
         total += missing[k];
     }
     if (total == 0) return FSDP_OK;
@@ -323,20 +354,23 @@ static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
         return FSDP_OK;
     }
     c->spin /= 4;
+    fsdpi_shm_place *me = &c->places[c->base.index];
+    uint32_t *word = c->other ? &me->bell : &c->group->generation,
+             *sleepers = c->other ? &me->asleep : &c->group->sleepers;
     int64_t start = fsdpi_boot_now(&w->boot);
     for (int turn = 0;; turn++) {
-        uint32_t seen = FSDPI_LOAD(&c->group->generation);
+        uint32_t seen = FSDPI_LOAD(word);
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
         if (FSDPI_LOAD(&w->control->failed)) return fsdpi_shm_report(c);
         fsdp_status status = fsdpi_shm_check_peers(c, turn > 0);
         int64_t left = w->boot.timeout_ns - (fsdpi_boot_now(&w->boot) - start);
         if (!status && left <= 0) status = fsdpi_shm_late(c, verb);
         if (status) return status;
-        __atomic_add_fetch(&c->group->sleepers, 1u, __ATOMIC_SEQ_CST);
-        fsdpi_futex_wait(&c->group->generation, seen,
+        __atomic_add_fetch(sleepers, 1u, __ATOMIC_SEQ_CST);
+        fsdpi_futex_wait(word, seen,
                          left > 0 && left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS,
                          w->fd >= 0);
-        __atomic_sub_fetch(&c->group->sleepers, 1u, __ATOMIC_SEQ_CST);
+        __atomic_sub_fetch(sleepers, 1u, __ATOMIC_SEQ_CST);
     }
 }
 
@@ -378,10 +412,10 @@ static fsdp_status fsdpi_shm_compare(fsdpi_shm_comm *c) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_memory
-// Owns: memory that peers may read. Invariants: an allocation has the same place and part on every
-// rank that has allocated the same before, also after one that failed; a part is backed by memory
-// before anyone can touch it; no
-// part of the file is used twice, so that new memory is zero and a late reader sees no new data.
+// Owns: memory that peers may read, and where it is in this process. Invariants: a part is backed by
+// memory before anyone can touch it; no part of the file is used twice, so that new memory is zero,
+// a late reader sees no new data, and a place in the file names one allocation for ever; what is
+// freed after a failure stays readable, since a peer may not have noticed yet.
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     (void)fsdpi_shm_fallocate(w->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (off_t)at, (off_t)bytes);
@@ -415,53 +449,42 @@ static size_t fsdpi_shm_round(const fsdpi_shm_world *w, size_t bytes) {
     return (bytes + w->page - 1) / w->page * w->page;
 }
 
-/* Threads: a block of `bytes`, made by the first rank that asks for its place. The block keeps the
-   allocator that made it, which has to serve until the last rank has closed. */
-static fsdpi_shm_node *fsdpi_shm_share(fsdpi_shm_world *w, uint64_t number, size_t bytes) {
+/* Threads: a block that `users` ranks have to give back. Under the lock, so that what is left is
+   checked after the others have taken theirs. */
+static char *fsdpi_shm_share(fsdpi_shm_world *w, size_t bytes, int users) {
     const char *whose;
+    fsdpi_shm_block *block = NULL;
     fsdpi_lock(&w->boot.threads->lock);
-    fsdpi_shm_node *node = w->control->nodes;
-    while (node && (node->number != number || node->bytes != bytes)) node = node->next;
-    if (!node && (bytes < FSDPI_SHM_STEP / 256 || (int64_t)bytes < fsdpi_memory_left(&whose)))
-        node = (fsdpi_shm_node *)fsdpi_alloc(&w->boot.allocator, sizeof *node);
-    if (node && !node->base) {
-        node->base = (char *)fsdpi_alloc(&w->boot.allocator, bytes);
-        if (node->base) {
-            node->number = number;
-            node->bytes = bytes;
-            node->allocator = w->boot.allocator;
-            node->next = w->control->nodes;
-            w->control->nodes = node;
-        } else {
-            fsdpi_free(&w->boot.allocator, node);
-            node = NULL;
-        }
+    if (bytes < FSDPI_SHM_STEP / 256 || (int64_t)bytes < fsdpi_memory_left(&whose))
+        block = (fsdpi_shm_block *)fsdpi_alloc(&w->boot.allocator, FSDPI_ALIGN + bytes);
+    if (block) {
+        block->allocator = w->boot.allocator;
+        block->users = users;
+        block->next = w->control->blocks;
+        w->control->blocks = block;
     }
-    if (node) node->users++;
     fsdpi_unlock(&w->boot.threads->lock);
-    return node;
+    return block ? (char *)block + FSDPI_ALIGN : NULL;
 }
 
-// One of `users` ranks (0: of those who asked for it) has finished with a block; the last one frees
-// it.
-static void fsdpi_shm_unshare(fsdpi_shm_world *w, const void *base, int users) {
+// The last user frees the block; after a failure the last rank that closes does.
+static void fsdpi_shm_unshare(fsdpi_shm_world *w, void *base) {
+    fsdpi_shm_block *block = (fsdpi_shm_block *)(void *)((char *)base - FSDPI_ALIGN);
     fsdpi_lock(&w->boot.threads->lock);
-    fsdpi_shm_node **link = &w->control->nodes, *node;
-    while ((*link)->base != (const char *)base) link = &(*link)->next;
-    node = *link;
-    if (++node->freed == (users ? users : node->users)) {
-        fsdp_allocator allocator = node->allocator;
-        *link = node->next;
-        fsdpi_free(&allocator, node->base);
-        fsdpi_free(&allocator, node);
+    if (--block->users == 0 && !FSDPI_LOAD(&w->control->failed)) {
+        fsdp_allocator allocator = block->allocator;
+        fsdpi_shm_block **link = &w->control->blocks;
+        while (*link != block) link = &(*link)->next;
+        *link = block->next;
+        fsdpi_free(&allocator, block);
     }
     fsdpi_unlock(&w->boot.threads->lock);
 }
 
 // Where a rank's part is in the file. Each rank has an arena of its own, so that ranks which
 // allocate differently, because they are in different groups, do not meet.
-static uint64_t fsdpi_shm_offset(const fsdpi_chunk *chunk, int rank) {
-    return chunk->at + FSDPI_SHM_ARENA * (uint64_t)rank;
+static uint64_t fsdpi_shm_offset(uint64_t at, int rank) {
+    return at + FSDPI_SHM_ARENA * (uint64_t)rank;
 }
 
 // The parts of all ranks, side by side in this process.
@@ -471,7 +494,7 @@ static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *ch
     if (base == MAP_FAILED) return NULL;
     for (size_t r = 0; r < ranks; r++) {
         void *at = mmap((char *)base + r * part, part, PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_FIXED, w->fd, (off_t)fsdpi_shm_offset(chunk, (int)r));
+                        MAP_SHARED | MAP_FIXED, w->fd, (off_t)fsdpi_shm_offset(chunk->at, (int)r));
         if (at != MAP_FAILED) continue;
         (void)munmap(base, part * ranks);
         return NULL;
@@ -482,11 +505,20 @@ static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *ch
 static void fsdpi_shm_release(fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
     size_t ranks = (size_t)w->boot.size;
     if (w->fd < 0) {
-        fsdpi_shm_unshare(w, chunk->base, 0);
+        fsdpi_shm_unshare(w, chunk->base);
         return;
     }
     (void)munmap(chunk->base, chunk->part * ranks);
-    fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk, w->boot.rank), chunk->part);
+    fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk->at, w->boot.rank), chunk->part);
+}
+
+/* The lowest number that no allocation of this rank has. Peers keep one mapping for each number, so
+   that what they map does not grow with what was freed long ago. */
+static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
+    uint64_t number = 0;
+    for (int i = 0; i < chunks->count; i++)
+        if (chunks->list[i].number == number) number++, i = -1;
+    return number;
 }
 
 static fsdp_status fsdpi_shm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
@@ -496,13 +528,13 @@ static fsdp_status fsdpi_shm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     *ptr = NULL;
     if (size > FSDPI_SHM_MAX_BYTES / ranks || w->next_at + size > FSDPI_SHM_ARENA)
         return fsdpi_no_memory(&c->base, size, "that is more than can be addressed");
-    fsdpi_chunk chunk = {NULL, size, fsdpi_shm_round(w, size ? size : 1), w->next_at};
-    w->next_at += chunk.part;
+    fsdpi_chunk chunk = {NULL, size, 0, w->next_at, fsdpi_shm_number(&w->chunks)};
     if (w->fd < 0) {
-        fsdpi_shm_node *node = fsdpi_shm_share(w, chunk.at, chunk.part * ranks);
-        if (node) chunk.base = node->base;
+        chunk.base = fsdpi_shm_share(w, size, 1);
     } else {
-        uint64_t mine = fsdpi_shm_offset(&chunk, w->boot.rank);
+        chunk.part = fsdpi_shm_round(w, size ? size : 1);
+        w->next_at += chunk.part;
+        uint64_t mine = fsdpi_shm_offset(chunk.at, w->boot.rank);
         if (!fsdpi_shm_reserve(w, mine, chunk.part))
             return fsdpi_no_memory(&c->base, size, "memory is short");
         chunk.base = fsdpi_shm_map_parts(w, &chunk);
@@ -525,26 +557,94 @@ static void fsdpi_shm_free(fsdp_comm *comm, void *ptr, size_t size) {
         fsdpi_shm_release(w, &chunk);
 }
 
+// Room for allocations of peers up to `number`.
+static int fsdpi_shm_grow_remotes(fsdpi_shm_world *w, uint64_t number) {
+    size_t ranks = (size_t)w->boot.size, num = number < 8 ? 16 : 2 * (size_t)number;
+    if (number < w->num_numbers) return 1;
+    fsdpi_shm_remote *more = (fsdpi_shm_remote *)fsdpi_alloc(&w->boot.allocator,
+                                                             num * ranks * sizeof *more);
+    if (!more) return 0;
+    if (w->remotes) memcpy(more, w->remotes, w->num_numbers * ranks * sizeof *more);
+    fsdpi_free(&w->boot.allocator, w->remotes);
+    w->remotes = more;
+    w->num_numbers = num;
+    return 1;
+}
+
+static void fsdpi_shm_unmap_remote(fsdpi_shm_remote *remote) {
+    if (remote->base) (void)munmap(remote->base, remote->part);
+    remote->base = NULL;
+}
+
+/* Where an allocation of a peer is in this process; mapped if it was not. One that had its number
+   before is freed: who uses it has finished, or the world would have failed and not come here. */
+static char *fsdpi_shm_map_remote(fsdpi_shm_world *w, int rank, uint64_t at, size_t part,
+                                  uint64_t number) {
+    char *base = NULL;
+    fsdpi_lock(&w->lock);
+    if (fsdpi_shm_grow_remotes(w, number)) {
+        fsdpi_shm_remote *remote = &w->remotes[number * (size_t)w->boot.size + (size_t)rank];
+        if (remote->at != at) fsdpi_shm_unmap_remote(remote);
+        if (!remote->base) remote->base = fsdpi_shm_map(w, fsdpi_shm_offset(at, rank), part);
+        remote->at = at;
+        remote->part = part;
+        base = remote->base;
+    }
+    fsdpi_unlock(&w->lock);
+    return base;
+}
+
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_run
 // Owns: collectives. Between the two barriers of an operation every rank may read what its peers
 // showed; it writes only its own memory, and there only what no peer reads in the same phase.
 
-static char *fsdpi_shm_of(const fsdpi_shm_comm *c, const fsdpi_shm_view *view,
-                          int k) { // member k's copy
-    return view->mine + (c->base.ranks[k] - c->world->boot.rank) * (ptrdiff_t)view->part;
+static uint64_t fsdpi_shm_word(const fsdpi_shm_comm *c, int k, size_t offset) { // of a record
+    return __atomic_load_n(&c->places[k].record[offset / sizeof(uint64_t)], __ATOMIC_RELAXED);
 }
 
+// Shows where this rank's buffer is.
+static void fsdpi_shm_show(fsdpi_shm_comm *c, const fsdpi_chunk *mine, const void *buffer) {
+    fsdpi_record *now = &c->base.now;
+    now->offset = (uint64_t)(uintptr_t)buffer;
+    if (c->world->fd < 0) return;
+    now->offset -= (uint64_t)(uintptr_t)mine->base + mine->part * (size_t)c->world->boot.rank;
+    now->at = mine->at, now->part = mine->part, now->number = mine->number;
+}
+
+// Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
+static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, int k,
+                                  const char **out) {
+    fsdpi_shm_world *w = c->world;
+    uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_record, offset)),
+             at = fsdpi_shm_word(c, k, offsetof(fsdpi_record, at));
+    size_t part = (size_t)fsdpi_shm_word(c, k, offsetof(fsdpi_record, part));
+    int rank = (int)c->base.ranks[k], alike = at == mine->at && part == mine->part;
+    *out = (const char *)(uintptr_t)offset;
+    if (w->fd < 0) return FSDP_OK;
+    char *base = alike ? mine->base + part * (size_t)rank
+                       : fsdpi_shm_map_remote(w, rank, at, part,
+                                              fsdpi_shm_word(c, k, offsetof(fsdpi_record, number)));
+    *out = base + (ptrdiff_t)offset;
+    if (base) return FSDP_OK;
+    char what[160];
+    (void)snprintf(what, sizeof what,
+                   "%llu bytes of rank %d cannot be mapped; raise the limits of address space "
+                   "(ulimit -v), mappings (vm.max_map_count) or memory",
+                   (unsigned long long)part, rank);
+    return fsdpi_shm_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, what);
+}
+
+// of: where each member's buffer is.
 static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
-                                 const fsdpi_shm_view *view) {
+                                 const char *const *of) {
     size_t bytes = fsdp_dtype_size(op->dtype);
     for (int i = 0; i < c->base.size; i++) {
         int k = (c->base.index + i) % c->base.size; // everybody begins with another rank
-        const char *src = fsdpi_shm_of(c, view, k);
         for (uint32_t s = 0; s < op->num_segs; s++) {
             const fsdp_seg *seg = &op->segs[s];
             size_t full = (size_t)(seg->full + k * seg->count);
-            const char *from = src + (op->in_place ? full : (size_t)seg->shard) * bytes;
+            const char *from = of[k] + (op->in_place ? full : (size_t)seg->shard) * bytes;
             char *to = (char *)op->dst + full * bytes;
             if (seg->count && to != from) memcpy(to, from, (size_t)seg->count * bytes);
         }
@@ -552,28 +652,37 @@ static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
 }
 
 static void fsdpi_shm_reduce_scatter(const fsdpi_shm_comm *c, const fsdp_coll *op,
-                                     const fsdpi_shm_view *view) {
+                                     const char *const *of) {
     const char *srcs[FSDPI_MAX_SRCS];
     for (uint32_t s = 0; s < op->num_segs; s++) {
         const fsdp_seg *seg = &op->segs[s];
         if (!seg->count) continue;
         size_t at = (size_t)(seg->full + c->base.index * seg->count) * fsdp_dtype_size(op->dtype);
-        for (int k = 0; k < c->base.size; k++) srcs[k] = fsdpi_shm_of(c, view, k) + at;
+        for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + at;
         fsdpi_reduce((char *)op->dst + (size_t)seg->shard * fsdp_dtype_size(op->out_dtype),
                      op->out_dtype, srcs, c->base.size, op->dtype, (size_t)seg->count, op->scale,
                      op->accumulate, op->redop);
     }
 }
 
+static void fsdpi_shm_all_to_all(const fsdpi_shm_comm *c, const fsdp_coll *op,
+                                 const char *const *of) {
+    size_t bytes = (size_t)op->count * fsdp_dtype_size(op->dtype);
+    for (int i = 0; i < c->base.size && bytes; i++) {
+        int k = (c->base.index + i) % c->base.size;
+        memcpy((char *)op->dst + bytes * (size_t)k, of[k] + bytes * (size_t)c->base.index, bytes);
+    }
+}
+
 /* Small: everybody reduces everything aside, and stores it when all have read. Large: member k
    reduces part k in its own place, where nobody else reads; then all collect the parts. */
 static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
-                                        const fsdpi_shm_view *view) {
+                                        const char *const *of) {
     const char *srcs[FSDPI_MAX_SRCS];
     size_t bytes = fsdp_dtype_size(op->dtype), count = (size_t)op->count;
-    for (int k = 0; k < c->base.size; k++) srcs[k] = fsdpi_shm_of(c, view, k);
+    if (c->base.size == 1) return FSDP_OK;
     if (count * bytes <= FSDPI_SHM_SMALL) {
-        fsdpi_reduce(c->small, op->dtype, srcs, c->base.size, op->dtype, count, 1.0, 0, op->redop);
+        fsdpi_reduce(c->small, op->dtype, of, c->base.size, op->dtype, count, 1.0, 0, op->redop);
         fsdp_status status = fsdpi_shm_barrier(c, "finished");
         if (!status) memcpy(op->dst, c->small, count * bytes);
         return status;
@@ -581,7 +690,7 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
     size_t part = (count / (size_t)c->base.size + 64) / 64 *
                   64; // whole cache lines; the last may be short or empty
     size_t mine = part * (size_t)c->base.index;
-    for (int k = 0; k < c->base.size; k++) srcs[k] += mine * bytes;
+    for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + mine * bytes;
     if (mine < count)
         fsdpi_reduce((char *)op->dst + mine * bytes, op->dtype, srcs, c->base.size, op->dtype,
                      count - mine < part ? count - mine : part, 1.0, 0, op->redop);
@@ -591,45 +700,100 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
         int k = (c->base.index + i) % c->base.size;
         size_t at = part * (size_t)k;
         if (at >= count) continue;
-        memcpy((char *)op->dst + at * bytes, fsdpi_shm_of(c, view, k) + at * bytes,
+        memcpy((char *)op->dst + at * bytes, of[k] + at * bytes,
                (count - at < part ? count - at : part) * bytes);
     }
     return fsdpi_shm_barrier(c, "finished");
 }
 
+// mine: the allocation that `shared`, which peers read, lies in; no base: they read nothing.
+static fsdp_status fsdpi_shm_collective(fsdpi_shm_comm *c, const fsdp_coll *op,
+                                        const fsdpi_chunk *mine, const void *shared) {
+    const char *of[FSDPI_MAX_SRCS];
+    fsdp_status status = fsdpi_shm_barrier(c, "come");
+    if (!status) status = fsdpi_shm_compare(c);
+    for (int k = 0; k < c->base.size && !status; k++) {
+        int is_read = mine->base && (op->kind != FSDP_OP_BROADCAST || k == op->root);
+        of[k] = (const char *)shared;
+        if (is_read) status = fsdpi_shm_find(c, mine, k, &of[k]);
+    }
+    if (status) return status;
+    if (op->kind == FSDP_OP_ALL_REDUCE) return fsdpi_shm_all_reduce(c, op, of);
+    if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_shm_all_gather(c, op, of);
+    if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_shm_reduce_scatter(c, op, of);
+    if (op->kind == FSDP_OP_ALL_TO_ALL) fsdpi_shm_all_to_all(c, op, of);
+    if (op->kind == FSDP_OP_BROADCAST && op->root != c->base.index && op->count)
+        memcpy(op->dst, of[op->root], (size_t)op->count * fsdp_dtype_size(op->dtype));
+    return fsdpi_shm_barrier(c, "finished");
+}
+
+// Tells a member what this rank has written for it before.
+static void fsdpi_shm_ring(fsdpi_shm_comm *c, fsdpi_shm_place *other) {
+    // Either this load sees the sleeper, or the sleeper's futex call sees the new number.
+    __atomic_add_fetch(&other->bell, 1u, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&other->asleep, __ATOMIC_SEQ_CST))
+        fsdpi_futex_wake_all(&other->bell, c->world->fd >= 0);
+}
+
+// The other one is here, and stays until this rank needs nothing of it any more.
+static fsdp_status fsdpi_shm_meet(fsdpi_shm_comm *c, const fsdp_coll *op, const fsdpi_chunk *mine) {
+    int k = (int)op->root;
+    fsdpi_record theirs = fsdpi_shm_record_of(&c->base, k);
+    const char *src;
+    if (!fsdpi_is_like_pair(&c->base.now, &theirs)) {
+        char reason[FSDPI_REASON];
+        fsdpi_text t = {reason, sizeof reason, 0};
+        fsdpi_say_unlike_pair(&t, c->base.boot->rank, &c->base.now, (int)c->base.ranks[k], &theirs);
+        fsdpi_shm_raise(c->world, FSDP_ERR_MISMATCH, "", reason);
+        return fsdpi_shm_report(c);
+    }
+    if (op->kind == FSDP_OP_SEND || !mine->base) return FSDP_OK;
+    fsdp_status status = fsdpi_shm_find(c, mine, k, &src);
+    if (!status) memcpy(op->dst, src, (size_t)op->count * fsdp_dtype_size(op->dtype));
+    return status;
+}
+
+/* send and recv: the two wait for each other, both compare, the receiver reads; then each waits
+   until the other one needs its memory and its record no more. No barrier counts this. */
+static fsdp_status fsdpi_shm_pair(fsdpi_shm_comm *c, const fsdp_coll *op, const fsdpi_chunk *mine) {
+    fsdpi_shm_place *me = &c->places[c->base.index], *other = &c->places[op->root];
+    if (++c->calls == 0) c->calls = 1; // 0 is none
+    c->other = other;
+    c->theirs = 0;
+    FSDPI_STORE(&me->call, (uint64_t)c->calls << 32 | (uint32_t)op->root);
+    fsdpi_shm_ring(c, other);
+    fsdp_status status = fsdpi_shm_wait(c, "come");
+    if (!status) {
+        c->theirs = c->met[op->root] = fsdpi_shm_call_of(c, other);
+        status = fsdpi_shm_meet(c, op, mine);
+    }
+    if (!status) {
+        FSDPI_STORE(&me->done, c->calls);
+        fsdpi_shm_ring(c, other);
+        status = fsdpi_shm_wait(c, "finished");
+    }
+    c->other = NULL;
+    return status;
+}
+
 static fsdp_status fsdpi_shm_run(fsdp_comm *comm, const fsdp_coll *op) {
     fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
-    fsdpi_chunk chunk = {NULL, 0, 0, 0};
+    fsdpi_chunk mine = {NULL, 0, 0, 0, 0};
     const void *shared = NULL;
     int64_t low = 0, high = 0;
     fsdpi_describe(&c->base, op, op->what);
     if (FSDPI_LOAD(&c->world->control->failed)) return fsdpi_shm_report(c);
     fsdp_status status = fsdpi_check(&c->base, FSDPI_SHM_KINDS, op, &shared, &low, &high);
     size_t bytes = fsdp_dtype_size(op->dtype);
-    int find = !status && c->base.size > 1 && high > low;
-    if (find)
+    if (!status && c->base.size > 1 && high > low)
         status = fsdpi_chunk_find(&c->base, &c->world->chunks, op, shared, (size_t)low * bytes,
-                                  (size_t)high * bytes, &chunk);
+                                  (size_t)high * bytes, &mine);
     if (status) return status;
-    fsdpi_shm_view view = {(char *)(uintptr_t)shared, chunk.part};
-    if (find)
-        c->base.now.place = fsdpi_hash(fsdpi_hash(chunk.at, chunk.part),
-                                       (uint64_t)((uintptr_t)shared - (uintptr_t)chunk.base) -
-                                           chunk.part * (size_t)c->base.boot->rank);
+    if (mine.base) fsdpi_shm_show(c, &mine, shared);
     fsdpi_make_key(&c->base.now, op);
-
     fsdpi_shm_publish(c);
-    status = fsdpi_shm_barrier(c, "come");
-    if (!status) status = fsdpi_shm_compare(c);
-    if (!status && op->kind == FSDP_OP_ALL_REDUCE) {
-        if (c->base.size > 1) status = fsdpi_shm_all_reduce(c, op, &view);
-    } else if (!status) {
-        if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_shm_all_gather(c, op, &view);
-        if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_shm_reduce_scatter(c, op, &view);
-        if (op->kind == FSDP_OP_BROADCAST && op->root != c->base.index && op->count)
-            memcpy(op->dst, fsdpi_shm_of(c, &view, op->root), (size_t)op->count * bytes);
-        status = fsdpi_shm_barrier(c, "finished");
-    }
+    status = fsdpi_is_pair(op->kind) ? fsdpi_shm_pair(c, op, &mine)
+                                     : fsdpi_shm_collective(c, op, &mine, shared);
     fsdpi_shm_done(c);
     return status;
 }
@@ -964,10 +1128,9 @@ static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *bl
     size_t bytes = fsdpi_shm_group_bytes(size);
     fsdpi_shm_group *group;
     if (w->fd < 0) {
-        uint64_t number = ~__atomic_fetch_add(&w->control->top, 1u, __ATOMIC_RELAXED);
-        fsdpi_shm_node *node = fsdpi_shm_share(w, number, bytes);
-        if (node) *block = (uint64_t)(uintptr_t)node->base;
-        return node ? node->base : NULL;
+        char *base = fsdpi_shm_share(w, bytes, size);
+        *block = (uint64_t)(uintptr_t)base;
+        return base;
     }
     bytes = fsdpi_shm_round(w, bytes);
     *block = __atomic_fetch_add(&w->control->top, bytes, __ATOMIC_RELAXED);
@@ -981,7 +1144,7 @@ static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = c->world;
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(c->base.size));
     if (w->fd < 0) {
-        fsdpi_shm_unshare(w, c->group, c->base.size);
+        fsdpi_shm_unshare(w, c->group);
         return;
     }
     int last = __atomic_sub_fetch(&c->group->refs, 1u, __ATOMIC_ACQ_REL) == 0;
@@ -1056,12 +1219,11 @@ static void fsdpi_shm_leave_threads(fsdpi_shm_world *w) {
     int last = --control->refs == 0;
     fsdpi_unlock(&threads->lock);
     if (!last) return;
-    while (control->nodes) {
-        fsdpi_shm_node *node = control->nodes;
-        fsdp_allocator allocator = node->allocator;
-        control->nodes = node->next;
-        fsdpi_free(&allocator, node->base);
-        fsdpi_free(&allocator, node);
+    while (control->blocks) {
+        fsdpi_shm_block *block = control->blocks;
+        fsdp_allocator allocator = block->allocator;
+        control->blocks = block->next;
+        fsdpi_free(&allocator, block);
     }
     fsdp_allocator allocator = control->allocator;
     fsdpi_free(&allocator, control);
@@ -1082,6 +1244,8 @@ static void fsdpi_shm_close(fsdp_comm *comm) {
         fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
     }
     for (int i = 0; i < w->chunks.count; i++) fsdpi_shm_release(w, &w->chunks.list[i]);
+    for (size_t i = 0; i < w->num_numbers * (size_t)w->boot.size; i++)
+        fsdpi_shm_unmap_remote(&w->remotes[i]);
     if (w->fd >= 0) {
         if (w->control)
             (void)munmap((void *)w->control,
@@ -1090,6 +1254,7 @@ static void fsdpi_shm_close(fsdp_comm *comm) {
     } else if (w->joined) {
         fsdpi_shm_leave_threads(w);
     }
+    fsdpi_free(&allocator, w->remotes);
     fsdpi_free(&allocator, w->chunks.list);
     fsdpi_free(&allocator, w);
     fsdpi_free(&allocator, c);

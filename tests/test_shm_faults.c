@@ -3,7 +3,8 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#include <dirent.h> /* opendir */
+#include <dirent.h>       /* opendir */
+#include <sys/resource.h> /* setrlimit */
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
 
@@ -283,7 +284,6 @@ enum {
     OTHER_STATE,
     OTHER_ROOT,
     OTHER_REDOP,
-    OTHER_PLACE,
     OTHER_SEGS
 };
 // clang-format off
@@ -295,7 +295,6 @@ enum {
     {mode "/state", threads, OTHER_STATE, "state", "'h.3' (forward,", "'h.3' (pre_backward,"},     \
     {mode "/root", threads, OTHER_ROOT, "root", "ranks 0, 1: broadcast", "rank 2: broadcast"},     \
     {mode "/redop", threads, OTHER_REDOP, "reduction", "ranks 0, 1: all_r", "rank 2: all_reduce"}, \
-    {mode "/place", threads, OTHER_PLACE, "buffer", "ranks 0, 1: all_g", "rank 2: all_gather"},    \
     {mode "/segs", threads, OTHER_SEGS, "segments", "ranks 0, 1: all_g", "rank 2: all_gather"}
 // clang-format on
 static const mismatch mismatches[] = {ROWS("processes", 0), ROWS("threads", 1)};
@@ -318,7 +317,6 @@ static void differ(int rank, int world, void *arg) {
     if (odd && m->field == OTHER_COUNT) c.count = 63, mine.count = 63;
     if (odd && m->field == OTHER_ROOT) c.root = 1;
     if (odd && m->field == OTHER_REDOP) c.redop = FSDP_MAX;
-    if (odd && m->field == OTHER_PLACE) c.src = r.src + 64;
     if (odd && m->field == OTHER_SEGS) mine.full = 8;
     memset(r.dst, 0x77, BLOCK);
     CHECK_STATUS(r.ops->run(r.comm, &c), FSDP_ERR_MISMATCH);
@@ -334,29 +332,6 @@ TEST_P(shm_faults, mismatch, mismatches) {
     setup *s = make_setup(3, row->threads, 20000);
     s->extra = (void *)(uintptr_t)row;
     run(s, differ);
-}
-
-/* alloc in another order, or of another size: found at the first use. */
-static void other_sizes(int rank, int world, void *arg) {
-    setup *s = (setup *)arg;
-    rank_state r = begin(rank, s);
-    char *p = NULL;
-    (void)world;
-    fsdp_status status = r.ops->alloc(r.comm, rank ? 9000 : 100, (void **)&p);
-    if (status) { /* threads see it at once, the one that comes second */
-        CHECK_STATUS(status, FSDP_ERR_MISMATCH);
-        told(&r, "where another rank has asked for");
-    } else {
-        fsdp_coll c = coll(&r, FSDP_OP_BROADCAST, "h.3", 0);
-        c.src = c.dst = p, c.count = 4;
-        if (!s->threads) CHECK_STATUS(r.ops->run(r.comm, &c), FSDP_ERR_MISMATCH);
-        if (!s->threads) told(&r, "alloc was called in another order or with other sizes");
-    }
-    r.ops->close(r.comm);
-}
-TEST(shm_faults, other_sizes_of_memory) {
-    run(make_setup(2, 0, 20000), other_sizes);
-    run(make_setup(2, 1, 20000), other_sizes);
 }
 
 static void other_members(int rank, int world, void *arg) {
@@ -395,6 +370,124 @@ static void abort_reaches_groups(int rank, int world, void *arg) {
 TEST(shm_faults, abort_reaches_ranks_in_groups) {
     run(make_setup(3, 0, 20000), abort_reaches_groups);
     run(make_setup(3, 1, 20000), abort_reaches_groups);
+}
+
+/* ---- send and recv --------------------------------------------------------------------------- */
+
+static fsdp_status pair(rank_state *r, int kind, int other, uint64_t count, fsdp_dtype dtype,
+                        uint64_t fingerprint) {
+    fsdp_coll c = coll(r, kind, "h.3", FSDP_STATE_FORWARD);
+    c.root = other, c.count = count, c.dtype = (uint8_t)dtype, c.fingerprint = fingerprint;
+    return r->ops->run(r->comm, &c);
+}
+
+typedef struct {
+    const char *name;
+    int threads, kind;
+    uint64_t count;
+    fsdp_dtype dtype;
+    uint64_t fingerprint;
+    const char *says, *differs;
+} unlike;
+// clang-format off
+#define UNLIKE(mode, threads)                                                                      \
+    {mode "/count", threads, FSDP_OP_RECV, 9, FSDP_F32, 5,                                         \
+     "recv of 'h.3' from rank 0 (forward, op 1), 9 elements of f32", " (differs in count)"},       \
+    {mode "/dtype", threads, FSDP_OP_RECV, 8, FSDP_BF16, 5,                                        \
+     "recv of 'h.3' from rank 0 (forward, op 1), 8 elements of bf16", " (differs in dtype)"},      \
+    {mode "/fingerprint", threads, FSDP_OP_RECV, 8, FSDP_F32, 6,                                   \
+     "recv of 'h.3' from rank 0 (forward, op 1), 8 elements of f32", " (differs in fingerprint)"}, \
+    {mode "/both_send", threads, FSDP_OP_SEND, 8, FSDP_F32, 5,                                     \
+     "send of 'h.3' to rank 0 (forward, op 1), 8 elements of f32", ""}
+// clang-format on
+static const unlike unlike_pairs[] = {UNLIKE("processes", 0), UNLIKE("threads", 1)};
+
+/* Rank 2 waits in a collective, and learns of it as well. */
+static void pairs_differ(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    const unlike *u = (const unlike *)s->extra;
+    rank_state r = begin(rank, s);
+    (void)world;
+    memset(r.dst, 0x77, BLOCK);
+    fsdp_status status = rank == 0   ? pair(&r, FSDP_OP_SEND, 1, 8, FSDP_F32, 5)
+                         : rank == 1 ? pair(&r, u->kind, 0, u->count, u->dtype, u->fingerprint)
+                                     : one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", 0);
+    CHECK_STATUS(status, FSDP_ERR_MISMATCH);
+    for (int i = 0; i < BLOCK; i++) CHECK(r.dst[i] == 0x77); /* before any byte moved */
+    told(&r, "ranks disagree: rank ");
+    told(&r, "rank 0: send of 'h.3' to rank 1 (forward, op 1), 8 elements of f32");
+    told(&r, u->says);
+    told(&r, u->differs);
+    r.ops->close(r.comm);
+}
+TEST_P(shm_faults, unlike_pair, unlike_pairs) {
+    setup *s = make_setup(3, row->threads, 20000);
+    s->extra = (void *)(uintptr_t)row;
+    run(s, pairs_differ);
+}
+
+/* 0 sends to 1, which receives from 2, which receives from 0: each text says for whom the missing
+   one waits instead. */
+static void wrong_partner(int rank, int world, void *arg) {
+    rank_state r = begin(rank, (setup *)arg);
+    static const int others[3] = {1, 2, 0};
+    (void)world;
+    CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.2", 0)); /* all are there */
+    CHECK_STATUS(pair(&r, rank ? FSDP_OP_RECV : FSDP_OP_SEND, others[rank], 8, FSDP_F32, 0),
+                 FSDP_ERR_TIMEOUT);
+    const char *said[3] = {"rank 1 has not come within 0.6 s; it is in recv of 'h.3' from rank 2",
+                           "rank 2 has not come within 0.6 s; it is in recv of 'h.3' from rank 0",
+                           "rank 0 has not come within 0.6 s; it is in send of 'h.3' to rank 1"};
+    const char *text = r.ops->error_text(r.comm);
+    CHECK_MSG(strstr(text, said[0]) || strstr(text, said[1]) || strstr(text, said[2]), "%s", text);
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, pairs_that_do_not_meet) {
+    run(make_setup(3, 0, 600), wrong_partner);
+    run(make_setup(3, 1, 600), wrong_partner);
+}
+
+/* The sender waits for rank 1, which dies, closes, or aborts; ranks that are no part of the pair
+   come and go as they like. */
+enum { PARTNER_DIES, PARTNER_CLOSES, PARTNER_ABORTS, PARTNER_IS_LATE };
+static void partner(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    int what = *(int *)s->extra;
+    rank_state r = begin(rank, s);
+    (void)world;
+    CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.2", 0));
+    if (rank == 2) {
+        r.ops->close(r.comm);
+        return;
+    }
+    if (rank == 1) {
+        usleep(120000); /* so that the sender has found that rank 2 is gone */
+        if (what == PARTNER_DIES) h_die(SIGKILL);
+        if (what == PARTNER_ABORTS) r.ops->abort(r.comm, FSDP_ERR_CORRUPT, "rank 1 is out of data");
+    }
+    int64_t start = h_now_ms();
+    if (rank == 0 || what == PARTNER_IS_LATE) {
+        int late = what == PARTNER_IS_LATE;
+        fsdp_status wanted = late                     ? FSDP_OK
+                             : what == PARTNER_ABORTS ? FSDP_ERR_CORRUPT
+                                                      : FSDP_ERR_PEER_LOST;
+        CHECK_STATUS(pair(&r, rank ? FSDP_OP_RECV : FSDP_OP_SEND, !rank, 8, FSDP_F32, 0), wanted);
+        CHECK(h_now_ms() - start < 1000);
+        if (!late) told(&r, "rank 0: send of 'h.3' to rank 1 (forward, op 2): rank 1 ");
+        if (!late)
+            told(&r, what == PARTNER_DIES     ? "has died (process "
+                     : what == PARTNER_CLOSES ? "has shut down; its last operation was all_g"
+                                              : "is out of data");
+    }
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, partner_of_a_pair) {
+    for (int what = PARTNER_DIES; what <= PARTNER_IS_LATE; what++)
+        for (int threads = 0; threads < (what == PARTNER_DIES ? 1 : 2); threads++) {
+            setup *s = make_setup(3, threads, 20000);
+            s->extra = &what;
+            run(s, partner);
+        }
 }
 
 /* ---- open ------------------------------------------------------------------------------------ */
@@ -543,7 +636,7 @@ static void no_memory(int rank, int world, void *arg) {
         told(&r, number);
         told(&r, "MiB left");
     }
-    CHECK_OK(r.ops->alloc(r.comm, BLOCK, &p)); /* the places of later allocations still agree */
+    CHECK_OK(r.ops->alloc(r.comm, BLOCK, &p)); /* the world goes on */
     fsdp_coll c = coll(&r, FSDP_OP_BROADCAST, "h.3", 0);
     c.src = c.dst = p;
     CHECK_OK(r.ops->run(r.comm, &c));
@@ -553,6 +646,85 @@ TEST(shm_faults, no_memory) {
     run(make_setup(2, 0, 5000), no_memory);
     run(make_setup(2, 1, 5000), no_memory);
 }
+
+static int count_maps(const char *what) {
+    char line[512];
+    int n = 0;
+    FILE *f = fopen("/proc/self/maps", "r");
+    CHECK(f != NULL);
+    while (fgets(line, sizeof line, f)) n += strstr(line, what) != NULL;
+    fclose(f);
+    return n;
+}
+
+/* Blocks of other sizes on each rank come and go: what a process maps of its peers' does not grow,
+   and new memory is never taken for old. */
+static void unlike_blocks(int rank, int world, void *arg) {
+    rank_state r = begin(rank, (setup *)arg);
+    int maps = 0;
+    for (int round = 0; round < 300; round++) {
+        size_t size = (size_t)BLOCK * (size_t)(1 + (rank + round) % world);
+        int32_t *p, *extra;
+        CHECK_OK(r.ops->alloc(r.comm, size, (void **)&p));
+        CHECK_OK(r.ops->alloc(r.comm, size, (void **)&extra));
+        fsdp_coll c = coll(&r, FSDP_OP_ALL_GATHER, "h.3", 0);
+        c.dtype = FSDP_I32, c.src = round & 1 ? extra : p;
+        for (int i = 0; i < COUNT; i++) (round & 1 ? extra : p)[i] = round * 10 + rank;
+        CHECK_OK(r.ops->run(r.comm, &c));
+        for (int k = 0; k < world; k++)
+            CHECK_EQ_INT(((int32_t *)(void *)r.dst)[k * COUNT + COUNT - 1], round * 10 + k);
+        r.ops->free(r.comm, p, size);
+        r.ops->free(r.comm, extra, size);
+        if (round == 20) maps = count_maps("memfd:fsdp");
+    }
+    if (maps) CHECK_EQ_INT(count_maps("memfd:fsdp"), maps);
+    r.ops->close(r.comm);
+    CHECK_EQ_INT(count_maps("memfd:fsdp"), 0);
+}
+TEST(shm_faults, mappings_of_unlike_memory_do_not_grow) {
+    run(make_setup(3, 0, 20000), unlike_blocks);
+}
+
+#if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
+#define SANITIZED
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer)
+#define SANITIZED
+#endif
+#endif
+#ifndef SANITIZED /* which need address space of their own */
+static rlim_t address_space(void) {
+    unsigned long long pages = 0;
+    FILE *f = fopen("/proc/self/statm", "r");
+    CHECK(f != NULL && fscanf(f, "%llu", &pages) == 1);
+    fclose(f);
+    return (rlim_t)pages * (rlim_t)sysconf(_SC_PAGESIZE);
+}
+
+/* Rank 2 has no address space left for a block of rank 0's: all learn of it, and who it was. */
+static void no_address_space(int rank, int world, void *arg) {
+    enum { LARGE = 8 << 20 };
+    rank_state r = begin(rank, (setup *)arg);
+    void *p;
+    struct rlimit old, less;
+    int64_t start = h_now_ms();
+    CHECK_OK(r.ops->alloc(r.comm, rank == 0 ? LARGE : BLOCK, &p));
+    CHECK_EQ_INT(getrlimit(RLIMIT_AS, &old), 0);
+    less = old;
+    less.rlim_cur = address_space() + LARGE / 4;
+    if (rank == world - 1) CHECK_EQ_INT(setrlimit(RLIMIT_AS, &less), 0);
+    fsdp_coll c = coll(&r, FSDP_OP_BROADCAST, "h.3", 0);
+    c.src = c.dst = p;
+    CHECK_STATUS(r.ops->run(r.comm, &c), FSDP_ERR_OUT_OF_MEMORY);
+    if (rank == world - 1) CHECK_EQ_INT(setrlimit(RLIMIT_AS, &old), 0);
+    told(&r, "rank 2: 8388608 bytes of rank 0 cannot be mapped; raise the limits of");
+    CHECK(h_now_ms() - start < 2000);
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, no_address_space_for_a_peers_memory) {
+    run(make_setup(3, 0, 20000), no_address_space);
+}
+#endif
 
 /* Every host allocation of rank 1 fails once: it gets an error and leaks nothing, no rank hangs. */
 static int64_t live_bytes;
@@ -576,6 +748,7 @@ static fsdp_status life(int rank, int world, setup *s) {
     void *p;
     fsdp_status status = open_as(&r, s, rank, world);
     if (status) return status;
+    if (rank == 0) status = r.ops->alloc(r.comm, 100, &p); /* so that rank 1 has to map */
     for (int i = 0; i < 36 && !status; i++) { /* more than the table of blocks first has room for */
         status = r.ops->alloc(r.comm, BLOCK, &p);
         if (i == 0) r.src = r.dst = (char *)p;
@@ -610,6 +783,34 @@ TEST(shm_faults, every_allocation_fails_once) {
         if (!injected) h_message("%s: %d allocations", threads ? "threads" : "processes", n);
         CHECK(n < 500);
     }
+}
+
+/* Threads: a peer that has not noticed a failure yet may be reading what this rank frees. */
+static void free_after_failure(int rank, int world, void *arg) {
+    rank_state r = begin(rank, (setup *)arg);
+    (void)world;
+    CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", 0));
+    if (rank == 1) r.ops->abort(r.comm, FSDP_ERR_ABORTED, "rank 1 is out of data");
+    CHECK_STATUS(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", 0), FSDP_ERR_ABORTED);
+    memset(r.src, 0x66, BLOCK);
+    if (rank == 0) r.ops->free(r.comm, r.src, BLOCK);
+    if (rank == 0) CHECK(r.src[0] == 0x66 && r.src[BLOCK - 1] == 0x66);
+    r.ops->close(r.comm);
+}
+static void *poisoned_alloc(size_t size, size_t align, void *user) {
+    __atomic_fetch_add(&live_bytes, (int64_t)size, __ATOMIC_SEQ_CST);
+    return fsdpi_libc_alloc(size, align, user);
+}
+static void poisoned_free(void *p, size_t size, void *user) {
+    memset(p, 0x5A, size);
+    counted_free(p, size, user);
+}
+TEST(shm_faults, memory_freed_after_a_failure_stays_readable) {
+    setup *s = make_setup(2, 1, 5000);
+    s->allocator.alloc = poisoned_alloc;
+    s->allocator.free = poisoned_free;
+    run(s, free_after_failure);
+    CHECK_EQ_INT(live_bytes, 0);
 }
 
 /* ---- nothing is left behind ------------------------------------------------------------------ */
