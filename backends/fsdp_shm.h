@@ -57,7 +57,7 @@ FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_SHM_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_SHM_IMPLEMENTED
 
-#include "fsdp_record.h" // what a rank is about to do, and the words for it
+#include "fsdp_comm.h" // the base: what all backends do in the same way
 
 #include <errno.h>      // errno, EINTR, ECONNREFUSED
 #include <fcntl.h>      // fcntl, struct flock: who is alive
@@ -131,32 +131,30 @@ typedef struct fsdpi_shm_control {
 } fsdpi_shm_control;
 
 typedef struct fsdpi_shm_world {
-    fsdp_boot boot;
+    fsdpi_comm_world base;
     fsdpi_shm_control *control;
     fsdpi_shm_peer *peers;
     int fd; // -1: threads
     int spin_max, joined;
     size_t page;
-    fsdpi_chunks chunks;
     uint64_t next_at;
 } fsdpi_shm_world;
 
 typedef struct fsdpi_shm_comm {
     fsdpi_comm base;
-    fsdpi_shm_world *world;
     fsdpi_shm_group *group;
     fsdpi_shm_place *places;
     uint64_t block; // place of the group's block
     uint32_t barrier, waits;
-    int spin, is_world;
+    int spin;
     char small[FSDPI_SHM_SMALL];
 } fsdpi_shm_comm;
 
-// The buffer of a collective that peers read.
-typedef struct fsdpi_shm_view {
-    char *mine;
-    size_t part;
-} fsdpi_shm_view;
+static fsdpi_shm_comm *fsdpi_shm_of(fsdpi_comm *base) { return (fsdpi_shm_comm *)(void *)base; }
+
+static fsdpi_shm_world *fsdpi_shm_world_of(const fsdpi_shm_comm *c) {
+    return (fsdpi_shm_world *)(void *)c->base.world;
+}
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_fail
@@ -165,8 +163,7 @@ typedef struct fsdpi_shm_view {
 
 // What a rank of the world did last: it says why the rank is not here.
 static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)base;
-    fsdpi_shm_peer *peer = &c->world->peers[rank];
+    fsdpi_shm_peer *peer = &fsdpi_shm_world_of(fsdpi_shm_of(base))->peers[rank];
     if (FSDPI_LOAD(&peer->state) == FSDPI_SHM_ABSENT) {
         fsdpi_say(t, "it has not joined the job");
         return;
@@ -177,48 +174,38 @@ static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
     fsdpi_say_done(t, busy, 0, operation, fsdpi_boot_now(base->boot) - since_ns);
 }
 
-static void fsdpi_shm_raise(fsdpi_shm_world *w, fsdp_status status, const char *subject,
-                            const char *reason) {
-    fsdpi_shm_control *control = w->control;
+static void fsdpi_shm_tell(fsdpi_comm *base, fsdp_status status, const char *subject,
+                           const char *reason) {
+    const fsdpi_shm_comm *c = fsdpi_shm_of(base);
+    const fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    fsdpi_verdict *verdict = &w->control->verdict;
     uint32_t none = 0;
-    if (!__atomic_compare_exchange_n(&control->failed, &none, 1u, 0, __ATOMIC_ACQ_REL,
+    if (!__atomic_compare_exchange_n(&w->control->failed, &none, 1u, 0, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE))
         return;
-    control->verdict.status = (int32_t)status;
-    control->verdict.rank = w->boot.rank;
-    control->verdict.lost = -1;
-    fsdpi_copy_name(control->verdict.subject, sizeof control->verdict.subject, subject);
-    fsdpi_copy_name(control->verdict.reason, sizeof control->verdict.reason, reason);
-    FSDPI_STORE(&control->failed, 2u);
+    verdict->status = (int32_t)status;
+    verdict->rank = base->boot->rank;
+    verdict->lost = -1;
+    fsdpi_copy_name(verdict->subject, sizeof verdict->subject, subject);
+    fsdpi_copy_name(verdict->reason, sizeof verdict->reason, reason);
+    FSDPI_STORE(&w->control->failed, 2u);
     // Ranks that sleep elsewhere see it at the end of their slice.
-    fsdpi_shm_group *group = (fsdpi_shm_group *)(void *)(w->peers + control->size);
+    fsdpi_shm_group *group = (fsdpi_shm_group *)(void *)(w->peers + w->control->size);
     fsdpi_futex_wake_all(&group->generation, w->fd >= 0);
+    if (!base->is_world) fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
 }
 
-// The status and text of a failed world for this rank.
-static fsdp_status fsdpi_shm_report(fsdpi_shm_comm *c) {
-    fsdpi_shm_control *control = c->world->control;
-    for (int i = 0; i < 100 && FSDPI_LOAD(&control->failed) != 2; i++) fsdpi_sleep_ns(100000);
-    if (FSDPI_LOAD(&control->failed) == 2) return fsdpi_comm_report(&c->base, &control->verdict);
-    return fsdpi_comm_error(&c->base, FSDP_ERR_ABORTED,
-                            "a rank ended while it was reporting a failure");
-}
-
-// Ends the world because of the operation that this rank is in.
-static fsdp_status fsdpi_shm_fail(fsdpi_shm_comm *c, fsdp_status status, const char *reason) {
-    char subject[sizeof c->world->control->verdict.subject];
-    fsdpi_comm_subject(&c->base, subject, sizeof subject);
-    fsdpi_shm_raise(c->world, status, subject, reason);
-    if (!c->is_world) fsdpi_futex_wake_all(&c->group->generation, c->world->fd >= 0);
-    return fsdpi_shm_report(c);
-}
-
-// A failure of this rank alone that ends the call for all: the reason names who it was.
-static fsdp_status fsdpi_shm_fail_here(fsdpi_shm_comm *c, fsdp_status status, const char *what) {
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say(&t, "rank %d: %s", c->world->boot.rank, what);
-    return fsdpi_shm_fail(c, status, reason);
+static int fsdpi_shm_verdict(fsdpi_comm_world *base, fsdpi_verdict *out) {
+    const fsdpi_shm_control *control = ((fsdpi_shm_world *)(void *)base)->control;
+    for (int i = 0; i < 100 && FSDPI_LOAD(&control->failed) == 1; i++) fsdpi_sleep_ns(100000);
+    uint32_t failed = FSDPI_LOAD(&control->failed);
+    if (failed == 2) *out = control->verdict;
+    if (failed != 1) return failed == 2;
+    memset(out, 0, sizeof *out);
+    out->status = FSDP_ERR_ABORTED;
+    (void)snprintf(out->reason, sizeof out->reason,
+                   "a rank ended while it was reporting a failure");
+    return 1;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -264,7 +251,7 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
         if (left) fsdpi_say(&t, "rank %d has shut down; ", rank);
         else fsdpi_say(&t, "rank %d has died (process %u); ", rank, peer->pid);
         fsdpi_shm_say_last(&t, &c->base, rank);
-        return fsdpi_shm_fail(c, FSDP_ERR_PEER_LOST, reason);
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", reason);
     }
     return FSDP_OK;
 }
@@ -287,13 +274,13 @@ static fsdp_status fsdpi_shm_late(fsdpi_shm_comm *c, const char *verb) {
     if (total == 0) return FSDP_OK;
     // Who waits for another rank elsewhere is not to blame, and will tell who is.
     for (int i = 0; i < 100 && fsdpi_shm_all_busy(c, missing); i++) {
-        if (FSDPI_LOAD(&c->world->control->failed)) return fsdpi_shm_report(c);
+        if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base);
         fsdpi_sleep_ns(1000000);
     }
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_late(&t, &c->base, missing, verb, fsdpi_shm_say_last);
-    return fsdpi_shm_fail(c, FSDP_ERR_TIMEOUT, reason);
+    fsdpi_say_late(&t, &c->base, missing, verb);
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_TIMEOUT, "%s", reason);
 }
 
 static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
@@ -327,9 +314,9 @@ static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
     for (int turn = 0;; turn++) {
         uint32_t seen = FSDPI_LOAD(&c->group->generation);
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
-        if (FSDPI_LOAD(&w->control->failed)) return fsdpi_shm_report(c);
+        if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base);
         fsdp_status status = fsdpi_shm_check_peers(c, turn > 0);
-        int64_t left = w->boot.timeout_ns - (fsdpi_boot_now(&w->boot) - start);
+        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->boot) - start);
         if (!status && left <= 0) status = fsdpi_shm_late(c, verb);
         if (status) return status;
         __atomic_add_fetch(&c->group->sleepers, 1u, __ATOMIC_SEQ_CST);
@@ -345,35 +332,18 @@ static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
     return fsdpi_shm_wait(c, verb);
 }
 
-// Shows c->base.now to the members, and to whoever will ask what this rank did last.
-static void fsdpi_shm_publish(fsdpi_shm_comm *c) {
-    fsdpi_shm_peer *me = &c->world->peers[c->world->boot.rank];
-    c->base.now.since_ns = fsdpi_boot_now(&c->world->boot);
-    fsdpi_record_put(c->places[c->base.index].record, &c->base.now);
-    fsdpi_trace_begin(&me->trace, &c->base.now);
+// Shows c->base.now to the members, and waits for theirs: no record changes before all have read it.
+static fsdp_status fsdpi_shm_show(fsdpi_comm *base, const fsdp_coll *op) {
+    fsdpi_shm_comm *c = fsdpi_shm_of(base);
+    (void)op;
+    fsdpi_record_put(c->places[base->index].record, &base->now);
+    fsdpi_shm_arrive(c);
+    return FSDP_OK;
 }
 
-static void fsdpi_shm_done(fsdpi_shm_comm *c) {
-    fsdpi_trace_end(&c->world->peers[c->world->boot.rank].trace);
-}
-
-// All members have published, and no record changes before all have read it.
-static fsdpi_record fsdpi_shm_record_of(const fsdpi_comm *base, int k) {
-    return fsdpi_record_get(((const fsdpi_shm_comm *)(const void *)base)->places[k].record);
-}
-
-static fsdp_status fsdpi_shm_compare(fsdpi_shm_comm *c) {
-    int same = 1;
-    for (int k = 0; k < c->base.size; k++)
-        same &= __atomic_load_n(&c->places[k].record[0], __ATOMIC_RELAXED) ==
-                c->base.now.key; // key comes first
-    if (same) return FSDP_OK;
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_disagreement(&t, &c->base, fsdpi_shm_record_of);
-    // Every rank says what it did itself; the subject of the one that fails first is left out.
-    fsdpi_shm_raise(c->world, FSDP_ERR_MISMATCH, "", reason);
-    return fsdpi_shm_report(c);
+static fsdp_status fsdpi_shm_hear(fsdpi_comm *base, const fsdp_coll *op) {
+    (void)op;
+    return fsdpi_shm_wait(fsdpi_shm_of(base), "come");
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -395,7 +365,7 @@ static int fsdpi_shm_reserve(const fsdpi_shm_world *w, uint64_t at, size_t bytes
     if ((int64_t)bytes > left) return 0;
     for (size_t done = 0; done < bytes;) {
         size_t step = bytes - done < FSDPI_SHM_STEP ? bytes - done : FSDPI_SHM_STEP;
-        int refused = done > 0 && (int64_t)step * w->boot.size > fsdpi_memory_left(&whose);
+        int refused = done > 0 && (int64_t)step * w->base.boot.size > fsdpi_memory_left(&whose);
         if (!refused && fsdpi_shm_fallocate(w->fd, 0, (off_t)(at + done), (off_t)step) == 0) {
             done += step;
         } else if (refused || errno != EINTR) {
@@ -419,33 +389,33 @@ static size_t fsdpi_shm_round(const fsdpi_shm_world *w, size_t bytes) {
    allocator that made it, which has to serve until the last rank has closed. */
 static fsdpi_shm_node *fsdpi_shm_share(fsdpi_shm_world *w, uint64_t number, size_t bytes) {
     const char *whose;
-    fsdpi_lock(&w->boot.threads->lock);
+    fsdpi_lock(&w->base.boot.threads->lock);
     fsdpi_shm_node *node = w->control->nodes;
     while (node && (node->number != number || node->bytes != bytes)) node = node->next;
     if (!node && (bytes < FSDPI_SHM_STEP / 256 || (int64_t)bytes < fsdpi_memory_left(&whose)))
-        node = (fsdpi_shm_node *)fsdpi_alloc(&w->boot.allocator, sizeof *node);
+        node = (fsdpi_shm_node *)fsdpi_alloc(&w->base.boot.allocator, sizeof *node);
     if (node && !node->base) {
-        node->base = (char *)fsdpi_alloc(&w->boot.allocator, bytes);
+        node->base = (char *)fsdpi_alloc(&w->base.boot.allocator, bytes);
         if (node->base) {
             node->number = number;
             node->bytes = bytes;
-            node->allocator = w->boot.allocator;
+            node->allocator = w->base.boot.allocator;
             node->next = w->control->nodes;
             w->control->nodes = node;
         } else {
-            fsdpi_free(&w->boot.allocator, node);
+            fsdpi_free(&w->base.boot.allocator, node);
             node = NULL;
         }
     }
     if (node) node->users++;
-    fsdpi_unlock(&w->boot.threads->lock);
+    fsdpi_unlock(&w->base.boot.threads->lock);
     return node;
 }
 
 // One of `users` ranks (0: of those who asked for it) has finished with a block; the last one frees
 // it.
 static void fsdpi_shm_unshare(fsdpi_shm_world *w, const void *base, int users) {
-    fsdpi_lock(&w->boot.threads->lock);
+    fsdpi_lock(&w->base.boot.threads->lock);
     fsdpi_shm_node **link = &w->control->nodes, *node;
     while ((*link)->base != (const char *)base) link = &(*link)->next;
     node = *link;
@@ -455,7 +425,7 @@ static void fsdpi_shm_unshare(fsdpi_shm_world *w, const void *base, int users) {
         fsdpi_free(&allocator, node->base);
         fsdpi_free(&allocator, node);
     }
-    fsdpi_unlock(&w->boot.threads->lock);
+    fsdpi_unlock(&w->base.boot.threads->lock);
 }
 
 // Where a rank's part is in the file. Each rank has an arena of its own, so that ranks which
@@ -466,7 +436,7 @@ static uint64_t fsdpi_shm_offset(const fsdpi_chunk *chunk, int rank) {
 
 // The parts of all ranks, side by side in this process.
 static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
-    size_t part = chunk->part, ranks = (size_t)w->boot.size;
+    size_t part = chunk->part, ranks = (size_t)w->base.boot.size;
     void *base = mmap(NULL, part * ranks, PROT_NONE, MAP_PRIVATE | FSDPI_SHM_ANON, -1, 0);
     if (base == MAP_FAILED) return NULL;
     for (size_t r = 0; r < ranks; r++) {
@@ -479,50 +449,42 @@ static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *ch
     return (char *)base;
 }
 
-static void fsdpi_shm_release(fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
-    size_t ranks = (size_t)w->boot.size;
+static void fsdpi_shm_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
+    fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
+    size_t ranks = (size_t)w->base.boot.size;
     if (w->fd < 0) {
         fsdpi_shm_unshare(w, chunk->base, 0);
         return;
     }
     (void)munmap(chunk->base, chunk->part * ranks);
-    fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk, w->boot.rank), chunk->part);
+    fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk, w->base.boot.rank), chunk->part);
 }
 
-static fsdp_status fsdpi_shm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
-    fsdpi_shm_world *w = c->world;
-    size_t ranks = (size_t)w->boot.size;
-    *ptr = NULL;
+static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, const char **why) {
+    fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
+    size_t ranks = (size_t)base->boot.size, size = chunk->size;
+    *why = "that is more than can be addressed";
     if (size > FSDPI_SHM_MAX_BYTES / ranks || w->next_at + size > FSDPI_SHM_ARENA)
-        return fsdpi_no_memory(&c->base, size, "that is more than can be addressed");
-    fsdpi_chunk chunk = {NULL, size, fsdpi_shm_round(w, size ? size : 1), w->next_at};
-    w->next_at += chunk.part;
+        return FSDP_ERR_OUT_OF_MEMORY;
+    chunk->part = fsdpi_shm_round(w, size ? size : 1);
+    chunk->at = w->next_at;
+    w->next_at += chunk->part;
+    *why = "memory or address space is short";
     if (w->fd < 0) {
-        fsdpi_shm_node *node = fsdpi_shm_share(w, chunk.at, chunk.part * ranks);
-        if (node) chunk.base = node->base;
+        fsdpi_shm_node *node = fsdpi_shm_share(w, chunk->at, chunk->part * ranks);
+        if (node) chunk->base = node->base;
     } else {
-        uint64_t mine = fsdpi_shm_offset(&chunk, w->boot.rank);
-        if (!fsdpi_shm_reserve(w, mine, chunk.part))
-            return fsdpi_no_memory(&c->base, size, "memory is short");
-        chunk.base = fsdpi_shm_map_parts(w, &chunk);
-        if (!chunk.base) fsdpi_shm_give_back(w, mine, chunk.part);
+        uint64_t mine = fsdpi_shm_offset(chunk, base->boot.rank);
+        if (!fsdpi_shm_reserve(w, mine, chunk->part)) {
+            *why = "memory is short";
+            return FSDP_ERR_OUT_OF_MEMORY;
+        }
+        chunk->base = fsdpi_shm_map_parts(w, chunk);
+        if (!chunk->base) fsdpi_shm_give_back(w, mine, chunk->part);
     }
-    if (!chunk.base) return fsdpi_no_memory(&c->base, size, "memory or address space is short");
-    if (!fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
-        fsdpi_shm_release(w, &chunk);
-        return fsdpi_no_memory(&c->base, size, "the allocator refused");
-    }
-    *ptr = chunk.base + chunk.part * (size_t)w->boot.rank;
+    if (!chunk->base) return FSDP_ERR_OUT_OF_MEMORY;
+    *why = "the allocator refused"; // of what comes now
     return FSDP_OK;
-}
-
-static void fsdpi_shm_free(fsdp_comm *comm, void *ptr, size_t size) {
-    fsdpi_shm_world *w = ((fsdpi_shm_comm *)(void *)comm)->world;
-    fsdpi_chunk chunk;
-    (void)size;
-    if (ptr && fsdpi_chunk_take(&w->chunks, w->boot.rank, ptr, &chunk))
-        fsdpi_shm_release(w, &chunk);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -672,31 +634,31 @@ static void fsdpi_shm_use_control(fsdpi_shm_comm *c, void *block) {
 
 static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = c->world;
-    fsdp_threads *threads = w->boot.threads;
+    fsdp_threads *threads = w->base.boot.threads;
     fsdp_status status = FSDP_OK;
     fsdpi_lock(&threads->lock);
     void *block = threads->common;
     if (!block) {
-        block = fsdpi_alloc(&w->boot.allocator, fsdpi_shm_control_bytes(w->boot.size));
+        block = fsdpi_alloc(&w->base.boot.allocator, fsdpi_shm_control_bytes(w->base.boot.size));
         if (block) {
-            ((fsdpi_shm_control *)block)->size = w->boot.size;
-            ((fsdpi_shm_control *)block)->allocator = w->boot.allocator;
+            ((fsdpi_shm_control *)block)->size = w->base.boot.size;
+            ((fsdpi_shm_control *)block)->allocator = w->base.boot.allocator;
             threads->common = block;
         }
     }
     if (!block) {
         status = fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                   "the allocator refused the common block");
-    } else if (((fsdpi_shm_control *)block)->size != w->boot.size) {
+    } else if (((fsdpi_shm_control *)block)->size != w->base.boot.size) {
         status = fsdpi_comm_error(&c->base, FSDP_ERR_MISMATCH,
                                   "this rank has a world size of %d, another one of %d",
-                                  w->boot.size, (int)((fsdpi_shm_control *)block)->size);
+                                  w->base.boot.size, (int)((fsdpi_shm_control *)block)->size);
     } else {
         fsdpi_shm_use_control(c, block);
-        fsdpi_shm_peer *me = &w->peers[w->boot.rank];
+        fsdpi_shm_peer *me = &w->peers[w->base.boot.rank];
         if (me->state != FSDPI_SHM_ABSENT) {
             status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
-                                      "another thread has joined as rank %d already", w->boot.rank);
+                                      "another thread has joined as rank %d already", w->base.boot.rank);
             w->control = NULL;
         } else {
             w->control->refs++;
@@ -711,13 +673,13 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
 // Maps the common block of the file and takes this rank's byte, by which peers see that it lives.
 static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = c->world;
-    struct flock lock = fsdpi_shm_byte(w->boot.rank);
+    struct flock lock = fsdpi_shm_byte(w->base.boot.rank);
     uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
     (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
     if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
         return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
                                 "the size of files is limited; ulimit -f unlimited helps");
-    char *block = fsdpi_shm_map(w, 0, fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size)));
+    char *block = fsdpi_shm_map(w, 0, fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
     if (!block)
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                 "the common block cannot be mapped (errno %d)", errno);
@@ -725,9 +687,9 @@ static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     if (fcntl(w->fd, F_SETLK, &lock))
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
                                 "the common file cannot be locked (errno %d)", errno);
-    w->peers[w->boot.rank].pid = (uint32_t)getpid();
+    w->peers[w->base.boot.rank].pid = (uint32_t)getpid();
     w->joined = 1;
-    FSDPI_STORE(&w->peers[w->boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
+    FSDPI_STORE(&w->peers[w->base.boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
     return FSDP_OK;
 }
 
@@ -736,7 +698,7 @@ static socklen_t fsdpi_shm_name(const fsdpi_shm_world *w, struct sockaddr_un *na
     memset(name, 0, sizeof *name);
     name->sun_family = AF_UNIX;
     int used = snprintf(name->sun_path + 1, sizeof name->sun_path - 1, "fsdp-shm-%lu-%016llx",
-                        (unsigned long)getuid(), (unsigned long long)fsdpi_hash_text(w->boot.job));
+                        (unsigned long)getuid(), (unsigned long long)fsdpi_hash_text(w->base.boot.job));
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
 }
 
@@ -814,9 +776,9 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
         answer.status = FSDP_ERR_MISMATCH;
         fsdpi_say(&t, "rank 0 and rank %d were built from different versions of fsdp.h",
                   (int)hello.rank);
-    } else if (hello.size != w->boot.size) {
+    } else if (hello.size != w->base.boot.size) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d of %d", w->boot.size, (int)hello.rank,
+        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d of %d", w->base.boot.size, (int)hello.rank,
                   (int)hello.size);
     } else if (hello.rank <= 0 || hello.rank >= hello.size || admitted[hello.rank]) {
         answer.status = FSDP_ERR_INVALID_ARG;
@@ -836,14 +798,14 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
 // Rank 0: makes the file.
 static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = c->world;
-    size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size));
+    size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size));
     w->fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1 /* MFD_CLOEXEC */);
     if (w->fd < 0 || !fsdpi_shm_reserve(w, 0, bytes))
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                 "no memory for the common block (errno %d)", errno);
     fsdp_status status = fsdpi_shm_enter(c);
     if (status) return status;
-    w->control->size = w->boot.size;
+    w->control->size = w->base.boot.size;
     w->control->top = bytes;
     return FSDP_OK;
 }
@@ -854,10 +816,10 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     uint8_t admitted[FSDPI_MAX_SRCS] = {1};
     struct sockaddr_un name;
     socklen_t length = fsdpi_shm_name(w, &name);
-    int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), missing = w->boot.size - 1;
+    int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), missing = w->base.boot.size - 1;
     fsdp_status status = FSDP_OK;
     if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) ||
-        listen(listener, w->boot.size)) {
+        listen(listener, w->base.boot.size)) {
         if (listener >= 0 && errno == EADDRINUSE)
             status = fsdpi_comm_error(
                 &c->base, FSDP_ERR_INVALID_ARG,
@@ -869,15 +831,15 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     }
     int64_t start = fsdpi_boot_now(&w->boot);
     while (!status && missing > 0) {
-        int64_t left = w->boot.timeout_ns - (fsdpi_boot_now(&w->boot) - start);
+        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->boot) - start);
         if (left <= 0) status = fsdpi_shm_late(c, "come");
         else if (FSDPI_LOAD(&w->control->failed)) status = fsdpi_shm_report(c);
         else if (!fsdpi_shm_readable(listener,
                                      left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS))
             status = fsdpi_shm_check_peers(c, 1);
         else status = fsdpi_shm_admit(c, listener, admitted);
-        missing = w->boot.size;
-        for (int k = 0; k < w->boot.size; k++) missing -= admitted[k];
+        missing = w->base.boot.size;
+        for (int k = 0; k < w->base.boot.size; k++) missing -= admitted[k];
     }
     if (listener >= 0) (void)close(listener);
     return status;
@@ -886,7 +848,7 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
 // The others: ask rank 0 until it answers. A connection that breaks may be to an earlier world.
 static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = c->world;
-    fsdpi_shm_hello hello = {{0}, FSDP_COMM_VERSION, w->boot.rank, w->boot.size, 0};
+    fsdpi_shm_hello hello = {{0}, FSDP_COMM_VERSION, w->base.boot.rank, w->base.boot.size, 0};
     fsdpi_shm_answer answer;
     struct sockaddr_un name;
     socklen_t length = fsdpi_shm_name(w, &name);
@@ -900,7 +862,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
             while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
-                   fsdpi_boot_now(&w->boot) - start < w->boot.timeout_ns) {
+                   fsdpi_boot_now(&w->boot) - start < w->base.boot.timeout_ns) {
             }
             answered = fsdpi_shm_receive(fd, &answer, sizeof answer, &gift) &&
                        !memcmp(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
@@ -910,12 +872,12 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (answered && answer.status)
             return fsdpi_comm_error(&c->base, (fsdp_status)answer.status, "%.*s", 243,
                                     answer.reason);
-        if (w->fd < 0 && fsdpi_boot_now(&w->boot) - start >= w->boot.timeout_ns)
+        if (w->fd < 0 && fsdpi_boot_now(&w->boot) - start >= w->base.boot.timeout_ns)
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_TIMEOUT,
                 "rank 0 has not come within %.1f s; has it been started on this host, "
                 "by this user, with this job id?",
-                (double)w->boot.timeout_ns * 1e-9);
+                (double)w->base.boot.timeout_ns * 1e-9);
         if (w->fd < 0) fsdpi_sleep_ns(nap);
         nap = nap < 20000000 ? nap * 2 : nap;
     }
@@ -934,19 +896,19 @@ static int fsdpi_shm_cores(void) {
 
 static fsdp_status fsdpi_shm_try_open(fsdpi_shm_comm *c) {
     fsdpi_shm_world *w = c->world;
-    if (!w->boot.job) w->boot.job = "";
+    if (!w->base.boot.job) w->base.boot.job = "";
     w->fd = -1;
     w->page = (size_t)sysconf(_SC_PAGESIZE);
     w->next_at = FSDPI_SHM_DATA;
-    w->spin_max = fsdpi_shm_cores() >= w->boot.size ? FSDPI_SHM_SPIN_MAX : 0;
+    w->spin_max = fsdpi_shm_cores() >= w->base.boot.size ? FSDPI_SHM_SPIN_MAX : 0;
     c->spin = w->spin_max;
     c->is_world = 1;
-    fsdpi_describe(&c->base, NULL, w->boot.job);
+    fsdpi_describe(&c->base, NULL, w->base.boot.job);
     c->base.now.kind = FSDPI_OPEN;
     fsdp_status status = fsdpi_check_world(&c->base, FSDPI_MAX_SRCS);
     if (status) return status;
-    int is_host = !w->boot.threads && c->base.index == 0;
-    status = w->boot.threads ? fsdpi_shm_open_threads(c)
+    int is_host = !w->base.boot.threads && c->base.index == 0;
+    status = w->base.boot.threads ? fsdpi_shm_open_threads(c)
              : is_host       ? fsdpi_shm_found(c)
                              : fsdpi_shm_join(c);
     if (status) return status;
@@ -999,19 +961,19 @@ static fsdp_status fsdpi_shm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_co
     parent->base.now.kind = FSDPI_SPLIT;
     if (FSDPI_LOAD(&w->control->failed)) return fsdpi_shm_report(parent);
     if (g->color >= 0) {
-        child = (fsdpi_shm_comm *)fsdpi_alloc(&w->boot.allocator, sizeof *child);
+        child = (fsdpi_shm_comm *)fsdpi_alloc(&w->base.boot.allocator, sizeof *child);
         if (!child)
             return fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
         first = fsdpi_split_members(&parent->base, g, &child->base);
         if (first < 0) {
-            fsdpi_free(&w->boot.allocator, child);
+            fsdpi_free(&w->base.boot.allocator, child);
             return FSDP_ERR_INVALID_ARG;
         }
         child->world = w;
         child->spin = w->spin_max;
         if (g->index == 0) block = fsdpi_shm_make_group(parent, g->size, &parent->base.now.block);
         if (g->index == 0 && !block) {
-            fsdpi_free(&w->boot.allocator, child);
+            fsdpi_free(&w->base.boot.allocator, child);
             return fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY,
                                        "no memory for the group's block");
         }
@@ -1040,7 +1002,7 @@ static fsdp_status fsdpi_shm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_co
     fsdpi_shm_done(parent);
     if (status && child) {
         if (child->group) fsdpi_shm_drop_group(child);
-        fsdpi_free(&w->boot.allocator, child);
+        fsdpi_free(&w->base.boot.allocator, child);
         child = NULL;
     }
     *out = (fsdp_comm *)(void *)child;
@@ -1048,7 +1010,7 @@ static fsdp_status fsdpi_shm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_co
 }
 
 static void fsdpi_shm_leave_threads(fsdpi_shm_world *w) {
-    fsdp_threads *threads = w->boot.threads;
+    fsdp_threads *threads = w->base.boot.threads;
     fsdpi_shm_control *control = w->control;
     fsdpi_lock(&threads->lock);
     if (threads->common == (void *)control)
@@ -1071,21 +1033,21 @@ static void fsdpi_shm_close(fsdp_comm *comm) {
     fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
     if (!c) return;
     fsdpi_shm_world *w = c->world;
-    fsdp_allocator allocator = w->boot.allocator;
+    fsdp_allocator allocator = w->base.boot.allocator;
     if (!c->is_world) {
         fsdpi_shm_drop_group(c);
         fsdpi_free(&allocator, c);
         return;
     }
     if (w->joined) { // before memory goes: a peer that waits must not take us for dead
-        FSDPI_STORE(&w->peers[w->boot.rank].state, (uint32_t)FSDPI_SHM_LEFT);
+        FSDPI_STORE(&w->peers[w->base.boot.rank].state, (uint32_t)FSDPI_SHM_LEFT);
         fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
     }
     for (int i = 0; i < w->chunks.count; i++) fsdpi_shm_release(w, &w->chunks.list[i]);
     if (w->fd >= 0) {
         if (w->control)
             (void)munmap((void *)w->control,
-                         fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size)));
+                         fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
         (void)close(w->fd);
     } else if (w->joined) {
         fsdpi_shm_leave_threads(w);
