@@ -592,15 +592,21 @@ static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_
     fsdpi_describe(c, NULL, w->boot.job);
     c->now.kind = FSDPI_OPEN;
     fsdp_status status = fsdpi_check_world(c);
-    if (!status) status = transport->open(c);
-    if (status) {
-        fsdpi_copy_name(fsdpi_thread_error, sizeof fsdpi_thread_error, c->error);
+    int opens = !status;
+    if (opens) status = transport->open(c);
+    if (!status) {
+        *caps = w->caps;
+        *out = (fsdp_comm *)(void *)c;
+        return FSDP_OK;
+    }
+    fsdpi_copy_name(fsdpi_thread_error, sizeof fsdpi_thread_error, c->error);
+    if (opens) {
         fsdpi_comm_close((fsdp_comm *)(void *)c);
         return status;
     }
-    *caps = w->caps;
-    *out = (fsdp_comm *)(void *)c;
-    return FSDP_OK;
+    fsdpi_free(&boot->allocator, c);
+    fsdpi_free(&boot->allocator, w);
+    return status;
 }
 
 /* -------------------------------------------------------------------------------------------- */

@@ -7,11 +7,11 @@
    - All ranks see one block of common memory: processes an anonymous file (memfd) that rank 0 hands
      to the others over an abstract unix socket named from the job's id and the user; threads the
      heap. Both vanish with the last rank, however it ends; the size of /dev/shm does not matter.
-   - Ranks that use memory together have allocated it in the same order; then it lies at the same
-     place in the arena of each, and a process maps the parts of all ranks side by side, so that a
-     peer's copy of my pointer is my pointer plus a multiple of the part's size. Each rank reads its
-     peers' memory directly, once.
-   - A collective is: publish what I am about to do, wait for all, compare, move data, wait for all.
+   - A collective is: publish what I am about to do and where my buffer is, wait for all, compare,
+     move data, wait for all. Each rank reads its peers' memory directly, once.
+   - Each process has an arena of its own in the file. It maps its new allocation and the same place
+     in the arenas of all peers side by side. Where ranks have allocated alike, that is all there is
+     to map; an allocation of a peer that lies elsewhere is mapped at its first use.
    - Sums run in rank order (fsdpi_reduce): the same bits whoever computes them, at every run.
    - Waits have a deadline, and every 50 ms look for peers that died: each process holds a record
      lock on its byte of the file, which the kernel drops when the process ends in any way. Unlike a
@@ -109,24 +109,29 @@ typedef struct fsdpi_shm_peer {
     uint32_t state, pid;
 } fsdpi_shm_peer;
 
-// Threads: one block of the heap that ranks share.
-typedef struct fsdpi_shm_node {
-    struct fsdpi_shm_node *next;
-    uint64_t number; // place of the allocation, or ~number of the group
-    size_t bytes;
-    int users, freed; // ranks that asked for it; that no longer use it
-    fsdp_allocator allocator;
+// Threads: a block of the heap that peers use, too. What they use begins FSDPI_ALIGN bytes behind it.
+typedef struct fsdpi_shm_block {
+    struct fsdpi_shm_block *next;
+    fsdp_allocator allocator; // that made it, and has to serve until the last rank has closed
+    int users;                // that have to give it back
+} fsdpi_shm_block;
+typedef char fsdpi_shm_block_has_room[FSDPI_ALIGN >= sizeof(fsdpi_shm_block) ? 1 : -1];
+
+// Processes: an allocation of a peer that lies elsewhere than this rank's own, mapped here.
+typedef struct fsdpi_shm_remote {
     char *base;
-} fsdpi_shm_node;
+    uint64_t at;
+    size_t part;
+} fsdpi_shm_remote;
 
 /* Common block of the world; the peers and the world's group follow. */
 typedef struct fsdpi_shm_control {
-    uint64_t top; // file offset of the next group's block; threads: number of groups so far
+    uint64_t top; // processes: file offset of the next group's block
     uint32_t refs;
     int32_t size;
     uint32_t failed; // 0, 1: a rank is writing the verdict, 2: it stands
     fsdpi_verdict verdict;
-    fsdpi_shm_node *nodes; // threads
+    fsdpi_shm_block *blocks; // threads
     fsdp_allocator allocator;
 } fsdpi_shm_control;
 
@@ -138,6 +143,9 @@ typedef struct fsdpi_shm_world {
     int spin_max, joined;
     size_t page;
     uint64_t next_at;
+    uint32_t lock;             // of the rest
+    uint64_t num_numbers;      // of peers' allocations that remotes has room for
+    fsdpi_shm_remote *remotes; // [num_numbers][ranks]
 } fsdpi_shm_world;
 
 typedef struct fsdpi_shm_comm {
@@ -150,7 +158,9 @@ typedef struct fsdpi_shm_comm {
     char small[FSDPI_SHM_SMALL];
 } fsdpi_shm_comm;
 
-static fsdpi_shm_comm *fsdpi_shm_of(fsdpi_comm *base) { return (fsdpi_shm_comm *)(void *)base; }
+static fsdpi_shm_comm *fsdpi_shm_comm_of(fsdpi_comm *base) {
+    return (fsdpi_shm_comm *)(void *)base;
+}
 
 static fsdpi_shm_world *fsdpi_shm_world_of(const fsdpi_shm_comm *c) {
     return (fsdpi_shm_world *)(void *)c->base.world;
@@ -158,12 +168,12 @@ static fsdpi_shm_world *fsdpi_shm_world_of(const fsdpi_shm_comm *c) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_fail
-// Owns: the abort record. The first rank that fails writes it, once; from then on every wait ends
-// and every call returns its status.
+// Owns: the verdict, in common memory. The first rank that fails writes it, once; from then on every
+// wait ends and every call returns its status.
 
 // What a rank of the world did last: it says why the rank is not here.
 static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
-    fsdpi_shm_peer *peer = &fsdpi_shm_world_of(fsdpi_shm_of(base))->peers[rank];
+    fsdpi_shm_peer *peer = &fsdpi_shm_world_of(fsdpi_shm_comm_of(base))->peers[rank];
     if (FSDPI_LOAD(&peer->state) == FSDPI_SHM_ABSENT) {
         fsdpi_say(t, "it has not joined the job");
         return;
@@ -176,7 +186,7 @@ static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
 
 static void fsdpi_shm_tell(fsdpi_comm *base, fsdp_status status, const char *subject,
                            const char *reason) {
-    const fsdpi_shm_comm *c = fsdpi_shm_of(base);
+    const fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
     const fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     fsdpi_verdict *verdict = &w->control->verdict;
     uint32_t none = 0;
@@ -203,8 +213,8 @@ static int fsdpi_shm_verdict(fsdpi_comm_world *base, fsdpi_verdict *out) {
     if (failed != 1) return failed == 2;
     memset(out, 0, sizeof *out);
     out->status = FSDP_ERR_ABORTED;
-    (void)snprintf(out->reason, sizeof out->reason,
-                   "a rank ended while it was reporting a failure");
+    fsdpi_copy_name(out->reason, sizeof out->reason,
+                    "a rank ended while it was reporting a failure");
     return 1;
 }
 
@@ -237,11 +247,11 @@ static int fsdpi_shm_is_dead(const fsdpi_shm_world *w, int rank) {
 static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
     for (int k = 0; k < c->base.size; k++) {
         int rank = c->base.ranks[k];
-        fsdpi_shm_peer *peer = &c->world->peers[rank];
+        fsdpi_shm_peer *peer = &fsdpi_shm_world_of(c)->peers[rank];
         uint32_t state = FSDPI_LOAD(&peer->state);
         int left = state == FSDPI_SHM_LEFT;
-        if (rank == c->world->boot.rank || state == FSDPI_SHM_ABSENT) continue;
-        if (!left && !(thorough && fsdpi_shm_is_dead(c->world, rank))) continue;
+        if (rank == c->base.boot->rank || state == FSDPI_SHM_ABSENT) continue;
+        if (!left && !(thorough && fsdpi_shm_is_dead(fsdpi_shm_world_of(c), rank))) continue;
         // It may have gone after it opened the barrier, just now; and a rank that closes says so
         // before it drops its lock.
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
@@ -259,7 +269,8 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
 static int fsdpi_shm_all_busy(const fsdpi_shm_comm *c, const uint8_t *marked) {
     int busy = 1;
     for (int k = 0; k < c->base.size; k++)
-        busy &= !marked[k] || FSDPI_LOAD(&c->world->peers[c->base.ranks[k]].trace.busy) > 0;
+        busy &= !marked[k] ||
+                FSDPI_LOAD(&fsdpi_shm_world_of(c)->peers[c->base.ranks[k]].trace.busy) > 0;
     return busy;
 }
 
@@ -293,12 +304,12 @@ static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
     // Either this load sees the sleeper, or the sleeper's futex call sees the new generation.
     __atomic_store_n(&group->generation, c->barrier, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&group->sleepers, __ATOMIC_SEQ_CST))
-        fsdpi_futex_wake_all(&group->generation, c->world->fd >= 0);
+        fsdpi_futex_wake_all(&group->generation, fsdpi_shm_world_of(c)->fd >= 0);
 }
 
 // verb: what the missing ranks have not done, for the text.
 static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     if (fsdpi_shm_is_open(c)) return FSDP_OK;
     // Spin as long as that helps. Where ranks do not run at the same time it never does, and then
     // it costs the peer its core: so less after each failure, but a full try now and then.
@@ -310,13 +321,13 @@ static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
         return FSDP_OK;
     }
     c->spin /= 4;
-    int64_t start = fsdpi_boot_now(&w->boot);
+    int64_t start = fsdpi_boot_now(&w->base.boot);
     for (int turn = 0;; turn++) {
         uint32_t seen = FSDPI_LOAD(&c->group->generation);
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
         if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base);
         fsdp_status status = fsdpi_shm_check_peers(c, turn > 0);
-        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->boot) - start);
+        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->base.boot) - start);
         if (!status && left <= 0) status = fsdpi_shm_late(c, verb);
         if (status) return status;
         __atomic_add_fetch(&c->group->sleepers, 1u, __ATOMIC_SEQ_CST);
@@ -332,26 +343,17 @@ static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
     return fsdpi_shm_wait(c, verb);
 }
 
-// Shows c->base.now to the members, and waits for theirs: no record changes before all have read it.
-static fsdp_status fsdpi_shm_show(fsdpi_comm *base, const fsdp_coll *op) {
-    fsdpi_shm_comm *c = fsdpi_shm_of(base);
-    (void)op;
-    fsdpi_record_put(c->places[base->index].record, &base->now);
-    fsdpi_shm_arrive(c);
-    return FSDP_OK;
-}
-
 static fsdp_status fsdpi_shm_hear(fsdpi_comm *base, const fsdp_coll *op) {
     (void)op;
-    return fsdpi_shm_wait(fsdpi_shm_of(base), "come");
+    return fsdpi_shm_wait(fsdpi_shm_comm_of(base), "come");
 }
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_memory
-// Owns: memory that peers may read. Invariants: an allocation has the same place and part on every
-// rank that has allocated the same before, also after one that failed; a part is backed by memory
-// before anyone can touch it; no
-// part of the file is used twice, so that new memory is zero and a late reader sees no new data.
+// Owns: memory that peers may read, and where it is in this process. Invariants: a part is backed by
+// memory before anyone can touch it; no part of the file is used twice, so that new memory is zero,
+// a late reader sees no new data, and a place in the file names one allocation for ever; what is
+// freed after a failure stays readable, since a peer may not have noticed yet.
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     (void)fsdpi_shm_fallocate(w->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (off_t)at, (off_t)bytes);
@@ -385,53 +387,42 @@ static size_t fsdpi_shm_round(const fsdpi_shm_world *w, size_t bytes) {
     return (bytes + w->page - 1) / w->page * w->page;
 }
 
-/* Threads: a block of `bytes`, made by the first rank that asks for its place. The block keeps the
-   allocator that made it, which has to serve until the last rank has closed. */
-static fsdpi_shm_node *fsdpi_shm_share(fsdpi_shm_world *w, uint64_t number, size_t bytes) {
+/* Threads: a block that `users` ranks have to give back. Under the lock, so that what is left is
+   checked after the others have taken theirs. */
+static char *fsdpi_shm_share(fsdpi_shm_world *w, size_t bytes, int users) {
     const char *whose;
+    fsdpi_shm_block *block = NULL;
     fsdpi_lock(&w->base.boot.threads->lock);
-    fsdpi_shm_node *node = w->control->nodes;
-    while (node && (node->number != number || node->bytes != bytes)) node = node->next;
-    if (!node && (bytes < FSDPI_SHM_STEP / 256 || (int64_t)bytes < fsdpi_memory_left(&whose)))
-        node = (fsdpi_shm_node *)fsdpi_alloc(&w->base.boot.allocator, sizeof *node);
-    if (node && !node->base) {
-        node->base = (char *)fsdpi_alloc(&w->base.boot.allocator, bytes);
-        if (node->base) {
-            node->number = number;
-            node->bytes = bytes;
-            node->allocator = w->base.boot.allocator;
-            node->next = w->control->nodes;
-            w->control->nodes = node;
-        } else {
-            fsdpi_free(&w->base.boot.allocator, node);
-            node = NULL;
-        }
+    if (bytes < FSDPI_SHM_STEP / 256 || (int64_t)bytes < fsdpi_memory_left(&whose))
+        block = (fsdpi_shm_block *)fsdpi_alloc(&w->base.boot.allocator, FSDPI_ALIGN + bytes);
+    if (block) {
+        block->allocator = w->base.boot.allocator;
+        block->users = users;
+        block->next = w->control->blocks;
+        w->control->blocks = block;
     }
-    if (node) node->users++;
     fsdpi_unlock(&w->base.boot.threads->lock);
-    return node;
+    return block ? (char *)block + FSDPI_ALIGN : NULL;
 }
 
-// One of `users` ranks (0: of those who asked for it) has finished with a block; the last one frees
-// it.
-static void fsdpi_shm_unshare(fsdpi_shm_world *w, const void *base, int users) {
+// The last user frees the block; after a failure the last rank that closes does.
+static void fsdpi_shm_unshare(fsdpi_shm_world *w, void *base) {
+    fsdpi_shm_block *block = (fsdpi_shm_block *)(void *)((char *)base - FSDPI_ALIGN);
     fsdpi_lock(&w->base.boot.threads->lock);
-    fsdpi_shm_node **link = &w->control->nodes, *node;
-    while ((*link)->base != (const char *)base) link = &(*link)->next;
-    node = *link;
-    if (++node->freed == (users ? users : node->users)) {
-        fsdp_allocator allocator = node->allocator;
-        *link = node->next;
-        fsdpi_free(&allocator, node->base);
-        fsdpi_free(&allocator, node);
+    if (--block->users == 0 && !FSDPI_LOAD(&w->control->failed)) {
+        fsdp_allocator allocator = block->allocator;
+        fsdpi_shm_block **link = &w->control->blocks;
+        while (*link != block) link = &(*link)->next;
+        *link = block->next;
+        fsdpi_free(&allocator, block);
     }
     fsdpi_unlock(&w->base.boot.threads->lock);
 }
 
 // Where a rank's part is in the file. Each rank has an arena of its own, so that ranks which
 // allocate differently, because they are in different groups, do not meet.
-static uint64_t fsdpi_shm_offset(const fsdpi_chunk *chunk, int rank) {
-    return chunk->at + FSDPI_SHM_ARENA * (uint64_t)rank;
+static uint64_t fsdpi_shm_offset(uint64_t at, int rank) {
+    return at + FSDPI_SHM_ARENA * (uint64_t)rank;
 }
 
 // The parts of all ranks, side by side in this process.
@@ -441,7 +432,7 @@ static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *ch
     if (base == MAP_FAILED) return NULL;
     for (size_t r = 0; r < ranks; r++) {
         void *at = mmap((char *)base + r * part, part, PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_FIXED, w->fd, (off_t)fsdpi_shm_offset(chunk, (int)r));
+                        MAP_SHARED | MAP_FIXED, w->fd, (off_t)fsdpi_shm_offset(chunk->at, (int)r));
         if (at != MAP_FAILED) continue;
         (void)munmap(base, part * ranks);
         return NULL;
@@ -453,38 +444,79 @@ static void fsdpi_shm_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
     fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
     size_t ranks = (size_t)w->base.boot.size;
     if (w->fd < 0) {
-        fsdpi_shm_unshare(w, chunk->base, 0);
+        fsdpi_shm_unshare(w, chunk->base);
         return;
     }
     (void)munmap(chunk->base, chunk->part * ranks);
-    fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk, w->base.boot.rank), chunk->part);
+    fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk->at, w->base.boot.rank), chunk->part);
+}
+
+/* The lowest number that no allocation of this rank has. Peers keep one mapping for each number, so
+   that what they map does not grow with what was freed long ago. */
+static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
+    uint64_t number = 0;
+    for (int i = 0; i < chunks->count; i++) number += chunks->list[i].at >> 12;
+    return number;
 }
 
 static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, const char **why) {
     fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
-    size_t ranks = (size_t)base->boot.size, size = chunk->size;
+    const size_t size = chunk->size;
     *why = "that is more than can be addressed";
-    if (size > FSDPI_SHM_MAX_BYTES / ranks || w->next_at + size > FSDPI_SHM_ARENA)
+    if (size > FSDPI_SHM_MAX_BYTES / (size_t)base->boot.size || w->next_at + size > FSDPI_SHM_ARENA)
         return FSDP_ERR_OUT_OF_MEMORY;
-    chunk->part = fsdpi_shm_round(w, size ? size : 1);
+    *why = "memory is short";
     chunk->at = w->next_at;
-    w->next_at += chunk->part;
-    *why = "memory or address space is short";
+    chunk->number = fsdpi_shm_number(&base->chunks);
     if (w->fd < 0) {
-        fsdpi_shm_node *node = fsdpi_shm_share(w, chunk->at, chunk->part * ranks);
-        if (node) chunk->base = node->base;
+        chunk->base = fsdpi_shm_share(w, size, 1);
     } else {
-        uint64_t mine = fsdpi_shm_offset(chunk, base->boot.rank);
-        if (!fsdpi_shm_reserve(w, mine, chunk->part)) {
-            *why = "memory is short";
-            return FSDP_ERR_OUT_OF_MEMORY;
-        }
+        chunk->part = fsdpi_shm_round(w, size ? size : 1);
+        w->next_at += chunk->part;
+        uint64_t mine = fsdpi_shm_offset(chunk->at, base->boot.rank);
+        if (!fsdpi_shm_reserve(w, mine, chunk->part)) return FSDP_ERR_OUT_OF_MEMORY;
+        *why = "address space is short";
         chunk->base = fsdpi_shm_map_parts(w, chunk);
         if (!chunk->base) fsdpi_shm_give_back(w, mine, chunk->part);
     }
-    if (!chunk->base) return FSDP_ERR_OUT_OF_MEMORY;
-    *why = "the allocator refused"; // of what comes now
-    return FSDP_OK;
+    return chunk->base ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
+}
+
+// Room for allocations of peers up to `number`.
+static int fsdpi_shm_grow_remotes(fsdpi_shm_world *w, uint64_t number) {
+    size_t ranks = (size_t)w->base.boot.size, num = number < 8 ? 16 : 2 * (size_t)number;
+    if (number < w->num_numbers) return 1;
+    fsdpi_shm_remote *more = (fsdpi_shm_remote *)fsdpi_alloc(&w->base.boot.allocator,
+                                                             num * ranks * sizeof *more);
+    if (!more) return 0;
+    if (w->remotes) memcpy(more, w->remotes, w->num_numbers * ranks * sizeof *more);
+    fsdpi_free(&w->base.boot.allocator, w->remotes);
+    w->remotes = more;
+    w->num_numbers = num;
+    return 1;
+}
+
+static void fsdpi_shm_unmap_remote(fsdpi_shm_remote *remote) {
+    if (remote->base) (void)munmap(remote->base, remote->part);
+    remote->base = NULL;
+}
+
+/* Where an allocation of a peer is in this process; mapped if it was not. One that had its number
+   before is freed: who uses it has finished, or the world would have failed and not come here. */
+static char *fsdpi_shm_map_remote(fsdpi_shm_world *w, int rank, uint64_t at, size_t part,
+                                  uint64_t number) {
+    char *base = NULL;
+    fsdpi_lock(&w->lock);
+    if (fsdpi_shm_grow_remotes(w, number)) {
+        fsdpi_shm_remote *remote = &w->remotes[number * (size_t)w->base.boot.size + (size_t)rank];
+        if (remote->at != at) fsdpi_shm_unmap_remote(remote);
+        if (!remote->base) remote->base = fsdpi_shm_map(w, fsdpi_shm_offset(at, rank), part);
+        remote->at = at;
+        remote->part = part;
+        base = remote->base;
+    }
+    fsdpi_unlock(&w->lock);
+    return base;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -492,21 +524,61 @@ static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, co
 // Owns: collectives. Between the two barriers of an operation every rank may read what its peers
 // showed; it writes only its own memory, and there only what no peer reads in the same phase.
 
-static char *fsdpi_shm_of(const fsdpi_shm_comm *c, const fsdpi_shm_view *view,
-                          int k) { // member k's copy
-    return view->mine + (c->base.ranks[k] - c->world->boot.rank) * (ptrdiff_t)view->part;
+static uint64_t fsdpi_shm_word(const fsdpi_shm_comm *c, int k, size_t offset) { // of a record
+    return __atomic_load_n(&c->places[k].record[offset / sizeof(uint64_t)], __ATOMIC_RELAXED);
 }
 
+// Shows c->base.now to the members, and where this rank's buffer is: no record changes before all
+// have read it.
+static fsdp_status fsdpi_shm_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdpi_record *now = &base->now;
+    (void)op;
+    if (span && span->chunk.base) {
+        const fsdpi_chunk *mine = &span->chunk;
+        now->offset = (uint64_t)(uintptr_t)span->shared;
+        if (fsdpi_shm_world_of(c)->fd >= 0) {
+            now->offset -= (uint64_t)(uintptr_t)mine->base + mine->part * (size_t)base->boot->rank;
+            now->at = mine->at, now->part = mine->part, now->number = mine->number;
+        }
+    }
+    fsdpi_record_put(c->places[base->index].record, now);
+    fsdpi_shm_arrive(c);
+    return FSDP_OK;
+}
+
+// Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
+static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, int k,
+                                  const char **out) {
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_record, offset)),
+             at = fsdpi_shm_word(c, k, offsetof(fsdpi_record, at));
+    size_t part = (size_t)fsdpi_shm_word(c, k, offsetof(fsdpi_record, part));
+    int rank = (int)c->base.ranks[k], alike = at == mine->at && part == mine->part;
+    *out = (const char *)(uintptr_t)offset;
+    if (w->fd < 0) return FSDP_OK;
+    char *base = alike ? mine->base + part * (size_t)rank
+                       : fsdpi_shm_map_remote(w, rank, at, part,
+                                              fsdpi_shm_word(c, k, offsetof(fsdpi_record, number)));
+    *out = base + (ptrdiff_t)offset;
+    if (base) return FSDP_OK;
+    return fsdpi_comm_fail(
+        &c->base, FSDP_ERR_OUT_OF_MEMORY,
+        "%llu bytes of rank %d cannot be mapped; raise the limits of address space "
+        "(ulimit -v), mappings (vm.max_map_count) or memory",
+        (unsigned long long)part, rank);
+}
+
+// of: where each member's buffer is.
 static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
-                                 const fsdpi_shm_view *view) {
+                                 const char *const *of) {
     size_t bytes = fsdp_dtype_size(op->dtype);
     for (int i = 0; i < c->base.size; i++) {
         int k = (c->base.index + i) % c->base.size; // everybody begins with another rank
-        const char *src = fsdpi_shm_of(c, view, k);
         for (uint32_t s = 0; s < op->num_segs; s++) {
             const fsdp_seg *seg = &op->segs[s];
             size_t full = (size_t)(seg->full + k * seg->count);
-            const char *from = src + (op->in_place ? full : (size_t)seg->shard) * bytes;
+            const char *from = of[k] + (op->in_place ? full : (size_t)seg->shard) * bytes;
             char *to = (char *)op->dst + full * bytes;
             if (seg->count && to != from) memcpy(to, from, (size_t)seg->count * bytes);
         }
@@ -514,13 +586,13 @@ static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
 }
 
 static void fsdpi_shm_reduce_scatter(const fsdpi_shm_comm *c, const fsdp_coll *op,
-                                     const fsdpi_shm_view *view) {
+                                     const char *const *of) {
     const char *srcs[FSDPI_MAX_SRCS];
     for (uint32_t s = 0; s < op->num_segs; s++) {
         const fsdp_seg *seg = &op->segs[s];
         if (!seg->count) continue;
         size_t at = (size_t)(seg->full + c->base.index * seg->count) * fsdp_dtype_size(op->dtype);
-        for (int k = 0; k < c->base.size; k++) srcs[k] = fsdpi_shm_of(c, view, k) + at;
+        for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + at;
         fsdpi_reduce((char *)op->dst + (size_t)seg->shard * fsdp_dtype_size(op->out_dtype),
                      op->out_dtype, srcs, c->base.size, op->dtype, (size_t)seg->count, op->scale,
                      op->accumulate, op->redop);
@@ -530,12 +602,12 @@ static void fsdpi_shm_reduce_scatter(const fsdpi_shm_comm *c, const fsdp_coll *o
 /* Small: everybody reduces everything aside, and stores it when all have read. Large: member k
    reduces part k in its own place, where nobody else reads; then all collect the parts. */
 static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
-                                        const fsdpi_shm_view *view) {
+                                        const char *const *of) {
     const char *srcs[FSDPI_MAX_SRCS];
     size_t bytes = fsdp_dtype_size(op->dtype), count = (size_t)op->count;
-    for (int k = 0; k < c->base.size; k++) srcs[k] = fsdpi_shm_of(c, view, k);
+    if (c->base.size == 1) return FSDP_OK;
     if (count * bytes <= FSDPI_SHM_SMALL) {
-        fsdpi_reduce(c->small, op->dtype, srcs, c->base.size, op->dtype, count, 1.0, 0, op->redop);
+        fsdpi_reduce(c->small, op->dtype, of, c->base.size, op->dtype, count, 1.0, 0, op->redop);
         fsdp_status status = fsdpi_shm_barrier(c, "finished");
         if (!status) memcpy(op->dst, c->small, count * bytes);
         return status;
@@ -543,7 +615,7 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
     size_t part = (count / (size_t)c->base.size + 64) / 64 *
                   64; // whole cache lines; the last may be short or empty
     size_t mine = part * (size_t)c->base.index;
-    for (int k = 0; k < c->base.size; k++) srcs[k] += mine * bytes;
+    for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + mine * bytes;
     if (mine < count)
         fsdpi_reduce((char *)op->dst + mine * bytes, op->dtype, srcs, c->base.size, op->dtype,
                      count - mine < part ? count - mine : part, 1.0, 0, op->redop);
@@ -553,47 +625,29 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
         int k = (c->base.index + i) % c->base.size;
         size_t at = part * (size_t)k;
         if (at >= count) continue;
-        memcpy((char *)op->dst + at * bytes, fsdpi_shm_of(c, view, k) + at * bytes,
+        memcpy((char *)op->dst + at * bytes, of[k] + at * bytes,
                (count - at < part ? count - at : part) * bytes);
     }
     return fsdpi_shm_barrier(c, "finished");
 }
 
-static fsdp_status fsdpi_shm_run(fsdp_comm *comm, const fsdp_coll *op) {
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
-    fsdpi_chunk chunk = {NULL, 0, 0, 0};
-    const void *shared = NULL;
-    int64_t low = 0, high = 0;
-    fsdpi_describe(&c->base, op, op->what);
-    if (FSDPI_LOAD(&c->world->control->failed)) return fsdpi_shm_report(c);
-    fsdp_status status = fsdpi_check(&c->base, FSDPI_SHM_KINDS, op, &shared, &low, &high);
-    size_t bytes = fsdp_dtype_size(op->dtype);
-    int find = !status && c->base.size > 1 && high > low;
-    if (find)
-        status = fsdpi_chunk_find(&c->base, &c->world->chunks, op, shared, (size_t)low * bytes,
-                                  (size_t)high * bytes, &chunk);
-    if (status) return status;
-    fsdpi_shm_view view = {(char *)(uintptr_t)shared, chunk.part};
-    if (find)
-        c->base.now.place = fsdpi_hash(fsdpi_hash(chunk.at, chunk.part),
-                                       (uint64_t)((uintptr_t)shared - (uintptr_t)chunk.base) -
-                                           chunk.part * (size_t)c->base.boot->rank);
-    fsdpi_make_key(&c->base.now, op);
-
-    fsdpi_shm_publish(c);
-    status = fsdpi_shm_barrier(c, "come");
-    if (!status) status = fsdpi_shm_compare(c);
-    if (!status && op->kind == FSDP_OP_ALL_REDUCE) {
-        if (c->base.size > 1) status = fsdpi_shm_all_reduce(c, op, &view);
-    } else if (!status) {
-        if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_shm_all_gather(c, op, &view);
-        if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_shm_reduce_scatter(c, op, &view);
-        if (op->kind == FSDP_OP_BROADCAST && op->root != c->base.index && op->count)
-            memcpy(op->dst, fsdpi_shm_of(c, &view, op->root), (size_t)op->count * bytes);
-        status = fsdpi_shm_barrier(c, "finished");
+static fsdp_status fsdpi_shm_move(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    const fsdpi_chunk *mine = &span->chunk;
+    const char *of[FSDPI_MAX_SRCS];
+    fsdp_status status = FSDP_OK;
+    for (int k = 0; k < base->size && !status; k++) {
+        int is_read = mine->base && (op->kind != FSDP_OP_BROADCAST || k == op->root);
+        of[k] = (const char *)span->shared;
+        if (is_read) status = fsdpi_shm_find(c, mine, k, &of[k]);
     }
-    fsdpi_shm_done(c);
-    return status;
+    if (status) return status;
+    if (op->kind == FSDP_OP_ALL_REDUCE) return fsdpi_shm_all_reduce(c, op, of);
+    if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_shm_all_gather(c, op, of);
+    if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_shm_reduce_scatter(c, op, of);
+    if (op->kind == FSDP_OP_BROADCAST && op->root != base->index && op->count)
+        memcpy(op->dst, of[op->root], (size_t)op->count * fsdp_dtype_size(op->dtype));
+    return fsdpi_shm_barrier(c, "finished");
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -624,16 +678,21 @@ static size_t fsdpi_shm_control_bytes(int size) {
 static void fsdpi_shm_use_group(fsdpi_shm_comm *c, void *block) {
     c->group = (fsdpi_shm_group *)block;
     c->places = (fsdpi_shm_place *)(void *)(c->group + 1);
+    c->base.shown = (const char *)c->places; // a place begins with the record
+    c->base.step = sizeof *c->places;
 }
 
 static void fsdpi_shm_use_control(fsdpi_shm_comm *c, void *block) {
-    c->world->control = (fsdpi_shm_control *)block;
-    c->world->peers = (fsdpi_shm_peer *)(void *)(c->world->control + 1);
-    fsdpi_shm_use_group(c, c->world->peers + c->world->boot.size);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    w->control = (fsdpi_shm_control *)block;
+    w->peers = (fsdpi_shm_peer *)(void *)(w->control + 1);
+    w->base.failed = &w->control->failed;
+    w->base.trace = &w->peers[w->base.boot.rank].trace;
+    fsdpi_shm_use_group(c, w->peers + w->base.boot.size);
 }
 
 static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     fsdp_threads *threads = w->base.boot.threads;
     fsdp_status status = FSDP_OK;
     fsdpi_lock(&threads->lock);
@@ -658,8 +717,10 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
         fsdpi_shm_peer *me = &w->peers[w->base.boot.rank];
         if (me->state != FSDPI_SHM_ABSENT) {
             status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
-                                      "another thread has joined as rank %d already", w->base.boot.rank);
+                                      "another thread has joined as rank %d already",
+                                      w->base.boot.rank);
             w->control = NULL;
+            w->base.failed = NULL;
         } else {
             w->control->refs++;
             w->joined = 1;
@@ -672,14 +733,15 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
 
 // Maps the common block of the file and takes this rank's byte, by which peers see that it lives.
 static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     struct flock lock = fsdpi_shm_byte(w->base.boot.rank);
     uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
     (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
     if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
         return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
                                 "the size of files is limited; ulimit -f unlimited helps");
-    char *block = fsdpi_shm_map(w, 0, fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
+    char *block = fsdpi_shm_map(w, 0,
+                                fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
     if (!block)
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                 "the common block cannot be mapped (errno %d)", errno);
@@ -698,7 +760,8 @@ static socklen_t fsdpi_shm_name(const fsdpi_shm_world *w, struct sockaddr_un *na
     memset(name, 0, sizeof *name);
     name->sun_family = AF_UNIX;
     int used = snprintf(name->sun_path + 1, sizeof name->sun_path - 1, "fsdp-shm-%lu-%016llx",
-                        (unsigned long)getuid(), (unsigned long long)fsdpi_hash_text(w->base.boot.job));
+                        (unsigned long)getuid(),
+                        (unsigned long long)fsdpi_hash_text(w->base.boot.job));
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
 }
 
@@ -757,7 +820,7 @@ static int fsdpi_shm_receive(int fd, void *data, size_t size, int *gift) {
 /* Rank 0: answers one rank. Who is started with another size or version can never come, so all are
    told; a rank that comes twice belongs to another job and is sent away. */
 static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *admitted) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     int fd = accept(listener, NULL, NULL);
     fsdpi_shm_hello hello;
     fsdpi_shm_answer answer;
@@ -778,8 +841,8 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
                   (int)hello.rank);
     } else if (hello.size != w->base.boot.size) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d of %d", w->base.boot.size, (int)hello.rank,
-                  (int)hello.size);
+        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d of %d", w->base.boot.size,
+                  (int)hello.rank, (int)hello.size);
     } else if (hello.rank <= 0 || hello.rank >= hello.size || admitted[hello.rank]) {
         answer.status = FSDP_ERR_INVALID_ARG;
         fsdpi_say(&t,
@@ -791,13 +854,14 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
     if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status)
         admitted[hello.rank] = 1;
     (void)close(fd);
-    return answer.status == FSDP_ERR_MISMATCH ? fsdpi_shm_fail(c, FSDP_ERR_MISMATCH, answer.reason)
-                                              : FSDP_OK;
+    return answer.status == FSDP_ERR_MISMATCH
+               ? fsdpi_comm_fail(&c->base, FSDP_ERR_MISMATCH, "%s", answer.reason)
+               : FSDP_OK;
 }
 
 // Rank 0: makes the file.
 static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size));
     w->fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1 /* MFD_CLOEXEC */);
     if (w->fd < 0 || !fsdpi_shm_reserve(w, 0, bytes))
@@ -812,11 +876,12 @@ static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
 
 // Rank 0, which waits at the first barrier already: gives the file to the others as they come.
 static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     uint8_t admitted[FSDPI_MAX_SRCS] = {1};
     struct sockaddr_un name;
     socklen_t length = fsdpi_shm_name(w, &name);
-    int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), missing = w->base.boot.size - 1;
+    int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0),
+        missing = w->base.boot.size - 1;
     fsdp_status status = FSDP_OK;
     if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) ||
         listen(listener, w->base.boot.size)) {
@@ -829,11 +894,11 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
             status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "rank 0 cannot listen (errno %d)",
                                       errno);
     }
-    int64_t start = fsdpi_boot_now(&w->boot);
+    int64_t start = fsdpi_boot_now(&w->base.boot);
     while (!status && missing > 0) {
-        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->boot) - start);
+        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->base.boot) - start);
         if (left <= 0) status = fsdpi_shm_late(c, "come");
-        else if (FSDPI_LOAD(&w->control->failed)) status = fsdpi_shm_report(c);
+        else if (fsdpi_comm_failed(&c->base)) status = fsdpi_comm_report(&c->base);
         else if (!fsdpi_shm_readable(listener,
                                      left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS))
             status = fsdpi_shm_check_peers(c, 1);
@@ -847,12 +912,12 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
 
 // The others: ask rank 0 until it answers. A connection that breaks may be to an earlier world.
 static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     fsdpi_shm_hello hello = {{0}, FSDP_COMM_VERSION, w->base.boot.rank, w->base.boot.size, 0};
     fsdpi_shm_answer answer;
     struct sockaddr_un name;
     socklen_t length = fsdpi_shm_name(w, &name);
-    int64_t start = fsdpi_boot_now(&w->boot), nap = 500000;
+    int64_t start = fsdpi_boot_now(&w->base.boot), nap = 500000;
     memcpy(hello.magic, FSDPI_SHM_MAGIC, sizeof hello.magic);
     while (w->fd < 0) {
         int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), gift = -1, answered = 0;
@@ -862,7 +927,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
             while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
-                   fsdpi_boot_now(&w->boot) - start < w->base.boot.timeout_ns) {
+                   fsdpi_boot_now(&w->base.boot) - start < w->base.boot.timeout_ns) {
             }
             answered = fsdpi_shm_receive(fd, &answer, sizeof answer, &gift) &&
                        !memcmp(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
@@ -872,7 +937,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (answered && answer.status)
             return fsdpi_comm_error(&c->base, (fsdp_status)answer.status, "%.*s", 243,
                                     answer.reason);
-        if (w->fd < 0 && fsdpi_boot_now(&w->boot) - start >= w->base.boot.timeout_ns)
+        if (w->fd < 0 && fsdpi_boot_now(&w->base.boot) - start >= w->base.boot.timeout_ns)
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_TIMEOUT,
                 "rank 0 has not come within %.1f s; has it been started on this host, "
@@ -894,42 +959,35 @@ static int fsdpi_shm_cores(void) {
     return cores;
 }
 
-static fsdp_status fsdpi_shm_try_open(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
-    if (!w->base.boot.job) w->base.boot.job = "";
+static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     w->fd = -1;
     w->page = (size_t)sysconf(_SC_PAGESIZE);
     w->next_at = FSDPI_SHM_DATA;
-    w->spin_max = fsdpi_shm_cores() >= w->base.boot.size ? FSDPI_SHM_SPIN_MAX : 0;
+    w->spin_max = fsdpi_shm_cores() >= base->size ? FSDPI_SHM_SPIN_MAX : 0;
     c->spin = w->spin_max;
-    c->is_world = 1;
-    fsdpi_describe(&c->base, NULL, w->base.boot.job);
-    c->base.now.kind = FSDPI_OPEN;
-    fsdp_status status = fsdpi_check_world(&c->base, FSDPI_MAX_SRCS);
+    int is_host = !base->boot->threads && base->index == 0;
+    fsdp_status status = base->boot->threads ? fsdpi_shm_open_threads(c)
+                         : is_host           ? fsdpi_shm_found(c)
+                                             : fsdpi_shm_join(c);
     if (status) return status;
-    int is_host = !w->base.boot.threads && c->base.index == 0;
-    status = w->base.boot.threads ? fsdpi_shm_open_threads(c)
-             : is_host       ? fsdpi_shm_found(c)
-                             : fsdpi_shm_join(c);
-    if (status) return status;
-    fsdpi_shm_publish(c);
-    fsdpi_shm_arrive(c);
-    if (is_host && c->base.size > 1) status = fsdpi_shm_host(c);
+    fsdpi_comm_begin(base);
+    status = fsdpi_shm_show(base, NULL, NULL);
+    if (is_host && base->size > 1) status = fsdpi_shm_host(c);
     if (!status) status = fsdpi_shm_wait(c, "come");
-    fsdpi_shm_done(c);
-    return status;
+    return fsdpi_comm_end(base, status);
 }
 
 // The group's first member makes its block, and shows the others where.
 static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *block) {
-    fsdpi_shm_world *w = parent->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(parent);
     size_t bytes = fsdpi_shm_group_bytes(size);
     fsdpi_shm_group *group;
     if (w->fd < 0) {
-        uint64_t number = ~__atomic_fetch_add(&w->control->top, 1u, __ATOMIC_RELAXED);
-        fsdpi_shm_node *node = fsdpi_shm_share(w, number, bytes);
-        if (node) *block = (uint64_t)(uintptr_t)node->base;
-        return node ? node->base : NULL;
+        char *base = fsdpi_shm_share(w, bytes, size);
+        *block = (uint64_t)(uintptr_t)base;
+        return base;
     }
     bytes = fsdpi_shm_round(w, bytes);
     *block = __atomic_fetch_add(&w->control->top, bytes, __ATOMIC_RELAXED);
@@ -940,10 +998,10 @@ static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *bl
 }
 
 static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(c->base.size));
     if (w->fd < 0) {
-        fsdpi_shm_unshare(w, c->group, c->base.size);
+        fsdpi_shm_unshare(w, c->group);
         return;
     }
     int last = __atomic_sub_fetch(&c->group->refs, 1u, __ATOMIC_ACQ_REL) == 0;
@@ -951,62 +1009,35 @@ static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
     if (last) fsdpi_shm_give_back(w, c->block, bytes);
 }
 
-static fsdp_status fsdpi_shm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_comm **out) {
-    fsdpi_shm_comm *parent = (fsdpi_shm_comm *)(void *)comm, *child = NULL;
-    fsdpi_shm_world *w = parent->world;
-    void *block = NULL;
-    int first = -1;
-    *out = NULL;
-    fsdpi_describe(&parent->base, NULL, g->name);
-    parent->base.now.kind = FSDPI_SPLIT;
-    if (FSDPI_LOAD(&w->control->failed)) return fsdpi_shm_report(parent);
-    if (g->color >= 0) {
-        child = (fsdpi_shm_comm *)fsdpi_alloc(&w->base.boot.allocator, sizeof *child);
-        if (!child)
-            return fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
-        first = fsdpi_split_members(&parent->base, g, &child->base);
-        if (first < 0) {
-            fsdpi_free(&w->base.boot.allocator, child);
-            return FSDP_ERR_INVALID_ARG;
-        }
-        child->world = w;
-        child->spin = w->spin_max;
-        if (g->index == 0) block = fsdpi_shm_make_group(parent, g->size, &parent->base.now.block);
-        if (g->index == 0 && !block) {
-            fsdpi_free(&w->base.boot.allocator, child);
-            return fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY,
-                                       "no memory for the group's block");
-        }
+static fsdp_status fsdpi_shm_prepare(fsdpi_comm *parent, fsdpi_comm *child) {
+    if (child->index != 0) return FSDP_OK;
+    void *block = fsdpi_shm_make_group(fsdpi_shm_comm_of(parent), child->size, &parent->now.block);
+    if (!block)
+        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "no memory for the group's block");
+    fsdpi_shm_comm_of(child)->block = parent->now.block;
+    fsdpi_shm_use_group(fsdpi_shm_comm_of(child), block);
+    return FSDP_OK;
+}
+
+// Finds the block that the group's first member has shown.
+static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
+                                     const fsdp_group *g) {
+    fsdpi_shm_comm *parent = fsdpi_shm_comm_of(base), *child = fsdpi_shm_comm_of(base_child);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(parent);
+    (void)g;
+    if (child) child->spin = w->spin_max;
+    if (child && !child->group) {
+        int first = fsdpi_index_of(base, (int)base_child->ranks[0]);
+        child->block = fsdpi_record_of(base, first).block;
+        size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(base_child->size));
+        void *block = w->fd < 0 ? (void *)(uintptr_t)child->block
+                                : fsdpi_shm_map(w, child->block, bytes);
+        if (!block)
+            return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY,
+                                   "the group's block cannot be mapped");
+        fsdpi_shm_use_group(child, block);
     }
-    // Names and members differ between the new groups; that it is a split, and which, does not.
-    parent->base.now.key = FSDPI_SPLIT;
-    fsdpi_shm_publish(parent);
-    fsdp_status status = fsdpi_shm_barrier(parent, "come");
-    if (!status) status = fsdpi_shm_compare(parent);
-    if (!status && child) {
-        fsdpi_record leader = fsdpi_record_get(parent->places[first].record);
-        child->block = leader.block;
-        if (leader.members != parent->base.now.members)
-            status = fsdpi_shm_fail(parent, FSDP_ERR_MISMATCH,
-                                    "ranks disagree about who is in the group");
-        else if (!block && w->fd < 0) block = (void *)(uintptr_t)leader.block;
-        else if (!block)
-            block = fsdpi_shm_map(w, leader.block,
-                                  fsdpi_shm_round(w, fsdpi_shm_group_bytes(child->base.size)));
-        if (!status && !block)
-            status = fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY,
-                                         "the group's block cannot be mapped");
-    }
-    if (child && block) fsdpi_shm_use_group(child, block);
-    if (!status) status = fsdpi_shm_barrier(parent, "finished");
-    fsdpi_shm_done(parent);
-    if (status && child) {
-        if (child->group) fsdpi_shm_drop_group(child);
-        fsdpi_free(&w->base.boot.allocator, child);
-        child = NULL;
-    }
-    *out = (fsdp_comm *)(void *)child;
-    return status;
+    return fsdpi_shm_barrier(parent, "finished");
 }
 
 static void fsdpi_shm_leave_threads(fsdpi_shm_world *w) {
@@ -1018,89 +1049,62 @@ static void fsdpi_shm_leave_threads(fsdpi_shm_world *w) {
     int last = --control->refs == 0;
     fsdpi_unlock(&threads->lock);
     if (!last) return;
-    while (control->nodes) {
-        fsdpi_shm_node *node = control->nodes;
-        fsdp_allocator allocator = node->allocator;
-        control->nodes = node->next;
-        fsdpi_free(&allocator, node->base);
-        fsdpi_free(&allocator, node);
+    while (control->blocks) {
+        fsdpi_shm_block *block = control->blocks;
+        fsdp_allocator allocator = block->allocator;
+        control->blocks = block->next;
+        fsdpi_free(&allocator, block);
     }
     fsdp_allocator allocator = control->allocator;
     fsdpi_free(&allocator, control);
 }
 
-static void fsdpi_shm_close(fsdp_comm *comm) {
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
-    if (!c) return;
-    fsdpi_shm_world *w = c->world;
-    fsdp_allocator allocator = w->base.boot.allocator;
-    if (!c->is_world) {
-        fsdpi_shm_drop_group(c);
-        fsdpi_free(&allocator, c);
-        return;
-    }
-    if (w->joined) { // before memory goes: a peer that waits must not take us for dead
-        FSDPI_STORE(&w->peers[w->base.boot.rank].state, (uint32_t)FSDPI_SHM_LEFT);
-        fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
-    }
-    for (int i = 0; i < w->chunks.count; i++) fsdpi_shm_release(w, &w->chunks.list[i]);
+static void fsdpi_shm_leave(fsdpi_comm *base) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    if (!base->is_world && c->group) fsdpi_shm_drop_group(c);
+    if (!base->is_world || !w->joined) return;
+    // Before memory goes: a peer that waits must not take us for dead.
+    FSDPI_STORE(&w->peers[base->boot->rank].state, (uint32_t)FSDPI_SHM_LEFT);
+    fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
+}
+
+static int fsdpi_shm_close(fsdpi_comm_world *base) {
+    fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
+    for (size_t i = 0; i < w->num_numbers * (size_t)base->boot.size; i++)
+        fsdpi_shm_unmap_remote(&w->remotes[i]);
+    fsdpi_free(&base->boot.allocator, w->remotes);
     if (w->fd >= 0) {
         if (w->control)
             (void)munmap((void *)w->control,
-                         fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
+                         fsdpi_shm_round(w, fsdpi_shm_control_bytes(base->boot.size)));
         (void)close(w->fd);
     } else if (w->joined) {
         fsdpi_shm_leave_threads(w);
     }
-    fsdpi_free(&allocator, w->chunks.list);
-    fsdpi_free(&allocator, w);
-    fsdpi_free(&allocator, c);
+    return 1;
 }
+
+// clang-format off
+static const fsdpi_transport fsdpi_shm_transport = {
+    sizeof(fsdpi_shm_comm), sizeof(fsdpi_shm_world), FSDPI_MAX_SRCS,
+    {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2},
+    fsdpi_shm_open_world, fsdpi_shm_prepare, fsdpi_shm_connect, fsdpi_shm_leave, fsdpi_shm_close,
+    fsdpi_shm_show, fsdpi_shm_hear, fsdpi_shm_move, NULL,
+    fsdpi_shm_tell, fsdpi_shm_verdict, fsdpi_shm_say_last,
+    fsdpi_shm_take, fsdpi_shm_give, fsdpi_advise_host};
+// clang-format on
 
 static fsdp_status fsdpi_shm_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
-    *out = NULL;
-    void *comm, *world;
-    if (!fsdpi_open_blocks(boot, sizeof(fsdpi_shm_comm), &comm, sizeof(fsdpi_shm_world), &world))
-        return FSDP_ERR_OUT_OF_MEMORY;
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)comm;
-    fsdpi_shm_world *w = (fsdpi_shm_world *)world;
-    c->world = w;
-    c->base.boot = &w->boot;
-    w->boot = *boot;
-    fsdp_status status = fsdpi_shm_try_open(c);
-    if (status) {
-        fsdpi_open_failed(&c->base);
-        fsdpi_shm_close((fsdp_comm *)(void *)c);
-        return status;
-    }
-    caps->kinds = FSDPI_SHM_KINDS;
-    caps->flags = FSDP_CAP_FUSED_REDUCE;
-    caps->lanes = 2;
-    *out = (fsdp_comm *)(void *)c;
-    return FSDP_OK;
-}
-static const char *fsdpi_shm_error_text(fsdp_comm *comm) {
-    return comm ? ((fsdpi_shm_comm *)(void *)comm)->base.error : fsdpi_thread_error;
-}
-
-static void fsdpi_shm_abort(fsdp_comm *comm, fsdp_status status, const char *why) {
-    fsdpi_shm_world *w = ((fsdpi_shm_comm *)(void *)comm)->world;
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_abort(&t, &w->boot, why);
-    fsdpi_shm_raise(w, status ? status : FSDP_ERR_ABORTED, "", reason);
-}
-
-static fsdp_status fsdpi_shm_poll(fsdp_comm *comm) {
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
-    return FSDPI_LOAD(&c->world->control->failed) ? fsdpi_shm_report(c) : FSDP_OK;
+    return fsdpi_comm_open(&fsdpi_shm_transport, boot, caps, out);
 }
 
 FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void) {
     static const fsdp_comm_ops ops = {
-        FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "shm",           fsdpi_shm_open,
-        fsdpi_shm_split,   fsdpi_shm_close,       fsdpi_shm_run,   fsdpi_shm_alloc,
-        fsdpi_shm_free,    fsdpi_shm_error_text,  fsdpi_shm_abort, fsdpi_shm_poll,
+        FSDP_COMM_VERSION,     sizeof(fsdp_comm_ops), "shm",
+        fsdpi_shm_open,        fsdpi_comm_split,      fsdpi_comm_close,
+        fsdpi_comm_run,        fsdpi_comm_alloc,      fsdpi_comm_free,
+        fsdpi_comm_error_text, fsdpi_comm_abort,      fsdpi_comm_poll,
     };
     return &ops;
 }
