@@ -1036,7 +1036,7 @@ static void never_filled(int rank, int world, void *arg) {
     make_sums(&j);
     cudaStream_t setup = fsdpi_cuda_of(j.w->device)->place.setup;
     if (of_device) CALL(j.w, make_one_unit(&j, 1, 0, 64, 0));
-    else setup = ((fsdpi_nccl_comm *)(void *)j.w->comm)->world->place.setup;
+    else setup = fsdpi_nccl_world_of((fsdpi_nccl_comm *)(void *)j.w->comm)->place.setup;
     CALL(j.w, fsdp_barrier(j.w));
     CHECK_EQ_INT(fsdp_stub_launch(wait_at_gate, &first, sizeof first, 1, setup), 0);
     int64_t start = h_now_ms();
