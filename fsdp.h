@@ -477,8 +477,7 @@ typedef struct fsdp_model_desc {
    model       owned by the world; fsdp_model_destroy or fsdp_shutdown ends it
    Result      FSDP_OK; INVALID_ARG, UNSUPPORTED, OUT_OF_MEMORY
    Collective  yes: every rank of the mesh, same order      Blocks no      Allocates yes
-   Note        ranks of other meshes may make other models; ranks that share one have made the same
-               models before it (else its first collective is FSDP_ERR_MISMATCH) */
+   Note        ranks of other meshes may make other models */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_create(fsdp_world *world,
                                                        const fsdp_model_desc *desc,
                                                        fsdp_model **model);

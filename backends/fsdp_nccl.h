@@ -27,7 +27,8 @@
      FSDP_NCCL_REGISTER   0 (default): buffers are not registered; 1: with ncclCommRegister, from
                           NCCL 2.26 on; 2, from 2.29.7 on: as symmetric windows, and gathers by the
                           copy engines where NCCL can: a lost peer then blocks the GPU's stream
-                          until the process ends
+                          until the process ends. With 1 and 2, ranks that use memory together have
+                          to allocate the same sizes in the same order
      FSDP_NCCL_CHECK      1: compare what ranks call before every collective (slow)
      FSDP_FLIGHT_RECORD   a path: when the world fails, the last operations go to PATH.RANK
 

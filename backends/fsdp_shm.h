@@ -38,7 +38,9 @@ extern "C" {
                What peers read (src of gather and scatter, dst of the others and in place) has to
                lie in memory of alloc, unless the comm has one rank. INVALID_ARG and UNSUPPORTED are
                found before anybody is told of the call: the comm goes on, peers that came wait
-   alloc       does not wait; takes memory for good, so that its use cannot fail later; zero-filled
+   alloc       does not wait; takes memory for good, so that its use cannot fail later; zero-filled.
+               What a peer has allocated differently is mapped at its first use; if the process has
+               no address space for it, that collective is OUT_OF_MEMORY on all ranks
    close       groups before their world; peers that wait for this rank get PEER_LOST
    abort       from any thread      poll never blocks
    Limits      FSDPI_MAX_SRCS ranks, one user, Linux
@@ -455,7 +457,8 @@ static void fsdpi_shm_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
    that what they map does not grow with what was freed long ago. */
 static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
     uint64_t number = 0;
-    for (int i = 0; i < chunks->count; i++) number += chunks->list[i].at >> 12;
+    for (int i = 0; i < chunks->count; i++)
+        if (chunks->list[i].number == number) number++, i = -1;
     return number;
 }
 

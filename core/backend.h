@@ -73,8 +73,7 @@ struct fsdp_comm_ops {
     fsdp_status (*split)(fsdp_comm *parent, const fsdp_group *group, fsdp_comm **out);
     void (*close)(fsdp_comm *comm);
     fsdp_status (*run)(fsdp_comm *comm, const fsdp_coll *coll);
-    // Memory that peers may read, zero-filled: ranks that use it together have allocated the same
-    // sizes in the same order; other ranks of the world may have allocated otherwise.
+    // Memory that peers may read, zero-filled. Ranks may allocate other sizes, in another order.
     fsdp_status (*alloc)(fsdp_comm *world, size_t size, void **ptr);
     void (*free)(fsdp_comm *world, void *ptr, size_t size);
     // Text of the last failure of this comm; NULL: of this thread's failed open. Names the rank.

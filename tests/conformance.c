@@ -33,7 +33,7 @@ static const backend backends[] = {
 #if defined(FSDP_BACKEND_GLOO) || defined(FSDP_BACKEND_NCCL)
 #define HAS_MORE_KINDS
 static const backend more_kinds[] = {
-    /* those that know all_to_all, send and recv */
+/* those that know all_to_all, send and recv */
 #ifdef FSDP_BACKEND_GLOO
     ROWS("gloo", fsdp_gloo_comm_ops),
 #endif
@@ -399,24 +399,27 @@ static void all_reduce(rank_state *s) {
 }
 TEST_P(conformance, all_reduce, backends) { run_big(row, all_reduce); }
 
+static void broadcast_case(rank_state *s, fsdp_dtype dtype, int count, int root) {
+    fsdp_coll c = coll(s, FSDP_OP_BROADCAST, dtype, "broadcast");
+    size_t used = ((size_t)count + 8) * fsdp_dtype_size(dtype);
+    c.src = c.dst;
+    c.root = root;
+    c.count = (uint64_t)count;
+    memset(s->dst, 0x5A, used);
+    memset(s->model, 0x5A, used);
+    fill(s->dst, dtype, 0, count, s->rank, s->seq);
+    fill(s->model, dtype, 0, count, root, s->seq);
+    OK_ON(s, s->comm, s->ops->run(s->comm, &c));
+    CHECK_EQ_MEM(s->dst, s->model, used);
+    s->cases++;
+}
+
 static void broadcast(rank_state *s) {
     static const fsdp_dtype dtypes[] = {FSDP_U8, FSDP_BF16, FSDP_F32, FSDP_I64};
     for (int d = 0; d < LENGTH(dtypes); d++)
         for (int n = 0; n < LENGTH(sizes); n++)
-            for (int root = 0; root < s->world; root++) {
-                fsdp_coll c = coll(s, FSDP_OP_BROADCAST, dtypes[d], "broadcast");
-                size_t bytes = fsdp_dtype_size(dtypes[d]), used = (size_t)(sizes[n] + 8) * bytes;
-                c.src = c.dst;
-                c.root = root;
-                c.count = (uint64_t)sizes[n];
-                memset(s->dst, 0x5A, used);
-                memset(s->model, 0x5A, used);
-                fill(s->dst, dtypes[d], 0, sizes[n], s->rank, s->seq);
-                fill(s->model, dtypes[d], 0, sizes[n], root, s->seq);
-                OK_ON(s, s->comm, s->ops->run(s->comm, &c));
-                CHECK_EQ_MEM(s->dst, s->model, used);
-                s->cases++;
-            }
+            for (int root = 0; root < s->world; root++)
+                broadcast_case(s, dtypes[d], sizes[n], root);
 }
 TEST_P(conformance, broadcast, backends) { run_big(row, broadcast); }
 
@@ -685,6 +688,36 @@ static void memory(rank_state *s) {
     s->ops->free(s->comm, NULL, 0);
 }
 TEST_P(conformance, memory_is_zero_and_shared, backends) { run(row, memory); }
+
+/* Every rank has allocated other sizes, another number of them, in another order, and begins at
+   another place: each kind finds what it reads. Blocks come and go, so that places change. */
+static void unlike_memory(rank_state *s) {
+    char *extra[MAX_WORLD], *src = s->src, *dst = s->dst;
+    for (int round = 0; round < 8; round++) {
+        int me = (s->rank + round) % s->world, extras = me;
+        size_t skip = (size_t)me * 64, arena = s->arena + (size_t)me * 9000;
+        for (int i = 0; i < extras; i++)
+            OK_ON(s, s->comm, s->ops->alloc(s->comm, 100 + (size_t)i * 5000, (void **)&extra[i]));
+        char **first = me & 1 ? &s->dst : &s->src, **second = me & 1 ? &s->src : &s->dst;
+        OK_ON(s, s->comm, s->ops->alloc(s->comm, arena + skip, (void **)first));
+        OK_ON(s, s->comm, s->ops->alloc(s->comm, arena, (void **)second));
+        *first += skip;
+        for (int several = 0; several < 2; several++) {
+            gather_case(s, FSDP_F32, 700, several, 0);
+            gather_case(s, FSDP_U8, 3000, several, 1);
+            scatter_case(s, FSDP_F32, FSDP_F32, 700, several, 0, 1.0, 0);
+        }
+        all_reduce_case(s, FSDP_F32, 1000, FSDP_SUM); /* of 4,000 and 20,000 bytes */
+        all_reduce_case(s, FSDP_F32, 5000, FSDP_MAX);
+        broadcast_case(s, FSDP_F32, 2000, round % s->world);
+        *first -= skip;
+        s->ops->free(s->comm, s->src, arena + (first == &s->src ? skip : 0));
+        s->ops->free(s->comm, s->dst, arena + (first == &s->dst ? skip : 0));
+        for (int i = 0; i < extras; i++) s->ops->free(s->comm, extra[i], 100 + (size_t)i * 5000);
+    }
+    s->src = src, s->dst = dst;
+}
+TEST_P(conformance, ranks_allocate_differently, backends) { run(row, unlike_memory); }
 
 static void foreign(rank_state *s) {
     static char outside[4096];
