@@ -413,11 +413,10 @@ static fsdp_status fsdpi_comm_disagree(fsdpi_comm *c) {
 
 // Of a pair one sends and the other receives; else all ranks call the same.
 static fsdp_status fsdpi_comm_compare(fsdpi_comm *c, const fsdp_coll *op) {
-    int same = 1;
-    for (int k = 0; k < c->size && !fsdpi_is_pair(op); k++)
-        same &= fsdpi_key_of(c, k) == c->now.key;
+    int same = 1, is_pair = fsdpi_is_pair(op);
+    for (int k = 0; k < c->size && !is_pair; k++) same &= fsdpi_key_of(c, k) == c->now.key;
     if (!same) return fsdpi_comm_disagree(c);
-    if (!fsdpi_is_pair(op)) return FSDP_OK;
+    if (!is_pair) return FSDP_OK;
     fsdpi_record theirs = fsdpi_record_of(c, (int)op->root);
     if (theirs.key == c->now.key && theirs.kind != c->now.kind) return FSDP_OK;
     char text[FSDPI_REASON];
