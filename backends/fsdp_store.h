@@ -1,7 +1,6 @@
-/* backends/fsdp_store.h - how ranks on several hosts meet, and learn of each other's end
+/* fsdp_store.h - how ranks on several hosts meet, and learn of each other's end
 
-   A key-value store, its server and its client, used by backends whose ranks share no memory. Part
-   of fsdp.h's implementation, which includes it after fsdp_launch.h.
+   A key-value store, its server and its client, used by backends whose ranks share no memory.
 
    Who serves. boot->store says where ranks meet:
    - "tcp://HOST:PORT"  rank 0 serves there, unless a server of this job, a launcher's, is there
