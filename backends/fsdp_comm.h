@@ -57,8 +57,9 @@ typedef struct fsdpi_transport {
 
     /* Move: how bytes travel. show tells c->now to those whom the call concerns, and may start what
        can be under way meanwhile; hear waits until their records lie at c->shown. op and span are
-       NULL for a split. Then move: every argument is checked, every rank calls the same. settle (may be NULL)
-       comes last, also after a failure: nothing of this call is under way behind it. */
+       NULL for a split. Then move: every argument is checked, every rank calls the same. settle
+       (may be NULL) comes last, also after a failure: nothing of this call is under way behind it.
+     */
     fsdp_status (*show)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
     fsdp_status (*hear)(fsdpi_comm *c, const fsdp_coll *op);
     fsdp_status (*move)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);

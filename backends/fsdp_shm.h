@@ -111,7 +111,7 @@ typedef struct fsdpi_shm_peer {
     uint32_t state, pid;
 } fsdpi_shm_peer;
 
-// Threads: a block of the heap that peers use, too. What they use begins FSDPI_ALIGN bytes behind it.
+// Threads: a block of the heap that peers use, too; they do from FSDPI_ALIGN bytes behind it on.
 typedef struct fsdpi_shm_block {
     struct fsdpi_shm_block *next;
     fsdp_allocator allocator; // that made it, and has to serve until the last rank has closed
@@ -170,8 +170,8 @@ static fsdpi_shm_world *fsdpi_shm_world_of(const fsdpi_shm_comm *c) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_fail
-// Owns: the verdict, in common memory. The first rank that fails writes it, once; from then on every
-// wait ends and every call returns its status.
+// Owns: the verdict, in common memory. The first rank that fails writes it, once; from then on
+// every wait ends and every call returns its status.
 
 // What a rank of the world did last: it says why the rank is not here.
 static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
@@ -352,9 +352,10 @@ static fsdp_status fsdpi_shm_hear(fsdpi_comm *base, const fsdp_coll *op) {
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_memory
-// Owns: memory that peers may read, and where it is in this process. Invariants: a part is backed by
-// memory before anyone can touch it; no part of the file is used twice, so that new memory is zero,
-// a late reader sees no new data, and a place in the file names one allocation for ever; what is
+// Owns: memory that peers may read, and where it is in this process. Invariants: a part is backed
+// by memory before anyone can touch it; no part of the file is used twice, so that new memory is
+// zero, a late reader sees no new data, and a place in the file names one allocation for ever; what
+// is
 // freed after a failure stays readable, since a peer may not have noticed yet.
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
