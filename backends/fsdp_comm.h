@@ -232,6 +232,8 @@ static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what)
     r->num_segs = op->num_segs;
     if (op->kind == FSDP_OP_REDUCE_SCATTER) r->out_dtype = op->out_dtype;
     if (op->kind == FSDP_OP_BROADCAST) r->root = op->root;
+    if (fsdpi_is_pair(op->kind))
+        r->root = op->root >= 0 && op->root < c->size ? c->ranks[op->root] : -1;
 }
 
 static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
@@ -248,7 +250,7 @@ static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
     h = fsdpi_hash(fsdpi_hash_text(r->what), bytes);
     h = fsdpi_hash(fsdpi_hash(h, r->fingerprint), r->count);
     h = fsdpi_hash(h, r->segs);
-    r->key = fsdpi_hash(h, (uint64_t)(uint32_t)r->root);
+    r->key = fsdpi_hash(h, fsdpi_is_pair(kind) ? 0 : (uint64_t)(uint32_t)r->root);
 }
 
 static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
@@ -268,10 +270,6 @@ static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
                             "a cast, scale or accumulation is not part of this reduction");
 }
 
-static int fsdpi_is_pair(const fsdp_coll *op) {
-    return op && (op->kind == FSDP_OP_SEND || op->kind == FSDP_OP_RECV);
-}
-
 static fsdp_status fsdpi_check_form(fsdpi_comm *c, const fsdp_coll *op, int is_list, int64_t most) {
     if (op->kind >= FSDP_OP_COUNT || !(c->world->caps.kinds >> op->kind & 1))
         return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not know operation %d",
@@ -285,7 +283,7 @@ static fsdp_status fsdpi_check_form(fsdpi_comm *c, const fsdp_coll *op, int is_l
     if (op->kind == FSDP_OP_BROADCAST && !is_member)
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "root is %d, expected 0 to %d",
                                 (int)op->root, c->size - 1);
-    if (fsdpi_is_pair(op) && (!is_member || op->root == c->index))
+    if (fsdpi_is_pair(op->kind) && (!is_member || op->root == c->index))
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
                                 "the other member is %d, expected 0 to %d, and not %d",
                                 (int)op->root, c->size - 1, c->index);
@@ -403,28 +401,36 @@ static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
     }
 }
 
-static fsdp_status fsdpi_comm_disagree(fsdpi_comm *c) {
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_disagreement(&t, c);
-    // Every rank says what it did itself; the subject of the one that fails first is left out.
-    c->world->transport->tell(c, FSDP_ERR_MISMATCH, "", reason);
-    return fsdpi_comm_report(c);
+// Two of them. Of a pair that sends and receives the operations have to differ.
+static void fsdpi_say_two(fsdpi_text *t, const fsdpi_comm *c, const fsdpi_record *mine, int k,
+                          const fsdpi_record *theirs) {
+    fsdpi_record like = *theirs;
+    if (fsdpi_is_pair(mine->kind) && fsdpi_is_pair(theirs->kind))
+        like.kind = mine->kind, like.root = mine->root;
+    fsdpi_say(t, "ranks disagree: rank %d: ", c->boot->rank);
+    fsdpi_say_call(t, mine);
+    fsdpi_say(t, "; rank %d: ", (int)c->ranks[k]);
+    fsdpi_say_call(t, theirs);
+    fsdpi_say_differences(t, mine, &like);
 }
 
 // Of a pair one sends and the other receives; else all ranks call the same.
 static fsdp_status fsdpi_comm_compare(fsdpi_comm *c, const fsdp_coll *op) {
-    int same = 1, is_pair = fsdpi_is_pair(op);
-    for (int k = 0; k < c->size && !is_pair; k++) same &= fsdpi_key_of(c, k) == c->now.key;
-    if (!same) return fsdpi_comm_disagree(c);
-    if (!is_pair) return FSDP_OK;
-    fsdpi_record theirs = fsdpi_record_of(c, (int)op->root);
-    if (theirs.key == c->now.key && theirs.kind != c->now.kind) return FSDP_OK;
-    char text[FSDPI_REASON];
-    fsdpi_text t = {text, sizeof text, 0};
-    fsdpi_say(&t, "rank %d calls ", (int)c->ranks[op->root]);
-    fsdpi_say_call(&t, &theirs);
-    return fsdpi_comm_fail(c, FSDP_ERR_MISMATCH, "%s", text);
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    int same = 1;
+    if (op && fsdpi_is_pair(op->kind)) {
+        fsdpi_record theirs = fsdpi_record_of(c, (int)op->root);
+        same = theirs.key == c->now.key && theirs.kind != c->now.kind;
+        if (!same) fsdpi_say_two(&t, c, &c->now, (int)op->root, &theirs);
+    } else {
+        for (int k = 0; k < c->size; k++) same &= fsdpi_key_of(c, k) == c->now.key;
+        if (!same) fsdpi_say_disagreement(&t, c);
+    }
+    if (same) return FSDP_OK;
+    // Every rank says what it did itself; the subject of the one that fails first is left out.
+    c->world->transport->tell(c, FSDP_ERR_MISMATCH, "", reason);
+    return fsdpi_comm_report(c);
 }
 
 static fsdp_status fsdpi_comm_meet(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span) {

@@ -351,7 +351,8 @@ static fsdp_status fsdpi_gloo_hear(fsdpi_comm *base, const fsdp_coll *op) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
     int64_t deadline = base->now.since_ns + base->boot->timeout_ns;
     fsdp_status status = FSDP_OK;
-    if (fsdpi_is_pair(op)) return fsdpi_gloo_hear_one(c, (int)op->root, base->boot->timeout_ns);
+    if (op && fsdpi_is_pair(op->kind))
+        return fsdpi_gloo_hear_one(c, (int)op->root, base->boot->timeout_ns);
     for (int i = 1; i < base->size && !status; i++)
         status = fsdpi_gloo_hear_one(c, (base->index + i) % base->size,
                                      deadline - fsdpi_boot_now(base->boot));
@@ -751,7 +752,7 @@ static fsdp_status fsdpi_gloo_show_pair(fsdpi_gloo_comm *c, int k) {
 static fsdp_status fsdpi_gloo_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
     (void)span;
-    if (fsdpi_is_pair(op)) return fsdpi_gloo_show_pair(c, (int)op->root);
+    if (op && fsdpi_is_pair(op->kind)) return fsdpi_gloo_show_pair(c, (int)op->root);
     fsdp_status status = fsdpi_gloo_show_all(c, op ? fsdpi_gloo_pack(c, op) : 0);
     return status || !op ? status : fsdpi_gloo_start(c, op);
 }
@@ -777,7 +778,7 @@ static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op) 
 static fsdp_status fsdpi_gloo_move(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
     (void)span;
-    if (!fsdpi_is_pair(op)) return fsdpi_gloo_complete(c, op);
+    if (!fsdpi_is_pair(op->kind)) return fsdpi_gloo_complete(c, op);
     int is_send = op->kind == FSDP_OP_SEND;
     return fsdpi_gloo_post(c, (int)op->root, is_send, is_send ? op->src : op->dst, 2, 0,
                            (size_t)op->count * fsdp_dtype_size(op->dtype));

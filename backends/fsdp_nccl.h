@@ -587,15 +587,6 @@ static void fsdpi_nccl_compare_late(fsdpi_nccl_comm *c, const fsdpi_nccl_shown *
     }
 }
 
-static void fsdpi_nccl_say_mismatch(fsdpi_text *t, const fsdpi_nccl_comm *c,
-                                    const fsdpi_record *mine, const fsdpi_record *theirs, int k) {
-    fsdpi_say(t, "ranks disagree: rank %d: ", c->base.boot->rank);
-    fsdpi_say_call(t, mine);
-    fsdpi_say(t, "; rank %d: ", (int)c->base.ranks[k]);
-    fsdpi_say_call(t, theirs);
-    fsdpi_say_differences(t, mine, theirs);
-}
-
 // An operation is not done in time: who is to blame?
 static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_begun) {
     char reason[FSDPI_REASON], subject[192];
@@ -612,7 +603,7 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_b
         (void)fsdpi_store_world_await_verdict(&c->base, late.absent);
     if (fsdpi_comm_failed(&c->base)) return; // another one was first
     fsdpi_say_op(&s, &f->record);
-    if (late.who >= 0) fsdpi_nccl_say_mismatch(&t, c, &f->record, &late.other, late.who);
+    if (late.who >= 0) fsdpi_say_two(&t, &c->base, &f->record, late.who, &late.other);
     else if (late.num_absent > 0) fsdpi_say_late(&t, &c->base, late.absent, "come");
     else if (late.num_busy > 0) {
         fsdpi_say_ranks(&t, &c->base, late.busy);
@@ -1163,7 +1154,7 @@ static fsdp_status fsdpi_nccl_show(fsdpi_comm *base, const fsdp_coll *op, const 
     exchange.segs = &seg;
     exchange.num_segs = 1;
     exchange.src = exchange.dst = c->records;
-    if (fsdpi_is_pair(op)) {
+    if (op && fsdpi_is_pair(op->kind)) {
         exchange.kind = FSDPI_NCCL_SWAP;
         exchange.dst = c->records + 1 + op->root;
         exchange.count = FSDPI_RECORD_WORDS;

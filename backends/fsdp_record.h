@@ -26,7 +26,7 @@ typedef struct fsdpi_record {
     uint64_t fingerprint, count, segs, seq;
     uint64_t block, members; // split: where the new group's block is, who is in it
     int64_t since_ns;        // when the rank came
-    int32_t root;
+    int32_t root;            // send, recv: the world rank of the other one, or -1
     uint32_t num_segs;
     uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved[2];
     char what[48], comm[16]; // cut if they are longer
@@ -66,7 +66,9 @@ static FSDPI_UNUSED void fsdpi_boot_log(const fsdp_boot *boot, int level, const 
         (boot->logger.log)(level, FSDP_OK, boot->rank, text, boot->logger.user);
 }
 
-// "all_gather of 'h.3' on 'shard' (forward, op 17)"
+static int fsdpi_is_pair(int kind) { return kind == FSDP_OP_SEND || kind == FSDP_OP_RECV; }
+
+// "all_gather of 'h.3' on 'shard' (forward, op 17)", "send of 'h.3' to rank 2 (op 18)"
 static void fsdpi_say_op(fsdpi_text *t, const fsdpi_record *r) {
     static const char *const states[FSDP_STATE_COUNT] = {"", "forward, ", "pre_backward, ",
                                                          "post_backward, "};
@@ -74,6 +76,8 @@ static void fsdpi_say_op(fsdpi_text *t, const fsdpi_record *r) {
     else if (r->kind == FSDPI_SPLIT) fsdpi_say(t, "split into '%s'", r->what);
     else if (r->kind == FSDPI_CLOSE) fsdpi_say(t, "close");
     else fsdpi_say(t, "%s of '%s'", fsdp_op_name(r->kind), r->what);
+    if (fsdpi_is_pair(r->kind) && r->root >= 0)
+        fsdpi_say(t, " %s rank %d", r->kind == FSDP_OP_SEND ? "to" : "from", (int)r->root);
     if (r->comm[0]) fsdpi_say(t, " on '%s'", r->comm);
     if (r->kind < FSDP_OP_COUNT)
         fsdpi_say(t, " (%sop %llu)", r->state < FSDP_STATE_COUNT ? states[r->state] : "",

@@ -9,6 +9,8 @@
      heap. Both vanish with the last rank, however it ends; the size of /dev/shm does not matter.
    - A collective is: publish what I am about to do and where my buffer is, wait for all, compare,
      move data, wait for all. Each rank reads its peers' memory directly, once.
+   - send and recv concern two ranks alone: each shows its record to the other one and waits for it,
+     without a barrier; several pairs of a comm may do so at the same time.
    - Each process has an arena of its own in the file. It maps its new allocation and the same place
      in the arenas of all peers side by side. Where ranks have allocated alike, that is all there is
      to map; an allocation of a peer that lies elsewhere is mapped at its first use.
@@ -35,9 +37,10 @@ extern "C" {
                error_text(NULL) has the text, for the calling thread
    split       blocks until every rank of the parent has come; OUT_OF_MEMORY there aborts the world
    run         of different comms may be called from different threads of a rank at the same time.
-               What peers read (src of gather and scatter, dst of the others and in place) has to
-               lie in memory of alloc, unless the comm has one rank. INVALID_ARG and UNSUPPORTED are
-               found before anybody is told of the call: the comm goes on, peers that came wait
+               Knows all_to_all, send and recv too. What peers read (src of gather, scatter,
+               all_to_all and send, dst of the others and in place) has to lie in memory of alloc,
+               unless the comm has one rank. INVALID_ARG and UNSUPPORTED are found before anybody is
+               told of the call: the comm goes on, peers that came wait
    alloc       does not wait; takes memory for good, so that its use cannot fail later; zero-filled.
                What a peer has allocated differently is mapped at its first use; if the process has
                no address space for it, that collective is OUT_OF_MEMORY on all ranks
@@ -86,7 +89,7 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 #define FSDPI_SHM_MAGIC     "fsdpshm1"
 #define FSDPI_SHM_KINDS                                                                            \
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
-     1u << FSDP_OP_BROADCAST)
+     1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
 
 enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
 
@@ -94,7 +97,12 @@ enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
 typedef struct fsdpi_shm_place {
     uint64_t record[FSDPI_RECORD_WORDS];
     uint32_t arrived; // number of the last barrier this rank has come to
-    uint32_t reserved[(64 - (sizeof(fsdpi_record) + 4) % 64) / 4];
+    uint32_t pad0[15 - sizeof(fsdpi_record) / 4 % 16];
+    // send and recv
+    uint64_t call;         // the last one: its number, and in the low half the other member
+    uint32_t done;         // number of the last one in which this rank needs nothing any more
+    uint32_t bell, asleep; // another member has news for this rank; which sleeps
+    uint32_t pad1[11];
 } fsdpi_shm_place;
 
 /* Common block of a comm: a central barrier, then a place for each rank. `count` is of all arrivals
@@ -157,6 +165,10 @@ typedef struct fsdpi_shm_comm {
     uint64_t block; // place of the group's block
     uint32_t barrier, waits;
     int spin;
+    uint32_t calls;               // of send and recv so far
+    fsdpi_shm_place *other;       // the member that this rank waits for; NULL: a barrier
+    uint32_t theirs;              // number of its call for this rank; 0: it has not come yet
+    uint32_t met[FSDPI_MAX_SRCS]; // by member: number of its last call that was for this rank
     char small[FSDPI_SHM_SMALL];
 } fsdpi_shm_comm;
 
@@ -223,10 +235,22 @@ static int fsdpi_shm_verdict(fsdpi_comm_world *base, fsdpi_verdict *out) {
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_wait
 // Owns: barriers, and everything that may end a wait: all have come, the world failed, a peer is
-// gone, the deadline. Barrier numbers and counts are compared modulo 2^32.
+// gone, the deadline. Numbers of barriers and calls, and counts, are compared modulo 2^32.
 
-static int fsdpi_shm_is_open(fsdpi_shm_comm *c) { // the barrier that this rank came to last
-    return (int32_t)(FSDPI_LOAD(&c->group->generation) - c->barrier) >= 0;
+// The number of the other one's call of send or recv for this rank, 0: it has not come yet. It is
+// in that call until this rank has finished, too.
+static uint32_t fsdpi_shm_call_of(const fsdpi_shm_comm *c, const fsdpi_shm_place *other) {
+    uint64_t call = FSDPI_LOAD(&other->call);
+    uint32_t number = (uint32_t)(call >> 32), member = (uint32_t)call;
+    return member == (uint32_t)c->base.index && number != c->met[other - c->places] ? number : 0;
+}
+
+// Whether what this rank waits for is there: the barrier that it came to last, or the other one of
+// a pair.
+static int fsdpi_shm_is_open(const fsdpi_shm_comm *c) {
+    if (!c->other) return (int32_t)(FSDPI_LOAD(&c->group->generation) - c->barrier) >= 0;
+    if (!c->theirs) return fsdpi_shm_call_of(c, c->other) != 0;
+    return (int32_t)(FSDPI_LOAD(&c->other->done) - c->theirs) >= 0;
 }
 
 static struct flock fsdpi_shm_byte(int rank) {
@@ -245,13 +269,15 @@ static int fsdpi_shm_is_dead(const fsdpi_shm_world *w, int rank) {
     return w->fd >= 0 && fcntl(w->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
-// OK while all members that have joined are alive; `thorough` also asks the kernel.
+// OK while all that this rank waits for are alive, if they have joined; `thorough` also asks the
+// kernel.
 static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
     for (int k = 0; k < c->base.size; k++) {
         int rank = c->base.ranks[k];
         fsdpi_shm_peer *peer = &fsdpi_shm_world_of(c)->peers[rank];
         uint32_t state = FSDPI_LOAD(&peer->state);
         int left = state == FSDPI_SHM_LEFT;
+        if (c->other && c->other != &c->places[k]) continue;
         if (rank == c->base.boot->rank || state == FSDPI_SHM_ABSENT) continue;
         if (!left && !(thorough && fsdpi_shm_is_dead(fsdpi_shm_world_of(c), rank))) continue;
         // It may have gone after it opened the barrier, just now; and a rank that closes says so
@@ -281,7 +307,8 @@ static fsdp_status fsdpi_shm_late(fsdpi_shm_comm *c, const char *verb) {
     uint8_t missing[FSDPI_MAX_SRCS];
     int total = 0;
     for (int k = 0; k < c->base.size; k++) {
-        missing[k] = (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) < 0;
+        missing[k] = c->other ? c->other == &c->places[k] && !fsdpi_shm_is_open(c)
+                              : (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) < 0;
         total += missing[k];
     }
     if (total == 0) return FSDP_OK;
@@ -298,6 +325,7 @@ static fsdp_status fsdpi_shm_late(fsdpi_shm_comm *c, const char *verb) {
 
 static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
     fsdpi_shm_group *group = c->group;
+    c->other = NULL;
     c->barrier++;
     __atomic_store_n(&c->places[c->base.index].arrived, c->barrier, __ATOMIC_RELAXED);
     if (__atomic_add_fetch(&group->count, 1u, __ATOMIC_ACQ_REL) !=
@@ -323,20 +351,23 @@ static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
         return FSDP_OK;
     }
     c->spin /= 4;
+    fsdpi_shm_place *me = &c->places[c->base.index];
+    uint32_t *word = c->other ? &me->bell : &c->group->generation,
+             *sleepers = c->other ? &me->asleep : &c->group->sleepers;
     int64_t start = fsdpi_boot_now(&w->base.boot);
     for (int turn = 0;; turn++) {
-        uint32_t seen = FSDPI_LOAD(&c->group->generation);
+        uint32_t seen = FSDPI_LOAD(word);
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
         if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base);
         fsdp_status status = fsdpi_shm_check_peers(c, turn > 0);
         int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->base.boot) - start);
         if (!status && left <= 0) status = fsdpi_shm_late(c, verb);
         if (status) return status;
-        __atomic_add_fetch(&c->group->sleepers, 1u, __ATOMIC_SEQ_CST);
-        fsdpi_futex_wait(&c->group->generation, seen,
+        __atomic_add_fetch(sleepers, 1u, __ATOMIC_SEQ_CST);
+        fsdpi_futex_wait(word, seen,
                          left > 0 && left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS,
                          w->fd >= 0);
-        __atomic_sub_fetch(&c->group->sleepers, 1u, __ATOMIC_SEQ_CST);
+        __atomic_sub_fetch(sleepers, 1u, __ATOMIC_SEQ_CST);
     }
 }
 
@@ -345,18 +376,12 @@ static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
     return fsdpi_shm_wait(c, verb);
 }
 
-static fsdp_status fsdpi_shm_hear(fsdpi_comm *base, const fsdp_coll *op) {
-    (void)op;
-    return fsdpi_shm_wait(fsdpi_shm_comm_of(base), "come");
-}
-
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_memory
 // Owns: memory that peers may read, and where it is in this process. Invariants: a part is backed
 // by memory before anyone can touch it; no part of the file is used twice, so that new memory is
 // zero, a late reader sees no new data, and a place in the file names one allocation for ever; what
-// is
-// freed after a failure stays readable, since a peer may not have noticed yet.
+// is freed after a failure stays readable, since a peer may not have noticed yet.
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     (void)fsdpi_shm_fallocate(w->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (off_t)at, (off_t)bytes);
@@ -532,12 +557,29 @@ static uint64_t fsdpi_shm_word(const fsdpi_shm_comm *c, int k, size_t offset) { 
     return __atomic_load_n(&c->places[k].record[offset / sizeof(uint64_t)], __ATOMIC_RELAXED);
 }
 
+// Tells a member what this rank has written for it before.
+static void fsdpi_shm_ring(fsdpi_shm_comm *c, fsdpi_shm_place *other) {
+    // Either this load sees the sleeper, or the sleeper's futex call sees the new number.
+    __atomic_add_fetch(&other->bell, 1u, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&other->asleep, __ATOMIC_SEQ_CST))
+        fsdpi_futex_wake_all(&other->bell, fsdpi_shm_world_of(c)->fd >= 0);
+}
+
+/* send and recv: the two wait for each other, both compare, the receiver reads; then each waits
+   until the other one needs its memory and its record no more. No barrier counts this. */
+static void fsdpi_shm_call(fsdpi_shm_comm *c, int k) {
+    if (++c->calls == 0) c->calls = 1; // 0 is none
+    c->other = &c->places[k];
+    c->theirs = 0;
+    FSDPI_STORE(&c->places[c->base.index].call, (uint64_t)c->calls << 32 | (uint32_t)k);
+    fsdpi_shm_ring(c, c->other);
+}
+
 // Shows c->base.now to the members, and where this rank's buffer is: no record changes before all
 // have read it.
 static fsdp_status fsdpi_shm_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
     fsdpi_record *now = &base->now;
-    (void)op;
     if (span && span->chunk.base) {
         const fsdpi_chunk *mine = &span->chunk;
         now->offset = (uint64_t)(uintptr_t)span->shared;
@@ -547,8 +589,16 @@ static fsdp_status fsdpi_shm_show(fsdpi_comm *base, const fsdp_coll *op, const f
         }
     }
     fsdpi_record_put(c->places[base->index].record, now);
-    fsdpi_shm_arrive(c);
+    if (op && fsdpi_is_pair(op->kind)) fsdpi_shm_call(c, (int)op->root);
+    else fsdpi_shm_arrive(c);
     return FSDP_OK;
+}
+
+static fsdp_status fsdpi_shm_hear(fsdpi_comm *base, const fsdp_coll *op) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdp_status status = fsdpi_shm_wait(c, "come");
+    if (!status && c->other) c->theirs = c->met[op->root] = fsdpi_shm_call_of(c, c->other);
+    return status;
 }
 
 // Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
@@ -603,6 +653,15 @@ static void fsdpi_shm_reduce_scatter(const fsdpi_shm_comm *c, const fsdp_coll *o
     }
 }
 
+static void fsdpi_shm_all_to_all(const fsdpi_shm_comm *c, const fsdp_coll *op,
+                                 const char *const *of) {
+    size_t bytes = (size_t)op->count * fsdp_dtype_size(op->dtype);
+    for (int i = 0; i < c->base.size && bytes; i++) {
+        int k = (c->base.index + i) % c->base.size;
+        memcpy((char *)op->dst + bytes * (size_t)k, of[k] + bytes * (size_t)c->base.index, bytes);
+    }
+}
+
 /* Small: everybody reduces everything aside, and stores it when all have read. Large: member k
    reduces part k in its own place, where nobody else reads; then all collect the parts. */
 static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
@@ -635,11 +694,26 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
     return fsdpi_shm_barrier(c, "finished");
 }
 
+static fsdp_status fsdpi_shm_move_pair(fsdpi_shm_comm *c, const fsdp_coll *op,
+                                       const fsdpi_chunk *mine) {
+    const char *src;
+    fsdp_status status = FSDP_OK;
+    if (op->kind == FSDP_OP_RECV && mine->base) {
+        status = fsdpi_shm_find(c, mine, (int)op->root, &src);
+        if (!status) memcpy(op->dst, src, (size_t)op->count * fsdp_dtype_size(op->dtype));
+    }
+    if (status) return status;
+    FSDPI_STORE(&c->places[c->base.index].done, c->calls);
+    fsdpi_shm_ring(c, c->other);
+    return fsdpi_shm_wait(c, "finished");
+}
+
 static fsdp_status fsdpi_shm_move(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
     fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
     const fsdpi_chunk *mine = &span->chunk;
     const char *of[FSDPI_MAX_SRCS];
     fsdp_status status = FSDP_OK;
+    if (c->other) return fsdpi_shm_move_pair(c, op, mine);
     for (int k = 0; k < base->size && !status; k++) {
         int is_read = mine->base && (op->kind != FSDP_OP_BROADCAST || k == op->root);
         of[k] = (const char *)span->shared;
@@ -649,6 +723,7 @@ static fsdp_status fsdpi_shm_move(fsdpi_comm *base, const fsdp_coll *op, const f
     if (op->kind == FSDP_OP_ALL_REDUCE) return fsdpi_shm_all_reduce(c, op, of);
     if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_shm_all_gather(c, op, of);
     if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_shm_reduce_scatter(c, op, of);
+    if (op->kind == FSDP_OP_ALL_TO_ALL) fsdpi_shm_all_to_all(c, op, of);
     if (op->kind == FSDP_OP_BROADCAST && op->root != base->index && op->count)
         memcpy(op->dst, of[op->root], (size_t)op->count * fsdp_dtype_size(op->dtype));
     return fsdpi_shm_barrier(c, "finished");

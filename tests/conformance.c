@@ -30,19 +30,6 @@ static const backend backends[] = {
     ROWS("nccl", fsdp_nccl_comm_ops),
 #endif
 };
-#if defined(FSDP_BACKEND_GLOO) || defined(FSDP_BACKEND_NCCL)
-#define HAS_MORE_KINDS
-static const backend more_kinds[] = {
-/* those that know all_to_all, send and recv */
-#ifdef FSDP_BACKEND_GLOO
-    ROWS("gloo", fsdp_gloo_comm_ops),
-#endif
-#ifdef FSDP_BACKEND_NCCL
-    ROWS("nccl", fsdp_nccl_comm_ops),
-#endif
-};
-#endif
-
 #if defined(__has_feature)
 #if __has_feature(thread_sanitizer) || __has_feature(address_sanitizer)
 #define SANITIZED
@@ -423,30 +410,47 @@ static void broadcast(rank_state *s) {
 }
 TEST_P(conformance, broadcast, backends) { run_big(row, broadcast); }
 
-#ifdef HAS_MORE_KINDS
-static void all_to_all(rank_state *s) {
-    static const fsdp_dtype dtypes[] = {FSDP_U8, FSDP_BF16, FSDP_F32, FSDP_I64};
-    CHECK(s->caps.kinds >> FSDP_OP_ALL_TO_ALL & 1);
-    for (int d = 0; d < LENGTH(dtypes); d++)
-        for (int n = 0; n < LENGTH(sizes); n++) {
-            fsdp_coll c = coll(s, FSDP_OP_ALL_TO_ALL, dtypes[d], "all_to_all");
-            size_t bytes = fsdp_dtype_size(dtypes[d]), count = (size_t)sizes[n],
-                   used = (count * (size_t)s->world + 8) * bytes;
-            c.count = count;
-            memset(s->dst, 0x5A, used);
-            memset(s->model, 0x5A, used);
-            fill(s->src, dtypes[d], 0, (int64_t)count * s->world, s->rank, s->seq);
-            for (int k = 0; k < s->world; k++)
-                for (size_t e = 0; e < count; e++)
-                    put(s->model + ((size_t)k * count + e) * bytes, dtypes[d], k,
-                        (int64_t)((size_t)s->rank * count + e), s->seq);
-            OK_ON(s, s->comm, s->ops->run(s->comm, &c));
-            memset(s->src, 0, used - 8 * bytes); /* allowed at once */
-            CHECK_EQ_MEM(s->dst, s->model, used);
-            s->cases++;
-        }
+static void all_to_all_case(rank_state *s, fsdp_dtype dtype, size_t count) {
+    fsdp_coll c = coll(s, FSDP_OP_ALL_TO_ALL, dtype, "all_to_all");
+    size_t bytes = fsdp_dtype_size(dtype), used = (count * (size_t)s->world + 8) * bytes;
+    c.count = count;
+    memset(s->dst, 0x5A, used);
+    memset(s->model, 0x5A, used);
+    fill(s->src, dtype, 0, (int64_t)count * s->world, s->rank, s->seq);
+    for (int k = 0; k < s->world; k++)
+        for (size_t e = 0; e < count; e++)
+            put(s->model + ((size_t)k * count + e) * bytes, dtype, k,
+                (int64_t)((size_t)s->rank * count + e), s->seq);
+    OK_ON(s, s->comm, s->ops->run(s->comm, &c));
+    memset(s->src, 0, used - 8 * bytes); /* allowed at once */
+    CHECK_EQ_MEM(s->dst, s->model, used);
+    s->cases++;
 }
-TEST_P(conformance, all_to_all, more_kinds) { run_big(row, all_to_all); }
+
+static void all_to_all(rank_state *s) {
+    CHECK(s->caps.kinds >> FSDP_OP_ALL_TO_ALL & 1);
+    for (int d = 0; d < LENGTH(all_dtypes); d++)
+        for (int n = 0; n < LENGTH(sizes); n++)
+            if (sizes[n] < BIG || d < 2) all_to_all_case(s, all_dtypes[d], (size_t)sizes[n]);
+}
+TEST_P(conformance, all_to_all, backends) { run_big(row, all_to_all); }
+
+/* From one member of a comm to another; the rest of them do nothing. */
+static void pair_case(rank_state *s, fsdp_dtype dtype, int count, int from, int to, uint64_t salt) {
+    int is_send = s->rank == from;
+    if (from == to || (!is_send && s->rank != to)) return;
+    fsdp_coll c = coll(s, is_send ? FSDP_OP_SEND : FSDP_OP_RECV, dtype, "pair");
+    size_t used = ((size_t)count + 8) * fsdp_dtype_size(dtype);
+    c.count = (uint64_t)count;
+    c.root = is_send ? to : from;
+    memset(s->dst, 0x5A, used);
+    memset(s->model, 0x5A, used);
+    fill(is_send ? s->src : s->model, dtype, 0, count, from, salt);
+    OK_ON(s, s->comm, s->ops->run(s->comm, &c));
+    if (is_send) memset(s->src, 0, used); /* allowed at once */
+    else CHECK_EQ_MEM(s->dst, s->model, used);
+    s->cases++;
+}
 
 /* Every rank to every other one; a group of collectives between, which must not be disturbed. */
 static void pairs(rank_state *s) {
@@ -454,20 +458,8 @@ static void pairs(rank_state *s) {
     for (int n = 0; n < LENGTH(sizes); n++)
         for (int from = 0; from < s->world; from++)
             for (int to = 0; to < s->world; to++) {
-                int is_send = s->rank == from;
-                if (from == to || (!is_send && s->rank != to)) continue;
-                fsdp_coll c = coll(s, is_send ? FSDP_OP_SEND : FSDP_OP_RECV, FSDP_F32, "pair");
-                size_t used = ((size_t)sizes[n] + 8) * sizeof(float);
-                uint64_t salt = (uint64_t)(n * 100 + from * 10 + to);
-                c.count = (uint64_t)sizes[n];
-                c.root = is_send ? to : from;
-                memset(s->dst, 0x5A, used);
-                memset(s->model, 0x5A, used);
-                fill(is_send ? s->src : s->model, FSDP_F32, 0, sizes[n], from, salt);
-                OK_ON(s, s->comm, s->ops->run(s->comm, &c));
-                if (is_send) memset(s->src, 0, used); /* allowed at once */
-                else CHECK_EQ_MEM(s->dst, s->model, used);
-                s->cases++;
+                pair_case(s, all_dtypes[n], sizes[n], from, to,
+                          (uint64_t)(n * 100 + from * 10 + to));
                 if (s->world == 2) gather_case(s, FSDP_F32, 100, 0, 0);
             }
     fsdp_coll c = coll(s, FSDP_OP_SEND, FSDP_F32, "pair");
@@ -476,7 +468,26 @@ static void pairs(rank_state *s) {
     c.root = s->world;
     CHECK_STATUS(s->ops->run(s->comm, &c), FSDP_ERR_INVALID_ARG);
 }
-TEST_P(conformance, send_and_recv, more_kinds) { run_big(row, pairs); }
+TEST_P(conformance, send_and_recv, backends) { run_big(row, pairs); }
+
+/* Pairs of one comm beside each other, each in its own time and with its own counts; then around in
+   a ring. All the while the last rank of an odd world waits in a collective. */
+static void pairs_at_once(rank_state *s) {
+    uint64_t dice = (uint64_t)s->rank + h_seed();
+    int first = s->rank / 2 * 2, second = first + 1;
+    for (int round = 0; round < 300 && second < s->world; round++) {
+        int to = round % 3 ? second : first, count = round * (7 + first) % 1500;
+        if (h_rand64(&dice) % 16 == 0) fsdpi_sleep_ns((int64_t)(h_rand64(&dice) % 300000));
+        pair_case(s, FSDP_I32, count, first + second - to, to, (uint64_t)(round * 10 + first));
+    }
+    s->seq = 1000; /* values of a case depend on it */
+    gather_case(s, FSDP_F32, 50, 0, 0);
+    for (int round = 0; round < 20; round++)
+        for (int from = 0; from < s->world; from++)
+            pair_case(s, FSDP_I64, 10 + round, from, (from + 1) % s->world, (uint64_t)from);
+    gather_case(s, FSDP_F32, 50, 0, 0);
+}
+TEST_P(conformance, pairs_of_one_comm_at_once, backends) { run(row, pairs_at_once); }
 
 static void unlike_pairs(rank_state *s) {
     CHECK(s->caps.kinds >> FSDP_OP_SEND & s->caps.kinds >> FSDP_OP_RECV & 1);
@@ -489,8 +500,7 @@ static void unlike_pairs(rank_state *s) {
     CHECK_MSG(strstr(s->ops->error_text(s->comm), "elements of f32"), "%s",
               s->ops->error_text(s->comm));
 }
-TEST_P(conformance, unlike_send_and_recv_are_a_mismatch, more_kinds) { run_big(row, unlike_pairs); }
-#endif
+TEST_P(conformance, unlike_send_and_recv_are_a_mismatch, backends) { run_big(row, unlike_pairs); }
 
 /* ---- the completion contract ----------------------------------------------------------------- */
 
@@ -710,6 +720,9 @@ static void unlike_memory(rank_state *s) {
         all_reduce_case(s, FSDP_F32, 1000, FSDP_SUM); /* of 4,000 and 20,000 bytes */
         all_reduce_case(s, FSDP_F32, 5000, FSDP_MAX);
         broadcast_case(s, FSDP_F32, 2000, round % s->world);
+        all_to_all_case(s, FSDP_F32, 800);
+        for (int from = 0; from < s->world; from++)
+            pair_case(s, FSDP_F32, 900, from, (from + 1 + round) % s->world, (uint64_t)round);
         *first -= skip;
         s->ops->free(s->comm, s->src, arena + (first == &s->src ? skip : 0));
         s->ops->free(s->comm, s->dst, arena + (first == &s->dst ? skip : 0));

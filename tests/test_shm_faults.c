@@ -370,6 +370,124 @@ TEST(shm_faults, abort_reaches_ranks_in_groups) {
     run(make_setup(3, 1, 20000), abort_reaches_groups);
 }
 
+/* ---- send and recv --------------------------------------------------------------------------- */
+
+static fsdp_status pair(rank_state *r, int kind, int other, uint64_t count, fsdp_dtype dtype,
+                        uint64_t fingerprint) {
+    fsdp_coll c = coll(r, kind, "h.3", FSDP_STATE_FORWARD);
+    c.root = other, c.count = count, c.dtype = (uint8_t)dtype, c.fingerprint = fingerprint;
+    return r->ops->run(r->comm, &c);
+}
+
+typedef struct {
+    const char *name;
+    int threads, kind;
+    uint64_t count;
+    fsdp_dtype dtype;
+    uint64_t fingerprint;
+    const char *says, *differs;
+} unlike;
+// clang-format off
+#define UNLIKE(mode, threads)                                                                      \
+    {mode "/count", threads, FSDP_OP_RECV, 9, FSDP_F32, 5,                                         \
+     "recv of 'h.3' from rank 0 (forward, op 1), 9 elements of f32", " (differs in count)"},       \
+    {mode "/dtype", threads, FSDP_OP_RECV, 8, FSDP_BF16, 5,                                        \
+     "recv of 'h.3' from rank 0 (forward, op 1), 8 elements of bf16", " (differs in dtype)"},      \
+    {mode "/fingerprint", threads, FSDP_OP_RECV, 8, FSDP_F32, 6,                                   \
+     "recv of 'h.3' from rank 0 (forward, op 1), 8 elements of f32", " (differs in fingerprint)"}, \
+    {mode "/both_send", threads, FSDP_OP_SEND, 8, FSDP_F32, 5,                                     \
+     "send of 'h.3' to rank 0 (forward, op 1), 8 elements of f32", ""}
+// clang-format on
+static const unlike unlike_pairs[] = {UNLIKE("processes", 0), UNLIKE("threads", 1)};
+
+/* Rank 2 waits in a collective, and learns of it as well. */
+static void pairs_differ(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    const unlike *u = (const unlike *)s->extra;
+    rank_state r = begin(rank, s);
+    (void)world;
+    memset(r.dst, 0x77, BLOCK);
+    fsdp_status status = rank == 0   ? pair(&r, FSDP_OP_SEND, 1, 8, FSDP_F32, 5)
+                         : rank == 1 ? pair(&r, u->kind, 0, u->count, u->dtype, u->fingerprint)
+                                     : one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", 0);
+    CHECK_STATUS(status, FSDP_ERR_MISMATCH);
+    for (int i = 0; i < BLOCK; i++) CHECK(r.dst[i] == 0x77); /* before any byte moved */
+    told(&r, "ranks disagree: rank ");
+    told(&r, "rank 0: send of 'h.3' to rank 1 (forward, op 1), 8 elements of f32");
+    told(&r, u->says);
+    told(&r, u->differs);
+    r.ops->close(r.comm);
+}
+TEST_P(shm_faults, unlike_pair, unlike_pairs) {
+    setup *s = make_setup(3, row->threads, 20000);
+    s->extra = (void *)(uintptr_t)row;
+    run(s, pairs_differ);
+}
+
+/* 0 sends to 1, which receives from 2, which receives from 0: each text says for whom the missing
+   one waits instead. */
+static void wrong_partner(int rank, int world, void *arg) {
+    rank_state r = begin(rank, (setup *)arg);
+    static const int others[3] = {1, 2, 0};
+    (void)world;
+    CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.2", 0)); /* all are there */
+    CHECK_STATUS(pair(&r, rank ? FSDP_OP_RECV : FSDP_OP_SEND, others[rank], 8, FSDP_F32, 0),
+                 FSDP_ERR_TIMEOUT);
+    const char *said[3] = {"rank 1 has not come within 0.6 s; it is in recv of 'h.3' from rank 2",
+                           "rank 2 has not come within 0.6 s; it is in recv of 'h.3' from rank 0",
+                           "rank 0 has not come within 0.6 s; it is in send of 'h.3' to rank 1"};
+    const char *text = r.ops->error_text(r.comm);
+    CHECK_MSG(strstr(text, said[0]) || strstr(text, said[1]) || strstr(text, said[2]), "%s", text);
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, pairs_that_do_not_meet) {
+    run(make_setup(3, 0, 600), wrong_partner);
+    run(make_setup(3, 1, 600), wrong_partner);
+}
+
+/* The sender waits for rank 1, which dies, closes, or aborts; ranks that are no part of the pair
+   come and go as they like. */
+enum { PARTNER_DIES, PARTNER_CLOSES, PARTNER_ABORTS, PARTNER_IS_LATE };
+static void partner(int rank, int world, void *arg) {
+    setup *s = (setup *)arg;
+    int what = *(int *)s->extra;
+    rank_state r = begin(rank, s);
+    (void)world;
+    CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.2", 0));
+    if (rank == 2) {
+        r.ops->close(r.comm);
+        return;
+    }
+    if (rank == 1) {
+        usleep(120000); /* so that the sender has found that rank 2 is gone */
+        if (what == PARTNER_DIES) h_die(SIGKILL);
+        if (what == PARTNER_ABORTS) r.ops->abort(r.comm, FSDP_ERR_CORRUPT, "rank 1 is out of data");
+    }
+    int64_t start = h_now_ms();
+    if (rank == 0 || what == PARTNER_IS_LATE) {
+        int late = what == PARTNER_IS_LATE;
+        fsdp_status wanted = late                     ? FSDP_OK
+                             : what == PARTNER_ABORTS ? FSDP_ERR_CORRUPT
+                                                      : FSDP_ERR_PEER_LOST;
+        CHECK_STATUS(pair(&r, rank ? FSDP_OP_RECV : FSDP_OP_SEND, !rank, 8, FSDP_F32, 0), wanted);
+        CHECK(h_now_ms() - start < 1000);
+        if (!late) told(&r, "rank 0: send of 'h.3' to rank 1 (forward, op 2): rank 1 ");
+        if (!late)
+            told(&r, what == PARTNER_DIES     ? "has died (process "
+                     : what == PARTNER_CLOSES ? "has shut down; its last operation was all_g"
+                                              : "is out of data");
+    }
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, partner_of_a_pair) {
+    for (int what = PARTNER_DIES; what <= PARTNER_IS_LATE; what++)
+        for (int threads = 0; threads < (what == PARTNER_DIES ? 1 : 2); threads++) {
+            setup *s = make_setup(3, threads, 20000);
+            s->extra = &what;
+            run(s, partner);
+        }
+}
+
 /* ---- open ------------------------------------------------------------------------------------ */
 
 static void missing_at_open(int rank, int world, void *arg) {
