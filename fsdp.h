@@ -21,6 +21,7 @@ CONTENTS
     core/objects.h      what a world, a mesh, a model and a unit are made of
     core/error.h        error texts, and the way out for every message
     core/alloc.h        host memory
+    core/env.h          the one reader of environment variables
     core/launch.h       rank, size and job from a launcher's environment
     core/spawn.h        ranks that a program starts itself
     core/comm.h         an op record becomes a collective
@@ -1182,6 +1183,7 @@ extern "C" {
 #include "core/objects.h"
 #include "core/error.h"
 #include "core/alloc.h"
+#include "core/env.h"
 #include "core/launch.h"
 
 // Backends, and the devices whose memory their collectives work on.

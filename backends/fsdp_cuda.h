@@ -101,9 +101,9 @@ static fsdpi_cuda_device *fsdpi_cuda_of(fsdp_device *device) {
 // >>cuda_errors
 // Owns: what a failed call of the runtime comes to.
 
-static int fsdpi_cuda_is_managed(void) {
-    const char *text = fsdpi_env("FSDP_CUDA_MANAGED");
-    return text && strcmp(text, "0") != 0;
+static fsdp_status fsdpi_cuda_read_managed(int *is_managed, fsdpi_text *error) {
+    *is_managed = 0;
+    return fsdpi_env_int("FSDP_CUDA_MANAGED", 0, 1, is_managed, error);
 }
 
 #define FSDPI_CUDA_NO_GRAPH                                                                        \
@@ -174,8 +174,9 @@ static fsdp_status fsdpi_cuda_select(fsdpi_cuda_place *at) {
 
 static fsdp_status fsdpi_cuda_place_open(fsdpi_cuda_place *at, const fsdp_boot *boot) {
     at->boot = boot;
-    at->is_managed = fsdpi_cuda_is_managed();
-    fsdp_status status = fsdpi_cuda_select(at);
+    fsdpi_text error = {at->error, sizeof at->error, 0};
+    fsdp_status status = fsdpi_cuda_read_managed(&at->is_managed, &error);
+    if (!status) status = fsdpi_cuda_select(at);
     if (status) return status;
     cudaError_t e = cudaStreamCreateWithFlags(&at->setup, cudaStreamNonBlocking);
     if (e == cudaSuccess) e = cudaEventCreateWithFlags(&at->is_set, cudaEventDisableTiming);
@@ -433,7 +434,11 @@ static fsdp_status fsdpi_cuda_update(fsdp_device *device, void *stream, const fs
 FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void) {
     static const fsdp_device_ops ops = FSDPI_CUDA_OPS(FSDP_DEVICE_ASYNC);
     static const fsdp_device_ops managed = FSDPI_CUDA_OPS(FSDP_DEVICE_ASYNC | FSDP_DEVICE_HOST);
-    return fsdpi_cuda_is_managed() ? &managed : &ops;
+    char ignored[200]; // open tells what is wrong with the variable
+    fsdpi_text error = {ignored, sizeof ignored, 0};
+    int is_managed;
+    (void)fsdpi_cuda_read_managed(&is_managed, &error);
+    return is_managed ? &managed : &ops;
 }
 
 #ifdef __cplusplus

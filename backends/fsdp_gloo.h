@@ -69,9 +69,9 @@ FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void);
 
 #include <errno.h> // EMFILE, ENFILE
 
-#include "fsdp_gloo_shim.h" // the transport
-#include "fsdp_record.h"    // what a rank is about to do, and the words for it
-#include "fsdp_store.h"     // where ranks meet
+#include "fsdp_comm.h"        // the base: what all backends do in the same way
+#include "fsdp_gloo_shim.h"   // the transport
+#include "fsdp_store_world.h" // where ranks meet, and the verdict
 
 #ifdef __cplusplus
 extern "C" {
@@ -89,7 +89,6 @@ extern "C" {
 #define FSDPI_GLOO_GOODBYE_NS 500000000 // that groups wait, and then the world, for goodbyes
 #define FSDPI_GLOO_ACCEPT_NS  200000000 // for a peer to accept a connection
 #define FSDPI_GLOO_GRACE      20        // ms for what was sent before a verdict
-#define FSDPI_GLOO_ASK_NS     80000000  // for what the store knows of a rank
 #define FSDPI_GLOO_ADDRESS    256       // bytes of one end's address, with its length
 
 // Slots: records of all comms' collectives; data, which adds the record's hash; a phase.
@@ -101,13 +100,9 @@ typedef char fsdpi_gloo_head_has_room[FSDPI_GLOO_HEAD >= sizeof(fsdpi_record) ? 
 typedef struct fsdpi_gloo_comm fsdpi_gloo_comm;
 
 typedef struct fsdpi_gloo_world {
-    fsdp_boot boot;
-    fsdpi_store *store;
+    fsdpi_store_world base;
     fsdp_gloo_device *device;
-    fsdpi_chunks chunks;
     fsdpi_trace trace;
-    char job[160]; // of ranks as threads
-    int is_store_mute;
     int64_t patience_ns; // of closing groups, all together
     uint32_t lock;       // of the list
     fsdpi_gloo_comm *comms;
@@ -120,16 +115,20 @@ typedef struct fsdpi_gloo_peer {
     fsdp_gloo_buffer *scratch; // what it sends to be reduced
     fsdp_gloo_buffer *rx, *tx; // data of this operation
     uint32_t recvs, sends;     // posted to them, and not yet waited for
+    int showing;               // out is under way
     int arrived;               // its record of this operation is here
 } fsdpi_gloo_peer;
 
+// How far somebody has come with the large strips of a collective. All zero: nowhere.
+typedef struct fsdpi_gloo_walk {
+    uint32_t strip;
+    size_t used, at, pieces; // bytes behind a record; elements of this strip's regions; pieces
+} fsdpi_gloo_walk;
+
 struct fsdpi_gloo_comm {
     fsdpi_comm base;
-    fsdpi_gloo_world *world;
     fsdpi_gloo_comm *next;
-    uint64_t id;     // equal on all members, unique in the world
-    uint32_t splits; // so far
-    int is_world, turn, closed;
+    int turn, closed;
     fsdp_gloo_context *context;
     uint32_t lock;             // of the next two
     int connecting;            // the member that it connects to, plus 1
@@ -137,7 +136,8 @@ struct fsdpi_gloo_comm {
     size_t small;              // bytes of data behind a record
     char *messages;            // in[0], in[1] and out of each member
     char *scratch;
-    size_t piece, depth; // bytes of one piece of one member, pieces of one member
+    size_t piece, depth;   // bytes of one piece of one member, pieces of one member
+    fsdpi_gloo_walk ahead; // pieces of this operation that are expected so far
     fsdpi_gloo_peer peers[FSDPI_MAX_SRCS];
 };
 
@@ -151,73 +151,36 @@ typedef struct fsdpi_gloo_strip {
 // >>gloo_fail
 // Owns: waits, and everything that may end them: a message, a verdict, a lost peer, the deadline.
 
-// What the store knows of a rank. A store that does not answer once is not asked again.
-static int fsdpi_gloo_ask(fsdpi_gloo_comm *c, int rank, fsdpi_store_peer *out) {
-    fsdpi_gloo_world *w = c->world;
-    if (FSDPI_LOAD(&w->is_store_mute)) return 0;
-    if (!fsdpi_store_ask(w->store, rank, out, FSDPI_GLOO_ASK_NS)) return 1;
-    FSDPI_STORE(&w->is_store_mute, 1);
-    return 0;
+static fsdpi_gloo_comm *fsdpi_gloo_of(fsdpi_comm *base) { return (fsdpi_gloo_comm *)(void *)base; }
+
+static fsdpi_gloo_world *fsdpi_gloo_world_of(const fsdpi_gloo_comm *c) {
+    return (fsdpi_gloo_world *)(void *)c->base.world;
 }
 
-static void fsdpi_gloo_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
-    fsdpi_store_peer peer;
-    if (fsdpi_gloo_ask((fsdpi_gloo_comm *)(void *)base, rank, &peer))
-        fsdpi_store_say_peer(t, &peer);
-    else fsdpi_say(t, "the store does not answer");
+static fsdpi_store *fsdpi_gloo_store(const fsdpi_gloo_comm *c) {
+    return fsdpi_gloo_world_of(c)->base.store;
 }
 
-static int fsdpi_gloo_failed(fsdpi_gloo_comm *c) {
-    return fsdpi_store_verdict(c->world->store, NULL);
-}
-
-static fsdp_status fsdpi_gloo_report(fsdpi_gloo_comm *c) {
-    fsdpi_verdict v;
-    if (fsdpi_store_verdict(c->world->store, &v)) return fsdpi_comm_report(&c->base, &v);
-    (void)fsdpi_comm_error(&c->base, FSDP_ERR_INTERNAL, "a wait has ended without a reason");
-    fsdpi_store_abort(c->world->store, FSDP_ERR_INTERNAL, "", c->base.error);
-    return FSDP_ERR_INTERNAL;
-}
-
-// Ends the world because of the operation that this rank is in.
-static fsdp_status fsdpi_gloo_fail(fsdpi_gloo_comm *c, fsdp_status status, const char *subject,
-                                   const char *reason) {
-    fsdpi_store_abort(c->world->store, status, subject, reason);
-    return fsdpi_gloo_report(c);
-}
-
-static fsdp_status fsdpi_gloo_fail_op(fsdpi_gloo_comm *c, fsdp_status status, const char *reason) {
-    char subject[192];
-    fsdpi_comm_subject(&c->base, subject, sizeof subject);
-    return fsdpi_gloo_fail(c, status, subject, reason);
-}
-
-// A failure of this rank alone that ends the call for all: the reason names who it was.
-static fsdp_status fsdpi_gloo_fail_here(fsdpi_gloo_comm *c, fsdp_status status, const char *what) {
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say(&t, "rank %d: %s", c->base.boot->rank, what);
-    return fsdpi_gloo_fail_op(c, status, reason);
-}
+static int fsdpi_gloo_failed(const fsdpi_gloo_comm *c) { return fsdpi_comm_failed(&c->base); }
 
 // Member k cannot come any more, because of `how`; what it did last may say why.
 static fsdp_status fsdpi_gloo_gone(fsdpi_gloo_comm *c, int k, const char *how, int say_last) {
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
     fsdpi_say(&t, "rank %d %s%s", (int)c->base.ranks[k], how, say_last ? "; " : "");
-    if (say_last) fsdpi_gloo_say_last(&t, &c->base, c->base.ranks[k]);
-    return fsdpi_gloo_fail_op(c, FSDP_ERR_PEER_LOST, reason);
+    if (say_last) fsdpi_store_world_say_last(&t, &c->base, (int)c->base.ranks[k]);
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", reason);
 }
 
 static fsdp_status fsdpi_gloo_closed(fsdpi_gloo_comm *c, int k) {
-    return fsdpi_gloo_gone(c, k, c->is_world ? "has shut down" : "has closed this group", 0);
+    return fsdpi_gloo_gone(c, k, c->base.is_world ? "has shut down" : "has closed this group", 0);
 }
 
 static char *fsdpi_gloo_message(const fsdpi_gloo_comm *c, int k, int which);
 
 // The connection to member k has broken: why is the store's to say.
 static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
-    fsdpi_gloo_world *w = c->world;
+    fsdpi_store *store = fsdpi_gloo_store(c);
     int rank = (int)c->base.ranks[k];
     fsdpi_record record;
     char text[300];
@@ -226,15 +189,15 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
         if (record.kind == FSDPI_CLOSE) return fsdpi_gloo_closed(c, k);
     }
     if (strstr(how, strerror(EMFILE)) || strstr(how, strerror(ENFILE)))
-        return fsdpi_gloo_fail_here(c, FSDP_ERR_IO, "too many open files; ulimit -n allows more");
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_IO, "too many open files; ulimit -n allows more");
     (void)snprintf(text, sizeof text, "is out of reach of rank %d (%s)", c->base.boot->rank, how);
-    int64_t until = fsdpi_boot_now(&w->boot) + 1000000000;
+    int64_t until = fsdpi_boot_now(c->base.boot) + 1000000000;
     // A store that has ended, by a verdict or in order, has told all that it will.
-    while (!fsdpi_store_ended(w->store) && !fsdpi_store_has_left(w->store, rank) &&
-           fsdpi_boot_now(&w->boot) < until)
+    while (!fsdpi_store_ended(store) && !fsdpi_store_has_left(store, rank) &&
+           fsdpi_boot_now(c->base.boot) < until)
         fsdpi_sleep_ns(1000000);
-    if (fsdpi_gloo_failed(c)) return fsdpi_gloo_report(c);
-    int left = fsdpi_store_has_left(w->store, rank);
+    if (fsdpi_gloo_failed(c)) return fsdpi_comm_report(&c->base);
+    int left = fsdpi_store_has_left(store, rank);
     return fsdpi_gloo_gone(c, k, left ? "has shut down" : text, !left);
 }
 
@@ -249,26 +212,21 @@ static fsdp_status fsdpi_gloo_late(fsdpi_gloo_comm *c, int k) {
     for (int j = 0; j < c->base.size && c->messages && !c->peers[k].arrived; j++)
         missing[j] |= j != c->base.index && !c->peers[j].arrived &&
                       fsdp_gloo_wait_recv(c->peers[j].in[c->turn], 1) != FSDP_GLOO_OK;
-    fsdpi_gloo_world *w = c->world;
-    int told = FSDPI_LOAD(&w->is_store_mute)
-                   ? 0
-                   : fsdpi_store_await_verdict(w->store, &c->base, missing, FSDPI_GLOO_ASK_NS);
-    if (told > 0) return fsdpi_gloo_report(c);
-    if (told < 0) FSDPI_STORE(&w->is_store_mute, 1);
+    if (fsdpi_store_world_await_verdict(&c->base, missing)) return fsdpi_comm_report(&c->base);
     fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_late(&t, &c->base, missing, verb, fsdpi_gloo_say_last);
-    return fsdpi_gloo_fail_op(c, FSDP_ERR_TIMEOUT, reason);
+    fsdpi_say_late(&t, &c->base, missing, verb);
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_TIMEOUT, "%s", reason);
 }
 
 // What a call of the transport for member k has come to.
 static fsdp_status fsdpi_gloo_result(fsdpi_gloo_comm *c, int k, int result) {
     if (result == FSDP_GLOO_OK) return FSDP_OK;
-    if (result == FSDP_GLOO_ABORTED) return fsdpi_gloo_report(c);
+    if (result == FSDP_GLOO_ABORTED) return fsdpi_comm_report(&c->base);
     if (result == FSDP_GLOO_TIMEOUT) return fsdpi_gloo_late(c, k);
     if (result == FSDP_GLOO_NO_MEMORY)
-        return fsdpi_gloo_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for the transport");
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "no memory for the transport");
     if (result != FSDP_GLOO_LOST)
-        return fsdpi_gloo_fail_here(c, FSDP_ERR_BACKEND, fsdp_gloo_error());
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "%s", fsdp_gloo_error());
     return fsdpi_gloo_lost(c, k, fsdp_gloo_error());
 }
 
@@ -333,12 +291,7 @@ static void fsdpi_gloo_beat(void *user, fsdpi_store_beat *out) {
     fsdpi_gloo_world *w = (fsdpi_gloo_world *)user;
     int64_t since_ns;
     out->busy = fsdpi_trace_read(&w->trace, out->text, sizeof out->text, &since_ns);
-    out->since_ns = fsdpi_boot_now(&w->boot) - since_ns;
-}
-
-static void fsdpi_gloo_begin(fsdpi_gloo_comm *c) {
-    c->base.now.since_ns = fsdpi_boot_now(c->base.boot);
-    fsdpi_trace_begin(&c->world->trace, &c->base.now);
+    out->since_ns = fsdpi_boot_now(&w->base.base.boot) - since_ns;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -363,57 +316,46 @@ static fsdp_status fsdpi_gloo_expect(fsdpi_gloo_comm *c, int turn) {
     return FSDP_OK;
 }
 
-// Sends the record, with the data that lies behind it, to all; everybody begins with another rank.
-static fsdp_status fsdpi_gloo_show(fsdpi_gloo_comm *c, size_t bytes) {
+// Sends member k the record, with the data that lies behind it.
+static fsdp_status fsdpi_gloo_show_one(fsdpi_gloo_comm *c, int k, uint64_t slot, size_t bytes) {
+    memcpy(fsdpi_gloo_message(c, k, 2), &c->base.now, sizeof c->base.now);
+    int result = fsdp_gloo_send(c->peers[k].out, k, slot, 0, bytes);
+    c->peers[k].arrived = 0;
+    c->peers[k].showing = result == FSDP_GLOO_OK;
+    return fsdpi_gloo_result(c, k, result);
+}
+
+// Sends it to all; everybody begins with another rank.
+static fsdp_status fsdpi_gloo_show_all(fsdpi_gloo_comm *c, size_t bytes) {
     c->turn ^= 1;
+    if (c->messages) c->base.shown = fsdpi_gloo_message(c, 0, c->turn);
     fsdp_status status = fsdpi_gloo_expect(c, !c->turn); // the one after this one
-    for (int i = 1; i < c->base.size && !status; i++) {
-        int k = (c->base.index + i) % c->base.size;
-        c->peers[k].arrived = 0;
-        memcpy(fsdpi_gloo_message(c, k, 2), &c->base.now, sizeof c->base.now);
-        status = fsdpi_gloo_result(
-            c, k,
-            fsdp_gloo_send(c->peers[k].out, k, FSDPI_GLOO_SLOT_RECORD, 0, FSDPI_GLOO_HEAD + bytes));
-    }
+    for (int i = 1; i < c->base.size && !status; i++)
+        status = fsdpi_gloo_show_one(c, (c->base.index + i) % c->base.size, FSDPI_GLOO_SLOT_RECORD,
+                                     FSDPI_GLOO_HEAD + bytes);
     return status;
 }
 
-static fsdpi_record fsdpi_gloo_record_of(const fsdpi_comm *base, int k) {
-    const fsdpi_gloo_comm *c = (const fsdpi_gloo_comm *)(const void *)base;
-    fsdpi_record record = base->now;
-    if (k != base->index) memcpy(&record, fsdpi_gloo_message(c, k, c->turn), sizeof record);
-    record.what[sizeof record.what - 1] = record.comm[sizeof record.comm - 1] = 0;
-    return record;
+// Waits for the record of member k.
+static fsdp_status fsdpi_gloo_hear_one(fsdpi_gloo_comm *c, int k, int64_t timeout_ns) {
+    fsdpi_record record;
+    fsdp_status status = fsdpi_gloo_wait(c, k, c->peers[k].in[c->turn], 0, timeout_ns);
+    if (status) return status;
+    memcpy(&record, fsdpi_gloo_message(c, k, c->turn), sizeof record);
+    if (record.kind == FSDPI_CLOSE) return fsdpi_gloo_closed(c, k);
+    c->peers[k].arrived = 1;
+    return FSDP_OK;
 }
 
-// Waits for the records of all, and compares them.
-static fsdp_status fsdpi_gloo_meet(fsdpi_gloo_comm *c) {
-    int same = 1;
-    int64_t deadline = c->base.now.since_ns + c->base.boot->timeout_ns;
-    for (int i = 1; i < c->base.size; i++) {
-        int k = (c->base.index + i) % c->base.size;
-        fsdp_status status = fsdpi_gloo_wait(c, k, c->peers[k].in[c->turn], 0,
-                                             deadline - fsdpi_boot_now(c->base.boot));
-        if (status) return status;
-        fsdpi_record record = fsdpi_gloo_record_of(&c->base, k);
-        if (record.kind == FSDPI_CLOSE) return fsdpi_gloo_closed(c, k);
-        c->peers[k].arrived = 1;
-        same &= record.key == c->base.now.key;
-    }
-    if (same) return FSDP_OK;
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_disagreement(&t, &c->base, fsdpi_gloo_record_of);
-    // Every rank says what it did itself; the subject of the one that fails first is left out.
-    return fsdpi_gloo_fail(c, FSDP_ERR_MISMATCH, "", reason);
-}
-
-// Waits until the memory of my messages is free again.
-static fsdp_status fsdpi_gloo_shown(fsdpi_gloo_comm *c) {
+static fsdp_status fsdpi_gloo_hear(fsdpi_comm *base, const fsdp_coll *op) {
+    fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
+    int64_t deadline = base->now.since_ns + base->boot->timeout_ns;
     fsdp_status status = FSDP_OK;
-    for (int k = 0; k < c->base.size && !status; k++)
-        if (k != c->base.index)
-            status = fsdpi_gloo_wait(c, k, c->peers[k].out, 1, c->base.boot->timeout_ns);
+    if (op && fsdpi_is_pair(op->kind))
+        return fsdpi_gloo_hear_one(c, (int)op->root, base->boot->timeout_ns);
+    for (int i = 1; i < base->size && !status; i++)
+        status = fsdpi_gloo_hear_one(c, (base->index + i) % base->size,
+                                     deadline - fsdpi_boot_now(base->boot));
     return status;
 }
 
@@ -442,7 +384,7 @@ static fsdp_status fsdpi_gloo_post(fsdpi_gloo_comm *c, int k, int is_send, const
     return fsdpi_gloo_result(c, k, result);
 }
 
-// Waits for everything that was posted; the buffers go when all went well, or can go no further.
+// Waits for the data that was posted; the buffers go when all went well, or can go no further.
 static fsdp_status fsdpi_gloo_finish(fsdpi_gloo_comm *c, fsdp_status status) {
     int64_t timeout_ns = c->base.boot->timeout_ns;
     for (int i = 1; i < c->base.size && !status; i++) {
@@ -454,7 +396,7 @@ static fsdp_status fsdpi_gloo_finish(fsdpi_gloo_comm *c, fsdp_status status) {
     for (int k = 0; k < c->base.size && !status; k++)
         for (; c->peers[k].sends > 0 && !status; c->peers[k].sends -= !status)
             status = fsdpi_gloo_wait(c, k, c->peers[k].tx, 1, timeout_ns);
-    if (status && !c->closed) {
+    if (status && c->context && !c->closed) {
         fsdp_gloo_context_close(c->context);
         c->closed = 1;
     }
@@ -536,12 +478,6 @@ static size_t fsdpi_gloo_place(const fsdpi_gloo_comm *c, const fsdp_coll *op,
     *is_small = end <= c->small;
     return *is_small ? end : used;
 }
-
-// How far somebody has come with the large strips of a collective. All zero: nowhere.
-typedef struct fsdpi_gloo_walk {
-    uint32_t strip;
-    size_t used, at, pieces; // bytes behind a record; elements of this strip's regions; pieces
-} fsdpi_gloo_walk;
 
 // The next piece: of each region of *s at most `most` elements from *at on. 0: there is no more.
 static int fsdpi_gloo_next(const fsdpi_gloo_comm *c, const fsdp_coll *op, fsdpi_gloo_walk *walk,
@@ -665,7 +601,7 @@ static fsdp_status fsdpi_gloo_make_scratch(fsdpi_gloo_comm *c) {
                fsdp_gloo_buffer_create(c->context, fsdpi_gloo_scratch_of(c, k), each,
                                        &c->peers[k].scratch) == FSDP_GLOO_OK;
     if (made) return FSDP_OK;
-    return fsdpi_gloo_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for a large reduction");
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "no memory for a large reduction");
 }
 
 static size_t fsdpi_gloo_piece(const fsdpi_gloo_comm *c, const fsdp_coll *op) { // elements
@@ -684,12 +620,11 @@ static const char *fsdpi_gloo_reduced(const fsdp_coll *op) {
 }
 
 // Expects the next piece of my region from all.
-static fsdp_status fsdpi_gloo_expect_piece(fsdpi_gloo_comm *c, const fsdp_coll *op,
-                                           fsdpi_gloo_walk *walk) {
+static fsdp_status fsdpi_gloo_expect_piece(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdpi_gloo_strip s;
-    size_t at, place = walk->pieces;
+    size_t at, place = c->ahead.pieces;
     fsdp_status status = FSDP_OK;
-    if (!c->scratch || !fsdpi_gloo_next(c, op, walk, fsdpi_gloo_piece(c, op), &s, &at))
+    if (!c->scratch || !fsdpi_gloo_next(c, op, &c->ahead, fsdpi_gloo_piece(c, op), &s, &at))
         return FSDP_OK;
     size_t bytes = fsdpi_gloo_piece_of(c, op, &s, c->base.index, at) * fsdp_dtype_size(op->dtype);
     for (int j = 1; j < c->base.size && !status && bytes; j++) {
@@ -717,9 +652,8 @@ static fsdp_status fsdpi_gloo_send_pieces(fsdpi_gloo_comm *c, const fsdp_coll *o
     return status;
 }
 
-// Reduces pieces as they come, and lets the next ones come. ahead: what is expected so far.
-static fsdp_status fsdpi_gloo_reduce_pieces(fsdpi_gloo_comm *c, const fsdp_coll *op,
-                                            fsdpi_gloo_walk *ahead) {
+// Reduces pieces as they come, and lets the next ones come.
+static fsdp_status fsdpi_gloo_reduce_pieces(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     int is_list = op->kind == FSDP_OP_REDUCE_SCATTER, me = c->base.index;
     fsdp_dtype out = (fsdp_dtype)(is_list ? op->out_dtype : op->dtype);
     const char *srcs[FSDPI_MAX_SRCS];
@@ -739,7 +673,7 @@ static fsdp_status fsdpi_gloo_reduce_pieces(fsdpi_gloo_comm *c, const fsdp_coll 
             fsdpi_reduce((char *)op->dst + (s.shard + at) * fsdp_dtype_size(out), out, srcs,
                          c->base.size, (fsdp_dtype)op->dtype, count, is_list ? op->scale : 1.0,
                          is_list ? op->accumulate : 0, op->redop);
-        if (!status) status = fsdpi_gloo_expect_piece(c, op, ahead);
+        if (!status) status = fsdpi_gloo_expect_piece(c, op);
     }
     return status;
 }
@@ -752,14 +686,13 @@ static int fsdpi_gloo_is_reduction(const fsdp_coll *op) {
     return op->kind == FSDP_OP_REDUCE_SCATTER || op->kind == FSDP_OP_ALL_REDUCE;
 }
 
-static fsdp_status fsdpi_gloo_start_reduction(fsdpi_gloo_comm *c, const fsdp_coll *op,
-                                              fsdpi_gloo_walk *ahead) {
+static fsdp_status fsdpi_gloo_start_reduction(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdpi_gloo_walk walk = {0, 0, 0, 0};
     fsdpi_gloo_strip s;
     size_t at;
     if (!fsdpi_gloo_next(c, op, &walk, SIZE_MAX, &s, &at)) return FSDP_OK;
     fsdp_status status = fsdpi_gloo_make_scratch(c);
-    for (size_t i = 0; i < c->depth && !status; i++) status = fsdpi_gloo_expect_piece(c, op, ahead);
+    for (size_t i = 0; i < c->depth && !status; i++) status = fsdpi_gloo_expect_piece(c, op);
     return status ? status : fsdpi_gloo_send_pieces(c, op);
 }
 
@@ -795,28 +728,44 @@ static fsdp_status fsdpi_gloo_start_strip(fsdpi_gloo_comm *c, const fsdp_coll *o
     return status;
 }
 
-static fsdp_status fsdpi_gloo_start(fsdpi_gloo_comm *c, const fsdp_coll *op,
-                                    fsdpi_gloo_walk *ahead) {
+static fsdp_status fsdpi_gloo_start(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdpi_gloo_walk walk = {0, 0, 0, 0};
     fsdpi_gloo_strip s;
     size_t at;
     fsdp_status status = FSDP_OK;
-    if (fsdpi_gloo_is_reduction(op)) return fsdpi_gloo_start_reduction(c, op, ahead);
+    c->ahead = walk;
+    if (fsdpi_gloo_is_reduction(op)) return fsdpi_gloo_start_reduction(c, op);
     while (!status && fsdpi_gloo_next(c, op, &walk, SIZE_MAX, &s, &at))
         status = fsdpi_gloo_start_strip(c, op, &s);
     return status;
 }
 
+/* send and recv: the two ranks show each other their records under a slot of their own, between
+   turns: the record of the last turn has been used, so theirs may lie there. */
+static fsdp_status fsdpi_gloo_show_pair(fsdpi_gloo_comm *c, int k) {
+    int result = fsdp_gloo_recv(c->peers[k].in[c->turn], k, FSDPI_GLOO_SLOT_PAIR, 0,
+                                sizeof c->base.now);
+    fsdp_status status = fsdpi_gloo_result(c, k, result);
+    return status ? status : fsdpi_gloo_show_one(c, k, FSDPI_GLOO_SLOT_PAIR, sizeof c->base.now);
+}
+
+static fsdp_status fsdpi_gloo_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
+    fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
+    (void)span;
+    if (op && fsdpi_is_pair(op->kind)) return fsdpi_gloo_show_pair(c, (int)op->root);
+    fsdp_status status = fsdpi_gloo_show_all(c, op ? fsdpi_gloo_pack(c, op) : 0);
+    return status || !op ? status : fsdpi_gloo_start(c, op);
+}
+
 // All agree: reduces what arrives. all_reduce and broadcast: each member has its region now, and
 // all collect the regions.
-static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op,
-                                       fsdpi_gloo_walk *ahead) {
+static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op) {
     fsdpi_gloo_walk walk = {0, 0, 0, 0};
     fsdpi_gloo_strip s;
     size_t at;
     fsdp_status status = FSDP_OK;
     fsdpi_gloo_unpack_all(c, op);
-    if (fsdpi_gloo_is_reduction(op)) status = fsdpi_gloo_reduce_pieces(c, op, ahead);
+    if (fsdpi_gloo_is_reduction(op)) status = fsdpi_gloo_reduce_pieces(c, op);
     int collects = op->kind == FSDP_OP_ALL_REDUCE || op->kind == FSDP_OP_BROADCAST;
     if (status || !collects || !fsdpi_gloo_next(c, op, &walk, SIZE_MAX, &s, &at)) return status;
     status = fsdpi_gloo_finish(c, FSDP_OK);
@@ -826,63 +775,24 @@ static fsdp_status fsdpi_gloo_complete(fsdpi_gloo_comm *c, const fsdp_coll *op,
                                op->kind == FSDP_OP_BROADCAST ? (int)op->root : -1);
 }
 
-static fsdp_status fsdpi_gloo_collective(fsdpi_gloo_comm *c, const fsdp_coll *op) {
-    fsdpi_gloo_walk ahead = {0, 0, 0, 0};
-    fsdp_status status = fsdpi_gloo_show(c, fsdpi_gloo_pack(c, op));
-    if (!status) status = fsdpi_gloo_start(c, op, &ahead);
-    if (!status) status = fsdpi_gloo_meet(c);
-    if (!status) status = fsdpi_gloo_complete(c, op, &ahead);
-    if (!status) status = fsdpi_gloo_shown(c);
-    return fsdpi_gloo_finish(c, status);
+static fsdp_status fsdpi_gloo_move(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
+    fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
+    (void)span;
+    if (!fsdpi_is_pair(op->kind)) return fsdpi_gloo_complete(c, op);
+    int is_send = op->kind == FSDP_OP_SEND;
+    return fsdpi_gloo_post(c, (int)op->root, is_send, is_send ? op->src : op->dst, 2, 0,
+                           (size_t)op->count * fsdp_dtype_size(op->dtype));
 }
 
-/* send and recv: the two ranks show each other their records, as a collective does; the sender's
-   data follows. */
-static fsdp_status fsdpi_gloo_pair(fsdpi_gloo_comm *c, const fsdp_coll *op) {
-    int is_send = op->kind == FSDP_OP_SEND, k = (int)op->root;
-    size_t bytes = (size_t)op->count * fsdp_dtype_size(op->dtype);
-    fsdpi_record theirs;
-    fsdp_gloo_buffer *in = NULL, *out = NULL;
-    int result = fsdp_gloo_buffer_create(c->context, &theirs, sizeof theirs, &in);
-    if (!result) result = fsdp_gloo_buffer_create(c->context, &c->base.now, sizeof theirs, &out);
-    if (!result) result = fsdp_gloo_recv(in, k, FSDPI_GLOO_SLOT_PAIR, 0, sizeof theirs);
-    if (!result) result = fsdp_gloo_send(out, k, FSDPI_GLOO_SLOT_PAIR, 0, sizeof theirs);
-    c->peers[k].arrived = 0;
-    fsdp_status status = fsdpi_gloo_result(c, k, result);
-    if (!status) status = fsdpi_gloo_wait(c, k, in, 0, c->base.boot->timeout_ns);
-    if (!status) status = fsdpi_gloo_wait(c, k, out, 1, c->base.boot->timeout_ns);
-    if (!status && !fsdpi_is_like_pair(&c->base.now, &theirs)) {
-        char reason[FSDPI_REASON];
-        fsdpi_text t = {reason, sizeof reason, 0};
-        fsdpi_say_unlike_pair(&t, c->base.boot->rank, &c->base.now, (int)c->base.ranks[k], &theirs);
-        status = fsdpi_gloo_fail(c, FSDP_ERR_MISMATCH, "", reason);
+// Waits until the memory of my messages is free again, and all data is where it belongs.
+static fsdp_status fsdpi_gloo_settle(fsdpi_comm *base, fsdp_status status) {
+    fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
+    for (int k = 0; k < base->size && !status; k++) {
+        if (c->peers[k].showing)
+            status = fsdpi_gloo_wait(c, k, c->peers[k].out, 1, base->boot->timeout_ns);
+        c->peers[k].showing = 0;
     }
-    c->peers[k].arrived = 1;
-    if (!status) status = fsdpi_gloo_post(c, k, is_send, is_send ? op->src : op->dst, 2, 0, bytes);
-    status = fsdpi_gloo_finish(c, status);
-    fsdp_gloo_buffer_destroy(in);
-    fsdp_gloo_buffer_destroy(out);
-    return status;
-}
-
-static fsdp_status fsdpi_gloo_run(fsdp_comm *comm, const fsdp_coll *op) {
-    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)(void *)comm;
-    const void *shared = NULL;
-    int64_t low = 0, high = 0;
-    fsdpi_describe(&c->base, op, op->what);
-    if (fsdpi_gloo_failed(c)) return fsdpi_gloo_report(c);
-    fsdp_status status = fsdpi_check(&c->base, FSDPI_GLOO_KINDS, op, &shared, &low, &high);
-    size_t bytes = fsdp_dtype_size(op->dtype);
-    fsdpi_chunk chunk;
-    if (!status && c->base.size > 1 && high > low)
-        status = fsdpi_chunk_find(&c->base, &c->world->chunks, op, shared, (size_t)low * bytes,
-                                  (size_t)high * bytes, &chunk);
-    if (status) return status;
-    fsdpi_make_key(&c->base.now, op);
-    fsdpi_gloo_begin(c);
-    status = fsdpi_is_pair(op->kind) ? fsdpi_gloo_pair(c, op) : fsdpi_gloo_collective(c, op);
-    fsdpi_trace_end(&c->world->trace);
-    return status;
+    return fsdpi_gloo_finish(c, status);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -896,14 +806,14 @@ static fsdp_status fsdpi_gloo_addresses(fsdpi_gloo_comm *c, char *all) {
         int result = k == c->base.index ? FSDP_GLOO_OK
                                         : fsdp_gloo_context_address(c->context, k, entry + 1,
                                                                     FSDPI_GLOO_ADDRESS - 1, &bytes);
-        if (result) return fsdpi_gloo_fail_here(c, FSDP_ERR_BACKEND, fsdp_gloo_error());
+        if (result) return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "%s", fsdp_gloo_error());
         entry[0] = (char)(unsigned char)bytes;
     }
     return FSDP_OK;
 }
 
 static void fsdpi_gloo_key(char *key, size_t cap, const fsdpi_gloo_comm *c, int k) {
-    (void)snprintf(key, cap, "gloo/%016llx/%d", (unsigned long long)c->id, k);
+    (void)snprintf(key, cap, "gloo/%016llx/%d", (unsigned long long)c->base.id, k);
 }
 
 // Connects to member k, in a way that a verdict ends.
@@ -922,7 +832,7 @@ static int fsdpi_gloo_connect_one(fsdpi_gloo_comm *c, int k, const void *address
 
 // Each member shows the addresses of its ends, and connects them to those of the others.
 static fsdp_status fsdpi_gloo_connect_all(fsdpi_gloo_comm *c, char *all) {
-    fsdpi_store *store = c->world->store;
+    fsdpi_store *store = fsdpi_gloo_store(c);
     size_t total = (size_t)c->base.size * FSDPI_GLOO_ADDRESS, bytes;
     int64_t start = fsdpi_boot_now(c->base.boot);
     char key[64];
@@ -941,12 +851,11 @@ static fsdp_status fsdpi_gloo_connect_all(fsdpi_gloo_comm *c, char *all) {
         int result = fsdpi_gloo_connect_one(c, k, entry + 1, (unsigned char)entry[0]);
         status = fsdpi_gloo_result(c, k, result);
     }
-    if (fsdpi_gloo_failed(c)) return fsdpi_gloo_report(c);
+    if (fsdpi_gloo_failed(c)) return fsdpi_comm_report(&c->base);
     if (!status) return FSDP_OK;
-    char text[200];
-    (void)snprintf(text, sizeof text, "no addresses could be exchanged through the store of %s: %s",
-                   fsdpi_store_who(store), fsdp_status_name(status));
-    return fsdpi_gloo_fail_here(c, status, text);
+    return fsdpi_comm_fail(&c->base, status,
+                           "no addresses could be exchanged through the store of %s: %s",
+                           fsdpi_store_who(store), fsdp_status_name(status));
 }
 
 static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
@@ -956,13 +865,14 @@ static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
     each += FSDPI_GLOO_HEAD;
     c->messages = (char *)fsdpi_alloc(&c->base.boot->allocator, 3 * members * each);
     if (!c->messages)
-        return fsdpi_gloo_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for messages");
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "no memory for messages");
+    c->base.step = 3 * each; // see fsdpi_gloo_message
     for (int k = 0; k < c->base.size; k++) {
         fsdpi_gloo_peer *peer = &c->peers[k];
         fsdp_gloo_buffer **buffers[3] = {&peer->in[0], &peer->in[1], &peer->out};
         for (int i = 0; i < 3 && k != c->base.index; i++)
             if (fsdp_gloo_buffer_create(c->context, fsdpi_gloo_message(c, k, i), each, buffers[i]))
-                return fsdpi_gloo_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for messages");
+                return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "no memory for messages");
     }
     return fsdpi_gloo_expect(c, 1); // the first turn
 }
@@ -973,30 +883,29 @@ static fsdp_status fsdpi_gloo_first_meeting(fsdpi_gloo_comm *c) {
     char key[64];
     c->base.now.key = FSDPI_OPEN;
     c->base.now.since_ns = fsdpi_boot_now(c->base.boot);
-    fsdp_status status = fsdpi_gloo_show(c, 0);
-    if (!status) status = fsdpi_gloo_meet(c);
-    if (!status) status = fsdpi_gloo_shown(c);
+    fsdp_status status = fsdpi_comm_meet(&c->base, NULL, NULL);
+    if (!status) status = fsdpi_gloo_settle(&c->base, FSDP_OK);
     fsdpi_gloo_key(key, sizeof key, c, c->base.index);
-    if (!status) (void)fsdpi_store_delete(c->world->store, key); // if it stays, no harm
+    if (!status) (void)fsdpi_store_delete(fsdpi_gloo_store(c), key); // if it stays, no harm
     return status;
 }
 
-// Connects the members of a comm that is filled so far: base, world, id.
-static fsdp_status fsdpi_gloo_connect(fsdpi_gloo_comm *c) {
-    fsdpi_gloo_world *w = c->world;
+// Connects the members of a comm.
+static fsdp_status fsdpi_gloo_connect_members(fsdpi_gloo_comm *c) {
+    fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     size_t total = (size_t)c->base.size * FSDPI_GLOO_ADDRESS;
     int result = fsdp_gloo_context_create(w->device, c->base.index, c->base.size,
-                                          w->boot.timeout_ns / 1000000, &c->context);
-    if (result) return fsdpi_gloo_fail_here(c, FSDP_ERR_BACKEND, fsdp_gloo_error());
+                                          c->base.boot->timeout_ns / 1000000, &c->context);
+    if (result) return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "%s", fsdp_gloo_error());
     fsdpi_lock(&w->lock);
     c->next = w->comms;
     w->comms = c;
     fsdpi_unlock(&w->lock);
     if (c->base.size == 1) return FSDP_OK;
-    char *all = (char *)fsdpi_alloc(&w->boot.allocator, total);
-    if (!all) return fsdpi_gloo_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no memory for addresses");
+    char *all = (char *)fsdpi_alloc(&c->base.boot->allocator, total);
+    if (!all) return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "no memory for addresses");
     fsdp_status status = fsdpi_gloo_connect_all(c, all);
-    fsdpi_free(&w->boot.allocator, all);
+    fsdpi_free(&c->base.boot->allocator, all);
     if (!status) status = fsdpi_gloo_make_messages(c);
     if (!status) status = fsdpi_gloo_first_meeting(c);
     if (status) fsdpi_sleep_ns(FSDPI_GLOO_ACCEPT_NS); // before ours are closed: see fsdpi_gloo_wake
@@ -1006,9 +915,10 @@ static fsdp_status fsdpi_gloo_connect(fsdpi_gloo_comm *c) {
 /* Says goodbye, and waits until the others have: what was sent last has arrived then. A rank that
    goes on without this group, or works for longer, is not waited for. */
 static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
-    fsdpi_gloo_world *w = c->world;
-    int64_t start = fsdpi_boot_now(&w->boot), own = FSDPI_GLOO_GOODBYE_NS;
-    int64_t *patience = c->is_world ? &own : &w->patience_ns;
+    fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
+    const fsdp_boot *boot = c->base.boot;
+    int64_t start = fsdpi_boot_now(boot), own = FSDPI_GLOO_GOODBYE_NS;
+    int64_t *patience = c->base.is_world ? &own : &w->patience_ns;
     fsdpi_describe(&c->base, NULL, "");
     c->base.now.kind = FSDPI_CLOSE;
     c->turn ^= 1;
@@ -1018,18 +928,18 @@ static void fsdpi_gloo_goodbye(fsdpi_gloo_comm *c) {
         (void)fsdp_gloo_send(c->peers[k].out, k, FSDPI_GLOO_SLOT_RECORD, 0, FSDPI_GLOO_HEAD);
     }
     for (int k = 0; k < c->base.size; k++) {
-        int64_t left = *patience - (fsdpi_boot_now(&w->boot) - start);
+        int64_t left = *patience - (fsdpi_boot_now(boot) - start);
         if (k != c->base.index && left > 0)
             (void)fsdpi_gloo_await_abortable(c, c->peers[k].in[c->turn], 0, left / 1000000 + 1);
     }
-    if (fsdpi_boot_now(&w->boot) - start >= *patience) *patience = 0;
+    if (fsdpi_boot_now(boot) - start >= *patience) *patience = 0;
     for (int k = 0; k < c->base.size; k++) // what is only queued would go with the context
         if (k != c->base.index) (void)fsdpi_gloo_await(c->peers[k].out, 1, FSDPI_GLOO_GRACE);
 }
 
-static void fsdpi_gloo_drop(fsdpi_gloo_comm *c) {
-    fsdpi_gloo_world *w = c->world;
-    fsdp_allocator allocator = w->boot.allocator;
+static void fsdpi_gloo_leave(fsdpi_comm *base) {
+    fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
+    fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     if (c->messages && !c->closed && !fsdpi_gloo_failed(c)) fsdpi_gloo_goodbye(c);
     fsdpi_lock(&w->lock);
     fsdpi_gloo_comm **link = &w->comms;
@@ -1043,179 +953,78 @@ static void fsdpi_gloo_drop(fsdpi_gloo_comm *c) {
         fsdp_gloo_buffer_destroy(c->peers[k].out);
         fsdp_gloo_buffer_destroy(c->peers[k].scratch);
     }
-    fsdpi_free(&allocator, c->messages);
-    fsdpi_free(&allocator, c->scratch);
-    fsdpi_free(&allocator, c);
+    fsdpi_free(&base->boot->allocator, c->messages);
+    fsdpi_free(&base->boot->allocator, c->scratch);
 }
 
-static void fsdpi_gloo_close(fsdp_comm *comm) {
-    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)(void *)comm;
-    if (!c) return;
-    fsdpi_gloo_world *w = c->world;
-    int is_world = c->is_world;
-    if (w->store) fsdpi_gloo_drop(c);
-    else fsdpi_free(&w->boot.allocator, c);
-    if (!is_world) return;
-    fsdp_allocator allocator = w->boot.allocator;
-    if (w->store) fsdpi_store_close(w->store);
+static int fsdpi_gloo_close(fsdpi_comm_world *base) {
+    fsdpi_gloo_world *w = (fsdpi_gloo_world *)(void *)base;
+    fsdpi_store_close(w->base.store);
     if (w->device) fsdp_gloo_device_destroy(w->device);
-    for (int i = 0; i < w->chunks.count; i++) fsdpi_free(&allocator, w->chunks.list[i].base);
-    fsdpi_free(&allocator, w->chunks.list);
-    fsdpi_free(&allocator, w);
+    return 1;
 }
 
-static fsdp_status fsdpi_gloo_unlike_members(fsdpi_gloo_comm *c, int k) {
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say(&t, "ranks %d and %d disagree about who is in the group", c->base.boot->rank,
-              (int)c->base.ranks[k]);
-    return fsdpi_gloo_fail_op(c, FSDP_ERR_MISMATCH, reason);
+static fsdp_status fsdpi_gloo_connect(fsdpi_comm *parent, fsdpi_comm *child, const fsdp_group *g) {
+    (void)parent, (void)g;
+    return child ? fsdpi_gloo_connect_members(fsdpi_gloo_of(child)) : FSDP_OK;
 }
 
-static fsdp_status fsdpi_gloo_split(fsdp_comm *comm, const fsdp_group *g, fsdp_comm **out) {
-    fsdpi_gloo_comm *parent = (fsdpi_gloo_comm *)(void *)comm;
-    fsdpi_gloo_world *w = parent->world;
-    fsdpi_comm *base;
-    *out = NULL;
-    fsdpi_describe(&parent->base, NULL, g->name);
-    parent->base.now.kind = FSDPI_SPLIT;
-    if (fsdpi_gloo_failed(parent)) return fsdpi_gloo_report(parent);
-    fsdp_status status = fsdpi_split_begin(&parent->base, g, sizeof(fsdpi_gloo_comm), &base);
-    if (status == FSDP_ERR_OUT_OF_MEMORY)
-        return fsdpi_gloo_fail_here(parent, status, "the allocator refused");
+static fsdp_status fsdpi_gloo_connect_world(fsdpi_gloo_comm *c) {
+    fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
+    fsdp_status status = fsdpi_store_world_open(&c->base, fsdpi_gloo_beat, fsdpi_gloo_wake);
     if (status) return status;
-    fsdpi_gloo_comm *child = (fsdpi_gloo_comm *)(void *)base;
-    if (child) {
-        child->world = w;
-        child->id = fsdpi_hash(fsdpi_hash(parent->id, parent->splits), (uint64_t)g->ranks[0]);
-    }
-    parent->splits++;
-    fsdpi_gloo_begin(parent);
-    status = fsdpi_gloo_show(parent, 0);
-    if (!status) status = fsdpi_gloo_meet(parent);
-    if (!status) status = fsdpi_gloo_shown(parent);
-    for (int i = 0; child && i < child->base.size && !status; i++) {
-        int k = 0;
-        while (parent->base.ranks[k] != child->base.ranks[i]) k++;
-        if (fsdpi_gloo_record_of(&parent->base, k).members != parent->base.now.members)
-            status = fsdpi_gloo_unlike_members(parent, k);
-    }
-    if (!status && child) {
-        status = fsdpi_gloo_connect(child);
-        if (status)
-            fsdpi_copy_name(parent->base.error, sizeof parent->base.error, child->base.error);
-    }
-    status = fsdpi_gloo_finish(parent, status);
-    fsdpi_trace_end(&w->trace);
-    if (status && child) {
-        fsdpi_gloo_drop(child);
-        child = NULL;
-    }
-    *out = (fsdp_comm *)(void *)child;
-    return status;
+    const char *address = fsdpi_store_address(w->base.store);
+    if (fsdp_gloo_device_create(address, &w->device))
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND,
+                               "no sockets on address %s (%s); FSDP_SOCKET_IFNAME names the "
+                               "interface to use",
+                               address, fsdp_gloo_error());
+    return fsdpi_gloo_connect_members(c);
 }
 
-static fsdp_status fsdpi_gloo_try_open(fsdpi_gloo_comm *c) {
-    fsdpi_gloo_world *w = c->world;
-    fsdpi_store_desc desc;
-    char text[FSDPI_REASON];
+static fsdp_status fsdpi_gloo_open_world(fsdpi_comm *base) {
+    fsdpi_gloo_comm *c = fsdpi_gloo_of(base);
+    fsdpi_gloo_world *w = fsdpi_gloo_world_of(c);
     w->patience_ns = FSDPI_GLOO_GOODBYE_NS;
-    fsdpi_store_boot(&w->boot, w->job, sizeof w->job);
-    fsdpi_describe(&c->base, NULL, w->boot.job);
-    c->base.now.kind = FSDPI_OPEN;
-    c->is_world = 1;
-    fsdp_status status = fsdpi_check_world(&c->base, FSDPI_MAX_SRCS);
-    if (status) return status;
-    fsdpi_gloo_begin(c);
-    memset(&desc, 0, sizeof desc);
-    desc.boot = w->boot;
-    desc.beat = fsdpi_gloo_beat;
-    desc.event = fsdpi_gloo_wake;
-    desc.user = w;
-    status = fsdpi_store_open(&desc, &w->store, text, sizeof text);
-    if (status) return fsdpi_comm_error(&c->base, status, "%s", text);
-    const char *address = fsdpi_store_address(w->store);
-    if (fsdp_gloo_device_create(address, &w->device)) {
-        (void)snprintf(text, sizeof text,
-                       "no sockets on address %s (%s); FSDP_SOCKET_IFNAME names "
-                       "the interface to use",
-                       address, fsdp_gloo_error());
-        status = fsdpi_gloo_fail_here(c, FSDP_ERR_BACKEND, text);
-    }
-    if (!status) status = fsdpi_gloo_connect(c);
-    fsdpi_trace_end(&w->trace);
-    return status;
+    base->world->trace = &w->trace;
+    fsdpi_comm_begin(base);
+    return fsdpi_comm_end(base, fsdpi_gloo_connect_world(c));
 }
+
+static fsdp_status fsdpi_gloo_take(fsdpi_comm_world *w, fsdpi_chunk *chunk, const char **why) {
+    const char *whose;
+    size_t size = chunk->size;
+    if (size >= (size_t)1 << 20 && (int64_t)(size / 2) > fsdpi_memory_left(&whose) / 2) {
+        *why = "memory is short";
+        return FSDP_ERR_OUT_OF_MEMORY;
+    }
+    chunk->base = (char *)fsdpi_alloc(&w->boot.allocator, size);
+    return chunk->base ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
+}
+
+static void fsdpi_gloo_give(fsdpi_comm_world *w, const fsdpi_chunk *chunk) {
+    fsdpi_free(&w->boot.allocator, chunk->base);
+}
+
+// clang-format off
+static const fsdpi_transport fsdpi_gloo_transport = {
+    sizeof(fsdpi_gloo_comm), sizeof(fsdpi_gloo_world), FSDPI_MAX_SRCS,
+    {FSDPI_GLOO_KINDS, FSDP_CAP_FUSED_REDUCE, 2},
+    fsdpi_gloo_open_world, NULL, fsdpi_gloo_connect, fsdpi_gloo_leave, fsdpi_gloo_close,
+    fsdpi_gloo_show, fsdpi_gloo_hear, fsdpi_gloo_move, fsdpi_gloo_settle,
+    fsdpi_store_world_tell, fsdpi_store_world_verdict, fsdpi_store_world_say_last,
+    fsdpi_gloo_take, fsdpi_gloo_give, fsdpi_advise_host};
+// clang-format on
 
 static fsdp_status fsdpi_gloo_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
-    *out = NULL;
-    void *comm, *world;
-    if (!fsdpi_open_blocks(boot, sizeof(fsdpi_gloo_comm), &comm, sizeof(fsdpi_gloo_world), &world))
-        return FSDP_ERR_OUT_OF_MEMORY;
-    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)comm;
-    fsdpi_gloo_world *w = (fsdpi_gloo_world *)world;
-    c->world = w;
-    c->base.boot = &w->boot;
-    w->boot = *boot;
-    fsdp_status status = fsdpi_gloo_try_open(c);
-    if (status) {
-        fsdpi_open_failed(&c->base);
-        fsdpi_gloo_close((fsdp_comm *)(void *)c);
-        return status;
-    }
-    caps->kinds = FSDPI_GLOO_KINDS;
-    caps->flags = FSDP_CAP_FUSED_REDUCE;
-    caps->lanes = 2;
-    *out = (fsdp_comm *)(void *)c;
-    return FSDP_OK;
-}
-
-static fsdp_status fsdpi_gloo_alloc(fsdp_comm *comm, size_t size, void **ptr) {
-    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)(void *)comm;
-    fsdpi_gloo_world *w = c->world;
-    const char *whose;
-    *ptr = NULL;
-    if (size >= (size_t)1 << 20 && (int64_t)(size / 2) > fsdpi_memory_left(&whose) / 2)
-        return fsdpi_no_memory(&c->base, size, "memory is short");
-    fsdpi_chunk chunk = {(char *)fsdpi_alloc(&w->boot.allocator, size), size, 0, 0, 0};
-    if (!chunk.base || !fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
-        fsdpi_free(&w->boot.allocator, chunk.base);
-        return fsdpi_no_memory(&c->base, size, "the allocator refused");
-    }
-    *ptr = chunk.base;
-    return FSDP_OK;
-}
-
-static void fsdpi_gloo_free(fsdp_comm *comm, void *ptr, size_t size) {
-    fsdpi_gloo_world *w = ((fsdpi_gloo_comm *)(void *)comm)->world;
-    fsdpi_chunk chunk;
-    (void)size;
-    if (ptr && fsdpi_chunk_take(&w->chunks, 0, ptr, &chunk))
-        fsdpi_free(&w->boot.allocator, chunk.base);
-}
-
-static const char *fsdpi_gloo_error_text(fsdp_comm *comm) {
-    return comm ? ((fsdpi_gloo_comm *)(void *)comm)->base.error : fsdpi_thread_error;
-}
-
-static void fsdpi_gloo_abort(fsdp_comm *comm, fsdp_status status, const char *why) {
-    fsdpi_gloo_world *w = ((fsdpi_gloo_comm *)(void *)comm)->world;
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_abort(&t, &w->boot, why);
-    fsdpi_store_abort(w->store, status ? status : FSDP_ERR_ABORTED, "", reason);
-}
-
-static fsdp_status fsdpi_gloo_poll(fsdp_comm *comm) {
-    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)(void *)comm;
-    return fsdpi_gloo_failed(c) ? fsdpi_gloo_report(c) : FSDP_OK;
+    return fsdpi_comm_open(&fsdpi_gloo_transport, boot, caps, out);
 }
 
 FSDP_API const fsdp_comm_ops *fsdp_gloo_comm_ops(void) {
     static const fsdp_comm_ops ops = {
         FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "gloo",           fsdpi_gloo_open,
-        fsdpi_gloo_split,  fsdpi_gloo_close,      fsdpi_gloo_run,   fsdpi_gloo_alloc,
-        fsdpi_gloo_free,   fsdpi_gloo_error_text, fsdpi_gloo_abort, fsdpi_gloo_poll,
+        fsdpi_comm_split,  fsdpi_comm_close,      fsdpi_comm_run,   fsdpi_comm_alloc,
+        fsdpi_comm_free,   fsdpi_comm_error_text, fsdpi_comm_abort, fsdpi_comm_poll,
     };
     return &ops;
 }

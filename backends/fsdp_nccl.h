@@ -91,8 +91,8 @@ extern "C++" {
 }
 #endif
 
-#include "fsdp_record.h" // what a rank is about to do, and the words for it
-#include "fsdp_store.h"  // where ranks meet
+#include "fsdp_comm.h"        // the base: what all backends do in the same way
+#include "fsdp_store_world.h" // where ranks meet, and the verdict
 
 #if NCCL_VERSION_CODE < 21800
 #error "fsdp_nccl.h needs NCCL 2.18 or newer: this is the header of an older one"
@@ -109,7 +109,6 @@ extern "C" {
 #define FSDPI_NCCL_LARGE       ((size_t)1 << 20)     // of an allocation that is registered
 #define FSDPI_NCCL_PERIOD_NS   ((int64_t)20000000)   // from one look of the watchdog to the next
 #define FSDPI_NCCL_IDLE_NS     ((int64_t)100000000)  // while nothing is under way; the monitor
-#define FSDPI_NCCL_ASK_NS      80000000              // for what the store knows of a rank
 #define FSDPI_NCCL_SHOW_NS     ((int64_t)500000000)  // for what late members wait for
 #define FSDPI_NCCL_LEFT_NS     ((int64_t)200000000)  // for what a rank did before it shut down
 #define FSDPI_NCCL_ABORT_NS    ((int64_t)2000000000) // for communicators to end
@@ -146,13 +145,11 @@ typedef struct fsdpi_nccl_registration {
 enum { FSDPI_NCCL_CUDA, FSDPI_NCCL_OWN };
 
 typedef struct fsdpi_nccl_world {
-    fsdp_boot boot;
-    fsdpi_store *store;
+    fsdpi_store_world base;
     int version; // of the library
-    int registers, checks, num_comms;
+    int registers;
     fsdpi_cuda_place place;
-    fsdpi_chunks chunks;
-    char job[160];        // of ranks as threads
+    int is_left;          // the watchdog still looks at this block, and CUDA may not be called
     int64_t patience_ns;  // of closing comms, all together
     uint32_t issue;       // lock: NCCL is called by one thread at a time
     uint32_t lock;        // of comms and registrations
@@ -171,47 +168,34 @@ typedef struct fsdpi_nccl_world {
 
 struct fsdpi_nccl_comm {
     fsdpi_comm base;
-    fsdpi_nccl_world *world;
     fsdpi_nccl_comm *next;
     ncclComm_t nccl;
     cudaStream_t stream; // of calls without one
-    uint64_t id;         // equal on all members, unique in the world
     uint64_t seq, done;  // operations so far, done
     int64_t idle_ns;     // when the last one was seen done
     int64_t error_ns;    // when NCCL first reported an error, or 0
     int64_t left_ns;     // when a member was first seen to have left, or 0
-    uint32_t splits;
-    void *made_by; // the call that made the communicator
-    int is_world;
-    uint64_t *keys;  // device memory for comparisons: two of mine, and then those of all
-    uint64_t *shown; // the host's copy of those of all
+    void *made_by;       // the call that made the communicator
+    // To compare what members call: device memory for my record, and then for those of all; and
+    // the host's copy of those of all.
+    fsdpi_record *records, *shown;
+    fsdpi_flight *showing; // brings them
 };
 
 /* -------------------------------------------------------------------------------------------- */
 // >>nccl_fail
 // Owns: the words and statuses of failures.
 
-static int fsdpi_nccl_failed(fsdpi_nccl_world *w) { return fsdpi_store_verdict(w->store, NULL); }
+static fsdpi_nccl_comm *fsdpi_nccl_of(fsdpi_comm *base) { return (fsdpi_nccl_comm *)(void *)base; }
 
-static fsdp_status fsdpi_nccl_report(fsdpi_nccl_comm *c) {
-    fsdpi_verdict v;
-    if (fsdpi_store_verdict(c->world->store, &v)) return fsdpi_comm_report(&c->base, &v);
-    return fsdpi_comm_error(&c->base, FSDP_ERR_INTERNAL, "the world has ended without a reason");
+static fsdpi_nccl_world *fsdpi_nccl_world_of(const fsdpi_nccl_comm *c) {
+    return (fsdpi_nccl_world *)(void *)c->base.world;
 }
 
-// Ends the world because of what this rank is in. The monitor aborts the communicators.
-static fsdp_status fsdpi_nccl_fail(fsdpi_nccl_comm *c, fsdp_status status, const char *reason) {
-    char subject[192];
-    fsdpi_comm_subject(&c->base, subject, sizeof subject);
-    fsdpi_store_abort(c->world->store, status, subject, reason);
-    return fsdpi_nccl_report(c);
-}
+static const fsdp_boot *fsdpi_nccl_boot(const fsdpi_nccl_world *w) { return &w->base.base.boot; }
 
-static fsdp_status fsdpi_nccl_fail_here(fsdpi_nccl_comm *c, fsdp_status status, const char *what) {
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say(&t, "rank %d: %s", c->base.boot->rank, what);
-    return fsdpi_nccl_fail(c, status, reason);
+static int fsdpi_nccl_failed(const fsdpi_nccl_world *w) {
+    return w->base.base.failed && FSDPI_LOAD(w->base.base.failed);
 }
 
 // A failed call of NCCL. Its last line of warning says more than its code.
@@ -224,8 +208,9 @@ static void fsdpi_nccl_say(fsdpi_text *t, ncclResult_t result, const char *what)
 
 // If a rank has died, the store says so in a moment, and better than NCCL.
 static void fsdpi_nccl_await_verdict(fsdpi_nccl_world *w) {
-    int64_t start = fsdpi_boot_now(&w->boot);
-    while (!fsdpi_nccl_failed(w) && fsdpi_boot_now(&w->boot) - start < FSDPI_NCCL_ERROR_NS)
+    int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w));
+    while (!fsdpi_nccl_failed(w) &&
+           fsdpi_boot_now(fsdpi_nccl_boot(w)) - start < FSDPI_NCCL_ERROR_NS)
         fsdpi_sleep_ns(1000000);
 }
 
@@ -234,23 +219,23 @@ static fsdp_status fsdpi_nccl_result(fsdpi_nccl_comm *c, ncclResult_t result, co
     fsdpi_text t = {text, sizeof text, 0};
     if (result == ncclSuccess) return FSDP_OK;
     if (result == ncclRemoteError || result == ncclSystemError || result == ncclInternalError)
-        fsdpi_nccl_await_verdict(c->world);
-    if (fsdpi_nccl_failed(c->world)) return fsdpi_nccl_report(c); // it failed because of that
+        fsdpi_nccl_await_verdict(fsdpi_nccl_world_of(c));
+    if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base); // because of that
     if (result == ncclInProgress)
         fsdpi_say(&t, "%s is in progress, and not done within %.1f s (NCCL_DEBUG=INFO)", what,
                   (double)c->base.boot->timeout_ns * 1e-9);
     else fsdpi_nccl_say(&t, result, what);
-    return fsdpi_nccl_fail_here(c, result == ncclInProgress ? FSDP_ERR_TIMEOUT : FSDP_ERR_BACKEND,
-                                text);
+    return fsdpi_comm_fail(&c->base, result == ncclInProgress ? FSDP_ERR_TIMEOUT : FSDP_ERR_BACKEND,
+                           "%s", text);
 }
 
 static fsdp_status fsdpi_nccl_cuda(fsdpi_nccl_comm *c, cudaError_t e, const char *what) {
     char text[320];
-    fsdp_status status = fsdpi_cuda_status(text, sizeof text, c->world->place.ordinal, (int)e,
-                                           what);
+    fsdp_status status = fsdpi_cuda_status(text, sizeof text, fsdpi_nccl_world_of(c)->place.ordinal,
+                                           (int)e, what);
     if (!status) return FSDP_OK;
-    if (fsdpi_nccl_failed(c->world)) return fsdpi_nccl_report(c);
-    return fsdpi_nccl_fail_here(c, status, text);
+    if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base);
+    return fsdpi_comm_fail(&c->base, status, "%s", text);
 }
 
 /* A communicator may be non-blocking, if NCCL_COMM_BLOCKING=0 says so: then every call may be in
@@ -261,7 +246,7 @@ static ncclResult_t fsdpi_nccl_settle(fsdpi_nccl_comm *c, ncclResult_t result, n
         ncclResult_t asked = ncclCommGetAsyncError(nccl, &result);
         if (asked != ncclSuccess) return asked;
         if (result != ncclInProgress) break;
-        if (fsdpi_nccl_failed(c->world)) return ncclInternalError;
+        if (fsdpi_comm_failed(&c->base)) return ncclInternalError;
         if (fsdpi_boot_now(c->base.boot) - start > c->base.boot->timeout_ns) break;
         fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
     }
@@ -448,26 +433,25 @@ static int fsdpi_nccl_bounded(fsdpi_nccl_call *call, const fsdp_boot *boot, int6
 static fsdp_status fsdpi_nccl_together(fsdpi_nccl_comm *c, fsdpi_nccl_call **call,
                                        const char *what) {
     const fsdp_boot *boot = c->base.boot;
-    char text[200];
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     int takes = (*call)->kind == FSDPI_NCCL_PART; // nobody else calls NCCL meanwhile
-    if (takes) fsdpi_lock(&c->world->issue);
+    if (takes) fsdpi_lock(&w->issue);
     int is_done = fsdpi_nccl_call_start(*call);
-    if (is_done) is_done = fsdpi_nccl_call_wait(*call, boot, boot->timeout_ns, c->world);
+    if (is_done) is_done = fsdpi_nccl_call_wait(*call, boot, boot->timeout_ns, w);
     else (*call)->kind = FSDPI_NCCL_NONE;
-    if (takes) fsdpi_unlock(&c->world->issue);
+    if (takes) fsdpi_unlock(&w->issue);
     if ((*call)->kind == FSDPI_NCCL_NONE)
-        return fsdpi_nccl_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no thread could be started");
-    if (!is_done && !fsdpi_nccl_failed(c->world)) {
-        (void)snprintf(text, sizeof text,
-                       "%s has not returned within %.1f s: can the ranks reach each other "
-                       "(NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)?",
-                       what, (double)boot->timeout_ns * 1e-9);
-        (void)fsdpi_nccl_fail_here(c, FSDP_ERR_TIMEOUT, text);
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "no thread could be started");
+    if (!is_done && !fsdpi_comm_failed(&c->base)) {
+        (void)fsdpi_comm_fail(&c->base, FSDP_ERR_TIMEOUT,
+                              "%s has not returned within %.1f s: can the ranks reach each other "
+                              "(NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)?",
+                              what, (double)boot->timeout_ns * 1e-9);
     }
     if (!is_done && (*call)->kind != FSDPI_NCCL_MAKE) // which nothing ends
         (void)fsdpi_nccl_call_wait(*call, boot, FSDPI_NCCL_LAST_NS, NULL);
     fsdpi_nccl_call_end(call);
-    return *call ? fsdpi_nccl_result(c, (*call)->result, what) : fsdpi_nccl_report(c);
+    return *call ? fsdpi_nccl_result(c, (*call)->result, what) : fsdpi_comm_report(&c->base);
 }
 
 static fsdpi_nccl_call *fsdpi_nccl_call_new(const fsdpi_nccl_world *w, int kind) {
@@ -491,7 +475,7 @@ static fsdpi_flight *fsdpi_nccl_flight(fsdpi_nccl_world *w, uint64_t number) {
 
 // Whether an event is done. With no lock, as this can hang.
 static int fsdpi_nccl_is_done(fsdpi_nccl_world *w, cudaEvent_t event, cudaError_t *e) {
-    __atomic_store_n(&w->asking_ns, fsdpi_boot_now(&w->boot), __ATOMIC_RELEASE);
+    __atomic_store_n(&w->asking_ns, fsdpi_boot_now(fsdpi_nccl_boot(w)), __ATOMIC_RELEASE);
     *e = cudaEventQuery(event);
     if (*e != cudaSuccess) (void)cudaGetLastError();
     __atomic_store_n(&w->asking_ns, 0, __ATOMIC_RELEASE);
@@ -545,20 +529,13 @@ static void fsdpi_nccl_beat(void *user, fsdpi_store_beat *out) {
     if (!w->flights || !record.kind) return;
     fsdpi_text t = {out->text, sizeof out->text, 0};
     fsdpi_say_op(&t, &record);
-    out->since_ns = fsdpi_boot_now(&w->boot) - record.since_ns;
+    out->since_ns = fsdpi_boot_now(fsdpi_nccl_boot(w)) - record.since_ns;
 }
 
 static void fsdpi_nccl_wake(void *user) {
     fsdpi_nccl_world *w = (fsdpi_nccl_world *)user;
     __atomic_add_fetch(&w->changed, 1u, __ATOMIC_SEQ_CST);
     fsdpi_futex_wake_all(&w->changed, 0);
-}
-
-static void fsdpi_nccl_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
-    fsdpi_store *store = ((fsdpi_nccl_comm *)(void *)base)->world->store;
-    fsdpi_store_peer peer;
-    if (!fsdpi_store_ask(store, rank, &peer, FSDPI_NCCL_ASK_NS)) fsdpi_store_say_peer(t, &peer);
-    else fsdpi_say(t, "the store does not answer");
 }
 
 // What a late rank shows to the others: what it waits for on a comm.
@@ -568,7 +545,7 @@ typedef struct fsdpi_nccl_shown {
 } fsdpi_nccl_shown;
 
 static void fsdpi_nccl_show_key(char *key, size_t cap, const fsdpi_nccl_comm *c, int k) {
-    (void)snprintf(key, cap, "nccl/late/%016llx/%d", (unsigned long long)c->id,
+    (void)snprintf(key, cap, "nccl/late/%016llx/%d", (unsigned long long)c->base.id,
                    (int)c->base.ranks[k]);
 }
 
@@ -583,11 +560,11 @@ typedef struct fsdpi_nccl_lateness {
    their deadlines are equal. */
 static void fsdpi_nccl_compare_late(fsdpi_nccl_comm *c, const fsdpi_nccl_shown *mine,
                                     fsdpi_nccl_lateness *late) {
-    fsdpi_store *store = c->world->store;
+    fsdpi_store *store = fsdpi_store_world_of(&c->base)->store;
     int64_t start = fsdpi_boot_now(c->base.boot);
     char key[64];
     fsdpi_nccl_show_key(key, sizeof key, c, c->base.index);
-    (void)fsdpi_store_set_within(store, key, mine, sizeof *mine, FSDPI_NCCL_ASK_NS);
+    (void)fsdpi_store_set_within(store, key, mine, sizeof *mine, FSDPI_STORE_ASK_NS);
     memset(late, 0, sizeof *late);
     late->who = -1;
     for (int k = 0; k < c->base.size; k++) {
@@ -610,19 +587,6 @@ static void fsdpi_nccl_compare_late(fsdpi_nccl_comm *c, const fsdpi_nccl_shown *
     }
 }
 
-static void fsdpi_nccl_say_mismatch(fsdpi_text *t, const fsdpi_nccl_comm *c,
-                                    const fsdpi_record *mine, const fsdpi_record *theirs, int k) {
-    const fsdpi_record *records[2] = {mine, theirs};
-    fsdpi_say(t, "ranks disagree: ");
-    for (int i = 0; i < 2; i++) {
-        fsdpi_say(t, "%srank %d: ", i ? "; " : "", i ? (int)c->base.ranks[k] : c->base.boot->rank);
-        fsdpi_say_op(t, records[i]);
-        fsdpi_say(t, ", %llu elements of %s", (unsigned long long)records[i]->count,
-                  fsdp_dtype_name(records[i]->dtype));
-    }
-    fsdpi_say_differences(t, mine, theirs);
-}
-
 // An operation is not done in time: who is to blame?
 static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_begun) {
     char reason[FSDPI_REASON], subject[192];
@@ -630,18 +594,17 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_b
     fsdpi_nccl_lateness late;
     fsdpi_nccl_shown mine;
     double seconds = (double)c->base.boot->timeout_ns * 1e-9;
-    if (fsdpi_nccl_failed(c->world)) return;
+    if (fsdpi_comm_failed(&c->base)) return;
     mine.comm_seq = f->comm_seq;
     mine.has_begun = (uint64_t)has_begun;
     mine.record = f->record;
     fsdpi_nccl_compare_late(c, &mine, &late);
     if (late.num_absent > 0 && late.who < 0)
-        (void)fsdpi_store_await_verdict(c->world->store, &c->base, late.absent, FSDPI_NCCL_ASK_NS);
-    if (fsdpi_nccl_failed(c->world)) return; // another one was first
+        (void)fsdpi_store_world_await_verdict(&c->base, late.absent);
+    if (fsdpi_comm_failed(&c->base)) return; // another one was first
     fsdpi_say_op(&s, &f->record);
-    if (late.who >= 0) fsdpi_nccl_say_mismatch(&t, c, &f->record, &late.other, late.who);
-    else if (late.num_absent > 0)
-        fsdpi_say_late(&t, &c->base, late.absent, "come", fsdpi_nccl_say_last);
+    if (late.who >= 0) fsdpi_say_two(&t, &c->base, &f->record, late.who, &late.other);
+    else if (late.num_absent > 0) fsdpi_say_late(&t, &c->base, late.absent, "come");
     else if (late.num_busy > 0) {
         fsdpi_say_ranks(&t, &c->base, late.busy);
         fsdpi_say(&t,
@@ -656,14 +619,15 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_b
             "(FSDP_NCCL_COMMS=1, NCCL_LAUNCH_ORDER_IMPLICIT=1)?",
             seconds);
     }
-    fsdpi_store_abort(c->world->store, late.who >= 0 ? FSDP_ERR_MISMATCH : FSDP_ERR_TIMEOUT,
-                      subject, reason);
+    fsdpi_store_world_tell(&c->base, late.who >= 0 ? FSDP_ERR_MISMATCH : FSDP_ERR_TIMEOUT, subject,
+                           reason);
 }
 
 // A member has shut down; what it did before has had time to arrive.
 static int fsdpi_nccl_left(fsdpi_nccl_comm *c, const fsdpi_flight *f, int64_t now) {
     int k = 0;
-    while (k < c->base.size && !fsdpi_store_has_left(c->world->store, (int)c->base.ranks[k])) k++;
+    fsdpi_store *store = fsdpi_store_world_of(&c->base)->store;
+    while (k < c->base.size && !fsdpi_store_has_left(store, (int)c->base.ranks[k])) k++;
     if (k == c->base.size) return 0;
     if (!c->left_ns) c->left_ns = now;
     if (now - c->left_ns < FSDPI_NCCL_LEFT_NS) return 0;
@@ -671,7 +635,7 @@ static int fsdpi_nccl_left(fsdpi_nccl_comm *c, const fsdpi_flight *f, int64_t no
     fsdpi_text t = {reason, sizeof reason, 0}, s = {subject, sizeof subject, 0};
     fsdpi_say(&t, "rank %d has shut down", (int)c->base.ranks[k]);
     fsdpi_say_op(&s, &f->record);
-    fsdpi_store_abort(c->world->store, FSDP_ERR_PEER_LOST, subject, reason);
+    fsdpi_store_world_tell(&c->base, FSDP_ERR_PEER_LOST, subject, reason);
     return 1;
 }
 
@@ -682,8 +646,8 @@ static int fsdpi_nccl_look(fsdpi_nccl_world *w, fsdpi_flight *f) {
     int result = FSDPI_LOOK_BUSY, has_begun = 0;
     if (FSDPI_LOAD(&f->state) != FSDPI_FLIGHT_ISSUED) return FSDPI_LOOK_DONE;
     int is_done = fsdpi_nccl_is_done(w, f->event, &e);
-    int64_t now = fsdpi_boot_now(&w->boot); // that may have taken long
-    fsdpi_lock(&w->lock);                   // so that no comm is closed meanwhile
+    int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w)); // that may have taken long
+    fsdpi_lock(&w->lock);                             // so that no comm is closed meanwhile
     if (is_done) fsdpi_nccl_mark_done(f, now);
     int is_late = !is_done && e == cudaSuccess && fsdpi_nccl_is_late(f, now);
     fsdpi_unlock(&w->lock);
@@ -695,7 +659,7 @@ static int fsdpi_nccl_look(fsdpi_nccl_world *w, fsdpi_flight *f) {
     if (c && e != cudaSuccess) {
         char text[400];
         (void)fsdpi_cuda_status(text, sizeof text, w->place.ordinal, (int)e, "work on the device");
-        fsdpi_store_abort(w->store, FSDP_ERR_BACKEND, "", text);
+        fsdpi_store_abort(w->base.store, FSDP_ERR_BACKEND, "", text);
         result = FSDPI_LOOK_ENDS;
     } else if (c && is_late) {
         fsdpi_nccl_late(c, f, has_begun);
@@ -724,7 +688,7 @@ static int fsdpi_nccl_look_all(fsdpi_nccl_world *w) {
    died the store will say so in a moment, and better. Returns whether there is one. NCCL is asked
    only while nobody else calls it: to ask may complete a call in progress. */
 static int fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
-    int64_t now = fsdpi_boot_now(&w->boot);
+    int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w));
     int any = 0;
     if (!fsdpi_try_lock(&w->issue)) return 0;
     fsdpi_lock(&w->lock);
@@ -737,9 +701,9 @@ static int fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
         if (now - c->error_ns < FSDPI_NCCL_ERROR_NS) continue;
         char reason[FSDPI_REASON];
         fsdpi_text t = {reason, sizeof reason, 0};
-        fsdpi_say(&t, "rank %d: on '%s': ", w->boot.rank, c->base.now.comm);
+        fsdpi_say(&t, "rank %d: on '%s': ", fsdpi_nccl_boot(w)->rank, c->base.now.comm);
         fsdpi_nccl_say(&t, result, "NCCL reports");
-        fsdpi_store_abort(w->store, FSDP_ERR_BACKEND, "", reason);
+        fsdpi_store_abort(w->base.store, FSDP_ERR_BACKEND, "", reason);
     }
     fsdpi_unlock(&w->lock);
     fsdpi_unlock(&w->issue);
@@ -748,20 +712,20 @@ static int fsdpi_nccl_ask_errors(fsdpi_nccl_world *w) {
 
 // Calls that should return at once, and do not.
 static void fsdpi_nccl_look_inside(fsdpi_nccl_world *w) {
-    int64_t now = fsdpi_boot_now(&w->boot), limit = w->boot.timeout_ns;
+    int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w)), limit = fsdpi_nccl_boot(w)->timeout_ns;
     int64_t inside = __atomic_load_n(&w->inside_ns, __ATOMIC_ACQUIRE),
             asking = __atomic_load_n(&w->asking_ns, __ATOMIC_ACQUIRE);
     int is_asking = asking && now - asking - FSDPI_NCCL_BEHIND_NS > limit;
     if (!is_asking && (!inside || now - inside <= limit)) return;
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say(&t, "rank %d: %s has not returned within %.1f s: ", w->boot.rank,
+    fsdpi_say(&t, "rank %d: %s has not returned within %.1f s: ", fsdpi_nccl_boot(w)->rank,
               is_asking ? "CUDA" : "a call of NCCL", (double)limit * 1e-9);
     fsdpi_say(&t, is_asking ? "does a thread wait for the device (cudaFree, cudaMalloc, "
                               "cudaDeviceSynchronize), which waits for a peer?"
                             : "can the ranks reach each other (NCCL_SOCKET_IFNAME, "
                               "NCCL_DEBUG=INFO)?");
-    fsdpi_store_abort(w->store, FSDP_ERR_TIMEOUT, "", reason);
+    fsdpi_store_abort(w->base.store, FSDP_ERR_TIMEOUT, "", reason);
 }
 
 static void fsdpi_nccl_say_flight(fsdpi_text *t, const fsdpi_flight *f, int64_t now) {
@@ -782,17 +746,20 @@ static void fsdpi_nccl_say_flight(fsdpi_text *t, const fsdpi_flight *f, int64_t 
    user wants one. */
 static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
     const char *path = fsdpi_env("FSDP_FLIGHT_RECORD");
-    int64_t now = fsdpi_boot_now(&w->boot);
+    int64_t now = fsdpi_boot_now(fsdpi_nccl_boot(w));
     uint64_t issued = __atomic_load_n(&w->issued, __ATOMIC_ACQUIRE);
     char text[500];
     FILE *file = NULL;
     int said = 0;
-    if (path && snprintf(text, sizeof text, "%s.%d", path, w->boot.rank) < (int)sizeof text)
+    if (path &&
+        snprintf(text, sizeof text, "%s.%d", path, fsdpi_nccl_boot(w)->rank) < (int)sizeof text)
         file = fopen(text, "w");
     fsdpi_verdict v;
     memset(&v, 0, sizeof v);
-    (void)fsdpi_store_verdict(w->store, &v);
-    if (file) (void)fprintf(file, "rank %d of %d: %s\n", w->boot.rank, w->boot.size, v.reason);
+    (void)fsdpi_store_verdict(w->base.store, &v);
+    if (file)
+        (void)fprintf(file, "rank %d of %d: %s\n", fsdpi_nccl_boot(w)->rank,
+                      fsdpi_nccl_boot(w)->size, v.reason);
     uint64_t i = issued > FSDPI_NCCL_FLIGHTS ? issued - FSDPI_NCCL_FLIGHTS : 0;
     fsdpi_lock(&w->flight_lock);
     for (; i < issued; i++) {
@@ -802,7 +769,7 @@ static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
         fsdpi_nccl_say_flight(&t, f, now);
         if (file) (void)fprintf(file, "%s\n", text);
         if (FSDPI_LOAD(&f->state) == FSDPI_FLIGHT_ISSUED && said++ < FSDPI_NCCL_SHOWN)
-            fsdpi_boot_log(&w->boot, FSDP_LOG_INFO, text);
+            fsdpi_boot_log(fsdpi_nccl_boot(w), FSDP_LOG_INFO, text);
     }
     fsdpi_unlock(&w->flight_lock);
     if (file) (void)fclose(file);
@@ -811,9 +778,9 @@ static void fsdpi_nccl_dump(fsdpi_nccl_world *w) {
 /* A thread that is inside NCCL is waited for a moment, since a communicator must not be used
    meanwhile; but a hang would be for ever. */
 static int fsdpi_nccl_try_issue(fsdpi_nccl_world *w) {
-    int64_t start = fsdpi_boot_now(&w->boot);
+    int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w));
     int locked = fsdpi_try_lock(&w->issue);
-    while (!locked && fsdpi_boot_now(&w->boot) - start < FSDPI_NCCL_ABORT_NS) {
+    while (!locked && fsdpi_boot_now(fsdpi_nccl_boot(w)) - start < FSDPI_NCCL_ABORT_NS) {
         fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
         locked = fsdpi_try_lock(&w->issue);
     }
@@ -841,7 +808,7 @@ static void fsdpi_nccl_abort_all(fsdpi_nccl_world *w) {
         call->is_grouped = w->version >= 22200;
     }
     if (!list) fsdpi_free(&fsdpi_nccl_heap, call);
-    else if (fsdpi_nccl_bounded(call, &w->boot, FSDPI_NCCL_ABORT_NS, NULL))
+    else if (fsdpi_nccl_bounded(call, fsdpi_nccl_boot(w), FSDPI_NCCL_ABORT_NS, NULL))
         fsdpi_free(&fsdpi_nccl_heap, list); // else it is the thread's
     __atomic_store_n(&w->aborted, 1u, __ATOMIC_SEQ_CST);
     if (locked) fsdpi_unlock(&w->issue);
@@ -882,13 +849,13 @@ static void *fsdpi_nccl_monitor(void *arg) {
 /* Ends both. 1: they are gone; 0: the watchdog is still inside CUDA, and is left alone with what it
    looks at. */
 static int fsdpi_nccl_stop(fsdpi_nccl_world *w) {
-    int64_t start = fsdpi_boot_now(&w->boot);
+    int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w));
     FSDPI_STORE(&w->stop, 1u);
     fsdpi_nccl_wake(w);
     if (w->num_threads > 1) (void)pthread_join(w->monitor, NULL);
     if (w->num_threads == 0) return 1;
     while (!__atomic_load_n(&w->gone, __ATOMIC_SEQ_CST)) {
-        if (fsdpi_boot_now(&w->boot) - start > FSDPI_NCCL_ABORT_NS) {
+        if (fsdpi_boot_now(fsdpi_nccl_boot(w)) - start > FSDPI_NCCL_ABORT_NS) {
             (void)pthread_detach(w->watchdog);
             return 0;
         }
@@ -984,18 +951,18 @@ static ncclResult_t fsdpi_nccl_operation(const fsdpi_nccl_comm *c, const fsdp_co
    it: all members do so in the same one, since they run the same operations. */
 static ncclResult_t fsdpi_nccl_register(fsdpi_nccl_comm *c, const void *p) {
 #if NCCL_VERSION_CODE >= 21900
-    fsdpi_nccl_world *w = c->world;
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     fsdpi_nccl_registration *r;
     fsdpi_chunk chunk = {NULL, 0, 0, 0, 0};
-    fsdpi_lock(&w->chunks.lock);
-    int i = fsdpi_chunk_before(&w->chunks, (uintptr_t)p);
-    if (i >= 0) chunk = w->chunks.list[i];
-    fsdpi_unlock(&w->chunks.lock);
+    fsdpi_lock(&w->base.base.chunks.lock);
+    int i = fsdpi_chunk_before(&w->base.base.chunks, (uintptr_t)p);
+    if (i >= 0) chunk = w->base.base.chunks.list[i];
+    fsdpi_unlock(&w->base.base.chunks.lock);
     if (chunk.at != FSDPI_NCCL_OWN || (const char *)p >= chunk.base + chunk.size)
         return ncclSuccess;
     for (r = w->registrations; r; r = r->next)
         if (r->comm == c && r->base == chunk.base) return ncclSuccess;
-    r = (fsdpi_nccl_registration *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
+    r = (fsdpi_nccl_registration *)fsdpi_alloc(&fsdpi_nccl_boot(w)->allocator, sizeof *r);
     if (!r) return ncclSystemError;
     r->comm = c;
     r->base = chunk.base;
@@ -1036,7 +1003,7 @@ static int fsdpi_nccl_unregister(fsdpi_nccl_world *w, const fsdpi_nccl_registrat
     call->parent = r->comm->nccl;
     call->handle = r->handle;
     call->is_window = w->registers == 2;
-    return fsdpi_nccl_bounded(call, &w->boot, FSDPI_NCCL_ABORT_NS, NULL);
+    return fsdpi_nccl_bounded(call, fsdpi_nccl_boot(w), FSDPI_NCCL_ABORT_NS, NULL);
 }
 
 static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w);
@@ -1047,9 +1014,9 @@ static void fsdpi_nccl_kept(fsdpi_nccl_world *w) {
     (void)snprintf(reason, sizeof reason,
                    "rank %d: NCCL has not returned from ending a registration within %.1f s "
                    "(FSDP_NCCL_REGISTER)",
-                   w->boot.rank, (double)FSDPI_NCCL_ABORT_NS * 1e-9);
-    if (w->boot.stuck) FSDPI_STORE(w->boot.stuck, 1u);
-    fsdpi_store_abort(w->store, FSDP_ERR_TIMEOUT, "", reason);
+                   fsdpi_nccl_boot(w)->rank, (double)FSDPI_NCCL_ABORT_NS * 1e-9);
+    if (fsdpi_nccl_boot(w)->stuck) FSDPI_STORE(fsdpi_nccl_boot(w)->stuck, 1u);
+    fsdpi_store_abort(w->base.store, FSDP_ERR_TIMEOUT, "", reason);
 }
 
 /* Ends the registrations of a comm, or (NULL) those of an allocation. NCCL may ask peers, and wait
@@ -1074,15 +1041,16 @@ static void fsdpi_nccl_unregister_all(fsdpi_nccl_world *w, const fsdpi_nccl_comm
     fsdpi_unlock(&w->lock);
     while ((r = mine) != NULL) {
         mine = r->next;
-        if (!fsdpi_boot_is_stuck(&w->boot) && !fsdpi_nccl_unregister(w, r)) fsdpi_nccl_kept(w);
-        fsdpi_free(&w->boot.allocator, r);
+        if (!fsdpi_boot_is_stuck(fsdpi_nccl_boot(w)) && !fsdpi_nccl_unregister(w, r))
+            fsdpi_nccl_kept(w);
+        fsdpi_free(&fsdpi_nccl_boot(w)->allocator, r);
     }
     fsdpi_unlock(&w->issue);
 }
 
 // The next entry of the flight record, when there is one whose operation is done.
 static fsdpi_flight *fsdpi_nccl_take(fsdpi_nccl_comm *c) {
-    fsdpi_nccl_world *w = c->world;
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     while (w->issued - __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE) >= FSDPI_NCCL_FLIGHTS) {
         if (fsdpi_nccl_failed(w)) return NULL;
         fsdpi_nccl_wake(w);
@@ -1092,11 +1060,11 @@ static fsdpi_flight *fsdpi_nccl_take(fsdpi_nccl_comm *c) {
 }
 
 static void fsdpi_nccl_publish(fsdpi_nccl_comm *c, fsdpi_flight *f) {
-    fsdpi_nccl_world *w = c->world;
-    c->base.now.since_ns = fsdpi_boot_now(&w->boot);
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
+    c->base.now.since_ns = fsdpi_boot_now(fsdpi_nccl_boot(w));
     fsdpi_lock(&w->flight_lock);
     f->record = c->base.now;
-    f->comm_id = c->id;
+    f->comm_id = c->base.id;
     f->comm = c;
     f->comm_seq = ++c->seq;
     FSDPI_STORE(&f->state, FSDPI_FLIGHT_ISSUED);
@@ -1118,7 +1086,7 @@ static fsdp_status fsdpi_nccl_not_captured(fsdpi_nccl_comm *c, cudaStream_t stre
 static fsdp_status fsdpi_nccl_group(fsdpi_nccl_comm *c, const fsdp_coll *op, cudaStream_t stream,
                                     cudaEvent_t begin, ncclResult_t *result) {
     fsdp_status status = FSDP_OK;
-    if (c->world->registers) {
+    if (fsdpi_nccl_world_of(c)->registers) {
         *result = fsdpi_nccl_register(c, op->dst);
         if (*result == ncclSuccess && op->src && !op->in_place)
             *result = fsdpi_nccl_register(c, op->src);
@@ -1137,14 +1105,14 @@ static fsdp_status fsdpi_nccl_group(fsdpi_nccl_comm *c, const fsdp_coll *op, cud
 // Enqueues one operation, and an event behind it. With the lock `issue`. *out: its entry.
 static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, cudaStream_t stream,
                                       fsdpi_flight **out) {
-    fsdpi_nccl_world *w = c->world;
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     ncclResult_t result = ncclSuccess;
     *out = NULL;
     fsdp_status status = fsdpi_nccl_not_captured(c, stream);
     if (status) return status;
     fsdpi_flight *f = fsdpi_nccl_take(c);
-    if (!f || !c->nccl || fsdpi_nccl_failed(w)) return fsdpi_nccl_report(c);
-    __atomic_store_n(&w->inside_ns, fsdpi_boot_now(&w->boot), __ATOMIC_RELEASE);
+    if (!f || !c->nccl || fsdpi_nccl_failed(w)) return fsdpi_comm_report(&c->base);
+    __atomic_store_n(&w->inside_ns, fsdpi_boot_now(fsdpi_nccl_boot(w)), __ATOMIC_RELEASE);
     status = fsdpi_nccl_group(c, op, stream, f->begin, &result);
     __atomic_store_n(&w->inside_ns, 0, __ATOMIC_RELEASE);
     if (status) return status;
@@ -1158,103 +1126,70 @@ static fsdp_status fsdpi_nccl_enqueue(fsdpi_nccl_comm *c, const fsdp_coll *op, c
 
 // Waits for an operation. What ends because communicators are aborted is not done.
 static fsdp_status fsdpi_nccl_await(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
-    fsdpi_nccl_world *w = c->world;
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     cudaError_t e = cudaSuccess;
-    int64_t limit = w->boot.timeout_ns < INT64_MAX / 2 ? w->boot.timeout_ns + FSDPI_NCCL_GRACE_NS
-                                                       : INT64_MAX;
+    int64_t limit = fsdpi_nccl_boot(w)->timeout_ns < INT64_MAX / 2
+                        ? fsdpi_nccl_boot(w)->timeout_ns + FSDPI_NCCL_GRACE_NS
+                        : INT64_MAX;
     fsdpi_nccl_wake(w);
-    fsdp_status status = fsdpi_cuda_await(&w->boot, f->event, limit, &w->aborted, &e);
+    fsdp_status status = fsdpi_cuda_await(fsdpi_nccl_boot(w), f->event, limit, &w->aborted, &e);
     if (!status && !FSDPI_LOAD(&w->aborting)) return FSDP_OK;
-    if (fsdpi_nccl_failed(w)) return fsdpi_nccl_report(c);
+    if (fsdpi_nccl_failed(w)) return fsdpi_comm_report(&c->base);
     if (status == FSDP_ERR_BACKEND) return fsdpi_nccl_cuda(c, e, "work on the device");
-    return fsdpi_nccl_fail_here(c, FSDP_ERR_TIMEOUT, "the device has not finished in time");
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_TIMEOUT, "the device has not finished in time");
 }
 
-/* Shows two numbers to all members, or to one peer, and brings theirs to c->shown. Waits. The
-   deadline, and who did not come, are the watchdog's. */
-static fsdp_status fsdpi_nccl_exchange(fsdpi_nccl_comm *c, int peer, uint64_t key, uint64_t more) {
-    fsdpi_nccl_world *w = c->world;
-    fsdp_seg seg = {0, 2, 2};
-    fsdp_coll op;
-    fsdpi_flight *f = NULL;
-    uint64_t mine[2];
-    mine[0] = key, mine[1] = more;
-    memset(&op, 0, sizeof op);
-    op.kind = FSDP_OP_ALL_GATHER;
-    op.dtype = FSDP_I64;
-    op.segs = &seg;
-    op.num_segs = 1;
-    op.src = op.dst = c->keys;
-    if (peer >= 0) {
-        op.kind = FSDPI_NCCL_SWAP;
-        op.dst = c->keys + 2 + 2 * peer;
-        op.count = 2;
-        op.root = peer;
+/* Brings the records of all members, or of one peer, to c->shown. The deadline, and who did not
+   come, are the watchdog's. */
+static fsdp_status fsdpi_nccl_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
+    fsdpi_nccl_comm *c = fsdpi_nccl_of(base);
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
+    fsdp_seg seg = {0, FSDPI_RECORD_WORDS, FSDPI_RECORD_WORDS};
+    fsdp_coll exchange;
+    (void)span;
+    if (base->size == 1) return FSDP_OK;
+    memset(&exchange, 0, sizeof exchange);
+    exchange.kind = FSDP_OP_ALL_GATHER;
+    exchange.dtype = FSDP_I64;
+    exchange.segs = &seg;
+    exchange.num_segs = 1;
+    exchange.src = exchange.dst = c->records;
+    if (op && fsdpi_is_pair(op->kind)) {
+        exchange.kind = FSDPI_NCCL_SWAP;
+        exchange.dst = c->records + 1 + op->root;
+        exchange.count = FSDPI_RECORD_WORDS;
+        exchange.root = op->root;
     }
     fsdpi_lock(&w->issue);
-    cudaError_t e = cudaMemcpyAsync(c->keys, mine, sizeof mine, cudaMemcpyHostToDevice, c->stream);
-    fsdp_status status = fsdpi_nccl_cuda(c, e, "copying keys");
-    if (!status) status = fsdpi_nccl_enqueue(c, &op, c->stream, &f);
+    cudaError_t e = cudaMemcpyAsync(c->records, &base->now, sizeof base->now,
+                                    cudaMemcpyHostToDevice, c->stream);
+    fsdp_status status = fsdpi_nccl_cuda(c, e, "copying records");
+    if (!status) status = fsdpi_nccl_enqueue(c, &exchange, c->stream, &c->showing);
     fsdpi_unlock(&w->issue);
-    if (!status) status = fsdpi_nccl_await(c, f);
+    return status;
+}
+
+static fsdp_status fsdpi_nccl_hear(fsdpi_comm *base, const fsdp_coll *op) {
+    fsdpi_nccl_comm *c = fsdpi_nccl_of(base);
+    (void)op;
+    if (base->size == 1) return FSDP_OK;
+    fsdp_status status = fsdpi_nccl_await(c, c->showing);
     if (status) return status;
-    e = cudaMemcpyAsync(c->shown, c->keys + 2, 2 * (size_t)c->base.size * sizeof *c->shown,
-                        cudaMemcpyDeviceToHost, c->stream);
+    cudaError_t e = cudaMemcpyAsync(c->shown, c->records + 1, (size_t)base->size * sizeof *c->shown,
+                                    cudaMemcpyDeviceToHost, c->stream);
     if (e == cudaSuccess) e = cudaStreamSynchronize(c->stream);
-    return fsdpi_nccl_cuda(c, e, "copying keys");
+    return fsdpi_nccl_cuda(c, e, "copying records");
 }
 
-// FSDP_NCCL_CHECK: the members' calls are compared before any data moves.
-static fsdp_status fsdpi_nccl_check(fsdpi_nccl_comm *c, int root) {
-    const fsdpi_record *mine = &c->base.now;
-    int is_pair = mine->kind == FSDP_OP_SEND || mine->kind == FSDP_OP_RECV;
-    int peer = is_pair ? root : -1, k = is_pair ? peer : 0, end = c->base.size;
-    // Of a pair one sends and the other receives.
-    fsdp_status status = fsdpi_nccl_exchange(c, peer, mine->key, mine->kind);
-    while (!status && k < end && c->shown[2 * k] == mine->key &&
-           (c->shown[2 * k + 1] != mine->kind) == is_pair)
-        k = is_pair ? end : k + 1;
-    if (status || k == end) return status;
-    char key[64], reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_nccl_shown shown = {c->seq + 1, 1, *mine}, theirs;
-    size_t bytes = 0;
-    fsdpi_nccl_show_key(key, sizeof key, c, c->base.index);
-    (void)fsdpi_store_set_within(c->world->store, key, &shown, sizeof shown, FSDPI_NCCL_SHOW_NS);
-    fsdpi_nccl_show_key(key, sizeof key, c, k);
-    status = fsdpi_store_get(c->world->store, key, &theirs, sizeof theirs, &bytes,
-                             FSDPI_NCCL_SHOW_NS);
-    if (fsdpi_nccl_failed(c->world)) return fsdpi_nccl_report(c);
-    if (!status) fsdpi_nccl_say_mismatch(&t, c, mine, &theirs.record, k);
-    else
-        fsdpi_say(&t, "rank %d calls something else, and has not said what", (int)c->base.ranks[k]);
-    return fsdpi_nccl_fail(c, FSDP_ERR_MISMATCH, reason);
-}
-
-static fsdp_status fsdpi_nccl_run(fsdp_comm *comm, const fsdp_coll *op) {
-    fsdpi_nccl_comm *c = (fsdpi_nccl_comm *)(void *)comm;
-    fsdpi_nccl_world *w = c->world;
-    const void *shared = NULL;
-    int64_t low = 0, high = 0;
+// A collective without elements does nothing, and does not wait for peers.
+static fsdp_status fsdpi_nccl_move(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
+    fsdpi_nccl_comm *c = fsdpi_nccl_of(base);
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     fsdpi_flight *f = NULL;
-    fsdpi_describe(&c->base, op, op->what);
-    if (fsdpi_nccl_failed(w)) return fsdpi_nccl_report(c);
-    fsdp_status status = fsdpi_check(&c->base, FSDPI_NCCL_KINDS, op, &shared, &low, &high);
-    size_t bytes = fsdp_dtype_size(op->dtype);
-    int is_plain = op->out_dtype == op->dtype && op->scale == 1.0 && !op->accumulate;
-    if (!status && op->kind == FSDP_OP_REDUCE_SCATTER && !is_plain)
-        return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
-                                "a cast, scale or accumulation is not part of this reduction");
-    fsdpi_chunk chunk;
-    if (!status && c->base.size > 1 && high > low)
-        status = fsdpi_chunk_find(&c->base, &w->chunks, op, shared, (size_t)low * bytes,
-                                  (size_t)high * bytes, &chunk);
-    if (status) return status;
-    fsdpi_make_key(&c->base.now, op);
-    if (w->checks && c->base.size > 1) status = fsdpi_nccl_check(c, (int)op->root);
-    if (status || high <= low) return status;
+    if (span->high <= span->low) return FSDP_OK;
     fsdpi_lock(&w->issue);
-    status = fsdpi_nccl_enqueue(c, op, op->stream ? (cudaStream_t)op->stream : c->stream, &f);
+    fsdp_status status = fsdpi_nccl_enqueue(c, op,
+                                            op->stream ? (cudaStream_t)op->stream : c->stream, &f);
     fsdpi_unlock(&w->issue);
     return status || op->stream ? status : fsdpi_nccl_await(c, f);
 }
@@ -1287,7 +1222,7 @@ static fsdp_status fsdpi_nccl_obtain(fsdpi_nccl_comm *c, fsdpi_nccl_call *call, 
 }
 
 static void fsdpi_nccl_enter(fsdpi_nccl_comm *c) {
-    fsdpi_nccl_world *w = c->world;
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     fsdpi_lock(&w->lock);
     c->next = w->comms;
     w->comms = c;
@@ -1297,18 +1232,19 @@ static void fsdpi_nccl_enter(fsdpi_nccl_comm *c) {
 /* The first operations of each kind connect the members: now, and not inside the first step. */
 static fsdp_status fsdpi_nccl_warm_up(fsdpi_nccl_comm *c) {
     static const uint8_t kinds[2] = {FSDP_OP_ALL_REDUCE, FSDP_OP_REDUCE_SCATTER};
-    fsdpi_nccl_world *w = c->world;
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     fsdp_seg seg = {0, 0, 1};
     fsdp_coll op;
     fsdpi_flight *f = NULL;
-    fsdp_status status = fsdpi_nccl_exchange(c, -1, 0, 0);
+    fsdp_status status = fsdpi_nccl_show(&c->base, NULL, NULL);
+    if (!status) status = fsdpi_nccl_hear(&c->base, NULL);
     memset(&op, 0, sizeof op);
     op.dtype = FSDP_I64;
     op.count = 1;
     op.segs = &seg;
     op.num_segs = 1;
-    op.src = c->keys + 2;
-    op.dst = c->keys;
+    op.src = c->records + 1;
+    op.dst = c->records;
     for (int i = 0; i < 2 && !status; i++) {
         op.kind = kinds[i];
         fsdpi_lock(&w->issue);
@@ -1322,22 +1258,24 @@ static fsdp_status fsdpi_nccl_warm_up(fsdpi_nccl_comm *c) {
 // A communicator is there: memory to compare what members call, and the first meeting.
 static fsdp_status fsdpi_nccl_begin(fsdpi_nccl_comm *c) {
     size_t members = (size_t)c->base.size;
-    void *keys = NULL;
-    c->shown = (uint64_t *)fsdpi_alloc(&c->base.boot->allocator, 2 * members * sizeof *c->shown);
+    void *records = NULL;
+    c->shown = (fsdpi_record *)fsdpi_alloc(&c->base.boot->allocator, members * sizeof *c->shown);
+    c->base.shown = (const char *)c->shown;
+    c->base.step = sizeof *c->shown;
     cudaError_t e = cudaStreamCreateWithFlags(&c->stream, cudaStreamNonBlocking);
-    if (e == cudaSuccess) e = cudaMalloc(&keys, (2 + 2 * members) * sizeof *c->keys);
-    c->keys = (uint64_t *)keys;
+    if (e == cudaSuccess) e = cudaMalloc(&records, (1 + members) * sizeof *c->records);
+    c->records = (fsdpi_record *)records;
     fsdp_status status = fsdpi_nccl_cuda(c, e, "a stream and memory of a communicator");
     if (!status && !c->shown)
-        status = fsdpi_nccl_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+        status = fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
     return status || members == 1 ? status : fsdpi_nccl_warm_up(c);
 }
 
 // The monitor has aborted the communicators of a world that has failed, or will in a moment.
 static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w) {
-    int64_t start = fsdpi_boot_now(&w->boot);
+    int64_t start = fsdpi_boot_now(fsdpi_nccl_boot(w));
     while (w->num_threads > 1 && !FSDPI_LOAD(&w->aborted) &&
-           fsdpi_boot_now(&w->boot) - start < 3 * FSDPI_NCCL_ABORT_NS) {
+           fsdpi_boot_now(fsdpi_nccl_boot(w)) - start < 3 * FSDPI_NCCL_ABORT_NS) {
         fsdpi_nccl_wake(w);
         fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
     }
@@ -1345,22 +1283,24 @@ static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w) {
 
 // What member k says at the end; k = size: what member 0 found.
 static void fsdpi_nccl_bye_key(char *key, size_t cap, const fsdpi_nccl_comm *c, int k) {
-    (void)snprintf(key, cap, "nccl/bye/%016llx/%d", (unsigned long long)c->id, k);
+    (void)snprintf(key, cap, "nccl/bye/%016llx/%d", (unsigned long long)c->base.id, k);
 }
 
 static void fsdpi_nccl_say_bye(const fsdpi_nccl_comm *c, int k, char says) {
     char key[64];
     fsdpi_nccl_bye_key(key, sizeof key, c, k);
-    (void)fsdpi_store_set_within(c->world->store, key, &says, 1, FSDPI_NCCL_PATIENCE_NS);
+    (void)fsdpi_store_set_within(fsdpi_store_world_of(&c->base)->store, key, &says, 1,
+                                 FSDPI_NCCL_PATIENCE_NS);
 }
 
 // Whether it is said before `until`.
 static int fsdpi_nccl_hears_bye(const fsdpi_nccl_comm *c, int k, int64_t until) {
-    int64_t left = until - fsdpi_boot_now(&c->world->boot);
+    fsdpi_store *store = fsdpi_store_world_of(&c->base)->store;
+    int64_t left = until - fsdpi_boot_now(c->base.boot);
     char key[64], says = 0;
     size_t bytes;
     fsdpi_nccl_bye_key(key, sizeof key, c, k);
-    return left > 0 && !fsdpi_store_get(c->world->store, key, &says, 1, &bytes, left) && says;
+    return left > 0 && !fsdpi_store_get(store, key, &says, 1, &bytes, left) && says;
 }
 
 // Member 0 asks all others, twice, since who gives up says that over what it said; and tells them.
@@ -1381,25 +1321,25 @@ static int fsdpi_nccl_bye_of_one(const fsdpi_nccl_comm *c, int64_t until) {
 
 // Says that this rank closes a comm. 1: all its members do.
 static int fsdpi_nccl_goodbye(fsdpi_nccl_comm *c) {
-    fsdpi_nccl_world *w = c->world;
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     if (w->patience_ns <= 0 || c->base.size == 1) return c->base.size == 1;
-    int64_t until = fsdpi_boot_now(&w->boot) + w->patience_ns;
+    int64_t until = fsdpi_boot_now(fsdpi_nccl_boot(w)) + w->patience_ns;
     int all = c->base.index == 0 ? fsdpi_nccl_bye_of_all(c, until)
                                  : fsdpi_nccl_bye_of_one(c, until);
-    w->patience_ns = all ? until - fsdpi_boot_now(&w->boot) : 0;
+    w->patience_ns = all ? until - fsdpi_boot_now(fsdpi_nccl_boot(w)) : 0;
     return all;
 }
 
 /* Ends a communicator together with its peers. If they keep it, it is left alone, as NCCL would
    wait for them; so are all after it. In a world that has failed it has been aborted. */
 static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
-    fsdpi_nccl_world *w = c->world;
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     fsdpi_lock(&w->lock);
     int ends = c->nccl != NULL;
     fsdpi_unlock(&w->lock);
-    ends = ends && w->store && !fsdpi_nccl_failed(w) && !fsdpi_boot_is_stuck(&w->boot) &&
-           fsdpi_nccl_goodbye(c);
-    if (w->store && fsdpi_nccl_failed(w)) fsdpi_nccl_await_abort(w);
+    ends = ends && w->base.store && !fsdpi_nccl_failed(w) &&
+           !fsdpi_boot_is_stuck(fsdpi_nccl_boot(w)) && fsdpi_nccl_goodbye(c);
+    if (w->base.store && fsdpi_nccl_failed(w)) fsdpi_nccl_await_abort(w);
     fsdpi_lock(&w->lock);
     ncclComm_t nccl = c->nccl; // from here on not the monitor's
     c->nccl = NULL;
@@ -1409,7 +1349,7 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
     for (uint64_t i = __atomic_load_n(&w->looked, __ATOMIC_ACQUIRE); i < w->issued; i++)
         if (fsdpi_nccl_flight(w, i)->comm == c) fsdpi_nccl_flight(w, i)->comm = NULL;
     fsdpi_unlock(&w->lock);
-    int aborts = nccl && w->store && fsdpi_nccl_failed(w); // it came too late for the monitor
+    int aborts = nccl && w->base.store && fsdpi_nccl_failed(w); // it came too late for the monitor
     fsdpi_nccl_call *call = nccl && (ends || aborts) ? fsdpi_nccl_call_new(w, FSDPI_NCCL_END)
                                                      : NULL;
     if (!call) return;
@@ -1419,13 +1359,16 @@ static void fsdpi_nccl_end(fsdpi_nccl_comm *c) {
         call->size = 1;
     }
     call->out = nccl;
-    if (!fsdpi_nccl_bounded(call, &w->boot, aborts ? FSDPI_NCCL_ABORT_NS : FSDPI_NCCL_END_NS,
-                            aborts ? NULL : w))
+    if (!fsdpi_nccl_bounded(call, fsdpi_nccl_boot(w),
+                            aborts ? FSDPI_NCCL_ABORT_NS : FSDPI_NCCL_END_NS, aborts ? NULL : w))
         w->patience_ns = 0;
 }
 
-static void fsdpi_nccl_free_chunk(const fsdp_boot *boot, const fsdpi_chunk *chunk) {
-    if (fsdpi_boot_is_stuck(boot)) return;
+static void fsdpi_nccl_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
+    fsdpi_nccl_world *w = (fsdpi_nccl_world *)(void *)base;
+    if (w->is_left) return;
+    fsdpi_nccl_unregister_all(w, NULL, chunk->base);
+    if (fsdpi_boot_is_stuck(&base->boot)) return;
 #if NCCL_VERSION_CODE >= 21900
     if (chunk->at == FSDPI_NCCL_OWN) {
         (void)ncclMemFree(chunk->base);
@@ -1435,140 +1378,79 @@ static void fsdpi_nccl_free_chunk(const fsdp_boot *boot, const fsdpi_chunk *chun
     (void)cudaFree(chunk->base);
 }
 
-static void fsdpi_nccl_close_world(fsdpi_nccl_world *w) {
-    fsdp_allocator allocator = w->boot.allocator;
-    int ended = fsdpi_nccl_stop(w);
-    if (w->store) fsdpi_store_close(w->store);
-    if (!ended) return;
+static void fsdpi_nccl_leave(fsdpi_comm *base) {
+    fsdpi_nccl_comm *c = fsdpi_nccl_of(base);
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
+    fsdpi_nccl_unregister_all(w, c, NULL);
+    fsdpi_nccl_end(c);
+    if (c->records && !fsdpi_boot_is_stuck(base->boot)) (void)cudaFree(c->records);
+    if (c->stream) (void)cudaStreamDestroy(c->stream);
+    fsdpi_free(&fsdpi_nccl_heap, c->made_by);
+    fsdpi_free(&base->boot->allocator, c->shown);
+    if (!base->is_world) return;
+    w->is_left = !fsdpi_nccl_stop(w);
+    w->base.base.failed = NULL; // which is the store's
+    fsdpi_store_close(w->base.store);
+    w->base.store = NULL;
+}
+
+static int fsdpi_nccl_close(fsdpi_comm_world *base) {
+    fsdpi_nccl_world *w = (fsdpi_nccl_world *)(void *)base;
+    if (w->is_left) return 0;
     for (int i = 0; w->flights && i < FSDPI_NCCL_FLIGHTS; i++) {
         if (w->flights[i].begin) (void)cudaEventDestroy(w->flights[i].begin);
         if (w->flights[i].event) (void)cudaEventDestroy(w->flights[i].event);
     }
-    for (int i = 0; i < w->chunks.count; i++) fsdpi_nccl_free_chunk(&w->boot, &w->chunks.list[i]);
     fsdpi_cuda_place_close(&w->place);
-    fsdpi_free(&allocator, w->flights);
-    fsdpi_free(&allocator, w->chunks.list);
-    fsdpi_free(&allocator, w);
+    fsdpi_free(&base->boot.allocator, w->flights);
+    return 1;
 }
 
-static void fsdpi_nccl_close(fsdp_comm *comm) {
-    fsdpi_nccl_comm *c = (fsdpi_nccl_comm *)(void *)comm;
-    if (!c) return;
-    fsdpi_nccl_world *w = c->world;
-    int is_world = c->is_world;
-    fsdpi_nccl_unregister_all(w, c, NULL);
-    fsdpi_nccl_end(c);
-    if (c->keys && !fsdpi_boot_is_stuck(&w->boot)) (void)cudaFree(c->keys);
-    if (c->stream) (void)cudaStreamDestroy(c->stream);
-    fsdpi_free(&fsdpi_nccl_heap, c->made_by);
-    fsdpi_free(&w->boot.allocator, c->shown);
-    fsdpi_free(&w->boot.allocator, c);
-    if (is_world) fsdpi_nccl_close_world(w);
-}
-
-// The members of a new group agree about who is in it.
-static fsdp_status fsdpi_nccl_agree(fsdpi_nccl_comm *parent, const fsdpi_nccl_comm *child) {
-    fsdp_status status = fsdpi_nccl_exchange(parent, -1, FSDPI_SPLIT, parent->base.now.members);
-    for (int i = 0; child && i < child->base.size && !status; i++) {
-        int k = 0;
-        while (parent->base.ranks[k] != child->base.ranks[i]) k++;
-        if (parent->shown[2 * k + 1] == parent->base.now.members) continue;
-        char reason[200];
-        (void)snprintf(reason, sizeof reason, "ranks %d and %d disagree about who is in the group",
-                       parent->base.boot->rank, (int)parent->base.ranks[k]);
-        status = fsdpi_nccl_fail(parent, FSDP_ERR_MISMATCH, reason);
-    }
-    return status;
-}
-
-static fsdp_status fsdpi_nccl_divide(fsdpi_nccl_comm *parent, fsdpi_nccl_comm *child,
-                                     const fsdp_group *g) {
-    fsdpi_nccl_world *w = parent->world;
-    fsdp_status status = fsdpi_nccl_agree(parent, child);
+static fsdp_status fsdpi_nccl_connect(fsdpi_comm *base, fsdpi_comm *base_child,
+                                      const fsdp_group *g) {
+    fsdpi_nccl_comm *parent = fsdpi_nccl_of(base), *child = fsdpi_nccl_of(base_child);
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(parent);
     fsdpi_nccl_comm none; // who is in no group takes part, too
-    fsdpi_nccl_call *call = status ? NULL : fsdpi_nccl_call_new(w, FSDPI_NCCL_PART);
-    if (!status && !call)
-        status = fsdpi_nccl_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
-    if (status) return status;
+    fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_PART);
+    if (!call) return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
     memset(&none, 0, sizeof none);
-    none.base = parent->base;
-    none.world = w;
+    none.base = *base;
     fsdpi_lock(&w->lock);
     call->parent = parent->nccl;
     fsdpi_unlock(&w->lock);
     if (!call->parent) {
         fsdpi_free(&fsdpi_nccl_heap, call);
-        return fsdpi_nccl_report(parent);
+        return fsdpi_comm_report(base);
     }
     // Groups are told apart by their members, as two of one colour may be made at a time; and from
     // those of earlier splits, since NCCL makes a name of the colour.
     call->color = g->color < 0
                       ? NCCL_SPLIT_NOCOLOR
-                      : (int)(((uint32_t)g->ranks[0] + parent->splits * (uint32_t)w->boot.size) &
+                      : (int)(((uint32_t)g->ranks[0] + base->splits * (uint32_t)base->boot->size) &
                               0x7FFFFFFF);
     call->rank = g->index < 0 ? 0 : g->index;
     call->config = fsdpi_nccl_config(w, call, g->name ? g->name : "group",
                                      g->lane == FSDP_STREAM_GATHER);
-    status = fsdpi_nccl_obtain(child ? child : &none, call, "ncclCommSplit");
+    fsdp_status status = fsdpi_nccl_obtain(child ? child : &none, call, "ncclCommSplit");
     fsdpi_free(&fsdpi_nccl_heap, none.made_by);
-    if (status) {
-        fsdpi_copy_name(parent->base.error, sizeof parent->base.error,
-                        child ? child->base.error : none.base.error);
-        return status;
-    }
-    if (!child) return FSDP_OK;
+    if (status && !child) fsdpi_copy_name(base->error, sizeof base->error, none.base.error);
+    if (status || !child) return status;
     fsdpi_nccl_enter(child);
-    status = fsdpi_nccl_begin(child);
-    if (status) fsdpi_copy_name(parent->base.error, sizeof parent->base.error, child->base.error);
-    return status;
-}
-
-static fsdp_status fsdpi_nccl_split(fsdp_comm *comm, const fsdp_group *g, fsdp_comm **out) {
-    fsdpi_nccl_comm *parent = (fsdpi_nccl_comm *)(void *)comm;
-    fsdpi_nccl_world *w = parent->world;
-    fsdpi_comm *base;
-    *out = NULL;
-    fsdpi_describe(&parent->base, NULL, g->name);
-    parent->base.now.kind = FSDPI_SPLIT;
-    if (fsdpi_nccl_failed(w)) return fsdpi_nccl_report(parent);
-    fsdp_status status = fsdpi_split_begin(&parent->base, g, sizeof(fsdpi_nccl_comm), &base);
-    if (status == FSDP_ERR_OUT_OF_MEMORY)
-        return fsdpi_nccl_fail_here(parent, status, "the allocator refused");
-    if (status) return status;
-    fsdpi_nccl_comm *child = (fsdpi_nccl_comm *)(void *)base;
-    if (child) {
-        child->world = w;
-        child->id = fsdpi_hash(fsdpi_hash(parent->id, parent->splits), (uint64_t)g->ranks[0]);
-    }
-    parent->splits++;
-    status = fsdpi_nccl_divide(parent, child, g);
-    if (status && child) {
-        fsdpi_nccl_close((fsdp_comm *)(void *)child);
-        child = NULL;
-    }
-    *out = (fsdp_comm *)(void *)child;
-    return status;
-}
-
-static int fsdpi_nccl_env(const char *name, int least, int most, int default_value) {
-    const char *text = fsdpi_env(name);
-    int value = text ? atoi(text) : default_value;
-    return value < least ? least : value > most ? most : value;
+    return fsdpi_nccl_begin(child);
 }
 
 // The library that the program runs with may be another one than the header's.
 static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
-    fsdpi_nccl_world *w = c->world;
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     ncclResult_t result = ncclGetVersion(&w->version);
     if (result == ncclSuccess && w->version >= 21800) {
-        w->registers = fsdpi_nccl_env("FSDP_NCCL_REGISTER", 0, 2, 0);
         // Before 2.29.7 the kernels of windows do not look whether they are to be aborted; before
         // 2.26 an allocation of NCCL's may be rounded up to 512 MiB.
         int asked = w->registers;
         if (asked == 2 && (w->version < 22907 || NCCL_VERSION_CODE < 22703)) w->registers = 1;
         if (w->version < 22602 || w->place.is_managed) w->registers = 0;
-        if (w->registers < asked && w->boot.rank == 0)
-            fsdpi_boot_log(&w->boot, FSDP_LOG_WARN,
+        if (w->registers < asked && c->base.boot->rank == 0)
+            fsdpi_boot_log(fsdpi_nccl_boot(w), FSDP_LOG_WARN,
                            "this NCCL, or managed memory, cannot do what FSDP_NCCL_REGISTER asks "
                            "for: buffers are registered in a lesser way, or not");
         return FSDP_OK;
@@ -1584,8 +1466,8 @@ static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
 }
 
 static fsdp_status fsdpi_nccl_make_flights(fsdpi_nccl_comm *c) {
-    fsdpi_nccl_world *w = c->world;
-    w->flights = (fsdpi_flight *)fsdpi_alloc(&w->boot.allocator,
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
+    w->flights = (fsdpi_flight *)fsdpi_alloc(&fsdpi_nccl_boot(w)->allocator,
                                              FSDPI_NCCL_FLIGHTS * sizeof *w->flights);
     if (!w->flights)
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
@@ -1602,25 +1484,25 @@ static fsdp_status fsdpi_nccl_make_flights(fsdpi_nccl_comm *c) {
 // Rank 0's process holds the root of the communicator that all others come to.
 static fsdp_status fsdpi_nccl_meet(fsdpi_nccl_comm *c) {
     static const char *const key = "nccl/id";
-    fsdpi_nccl_world *w = c->world;
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     size_t bytes = 0;
     fsdp_status status = FSDP_OK;
     fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_MAKE);
-    if (!call) return fsdpi_nccl_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
-    if (w->boot.rank == 0) {
+    if (!call) return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+    if (c->base.boot->rank == 0) {
         status = fsdpi_nccl_result(c, ncclGetUniqueId(&call->id), "ncclGetUniqueId");
-        if (!status) status = fsdpi_store_set(w->store, key, &call->id, sizeof call->id);
+        if (!status) status = fsdpi_store_set(w->base.store, key, &call->id, sizeof call->id);
     } else {
-        status = fsdpi_store_get(w->store, key, &call->id, sizeof call->id, &bytes,
-                                 w->boot.timeout_ns);
+        status = fsdpi_store_get(w->base.store, key, &call->id, sizeof call->id, &bytes,
+                                 c->base.boot->timeout_ns);
     }
     if (status) {
         fsdpi_free(&fsdpi_nccl_heap, call);
-        if (fsdpi_nccl_failed(w)) return fsdpi_nccl_report(c);
-        return fsdpi_nccl_fail_here(c, status, "no id of the communicator came by the store");
+        if (fsdpi_nccl_failed(w)) return fsdpi_comm_report(&c->base);
+        return fsdpi_comm_fail(&c->base, status, "no id of the communicator came by the store");
     }
-    call->size = w->boot.size;
-    call->rank = w->boot.rank;
+    call->size = c->base.size;
+    call->rank = c->base.index;
     call->config = fsdpi_nccl_config(w, call, "world", 1);
     status = fsdpi_nccl_obtain(c, call, "ncclCommInitRankConfig");
     if (status) return status;
@@ -1628,60 +1510,35 @@ static fsdp_status fsdpi_nccl_meet(fsdpi_nccl_comm *c) {
     return fsdpi_nccl_begin(c);
 }
 
-static fsdp_status fsdpi_nccl_try_open(fsdpi_nccl_comm *c) {
-    fsdpi_nccl_world *w = c->world;
-    fsdpi_store_desc desc;
+static fsdp_status fsdpi_nccl_read_environment(fsdpi_comm *c) {
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(fsdpi_nccl_of(c));
     char text[FSDPI_REASON];
+    fsdpi_text error = {text, sizeof text, 0};
+    int checks = 0;
+    fsdp_status status = fsdpi_env_int("FSDP_NCCL_CHECK", 0, 1, &checks, &error);
+    if (!status) status = fsdpi_env_int("FSDP_NCCL_COMMS", 1, 2, &c->world->caps.lanes, &error);
+    if (!status) status = fsdpi_env_int("FSDP_NCCL_REGISTER", 0, 2, &w->registers, &error);
+    c->world->is_trusting = !checks;
+    return status ? fsdpi_comm_error(c, status, "%s", text) : FSDP_OK;
+}
+
+static fsdp_status fsdpi_nccl_open_world(fsdpi_comm *base) {
+    fsdpi_nccl_comm *c = fsdpi_nccl_of(base);
+    fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     w->patience_ns = FSDPI_NCCL_PATIENCE_NS;
-    w->checks = fsdpi_nccl_env("FSDP_NCCL_CHECK", 0, 1, 0);
-    w->num_comms = fsdpi_nccl_env("FSDP_NCCL_COMMS", 1, 2, 2);
-    fsdpi_store_boot(&w->boot, w->job, sizeof w->job);
-    fsdpi_describe(&c->base, NULL, w->boot.job);
-    c->base.now.kind = FSDPI_OPEN;
-    c->is_world = 1;
-    c->id = FSDPI_OPEN;
-    fsdp_status status = fsdpi_check_world(&c->base, FSDPI_MAX_RANKS);
+    fsdp_status status = fsdpi_nccl_read_environment(base);
     if (status) return status;
-    status = fsdpi_cuda_place_open(&w->place, &w->boot);
-    if (status) return fsdpi_comm_error(&c->base, status, "%s", w->place.error);
+    status = fsdpi_cuda_place_open(&w->place, base->boot);
+    if (status) return fsdpi_comm_error(base, status, "%s", w->place.error);
     status = fsdpi_nccl_versions(c);
     if (!status) status = fsdpi_nccl_make_flights(c);
+    if (!status) status = fsdpi_store_world_open(base, fsdpi_nccl_beat, fsdpi_nccl_wake);
     if (status) return status;
-    memset(&desc, 0, sizeof desc);
-    desc.boot = w->boot;
-    desc.beat = fsdpi_nccl_beat;
-    desc.event = fsdpi_nccl_wake;
-    desc.user = w;
-    status = fsdpi_store_open(&desc, &w->store, text, sizeof text);
-    if (status) return fsdpi_comm_error(&c->base, status, "%s", text);
     w->num_threads = !pthread_create(&w->watchdog, NULL, fsdpi_nccl_watchdog, w);
     if (w->num_threads) w->num_threads += !pthread_create(&w->monitor, NULL, fsdpi_nccl_monitor, w);
     if (w->num_threads < 2)
-        return fsdpi_nccl_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, "no thread could be started");
+        return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY, "no thread could be started");
     return fsdpi_nccl_meet(c);
-}
-
-static fsdp_status fsdpi_nccl_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
-    void *comm, *world;
-    *out = NULL;
-    if (!fsdpi_open_blocks(boot, sizeof(fsdpi_nccl_comm), &comm, sizeof(fsdpi_nccl_world), &world))
-        return FSDP_ERR_OUT_OF_MEMORY;
-    fsdpi_nccl_comm *c = (fsdpi_nccl_comm *)comm;
-    fsdpi_nccl_world *w = (fsdpi_nccl_world *)world;
-    c->world = w;
-    c->base.boot = &w->boot;
-    w->boot = *boot;
-    fsdp_status status = fsdpi_nccl_try_open(c);
-    if (status) {
-        fsdpi_open_failed(&c->base);
-        fsdpi_nccl_close((fsdp_comm *)(void *)c);
-        return status;
-    }
-    caps->kinds = FSDPI_NCCL_KINDS;
-    caps->flags = 0;
-    caps->lanes = w->num_comms;
-    *out = (fsdp_comm *)(void *)c;
-    return FSDP_OK;
 }
 
 // Memory of the device, and where it came from. A failure's text is left in place.error.
@@ -1706,63 +1563,47 @@ static fsdp_status fsdpi_nccl_get(fsdpi_nccl_world *w, size_t size, fsdpi_chunk 
     return status ? status : fsdpi_cuda_fill(&w->place, ptr, size);
 }
 
-static fsdp_status fsdpi_nccl_alloc(fsdp_comm *comm, size_t size, void **ptr) {
-    fsdpi_nccl_comm *c = (fsdpi_nccl_comm *)(void *)comm;
-    fsdpi_nccl_world *w = c->world;
-    fsdpi_chunk chunk = {NULL, size, 0, 0, 0};
-    const char *why = w->place.error;
-    *ptr = NULL;
-    fsdp_status status = fsdpi_nccl_get(w, size ? size : 1, &chunk);
-    if (!status && !fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
-        status = FSDP_ERR_OUT_OF_MEMORY;
-        why = "the allocator refused";
-    }
-    if (!status) {
-        *ptr = chunk.base;
-        return FSDP_OK;
-    }
-    if (chunk.base) fsdpi_nccl_free_chunk(&w->boot, &chunk);
-    fsdpi_text t = {c->base.error, sizeof c->base.error, 0}; // c->base.now may be in use
-    fsdpi_say(&t, "rank %d: alloc of %llu bytes (%.1f MiB): %s", w->boot.rank,
-              (unsigned long long)size, (double)size / 1048576, why);
-    if (status == FSDP_ERR_OUT_OF_MEMORY)
-        fsdpi_say(&t, ". Shard over more GPUs, or set cpu_offload; NCCL takes memory of its own "
-                      "(FSDP_NCCL_COMMS=1, NCCL_BUFFSIZE)");
+static fsdp_status fsdpi_nccl_take_memory(fsdpi_comm_world *base, fsdpi_chunk *chunk,
+                                          const char **why) {
+    fsdpi_nccl_world *w = (fsdpi_nccl_world *)(void *)base;
+    fsdp_status status = fsdpi_nccl_get(w, chunk->size ? chunk->size : 1, chunk);
+    if (!status) return FSDP_OK;
+    *why = w->place.error;
+    if (chunk->base) fsdpi_nccl_give(base, chunk);
     return status;
 }
 
-static void fsdpi_nccl_free(fsdp_comm *comm, void *ptr, size_t size) {
-    fsdpi_nccl_world *w = ((fsdpi_nccl_comm *)(void *)comm)->world;
-    fsdpi_chunk chunk;
-    (void)size;
-    if (!ptr || !fsdpi_chunk_take(&w->chunks, 0, ptr, &chunk)) return;
-    fsdpi_nccl_unregister_all(w, NULL, chunk.base);
-    fsdpi_nccl_free_chunk(&w->boot, &chunk);
+static void fsdpi_nccl_advise(fsdpi_text *t) {
+    fsdpi_say(t, ". Shard over more GPUs, or set cpu_offload; NCCL takes memory of its own "
+                 "(FSDP_NCCL_COMMS=1, NCCL_BUFFSIZE)");
 }
 
-static const char *fsdpi_nccl_error_text(fsdp_comm *comm) {
-    return comm ? ((fsdpi_nccl_comm *)(void *)comm)->base.error : fsdpi_thread_error;
+// The watchdog and the monitor look at it at once.
+static void fsdpi_nccl_tell(fsdpi_comm *base, fsdp_status status, const char *subject,
+                            const char *reason) {
+    fsdpi_store_world_tell(base, status, subject, reason);
+    fsdpi_nccl_wake(base->world);
 }
 
-static void fsdpi_nccl_abort(fsdp_comm *comm, fsdp_status status, const char *why) {
-    fsdpi_nccl_world *w = ((fsdpi_nccl_comm *)(void *)comm)->world;
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_abort(&t, &w->boot, why);
-    fsdpi_store_abort(w->store, status ? status : FSDP_ERR_ABORTED, "", reason);
-    fsdpi_nccl_wake(w);
-}
+// clang-format off
+static const fsdpi_transport fsdpi_nccl_transport = {
+    sizeof(fsdpi_nccl_comm), sizeof(fsdpi_nccl_world), FSDPI_MAX_RANKS,
+    {FSDPI_NCCL_KINDS, 0, 2},
+    fsdpi_nccl_open_world, NULL, fsdpi_nccl_connect, fsdpi_nccl_leave, fsdpi_nccl_close,
+    fsdpi_nccl_show, fsdpi_nccl_hear, fsdpi_nccl_move, NULL,
+    fsdpi_nccl_tell, fsdpi_store_world_verdict, fsdpi_store_world_say_last,
+    fsdpi_nccl_take_memory, fsdpi_nccl_give, fsdpi_nccl_advise};
+// clang-format on
 
-static fsdp_status fsdpi_nccl_poll(fsdp_comm *comm) {
-    fsdpi_nccl_comm *c = (fsdpi_nccl_comm *)(void *)comm;
-    return fsdpi_nccl_failed(c->world) ? fsdpi_nccl_report(c) : FSDP_OK;
+static fsdp_status fsdpi_nccl_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
+    return fsdpi_comm_open(&fsdpi_nccl_transport, boot, caps, out);
 }
 
 FSDP_API const fsdp_comm_ops *fsdp_nccl_comm_ops(void) {
     static const fsdp_comm_ops ops = {
         FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "nccl",           fsdpi_nccl_open,
-        fsdpi_nccl_split,  fsdpi_nccl_close,      fsdpi_nccl_run,   fsdpi_nccl_alloc,
-        fsdpi_nccl_free,   fsdpi_nccl_error_text, fsdpi_nccl_abort, fsdpi_nccl_poll,
+        fsdpi_comm_split,  fsdpi_comm_close,      fsdpi_comm_run,   fsdpi_comm_alloc,
+        fsdpi_comm_free,   fsdpi_comm_error_text, fsdpi_comm_abort, fsdpi_comm_poll,
     };
     return &ops;
 }

@@ -62,7 +62,7 @@ FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_SHM_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_SHM_IMPLEMENTED
 
-#include "fsdp_record.h" // what a rank is about to do, and the words for it
+#include "fsdp_comm.h" // the base: what all backends do in the same way
 
 #include <errno.h>      // errno, EINTR, ECONNREFUSED
 #include <fcntl.h>      // fcntl, struct flock: who is alive
@@ -119,7 +119,7 @@ typedef struct fsdpi_shm_peer {
     uint32_t state, pid;
 } fsdpi_shm_peer;
 
-// Threads: a block of the heap that peers use, too. What they use begins FSDPI_ALIGN bytes behind it.
+// Threads: a block of the heap that peers use, too; they do from FSDPI_ALIGN bytes behind it on.
 typedef struct fsdpi_shm_block {
     struct fsdpi_shm_block *next;
     fsdp_allocator allocator; // that made it, and has to serve until the last rank has closed
@@ -146,13 +146,12 @@ typedef struct fsdpi_shm_control {
 } fsdpi_shm_control;
 
 typedef struct fsdpi_shm_world {
-    fsdp_boot boot;
+    fsdpi_comm_world base;
     fsdpi_shm_control *control;
     fsdpi_shm_peer *peers;
     int fd; // -1: threads
     int spin_max, joined;
     size_t page;
-    fsdpi_chunks chunks;
     uint64_t next_at;
     uint32_t lock;             // of the rest
     uint64_t num_numbers;      // of peers' allocations that remotes has room for
@@ -161,12 +160,11 @@ typedef struct fsdpi_shm_world {
 
 typedef struct fsdpi_shm_comm {
     fsdpi_comm base;
-    fsdpi_shm_world *world;
     fsdpi_shm_group *group;
     fsdpi_shm_place *places;
     uint64_t block; // place of the group's block
     uint32_t barrier, waits;
-    int spin, is_world;
+    int spin;
     uint32_t calls;               // of send and recv so far
     fsdpi_shm_place *other;       // the member that this rank waits for; NULL: a barrier
     uint32_t theirs;              // number of its call for this rank; 0: it has not come yet
@@ -174,15 +172,22 @@ typedef struct fsdpi_shm_comm {
     char small[FSDPI_SHM_SMALL];
 } fsdpi_shm_comm;
 
+static fsdpi_shm_comm *fsdpi_shm_comm_of(fsdpi_comm *base) {
+    return (fsdpi_shm_comm *)(void *)base;
+}
+
+static fsdpi_shm_world *fsdpi_shm_world_of(const fsdpi_shm_comm *c) {
+    return (fsdpi_shm_world *)(void *)c->base.world;
+}
+
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_fail
-// Owns: the abort record. The first rank that fails writes it, once; from then on every wait ends
-// and every call returns its status.
+// Owns: the verdict, in common memory. The first rank that fails writes it, once; from then on
+// every wait ends and every call returns its status.
 
 // What a rank of the world did last: it says why the rank is not here.
 static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)base;
-    fsdpi_shm_peer *peer = &c->world->peers[rank];
+    fsdpi_shm_peer *peer = &fsdpi_shm_world_of(fsdpi_shm_comm_of(base))->peers[rank];
     if (FSDPI_LOAD(&peer->state) == FSDPI_SHM_ABSENT) {
         fsdpi_say(t, "it has not joined the job");
         return;
@@ -193,48 +198,38 @@ static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
     fsdpi_say_done(t, busy, 0, operation, fsdpi_boot_now(base->boot) - since_ns);
 }
 
-static void fsdpi_shm_raise(fsdpi_shm_world *w, fsdp_status status, const char *subject,
-                            const char *reason) {
-    fsdpi_shm_control *control = w->control;
+static void fsdpi_shm_tell(fsdpi_comm *base, fsdp_status status, const char *subject,
+                           const char *reason) {
+    const fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    const fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    fsdpi_verdict *verdict = &w->control->verdict;
     uint32_t none = 0;
-    if (!__atomic_compare_exchange_n(&control->failed, &none, 1u, 0, __ATOMIC_ACQ_REL,
+    if (!__atomic_compare_exchange_n(&w->control->failed, &none, 1u, 0, __ATOMIC_ACQ_REL,
                                      __ATOMIC_ACQUIRE))
         return;
-    control->verdict.status = (int32_t)status;
-    control->verdict.rank = w->boot.rank;
-    control->verdict.lost = -1;
-    fsdpi_copy_name(control->verdict.subject, sizeof control->verdict.subject, subject);
-    fsdpi_copy_name(control->verdict.reason, sizeof control->verdict.reason, reason);
-    FSDPI_STORE(&control->failed, 2u);
+    verdict->status = (int32_t)status;
+    verdict->rank = base->boot->rank;
+    verdict->lost = -1;
+    fsdpi_copy_name(verdict->subject, sizeof verdict->subject, subject);
+    fsdpi_copy_name(verdict->reason, sizeof verdict->reason, reason);
+    FSDPI_STORE(&w->control->failed, 2u);
     // Ranks that sleep elsewhere see it at the end of their slice.
-    fsdpi_shm_group *group = (fsdpi_shm_group *)(void *)(w->peers + control->size);
+    fsdpi_shm_group *group = (fsdpi_shm_group *)(void *)(w->peers + w->control->size);
     fsdpi_futex_wake_all(&group->generation, w->fd >= 0);
+    if (!base->is_world) fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
 }
 
-// The status and text of a failed world for this rank.
-static fsdp_status fsdpi_shm_report(fsdpi_shm_comm *c) {
-    fsdpi_shm_control *control = c->world->control;
-    for (int i = 0; i < 100 && FSDPI_LOAD(&control->failed) != 2; i++) fsdpi_sleep_ns(100000);
-    if (FSDPI_LOAD(&control->failed) == 2) return fsdpi_comm_report(&c->base, &control->verdict);
-    return fsdpi_comm_error(&c->base, FSDP_ERR_ABORTED,
-                            "a rank ended while it was reporting a failure");
-}
-
-// Ends the world because of the operation that this rank is in.
-static fsdp_status fsdpi_shm_fail(fsdpi_shm_comm *c, fsdp_status status, const char *reason) {
-    char subject[sizeof c->world->control->verdict.subject];
-    fsdpi_comm_subject(&c->base, subject, sizeof subject);
-    fsdpi_shm_raise(c->world, status, subject, reason);
-    if (!c->is_world) fsdpi_futex_wake_all(&c->group->generation, c->world->fd >= 0);
-    return fsdpi_shm_report(c);
-}
-
-// A failure of this rank alone that ends the call for all: the reason names who it was.
-static fsdp_status fsdpi_shm_fail_here(fsdpi_shm_comm *c, fsdp_status status, const char *what) {
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say(&t, "rank %d: %s", c->world->boot.rank, what);
-    return fsdpi_shm_fail(c, status, reason);
+static int fsdpi_shm_verdict(fsdpi_comm_world *base, fsdpi_verdict *out) {
+    const fsdpi_shm_control *control = ((fsdpi_shm_world *)(void *)base)->control;
+    for (int i = 0; i < 100 && FSDPI_LOAD(&control->failed) == 1; i++) fsdpi_sleep_ns(100000);
+    uint32_t failed = FSDPI_LOAD(&control->failed);
+    if (failed == 2) *out = control->verdict;
+    if (failed != 1) return failed == 2;
+    memset(out, 0, sizeof *out);
+    out->status = FSDP_ERR_ABORTED;
+    fsdpi_copy_name(out->reason, sizeof out->reason,
+                    "a rank ended while it was reporting a failure");
+    return 1;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -279,12 +274,12 @@ static int fsdpi_shm_is_dead(const fsdpi_shm_world *w, int rank) {
 static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
     for (int k = 0; k < c->base.size; k++) {
         int rank = c->base.ranks[k];
-        fsdpi_shm_peer *peer = &c->world->peers[rank];
+        fsdpi_shm_peer *peer = &fsdpi_shm_world_of(c)->peers[rank];
         uint32_t state = FSDPI_LOAD(&peer->state);
         int left = state == FSDPI_SHM_LEFT;
         if (c->other && c->other != &c->places[k]) continue;
-        if (rank == c->world->boot.rank || state == FSDPI_SHM_ABSENT) continue;
-        if (!left && !(thorough && fsdpi_shm_is_dead(c->world, rank))) continue;
+        if (rank == c->base.boot->rank || state == FSDPI_SHM_ABSENT) continue;
+        if (!left && !(thorough && fsdpi_shm_is_dead(fsdpi_shm_world_of(c), rank))) continue;
         // It may have gone after it opened the barrier, just now; and a rank that closes says so
         // before it drops its lock.
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
@@ -294,7 +289,7 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
         if (left) fsdpi_say(&t, "rank %d has shut down; ", rank);
         else fsdpi_say(&t, "rank %d has died (process %u); ", rank, peer->pid);
         fsdpi_shm_say_last(&t, &c->base, rank);
-        return fsdpi_shm_fail(c, FSDP_ERR_PEER_LOST, reason);
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", reason);
     }
     return FSDP_OK;
 }
@@ -302,7 +297,8 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
 static int fsdpi_shm_all_busy(const fsdpi_shm_comm *c, const uint8_t *marked) {
     int busy = 1;
     for (int k = 0; k < c->base.size; k++)
-        busy &= !marked[k] || FSDPI_LOAD(&c->world->peers[c->base.ranks[k]].trace.busy) > 0;
+        busy &= !marked[k] ||
+                FSDPI_LOAD(&fsdpi_shm_world_of(c)->peers[c->base.ranks[k]].trace.busy) > 0;
     return busy;
 }
 
@@ -318,17 +314,18 @@ static fsdp_status fsdpi_shm_late(fsdpi_shm_comm *c, const char *verb) {
     if (total == 0) return FSDP_OK;
     // Who waits for another rank elsewhere is not to blame, and will tell who is.
     for (int i = 0; i < 100 && fsdpi_shm_all_busy(c, missing); i++) {
-        if (FSDPI_LOAD(&c->world->control->failed)) return fsdpi_shm_report(c);
+        if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base);
         fsdpi_sleep_ns(1000000);
     }
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_late(&t, &c->base, missing, verb, fsdpi_shm_say_last);
-    return fsdpi_shm_fail(c, FSDP_ERR_TIMEOUT, reason);
+    fsdpi_say_late(&t, &c->base, missing, verb);
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_TIMEOUT, "%s", reason);
 }
 
 static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
     fsdpi_shm_group *group = c->group;
+    c->other = NULL;
     c->barrier++;
     __atomic_store_n(&c->places[c->base.index].arrived, c->barrier, __ATOMIC_RELAXED);
     if (__atomic_add_fetch(&group->count, 1u, __ATOMIC_ACQ_REL) !=
@@ -337,12 +334,12 @@ static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
     // Either this load sees the sleeper, or the sleeper's futex call sees the new generation.
     __atomic_store_n(&group->generation, c->barrier, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&group->sleepers, __ATOMIC_SEQ_CST))
-        fsdpi_futex_wake_all(&group->generation, c->world->fd >= 0);
+        fsdpi_futex_wake_all(&group->generation, fsdpi_shm_world_of(c)->fd >= 0);
 }
 
 // verb: what the missing ranks have not done, for the text.
 static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     if (fsdpi_shm_is_open(c)) return FSDP_OK;
     // Spin as long as that helps. Where ranks do not run at the same time it never does, and then
     // it costs the peer its core: so less after each failure, but a full try now and then.
@@ -357,13 +354,13 @@ static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
     fsdpi_shm_place *me = &c->places[c->base.index];
     uint32_t *word = c->other ? &me->bell : &c->group->generation,
              *sleepers = c->other ? &me->asleep : &c->group->sleepers;
-    int64_t start = fsdpi_boot_now(&w->boot);
+    int64_t start = fsdpi_boot_now(&w->base.boot);
     for (int turn = 0;; turn++) {
         uint32_t seen = FSDPI_LOAD(word);
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
-        if (FSDPI_LOAD(&w->control->failed)) return fsdpi_shm_report(c);
+        if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base);
         fsdp_status status = fsdpi_shm_check_peers(c, turn > 0);
-        int64_t left = w->boot.timeout_ns - (fsdpi_boot_now(&w->boot) - start);
+        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->base.boot) - start);
         if (!status && left <= 0) status = fsdpi_shm_late(c, verb);
         if (status) return status;
         __atomic_add_fetch(sleepers, 1u, __ATOMIC_SEQ_CST);
@@ -379,43 +376,12 @@ static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
     return fsdpi_shm_wait(c, verb);
 }
 
-// Shows c->base.now to the members, and to whoever will ask what this rank did last.
-static void fsdpi_shm_publish(fsdpi_shm_comm *c) {
-    fsdpi_shm_peer *me = &c->world->peers[c->world->boot.rank];
-    c->base.now.since_ns = fsdpi_boot_now(&c->world->boot);
-    fsdpi_record_put(c->places[c->base.index].record, &c->base.now);
-    fsdpi_trace_begin(&me->trace, &c->base.now);
-}
-
-static void fsdpi_shm_done(fsdpi_shm_comm *c) {
-    fsdpi_trace_end(&c->world->peers[c->world->boot.rank].trace);
-}
-
-// All members have published, and no record changes before all have read it.
-static fsdpi_record fsdpi_shm_record_of(const fsdpi_comm *base, int k) {
-    return fsdpi_record_get(((const fsdpi_shm_comm *)(const void *)base)->places[k].record);
-}
-
-static fsdp_status fsdpi_shm_compare(fsdpi_shm_comm *c) {
-    int same = 1;
-    for (int k = 0; k < c->base.size; k++)
-        same &= __atomic_load_n(&c->places[k].record[0], __ATOMIC_RELAXED) ==
-                c->base.now.key; // key comes first
-    if (same) return FSDP_OK;
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_disagreement(&t, &c->base, fsdpi_shm_record_of);
-    // Every rank says what it did itself; the subject of the one that fails first is left out.
-    fsdpi_shm_raise(c->world, FSDP_ERR_MISMATCH, "", reason);
-    return fsdpi_shm_report(c);
-}
-
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_memory
-// Owns: memory that peers may read, and where it is in this process. Invariants: a part is backed by
-// memory before anyone can touch it; no part of the file is used twice, so that new memory is zero,
-// a late reader sees no new data, and a place in the file names one allocation for ever; what is
-// freed after a failure stays readable, since a peer may not have noticed yet.
+// Owns: memory that peers may read, and where it is in this process. Invariants: a part is backed
+// by memory before anyone can touch it; no part of the file is used twice, so that new memory is
+// zero, a late reader sees no new data, and a place in the file names one allocation for ever; what
+// is freed after a failure stays readable, since a peer may not have noticed yet.
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     (void)fsdpi_shm_fallocate(w->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (off_t)at, (off_t)bytes);
@@ -429,7 +395,7 @@ static int fsdpi_shm_reserve(const fsdpi_shm_world *w, uint64_t at, size_t bytes
     if ((int64_t)bytes > left) return 0;
     for (size_t done = 0; done < bytes;) {
         size_t step = bytes - done < FSDPI_SHM_STEP ? bytes - done : FSDPI_SHM_STEP;
-        int refused = done > 0 && (int64_t)step * w->boot.size > fsdpi_memory_left(&whose);
+        int refused = done > 0 && (int64_t)step * w->base.boot.size > fsdpi_memory_left(&whose);
         if (!refused && fsdpi_shm_fallocate(w->fd, 0, (off_t)(at + done), (off_t)step) == 0) {
             done += step;
         } else if (refused || errno != EINTR) {
@@ -454,23 +420,23 @@ static size_t fsdpi_shm_round(const fsdpi_shm_world *w, size_t bytes) {
 static char *fsdpi_shm_share(fsdpi_shm_world *w, size_t bytes, int users) {
     const char *whose;
     fsdpi_shm_block *block = NULL;
-    fsdpi_lock(&w->boot.threads->lock);
+    fsdpi_lock(&w->base.boot.threads->lock);
     if (bytes < FSDPI_SHM_STEP / 256 || (int64_t)bytes < fsdpi_memory_left(&whose))
-        block = (fsdpi_shm_block *)fsdpi_alloc(&w->boot.allocator, FSDPI_ALIGN + bytes);
+        block = (fsdpi_shm_block *)fsdpi_alloc(&w->base.boot.allocator, FSDPI_ALIGN + bytes);
     if (block) {
-        block->allocator = w->boot.allocator;
+        block->allocator = w->base.boot.allocator;
         block->users = users;
         block->next = w->control->blocks;
         w->control->blocks = block;
     }
-    fsdpi_unlock(&w->boot.threads->lock);
+    fsdpi_unlock(&w->base.boot.threads->lock);
     return block ? (char *)block + FSDPI_ALIGN : NULL;
 }
 
 // The last user frees the block; after a failure the last rank that closes does.
 static void fsdpi_shm_unshare(fsdpi_shm_world *w, void *base) {
     fsdpi_shm_block *block = (fsdpi_shm_block *)(void *)((char *)base - FSDPI_ALIGN);
-    fsdpi_lock(&w->boot.threads->lock);
+    fsdpi_lock(&w->base.boot.threads->lock);
     if (--block->users == 0 && !FSDPI_LOAD(&w->control->failed)) {
         fsdp_allocator allocator = block->allocator;
         fsdpi_shm_block **link = &w->control->blocks;
@@ -478,7 +444,7 @@ static void fsdpi_shm_unshare(fsdpi_shm_world *w, void *base) {
         *link = block->next;
         fsdpi_free(&allocator, block);
     }
-    fsdpi_unlock(&w->boot.threads->lock);
+    fsdpi_unlock(&w->base.boot.threads->lock);
 }
 
 // Where a rank's part is in the file. Each rank has an arena of its own, so that ranks which
@@ -489,7 +455,7 @@ static uint64_t fsdpi_shm_offset(uint64_t at, int rank) {
 
 // The parts of all ranks, side by side in this process.
 static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
-    size_t part = chunk->part, ranks = (size_t)w->boot.size;
+    size_t part = chunk->part, ranks = (size_t)w->base.boot.size;
     void *base = mmap(NULL, part * ranks, PROT_NONE, MAP_PRIVATE | FSDPI_SHM_ANON, -1, 0);
     if (base == MAP_FAILED) return NULL;
     for (size_t r = 0; r < ranks; r++) {
@@ -502,14 +468,15 @@ static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *ch
     return (char *)base;
 }
 
-static void fsdpi_shm_release(fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
-    size_t ranks = (size_t)w->boot.size;
+static void fsdpi_shm_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
+    fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
+    size_t ranks = (size_t)w->base.boot.size;
     if (w->fd < 0) {
         fsdpi_shm_unshare(w, chunk->base);
         return;
     }
     (void)munmap(chunk->base, chunk->part * ranks);
-    fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk->at, w->boot.rank), chunk->part);
+    fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk->at, w->base.boot.rank), chunk->part);
 }
 
 /* The lowest number that no allocation of this rank has. Peers keep one mapping for each number, so
@@ -521,51 +488,38 @@ static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
     return number;
 }
 
-static fsdp_status fsdpi_shm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
-    fsdpi_shm_world *w = c->world;
-    size_t ranks = (size_t)w->boot.size;
-    *ptr = NULL;
-    if (size > FSDPI_SHM_MAX_BYTES / ranks || w->next_at + size > FSDPI_SHM_ARENA)
-        return fsdpi_no_memory(&c->base, size, "that is more than can be addressed");
-    fsdpi_chunk chunk = {NULL, size, 0, w->next_at, fsdpi_shm_number(&w->chunks)};
+static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, const char **why) {
+    fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
+    const size_t size = chunk->size;
+    *why = "that is more than can be addressed";
+    if (size > FSDPI_SHM_MAX_BYTES / (size_t)base->boot.size || w->next_at + size > FSDPI_SHM_ARENA)
+        return FSDP_ERR_OUT_OF_MEMORY;
+    *why = "memory is short";
+    chunk->at = w->next_at;
+    chunk->number = fsdpi_shm_number(&base->chunks);
     if (w->fd < 0) {
-        chunk.base = fsdpi_shm_share(w, size, 1);
+        chunk->base = fsdpi_shm_share(w, size, 1);
     } else {
-        chunk.part = fsdpi_shm_round(w, size ? size : 1);
-        w->next_at += chunk.part;
-        uint64_t mine = fsdpi_shm_offset(chunk.at, w->boot.rank);
-        if (!fsdpi_shm_reserve(w, mine, chunk.part))
-            return fsdpi_no_memory(&c->base, size, "memory is short");
-        chunk.base = fsdpi_shm_map_parts(w, &chunk);
-        if (!chunk.base) fsdpi_shm_give_back(w, mine, chunk.part);
+        chunk->part = fsdpi_shm_round(w, size ? size : 1);
+        w->next_at += chunk->part;
+        uint64_t mine = fsdpi_shm_offset(chunk->at, base->boot.rank);
+        if (!fsdpi_shm_reserve(w, mine, chunk->part)) return FSDP_ERR_OUT_OF_MEMORY;
+        *why = "address space is short";
+        chunk->base = fsdpi_shm_map_parts(w, chunk);
+        if (!chunk->base) fsdpi_shm_give_back(w, mine, chunk->part);
     }
-    if (!chunk.base) return fsdpi_no_memory(&c->base, size, "memory or address space is short");
-    if (!fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
-        fsdpi_shm_release(w, &chunk);
-        return fsdpi_no_memory(&c->base, size, "the allocator refused");
-    }
-    *ptr = chunk.base + chunk.part * (size_t)w->boot.rank;
-    return FSDP_OK;
-}
-
-static void fsdpi_shm_free(fsdp_comm *comm, void *ptr, size_t size) {
-    fsdpi_shm_world *w = ((fsdpi_shm_comm *)(void *)comm)->world;
-    fsdpi_chunk chunk;
-    (void)size;
-    if (ptr && fsdpi_chunk_take(&w->chunks, w->boot.rank, ptr, &chunk))
-        fsdpi_shm_release(w, &chunk);
+    return chunk->base ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
 }
 
 // Room for allocations of peers up to `number`.
 static int fsdpi_shm_grow_remotes(fsdpi_shm_world *w, uint64_t number) {
-    size_t ranks = (size_t)w->boot.size, num = number < 8 ? 16 : 2 * (size_t)number;
+    size_t ranks = (size_t)w->base.boot.size, num = number < 8 ? 16 : 2 * (size_t)number;
     if (number < w->num_numbers) return 1;
-    fsdpi_shm_remote *more = (fsdpi_shm_remote *)fsdpi_alloc(&w->boot.allocator,
+    fsdpi_shm_remote *more = (fsdpi_shm_remote *)fsdpi_alloc(&w->base.boot.allocator,
                                                              num * ranks * sizeof *more);
     if (!more) return 0;
     if (w->remotes) memcpy(more, w->remotes, w->num_numbers * ranks * sizeof *more);
-    fsdpi_free(&w->boot.allocator, w->remotes);
+    fsdpi_free(&w->base.boot.allocator, w->remotes);
     w->remotes = more;
     w->num_numbers = num;
     return 1;
@@ -583,7 +537,7 @@ static char *fsdpi_shm_map_remote(fsdpi_shm_world *w, int rank, uint64_t at, siz
     char *base = NULL;
     fsdpi_lock(&w->lock);
     if (fsdpi_shm_grow_remotes(w, number)) {
-        fsdpi_shm_remote *remote = &w->remotes[number * (size_t)w->boot.size + (size_t)rank];
+        fsdpi_shm_remote *remote = &w->remotes[number * (size_t)w->base.boot.size + (size_t)rank];
         if (remote->at != at) fsdpi_shm_unmap_remote(remote);
         if (!remote->base) remote->base = fsdpi_shm_map(w, fsdpi_shm_offset(at, rank), part);
         remote->at = at;
@@ -603,19 +557,54 @@ static uint64_t fsdpi_shm_word(const fsdpi_shm_comm *c, int k, size_t offset) { 
     return __atomic_load_n(&c->places[k].record[offset / sizeof(uint64_t)], __ATOMIC_RELAXED);
 }
 
-// Shows where this rank's buffer is.
-static void fsdpi_shm_show(fsdpi_shm_comm *c, const fsdpi_chunk *mine, const void *buffer) {
-    fsdpi_record *now = &c->base.now;
-    now->offset = (uint64_t)(uintptr_t)buffer;
-    if (c->world->fd < 0) return;
-    now->offset -= (uint64_t)(uintptr_t)mine->base + mine->part * (size_t)c->world->boot.rank;
-    now->at = mine->at, now->part = mine->part, now->number = mine->number;
+// Tells a member what this rank has written for it before.
+static void fsdpi_shm_ring(fsdpi_shm_comm *c, fsdpi_shm_place *other) {
+    // Either this load sees the sleeper, or the sleeper's futex call sees the new number.
+    __atomic_add_fetch(&other->bell, 1u, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&other->asleep, __ATOMIC_SEQ_CST))
+        fsdpi_futex_wake_all(&other->bell, fsdpi_shm_world_of(c)->fd >= 0);
+}
+
+/* send and recv: the two wait for each other, both compare, the receiver reads; then each waits
+   until the other one needs its memory and its record no more. No barrier counts this. */
+static void fsdpi_shm_call(fsdpi_shm_comm *c, int k) {
+    if (++c->calls == 0) c->calls = 1; // 0 is none
+    c->other = &c->places[k];
+    c->theirs = 0;
+    FSDPI_STORE(&c->places[c->base.index].call, (uint64_t)c->calls << 32 | (uint32_t)k);
+    fsdpi_shm_ring(c, c->other);
+}
+
+// Shows c->base.now to the members, and where this rank's buffer is: no record changes before all
+// have read it.
+static fsdp_status fsdpi_shm_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdpi_record *now = &base->now;
+    if (span && span->chunk.base) {
+        const fsdpi_chunk *mine = &span->chunk;
+        now->offset = (uint64_t)(uintptr_t)span->shared;
+        if (fsdpi_shm_world_of(c)->fd >= 0) {
+            now->offset -= (uint64_t)(uintptr_t)mine->base + mine->part * (size_t)base->boot->rank;
+            now->at = mine->at, now->part = mine->part, now->number = mine->number;
+        }
+    }
+    fsdpi_record_put(c->places[base->index].record, now);
+    if (op && fsdpi_is_pair(op->kind)) fsdpi_shm_call(c, (int)op->root);
+    else fsdpi_shm_arrive(c);
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_shm_hear(fsdpi_comm *base, const fsdp_coll *op) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdp_status status = fsdpi_shm_wait(c, "come");
+    if (!status && c->other) c->theirs = c->met[op->root] = fsdpi_shm_call_of(c, c->other);
+    return status;
 }
 
 // Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
 static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, int k,
                                   const char **out) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_record, offset)),
              at = fsdpi_shm_word(c, k, offsetof(fsdpi_record, at));
     size_t part = (size_t)fsdpi_shm_word(c, k, offsetof(fsdpi_record, part));
@@ -627,12 +616,11 @@ static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, in
                                               fsdpi_shm_word(c, k, offsetof(fsdpi_record, number)));
     *out = base + (ptrdiff_t)offset;
     if (base) return FSDP_OK;
-    char what[160];
-    (void)snprintf(what, sizeof what,
-                   "%llu bytes of rank %d cannot be mapped; raise the limits of address space "
-                   "(ulimit -v), mappings (vm.max_map_count) or memory",
-                   (unsigned long long)part, rank);
-    return fsdpi_shm_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, what);
+    return fsdpi_comm_fail(
+        &c->base, FSDP_ERR_OUT_OF_MEMORY,
+        "%llu bytes of rank %d cannot be mapped; raise the limits of address space "
+        "(ulimit -v), mappings (vm.max_map_count) or memory",
+        (unsigned long long)part, rank);
 }
 
 // of: where each member's buffer is.
@@ -706,15 +694,29 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
     return fsdpi_shm_barrier(c, "finished");
 }
 
-// mine: the allocation that `shared`, which peers read, lies in; no base: they read nothing.
-static fsdp_status fsdpi_shm_collective(fsdpi_shm_comm *c, const fsdp_coll *op,
-                                        const fsdpi_chunk *mine, const void *shared) {
+static fsdp_status fsdpi_shm_move_pair(fsdpi_shm_comm *c, const fsdp_coll *op,
+                                       const fsdpi_chunk *mine) {
+    const char *src;
+    fsdp_status status = FSDP_OK;
+    if (op->kind == FSDP_OP_RECV && mine->base) {
+        status = fsdpi_shm_find(c, mine, (int)op->root, &src);
+        if (!status) memcpy(op->dst, src, (size_t)op->count * fsdp_dtype_size(op->dtype));
+    }
+    if (status) return status;
+    FSDPI_STORE(&c->places[c->base.index].done, c->calls);
+    fsdpi_shm_ring(c, c->other);
+    return fsdpi_shm_wait(c, "finished");
+}
+
+static fsdp_status fsdpi_shm_move(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    const fsdpi_chunk *mine = &span->chunk;
     const char *of[FSDPI_MAX_SRCS];
-    fsdp_status status = fsdpi_shm_barrier(c, "come");
-    if (!status) status = fsdpi_shm_compare(c);
-    for (int k = 0; k < c->base.size && !status; k++) {
+    fsdp_status status = FSDP_OK;
+    if (c->other) return fsdpi_shm_move_pair(c, op, mine);
+    for (int k = 0; k < base->size && !status; k++) {
         int is_read = mine->base && (op->kind != FSDP_OP_BROADCAST || k == op->root);
-        of[k] = (const char *)shared;
+        of[k] = (const char *)span->shared;
         if (is_read) status = fsdpi_shm_find(c, mine, k, &of[k]);
     }
     if (status) return status;
@@ -722,80 +724,9 @@ static fsdp_status fsdpi_shm_collective(fsdpi_shm_comm *c, const fsdp_coll *op,
     if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_shm_all_gather(c, op, of);
     if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_shm_reduce_scatter(c, op, of);
     if (op->kind == FSDP_OP_ALL_TO_ALL) fsdpi_shm_all_to_all(c, op, of);
-    if (op->kind == FSDP_OP_BROADCAST && op->root != c->base.index && op->count)
+    if (op->kind == FSDP_OP_BROADCAST && op->root != base->index && op->count)
         memcpy(op->dst, of[op->root], (size_t)op->count * fsdp_dtype_size(op->dtype));
     return fsdpi_shm_barrier(c, "finished");
-}
-
-// Tells a member what this rank has written for it before.
-static void fsdpi_shm_ring(fsdpi_shm_comm *c, fsdpi_shm_place *other) {
-    // Either this load sees the sleeper, or the sleeper's futex call sees the new number.
-    __atomic_add_fetch(&other->bell, 1u, __ATOMIC_SEQ_CST);
-    if (__atomic_load_n(&other->asleep, __ATOMIC_SEQ_CST))
-        fsdpi_futex_wake_all(&other->bell, c->world->fd >= 0);
-}
-
-// The other one is here, and stays until this rank needs nothing of it any more.
-static fsdp_status fsdpi_shm_meet(fsdpi_shm_comm *c, const fsdp_coll *op, const fsdpi_chunk *mine) {
-    int k = (int)op->root;
-    fsdpi_record theirs = fsdpi_shm_record_of(&c->base, k);
-    const char *src;
-    if (!fsdpi_is_like_pair(&c->base.now, &theirs)) {
-        char reason[FSDPI_REASON];
-        fsdpi_text t = {reason, sizeof reason, 0};
-        fsdpi_say_unlike_pair(&t, c->base.boot->rank, &c->base.now, (int)c->base.ranks[k], &theirs);
-        fsdpi_shm_raise(c->world, FSDP_ERR_MISMATCH, "", reason);
-        return fsdpi_shm_report(c);
-    }
-    if (op->kind == FSDP_OP_SEND || !mine->base) return FSDP_OK;
-    fsdp_status status = fsdpi_shm_find(c, mine, k, &src);
-    if (!status) memcpy(op->dst, src, (size_t)op->count * fsdp_dtype_size(op->dtype));
-    return status;
-}
-
-/* send and recv: the two wait for each other, both compare, the receiver reads; then each waits
-   until the other one needs its memory and its record no more. No barrier counts this. */
-static fsdp_status fsdpi_shm_pair(fsdpi_shm_comm *c, const fsdp_coll *op, const fsdpi_chunk *mine) {
-    fsdpi_shm_place *me = &c->places[c->base.index], *other = &c->places[op->root];
-    if (++c->calls == 0) c->calls = 1; // 0 is none
-    c->other = other;
-    c->theirs = 0;
-    FSDPI_STORE(&me->call, (uint64_t)c->calls << 32 | (uint32_t)op->root);
-    fsdpi_shm_ring(c, other);
-    fsdp_status status = fsdpi_shm_wait(c, "come");
-    if (!status) {
-        c->theirs = c->met[op->root] = fsdpi_shm_call_of(c, other);
-        status = fsdpi_shm_meet(c, op, mine);
-    }
-    if (!status) {
-        FSDPI_STORE(&me->done, c->calls);
-        fsdpi_shm_ring(c, other);
-        status = fsdpi_shm_wait(c, "finished");
-    }
-    c->other = NULL;
-    return status;
-}
-
-static fsdp_status fsdpi_shm_run(fsdp_comm *comm, const fsdp_coll *op) {
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
-    fsdpi_chunk mine = {NULL, 0, 0, 0, 0};
-    const void *shared = NULL;
-    int64_t low = 0, high = 0;
-    fsdpi_describe(&c->base, op, op->what);
-    if (FSDPI_LOAD(&c->world->control->failed)) return fsdpi_shm_report(c);
-    fsdp_status status = fsdpi_check(&c->base, FSDPI_SHM_KINDS, op, &shared, &low, &high);
-    size_t bytes = fsdp_dtype_size(op->dtype);
-    if (!status && c->base.size > 1 && high > low)
-        status = fsdpi_chunk_find(&c->base, &c->world->chunks, op, shared, (size_t)low * bytes,
-                                  (size_t)high * bytes, &mine);
-    if (status) return status;
-    if (mine.base) fsdpi_shm_show(c, &mine, shared);
-    fsdpi_make_key(&c->base.now, op);
-    fsdpi_shm_publish(c);
-    status = fsdpi_is_pair(op->kind) ? fsdpi_shm_pair(c, op, &mine)
-                                     : fsdpi_shm_collective(c, op, &mine, shared);
-    fsdpi_shm_done(c);
-    return status;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -826,42 +757,49 @@ static size_t fsdpi_shm_control_bytes(int size) {
 static void fsdpi_shm_use_group(fsdpi_shm_comm *c, void *block) {
     c->group = (fsdpi_shm_group *)block;
     c->places = (fsdpi_shm_place *)(void *)(c->group + 1);
+    c->base.shown = (const char *)c->places; // a place begins with the record
+    c->base.step = sizeof *c->places;
 }
 
 static void fsdpi_shm_use_control(fsdpi_shm_comm *c, void *block) {
-    c->world->control = (fsdpi_shm_control *)block;
-    c->world->peers = (fsdpi_shm_peer *)(void *)(c->world->control + 1);
-    fsdpi_shm_use_group(c, c->world->peers + c->world->boot.size);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    w->control = (fsdpi_shm_control *)block;
+    w->peers = (fsdpi_shm_peer *)(void *)(w->control + 1);
+    w->base.failed = &w->control->failed;
+    w->base.trace = &w->peers[w->base.boot.rank].trace;
+    fsdpi_shm_use_group(c, w->peers + w->base.boot.size);
 }
 
 static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
-    fsdp_threads *threads = w->boot.threads;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    fsdp_threads *threads = w->base.boot.threads;
     fsdp_status status = FSDP_OK;
     fsdpi_lock(&threads->lock);
     void *block = threads->common;
     if (!block) {
-        block = fsdpi_alloc(&w->boot.allocator, fsdpi_shm_control_bytes(w->boot.size));
+        block = fsdpi_alloc(&w->base.boot.allocator, fsdpi_shm_control_bytes(w->base.boot.size));
         if (block) {
-            ((fsdpi_shm_control *)block)->size = w->boot.size;
-            ((fsdpi_shm_control *)block)->allocator = w->boot.allocator;
+            ((fsdpi_shm_control *)block)->size = w->base.boot.size;
+            ((fsdpi_shm_control *)block)->allocator = w->base.boot.allocator;
             threads->common = block;
         }
     }
     if (!block) {
         status = fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                   "the allocator refused the common block");
-    } else if (((fsdpi_shm_control *)block)->size != w->boot.size) {
+    } else if (((fsdpi_shm_control *)block)->size != w->base.boot.size) {
         status = fsdpi_comm_error(&c->base, FSDP_ERR_MISMATCH,
                                   "this rank has a world size of %d, another one of %d",
-                                  w->boot.size, (int)((fsdpi_shm_control *)block)->size);
+                                  w->base.boot.size, (int)((fsdpi_shm_control *)block)->size);
     } else {
         fsdpi_shm_use_control(c, block);
-        fsdpi_shm_peer *me = &w->peers[w->boot.rank];
+        fsdpi_shm_peer *me = &w->peers[w->base.boot.rank];
         if (me->state != FSDPI_SHM_ABSENT) {
             status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
-                                      "another thread has joined as rank %d already", w->boot.rank);
+                                      "another thread has joined as rank %d already",
+                                      w->base.boot.rank);
             w->control = NULL;
+            w->base.failed = NULL;
         } else {
             w->control->refs++;
             w->joined = 1;
@@ -874,14 +812,15 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
 
 // Maps the common block of the file and takes this rank's byte, by which peers see that it lives.
 static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
-    struct flock lock = fsdpi_shm_byte(w->boot.rank);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    struct flock lock = fsdpi_shm_byte(w->base.boot.rank);
     uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
     (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
     if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
         return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
                                 "the size of files is limited; ulimit -f unlimited helps");
-    char *block = fsdpi_shm_map(w, 0, fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size)));
+    char *block = fsdpi_shm_map(w, 0,
+                                fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
     if (!block)
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                 "the common block cannot be mapped (errno %d)", errno);
@@ -889,9 +828,9 @@ static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     if (fcntl(w->fd, F_SETLK, &lock))
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
                                 "the common file cannot be locked (errno %d)", errno);
-    w->peers[w->boot.rank].pid = (uint32_t)getpid();
+    w->peers[w->base.boot.rank].pid = (uint32_t)getpid();
     w->joined = 1;
-    FSDPI_STORE(&w->peers[w->boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
+    FSDPI_STORE(&w->peers[w->base.boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
     return FSDP_OK;
 }
 
@@ -900,7 +839,8 @@ static socklen_t fsdpi_shm_name(const fsdpi_shm_world *w, struct sockaddr_un *na
     memset(name, 0, sizeof *name);
     name->sun_family = AF_UNIX;
     int used = snprintf(name->sun_path + 1, sizeof name->sun_path - 1, "fsdp-shm-%lu-%016llx",
-                        (unsigned long)getuid(), (unsigned long long)fsdpi_hash_text(w->boot.job));
+                        (unsigned long)getuid(),
+                        (unsigned long long)fsdpi_hash_text(w->base.boot.job));
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
 }
 
@@ -959,7 +899,7 @@ static int fsdpi_shm_receive(int fd, void *data, size_t size, int *gift) {
 /* Rank 0: answers one rank. Who is started with another size or version can never come, so all are
    told; a rank that comes twice belongs to another job and is sent away. */
 static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *admitted) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     int fd = accept(listener, NULL, NULL);
     fsdpi_shm_hello hello;
     fsdpi_shm_answer answer;
@@ -978,10 +918,10 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
         answer.status = FSDP_ERR_MISMATCH;
         fsdpi_say(&t, "rank 0 and rank %d were built from different versions of fsdp.h",
                   (int)hello.rank);
-    } else if (hello.size != w->boot.size) {
+    } else if (hello.size != w->base.boot.size) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d of %d", w->boot.size, (int)hello.rank,
-                  (int)hello.size);
+        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d of %d", w->base.boot.size,
+                  (int)hello.rank, (int)hello.size);
     } else if (hello.rank <= 0 || hello.rank >= hello.size || admitted[hello.rank]) {
         answer.status = FSDP_ERR_INVALID_ARG;
         fsdpi_say(&t,
@@ -993,35 +933,37 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
     if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status)
         admitted[hello.rank] = 1;
     (void)close(fd);
-    return answer.status == FSDP_ERR_MISMATCH ? fsdpi_shm_fail(c, FSDP_ERR_MISMATCH, answer.reason)
-                                              : FSDP_OK;
+    return answer.status == FSDP_ERR_MISMATCH
+               ? fsdpi_comm_fail(&c->base, FSDP_ERR_MISMATCH, "%s", answer.reason)
+               : FSDP_OK;
 }
 
 // Rank 0: makes the file.
 static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
-    size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size));
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size));
     w->fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1 /* MFD_CLOEXEC */);
     if (w->fd < 0 || !fsdpi_shm_reserve(w, 0, bytes))
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                 "no memory for the common block (errno %d)", errno);
     fsdp_status status = fsdpi_shm_enter(c);
     if (status) return status;
-    w->control->size = w->boot.size;
+    w->control->size = w->base.boot.size;
     w->control->top = bytes;
     return FSDP_OK;
 }
 
 // Rank 0, which waits at the first barrier already: gives the file to the others as they come.
 static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     uint8_t admitted[FSDPI_MAX_SRCS] = {1};
     struct sockaddr_un name;
     socklen_t length = fsdpi_shm_name(w, &name);
-    int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), missing = w->boot.size - 1;
+    int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0),
+        missing = w->base.boot.size - 1;
     fsdp_status status = FSDP_OK;
     if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) ||
-        listen(listener, w->boot.size)) {
+        listen(listener, w->base.boot.size)) {
         if (listener >= 0 && errno == EADDRINUSE)
             status = fsdpi_comm_error(
                 &c->base, FSDP_ERR_INVALID_ARG,
@@ -1031,17 +973,17 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
             status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "rank 0 cannot listen (errno %d)",
                                       errno);
     }
-    int64_t start = fsdpi_boot_now(&w->boot);
+    int64_t start = fsdpi_boot_now(&w->base.boot);
     while (!status && missing > 0) {
-        int64_t left = w->boot.timeout_ns - (fsdpi_boot_now(&w->boot) - start);
+        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->base.boot) - start);
         if (left <= 0) status = fsdpi_shm_late(c, "come");
-        else if (FSDPI_LOAD(&w->control->failed)) status = fsdpi_shm_report(c);
+        else if (fsdpi_comm_failed(&c->base)) status = fsdpi_comm_report(&c->base);
         else if (!fsdpi_shm_readable(listener,
                                      left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS))
             status = fsdpi_shm_check_peers(c, 1);
         else status = fsdpi_shm_admit(c, listener, admitted);
-        missing = w->boot.size;
-        for (int k = 0; k < w->boot.size; k++) missing -= admitted[k];
+        missing = w->base.boot.size;
+        for (int k = 0; k < w->base.boot.size; k++) missing -= admitted[k];
     }
     if (listener >= 0) (void)close(listener);
     return status;
@@ -1049,12 +991,12 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
 
 // The others: ask rank 0 until it answers. A connection that breaks may be to an earlier world.
 static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
-    fsdpi_shm_hello hello = {{0}, FSDP_COMM_VERSION, w->boot.rank, w->boot.size, 0};
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    fsdpi_shm_hello hello = {{0}, FSDP_COMM_VERSION, w->base.boot.rank, w->base.boot.size, 0};
     fsdpi_shm_answer answer;
     struct sockaddr_un name;
     socklen_t length = fsdpi_shm_name(w, &name);
-    int64_t start = fsdpi_boot_now(&w->boot), nap = 500000;
+    int64_t start = fsdpi_boot_now(&w->base.boot), nap = 500000;
     memcpy(hello.magic, FSDPI_SHM_MAGIC, sizeof hello.magic);
     while (w->fd < 0) {
         int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), gift = -1, answered = 0;
@@ -1064,7 +1006,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
             while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
-                   fsdpi_boot_now(&w->boot) - start < w->boot.timeout_ns) {
+                   fsdpi_boot_now(&w->base.boot) - start < w->base.boot.timeout_ns) {
             }
             answered = fsdpi_shm_receive(fd, &answer, sizeof answer, &gift) &&
                        !memcmp(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
@@ -1074,12 +1016,12 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (answered && answer.status)
             return fsdpi_comm_error(&c->base, (fsdp_status)answer.status, "%.*s", 243,
                                     answer.reason);
-        if (w->fd < 0 && fsdpi_boot_now(&w->boot) - start >= w->boot.timeout_ns)
+        if (w->fd < 0 && fsdpi_boot_now(&w->base.boot) - start >= w->base.boot.timeout_ns)
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_TIMEOUT,
                 "rank 0 has not come within %.1f s; has it been started on this host, "
                 "by this user, with this job id?",
-                (double)w->boot.timeout_ns * 1e-9);
+                (double)w->base.boot.timeout_ns * 1e-9);
         if (w->fd < 0) fsdpi_sleep_ns(nap);
         nap = nap < 20000000 ? nap * 2 : nap;
     }
@@ -1096,35 +1038,29 @@ static int fsdpi_shm_cores(void) {
     return cores;
 }
 
-static fsdp_status fsdpi_shm_try_open(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
-    if (!w->boot.job) w->boot.job = "";
+static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     w->fd = -1;
     w->page = (size_t)sysconf(_SC_PAGESIZE);
     w->next_at = FSDPI_SHM_DATA;
-    w->spin_max = fsdpi_shm_cores() >= w->boot.size ? FSDPI_SHM_SPIN_MAX : 0;
+    w->spin_max = fsdpi_shm_cores() >= base->size ? FSDPI_SHM_SPIN_MAX : 0;
     c->spin = w->spin_max;
-    c->is_world = 1;
-    fsdpi_describe(&c->base, NULL, w->boot.job);
-    c->base.now.kind = FSDPI_OPEN;
-    fsdp_status status = fsdpi_check_world(&c->base, FSDPI_MAX_SRCS);
+    int is_host = !base->boot->threads && base->index == 0;
+    fsdp_status status = base->boot->threads ? fsdpi_shm_open_threads(c)
+                         : is_host           ? fsdpi_shm_found(c)
+                                             : fsdpi_shm_join(c);
     if (status) return status;
-    int is_host = !w->boot.threads && c->base.index == 0;
-    status = w->boot.threads ? fsdpi_shm_open_threads(c)
-             : is_host       ? fsdpi_shm_found(c)
-                             : fsdpi_shm_join(c);
-    if (status) return status;
-    fsdpi_shm_publish(c);
-    fsdpi_shm_arrive(c);
-    if (is_host && c->base.size > 1) status = fsdpi_shm_host(c);
+    fsdpi_comm_begin(base);
+    status = fsdpi_shm_show(base, NULL, NULL);
+    if (is_host && base->size > 1) status = fsdpi_shm_host(c);
     if (!status) status = fsdpi_shm_wait(c, "come");
-    fsdpi_shm_done(c);
-    return status;
+    return fsdpi_comm_end(base, status);
 }
 
 // The group's first member makes its block, and shows the others where.
 static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *block) {
-    fsdpi_shm_world *w = parent->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(parent);
     size_t bytes = fsdpi_shm_group_bytes(size);
     fsdpi_shm_group *group;
     if (w->fd < 0) {
@@ -1141,7 +1077,7 @@ static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *bl
 }
 
 static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(c->base.size));
     if (w->fd < 0) {
         fsdpi_shm_unshare(w, c->group);
@@ -1152,66 +1088,39 @@ static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
     if (last) fsdpi_shm_give_back(w, c->block, bytes);
 }
 
-static fsdp_status fsdpi_shm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_comm **out) {
-    fsdpi_shm_comm *parent = (fsdpi_shm_comm *)(void *)comm, *child = NULL;
-    fsdpi_shm_world *w = parent->world;
-    void *block = NULL;
-    int first = -1;
-    *out = NULL;
-    fsdpi_describe(&parent->base, NULL, g->name);
-    parent->base.now.kind = FSDPI_SPLIT;
-    if (FSDPI_LOAD(&w->control->failed)) return fsdpi_shm_report(parent);
-    if (g->color >= 0) {
-        child = (fsdpi_shm_comm *)fsdpi_alloc(&w->boot.allocator, sizeof *child);
-        if (!child)
-            return fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
-        first = fsdpi_split_members(&parent->base, g, &child->base);
-        if (first < 0) {
-            fsdpi_free(&w->boot.allocator, child);
-            return FSDP_ERR_INVALID_ARG;
-        }
-        child->world = w;
-        child->spin = w->spin_max;
-        if (g->index == 0) block = fsdpi_shm_make_group(parent, g->size, &parent->base.now.block);
-        if (g->index == 0 && !block) {
-            fsdpi_free(&w->boot.allocator, child);
-            return fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY,
-                                       "no memory for the group's block");
-        }
+static fsdp_status fsdpi_shm_prepare(fsdpi_comm *parent, fsdpi_comm *child) {
+    if (child->index != 0) return FSDP_OK;
+    void *block = fsdpi_shm_make_group(fsdpi_shm_comm_of(parent), child->size, &parent->now.block);
+    if (!block)
+        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "no memory for the group's block");
+    fsdpi_shm_comm_of(child)->block = parent->now.block;
+    fsdpi_shm_use_group(fsdpi_shm_comm_of(child), block);
+    return FSDP_OK;
+}
+
+// Finds the block that the group's first member has shown.
+static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
+                                     const fsdp_group *g) {
+    fsdpi_shm_comm *parent = fsdpi_shm_comm_of(base), *child = fsdpi_shm_comm_of(base_child);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(parent);
+    (void)g;
+    if (child) child->spin = w->spin_max;
+    if (child && !child->group) {
+        int first = fsdpi_index_of(base, (int)base_child->ranks[0]);
+        child->block = fsdpi_record_of(base, first).block;
+        size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(base_child->size));
+        void *block = w->fd < 0 ? (void *)(uintptr_t)child->block
+                                : fsdpi_shm_map(w, child->block, bytes);
+        if (!block)
+            return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY,
+                                   "the group's block cannot be mapped");
+        fsdpi_shm_use_group(child, block);
     }
-    // Names and members differ between the new groups; that it is a split, and which, does not.
-    parent->base.now.key = FSDPI_SPLIT;
-    fsdpi_shm_publish(parent);
-    fsdp_status status = fsdpi_shm_barrier(parent, "come");
-    if (!status) status = fsdpi_shm_compare(parent);
-    if (!status && child) {
-        fsdpi_record leader = fsdpi_record_get(parent->places[first].record);
-        child->block = leader.block;
-        if (leader.members != parent->base.now.members)
-            status = fsdpi_shm_fail(parent, FSDP_ERR_MISMATCH,
-                                    "ranks disagree about who is in the group");
-        else if (!block && w->fd < 0) block = (void *)(uintptr_t)leader.block;
-        else if (!block)
-            block = fsdpi_shm_map(w, leader.block,
-                                  fsdpi_shm_round(w, fsdpi_shm_group_bytes(child->base.size)));
-        if (!status && !block)
-            status = fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY,
-                                         "the group's block cannot be mapped");
-    }
-    if (child && block) fsdpi_shm_use_group(child, block);
-    if (!status) status = fsdpi_shm_barrier(parent, "finished");
-    fsdpi_shm_done(parent);
-    if (status && child) {
-        if (child->group) fsdpi_shm_drop_group(child);
-        fsdpi_free(&w->boot.allocator, child);
-        child = NULL;
-    }
-    *out = (fsdp_comm *)(void *)child;
-    return status;
+    return fsdpi_shm_barrier(parent, "finished");
 }
 
 static void fsdpi_shm_leave_threads(fsdpi_shm_world *w) {
-    fsdp_threads *threads = w->boot.threads;
+    fsdp_threads *threads = w->base.boot.threads;
     fsdpi_shm_control *control = w->control;
     fsdpi_lock(&threads->lock);
     if (threads->common == (void *)control)
@@ -1229,81 +1138,52 @@ static void fsdpi_shm_leave_threads(fsdpi_shm_world *w) {
     fsdpi_free(&allocator, control);
 }
 
-static void fsdpi_shm_close(fsdp_comm *comm) {
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
-    if (!c) return;
-    fsdpi_shm_world *w = c->world;
-    fsdp_allocator allocator = w->boot.allocator;
-    if (!c->is_world) {
-        fsdpi_shm_drop_group(c);
-        fsdpi_free(&allocator, c);
-        return;
-    }
-    if (w->joined) { // before memory goes: a peer that waits must not take us for dead
-        FSDPI_STORE(&w->peers[w->boot.rank].state, (uint32_t)FSDPI_SHM_LEFT);
-        fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
-    }
-    for (int i = 0; i < w->chunks.count; i++) fsdpi_shm_release(w, &w->chunks.list[i]);
-    for (size_t i = 0; i < w->num_numbers * (size_t)w->boot.size; i++)
+static void fsdpi_shm_leave(fsdpi_comm *base) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    if (!base->is_world && c->group) fsdpi_shm_drop_group(c);
+    if (!base->is_world || !w->joined) return;
+    // Before memory goes: a peer that waits must not take us for dead.
+    FSDPI_STORE(&w->peers[base->boot->rank].state, (uint32_t)FSDPI_SHM_LEFT);
+    fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
+}
+
+static int fsdpi_shm_close(fsdpi_comm_world *base) {
+    fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
+    for (size_t i = 0; i < w->num_numbers * (size_t)base->boot.size; i++)
         fsdpi_shm_unmap_remote(&w->remotes[i]);
+    fsdpi_free(&base->boot.allocator, w->remotes);
     if (w->fd >= 0) {
         if (w->control)
             (void)munmap((void *)w->control,
-                         fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size)));
+                         fsdpi_shm_round(w, fsdpi_shm_control_bytes(base->boot.size)));
         (void)close(w->fd);
     } else if (w->joined) {
         fsdpi_shm_leave_threads(w);
     }
-    fsdpi_free(&allocator, w->remotes);
-    fsdpi_free(&allocator, w->chunks.list);
-    fsdpi_free(&allocator, w);
-    fsdpi_free(&allocator, c);
+    return 1;
 }
+
+// clang-format off
+static const fsdpi_transport fsdpi_shm_transport = {
+    sizeof(fsdpi_shm_comm), sizeof(fsdpi_shm_world), FSDPI_MAX_SRCS,
+    {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2},
+    fsdpi_shm_open_world, fsdpi_shm_prepare, fsdpi_shm_connect, fsdpi_shm_leave, fsdpi_shm_close,
+    fsdpi_shm_show, fsdpi_shm_hear, fsdpi_shm_move, NULL,
+    fsdpi_shm_tell, fsdpi_shm_verdict, fsdpi_shm_say_last,
+    fsdpi_shm_take, fsdpi_shm_give, fsdpi_advise_host};
+// clang-format on
 
 static fsdp_status fsdpi_shm_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
-    *out = NULL;
-    void *comm, *world;
-    if (!fsdpi_open_blocks(boot, sizeof(fsdpi_shm_comm), &comm, sizeof(fsdpi_shm_world), &world))
-        return FSDP_ERR_OUT_OF_MEMORY;
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)comm;
-    fsdpi_shm_world *w = (fsdpi_shm_world *)world;
-    c->world = w;
-    c->base.boot = &w->boot;
-    w->boot = *boot;
-    fsdp_status status = fsdpi_shm_try_open(c);
-    if (status) {
-        fsdpi_open_failed(&c->base);
-        fsdpi_shm_close((fsdp_comm *)(void *)c);
-        return status;
-    }
-    caps->kinds = FSDPI_SHM_KINDS;
-    caps->flags = FSDP_CAP_FUSED_REDUCE;
-    caps->lanes = 2;
-    *out = (fsdp_comm *)(void *)c;
-    return FSDP_OK;
-}
-static const char *fsdpi_shm_error_text(fsdp_comm *comm) {
-    return comm ? ((fsdpi_shm_comm *)(void *)comm)->base.error : fsdpi_thread_error;
-}
-
-static void fsdpi_shm_abort(fsdp_comm *comm, fsdp_status status, const char *why) {
-    fsdpi_shm_world *w = ((fsdpi_shm_comm *)(void *)comm)->world;
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_abort(&t, &w->boot, why);
-    fsdpi_shm_raise(w, status ? status : FSDP_ERR_ABORTED, "", reason);
-}
-
-static fsdp_status fsdpi_shm_poll(fsdp_comm *comm) {
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
-    return FSDPI_LOAD(&c->world->control->failed) ? fsdpi_shm_report(c) : FSDP_OK;
+    return fsdpi_comm_open(&fsdpi_shm_transport, boot, caps, out);
 }
 
 FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void) {
     static const fsdp_comm_ops ops = {
-        FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "shm",           fsdpi_shm_open,
-        fsdpi_shm_split,   fsdpi_shm_close,       fsdpi_shm_run,   fsdpi_shm_alloc,
-        fsdpi_shm_free,    fsdpi_shm_error_text,  fsdpi_shm_abort, fsdpi_shm_poll,
+        FSDP_COMM_VERSION,     sizeof(fsdp_comm_ops), "shm",
+        fsdpi_shm_open,        fsdpi_comm_split,      fsdpi_comm_close,
+        fsdpi_comm_run,        fsdpi_comm_alloc,      fsdpi_comm_free,
+        fsdpi_comm_error_text, fsdpi_comm_abort,      fsdpi_comm_poll,
     };
     return &ops;
 }

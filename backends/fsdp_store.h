@@ -1,7 +1,6 @@
-/* backends/fsdp_store.h - how ranks on several hosts meet, and learn of each other's end
+/* fsdp_store.h - how ranks on several hosts meet, and learn of each other's end
 
-   A key-value store, its server and its client, used by backends whose ranks share no memory. Part
-   of fsdp.h's implementation, which includes it after fsdp_launch.h.
+   A key-value store, its server and its client, used by backends whose ranks share no memory.
 
    Who serves. boot->store says where ranks meet:
    - "tcp://HOST:PORT"  rank 0 serves there, unless a server of this job, a launcher's, is there
@@ -2185,32 +2184,6 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     s->running = 1;
     status = fsdpi_store_meet(s, deadline, error);
     return status ? status : fsdpi_store_find_address(s, error);
-}
-
-/* Who waits for another rank elsewhere is not to blame, and will tell who is: if all members that
-   are missing are busy, a verdict is waited for a moment. 1: it stands; 0: there is none; -1: the
-   store does not answer. */
-static FSDPI_UNUSED int fsdpi_store_await_verdict(fsdpi_store *s, const fsdpi_comm *c,
-                                                  const uint8_t *missing, int64_t ask_ns) {
-    fsdpi_store_peer peer;
-    for (int k = 0; k < c->size; k++) {
-        if (!missing[k]) continue;
-        if (fsdpi_store_ask(s, (int)c->ranks[k], &peer, ask_ns)) return -1;
-        if (!peer.busy || peer.silent_ns > 300000000 + fsdpi_store_beat_ns(c->boot->size))
-            return 0; // who is stopped was busy when it was last heard of
-    }
-    for (int i = 0; i < 100 && !fsdpi_store_verdict(s, NULL); i++) fsdpi_sleep_ns(1000000);
-    return fsdpi_store_verdict(s, NULL);
-}
-
-// What a backend that meets here opens its world with. Ranks that are threads meet on their host,
-// under a name that nobody else can mean.
-static FSDPI_UNUSED void fsdpi_store_boot(fsdp_boot *boot, char *job, size_t cap) {
-    if (!boot->job) boot->job = "";
-    if (!boot->threads) return;
-    (void)snprintf(job, cap, "%.100s-%d-%p", boot->job, (int)getpid(), (void *)boot->threads);
-    boot->job = job;
-    boot->store = "host:";
 }
 
 /* Meets the other ranks: serves if that is this rank's part, joins, and waits until all have; at

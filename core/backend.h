@@ -38,7 +38,14 @@ typedef struct fsdp_caps {
     int lanes;      // streams that may run collectives at the same time: 1 or more
 } fsdp_caps;
 
-/* One collective, as data. Offsets of segments are elements of dtype (full side, and src of a
+/* One collective, as data. It is neither fsdp_op nor what ranks compare, because each of the three
+   has a reader of its own: an fsdp_op is also a copy, a norm or a call of the user, with buffers
+   and events that a backend must not touch; a collective is what every backend can carry out, with
+   pointers of this process; the record that travels (fsdpi_record) has a fixed size and no
+   pointers. The first becomes the second in fsdpi_run_collective (core/comm.h), the second the
+   third in fsdpi_describe (backends/fsdp_comm.h), and nowhere else.
+
+   Offsets of segments are elements of dtype (full side, and src of a
    gather) and out_dtype (dst of a scatter).
    all_gather      dst[full + k*count ..] = src_k[shard ..] of rank k; in_place: src_k[.] is already
                    at its place in rank k's dst, and src is ignored

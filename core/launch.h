@@ -5,26 +5,6 @@
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// NULL: not set, or empty.
-static const char *fsdpi_env(const char *name) {
-    const char *text = name ? getenv(name) : NULL;
-    return text && *text ? text : NULL;
-}
-
-static fsdp_status fsdpi_env_int(fsdp_world *w, const char *name, int min, int *out, int *found) {
-    const char *text = fsdpi_env(name);
-    *found = text != NULL;
-    if (!*found) return FSDP_OK;
-    char *end;
-    long value = strtol(text, &end, 10);
-    if (*end || value < min || value > 0x7FFFFFFF)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "environment variable %s is '%s', expected an integer of at least %d",
-                          name, text, min);
-    *out = (int)value;
-    return FSDP_OK;
-}
-
 // What launchers set. The first one whose rank and `needs` are set is taken: mpirun's variables
 // before those of the srun that started its daemons. Slurm sets rank and size for the script of a
 // batch job as well; only a step of srun has a step id.
@@ -97,10 +77,12 @@ static const fsdpi_launcher *fsdpi_launcher_find(void) {
 // Rank and size; neither set: a world of one.
 static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     const fsdpi_launcher *l = fsdpi_launcher_find();
-    int rank = 0, size = 1, local = 0, has_rank, has_size, has_local;
-    fsdp_status status = fsdpi_env_int(w, l->rank, 0, &rank, &has_rank);
-    if (!status) status = fsdpi_env_int(w, l->size, 1, &size, &has_size);
-    if (!status) status = fsdpi_env_int(w, l->local, 0, &local, &has_local);
+    int rank = 0, size = 1, has_rank = fsdpi_env(l->rank) != NULL,
+        has_size = fsdpi_env(l->size) != NULL;
+    fsdp_status status = fsdpi_world_env_int(w, l->rank, 0, 0x7FFFFFFF, &rank);
+    if (!status) status = fsdpi_world_env_int(w, l->size, 1, 0x7FFFFFFF, &size);
+    int local = rank;
+    if (!status) status = fsdpi_world_env_int(w, l->local, 0, 0x7FFFFFFF, &local);
     if (status) return status;
     if (has_rank != has_size)
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
@@ -112,7 +94,7 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
                           rank, l->size, size);
     d->rank = rank;
     d->world_size = size;
-    d->local_rank = has_local ? local : rank;
+    d->local_rank = local;
     return FSDP_OK;
 }
 
@@ -146,17 +128,21 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
     return FSDP_OK;
 }
 
-// A count that a launcher tells; 0: it does not, or this is no count.
-static long fsdpi_env_count(const char *name) {
-    const char *text = fsdpi_env(name);
-    long value = text ? strtol(text, NULL, 10) : 0;
-    return value > 0 ? value : 0;
+// Whether the launcher tells that it has started some of `size` ranks on other hosts.
+static fsdp_status fsdpi_launcher_is_spread(fsdp_world *w, const fsdpi_launcher *l, int size,
+                                            int *out) {
+    int here = size, hosts = 1;
+    fsdp_status status = fsdpi_world_env_int(w, l->here, 1, 0x7FFFFFFF, &here);
+    if (!status) status = fsdpi_world_env_int(w, l->hosts, 1, 0x7FFFFFFF, &hosts);
+    *out = hosts > 1 || here < size;
+    return status;
 }
 
-// Whether the launcher tells that it has started some of `size` ranks on other hosts.
-static int fsdpi_launcher_is_spread(const fsdpi_launcher *l, int size) {
-    const long here = fsdpi_env_count(l->here);
-    return fsdpi_env_count(l->hosts) > 1 || (here && here < size);
+// A number that names a job or a step: any will do.
+static uint64_t fsdpi_env_id(const char *name) {
+    const char *text = fsdpi_env(name);
+    long value = text ? strtol(text, NULL, 10) : 0;
+    return value > 0 ? (uint64_t)value : 0;
 }
 
 // The first host of Slurm's list, "n[01-04,7]r[3-4],x7": n01r3. 0: there is none, or no room.
@@ -182,8 +168,8 @@ static int fsdpi_slurm_store(char *out, size_t cap) {
     char host[256];
     if (!list) list = fsdpi_env("SLURM_JOB_NODELIST");
     if (!list || !fsdpi_first_host(list, host, sizeof host)) return 0;
-    const uint64_t job = (uint64_t)fsdpi_env_count("SLURM_JOB_ID");
-    const uint64_t step = (uint64_t)fsdpi_env_count("SLURM_STEP_ID");
+    const uint64_t job = fsdpi_env_id("SLURM_JOB_ID");
+    const uint64_t step = fsdpi_env_id("SLURM_STEP_ID");
     return snprintf(out, cap, "tcp://%s:%d", host, 20000 + (int)((job * 131 + step) % 12000));
 }
 
@@ -200,13 +186,15 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
     const char *store = d->store && *d->store ? d->store : fsdpi_env("FSDP_STORE");
     const char *host = fsdpi_env("MASTER_ADDR"), *port = fsdpi_env("MASTER_PORT");
     const fsdpi_launcher *l = fsdpi_launcher_find();
-    int used = 0;
+    int used = 0, is_spread = 0;
+    fsdp_status status = fsdpi_launcher_is_spread(w, l, d->world_size, &is_spread);
+    if (status) return status;
     if (store) {
         used = snprintf(out, cap, "%s", store);
     } else if (host && port) {
         const int bare = strchr(host, ':') && *host != '['; // an IPv6 address
         used = snprintf(out, cap, "tcp://%s%s%s:%s", bare ? "[" : "", host, bare ? "]" : "", port);
-    } else if (fsdpi_launcher_is_spread(l, d->world_size)) {
+    } else if (is_spread) {
         if (strcmp(l->rank, "SLURM_PROCID") == 0) used = fsdpi_slurm_store(out, cap);
         if (used == 0) *out = 0;
     } else {
@@ -221,10 +209,13 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
 }
 
 // Whether the launcher has started ranks of this world on other hosts too.
-static int fsdpi_env_is_spread(const fsdp_world *w, const fsdp_world_desc *d) {
+static fsdp_status fsdpi_env_is_spread(fsdp_world *w, const fsdp_world_desc *d, int *out) {
     const fsdpi_launcher *l = fsdpi_launcher_find();
-    if (d->threads || d->job || strncmp(w->store, "host:", 5) == 0) return 0;
-    return fsdpi_env_count(l->size) == d->world_size && fsdpi_launcher_is_spread(l, d->world_size);
+    int size = 0;
+    *out = 0;
+    if (w->size == 1 || d->threads || d->job || strncmp(w->store, "host:", 5) == 0) return FSDP_OK;
+    fsdp_status status = fsdpi_world_env_int(w, l->size, 1, 0x7FFFFFFF, &size);
+    return status || size != w->size ? status : fsdpi_launcher_is_spread(w, l, size, out);
 }
 
 static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {

@@ -9,11 +9,10 @@
 // Fill in what the desc leaves to the environment, and check the rest.
 static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     fsdp_status status = FSDP_OK;
-    int found;
     if (d->world_size == 0) status = fsdpi_env_ranks(w, d);
     if (!status && d->timeout_ms == 0)
-        status = fsdpi_env_int(w, "FSDP_TIMEOUT_MS", 1, &d->timeout_ms, &found);
-    if (!status && d->lanes == 0) status = fsdpi_env_int(w, "FSDP_LANES", 0, &d->lanes, &found);
+        status = fsdpi_world_env_int(w, "FSDP_TIMEOUT_MS", 1, 0x7FFFFFFF, &d->timeout_ms);
+    if (!status && d->lanes == 0) status = fsdpi_world_env_int(w, "FSDP_LANES", 0, 2, &d->lanes);
     if (!status && d->log_level == FSDP_LOG_DEFAULT) status = fsdpi_env_log_level(w, &d->log_level);
     if (status) return status;
     if (d->timeout_ms == 0) d->timeout_ms = 60000;
@@ -55,7 +54,9 @@ static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t v
 // Chooses backend and device. A world of one rank needs the device only.
 static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
     const char *name = d->backend ? d->backend : fsdpi_env("FSDP_BACKEND");
-    int is_spread = w->size > 1 && fsdpi_env_is_spread(w, d);
+    int is_spread;
+    fsdp_status status = fsdpi_env_is_spread(w, d, &is_spread);
+    if (status) return status;
     const fsdpi_backend *b = fsdpi_find_backend(name, is_spread);
     w->device_ops = d->device_ops             ? d->device_ops
                     : b->name && !d->comm_ops ? b->device_ops()

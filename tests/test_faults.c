@@ -833,7 +833,8 @@ TEST(faults, environment) {
     with_env("FSDP_TIMEOUT_MS", "99999999999", FSDP_ERR_INVALID_ARG, "FSDP_TIMEOUT_MS");
     with_env("FSDP_TIMEOUT_MS", "500", FSDP_OK, "");
     with_env("FSDP_LANES", "many", FSDP_ERR_INVALID_ARG, "FSDP_LANES");
-    with_env("FSDP_LANES", "7", FSDP_ERR_INVALID_ARG, "lanes 7");
+    with_env("FSDP_LANES", "7", FSDP_ERR_INVALID_ARG,
+             "FSDP_LANES is '7', expected an integer from 0 to 2");
     with_env("FSDP_LANES", "2", FSDP_OK, "");
     with_env("FSDP_LANES", "", FSDP_OK, "");
     with_env("FSDP_LOG_LEVEL", "loud", FSDP_ERR_INVALID_ARG, "FSDP_LOG_LEVEL is 'loud'");

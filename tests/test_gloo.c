@@ -815,8 +815,8 @@ TEST(gloo, memory_of_comms_of_all_sizes) {
         memset(&fake, 0, sizeof fake);
         fake.is_fake = 1;
         memset(c, 0, sizeof *c);
-        w->boot = boot;
-        c->world = w, c->base.boot = &w->boot, c->base.size = size;
+        w->base.base.boot = boot;
+        c->base.world = &w->base.base, c->base.boot = &w->base.base.boot, c->base.size = size;
         CHECK_OK(fsdpi_gloo_make_messages(c));
         int64_t bytes = heap.live_bytes;
         snprintf(w_case, sizeof w_case, "W=%d: %lld bytes, %zu small", size, (long long)bytes,
@@ -839,8 +839,8 @@ TEST(gloo, memory_of_comms_of_all_sizes) {
                 "%zu to %zu bytes", fake.least_buffer, fake.most_buffer);
         W_CHECK(bytes >= (int64_t)((size_t)(size - 1) * c->piece * c->depth), "too short");
         W_CHECK(bytes <= (8 << 20) + 64, "too much");
-        fsdpi_free(&w->boot.allocator, c->scratch);
-        fsdpi_free(&w->boot.allocator, c->messages);
+        fsdpi_free(&c->base.boot->allocator, c->scratch);
+        fsdpi_free(&c->base.boot->allocator, c->messages);
         CHECK_EQ_INT(heap.live_bytes, 0);
     }
     mine = NULL;

@@ -261,6 +261,50 @@ TEST_P(launch, environment, found) {
     if (seen.size > 1) CHECK_EQ_STR(seen.store, store);
 }
 
+/* A wrong value of a launcher's variable is an error that names it, never ignored. */
+#define TORCHRUN(rank, size) "RANK=" rank, "WORLD_SIZE=" size, "MASTER_ADDR=h", "MASTER_PORT=1"
+static const struct {
+    const char *name, *variables[VARIABLES_MAX], *text;
+} wrong_values[] = {
+    {"rank", {TORCHRUN("one", "2")}, "RANK is 'one', expected an integer of at least 0"},
+    {"negative_rank", {TORCHRUN("-1", "2")}, "RANK is '-1', expected an integer of at least 0"},
+    {"fraction", {TORCHRUN("0.5", "2")}, "RANK is '0.5', expected an integer of at least 0"},
+    {"blank_behind", {TORCHRUN("1 ", "2")}, "RANK is '1 ', expected an integer of at least 0"},
+    {"world_size", {TORCHRUN("0", "0")}, "WORLD_SIZE is '0', expected an integer of at least 1"},
+    {"too_large",
+     {TORCHRUN("0", "4294967298")},
+     "WORLD_SIZE is '4294967298', expected an integer of at least 1"},
+    {"local_rank",
+     {TORCHRUN("0", "2"), "LOCAL_RANK=x"},
+     "LOCAL_RANK is 'x', expected an integer of at least 0"},
+    {"local_world_size",
+     {TORCHRUN("0", "2"), "LOCAL_WORLD_SIZE=two"},
+     "LOCAL_WORLD_SIZE is 'two', expected an integer of at least 1"},
+    {"open_mpi",
+     {OMPI("0", "2", "0"), "OMPI_COMM_WORLD_LOCAL_SIZE=0", "PMIX_NAMESPACE=1"},
+     "OMPI_COMM_WORLD_LOCAL_SIZE is '0', expected an integer of at least 1"},
+    {"flux", {FLUX("0", "2", "1k")}, "FLUX_JOB_NNODES is '1k', expected an integer of at least 1"},
+    {"slurm",
+     {SLURM("0", "4", "0"), "SLURM_STEP_ID=0", "SLURM_NNODES=-2"},
+     "SLURM_NNODES is '-2', expected an integer of at least 1"},
+    {"timeout",
+     {TORCHRUN("0", "2"), "FSDP_TIMEOUT_MS=1e3"},
+     "FSDP_TIMEOUT_MS is '1e3', expected an integer of at least 1"},
+    {"lanes",
+     {TORCHRUN("0", "2"), "FSDP_LANES=3"},
+     "FSDP_LANES is '3', expected an integer from 0 to 2"},
+    {"log_level",
+     {TORCHRUN("0", "2"), "FSDP_LOG_LEVEL=debug"},
+     "FSDP_LOG_LEVEL is 'debug', expected error, warn, info or none"},
+};
+TEST_P(launch, wrong_values, wrong_values) {
+    fsdp_world *w = NULL;
+    environment(row->variables, 0);
+    CHECK_STATUS(start(&w), FSDP_ERR_INVALID_ARG);
+    CHECK_MSG(strstr(fsdp_last_error(NULL), row->text), "%s", fsdp_last_error(NULL));
+    CHECK(w == NULL);
+}
+
 /* The first host of Slurm's lists. */
 static const struct {
     const char *name, *list, *host;

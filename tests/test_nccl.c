@@ -880,6 +880,33 @@ static void comms(int rank, int world, void *arg) {
 }
 TEST_P(nccl, comms, lanes) { h_ranks_proc(2, comms, (void *)(uintptr_t)(row - lanes)); }
 
+/* A wrong value of a variable of NCCL's or CUDA's is an error on fsdp_init, never ignored. */
+static const struct {
+    const char *name, *variable, *value, *expected;
+} wrong_values[] = {{"check", "FSDP_NCCL_CHECK", "yes", "0 or 1"},
+                    {"check_2", "FSDP_NCCL_CHECK", "2", "0 or 1"},
+                    {"comms_0", "FSDP_NCCL_COMMS", "0", "1 or 2"},
+                    {"comms_3", "FSDP_NCCL_COMMS", "3", "1 or 2"},
+                    {"register", "FSDP_NCCL_REGISTER", "-1", "an integer from 0 to 2"},
+                    {"register_3", "FSDP_NCCL_REGISTER", "3", "an integer from 0 to 2"},
+                    {"managed", "FSDP_CUDA_MANAGED", "true", "0 or 1"}};
+static void wrong_value(int rank, int world, void *arg) {
+    size_t row = (size_t)(uintptr_t)arg;
+    char text[200];
+    job j;
+    begin(&j, &variants[0], rank, world, 1);
+    setenv(wrong_values[row].variable, wrong_values[row].value, 1);
+    CHECK_STATUS(open_world(&j, "wrong_value", 1000), FSDP_ERR_INVALID_ARG);
+    snprintf(text, sizeof text, "environment variable %s is '%s', expected %s",
+             wrong_values[row].variable, wrong_values[row].value, wrong_values[row].expected);
+    W_CHECK(strstr(fsdp_last_error(NULL), text), "%s", fsdp_last_error(NULL));
+    check_nothing_live();
+}
+TEST_P(nccl, wrong_values, wrong_values) {
+    int world = strcmp(row->name, "managed") == 0 ? 1 : 2; /* of one rank: the device alone */
+    h_ranks_proc(world, wrong_value, (void *)(uintptr_t)(row - wrong_values));
+}
+
 /* The caller's own stream, which nothing else orders: the checker sees what is not in its order. */
 static void own_stream(int rank, int world, void *arg) {
     int says_so = *(int *)arg;
@@ -1038,7 +1065,7 @@ static void never_filled(int rank, int world, void *arg) {
     make_sums(&j);
     cudaStream_t setup = fsdpi_cuda_of(j.w->device)->place.setup;
     if (of_device) CALL(j.w, make_one_unit(&j, 1, 0, 64, 0));
-    else setup = ((fsdpi_nccl_comm *)(void *)j.w->comm)->world->place.setup;
+    else setup = fsdpi_nccl_world_of((fsdpi_nccl_comm *)(void *)j.w->comm)->place.setup;
     CALL(j.w, fsdp_barrier(j.w));
     CHECK_EQ_INT(fsdp_stub_launch(wait_at_gate, &first, sizeof first, 1, setup), 0);
     int64_t start = h_now_ms();

@@ -1,0 +1,663 @@
+/* fsdp_comm.h - the comm base: what all backends do in the same way
+
+   Each call of fsdp_comm_ops is written once, here. A backend fills one table, fsdpi_transport,
+   with four things of its own; the data of a call flows one way through them:
+
+       open       blocks of memory -> the world is checked -> CONNECT
+       split      described -> checked -> MOVE: show and hear -> compared -> CONNECT
+       run        described -> checked -> MOVE: show and hear -> compared -> moved -> settled
+       alloc      MEMORY -> the list of allocations, in which run finds what peers read
+       failure    told to VERDICT, where it stands for all ranks -> reported by each of them
+
+   A backend's comm and world begin with fsdpi_comm and fsdpi_comm_world; its fsdp_comm_ops are
+   fsdpi_comm_split and so on, and an open of one line that names its table.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_COMM_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#define FSDP_COMM_IMPLEMENTED
+
+#include "fsdp_memory.h" // the list of allocations
+#include "fsdp_record.h" // what a rank is about to do, and the words for it
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FSDPI_MAX_RANKS 4096 // of a comm; backends that reduce themselves: FSDPI_MAX_SRCS
+
+typedef struct fsdpi_comm fsdpi_comm;
+typedef struct fsdpi_comm_world fsdpi_comm_world;
+
+// The buffer of a collective that peers read.
+typedef struct fsdpi_span {
+    const void *shared;
+    int64_t low, high; // the elements of it that they read
+    fsdpi_chunk chunk; // the allocation that these lie in; base NULL: nobody reads any
+} fsdpi_span;
+
+/* What a backend is. A function returns FSDP_OK, or what fsdpi_comm_error (this call on this rank)
+   or fsdpi_comm_fail (the world) returned; functions that may be NULL say so. */
+typedef struct fsdpi_transport {
+    size_t comm_bytes, world_bytes; // of the backend's own structs
+    int most_ranks;
+    fsdp_caps caps; // open may change those of its world
+
+    /* Connect: how ranks find each other. All ranks of the world call open. All members of the
+       parent call connect, when they have agreed about the new groups; child is NULL where this
+       rank is in none. Before they meet, prepare (may be NULL) makes what the child's first member
+       has to show. leave ends a comm; close ends a world when all its comms are gone and its
+       allocations given back: 1: its block may be freed, 0: a thread still looks at it. */
+    fsdp_status (*open)(fsdpi_comm *c);
+    fsdp_status (*prepare)(fsdpi_comm *parent, fsdpi_comm *child);
+    fsdp_status (*connect)(fsdpi_comm *parent, fsdpi_comm *child, const fsdp_group *group);
+    void (*leave)(fsdpi_comm *c);
+    int (*close)(fsdpi_comm_world *w);
+
+    /* Move: how bytes travel. show tells c->now to those whom the call concerns, and may start what
+       can be under way meanwhile; hear waits until their records lie at c->shown. op and span are
+       NULL for a split. Then move: every argument is checked, every rank calls the same. settle
+       (may be NULL) comes last, also after a failure: nothing of this call is under way behind it.
+     */
+    fsdp_status (*show)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
+    fsdp_status (*hear)(fsdpi_comm *c, const fsdp_coll *op);
+    fsdp_status (*move)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
+    fsdp_status (*settle)(fsdpi_comm *c, fsdp_status status);
+
+    /* Verdict: where it is kept, and how all ranks learn of it. tell makes it stand, unless one
+       does already, and ends all waits; verdict reads it: 0: there is none; say_last says what a
+       rank of the world did last. From any thread. */
+    void (*tell)(fsdpi_comm *c, fsdp_status status, const char *subject, const char *reason);
+    int (*verdict)(fsdpi_comm_world *w, fsdpi_verdict *out);
+    void (*say_last)(fsdpi_text *t, fsdpi_comm *c, int rank);
+
+    /* Memory that peers may read, zero-filled. take fills chunk, of which size is set; after a
+       failure *why says why. advise adds what helps against a lack of memory. */
+    fsdp_status (*take)(fsdpi_comm_world *w, fsdpi_chunk *chunk, const char **why);
+    void (*give)(fsdpi_comm_world *w, const fsdpi_chunk *chunk);
+    void (*advise)(fsdpi_text *t);
+} fsdpi_transport;
+
+// The part of a world that every backend has; its first member.
+struct fsdpi_comm_world {
+    fsdp_boot boot;
+    const fsdpi_transport *transport;
+    fsdp_caps caps;
+    const uint32_t *failed; // not 0: a verdict stands, or is being told; NULL: not connected yet
+    fsdpi_trace *trace;     // what this rank does, for whoever asks; NULL: the backend knows itself
+    int is_trusting;        // ranks do not compare what they call
+    fsdpi_chunks chunks;
+};
+
+// The part of a comm that every backend has; its first member.
+struct fsdpi_comm {
+    fsdpi_comm_world *world;
+    const fsdp_boot *boot; // of the world
+    int is_world;
+    uint32_t splits;                // so far
+    uint64_t id;                    // equal on all members, unique in the world
+    int index, size;                // this rank's place among the members
+    int32_t ranks[FSDPI_MAX_RANKS]; // world ranks of the members
+    fsdpi_record now;
+    const char *shown; // where the members' records lie, but for this rank's own
+    size_t step;       // from one to the next
+    char error[1280];  // text of the last failure
+};
+
+/* -------------------------------------------------------------------------------------------- */
+// >>comm_fail
+// Owns: the two ways to fail. fsdpi_comm_error: this call on this rank, and nobody is told;
+// fsdpi_comm_fail: the world, because of what this rank is in. The first failure of a world stands.
+
+static int fsdpi_comm_failed(const fsdpi_comm *c) {
+    return c->world->failed && FSDPI_LOAD(c->world->failed);
+}
+
+// The text goes where error_text finds it.
+static FSDP_PRINTF(3, 4) fsdp_status
+    fsdpi_comm_error(fsdpi_comm *c, fsdp_status status, const char *format, ...) {
+    char reason[FSDPI_REASON];
+    va_list args;
+    va_start(args, format);
+    (void)vsnprintf(reason, sizeof reason, format, args);
+    va_end(args);
+    fsdpi_text t = {c->error, sizeof c->error, 0};
+    fsdpi_say(&t, "rank %d: ", c->boot->rank);
+    fsdpi_say_op(&t, &c->now);
+    fsdpi_say(&t, ": %s", reason);
+    return status;
+}
+
+// What this rank does, as the subject of a verdict.
+static void fsdpi_comm_subject(const fsdpi_comm *c, char *subject, size_t cap) {
+    fsdpi_text t = {subject, cap, 0};
+    fsdpi_say_op(&t, &c->now);
+}
+
+// The status and text of a failed world for this rank: who I am, what I was in, what happened.
+static fsdp_status fsdpi_comm_report(fsdpi_comm *c) {
+    fsdpi_verdict v;
+    char subject[sizeof v.subject];
+    if (!c->world->transport->verdict(c->world, &v)) {
+        (void)fsdpi_comm_error(c, FSDP_ERR_INTERNAL, "a wait has ended without a reason");
+        c->world->transport->tell(c, FSDP_ERR_INTERNAL, "", c->error);
+        return FSDP_ERR_INTERNAL;
+    }
+    fsdpi_comm_subject(c, subject, sizeof subject);
+    if (!v.subject[0] || !strcmp(v.subject, subject))
+        return fsdpi_comm_error(c, (fsdp_status)v.status, "%s", v.reason);
+    return fsdpi_comm_error(c, (fsdp_status)v.status, "rank %d failed in %s: %s", (int)v.rank,
+                            v.subject, v.reason);
+}
+
+// A reason that does not begin with ranks is about this one: then its number comes first.
+static FSDP_PRINTF(3, 4) fsdp_status
+    fsdpi_comm_fail(fsdpi_comm *c, fsdp_status status, const char *format, ...) {
+    char text[FSDPI_REASON], reason[FSDPI_REASON], subject[192];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    va_list args;
+    va_start(args, format);
+    (void)vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (strncmp(text, "rank", 4) != 0) fsdpi_say(&t, "rank %d: ", c->boot->rank);
+    fsdpi_say(&t, "%s", text);
+    fsdpi_comm_subject(c, subject, sizeof subject);
+    c->world->transport->tell(c, status, subject, reason);
+    return fsdpi_comm_report(c);
+}
+
+// From any thread. c->now is not looked at: a lane may be in a collective of the same comm.
+static void fsdpi_comm_abort(fsdp_comm *comm, fsdp_status status, const char *why) {
+    fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    if (!why || strncmp(why, "rank ", 5) != 0) fsdpi_say(&t, "aborted by rank %d: ", c->boot->rank);
+    fsdpi_say(&t, "%s", why ? why : "no reason given");
+    c->world->transport->tell(c, status ? status : FSDP_ERR_ABORTED, "", reason);
+}
+
+static fsdp_status fsdpi_comm_poll(fsdp_comm *comm) {
+    fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
+    return fsdpi_comm_failed(c) ? fsdpi_comm_report(c) : FSDP_OK;
+}
+
+static const char *fsdpi_comm_error_text(fsdp_comm *comm) {
+    return comm ? ((fsdpi_comm *)(void *)comm)->error : fsdpi_thread_error;
+}
+
+// "rank 2" or "ranks 0, 1, 3": the members that are marked.
+static void fsdpi_say_ranks(fsdpi_text *t, const fsdpi_comm *c, const uint8_t *marked) {
+    int total = 0, said = 0;
+    for (int k = 0; k < c->size; k++) total += marked[k] != 0;
+    fsdpi_say(t, total > 1 ? "ranks" : "rank");
+    for (int k = 0; k < c->size && said < 16; k++)
+        if (marked[k]) fsdpi_say(t, "%s %d", said++ ? "," : "", (int)c->ranks[k]);
+    if (total > said) fsdpi_say(t, " and %d more", total - said);
+}
+
+/* "ranks 1, 2 have not come within 2.0 s; rank 1: its last operation was ...". */
+static void fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8_t *missing, const char *verb) {
+    int total = 0, said = 0;
+    for (int k = 0; k < c->size; k++) total += missing[k] != 0;
+    fsdpi_say_ranks(t, c, missing);
+    fsdpi_say(t, " %s not %s within %.1f s", total > 1 ? "have" : "has", verb,
+              (double)c->boot->timeout_ns * 1e-9);
+    for (int k = 0; k < c->size && said < 3; k++) {
+        if (!missing[k]) continue;
+        fsdpi_say(t, "; ");
+        if (total > 1) fsdpi_say(t, "rank %d: ", (int)c->ranks[k]);
+        c->world->transport->say_last(t, c, c->ranks[k]);
+        said++;
+    }
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>comm_check
+// Owns: what a call says of itself, and whether its arguments make sense.
+
+/* The one place where a collective becomes a record: c->now, but for its key. core/backend.h says
+   why they are two. */
+static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what) {
+    fsdpi_record *r = &c->now;
+    fsdpi_copy_name(r->what, sizeof r->what, what);
+    r->fingerprint = r->count = r->segs = r->seq = r->block = r->members = 0;
+    r->offset = r->at = r->part = r->number = 0;
+    r->kind = r->dtype = r->out_dtype = r->redop = r->in_place = r->state = 0;
+    r->root = 0, r->num_segs = 0;
+    if (!op) return;
+    r->kind = op->kind, r->dtype = op->dtype, r->redop = op->redop, r->in_place = op->in_place,
+    r->state = op->state;
+    r->fingerprint = op->fingerprint, r->count = op->count, r->seq = op->seq,
+    r->num_segs = op->num_segs;
+    if (op->kind == FSDP_OP_REDUCE_SCATTER) r->out_dtype = op->out_dtype;
+    if (op->kind == FSDP_OP_BROADCAST) r->root = op->root;
+    if (fsdpi_is_pair(op->kind))
+        r->root = op->root >= 0 && op->root < c->size ? c->ranks[op->root] : -1;
+}
+
+static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
+    for (uint32_t s = 0; op && s < op->num_segs && op->segs; s++) {
+        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].shard);
+        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].full);
+        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].count);
+    }
+    uint64_t bytes, h;
+    uint8_t kind = r->kind;
+    if (kind == FSDP_OP_RECV) r->kind = FSDP_OP_SEND; // which match each other
+    memcpy(&bytes, &r->kind, sizeof bytes); // the six bytes from kind to state, and two zeros
+    r->kind = kind;
+    h = fsdpi_hash(fsdpi_hash_text(r->what), bytes);
+    h = fsdpi_hash(fsdpi_hash(h, r->fingerprint), r->count);
+    h = fsdpi_hash(h, r->segs);
+    r->key = fsdpi_hash(h, fsdpi_is_pair(kind) ? 0 : (uint64_t)(uint32_t)r->root);
+}
+
+static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
+    int is_int = op->dtype == FSDP_I32 || op->dtype == FSDP_I64,
+        is_float = fsdp_dtype_is_float(op->dtype);
+    if (op->kind == FSDP_OP_ALL_REDUCE && !is_int && !is_float)
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced",
+                                fsdp_dtype_name(op->dtype));
+    if (op->kind != FSDP_OP_REDUCE_SCATTER) return FSDP_OK;
+    int plain = op->out_dtype == op->dtype && op->scale == 1.0 && !op->accumulate;
+    if (is_float ? !fsdp_dtype_is_float(op->out_dtype) : !is_int || !plain)
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced to %s%s",
+                                fsdp_dtype_name(op->dtype), fsdp_dtype_name(op->out_dtype),
+                                plain ? "" : " with a scale or accumulation");
+    if (plain || c->world->caps.flags & FSDP_CAP_FUSED_REDUCE) return FSDP_OK;
+    return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
+                            "a cast, scale or accumulation is not part of this reduction");
+}
+
+static fsdp_status fsdpi_check_form(fsdpi_comm *c, const fsdp_coll *op, int is_list, int64_t most) {
+    if (op->kind >= FSDP_OP_COUNT || !(c->world->caps.kinds >> op->kind & 1))
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not know operation %d",
+                                op->kind);
+    if (!fsdp_dtype_size(op->dtype) || op->count > (uint64_t)most ||
+        (is_list && op->num_segs && !op->segs))
+        return fsdpi_comm_error(
+            c, FSDP_ERR_INVALID_ARG, "dtype %d, %llu elements, %u segments at %p", op->dtype,
+            (unsigned long long)op->count, op->num_segs, (const void *)op->segs);
+    int is_member = op->root >= 0 && op->root < c->size;
+    if (op->kind == FSDP_OP_BROADCAST && !is_member)
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "root is %d, expected 0 to %d",
+                                (int)op->root, c->size - 1);
+    if (fsdpi_is_pair(op->kind) && (!is_member || op->root == c->index))
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                "the other member is %d, expected 0 to %d, and not %d",
+                                (int)op->root, c->size - 1, c->index);
+    return fsdpi_check_reduction(c, op);
+}
+
+// Whether the arguments make sense; and what peers read, but for its allocation.
+static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *span) {
+    int is_list = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER;
+    int64_t most = INT64_MAX / 32 / c->size; // elements: sums and bytes of them do not overflow
+    fsdp_status status = fsdpi_check_form(c, op, is_list, most);
+    if (status) return status;
+    int from_shard = op->kind == FSDP_OP_ALL_GATHER && !op->in_place;
+    int from_src = from_shard || op->kind == FSDP_OP_REDUCE_SCATTER ||
+                   op->kind == FSDP_OP_ALL_TO_ALL || op->kind == FSDP_OP_SEND;
+    int64_t low = is_list ? INT64_MAX : 0;
+    int64_t high = is_list ? 0
+                           : (int64_t)op->count * (op->kind == FSDP_OP_ALL_TO_ALL ? c->size : 1);
+    for (uint32_t s = 0; is_list && s < op->num_segs; s++) {
+        const fsdp_seg *seg = &op->segs[s];
+        if (seg->shard < 0 || seg->full < 0 || seg->count < 0 || seg->shard > most ||
+            seg->full > most || seg->count > most)
+            return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "segment %u is {%lld, %lld, %lld}", s,
+                                    (long long)seg->shard, (long long)seg->full,
+                                    (long long)seg->count);
+        int64_t start = from_shard ? seg->shard : seg->full;
+        int64_t end = start + (from_shard ? 1 : c->size) * seg->count;
+        if (seg->count && start < low) low = start;
+        if (seg->count && end > high) high = end;
+    }
+    span->shared = from_src ? op->src : op->dst;
+    span->low = high == 0 ? 0 : low;
+    span->high = high;
+    if (high > 0 && (!span->shared || (!op->dst && op->kind != FSDP_OP_SEND)))
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "src is %p and dst %p", op->src, op->dst);
+    return FSDP_OK;
+}
+
+// Finds the allocation in which what peers read lies: all of it has to be this rank's.
+static fsdp_status fsdpi_find_chunk(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *span) {
+    fsdpi_chunks *chunks = &c->world->chunks;
+    uint64_t size = fsdp_dtype_size(op->dtype);
+    uintptr_t at = (uintptr_t)span->shared, low = (uintptr_t)span->low * size,
+              high = (uintptr_t)span->high * size;
+    fsdpi_lock(&chunks->lock);
+    int i = fsdpi_chunk_before(chunks, at + low);
+    if (i >= 0) span->chunk = chunks->list[i];
+    fsdpi_unlock(&chunks->lock);
+    uintptr_t mine = (uintptr_t)span->chunk.base + span->chunk.part * (size_t)c->boot->rank;
+    if (span->chunk.base && at + low >= mine && at + high <= mine + span->chunk.size)
+        return FSDP_OK;
+    return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                            "bytes %llu to %llu of %s are read by peers and do not lie in one "
+                            "allocation of this backend's alloc",
+                            (unsigned long long)low, (unsigned long long)high,
+                            span->shared == op->src ? "src" : "dst");
+}
+
+static fsdp_status fsdpi_check_world(fsdpi_comm *c) {
+    int most = c->world->transport->most_ranks;
+    if (c->boot->size < 1 || c->boot->rank < 0 || c->boot->rank >= c->boot->size)
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "rank %d of %d", c->boot->rank,
+                                c->boot->size);
+    if (c->boot->size > most)
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%d ranks, at most %d", c->boot->size,
+                                most);
+    c->index = c->boot->rank;
+    c->size = c->boot->size;
+    for (int k = 0; k < c->size; k++) c->ranks[k] = k;
+    return FSDP_OK;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>comm_meet
+// Owns: the comparison. Before any rank uses what peers sent, all have the same record.
+
+static uint64_t fsdpi_key_of(const fsdpi_comm *c, int k) {
+    if (k == c->index) return c->now.key;
+    const void *record = c->shown + c->step * (size_t)k; // it begins with its key
+    return __atomic_load_n((const uint64_t *)record, __ATOMIC_RELAXED);
+}
+
+static fsdpi_record fsdpi_record_of(const fsdpi_comm *c, int k) {
+    if (k == c->index) return c->now;
+    const void *record = c->shown + c->step * (size_t)k;
+    return fsdpi_record_get((const uint64_t *)record);
+}
+
+// "all_gather of 'h.3' ..., 64 elements of f32"
+static void fsdpi_say_call(fsdpi_text *t, const fsdpi_record *r) {
+    fsdpi_say_op(t, r);
+    if (r->kind < FSDP_OP_COUNT)
+        fsdpi_say(t, ", %llu elements of %s", (unsigned long long)r->count,
+                  fsdp_dtype_name(r->dtype));
+}
+
+// "ranks disagree: ranks 0, 2: all_gather of ...; rank 1: ..."
+static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
+    fsdpi_record first = fsdpi_record_of(c, 0);
+    fsdpi_say(t, "ranks disagree");
+    for (int k = 0; k < c->size; k++) {
+        fsdpi_record record = fsdpi_record_of(c, k);
+        uint8_t equal[FSDPI_MAX_RANKS];
+        int is_first = 1;
+        for (int j = 0; j < c->size; j++) {
+            equal[j] = fsdpi_key_of(c, j) == record.key;
+            is_first &= !(equal[j] && j < k);
+        }
+        if (!is_first) continue;
+        fsdpi_say(t, k ? "; " : ": ");
+        fsdpi_say_ranks(t, c, equal);
+        fsdpi_say(t, ": ");
+        fsdpi_say_call(t, &record);
+        fsdpi_say_differences(t, &first, &record);
+    }
+}
+
+// Two of them. Of a pair that sends and receives the operations have to differ.
+static void fsdpi_say_two(fsdpi_text *t, const fsdpi_comm *c, const fsdpi_record *mine, int k,
+                          const fsdpi_record *theirs) {
+    fsdpi_record like = *theirs;
+    if (fsdpi_is_pair(mine->kind) && fsdpi_is_pair(theirs->kind))
+        like.kind = mine->kind, like.root = mine->root;
+    fsdpi_say(t, "ranks disagree: rank %d: ", c->boot->rank);
+    fsdpi_say_call(t, mine);
+    fsdpi_say(t, "; rank %d: ", (int)c->ranks[k]);
+    fsdpi_say_call(t, theirs);
+    fsdpi_say_differences(t, mine, &like);
+}
+
+// Of a pair one sends and the other receives; else all ranks call the same.
+static fsdp_status fsdpi_comm_compare(fsdpi_comm *c, const fsdp_coll *op) {
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    int same = 1;
+    if (op && fsdpi_is_pair(op->kind)) {
+        fsdpi_record theirs = fsdpi_record_of(c, (int)op->root);
+        same = theirs.key == c->now.key && theirs.kind != c->now.kind;
+        if (!same) fsdpi_say_two(&t, c, &c->now, (int)op->root, &theirs);
+    } else {
+        for (int k = 0; k < c->size; k++) same &= fsdpi_key_of(c, k) == c->now.key;
+        if (!same) fsdpi_say_disagreement(&t, c);
+    }
+    if (same) return FSDP_OK;
+    // Every rank says what it did itself; the subject of the one that fails first is left out.
+    c->world->transport->tell(c, FSDP_ERR_MISMATCH, "", reason);
+    return fsdpi_comm_report(c);
+}
+
+static fsdp_status fsdpi_comm_meet(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span) {
+    fsdp_status status = c->world->transport->show(c, op, span);
+    if (!status) status = c->world->transport->hear(c, op);
+    return status ? status : fsdpi_comm_compare(c, op);
+}
+
+// A rank is in an operation from begin to end.
+static void fsdpi_comm_begin(fsdpi_comm *c) {
+    c->now.since_ns = fsdpi_boot_now(c->boot);
+    if (c->world->trace) fsdpi_trace_begin(c->world->trace, &c->now);
+}
+
+static fsdp_status fsdpi_comm_end(fsdpi_comm *c, fsdp_status status) {
+    const fsdpi_transport *transport = c->world->transport;
+    if (transport->settle) status = transport->settle(c, status);
+    if (c->world->trace) fsdpi_trace_end(c->world->trace);
+    return status;
+}
+
+static fsdp_status fsdpi_comm_run(fsdp_comm *comm, const fsdp_coll *op) {
+    fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
+    const fsdpi_transport *transport = c->world->transport;
+    fsdpi_span span = {NULL, 0, 0, {NULL, 0, 0, 0, 0}};
+    fsdpi_describe(c, op, op->what);
+    if (fsdpi_comm_failed(c)) return fsdpi_comm_report(c);
+    fsdp_status status = fsdpi_check(c, op, &span);
+    if (!status && c->size > 1 && span.high > span.low) status = fsdpi_find_chunk(c, op, &span);
+    if (status) return status;
+    fsdpi_make_key(&c->now, op);
+    fsdpi_comm_begin(c);
+    if (!c->world->is_trusting) status = fsdpi_comm_meet(c, op, &span);
+    if (!status) status = transport->move(c, op, &span);
+    return fsdpi_comm_end(c, status);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>comm_connect
+// Owns: how a world and its groups begin and end.
+
+static int fsdpi_index_of(const fsdpi_comm *c, int rank) { // size: it is no member
+    int k = 0;
+    while (k < c->size && c->ranks[k] != rank) k++;
+    return k;
+}
+
+// Checks a new group's members, and fills the child from them; the parent's record gets their hash.
+static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, fsdpi_comm *child) {
+    uint64_t h = fsdpi_hash((uint64_t)g->color, (uint64_t)g->size);
+    int wrong = g->size < 1 || g->size > parent->size || g->index < 0 || g->index >= g->size ||
+                !g->ranks || g->ranks[g->index] != parent->boot->rank;
+    for (int i = 0; !wrong && i < g->size; i++) {
+        int times = 0;
+        for (int j = 0; j < g->size; j++) times += g->ranks[j] == g->ranks[i];
+        wrong = times != 1 || fsdpi_index_of(parent, (int)g->ranks[i]) == parent->size;
+        child->ranks[i] = g->ranks[i];
+        h = fsdpi_hash(h, (uint64_t)g->ranks[i]);
+    }
+    if (wrong)
+        return fsdpi_comm_error(parent, FSDP_ERR_INVALID_ARG,
+                                "the group's ranks (%d, this one at index %d) are not different "
+                                "members of the parent",
+                                g->size, g->index);
+    parent->now.members = h;
+    child->index = g->index;
+    child->size = g->size;
+    return FSDP_OK;
+}
+
+// A failed open or split: nothing is left of the comm.
+static void fsdpi_comm_close(fsdp_comm *comm);
+
+// The child's block, filled as far as this rank can alone; NULL where it is in no group.
+static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fsdpi_comm **out) {
+    const fsdpi_transport *transport = parent->world->transport;
+    fsdpi_describe(parent, NULL, g->name);
+    parent->now.kind = FSDPI_SPLIT;
+    parent->now.key = FSDPI_SPLIT; // names and members differ between groups; that it is one not
+    if (fsdpi_comm_failed(parent)) return fsdpi_comm_report(parent);
+    if (g->color < 0) return FSDP_OK;
+    fsdpi_comm *child = (fsdpi_comm *)fsdpi_alloc(&parent->boot->allocator, transport->comm_bytes);
+    if (!child) return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+    *out = child;
+    child->world = parent->world;
+    child->boot = parent->boot;
+    fsdp_status status = fsdpi_split_members(parent, g, child);
+    if (status) return status;
+    child->id = fsdpi_hash(fsdpi_hash(parent->id, parent->splits), (uint64_t)g->ranks[0]);
+    fsdpi_describe(child, NULL, g->name);
+    child->now.kind = FSDPI_SPLIT;
+    fsdpi_copy_name(child->now.comm, sizeof child->now.comm, g->name);
+    return transport->prepare ? transport->prepare(parent, child) : FSDP_OK;
+}
+
+// All ranks of the parent split it; the members of a group have to agree about who is in it.
+static fsdp_status fsdpi_split_compare(fsdpi_comm *parent, const fsdpi_comm *child) {
+    for (int i = 0; child && i < child->size; i++) {
+        int k = fsdpi_index_of(parent, (int)child->ranks[i]);
+        if (fsdpi_record_of(parent, k).members != parent->now.members)
+            return fsdpi_comm_fail(parent, FSDP_ERR_MISMATCH,
+                                   "ranks %d and %d disagree about who is in the group",
+                                   parent->boot->rank, (int)parent->ranks[k]);
+    }
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_comm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_comm **out) {
+    fsdpi_comm *parent = (fsdpi_comm *)(void *)comm, *child = NULL;
+    *out = NULL;
+    fsdp_status status = fsdpi_split_begin(parent, g, &child);
+    if (!status) {
+        parent->splits++;
+        fsdpi_comm_begin(parent);
+        status = fsdpi_comm_meet(parent, NULL, NULL);
+        if (!status) status = fsdpi_split_compare(parent, child);
+        if (!status) status = parent->world->transport->connect(parent, child, g);
+        status = fsdpi_comm_end(parent, status);
+    }
+    if (status && child) {
+        if (child->error[0]) fsdpi_copy_name(parent->error, sizeof parent->error, child->error);
+        fsdpi_comm_close((fsdp_comm *)(void *)child);
+        child = NULL;
+    }
+    *out = (fsdp_comm *)(void *)child;
+    return status;
+}
+
+static void fsdpi_comm_close(fsdp_comm *comm) {
+    fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
+    if (!c) return;
+    fsdpi_comm_world *w = c->world;
+    const fsdpi_transport *transport = w->transport;
+    fsdp_allocator allocator = w->boot.allocator;
+    int is_world = c->is_world;
+    transport->leave(c);
+    fsdpi_free(&allocator, c);
+    if (!is_world) return;
+    for (int i = 0; i < w->chunks.count; i++) transport->give(w, &w->chunks.list[i]);
+    fsdpi_free(&allocator, w->chunks.list);
+    if (transport->close(w)) fsdpi_free(&allocator, w);
+}
+
+// A failure's text goes where error_text(NULL) finds it.
+static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_boot *boot,
+                                   fsdp_caps *caps, fsdp_comm **out) {
+    fsdpi_comm *c = (fsdpi_comm *)fsdpi_alloc(&boot->allocator, transport->comm_bytes);
+    fsdpi_comm_world *w = (fsdpi_comm_world *)fsdpi_alloc(&boot->allocator, transport->world_bytes);
+    *out = NULL;
+    if (!c || !w) {
+        fsdpi_free(&boot->allocator, c);
+        fsdpi_free(&boot->allocator, w);
+        (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error,
+                       "rank %d: the allocator refused", boot->rank);
+        return FSDP_ERR_OUT_OF_MEMORY;
+    }
+    w->boot = *boot;
+    if (!w->boot.job) w->boot.job = "";
+    w->transport = transport;
+    w->caps = transport->caps;
+    c->world = w;
+    c->boot = &w->boot;
+    c->is_world = 1;
+    c->id = FSDPI_OPEN;
+    fsdpi_describe(c, NULL, w->boot.job);
+    c->now.kind = FSDPI_OPEN;
+    fsdp_status status = fsdpi_check_world(c);
+    int opens = !status;
+    if (opens) status = transport->open(c);
+    if (!status) {
+        *caps = w->caps;
+        *out = (fsdp_comm *)(void *)c;
+        return FSDP_OK;
+    }
+    fsdpi_copy_name(fsdpi_thread_error, sizeof fsdpi_thread_error, c->error);
+    if (opens) {
+        fsdpi_comm_close((fsdp_comm *)(void *)c);
+        return status;
+    }
+    fsdpi_free(&boot->allocator, c);
+    fsdpi_free(&boot->allocator, w);
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>comm_memory
+// Owns: allocations. A failure leaves c->now alone: a lane may be in a collective of the same comm.
+
+static FSDPI_UNUSED void fsdpi_advise_host(fsdpi_text *t) {
+    const char *whose;
+    int64_t left = fsdpi_memory_left(&whose);
+    fsdpi_say(t,
+              "; %s has %.1f MiB left. Free memory, raise the limit, or shard over more machines",
+              whose, (double)left / 1048576);
+}
+
+static fsdp_status fsdpi_comm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
+    fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
+    fsdpi_comm_world *w = c->world;
+    fsdpi_chunk chunk = {NULL, size, 0, 0, 0};
+    const char *why = "the allocator refused";
+    *ptr = NULL;
+    fsdp_status status = w->transport->take(w, &chunk, &why);
+    if (!status && !fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
+        w->transport->give(w, &chunk);
+        status = FSDP_ERR_OUT_OF_MEMORY;
+    }
+    if (!status) {
+        *ptr = chunk.base + chunk.part * (size_t)c->boot->rank;
+        return FSDP_OK;
+    }
+    fsdpi_text t = {c->error, sizeof c->error, 0};
+    fsdpi_say(&t, "rank %d: alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s", c->boot->rank,
+              (unsigned long long)size, (double)size / 1048576, c->boot->size, why);
+    if (status == FSDP_ERR_OUT_OF_MEMORY) w->transport->advise(&t);
+    return status;
+}
+
+static void fsdpi_comm_free(fsdp_comm *comm, void *ptr, size_t size) {
+    fsdpi_comm_world *w = ((fsdpi_comm *)(void *)comm)->world;
+    fsdpi_chunk chunk;
+    (void)size;
+    if (ptr && fsdpi_chunk_take(&w->chunks, w->boot.rank, ptr, &chunk))
+        w->transport->give(w, &chunk);
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION

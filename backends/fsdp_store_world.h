@@ -1,0 +1,101 @@
+/* fsdp_store_world.h - a world whose ranks meet at a store: the verdict of backends without common
+   memory
+
+   The store keeps the verdict, pushes it to all ranks, and makes it itself when a rank is lost. A
+   backend's world begins with fsdpi_store_world; its table has the functions below.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#include "../fsdp.h" // declarations; nothing when fsdp.h itself includes this file
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_STORE_WORLD_IMPLEMENTED) &&                      \
+    !defined(FSDP_MATH_ONLY)
+#define FSDP_STORE_WORLD_IMPLEMENTED
+
+#include "fsdp_comm.h"  // the comm base
+#include "fsdp_store.h" // where ranks meet
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FSDPI_STORE_ASK_NS 80000000 // for what the store knows of a rank
+
+typedef struct fsdpi_store_world {
+    fsdpi_comm_world base;
+    fsdpi_store *store; // NULL: not met yet
+    char job[160];      // of ranks as threads
+    int is_mute;        // the store has not answered once, and is not asked again
+} fsdpi_store_world;
+
+static fsdpi_store_world *fsdpi_store_world_of(const fsdpi_comm *c) {
+    return (fsdpi_store_world *)(void *)c->world;
+}
+
+/* Meets the other ranks at the store. Ranks that are threads meet on their host, under a name that
+   nobody else can mean. beat and event: see fsdpi_store_desc; they are given the world. */
+static fsdp_status fsdpi_store_world_open(fsdpi_comm *c,
+                                          void (*beat)(void *user, fsdpi_store_beat *out),
+                                          void (*event)(void *user)) {
+    fsdpi_store_world *w = fsdpi_store_world_of(c);
+    fsdpi_store_desc desc;
+    char text[FSDPI_REASON];
+    memset(&desc, 0, sizeof desc);
+    desc.boot = w->base.boot;
+    desc.beat = beat;
+    desc.event = event;
+    desc.user = w;
+    if (desc.boot.threads) {
+        (void)snprintf(w->job, sizeof w->job, "%.100s-%d-%p", desc.boot.job, (int)getpid(),
+                       (void *)desc.boot.threads);
+        desc.boot.job = w->job;
+        desc.boot.store = "host:";
+    }
+    fsdp_status status = fsdpi_store_open(&desc, &w->store, text, sizeof text);
+    if (status) return fsdpi_comm_error(c, status, "%s", text);
+    w->base.failed = &w->store->judged;
+    return FSDP_OK;
+}
+
+static void fsdpi_store_world_tell(fsdpi_comm *c, fsdp_status status, const char *subject,
+                                   const char *reason) {
+    fsdpi_store_abort(fsdpi_store_world_of(c)->store, status, subject, reason);
+}
+
+static int fsdpi_store_world_verdict(fsdpi_comm_world *w, fsdpi_verdict *out) {
+    return fsdpi_store_verdict(((fsdpi_store_world *)(void *)w)->store, out);
+}
+
+// What the store knows of a rank. 0: it does not answer.
+static int fsdpi_store_world_ask(fsdpi_store_world *w, int rank, fsdpi_store_peer *out) {
+    if (FSDPI_LOAD(&w->is_mute)) return 0;
+    if (!fsdpi_store_ask(w->store, rank, out, FSDPI_STORE_ASK_NS)) return 1;
+    FSDPI_STORE(&w->is_mute, 1);
+    return 0;
+}
+
+static void fsdpi_store_world_say_last(fsdpi_text *t, fsdpi_comm *c, int rank) {
+    fsdpi_store_peer peer;
+    if (fsdpi_store_world_ask(fsdpi_store_world_of(c), rank, &peer)) fsdpi_store_say_peer(t, &peer);
+    else fsdpi_say(t, "the store does not answer");
+}
+
+/* Who waits for another rank elsewhere is not to blame, and will tell who is: if all members that
+   are missing are busy, a verdict is waited for a moment. Returns whether one stands. */
+static int fsdpi_store_world_await_verdict(const fsdpi_comm *c, const uint8_t *missing) {
+    fsdpi_store_world *w = fsdpi_store_world_of(c);
+    fsdpi_store_peer peer;
+    int all_busy = 1;
+    for (int k = 0; k < c->size && all_busy; k++) {
+        if (!missing[k]) continue;
+        // Who is stopped was busy when it was last heard of.
+        all_busy = fsdpi_store_world_ask(w, (int)c->ranks[k], &peer) && peer.busy &&
+                   peer.silent_ns <= 300000000 + fsdpi_store_beat_ns(c->boot->size);
+    }
+    for (int i = 0; i < 100 && all_busy && !fsdpi_comm_failed(c); i++) fsdpi_sleep_ns(1000000);
+    return fsdpi_comm_failed(c);
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION
