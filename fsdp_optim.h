@@ -633,7 +633,7 @@ static FSDPI_NOINLINE uint32_t fsdpi_unscale_block(int wide, void *data, size_t 
     FSDPI_IN_REAL(wide, {
         fsdpi_real *x = (fsdpi_real *)data;
         for (size_t i = 0; i < count; i++)
-            bad |= sizeof *x == 8 ? fsdpi_is_bad_f64(x[i]) : fsdpi_is_bad_f32((float)x[i]);
+            bad |= wide ? fsdpi_is_bad_f64((double)x[i]) : fsdpi_is_bad_f32((float)x[i]);
         for (size_t i = 0; i < count; i++) x[i] = x[i] * (fsdpi_real)factor;
     });
     return bad;
