@@ -74,7 +74,7 @@ endif
 GLOO_TESTS ?= conformance:*/gloo/* test_agree test_edges test_features test_fully_shard_comm:-*_fp?? \
               test_fully_shard_init test_fully_shard_mixed_precision test_fully_shard_others \
               test_fully_shard_training test_gloo test_gloo_faults test_golden_train test_mesh \
-              test_scaler test_spawn test_uneven
+              test_norm:*every_assignment/4 test_scaler test_spawn test_uneven
 GLOO_RUNS     := $(addprefix $(BUILD)/gloo/tests/,$(GLOO_TESTS))
 GLOO_PROGRAMS := $(sort $(foreach t,$(GLOO_RUNS),$(firstword $(subst :, ,$t))))
 

@@ -328,8 +328,8 @@ FSDP_API const char *fsdp_last_error(const fsdp_world *world);
 
 /* fsdp_all_reduce - reduce a small host array over all ranks (loss, counters); the result is the
    same on every rank, summed in rank order: f32 and lower in f32, f64 in f64
-   mesh        NULL: the whole world; else a mesh of any number of dims, which is reduced dim by dim,
-               from dim 0 on (f16 and bf16 are rounded after each)
+   mesh        NULL: the whole world; else a mesh of any number of dims, reduced dim by dim from dim
+               0 on (f16 and bf16 are rounded after each)
    data        host memory, count elements, replaced by the result
    dtype       f32 f64 f16 bf16, i32, i64
    Result      FSDP_OK; INVALID_ARG; TIMEOUT, PEER_LOST, MISMATCH, ABORTED, BACKEND
@@ -570,8 +570,8 @@ typedef struct fsdp_unit_desc {
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
                                                       fsdp_unit **unit);
 
-/* fsdp_unit_mesh_info - which ranks shard and replicate a unit, and which part and copy this rank is:
-   of the unit's own mesh, or else of the model's
+/* fsdp_unit_mesh_info - which ranks shard and replicate a unit, and which part and copy this rank
+   has: of the unit's own mesh, or else of the model's
    out         valid as long as the mesh: until fsdp_shutdown; where neither unit nor model were
                given one, until the model's end
    Result      FSDP_OK; INVALID_ARG
@@ -770,19 +770,19 @@ FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model);
                it; it can be asked for later, say where a step's loss is
    Arithmetic  |g|^p is summed in f64, parameter by parameter in order, ranks in rank order: the
                same bits for every layout. Coefficient max_norm/(norm + 1e-6), at most 1
-   Meshes      the norm is that of all gradients on the ranks of the model's mesh, each counted once.
-               Ranks along a unit's replicate dim hold copies: the first one counts. Ranks of the
-               model's mesh that are not in the unit's mesh, or lie along a dim of it that neither
-               shards nor replicates, hold other parameters: all count. Example: on a mesh (dp, tp)
-               the model has a mesh_info that shards over dp. Then tp ranks hold other parameters,
-               as layers that are cut for tensor parallelism do. A unit whose parameters are equal
-               on all tp ranks (norms, biases) says so by a mesh_info that also replicates over tp;
-               without that it counts once per tp rank.
-               If the model's mesh is a slice, nothing says what the ranks beside it hold: that is
-               refused; give mesh_info on the mesh that was sliced. A mesh of fsdp_mesh_create
-               stands for itself, also where it has not all ranks of the world.
-               One all-reduce over the shard group where nobody holds other parameters, else one
-               over the world, or over each dim of a model's mesh that has not all of its ranks
+   Meshes      the norm is over all gradients on all ranks of the model's mesh, each element once.
+               Ranks along a unit's replicate dim hold copies: one of them counts. All other ranks
+               hold other elements, and count: along the shard dim, along dims that do neither, and
+               outside of the unit's own mesh.
+               Example: on a mesh (dp, tp) the model has a mesh_info that shards over dp. Its tp
+               ranks hold other parameters, as layers do that tensor parallelism has cut. If a
+               unit's parameters are equal on all tp ranks (norms, biases), give that unit a
+               mesh_info that shards over dp and replicates over tp; else each tp rank counts.
+               If the model's mesh is a slice, as dp of (dp, tp), nothing says what the ranks beside
+               it hold, and the call is refused: give mesh_info on the mesh that was sliced. A mesh
+               of fsdp_mesh_create stands for itself, also if it lacks ranks of the world.
+   Collectives one all-reduce over the shard group if all other ranks hold copies; else one over the
+               world, or one over each dim of a model's mesh that lacks ranks of the world
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle; grad_norm: there was no call
                since the model got its buffers), UNSUPPORTED (the model's mesh is a slice, or lacks
                ranks of a unit's mesh), CORRUPT (error_if_nonfinite: nothing is scaled, the world

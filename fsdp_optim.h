@@ -366,6 +366,19 @@ extern "C" {
 
 #define FSDPI_OPTIM_BLOCK 512 // elements; at most FSDPI_BLOCK
 
+/* A body for both types of the arithmetic, which it calls fsdpi_real: double if wide, else float.
+   So a kernel is written once. */
+#define FSDPI_IN_REAL(wide, ...)                                                                   \
+    do {                                                                                           \
+        if (wide) {                                                                                \
+            typedef double fsdpi_real;                                                             \
+            __VA_ARGS__                                                                            \
+        } else {                                                                                   \
+            typedef float fsdpi_real;                                                              \
+            __VA_ARGS__                                                                            \
+        }                                                                                          \
+    } while (0)
+
 /* out = sqrt(x), correctly rounded. As instructions: the C library's functions are not vectorised,
    for errno's sake, and clang -Ofast makes estimates of them whatever its pragmas say. */
 #if defined(__GNUC__) && defined(__SSE2__)
@@ -375,59 +388,46 @@ extern "C" {
 #define FSDPI_VEX
 #endif
 typedef float fsdpi_f32x4 __attribute__((vector_size(16)));
-typedef double fsdpi_f64x2 __attribute__((vector_size(16)));
 
-static inline void fsdpi_sqrt_4(float *out, const float *x, size_t nbytes) {
-    fsdpi_f32x4 four = {0, 0, 0, 0};
-    memcpy(&four, x, nbytes);
-    __asm__(FSDPI_VEX "sqrtps {%1, %0|%0, %1}" : "=x"(four) : "x"(four));
-    memcpy(out, &four, nbytes);
+static inline void fsdpi_sqrt_16(int wide, char *out, const char *x, size_t nbytes) { // at most 16
+    fsdpi_f32x4 v = {0, 0, 0, 0};
+    memcpy(&v, x, nbytes);
+    if (wide) __asm__(FSDPI_VEX "sqrtpd {%1, %0|%0, %1}" : "=x"(v) : "x"(v));
+    else __asm__(FSDPI_VEX "sqrtps {%1, %0|%0, %1}" : "=x"(v) : "x"(v));
+    memcpy(out, &v, nbytes);
 }
-static void fsdpi_sqrt_f32(float *out, const float *x, size_t count) {
-    size_t i = 0;
-    for (; i + 4 <= count; i += 4) fsdpi_sqrt_4(out + i, x + i, sizeof(fsdpi_f32x4));
-    if (i < count) fsdpi_sqrt_4(out + i, x + i, (count - i) * sizeof *x);
-}
-
-static inline void fsdpi_sqrt_2(double *out, const double *x, size_t nbytes) {
-    fsdpi_f64x2 two = {0, 0};
-    memcpy(&two, x, nbytes);
-    __asm__(FSDPI_VEX "sqrtpd {%1, %0|%0, %1}" : "=x"(two) : "x"(two));
-    memcpy(out, &two, nbytes);
-}
-static void fsdpi_sqrt_f64(double *out, const double *x, size_t count) {
-    size_t i = 0;
-    for (; i + 2 <= count; i += 2) fsdpi_sqrt_2(out + i, x + i, sizeof(fsdpi_f64x2));
-    if (i < count) fsdpi_sqrt_2(out + i, x + i, (count - i) * sizeof *x);
+static void fsdpi_sqrt(int wide, void *out, const void *x, size_t count) {
+    size_t nbytes = count * (wide ? sizeof(double) : sizeof(float)), at = 0;
+    char *to = (char *)out;
+    const char *from = (const char *)x;
+    for (; at + 16 <= nbytes; at += 16) fsdpi_sqrt_16(wide, to + at, from + at, 16);
+    if (at < nbytes) fsdpi_sqrt_16(wide, to + at, from + at, nbytes - at);
 }
 #undef FSDPI_VEX
 #else
-static void fsdpi_sqrt_f32(float *out, const float *x, size_t count) {
-    for (size_t i = 0; i < count; i++) out[i] = sqrtf(x[i]);
-}
-static void fsdpi_sqrt_f64(double *out, const double *x, size_t count) {
-    for (size_t i = 0; i < count; i++) out[i] = sqrt(x[i]);
+static void fsdpi_sqrt(int wide, void *out, const void *x, size_t count) {
+    for (size_t i = 0; i < count; i++)
+        if (wide) ((double *)out)[i] = sqrt(((const double *)x)[i]);
+        else ((float *)out)[i] = sqrtf(((const float *)x)[i]);
 }
 #endif
 
 // y += x
-static void fsdpi_add_f32(float *FSDPI_OPTIM_RESTRICT y, const float *FSDPI_OPTIM_RESTRICT x,
-                          size_t count) {
-    for (size_t i = 0; i < count; i++) y[i] = y[i] + x[i];
-}
-static void fsdpi_add_f64(double *FSDPI_OPTIM_RESTRICT y, const double *FSDPI_OPTIM_RESTRICT x,
-                          size_t count) {
-    for (size_t i = 0; i < count; i++) y[i] = y[i] + x[i];
+static void fsdpi_add(int wide, void *y, const void *x, size_t count) {
+    FSDPI_IN_REAL(wide, {
+        fsdpi_real *FSDPI_OPTIM_RESTRICT to = (fsdpi_real *)y;
+        const fsdpi_real *FSDPI_OPTIM_RESTRICT from = (const fsdpi_real *)x;
+        for (size_t i = 0; i < count; i++) to[i] = to[i] + from[i];
+    });
 }
 
 // y = a * x
-static void fsdpi_scale_f32(float *FSDPI_OPTIM_RESTRICT y, float a,
-                            const float *FSDPI_OPTIM_RESTRICT x, size_t count) {
-    for (size_t i = 0; i < count; i++) y[i] = a * x[i];
-}
-static void fsdpi_scale_f64(double *FSDPI_OPTIM_RESTRICT y, double a,
-                            const double *FSDPI_OPTIM_RESTRICT x, size_t count) {
-    for (size_t i = 0; i < count; i++) y[i] = a * x[i];
+static void fsdpi_scale(int wide, void *y, double a, const void *x, size_t count) {
+    FSDPI_IN_REAL(wide, {
+        fsdpi_real *FSDPI_OPTIM_RESTRICT to = (fsdpi_real *)y;
+        const fsdpi_real *FSDPI_OPTIM_RESTRICT from = (const fsdpi_real *)x, factor = (fsdpi_real)a;
+        for (size_t i = 0; i < count; i++) to[i] = factor * from[i];
+    });
 }
 
 // What depends on the settings and t alone.
@@ -453,73 +453,46 @@ static fsdpi_adamw_scalars fsdpi_adamw_prepare(const fsdp_adamw_hyper *h) {
     k.lerp = 1 - h->beta1;
     k.beta2 = h->beta2;
     k.gain = 1 - h->beta2;
-    fsdpi_sqrt_f64(&k.root, &bias2, 1);
+    fsdpi_sqrt(1, &k.root, &bias2, 1);
     k.eps = h->eps;
     k.rate = -(h->lr / bias1);
     return k;
 }
 
-static FSDPI_NOINLINE void fsdpi_adamw_f32(float *FSDPI_OPTIM_RESTRICT p,
-                                           const float *FSDPI_OPTIM_RESTRICT g,
-                                           float *FSDPI_OPTIM_RESTRICT m,
-                                           float *FSDPI_OPTIM_RESTRICT v, size_t count,
-                                           const fsdpi_adamw_scalars *k) {
-    float to_m[FSDPI_OPTIM_BLOCK], to_v[FSDPI_OPTIM_BLOCK];
-    float decay = (float)k->decay, weight = (float)k->lerp, beta2 = (float)k->beta2,
-          gain = (float)k->gain;
-    float root = (float)k->root, eps = (float)k->eps, rate = (float)k->rate;
-    int from_g = weight >= 0.5f; // lerp from its nearer end
-    if (from_g) weight = weight - 1.0f;
-    for (size_t i = 0; i < count; i++) {
-        float d = g[i] - m[i], scaled = gain * g[i];
-        to_m[i] = d * weight;
-        to_v[i] = scaled * g[i];
-        v[i] = v[i] * beta2;
-        p[i] = p[i] * decay;
-    }
-    if (from_g) memcpy(m, g, count * sizeof *m);
-    for (size_t i = 0; i < count; i++) {
-        m[i] = m[i] + to_m[i];
-        v[i] = v[i] + to_v[i];
-    }
-    fsdpi_sqrt_f32(to_v, v, count);
-    for (size_t i = 0; i < count; i++) {
-        float den = to_v[i] / root, num = rate * m[i];
-        den = den + eps;
-        num = num / den;
-        p[i] = p[i] + num;
-    }
-}
-
-static FSDPI_NOINLINE void fsdpi_adamw_f64(double *FSDPI_OPTIM_RESTRICT p,
-                                           const double *FSDPI_OPTIM_RESTRICT g,
-                                           double *FSDPI_OPTIM_RESTRICT m,
-                                           double *FSDPI_OPTIM_RESTRICT v, size_t count,
-                                           const fsdpi_adamw_scalars *k) {
-    double to_m[FSDPI_OPTIM_BLOCK], to_v[FSDPI_OPTIM_BLOCK];
-    double decay = k->decay, weight = k->lerp, beta2 = k->beta2, gain = k->gain, root = k->root,
-           eps = k->eps, rate = k->rate;
-    int from_g = weight >= 0.5;
-    if (from_g) weight = weight - 1.0;
-    for (size_t i = 0; i < count; i++) {
-        double d = g[i] - m[i], scaled = gain * g[i];
-        to_m[i] = d * weight;
-        to_v[i] = scaled * g[i];
-        v[i] = v[i] * beta2;
-        p[i] = p[i] * decay;
-    }
-    if (from_g) memcpy(m, g, count * sizeof *m);
-    for (size_t i = 0; i < count; i++) {
-        m[i] = m[i] + to_m[i];
-        v[i] = v[i] + to_v[i];
-    }
-    fsdpi_sqrt_f64(to_v, v, count);
-    for (size_t i = 0; i < count; i++) {
-        double den = to_v[i] / root, num = rate * m[i];
-        den = den + eps;
-        num = num / den;
-        p[i] = p[i] + num;
-    }
+static FSDPI_NOINLINE void fsdpi_adamw_block(int wide, void *params, const void *grads, void *first,
+                                             void *second, size_t count,
+                                             const fsdpi_adamw_scalars *k) {
+    FSDPI_IN_REAL(wide, {
+        fsdpi_real *FSDPI_OPTIM_RESTRICT p = (fsdpi_real *)params;
+        const fsdpi_real *FSDPI_OPTIM_RESTRICT g = (const fsdpi_real *)grads;
+        fsdpi_real *FSDPI_OPTIM_RESTRICT m = (fsdpi_real *)first;
+        fsdpi_real *FSDPI_OPTIM_RESTRICT v = (fsdpi_real *)second;
+        fsdpi_real to_m[FSDPI_OPTIM_BLOCK], to_v[FSDPI_OPTIM_BLOCK];
+        fsdpi_real decay = (fsdpi_real)k->decay, weight = (fsdpi_real)k->lerp,
+                   beta2 = (fsdpi_real)k->beta2, gain = (fsdpi_real)k->gain,
+                   root = (fsdpi_real)k->root, eps = (fsdpi_real)k->eps, rate = (fsdpi_real)k->rate;
+        int from_g = weight >= (fsdpi_real)0.5; // lerp from its nearer end
+        if (from_g) weight = weight - 1;
+        for (size_t i = 0; i < count; i++) {
+            fsdpi_real d = g[i] - m[i], scaled = gain * g[i];
+            to_m[i] = d * weight;
+            to_v[i] = scaled * g[i];
+            v[i] = v[i] * beta2;
+            p[i] = p[i] * decay;
+        }
+        if (from_g) memcpy(m, g, count * sizeof *m);
+        for (size_t i = 0; i < count; i++) {
+            m[i] = m[i] + to_m[i];
+            v[i] = v[i] + to_v[i];
+        }
+        fsdpi_sqrt(wide, to_v, v, count);
+        for (size_t i = 0; i < count; i++) {
+            fsdpi_real den = to_v[i] / root, num = rate * m[i];
+            den = den + eps;
+            num = num / den;
+            p[i] = p[i] + num;
+        }
+    });
 }
 
 // A block of gradients in the type of the arithmetic, f64 if wide: where they are, or in tmp.
@@ -542,15 +515,9 @@ static void fsdpi_adamw(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const 
         char *pp = (char *)p + at * size, *mm = (char *)m + at * wide, *vv = (char *)v + at * wide;
         const void *gg = (const char *)g + at * fsdp_dtype_size(grad_dtype);
         gg = fsdpi_optim_grads(g64, dtype == FSDP_F64, gg, grad_dtype, n);
-        if (dtype == FSDP_F64) {
-            fsdpi_adamw_f64((double *)(void *)pp, (const double *)gg, (double *)(void *)mm,
-                            (double *)(void *)vv, n, k);
-            continue;
-        }
-        float *to = dtype == FSDP_F32 ? (float *)(void *)pp : p32;
-        if (to == p32) (void)fsdpi_load_f32(p32, pp, dtype, n);
-        fsdpi_adamw_f32(to, (const float *)gg, (float *)(void *)mm, (float *)(void *)vv, n, k);
-        if (to == p32) fsdpi_store_f32(pp, dtype, p32, n);
+        if (size < wide) (void)fsdpi_load_f32(p32, pp, dtype, n);
+        fsdpi_adamw_block(dtype == FSDP_F64, size < wide ? (void *)p32 : pp, gg, mm, vv, n, k);
+        if (size < wide) fsdpi_store_f32(pp, dtype, p32, n);
     }
 }
 
@@ -570,55 +537,30 @@ static fsdpi_sgd_scalars fsdpi_sgd_prepare(const fsdp_sgd_hyper *h) {
     return k;
 }
 
-static FSDPI_NOINLINE void fsdpi_sgd_f32(float *FSDPI_OPTIM_RESTRICT p,
-                                         const float *FSDPI_OPTIM_RESTRICT g,
-                                         float *FSDPI_OPTIM_RESTRICT b, size_t count,
-                                         const fsdpi_sgd_scalars *k) {
-    float d[FSDPI_OPTIM_BLOCK], product[FSDPI_OPTIM_BLOCK];
-    float momentum = (float)k->momentum, gain = (float)k->gain, decay = (float)k->weight_decay;
-    memcpy(d, g, count * sizeof *d);
-    if (k->weight_decay > 0) {
-        fsdpi_scale_f32(product, decay, p, count);
-        fsdpi_add_f32(d, product, count);
-    }
-    if (k->momentum > 0 && k->fresh > 0) {
-        memcpy(b, d, count * sizeof *b);
-    } else if (k->momentum > 0) {
-        fsdpi_scale_f32(product, gain, d, count);
-        for (size_t i = 0; i < count; i++) b[i] = b[i] * momentum;
-        fsdpi_add_f32(b, product, count);
-    }
-    if (k->momentum > 0 && k->nesterov > 0) {
-        fsdpi_scale_f32(product, momentum, b, count);
-        fsdpi_add_f32(d, product, count);
-    }
-    fsdpi_scale_f32(product, (float)-k->lr, k->momentum > 0 && !(k->nesterov > 0) ? b : d, count);
-    fsdpi_add_f32(p, product, count);
-}
-
-static FSDPI_NOINLINE void fsdpi_sgd_f64(double *FSDPI_OPTIM_RESTRICT p,
-                                         const double *FSDPI_OPTIM_RESTRICT g,
-                                         double *FSDPI_OPTIM_RESTRICT b, size_t count,
-                                         const fsdpi_sgd_scalars *k) {
-    double d[FSDPI_OPTIM_BLOCK], product[FSDPI_OPTIM_BLOCK];
-    memcpy(d, g, count * sizeof *d);
-    if (k->weight_decay > 0) {
-        fsdpi_scale_f64(product, k->weight_decay, p, count);
-        fsdpi_add_f64(d, product, count);
-    }
-    if (k->momentum > 0 && k->fresh > 0) {
-        memcpy(b, d, count * sizeof *b);
-    } else if (k->momentum > 0) {
-        fsdpi_scale_f64(product, k->gain, d, count);
-        for (size_t i = 0; i < count; i++) b[i] = b[i] * k->momentum;
-        fsdpi_add_f64(b, product, count);
-    }
-    if (k->momentum > 0 && k->nesterov > 0) {
-        fsdpi_scale_f64(product, k->momentum, b, count);
-        fsdpi_add_f64(d, product, count);
-    }
-    fsdpi_scale_f64(product, -k->lr, k->momentum > 0 && !(k->nesterov > 0) ? b : d, count);
-    fsdpi_add_f64(p, product, count);
+static FSDPI_NOINLINE void fsdpi_sgd_block(int wide, void *p, const void *g, void *buffer,
+                                           size_t count, const fsdpi_sgd_scalars *k) {
+    FSDPI_IN_REAL(wide, {
+        fsdpi_real d[FSDPI_OPTIM_BLOCK], product[FSDPI_OPTIM_BLOCK];
+        fsdpi_real *b = (fsdpi_real *)buffer, momentum = (fsdpi_real)k->momentum;
+        memcpy(d, g, count * sizeof *d);
+        if (k->weight_decay > 0) {
+            fsdpi_scale(wide, product, k->weight_decay, p, count);
+            fsdpi_add(wide, d, product, count);
+        }
+        if (k->momentum > 0 && k->fresh > 0) {
+            memcpy(b, d, count * sizeof *b);
+        } else if (k->momentum > 0) {
+            fsdpi_scale(wide, product, k->gain, d, count);
+            for (size_t i = 0; i < count; i++) b[i] = b[i] * momentum;
+            fsdpi_add(wide, b, product, count);
+        }
+        if (k->momentum > 0 && k->nesterov > 0) {
+            fsdpi_scale(wide, product, k->momentum, b, count);
+            fsdpi_add(wide, d, product, count);
+        }
+        fsdpi_scale(wide, product, -k->lr, k->momentum > 0 && !(k->nesterov > 0) ? b : d, count);
+        fsdpi_add(wide, p, product, count);
+    });
 }
 
 static void fsdpi_sgd(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const void *g, void *b,
@@ -631,14 +573,9 @@ static void fsdpi_sgd(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const vo
         char *pp = (char *)p + at * size, *bb = b ? (char *)b + at * wide : NULL;
         const void *gg = (const char *)g + at * fsdp_dtype_size(grad_dtype);
         gg = fsdpi_optim_grads(g64, dtype == FSDP_F64, gg, grad_dtype, n);
-        if (dtype == FSDP_F64) {
-            fsdpi_sgd_f64((double *)(void *)pp, (const double *)gg, (double *)(void *)bb, n, k);
-            continue;
-        }
-        float *to = dtype == FSDP_F32 ? (float *)(void *)pp : p32;
-        if (to == p32) (void)fsdpi_load_f32(p32, pp, dtype, n);
-        fsdpi_sgd_f32(to, (const float *)gg, (float *)(void *)bb, n, k);
-        if (to == p32) fsdpi_store_f32(pp, dtype, p32, n);
+        if (size < wide) (void)fsdpi_load_f32(p32, pp, dtype, n);
+        fsdpi_sgd_block(dtype == FSDP_F64, size < wide ? (void *)p32 : pp, gg, bb, n, k);
+        if (size < wide) fsdpi_store_f32(pp, dtype, p32, n);
     }
 }
 
@@ -679,23 +616,26 @@ FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype gr
 }
 
 #ifndef FSDP_MATH_ONLY
-/* x *= factor, a block in f32 or f64; non-zero if one of them was not finite. By the bits of its
-   exponent: it holds with -Ofast too. */
-static FSDPI_NOINLINE uint32_t fsdpi_unscale_f32(float *x, size_t count, float factor) {
-    uint32_t bad = 0;
-    for (size_t i = 0; i < count; i++)
-        bad |= (uint32_t)((fsdpi_f32_bits(x[i]) & 0x7F800000u) == 0x7F800000u);
-    for (size_t i = 0; i < count; i++) x[i] = x[i] * factor;
-    return bad;
+// Is a number infinite or NaN? By the bits of its exponent: it holds with -Ofast too.
+static inline uint32_t fsdpi_is_bad_f32(float x) {
+    return (fsdpi_f32_bits(x) & 0x7F800000u) == 0x7F800000u;
 }
-static FSDPI_NOINLINE uint32_t fsdpi_unscale_f64(double *x, size_t count, double factor) {
+static inline uint32_t fsdpi_is_bad_f64(double x) {
+    uint64_t u;
+    memcpy(&u, &x, sizeof u);
+    return (u & 0x7FF0000000000000u) == 0x7FF0000000000000u;
+}
+
+// x *= factor; non-zero if one of them was not finite
+static FSDPI_NOINLINE uint32_t fsdpi_unscale_block(int wide, void *data, size_t count,
+                                                   float factor) {
     uint32_t bad = 0;
-    for (size_t i = 0; i < count; i++) {
-        uint64_t u;
-        memcpy(&u, &x[i], sizeof u);
-        bad |= (uint32_t)((u & 0x7FF0000000000000u) == 0x7FF0000000000000u);
-    }
-    for (size_t i = 0; i < count; i++) x[i] = x[i] * factor;
+    FSDPI_IN_REAL(wide, {
+        fsdpi_real *x = (fsdpi_real *)data;
+        for (size_t i = 0; i < count; i++)
+            bad |= wide ? fsdpi_is_bad_f64((double)x[i]) : fsdpi_is_bad_f32((float)x[i]);
+        for (size_t i = 0; i < count; i++) x[i] = x[i] * (fsdpi_real)factor;
+    });
     return bad;
 }
 
@@ -706,14 +646,9 @@ static uint32_t fsdpi_unscale(fsdp_dtype dtype, void *x, int64_t count, float fa
     for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
         size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
         void *xx = (char *)x + at * size;
-        if (dtype == FSDP_F64) {
-            bad |= fsdpi_unscale_f64((double *)xx, n, (double)factor);
-            continue;
-        }
-        float *to = dtype == FSDP_F32 ? (float *)xx : x32;
-        if (to == x32) (void)fsdpi_load_f32(x32, xx, dtype, n);
-        bad |= fsdpi_unscale_f32(to, n, factor);
-        if (to == x32) fsdpi_store_f32(xx, dtype, x32, n);
+        if (size < sizeof *x32) (void)fsdpi_load_f32(x32, xx, dtype, n);
+        bad |= fsdpi_unscale_block(dtype == FSDP_F64, size < sizeof *x32 ? x32 : xx, n, factor);
+        if (size < sizeof *x32) fsdpi_store_f32(xx, dtype, x32, n);
     }
     return bad;
 }

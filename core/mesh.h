@@ -196,8 +196,8 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
 /* -------------------------------------------------------------------------------------------- */
 // Owns: the public functions.
 
-// A mesh of the world, made from `parent` (NULL: from none). Dims that `from` names (-1: none; NULL:
-// no dim does) share the groups of that dim of `parent`.
+// A mesh of the world, made from `parent` (NULL: from none). from[dim] is the dim of `parent` whose
+// groups it shares (-1: it makes its own; `from` NULL: all do).
 static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const fsdp_mesh *parent,
                                   const int32_t *from, fsdp_mesh **out) {
     fsdp_mesh *mesh;

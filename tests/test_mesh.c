@@ -1384,7 +1384,7 @@ static void start_rows(void *user, const fsdp_param_view *rows) {
 
 /* What the library says of a unit's ranks is what coordinates say. */
 static void check_info(const training *t, int u) {
-    fsdp_mesh_info info;
+    fsdp_mesh_info info = FSDP_ZERO;
     CALL(t->w, fsdp_unit_mesh_info(t->u[u], &info));
     CHECK_EQ_INT(info.shard_mesh_size, t->place[u].shards);
     CHECK_EQ_INT(info.shard_mesh_rank, t->place[u].shard_rank);
