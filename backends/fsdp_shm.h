@@ -1053,7 +1053,7 @@ static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
     if (status) return status;
     fsdpi_comm_begin(base);
     status = fsdpi_shm_show(base, NULL, NULL);
-    if (is_host && base->size > 1) status = fsdpi_shm_host(c);
+    if (!status && is_host && base->size > 1) status = fsdpi_shm_host(c);
     if (!status) status = fsdpi_shm_wait(c, "come");
     return fsdpi_comm_end(base, status);
 }
