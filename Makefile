@@ -1,6 +1,7 @@
 # Makefile of fsdp.h: a header needs no build; this builds its tests, examples and benchmarks.
 # `make help` lists the targets. Your CC, CXX, CFLAGS, CPPFLAGS, LDFLAGS and LDLIBS are honoured,
 # and drop none of the project's own flags. Another build directory: BUILD=dir.
+# SPDX-License-Identifier: MIT
 
 BUILD  ?= build
 PREFIX ?= /usr/local
@@ -18,6 +19,7 @@ BIT_TESTS      ?= test_dtype test_shard test_train test_optim conformance
 VALGRIND_TESTS ?= test_train test_optim test_memory
 VALGRIND_FILTER ?= W=2:optim.*# their rows of two ranks are slow enough
 ASAN_TESTS     ?=# none named: all with quick tests
+SINGLE_TESTS   ?= test_features test_shard test_spawn # with single_include/fsdp.h
 # Between them they run all that threads of ours do at the same time.
 TSAN_TESTS     ?= conformance test_agree test_delays test_faults test_features \
                   test_fully_shard_comm test_fully_shard_training test_memory test_shm_faults \
@@ -26,7 +28,8 @@ TSAN_TESTS     ?= conformance test_agree test_delays test_faults test_features \
 WARN  := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual -Wundef \
          -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum
 CWARN := -Wstrict-prototypes -Wmissing-prototypes
-export WARN CWARN CC CXX BIT_TESTS VALGRIND_TESTS VALGRIND_FILTER ASAN_TESTS TSAN_TESTS JOBS
+export WARN CWARN CC CXX BIT_TESTS VALGRIND_TESTS VALGRIND_FILTER ASAN_TESTS TSAN_TESTS JOBS \
+       SINGLE_TESTS
 
 # SAN=asan or SAN=tsan: into a build directory of its own, by a make of its own (check-san).
 # The gates spend their time in the compiler: asan takes half as long without optimization.
@@ -133,12 +136,14 @@ Q := $(if $(V),,@)
 BUILD_ONE = $(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) $(SANFLAGS) -MMD -MP \
             -MF $@.d -o $@ $< $(LDFLAGS) -pthread $(LDLIBS) -lm
 
-.PHONY: all tests examples gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test gpu-bench \
+.PHONY: all tests examples single gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test gpu-bench \
         test golden check check-san shared deps install uninstall format clean help quiet-deps
 all: examples tests $(FSDPRUN) ## examples, tests and tools
 tests: $(TESTS) $(PROBES)
 gpt-cuda: $(CUDA_GPT)
 examples: $(EXAMPLES) $(GPT) ## build/examples/* and examples/gpt/train_gpt
+single: ## single_include/fsdp.h, the one header to drop into a program
+	tools/amalgamate.py -o single_include/fsdp.h
 shared: $(SHARED) ## build/libfsdp.so, for bindings of other languages
 
 $(BUILD)/fsdp_gloo.o: backends/fsdp_gloo.cc backends/fsdp_gloo_shim.h Makefile | $(BUILD)
@@ -146,7 +151,8 @@ $(BUILD)/fsdp_gloo.o: backends/fsdp_gloo.cc backends/fsdp_gloo_shim.h Makefile |
 	$Q$(CXX) -Wall -Wextra $(GLOO_FLAGS) $(CXXFLAGS) -O2 -fPIC -c -o $@ $<
 $(BUILD)/nccl.mk: tools/find_nccl.sh
 	@tools/find_nccl.sh -o $@
-$(BUILD)/fsdp_cuda.o: backends/fsdp_cuda.cu $(wildcard backends/fsdp_cuda*.h) core/dtype.h Makefile \
+$(BUILD)/fsdp_cuda.o: backends/fsdp_cuda.cu $(wildcard backends/fsdp_cuda*.h) fsdp.h core/dtype.h \
+    core/shard_math.h core/backend.h Makefile \
     $(NCCL_MK) | $(BUILD)
 	@echo "  NVCC $@"
 	$Q$(CUDA_CC) -c -o $@ $<
@@ -269,7 +275,7 @@ install: ## headers, fsdprun and fsdp.pc below $DESTDIR$PREFIX
 	install -m 644 core/*.h $(DESTDIR)$(PREFIX)/include/fsdp/core
 	$(foreach b,$(wildcard backends/*.h backends/*.cc backends/*.cu),\
 	    install -m 644 $b $(DESTDIR)$(PREFIX)/include/fsdp/backends;)
-	sed 's|@PREFIX@|$(PREFIX)|; s|@VERSION@|$(VERSION)|' fsdp.pc.in \
+	sed 's|@VERSION@|$(VERSION)|' fsdp.pc.in \
 	    >$(DESTDIR)$(PREFIX)/share/pkgconfig/fsdp.pc
 	$(if $(FSDPRUN),$(MAKE) $(FSDPRUN) && \
 	    install -D -m 755 $(FSDPRUN) $(DESTDIR)$(PREFIX)/bin/fsdprun)

@@ -17,6 +17,7 @@ CONTENTS
     core/shard_math.h   who owns which rows; where everything lies in a slot
     core/backend.h      what a backend and a device are: two tables of functions
     core/sys.h          the operating system's calls, a lock, a hash, a text
+    core/route.h        how a unit gathers and reduces: facts in, a route out
     core/objects.h      what a world, a mesh, a model and a unit are made of
     core/error.h        error texts, and the way out for every message
     core/alloc.h        host memory
@@ -32,7 +33,9 @@ CONTENTS
     core/pool.h         buffers and slots
     core/unit.h         what fully_shard makes of a desc
     core/ops.h          op records; fsdpi_emit, the only door to the tables
+    core/templates.h    the records that hooks emit, made once
     core/gather.h       parameters: gathered, waited for, freed, prefetched
+    core/usage.h        who used which parameter
     core/grads.h        gradients: written, collected, reduced
     core/commit.h       the flat blocks of a model, and the lists of its units
     core/schedule.h     the transition table, and the calls that look it up
@@ -176,11 +179,8 @@ LIMITS OF THIS VERSION
     Linux; gcc or clang. Backend shm serves one host. NCCL and CUDA have not run on a GPU yet: they
     are tested on stand-ins for both libraries (docs/gpu.md).
 */
-#ifndef FSDP_H
-#define FSDP_H
 // The columns of the declarations are set by hand.
 // clang-format off
-
 #define FSDP_VERSION_MAJOR 0
 #define FSDP_VERSION_MINOR 1
 #define FSDP_VERSION_PATCH 0
@@ -188,10 +188,11 @@ LIMITS OF THIS VERSION
 #include <stddef.h> // size_t, NULL
 #include <stdint.h> // int64_t, uint64_t
 
-#include "core/dtype.h"      // status codes, element types
+#include "core/dtype.h"      // status codes, element types; each with its implementation
 #include "core/shard_math.h" // shard math
 
-#ifndef FSDP_MATH_ONLY
+#if !defined(FSDP_H) && !defined(FSDP_MATH_ONLY)
+#define FSDP_H
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -327,7 +328,8 @@ FSDP_API const char *fsdp_last_error(const fsdp_world *world);
 
 /* fsdp_all_reduce - reduce a small host array over all ranks (loss, counters); the result is the
    same on every rank, summed in rank order: f32 and lower in f32, f64 in f64
-   mesh        NULL: the whole world; else a 1-D mesh
+   mesh        NULL: the whole world; else a mesh of any number of dims, which is reduced dim by dim,
+               from dim 0 on (f16 and bf16 are rounded after each)
    data        host memory, count elements, replaced by the result
    dtype       f32 f64 f16 bf16, i32, i64
    Result      FSDP_OK; INVALID_ARG; TIMEOUT, PEER_LOST, MISMATCH, ABORTED, BACKEND
@@ -337,6 +339,7 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
                                      int64_t count, fsdp_dtype dtype, fsdp_redop op);
 
 /* fsdp_broadcast - copy nbytes of host memory from the rank at position root of the mesh to all
+   root        0 .. number of ranks - 1, row-major in a mesh of several dims
    Result, Collective, Blocks, Allocates  as fsdp_all_reduce */
 FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, void *data,
                                     int64_t nbytes, int root);
@@ -567,6 +570,15 @@ typedef struct fsdp_unit_desc {
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
                                                       fsdp_unit **unit);
 
+/* fsdp_unit_mesh_info - which ranks shard and replicate a unit, and which part and copy this rank is:
+   of the unit's own mesh, or else of the model's
+   out         valid as long as the mesh: until fsdp_shutdown; where neither unit nor model were
+               given one, until the model's end
+   Result      FSDP_OK; INVALID_ARG
+   Collective  no      Blocks no      Allocates no
+   Source      torch: FSDPParamGroup.mesh_info */
+FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out);
+
 /* fsdp_model_commit - lay out and allocate shards and gradients, zero-filled; idempotent. Called by
    the first hook, init_params, load, flat or view if you do not
    Result      FSDP_OK; INVALID_STATE (no units), OUT_OF_MEMORY (sizes in the text), collective
@@ -758,12 +770,23 @@ FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model);
                it; it can be asked for later, say where a step's loss is
    Arithmetic  |g|^p is summed in f64, parameter by parameter in order, ranks in rank order: the
                same bits for every layout. Coefficient max_norm/(norm + 1e-6), at most 1
-   Meshes      units on the model's mesh: one all-reduce over its shard group. A unit with a mesh of
-               its own: one over the whole model's mesh, where ranks beside a unit's mesh count as
-               holding other parameters
+   Meshes      the norm is that of all gradients on the ranks of the model's mesh, each counted once.
+               Ranks along a unit's replicate dim hold copies: the first one counts. Ranks of the
+               model's mesh that are not in the unit's mesh, or lie along a dim of it that neither
+               shards nor replicates, hold other parameters: all count. Example: on a mesh (dp, tp)
+               the model has a mesh_info that shards over dp. Then tp ranks hold other parameters,
+               as layers that are cut for tensor parallelism do. A unit whose parameters are equal
+               on all tp ranks (norms, biases) says so by a mesh_info that also replicates over tp;
+               without that it counts once per tp rank.
+               If the model's mesh is a slice, nothing says what the ranks beside it hold: that is
+               refused; give mesh_info on the mesh that was sliced. A mesh of fsdp_mesh_create
+               stands for itself, also where it has not all ranks of the world.
+               One all-reduce over the shard group where nobody holds other parameters, else one
+               over the world, or over each dim of a model's mesh that has not all of its ranks
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle; grad_norm: there was no call
-               since the model got its buffers), CORRUPT (error_if_nonfinite: nothing is scaled, the
-               world goes on); collective errors
+               since the model got its buffers), UNSUPPORTED (the model's mesh is a slice, or lacks
+               ranks of a unit's mesh), CORRUPT (error_if_nonfinite: nothing is scaled, the world
+               goes on); collective errors
    Collective  yes, but not fsdp_grad_norm      Allocates no; the first calls on a GPU: scratch
    Blocks      at most timeout_ms; on GPUs only for norm, error_if_nonfinite and cpu_offload
    Source      torch: torch.nn.utils.clip_grad_norm_, get_total_norm */
@@ -852,11 +875,18 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
    fsdp_set_post_accumulate_hook  when a parameter's shard gradient is ready (not for one that
                               nobody used); it may write the shard: an optimizer in backward
    fsdp_set_custom_all_gather, fsdp_set_custom_reduce_scatter  instead of ops->run(comm, coll)
+   fsdp_set_custom_all_reduce  the same for the all_reduce of a unit over its replicas, in place:
+                              coll->count elements of coll->dtype at coll->dst. The first ones are
+                              the gradients of the trainable parameters in the order of their
+                              shards. The last ones, one for each trainable parameter, tell how
+                              often it was used. The hook makes all of them sums over the group;
+                              the library divides
    hook        NULL: none
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE
    Collective  no, but every rank has to do the same      Blocks no      Allocates no
    Source      torch: set_all_reduce_hook, register_post_accumulate_grad_hook,
-               set_custom_all_gather, set_custom_reduce_scatter */
+               set_custom_all_gather, set_custom_reduce_scatter; for all_reduce the comm hooks of
+               DistributedDataParallel (register_comm_hook) */
 typedef fsdp_status (*fsdp_all_reduce_hook)(void *user, fsdp_unit *unit, void *data, int64_t numel,
                                             fsdp_dtype dtype, void *stream);
 typedef fsdp_status (*fsdp_grad_hook)(void *user, const fsdp_param_view *view, void *stream);
@@ -869,6 +899,7 @@ FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, f
 FSDP_API fsdp_status fsdp_set_custom_all_gather(fsdp_unit *unit, fsdp_custom_comm hook, void *user);
 FSDP_API fsdp_status fsdp_set_custom_reduce_scatter(fsdp_unit *unit, fsdp_custom_comm hook,
                                                     void *user);
+FSDP_API fsdp_status fsdp_set_custom_all_reduce(fsdp_unit *unit, fsdp_custom_comm hook, void *user);
 
 /* fsdp_cast_forward_input  - an activation as the unit's policy wants it: floating data are cast to
    param_dtype unless keep_forward_inputs is set
@@ -978,7 +1009,8 @@ typedef struct fsdp_event {
 
 typedef struct fsdp_op {
     uint64_t seq;             // of this rank's model; the same on all ranks
-    uint64_t bytes;           // read from other ranks (collectives), or written (copies, zero)
+    uint64_t bytes;           // to be received from other ranks (of all_reduce 2 (R-1)/R of the
+                              // whole, rounded up), or written (copies, zero)
     uint64_t count;           // elements: per rank (gather, scatter), of the whole (others)
     uint8_t kind, label, stream, state; // FSDP_OP_*, FSDP_LABEL_*, FSDP_STREAM_*, training state
     uint8_t dtype, out_dtype, accumulate, in_place;
@@ -1096,7 +1128,8 @@ FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *ou
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out);
 
-/* fsdp_model_describe - a table of units and parameters as text: shapes, dtypes, layout, bytes
+/* fsdp_model_describe - a table of units and parameters as text: shapes, dtypes, layout, bytes, and
+   the route of each unit: how it gathers, and what happens to gradients behind post_backward
    buf         room for cap bytes, always terminated when cap > 0; may be NULL with cap 0
    Result      length of the whole text without its end, as snprintf; 0 for NULL
    Collective  no      Blocks no      Allocates no */
@@ -1108,7 +1141,7 @@ FSDP_API const char *fsdp_pool_name(int pool);
 
 typedef struct fsdp_counters {
     uint64_t calls[FSDP_OP_COUNT]; // ops issued
-    uint64_t bytes[FSDP_OP_COUNT]; // fsdp_op.bytes of them: read from other ranks, or written
+    uint64_t bytes[FSDP_OP_COUNT]; // fsdp_op.bytes of them: to be received, or written
     uint64_t allocations;          // host and device allocations of the model
 } fsdp_counters;
 
@@ -1124,16 +1157,13 @@ FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters 
 #ifdef __cplusplus
 }
 #endif
-#endif // FSDP_MATH_ONLY
-// clang-format on
 #endif // FSDP_H
+// clang-format on
 
 /* ============================================================================================ */
 /* Implementation, leaves first. Outside the guard: a header that included fsdp.h before does not
    hide it. Needs nothing that strict C99 hides: hidden calls are reached by fsdpi_syscall. */
 
-#include "core/dtype.h" // their implementations
-#include "core/shard_math.h"
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_IMPLEMENTED
 
@@ -1149,6 +1179,7 @@ extern "C" {
 #endif
 
 #include "core/sys.h"
+#include "core/route.h"
 #include "core/objects.h"
 #include "core/error.h"
 #include "core/alloc.h"
@@ -1195,7 +1226,9 @@ static const fsdpi_backend fsdpi_backends[] = {
 #include "core/pool.h"
 #include "core/unit.h"
 #include "core/ops.h"
+#include "core/templates.h"
 #include "core/gather.h"
+#include "core/usage.h"
 #include "core/grads.h"
 #include "core/commit.h"
 #include "core/schedule.h"
@@ -1211,3 +1244,27 @@ static const fsdpi_backend fsdpi_backends[] = {
 }
 #endif
 #endif // FSDP_IMPLEMENTATION
+
+/*
+MIT License
+
+Copyright (c) 2026 the fsdp.h authors
+
+Permission is hereby granted, free of charge, to any person obtaining a copy
+of this software and associated documentation files (the "Software"), to deal
+in the Software without restriction, including without limitation the rights
+to use, copy, modify, merge, publish, distribute, sublicense, and/or sell
+copies of the Software, and to permit persons to whom the Software is
+furnished to do so, subject to the following conditions:
+
+The above copyright notice and this permission notice shall be included in all
+copies or substantial portions of the Software.
+
+THE SOFTWARE IS PROVIDED "AS IS", WITHOUT WARRANTY OF ANY KIND, EXPRESS OR
+IMPLIED, INCLUDING BUT NOT LIMITED TO THE WARRANTIES OF MERCHANTABILITY,
+FITNESS FOR A PARTICULAR PURPOSE AND NONINFRINGEMENT. IN NO EVENT SHALL THE
+AUTHORS OR COPYRIGHT HOLDERS BE LIABLE FOR ANY CLAIM, DAMAGES OR OTHER
+LIABILITY, WHETHER IN AN ACTION OF CONTRACT, TORT OR OTHERWISE, ARISING FROM,
+OUT OF OR IN CONNECTION WITH THE SOFTWARE OR THE USE OR OTHER DEALINGS IN THE
+SOFTWARE.
+*/

@@ -9,7 +9,9 @@
        FILE *csv = bench_csv("bench_work", "case,ns_median");
        fprintf(csv, "x,%.1f\n", s.median);
 
-   Medians and ratios are to be quoted; a minimum says what the machine can do when left alone. */
+   Medians and ratios are to be quoted; a minimum says what the machine can do when left alone.
+
+   SPDX-License-Identifier: MIT */
 #ifndef BENCH_H
 #define BENCH_H
 #include <stdint.h> // int64_t

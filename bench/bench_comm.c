@@ -17,7 +17,9 @@
    checked once per size. Writes $FSDP_BUILD/bench_comm.csv; --csv writes the same to stdout.
 
    With -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO both backends and the ring are there, which needs
-   fsdp_gloo.cc and bench/gloo_ring.cc, -lgloo and -lstdc++; without, shm alone. */
+   fsdp_gloo.cc and bench/gloo_ring.cc, -lgloo and -lstdc++; without, shm alone.
+
+   SPDX-License-Identifier: MIT */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* the POSIX calls under -std=c99 too */
 #endif

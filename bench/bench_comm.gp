@@ -1,5 +1,6 @@
 # Plot of bench_comm.c:
 #   gnuplot -e "csv='build/bench_comm.csv'; png='build/bench_comm.png'" bench/bench_comm.gp
+# SPDX-License-Identifier: MIT
 if (!exists("csv")) csv = 'build/bench_comm.csv'
 if (!exists("png")) png = 'build/bench_comm.png'
 set datafile separator ','

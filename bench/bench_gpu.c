@@ -8,7 +8,9 @@
    Shapes are those of a layer of Llama 3 8B on 8 ranks. A kernel's rate counts what it has to read
    and write, as does that of the cudaMemcpyAsync of as many bytes, measured in turn with it.
    Goals: 85 % of memcpy; 5 us for each hook beyond the calls of the runtime; memory as predicted.
-   Appends to $FSDP_BUILD/bench_gpu.csv: each line has date, device and command. */
+   Appends to $FSDP_BUILD/bench_gpu.csv: each line has date, device and command.
+
+   SPDX-License-Identifier: MIT */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* the POSIX calls under -std=c99 too */
 #endif

@@ -6,7 +6,9 @@
        gnuplot -e "csv='build/bench_host.csv'; out='bench_host.png'" bench/bench_host.gp
 
    Goals: 200 ns for pre_ and post_forward together, 400 ns for pre_ and post_backward, at any W.
-   Writes $FSDP_BUILD/bench_host.csv. */
+   Writes $FSDP_BUILD/bench_host.csv.
+
+   SPDX-License-Identifier: MIT */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* the POSIX calls under -std=c99 too */
 #endif

@@ -1,4 +1,5 @@
 # Plot of bench_host.c:  gnuplot -e "csv='build/bench_host.csv'; out='bench_host.png'" bench/bench_host.gp
+# SPDX-License-Identifier: MIT
 if (!exists("csv")) csv = 'build/bench_host.csv'
 if (!exists("out")) out = 'bench_host.png'
 set datafile separator ','

@@ -15,7 +15,9 @@
    and compares times and losses; all of them are functions of a place, see noise().
    hidden  the share of the time in which collectives are under way that the caller spends outside
            of fsdp's functions: 0 inline, where each collective runs inside of a hook
-   Times are medians over steps, of rank 0. Writes $FSDP_BUILD/bench_step.csv. */
+   Times are medians over steps, of rank 0. Writes $FSDP_BUILD/bench_step.csv.
+
+   SPDX-License-Identifier: MIT */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* the POSIX calls under -std=c99 too */
 #endif

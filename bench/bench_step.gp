@@ -1,5 +1,6 @@
 # Plot of fsdp_step.py, or of bench_step.c alone:
 #   gnuplot -e "csv='build/fsdp_step.csv'; png='build/fsdp_step.png'" bench/bench_step.gp
+# SPDX-License-Identifier: MIT
 if (!exists("csv")) csv = 'build/fsdp_step.csv'
 if (!exists("png")) png = 'build/fsdp_step.png'
 set datafile separator ','

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
 """compare_torch.py - collectives of our backends beside PyTorch's ProcessGroupGloo
 
     python3 bench/compare_torch.py [--bench build/bench/bench_comm] [--backend shm,gloo]

@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
 """fsdp_step.py - the training steps of bench_step.c in PyTorch's fully_shard over Gloo, both
 programs in turn in one run: losses must be equal, times are compared
 

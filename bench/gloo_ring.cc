@@ -1,5 +1,6 @@
 // gloo_ring.cc - see gloo_ring.h. Part of bench_comm only; the backend does not use these
 // collectives.
+// SPDX-License-Identifier: MIT
 #include "bench/gloo_ring.h"
 
 #include <chrono>

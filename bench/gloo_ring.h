@@ -1,6 +1,8 @@
 /* gloo_ring.h - Gloo's own collectives, for bench_comm.c to compare with; in C (gloo_ring.cc)
 
-   Every function returns 0, or -1 after it has written the reason to stderr. */
+   Every function returns 0, or -1 after it has written the reason to stderr.
+
+   SPDX-License-Identifier: MIT */
 #ifndef GLOO_RING_H
 #define GLOO_RING_H
 #include <stddef.h> // size_t

@@ -1,6 +1,8 @@
 /* host_cost.h - the work of bench_host and of tests/test_budget.c: hooks of units of 12 parameters
    on a device and a comm that do nothing, and the instructions that they take by valgrind's
-   callgrind. Include it after fsdp.h with FSDP_IMPLEMENTATION and after sim.h. */
+   callgrind. Include it after fsdp.h with FSDP_IMPLEMENTATION and after sim.h.
+
+   SPDX-License-Identifier: MIT */
 #ifndef HOST_COST_H
 #define HOST_COST_H
 #include <stdio.h>  /* fopen, snprintf */

@@ -1,6 +1,6 @@
 /* core/backend.h - the two tables of functions that a backend and a device are
 
-   Included by fsdp.h, at the end of its declarations. How to write one: backends/README.md.
+   A part of fsdp.h, which includes it. How to write one: backends/README.md.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_BACKEND_H

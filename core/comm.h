@@ -25,11 +25,15 @@ static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status
     return fsdpi_world_fail(w, fatal ? result : FSDP_ERR_ABORTED, text);
 }
 
+// The user's function for a unit's collective of a step; not for those of param_full.
 static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
-    int gather = op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER;
-    if (!op->unit || (!gather && op->kind != FSDP_OP_REDUCE_SCATTER)) return NULL;
-    *user = op->unit->custom_user[!gather];
-    return op->unit->custom[!gather];
+    int which = op->label == FSDP_LABEL_GATHER     ? 0
+                : op->label == FSDP_LABEL_REDUCE   ? 1
+                : op->label == FSDP_LABEL_REPLICAS ? 2
+                                                   : -1;
+    if (which < 0) return NULL;
+    *user = op->unit->options.custom_user[which];
+    return op->unit->options.custom[which];
 }
 
 static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *stream) {

@@ -15,9 +15,10 @@ static void fsdpi_place_units(fsdp_model *m) {
     for (int trainable = 1; trainable >= 0; trainable--) {
         for (int i = 0; i < m->num_units; i++) {
             fsdp_unit *u = m->units[i];
-            for (int k = 0; k < u->num_parts; k++) {
-                fsdpi_flat_block *flat = fsdpi_flat_of(u, &u->parts[k]);
-                fsdpi_list *list = trainable ? &u->parts[k].train : &u->parts[k].frozen;
+            for (int k = 0; k < u->layout.num_parts; k++) {
+                fsdpi_flat_block *flat = fsdpi_flat_of(u, &u->layout.parts[k]);
+                fsdpi_list *list = trainable ? &u->layout.parts[k].train
+                                             : &u->layout.parts[k].frozen;
                 list->base = flat->numel;
                 flat->numel += fsdpi_align_up(list->shard_numel, FSDP_ALIGN_NUMEL);
                 if (trainable) flat->train_numel = flat->grad_numel = flat->numel;
@@ -26,9 +27,9 @@ static void fsdpi_place_units(fsdp_model *m) {
     }
     for (int i = 0; i < m->num_units; i++) {
         fsdp_unit *u = m->units[i];
-        fsdpi_flat_block *flat = fsdpi_flat_of(u, &u->parts[u->users_part]);
-        u->users_base = flat->grad_numel;
-        if (fsdpi_ranks(u) > 1) flat->grad_numel += u->num_train;
+        fsdpi_flat_block *flat = fsdpi_flat_of(u, &u->layout.parts[u->layout.users_part]);
+        u->layout.users_base = flat->grad_numel;
+        if (fsdpi_ranks(u) > 1) flat->grad_numel += u->layout.num_train;
     }
 }
 
@@ -53,7 +54,7 @@ static void fsdpi_count(fsdpi_work *work) {
 
 // Lists of a part that need offsets in the flat blocks or another form than the layout's.
 static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gather) {
-    int world = fsdpi_shards(u), rank = u->info.shard_mesh_rank;
+    int world = fsdpi_shards(u), rank = u->desc.info.shard_mesh_rank;
     int64_t to_rin = world * part->reduce - part->grad, numel = part->train.shard_numel;
     for (int i = 0; i < part->num_gather && !part->extended; i++) {
         fsdp_seg s = gather[i];
@@ -68,75 +69,83 @@ static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gat
     }
     fsdpi_count(&part->chunk_cat);
     fsdpi_count(&part->copy_out);
-    for (int i = 0; i < u->num_params; i++) {
+    for (int i = 0; i < u->desc.num_params; i++) {
         const fsdpi_param *p = &u->params[i];
         if (!p->requires_grad || fsdpi_part_of(u, p) != part) continue;
         if (p->lay.direct)
             fsdpi_add_block(&part->acc, fsdpi_run(p->grad_offset, p->grad_offset + to_rin,
                                                   world * p->lay.shard_numel));
-        else u->pad_rin |= p->lay.shard_dim > 0 && p->lay.shape[p->lay.shard_dim] % world != 0;
+        else
+            u->layout.pad_rin |= p->lay.shard_dim > 0 &&
+                                 p->lay.shape[p->lay.shard_dim] % world != 0;
     }
     fsdpi_add_block(&part->red_out, fsdpi_run(part->reduce, part->train.base, numel));
     fsdpi_add_block(&part->rescale, fsdpi_run(part->train.base, part->train.base, numel));
-    if (fsdpi_ranks(u) > 1 && part == &u->parts[u->users_part]) { // the counts of users behind them
-        fsdpi_add_block(&part->red_out, fsdpi_run(u->train_numel, u->users_base, u->num_train));
-        fsdpi_add_block(&part->rescale, fsdpi_run(u->users_base, u->users_base, u->num_train));
+    if (fsdpi_ranks(u) > 1 &&
+        part == &u->layout.parts[u->layout.users_part]) { // the counts of users behind them
+        fsdpi_add_block(&part->red_out, fsdpi_run(u->layout.train_numel, u->layout.users_base,
+                                                  u->layout.num_train));
+        fsdpi_add_block(&part->rescale,
+                        fsdpi_run(u->layout.users_base, u->layout.users_base, u->layout.num_train));
     }
 }
 
 // Segments of the reduction, to the flat block and to the reduce output, with the counts of users.
 static void fsdpi_reduce_lists(fsdp_unit *u) {
-    int num = u->reduce_scatter.num, world = fsdpi_shards(u);
+    int num = u->layout.reduce_scatter.num, world = fsdpi_shards(u);
     for (int i = 0; i < num; i++) {
-        fsdp_seg s = u->reduce_scatter.segs[i];
+        fsdp_seg s = u->layout.reduce_scatter.segs[i];
         s.shard = s.full / world; // segment by segment, the full side is `world` times as long
-        u->to_rout.segs[i] = s;
+        u->layout.to_rout.segs[i] = s;
     }
-    if (fsdpi_ranks(u) > 1 && u->num_train > 0) {
-        fsdp_seg counts = {u->users_base, u->users_offset, u->num_train};
-        fsdp_block rows = {0, u->users_offset, u->num_train, world, 0, u->num_train};
-        u->reduce_scatter.segs[num] = counts;
-        counts.shard = u->train_numel;
-        u->to_rout.segs[num++] = counts;
-        fsdpi_add_block(&u->users, rows);
+    if (fsdpi_ranks(u) > 1 && u->layout.num_train > 0) {
+        fsdp_seg counts = {u->layout.users_base, u->layout.users_offset, u->layout.num_train};
+        fsdp_block rows = {0, u->layout.users_offset, u->layout.num_train, world,
+                           0, u->layout.num_train};
+        u->layout.reduce_scatter.segs[num] = counts;
+        counts.shard = u->layout.train_numel;
+        u->layout.to_rout.segs[num++] = counts;
+        fsdpi_add_block(&u->layout.users, rows);
     }
-    u->to_rout.num = u->reduce_scatter.num = num;
-    fsdpi_count(&u->to_rout);
-    fsdpi_count(&u->reduce_scatter);
-    fsdpi_add_block(&u->partial, fsdpi_run(0, 0, u->reduce_numel / world));
+    u->layout.to_rout.num = u->layout.reduce_scatter.num = num;
+    fsdpi_count(&u->layout.to_rout);
+    fsdpi_count(&u->layout.reduce_scatter);
+    fsdpi_add_block(&u->layout.partial, fsdpi_run(0, 0, u->layout.reduce_numel / world));
 }
 
 // 1/n of each gathered parameter where it lies, for reshard_after_forward = n.
 static void fsdpi_slice_lists(fsdp_unit *u) {
-    int64_t at = 0, bytes = u->gather_dtype == FSDP_U8;
-    for (int i = 0; i < u->num_params && u->slices; i++) {
+    int64_t at = 0, bytes = u->layout.gather_dtype == FSDP_U8;
+    for (int i = 0; i < u->desc.num_params && u->desc.slices; i++) {
         const fsdpi_param *p = &u->params[i];
         int64_t size = bytes ? fsdpi_bytes(1, fsdpi_part_of(u, p)->param_dtype) : 1;
-        int64_t count = fsdpi_shards(u) / u->slices * p->lay.shard_numel * size;
-        int64_t full = p->lay.full_offset * size, me = u->info.shard_mesh_rank % u->slices;
+        int64_t count = fsdpi_shards(u) / u->desc.slices * p->lay.shard_numel * size;
+        int64_t full = p->lay.full_offset * size,
+                me = u->desc.info.shard_mesh_rank % u->desc.slices;
         fsdp_seg s = {at, full, count};
-        u->slice_gather.segs[u->slice_gather.num++] = s;
-        fsdpi_add_block(&u->slice_copy, fsdpi_run(full + me * count, at, count));
+        u->layout.slice_gather.segs[u->layout.slice_gather.num++] = s;
+        fsdpi_add_block(&u->layout.slice_copy, fsdpi_run(full + me * count, at, count));
         at += count;
     }
-    fsdpi_count(&u->slice_gather);
+    fsdpi_count(&u->layout.slice_gather);
 }
 
 // All works of a unit: first those of segments, then those of blocks, part after part, each with
 // room for what its list may need. With `at` they are placed there. Returns the bytes of all.
 enum { FSDPI_SEG_WORKS = 4, FSDPI_PART_WORKS = 6 };
 static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
-    size_t params = (size_t)u->num_params, segs = params + 2 * (size_t)u->num_parts + 1, bytes = 0;
-    fsdpi_work *with_segs[FSDPI_SEG_WORKS] = {&u->all_gather, &u->slice_gather, &u->reduce_scatter,
-                                              &u->to_rout};
-    for (int i = 0; i < u->num_params; i++) segs += (size_t)u->params[i].num_strings;
+    size_t params = (size_t)u->desc.num_params, segs = params + 2 * (size_t)u->layout.num_parts + 1,
+           bytes = 0;
+    fsdpi_work *with_segs[FSDPI_SEG_WORKS] = {&u->layout.all_gather, &u->layout.slice_gather,
+                                              &u->layout.reduce_scatter, &u->layout.to_rout};
+    for (int i = 0; i < u->desc.num_params; i++) segs += (size_t)u->params[i].num_strings;
     for (int i = 0; i < FSDPI_SEG_WORKS; i++, bytes += segs * sizeof(fsdp_seg))
         if (at) with_segs[i]->segs = (fsdp_seg *)(void *)(at + bytes);
-    fsdpi_work *whole[3] = {&u->slice_copy, &u->partial, &u->users};
+    fsdpi_work *whole[3] = {&u->layout.slice_copy, &u->layout.partial, &u->layout.users};
     for (int i = 0; i < 3; i++, bytes += (params + 1) * sizeof(fsdp_block))
         if (at) whole[i]->blocks = (fsdp_block *)(void *)(at + bytes);
-    for (int k = 0; k < u->num_parts; k++) {
-        fsdpi_part *part = &u->parts[k];
+    for (int k = 0; k < u->layout.num_parts; k++) {
+        fsdpi_part *part = &u->layout.parts[k];
         size_t out = (size_t)part->copy_out.num, cat = (size_t)part->chunk_cat.num;
         size_t rooms[FSDPI_PART_WORKS] = {segs, out, cat, cat + params, 2, 2};
         fsdpi_work *works[FSDPI_PART_WORKS] = {&part->copy_in, &part->copy_out, &part->chunk_cat,
@@ -144,33 +153,43 @@ static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
         for (int i = 0; i < FSDPI_PART_WORKS; bytes += rooms[i++] * sizeof(fsdp_block))
             if (at) works[i]->blocks = (fsdp_block *)(void *)(at + bytes);
     }
-    return bytes;
+    if (at) u->layout.ops = (fsdpi_template *)(void *)(at + bytes);
+    return bytes + (size_t)fsdpi_templates_max(u) * sizeof(fsdpi_template);
 }
 
 // Host memory that copies of the device read in their stream's order.
-static size_t fsdpi_flags_bytes(const fsdp_unit *u) { return 2 * (size_t)u->num_train * 8; }
+static size_t fsdpi_flags_bytes(const fsdp_unit *u) { return 2 * (size_t)u->layout.num_train * 8; }
 
 static fsdp_status fsdpi_flags_new(fsdp_unit *u) {
-    fsdp_world *w = u->model->world;
+    fsdp_model *m = u->model;
+    fsdp_world *w = m->world;
     size_t bytes = fsdpi_flags_bytes(u);
     void *flags = NULL;
+    fsdp_status status = FSDP_OK;
     if (bytes == 0) return FSDP_OK;
-    fsdp_status status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, bytes, &flags);
+    if (m->dry) flags = fsdpi_model_alloc(m, bytes);
+    else status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, bytes, &flags);
+    if (!flags && !status) status = FSDP_ERR_OUT_OF_MEMORY;
     if (status)
-        return fsdpi_fail(w, status, "commit: no memory for the flags of unit '%s': %s", u->name,
-                          fsdpi_device_text(w, status));
-    u->flags = (char *)flags;
-    u->wide_flags = u->flags + bytes / 2;
-    u->model->host_bytes += (int64_t)bytes;
+        return fsdpi_fail(w, status, "commit: no memory for the flags of unit '%s': %s",
+                          u->desc.name, fsdpi_device_text(w, status));
+    u->usage.flags = (char *)flags;
+    u->usage.wide = u->usage.flags + bytes / 2;
+    if (!m->dry) m->host_bytes += (int64_t)bytes;
     return FSDP_OK;
 }
 
 static void fsdpi_flags_free(fsdp_unit *u) {
-    fsdp_world *w = u->model->world;
-    if (!u->flags) return;
-    w->device_ops->free(w->device, FSDP_MEMORY_PINNED, u->flags, fsdpi_flags_bytes(u));
-    u->model->host_bytes -= (int64_t)fsdpi_flags_bytes(u);
-    u->flags = u->wide_flags = NULL;
+    fsdp_model *m = u->model;
+    size_t bytes = fsdpi_flags_bytes(u);
+    if (!u->usage.flags) return;
+    if (m->dry) {
+        fsdpi_model_free(m, u->usage.flags);
+    } else {
+        m->world->device_ops->free(m->world->device, FSDP_MEMORY_PINNED, u->usage.flags, bytes);
+        m->host_bytes -= (int64_t)bytes;
+    }
+    u->usage.flags = u->usage.wide = NULL;
 }
 
 static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
@@ -178,17 +197,17 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     char *at = (char *)fsdpi_model_alloc(m, fsdpi_place_lists(u, NULL));
     if (!at)
         return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                          "commit: no memory for the lists of unit '%s'", u->name);
-    u->lists = at;
-    u->flags_read = 0;
+                          "commit: no memory for the lists of unit '%s'", u->desc.name);
+    u->layout.lists = at;
+    u->usage.in_flight = 0;
     (void)fsdpi_place_lists(u, at);
     fsdp_status status = fsdpi_flags_new(u);
     if (status) return status;
     (void)fsdpi_unit_layout(u, tmp);
-    fsdp_seg *gather = u->all_gather.segs;
-    for (int k = 0; k < u->num_parts; k++) {
-        fsdpi_part *part = &u->parts[k];
-        int bytes = u->gather_dtype == FSDP_U8 && !part->extended; // elements -> bytes
+    fsdp_seg *gather = u->layout.all_gather.segs;
+    for (int k = 0; k < u->layout.num_parts; k++) {
+        fsdpi_part *part = &u->layout.parts[k];
+        int bytes = u->layout.gather_dtype == FSDP_U8 && !part->extended; // elements -> bytes
         fsdpi_part_lists(u, part, gather);
         for (int i = 0; i < part->num_gather; i++, gather++) {
             gather->full *= bytes ? fsdpi_bytes(1, part->param_dtype) : 1;
@@ -197,24 +216,26 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     }
     fsdpi_reduce_lists(u);
     fsdpi_slice_lists(u);
-    for (int i = 0; i < u->num_params; i++) u->params[i].flag = 0;
-    fsdpi_count(&u->all_gather);
+    fsdpi_usage_clear(u, FSDPI_USE_FLAGGED);
+    fsdpi_count(&u->layout.all_gather);
     return FSDP_OK;
 }
 
 // What a unit is before fsdpi_unit_build: sizes measured, no lists.
 static void fsdpi_unit_unbuild(fsdp_unit *u) {
     static const fsdpi_work none = {NULL, NULL, 0, 0};
-    for (int k = 0; k < u->num_parts; k++) {
-        fsdpi_part *part = &u->parts[k];
+    for (int k = 0; k < u->layout.num_parts; k++) {
+        fsdpi_part *part = &u->layout.parts[k];
         part->copy_in = part->acc = part->red_out = part->rescale = none;
         part->copy_out.blocks = part->chunk_cat.blocks = NULL;
         part->copy_out.count = part->chunk_cat.count = 0;
     }
-    u->all_gather = u->slice_gather = u->reduce_scatter = u->to_rout = none;
-    u->slice_copy = u->partial = u->users = none;
-    u->lists = u->flags = u->wide_flags = NULL;
-    u->pad_rin = 0;
+    u->layout.all_gather = u->layout.slice_gather = u->layout.reduce_scatter = u->layout.to_rout =
+        none;
+    u->layout.slice_copy = u->layout.partial = u->layout.users = none;
+    u->layout.lists = u->usage.flags = u->usage.wide = NULL;
+    u->layout.ops = NULL;
+    u->layout.pad_rin = 0;
 }
 
 // The counts of users lie behind the shard gradients; a copy of them where the host cannot look.
@@ -269,8 +290,8 @@ static void fsdpi_blocks_free(fsdp_model *m) {
 // A unit whose parameters are all empty still needs an address to point at.
 static void fsdpi_need_blocks(fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++) {
-        for (int k = 0; k < m->units[i]->num_parts; k++) {
-            const fsdpi_part *part = &m->units[i]->parts[k];
+        for (int k = 0; k < m->units[i]->layout.num_parts; k++) {
+            const fsdpi_part *part = &m->units[i]->layout.parts[k];
             fsdpi_flat_block *flat = fsdpi_flat_of(m->units[i], part);
             if (flat->numel == 0) flat->numel = FSDP_ALIGN_NUMEL;
             if (part->num_train && flat->grad_numel == 0) flat->grad_numel = FSDP_ALIGN_NUMEL;
@@ -281,7 +302,7 @@ static void fsdpi_need_blocks(fsdp_model *m) {
 static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
     int most = 1;
     for (int i = 0; i < m->num_units; i++)
-        if (m->units[i]->num_params > most) most = m->units[i]->num_params;
+        if (m->units[i]->desc.num_params > most) most = m->units[i]->desc.num_params;
     fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)most * sizeof *tmp);
     if (!tmp) return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
     fsdp_status status = FSDP_OK;
@@ -296,7 +317,7 @@ static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
 
 static void fsdpi_uncommit(fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++) {
-        fsdpi_model_free(m, m->units[i]->lists);
+        fsdpi_model_free(m, m->units[i]->layout.lists);
         fsdpi_flags_free(m->units[i]);
         fsdpi_unit_unbuild(m->units[i]);
     }
@@ -326,20 +347,21 @@ static fsdp_status fsdpi_move(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units; i++) {
         fsdp_unit *u = m->units[i];
-        u->grad_is_zero = !u->has_grad; // new blocks are
-        for (int k = 0; k < u->num_params && !status; k++) {
+        if (u->state.grads.shard == FSDPI_GRADS_NONE)
+            u->state.grads.shard = FSDPI_GRADS_ZERO; // new blocks are
+        for (int k = 0; k < u->desc.num_params && !status; k++) {
             fsdpi_param *p = &u->params[k];
             const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
             fsdp_block *block = &m->norm_blocks[p->ordinal];
             if (!flat->old_shard) continue;
             status = fsdpi_move_one(u, p, flat->old_shard, flat->shard, p->dtype, block);
-            p->has_grad &= (uint8_t)p->requires_grad;
-            if (!status && u->has_grad && p->has_grad)
+            if (!p->requires_grad) p->use &= (uint8_t)~FSDPI_USE_REDUCED;
+            if (!status && (p->use & FSDPI_USE_REDUCED))
                 status = fsdpi_move_one(u, p, flat->old_grad, flat->grad,
                                         fsdpi_grad_dtype(m, p->dtype), block);
         }
     }
-    if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+    if (!status) status = fsdpi_model_sync(m, FSDP_STREAM_COMPUTE);
     fsdpi_old_free(m);
     return status;
 }
@@ -355,10 +377,11 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++) m->classes[i].ahead = 0; // of a layout before
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_classes(m->units[i]);
     if (status) status = fsdpi_fail(m->world, status, "commit: no memory");
-    if (!status && !m->dry) status = fsdpi_commit_tables(m);
+    if (!status) status = fsdpi_commit_tables(m);
     if (!status) status = fsdpi_blocks_new(m);
     if (!status) status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, sizeof(double), &m->scalar);
-    if (!status && !m->dry) status = fsdpi_move(m);
+    for (int i = 0; i < m->num_units && !status; i++) fsdpi_templates_make(m->units[i]);
+    if (!status) status = fsdpi_move(m);
     if (status) {
         fsdpi_uncommit(m);
         return fsdpi_model_fail(m, status);
@@ -377,7 +400,7 @@ static fsdp_status fsdpi_unsettle(fsdp_model *m) {
     if (status) return status;
     fsdpi_drain(m->world);
     for (int i = 0; i < m->num_units; i++)
-        for (int k = 0; k < m->units[i]->num_params; k++)
+        for (int k = 0; k < m->units[i]->desc.num_params; k++)
             m->units[i]->params[k].old_offset = m->units[i]->params[k].lay.shard_offset;
     for (int i = 0; i < m->num_classes; i++)
         while (m->classes[i].count) fsdpi_buf_free(m, m->classes[i].slots[--m->classes[i].count]);

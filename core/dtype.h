@@ -1,7 +1,7 @@
 /* core/dtype.h - build macros, status codes, element types, the one loop that reduces
 
-   A part of fsdp.h, which includes it. Pure functions of numbers: no threads, no system calls. It
-   also serves CUDA kernels alone (backends/fsdp_cuda.cu).
+   A part of fsdp.h, which includes it. Pure functions of numbers: no threads, no system calls.
+   CUDA kernels use it as well.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_DTYPE_H

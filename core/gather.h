@@ -4,35 +4,34 @@
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// The sharded block that a plain unit's gathers read, and what a wait for an alias waits for.
-static fsdp_buf *fsdpi_shard_of(const fsdp_unit *u) { return fsdpi_flat_of(u, u->parts)->shard; }
+// Owns: the parameters of a unit as slots: which hold them, and who reads them last.
 
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
-    fsdp_model *m = u->model;
-    if (u->storage != FSDP_STORAGE_IN_FLIGHT) return FSDP_OK;
-    fsdp_status status = fsdpi_emit_use(m, u, FSDP_LABEL_GATHER,
-                                        u->gather ? u->gather : fsdpi_shard_of(u));
+    fsdpi_state *s = &u->state;
+    if (s->storage != FSDP_STORAGE_IN_FLIGHT) return FSDP_OK;
+    fsdp_status status = fsdpi_emit_kind(u, FSDPI_OPS_WAIT);
     if (status) return status;
-    if (u->ahead) m->ahead_bytes -= (int64_t)u->gather->bytes;
-    u->ahead = 0;
-    u->storage = FSDP_STORAGE_UNSHARDED;
+    if (s->ahead) u->model->ahead_bytes -= (int64_t)s->slot[FSDP_POOL_GATHER]->bytes;
+    s->ahead = 0;
+    s->storage = FSDP_STORAGE_UNSHARDED;
     return FSDP_OK;
 }
 
 // A gather that nobody waited for still reads shards, here and on the peers, which the caller may
 // write next: the caller's stream waits for it too.
 static fsdp_status fsdpi_do_reshard(fsdp_unit *u) {
+    fsdpi_state *s = &u->state;
     fsdp_status status = fsdpi_do_wait(u);
-    u->storage = FSDP_STORAGE_SHARDED;
-    u->stale = 0;
-    fsdp_status gather = fsdpi_release(u, &u->gather, FSDP_STREAM_COMPUTE);
-    fsdp_status slice = fsdpi_release(u, &u->slice, FSDP_STREAM_COMPUTE);
+    s->storage = FSDP_STORAGE_SHARDED;
+    s->stale = 0;
+    fsdp_status gather = fsdpi_release(u, &s->slot[FSDP_POOL_GATHER], FSDP_STREAM_COMPUTE);
+    fsdp_status slice = fsdpi_release(u, &s->slot[FSDP_POOL_SLICE], FSDP_STREAM_COMPUTE);
     return status ? status : gather ? gather : slice;
 }
 
 // Shards have been written: what was gathered before is not used again.
 static fsdp_status fsdpi_do_stale(fsdp_unit *u) {
-    u->stale = u->storage != FSDP_STORAGE_SHARDED;
+    u->state.stale = u->state.storage != FSDP_STORAGE_SHARDED;
     return FSDP_OK;
 }
 
@@ -42,11 +41,11 @@ static fsdp_param_view fsdpi_view_static(const fsdp_unit *u, int index) {
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
     fsdp_param_view v;
     memset(&v, 0, sizeof v);
-    v.unit = u->model->units[u->index];
+    v.unit = u->model->units[u->desc.index];
     v.name = p->name;
-    v.unit_name = u->name;
+    v.unit_name = u->desc.name;
     v.user = p->user;
-    v.unit_user = u->user;
+    v.unit_user = u->desc.user;
     v.ordinal = p->ordinal;
     v.index = index;
     v.dtype = p->dtype;
@@ -69,7 +68,7 @@ static fsdp_status fsdpi_call_pre_gather(const fsdp_op *op, void *stream) {
     void *strings[FSDP_GATHER_TENSORS];
     for (int i = 0; i < p->num_strings; i++)
         strings[i] = (char *)op->dst_ptr + p->string_offset[i] +
-                     op->unit->info.shard_mesh_rank * p->string_bytes[i];
+                     op->unit->desc.info.shard_mesh_rank * p->string_bytes[i];
     return p->extension.pre_all_gather(p->extension.user, &v, strings, stream);
 }
 
@@ -99,122 +98,84 @@ static fsdp_status fsdpi_emit_call(fsdp_unit *u, const fsdpi_param *p, int label
     return fsdpi_emit(u->model, &op);
 }
 
-// This rank's own part of the slot: casts, or the strings of extensions.
-static fsdp_status fsdpi_copy_in(fsdp_unit *u) {
-    fsdp_status status = FSDP_OK;
-    for (int k = 0; k < u->num_parts && !status; k++) {
-        fsdpi_part *part = &u->parts[k];
-        fsdp_buf *shard = fsdpi_flat_of(u, part)->shard;
-        fsdp_op in = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, FSDP_STREAM_GATHER);
-        status = part->extended
-                     ? fsdpi_emit_call(u, part->extended, FSDP_LABEL_PRE_GATHER, FSDP_STREAM_GATHER,
-                                       shard, u->gather, fsdpi_call_pre_gather)
-                     : fsdpi_emit_work(u->model, &in, shard, part->dtype, u->gather,
-                                       part->param_dtype, &part->copy_in);
-    }
-    return status;
-}
-
-// What was gathered becomes contiguous parameters.
-static fsdp_status fsdpi_copy_out(fsdp_unit *u) {
-    fsdp_status status = FSDP_OK;
-    for (int k = 0; k < u->num_parts && !status; k++) {
-        fsdpi_part *part = &u->parts[k];
-        fsdp_op out = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_COPY_OUT, FSDP_STREAM_GATHER);
-        status = part->extended ? fsdpi_emit_call(u, part->extended, FSDP_LABEL_POST_GATHER,
-                                                  FSDP_STREAM_GATHER, u->gather, u->gather,
-                                                  fsdpi_call_post_gather)
-                                : fsdpi_emit_work(u->model, &out, u->gather, part->param_dtype,
-                                                  u->gather, part->param_dtype, &part->copy_out);
-    }
-    return status;
-}
-
+// From shards, by way of this rank's own part of the slot where they are not gathered as they are.
 static fsdp_status fsdpi_gather_shards(fsdp_unit *u) {
-    fsdp_model *m = u->model;
-    int staged = !fsdpi_is_plain(u); // my part is brought to the slot before
-    fsdp_status status = staged ? fsdpi_copy_in(u) : FSDP_OK;
-    if (!status && fsdpi_shards(u) > 1) {
-        fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER);
-        op.in_place = (uint8_t)staged;
-        op.comm = u->info.shard_comm;
-        op.group_size = fsdpi_shards(u);
-        status = fsdpi_emit_work(m, &op, staged ? u->gather : fsdpi_shard_of(u), u->gather_dtype,
-                                 u->gather, u->gather_dtype, &u->all_gather);
-    }
-    return status ? status : fsdpi_copy_out(u);
+    int staged = u->route[0].gather == FSDPI_GATHER_STAGED;
+    fsdp_status status = staged ? fsdpi_emit_kind(u, FSDPI_OPS_COPY_IN) : FSDP_OK;
+    if (!status) status = fsdpi_emit_kind(u, FSDPI_OPS_GATHER);
+    return status ? status : fsdpi_emit_kind(u, FSDPI_OPS_COPY_OUT);
 }
 
 // From what was kept after forward, over fewer ranks; everything is in its last place already.
 static fsdp_status fsdpi_gather_slices(fsdp_unit *u) {
-    fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER);
-    op.comm = u->slice_comm;
-    op.group_size = u->slices;
-    fsdp_status status = fsdpi_emit_work(u->model, &op, u->slice, u->gather_dtype, u->gather,
-                                         u->gather_dtype, &u->slice_gather);
-    fsdp_status released = fsdpi_release(u, &u->slice, FSDP_STREAM_GATHER);
+    fsdp_status status = fsdpi_emit_kind(u, FSDPI_OPS_SLICE_GATHER);
+    fsdp_status released = fsdpi_release(u, &u->state.slot[FSDP_POOL_SLICE], FSDP_STREAM_GATHER);
     return status ? status : released;
 }
 
+static int fsdpi_is_gathered(const fsdp_unit *u) { // or under way
+    return u->state.storage == FSDP_STORAGE_IN_FLIGHT || u->state.storage == FSDP_STORAGE_UNSHARDED;
+}
+
 static fsdp_status fsdpi_do_unshard(fsdp_unit *u) {
+    fsdpi_state *s = &u->state;
     fsdp_status status = FSDP_OK;
-    if (u->stale) {
-        u->stale = 0;
+    if (s->stale) {
+        s->stale = 0;
         status = fsdpi_do_reshard(u);
     }
-    if (status || u->storage == FSDP_STORAGE_IN_FLIGHT || u->storage == FSDP_STORAGE_UNSHARDED)
-        return status;
-    if (!fsdpi_gather_is_alias(u)) {
-        status = fsdpi_acquire(u, FSDP_POOL_GATHER, &u->gather);
-        if (!status) status = u->slice ? fsdpi_gather_slices(u) : fsdpi_gather_shards(u);
+    if (status || fsdpi_is_gathered(u)) return status;
+    if (u->route[0].gather != FSDPI_GATHER_ALIAS) {
+        status = fsdpi_acquire(u, FSDP_POOL_GATHER, &s->slot[FSDP_POOL_GATHER]);
+        if (!status)
+            status = s->slot[FSDP_POOL_SLICE] ? fsdpi_gather_slices(u) : fsdpi_gather_shards(u);
     }
-    if (!status) u->storage = FSDP_STORAGE_IN_FLIGHT;
+    if (!status) s->storage = FSDP_STORAGE_IN_FLIGHT;
     return status;
 }
 
 static fsdp_status fsdpi_do_unshard_backward(fsdp_unit *u) {
-    return u->unshard_in_backward ? fsdpi_do_unshard(u) : FSDP_OK;
+    return u->options.unshard_in_backward ? fsdpi_do_unshard(u) : FSDP_OK;
 }
 
 // Keep 1/n of what was gathered, or nothing, or all of it.
 static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
-    fsdp_model *m = u->model;
-    if (u->reshard_after_forward == FSDP_RESHARD_NEVER) return FSDP_OK;
-    if (u->reshard_after_forward == FSDP_RESHARD_ALWAYS) return fsdpi_do_reshard(u);
-    fsdp_status status = fsdpi_acquire(u, FSDP_POOL_SLICE, &u->slice);
+    fsdp_buf **slot = u->state.slot;
+    if (u->options.reshard_after_forward == FSDP_RESHARD_NEVER) return FSDP_OK;
+    if (u->options.reshard_after_forward == FSDP_RESHARD_ALWAYS) return fsdpi_do_reshard(u);
+    fsdp_status status = fsdpi_acquire(u, FSDP_POOL_SLICE, &slot[FSDP_POOL_SLICE]);
     if (status) return status;
-    fsdp_op op = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_SLICE, FSDP_STREAM_COMPUTE);
-    status = fsdpi_emit_work(m, &op, u->gather, u->gather_dtype, u->slice, u->gather_dtype,
-                             &u->slice_copy);
-    if (!status) status = fsdpi_release(u, &u->gather, FSDP_STREAM_COMPUTE);
-    if (!status) u->storage = FSDP_STORAGE_SHARDED_POST_FORWARD;
+    status = fsdpi_emit_kind(u, FSDPI_OPS_SLICE);
+    if (!status) status = fsdpi_release(u, &slot[FSDP_POOL_GATHER], FSDP_STREAM_COMPUTE);
+    if (!status) u->state.storage = FSDP_STORAGE_SHARDED_POST_FORWARD;
     return status;
 }
 
 // What is still in flight was a prefetch that nobody used.
 static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
-    return u->reshard_after_backward || u->storage == FSDP_STORAGE_IN_FLIGHT ? fsdpi_do_reshard(u)
-                                                                             : FSDP_OK;
+    return u->options.reshard_after_backward || u->state.storage == FSDP_STORAGE_IN_FLIGHT
+               ? fsdpi_do_reshard(u)
+               : FSDP_OK;
 }
 
 // Gather a unit ahead of its use, unless that would hold more memory than prefetches may.
 static fsdp_status fsdpi_prefetch(fsdp_unit *u) {
     fsdp_model *m = u->model;
-    int idle = u->storage != FSDP_STORAGE_IN_FLIGHT && u->storage != FSDP_STORAGE_UNSHARDED;
-    int slot = u->classes[FSDP_POOL_GATHER];
+    int slot = u->layout.classes[FSDP_POOL_GATHER];
     int64_t bytes = slot < 0 ? 0 : (int64_t)m->classes[slot].bytes, most = m->desc.prefetch_bytes;
-    if ((!idle && !u->stale) || (most && m->ahead_bytes + bytes > most)) return FSDP_OK;
+    if ((fsdpi_is_gathered(u) && !u->state.stale) || (most && m->ahead_bytes + bytes > most))
+        return FSDP_OK;
     fsdp_status status = fsdpi_do_unshard(u);
-    if (status || !u->gather) return status;
-    u->ahead = 1;
+    if (status || !u->state.slot[FSDP_POOL_GATHER]) return status;
+    u->state.ahead = 1;
     m->ahead_bytes += bytes;
     return FSDP_OK;
 }
 
 static fsdp_status fsdpi_do_prefetch_forward(fsdp_unit *u) {
     fsdp_status status = FSDP_OK;
-    for (int i = 0; i < u->num_prefetch[0] && !status; i++)
-        status = fsdpi_prefetch(u->model->units[u->prefetch[0][i]]);
+    for (int i = 0; i < u->options.num_prefetch[0] && !status; i++)
+        status = fsdpi_prefetch(u->model->units[u->options.prefetch[0][i]]);
     return status;
 }
 
@@ -222,16 +183,17 @@ static fsdp_status fsdpi_do_prefetch_forward(fsdp_unit *u) {
    while this one computes. An inline device would only block earlier. */
 static fsdp_status fsdpi_do_prefetch_backward(fsdp_unit *u) {
     fsdp_model *m = u->model;
-    int at = u->last_order, policy = m->desc.implicit_prefetch;
+    int at = u->state.last_order, policy = m->desc.implicit_prefetch;
     fsdp_status status = FSDP_OK;
-    if (at >= 0) u->last_order = m->order[at].previous;
-    for (int i = 0; i < u->num_prefetch[1] && !status; i++) {
-        fsdp_unit *target = m->units[u->prefetch[1][i]];
-        if (target->unshard_in_backward) status = fsdpi_prefetch(target);
+    if (at >= 0) u->state.last_order = m->order[at].previous;
+    for (int i = 0; i < u->options.num_prefetch[1] && !status; i++) {
+        fsdp_unit *target = m->units[u->options.prefetch[1][i]];
+        if (target->options.unshard_in_backward) status = fsdpi_prefetch(target);
     }
     int hides = policy == FSDP_PREFETCH_DEFAULT ? m->world->mode != FSDPI_INLINE
                                                 : policy == FSDP_PREFETCH_ALWAYS;
-    if (u->num_prefetch[1] || at <= 0 || !hides || !m->order[at - 1].unit->unshard_in_backward)
+    if (u->options.num_prefetch[1] || at <= 0 || !hides ||
+        !m->order[at - 1].unit->options.unshard_in_backward)
         return status;
     return fsdpi_prefetch(m->order[at - 1].unit);
 }

@@ -123,27 +123,38 @@ static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
     return op;
 }
 
-// Checks that collectives on host data share. *comm: NULL when there is nothing to do.
+// Checks that collectives on host data share.
 static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data,
-                                   int64_t count, const char *what, fsdp_comm **comm) {
-    *comm = NULL;
+                                   int64_t count, const char *what) {
     if (!w) return fsdpi_null(NULL, what);
     fsdp_status status = fsdpi_failed(w);
     if (status) return status;
     if (count < 0 || (count > 0 && !data))
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: count is %lld and data is %s", what,
                           (long long)count, data ? "given" : "NULL");
-    if (mesh && (mesh->ndim != 1 || mesh->coord[0] < 0))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: expected a 1-D mesh that this rank is in",
-                          what);
-    *comm = mesh ? mesh->gather_comm[0] : w->comm;
+    if (mesh && (mesh->world != w || mesh->coord[0] < 0))
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "%s: expected a mesh of this world that this rank is in", what);
     return FSDP_OK;
+}
+
+/* Over the world (mesh NULL), or over a mesh: dim by dim. A reduction of all dims is one over the
+   mesh. A broadcast reaches first those that differ from the root in dim 0 alone, then those that
+   differ in dims 0 and 1, and so on; what others send meanwhile is overwritten later. */
+static fsdp_status fsdpi_host_mesh(fsdp_world *w, const fsdp_mesh *mesh, fsdp_op *op, int root,
+                                   void *data, int64_t count) {
+    fsdp_status status = FSDP_OK;
+    for (int d = 0; d < (mesh ? mesh->ndim : 1) && !status; d++) {
+        fsdp_comm *comm = mesh ? mesh->gather_comm[d] : w->comm; // NULL: a group of one
+        op->root = mesh ? root / fsdpi_mesh_stride(mesh, d) % mesh->shape[d] : root;
+        if (comm) status = fsdpi_host_collective(w, comm, op, (char *)data, count);
+    }
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, void *data,
                                      int64_t count, fsdp_dtype dtype, fsdp_redop op) {
-    fsdp_comm *comm;
-    fsdp_status status = fsdpi_host_call(world, mesh, data, count, "all_reduce", &comm);
+    fsdp_status status = fsdpi_host_call(world, mesh, data, count, "all_reduce");
     if (status) return status;
     if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM ||
         op > FSDP_MIN)
@@ -151,32 +162,27 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
                           "all_reduce: dtype %s and operation %d: expected f32 f64 f16 bf16 i32 or "
                           "i64, and SUM MAX or MIN",
                           fsdp_dtype_name(dtype), op);
-    if (!comm) return FSDP_OK;
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_all_reduce", dtype);
     record.redop = (uint8_t)op;
-    return fsdpi_host_collective(world, comm, &record, (char *)data, count);
+    return fsdpi_host_mesh(world, mesh, &record, 0, data, count);
 }
 
 FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, void *data,
                                     int64_t nbytes, int root) {
-    fsdp_comm *comm;
-    fsdp_status status = fsdpi_host_call(world, mesh, data, nbytes, "broadcast", &comm);
+    fsdp_status status = fsdpi_host_call(world, mesh, data, nbytes, "broadcast");
     if (status) return status;
-    int size = mesh ? mesh->shape[0] : world->size;
+    int size = mesh ? fsdpi_mesh_numel(mesh) : world->size;
     if (root < 0 || root >= size)
         return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "broadcast: root is %d, expected 0..%d",
                           root, size - 1);
-    if (!comm) return FSDP_OK;
     fsdp_op record = fsdpi_host_op(FSDP_OP_BROADCAST, "fsdp_broadcast", FSDP_U8);
-    record.root = root;
-    return fsdpi_host_collective(world, comm, &record, (char *)data, nbytes);
+    return fsdpi_host_mesh(world, mesh, &record, root, data, nbytes);
 }
 
 FSDP_API fsdp_status fsdp_barrier(fsdp_world *world) {
-    fsdp_comm *comm;
     int32_t one = 1;
-    fsdp_status status = fsdpi_host_call(world, NULL, &one, 1, "barrier", &comm);
-    if (status || !comm) return status;
+    fsdp_status status = fsdpi_host_call(world, NULL, &one, 1, "barrier");
+    if (status) return status;
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_barrier", FSDP_I32);
-    return fsdpi_host_collective(world, comm, &record, (char *)&one, 1);
+    return fsdpi_host_mesh(world, NULL, &record, 0, &one, 1);
 }

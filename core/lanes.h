@@ -168,7 +168,7 @@ static fsdp_status fsdpi_await_fence(fsdp_world *w) {
 static fsdp_status fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event) {
     event->stream = stream;
     event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
-    if (w->mode != FSDPI_NATIVE) return FSDP_OK;
+    if (w->mode != FSDPI_NATIVE || !event->native) return FSDP_OK;
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], event->native);
     return status ? fsdpi_device_fail(w, status, "recording an event on") : FSDP_OK;
 }

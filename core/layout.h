@@ -8,12 +8,12 @@ static int64_t fsdpi_bytes(int64_t numel, fsdp_dtype dtype) {
     return numel * (int64_t)fsdp_dtype_size(dtype);
 }
 
-static int fsdpi_shards(const fsdp_unit *u) { return u->info.shard_mesh_size; }       // W
-static int fsdpi_replicas(const fsdp_unit *u) { return u->info.replicate_mesh_size; } // R
+static int fsdpi_shards(const fsdp_unit *u) { return u->desc.info.shard_mesh_size; }       // W
+static int fsdpi_replicas(const fsdp_unit *u) { return u->desc.info.replicate_mesh_size; } // R
 static int fsdpi_ranks(const fsdp_unit *u) { return fsdpi_shards(u) * fsdpi_replicas(u); }
 
 static fsdpi_part *fsdpi_part_of(const fsdp_unit *u, const fsdpi_param *p) {
-    return &u->parts[p->part];
+    return &u->layout.parts[p->part];
 }
 
 // The block that a part's shards lie in, and the dtype of its gradients.
@@ -31,18 +31,18 @@ static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_part *part,
                                      fsdp_block *blocks) {
     int64_t min = u->model->desc.direct_min, size = (int64_t)fsdp_dtype_size(part->param_dtype);
     int count = 0;
-    for (int i = 0; i < u->num_params; i++)
+    for (int i = 0; i < u->desc.num_params; i++)
         if (fsdpi_part_of(u, &u->params[i]) == part && u->params[i].requires_grad == trainable)
             tmp[count++] = u->params[i].lay;
     lay->world = fsdpi_shards(u);
-    lay->rank = u->info.shard_mesh_rank;
+    lay->rank = u->desc.info.shard_mesh_rank;
     lay->direct_numel = min == FSDP_DIRECT_NEVER ? min : fsdpi_ceil_div(min, size);
     return fsdp_layout_params(lay, tmp, count, segs, blocks);
 }
 
 static void fsdpi_list_store(fsdp_unit *u, const fsdpi_part *part, int trainable,
                              const fsdp_layout_param *tmp, int gradients) {
-    for (int i = 0, k = 0; i < u->num_params; i++) {
+    for (int i = 0, k = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
         if (fsdpi_part_of(u, p) != part || p->requires_grad != trainable) continue;
         if (gradients) p->grad_offset = tmp[k++].full_offset;
@@ -56,8 +56,8 @@ static int64_t fsdpi_aligned(int64_t bytes) { return fsdpi_align_up(bytes, FSDPI
    that is made of them. */
 static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
     fsdpi_param *p = part->extended;
-    fsdpi_work *gather = &u->all_gather;
-    int64_t at = u->slot_bytes;
+    fsdpi_work *gather = &u->layout.all_gather;
+    int64_t at = u->layout.slot_bytes;
     for (int i = 0; i < p->num_strings; i++) {
         fsdp_seg seg = {0, at, p->string_bytes[i]};
         if (gather->segs) gather->segs[gather->num] = seg;
@@ -67,7 +67,7 @@ static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
         at = fsdpi_aligned(at + fsdpi_shards(u) * p->string_bytes[i]);
     }
     p->lay.full_offset = at / (int64_t)fsdp_dtype_size(part->param_dtype);
-    u->slot_bytes = fsdpi_aligned(
+    u->layout.slot_bytes = fsdpi_aligned(
         at + fsdpi_bytes(fsdpi_shards(u) * p->lay.shard_numel, part->param_dtype));
 }
 
@@ -76,8 +76,8 @@ static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
 static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
     int world = fsdpi_shards(u);
     int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype);
-    fsdpi_work *gather = &u->all_gather, *out = &part->copy_out;
-    part->slot = u->slot_bytes / size;
+    fsdpi_work *gather = &u->layout.all_gather, *out = &part->copy_out;
+    part->slot = u->layout.slot_bytes / size;
     part->num_gather = 0;
     int64_t frozen_full = fsdpi_align_up(part->slot + world * part->train.shard_numel,
                                          FSDP_ALIGN_NUMEL);
@@ -102,30 +102,31 @@ static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
         out->num += lay.num_blocks;
     }
     if (part->extended) fsdpi_extended_layout(u, part);
-    else u->slot_bytes = fsdpi_aligned(end * size);
+    else u->layout.slot_bytes = fsdpi_aligned(end * size);
 }
 
 /* The slot of gradients, part after part: [reduce input: trainables, users | where the caller
    writes packed ones]. With several the reduce input is a slot of its own, and has the users. */
 static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
-    int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype), reduce = u->reduce_numel;
-    fsdp_seg *segs = u->reduce_scatter.segs;
+    int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype), reduce = u->layout.reduce_numel;
+    fsdp_seg *segs = u->layout.reduce_scatter.segs;
     fsdp_layout lay;
     if (part->num_train == 0) return;
     memset(&lay, 0, sizeof lay);
-    part->grad = u->grad_bytes / size;
-    if (u->train_parts > 1) reduce = fsdpi_shards(u) * part->train.shard_numel;
+    part->grad = u->layout.grad_bytes / size;
+    if (u->layout.train_parts > 1) reduce = fsdpi_shards(u) * part->train.shard_numel;
     lay.shard_base = part->train.base;
     lay.full_base = part->grad;
     lay.final_base = fsdpi_align_up(part->grad + reduce, FSDP_ALIGN_NUMEL);
-    (void)fsdpi_list_layout(u, part, 1, &lay, tmp, segs ? segs + u->reduce_scatter.num : NULL,
+    (void)fsdpi_list_layout(u, part, 1, &lay, tmp,
+                            segs ? segs + u->layout.reduce_scatter.num : NULL,
                             part->chunk_cat.blocks);
     fsdpi_list_store(u, part, 1, tmp, 1);
     part->chunk_cat.num = lay.num_blocks;
     for (int i = 0; segs && i < lay.num_segs; i++) // its place in the reduce input
-        segs[u->reduce_scatter.num + i].full += fsdpi_shards(u) * part->reduce - part->grad;
-    u->reduce_scatter.num += lay.num_segs;
-    u->grad_bytes = fsdpi_aligned((lay.final_base + lay.final_numel) * size);
+        segs[u->layout.reduce_scatter.num + i].full += fsdpi_shards(u) * part->reduce - part->grad;
+    u->layout.reduce_scatter.num += lay.num_segs;
+    u->layout.grad_bytes = fsdpi_aligned((lay.final_base + lay.final_numel) * size);
 }
 
 #define FSDPI_UNIT_MAX ((int64_t)1 << 56) // elements: the bytes of its slots fit 63 bits
@@ -133,14 +134,14 @@ static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
 /* The layout of a unit's slots, in two uses: with NULL lists it measures (before commit), with
    lists it fills them. */
 static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
-    int world = fsdpi_shards(u), users = fsdpi_ranks(u) > 1 ? u->num_train : 0;
+    int world = fsdpi_shards(u), users = fsdpi_ranks(u) > 1 ? u->layout.num_train : 0;
     int64_t total = 0;
-    u->slot_bytes = u->grad_bytes = u->slice_bytes = u->train_numel = 0;
-    u->all_gather.num = u->reduce_scatter.num = 0;
-    for (int k = 0; k < u->num_parts; k++) {
-        fsdpi_part *part = &u->parts[k];
+    u->layout.slot_bytes = u->layout.grad_bytes = u->layout.slice_bytes = u->layout.train_numel = 0;
+    u->layout.all_gather.num = u->layout.reduce_scatter.num = 0;
+    for (int k = 0; k < u->layout.num_parts; k++) {
+        fsdpi_part *part = &u->layout.parts[k];
         part->copy_out.num = part->chunk_cat.num = 0;
-        part->reduce = u->train_numel;
+        part->reduce = u->layout.train_numel;
         for (int trainable = 1; trainable >= 0; trainable--) {
             fsdp_layout lay;
             memset(&lay, 0, sizeof lay);
@@ -152,17 +153,17 @@ static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
             total += lay.shard_numel;
             if (total > FSDPI_UNIT_MAX / world) return FSDP_ERR_INVALID_ARG;
         }
-        u->train_numel += part->train.shard_numel;
+        u->layout.train_numel += part->train.shard_numel;
     }
-    u->users_offset = world * u->train_numel;
-    u->reduce_numel = u->users_offset + world * users;
-    for (int k = 0; k < u->num_parts; k++) {
-        fsdpi_slot_layout(u, &u->parts[k], tmp);
-        fsdpi_grad_layout(u, &u->parts[k], tmp);
+    u->layout.users_offset = world * u->layout.train_numel;
+    u->layout.reduce_numel = u->layout.users_offset + world * users;
+    for (int k = 0; k < u->layout.num_parts; k++) {
+        fsdpi_slot_layout(u, &u->layout.parts[k], tmp);
+        fsdpi_grad_layout(u, &u->layout.parts[k], tmp);
     }
-    for (int i = 0; i < u->num_params && u->slices; i++)
-        u->slice_bytes += fsdpi_bytes(world * u->params[i].lay.shard_numel / u->slices,
-                                      fsdpi_part_of(u, &u->params[i])->param_dtype);
+    for (int i = 0; i < u->desc.num_params && u->desc.slices; i++)
+        u->layout.slice_bytes += fsdpi_bytes(world * u->params[i].lay.shard_numel / u->desc.slices,
+                                             fsdpi_part_of(u, &u->params[i])->param_dtype);
     return FSDP_OK;
 }
 
@@ -179,54 +180,52 @@ static int fsdpi_class_find(fsdp_model *m, int pool, size_t bytes) {
     return m->num_classes++;
 }
 
-// One part that is stored as it is gathered, in memory that peers can read.
-static int fsdpi_is_plain(const fsdp_unit *u) {
-    return u->num_parts == 1 && u->parts->dtype == u->parts->param_dtype && !u->parts->extended &&
-           !u->model->desc.cpu_offload;
-}
-
-// One rank: the full parameters are the shards.
-static int fsdpi_gather_is_alias(const fsdp_unit *u) {
-    return fsdpi_shards(u) == 1 && fsdpi_is_plain(u);
-}
-
-// The backend sums the reduction in f32 or f64 while it reads; a narrower reduce dtype has to be
-// rounded to, as upstream does, and cannot be fused.
-static int fsdpi_is_wide(fsdp_dtype dtype) { return dtype == FSDP_F32 || dtype == FSDP_F64; }
-
-// reduce_scatter casts, scales and adds.
-static int fsdpi_can_fuse(const fsdp_unit *u) {
-    return (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
-}
-
-// Gradients must be brought to the reduce dtype before the reduction, which cannot read them as
-// they are. What a fused reduction, or the last copy of a single rank, reads may be narrower.
-static int fsdpi_must_convert(const fsdp_unit *u, int has_hook) {
-    fsdp_dtype dtype = u->parts[u->users_part].param_dtype;
-    if (u->train_parts > 1) return 1;
-    if (dtype == u->reduce_dtype) return 0;
-    int widens = u->reduce_dtype == FSDP_F32 && fsdp_dtype_size(dtype) == 2;
-    int reads = fsdpi_shards(u) > 1 ? fsdpi_can_fuse(u) : fsdpi_replicas(u) == 1 && !has_hook;
-    return !(widens && reads);
+// The facts as they are now, and the routes that follow: again when an option has changed.
+static void fsdpi_unit_route(fsdp_unit *u) {
+    const fsdpi_layout *l = &u->layout;
+    const fsdpi_part *part = &l->parts[l->users_part];
+    const fsdp_model_desc *md = &u->model->desc;
+    fsdpi_facts f;
+    memset(&f, 0, sizeof f);
+    f.shards = fsdpi_shards(u);
+    f.replicas = fsdpi_replicas(u);
+    f.one_part = l->num_parts == 1;
+    f.one_train = l->train_parts <= 1;
+    f.extended = l->parts[0].extended != NULL;
+    f.stored = part->dtype;
+    f.gathered = part->param_dtype;
+    f.grad = fsdpi_grad_dtype(u->model, part->dtype);
+    f.reduce = l->reduce_dtype;
+    f.offload = md->cpu_offload != 0;
+    f.overwrite = md->grads_overwrite != 0;
+    f.fuses = (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
+    f.sync = u->options.sync;
+    f.all_reduce = u->options.all_reduce;
+    f.hook = u->options.all_reduce_hook != NULL;
+    f.divide_factor = u->options.divide_factor;
+    for (int adds = 0; adds < 2; adds++) u->route[adds] = fsdpi_route_of(&f, adds);
 }
 
 static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
     fsdp_model *m = u->model;
     int64_t bytes[FSDP_POOL_COUNT] = {0};
-    int64_t none = u->num_train ? 0 : -1, reduce = fsdpi_bytes(u->reduce_numel, u->reduce_dtype);
-    bytes[FSDP_POOL_GATHER] = fsdpi_gather_is_alias(u) ? -1 : u->slot_bytes;
-    bytes[FSDP_POOL_SLICE] = u->slices ? u->slice_bytes : -1;
-    bytes[FSDP_POOL_GRAD] = none ? none : u->grad_bytes;
+    int64_t none = u->layout.num_train ? 0 : -1,
+            reduce = fsdpi_bytes(u->layout.reduce_numel, u->layout.reduce_dtype);
+    const fsdpi_route *route = &u->route[0];
+    int alias = route->gather == FSDPI_GATHER_ALIAS;
+    bytes[FSDP_POOL_GATHER] = alias ? -1 : u->layout.slot_bytes;
+    bytes[FSDP_POOL_SLICE] = u->desc.slices ? u->layout.slice_bytes : -1;
+    bytes[FSDP_POOL_GRAD] = none ? none : u->layout.grad_bytes;
     bytes[FSDP_POOL_RIN] = none ? none : reduce;
     bytes[FSDP_POOL_ROUT] = none ? none : reduce / fsdpi_shards(u);
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
-        u->classes[pool] = -1;
+        u->layout.classes[pool] = -1;
         if (bytes[pool] < 0) continue;
         int at = fsdpi_class_find(m, pool, (size_t)bytes[pool]);
         if (at < 0) return FSDP_ERR_OUT_OF_MEMORY;
-        u->classes[pool] = at;
+        u->layout.classes[pool] = at;
         m->classes[at].ahead |= pool == FSDP_POOL_GATHER ||
-                                (pool == FSDP_POOL_GRAD && !fsdpi_must_convert(u, 0)) ||
+                                (pool == FSDP_POOL_GRAD && route->grads_ahead) ||
                                 (pool == FSDP_POOL_ROUT && fsdpi_replicas(u) > 1);
     }
     return FSDP_OK;

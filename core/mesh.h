@@ -69,6 +69,14 @@ static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
     return FSDP_OK;
 }
 
+// Does a mesh have all the ranks of another one?
+static int fsdpi_mesh_contains(const fsdp_mesh *mesh, const fsdp_mesh *part) {
+    int num = fsdpi_mesh_numel(mesh), found = 0, num_part = fsdpi_mesh_numel(part);
+    for (int i = 0; i < num_part; i++)
+        for (int k = 0; k < num; k++) found += mesh->ranks[k] == part->ranks[i];
+    return found == num_part;
+}
+
 static int fsdpi_mesh_stride(const fsdp_mesh *mesh, int dim) {
     int stride = 1;
     for (int d = dim + 1; d < mesh->ndim; d++) stride *= mesh->shape[d];
@@ -162,7 +170,7 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
     mesh->world = w;
     mesh->ndim = d->ndim;
     memcpy(mesh->shape, d->shape, sizeof mesh->shape);
-    int numel = fsdpi_mesh_numel(mesh), mine = -1, missing = 0;
+    int numel = mesh->root_numel = fsdpi_mesh_numel(mesh), mine = -1, missing = 0;
     mesh->ranks = (int32_t *)fsdpi_alloc(a, (size_t)numel * sizeof *mesh->ranks);
     for (int i = 0; i < d->ndim; i++) {
         if (!d->names[i]) continue;
@@ -188,15 +196,17 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
 /* -------------------------------------------------------------------------------------------- */
 // Owns: the public functions.
 
-// A mesh of the world. Dims that `from` names (-1: none) share the groups of that dim of `parent`.
+// A mesh of the world, made from `parent` (NULL: from none). Dims that `from` names (-1: none; NULL:
+// no dim does) share the groups of that dim of `parent`.
 static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const fsdp_mesh *parent,
                                   const int32_t *from, fsdp_mesh **out) {
     fsdp_mesh *mesh;
     int alone = 1; // nobody else is making it
     fsdp_status status = fsdpi_mesh_make(w, d, &mesh);
-    for (int dim = 0; dim < d->ndim; dim++) alone &= parent && from[dim] >= 0;
+    for (int dim = 0; dim < d->ndim; dim++) alone &= from && from[dim] >= 0;
+    if (!status && parent) mesh->root_numel = parent->root_numel;
     for (int dim = 0; !status && dim < mesh->ndim; dim++) {
-        mesh->borrowed[dim] = parent && from[dim] >= 0;
+        mesh->borrowed[dim] = from && from[dim] >= 0;
         if (mesh->borrowed[dim]) {
             mesh->gather_comm[dim] = parent->gather_comm[from[dim]];
             mesh->reduce_comm[dim] = parent->reduce_comm[from[dim]];
@@ -275,7 +285,7 @@ FSDP_API fsdp_status fsdp_mesh_flatten(const fsdp_mesh *mesh, const char *name, 
     d.shape[0] = fsdpi_mesh_numel(mesh);
     d.names[0] = name;
     d.ranks = mesh->ranks;
-    return fsdpi_mesh_add(mesh->world, &d, NULL, NULL, out);
+    return fsdpi_mesh_add(mesh->world, &d, mesh, NULL, out);
 }
 
 FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int outer,

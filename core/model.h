@@ -80,6 +80,8 @@ FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc 
         return status;
     }
     m->desc.mesh_info = NULL; // the caller's
+    m->mixed = m->info.shard_mesh_size * m->info.replicate_mesh_size !=
+               fsdpi_mesh_numel(m->info.mesh);
     if (m->info.shard_mesh_dim >= 0)
         m->shard_reduce_comm = m->info.mesh->reduce_comm[m->info.shard_mesh_dim];
     m->next = world->models;

@@ -4,17 +4,18 @@
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// Blocks of the gradients of one dtype; for the norm those that count: with units on meshes of
-// their own all ranks add up, and one replica speaks for the others.
+// Blocks of the gradients of one dtype; for the norm those that count: where all ranks of the mesh
+// add up, the first replica speaks for the others.
 static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_block *out) {
     int num = 0;
     for (int i = 0; i < m->num_units; i++) {
         const fsdp_unit *u = m->units[i];
-        int silent = !u->has_grad || (norm && m->mixed && u->info.replicate_mesh_rank > 0);
-        for (int k = 0; k < u->num_params && !silent; k++) {
+        int silent = u->state.grads.shard != FSDPI_GRADS_REDUCED ||
+                     (norm && m->mixed && u->desc.info.replicate_mesh_rank > 0);
+        for (int k = 0; k < u->desc.num_params && !silent; k++) {
             const fsdpi_param *p = &u->params[k];
             int64_t at = p->lay.shard_offset;
-            if (p->has_grad && p->dtype == dtype)
+            if ((p->use & FSDPI_USE_REDUCED) && p->dtype == dtype)
                 out[num++] = fsdpi_run(at, at, p->lay.local_numel);
         }
     }
@@ -92,6 +93,27 @@ static fsdp_status fsdpi_clip(fsdp_model *m, double max_norm) {
     return status;
 }
 
+// Is it known which gradients are copies of each other on all ranks that share the parameters?
+static fsdp_status fsdpi_norm_check(const fsdp_model *m) {
+    const fsdp_mesh *mesh = m->info.mesh;
+    int numel = fsdpi_mesh_numel(mesh);
+    if (numel < mesh->root_numel)
+        return fsdpi_fail(
+            m->world, FSDP_ERR_UNSUPPORTED,
+            "clip_grads: the model's mesh is a slice: %d of the mesh's %d ranks. Nothing says "
+            "whether the other ranks hold copies of its parameters or other parameters. Give "
+            "fsdp_model_desc.mesh_info on the mesh that was sliced: ranks along a dim that neither "
+            "shards nor replicates hold other parameters. Give a unit whose parameters are copies "
+            "on those ranks a mesh_info that replicates over that dim",
+            numel, mesh->root_numel);
+    if (m->outside)
+        return fsdpi_fail(m->world, FSDP_ERR_UNSUPPORTED,
+                          "clip_grads: the mesh of unit '%s' has ranks that the model's mesh "
+                          "lacks: give fsdp_model_desc a mesh of all ranks that share units",
+                          m->outside->desc.name);
+    return FSDP_OK;
+}
+
 FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *desc, double *norm) {
     fsdp_clip_desc d;
     double total = 0;
@@ -106,7 +128,8 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                           "clip_grads: max_norm is %g, norm_type is %g: expected numbers > 0",
                           d.max_norm, d.norm_type);
-    status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
+    status = fsdpi_norm_check(model);
+    if (!status) status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
     if (status) return status;
     model->norm_type = d.norm_type;
     status = fsdpi_norm(model);

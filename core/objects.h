@@ -63,6 +63,7 @@ struct fsdp_mesh {
     int32_t shape[FSDP_MAX_DIMS], coord[FSDP_MAX_DIMS]; // coord: -1 when this rank is outside
     char *names[FSDP_MAX_DIMS];
     int32_t *ranks;                        // [product of shape]
+    int root_numel;                        // ranks of the mesh that it was sliced from, or its own
     fsdp_comm *gather_comm[FSDP_MAX_DIMS]; // NULL: a group of one, or outside
     fsdp_comm *reduce_comm[FSDP_MAX_DIMS]; // equal to gather_comm unless lanes may run both
     uint8_t borrowed[FSDP_MAX_DIMS];       // the groups of this dim belong to another mesh
@@ -98,21 +99,25 @@ typedef struct fsdpi_class { // slots of one pool and size
     int count, cap;
 } fsdpi_class;
 
+enum {                     // what is known of a parameter's use, a set
+    FSDPI_USE_WRITTEN = 1, // this rank wrote its gradient to the slot that the unit holds
+    FSDPI_USE_USED = 2,    // this rank wrote a gradient that is not reduced yet
+    FSDPI_USE_FLAGGED = 4, // USED as it stands in the unit's flags
+    FSDPI_USE_PENDING = 8, // it was USED, and that is in the sums of a reduction that goes on
+    FSDPI_USE_REDUCED = 16 // a rank used it, and its gradient is in the shard gradient
+};
+
 typedef struct fsdpi_param {
     char *name;
     void *user;
     fsdp_dtype dtype;
     int32_t ordinal, requires_grad, keep_dtype;
-    int32_t part;             // index in unit->parts
+    int32_t part;             // index in the unit's parts
+    int32_t train_index;      // place among the unit's trainables; -1: frozen
+    uint8_t use;              // FSDPI_USE_*
     fsdp_layout_param lay;    // shard_offset in the flat block, full_offset in the GATHER slot
     int64_t grad_offset;      // of the full gradient in the GRAD slot
     int64_t old_offset;       // of the shard in the layout before, while the model is laid out anew
-    int32_t user_index;       // place among the unit's trainables
-    uint8_t written;          // this rank wrote its gradient to the slot that the unit holds
-    uint8_t used;             // this rank wrote a gradient that is not reduced yet
-    uint8_t flag;             // `used` as it stands in the unit's flags
-    uint8_t pending;          // it did, and that is in the sums of a reduction that goes on
-    uint8_t has_grad;         // somebody did, and it is in the shard gradient
     fsdp_grad_hook grad_hook; // NULL: none
     void *grad_hook_user;
     fsdp_gather_extension extension;            // sizes NULL: none
@@ -150,43 +155,65 @@ typedef struct fsdpi_part {
     fsdpi_work copy_in, copy_out, chunk_cat, acc, red_out, rescale; // blocks
 } fsdpi_part;
 
-struct fsdp_unit {
-    fsdp_model *model;
+// What fully_shard was told.
+typedef struct fsdpi_desc {
     char *name;
     void *user;
-    int index, num_params, num_train, num_parts, train_parts; // train_parts: with trainables
-    uint64_t desc_hash; // of the name and of all that ranks must have given alike
-    fsdpi_param *params;
-    fsdpi_part *parts; // [num_params] places
+    int index, num_params; // index: in the model
     fsdp_mesh_info info;
     fsdp_comm *reduce_comm, *replicate_comm, *slice_comm; // info.shard_comm gathers
-    fsdp_dtype policy_dtype, output_dtype;                // param_dtype and output_dtype as given
+    fsdp_dtype policy_dtype, policy_reduce, output_dtype; // param_dtype, reduce_dtype; KEEP: none
     int keep_inputs;                                      // activations are not cast
-    fsdp_dtype policy_reduce, reduce_dtype;               // as given; as it is
-    fsdp_dtype gather_dtype;                              // U8: several parts, gathered as bytes
-    // Options.
-    int slices;                // n of reshard_after_forward = n, as made; 0: another mode
+    int slices; // n of reshard_after_forward = n, as made; 0: another mode
+} fsdpi_desc;
+
+// What setters change.
+typedef struct fsdpi_options {
     int reshard_after_forward; // FSDP_RESHARD_ALWAYS or _NEVER, or n
     uint8_t reshard_after_backward, sync, all_reduce, unshard_in_backward, reduce_unused;
     double divide_factor;    // 0: the number of ranks
-    double before;           // what gradients that wait in rin or rout have been divided by
     int32_t *prefetch[2];    // indices of units: forward, backward
     int32_t num_prefetch[2]; // 0: none, or the implicit one
     fsdp_all_reduce_hook all_reduce_hook;
     void *all_reduce_user;
-    fsdp_custom_comm custom[2]; // all_gather, reduce_scatter; NULL: the backend's
-    void *custom_user[2];
-    // State.
-    uint8_t state, storage, stale;
-    uint8_t ahead;        // gathered by a prefetch that nobody waited for yet
-    uint8_t counted;      // counts of users came with this step's reduction
-    uint8_t has_grad;     // the shard gradient holds a reduced gradient
-    uint8_t grad_is_zero; // it holds zeros
-    uint8_t grad_alias;   // gradients are written straight into the shard gradient
-    int32_t forwards;     // grad-enabled ones that have not run backward: n of the table
-    int32_t last_order;   // newest entry in the record of forwards, or -1
-    fsdp_buf *gather, *slice, *grad, *rin, *rout; // slots it holds
-    // Layout.
+    fsdp_custom_comm custom[3]; // all_gather, reduce_scatter, all_reduce; NULL: the backend's
+    void *custom_user[3];
+} fsdpi_options;
+
+// Records that hooks emit, made at commit: each kind stands once, or once for each part.
+enum {
+    FSDPI_OPS_COPY_IN, // and the calls before a gather
+    FSDPI_OPS_GATHER,
+    FSDPI_OPS_COPY_OUT, // and the calls behind it
+    FSDPI_OPS_SLICE,
+    FSDPI_OPS_SLICE_GATHER,
+    FSDPI_OPS_WAIT, // the caller's stream, for what is gathered
+    FSDPI_OPS_ZERO, // GRAD; from here on gradients
+    FSDPI_OPS_SUM,  // GRAD -> RIN
+    FSDPI_OPS_FOLD, // in GRAD
+    FSDPI_OPS_FOLD_DIVIDED,
+    FSDPI_OPS_USERS,
+    FSDPI_OPS_SCATTER, // -> shard gradients
+    FSDPI_OPS_RESCALE,
+    FSDPI_OPS_PARTIAL, // -> ROUT
+    FSDPI_OPS_ADD,     // a fresh ROUT -> the one that waits
+    FSDPI_OPS_REPLICAS,
+    FSDPI_OPS_HOOK,
+    FSDPI_OPS_OUT, // -> shard gradients
+    FSDPI_OPS_COUNT
+};
+
+typedef struct fsdpi_template {
+    fsdp_op op;       // all but what a hook fills in
+    uint8_t src, dst; // pools of the unit's slots; SHARD, SGRAD: the buffer is in op already
+} fsdpi_template;
+
+// Where everything lies. Measured by arrange, with lists and records from commit on.
+typedef struct fsdpi_layout {
+    int num_train, num_parts, train_parts;       // train_parts: with trainables
+    uint64_t hash;                               // of all that ranks must have given alike
+    fsdpi_part *parts;                           // [num_params] places
+    fsdp_dtype reduce_dtype, gather_dtype;       // gather: U8: several parts, gathered as bytes
     int64_t slot_bytes, grad_bytes, slice_bytes; // of GATHER, GRAD, SLICE
     int64_t train_numel;                         // shards of the trainables of all parts
     int64_t reduce_numel;         // W * (train_numel + users): RIN, and the first part of GRAD
@@ -194,14 +221,68 @@ struct fsdp_unit {
     int64_t users_base;           // of the counts, in the block of shard gradients
     int users_part;               // the part in whose block that is: the first with trainables
     int classes[FSDP_POOL_COUNT]; // index in model->classes, -1: none
-    void *lists;                  // one allocation for what follows, made at commit
+    int pad_rin;                  // staging has padding that no block covers
+    void *lists;                  // one allocation for what follows
     fsdpi_work all_gather, slice_gather, reduce_scatter, to_rout; // segments
     fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
-    char *flags,
-        *wide_flags;   // num_train flags in param_dtype and in reduce_dtype: what `users` copies
-    double flag_value; // of those that are not zero
-    int flags_read;    // a copy of them may not be done yet
-    int pad_rin;       // staging has padding that no block covers
+    fsdpi_template *ops;                   // by kind
+    uint16_t ops_begin[FSDPI_OPS_COUNT + 1];
+} fsdpi_layout;
+
+// Who used which parameter, as far as it is not in fsdpi_param.use.
+typedef struct fsdpi_usage {
+    char *flags, *wide; // num_train flags in param_dtype and in reduce_dtype: what ops copy
+    double value;       // of those that are not zero
+    uint8_t in_flight;  // a copy of them may not be done yet
+    uint8_t counted;    // counts of users came with this step's reduction
+} fsdpi_usage;
+
+enum { // what the shard gradient holds
+    FSDPI_GRADS_NONE,
+    FSDPI_GRADS_ZERO,
+    FSDPI_GRADS_REDUCED // a reduced gradient, to which the next one is added
+};
+
+enum { // where the newest of this rank's gradients are that have not been reduced
+    FSDPI_GRADS_NOWHERE,
+    FSDPI_GRADS_IN_SHARD, // written into the shard gradient itself
+    FSDPI_GRADS_WRITTEN,  // where the caller writes: the slot GRAD
+    FSDPI_GRADS_SUMMED    // in the reduce dtype: the slot RIN
+};
+
+// Gradients of a unit. Sums of the shard group that wait for an all-reduce are in the slot ROUT.
+typedef struct fsdpi_grads {
+    uint8_t shard, newest; // FSDPI_GRADS_*
+    double divided;        // by what those in RIN and ROUT have been divided
+} fsdpi_grads;
+
+// What a step changes.
+typedef struct fsdpi_state {
+    uint8_t training, storage, stale;
+    uint8_t ahead;      // gathered by a prefetch that nobody waited for yet
+    int32_t forwards;   // grad-enabled ones that have not run backward: n of the table
+    int32_t last_order; // newest entry in the record of forwards, or -1
+    fsdpi_grads grads;
+    fsdp_buf *slot[FSDP_POOL_ROUT + 1]; // that the unit holds, by pool
+} fsdpi_state;
+
+static fsdpi_state fsdpi_state_new(void) {
+    fsdpi_state s;
+    memset(&s, 0, sizeof s);
+    s.last_order = -1;
+    s.grads.shard = FSDPI_GRADS_ZERO; // new blocks are
+    return s;
+}
+
+struct fsdp_unit {
+    fsdp_model *model;
+    fsdpi_param *params;
+    fsdpi_desc desc;
+    fsdpi_options options;
+    fsdpi_layout layout;
+    fsdpi_route route[2]; // [1]: where the shard gradient holds a reduced gradient
+    fsdpi_usage usage;
+    fsdpi_state state;
 };
 
 typedef struct fsdpi_flat_block { // shards and shard gradients of one dtype
@@ -230,15 +311,16 @@ struct fsdp_model {
     fsdp_mesh *own_mesh;  // made when the desc gave none
     fsdp_mesh_info info;
     fsdp_comm *shard_reduce_comm;
-    int mixed;      // a unit has another mesh
+    int mixed;      // ranks of the mesh hold different parameters, or a unit has another mesh
     int grad_hooks; // post_accumulate hooks have been set
+    const fsdp_unit *outside; // a unit whose mesh has ranks that the model's mesh lacks, or NULL
     fsdp_unit **units;
     int num_units, cap_units, num_params;
     fsdpi_flat_block flats[FSDP_DTYPE_COUNT];
     fsdpi_class *classes;
     int num_classes, cap_classes;
     int committed;
-    int dry;      // prediction: count memory, run nothing
+    int dry;      // a prediction's copy: memory is counted, records do not run
     int backward; // the phase
     int grad_enabled, is_last_backward;
     uint8_t call_state; // training state that ops of the current call are labelled with

@@ -37,8 +37,8 @@ static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, 
     op.state = m->call_state;
     op.scale = 1.0;
     op.unit = u;
-    op.what = u ? u->name : fsdp_label_name(label);
-    op.what_hash = u ? u->desc_hash : (uint64_t)label;
+    op.what = u ? u->desc.name : fsdp_label_name(label);
+    op.what_hash = u ? u->layout.hash : (uint64_t)label;
     op.step = m->step;
     return op;
 }
@@ -75,7 +75,7 @@ static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label,
                                    fsdp_buf *dst, fsdp_dtype dtype, int64_t from, int64_t count,
                                    uint8_t fill) {
     fsdp_op op = fsdpi_op(m, u, FSDP_OP_ZERO, label, stream);
-    if (count == 0 || m->dry) return FSDP_OK;
+    if (count == 0) return FSDP_OK;
     op.fill = fill;
     op.dtype = op.out_dtype = (uint8_t)dtype;
     op.count = (uint64_t)count;
@@ -85,21 +85,41 @@ static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label,
     return fsdpi_emit(m, &op);
 }
 
-/* A copy over blocks, a collective over segments, or an all_reduce of work->count elements, from
-   src in dtype to dst in out_dtype. The caller has set what is special (scale, accumulate,
-   in_place) and a collective's group. An empty one is not issued. Of a collective a rank reads
-   (group_size-1) times its own part from the others. */
-static fsdp_status fsdpi_emit_work(fsdp_model *m, fsdp_op *op, fsdp_buf *src, fsdp_dtype dtype,
-                                   fsdp_buf *dst, fsdp_dtype out_dtype, const fsdpi_work *work) {
-    int is_copy = op->kind == FSDP_OP_COPY;
-    if (work->count == 0) return FSDP_OK; // in a prediction, where no lists are made, always
+/* Bytes that a copy writes, or that a rank has to receive. Of a gather or scatter that is the part
+   of each other rank; of an all_reduce, which is a scatter and a gather of 1/R of it, 2 (R-1)/R of
+   the whole, rounded up. */
+static uint64_t fsdpi_op_bytes(const fsdp_op *op) {
+    if (op->kind == FSDP_OP_COPY) return op->count * fsdp_dtype_size(op->out_dtype);
+    uint64_t bytes = op->count * fsdp_dtype_size(op->dtype), ranks = (uint64_t)op->group_size;
+    if (ranks < 2) return 0;
+    return op->kind == FSDP_OP_ALL_REDUCE ? 2 * bytes - 2 * bytes / ranks : (ranks - 1) * bytes;
+}
+
+// The record's work: blocks of a copy, segments of a collective, or a number of elements.
+static void fsdpi_op_work(fsdp_op *op, fsdp_dtype dtype, fsdp_dtype out_dtype,
+                          const fsdpi_work *work) {
     op->count = work->count;
-    op->bytes = is_copy ? op->count * fsdp_dtype_size(out_dtype)
-                        : (uint64_t)(op->group_size - 1) * op->count * fsdp_dtype_size(dtype);
     op->dtype = (uint8_t)dtype;
     op->out_dtype = (uint8_t)out_dtype;
-    op->list = is_copy ? (const void *)work->blocks : work->segs;
+    op->list = op->kind == FSDP_OP_COPY ? (const void *)work->blocks : work->segs;
     op->list_count = op->list ? (uint32_t)work->num : 0;
+    op->bytes = fsdpi_op_bytes(op);
+}
+
+// The same work in other dtypes.
+static void fsdpi_op_cast(fsdp_op *op, fsdp_dtype dtype, fsdp_dtype out_dtype) {
+    op->dtype = (uint8_t)dtype;
+    op->out_dtype = (uint8_t)out_dtype;
+    op->bytes = fsdpi_op_bytes(op);
+}
+
+/* A copy over blocks, a collective over segments, or an all_reduce of work->count elements, from
+   src in dtype to dst in out_dtype. The caller has set what is special (scale, accumulate,
+   in_place) and a collective's group. An empty one is not issued. */
+static fsdp_status fsdpi_emit_work(fsdp_model *m, fsdp_op *op, fsdp_buf *src, fsdp_dtype dtype,
+                                   fsdp_buf *dst, fsdp_dtype out_dtype, const fsdpi_work *work) {
+    if (work->count == 0) return FSDP_OK;
+    fsdpi_op_work(op, dtype, out_dtype, work);
     op->src = src;
     op->dst = dst;
     op->src_ptr = src->ptr;
@@ -123,7 +143,7 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     if (!status && m->desc.debug)
         status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
                                  (int64_t)buf->bytes, 0xFF);
-    if (!status && !m->dry && buf->avail.seq == 0) // else nobody has written it meanwhile
+    if (!status && buf->avail.seq == 0) // else nobody has written it meanwhile
         status = fsdpi_mark(m->world, stream, &buf->avail);
     buf->held = 0;
     buf->released = ++m->release_seq;

@@ -12,8 +12,8 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     if (u && u->model != m)
         return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: the unit belongs to another model",
                           what);
-    *first = u ? u->index : 0;
-    *end = u ? u->index + 1 : m->num_units;
+    *first = u ? u->desc.index : 0;
+    *end = u ? u->desc.index + 1 : m->num_units;
     for (int i = *first; i < *end; i++)
         if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
             return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], what));
@@ -36,33 +36,38 @@ static fsdp_status fsdpi_set_option(fsdp_model *m, fsdp_unit *u, const char *wha
                                     int value) {
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(m, u, what, &i, &end);
-    for (; !status && i < end; i++) ((uint8_t *)m->units[i])[field] = value != 0;
+    for (; !status && i < end; i++) {
+        ((uint8_t *)&m->units[i]->options)[field] = value != 0;
+        fsdpi_unit_route(m->units[i]);
+    }
     return status;
 }
 
 FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync) {
     const char *what = "set_requires_gradient_sync";
-    fsdp_status status = fsdpi_set_option(model, unit, what, offsetof(fsdp_unit, all_reduce), sync);
-    return status ? status : fsdpi_set_option(model, unit, what, offsetof(fsdp_unit, sync), sync);
+    fsdp_status status = fsdpi_set_option(model, unit, what, offsetof(fsdpi_options, all_reduce),
+                                          sync);
+    return status ? status
+                  : fsdpi_set_option(model, unit, what, offsetof(fsdpi_options, sync), sync);
 }
 FSDP_API fsdp_status fsdp_set_requires_all_reduce(fsdp_model *model, fsdp_unit *unit,
                                                   int required) {
-    return fsdpi_set_option(model, unit, "set_requires_all_reduce", offsetof(fsdp_unit, all_reduce),
-                            required);
+    return fsdpi_set_option(model, unit, "set_requires_all_reduce",
+                            offsetof(fsdpi_options, all_reduce), required);
 }
 FSDP_API fsdp_status fsdp_set_reshard_after_backward(fsdp_model *model, fsdp_unit *unit,
                                                      int reshard) {
     return fsdpi_set_option(model, unit, "set_reshard_after_backward",
-                            offsetof(fsdp_unit, reshard_after_backward), reshard);
+                            offsetof(fsdpi_options, reshard_after_backward), reshard);
 }
 FSDP_API fsdp_status fsdp_set_unshard_in_backward(fsdp_model *model, fsdp_unit *unit, int unshard) {
     return fsdpi_set_option(model, unit, "set_unshard_in_backward",
-                            offsetof(fsdp_unit, unshard_in_backward), unshard);
+                            offsetof(fsdpi_options, unshard_in_backward), unshard);
 }
 FSDP_API fsdp_status fsdp_set_reduce_scatter_unused_params(fsdp_model *model, fsdp_unit *unit,
                                                            int reduce) {
     return fsdpi_set_option(model, unit, "set_reduce_scatter_unused_params",
-                            offsetof(fsdp_unit, reduce_unused), reduce);
+                            offsetof(fsdpi_options, reduce_unused), reduce);
 }
 FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit *unit, int mode) {
     int i = 0, end = 0;
@@ -72,7 +77,7 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
                           "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or "
                           "FSDP_RESHARD_NEVER; an int only at fully_shard",
                           mode);
-    for (; !status && i < end; i++) model->units[i]->reshard_after_forward = mode;
+    for (; !status && i < end; i++) model->units[i]->options.reshard_after_forward = mode;
     return status;
 }
 
@@ -85,7 +90,10 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
                           "set_gradient_divide_factor: factor is %g, expected a number > 0, or 0 "
                           "for the number of ranks",
                           factor);
-    for (; !status && i < end; i++) model->units[i]->divide_factor = factor;
+    for (; !status && i < end; i++) {
+        model->units[i]->options.divide_factor = factor;
+        fsdpi_unit_route(model->units[i]);
+    }
     return status;
 }
 
@@ -103,10 +111,10 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
         return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: count is %d", what, count);
     int32_t *list = (int32_t *)fsdpi_model_alloc(m, (size_t)(count + 1) * sizeof *list);
     if (!list) return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory", what);
-    for (int i = 0; i < count; i++) list[i] = targets[i]->index;
-    fsdpi_model_free(m, u->prefetch[backward]);
-    u->prefetch[backward] = list;
-    u->num_prefetch[backward] = count;
+    for (int i = 0; i < count; i++) list[i] = targets[i]->desc.index;
+    fsdpi_model_free(m, u->options.prefetch[backward]);
+    u->options.prefetch[backward] = list;
+    u->options.num_prefetch[backward] = count;
     return FSDP_OK;
 }
 
@@ -133,18 +141,19 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
         return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
                           "set_requires_grad: parameter '%s' of unit '%s' is %s: only floating "
                           "parameters can require a gradient",
-                          p->name, unit->name, fsdp_dtype_name(p->dtype));
+                          p->name, unit->desc.name, fsdp_dtype_name(p->dtype));
     for (int i = 0; i < m->num_units; i++)
-        if (m->units[i]->grad || m->units[i]->rin || m->units[i]->rout)
+        if (m->units[i]->state.slot[FSDP_POOL_GRAD] || m->units[i]->state.slot[FSDP_POOL_RIN] ||
+            m->units[i]->state.slot[FSDP_POOL_ROUT])
             return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,
                               "set_requires_grad: unit '%s' holds gradients that are not reduced: "
                               "run a backward with sync, or fsdp_model_reset",
-                              m->units[i]->name);
+                              m->units[i]->desc.name);
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);
     if (status) return status;
     p->requires_grad = requires_grad != 0;
-    p->has_grad = 0;
+    p->use &= (uint8_t)~FSDPI_USE_REDUCED;
     status = fsdpi_unit_arrange(unit);
     if (status) { // as it was; the sizes of that layout are in the classes still
         p->requires_grad = !p->requires_grad;
@@ -165,8 +174,9 @@ FSDP_API fsdp_status fsdp_set_all_reduce_hook(fsdp_unit *unit, fsdp_all_reduce_h
                                               void *user) {
     fsdp_status status = fsdpi_set_hook(unit, "set_all_reduce_hook");
     if (status) return status;
-    unit->all_reduce_hook = hook;
-    unit->all_reduce_user = user;
+    unit->options.all_reduce_hook = hook;
+    unit->options.all_reduce_user = user;
+    fsdpi_unit_route(unit);
     return FSDP_OK;
 }
 
@@ -185,8 +195,8 @@ static fsdp_status fsdpi_set_custom(fsdp_unit *u, const char *what, int which,
                                     fsdp_custom_comm hook, void *user) {
     fsdp_status status = fsdpi_set_hook(u, what);
     if (status) return status;
-    u->custom[which] = hook;
-    u->custom_user[which] = user;
+    u->options.custom[which] = hook;
+    u->options.custom_user[which] = user;
     return FSDP_OK;
 }
 
@@ -198,6 +208,10 @@ FSDP_API fsdp_status fsdp_set_custom_reduce_scatter(fsdp_unit *unit, fsdp_custom
                                                     void *user) {
     return fsdpi_set_custom(unit, "set_custom_reduce_scatter", 1, hook, user);
 }
+FSDP_API fsdp_status fsdp_set_custom_all_reduce(fsdp_unit *unit, fsdp_custom_comm hook,
+                                                void *user) {
+    return fsdpi_set_custom(unit, "set_custom_all_reduce", 2, hook, user);
+}
 
 static const void *fsdpi_cast_activation(void *dst, fsdp_dtype to, const void *src,
                                          fsdp_dtype *dtype, int64_t count) {
@@ -208,11 +222,11 @@ static const void *fsdpi_cast_activation(void *dst, fsdp_dtype to, const void *s
 
 FSDP_API const void *fsdp_cast_forward_input(const fsdp_unit *unit, void *dst, const void *src,
                                              fsdp_dtype *dtype, int64_t count) {
-    return fsdpi_cast_activation(dst, unit->keep_inputs ? FSDP_DTYPE_KEEP : unit->policy_dtype, src,
-                                 dtype, count);
+    return fsdpi_cast_activation(
+        dst, unit->desc.keep_inputs ? FSDP_DTYPE_KEEP : unit->desc.policy_dtype, src, dtype, count);
 }
 
 FSDP_API const void *fsdp_cast_forward_output(const fsdp_unit *unit, void *dst, const void *src,
                                               fsdp_dtype *dtype, int64_t count) {
-    return fsdpi_cast_activation(dst, unit->output_dtype, src, dtype, count);
+    return fsdpi_cast_activation(dst, unit->desc.output_dtype, src, dtype, count);
 }

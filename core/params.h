@@ -28,7 +28,7 @@ static int64_t fsdpi_full_bytes(const fsdp_model *m) {
     int64_t largest = 0;
     for (int i = 0; i < m->num_units; i++) {
         const fsdp_unit *u = m->units[i];
-        for (int k = 0; k < u->num_params; k++) {
+        for (int k = 0; k < u->desc.num_params; k++) {
             // In the widest dtype; at least an element of every rank.
             int64_t bytes = fsdpi_min(fsdpi_shards(u) * u->params[k].lay.shard_numel * 8,
                                       m->desc.fill_bytes);
@@ -69,13 +69,14 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
         int64_t num = fsdpi_min(step, p->lay.shard_numel - at);
         fsdp_seg seg = {0, 0, num};
         m->full_seg = seg; // a worker may read it after a failure has ended this call
-        m->full_block = fsdpi_run(p->lay.shard_offset + at, u->info.shard_mesh_rank * num, num);
+        m->full_block = fsdpi_run(p->lay.shard_offset + at, u->desc.info.shard_mesh_rank * num,
+                                  num);
         fsdp_op in = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
         fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
         fsdpi_work own = {&m->full_block, NULL, 1, (uint64_t)num},
                    all = {NULL, &m->full_seg, 1, (uint64_t)num};
         op.in_place = 1; // peers may not be able to read the shards
-        op.comm = u->info.shard_comm;
+        op.comm = u->desc.info.shard_comm;
         op.group_size = world;
         status = fsdpi_emit_work(m, &in, block, dtype, m->full_scratch, dtype, &own);
         if (!status)
@@ -100,7 +101,7 @@ static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
     const fsdpi_param *p = &u->params[index];
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
     *v = fsdpi_view_static(u, index);
-    if (u->has_grad && p->has_grad)
+    if (p->use & FSDPI_USE_REDUCED)
         v->shard_grad = flat->grad->ptr + fsdpi_bytes(p->lay.shard_offset, v->grad_dtype);
 }
 
@@ -116,10 +117,10 @@ FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_
     if (!unit || !out) return fsdpi_null(NULL, "param_view_get");
     fsdp_status status = fsdpi_shards_readable(unit->model);
     if (status) return status;
-    if (index < 0 || index >= unit->num_params)
+    if (index < 0 || index >= unit->desc.num_params)
         return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG,
                           "param_view_get: unit '%s' has no parameter %d, expected 0..%d",
-                          unit->name, index, unit->num_params - 1);
+                          unit->desc.name, index, unit->desc.num_params - 1);
     fsdpi_view(unit, index, out);
     return FSDP_OK;
 }
@@ -129,7 +130,7 @@ FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_vi
     for (int i = 0; i < model->num_units; i++) {
         fsdp_unit *u = model->units[i];
         int first = u->params[0].ordinal;
-        if (ordinal >= first && ordinal < first + u->num_params)
+        if (ordinal >= first && ordinal < first + u->desc.num_params)
             return fsdp_param_view_get(u, ordinal - first, out);
     }
     return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
@@ -143,9 +144,9 @@ FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
     int index = u ? view->index + 1 : 0;
     if (!u && model->num_units == 0) return 0;
     if (!u) u = model->units[0];
-    if (index == u->num_params) {
-        if (u->index + 1 == model->num_units) return 0;
-        u = model->units[u->index + 1];
+    if (index == u->desc.num_params) {
+        if (u->desc.index + 1 == model->num_units) return 0;
+        u = model->units[u->desc.index + 1];
         index = 0;
     }
     return fsdp_param_view_get(u, index, view) == FSDP_OK;
@@ -271,10 +272,10 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
     if (!p->requires_grad)
         return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
                           "param_full_grad: parameter '%s' of unit '%s' is frozen", p->name,
-                          unit->name);
+                          unit->desc.name);
     status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
     if (status) return status;
-    if (unit->has_grad)
+    if (unit->state.grads.shard == FSDPI_GRADS_REDUCED)
         return fsdpi_full(unit, p, fsdpi_flat_of(unit, fsdpi_part_of(unit, p))->grad, dtype,
                           (char *)full);
     if (full) memset(full, 0, (size_t)fsdpi_bytes(p->lay.numel, dtype));

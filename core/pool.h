@@ -21,6 +21,7 @@ FSDP_API const char *fsdp_pool_name(int pool) {
 static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     if (!buf) return;
+    if (m->dry) buf->ptr = NULL;
     m->pool_slots[buf->pool]--;
     m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
     if (buf->ready.native) w->device_ops->destroy(w->device, NULL, buf->ready.native);
@@ -36,6 +37,10 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
 static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     void *ptr = NULL;
+    if (m->dry) {
+        buf->ptr = (char *)buf; // which nothing reads or writes
+        return FSDP_OK;
+    }
     int shared = w->comm && !buf->pinned,
         kind = buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE;
     fsdp_status status = shared ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
@@ -72,7 +77,7 @@ static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf
     buf->pinned = m->desc.cpu_offload && (pool == FSDP_POOL_SHARD || pool == FSDP_POOL_SGRAD);
     m->pool_slots[pool]++;
     m->pool_bytes[pool] += (int64_t)buf->bytes;
-    fsdp_status status = m->dry ? FSDP_OK : fsdpi_buf_alloc(m, buf);
+    fsdp_status status = fsdpi_buf_alloc(m, buf);
     if (status) {
         fsdpi_buf_free(m, buf);
         return status;
@@ -107,7 +112,7 @@ static fsdp_status fsdpi_model_fail(fsdp_model *m, fsdp_status status) {
 
 static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     fsdp_model *m = u->model;
-    fsdpi_class *c = &m->classes[u->classes[pool]];
+    fsdpi_class *c = &m->classes[u->layout.classes[pool]];
     fsdp_status status = c->count ? FSDP_OK : fsdpi_class_fill(m, c);
     fsdp_buf *best = NULL;
     for (int i = 0; i < c->count; i++) {
@@ -130,4 +135,9 @@ static void fsdpi_pools_rewind(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++)
         for (int k = 0; k < m->classes[i].count; k++) m->classes[i].slots[k]->released = 0;
     m->release_seq = 0;
+}
+
+// The host waits for what has been issued on a stream. A prediction has nothing to wait for.
+static fsdp_status fsdpi_model_sync(fsdp_model *m, int stream) {
+    return m->dry ? FSDP_OK : fsdpi_sync(m->world, stream);
 }

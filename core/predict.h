@@ -15,10 +15,12 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
              pass++) { // open those around, run the others, close those around
             for (int i = 0; i < m->num_units && !status; i++) {
                 fsdp_unit *u = m->units[back ? m->num_units - 1 - i : i];
-                int around = u->reshard_after_forward == FSDP_RESHARD_NEVER &&
+                int around = u->options.reshard_after_forward == FSDP_RESHARD_NEVER &&
                              m->desc.reshard_after_forward != FSDP_RESHARD_NEVER;
                 if (around != (pass != 1)) continue;
                 if (pass < 2) status = fsdpi_step(u, fsdpi_lookup(u, call[0]));
+                for (int k = 0; back && k < u->desc.num_params; k++)
+                    u->params[k].use |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
                 if (pass > 0 && !status) status = fsdpi_step(u, fsdpi_lookup(u, call[1]));
             }
         }
@@ -28,31 +30,31 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
 
 // A copy of a unit as it was made, with its own marks of use. NULL: no memory.
 static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
-    size_t parts = (size_t)u->num_parts * sizeof *u->parts,
-           params = (size_t)u->num_params * sizeof *u->params;
+    size_t parts = (size_t)u->layout.num_parts * sizeof *u->layout.parts,
+           params = (size_t)u->desc.num_params * sizeof *u->params;
     fsdp_unit *copy = (fsdp_unit *)fsdpi_model_alloc(dry, sizeof *copy + parts + params);
     if (!copy) return NULL;
     *copy = *u;
     copy->model = dry;
     copy->params = (fsdpi_param *)(void *)(copy + 1);
-    copy->parts = (fsdpi_part *)(void *)((char *)copy->params + params);
+    copy->layout.parts = (fsdpi_part *)(void *)((char *)copy->params + params);
     memcpy(copy->params, u->params, params);
-    memcpy(copy->parts, u->parts, parts);
-    for (int k = 0; k < copy->num_parts; k++)
-        if (copy->parts[k].extended)
-            copy->parts[k].extended = copy->params + (copy->parts[k].extended - u->params);
-    copy->gather = copy->slice = copy->grad = copy->rin = copy->rout = NULL;
+    memcpy(copy->layout.parts, u->layout.parts, parts);
+    for (int k = 0; k < copy->layout.num_parts; k++)
+        if (copy->layout.parts[k].extended)
+            copy->layout.parts[k].extended = copy->params +
+                                             (copy->layout.parts[k].extended - u->params);
     fsdpi_unit_unbuild(copy);
-    copy->state = copy->storage = copy->stale = copy->has_grad = copy->grad_alias = 0;
-    copy->ahead = copy->counted = 0;
-    copy->sync = copy->all_reduce = copy->reshard_after_backward = copy->grad_is_zero = 1;
-    copy->forwards = 0;
-    copy->last_order = -1;
+    memset(&copy->usage, 0, sizeof copy->usage);
+    copy->state = fsdpi_state_new();
+    copy->options.sync = copy->options.all_reduce = copy->options.reshard_after_backward = 1;
+    fsdpi_unit_route(copy);
     return copy;
 }
 
 static void fsdpi_dry_free(fsdp_model *dry) {
     if (!dry) return;
+    fsdpi_uncommit(dry);
     fsdpi_model_free_buffers(dry);
     for (int i = 0; i < dry->num_units; i++) fsdpi_model_free(dry, dry->units[i]);
     fsdpi_model_free(dry, dry->units);
@@ -107,7 +109,7 @@ FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
 // Bytes of the full parameters of a unit and of their gradients.
 static int64_t fsdpi_unsharded(const fsdp_unit *u) {
     int64_t bytes = 0;
-    for (int i = 0; i < u->num_params; i++) {
+    for (int i = 0; i < u->desc.num_params; i++) {
         const fsdpi_param *p = &u->params[i];
         bytes += fsdpi_bytes(p->lay.numel, p->dtype);
         if (p->requires_grad)
@@ -136,21 +138,22 @@ FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out
 FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
     if (!unit || !out) return fsdpi_null(NULL, "unit_memory");
     const fsdp_buf *held[FSDP_POOL_COUNT] = {NULL};
-    held[FSDP_POOL_GATHER] = unit->gather;
-    held[FSDP_POOL_SLICE] = unit->slice;
-    held[FSDP_POOL_GRAD] = unit->grad;
-    held[FSDP_POOL_RIN] = unit->rin;
-    held[FSDP_POOL_ROUT] = unit->rout;
+    held[FSDP_POOL_GATHER] = unit->state.slot[FSDP_POOL_GATHER];
+    held[FSDP_POOL_SLICE] = unit->state.slot[FSDP_POOL_SLICE];
+    held[FSDP_POOL_GRAD] = unit->state.slot[FSDP_POOL_GRAD];
+    held[FSDP_POOL_RIN] = unit->state.slot[FSDP_POOL_RIN];
+    held[FSDP_POOL_ROUT] = unit->state.slot[FSDP_POOL_ROUT];
     memset(out, 0, sizeof *out);
-    for (int k = 0; k < unit->num_parts; k++) {
-        const fsdpi_part *part = &unit->parts[k];
+    for (int k = 0; k < unit->layout.num_parts; k++) {
+        const fsdpi_part *part = &unit->layout.parts[k];
         fsdp_dtype grad = fsdpi_grad_dtype(unit->model, part->dtype);
         out->pool_bytes[FSDP_POOL_SHARD] += fsdpi_bytes(
             part->train.shard_numel + part->frozen.shard_numel, part->dtype);
         out->pool_bytes[FSDP_POOL_SGRAD] += fsdpi_bytes(part->train.shard_numel, grad);
     }
     for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
-        int slot = pool >= FSDP_POOL_GATHER && pool <= FSDP_POOL_ROUT ? unit->classes[pool] : -1;
+        int slot = pool >= FSDP_POOL_GATHER && pool <= FSDP_POOL_ROUT ? unit->layout.classes[pool]
+                                                                      : -1;
         if (slot >= 0) out->pool_bytes[pool] = (int64_t)unit->model->classes[slot].bytes;
         out->pool_slots[pool] = held[pool] != NULL;
         out->total_bytes += out->pool_bytes[pool];
@@ -173,6 +176,35 @@ static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_
               fsdpi_part_of(u, p)->param_dtype == p->dtype ? "" : ", cast");
 }
 
+// "    gradients: written, keep in the slot; reduced: chunk_cat in the slot, flags of use, ..."
+static void fsdpi_describe_steps(fsdpi_text *t, const char *title, const uint8_t *step) {
+    static const char *const texts[FSDPI_STEP_COUNT] = {
+#define FSDP_X(name, text) text,
+        FSDPI_STEP_LIST(FSDP_X)
+#undef FSDP_X
+    };
+    fsdpi_say(t, "%s", title);
+    if (!*step) fsdpi_say(t, " not now");
+    for (const char *comma = " "; *step; step++, comma = ", ")
+        if (*step != FSDPI_STEP_DONE) fsdpi_say(t, "%s%s", comma, texts[*step]);
+}
+
+static void fsdpi_describe_route(fsdpi_text *t, const fsdp_unit *u) {
+    static const char *const gathers[] = {"nothing: the full parameters are the shards",
+                                          "the shards as they are",
+                                          "this rank's part of the slot, which is filled before"};
+    const fsdpi_route *r = &u->route[u->state.grads.shard == FSDPI_GRADS_REDUCED];
+    fsdpi_say(t, "    gathered: %s\n", gathers[r->gather]);
+    if (u->layout.num_train == 0) return;
+    if (r->write_shard) {
+        fsdpi_say(t, "    gradients: written into the shard gradient\n");
+        return;
+    }
+    fsdpi_describe_steps(t, "    gradients:", r->collect);
+    fsdpi_describe_steps(t, "\n    reduction:", r->reduce);
+    fsdpi_say(t, "\n");
+}
+
 FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap) {
     fsdpi_text t = {buf, buf ? cap : 0, 0};
     fsdp_memory mem;
@@ -189,12 +221,13 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
                   "  unit %d '%s': %d shards x %d replicas, gathered as %s, reduced in %s, "
                   "reshard_after_forward %d; bytes: shard %lld, gradient %lld, gathered %lld, "
                   "unsharded %lld\n",
-                  i, u->name, fsdpi_shards(u), fsdpi_replicas(u), fsdp_dtype_name(u->gather_dtype),
-                  fsdp_dtype_name(u->reduce_dtype), u->reshard_after_forward,
-                  (long long)own.pool_bytes[FSDP_POOL_SHARD],
+                  i, u->desc.name, fsdpi_shards(u), fsdpi_replicas(u),
+                  fsdp_dtype_name(u->layout.gather_dtype), fsdp_dtype_name(u->layout.reduce_dtype),
+                  u->options.reshard_after_forward, (long long)own.pool_bytes[FSDP_POOL_SHARD],
                   (long long)own.pool_bytes[FSDP_POOL_SGRAD],
                   (long long)own.pool_bytes[FSDP_POOL_GATHER], (long long)own.unsharded_bytes);
-        for (int k = 0; k < u->num_params; k++) fsdpi_describe_param(&t, u, &u->params[k]);
+        fsdpi_describe_route(&t, u);
+        for (int k = 0; k < u->desc.num_params; k++) fsdpi_describe_param(&t, u, &u->params[k]);
     }
     fsdpi_say(&t, "  memory:");
     for (int pool = 0; pool < FSDP_POOL_COUNT; pool++)

@@ -20,17 +20,17 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
             return fsdpi_model_fail(
                 m, fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
                               "post_forward of unit '%s': no memory for the record of forwards",
-                              u->name));
+                              u->desc.name));
         m->order[m->num_order].unit = u;
-        m->order[m->num_order].previous = u->last_order;
-        u->last_order = m->num_order++;
+        m->order[m->num_order].previous = u->state.last_order;
+        u->state.last_order = m->num_order++;
     }
-    u->forwards++;
+    u->state.forwards++;
     return FSDP_OK;
 }
 
 static fsdp_status fsdpi_do_enter(fsdp_unit *u) {
-    u->forwards--;
+    u->state.forwards--;
     u->model->backward = 1;
     return FSDP_OK;
 }
@@ -108,7 +108,8 @@ static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
     int phase = u->model->backward ? FSDPI_IN : FSDPI_OUT;
     for (int i = 0; i < 3; i++) {
         const fsdpi_row *row = &fsdpi_rows[call][i];
-        if ((row->from & (1 << u->state)) && (row->phase & phase) && (!row->due || u->forwards > 0))
+        if ((row->from & (1 << u->state.training)) && (row->phase & phase) &&
+            (!row->due || u->state.forwards > 0))
             return row;
     }
     return NULL;
@@ -122,7 +123,8 @@ static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, const char *what) {
     char possible[256] = "";
     size_t used = 0;
     for (int c = 0; c < FSDP_CALL_COUNT; c++) {
-        if (!fsdpi_lookup(u, c) || (c == FSDP_CALL_DATA && u->storage != FSDP_STORAGE_UNSHARDED))
+        if (!fsdpi_lookup(u, c) ||
+            (c == FSDP_CALL_DATA && u->state.storage != FSDP_STORAGE_UNSHARDED))
             continue;
         used += (size_t)snprintf(possible + used, sizeof possible - used, "%s%s", used ? ", " : "",
                                  fsdpi_call_name(c));
@@ -131,12 +133,12 @@ static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, const char *what) {
     return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_STATE,
                       "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have not run "
                       "backward; possible now: %s",
-                      what, u->name, states[u->state], storages[u->storage],
-                      u->model->backward ? "inside" : "outside", u->forwards, possible);
+                      what, u->desc.name, states[u->state.training], storages[u->state.storage],
+                      u->model->backward ? "inside" : "outside", u->state.forwards, possible);
 }
 
 static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
-    return row->next == FSDPI_KEEP ? u->state : row->next;
+    return row->next == FSDPI_KEEP ? u->state.training : row->next;
 }
 
 // Run one row for a unit.
@@ -146,7 +148,7 @@ static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
         fsdp_status status = row->actions[i](u);
         if (status) return status;
     }
-    u->state = fsdpi_next_state(u, row);
+    u->state.training = fsdpi_next_state(u, row);
     return FSDP_OK;
 }
 
@@ -232,16 +234,16 @@ FSDP_API fsdp_status fsdp_reshard(fsdp_unit *unit) {
 
 static int fsdpi_getter_ok(fsdp_unit *u, int call) {
     const fsdpi_row *row = fsdpi_lookup(u, call);
-    if (row && (call != FSDP_CALL_DATA || u->storage == FSDP_STORAGE_UNSHARDED)) return 1;
+    if (row && (call != FSDP_CALL_DATA || u->state.storage == FSDP_STORAGE_UNSHARDED)) return 1;
     (void)fsdpi_wrong_call(u, fsdpi_call_name(call));
     return 0;
 }
 
 static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
     if (!u) return fsdpi_null(NULL, fsdpi_call_name(call));
-    if (index < 0 || index >= u->num_params)
+    if (index < 0 || index >= u->desc.num_params)
         return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_ARG,
                           "%s: unit '%s' has no parameter %d, expected 0..%d",
-                          fsdpi_call_name(call), u->name, index, u->num_params - 1);
+                          fsdpi_call_name(call), u->desc.name, index, u->desc.num_params - 1);
     return FSDP_OK;
 }

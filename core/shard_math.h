@@ -8,8 +8,6 @@
 // The columns of the declarations are set by hand.
 // clang-format off
 
-#include "dtype.h" // status codes, element types
-
 #ifdef __cplusplus
 extern "C" {
 #endif
@@ -290,24 +288,31 @@ static int fsdpi_layout_blocks(const fsdp_layout *layout, const fsdp_layout_para
     return num;
 }
 
-FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
-                                        fsdp_seg *segs, fsdp_block *blocks) {
-    if (!layout || count < 0 || (count > 0 && !params)) return FSDP_ERR_INVALID_ARG;
+// Each parameter by itself, and its place among the direct or the packed ones.
+static fsdp_status fsdpi_layout_shards(const fsdp_layout *layout, fsdp_layout_param *params,
+                                       int count, int64_t *direct, int64_t *packed) {
     if (layout->world < 1 || layout->rank < 0 || layout->rank >= layout->world)
         return FSDP_ERR_INVALID_ARG;
-    int64_t direct = 0, packed = 0; // elements of one rank's shards so far
-    int num_segs = 0, num_blocks = 0;
+    *direct = *packed = 0;
     for (int i = 0; i < count; i++) {
         fsdp_status status = fsdpi_layout_param(layout, &params[i]);
         if (status) return status;
-    }
-    fsdp_layout_param *only = fsdpi_layout_pack_of_one(params, count);
-    for (int i = 0; i < count; i++) {
-        int64_t *sum = params[i].direct ? &direct : &packed;
+        int64_t *sum = params[i].direct ? direct : packed;
         params[i].shard_offset = *sum;
         *sum += params[i].shard_numel;
         if (*sum > FSDPI_NUMEL_MAX / 4 / layout->world) return FSDP_ERR_INVALID_ARG;
     }
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
+                                        fsdp_seg *segs, fsdp_block *blocks) {
+    if (!layout || count < 0 || (count > 0 && !params)) return FSDP_ERR_INVALID_ARG;
+    int64_t direct, packed; // elements of one rank's shards
+    int num_segs = 0, num_blocks = 0;
+    fsdp_status status = fsdpi_layout_shards(layout, params, count, &direct, &packed);
+    if (status) return status;
+    fsdp_layout_param *only = fsdpi_layout_pack_of_one(params, count);
     layout->shard_numel = direct + packed;
     layout->packed_numel = only ? 0 : packed;
     int64_t gathered = layout->full_base + layout->world * layout->shard_numel;

@@ -9,8 +9,8 @@ static FSDPI_UNUSED fsdp_status fsdpi_shards_writable(fsdp_model *m) {
     fsdp_status status = fsdpi_failed(m->world);
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
-        if (u->storage == FSDP_STORAGE_IN_FLIGHT && u->gather)
-            status = fsdpi_emit_use(m, u, FSDP_LABEL_GATHER, u->gather);
+        if (u->state.storage == FSDP_STORAGE_IN_FLIGHT && u->state.slot[FSDP_POOL_GATHER])
+            status = fsdpi_emit_use(m, u, FSDP_LABEL_GATHER, u->state.slot[FSDP_POOL_GATHER]);
     }
     return status;
 }
@@ -24,53 +24,40 @@ static fsdp_status fsdpi_shards_written(fsdp_model *m) {
     return status;
 }
 
-/* Whether a parameter has a gradient: yes, if this rank used it. Only for others are the counts
-   looked at, for which the host has to wait. */
-static int fsdpi_asks_others(fsdp_model *m) {
-    int asks = 0;
-    for (int i = 0; i < m->num_units; i++) {
-        const fsdp_unit *u = m->units[i];
-        for (int k = 0; k < u->num_params && u->counted && fsdpi_ranks(u) > 1; k++) {
-            fsdpi_param *p = &u->params[k];
-            p->has_grad |= p->requires_grad && p->flag;
-            asks |= p->requires_grad && !p->has_grad;
-        }
-    }
-    return asks;
-}
-
 // The caller's stream waits for all shard gradients; what has none is zero; who used what is read.
 static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
-        if (u->num_train == 0 || u->has_grad || u->grad_is_zero) continue;
-        for (int k = 0; k < u->num_parts && !status; k++) {
-            const fsdpi_part *part = &u->parts[k];
+        if (u->layout.num_train == 0 || u->state.grads.shard != FSDPI_GRADS_NONE) continue;
+        for (int k = 0; k < u->layout.num_parts && !status; k++) {
+            const fsdpi_part *part = &u->layout.parts[k];
             if (part->num_train)
                 status = fsdpi_emit_fill(
                     m, u, FSDP_LABEL_FINAL, FSDP_STREAM_COMPUTE, fsdpi_flat_of(u, part)->grad,
                     fsdpi_grad_dtype(m, part->dtype), part->train.base, part->train.shard_numel, 0);
         }
-        u->grad_is_zero = 1;
+        u->state.grads.shard = FSDPI_GRADS_ZERO;
     }
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
         if (m->flats[d].grad) status = fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].grad);
         if (!status && m->flats[d].grad && m->grad_hooks) // they may have written shards
             status = fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].shard);
     }
-    if (status || m->dry) return status;
-    int asks = fsdpi_asks_others(m);
+    if (status) return status;
+    int asks = 0;
+    for (int i = 0; i < m->num_units; i++)
+        if (m->units[i]->usage.counted && fsdpi_ranks(m->units[i]) > 1)
+            asks |= fsdpi_usage_known(m->units[i]);
     int waits = asks || m->desc.cpu_offload || m->world->mode != FSDPI_NATIVE;
-    if (waits) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
-    if (!status && asks) status = fsdpi_read_users(m);
+    if (waits) status = fsdpi_model_sync(m, FSDP_STREAM_COMPUTE);
+    if (!status && asks) status = fsdpi_usage_read(m);
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
-        for (int k = 0; k < u->num_params && u->counted; k++)
-            if (u->params[k].requires_grad)
-                u->params[k].has_grad |= (uint8_t)fsdpi_was_used(u, &u->params[k]);
-        if (waits && u->counted && !u->rout) u->flags_read = 0; // their copy is done
-        u->counted = 0;
+        if (!u->usage.counted) continue;
+        if (asks) fsdpi_usage_learn(u);
+        if (waits && !u->state.slot[FSDP_POOL_ROUT]) u->usage.in_flight = 0; // their copy is done
+        u->usage.counted = 0;
     }
     return status;
 }
@@ -78,8 +65,8 @@ static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
 static void fsdpi_forget_forwards(fsdp_model *m) {
     m->num_order = 0;
     for (int i = 0; i < m->num_units; i++) {
-        m->units[i]->forwards = 0;
-        m->units[i]->last_order = -1;
+        m->units[i]->state.forwards = 0;
+        m->units[i]->state.last_order = -1;
     }
 }
 
@@ -122,8 +109,8 @@ static void *fsdpi_undefined(fsdp_model *m) {
     int64_t bytes = 1;
     for (int i = 0; i < m->num_units && !m->undefined; i++) {
         const fsdp_unit *u = m->units[i];
-        if (u->slot_bytes > bytes) bytes = u->slot_bytes;
-        if (u->grad_bytes > bytes) bytes = u->grad_bytes;
+        if (u->layout.slot_bytes > bytes) bytes = u->layout.slot_bytes;
+        if (u->layout.grad_bytes > bytes) bytes = u->layout.grad_bytes;
     }
     fsdp_world *w = m->world;
     if (m->undefined) return m->undefined;
@@ -138,9 +125,11 @@ FSDP_API void *fsdp_data(fsdp_unit *unit, int index) {
     if (fsdpi_failed(unit->model->world)) return fsdpi_undefined(unit->model);
     if (!fsdpi_getter_ok(unit, FSDP_CALL_DATA)) return NULL;
     const fsdpi_param *p = &unit->params[index];
-    if (fsdpi_gather_is_alias(unit))
-        return fsdpi_shard_of(unit)->ptr + fsdpi_bytes(p->lay.shard_offset, p->dtype);
-    return unit->gather->ptr + fsdpi_bytes(p->lay.full_offset, fsdpi_part_of(unit, p)->param_dtype);
+    if (unit->route[0].gather == FSDPI_GATHER_ALIAS)
+        return fsdpi_flat_of(unit, unit->layout.parts)->shard->ptr +
+               fsdpi_bytes(p->lay.shard_offset, p->dtype);
+    return unit->state.slot[FSDP_POOL_GATHER]->ptr +
+           fsdpi_bytes(p->lay.full_offset, fsdpi_part_of(unit, p)->param_dtype);
 }
 
 FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
@@ -149,11 +138,12 @@ FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
     if (!p->requires_grad) return NULL;
     if (fsdpi_failed(unit->model->world)) return fsdpi_undefined(unit->model);
     if (!fsdpi_getter_ok(unit, FSDP_CALL_GRAD)) return NULL;
-    p->used = p->written = 1;
-    if (unit->grad_alias)
-        return fsdpi_flat_of(unit, unit->parts)->grad->ptr +
+    p->use |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
+    if (unit->state.grads.newest == FSDPI_GRADS_IN_SHARD)
+        return fsdpi_flat_of(unit, unit->layout.parts)->grad->ptr +
                fsdpi_bytes(p->lay.shard_offset, p->dtype);
-    return unit->grad->ptr + fsdpi_bytes(p->grad_offset, fsdpi_part_of(unit, p)->param_dtype);
+    return unit->state.slot[FSDP_POOL_GRAD]->ptr +
+           fsdpi_bytes(p->grad_offset, fsdpi_part_of(unit, p)->param_dtype);
 }
 
 FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {

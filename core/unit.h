@@ -6,13 +6,14 @@
 
 static void fsdpi_unit_free(fsdp_unit *u) {
     fsdp_model *m = u->model;
-    for (int i = 0; u->params && i < u->num_params; i++) fsdpi_model_free(m, u->params[i].name);
+    for (int i = 0; u->params && i < u->desc.num_params; i++)
+        fsdpi_model_free(m, u->params[i].name);
     fsdpi_model_free(m, u->params);
-    fsdpi_model_free(m, u->parts);
-    fsdpi_model_free(m, u->name);
-    fsdpi_model_free(m, u->lists);
-    fsdpi_model_free(m, u->prefetch[0]);
-    fsdpi_model_free(m, u->prefetch[1]);
+    fsdpi_model_free(m, u->layout.parts);
+    fsdpi_model_free(m, u->desc.name);
+    fsdpi_model_free(m, u->layout.lists);
+    fsdpi_model_free(m, u->options.prefetch[0]);
+    fsdpi_model_free(m, u->options.prefetch[1]);
     fsdpi_model_free(m, u);
 }
 
@@ -63,7 +64,7 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                           "fully_shard of unit '%s': the extension of parameter '%s' lacks a "
                           "function: give sizes, pre_all_gather and post_all_gather",
-                          u->name, p->name);
+                          u->desc.name, p->name);
     int64_t rows = fsdpi_ceil_div(p->lay.shape[p->lay.shard_dim], fsdpi_shards(u));
     int64_t numel = fsdpi_mul(rest, rows), sum = 0;
     p->num_strings = numel < 0 ? 0 : extension->sizes(extension->user, numel, p->string_bytes);
@@ -77,7 +78,7 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
                 : fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                              "fully_shard of unit '%s': the extension of parameter '%s' returned "
                              "%d strings: expected 1..%d, of sizes >= 0",
-                             u->name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
+                             u->desc.name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
 }
 
 // Parameters of a unit from their descs. The array of descs may have an older header's stride.
@@ -95,13 +96,13 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
         if (i == 0) stride = pd.size ? pd.size : (uint32_t)sizeof pd;
         snprintf(fallback, sizeof fallback, "p%d", i);
         const char *name = pd.name ? pd.name : fallback;
-        status = fsdpi_param_check(m->world, u->name, name, &pd);
+        status = fsdpi_param_check(m->world, u->desc.name, name, &pd);
         if (status) return status;
         fsdpi_param *p = &u->params[i];
         p->name = fsdpi_copy_text(&m->world->boot.allocator, name);
         if (!p->name)
             return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                              "fully_shard of unit '%s': no memory", u->name);
+                              "fully_shard of unit '%s': no memory", u->desc.name);
         m->host_bytes += (int64_t)fsdpi_alloc_size(p->name);
         p->user = pd.user;
         p->dtype = pd.dtype;
@@ -125,12 +126,12 @@ static fsdp_dtype fsdpi_promote(fsdp_dtype a, fsdp_dtype b) {
 // All that ranks must have given alike: it is part of what every collective compares.
 static uint64_t fsdpi_unit_hash(const fsdp_unit *u) {
     const fsdp_model_desc *md = &u->model->desc;
-    uint64_t h = fsdpi_hash(fsdpi_hash_text(u->name), (uint64_t)u->num_params);
-    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)u->policy_dtype), (uint64_t)u->reduce_dtype);
+    uint64_t h = fsdpi_hash(fsdpi_hash_text(u->desc.name), (uint64_t)u->desc.num_params);
+    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)u->desc.policy_dtype), (uint64_t)u->layout.reduce_dtype);
     h = fsdpi_hash(fsdpi_hash(h, (uint64_t)md->grads_overwrite), (uint64_t)md->direct_min);
-    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)md->grad_dtype), (uint64_t)u->slices);
+    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)md->grad_dtype), (uint64_t)u->desc.slices);
     h = fsdpi_hash(fsdpi_hash(h, (uint64_t)fsdpi_shards(u)), (uint64_t)fsdpi_replicas(u));
-    for (int i = 0; i < u->num_params; i++) {
+    for (int i = 0; i < u->desc.num_params; i++) {
         const fsdpi_param *p = &u->params[i];
         h = fsdpi_hash(fsdpi_hash(h, fsdpi_hash_text(p->name)), (uint64_t)p->requires_grad);
         h = fsdpi_hash(fsdpi_hash(h, (uint64_t)p->lay.ndim), (uint64_t)p->lay.shard_dim);
@@ -145,45 +146,48 @@ static uint64_t fsdpi_unit_hash(const fsdp_unit *u) {
    Again after fsdp_set_requires_grad. */
 static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
     fsdp_model *m = u->model;
-    u->num_parts = u->num_train = u->train_parts = u->users_part = 0;
-    u->reduce_dtype = FSDP_DTYPE_KEEP;
-    for (int i = 0; i < u->num_params; i++) {
+    u->layout.num_parts = u->layout.num_train = u->layout.train_parts = u->layout.users_part = 0;
+    u->layout.reduce_dtype = FSDP_DTYPE_KEEP;
+    for (int i = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
-        int casts = u->policy_dtype && fsdp_dtype_is_float(p->dtype) && !p->keep_dtype, k = 0;
+        int casts = u->desc.policy_dtype && fsdp_dtype_is_float(p->dtype) && !p->keep_dtype, k = 0;
         fsdpi_part new_part, *part;
         memset(&new_part, 0, sizeof new_part);
         new_part.dtype = p->dtype;
-        new_part.param_dtype = casts ? u->policy_dtype : p->dtype;
+        new_part.param_dtype = casts ? u->desc.policy_dtype : p->dtype;
         new_part.extended = p->extension.sizes ? p : NULL;
-        while (k < u->num_parts && (u->parts[k].dtype != new_part.dtype ||
-                                    u->parts[k].param_dtype != new_part.param_dtype ||
-                                    u->parts[k].extended || new_part.extended))
+        while (k < u->layout.num_parts && (u->layout.parts[k].dtype != new_part.dtype ||
+                                           u->layout.parts[k].param_dtype != new_part.param_dtype ||
+                                           u->layout.parts[k].extended || new_part.extended))
             k++;
-        part = &u->parts[k];
-        if (k == u->num_parts) u->parts[u->num_parts++] = new_part;
+        part = &u->layout.parts[k];
+        if (k == u->layout.num_parts) u->layout.parts[u->layout.num_parts++] = new_part;
         p->part = k;
-        p->user_index = p->requires_grad ? u->num_train++ : -1;
+        p->train_index = p->requires_grad ? u->layout.num_train++ : -1;
         if (!p->requires_grad) continue;
-        if (part->num_train++ == 0 && u->train_parts++ == 0) u->users_part = k;
-        u->reduce_dtype = fsdpi_promote(u->reduce_dtype, fsdpi_grad_dtype(m, p->dtype));
+        if (part->num_train++ == 0 && u->layout.train_parts++ == 0) u->layout.users_part = k;
+        u->layout.reduce_dtype = fsdpi_promote(u->layout.reduce_dtype,
+                                               fsdpi_grad_dtype(m, p->dtype));
     }
-    if (u->policy_reduce || !u->num_train)
-        u->reduce_dtype = u->policy_reduce ? u->policy_reduce : FSDP_F32;
-    int bytes = u->num_parts > 1 || u->parts[0].extended;
-    u->gather_dtype = bytes ? FSDP_U8 : u->parts[0].param_dtype;
-    u->desc_hash = fsdpi_unit_hash(u);
-    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)u->num_params *
+    if (u->desc.policy_reduce || !u->layout.num_train)
+        u->layout.reduce_dtype = u->desc.policy_reduce ? u->desc.policy_reduce : FSDP_F32;
+    int bytes = u->layout.num_parts > 1 || u->layout.parts[0].extended;
+    u->layout.gather_dtype = bytes ? FSDP_U8 : u->layout.parts[0].param_dtype;
+    u->layout.hash = fsdpi_unit_hash(u);
+    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)u->desc.num_params *
                                                                            sizeof *tmp);
     if (!tmp)
         return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "layout of unit '%s': no memory",
-                          u->name);
+                          u->desc.name);
     fsdp_status status = fsdpi_unit_layout(u, tmp);
     fsdpi_model_free(m, tmp);
     if (status)
         return fsdpi_fail(m->world, status,
-                          "fully_shard of unit '%s': its size is more than 2^56 elements", u->name);
+                          "fully_shard of unit '%s': its size is more than 2^56 elements",
+                          u->desc.name);
+    fsdpi_unit_route(u);
     status = fsdpi_unit_classes(u);
-    return status ? fsdpi_fail(m->world, status, "layout of unit '%s': no memory", u->name)
+    return status ? fsdpi_fail(m->world, status, "layout of unit '%s': no memory", u->desc.name)
                   : status;
 }
 
@@ -237,21 +241,22 @@ static fsdp_status fsdpi_resolve_mesh(fsdp_world *w, const fsdp_mesh *mesh,
 // Groups of a unit, and what reshard_after_forward comes to.
 static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
     fsdp_model *m = u->model;
-    const fsdp_mesh_info *info = &u->info;
+    const fsdp_mesh_info *info = &u->desc.info;
     int n = d->reshard_after_forward ? d->reshard_after_forward : m->desc.reshard_after_forward;
-    if (info->shard_mesh_dim >= 0) u->reduce_comm = info->mesh->reduce_comm[info->shard_mesh_dim];
+    if (info->shard_mesh_dim >= 0)
+        u->desc.reduce_comm = info->mesh->reduce_comm[info->shard_mesh_dim];
     if (info->replicate_mesh_dim >= 0)
-        u->replicate_comm = info->mesh->reduce_comm[info->replicate_mesh_dim];
+        u->desc.replicate_comm = info->mesh->reduce_comm[info->replicate_mesh_dim];
     if (n < FSDP_RESHARD_NEVER || (n > 1 && fsdpi_shards(u) % n != 0))
         return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
                           "fully_shard of unit '%s': reshard_after_forward is %d, expected "
                           "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of the shard group's "
                           "%d ranks",
-                          u->name, n, fsdpi_shards(u));
+                          u->desc.name, n, fsdpi_shards(u));
     if (n > 1 && n == fsdpi_shards(u)) n = FSDP_RESHARD_ALWAYS;
-    u->reshard_after_forward = n;
-    u->slices = n > 1 ? n : 0;
-    return n > 1 ? fsdpi_mesh_subgroup(info->mesh, info->shard_mesh_dim, n, &u->slice_comm)
+    u->options.reshard_after_forward = n;
+    u->desc.slices = n > 1 ? n : 0;
+    return n > 1 ? fsdpi_mesh_subgroup(info->mesh, info->shard_mesh_dim, n, &u->desc.slice_comm)
                  : FSDP_OK;
 }
 
@@ -261,22 +266,23 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     size_t count = (size_t)d->num_params;
     char fallback[24];
     snprintf(fallback, sizeof fallback, "unit%d", m->num_units);
-    u->name = fsdpi_copy_text(&m->world->boot.allocator, d->name ? d->name : fallback);
-    if (u->name) m->host_bytes += (int64_t)fsdpi_alloc_size(u->name);
+    u->desc.name = fsdpi_copy_text(&m->world->boot.allocator, d->name ? d->name : fallback);
+    if (u->desc.name) m->host_bytes += (int64_t)fsdpi_alloc_size(u->desc.name);
     u->params = (fsdpi_param *)fsdpi_model_alloc(m, count * sizeof *u->params);
-    u->parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->parts);
-    if (!u->name || !u->params || !u->parts)
+    u->layout.parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->layout.parts);
+    if (!u->desc.name || !u->params || !u->layout.parts)
         return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
                           d->name ? d->name : fallback);
-    fsdp_status status = fsdpi_dtypes_check(m->world, "fully_shard of unit", u->name,
+    fsdp_status status = fsdpi_dtypes_check(m->world, "fully_shard of unit", u->desc.name,
                                             d->param_dtype, d->reduce_dtype, d->output_dtype);
-    if (!status) status = fsdpi_resolve_mesh(m->world, d->mesh, d->mesh_info, &m->info, &u->info);
+    if (!status)
+        status = fsdpi_resolve_mesh(m->world, d->mesh, d->mesh_info, &m->info, &u->desc.info);
     if (status) return status;
-    u->policy_dtype = d->param_dtype ? d->param_dtype : md->param_dtype;
-    u->policy_reduce = d->reduce_dtype ? d->reduce_dtype : md->reduce_dtype;
-    u->output_dtype = d->output_dtype ? d->output_dtype : md->output_dtype;
-    u->keep_inputs = d->keep_forward_inputs || md->keep_forward_inputs;
-    u->num_params = d->num_params;
+    u->desc.policy_dtype = d->param_dtype ? d->param_dtype : md->param_dtype;
+    u->desc.policy_reduce = d->reduce_dtype ? d->reduce_dtype : md->reduce_dtype;
+    u->desc.output_dtype = d->output_dtype ? d->output_dtype : md->output_dtype;
+    u->desc.keep_inputs = d->keep_forward_inputs || md->keep_forward_inputs;
+    u->desc.num_params = d->num_params;
     status = fsdpi_unit_params(u, d);
     if (!status) status = fsdpi_unit_groups(u, d);
     return status ? status : fsdpi_unit_arrange(u);
@@ -307,21 +313,24 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
                           d.name ? d.name : "");
     }
     u->model = model;
-    u->user = d.user;
-    u->index = model->num_units;
-    u->reshard_after_backward = u->sync = u->all_reduce = 1;
-    u->unshard_in_backward = u->reduce_unused = u->grad_is_zero = 1;
-    u->last_order = -1;
+    u->desc.user = d.user;
+    u->desc.index = model->num_units;
+    u->options.reshard_after_backward = u->options.sync = u->options.all_reduce = 1;
+    u->options.unshard_in_backward = u->options.reduce_unused = 1;
+    u->state = fsdpi_state_new();
     status = fsdpi_unit_fill(u, &d);
     if (status) {
         fsdpi_unit_free(u);
         return status;
     }
-    for (int i = 0; i < u->num_params; i++) u->params[i].ordinal = model->num_params + i;
-    model->num_params += u->num_params;
-    model->mixed |= u->info.shard_comm != model->info.shard_comm ||
-                    u->info.replicate_comm != model->info.replicate_comm ||
-                    u->info.shard_mesh_size != model->info.shard_mesh_size;
+    for (int i = 0; i < u->desc.num_params; i++) u->params[i].ordinal = model->num_params + i;
+    model->num_params += u->desc.num_params;
+    model->mixed |= u->desc.info.shard_comm != model->info.shard_comm ||
+                    u->desc.info.replicate_comm != model->info.replicate_comm ||
+                    u->desc.info.shard_mesh_size != model->info.shard_mesh_size;
+    if (u->desc.info.mesh != model->info.mesh &&
+        !fsdpi_mesh_contains(model->info.mesh, u->desc.info.mesh))
+        model->outside = u;
     model->units[model->num_units++] = u;
     *unit = u;
     return FSDP_OK;
@@ -329,11 +338,17 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
 
 FSDP_API int fsdp_num_params(const fsdp_model *model) { return model ? model->num_params : 0; }
 FSDP_API int fsdp_num_units(const fsdp_model *model) { return model ? model->num_units : 0; }
-FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit) { return unit ? unit->name : ""; }
+FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit) { return unit ? unit->desc.name : ""; }
+
+FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out) {
+    if (!unit || !out) return fsdpi_null(unit ? unit->model->world : NULL, "unit_mesh_info");
+    *out = unit->desc.info;
+    return FSDP_OK;
+}
 
 FSDP_API fsdp_training_state fsdp_unit_state(const fsdp_unit *unit) {
-    return unit ? (fsdp_training_state)unit->state : FSDP_STATE_COUNT;
+    return unit ? (fsdp_training_state)unit->state.training : FSDP_STATE_COUNT;
 }
 FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit) {
-    return unit ? (fsdp_storage_state)unit->storage : FSDP_STORAGE_COUNT;
+    return unit ? (fsdp_storage_state)unit->state.storage : FSDP_STORAGE_COUNT;
 }

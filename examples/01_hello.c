@@ -1,7 +1,9 @@
 /* 01_hello.c - the smallest trainer: each layer is sharded, gathered when used, and freed after it
    cc -O2 -I. examples/01_hello.c -o hello -pthread -lm
    ./hello                         one rank
-   tools/fsdprun -n 4 ./hello      four ranks, each with a quarter of every matrix */
+   tools/fsdprun -n 4 ./hello      four ranks, each with a quarter of every matrix
+
+   SPDX-License-Identifier: MIT */
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
 #include "fsdp_optim.h"

@@ -4,7 +4,9 @@
    A multilayer perceptron learns sin(3x)*cos(2y). Master weights and optimizer are f32 and sharded;
    layers see bf16 weights and write bf16 gradients, which travel and are averaged in f32. A step
    takes 12 microbatches. Four ranks do three each, one rank does all twelve; only the last one of
-   a rank is reduced over the ranks, the others stay where they are (no_sync). */
+   a rank is reduced over the ranks, the others stay where they are (no_sync).
+
+   SPDX-License-Identifier: MIT */
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
 #include "fsdp_optim.h"

@@ -8,7 +8,9 @@
        replica 0  rank 0    rank 1        parameters are gathered inside a row: one host, say;
        replica 1  rank 2    rank 3        between rows only sums of a shard's gradients travel
 
-   A rank holds twice as much, and less is gathered from others. What is learnt is the same. */
+   A rank holds twice as much, and less is gathered from others. What is learnt is the same.
+
+   SPDX-License-Identifier: MIT */
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
 #include "fsdp_optim.h"

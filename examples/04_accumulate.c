@@ -5,7 +5,9 @@
    fsdp_set_requires_gradient_sync(model, NULL, 0) leaves gradients where they are until the last
    one, for the memory of the full gradients. And if parameters stay gathered until then, they are
    gathered once, for the memory of the full parameters. All numbers here are short binary
-   fractions, whose sums are exact in any order: the three ways give the same bits. */
+   fractions, whose sums are exact in any order: the three ways give the same bits.
+
+   SPDX-License-Identifier: MIT */
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
 #include <stdio.h>  // printf

@@ -5,7 +5,9 @@
 
    A layer is y = x + W x + B (A x), where W (C,C) is frozen and A (R,C), B (C,R) are adapters. All
    of it is sharded and gathered alike, whatever the dtypes; but only adapters have gradients and
-   optimizer states. */
+   optimizer states.
+
+   SPDX-License-Identifier: MIT */
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
 #include "fsdp_optim.h"

@@ -7,7 +7,9 @@
    The first b_grid_size() cases are every shape of a unit of one parameter (dims 0..W+2, 1-D to
    3-D, each shard dim) on every mesh of up to B_RANKS ranks, in every layout and reshard mode, with
    the other axes at random. The cases behind them are random in all axes.
-   Include it after fsdp.h with FSDP_IMPLEMENTATION. */
+   Include it after fsdp.h with FSDP_IMPLEMENTATION.
+
+   SPDX-License-Identifier: MIT */
 #ifndef BRUTE_H
 #define BRUTE_H
 

@@ -3,7 +3,9 @@
    when this passes; the rules in words are in backends/README.md.
 
    The model is a loop over ranks in f32 (f64 for f64), one element at a time. Any rank can say what
-   any other one holds, as values are a function of rank and place, so each checks all its bits. */
+   any other one holds, as values are a function of rank and place, so each checks all its bits.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <limits.h> /* INT_MAX */
 #define FSDP_IMPLEMENTATION

@@ -12,7 +12,9 @@
        kill(j->pid[1], SIGKILL);
        J_CHECK(j, !finish(j, 8000), "a rank hangs");
        all_got(j, 1, FSDP_ERR_PEER_LOST, NULL);     // all but rank 1
-       all_know(j, 1, 1000); */
+       all_know(j, 1, 1000);
+
+   SPDX-License-Identifier: MIT */
 #ifndef FAULTS_H
 #define FAULTS_H
 #include <malloc.h>    /* mallinfo2 */

@@ -15,7 +15,9 @@
    The callbacks of fs_conf change what a rank does: `micro` is forward and backward of a
    microbatch, by default fs_micro. They run in the copy too, where x->model is NULL and the
    wrappers of hooks do nothing. Activations and gradients are doubles that are rounded to the dtype
-   they have after every layer. */
+   they have after every layer.
+
+   SPDX-License-Identifier: MIT */
 #ifndef FULLY_SHARD_H
 #define FULLY_SHARD_H
 #include <math.h> /* fabs, frexp, isinf, ldexp, nearbyint, sqrt */

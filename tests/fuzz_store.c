@@ -6,7 +6,9 @@
 
    An input is a list of steps: what (1 byte), at which connection (1), how much (2, little endian),
    and as many bytes. tests/test_store.c feeds the same core from a seed, with a model of what it
-   has to answer; this one finds what a seed does not think of. */
+   has to answer; this one finds what a seed does not think of.
+
+   SPDX-License-Identifier: MIT */
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
 // After it:

@@ -13,7 +13,9 @@
 
    Files without cases (chunk.txt): golden_line alone. Nothing is assumed about which cases a file
    holds. The folder is the environment's FSDP_GOLDEN_DIR, else tests/golden. The first mistake in a
-   file is kept in g.error with file and line; from then on golden_line and golden_case return 0. */
+   file is kept in g.error with file and line; from then on golden_line and golden_case return 0.
+
+   SPDX-License-Identifier: MIT */
 #ifndef GOLDEN_H
 #define GOLDEN_H
 #include <errno.h>  /* errno, ENOENT */

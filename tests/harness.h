@@ -17,7 +17,9 @@
 
    Options: --filter=A:-B  names with A (a glob if it has * or ?), without B; --list; --seed=N;
             --tap; --repeat=N; --timeout-mult=X (also the environment's TEST_TIMEOUT_MULT).
-   Exit status: 0 if something ran and nothing failed, else 1. */
+   Exit status: 0 if something ran and nothing failed, else 1.
+
+   SPDX-License-Identifier: MIT */
 #ifndef HARNESS_H
 #define HARNESS_H
 #ifndef _GNU_SOURCE

@@ -2,7 +2,9 @@
    that reach each other through a router (the test's process, over veth pairs) or through a wire (a
    process between tun devices that delays, loses and cuts as it is told). No namespace has a name:
    they end with the processes inside them, however those end. Root and iproute2 are needed. Include
-   it after harness.h. */
+   it after harness.h.
+
+   SPDX-License-Identifier: MIT */
 #ifndef NETNS_H
 #define NETNS_H
 #include <linux/if_tun.h> /* TUNSETIFF */

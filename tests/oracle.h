@@ -5,7 +5,9 @@
    and a test runs by the library's hooks: the same layers on the same inputs. An oracle works in
    the dtypes it is given, rounding where the library documents that it rounds and summing in rank
    order, so that an oracle with a run's dtypes gives the run's bits, and one that is f64 throughout
-   gives the true values. Include it after the implementation of fsdp.h. */
+   gives the true values. Include it after the implementation of fsdp.h.
+
+   SPDX-License-Identifier: MIT */
 #ifndef ORACLE_H
 #define ORACLE_H
 

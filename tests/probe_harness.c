@@ -1,5 +1,7 @@
 /* probe_harness.c - tests that end in every way a test can; test_harness.c runs this program and
-   reads what it prints. Not a test of its own. */
+   reads what it prints. Not a test of its own.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 
 static void fail_at(int rank, int world, void *arg) {

@@ -28,7 +28,9 @@
    Updates. Where fsdp_optim.h is included, the device updates with its loops.
 
    With s.null the tables do nothing at all, so that what remains is the host's cost of the
-   library. */
+   library.
+
+   SPDX-License-Identifier: MIT */
 #ifndef SIM_H
 #define SIM_H
 #include <sys/mman.h> /* mmap: addresses without memory */
@@ -88,7 +90,7 @@ typedef struct sim {
     int64_t last_cost;                         /* of the latest piece of work */
     int64_t waits, records, syncs;
     uint64_t colls[FSDP_OP_COUNT],
-        coll_bytes[FSDP_OP_COUNT]; /* run; read from other ranks by them */
+        coll_bytes[FSDP_OP_COUNT]; /* run; received from other ranks by them */
     uint64_t works;                /* copies, zeros and norms that were run */
     uint64_t updates, updated;     /* of optimizers and scalers; elements of them */
     uint64_t calls;                /* of sim_called */
@@ -546,11 +548,19 @@ SIM_FN void sim_move(const sim_group *g, const fsdp_coll *c) {
         fsdpi_reduce(dst, c->dtype, &same, 1, c->dtype, (size_t)c->count, g->size, 0, FSDP_SUM);
 }
 
+/* What a rank receives in an all_reduce of so many bytes over R ranks: 2 (R-1)/R, rounded up. */
+SIM_FN uint64_t sim_all_reduce_bytes(uint64_t bytes, int ranks) {
+    const uint64_t size = (uint64_t)ranks;
+    return (2 * (size - 1) * bytes + size - 1) / size;
+}
+
 SIM_FN fsdp_status sim_comm_run(fsdp_comm *comm, const fsdp_coll *c) {
     sim_group *g = sim_group_of(comm);
     sim *s = g->owner;
     int actor = sim_actor(c->stream);
-    uint64_t nbytes = c->count * fsdp_dtype_size(c->dtype) * (uint64_t)(g->size - 1);
+    uint64_t nbytes = c->count * fsdp_dtype_size(c->dtype);
+    nbytes = c->kind == FSDP_OP_ALL_REDUCE ? sim_all_reduce_bytes(nbytes, g->size)
+                                           : nbytes * (uint64_t)(g->size - 1);
     if (s->threads) return FSDP_OK;
     s->colls[c->kind]++;
     s->coll_bytes[c->kind] += nbytes;

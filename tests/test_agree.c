@@ -1,4 +1,6 @@
-/* test_agree.c - ranks that describe a unit differently are told at its first collective. */
+/* test_agree.c - ranks that describe a unit differently are told at its first collective.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"

@@ -1,5 +1,7 @@
 /* test_budget.c - the host's cost of the hooks in instructions, which unlike times do not depend on
-   what else the machine does: below a bound, and the same for 2 and for 1,024 ranks. */
+   what else the machine does: below a bound, and the same for 2 and for 1,024 ranks.
+
+   SPDX-License-Identifier: MIT */
 #if defined(__has_feature)
 #if __has_feature(address_sanitizer) || __has_feature(thread_sanitizer) ||                         \
     __has_feature(memory_sanitizer)

@@ -1,7 +1,9 @@
 /* test_cluster.c - the ways in which programs of several hosts are started, with programs that are
    built with the Gloo backend (make gloo): the script of examples/cluster, fsdprun on two nodes,
    torchrun, mpirun, srun's variables; what they say when something is missing or dies; and that
-   docs/cluster.md says the same. */
+   docs/cluster.md says the same.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 
 #include <ctype.h> /* isspace */

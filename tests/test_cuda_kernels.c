@@ -10,7 +10,9 @@
    On a GPU, where all memory is pinned so that both sides see it:
        nvcc -O3 -arch=native -c backends/fsdp_cuda.cu -o $B/cu.o
        gcc -std=c99 -O2 -I. -I$CUDA_HOME/include -o $B/test_cuda_kernels tests/test_cuda_kernels.c \
-           $B/cu.o -L$CUDA_HOME/lib64 -lcudart -lstdc++ -pthread -lm */
+           $B/cu.o -L$CUDA_HOME/lib64 -lcudart -lstdc++ -pthread -lm
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp_optim.h"

@@ -2,7 +2,9 @@
    processes, inline or worker threads, prefetching, fused reductions, offloading, when parameters
    are freed, and how long anything takes. Delays are injected before every collective, by a backend
    that wraps the shared-memory one, and between the calls of the trainer; they are pseudo-random,
-   the same for the same --seed, and different on every rank. */
+   the same for the same --seed, and different on every rank.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"

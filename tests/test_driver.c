@@ -1,5 +1,7 @@
 /* test_driver.c - the seam for extensions: what an observer sees, what it can replace, and that the
-   counters and the bytes are those of the operations. */
+   counters and the bytes are those of the operations.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_NO_BACKEND
 #define FSDP_IMPLEMENTATION
@@ -343,9 +345,9 @@ TEST_P(driver, bytes_equal_the_formula, settings) {
         CHECK_EQ_INT(c.bytes[FSDP_OP_REDUCE_SCATTER], (uint64_t)k * reduce);
         CHECK_EQ_INT(c.calls[FSDP_OP_ALL_GATHER], row->world > 1 ? k * 2 * NUM_UNITS : 0);
         CHECK_EQ_INT(c.calls[FSDP_OP_REDUCE_SCATTER], row->world > 1 ? k * NUM_UNITS : 0);
-        CHECK_EQ_INT(c.bytes[FSDP_OP_ALL_REDUCE],
-                     (uint64_t)k * others * sizeof(double)); /* the norm */
-        CHECK_EQ_INT(c.calls[FSDP_OP_HOOK], 0);              /* nobody listens */
+        CHECK_EQ_INT(c.bytes[FSDP_OP_ALL_REDUCE], /* the norm */
+                     (uint64_t)k * sim_all_reduce_bytes(sizeof(double), row->world));
+        CHECK_EQ_INT(c.calls[FSDP_OP_HOOK], 0); /* nobody listens */
     }
     bed_close(&b);
 }

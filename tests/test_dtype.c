@@ -4,7 +4,9 @@
    The model is slow and knows no tricks: a table of what each 16-bit pattern is worth, and a search
    in it for the nearest value. It takes inputs apart with integers, so that it holds as well in a
    program whose processor flushes subnormals to zero (gcc -Ofast links that in); there, f32
-   subnormals on the way from and to f64 are zero, which is all that such a program changes. */
+   subnormals on the way from and to f64 are zero, which is all that such a program changes.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> /* ldexp */
 #define FSDP_IMPLEMENTATION

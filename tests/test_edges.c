@@ -1,6 +1,8 @@
 /* test_edges.c - what users of several features at a time have run into: ranks of one world that
    allocate differently, counts of users that must not vanish, refusals that nobody looked at, user
-   functions that fail, and resets at odd moments. */
+   functions that fail, and resets at odd moments.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"

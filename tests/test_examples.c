@@ -1,4 +1,6 @@
-/* test_examples.c - the examples as programs: what they print, alone and on several ranks. */
+/* test_examples.c - the examples as programs: what they print, alone and on several ranks.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 
 #include <math.h> // fabs

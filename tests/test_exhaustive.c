@@ -4,7 +4,9 @@
    Most cases run on a backend of this file whose ranks are fibers of one thread: a collective is
    done by the rank that comes last, so that nobody waits and a case costs microseconds. It also
    checks what a backend may rely on: that ranks agree on every collective, and that they allocate
-   and free alike. The rest runs on the shared-memory backend with a thread per rank. */
+   and free alike. The rest runs on the shared-memory backend with a thread per rank.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <ucontext.h> /* makecontext, swapcontext */
 #define FSDP_IMPLEMENTATION

@@ -1,6 +1,8 @@
 /* test_faults.c - what goes wrong: every host allocation, every operation of the backend and of
    the device, wrong arguments, interrupted steps. No call hangs, nothing leaks, and the text says
-   why. */
+   why.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
@@ -1122,6 +1124,7 @@ TEST(faults, null_and_range) {
     REFUSED(NULL, fsdp_unshard(NULL), "NULL");
     REFUSED(NULL, fsdp_wait(NULL), "NULL");
     REFUSED(NULL, fsdp_reshard(NULL), "NULL");
+    REFUSED(NULL, fsdp_unit_mesh_info(NULL, &info), "NULL");
     REFUSED(NULL, fsdp_barrier(NULL), "NULL");
     REFUSED(NULL, fsdp_all_reduce(NULL, NULL, &x, 1, FSDP_F64, FSDP_SUM), "NULL");
     REFUSED(NULL, fsdp_broadcast(NULL, NULL, &x, 8, 0), "NULL");

@@ -4,7 +4,9 @@
    parameters are compared bit by bit with a brute-force model, and ops with what an observer sees.
 
    Gradients are small integers, so that their sum is exact in any order, and a step is g = sum/N,
-   p -= lr*g in f32: the model needs no care to get the library's bits. */
+   p -= lr*g in f32: the model needs no care to get the library's bits.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> /* fabs, pow */
 #define FSDP_IMPLEMENTATION
@@ -1112,11 +1114,13 @@ static void hooks_refused(job *j) {
     CHECK_STATUS(fsdp_set_post_accumulate_hook(j->unit[0], -1, NULL, NULL), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_set_custom_all_gather(NULL, NULL, NULL), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_set_custom_reduce_scatter(NULL, NULL, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_custom_all_reduce(NULL, NULL, NULL), FSDP_ERR_INVALID_ARG);
     CALL(j->w, fsdp_pre_forward(j->unit[0]));
     CHECK_STATUS(fsdp_set_all_reduce_hook(j->unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
     CHECK_STATUS(fsdp_set_post_accumulate_hook(j->unit[0], 0, NULL, NULL), FSDP_ERR_INVALID_STATE);
     CHECK_STATUS(fsdp_set_custom_all_gather(j->unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
     CHECK_STATUS(fsdp_set_custom_reduce_scatter(j->unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_set_custom_all_reduce(j->unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
     CALL(j->w, fsdp_post_forward(j->unit[0]));
 }
 TEST(hooks, refused) {
@@ -1237,6 +1241,123 @@ TEST(custom, collectives_without_fused_reduction) {
         free(c);
     }
 }
+
+/* The all_reduce over replicas, in pieces: several collectives in one call. */
+typedef struct summed { /* of one rank and unit */
+    int calls, fail;
+    int64_t count;
+    float sums[2048]; /* of the last call */
+} summed;
+
+static fsdp_status sum_in_pieces(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                                 const fsdp_coll *c) {
+    summed *s = (summed *)user;
+    const int64_t count = (int64_t)c->count, piece = count / 3 + 1;
+    float *data = (float *)c->dst;
+    fsdp_status status = FSDP_OK;
+    s->calls++;
+    CHECK(c->kind == FSDP_OP_ALL_REDUCE && c->label == FSDP_LABEL_REPLICAS && c->in_place);
+    CHECK(c->dtype == FSDP_F32 && c->redop == FSDP_SUM && c->src == c->dst && count <= 2048);
+    if (s->fail) return FSDP_ERR_IO;
+    for (int64_t at = 0; at < count && !status; at += piece)
+        status = sum_of(ops, comm, c, data + at, at + piece < count ? piece : count - at);
+    s->count = count;
+    memcpy(s->sums, data, (size_t)count * sizeof *data);
+    return status;
+}
+
+/* The call was given the gradients of the trainables in the order of their shards, then one number
+   for each that tells how often it was used. */
+static void check_sums(job *j, int u, const summed *s) {
+    fsdp_param_view v[PARAMS];
+    const float *first = NULL;
+    int trained = 0;
+    for (int i = 0; i < PARAMS; i++) {
+        CALL(j->w, fsdp_param_view_get(j->unit[u], i, &v[i]));
+        if (v[i].requires_grad && (!first || (const float *)v[i].shard < first))
+            first = (const float *)v[i].shard;
+        trained += v[i].requires_grad;
+    }
+    for (int i = 0, n = 0; i < PARAMS; i++) {
+        if (!v[i].requires_grad) continue;
+        const int64_t at = (const float *)v[i].shard - first;
+        const float times = s->sums[s->count - trained + n++];
+        W_CHECK((times > 0) == (v[i].shard_grad != NULL), "parameter %d: used %g times", i,
+                (double)times);
+        CHECK(at >= 0 && at + v[i].numel <= s->count - trained);
+        for (int64_t k = 0; k < v[i].numel && v[i].shard_grad; k++) {
+            volatile float mean = s->sums[at + k] * (1.0f / (float)j->n);
+            CHECK(mean == ((const float *)v[i].shard_grad)[k]);
+        }
+    }
+}
+
+static void custom_sums(job *j) {
+    summed *s = (summed *)calloc(UNITS, sizeof *s);
+    double norm, one = 1;
+    CHECK(s != NULL);
+    make_model(j);
+    set_frozen(j, 9, 1);
+    for (int u = 0; u < UNITS; u += 2)
+        CALL(j->w, fsdp_set_custom_all_reduce(j->unit[u], sum_in_pieces, &s[u]));
+    for (int n = 0; n < 5; n++) {
+        if (n == 2) { /* sums over the shard group wait for the next microbatch */
+            CALL(j->w, fsdp_set_requires_all_reduce(j->model, NULL, 0));
+            forward(j);
+            for (int u = UNITS - 1; u >= 0; u--) {
+                CALL(j->w, fsdp_pre_backward(j->unit[u]));
+                write_grads(j, u);
+                CALL(j->w, fsdp_post_backward(j->unit[u]));
+            }
+            CALL(j->w, fsdp_finalize_backward(j->model));
+            CALL(j->w, fsdp_set_requires_all_reduce(j->model, NULL, 1));
+        }
+        if (n == 4) CALL(j->w, fsdp_set_custom_all_reduce(j->unit[2], NULL, NULL));
+        forward(j);
+        backward(j);
+        for (int u = 0; u < UNITS; u++) {
+            CHECK_EQ_INT(s[u].calls, u == 1 ? 0 : u == 2 && n == 4 ? 4 : n + 1);
+            if (s[u].calls == n + 1) check_sums(j, u, &s[u]);
+        }
+        /* No other collective is theirs. */
+        CALL(j->w, fsdp_clip_grad_norm(j->model, INF, &norm));
+        CALL(j->w, fsdp_param_full(j->unit[0], 0, NULL));
+        CALL(j->w, fsdp_param_full_grad(j->unit[0], 0, NULL));
+        CALL(j->w, fsdp_all_reduce(j->w, NULL, &one, 1, FSDP_F64, FSDP_MAX));
+        CHECK_EQ_INT(s[0].calls, n + 1);
+        update(j);
+    }
+    free(s);
+}
+static void failing_sums(job *j) {
+    summed *s = (summed *)calloc(1, sizeof *s);
+    CHECK(s != NULL);
+    s->fail = 1;
+    make_model(j);
+    if (j->rank == 0) CALL(j->w, fsdp_set_custom_all_reduce(j->unit[1], sum_in_pieces, s));
+    forward(j);
+    (void)fsdp_pre_backward(j->unit[1]);
+    (void)fsdp_post_backward(j->unit[1]);
+    fsdp_status status = fsdp_finalize_backward(j->model);
+    if (!status) status = fsdp_barrier(j->w); /* a rank that shares no group with it hears it here */
+    CHECK_STATUS(status, FSDP_ERR_IO);        /* on all ranks */
+    CHECK_MSG(strstr(fsdp_last_error(j->w), "all_reduce (replicas) of unit 'middle'"), "%s",
+              fsdp_last_error(j->w));
+    CHECK_STATUS(fsdp_pre_forward(j->unit[0]), status);
+    fsdpi_drain(j->w); /* nobody calls the hook any more */
+    CHECK_EQ_INT(s->calls, j->rank == 0);
+    free(s);
+}
+static void with_replicas(void (*body)(job *j)) {
+    for (int s = 0; s < SETTINGS; s++) {
+        if (settings[s].mesh != MESH_HSDP) continue;
+        config *c = setup(s, body);
+        launch(c);
+        free(c);
+    }
+}
+TEST(custom, all_reduce) { with_replicas(custom_sums); }
+TEST(custom, all_reduce_fails) { with_replicas(failing_sums); }
 
 /* ---- offload --------------------------------------------------------------------------------- */
 

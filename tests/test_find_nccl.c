@@ -1,5 +1,7 @@
 /* test_find_nccl.c - tools/find_nccl.sh beside toolkits and libraries that are made up here: a shell
-   script for nvcc, headers of a few lines, libraries of one function. Needs neither CUDA nor NCCL. */
+   script for nvcc, headers of a few lines, libraries of one function. Needs neither CUDA nor NCCL.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 
 enum { OUTPUT_NBYTES = 1 << 14 };

@@ -1,6 +1,8 @@
 /* test_fsdprun.c - the launcher: what ranks get on one host and on several, the store that it
    serves, how failures, signals and wrong usage end. The program under test is $FSDPRUN, or
-   tools/fsdprun. */
+   tools/fsdprun.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #define FSDP_STATIC

@@ -1,7 +1,9 @@
 /* test_fully_shard_comm.c - PyTorch's tests of the same names, translated: what is communicated,
    when, how much, in which order, and what comes out of it. docs/parity.md has the list of all.
    Numbers come from ranks that are threads, sequences of events from the simulated device of
-   sim.h. */
+   sim.h.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"

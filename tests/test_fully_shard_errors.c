@@ -1,6 +1,8 @@
 /* test_fully_shard_errors.c - what PyTorch's fully_shard refuses is refused here, with a text that
    says what to do; what is accepted on purpose works. After every call the model is as it was and
-   trains a step. What cannot be said in C at all stands in docs/parity.md. */
+   trains a step. What cannot be said in C at all stands in docs/parity.md.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"

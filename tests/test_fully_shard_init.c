@@ -1,6 +1,8 @@
 /* test_fully_shard_init.c - PyTorch's tests of the same names, translated: what a unit manages, how
    parameters are sharded, filled, loaded and saved, meshes, hooks, extensions. docs/parity.md has
-   the list of all. Ranks are threads. */
+   the list of all. Ranks are threads.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"

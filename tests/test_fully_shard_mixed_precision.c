@@ -1,7 +1,9 @@
 /* test_fully_shard_mixed_precision.c - upstream's test_fully_shard_mixed_precision by name, and the
    table of dtypes row by row: in which dtype parameters are gathered, gradients arrive, are added
    up, are reduced and are kept, and what the numbers come to. The copy rounds where each dtype
-   says. */
+   says.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp_optim.h"

@@ -1,6 +1,8 @@
 /* test_fully_shard_others.c - upstream's test_fully_shard_frozen, _overlap, _memory,
    _clip_grad_norm_, _autograd and _logging by name. What is trained stands in fully_shard.h; time
-   and memory are those of the simulated device of sim.h, where one process plays one rank. */
+   and memory are those of the simulated device of sim.h, where one process plays one rank.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp_optim.h"

@@ -1,6 +1,8 @@
 /* test_fully_shard_training.c - upstream's test_fully_shard_training by name: whole trainings on
    thread ranks beside a replicated copy in plain C, and how often the library communicates. What
-   stands for torch's modules is in fully_shard.h. */
+   stands for torch's modules is in fully_shard.h.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp_optim.h"

@@ -4,7 +4,9 @@
 
    The calls of the transport are counted, and fail on demand: the backend sees the functions of
    this file, and these the real ones. What every backend has to do is in conformance.c, faults of
-   the network and of processes are in test_gloo_faults.c. */
+   the network and of processes are in test_gloo_faults.c.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #ifdef FSDP_BACKEND_GLOO
 #define fsdp_gloo_error           seen_gloo_error

@@ -1,6 +1,8 @@
 /* test_gloo_faults.c - ranks of the Gloo backend that die, stall, differ, come late or never; cut
    and bad links; strangers at the ports; and nothing left behind. No call blocks for ever, and
-   every rank gets a status that names the culprit. What every backend does is in conformance.c. */
+   every rank gets a status that names the culprit. What every backend does is in conformance.c.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <sys/resource.h> /* setrlimit */
 #define FSDP_IMPLEMENTATION

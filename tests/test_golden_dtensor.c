@@ -2,7 +2,9 @@
    dtensor.txt, exactly. local_*: shapes, offsets and contents from the shard math alone, mesh dim
    after mesh dim. fsdp*_tp*: the same, and a model over the dp dim of a (dp, tp) mesh whose
    parameter is the tp-local tensor. Cases that redistribute, and partial sums, need DTensor: they
-   are counted. What a case is, its records tell; its name only forbids to pass over it. */
+   are counted. What a case is, its records tell; its name only forbids to pass over it.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"

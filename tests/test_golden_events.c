@@ -7,7 +7,9 @@
    and a look at the units' states turn what the library does into lines of upstream's vocabulary
    (`got`); upstream's lines (`want`) are taken as they are but for the rules below. Each rule is
    one difference that is meant, says why, and is counted when it is used. Whatever no rule covers
-   fails, on either side. */
+   fails, on either side.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "golden.h"
 #include <math.h> /* fabs */

@@ -1,4 +1,6 @@
-/* test_golden_layout.c - shard math against PyTorch: chunk.txt and layout.txt, exactly. */
+/* test_golden_layout.c - shard math against PyTorch: chunk.txt and layout.txt, exactly.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "golden.h"
 #define FSDP_MATH_ONLY

@@ -1,7 +1,9 @@
 /* test_golden_train.c - PyTorch's training runs, recorded in tests/golden/train_*.txt, once more
    through this library on thread ranks: the gradients of the first step, the losses of every step
    and rank, norms and final parameters. Lanes, layout and the way of reducing must not change a
-   bit of them. Every case is run. */
+   bit of them. Every case is run.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "golden.h"
 #include <math.h> /* fabs, frexp, ldexp, nearbyint */

@@ -1,5 +1,7 @@
 /* test_gpt.c - the trainer as a program: examples/gpt/train_gpt, or the one named by GPT_BIN.
-   The same numbers on any number of ranks, clear refusals, and a quick end when a rank dies. */
+   The same numbers on any number of ranks, clear refusals, and a quick end when a rank dies.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 
 #include <math.h> // fabs

@@ -1,7 +1,9 @@
 /* test_gpt_cuda.c - the trainer for GPUs as a program: it learns what the one for CPUs learns
 
    Runs $FSDP_BUILD/examples/train_gpt_cuda, or the one in $FSDP_BUILD/stub/examples, which is built
-   with the stand-ins of tests/stubs and needs no GPU; and examples/gpt/train_gpt, or GPT_BIN. */
+   with the stand-ins of tests/stubs and needs no GPU; and examples/gpt/train_gpt, or GPT_BIN.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 
 #include <math.h> // fabs

@@ -1,4 +1,6 @@
-/* test_gpt_math.c - examples/gpt/gpt.h: products, pieces and gradients against plain formulas. */
+/* test_gpt_math.c - examples/gpt/gpt.h: products, pieces and gradients against plain formulas.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "examples/gpt/gpt.h"
 

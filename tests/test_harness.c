@@ -1,4 +1,6 @@
-/* test_harness.c - tests that fail, skip, hang and crash are treated as harness.h says. */
+/* test_harness.c - tests that fail, skip, hang and crash are treated as harness.h says.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 
 static char output[65536];

@@ -1,6 +1,8 @@
 /* test_launch.c - rank, size, local rank, the job's name and where ranks meet, from the environments
    of torchrun, Open MPI, MVAPICH2, PMI (MPICH, Intel MPI), Flux and Slurm; and programs started that
-   way that meet. */
+   way that meet.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"

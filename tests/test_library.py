@@ -1,4 +1,5 @@
 #!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
 """test_library.py - drives libfsdp.so (make shared) from another language: ctypes structures are
 made from the header's own text, every exported function is there, and a model trains. Prints the
 lines of the other tests. FSDP_BUILD names the build directory."""
@@ -7,7 +8,8 @@ import os
 import re
 import subprocess
 import sys
-import time
+
+from harness import Skip, check, run
 
 ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
 LIBRARY = os.path.join(ROOT, os.environ.get("FSDP_BUILD", "build"), "libfsdp.so")
@@ -73,6 +75,8 @@ class Header:
 
 class Fsdp:
     def __init__(self):
+        if not os.path.exists(LIBRARY):
+            raise Skip("no libfsdp.so: run make shared")
         self.h = Header("core/dtype.h", "core/shard_math.h", "fsdp.h", "core/backend.h")
         self.lib = C.CDLL(LIBRARY)
         for name in ("fsdp_last_error", "fsdp_status_name", "fsdp_dtype_name", "fsdp_unit_name"):
@@ -104,12 +108,8 @@ class Fsdp:
         return world
 
 
-def check(condition, text="a condition does not hold"):
-    if not condition:
-        raise AssertionError(text)
-
-
-def test_every_function(f):
+def test_every_function():
+    f = Fsdp()
     for header in HEADERS:
         names = Header(os.path.join(ROOT, header)).functions()
         check(len(names) >= 5, f"{header}: only {len(names)} declarations were found")
@@ -117,8 +117,9 @@ def test_every_function(f):
             check(hasattr(f.lib, name), f"{name} is declared but not exported")
 
 
-def test_structs(f):
+def test_structs():
     """A size that is too large is refused and the right one is not: the layouts agree."""
+    f = Fsdp()
     world = C.c_void_p()
     for extra, good in ((0, True), (8, False)):
         desc = f.new("fsdp_world_desc", world_size=1, log_level=4)
@@ -132,7 +133,8 @@ def test_structs(f):
     check(not world.value, "a world in spite of the failure")
 
 
-def test_pure_functions(f):
+def test_pure_functions():
+    f = Fsdp()
     r = f.new("fsdp_range")
     f.ok(f.lib.fsdp_shard_range(C.c_int64(10), 4, 3, C.byref(r)))
     check((r.start, r.count, r.padded) == (9, 1, 3), "shard_range")
@@ -156,7 +158,8 @@ def make_model(f, world, **fields):
     return model, unit
 
 
-def test_training(f):
+def test_training():
+    f = Fsdp()
     world = f.world()
     model, unit = make_model(f, world)
     view_type = f.h.struct("fsdp_param_view")
@@ -207,7 +210,8 @@ def test_training(f):
     f.ok(f.lib.fsdp_shutdown(world))
 
 
-def test_errors(f):
+def test_errors():
+    f = Fsdp()
     world = f.world()
     model, unit = make_model(f, world)
     status = f.lib.fsdp_post_forward(unit)
@@ -239,7 +243,8 @@ def rank_main(f, rank, size, job):
     f.ok(f.lib.fsdp_shutdown(world))
 
 
-def test_processes(f):
+def test_processes():
+    Fsdp()  # else skipped
     job = f"library-{os.getpid()}"
     ranks = [subprocess.Popen([sys.executable, __file__, "--rank", str(r), "3", job],
                               stdout=subprocess.PIPE, stderr=subprocess.STDOUT) for r in range(3)]
@@ -248,39 +253,8 @@ def test_processes(f):
         check(process.returncode == 0, f"rank {rank}: {output}")
 
 
-def main():
-    tests = sorted((n[5:], fn) for n, fn in globals().items() if n.startswith("test_"))
-    failed, skipped, start = [], [], time.monotonic()
-    print(f"[==========] Running {len(tests)} tests.", flush=True)
-    for name, fn in tests:
-        print(f"[ RUN      ] library.{name}", flush=True)
-        began = time.monotonic()
-        if not os.path.exists(LIBRARY):
-            print(f"[  SKIPPED ] library.{name} (no libfsdp.so: run make shared)")
-            skipped.append(name)
-            continue
-        try:
-            fn(Fsdp())
-            result = "[       OK ]"
-        except Exception as e:  # whatever is wrong, the other tests still run
-            print(f"{type(e).__name__}: {e}")
-            result = "[  FAILED  ]"
-            failed.append(name)
-        print(f"{result} library.{name} ({1000 * (time.monotonic() - began):.0f} ms)", flush=True)
-    took = 1000 * (time.monotonic() - start)
-    print(f"[==========] {len(tests)} tests ran. ({took:.0f} ms total)")
-    print(f"[  PASSED  ] {len(tests) - len(failed) - len(skipped)} tests.")
-    for title, names in (("SKIPPED", skipped), ("FAILED", failed)):
-        head = "[  SKIPPED ]" if title == "SKIPPED" else "[  FAILED  ]"
-        if names:
-            print(f"{head} {len(names)} test{'s' if len(names) > 1 else ''}, listed below:")
-        for name in names:
-            print(f"{head} library.{name}")
-    return 1 if failed else 0
-
-
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--rank"]:
         rank_main(Fsdp(), int(sys.argv[2]), int(sys.argv[3]), sys.argv[4])
     else:
-        sys.exit(main())
+        run("library", globals())

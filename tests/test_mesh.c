@@ -1,8 +1,10 @@
 /* test_mesh.c - meshes: places, groups, slices, flattened and split dims, against PyTorch's answers
    and against a model that is a list of ranks; mesh infos; HSDP, FSDP and replicated training on
-   meshes of every form, against sums over all data-parallel ranks, bit for bit. */
+   meshes of every form, against sums over all data-parallel ranks, bit for bit.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
-#include <math.h> // INFINITY, fabs, sqrt
+#include <math.h> // INFINITY, fabs, floor, sqrt
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
 #include "world.h"
@@ -125,7 +127,7 @@ static void forget_splits(fake *fakes, int world) {
 
 /* ---- groups by what they do ------------------------------------------------------------------ */
 
-/* The ranks of a 1-D mesh, given in order of position, are those that a sum reaches; and a
+/* The ranks of a mesh, given in order of position, are those that a sum reaches; and a
    broadcast from each position brings that rank's number. */
 static void talk(fsdp_world *w, const fsdp_mesh *mesh, const int32_t *ranks, int size) {
     const int64_t me = fsdp_rank(w);
@@ -138,6 +140,68 @@ static void talk(fsdp_world *w, const fsdp_mesh *mesh, const int32_t *ranks, int
         int64_t who = me;
         CALL(w, fsdp_broadcast(w, mesh, &who, sizeof who, i));
         W_CHECK(who == ranks[i], "rank %d is at position %d, expected %d", (int)who, i, ranks[i]);
+    }
+}
+
+/* What rank r brings as element k of what is reduced: sums are exact in f64 and the integers, and
+   rounded in f32, where the order counts. */
+static double brought(int r, int k) { return (double)((r * 7919 + k * 104729) % 1000 - 480) / 3; }
+
+/* Element k reduced over a mesh dim by dim: groups are summed in order of position. */
+static double reduced(const fsdp_mesh *mesh, const int32_t *ranks, int k, int is_f32, fsdp_redop op,
+                      double (*value)(int r, int k)) {
+    double at[THREADS_MAX];
+    const int numel = fsdp_mesh_size(mesh, -1);
+    CHECK(numel <= THREADS_MAX);
+    for (int i = 0; i < numel; i++) at[i] = value(ranks[i], k);
+    for (int d = 0, below = numel; d < fsdp_mesh_ndim(mesh); d++) {
+        const int size = fsdp_mesh_size(mesh, d);
+        below /= size;
+        for (int i = 0; i < numel; i++) {
+            if (i / below % size) continue;
+            double x = at[i];
+            for (int n = 1; n < size; n++) {
+                const double y = at[i + n * below];
+                if (op == FSDP_SUM) x = is_f32 ? (double)((float)x + (float)y) : x + y;
+                else if (op == FSDP_MAX ? y > x : y < x) x = y;
+            }
+            for (int n = 0; n < size; n++) at[i + n * below] = x;
+        }
+    }
+    return at[0];
+}
+static double brought_f32(int r, int k) { return (double)(float)brought(r, k); }
+static double brought_int(int r, int k) { return floor(brought(r, k)); }
+
+/* Every dtype and operation over all dims of a mesh, to the bit. */
+static void talk_numbers(fsdp_world *w, const fsdp_mesh *mesh, const int32_t *ranks) {
+    enum { COUNT = 5 };
+    const int me = fsdp_rank(w);
+    for (int op = FSDP_SUM; op <= FSDP_MIN; op++) {
+        const fsdp_redop redop = (fsdp_redop)op;
+        float f[COUNT];
+        double d[COUNT];
+        int32_t i[COUNT];
+        int64_t l[COUNT];
+        for (int k = 0; k < COUNT; k++) {
+            f[k] = (float)brought(me, k), d[k] = brought(me, k);
+            i[k] = (int32_t)brought_int(me, k), l[k] = (int64_t)brought_int(me, k) << 32;
+        }
+        CALL(w, fsdp_all_reduce(w, mesh, f, COUNT, FSDP_F32, redop));
+        CALL(w, fsdp_all_reduce(w, mesh, d, COUNT, FSDP_F64, redop));
+        CALL(w, fsdp_all_reduce(w, mesh, i, COUNT, FSDP_I32, redop));
+        CALL(w, fsdp_all_reduce(w, mesh, l, COUNT, FSDP_I64, redop));
+        for (int k = 0; k < COUNT; k++) {
+            const double f32 = reduced(mesh, ranks, k, 1, redop, brought_f32);
+            const double f64 = reduced(mesh, ranks, k, 0, redop, brought);
+            const double whole = reduced(mesh, ranks, k, 0, redop, brought_int);
+            W_CHECK(!memcmp(&d[k], &f64, sizeof f64) && (double)f[k] == f32,
+                    "operation %d: f32 %a, expected %a; f64 %a, expected %a", op, (double)f[k], f32,
+                    d[k], f64);
+            W_CHECK(i[k] == (int32_t)whole && l[k] == (int64_t)whole << 32,
+                    "operation %d: i32 %d, i64 %lld, expected %g", op, i[k], (long long)l[k],
+                    whole);
+        }
     }
 }
 
@@ -304,8 +368,14 @@ static void check_split(const grid *c, const fsdp_mesh *mesh, const record *r, i
     free(all);
 }
 
-/* What is found in each dim by communication. */
+/* What is found by communication: in all dims, and in each. */
 static void talk_dims(fsdp_world *w, const fsdp_mesh *mesh) {
+    if (fsdp_mesh_rank(mesh, 0) >= 0) {
+        int32_t *all = group_of(mesh, -1, fsdp_rank(w));
+        talk(w, mesh, all, fsdp_mesh_size(mesh, -1));
+        talk_numbers(w, mesh, all);
+        free(all);
+    }
     for (int32_t d = 0; d < fsdp_mesh_ndim(mesh); d++) {
         fsdp_mesh *line;
         CALL(w, fsdp_mesh_slice(mesh, &d, 1, &line));
@@ -703,10 +773,12 @@ TEST(mesh, refused) {
     static const int32_t shape[3] = {2, 3, 2}, over[2] = {3, 5}, twice[4] = {0, 1, 2, 1},
                          none[4] = {0, 1, 12, 3}, minus[4] = {0, -1, 2, 3};
     static const int32_t back[2] = {2, 0}, equal[2] = {1, 1}, far[2] = {0, 3}, low[2] = {-1, 1},
-                         four[4] = {0, 1, 2, 3};
+                         four[4] = {0, 1, 2, 3}, one = 1;
     fake f;
-    fsdp_world *w = fake_world(&f, 5, 12);
+    fake g;
+    fsdp_world *w = fake_world(&f, 5, 12), *other = fake_world(&g, 5, 12);
     fsdp_mesh *mesh = make(w, 3, shape, NULL, 1), *out = mesh;
+    fsdp_mesh *away = make(w, 1, &one, NULL, 1), *foreign = make(other, 3, shape, NULL, 1);
     fsdp_mesh_desc d = FSDP_ZERO;
     double x = 0;
     const int before = f.count;
@@ -742,12 +814,17 @@ TEST(mesh, refused) {
     REFUSED(NULL, fsdp_mesh_slice(NULL, far, 1, &out), "NULL");
     REFUSED(NULL, fsdp_mesh_flatten(NULL, "f", &out), "NULL");
     REFUSED(NULL, fsdp_mesh_unflatten(NULL, 1, 3, NULL, &out), "NULL");
-    REFUSED(w, fsdp_all_reduce(w, mesh, &x, 1, FSDP_F64, FSDP_SUM), "1-D");
-    REFUSED(w, fsdp_broadcast(w, mesh, &x, 8, 0), "1-D");
+    REFUSED(w, fsdp_all_reduce(w, away, &x, 1, FSDP_F64, FSDP_SUM), "this rank is in");
+    REFUSED(w, fsdp_broadcast(w, away, &x, 8, 0), "this rank is in");
+    REFUSED(w, fsdp_all_reduce(w, foreign, &x, 1, FSDP_F64, FSDP_SUM), "of this world");
+    REFUSED(w, fsdp_broadcast(w, foreign, &x, 8, 0), "of this world");
+    REFUSED(w, fsdp_broadcast(w, mesh, &x, 8, 12), "0..11");
     CHECK_EQ_INT(f.count, before); /* nothing of it reached the backend */
     CHECK(fsdp_mesh_rank(mesh, 1) == 2 && fsdp_mesh_ranks(NULL, 0, NULL) == -1);
     CALL(NULL, fsdp_shutdown(w));
+    CALL(NULL, fsdp_shutdown(other));
     forget_splits(&f, 1);
+    forget_splits(&g, 1);
 }
 
 TEST(mesh, eight_dims_cannot_be_split) {
@@ -1086,7 +1163,9 @@ typedef struct training {
     fsdp_unit *u[UNITS];
     place place[UNITS];
     const script *s;
-    int rank, step, own_meshes, mode[UNITS];
+    const fsdp_mesh *mesh; /* the model's; NULL: all ranks */
+    int is_part;           /* it is a slice that lacks ranks of its mesh */
+    int rank, step, mode[UNITS];
     int reduces[2];                        /* reduce-scatters and all-reduces due */
     double kept[NUM_PARAMS][NUMEL_MAX];    /* sums over the members that were not reduced */
     double partial[NUM_PARAMS][NUMEL_MAX]; /* that were reduced over the shards */
@@ -1244,18 +1323,23 @@ static void check_full(const training *t) {
     }
 }
 
-/* The norm counts what is replicated once. In a model whose units have meshes of their own, each
-   group of ranks that share a unit holds parameters of its own. */
+/* The norm counts what is replicated once. Each group of ranks that share a unit holds parameters
+   of its own. In a slice of a mesh nobody knows what the other ranks hold. */
 static void check_norm(const training *t) {
     double sum = 0, got;
+    if (t->is_part) {
+        CHECK_STATUS(fsdp_clip_grad_norm(t->m, (double)INFINITY, &got), FSDP_ERR_UNSUPPORTED);
+        W_CHECK(strstr(fsdp_last_error(t->w), "mesh_info"), "\"%s\"", fsdp_last_error(t->w));
+        return;
+    }
     for (int p = 0; p < NUM_PARAMS; p++) {
         const int u = params[p].unit;
         for (int64_t e = 0; e < numel(p) && t->has[u]; e++) {
             const double g = (double)t->grad[p][e];
-            sum += t->own_meshes ? g * g / t->place[u].members : g * g;
+            sum += g * g / t->place[u].members;
         }
     }
-    if (t->own_meshes) CALL(t->w, fsdp_all_reduce(t->w, NULL, &sum, 1, FSDP_F64, FSDP_SUM));
+    CALL(t->w, fsdp_all_reduce(t->w, t->mesh, &sum, 1, FSDP_F64, FSDP_SUM));
     CALL(t->w, fsdp_clip_grad_norm(t->m, (double)INFINITY, &got));
     W_CHECK(fabs(got - sqrt(sum)) <= 1e-9 * got, "norm %.17g, expected %.17g", got, sqrt(sum));
 }
@@ -1298,6 +1382,23 @@ static void start_rows(void *user, const fsdp_param_view *rows) {
         ((float *)rows->data)[k] = first_weight(rows->ordinal, fsdp_view_index(rows, k));
 }
 
+/* What the library says of a unit's ranks is what coordinates say. */
+static void check_info(const training *t, int u) {
+    fsdp_mesh_info info;
+    CALL(t->w, fsdp_unit_mesh_info(t->u[u], &info));
+    CHECK_EQ_INT(info.shard_mesh_size, t->place[u].shards);
+    CHECK_EQ_INT(info.shard_mesh_rank, t->place[u].shard_rank);
+    CHECK_EQ_INT(info.replicate_mesh_size, t->place[u].replicas);
+    CHECK(info.mesh != NULL && (info.shard_comm != NULL) == (info.shard_mesh_size > 1));
+    int32_t ranks[8];
+    const int dim = info.replicate_mesh_dim;
+    const int count = dim < 0 ? 0 : fsdp_mesh_ranks(info.mesh, dim, ranks);
+    if (dim >= 0) CHECK(ranks[info.replicate_mesh_rank] == t->rank);
+    for (int i = 0; i < count; i++)
+        CHECK(position(t->place[u].ranks, t->place[u].members, ranks[i]) >= 0);
+    CHECK_STATUS(fsdp_unit_mesh_info(t->u[u], NULL), FSDP_ERR_INVALID_ARG);
+}
+
 static void train(training *t, const script *s) {
     t->s = s;
     CALL(t->w, fsdp_init_params(t->m, start_rows, NULL));
@@ -1337,6 +1438,7 @@ static void add_unit(training *t, int u, const fsdp_mesh *mesh, const fsdp_mesh_
     ud.mesh = mesh;
     ud.mesh_info = info;
     CALL(t->w, fsdp_fully_shard(t->m, &ud, &t->u[u]));
+    check_info(t, u);
 }
 
 typedef struct job { /* of one test */
@@ -1358,6 +1460,9 @@ static training *train_form(fsdp_world *w, const form *f, const variant *how, co
              t->rank, s->name, how->lanes, how->plain, (int)how->direct_min);
     md.mesh = mesh;
     md.mesh_info = mesh ? NULL : info;
+    t->mesh = mesh ? mesh : info->mesh;
+    for (int d = 0; d < f->ndim; d++)
+        t->is_part |= f->slice && !(f->slice >> d & 1) && f->shape[d] > 1;
     md.direct_min = how->direct_min;
     md.reshard_after_forward = how->raf;
     md.debug = 1;
@@ -1449,7 +1554,6 @@ static void own_rank(int rank, int world, void *arg) {
             CHECK(t != NULL);
             t->w = w;
             t->rank = rank;
-            t->own_meshes = 1;
             md.direct_min = variants[k].direct_min;
             CALL(w, fsdp_model_create(w, &md, &t->m));
             snprintf(w_case, sizeof w_case, "own %d rank %d script %s variant %d", n / NUM_SCRIPTS,

@@ -7,7 +7,9 @@
        FSDP_TRACE=1                                                    prints every call
 
    One process is one rank of a world on the tables of sim.h, inline or with streams, where the race
-   checker looks on. A seed is many models, each for some thousand calls. */
+   checker looks on. A seed is many models, each for some thousand calls.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> /* HUGE_VAL */
 #define FSDP_NO_BACKEND
@@ -870,9 +872,11 @@ static void compare_colls(bed *b) {
                      (unsigned long long)c->count, (unsigned long long)c->nbytes, c->group);
         MODEL_CHECK(b, !strcmp(got, wanted), "collective %d is \"%s\", model \"%s\"", k, got,
                     wanted);
-        if (op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER)
-            MODEL_CHECK(b, op->bytes == (uint64_t)(c->group - 1) * c->count * c->nbytes,
-                        "collective %d: %llu bytes", k, (unsigned long long)op->bytes);
+        const uint64_t bytes = op->kind == FSDP_OP_ALL_REDUCE
+                                   ? sim_all_reduce_bytes(c->count * c->nbytes, c->group)
+                                   : (uint64_t)(c->group - 1) * c->count * c->nbytes;
+        MODEL_CHECK(b, op->bytes == bytes, "collective %d: %llu bytes, model %llu", k,
+                    (unsigned long long)op->bytes, (unsigned long long)bytes);
     }
 }
 

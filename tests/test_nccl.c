@@ -1,5 +1,7 @@
 /* test_nccl.c - the NCCL backend on the stand-ins of tests/stubs: the bits of the host's training,
-   what a step costs, races, registrations, versions, calls in progress, failures of every call. */
+   what a step costs, races, registrations, versions, calls in progress, failures of every call.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "stub.h"
 

@@ -4,7 +4,9 @@
    the store and abort have to. No call blocks for ever, and every rank gets a status that names the
    culprit.
 
-   Ranks are processes, streams are asynchronous, and the host does not read device memory. */
+   Ranks are processes, streams are asynchronous, and the host does not read device memory.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "stubs/stub.h"
 

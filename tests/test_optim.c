@@ -1,5 +1,7 @@
 /* test_optim.c - AdamW and SGD: kernels against PyTorch and against a slow model bit by bit, then
-   optimizers of models on 1 to 4 ranks against the same kernels on whole tensors. */
+   optimizers of models on 1 to 4 ranks against the same kernels on whole tensors.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "golden.h"
 #include <math.h> /* sqrt, pow */

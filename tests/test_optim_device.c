@@ -1,6 +1,8 @@
 /* test_optim_device.c - optimizers and the gradient scaler where the device updates the shards: on
    the simulated device of sim.h, whose memory the host cannot read, bit by bit what the host does,
-   without a race and without a wait. */
+   without a race and without a wait.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp_optim.h"

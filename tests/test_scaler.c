@@ -1,5 +1,7 @@
 /* test_scaler.c - the gradient scaler: PyTorch's rule of growth, found-inf on every rank wherever
-   it was, what is refused, and training with f16 gradients. */
+   it was, what is refused, and training with f16 gradients.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> /* fabs */
 #define FSDP_IMPLEMENTATION

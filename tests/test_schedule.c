@@ -1,5 +1,7 @@
 /* test_schedule.c - which operations the hooks issue, in which order, on which stream, behind which
-   events; on the simulated device of sim.h. Schedules are scripts, see play(). */
+   events; on the simulated device of sim.h. Schedules are scripts, see play().
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_NO_BACKEND
 #define FSDP_IMPLEMENTATION
@@ -233,7 +235,7 @@ static void play(rig *r, const char *script) {
             break;
         case 'u':
             CHECK_OK(fsdp_unshard(u));
-            r->by_user[u->index] = 1;
+            r->by_user[u->desc.index] = 1;
             break;
         case 'w': CHECK_OK(fsdp_wait(u)); break;
         case 's': CHECK_OK(fsdp_reshard(u)); break;
@@ -1012,7 +1014,7 @@ static void random_call(rig *r, uint64_t *seed) {
         switch (call) {
         case 17:
             status = fsdp_unshard(u);
-            r->by_user[u->index] = 1;
+            r->by_user[u->desc.index] = 1;
             break;
         case 18: status = fsdp_reshard(u); break;
         case 19: status = fsdp_wait(u); break;

@@ -1,5 +1,7 @@
 /* test_shard.c - shard math against a model that goes element by element, and whole units gathered
-   and scattered by their segment and block lists in ordinary memory. */
+   and scattered by their segment and block lists in ordinary memory.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <limits.h> /* INT_MAX */
 #define FSDP_MATH_ONLY

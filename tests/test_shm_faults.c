@@ -1,5 +1,7 @@
 /* test_shm_faults.c - ranks of the shm backend that die, stall, differ or never come; no memory;
-   and nothing left behind. What every backend has to do on failure is in conformance.c. */
+   and nothing left behind. What every backend has to do on failure is in conformance.c.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <dirent.h>       /* opendir */
 #include <sys/resource.h> /* setrlimit */

@@ -1,4 +1,6 @@
-/* test_spawn.c - fsdp_spawn: ranks as processes and as threads, how they fail and how they end. */
+/* test_spawn.c - fsdp_spawn: ranks as processes and as threads, how they fail and how they end.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"

@@ -1,6 +1,8 @@
 /* test_store.c - the store where ranks meet (backends/fsdp_store.h): addresses, keys and values,
    ranks that are late, lost, wrong or hostile, verdicts, and the server's core under random input.
-   Bad clients talk to a real server over real sockets; only the fuzzing has none. */
+   Bad clients talk to a real server over real sockets; only the fuzzing has none.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <ifaddrs.h>      /* getifaddrs */
 #include <netdb.h>        /* getnameinfo */

@@ -3,7 +3,9 @@
    freed too early, a call that fails, an object that stays.
 
    gcc -std=c99 -O1 -g -I. -Itests/stubs tests/test_stubs.c tests/stubs/stub_cuda.c \
-       tests/stubs/stub_nccl.c -o test_stubs -pthread -lm */
+       tests/stubs/stub_nccl.c -o test_stubs -pthread -lm
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_STATIC
 #define FSDP_IMPLEMENTATION

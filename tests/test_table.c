@@ -1,5 +1,7 @@
 /* test_table.c - which call is possible when, and what it does: every cell of the transition table,
-   and random calls against a small model of units that knows nothing of the library's own table. */
+   and random calls against a small model of units that knows nothing of the library's own table.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_NO_BACKEND
 #define FSDP_IMPLEMENTATION
@@ -237,11 +239,11 @@ static void bed_compare(const bed *b, const model *m, const char *after) {
         const fsdp_unit *u = b->units[i];
         const unit_model *x = &m->units[i];
         CHECK_MSG((int)fsdp_unit_state(u) == x->state, "after %s: %s is %s, model %s", after,
-                  u->name, state_names[fsdp_unit_state(u)], state_names[x->state]);
+                  u->desc.name, state_names[fsdp_unit_state(u)], state_names[x->state]);
         CHECK_MSG((int)fsdp_unit_storage(u) == x->storage, "after %s: %s is %s, model %s", after,
-                  u->name, storage_names[fsdp_unit_storage(u)], storage_names[x->storage]);
-        CHECK_MSG(u->forwards == x->due, "after %s: %s has %d forwards due, model %d", after,
-                  u->name, u->forwards, x->due);
+                  u->desc.name, storage_names[fsdp_unit_storage(u)], storage_names[x->storage]);
+        CHECK_MSG(u->state.forwards == x->due, "after %s: %s has %d forwards due, model %d", after,
+                  u->desc.name, u->state.forwards, x->due);
     }
     CHECK_MSG(b->gathers == m->gathers && b->reductions == m->reductions,
               "after %s: %lld gathers, %lld reductions, model %lld, %lld", after,
@@ -329,6 +331,9 @@ static fsdp_status do_gather_comm(fsdp_unit *u) {
 static fsdp_status do_scatter_comm(fsdp_unit *u) {
     return fsdp_set_custom_reduce_scatter(u, NULL, NULL);
 }
+static fsdp_status do_reduce_comm(fsdp_unit *u) {
+    return fsdp_set_custom_all_reduce(u, NULL, NULL);
+}
 static fsdp_status do_requires_grad(fsdp_unit *u) { return fsdp_set_requires_grad(u, STILL, 0); }
 
 /* Every public call that the table knows, in every form. */
@@ -372,6 +377,7 @@ static const struct {
     {"set_post_accumulate_hook", FSDP_CALL_SET, do_grad_hook, NULL, 1},
     {"set_custom_all_gather", FSDP_CALL_SET, do_gather_comm, NULL, 1},
     {"set_custom_reduce_scatter", FSDP_CALL_SET, do_scatter_comm, NULL, 1},
+    {"set_custom_all_reduce", FSDP_CALL_SET, do_reduce_comm, NULL, 1},
     {"set_requires_grad", FSDP_CALL_REQUIRES_GRAD, do_requires_grad, NULL, 0},
     {"reset", FSDP_CALL_RESET, NULL, fsdp_model_reset, 0},
 };
@@ -392,7 +398,7 @@ static void call_both(bed *b, model *m, int form, int at) {
     fsdp_status got = forms[form].of_unit ? forms[form].of_unit(b->units[at])
                                           : forms[form].of_model(b->model);
     CHECK_MSG(got == expected, "%s of %s: %s, expected %s (%s)", forms[form].name,
-              b->units[at]->name, fsdp_status_name(got), fsdp_status_name(expected),
+              b->units[at]->desc.name, fsdp_status_name(got), fsdp_status_name(expected),
               fsdp_last_error(b->s.world));
     bed_compare(b, m, forms[form].name);
     if (refuses < 0) return;
@@ -407,7 +413,7 @@ static void call_both(bed *b, model *m, int form, int at) {
              call == FSDP_CALL_SET ? forms[form].name : documented[call].name);
     if (strstr(name, " of all")) *strstr(name, " of all") = 0;
     snprintf(start, sizeof start, "rank %d: %s: unit '%s' is %s and %s, %s backward", b->s.rank,
-             name, b->units[refuses]->name, state_names[u->state], storage_names[u->storage],
+             name, b->units[refuses]->desc.name, state_names[u->state], storage_names[u->storage],
              was.backward ? "inside" : "outside");
     CHECK_MSG(!strncmp(b->s.logged, start, strlen(start)), "\"%s\" does not begin with \"%s\"",
               b->s.logged, start);
@@ -451,19 +457,19 @@ TEST(table, legality_of_every_cell) {
     for (int call = 0; call < FSDP_CALL_COUNT; call++) {
         CHECK_EQ_STR(fsdpi_call_name(call), documented[call].name);
         for (int cell = 0; cell < 16; cell++, cells++) {
-            u->state = (uint8_t)(cell / 4);
+            u->state.training = (uint8_t)(cell / 4);
             b.model->backward = cell / 2 % 2;
-            u->forwards = cell % 2;
+            u->state.forwards = cell % 2;
             const fsdpi_row *row = fsdpi_lookup(u, call);
             char next = documented[call].cells[cell];
             CHECK_MSG((row != NULL) == (next != '.'), "%s in %s, backward %d, due %d",
-                      documented[call].name, state_names[u->state], b.model->backward, u->forwards);
+                      documented[call].name, state_names[u->state.training], b.model->backward, u->state.forwards);
             if (row && next != '=') CHECK_EQ_INT(state_letters[row->next], next);
-            if (row && next == '=') CHECK(row->next == FSDPI_KEEP || row->next == u->state);
+            if (row && next == '=') CHECK(row->next == FSDPI_KEEP || row->next == u->state.training);
         }
     }
-    u->state = 0;
-    b.model->backward = u->forwards = 0;
+    u->state.training = 0;
+    b.model->backward = u->state.forwards = 0;
     bed_close(&b);
     h_message("%d cells", cells);
 }
@@ -653,7 +659,7 @@ static void check_grads(bed *b, const model *m) {
             CHECK_OK(fsdp_param_view_get(b->units[i], k, &v));
             CHECK(v.shard && v.data);
             CHECK_MSG((v.shard_grad != NULL) == m->units[i].has[k],
-                      "%s.%s has %s gradient, model %d", b->units[i]->name, v.name,
+                      "%s.%s has %s gradient, model %d", b->units[i]->desc.name, v.name,
                       v.shard_grad ? "a" : "no", m->units[i].has[k]);
         }
 }

@@ -1,5 +1,7 @@
 /* test_train.c - whole training runs: shards, gradients and every bit of them, whatever the number
-   of ranks, the layout, the worker threads and the order of calls, against tests/oracle.h. */
+   of ranks, the layout, the worker threads and the order of calls, against tests/oracle.h.
+
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"

@@ -1,5 +1,7 @@
 /* world.h - worlds for tests: a desc that is quiet and has a short deadline, ranks as threads or as
-   processes, an allocator that counts and fails on demand. Include it after the implementation. */
+   processes, an allocator that counts and fails on demand. Include it after the implementation.
+
+   SPDX-License-Identifier: MIT */
 #ifndef WORLD_H
 #define WORLD_H
 

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: MIT
 # check.sh - the gates of `make check`, one result line each, several at a time.
 #
 #   tools/check.sh [NAME...]   the gates whose names begin with one of these; none: all
@@ -183,20 +184,76 @@ gate_warnings() { # COMPILER
     done
 }
 
-# Sizes are limits, times are told. The core alone, with the default backend.
+# Sizes are limits, times are told. fsdp.h and core/, with the default backend.
 gate_budget() {
-    local lines text parse empty
+    local f n lines text parse empty
     include fsdp.h >"$work/decl.c" && implement fsdp.h >"$work/core.c" && : >"$work/empty.c"
-    lines=$(wc -l <fsdp.h)
+    lines=$(cat fsdp.h core/*.h | wc -l)
     gcc -std=c99 -O2 -I. -c -o "$work/core.o" "$work/core.c"
     text=$(size -A "$work/core.o" | awk '/^\.text/ {n += $2} END {print n}')
     parse=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/decl.c")
     empty=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/empty.c")
-    echo "note: fsdp.h: $lines lines (5500), $((text / 1024)) KB of .text (150)," \
+    echo "note: fsdp.h and core/: $lines lines (8500), $((text / 1024)) KB of .text (150)," \
         "declarations parsed in $((parse - empty)) ms (40), -O2 build in" \
         "$(milliseconds gcc -std=c99 -O2 -I. -c -o "$work/core.o" "$work/core.c") ms (3000)"
-    [ "$lines" -le 5500 ] || die 'fsdp.h is too long'
+    for f in core/*.h; do
+        n=$(wc -l <"$f")
+        [ "$n" -le 700 ] || die "$f has $n lines: at most 700, then it is two subjects"
+    done
+    [ "$lines" -lt 8500 ] || die 'fsdp.h and core/ are too long'
     [ "$text" -le $((150 * 1024)) ] || die 'too much code'
+}
+
+# What examples and tests include, with the one header in place of fsdp.h and core/.
+single_folder() { # FOLDER
+    rm -rf "$1"
+    mkdir -p "$1/backends"
+    cp single_include/fsdp.h $(existing fsdp_*.h) "$1"
+    cp backends/*.h backends/*.c[cu] "$1/backends"
+}
+# Nothing but single_include/fsdp.h, then fsdp_optim.h beside it, in the ways to use them.
+gate_single() {
+    local dir=$PWD/$work/single alone=$PWD/$work/alone f
+    need python3
+    python3 tools/amalgamate.py | cmp -s - single_include/fsdp.h ||
+        die 'single_include/fsdp.h is not what fsdp.h and its parts are now: make single'
+    rm -rf "$alone" && mkdir -p "$alone"
+    cp single_include/fsdp.h "$alone"
+    pushd "$alone" >/dev/null
+    for f in 'gcc c99' 'clang c17' 'g++ c++11' 'clang++ c++20'; do
+        { include fsdp.h fsdp.h && implement fsdp.h; } | compile $f -O1 -c -o /dev/null
+        implement fsdp.h | compile $f -DFSDP_MATH_ONLY -fsyntax-only
+        implement fsdp.h | compile $f -DFSDP_STATIC -fsyntax-only
+    done
+    { include fsdp.h && echo "$use"; } | compile gcc c99 -c -o use.o # its code is in another unit
+    implement fsdp.h | compile g++ c++11 -c -o impl.o
+    { include fsdp.h && echo 'long long use(void); int main(void) { return use() != 3; }'; } |
+        compile gcc c99 -Wno-missing-prototypes -c -o main.o
+    g++ -o units *.o -pthread -lm && ./units
+    cp "$OLDPWD/examples/01_hello.c" "$OLDPWD/fsdp_optim.h" .
+    gcc -O2 01_hello.c -o hello -pthread -lm && ./hello
+    popd >/dev/null
+    single_folder "$dir"
+    for f in "-DFSDP_BACKEND_GLOO" "-DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO" "-DFSDP_BACKEND_NCCL" \
+        "-DFSDP_BACKEND_SHM -DFSDP_BACKEND_NCCL"; do
+        implement | (cd "$dir" && compile gcc c99 $f -I"$OLDPWD/tests/stubs" -fsyntax-only)
+        implement | (cd "$dir" && compile g++ c++11 $f -I"$OLDPWD/tests/stubs" -fsyntax-only)
+    done
+    g++ -x c++ -std=c++11 -Itests/stubs -fsyntax-only "$dir/backends/fsdp_cuda.cu"
+}
+# The one header comes first where the Makefile's flags look for fsdp.h.
+gate_single_example() { # NAME
+    local dir=$PWD/$work/single.$1 program=$work/single.$1/$1
+    single_folder "$dir"
+    gcc -std=c99 -O2 -I"$dir" -MMD -MF "$program.d" -o "$program" "examples/$1.c" -pthread -lm
+    ! grep -q ' core/' "$program.d" || die "$1 was not compiled with the one header"
+    "$program"
+}
+gate_single_test() { # TEST
+    local dir=$PWD/$work/single.$1
+    single_folder "$dir"
+    run_quick single "$1" CC="gcc -I$dir"
+    ! grep -q ' core/' "$build/single/tests/$1.d" || die "$1 was not compiled with the one header"
 }
 
 gate_text() { # CHECK of tools/check_text.py
@@ -384,7 +441,10 @@ list() {
     all=$(grep -lE '^TEST[A-Z_]*\((l[^o]|[^l])' $(existing tests/test_*.c tests/conformance.c) |
         sed 's|tests/\(.*\)\.c|\1|; /test_harness/d; /find_nccl/d') # with quick tests of C code
     all=$(grep -vxF "$(printf '%s\n' $STUB_TESTS)" <<<"$all")
-    printf 'text.%s\n' toc docs functions columns code
+    printf 'text.%s\n' toc docs functions columns code licence layers extensions
+    echo single
+    existing examples/*.c | sed 's|examples/\(.*\)\.c|single_example.\1|'
+    printf 'single_test.%s\n' $(tests $SINGLE_TESTS)
     echo budget && echo symbols && echo math_only && echo reverse
     printf 'alone.%s\n' "${headers[@]%.h}"
     printf 'last.%s\n' c99 gnu99

@@ -3,9 +3,13 @@
 
   toc        the files of core/: each is listed in fsdp.h's contents, in the order of its includes
   docs       every public function has a comment right above it, with its name and the fields
-  functions  no function of a header is longer than 70 lines
+  functions  no function of fsdp.h and core/ is longer than 50 lines, of another header than 70
   columns    no line is longer than 100 columns (a test: 120), ends in blanks or holds a tab
   code       every C block of the documents compiles; whole programs also run
+  licence    fsdp.h ends with the text of LICENSE; every source file names the licence
+  layers     calls go down: no file of core/ includes anything of the project or names a backend,
+             and only fsdp.h includes files of core/
+  extensions no extension (fsdp_*.h) uses a private name of fsdp.h, core/ or backends/
 
 In a document, ```c is a whole program if it has a main(), else statements, compiled inside a
 function that knows the names in FRAGMENT. ```c file is compiled at file scope, ```c sketch not.
@@ -21,7 +25,10 @@ import tempfile
 HEADERS = ["fsdp.h"] + sorted(glob.glob("fsdp_*.h"))
 PARTS = sorted(glob.glob("core/*.h"))
 DECLARES = HEADERS + ["core/dtype.h", "core/shard_math.h"]
+BACKENDS = sorted(glob.glob("backends/*.h") + glob.glob("backends/*.c[cu]"))
+FOLDERS = ["bench", "cmake", "examples", "tests", "tools"]
 MAX_FUNCTION = 70
+MAX_CORE_FUNCTION = 50
 MAX_COLUMNS = 100
 FIELDS = ["Collective", "Blocks", "Allocates"]
 FRAGMENT = """
@@ -39,9 +46,20 @@ int fragment(fsdp_world *world, fsdp_model *model, fsdp_unit *unit, fsdp_unit **
 """
 
 
-def lines_of(path):
+def read(path):
     with open(path, encoding="utf-8") as f:
-        return f.read().split("\n")
+        return f.read()
+
+
+def lines_of(path):
+    return read(path).split("\n")
+
+
+def code_of(path):
+    """The text without comments."""
+    pattern = r'"(?:\\.|[^"\\\n])*"|/\*.*?\*/|//[^\n]*'
+    keep = lambda m: m.group() if m.group().startswith('"') else " "
+    return re.sub(pattern, keep, read(path), flags=re.S)
 
 
 def check_toc():
@@ -104,18 +122,19 @@ def check_docs():
 
 def check_functions():
     longest = (0, "")
-    for path in HEADERS + PARTS + sorted(glob.glob("backends/*.h") + glob.glob("backends/*.c[cu]")):
+    for path in HEADERS + PARTS + BACKENDS:
+        most = MAX_CORE_FUNCTION if path in PARTS + ["fsdp.h"] else MAX_FUNCTION
         start = None
         for i, line in enumerate(lines_of(path)):
             if re.match(r"[A-Za-z]", line) and not line.startswith(("extern", "namespace")):
                 if not (start is not None and line.endswith("{")):
-                    start = i
+                    start = None if line.endswith(("}", ";")) else i
             if line.startswith("}"):
                 if line == "}" and start is not None:
                     name = f"{path}:{start + 1}"
                     longest = max(longest, (i - start + 1, name))
-                    if i - start + 1 > MAX_FUNCTION:
-                        yield f"{name}: a function of {i - start + 1} lines"
+                    if i - start + 1 > most:
+                        yield f"{name}: a function of {i - start + 1} lines, at most {most}"
                 start = None
     print(f"note: the longest function has {longest[0]} lines ({longest[1]})")
 
@@ -136,8 +155,7 @@ def blocks():
     for path in ["README.md"] + sorted(glob.glob("docs/*.md") + glob.glob("backends/*.md")):
         if not os.path.exists(path):
             continue
-        with open(path, encoding="utf-8") as f:
-            text = f.read()
+        text = read(path)
         for m in re.finditer(r"^```c\b *(\w*)[^\n]*\n(.*?)^```", text, re.M | re.S):
             kind = m.group(1) or ("program" if re.search(r"\bmain\(", m.group(2)) else "fragment")
             yield f"{path}:{text[: m.start()].count(chr(10)) + 2}", kind, m.group(2)
@@ -201,9 +219,52 @@ def check_code():
         yield "fsdp.h: the manual's program was not found"
 
 
+def check_licence():
+    for path in ["fsdp.h", "single_include/fsdp.h"]:
+        if os.path.exists(path) and not read(path).endswith("\n/*\n" + read("LICENSE") + "*/\n"):
+            yield f"{path}: its last comment is not the text of LICENSE"
+    sources = HEADERS + PARTS + BACKENDS + ["Makefile", "CMakeLists.txt", ".ci/run"]
+    for folder in FOLDERS:
+        for where, _, names in os.walk(folder):
+            sources += [os.path.join(where, n) for n in names
+                        if re.search(r"\.(h|c|cc|cu|py|sh|gp|cmake)$", n)]
+    for path in sorted(s for s in sources if os.path.exists(s)):
+        text = read(path)
+        if "SPDX-License-Identifier: MIT" not in text:
+            yield f"{path}: no line SPDX-License-Identifier: MIT in its first comment"
+        for place in re.findall(r"full text at the end of ([\w ./]+)\)", text):
+            if place != ("this file" if path == "fsdp.h" else "fsdp.h"):
+                yield f"{path}: the full text of the licence is not at the end of {place}"
+
+
+def check_layers():
+    names = sorted(set(re.findall(r"\bFSDP_BACKEND_(\w+)", code_of("fsdp.h")) + ["CUDA"]))
+    lower, upper = "|".join(names).lower(), "|".join(names)
+    backend = rf"\b(?:fsdpi?_(?:{lower})_\w+|FSDP_BACKEND_(?:{upper}))\b"
+    for path in PARTS:
+        code = code_of(path)
+        for name in sorted(set(re.findall(backend, code))):
+            yield f"{path}: names a backend: {name}"
+        for name in re.findall(r'#\s*include "([^"]+)"', code):
+            yield f"{path}: includes {name}; only fsdp.h includes files of the project"
+    for path in HEADERS[1:] + BACKENDS + glob.glob("examples/**/*.[ch]*", recursive=True):
+        for name in re.findall(r'#\s*include "((?:\.\./)*core/[^"]+)"', code_of(path)):
+            yield f"{path}: includes {name}: include fsdp.h"
+
+
+def check_extensions():
+    private = re.compile(r"\b(?:fsdpi|FSDPI)_\w+")
+    owner = {}
+    for path in PARTS + BACKENDS + ["fsdp.h"]:
+        for name in private.findall(code_of(path)):
+            owner.setdefault(name, path)
+    for path in HEADERS[1:]:
+        for name in sorted(set(private.findall(code_of(path))) & set(owner)):
+            yield f"{path}: {name} is not its own, {owner[name]} has it: use public functions"
+
+
 def main():
-    problems = list({"toc": check_toc, "docs": check_docs, "functions": check_functions,
-                     "columns": check_columns, "code": check_code}[sys.argv[1]]())
+    problems = list(globals()["check_" + sys.argv[1]]())
     print("\n".join(problems))
     return bool(problems)
 

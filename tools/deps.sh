@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: MIT
 # deps.sh - install what tests, gates and figures use and this machine lacks. It never asks, never
 # fails and never waits long; where it may not install, or has no network, it names what is
 # missing, and the tests that need it are skipped visibly. The library itself needs nothing.
@@ -14,6 +15,7 @@ need clang sh -c 'command -v clang && command -v clang++'
 need python3 command -v python3
 need valgrind command -v valgrind
 need pkg-config command -v pkg-config
+need cmake command -v cmake
 need libopenblas-dev pkg-config --exists openblas
 need gnuplot-nox command -v gnuplot
 need libgloo-dev sh -c 'echo "#include <gloo/transport/tcp/device.h>" | g++ -E -x c++ -'

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: MIT
 # find_nccl.sh - finds the CUDA toolkit and NCCL, and proves both by a program that is compiled,
 # linked and run.
 #
@@ -19,7 +20,7 @@ while [ $# != 0 ]; do
     case $1 in
     -g) need_gpu=yes ;;
     -o) output=${2:?-o needs a file} && shift ;;
-    -h | --help) sed -n '2,/^set /{/^#/s/^# \{0,1\}//p;}' "$0" && exit ;;
+    -h | --help) sed -n '3,/^set /{/^#/s/^# \{0,1\}//p;}' "$0" && exit ;;
     *) echo "usage: ${0##*/} [-g] [-o FILE]; --help tells more" >&2 && exit 2 ;;
     esac
     shift

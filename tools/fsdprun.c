@@ -8,7 +8,9 @@
    The environment of each rank is what torchrun gives: RANK, WORLD_SIZE, LOCAL_RANK,
    LOCAL_WORLD_SIZE, GROUP_RANK, MASTER_ADDR, MASTER_PORT; and FSDP_JOB_ID and FSDP_STORE: where
    ranks meet. The fsdprun of node 0 serves there, so that the death of any rank is told to the
-   others. See usage() for the rest. Linux. */
+   others. See usage() for the rest. Linux.
+
+   SPDX-License-Identifier: MIT */
 #define _GNU_SOURCE
 #define FSDP_IMPLEMENTATION // the store is a part of it
 #define FSDP_STATIC

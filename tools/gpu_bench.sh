@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: MIT
 # gpu_bench.sh - the numbers of `make gpu-bench`: prints them and writes $FSDP_BUILD/bench_gpu.csv.
 #
 #   tools/gpu_bench.sh [--small]    --small: sizes for a trial, whose numbers mean nothing

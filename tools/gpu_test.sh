@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: MIT
 # gpu_test.sh - the tests of `make gpu-test`, one after the other: GoogleTest's lines of what is
 # tested here, between those of the test programs.
 #

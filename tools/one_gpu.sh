@@ -1,4 +1,5 @@
 #!/bin/sh
+# SPDX-License-Identifier: MIT
 # one_gpu.sh - becomes COMMAND as one of several ranks that share the first GPU. NCCL refuses two
 # ranks on one GPU of a host, so each is given a host name of its own: what they exchange goes
 # through host memory and the loopback interface. Right for tests, far too slow for anything else.

@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: MIT
 # run_tests.sh - run test programs and close with one total: "N passed, N failed, N skipped".
 #
 #   tools/run_tests.sh [--filter=PATTERN] PROGRAM... [VARIABLE=VALUE PROGRAM...] [skip:NAME:REASON]

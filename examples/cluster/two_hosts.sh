@@ -1,4 +1,5 @@
 #!/usr/bin/env bash
+# SPDX-License-Identifier: MIT
 # two_hosts.sh - the two hosts of docs/cluster.md, as two network namespaces of this machine with a
 # virtual cable between them, and the five commands that train on both.
 #

@@ -13,7 +13,9 @@
    head, V tokens.
 
    Build: include it; define GPT_USE_BLAS and link OpenBLAS to replace the matrix product; -lm.
-   Written for -O3: inner loops have the shape that compilers vectorise without -ffast-math. */
+   Written for -O3: inner loops have the shape that compilers vectorise without -ffast-math.
+
+   SPDX-License-Identifier: MIT */
 #ifndef GPT_H
 #define GPT_H
 

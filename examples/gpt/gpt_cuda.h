@@ -13,7 +13,9 @@
 
    A kernel is a struct: its members are the arguments, and run() is what one block of threads does.
    Without a GPU (the stand-in headers of tests/stubs) run() is an ordinary function, and a block
-   has one thread. */
+   has one thread.
+
+   SPDX-License-Identifier: MIT */
 #ifndef GPT_CUDA_H
 #define GPT_CUDA_H
 

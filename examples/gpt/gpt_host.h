@@ -7,7 +7,9 @@
    the options of train_gpt.cu, too.
 
    Parameters, batches and text depend on --seed and neither on the number of ranks nor on the
-   program. */
+   program.
+
+   SPDX-License-Identifier: MIT */
 #ifndef GPT_HOST_H
 #define GPT_HOST_H
 

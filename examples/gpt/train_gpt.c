@@ -15,7 +15,9 @@
 
    Parameters, batches and text depend on --seed and not on the number of ranks, so that runs on 1,
    2, 3 or 4 ranks show the same losses, rounding apart.
-   Exit status: 0 done, 1 something failed on the way, 2 the request is impossible. */
+   Exit status: 0 done, 1 something failed on the way, 2 the request is impossible.
+
+   SPDX-License-Identifier: MIT */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE // getopt_long, popen, scandir under -std=c99 too
 #endif

@@ -21,7 +21,9 @@
 
    --plain is the same trainer without the library, on one GPU: parameters, gradients and moments in
    plain memory. The difference in time is what the library costs.
-   Exit status: 0 done, 1 something failed on the way, 2 the request is impossible. */
+   Exit status: 0 done, 1 something failed on the way, 2 the request is impossible.
+
+   SPDX-License-Identifier: MIT */
 #include "examples/gpt/gpt_cuda.h" // gpt_cuda_*
 
 #define FSDP_IMPLEMENTATION

@@ -1,6 +1,8 @@
 /* cublas_v2.h - a stand-in for the header of cuBLAS: the few calls that examples/gpt/train_gpt.cu
    uses, with the same names, values and signatures. stub_cublas.c implements them over the stub
-   CUDA runtime: plain loops on the host, in the order of the handle's stream. */
+   CUDA runtime: plain loops on the host, in the order of the handle's stream.
+
+   SPDX-License-Identifier: MIT */
 #ifndef FSDP_STUB_CUBLAS_V2_H
 #define FSDP_STUB_CUBLAS_V2_H
 #include "cuda_runtime_api.h"

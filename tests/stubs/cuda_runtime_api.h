@@ -1,6 +1,8 @@
 /* cuda_runtime_api.h - a stand-in for the CUDA runtime's header: what fsdp.h and its tests use of
    it, with the same names, values and signatures, on a machine without GPU. stub_cuda.c implements
-   it, stub.h controls it. Device memory is host memory, a kernel is a loop on the host. */
+   it, stub.h controls it. Device memory is host memory, a kernel is a loop on the host.
+
+   SPDX-License-Identifier: MIT */
 #ifndef FSDP_STUB_CUDA_RUNTIME_API_H
 #define FSDP_STUB_CUDA_RUNTIME_API_H
 #include <stddef.h> /* size_t */

@@ -2,7 +2,9 @@
    values and signatures. stub_nccl.c implements it, stub.h controls it.
 
    -DFSDP_STUB_NCCL=22304 makes it the header of 2.23.4: what came later is hidden, so that a build
-   shows whether all uses are guarded. */
+   shows whether all uses are guarded.
+
+   SPDX-License-Identifier: MIT */
 #ifndef FSDP_STUB_NCCL_H
 #define FSDP_STUB_NCCL_H
 #include "cuda_runtime.h"

@@ -8,7 +8,9 @@
        FSDP_STUB_NCCL_VERSION=v  what ncclGetVersion says
        FSDP_STUB_PROTECT=1       as stub_set(STUB_PROTECT, 1)
        FSDP_STUB_CHECKS=1        race checker, synchronous; the first race ends the process
-   Children of fork keep the settings and begin anew with everything else. */
+   Children of fork keep the settings and begin anew with everything else.
+
+   SPDX-License-Identifier: MIT */
 #ifndef FSDP_STUB_H
 #define FSDP_STUB_H
 #include "nccl.h"

@@ -1,4 +1,6 @@
-/* stub_core.h - what stub_nccl.c needs of stub_cuda.c; not for tests */
+/* stub_core.h - what stub_nccl.c needs of stub_cuda.c; not for tests
+
+   SPDX-License-Identifier: MIT */
 #ifndef FSDP_STUB_CORE_H
 #define FSDP_STUB_CORE_H
 #include "stub.h"

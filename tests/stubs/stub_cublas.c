@@ -1,6 +1,8 @@
 /* stub_cublas.c - cublas_v2.h of this folder: products as plain loops in the order of a stream
 
-   What cuBLAS refuses is refused here: shapes, and types that do not go together. Sums are f32. */
+   What cuBLAS refuses is refused here: shapes, and types that do not go together. Sums are f32.
+
+   SPDX-License-Identifier: MIT */
 #include "cublas_v2.h"
 
 #include <stdint.h> /* uint16_t, uint32_t */

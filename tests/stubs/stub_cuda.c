@@ -1,5 +1,7 @@
 /* stub_cuda.c - the CUDA runtime on the host: streams are threads with a queue, device memory is
-   the heap. See stub.h. Not for anything but tests. */
+   the heap. See stub.h. Not for anything but tests.
+
+   SPDX-License-Identifier: MIT */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* the POSIX calls under -std=c99 too */
 #endif

@@ -3,7 +3,9 @@
    library's own (core/dtype.h), in the order of ranks. See stub.h. Not for anything but tests.
 
    Where ranks meet: the id names a file descriptor of the process that made it, which the others
-   open below /proc. Nothing is left behind, however a rank ends. */
+   open below /proc. Nothing is left behind, however a rank ends.
+
+   SPDX-License-Identifier: MIT */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE 1 /* the POSIX calls under -std=c99 too */
 #endif

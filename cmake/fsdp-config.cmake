@@ -1,0 +1,18 @@
+# fsdp-config.cmake - find_package(fsdp [COMPONENTS gloo nccl]) of the installed headers.
+# SPDX-License-Identifier: MIT
+include(CMakeFindDependencyMacro)
+find_dependency(Threads)
+include("${CMAKE_CURRENT_LIST_DIR}/fsdp-targets.cmake")
+include("${CMAKE_CURRENT_LIST_DIR}/fsdp-backends.cmake")
+get_target_property(fsdp_INCLUDE_DIR fsdp::fsdp INTERFACE_INCLUDE_DIRECTORIES)
+foreach(component IN LISTS fsdp_FIND_COMPONENTS)
+    fsdp_add_backend(${component} "${fsdp_INCLUDE_DIR}" fsdp_MISSING)
+    set(fsdp_${component}_FOUND TRUE)
+    if(fsdp_MISSING)
+        set(fsdp_${component}_FOUND FALSE)
+        if(fsdp_FIND_REQUIRED_${component})
+            set(fsdp_FOUND FALSE)
+            set(fsdp_NOT_FOUND_MESSAGE "component ${component}: ${fsdp_MISSING}")
+        endif()
+    endif()
+endforeach()

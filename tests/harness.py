@@ -1,0 +1,59 @@
+# SPDX-License-Identifier: MIT
+"""harness.py - what tests in Python share: they print the lines of harness.h, one test after the
+other, and end with its summary. A test is a function test_NAME that raises when something is wrong
+and raises Skip, with the reason, when this machine cannot run it."""
+import subprocess
+import sys
+import time
+
+
+class Skip(Exception):
+    pass
+
+
+def check(condition, text="a condition does not hold"):
+    if not condition:
+        raise AssertionError(text)
+
+
+def sh(command, **options):
+    """Runs a shell command, which has to succeed; returns what it printed."""
+    r = subprocess.run(command, shell=True, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE,
+                       stderr=subprocess.STDOUT, universal_newlines=True, **options)
+    check(r.returncode == 0, f"$ {command}\n{r.stdout[-4000:]}exit status {r.returncode}")
+    return r.stdout
+
+
+def one(name, test):
+    """Runs a test and prints its lines; returns the word of its result."""
+    print(f"[ RUN      ] {name}", flush=True)
+    start = time.monotonic()
+    try:
+        test()
+        word = "      OK"
+    except Skip as reason:
+        print(f"[  SKIPPED ] {name} ({reason})", flush=True)
+        return " SKIPPED"
+    except Exception as e:  # whatever is wrong, the other tests still run
+        print(f"{type(e).__name__}: {e}")
+        word = " FAILED "
+    print(f"[ {word} ] {name} ({1000 * (time.monotonic() - start):.0f} ms)", flush=True)
+    return word
+
+
+def run(suite, names):
+    """Runs the functions test_* of a program's globals(), by name; ends it with the status."""
+    tests = sorted((n[5:], fn) for n, fn in names.items() if n.startswith("test_"))
+    start = time.monotonic()
+    print(f"[==========] Running {len(tests)} tests.", flush=True)
+    results = [(f"{suite}.{name}", one(f"{suite}.{name}", fn)) for name, fn in tests]
+    took = 1000 * (time.monotonic() - start)
+    print(f"[==========] {len(tests)} tests ran. ({took:.0f} ms total)")
+    print(f"[  PASSED  ] {sum(word == '      OK' for _, word in results)} tests.")
+    for word in (" SKIPPED", " FAILED "):
+        listed = [name for name, w in results if w == word]
+        if listed:
+            print(f"[ {word} ] {len(listed)} test{'s' * (len(listed) > 1)}, listed below:")
+        for name in listed:
+            print(f"[ {word} ] {name}")
+    sys.exit(any(word == " FAILED " for _, word in results))

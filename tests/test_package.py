@@ -1,0 +1,212 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""test_package.py - the library as other projects get it: one header, make install and pkg-config,
+cmake --install and find_package, add_subdirectory, FetchContent. Each test builds a program outside
+of this tree, in a directory of its own, and runs it on one rank and on several."""
+import contextlib
+import functools
+import os
+import re
+import shutil
+import tempfile
+
+from harness import Skip, check, run, sh
+
+ROOT = os.path.dirname(os.path.dirname(os.path.abspath(__file__)))
+CC = os.environ.get("CC") or "cc"
+CXX = os.environ.get("CXX") or "c++"
+# A program of ours must not find this tree, and no variable of this make may reach another one.
+MINE = ("MAKEFLAGS", "MFLAGS", "MAKELEVEL", "DESTDIR", "CPATH", "C_INCLUDE_PATH")
+CLEAN = {k: v for k, v in os.environ.items() if k not in MINE}
+PROJECT = """cmake_minimum_required(VERSION 3.17)
+project(user LANGUAGES %(languages)s)
+%(get)s
+add_executable(hello 01_hello.c)
+target_link_libraries(hello PRIVATE %(target)s)
+"""
+
+
+def needs(*programs):
+    """A test that is skipped where one of these programs is missing."""
+    def decorate(test):
+        @functools.wraps(test)
+        def wrapped():
+            for name in programs:
+                if not shutil.which(name):
+                    raise Skip(f"no {name}")
+            with tempfile.TemporaryDirectory() as folder, inside(folder):
+                shutil.copy(os.path.join(ROOT, "examples/01_hello.c"), folder)
+                test()
+        return wrapped
+    return decorate
+
+
+@contextlib.contextmanager
+def inside(folder):
+    before = os.getcwd()
+    os.chdir(folder)
+    try:
+        yield
+    finally:
+        os.chdir(before)
+
+
+def make(target):
+    sh(f"make -s -C {ROOT} {target} BUILD={os.getcwd()}/make", env=CLEAN)
+
+
+def version():
+    with open(os.path.join(ROOT, "fsdp.h"), encoding="utf-8") as f:
+        return ".".join(re.findall(r"^#define FSDP_VERSION_\w+ (\d+)", f.read(), re.M))
+
+
+def trains(program="./hello", backend=None):
+    """The example learns, on one rank and on four, which see other data."""
+    make("tools/fsdprun")
+    more = {"FSDP_BACKEND": backend} if backend else {}
+    first = []
+    for launcher in ["", f"{ROOT}/tools/fsdprun -n 4 "]:
+        out = sh(launcher + program, env=dict(CLEAN, **more))
+        losses = [float(x) for x in re.findall(r"loss (\S+)", out)]
+        check(len(losses) > 1 and losses[-1] < losses[0] / 2, f"$ {launcher}{program}\n{out}")
+        first.append(losses[0])
+    check(first[0] != first[1], f"four ranks have the loss of one: {first}")
+
+
+def project(get, target="fsdp::fsdp", languages="C", flags=""):
+    """Builds the example as a CMake project."""
+    with open("CMakeLists.txt", "w", encoding="utf-8") as f:
+        f.write(PROJECT % {"get": get, "target": target, "languages": languages})
+    shutil.rmtree("build", ignore_errors=True)
+    sh(f"cmake -S . -B build {flags} && cmake --build build", env=CLEAN)
+
+
+def need_gloo():
+    try:
+        sh(f"echo '#include <gloo/transport/tcp/device.h>' | {CXX} -E -x c++ -")
+    except AssertionError:
+        raise Skip("no libgloo-dev")
+
+
+@needs()
+def test_readme():
+    """Its first commands, which need nothing but what they name."""
+    with open(f"{ROOT}/README.md", encoding="utf-8") as f:
+        commands = re.search(r"^```sh\n(.*?)^```", f.read(), re.M | re.S).group(1)
+    for name in ("single_include", "examples", "fsdp_optim.h"):
+        os.symlink(f"{ROOT}/{name}", name)
+    out = sh(f"set -e\n{commands}", env=CLEAN)
+    check("loss" in out, out)
+
+
+@needs()
+def test_one_header():
+    shutil.copy(f"{ROOT}/single_include/fsdp.h", ".")
+    shutil.copy(f"{ROOT}/fsdp_optim.h", ".")
+    sh(f"{CC} -O2 01_hello.c -o hello -pthread -lm", env=CLEAN)
+    trains()
+
+
+@needs()
+def test_one_header_gloo():
+    need_gloo()
+    shutil.copy(f"{ROOT}/single_include/fsdp.h", ".")
+    shutil.copy(f"{ROOT}/fsdp_optim.h", ".")
+    shutil.copytree(f"{ROOT}/backends", "backends")
+    sh(f"{CXX} -O1 -c backends/fsdp_gloo.cc", env=CLEAN)
+    sh(f"{CC} -O1 -DFSDP_BACKEND_GLOO 01_hello.c fsdp_gloo.o -o hello -lgloo -lstdc++ -pthread -lm",
+       env=CLEAN)
+    trains()
+
+
+@needs("pkg-config")
+def test_make_install():
+    make(f"install PREFIX={os.getcwd()}/prefix")
+    os.rename("prefix", "moved")  # what is installed knows its place
+    pc = f"PKG_CONFIG_PATH={os.getcwd()}/moved/share/pkgconfig pkg-config"
+    check(sh(f"{pc} --modversion fsdp", env=CLEAN).strip() == version(), "the version")
+    sh(f"{CC} -O2 01_hello.c -o hello $({pc} --cflags --libs fsdp)", env=CLEAN)
+    sh("moved/bin/fsdprun -n 2 ./hello", env=CLEAN)
+    trains()
+
+
+@needs()
+def test_uninstall():
+    where = f"DESTDIR={os.getcwd()}/stage PREFIX=/usr"
+    make(f"install {where}")
+    check(os.path.exists("stage/usr/include/fsdp/core/dtype.h"), "nothing below DESTDIR")
+    make(f"uninstall {where}")
+    left = [os.path.join(where, n) for where, _, names in os.walk("stage") for n in names]
+    left += [where for where, _, _ in os.walk("stage") if "fsdp" in where.split("stage", 1)[1]]
+    check(not left, f"left behind: {left}")
+
+
+@needs("cmake")
+def test_cmake_install():
+    sh(f"cmake -S {ROOT} -B fsdp && cmake --build fsdp && cmake --install fsdp --prefix prefix",
+       env=CLEAN)
+    project(f"find_package(fsdp {version()} REQUIRED)", flags="-DCMAKE_PREFIX_PATH=$PWD/prefix")
+    sh("prefix/bin/fsdprun -n 2 build/hello", env=CLEAN)
+    trains("build/hello")
+    make(f"install PREFIX={os.getcwd()}/made")  # by make the same headers are installed
+    sh("diff -r made/include prefix/include && diff made/share/pkgconfig prefix/share/pkgconfig")
+
+
+@needs("cmake")
+def test_cmake_components():
+    need_gloo()
+    sh(f"cmake -S {ROOT} -B fsdp -DFSDP_TOOLS=OFF && cmake --install fsdp --prefix prefix",
+       env=CLEAN)
+    flags = "-DCMAKE_PREFIX_PATH=$PWD/prefix"
+    project("find_package(fsdp REQUIRED COMPONENTS gloo)", "fsdp::gloo", "C CXX", flags)
+    trains("build/hello")
+    trains("build/hello", "gloo")
+    for component, languages, text in (("gloo", "C", "needs C++"), ("nccl", "C", "needs nvcc"),
+                                       ("mpy", "C", "no such backend")):
+        try:
+            project(f"find_package(fsdp REQUIRED COMPONENTS {component})", languages=languages,
+                    flags=flags)
+        except AssertionError as e:
+            check(f"component {component}: " in str(e) and text in str(e), str(e))
+        else:
+            check(False, f"component {component} in {languages}: no failure")
+
+
+@needs("cmake")
+def test_cmake_nccl():
+    """Without a GPU the program tells so; nvcc's optimizers would take most of the time."""
+    try:
+        found = sh(f"{ROOT}/tools/find_nccl.sh")
+    except AssertionError:
+        raise Skip("no CUDA or NCCL: tools/find_nccl.sh says why")
+    if not re.search("^NCCL_LIBS = -lnccl$", found, re.M):
+        raise Skip("NCCL is not where compilers look")
+    nvcc = re.search("^NVCC = (.*)$", found, re.M).group(1)
+    sh(f"cmake -S {ROOT} -B fsdp -DFSDP_TOOLS=OFF && cmake --install fsdp --prefix prefix",
+       env=CLEAN)
+    project("find_package(fsdp REQUIRED COMPONENTS nccl)", "fsdp::nccl", "C CXX CUDA",
+            f"-DCMAKE_PREFIX_PATH=$PWD/prefix -DCMAKE_CUDA_COMPILER={nvcc} "
+            "-DCMAKE_CUDA_ARCHITECTURES=90 -DCMAKE_CUDA_FLAGS='-Xcicc -O0 -Xptxas -O0'")
+    out = sh("build/hello 2>&1 || true", env=CLEAN)
+    check("CUDA" in out or "loss" in out, out)
+
+
+@needs("cmake")
+def test_cmake_subdirectory():
+    os.symlink(ROOT, "fsdp")
+    project("add_subdirectory(fsdp fsdp-build)")
+    trains("build/hello")
+
+
+@needs("cmake")
+def test_cmake_fetch_content():
+    need_gloo()
+    project("include(FetchContent)\nset(FSDP_GLOO ON)\n"
+            f"FetchContent_Declare(fsdp SOURCE_DIR {ROOT})\nFetchContent_MakeAvailable(fsdp)",
+            "fsdp::gloo", "C CXX")
+    trains("build/hello", "gloo")
+    check(not os.path.exists("build/_deps/fsdp-build/fsdprun"), "tools are built for the top only")
+
+
+if __name__ == "__main__":
+    run("package", globals())

@@ -1,0 +1,182 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""test_tools.py - the tools that read sources, on small made-up trees: amalgamate.py writes one
+header that does what the many did, and each check of check_text.py finds what it is there for."""
+import contextlib
+import os
+import subprocess
+import sys
+import tempfile
+
+from harness import check, run, sh
+
+TOOLS = os.path.join(os.path.dirname(os.path.dirname(os.path.abspath(__file__))), "tools")
+SPDX = "SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */\n"
+LICENCE = "Free for all.\n"
+
+
+def part(title, code="", more=""):
+    return f"/* {title}\n\n   A part of fsdp.h, which includes it.{more}\n\n   {SPDX}{code}"
+
+
+GOOD = {
+    "LICENSE": LICENCE,
+    "fsdp.h": "/* fsdp.h - a library\n\n   SPDX-License-Identifier: MIT (full text at the end of "
+              "this file)\n\nCONTENTS\n    What it is made of:\n    core/a.h   the first one\n"
+              "    core/b.h   the other one\n\nWORDS\n    none\n*/\n#ifndef FSDP_H\n#define FSDP_H\n"
+              "int fsdp_all(void);\n#endif\n#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_DONE)\n"
+              "#define FSDP_DONE\n#include \"core/a.h\" // a\n"
+              "#ifndef FSDP_BACKEND_NET\n#define FSDP_BACKEND_SHM 1\n#endif\n"
+              "#ifdef FSDP_BACKEND_SHM\n#include \"backends/fsdp_shm.h\"\n#endif\n"
+              "#ifdef FSDP_BACKEND_NET\n#include \"backends/fsdp_net.h\"\n#endif\n"
+              "#include \"core/b.h\"\n"
+              "int fsdp_all(void) { return fsdpi_a() + fsdpi_b() + fsdpi_move(); }\n#endif\n"
+              f"\n/*\n{LICENCE}*/\n",
+    "core/a.h": part("core/a.h - the first\n   of two", "static int fsdpi_a(void) { return 1; }\n"),
+    "core/b.h": part("core/b.h - the second", "static int fsdpi_b(void) { return 20; }\n",
+                     " See backends/README.md."),
+    "backends/fsdp_base.h": f"/* fsdp_base.h - what backends share: much\n\n   {SPDX}"
+                            "#ifndef FSDP_BASE\n#define FSDP_BASE\n"
+                            "static int fsdpi_base(void) { return 300; }\n#endif\n",
+    "backends/fsdp_shm.h": f"/* fsdp_shm.h - the default\n\n   How it works.\n\n   {SPDX}"
+                           "#include \"../fsdp.h\"\n#include \"fsdp_base.h\"\n"
+                           "static int fsdpi_move(void) { return fsdpi_base(); }\n",
+    "backends/fsdp_net.h": f"/* fsdp_net.h - the other\n\n   {SPDX}"
+                           "#include \"../fsdp.h\"\n#include \"fsdp_base.h\"\n"
+                           "static int fsdpi_move(void) { return 4000 + fsdpi_base(); }\n",
+    "fsdp_more.h": f"/* fsdp_more.h - an extension\n\n   {SPDX}#include \"fsdp.h\"\n"
+                   "static int fsdpi_more_own(void) { return fsdp_all(); } // not fsdpi_a\n",
+    "tests/test_all.c": "/* test_all.c\n\n   SPDX-License-Identifier: MIT */\n",
+}
+
+
+@contextlib.contextmanager
+def tree(**changes):
+    """The good tree with other files, in a directory of its own: names have _ for / and for dots."""
+    files = dict(GOOD)
+    for name in GOOD:
+        key = name.replace("/", "_").replace(".", "_")
+        files[name] = changes.pop(key, files[name])
+    check(not changes, f"no such files: {list(changes)}")
+    with tempfile.TemporaryDirectory() as root:
+        for name, text in files.items():
+            os.makedirs(os.path.join(root, os.path.dirname(name)), exist_ok=True)
+            with open(os.path.join(root, name), "w", encoding="utf-8") as f:
+                f.write(text)
+        yield root
+
+
+def finds(name, wanted, **changes):
+    """The check passes the good tree, and complains about a changed one in these words."""
+    for changed in [{}, changes]:
+        with tree(**changed) as root:
+            r = subprocess.run([sys.executable, os.path.join(TOOLS, "check_text.py"), name],
+                               cwd=root, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                               universal_newlines=True)
+        check((r.returncode == 0) == (not changed), f"{name} {list(changed)}: {r.stdout}")
+        check(not changed or wanted in r.stdout, f"{name}: {r.stdout}instead of: {wanted}")
+
+
+def amalgamate(root, name="single/fsdp.h"):
+    sh(f"{sys.executable} {TOOLS}/amalgamate.py -o {name} {root}", cwd=root)
+    with open(os.path.join(root, name), encoding="utf-8") as f:
+        return f.read()
+
+
+def result(folder, flags=""):
+    """What fsdp_all() returns with this folder's fsdp.h, included before and with its code."""
+    program = os.path.join(folder, "program.c")
+    with open(program, "w", encoding="utf-8") as f:
+        f.write('#include "fsdp.h"\n#define FSDP_IMPLEMENTATION\n#include "fsdp.h"\n'
+                "#include <stdio.h>\nint main(void) { return printf(\"%d\", fsdp_all()) < 0; }\n")
+    sh(f"cc {flags} -o program program.c", cwd=folder)
+    return int(sh("./program", cwd=folder))
+
+
+def test_amalgamate_works():
+    with tree() as root:
+        check(result(root) == 321 and result(root, "-DFSDP_BACKEND_NET") == 4321, "the tree itself")
+        amalgamate(root)
+        single = os.path.join(root, "single")
+        check(os.listdir(single) == ["fsdp.h"], "only one file")
+        check(result(single) == 321, "the one header")
+        os.mkdir(os.path.join(single, "backends"))
+        sh("cp backends/fsdp_net.h backends/fsdp_base.h single/backends", cwd=root)
+        check(result(single, "-DFSDP_BACKEND_NET") == 4321, "another backend beside it")
+
+
+def test_amalgamate_text():
+    with tree() as root:
+        text = amalgamate(root)
+        parts = ["core/a.h", "backends/fsdp_shm.h", "backends/fsdp_base.h", "core/b.h"]
+        places = [text.index(f"/* ==== {name} ====") for name in parts]
+        check(places == sorted(places), "parts in the order of their includes")
+        listed = [line.split()[0] for line in text.split("WORDS")[0].split("\n")
+                  if line.startswith(("    core/", "    backends/"))]
+        check(listed == parts, f"table of contents: {listed}")
+        check("the first one\n" in text and "what backends share\n" in text, "their titles")
+        for once in ("SPDX-", LICENCE, "static int fsdpi_base", "What it is", "How it works."):
+            expected = 0 if once == "What it is" else 1
+            check(text.count(once) == expected, f"{once!r}: {text.count(once)} times")
+        check("A part of" not in text and "See backends/README.md." in text, "the first comments")
+        check(text.endswith(f"/*\n{LICENCE}*/\n"), "the licence at its end")
+        check(amalgamate(root, "again.h") == text, "the same text again")
+
+
+def test_amalgamate_changes():
+    """A part that is new, and one that is gone."""
+    include = GOOD["fsdp.h"].replace("#include \"core/b.h\"\n", "#include \"core/c.h\"\n")
+    with tree(fsdp_h=include) as root:
+        command = [sys.executable, os.path.join(TOOLS, "amalgamate.py"), root]
+        r = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+        check(r.returncode == 1 and b"cannot find core/c.h" in r.stderr, str(r))
+        os.rename(os.path.join(root, "core/b.h"), os.path.join(root, "core/c.h"))
+        text = amalgamate(root)
+        check("== core/c.h ==" in text and "    core/c.h               the second\n" in text, text)
+
+
+def test_licence():
+    finds("licence", "fsdp.h: its last comment", LICENSE="Free for some.\n")
+    finds("licence", "fsdp.h: its last comment", fsdp_h=GOOD["fsdp.h"] + "int x;\n")
+    finds("licence", "tests/test_all.c: no line SPDX", tests_test_all_c="/* test_all.c */\n")
+    finds("licence", "core/a.h: the full text of the licence is not at the end of this file",
+          core_a_h=GOOD["core/a.h"].replace("end of fsdp.h", "end of this file"))
+
+
+def test_layers():
+    code = GOOD["core/a.h"]
+    finds("layers", "core/a.h: names a backend: fsdpi_shm_open",
+          core_a_h=code + "int x = fsdpi_shm_open();\n")
+    finds("layers", "core/a.h: names a backend: fsdp_net_comm_ops",
+          core_a_h=code + "/* why */ int x = fsdp_net_comm_ops();\n")
+    finds("layers", "core/a.h: names a backend: FSDP_BACKEND_SHM",
+          core_a_h=code + "#ifdef FSDP_BACKEND_SHM\n#endif\n")
+    finds("layers", "core/a.h: includes ../backends/fsdp_base.h",
+          core_a_h=code + '#include "../backends/fsdp_base.h"\n')
+    finds("layers", "core/a.h: includes b.h", core_a_h=code + '#include "b.h"\n')
+    finds("layers", "backends/fsdp_net.h: includes ../core/a.h",
+          backends_fsdp_net_h=GOOD["backends/fsdp_net.h"] + '#include "../core/a.h"\n')
+
+
+def test_extensions():
+    finds("extensions", "fsdp_more.h: fsdpi_a is not its own, core/a.h has it",
+          fsdp_more_h=GOOD["fsdp_more.h"] + "int x = fsdpi_a();\n")
+    finds("extensions", "fsdp_more.h: fsdpi_base is not its own, backends/fsdp_base.h has it",
+          fsdp_more_h=GOOD["fsdp_more.h"] + 'char c = "//"[0]; int x = fsdpi_base();\n')
+    finds("extensions", "fsdp_more.h: FSDPI_N is not its own, core/b.h has it",
+          core_b_h=GOOD["core/b.h"] + "#define FSDPI_N 3\n",
+          fsdp_more_h=GOOD["fsdp_more.h"] + "int x[FSDPI_N];\n")
+
+
+def test_functions():
+    def function(lines):
+        return "static int f(void) {\n" + "    g();\n" * (lines - 2) + "}\n"
+    finds("functions", "a function of 51 lines, at most 50",
+          core_a_h=GOOD["core/a.h"] + function(50) + function(51),
+          backends_fsdp_net_h=GOOD["backends/fsdp_net.h"] + function(70))
+    finds("functions", "a function of 71 lines, at most 70",
+          backends_fsdp_net_h=GOOD["backends/fsdp_net.h"] + function(71))
+
+
+if __name__ == "__main__":
+    run("tools", globals())

@@ -1,0 +1,137 @@
+#!/usr/bin/env python3
+# SPDX-License-Identifier: MIT
+"""amalgamate.py - write fsdp.h and all that it includes as one header (make single).
+
+  tools/amalgamate.py [-o FILE] [ROOT]
+
+Each #include "..." becomes the text of that file, once. What belongs to another backend than the
+default one, which fsdp.h itself defines, stays an include: those files go into a folder backends/
+beside the one header. All is taken from fsdp.h; no name of a part stands here.
+"""
+import argparse
+import os
+import re
+import sys
+import textwrap
+
+NOTE = "// Written by tools/amalgamate.py from %s: change those files.\n"
+LONG = 20  # lines behind a part, from which on a heading tells that the file around it goes on
+CONTENTS = """CONTENTS
+    This file is the manual, the declarations and the implementation, in parts of one subject each.
+    A part begins with a line of signs around its name: search for "== core/dtype.h ==". All that a
+    program calls is declared in the first part "fsdp.h, continued", behind core/shard_math.h.
+"""
+END_OF_CONTENTS = """\
+    Further backends are in the folder backends/ of the same version, to be put beside this file.
+    Extensions (fsdp_optim.h) are one file each, beside this file, too.
+"""
+INCLUDED = "A part of fsdp.h, which includes it."
+
+
+class Amalgamation:
+    def __init__(self, root):
+        self.root = root
+        self.parts = ["fsdp.h"]  # in the order of their texts; paths from the root
+        self.titles = {}
+        text = self.read("fsdp.h")
+        self.default = re.search(r"^#define (FSDP_BACKEND_\w+)", text, re.M).group(1)
+        body = self.expand("fsdp.h", text)
+        self.text = NOTE % self.sources() + self.contents(body)
+
+    def read(self, part):
+        with open(os.path.join(self.root, part), encoding="utf-8") as f:
+            return f.read()
+
+    def sources(self):
+        folders = [os.path.dirname(part) + "/" for part in self.parts[1:]]
+        return ", ".join(["fsdp.h"] + list(dict.fromkeys(folders)))
+
+    def expand(self, part, text):
+        """The text with its includes replaced."""
+        out, conditions, mark = [], [], 0
+        for line in text.splitlines(keepends=True):
+            if re.match(r"#\s*if", line):
+                conditions.append(line)
+            elif re.match(r"#\s*endif", line):
+                conditions.pop()
+            include = re.match(r'#\s*include "([^"]+)"', line)
+            if not include or self.is_optional(conditions):
+                out.append(line)
+                continue
+            found = self.find(part, include.group(1))
+            if found not in self.parts:
+                self.parts.append(found)
+                self.close(out, mark, part)
+                out.append(self.with_heading(found))
+                mark = len(out)
+        self.close(out, mark, part)
+        return "".join(out)
+
+    def close(self, out, mark, part):
+        """A heading for what has been added since the mark, the end of another part."""
+        if mark and len(out) - mark >= LONG:
+            out.insert(mark, self.heading(f"{part}, continued") + " */\n")
+
+    def heading(self, name):
+        return f"\n{f'/* ==== {name} ':=<95}"
+
+    def is_optional(self, conditions):
+        """Inside a condition of other backends than the default one?"""
+        names = [set(re.findall(r"\bFSDP_BACKEND_\w+", c)) for c in conditions]
+        return any(n and self.default not in n for n in names)
+
+    def find(self, part, name):
+        for folder in (os.path.dirname(part), ""):
+            path = os.path.normpath(os.path.join(folder, name))
+            if os.path.exists(os.path.join(self.root, path)):
+                return path
+        sys.exit(f"{part}: cannot find {name}, which it includes")
+
+    def with_heading(self, part):
+        """A part's text; of its first comment what one file has to say once is left out."""
+        comment, code = self.read(part).split("*/", 1)
+        paragraphs = re.split(r"\n\s*\n", comment.strip()[2:].strip())
+        title, *rest = [self.without_place(p) for p in paragraphs if "SPDX-" not in p]
+        title = title.split(" - ", 1)[1]
+        self.titles[part] = " ".join(title.split()).split(":")[0]
+        comment = "\n\n   ".join([title] + [p for p in rest if p])
+        code = self.expand(part, code.lstrip("\n"))
+        return f"{self.heading(part)}\n   {comment} */\n\n{code}\n"
+
+    def without_place(self, paragraph):
+        if INCLUDED not in paragraph:
+            return paragraph.strip()
+        text = " ".join(paragraph.replace(INCLUDED, "").split())
+        return textwrap.fill(text, 95).replace("\n", "\n   ")
+
+    def contents(self, body):
+        """The body with a table of contents of one file."""
+        listed = re.search(r"^CONTENTS\n.*?\n(?=\n)", body, re.M | re.S)
+        known = dict(re.findall(r"^    (\S+/\S+\.h) +(.*)$", listed.group(), re.M))
+        table = ""
+        for part in self.parts[1:]:
+            title = known.get(part) or self.titles[part]
+            lines = textwrap.wrap(f"{part:<22} {title}", 95, subsequent_indent=" " * 23)
+            table += "".join(f"    {line}\n" for line in lines)
+        body = body.replace(listed.group(), CONTENTS + table + END_OF_CONTENTS)
+        return re.sub(r"\n{3,}", "\n\n", body)
+
+
+def main():
+    parser = argparse.ArgumentParser(description="Write fsdp.h and all that it includes as one "
+                                     "header. Other backends stay files of their own.")
+    parser.add_argument("-o", metavar="FILE", help="where to write it; else standard output")
+    parser.add_argument("root", nargs="?", default=os.path.join(os.path.dirname(__file__), ".."),
+                        metavar="ROOT", help="the folder of fsdp.h; else the one above this tool")
+    options = parser.parse_args()
+    text = Amalgamation(options.root).text
+    if options.o:
+        os.makedirs(os.path.dirname(options.o) or ".", exist_ok=True)
+        with open(options.o, "w", encoding="utf-8") as f:
+            f.write(text)
+    else:
+        sys.stdout.write(text)
+
+
+if __name__ == "__main__":
+    main()
