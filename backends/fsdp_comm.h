@@ -631,12 +631,13 @@ static fsdp_status fsdpi_comm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
     fsdpi_comm_world *w = c->world;
     fsdpi_chunk chunk = {NULL, size, 0, 0, 0};
-    const char *why = "the allocator refused";
+    const char *why = "";
     *ptr = NULL;
     fsdp_status status = w->transport->take(w, &chunk, &why);
     if (!status && !fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
         w->transport->give(w, &chunk);
         status = FSDP_ERR_OUT_OF_MEMORY;
+        why = "the allocator refused";
     }
     if (!status) {
         *ptr = chunk.base + chunk.part * (size_t)c->boot->rank;

@@ -998,6 +998,7 @@ static fsdp_status fsdpi_gloo_take(fsdpi_comm_world *w, fsdpi_chunk *chunk, cons
         *why = "memory is short";
         return FSDP_ERR_OUT_OF_MEMORY;
     }
+    *why = "the allocator refused";
     chunk->base = (char *)fsdpi_alloc(&w->boot.allocator, size);
     return chunk->base ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
 }

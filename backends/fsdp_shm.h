@@ -204,15 +204,15 @@ static void fsdpi_shm_tell(fsdpi_comm *base, fsdp_status status, const char *sub
     const fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     fsdpi_verdict *verdict = &w->control->verdict;
     uint32_t none = 0;
-    if (!__atomic_compare_exchange_n(&w->control->failed, &none, 1u, 0, __ATOMIC_ACQ_REL,
-                                     __ATOMIC_ACQUIRE))
-        return;
-    verdict->status = (int32_t)status;
-    verdict->rank = base->boot->rank;
-    verdict->lost = -1;
-    fsdpi_copy_name(verdict->subject, sizeof verdict->subject, subject);
-    fsdpi_copy_name(verdict->reason, sizeof verdict->reason, reason);
-    FSDPI_STORE(&w->control->failed, 2u);
+    if (__atomic_compare_exchange_n(&w->control->failed, &none, 1u, 0, __ATOMIC_ACQ_REL,
+                                    __ATOMIC_ACQUIRE)) {
+        verdict->status = (int32_t)status;
+        verdict->rank = base->boot->rank;
+        verdict->lost = -1;
+        fsdpi_copy_name(verdict->subject, sizeof verdict->subject, subject);
+        fsdpi_copy_name(verdict->reason, sizeof verdict->reason, reason);
+        FSDPI_STORE(&w->control->failed, 2u);
+    }
     // Ranks that sleep elsewhere see it at the end of their slice.
     fsdpi_shm_group *group = (fsdpi_shm_group *)(void *)(w->peers + w->control->size);
     fsdpi_futex_wake_all(&group->generation, w->fd >= 0);
@@ -1053,7 +1053,7 @@ static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
     if (status) return status;
     fsdpi_comm_begin(base);
     status = fsdpi_shm_show(base, NULL, NULL);
-    if (is_host && base->size > 1) status = fsdpi_shm_host(c);
+    if (!status && is_host && base->size > 1) status = fsdpi_shm_host(c);
     if (!status) status = fsdpi_shm_wait(c, "come");
     return fsdpi_comm_end(base, status);
 }

@@ -8,7 +8,7 @@
 #include "world.h"
 
 /* 33 and 32 rows over two ranks of tp: they differ in pages. */
-enum { ROWS = 65, COLS = 256, CUT = ROWS * COLS, WHOLE = 257, STEPS = 3, ACTIVATION = 3000 };
+enum { ROWS = 65, COLS = 1024, CUT = ROWS * COLS, WHOLE = 257, STEPS = 3, ACTIVATION = 3000 };
 enum { PARAM_CUT = 0, PARAM_WHOLE = 1 };
 
 typedef struct form {
@@ -18,7 +18,7 @@ typedef struct form {
 #define FORMS(mode, threads)                                                                       \
     {mode "/2x2", threads, 0, 2, 2}, {mode "/2x2/lanes=1", threads, 1, 2, 2},                      \
         {mode "/2x2/lanes=2", threads, 2, 2, 2}, {mode "/1x2", threads, 0, 1, 2}, {                \
-        mode "/2x3/lanes=2", threads, 2, 2, 3                                                      \
+        mode "/1x3/lanes=2", threads, 2, 1, 3                                                      \
     }
 static const form forms[] = {FORMS("processes", 0), FORMS("threads", 1)};
 
