@@ -348,6 +348,7 @@ static fsdp_status fsdpi_collect(fsdp_unit *u) {
     if (!u->rin && !u->rout) u->before = fsdpi_divide_before(u); // what waits has been divided
     if (!status && !u->model->dry)                               // the caller wrote it
         status = fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &u->grad->ready);
+    if (!status) status = fsdpi_marker(u, FSDP_OP_WROTE, FSDP_STREAM_COMPUTE, u->grad);
     int elsewhere = u->rin || fsdpi_must_convert(u, u->all_reduce_hook != NULL) ||
                     (!fsdpi_syncs(u) && (overwrite || dtype != u->reduce_dtype));
     return status || !elsewhere ? status : fsdpi_accumulate(u);

@@ -123,10 +123,10 @@ static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
     return op;
 }
 
-// Checks that collectives on host data share. *comm: NULL when there is nothing to do.
+// Checks that collectives on host data share. *alone: there is nothing to do.
 static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data,
-                                   int64_t count, const char *what, fsdp_comm **comm) {
-    *comm = NULL;
+                                   int64_t count, const char *what, int *alone) {
+    *alone = 1;
     if (!w) return fsdpi_null(NULL, what);
     fsdp_status status = fsdpi_failed(w);
     if (status) return status;
@@ -136,14 +136,20 @@ static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const v
     if (mesh && (mesh->ndim != 1 || mesh->coord[0] < 0))
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: expected a 1-D mesh that this rank is in",
                           what);
-    *comm = mesh ? mesh->gather_comm[0] : w->comm;
+    *alone = !(mesh ? mesh->gather_comm[0] : w->comm);
     return FSDP_OK;
+}
+
+static fsdp_status fsdpi_host_run(fsdp_world *w, const fsdp_mesh *mesh, fsdp_op *op, void *data,
+                                  int64_t count) {
+    op->group_size = mesh ? mesh->shape[0] : w->size;
+    return fsdpi_host_collective(w, mesh ? mesh->gather_comm[0] : w->comm, op, (char *)data, count);
 }
 
 FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, void *data,
                                      int64_t count, fsdp_dtype dtype, fsdp_redop op) {
-    fsdp_comm *comm;
-    fsdp_status status = fsdpi_host_call(world, mesh, data, count, "all_reduce", &comm);
+    int alone;
+    fsdp_status status = fsdpi_host_call(world, mesh, data, count, "all_reduce", &alone);
     if (status) return status;
     if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM ||
         op > FSDP_MIN)
@@ -151,32 +157,32 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
                           "all_reduce: dtype %s and operation %d: expected f32 f64 f16 bf16 i32 or "
                           "i64, and SUM MAX or MIN",
                           fsdp_dtype_name(dtype), op);
-    if (!comm) return FSDP_OK;
+    if (alone) return FSDP_OK;
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_all_reduce", dtype);
     record.redop = (uint8_t)op;
-    return fsdpi_host_collective(world, comm, &record, (char *)data, count);
+    return fsdpi_host_run(world, mesh, &record, data, count);
 }
 
 FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, void *data,
                                     int64_t nbytes, int root) {
-    fsdp_comm *comm;
-    fsdp_status status = fsdpi_host_call(world, mesh, data, nbytes, "broadcast", &comm);
+    int alone;
+    fsdp_status status = fsdpi_host_call(world, mesh, data, nbytes, "broadcast", &alone);
     if (status) return status;
     int size = mesh ? mesh->shape[0] : world->size;
     if (root < 0 || root >= size)
         return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "broadcast: root is %d, expected 0..%d",
                           root, size - 1);
-    if (!comm) return FSDP_OK;
+    if (alone) return FSDP_OK;
     fsdp_op record = fsdpi_host_op(FSDP_OP_BROADCAST, "fsdp_broadcast", FSDP_U8);
     record.root = root;
-    return fsdpi_host_collective(world, comm, &record, (char *)data, nbytes);
+    return fsdpi_host_run(world, mesh, &record, data, nbytes);
 }
 
 FSDP_API fsdp_status fsdp_barrier(fsdp_world *world) {
-    fsdp_comm *comm;
+    int alone;
     int32_t one = 1;
-    fsdp_status status = fsdpi_host_call(world, NULL, &one, 1, "barrier", &comm);
-    if (status || !comm) return status;
+    fsdp_status status = fsdpi_host_call(world, NULL, &one, 1, "barrier", &alone);
+    if (status || alone) return status;
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_barrier", FSDP_I32);
-    return fsdpi_host_collective(world, comm, &record, (char *)&one, 1);
+    return fsdpi_host_run(world, NULL, &record, &one, 1);
 }
