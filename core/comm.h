@@ -16,11 +16,12 @@ static const fsdpi_backend *fsdpi_find_backend(const char *name, int is_spread) 
 
 /* What a rank reads from the others. Of a collective (group_size-1) times its own part; of an
    all_reduce, however a backend does it, what it has to receive at least. */
-static uint64_t fsdpi_coll_bytes(int kind, uint64_t group_size, uint64_t nbytes) {
-    if (kind == FSDP_OP_ALL_REDUCE) return (2 * (group_size - 1) * nbytes + group_size - 1) / group_size;
-    return kind == FSDP_OP_BROADCAST || kind == FSDP_OP_RECV ? nbytes
-           : kind == FSDP_OP_SEND                            ? 0
-                                                             : (group_size - 1) * nbytes;
+static inline uint64_t fsdpi_coll_bytes(int kind, uint64_t group_size, uint64_t nbytes) {
+    if (kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER || kind == FSDP_OP_ALL_TO_ALL)
+        return (group_size - 1) * nbytes;
+    if (kind == FSDP_OP_ALL_REDUCE)
+        return (2 * (group_size - 1) * nbytes + group_size - 1) / group_size;
+    return kind == FSDP_OP_SEND ? 0 : nbytes;
 }
 
 // A function of the user's has failed inside an op: the world cannot go on.

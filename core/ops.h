@@ -12,7 +12,7 @@
 static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, int kind, int label,
                                        int stream) {
     fsdp_op op;
-    memset(&op, 0, sizeof op);
+    memset(&op, 0, offsetof(fsdp_op, wait)); // num_waits of them count
     op.kind = (uint8_t)kind;
     op.label = (uint8_t)label;
     op.stream = (uint8_t)stream;
