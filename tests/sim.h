@@ -559,7 +559,8 @@ SIM_FN fsdp_status sim_comm_run(fsdp_comm *comm, const fsdp_coll *c) {
     uint64_t nbytes = c->count * fsdp_dtype_size(c->dtype) * (uint64_t)(g->size - 1);
     if (s->threads) return FSDP_OK;
     s->colls[c->kind]++;
-    s->coll_bytes[c->kind] += nbytes;
+    s->coll_bytes[c->kind] += fsdpi_coll_bytes(c->kind, (uint64_t)g->size,
+                                               c->count * fsdp_dtype_size(c->dtype));
     sim_work(s, actor, g->free_at, s->latency_ns + sim_cost(nbytes, s->coll_bytes_per_ns));
     g->free_at = s->now[actor];
     if (s->checks) sim_touch_coll(s, actor, g, c);

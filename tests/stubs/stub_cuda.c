@@ -1634,9 +1634,9 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     state *s = begin();
     cudaError_t error;
     cudaStream_t t = usable(s, stream, &error);
-    struct timespec now;
-    clock_gettime(CLOCK_MONOTONIC, &now);
-    event->issued_ms = (double)now.tv_sec * 1e3 + (double)now.tv_nsec * 1e-6;
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    event->issued_ms = (double)at.tv_sec * 1e3 + (double)at.tv_nsec * 1e-6;
     if (t && t->capture) {
         record_captured(t, event);
     } else if (t) {
