@@ -15,14 +15,15 @@ CONTENTS
     implementation is in files of one subject each, here in the order of the list: leaves first.
     core/dtype.h        status codes, element types, conversions, the one reduction loop
     core/shard_math.h   who owns which rows; where everything lies in a slot
+    core/extension.h    the seam for extensions: what they answer, what they may call
     core/backend.h      what a backend and a device are: two tables of functions
     core/sys.h          the operating system's calls, a lock, a hash, a text
     core/objects.h      what a world, a mesh, a model and a unit are made of
     core/error.h        error texts, and the way out for every message
     core/alloc.h        host memory
     core/launch.h       rank, size and job from a launcher's environment
-    core/spawn.h        ranks that a program starts itself
     core/attach.h       extensions: who is asked, who sees, who is told
+    core/spawn.h        ranks that a program starts itself
     core/comm.h         an op record becomes a collective
     core/host.h         the host as a device
     core/timeline.h     when records ran on a device
@@ -45,8 +46,7 @@ CONTENTS
     core/model.h        a model begins and ends
     core/means.h        what extensions do: records, buffers, copies, states
     core/init.h         a world begins and ends; collectives on host data
-    core/extension.h declares the seam for extensions (docs/extensions.md). Backends are in
-    backends/, extensions (fsdp_optim.h) beside this file.
+    Backends are in backends/, extensions (fsdp_optim.h, docs/extensions.md) beside this file.
 
 A PROGRAM
 

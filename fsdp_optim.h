@@ -857,15 +857,15 @@ static fsdp_status fsdpi_optim_setting(fsdp_world *w, const char *what, const ch
     if (!fsdpi_optim_is_nan(given) && given == FSDP_OPTIM_ZERO) *x = 0;
     if (!fsdpi_optim_bad(*x, below)) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                      "%s: desc.%s is %g, expected a finite number >= 0%s, or FSDP_OPTIM_ZERO",
-                      what, field, given, below <= 1 ? " and < 1" : "");
+                     "%s: desc.%s is %g, expected a finite number >= 0%s, or FSDP_OPTIM_ZERO", what,
+                     field, given, below <= 1 ? " and < 1" : "");
 }
 
 static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_groups,
                                       const fsdp_optim_group *groups, double weight_decay) {
     if (num_groups < 0 || num_groups > FSDP_OPTIM_GROUPS)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: desc.num_groups is %d, expected 0..%d",
-                          o->name, num_groups, FSDP_OPTIM_GROUPS);
+                         o->name, num_groups, FSDP_OPTIM_GROUPS);
     o->num_groups = num_groups ? num_groups : 1;
     o->groups[0].lr_scale = 1;
     o->groups[0].weight_decay = weight_decay;
@@ -961,10 +961,9 @@ static fsdp_status fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o
         int wide = fsdpi_optim_wide(to);
         size_t size = fsdpi_optim_size(wide);
         for (int k = 0; k < o->num_states && from && to->numel > 0 && !status; k++)
-            status = fsdpi_optim_copy(o->model, o->memory,
-                                      o->states[k][wide] + (size_t)to->state * size,
-                                       old->states[k][wide] + (size_t)from->state * size,
-                                       (size_t)to->numel * size);
+            status = fsdpi_optim_copy(
+                o->model, o->memory, o->states[k][wide] + (size_t)to->state * size,
+                old->states[k][wide] + (size_t)from->state * size, (size_t)to->numel * size);
     }
     return status;
 }
@@ -1051,8 +1050,8 @@ static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings
     if (status) return status;
     int64_t before = fsdpi_optim_host_bytes(m), head = (size + 63) / 64 * 64;
     snprintf(text, sizeof text, "%s: no memory for a table of %d parameters", settings->name, most);
-    status = fsdp_alloc(m, FSDP_MEMORY_HOST,
-                        head + 2 * most * (int64_t)sizeof(fsdpi_optim_param), text, &room);
+    status = fsdp_alloc(m, FSDP_MEMORY_HOST, head + 2 * most * (int64_t)sizeof(fsdpi_optim_param),
+                        text, &room);
     if (status) return status;
     fsdpi_optim *o = (fsdpi_optim *)room;
     *o = *settings;
@@ -1113,7 +1112,7 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
     if (status) return status;
     if (fsdpi_optim_bad(lr, HUGE_VAL))
         return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
-                          "%s: lr is %g, expected a finite number >= 0", what, lr);
+                         "%s: lr is %g, expected a finite number >= 0", what, lr);
     status = fsdp_params_writable(o->model); // a gather under way may still read the shards
     if (!status) status = fsdpi_optim_follow(o, what);
     if (status) return status;
@@ -1208,7 +1207,8 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     if (!status)
         status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
     if (!status)
-        status = fsdpi_optim_create(model, &settings.base, (int64_t)sizeof settings, d.group, d.user, &base);
+        status = fsdpi_optim_create(model, &settings.base, (int64_t)sizeof settings, d.group,
+                                    d.user, &base);
     if (status) return status;
     *opt = (fsdp_adamw *)(void *)base;
     (*opt)->hyper.beta1 = d.beta1;
@@ -1264,13 +1264,14 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
         status = fsdpi_optim_setting(w, name, "weight_decay", &d.weight_decay, 0, HUGE_VAL);
     if (!status && d.nesterov && !(d.momentum > 0 && d.dampening == 0))
         status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                            "%s: desc.nesterov needs momentum > 0 and dampening 0, got %g and %g",
-                            name, d.momentum, d.dampening);
+                           "%s: desc.nesterov needs momentum > 0 and dampening 0, got %g and %g",
+                           name, d.momentum, d.dampening);
     if (!status)
         status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
     settings.base.num_states = d.momentum > 0;
     if (!status)
-        status = fsdpi_optim_create(model, &settings.base, (int64_t)sizeof settings, d.group, d.user, &base);
+        status = fsdpi_optim_create(model, &settings.base, (int64_t)sizeof settings, d.group,
+                                    d.user, &base);
     if (status) return status;
     *opt = (fsdp_sgd *)(void *)base;
     (*opt)->hyper.momentum = d.momentum;
@@ -1339,7 +1340,7 @@ static fsdp_status fsdpi_scaler_check(fsdp_world *w, const char *what,
         field = "growth_tracker", given = s->growth_tracker, expected = "0 .. growth_interval-1";
     if (!field) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: %s is %g, expected %s", what, field, given,
-                      expected);
+                     expected);
 }
 
 enum { FSDPI_VERDICT = 8 }; // bytes
@@ -1462,7 +1463,7 @@ FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
                              "%s: unit '%s' is not idle: call fsdp_finalize_backward first", name,
                              v.unit_name);
     if (!scaler->verdict) status = fsdp_wait_stream(m, -1); // reductions write the gradients
-    int32_t seen[2] = {0, 0}; // not finite; any
+    int32_t seen[2] = {0, 0};                               // not finite; any
     fsdp_update u;
     memset(&v, 0, sizeof v);
     memset(&u, 0, sizeof u);
@@ -1482,9 +1483,9 @@ FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
     if (status) return status;
     if (!seen[1])
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                          "%s: no parameter has a gradient: call it after fsdp_finalize_backward "
-                          "and before fsdp_zero_grad",
-                          name);
+                         "%s: no parameter has a gradient: call it after fsdp_finalize_backward "
+                         "and before fsdp_zero_grad",
+                         name);
     scaler->found = seen[0];
     return FSDP_OK;
 }
@@ -1498,9 +1499,9 @@ FSDP_API fsdp_status fsdp_grad_scaler_update(fsdp_grad_scaler *scaler) {
     if (status) return status;
     if (scaler->found < 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                          "%s: the gradients of this step were not looked at: call "
-                          "fsdp_grad_scaler_unscale first",
-                          name);
+                         "%s: the gradients of this step were not looked at: call "
+                         "fsdp_grad_scaler_unscale first",
+                         name);
     if (scaler->found) {
         s->scale = fsdpi_rescaled(s->scale, s->backoff_factor);
         s->growth_tracker = 0;

@@ -44,21 +44,22 @@ typedef struct fsdp_extension {
     // A record has run: nanoseconds on the world's clock. Inline at once; with lanes in the worker
     // thread that ran it; on devices with streams in a later call, from events with times. Must
     // not call functions that take the world, the model or a unit.
-    void (*ran)(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin_ns, int64_t end_ns);
+    void (*ran)(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin_ns,
+                int64_t end_ns);
     // The model has been laid out, for the first time or anew: shards and gradients are elsewhere.
     void (*relayout)(void *user, fsdp_model *model);
     // Item `index`, 0, 1, ...; a name that stays NULL: there is none. item NULL: items have been
     // written, take them up. A failure is the result of fsdp_next_state, fsdp_state_written.
     fsdp_status (*state)(void *user, fsdp_model *model, int index, fsdp_state_item *item);
-    void (*destroy)(void *user); // at the model's end or by fsdp_detach; last attached, first called
+    void (*destroy)(void *user); // at the model's end or by fsdp_detach; the last attached first
     uint64_t end_canary;
 } fsdp_extension;
 
 /* fsdp_attach - add an extension to a model
    extension   copied
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, UNSUPPORTED (`ran` on a device that cannot tell
-               times); INVALID_STATE (a unit is not idle; not asked of one that has neither call, op,
-               buffer nor ran). After a failure it is not attached, and destroy is not called
+               times); INVALID_STATE (a unit is not idle; not asked of one that has neither call,
+               op, buffer nor ran). After a failure it is not attached, and destroy not called
    Collective  no      Blocks with `ran`: for operations under way      Allocates yes */
 FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension);
 
@@ -201,8 +202,8 @@ FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model);
    memory      out: FSDP_MEMORY_HOST: by the host (`call` of an UPDATE record);
                FSDP_MEMORY_DEVICE: by the device table, in the order of the record's stream
    what        who asks, for the text
-   Result      FSDP_OK; UNSUPPORTED (the device has no function for updates, and the host cannot read
-               its memory: needs cpu_offload), what commit returns
+   Result      FSDP_OK; UNSUPPORTED (the device has no function for updates, and the host cannot
+               read its memory: needs cpu_offload), what commit returns
    Collective  as fsdp_model_commit at the first use, then no      Blocks no
    Allocates as commit */
 FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int *memory);
@@ -225,8 +226,8 @@ FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes
 FSDP_API fsdp_status fsdp_fail(fsdp_world *world, fsdp_status status, const char *format, ...)
     FSDP_PRINTF(3, 4);
 
-/* fsdp_desc_read - copy a caller's desc to a zeroed struct of `size` bytes of this header; src NULL:
-   zeros. The first fields of a desc are uint32_t size, start_canary, the last is uint64_t end_canary
+/* fsdp_desc_read - copy a caller's desc to a zeroed struct of `size` bytes of this header; src
+   NULL: zeros. A desc begins with uint32_t size, start_canary and ends with uint64_t end_canary
    Result      FSDP_OK; INVALID_ARG (size or canaries, named by `what`)
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *src, size_t size,

@@ -22,12 +22,13 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read who is told
     if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
     if (status)
-        return fsdpi_fail_stuck(w, fsdpi_fail(w, status, "attach: device %s cannot tell when '%s' "
-                                              "has to know: %s", w->device_ops->name, e.name,
+        return fsdpi_fail_stuck(w, fsdpi_fail(w, status,
+                                              "attach: device %s cannot tell when '%s' "
+                                              "has to know: %s",
+                                              w->device_ops->name, e.name,
                                               fsdpi_device_text(w, status)));
     fsdpi_attached *a = (fsdpi_attached *)fsdpi_model_alloc(model, sizeof *a), **last;
-    if (!a)
-        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
+    if (!a) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
     a->e = e;
     for (last = &model->attached; *last;) last = &(*last)->next;
     *last = a;
@@ -52,7 +53,8 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         fsdpi_detach(model, at);
         return FSDP_OK;
     }
-    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "detach: '%s' is not attached to this model", e.name);
+    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "detach: '%s' is not attached to this model",
+                      e.name);
 }
 
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {

@@ -119,8 +119,8 @@ static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size,
                                        const char *name, fsdp_comm **out) {
     fsdp_world *w = mesh->world;
     fsdpi_subgroup *sub = w->subgroups;
-    while (sub && !(sub->mesh == mesh && sub->dim == dim && sub->size == size &&
-                    sub->stream == stream))
+    while (sub &&
+           !(sub->mesh == mesh && sub->dim == dim && sub->size == size && sub->stream == stream))
         sub = sub->next;
     *out = sub ? sub->comm : NULL;
     if (sub) return FSDP_OK;

@@ -275,7 +275,7 @@ struct fsdp_model {
     fsdp_block full_block;
     void *undefined; // what getters give in a failed world
     size_t undefined_bytes;
-    fsdp_block *norm_blocks; // [num_params] of the norm, [num_params] of what clip scales
+    fsdp_block *norm_blocks;  // [num_params] of the norm, [num_params] of what clip scales
     fsdpi_attached *attached; // extensions, in the order in which they are asked
     uint8_t watch;            // FSDPI_CALLS, ...: what any of them listens to
     fsdpi_names labels, pools;

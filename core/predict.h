@@ -199,8 +199,8 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
     fsdpi_say(&t, "  memory:");
     for (int pool = 0; pool < FSDP_POOL_MAX; pool++)
         if (mem.pool_bytes[pool])
-            fsdpi_say(&t, " %s %lld in %d,", fsdp_model_pool_name(model, pool), (long long)mem.pool_bytes[pool],
-                      mem.pool_slots[pool]);
+            fsdpi_say(&t, " %s %lld in %d,", fsdp_model_pool_name(model, pool),
+                      (long long)mem.pool_bytes[pool], mem.pool_slots[pool]);
     fsdpi_say(&t, " total %lld bytes\n", (long long)mem.total_bytes);
     return t.used;
 }

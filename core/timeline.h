@@ -8,7 +8,7 @@
 // no extension has `ran`. A device tells times as distances between events: of a base, at which the
 // host has looked at the world's clock.
 
-#define FSDPI_TIMES_MAX  256                 // records that wait to be told
+#define FSDPI_TIMES_MAX  256                   // records that wait to be told
 #define FSDPI_TIMES_BASE ((int64_t)8000000000) // distances lose digits: then a new base
 
 typedef struct fsdpi_timed {

