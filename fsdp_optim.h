@@ -1119,7 +1119,7 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
     fsdpi_optim_run run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
     for (int i = 0; i < o->num_params && !status; i++) {
         fsdpi_optim_param *p = &o->params[i];
-        fsdp_param_view v;
+        fsdp_param_view v = FSDP_ZERO;
         status = fsdp_param_view_get(p->unit, p->index, &v);
         if (status || !v.shard_grad) continue;
         p->step++;
