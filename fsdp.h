@@ -15,6 +15,7 @@ CONTENTS
     implementation is in files of one subject each, here in the order of the list: leaves first.
     core/dtype.h        status codes, element types, conversions, the one reduction loop
     core/shard_math.h   who owns which rows; where everything lies in a slot
+    core/extension.h    the seam for extensions: what they answer, what they may call
     core/backend.h      what a backend and a device are: two tables of functions
     core/sys.h          the operating system's calls, a lock, a hash, a text
     core/route.h        how a unit gathers and reduces: facts in, a route out
@@ -23,9 +24,11 @@ CONTENTS
     core/alloc.h        host memory
     core/env.h          the one reader of environment variables
     core/launch.h       rank, size and job from a launcher's environment
+    core/attach.h       extensions: who is asked, who sees, who is told
     core/spawn.h        ranks that a program starts itself
     core/comm.h         an op record becomes a collective
     core/host.h         the host as a device
+    core/timeline.h     when records ran on a device
     core/lanes.h        how records run: at once, in worker threads, on a device's streams
     core/mesh.h         ranks arranged in N dims, and their groups
     core/world.h        rank, size, environment, opened tables
@@ -45,8 +48,9 @@ CONTENTS
     core/predict.h      memory: what is allocated, what will be
     core/options.h      setters
     core/model.h        a model begins and ends
+    core/means.h        what extensions do: records, buffers, copies, states
     core/init.h         a world begins and ends; collectives on host data
-    Backends are in backends/, extensions (fsdp_optim.h) beside this file.
+    Backends are in backends/, extensions (fsdp_optim.h, docs/extensions.md) beside this file.
 
 A PROGRAM
 
@@ -952,7 +956,11 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
     X(RECV, "recv")                                                                               \
     X(USE, "use")                     /* marker: the caller's stream waits for src */             \
     X(CALL, "call")                   /* a function of the user, in the stream's order */         \
-    X(HOOK, "hook")                   /* marker: a public call begins; count is FSDP_CALL_* */
+    X(UPDATE, "update")               /* list: one fsdp_update, by `call` or by the device */     \
+    X(HOOK, "hook")                   /* marker: a public call begins; count is FSDP_CALL_* */    \
+    X(ACQUIRE, "acquire")             /* marker: the unit holds dst from here on */               \
+    X(RELEASE, "release")             /* marker: `stream` has used src for the last time */       \
+    X(WROTE, "wrote")                 /* marker: the caller has written dst */
 
 enum {
 #define FSDP_X(name, text) FSDP_OP_##name,
@@ -983,7 +991,8 @@ enum {
     X(MOVE, "move")           /* to a new layout, after fsdp_set_requires_grad */                 \
     X(CLIP, "clip")                                                                               \
     X(FULL, "full")           /* gather to one tensor */                                          \
-    X(WORLD, "world")         /* fsdp_all_reduce, fsdp_broadcast, fsdp_barrier */
+    X(WORLD, "world")         /* fsdp_all_reduce, fsdp_broadcast, fsdp_barrier */                 \
+    X(TRANSFER, "transfer")   /* between host and device, and done on return */
 
 enum {
 #define FSDP_X(name, text) FSDP_LABEL_##name,
@@ -997,6 +1006,7 @@ enum {
     FSDP_STREAM_GATHER,
     FSDP_STREAM_REDUCE,
     FSDP_STREAM_ALLREDUCE,
+    FSDP_STREAM_EXTENSION, // of extensions; begins with its first record
     FSDP_STREAM_COUNT
 };
 
@@ -1007,6 +1017,8 @@ typedef struct fsdp_event {
     int32_t stream; // FSDP_STREAM_*
 } fsdp_event;
 
+// Markers, HOOK and those behind it, say what happens: they wait for nothing and do nothing. They
+// are made only where an extension sees records.
 typedef struct fsdp_op {
     uint64_t seq;             // of this rank's model; the same on all ranks
     uint64_t bytes;           // to be received from other ranks (of all_reduce 2 (R-1)/R of the
@@ -1015,40 +1027,33 @@ typedef struct fsdp_op {
     uint8_t kind, label, stream, state; // FSDP_OP_*, FSDP_LABEL_*, FSDP_STREAM_*, training state
     uint8_t dtype, out_dtype, accumulate, in_place;
     uint8_t redop, fill;      // ALL_REDUCE: FSDP_SUM, ...; ZERO: the byte that is written
+    uint8_t timed, pool;      // timed: somebody is told when it ran; pool: of slot
     int32_t root;             // BROADCAST; CALL: index of the parameter, or -1
     int32_t group_size;       // collectives: ranks that take part
+    uint16_t comm_number;     // of comm, in the order of making: 1 the world's; 0: none
+    uint8_t num_waits, reserved; // of wait
     double scale;             // multiplies the (summed) input, in the arithmetic's type; 1: none
     double norm_type;         // NORM, and clip: p; INFINITY: the maximum
     const double *clip;       // COPY, or NULL: what NORM has found, in the device's memory. `scale`
                               // is a largest norm then: times scale/(norm + 1e-6) if < 1, or NaN
     uint32_t list_count;
+    int32_t slot;             // ACQUIRE, RELEASE, WROTE: number of the buffer, of FSDP_POOL_* pool
+    fsdp_model *model;        // NULL: of the world: a collective on host data, a transfer
     const fsdp_unit *unit;    // NULL: of the model
     const char *what;         // the unit's name, or the call's
     uint64_t what_hash, step; // of the unit's desc, and the finalizes so far: ranks must agree
     fsdp_comm *comm;          // collectives: where
     fsdp_buf *src, *dst;      // whose events it waits for and sets; NULL: none
-    const void *list;         // fsdp_block[] (COPY, NORM) or fsdp_seg[] (collectives), prebuilt
+    const void *list;         // fsdp_block[] (COPY, NORM) or fsdp_seg[] (collectives), prebuilt;
+                              // UPDATE: a fsdp_update
     const void *src_ptr;      // fixed at issue: a slot may change hands before a worker runs the op
     void *dst_ptr;
-    fsdp_status (*call)(const struct fsdp_op *op, void *stream); // CALL
-    fsdp_event wait[2];       // derived by emit; all zero: nothing to wait for
+    fsdp_status (*call)(const struct fsdp_op *op, void *stream); // CALL; UPDATE by the host
+    fsdp_event wait[2];       // num_waits of them, derived by emit
 } fsdp_op;
 
-// The seam for extensions. hook is asked before the table by the calls of a step, from pre_forward
-// to finalize_backward (non-zero: it has done the call's work itself); op sees each record before
-// it runs (non-zero: do not run it), and a HOOK marker before the records of every public call.
-typedef struct fsdp_driver {
-    int (*hook)(void *user, fsdp_model *model, fsdp_unit *unit, int call);
-    int (*op)(void *user, fsdp_model *model, const fsdp_op *op);
-    void *user;
-} fsdp_driver;
-
-/* fsdp_set_driver - install an observer; NULL removes it. The struct is copied
-   Result      FSDP_OK; INVALID_STATE (a unit is not idle)
-   Collective  no      Blocks no      Allocates no */
-FSDP_API fsdp_status fsdp_set_driver(fsdp_model *model, const fsdp_driver *driver);
-
-/* fsdp_op_name, fsdp_label_name - "reduce_scatter", "copy_in"; "?" out of range
+/* fsdp_op_name, fsdp_label_name - "reduce_scatter", "copy_in"; "?" out of range; of a label that an
+   extension has registered "extension": fsdp_op_label knows its name
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API const char *fsdp_op_name(int kind);
 FSDP_API const char *fsdp_label_name(int label);
@@ -1072,7 +1077,8 @@ FSDP_API const char *fsdp_label_name(int label);
     X(CLIP, "clip_grad_norm")                                                                     \
     X(REQUIRES_GRAD, "set_requires_grad")                                                         \
     X(SET, "set_...")                                                                             \
-    X(RESET, "model_reset")
+    X(RESET, "model_reset")                                                                       \
+    X(EXTENSION, "extension")         /* an extension's own: always possible */
 
 enum {
 #define FSDP_X(name, text) FSDP_CALL_##name,
@@ -1101,11 +1107,12 @@ enum {
     FSDP_POOL_COUNT
 };
 
+enum { FSDP_POOL_MAX = FSDP_POOL_COUNT + 8 }; // with those of extensions (fsdp_pool_register)
+
 // Bytes of device memory by pool. Pools only grow, so current is also the peak.
 typedef struct fsdp_memory {
-    int64_t pool_bytes[FSDP_POOL_COUNT];
-    int32_t pool_slots[FSDP_POOL_COUNT];
-    int32_t reserved;
+    int64_t pool_bytes[FSDP_POOL_MAX];
+    int32_t pool_slots[FSDP_POOL_MAX];
     int64_t total_bytes;     // of all pools
     int64_t host_bytes;      // tables of the library for this model
     int64_t unsharded_bytes; // parameters and gradients of the whole model, for comparison
@@ -1135,7 +1142,8 @@ FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out);
    Collective  no      Blocks no      Allocates no */
 FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap);
 
-/* fsdp_pool_name - "gathered parameters"; "?" out of range
+/* fsdp_pool_name - "gathered parameters"; "?" out of range; of a pool that an extension has
+   registered "extension": fsdp_model_pool_name knows its name
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API const char *fsdp_pool_name(int pool);
 
@@ -1149,6 +1157,10 @@ typedef struct fsdp_counters {
    Result      FSDP_OK; INVALID_ARG
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters *out);
+
+/* -------------------------------------------------------------------------------------------- */
+/* The seam for extensions: fsdp_extension, and the functions that they call.                     */
+#include "core/extension.h"
 
 /* -------------------------------------------------------------------------------------------- */
 /* What a backend and a device are made of: fsdp_boot, fsdp_coll, fsdp_comm_ops, fsdp_device_ops. */
@@ -1185,6 +1197,7 @@ extern "C" {
 #include "core/alloc.h"
 #include "core/env.h"
 #include "core/launch.h"
+#include "core/attach.h"
 
 // Backends, and the devices whose memory their collectives work on.
 #if !defined(FSDP_BACKEND_SHM) && !defined(FSDP_BACKEND_GLOO) && !defined(FSDP_BACKEND_NCCL) &&    \
@@ -1219,6 +1232,7 @@ static const fsdpi_backend fsdpi_backends[] = {
 #include "core/spawn.h"
 #include "core/comm.h"
 #include "core/host.h"
+#include "core/timeline.h"
 #include "core/lanes.h"
 #include "core/mesh.h"
 #include "core/world.h"
@@ -1238,6 +1252,7 @@ static const fsdpi_backend fsdpi_backends[] = {
 #include "core/predict.h"
 #include "core/options.h"
 #include "core/model.h"
+#include "core/means.h"
 #include "core/init.h"
 
 #ifdef __cplusplus

@@ -336,6 +336,7 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
 #define FSDP_OPTIM_IMPLEMENTED
 
 #include <math.h>   // pow, sqrt, sqrtf, HUGE_VAL
+#include <stdio.h>  // snprintf
 #include <string.h> // memcpy, memset
 
 #ifdef __cplusplus
@@ -655,11 +656,11 @@ static uint32_t fsdpi_unscale(fsdp_dtype dtype, void *x, int64_t count, float fa
 
 /* -------------------------------------------------------------------------------------------- */
 // >>update
-// Owns: where updates run, and their memory there. Invariant: a record says all that one of them
-// needs, so that the loops above and a device do the same. Still between the pragmas.
+// Owns: updates as records. Invariant: a record says all that one of them needs, so that the loops
+// above and a device do the same. Still between the pragmas.
 
 // One update by the loops. The scalars of a record are those of the kernels, in their order.
-static void fsdpi_host_update(const fsdp_update *u) {
+static void fsdpi_optim_host_update(const fsdp_update *u) {
     fsdpi_adamw_scalars adamw;
     fsdpi_sgd_scalars sgd;
     if (u->kind == FSDP_UPDATE_ADAMW) {
@@ -674,46 +675,48 @@ static void fsdpi_host_update(const fsdp_update *u) {
     }
 }
 
-// Does the device do them, in the order of COMPUTE? Where the host cannot read the shards, or would
-// have to wait for the device's streams. Offloaded shards are the host's.
-static int fsdpi_update_native(const fsdp_model *m) {
-    const fsdp_world *w = m->world;
-    return !m->desc.cpu_offload && w->device_ops->update &&
-           (!fsdpi_is_host(w) || w->mode == FSDPI_NATIVE);
+static fsdp_status fsdpi_optim_call(const fsdp_op *op, void *stream) {
+    (void)stream;
+    fsdpi_optim_host_update((const fsdp_update *)op->list);
+    return FSDP_OK;
 }
 
-static fsdp_status fsdpi_update(fsdp_model *m, const fsdp_update *u) {
-    fsdp_world *w = m->world;
-    if (!fsdpi_update_native(m)) {
-        fsdpi_host_update(u);
-        return FSDP_OK;
-    }
-    fsdp_status status = w->device_ops->update(w->device, w->streams[FSDP_STREAM_COMPUTE], u);
-    return status ? fsdpi_device_fail(w, status, "an update on") : FSDP_OK;
+// The record of an update: by the device, in the order of COMPUTE, or by the loops.
+static fsdp_status fsdpi_optim_emit(fsdp_model *m, int memory, const char *what,
+                                    const fsdp_update *u) {
+    int param = u->param != NULL;
+    fsdp_op op;
+    fsdp_op_init(&op, m, NULL, FSDP_OP_UPDATE, fsdp_label_register(m, "optimizer"),
+                 FSDP_STREAM_COMPUTE);
+    op.what = what;
+    op.dtype = u->grad_dtype;
+    op.out_dtype = param ? u->dtype : u->grad_dtype;
+    op.count = (uint64_t)u->count;
+    op.bytes = op.count * fsdp_dtype_size(op.out_dtype);
+    op.src_ptr = u->grad;
+    op.dst_ptr = param ? u->param : u->grad;
+    op.list = u;
+    op.list_count = 1;
+    if (memory == FSDP_MEMORY_HOST) op.call = fsdpi_optim_call;
+    return fsdp_emit(m, &op);
 }
 
-// Memory for what updates keep, where they run, zero-filled.
-static fsdp_status fsdpi_update_alloc(fsdp_model *m, size_t size, void **out) {
-    fsdp_world *w = m->world;
-    fsdp_status status = FSDP_OK;
-    *out = NULL;
-    if (!fsdpi_update_native(m)) *out = fsdpi_model_alloc(m, size);
-    else status = w->device_ops->alloc(w->device, FSDP_MEMORY_DEVICE, size, out);
-    if (!*out && !status) status = FSDP_ERR_OUT_OF_MEMORY;
-    m->counters.allocations += !status && fsdpi_update_native(m);
-    return status;
-}
-
-static void fsdpi_update_free(fsdp_model *m, void *ptr, size_t size) {
-    const fsdp_world *w = m->world;
-    if (!fsdpi_update_native(m)) fsdpi_model_free(m, ptr);
-    else if (ptr) w->device_ops->free(w->device, FSDP_MEMORY_DEVICE, ptr, size);
-}
-
-static fsdp_status fsdpi_update_copy(fsdp_model *m, void *dst, const void *src, size_t nbytes) {
-    if (fsdpi_update_native(m)) return fsdpi_transfer(m->world, dst, src, nbytes);
+static fsdp_status fsdpi_optim_copy(fsdp_model *m, int memory, void *dst, const void *src,
+                                    size_t nbytes) {
+    if (memory == FSDP_MEMORY_DEVICE) return fsdp_transfer(m, dst, src, (int64_t)nbytes);
     memcpy(dst, src, nbytes);
     return FSDP_OK;
+}
+
+static int64_t fsdpi_optim_host_bytes(const fsdp_model *m) {
+    fsdp_memory memory;
+    return fsdp_model_memory(m, &memory) ? 0 : memory.host_bytes;
+}
+
+static int fsdpi_optim_is_nan(double x) { // by bits: it holds with -Ofast too
+    uint64_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return (bits & 0x7FFFFFFFFFFFFFFFu) > 0x7FF0000000000000u;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -721,7 +724,7 @@ static fsdp_status fsdpi_update_copy(fsdp_model *m, void *dst, const void *src, 
 // Owns: an optimizer's memory, and which elements a step updates. Invariants: the table is in the
 // order of addresses, the state lies in the order of the table, without padding: so where the
 // shards of neighbours touch, their gradients and states do, and one loop does them all. Both are
-// of the layout that `layout` names. Still between the pragmas: settings are checked with
+// of the model's layout unless it has `moved`. Still between the pragmas: settings are checked with
 // comparisons that must know infinity.
 
 typedef struct fsdpi_optim_param {
@@ -737,15 +740,18 @@ typedef struct fsdpi_optim_param {
 
 typedef struct fsdpi_optim {
     fsdp_model *model;
+    fsdp_extension extension;
     const char *name;
+    const char *state_names[2];
+    int memory;                                 // where updates run: FSDP_MEMORY_HOST or _DEVICE
     int num_params, num_groups, num_states;     // states: numbers kept for each element
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS]; // resolved
     fsdp_optim_group_fn group;
     void *user;
-    uint64_t layout;                   // of the model, when the table was made
+    int moved;                         // the model has been laid out since the table was made
     fsdpi_optim_param *params, *spare; // spare: room for the next table
     char *states[2][2];                // [first, second][of f32, of f64]; one block
-    size_t state_bytes;                // of that block
+    int64_t state_bytes;               // of that block
     int64_t nbytes;                    // of host memory
 } fsdpi_optim;
 
@@ -775,26 +781,26 @@ typedef void (*fsdpi_optim_fn)(fsdpi_optim *o, const fsdpi_optim_run *run, doubl
                                fsdp_update *u);
 
 static int fsdpi_optim_bad(double x, double below) {
-    return fsdpi_is_nan(x) || x < 0 || !(x < below);
+    return fsdpi_optim_is_nan(x) || x < 0 || !(x < below);
 }
 
 // A field of a desc: 0 is the default, FSDP_OPTIM_ZERO is 0.
 static fsdp_status fsdpi_optim_setting(fsdp_world *w, const char *what, const char *field,
                                        double *x, double default_value, double below) {
     double given = *x;
-    if (!fsdpi_is_nan(given) && given == 0) *x = default_value;
-    if (!fsdpi_is_nan(given) && given == FSDP_OPTIM_ZERO) *x = 0;
+    if (!fsdpi_optim_is_nan(given) && given == 0) *x = default_value;
+    if (!fsdpi_optim_is_nan(given) && given == FSDP_OPTIM_ZERO) *x = 0;
     if (!fsdpi_optim_bad(*x, below)) return FSDP_OK;
-    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                      "%s: desc.%s is %g, expected a finite number >= 0%s, or FSDP_OPTIM_ZERO",
-                      what, field, given, below <= 1 ? " and < 1" : "");
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                     "%s: desc.%s is %g, expected a finite number >= 0%s, or FSDP_OPTIM_ZERO", what,
+                     field, given, below <= 1 ? " and < 1" : "");
 }
 
 static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_groups,
                                       const fsdp_optim_group *groups, double weight_decay) {
     if (num_groups < 0 || num_groups > FSDP_OPTIM_GROUPS)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: desc.num_groups is %d, expected 0..%d",
-                          o->name, num_groups, FSDP_OPTIM_GROUPS);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: desc.num_groups is %d, expected 0..%d",
+                         o->name, num_groups, FSDP_OPTIM_GROUPS);
     o->num_groups = num_groups ? num_groups : 1;
     o->groups[0].lr_scale = 1;
     o->groups[0].weight_decay = weight_decay;
@@ -829,8 +835,8 @@ static fsdp_status fsdpi_optim_collect(const fsdpi_optim *old, fsdpi_optim *o, c
             if (!v.requires_grad && !known) continue;
             int chosen = known ? known->group : o->group ? o->group(o->user, &v) : 0;
             if (chosen >= o->num_groups)
-                return fsdpi_fail(
-                    o->model->world, FSDP_ERR_INVALID_ARG,
+                return fsdp_fail(
+                    fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
                     "%s: the group of parameter '%s' of unit '%s' is %d, expected at most %d", what,
                     v.name, v.unit_name, chosen, o->num_groups - 1);
             if (chosen < 0) continue;
@@ -850,6 +856,11 @@ static int fsdpi_optim_wide(const fsdpi_optim_param *p) { return p->dtype == FSD
 
 static size_t fsdpi_optim_size(int wide) { return wide ? sizeof(double) : sizeof(float); }
 
+// Elements that a row of states takes: each begins at a good address.
+static int64_t fsdpi_optim_room(int64_t numel) {
+    return (numel + FSDP_ALIGN_NUMEL - 1) / FSDP_ALIGN_NUMEL * FSDP_ALIGN_NUMEL;
+}
+
 // One block for all states, zero: the first, then the second number of all f32 ones, then of f64.
 static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
     int64_t numel[2] = {0, 0}, total = 0;
@@ -860,24 +871,19 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
         numel[fsdpi_optim_wide(p)] += p->numel;
     }
     for (int wide = 0; wide < 2; wide++)
-        total += fsdpi_align_up(numel[wide], FSDP_ALIGN_NUMEL) * (int64_t)fsdpi_optim_size(wide) *
-                 o->num_states;
+        total += fsdpi_optim_room(numel[wide]) * (int64_t)fsdpi_optim_size(wide) * o->num_states;
     if (total == 0) return FSDP_OK;
+    char text[96];
     void *block;
-    fsdp_status status = fsdpi_update_alloc(o->model, (size_t)total, &block);
-    if (status)
-        return fsdpi_fail_stuck(
-            o->model->world,
-            fsdpi_fail(o->model->world, status, "%s: no memory for a state of %lld bytes: %s", what,
-                       (long long)total,
-                       fsdpi_update_native(o->model) ? fsdpi_device_text(o->model->world, status)
-                                                     : "the allocator refused"));
+    snprintf(text, sizeof text, "%s: no memory for a state", what);
+    fsdp_status status = fsdp_alloc(o->model, o->memory, total, text, &block);
+    if (status) return status;
     char *at = (char *)block;
-    o->state_bytes = (size_t)total;
+    o->state_bytes = total;
     for (int wide = 0; wide < 2; wide++)
         for (int k = 0; k < o->num_states; k++) {
             o->states[k][wide] = at;
-            at += (size_t)fsdpi_align_up(numel[wide], FSDP_ALIGN_NUMEL) * fsdpi_optim_size(wide);
+            at += (size_t)fsdpi_optim_room(numel[wide]) * fsdpi_optim_size(wide);
         }
     return FSDP_OK;
 }
@@ -890,9 +896,9 @@ static fsdp_status fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o
         int wide = fsdpi_optim_wide(to);
         size_t size = fsdpi_optim_size(wide);
         for (int k = 0; k < o->num_states && from && to->numel > 0 && !status; k++)
-            status = fsdpi_update_copy(o->model, o->states[k][wide] + (size_t)to->state * size,
-                                       old->states[k][wide] + (size_t)from->state * size,
-                                       (size_t)to->numel * size);
+            status = fsdpi_optim_copy(
+                o->model, o->memory, o->states[k][wide] + (size_t)to->state * size,
+                old->states[k][wide] + (size_t)from->state * size, (size_t)to->numel * size);
     }
     return status;
 }
@@ -900,87 +906,113 @@ static fsdp_status fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o
 // Table and states for the model's present layout. After a failure everything is as before.
 static fsdp_status fsdpi_optim_follow(fsdpi_optim *o, const char *what) {
     fsdp_model *m = o->model;
-    if (o->layout == m->layout) return FSDP_OK;
+    if (!o->moved) return FSDP_OK;
     fsdpi_optim old = *o, next = *o;
-    int64_t before = m->host_bytes;
+    int64_t before = fsdpi_optim_host_bytes(m);
     next.params = old.spare;
     next.spare = old.params;
     next.num_params = 0;
-    next.layout = m->layout;
+    next.moved = 0;
     memset(next.states, 0, sizeof next.states);
     fsdp_status status = fsdpi_optim_collect(&old, &next, what);
     if (!status) status = fsdpi_optim_alloc_states(&next, what);
     if (!status) status = fsdpi_optim_move(&old, &next);
     if (status) {
-        fsdpi_update_free(m, next.states[0][0], next.state_bytes);
+        fsdp_free(m, next.memory, next.states[0][0], next.state_bytes);
         return status;
     }
-    fsdpi_update_free(m, old.states[0][0], old.state_bytes); // moved: no update is under way
-    next.nbytes += m->host_bytes - before;
+    fsdp_free(m, old.memory, old.states[0][0], old.state_bytes); // moved: no update is under way
+    next.nbytes += fsdpi_optim_host_bytes(m) - before;
     *o = next;
     return FSDP_OK;
 }
 
-static void fsdpi_optim_free(void *object) {
-    fsdpi_optim *o = (fsdpi_optim *)object;
-    fsdpi_update_free(o->model, o->states[0][0], o->state_bytes);
-    fsdpi_model_free(o->model, o);
+static void fsdpi_optim_relayout(void *user, fsdp_model *model) {
+    (void)model;
+    ((fsdpi_optim *)user)->moved = 1; // followed at the next use: that may fail
+}
+
+// What a checkpoint writes: of each parameter of the table its states and its t.
+static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
+                                    fsdp_state_item *item) {
+    fsdpi_optim *o = (fsdpi_optim *)user;
+    (void)model;
+    if (!item) return FSDP_OK; // written where they are
+    fsdp_status status = fsdpi_optim_follow(o, o->name);
+    int place = index / (o->num_states + 1), which = index % (o->num_states + 1);
+    if (status || place >= o->num_params) return status;
+    fsdpi_optim_param *p = &o->params[place];
+    int wide = fsdpi_optim_wide(p);
+    item->ordinal = p->ordinal;
+    item->name = which < o->num_states ? o->state_names[which] : "step";
+    if (which == o->num_states) {
+        item->dtype = FSDP_I64;
+        item->memory = FSDP_MEMORY_HOST;
+        item->numel = 1;
+        item->data = &p->step;
+        return FSDP_OK;
+    }
+    item->sharded = 1;
+    item->dtype = wide ? FSDP_F64 : FSDP_F32;
+    item->memory = o->memory;
+    item->data = o->states[which][wide] + (size_t)p->state * fsdpi_optim_size(wide);
+    return FSDP_OK;
+}
+
+static void fsdpi_optim_free(void *user) {
+    fsdpi_optim *o = (fsdpi_optim *)user;
+    fsdp_free(o->model, o->memory, o->states[0][0], o->state_bytes);
+    fsdp_free(o->model, FSDP_MEMORY_HOST, o, 0);
 }
 
 static void fsdpi_optim_destroy(fsdpi_optim *o) {
     if (!o) return;
-    if (fsdpi_update_native(o->model)) (void)fsdpi_sync(o->model->world, FSDP_STREAM_COMPUTE);
-    fsdpi_model_disown(o->model, o);
-    fsdpi_optim_free(o);
+    if (o->memory == FSDP_MEMORY_DEVICE) (void)fsdp_wait_stream(o->model, FSDP_STREAM_COMPUTE);
+    (void)fsdp_detach(o->model, &o->extension);
 }
 
 static int64_t fsdpi_optim_nbytes(const fsdpi_optim *o) {
-    return o->nbytes + (fsdpi_update_native(o->model) ? (int64_t)o->state_bytes : 0);
-}
-
-// The shards have their places, where the host or the device can update them.
-static fsdp_status fsdpi_optim_ready(fsdp_model *m, const char *what) {
-    const fsdp_world *w = m->world;
-    fsdp_status status = fsdpi_commit(m);
-    if (status || m->desc.cpu_offload || fsdpi_is_host(w) || w->device_ops->update) return status;
-    return fsdpi_fail(m->world, FSDP_ERR_UNSUPPORTED,
-                      "%s: the shards lie in memory of device %s, which has no function for "
-                      "updates: set cpu_offload in the model's desc",
-                      what, w->device_ops->name);
+    return o->nbytes + (o->memory == FSDP_MEMORY_DEVICE ? o->state_bytes : 0);
 }
 
 // The memory for an optimizer of `size` bytes: settings, two tables; and the states.
-static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings, size_t size,
+static fsdp_status fsdpi_optim_create(fsdp_model *m, const fsdpi_optim *settings, int64_t size,
                                       fsdp_optim_group_fn group, void *user, fsdpi_optim **out) {
-    fsdp_status status = fsdpi_optim_ready(m, settings->name);
+    int memory = FSDP_MEMORY_HOST, most = fsdp_num_params(m);
+    char text[96];
+    void *room;
+    fsdp_status status = fsdp_update_place(m, settings->name, &memory);
     if (status) return status;
-    int64_t before = m->host_bytes;
-    size_t head = (size + 63) / 64 * 64;
-    fsdpi_optim *o = (fsdpi_optim *)fsdpi_model_alloc(m, head + 2 * (size_t)m->num_params *
-                                                                    sizeof *o->params);
-    if (!o)
-        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                          "%s: no memory for a table of %d parameters", settings->name,
-                          m->num_params);
+    int64_t before = fsdpi_optim_host_bytes(m), head = (size + 63) / 64 * 64;
+    snprintf(text, sizeof text, "%s: no memory for a table of %d parameters", settings->name, most);
+    status = fsdp_alloc(m, FSDP_MEMORY_HOST, head + 2 * most * (int64_t)sizeof(fsdpi_optim_param),
+                        text, &room);
+    if (status) return status;
+    fsdpi_optim *o = (fsdpi_optim *)room;
     *o = *settings;
     o->model = m;
+    o->memory = memory;
     o->group = group;
     o->user = user;
     o->params = (fsdpi_optim_param *)(void *)((char *)o + head);
-    o->spare = o->params + m->num_params;
-    o->layout = m->layout - 1; // another one
+    o->spare = o->params + most;
+    o->moved = 1;
+    o->extension.user = o;
+    o->extension.relayout = fsdpi_optim_relayout;
+    o->extension.state = fsdpi_optim_item;
+    o->extension.destroy = fsdpi_optim_free;
     status = fsdpi_optim_follow(o, o->name);
-    if (!status) status = fsdpi_model_own(m, o, fsdpi_optim_free);
+    if (!status) status = fsdp_attach(m, &o->extension);
     if (status) {
         fsdpi_optim_free(o);
         return status;
     }
-    o->nbytes = m->host_bytes - before;
+    o->nbytes = fsdpi_optim_host_bytes(m) - before;
     *out = o;
     return FSDP_OK;
 }
 
-static fsdp_status fsdpi_optim_flush(fsdpi_optim *o, const fsdpi_optim_run *run,
+static fsdp_status fsdpi_optim_flush(fsdpi_optim *o, const fsdpi_optim_run *run, const char *what,
                                      fsdpi_optim_fn fill, double lr) {
     fsdp_update u;
     if (run->numel == 0) return FSDP_OK;
@@ -995,7 +1027,7 @@ static fsdp_status fsdpi_optim_flush(fsdpi_optim *o, const fsdpi_optim_run *run,
     if (o->states[0][wide]) u.first = o->states[0][wide] + offset;
     if (o->states[1][wide]) u.second = o->states[1][wide] + offset;
     fill(o, run, lr * o->groups[run->first->group].lr_scale, &u);
-    return fsdpi_update(o->model, &u);
+    return fsdpi_optim_emit(o->model, o->memory, what, &u);
 }
 
 // Does the parameter go on where the run ends?
@@ -1003,32 +1035,31 @@ static int fsdpi_optim_joins(const fsdpi_optim_run *run, const fsdpi_optim_param
                              const fsdp_param_view *v) {
     return run->numel > 0 && run->first->dtype == p->dtype && run->grad_dtype == v->grad_dtype &&
            run->first->group == p->group && run->step == p->step &&
-           run->first->shard + fsdpi_bytes(run->numel, p->dtype) == p->shard &&
-           run->grad + fsdpi_bytes(run->numel, v->grad_dtype) == (const char *)v->shard_grad &&
+           run->first->shard + (size_t)run->numel * fsdp_dtype_size(p->dtype) == p->shard &&
+           run->grad + (size_t)run->numel * fsdp_dtype_size(v->grad_dtype) ==
+               (const char *)v->shard_grad &&
            run->first->state + run->numel == p->state;
 }
 
 static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
                                     fsdpi_optim_fn fill) {
-    fsdp_status status = fsdpi_model_call(o->model, FSDP_CALL_PARAMS_CHANGED, 0); // asks only
+    fsdp_status status = fsdp_call_begin(o->model, FSDP_CALL_PARAMS_CHANGED, NULL); // asks only
     if (status) return status;
     if (fsdpi_optim_bad(lr, HUGE_VAL))
-        return fsdpi_fail(o->model->world, FSDP_ERR_INVALID_ARG,
-                          "%s: lr is %g, expected a finite number >= 0", what, lr);
-    status = fsdpi_shards_writable(o->model); // a gather under way may still read the shards
-    if (!status && !fsdpi_update_native(o->model))
-        status = fsdpi_sync(o->model->world, FSDP_STREAM_COMPUTE);
+        return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
+                         "%s: lr is %g, expected a finite number >= 0", what, lr);
+    status = fsdp_params_writable(o->model); // a gather under way may still read the shards
     if (!status) status = fsdpi_optim_follow(o, what);
     if (status) return status;
     fsdpi_optim_run run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
     for (int i = 0; i < o->num_params && !status; i++) {
         fsdpi_optim_param *p = &o->params[i];
-        fsdp_param_view v;
-        fsdpi_view(p->unit, p->index, &v);
-        if (!v.shard_grad) continue;
+        fsdp_param_view v = FSDP_ZERO;
+        status = fsdp_param_view_get(p->unit, p->index, &v);
+        if (status || !v.shard_grad) continue;
         p->step++;
         if (!fsdpi_optim_joins(&run, p, &v)) {
-            status = fsdpi_optim_flush(o, &run, fill, lr);
+            status = fsdpi_optim_flush(o, &run, what, fill, lr);
             run.first = p;
             run.grad = (char *)v.shard_grad;
             run.grad_dtype = v.grad_dtype;
@@ -1037,20 +1068,22 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
         }
         run.numel += p->numel;
     }
-    if (!status) status = fsdpi_optim_flush(o, &run, fill, lr);
+    if (!status) status = fsdpi_optim_flush(o, &run, what, fill, lr);
     return status ? status : fsdp_params_changed(o->model);
 }
 
 static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *what,
                                      fsdp_optim_state *out) {
-    if (!o || !out) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
-    if (ordinal < 0 || ordinal >= o->model->num_params)
-        return fsdpi_fail(o->model->world, FSDP_ERR_INVALID_ARG,
-                          "%s: the model has no parameter %d, expected 0..%d", what, ordinal,
-                          o->model->num_params - 1);
+    if (!o || !out) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
+    fsdp_world *w = fsdp_model_world(o->model);
+    int num = fsdp_num_params(o->model);
+    if (ordinal < 0 || ordinal >= num)
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "%s: the model has no parameter %d, expected 0..%d", what, ordinal,
+                         num - 1);
     fsdp_status status = FSDP_OK;
-    if (!fsdpi_failed(o->model->world)) { // else as it was
-        status = fsdpi_commit(o->model);
+    if (!fsdp_world_status(w)) { // else as it was
+        status = fsdp_model_commit(o->model);
         if (!status) status = fsdpi_optim_follow(o, what);
     }
     memset(out, 0, sizeof *out);
@@ -1091,12 +1124,15 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     fsdp_adamw settings;
     fsdpi_optim *base = NULL;
     if (!model || !opt)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
+        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
     *opt = NULL;
-    fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_desc_read(model->world, &d, desc, sizeof d, "fsdp_adamw_desc");
+    fsdp_world *w = fsdp_model_world(model);
+    fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_adamw_desc");
     memset(&settings, 0, sizeof settings);
     settings.base.name = name;
+    settings.base.extension.name = "adamw";
+    settings.base.state_names[0] = "exp_avg";
+    settings.base.state_names[1] = "exp_avg_sq";
     settings.base.num_states = 2;
     if (!status) status = fsdpi_optim_setting(w, name, "beta1", &d.beta1, 0.9, 1);
     if (!status) status = fsdpi_optim_setting(w, name, "beta2", &d.beta2, 0.999, 1);
@@ -1106,7 +1142,8 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     if (!status)
         status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
     if (!status)
-        status = fsdpi_optim_create(model, &settings.base, sizeof settings, d.group, d.user, &base);
+        status = fsdpi_optim_create(model, &settings.base, (int64_t)sizeof settings, d.group,
+                                    d.user, &base);
     if (status) return status;
     *opt = (fsdp_adamw *)(void *)base;
     (*opt)->hyper.beta1 = d.beta1;
@@ -1116,7 +1153,7 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
 }
 
 FSDP_API fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr) {
-    if (!opt) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "adamw_step: the optimizer is NULL");
+    if (!opt) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "adamw_step: the optimizer is NULL");
     memset(opt->scalars_step, 0, sizeof opt->scalars_step);
     return fsdpi_optim_step(&opt->base, lr, "adamw_step", fsdpi_adamw_fill);
 }
@@ -1148,25 +1185,28 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     fsdp_sgd settings;
     fsdpi_optim *base = NULL;
     if (!model || !opt)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
+        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
     *opt = NULL;
-    fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_desc_read(model->world, &d, desc, sizeof d, "fsdp_sgd_desc");
+    fsdp_world *w = fsdp_model_world(model);
+    fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_sgd_desc");
     memset(&settings, 0, sizeof settings);
     settings.base.name = name;
+    settings.base.extension.name = "sgd";
+    settings.base.state_names[0] = "momentum_buffer";
     if (!status) status = fsdpi_optim_setting(w, name, "momentum", &d.momentum, 0, HUGE_VAL);
     if (!status) status = fsdpi_optim_setting(w, name, "dampening", &d.dampening, 0, HUGE_VAL);
     if (!status)
         status = fsdpi_optim_setting(w, name, "weight_decay", &d.weight_decay, 0, HUGE_VAL);
     if (!status && d.nesterov && !(d.momentum > 0 && d.dampening == 0))
-        status = fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                            "%s: desc.nesterov needs momentum > 0 and dampening 0, got %g and %g",
-                            name, d.momentum, d.dampening);
+        status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                           "%s: desc.nesterov needs momentum > 0 and dampening 0, got %g and %g",
+                           name, d.momentum, d.dampening);
     if (!status)
         status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
     settings.base.num_states = d.momentum > 0;
     if (!status)
-        status = fsdpi_optim_create(model, &settings.base, sizeof settings, d.group, d.user, &base);
+        status = fsdpi_optim_create(model, &settings.base, (int64_t)sizeof settings, d.group,
+                                    d.user, &base);
     if (status) return status;
     *opt = (fsdp_sgd *)(void *)base;
     (*opt)->hyper.momentum = d.momentum;
@@ -1176,7 +1216,7 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
 }
 
 FSDP_API fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr) {
-    if (!opt) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "sgd_step: the optimizer is NULL");
+    if (!opt) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "sgd_step: the optimizer is NULL");
     return fsdpi_optim_step(&opt->base, lr, "sgd_step", fsdpi_sgd_fill);
 }
 
@@ -1197,7 +1237,11 @@ FSDP_API int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt) {
 
 struct fsdp_grad_scaler {
     fsdp_model *model;
+    fsdp_extension extension;
     fsdp_grad_scaler_state state;
+    double saved[5];  // the state as a checkpoint writes it, in the order of its fields
+    int told;         // saved holds what is to be taken up
+    int memory;       // where updates run
     int found;        // -1: no unscale in this step
     int32_t *verdict; // where the device's updates find: its memory, 0 between steps; or NULL
 };
@@ -1206,7 +1250,7 @@ struct fsdp_grad_scaler {
 #define FSDPI_SCALE_MAX 8.5070591730234616e+37 // 2^126
 
 static int fsdpi_scale_ok(double x) {
-    return !fsdpi_is_nan(x) && x >= FSDPI_SCALE_MIN && x <= FSDPI_SCALE_MAX;
+    return !fsdpi_optim_is_nan(x) && x >= FSDPI_SCALE_MIN && x <= FSDPI_SCALE_MAX;
 }
 
 // The scale times a factor, as f32; the scale as it is, where that would leave the range.
@@ -1220,7 +1264,7 @@ static fsdp_status fsdpi_scaler_check(fsdp_world *w, const char *what,
     const char *field = NULL, *expected = NULL;
     double given = 0;
     if (!fsdpi_scale_ok(s->scale)) field = "scale", given = s->scale, expected = "2^-126 .. 2^126";
-    else if (fsdpi_is_nan(s->growth_factor) || !(s->growth_factor > 1) ||
+    else if (fsdpi_optim_is_nan(s->growth_factor) || !(s->growth_factor > 1) ||
              !(s->growth_factor < HUGE_VAL))
         field = "growth_factor", given = s->growth_factor, expected = "a finite number > 1";
     else if (fsdpi_optim_bad(s->backoff_factor, 1) || s->backoff_factor == 0)
@@ -1230,24 +1274,54 @@ static fsdp_status fsdpi_scaler_check(fsdp_world *w, const char *what,
     else if (s->growth_tracker < 0 || s->growth_tracker >= s->growth_interval)
         field = "growth_tracker", given = s->growth_tracker, expected = "0 .. growth_interval-1";
     if (!field) return FSDP_OK;
-    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: %s is %g, expected %s", what, field, given,
-                      expected);
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: %s is %g, expected %s", what, field, given,
+                     expected);
 }
 
 enum { FSDPI_VERDICT = 8 }; // bytes
 
-static void fsdpi_scaler_free(void *object) {
-    fsdp_grad_scaler *g = (fsdp_grad_scaler *)object;
-    fsdpi_update_free(g->model, g->verdict, FSDPI_VERDICT);
-    fsdpi_model_free(g->model, g);
+static void fsdpi_scaler_free(void *user) {
+    fsdp_grad_scaler *g = (fsdp_grad_scaler *)user;
+    fsdp_free(g->model, FSDP_MEMORY_DEVICE, g->verdict, FSDPI_VERDICT);
+    fsdp_free(g->model, FSDP_MEMORY_HOST, g, 0);
 }
 
 // What the device's updates have found.
 static fsdp_status fsdpi_scaler_verdict(fsdp_grad_scaler *g, int32_t *found) {
     static const int32_t none = 0;
-    fsdp_status status = fsdpi_update_copy(g->model, found, g->verdict, sizeof *found);
+    fsdp_status status = fsdp_transfer(g->model, found, g->verdict, sizeof *found);
     if (status || !*found) return status;
-    return fsdpi_update_copy(g->model, g->verdict, &none, sizeof none);
+    return fsdp_transfer(g->model, g->verdict, &none, sizeof none);
+}
+
+// What a checkpoint writes: the state as numbers.
+static fsdp_status fsdpi_scaler_item(void *user, fsdp_model *model, int index,
+                                     fsdp_state_item *item) {
+    fsdp_grad_scaler *g = (fsdp_grad_scaler *)user;
+    double *n = g->saved;
+    (void)model;
+    if (!item && !g->told) return FSDP_OK; // nobody has seen it
+    g->told = item != NULL;
+    if (!item) {
+        double whole = 2147483647; // what an int32_t holds; a number beyond it is refused as -1
+        fsdp_grad_scaler_state s = {n[0], n[1], n[2], -1, -1};
+        if (n[3] >= 0 && n[3] <= whole) s.growth_interval = (int32_t)n[3];
+        if (n[4] >= 0 && n[4] <= whole) s.growth_tracker = (int32_t)n[4];
+        return fsdp_grad_scaler_set_state(g, &s);
+    }
+    if (index > 0) return FSDP_OK;
+    n[0] = g->state.scale;
+    n[1] = g->state.growth_factor;
+    n[2] = g->state.backoff_factor;
+    n[3] = g->state.growth_interval;
+    n[4] = g->state.growth_tracker;
+    item->name = "state";
+    item->dtype = FSDP_F64;
+    item->memory = FSDP_MEMORY_HOST;
+    item->ndim = 1;
+    item->numel = item->shape[0] = 5;
+    item->data = n;
+    return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_scaler_desc *desc,
@@ -1255,45 +1329,47 @@ FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_
     static const char *const name = "grad_scaler_create";
     fsdp_grad_scaler_desc d;
     if (!model || !scaler)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
+        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
     *scaler = NULL;
-    fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_desc_read(w, &d, desc, sizeof d, "fsdp_grad_scaler_desc");
+    fsdp_world *w = fsdp_model_world(model);
+    fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_grad_scaler_desc");
     if (status) return status;
     fsdp_grad_scaler_state s = {d.init_scale, d.growth_factor, d.backoff_factor, d.growth_interval,
                                 0};
-    if (!fsdpi_is_nan(s.scale) && s.scale == 0) s.scale = 65536;
-    if (!fsdpi_is_nan(s.growth_factor) && s.growth_factor == 0) s.growth_factor = 2;
-    if (!fsdpi_is_nan(s.backoff_factor) && s.backoff_factor == 0) s.backoff_factor = 0.5;
+    if (!fsdpi_optim_is_nan(s.scale) && s.scale == 0) s.scale = 65536;
+    if (!fsdpi_optim_is_nan(s.growth_factor) && s.growth_factor == 0) s.growth_factor = 2;
+    if (!fsdpi_optim_is_nan(s.backoff_factor) && s.backoff_factor == 0) s.backoff_factor = 0.5;
     if (s.growth_interval == 0) s.growth_interval = 2000;
+    int memory = FSDP_MEMORY_HOST;
+    char text[96];
+    void *room, *verdict = NULL;
     status = fsdpi_scaler_check(w, name, &s);
-    if (!status) status = fsdpi_optim_ready(model, name);
+    if (!status) status = fsdp_update_place(model, name, &memory);
+    snprintf(text, sizeof text, "%s: no memory", name);
+    if (!status) status = fsdp_alloc(model, FSDP_MEMORY_HOST, sizeof **scaler, text, &room);
     if (status) return status;
-    fsdp_grad_scaler *g = (fsdp_grad_scaler *)fsdpi_model_alloc(model, sizeof *g);
-    if (!g) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory", name);
+    fsdp_grad_scaler *g = (fsdp_grad_scaler *)room;
     g->model = model;
+    g->memory = memory;
     g->state = s;
     g->state.scale = (double)(float)s.scale;
     g->found = -1;
-    if (fsdpi_update_native(model)) {
-        void *verdict;
-        status = fsdpi_update_alloc(model, FSDPI_VERDICT, &verdict);
-        g->verdict = (int32_t *)verdict;
-        if (status)
-            status = fsdpi_fail_stuck(w, fsdpi_fail(w, status, "%s: no memory of device %s: %s",
-                                                    name, w->device_ops->name,
-                                                    fsdpi_device_text(w, status)));
-    }
-    if (!status) status = fsdpi_model_own(model, g, fsdpi_scaler_free);
+    g->extension.name = "grad_scaler";
+    g->extension.user = g;
+    g->extension.state = fsdpi_scaler_item;
+    g->extension.destroy = fsdpi_scaler_free;
+    if (memory == FSDP_MEMORY_DEVICE)
+        status = fsdp_alloc(model, memory, FSDPI_VERDICT, text, &verdict);
+    g->verdict = (int32_t *)verdict;
+    if (!status) status = fsdp_attach(model, &g->extension);
     if (status) fsdpi_scaler_free(g);
     else *scaler = g;
     return status;
 }
 
 FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler) {
-    if (!scaler) return;
-    fsdpi_model_disown(scaler->model, scaler);
-    fsdpi_scaler_free(scaler); // unscale has waited for all that uses its memory
+    // unscale has waited for all that uses its memory
+    if (scaler) (void)fsdp_detach(scaler->model, &scaler->extension);
 }
 
 FSDP_API double fsdp_grad_scaler_scale(const fsdp_grad_scaler *scaler) {
@@ -1306,23 +1382,25 @@ FSDP_API int fsdp_grad_scaler_found_inf(const fsdp_grad_scaler *scaler) {
 
 FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
     static const char *const name = "grad_scaler_unscale";
-    if (!scaler) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the scaler is NULL", name);
+    if (!scaler) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the scaler is NULL", name);
     fsdp_model *m = scaler->model;
-    fsdp_status status = fsdpi_commit(m);
+    fsdp_world *w = fsdp_model_world(m);
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_status status = fsdp_model_commit(m);
     if (status) return status;
     if (scaler->found >= 0)
-        return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,
-                          "%s: already called in this step: call fsdp_grad_scaler_update first",
-                          name);
-    for (int i = 0; i < m->num_units; i++)
-        if (fsdp_unit_state(m->units[i]) != FSDP_STATE_IDLE)
-            return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,
-                              "%s: unit '%s' is not idle: call fsdp_finalize_backward first", name,
-                              fsdp_unit_name(m->units[i]));
-    if (!scaler->verdict) fsdpi_drain(m->world); // reductions under way write the gradients
-    int32_t seen[2] = {0, 0};                    // not finite; any
-    fsdp_param_view v = FSDP_ZERO;
+        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                         "%s: already called in this step: call fsdp_grad_scaler_update first",
+                         name);
+    while (fsdp_next_param(m, &v))
+        if (fsdp_unit_state(v.unit) != FSDP_STATE_IDLE)
+            return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                             "%s: unit '%s' is not idle: call fsdp_finalize_backward first", name,
+                             v.unit_name);
+    if (!scaler->verdict) status = fsdp_wait_stream(m, -1); // reductions write the gradients
+    int32_t seen[2] = {0, 0};                               // not finite; any
     fsdp_update u;
+    memset(&v, 0, sizeof v);
     memset(&u, 0, sizeof u);
     u.kind = FSDP_UPDATE_UNSCALE;
     u.found = scaler->verdict ? scaler->verdict : &seen[0];
@@ -1332,33 +1410,33 @@ FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
         u.dtype = u.grad_dtype = (uint8_t)v.grad_dtype;
         u.count = v.numel;
         u.grad = v.shard_grad;
-        if (u.count > 0) status = fsdpi_update(m, &u);
+        if (u.count > 0) status = fsdpi_optim_emit(m, scaler->memory, name, &u);
         seen[1] = 1;
     }
     if (!status && scaler->verdict) status = fsdpi_scaler_verdict(scaler, &seen[0]);
-    if (!status) status = fsdp_all_reduce(m->world, NULL, seen, 2, FSDP_I32, FSDP_MAX);
+    if (!status) status = fsdp_all_reduce(w, NULL, seen, 2, FSDP_I32, FSDP_MAX);
     if (status) return status;
     if (!seen[1])
-        return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,
-                          "%s: no parameter has a gradient: call it after fsdp_finalize_backward "
-                          "and before fsdp_zero_grad",
-                          name);
+        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                         "%s: no parameter has a gradient: call it after fsdp_finalize_backward "
+                         "and before fsdp_zero_grad",
+                         name);
     scaler->found = seen[0];
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_grad_scaler_update(fsdp_grad_scaler *scaler) {
     static const char *const name = "grad_scaler_update";
-    if (!scaler) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the scaler is NULL", name);
-    fsdp_world *w = scaler->model->world;
+    if (!scaler) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the scaler is NULL", name);
+    fsdp_world *w = fsdp_model_world(scaler->model);
     fsdp_grad_scaler_state *s = &scaler->state;
-    fsdp_status status = fsdpi_failed(w);
+    fsdp_status status = fsdp_world_status(w);
     if (status) return status;
     if (scaler->found < 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_STATE,
-                          "%s: the gradients of this step were not looked at: call "
-                          "fsdp_grad_scaler_unscale first",
-                          name);
+        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                         "%s: the gradients of this step were not looked at: call "
+                         "fsdp_grad_scaler_unscale first",
+                         name);
     if (scaler->found) {
         s->scale = fsdpi_rescaled(s->scale, s->backoff_factor);
         s->growth_tracker = 0;
@@ -1373,7 +1451,7 @@ FSDP_API fsdp_status fsdp_grad_scaler_update(fsdp_grad_scaler *scaler) {
 FSDP_API fsdp_status fsdp_grad_scaler_get_state(const fsdp_grad_scaler *scaler,
                                                 fsdp_grad_scaler_state *out) {
     if (!scaler || !out)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "grad_scaler_get_state: an argument is NULL");
+        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "grad_scaler_get_state: an argument is NULL");
     *out = scaler->state;
     return FSDP_OK;
 }
@@ -1382,8 +1460,8 @@ FSDP_API fsdp_status fsdp_grad_scaler_set_state(fsdp_grad_scaler *scaler,
                                                 const fsdp_grad_scaler_state *state) {
     static const char *const name = "grad_scaler_set_state";
     if (!scaler || !state)
-        return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
-    fsdp_status status = fsdpi_scaler_check(scaler->model->world, name, state);
+        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
+    fsdp_status status = fsdpi_scaler_check(fsdp_model_world(scaler->model), name, state);
     if (status) return status;
     scaler->state = *state;
     scaler->state.scale = (double)(float)state->scale;

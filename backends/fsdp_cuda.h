@@ -314,6 +314,21 @@ static fsdp_status fsdpi_cuda_event(fsdp_device *device, void **native) {
     return fsdpi_cuda_check(&fsdpi_cuda_of(device)->place, (int)e, "cudaEventCreateWithFlags");
 }
 
+// An event with a time: records cost the device a little more.
+static fsdp_status fsdpi_cuda_timer(fsdp_device *device, void **native) {
+    cudaEvent_t made = NULL;
+    cudaError_t e = cudaEventCreateWithFlags(&made, cudaEventDefault);
+    *native = (void *)made;
+    return fsdpi_cuda_check(&fsdpi_cuda_of(device)->place, (int)e, "cudaEventCreateWithFlags");
+}
+
+static fsdp_status fsdpi_cuda_elapsed(fsdp_device *device, void *from, void *to, int64_t *ns) {
+    float ms = 0;
+    cudaError_t e = cudaEventElapsedTime(&ms, (cudaEvent_t)from, (cudaEvent_t)to);
+    *ns = (int64_t)((double)ms * 1e6);
+    return fsdpi_cuda_check(&fsdpi_cuda_of(device)->place, (int)e, "cudaEventElapsedTime");
+}
+
 static void fsdpi_cuda_destroy(fsdp_device *device, void *stream, void *event) {
     (void)device;
     if (stream && (cudaStream_t)stream != cudaStreamLegacy)
@@ -337,7 +352,7 @@ static fsdp_status fsdpi_cuda_sync(fsdp_device *device, void *event, int64_t tim
     fsdpi_cuda_device *d = fsdpi_cuda_of(device);
     cudaError_t e = cudaSuccess;
     fsdp_status status = fsdpi_cuda_await(&d->boot, (cudaEvent_t)event, timeout_ns, NULL, &e);
-    if (status == FSDP_ERR_TIMEOUT) return fsdpi_cuda_late(&d->place);
+    if (status == FSDP_ERR_TIMEOUT) return timeout_ns ? fsdpi_cuda_late(&d->place) : status;
     return fsdpi_cuda_check(&d->place, (int)e, "work on the device");
 }
 
@@ -427,8 +442,8 @@ static fsdp_status fsdpi_cuda_update(fsdp_device *device, void *stream, const fs
         FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), (flags), "cuda", fsdpi_cuda_open,            \
             fsdpi_cuda_close, fsdpi_cuda_alloc, fsdpi_cuda_free, fsdpi_cuda_stream,                \
             fsdpi_cuda_event, fsdpi_cuda_destroy, fsdpi_cuda_record, fsdpi_cuda_wait,              \
-            fsdpi_cuda_sync, fsdpi_cuda_copy, fsdpi_cuda_zero, fsdpi_cuda_norm, fsdpi_cuda_update, \
-            fsdpi_cuda_error_text                                                                  \
+            fsdpi_cuda_sync, fsdpi_cuda_timer, fsdpi_cuda_elapsed, fsdpi_cuda_copy,                \
+            fsdpi_cuda_zero, fsdpi_cuda_norm, fsdpi_cuda_update, fsdpi_cuda_error_text             \
     }
 
 FSDP_API const fsdp_device_ops *fsdp_cuda_device_ops(void) {

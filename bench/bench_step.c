@@ -138,15 +138,15 @@ static void describe(trainer *t) {
     t->layers[s->layers].count = GPT_EMBED_PARAM_COUNT;
 }
 
-static fsdp_status timed_comm(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
-                              const fsdp_coll *coll) {
+// Records of an extension: when the collectives of the units ran, inline or in lanes.
+static void comm_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin_ns,
+                     int64_t end_ns) {
     trainer *t = (trainer *)user;
-    int kind = coll->kind == FSDP_OP_REDUCE_SCATTER;
-    span now = {bench_now_ns(), 0};
-    fsdp_status status = ops->run(comm, coll);
-    now.end = bench_now_ns();
-    if (t->num_comms[kind] < SPANS_MAX) t->comms[kind][t->num_comms[kind]++] = now;
-    return status;
+    int kind = op->kind == FSDP_OP_REDUCE_SCATTER;
+    span ran = {begin_ns, end_ns};
+    (void)model;
+    if (!op->unit || (op->kind != FSDP_OP_ALL_GATHER && !kind)) return;
+    if (t->num_comms[kind] < SPANS_MAX) t->comms[kind][t->num_comms[kind]++] = ran;
 }
 
 static fsdp_status shard(trainer *t, layer *l, int outermost) {
@@ -160,10 +160,7 @@ static fsdp_status shard(trainer *t, layer *l, int outermost) {
     desc.params = params;
     desc.num_params = l->count;
     desc.reshard_after_forward = outermost ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
-    fsdp_status status = fsdp_fully_shard(t->model, &desc, &l->unit);
-    if (!status) status = fsdp_set_custom_all_gather(l->unit, timed_comm, t);
-    if (!status) status = fsdp_set_custom_reduce_scatter(l->unit, timed_comm, t);
-    return status;
+    return fsdp_fully_shard(t->model, &desc, &l->unit);
 }
 
 // With lanes and prefetch the next layer is gathered while this one computes, in forward as in
@@ -171,7 +168,11 @@ static fsdp_status shard(trainer *t, layer *l, int outermost) {
 static fsdp_status build(trainer *t, fsdp_world *world) {
     int blocks = t->j->s.layers;
     fsdp_adamw_desc desc = FSDP_ZERO;
+    fsdp_extension times = FSDP_ZERO;
     desc.weight_decay = HYPER.weight_decay;
+    times.name = "times";
+    times.user = t;
+    times.ran = comm_ran;
     fsdp_status status = fsdp_model_create(world, NULL, &t->model);
     for (int l = 0; l < t->num_layers && !status; l++)
         status = shard(t, &t->layers[l], l == blocks);
@@ -179,7 +180,7 @@ static fsdp_status build(trainer *t, fsdp_world *world) {
         status = fsdp_set_modules_to_forward_prefetch(t->layers[l].unit, &t->layers[l + 1].unit, 1);
     if (!status) status = fsdp_init_params(t->model, init_rows, NULL);
     if (!status) status = fsdp_adamw_create(t->model, &desc, &t->adamw);
-    return status;
+    return status ? status : fsdp_attach(t->model, &times);
 }
 
 // Without sharding: one array of all parameters, one of all gradients.

@@ -71,25 +71,3 @@ static int fsdpi_grow(fsdp_model *m, void **array, int count, int *cap, size_t s
     *cap = wanted;
     return 1;
 }
-
-static FSDPI_UNUSED fsdp_status fsdpi_model_own(fsdp_model *m, void *object,
-                                                void (*destroy)(void *object)) {
-    fsdpi_owned *entry = (fsdpi_owned *)fsdpi_model_alloc(m, sizeof *entry);
-    if (!entry)
-        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no memory for an extension's object");
-    entry->object = object;
-    entry->destroy = destroy;
-    entry->next = m->owned;
-    m->owned = entry;
-    return FSDP_OK;
-}
-
-static FSDPI_UNUSED void fsdpi_model_disown(fsdp_model *m, void *object) {
-    for (fsdpi_owned **at = &m->owned; *at; at = &(*at)->next) {
-        if ((*at)->object != object) continue;
-        fsdpi_owned *entry = *at;
-        *at = entry->next;
-        fsdpi_model_free(m, entry);
-        return;
-    }
-}

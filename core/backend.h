@@ -95,7 +95,9 @@ enum {
     FSDP_DEVICE_HOST = 2   // its memory is host memory
 };
 
-enum { FSDP_MEMORY_DEVICE = 0, FSDP_MEMORY_PINNED = 1 }; // pinned: host memory
+// Pinned: host memory of the device. FSDP_MEMORY_HOST, of the world's allocator, is asked of no
+// device.
+enum { FSDP_MEMORY_DEVICE = 0, FSDP_MEMORY_PINNED = 1, FSDP_MEMORY_HOST };
 
 enum { FSDP_UPDATE_ADAMW = 1, FSDP_UPDATE_SGD, FSDP_UPDATE_UNSCALE };
 
@@ -113,7 +115,7 @@ typedef struct fsdp_update {
     double scalars[8];
 } fsdp_update;
 
-#define FSDP_DEVICE_VERSION 4
+#define FSDP_DEVICE_VERSION 5
 struct fsdp_device_ops {
     uint32_t version, size, flags; // FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_*
     const char *name;
@@ -123,13 +125,18 @@ struct fsdp_device_ops {
     // fsdp_comm_ops.alloc); FSDP_MEMORY_PINNED, host memory that kernels can read. Zero-filled.
     fsdp_status (*alloc)(fsdp_device *device, int kind, size_t size, void **ptr);
     void (*free)(fsdp_device *device, int kind, void *ptr, size_t size);
-    // Only with FSDP_DEVICE_ASYNC. The stream COMPUTE may be the caller's.
+    // Only with FSDP_DEVICE_ASYNC. The stream COMPUTE may be the caller's. sync with timeout 0 asks
+    // only: FSDP_ERR_TIMEOUT, the event has not happened.
     fsdp_status (*stream)(fsdp_device *device, int stream, void **native);
     fsdp_status (*event)(fsdp_device *device, void **native);
     void (*destroy)(fsdp_device *device, void *stream_or_null, void *event_or_null);
     fsdp_status (*record)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*wait)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*sync)(fsdp_device *device, void *event, int64_t timeout_ns);
+    // Optional, both or neither: an event that knows when it happened, and the nanoseconds between
+    // two such that have happened.
+    fsdp_status (*timer)(fsdp_device *device, void **native);
+    fsdp_status (*elapsed)(fsdp_device *device, void *from, void *to, int64_t *ns);
     // Work, ordered on `stream` (NULL: done on return). A copy of one block without arithmetic may
     // have any host memory at one end, valid until the stream has passed it.
     fsdp_status (*copy)(fsdp_device *device, void *stream, const fsdp_op *op);

@@ -14,12 +14,22 @@ static const fsdpi_backend *fsdpi_find_backend(const char *name, int is_spread) 
     return b;
 }
 
+/* What a rank reads from the others. Of a collective (group_size-1) times its own part; of an
+   all_reduce, however a backend does it, what it has to receive at least. */
+static inline uint64_t fsdpi_coll_bytes(int kind, uint64_t group_size, uint64_t nbytes) {
+    if (kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER || kind == FSDP_OP_ALL_TO_ALL)
+        return (group_size - 1) * nbytes;
+    if (kind == FSDP_OP_ALL_REDUCE)
+        return (2 * (group_size - 1) * nbytes + group_size - 1) / group_size;
+    return kind == FSDP_OP_SEND ? 0 : nbytes;
+}
+
 // A function of the user's has failed inside an op: the world cannot go on.
 static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status result) {
     char text[FSDPI_TEXT];
     snprintf(text, sizeof text,
              "rank %d: your function for %s (%s) of unit '%s' returned %d (%s), expected FSDP_OK",
-             w->rank, fsdp_op_name(op->kind), fsdp_label_name(op->label), op->what, (int)result,
+             w->rank, fsdp_op_name(op->kind), fsdp_op_label(op), op->what, (int)result,
              fsdp_status_name(result));
     int fatal = result > FSDP_ERR_INVALID_STATE && result <= FSDP_ERR_INTERNAL;
     return fsdpi_world_fail(w, fatal ? result : FSDP_ERR_ABORTED, text);
@@ -37,8 +47,7 @@ static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
 }
 
 static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *stream) {
-    fsdp_coll c;
-    memset(&c, 0, sizeof c);
+    fsdp_coll c; // every field is set here
     c.kind = op->kind;
     c.dtype = op->dtype;
     c.out_dtype = op->out_dtype;
@@ -58,12 +67,12 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     c.what = op->what;
     c.stream = stream;
     // What all ranks must agree on. seq is left out: ranks may differ in purely local ops.
-    uint64_t h = fsdpi_hash(op->kind,
+    uint64_t h = fsdpi_hash((uint64_t)(uint32_t)op->root << 8 | op->kind,
                             ((uint64_t)op->dtype << 40) | ((uint64_t)op->out_dtype << 32) |
                                 ((uint64_t)op->redop << 24) | ((uint64_t)op->label << 16) |
                                 ((uint64_t)op->state << 8) | op->accumulate);
-    h = fsdpi_hash(fsdpi_hash(h, op->count), (uint64_t)(uint32_t)op->root);
-    c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->what_hash), op->step);
+    h = fsdpi_hash(fsdpi_hash(h, op->count), op->what_hash);
+    c.fingerprint = fsdpi_hash(h, op->step);
     void *user;
     fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
     fsdp_status status = custom ? custom(user, w->comm_ops, op->comm, &c)

@@ -388,6 +388,7 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     }
     m->committed = 1;
     m->layout++;
+    fsdpi_tell_layout(m);
     return FSDP_OK;
 }
 

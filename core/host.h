@@ -165,6 +165,8 @@ static const fsdp_device_ops *fsdpi_host_ops(void) {
                                         NULL,
                                         NULL,
                                         NULL,
+                                        NULL,
+                                        NULL,
                                         fsdpi_host_copy,
                                         fsdpi_host_zero,
                                         fsdpi_host_norm,

@@ -146,6 +146,7 @@ static fsdp_status fsdpi_host_mesh(fsdp_world *w, const fsdp_mesh *mesh, fsdp_op
     fsdp_status status = FSDP_OK;
     for (int d = 0; d < (mesh ? mesh->ndim : 1) && !status; d++) {
         fsdp_comm *comm = mesh ? mesh->gather_comm[d] : w->comm; // NULL: a group of one
+        op->group_size = mesh ? mesh->shape[d] : w->size;
         op->root = mesh ? root / fsdpi_mesh_stride(mesh, d) % mesh->shape[d] : root;
         if (comm) status = fsdpi_host_collective(w, comm, op, (char *)data, count);
     }

@@ -26,6 +26,10 @@ static const char *fsdpi_device_text(const fsdp_world *w, fsdp_status status) {
     return *text ? text : fsdp_status_text(status);
 }
 
+static int fsdpi_is_host(const fsdp_world *w) {
+    return (w->device_ops->flags & FSDP_DEVICE_HOST) != 0;
+}
+
 // Do what a record says. `stream`: native, or NULL.
 static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream) {
     const fsdp_device_ops *d = w->device_ops;
@@ -37,16 +41,34 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
     case FSDP_OP_CALL:
         status = op->call(op, stream);
         return status ? fsdpi_user_fail(w, op, status) : FSDP_OK;
-    case FSDP_OP_USE:
-    case FSDP_OP_HOOK: break;
+    case FSDP_OP_UPDATE:
+        status = op->call ? op->call(op, stream)
+                          : d->update(w->device, stream, (const fsdp_update *)op->list);
+        break;
+    case FSDP_OP_USE: break;
     default: return fsdpi_run_collective(w, op, stream);
     }
     if (status == FSDP_OK) return FSDP_OK;
     char text[FSDPI_TEXT];
     snprintf(text, sizeof text, "rank %d: %s (%s) of '%s' failed on device %s: %s", w->rank,
-             fsdp_op_name(op->kind), fsdp_label_name(op->label), op->what, d->name,
+             fsdp_op_name(op->kind), fsdp_op_label(op), op->what, d->name,
              fsdpi_device_text(w, status));
     return fsdpi_world_fail(w, status, text);
+}
+
+// The same for a record whose times an extension wants: in the caller's or a worker's thread.
+static FSDPI_NOINLINE fsdp_status fsdpi_execute_timed(fsdp_world *w, const fsdp_op *op,
+                                                      void *stream) {
+    fsdpi_timed *one = stream ? fsdpi_timeline_begin(w, op, stream) : NULL;
+    int64_t begin = fsdpi_now(w);
+    fsdp_status status = fsdpi_execute(w, op, stream);
+    if (one && !status) (void)fsdpi_timeline_end(w, one, stream);
+    if (!stream && !status) fsdpi_tell_ran(w, op, begin, fsdpi_now(w));
+    return status;
+}
+
+static inline fsdp_status fsdpi_run_op(fsdp_world *w, const fsdp_op *op, void *stream) {
+    return op->timed ? fsdpi_execute_timed(w, op, stream) : fsdpi_execute(w, op, stream);
 }
 
 // Wait until the lane has finished `seq` records: spin for about the time of a hand-off, then
@@ -78,12 +100,12 @@ static void *fsdpi_lane_main(void *arg) {
             __atomic_store_n(&lane->asleep, 0u, __ATOMIC_SEQ_CST);
         }
         const fsdp_op *op = &lane->ring[next % FSDPI_LANE_OPS];
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < op->num_waits; i++) {
             fsdpi_lane *other = w->lanes[op->wait[i].stream];
             if (other && other != lane) fsdpi_lane_wait(other, op->wait[i].seq);
         }
         if (!fsdpi_failed(w))
-            (void)fsdpi_execute(w, op, NULL); // a failure is sticky: seen by the caller
+            (void)fsdpi_run_op(w, op, NULL); // a failure is sticky: seen by the caller
         next++;
         __atomic_store_n(&lane->done, next, __ATOMIC_SEQ_CST);
         if (__atomic_exchange_n(&lane->waited_for, 0u, __ATOMIC_SEQ_CST))
@@ -110,6 +132,23 @@ static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
                           strerror(rc));
     }
     w->lanes[stream] = lane;
+    return FSDP_OK;
+}
+
+/* The stream EXTENSION begins when something is issued on it: on a device with streams another
+   stream; with lanes a thread, where collectives of more than one stream may run at a time. */
+static fsdp_status fsdpi_extension_stream(fsdp_world *w) {
+    const int s = FSDP_STREAM_EXTENSION;
+    if (w->mode == FSDPI_NATIVE && !w->streams[s]) {
+        fsdp_status status = w->device_ops->stream(w->device, s, &w->streams[s]);
+        if (status) w->streams[s] = NULL;
+        return status ? fsdpi_fail(w, status, "device %s could not make a stream: %s",
+                                   w->device_ops->name, fsdpi_device_text(w, status))
+                      : FSDP_OK;
+    }
+    if (w->mode != FSDPI_LANES || w->lanes[s]) return FSDP_OK;
+    if (w->size == 1 || w->caps.lanes > 1) return fsdpi_lane_start(w, s);
+    w->lanes[s] = w->lanes[FSDP_STREAM_GATHER];
     return FSDP_OK;
 }
 
@@ -168,7 +207,7 @@ static fsdp_status fsdpi_await_fence(fsdp_world *w) {
 static fsdp_status fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event) {
     event->stream = stream;
     event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
-    if (w->mode != FSDPI_NATIVE || !event->native) return FSDP_OK;
+    if (!event->native) return FSDP_OK; // no device, or a buffer without memory
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], event->native);
     return status ? fsdpi_device_fail(w, status, "recording an event on") : FSDP_OK;
 }
@@ -176,10 +215,11 @@ static fsdp_status fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event) {
 // The host waits until everything issued so far on a stream is done.
 static fsdp_status fsdpi_sync(fsdp_world *w, int stream) {
     if (w->lanes[stream]) fsdpi_lane_wait(w->lanes[stream], w->lanes[stream]->issued);
-    if (!w->fence) return fsdpi_failed(w);
+    if (!w->fence || !w->streams[stream]) return fsdpi_failed(w);
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], w->fence);
     if (!status) status = fsdpi_await_fence(w);
     if (status) return fsdpi_device_fail(w, status, "waiting for");
+    fsdpi_timeline_tell(w, 0);
     status = fsdpi_backend_poll(w); // what came meanwhile
     return status ? status : fsdpi_failed(w);
 }
@@ -190,30 +230,43 @@ static void fsdpi_drain(fsdp_world *w) {
 
 // Run a record in the order of its stream, after the events in wait[].
 static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
-    if (w->mode == FSDPI_INLINE) return fsdpi_execute(w, op, NULL);
+    if (w->mode == FSDPI_INLINE) return fsdpi_run_op(w, op, NULL);
     if (w->mode == FSDPI_NATIVE) {
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < op->num_waits; i++) {
             if (!op->wait[i].native) continue;
             fsdp_status status = w->device_ops->wait(w->device, w->streams[op->stream],
                                                      op->wait[i].native);
             if (status) return fsdpi_device_fail(w, status, "ordering streams of");
         }
-        return fsdpi_execute(w, op, w->streams[op->stream]);
+        return fsdpi_run_op(w, op, w->streams[op->stream]);
     }
     if (w->lanes[op->stream]) {
         fsdpi_lane_push(w->lanes[op->stream], op);
         return FSDP_OK;
     }
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < op->num_waits; i++) {
         fsdpi_lane *lane = w->lanes[op->wait[i].stream];
         if (lane) fsdpi_lane_wait(lane, op->wait[i].seq);
     }
     fsdp_status failed = fsdpi_failed(w); // by a record that was waited for
-    return failed ? failed : fsdpi_execute(w, op, NULL);
+    return failed ? failed : fsdpi_run_op(w, op, NULL);
 }
 
-static int fsdpi_is_host(const fsdp_world *w) {
-    return (w->device_ops->flags & FSDP_DEVICE_HOST) != 0;
+// A record of the world, which no model has: shown to the extensions of all of them, and run at
+// once; what the host can copy it does. `stream`: native, or NULL.
+static fsdp_status fsdpi_emit_world(fsdp_world *w, fsdp_op *op, void *stream) {
+    fsdp_op seen = *op;
+    op->seq = seen.seq = ++w->seq;
+    seen.comm_number = (uint16_t)fsdpi_comm_number(w, op->comm);
+    for (fsdp_model *m = w->models; m; m = m->next) {
+        if (m->watch & FSDPI_TIMES) seen.timed = 1;
+        if ((m->watch & FSDPI_OPS) && fsdpi_taken(m, &seen)) return FSDP_OK;
+    }
+    if (seen.kind != FSDP_OP_COPY || !fsdpi_is_host(w)) return fsdpi_run_op(w, &seen, stream);
+    int64_t begin = seen.timed ? fsdpi_now(w) : 0;
+    fsdp_status status = fsdpi_host_copy(NULL, NULL, &seen);
+    if (seen.timed && !status) fsdpi_tell_ran(w, &seen, begin, fsdpi_now(w));
+    return status;
 }
 
 /* Rows of bytes between host and device memory, or within it, behind what COMPUTE has to do; done
@@ -224,7 +277,7 @@ static fsdp_status fsdpi_transfer_rows(fsdp_world *w, void *dst, const void *src
     fsdp_op op;
     memset(&op, 0, sizeof op);
     op.kind = FSDP_OP_COPY;
-    op.label = FSDP_LABEL_WORLD;
+    op.label = FSDP_LABEL_TRANSFER;
     op.stream = FSDP_STREAM_COMPUTE;
     op.what = "transfer";
     op.dtype = op.out_dtype = FSDP_U8;
@@ -237,8 +290,8 @@ static fsdp_status fsdpi_transfer_rows(fsdp_world *w, void *dst, const void *src
     if (op.count == 0) return fsdpi_failed(w);
     fsdp_status status = fsdpi_sync(w, FSDP_STREAM_COMPUTE); // with a deadline: a copy may block
     if (status) return status;
-    if (fsdpi_is_host(w)) return fsdpi_host_copy(NULL, NULL, &op);
-    status = fsdpi_execute(w, &op, w->streams[FSDP_STREAM_COMPUTE]);
+    if (fsdpi_is_host(w)) return fsdpi_emit_world(w, &op, NULL);
+    status = fsdpi_emit_world(w, &op, w->streams[FSDP_STREAM_COMPUTE]);
     return status ? status : fsdpi_sync(w, FSDP_STREAM_COMPUTE);
 }
 

@@ -29,7 +29,7 @@ static void fsdpi_mesh_free(fsdp_mesh *mesh) {
             continue;
         }
         *at = sub->next;
-        w->comm_ops->close(sub->comm);
+        if (sub->comm) w->comm_ops->close(sub->comm);
         fsdpi_free(a, sub);
     }
     for (int d = 0; d < mesh->ndim; d++) {
@@ -115,21 +115,25 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     fsdp_group group = {
         me < 0 ? -1 : members[first], me < 0 ? -1 : me - first, size, lane, members + first,
         name ? name : "mesh"};
+    w->num_comms++;
     fsdp_status status = w->comm_ops->split(parent, &group, out);
     fsdpi_free(&w->boot.allocator, members);
     return status ? fsdpi_world_fail(w, status, w->comm_ops->error_text(parent)) : FSDP_OK;
 }
 
-// The group of `size` neighbours along a dim that this rank is in, made at its first use.
-static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size, fsdp_comm **out) {
+// The group of `size` neighbours along a dim that this rank is in, for what runs on a stream, made
+// at its first use.
+static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size, int stream,
+                                       const char *name, fsdp_comm **out) {
     fsdp_world *w = mesh->world;
     fsdpi_subgroup *sub = w->subgroups;
-    while (sub && !(sub->mesh == mesh && sub->dim == dim && sub->size == size)) sub = sub->next;
+    while (sub &&
+           !(sub->mesh == mesh && sub->dim == dim && sub->size == size && sub->stream == stream))
+        sub = sub->next;
     *out = sub ? sub->comm : NULL;
     if (sub) return FSDP_OK;
     sub = (fsdpi_subgroup *)fsdpi_alloc(&w->boot.allocator, sizeof *sub);
-    fsdp_status status = sub ? fsdpi_mesh_split(mesh, dim, size, FSDP_STREAM_GATHER, "post_forward",
-                                                &sub->comm)
+    fsdp_status status = sub ? fsdpi_mesh_split(mesh, dim, size, stream, name, &sub->comm)
                              : fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
     if (status) {
         fsdpi_free(&w->boot.allocator, sub);
@@ -138,6 +142,8 @@ static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size,
     sub->mesh = mesh;
     sub->dim = dim;
     sub->size = size;
+    sub->stream = stream;
+    sub->number = w->num_comms;
     sub->next = w->subgroups;
     w->subgroups = sub;
     *out = sub->comm;
@@ -156,6 +162,7 @@ static fsdp_status fsdpi_mesh_groups(fsdp_mesh *mesh, int dim) {
     }
     fsdp_status status = fsdpi_mesh_split(mesh, dim, mesh->shape[dim], FSDP_STREAM_GATHER,
                                           mesh->names[dim], &mesh->gather_comm[dim]);
+    mesh->comm_number[dim] = w->num_comms;
     if (!status && two)
         status = fsdpi_mesh_split(mesh, dim, mesh->shape[dim], FSDP_STREAM_REDUCE, mesh->names[dim],
                                   &mesh->reduce_comm[dim]);

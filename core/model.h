@@ -4,13 +4,21 @@
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
+// Take an extension out and end it. Nothing of it is under way.
+static void fsdpi_detach(fsdp_model *m, fsdpi_attached **at) {
+    fsdpi_attached *gone = *at;
+    *at = gone->next;
+    fsdpi_watch(m);
+    if (gone->e.destroy) gone->e.destroy(gone->e.user);
+    fsdpi_model_free(m, gone);
+}
+
 static void fsdpi_model_close(fsdp_model *m) {
     fsdp_world *w = m->world;
-    while (m->owned) {
-        fsdpi_owned *entry = m->owned;
-        m->owned = entry->next;
-        entry->destroy(entry->object);
-        fsdpi_model_free(m, entry);
+    while (m->attached) {
+        fsdpi_attached **last = &m->attached;
+        while ((*last)->next) last = &(*last)->next;
+        fsdpi_detach(m, last);
     }
     fsdpi_model_free_buffers(m);
     fsdpi_model_free(m, m->norm_blocks);
@@ -94,19 +102,11 @@ FSDP_API void fsdp_model_destroy(fsdp_model *model) {
     if (!model) return;
     fsdp_world *w = model->world;
     fsdpi_drain(w);
+    fsdpi_timeline_end_all(w);
     for (fsdp_model **at = &w->models; *at; at = &(*at)->next) {
         if (*at != model) continue;
         *at = model->next;
         break;
     }
     fsdpi_model_close(model);
-}
-
-FSDP_API fsdp_status fsdp_set_driver(fsdp_model *model, const fsdp_driver *driver) {
-    static const fsdp_driver none = {NULL, NULL, NULL};
-    if (!model) return fsdpi_null(NULL, "set_driver");
-    fsdp_status status = fsdpi_failed(model->world);
-    if (!status) status = fsdpi_remember(model, fsdpi_check_units(model, FSDP_CALL_PARAMS_CHANGED));
-    if (!status) model->driver = driver ? *driver : none;
-    return status;
 }

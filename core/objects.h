@@ -14,6 +14,7 @@ enum {
 
 typedef struct fsdpi_lane fsdpi_lane;
 typedef struct fsdpi_subgroup fsdpi_subgroup;
+typedef struct fsdpi_timeline fsdpi_timeline;
 
 struct fsdp_threads {
     uint32_t lock; // fsdpi_lock
@@ -42,6 +43,8 @@ struct fsdp_world {
     void *own_stream;                     // the device's COMPUTE
     void *fence;                          // an event to wait for all of them
     fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDPI_LANES; COMPUTE has none; may be the same one
+    fsdpi_timeline *timeline;             // FSDPI_NATIVE: records whose times are awaited, or NULL
+    int32_t num_comms;                    // numbers given to communicators so far
     void *bounce;                         // comm memory for collectives on host data
     uint64_t seq;
     fsdp_mesh *meshes;         // all of this world
@@ -66,14 +69,17 @@ struct fsdp_mesh {
     int root_numel;                        // ranks of the mesh that it was sliced from, or its own
     fsdp_comm *gather_comm[FSDP_MAX_DIMS]; // NULL: a group of one, or outside
     fsdp_comm *reduce_comm[FSDP_MAX_DIMS]; // equal to gather_comm unless lanes may run both
+    int32_t comm_number[FSDP_MAX_DIMS];    // of gather_comm; reduce_comm has the next one
     uint8_t borrowed[FSDP_MAX_DIMS];       // the groups of this dim belong to another mesh
     fsdp_mesh *next;
 };
 
-// Part of a shard group: n neighbouring ranks, for reshard_after_forward = n.
+// A group that is made at its first use: n neighbouring ranks for reshard_after_forward = n, or a
+// whole dim once more, for what extensions run on a stream.
 struct fsdpi_subgroup {
     const fsdp_mesh *mesh;
-    int dim, size;
+    int dim, size, stream;
+    int32_t number;
     fsdp_comm *comm;
     fsdpi_subgroup *next;
 };
@@ -89,6 +95,8 @@ struct fsdp_buf {
     fsdp_event avail; // release by the last consumer; the first write after acquire waits for it
     uint64_t released;
     uint8_t held, pool, pinned; // pinned: host memory of the device, which peers cannot read
+    uint8_t part;               // it lies inside of another buffer, which owns the memory
+    int32_t number;             // in the order of making
 };
 
 typedef struct fsdpi_class { // slots of one pool and size
@@ -299,11 +307,21 @@ typedef struct fsdpi_forward { // one entry of the record of forwards
     int32_t previous; // the unit's entry before
 } fsdpi_forward;
 
-typedef struct fsdpi_owned { // an extension's object that dies with the model
-    void *object;
-    void (*destroy)(void *object);
-    struct fsdpi_owned *next;
-} fsdpi_owned;
+// What is attached to a model, in order.
+typedef struct fsdpi_attached {
+    fsdp_extension e;
+    struct fsdpi_attached *next;
+} fsdpi_attached;
+
+enum { FSDPI_NAMES = 16, FSDPI_NAME = 32 }; // names that extensions register; length with its end
+
+typedef struct fsdpi_names {
+    int count;
+    char text[FSDPI_NAMES][FSDPI_NAME];
+} fsdpi_names;
+
+// What extensions of a model listen to: bits of fsdp_model.watch.
+enum { FSDPI_CALLS = 1, FSDPI_OPS = 2, FSDPI_SLOTS = 4, FSDPI_TIMES = 8 };
 
 struct fsdp_model {
     fsdp_world *world;
@@ -339,12 +357,15 @@ struct fsdp_model {
     fsdp_block full_block;
     void *undefined; // what getters give in a failed world
     size_t undefined_bytes;
-    fsdp_block *norm_blocks; // [num_params] of the norm, [num_params] of what clip scales
-    fsdp_driver driver;
+    fsdp_block *norm_blocks;  // [num_params] of the norm, [num_params] of what clip scales
+    fsdpi_attached *attached; // extensions, in the order in which they are asked
+    uint8_t watch;            // FSDPI_CALLS, ...: what any of them listens to
+    fsdpi_names labels, pools;
+    uint64_t settings; // changes of options so far
+    int32_t num_bufs;  // numbers given to buffers so far
     fsdp_counters counters;
     int64_t host_bytes;
-    int32_t pool_slots[FSDP_POOL_COUNT];
-    int64_t pool_bytes[FSDP_POOL_COUNT];
-    fsdpi_owned *owned;
+    int32_t pool_slots[FSDP_POOL_MAX];
+    int64_t pool_bytes[FSDP_POOL_MAX];
     fsdp_model *next;
 };

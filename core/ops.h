@@ -5,50 +5,51 @@
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: fsdpi_emit, the only door to the device and comm tables. It numbers a record, counts it,
-// shows it to the observer, derives what it waits for from the buffers it reads and writes, and
+// shows it to extensions, derives what it waits for from the buffers it reads and writes, and
 // runs it.
-
-FSDP_API const char *fsdp_op_name(int kind) {
-    static const char *const names[FSDP_OP_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_OP_LIST(FSDP_X)
-#undef FSDP_X
-    };
-    return kind >= 0 && kind < FSDP_OP_COUNT ? names[kind] : "?";
-}
-
-FSDP_API const char *fsdp_label_name(int label) {
-    static const char *const names[FSDP_LABEL_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_LABEL_LIST(FSDP_X)
-#undef FSDP_X
-    };
-    return label >= 0 && label < FSDP_LABEL_COUNT ? names[label] : "?";
-}
 
 // A record with the model's labels; the caller fills in the rest.
 static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, int kind, int label,
                                        int stream) {
     fsdp_op op;
-    memset(&op, 0, sizeof op);
+    memset(&op, 0, offsetof(fsdp_op, wait)); // num_waits of them count
     op.kind = (uint8_t)kind;
     op.label = (uint8_t)label;
     op.stream = (uint8_t)stream;
     op.state = m->call_state;
     op.scale = 1.0;
+    op.model = (fsdp_model *)(uintptr_t)m;
     op.unit = u;
-    op.what = u ? u->desc.name : fsdp_label_name(label);
+    op.what = u ? u->desc.name : fsdpi_label(m, label);
     op.what_hash = u ? u->layout.hash : (uint64_t)label;
     op.step = m->step;
     return op;
 }
 
-static int fsdpi_must_wait(const fsdp_world *w, const fsdp_event *event, int stream) {
-    return w->mode != FSDPI_INLINE && event->seq != 0 && event->stream != stream;
-}
-
 /* Three rules. Reading waits for the last write by another stream; writing too (one writer at a
    time); the first write after acquire waits for the last consumer's release. */
+static inline void fsdpi_derive_waits(fsdp_op *op) {
+    const fsdp_buf *src = op->src, *dst = op->dst;
+    uint8_t num = 0;
+    if (src && src->ready.seq != 0 && src->ready.stream != op->stream) op->wait[num++] = src->ready;
+    if (dst && dst != src) {
+        const fsdp_event *event = dst->avail.seq ? &dst->avail : &dst->ready;
+        if (event->seq != 0 && event->stream != op->stream) op->wait[num++] = *event;
+    }
+    op->num_waits = num;
+}
+
+// Somebody watches: `seen`, a copy, is shown and may come back changed. NULL: it does not run.
+static FSDPI_NOINLINE const fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op *op,
+                                                   fsdp_op *seen) {
+    int works = op->kind < FSDP_OP_HOOK && op->kind != FSDP_OP_USE;
+    *seen = *op;
+    seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm);
+    seen->timed = works && (m->watch & FSDPI_TIMES);
+    return fsdpi_taken(m, seen) || seen->kind >= FSDP_OP_HOOK ? NULL : seen;
+}
+
+// The record is the caller's: it may be one that is issued again and again.
 static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     fsdp_world *w = m->world;
     fsdp_status status = fsdpi_failed(w);
@@ -57,17 +58,39 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     m->counters.calls[op->kind]++;
     m->counters.bytes[op->kind] += op->bytes;
     if (m->dry) return FSDP_OK;
-    int num = 0;
-    if (op->src && fsdpi_must_wait(w, &op->src->ready, op->stream))
-        op->wait[num++] = op->src->ready;
-    if (op->dst && op->dst != op->src) {
-        fsdp_event *event = op->dst->avail.seq ? &op->dst->avail : &op->dst->ready;
-        if (fsdpi_must_wait(w, event, op->stream)) op->wait[num++] = *event;
-    }
+    if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
     if (op->dst) op->dst->avail.seq = 0;
-    if (!(m->driver.op && m->driver.op(m->driver.user, m, op))) status = fsdpi_issue(w, op);
+    fsdp_op seen;
+    const fsdp_op *runs = m->watch ? fsdpi_watched(m, op, &seen) : op;
+    if (runs) status = fsdpi_issue(w, runs);
     if (!status && op->dst) status = fsdpi_mark(w, op->stream, &op->dst->ready);
     return status;
+}
+
+// A marker: numbered, counted and shown. It waits for nothing and sets no event.
+static fsdp_status fsdpi_show(fsdp_model *m, fsdp_op *op) {
+    fsdp_status status = fsdpi_failed(m->world);
+    if (status || m->dry || !(m->watch & FSDPI_OPS)) return status;
+    op->seq = ++m->seq;
+    m->counters.calls[op->kind]++;
+    fsdp_op seen;
+    (void)fsdpi_watched(m, op, &seen);
+    return FSDP_OK;
+}
+
+// What happens to a buffer, where extensions see records.
+static FSDPI_NOINLINE fsdp_status fsdpi_show_buf(fsdp_model *m, const fsdp_unit *u, int kind,
+                                                 int stream, fsdp_buf *buf) {
+    fsdp_op op = fsdpi_op(m, u, kind, FSDP_LABEL_NONE, stream);
+    if (kind == FSDP_OP_RELEASE) op.src = buf;
+    else op.dst = buf;
+    op.pool = buf->pool;
+    op.slot = buf->number;
+    return fsdpi_show(m, &op);
+}
+
+static inline fsdp_status fsdpi_marker(fsdp_unit *u, int kind, int stream, fsdp_buf *buf) {
+    return u->model->watch & FSDPI_OPS ? fsdpi_show_buf(u->model, u, kind, stream, buf) : FSDP_OK;
 }
 
 // Fill elements [from, from + count) of a buffer with a byte.
@@ -85,14 +108,11 @@ static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label,
     return fsdpi_emit(m, &op);
 }
 
-/* Bytes that a copy writes, or that a rank has to receive. Of a gather or scatter that is the part
-   of each other rank; of an all_reduce, which is a scatter and a gather of 1/R of it, 2 (R-1)/R of
-   the whole, rounded up. */
+// Bytes that a copy writes, or that a rank has to receive.
 static uint64_t fsdpi_op_bytes(const fsdp_op *op) {
     if (op->kind == FSDP_OP_COPY) return op->count * fsdp_dtype_size(op->out_dtype);
-    uint64_t bytes = op->count * fsdp_dtype_size(op->dtype), ranks = (uint64_t)op->group_size;
-    if (ranks < 2) return 0;
-    return op->kind == FSDP_OP_ALL_REDUCE ? 2 * bytes - 2 * bytes / ranks : (ranks - 1) * bytes;
+    return fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size,
+                            op->count * fsdp_dtype_size(op->dtype));
 }
 
 // The record's work: blocks of a copy, segments of a collective, or a number of elements.
@@ -134,6 +154,38 @@ static fsdp_status fsdpi_emit_use(fsdp_model *m, const fsdp_unit *u, int label, 
     return fsdpi_emit(m, &op);
 }
 
+// An extension's slot, or NULL: there is none.
+static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t bytes,
+                                                 fsdp_buf **out) {
+    fsdp_model *m = u->model;
+    fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
+    *out = buf;
+    if (!buf || (!buf->held && buf->bytes >= bytes)) return FSDP_OK;
+    return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
+                      "an extension gave unit '%s' a slot of %llu bytes%s for %s, expected a free "
+                      "one of %llu",
+                      u->desc.name, (unsigned long long)buf->bytes, buf->held ? " in use" : "",
+                      fsdp_pool_name(pool), (unsigned long long)bytes);
+}
+
+static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
+    fsdp_model *m = u->model;
+    fsdpi_class *c = &m->classes[u->layout.classes[pool]];
+    fsdp_buf *buf = NULL;
+    fsdp_status status = m->watch ? fsdpi_provided(u, pool, c->bytes, &buf) : FSDP_OK;
+    if (!status && !buf) status = fsdpi_class_take(m, c, &buf);
+    if (status) return fsdpi_model_fail(m, status);
+    buf->held = 1;
+    *out = buf;
+    return m->watch ? fsdpi_marker(u, FSDP_OP_ACQUIRE, FSDP_STREAM_COMPUTE, buf) : FSDP_OK;
+}
+
+static FSDPI_NOINLINE fsdp_status fsdpi_released(fsdp_unit *u, fsdp_buf *buf, int stream) {
+    fsdp_status status = fsdpi_marker(u, FSDP_OP_RELEASE, stream, buf);
+    if (u->model->watch & FSDPI_SLOTS) (void)fsdpi_other_slot(u, buf->pool, buf);
+    return status;
+}
+
 /* Give a slot back; `stream` is its last consumer. With debug, what is released becomes NaN. */
 static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     fsdp_model *m = u->model;
@@ -148,5 +200,5 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     buf->held = 0;
     buf->released = ++m->release_seq;
     *slot = NULL;
-    return status;
+    return m->watch && !status ? fsdpi_released(u, buf, stream) : status;
 }

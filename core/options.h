@@ -22,12 +22,14 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
 
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
     if (!model) return fsdpi_null(NULL, "set_grad_enabled");
+    model->settings += model->grad_enabled != (enabled != 0);
     model->grad_enabled = enabled != 0;
     return fsdpi_failed(model->world);
 }
 
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
     if (!model) return fsdpi_null(NULL, "set_is_last_backward");
+    model->settings += model->is_last_backward != (is_last != 0);
     model->is_last_backward = is_last != 0;
     return fsdpi_failed(model->world);
 }
@@ -37,7 +39,9 @@ static fsdp_status fsdpi_set_option(fsdp_model *m, fsdp_unit *u, const char *wha
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(m, u, what, &i, &end);
     for (; !status && i < end; i++) {
-        ((uint8_t *)&m->units[i]->options)[field] = value != 0;
+        uint8_t *option = (uint8_t *)&m->units[i]->options + field;
+        m->settings += *option != (value != 0);
+        *option = value != 0;
         fsdpi_unit_route(m->units[i]);
     }
     return status;
@@ -77,7 +81,10 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
                           "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or "
                           "FSDP_RESHARD_NEVER; an int only at fully_shard",
                           mode);
-    for (; !status && i < end; i++) model->units[i]->options.reshard_after_forward = mode;
+    for (; !status && i < end; i++) {
+        model->settings += model->units[i]->options.reshard_after_forward != mode;
+        model->units[i]->options.reshard_after_forward = mode;
+    }
     return status;
 }
 
@@ -91,6 +98,7 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
                           "for the number of ranks",
                           factor);
     for (; !status && i < end; i++) {
+        model->settings += model->units[i]->options.divide_factor != factor;
         model->units[i]->options.divide_factor = factor;
         fsdpi_unit_route(model->units[i]);
     }
@@ -115,6 +123,7 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
     fsdpi_model_free(m, u->options.prefetch[backward]);
     u->options.prefetch[backward] = list;
     u->options.num_prefetch[backward] = count;
+    m->settings++;
     return FSDP_OK;
 }
 
@@ -133,7 +142,8 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     if (!status) status = fsdpi_failed(unit->model->world);
     if (!status)
         status = fsdpi_remember(unit->model,
-                                fsdpi_check_units(unit->model, FSDP_CALL_REQUIRES_GRAD));
+                                fsdpi_check_units(unit->model, FSDP_CALL_REQUIRES_GRAD,
+                                                  fsdpi_call_name(FSDP_CALL_REQUIRES_GRAD)));
     if (status) return status;
     fsdp_model *m = unit->model;
     fsdpi_param *p = &unit->params[index];
@@ -152,6 +162,7 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);
     if (status) return status;
+    m->settings++;
     p->requires_grad = requires_grad != 0;
     p->use &= (uint8_t)~FSDPI_USE_REDUCED;
     status = fsdpi_unit_arrange(unit);
@@ -166,8 +177,10 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
 static fsdp_status fsdpi_set_hook(fsdp_unit *u, const char *what) {
     int first, end;
     fsdp_status status = fsdpi_set(u ? u->model : NULL, u, what, &first, &end);
-    if (!status) fsdpi_drain(u->model->world);
-    return status;
+    if (status) return status;
+    u->model->settings++;
+    fsdpi_drain(u->model->world);
+    return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_set_all_reduce_hook(fsdp_unit *unit, fsdp_all_reduce_hook hook,

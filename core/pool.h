@@ -9,28 +9,32 @@
 // free is one added. Invariants: no decision looks at an event or the clock, so memory is the same
 // on every rank and at every run; a buffer is handed on only after the event of its last consumer.
 
-FSDP_API const char *fsdp_pool_name(int pool) {
-    static const char *const names[FSDP_POOL_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_POOL_LIST(FSDP_X)
-#undef FSDP_X
-    };
-    return pool >= 0 && pool < FSDP_POOL_COUNT ? names[pool] : "?";
-}
-
 static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     if (!buf) return;
     if (m->dry) buf->ptr = NULL;
-    m->pool_slots[buf->pool]--;
-    m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
+    if (!buf->part) {
+        m->pool_slots[buf->pool]--;
+        m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
+    }
     if (buf->ready.native) w->device_ops->destroy(w->device, NULL, buf->ready.native);
     if (buf->avail.native) w->device_ops->destroy(w->device, NULL, buf->avail.native);
+    if (buf->part) buf->ptr = NULL;
     if (buf->ptr && w->comm && !buf->pinned) w->comm_ops->free(w->comm, buf->ptr, buf->bytes);
     else if (buf->ptr)
         w->device_ops->free(w->device, buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE,
                             buf->ptr, buf->bytes);
     fsdpi_model_free(m, buf);
+}
+
+// Its two events, where the device orders by them.
+static fsdp_status fsdpi_buf_events(fsdp_world *w, fsdp_buf *buf) {
+    if (w->mode != FSDPI_NATIVE) return FSDP_OK;
+    fsdp_status status = w->device_ops->event(w->device, &buf->ready.native);
+    if (!status) status = w->device_ops->event(w->device, &buf->avail.native);
+    if (!status) return FSDP_OK;
+    return fsdpi_fail(w, status, "device %s could not make an event: %s", w->device_ops->name,
+                      fsdpi_device_text(w, status));
 }
 
 // Device memory, where peers can read it, and its two events.
@@ -49,15 +53,10 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
         return fsdpi_fail_stuck(
             w,
             fsdpi_fail(w, status, "%llu bytes for %s could not be allocated: %s",
-                       (unsigned long long)buf->bytes, fsdp_pool_name(buf->pool),
+                       (unsigned long long)buf->bytes, fsdp_model_pool_name(m, buf->pool),
                        shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status)));
     buf->ptr = (char *)ptr;
-    if (w->mode != FSDPI_NATIVE) return FSDP_OK;
-    status = w->device_ops->event(w->device, &buf->ready.native);
-    if (!status) status = w->device_ops->event(w->device, &buf->avail.native);
-    if (!status) return FSDP_OK;
-    return fsdpi_fail(w, status, "device %s could not make an event: %s", w->device_ops->name,
-                      fsdpi_device_text(w, status));
+    return fsdpi_buf_events(w, buf);
 }
 
 // Can the host read it?
@@ -66,15 +65,17 @@ static int fsdpi_is_readable(const fsdp_world *w, const fsdp_buf *buf) {
 }
 
 // A buffer of a pool. In a dry run it is only counted.
-static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf **out) {
+static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pinned,
+                                  fsdp_buf **out) {
     fsdp_buf *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof *buf);
     *out = NULL;
     if (!buf)
         return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a buffer of %s",
-                          fsdp_pool_name(pool));
+                          fsdp_model_pool_name(m, pool));
     buf->bytes = (size_t)fsdpi_aligned((int64_t)(bytes ? bytes : 1));
     buf->pool = (uint8_t)pool;
-    buf->pinned = m->desc.cpu_offload && (pool == FSDP_POOL_SHARD || pool == FSDP_POOL_SGRAD);
+    buf->pinned = (uint8_t)pinned;
+    buf->number = ++m->num_bufs;
     m->pool_slots[pool]++;
     m->pool_bytes[pool] += (int64_t)buf->bytes;
     fsdp_status status = fsdpi_buf_alloc(m, buf);
@@ -85,6 +86,11 @@ static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf
     m->counters.allocations++;
     *out = buf;
     return FSDP_OK;
+}
+
+static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf **out) {
+    int offloaded = m->desc.cpu_offload && (pool == FSDP_POOL_SHARD || pool == FSDP_POOL_SGRAD);
+    return fsdpi_buf_make(m, pool, bytes, offloaded, out);
 }
 
 static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
@@ -110,9 +116,8 @@ static fsdp_status fsdpi_model_fail(fsdp_model *m, fsdp_status status) {
     return m->dry || fsdpi_failed(m->world) ? status : fsdpi_fail_together(m->world, status);
 }
 
-static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
-    fsdp_model *m = u->model;
-    fsdpi_class *c = &m->classes[u->layout.classes[pool]];
+// A free slot of a class: the least recently released one, or a new one.
+static inline fsdp_status fsdpi_class_take(fsdp_model *m, fsdpi_class *c, fsdp_buf **out) {
     fsdp_status status = c->count ? FSDP_OK : fsdpi_class_fill(m, c);
     fsdp_buf *best = NULL;
     for (int i = 0; i < c->count; i++) {
@@ -123,10 +128,8 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
         status = fsdpi_class_add(m, c);
         if (!status) best = c->slots[c->count - 1];
     }
-    if (status) return fsdpi_model_fail(m, status);
-    best->held = 1;
     *out = best;
-    return FSDP_OK;
+    return status;
 }
 
 // Between steps every free slot counts as released at the same time: the next step takes the same

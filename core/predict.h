@@ -120,7 +120,7 @@ static int64_t fsdpi_unsharded(const fsdp_unit *u) {
 
 static void fsdpi_memory(const fsdp_model *m, fsdp_memory *out) {
     memset(out, 0, sizeof *out);
-    for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
+    for (int pool = 0; pool < FSDP_POOL_MAX; pool++) {
         out->pool_bytes[pool] = m->pool_bytes[pool];
         out->pool_slots[pool] = m->pool_slots[pool];
         out->total_bytes += m->pool_bytes[pool];
@@ -230,10 +230,10 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
         for (int k = 0; k < u->desc.num_params; k++) fsdpi_describe_param(&t, u, &u->params[k]);
     }
     fsdpi_say(&t, "  memory:");
-    for (int pool = 0; pool < FSDP_POOL_COUNT; pool++)
+    for (int pool = 0; pool < FSDP_POOL_MAX; pool++)
         if (mem.pool_bytes[pool])
-            fsdpi_say(&t, " %s %lld in %d,", fsdp_pool_name(pool), (long long)mem.pool_bytes[pool],
-                      mem.pool_slots[pool]);
+            fsdpi_say(&t, " %s %lld in %d,", fsdp_model_pool_name(model, pool),
+                      (long long)mem.pool_bytes[pool], mem.pool_slots[pool]);
     fsdpi_say(&t, " total %lld bytes\n", (long long)mem.total_bytes);
     return t.used;
 }

@@ -92,6 +92,7 @@ static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
     {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}}}, // set_requires_grad
     {{FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // set
     {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDP_STATE_IDLE, {fsdpi_do_drop}}}, // reset
+    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // of an extension
 };
 // clang-format on
 
@@ -122,7 +123,7 @@ static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, const char *what) {
                                            "SHARDED_POST_FORWARD"};
     char possible[256] = "";
     size_t used = 0;
-    for (int c = 0; c < FSDP_CALL_COUNT; c++) {
+    for (int c = 0; c < FSDP_CALL_EXTENSION; c++) {
         if (!fsdpi_lookup(u, c) ||
             (c == FSDP_CALL_DATA && u->state.storage != FSDP_STORAGE_UNSHARDED))
             continue;
@@ -143,20 +144,20 @@ static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
 
 // Run one row for a unit.
 static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
-    u->model->call_state = fsdpi_next_state(u, row);
+    uint8_t next = fsdpi_next_state(u, row);
+    u->model->call_state = next;
     for (int i = 0; row->actions[i]; i++) {
         fsdp_status status = row->actions[i](u);
         if (status) return status;
     }
-    u->state.training = fsdpi_next_state(u, row);
+    u->state.training = next;
     return FSDP_OK;
 }
 
-// Is the call possible for all units?
-static fsdp_status fsdpi_check_units(fsdp_model *m, int call) {
+// Is the call, by the name of `what`, possible for all units?
+static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) {
     for (int i = 0; i < m->num_units; i++)
-        if (!fsdpi_lookup(m->units[i], call))
-            return fsdpi_wrong_call(m->units[i], fsdpi_call_name(call));
+        if (!fsdpi_lookup(m->units[i], call)) return fsdpi_wrong_call(m->units[i], what);
     return FSDP_OK;
 }
 
@@ -169,21 +170,26 @@ static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
     return FSDP_OK;
 }
 
-// A marker for observers, before the ops of a public call.
-static fsdp_status fsdpi_announce(fsdp_model *m, fsdp_unit *u, int call, uint8_t state) {
-    m->call_state = state;
-    if (!m->driver.op) return FSDP_OK;
+// A marker for those who see records, before the ops of a public call.
+static FSDPI_NOINLINE fsdp_status fsdpi_show_call(fsdp_model *m, const fsdp_unit *u, int call,
+                                                  const char *what) {
     fsdp_op op = fsdpi_op(m, u, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-    if (!u) op.what = fsdpi_call_name(call);
+    if (!u) op.what = what;
     op.count = (uint64_t)call;
-    return fsdpi_emit(m, &op);
+    return fsdpi_show(m, &op);
+}
+
+static inline fsdp_status fsdpi_announce(fsdp_model *m, const fsdp_unit *u, int call,
+                                         uint8_t state) {
+    m->call_state = state;
+    return m->watch & FSDPI_OPS ? fsdpi_show_call(m, u, call, fsdpi_call_name(call)) : FSDP_OK;
 }
 
 // A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     if (!m) return fsdpi_null(NULL, fsdpi_call_name(call));
     fsdp_status status = fsdpi_commit(m);
-    if (!status) status = fsdpi_check_units(m, call);
+    if (!status) status = fsdpi_check_units(m, call, fsdpi_call_name(call));
     if (!status) status = fsdpi_announce(m, NULL, call, FSDP_STATE_IDLE);
     return status || !run ? status : fsdpi_run_units(m, call);
 }
@@ -204,7 +210,8 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     if (status) return status;
     if (!m->committed) status = fsdpi_commit(m);
     if (status) return fsdpi_remember(m, status);
-    if (m->driver.hook && m->driver.hook(m->driver.user, m, u, call)) return FSDP_OK;
+    if ((m->watch & FSDPI_CALLS) && fsdpi_answered(m, u, call, &status))
+        return fsdpi_remember(m, status);
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_remember(m, fsdpi_wrong_call(u, fsdpi_call_name(call)));
     status = fsdpi_announce(m, u, call, fsdpi_next_state(u, row));

@@ -5,7 +5,7 @@
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // The caller's stream will write shards: it comes behind gathers under way, which read them.
-static FSDPI_UNUSED fsdp_status fsdpi_shards_writable(fsdp_model *m) {
+static fsdp_status fsdpi_shards_writable(fsdp_model *m) {
     fsdp_status status = fsdpi_failed(m->world);
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
@@ -88,11 +88,11 @@ FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model) {
 }
 
 FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
-    const fsdp_driver *driver = model ? &model->driver : NULL;
     fsdp_status status = model ? fsdpi_failed(model->world) : FSDP_OK;
     if (status) return status;
-    if (driver && driver->hook && driver->hook(driver->user, model, NULL, FSDP_CALL_FINALIZE))
-        return FSDP_OK;
+    if (model && (model->watch & FSDPI_CALLS) &&
+        fsdpi_answered(model, NULL, FSDP_CALL_FINALIZE, &status))
+        return status;
     status = fsdpi_model_call(model, FSDP_CALL_FINALIZE, 0);
     if (!status) status = fsdpi_finalize(model);
     if (status || !model->hook_status) return status;
@@ -155,6 +155,8 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "model_reset");
     fsdp_status status = fsdpi_failed(model->world);
     if (status || model->layout == 0) return status;
+    if ((model->watch & FSDPI_CALLS) && fsdpi_answered(model, NULL, FSDP_CALL_RESET, &status))
+        return status;
     fsdpi_drain(model->world);
     status = fsdpi_announce(model, NULL, FSDP_CALL_RESET, FSDP_STATE_IDLE);
     if (!status) status = fsdpi_run_units(model, FSDP_CALL_RESET);

@@ -256,7 +256,8 @@ static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
     if (n > 1 && n == fsdpi_shards(u)) n = FSDP_RESHARD_ALWAYS;
     u->options.reshard_after_forward = n;
     u->desc.slices = n > 1 ? n : 0;
-    return n > 1 ? fsdpi_mesh_subgroup(info->mesh, info->shard_mesh_dim, n, &u->desc.slice_comm)
+    return n > 1 ? fsdpi_mesh_subgroup(info->mesh, info->shard_mesh_dim, n, FSDP_STREAM_GATHER,
+                                       "post_forward", &u->desc.slice_comm)
                  : FSDP_OK;
 }
 

@@ -99,6 +99,7 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
         return status;
     }
     w->reduce_comm = w->comm;
+    w->num_comms = 2; // the world's two
     uint32_t needed = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
                       1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     if ((w->caps.kinds & needed) != needed)
@@ -132,7 +133,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     fsdp_status status = FSDP_OK;
     if (w->device_ops->flags & FSDP_DEVICE_ASYNC) {
         w->mode = FSDPI_NATIVE;
-        for (int s = 0; s < FSDP_STREAM_COUNT && !status; s++)
+        for (int s = 0; s < FSDP_STREAM_EXTENSION && !status; s++)
             status = w->device_ops->stream(w->device, s, &w->streams[s]);
         w->own_stream = w->streams[FSDP_STREAM_COMPUTE];
         if (!status) status = w->device_ops->event(w->device, &w->fence);
@@ -164,6 +165,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
 
 static void fsdpi_world_close(fsdp_world *w) {
     fsdpi_lanes_stop(w);
+    fsdpi_timeline_close(w);
     w->streams[FSDP_STREAM_COMPUTE] = w->own_stream;
     for (int s = 0; s < FSDP_STREAM_COUNT; s++)
         if (w->streams[s]) w->device_ops->destroy(w->device, w->streams[s], NULL);
@@ -192,10 +194,10 @@ static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op
     do {
         int64_t num = fsdpi_min(step, count - at);
         op->count = (uint64_t)num;
-        op->seq = ++w->seq;
+        op->bytes = fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size, (uint64_t)num * size);
         char *piece = data + (size_t)at * size;
         fsdp_status status = fsdpi_transfer(w, w->bounce, piece, (size_t)num * size);
-        if (!status) status = fsdpi_run_collective(w, op, NULL);
+        if (!status) status = fsdpi_emit_world(w, op, NULL);
         if (!status) status = fsdpi_transfer(w, piece, w->bounce, (size_t)num * size);
         if (status) return status;
         at += num;

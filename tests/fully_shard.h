@@ -1052,20 +1052,22 @@ FS_FN void fs_train(const fs_conf *c) {
 
 /* ---- what was issued ------------------------------------------------------------------------- */
 
-FS_FN int fs_saw(void *user, fsdp_model *model, const fsdp_op *op) {
+FS_FN int fs_saw(void *user, fsdp_model *model, fsdp_op *op) {
     fs_run *x = (fs_run *)user;
     (void)model;
+    if (op->kind > FSDP_OP_HOOK) return 0; /* what happens to buffers */
     if (x->num_ops < FS_OPS) x->ops[x->num_ops++] = *op;
     return 0;
 }
 /* From here on x->ops has the records that the model emits. */
 FS_FN void fs_watch(fs_run *x) {
-    fsdp_driver driver = {NULL, fs_saw, NULL};
-    driver.user = x;
+    fsdp_extension watcher = FSDP_ZERO;
+    watcher.op = fs_saw;
+    watcher.user = x;
     if (!x->ops) x->ops = (fsdp_op *)calloc(FS_OPS, sizeof *x->ops);
     CHECK(x->ops != NULL);
     x->num_ops = 0;
-    CALL(x->world, fsdp_set_driver(x->model, &driver));
+    CALL(x->world, fsdp_attach(x->model, &watcher));
 }
 /* How many of a kind, with a label (-1: any), of a unit (-1: any). */
 FS_FN int fs_seen(const fs_run *x, int kind, int label, int unit) {

@@ -124,7 +124,7 @@ typedef struct sim {
 SIM_FN void sim_report(sim *s, int actor, const char *what, int write, const char *other,
                        uint32_t by, int block, size_t offset) {
     static const char *const actors[SIM_ACTORS] = {"COMPUTE", "GATHER", "REDUCE", "ALLREDUCE",
-                                                   "the host"};
+                                                   "EXTENSION", "the host"};
     if (s->races++ == 0)
         snprintf(s->race, sizeof s->race,
                  "%s on %s %s byte %zu of block %d, %s by %s without an event between", what,
@@ -347,10 +347,16 @@ SIM_FN fsdp_status sim_device_wait(fsdp_device *device, void *stream, void *even
 SIM_FN fsdp_status sim_device_sync(fsdp_device *device, void *event, int64_t timeout_ns) {
     sim *s = sim_of(device);
     const sim_event *e = (const sim_event *)event;
-    (void)timeout_ns;
+    if (timeout_ns == 0 && s->now[SIM_HOST] < e->time) return FSDP_ERR_TIMEOUT; /* asked only */
     s->syncs++;
     if (s->now[SIM_HOST] < e->time) s->now[SIM_HOST] = e->time;
     sim_join(s->clock[SIM_HOST], e->clock);
+    return FSDP_OK;
+}
+
+SIM_FN fsdp_status sim_device_elapsed(fsdp_device *device, void *from, void *to, int64_t *ns) {
+    (void)device;
+    *ns = ((const sim_event *)to)->time - ((const sim_event *)from)->time;
     return FSDP_OK;
 }
 
@@ -455,7 +461,7 @@ SIM_FN fsdp_status sim_device_update(fsdp_device *device, void *stream, const fs
     real.first = sim_host(s, u->first);
     real.second = sim_host(s, u->second);
     real.found = (int32_t *)sim_host(s, u->found);
-    if (s->moves) fsdpi_host_update(&real);
+    if (s->moves) fsdpi_optim_host_update(&real);
 #endif
     return FSDP_OK;
 }
@@ -563,7 +569,8 @@ SIM_FN fsdp_status sim_comm_run(fsdp_comm *comm, const fsdp_coll *c) {
                                            : nbytes * (uint64_t)(g->size - 1);
     if (s->threads) return FSDP_OK;
     s->colls[c->kind]++;
-    s->coll_bytes[c->kind] += nbytes;
+    s->coll_bytes[c->kind] += fsdpi_coll_bytes(c->kind, (uint64_t)g->size,
+                                               c->count * fsdp_dtype_size(c->dtype));
     sim_work(s, actor, g->free_at, s->latency_ns + sim_cost(nbytes, s->coll_bytes_per_ns));
     g->free_at = s->now[actor];
     if (s->checks) sim_touch_coll(s, actor, g, c);
@@ -610,6 +617,8 @@ SIM_FN const fsdp_device_ops *sim_device_table(int async) {
                                             sim_device_record,
                                             sim_device_wait,
                                             sim_device_sync,
+                                            sim_device_event,
+                                            sim_device_elapsed,
                                             sim_device_copy,
                                             sim_device_zero,
                                             sim_device_norm,
@@ -623,6 +632,8 @@ SIM_FN const fsdp_device_ops *sim_device_table(int async) {
                                          sim_device_close,
                                          sim_device_alloc,
                                          sim_device_free,
+                                         NULL,
+                                         NULL,
                                          NULL,
                                          NULL,
                                          NULL,
@@ -678,6 +689,8 @@ SIM_FN const fsdp_device_ops *sim_null_device(int async) {
                                             sim_null_event,
                                             sim_null_event,
                                             sim_null_sync,
+                                            NULL,
+                                            NULL,
                                             sim_null_work,
                                             sim_null_work,
                                             sim_null_work,
@@ -691,6 +704,8 @@ SIM_FN const fsdp_device_ops *sim_null_device(int async) {
                                          sim_device_close,
                                          sim_device_alloc,
                                          sim_device_free,
+                                         NULL,
+                                         NULL,
                                          NULL,
                                          NULL,
                                          NULL,
@@ -747,9 +762,10 @@ SIM_FN fsdp_world *sim_open(sim *s) {
     return s->world;
 }
 
-SIM_FN int sim_saw(void *user, fsdp_model *model, const fsdp_op *op) {
+SIM_FN int sim_saw(void *user, fsdp_model *model, fsdp_op *op) {
     sim *s = (sim *)user;
     (void)model;
+    if (!op->model || op->kind > FSDP_OP_HOOK) return 0; /* the model's own, without buffers' markers */
     if (s->num_ops == s->cap_ops) {
         int cap = s->cap_ops ? 2 * s->cap_ops : 256;
         fsdp_op *bigger = (fsdp_op *)realloc(s->ops, (size_t)cap * sizeof *bigger);
@@ -763,9 +779,10 @@ SIM_FN int sim_saw(void *user, fsdp_model *model, const fsdp_op *op) {
 }
 
 SIM_FN fsdp_status sim_watch(sim *s, fsdp_model *model) {
-    fsdp_driver driver = {NULL, sim_saw, NULL};
-    driver.user = s;
-    return fsdp_set_driver(model, &driver);
+    fsdp_extension extension = FSDP_ZERO;
+    extension.op = sim_saw;
+    extension.user = s;
+    return fsdp_attach(model, &extension);
 }
 
 /* Returns how many objects of the tables the library has left behind, or freed wrongly. */

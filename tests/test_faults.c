@@ -1111,7 +1111,7 @@ TEST(faults, null_and_range) {
     REFUSED(NULL, fsdp_set_requires_gradient_sync(NULL, NULL, 1), "NULL");
     REFUSED(NULL, fsdp_set_reshard_after_forward(NULL, NULL, 1), "NULL");
     REFUSED(NULL, fsdp_set_reshard_after_backward(NULL, NULL, 1), "NULL");
-    REFUSED(NULL, fsdp_set_driver(NULL, NULL), "NULL");
+    REFUSED(NULL, fsdp_attach(NULL, NULL), "NULL");
     REFUSED(NULL, fsdp_param_at(NULL, 0, &v), "NULL");
     REFUSED(NULL, fsdp_param_view_get(NULL, 0, &v), "NULL");
     REFUSED(NULL, fsdp_param_load(NULL, 0, &x), "NULL");

@@ -87,7 +87,7 @@ struct job {
     int num_ops, cap_ops;
 };
 
-static int saw(void *user, fsdp_model *model, const fsdp_op *op) {
+static int saw(void *user, fsdp_model *model, fsdp_op *op) {
     job *j = (job *)user;
     (void)model;
     if (j->num_ops == j->cap_ops) {
@@ -171,9 +171,10 @@ static void make_reference(job *j) {
 }
 
 static void make_empty_model(job *j) {
-    fsdp_driver driver = {NULL, saw, NULL};
+    fsdp_extension watcher = FSDP_ZERO;
+    watcher.op = saw;
     fsdp_model_desc md = j->c->md;
-    driver.user = j;
+    watcher.user = j;
     if (j->c->mesh == MESH_HSDP && !j->mesh) {
         fsdp_mesh_desc d = FSDP_ZERO;
         d.ndim = 2, d.shape[0] = 2, d.shape[1] = j->n / 2;
@@ -182,7 +183,7 @@ static void make_empty_model(job *j) {
     }
     md.mesh = j->mesh;
     CALL(j->w, fsdp_model_create(j->w, &md, &j->model));
-    CALL(j->w, fsdp_set_driver(j->model, &driver));
+    CALL(j->w, fsdp_attach(j->model, &watcher));
     make_reference(j);
 }
 

@@ -189,6 +189,7 @@ typedef struct {
     uint64_t count; /* of the last gather */
     int group, gathers;
     double scales[2]; /* pre, post */
+    fsdp_extension watcher;
 } wide;
 
 static float wide_value(int i, int64_t e) { return (float)(i * 100000 + (int)e); }
@@ -199,7 +200,7 @@ static void wide_fill(void *user, const fsdp_param_view *block) {
         ((float *)block->data)[k] = wide_value(block->index, fsdp_view_index(block, k));
 }
 
-static int wide_op(void *user, fsdp_model *model, const fsdp_op *op) {
+static int wide_op(void *user, fsdp_model *model, fsdp_op *op) {
     wide *w = (wide *)user;
     (void)model;
     if (op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER) {
@@ -219,8 +220,8 @@ static void wide_build(wide *w, fsdp_world *world, fsdp_dtype reduce, int reshar
     fsdp_param_desc p[WIDE_PARAMS];
     fsdp_unit_desc ud = FSDP_ZERO;
     fsdp_model_desc md = FSDP_ZERO;
-    fsdp_driver driver = {NULL, wide_op, NULL};
     memset(w, 0, sizeof *w);
+    w->watcher.op = wide_op;
     w->world = world;
     w->scales[0] = w->scales[1] = 1;
     md.reduce_dtype = reduce;
@@ -233,8 +234,8 @@ static void wide_build(wide *w, fsdp_world *world, fsdp_dtype reduce, int reshar
     ud.reshard_after_forward = reshard;
     CALL(world, fsdp_fully_shard(w->model, &ud, &w->unit));
     CALL(world, fsdp_init_params(w->model, wide_fill, NULL));
-    driver.user = w;
-    CALL(world, fsdp_set_driver(w->model, &driver));
+    w->watcher.user = w;
+    CALL(world, fsdp_attach(w->model, &w->watcher));
 }
 
 static void wide_look(const wide *w) {
@@ -278,7 +279,7 @@ static void wide_gather(fsdp_world *world, const void *arg) {
             if (size == WIDE_WORLD)
                 CHECK_EQ_INT(w.count, mode ? WIDE_SHARD * WIDE_WORLD / 8 : WIDE_SHARD);
             CALL(world, fsdp_model_reset(w.model));
-            CALL(world, fsdp_set_driver(w.model, NULL));
+            CALL(world, fsdp_detach(w.model, &w.watcher));
             fsdp_model_destroy(w.model);
         }
 }
@@ -931,7 +932,7 @@ TEST(fully_shard_comm, force_sum_both_reductions) { test_force_sum(1, 1), test_f
 
 /* ---- one rank -------------------------------------------------------------------------------- */
 
-static int divisions_op(void *user, fsdp_model *model, const fsdp_op *op) {
+static int divisions_op(void *user, fsdp_model *model, fsdp_op *op) {
     int *seen = (int *)user;
     (void)model;
     seen[0] += op->kind == FSDP_OP_COPY && op->scale != 1;
@@ -948,7 +949,8 @@ TEST(fully_shard_comm, singleton_copy_division) {
         fsdp_world_desc d = w_desc(0, 1, NULL, "one", 0);
         fsdp_param_desc p[1] = {fsdp_mat("w", 4, 4)};
         fsdp_unit_desc ud = FSDP_ZERO;
-        fsdp_driver driver = {NULL, divisions_op, NULL};
+        fsdp_extension watcher = FSDP_ZERO;
+        watcher.op = divisions_op;
         fsdp_param_view v;
         fsdp_world *world;
         fsdp_model *model;
@@ -960,8 +962,8 @@ TEST(fully_shard_comm, singleton_copy_division) {
         ud.num_params = 1;
         CALL(world, fsdp_fully_shard(model, &ud, &unit));
         CALL(world, fsdp_set_gradient_divide_factor(model, unit, factors[k]));
-        driver.user = seen;
-        CALL(world, fsdp_set_driver(model, &driver));
+        watcher.user = seen;
+        CALL(world, fsdp_attach(model, &watcher));
         CALL(world, fsdp_pre_forward(unit));
         CALL(world, fsdp_post_forward(unit));
         CALL(world, fsdp_pre_backward(unit));
@@ -979,7 +981,7 @@ TEST(fully_shard_comm, singleton_copy_division) {
 
 /* Groups of one rank: a world of one, and two replicas of one shard, where only sums over the
    replicas are left. */
-static int sums_op(void *user, fsdp_model *model, const fsdp_op *op) {
+static int sums_op(void *user, fsdp_model *model, fsdp_op *op) {
     int *replicas = (int *)user;
     (void)model;
     if (op->kind == FSDP_OP_ALL_REDUCE && op->label != FSDP_LABEL_WORLD) {
@@ -993,15 +995,16 @@ static void one_shard(fsdp_world *world, const void *arg) {
     (void)arg;
     int size = fsdp_world_size(world), replicas = 0;
     fsdp_model_desc md = FSDP_ZERO;
-    fsdp_driver driver = {NULL, sums_op, NULL};
+    fsdp_extension watcher = FSDP_ZERO;
+    watcher.op = sums_op;
     net n;
     md.mesh = size > 1 ? hsdp_mesh(world, size, 1) : NULL;
     net_build(&n, world, &md);
-    driver.user = &replicas;
-    CALL(world, fsdp_set_driver(n.model, &driver));
+    watcher.user = &replicas;
+    CALL(world, fsdp_attach(n.model, &watcher));
     for (int step = 0; step < 3; step++) net_step(&n);
     CHECK_EQ_INT(replicas, size > 1 ? 3 * NET_UNITS : 0);
-    CALL(world, fsdp_set_driver(n.model, NULL));
+    CALL(world, fsdp_detach(n.model, &watcher));
 }
 TEST(fully_shard_comm, size1_reduceop) {
     on_ranks(1, one_shard, NULL);
@@ -1041,7 +1044,7 @@ TEST(fully_shard_comm, unshard_async) {
     for (int lanes = 0; lanes < 3; lanes++) on_lanes(4, lanes, NULL, async_unshard, NULL);
 }
 
-static int gathers_op(void *user, fsdp_model *model, const fsdp_op *op) {
+static int gathers_op(void *user, fsdp_model *model, fsdp_op *op) {
     (void)model;
     *(int *)user += op->kind == FSDP_OP_ALL_GATHER;
     return 0;
@@ -1052,7 +1055,8 @@ static void no_group(fsdp_world *world, const void *arg) {
     (void)arg;
     fsdp_param_desc p[1] = {fsdp_mat("none", 0, 5)};
     fsdp_unit_desc ud = FSDP_ZERO;
-    fsdp_driver driver = {NULL, gathers_op, NULL};
+    fsdp_extension watcher = FSDP_ZERO;
+    watcher.op = gathers_op;
     fsdp_model *model;
     fsdp_unit *unit;
     int gathers = 0;
@@ -1062,8 +1066,8 @@ static void no_group(fsdp_world *world, const void *arg) {
     ud.params = p;
     ud.num_params = 1;
     CALL(world, fsdp_fully_shard(model, &ud, &unit));
-    driver.user = &gathers;
-    CALL(world, fsdp_set_driver(model, &driver));
+    watcher.user = &gathers;
+    CALL(world, fsdp_attach(model, &watcher));
     CALL(world, fsdp_unshard(unit));
     CALL(world, fsdp_wait(unit));
     CHECK(fsdp_data(unit, 0)); /* valid, and nothing there */

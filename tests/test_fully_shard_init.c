@@ -390,7 +390,7 @@ typedef struct {
     int64_t gathered[MAX_UNITS];
 } managed_count;
 
-static int managed_op(void *user, fsdp_model *model, const fsdp_op *op) {
+static int managed_op(void *user, fsdp_model *model, fsdp_op *op) {
     managed_count *c = (managed_count *)user;
     (void)model;
     for (int u = 0; op->kind == FSDP_OP_ALL_GATHER && u < c->toy->count; u++)
@@ -417,9 +417,10 @@ static void manages(fsdp_world *world, const void *arg) {
         if (unit != m->replicated) own[unit] += full_numel(&v) / t.ranks;
     }
     CHECK_EQ_STR(text, m->expected);
-    fsdp_driver driver = {NULL, managed_op, NULL};
-    driver.user = &c;
-    CALL(world, fsdp_set_driver(t.model, &driver));
+    fsdp_extension watcher = FSDP_ZERO;
+    watcher.op = managed_op;
+    watcher.user = &c;
+    CALL(world, fsdp_attach(t.model, &watcher));
     for (int u = 0; u < t.count; u++)
         for (int k = 0; k <= (u == m->twice); k++) {
             CALL(world, fsdp_pre_forward(t.unit[u]));
@@ -429,7 +430,7 @@ static void manages(fsdp_world *world, const void *arg) {
     for (int u = 0; u < t.count; u++)
         W_CHECK(c.gathered[u] == own[u] * (u == m->twice ? 2 : 1), "unit %d gathers %lld, not %lld",
                 u, (long long)c.gathered[u], (long long)own[u]);
-    CALL(world, fsdp_set_driver(t.model, NULL));
+    CALL(world, fsdp_detach(t.model, &watcher));
     CALL(world, fsdp_model_reset(t.model));
     toy_step(&t);
 }
@@ -639,7 +640,7 @@ static void uneven_largest(fsdp_world *world, const void *arg) {
 TEST(fully_shard_init, init_1d_uneven_shard_largest_dim) { on_ranks(8, uneven_largest, NULL); }
 
 /* A frozen parameter of bytes (upstream: fp8) and a trainable one of f32 in one gather. */
-static int bytes_op(void *user, fsdp_model *model, const fsdp_op *op) {
+static int bytes_op(void *user, fsdp_model *model, fsdp_op *op) {
     (void)model;
     if (op->kind == FSDP_OP_ALL_GATHER) {
         CHECK_EQ_INT(op->dtype, FSDP_U8);
@@ -651,7 +652,8 @@ static int bytes_op(void *user, fsdp_model *model, const fsdp_op *op) {
 static void mixed_dtypes(fsdp_world *world, const void *arg) {
     (void)arg;
     fsdp_param_desc p[2] = {fsdp_mat("scaled", 6, 5), fsdp_mat("weight", 8, 5)};
-    fsdp_driver driver = {NULL, bytes_op, NULL};
+    fsdp_extension watcher = FSDP_ZERO;
+    watcher.op = bytes_op;
     int gathers = 0;
     toy t;
     p[0].dtype = FSDP_U8;
@@ -659,8 +661,8 @@ static void mixed_dtypes(fsdp_world *world, const void *arg) {
     toy_begin(&t, world, NULL, 2, fsdp_rank(world));
     toy_unit(&t, NULL, p, 2);
     CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
-    driver.user = &gathers;
-    CALL(world, fsdp_set_driver(t.model, &driver));
+    watcher.user = &gathers;
+    CALL(world, fsdp_attach(t.model, &watcher));
     toy_step(&t);
     CHECK_EQ_INT(gathers, 2);
 }

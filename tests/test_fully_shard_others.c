@@ -818,7 +818,7 @@ typedef struct {
     char text[4096];
     int length;
 } diary;
-static int write_diary(void *user, fsdp_model *model, const fsdp_op *op) {
+static int write_diary(void *user, fsdp_model *model, fsdp_op *op) {
     diary *d = (diary *)user;
     (void)model;
     if (op->kind != FSDP_OP_HOOK) return 0;
@@ -835,7 +835,8 @@ TEST(fully_shard_logging, fsdp_logging) {
         "post_backward(mlp.0)", "post_backward(root)", "finalize_backward(model)"};
     static const char *const names[] = {"root", "mlp.0", "mlp.1"};
     fsdp_param_desc p = fsdp_mat("w", 8, 8);
-    fsdp_driver driver = {NULL, write_diary, NULL};
+    fsdp_extension watcher = FSDP_ZERO;
+    watcher.op = write_diary;
     static diary d;
     const char *at = d.text;
     rig r;
@@ -846,8 +847,8 @@ TEST(fully_shard_logging, fsdp_logging) {
         ud.name = names[i], ud.params = &p, ud.num_params = 1;
         CALL(r.s.world, fsdp_fully_shard(r.model, &ud, &r.unit[r.count++]));
     }
-    r.around = 1, driver.user = &d;
-    CALL(r.s.world, fsdp_set_driver(r.model, &driver));
+    r.around = 1, watcher.user = &d;
+    CALL(r.s.world, fsdp_attach(r.model, &watcher));
     rig_forward(&r);
     rig_backward(&r);
     for (size_t i = 0; i < COUNT(expected); i++) { /* in this order */

@@ -661,7 +661,7 @@ typedef struct {
     int bad;
 } observer;
 
-static int observe(void *user, fsdp_model *model, const fsdp_op *op) {
+static int observe(void *user, fsdp_model *model, fsdp_op *op) {
     observer *o = (observer *)user;
     (void)model;
     o->bad += op->seq != o->last_seq + 1 && o->last_seq;
@@ -676,12 +676,14 @@ static void traffic_one(job *x) {
     fsdp_counters a = FSDP_ZERO, b = FSDP_ZERO;
     traffic step;
     observer o;
-    fsdp_driver driver = {NULL, observe, &o};
+    fsdp_extension watcher = FSDP_ZERO;
+    watcher.op = observe;
+    watcher.user = &o;
     memset(&o, 0, sizeof o);
     expect_step(x, &step);
     for (int n = 1; n <= 3; n++) {
         CALL(x->world, fsdp_model_counters(x->model, &a));
-        if (n == 3) CALL(x->world, fsdp_set_driver(x->model, &driver));
+        if (n == 3) CALL(x->world, fsdp_attach(x->model, &watcher));
         train_step(x, n);
         CALL(x->world, fsdp_model_counters(x->model, &b));
         same_traffic(&a, &b, &step, FSDP_OP_ALL_GATHER);
@@ -692,7 +694,7 @@ static void traffic_one(job *x) {
         if (n == 3) {
             for (int kind = 0; kind < FSDP_OP_COUNT; kind++) same_traffic(&a, &b, &o.seen, kind);
             W_CHECK(o.bad == 0, "records are not numbered in order");
-            CALL(x->world, fsdp_set_driver(x->model, NULL));
+            CALL(x->world, fsdp_detach(x->model, &watcher));
         }
         a = b;
         optimize(x);

@@ -521,7 +521,7 @@ static const struct {
              {"cast_direct", 2, 0, FSDP_BF16, 1, 0}, {"cast_both", 2, 3, FSDP_BF16, 2, 1}};
 
 static int copies_out, gathers, gathers_in_place;
-static int on_op(void *user, fsdp_model *model, const fsdp_op *op) {
+static int on_op(void *user, fsdp_model *model, fsdp_op *op) {
     (void)user, (void)model;
     copies_out += op->label == FSDP_LABEL_COPY_OUT && op->kind == FSDP_OP_COPY;
     gathers += op->kind == FSDP_OP_ALL_GATHER;
@@ -565,12 +565,13 @@ static void open_plainly(job *j, int rank, int world, const char *name) {
 static void gather(int rank, int world, void *arg) {
     size_t row = (size_t)(uintptr_t)arg;
     int direct = units[row].direct, packed = units[row].packed;
-    fsdp_driver driver = {NULL, on_op, NULL};
+    fsdp_extension watcher = FSDP_ZERO;
+    watcher.op = on_op;
     job j;
     open_plainly(&j, rank, world, units[row].name);
     CALL(j.w, make_one_unit(&j, direct, packed, 64, units[row].param_dtype));
     for (int step = 0; step < 2; step++) CALL(j.w, one_unit_step(&j, direct + packed));
-    CALL(j.w, fsdp_set_driver(j.model, &driver));
+    CALL(j.w, fsdp_attach(j.model, &watcher));
     stub_count_reset();
     CALL(j.w, fsdp_pre_forward(j.unit[0]));
     CHECK_EQ_INT(stub_count("ncclGroupStart"), 1);
@@ -808,7 +809,7 @@ static void note_waits(wait_log *log) {
         snprintf(log->of[log->count++], sizeof log->of[0], "%s.%d", log->op, k);
     }
 }
-static int on_wait(void *user, fsdp_model *model, const fsdp_op *op) {
+static int on_wait(void *user, fsdp_model *model, fsdp_op *op) {
     wait_log *log = (wait_log *)user;
     (void)model;
     note_waits(log);
@@ -832,7 +833,9 @@ static const struct {
 static void leave_out(int rank, int world, void *arg) {
     size_t row = (size_t)(uintptr_t)arg;
     wait_log log;
-    fsdp_driver driver = {NULL, on_wait, &log};
+    fsdp_extension watcher = FSDP_ZERO;
+    watcher.op = on_wait;
+    watcher.user = &log;
     int races_seen = 0;
     job j;
     stub_checks(1);
@@ -841,10 +844,10 @@ static void leave_out(int rank, int world, void *arg) {
     for (int step = 0; step < 3; step++) CALL(j.w, train_step(&j, step));
     memset(&log, 0, sizeof log);
     log.from = stub_waits();
-    CALL(j.w, fsdp_set_driver(j.model, &driver));
+    CALL(j.w, fsdp_attach(j.model, &watcher));
     CALL(j.w, train_step(&j, 3));
     note_waits(&log);
-    CALL(j.w, fsdp_set_driver(j.model, NULL));
+    CALL(j.w, fsdp_detach(j.model, &watcher));
     W_CHECK(stub_races() == 0, "%s", stub_race_text());
     for (int nth = 1; nth <= log.count; nth++) {
         int64_t races = stub_races();

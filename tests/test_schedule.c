@@ -477,7 +477,7 @@ static void op_text(const fsdp_op *op, char *out, size_t size) {
         used += snprintf(out + used, size - (size_t)used, " *clip");
     else if (op->scale < 1)
         used += snprintf(out + used, size - (size_t)used, " *%g", (double)op->scale);
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < op->num_waits; i++) {
         const void *event = op->wait[i].native;
         const char *which = "?";
         if (!event) continue;
@@ -899,7 +899,7 @@ static void log_waits(void *user, const fsdp_op *op) {
     char text[256];
     op_text(op, text, sizeof text);
     char *wait = strchr(text, '<');
-    for (int i = 0; wait && i < 2 && op->wait[i].native; i++, at++) {
+    for (int i = 0; wait && i < op->num_waits && op->wait[i].native; i++, at++) {
         char kind[96];
         int k = 0;
         snprintf(kind, sizeof kind, "%s %s %.*s", fsdp_op_name(op->kind),

@@ -37,6 +37,7 @@ static const struct {
     {"set_requires_grad", "==.." "...." "...." "...."},
     {"set_...",           "====" "...." "...." "===="},
     {"model_reset",       "IIII" "IIII" "IIII" "IIII"},
+    {"extension",         "====" "====" "====" "===="},
 };
 /* clang-format on */
 static const char state_letters[] = "IFPB";
@@ -268,9 +269,15 @@ static fsdp_status do_clip(fsdp_model *m) {
     double norm;
     return fsdp_clip_grad_norm(m, 1.0, &norm);
 }
-static fsdp_status do_driver(fsdp_model *m) {
-    fsdp_driver same = m->driver;
-    return fsdp_set_driver(m, &same);
+static int blind(void *user, fsdp_model *m, fsdp_op *op) {
+    (void)user, (void)m, (void)op;
+    return 0;
+}
+static fsdp_status do_attach(fsdp_model *m) {
+    fsdp_extension extension = FSDP_ZERO;
+    extension.op = blind;
+    fsdp_status status = fsdp_attach(m, &extension);
+    return status ? status : fsdp_detach(m, &extension);
 }
 static fsdp_status do_load(fsdp_unit *u) {
     float full[24] = {0};
@@ -359,7 +366,7 @@ static const struct {
     {"param_full_grad", FSDP_CALL_FULL, do_full_grad, NULL, 0},
     {"zero_grad", FSDP_CALL_ZERO_GRAD, NULL, fsdp_zero_grad, 0},
     {"clip_grad_norm", FSDP_CALL_CLIP, NULL, do_clip, 0},
-    {"set_driver", FSDP_CALL_PARAMS_CHANGED, NULL, do_driver, 0},
+    {"attach", FSDP_CALL_PARAMS_CHANGED, NULL, do_attach, 0},
     {"set_requires_gradient_sync", FSDP_CALL_SET, do_sync, NULL, 1},
     {"set_requires_gradient_sync of all", FSDP_CALL_SET, NULL, do_all_sync, 0},
     {"set_reshard_after_forward", FSDP_CALL_SET, do_forward, NULL, 1},
@@ -391,7 +398,7 @@ static void call_both(bed *b, model *m, int form, int at) {
     model was = *m;
     CHECK_OK(fsdp_model_counters(b->model, &before));
     fsdp_status expected = model_call(m, unit, call);
-    if (!strcmp(forms[form].name, "set_driver") && expected == FSDP_OK) { /* touches no unit */
+    if (!strcmp(forms[form].name, "attach") && expected == FSDP_OK) { /* touches no unit */
         was.failed = m->failed;
         *m = was;
     }
@@ -410,14 +417,15 @@ static void call_both(bed *b, model *m, int form, int at) {
     CHECK_EQ_INT(b->s.num_logged, logged + 1);
     CHECK_EQ_STR(b->s.logged, fsdp_last_error(b->s.world));
     snprintf(name, sizeof name, "%s",
-             call == FSDP_CALL_SET ? forms[form].name : documented[call].name);
+             call == FSDP_CALL_SET || !strcmp(forms[form].name, "attach") ? forms[form].name
+                                                                          : documented[call].name);
     if (strstr(name, " of all")) *strstr(name, " of all") = 0;
     snprintf(start, sizeof start, "rank %d: %s: unit '%s' is %s and %s, %s backward", b->s.rank,
              name, b->units[refuses]->desc.name, state_names[u->state], storage_names[u->storage],
              was.backward ? "inside" : "outside");
     CHECK_MSG(!strncmp(b->s.logged, start, strlen(start)), "\"%s\" does not begin with \"%s\"",
               b->s.logged, start);
-    for (int c = 0, num = 0; c < FSDP_CALL_COUNT; c++) {
+    for (int c = 0, num = 0; c < FSDP_CALL_EXTENSION; c++) {
         if (model_cell(&was, refuses, c) == '.') continue;
         if (c == FSDP_CALL_DATA && u->storage != FSDP_STORAGE_UNSHARDED) continue;
         snprintf(possible + strlen(possible), sizeof possible - strlen(possible), "%s%s",
@@ -516,7 +524,7 @@ static void explore(const setting *set) {
                 model m = places[i].m;
                 int unit = forms[form].one_unit ? at : -1;
                 if (forms[form].call > FSDP_CALL_PARAMS_CHANGED) continue; /* no new states */
-                if (!strcmp(forms[form].name, "set_driver")) continue;
+                if (!strcmp(forms[form].name, "attach")) continue;
                 if (model_refuses(&m, unit, forms[form].call) >= 0) continue;
                 (void)model_call(&m, unit, forms[form].call);
                 if (m.units[0].due > 2 || m.units[1].due > 1 || place_known(&m)) continue;

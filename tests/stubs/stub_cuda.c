@@ -13,6 +13,7 @@
 #include <stdlib.h>   /* abort, calloc, free, getenv, posix_memalign */
 #include <string.h>   /* memcpy, memset, strcmp */
 #include <sys/mman.h> /* mmap, mprotect */
+#include <time.h>     /* clock_gettime */
 
 enum { NAMES = 128, RULES = 64, RING = 1024, ALIGN = 256, LANES = 8 };
 
@@ -86,6 +87,7 @@ struct CUevent_st {
     uint64_t capture; /* of the last record; 0: none */
     int record;       /* its number in that capture */
     int seen[LANES];
+    double issued_ms; /* the host's time of the last record: what the event has for its own */
 };
 
 /* The last write of 4 bytes, and reads since then by up to four actors. A slot is valid for the
@@ -1634,6 +1636,9 @@ cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
     state *s = begin();
     cudaError_t error;
     cudaStream_t t = usable(s, stream, &error);
+    struct timespec at;
+    clock_gettime(CLOCK_MONOTONIC, &at);
+    event->issued_ms = (double)at.tv_sec * 1e3 + (double)at.tv_nsec * 1e-6;
     if (t && t->capture) {
         record_captured(t, event);
     } else if (t) {
@@ -1673,6 +1678,12 @@ cudaError_t cudaEventQuery(cudaEvent_t event) {
     if (!error) host_knows(s, &event->clock);
     end();
     return fails(error);
+}
+
+cudaError_t cudaEventElapsedTime(float *ms, cudaEvent_t start, cudaEvent_t end) {
+    ENTER("cudaEventElapsedTime");
+    *ms = (float)(end->issued_ms - start->issued_ms);
+    return cudaSuccess;
 }
 
 cudaError_t cudaEventSynchronize(cudaEvent_t event) {

@@ -1,0 +1,382 @@
+/* core/means.h - what extensions attach and call: records, buffers, copies, groups, states
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: attaching.
+
+FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension) {
+    fsdp_extension e;
+    if (!model || !extension) return fsdpi_null(NULL, "attach");
+    fsdp_world *w = model->world;
+    fsdp_status status = fsdpi_failed(w);
+    if (!status) status = fsdpi_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    if (status) return status;
+    if (e.call || e.op || e.buffer || e.ran)
+        status = fsdpi_check_units(model, FSDP_CALL_PARAMS_CHANGED, "attach");
+    if (status) return fsdpi_remember(model, status);
+    e.size = 0;
+    if (!e.name) e.name = "extension";
+    if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read who is told
+    if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
+    if (status)
+        return fsdpi_fail_stuck(w, fsdpi_fail(w, status,
+                                              "attach: device %s cannot tell when '%s' "
+                                              "has to know: %s",
+                                              w->device_ops->name, e.name,
+                                              fsdpi_device_text(w, status)));
+    fsdpi_attached *a = (fsdpi_attached *)fsdpi_model_alloc(model, sizeof *a), **last;
+    if (!a) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
+    a->e = e;
+    for (last = &model->attached; *last;) last = &(*last)->next;
+    *last = a;
+    fsdpi_watch(model);
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension) {
+    fsdp_extension e;
+    if (!model || !extension) return fsdpi_null(NULL, "detach");
+    fsdp_world *w = model->world;
+    fsdp_status status = fsdpi_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    if (status) return status;
+    e.size = 0;
+    if (!e.name) e.name = "extension";
+    for (fsdpi_attached **at = &model->attached; *at; at = &(*at)->next) {
+        if (memcmp(&(*at)->e, &e, sizeof e) != 0) continue;
+        if (model->watch & FSDPI_TIMES) {
+            fsdpi_drain(w);
+            fsdpi_timeline_end_all(w);
+        }
+        fsdpi_detach(model, at);
+        return FSDP_OK;
+    }
+    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "detach: '%s' is not attached to this model",
+                      e.name);
+}
+
+FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
+    if (!model || !item) return fsdpi_null(NULL, "next_state");
+    fsdp_status status = fsdpi_commit(model);
+    int which = item->at[0], index = item->name ? item->at[1] + 1 : 0;
+    fsdpi_attached *a = model->attached;
+    for (int i = 0; a && i < which; i++) a = a->next;
+    memset(item, 0, sizeof *item);
+    for (; a && !status; a = a->next, which++, index = 0) {
+        if (!a->e.state) continue;
+        item->ordinal = -1;
+        status = a->e.state(a->e.user, model, index, item);
+        if (status || !item->name) continue;
+        item->extension = a->e.name;
+        item->at[0] = which;
+        item->at[1] = index;
+        fsdp_param_view v;
+        if (item->sharded) status = fsdp_param_at(model, item->ordinal, &v);
+        if (status || !item->sharded) return status;
+        item->ndim = v.ndim;
+        memcpy(item->shape, v.shape, sizeof item->shape);
+        item->numel = v.numel;
+        return FSDP_OK;
+    }
+    item->name = NULL;
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_state_written(fsdp_model *model) {
+    if (!model) return fsdpi_null(NULL, "state_written");
+    fsdp_status status = fsdpi_failed(model->world);
+    for (fsdpi_attached *a = model->attached; a && !status; a = a->next)
+        if (a->e.state) status = a->e.state(a->e.user, model, 0, NULL);
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: records of extensions.
+
+static int fsdpi_register(fsdp_model *m, fsdpi_names *names, int most, const char *name,
+                          const char *what) {
+    size_t length = name ? strlen(name) : 0;
+    for (int i = 0; i < names->count && length; i++)
+        if (strcmp(names->text[i], name) == 0) return i;
+    if (length && length < FSDPI_NAME && names->count < most) {
+        memcpy(names->text[names->count], name, length + 1);
+        return names->count++;
+    }
+    (void)fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
+                     "%s_register: '%s': expected a name of 1..%d bytes, and at most %d of them in "
+                     "a model",
+                     what, name ? name : "", FSDPI_NAME - 1, most);
+    return -1;
+}
+
+FSDP_API int fsdp_label_register(fsdp_model *model, const char *name) {
+    int i = model ? fsdpi_register(model, &model->labels, FSDPI_NAMES, name, "label") : -1;
+    return i < 0 ? -1 : FSDP_LABEL_COUNT + i;
+}
+
+FSDP_API int fsdp_pool_register(fsdp_model *model, const char *name) {
+    int i = model ? fsdpi_register(model, &model->pools, FSDP_POOL_MAX - FSDP_POOL_COUNT, name,
+                                   "pool")
+                  : -1;
+    return i < 0 ? -1 : FSDP_POOL_COUNT + i;
+}
+
+FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit *unit, int kind,
+                           int label, int stream) {
+    *op = fsdpi_op(model, unit, kind, label, stream);
+}
+
+static int fsdpi_is_collective(int kind) {
+    return kind >= FSDP_OP_ALL_GATHER && kind <= FSDP_OP_RECV;
+}
+
+// What is wrong with an extension's record, in words; NULL: nothing.
+static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
+    const void *src = op->src_ptr, *dst = op->dst_ptr;
+    int reads = op->kind == FSDP_OP_COPY || op->kind == FSDP_OP_NORM;
+    if (op->kind >= FSDP_OP_COUNT) return "kind is none of FSDP_OP_*";
+    if (op->stream >= FSDP_STREAM_COUNT) return "stream is none of FSDP_STREAM_*";
+    if (op->label >= FSDP_LABEL_COUNT + m->labels.count) return "label is not registered";
+    if (op->model != m) return "model is another one: make it with fsdp_op_init";
+    if (!op->what) return "what is NULL";
+    if (op->kind == FSDP_OP_CALL && !op->call) return "call is NULL";
+    if (op->kind == FSDP_OP_UPDATE && !op->list) return "list is NULL, expected a fsdp_update";
+    if (op->kind == FSDP_OP_UPDATE && !op->call && !m->world->device_ops->update)
+        return "call is NULL, and the device has no function for updates";
+    if ((reads || op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER) &&
+        (!op->list || !op->list_count))
+        return "list is empty";
+    if (reads && (!src || !dst)) return "src or dst is NULL";
+    if (op->kind == FSDP_OP_ZERO && !dst) return "dst is NULL";
+    if (!fsdpi_is_collective(op->kind)) return NULL;
+    if (!op->comm) return "comm is NULL: a group of one rank has no collectives";
+    if (op->group_size < 2) return "group_size is less than 2";
+    if (op->kind != FSDP_OP_RECV && !(op->kind == FSDP_OP_ALL_GATHER && op->in_place) && !src)
+        return "src is NULL";
+    return op->kind != FSDP_OP_SEND && !dst ? "dst is NULL" : NULL;
+}
+
+FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
+    if (!model || !op) return fsdpi_null(NULL, "emit");
+    fsdp_world *w = model->world;
+    if (op->src && !op->src_ptr) op->src_ptr = op->src->ptr;
+    if (op->dst && !op->dst_ptr) op->dst_ptr = op->dst->ptr;
+    const char *fault = fsdpi_op_fault(model, op);
+    if (fault)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "emit: %s (%s) of '%s': %s",
+                          fsdp_op_name(op->kind), fsdp_op_label(op), op->what ? op->what : "",
+                          fault);
+    if (op->kind >= FSDP_OP_HOOK) return fsdpi_show(model, op);
+    if (fsdpi_is_collective(op->kind)) {
+        if (!(w->caps.kinds & 1u << op->kind))
+            return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s has no %s",
+                              w->comm_ops->name, fsdp_op_name(op->kind));
+        if (!op->bytes)
+            op->bytes = fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size,
+                                         op->count * fsdp_dtype_size(op->dtype));
+    }
+    fsdp_status status = fsdpi_failed(w);
+    if (!status && op->stream == FSDP_STREAM_EXTENSION) status = fsdpi_extension_stream(w);
+    if (status) return fsdpi_model_fail(model, status);
+    return fsdpi_emit(model, op);
+}
+
+FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what) {
+    if (!model) return fsdpi_null(NULL, what ? what : "call_begin");
+    fsdp_status status = fsdpi_commit(model);
+    if (status) return status;
+    if (call < 0 || call >= FSDP_CALL_COUNT)
+        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                          "call_begin: call is %d, expected FSDP_CALL_*", call);
+    if (!what) what = fsdpi_call_name(call);
+    status = fsdpi_check_units(model, call, what);
+    model->call_state = status ? model->call_state : FSDP_STATE_IDLE;
+    return status ? status : fsdpi_show_call(model, NULL, call, what);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: buffers and memory of extensions.
+
+FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, int64_t nbytes,
+                                     fsdp_buf **buf) {
+    if (!model || !buf) return fsdpi_null(NULL, "buf_create");
+    *buf = NULL;
+    fsdp_status status = fsdpi_failed(model->world);
+    if (status) return status;
+    if (pool < 0 || pool >= FSDP_POOL_COUNT + model->pools.count || nbytes < 0 ||
+        (memory != FSDP_MEMORY_DEVICE && memory != FSDP_MEMORY_PINNED))
+        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                          "buf_create: pool %d, memory %d, %lld bytes: expected a registered pool, "
+                          "FSDP_MEMORY_DEVICE or _PINNED, and a size",
+                          pool, memory, (long long)nbytes);
+    return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
+}
+
+FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int64_t offset,
+                                   int64_t nbytes, fsdp_buf **buf) {
+    if (!model || !buf) return fsdpi_null(NULL, "buf_part");
+    *buf = NULL;
+    if (offset < 0 || nbytes < 0 || (whole && offset + nbytes > (int64_t)whole->bytes))
+        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                          "buf_part: %lld bytes at %lld of a buffer of %lld", (long long)nbytes,
+                          (long long)offset, (long long)fsdp_buf_nbytes(whole));
+    fsdp_buf *part = (fsdp_buf *)fsdpi_model_alloc(model, sizeof *part);
+    if (!part) return fsdpi_fail(model->world, FSDP_ERR_OUT_OF_MEMORY, "buf_part: no memory");
+    part->part = 1;
+    part->bytes = (size_t)nbytes;
+    part->number = ++model->num_bufs;
+    part->pool = whole ? whole->pool : FSDP_POOL_SCRATCH;
+    part->pinned = whole ? whole->pinned : 0;
+    part->ptr = whole ? whole->ptr + offset : (char *)(uintptr_t)offset;
+    fsdp_status status = whole ? fsdpi_buf_events(model->world, part) : FSDP_OK;
+    if (status) fsdpi_buf_free(model, part);
+    else *buf = part;
+    return status;
+}
+
+FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
+    if (!model || !buf) return;
+    fsdpi_drain(model->world);
+    fsdpi_buf_free(model, buf);
+}
+
+FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf) { return buf ? buf->ptr : NULL; }
+FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf) { return buf ? (int64_t)buf->bytes : 0; }
+FSDP_API int fsdp_buf_held(const fsdp_buf *buf) { return buf && buf->held; }
+
+FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
+    if (!model) return fsdpi_null(NULL, "pools_trim");
+    fsdp_status status = fsdpi_failed(model->world);
+    if (status) return status;
+    fsdpi_drain(model->world);
+    for (int i = 0; i < model->num_classes; i++) {
+        fsdpi_class *c = &model->classes[i];
+        int kept = 0;
+        for (int k = 0; k < c->count; k++) {
+            if (c->slots[k]->held) c->slots[kept++] = c->slots[k];
+            else fsdpi_buf_free(model, c->slots[k]);
+        }
+        c->count = kept;
+    }
+    return fsdpi_failed(model->world);
+}
+
+// Do updates run on the device? Where the host cannot read the shards, or would have to wait for
+// the device's streams. Offloaded shards are the host's.
+static int fsdpi_updates_on_device(const fsdp_model *m) {
+    const fsdp_world *w = m->world;
+    return !m->desc.cpu_offload && w->device_ops->update &&
+           (!fsdpi_is_host(w) || w->mode == FSDPI_NATIVE);
+}
+
+FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int *memory) {
+    if (!model || !what || !memory) return fsdpi_null(NULL, "update_place");
+    const fsdp_world *w = model->world;
+    fsdp_status status = fsdpi_commit(model);
+    if (status) return status;
+    *memory = fsdpi_updates_on_device(model) ? FSDP_MEMORY_DEVICE : FSDP_MEMORY_HOST;
+    if (model->desc.cpu_offload || fsdpi_is_host(w) || w->device_ops->update) return FSDP_OK;
+    return fsdpi_fail(model->world, FSDP_ERR_UNSUPPORTED,
+                      "%s: the shards lie in memory of device %s, which has no function for "
+                      "updates: set cpu_offload in the model's desc",
+                      what, w->device_ops->name);
+}
+
+FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, const char *what,
+                                void **ptr) {
+    if (!model || !what || !ptr) return fsdpi_null(NULL, "alloc");
+    fsdp_world *w = model->world;
+    int device = memory == FSDP_MEMORY_DEVICE;
+    fsdp_status status = FSDP_OK;
+    *ptr = NULL;
+    if (!device) *ptr = fsdpi_model_alloc(model, (size_t)nbytes);
+    else status = w->device_ops->alloc(w->device, memory, (size_t)nbytes, ptr);
+    if (!*ptr && !status) status = FSDP_ERR_OUT_OF_MEMORY;
+    model->counters.allocations += !status && device;
+    if (!status) return FSDP_OK;
+    *ptr = NULL;
+    return fsdpi_fail_stuck(
+        w, fsdpi_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
+                      device ? " on device " : "", device ? w->device_ops->name : "",
+                      device ? fsdpi_device_text(w, status) : "the allocator refused"));
+}
+
+FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes) {
+    if (!model || !ptr) return;
+    const fsdp_world *w = model->world;
+    if (memory == FSDP_MEMORY_HOST) fsdpi_model_free(model, ptr);
+    else w->device_ops->free(w->device, memory, ptr, (size_t)nbytes);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: copies, waits, groups, and what extensions ask of a model.
+
+FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes) {
+    if (!model || nbytes < 0 || (nbytes > 0 && (!dst || !src))) return fsdpi_null(NULL, "transfer");
+    fsdp_status status = fsdpi_failed(model->world);
+    return status ? status : fsdpi_transfer(model->world, dst, src, (size_t)nbytes);
+}
+
+FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
+    if (!model) return fsdpi_null(NULL, "wait_stream");
+    if (stream < -1 || stream >= FSDP_STREAM_COUNT)
+        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                          "wait_stream: stream is %d, expected FSDP_STREAM_* or -1", stream);
+    if (stream >= 0) return fsdpi_sync(model->world, stream);
+    fsdpi_drain(model->world);
+    return fsdpi_failed(model->world);
+}
+
+FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm) {
+    if (!mesh || !comm) return fsdpi_null(NULL, "mesh_comm");
+    fsdp_world *w = mesh->world;
+    fsdp_status status = fsdpi_failed(w);
+    *comm = NULL;
+    if (status) return status;
+    if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "mesh_comm: dim is %d of a %d-D mesh, stream is %d, expected one of "
+                          "FSDP_STREAM_*",
+                          dim, mesh->ndim, stream);
+    int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
+    if (mesh->shape[dim] == 1) return FSDP_OK;
+    if (own && w->mode != FSDPI_INLINE && w->caps.lanes > 1)
+        return fsdpi_mesh_subgroup(mesh, dim, mesh->shape[dim], stream, "extension", comm);
+    *comm = own || stream == FSDP_STREAM_GATHER ? mesh->gather_comm[dim] : mesh->reduce_comm[dim];
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world) {
+    return world ? fsdpi_failed(world) : FSDP_ERR_INVALID_ARG;
+}
+
+FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model) {
+    return model ? model->world : NULL;
+}
+
+FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model) {
+    return model ? model->settings : 0;
+}
+
+FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
+    if (!model) return fsdpi_null(NULL, "params_writable");
+    fsdp_status status = fsdpi_shards_writable(model);
+    if (status || fsdpi_updates_on_device(model)) return status;
+    return fsdpi_sync(model->world, FSDP_STREAM_COMPUTE);
+}
+
+FSDP_API fsdp_status fsdp_fail(fsdp_world *world, fsdp_status status, const char *format, ...) {
+    char text[FSDPI_TEXT];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    return fsdpi_fail(world, status, "%s", text);
+}
+
+FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *src, size_t size,
+                                    const char *what) {
+    return fsdpi_desc_read(world, dst, src, size, what);
+}

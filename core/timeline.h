@@ -1,0 +1,104 @@
+/* core/timeline.h - when records ran on a device with streams, for extensions that ask
+
+   A part of fsdp.h, which includes it.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: the events between which records run, until both have happened. There is none of it where
+// no extension has `ran`. A device tells times as distances between events: of a base, at which the
+// host has looked at the world's clock.
+
+#define FSDPI_TIMES_MAX  256                   // records that wait to be told
+#define FSDPI_TIMES_BASE ((int64_t)8000000000) // distances lose digits: then a new base
+
+typedef struct fsdpi_timed {
+    fsdp_op op;
+    void *begin, *end;
+} fsdpi_timed;
+
+struct fsdpi_timeline {
+    void *base; // event
+    int64_t base_ns;
+    uint32_t first, next; // told and begun so far
+    fsdpi_timed ring[FSDPI_TIMES_MAX];
+};
+
+static void fsdpi_timeline_close(fsdp_world *w) {
+    fsdpi_timeline *t = w->timeline;
+    if (!t) return;
+    for (int i = 0; i < FSDPI_TIMES_MAX; i++) {
+        if (t->ring[i].begin) w->device_ops->destroy(w->device, NULL, t->ring[i].begin);
+        if (t->ring[i].end) w->device_ops->destroy(w->device, NULL, t->ring[i].end);
+    }
+    if (t->base) w->device_ops->destroy(w->device, NULL, t->base);
+    fsdpi_free(&w->boot.allocator, t);
+    w->timeline = NULL;
+}
+
+// The device's present is the world's, once COMPUTE has come there.
+static fsdp_status fsdpi_timeline_rebase(fsdp_world *w) {
+    fsdpi_timeline *t = w->timeline;
+    fsdp_status status = w->device_ops->record(w->device, w->streams[FSDP_STREAM_COMPUTE], t->base);
+    if (!status) status = w->device_ops->sync(w->device, t->base, w->boot.timeout_ns);
+    t->base_ns = fsdpi_now(w);
+    return status;
+}
+
+static fsdp_status fsdpi_timeline_open(fsdp_world *w) {
+    const fsdp_device_ops *d = w->device_ops;
+    if (w->timeline) return FSDP_OK;
+    if (!d->timer || !d->elapsed) return FSDP_ERR_UNSUPPORTED;
+    fsdpi_timeline *t = (fsdpi_timeline *)fsdpi_alloc(&w->boot.allocator, sizeof *t);
+    if (!t) return FSDP_ERR_OUT_OF_MEMORY;
+    w->timeline = t;
+    fsdp_status status = d->timer(w->device, &t->base);
+    for (int i = 0; i < FSDPI_TIMES_MAX && !status; i++) {
+        status = d->timer(w->device, &t->ring[i].begin);
+        if (!status) status = d->timer(w->device, &t->ring[i].end);
+    }
+    if (!status) status = fsdpi_timeline_rebase(w);
+    if (status) fsdpi_timeline_close(w);
+    return status;
+}
+
+/* Tells of records that have run, in the order of issue; the first one may be waited for. What a
+   device cannot tell is left out. */
+static void fsdpi_timeline_tell(fsdp_world *w, int64_t wait_ns) {
+    const fsdp_device_ops *d = w->device_ops;
+    fsdpi_timeline *t = w->timeline;
+    while (t && t->first != t->next) {
+        fsdpi_timed *one = &t->ring[t->first % FSDPI_TIMES_MAX];
+        int64_t begin, end;
+        if (d->sync(w->device, one->end, wait_ns)) return;
+        wait_ns = 0;
+        t->first++;
+        if (!d->elapsed(w->device, t->base, one->begin, &begin) &&
+            !d->elapsed(w->device, t->base, one->end, &end))
+            fsdpi_tell_ran(w, &one->op, t->base_ns + begin, t->base_ns + end);
+    }
+}
+
+// Nothing is told any more of what has been issued so far.
+static void fsdpi_timeline_end_all(fsdp_world *w) {
+    fsdpi_timeline_tell(w, 0);
+    if (w->timeline) w->timeline->first = w->timeline->next;
+}
+
+// A place for a record that is about to run, behind its first event; NULL: it will not be told.
+static fsdpi_timed *fsdpi_timeline_begin(fsdp_world *w, const fsdp_op *op, void *stream) {
+    fsdpi_timeline *t = w->timeline;
+    if (!t) return NULL;
+    fsdpi_timeline_tell(w, t->next - t->first < FSDPI_TIMES_MAX ? 0 : w->boot.timeout_ns);
+    if (t->next - t->first == FSDPI_TIMES_MAX) return NULL;
+    if (t->next == t->first && fsdpi_now(w) - t->base_ns > FSDPI_TIMES_BASE &&
+        fsdpi_timeline_rebase(w))
+        return NULL;
+    fsdpi_timed *one = &t->ring[t->next % FSDPI_TIMES_MAX];
+    one->op = *op;
+    return w->device_ops->record(w->device, stream, one->begin) ? NULL : one;
+}
+
+static fsdp_status fsdpi_timeline_end(fsdp_world *w, fsdpi_timed *one, void *stream) {
+    w->timeline->next++;
+    return w->device_ops->record(w->device, stream, one->end);
+}

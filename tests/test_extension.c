@@ -1,0 +1,1208 @@
+/* test_extension.c - the seam for extensions: what one sees, answers, takes, provides and is told,
+   what it may call, and that the counters and the bytes are those of the operations. */
+#include "harness.h"
+#define FSDP_IMPLEMENTATION
+#include "fsdp.h"
+#include "fsdp_optim.h"
+#include "sim.h"
+#include "world.h"
+
+enum { MAX_PARAMS = 12, MAX_UNITS = 3, NUM_UNITS = 3 };
+
+typedef struct {
+    const char *name;
+    int world, async, threads, unfused;
+    fsdp_dtype dtype, param, reduce; /* of the shards; desc's param_dtype, reduce_dtype */
+    int64_t direct_min;
+} setting;
+
+static const setting settings[] = {
+    {"W=1/inline", 1, 0, 0, 0, FSDP_F32, 0, 0, 0},
+    {"W=1/cast", 1, 1, 0, 0, FSDP_F32, FSDP_BF16, 0, 0},
+    {"W=2/inline", 2, 0, 0, 0, FSDP_F32, 0, 0, 1},
+    {"W=2/lanes", 2, 0, 2, 0, FSDP_F32, FSDP_BF16, FSDP_F32, 1},
+    {"W=3/async", 3, 1, 0, 0, FSDP_F32, 0, 0, FSDP_DIRECT_NEVER},
+    {"W=4/async/bf16", 4, 1, 0, 0, FSDP_F32, FSDP_BF16, FSDP_F32, 256},
+    {"W=4/async/unfused", 4, 1, 0, 1, FSDP_F32, FSDP_BF16, FSDP_F32, 256},
+    {"W=4/all_bf16", 4, 0, 0, 0, FSDP_BF16, 0, 0, 64},
+    {"W=5/narrow_reduce", 5, 1, 0, 0, FSDP_F32, FSDP_F32, FSDP_BF16, 1},
+    {"W=7/f64", 7, 0, 0, 0, FSDP_F64, 0, 0, 128},
+    {"W=64/async", 64, 1, 0, 0, FSDP_F32, FSDP_F16, FSDP_F32, 0},
+    {"W=1024/inline", 1024, 0, 0, 1, FSDP_F32, 0, 0, 0},
+};
+
+/* Shapes by unit; 0 rows are there, too. frozen: bits. */
+static const struct {
+    int num_params, frozen;
+    struct {
+        int64_t rows, cols;
+        int dim;
+    } params[6];
+} shapes[NUM_UNITS] = {
+    {3, 0, {{8, 16, 0}, {16, 0, 0}, {1, 5, 1}}},
+    {6, 0x12, {{17, 9, 0}, {5, 4, 0}, {3, 50, 1}, {0, 7, 0}, {33, 2, 0}, {1, 1, 0}}},
+    {1, 0, {{40, 3, 0}}},
+};
+
+/* ---- an observer that adds up ---------------------------------------------------------------- */
+
+typedef struct {
+    int call;
+    const fsdp_unit *unit;
+} said;
+
+typedef struct {
+    sim s;
+    fsdp_model *model;
+    fsdp_unit *units[NUM_UNITS];
+    uint64_t last_seq, calls[FSDP_OP_COUNT], bytes[FSDP_OP_COUNT];
+    said marks[256], hooks[256];
+    int num_marks, num_hooks;
+    uint32_t swallow;         /* 1u << kind */
+    int replace;              /* the extension answers this call itself, -1: none */
+    fsdp_status answer;       /* with this */
+    fsdp_extension extension; /* what is attached */
+} bed;
+
+static int on_op(void *user, fsdp_model *model, fsdp_op *op) {
+    bed *b = (bed *)user;
+    if (!op->model) return 0; /* of the world: numbers of its own */
+    CHECK(model == b->model);
+    CHECK_EQ_INT(op->seq, b->last_seq + 1); /* none is left out, none comes twice */
+    CHECK(op->kind < FSDP_OP_COUNT && op->label < FSDP_LABEL_COUNT + 16 &&
+          op->stream < FSDP_STREAM_COUNT);
+    CHECK(op->state < FSDP_STATE_COUNT && op->what && *op->what);
+    b->last_seq = op->seq;
+    b->calls[op->kind]++;
+    b->bytes[op->kind] += op->bytes;
+    if (op->kind == FSDP_OP_HOOK) {
+        CHECK(b->num_marks < 256);
+        b->marks[b->num_marks].call = (int)op->count;
+        b->marks[b->num_marks++].unit = op->unit;
+        CHECK_EQ_INT(op->bytes, 0);
+    } else if (op->unit) {
+        CHECK_EQ_STR(op->what, fsdp_unit_name(op->unit));
+    }
+    return (b->swallow >> op->kind & 1) != 0;
+}
+
+static int on_call(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status) {
+    bed *b = (bed *)user;
+    CHECK(model == b->model && b->num_hooks < 256);
+    b->hooks[b->num_hooks].call = call;
+    b->hooks[b->num_hooks++].unit = unit;
+    CHECK_EQ_INT(*status, FSDP_OK);
+    if (call == b->replace) *status = b->answer;
+    return call == b->replace;
+}
+
+static void observe(bed *b, int call, int op) {
+    fsdp_extension e = FSDP_ZERO;
+    e.call = call ? on_call : NULL;
+    e.op = op ? on_op : NULL;
+    e.user = b;
+    b->extension = e;
+    CHECK_OK(fsdp_attach(b->model, &e));
+}
+
+static void bed_open_as(bed *b, const setting *set, int opaque) {
+    memset(b, 0, sizeof *b);
+    b->replace = -1;
+    sim_init(&b->s, set->world, set->world - 1);
+    b->s.async = set->async;
+    b->s.threads = set->threads;
+    b->s.fused = !set->unfused;
+    b->s.opaque = opaque;
+    CHECK(sim_open(&b->s));
+    fsdp_model_desc md = FSDP_ZERO;
+    md.param_dtype = set->param;
+    md.reduce_dtype = set->reduce;
+    md.direct_min = set->direct_min;
+    CHECK_OK(fsdp_model_create(b->s.world, &md, &b->model));
+    for (int i = 0; i < NUM_UNITS; i++) {
+        fsdp_param_desc p[6];
+        fsdp_unit_desc ud = FSDP_ZERO;
+        for (int k = 0; k < shapes[i].num_params; k++) {
+            p[k] = shapes[i].params[k].cols
+                       ? fsdp_mat(NULL, shapes[i].params[k].rows, shapes[i].params[k].cols)
+                       : fsdp_vec(NULL, shapes[i].params[k].rows);
+            p[k].shard_dim = shapes[i].params[k].dim;
+            p[k].frozen = shapes[i].frozen >> k & 1;
+            p[k].dtype = set->dtype;
+        }
+        ud.params = p;
+        ud.num_params = shapes[i].num_params;
+        CHECK_OK(fsdp_fully_shard(b->model, &ud, &b->units[i]));
+    }
+}
+
+static void bed_open(bed *b, const setting *set) { bed_open_as(b, set, 0); }
+static void bed_close(bed *b) { CHECK_EQ_INT(sim_close(&b->s), 0); }
+
+static void step(bed *b) {
+    double norm;
+    for (int i = 0; i < NUM_UNITS; i++) {
+        CHECK_OK(fsdp_pre_forward(b->units[i]));
+        CHECK_OK(fsdp_post_forward(b->units[i]));
+    }
+    for (int i = NUM_UNITS - 1; i >= 0; i--) {
+        CHECK_OK(fsdp_pre_backward(b->units[i]));
+        CHECK(fsdp_grad(b->units[i], 0));
+        CHECK_OK(fsdp_post_backward(b->units[i]));
+    }
+    CHECK_OK(fsdp_finalize_backward(b->model));
+    CHECK_OK(fsdp_clip_grad_norm(b->model, 1.0, &norm));
+    CHECK_OK(fsdp_params_changed(b->model));
+    CHECK_OK(fsdp_zero_grad(b->model));
+}
+
+/* ---- what an observer sees ------------------------------------------------------------------- */
+
+TEST_P(extension, counters_are_the_sum_of_the_ops, settings) {
+    bed b;
+    bed_open(&b, row);
+    observe(&b, 0, 1);
+    for (int k = 0; k < 3; k++) {
+        if (k == 1) CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, 0));
+        if (k == 2) CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, 1));
+        step(&b);
+    }
+    fsdp_counters c = FSDP_ZERO;
+    CHECK_OK(fsdp_model_counters(b.model, &c));
+    for (int kind = 0; kind < FSDP_OP_COUNT; kind++) {
+        CHECK_EQ_INT(c.calls[kind], b.calls[kind]);
+        CHECK_EQ_INT(c.bytes[kind], b.bytes[kind]);
+    }
+    if (!row->threads) { /* and what the tables were asked for */
+        for (int kind = FSDP_OP_ALL_GATHER; kind <= FSDP_OP_BROADCAST; kind++) {
+            CHECK_EQ_INT(b.s.colls[kind], c.calls[kind]);
+            CHECK_EQ_INT(b.s.coll_bytes[kind], c.bytes[kind]);
+        }
+        CHECK_EQ_INT(b.s.works,
+                     c.calls[FSDP_OP_COPY] + c.calls[FSDP_OP_ZERO] + c.calls[FSDP_OP_NORM]);
+    }
+    bed_close(&b);
+}
+
+/* Each call of a step once, in order, before its work. */
+TEST_P(extension, markers_of_calls, settings) {
+    bed b;
+    bed_open(&b, row);
+    observe(&b, 0, 1);
+    step(&b);
+    int n = 0;
+    for (int half = 0; half < 2; half++)
+        for (int i = 0; i < NUM_UNITS; i++)
+            for (int end = 0; end < 2; end++, n++) {
+                CHECK(n < b.num_marks);
+                CHECK_EQ_INT(b.marks[n].call,
+                             (half ? FSDP_CALL_PRE_BACKWARD : FSDP_CALL_PRE_FORWARD) + end);
+                CHECK(b.marks[n].unit == b.units[half ? NUM_UNITS - 1 - i : i]);
+            }
+    CHECK(n < b.num_marks);
+    CHECK_EQ_INT(b.marks[n].call, FSDP_CALL_FINALIZE);
+    CHECK(b.marks[n].unit == NULL);
+    static const int after[] = {FSDP_CALL_CLIP, FSDP_CALL_PARAMS_CHANGED, FSDP_CALL_ZERO_GRAD};
+    for (int i = 0; i < 3; i++) CHECK_EQ_INT(b.marks[++n].call, after[i]);
+    CHECK_EQ_INT(b.num_marks, n + 1);
+    double full[128]; /* of any dtype */
+    memset(full, 0, sizeof full);
+    CHECK_OK(fsdp_param_load(b.units[0], 0, full));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_LOAD);
+    CHECK_OK(fsdp_param_full(b.units[0], 0, full));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_FULL);
+    CHECK_OK(fsdp_unshard(b.units[1]));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_UNSHARD);
+    CHECK_OK(fsdp_wait(b.units[1]));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_WAIT);
+    CHECK_OK(fsdp_reshard(b.units[1]));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_RESHARD);
+    CHECK(b.marks[b.num_marks - 1].unit == b.units[1]);
+    CHECK_OK(fsdp_model_reset(b.model));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_RESET);
+    /* getters leave none, impossible calls neither */
+    int num = b.num_marks;
+    CHECK(!fsdp_data(b.units[0], 0));
+    CHECK_STATUS(fsdp_post_forward(b.units[0]), FSDP_ERR_INVALID_STATE);
+    CHECK_EQ_INT(b.num_marks, num);
+    /* removed: nothing is seen any more, the model works on */
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
+    CHECK_OK(fsdp_detach(b.model, &b.extension));
+    uint64_t seq = b.last_seq;
+    step(&b);
+    CHECK_EQ_INT(b.last_seq, seq);
+    bed_close(&b);
+}
+
+/* ---- an observer that acts ------------------------------------------------------------------- */
+
+/* Ops that the observer takes are not run; everything else goes on as if they had been. */
+TEST_P(extension, swallowed_ops_are_not_run, settings) {
+    bed b;
+    bed_open(&b, row);
+    observe(&b, 0, 1);
+    b.swallow = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE;
+    step(&b);
+    for (int kind = 0; kind < FSDP_OP_COUNT; kind++) CHECK_EQ_INT(b.s.colls[kind], 0);
+    if (!row->threads)
+        CHECK_EQ_INT(b.s.works,
+                     b.calls[FSDP_OP_COPY] + b.calls[FSDP_OP_ZERO] + b.calls[FSDP_OP_NORM]);
+    uint64_t works = b.s.works;
+    int64_t waits = b.s.waits;
+    b.swallow = ~0u;
+    memset(b.calls, 0, sizeof b.calls);
+    for (int k = 0; k < 2; k++) step(&b);
+    CHECK_EQ_INT(b.s.works, works);
+    CHECK_EQ_INT(b.s.waits, waits);
+    CHECK(b.calls[FSDP_OP_HOOK] >= 2 * (4 * NUM_UNITS + 1)); /* still shown */
+    for (int i = 0; i < NUM_UNITS; i++) {
+        CHECK_EQ_INT(fsdp_unit_state(b.units[i]), FSDP_STATE_IDLE);
+        CHECK_EQ_INT(fsdp_unit_storage(b.units[i]), FSDP_STORAGE_SHARDED);
+    }
+    b.swallow = 0;
+    step(&b);
+    CHECK(row->world == 1 || row->threads || b.s.colls[FSDP_OP_ALL_GATHER] > 0);
+    bed_close(&b);
+}
+
+/* An extension that answers a call has done its work, and says how it went: the table is not
+   asked. A failure is the call's, and finalize's too. */
+TEST_P(extension, answers_a_call, settings) {
+    static const struct {
+        fsdp_status (*run)(fsdp_unit *);
+        int call;
+    } calls[] = {{fsdp_pre_forward, FSDP_CALL_PRE_FORWARD},
+                 {fsdp_post_forward, FSDP_CALL_POST_FORWARD},
+                 {fsdp_pre_backward, FSDP_CALL_PRE_BACKWARD},
+                 {fsdp_post_backward, FSDP_CALL_POST_BACKWARD},
+                 {fsdp_unshard, FSDP_CALL_UNSHARD},
+                 {fsdp_wait, FSDP_CALL_WAIT},
+                 {fsdp_reshard, FSDP_CALL_RESHARD}};
+    bed b;
+    bed_open(&b, row);
+    observe(&b, 1, 1);
+    for (int i = 0; i < 7; i++) {
+        b.replace = calls[i].call;
+        uint64_t seq = b.last_seq;
+        int hooks = b.num_hooks;
+        CHECK_OK(calls[i].run(b.units[1])); /* possible or not */
+        CHECK_EQ_INT(b.last_seq, seq);
+        CHECK_EQ_INT(b.num_hooks, hooks + 1);
+        CHECK_EQ_INT(b.hooks[hooks].call, calls[i].call);
+        CHECK(b.hooks[hooks].unit == b.units[1]);
+        CHECK_EQ_INT(fsdp_unit_state(b.units[1]), FSDP_STATE_IDLE);
+        CHECK_EQ_INT(fsdp_unit_storage(b.units[1]), FSDP_STORAGE_SHARDED);
+        b.answer = FSDP_ERR_CORRUPT;
+        CHECK_STATUS(calls[i].run(b.units[1]), FSDP_ERR_CORRUPT);
+        b.answer = FSDP_OK;
+    }
+    b.replace = -1;
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_CORRUPT);
+    b.replace = FSDP_CALL_RESET;
+    CHECK_OK(fsdp_model_reset(b.model));
+    CHECK(b.hooks[b.num_hooks - 1].unit == NULL &&
+          b.hooks[b.num_hooks - 1].call == FSDP_CALL_RESET);
+    /* finalize: the open unit would make it impossible */
+    b.replace = -1;
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    b.replace = FSDP_CALL_FINALIZE;
+    uint64_t seq = b.last_seq;
+    CHECK_OK(fsdp_finalize_backward(b.model));
+    CHECK_EQ_INT(b.last_seq, seq);
+    CHECK(b.hooks[b.num_hooks - 1].unit == NULL &&
+          b.hooks[b.num_hooks - 1].call == FSDP_CALL_FINALIZE);
+    CHECK_EQ_INT(fsdp_unit_state(b.units[0]), FSDP_STATE_FORWARD);
+    b.answer = FSDP_ERR_CORRUPT;
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_CORRUPT);
+    /* one that only looks changes nothing, and sees impossible calls before the table refuses
+       them */
+    b.replace = -1;
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_post_backward(b.units[2]), FSDP_ERR_INVALID_STATE);
+    CHECK_EQ_INT(b.hooks[b.num_hooks - 1].call, FSDP_CALL_POST_BACKWARD);
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    bed_close(&b);
+}
+
+/* ---- bytes moved equal the formula ----------------------------------------------------------- */
+
+TEST_P(extension, bytes_equal_the_formula, settings) {
+    bed b;
+    bed_open(&b, row);
+    uint64_t gather = 0, reduce = 0, others = (uint64_t)row->world - 1;
+    fsdp_dtype param = row->param ? row->param : row->dtype,
+               reduction = row->reduce ? row->reduce : row->dtype;
+    /* the reduction sends what the caller wrote, if the backend widens while it sums, or else a
+       cast copy */
+    int widens = reduction == FSDP_F32 && (param == FSDP_BF16 || param == FSDP_F16) &&
+                 !row->unfused;
+    fsdp_dtype sent = param == reduction || widens ? param : reduction;
+    for (int i = 0; i < NUM_UNITS; i++) {
+        uint64_t all = 0,
+                 trained = 0; /* elements of one rank's stored shards; plus one flag of use each */
+        for (int k = 0; k < shapes[i].num_params; k++) {
+            uint64_t cut = (uint64_t)shapes[i].params[k].rows,
+                     rest = (uint64_t)shapes[i].params[k].cols;
+            if (rest == 0) rest = 1;
+            if (shapes[i].params[k].dim == 1) {
+                uint64_t swap = cut;
+                cut = rest;
+                rest = swap;
+            }
+            uint64_t stored = (cut + others) / (others + 1) * rest;
+            all += stored;
+            if (!(shapes[i].frozen >> k & 1)) trained += stored + 1;
+        }
+        gather += 2 * others * all * fsdp_dtype_size(param); /* forward and backward */
+        reduce += others * trained * fsdp_dtype_size(sent);
+    }
+    for (int k = 1; k <= 3; k++) {
+        fsdp_counters c = FSDP_ZERO;
+        step(&b);
+        CHECK_OK(fsdp_model_counters(b.model, &c));
+        CHECK_EQ_INT(c.bytes[FSDP_OP_ALL_GATHER], (uint64_t)k * gather);
+        CHECK_EQ_INT(c.bytes[FSDP_OP_REDUCE_SCATTER], (uint64_t)k * reduce);
+        CHECK_EQ_INT(c.calls[FSDP_OP_ALL_GATHER], row->world > 1 ? k * 2 * NUM_UNITS : 0);
+        CHECK_EQ_INT(c.calls[FSDP_OP_REDUCE_SCATTER], row->world > 1 ? k * NUM_UNITS : 0);
+        CHECK_EQ_INT(c.bytes[FSDP_OP_ALL_REDUCE],
+                     (uint64_t)k *
+                         ((2 * others * sizeof(double) + others) / (others + 1))); /* norm */
+        CHECK_EQ_INT(c.calls[FSDP_OP_HOOK], 0); /* nobody listens */
+    }
+    bed_close(&b);
+}
+
+/* ---- several, in order ----------------------------------------------------------------------- */
+
+typedef struct {
+    const char *name;
+    char *diary;  /* who was asked, in order */
+    int takes;    /* kind, or -1 */
+    double scale; /* not 0: what copies are scaled with from here on */
+    double seen;  /* the scale of the last copy */
+    int ops, calls, relayouts;
+} guest;
+
+static int guest_call(void *user, fsdp_model *m, fsdp_unit *u, int call, fsdp_status *status) {
+    (void)m, (void)u, (void)call, (void)status;
+    guest *g = (guest *)user;
+    g->calls++;
+    strcat(g->diary, g->name);
+    return 0;
+}
+static int guest_op(void *user, fsdp_model *m, fsdp_op *op) {
+    (void)m;
+    guest *g = (guest *)user;
+    g->ops++;
+    if (op->kind == FSDP_OP_COPY) {
+        g->seen = op->scale;
+        if (g->scale > 0) op->scale = g->scale;
+    }
+    return op->kind == g->takes;
+}
+static void guest_relayout(void *user, fsdp_model *m) {
+    (void)m;
+    ((guest *)user)->relayouts++;
+}
+static void guest_destroy(void *user) {
+    guest *g = (guest *)user;
+    strcat(g->diary, "~");
+    strcat(g->diary, g->name);
+}
+
+static fsdp_extension guest_as(guest *g, const char *name, char *diary) {
+    fsdp_extension e = FSDP_ZERO;
+    memset(g, 0, sizeof *g);
+    g->name = name;
+    g->diary = diary;
+    g->takes = -1;
+    e.name = name;
+    e.user = g;
+    e.call = guest_call;
+    e.op = guest_op;
+    e.relayout = guest_relayout;
+    e.destroy = guest_destroy;
+    return e;
+}
+
+TEST(extension, several_in_order) {
+    char diary[256] = "";
+    guest a, b, c;
+    bed d;
+    bed_open(&d, &settings[1]);
+    fsdp_extension ea = guest_as(&a, "a", diary), eb = guest_as(&b, "b", diary),
+                   ec = guest_as(&c, "c", diary);
+    CHECK_OK(fsdp_attach(d.model, &ea));
+    CHECK_OK(fsdp_attach(d.model, &eb));
+    CHECK_OK(fsdp_attach(d.model, &ec));
+    a.scale = 2; /* of the casts to bf16 */
+    CHECK_OK(fsdp_pre_forward(d.units[0]));
+    CHECK_EQ_STR(diary, "abc");
+    CHECK_NEAR(a.seen, 1, 0);
+    CHECK_NEAR(b.seen, 2, 0);
+    CHECK_NEAR(c.seen, 2, 0);
+    CHECK_EQ_INT(a.ops, c.ops);
+    b.takes = FSDP_OP_COPY; /* c does not see what b takes, a does */
+    uint64_t works = d.s.works;
+    int seen = c.ops, before = a.ops;
+    CHECK_OK(fsdp_post_forward(d.units[0]));
+    CHECK_OK(fsdp_pre_forward(d.units[0]));
+    CHECK_EQ_INT(d.s.works, works);
+    CHECK(a.ops - before > c.ops - seen);
+    CHECK_NEAR(a.seen, 1, 0); /* the library's record is as it was */
+    /* a unit is open: who watches cannot come; who only keeps states can */
+    guest late, quiet;
+    fsdp_extension el = guest_as(&late, "l", diary), eq = guest_as(&quiet, "q", diary);
+    CHECK_STATUS(fsdp_attach(d.model, &el), FSDP_ERR_INVALID_STATE);
+    CHECK(strstr(fsdp_last_error(d.s.world), "attach: unit") != NULL);
+    eq.call = NULL, eq.op = NULL;
+    CHECK_OK(fsdp_attach(d.model, &eq));
+    CHECK_STATUS(fsdp_detach(d.model, &el), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(d.s.world), "detach: 'l' is not attached") != NULL);
+    diary[0] = 0;
+    CHECK_OK(fsdp_detach(d.model, &eb));
+    CHECK_OK(fsdp_post_forward(d.units[0]));
+    CHECK_EQ_STR(diary, "~bac");
+    ec.size = 8;
+    CHECK_STATUS(fsdp_attach(d.model, &ec), FSDP_ERR_INVALID_ARG);
+    diary[0] = 0;
+    bed_close(&d);
+    CHECK_EQ_STR(diary, "~q~c~a"); /* the last attached goes first */
+}
+
+/* ---- buffers --------------------------------------------------------------------------------- */
+
+enum { MAX_SLOTS = 64 };
+
+typedef struct {
+    fsdp_model *model;
+    int held[MAX_SLOTS]; /* by number: the unit's index + 1 */
+    int pools[FSDP_POOL_MAX], acquired, released, wrote, last;
+    fsdp_buf *arena, *part;
+    int pool; /* whose slots are provided; -1: none */
+    int asked, given_back;
+} landlord;
+
+static int landlord_op(void *user, fsdp_model *model, fsdp_op *op) {
+    landlord *l = (landlord *)user;
+    (void)model;
+    if (op->kind == FSDP_OP_ACQUIRE || op->kind == FSDP_OP_RELEASE || op->kind == FSDP_OP_WROTE) {
+        fsdp_buf *buf = op->kind == FSDP_OP_RELEASE ? op->src : op->dst;
+        CHECK(buf && op->unit && op->slot > 0 && op->slot < MAX_SLOTS && op->bytes == 0);
+        CHECK(op->src_ptr == NULL && op->dst_ptr == NULL && op->num_waits == 0);
+        if (op->kind == FSDP_OP_ACQUIRE) {
+            CHECK_EQ_INT(l->held[op->slot], 0);
+            CHECK(fsdp_buf_held(buf));
+            l->held[op->slot] = op->unit->desc.index + 1;
+            l->pools[op->pool]++;
+            l->acquired++;
+        } else {
+            CHECK_EQ_INT(l->held[op->slot], op->unit->desc.index + 1);
+        }
+        if (op->kind == FSDP_OP_WROTE) {
+            CHECK_EQ_INT(op->pool, FSDP_POOL_GRAD);
+            l->wrote++;
+        }
+        if (op->kind == FSDP_OP_RELEASE) {
+            CHECK(!fsdp_buf_held(buf));
+            l->held[op->slot] = 0;
+            l->pools[op->pool]--;
+            l->released++;
+        }
+    }
+    return 0;
+}
+
+static fsdp_buf *landlord_buffer(void *user, fsdp_model *model, fsdp_unit *unit, int pool,
+                                 fsdp_buf *released) {
+    landlord *l = (landlord *)user;
+    CHECK(model == l->model && unit);
+    if (released) l->given_back++;
+    else l->asked++;
+    return !released && pool == l->pool && !fsdp_buf_held(l->part) ? l->part : NULL;
+}
+
+/* Each slot that is taken is given back, on its unit; nothing of it where nobody listens. */
+TEST_P(extension, markers_in_pairs, settings) {
+    bed b;
+    landlord l;
+    memset(&l, 0, sizeof l);
+    bed_open(&b, row);
+    l.model = b.model;
+    l.pool = -1;
+    step(&b);
+    fsdp_counters c = FSDP_ZERO;
+    CHECK_OK(fsdp_model_counters(b.model, &c));
+    CHECK_EQ_INT(c.calls[FSDP_OP_ACQUIRE] + c.calls[FSDP_OP_RELEASE] + c.calls[FSDP_OP_WROTE], 0);
+    fsdp_extension e = FSDP_ZERO;
+    e.op = landlord_op;
+    e.buffer = landlord_buffer;
+    e.user = &l;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    for (int k = 0; k < 3; k++) step(&b);
+    CHECK_EQ_INT(l.acquired, l.released);
+    CHECK_EQ_INT(l.asked, l.acquired);
+    CHECK_EQ_INT(l.given_back, l.released);
+    for (int i = 0; i < MAX_SLOTS; i++) CHECK_EQ_INT(l.held[i], 0);
+    for (int i = 0; i < FSDP_POOL_MAX; i++) CHECK_EQ_INT(l.pools[i], 0);
+    CHECK_OK(fsdp_model_counters(b.model, &c));
+    CHECK_EQ_INT(c.calls[FSDP_OP_ACQUIRE], l.acquired);
+    CHECK(row->world == 1 || (l.acquired >= 3 * 3 * NUM_UNITS && l.wrote == 3 * NUM_UNITS));
+    CHECK_OK(fsdp_detach(b.model, &e));
+    bed_close(&b);
+}
+
+/* Gathered parameters lie where an extension wants them; the pools' slots are not made, or freed. */
+TEST(extension, slots_from_elsewhere) {
+    bed b;
+    landlord l;
+    fsdp_memory mem;
+    memset(&l, 0, sizeof l);
+    bed_open(&b, &settings[5]);
+    l.model = b.model;
+    l.pool = FSDP_POOL_GATHER;
+    b.s.checks = 0;
+    int pool = fsdp_pool_register(b.model, "arena");
+    CHECK_EQ_INT(pool, FSDP_POOL_COUNT);
+    CHECK_EQ_INT(fsdp_pool_register(b.model, "arena"), pool);
+    CHECK_EQ_STR(fsdp_model_pool_name(b.model, pool), "arena");
+    CHECK_OK(fsdp_buf_create(b.model, pool, FSDP_MEMORY_DEVICE, 65536, &l.arena));
+    CHECK_OK(fsdp_buf_part(b.model, l.arena, 4096, 32768, &l.part));
+    CHECK_EQ_INT(fsdp_buf_nbytes(l.part), 32768);
+    CHECK((char *)fsdp_buf_ptr(l.part) == (char *)fsdp_buf_ptr(l.arena) + 4096);
+    fsdp_extension e = FSDP_ZERO;
+    e.buffer = landlord_buffer;
+    e.user = &l;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    for (int k = 0; k < 2; k++) {
+        CHECK_OK(fsdp_pre_forward(b.units[1]));
+        CHECK(fsdp_buf_held(l.part));
+        CHECK((char *)fsdp_data(b.units[1], 0) >= (char *)fsdp_buf_ptr(l.part) &&
+              (char *)fsdp_data(b.units[1], 0) < (char *)fsdp_buf_ptr(l.part) + 32768);
+        CHECK_OK(fsdp_post_forward(b.units[1]));
+        CHECK(!fsdp_buf_held(l.part));
+    }
+    CHECK_OK(fsdp_model_memory(b.model, &mem));
+    CHECK_EQ_INT(mem.pool_bytes[FSDP_POOL_GATHER], 0);
+    CHECK_EQ_INT(mem.pool_bytes[pool], 65536);
+    CHECK_EQ_INT(mem.pool_slots[pool], 1); /* a part is not counted */
+    char text[4096];
+    (void)fsdp_model_describe(b.model, text, sizeof text);
+    CHECK(strstr(text, "arena 65536 in 1") != NULL);
+    CHECK_OK(fsdp_model_reset(b.model));
+    l.pool = -1;
+    step(&b);
+    CHECK_OK(fsdp_model_memory(b.model, &mem));
+    CHECK(mem.pool_bytes[FSDP_POOL_GATHER] > 0 && mem.pool_bytes[FSDP_POOL_GRAD] > 0);
+    CHECK_OK(fsdp_unshard(b.units[0])); /* what is held stays */
+    CHECK_OK(fsdp_pools_trim(b.model));
+    CHECK_OK(fsdp_model_memory(b.model, &mem));
+    CHECK_EQ_INT(mem.pool_slots[FSDP_POOL_GATHER], 1);
+    CHECK_EQ_INT(mem.pool_bytes[FSDP_POOL_GRAD] + mem.pool_bytes[FSDP_POOL_RIN], 0);
+    CHECK_OK(fsdp_reshard(b.units[0]));
+    step(&b);
+    fsdp_buf_destroy(b.model, l.part);
+    /* too small: refused, and the other ranks hear of it */
+    CHECK_OK(fsdp_buf_part(b.model, l.arena, 0, 64, &l.part));
+    l.pool = FSDP_POOL_GATHER;
+    CHECK_STATUS(fsdp_pre_forward(b.units[1]), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(b.s.world), "an extension gave unit 'unit1' a slot of 64 bytes"));
+    fsdp_buf_destroy(b.model, l.part);
+    fsdp_buf_destroy(b.model, l.arena);
+    bed_close(&b);
+}
+
+/* ---- when records ran ------------------------------------------------------------------------ */
+
+typedef struct {
+    fsdp_model *model;
+    uint32_t lock;
+    int64_t last[FSDP_STREAM_COUNT]; /* end of the stream's latest record */
+    int told[FSDP_OP_COUNT], bad, of_world;
+} watch;
+
+static void watch_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin,
+                      int64_t end) {
+    watch *w = (watch *)user;
+    fsdpi_lock(&w->lock); /* worker threads tell, too */
+    int overlaps = op->model && begin < w->last[op->stream];
+    if (begin > end || overlaps || model != w->model) w->bad++;
+    w->last[op->stream] = end;
+    w->told[op->kind]++;
+    w->of_world += !op->model;
+    fsdpi_unlock(&w->lock);
+}
+
+TEST_P(extension, tells_when_records_ran, settings) {
+    bed b;
+    watch w;
+    memset(&w, 0, sizeof w);
+    bed_open(&b, row);
+    w.model = b.model;
+    fsdp_extension e = FSDP_ZERO;
+    e.ran = watch_ran;
+    e.user = &w;
+    step(&b);
+    fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
+    CHECK_OK(fsdp_model_counters(b.model, &before));
+    CHECK_OK(fsdp_attach(b.model, &e));
+    for (int k = 0; k < 9; k++) step(&b); /* more than a device keeps */
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK_OK(fsdp_model_counters(b.model, &after));
+    CHECK_OK(fsdp_detach(b.model, &e));
+    CHECK_EQ_INT(w.bad, 0);
+    w.told[FSDP_OP_COPY] -= w.of_world; /* the norm comes to the host */
+    CHECK_EQ_INT(w.of_world, 9);
+    for (int kind = 0; kind < FSDP_OP_USE; kind++)
+        CHECK_EQ_INT(w.told[kind], after.calls[kind] - before.calls[kind]);
+    for (int kind = FSDP_OP_HOOK; kind < FSDP_OP_COUNT; kind++) CHECK_EQ_INT(w.told[kind], 0);
+    CHECK_EQ_INT(w.told[FSDP_OP_USE], 0);
+    int told = w.told[FSDP_OP_COPY];
+    step(&b);
+    CHECK_EQ_INT(w.told[FSDP_OP_COPY] + 0, told); /* no more */
+    bed_close(&b);
+}
+
+TEST(extension, device_without_times) {
+    bed b;
+    watch w;
+    memset(&w, 0, sizeof w);
+    bed_open(&b, &settings[4]);
+    b.s.device.elapsed = NULL;
+    fsdp_extension e = FSDP_ZERO;
+    e.ran = watch_ran;
+    CHECK_STATUS(fsdp_attach(b.model, &e), FSDP_ERR_UNSUPPORTED);
+    CHECK(strstr(fsdp_last_error(b.s.world), "cannot tell when") != NULL);
+    step(&b);
+    bed_close(&b);
+}
+
+/* ---- layouts and states ---------------------------------------------------------------------- */
+
+TEST(extension, relayout_after_commit_and_freeze) {
+    char diary[256] = "";
+    guest g;
+    bed b;
+    bed_open(&b, &settings[2]);
+    fsdp_extension e = guest_as(&g, "g", diary);
+    e.call = NULL, e.op = NULL;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    CHECK_EQ_INT(g.relayouts, 0);
+    CHECK_OK(fsdp_model_commit(b.model));
+    CHECK_EQ_INT(g.relayouts, 1);
+    CHECK_OK(fsdp_model_commit(b.model));
+    fsdp_memory mem;
+    CHECK_OK(fsdp_model_predict(b.model, &mem)); /* a copy is laid out, which is nobody's */
+    CHECK_EQ_INT(g.relayouts, 1);
+    CHECK_OK(fsdp_set_requires_grad(b.units[0], 0, 0));
+    CHECK_EQ_INT(g.relayouts, 1);
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    CHECK_EQ_INT(g.relayouts, 2);
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    bed_close(&b);
+}
+
+/* The states of an optimizer and of a scaler, through items: what is written comes back. */
+typedef struct {
+    char name[64];
+    unsigned char data[2048];
+    size_t nbytes;
+} saved_item;
+
+static int save_all(fsdp_model *m, saved_item *out, int most) {
+    fsdp_state_item item = FSDP_ZERO;
+    int num = 0;
+    fsdp_status status;
+    while ((status = fsdp_next_state(m, &item)) == FSDP_OK && item.name) {
+        CHECK(num < most);
+        saved_item *to = &out[num++];
+        snprintf(to->name, sizeof to->name, "%s.%s.%d", item.extension, item.name, item.ordinal);
+        to->nbytes = (size_t)item.numel * fsdp_dtype_size(item.dtype);
+        CHECK(to->nbytes <= sizeof to->data);
+        fsdp_param_view v;
+        if (item.sharded) {
+            CHECK_OK(fsdp_param_at(m, item.ordinal, &v));
+            CHECK(item.numel == v.numel && item.ndim == v.ndim && item.shape[0] == v.shape[0]);
+        }
+        if (item.memory == FSDP_MEMORY_HOST) memcpy(to->data, item.data, to->nbytes);
+        else CHECK_OK(fsdp_transfer(m, to->data, item.data, (int64_t)to->nbytes));
+    }
+    CHECK_OK(status);
+    return num;
+}
+
+static void load_all(fsdp_model *m, const saved_item *from, int num) {
+    fsdp_state_item item = FSDP_ZERO;
+    int at = 0;
+    while (fsdp_next_state(m, &item) == FSDP_OK && item.name) {
+        char name[64];
+        CHECK(at < num);
+        snprintf(name, sizeof name, "%s.%s.%d", item.extension, item.name, item.ordinal);
+        CHECK_EQ_STR(name, from[at].name);
+        if (item.memory == FSDP_MEMORY_HOST) memcpy(item.data, from[at].data, from[at].nbytes);
+        else CHECK_OK(fsdp_transfer(m, item.data, from[at].data, (int64_t)from[at].nbytes));
+        at++;
+    }
+    CHECK_EQ_INT(at, num);
+    CHECK_OK(fsdp_state_written(m));
+}
+
+static void states_step(bed *b, fsdp_adamw *adamw, fsdp_sgd *sgd, fsdp_grad_scaler *scaler) {
+    for (int i = 0; i < NUM_UNITS; i++) {
+        CHECK_OK(fsdp_pre_forward(b->units[i]));
+        CHECK_OK(fsdp_post_forward(b->units[i]));
+    }
+    for (int i = 0; i < NUM_UNITS; i++) {
+        CHECK_OK(fsdp_pre_backward(b->units[i]));
+        float *g = (float *)sim_host(&b->s, fsdp_grad(b->units[i], 0));
+        for (int k = 0; k < 8; k++) g[k] = (float)(k + 1);
+        CHECK_OK(fsdp_post_backward(b->units[i]));
+    }
+    CHECK_OK(fsdp_finalize_backward(b->model));
+    CHECK_OK(fsdp_grad_scaler_unscale(scaler));
+    if (adamw) CHECK_OK(fsdp_adamw_step(adamw, 0.1));
+    if (sgd) CHECK_OK(fsdp_sgd_step(sgd, 0.1));
+    CHECK_OK(fsdp_grad_scaler_update(scaler));
+    CHECK_OK(fsdp_zero_grad(b->model));
+}
+
+static const struct {
+    const char *name;
+    int async, opaque, sgd;
+} keepers[] = {
+    {"adamw", 0, 0, 0}, {"sgd", 0, 0, 1}, {"adamw_device", 1, 1, 0}, {"sgd_device", 1, 1, 1}};
+
+TEST_P(extension, states_round_trip, keepers) {
+    static saved_item first[64], then[64], again[64];
+    setting set = {"states", 1, 0, 0, 0, FSDP_F32, 0, 0, 1};
+    set.async = row->async;
+    bed b;
+    memset(&b, 0, sizeof b);
+    fsdp_adamw *adamw = NULL;
+    fsdp_sgd *sgd = NULL;
+    fsdp_grad_scaler *scaler;
+    fsdp_grad_scaler_desc gd = FSDP_ZERO;
+    fsdp_sgd_desc sd = FSDP_ZERO;
+    sd.momentum = 0.9;
+    gd.growth_interval = 5;
+    bed_open_as(&b, &set, row->opaque);
+    if (row->sgd) CHECK_OK(fsdp_sgd_create(b.model, &sd, &sgd));
+    else CHECK_OK(fsdp_adamw_create(b.model, NULL, &adamw));
+    CHECK_OK(fsdp_grad_scaler_create(b.model, &gd, &scaler));
+    for (int k = 0; k < 2; k++) states_step(&b, adamw, sgd, scaler);
+    int num = save_all(b.model, first, 64);
+    CHECK_EQ_INT(num, 8 * (row->sgd ? 2 : 3) + 1); /* trainables; 2 more are frozen */
+    CHECK_EQ_STR(first[0].name, row->sgd ? "sgd.momentum_buffer.0" : "adamw.exp_avg.0");
+    CHECK_EQ_STR(first[num - 1].name, "grad_scaler.state.-1");
+    for (int k = 0; k < 3; k++) states_step(&b, adamw, sgd, scaler);
+    CHECK_EQ_INT(save_all(b.model, then, 64), num);
+    int differ = 0;
+    for (int i = 0; i < num; i++)
+        differ += memcmp(first[i].data, then[i].data, first[i].nbytes) != 0;
+    CHECK(differ > 3 && memcmp(first[num - 1].data, then[num - 1].data, 40));
+    load_all(b.model, first, num);
+    CHECK_EQ_INT(save_all(b.model, again, 64), num);
+    for (int i = 0; i < num; i++) CHECK(!memcmp(first[i].data, again[i].data, first[i].nbytes));
+    fsdp_grad_scaler_state state;
+    CHECK_OK(fsdp_grad_scaler_get_state(scaler, &state));
+    CHECK_EQ_INT(state.growth_tracker, 2);
+    double wrong = -1; /* a scale that is none is refused, and nothing is taken up */
+    memcpy(again[num - 1].data, &wrong, sizeof wrong);
+    fsdp_state_item item = FSDP_ZERO;
+    while (fsdp_next_state(b.model, &item) == FSDP_OK && item.name)
+        if (!strcmp(item.extension, "grad_scaler")) memcpy(item.data, again[num - 1].data, 40);
+    CHECK_STATUS(fsdp_state_written(b.model), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_grad_scaler_get_state(scaler, &state));
+    CHECK_EQ_INT(state.growth_tracker, 2);
+    bed_close(&b);
+}
+
+/* ---- records of an extension ----------------------------------------------------------------- */
+
+/* Updates and transfers are records as all else is. */
+TEST(extension, sees_updates_and_transfers) {
+    bed b;
+    fsdp_adamw *adamw;
+    fsdp_grad_scaler *scaler;
+    bed_open(&b, &settings[0]);
+    CHECK_OK(fsdp_adamw_create(b.model, NULL, &adamw));
+    CHECK_OK(fsdp_grad_scaler_create(b.model, NULL, &scaler));
+    observe(&b, 0, 1);
+    states_step(&b, adamw, NULL, scaler);
+    CHECK_EQ_INT(b.calls[FSDP_OP_UPDATE], 2 * NUM_UNITS); /* unscale, AdamW: of what was used */
+    fsdp_counters c = FSDP_ZERO;
+    CHECK_OK(fsdp_model_counters(b.model, &c));
+    CHECK_EQ_INT(c.calls[FSDP_OP_UPDATE], b.calls[FSDP_OP_UPDATE]);
+    b.swallow = 1u << FSDP_OP_UPDATE; /* taken: not done */
+    fsdp_optim_state s;
+    CHECK_OK(fsdp_adamw_state(adamw, 0, &s));
+    float m = ((float *)s.first)[0];
+    states_step(&b, adamw, NULL, scaler);
+    CHECK(memcmp(&m, s.first, sizeof m) == 0);
+    bed_close(&b);
+}
+
+TEST(extension, names) {
+    bed b;
+    bed_open(&b, &settings[0]);
+    int label = fsdp_label_register(b.model, "norms");
+    CHECK_EQ_INT(label, FSDP_LABEL_COUNT);
+    CHECK_EQ_INT(fsdp_label_register(b.model, "more"), label + 1);
+    CHECK_EQ_INT(fsdp_label_register(b.model, "norms"), label);
+    CHECK_EQ_STR(fsdp_label_name(label), "extension");
+    CHECK_EQ_STR(fsdp_label_name(FSDP_LABEL_COUNT + 16), "?");
+    CHECK_EQ_STR(fsdp_pool_name(FSDP_POOL_COUNT), "extension");
+    CHECK_EQ_STR(fsdp_pool_name(FSDP_POOL_MAX), "?");
+    fsdp_op op;
+    fsdp_op_init(&op, b.model, NULL, FSDP_OP_USE, label, FSDP_STREAM_COMPUTE);
+    CHECK_EQ_STR(fsdp_op_label(&op), "norms");
+    CHECK_EQ_STR(op.what, "norms");
+    CHECK_EQ_INT(fsdp_label_register(b.model, ""), -1);
+    CHECK_EQ_INT(fsdp_label_register(b.model, NULL), -1);
+    CHECK_EQ_INT(fsdp_label_register(b.model, "a name that is longer than 31 bytes"), -1);
+    for (int i = 2; i < 16; i++) {
+        char name[8];
+        snprintf(name, sizeof name, "l%d", i);
+        CHECK_EQ_INT(fsdp_label_register(b.model, name), label + i);
+    }
+    CHECK_EQ_INT(fsdp_label_register(b.model, "one too many"), -1);
+    for (int i = 0; i < 9; i++) {
+        char name[8];
+        snprintf(name, sizeof name, "p%d", i);
+        CHECK_EQ_INT(fsdp_pool_register(b.model, name), i < 8 ? FSDP_POOL_COUNT + i : -1);
+    }
+    bed_close(&b);
+}
+
+TEST(extension, wrong_records) {
+    bed b;
+    fsdp_op op;
+    fsdp_block block = {0, 0, 1, 1, 1, 1};
+    float x = 1, y = 0;
+    bed_open(&b, &settings[2]);
+    observe(&b, 0, 1);
+#define WRONG(kind, change, text)                                                                  \
+    do {                                                                                           \
+        fsdp_op_init(&op, b.model, NULL, kind, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);              \
+        op.what = "x", op.list = &block, op.list_count = 1, op.src_ptr = &x, op.dst_ptr = &y;      \
+        op.dtype = op.out_dtype = FSDP_F32, op.count = 1, op.group_size = 2;                       \
+        change;                                                                                    \
+        CHECK_STATUS(fsdp_emit(b.model, &op), FSDP_ERR_INVALID_ARG);                               \
+        CHECK_MSG(strstr(fsdp_last_error(b.s.world), text), "%s", fsdp_last_error(b.s.world));     \
+    } while (0)
+    WRONG(FSDP_OP_COUNT, , "kind is none");
+    WRONG(FSDP_OP_COPY, op.stream = FSDP_STREAM_COUNT, "stream is none");
+    WRONG(FSDP_OP_COPY, op.label = FSDP_LABEL_COUNT, "label is not registered");
+    WRONG(FSDP_OP_COPY, op.model = NULL, "model is another one");
+    WRONG(FSDP_OP_COPY, op.what = NULL, "what is NULL");
+    WRONG(FSDP_OP_COPY, op.list = NULL, "list is empty");
+    WRONG(FSDP_OP_COPY, op.src_ptr = NULL, "src or dst is NULL");
+    WRONG(FSDP_OP_ZERO, op.dst_ptr = NULL, "dst is NULL");
+    WRONG(FSDP_OP_CALL, , "call is NULL");
+    WRONG(FSDP_OP_UPDATE, op.list = NULL, "expected a fsdp_update");
+    WRONG(FSDP_OP_ALL_REDUCE, , "comm is NULL");
+    WRONG(FSDP_OP_ALL_REDUCE, (op.comm = b.s.world->comm, op.group_size = 1), "group_size is less");
+    WRONG(FSDP_OP_BROADCAST, (op.comm = b.s.world->comm, op.src_ptr = NULL), "src is NULL");
+    CHECK_EQ_INT(b.last_seq, 0);
+    /* a marker is only shown; a copy runs */
+    fsdp_op_init(&op, b.model, NULL, FSDP_OP_HOOK, FSDP_LABEL_WORLD, FSDP_STREAM_COMPUTE);
+    CHECK_OK(fsdp_emit(b.model, &op));
+    fsdp_op_init(&op, b.model, NULL, FSDP_OP_COPY, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    op.what = "x", op.list = &block, op.list_count = 1, op.src_ptr = &x, op.dst_ptr = &y;
+    op.dtype = op.out_dtype = FSDP_F32, op.count = 1;
+    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK_NEAR(y, 1, 0);
+    CHECK_EQ_INT(b.last_seq, 2);
+    CHECK_OK(fsdp_call_begin(b.model, FSDP_CALL_EXTENSION, "my_call"));
+    CHECK_EQ_INT(b.marks[b.num_marks - 1].call, FSDP_CALL_EXTENSION);
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    CHECK_OK(fsdp_call_begin(b.model, FSDP_CALL_EXTENSION, "my_call"));
+    CHECK_STATUS(fsdp_call_begin(b.model, FSDP_CALL_FULL, "my_save"), FSDP_ERR_INVALID_STATE);
+    CHECK(strstr(fsdp_last_error(b.s.world), "my_save: unit 'unit0' is FORWARD") != NULL);
+    CHECK_STATUS(fsdp_call_begin(b.model, FSDP_CALL_COUNT, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    bed_close(&b);
+}
+
+static fsdp_status call_that_fails(const fsdp_op *op, void *stream) {
+    (void)op, (void)stream;
+    return FSDP_ERR_CORRUPT;
+}
+
+/* A function of an extension that fails aborts the world, as one of the user's. */
+TEST(extension, failure_of_a_record) {
+    bed b;
+    fsdp_op op;
+    bed_open(&b, &settings[2]);
+    CHECK_OK(fsdp_model_commit(b.model));
+    int label = fsdp_label_register(b.model, "mine");
+    fsdp_op_init(&op, b.model, b.units[1], FSDP_OP_CALL, label, FSDP_STREAM_EXTENSION);
+    op.call = call_that_fails;
+    CHECK_STATUS(fsdp_emit(b.model, &op), FSDP_ERR_CORRUPT);
+    CHECK(strstr(fsdp_last_error(b.s.world), "your function for call (mine) of unit 'unit1'"));
+    CHECK_STATUS(fsdp_world_status(b.s.world), FSDP_ERR_CORRUPT);
+    CHECK_STATUS(fsdp_pre_forward(b.units[0]), FSDP_ERR_CORRUPT);
+    bed_close(&b);
+}
+
+/* What plans look at: it grows when something changes, and only then. */
+TEST(extension, settings_are_counted) {
+    bed b;
+    bed_open(&b, &settings[2]);
+    uint64_t at = fsdp_model_settings(b.model);
+#define CHANGES(call, by)                                                                          \
+    do {                                                                                           \
+        CHECK_OK(call);                                                                            \
+        CHECK_EQ_INT(fsdp_model_settings(b.model), at + (by));                                     \
+        at += (by);                                                                                \
+    } while (0)
+    CHANGES(fsdp_set_grad_enabled(b.model, 1), 0);
+    CHANGES(fsdp_set_grad_enabled(b.model, 0), 1);
+    CHANGES(fsdp_set_is_last_backward(b.model, 0), 1);
+    CHANGES(fsdp_set_is_last_backward(b.model, 0), 0);
+    CHANGES(fsdp_set_requires_gradient_sync(b.model, NULL, 0), 2 * NUM_UNITS);
+    CHANGES(fsdp_set_requires_gradient_sync(b.model, NULL, 0), 0);
+    CHANGES(fsdp_set_reshard_after_forward(b.model, b.units[0], FSDP_RESHARD_NEVER), 1);
+    CHANGES(fsdp_set_gradient_divide_factor(b.model, b.units[0], 3), 1);
+    CHANGES(fsdp_set_modules_to_forward_prefetch(b.units[0], &b.units[1], 1), 1);
+    CHANGES(fsdp_set_all_reduce_hook(b.units[0], NULL, NULL), 1);
+    CHANGES(fsdp_set_requires_grad(b.units[0], 0, 0), 1);
+    CHANGES(fsdp_set_requires_grad(b.units[0], 0, 0), 0);
+    bed_close(&b);
+}
+
+/* ---- collectives on device data -------------------------------------------------------------- */
+
+enum { RANKS = 4, COUNT = 6 };
+
+typedef struct {
+    const char *name;
+    int lanes, stream;
+} channel;
+static const channel channels[] = {
+    {"inline", 0, FSDP_STREAM_EXTENSION},      {"inline_compute", 0, FSDP_STREAM_COMPUTE},
+    {"lane", 1, FSDP_STREAM_EXTENSION},        {"lanes", 2, FSDP_STREAM_EXTENSION},
+    {"lanes_compute", 2, FSDP_STREAM_COMPUTE}, {"lanes_gather", 2, FSDP_STREAM_GATHER},
+    {"lanes_reduce", 2, FSDP_STREAM_REDUCE}};
+
+typedef struct {
+    const channel *c;
+    int rank, size;
+    fsdp_world *w;
+    fsdp_mesh *mesh;
+    fsdp_model *model;
+    fsdp_unit *unit;
+    fsdp_buf *in, *out;
+    int label;
+} post;
+
+static fsdp_op post_op(const post *p, int kind, fsdp_comm *comm) {
+    static fsdp_seg segs[RANKS];
+    fsdp_op op;
+    fsdp_op_init(&op, p->model, NULL, kind, p->label, p->c->stream);
+    segs[p->rank].shard = segs[p->rank].full = 0;
+    segs[p->rank].count = COUNT;
+    op.what = "post";
+    op.comm = comm;
+    op.group_size = p->size;
+    op.dtype = op.out_dtype = FSDP_F32;
+    op.count = COUNT;
+    op.src = p->in;
+    op.dst = p->out;
+    if (kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER) {
+        op.list = &segs[p->rank];
+        op.list_count = 1;
+    }
+    return op;
+}
+
+/* One collective behind what the caller wrote; then the caller waits for it. */
+static int post_run(const post *p, fsdp_op *op) {
+    float *in = (float *)fsdp_buf_ptr(p->in), *out = (float *)fsdp_buf_ptr(p->out);
+    fsdp_op use;
+    for (int i = 0; i < COUNT * RANKS; i++) {
+        in[i] = (float)(100 * p->rank + i);
+        if (op->kind != FSDP_OP_ALL_REDUCE) out[i] = -1;
+    }
+    if (op->kind == FSDP_OP_ALL_REDUCE) op->src = p->out, memcpy(out, in, COUNT * sizeof *out);
+    if (op->kind == FSDP_OP_BROADCAST && p->rank == op->root) memcpy(out, in, COUNT * sizeof *out);
+    if (op->kind == FSDP_OP_BROADCAST) op->src = p->out;
+    if (op->kind == FSDP_OP_RECV) op->src = NULL;
+    if (op->kind == FSDP_OP_SEND) op->dst = NULL;
+    if (!(p->w->caps.kinds & 1u << op->kind)) {
+        CHECK_STATUS(fsdp_emit(p->model, op), FSDP_ERR_UNSUPPORTED);
+        return 0;
+    }
+    CALL(p->w, fsdp_emit(p->model, op));
+    fsdp_op_init(&use, p->model, NULL, FSDP_OP_USE, p->label, FSDP_STREAM_COMPUTE);
+    use.src = p->out;
+    if (op->kind != FSDP_OP_SEND) CALL(p->w, fsdp_emit(p->model, &use));
+    CALL(p->w, fsdp_wait_stream(p->model, p->c->stream));
+    return 1;
+}
+
+static void post_all_kinds(const post *p, fsdp_comm *comm) {
+    const float *out = (const float *)fsdp_buf_ptr(p->out);
+    int done = 0;
+    fsdp_op op = post_op(p, FSDP_OP_ALL_GATHER, comm);
+    if (post_run(p, &op))
+        for (int i = 0; i < COUNT * p->size; i++, done++)
+            W_CHECK(out[i] == (float)(100 * (i / COUNT) + i % COUNT), "gather: %g", (double)out[i]);
+    op = post_op(p, FSDP_OP_REDUCE_SCATTER, comm);
+    if (post_run(p, &op))
+        for (int i = 0; i < COUNT; i++, done++) {
+            int sum = 0;
+            for (int r = 0; r < p->size; r++) sum += 100 * r + COUNT * p->rank + i;
+            W_CHECK(out[i] == (float)sum, "scatter: %g", (double)out[i]);
+        }
+    op = post_op(p, FSDP_OP_ALL_REDUCE, comm);
+    op.in_place = 1;
+    op.redop = FSDP_MAX;
+    if (post_run(p, &op))
+        for (int i = 0; i < COUNT; i++, done++)
+            W_CHECK(out[i] == (float)(100 * (p->size - 1) + i), "max: %g", (double)out[i]);
+    op = post_op(p, FSDP_OP_BROADCAST, comm);
+    op.root = 1;
+    op.in_place = 1;
+    if (post_run(p, &op))
+        for (int i = 0; i < COUNT; i++, done++)
+            W_CHECK(out[i] == (float)(100 + i), "broadcast: %g", (double)out[i]);
+    op = post_op(p, FSDP_OP_ALL_TO_ALL, comm);
+    if (post_run(p, &op))
+        for (int i = 0; i < COUNT * p->size; i++, done++)
+            W_CHECK(out[i] == (float)(100 * (i / COUNT) + COUNT * p->rank + i % COUNT),
+                    "all_to_all: %g", (double)out[i]);
+    if (p->rank < 2) { /* 0 sends to 1 */
+        op = post_op(p, p->rank ? FSDP_OP_RECV : FSDP_OP_SEND, comm);
+        op.root = 1 - p->rank;
+        if (post_run(p, &op) && p->rank)
+            for (int i = 0; i < COUNT; i++) W_CHECK(out[i] == (float)i, "recv: %g", (double)out[i]);
+    }
+    W_CHECK(done > 0, "nothing was compared");
+}
+
+/* All kinds, on every stream, beside the model's own collectives. */
+static int post_rank(fsdp_world *w, void *arg) {
+    post p;
+    memset(&p, 0, sizeof p);
+    p.c = (const channel *)arg;
+    p.w = w;
+    p.rank = fsdp_rank(w);
+    p.size = fsdp_world_size(w);
+    fsdp_mesh_desc d = FSDP_ZERO;
+    fsdp_param_desc param = fsdp_mat("w", 64, 64);
+    fsdp_unit_desc ud = FSDP_ZERO;
+    ud.params = &param;
+    ud.num_params = 1;
+    d.ndim = 2;
+    d.shape[0] = 1;
+    d.shape[1] = p.size;
+    CALL(w, fsdp_mesh_create(w, &d, &p.mesh));
+    CALL(w, fsdp_model_create(w, NULL, &p.model));
+    CALL(w, fsdp_fully_shard(p.model, &ud, &p.unit));
+    CALL(w, fsdp_model_commit(p.model));
+    p.label = fsdp_label_register(p.model, "post");
+    int pool = fsdp_pool_register(p.model, "posts");
+    CALL(w, fsdp_buf_create(p.model, pool, FSDP_MEMORY_DEVICE, COUNT * RANKS * 4, &p.in));
+    CALL(w, fsdp_buf_create(p.model, pool, FSDP_MEMORY_DEVICE, COUNT * RANKS * 4, &p.out));
+    fsdp_comm *comm, *alone, *again;
+    int threads = 0;
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++) threads += w->lanes[s] != NULL;
+    CALL(w, fsdp_mesh_comm(p.mesh, 0, p.c->stream, &alone));
+    CALL(w, fsdp_mesh_comm(p.mesh, 1, p.c->stream, &comm));
+    CALL(w, fsdp_mesh_comm(p.mesh, 1, p.c->stream, &again));
+    W_CHECK(!alone && comm && comm == again, "groups");
+    CHECK_STATUS(fsdp_mesh_comm(p.mesh, 2, p.c->stream, &alone), FSDP_ERR_INVALID_ARG);
+    int own = p.c->lanes > 0 &&
+              (p.c->stream == FSDP_STREAM_COMPUTE || p.c->stream == FSDP_STREAM_EXTENSION);
+    W_CHECK(own == (comm != p.mesh->gather_comm[1] && comm != p.mesh->reduce_comm[1]), "own group");
+    W_CHECK(fsdpi_comm_number(w, comm) > 0, "a number");
+    for (int k = 0; k < 3; k++) {
+        CALL(w, fsdp_unshard(p.unit)); /* under way meanwhile */
+        post_all_kinds(&p, comm);
+        CALL(w, fsdp_wait(p.unit));
+        CALL(w, fsdp_reshard(p.unit));
+    }
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++) threads -= w->lanes[s] != NULL;
+    CHECK_EQ_INT(-threads, p.c->lanes > 0 && p.c->stream == FSDP_STREAM_EXTENSION);
+    fsdp_buf_destroy(p.model, p.in);
+    fsdp_buf_destroy(p.model, p.out);
+    return 0;
+}
+
+TEST_P(extension, collectives, channels) {
+    channel c = *row;
+    fsdp_world_desc wd = w_desc(0, 1, NULL, NULL, row->lanes);
+    fsdp_spawn_desc sd = FSDP_ZERO;
+    wd.world_size = 0;
+    sd.num_ranks = RANKS;
+    sd.threads = 1;
+    sd.world = &wd;
+    snprintf(w_case, sizeof w_case, "%s", row->name);
+    CHECK_MSG(fsdp_spawn(&sd, post_rank, &c) == FSDP_OK, "%s", fsdp_last_error(NULL));
+}
+
+/* ---- without memory -------------------------------------------------------------------------- */
+
+/* All that an extension makes, with an allocator that refuses once; 0: it went through. */
+static int make_everything(fsdp_world *w, fsdp_model *m, char *diary) {
+    static guest g;
+    fsdp_extension e = guest_as(&g, "g", diary);
+    fsdp_buf *whole = NULL, *part = NULL;
+    void *ptr = NULL;
+    fsdp_adamw *adamw = NULL;
+    fsdp_grad_scaler *scaler = NULL;
+    fsdp_status status = fsdp_attach(m, &e);
+    int attached = !status;
+    if (!status) status = fsdp_buf_create(m, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &whole);
+    if (!status) status = fsdp_buf_part(m, whole, 64, 64, &part);
+    if (!status) status = fsdp_alloc(m, FSDP_MEMORY_HOST, 100, "make: no memory", &ptr);
+    if (!status) status = fsdp_adamw_create(m, NULL, &adamw);
+    if (!status) status = fsdp_grad_scaler_create(m, NULL, &scaler);
+    W_CHECK(status == FSDP_OK ||
+                (status == FSDP_ERR_OUT_OF_MEMORY && strstr(fsdp_last_error(w), "memory")),
+            "%s", fsdp_last_error(w));
+    fsdp_grad_scaler_destroy(scaler);
+    fsdp_adamw_destroy(adamw);
+    fsdp_free(m, FSDP_MEMORY_HOST, ptr, 100);
+    fsdp_buf_destroy(m, part);
+    fsdp_buf_destroy(m, whole);
+    if (attached) CHECK_OK(fsdp_detach(m, &e));
+    return status != FSDP_OK;
+}
+
+TEST(extension, no_memory_at_any_allocation) {
+    w_heap heap;
+    fsdp_world_desc d = w_desc(0, 1, NULL, NULL, 0);
+    fsdp_world *w;
+    fsdp_model *m;
+    fsdp_unit *u;
+    fsdp_param_desc p = fsdp_mat("w", 8, 8);
+    fsdp_unit_desc ud = FSDP_ZERO;
+    char diary[4096] = "";
+    ud.params = &p;
+    ud.num_params = 1;
+    w_heap_use(&heap, &d);
+    CHECK_OK(fsdp_init(&d, &w));
+    CHECK_OK(fsdp_model_create(w, NULL, &m));
+    CHECK_OK(fsdp_fully_shard(m, &ud, &u));
+    CHECK_OK(fsdp_model_commit(m));
+    int64_t live = heap.live, n = 0;
+    fsdp_memory before, after;
+    CHECK_OK(fsdp_model_memory(m, &before));
+    do {
+        heap.failures = 0;
+        heap.fail_at = heap.total + n++;
+        (void)make_everything(w, m, diary);
+        heap.fail_at = -1;
+        CHECK_EQ_INT(heap.live, live);
+        CHECK_OK(fsdp_model_memory(m, &after));
+        CHECK(!memcmp(&before, &after, sizeof before));
+        diary[0] = 0;
+    } while (heap.failures);
+    CHECK(n > 7);
+    CHECK_OK(fsdp_pre_forward(u));
+    CHECK_OK(fsdp_post_forward(u));
+    CHECK_OK(fsdp_shutdown(w));
+    CHECK_EQ_INT(heap.live, 0);
+}
