@@ -17,17 +17,25 @@ CONTENTS
     program calls is declared in the first part "fsdp.h, continued", behind core/shard_math.h.
     core/dtype.h           status codes, element types, conversions, the one reduction loop
     core/shard_math.h      who owns which rows; where everything lies in a slot
+    core/extension.h       the seam for extensions: what they answer, what they may call
     core/backend.h         what a backend and a device are: two tables of functions
     core/sys.h             the operating system's calls, a lock, a hash, a text
+    core/route.h           how a unit gathers and reduces: facts in, a route out
     core/objects.h         what a world, a mesh, a model and a unit are made of
     core/error.h           error texts, and the way out for every message
     core/alloc.h           host memory
+    core/env.h             the one reader of environment variables
     core/launch.h          rank, size and job from a launcher's environment
+    core/attach.h          extensions: who is asked, who sees, who is told
     backends/fsdp_shm.h    the default backend of fsdp.h
-    backends/fsdp_record.h what backends share
+    backends/fsdp_comm.h   the comm base
+    backends/fsdp_memory.h the list of a world's allocations, and how much memory is left
+    backends/fsdp_record.h the record of what a rank is about to do, and the words in which it is
+                           told
     core/spawn.h           ranks that a program starts itself
     core/comm.h            an op record becomes a collective
     core/host.h            the host as a device
+    core/timeline.h        when records ran on a device
     core/lanes.h           how records run: at once, in worker threads, on a device's streams
     core/mesh.h            ranks arranged in N dims, and their groups
     core/world.h           rank, size, environment, opened tables
@@ -35,7 +43,9 @@ CONTENTS
     core/pool.h            buffers and slots
     core/unit.h            what fully_shard makes of a desc
     core/ops.h             op records; fsdpi_emit, the only door to the tables
+    core/templates.h       the records that hooks emit, made once
     core/gather.h          parameters: gathered, waited for, freed, prefetched
+    core/usage.h           who used which parameter
     core/grads.h           gradients: written, collected, reduced
     core/commit.h          the flat blocks of a model, and the lists of its units
     core/schedule.h        the transition table, and the calls that look it up
@@ -45,6 +55,7 @@ CONTENTS
     core/predict.h         memory: what is allocated, what will be
     core/options.h         setters
     core/model.h           a model begins and ends
+    core/means.h           what extensions do: records, buffers, copies, states
     core/init.h            a world begins and ends; collectives on host data
     Further backends are in the folder backends/ of the same version, to be put beside this file.
     Extensions (fsdp_optim.h) are one file each, beside this file, too.
@@ -1219,7 +1230,8 @@ FSDP_API const char *fsdp_last_error(const fsdp_world *world);
 
 /* fsdp_all_reduce - reduce a small host array over all ranks (loss, counters); the result is the
    same on every rank, summed in rank order: f32 and lower in f32, f64 in f64
-   mesh        NULL: the whole world; else a 1-D mesh
+   mesh        NULL: the whole world; else a mesh of any number of dims, reduced dim by dim from dim
+               0 on (f16 and bf16 are rounded after each)
    data        host memory, count elements, replaced by the result
    dtype       f32 f64 f16 bf16, i32, i64
    Result      FSDP_OK; INVALID_ARG; TIMEOUT, PEER_LOST, MISMATCH, ABORTED, BACKEND
@@ -1229,6 +1241,7 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
                                      int64_t count, fsdp_dtype dtype, fsdp_redop op);
 
 /* fsdp_broadcast - copy nbytes of host memory from the rank at position root of the mesh to all
+   root        0 .. number of ranks - 1, row-major in a mesh of several dims
    Result, Collective, Blocks, Allocates  as fsdp_all_reduce */
 FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, void *data,
                                     int64_t nbytes, int root);
@@ -1369,8 +1382,7 @@ typedef struct fsdp_model_desc {
    model       owned by the world; fsdp_model_destroy or fsdp_shutdown ends it
    Result      FSDP_OK; INVALID_ARG, UNSUPPORTED, OUT_OF_MEMORY
    Collective  yes: every rank of the mesh, same order      Blocks no      Allocates yes
-   Note        ranks of other meshes may make other models; ranks that share one have made the same
-               models before it (else its first collective is FSDP_ERR_MISMATCH) */
+   Note        ranks of other meshes may make other models */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_create(fsdp_world *world,
                                                        const fsdp_model_desc *desc,
                                                        fsdp_model **model);
@@ -1459,6 +1471,15 @@ typedef struct fsdp_unit_desc {
    Source      torch: fully_shard */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
                                                       fsdp_unit **unit);
+
+/* fsdp_unit_mesh_info - which ranks shard and replicate a unit, and which part and copy this rank
+   has: of the unit's own mesh, or else of the model's
+   out         valid as long as the mesh: until fsdp_shutdown; where neither unit nor model were
+               given one, until the model's end
+   Result      FSDP_OK; INVALID_ARG
+   Collective  no      Blocks no      Allocates no
+   Source      torch: FSDPParamGroup.mesh_info */
+FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out);
 
 /* fsdp_model_commit - lay out and allocate shards and gradients, zero-filled; idempotent. Called by
    the first hook, init_params, load, flat or view if you do not
@@ -1651,12 +1672,23 @@ FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model);
                it; it can be asked for later, say where a step's loss is
    Arithmetic  |g|^p is summed in f64, parameter by parameter in order, ranks in rank order: the
                same bits for every layout. Coefficient max_norm/(norm + 1e-6), at most 1
-   Meshes      units on the model's mesh: one all-reduce over its shard group. A unit with a mesh of
-               its own: one over the whole model's mesh, where ranks beside a unit's mesh count as
-               holding other parameters
+   Meshes      the norm is over all gradients on all ranks of the model's mesh, each element once.
+               Ranks along a unit's replicate dim hold copies: one of them counts. All other ranks
+               hold other elements, and count: along the shard dim, along dims that do neither, and
+               outside of the unit's own mesh.
+               Example: on a mesh (dp, tp) the model has a mesh_info that shards over dp. Its tp
+               ranks hold other parameters, as layers do that tensor parallelism has cut. If a
+               unit's parameters are equal on all tp ranks (norms, biases), give that unit a
+               mesh_info that shards over dp and replicates over tp; else each tp rank counts.
+               If the model's mesh is a slice, as dp of (dp, tp), nothing says what the ranks beside
+               it hold, and the call is refused: give mesh_info on the mesh that was sliced. A mesh
+               of fsdp_mesh_create stands for itself, also if it lacks ranks of the world.
+   Collectives one all-reduce over the shard group if all other ranks hold copies; else one over the
+               world, or one over each dim of a model's mesh that lacks ranks of the world
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle; grad_norm: there was no call
-               since the model got its buffers), CORRUPT (error_if_nonfinite: nothing is scaled, the
-               world goes on); collective errors
+               since the model got its buffers), UNSUPPORTED (the model's mesh is a slice, or lacks
+               ranks of a unit's mesh), CORRUPT (error_if_nonfinite: nothing is scaled, the world
+               goes on); collective errors
    Collective  yes, but not fsdp_grad_norm      Allocates no; the first calls on a GPU: scratch
    Blocks      at most timeout_ms; on GPUs only for norm, error_if_nonfinite and cpu_offload
    Source      torch: torch.nn.utils.clip_grad_norm_, get_total_norm */
@@ -1745,11 +1777,18 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
    fsdp_set_post_accumulate_hook  when a parameter's shard gradient is ready (not for one that
                               nobody used); it may write the shard: an optimizer in backward
    fsdp_set_custom_all_gather, fsdp_set_custom_reduce_scatter  instead of ops->run(comm, coll)
+   fsdp_set_custom_all_reduce  the same for the all_reduce of a unit over its replicas, in place:
+                              coll->count elements of coll->dtype at coll->dst. The first ones are
+                              the gradients of the trainable parameters in the order of their
+                              shards. The last ones, one for each trainable parameter, tell how
+                              often it was used. The hook makes all of them sums over the group;
+                              the library divides
    hook        NULL: none
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE
    Collective  no, but every rank has to do the same      Blocks no      Allocates no
    Source      torch: set_all_reduce_hook, register_post_accumulate_grad_hook,
-               set_custom_all_gather, set_custom_reduce_scatter */
+               set_custom_all_gather, set_custom_reduce_scatter; for all_reduce the comm hooks of
+               DistributedDataParallel (register_comm_hook) */
 typedef fsdp_status (*fsdp_all_reduce_hook)(void *user, fsdp_unit *unit, void *data, int64_t numel,
                                             fsdp_dtype dtype, void *stream);
 typedef fsdp_status (*fsdp_grad_hook)(void *user, const fsdp_param_view *view, void *stream);
@@ -1762,6 +1801,7 @@ FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, f
 FSDP_API fsdp_status fsdp_set_custom_all_gather(fsdp_unit *unit, fsdp_custom_comm hook, void *user);
 FSDP_API fsdp_status fsdp_set_custom_reduce_scatter(fsdp_unit *unit, fsdp_custom_comm hook,
                                                     void *user);
+FSDP_API fsdp_status fsdp_set_custom_all_reduce(fsdp_unit *unit, fsdp_custom_comm hook, void *user);
 
 /* fsdp_cast_forward_input  - an activation as the unit's policy wants it: floating data are cast to
    param_dtype unless keep_forward_inputs is set
@@ -1814,7 +1854,11 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
     X(RECV, "recv")                                                                               \
     X(USE, "use")                     /* marker: the caller's stream waits for src */             \
     X(CALL, "call")                   /* a function of the user, in the stream's order */         \
-    X(HOOK, "hook")                   /* marker: a public call begins; count is FSDP_CALL_* */
+    X(UPDATE, "update")               /* list: one fsdp_update, by `call` or by the device */     \
+    X(HOOK, "hook")                   /* marker: a public call begins; count is FSDP_CALL_* */    \
+    X(ACQUIRE, "acquire")             /* marker: the unit holds dst from here on */               \
+    X(RELEASE, "release")             /* marker: `stream` has used src for the last time */       \
+    X(WROTE, "wrote")                 /* marker: the caller has written dst */
 
 enum {
 #define FSDP_X(name, text) FSDP_OP_##name,
@@ -1845,7 +1889,8 @@ enum {
     X(MOVE, "move")           /* to a new layout, after fsdp_set_requires_grad */                 \
     X(CLIP, "clip")                                                                               \
     X(FULL, "full")           /* gather to one tensor */                                          \
-    X(WORLD, "world")         /* fsdp_all_reduce, fsdp_broadcast, fsdp_barrier */
+    X(WORLD, "world")         /* fsdp_all_reduce, fsdp_broadcast, fsdp_barrier */                 \
+    X(TRANSFER, "transfer")   /* between host and device, and done on return */
 
 enum {
 #define FSDP_X(name, text) FSDP_LABEL_##name,
@@ -1859,6 +1904,7 @@ enum {
     FSDP_STREAM_GATHER,
     FSDP_STREAM_REDUCE,
     FSDP_STREAM_ALLREDUCE,
+    FSDP_STREAM_EXTENSION, // of extensions; begins with its first record
     FSDP_STREAM_COUNT
 };
 
@@ -1869,47 +1915,43 @@ typedef struct fsdp_event {
     int32_t stream; // FSDP_STREAM_*
 } fsdp_event;
 
+// Markers, HOOK and those behind it, say what happens: they wait for nothing and do nothing. They
+// are made only where an extension sees records.
 typedef struct fsdp_op {
     uint64_t seq;             // of this rank's model; the same on all ranks
-    uint64_t bytes;           // read from other ranks (collectives), or written (copies, zero)
+    uint64_t bytes;           // to be received from other ranks (of all_reduce 2 (R-1)/R of the
+                              // whole, rounded up), or written (copies, zero)
     uint64_t count;           // elements: per rank (gather, scatter), of the whole (others)
     uint8_t kind, label, stream, state; // FSDP_OP_*, FSDP_LABEL_*, FSDP_STREAM_*, training state
     uint8_t dtype, out_dtype, accumulate, in_place;
     uint8_t redop, fill;      // ALL_REDUCE: FSDP_SUM, ...; ZERO: the byte that is written
+    uint8_t timed, pool;      // timed: somebody is told when it ran; pool: of slot
     int32_t root;             // BROADCAST; CALL: index of the parameter, or -1
     int32_t group_size;       // collectives: ranks that take part
+    uint16_t comm_number;     // of comm, in the order of making: 1 the world's; 0: none
+    uint8_t num_waits, reserved; // of wait
     double scale;             // multiplies the (summed) input, in the arithmetic's type; 1: none
     double norm_type;         // NORM, and clip: p; INFINITY: the maximum
     const double *clip;       // COPY, or NULL: what NORM has found, in the device's memory. `scale`
                               // is a largest norm then: times scale/(norm + 1e-6) if < 1, or NaN
     uint32_t list_count;
+    int32_t slot;             // ACQUIRE, RELEASE, WROTE: number of the buffer, of FSDP_POOL_* pool
+    fsdp_model *model;        // NULL: of the world: a collective on host data, a transfer
     const fsdp_unit *unit;    // NULL: of the model
     const char *what;         // the unit's name, or the call's
     uint64_t what_hash, step; // of the unit's desc, and the finalizes so far: ranks must agree
     fsdp_comm *comm;          // collectives: where
     fsdp_buf *src, *dst;      // whose events it waits for and sets; NULL: none
-    const void *list;         // fsdp_block[] (COPY, NORM) or fsdp_seg[] (collectives), prebuilt
+    const void *list;         // fsdp_block[] (COPY, NORM) or fsdp_seg[] (collectives), prebuilt;
+                              // UPDATE: a fsdp_update
     const void *src_ptr;      // fixed at issue: a slot may change hands before a worker runs the op
     void *dst_ptr;
-    fsdp_status (*call)(const struct fsdp_op *op, void *stream); // CALL
-    fsdp_event wait[2];       // derived by emit; all zero: nothing to wait for
+    fsdp_status (*call)(const struct fsdp_op *op, void *stream); // CALL; UPDATE by the host
+    fsdp_event wait[2];       // num_waits of them, derived by emit
 } fsdp_op;
 
-// The seam for extensions. hook is asked before the table by the calls of a step, from pre_forward
-// to finalize_backward (non-zero: it has done the call's work itself); op sees each record before
-// it runs (non-zero: do not run it), and a HOOK marker before the records of every public call.
-typedef struct fsdp_driver {
-    int (*hook)(void *user, fsdp_model *model, fsdp_unit *unit, int call);
-    int (*op)(void *user, fsdp_model *model, const fsdp_op *op);
-    void *user;
-} fsdp_driver;
-
-/* fsdp_set_driver - install an observer; NULL removes it. The struct is copied
-   Result      FSDP_OK; INVALID_STATE (a unit is not idle)
-   Collective  no      Blocks no      Allocates no */
-FSDP_API fsdp_status fsdp_set_driver(fsdp_model *model, const fsdp_driver *driver);
-
-/* fsdp_op_name, fsdp_label_name - "reduce_scatter", "copy_in"; "?" out of range
+/* fsdp_op_name, fsdp_label_name - "reduce_scatter", "copy_in"; "?" out of range; of a label that an
+   extension has registered "extension": fsdp_op_label knows its name
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API const char *fsdp_op_name(int kind);
 FSDP_API const char *fsdp_label_name(int label);
@@ -1933,7 +1975,8 @@ FSDP_API const char *fsdp_label_name(int label);
     X(CLIP, "clip_grad_norm")                                                                     \
     X(REQUIRES_GRAD, "set_requires_grad")                                                         \
     X(SET, "set_...")                                                                             \
-    X(RESET, "model_reset")
+    X(RESET, "model_reset")                                                                       \
+    X(EXTENSION, "extension")         /* an extension's own: always possible */
 
 enum {
 #define FSDP_X(name, text) FSDP_CALL_##name,
@@ -1962,11 +2005,12 @@ enum {
     FSDP_POOL_COUNT
 };
 
+enum { FSDP_POOL_MAX = FSDP_POOL_COUNT + 8 }; // with those of extensions (fsdp_pool_register)
+
 // Bytes of device memory by pool. Pools only grow, so current is also the peak.
 typedef struct fsdp_memory {
-    int64_t pool_bytes[FSDP_POOL_COUNT];
-    int32_t pool_slots[FSDP_POOL_COUNT];
-    int32_t reserved;
+    int64_t pool_bytes[FSDP_POOL_MAX];
+    int32_t pool_slots[FSDP_POOL_MAX];
     int64_t total_bytes;     // of all pools
     int64_t host_bytes;      // tables of the library for this model
     int64_t unsharded_bytes; // parameters and gradients of the whole model, for comparison
@@ -1989,19 +2033,21 @@ FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *ou
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out);
 
-/* fsdp_model_describe - a table of units and parameters as text: shapes, dtypes, layout, bytes
+/* fsdp_model_describe - a table of units and parameters as text: shapes, dtypes, layout, bytes, and
+   the route of each unit: how it gathers, and what happens to gradients behind post_backward
    buf         room for cap bytes, always terminated when cap > 0; may be NULL with cap 0
    Result      length of the whole text without its end, as snprintf; 0 for NULL
    Collective  no      Blocks no      Allocates no */
 FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap);
 
-/* fsdp_pool_name - "gathered parameters"; "?" out of range
+/* fsdp_pool_name - "gathered parameters"; "?" out of range; of a pool that an extension has
+   registered "extension": fsdp_model_pool_name knows its name
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API const char *fsdp_pool_name(int pool);
 
 typedef struct fsdp_counters {
     uint64_t calls[FSDP_OP_COUNT]; // ops issued
-    uint64_t bytes[FSDP_OP_COUNT]; // fsdp_op.bytes of them: read from other ranks, or written
+    uint64_t bytes[FSDP_OP_COUNT]; // fsdp_op.bytes of them: to be received, or written
     uint64_t allocations;          // host and device allocations of the model
 } fsdp_counters;
 
@@ -2009,6 +2055,242 @@ typedef struct fsdp_counters {
    Result      FSDP_OK; INVALID_ARG
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters *out);
+
+/* -------------------------------------------------------------------------------------------- */
+/* The seam for extensions: fsdp_extension, and the functions that they call.                     */
+
+/* ==== core/extension.h ======================================================================
+   the seam for extensions: what they answer, and what they may call
+
+   Included by fsdp.h, at the end of its declarations. How to write one: docs/extensions.md. */
+
+#ifndef FSDP_EXTENSION_H
+#define FSDP_EXTENSION_H
+// clang-format off
+
+// One thing that a checkpoint has to write: numbers that an extension keeps.
+typedef struct fsdp_state_item {
+    const char *extension;        // its name
+    const char *name;             // "exp_avg"; NULL: there is no further item
+    int32_t ordinal;              // of the parameter that it belongs to; -1: of none
+    int32_t sharded;              // 1: this rank's rows of a tensor of the parameter's shape, as
+                                  // fsdp_param_view tells them; 0: the same on all ranks
+    fsdp_dtype dtype;
+    int32_t memory;               // where data is: FSDP_MEMORY_HOST or _DEVICE
+    int32_t ndim;
+    int64_t shape[FSDP_MAX_DIMS]; // of the whole; a sharded item's is filled in by the library
+    int64_t numel;                // elements here, contiguous
+    void *data;                   // read, and written by a load
+    int32_t at[2];                // where fsdp_next_state goes on
+} fsdp_state_item;
+
+/* What an extension does. Every function may be NULL; all get `user`. Extensions are asked in the
+   order of attaching, by the thread that uses the world, but for `ran`. */
+typedef struct fsdp_extension {
+    uint32_t size, start_canary;
+    const char *name; // for texts and states, not copied; NULL: "extension"
+    void *user;
+    // A call of a step, from pre_forward to finalize_backward, or model_reset (unit NULL in both of
+    // the model), before the table is asked. Non-zero: the call's work has been done, and *status,
+    // FSDP_OK before, is its result; nobody else is asked.
+    int (*call)(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status);
+    // A record before it runs: a copy, which may be changed, but for seq, stream, src and dst, from
+    // which its waits have been derived. Non-zero: the record is taken: it does not run, later
+    // extensions do not see it, all else goes on as if it had run.
+    int (*op)(void *user, fsdp_model *model, fsdp_op *op);
+    // released NULL: the unit is about to take a slot of a pool; an answer that is not NULL is used
+    // instead of the pool's. Else: a slot is given back, whosever it is; the answer is ignored.
+    fsdp_buf *(*buffer)(void *user, fsdp_model *model, fsdp_unit *unit, int pool,
+                        fsdp_buf *released);
+    // A record has run: nanoseconds on the world's clock. Inline at once; with lanes in the worker
+    // thread that ran it; on devices with streams in a later call, from events with times. Must
+    // not call functions that take the world, the model or a unit.
+    void (*ran)(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin_ns,
+                int64_t end_ns);
+    // The model has been laid out, for the first time or anew: shards and gradients are elsewhere.
+    void (*relayout)(void *user, fsdp_model *model);
+    // Item `index`, 0, 1, ...; a name that stays NULL: there is none. item NULL: items have been
+    // written, take them up. A failure is the result of fsdp_next_state, fsdp_state_written.
+    fsdp_status (*state)(void *user, fsdp_model *model, int index, fsdp_state_item *item);
+    void (*destroy)(void *user); // at the model's end or by fsdp_detach; the last attached first
+    uint64_t end_canary;
+} fsdp_extension;
+
+/* fsdp_attach - add an extension to a model
+   extension   copied
+   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, UNSUPPORTED (`ran` on a device that cannot tell
+               times); INVALID_STATE (a unit is not idle; not asked of one that has neither call,
+               op, buffer nor ran). After a failure it is not attached, and destroy not called
+   Collective  no      Blocks with `ran`: for operations under way      Allocates yes */
+FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension);
+
+/* fsdp_detach - take out the extension that has been attached with these contents, and call its
+   destroy. Not from its own functions
+   Result      FSDP_OK; INVALID_ARG (it is not attached)
+   Collective  no      Blocks for operations under way      Allocates no */
+FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension);
+
+/* fsdp_next_state - step through what all extensions of a model keep: start with a zeroed item; its
+   name is NULL at the end
+   fsdp_state_written - say that items have been written: extensions take them up
+   Result      FSDP_OK; INVALID_ARG; what an extension returned
+   Note        pointers are good until the model is laid out anew or an extension is detached
+   Collective  as fsdp_model_commit at the first use, then no; written: every rank has to do the
+               same
+   Blocks      no, but as the extensions say      Allocates as commit */
+FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item);
+FSDP_API fsdp_status fsdp_state_written(fsdp_model *model);
+
+/* fsdp_op_init - a zeroed record with the labels of a model: who issues it, step, state, scale 1
+   unit        NULL: of the model
+   kind, label, stream  FSDP_OP_*, FSDP_LABEL_* or a registered one, FSDP_STREAM_*
+   Collective  no      Blocks no      Allocates no */
+FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit *unit, int kind,
+                           int label, int stream);
+
+/* fsdp_emit - number a record, count it, show it to extensions, and run it in its stream's order
+   op          of fsdp_op_init, then the kind's fields: docs/extensions.md lists them. src and dst
+               are what it waits for and makes others wait for; src_ptr, dst_ptr NULL: their begin.
+               seq, wait, bytes and group_size 0 are filled in. A marker is only shown
+   Result      FSDP_OK; INVALID_ARG (a field: named), UNSUPPORTED (a collective that the backend has
+               not), OUT_OF_MEMORY; collective errors, where it runs at once
+   Collective  if the record is one: every rank of op->comm, same order, same what and count
+   Blocks      inline: until done; else no
+   Allocates   the first record on FSDP_STREAM_EXTENSION: with lanes a worker thread */
+FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op);
+
+/* fsdp_call_begin - begin a call of an extension's own: ask whether it is possible now, and show a
+   HOOK marker, before its records
+   call        FSDP_CALL_EXTENSION, or the call whose rules it has to keep
+   what        its name, for the text and the marker; NULL: that of `call`
+   Result      FSDP_OK; INVALID_STATE (the text names what is possible), what commit returns
+   Collective  as fsdp_model_commit at the first use, then no      Blocks no
+   Allocates as commit */
+FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what);
+
+/* fsdp_label_register, fsdp_pool_register - a number for a label or a pool of this name in a model;
+   equal names give equal numbers. Up to 16 labels and 8 pools, names of up to 31 bytes
+   Result      the number; -1, and a logged text: no place left, or the name is empty or too long
+   Collective  no, but every rank has to do the same: labels are compared
+   Blocks no      Allocates no */
+FSDP_API int fsdp_label_register(fsdp_model *model, const char *name);
+FSDP_API int fsdp_pool_register(fsdp_model *model, const char *name);
+
+/* fsdp_op_label - why a record is issued, in words, a registered label too
+   fsdp_model_pool_name - of a pool, a registered one too; "?" out of range
+   Collective  no      Blocks no      Allocates no */
+FSDP_API const char *fsdp_op_label(const fsdp_op *op);
+FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool);
+
+/* fsdp_buf_create - memory for records: zeroed, with the two events that order them
+   pool        where it is counted: FSDP_POOL_* or a registered one
+   memory      FSDP_MEMORY_DEVICE: for collectives too; FSDP_MEMORY_PINNED: host memory
+   fsdp_buf_part - a buffer inside of another: events of its own, no memory of its own, not counted
+   whole       NULL: addresses from `offset` on, without memory: nothing may run on them
+   buf         owned by the extension, until fsdp_buf_destroy, before the model ends; NULL after a
+               failure
+   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY
+   Collective  create of FSDP_MEMORY_DEVICE: every rank of the mesh, same size, same order; else no
+   Blocks no      Allocates yes */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory,
+                                                     int64_t nbytes, fsdp_buf **buf);
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole,
+                                                   int64_t offset, int64_t nbytes, fsdp_buf **buf);
+
+/* fsdp_buf_destroy - free a buffer; NULL is allowed
+   Collective  as fsdp_buf_create      Blocks for operations under way      Allocates no */
+FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf);
+
+/* fsdp_buf_ptr, fsdp_buf_nbytes, fsdp_buf_held - where it is, its size (at least what was asked
+   for), whether a unit holds it
+   Collective  no      Blocks no      Allocates no */
+FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf);
+FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf);
+FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
+
+/* fsdp_pools_trim - free every slot that no unit holds; the next use allocates anew
+   Result      FSDP_OK; the stored status if the world is aborted
+   Collective  yes, in the sense of fsdp_model_create      Blocks for operations under way
+   Allocates   no */
+FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model);
+
+/* fsdp_transfer - copy bytes between host and device memory, or within either, behind what COMPUTE
+   has to do; done on return
+   Result      FSDP_OK; INVALID_ARG, collective errors
+   Collective  no      Blocks yes, at most timeout_ms      Allocates no */
+FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes);
+
+/* fsdp_wait_stream - the host waits until all that was issued on a stream is done; stream -1: on
+   all of them
+   Result      FSDP_OK; INVALID_ARG, collective errors
+   Collective  no      Blocks yes, at most timeout_ms      Allocates no */
+FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream);
+
+/* fsdp_mesh_comm - the group along a dim of a mesh for records on a stream. Streams may run at the
+   same time, and have groups of their own where that needs them
+   comm        NULL: a group of one rank
+   Result      FSDP_OK; INVALID_ARG (no such dim or stream, this rank is outside the mesh),
+               OUT_OF_MEMORY, and what a collective may return
+   Collective  for COMPUTE and EXTENSION at the first use of a dim: every rank of the world; else no
+   Blocks, Allocates  at that first use */
+FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm);
+
+/* fsdp_world_status - FSDP_OK, or the failure that has aborted the world
+   Result      as said; INVALID_ARG for NULL
+   Collective  no      Blocks no      Allocates no */
+FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world);
+
+/* fsdp_model_world    - the world that a model was made from; NULL for NULL
+   fsdp_model_settings - how often options of the model or its units have changed: compare it to
+                         know that a decision may be stale
+   Collective  no      Blocks no      Allocates no */
+FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
+FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model);
+
+/* fsdp_params_writable - before shards are written: what reads them has passed. Ends with
+   fsdp_params_changed
+   Result      FSDP_OK; collective errors. On devices with streams shards may then be written in the
+               order of COMPUTE, or by the host if fsdp_update_place says so
+   Collective  no      Blocks for operations under way that read shards      Allocates no */
+FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model);
+
+/* fsdp_update_place - where shards are updated: in memory of this kind, and by whom
+   memory      out: FSDP_MEMORY_HOST: by the host (`call` of an UPDATE record);
+               FSDP_MEMORY_DEVICE: by the device table, in the order of the record's stream
+   what        who asks, for the text
+   Result      FSDP_OK; UNSUPPORTED (the device has no function for updates, and the host cannot
+               read its memory: needs cpu_offload), what commit returns
+   Collective  as fsdp_model_commit at the first use, then no      Blocks no
+   Allocates as commit */
+FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int *memory);
+
+/* fsdp_alloc - zeroed memory of an extension: FSDP_MEMORY_HOST, counted in fsdp_memory.host_bytes,
+   or FSDP_MEMORY_DEVICE, of this rank alone
+   what        for the text: "adamw_create: no memory for a state"
+   ptr         until fsdp_free; NULL after a failure
+   fsdp_free   with what fsdp_alloc got; NULL is allowed
+   Result      FSDP_OK; OUT_OF_MEMORY
+   Collective  no      Blocks no      Allocates yes */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes,
+                                                const char *what, void **ptr);
+FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes);
+
+/* fsdp_fail - fail a call: the text is logged and kept for fsdp_last_error
+   world       NULL: of this thread
+   Result      status
+   Collective  no      Blocks no      Allocates no */
+FSDP_API fsdp_status fsdp_fail(fsdp_world *world, fsdp_status status, const char *format, ...)
+    FSDP_PRINTF(3, 4);
+
+/* fsdp_desc_read - copy a caller's desc to a zeroed struct of `size` bytes of this header; src
+   NULL: zeros. A desc begins with uint32_t size, start_canary and ends with uint64_t end_canary
+   Result      FSDP_OK; INVALID_ARG (size or canaries, named by `what`)
+   Collective  no      Blocks no      Allocates no */
+FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *src, size_t size,
+                                    const char *what);
+
+// clang-format on
+#endif
 
 /* -------------------------------------------------------------------------------------------- */
 /* What a backend and a device are made of: fsdp_boot, fsdp_coll, fsdp_comm_ops, fsdp_device_ops. */
@@ -2053,7 +2335,14 @@ typedef struct fsdp_caps {
     int lanes;      // streams that may run collectives at the same time: 1 or more
 } fsdp_caps;
 
-/* One collective, as data. Offsets of segments are elements of dtype (full side, and src of a
+/* One collective, as data. It is neither fsdp_op nor what ranks compare, because each of the three
+   has a reader of its own: an fsdp_op is also a copy, a norm or a call of the user, with buffers
+   and events that a backend must not touch; a collective is what every backend can carry out, with
+   pointers of this process; the record that travels (fsdpi_record) has a fixed size and no
+   pointers. The first becomes the second in fsdpi_run_collective (core/comm.h), the second the
+   third in fsdpi_describe (backends/fsdp_comm.h), and nowhere else.
+
+   Offsets of segments are elements of dtype (full side, and src of a
    gather) and out_dtype (dst of a scatter).
    all_gather      dst[full + k*count ..] = src_k[shard ..] of rank k; in_place: src_k[.] is already
                    at its place in rank k's dst, and src is ignored
@@ -2088,8 +2377,7 @@ struct fsdp_comm_ops {
     fsdp_status (*split)(fsdp_comm *parent, const fsdp_group *group, fsdp_comm **out);
     void (*close)(fsdp_comm *comm);
     fsdp_status (*run)(fsdp_comm *comm, const fsdp_coll *coll);
-    // Memory that peers may read, zero-filled: ranks that use it together have allocated the same
-    // sizes in the same order; other ranks of the world may have allocated otherwise.
+    // Memory that peers may read, zero-filled. Ranks may allocate other sizes, in another order.
     fsdp_status (*alloc)(fsdp_comm *world, size_t size, void **ptr);
     void (*free)(fsdp_comm *world, void *ptr, size_t size);
     // Text of the last failure of this comm; NULL: of this thread's failed open. Names the rank.
@@ -2104,7 +2392,9 @@ enum {
     FSDP_DEVICE_HOST = 2   // its memory is host memory
 };
 
-enum { FSDP_MEMORY_DEVICE = 0, FSDP_MEMORY_PINNED = 1 }; // pinned: host memory
+// Pinned: host memory of the device. FSDP_MEMORY_HOST, of the world's allocator, is asked of no
+// device.
+enum { FSDP_MEMORY_DEVICE = 0, FSDP_MEMORY_PINNED = 1, FSDP_MEMORY_HOST };
 
 enum { FSDP_UPDATE_ADAMW = 1, FSDP_UPDATE_SGD, FSDP_UPDATE_UNSCALE };
 
@@ -2122,7 +2412,7 @@ typedef struct fsdp_update {
     double scalars[8];
 } fsdp_update;
 
-#define FSDP_DEVICE_VERSION 4
+#define FSDP_DEVICE_VERSION 5
 struct fsdp_device_ops {
     uint32_t version, size, flags; // FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_*
     const char *name;
@@ -2132,13 +2422,18 @@ struct fsdp_device_ops {
     // fsdp_comm_ops.alloc); FSDP_MEMORY_PINNED, host memory that kernels can read. Zero-filled.
     fsdp_status (*alloc)(fsdp_device *device, int kind, size_t size, void **ptr);
     void (*free)(fsdp_device *device, int kind, void *ptr, size_t size);
-    // Only with FSDP_DEVICE_ASYNC. The stream COMPUTE may be the caller's.
+    // Only with FSDP_DEVICE_ASYNC. The stream COMPUTE may be the caller's. sync with timeout 0 asks
+    // only: FSDP_ERR_TIMEOUT, the event has not happened.
     fsdp_status (*stream)(fsdp_device *device, int stream, void **native);
     fsdp_status (*event)(fsdp_device *device, void **native);
     void (*destroy)(fsdp_device *device, void *stream_or_null, void *event_or_null);
     fsdp_status (*record)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*wait)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*sync)(fsdp_device *device, void *event, int64_t timeout_ns);
+    // Optional, both or neither: an event that knows when it happened, and the nanoseconds between
+    // two such that have happened.
+    fsdp_status (*timer)(fsdp_device *device, void **native);
+    fsdp_status (*elapsed)(fsdp_device *device, void *from, void *to, int64_t *ns);
     // Work, ordered on `stream` (NULL: done on return). A copy of one block without arithmetic may
     // have any host memory at one end, valid until the stream has passed it.
     fsdp_status (*copy)(fsdp_device *device, void *stream, const fsdp_op *op);
@@ -2289,6 +2584,161 @@ static FSDP_PRINTF(2, 3) void fsdpi_say(fsdpi_text *t, const char *format, ...) 
     if (wanted > 0) t->used += (size_t)wanted;
 }
 
+/* ==== core/route.h ==========================================================================
+   how a unit gathers and how it reduces: decided once, by one pure function
+
+   It knows no unit and no memory: facts in, a route out. The layout and the setters fill in the
+   facts; everybody else follows the route and asks no fact again. */
+
+// What a route is decided by.
+typedef struct fsdpi_facts {
+    int32_t shards, replicas; // W, R: ranks that shard, ranks that replicate
+    // Of the unit's layout. The dtypes are those of the part whose gradients the flags travel with.
+    uint8_t one_part;    // all parameters are stored in one dtype and gathered in one dtype
+    uint8_t one_train;   // all trainable ones are
+    uint8_t extended;    // a parameter is gathered by functions of the user
+    fsdp_dtype stored;   // of the shard
+    fsdp_dtype gathered; // of the full parameter, and of the gradient that the caller writes
+    fsdp_dtype grad;     // of the shard gradient
+    fsdp_dtype reduce;   // of the reduction
+    // Of the model and its world.
+    uint8_t offload;   // shards and their gradients lie in pinned host memory
+    uint8_t overwrite; // backward stores gradients instead of adding them
+    uint8_t fuses;     // the backend's reduce_scatter casts, scales and adds
+    // Options.
+    uint8_t sync, all_reduce;
+    uint8_t hook;         // an all-reduce hook is set
+    double divide_factor; // 0: the number of ranks
+} fsdpi_facts;
+
+enum {                   // where a gather reads
+    FSDPI_GATHER_ALIAS,  // nothing is gathered: the full parameters are the shards
+    FSDPI_GATHER_SHARDS, // peers read the shards
+    FSDPI_GATHER_STAGED  // peers read this rank's part of the slot, which is filled before
+};
+
+// What happens to gradients behind post_backward, in the words of fsdp_model_describe.
+#define FSDPI_STEP_LIST(X)                                                                         \
+    X(END, "")                                                                                     \
+    X(ZERO_UNUSED, "zero what was not stored")                                                     \
+    X(WROTE, "written")                                                                            \
+    X(KEEP, "keep in the slot")                                                                    \
+    X(SUM, "add up in the reduce input")                                                           \
+    X(FOLD, "chunk_cat in the slot")                                                               \
+    X(USERS, "flags of use")                                                                       \
+    X(SCATTER_FUSED, "reduce_scatter that casts, divides and adds to the shard gradient")          \
+    X(SCATTER, "reduce_scatter into the shard gradient")                                           \
+    X(RESCALE, "divide the shard gradient")                                                        \
+    X(PARTIAL_FUSED, "reduce_scatter that adds to the sums of the shard group")                    \
+    X(PARTIAL, "reduce_scatter to the sums of the shard group")                                    \
+    X(REPLICAS, "all_reduce over the replicas")                                                    \
+    X(HOOK, "all_reduce_hook")                                                                     \
+    X(OUT, "divide, cast and add to the shard gradient")                                           \
+    X(DONE, "done")
+
+enum {
+#define FSDP_X(name, text) FSDPI_STEP_##name,
+    FSDPI_STEP_LIST(FSDP_X)
+#undef FSDP_X
+        FSDPI_STEP_COUNT
+};
+
+enum { FSDPI_COLLECT_STEPS = 4, FSDPI_REDUCE_STEPS = 8 }; // with their END
+
+typedef struct fsdpi_route {
+    uint8_t gather;      // FSDPI_GATHER_*
+    uint8_t write_shard; // the caller writes the shard gradient itself, which needs no reduction
+    uint8_t from_input;  // one shard: what is reduced further is the reduce input itself
+    uint8_t grads_ahead; // gradients are read by a reduction while the next unit's are written
+    uint8_t collect[FSDPI_COLLECT_STEPS]; // what was written is brought together on this rank
+    uint8_t reduce[FSDPI_REDUCE_STEPS];   // and reduced; none: no reduction is due
+    double before, factor; // a reduction divides by `factor` in all, by `before` what goes into it
+} fsdpi_route;
+
+// One part that is stored as it is gathered, in memory that peers can read.
+static int fsdpi_facts_plain(const fsdpi_facts *f) {
+    return f->one_part && f->stored == f->gathered && !f->extended && !f->offload;
+}
+
+/* Must gradients be brought to the reduce dtype before the reduction? Not if it can read narrower
+   ones: as a fused reduction does, or the last copy of a single rank where no hook looks on. */
+static int fsdpi_facts_convert(const fsdpi_facts *f, int hook) {
+    if (!f->one_train) return 1;
+    if (f->gathered == f->reduce) return 0;
+    int widens = f->reduce == FSDP_F32 && fsdp_dtype_size(f->gathered) == 2;
+    int reads = f->shards > 1 ? f->fuses : f->replicas == 1 && !hook;
+    return !(widens && reads);
+}
+
+/* What goes into an f16 sum is divided before, by a power of two, so that it stays in range; and by
+   the rest what comes out. Source: torch: _get_gradient_divide_factors. */
+static double fsdpi_facts_before(const fsdpi_facts *f, double factor) {
+    double before = 1;
+    if (f->reduce != FSDP_F16 || f->shards * f->replicas == 1) return before;
+    while (fmod(factor, before) == 0 && factor / before > before) before *= 2;
+    return before;
+}
+
+// Can gradients be written where they end? One rank, nothing to convert, divide or show.
+static int fsdpi_facts_write_shard(const fsdpi_facts *f, int adds) {
+    return f->shards * f->replicas == 1 && fsdpi_facts_plain(f) && f->reduce == f->stored &&
+           f->grad == f->stored && f->sync && (f->divide_factor == 0 || f->divide_factor == 1) &&
+           !f->hook && !(f->overwrite && adds);
+}
+
+// The sums of the shard group, over W > 1 ranks. Returns whether they are the shard gradient.
+static int fsdpi_route_scatter(const fsdpi_facts *f, int adds, uint8_t **step) {
+    // A fused backend sums in f32 or f64; a narrower reduce dtype has to be rounded to, as upstream
+    // does, so that nothing can be fused with it.
+    int wide = f->reduce == FSDP_F32 || f->reduce == FSDP_F64;
+    int is_last = f->replicas == 1 && f->one_train && !f->hook && !f->offload;
+    if (is_last && f->fuses && wide) {
+        *(*step)++ = FSDPI_STEP_SCATTER_FUSED;
+        return 1;
+    }
+    if (is_last && !f->fuses && f->reduce == f->grad && !adds) {
+        *(*step)++ = FSDPI_STEP_SCATTER;
+        *(*step)++ = FSDPI_STEP_RESCALE;
+        return 1;
+    }
+    *(*step)++ = f->fuses && wide ? FSDPI_STEP_PARTIAL_FUSED : FSDPI_STEP_PARTIAL;
+    return 0;
+}
+
+/* The route for these facts. adds: the shard gradient holds a reduced gradient, to which the next
+   one is added. */
+static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int adds) {
+    fsdpi_route r;
+    uint8_t *step = r.collect;
+    int ranks = f->shards * f->replicas, plain = fsdpi_facts_plain(f), reduced = 0;
+    int due = f->sync && (f->all_reduce || f->shards > 1 || f->replicas == 1);
+    int sum = fsdpi_facts_convert(f, f->hook) ||
+              (!due && (f->overwrite || f->gathered != f->reduce));
+    memset(&r, 0, sizeof r);
+    r.gather = (uint8_t)(!plain          ? FSDPI_GATHER_STAGED
+                         : f->shards > 1 ? FSDPI_GATHER_SHARDS
+                                         : FSDPI_GATHER_ALIAS);
+    r.write_shard = (uint8_t)fsdpi_facts_write_shard(f, adds);
+    r.from_input = f->shards == 1;
+    r.grads_ahead = (uint8_t)!fsdpi_facts_convert(f, 0);
+    r.factor = f->divide_factor != 0 ? f->divide_factor : (double)ranks;
+    r.before = fsdpi_facts_before(f, r.factor);
+    if (f->overwrite) *step++ = FSDPI_STEP_ZERO_UNUSED;
+    *step++ = FSDPI_STEP_WROTE;
+    *step = (uint8_t)(sum ? FSDPI_STEP_SUM : FSDPI_STEP_KEEP);
+    if (!due) return r;
+    step = r.reduce;
+    *step++ = FSDPI_STEP_FOLD;
+    if (ranks > 1) *step++ = FSDPI_STEP_USERS;
+    if (f->shards > 1) reduced = fsdpi_route_scatter(f, adds, &step);
+    if (f->replicas > 1 && !f->all_reduce) return r; // the sums wait for a later all-reduce
+    if (f->replicas > 1) *step++ = FSDPI_STEP_REPLICAS;
+    if (f->hook) *step++ = FSDPI_STEP_HOOK;
+    if (!reduced) *step++ = FSDPI_STEP_OUT;
+    *step = FSDPI_STEP_DONE;
+    return r;
+}
+
 /* ==== core/objects.h ========================================================================
    what a world, a mesh, a model and a unit are made of */
 
@@ -2302,6 +2752,7 @@ enum {
 
 typedef struct fsdpi_lane fsdpi_lane;
 typedef struct fsdpi_subgroup fsdpi_subgroup;
+typedef struct fsdpi_timeline fsdpi_timeline;
 
 struct fsdp_threads {
     uint32_t lock; // fsdpi_lock
@@ -2330,6 +2781,8 @@ struct fsdp_world {
     void *own_stream;                     // the device's COMPUTE
     void *fence;                          // an event to wait for all of them
     fsdpi_lane *lanes[FSDP_STREAM_COUNT]; // FSDPI_LANES; COMPUTE has none; may be the same one
+    fsdpi_timeline *timeline;             // FSDPI_NATIVE: records whose times are awaited, or NULL
+    int32_t num_comms;                    // numbers given to communicators so far
     void *bounce;                         // comm memory for collectives on host data
     uint64_t seq;
     fsdp_mesh *meshes;         // all of this world
@@ -2351,16 +2804,20 @@ struct fsdp_mesh {
     int32_t shape[FSDP_MAX_DIMS], coord[FSDP_MAX_DIMS]; // coord: -1 when this rank is outside
     char *names[FSDP_MAX_DIMS];
     int32_t *ranks;                        // [product of shape]
+    int root_numel;                        // ranks of the mesh that it was sliced from, or its own
     fsdp_comm *gather_comm[FSDP_MAX_DIMS]; // NULL: a group of one, or outside
     fsdp_comm *reduce_comm[FSDP_MAX_DIMS]; // equal to gather_comm unless lanes may run both
+    int32_t comm_number[FSDP_MAX_DIMS];    // of gather_comm; reduce_comm has the next one
     uint8_t borrowed[FSDP_MAX_DIMS];       // the groups of this dim belong to another mesh
     fsdp_mesh *next;
 };
 
-// Part of a shard group: n neighbouring ranks, for reshard_after_forward = n.
+// A group that is made at its first use: n neighbouring ranks for reshard_after_forward = n, or a
+// whole dim once more, for what extensions run on a stream.
 struct fsdpi_subgroup {
     const fsdp_mesh *mesh;
-    int dim, size;
+    int dim, size, stream;
+    int32_t number;
     fsdp_comm *comm;
     fsdpi_subgroup *next;
 };
@@ -2376,6 +2833,8 @@ struct fsdp_buf {
     fsdp_event avail; // release by the last consumer; the first write after acquire waits for it
     uint64_t released;
     uint8_t held, pool, pinned; // pinned: host memory of the device, which peers cannot read
+    uint8_t part;               // it lies inside of another buffer, which owns the memory
+    int32_t number;             // in the order of making
 };
 
 typedef struct fsdpi_class { // slots of one pool and size
@@ -2386,21 +2845,25 @@ typedef struct fsdpi_class { // slots of one pool and size
     int count, cap;
 } fsdpi_class;
 
+enum {                     // what is known of a parameter's use, a set
+    FSDPI_USE_WRITTEN = 1, // this rank wrote its gradient to the slot that the unit holds
+    FSDPI_USE_USED = 2,    // this rank wrote a gradient that is not reduced yet
+    FSDPI_USE_FLAGGED = 4, // USED as it stands in the unit's flags
+    FSDPI_USE_PENDING = 8, // it was USED, and that is in the sums of a reduction that goes on
+    FSDPI_USE_REDUCED = 16 // a rank used it, and its gradient is in the shard gradient
+};
+
 typedef struct fsdpi_param {
     char *name;
     void *user;
     fsdp_dtype dtype;
     int32_t ordinal, requires_grad, keep_dtype;
-    int32_t part;             // index in unit->parts
+    int32_t part;             // index in the unit's parts
+    int32_t train_index;      // place among the unit's trainables; -1: frozen
+    uint8_t use;              // FSDPI_USE_*
     fsdp_layout_param lay;    // shard_offset in the flat block, full_offset in the GATHER slot
     int64_t grad_offset;      // of the full gradient in the GRAD slot
     int64_t old_offset;       // of the shard in the layout before, while the model is laid out anew
-    int32_t user_index;       // place among the unit's trainables
-    uint8_t written;          // this rank wrote its gradient to the slot that the unit holds
-    uint8_t used;             // this rank wrote a gradient that is not reduced yet
-    uint8_t flag;             // `used` as it stands in the unit's flags
-    uint8_t pending;          // it did, and that is in the sums of a reduction that goes on
-    uint8_t has_grad;         // somebody did, and it is in the shard gradient
     fsdp_grad_hook grad_hook; // NULL: none
     void *grad_hook_user;
     fsdp_gather_extension extension;            // sizes NULL: none
@@ -2438,43 +2901,65 @@ typedef struct fsdpi_part {
     fsdpi_work copy_in, copy_out, chunk_cat, acc, red_out, rescale; // blocks
 } fsdpi_part;
 
-struct fsdp_unit {
-    fsdp_model *model;
+// What fully_shard was told.
+typedef struct fsdpi_desc {
     char *name;
     void *user;
-    int index, num_params, num_train, num_parts, train_parts; // train_parts: with trainables
-    uint64_t desc_hash; // of the name and of all that ranks must have given alike
-    fsdpi_param *params;
-    fsdpi_part *parts; // [num_params] places
+    int index, num_params; // index: in the model
     fsdp_mesh_info info;
     fsdp_comm *reduce_comm, *replicate_comm, *slice_comm; // info.shard_comm gathers
-    fsdp_dtype policy_dtype, output_dtype;                // param_dtype and output_dtype as given
+    fsdp_dtype policy_dtype, policy_reduce, output_dtype; // param_dtype, reduce_dtype; KEEP: none
     int keep_inputs;                                      // activations are not cast
-    fsdp_dtype policy_reduce, reduce_dtype;               // as given; as it is
-    fsdp_dtype gather_dtype;                              // U8: several parts, gathered as bytes
-    // Options.
-    int slices;                // n of reshard_after_forward = n, as made; 0: another mode
+    int slices; // n of reshard_after_forward = n, as made; 0: another mode
+} fsdpi_desc;
+
+// What setters change.
+typedef struct fsdpi_options {
     int reshard_after_forward; // FSDP_RESHARD_ALWAYS or _NEVER, or n
     uint8_t reshard_after_backward, sync, all_reduce, unshard_in_backward, reduce_unused;
     double divide_factor;    // 0: the number of ranks
-    double before;           // what gradients that wait in rin or rout have been divided by
     int32_t *prefetch[2];    // indices of units: forward, backward
     int32_t num_prefetch[2]; // 0: none, or the implicit one
     fsdp_all_reduce_hook all_reduce_hook;
     void *all_reduce_user;
-    fsdp_custom_comm custom[2]; // all_gather, reduce_scatter; NULL: the backend's
-    void *custom_user[2];
-    // State.
-    uint8_t state, storage, stale;
-    uint8_t ahead;        // gathered by a prefetch that nobody waited for yet
-    uint8_t counted;      // counts of users came with this step's reduction
-    uint8_t has_grad;     // the shard gradient holds a reduced gradient
-    uint8_t grad_is_zero; // it holds zeros
-    uint8_t grad_alias;   // gradients are written straight into the shard gradient
-    int32_t forwards;     // grad-enabled ones that have not run backward: n of the table
-    int32_t last_order;   // newest entry in the record of forwards, or -1
-    fsdp_buf *gather, *slice, *grad, *rin, *rout; // slots it holds
-    // Layout.
+    fsdp_custom_comm custom[3]; // all_gather, reduce_scatter, all_reduce; NULL: the backend's
+    void *custom_user[3];
+} fsdpi_options;
+
+// Records that hooks emit, made at commit: each kind stands once, or once for each part.
+enum {
+    FSDPI_OPS_COPY_IN, // and the calls before a gather
+    FSDPI_OPS_GATHER,
+    FSDPI_OPS_COPY_OUT, // and the calls behind it
+    FSDPI_OPS_SLICE,
+    FSDPI_OPS_SLICE_GATHER,
+    FSDPI_OPS_WAIT, // the caller's stream, for what is gathered
+    FSDPI_OPS_ZERO, // GRAD; from here on gradients
+    FSDPI_OPS_SUM,  // GRAD -> RIN
+    FSDPI_OPS_FOLD, // in GRAD
+    FSDPI_OPS_FOLD_DIVIDED,
+    FSDPI_OPS_USERS,
+    FSDPI_OPS_SCATTER, // -> shard gradients
+    FSDPI_OPS_RESCALE,
+    FSDPI_OPS_PARTIAL, // -> ROUT
+    FSDPI_OPS_ADD,     // a fresh ROUT -> the one that waits
+    FSDPI_OPS_REPLICAS,
+    FSDPI_OPS_HOOK,
+    FSDPI_OPS_OUT, // -> shard gradients
+    FSDPI_OPS_COUNT
+};
+
+typedef struct fsdpi_template {
+    fsdp_op op;       // all but what a hook fills in
+    uint8_t src, dst; // pools of the unit's slots; SHARD, SGRAD: the buffer is in op already
+} fsdpi_template;
+
+// Where everything lies. Measured by arrange, with lists and records from commit on.
+typedef struct fsdpi_layout {
+    int num_train, num_parts, train_parts;       // train_parts: with trainables
+    uint64_t hash;                               // of all that ranks must have given alike
+    fsdpi_part *parts;                           // [num_params] places
+    fsdp_dtype reduce_dtype, gather_dtype;       // gather: U8: several parts, gathered as bytes
     int64_t slot_bytes, grad_bytes, slice_bytes; // of GATHER, GRAD, SLICE
     int64_t train_numel;                         // shards of the trainables of all parts
     int64_t reduce_numel;         // W * (train_numel + users): RIN, and the first part of GRAD
@@ -2482,14 +2967,68 @@ struct fsdp_unit {
     int64_t users_base;           // of the counts, in the block of shard gradients
     int users_part;               // the part in whose block that is: the first with trainables
     int classes[FSDP_POOL_COUNT]; // index in model->classes, -1: none
-    void *lists;                  // one allocation for what follows, made at commit
+    int pad_rin;                  // staging has padding that no block covers
+    void *lists;                  // one allocation for what follows
     fsdpi_work all_gather, slice_gather, reduce_scatter, to_rout; // segments
     fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
-    char *flags,
-        *wide_flags;   // num_train flags in param_dtype and in reduce_dtype: what `users` copies
-    double flag_value; // of those that are not zero
-    int flags_read;    // a copy of them may not be done yet
-    int pad_rin;       // staging has padding that no block covers
+    fsdpi_template *ops;                   // by kind
+    uint16_t ops_begin[FSDPI_OPS_COUNT + 1];
+} fsdpi_layout;
+
+// Who used which parameter, as far as it is not in fsdpi_param.use.
+typedef struct fsdpi_usage {
+    char *flags, *wide; // num_train flags in param_dtype and in reduce_dtype: what ops copy
+    double value;       // of those that are not zero
+    uint8_t in_flight;  // a copy of them may not be done yet
+    uint8_t counted;    // counts of users came with this step's reduction
+} fsdpi_usage;
+
+enum { // what the shard gradient holds
+    FSDPI_GRADS_NONE,
+    FSDPI_GRADS_ZERO,
+    FSDPI_GRADS_REDUCED // a reduced gradient, to which the next one is added
+};
+
+enum { // where the newest of this rank's gradients are that have not been reduced
+    FSDPI_GRADS_NOWHERE,
+    FSDPI_GRADS_IN_SHARD, // written into the shard gradient itself
+    FSDPI_GRADS_WRITTEN,  // where the caller writes: the slot GRAD
+    FSDPI_GRADS_SUMMED    // in the reduce dtype: the slot RIN
+};
+
+// Gradients of a unit. Sums of the shard group that wait for an all-reduce are in the slot ROUT.
+typedef struct fsdpi_grads {
+    uint8_t shard, newest; // FSDPI_GRADS_*
+    double divided;        // by what those in RIN and ROUT have been divided
+} fsdpi_grads;
+
+// What a step changes.
+typedef struct fsdpi_state {
+    uint8_t training, storage, stale;
+    uint8_t ahead;      // gathered by a prefetch that nobody waited for yet
+    int32_t forwards;   // grad-enabled ones that have not run backward: n of the table
+    int32_t last_order; // newest entry in the record of forwards, or -1
+    fsdpi_grads grads;
+    fsdp_buf *slot[FSDP_POOL_ROUT + 1]; // that the unit holds, by pool
+} fsdpi_state;
+
+static fsdpi_state fsdpi_state_new(void) {
+    fsdpi_state s;
+    memset(&s, 0, sizeof s);
+    s.last_order = -1;
+    s.grads.shard = FSDPI_GRADS_ZERO; // new blocks are
+    return s;
+}
+
+struct fsdp_unit {
+    fsdp_model *model;
+    fsdpi_param *params;
+    fsdpi_desc desc;
+    fsdpi_options options;
+    fsdpi_layout layout;
+    fsdpi_route route[2]; // [1]: where the shard gradient holds a reduced gradient
+    fsdpi_usage usage;
+    fsdpi_state state;
 };
 
 typedef struct fsdpi_flat_block { // shards and shard gradients of one dtype
@@ -2506,11 +3045,21 @@ typedef struct fsdpi_forward { // one entry of the record of forwards
     int32_t previous; // the unit's entry before
 } fsdpi_forward;
 
-typedef struct fsdpi_owned { // an extension's object that dies with the model
-    void *object;
-    void (*destroy)(void *object);
-    struct fsdpi_owned *next;
-} fsdpi_owned;
+// What is attached to a model, in order.
+typedef struct fsdpi_attached {
+    fsdp_extension e;
+    struct fsdpi_attached *next;
+} fsdpi_attached;
+
+enum { FSDPI_NAMES = 16, FSDPI_NAME = 32 }; // names that extensions register; length with its end
+
+typedef struct fsdpi_names {
+    int count;
+    char text[FSDPI_NAMES][FSDPI_NAME];
+} fsdpi_names;
+
+// What extensions of a model listen to: bits of fsdp_model.watch.
+enum { FSDPI_CALLS = 1, FSDPI_OPS = 2, FSDPI_SLOTS = 4, FSDPI_TIMES = 8 };
 
 struct fsdp_model {
     fsdp_world *world;
@@ -2518,15 +3067,16 @@ struct fsdp_model {
     fsdp_mesh *own_mesh;  // made when the desc gave none
     fsdp_mesh_info info;
     fsdp_comm *shard_reduce_comm;
-    int mixed;      // a unit has another mesh
+    int mixed;      // ranks of the mesh hold different parameters, or a unit has another mesh
     int grad_hooks; // post_accumulate hooks have been set
+    const fsdp_unit *outside; // a unit whose mesh has ranks that the model's mesh lacks, or NULL
     fsdp_unit **units;
     int num_units, cap_units, num_params;
     fsdpi_flat_block flats[FSDP_DTYPE_COUNT];
     fsdpi_class *classes;
     int num_classes, cap_classes;
     int committed;
-    int dry;      // prediction: count memory, run nothing
+    int dry;      // a prediction's copy: memory is counted, records do not run
     int backward; // the phase
     int grad_enabled, is_last_backward;
     uint8_t call_state; // training state that ops of the current call are labelled with
@@ -2545,13 +3095,16 @@ struct fsdp_model {
     fsdp_block full_block;
     void *undefined; // what getters give in a failed world
     size_t undefined_bytes;
-    fsdp_block *norm_blocks; // [num_params] of the norm, [num_params] of what clip scales
-    fsdp_driver driver;
+    fsdp_block *norm_blocks;  // [num_params] of the norm, [num_params] of what clip scales
+    fsdpi_attached *attached; // extensions, in the order in which they are asked
+    uint8_t watch;            // FSDPI_CALLS, ...: what any of them listens to
+    fsdpi_names labels, pools;
+    uint64_t settings; // changes of options so far
+    int32_t num_bufs;  // numbers given to buffers so far
     fsdp_counters counters;
     int64_t host_bytes;
-    int32_t pool_slots[FSDP_POOL_COUNT];
-    int64_t pool_bytes[FSDP_POOL_COUNT];
-    fsdpi_owned *owned;
+    int32_t pool_slots[FSDP_POOL_MAX];
+    int64_t pool_bytes[FSDP_POOL_MAX];
     fsdp_model *next;
 };
 
@@ -2751,31 +3304,11 @@ static int fsdpi_grow(fsdp_model *m, void **array, int count, int *cap, size_t s
     return 1;
 }
 
-static FSDPI_UNUSED fsdp_status fsdpi_model_own(fsdp_model *m, void *object,
-                                                void (*destroy)(void *object)) {
-    fsdpi_owned *entry = (fsdpi_owned *)fsdpi_model_alloc(m, sizeof *entry);
-    if (!entry)
-        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no memory for an extension's object");
-    entry->object = object;
-    entry->destroy = destroy;
-    entry->next = m->owned;
-    m->owned = entry;
-    return FSDP_OK;
-}
+/* ==== core/env.h ============================================================================
+   the one reader of environment variables
 
-static FSDPI_UNUSED void fsdpi_model_disown(fsdp_model *m, void *object) {
-    for (fsdpi_owned **at = &m->owned; *at; at = &(*at)->next) {
-        if ((*at)->object != object) continue;
-        fsdpi_owned *entry = *at;
-        *at = entry->next;
-        fsdpi_model_free(m, entry);
-        return;
-    }
-}
-
-/* ==== core/launch.h =========================================================================
-   who am I, and where do we meet: rank, size, the job's name and the
-   store's address from a launcher's environment */
+   A variable that is not set, or empty, says nothing; one that is set is right, or fsdp_init
+   fails and names it. */
 
 // NULL: not set, or empty.
 static const char *fsdpi_env(const char *name) {
@@ -2783,19 +3316,35 @@ static const char *fsdpi_env(const char *name) {
     return text && *text ? text : NULL;
 }
 
-static fsdp_status fsdpi_env_int(fsdp_world *w, const char *name, int min, int *out, int *found) {
+// An integer from min to max, flags included: 0 or 1. *out stays as it is if the variable says
+// nothing. After a failure *error has the text.
+static fsdp_status fsdpi_env_int(const char *name, int min, int max, int *out, fsdpi_text *error) {
     const char *text = fsdpi_env(name);
-    *found = text != NULL;
-    if (!*found) return FSDP_OK;
+    if (!text) return FSDP_OK;
     char *end;
     long value = strtol(text, &end, 10);
-    if (*end || value < min || value > 0x7FFFFFFF)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "environment variable %s is '%s', expected an integer of at least %d",
-                          name, text, min);
-    *out = (int)value;
-    return FSDP_OK;
+    if (!*end && value >= min && value <= max) {
+        *out = (int)value;
+        return FSDP_OK;
+    }
+    fsdpi_say(error, "environment variable %s is '%s', expected ", name, text);
+    if (max == 0x7FFFFFFF) fsdpi_say(error, "an integer of at least %d", min);
+    else if (max == min + 1) fsdpi_say(error, "%d or %d", min, max);
+    else fsdpi_say(error, "an integer from %d to %d", min, max);
+    return FSDP_ERR_INVALID_ARG;
 }
+
+static fsdp_status fsdpi_world_env_int(fsdp_world *w, const char *name, int min, int max,
+                                       int *out) {
+    char text[FSDPI_TEXT];
+    fsdpi_text error = {text, sizeof text, 0};
+    fsdp_status status = fsdpi_env_int(name, min, max, out, &error);
+    return status ? fsdpi_fail(w, status, "%s", text) : FSDP_OK;
+}
+
+/* ==== core/launch.h =========================================================================
+   who am I, and where do we meet: rank, size, the job's name and the
+   store's address from a launcher's environment */
 
 // What launchers set. The first one whose rank and `needs` are set is taken: mpirun's variables
 // before those of the srun that started its daemons. Slurm sets rank and size for the script of a
@@ -2869,10 +3418,12 @@ static const fsdpi_launcher *fsdpi_launcher_find(void) {
 // Rank and size; neither set: a world of one.
 static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     const fsdpi_launcher *l = fsdpi_launcher_find();
-    int rank = 0, size = 1, local = 0, has_rank, has_size, has_local;
-    fsdp_status status = fsdpi_env_int(w, l->rank, 0, &rank, &has_rank);
-    if (!status) status = fsdpi_env_int(w, l->size, 1, &size, &has_size);
-    if (!status) status = fsdpi_env_int(w, l->local, 0, &local, &has_local);
+    int rank = 0, size = 1, has_rank = fsdpi_env(l->rank) != NULL,
+        has_size = fsdpi_env(l->size) != NULL;
+    fsdp_status status = fsdpi_world_env_int(w, l->rank, 0, 0x7FFFFFFF, &rank);
+    if (!status) status = fsdpi_world_env_int(w, l->size, 1, 0x7FFFFFFF, &size);
+    int local = rank;
+    if (!status) status = fsdpi_world_env_int(w, l->local, 0, 0x7FFFFFFF, &local);
     if (status) return status;
     if (has_rank != has_size)
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
@@ -2884,7 +3435,7 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
                           rank, l->size, size);
     d->rank = rank;
     d->world_size = size;
-    d->local_rank = has_local ? local : rank;
+    d->local_rank = local;
     return FSDP_OK;
 }
 
@@ -2918,17 +3469,21 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
     return FSDP_OK;
 }
 
-// A count that a launcher tells; 0: it does not, or this is no count.
-static long fsdpi_env_count(const char *name) {
-    const char *text = fsdpi_env(name);
-    long value = text ? strtol(text, NULL, 10) : 0;
-    return value > 0 ? value : 0;
+// Whether the launcher tells that it has started some of `size` ranks on other hosts.
+static fsdp_status fsdpi_launcher_is_spread(fsdp_world *w, const fsdpi_launcher *l, int size,
+                                            int *out) {
+    int here = size, hosts = 1;
+    fsdp_status status = fsdpi_world_env_int(w, l->here, 1, 0x7FFFFFFF, &here);
+    if (!status) status = fsdpi_world_env_int(w, l->hosts, 1, 0x7FFFFFFF, &hosts);
+    *out = hosts > 1 || here < size;
+    return status;
 }
 
-// Whether the launcher tells that it has started some of `size` ranks on other hosts.
-static int fsdpi_launcher_is_spread(const fsdpi_launcher *l, int size) {
-    const long here = fsdpi_env_count(l->here);
-    return fsdpi_env_count(l->hosts) > 1 || (here && here < size);
+// A number that names a job or a step: any will do.
+static uint64_t fsdpi_env_id(const char *name) {
+    const char *text = fsdpi_env(name);
+    long value = text ? strtol(text, NULL, 10) : 0;
+    return value > 0 ? (uint64_t)value : 0;
 }
 
 // The first host of Slurm's list, "n[01-04,7]r[3-4],x7": n01r3. 0: there is none, or no room.
@@ -2954,8 +3509,8 @@ static int fsdpi_slurm_store(char *out, size_t cap) {
     char host[256];
     if (!list) list = fsdpi_env("SLURM_JOB_NODELIST");
     if (!list || !fsdpi_first_host(list, host, sizeof host)) return 0;
-    const uint64_t job = (uint64_t)fsdpi_env_count("SLURM_JOB_ID");
-    const uint64_t step = (uint64_t)fsdpi_env_count("SLURM_STEP_ID");
+    const uint64_t job = fsdpi_env_id("SLURM_JOB_ID");
+    const uint64_t step = fsdpi_env_id("SLURM_STEP_ID");
     return snprintf(out, cap, "tcp://%s:%d", host, 20000 + (int)((job * 131 + step) % 12000));
 }
 
@@ -2972,13 +3527,15 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
     const char *store = d->store && *d->store ? d->store : fsdpi_env("FSDP_STORE");
     const char *host = fsdpi_env("MASTER_ADDR"), *port = fsdpi_env("MASTER_PORT");
     const fsdpi_launcher *l = fsdpi_launcher_find();
-    int used = 0;
+    int used = 0, is_spread = 0;
+    fsdp_status status = fsdpi_launcher_is_spread(w, l, d->world_size, &is_spread);
+    if (status) return status;
     if (store) {
         used = snprintf(out, cap, "%s", store);
     } else if (host && port) {
         const int bare = strchr(host, ':') && *host != '['; // an IPv6 address
         used = snprintf(out, cap, "tcp://%s%s%s:%s", bare ? "[" : "", host, bare ? "]" : "", port);
-    } else if (fsdpi_launcher_is_spread(l, d->world_size)) {
+    } else if (is_spread) {
         if (strcmp(l->rank, "SLURM_PROCID") == 0) used = fsdpi_slurm_store(out, cap);
         if (used == 0) *out = 0;
     } else {
@@ -2993,10 +3550,13 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
 }
 
 // Whether the launcher has started ranks of this world on other hosts too.
-static int fsdpi_env_is_spread(const fsdp_world *w, const fsdp_world_desc *d) {
+static fsdp_status fsdpi_env_is_spread(fsdp_world *w, const fsdp_world_desc *d, int *out) {
     const fsdpi_launcher *l = fsdpi_launcher_find();
-    if (d->threads || d->job || strncmp(w->store, "host:", 5) == 0) return 0;
-    return fsdpi_env_count(l->size) == d->world_size && fsdpi_launcher_is_spread(l, d->world_size);
+    int size = 0;
+    *out = 0;
+    if (w->size == 1 || d->threads || d->job || strncmp(w->store, "host:", 5) == 0) return FSDP_OK;
+    fsdp_status status = fsdpi_world_env_int(w, l->size, 1, 0x7FFFFFFF, &size);
+    return status || size != w->size ? status : fsdpi_launcher_is_spread(w, l, size, out);
 }
 
 static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
@@ -3012,6 +3572,131 @@ static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
     return fsdpi_fail(
         w, FSDP_ERR_INVALID_ARG,
         "environment variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
+}
+
+/* ==== core/attach.h =========================================================================
+   extensions of a model: who is asked, who sees, who is told */
+
+// Owns: the order in which extensions are asked. Where nobody listens, which fsdp_model.watch says,
+// nothing of this is called. fsdp_attach itself is in means.h.
+
+// Has an extension answered a call? *status is the result then.
+static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
+                                         fsdp_status *status) {
+    for (const fsdpi_attached *a = m->attached; a; a = a->next)
+        if (a->e.call && a->e.call(a->e.user, m, u, call, status)) return 1;
+    return 0;
+}
+
+// Has an extension taken a record? It may have changed it before.
+static int fsdpi_taken(fsdp_model *m, fsdp_op *op) {
+    for (const fsdpi_attached *a = m->attached; a; a = a->next)
+        if (a->e.op && a->e.op(a->e.user, m, op)) return 1;
+    return 0;
+}
+
+// A slot for a unit from an extension, or NULL; `released`: one that is given back.
+static FSDPI_NOINLINE fsdp_buf *fsdpi_other_slot(fsdp_unit *u, int pool, fsdp_buf *released) {
+    fsdp_buf *slot = NULL;
+    for (const fsdpi_attached *a = u->model->attached; a && !slot; a = a->next) {
+        fsdp_buf *answer = a->e.buffer ? a->e.buffer(a->e.user, u->model, u, pool, released) : NULL;
+        if (!released) slot = answer;
+    }
+    return slot;
+}
+
+static void fsdpi_tell_model(fsdp_model *m, const fsdp_op *op, int64_t begin_ns, int64_t end_ns) {
+    for (const fsdpi_attached *a = m->attached; a; a = a->next)
+        if (a->e.ran) a->e.ran(a->e.user, m, op, begin_ns, end_ns);
+}
+
+// A record has run: its model's extensions are told; of the world's, those of all models. Worker
+// threads have records of models only.
+static void fsdpi_tell_ran(fsdp_world *w, const fsdp_op *op, int64_t begin_ns, int64_t end_ns) {
+    if (op->model) fsdpi_tell_model(op->model, op, begin_ns, end_ns);
+    for (fsdp_model *m = op->model ? NULL : w->models; m; m = m->next)
+        fsdpi_tell_model(m, op, begin_ns, end_ns);
+}
+
+static void fsdpi_tell_layout(fsdp_model *m) {
+    for (const fsdpi_attached *a = m->attached; a; a = a->next)
+        if (a->e.relayout) a->e.relayout(a->e.user, m);
+}
+
+// What the extensions of a model listen to.
+static void fsdpi_watch(fsdp_model *m) {
+    int watch = 0;
+    for (const fsdpi_attached *a = m->attached; a; a = a->next) {
+        if (a->e.call) watch |= FSDPI_CALLS;
+        if (a->e.op) watch |= FSDPI_OPS;
+        if (a->e.buffer) watch |= FSDPI_SLOTS;
+        if (a->e.ran) watch |= FSDPI_TIMES;
+    }
+    m->watch = (uint8_t)watch;
+}
+
+// The place of a communicator in the order of making: 1 is the world's.
+static int32_t fsdpi_comm_number(const fsdp_world *w, const fsdp_comm *comm) {
+    if (!comm || comm == w->comm) return comm != NULL;
+    if (comm == w->reduce_comm) return 2;
+    for (const fsdp_mesh *mesh = w->meshes; mesh; mesh = mesh->next)
+        for (int d = 0; d < mesh->ndim; d++) {
+            if (mesh->borrowed[d]) continue;
+            if (comm == mesh->gather_comm[d]) return mesh->comm_number[d];
+            if (comm == mesh->reduce_comm[d]) return mesh->comm_number[d] + 1;
+        }
+    for (const fsdpi_subgroup *sub = w->subgroups; sub; sub = sub->next)
+        if (comm == sub->comm) return sub->number;
+    return 0;
+}
+
+static int64_t fsdpi_now(const fsdp_world *w) { return w->boot.clock.now_ns(w->boot.clock.user); }
+
+/* -------------------------------------------------------------------------------------------- */
+// Names of records, labels and pools.
+
+FSDP_API const char *fsdp_op_name(int kind) {
+    static const char *const names[FSDP_OP_COUNT] = {
+#define FSDP_X(name, text) text,
+        FSDP_OP_LIST(FSDP_X)
+#undef FSDP_X
+    };
+    return kind >= 0 && kind < FSDP_OP_COUNT ? names[kind] : "?";
+}
+
+FSDP_API const char *fsdp_label_name(int label) {
+    static const char *const names[FSDP_LABEL_COUNT] = {
+#define FSDP_X(name, text) text,
+        FSDP_LABEL_LIST(FSDP_X)
+#undef FSDP_X
+    };
+    if (label >= FSDP_LABEL_COUNT && label < FSDP_LABEL_COUNT + FSDPI_NAMES) return "extension";
+    return label >= 0 && label < FSDP_LABEL_COUNT ? names[label] : "?";
+}
+
+FSDP_API const char *fsdp_pool_name(int pool) {
+    static const char *const names[FSDP_POOL_COUNT] = {
+#define FSDP_X(name, text) text,
+        FSDP_POOL_LIST(FSDP_X)
+#undef FSDP_X
+    };
+    if (pool >= FSDP_POOL_COUNT && pool < FSDP_POOL_MAX) return "extension";
+    return pool >= 0 && pool < FSDP_POOL_COUNT ? names[pool] : "?";
+}
+
+static const char *fsdpi_label(const fsdp_model *m, int label) {
+    int own = label - FSDP_LABEL_COUNT;
+    return m && own >= 0 && own < m->labels.count ? m->labels.text[own] : fsdp_label_name(label);
+}
+
+FSDP_API const char *fsdp_op_label(const fsdp_op *op) {
+    return op ? fsdpi_label(op->model, op->label) : "?";
+}
+
+FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool) {
+    int own = pool - FSDP_POOL_COUNT;
+    return model && own >= 0 && own < model->pools.count ? model->pools.text[own]
+                                                         : fsdp_pool_name(pool);
 }
 
 // Backends, and the devices whose memory their collectives work on.
@@ -3031,11 +3716,13 @@ static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
    - All ranks see one block of common memory: processes an anonymous file (memfd) that rank 0 hands
      to the others over an abstract unix socket named from the job's id and the user; threads the
      heap. Both vanish with the last rank, however it ends; the size of /dev/shm does not matter.
-   - Ranks that use memory together have allocated it in the same order; then it lies at the same
-     place in the arena of each, and a process maps the parts of all ranks side by side, so that a
-     peer's copy of my pointer is my pointer plus a multiple of the part's size. Each rank reads its
-     peers' memory directly, once.
-   - A collective is: publish what I am about to do, wait for all, compare, move data, wait for all.
+   - A collective is: publish what I am about to do and where my buffer is, wait for all, compare,
+     move data, wait for all. Each rank reads its peers' memory directly, once.
+   - send and recv concern two ranks alone: each shows its record to the other one and waits for it,
+     without a barrier; several pairs of a comm may do so at the same time.
+   - Each process has an arena of its own in the file. It maps its new allocation and the same place
+     in the arenas of all peers side by side. Where ranks have allocated alike, that is all there is
+     to map; an allocation of a peer that lies elsewhere is mapped at its first use.
    - Sums run in rank order (fsdpi_reduce): the same bits whoever computes them, at every run.
    - Waits have a deadline, and every 50 ms look for peers that died: each process holds a record
      lock on its byte of the file, which the kernel drops when the process ends in any way. Unlike a
@@ -3056,10 +3743,13 @@ extern "C" {
                error_text(NULL) has the text, for the calling thread
    split       blocks until every rank of the parent has come; OUT_OF_MEMORY there aborts the world
    run         of different comms may be called from different threads of a rank at the same time.
-               What peers read (src of gather and scatter, dst of the others and in place) has to
-               lie in memory of alloc, unless the comm has one rank. INVALID_ARG and UNSUPPORTED are
-               found before anybody is told of the call: the comm goes on, peers that came wait
-   alloc       does not wait; takes memory for good, so that its use cannot fail later; zero-filled
+               Knows all_to_all, send and recv too. What peers read (src of gather, scatter,
+               all_to_all and send, dst of the others and in place) has to lie in memory of alloc,
+               unless the comm has one rank. INVALID_ARG and UNSUPPORTED are found before anybody is
+               told of the call: the comm goes on, peers that came wait
+   alloc       does not wait; takes memory for good, so that its use cannot fail later; zero-filled.
+               What a peer has allocated differently is mapped at its first use; if the process has
+               no address space for it, that collective is OUT_OF_MEMORY on all ranks
    close       groups before their world; peers that wait for this rank get PEER_LOST
    abort       from any thread      poll never blocks
    Limits      FSDPI_MAX_SRCS ranks, one user, Linux
@@ -3078,447 +3768,42 @@ FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void);
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_SHM_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_SHM_IMPLEMENTED
 
-/* ==== backends/fsdp_record.h ================================================================
-   what backends share: the record of what a rank is about to do and the words in
-   which it is told, the part of a comm that every backend has, the checks of a collective's
-   arguments, the list of allocations, and how much memory is left
+/* ==== backends/fsdp_comm.h ==================================================================
+   the comm base: what all backends do in the same way
 
-   Included by the backends' headers. It moves no data and waits for nobody. */
+   Each call of fsdp_comm_ops is written once, here. A backend fills one table, fsdpi_transport,
+   with four things of its own; the data of a call flows one way through them:
 
-#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_RECORD_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
-#define FSDP_RECORD_IMPLEMENTED
+   open       blocks of memory -> the world is checked -> CONNECT
+       split      described -> checked -> MOVE: show and hear -> compared -> CONNECT
+       run        described -> checked -> MOVE: show and hear -> compared -> moved -> settled
+       alloc      MEMORY -> the list of allocations, in which run finds what peers read
+       failure    told to VERDICT, where it stands for all ranks -> reported by each of them
+
+   A backend's comm and world begin with fsdpi_comm and fsdpi_comm_world; its fsdp_comm_ops are
+   fsdpi_comm_split and so on, and an open of one line that names its table. */
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_COMM_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#define FSDP_COMM_IMPLEMENTED
+
+/* ==== backends/fsdp_memory.h ================================================================
+   the list of a world's allocations, and how much memory is left
+
+   Included by the comm base. */
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_MEMORY_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#define FSDP_MEMORY_IMPLEMENTED
 
 #ifdef __cplusplus
 extern "C" {
 #endif
 
-// Operations that are not fsdp_coll.
-enum { FSDPI_OPEN = FSDP_OP_COUNT + 1, FSDPI_SPLIT, FSDPI_CLOSE };
-
-/* What a rank is about to do. Ranks compare `key`, a hash of everything that has to agree; the rest
-   is there to say what differs. Sent and shared as it is: no pointers, no padding. */
-typedef struct fsdpi_record {
-    uint64_t key, fingerprint, count, segs, seq;
-    uint64_t place;          // backends that read peers' memory: where the buffer is
-    uint64_t block, members; // split: where the new group's block is, who is in it
-    int64_t since_ns;        // when the rank came
-    int32_t root;
-    uint32_t num_segs;
-    uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved[2];
-    char what[48], comm[16]; // cut if they are longer
-} fsdpi_record;
-
-#define FSDPI_MAX_RANKS    4096 // of a comm; backends that reduce themselves: FSDPI_MAX_SRCS
-#define FSDPI_RECORD_WORDS (sizeof(fsdpi_record) / sizeof(uint64_t))
-#define FSDPI_REASON       800
-
-// What a rank does, for whoever asks why it is not elsewhere.
-typedef struct fsdpi_trace {
-    uint64_t last[FSDPI_RECORD_WORDS]; // its last operation on any comm
-    uint32_t busy, writing;            // in how many operations it is; last is being written
-} fsdpi_trace;
-
-// Why a world has ended. The first one stands, on all ranks.
-typedef struct fsdpi_verdict {
-    int32_t status, rank; // rank: that told it; -1: the store, or this rank by itself
-    int32_t lost;         // the rank that was lost, or -1
-    char subject[192], reason[FSDPI_REASON]; // subject: the operation, "" if no single one
-} fsdpi_verdict;
-
-// The part of a comm that every backend has; its first member.
-typedef struct fsdpi_comm {
-    const fsdp_boot *boot;
-    int index, size;                // this rank's place among the members
-    int32_t ranks[FSDPI_MAX_RANKS]; // world ranks of the members
-    fsdpi_record now;
-    char error[1280]; // text of the last failure
-} fsdpi_comm;
-
-/* -------------------------------------------------------------------------------------------- */
-// >>record_text
-// Owns: the words.
-
-static int64_t fsdpi_boot_now(const fsdp_boot *boot) {
-    return boot->clock.now_ns(boot->clock.user);
-}
-
-// Memory of a device that does not end its work is left to the end of the process.
-static FSDPI_UNUSED int fsdpi_boot_is_stuck(const fsdp_boot *boot) {
-    return boot->stuck && FSDPI_LOAD(boot->stuck);
-}
-
-static FSDPI_UNUSED void fsdpi_boot_log(const fsdp_boot *boot, int level, const char *text) {
-    if (boot->logger.log && level <= boot->log_level)
-        (boot->logger.log)(level, FSDP_OK, boot->rank, text, boot->logger.user);
-}
-
-// "all_gather of 'h.3' on 'shard' (forward, op 17)"
-static void fsdpi_say_op(fsdpi_text *t, const fsdpi_record *r) {
-    static const char *const states[FSDP_STATE_COUNT] = {"", "forward, ", "pre_backward, ",
-                                                         "post_backward, "};
-    if (r->kind == FSDPI_OPEN) fsdpi_say(t, "open of job '%s'", r->what);
-    else if (r->kind == FSDPI_SPLIT) fsdpi_say(t, "split into '%s'", r->what);
-    else if (r->kind == FSDPI_CLOSE) fsdpi_say(t, "close");
-    else fsdpi_say(t, "%s of '%s'", fsdp_op_name(r->kind), r->what);
-    if (r->comm[0]) fsdpi_say(t, " on '%s'", r->comm);
-    if (r->kind < FSDP_OP_COUNT)
-        fsdpi_say(t, " (%sop %llu)", r->state < FSDP_STATE_COUNT ? states[r->state] : "",
-                  (unsigned long long)r->seq);
-}
-
-// "rank 2" or "ranks 0, 1, 3": the members that are marked.
-static void fsdpi_say_ranks(fsdpi_text *t, const fsdpi_comm *c, const uint8_t *marked) {
-    int total = 0, said = 0;
-    for (int k = 0; k < c->size; k++) total += marked[k] != 0;
-    fsdpi_say(t, total > 1 ? "ranks" : "rank");
-    for (int k = 0; k < c->size && said < 16; k++)
-        if (marked[k]) fsdpi_say(t, "%s %d", said++ ? "," : "", (int)c->ranks[k]);
-    if (total > said) fsdpi_say(t, " and %d more", total - said);
-}
-
-/* "ranks 1, 2 have not come within 2.0 s; rank 1: its last operation was ...". say_last tells what
-   a rank of the world did last. */
-static void fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8_t *missing, const char *verb,
-                           void (*say_last)(fsdpi_text *t, fsdpi_comm *c, int rank)) {
-    int total = 0, said = 0;
-    for (int k = 0; k < c->size; k++) total += missing[k] != 0;
-    fsdpi_say_ranks(t, c, missing);
-    fsdpi_say(t, " %s not %s within %.1f s", total > 1 ? "have" : "has", verb,
-              (double)c->boot->timeout_ns * 1e-9);
-    for (int k = 0; k < c->size && said < 3; k++) {
-        if (!missing[k]) continue;
-        fsdpi_say(t, "; ");
-        if (total > 1) fsdpi_say(t, "rank %d: ", (int)c->ranks[k]);
-        say_last(t, c, c->ranks[k]);
-        said++;
-    }
-}
-
-// "it is in all_gather of 'h.3' (forward, op 17), for 1.2 s"; past: of a rank that is no more.
-static void fsdpi_say_done(fsdpi_text *t, int busy, int past, const char *operation,
-                           int64_t since_ns) {
-    double since = (double)since_ns * 1e-9;
-    if (busy) fsdpi_say(t, "it %s in %s, for %.1f s", past ? "was" : "is", operation, since);
-    else fsdpi_say(t, "its last operation was %s, %.1f s ago", operation, since);
-}
-
-// A failure of this call on this rank alone. The text goes where error_text finds it.
-static FSDP_PRINTF(3, 4) fsdp_status
-    fsdpi_comm_error(fsdpi_comm *c, fsdp_status status, const char *format, ...) {
-    char reason[FSDPI_REASON];
-    va_list args;
-    va_start(args, format);
-    (void)vsnprintf(reason, sizeof reason, format, args);
-    va_end(args);
-    fsdpi_text t = {c->error, sizeof c->error, 0};
-    fsdpi_say(&t, "rank %d: ", c->boot->rank);
-    fsdpi_say_op(&t, &c->now);
-    fsdpi_say(&t, ": %s", reason);
-    return status;
-}
-
-// What this rank does, as the subject of a verdict.
-static void fsdpi_comm_subject(const fsdpi_comm *c, char *subject, size_t cap) {
-    fsdpi_text t = {subject, cap, 0};
-    fsdpi_say_op(&t, &c->now);
-}
-
-// The status and text of a failed world for this rank: who I am, what I was in, what happened.
-static fsdp_status fsdpi_comm_report(fsdpi_comm *c, const fsdpi_verdict *v) {
-    char subject[sizeof v->subject];
-    fsdpi_comm_subject(c, subject, sizeof subject);
-    if (!v->subject[0] || !strcmp(v->subject, subject))
-        return fsdpi_comm_error(c, (fsdp_status)v->status, "%s", v->reason);
-    return fsdpi_comm_error(c, (fsdp_status)v->status, "rank %d failed in %s: %s", (int)v->rank,
-                            v->subject, v->reason);
-}
-
-// A verdict for who was in no operation of the world yet.
-static FSDPI_UNUSED void fsdpi_say_verdict(fsdpi_text *t, const fsdpi_verdict *v) {
-    if (v->subject[0]) fsdpi_say(t, "rank %d failed in %s: ", (int)v->rank, v->subject);
-    if (v->reason[0]) fsdpi_say(t, "%s", v->reason);
-    else fsdpi_say(t, "rank %d has aborted the job", (int)v->rank);
-}
-
-// The reason of an abort that the user or the core asked for.
-static void fsdpi_say_abort(fsdpi_text *t, const fsdp_boot *boot, const char *why) {
-    if (!why || strncmp(why, "rank ", 5)) fsdpi_say(t, "aborted by rank %d: ", boot->rank);
-    fsdpi_say(t, "%s", why ? why : "no reason given");
-}
-
-// Fields in which two calls differ.
-static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_record *a, const fsdpi_record *b) {
-    const struct {
-        int differs;
-        const char *name;
-    } fields[] = {
-        {a->kind != b->kind, "operation"},
-        {strcmp(a->what, b->what) != 0, "unit"},
-        {a->state != b->state, "state"},
-        {a->dtype != b->dtype || a->out_dtype != b->out_dtype, "dtype"},
-        {a->count != b->count, "count"},
-        {a->segs != b->segs, "segments"},
-        {a->root != b->root, "root"},
-        {a->redop != b->redop, "reduction"},
-        {a->in_place != b->in_place, "in_place"},
-        {a->fingerprint != b->fingerprint, "fingerprint"},
-        {a->place != b->place, "buffer: alloc was called in another order or with other sizes"},
-    };
-    const char *comma = " (differs in ";
-    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
-        if (!fields[i].differs) continue;
-        fsdpi_say(t, "%s%s", comma, fields[i].name);
-        comma = ", ";
-    }
-    if (comma[0] == ',') fsdpi_say(t, ")");
-}
-
-/* "ranks disagree: ranks 0, 2: all_gather of ...; rank 1: ...". record_of gives what a member
-   showed. */
-static FSDPI_UNUSED void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c,
-                                                fsdpi_record (*record_of)(const fsdpi_comm *c,
-                                                                          int k)) {
-    fsdpi_record first = record_of(c, 0);
-    fsdpi_say(t, "ranks disagree");
-    for (int k = 0; k < c->size; k++) {
-        fsdpi_record record = record_of(c, k);
-        uint8_t equal[FSDPI_MAX_SRCS];
-        int is_first = 1;
-        for (int j = 0; j < c->size; j++) {
-            equal[j] = record_of(c, j).key == record.key;
-            is_first &= !(equal[j] && j < k);
-        }
-        if (!is_first) continue;
-        fsdpi_say(t, k ? "; " : ": ");
-        fsdpi_say_ranks(t, c, equal);
-        fsdpi_say(t, ": ");
-        fsdpi_say_op(t, &record);
-        if (record.kind < FSDP_OP_COUNT)
-            fsdpi_say(t, ", %llu elements of %s", (unsigned long long)record.count,
-                      fsdp_dtype_name(record.dtype));
-        fsdpi_say_differences(t, &first, &record);
-    }
-}
-
-/* Word by word, since the author of an error text may read while the owner writes; the text may
-   then mix two operations. Ranks that compare are ordered by a barrier and see whole ones. */
-static void fsdpi_record_put(uint64_t *to, const fsdpi_record *record) {
-    uint64_t words[FSDPI_RECORD_WORDS];
-    memcpy(words, record, sizeof words);
-    for (size_t i = 0; i < FSDPI_RECORD_WORDS; i++)
-        __atomic_store_n(&to[i], words[i], __ATOMIC_RELAXED);
-}
-
-static fsdpi_record fsdpi_record_get(const uint64_t *from) {
-    fsdpi_record record;
-    uint64_t words[FSDPI_RECORD_WORDS];
-    for (size_t i = 0; i < FSDPI_RECORD_WORDS; i++)
-        words[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
-    memcpy(&record, words, sizeof record);
-    record.what[sizeof record.what - 1] = record.comm[sizeof record.comm - 1] = 0;
-    return record;
-}
-
-static FSDPI_UNUSED void fsdpi_trace_begin(fsdpi_trace *trace, const fsdpi_record *record) {
-    __atomic_add_fetch(&trace->busy, 1u, __ATOMIC_RELAXED);
-    // Two threads of one rank may be here; the trace need not have both.
-    if (__atomic_exchange_n(&trace->writing, 1u, __ATOMIC_ACQUIRE)) return;
-    fsdpi_record_put(trace->last, record);
-    FSDPI_STORE(&trace->writing, 0u);
-}
-
-static FSDPI_UNUSED void fsdpi_trace_end(fsdpi_trace *trace) {
-    __atomic_sub_fetch(&trace->busy, 1u, __ATOMIC_RELEASE);
-}
-
-// Whether the rank is busy; its last operation as text, and when that began.
-static FSDPI_UNUSED int fsdpi_trace_read(const fsdpi_trace *trace, char *text, size_t cap,
-                                         int64_t *since_ns) {
-    fsdpi_record last = fsdpi_record_get(trace->last);
-    fsdpi_text t = {text, cap, 0};
-    fsdpi_say_op(&t, &last);
-    *since_ns = last.since_ns;
-    return FSDPI_LOAD(&trace->busy) > 0;
-}
-
-/* -------------------------------------------------------------------------------------------- */
-// >>record_check
-// Owns: what a call says of itself, and whether its arguments make sense.
-
-static FSDPI_NOINLINE void fsdpi_copy_name(char *to, size_t cap, const char *from) {
-    size_t length = from ? strlen(from) : 0;
-    memset(to, 0, cap);
-    if (length) memcpy(to, from, length < cap ? length : cap - 1);
-}
-
-// Fills c->now, but for its key.
-static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what) {
-    fsdpi_record *r = &c->now;
-    fsdpi_copy_name(r->what, sizeof r->what, what);
-    r->fingerprint = r->count = r->segs = r->place = r->seq = r->block = r->members = 0;
-    r->kind = r->dtype = r->out_dtype = r->redop = r->in_place = r->state = 0;
-    r->root = 0, r->num_segs = 0;
-    if (!op) return;
-    r->kind = op->kind, r->dtype = op->dtype, r->redop = op->redop, r->in_place = op->in_place,
-    r->state = op->state;
-    r->fingerprint = op->fingerprint, r->count = op->count, r->seq = op->seq,
-    r->num_segs = op->num_segs;
-    if (op->kind == FSDP_OP_REDUCE_SCATTER) r->out_dtype = op->out_dtype;
-    if (op->kind == FSDP_OP_BROADCAST) r->root = op->root;
-}
-
-static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
-    for (uint32_t s = 0; op && s < op->num_segs && op->segs; s++) {
-        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].shard);
-        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].full);
-        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].count);
-    }
-    uint64_t bytes, h;
-    uint8_t kind = r->kind;
-    if (kind == FSDP_OP_RECV) r->kind = FSDP_OP_SEND; // which match each other
-    memcpy(&bytes, &r->kind, sizeof bytes); // the six bytes from kind to state, and two zeros
-    r->kind = kind;
-    h = fsdpi_hash(fsdpi_hash_text(r->what), bytes);
-    h = fsdpi_hash(fsdpi_hash(h, r->fingerprint), r->count);
-    h = fsdpi_hash(fsdpi_hash(h, r->segs), r->place);
-    r->key = fsdpi_hash(h, (uint64_t)(uint32_t)r->root);
-}
-
-static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
-    int is_int = op->dtype == FSDP_I32 || op->dtype == FSDP_I64,
-        is_float = fsdp_dtype_is_float(op->dtype);
-    if (op->kind == FSDP_OP_ALL_REDUCE && !is_int && !is_float)
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced",
-                                fsdp_dtype_name(op->dtype));
-    if (op->kind != FSDP_OP_REDUCE_SCATTER) return FSDP_OK;
-    int plain = op->out_dtype == op->dtype && op->scale == 1.0 && !op->accumulate;
-    if (is_float ? fsdp_dtype_is_float(op->out_dtype) : is_int && plain) return FSDP_OK;
-    return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced to %s%s",
-                            fsdp_dtype_name(op->dtype), fsdp_dtype_name(op->out_dtype),
-                            plain ? "" : " with a scale or accumulation");
-}
-
-/* Whether the arguments make sense, for a backend that knows `kinds`; and the range of elements
-   that peers read, after *shared. */
-static fsdp_status fsdpi_check(fsdpi_comm *c, uint32_t kinds, const fsdp_coll *op,
-                               const void **shared, int64_t *low, int64_t *high) {
-    int is_list = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER;
-    int64_t most = INT64_MAX / 32 / c->size; // elements: sums and bytes of them do not overflow
-    if (op->kind >= FSDP_OP_COUNT || !(kinds >> op->kind & 1))
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not know operation %d",
-                                op->kind);
-    if (!fsdp_dtype_size(op->dtype) || op->count > (uint64_t)most ||
-        (is_list && op->num_segs && !op->segs))
-        return fsdpi_comm_error(
-            c, FSDP_ERR_INVALID_ARG, "dtype %d, %llu elements, %u segments at %p", op->dtype,
-            (unsigned long long)op->count, op->num_segs, (const void *)op->segs);
-    if (op->kind == FSDP_OP_BROADCAST && (op->root < 0 || op->root >= c->size))
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "root is %d, expected 0 to %d",
-                                (int)op->root, c->size - 1);
-    int is_pair = op->kind == FSDP_OP_SEND || op->kind == FSDP_OP_RECV;
-    if (is_pair && (op->root < 0 || op->root >= c->size || op->root == c->index))
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                                "the other member is %d, expected 0 to %d, and not %d",
-                                (int)op->root, c->size - 1, c->index);
-    fsdp_status status = fsdpi_check_reduction(c, op);
-    if (status) return status;
-    int from_shard = op->kind == FSDP_OP_ALL_GATHER && !op->in_place;
-    int from_src = from_shard || op->kind == FSDP_OP_REDUCE_SCATTER ||
-                   op->kind == FSDP_OP_ALL_TO_ALL || op->kind == FSDP_OP_SEND;
-    *shared = from_src ? op->src : op->dst;
-    *low = is_list ? INT64_MAX : 0;
-    *high = is_list ? 0 : (int64_t)op->count * (op->kind == FSDP_OP_ALL_TO_ALL ? c->size : 1);
-    for (uint32_t s = 0; is_list && s < op->num_segs; s++) {
-        const fsdp_seg *seg = &op->segs[s];
-        if (seg->shard < 0 || seg->full < 0 || seg->count < 0 || seg->shard > most ||
-            seg->full > most || seg->count > most)
-            return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "segment %u is {%lld, %lld, %lld}", s,
-                                    (long long)seg->shard, (long long)seg->full,
-                                    (long long)seg->count);
-        int64_t start = from_shard ? seg->shard : seg->full;
-        int64_t end = start + (from_shard ? 1 : c->size) * seg->count;
-        if (seg->count && start < *low) *low = start;
-        if (seg->count && end > *high) *high = end;
-    }
-    if (*high == 0) *low = 0;
-    if (*high > 0 && (!*shared || (!op->dst && op->kind != FSDP_OP_SEND)))
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "src is %p and dst %p", op->src, op->dst);
-    return FSDP_OK;
-}
-
-static fsdp_status fsdpi_check_world(fsdpi_comm *c, int most) {
-    if (c->boot->size < 1 || c->boot->rank < 0 || c->boot->rank >= c->boot->size)
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "rank %d of %d", c->boot->rank,
-                                c->boot->size);
-    if (c->boot->size > most)
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%d ranks, at most %d", c->boot->size,
-                                most);
-    c->index = c->boot->rank;
-    c->size = c->boot->size;
-    for (int k = 0; k < c->size; k++) c->ranks[k] = k;
-    return FSDP_OK;
-}
-
-/* Checks a new group's members, fills the child from them, and the parent's record with a hash of
-   them. Returns the first member's index in the parent; -1, with the text: they make no sense. */
-static int fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, fsdpi_comm *child) {
-    uint64_t h = fsdpi_hash((uint64_t)g->color, (uint64_t)g->size);
-    int first = -1, wrong = g->size < 1 || g->size > parent->size || g->index < 0 ||
-                            g->index >= g->size || !g->ranks ||
-                            g->ranks[g->index] != parent->boot->rank;
-    for (int i = 0; !wrong && i < g->size; i++) {
-        int at = 0, times = 0;
-        while (at < parent->size && parent->ranks[at] != g->ranks[i]) at++;
-        for (int j = 0; j < g->size; j++) times += g->ranks[j] == g->ranks[i];
-        wrong = at == parent->size || times != 1;
-        if (i == 0) first = at;
-        child->ranks[i] = g->ranks[i];
-        h = fsdpi_hash(h, (uint64_t)g->ranks[i]);
-    }
-    if (wrong) {
-        (void)fsdpi_comm_error(parent, FSDP_ERR_INVALID_ARG,
-                               "the group's ranks (%d, this one at index %d) are not different "
-                               "members of the parent",
-                               g->size, g->index);
-        return -1;
-    }
-    parent->now.members = h;
-    child->boot = parent->boot;
-    child->index = g->index;
-    child->size = g->size;
-    fsdpi_copy_name(child->now.comm, sizeof child->now.comm, g->name);
-    return first;
-}
-
-/* What a split begins with, for backends that move messages: the parent's record, and the block of
-   `size` bytes of the new comm, filled so far; NULL where this rank is in none. OUT_OF_MEMORY: the
-   caller ends the world, for the others are on their way. INVALID_ARG: the text is the parent's. */
-static FSDPI_UNUSED fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g,
-                                                  size_t size, fsdpi_comm **out) {
-    *out = NULL;
-    parent->now.key = FSDPI_SPLIT; // names and members differ between groups; that it is one not
-    if (g->color < 0) return FSDP_OK;
-    fsdpi_comm *child = (fsdpi_comm *)fsdpi_alloc(&parent->boot->allocator, size);
-    if (!child) return FSDP_ERR_OUT_OF_MEMORY;
-    if (fsdpi_split_members(parent, g, child) < 0) {
-        fsdpi_free(&parent->boot->allocator, child);
-        return FSDP_ERR_INVALID_ARG;
-    }
-    fsdpi_describe(child, NULL, g->name);
-    child->now.kind = FSDPI_SPLIT;
-    *out = child;
-    return FSDP_OK;
-}
-
-/* -------------------------------------------------------------------------------------------- */
-// >>record_memory
-// Owns: the list of a world's allocations, and how much memory is left.
-
 // An allocation. A backend that maps the parts of all ranks has them side by side from base on.
 typedef struct fsdpi_chunk {
     char *base;
     size_t size, part; // asked for; distance from one rank's part to the next one's
-    uint64_t at;       // place among this rank's allocations, the same on all that use it together
+    uint64_t at;       // of the backend: where it is, or where it came from
+    uint64_t number;   // of the backend: among this rank's allocations
 } fsdpi_chunk;
 
 typedef struct fsdpi_chunks {
@@ -3575,24 +3860,6 @@ static int fsdpi_chunk_take(fsdpi_chunks *chunks, int rank, const void *ptr, fsd
     }
     fsdpi_unlock(&chunks->lock);
     return known;
-}
-
-// Finds the allocation of bytes [low, high) after p, all of which have to be this rank's.
-static fsdp_status fsdpi_chunk_find(fsdpi_comm *c, fsdpi_chunks *chunks, const fsdp_coll *op,
-                                    const void *p, size_t low, size_t high, fsdpi_chunk *out) {
-    fsdpi_chunk chunk = {NULL, 0, 0, 0};
-    fsdpi_lock(&chunks->lock);
-    int i = fsdpi_chunk_before(chunks, (uintptr_t)p + low);
-    if (i >= 0) chunk = chunks->list[i];
-    fsdpi_unlock(&chunks->lock);
-    uintptr_t mine = (uintptr_t)chunk.base + chunk.part * (size_t)c->boot->rank, at = (uintptr_t)p;
-    *out = chunk;
-    if (chunk.base && at + low >= mine && at + high <= mine + chunk.size) return FSDP_OK;
-    return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                            "bytes %llu to %llu of %s are read by peers and do not lie in one "
-                            "allocation of this backend's alloc",
-                            (unsigned long long)low, (unsigned long long)high,
-                            p == op->src ? "src" : "dst");
 }
 
 // The number after `key` at the start of a line of a small text file, or -1. "": the first line.
@@ -3654,35 +3921,826 @@ static int64_t fsdpi_memory_left(const char **whose) {
     return least;
 }
 
-// Failures of alloc leave c->now alone: a lane may be in a collective of the same comm.
-static FSDPI_UNUSED fsdp_status fsdpi_no_memory(fsdpi_comm *c, size_t size, const char *what) {
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION
+
+/* ==== backends/fsdp_record.h ================================================================
+   the record of what a rank is about to do, and the words in which it is told
+
+   Ranks compare records before they move data, and every error text is made of them. Included by
+   the comm base, the store and the devices. It moves no data and waits for nobody. */
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_RECORD_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#define FSDP_RECORD_IMPLEMENTED
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// Operations that are not fsdp_coll.
+enum { FSDPI_OPEN = FSDP_OP_COUNT + 1, FSDPI_SPLIT, FSDPI_CLOSE };
+
+/* What a rank is about to do. Ranks compare `key`, a hash of everything that has to agree; the rest
+   is there to say what differs. Sent and shared as it is: no pointers, no padding. */
+typedef struct fsdpi_record {
+    uint64_t key;
+    // Backends that read peers' memory: where the buffer is, in bytes behind the begin of its
+    // allocation; that allocation's place, bytes and number. Differs between ranks as it likes.
+    uint64_t offset, at, part, number;
+    uint64_t fingerprint, count, segs, seq;
+    uint64_t block, members; // split: where the new group's block is, who is in it
+    int64_t since_ns;        // when the rank came
+    int32_t root;            // send, recv: the world rank of the other one, or -1
+    uint32_t num_segs;
+    uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved[2];
+    char what[48], comm[16]; // cut if they are longer
+} fsdpi_record;
+
+#define FSDPI_RECORD_WORDS (sizeof(fsdpi_record) / sizeof(uint64_t))
+#define FSDPI_REASON       800
+
+// What a rank does, for whoever asks why it is not elsewhere.
+typedef struct fsdpi_trace {
+    uint64_t last[FSDPI_RECORD_WORDS]; // its last operation on any comm
+    uint32_t busy, writing;            // in how many operations it is; last is being written
+} fsdpi_trace;
+
+// Why a world has ended. The first one stands, on all ranks.
+typedef struct fsdpi_verdict {
+    int32_t status, rank; // rank: that told it; -1: the store, or this rank by itself
+    int32_t lost;         // the rank that was lost, or -1
+    char subject[192], reason[FSDPI_REASON]; // subject: the operation, "" if no single one
+} fsdpi_verdict;
+
+/* -------------------------------------------------------------------------------------------- */
+// >>record_text
+// Owns: the words.
+
+static int64_t fsdpi_boot_now(const fsdp_boot *boot) {
+    return boot->clock.now_ns(boot->clock.user);
+}
+
+// Memory of a device that does not end its work is left to the end of the process.
+static FSDPI_UNUSED int fsdpi_boot_is_stuck(const fsdp_boot *boot) {
+    return boot->stuck && FSDPI_LOAD(boot->stuck);
+}
+
+static FSDPI_UNUSED void fsdpi_boot_log(const fsdp_boot *boot, int level, const char *text) {
+    if (boot->logger.log && level <= boot->log_level)
+        (boot->logger.log)(level, FSDP_OK, boot->rank, text, boot->logger.user);
+}
+
+static int fsdpi_is_pair(int kind) { return kind == FSDP_OP_SEND || kind == FSDP_OP_RECV; }
+
+// "all_gather of 'h.3' on 'shard' (forward, op 17)", "send of 'h.3' to rank 2 (op 18)"
+static void fsdpi_say_op(fsdpi_text *t, const fsdpi_record *r) {
+    static const char *const states[FSDP_STATE_COUNT] = {"", "forward, ", "pre_backward, ",
+                                                         "post_backward, "};
+    if (r->kind == FSDPI_OPEN) fsdpi_say(t, "open of job '%s'", r->what);
+    else if (r->kind == FSDPI_SPLIT) fsdpi_say(t, "split into '%s'", r->what);
+    else if (r->kind == FSDPI_CLOSE) fsdpi_say(t, "close");
+    else fsdpi_say(t, "%s of '%s'", fsdp_op_name(r->kind), r->what);
+    if (fsdpi_is_pair(r->kind) && r->root >= 0)
+        fsdpi_say(t, " %s rank %d", r->kind == FSDP_OP_SEND ? "to" : "from", (int)r->root);
+    if (r->comm[0]) fsdpi_say(t, " on '%s'", r->comm);
+    if (r->kind < FSDP_OP_COUNT)
+        fsdpi_say(t, " (%sop %llu)", r->state < FSDP_STATE_COUNT ? states[r->state] : "",
+                  (unsigned long long)r->seq);
+}
+
+// "it is in all_gather of 'h.3' (forward, op 17), for 1.2 s"; past: of a rank that is no more.
+static void fsdpi_say_done(fsdpi_text *t, int busy, int past, const char *operation,
+                           int64_t since_ns) {
+    double since = (double)since_ns * 1e-9;
+    if (busy) fsdpi_say(t, "it %s in %s, for %.1f s", past ? "was" : "is", operation, since);
+    else fsdpi_say(t, "its last operation was %s, %.1f s ago", operation, since);
+}
+
+// A verdict for who was in no operation of the world yet.
+static FSDPI_UNUSED void fsdpi_say_verdict(fsdpi_text *t, const fsdpi_verdict *v) {
+    if (v->subject[0]) fsdpi_say(t, "rank %d failed in %s: ", (int)v->rank, v->subject);
+    if (v->reason[0]) fsdpi_say(t, "%s", v->reason);
+    else fsdpi_say(t, "rank %d has aborted the job", (int)v->rank);
+}
+
+// Fields in which two calls differ.
+static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_record *a, const fsdpi_record *b) {
+    const struct {
+        int differs;
+        const char *name;
+    } fields[] = {
+        {a->kind != b->kind, "operation"},
+        {strcmp(a->what, b->what) != 0, "unit"},
+        {a->state != b->state, "state"},
+        {a->dtype != b->dtype || a->out_dtype != b->out_dtype, "dtype"},
+        {a->count != b->count, "count"},
+        {a->segs != b->segs, "segments"},
+        {a->root != b->root, "root"},
+        {a->redop != b->redop, "reduction"},
+        {a->in_place != b->in_place, "in_place"},
+        {a->fingerprint != b->fingerprint, "fingerprint"},
+    };
+    const char *comma = " (differs in ";
+    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+        if (!fields[i].differs) continue;
+        fsdpi_say(t, "%s%s", comma, fields[i].name);
+        comma = ", ";
+    }
+    if (comma[0] == ',') fsdpi_say(t, ")");
+}
+
+/* Word by word, since the author of an error text may read while the owner writes; the text may
+   then mix two operations. Ranks that compare are ordered by a barrier and see whole ones. */
+static void fsdpi_record_put(uint64_t *to, const fsdpi_record *record) {
+    for (size_t i = 0; i < FSDPI_RECORD_WORDS; i++) {
+        uint64_t word;
+        memcpy(&word, (const char *)record + i * sizeof word, sizeof word);
+        __atomic_store_n(&to[i], word, __ATOMIC_RELAXED);
+    }
+}
+
+static fsdpi_record fsdpi_record_get(const uint64_t *from) {
+    fsdpi_record record;
+    uint64_t words[FSDPI_RECORD_WORDS];
+    for (size_t i = 0; i < FSDPI_RECORD_WORDS; i++)
+        words[i] = __atomic_load_n(&from[i], __ATOMIC_RELAXED);
+    memcpy(&record, words, sizeof record);
+    record.what[sizeof record.what - 1] = record.comm[sizeof record.comm - 1] = 0;
+    return record;
+}
+
+static FSDPI_UNUSED void fsdpi_trace_begin(fsdpi_trace *trace, const fsdpi_record *record) {
+    __atomic_add_fetch(&trace->busy, 1u, __ATOMIC_RELAXED);
+    // Two threads of one rank may be here; the trace need not have both.
+    if (__atomic_exchange_n(&trace->writing, 1u, __ATOMIC_ACQUIRE)) return;
+    fsdpi_record_put(trace->last, record);
+    FSDPI_STORE(&trace->writing, 0u);
+}
+
+static FSDPI_UNUSED void fsdpi_trace_end(fsdpi_trace *trace) {
+    __atomic_sub_fetch(&trace->busy, 1u, __ATOMIC_RELEASE);
+}
+
+// Whether the rank is busy; its last operation as text, and when that began.
+static FSDPI_UNUSED int fsdpi_trace_read(const fsdpi_trace *trace, char *text, size_t cap,
+                                         int64_t *since_ns) {
+    fsdpi_record last = fsdpi_record_get(trace->last);
+    fsdpi_text t = {text, cap, 0};
+    fsdpi_say_op(&t, &last);
+    *since_ns = last.since_ns;
+    return FSDPI_LOAD(&trace->busy) > 0;
+}
+
+static FSDPI_NOINLINE void fsdpi_copy_name(char *to, size_t cap, const char *from) {
+    size_t length = from ? strlen(from) : 0;
+    memset(to, 0, cap);
+    if (length) memcpy(to, from, length < cap ? length : cap - 1);
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION
+
+/* ==== backends/fsdp_comm.h, continued ======================================================= */
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FSDPI_MAX_RANKS 4096 // of a comm; backends that reduce themselves: FSDPI_MAX_SRCS
+
+typedef struct fsdpi_comm fsdpi_comm;
+typedef struct fsdpi_comm_world fsdpi_comm_world;
+
+// The buffer of a collective that peers read.
+typedef struct fsdpi_span {
+    const void *shared;
+    int64_t low, high; // the elements of it that they read
+    fsdpi_chunk chunk; // the allocation that these lie in; base NULL: nobody reads any
+} fsdpi_span;
+
+/* What a backend is. A function returns FSDP_OK, or what fsdpi_comm_error (this call on this rank)
+   or fsdpi_comm_fail (the world) returned; functions that may be NULL say so. */
+typedef struct fsdpi_transport {
+    size_t comm_bytes, world_bytes; // of the backend's own structs
+    int most_ranks;
+    fsdp_caps caps; // open may change those of its world
+
+    /* Connect: how ranks find each other. All ranks of the world call open. All members of the
+       parent call connect, when they have agreed about the new groups; child is NULL where this
+       rank is in none. Before they meet, prepare (may be NULL) makes what the child's first member
+       has to show. leave ends a comm; close ends a world when all its comms are gone and its
+       allocations given back: 1: its block may be freed, 0: a thread still looks at it. */
+    fsdp_status (*open)(fsdpi_comm *c);
+    fsdp_status (*prepare)(fsdpi_comm *parent, fsdpi_comm *child);
+    fsdp_status (*connect)(fsdpi_comm *parent, fsdpi_comm *child, const fsdp_group *group);
+    void (*leave)(fsdpi_comm *c);
+    int (*close)(fsdpi_comm_world *w);
+
+    /* Move: how bytes travel. show tells c->now to those whom the call concerns, and may start what
+       can be under way meanwhile; hear waits until their records lie at c->shown. op and span are
+       NULL for a split. Then move: every argument is checked, every rank calls the same. settle
+       (may be NULL) comes last, also after a failure: nothing of this call is under way behind it.
+     */
+    fsdp_status (*show)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
+    fsdp_status (*hear)(fsdpi_comm *c, const fsdp_coll *op);
+    fsdp_status (*move)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
+    fsdp_status (*settle)(fsdpi_comm *c, fsdp_status status);
+
+    /* Verdict: where it is kept, and how all ranks learn of it. tell makes it stand, unless one
+       does already, and ends all waits; verdict reads it: 0: there is none; say_last says what a
+       rank of the world did last. From any thread. */
+    void (*tell)(fsdpi_comm *c, fsdp_status status, const char *subject, const char *reason);
+    int (*verdict)(fsdpi_comm_world *w, fsdpi_verdict *out);
+    void (*say_last)(fsdpi_text *t, fsdpi_comm *c, int rank);
+
+    /* Memory that peers may read, zero-filled. take fills chunk, of which size is set; after a
+       failure *why says why. advise adds what helps against a lack of memory. */
+    fsdp_status (*take)(fsdpi_comm_world *w, fsdpi_chunk *chunk, const char **why);
+    void (*give)(fsdpi_comm_world *w, const fsdpi_chunk *chunk);
+    void (*advise)(fsdpi_text *t);
+} fsdpi_transport;
+
+// The part of a world that every backend has; its first member.
+struct fsdpi_comm_world {
+    fsdp_boot boot;
+    const fsdpi_transport *transport;
+    fsdp_caps caps;
+    const uint32_t *failed; // not 0: a verdict stands, or is being told; NULL: not connected yet
+    fsdpi_trace *trace;     // what this rank does, for whoever asks; NULL: the backend knows itself
+    int is_trusting;        // ranks do not compare what they call
+    fsdpi_chunks chunks;
+};
+
+// The part of a comm that every backend has; its first member.
+struct fsdpi_comm {
+    fsdpi_comm_world *world;
+    const fsdp_boot *boot; // of the world
+    int is_world;
+    uint32_t splits;                // so far
+    uint64_t id;                    // equal on all members, unique in the world
+    int index, size;                // this rank's place among the members
+    int32_t ranks[FSDPI_MAX_RANKS]; // world ranks of the members
+    fsdpi_record now;
+    const char *shown; // where the members' records lie, but for this rank's own
+    size_t step;       // from one to the next
+    char error[1280];  // text of the last failure
+};
+
+/* -------------------------------------------------------------------------------------------- */
+// >>comm_fail
+// Owns: the two ways to fail. fsdpi_comm_error: this call on this rank, and nobody is told;
+// fsdpi_comm_fail: the world, because of what this rank is in. The first failure of a world stands.
+
+static int fsdpi_comm_failed(const fsdpi_comm *c) {
+    return c->world->failed && FSDPI_LOAD(c->world->failed);
+}
+
+// The text goes where error_text finds it.
+static FSDP_PRINTF(3, 4) fsdp_status
+    fsdpi_comm_error(fsdpi_comm *c, fsdp_status status, const char *format, ...) {
+    char reason[FSDPI_REASON];
+    va_list args;
+    va_start(args, format);
+    (void)vsnprintf(reason, sizeof reason, format, args);
+    va_end(args);
+    fsdpi_text t = {c->error, sizeof c->error, 0};
+    fsdpi_say(&t, "rank %d: ", c->boot->rank);
+    fsdpi_say_op(&t, &c->now);
+    fsdpi_say(&t, ": %s", reason);
+    return status;
+}
+
+// What this rank does, as the subject of a verdict.
+static void fsdpi_comm_subject(const fsdpi_comm *c, char *subject, size_t cap) {
+    fsdpi_text t = {subject, cap, 0};
+    fsdpi_say_op(&t, &c->now);
+}
+
+// The status and text of a failed world for this rank: who I am, what I was in, what happened.
+static fsdp_status fsdpi_comm_report(fsdpi_comm *c) {
+    fsdpi_verdict v;
+    char subject[sizeof v.subject];
+    if (!c->world->transport->verdict(c->world, &v)) {
+        (void)fsdpi_comm_error(c, FSDP_ERR_INTERNAL, "a wait has ended without a reason");
+        c->world->transport->tell(c, FSDP_ERR_INTERNAL, "", c->error);
+        return FSDP_ERR_INTERNAL;
+    }
+    fsdpi_comm_subject(c, subject, sizeof subject);
+    if (!v.subject[0] || !strcmp(v.subject, subject))
+        return fsdpi_comm_error(c, (fsdp_status)v.status, "%s", v.reason);
+    return fsdpi_comm_error(c, (fsdp_status)v.status, "rank %d failed in %s: %s", (int)v.rank,
+                            v.subject, v.reason);
+}
+
+// A reason that does not begin with ranks is about this one: then its number comes first.
+static FSDP_PRINTF(3, 4) fsdp_status
+    fsdpi_comm_fail(fsdpi_comm *c, fsdp_status status, const char *format, ...) {
+    char text[FSDPI_REASON], reason[FSDPI_REASON], subject[192];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    va_list args;
+    va_start(args, format);
+    (void)vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    if (strncmp(text, "rank", 4) != 0) fsdpi_say(&t, "rank %d: ", c->boot->rank);
+    fsdpi_say(&t, "%s", text);
+    fsdpi_comm_subject(c, subject, sizeof subject);
+    c->world->transport->tell(c, status, subject, reason);
+    return fsdpi_comm_report(c);
+}
+
+// From any thread. c->now is not looked at: a lane may be in a collective of the same comm.
+static void fsdpi_comm_abort(fsdp_comm *comm, fsdp_status status, const char *why) {
+    fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    if (!why || strncmp(why, "rank ", 5) != 0) fsdpi_say(&t, "aborted by rank %d: ", c->boot->rank);
+    fsdpi_say(&t, "%s", why ? why : "no reason given");
+    c->world->transport->tell(c, status ? status : FSDP_ERR_ABORTED, "", reason);
+}
+
+static fsdp_status fsdpi_comm_poll(fsdp_comm *comm) {
+    fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
+    return fsdpi_comm_failed(c) ? fsdpi_comm_report(c) : FSDP_OK;
+}
+
+static const char *fsdpi_comm_error_text(fsdp_comm *comm) {
+    return comm ? ((fsdpi_comm *)(void *)comm)->error : fsdpi_thread_error;
+}
+
+// "rank 2" or "ranks 0, 1, 3": the members that are marked.
+static void fsdpi_say_ranks(fsdpi_text *t, const fsdpi_comm *c, const uint8_t *marked) {
+    int total = 0, said = 0;
+    for (int k = 0; k < c->size; k++) total += marked[k] != 0;
+    fsdpi_say(t, total > 1 ? "ranks" : "rank");
+    for (int k = 0; k < c->size && said < 16; k++)
+        if (marked[k]) fsdpi_say(t, "%s %d", said++ ? "," : "", (int)c->ranks[k]);
+    if (total > said) fsdpi_say(t, " and %d more", total - said);
+}
+
+/* "ranks 1, 2 have not come within 2.0 s; rank 1: its last operation was ...". */
+static void fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8_t *missing, const char *verb) {
+    int total = 0, said = 0;
+    for (int k = 0; k < c->size; k++) total += missing[k] != 0;
+    fsdpi_say_ranks(t, c, missing);
+    fsdpi_say(t, " %s not %s within %.1f s", total > 1 ? "have" : "has", verb,
+              (double)c->boot->timeout_ns * 1e-9);
+    for (int k = 0; k < c->size && said < 3; k++) {
+        if (!missing[k]) continue;
+        fsdpi_say(t, "; ");
+        if (total > 1) fsdpi_say(t, "rank %d: ", (int)c->ranks[k]);
+        c->world->transport->say_last(t, c, c->ranks[k]);
+        said++;
+    }
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>comm_check
+// Owns: what a call says of itself, and whether its arguments make sense.
+
+/* The one place where a collective becomes a record: c->now, but for its key. core/backend.h says
+   why they are two. */
+static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what) {
+    fsdpi_record *r = &c->now;
+    fsdpi_copy_name(r->what, sizeof r->what, what);
+    r->fingerprint = r->count = r->segs = r->seq = r->block = r->members = 0;
+    r->offset = r->at = r->part = r->number = 0;
+    r->kind = r->dtype = r->out_dtype = r->redop = r->in_place = r->state = 0;
+    r->root = 0, r->num_segs = 0;
+    if (!op) return;
+    r->kind = op->kind, r->dtype = op->dtype, r->redop = op->redop, r->in_place = op->in_place,
+    r->state = op->state;
+    r->fingerprint = op->fingerprint, r->count = op->count, r->seq = op->seq,
+    r->num_segs = op->num_segs;
+    if (op->kind == FSDP_OP_REDUCE_SCATTER) r->out_dtype = op->out_dtype;
+    if (op->kind == FSDP_OP_BROADCAST) r->root = op->root;
+    if (fsdpi_is_pair(op->kind))
+        r->root = op->root >= 0 && op->root < c->size ? c->ranks[op->root] : -1;
+}
+
+static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
+    for (uint32_t s = 0; op && s < op->num_segs && op->segs; s++) {
+        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].shard);
+        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].full);
+        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].count);
+    }
+    uint64_t bytes, h;
+    uint8_t kind = r->kind;
+    if (kind == FSDP_OP_RECV) r->kind = FSDP_OP_SEND; // which match each other
+    memcpy(&bytes, &r->kind, sizeof bytes); // the six bytes from kind to state, and two zeros
+    r->kind = kind;
+    h = fsdpi_hash(fsdpi_hash_text(r->what), bytes);
+    h = fsdpi_hash(fsdpi_hash(h, r->fingerprint), r->count);
+    h = fsdpi_hash(h, r->segs);
+    r->key = fsdpi_hash(h, fsdpi_is_pair(kind) ? 0 : (uint64_t)(uint32_t)r->root);
+}
+
+static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
+    int is_int = op->dtype == FSDP_I32 || op->dtype == FSDP_I64,
+        is_float = fsdp_dtype_is_float(op->dtype);
+    if (op->kind == FSDP_OP_ALL_REDUCE && !is_int && !is_float)
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced",
+                                fsdp_dtype_name(op->dtype));
+    if (op->kind != FSDP_OP_REDUCE_SCATTER) return FSDP_OK;
+    int plain = op->out_dtype == op->dtype && op->scale == 1.0 && !op->accumulate;
+    if (is_float ? !fsdp_dtype_is_float(op->out_dtype) : !is_int || !plain)
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced to %s%s",
+                                fsdp_dtype_name(op->dtype), fsdp_dtype_name(op->out_dtype),
+                                plain ? "" : " with a scale or accumulation");
+    if (plain || c->world->caps.flags & FSDP_CAP_FUSED_REDUCE) return FSDP_OK;
+    return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
+                            "a cast, scale or accumulation is not part of this reduction");
+}
+
+static fsdp_status fsdpi_check_form(fsdpi_comm *c, const fsdp_coll *op, int is_list, int64_t most) {
+    if (op->kind >= FSDP_OP_COUNT || !(c->world->caps.kinds >> op->kind & 1))
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not know operation %d",
+                                op->kind);
+    if (!fsdp_dtype_size(op->dtype) || op->count > (uint64_t)most ||
+        (is_list && op->num_segs && !op->segs))
+        return fsdpi_comm_error(
+            c, FSDP_ERR_INVALID_ARG, "dtype %d, %llu elements, %u segments at %p", op->dtype,
+            (unsigned long long)op->count, op->num_segs, (const void *)op->segs);
+    int is_member = op->root >= 0 && op->root < c->size;
+    if (op->kind == FSDP_OP_BROADCAST && !is_member)
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "root is %d, expected 0 to %d",
+                                (int)op->root, c->size - 1);
+    if (fsdpi_is_pair(op->kind) && (!is_member || op->root == c->index))
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                "the other member is %d, expected 0 to %d, and not %d",
+                                (int)op->root, c->size - 1, c->index);
+    return fsdpi_check_reduction(c, op);
+}
+
+// Whether the arguments make sense; and what peers read, but for its allocation.
+static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *span) {
+    int is_list = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER;
+    int64_t most = INT64_MAX / 32 / c->size; // elements: sums and bytes of them do not overflow
+    fsdp_status status = fsdpi_check_form(c, op, is_list, most);
+    if (status) return status;
+    int from_shard = op->kind == FSDP_OP_ALL_GATHER && !op->in_place;
+    int from_src = from_shard || op->kind == FSDP_OP_REDUCE_SCATTER ||
+                   op->kind == FSDP_OP_ALL_TO_ALL || op->kind == FSDP_OP_SEND;
+    int64_t low = is_list ? INT64_MAX : 0;
+    int64_t high = is_list ? 0
+                           : (int64_t)op->count * (op->kind == FSDP_OP_ALL_TO_ALL ? c->size : 1);
+    for (uint32_t s = 0; is_list && s < op->num_segs; s++) {
+        const fsdp_seg *seg = &op->segs[s];
+        if (seg->shard < 0 || seg->full < 0 || seg->count < 0 || seg->shard > most ||
+            seg->full > most || seg->count > most)
+            return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "segment %u is {%lld, %lld, %lld}", s,
+                                    (long long)seg->shard, (long long)seg->full,
+                                    (long long)seg->count);
+        int64_t start = from_shard ? seg->shard : seg->full;
+        int64_t end = start + (from_shard ? 1 : c->size) * seg->count;
+        if (seg->count && start < low) low = start;
+        if (seg->count && end > high) high = end;
+    }
+    span->shared = from_src ? op->src : op->dst;
+    span->low = high == 0 ? 0 : low;
+    span->high = high;
+    if (high > 0 && (!span->shared || (!op->dst && op->kind != FSDP_OP_SEND)))
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "src is %p and dst %p", op->src, op->dst);
+    return FSDP_OK;
+}
+
+// Finds the allocation in which what peers read lies: all of it has to be this rank's.
+static fsdp_status fsdpi_find_chunk(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *span) {
+    fsdpi_chunks *chunks = &c->world->chunks;
+    uint64_t size = fsdp_dtype_size(op->dtype);
+    uintptr_t at = (uintptr_t)span->shared, low = (uintptr_t)span->low * size,
+              high = (uintptr_t)span->high * size;
+    fsdpi_lock(&chunks->lock);
+    int i = fsdpi_chunk_before(chunks, at + low);
+    if (i >= 0) span->chunk = chunks->list[i];
+    fsdpi_unlock(&chunks->lock);
+    uintptr_t mine = (uintptr_t)span->chunk.base + span->chunk.part * (size_t)c->boot->rank;
+    if (span->chunk.base && at + low >= mine && at + high <= mine + span->chunk.size)
+        return FSDP_OK;
+    return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                            "bytes %llu to %llu of %s are read by peers and do not lie in one "
+                            "allocation of this backend's alloc",
+                            (unsigned long long)low, (unsigned long long)high,
+                            span->shared == op->src ? "src" : "dst");
+}
+
+static fsdp_status fsdpi_check_world(fsdpi_comm *c) {
+    int most = c->world->transport->most_ranks;
+    if (c->boot->size < 1 || c->boot->rank < 0 || c->boot->rank >= c->boot->size)
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "rank %d of %d", c->boot->rank,
+                                c->boot->size);
+    if (c->boot->size > most)
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%d ranks, at most %d", c->boot->size,
+                                most);
+    c->index = c->boot->rank;
+    c->size = c->boot->size;
+    for (int k = 0; k < c->size; k++) c->ranks[k] = k;
+    return FSDP_OK;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>comm_meet
+// Owns: the comparison. Before any rank uses what peers sent, all have the same record.
+
+static uint64_t fsdpi_key_of(const fsdpi_comm *c, int k) {
+    if (k == c->index) return c->now.key;
+    const void *record = c->shown + c->step * (size_t)k; // it begins with its key
+    return __atomic_load_n((const uint64_t *)record, __ATOMIC_RELAXED);
+}
+
+static fsdpi_record fsdpi_record_of(const fsdpi_comm *c, int k) {
+    if (k == c->index) return c->now;
+    const void *record = c->shown + c->step * (size_t)k;
+    return fsdpi_record_get((const uint64_t *)record);
+}
+
+// "all_gather of 'h.3' ..., 64 elements of f32"
+static void fsdpi_say_call(fsdpi_text *t, const fsdpi_record *r) {
+    fsdpi_say_op(t, r);
+    if (r->kind < FSDP_OP_COUNT)
+        fsdpi_say(t, ", %llu elements of %s", (unsigned long long)r->count,
+                  fsdp_dtype_name(r->dtype));
+}
+
+// "ranks disagree: ranks 0, 2: all_gather of ...; rank 1: ..."
+static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
+    fsdpi_record first = fsdpi_record_of(c, 0);
+    fsdpi_say(t, "ranks disagree");
+    for (int k = 0; k < c->size; k++) {
+        fsdpi_record record = fsdpi_record_of(c, k);
+        uint8_t equal[FSDPI_MAX_RANKS];
+        int is_first = 1;
+        for (int j = 0; j < c->size; j++) {
+            equal[j] = fsdpi_key_of(c, j) == record.key;
+            is_first &= !(equal[j] && j < k);
+        }
+        if (!is_first) continue;
+        fsdpi_say(t, k ? "; " : ": ");
+        fsdpi_say_ranks(t, c, equal);
+        fsdpi_say(t, ": ");
+        fsdpi_say_call(t, &record);
+        fsdpi_say_differences(t, &first, &record);
+    }
+}
+
+// Two of them. Of a pair that sends and receives the operations have to differ.
+static void fsdpi_say_two(fsdpi_text *t, const fsdpi_comm *c, const fsdpi_record *mine, int k,
+                          const fsdpi_record *theirs) {
+    fsdpi_record like = *theirs;
+    if (fsdpi_is_pair(mine->kind) && fsdpi_is_pair(theirs->kind))
+        like.kind = mine->kind, like.root = mine->root;
+    fsdpi_say(t, "ranks disagree: rank %d: ", c->boot->rank);
+    fsdpi_say_call(t, mine);
+    fsdpi_say(t, "; rank %d: ", (int)c->ranks[k]);
+    fsdpi_say_call(t, theirs);
+    fsdpi_say_differences(t, mine, &like);
+}
+
+// Of a pair one sends and the other receives; else all ranks call the same.
+static fsdp_status fsdpi_comm_compare(fsdpi_comm *c, const fsdp_coll *op) {
+    char reason[FSDPI_REASON];
+    fsdpi_text t = {reason, sizeof reason, 0};
+    int same = 1;
+    if (op && fsdpi_is_pair(op->kind)) {
+        fsdpi_record theirs = fsdpi_record_of(c, (int)op->root);
+        same = theirs.key == c->now.key && theirs.kind != c->now.kind;
+        if (!same) fsdpi_say_two(&t, c, &c->now, (int)op->root, &theirs);
+    } else {
+        for (int k = 0; k < c->size; k++) same &= fsdpi_key_of(c, k) == c->now.key;
+        if (!same) fsdpi_say_disagreement(&t, c);
+    }
+    if (same) return FSDP_OK;
+    // Every rank says what it did itself; the subject of the one that fails first is left out.
+    c->world->transport->tell(c, FSDP_ERR_MISMATCH, "", reason);
+    return fsdpi_comm_report(c);
+}
+
+static fsdp_status fsdpi_comm_meet(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span) {
+    fsdp_status status = c->world->transport->show(c, op, span);
+    if (!status) status = c->world->transport->hear(c, op);
+    return status ? status : fsdpi_comm_compare(c, op);
+}
+
+// A rank is in an operation from begin to end.
+static void fsdpi_comm_begin(fsdpi_comm *c) {
+    c->now.since_ns = fsdpi_boot_now(c->boot);
+    if (c->world->trace) fsdpi_trace_begin(c->world->trace, &c->now);
+}
+
+static fsdp_status fsdpi_comm_end(fsdpi_comm *c, fsdp_status status) {
+    const fsdpi_transport *transport = c->world->transport;
+    if (transport->settle) status = transport->settle(c, status);
+    if (c->world->trace) fsdpi_trace_end(c->world->trace);
+    return status;
+}
+
+static fsdp_status fsdpi_comm_run(fsdp_comm *comm, const fsdp_coll *op) {
+    fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
+    const fsdpi_transport *transport = c->world->transport;
+    fsdpi_span span = {NULL, 0, 0, {NULL, 0, 0, 0, 0}};
+    fsdpi_describe(c, op, op->what);
+    if (fsdpi_comm_failed(c)) return fsdpi_comm_report(c);
+    fsdp_status status = fsdpi_check(c, op, &span);
+    if (!status && c->size > 1 && span.high > span.low) status = fsdpi_find_chunk(c, op, &span);
+    if (status) return status;
+    fsdpi_make_key(&c->now, op);
+    fsdpi_comm_begin(c);
+    if (!c->world->is_trusting) status = fsdpi_comm_meet(c, op, &span);
+    if (!status) status = transport->move(c, op, &span);
+    return fsdpi_comm_end(c, status);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>comm_connect
+// Owns: how a world and its groups begin and end.
+
+static int fsdpi_index_of(const fsdpi_comm *c, int rank) { // size: it is no member
+    int k = 0;
+    while (k < c->size && c->ranks[k] != rank) k++;
+    return k;
+}
+
+// Checks a new group's members, and fills the child from them; the parent's record gets their hash.
+static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, fsdpi_comm *child) {
+    uint64_t h = fsdpi_hash((uint64_t)g->color, (uint64_t)g->size);
+    int wrong = g->size < 1 || g->size > parent->size || g->index < 0 || g->index >= g->size ||
+                !g->ranks || g->ranks[g->index] != parent->boot->rank;
+    for (int i = 0; !wrong && i < g->size; i++) {
+        int times = 0;
+        for (int j = 0; j < g->size; j++) times += g->ranks[j] == g->ranks[i];
+        wrong = times != 1 || fsdpi_index_of(parent, (int)g->ranks[i]) == parent->size;
+        child->ranks[i] = g->ranks[i];
+        h = fsdpi_hash(h, (uint64_t)g->ranks[i]);
+    }
+    if (wrong)
+        return fsdpi_comm_error(parent, FSDP_ERR_INVALID_ARG,
+                                "the group's ranks (%d, this one at index %d) are not different "
+                                "members of the parent",
+                                g->size, g->index);
+    parent->now.members = h;
+    child->index = g->index;
+    child->size = g->size;
+    return FSDP_OK;
+}
+
+// A failed open or split: nothing is left of the comm.
+static void fsdpi_comm_close(fsdp_comm *comm);
+
+// The child's block, filled as far as this rank can alone; NULL where it is in no group.
+static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fsdpi_comm **out) {
+    const fsdpi_transport *transport = parent->world->transport;
+    fsdpi_describe(parent, NULL, g->name);
+    parent->now.kind = FSDPI_SPLIT;
+    parent->now.key = FSDPI_SPLIT; // names and members differ between groups; that it is one not
+    if (fsdpi_comm_failed(parent)) return fsdpi_comm_report(parent);
+    if (g->color < 0) return FSDP_OK;
+    fsdpi_comm *child = (fsdpi_comm *)fsdpi_alloc(&parent->boot->allocator, transport->comm_bytes);
+    if (!child) return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+    *out = child;
+    child->world = parent->world;
+    child->boot = parent->boot;
+    fsdp_status status = fsdpi_split_members(parent, g, child);
+    if (status) return status;
+    child->id = fsdpi_hash(fsdpi_hash(parent->id, parent->splits), (uint64_t)g->ranks[0]);
+    fsdpi_describe(child, NULL, g->name);
+    child->now.kind = FSDPI_SPLIT;
+    fsdpi_copy_name(child->now.comm, sizeof child->now.comm, g->name);
+    return transport->prepare ? transport->prepare(parent, child) : FSDP_OK;
+}
+
+// All ranks of the parent split it; the members of a group have to agree about who is in it.
+static fsdp_status fsdpi_split_compare(fsdpi_comm *parent, const fsdpi_comm *child) {
+    for (int i = 0; child && i < child->size; i++) {
+        int k = fsdpi_index_of(parent, (int)child->ranks[i]);
+        if (fsdpi_record_of(parent, k).members != parent->now.members)
+            return fsdpi_comm_fail(parent, FSDP_ERR_MISMATCH,
+                                   "ranks %d and %d disagree about who is in the group",
+                                   parent->boot->rank, (int)parent->ranks[k]);
+    }
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_comm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_comm **out) {
+    fsdpi_comm *parent = (fsdpi_comm *)(void *)comm, *child = NULL;
+    *out = NULL;
+    fsdp_status status = fsdpi_split_begin(parent, g, &child);
+    if (!status) {
+        parent->splits++;
+        fsdpi_comm_begin(parent);
+        status = fsdpi_comm_meet(parent, NULL, NULL);
+        if (!status) status = fsdpi_split_compare(parent, child);
+        if (!status) status = parent->world->transport->connect(parent, child, g);
+        status = fsdpi_comm_end(parent, status);
+    }
+    if (status && child) {
+        if (child->error[0]) fsdpi_copy_name(parent->error, sizeof parent->error, child->error);
+        fsdpi_comm_close((fsdp_comm *)(void *)child);
+        child = NULL;
+    }
+    *out = (fsdp_comm *)(void *)child;
+    return status;
+}
+
+static void fsdpi_comm_close(fsdp_comm *comm) {
+    fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
+    if (!c) return;
+    fsdpi_comm_world *w = c->world;
+    const fsdpi_transport *transport = w->transport;
+    fsdp_allocator allocator = w->boot.allocator;
+    int is_world = c->is_world;
+    transport->leave(c);
+    fsdpi_free(&allocator, c);
+    if (!is_world) return;
+    for (int i = 0; i < w->chunks.count; i++) transport->give(w, &w->chunks.list[i]);
+    fsdpi_free(&allocator, w->chunks.list);
+    if (transport->close(w)) fsdpi_free(&allocator, w);
+}
+
+// A failure's text goes where error_text(NULL) finds it.
+static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_boot *boot,
+                                   fsdp_caps *caps, fsdp_comm **out) {
+    fsdpi_comm *c = (fsdpi_comm *)fsdpi_alloc(&boot->allocator, transport->comm_bytes);
+    fsdpi_comm_world *w = (fsdpi_comm_world *)fsdpi_alloc(&boot->allocator, transport->world_bytes);
+    *out = NULL;
+    if (!c || !w) {
+        fsdpi_free(&boot->allocator, c);
+        fsdpi_free(&boot->allocator, w);
+        (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error,
+                       "rank %d: the allocator refused", boot->rank);
+        return FSDP_ERR_OUT_OF_MEMORY;
+    }
+    w->boot = *boot;
+    if (!w->boot.job) w->boot.job = "";
+    w->transport = transport;
+    w->caps = transport->caps;
+    c->world = w;
+    c->boot = &w->boot;
+    c->is_world = 1;
+    c->id = FSDPI_OPEN;
+    fsdpi_describe(c, NULL, w->boot.job);
+    c->now.kind = FSDPI_OPEN;
+    fsdp_status status = fsdpi_check_world(c);
+    int opens = !status;
+    if (opens) status = transport->open(c);
+    if (!status) {
+        *caps = w->caps;
+        *out = (fsdp_comm *)(void *)c;
+        return FSDP_OK;
+    }
+    fsdpi_copy_name(fsdpi_thread_error, sizeof fsdpi_thread_error, c->error);
+    if (opens) {
+        fsdpi_comm_close((fsdp_comm *)(void *)c);
+        return status;
+    }
+    fsdpi_free(&boot->allocator, c);
+    fsdpi_free(&boot->allocator, w);
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// >>comm_memory
+// Owns: allocations. A failure leaves c->now alone: a lane may be in a collective of the same comm.
+
+static FSDPI_UNUSED void fsdpi_advise_host(fsdpi_text *t) {
     const char *whose;
     int64_t left = fsdpi_memory_left(&whose);
-    fsdpi_text t = {c->error, sizeof c->error, 0};
-    fsdpi_say(&t,
-              "rank %d: alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s; %s has %.1f MiB "
-              "left. Free memory, raise the limit, or shard over more machines",
-              c->boot->rank, (unsigned long long)size, (double)size / 1048576, c->boot->size, what,
+    fsdpi_say(t,
+              "; %s has %.1f MiB left. Free memory, raise the limit, or shard over more machines",
               whose, (double)left / 1048576);
-    return FSDP_ERR_OUT_OF_MEMORY;
 }
 
-// The two blocks of a world that is being opened, or the text of why there are none.
-static int fsdpi_open_blocks(const fsdp_boot *boot, size_t comm_size, void **comm,
-                             size_t world_size, void **world) {
-    *comm = fsdpi_alloc(&boot->allocator, comm_size);
-    *world = fsdpi_alloc(&boot->allocator, world_size);
-    if (*comm && *world) return 1;
-    fsdpi_free(&boot->allocator, *comm);
-    fsdpi_free(&boot->allocator, *world);
-    (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error, "rank %d: the allocator refused",
-                   boot->rank);
-    return 0;
+static fsdp_status fsdpi_comm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
+    fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
+    fsdpi_comm_world *w = c->world;
+    fsdpi_chunk chunk = {NULL, size, 0, 0, 0};
+    const char *why = "";
+    *ptr = NULL;
+    fsdp_status status = w->transport->take(w, &chunk, &why);
+    if (!status && !fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
+        w->transport->give(w, &chunk);
+        status = FSDP_ERR_OUT_OF_MEMORY;
+        why = "the allocator refused";
+    }
+    if (!status) {
+        *ptr = chunk.base + chunk.part * (size_t)c->boot->rank;
+        return FSDP_OK;
+    }
+    fsdpi_text t = {c->error, sizeof c->error, 0};
+    fsdpi_say(&t, "rank %d: alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s", c->boot->rank,
+              (unsigned long long)size, (double)size / 1048576, c->boot->size, why);
+    if (status == FSDP_ERR_OUT_OF_MEMORY) w->transport->advise(&t);
+    return status;
 }
 
-// A failed open: its text goes where error_text(NULL) finds it.
-static void fsdpi_open_failed(const fsdpi_comm *c) {
-    fsdpi_copy_name(fsdpi_thread_error, sizeof fsdpi_thread_error, c->error);
+static void fsdpi_comm_free(fsdp_comm *comm, void *ptr, size_t size) {
+    fsdpi_comm_world *w = ((fsdpi_comm *)(void *)comm)->world;
+    fsdpi_chunk chunk;
+    (void)size;
+    if (ptr && fsdpi_chunk_take(&w->chunks, w->boot.rank, ptr, &chunk))
+        w->transport->give(w, &chunk);
 }
 
 #ifdef __cplusplus
@@ -3717,7 +4775,7 @@ extern int fsdpi_shm_fallocate(int fd, int mode, off_t offset, off_t size) __asm
 #define FSDPI_SHM_MAGIC     "fsdpshm1"
 #define FSDPI_SHM_KINDS                                                                            \
     (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
-     1u << FSDP_OP_BROADCAST)
+     1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
 
 enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
 
@@ -3725,7 +4783,12 @@ enum { FSDPI_SHM_ABSENT = 0, FSDPI_SHM_JOINED, FSDPI_SHM_LEFT };
 typedef struct fsdpi_shm_place {
     uint64_t record[FSDPI_RECORD_WORDS];
     uint32_t arrived; // number of the last barrier this rank has come to
-    uint32_t reserved[(64 - (sizeof(fsdpi_record) + 4) % 64) / 4];
+    uint32_t pad0[15 - sizeof(fsdpi_record) / 4 % 16];
+    // send and recv
+    uint64_t call;         // the last one: its number, and in the low half the other member
+    uint32_t done;         // number of the last one in which this rank needs nothing any more
+    uint32_t bell, asleep; // another member has news for this rank; which sleeps
+    uint32_t pad1[11];
 } fsdpi_shm_place;
 
 /* Common block of a comm: a central barrier, then a place for each rank. `count` is of all arrivals
@@ -3742,64 +4805,75 @@ typedef struct fsdpi_shm_peer {
     uint32_t state, pid;
 } fsdpi_shm_peer;
 
-// Threads: one block of the heap that ranks share.
-typedef struct fsdpi_shm_node {
-    struct fsdpi_shm_node *next;
-    uint64_t number; // place of the allocation, or ~number of the group
-    size_t bytes;
-    int users, freed; // ranks that asked for it; that no longer use it
-    fsdp_allocator allocator;
+// Threads: a block of the heap that peers use, too; they do from FSDPI_ALIGN bytes behind it on.
+typedef struct fsdpi_shm_block {
+    struct fsdpi_shm_block *next;
+    fsdp_allocator allocator; // that made it, and has to serve until the last rank has closed
+    int users;                // that have to give it back
+} fsdpi_shm_block;
+typedef char fsdpi_shm_block_has_room[FSDPI_ALIGN >= sizeof(fsdpi_shm_block) ? 1 : -1];
+
+// Processes: an allocation of a peer that lies elsewhere than this rank's own, mapped here.
+typedef struct fsdpi_shm_remote {
     char *base;
-} fsdpi_shm_node;
+    uint64_t at;
+    size_t part;
+} fsdpi_shm_remote;
 
 /* Common block of the world; the peers and the world's group follow. */
 typedef struct fsdpi_shm_control {
-    uint64_t top; // file offset of the next group's block; threads: number of groups so far
+    uint64_t top; // processes: file offset of the next group's block
     uint32_t refs;
     int32_t size;
     uint32_t failed; // 0, 1: a rank is writing the verdict, 2: it stands
     fsdpi_verdict verdict;
-    fsdpi_shm_node *nodes; // threads
+    fsdpi_shm_block *blocks; // threads
     fsdp_allocator allocator;
 } fsdpi_shm_control;
 
 typedef struct fsdpi_shm_world {
-    fsdp_boot boot;
+    fsdpi_comm_world base;
     fsdpi_shm_control *control;
     fsdpi_shm_peer *peers;
     int fd; // -1: threads
     int spin_max, joined;
     size_t page;
-    fsdpi_chunks chunks;
     uint64_t next_at;
+    uint32_t lock;             // of the rest
+    uint64_t num_numbers;      // of peers' allocations that remotes has room for
+    fsdpi_shm_remote *remotes; // [num_numbers][ranks]
 } fsdpi_shm_world;
 
 typedef struct fsdpi_shm_comm {
     fsdpi_comm base;
-    fsdpi_shm_world *world;
     fsdpi_shm_group *group;
     fsdpi_shm_place *places;
     uint64_t block; // place of the group's block
     uint32_t barrier, waits;
-    int spin, is_world;
+    int spin;
+    uint32_t calls;               // of send and recv so far
+    fsdpi_shm_place *other;       // the member that this rank waits for; NULL: a barrier
+    uint32_t theirs;              // number of its call for this rank; 0: it has not come yet
+    uint32_t met[FSDPI_MAX_SRCS]; // by member: number of its last call that was for this rank
     char small[FSDPI_SHM_SMALL];
 } fsdpi_shm_comm;
 
-// The buffer of a collective that peers read.
-typedef struct fsdpi_shm_view {
-    char *mine;
-    size_t part;
-} fsdpi_shm_view;
+static fsdpi_shm_comm *fsdpi_shm_comm_of(fsdpi_comm *base) {
+    return (fsdpi_shm_comm *)(void *)base;
+}
+
+static fsdpi_shm_world *fsdpi_shm_world_of(const fsdpi_shm_comm *c) {
+    return (fsdpi_shm_world *)(void *)c->base.world;
+}
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_fail
-// Owns: the abort record. The first rank that fails writes it, once; from then on every wait ends
-// and every call returns its status.
+// Owns: the verdict, in common memory. The first rank that fails writes it, once; from then on
+// every wait ends and every call returns its status.
 
 // What a rank of the world did last: it says why the rank is not here.
 static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)base;
-    fsdpi_shm_peer *peer = &c->world->peers[rank];
+    fsdpi_shm_peer *peer = &fsdpi_shm_world_of(fsdpi_shm_comm_of(base))->peers[rank];
     if (FSDPI_LOAD(&peer->state) == FSDPI_SHM_ABSENT) {
         fsdpi_say(t, "it has not joined the job");
         return;
@@ -3810,57 +4884,59 @@ static void fsdpi_shm_say_last(fsdpi_text *t, fsdpi_comm *base, int rank) {
     fsdpi_say_done(t, busy, 0, operation, fsdpi_boot_now(base->boot) - since_ns);
 }
 
-static void fsdpi_shm_raise(fsdpi_shm_world *w, fsdp_status status, const char *subject,
-                            const char *reason) {
-    fsdpi_shm_control *control = w->control;
+static void fsdpi_shm_tell(fsdpi_comm *base, fsdp_status status, const char *subject,
+                           const char *reason) {
+    const fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    const fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    fsdpi_verdict *verdict = &w->control->verdict;
     uint32_t none = 0;
-    if (!__atomic_compare_exchange_n(&control->failed, &none, 1u, 0, __ATOMIC_ACQ_REL,
-                                     __ATOMIC_ACQUIRE))
-        return;
-    control->verdict.status = (int32_t)status;
-    control->verdict.rank = w->boot.rank;
-    control->verdict.lost = -1;
-    fsdpi_copy_name(control->verdict.subject, sizeof control->verdict.subject, subject);
-    fsdpi_copy_name(control->verdict.reason, sizeof control->verdict.reason, reason);
-    FSDPI_STORE(&control->failed, 2u);
+    if (__atomic_compare_exchange_n(&w->control->failed, &none, 1u, 0, __ATOMIC_ACQ_REL,
+                                    __ATOMIC_ACQUIRE)) {
+        verdict->status = (int32_t)status;
+        verdict->rank = base->boot->rank;
+        verdict->lost = -1;
+        fsdpi_copy_name(verdict->subject, sizeof verdict->subject, subject);
+        fsdpi_copy_name(verdict->reason, sizeof verdict->reason, reason);
+        FSDPI_STORE(&w->control->failed, 2u);
+    }
     // Ranks that sleep elsewhere see it at the end of their slice.
-    fsdpi_shm_group *group = (fsdpi_shm_group *)(void *)(w->peers + control->size);
+    fsdpi_shm_group *group = (fsdpi_shm_group *)(void *)(w->peers + w->control->size);
     fsdpi_futex_wake_all(&group->generation, w->fd >= 0);
+    if (!base->is_world) fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
 }
 
-// The status and text of a failed world for this rank.
-static fsdp_status fsdpi_shm_report(fsdpi_shm_comm *c) {
-    fsdpi_shm_control *control = c->world->control;
-    for (int i = 0; i < 100 && FSDPI_LOAD(&control->failed) != 2; i++) fsdpi_sleep_ns(100000);
-    if (FSDPI_LOAD(&control->failed) == 2) return fsdpi_comm_report(&c->base, &control->verdict);
-    return fsdpi_comm_error(&c->base, FSDP_ERR_ABORTED,
-                            "a rank ended while it was reporting a failure");
-}
-
-// Ends the world because of the operation that this rank is in.
-static fsdp_status fsdpi_shm_fail(fsdpi_shm_comm *c, fsdp_status status, const char *reason) {
-    char subject[sizeof c->world->control->verdict.subject];
-    fsdpi_comm_subject(&c->base, subject, sizeof subject);
-    fsdpi_shm_raise(c->world, status, subject, reason);
-    if (!c->is_world) fsdpi_futex_wake_all(&c->group->generation, c->world->fd >= 0);
-    return fsdpi_shm_report(c);
-}
-
-// A failure of this rank alone that ends the call for all: the reason names who it was.
-static fsdp_status fsdpi_shm_fail_here(fsdpi_shm_comm *c, fsdp_status status, const char *what) {
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say(&t, "rank %d: %s", c->world->boot.rank, what);
-    return fsdpi_shm_fail(c, status, reason);
+static int fsdpi_shm_verdict(fsdpi_comm_world *base, fsdpi_verdict *out) {
+    const fsdpi_shm_control *control = ((fsdpi_shm_world *)(void *)base)->control;
+    for (int i = 0; i < 100 && FSDPI_LOAD(&control->failed) == 1; i++) fsdpi_sleep_ns(100000);
+    uint32_t failed = FSDPI_LOAD(&control->failed);
+    if (failed == 2) *out = control->verdict;
+    if (failed != 1) return failed == 2;
+    memset(out, 0, sizeof *out);
+    out->status = FSDP_ERR_ABORTED;
+    fsdpi_copy_name(out->reason, sizeof out->reason,
+                    "a rank ended while it was reporting a failure");
+    return 1;
 }
 
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_wait
 // Owns: barriers, and everything that may end a wait: all have come, the world failed, a peer is
-// gone, the deadline. Barrier numbers and counts are compared modulo 2^32.
+// gone, the deadline. Numbers of barriers and calls, and counts, are compared modulo 2^32.
 
-static int fsdpi_shm_is_open(fsdpi_shm_comm *c) { // the barrier that this rank came to last
-    return (int32_t)(FSDPI_LOAD(&c->group->generation) - c->barrier) >= 0;
+// The number of the other one's call of send or recv for this rank, 0: it has not come yet. It is
+// in that call until this rank has finished, too.
+static uint32_t fsdpi_shm_call_of(const fsdpi_shm_comm *c, const fsdpi_shm_place *other) {
+    uint64_t call = FSDPI_LOAD(&other->call);
+    uint32_t number = (uint32_t)(call >> 32), member = (uint32_t)call;
+    return member == (uint32_t)c->base.index && number != c->met[other - c->places] ? number : 0;
+}
+
+// Whether what this rank waits for is there: the barrier that it came to last, or the other one of
+// a pair.
+static int fsdpi_shm_is_open(const fsdpi_shm_comm *c) {
+    if (!c->other) return (int32_t)(FSDPI_LOAD(&c->group->generation) - c->barrier) >= 0;
+    if (!c->theirs) return fsdpi_shm_call_of(c, c->other) != 0;
+    return (int32_t)(FSDPI_LOAD(&c->other->done) - c->theirs) >= 0;
 }
 
 static struct flock fsdpi_shm_byte(int rank) {
@@ -3879,15 +4955,17 @@ static int fsdpi_shm_is_dead(const fsdpi_shm_world *w, int rank) {
     return w->fd >= 0 && fcntl(w->fd, F_GETLK, &lock) == 0 && lock.l_type == F_UNLCK;
 }
 
-// OK while all members that have joined are alive; `thorough` also asks the kernel.
+// OK while all that this rank waits for are alive, if they have joined; `thorough` also asks the
+// kernel.
 static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
     for (int k = 0; k < c->base.size; k++) {
         int rank = c->base.ranks[k];
-        fsdpi_shm_peer *peer = &c->world->peers[rank];
+        fsdpi_shm_peer *peer = &fsdpi_shm_world_of(c)->peers[rank];
         uint32_t state = FSDPI_LOAD(&peer->state);
         int left = state == FSDPI_SHM_LEFT;
-        if (rank == c->world->boot.rank || state == FSDPI_SHM_ABSENT) continue;
-        if (!left && !(thorough && fsdpi_shm_is_dead(c->world, rank))) continue;
+        if (c->other && c->other != &c->places[k]) continue;
+        if (rank == c->base.boot->rank || state == FSDPI_SHM_ABSENT) continue;
+        if (!left && !(thorough && fsdpi_shm_is_dead(fsdpi_shm_world_of(c), rank))) continue;
         // It may have gone after it opened the barrier, just now; and a rank that closes says so
         // before it drops its lock.
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
@@ -3897,7 +4975,7 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
         if (left) fsdpi_say(&t, "rank %d has shut down; ", rank);
         else fsdpi_say(&t, "rank %d has died (process %u); ", rank, peer->pid);
         fsdpi_shm_say_last(&t, &c->base, rank);
-        return fsdpi_shm_fail(c, FSDP_ERR_PEER_LOST, reason);
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", reason);
     }
     return FSDP_OK;
 }
@@ -3905,7 +4983,8 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
 static int fsdpi_shm_all_busy(const fsdpi_shm_comm *c, const uint8_t *marked) {
     int busy = 1;
     for (int k = 0; k < c->base.size; k++)
-        busy &= !marked[k] || FSDPI_LOAD(&c->world->peers[c->base.ranks[k]].trace.busy) > 0;
+        busy &= !marked[k] ||
+                FSDPI_LOAD(&fsdpi_shm_world_of(c)->peers[c->base.ranks[k]].trace.busy) > 0;
     return busy;
 }
 
@@ -3914,23 +4993,25 @@ static fsdp_status fsdpi_shm_late(fsdpi_shm_comm *c, const char *verb) {
     uint8_t missing[FSDPI_MAX_SRCS];
     int total = 0;
     for (int k = 0; k < c->base.size; k++) {
-        missing[k] = (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) < 0;
+        missing[k] = c->other ? c->other == &c->places[k] && !fsdpi_shm_is_open(c)
+                              : (int32_t)(FSDPI_LOAD(&c->places[k].arrived) - c->barrier) < 0;
         total += missing[k];
     }
     if (total == 0) return FSDP_OK;
     // Who waits for another rank elsewhere is not to blame, and will tell who is.
     for (int i = 0; i < 100 && fsdpi_shm_all_busy(c, missing); i++) {
-        if (FSDPI_LOAD(&c->world->control->failed)) return fsdpi_shm_report(c);
+        if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base);
         fsdpi_sleep_ns(1000000);
     }
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_late(&t, &c->base, missing, verb, fsdpi_shm_say_last);
-    return fsdpi_shm_fail(c, FSDP_ERR_TIMEOUT, reason);
+    fsdpi_say_late(&t, &c->base, missing, verb);
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_TIMEOUT, "%s", reason);
 }
 
 static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
     fsdpi_shm_group *group = c->group;
+    c->other = NULL;
     c->barrier++;
     __atomic_store_n(&c->places[c->base.index].arrived, c->barrier, __ATOMIC_RELAXED);
     if (__atomic_add_fetch(&group->count, 1u, __ATOMIC_ACQ_REL) !=
@@ -3939,12 +5020,12 @@ static void fsdpi_shm_arrive(fsdpi_shm_comm *c) {
     // Either this load sees the sleeper, or the sleeper's futex call sees the new generation.
     __atomic_store_n(&group->generation, c->barrier, __ATOMIC_SEQ_CST);
     if (__atomic_load_n(&group->sleepers, __ATOMIC_SEQ_CST))
-        fsdpi_futex_wake_all(&group->generation, c->world->fd >= 0);
+        fsdpi_futex_wake_all(&group->generation, fsdpi_shm_world_of(c)->fd >= 0);
 }
 
 // verb: what the missing ranks have not done, for the text.
 static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     if (fsdpi_shm_is_open(c)) return FSDP_OK;
     // Spin as long as that helps. Where ranks do not run at the same time it never does, and then
     // it costs the peer its core: so less after each failure, but a full try now and then.
@@ -3956,20 +5037,23 @@ static fsdp_status fsdpi_shm_wait(fsdpi_shm_comm *c, const char *verb) {
         return FSDP_OK;
     }
     c->spin /= 4;
-    int64_t start = fsdpi_boot_now(&w->boot);
+    fsdpi_shm_place *me = &c->places[c->base.index];
+    uint32_t *word = c->other ? &me->bell : &c->group->generation,
+             *sleepers = c->other ? &me->asleep : &c->group->sleepers;
+    int64_t start = fsdpi_boot_now(&w->base.boot);
     for (int turn = 0;; turn++) {
-        uint32_t seen = FSDPI_LOAD(&c->group->generation);
+        uint32_t seen = FSDPI_LOAD(word);
         if (fsdpi_shm_is_open(c)) return FSDP_OK;
-        if (FSDPI_LOAD(&w->control->failed)) return fsdpi_shm_report(c);
+        if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base);
         fsdp_status status = fsdpi_shm_check_peers(c, turn > 0);
-        int64_t left = w->boot.timeout_ns - (fsdpi_boot_now(&w->boot) - start);
+        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->base.boot) - start);
         if (!status && left <= 0) status = fsdpi_shm_late(c, verb);
         if (status) return status;
-        __atomic_add_fetch(&c->group->sleepers, 1u, __ATOMIC_SEQ_CST);
-        fsdpi_futex_wait(&c->group->generation, seen,
+        __atomic_add_fetch(sleepers, 1u, __ATOMIC_SEQ_CST);
+        fsdpi_futex_wait(word, seen,
                          left > 0 && left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS,
                          w->fd >= 0);
-        __atomic_sub_fetch(&c->group->sleepers, 1u, __ATOMIC_SEQ_CST);
+        __atomic_sub_fetch(sleepers, 1u, __ATOMIC_SEQ_CST);
     }
 }
 
@@ -3978,43 +5062,12 @@ static fsdp_status fsdpi_shm_barrier(fsdpi_shm_comm *c, const char *verb) {
     return fsdpi_shm_wait(c, verb);
 }
 
-// Shows c->base.now to the members, and to whoever will ask what this rank did last.
-static void fsdpi_shm_publish(fsdpi_shm_comm *c) {
-    fsdpi_shm_peer *me = &c->world->peers[c->world->boot.rank];
-    c->base.now.since_ns = fsdpi_boot_now(&c->world->boot);
-    fsdpi_record_put(c->places[c->base.index].record, &c->base.now);
-    fsdpi_trace_begin(&me->trace, &c->base.now);
-}
-
-static void fsdpi_shm_done(fsdpi_shm_comm *c) {
-    fsdpi_trace_end(&c->world->peers[c->world->boot.rank].trace);
-}
-
-// All members have published, and no record changes before all have read it.
-static fsdpi_record fsdpi_shm_record_of(const fsdpi_comm *base, int k) {
-    return fsdpi_record_get(((const fsdpi_shm_comm *)(const void *)base)->places[k].record);
-}
-
-static fsdp_status fsdpi_shm_compare(fsdpi_shm_comm *c) {
-    int same = 1;
-    for (int k = 0; k < c->base.size; k++)
-        same &= __atomic_load_n(&c->places[k].record[0], __ATOMIC_RELAXED) ==
-                c->base.now.key; // key comes first
-    if (same) return FSDP_OK;
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_disagreement(&t, &c->base, fsdpi_shm_record_of);
-    // Every rank says what it did itself; the subject of the one that fails first is left out.
-    fsdpi_shm_raise(c->world, FSDP_ERR_MISMATCH, "", reason);
-    return fsdpi_shm_report(c);
-}
-
 /* -------------------------------------------------------------------------------------------- */
 // >>shm_memory
-// Owns: memory that peers may read. Invariants: an allocation has the same place and part on every
-// rank that has allocated the same before, also after one that failed; a part is backed by memory
-// before anyone can touch it; no
-// part of the file is used twice, so that new memory is zero and a late reader sees no new data.
+// Owns: memory that peers may read, and where it is in this process. Invariants: a part is backed
+// by memory before anyone can touch it; no part of the file is used twice, so that new memory is
+// zero, a late reader sees no new data, and a place in the file names one allocation for ever; what
+// is freed after a failure stays readable, since a peer may not have noticed yet.
 
 static void fsdpi_shm_give_back(const fsdpi_shm_world *w, uint64_t at, size_t bytes) {
     (void)fsdpi_shm_fallocate(w->fd, 3 /* KEEP_SIZE | PUNCH_HOLE */, (off_t)at, (off_t)bytes);
@@ -4028,7 +5081,7 @@ static int fsdpi_shm_reserve(const fsdpi_shm_world *w, uint64_t at, size_t bytes
     if ((int64_t)bytes > left) return 0;
     for (size_t done = 0; done < bytes;) {
         size_t step = bytes - done < FSDPI_SHM_STEP ? bytes - done : FSDPI_SHM_STEP;
-        int refused = done > 0 && (int64_t)step * w->boot.size > fsdpi_memory_left(&whose);
+        int refused = done > 0 && (int64_t)step * w->base.boot.size > fsdpi_memory_left(&whose);
         if (!refused && fsdpi_shm_fallocate(w->fd, 0, (off_t)(at + done), (off_t)step) == 0) {
             done += step;
         } else if (refused || errno != EINTR) {
@@ -4048,63 +5101,52 @@ static size_t fsdpi_shm_round(const fsdpi_shm_world *w, size_t bytes) {
     return (bytes + w->page - 1) / w->page * w->page;
 }
 
-/* Threads: a block of `bytes`, made by the first rank that asks for its place. The block keeps the
-   allocator that made it, which has to serve until the last rank has closed. */
-static fsdpi_shm_node *fsdpi_shm_share(fsdpi_shm_world *w, uint64_t number, size_t bytes) {
+/* Threads: a block that `users` ranks have to give back. Under the lock, so that what is left is
+   checked after the others have taken theirs. */
+static char *fsdpi_shm_share(fsdpi_shm_world *w, size_t bytes, int users) {
     const char *whose;
-    fsdpi_lock(&w->boot.threads->lock);
-    fsdpi_shm_node *node = w->control->nodes;
-    while (node && (node->number != number || node->bytes != bytes)) node = node->next;
-    if (!node && (bytes < FSDPI_SHM_STEP / 256 || (int64_t)bytes < fsdpi_memory_left(&whose)))
-        node = (fsdpi_shm_node *)fsdpi_alloc(&w->boot.allocator, sizeof *node);
-    if (node && !node->base) {
-        node->base = (char *)fsdpi_alloc(&w->boot.allocator, bytes);
-        if (node->base) {
-            node->number = number;
-            node->bytes = bytes;
-            node->allocator = w->boot.allocator;
-            node->next = w->control->nodes;
-            w->control->nodes = node;
-        } else {
-            fsdpi_free(&w->boot.allocator, node);
-            node = NULL;
-        }
+    fsdpi_shm_block *block = NULL;
+    fsdpi_lock(&w->base.boot.threads->lock);
+    if (bytes < FSDPI_SHM_STEP / 256 || (int64_t)bytes < fsdpi_memory_left(&whose))
+        block = (fsdpi_shm_block *)fsdpi_alloc(&w->base.boot.allocator, FSDPI_ALIGN + bytes);
+    if (block) {
+        block->allocator = w->base.boot.allocator;
+        block->users = users;
+        block->next = w->control->blocks;
+        w->control->blocks = block;
     }
-    if (node) node->users++;
-    fsdpi_unlock(&w->boot.threads->lock);
-    return node;
+    fsdpi_unlock(&w->base.boot.threads->lock);
+    return block ? (char *)block + FSDPI_ALIGN : NULL;
 }
 
-// One of `users` ranks (0: of those who asked for it) has finished with a block; the last one frees
-// it.
-static void fsdpi_shm_unshare(fsdpi_shm_world *w, const void *base, int users) {
-    fsdpi_lock(&w->boot.threads->lock);
-    fsdpi_shm_node **link = &w->control->nodes, *node;
-    while ((*link)->base != (const char *)base) link = &(*link)->next;
-    node = *link;
-    if (++node->freed == (users ? users : node->users)) {
-        fsdp_allocator allocator = node->allocator;
-        *link = node->next;
-        fsdpi_free(&allocator, node->base);
-        fsdpi_free(&allocator, node);
+// The last user frees the block; after a failure the last rank that closes does.
+static void fsdpi_shm_unshare(fsdpi_shm_world *w, void *base) {
+    fsdpi_shm_block *block = (fsdpi_shm_block *)(void *)((char *)base - FSDPI_ALIGN);
+    fsdpi_lock(&w->base.boot.threads->lock);
+    if (--block->users == 0 && !FSDPI_LOAD(&w->control->failed)) {
+        fsdp_allocator allocator = block->allocator;
+        fsdpi_shm_block **link = &w->control->blocks;
+        while (*link != block) link = &(*link)->next;
+        *link = block->next;
+        fsdpi_free(&allocator, block);
     }
-    fsdpi_unlock(&w->boot.threads->lock);
+    fsdpi_unlock(&w->base.boot.threads->lock);
 }
 
 // Where a rank's part is in the file. Each rank has an arena of its own, so that ranks which
 // allocate differently, because they are in different groups, do not meet.
-static uint64_t fsdpi_shm_offset(const fsdpi_chunk *chunk, int rank) {
-    return chunk->at + FSDPI_SHM_ARENA * (uint64_t)rank;
+static uint64_t fsdpi_shm_offset(uint64_t at, int rank) {
+    return at + FSDPI_SHM_ARENA * (uint64_t)rank;
 }
 
 // The parts of all ranks, side by side in this process.
 static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
-    size_t part = chunk->part, ranks = (size_t)w->boot.size;
+    size_t part = chunk->part, ranks = (size_t)w->base.boot.size;
     void *base = mmap(NULL, part * ranks, PROT_NONE, MAP_PRIVATE | FSDPI_SHM_ANON, -1, 0);
     if (base == MAP_FAILED) return NULL;
     for (size_t r = 0; r < ranks; r++) {
         void *at = mmap((char *)base + r * part, part, PROT_READ | PROT_WRITE,
-                        MAP_SHARED | MAP_FIXED, w->fd, (off_t)fsdpi_shm_offset(chunk, (int)r));
+                        MAP_SHARED | MAP_FIXED, w->fd, (off_t)fsdpi_shm_offset(chunk->at, (int)r));
         if (at != MAP_FAILED) continue;
         (void)munmap(base, part * ranks);
         return NULL;
@@ -4112,50 +5154,84 @@ static char *fsdpi_shm_map_parts(const fsdpi_shm_world *w, const fsdpi_chunk *ch
     return (char *)base;
 }
 
-static void fsdpi_shm_release(fsdpi_shm_world *w, const fsdpi_chunk *chunk) {
-    size_t ranks = (size_t)w->boot.size;
+static void fsdpi_shm_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
+    fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
+    size_t ranks = (size_t)w->base.boot.size;
     if (w->fd < 0) {
-        fsdpi_shm_unshare(w, chunk->base, 0);
+        fsdpi_shm_unshare(w, chunk->base);
         return;
     }
     (void)munmap(chunk->base, chunk->part * ranks);
-    fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk, w->boot.rank), chunk->part);
+    fsdpi_shm_give_back(w, fsdpi_shm_offset(chunk->at, w->base.boot.rank), chunk->part);
 }
 
-static fsdp_status fsdpi_shm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
-    fsdpi_shm_world *w = c->world;
-    size_t ranks = (size_t)w->boot.size;
-    *ptr = NULL;
-    if (size > FSDPI_SHM_MAX_BYTES / ranks || w->next_at + size > FSDPI_SHM_ARENA)
-        return fsdpi_no_memory(&c->base, size, "that is more than can be addressed");
-    fsdpi_chunk chunk = {NULL, size, fsdpi_shm_round(w, size ? size : 1), w->next_at};
-    w->next_at += chunk.part;
+/* The lowest number that no allocation of this rank has. Peers keep one mapping for each number, so
+   that what they map does not grow with what was freed long ago. */
+static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
+    uint64_t number = 0;
+    for (int i = 0; i < chunks->count; i++)
+        if (chunks->list[i].number == number) number++, i = -1;
+    return number;
+}
+
+static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, const char **why) {
+    fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
+    const size_t size = chunk->size;
+    *why = "that is more than can be addressed";
+    if (size > FSDPI_SHM_MAX_BYTES / (size_t)base->boot.size || w->next_at + size > FSDPI_SHM_ARENA)
+        return FSDP_ERR_OUT_OF_MEMORY;
+    *why = "memory is short";
+    chunk->at = w->next_at;
+    chunk->number = fsdpi_shm_number(&base->chunks);
     if (w->fd < 0) {
-        fsdpi_shm_node *node = fsdpi_shm_share(w, chunk.at, chunk.part * ranks);
-        if (node) chunk.base = node->base;
+        chunk->base = fsdpi_shm_share(w, size, 1);
     } else {
-        uint64_t mine = fsdpi_shm_offset(&chunk, w->boot.rank);
-        if (!fsdpi_shm_reserve(w, mine, chunk.part))
-            return fsdpi_no_memory(&c->base, size, "memory is short");
-        chunk.base = fsdpi_shm_map_parts(w, &chunk);
-        if (!chunk.base) fsdpi_shm_give_back(w, mine, chunk.part);
+        chunk->part = fsdpi_shm_round(w, size ? size : 1);
+        w->next_at += chunk->part;
+        uint64_t mine = fsdpi_shm_offset(chunk->at, base->boot.rank);
+        if (!fsdpi_shm_reserve(w, mine, chunk->part)) return FSDP_ERR_OUT_OF_MEMORY;
+        *why = "address space is short";
+        chunk->base = fsdpi_shm_map_parts(w, chunk);
+        if (!chunk->base) fsdpi_shm_give_back(w, mine, chunk->part);
     }
-    if (!chunk.base) return fsdpi_no_memory(&c->base, size, "memory or address space is short");
-    if (!fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
-        fsdpi_shm_release(w, &chunk);
-        return fsdpi_no_memory(&c->base, size, "the allocator refused");
-    }
-    *ptr = chunk.base + chunk.part * (size_t)w->boot.rank;
-    return FSDP_OK;
+    return chunk->base ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
 }
 
-static void fsdpi_shm_free(fsdp_comm *comm, void *ptr, size_t size) {
-    fsdpi_shm_world *w = ((fsdpi_shm_comm *)(void *)comm)->world;
-    fsdpi_chunk chunk;
-    (void)size;
-    if (ptr && fsdpi_chunk_take(&w->chunks, w->boot.rank, ptr, &chunk))
-        fsdpi_shm_release(w, &chunk);
+// Room for allocations of peers up to `number`.
+static int fsdpi_shm_grow_remotes(fsdpi_shm_world *w, uint64_t number) {
+    size_t ranks = (size_t)w->base.boot.size, num = number < 8 ? 16 : 2 * (size_t)number;
+    if (number < w->num_numbers) return 1;
+    fsdpi_shm_remote *more = (fsdpi_shm_remote *)fsdpi_alloc(&w->base.boot.allocator,
+                                                             num * ranks * sizeof *more);
+    if (!more) return 0;
+    if (w->remotes) memcpy(more, w->remotes, w->num_numbers * ranks * sizeof *more);
+    fsdpi_free(&w->base.boot.allocator, w->remotes);
+    w->remotes = more;
+    w->num_numbers = num;
+    return 1;
+}
+
+static void fsdpi_shm_unmap_remote(fsdpi_shm_remote *remote) {
+    if (remote->base) (void)munmap(remote->base, remote->part);
+    remote->base = NULL;
+}
+
+/* Where an allocation of a peer is in this process; mapped if it was not. One that had its number
+   before is freed: who uses it has finished, or the world would have failed and not come here. */
+static char *fsdpi_shm_map_remote(fsdpi_shm_world *w, int rank, uint64_t at, size_t part,
+                                  uint64_t number) {
+    char *base = NULL;
+    fsdpi_lock(&w->lock);
+    if (fsdpi_shm_grow_remotes(w, number)) {
+        fsdpi_shm_remote *remote = &w->remotes[number * (size_t)w->base.boot.size + (size_t)rank];
+        if (remote->at != at) fsdpi_shm_unmap_remote(remote);
+        if (!remote->base) remote->base = fsdpi_shm_map(w, fsdpi_shm_offset(at, rank), part);
+        remote->at = at;
+        remote->part = part;
+        base = remote->base;
+    }
+    fsdpi_unlock(&w->lock);
+    return base;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -4163,21 +5239,86 @@ static void fsdpi_shm_free(fsdp_comm *comm, void *ptr, size_t size) {
 // Owns: collectives. Between the two barriers of an operation every rank may read what its peers
 // showed; it writes only its own memory, and there only what no peer reads in the same phase.
 
-static char *fsdpi_shm_of(const fsdpi_shm_comm *c, const fsdpi_shm_view *view,
-                          int k) { // member k's copy
-    return view->mine + (c->base.ranks[k] - c->world->boot.rank) * (ptrdiff_t)view->part;
+static uint64_t fsdpi_shm_word(const fsdpi_shm_comm *c, int k, size_t offset) { // of a record
+    return __atomic_load_n(&c->places[k].record[offset / sizeof(uint64_t)], __ATOMIC_RELAXED);
 }
 
+// Tells a member what this rank has written for it before.
+static void fsdpi_shm_ring(fsdpi_shm_comm *c, fsdpi_shm_place *other) {
+    // Either this load sees the sleeper, or the sleeper's futex call sees the new number.
+    __atomic_add_fetch(&other->bell, 1u, __ATOMIC_SEQ_CST);
+    if (__atomic_load_n(&other->asleep, __ATOMIC_SEQ_CST))
+        fsdpi_futex_wake_all(&other->bell, fsdpi_shm_world_of(c)->fd >= 0);
+}
+
+/* send and recv: the two wait for each other, both compare, the receiver reads; then each waits
+   until the other one needs its memory and its record no more. No barrier counts this. */
+static void fsdpi_shm_call(fsdpi_shm_comm *c, int k) {
+    if (++c->calls == 0) c->calls = 1; // 0 is none
+    c->other = &c->places[k];
+    c->theirs = 0;
+    FSDPI_STORE(&c->places[c->base.index].call, (uint64_t)c->calls << 32 | (uint32_t)k);
+    fsdpi_shm_ring(c, c->other);
+}
+
+// Shows c->base.now to the members, and where this rank's buffer is: no record changes before all
+// have read it.
+static fsdp_status fsdpi_shm_show(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdpi_record *now = &base->now;
+    if (span && span->chunk.base) {
+        const fsdpi_chunk *mine = &span->chunk;
+        now->offset = (uint64_t)(uintptr_t)span->shared;
+        if (fsdpi_shm_world_of(c)->fd >= 0) {
+            now->offset -= (uint64_t)(uintptr_t)mine->base + mine->part * (size_t)base->boot->rank;
+            now->at = mine->at, now->part = mine->part, now->number = mine->number;
+        }
+    }
+    fsdpi_record_put(c->places[base->index].record, now);
+    if (op && fsdpi_is_pair(op->kind)) fsdpi_shm_call(c, (int)op->root);
+    else fsdpi_shm_arrive(c);
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_shm_hear(fsdpi_comm *base, const fsdp_coll *op) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdp_status status = fsdpi_shm_wait(c, "come");
+    if (!status && c->other) c->theirs = c->met[op->root] = fsdpi_shm_call_of(c, c->other);
+    return status;
+}
+
+// Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
+static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, int k,
+                                  const char **out) {
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_record, offset)),
+             at = fsdpi_shm_word(c, k, offsetof(fsdpi_record, at));
+    size_t part = (size_t)fsdpi_shm_word(c, k, offsetof(fsdpi_record, part));
+    int rank = (int)c->base.ranks[k], alike = at == mine->at && part == mine->part;
+    *out = (const char *)(uintptr_t)offset;
+    if (w->fd < 0) return FSDP_OK;
+    char *base = alike ? mine->base + part * (size_t)rank
+                       : fsdpi_shm_map_remote(w, rank, at, part,
+                                              fsdpi_shm_word(c, k, offsetof(fsdpi_record, number)));
+    *out = base + (ptrdiff_t)offset;
+    if (base) return FSDP_OK;
+    return fsdpi_comm_fail(
+        &c->base, FSDP_ERR_OUT_OF_MEMORY,
+        "%llu bytes of rank %d cannot be mapped; raise the limits of address space "
+        "(ulimit -v), mappings (vm.max_map_count) or memory",
+        (unsigned long long)part, rank);
+}
+
+// of: where each member's buffer is.
 static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
-                                 const fsdpi_shm_view *view) {
+                                 const char *const *of) {
     size_t bytes = fsdp_dtype_size(op->dtype);
     for (int i = 0; i < c->base.size; i++) {
         int k = (c->base.index + i) % c->base.size; // everybody begins with another rank
-        const char *src = fsdpi_shm_of(c, view, k);
         for (uint32_t s = 0; s < op->num_segs; s++) {
             const fsdp_seg *seg = &op->segs[s];
             size_t full = (size_t)(seg->full + k * seg->count);
-            const char *from = src + (op->in_place ? full : (size_t)seg->shard) * bytes;
+            const char *from = of[k] + (op->in_place ? full : (size_t)seg->shard) * bytes;
             char *to = (char *)op->dst + full * bytes;
             if (seg->count && to != from) memcpy(to, from, (size_t)seg->count * bytes);
         }
@@ -4185,28 +5326,37 @@ static void fsdpi_shm_all_gather(const fsdpi_shm_comm *c, const fsdp_coll *op,
 }
 
 static void fsdpi_shm_reduce_scatter(const fsdpi_shm_comm *c, const fsdp_coll *op,
-                                     const fsdpi_shm_view *view) {
+                                     const char *const *of) {
     const char *srcs[FSDPI_MAX_SRCS];
     for (uint32_t s = 0; s < op->num_segs; s++) {
         const fsdp_seg *seg = &op->segs[s];
         if (!seg->count) continue;
         size_t at = (size_t)(seg->full + c->base.index * seg->count) * fsdp_dtype_size(op->dtype);
-        for (int k = 0; k < c->base.size; k++) srcs[k] = fsdpi_shm_of(c, view, k) + at;
+        for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + at;
         fsdpi_reduce((char *)op->dst + (size_t)seg->shard * fsdp_dtype_size(op->out_dtype),
                      op->out_dtype, srcs, c->base.size, op->dtype, (size_t)seg->count, op->scale,
                      op->accumulate, op->redop);
     }
 }
 
+static void fsdpi_shm_all_to_all(const fsdpi_shm_comm *c, const fsdp_coll *op,
+                                 const char *const *of) {
+    size_t bytes = (size_t)op->count * fsdp_dtype_size(op->dtype);
+    for (int i = 0; i < c->base.size && bytes; i++) {
+        int k = (c->base.index + i) % c->base.size;
+        memcpy((char *)op->dst + bytes * (size_t)k, of[k] + bytes * (size_t)c->base.index, bytes);
+    }
+}
+
 /* Small: everybody reduces everything aside, and stores it when all have read. Large: member k
    reduces part k in its own place, where nobody else reads; then all collect the parts. */
 static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
-                                        const fsdpi_shm_view *view) {
+                                        const char *const *of) {
     const char *srcs[FSDPI_MAX_SRCS];
     size_t bytes = fsdp_dtype_size(op->dtype), count = (size_t)op->count;
-    for (int k = 0; k < c->base.size; k++) srcs[k] = fsdpi_shm_of(c, view, k);
+    if (c->base.size == 1) return FSDP_OK;
     if (count * bytes <= FSDPI_SHM_SMALL) {
-        fsdpi_reduce(c->small, op->dtype, srcs, c->base.size, op->dtype, count, 1.0, 0, op->redop);
+        fsdpi_reduce(c->small, op->dtype, of, c->base.size, op->dtype, count, 1.0, 0, op->redop);
         fsdp_status status = fsdpi_shm_barrier(c, "finished");
         if (!status) memcpy(op->dst, c->small, count * bytes);
         return status;
@@ -4214,7 +5364,7 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
     size_t part = (count / (size_t)c->base.size + 64) / 64 *
                   64; // whole cache lines; the last may be short or empty
     size_t mine = part * (size_t)c->base.index;
-    for (int k = 0; k < c->base.size; k++) srcs[k] += mine * bytes;
+    for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + mine * bytes;
     if (mine < count)
         fsdpi_reduce((char *)op->dst + mine * bytes, op->dtype, srcs, c->base.size, op->dtype,
                      count - mine < part ? count - mine : part, 1.0, 0, op->redop);
@@ -4224,47 +5374,45 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
         int k = (c->base.index + i) % c->base.size;
         size_t at = part * (size_t)k;
         if (at >= count) continue;
-        memcpy((char *)op->dst + at * bytes, fsdpi_shm_of(c, view, k) + at * bytes,
+        memcpy((char *)op->dst + at * bytes, of[k] + at * bytes,
                (count - at < part ? count - at : part) * bytes);
     }
     return fsdpi_shm_barrier(c, "finished");
 }
 
-static fsdp_status fsdpi_shm_run(fsdp_comm *comm, const fsdp_coll *op) {
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
-    fsdpi_chunk chunk = {NULL, 0, 0, 0};
-    const void *shared = NULL;
-    int64_t low = 0, high = 0;
-    fsdpi_describe(&c->base, op, op->what);
-    if (FSDPI_LOAD(&c->world->control->failed)) return fsdpi_shm_report(c);
-    fsdp_status status = fsdpi_check(&c->base, FSDPI_SHM_KINDS, op, &shared, &low, &high);
-    size_t bytes = fsdp_dtype_size(op->dtype);
-    int find = !status && c->base.size > 1 && high > low;
-    if (find)
-        status = fsdpi_chunk_find(&c->base, &c->world->chunks, op, shared, (size_t)low * bytes,
-                                  (size_t)high * bytes, &chunk);
-    if (status) return status;
-    fsdpi_shm_view view = {(char *)(uintptr_t)shared, chunk.part};
-    if (find)
-        c->base.now.place = fsdpi_hash(fsdpi_hash(chunk.at, chunk.part),
-                                       (uint64_t)((uintptr_t)shared - (uintptr_t)chunk.base) -
-                                           chunk.part * (size_t)c->base.boot->rank);
-    fsdpi_make_key(&c->base.now, op);
-
-    fsdpi_shm_publish(c);
-    status = fsdpi_shm_barrier(c, "come");
-    if (!status) status = fsdpi_shm_compare(c);
-    if (!status && op->kind == FSDP_OP_ALL_REDUCE) {
-        if (c->base.size > 1) status = fsdpi_shm_all_reduce(c, op, &view);
-    } else if (!status) {
-        if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_shm_all_gather(c, op, &view);
-        if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_shm_reduce_scatter(c, op, &view);
-        if (op->kind == FSDP_OP_BROADCAST && op->root != c->base.index && op->count)
-            memcpy(op->dst, fsdpi_shm_of(c, &view, op->root), (size_t)op->count * bytes);
-        status = fsdpi_shm_barrier(c, "finished");
+static fsdp_status fsdpi_shm_move_pair(fsdpi_shm_comm *c, const fsdp_coll *op,
+                                       const fsdpi_chunk *mine) {
+    const char *src;
+    fsdp_status status = FSDP_OK;
+    if (op->kind == FSDP_OP_RECV && mine->base) {
+        status = fsdpi_shm_find(c, mine, (int)op->root, &src);
+        if (!status) memcpy(op->dst, src, (size_t)op->count * fsdp_dtype_size(op->dtype));
     }
-    fsdpi_shm_done(c);
-    return status;
+    if (status) return status;
+    FSDPI_STORE(&c->places[c->base.index].done, c->calls);
+    fsdpi_shm_ring(c, c->other);
+    return fsdpi_shm_wait(c, "finished");
+}
+
+static fsdp_status fsdpi_shm_move(fsdpi_comm *base, const fsdp_coll *op, const fsdpi_span *span) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    const fsdpi_chunk *mine = &span->chunk;
+    const char *of[FSDPI_MAX_SRCS];
+    fsdp_status status = FSDP_OK;
+    if (c->other) return fsdpi_shm_move_pair(c, op, mine);
+    for (int k = 0; k < base->size && !status; k++) {
+        int is_read = mine->base && (op->kind != FSDP_OP_BROADCAST || k == op->root);
+        of[k] = (const char *)span->shared;
+        if (is_read) status = fsdpi_shm_find(c, mine, k, &of[k]);
+    }
+    if (status) return status;
+    if (op->kind == FSDP_OP_ALL_REDUCE) return fsdpi_shm_all_reduce(c, op, of);
+    if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_shm_all_gather(c, op, of);
+    if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_shm_reduce_scatter(c, op, of);
+    if (op->kind == FSDP_OP_ALL_TO_ALL) fsdpi_shm_all_to_all(c, op, of);
+    if (op->kind == FSDP_OP_BROADCAST && op->root != base->index && op->count)
+        memcpy(op->dst, of[op->root], (size_t)op->count * fsdp_dtype_size(op->dtype));
+    return fsdpi_shm_barrier(c, "finished");
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -4295,42 +5443,49 @@ static size_t fsdpi_shm_control_bytes(int size) {
 static void fsdpi_shm_use_group(fsdpi_shm_comm *c, void *block) {
     c->group = (fsdpi_shm_group *)block;
     c->places = (fsdpi_shm_place *)(void *)(c->group + 1);
+    c->base.shown = (const char *)c->places; // a place begins with the record
+    c->base.step = sizeof *c->places;
 }
 
 static void fsdpi_shm_use_control(fsdpi_shm_comm *c, void *block) {
-    c->world->control = (fsdpi_shm_control *)block;
-    c->world->peers = (fsdpi_shm_peer *)(void *)(c->world->control + 1);
-    fsdpi_shm_use_group(c, c->world->peers + c->world->boot.size);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    w->control = (fsdpi_shm_control *)block;
+    w->peers = (fsdpi_shm_peer *)(void *)(w->control + 1);
+    w->base.failed = &w->control->failed;
+    w->base.trace = &w->peers[w->base.boot.rank].trace;
+    fsdpi_shm_use_group(c, w->peers + w->base.boot.size);
 }
 
 static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
-    fsdp_threads *threads = w->boot.threads;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    fsdp_threads *threads = w->base.boot.threads;
     fsdp_status status = FSDP_OK;
     fsdpi_lock(&threads->lock);
     void *block = threads->common;
     if (!block) {
-        block = fsdpi_alloc(&w->boot.allocator, fsdpi_shm_control_bytes(w->boot.size));
+        block = fsdpi_alloc(&w->base.boot.allocator, fsdpi_shm_control_bytes(w->base.boot.size));
         if (block) {
-            ((fsdpi_shm_control *)block)->size = w->boot.size;
-            ((fsdpi_shm_control *)block)->allocator = w->boot.allocator;
+            ((fsdpi_shm_control *)block)->size = w->base.boot.size;
+            ((fsdpi_shm_control *)block)->allocator = w->base.boot.allocator;
             threads->common = block;
         }
     }
     if (!block) {
         status = fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                   "the allocator refused the common block");
-    } else if (((fsdpi_shm_control *)block)->size != w->boot.size) {
+    } else if (((fsdpi_shm_control *)block)->size != w->base.boot.size) {
         status = fsdpi_comm_error(&c->base, FSDP_ERR_MISMATCH,
                                   "this rank has a world size of %d, another one of %d",
-                                  w->boot.size, (int)((fsdpi_shm_control *)block)->size);
+                                  w->base.boot.size, (int)((fsdpi_shm_control *)block)->size);
     } else {
         fsdpi_shm_use_control(c, block);
-        fsdpi_shm_peer *me = &w->peers[w->boot.rank];
+        fsdpi_shm_peer *me = &w->peers[w->base.boot.rank];
         if (me->state != FSDPI_SHM_ABSENT) {
             status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
-                                      "another thread has joined as rank %d already", w->boot.rank);
+                                      "another thread has joined as rank %d already",
+                                      w->base.boot.rank);
             w->control = NULL;
+            w->base.failed = NULL;
         } else {
             w->control->refs++;
             w->joined = 1;
@@ -4343,14 +5498,15 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
 
 // Maps the common block of the file and takes this rank's byte, by which peers see that it lives.
 static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
-    struct flock lock = fsdpi_shm_byte(w->boot.rank);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    struct flock lock = fsdpi_shm_byte(w->base.boot.rank);
     uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
     (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
     if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
         return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
                                 "the size of files is limited; ulimit -f unlimited helps");
-    char *block = fsdpi_shm_map(w, 0, fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size)));
+    char *block = fsdpi_shm_map(w, 0,
+                                fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
     if (!block)
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                 "the common block cannot be mapped (errno %d)", errno);
@@ -4358,9 +5514,9 @@ static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     if (fcntl(w->fd, F_SETLK, &lock))
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
                                 "the common file cannot be locked (errno %d)", errno);
-    w->peers[w->boot.rank].pid = (uint32_t)getpid();
+    w->peers[w->base.boot.rank].pid = (uint32_t)getpid();
     w->joined = 1;
-    FSDPI_STORE(&w->peers[w->boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
+    FSDPI_STORE(&w->peers[w->base.boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
     return FSDP_OK;
 }
 
@@ -4369,7 +5525,8 @@ static socklen_t fsdpi_shm_name(const fsdpi_shm_world *w, struct sockaddr_un *na
     memset(name, 0, sizeof *name);
     name->sun_family = AF_UNIX;
     int used = snprintf(name->sun_path + 1, sizeof name->sun_path - 1, "fsdp-shm-%lu-%016llx",
-                        (unsigned long)getuid(), (unsigned long long)fsdpi_hash_text(w->boot.job));
+                        (unsigned long)getuid(),
+                        (unsigned long long)fsdpi_hash_text(w->base.boot.job));
     return (socklen_t)(offsetof(struct sockaddr_un, sun_path) + 1 + (size_t)used);
 }
 
@@ -4428,7 +5585,7 @@ static int fsdpi_shm_receive(int fd, void *data, size_t size, int *gift) {
 /* Rank 0: answers one rank. Who is started with another size or version can never come, so all are
    told; a rank that comes twice belongs to another job and is sent away. */
 static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *admitted) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     int fd = accept(listener, NULL, NULL);
     fsdpi_shm_hello hello;
     fsdpi_shm_answer answer;
@@ -4447,10 +5604,10 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
         answer.status = FSDP_ERR_MISMATCH;
         fsdpi_say(&t, "rank 0 and rank %d were built from different versions of fsdp.h",
                   (int)hello.rank);
-    } else if (hello.size != w->boot.size) {
+    } else if (hello.size != w->base.boot.size) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d of %d", w->boot.size, (int)hello.rank,
-                  (int)hello.size);
+        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d of %d", w->base.boot.size,
+                  (int)hello.rank, (int)hello.size);
     } else if (hello.rank <= 0 || hello.rank >= hello.size || admitted[hello.rank]) {
         answer.status = FSDP_ERR_INVALID_ARG;
         fsdpi_say(&t,
@@ -4462,35 +5619,37 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
     if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status)
         admitted[hello.rank] = 1;
     (void)close(fd);
-    return answer.status == FSDP_ERR_MISMATCH ? fsdpi_shm_fail(c, FSDP_ERR_MISMATCH, answer.reason)
-                                              : FSDP_OK;
+    return answer.status == FSDP_ERR_MISMATCH
+               ? fsdpi_comm_fail(&c->base, FSDP_ERR_MISMATCH, "%s", answer.reason)
+               : FSDP_OK;
 }
 
 // Rank 0: makes the file.
 static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
-    size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size));
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    size_t bytes = fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size));
     w->fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1 /* MFD_CLOEXEC */);
     if (w->fd < 0 || !fsdpi_shm_reserve(w, 0, bytes))
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
                                 "no memory for the common block (errno %d)", errno);
     fsdp_status status = fsdpi_shm_enter(c);
     if (status) return status;
-    w->control->size = w->boot.size;
+    w->control->size = w->base.boot.size;
     w->control->top = bytes;
     return FSDP_OK;
 }
 
 // Rank 0, which waits at the first barrier already: gives the file to the others as they come.
 static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     uint8_t admitted[FSDPI_MAX_SRCS] = {1};
     struct sockaddr_un name;
     socklen_t length = fsdpi_shm_name(w, &name);
-    int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), missing = w->boot.size - 1;
+    int listener = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0),
+        missing = w->base.boot.size - 1;
     fsdp_status status = FSDP_OK;
     if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) ||
-        listen(listener, w->boot.size)) {
+        listen(listener, w->base.boot.size)) {
         if (listener >= 0 && errno == EADDRINUSE)
             status = fsdpi_comm_error(
                 &c->base, FSDP_ERR_INVALID_ARG,
@@ -4500,17 +5659,17 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
             status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "rank 0 cannot listen (errno %d)",
                                       errno);
     }
-    int64_t start = fsdpi_boot_now(&w->boot);
+    int64_t start = fsdpi_boot_now(&w->base.boot);
     while (!status && missing > 0) {
-        int64_t left = w->boot.timeout_ns - (fsdpi_boot_now(&w->boot) - start);
+        int64_t left = w->base.boot.timeout_ns - (fsdpi_boot_now(&w->base.boot) - start);
         if (left <= 0) status = fsdpi_shm_late(c, "come");
-        else if (FSDPI_LOAD(&w->control->failed)) status = fsdpi_shm_report(c);
+        else if (fsdpi_comm_failed(&c->base)) status = fsdpi_comm_report(&c->base);
         else if (!fsdpi_shm_readable(listener,
                                      left < FSDPI_SHM_SLICE_NS ? left : FSDPI_SHM_SLICE_NS))
             status = fsdpi_shm_check_peers(c, 1);
         else status = fsdpi_shm_admit(c, listener, admitted);
-        missing = w->boot.size;
-        for (int k = 0; k < w->boot.size; k++) missing -= admitted[k];
+        missing = w->base.boot.size;
+        for (int k = 0; k < w->base.boot.size; k++) missing -= admitted[k];
     }
     if (listener >= 0) (void)close(listener);
     return status;
@@ -4518,12 +5677,12 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
 
 // The others: ask rank 0 until it answers. A connection that breaks may be to an earlier world.
 static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
-    fsdpi_shm_hello hello = {{0}, FSDP_COMM_VERSION, w->boot.rank, w->boot.size, 0};
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    fsdpi_shm_hello hello = {{0}, FSDP_COMM_VERSION, w->base.boot.rank, w->base.boot.size, 0};
     fsdpi_shm_answer answer;
     struct sockaddr_un name;
     socklen_t length = fsdpi_shm_name(w, &name);
-    int64_t start = fsdpi_boot_now(&w->boot), nap = 500000;
+    int64_t start = fsdpi_boot_now(&w->base.boot), nap = 500000;
     memcpy(hello.magic, FSDPI_SHM_MAGIC, sizeof hello.magic);
     while (w->fd < 0) {
         int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), gift = -1, answered = 0;
@@ -4533,7 +5692,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
             while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
-                   fsdpi_boot_now(&w->boot) - start < w->boot.timeout_ns) {
+                   fsdpi_boot_now(&w->base.boot) - start < w->base.boot.timeout_ns) {
             }
             answered = fsdpi_shm_receive(fd, &answer, sizeof answer, &gift) &&
                        !memcmp(answer.magic, FSDPI_SHM_MAGIC, sizeof answer.magic);
@@ -4543,12 +5702,12 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (answered && answer.status)
             return fsdpi_comm_error(&c->base, (fsdp_status)answer.status, "%.*s", 243,
                                     answer.reason);
-        if (w->fd < 0 && fsdpi_boot_now(&w->boot) - start >= w->boot.timeout_ns)
+        if (w->fd < 0 && fsdpi_boot_now(&w->base.boot) - start >= w->base.boot.timeout_ns)
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_TIMEOUT,
                 "rank 0 has not come within %.1f s; has it been started on this host, "
                 "by this user, with this job id?",
-                (double)w->boot.timeout_ns * 1e-9);
+                (double)w->base.boot.timeout_ns * 1e-9);
         if (w->fd < 0) fsdpi_sleep_ns(nap);
         nap = nap < 20000000 ? nap * 2 : nap;
     }
@@ -4565,42 +5724,35 @@ static int fsdpi_shm_cores(void) {
     return cores;
 }
 
-static fsdp_status fsdpi_shm_try_open(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
-    if (!w->boot.job) w->boot.job = "";
+static fsdp_status fsdpi_shm_open_world(fsdpi_comm *base) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     w->fd = -1;
     w->page = (size_t)sysconf(_SC_PAGESIZE);
     w->next_at = FSDPI_SHM_DATA;
-    w->spin_max = fsdpi_shm_cores() >= w->boot.size ? FSDPI_SHM_SPIN_MAX : 0;
+    w->spin_max = fsdpi_shm_cores() >= base->size ? FSDPI_SHM_SPIN_MAX : 0;
     c->spin = w->spin_max;
-    c->is_world = 1;
-    fsdpi_describe(&c->base, NULL, w->boot.job);
-    c->base.now.kind = FSDPI_OPEN;
-    fsdp_status status = fsdpi_check_world(&c->base, FSDPI_MAX_SRCS);
+    int is_host = !base->boot->threads && base->index == 0;
+    fsdp_status status = base->boot->threads ? fsdpi_shm_open_threads(c)
+                         : is_host           ? fsdpi_shm_found(c)
+                                             : fsdpi_shm_join(c);
     if (status) return status;
-    int is_host = !w->boot.threads && c->base.index == 0;
-    status = w->boot.threads ? fsdpi_shm_open_threads(c)
-             : is_host       ? fsdpi_shm_found(c)
-                             : fsdpi_shm_join(c);
-    if (status) return status;
-    fsdpi_shm_publish(c);
-    fsdpi_shm_arrive(c);
-    if (is_host && c->base.size > 1) status = fsdpi_shm_host(c);
+    fsdpi_comm_begin(base);
+    status = fsdpi_shm_show(base, NULL, NULL);
+    if (!status && is_host && base->size > 1) status = fsdpi_shm_host(c);
     if (!status) status = fsdpi_shm_wait(c, "come");
-    fsdpi_shm_done(c);
-    return status;
+    return fsdpi_comm_end(base, status);
 }
 
 // The group's first member makes its block, and shows the others where.
 static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *block) {
-    fsdpi_shm_world *w = parent->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(parent);
     size_t bytes = fsdpi_shm_group_bytes(size);
     fsdpi_shm_group *group;
     if (w->fd < 0) {
-        uint64_t number = ~__atomic_fetch_add(&w->control->top, 1u, __ATOMIC_RELAXED);
-        fsdpi_shm_node *node = fsdpi_shm_share(w, number, bytes);
-        if (node) *block = (uint64_t)(uintptr_t)node->base;
-        return node ? node->base : NULL;
+        char *base = fsdpi_shm_share(w, bytes, size);
+        *block = (uint64_t)(uintptr_t)base;
+        return base;
     }
     bytes = fsdpi_shm_round(w, bytes);
     *block = __atomic_fetch_add(&w->control->top, bytes, __ATOMIC_RELAXED);
@@ -4611,10 +5763,10 @@ static void *fsdpi_shm_make_group(fsdpi_shm_comm *parent, int size, uint64_t *bl
 }
 
 static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
-    fsdpi_shm_world *w = c->world;
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
     size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(c->base.size));
     if (w->fd < 0) {
-        fsdpi_shm_unshare(w, c->group, c->base.size);
+        fsdpi_shm_unshare(w, c->group);
         return;
     }
     int last = __atomic_sub_fetch(&c->group->refs, 1u, __ATOMIC_ACQ_REL) == 0;
@@ -4622,66 +5774,39 @@ static void fsdpi_shm_drop_group(fsdpi_shm_comm *c) {
     if (last) fsdpi_shm_give_back(w, c->block, bytes);
 }
 
-static fsdp_status fsdpi_shm_split(fsdp_comm *comm, const fsdp_group *g, fsdp_comm **out) {
-    fsdpi_shm_comm *parent = (fsdpi_shm_comm *)(void *)comm, *child = NULL;
-    fsdpi_shm_world *w = parent->world;
-    void *block = NULL;
-    int first = -1;
-    *out = NULL;
-    fsdpi_describe(&parent->base, NULL, g->name);
-    parent->base.now.kind = FSDPI_SPLIT;
-    if (FSDPI_LOAD(&w->control->failed)) return fsdpi_shm_report(parent);
-    if (g->color >= 0) {
-        child = (fsdpi_shm_comm *)fsdpi_alloc(&w->boot.allocator, sizeof *child);
-        if (!child)
-            return fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
-        first = fsdpi_split_members(&parent->base, g, &child->base);
-        if (first < 0) {
-            fsdpi_free(&w->boot.allocator, child);
-            return FSDP_ERR_INVALID_ARG;
-        }
-        child->world = w;
-        child->spin = w->spin_max;
-        if (g->index == 0) block = fsdpi_shm_make_group(parent, g->size, &parent->base.now.block);
-        if (g->index == 0 && !block) {
-            fsdpi_free(&w->boot.allocator, child);
-            return fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY,
-                                       "no memory for the group's block");
-        }
+static fsdp_status fsdpi_shm_prepare(fsdpi_comm *parent, fsdpi_comm *child) {
+    if (child->index != 0) return FSDP_OK;
+    void *block = fsdpi_shm_make_group(fsdpi_shm_comm_of(parent), child->size, &parent->now.block);
+    if (!block)
+        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "no memory for the group's block");
+    fsdpi_shm_comm_of(child)->block = parent->now.block;
+    fsdpi_shm_use_group(fsdpi_shm_comm_of(child), block);
+    return FSDP_OK;
+}
+
+// Finds the block that the group's first member has shown.
+static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
+                                     const fsdp_group *g) {
+    fsdpi_shm_comm *parent = fsdpi_shm_comm_of(base), *child = fsdpi_shm_comm_of(base_child);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(parent);
+    (void)g;
+    if (child) child->spin = w->spin_max;
+    if (child && !child->group) {
+        int first = fsdpi_index_of(base, (int)base_child->ranks[0]);
+        child->block = fsdpi_record_of(base, first).block;
+        size_t bytes = fsdpi_shm_round(w, fsdpi_shm_group_bytes(base_child->size));
+        void *block = w->fd < 0 ? (void *)(uintptr_t)child->block
+                                : fsdpi_shm_map(w, child->block, bytes);
+        if (!block)
+            return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY,
+                                   "the group's block cannot be mapped");
+        fsdpi_shm_use_group(child, block);
     }
-    // Names and members differ between the new groups; that it is a split, and which, does not.
-    parent->base.now.key = FSDPI_SPLIT;
-    fsdpi_shm_publish(parent);
-    fsdp_status status = fsdpi_shm_barrier(parent, "come");
-    if (!status) status = fsdpi_shm_compare(parent);
-    if (!status && child) {
-        fsdpi_record leader = fsdpi_record_get(parent->places[first].record);
-        child->block = leader.block;
-        if (leader.members != parent->base.now.members)
-            status = fsdpi_shm_fail(parent, FSDP_ERR_MISMATCH,
-                                    "ranks disagree about who is in the group");
-        else if (!block && w->fd < 0) block = (void *)(uintptr_t)leader.block;
-        else if (!block)
-            block = fsdpi_shm_map(w, leader.block,
-                                  fsdpi_shm_round(w, fsdpi_shm_group_bytes(child->base.size)));
-        if (!status && !block)
-            status = fsdpi_shm_fail_here(parent, FSDP_ERR_OUT_OF_MEMORY,
-                                         "the group's block cannot be mapped");
-    }
-    if (child && block) fsdpi_shm_use_group(child, block);
-    if (!status) status = fsdpi_shm_barrier(parent, "finished");
-    fsdpi_shm_done(parent);
-    if (status && child) {
-        if (child->group) fsdpi_shm_drop_group(child);
-        fsdpi_free(&w->boot.allocator, child);
-        child = NULL;
-    }
-    *out = (fsdp_comm *)(void *)child;
-    return status;
+    return fsdpi_shm_barrier(parent, "finished");
 }
 
 static void fsdpi_shm_leave_threads(fsdpi_shm_world *w) {
-    fsdp_threads *threads = w->boot.threads;
+    fsdp_threads *threads = w->base.boot.threads;
     fsdpi_shm_control *control = w->control;
     fsdpi_lock(&threads->lock);
     if (threads->common == (void *)control)
@@ -4689,89 +5814,62 @@ static void fsdpi_shm_leave_threads(fsdpi_shm_world *w) {
     int last = --control->refs == 0;
     fsdpi_unlock(&threads->lock);
     if (!last) return;
-    while (control->nodes) {
-        fsdpi_shm_node *node = control->nodes;
-        fsdp_allocator allocator = node->allocator;
-        control->nodes = node->next;
-        fsdpi_free(&allocator, node->base);
-        fsdpi_free(&allocator, node);
+    while (control->blocks) {
+        fsdpi_shm_block *block = control->blocks;
+        fsdp_allocator allocator = block->allocator;
+        control->blocks = block->next;
+        fsdpi_free(&allocator, block);
     }
     fsdp_allocator allocator = control->allocator;
     fsdpi_free(&allocator, control);
 }
 
-static void fsdpi_shm_close(fsdp_comm *comm) {
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
-    if (!c) return;
-    fsdpi_shm_world *w = c->world;
-    fsdp_allocator allocator = w->boot.allocator;
-    if (!c->is_world) {
-        fsdpi_shm_drop_group(c);
-        fsdpi_free(&allocator, c);
-        return;
-    }
-    if (w->joined) { // before memory goes: a peer that waits must not take us for dead
-        FSDPI_STORE(&w->peers[w->boot.rank].state, (uint32_t)FSDPI_SHM_LEFT);
-        fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
-    }
-    for (int i = 0; i < w->chunks.count; i++) fsdpi_shm_release(w, &w->chunks.list[i]);
+static void fsdpi_shm_leave(fsdpi_comm *base) {
+    fsdpi_shm_comm *c = fsdpi_shm_comm_of(base);
+    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
+    if (!base->is_world && c->group) fsdpi_shm_drop_group(c);
+    if (!base->is_world || !w->joined) return;
+    // Before memory goes: a peer that waits must not take us for dead.
+    FSDPI_STORE(&w->peers[base->boot->rank].state, (uint32_t)FSDPI_SHM_LEFT);
+    fsdpi_futex_wake_all(&c->group->generation, w->fd >= 0);
+}
+
+static int fsdpi_shm_close(fsdpi_comm_world *base) {
+    fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
+    for (size_t i = 0; i < w->num_numbers * (size_t)base->boot.size; i++)
+        fsdpi_shm_unmap_remote(&w->remotes[i]);
+    fsdpi_free(&base->boot.allocator, w->remotes);
     if (w->fd >= 0) {
         if (w->control)
             (void)munmap((void *)w->control,
-                         fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->boot.size)));
+                         fsdpi_shm_round(w, fsdpi_shm_control_bytes(base->boot.size)));
         (void)close(w->fd);
     } else if (w->joined) {
         fsdpi_shm_leave_threads(w);
     }
-    fsdpi_free(&allocator, w->chunks.list);
-    fsdpi_free(&allocator, w);
-    fsdpi_free(&allocator, c);
+    return 1;
 }
+
+// clang-format off
+static const fsdpi_transport fsdpi_shm_transport = {
+    sizeof(fsdpi_shm_comm), sizeof(fsdpi_shm_world), FSDPI_MAX_SRCS,
+    {FSDPI_SHM_KINDS, FSDP_CAP_FUSED_REDUCE, 2},
+    fsdpi_shm_open_world, fsdpi_shm_prepare, fsdpi_shm_connect, fsdpi_shm_leave, fsdpi_shm_close,
+    fsdpi_shm_show, fsdpi_shm_hear, fsdpi_shm_move, NULL,
+    fsdpi_shm_tell, fsdpi_shm_verdict, fsdpi_shm_say_last,
+    fsdpi_shm_take, fsdpi_shm_give, fsdpi_advise_host};
+// clang-format on
 
 static fsdp_status fsdpi_shm_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
-    *out = NULL;
-    void *comm, *world;
-    if (!fsdpi_open_blocks(boot, sizeof(fsdpi_shm_comm), &comm, sizeof(fsdpi_shm_world), &world))
-        return FSDP_ERR_OUT_OF_MEMORY;
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)comm;
-    fsdpi_shm_world *w = (fsdpi_shm_world *)world;
-    c->world = w;
-    c->base.boot = &w->boot;
-    w->boot = *boot;
-    fsdp_status status = fsdpi_shm_try_open(c);
-    if (status) {
-        fsdpi_open_failed(&c->base);
-        fsdpi_shm_close((fsdp_comm *)(void *)c);
-        return status;
-    }
-    caps->kinds = FSDPI_SHM_KINDS;
-    caps->flags = FSDP_CAP_FUSED_REDUCE;
-    caps->lanes = 2;
-    *out = (fsdp_comm *)(void *)c;
-    return FSDP_OK;
-}
-static const char *fsdpi_shm_error_text(fsdp_comm *comm) {
-    return comm ? ((fsdpi_shm_comm *)(void *)comm)->base.error : fsdpi_thread_error;
-}
-
-static void fsdpi_shm_abort(fsdp_comm *comm, fsdp_status status, const char *why) {
-    fsdpi_shm_world *w = ((fsdpi_shm_comm *)(void *)comm)->world;
-    char reason[FSDPI_REASON];
-    fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say_abort(&t, &w->boot, why);
-    fsdpi_shm_raise(w, status ? status : FSDP_ERR_ABORTED, "", reason);
-}
-
-static fsdp_status fsdpi_shm_poll(fsdp_comm *comm) {
-    fsdpi_shm_comm *c = (fsdpi_shm_comm *)(void *)comm;
-    return FSDPI_LOAD(&c->world->control->failed) ? fsdpi_shm_report(c) : FSDP_OK;
+    return fsdpi_comm_open(&fsdpi_shm_transport, boot, caps, out);
 }
 
 FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void) {
     static const fsdp_comm_ops ops = {
-        FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "shm",           fsdpi_shm_open,
-        fsdpi_shm_split,   fsdpi_shm_close,       fsdpi_shm_run,   fsdpi_shm_alloc,
-        fsdpi_shm_free,    fsdpi_shm_error_text,  fsdpi_shm_abort, fsdpi_shm_poll,
+        FSDP_COMM_VERSION,     sizeof(fsdp_comm_ops), "shm",
+        fsdpi_shm_open,        fsdpi_comm_split,      fsdpi_comm_close,
+        fsdpi_comm_run,        fsdpi_comm_alloc,      fsdpi_comm_free,
+        fsdpi_comm_error_text, fsdpi_comm_abort,      fsdpi_comm_poll,
     };
     return &ops;
 }
@@ -5056,27 +6154,40 @@ static const fsdpi_backend *fsdpi_find_backend(const char *name, int is_spread) 
     return b;
 }
 
+/* What a rank reads from the others. Of a collective (group_size-1) times its own part; of an
+   all_reduce, however a backend does it, what it has to receive at least. */
+static inline uint64_t fsdpi_coll_bytes(int kind, uint64_t group_size, uint64_t nbytes) {
+    if (kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER || kind == FSDP_OP_ALL_TO_ALL)
+        return (group_size - 1) * nbytes;
+    if (kind == FSDP_OP_ALL_REDUCE)
+        return (2 * (group_size - 1) * nbytes + group_size - 1) / group_size;
+    return kind == FSDP_OP_SEND ? 0 : nbytes;
+}
+
 // A function of the user's has failed inside an op: the world cannot go on.
 static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status result) {
     char text[FSDPI_TEXT];
     snprintf(text, sizeof text,
              "rank %d: your function for %s (%s) of unit '%s' returned %d (%s), expected FSDP_OK",
-             w->rank, fsdp_op_name(op->kind), fsdp_label_name(op->label), op->what, (int)result,
+             w->rank, fsdp_op_name(op->kind), fsdp_op_label(op), op->what, (int)result,
              fsdp_status_name(result));
     int fatal = result > FSDP_ERR_INVALID_STATE && result <= FSDP_ERR_INTERNAL;
     return fsdpi_world_fail(w, fatal ? result : FSDP_ERR_ABORTED, text);
 }
 
+// The user's function for a unit's collective of a step; not for those of param_full.
 static fsdp_custom_comm fsdpi_custom_comm(const fsdp_op *op, void **user) {
-    int gather = op->kind == FSDP_OP_ALL_GATHER && op->label == FSDP_LABEL_GATHER;
-    if (!op->unit || (!gather && op->kind != FSDP_OP_REDUCE_SCATTER)) return NULL;
-    *user = op->unit->custom_user[!gather];
-    return op->unit->custom[!gather];
+    int which = op->label == FSDP_LABEL_GATHER     ? 0
+                : op->label == FSDP_LABEL_REDUCE   ? 1
+                : op->label == FSDP_LABEL_REPLICAS ? 2
+                                                   : -1;
+    if (which < 0) return NULL;
+    *user = op->unit->options.custom_user[which];
+    return op->unit->options.custom[which];
 }
 
 static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *stream) {
-    fsdp_coll c;
-    memset(&c, 0, sizeof c);
+    fsdp_coll c; // every field is set here
     c.kind = op->kind;
     c.dtype = op->dtype;
     c.out_dtype = op->out_dtype;
@@ -5096,12 +6207,12 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     c.what = op->what;
     c.stream = stream;
     // What all ranks must agree on. seq is left out: ranks may differ in purely local ops.
-    uint64_t h = fsdpi_hash(op->kind,
+    uint64_t h = fsdpi_hash((uint64_t)(uint32_t)op->root << 8 | op->kind,
                             ((uint64_t)op->dtype << 40) | ((uint64_t)op->out_dtype << 32) |
                                 ((uint64_t)op->redop << 24) | ((uint64_t)op->label << 16) |
                                 ((uint64_t)op->state << 8) | op->accumulate);
-    h = fsdpi_hash(fsdpi_hash(h, op->count), (uint64_t)(uint32_t)op->root);
-    c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->what_hash), op->step);
+    h = fsdpi_hash(fsdpi_hash(h, op->count), op->what_hash);
+    c.fingerprint = fsdpi_hash(h, op->step);
     void *user;
     fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
     fsdp_status status = custom ? custom(user, w->comm_ops, op->comm, &c)
@@ -5275,12 +6386,116 @@ static const fsdp_device_ops *fsdpi_host_ops(void) {
                                         NULL,
                                         NULL,
                                         NULL,
+                                        NULL,
+                                        NULL,
                                         fsdpi_host_copy,
                                         fsdpi_host_zero,
                                         fsdpi_host_norm,
                                         NULL,
                                         NULL};
     return &ops;
+}
+
+/* ==== core/timeline.h =======================================================================
+   when records ran on a device with streams, for extensions that ask */
+
+// Owns: the events between which records run, until both have happened. There is none of it where
+// no extension has `ran`. A device tells times as distances between events: of a base, at which the
+// host has looked at the world's clock.
+
+#define FSDPI_TIMES_MAX  256                   // records that wait to be told
+#define FSDPI_TIMES_BASE ((int64_t)8000000000) // distances lose digits: then a new base
+
+typedef struct fsdpi_timed {
+    fsdp_op op;
+    void *begin, *end;
+} fsdpi_timed;
+
+struct fsdpi_timeline {
+    void *base; // event
+    int64_t base_ns;
+    uint32_t first, next; // told and begun so far
+    fsdpi_timed ring[FSDPI_TIMES_MAX];
+};
+
+static void fsdpi_timeline_close(fsdp_world *w) {
+    fsdpi_timeline *t = w->timeline;
+    if (!t) return;
+    for (int i = 0; i < FSDPI_TIMES_MAX; i++) {
+        if (t->ring[i].begin) w->device_ops->destroy(w->device, NULL, t->ring[i].begin);
+        if (t->ring[i].end) w->device_ops->destroy(w->device, NULL, t->ring[i].end);
+    }
+    if (t->base) w->device_ops->destroy(w->device, NULL, t->base);
+    fsdpi_free(&w->boot.allocator, t);
+    w->timeline = NULL;
+}
+
+// The device's present is the world's, once COMPUTE has come there.
+static fsdp_status fsdpi_timeline_rebase(fsdp_world *w) {
+    fsdpi_timeline *t = w->timeline;
+    fsdp_status status = w->device_ops->record(w->device, w->streams[FSDP_STREAM_COMPUTE], t->base);
+    if (!status) status = w->device_ops->sync(w->device, t->base, w->boot.timeout_ns);
+    t->base_ns = fsdpi_now(w);
+    return status;
+}
+
+static fsdp_status fsdpi_timeline_open(fsdp_world *w) {
+    const fsdp_device_ops *d = w->device_ops;
+    if (w->timeline) return FSDP_OK;
+    if (!d->timer || !d->elapsed) return FSDP_ERR_UNSUPPORTED;
+    fsdpi_timeline *t = (fsdpi_timeline *)fsdpi_alloc(&w->boot.allocator, sizeof *t);
+    if (!t) return FSDP_ERR_OUT_OF_MEMORY;
+    w->timeline = t;
+    fsdp_status status = d->timer(w->device, &t->base);
+    for (int i = 0; i < FSDPI_TIMES_MAX && !status; i++) {
+        status = d->timer(w->device, &t->ring[i].begin);
+        if (!status) status = d->timer(w->device, &t->ring[i].end);
+    }
+    if (!status) status = fsdpi_timeline_rebase(w);
+    if (status) fsdpi_timeline_close(w);
+    return status;
+}
+
+/* Tells of records that have run, in the order of issue; the first one may be waited for. What a
+   device cannot tell is left out. */
+static void fsdpi_timeline_tell(fsdp_world *w, int64_t wait_ns) {
+    const fsdp_device_ops *d = w->device_ops;
+    fsdpi_timeline *t = w->timeline;
+    while (t && t->first != t->next) {
+        fsdpi_timed *one = &t->ring[t->first % FSDPI_TIMES_MAX];
+        int64_t begin, end;
+        if (d->sync(w->device, one->end, wait_ns)) return;
+        wait_ns = 0;
+        t->first++;
+        if (!d->elapsed(w->device, t->base, one->begin, &begin) &&
+            !d->elapsed(w->device, t->base, one->end, &end))
+            fsdpi_tell_ran(w, &one->op, t->base_ns + begin, t->base_ns + end);
+    }
+}
+
+// Nothing is told any more of what has been issued so far.
+static void fsdpi_timeline_end_all(fsdp_world *w) {
+    fsdpi_timeline_tell(w, 0);
+    if (w->timeline) w->timeline->first = w->timeline->next;
+}
+
+// A place for a record that is about to run, behind its first event; NULL: it will not be told.
+static fsdpi_timed *fsdpi_timeline_begin(fsdp_world *w, const fsdp_op *op, void *stream) {
+    fsdpi_timeline *t = w->timeline;
+    if (!t) return NULL;
+    fsdpi_timeline_tell(w, t->next - t->first < FSDPI_TIMES_MAX ? 0 : w->boot.timeout_ns);
+    if (t->next - t->first == FSDPI_TIMES_MAX) return NULL;
+    if (t->next == t->first && fsdpi_now(w) - t->base_ns > FSDPI_TIMES_BASE &&
+        fsdpi_timeline_rebase(w))
+        return NULL;
+    fsdpi_timed *one = &t->ring[t->next % FSDPI_TIMES_MAX];
+    one->op = *op;
+    return w->device_ops->record(w->device, stream, one->begin) ? NULL : one;
+}
+
+static fsdp_status fsdpi_timeline_end(fsdp_world *w, fsdpi_timed *one, void *stream) {
+    w->timeline->next++;
+    return w->device_ops->record(w->device, stream, one->end);
 }
 
 /* ==== core/lanes.h ==========================================================================
@@ -5308,6 +6523,10 @@ static const char *fsdpi_device_text(const fsdp_world *w, fsdp_status status) {
     return *text ? text : fsdp_status_text(status);
 }
 
+static int fsdpi_is_host(const fsdp_world *w) {
+    return (w->device_ops->flags & FSDP_DEVICE_HOST) != 0;
+}
+
 // Do what a record says. `stream`: native, or NULL.
 static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream) {
     const fsdp_device_ops *d = w->device_ops;
@@ -5319,16 +6538,34 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
     case FSDP_OP_CALL:
         status = op->call(op, stream);
         return status ? fsdpi_user_fail(w, op, status) : FSDP_OK;
-    case FSDP_OP_USE:
-    case FSDP_OP_HOOK: break;
+    case FSDP_OP_UPDATE:
+        status = op->call ? op->call(op, stream)
+                          : d->update(w->device, stream, (const fsdp_update *)op->list);
+        break;
+    case FSDP_OP_USE: break;
     default: return fsdpi_run_collective(w, op, stream);
     }
     if (status == FSDP_OK) return FSDP_OK;
     char text[FSDPI_TEXT];
     snprintf(text, sizeof text, "rank %d: %s (%s) of '%s' failed on device %s: %s", w->rank,
-             fsdp_op_name(op->kind), fsdp_label_name(op->label), op->what, d->name,
+             fsdp_op_name(op->kind), fsdp_op_label(op), op->what, d->name,
              fsdpi_device_text(w, status));
     return fsdpi_world_fail(w, status, text);
+}
+
+// The same for a record whose times an extension wants: in the caller's or a worker's thread.
+static FSDPI_NOINLINE fsdp_status fsdpi_execute_timed(fsdp_world *w, const fsdp_op *op,
+                                                      void *stream) {
+    fsdpi_timed *one = stream ? fsdpi_timeline_begin(w, op, stream) : NULL;
+    int64_t begin = fsdpi_now(w);
+    fsdp_status status = fsdpi_execute(w, op, stream);
+    if (one && !status) (void)fsdpi_timeline_end(w, one, stream);
+    if (!stream && !status) fsdpi_tell_ran(w, op, begin, fsdpi_now(w));
+    return status;
+}
+
+static inline fsdp_status fsdpi_run_op(fsdp_world *w, const fsdp_op *op, void *stream) {
+    return op->timed ? fsdpi_execute_timed(w, op, stream) : fsdpi_execute(w, op, stream);
 }
 
 // Wait until the lane has finished `seq` records: spin for about the time of a hand-off, then
@@ -5360,12 +6597,12 @@ static void *fsdpi_lane_main(void *arg) {
             __atomic_store_n(&lane->asleep, 0u, __ATOMIC_SEQ_CST);
         }
         const fsdp_op *op = &lane->ring[next % FSDPI_LANE_OPS];
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < op->num_waits; i++) {
             fsdpi_lane *other = w->lanes[op->wait[i].stream];
             if (other && other != lane) fsdpi_lane_wait(other, op->wait[i].seq);
         }
         if (!fsdpi_failed(w))
-            (void)fsdpi_execute(w, op, NULL); // a failure is sticky: seen by the caller
+            (void)fsdpi_run_op(w, op, NULL); // a failure is sticky: seen by the caller
         next++;
         __atomic_store_n(&lane->done, next, __ATOMIC_SEQ_CST);
         if (__atomic_exchange_n(&lane->waited_for, 0u, __ATOMIC_SEQ_CST))
@@ -5392,6 +6629,23 @@ static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
                           strerror(rc));
     }
     w->lanes[stream] = lane;
+    return FSDP_OK;
+}
+
+/* The stream EXTENSION begins when something is issued on it: on a device with streams another
+   stream; with lanes a thread, where collectives of more than one stream may run at a time. */
+static fsdp_status fsdpi_extension_stream(fsdp_world *w) {
+    const int s = FSDP_STREAM_EXTENSION;
+    if (w->mode == FSDPI_NATIVE && !w->streams[s]) {
+        fsdp_status status = w->device_ops->stream(w->device, s, &w->streams[s]);
+        if (status) w->streams[s] = NULL;
+        return status ? fsdpi_fail(w, status, "device %s could not make a stream: %s",
+                                   w->device_ops->name, fsdpi_device_text(w, status))
+                      : FSDP_OK;
+    }
+    if (w->mode != FSDPI_LANES || w->lanes[s]) return FSDP_OK;
+    if (w->size == 1 || w->caps.lanes > 1) return fsdpi_lane_start(w, s);
+    w->lanes[s] = w->lanes[FSDP_STREAM_GATHER];
     return FSDP_OK;
 }
 
@@ -5450,7 +6704,7 @@ static fsdp_status fsdpi_await_fence(fsdp_world *w) {
 static fsdp_status fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event) {
     event->stream = stream;
     event->seq = w->lanes[stream] ? w->lanes[stream]->issued : 1;
-    if (w->mode != FSDPI_NATIVE) return FSDP_OK;
+    if (!event->native) return FSDP_OK; // no device, or a buffer without memory
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], event->native);
     return status ? fsdpi_device_fail(w, status, "recording an event on") : FSDP_OK;
 }
@@ -5458,10 +6712,11 @@ static fsdp_status fsdpi_mark(fsdp_world *w, int stream, fsdp_event *event) {
 // The host waits until everything issued so far on a stream is done.
 static fsdp_status fsdpi_sync(fsdp_world *w, int stream) {
     if (w->lanes[stream]) fsdpi_lane_wait(w->lanes[stream], w->lanes[stream]->issued);
-    if (!w->fence) return fsdpi_failed(w);
+    if (!w->fence || !w->streams[stream]) return fsdpi_failed(w);
     fsdp_status status = w->device_ops->record(w->device, w->streams[stream], w->fence);
     if (!status) status = fsdpi_await_fence(w);
     if (status) return fsdpi_device_fail(w, status, "waiting for");
+    fsdpi_timeline_tell(w, 0);
     status = fsdpi_backend_poll(w); // what came meanwhile
     return status ? status : fsdpi_failed(w);
 }
@@ -5472,30 +6727,43 @@ static void fsdpi_drain(fsdp_world *w) {
 
 // Run a record in the order of its stream, after the events in wait[].
 static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
-    if (w->mode == FSDPI_INLINE) return fsdpi_execute(w, op, NULL);
+    if (w->mode == FSDPI_INLINE) return fsdpi_run_op(w, op, NULL);
     if (w->mode == FSDPI_NATIVE) {
-        for (int i = 0; i < 2; i++) {
+        for (int i = 0; i < op->num_waits; i++) {
             if (!op->wait[i].native) continue;
             fsdp_status status = w->device_ops->wait(w->device, w->streams[op->stream],
                                                      op->wait[i].native);
             if (status) return fsdpi_device_fail(w, status, "ordering streams of");
         }
-        return fsdpi_execute(w, op, w->streams[op->stream]);
+        return fsdpi_run_op(w, op, w->streams[op->stream]);
     }
     if (w->lanes[op->stream]) {
         fsdpi_lane_push(w->lanes[op->stream], op);
         return FSDP_OK;
     }
-    for (int i = 0; i < 2; i++) {
+    for (int i = 0; i < op->num_waits; i++) {
         fsdpi_lane *lane = w->lanes[op->wait[i].stream];
         if (lane) fsdpi_lane_wait(lane, op->wait[i].seq);
     }
     fsdp_status failed = fsdpi_failed(w); // by a record that was waited for
-    return failed ? failed : fsdpi_execute(w, op, NULL);
+    return failed ? failed : fsdpi_run_op(w, op, NULL);
 }
 
-static int fsdpi_is_host(const fsdp_world *w) {
-    return (w->device_ops->flags & FSDP_DEVICE_HOST) != 0;
+// A record of the world, which no model has: shown to the extensions of all of them, and run at
+// once; what the host can copy it does. `stream`: native, or NULL.
+static fsdp_status fsdpi_emit_world(fsdp_world *w, fsdp_op *op, void *stream) {
+    fsdp_op seen = *op;
+    op->seq = seen.seq = ++w->seq;
+    seen.comm_number = (uint16_t)fsdpi_comm_number(w, op->comm);
+    for (fsdp_model *m = w->models; m; m = m->next) {
+        if (m->watch & FSDPI_TIMES) seen.timed = 1;
+        if ((m->watch & FSDPI_OPS) && fsdpi_taken(m, &seen)) return FSDP_OK;
+    }
+    if (seen.kind != FSDP_OP_COPY || !fsdpi_is_host(w)) return fsdpi_run_op(w, &seen, stream);
+    int64_t begin = seen.timed ? fsdpi_now(w) : 0;
+    fsdp_status status = fsdpi_host_copy(NULL, NULL, &seen);
+    if (seen.timed && !status) fsdpi_tell_ran(w, &seen, begin, fsdpi_now(w));
+    return status;
 }
 
 /* Rows of bytes between host and device memory, or within it, behind what COMPUTE has to do; done
@@ -5506,7 +6774,7 @@ static fsdp_status fsdpi_transfer_rows(fsdp_world *w, void *dst, const void *src
     fsdp_op op;
     memset(&op, 0, sizeof op);
     op.kind = FSDP_OP_COPY;
-    op.label = FSDP_LABEL_WORLD;
+    op.label = FSDP_LABEL_TRANSFER;
     op.stream = FSDP_STREAM_COMPUTE;
     op.what = "transfer";
     op.dtype = op.out_dtype = FSDP_U8;
@@ -5519,8 +6787,8 @@ static fsdp_status fsdpi_transfer_rows(fsdp_world *w, void *dst, const void *src
     if (op.count == 0) return fsdpi_failed(w);
     fsdp_status status = fsdpi_sync(w, FSDP_STREAM_COMPUTE); // with a deadline: a copy may block
     if (status) return status;
-    if (fsdpi_is_host(w)) return fsdpi_host_copy(NULL, NULL, &op);
-    status = fsdpi_execute(w, &op, w->streams[FSDP_STREAM_COMPUTE]);
+    if (fsdpi_is_host(w)) return fsdpi_emit_world(w, &op, NULL);
+    status = fsdpi_emit_world(w, &op, w->streams[FSDP_STREAM_COMPUTE]);
     return status ? status : fsdpi_sync(w, FSDP_STREAM_COMPUTE);
 }
 
@@ -5557,7 +6825,7 @@ static void fsdpi_mesh_free(fsdp_mesh *mesh) {
             continue;
         }
         *at = sub->next;
-        w->comm_ops->close(sub->comm);
+        if (sub->comm) w->comm_ops->close(sub->comm);
         fsdpi_free(a, sub);
     }
     for (int d = 0; d < mesh->ndim; d++) {
@@ -5595,6 +6863,14 @@ static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
                                   d->ranks[i]);
     }
     return FSDP_OK;
+}
+
+// Does a mesh have all the ranks of another one?
+static int fsdpi_mesh_contains(const fsdp_mesh *mesh, const fsdp_mesh *part) {
+    int num = fsdpi_mesh_numel(mesh), found = 0, num_part = fsdpi_mesh_numel(part);
+    for (int i = 0; i < num_part; i++)
+        for (int k = 0; k < num; k++) found += mesh->ranks[k] == part->ranks[i];
+    return found == num_part;
 }
 
 static int fsdpi_mesh_stride(const fsdp_mesh *mesh, int dim) {
@@ -5635,21 +6911,25 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     fsdp_group group = {
         me < 0 ? -1 : members[first], me < 0 ? -1 : me - first, size, lane, members + first,
         name ? name : "mesh"};
+    w->num_comms++;
     fsdp_status status = w->comm_ops->split(parent, &group, out);
     fsdpi_free(&w->boot.allocator, members);
     return status ? fsdpi_world_fail(w, status, w->comm_ops->error_text(parent)) : FSDP_OK;
 }
 
-// The group of `size` neighbours along a dim that this rank is in, made at its first use.
-static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size, fsdp_comm **out) {
+// The group of `size` neighbours along a dim that this rank is in, for what runs on a stream, made
+// at its first use.
+static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size, int stream,
+                                       const char *name, fsdp_comm **out) {
     fsdp_world *w = mesh->world;
     fsdpi_subgroup *sub = w->subgroups;
-    while (sub && !(sub->mesh == mesh && sub->dim == dim && sub->size == size)) sub = sub->next;
+    while (sub &&
+           !(sub->mesh == mesh && sub->dim == dim && sub->size == size && sub->stream == stream))
+        sub = sub->next;
     *out = sub ? sub->comm : NULL;
     if (sub) return FSDP_OK;
     sub = (fsdpi_subgroup *)fsdpi_alloc(&w->boot.allocator, sizeof *sub);
-    fsdp_status status = sub ? fsdpi_mesh_split(mesh, dim, size, FSDP_STREAM_GATHER, "post_forward",
-                                                &sub->comm)
+    fsdp_status status = sub ? fsdpi_mesh_split(mesh, dim, size, stream, name, &sub->comm)
                              : fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
     if (status) {
         fsdpi_free(&w->boot.allocator, sub);
@@ -5658,6 +6938,8 @@ static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size,
     sub->mesh = mesh;
     sub->dim = dim;
     sub->size = size;
+    sub->stream = stream;
+    sub->number = w->num_comms;
     sub->next = w->subgroups;
     w->subgroups = sub;
     *out = sub->comm;
@@ -5676,6 +6958,7 @@ static fsdp_status fsdpi_mesh_groups(fsdp_mesh *mesh, int dim) {
     }
     fsdp_status status = fsdpi_mesh_split(mesh, dim, mesh->shape[dim], FSDP_STREAM_GATHER,
                                           mesh->names[dim], &mesh->gather_comm[dim]);
+    mesh->comm_number[dim] = w->num_comms;
     if (!status && two)
         status = fsdpi_mesh_split(mesh, dim, mesh->shape[dim], FSDP_STREAM_REDUCE, mesh->names[dim],
                                   &mesh->reduce_comm[dim]);
@@ -5690,7 +6973,7 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
     mesh->world = w;
     mesh->ndim = d->ndim;
     memcpy(mesh->shape, d->shape, sizeof mesh->shape);
-    int numel = fsdpi_mesh_numel(mesh), mine = -1, missing = 0;
+    int numel = mesh->root_numel = fsdpi_mesh_numel(mesh), mine = -1, missing = 0;
     mesh->ranks = (int32_t *)fsdpi_alloc(a, (size_t)numel * sizeof *mesh->ranks);
     for (int i = 0; i < d->ndim; i++) {
         if (!d->names[i]) continue;
@@ -5716,15 +6999,17 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
 /* -------------------------------------------------------------------------------------------- */
 // Owns: the public functions.
 
-// A mesh of the world. Dims that `from` names (-1: none) share the groups of that dim of `parent`.
+// A mesh of the world, made from `parent` (NULL: from none). from[dim] is the dim of `parent` whose
+// groups it shares (-1: it makes its own; `from` NULL: all do).
 static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const fsdp_mesh *parent,
                                   const int32_t *from, fsdp_mesh **out) {
     fsdp_mesh *mesh;
     int alone = 1; // nobody else is making it
     fsdp_status status = fsdpi_mesh_make(w, d, &mesh);
-    for (int dim = 0; dim < d->ndim; dim++) alone &= parent && from[dim] >= 0;
+    for (int dim = 0; dim < d->ndim; dim++) alone &= from && from[dim] >= 0;
+    if (!status && parent) mesh->root_numel = parent->root_numel;
     for (int dim = 0; !status && dim < mesh->ndim; dim++) {
-        mesh->borrowed[dim] = parent && from[dim] >= 0;
+        mesh->borrowed[dim] = from && from[dim] >= 0;
         if (mesh->borrowed[dim]) {
             mesh->gather_comm[dim] = parent->gather_comm[from[dim]];
             mesh->reduce_comm[dim] = parent->reduce_comm[from[dim]];
@@ -5803,7 +7088,7 @@ FSDP_API fsdp_status fsdp_mesh_flatten(const fsdp_mesh *mesh, const char *name, 
     d.shape[0] = fsdpi_mesh_numel(mesh);
     d.names[0] = name;
     d.ranks = mesh->ranks;
-    return fsdpi_mesh_add(mesh->world, &d, NULL, NULL, out);
+    return fsdpi_mesh_add(mesh->world, &d, mesh, NULL, out);
 }
 
 FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int outer,
@@ -5905,11 +7190,10 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
 // Fill in what the desc leaves to the environment, and check the rest.
 static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     fsdp_status status = FSDP_OK;
-    int found;
     if (d->world_size == 0) status = fsdpi_env_ranks(w, d);
     if (!status && d->timeout_ms == 0)
-        status = fsdpi_env_int(w, "FSDP_TIMEOUT_MS", 1, &d->timeout_ms, &found);
-    if (!status && d->lanes == 0) status = fsdpi_env_int(w, "FSDP_LANES", 0, &d->lanes, &found);
+        status = fsdpi_world_env_int(w, "FSDP_TIMEOUT_MS", 1, 0x7FFFFFFF, &d->timeout_ms);
+    if (!status && d->lanes == 0) status = fsdpi_world_env_int(w, "FSDP_LANES", 0, 2, &d->lanes);
     if (!status && d->log_level == FSDP_LOG_DEFAULT) status = fsdpi_env_log_level(w, &d->log_level);
     if (status) return status;
     if (d->timeout_ms == 0) d->timeout_ms = 60000;
@@ -5951,7 +7235,9 @@ static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t v
 // Chooses backend and device. A world of one rank needs the device only.
 static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
     const char *name = d->backend ? d->backend : fsdpi_env("FSDP_BACKEND");
-    int is_spread = w->size > 1 && fsdpi_env_is_spread(w, d);
+    int is_spread;
+    fsdp_status status = fsdpi_env_is_spread(w, d, &is_spread);
+    if (status) return status;
     const fsdpi_backend *b = fsdpi_find_backend(name, is_spread);
     w->device_ops = d->device_ops             ? d->device_ops
                     : b->name && !d->comm_ops ? b->device_ops()
@@ -5994,6 +7280,7 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
         return status;
     }
     w->reduce_comm = w->comm;
+    w->num_comms = 2; // the world's two
     uint32_t needed = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
                       1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     if ((w->caps.kinds & needed) != needed)
@@ -6027,7 +7314,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     fsdp_status status = FSDP_OK;
     if (w->device_ops->flags & FSDP_DEVICE_ASYNC) {
         w->mode = FSDPI_NATIVE;
-        for (int s = 0; s < FSDP_STREAM_COUNT && !status; s++)
+        for (int s = 0; s < FSDP_STREAM_EXTENSION && !status; s++)
             status = w->device_ops->stream(w->device, s, &w->streams[s]);
         w->own_stream = w->streams[FSDP_STREAM_COMPUTE];
         if (!status) status = w->device_ops->event(w->device, &w->fence);
@@ -6059,6 +7346,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
 
 static void fsdpi_world_close(fsdp_world *w) {
     fsdpi_lanes_stop(w);
+    fsdpi_timeline_close(w);
     w->streams[FSDP_STREAM_COMPUTE] = w->own_stream;
     for (int s = 0; s < FSDP_STREAM_COUNT; s++)
         if (w->streams[s]) w->device_ops->destroy(w->device, w->streams[s], NULL);
@@ -6087,10 +7375,10 @@ static fsdp_status fsdpi_host_collective(fsdp_world *w, fsdp_comm *comm, fsdp_op
     do {
         int64_t num = fsdpi_min(step, count - at);
         op->count = (uint64_t)num;
-        op->seq = ++w->seq;
+        op->bytes = fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size, (uint64_t)num * size);
         char *piece = data + (size_t)at * size;
         fsdp_status status = fsdpi_transfer(w, w->bounce, piece, (size_t)num * size);
-        if (!status) status = fsdpi_run_collective(w, op, NULL);
+        if (!status) status = fsdpi_emit_world(w, op, NULL);
         if (!status) status = fsdpi_transfer(w, piece, w->bounce, (size_t)num * size);
         if (status) return status;
         at += num;
@@ -6105,12 +7393,12 @@ static int64_t fsdpi_bytes(int64_t numel, fsdp_dtype dtype) {
     return numel * (int64_t)fsdp_dtype_size(dtype);
 }
 
-static int fsdpi_shards(const fsdp_unit *u) { return u->info.shard_mesh_size; }       // W
-static int fsdpi_replicas(const fsdp_unit *u) { return u->info.replicate_mesh_size; } // R
+static int fsdpi_shards(const fsdp_unit *u) { return u->desc.info.shard_mesh_size; }       // W
+static int fsdpi_replicas(const fsdp_unit *u) { return u->desc.info.replicate_mesh_size; } // R
 static int fsdpi_ranks(const fsdp_unit *u) { return fsdpi_shards(u) * fsdpi_replicas(u); }
 
 static fsdpi_part *fsdpi_part_of(const fsdp_unit *u, const fsdpi_param *p) {
-    return &u->parts[p->part];
+    return &u->layout.parts[p->part];
 }
 
 // The block that a part's shards lie in, and the dtype of its gradients.
@@ -6128,18 +7416,18 @@ static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_part *part,
                                      fsdp_block *blocks) {
     int64_t min = u->model->desc.direct_min, size = (int64_t)fsdp_dtype_size(part->param_dtype);
     int count = 0;
-    for (int i = 0; i < u->num_params; i++)
+    for (int i = 0; i < u->desc.num_params; i++)
         if (fsdpi_part_of(u, &u->params[i]) == part && u->params[i].requires_grad == trainable)
             tmp[count++] = u->params[i].lay;
     lay->world = fsdpi_shards(u);
-    lay->rank = u->info.shard_mesh_rank;
+    lay->rank = u->desc.info.shard_mesh_rank;
     lay->direct_numel = min == FSDP_DIRECT_NEVER ? min : fsdpi_ceil_div(min, size);
     return fsdp_layout_params(lay, tmp, count, segs, blocks);
 }
 
 static void fsdpi_list_store(fsdp_unit *u, const fsdpi_part *part, int trainable,
                              const fsdp_layout_param *tmp, int gradients) {
-    for (int i = 0, k = 0; i < u->num_params; i++) {
+    for (int i = 0, k = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
         if (fsdpi_part_of(u, p) != part || p->requires_grad != trainable) continue;
         if (gradients) p->grad_offset = tmp[k++].full_offset;
@@ -6153,8 +7441,8 @@ static int64_t fsdpi_aligned(int64_t bytes) { return fsdpi_align_up(bytes, FSDPI
    that is made of them. */
 static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
     fsdpi_param *p = part->extended;
-    fsdpi_work *gather = &u->all_gather;
-    int64_t at = u->slot_bytes;
+    fsdpi_work *gather = &u->layout.all_gather;
+    int64_t at = u->layout.slot_bytes;
     for (int i = 0; i < p->num_strings; i++) {
         fsdp_seg seg = {0, at, p->string_bytes[i]};
         if (gather->segs) gather->segs[gather->num] = seg;
@@ -6164,7 +7452,7 @@ static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
         at = fsdpi_aligned(at + fsdpi_shards(u) * p->string_bytes[i]);
     }
     p->lay.full_offset = at / (int64_t)fsdp_dtype_size(part->param_dtype);
-    u->slot_bytes = fsdpi_aligned(
+    u->layout.slot_bytes = fsdpi_aligned(
         at + fsdpi_bytes(fsdpi_shards(u) * p->lay.shard_numel, part->param_dtype));
 }
 
@@ -6173,8 +7461,8 @@ static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
 static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
     int world = fsdpi_shards(u);
     int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype);
-    fsdpi_work *gather = &u->all_gather, *out = &part->copy_out;
-    part->slot = u->slot_bytes / size;
+    fsdpi_work *gather = &u->layout.all_gather, *out = &part->copy_out;
+    part->slot = u->layout.slot_bytes / size;
     part->num_gather = 0;
     int64_t frozen_full = fsdpi_align_up(part->slot + world * part->train.shard_numel,
                                          FSDP_ALIGN_NUMEL);
@@ -6199,30 +7487,31 @@ static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
         out->num += lay.num_blocks;
     }
     if (part->extended) fsdpi_extended_layout(u, part);
-    else u->slot_bytes = fsdpi_aligned(end * size);
+    else u->layout.slot_bytes = fsdpi_aligned(end * size);
 }
 
 /* The slot of gradients, part after part: [reduce input: trainables, users | where the caller
    writes packed ones]. With several the reduce input is a slot of its own, and has the users. */
 static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
-    int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype), reduce = u->reduce_numel;
-    fsdp_seg *segs = u->reduce_scatter.segs;
+    int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype), reduce = u->layout.reduce_numel;
+    fsdp_seg *segs = u->layout.reduce_scatter.segs;
     fsdp_layout lay;
     if (part->num_train == 0) return;
     memset(&lay, 0, sizeof lay);
-    part->grad = u->grad_bytes / size;
-    if (u->train_parts > 1) reduce = fsdpi_shards(u) * part->train.shard_numel;
+    part->grad = u->layout.grad_bytes / size;
+    if (u->layout.train_parts > 1) reduce = fsdpi_shards(u) * part->train.shard_numel;
     lay.shard_base = part->train.base;
     lay.full_base = part->grad;
     lay.final_base = fsdpi_align_up(part->grad + reduce, FSDP_ALIGN_NUMEL);
-    (void)fsdpi_list_layout(u, part, 1, &lay, tmp, segs ? segs + u->reduce_scatter.num : NULL,
+    (void)fsdpi_list_layout(u, part, 1, &lay, tmp,
+                            segs ? segs + u->layout.reduce_scatter.num : NULL,
                             part->chunk_cat.blocks);
     fsdpi_list_store(u, part, 1, tmp, 1);
     part->chunk_cat.num = lay.num_blocks;
     for (int i = 0; segs && i < lay.num_segs; i++) // its place in the reduce input
-        segs[u->reduce_scatter.num + i].full += fsdpi_shards(u) * part->reduce - part->grad;
-    u->reduce_scatter.num += lay.num_segs;
-    u->grad_bytes = fsdpi_aligned((lay.final_base + lay.final_numel) * size);
+        segs[u->layout.reduce_scatter.num + i].full += fsdpi_shards(u) * part->reduce - part->grad;
+    u->layout.reduce_scatter.num += lay.num_segs;
+    u->layout.grad_bytes = fsdpi_aligned((lay.final_base + lay.final_numel) * size);
 }
 
 #define FSDPI_UNIT_MAX ((int64_t)1 << 56) // elements: the bytes of its slots fit 63 bits
@@ -6230,14 +7519,14 @@ static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
 /* The layout of a unit's slots, in two uses: with NULL lists it measures (before commit), with
    lists it fills them. */
 static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
-    int world = fsdpi_shards(u), users = fsdpi_ranks(u) > 1 ? u->num_train : 0;
+    int world = fsdpi_shards(u), users = fsdpi_ranks(u) > 1 ? u->layout.num_train : 0;
     int64_t total = 0;
-    u->slot_bytes = u->grad_bytes = u->slice_bytes = u->train_numel = 0;
-    u->all_gather.num = u->reduce_scatter.num = 0;
-    for (int k = 0; k < u->num_parts; k++) {
-        fsdpi_part *part = &u->parts[k];
+    u->layout.slot_bytes = u->layout.grad_bytes = u->layout.slice_bytes = u->layout.train_numel = 0;
+    u->layout.all_gather.num = u->layout.reduce_scatter.num = 0;
+    for (int k = 0; k < u->layout.num_parts; k++) {
+        fsdpi_part *part = &u->layout.parts[k];
         part->copy_out.num = part->chunk_cat.num = 0;
-        part->reduce = u->train_numel;
+        part->reduce = u->layout.train_numel;
         for (int trainable = 1; trainable >= 0; trainable--) {
             fsdp_layout lay;
             memset(&lay, 0, sizeof lay);
@@ -6249,17 +7538,17 @@ static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
             total += lay.shard_numel;
             if (total > FSDPI_UNIT_MAX / world) return FSDP_ERR_INVALID_ARG;
         }
-        u->train_numel += part->train.shard_numel;
+        u->layout.train_numel += part->train.shard_numel;
     }
-    u->users_offset = world * u->train_numel;
-    u->reduce_numel = u->users_offset + world * users;
-    for (int k = 0; k < u->num_parts; k++) {
-        fsdpi_slot_layout(u, &u->parts[k], tmp);
-        fsdpi_grad_layout(u, &u->parts[k], tmp);
+    u->layout.users_offset = world * u->layout.train_numel;
+    u->layout.reduce_numel = u->layout.users_offset + world * users;
+    for (int k = 0; k < u->layout.num_parts; k++) {
+        fsdpi_slot_layout(u, &u->layout.parts[k], tmp);
+        fsdpi_grad_layout(u, &u->layout.parts[k], tmp);
     }
-    for (int i = 0; i < u->num_params && u->slices; i++)
-        u->slice_bytes += fsdpi_bytes(world * u->params[i].lay.shard_numel / u->slices,
-                                      fsdpi_part_of(u, &u->params[i])->param_dtype);
+    for (int i = 0; i < u->desc.num_params && u->desc.slices; i++)
+        u->layout.slice_bytes += fsdpi_bytes(world * u->params[i].lay.shard_numel / u->desc.slices,
+                                             fsdpi_part_of(u, &u->params[i])->param_dtype);
     return FSDP_OK;
 }
 
@@ -6276,54 +7565,52 @@ static int fsdpi_class_find(fsdp_model *m, int pool, size_t bytes) {
     return m->num_classes++;
 }
 
-// One part that is stored as it is gathered, in memory that peers can read.
-static int fsdpi_is_plain(const fsdp_unit *u) {
-    return u->num_parts == 1 && u->parts->dtype == u->parts->param_dtype && !u->parts->extended &&
-           !u->model->desc.cpu_offload;
-}
-
-// One rank: the full parameters are the shards.
-static int fsdpi_gather_is_alias(const fsdp_unit *u) {
-    return fsdpi_shards(u) == 1 && fsdpi_is_plain(u);
-}
-
-// The backend sums the reduction in f32 or f64 while it reads; a narrower reduce dtype has to be
-// rounded to, as upstream does, and cannot be fused.
-static int fsdpi_is_wide(fsdp_dtype dtype) { return dtype == FSDP_F32 || dtype == FSDP_F64; }
-
-// reduce_scatter casts, scales and adds.
-static int fsdpi_can_fuse(const fsdp_unit *u) {
-    return (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
-}
-
-// Gradients must be brought to the reduce dtype before the reduction, which cannot read them as
-// they are. What a fused reduction, or the last copy of a single rank, reads may be narrower.
-static int fsdpi_must_convert(const fsdp_unit *u, int has_hook) {
-    fsdp_dtype dtype = u->parts[u->users_part].param_dtype;
-    if (u->train_parts > 1) return 1;
-    if (dtype == u->reduce_dtype) return 0;
-    int widens = u->reduce_dtype == FSDP_F32 && fsdp_dtype_size(dtype) == 2;
-    int reads = fsdpi_shards(u) > 1 ? fsdpi_can_fuse(u) : fsdpi_replicas(u) == 1 && !has_hook;
-    return !(widens && reads);
+// The facts as they are now, and the routes that follow: again when an option has changed.
+static void fsdpi_unit_route(fsdp_unit *u) {
+    const fsdpi_layout *l = &u->layout;
+    const fsdpi_part *part = &l->parts[l->users_part];
+    const fsdp_model_desc *md = &u->model->desc;
+    fsdpi_facts f;
+    memset(&f, 0, sizeof f);
+    f.shards = fsdpi_shards(u);
+    f.replicas = fsdpi_replicas(u);
+    f.one_part = l->num_parts == 1;
+    f.one_train = l->train_parts <= 1;
+    f.extended = l->parts[0].extended != NULL;
+    f.stored = part->dtype;
+    f.gathered = part->param_dtype;
+    f.grad = fsdpi_grad_dtype(u->model, part->dtype);
+    f.reduce = l->reduce_dtype;
+    f.offload = md->cpu_offload != 0;
+    f.overwrite = md->grads_overwrite != 0;
+    f.fuses = (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
+    f.sync = u->options.sync;
+    f.all_reduce = u->options.all_reduce;
+    f.hook = u->options.all_reduce_hook != NULL;
+    f.divide_factor = u->options.divide_factor;
+    for (int adds = 0; adds < 2; adds++) u->route[adds] = fsdpi_route_of(&f, adds);
 }
 
 static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
     fsdp_model *m = u->model;
     int64_t bytes[FSDP_POOL_COUNT] = {0};
-    int64_t none = u->num_train ? 0 : -1, reduce = fsdpi_bytes(u->reduce_numel, u->reduce_dtype);
-    bytes[FSDP_POOL_GATHER] = fsdpi_gather_is_alias(u) ? -1 : u->slot_bytes;
-    bytes[FSDP_POOL_SLICE] = u->slices ? u->slice_bytes : -1;
-    bytes[FSDP_POOL_GRAD] = none ? none : u->grad_bytes;
+    int64_t none = u->layout.num_train ? 0 : -1,
+            reduce = fsdpi_bytes(u->layout.reduce_numel, u->layout.reduce_dtype);
+    const fsdpi_route *route = &u->route[0];
+    int alias = route->gather == FSDPI_GATHER_ALIAS;
+    bytes[FSDP_POOL_GATHER] = alias ? -1 : u->layout.slot_bytes;
+    bytes[FSDP_POOL_SLICE] = u->desc.slices ? u->layout.slice_bytes : -1;
+    bytes[FSDP_POOL_GRAD] = none ? none : u->layout.grad_bytes;
     bytes[FSDP_POOL_RIN] = none ? none : reduce;
     bytes[FSDP_POOL_ROUT] = none ? none : reduce / fsdpi_shards(u);
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
-        u->classes[pool] = -1;
+        u->layout.classes[pool] = -1;
         if (bytes[pool] < 0) continue;
         int at = fsdpi_class_find(m, pool, (size_t)bytes[pool]);
         if (at < 0) return FSDP_ERR_OUT_OF_MEMORY;
-        u->classes[pool] = at;
+        u->layout.classes[pool] = at;
         m->classes[at].ahead |= pool == FSDP_POOL_GATHER ||
-                                (pool == FSDP_POOL_GRAD && !fsdpi_must_convert(u, 0)) ||
+                                (pool == FSDP_POOL_GRAD && route->grads_ahead) ||
                                 (pool == FSDP_POOL_ROUT && fsdpi_replicas(u) > 1);
     }
     return FSDP_OK;
@@ -6337,22 +7624,17 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
 // free is one added. Invariants: no decision looks at an event or the clock, so memory is the same
 // on every rank and at every run; a buffer is handed on only after the event of its last consumer.
 
-FSDP_API const char *fsdp_pool_name(int pool) {
-    static const char *const names[FSDP_POOL_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_POOL_LIST(FSDP_X)
-#undef FSDP_X
-    };
-    return pool >= 0 && pool < FSDP_POOL_COUNT ? names[pool] : "?";
-}
-
 static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     if (!buf) return;
-    m->pool_slots[buf->pool]--;
-    m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
+    if (m->dry) buf->ptr = NULL;
+    if (!buf->part) {
+        m->pool_slots[buf->pool]--;
+        m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
+    }
     if (buf->ready.native) w->device_ops->destroy(w->device, NULL, buf->ready.native);
     if (buf->avail.native) w->device_ops->destroy(w->device, NULL, buf->avail.native);
+    if (buf->part) buf->ptr = NULL;
     if (buf->ptr && w->comm && !buf->pinned) w->comm_ops->free(w->comm, buf->ptr, buf->bytes);
     else if (buf->ptr)
         w->device_ops->free(w->device, buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE,
@@ -6360,10 +7642,24 @@ static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdpi_model_free(m, buf);
 }
 
+// Its two events, where the device orders by them.
+static fsdp_status fsdpi_buf_events(fsdp_world *w, fsdp_buf *buf) {
+    if (w->mode != FSDPI_NATIVE) return FSDP_OK;
+    fsdp_status status = w->device_ops->event(w->device, &buf->ready.native);
+    if (!status) status = w->device_ops->event(w->device, &buf->avail.native);
+    if (!status) return FSDP_OK;
+    return fsdpi_fail(w, status, "device %s could not make an event: %s", w->device_ops->name,
+                      fsdpi_device_text(w, status));
+}
+
 // Device memory, where peers can read it, and its two events.
 static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     void *ptr = NULL;
+    if (m->dry) {
+        buf->ptr = (char *)buf; // which nothing reads or writes
+        return FSDP_OK;
+    }
     int shared = w->comm && !buf->pinned,
         kind = buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE;
     fsdp_status status = shared ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
@@ -6372,15 +7668,10 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
         return fsdpi_fail_stuck(
             w,
             fsdpi_fail(w, status, "%llu bytes for %s could not be allocated: %s",
-                       (unsigned long long)buf->bytes, fsdp_pool_name(buf->pool),
+                       (unsigned long long)buf->bytes, fsdp_model_pool_name(m, buf->pool),
                        shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status)));
     buf->ptr = (char *)ptr;
-    if (w->mode != FSDPI_NATIVE) return FSDP_OK;
-    status = w->device_ops->event(w->device, &buf->ready.native);
-    if (!status) status = w->device_ops->event(w->device, &buf->avail.native);
-    if (!status) return FSDP_OK;
-    return fsdpi_fail(w, status, "device %s could not make an event: %s", w->device_ops->name,
-                      fsdpi_device_text(w, status));
+    return fsdpi_buf_events(w, buf);
 }
 
 // Can the host read it?
@@ -6389,18 +7680,20 @@ static int fsdpi_is_readable(const fsdp_world *w, const fsdp_buf *buf) {
 }
 
 // A buffer of a pool. In a dry run it is only counted.
-static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf **out) {
+static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pinned,
+                                  fsdp_buf **out) {
     fsdp_buf *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof *buf);
     *out = NULL;
     if (!buf)
         return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a buffer of %s",
-                          fsdp_pool_name(pool));
+                          fsdp_model_pool_name(m, pool));
     buf->bytes = (size_t)fsdpi_aligned((int64_t)(bytes ? bytes : 1));
     buf->pool = (uint8_t)pool;
-    buf->pinned = m->desc.cpu_offload && (pool == FSDP_POOL_SHARD || pool == FSDP_POOL_SGRAD);
+    buf->pinned = (uint8_t)pinned;
+    buf->number = ++m->num_bufs;
     m->pool_slots[pool]++;
     m->pool_bytes[pool] += (int64_t)buf->bytes;
-    fsdp_status status = m->dry ? FSDP_OK : fsdpi_buf_alloc(m, buf);
+    fsdp_status status = fsdpi_buf_alloc(m, buf);
     if (status) {
         fsdpi_buf_free(m, buf);
         return status;
@@ -6408,6 +7701,11 @@ static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf
     m->counters.allocations++;
     *out = buf;
     return FSDP_OK;
+}
+
+static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf **out) {
+    int offloaded = m->desc.cpu_offload && (pool == FSDP_POOL_SHARD || pool == FSDP_POOL_SGRAD);
+    return fsdpi_buf_make(m, pool, bytes, offloaded, out);
 }
 
 static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
@@ -6433,9 +7731,8 @@ static fsdp_status fsdpi_model_fail(fsdp_model *m, fsdp_status status) {
     return m->dry || fsdpi_failed(m->world) ? status : fsdpi_fail_together(m->world, status);
 }
 
-static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
-    fsdp_model *m = u->model;
-    fsdpi_class *c = &m->classes[u->classes[pool]];
+// A free slot of a class: the least recently released one, or a new one.
+static inline fsdp_status fsdpi_class_take(fsdp_model *m, fsdpi_class *c, fsdp_buf **out) {
     fsdp_status status = c->count ? FSDP_OK : fsdpi_class_fill(m, c);
     fsdp_buf *best = NULL;
     for (int i = 0; i < c->count; i++) {
@@ -6446,10 +7743,8 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
         status = fsdpi_class_add(m, c);
         if (!status) best = c->slots[c->count - 1];
     }
-    if (status) return fsdpi_model_fail(m, status);
-    best->held = 1;
     *out = best;
-    return FSDP_OK;
+    return status;
 }
 
 // Between steps every free slot counts as released at the same time: the next step takes the same
@@ -6460,18 +7755,24 @@ static void fsdpi_pools_rewind(fsdp_model *m) {
     m->release_seq = 0;
 }
 
+// The host waits for what has been issued on a stream. A prediction has nothing to wait for.
+static fsdp_status fsdpi_model_sync(fsdp_model *m, int stream) {
+    return m->dry ? FSDP_OK : fsdpi_sync(m->world, stream);
+}
+
 /* ==== core/unit.h ===========================================================================
    units and parameters: what fully_shard makes of a desc */
 
 static void fsdpi_unit_free(fsdp_unit *u) {
     fsdp_model *m = u->model;
-    for (int i = 0; u->params && i < u->num_params; i++) fsdpi_model_free(m, u->params[i].name);
+    for (int i = 0; u->params && i < u->desc.num_params; i++)
+        fsdpi_model_free(m, u->params[i].name);
     fsdpi_model_free(m, u->params);
-    fsdpi_model_free(m, u->parts);
-    fsdpi_model_free(m, u->name);
-    fsdpi_model_free(m, u->lists);
-    fsdpi_model_free(m, u->prefetch[0]);
-    fsdpi_model_free(m, u->prefetch[1]);
+    fsdpi_model_free(m, u->layout.parts);
+    fsdpi_model_free(m, u->desc.name);
+    fsdpi_model_free(m, u->layout.lists);
+    fsdpi_model_free(m, u->options.prefetch[0]);
+    fsdpi_model_free(m, u->options.prefetch[1]);
     fsdpi_model_free(m, u);
 }
 
@@ -6522,7 +7823,7 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                           "fully_shard of unit '%s': the extension of parameter '%s' lacks a "
                           "function: give sizes, pre_all_gather and post_all_gather",
-                          u->name, p->name);
+                          u->desc.name, p->name);
     int64_t rows = fsdpi_ceil_div(p->lay.shape[p->lay.shard_dim], fsdpi_shards(u));
     int64_t numel = fsdpi_mul(rest, rows), sum = 0;
     p->num_strings = numel < 0 ? 0 : extension->sizes(extension->user, numel, p->string_bytes);
@@ -6536,7 +7837,7 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
                 : fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                              "fully_shard of unit '%s': the extension of parameter '%s' returned "
                              "%d strings: expected 1..%d, of sizes >= 0",
-                             u->name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
+                             u->desc.name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
 }
 
 // Parameters of a unit from their descs. The array of descs may have an older header's stride.
@@ -6554,13 +7855,13 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
         if (i == 0) stride = pd.size ? pd.size : (uint32_t)sizeof pd;
         snprintf(fallback, sizeof fallback, "p%d", i);
         const char *name = pd.name ? pd.name : fallback;
-        status = fsdpi_param_check(m->world, u->name, name, &pd);
+        status = fsdpi_param_check(m->world, u->desc.name, name, &pd);
         if (status) return status;
         fsdpi_param *p = &u->params[i];
         p->name = fsdpi_copy_text(&m->world->boot.allocator, name);
         if (!p->name)
             return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                              "fully_shard of unit '%s': no memory", u->name);
+                              "fully_shard of unit '%s': no memory", u->desc.name);
         m->host_bytes += (int64_t)fsdpi_alloc_size(p->name);
         p->user = pd.user;
         p->dtype = pd.dtype;
@@ -6584,12 +7885,12 @@ static fsdp_dtype fsdpi_promote(fsdp_dtype a, fsdp_dtype b) {
 // All that ranks must have given alike: it is part of what every collective compares.
 static uint64_t fsdpi_unit_hash(const fsdp_unit *u) {
     const fsdp_model_desc *md = &u->model->desc;
-    uint64_t h = fsdpi_hash(fsdpi_hash_text(u->name), (uint64_t)u->num_params);
-    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)u->policy_dtype), (uint64_t)u->reduce_dtype);
+    uint64_t h = fsdpi_hash(fsdpi_hash_text(u->desc.name), (uint64_t)u->desc.num_params);
+    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)u->desc.policy_dtype), (uint64_t)u->layout.reduce_dtype);
     h = fsdpi_hash(fsdpi_hash(h, (uint64_t)md->grads_overwrite), (uint64_t)md->direct_min);
-    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)md->grad_dtype), (uint64_t)u->slices);
+    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)md->grad_dtype), (uint64_t)u->desc.slices);
     h = fsdpi_hash(fsdpi_hash(h, (uint64_t)fsdpi_shards(u)), (uint64_t)fsdpi_replicas(u));
-    for (int i = 0; i < u->num_params; i++) {
+    for (int i = 0; i < u->desc.num_params; i++) {
         const fsdpi_param *p = &u->params[i];
         h = fsdpi_hash(fsdpi_hash(h, fsdpi_hash_text(p->name)), (uint64_t)p->requires_grad);
         h = fsdpi_hash(fsdpi_hash(h, (uint64_t)p->lay.ndim), (uint64_t)p->lay.shard_dim);
@@ -6604,45 +7905,48 @@ static uint64_t fsdpi_unit_hash(const fsdp_unit *u) {
    Again after fsdp_set_requires_grad. */
 static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
     fsdp_model *m = u->model;
-    u->num_parts = u->num_train = u->train_parts = u->users_part = 0;
-    u->reduce_dtype = FSDP_DTYPE_KEEP;
-    for (int i = 0; i < u->num_params; i++) {
+    u->layout.num_parts = u->layout.num_train = u->layout.train_parts = u->layout.users_part = 0;
+    u->layout.reduce_dtype = FSDP_DTYPE_KEEP;
+    for (int i = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
-        int casts = u->policy_dtype && fsdp_dtype_is_float(p->dtype) && !p->keep_dtype, k = 0;
+        int casts = u->desc.policy_dtype && fsdp_dtype_is_float(p->dtype) && !p->keep_dtype, k = 0;
         fsdpi_part new_part, *part;
         memset(&new_part, 0, sizeof new_part);
         new_part.dtype = p->dtype;
-        new_part.param_dtype = casts ? u->policy_dtype : p->dtype;
+        new_part.param_dtype = casts ? u->desc.policy_dtype : p->dtype;
         new_part.extended = p->extension.sizes ? p : NULL;
-        while (k < u->num_parts && (u->parts[k].dtype != new_part.dtype ||
-                                    u->parts[k].param_dtype != new_part.param_dtype ||
-                                    u->parts[k].extended || new_part.extended))
+        while (k < u->layout.num_parts && (u->layout.parts[k].dtype != new_part.dtype ||
+                                           u->layout.parts[k].param_dtype != new_part.param_dtype ||
+                                           u->layout.parts[k].extended || new_part.extended))
             k++;
-        part = &u->parts[k];
-        if (k == u->num_parts) u->parts[u->num_parts++] = new_part;
+        part = &u->layout.parts[k];
+        if (k == u->layout.num_parts) u->layout.parts[u->layout.num_parts++] = new_part;
         p->part = k;
-        p->user_index = p->requires_grad ? u->num_train++ : -1;
+        p->train_index = p->requires_grad ? u->layout.num_train++ : -1;
         if (!p->requires_grad) continue;
-        if (part->num_train++ == 0 && u->train_parts++ == 0) u->users_part = k;
-        u->reduce_dtype = fsdpi_promote(u->reduce_dtype, fsdpi_grad_dtype(m, p->dtype));
+        if (part->num_train++ == 0 && u->layout.train_parts++ == 0) u->layout.users_part = k;
+        u->layout.reduce_dtype = fsdpi_promote(u->layout.reduce_dtype,
+                                               fsdpi_grad_dtype(m, p->dtype));
     }
-    if (u->policy_reduce || !u->num_train)
-        u->reduce_dtype = u->policy_reduce ? u->policy_reduce : FSDP_F32;
-    int bytes = u->num_parts > 1 || u->parts[0].extended;
-    u->gather_dtype = bytes ? FSDP_U8 : u->parts[0].param_dtype;
-    u->desc_hash = fsdpi_unit_hash(u);
-    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)u->num_params *
+    if (u->desc.policy_reduce || !u->layout.num_train)
+        u->layout.reduce_dtype = u->desc.policy_reduce ? u->desc.policy_reduce : FSDP_F32;
+    int bytes = u->layout.num_parts > 1 || u->layout.parts[0].extended;
+    u->layout.gather_dtype = bytes ? FSDP_U8 : u->layout.parts[0].param_dtype;
+    u->layout.hash = fsdpi_unit_hash(u);
+    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)u->desc.num_params *
                                                                            sizeof *tmp);
     if (!tmp)
         return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "layout of unit '%s': no memory",
-                          u->name);
+                          u->desc.name);
     fsdp_status status = fsdpi_unit_layout(u, tmp);
     fsdpi_model_free(m, tmp);
     if (status)
         return fsdpi_fail(m->world, status,
-                          "fully_shard of unit '%s': its size is more than 2^56 elements", u->name);
+                          "fully_shard of unit '%s': its size is more than 2^56 elements",
+                          u->desc.name);
+    fsdpi_unit_route(u);
     status = fsdpi_unit_classes(u);
-    return status ? fsdpi_fail(m->world, status, "layout of unit '%s': no memory", u->name)
+    return status ? fsdpi_fail(m->world, status, "layout of unit '%s': no memory", u->desc.name)
                   : status;
 }
 
@@ -6696,21 +8000,23 @@ static fsdp_status fsdpi_resolve_mesh(fsdp_world *w, const fsdp_mesh *mesh,
 // Groups of a unit, and what reshard_after_forward comes to.
 static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
     fsdp_model *m = u->model;
-    const fsdp_mesh_info *info = &u->info;
+    const fsdp_mesh_info *info = &u->desc.info;
     int n = d->reshard_after_forward ? d->reshard_after_forward : m->desc.reshard_after_forward;
-    if (info->shard_mesh_dim >= 0) u->reduce_comm = info->mesh->reduce_comm[info->shard_mesh_dim];
+    if (info->shard_mesh_dim >= 0)
+        u->desc.reduce_comm = info->mesh->reduce_comm[info->shard_mesh_dim];
     if (info->replicate_mesh_dim >= 0)
-        u->replicate_comm = info->mesh->reduce_comm[info->replicate_mesh_dim];
+        u->desc.replicate_comm = info->mesh->reduce_comm[info->replicate_mesh_dim];
     if (n < FSDP_RESHARD_NEVER || (n > 1 && fsdpi_shards(u) % n != 0))
         return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
                           "fully_shard of unit '%s': reshard_after_forward is %d, expected "
                           "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of the shard group's "
                           "%d ranks",
-                          u->name, n, fsdpi_shards(u));
+                          u->desc.name, n, fsdpi_shards(u));
     if (n > 1 && n == fsdpi_shards(u)) n = FSDP_RESHARD_ALWAYS;
-    u->reshard_after_forward = n;
-    u->slices = n > 1 ? n : 0;
-    return n > 1 ? fsdpi_mesh_subgroup(info->mesh, info->shard_mesh_dim, n, &u->slice_comm)
+    u->options.reshard_after_forward = n;
+    u->desc.slices = n > 1 ? n : 0;
+    return n > 1 ? fsdpi_mesh_subgroup(info->mesh, info->shard_mesh_dim, n, FSDP_STREAM_GATHER,
+                                       "post_forward", &u->desc.slice_comm)
                  : FSDP_OK;
 }
 
@@ -6720,22 +8026,23 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     size_t count = (size_t)d->num_params;
     char fallback[24];
     snprintf(fallback, sizeof fallback, "unit%d", m->num_units);
-    u->name = fsdpi_copy_text(&m->world->boot.allocator, d->name ? d->name : fallback);
-    if (u->name) m->host_bytes += (int64_t)fsdpi_alloc_size(u->name);
+    u->desc.name = fsdpi_copy_text(&m->world->boot.allocator, d->name ? d->name : fallback);
+    if (u->desc.name) m->host_bytes += (int64_t)fsdpi_alloc_size(u->desc.name);
     u->params = (fsdpi_param *)fsdpi_model_alloc(m, count * sizeof *u->params);
-    u->parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->parts);
-    if (!u->name || !u->params || !u->parts)
+    u->layout.parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->layout.parts);
+    if (!u->desc.name || !u->params || !u->layout.parts)
         return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
                           d->name ? d->name : fallback);
-    fsdp_status status = fsdpi_dtypes_check(m->world, "fully_shard of unit", u->name,
+    fsdp_status status = fsdpi_dtypes_check(m->world, "fully_shard of unit", u->desc.name,
                                             d->param_dtype, d->reduce_dtype, d->output_dtype);
-    if (!status) status = fsdpi_resolve_mesh(m->world, d->mesh, d->mesh_info, &m->info, &u->info);
+    if (!status)
+        status = fsdpi_resolve_mesh(m->world, d->mesh, d->mesh_info, &m->info, &u->desc.info);
     if (status) return status;
-    u->policy_dtype = d->param_dtype ? d->param_dtype : md->param_dtype;
-    u->policy_reduce = d->reduce_dtype ? d->reduce_dtype : md->reduce_dtype;
-    u->output_dtype = d->output_dtype ? d->output_dtype : md->output_dtype;
-    u->keep_inputs = d->keep_forward_inputs || md->keep_forward_inputs;
-    u->num_params = d->num_params;
+    u->desc.policy_dtype = d->param_dtype ? d->param_dtype : md->param_dtype;
+    u->desc.policy_reduce = d->reduce_dtype ? d->reduce_dtype : md->reduce_dtype;
+    u->desc.output_dtype = d->output_dtype ? d->output_dtype : md->output_dtype;
+    u->desc.keep_inputs = d->keep_forward_inputs || md->keep_forward_inputs;
+    u->desc.num_params = d->num_params;
     status = fsdpi_unit_params(u, d);
     if (!status) status = fsdpi_unit_groups(u, d);
     return status ? status : fsdpi_unit_arrange(u);
@@ -6766,21 +8073,24 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
                           d.name ? d.name : "");
     }
     u->model = model;
-    u->user = d.user;
-    u->index = model->num_units;
-    u->reshard_after_backward = u->sync = u->all_reduce = 1;
-    u->unshard_in_backward = u->reduce_unused = u->grad_is_zero = 1;
-    u->last_order = -1;
+    u->desc.user = d.user;
+    u->desc.index = model->num_units;
+    u->options.reshard_after_backward = u->options.sync = u->options.all_reduce = 1;
+    u->options.unshard_in_backward = u->options.reduce_unused = 1;
+    u->state = fsdpi_state_new();
     status = fsdpi_unit_fill(u, &d);
     if (status) {
         fsdpi_unit_free(u);
         return status;
     }
-    for (int i = 0; i < u->num_params; i++) u->params[i].ordinal = model->num_params + i;
-    model->num_params += u->num_params;
-    model->mixed |= u->info.shard_comm != model->info.shard_comm ||
-                    u->info.replicate_comm != model->info.replicate_comm ||
-                    u->info.shard_mesh_size != model->info.shard_mesh_size;
+    for (int i = 0; i < u->desc.num_params; i++) u->params[i].ordinal = model->num_params + i;
+    model->num_params += u->desc.num_params;
+    model->mixed |= u->desc.info.shard_comm != model->info.shard_comm ||
+                    u->desc.info.replicate_comm != model->info.replicate_comm ||
+                    u->desc.info.shard_mesh_size != model->info.shard_mesh_size;
+    if (u->desc.info.mesh != model->info.mesh &&
+        !fsdpi_mesh_contains(model->info.mesh, u->desc.info.mesh))
+        model->outside = u;
     model->units[model->num_units++] = u;
     *unit = u;
     return FSDP_OK;
@@ -6788,63 +8098,70 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
 
 FSDP_API int fsdp_num_params(const fsdp_model *model) { return model ? model->num_params : 0; }
 FSDP_API int fsdp_num_units(const fsdp_model *model) { return model ? model->num_units : 0; }
-FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit) { return unit ? unit->name : ""; }
+FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit) { return unit ? unit->desc.name : ""; }
+
+FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out) {
+    if (!unit || !out) return fsdpi_null(unit ? unit->model->world : NULL, "unit_mesh_info");
+    *out = unit->desc.info;
+    return FSDP_OK;
+}
 
 FSDP_API fsdp_training_state fsdp_unit_state(const fsdp_unit *unit) {
-    return unit ? (fsdp_training_state)unit->state : FSDP_STATE_COUNT;
+    return unit ? (fsdp_training_state)unit->state.training : FSDP_STATE_COUNT;
 }
 FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit) {
-    return unit ? (fsdp_storage_state)unit->storage : FSDP_STORAGE_COUNT;
+    return unit ? (fsdp_storage_state)unit->state.storage : FSDP_STORAGE_COUNT;
 }
 
 /* ==== core/ops.h ============================================================================
    op records, and fsdpi_emit, the only door to the tables */
 
 // Owns: fsdpi_emit, the only door to the device and comm tables. It numbers a record, counts it,
-// shows it to the observer, derives what it waits for from the buffers it reads and writes, and
+// shows it to extensions, derives what it waits for from the buffers it reads and writes, and
 // runs it.
-
-FSDP_API const char *fsdp_op_name(int kind) {
-    static const char *const names[FSDP_OP_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_OP_LIST(FSDP_X)
-#undef FSDP_X
-    };
-    return kind >= 0 && kind < FSDP_OP_COUNT ? names[kind] : "?";
-}
-
-FSDP_API const char *fsdp_label_name(int label) {
-    static const char *const names[FSDP_LABEL_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_LABEL_LIST(FSDP_X)
-#undef FSDP_X
-    };
-    return label >= 0 && label < FSDP_LABEL_COUNT ? names[label] : "?";
-}
 
 // A record with the model's labels; the caller fills in the rest.
 static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, int kind, int label,
                                        int stream) {
     fsdp_op op;
-    memset(&op, 0, sizeof op);
+    memset(&op, 0, offsetof(fsdp_op, wait)); // num_waits of them count
     op.kind = (uint8_t)kind;
     op.label = (uint8_t)label;
     op.stream = (uint8_t)stream;
     op.state = m->call_state;
     op.scale = 1.0;
+    op.model = (fsdp_model *)(uintptr_t)m;
     op.unit = u;
-    op.what = u ? u->name : fsdp_label_name(label);
-    op.what_hash = u ? u->desc_hash : (uint64_t)label;
+    op.what = u ? u->desc.name : fsdpi_label(m, label);
+    op.what_hash = u ? u->layout.hash : (uint64_t)label;
     op.step = m->step;
     return op;
 }
 
-static int fsdpi_must_wait(const fsdp_world *w, const fsdp_event *event, int stream) {
-    return w->mode != FSDPI_INLINE && event->seq != 0 && event->stream != stream;
-}
-
 /* Three rules. Reading waits for the last write by another stream; writing too (one writer at a
    time); the first write after acquire waits for the last consumer's release. */
+static inline void fsdpi_derive_waits(fsdp_op *op) {
+    const fsdp_buf *src = op->src, *dst = op->dst;
+    uint8_t num = 0;
+    if (src && src->ready.seq != 0 && src->ready.stream != op->stream) op->wait[num++] = src->ready;
+    if (dst && dst != src) {
+        const fsdp_event *event = dst->avail.seq ? &dst->avail : &dst->ready;
+        if (event->seq != 0 && event->stream != op->stream) op->wait[num++] = *event;
+    }
+    op->num_waits = num;
+}
+
+// Somebody watches: `seen`, a copy, is shown and may come back changed. NULL: it does not run.
+static FSDPI_NOINLINE const fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op *op,
+                                                   fsdp_op *seen) {
+    int works = op->kind < FSDP_OP_HOOK && op->kind != FSDP_OP_USE;
+    *seen = *op;
+    seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm);
+    seen->timed = works && (m->watch & FSDPI_TIMES);
+    return fsdpi_taken(m, seen) || seen->kind >= FSDP_OP_HOOK ? NULL : seen;
+}
+
+// The record is the caller's: it may be one that is issued again and again.
 static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     fsdp_world *w = m->world;
     fsdp_status status = fsdpi_failed(w);
@@ -6853,17 +8170,39 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     m->counters.calls[op->kind]++;
     m->counters.bytes[op->kind] += op->bytes;
     if (m->dry) return FSDP_OK;
-    int num = 0;
-    if (op->src && fsdpi_must_wait(w, &op->src->ready, op->stream))
-        op->wait[num++] = op->src->ready;
-    if (op->dst && op->dst != op->src) {
-        fsdp_event *event = op->dst->avail.seq ? &op->dst->avail : &op->dst->ready;
-        if (fsdpi_must_wait(w, event, op->stream)) op->wait[num++] = *event;
-    }
+    if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
     if (op->dst) op->dst->avail.seq = 0;
-    if (!(m->driver.op && m->driver.op(m->driver.user, m, op))) status = fsdpi_issue(w, op);
+    fsdp_op seen;
+    const fsdp_op *runs = m->watch ? fsdpi_watched(m, op, &seen) : op;
+    if (runs) status = fsdpi_issue(w, runs);
     if (!status && op->dst) status = fsdpi_mark(w, op->stream, &op->dst->ready);
     return status;
+}
+
+// A marker: numbered, counted and shown. It waits for nothing and sets no event.
+static fsdp_status fsdpi_show(fsdp_model *m, fsdp_op *op) {
+    fsdp_status status = fsdpi_failed(m->world);
+    if (status || m->dry || !(m->watch & FSDPI_OPS)) return status;
+    op->seq = ++m->seq;
+    m->counters.calls[op->kind]++;
+    fsdp_op seen;
+    (void)fsdpi_watched(m, op, &seen);
+    return FSDP_OK;
+}
+
+// What happens to a buffer, where extensions see records.
+static FSDPI_NOINLINE fsdp_status fsdpi_show_buf(fsdp_model *m, const fsdp_unit *u, int kind,
+                                                 int stream, fsdp_buf *buf) {
+    fsdp_op op = fsdpi_op(m, u, kind, FSDP_LABEL_NONE, stream);
+    if (kind == FSDP_OP_RELEASE) op.src = buf;
+    else op.dst = buf;
+    op.pool = buf->pool;
+    op.slot = buf->number;
+    return fsdpi_show(m, &op);
+}
+
+static inline fsdp_status fsdpi_marker(fsdp_unit *u, int kind, int stream, fsdp_buf *buf) {
+    return u->model->watch & FSDPI_OPS ? fsdpi_show_buf(u->model, u, kind, stream, buf) : FSDP_OK;
 }
 
 // Fill elements [from, from + count) of a buffer with a byte.
@@ -6871,7 +8210,7 @@ static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label,
                                    fsdp_buf *dst, fsdp_dtype dtype, int64_t from, int64_t count,
                                    uint8_t fill) {
     fsdp_op op = fsdpi_op(m, u, FSDP_OP_ZERO, label, stream);
-    if (count == 0 || m->dry) return FSDP_OK;
+    if (count == 0) return FSDP_OK;
     op.fill = fill;
     op.dtype = op.out_dtype = (uint8_t)dtype;
     op.count = (uint64_t)count;
@@ -6881,21 +8220,38 @@ static fsdp_status fsdpi_emit_fill(fsdp_model *m, const fsdp_unit *u, int label,
     return fsdpi_emit(m, &op);
 }
 
-/* A copy over blocks, a collective over segments, or an all_reduce of work->count elements, from
-   src in dtype to dst in out_dtype. The caller has set what is special (scale, accumulate,
-   in_place) and a collective's group. An empty one is not issued. Of a collective a rank reads
-   (group_size-1) times its own part from the others. */
-static fsdp_status fsdpi_emit_work(fsdp_model *m, fsdp_op *op, fsdp_buf *src, fsdp_dtype dtype,
-                                   fsdp_buf *dst, fsdp_dtype out_dtype, const fsdpi_work *work) {
-    int is_copy = op->kind == FSDP_OP_COPY;
-    if (work->count == 0) return FSDP_OK; // in a prediction, where no lists are made, always
+// Bytes that a copy writes, or that a rank has to receive.
+static uint64_t fsdpi_op_bytes(const fsdp_op *op) {
+    if (op->kind == FSDP_OP_COPY) return op->count * fsdp_dtype_size(op->out_dtype);
+    return fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size,
+                            op->count * fsdp_dtype_size(op->dtype));
+}
+
+// The record's work: blocks of a copy, segments of a collective, or a number of elements.
+static void fsdpi_op_work(fsdp_op *op, fsdp_dtype dtype, fsdp_dtype out_dtype,
+                          const fsdpi_work *work) {
     op->count = work->count;
-    op->bytes = is_copy ? op->count * fsdp_dtype_size(out_dtype)
-                        : (uint64_t)(op->group_size - 1) * op->count * fsdp_dtype_size(dtype);
     op->dtype = (uint8_t)dtype;
     op->out_dtype = (uint8_t)out_dtype;
-    op->list = is_copy ? (const void *)work->blocks : work->segs;
+    op->list = op->kind == FSDP_OP_COPY ? (const void *)work->blocks : work->segs;
     op->list_count = op->list ? (uint32_t)work->num : 0;
+    op->bytes = fsdpi_op_bytes(op);
+}
+
+// The same work in other dtypes.
+static void fsdpi_op_cast(fsdp_op *op, fsdp_dtype dtype, fsdp_dtype out_dtype) {
+    op->dtype = (uint8_t)dtype;
+    op->out_dtype = (uint8_t)out_dtype;
+    op->bytes = fsdpi_op_bytes(op);
+}
+
+/* A copy over blocks, a collective over segments, or an all_reduce of work->count elements, from
+   src in dtype to dst in out_dtype. The caller has set what is special (scale, accumulate,
+   in_place) and a collective's group. An empty one is not issued. */
+static fsdp_status fsdpi_emit_work(fsdp_model *m, fsdp_op *op, fsdp_buf *src, fsdp_dtype dtype,
+                                   fsdp_buf *dst, fsdp_dtype out_dtype, const fsdpi_work *work) {
+    if (work->count == 0) return FSDP_OK;
+    fsdpi_op_work(op, dtype, out_dtype, work);
     op->src = src;
     op->dst = dst;
     op->src_ptr = src->ptr;
@@ -6910,6 +8266,38 @@ static fsdp_status fsdpi_emit_use(fsdp_model *m, const fsdp_unit *u, int label, 
     return fsdpi_emit(m, &op);
 }
 
+// An extension's slot, or NULL: there is none.
+static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t bytes,
+                                                 fsdp_buf **out) {
+    fsdp_model *m = u->model;
+    fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
+    *out = buf;
+    if (!buf || (!buf->held && buf->bytes >= bytes)) return FSDP_OK;
+    return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
+                      "an extension gave unit '%s' a slot of %llu bytes%s for %s, expected a free "
+                      "one of %llu",
+                      u->desc.name, (unsigned long long)buf->bytes, buf->held ? " in use" : "",
+                      fsdp_pool_name(pool), (unsigned long long)bytes);
+}
+
+static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
+    fsdp_model *m = u->model;
+    fsdpi_class *c = &m->classes[u->layout.classes[pool]];
+    fsdp_buf *buf = NULL;
+    fsdp_status status = m->watch ? fsdpi_provided(u, pool, c->bytes, &buf) : FSDP_OK;
+    if (!status && !buf) status = fsdpi_class_take(m, c, &buf);
+    if (status) return fsdpi_model_fail(m, status);
+    buf->held = 1;
+    *out = buf;
+    return m->watch ? fsdpi_marker(u, FSDP_OP_ACQUIRE, FSDP_STREAM_COMPUTE, buf) : FSDP_OK;
+}
+
+static FSDPI_NOINLINE fsdp_status fsdpi_released(fsdp_unit *u, fsdp_buf *buf, int stream) {
+    fsdp_status status = fsdpi_marker(u, FSDP_OP_RELEASE, stream, buf);
+    if (u->model->watch & FSDPI_SLOTS) (void)fsdpi_other_slot(u, buf->pool, buf);
+    return status;
+}
+
 /* Give a slot back; `stream` is its last consumer. With debug, what is released becomes NaN. */
 static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     fsdp_model *m = u->model;
@@ -6919,46 +8307,255 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     if (!status && m->desc.debug)
         status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
                                  (int64_t)buf->bytes, 0xFF);
-    if (!status && !m->dry && buf->avail.seq == 0) // else nobody has written it meanwhile
+    if (!status && buf->avail.seq == 0) // else nobody has written it meanwhile
         status = fsdpi_mark(m->world, stream, &buf->avail);
     buf->held = 0;
     buf->released = ++m->release_seq;
     *slot = NULL;
+    return m->watch && !status ? fsdpi_released(u, buf, stream) : status;
+}
+
+/* ==== core/templates.h ======================================================================
+   the records that hooks emit, made once at commit */
+
+// Owns: a unit's templates. A template is a record in which everything that does not change from
+// step to step stands already; the hook that emits it says only what has changed. Slots are named
+// by their pool, since a unit holds another one at another time.
+
+static fsdp_status fsdpi_call_pre_gather(const fsdp_op *op, void *stream);
+static fsdp_status fsdpi_call_post_gather(const fsdp_op *op, void *stream);
+static fsdp_status fsdpi_call_all_reduce_hook(const fsdp_op *op, void *stream);
+
+// A dtype, and a group, of the unit or of one of its parts.
+enum { FSDPI_STORED, FSDPI_FULL, FSDPI_GATHERED, FSDPI_SHARD_GRAD, FSDPI_REDUCED };
+enum { FSDPI_NO_GROUP, FSDPI_SHARDS, FSDPI_SLICES, FSDPI_SUMS, FSDPI_REPLICAS };
+
+typedef struct fsdpi_template_row {
+    uint8_t op, label, stream; // stream COUNT: that of the last copy to the shard gradients
+    uint8_t src, src_dtype, dst, dst_dtype;
+    uint8_t each, grads; // a record for each part; of units with trainables
+    uint8_t group;
+    uint16_t work; // offset of the blocks or segments, in the part or in the layout; 0: none
+    fsdp_status (*call)(const fsdp_op *op, void *stream); // for parts with an extension, or CALL
+} fsdpi_template_row;
+
+#define FSDPI_PART_WORK(name) offsetof(fsdpi_part, name)
+#define FSDPI_UNIT_WORK(name) offsetof(fsdpi_layout, name)
+#define FSDPI_COPY            FSDP_OP_COPY
+#define FSDPI_AT(pool, dtype) FSDP_POOL_##pool, FSDPI_##dtype
+
+// clang-format off
+// In the order of FSDPI_OPS_*.
+static const fsdpi_template_row fsdpi_template_rows[FSDPI_OPS_COUNT] = {
+//   op, label, stream, from, to, each part?, of gradients?, group, work, call
+    {FSDPI_COPY, FSDP_LABEL_COPY_IN, FSDP_STREAM_GATHER, FSDPI_AT(SHARD, STORED),
+        FSDPI_AT(GATHER, FULL), 1, 0, 0, FSDPI_PART_WORK(copy_in), fsdpi_call_pre_gather},
+    {FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER, FSDPI_AT(SHARD, GATHERED),
+        FSDPI_AT(GATHER, GATHERED), 0, 0, FSDPI_SHARDS, FSDPI_UNIT_WORK(all_gather), NULL},
+    {FSDPI_COPY, FSDP_LABEL_COPY_OUT, FSDP_STREAM_GATHER, FSDPI_AT(GATHER, FULL),
+        FSDPI_AT(GATHER, FULL), 1, 0, 0, FSDPI_PART_WORK(copy_out), fsdpi_call_post_gather},
+    {FSDPI_COPY, FSDP_LABEL_SLICE, FSDP_STREAM_COMPUTE, FSDPI_AT(GATHER, GATHERED),
+        FSDPI_AT(SLICE, GATHERED), 0, 0, 0, FSDPI_UNIT_WORK(slice_copy), NULL},
+    {FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER, FSDPI_AT(SLICE, GATHERED),
+        FSDPI_AT(GATHER, GATHERED), 0, 0, FSDPI_SLICES, FSDPI_UNIT_WORK(slice_gather), NULL},
+    {FSDP_OP_USE, FSDP_LABEL_GATHER, FSDP_STREAM_COMPUTE, FSDPI_AT(GATHER, GATHERED),
+        FSDPI_AT(SHARD, GATHERED), 0, 0, 0, 0, NULL},
+    {FSDP_OP_ZERO, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, FSDPI_AT(SHARD, FULL),
+        FSDPI_AT(GRAD, FULL), 0, 1, 0, 0, NULL},
+    {FSDPI_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, FSDPI_AT(GRAD, FULL),
+        FSDPI_AT(RIN, REDUCED), 1, 1, 0, FSDPI_PART_WORK(acc), NULL},
+    {FSDPI_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, FSDPI_AT(GRAD, FULL),
+        FSDPI_AT(GRAD, FULL), 1, 1, 0, FSDPI_PART_WORK(chunk_cat), NULL},
+    {FSDPI_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, FSDPI_AT(GRAD, FULL),
+        FSDPI_AT(GRAD, REDUCED), 1, 1, 0, FSDPI_PART_WORK(acc), NULL},
+    {FSDPI_COPY, FSDP_LABEL_USERS, FSDP_STREAM_REDUCE, FSDPI_AT(SHARD, FULL),
+        FSDPI_AT(GRAD, FULL), 0, 1, 0, FSDPI_UNIT_WORK(users), NULL},
+    {FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, FSDP_STREAM_REDUCE, FSDPI_AT(GRAD, FULL),
+        FSDPI_AT(SGRAD, SHARD_GRAD), 0, 1, FSDPI_SUMS, FSDPI_UNIT_WORK(reduce_scatter), NULL},
+    {FSDPI_COPY, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE, FSDPI_AT(SGRAD, SHARD_GRAD),
+        FSDPI_AT(SGRAD, SHARD_GRAD), 1, 1, 0, FSDPI_PART_WORK(rescale), NULL},
+    {FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, FSDP_STREAM_REDUCE, FSDPI_AT(GRAD, FULL),
+        FSDPI_AT(ROUT, REDUCED), 0, 1, FSDPI_SUMS, FSDPI_UNIT_WORK(to_rout), NULL},
+    {FSDPI_COPY, FSDP_LABEL_PARTIAL, FSDP_STREAM_REDUCE, FSDPI_AT(ROUT, REDUCED),
+        FSDPI_AT(SHARD, REDUCED), 0, 1, 0, FSDPI_UNIT_WORK(partial), NULL},
+    {FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, FSDP_STREAM_ALLREDUCE, FSDPI_AT(ROUT, REDUCED),
+        FSDPI_AT(ROUT, REDUCED), 0, 1, FSDPI_REPLICAS, FSDPI_UNIT_WORK(partial), NULL},
+    {FSDP_OP_CALL, FSDP_LABEL_ALL_REDUCE_HOOK, FSDP_STREAM_COUNT, FSDPI_AT(ROUT, REDUCED),
+        FSDPI_AT(ROUT, REDUCED), 0, 1, 0, 0, fsdpi_call_all_reduce_hook},
+    {FSDPI_COPY, FSDP_LABEL_RED_OUT, FSDP_STREAM_COUNT, FSDPI_AT(ROUT, REDUCED),
+        FSDPI_AT(SGRAD, SHARD_GRAD), 1, 1, 0, FSDPI_PART_WORK(red_out), NULL},
+};
+// clang-format on
+
+// Where the last copy to the shard gradients runs.
+static int fsdpi_out_stream(const fsdp_unit *u) {
+    return fsdpi_replicas(u) > 1 ? FSDP_STREAM_ALLREDUCE : FSDP_STREAM_REDUCE;
+}
+
+static fsdp_dtype fsdpi_template_dtype(const fsdp_unit *u, const fsdpi_part *part, int which) {
+    const fsdp_dtype dtypes[] = {part->dtype, part->param_dtype, u->layout.gather_dtype,
+                                 fsdpi_grad_dtype(u->model, part->dtype), u->layout.reduce_dtype};
+    return dtypes[which];
+}
+
+static void fsdpi_template_group(const fsdp_unit *u, int group, fsdp_op *op) {
+    const int sizes[] = {0, fsdpi_shards(u), u->desc.slices, fsdpi_shards(u), fsdpi_replicas(u)};
+    fsdp_comm *const comms[] = {NULL, u->desc.info.shard_comm, u->desc.slice_comm,
+                                u->desc.reduce_comm, u->desc.replicate_comm};
+    op->group_size = sizes[group];
+    op->comm = comms[group];
+}
+
+// Shards and shard gradients stay where they are; a slot is another one at another time.
+static fsdp_buf *fsdpi_template_block(const fsdp_unit *u, const fsdpi_part *part, int pool) {
+    const fsdpi_flat_block *flat = fsdpi_flat_of(u, part);
+    return pool == FSDP_POOL_SHARD ? flat->shard : pool == FSDP_POOL_SGRAD ? flat->grad : NULL;
+}
+
+/* One record, for a part or the unit, behind `t`. Returns the place of the next one: `t`, if there
+   is nothing to do. */
+static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_part *part,
+                                           fsdpi_template *t) {
+    const fsdpi_template_row *row = &fsdpi_template_rows[kind];
+    const char *owner = row->each ? (const char *)part : (const char *)&u->layout;
+    const fsdpi_work *work = (const fsdpi_work *)(const void *)(owner + row->work);
+    int stream = row->stream == FSDP_STREAM_COUNT ? fsdpi_out_stream(u) : row->stream;
+    int extended = row->each && row->call && part->extended;
+    fsdp_op *op = &t->op;
+    *op = fsdpi_op(u->model, u, extended ? FSDP_OP_CALL : row->op, row->label, stream);
+    fsdpi_template_group(u, row->group, op);
+    if ((row->group && op->group_size < 2) || (row->work && !extended && work->count == 0))
+        return t;
+    t->src = row->src;
+    t->dst = row->dst;
+    if (row->work && !extended)
+        fsdpi_op_work(op, fsdpi_template_dtype(u, part, row->src_dtype),
+                      fsdpi_template_dtype(u, part, row->dst_dtype), work);
+    if (op->kind == FSDP_OP_CALL) {
+        op->call = row->call;
+        op->root = extended ? (int32_t)(part->extended - u->params) : -1;
+    }
+    op->src = fsdpi_template_block(u, part, row->src);
+    op->dst = fsdpi_template_block(u, part, row->dst);
+    return t + 1;
+}
+
+// What stands in no row.
+static void fsdpi_template_special(fsdp_unit *u, int kind, fsdpi_template *t) {
+    fsdp_op *op = &t->op;
+    if (kind == FSDPI_OPS_GATHER && u->route[0].gather == FSDPI_GATHER_STAGED) {
+        t->src = FSDP_POOL_GATHER;
+        op->in_place = 1;
+    } else if (kind == FSDPI_OPS_COPY_IN && op->call) {
+        op->label = FSDP_LABEL_PRE_GATHER;
+    } else if (kind == FSDPI_OPS_COPY_OUT && op->call) {
+        op->label = FSDP_LABEL_POST_GATHER;
+    } else if (kind == FSDPI_OPS_WAIT) {
+        op->dst = NULL;
+        if (u->route[0].gather != FSDPI_GATHER_ALIAS) return;
+        t->src = FSDP_POOL_SHARD;
+        op->src = fsdpi_flat_of(u, u->layout.parts)->shard;
+    } else if (kind == FSDPI_OPS_ZERO) {
+        op->src = NULL;
+        op->dtype = op->out_dtype = FSDP_U8;
+        op->count = op->bytes = (uint64_t)u->layout.grad_bytes;
+    } else if (kind == FSDPI_OPS_USERS) {
+        op->src = NULL; // host memory
+    } else if (kind == FSDPI_OPS_ADD) {
+        op->accumulate = 1;
+    } else if (kind == FSDPI_OPS_REPLICAS) {
+        op->in_place = 1;
+    }
+}
+
+static int fsdpi_templates_max(const fsdp_unit *u) {
+    return FSDPI_OPS_COUNT + 6 * u->layout.num_parts;
+}
+
+// All records of a unit: its lists and blocks are there.
+static void fsdpi_templates_make(fsdp_unit *u) {
+    fsdpi_layout *l = &u->layout;
+    fsdpi_template *t = l->ops;
+    for (int kind = 0; kind < FSDPI_OPS_COUNT; kind++) {
+        const fsdpi_template_row *row = &fsdpi_template_rows[kind];
+        l->ops_begin[kind] = (uint16_t)(t - l->ops);
+        if (row->grads && l->num_train == 0) continue;
+        for (int k = 0; k < (row->each ? l->num_parts : 1); k++) {
+            const fsdpi_part *part = &l->parts[row->each ? k : l->users_part];
+            fsdpi_template *next = fsdpi_template_make(u, kind, part, t);
+            if (next != t) fsdpi_template_special(u, kind, t);
+            t = next;
+        }
+    }
+    l->ops_begin[FSDPI_OPS_COUNT] = (uint16_t)(t - l->ops);
+}
+
+/* Emits the records of one kind. Their slots are those that the unit holds now; whoever names other
+   buffers has written them into the template. */
+static fsdp_status fsdpi_emit_kind(fsdp_unit *u, int kind) {
+    fsdp_model *m = u->model;
+    fsdpi_template *t = u->layout.ops + u->layout.ops_begin[kind];
+    const fsdpi_template *end = u->layout.ops + u->layout.ops_begin[kind + 1];
+    fsdp_status status = FSDP_OK;
+    for (; t != end && !status; t++) {
+        fsdp_op *op = &t->op;
+        if (t->src >= FSDP_POOL_GATHER) op->src = u->state.slot[t->src];
+        if (t->dst >= FSDP_POOL_GATHER) op->dst = u->state.slot[t->dst];
+        if (op->src) op->src_ptr = op->src->ptr;
+        if (op->dst) op->dst_ptr = op->dst->ptr;
+        op->state = m->call_state;
+        op->step = m->step;
+        status = fsdpi_emit(m, op);
+    }
     return status;
+}
+
+// The only record of a kind, to be changed before it is emitted; NULL: there is nothing to do.
+static fsdp_op *fsdpi_only_op(fsdp_unit *u, int kind) {
+    const uint16_t *begin = &u->layout.ops_begin[kind];
+    return begin[0] == begin[1] ? NULL : &u->layout.ops[begin[0]].op;
+}
+
+// What all records of a kind multiply by, and whether they add to what is there.
+static void fsdpi_each(fsdp_unit *u, int kind, double scale, int accumulate) {
+    const uint16_t *begin = &u->layout.ops_begin[kind];
+    for (int i = begin[0]; i < begin[1]; i++) {
+        u->layout.ops[i].op.scale = scale;
+        u->layout.ops[i].op.accumulate = (uint8_t)accumulate;
+    }
 }
 
 /* ==== core/gather.h =========================================================================
    parameters: gathered, waited for, freed, prefetched */
 
-// The sharded block that a plain unit's gathers read, and what a wait for an alias waits for.
-static fsdp_buf *fsdpi_shard_of(const fsdp_unit *u) { return fsdpi_flat_of(u, u->parts)->shard; }
+// Owns: the parameters of a unit as slots: which hold them, and who reads them last.
 
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
-    fsdp_model *m = u->model;
-    if (u->storage != FSDP_STORAGE_IN_FLIGHT) return FSDP_OK;
-    fsdp_status status = fsdpi_emit_use(m, u, FSDP_LABEL_GATHER,
-                                        u->gather ? u->gather : fsdpi_shard_of(u));
+    fsdpi_state *s = &u->state;
+    if (s->storage != FSDP_STORAGE_IN_FLIGHT) return FSDP_OK;
+    fsdp_status status = fsdpi_emit_kind(u, FSDPI_OPS_WAIT);
     if (status) return status;
-    if (u->ahead) m->ahead_bytes -= (int64_t)u->gather->bytes;
-    u->ahead = 0;
-    u->storage = FSDP_STORAGE_UNSHARDED;
+    if (s->ahead) u->model->ahead_bytes -= (int64_t)s->slot[FSDP_POOL_GATHER]->bytes;
+    s->ahead = 0;
+    s->storage = FSDP_STORAGE_UNSHARDED;
     return FSDP_OK;
 }
 
 // A gather that nobody waited for still reads shards, here and on the peers, which the caller may
 // write next: the caller's stream waits for it too.
 static fsdp_status fsdpi_do_reshard(fsdp_unit *u) {
+    fsdpi_state *s = &u->state;
     fsdp_status status = fsdpi_do_wait(u);
-    u->storage = FSDP_STORAGE_SHARDED;
-    u->stale = 0;
-    fsdp_status gather = fsdpi_release(u, &u->gather, FSDP_STREAM_COMPUTE);
-    fsdp_status slice = fsdpi_release(u, &u->slice, FSDP_STREAM_COMPUTE);
+    s->storage = FSDP_STORAGE_SHARDED;
+    s->stale = 0;
+    fsdp_status gather = fsdpi_release(u, &s->slot[FSDP_POOL_GATHER], FSDP_STREAM_COMPUTE);
+    fsdp_status slice = fsdpi_release(u, &s->slot[FSDP_POOL_SLICE], FSDP_STREAM_COMPUTE);
     return status ? status : gather ? gather : slice;
 }
 
 // Shards have been written: what was gathered before is not used again.
 static fsdp_status fsdpi_do_stale(fsdp_unit *u) {
-    u->stale = u->storage != FSDP_STORAGE_SHARDED;
+    u->state.stale = u->state.storage != FSDP_STORAGE_SHARDED;
     return FSDP_OK;
 }
 
@@ -6968,11 +8565,11 @@ static fsdp_param_view fsdpi_view_static(const fsdp_unit *u, int index) {
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
     fsdp_param_view v;
     memset(&v, 0, sizeof v);
-    v.unit = u->model->units[u->index];
+    v.unit = u->model->units[u->desc.index];
     v.name = p->name;
-    v.unit_name = u->name;
+    v.unit_name = u->desc.name;
     v.user = p->user;
-    v.unit_user = u->user;
+    v.unit_user = u->desc.user;
     v.ordinal = p->ordinal;
     v.index = index;
     v.dtype = p->dtype;
@@ -6995,7 +8592,7 @@ static fsdp_status fsdpi_call_pre_gather(const fsdp_op *op, void *stream) {
     void *strings[FSDP_GATHER_TENSORS];
     for (int i = 0; i < p->num_strings; i++)
         strings[i] = (char *)op->dst_ptr + p->string_offset[i] +
-                     op->unit->info.shard_mesh_rank * p->string_bytes[i];
+                     op->unit->desc.info.shard_mesh_rank * p->string_bytes[i];
     return p->extension.pre_all_gather(p->extension.user, &v, strings, stream);
 }
 
@@ -7025,122 +8622,84 @@ static fsdp_status fsdpi_emit_call(fsdp_unit *u, const fsdpi_param *p, int label
     return fsdpi_emit(u->model, &op);
 }
 
-// This rank's own part of the slot: casts, or the strings of extensions.
-static fsdp_status fsdpi_copy_in(fsdp_unit *u) {
-    fsdp_status status = FSDP_OK;
-    for (int k = 0; k < u->num_parts && !status; k++) {
-        fsdpi_part *part = &u->parts[k];
-        fsdp_buf *shard = fsdpi_flat_of(u, part)->shard;
-        fsdp_op in = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, FSDP_STREAM_GATHER);
-        status = part->extended
-                     ? fsdpi_emit_call(u, part->extended, FSDP_LABEL_PRE_GATHER, FSDP_STREAM_GATHER,
-                                       shard, u->gather, fsdpi_call_pre_gather)
-                     : fsdpi_emit_work(u->model, &in, shard, part->dtype, u->gather,
-                                       part->param_dtype, &part->copy_in);
-    }
-    return status;
-}
-
-// What was gathered becomes contiguous parameters.
-static fsdp_status fsdpi_copy_out(fsdp_unit *u) {
-    fsdp_status status = FSDP_OK;
-    for (int k = 0; k < u->num_parts && !status; k++) {
-        fsdpi_part *part = &u->parts[k];
-        fsdp_op out = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_COPY_OUT, FSDP_STREAM_GATHER);
-        status = part->extended ? fsdpi_emit_call(u, part->extended, FSDP_LABEL_POST_GATHER,
-                                                  FSDP_STREAM_GATHER, u->gather, u->gather,
-                                                  fsdpi_call_post_gather)
-                                : fsdpi_emit_work(u->model, &out, u->gather, part->param_dtype,
-                                                  u->gather, part->param_dtype, &part->copy_out);
-    }
-    return status;
-}
-
+// From shards, by way of this rank's own part of the slot where they are not gathered as they are.
 static fsdp_status fsdpi_gather_shards(fsdp_unit *u) {
-    fsdp_model *m = u->model;
-    int staged = !fsdpi_is_plain(u); // my part is brought to the slot before
-    fsdp_status status = staged ? fsdpi_copy_in(u) : FSDP_OK;
-    if (!status && fsdpi_shards(u) > 1) {
-        fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER);
-        op.in_place = (uint8_t)staged;
-        op.comm = u->info.shard_comm;
-        op.group_size = fsdpi_shards(u);
-        status = fsdpi_emit_work(m, &op, staged ? u->gather : fsdpi_shard_of(u), u->gather_dtype,
-                                 u->gather, u->gather_dtype, &u->all_gather);
-    }
-    return status ? status : fsdpi_copy_out(u);
+    int staged = u->route[0].gather == FSDPI_GATHER_STAGED;
+    fsdp_status status = staged ? fsdpi_emit_kind(u, FSDPI_OPS_COPY_IN) : FSDP_OK;
+    if (!status) status = fsdpi_emit_kind(u, FSDPI_OPS_GATHER);
+    return status ? status : fsdpi_emit_kind(u, FSDPI_OPS_COPY_OUT);
 }
 
 // From what was kept after forward, over fewer ranks; everything is in its last place already.
 static fsdp_status fsdpi_gather_slices(fsdp_unit *u) {
-    fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, FSDP_STREAM_GATHER);
-    op.comm = u->slice_comm;
-    op.group_size = u->slices;
-    fsdp_status status = fsdpi_emit_work(u->model, &op, u->slice, u->gather_dtype, u->gather,
-                                         u->gather_dtype, &u->slice_gather);
-    fsdp_status released = fsdpi_release(u, &u->slice, FSDP_STREAM_GATHER);
+    fsdp_status status = fsdpi_emit_kind(u, FSDPI_OPS_SLICE_GATHER);
+    fsdp_status released = fsdpi_release(u, &u->state.slot[FSDP_POOL_SLICE], FSDP_STREAM_GATHER);
     return status ? status : released;
 }
 
+static int fsdpi_is_gathered(const fsdp_unit *u) { // or under way
+    return u->state.storage == FSDP_STORAGE_IN_FLIGHT || u->state.storage == FSDP_STORAGE_UNSHARDED;
+}
+
 static fsdp_status fsdpi_do_unshard(fsdp_unit *u) {
+    fsdpi_state *s = &u->state;
     fsdp_status status = FSDP_OK;
-    if (u->stale) {
-        u->stale = 0;
+    if (s->stale) {
+        s->stale = 0;
         status = fsdpi_do_reshard(u);
     }
-    if (status || u->storage == FSDP_STORAGE_IN_FLIGHT || u->storage == FSDP_STORAGE_UNSHARDED)
-        return status;
-    if (!fsdpi_gather_is_alias(u)) {
-        status = fsdpi_acquire(u, FSDP_POOL_GATHER, &u->gather);
-        if (!status) status = u->slice ? fsdpi_gather_slices(u) : fsdpi_gather_shards(u);
+    if (status || fsdpi_is_gathered(u)) return status;
+    if (u->route[0].gather != FSDPI_GATHER_ALIAS) {
+        status = fsdpi_acquire(u, FSDP_POOL_GATHER, &s->slot[FSDP_POOL_GATHER]);
+        if (!status)
+            status = s->slot[FSDP_POOL_SLICE] ? fsdpi_gather_slices(u) : fsdpi_gather_shards(u);
     }
-    if (!status) u->storage = FSDP_STORAGE_IN_FLIGHT;
+    if (!status) s->storage = FSDP_STORAGE_IN_FLIGHT;
     return status;
 }
 
 static fsdp_status fsdpi_do_unshard_backward(fsdp_unit *u) {
-    return u->unshard_in_backward ? fsdpi_do_unshard(u) : FSDP_OK;
+    return u->options.unshard_in_backward ? fsdpi_do_unshard(u) : FSDP_OK;
 }
 
 // Keep 1/n of what was gathered, or nothing, or all of it.
 static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
-    fsdp_model *m = u->model;
-    if (u->reshard_after_forward == FSDP_RESHARD_NEVER) return FSDP_OK;
-    if (u->reshard_after_forward == FSDP_RESHARD_ALWAYS) return fsdpi_do_reshard(u);
-    fsdp_status status = fsdpi_acquire(u, FSDP_POOL_SLICE, &u->slice);
+    fsdp_buf **slot = u->state.slot;
+    if (u->options.reshard_after_forward == FSDP_RESHARD_NEVER) return FSDP_OK;
+    if (u->options.reshard_after_forward == FSDP_RESHARD_ALWAYS) return fsdpi_do_reshard(u);
+    fsdp_status status = fsdpi_acquire(u, FSDP_POOL_SLICE, &slot[FSDP_POOL_SLICE]);
     if (status) return status;
-    fsdp_op op = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_SLICE, FSDP_STREAM_COMPUTE);
-    status = fsdpi_emit_work(m, &op, u->gather, u->gather_dtype, u->slice, u->gather_dtype,
-                             &u->slice_copy);
-    if (!status) status = fsdpi_release(u, &u->gather, FSDP_STREAM_COMPUTE);
-    if (!status) u->storage = FSDP_STORAGE_SHARDED_POST_FORWARD;
+    status = fsdpi_emit_kind(u, FSDPI_OPS_SLICE);
+    if (!status) status = fsdpi_release(u, &slot[FSDP_POOL_GATHER], FSDP_STREAM_COMPUTE);
+    if (!status) u->state.storage = FSDP_STORAGE_SHARDED_POST_FORWARD;
     return status;
 }
 
 // What is still in flight was a prefetch that nobody used.
 static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
-    return u->reshard_after_backward || u->storage == FSDP_STORAGE_IN_FLIGHT ? fsdpi_do_reshard(u)
-                                                                             : FSDP_OK;
+    return u->options.reshard_after_backward || u->state.storage == FSDP_STORAGE_IN_FLIGHT
+               ? fsdpi_do_reshard(u)
+               : FSDP_OK;
 }
 
 // Gather a unit ahead of its use, unless that would hold more memory than prefetches may.
 static fsdp_status fsdpi_prefetch(fsdp_unit *u) {
     fsdp_model *m = u->model;
-    int idle = u->storage != FSDP_STORAGE_IN_FLIGHT && u->storage != FSDP_STORAGE_UNSHARDED;
-    int slot = u->classes[FSDP_POOL_GATHER];
+    int slot = u->layout.classes[FSDP_POOL_GATHER];
     int64_t bytes = slot < 0 ? 0 : (int64_t)m->classes[slot].bytes, most = m->desc.prefetch_bytes;
-    if ((!idle && !u->stale) || (most && m->ahead_bytes + bytes > most)) return FSDP_OK;
+    if ((fsdpi_is_gathered(u) && !u->state.stale) || (most && m->ahead_bytes + bytes > most))
+        return FSDP_OK;
     fsdp_status status = fsdpi_do_unshard(u);
-    if (status || !u->gather) return status;
-    u->ahead = 1;
+    if (status || !u->state.slot[FSDP_POOL_GATHER]) return status;
+    u->state.ahead = 1;
     m->ahead_bytes += bytes;
     return FSDP_OK;
 }
 
 static fsdp_status fsdpi_do_prefetch_forward(fsdp_unit *u) {
     fsdp_status status = FSDP_OK;
-    for (int i = 0; i < u->num_prefetch[0] && !status; i++)
-        status = fsdpi_prefetch(u->model->units[u->prefetch[0][i]]);
+    for (int i = 0; i < u->options.num_prefetch[0] && !status; i++)
+        status = fsdpi_prefetch(u->model->units[u->options.prefetch[0][i]]);
     return status;
 }
 
@@ -7148,210 +8707,111 @@ static fsdp_status fsdpi_do_prefetch_forward(fsdp_unit *u) {
    while this one computes. An inline device would only block earlier. */
 static fsdp_status fsdpi_do_prefetch_backward(fsdp_unit *u) {
     fsdp_model *m = u->model;
-    int at = u->last_order, policy = m->desc.implicit_prefetch;
+    int at = u->state.last_order, policy = m->desc.implicit_prefetch;
     fsdp_status status = FSDP_OK;
-    if (at >= 0) u->last_order = m->order[at].previous;
-    for (int i = 0; i < u->num_prefetch[1] && !status; i++) {
-        fsdp_unit *target = m->units[u->prefetch[1][i]];
-        if (target->unshard_in_backward) status = fsdpi_prefetch(target);
+    if (at >= 0) u->state.last_order = m->order[at].previous;
+    for (int i = 0; i < u->options.num_prefetch[1] && !status; i++) {
+        fsdp_unit *target = m->units[u->options.prefetch[1][i]];
+        if (target->options.unshard_in_backward) status = fsdpi_prefetch(target);
     }
     int hides = policy == FSDP_PREFETCH_DEFAULT ? m->world->mode != FSDPI_INLINE
                                                 : policy == FSDP_PREFETCH_ALWAYS;
-    if (u->num_prefetch[1] || at <= 0 || !hides || !m->order[at - 1].unit->unshard_in_backward)
+    if (u->options.num_prefetch[1] || at <= 0 || !hides ||
+        !m->order[at - 1].unit->options.unshard_in_backward)
         return status;
     return fsdpi_prefetch(m->order[at - 1].unit);
 }
 
-/* ==== core/grads.h ==========================================================================
-   gradients: written, collected, reduced */
+/* ==== core/usage.h ==========================================================================
+   who used which parameter */
 
-// Zero what the caller's backward does not store to: padding, in its own slot layout.
-static fsdp_status fsdpi_zero_padding(fsdp_unit *u) {
-    fsdp_model *m = u->model;
-    int world = fsdpi_shards(u);
-    fsdp_status status = FSDP_OK;
-    for (int i = 0; i < u->num_params && !status; i++) {
-        const fsdpi_param *p = &u->params[i];
-        if (!p->requires_grad) continue;
-        status = fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad,
-                                 fsdpi_part_of(u, p)->param_dtype, p->grad_offset + p->lay.numel,
-                                 world * p->lay.shard_numel - p->lay.numel, 0);
-    }
-    for (int k = 0; k < u->num_parts && u->pad_rin && !status; k++) {
-        const fsdpi_part *part = &u->parts[k];
-        int64_t packed = part->train.packed_numel;
-        status = fsdpi_emit_fill(
-            m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, part->param_dtype,
-            part->grad + world * (part->train.shard_numel - packed), world * packed, 0);
-    }
-    return status;
-}
-
-// The caller's stream writes a buffer from here on: it waits for those who read it.
-static fsdp_status fsdpi_caller_writes(fsdp_unit *u, fsdp_buf *buf) {
-    fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_USE, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE);
-    op.dst = buf;
-    return fsdpi_emit(u->model, &op);
-}
-
-// One rank whose gradient is the shard gradient as it is written.
-static int fsdpi_grad_is_alias(const fsdp_unit *u) {
-    fsdp_dtype dtype = u->parts->dtype;
-    return fsdpi_ranks(u) == 1 && fsdpi_is_plain(u) && u->reduce_dtype == dtype &&
-           fsdpi_grad_dtype(u->model, dtype) == dtype && u->sync && !u->rin &&
-           (u->divide_factor == 0 || u->divide_factor == 1) && !u->all_reduce_hook &&
-           !(u->model->desc.grads_overwrite && u->has_grad);
-}
-
-/* Where gradients will be written: zero, or what earlier microbatches left. */
-static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
-    fsdp_model *m = u->model;
-    if (u->num_train == 0 || u->grad) return FSDP_OK;
-    u->grad_alias = (uint8_t)fsdpi_grad_is_alias(u);
-    if (u->grad_alias) {
-        fsdp_buf *sgrad = fsdpi_flat_of(u, u->parts)->grad;
-        int fill = !u->has_grad && !u->grad_is_zero;
-        u->grad_is_zero = 0;
-        return fill ? fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, sgrad,
-                                      u->parts->dtype, u->parts->train.base, u->train_numel, 0)
-                    : fsdpi_caller_writes(u, sgrad);
-    }
-    fsdp_status status = fsdpi_acquire(u, FSDP_POOL_GRAD, &u->grad);
-    if (status) return status;
-    if (!m->desc.grads_overwrite)
-        return fsdpi_emit_fill(m, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad, FSDP_U8, 0,
-                               u->grad_bytes, 0);
-    for (int i = 0; i < u->num_params; i++) u->params[i].written = 0;
-    status = fsdpi_zero_padding(u);
-    return status ? status : fsdpi_caller_writes(u, u->grad);
-}
-
-// With grads_overwrite nothing was zeroed: what this rank did not store must not count.
-static fsdp_status fsdpi_zero_unused(fsdp_unit *u) {
-    fsdp_status status = FSDP_OK;
-    for (int i = 0; i < u->num_params && !status; i++) {
-        const fsdpi_param *p = &u->params[i];
-        if (!p->requires_grad || p->written) continue;
-        status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, u->grad,
-                                 fsdpi_part_of(u, p)->param_dtype, p->grad_offset, p->lay.numel, 0);
-    }
-    return status;
-}
-
-static double fsdpi_factor(const fsdp_unit *u) {
-    return u->divide_factor != 0 ? u->divide_factor : (double)fsdpi_ranks(u);
-}
-
-/* A reduction divides by `factor` in all: by `before`, a power of two, what goes into an f16 sum,
-   so that it stays in range, and by the rest what comes out.
-   Source: torch: _get_gradient_divide_factors. */
-static double fsdpi_divide_before(const fsdp_unit *u) {
-    double before = 1, factor = fsdpi_factor(u);
-    if (u->reduce_dtype != FSDP_F16 || fsdpi_ranks(u) == 1) return before;
-    while (fmod(factor, before) == 0 && factor / before > before) before *= 2;
-    return before;
-}
-
-// Gradients as they were written -> `dst` in the reduce dtype: cast, chunk_cat, divided, added.
-static fsdp_status fsdpi_emit_acc(fsdp_unit *u, fsdp_buf *dst, int accumulate) {
-    fsdp_status status = FSDP_OK;
-    for (int k = 0; k < u->num_parts && !status; k++) {
-        fsdpi_part *part = &u->parts[k];
-        fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE);
-        op.accumulate = (uint8_t)accumulate;
-        op.scale = 1.0 / u->before;
-        status = fsdpi_emit_work(u->model, &op, u->grad, part->param_dtype, dst, u->reduce_dtype,
-                                 &part->acc);
-    }
-    return status;
-}
-
-// Bring gradients to the reduce input, where earlier microbatches may be.
-static fsdp_status fsdpi_accumulate(fsdp_unit *u) {
-    int held = u->rin != NULL;
-    fsdp_status status = held ? FSDP_OK : fsdpi_acquire(u, FSDP_POOL_RIN, &u->rin);
-    if (!status && !held && u->pad_rin)
-        status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, u->rin,
-                                 u->reduce_dtype, 0, u->reduce_numel, 0);
-    if (!status) status = fsdpi_emit_acc(u, u->rin, held);
-    return status ? status : fsdpi_release(u, &u->grad, FSDP_STREAM_REDUCE);
-}
+// Owns: fsdpi_usage and fsdpi_param.use. A parameter is used when the caller asks where its gradient
+// is written. Flags of use ride along in every reduction, summed like gradients, so that a parameter
+// that no rank used is known without another collective. Ranks that used one know without looking.
 
 // A flag for each trainable, in the two dtypes of a reduction's input. Flags are divided like
 // gradients, so that one of `value`, what they are divided by, does not vanish.
-static void fsdpi_set_flag(fsdp_unit *u, fsdpi_param *p, double value) {
-    fsdp_dtype dtypes[2] = {u->parts[u->users_part].param_dtype, u->reduce_dtype};
-    char *flags[2] = {u->flags, u->wide_flags};
-    double flag = p->used ? value : 0;
-    p->flag = p->used;
+static void fsdpi_usage_flag(fsdp_unit *u, fsdpi_param *p, double value) {
+    fsdp_dtype dtypes[2] = {u->layout.parts[u->layout.users_part].param_dtype,
+                            u->layout.reduce_dtype};
+    char *flags[2] = {u->usage.flags, u->usage.wide};
+    int used = (p->use & FSDPI_USE_USED) != 0;
+    double flag = used ? value : 0;
+    p->use = (uint8_t)((p->use & ~FSDPI_USE_FLAGGED) | (used ? FSDPI_USE_FLAGGED : 0));
     for (int i = 0; i < 2; i++)
-        (void)fsdp_convert(flags[i] + (size_t)p->user_index * fsdp_dtype_size(dtypes[i]), dtypes[i],
-                           &flag, FSDP_F64, 1);
+        (void)fsdp_convert(flags[i] + (size_t)p->train_index * fsdp_dtype_size(dtypes[i]),
+                           dtypes[i], &flag, FSDP_F64, 1);
 }
 
-/* Who used which parameter rides along: num_train flags for every rank, summed like gradients. The
-   flags of a step are mostly those of the step before, so that they are seldom written. */
-static fsdp_status fsdpi_emit_users(fsdp_unit *u, fsdp_buf *input, fsdp_dtype dtype) {
-    fsdp_model *m = u->model;
-    double value = fsdpi_factor(u) / u->before;
-    int anew = value != u->flag_value;
-    if (m->dry) return FSDP_OK;
-    for (int i = 0; i < u->num_params && !u->reduce_unused; i++)
-        u->params[i].pending |= u->params[i].used;
-    for (int i = 0; i < u->num_params; i++) {
+/* Brings the flags up to date for a reduction that multiplies sums by value's reciprocal. The flags
+   of a step are mostly those of the step before, so that they are seldom written. */
+static void fsdpi_usage_send(fsdp_unit *u, double value) {
+    int anew = value != u->usage.value, pending = u->options.reduce_unused ? 0 : FSDPI_USE_PENDING;
+    for (int i = 0; i < u->desc.num_params; i++) {
         fsdpi_param *p = &u->params[i];
-        if ((p->used != p->flag || anew) && p->requires_grad) {
-            if (u->flags_read) fsdpi_drain(m->world); // a copy may still read them
-            u->flags_read = 0;
-            fsdpi_set_flag(u, p, value);
+        int marks = p->use & (FSDPI_USE_USED | FSDPI_USE_FLAGGED);
+        int differs = marks == FSDPI_USE_USED || marks == FSDPI_USE_FLAGGED;
+        if (marks == 0 && !anew) continue;
+        if ((differs || anew) && p->requires_grad) {
+            if (u->usage.in_flight) fsdpi_drain(u->model->world); // a copy may still read them
+            u->usage.in_flight = 0;
+            fsdpi_usage_flag(u, p, value);
         }
-        p->used = 0;
+        if (p->use & FSDPI_USE_USED) p->use = (uint8_t)((p->use & ~FSDPI_USE_USED) | pending);
     }
-    u->flag_value = value;
-    u->flags_read = 1;
-    fsdp_op op = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_USERS, FSDP_STREAM_REDUCE);
-    op.count = u->users.count;
-    op.bytes = op.count * fsdp_dtype_size(dtype);
-    op.dtype = op.out_dtype = (uint8_t)dtype;
-    op.list = u->users.blocks;
-    op.list_count = 1;
-    op.dst = input;
-    op.src_ptr = input == u->rin ? u->wide_flags : u->flags;
-    op.dst_ptr = input->ptr;
-    return fsdpi_emit(m, &op);
+    u->usage.value = value;
+    u->usage.in_flight = 1;
 }
 
-// One rank: who used a parameter is known here.
-static void fsdpi_own_users(fsdp_unit *u) {
-    for (int i = 0; i < u->num_params && !u->model->dry; i++) {
-        u->params[i].has_grad |= u->params[i].used;
-        u->params[i].used = 0;
+// One rank: what it used has a gradient.
+static void fsdpi_usage_own(fsdp_unit *u) {
+    for (int i = 0; i < u->desc.num_params; i++) {
+        fsdpi_param *p = &u->params[i];
+        if (p->use & FSDPI_USE_USED)
+            p->use = (uint8_t)((p->use & ~FSDPI_USE_USED) | FSDPI_USE_REDUCED);
     }
+}
+
+// Takes marks away, or asks for one, of all parameters.
+static void fsdpi_usage_clear(fsdp_unit *u, int use) {
+    for (int i = 0; i < u->desc.num_params; i++) u->params[i].use &= (uint8_t)~use;
+}
+static int fsdpi_usage_any(const fsdp_unit *u, int use) {
+    int any = 0;
+    for (int i = 0; i < u->desc.num_params; i++) any |= u->params[i].use & use;
+    return any;
 }
 
 // What ranks must agree on in a reduction: the unit, the factor; by upstream's rule what was used.
-static uint64_t fsdpi_reduce_hash(const fsdp_unit *u, double factor) {
+static uint64_t fsdpi_usage_hash(const fsdp_unit *u, double factor) {
     uint64_t bits;
     memcpy(&bits, &factor, sizeof bits);
-    uint64_t h = fsdpi_hash(u->desc_hash, bits);
-    for (int i = 0; i < u->num_params && !u->reduce_unused; i++)
-        h = fsdpi_hash(h, u->params[i].used | u->params[i].pending);
+    uint64_t h = fsdpi_hash(u->layout.hash, bits);
+    for (int i = 0; i < u->desc.num_params && !u->options.reduce_unused; i++)
+        h = fsdpi_hash(h, (u->params[i].use & FSDPI_USE_PENDING) != 0);
     return h;
 }
 
-// Did any rank use a trainable parameter that has been reduced?
-static int fsdpi_was_used(const fsdp_unit *u, const fsdpi_param *p) {
-    fsdp_dtype dtype = u->parts[u->users_part].dtype, grad = fsdpi_grad_dtype(u->model, dtype);
+// The counts of users of the unit's trainables [from, from + count), as the host reads them.
+static void fsdpi_usage_counts(const fsdp_unit *u, int from, int count, float *counts) {
+    fsdp_dtype dtype = u->layout.parts[u->layout.users_part].dtype;
+    fsdp_dtype grad = fsdpi_grad_dtype(u->model, dtype);
     const fsdpi_flat_block *flat = &u->model->flats[dtype];
-    int64_t at = fsdpi_bytes(u->users_base - flat->train_numel + p->user_index, grad);
+    int64_t at = fsdpi_bytes(u->layout.users_base - flat->train_numel + from, grad);
+    (void)fsdp_convert(counts, FSDP_F32, flat->users + at, grad, count);
+}
+
+// Did a rank use a trainable parameter that has been reduced? The counts are read if need be.
+static int fsdpi_usage_of(const fsdp_unit *u, const fsdpi_param *p) {
     float users = 0;
-    if (p->has_grad || fsdpi_ranks(u) == 1) return p->has_grad;
-    (void)fsdp_convert(&users, FSDP_F32, flat->users + at, grad, 1);
+    if ((p->use & FSDPI_USE_REDUCED) || fsdpi_ranks(u) == 1)
+        return (p->use & FSDPI_USE_REDUCED) != 0;
+    fsdpi_usage_counts(u, p->train_index, 1, &users);
     return users != 0.0f;
 }
 
-// Bring the counts of users, which have been reduced, to where fsdpi_was_used finds them.
-static fsdp_status fsdpi_read_users(fsdp_model *m) {
+// Brings the counts of users, which have been reduced, to where the host can read them.
+static fsdp_status fsdpi_usage_read(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
         const fsdpi_flat_block *flat = &m->flats[d];
@@ -7365,94 +8825,272 @@ static fsdp_status fsdpi_read_users(fsdp_model *m) {
     return status;
 }
 
-// Is the sum over the shard group the shard gradient itself: nothing to do behind the reduction?
-static int fsdpi_is_straight(const fsdp_unit *u) {
-    fsdp_dtype grad = fsdpi_grad_dtype(u->model, u->parts[u->users_part].dtype);
-    if (fsdpi_shards(u) == 1 || fsdpi_replicas(u) > 1 || u->train_parts > 1 || u->all_reduce_hook ||
-        u->model->desc.cpu_offload)
-        return 0;
-    return fsdpi_can_fuse(u) ? fsdpi_is_wide(u->reduce_dtype)
-                             : u->reduce_dtype == grad && !u->has_grad;
+/* Marks what this rank used as reduced. Returns whether something is left, for which the host has
+   to look at the counts. */
+static int fsdpi_usage_known(fsdp_unit *u) {
+    int asks = 0;
+    for (int i = 0; i < u->desc.num_params; i++) {
+        fsdpi_param *p = &u->params[i];
+        if (p->use & FSDPI_USE_FLAGGED) p->use |= FSDPI_USE_REDUCED;
+        asks |= p->requires_grad && !(p->use & FSDPI_USE_REDUCED);
+    }
+    return asks;
 }
 
-/* Reduce input -> the sums over the shard group: to the shard gradient if that is all, else to the
-   unit's reduce output, added to what waits there for an all-reduce. */
-static fsdp_status fsdpi_reduce_scatter(fsdp_unit *u, fsdp_buf **input, fsdp_dtype dtype,
-                                        uint64_t used, int straight, double scale) {
-    fsdp_model *m = u->model;
-    const fsdpi_part *part = &u->parts[u->users_part];
-    fsdp_buf *sgrad = fsdpi_flat_of(u, part)->grad, *fresh = NULL;
-    fsdp_dtype grad = fsdpi_grad_dtype(m, part->dtype), out = straight ? grad : u->reduce_dtype;
-    int fused = fsdpi_can_fuse(u), adds = u->rout && fused && fsdpi_is_wide(u->reduce_dtype);
-    fsdp_status status = straight || adds ? FSDP_OK : fsdpi_acquire(u, FSDP_POOL_ROUT, &fresh);
-    if (status) return status;
-    fsdp_op op = fsdpi_op(m, u, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, FSDP_STREAM_REDUCE);
-    op.comm = u->reduce_comm;
-    op.group_size = fsdpi_shards(u);
-    op.what_hash = used;
-    if (straight && fused) op.scale = scale;
-    op.accumulate = (uint8_t)(straight ? fused && u->has_grad : adds);
-    status = fsdpi_emit_work(m, &op, *input, dtype,
-                             straight ? sgrad
-                             : adds   ? u->rout
-                                      : fresh,
-                             out, straight ? &u->reduce_scatter : &u->to_rout);
-    if (!status) status = fsdpi_release(u, input, FSDP_STREAM_REDUCE);
-    if (!status && straight && !fused) {
-        fsdp_op rescale = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, FSDP_STREAM_REDUCE);
-        rescale.scale = scale;
-        status = fsdpi_emit_work(m, &rescale, sgrad, grad, sgrad, grad, &part->rescale);
+// Marks what other ranks used: their counts have been read.
+static void fsdpi_usage_learn(fsdp_unit *u) {
+    float counts[64];
+    for (int i = 0, known = 0; i < u->desc.num_params && fsdpi_ranks(u) > 1; i++) {
+        fsdpi_param *p = &u->params[i];
+        int at = p->train_index;
+        if (!p->requires_grad) continue;
+        if (at == known) { // trainables are numbered in the order of parameters
+            int count = u->layout.num_train - at < 64 ? u->layout.num_train - at : 64;
+            fsdpi_usage_counts(u, at, count, counts);
+            known += count;
+        }
+        if (counts[at % 64] != 0.0f) p->use |= FSDPI_USE_REDUCED;
     }
-    if (!status && fresh && u->rout) {
-        fsdp_op add = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_PARTIAL, FSDP_STREAM_REDUCE);
-        add.accumulate = 1;
-        status = fsdpi_emit_work(m, &add, fresh, out, u->rout, out, &u->partial);
-        if (!status) status = fsdpi_release(u, &fresh, FSDP_STREAM_REDUCE);
-    } else if (fresh) {
-        u->rout = fresh;
+}
+
+/* ==== core/grads.h ==========================================================================
+   gradients: written, collected, reduced */
+
+// Owns: fsdpi_grads. What happens to gradients is decided by the unit's route; here stand its steps.
+// Invariants: at most one of the slots GRAD and RIN holds what a reduction will read when it begins;
+// whoever gives a slot back names its last reader. Source: torch: FSDPParamGroup.post_backward,
+// foreach_reduce.
+
+// The route for what the shard gradient holds now.
+static const fsdpi_route *fsdpi_route_now(const fsdp_unit *u) {
+    return &u->route[u->state.grads.shard == FSDPI_GRADS_REDUCED];
+}
+
+// The pool of the slot that a reduction reads, and the dtype in it.
+static int fsdpi_input(const fsdp_unit *u) {
+    return u->state.grads.newest == FSDPI_GRADS_SUMMED ? FSDP_POOL_RIN : FSDP_POOL_GRAD;
+}
+static fsdp_dtype fsdpi_input_dtype(const fsdp_unit *u) {
+    return u->state.grads.newest == FSDPI_GRADS_SUMMED
+               ? u->layout.reduce_dtype
+               : u->layout.parts[u->layout.users_part].param_dtype;
+}
+
+// The caller's stream writes a buffer from here on: it waits for those who read it.
+static fsdp_status fsdpi_caller_writes(fsdp_unit *u, fsdp_buf *buf) {
+    fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_USE, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE);
+    op.dst = buf;
+    return fsdpi_emit(u->model, &op);
+}
+
+// Zero what the caller's backward does not store to: padding, in its own slot layout.
+static fsdp_status fsdpi_zero_padding(fsdp_unit *u) {
+    fsdp_buf *slot = u->state.slot[FSDP_POOL_GRAD];
+    int world = fsdpi_shards(u);
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < u->desc.num_params && !status; i++) {
+        const fsdpi_param *p = &u->params[i];
+        if (!p->requires_grad) continue;
+        status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, slot,
+                                 fsdpi_part_of(u, p)->param_dtype, p->grad_offset + p->lay.numel,
+                                 world * p->lay.shard_numel - p->lay.numel, 0);
+    }
+    for (int k = 0; k < u->layout.num_parts && u->layout.pad_rin && !status; k++) {
+        const fsdpi_part *part = &u->layout.parts[k];
+        int64_t packed = part->train.packed_numel;
+        status = fsdpi_emit_fill(
+            u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, slot, part->param_dtype,
+            part->grad + world * (part->train.shard_numel - packed), world * packed, 0);
     }
     return status;
 }
 
-static fsdp_status fsdpi_call_all_reduce_hook(const fsdp_op *op, void *stream) {
-    fsdp_unit *u = op->unit->model->units[op->unit->index];
-    return u->all_reduce_hook(u->all_reduce_user, u, op->dst_ptr, u->train_numel, u->reduce_dtype,
-                              stream);
+// One rank: gradients are written where they end; zeros are put there before the first ones.
+static fsdp_status fsdpi_write_shard(fsdp_unit *u) {
+    fsdpi_grads *g = &u->state.grads;
+    const fsdpi_part *part = u->layout.parts;
+    fsdp_buf *shard = fsdpi_flat_of(u, part)->grad;
+    int undefined = g->shard == FSDPI_GRADS_NONE;
+    if (g->shard == FSDPI_GRADS_ZERO) g->shard = FSDPI_GRADS_NONE;
+    g->newest = FSDPI_GRADS_IN_SHARD;
+    return undefined ? fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE, shard,
+                                       part->dtype, part->train.base, u->layout.train_numel, 0)
+                     : fsdpi_caller_writes(u, shard);
 }
 
-// Where the last copy to the shard gradients runs.
-static int fsdpi_out_stream(const fsdp_unit *u) {
-    return fsdpi_replicas(u) > 1 ? FSDP_STREAM_ALLREDUCE : FSDP_STREAM_REDUCE;
+/* Where gradients will be written: zero, or what earlier microbatches left. */
+static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
+    fsdpi_grads *g = &u->state.grads;
+    if (u->layout.num_train == 0 || g->newest == FSDPI_GRADS_WRITTEN) return FSDP_OK;
+    if (fsdpi_route_now(u)->write_shard && g->newest != FSDPI_GRADS_SUMMED)
+        return fsdpi_write_shard(u);
+    fsdp_status status = fsdpi_acquire(u, FSDP_POOL_GRAD, &u->state.slot[FSDP_POOL_GRAD]);
+    if (status) return status;
+    g->newest = FSDPI_GRADS_WRITTEN;
+    if (!u->model->desc.grads_overwrite) return fsdpi_emit_kind(u, FSDPI_OPS_ZERO);
+    fsdpi_usage_clear(u, FSDPI_USE_WRITTEN);
+    status = fsdpi_zero_padding(u);
+    return status ? status : fsdpi_caller_writes(u, u->state.slot[FSDP_POOL_GRAD]);
 }
 
-// Sums over the shard group -> shard gradients: over the replicas, the user's hook, divide, cast,
-// add to what is there.
-static fsdp_status fsdpi_red_out(fsdp_unit *u, fsdp_buf **from, fsdp_dtype dtype, uint64_t used,
-                                 double scale) {
-    fsdp_model *m = u->model;
-    int stream = fsdpi_out_stream(u);
+/* -------------------------------------------------------------------------------------------- */
+// The steps of a route, in the order of FSDPI_STEP_LIST. Steps that read the reduce input do nothing
+// where only sums of the shard group wait for their all-reduce.
+
+// With grads_overwrite nothing was zeroed: what this rank did not store must not count.
+static fsdp_status fsdpi_step_zero_unused(fsdp_unit *u) {
     fsdp_status status = FSDP_OK;
-    if (fsdpi_replicas(u) > 1) {
-        fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, stream);
-        op.comm = u->replicate_comm;
-        op.group_size = fsdpi_replicas(u);
-        op.what_hash = used;
-        op.in_place = 1;
-        status = fsdpi_emit_work(m, &op, *from, dtype, *from, dtype, &u->partial);
+    for (int i = 0; i < u->desc.num_params && !status; i++) {
+        const fsdpi_param *p = &u->params[i];
+        if (!p->requires_grad || (p->use & FSDPI_USE_WRITTEN)) continue;
+        status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_GRADS, FSDP_STREAM_COMPUTE,
+                                 u->state.slot[FSDP_POOL_GRAD], fsdpi_part_of(u, p)->param_dtype,
+                                 p->grad_offset, p->lay.numel, 0);
     }
-    if (!status && u->all_reduce_hook)
-        status = fsdpi_emit_call(u, NULL, FSDP_LABEL_ALL_REDUCE_HOOK, stream, *from, *from,
-                                 fsdpi_call_all_reduce_hook);
-    for (int k = 0; k < u->num_parts && !status; k++) {
-        const fsdpi_part *part = &u->parts[k];
-        fsdp_op op = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, stream);
-        op.scale = scale;
-        op.accumulate = u->has_grad;
-        if (part->num_train)
-            status = fsdpi_emit_work(m, &op, *from, dtype, fsdpi_flat_of(u, part)->grad,
-                                     fsdpi_grad_dtype(m, part->dtype), &part->red_out);
+    return status;
+}
+
+// The caller has written the slot.
+static fsdp_status fsdpi_step_wrote(fsdp_unit *u) {
+    fsdp_buf *slot = u->state.slot[FSDP_POOL_GRAD];
+    fsdp_status status = fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &slot->ready);
+    return status ? status : fsdpi_marker(u, FSDP_OP_WROTE, FSDP_STREAM_COMPUTE, slot);
+}
+
+// Brings gradients to the reduce input, where earlier microbatches may be: cast, divided, added.
+static fsdp_status fsdpi_step_sum(fsdp_unit *u) {
+    fsdp_buf **input = &u->state.slot[FSDP_POOL_RIN];
+    int adds = *input != NULL;
+    fsdp_status status = adds ? FSDP_OK : fsdpi_acquire(u, FSDP_POOL_RIN, input);
+    if (!status && !adds && u->layout.pad_rin)
+        status = fsdpi_emit_fill(u->model, u, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE, *input,
+                                 u->layout.reduce_dtype, 0, u->layout.reduce_numel, 0);
+    fsdpi_each(u, FSDPI_OPS_SUM, 1.0 / u->state.grads.divided, adds);
+    if (!status) status = fsdpi_emit_kind(u, FSDPI_OPS_SUM);
+    u->state.grads.newest = FSDPI_GRADS_SUMMED;
+    return status ? status : fsdpi_release(u, &u->state.slot[FSDP_POOL_GRAD], FSDP_STREAM_REDUCE);
+}
+
+// They stay where they were written, unless earlier ones are in the reduce input.
+static fsdp_status fsdpi_step_keep(fsdp_unit *u) {
+    return u->state.slot[FSDP_POOL_RIN] ? fsdpi_step_sum(u) : FSDP_OK;
+}
+
+// The gradients in the slot become a reduce input where they are.
+static fsdp_status fsdpi_step_fold(fsdp_unit *u) {
+    if (u->state.grads.newest != FSDPI_GRADS_WRITTEN) return FSDP_OK;
+    if (u->state.grads.divided == 1) return fsdpi_emit_kind(u, FSDPI_OPS_FOLD);
+    fsdpi_each(u, FSDPI_OPS_FOLD_DIVIDED, 1.0 / u->state.grads.divided, 0);
+    return fsdpi_emit_kind(u, FSDPI_OPS_FOLD_DIVIDED);
+}
+
+// num_train flags for every rank ride along.
+static fsdp_status fsdpi_step_users(fsdp_unit *u) {
+    int input = fsdpi_input(u);
+    fsdpi_template *t = u->layout.ops + u->layout.ops_begin[FSDPI_OPS_USERS];
+    if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
+    fsdpi_usage_send(u, fsdpi_route_now(u)->factor / u->state.grads.divided);
+    t->dst = (uint8_t)input;
+    t->op.src_ptr = input == FSDP_POOL_RIN ? u->usage.wide : u->usage.flags;
+    fsdpi_op_cast(&t->op, fsdpi_input_dtype(u), fsdpi_input_dtype(u));
+    return fsdpi_emit_kind(u, FSDPI_OPS_USERS);
+}
+
+// Reads the reduce input, over the shard group, and gives it back.
+static fsdp_status fsdpi_scatter(fsdp_unit *u, int kind, double scale, int accumulate) {
+    int input = fsdpi_input(u);
+    fsdpi_template *t = u->layout.ops + u->layout.ops_begin[kind];
+    t->src = (uint8_t)input;
+    t->op.scale = scale;
+    t->op.accumulate = (uint8_t)accumulate;
+    t->op.what_hash = fsdpi_usage_hash(u, fsdpi_route_now(u)->factor);
+    fsdpi_op_cast(&t->op, fsdpi_input_dtype(u), t->op.out_dtype);
+    fsdp_status status = fsdpi_emit_kind(u, kind);
+    u->state.grads.newest = FSDPI_GRADS_NOWHERE;
+    return status ? status : fsdpi_release(u, &u->state.slot[input], FSDP_STREAM_REDUCE);
+}
+
+static double fsdpi_rest(const fsdp_unit *u) { // what the sums are to be multiplied by
+    return u->state.grads.divided / fsdpi_route_now(u)->factor;
+}
+
+static fsdp_status fsdpi_step_scatter_fused(fsdp_unit *u) {
+    if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
+    return fsdpi_scatter(u, FSDPI_OPS_SCATTER, fsdpi_rest(u),
+                         u->state.grads.shard == FSDPI_GRADS_REDUCED);
+}
+
+static fsdp_status fsdpi_step_scatter(fsdp_unit *u) {
+    if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
+    return fsdpi_scatter(u, FSDPI_OPS_SCATTER, 1, 0);
+}
+
+static fsdp_status fsdpi_step_rescale(fsdp_unit *u) {
+    fsdpi_each(u, FSDPI_OPS_RESCALE, fsdpi_rest(u), 0);
+    return fsdpi_emit_kind(u, FSDPI_OPS_RESCALE);
+}
+
+static fsdp_status fsdpi_step_partial_fused(fsdp_unit *u) {
+    fsdp_buf **sums = &u->state.slot[FSDP_POOL_ROUT];
+    int adds = *sums != NULL;
+    if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
+    fsdp_status status = adds ? FSDP_OK : fsdpi_acquire(u, FSDP_POOL_ROUT, sums);
+    return status ? status : fsdpi_scatter(u, FSDPI_OPS_PARTIAL, 1, adds);
+}
+
+// The backend cannot add: fresh sums, and a copy that adds them to those that wait.
+static fsdp_status fsdpi_step_partial(fsdp_unit *u) {
+    fsdp_buf **sums = &u->state.slot[FSDP_POOL_ROUT], *waiting = *sums;
+    if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
+    fsdp_status status = fsdpi_acquire(u, FSDP_POOL_ROUT, sums);
+    if (!status) status = fsdpi_scatter(u, FSDPI_OPS_PARTIAL, 1, 0);
+    if (status || !waiting) return status;
+    fsdp_op *add = fsdpi_only_op(u, FSDPI_OPS_ADD);
+    if (add) add->dst = waiting;
+    status = fsdpi_emit_kind(u, FSDPI_OPS_ADD);
+    if (!status) status = fsdpi_release(u, sums, FSDP_STREAM_REDUCE);
+    *sums = waiting;
+    return status;
+}
+
+// What is reduced further: the sums of the shard group, or with one shard the reduce input.
+static int fsdpi_sums(const fsdp_unit *u) {
+    return fsdpi_route_now(u)->from_input ? fsdpi_input(u) : FSDP_POOL_ROUT;
+}
+static fsdp_dtype fsdpi_sums_dtype(const fsdp_unit *u) {
+    return fsdpi_route_now(u)->from_input ? fsdpi_input_dtype(u) : u->layout.reduce_dtype;
+}
+
+static fsdp_status fsdpi_step_replicas(fsdp_unit *u) {
+    fsdpi_template *t = u->layout.ops + u->layout.ops_begin[FSDPI_OPS_REPLICAS];
+    t->src = t->dst = (uint8_t)fsdpi_sums(u);
+    t->op.what_hash = fsdpi_usage_hash(u, fsdpi_route_now(u)->factor);
+    fsdpi_op_cast(&t->op, fsdpi_sums_dtype(u), fsdpi_sums_dtype(u));
+    return fsdpi_emit_kind(u, FSDPI_OPS_REPLICAS);
+}
+
+static fsdp_status fsdpi_call_all_reduce_hook(const fsdp_op *op, void *stream) {
+    fsdp_unit *u = op->unit->model->units[op->unit->desc.index];
+    return u->options.all_reduce_hook(u->options.all_reduce_user, u, op->dst_ptr,
+                                      u->layout.train_numel, u->layout.reduce_dtype, stream);
+}
+
+static fsdp_status fsdpi_step_hook(fsdp_unit *u) {
+    fsdpi_template *t = u->layout.ops + u->layout.ops_begin[FSDPI_OPS_HOOK];
+    t->src = t->dst = (uint8_t)fsdpi_sums(u);
+    return fsdpi_emit_kind(u, FSDPI_OPS_HOOK);
+}
+
+static fsdp_status fsdpi_step_out(fsdp_unit *u) {
+    int sums = fsdpi_sums(u);
+    const uint16_t *begin = &u->layout.ops_begin[FSDPI_OPS_OUT];
+    fsdpi_each(u, FSDPI_OPS_OUT, fsdpi_rest(u), u->state.grads.shard == FSDPI_GRADS_REDUCED);
+    for (int i = begin[0]; i < begin[1]; i++) {
+        u->layout.ops[i].src = (uint8_t)sums;
+        fsdpi_op_cast(&u->layout.ops[i].op, fsdpi_sums_dtype(u), u->layout.ops[i].op.out_dtype);
     }
-    fsdp_status released = fsdpi_release(u, from, stream);
+    fsdp_status status = fsdpi_emit_kind(u, FSDPI_OPS_OUT);
+    fsdp_status released = fsdpi_release(u, &u->state.slot[sums], fsdpi_out_stream(u));
     return status ? status : released;
 }
 
@@ -7463,31 +9101,23 @@ static fsdp_status fsdpi_call_grad_hook(const fsdp_op *op, void *stream) {
     fsdp_dtype dtype = fsdpi_grad_dtype(u->model, part->dtype);
     fsdp_param_view v = fsdpi_view_static(op->unit, op->root);
     v.shard_grad = fsdpi_flat_of(u, part)->grad->ptr + fsdpi_bytes(p->lay.shard_offset, dtype);
-    return fsdpi_was_used(u, p) ? p->grad_hook(p->grad_hook_user, &v, stream) : FSDP_OK;
+    return fsdpi_usage_of(u, p) ? p->grad_hook(p->grad_hook_user, &v, stream) : FSDP_OK;
 }
 
-static int fsdpi_has_hooks(const fsdp_unit *u) {
-    int any = 0;
-    for (int i = 0; i < u->num_params; i++)
-        any |= u->params[i].grad_hook && u->params[i].requires_grad;
-    return any && !u->model->dry;
-}
-
-// The shard gradients of a unit are on their way: whoever waits for a parameter's is told.
-static fsdp_status fsdpi_grads_done(fsdp_unit *u, int stream) {
+// Whoever waits for a parameter's shard gradient is told. On native devices that is at once.
+static fsdp_status fsdpi_tell_hooks(fsdp_unit *u, int stream) {
+    fsdp_model *m = u->model;
     fsdp_status status = FSDP_OK;
-    u->has_grad = u->counted = 1;
-    u->grad_is_zero = 0;
-    if (fsdpi_ranks(u) == 1) fsdpi_own_users(u);
-    if (u->reduce_unused && !u->model->grad_hooks) return FSDP_OK;
-    if (u->model->world->mode == FSDPI_NATIVE && fsdpi_has_hooks(u)) { // they are called at once
-        status = fsdpi_sync(u->model->world, stream);
-        if (!status) status = fsdpi_read_users(u->model);
+    int any = 0;
+    for (int i = 0; i < u->desc.num_params; i++)
+        any |= u->params[i].grad_hook && u->params[i].requires_grad;
+    if (any && m->world->mode == FSDPI_NATIVE) {
+        status = fsdpi_model_sync(m, stream);
+        if (!status) status = fsdpi_usage_read(m);
     }
-    for (int i = 0; i < u->num_params && !status; i++) {
+    for (int i = 0; i < u->desc.num_params && any && !status; i++) {
         fsdpi_param *p = &u->params[i];
         const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
-        p->pending = 0;
         if (!p->grad_hook || !p->requires_grad) continue;
         (void)fsdpi_do_stale(u); // the hook may write shards
         status = fsdpi_emit_call(u, p, FSDP_LABEL_GRAD_HOOK, stream, flat->grad, flat->shard,
@@ -7496,107 +9126,102 @@ static fsdp_status fsdpi_grads_done(fsdp_unit *u, int stream) {
     return status;
 }
 
-// Is a reduction due now? One shard has no sums to keep but the gradients themselves.
-static int fsdpi_syncs(const fsdp_unit *u) {
-    return u->sync && (u->all_reduce || fsdpi_shards(u) > 1 || fsdpi_replicas(u) == 1);
+// The shard gradients of a unit are on their way.
+static fsdp_status fsdpi_grads_done(fsdp_unit *u, int stream) {
+    u->state.grads.shard = FSDPI_GRADS_REDUCED;
+    u->state.grads.newest = FSDPI_GRADS_NOWHERE;
+    u->usage.counted = 1;
+    if (fsdpi_ranks(u) == 1) fsdpi_usage_own(u);
+    if (!u->options.reduce_unused) fsdpi_usage_clear(u, FSDPI_USE_PENDING);
+    return u->model->grad_hooks ? fsdpi_tell_hooks(u, stream) : FSDP_OK;
 }
 
-// What backward wrote goes to where it is summed up, unless it can stay in the slot.
-static fsdp_status fsdpi_collect(fsdp_unit *u) {
-    int overwrite = u->model->desc.grads_overwrite;
-    fsdp_dtype dtype = u->parts[u->users_part].param_dtype;
-    fsdp_status status = overwrite ? fsdpi_zero_unused(u) : FSDP_OK;
-    if (!u->rin && !u->rout) u->before = fsdpi_divide_before(u); // what waits has been divided
-    if (!status && !u->model->dry)                               // the caller wrote it
-        status = fsdpi_mark(u->model->world, FSDP_STREAM_COMPUTE, &u->grad->ready);
-    int elsewhere = u->rin || fsdpi_must_convert(u, u->all_reduce_hook != NULL) ||
-                    (!fsdpi_syncs(u) && (overwrite || dtype != u->reduce_dtype));
-    return status || !elsewhere ? status : fsdpi_accumulate(u);
+static fsdp_status fsdpi_step_done(fsdp_unit *u) {
+    return fsdpi_grads_done(u, fsdpi_out_stream(u));
 }
 
-// The gradients in the slot become a reduce input where they are.
-static fsdp_status fsdpi_chunk_cat(fsdp_unit *u) {
-    fsdpi_part *part = &u->parts[u->users_part];
-    if (u->before != 1) return fsdpi_emit_acc(u, u->grad, 0);
-    fsdp_op cat = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_ACC, FSDP_STREAM_REDUCE);
-    return fsdpi_emit_work(u->model, &cat, u->grad, part->param_dtype, u->grad, part->param_dtype,
-                           &part->chunk_cat);
-}
-
-static int fsdpi_any_used(const fsdp_unit *u) {
-    int any = u->model->dry;
-    for (int i = 0; i < u->num_params; i++) any |= u->params[i].used;
-    return any;
-}
-
-// Reduce what was collected: over the shard group, over the replicas, to the shard gradients.
-static fsdp_status fsdpi_reduce_unit(fsdp_unit *u) {
-    double factor = fsdpi_factor(u), scale = u->before / factor;
-    int straight = fsdpi_is_straight(u), one = fsdpi_shards(u) == 1;
+static fsdp_status fsdpi_run_steps(fsdp_unit *u, const uint8_t *step) {
+    static fsdp_status (*const steps[FSDPI_STEP_COUNT])(fsdp_unit * u) = {
+        NULL,
+        fsdpi_step_zero_unused,
+        fsdpi_step_wrote,
+        fsdpi_step_keep,
+        fsdpi_step_sum,
+        fsdpi_step_fold,
+        fsdpi_step_users,
+        fsdpi_step_scatter_fused,
+        fsdpi_step_scatter,
+        fsdpi_step_rescale,
+        fsdpi_step_partial_fused,
+        fsdpi_step_partial,
+        fsdpi_step_replicas,
+        fsdpi_step_hook,
+        fsdpi_step_out,
+        fsdpi_step_done,
+    };
     fsdp_status status = FSDP_OK;
-    fsdp_buf **input = u->rin ? &u->rin : &u->grad;
-    fsdp_dtype dtype = u->rin ? u->reduce_dtype : u->parts[u->users_part].param_dtype;
-    uint64_t used = fsdpi_reduce_hash(u, factor);
-    if (*input) {
-        if (!u->rin) status = fsdpi_chunk_cat(u);
-        if (!status && fsdpi_ranks(u) > 1) status = fsdpi_emit_users(u, *input, dtype);
-        if (!status && !one) status = fsdpi_reduce_scatter(u, input, dtype, used, straight, scale);
-    }
-    if (status || (fsdpi_replicas(u) > 1 && !u->all_reduce)) return status;
-    if (!straight)
-        status = fsdpi_red_out(u, one ? input : &u->rout, one ? dtype : u->reduce_dtype, used,
-                               scale);
-    return status ? status : fsdpi_grads_done(u, fsdpi_out_stream(u));
+    for (; *step && !status; step++) status = steps[*step](u);
+    return status;
 }
+
+/* -------------------------------------------------------------------------------------------- */
+// The actions.
 
 /* End of a unit's backward. Without sync gradients stay, in the slot where they were written or, if
    they are to be widened or would be overwritten, summed in the reduce input; without all_reduce,
    in the reduce output. */
 static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
+    fsdpi_grads *g = &u->state.grads;
+    fsdp_buf **slot = u->state.slot;
     fsdp_status status = FSDP_OK;
-    if (u->num_train == 0) return FSDP_OK;
-    if (!u->reduce_unused && !fsdpi_any_used(u) && !u->rout) {
-        status = fsdpi_release(u, &u->rin, FSDP_STREAM_REDUCE);
-        fsdp_status grad = fsdpi_release(u, &u->grad, FSDP_STREAM_COMPUTE);
+    if (u->layout.num_train == 0) return FSDP_OK;
+    if (!u->options.reduce_unused && !fsdpi_usage_any(u, FSDPI_USE_USED) && !slot[FSDP_POOL_ROUT]) {
+        status = fsdpi_release(u, &slot[FSDP_POOL_RIN], FSDP_STREAM_REDUCE);
+        fsdp_status grad = fsdpi_release(u, &slot[FSDP_POOL_GRAD], FSDP_STREAM_COMPUTE);
+        g->newest = FSDPI_GRADS_NOWHERE;
         return status ? status : grad;
     }
-    if (u->grad_alias) { // other units may have written the block meanwhile: the event is for both
-        status = fsdpi_caller_writes(u, fsdpi_flat_of(u, u->parts)->grad);
+    if (g->newest == FSDPI_GRADS_IN_SHARD) { // others may have written the block: one event for all
+        status = fsdpi_caller_writes(u, fsdpi_flat_of(u, u->layout.parts)->grad);
         return status ? status : fsdpi_grads_done(u, FSDP_STREAM_COMPUTE);
     }
-    if (u->grad) status = fsdpi_collect(u);
-    return status || !fsdpi_syncs(u) ? status : fsdpi_reduce_unit(u);
+    const fsdpi_route *route = fsdpi_route_now(u);
+    if (!slot[FSDP_POOL_RIN] && !slot[FSDP_POOL_ROUT]) g->divided = route->before;
+    if (g->newest == FSDPI_GRADS_WRITTEN) status = fsdpi_run_steps(u, route->collect);
+    return status ? status : fsdpi_run_steps(u, route->reduce);
 }
 
 // Finalize: gradients of earlier microbatches of a unit that this backward did not reach.
 static fsdp_status fsdpi_do_leftovers(fsdp_unit *u) {
     fsdp_status status = FSDP_OK;
-    int waits = u->rout && !u->all_reduce && !u->grad && !u->rin; // for an all-reduce
-    if (!u->sync || waits || !(u->grad || u->rin || u->rout)) return FSDP_OK;
-    for (int k = 0; k < u->num_parts && !status; k++) // the caller may have read what was reduced
-        if (u->parts[k].num_train)
-            status = fsdpi_caller_writes(u, fsdpi_flat_of(u, &u->parts[k])->grad);
+    int sums = u->state.slot[FSDP_POOL_ROUT] != NULL,
+        input = u->state.grads.newest != FSDPI_GRADS_NOWHERE;
+    if (!u->options.sync || !(input || (sums && u->options.all_reduce))) return FSDP_OK;
+    for (int k = 0; k < u->layout.num_parts && !status; k++) // the caller may have read it
+        if (u->layout.parts[k].num_train)
+            status = fsdpi_caller_writes(u, fsdpi_flat_of(u, &u->layout.parts[k])->grad);
     return status ? status : fsdpi_do_reduce(u);
 }
 
 static fsdp_status fsdpi_do_zero_grad(fsdp_unit *u) {
-    u->has_grad = 0;
-    for (int i = 0; i < u->num_params; i++) u->params[i].has_grad = 0;
+    fsdpi_grads *g = &u->state.grads;
+    if (g->shard == FSDPI_GRADS_REDUCED) g->shard = FSDPI_GRADS_NONE;
+    fsdpi_usage_clear(u, FSDPI_USE_REDUCED);
     return FSDP_OK;
 }
 
 // After reset nothing of a step is left. The streams have been drained.
 static fsdp_status fsdpi_do_drop(fsdp_unit *u) {
-    fsdp_buf **slots[3] = {&u->grad, &u->rin, &u->rout};
     fsdp_status status = fsdpi_do_reshard(u);
-    for (int i = 0; i < 3; i++) {
-        fsdp_status released = fsdpi_release(u, slots[i], FSDP_STREAM_COMPUTE);
+    for (int pool = FSDP_POOL_GRAD; pool <= FSDP_POOL_ROUT; pool++) {
+        fsdp_status released = fsdpi_release(u, &u->state.slot[pool], FSDP_STREAM_COMPUTE);
         if (!status) status = released;
     }
-    for (int i = 0; i < u->num_params; i++) u->params[i].used = u->params[i].pending = 0;
-    u->forwards = 0;
-    u->last_order = -1;
-    u->counted = 0;
+    fsdpi_usage_clear(u, FSDPI_USE_USED | FSDPI_USE_PENDING);
+    u->usage.counted = 0;
+    u->state.forwards = 0;
+    u->state.last_order = -1;
+    u->state.grads.newest = FSDPI_GRADS_NOWHERE;
     (void)fsdpi_do_zero_grad(u);
     return status;
 }
@@ -7615,9 +9240,10 @@ static void fsdpi_place_units(fsdp_model *m) {
     for (int trainable = 1; trainable >= 0; trainable--) {
         for (int i = 0; i < m->num_units; i++) {
             fsdp_unit *u = m->units[i];
-            for (int k = 0; k < u->num_parts; k++) {
-                fsdpi_flat_block *flat = fsdpi_flat_of(u, &u->parts[k]);
-                fsdpi_list *list = trainable ? &u->parts[k].train : &u->parts[k].frozen;
+            for (int k = 0; k < u->layout.num_parts; k++) {
+                fsdpi_flat_block *flat = fsdpi_flat_of(u, &u->layout.parts[k]);
+                fsdpi_list *list = trainable ? &u->layout.parts[k].train
+                                             : &u->layout.parts[k].frozen;
                 list->base = flat->numel;
                 flat->numel += fsdpi_align_up(list->shard_numel, FSDP_ALIGN_NUMEL);
                 if (trainable) flat->train_numel = flat->grad_numel = flat->numel;
@@ -7626,9 +9252,9 @@ static void fsdpi_place_units(fsdp_model *m) {
     }
     for (int i = 0; i < m->num_units; i++) {
         fsdp_unit *u = m->units[i];
-        fsdpi_flat_block *flat = fsdpi_flat_of(u, &u->parts[u->users_part]);
-        u->users_base = flat->grad_numel;
-        if (fsdpi_ranks(u) > 1) flat->grad_numel += u->num_train;
+        fsdpi_flat_block *flat = fsdpi_flat_of(u, &u->layout.parts[u->layout.users_part]);
+        u->layout.users_base = flat->grad_numel;
+        if (fsdpi_ranks(u) > 1) flat->grad_numel += u->layout.num_train;
     }
 }
 
@@ -7653,7 +9279,7 @@ static void fsdpi_count(fsdpi_work *work) {
 
 // Lists of a part that need offsets in the flat blocks or another form than the layout's.
 static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gather) {
-    int world = fsdpi_shards(u), rank = u->info.shard_mesh_rank;
+    int world = fsdpi_shards(u), rank = u->desc.info.shard_mesh_rank;
     int64_t to_rin = world * part->reduce - part->grad, numel = part->train.shard_numel;
     for (int i = 0; i < part->num_gather && !part->extended; i++) {
         fsdp_seg s = gather[i];
@@ -7668,75 +9294,83 @@ static void fsdpi_part_lists(fsdp_unit *u, fsdpi_part *part, const fsdp_seg *gat
     }
     fsdpi_count(&part->chunk_cat);
     fsdpi_count(&part->copy_out);
-    for (int i = 0; i < u->num_params; i++) {
+    for (int i = 0; i < u->desc.num_params; i++) {
         const fsdpi_param *p = &u->params[i];
         if (!p->requires_grad || fsdpi_part_of(u, p) != part) continue;
         if (p->lay.direct)
             fsdpi_add_block(&part->acc, fsdpi_run(p->grad_offset, p->grad_offset + to_rin,
                                                   world * p->lay.shard_numel));
-        else u->pad_rin |= p->lay.shard_dim > 0 && p->lay.shape[p->lay.shard_dim] % world != 0;
+        else
+            u->layout.pad_rin |= p->lay.shard_dim > 0 &&
+                                 p->lay.shape[p->lay.shard_dim] % world != 0;
     }
     fsdpi_add_block(&part->red_out, fsdpi_run(part->reduce, part->train.base, numel));
     fsdpi_add_block(&part->rescale, fsdpi_run(part->train.base, part->train.base, numel));
-    if (fsdpi_ranks(u) > 1 && part == &u->parts[u->users_part]) { // the counts of users behind them
-        fsdpi_add_block(&part->red_out, fsdpi_run(u->train_numel, u->users_base, u->num_train));
-        fsdpi_add_block(&part->rescale, fsdpi_run(u->users_base, u->users_base, u->num_train));
+    if (fsdpi_ranks(u) > 1 &&
+        part == &u->layout.parts[u->layout.users_part]) { // the counts of users behind them
+        fsdpi_add_block(&part->red_out, fsdpi_run(u->layout.train_numel, u->layout.users_base,
+                                                  u->layout.num_train));
+        fsdpi_add_block(&part->rescale,
+                        fsdpi_run(u->layout.users_base, u->layout.users_base, u->layout.num_train));
     }
 }
 
 // Segments of the reduction, to the flat block and to the reduce output, with the counts of users.
 static void fsdpi_reduce_lists(fsdp_unit *u) {
-    int num = u->reduce_scatter.num, world = fsdpi_shards(u);
+    int num = u->layout.reduce_scatter.num, world = fsdpi_shards(u);
     for (int i = 0; i < num; i++) {
-        fsdp_seg s = u->reduce_scatter.segs[i];
+        fsdp_seg s = u->layout.reduce_scatter.segs[i];
         s.shard = s.full / world; // segment by segment, the full side is `world` times as long
-        u->to_rout.segs[i] = s;
+        u->layout.to_rout.segs[i] = s;
     }
-    if (fsdpi_ranks(u) > 1 && u->num_train > 0) {
-        fsdp_seg counts = {u->users_base, u->users_offset, u->num_train};
-        fsdp_block rows = {0, u->users_offset, u->num_train, world, 0, u->num_train};
-        u->reduce_scatter.segs[num] = counts;
-        counts.shard = u->train_numel;
-        u->to_rout.segs[num++] = counts;
-        fsdpi_add_block(&u->users, rows);
+    if (fsdpi_ranks(u) > 1 && u->layout.num_train > 0) {
+        fsdp_seg counts = {u->layout.users_base, u->layout.users_offset, u->layout.num_train};
+        fsdp_block rows = {0, u->layout.users_offset, u->layout.num_train, world,
+                           0, u->layout.num_train};
+        u->layout.reduce_scatter.segs[num] = counts;
+        counts.shard = u->layout.train_numel;
+        u->layout.to_rout.segs[num++] = counts;
+        fsdpi_add_block(&u->layout.users, rows);
     }
-    u->to_rout.num = u->reduce_scatter.num = num;
-    fsdpi_count(&u->to_rout);
-    fsdpi_count(&u->reduce_scatter);
-    fsdpi_add_block(&u->partial, fsdpi_run(0, 0, u->reduce_numel / world));
+    u->layout.to_rout.num = u->layout.reduce_scatter.num = num;
+    fsdpi_count(&u->layout.to_rout);
+    fsdpi_count(&u->layout.reduce_scatter);
+    fsdpi_add_block(&u->layout.partial, fsdpi_run(0, 0, u->layout.reduce_numel / world));
 }
 
 // 1/n of each gathered parameter where it lies, for reshard_after_forward = n.
 static void fsdpi_slice_lists(fsdp_unit *u) {
-    int64_t at = 0, bytes = u->gather_dtype == FSDP_U8;
-    for (int i = 0; i < u->num_params && u->slices; i++) {
+    int64_t at = 0, bytes = u->layout.gather_dtype == FSDP_U8;
+    for (int i = 0; i < u->desc.num_params && u->desc.slices; i++) {
         const fsdpi_param *p = &u->params[i];
         int64_t size = bytes ? fsdpi_bytes(1, fsdpi_part_of(u, p)->param_dtype) : 1;
-        int64_t count = fsdpi_shards(u) / u->slices * p->lay.shard_numel * size;
-        int64_t full = p->lay.full_offset * size, me = u->info.shard_mesh_rank % u->slices;
+        int64_t count = fsdpi_shards(u) / u->desc.slices * p->lay.shard_numel * size;
+        int64_t full = p->lay.full_offset * size,
+                me = u->desc.info.shard_mesh_rank % u->desc.slices;
         fsdp_seg s = {at, full, count};
-        u->slice_gather.segs[u->slice_gather.num++] = s;
-        fsdpi_add_block(&u->slice_copy, fsdpi_run(full + me * count, at, count));
+        u->layout.slice_gather.segs[u->layout.slice_gather.num++] = s;
+        fsdpi_add_block(&u->layout.slice_copy, fsdpi_run(full + me * count, at, count));
         at += count;
     }
-    fsdpi_count(&u->slice_gather);
+    fsdpi_count(&u->layout.slice_gather);
 }
 
 // All works of a unit: first those of segments, then those of blocks, part after part, each with
 // room for what its list may need. With `at` they are placed there. Returns the bytes of all.
 enum { FSDPI_SEG_WORKS = 4, FSDPI_PART_WORKS = 6 };
 static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
-    size_t params = (size_t)u->num_params, segs = params + 2 * (size_t)u->num_parts + 1, bytes = 0;
-    fsdpi_work *with_segs[FSDPI_SEG_WORKS] = {&u->all_gather, &u->slice_gather, &u->reduce_scatter,
-                                              &u->to_rout};
-    for (int i = 0; i < u->num_params; i++) segs += (size_t)u->params[i].num_strings;
+    size_t params = (size_t)u->desc.num_params, segs = params + 2 * (size_t)u->layout.num_parts + 1,
+           bytes = 0;
+    fsdpi_work *with_segs[FSDPI_SEG_WORKS] = {&u->layout.all_gather, &u->layout.slice_gather,
+                                              &u->layout.reduce_scatter, &u->layout.to_rout};
+    for (int i = 0; i < u->desc.num_params; i++) segs += (size_t)u->params[i].num_strings;
     for (int i = 0; i < FSDPI_SEG_WORKS; i++, bytes += segs * sizeof(fsdp_seg))
         if (at) with_segs[i]->segs = (fsdp_seg *)(void *)(at + bytes);
-    fsdpi_work *whole[3] = {&u->slice_copy, &u->partial, &u->users};
+    fsdpi_work *whole[3] = {&u->layout.slice_copy, &u->layout.partial, &u->layout.users};
     for (int i = 0; i < 3; i++, bytes += (params + 1) * sizeof(fsdp_block))
         if (at) whole[i]->blocks = (fsdp_block *)(void *)(at + bytes);
-    for (int k = 0; k < u->num_parts; k++) {
-        fsdpi_part *part = &u->parts[k];
+    for (int k = 0; k < u->layout.num_parts; k++) {
+        fsdpi_part *part = &u->layout.parts[k];
         size_t out = (size_t)part->copy_out.num, cat = (size_t)part->chunk_cat.num;
         size_t rooms[FSDPI_PART_WORKS] = {segs, out, cat, cat + params, 2, 2};
         fsdpi_work *works[FSDPI_PART_WORKS] = {&part->copy_in, &part->copy_out, &part->chunk_cat,
@@ -7744,33 +9378,43 @@ static size_t fsdpi_place_lists(fsdp_unit *u, char *at) {
         for (int i = 0; i < FSDPI_PART_WORKS; bytes += rooms[i++] * sizeof(fsdp_block))
             if (at) works[i]->blocks = (fsdp_block *)(void *)(at + bytes);
     }
-    return bytes;
+    if (at) u->layout.ops = (fsdpi_template *)(void *)(at + bytes);
+    return bytes + (size_t)fsdpi_templates_max(u) * sizeof(fsdpi_template);
 }
 
 // Host memory that copies of the device read in their stream's order.
-static size_t fsdpi_flags_bytes(const fsdp_unit *u) { return 2 * (size_t)u->num_train * 8; }
+static size_t fsdpi_flags_bytes(const fsdp_unit *u) { return 2 * (size_t)u->layout.num_train * 8; }
 
 static fsdp_status fsdpi_flags_new(fsdp_unit *u) {
-    fsdp_world *w = u->model->world;
+    fsdp_model *m = u->model;
+    fsdp_world *w = m->world;
     size_t bytes = fsdpi_flags_bytes(u);
     void *flags = NULL;
+    fsdp_status status = FSDP_OK;
     if (bytes == 0) return FSDP_OK;
-    fsdp_status status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, bytes, &flags);
+    if (m->dry) flags = fsdpi_model_alloc(m, bytes);
+    else status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, bytes, &flags);
+    if (!flags && !status) status = FSDP_ERR_OUT_OF_MEMORY;
     if (status)
-        return fsdpi_fail(w, status, "commit: no memory for the flags of unit '%s': %s", u->name,
-                          fsdpi_device_text(w, status));
-    u->flags = (char *)flags;
-    u->wide_flags = u->flags + bytes / 2;
-    u->model->host_bytes += (int64_t)bytes;
+        return fsdpi_fail(w, status, "commit: no memory for the flags of unit '%s': %s",
+                          u->desc.name, fsdpi_device_text(w, status));
+    u->usage.flags = (char *)flags;
+    u->usage.wide = u->usage.flags + bytes / 2;
+    if (!m->dry) m->host_bytes += (int64_t)bytes;
     return FSDP_OK;
 }
 
 static void fsdpi_flags_free(fsdp_unit *u) {
-    fsdp_world *w = u->model->world;
-    if (!u->flags) return;
-    w->device_ops->free(w->device, FSDP_MEMORY_PINNED, u->flags, fsdpi_flags_bytes(u));
-    u->model->host_bytes -= (int64_t)fsdpi_flags_bytes(u);
-    u->flags = u->wide_flags = NULL;
+    fsdp_model *m = u->model;
+    size_t bytes = fsdpi_flags_bytes(u);
+    if (!u->usage.flags) return;
+    if (m->dry) {
+        fsdpi_model_free(m, u->usage.flags);
+    } else {
+        m->world->device_ops->free(m->world->device, FSDP_MEMORY_PINNED, u->usage.flags, bytes);
+        m->host_bytes -= (int64_t)bytes;
+    }
+    u->usage.flags = u->usage.wide = NULL;
 }
 
 static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
@@ -7778,17 +9422,17 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     char *at = (char *)fsdpi_model_alloc(m, fsdpi_place_lists(u, NULL));
     if (!at)
         return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                          "commit: no memory for the lists of unit '%s'", u->name);
-    u->lists = at;
-    u->flags_read = 0;
+                          "commit: no memory for the lists of unit '%s'", u->desc.name);
+    u->layout.lists = at;
+    u->usage.in_flight = 0;
     (void)fsdpi_place_lists(u, at);
     fsdp_status status = fsdpi_flags_new(u);
     if (status) return status;
     (void)fsdpi_unit_layout(u, tmp);
-    fsdp_seg *gather = u->all_gather.segs;
-    for (int k = 0; k < u->num_parts; k++) {
-        fsdpi_part *part = &u->parts[k];
-        int bytes = u->gather_dtype == FSDP_U8 && !part->extended; // elements -> bytes
+    fsdp_seg *gather = u->layout.all_gather.segs;
+    for (int k = 0; k < u->layout.num_parts; k++) {
+        fsdpi_part *part = &u->layout.parts[k];
+        int bytes = u->layout.gather_dtype == FSDP_U8 && !part->extended; // elements -> bytes
         fsdpi_part_lists(u, part, gather);
         for (int i = 0; i < part->num_gather; i++, gather++) {
             gather->full *= bytes ? fsdpi_bytes(1, part->param_dtype) : 1;
@@ -7797,24 +9441,26 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     }
     fsdpi_reduce_lists(u);
     fsdpi_slice_lists(u);
-    for (int i = 0; i < u->num_params; i++) u->params[i].flag = 0;
-    fsdpi_count(&u->all_gather);
+    fsdpi_usage_clear(u, FSDPI_USE_FLAGGED);
+    fsdpi_count(&u->layout.all_gather);
     return FSDP_OK;
 }
 
 // What a unit is before fsdpi_unit_build: sizes measured, no lists.
 static void fsdpi_unit_unbuild(fsdp_unit *u) {
     static const fsdpi_work none = {NULL, NULL, 0, 0};
-    for (int k = 0; k < u->num_parts; k++) {
-        fsdpi_part *part = &u->parts[k];
+    for (int k = 0; k < u->layout.num_parts; k++) {
+        fsdpi_part *part = &u->layout.parts[k];
         part->copy_in = part->acc = part->red_out = part->rescale = none;
         part->copy_out.blocks = part->chunk_cat.blocks = NULL;
         part->copy_out.count = part->chunk_cat.count = 0;
     }
-    u->all_gather = u->slice_gather = u->reduce_scatter = u->to_rout = none;
-    u->slice_copy = u->partial = u->users = none;
-    u->lists = u->flags = u->wide_flags = NULL;
-    u->pad_rin = 0;
+    u->layout.all_gather = u->layout.slice_gather = u->layout.reduce_scatter = u->layout.to_rout =
+        none;
+    u->layout.slice_copy = u->layout.partial = u->layout.users = none;
+    u->layout.lists = u->usage.flags = u->usage.wide = NULL;
+    u->layout.ops = NULL;
+    u->layout.pad_rin = 0;
 }
 
 // The counts of users lie behind the shard gradients; a copy of them where the host cannot look.
@@ -7869,8 +9515,8 @@ static void fsdpi_blocks_free(fsdp_model *m) {
 // A unit whose parameters are all empty still needs an address to point at.
 static void fsdpi_need_blocks(fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++) {
-        for (int k = 0; k < m->units[i]->num_parts; k++) {
-            const fsdpi_part *part = &m->units[i]->parts[k];
+        for (int k = 0; k < m->units[i]->layout.num_parts; k++) {
+            const fsdpi_part *part = &m->units[i]->layout.parts[k];
             fsdpi_flat_block *flat = fsdpi_flat_of(m->units[i], part);
             if (flat->numel == 0) flat->numel = FSDP_ALIGN_NUMEL;
             if (part->num_train && flat->grad_numel == 0) flat->grad_numel = FSDP_ALIGN_NUMEL;
@@ -7881,7 +9527,7 @@ static void fsdpi_need_blocks(fsdp_model *m) {
 static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
     int most = 1;
     for (int i = 0; i < m->num_units; i++)
-        if (m->units[i]->num_params > most) most = m->units[i]->num_params;
+        if (m->units[i]->desc.num_params > most) most = m->units[i]->desc.num_params;
     fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)most * sizeof *tmp);
     if (!tmp) return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
     fsdp_status status = FSDP_OK;
@@ -7896,7 +9542,7 @@ static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
 
 static void fsdpi_uncommit(fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++) {
-        fsdpi_model_free(m, m->units[i]->lists);
+        fsdpi_model_free(m, m->units[i]->layout.lists);
         fsdpi_flags_free(m->units[i]);
         fsdpi_unit_unbuild(m->units[i]);
     }
@@ -7926,20 +9572,21 @@ static fsdp_status fsdpi_move(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units; i++) {
         fsdp_unit *u = m->units[i];
-        u->grad_is_zero = !u->has_grad; // new blocks are
-        for (int k = 0; k < u->num_params && !status; k++) {
+        if (u->state.grads.shard == FSDPI_GRADS_NONE)
+            u->state.grads.shard = FSDPI_GRADS_ZERO; // new blocks are
+        for (int k = 0; k < u->desc.num_params && !status; k++) {
             fsdpi_param *p = &u->params[k];
             const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
             fsdp_block *block = &m->norm_blocks[p->ordinal];
             if (!flat->old_shard) continue;
             status = fsdpi_move_one(u, p, flat->old_shard, flat->shard, p->dtype, block);
-            p->has_grad &= (uint8_t)p->requires_grad;
-            if (!status && u->has_grad && p->has_grad)
+            if (!p->requires_grad) p->use &= (uint8_t)~FSDPI_USE_REDUCED;
+            if (!status && (p->use & FSDPI_USE_REDUCED))
                 status = fsdpi_move_one(u, p, flat->old_grad, flat->grad,
                                         fsdpi_grad_dtype(m, p->dtype), block);
         }
     }
-    if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
+    if (!status) status = fsdpi_model_sync(m, FSDP_STREAM_COMPUTE);
     fsdpi_old_free(m);
     return status;
 }
@@ -7955,16 +9602,18 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++) m->classes[i].ahead = 0; // of a layout before
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_classes(m->units[i]);
     if (status) status = fsdpi_fail(m->world, status, "commit: no memory");
-    if (!status && !m->dry) status = fsdpi_commit_tables(m);
+    if (!status) status = fsdpi_commit_tables(m);
     if (!status) status = fsdpi_blocks_new(m);
     if (!status) status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, sizeof(double), &m->scalar);
-    if (!status && !m->dry) status = fsdpi_move(m);
+    for (int i = 0; i < m->num_units && !status; i++) fsdpi_templates_make(m->units[i]);
+    if (!status) status = fsdpi_move(m);
     if (status) {
         fsdpi_uncommit(m);
         return fsdpi_model_fail(m, status);
     }
     m->committed = 1;
     m->layout++;
+    fsdpi_tell_layout(m);
     return FSDP_OK;
 }
 
@@ -7977,7 +9626,7 @@ static fsdp_status fsdpi_unsettle(fsdp_model *m) {
     if (status) return status;
     fsdpi_drain(m->world);
     for (int i = 0; i < m->num_units; i++)
-        for (int k = 0; k < m->units[i]->num_params; k++)
+        for (int k = 0; k < m->units[i]->desc.num_params; k++)
             m->units[i]->params[k].old_offset = m->units[i]->params[k].lay.shard_offset;
     for (int i = 0; i < m->num_classes; i++)
         while (m->classes[i].count) fsdpi_buf_free(m, m->classes[i].slots[--m->classes[i].count]);
@@ -8026,17 +9675,17 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
             return fsdpi_model_fail(
                 m, fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
                               "post_forward of unit '%s': no memory for the record of forwards",
-                              u->name));
+                              u->desc.name));
         m->order[m->num_order].unit = u;
-        m->order[m->num_order].previous = u->last_order;
-        u->last_order = m->num_order++;
+        m->order[m->num_order].previous = u->state.last_order;
+        u->state.last_order = m->num_order++;
     }
-    u->forwards++;
+    u->state.forwards++;
     return FSDP_OK;
 }
 
 static fsdp_status fsdpi_do_enter(fsdp_unit *u) {
-    u->forwards--;
+    u->state.forwards--;
     u->model->backward = 1;
     return FSDP_OK;
 }
@@ -8098,6 +9747,7 @@ static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
     {{FSDPI_I,           FSDPI_OUT,  0, FSDPI_KEEP, {NULL}}}, // set_requires_grad
     {{FSDPI_I | FSDPI_B, FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // set
     {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDP_STATE_IDLE, {fsdpi_do_drop}}}, // reset
+    {{FSDPI_ALL,         FSDPI_BOTH, 0, FSDPI_KEEP, {NULL}}}, // of an extension
 };
 // clang-format on
 
@@ -8114,7 +9764,8 @@ static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
     int phase = u->model->backward ? FSDPI_IN : FSDPI_OUT;
     for (int i = 0; i < 3; i++) {
         const fsdpi_row *row = &fsdpi_rows[call][i];
-        if ((row->from & (1 << u->state)) && (row->phase & phase) && (!row->due || u->forwards > 0))
+        if ((row->from & (1 << u->state.training)) && (row->phase & phase) &&
+            (!row->due || u->state.forwards > 0))
             return row;
     }
     return NULL;
@@ -8127,8 +9778,9 @@ static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, const char *what) {
                                            "SHARDED_POST_FORWARD"};
     char possible[256] = "";
     size_t used = 0;
-    for (int c = 0; c < FSDP_CALL_COUNT; c++) {
-        if (!fsdpi_lookup(u, c) || (c == FSDP_CALL_DATA && u->storage != FSDP_STORAGE_UNSHARDED))
+    for (int c = 0; c < FSDP_CALL_EXTENSION; c++) {
+        if (!fsdpi_lookup(u, c) ||
+            (c == FSDP_CALL_DATA && u->state.storage != FSDP_STORAGE_UNSHARDED))
             continue;
         used += (size_t)snprintf(possible + used, sizeof possible - used, "%s%s", used ? ", " : "",
                                  fsdpi_call_name(c));
@@ -8137,30 +9789,30 @@ static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, const char *what) {
     return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_STATE,
                       "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have not run "
                       "backward; possible now: %s",
-                      what, u->name, states[u->state], storages[u->storage],
-                      u->model->backward ? "inside" : "outside", u->forwards, possible);
+                      what, u->desc.name, states[u->state.training], storages[u->state.storage],
+                      u->model->backward ? "inside" : "outside", u->state.forwards, possible);
 }
 
 static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
-    return row->next == FSDPI_KEEP ? u->state : row->next;
+    return row->next == FSDPI_KEEP ? u->state.training : row->next;
 }
 
 // Run one row for a unit.
 static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
-    u->model->call_state = fsdpi_next_state(u, row);
+    uint8_t next = fsdpi_next_state(u, row);
+    u->model->call_state = next;
     for (int i = 0; row->actions[i]; i++) {
         fsdp_status status = row->actions[i](u);
         if (status) return status;
     }
-    u->state = fsdpi_next_state(u, row);
+    u->state.training = next;
     return FSDP_OK;
 }
 
-// Is the call possible for all units?
-static fsdp_status fsdpi_check_units(fsdp_model *m, int call) {
+// Is the call, by the name of `what`, possible for all units?
+static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) {
     for (int i = 0; i < m->num_units; i++)
-        if (!fsdpi_lookup(m->units[i], call))
-            return fsdpi_wrong_call(m->units[i], fsdpi_call_name(call));
+        if (!fsdpi_lookup(m->units[i], call)) return fsdpi_wrong_call(m->units[i], what);
     return FSDP_OK;
 }
 
@@ -8173,21 +9825,26 @@ static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
     return FSDP_OK;
 }
 
-// A marker for observers, before the ops of a public call.
-static fsdp_status fsdpi_announce(fsdp_model *m, fsdp_unit *u, int call, uint8_t state) {
-    m->call_state = state;
-    if (!m->driver.op) return FSDP_OK;
+// A marker for those who see records, before the ops of a public call.
+static FSDPI_NOINLINE fsdp_status fsdpi_show_call(fsdp_model *m, const fsdp_unit *u, int call,
+                                                  const char *what) {
     fsdp_op op = fsdpi_op(m, u, FSDP_OP_HOOK, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-    if (!u) op.what = fsdpi_call_name(call);
+    if (!u) op.what = what;
     op.count = (uint64_t)call;
-    return fsdpi_emit(m, &op);
+    return fsdpi_show(m, &op);
+}
+
+static inline fsdp_status fsdpi_announce(fsdp_model *m, const fsdp_unit *u, int call,
+                                         uint8_t state) {
+    m->call_state = state;
+    return m->watch & FSDPI_OPS ? fsdpi_show_call(m, u, call, fsdpi_call_name(call)) : FSDP_OK;
 }
 
 // A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     if (!m) return fsdpi_null(NULL, fsdpi_call_name(call));
     fsdp_status status = fsdpi_commit(m);
-    if (!status) status = fsdpi_check_units(m, call);
+    if (!status) status = fsdpi_check_units(m, call, fsdpi_call_name(call));
     if (!status) status = fsdpi_announce(m, NULL, call, FSDP_STATE_IDLE);
     return status || !run ? status : fsdpi_run_units(m, call);
 }
@@ -8208,7 +9865,8 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     if (status) return status;
     if (!m->committed) status = fsdpi_commit(m);
     if (status) return fsdpi_remember(m, status);
-    if (m->driver.hook && m->driver.hook(m->driver.user, m, u, call)) return FSDP_OK;
+    if ((m->watch & FSDPI_CALLS) && fsdpi_answered(m, u, call, &status))
+        return fsdpi_remember(m, status);
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_remember(m, fsdpi_wrong_call(u, fsdpi_call_name(call)));
     status = fsdpi_announce(m, u, call, fsdpi_next_state(u, row));
@@ -8238,17 +9896,17 @@ FSDP_API fsdp_status fsdp_reshard(fsdp_unit *unit) {
 
 static int fsdpi_getter_ok(fsdp_unit *u, int call) {
     const fsdpi_row *row = fsdpi_lookup(u, call);
-    if (row && (call != FSDP_CALL_DATA || u->storage == FSDP_STORAGE_UNSHARDED)) return 1;
+    if (row && (call != FSDP_CALL_DATA || u->state.storage == FSDP_STORAGE_UNSHARDED)) return 1;
     (void)fsdpi_wrong_call(u, fsdpi_call_name(call));
     return 0;
 }
 
 static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
     if (!u) return fsdpi_null(NULL, fsdpi_call_name(call));
-    if (index < 0 || index >= u->num_params)
+    if (index < 0 || index >= u->desc.num_params)
         return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_ARG,
                           "%s: unit '%s' has no parameter %d, expected 0..%d",
-                          fsdpi_call_name(call), u->name, index, u->num_params - 1);
+                          fsdpi_call_name(call), u->desc.name, index, u->desc.num_params - 1);
     return FSDP_OK;
 }
 
@@ -8256,12 +9914,12 @@ static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
    the end of a step: finalize, zero_grad, reset */
 
 // The caller's stream will write shards: it comes behind gathers under way, which read them.
-static FSDPI_UNUSED fsdp_status fsdpi_shards_writable(fsdp_model *m) {
+static fsdp_status fsdpi_shards_writable(fsdp_model *m) {
     fsdp_status status = fsdpi_failed(m->world);
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
-        if (u->storage == FSDP_STORAGE_IN_FLIGHT && u->gather)
-            status = fsdpi_emit_use(m, u, FSDP_LABEL_GATHER, u->gather);
+        if (u->state.storage == FSDP_STORAGE_IN_FLIGHT && u->state.slot[FSDP_POOL_GATHER])
+            status = fsdpi_emit_use(m, u, FSDP_LABEL_GATHER, u->state.slot[FSDP_POOL_GATHER]);
     }
     return status;
 }
@@ -8275,53 +9933,40 @@ static fsdp_status fsdpi_shards_written(fsdp_model *m) {
     return status;
 }
 
-/* Whether a parameter has a gradient: yes, if this rank used it. Only for others are the counts
-   looked at, for which the host has to wait. */
-static int fsdpi_asks_others(fsdp_model *m) {
-    int asks = 0;
-    for (int i = 0; i < m->num_units; i++) {
-        const fsdp_unit *u = m->units[i];
-        for (int k = 0; k < u->num_params && u->counted && fsdpi_ranks(u) > 1; k++) {
-            fsdpi_param *p = &u->params[k];
-            p->has_grad |= p->requires_grad && p->flag;
-            asks |= p->requires_grad && !p->has_grad;
-        }
-    }
-    return asks;
-}
-
 // The caller's stream waits for all shard gradients; what has none is zero; who used what is read.
 static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
-        if (u->num_train == 0 || u->has_grad || u->grad_is_zero) continue;
-        for (int k = 0; k < u->num_parts && !status; k++) {
-            const fsdpi_part *part = &u->parts[k];
+        if (u->layout.num_train == 0 || u->state.grads.shard != FSDPI_GRADS_NONE) continue;
+        for (int k = 0; k < u->layout.num_parts && !status; k++) {
+            const fsdpi_part *part = &u->layout.parts[k];
             if (part->num_train)
                 status = fsdpi_emit_fill(
                     m, u, FSDP_LABEL_FINAL, FSDP_STREAM_COMPUTE, fsdpi_flat_of(u, part)->grad,
                     fsdpi_grad_dtype(m, part->dtype), part->train.base, part->train.shard_numel, 0);
         }
-        u->grad_is_zero = 1;
+        u->state.grads.shard = FSDPI_GRADS_ZERO;
     }
     for (int d = 1; d < FSDP_DTYPE_COUNT && !status; d++) {
         if (m->flats[d].grad) status = fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].grad);
         if (!status && m->flats[d].grad && m->grad_hooks) // they may have written shards
             status = fsdpi_emit_use(m, NULL, FSDP_LABEL_FINAL, m->flats[d].shard);
     }
-    if (status || m->dry) return status;
-    int asks = fsdpi_asks_others(m);
+    if (status) return status;
+    int asks = 0;
+    for (int i = 0; i < m->num_units; i++)
+        if (m->units[i]->usage.counted && fsdpi_ranks(m->units[i]) > 1)
+            asks |= fsdpi_usage_known(m->units[i]);
     int waits = asks || m->desc.cpu_offload || m->world->mode != FSDPI_NATIVE;
-    if (waits) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
-    if (!status && asks) status = fsdpi_read_users(m);
+    if (waits) status = fsdpi_model_sync(m, FSDP_STREAM_COMPUTE);
+    if (!status && asks) status = fsdpi_usage_read(m);
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
-        for (int k = 0; k < u->num_params && u->counted; k++)
-            if (u->params[k].requires_grad)
-                u->params[k].has_grad |= (uint8_t)fsdpi_was_used(u, &u->params[k]);
-        if (waits && u->counted && !u->rout) u->flags_read = 0; // their copy is done
-        u->counted = 0;
+        if (!u->usage.counted) continue;
+        if (asks) fsdpi_usage_learn(u);
+        if (waits && !u->state.slot[FSDP_POOL_ROUT]) u->usage.in_flight = 0; // their copy is done
+        u->usage.counted = 0;
     }
     return status;
 }
@@ -8329,8 +9974,8 @@ static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
 static void fsdpi_forget_forwards(fsdp_model *m) {
     m->num_order = 0;
     for (int i = 0; i < m->num_units; i++) {
-        m->units[i]->forwards = 0;
-        m->units[i]->last_order = -1;
+        m->units[i]->state.forwards = 0;
+        m->units[i]->state.last_order = -1;
     }
 }
 
@@ -8352,11 +9997,11 @@ FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model) {
 }
 
 FSDP_API fsdp_status fsdp_finalize_backward(fsdp_model *model) {
-    const fsdp_driver *driver = model ? &model->driver : NULL;
     fsdp_status status = model ? fsdpi_failed(model->world) : FSDP_OK;
     if (status) return status;
-    if (driver && driver->hook && driver->hook(driver->user, model, NULL, FSDP_CALL_FINALIZE))
-        return FSDP_OK;
+    if (model && (model->watch & FSDPI_CALLS) &&
+        fsdpi_answered(model, NULL, FSDP_CALL_FINALIZE, &status))
+        return status;
     status = fsdpi_model_call(model, FSDP_CALL_FINALIZE, 0);
     if (!status) status = fsdpi_finalize(model);
     if (status || !model->hook_status) return status;
@@ -8373,8 +10018,8 @@ static void *fsdpi_undefined(fsdp_model *m) {
     int64_t bytes = 1;
     for (int i = 0; i < m->num_units && !m->undefined; i++) {
         const fsdp_unit *u = m->units[i];
-        if (u->slot_bytes > bytes) bytes = u->slot_bytes;
-        if (u->grad_bytes > bytes) bytes = u->grad_bytes;
+        if (u->layout.slot_bytes > bytes) bytes = u->layout.slot_bytes;
+        if (u->layout.grad_bytes > bytes) bytes = u->layout.grad_bytes;
     }
     fsdp_world *w = m->world;
     if (m->undefined) return m->undefined;
@@ -8389,9 +10034,11 @@ FSDP_API void *fsdp_data(fsdp_unit *unit, int index) {
     if (fsdpi_failed(unit->model->world)) return fsdpi_undefined(unit->model);
     if (!fsdpi_getter_ok(unit, FSDP_CALL_DATA)) return NULL;
     const fsdpi_param *p = &unit->params[index];
-    if (fsdpi_gather_is_alias(unit))
-        return fsdpi_shard_of(unit)->ptr + fsdpi_bytes(p->lay.shard_offset, p->dtype);
-    return unit->gather->ptr + fsdpi_bytes(p->lay.full_offset, fsdpi_part_of(unit, p)->param_dtype);
+    if (unit->route[0].gather == FSDPI_GATHER_ALIAS)
+        return fsdpi_flat_of(unit, unit->layout.parts)->shard->ptr +
+               fsdpi_bytes(p->lay.shard_offset, p->dtype);
+    return unit->state.slot[FSDP_POOL_GATHER]->ptr +
+           fsdpi_bytes(p->lay.full_offset, fsdpi_part_of(unit, p)->param_dtype);
 }
 
 FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
@@ -8400,11 +10047,12 @@ FSDP_API void *fsdp_grad(fsdp_unit *unit, int index) {
     if (!p->requires_grad) return NULL;
     if (fsdpi_failed(unit->model->world)) return fsdpi_undefined(unit->model);
     if (!fsdpi_getter_ok(unit, FSDP_CALL_GRAD)) return NULL;
-    p->used = p->written = 1;
-    if (unit->grad_alias)
-        return fsdpi_flat_of(unit, unit->parts)->grad->ptr +
+    p->use |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
+    if (unit->state.grads.newest == FSDPI_GRADS_IN_SHARD)
+        return fsdpi_flat_of(unit, unit->layout.parts)->grad->ptr +
                fsdpi_bytes(p->lay.shard_offset, p->dtype);
-    return unit->grad->ptr + fsdpi_bytes(p->grad_offset, fsdpi_part_of(unit, p)->param_dtype);
+    return unit->state.slot[FSDP_POOL_GRAD]->ptr +
+           fsdpi_bytes(p->grad_offset, fsdpi_part_of(unit, p)->param_dtype);
 }
 
 FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
@@ -8416,6 +10064,8 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "model_reset");
     fsdp_status status = fsdpi_failed(model->world);
     if (status || model->layout == 0) return status;
+    if ((model->watch & FSDPI_CALLS) && fsdpi_answered(model, NULL, FSDP_CALL_RESET, &status))
+        return status;
     fsdpi_drain(model->world);
     status = fsdpi_announce(model, NULL, FSDP_CALL_RESET, FSDP_STATE_IDLE);
     if (!status) status = fsdpi_run_units(model, FSDP_CALL_RESET);
@@ -8429,17 +10079,18 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
 /* ==== core/norm.h ===========================================================================
    the norm of all gradients, and clipping */
 
-// Blocks of the gradients of one dtype; for the norm those that count: with units on meshes of
-// their own all ranks add up, and one replica speaks for the others.
+// Blocks of the gradients of one dtype; for the norm those that count: where all ranks of the mesh
+// add up, the first replica speaks for the others.
 static int fsdpi_grad_blocks(fsdp_model *m, fsdp_dtype dtype, int norm, fsdp_block *out) {
     int num = 0;
     for (int i = 0; i < m->num_units; i++) {
         const fsdp_unit *u = m->units[i];
-        int silent = !u->has_grad || (norm && m->mixed && u->info.replicate_mesh_rank > 0);
-        for (int k = 0; k < u->num_params && !silent; k++) {
+        int silent = u->state.grads.shard != FSDPI_GRADS_REDUCED ||
+                     (norm && m->mixed && u->desc.info.replicate_mesh_rank > 0);
+        for (int k = 0; k < u->desc.num_params && !silent; k++) {
             const fsdpi_param *p = &u->params[k];
             int64_t at = p->lay.shard_offset;
-            if (p->has_grad && p->dtype == dtype)
+            if ((p->use & FSDPI_USE_REDUCED) && p->dtype == dtype)
                 out[num++] = fsdpi_run(at, at, p->lay.local_numel);
         }
     }
@@ -8517,6 +10168,27 @@ static fsdp_status fsdpi_clip(fsdp_model *m, double max_norm) {
     return status;
 }
 
+// Is it known which gradients are copies of each other on all ranks that share the parameters?
+static fsdp_status fsdpi_norm_check(const fsdp_model *m) {
+    const fsdp_mesh *mesh = m->info.mesh;
+    int numel = fsdpi_mesh_numel(mesh);
+    if (numel < mesh->root_numel)
+        return fsdpi_fail(
+            m->world, FSDP_ERR_UNSUPPORTED,
+            "clip_grads: the model's mesh is a slice: %d of the mesh's %d ranks. Nothing says "
+            "whether the other ranks hold copies of its parameters or other parameters. Give "
+            "fsdp_model_desc.mesh_info on the mesh that was sliced: ranks along a dim that neither "
+            "shards nor replicates hold other parameters. Give a unit whose parameters are copies "
+            "on those ranks a mesh_info that replicates over that dim",
+            numel, mesh->root_numel);
+    if (m->outside)
+        return fsdpi_fail(m->world, FSDP_ERR_UNSUPPORTED,
+                          "clip_grads: the mesh of unit '%s' has ranks that the model's mesh "
+                          "lacks: give fsdp_model_desc a mesh of all ranks that share units",
+                          m->outside->desc.name);
+    return FSDP_OK;
+}
+
 FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *desc, double *norm) {
     fsdp_clip_desc d;
     double total = 0;
@@ -8531,7 +10203,8 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
                           "clip_grads: max_norm is %g, norm_type is %g: expected numbers > 0",
                           d.max_norm, d.norm_type);
-    status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
+    status = fsdpi_norm_check(model);
+    if (!status) status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
     if (status) return status;
     model->norm_type = d.norm_type;
     status = fsdpi_norm(model);
@@ -8593,7 +10266,7 @@ static int64_t fsdpi_full_bytes(const fsdp_model *m) {
     int64_t largest = 0;
     for (int i = 0; i < m->num_units; i++) {
         const fsdp_unit *u = m->units[i];
-        for (int k = 0; k < u->num_params; k++) {
+        for (int k = 0; k < u->desc.num_params; k++) {
             // In the widest dtype; at least an element of every rank.
             int64_t bytes = fsdpi_min(fsdpi_shards(u) * u->params[k].lay.shard_numel * 8,
                                       m->desc.fill_bytes);
@@ -8634,13 +10307,14 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
         int64_t num = fsdpi_min(step, p->lay.shard_numel - at);
         fsdp_seg seg = {0, 0, num};
         m->full_seg = seg; // a worker may read it after a failure has ended this call
-        m->full_block = fsdpi_run(p->lay.shard_offset + at, u->info.shard_mesh_rank * num, num);
+        m->full_block = fsdpi_run(p->lay.shard_offset + at, u->desc.info.shard_mesh_rank * num,
+                                  num);
         fsdp_op in = fsdpi_op(m, u, FSDP_OP_COPY, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
         fsdp_op op = fsdpi_op(m, u, FSDP_OP_ALL_GATHER, FSDP_LABEL_FULL, FSDP_STREAM_GATHER);
         fsdpi_work own = {&m->full_block, NULL, 1, (uint64_t)num},
                    all = {NULL, &m->full_seg, 1, (uint64_t)num};
         op.in_place = 1; // peers may not be able to read the shards
-        op.comm = u->info.shard_comm;
+        op.comm = u->desc.info.shard_comm;
         op.group_size = world;
         status = fsdpi_emit_work(m, &in, block, dtype, m->full_scratch, dtype, &own);
         if (!status)
@@ -8665,7 +10339,7 @@ static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
     const fsdpi_param *p = &u->params[index];
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
     *v = fsdpi_view_static(u, index);
-    if (u->has_grad && p->has_grad)
+    if (p->use & FSDPI_USE_REDUCED)
         v->shard_grad = flat->grad->ptr + fsdpi_bytes(p->lay.shard_offset, v->grad_dtype);
 }
 
@@ -8681,10 +10355,10 @@ FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_
     if (!unit || !out) return fsdpi_null(NULL, "param_view_get");
     fsdp_status status = fsdpi_shards_readable(unit->model);
     if (status) return status;
-    if (index < 0 || index >= unit->num_params)
+    if (index < 0 || index >= unit->desc.num_params)
         return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG,
                           "param_view_get: unit '%s' has no parameter %d, expected 0..%d",
-                          unit->name, index, unit->num_params - 1);
+                          unit->desc.name, index, unit->desc.num_params - 1);
     fsdpi_view(unit, index, out);
     return FSDP_OK;
 }
@@ -8694,7 +10368,7 @@ FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_vi
     for (int i = 0; i < model->num_units; i++) {
         fsdp_unit *u = model->units[i];
         int first = u->params[0].ordinal;
-        if (ordinal >= first && ordinal < first + u->num_params)
+        if (ordinal >= first && ordinal < first + u->desc.num_params)
             return fsdp_param_view_get(u, ordinal - first, out);
     }
     return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
@@ -8708,9 +10382,9 @@ FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
     int index = u ? view->index + 1 : 0;
     if (!u && model->num_units == 0) return 0;
     if (!u) u = model->units[0];
-    if (index == u->num_params) {
-        if (u->index + 1 == model->num_units) return 0;
-        u = model->units[u->index + 1];
+    if (index == u->desc.num_params) {
+        if (u->desc.index + 1 == model->num_units) return 0;
+        u = model->units[u->desc.index + 1];
         index = 0;
     }
     return fsdp_param_view_get(u, index, view) == FSDP_OK;
@@ -8836,10 +10510,10 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
     if (!p->requires_grad)
         return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
                           "param_full_grad: parameter '%s' of unit '%s' is frozen", p->name,
-                          unit->name);
+                          unit->desc.name);
     status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
     if (status) return status;
-    if (unit->has_grad)
+    if (unit->state.grads.shard == FSDPI_GRADS_REDUCED)
         return fsdpi_full(unit, p, fsdpi_flat_of(unit, fsdpi_part_of(unit, p))->grad, dtype,
                           (char *)full);
     if (full) memset(full, 0, (size_t)fsdpi_bytes(p->lay.numel, dtype));
@@ -8860,10 +10534,12 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
              pass++) { // open those around, run the others, close those around
             for (int i = 0; i < m->num_units && !status; i++) {
                 fsdp_unit *u = m->units[back ? m->num_units - 1 - i : i];
-                int around = u->reshard_after_forward == FSDP_RESHARD_NEVER &&
+                int around = u->options.reshard_after_forward == FSDP_RESHARD_NEVER &&
                              m->desc.reshard_after_forward != FSDP_RESHARD_NEVER;
                 if (around != (pass != 1)) continue;
                 if (pass < 2) status = fsdpi_step(u, fsdpi_lookup(u, call[0]));
+                for (int k = 0; back && k < u->desc.num_params; k++)
+                    u->params[k].use |= FSDPI_USE_USED | FSDPI_USE_WRITTEN;
                 if (pass > 0 && !status) status = fsdpi_step(u, fsdpi_lookup(u, call[1]));
             }
         }
@@ -8873,31 +10549,31 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
 
 // A copy of a unit as it was made, with its own marks of use. NULL: no memory.
 static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
-    size_t parts = (size_t)u->num_parts * sizeof *u->parts,
-           params = (size_t)u->num_params * sizeof *u->params;
+    size_t parts = (size_t)u->layout.num_parts * sizeof *u->layout.parts,
+           params = (size_t)u->desc.num_params * sizeof *u->params;
     fsdp_unit *copy = (fsdp_unit *)fsdpi_model_alloc(dry, sizeof *copy + parts + params);
     if (!copy) return NULL;
     *copy = *u;
     copy->model = dry;
     copy->params = (fsdpi_param *)(void *)(copy + 1);
-    copy->parts = (fsdpi_part *)(void *)((char *)copy->params + params);
+    copy->layout.parts = (fsdpi_part *)(void *)((char *)copy->params + params);
     memcpy(copy->params, u->params, params);
-    memcpy(copy->parts, u->parts, parts);
-    for (int k = 0; k < copy->num_parts; k++)
-        if (copy->parts[k].extended)
-            copy->parts[k].extended = copy->params + (copy->parts[k].extended - u->params);
-    copy->gather = copy->slice = copy->grad = copy->rin = copy->rout = NULL;
+    memcpy(copy->layout.parts, u->layout.parts, parts);
+    for (int k = 0; k < copy->layout.num_parts; k++)
+        if (copy->layout.parts[k].extended)
+            copy->layout.parts[k].extended = copy->params +
+                                             (copy->layout.parts[k].extended - u->params);
     fsdpi_unit_unbuild(copy);
-    copy->state = copy->storage = copy->stale = copy->has_grad = copy->grad_alias = 0;
-    copy->ahead = copy->counted = 0;
-    copy->sync = copy->all_reduce = copy->reshard_after_backward = copy->grad_is_zero = 1;
-    copy->forwards = 0;
-    copy->last_order = -1;
+    memset(&copy->usage, 0, sizeof copy->usage);
+    copy->state = fsdpi_state_new();
+    copy->options.sync = copy->options.all_reduce = copy->options.reshard_after_backward = 1;
+    fsdpi_unit_route(copy);
     return copy;
 }
 
 static void fsdpi_dry_free(fsdp_model *dry) {
     if (!dry) return;
+    fsdpi_uncommit(dry);
     fsdpi_model_free_buffers(dry);
     for (int i = 0; i < dry->num_units; i++) fsdpi_model_free(dry, dry->units[i]);
     fsdpi_model_free(dry, dry->units);
@@ -8952,7 +10628,7 @@ FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
 // Bytes of the full parameters of a unit and of their gradients.
 static int64_t fsdpi_unsharded(const fsdp_unit *u) {
     int64_t bytes = 0;
-    for (int i = 0; i < u->num_params; i++) {
+    for (int i = 0; i < u->desc.num_params; i++) {
         const fsdpi_param *p = &u->params[i];
         bytes += fsdpi_bytes(p->lay.numel, p->dtype);
         if (p->requires_grad)
@@ -8963,7 +10639,7 @@ static int64_t fsdpi_unsharded(const fsdp_unit *u) {
 
 static void fsdpi_memory(const fsdp_model *m, fsdp_memory *out) {
     memset(out, 0, sizeof *out);
-    for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
+    for (int pool = 0; pool < FSDP_POOL_MAX; pool++) {
         out->pool_bytes[pool] = m->pool_bytes[pool];
         out->pool_slots[pool] = m->pool_slots[pool];
         out->total_bytes += m->pool_bytes[pool];
@@ -8981,21 +10657,22 @@ FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out
 FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
     if (!unit || !out) return fsdpi_null(NULL, "unit_memory");
     const fsdp_buf *held[FSDP_POOL_COUNT] = {NULL};
-    held[FSDP_POOL_GATHER] = unit->gather;
-    held[FSDP_POOL_SLICE] = unit->slice;
-    held[FSDP_POOL_GRAD] = unit->grad;
-    held[FSDP_POOL_RIN] = unit->rin;
-    held[FSDP_POOL_ROUT] = unit->rout;
+    held[FSDP_POOL_GATHER] = unit->state.slot[FSDP_POOL_GATHER];
+    held[FSDP_POOL_SLICE] = unit->state.slot[FSDP_POOL_SLICE];
+    held[FSDP_POOL_GRAD] = unit->state.slot[FSDP_POOL_GRAD];
+    held[FSDP_POOL_RIN] = unit->state.slot[FSDP_POOL_RIN];
+    held[FSDP_POOL_ROUT] = unit->state.slot[FSDP_POOL_ROUT];
     memset(out, 0, sizeof *out);
-    for (int k = 0; k < unit->num_parts; k++) {
-        const fsdpi_part *part = &unit->parts[k];
+    for (int k = 0; k < unit->layout.num_parts; k++) {
+        const fsdpi_part *part = &unit->layout.parts[k];
         fsdp_dtype grad = fsdpi_grad_dtype(unit->model, part->dtype);
         out->pool_bytes[FSDP_POOL_SHARD] += fsdpi_bytes(
             part->train.shard_numel + part->frozen.shard_numel, part->dtype);
         out->pool_bytes[FSDP_POOL_SGRAD] += fsdpi_bytes(part->train.shard_numel, grad);
     }
     for (int pool = 0; pool < FSDP_POOL_COUNT; pool++) {
-        int slot = pool >= FSDP_POOL_GATHER && pool <= FSDP_POOL_ROUT ? unit->classes[pool] : -1;
+        int slot = pool >= FSDP_POOL_GATHER && pool <= FSDP_POOL_ROUT ? unit->layout.classes[pool]
+                                                                      : -1;
         if (slot >= 0) out->pool_bytes[pool] = (int64_t)unit->model->classes[slot].bytes;
         out->pool_slots[pool] = held[pool] != NULL;
         out->total_bytes += out->pool_bytes[pool];
@@ -9018,6 +10695,35 @@ static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_
               fsdpi_part_of(u, p)->param_dtype == p->dtype ? "" : ", cast");
 }
 
+// "    gradients: written, keep in the slot; reduced: chunk_cat in the slot, flags of use, ..."
+static void fsdpi_describe_steps(fsdpi_text *t, const char *title, const uint8_t *step) {
+    static const char *const texts[FSDPI_STEP_COUNT] = {
+#define FSDP_X(name, text) text,
+        FSDPI_STEP_LIST(FSDP_X)
+#undef FSDP_X
+    };
+    fsdpi_say(t, "%s", title);
+    if (!*step) fsdpi_say(t, " not now");
+    for (const char *comma = " "; *step; step++, comma = ", ")
+        if (*step != FSDPI_STEP_DONE) fsdpi_say(t, "%s%s", comma, texts[*step]);
+}
+
+static void fsdpi_describe_route(fsdpi_text *t, const fsdp_unit *u) {
+    static const char *const gathers[] = {"nothing: the full parameters are the shards",
+                                          "the shards as they are",
+                                          "this rank's part of the slot, which is filled before"};
+    const fsdpi_route *r = &u->route[u->state.grads.shard == FSDPI_GRADS_REDUCED];
+    fsdpi_say(t, "    gathered: %s\n", gathers[r->gather]);
+    if (u->layout.num_train == 0) return;
+    if (r->write_shard) {
+        fsdpi_say(t, "    gradients: written into the shard gradient\n");
+        return;
+    }
+    fsdpi_describe_steps(t, "    gradients:", r->collect);
+    fsdpi_describe_steps(t, "\n    reduction:", r->reduce);
+    fsdpi_say(t, "\n");
+}
+
 FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap) {
     fsdpi_text t = {buf, buf ? cap : 0, 0};
     fsdp_memory mem;
@@ -9034,18 +10740,19 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
                   "  unit %d '%s': %d shards x %d replicas, gathered as %s, reduced in %s, "
                   "reshard_after_forward %d; bytes: shard %lld, gradient %lld, gathered %lld, "
                   "unsharded %lld\n",
-                  i, u->name, fsdpi_shards(u), fsdpi_replicas(u), fsdp_dtype_name(u->gather_dtype),
-                  fsdp_dtype_name(u->reduce_dtype), u->reshard_after_forward,
-                  (long long)own.pool_bytes[FSDP_POOL_SHARD],
+                  i, u->desc.name, fsdpi_shards(u), fsdpi_replicas(u),
+                  fsdp_dtype_name(u->layout.gather_dtype), fsdp_dtype_name(u->layout.reduce_dtype),
+                  u->options.reshard_after_forward, (long long)own.pool_bytes[FSDP_POOL_SHARD],
                   (long long)own.pool_bytes[FSDP_POOL_SGRAD],
                   (long long)own.pool_bytes[FSDP_POOL_GATHER], (long long)own.unsharded_bytes);
-        for (int k = 0; k < u->num_params; k++) fsdpi_describe_param(&t, u, &u->params[k]);
+        fsdpi_describe_route(&t, u);
+        for (int k = 0; k < u->desc.num_params; k++) fsdpi_describe_param(&t, u, &u->params[k]);
     }
     fsdpi_say(&t, "  memory:");
-    for (int pool = 0; pool < FSDP_POOL_COUNT; pool++)
+    for (int pool = 0; pool < FSDP_POOL_MAX; pool++)
         if (mem.pool_bytes[pool])
-            fsdpi_say(&t, " %s %lld in %d,", fsdp_pool_name(pool), (long long)mem.pool_bytes[pool],
-                      mem.pool_slots[pool]);
+            fsdpi_say(&t, " %s %lld in %d,", fsdp_model_pool_name(model, pool),
+                      (long long)mem.pool_bytes[pool], mem.pool_slots[pool]);
     fsdpi_say(&t, " total %lld bytes\n", (long long)mem.total_bytes);
     return t.used;
 }
@@ -9079,8 +10786,8 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     if (u && u->model != m)
         return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: the unit belongs to another model",
                           what);
-    *first = u ? u->index : 0;
-    *end = u ? u->index + 1 : m->num_units;
+    *first = u ? u->desc.index : 0;
+    *end = u ? u->desc.index + 1 : m->num_units;
     for (int i = *first; i < *end; i++)
         if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
             return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], what));
@@ -9089,12 +10796,14 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
 
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
     if (!model) return fsdpi_null(NULL, "set_grad_enabled");
+    model->settings += model->grad_enabled != (enabled != 0);
     model->grad_enabled = enabled != 0;
     return fsdpi_failed(model->world);
 }
 
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
     if (!model) return fsdpi_null(NULL, "set_is_last_backward");
+    model->settings += model->is_last_backward != (is_last != 0);
     model->is_last_backward = is_last != 0;
     return fsdpi_failed(model->world);
 }
@@ -9103,33 +10812,40 @@ static fsdp_status fsdpi_set_option(fsdp_model *m, fsdp_unit *u, const char *wha
                                     int value) {
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(m, u, what, &i, &end);
-    for (; !status && i < end; i++) ((uint8_t *)m->units[i])[field] = value != 0;
+    for (; !status && i < end; i++) {
+        uint8_t *option = (uint8_t *)&m->units[i]->options + field;
+        m->settings += *option != (value != 0);
+        *option = value != 0;
+        fsdpi_unit_route(m->units[i]);
+    }
     return status;
 }
 
 FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync) {
     const char *what = "set_requires_gradient_sync";
-    fsdp_status status = fsdpi_set_option(model, unit, what, offsetof(fsdp_unit, all_reduce), sync);
-    return status ? status : fsdpi_set_option(model, unit, what, offsetof(fsdp_unit, sync), sync);
+    fsdp_status status = fsdpi_set_option(model, unit, what, offsetof(fsdpi_options, all_reduce),
+                                          sync);
+    return status ? status
+                  : fsdpi_set_option(model, unit, what, offsetof(fsdpi_options, sync), sync);
 }
 FSDP_API fsdp_status fsdp_set_requires_all_reduce(fsdp_model *model, fsdp_unit *unit,
                                                   int required) {
-    return fsdpi_set_option(model, unit, "set_requires_all_reduce", offsetof(fsdp_unit, all_reduce),
-                            required);
+    return fsdpi_set_option(model, unit, "set_requires_all_reduce",
+                            offsetof(fsdpi_options, all_reduce), required);
 }
 FSDP_API fsdp_status fsdp_set_reshard_after_backward(fsdp_model *model, fsdp_unit *unit,
                                                      int reshard) {
     return fsdpi_set_option(model, unit, "set_reshard_after_backward",
-                            offsetof(fsdp_unit, reshard_after_backward), reshard);
+                            offsetof(fsdpi_options, reshard_after_backward), reshard);
 }
 FSDP_API fsdp_status fsdp_set_unshard_in_backward(fsdp_model *model, fsdp_unit *unit, int unshard) {
     return fsdpi_set_option(model, unit, "set_unshard_in_backward",
-                            offsetof(fsdp_unit, unshard_in_backward), unshard);
+                            offsetof(fsdpi_options, unshard_in_backward), unshard);
 }
 FSDP_API fsdp_status fsdp_set_reduce_scatter_unused_params(fsdp_model *model, fsdp_unit *unit,
                                                            int reduce) {
     return fsdpi_set_option(model, unit, "set_reduce_scatter_unused_params",
-                            offsetof(fsdp_unit, reduce_unused), reduce);
+                            offsetof(fsdpi_options, reduce_unused), reduce);
 }
 FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit *unit, int mode) {
     int i = 0, end = 0;
@@ -9139,7 +10855,10 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
                           "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or "
                           "FSDP_RESHARD_NEVER; an int only at fully_shard",
                           mode);
-    for (; !status && i < end; i++) model->units[i]->reshard_after_forward = mode;
+    for (; !status && i < end; i++) {
+        model->settings += model->units[i]->options.reshard_after_forward != mode;
+        model->units[i]->options.reshard_after_forward = mode;
+    }
     return status;
 }
 
@@ -9152,7 +10871,11 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
                           "set_gradient_divide_factor: factor is %g, expected a number > 0, or 0 "
                           "for the number of ranks",
                           factor);
-    for (; !status && i < end; i++) model->units[i]->divide_factor = factor;
+    for (; !status && i < end; i++) {
+        model->settings += model->units[i]->options.divide_factor != factor;
+        model->units[i]->options.divide_factor = factor;
+        fsdpi_unit_route(model->units[i]);
+    }
     return status;
 }
 
@@ -9170,10 +10893,11 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
         return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: count is %d", what, count);
     int32_t *list = (int32_t *)fsdpi_model_alloc(m, (size_t)(count + 1) * sizeof *list);
     if (!list) return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory", what);
-    for (int i = 0; i < count; i++) list[i] = targets[i]->index;
-    fsdpi_model_free(m, u->prefetch[backward]);
-    u->prefetch[backward] = list;
-    u->num_prefetch[backward] = count;
+    for (int i = 0; i < count; i++) list[i] = targets[i]->desc.index;
+    fsdpi_model_free(m, u->options.prefetch[backward]);
+    u->options.prefetch[backward] = list;
+    u->options.num_prefetch[backward] = count;
+    m->settings++;
     return FSDP_OK;
 }
 
@@ -9192,7 +10916,8 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     if (!status) status = fsdpi_failed(unit->model->world);
     if (!status)
         status = fsdpi_remember(unit->model,
-                                fsdpi_check_units(unit->model, FSDP_CALL_REQUIRES_GRAD));
+                                fsdpi_check_units(unit->model, FSDP_CALL_REQUIRES_GRAD,
+                                                  fsdpi_call_name(FSDP_CALL_REQUIRES_GRAD)));
     if (status) return status;
     fsdp_model *m = unit->model;
     fsdpi_param *p = &unit->params[index];
@@ -9200,18 +10925,20 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
         return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
                           "set_requires_grad: parameter '%s' of unit '%s' is %s: only floating "
                           "parameters can require a gradient",
-                          p->name, unit->name, fsdp_dtype_name(p->dtype));
+                          p->name, unit->desc.name, fsdp_dtype_name(p->dtype));
     for (int i = 0; i < m->num_units; i++)
-        if (m->units[i]->grad || m->units[i]->rin || m->units[i]->rout)
+        if (m->units[i]->state.slot[FSDP_POOL_GRAD] || m->units[i]->state.slot[FSDP_POOL_RIN] ||
+            m->units[i]->state.slot[FSDP_POOL_ROUT])
             return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,
                               "set_requires_grad: unit '%s' holds gradients that are not reduced: "
                               "run a backward with sync, or fsdp_model_reset",
-                              m->units[i]->name);
+                              m->units[i]->desc.name);
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);
     if (status) return status;
+    m->settings++;
     p->requires_grad = requires_grad != 0;
-    p->has_grad = 0;
+    p->use &= (uint8_t)~FSDPI_USE_REDUCED;
     status = fsdpi_unit_arrange(unit);
     if (status) { // as it was; the sizes of that layout are in the classes still
         p->requires_grad = !p->requires_grad;
@@ -9224,16 +10951,19 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
 static fsdp_status fsdpi_set_hook(fsdp_unit *u, const char *what) {
     int first, end;
     fsdp_status status = fsdpi_set(u ? u->model : NULL, u, what, &first, &end);
-    if (!status) fsdpi_drain(u->model->world);
-    return status;
+    if (status) return status;
+    u->model->settings++;
+    fsdpi_drain(u->model->world);
+    return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_set_all_reduce_hook(fsdp_unit *unit, fsdp_all_reduce_hook hook,
                                               void *user) {
     fsdp_status status = fsdpi_set_hook(unit, "set_all_reduce_hook");
     if (status) return status;
-    unit->all_reduce_hook = hook;
-    unit->all_reduce_user = user;
+    unit->options.all_reduce_hook = hook;
+    unit->options.all_reduce_user = user;
+    fsdpi_unit_route(unit);
     return FSDP_OK;
 }
 
@@ -9252,8 +10982,8 @@ static fsdp_status fsdpi_set_custom(fsdp_unit *u, const char *what, int which,
                                     fsdp_custom_comm hook, void *user) {
     fsdp_status status = fsdpi_set_hook(u, what);
     if (status) return status;
-    u->custom[which] = hook;
-    u->custom_user[which] = user;
+    u->options.custom[which] = hook;
+    u->options.custom_user[which] = user;
     return FSDP_OK;
 }
 
@@ -9265,6 +10995,10 @@ FSDP_API fsdp_status fsdp_set_custom_reduce_scatter(fsdp_unit *unit, fsdp_custom
                                                     void *user) {
     return fsdpi_set_custom(unit, "set_custom_reduce_scatter", 1, hook, user);
 }
+FSDP_API fsdp_status fsdp_set_custom_all_reduce(fsdp_unit *unit, fsdp_custom_comm hook,
+                                                void *user) {
+    return fsdpi_set_custom(unit, "set_custom_all_reduce", 2, hook, user);
+}
 
 static const void *fsdpi_cast_activation(void *dst, fsdp_dtype to, const void *src,
                                          fsdp_dtype *dtype, int64_t count) {
@@ -9275,25 +11009,33 @@ static const void *fsdpi_cast_activation(void *dst, fsdp_dtype to, const void *s
 
 FSDP_API const void *fsdp_cast_forward_input(const fsdp_unit *unit, void *dst, const void *src,
                                              fsdp_dtype *dtype, int64_t count) {
-    return fsdpi_cast_activation(dst, unit->keep_inputs ? FSDP_DTYPE_KEEP : unit->policy_dtype, src,
-                                 dtype, count);
+    return fsdpi_cast_activation(
+        dst, unit->desc.keep_inputs ? FSDP_DTYPE_KEEP : unit->desc.policy_dtype, src, dtype, count);
 }
 
 FSDP_API const void *fsdp_cast_forward_output(const fsdp_unit *unit, void *dst, const void *src,
                                               fsdp_dtype *dtype, int64_t count) {
-    return fsdpi_cast_activation(dst, unit->output_dtype, src, dtype, count);
+    return fsdpi_cast_activation(dst, unit->desc.output_dtype, src, dtype, count);
 }
 
 /* ==== core/model.h ==========================================================================
    a model begins and ends */
 
+// Take an extension out and end it. Nothing of it is under way.
+static void fsdpi_detach(fsdp_model *m, fsdpi_attached **at) {
+    fsdpi_attached *gone = *at;
+    *at = gone->next;
+    fsdpi_watch(m);
+    if (gone->e.destroy) gone->e.destroy(gone->e.user);
+    fsdpi_model_free(m, gone);
+}
+
 static void fsdpi_model_close(fsdp_model *m) {
     fsdp_world *w = m->world;
-    while (m->owned) {
-        fsdpi_owned *entry = m->owned;
-        m->owned = entry->next;
-        entry->destroy(entry->object);
-        fsdpi_model_free(m, entry);
+    while (m->attached) {
+        fsdpi_attached **last = &m->attached;
+        while ((*last)->next) last = &(*last)->next;
+        fsdpi_detach(m, last);
     }
     fsdpi_model_free_buffers(m);
     fsdpi_model_free(m, m->norm_blocks);
@@ -9363,6 +11105,8 @@ FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc 
         return status;
     }
     m->desc.mesh_info = NULL; // the caller's
+    m->mixed = m->info.shard_mesh_size * m->info.replicate_mesh_size !=
+               fsdpi_mesh_numel(m->info.mesh);
     if (m->info.shard_mesh_dim >= 0)
         m->shard_reduce_comm = m->info.mesh->reduce_comm[m->info.shard_mesh_dim];
     m->next = world->models;
@@ -9375,6 +11119,7 @@ FSDP_API void fsdp_model_destroy(fsdp_model *model) {
     if (!model) return;
     fsdp_world *w = model->world;
     fsdpi_drain(w);
+    fsdpi_timeline_end_all(w);
     for (fsdp_model **at = &w->models; *at; at = &(*at)->next) {
         if (*at != model) continue;
         *at = model->next;
@@ -9383,13 +11128,384 @@ FSDP_API void fsdp_model_destroy(fsdp_model *model) {
     fsdpi_model_close(model);
 }
 
-FSDP_API fsdp_status fsdp_set_driver(fsdp_model *model, const fsdp_driver *driver) {
-    static const fsdp_driver none = {NULL, NULL, NULL};
-    if (!model) return fsdpi_null(NULL, "set_driver");
-    fsdp_status status = fsdpi_failed(model->world);
-    if (!status) status = fsdpi_remember(model, fsdpi_check_units(model, FSDP_CALL_PARAMS_CHANGED));
-    if (!status) model->driver = driver ? *driver : none;
+/* ==== core/means.h ==========================================================================
+   what extensions attach and call: records, buffers, copies, groups, states */
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: attaching.
+
+FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension) {
+    fsdp_extension e;
+    if (!model || !extension) return fsdpi_null(NULL, "attach");
+    fsdp_world *w = model->world;
+    fsdp_status status = fsdpi_failed(w);
+    if (!status) status = fsdpi_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    if (status) return status;
+    if (e.call || e.op || e.buffer || e.ran)
+        status = fsdpi_check_units(model, FSDP_CALL_PARAMS_CHANGED, "attach");
+    if (status) return fsdpi_remember(model, status);
+    e.size = 0;
+    if (!e.name) e.name = "extension";
+    if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read who is told
+    if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
+    if (status)
+        return fsdpi_fail_stuck(w, fsdpi_fail(w, status,
+                                              "attach: device %s cannot tell when '%s' "
+                                              "has to know: %s",
+                                              w->device_ops->name, e.name,
+                                              fsdpi_device_text(w, status)));
+    fsdpi_attached *a = (fsdpi_attached *)fsdpi_model_alloc(model, sizeof *a), **last;
+    if (!a) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
+    a->e = e;
+    for (last = &model->attached; *last;) last = &(*last)->next;
+    *last = a;
+    fsdpi_watch(model);
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension) {
+    fsdp_extension e;
+    if (!model || !extension) return fsdpi_null(NULL, "detach");
+    fsdp_world *w = model->world;
+    fsdp_status status = fsdpi_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    if (status) return status;
+    e.size = 0;
+    if (!e.name) e.name = "extension";
+    for (fsdpi_attached **at = &model->attached; *at; at = &(*at)->next) {
+        if (memcmp(&(*at)->e, &e, sizeof e) != 0) continue;
+        if (model->watch & FSDPI_TIMES) {
+            fsdpi_drain(w);
+            fsdpi_timeline_end_all(w);
+        }
+        fsdpi_detach(model, at);
+        return FSDP_OK;
+    }
+    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "detach: '%s' is not attached to this model",
+                      e.name);
+}
+
+FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
+    if (!model || !item) return fsdpi_null(NULL, "next_state");
+    fsdp_status status = fsdpi_commit(model);
+    int which = item->at[0], index = item->name ? item->at[1] + 1 : 0;
+    fsdpi_attached *a = model->attached;
+    for (int i = 0; a && i < which; i++) a = a->next;
+    memset(item, 0, sizeof *item);
+    for (; a && !status; a = a->next, which++, index = 0) {
+        if (!a->e.state) continue;
+        item->ordinal = -1;
+        status = a->e.state(a->e.user, model, index, item);
+        if (status || !item->name) continue;
+        item->extension = a->e.name;
+        item->at[0] = which;
+        item->at[1] = index;
+        fsdp_param_view v;
+        if (item->sharded) status = fsdp_param_at(model, item->ordinal, &v);
+        if (status || !item->sharded) return status;
+        item->ndim = v.ndim;
+        memcpy(item->shape, v.shape, sizeof item->shape);
+        item->numel = v.numel;
+        return FSDP_OK;
+    }
+    item->name = NULL;
     return status;
+}
+
+FSDP_API fsdp_status fsdp_state_written(fsdp_model *model) {
+    if (!model) return fsdpi_null(NULL, "state_written");
+    fsdp_status status = fsdpi_failed(model->world);
+    for (fsdpi_attached *a = model->attached; a && !status; a = a->next)
+        if (a->e.state) status = a->e.state(a->e.user, model, 0, NULL);
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: records of extensions.
+
+static int fsdpi_register(fsdp_model *m, fsdpi_names *names, int most, const char *name,
+                          const char *what) {
+    size_t length = name ? strlen(name) : 0;
+    for (int i = 0; i < names->count && length; i++)
+        if (strcmp(names->text[i], name) == 0) return i;
+    if (length && length < FSDPI_NAME && names->count < most) {
+        memcpy(names->text[names->count], name, length + 1);
+        return names->count++;
+    }
+    (void)fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
+                     "%s_register: '%s': expected a name of 1..%d bytes, and at most %d of them in "
+                     "a model",
+                     what, name ? name : "", FSDPI_NAME - 1, most);
+    return -1;
+}
+
+FSDP_API int fsdp_label_register(fsdp_model *model, const char *name) {
+    int i = model ? fsdpi_register(model, &model->labels, FSDPI_NAMES, name, "label") : -1;
+    return i < 0 ? -1 : FSDP_LABEL_COUNT + i;
+}
+
+FSDP_API int fsdp_pool_register(fsdp_model *model, const char *name) {
+    int i = model ? fsdpi_register(model, &model->pools, FSDP_POOL_MAX - FSDP_POOL_COUNT, name,
+                                   "pool")
+                  : -1;
+    return i < 0 ? -1 : FSDP_POOL_COUNT + i;
+}
+
+FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit *unit, int kind,
+                           int label, int stream) {
+    *op = fsdpi_op(model, unit, kind, label, stream);
+}
+
+static int fsdpi_is_collective(int kind) {
+    return kind >= FSDP_OP_ALL_GATHER && kind <= FSDP_OP_RECV;
+}
+
+// What is wrong with an extension's record, in words; NULL: nothing.
+static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
+    const void *src = op->src_ptr, *dst = op->dst_ptr;
+    int reads = op->kind == FSDP_OP_COPY || op->kind == FSDP_OP_NORM;
+    if (op->kind >= FSDP_OP_COUNT) return "kind is none of FSDP_OP_*";
+    if (op->stream >= FSDP_STREAM_COUNT) return "stream is none of FSDP_STREAM_*";
+    if (op->label >= FSDP_LABEL_COUNT + m->labels.count) return "label is not registered";
+    if (op->model != m) return "model is another one: make it with fsdp_op_init";
+    if (!op->what) return "what is NULL";
+    if (op->kind == FSDP_OP_CALL && !op->call) return "call is NULL";
+    if (op->kind == FSDP_OP_UPDATE && !op->list) return "list is NULL, expected a fsdp_update";
+    if (op->kind == FSDP_OP_UPDATE && !op->call && !m->world->device_ops->update)
+        return "call is NULL, and the device has no function for updates";
+    if ((reads || op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER) &&
+        (!op->list || !op->list_count))
+        return "list is empty";
+    if (reads && (!src || !dst)) return "src or dst is NULL";
+    if (op->kind == FSDP_OP_ZERO && !dst) return "dst is NULL";
+    if (!fsdpi_is_collective(op->kind)) return NULL;
+    if (!op->comm) return "comm is NULL: a group of one rank has no collectives";
+    if (op->group_size < 2) return "group_size is less than 2";
+    if (op->kind != FSDP_OP_RECV && !(op->kind == FSDP_OP_ALL_GATHER && op->in_place) && !src)
+        return "src is NULL";
+    return op->kind != FSDP_OP_SEND && !dst ? "dst is NULL" : NULL;
+}
+
+FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
+    if (!model || !op) return fsdpi_null(NULL, "emit");
+    fsdp_world *w = model->world;
+    if (op->src && !op->src_ptr) op->src_ptr = op->src->ptr;
+    if (op->dst && !op->dst_ptr) op->dst_ptr = op->dst->ptr;
+    const char *fault = fsdpi_op_fault(model, op);
+    if (fault)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "emit: %s (%s) of '%s': %s",
+                          fsdp_op_name(op->kind), fsdp_op_label(op), op->what ? op->what : "",
+                          fault);
+    if (op->kind >= FSDP_OP_HOOK) return fsdpi_show(model, op);
+    if (fsdpi_is_collective(op->kind)) {
+        if (!(w->caps.kinds & 1u << op->kind))
+            return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s has no %s",
+                              w->comm_ops->name, fsdp_op_name(op->kind));
+        if (!op->bytes)
+            op->bytes = fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size,
+                                         op->count * fsdp_dtype_size(op->dtype));
+    }
+    fsdp_status status = fsdpi_failed(w);
+    if (!status && op->stream == FSDP_STREAM_EXTENSION) status = fsdpi_extension_stream(w);
+    if (status) return fsdpi_model_fail(model, status);
+    return fsdpi_emit(model, op);
+}
+
+FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what) {
+    if (!model) return fsdpi_null(NULL, what ? what : "call_begin");
+    fsdp_status status = fsdpi_commit(model);
+    if (status) return status;
+    if (call < 0 || call >= FSDP_CALL_COUNT)
+        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                          "call_begin: call is %d, expected FSDP_CALL_*", call);
+    if (!what) what = fsdpi_call_name(call);
+    status = fsdpi_check_units(model, call, what);
+    model->call_state = status ? model->call_state : FSDP_STATE_IDLE;
+    return status ? status : fsdpi_show_call(model, NULL, call, what);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: buffers and memory of extensions.
+
+FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, int64_t nbytes,
+                                     fsdp_buf **buf) {
+    if (!model || !buf) return fsdpi_null(NULL, "buf_create");
+    *buf = NULL;
+    fsdp_status status = fsdpi_failed(model->world);
+    if (status) return status;
+    if (pool < 0 || pool >= FSDP_POOL_COUNT + model->pools.count || nbytes < 0 ||
+        (memory != FSDP_MEMORY_DEVICE && memory != FSDP_MEMORY_PINNED))
+        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                          "buf_create: pool %d, memory %d, %lld bytes: expected a registered pool, "
+                          "FSDP_MEMORY_DEVICE or _PINNED, and a size",
+                          pool, memory, (long long)nbytes);
+    return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
+}
+
+FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int64_t offset,
+                                   int64_t nbytes, fsdp_buf **buf) {
+    if (!model || !buf) return fsdpi_null(NULL, "buf_part");
+    *buf = NULL;
+    if (offset < 0 || nbytes < 0 || (whole && offset + nbytes > (int64_t)whole->bytes))
+        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                          "buf_part: %lld bytes at %lld of a buffer of %lld", (long long)nbytes,
+                          (long long)offset, (long long)fsdp_buf_nbytes(whole));
+    fsdp_buf *part = (fsdp_buf *)fsdpi_model_alloc(model, sizeof *part);
+    if (!part) return fsdpi_fail(model->world, FSDP_ERR_OUT_OF_MEMORY, "buf_part: no memory");
+    part->part = 1;
+    part->bytes = (size_t)nbytes;
+    part->number = ++model->num_bufs;
+    part->pool = whole ? whole->pool : FSDP_POOL_SCRATCH;
+    part->pinned = whole ? whole->pinned : 0;
+    part->ptr = whole ? whole->ptr + offset : (char *)(uintptr_t)offset;
+    fsdp_status status = whole ? fsdpi_buf_events(model->world, part) : FSDP_OK;
+    if (status) fsdpi_buf_free(model, part);
+    else *buf = part;
+    return status;
+}
+
+FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
+    if (!model || !buf) return;
+    fsdpi_drain(model->world);
+    fsdpi_buf_free(model, buf);
+}
+
+FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf) { return buf ? buf->ptr : NULL; }
+FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf) { return buf ? (int64_t)buf->bytes : 0; }
+FSDP_API int fsdp_buf_held(const fsdp_buf *buf) { return buf && buf->held; }
+
+FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
+    if (!model) return fsdpi_null(NULL, "pools_trim");
+    fsdp_status status = fsdpi_failed(model->world);
+    if (status) return status;
+    fsdpi_drain(model->world);
+    for (int i = 0; i < model->num_classes; i++) {
+        fsdpi_class *c = &model->classes[i];
+        int kept = 0;
+        for (int k = 0; k < c->count; k++) {
+            if (c->slots[k]->held) c->slots[kept++] = c->slots[k];
+            else fsdpi_buf_free(model, c->slots[k]);
+        }
+        c->count = kept;
+    }
+    return fsdpi_failed(model->world);
+}
+
+// Do updates run on the device? Where the host cannot read the shards, or would have to wait for
+// the device's streams. Offloaded shards are the host's.
+static int fsdpi_updates_on_device(const fsdp_model *m) {
+    const fsdp_world *w = m->world;
+    return !m->desc.cpu_offload && w->device_ops->update &&
+           (!fsdpi_is_host(w) || w->mode == FSDPI_NATIVE);
+}
+
+FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int *memory) {
+    if (!model || !what || !memory) return fsdpi_null(NULL, "update_place");
+    const fsdp_world *w = model->world;
+    fsdp_status status = fsdpi_commit(model);
+    if (status) return status;
+    *memory = fsdpi_updates_on_device(model) ? FSDP_MEMORY_DEVICE : FSDP_MEMORY_HOST;
+    if (model->desc.cpu_offload || fsdpi_is_host(w) || w->device_ops->update) return FSDP_OK;
+    return fsdpi_fail(model->world, FSDP_ERR_UNSUPPORTED,
+                      "%s: the shards lie in memory of device %s, which has no function for "
+                      "updates: set cpu_offload in the model's desc",
+                      what, w->device_ops->name);
+}
+
+FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, const char *what,
+                                void **ptr) {
+    if (!model || !what || !ptr) return fsdpi_null(NULL, "alloc");
+    fsdp_world *w = model->world;
+    int device = memory == FSDP_MEMORY_DEVICE;
+    fsdp_status status = FSDP_OK;
+    *ptr = NULL;
+    if (!device) *ptr = fsdpi_model_alloc(model, (size_t)nbytes);
+    else status = w->device_ops->alloc(w->device, memory, (size_t)nbytes, ptr);
+    if (!*ptr && !status) status = FSDP_ERR_OUT_OF_MEMORY;
+    model->counters.allocations += !status && device;
+    if (!status) return FSDP_OK;
+    *ptr = NULL;
+    return fsdpi_fail_stuck(
+        w, fsdpi_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
+                      device ? " on device " : "", device ? w->device_ops->name : "",
+                      device ? fsdpi_device_text(w, status) : "the allocator refused"));
+}
+
+FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes) {
+    if (!model || !ptr) return;
+    const fsdp_world *w = model->world;
+    if (memory == FSDP_MEMORY_HOST) fsdpi_model_free(model, ptr);
+    else w->device_ops->free(w->device, memory, ptr, (size_t)nbytes);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: copies, waits, groups, and what extensions ask of a model.
+
+FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes) {
+    if (!model || nbytes < 0 || (nbytes > 0 && (!dst || !src))) return fsdpi_null(NULL, "transfer");
+    fsdp_status status = fsdpi_failed(model->world);
+    return status ? status : fsdpi_transfer(model->world, dst, src, (size_t)nbytes);
+}
+
+FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
+    if (!model) return fsdpi_null(NULL, "wait_stream");
+    if (stream < -1 || stream >= FSDP_STREAM_COUNT)
+        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                          "wait_stream: stream is %d, expected FSDP_STREAM_* or -1", stream);
+    if (stream >= 0) return fsdpi_sync(model->world, stream);
+    fsdpi_drain(model->world);
+    return fsdpi_failed(model->world);
+}
+
+FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm) {
+    if (!mesh || !comm) return fsdpi_null(NULL, "mesh_comm");
+    fsdp_world *w = mesh->world;
+    fsdp_status status = fsdpi_failed(w);
+    *comm = NULL;
+    if (status) return status;
+    if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "mesh_comm: dim is %d of a %d-D mesh, stream is %d, expected one of "
+                          "FSDP_STREAM_*",
+                          dim, mesh->ndim, stream);
+    int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
+    if (mesh->shape[dim] == 1) return FSDP_OK;
+    if (own && w->mode != FSDPI_INLINE && w->caps.lanes > 1)
+        return fsdpi_mesh_subgroup(mesh, dim, mesh->shape[dim], stream, "extension", comm);
+    *comm = own || stream == FSDP_STREAM_GATHER ? mesh->gather_comm[dim] : mesh->reduce_comm[dim];
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world) {
+    return world ? fsdpi_failed(world) : FSDP_ERR_INVALID_ARG;
+}
+
+FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model) {
+    return model ? model->world : NULL;
+}
+
+FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model) {
+    return model ? model->settings : 0;
+}
+
+FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
+    if (!model) return fsdpi_null(NULL, "params_writable");
+    fsdp_status status = fsdpi_shards_writable(model);
+    if (status || fsdpi_updates_on_device(model)) return status;
+    return fsdpi_sync(model->world, FSDP_STREAM_COMPUTE);
+}
+
+FSDP_API fsdp_status fsdp_fail(fsdp_world *world, fsdp_status status, const char *format, ...) {
+    char text[FSDPI_TEXT];
+    va_list args;
+    va_start(args, format);
+    vsnprintf(text, sizeof text, format, args);
+    va_end(args);
+    return fsdpi_fail(world, status, "%s", text);
+}
+
+FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *src, size_t size,
+                                    const char *what) {
+    return fsdpi_desc_read(world, dst, src, size, what);
 }
 
 /* ==== core/init.h ===========================================================================
@@ -9514,27 +11630,39 @@ static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
     return op;
 }
 
-// Checks that collectives on host data share. *comm: NULL when there is nothing to do.
+// Checks that collectives on host data share.
 static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data,
-                                   int64_t count, const char *what, fsdp_comm **comm) {
-    *comm = NULL;
+                                   int64_t count, const char *what) {
     if (!w) return fsdpi_null(NULL, what);
     fsdp_status status = fsdpi_failed(w);
     if (status) return status;
     if (count < 0 || (count > 0 && !data))
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: count is %lld and data is %s", what,
                           (long long)count, data ? "given" : "NULL");
-    if (mesh && (mesh->ndim != 1 || mesh->coord[0] < 0))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: expected a 1-D mesh that this rank is in",
-                          what);
-    *comm = mesh ? mesh->gather_comm[0] : w->comm;
+    if (mesh && (mesh->world != w || mesh->coord[0] < 0))
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "%s: expected a mesh of this world that this rank is in", what);
     return FSDP_OK;
+}
+
+/* Over the world (mesh NULL), or over a mesh: dim by dim. A reduction of all dims is one over the
+   mesh. A broadcast reaches first those that differ from the root in dim 0 alone, then those that
+   differ in dims 0 and 1, and so on; what others send meanwhile is overwritten later. */
+static fsdp_status fsdpi_host_mesh(fsdp_world *w, const fsdp_mesh *mesh, fsdp_op *op, int root,
+                                   void *data, int64_t count) {
+    fsdp_status status = FSDP_OK;
+    for (int d = 0; d < (mesh ? mesh->ndim : 1) && !status; d++) {
+        fsdp_comm *comm = mesh ? mesh->gather_comm[d] : w->comm; // NULL: a group of one
+        op->group_size = mesh ? mesh->shape[d] : w->size;
+        op->root = mesh ? root / fsdpi_mesh_stride(mesh, d) % mesh->shape[d] : root;
+        if (comm) status = fsdpi_host_collective(w, comm, op, (char *)data, count);
+    }
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, void *data,
                                      int64_t count, fsdp_dtype dtype, fsdp_redop op) {
-    fsdp_comm *comm;
-    fsdp_status status = fsdpi_host_call(world, mesh, data, count, "all_reduce", &comm);
+    fsdp_status status = fsdpi_host_call(world, mesh, data, count, "all_reduce");
     if (status) return status;
     if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM ||
         op > FSDP_MIN)
@@ -9542,34 +11670,29 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
                           "all_reduce: dtype %s and operation %d: expected f32 f64 f16 bf16 i32 or "
                           "i64, and SUM MAX or MIN",
                           fsdp_dtype_name(dtype), op);
-    if (!comm) return FSDP_OK;
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_all_reduce", dtype);
     record.redop = (uint8_t)op;
-    return fsdpi_host_collective(world, comm, &record, (char *)data, count);
+    return fsdpi_host_mesh(world, mesh, &record, 0, data, count);
 }
 
 FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, void *data,
                                     int64_t nbytes, int root) {
-    fsdp_comm *comm;
-    fsdp_status status = fsdpi_host_call(world, mesh, data, nbytes, "broadcast", &comm);
+    fsdp_status status = fsdpi_host_call(world, mesh, data, nbytes, "broadcast");
     if (status) return status;
-    int size = mesh ? mesh->shape[0] : world->size;
+    int size = mesh ? fsdpi_mesh_numel(mesh) : world->size;
     if (root < 0 || root >= size)
         return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "broadcast: root is %d, expected 0..%d",
                           root, size - 1);
-    if (!comm) return FSDP_OK;
     fsdp_op record = fsdpi_host_op(FSDP_OP_BROADCAST, "fsdp_broadcast", FSDP_U8);
-    record.root = root;
-    return fsdpi_host_collective(world, comm, &record, (char *)data, nbytes);
+    return fsdpi_host_mesh(world, mesh, &record, root, data, nbytes);
 }
 
 FSDP_API fsdp_status fsdp_barrier(fsdp_world *world) {
-    fsdp_comm *comm;
     int32_t one = 1;
-    fsdp_status status = fsdpi_host_call(world, NULL, &one, 1, "barrier", &comm);
-    if (status || !comm) return status;
+    fsdp_status status = fsdpi_host_call(world, NULL, &one, 1, "barrier");
+    if (status) return status;
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_barrier", FSDP_I32);
-    return fsdpi_host_collective(world, comm, &record, (char *)&one, 1);
+    return fsdpi_host_mesh(world, NULL, &record, 0, &one, 1);
 }
 
 /* ==== fsdp.h, continued ===================================================================== */
