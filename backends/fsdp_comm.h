@@ -242,12 +242,16 @@ static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
         r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].full);
         r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].count);
     }
-    uint64_t bytes, h;
+    uint64_t bytes = 1, h = 0;
     uint8_t kind = r->kind;
+    for (size_t i = 0; i < sizeof r->what && bytes; i += sizeof bytes) { // zeros behind the name
+        memcpy(&bytes, r->what + i, sizeof bytes);
+        h = fsdpi_hash(h, bytes);
+    }
     if (kind == FSDP_OP_RECV) r->kind = FSDP_OP_SEND; // which match each other
     memcpy(&bytes, &r->kind, sizeof bytes); // the six bytes from kind to state, and two zeros
     r->kind = kind;
-    h = fsdpi_hash(fsdpi_hash_text(r->what), bytes);
+    h = fsdpi_hash(h, bytes);
     h = fsdpi_hash(fsdpi_hash(h, r->fingerprint), r->count);
     h = fsdpi_hash(h, r->segs);
     r->key = fsdpi_hash(h, fsdpi_is_pair(kind) ? 0 : (uint64_t)(uint32_t)r->root);
