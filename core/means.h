@@ -192,8 +192,7 @@ FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *wh
                           "call_begin: call is %d, expected FSDP_CALL_*", call);
     if (!what) what = fsdpi_call_name(call);
     status = fsdpi_check_units(model, call, what);
-    model->call_state = status ? model->call_state : FSDP_STATE_IDLE;
-    return status ? status : fsdpi_show_call(model, NULL, call, what);
+    return status ? status : fsdpi_announce(model, NULL, call, what, FSDP_STATE_IDLE);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -227,9 +226,13 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
     part->part = 1;
     part->bytes = (size_t)nbytes;
     part->number = ++model->num_bufs;
-    part->pool = whole ? whole->pool : FSDP_POOL_SCRATCH;
-    part->pinned = whole ? whole->pinned : 0;
-    part->ptr = whole ? whole->ptr + offset : (char *)(uintptr_t)offset;
+    part->pool = FSDP_POOL_SCRATCH;
+    part->ptr = (char *)(uintptr_t)offset;
+    if (whole) {
+        part->pool = whole->pool;
+        part->pinned = whole->pinned;
+        part->ptr = whole->ptr + offset;
+    }
     fsdp_status status = whole ? fsdpi_buf_events(model->world, part) : FSDP_OK;
     if (status) fsdpi_buf_free(model, part);
     else *buf = part;

@@ -180,17 +180,18 @@ static FSDPI_NOINLINE fsdp_status fsdpi_show_call(fsdp_model *m, const fsdp_unit
 }
 
 static inline fsdp_status fsdpi_announce(fsdp_model *m, const fsdp_unit *u, int call,
-                                         uint8_t state) {
+                                         const char *what, uint8_t state) {
     m->call_state = state;
-    return m->watch & FSDPI_OPS ? fsdpi_show_call(m, u, call, fsdpi_call_name(call)) : FSDP_OK;
+    return m->watch & FSDPI_OPS ? fsdpi_show_call(m, u, call, what) : FSDP_OK;
 }
 
 // A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     if (!m) return fsdpi_null(NULL, fsdpi_call_name(call));
     fsdp_status status = fsdpi_commit(m);
-    if (!status) status = fsdpi_check_units(m, call, fsdpi_call_name(call));
-    if (!status) status = fsdpi_announce(m, NULL, call, FSDP_STATE_IDLE);
+    const char *what = fsdpi_call_name(call);
+    if (!status) status = fsdpi_check_units(m, call, what);
+    if (!status) status = fsdpi_announce(m, NULL, call, what, FSDP_STATE_IDLE);
     return status || !run ? status : fsdpi_run_units(m, call);
 }
 
@@ -214,7 +215,7 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
         return fsdpi_remember(m, status);
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_remember(m, fsdpi_wrong_call(u, fsdpi_call_name(call)));
-    status = fsdpi_announce(m, u, call, fsdpi_next_state(u, row));
+    status = fsdpi_announce(m, u, call, NULL, fsdpi_next_state(u, row));
     if (!status) status = fsdpi_step(u, row);
     return fsdpi_remember(m, status);
 }

@@ -158,7 +158,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     if ((model->watch & FSDPI_CALLS) && fsdpi_answered(model, NULL, FSDP_CALL_RESET, &status))
         return status;
     fsdpi_drain(model->world);
-    status = fsdpi_announce(model, NULL, FSDP_CALL_RESET, FSDP_STATE_IDLE);
+    status = fsdpi_announce(model, NULL, FSDP_CALL_RESET, "model_reset", FSDP_STATE_IDLE);
     if (!status) status = fsdpi_run_units(model, FSDP_CALL_RESET);
     fsdpi_forget_forwards(model);
     model->backward = 0;
