@@ -67,7 +67,10 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     c.what = op->what;
     c.stream = stream;
     // What all ranks must agree on. seq is left out: ranks may differ in purely local ops.
-    uint64_t h = fsdpi_hash((uint64_t)(uint32_t)op->root << 8 | op->kind,
+    // The two of a pair name each other, one by SEND and one by RECV.
+    int is_pair = op->kind == FSDP_OP_SEND || op->kind == FSDP_OP_RECV;
+    uint32_t root = is_pair ? 0 : (uint32_t)op->root;
+    uint64_t h = fsdpi_hash((uint64_t)root << 8 | (uint8_t)(is_pair ? (int)FSDP_OP_SEND : op->kind),
                             ((uint64_t)op->dtype << 40) | ((uint64_t)op->out_dtype << 32) |
                                 ((uint64_t)op->redop << 24) | ((uint64_t)op->label << 16) |
                                 ((uint64_t)op->state << 8) | op->accumulate);

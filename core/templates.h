@@ -108,7 +108,7 @@ static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_p
     int stream = row->stream == FSDP_STREAM_COUNT ? fsdpi_out_stream(u) : row->stream;
     int extended = row->each && row->call && part->extended;
     fsdp_op *op = &t->op;
-    *op = fsdpi_op(u->model, u, extended ? FSDP_OP_CALL : row->op, row->label, stream);
+    *op = fsdpi_op(u->model, u, extended ? (int)FSDP_OP_CALL : row->op, row->label, stream);
     fsdpi_template_group(u, row->group, op);
     if ((row->group && op->group_size < 2) || (row->work && !extended && work->count == 0))
         return t;
