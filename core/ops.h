@@ -58,6 +58,7 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     m->counters.calls[op->kind]++;
     m->counters.bytes[op->kind] += op->bytes;
     if (m->dry) return FSDP_OK;
+    if (w->mode == FSDPI_INLINE && !m->watch) return fsdpi_execute(w, op, NULL); // no order to keep
     if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
     if (op->dst) op->dst->avail.seq = 0;
     fsdp_op seen;

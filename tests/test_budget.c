@@ -31,9 +31,9 @@ static const struct {
     int dim;
     double bounds[HOST_LOOPS]; /* forward, backward, finalize, data, grad */
 } budgets[] = {
-    {"inline", 0, FSDP_F32, 0, {2000, 4000, 3400, 200, 200}},
-    {"streams", 1, FSDP_BF16, 0, {2400, 4700, 3400, 200, 200}},
-    {"by_columns", 0, FSDP_F32, 1, {2000, 4000, 3400, 200, 200}},
+    {"inline", 0, FSDP_F32, 0, {1200, 3300, 1500, 120, 120}},
+    {"streams", 1, FSDP_BF16, 0, {1700, 4300, 1500, 120, 120}},
+    {"by_columns", 0, FSDP_F32, 1, {1200, 3300, 1500, 120, 120}},
 };
 
 TEST_P_TIMEOUT(budget, instructions, budgets, 120) {
