@@ -174,11 +174,6 @@ FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream);
    Blocks, Allocates  at that first use */
 FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm);
 
-/* fsdp_unit_mesh_info - which ranks shard a unit, which replicate it, and which one this is
-   Result      FSDP_OK; INVALID_ARG
-   Collective  no      Blocks no      Allocates no */
-FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out);
-
 /* fsdp_world_status - FSDP_OK, or the failure that has aborted the world
    Result      as said; INVALID_ARG for NULL
    Collective  no      Blocks no      Allocates no */

@@ -351,12 +351,6 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
     return FSDP_OK;
 }
 
-FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out) {
-    if (!unit || !out) return fsdpi_null(NULL, "unit_mesh_info");
-    *out = unit->info;
-    return FSDP_OK;
-}
-
 FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world) {
     return world ? fsdpi_failed(world) : FSDP_ERR_INVALID_ARG;
 }
