@@ -588,6 +588,51 @@ static void gather(int rank, int world, void *arg) {
 
 TEST_P(nccl, gather, units) { h_ranks_proc(2, gather, (void *)(uintptr_t)(row - units)); }
 
+/* ---- times ----------------------------------------------------------------------------------- */
+
+typedef struct {
+    int64_t last[FSDP_STREAM_COUNT];
+    uint64_t told[FSDP_OP_COUNT];
+    int bad;
+} timed_ops;
+
+static void on_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin, int64_t end) {
+    timed_ops *t = (timed_ops *)user;
+    if (!model || begin > end || (op->model && begin + 1000 < t->last[op->stream])) t->bad++;
+    t->last[op->stream] = end;
+    if (op->model) t->told[op->kind]++;
+}
+
+/* Extensions are told of every record, from events with times, after the device has come there. */
+static void times(int rank, int world, void *arg) {
+    fsdp_extension watcher = FSDP_ZERO;
+    fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
+    timed_ops t;
+    job j;
+    (void)arg;
+    memset(&t, 0, sizeof t);
+    open_plainly(&j, rank, world, "times");
+    watcher.ran = on_ran;
+    watcher.user = &t;
+    CALL(j.w, make_one_unit(&j, 2, 2, 64, FSDP_BF16));
+    CALL(j.w, one_unit_step(&j, 4));
+    CALL(j.w, fsdp_model_counters(j.model, &before));
+    CALL(j.w, fsdp_attach(j.model, &watcher));
+    for (int step = 0; step < 40; step++) CALL(j.w, one_unit_step(&j, 4));
+    CALL(j.w, fsdp_wait_stream(j.model, -1));
+    CALL(j.w, fsdp_model_counters(j.model, &after));
+    CALL(j.w, fsdp_detach(j.model, &watcher));
+    W_CHECK(t.bad == 0, "%d of wrong order", t.bad);
+    for (int kind = 0; kind < FSDP_OP_USE; kind++)
+        W_CHECK(t.told[kind] == after.calls[kind] - before.calls[kind], "%llu %s of %llu",
+                (unsigned long long)t.told[kind], fsdp_op_name(kind),
+                (unsigned long long)(after.calls[kind] - before.calls[kind]));
+    CALL(j.w, one_unit_step(&j, 4)); /* nobody is told, no event is left */
+    finish(&j);
+}
+
+TEST(nccl, times) { h_ranks_proc(2, times, NULL); }
+
 /* ---- registration ---------------------------------------------------------------------------- */
 
 /* Each large allocation once with the comm that uses it. The shard gradients alone are in none. */
