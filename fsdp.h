@@ -49,6 +49,7 @@ CONTENTS
     core/options.h      setters
     core/model.h        a model begins and ends
     core/means.h        what extensions do: records, buffers, copies, states
+    core/snapshot.h     what a step changes, saved and brought back
     core/init.h         a world begins and ends; collectives on host data
     Backends are in backends/, extensions (fsdp_optim.h, docs/extensions.md) beside this file.
 
@@ -1253,6 +1254,7 @@ static const fsdpi_backend fsdpi_backends[] = {
 #include "core/options.h"
 #include "core/model.h"
 #include "core/means.h"
+#include "core/snapshot.h"
 #include "core/init.h"
 
 #ifdef __cplusplus

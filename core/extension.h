@@ -90,7 +90,9 @@ FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit
 /* fsdp_emit - number a record, count it, show it to extensions, and run it in its stream's order
    op          of fsdp_op_init, then the kind's fields: docs/extensions.md lists them. src and dst
                are what it waits for and makes others wait for; src_ptr, dst_ptr NULL: their begin.
-               seq, wait, bytes and group_size 0 are filled in. A marker is only shown
+               seq, wait, bytes and group_size 0 are filled in. A marker is shown, and does what it
+               says: ACQUIRE holds dst, RELEASE gives src back behind `stream`, WROTE says that the
+               caller has written dst
    Result      FSDP_OK; INVALID_ARG (a field: named), UNSUPPORTED (a collective that the backend has
                not), OUT_OF_MEMORY; collective errors, where it runs at once
    Collective  if the record is one: every rank of op->comm, same order, same what and count
@@ -146,6 +148,35 @@ FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf);
 FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf);
 FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf);
 FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
+
+/* fsdp_model_snapshot - save what a step changes: states of units, who used what, numbers and
+   events of records and slots, counters. Not what buffers contain. A rehearsal is a snapshot, the
+   calls of a step with an extension that takes every record and provides every slot, and a restore
+   fsdp_unit_snapshot  - of one unit: its states, what its gradients are, which slots it holds.
+   Equal states that hold the same slots have equal bytes
+   buf         room for cap bytes, or NULL; untouched where they are too few
+   Result      bytes of the whole; 0 for NULL, and for a model that is not committed
+   Collective  no      Blocks no      Allocates no */
+FSDP_API size_t fsdp_model_snapshot(const fsdp_model *model, void *buf, size_t cap);
+FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap);
+
+/* fsdp_model_restore - bring back what fsdp_model_snapshot saved
+   fsdp_unit_restore  - bring a unit into a state that it has been in; it holds that state's slots.
+               The extension has emitted the records that lead there. A state of backward
+               begins the model's backward, as the call would
+   Result      FSDP_OK; INVALID_ARG (the size: laid out anew, or more slots, since it was taken);
+               the stored status if the world is aborted
+   Collective  no, but every rank has to do the same
+   Blocks      model: for operations under way; unit: no      Allocates no */
+FSDP_API fsdp_status fsdp_model_restore(fsdp_model *model, const void *buf, size_t nbytes);
+FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes);
+
+/* fsdp_unit_flag_use - bring the flags of use, which ride along in a unit's reduction, up to date,
+   before an extension emits that reduction's records itself
+   Result      FSDP_OK; INVALID_ARG; the stored status if the world is aborted
+   Collective  no      Blocks on devices with streams, where flags have changed: for copies of them
+   Allocates   no */
+FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit);
 
 /* fsdp_pools_trim - free every slot that no unit holds; the next use allocates anew
    Result      FSDP_OK; the stored status if the world is aborted

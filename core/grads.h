@@ -4,9 +4,9 @@
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// Owns: fsdpi_grads. What happens to gradients is decided by the unit's route; here stand its steps.
-// Invariants: at most one of the slots GRAD and RIN holds what a reduction will read when it begins;
-// whoever gives a slot back names its last reader. Source: torch: FSDPParamGroup.post_backward,
+// Owns: fsdpi_grads. What happens to gradients is decided by the unit's route; here stand its
+// steps. Invariants: at most one of the slots GRAD and RIN holds what a reduction will read when it
+// begins; whoever gives a slot back names its last reader. Source: torch: FSDPParamGroup.post_backward,
 // foreach_reduce.
 
 // The route for what the shard gradient holds now.

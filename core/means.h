@@ -158,6 +158,17 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
     return op->kind != FSDP_OP_SEND && !dst ? "dst is NULL" : NULL;
 }
 
+// What a marker says happens: to slots that an extension gives to units.
+static fsdp_status fsdpi_do_marker(fsdp_model *m, const fsdp_op *op) {
+    if (op->kind == FSDP_OP_ACQUIRE && op->dst) op->dst->held = 1;
+    if (op->kind == FSDP_OP_WROTE && op->dst)
+        return fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &op->dst->ready);
+    if (op->kind != FSDP_OP_RELEASE || !op->src) return FSDP_OK;
+    op->src->held = 0;
+    op->src->released = ++m->release_seq;
+    return op->src->avail.seq ? FSDP_OK : fsdpi_mark(m->world, op->stream, &op->src->avail);
+}
+
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     if (!model || !op) return fsdpi_null(NULL, "emit");
     fsdp_world *w = model->world;
@@ -168,7 +179,10 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "emit: %s (%s) of '%s': %s",
                           fsdp_op_name(op->kind), fsdp_op_label(op), op->what ? op->what : "",
                           fault);
-    if (op->kind >= FSDP_OP_HOOK) return fsdpi_show(model, op);
+    if (op->kind >= FSDP_OP_HOOK) {
+        fsdp_status done = fsdpi_do_marker(model, op);
+        return done ? done : fsdpi_show(model, op);
+    }
     if (fsdpi_is_collective(op->kind)) {
         if (!(w->caps.kinds & 1u << op->kind))
             return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s has no %s",

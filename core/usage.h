@@ -4,9 +4,10 @@
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// Owns: fsdpi_usage and fsdpi_param.use. A parameter is used when the caller asks where its gradient
-// is written. Flags of use ride along in every reduction, summed like gradients, so that a parameter
-// that no rank used is known without another collective. Ranks that used one know without looking.
+// Owns: fsdpi_usage and fsdpi_param.use. A parameter is used when the caller asks where its
+// gradient is written. Flags of use ride along in every reduction, summed like gradients, so that a
+// parameter that no rank used is known without another collective. Ranks that used one know without
+// looking.
 
 // A flag for each trainable, in the two dtypes of a reduction's input. Flags are divided like
 // gradients, so that one of `value`, what they are divided by, does not vanish.

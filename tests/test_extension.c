@@ -612,6 +612,171 @@ TEST(extension, slots_from_elsewhere) {
     bed_close(&b);
 }
 
+/* ---- a step rehearsed, and a step replayed --------------------------------------------------- */
+
+enum { TAPE = 400, STATES = 64, SNAPSHOT = 1 << 16 };
+
+/* What a step issues, one entry after the other: a record, or the unit's state after a call. */
+typedef struct {
+    fsdp_model *model;
+    fsdp_unit *const *units;
+    fsdp_op ops[TAPE];
+    int num_ops, take, record, begin[STATES], num_calls;
+    const fsdp_unit *of[STATES];
+    char states[STATES][256];
+} tape;
+
+static int tape_op(void *user, fsdp_model *model, fsdp_op *op) {
+    tape *t = (tape *)user;
+    (void)model;
+    if (t->record) {
+        CHECK(t->num_ops < TAPE);
+        t->ops[t->num_ops++] = *op;
+    }
+    return t->take;
+}
+
+static void tape_call(tape *t, fsdp_unit *u, fsdp_status (*call)(fsdp_unit *unit)) {
+    t->begin[t->num_calls] = t->num_ops;
+    CHECK_OK(call(u));
+    CHECK(fsdp_unit_snapshot(u, t->states[t->num_calls], sizeof t->states[0]) <=
+          sizeof t->states[0]);
+    t->of[t->num_calls++] = u;
+}
+
+static void tape_step(tape *t) {
+    t->num_ops = t->num_calls = 0;
+    t->record = 1;
+    for (int i = 0; i < NUM_UNITS; i++) {
+        tape_call(t, t->units[i], fsdp_pre_forward);
+        tape_call(t, t->units[i], fsdp_post_forward);
+    }
+    for (int i = NUM_UNITS - 1; i >= 0; i--) {
+        tape_call(t, t->units[i], fsdp_pre_backward);
+        CHECK(fsdp_grad(t->units[i], 0));
+        tape_call(t, t->units[i], fsdp_post_backward);
+    }
+    t->record = 0;
+    t->begin[t->num_calls] = t->num_ops;
+}
+
+/* What ran in the recorded step runs again, by records and states alone. */
+static int replay(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status) {
+    tape *t = (tape *)user;
+    int n = t->num_calls;
+    (void)call;
+    if (!unit || t->record) return 0;
+    CHECK(n < STATES && t->of[n] == unit);
+    for (int i = t->begin[n]; i < t->begin[n + 1]; i++) {
+        fsdp_op op = t->ops[i], fresh;
+        fsdp_op_init(&fresh, model, unit, op.kind, op.label, op.stream);
+        op.step = fresh.step;
+        op.bytes = 0;
+        if (op.label == FSDP_LABEL_USERS) CHECK_OK(fsdp_unit_flag_use(unit));
+        if (op.kind != FSDP_OP_HOOK) CHECK_OK(fsdp_emit(model, &op));
+    }
+    *status = fsdp_unit_restore(unit, t->states[n], fsdp_unit_snapshot(unit, NULL, 0));
+    t->num_calls++;
+    return 1;
+}
+
+/* A rehearsal shows the records of the step that follows, runs none, and leaves nothing behind. */
+TEST_P(extension, rehearsal, settings) {
+    bed b;
+    static tape dry, real;
+    static char before[SNAPSHOT], after[SNAPSHOT];
+    memset(&dry, 0, sizeof dry);
+    bed_open(&b, row);
+    CHECK_EQ_INT((long long)fsdp_model_snapshot(b.model, NULL, 0), 0); /* not laid out yet */
+    step(&b);
+    step(&b);
+    dry.model = b.model;
+    dry.units = b.units;
+    real = dry;
+    fsdp_extension e = FSDP_ZERO;
+    e.op = tape_op;
+    e.user = &dry;
+    dry.take = 1;
+    size_t size = fsdp_model_snapshot(b.model, before, sizeof before);
+    CHECK(size > 0 && size <= sizeof before);
+    CHECK_EQ_INT((long long)fsdp_model_snapshot(b.model, after, size - 1), (long long)size);
+    CHECK_OK(fsdp_attach(b.model, &e));
+    tape_step(&dry);
+    CHECK(fsdp_unit_state(b.units[0]) == FSDP_STATE_POST_BACKWARD);
+    CHECK_OK(fsdp_detach(b.model, &e));
+    CHECK_STATUS(fsdp_model_restore(b.model, before, size - 1), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_model_restore(b.model, before, size));
+    CHECK_EQ_INT((long long)fsdp_model_snapshot(b.model, after, sizeof after), (long long)size);
+    CHECK_EQ_MEM(before, after, size);
+    e.user = &real;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    tape_step(&real);
+    CHECK_OK(fsdp_finalize_backward(b.model));
+    CHECK_EQ_INT(real.num_ops, dry.num_ops);
+    for (int i = 0; i < real.num_ops; i++) {
+        CHECK_EQ_INT(real.ops[i].kind, dry.ops[i].kind);
+        CHECK_EQ_INT(real.ops[i].seq, dry.ops[i].seq);
+        CHECK(real.ops[i].src_ptr == dry.ops[i].src_ptr &&
+              real.ops[i].dst_ptr == dry.ops[i].dst_ptr);
+        CHECK_EQ_INT(real.ops[i].num_waits, dry.ops[i].num_waits);
+    }
+    CHECK_OK(fsdp_detach(b.model, &e));
+    step(&b);
+    bed_close(&b); /* which checks that nothing raced */
+}
+
+/* Recorded steps are replayed: the same counters, the same states, no race; then calls go on. */
+TEST_P(extension, replay, settings) {
+    bed b;
+    static tape t;
+    memset(&t, 0, sizeof t);
+    bed_open(&b, row);
+    t.model = b.model;
+    t.units = b.units;
+    step(&b);
+    step(&b);
+    fsdp_extension e = FSDP_ZERO;
+    e.op = tape_op;
+    e.call = replay;
+    e.user = &t;
+    t.record = 1;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    fsdp_counters c[3];
+    memset(c, 0, sizeof c);
+    CHECK_OK(fsdp_model_counters(b.model, &c[0]));
+    tape_step(&t);
+    CHECK_OK(fsdp_finalize_backward(b.model));
+    CHECK_OK(fsdp_params_changed(b.model));
+    CHECK_OK(fsdp_zero_grad(b.model));
+    CHECK_OK(fsdp_model_counters(b.model, &c[1]));
+    for (int n = 0; n < 3; n++) {
+        t.num_calls = 0;
+        for (int i = 0; i < NUM_UNITS; i++) {
+            CHECK_OK(fsdp_pre_forward(b.units[i]));
+            CHECK(fsdp_data(b.units[i], 0));
+            CHECK_OK(fsdp_post_forward(b.units[i]));
+        }
+        for (int i = NUM_UNITS - 1; i >= 0; i--) {
+            CHECK_OK(fsdp_pre_backward(b.units[i]));
+            CHECK(fsdp_grad(b.units[i], 0));
+            CHECK_OK(fsdp_post_backward(b.units[i]));
+        }
+        CHECK_OK(fsdp_finalize_backward(b.model));
+        CHECK_OK(fsdp_params_changed(b.model));
+        CHECK_OK(fsdp_zero_grad(b.model));
+    }
+    CHECK_OK(fsdp_model_counters(b.model, &c[2]));
+    for (int kind = 0; kind < FSDP_OP_HOOK; kind++)
+        CHECK_EQ_INT(c[2].calls[kind] - c[1].calls[kind],
+                     3 * (c[1].calls[kind] - c[0].calls[kind]));
+    CHECK_EQ_INT(c[2].allocations, c[1].allocations);
+    t.record = 1; /* by calls again */
+    t.num_ops = 0;
+    CHECK_OK(fsdp_detach(b.model, &e));
+    step(&b);
+    bed_close(&b);
+}
+
 /* ---- when records ran ------------------------------------------------------------------------ */
 
 typedef struct {
