@@ -21,7 +21,7 @@ VALGRIND_FILTER ?= W=2:optim.*# their rows of two ranks are slow enough
 ASAN_TESTS     ?=# none named: all with quick tests
 SINGLE_TESTS   ?= test_features test_shard test_spawn # with single_include/fsdp.h
 # Between them they run all that threads of ours do at the same time.
-TSAN_TESTS     ?= conformance test_agree test_delays test_faults test_features \
+TSAN_TESTS     ?= conformance test_agree test_delays test_extension test_faults test_features \
                   test_fully_shard_comm test_fully_shard_training test_memory test_shm_faults \
                   test_spawn test_store test_train
 

@@ -1064,10 +1064,11 @@ FS_FN void fs_watch(fs_run *x) {
     fsdp_extension watcher = FSDP_ZERO;
     watcher.op = fs_saw;
     watcher.user = x;
+    int attached = x->ops != NULL;
     if (!x->ops) x->ops = (fsdp_op *)calloc(FS_OPS, sizeof *x->ops);
     CHECK(x->ops != NULL);
     x->num_ops = 0;
-    CALL(x->world, fsdp_attach(x->model, &watcher));
+    if (!attached) CALL(x->world, fsdp_attach(x->model, &watcher));
 }
 /* How many of a kind, with a label (-1: any), of a unit (-1: any). */
 FS_FN int fs_seen(const fs_run *x, int kind, int label, int unit) {
