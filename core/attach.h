@@ -97,7 +97,7 @@ FSDP_API const char *fsdp_label_name(int label) {
         FSDP_LABEL_LIST(FSDP_X)
 #undef FSDP_X
     };
-    if (label >= FSDP_LABEL_COUNT && label < FSDP_LABEL_COUNT + FSDPI_NAMES) return "extension";
+    if (label >= FSDP_LABEL_COUNT && label - FSDP_LABEL_COUNT < FSDPI_NAMES) return "extension";
     return label >= 0 && label < FSDP_LABEL_COUNT ? names[label] : "?";
 }
 

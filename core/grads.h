@@ -6,8 +6,8 @@
 
 // Owns: fsdpi_grads. What happens to gradients is decided by the unit's route; here stand its
 // steps. Invariants: at most one of the slots GRAD and RIN holds what a reduction will read when it
-// begins; whoever gives a slot back names its last reader. Source: torch: FSDPParamGroup.post_backward,
-// foreach_reduce.
+// begins; whoever gives a slot back names its last reader.
+// Source: torch: FSDPParamGroup.post_backward, foreach_reduce.
 
 // The route for what the shard gradient holds now.
 static const fsdpi_route *fsdpi_route_now(const fsdp_unit *u) {
@@ -82,8 +82,8 @@ static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// The steps of a route, in the order of FSDPI_STEP_LIST. Steps that read the reduce input do nothing
-// where only sums of the shard group wait for their all-reduce.
+// The steps of a route, in the order of FSDPI_STEP_LIST. Steps that read the reduce input do
+// nothing where only sums of the shard group wait for their all-reduce.
 
 // With grads_overwrite nothing was zeroed: what this rank did not store must not count.
 static fsdp_status fsdpi_step_zero_unused(fsdp_unit *u) {

@@ -117,8 +117,8 @@ FSDP_API int fsdp_label_register(fsdp_model *model, const char *name) {
 }
 
 FSDP_API int fsdp_pool_register(fsdp_model *model, const char *name) {
-    int i = model ? fsdpi_register(model, &model->pools, FSDP_POOL_MAX - FSDP_POOL_COUNT, name,
-                                   "pool")
+    int i = model ? fsdpi_register(model, &model->pools, (int)FSDP_POOL_MAX - (int)FSDP_POOL_COUNT,
+                                   name, "pool")
                   : -1;
     return i < 0 ? -1 : FSDP_POOL_COUNT + i;
 }

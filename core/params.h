@@ -39,6 +39,16 @@ static int64_t fsdpi_full_bytes(const fsdp_model *m) {
     return largest;
 }
 
+// The scratch buffer, and a copy of it where the host cannot read that.
+static fsdp_status fsdpi_full_scratch(fsdp_model *m) {
+    fsdp_status status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, (size_t)fsdpi_full_bytes(m),
+                                       &m->full_scratch);
+    if (status || fsdpi_is_host(m->world)) return status;
+    m->full_copy = (char *)fsdpi_model_alloc(m, m->full_scratch->bytes);
+    return m->full_copy ? FSDP_OK
+                        : fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "param_full: no memory");
+}
+
 /* Gather one parameter, or its gradient, in its own dtype, in pieces that fit the scratch buffer:
    the shard group's ranks bring piece after piece of their shards. */
 static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *block, fsdp_dtype dtype,
@@ -53,16 +63,8 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
                                    (size_t)p->lay.numel * size);
         return ready;
     }
-    fsdp_status status = FSDP_OK;
-    if (!m->full_scratch) {
-        status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, (size_t)fsdpi_full_bytes(m), &m->full_scratch);
-        if (!status && !fsdpi_is_host(m->world)) {
-            m->full_copy = (char *)fsdpi_model_alloc(m, m->full_scratch->bytes);
-            if (!m->full_copy)
-                status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "param_full: no memory");
-        }
-        if (status) return fsdpi_model_fail(m, status);
-    }
+    fsdp_status status = m->full_scratch ? FSDP_OK : fsdpi_full_scratch(m);
+    if (status) return fsdpi_model_fail(m, status);
     int64_t step = (int64_t)(m->full_scratch->bytes / ((size_t)world * size));
     const char *pieces = m->full_copy ? m->full_copy : m->full_scratch->ptr;
     for (int64_t at = 0; at < p->lay.shard_numel && !status; at += step) {

@@ -1,5 +1,6 @@
 /* test_extension.c - the seam for extensions: what one sees, answers, takes, provides and is told,
-   what it may call, and that the counters and the bytes are those of the operations. */
+   what it may call, and that the counters and the bytes are those of the operations.
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"

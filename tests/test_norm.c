@@ -1,6 +1,7 @@
 /* test_norm.c - the norm of all gradients and clipping on meshes of every form: all ways in which
    the dims of a mesh can shard, replicate, or do neither, for a model and for a unit with a mesh
-   info of its own, against a sum over the distinct elements that one loop makes. */
+   info of its own, against a sum over the distinct elements that one loop makes.
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> // INFINITY, fabs, pow
 #define FSDP_IMPLEMENTATION

@@ -1,6 +1,7 @@
 /* test_route.c - how a unit gathers and reduces, for every combination of facts: each route is
    followed step by step on a model of what gradients are (where, in which dtype, summed over whom,
-   divided by what), which knows the rules of each step and nothing of how routes are chosen. */
+   divided by what), which knows the rules of each step and nothing of how routes are chosen.
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #define FSDP_NO_BACKEND
 #define FSDP_IMPLEMENTATION

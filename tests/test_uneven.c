@@ -1,6 +1,7 @@
 /* test_uneven.c - tensor parallelism that cuts rows unevenly: ranks that share a group hold, and have
    allocated, parts of other sizes. FSDP over dp of what is cut, HSDP over (dp, tp) of what is not,
-   clipping over all, and collectives of activations over tp; against one process that does it all. */
+   clipping over all, and collectives of activations over tp; against one process that does it all.
+   SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> // fabs, sqrt
 #define FSDP_IMPLEMENTATION
