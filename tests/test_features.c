@@ -1337,6 +1337,7 @@ static void failing_sums(job *j) {
     make_model(j);
     if (j->rank == 0) CALL(j->w, fsdp_set_custom_all_reduce(j->unit[1], sum_in_pieces, s));
     forward(j);
+    CALL(j->w, fsdp_barrier(j->w)); /* no rank is still in forward when it fails */
     (void)fsdp_pre_backward(j->unit[1]);
     (void)fsdp_post_backward(j->unit[1]);
     fsdp_status status = fsdp_finalize_backward(j->model);
