@@ -343,6 +343,13 @@ FSDP_API void fsdp_grad_scaler_destroy(fsdp_grad_scaler *scaler);
 extern "C" {
 #endif
 
+#if defined(__clang__)
+#define FSDPI_OPTIM_NOINLINE __attribute__((noinline))
+#elif defined(__GNUC__)
+#define FSDPI_OPTIM_NOINLINE __attribute__((noinline, noclone))
+#else
+#define FSDPI_OPTIM_NOINLINE
+#endif
 #if defined(__GNUC__)
 #define FSDPI_OPTIM_RESTRICT __restrict
 #else
@@ -365,7 +372,7 @@ extern "C" {
 #pragma GCC optimize("O3", "no-fast-math", "fp-contract=off")
 #endif
 
-#define FSDPI_OPTIM_BLOCK 512 // elements; at most FSDPI_BLOCK
+#define FSDPI_OPTIM_BLOCK 512 // elements: their temporaries stay in the first-level cache
 
 /* A body for both types of the arithmetic, which it calls fsdpi_real: double if wide, else float.
    So a kernel is written once. */
@@ -460,9 +467,9 @@ static fsdpi_adamw_scalars fsdpi_adamw_prepare(const fsdp_adamw_hyper *h) {
     return k;
 }
 
-static FSDPI_NOINLINE void fsdpi_adamw_block(int wide, void *params, const void *grads, void *first,
-                                             void *second, size_t count,
-                                             const fsdpi_adamw_scalars *k) {
+static FSDPI_OPTIM_NOINLINE void fsdpi_adamw_block(int wide, void *params, const void *grads,
+                                                   void *first, void *second, size_t count,
+                                                   const fsdpi_adamw_scalars *k) {
     FSDPI_IN_REAL(wide, {
         fsdpi_real *FSDPI_OPTIM_RESTRICT p = (fsdpi_real *)params;
         const fsdpi_real *FSDPI_OPTIM_RESTRICT g = (const fsdpi_real *)grads;
@@ -499,11 +506,7 @@ static FSDPI_NOINLINE void fsdpi_adamw_block(int wide, void *params, const void 
 // A block of gradients in the type of the arithmetic, f64 if wide: where they are, or in tmp.
 static const void *fsdpi_optim_grads(double *tmp, int wide, const void *g, fsdp_dtype dtype,
                                      size_t count) {
-    if (wide) return fsdpi_load_f64(tmp, g, dtype, count);
-    float *narrow = (float *)(void *)tmp;
-    if (dtype != FSDP_F64) return fsdpi_load_f32(narrow, g, dtype, count);
-    for (size_t i = 0; i < count; i++) narrow[i] = (float)((const double *)g)[i];
-    return narrow;
+    return fsdp_cast_if_needed(tmp, wide ? FSDP_F64 : FSDP_F32, g, dtype, (int64_t)count);
 }
 
 static void fsdpi_adamw(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const void *g, void *m,
@@ -516,9 +519,9 @@ static void fsdpi_adamw(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const 
         char *pp = (char *)p + at * size, *mm = (char *)m + at * wide, *vv = (char *)v + at * wide;
         const void *gg = (const char *)g + at * fsdp_dtype_size(grad_dtype);
         gg = fsdpi_optim_grads(g64, dtype == FSDP_F64, gg, grad_dtype, n);
-        if (size < wide) (void)fsdpi_load_f32(p32, pp, dtype, n);
+        if (size < wide) (void)fsdp_convert(p32, FSDP_F32, pp, dtype, (int64_t)n);
         fsdpi_adamw_block(dtype == FSDP_F64, size < wide ? (void *)p32 : pp, gg, mm, vv, n, k);
-        if (size < wide) fsdpi_store_f32(pp, dtype, p32, n);
+        if (size < wide) (void)fsdp_convert(pp, dtype, p32, FSDP_F32, (int64_t)n);
     }
 }
 
@@ -538,8 +541,8 @@ static fsdpi_sgd_scalars fsdpi_sgd_prepare(const fsdp_sgd_hyper *h) {
     return k;
 }
 
-static FSDPI_NOINLINE void fsdpi_sgd_block(int wide, void *p, const void *g, void *buffer,
-                                           size_t count, const fsdpi_sgd_scalars *k) {
+static FSDPI_OPTIM_NOINLINE void fsdpi_sgd_block(int wide, void *p, const void *g, void *buffer,
+                                                 size_t count, const fsdpi_sgd_scalars *k) {
     FSDPI_IN_REAL(wide, {
         fsdpi_real d[FSDPI_OPTIM_BLOCK], product[FSDPI_OPTIM_BLOCK];
         fsdpi_real *b = (fsdpi_real *)buffer, momentum = (fsdpi_real)k->momentum;
@@ -574,9 +577,9 @@ static void fsdpi_sgd(fsdp_dtype dtype, void *p, fsdp_dtype grad_dtype, const vo
         char *pp = (char *)p + at * size, *bb = b ? (char *)b + at * wide : NULL;
         const void *gg = (const char *)g + at * fsdp_dtype_size(grad_dtype);
         gg = fsdpi_optim_grads(g64, dtype == FSDP_F64, gg, grad_dtype, n);
-        if (size < wide) (void)fsdpi_load_f32(p32, pp, dtype, n);
+        if (size < wide) (void)fsdp_convert(p32, FSDP_F32, pp, dtype, (int64_t)n);
         fsdpi_sgd_block(dtype == FSDP_F64, size < wide ? (void *)p32 : pp, gg, bb, n, k);
-        if (size < wide) fsdpi_store_f32(pp, dtype, p32, n);
+        if (size < wide) (void)fsdp_convert(pp, dtype, p32, FSDP_F32, (int64_t)n);
     }
 }
 
@@ -619,7 +622,9 @@ FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype gr
 #ifndef FSDP_MATH_ONLY
 // Is a number infinite or NaN? By the bits of its exponent: it holds with -Ofast too.
 static inline uint32_t fsdpi_is_bad_f32(float x) {
-    return (fsdpi_f32_bits(x) & 0x7F800000u) == 0x7F800000u;
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    return (u & 0x7F800000u) == 0x7F800000u;
 }
 static inline uint32_t fsdpi_is_bad_f64(double x) {
     uint64_t u;
@@ -628,8 +633,8 @@ static inline uint32_t fsdpi_is_bad_f64(double x) {
 }
 
 // x *= factor; non-zero if one of them was not finite
-static FSDPI_NOINLINE uint32_t fsdpi_unscale_block(int wide, void *data, size_t count,
-                                                   float factor) {
+static FSDPI_OPTIM_NOINLINE uint32_t fsdpi_unscale_block(int wide, void *data, size_t count,
+                                                         float factor) {
     uint32_t bad = 0;
     FSDPI_IN_REAL(wide, {
         fsdpi_real *x = (fsdpi_real *)data;
@@ -647,9 +652,9 @@ static uint32_t fsdpi_unscale(fsdp_dtype dtype, void *x, int64_t count, float fa
     for (size_t at = 0; at < (size_t)count; at += FSDPI_OPTIM_BLOCK) {
         size_t n = (size_t)count - at < FSDPI_OPTIM_BLOCK ? (size_t)count - at : FSDPI_OPTIM_BLOCK;
         void *xx = (char *)x + at * size;
-        if (size < sizeof *x32) (void)fsdpi_load_f32(x32, xx, dtype, n);
+        if (size < sizeof *x32) (void)fsdp_convert(x32, FSDP_F32, xx, dtype, (int64_t)n);
         bad |= fsdpi_unscale_block(dtype == FSDP_F64, size < sizeof *x32 ? x32 : xx, n, factor);
-        if (size < sizeof *x32) fsdpi_store_f32(xx, dtype, x32, n);
+        if (size < sizeof *x32) (void)fsdp_convert(xx, dtype, x32, FSDP_F32, (int64_t)n);
     }
     return bad;
 }
