@@ -90,7 +90,7 @@ FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit
 /* fsdp_emit - number a record, count it, show it to extensions, and run it in its stream's order
    op          of fsdp_op_init, then the kind's fields: docs/extensions.md lists them. src and dst
                are what it waits for and makes others wait for; src_ptr, dst_ptr NULL: their begin.
-               seq, wait, bytes and group_size 0 are filled in. A marker is shown, and does what it
+               seq, wait and bytes 0 are filled in. A marker is shown, and does what it
                says: ACQUIRE holds dst, RELEASE gives src back behind `stream`, WROTE says that the
                caller has written dst
    Result      FSDP_OK; INVALID_ARG (a field: named), UNSUPPORTED (a collective that the backend has

@@ -24,7 +24,7 @@ import tempfile
 
 HEADERS = ["fsdp.h"] + sorted(glob.glob("fsdp_*.h"))
 PARTS = sorted(glob.glob("core/*.h"))
-DECLARES = HEADERS + ["core/dtype.h", "core/shard_math.h"]
+DECLARES = HEADERS + ["core/dtype.h", "core/shard_math.h", "core/extension.h"]
 BACKENDS = sorted(glob.glob("backends/*.h") + glob.glob("backends/*.c[cu]"))
 FOLDERS = ["bench", "cmake", "examples", "tests", "tools"]
 MAX_FUNCTION = 70
