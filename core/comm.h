@@ -26,13 +26,12 @@ static inline uint64_t fsdpi_coll_bytes(int kind, uint64_t group_size, uint64_t 
 
 // A function of the user's has failed inside an op: the world cannot go on.
 static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status result) {
-    char text[FSDPI_TEXT];
-    snprintf(text, sizeof text,
-             "rank %d: your function for %s (%s) of unit '%s' returned %d (%s), expected FSDP_OK",
-             w->rank, fsdp_op_name(op->kind), fsdp_op_label(op), op->what, (int)result,
-             fsdp_status_name(result));
     int fatal = result > FSDP_ERR_INVALID_STATE && result <= FSDP_ERR_INTERNAL;
-    return fsdpi_world_fail(w, fatal ? result : FSDP_ERR_ABORTED, text);
+    return fsdpi_world_fail(
+        w, fatal ? result : FSDP_ERR_ABORTED,
+        "rank %d: your function for %s (%s) of unit '%s' returned %d (%s), expected FSDP_OK",
+        w->rank, fsdp_op_name(op->kind), fsdp_op_label(op), op->what, (int)result,
+        fsdp_status_name(result));
 }
 
 // The user's function for a unit's collective of a step; not for those of param_full.
@@ -82,5 +81,5 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
                                 : w->comm_ops->run(op->comm, &c);
     const char *text = status ? w->comm_ops->error_text(op->comm) : "";
     if (status && custom && !*text) return fsdpi_user_fail(w, op, status);
-    return status ? fsdpi_world_fail(w, status, text) : FSDP_OK;
+    return status ? fsdpi_world_fail(w, status, "%s", text) : FSDP_OK;
 }

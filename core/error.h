@@ -26,29 +26,19 @@ static void fsdpi_set_error(fsdp_world *w, const char *text) {
     snprintf(w ? w->error : fsdpi_thread_error, FSDPI_TEXT, "%s", text);
 }
 
-// Record and log a failure; the world goes on. Returns status.
+static fsdp_status fsdpi_failed(const fsdp_world *w) { return (fsdp_status)FSDPI_LOAD(&w->failed); }
+
+/* The world fails: sticky here, and told to the peers. The first failure stays, and its text is
+   there before its status can be seen. Returns the status that stays. */
 FSDP_PRINTF(3, 4)
-static fsdp_status fsdpi_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
+static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
     char text[FSDPI_TEXT];
-    int used = w && w->rank >= 0 ? snprintf(text, sizeof text, "rank %d: ", w->rank) : 0;
     va_list args;
     va_start(args, fmt);
-    vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
+    vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
-    fsdpi_set_error(w, text);
-    fsdpi_log(w, FSDP_LOG_ERROR, status, text);
-    return status;
-}
-
-static fsdp_status fsdpi_null(fsdp_world *w, const char *what) {
-    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
-}
-
-// Abort the world with a finished text: sticky here, and told to the peers. The first failure
-// stays, and its text is there before its status can be seen.
-static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const char *text) {
     fsdpi_lock(&w->fail_lock);
-    fsdp_status earlier = (fsdp_status)w->failed;
+    fsdp_status earlier = fsdpi_failed(w);
     if (!earlier) {
         snprintf(w->failure, sizeof w->failure, "%s", text);
         FSDPI_STORE(&w->failed, (uint32_t)status);
@@ -60,18 +50,30 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
     return status;
 }
 
-// A rank that cannot go on inside a collective call must not leave the others waiting.
+/* This call fails: the text is recorded and logged. Returns status. The world goes on, but for one
+   whose device does not end its work: there frees leave memory alone, and fills leave it dirty. */
+FSDP_PRINTF(3, 4)
+static fsdp_status fsdpi_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
+    char text[FSDPI_TEXT];
+    int used = w && w->rank >= 0 ? snprintf(text, sizeof text, "rank %d: ", w->rank) : 0;
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
+    va_end(args);
+    fsdpi_set_error(w, text);
+    fsdpi_log(w, FSDP_LOG_ERROR, status, text);
+    return w && FSDPI_LOAD(&w->stuck) ? fsdpi_world_fail(w, status, "%s", text) : status;
+}
+
+static fsdp_status fsdpi_null(fsdp_world *w, const char *what) {
+    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
+}
+
+// A call of all ranks has failed on this one, or status is FSDP_OK: the others must not wait.
 static fsdp_status fsdpi_fail_together(fsdp_world *w, fsdp_status status) {
-    return status == FSDP_OK || w->size == 1 ? status : fsdpi_world_fail(w, status, w->error);
+    if (status == FSDP_OK || w->size == 1 || fsdpi_failed(w)) return status;
+    return fsdpi_world_fail(w, status, "%s", w->error);
 }
-
-// A device that does not end its work ends the world: frees leave memory alone from then on, and
-// fills leave it dirty.
-static fsdp_status fsdpi_fail_stuck(fsdp_world *w, fsdp_status status) {
-    return FSDPI_LOAD(&w->stuck) ? fsdpi_world_fail(w, status, w->error) : status;
-}
-
-static fsdp_status fsdpi_failed(const fsdp_world *w) { return (fsdp_status)FSDPI_LOAD(&w->failed); }
 
 /* Copies a desc into a zeroed struct of this header's size. An older program's struct is shorter:
    its size says so, and its end canary is then the last thing in it. */
@@ -108,8 +110,6 @@ extern char **fsdpi_backtrace_symbols(void *const *frames, int size) __asm__("ba
    Source: torch: _raise_assert_with_print. */
 static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char *where,
                                                       const char *what) {
-    char text[FSDPI_TEXT];
-    snprintf(text, sizeof text, "[Rank %d] %s: %s does not hold", w->rank, where, what);
 #if defined(__GLIBC__)
     void *frames[32];
     int num = fsdpi_backtrace(frames, 32);
@@ -118,7 +118,8 @@ static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char 
         fsdpi_log(w, FSDP_LOG_ERROR, FSDP_ERR_INTERNAL, names[i]);
     free(names);
 #endif
-    return fsdpi_world_fail(w, FSDP_ERR_INTERNAL, text);
+    return fsdpi_world_fail(w, FSDP_ERR_INTERNAL, "[Rank %d] %s: %s does not hold", w->rank, where,
+                            what);
 }
 
 #ifndef FSDP_ASSERT

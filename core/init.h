@@ -80,11 +80,9 @@ FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world) {
 }
 
 FSDP_API void fsdp_abort(fsdp_world *world, const char *why) {
-    char text[FSDPI_TEXT];
     if (!world) return;
-    snprintf(text, sizeof text, "rank %d aborted the world: %s", world->rank,
-             why ? why : "no reason given");
-    (void)fsdpi_world_fail(world, FSDP_ERR_ABORTED, text);
+    (void)fsdpi_world_fail(world, FSDP_ERR_ABORTED, "rank %d aborted the world: %s", world->rank,
+                           why ? why : "no reason given");
 }
 
 FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {

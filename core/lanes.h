@@ -49,11 +49,9 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
     default: return fsdpi_run_collective(w, op, stream);
     }
     if (status == FSDP_OK) return FSDP_OK;
-    char text[FSDPI_TEXT];
-    snprintf(text, sizeof text, "rank %d: %s (%s) of '%s' failed on device %s: %s", w->rank,
-             fsdp_op_name(op->kind), fsdp_op_label(op), op->what, d->name,
-             fsdpi_device_text(w, status));
-    return fsdpi_world_fail(w, status, text);
+    return fsdpi_world_fail(w, status, "rank %d: %s (%s) of '%s' failed on device %s: %s", w->rank,
+                            fsdp_op_name(op->kind), fsdp_op_label(op), op->what, d->name,
+                            fsdpi_device_text(w, status));
 }
 
 // The same for a record whose times an extension wants: in the caller's or a worker's thread.
@@ -168,18 +166,16 @@ static void fsdpi_lanes_stop(fsdp_world *w) {
 // The world's failure that the backend knows of, if there is one.
 static fsdp_status fsdpi_backend_poll(fsdp_world *w) {
     fsdp_status status = w->comm && w->comm_ops->poll ? w->comm_ops->poll(w->comm) : FSDP_OK;
-    return status ? fsdpi_world_fail(w, status, w->comm_ops->error_text(w->comm)) : FSDP_OK;
+    return status ? fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(w->comm)) : FSDP_OK;
 }
 
 /* A call of the device table has failed outside an op. A collective that a peer's end has stopped
    looks like that too: then the backend knows more. */
 static fsdp_status fsdpi_device_fail(fsdp_world *w, fsdp_status status, const char *what) {
-    char text[FSDPI_TEXT];
     fsdp_status known = fsdpi_backend_poll(w);
     if (known) return known;
-    snprintf(text, sizeof text, "rank %d: %s device %s failed: %s", w->rank, what,
-             w->device_ops->name, fsdpi_device_text(w, status));
-    return fsdpi_world_fail(w, status, text);
+    return fsdpi_world_fail(w, status, "rank %d: %s device %s failed: %s", w->rank, what,
+                            w->device_ops->name, fsdpi_device_text(w, status));
 }
 
 #define FSDPI_FENCE_NS       ((int64_t)50000000)   // from one look at the world to the next

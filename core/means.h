@@ -22,11 +22,8 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read who is told
     if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
     if (status)
-        return fsdpi_fail_stuck(w, fsdpi_fail(w, status,
-                                              "attach: device %s cannot tell when '%s' "
-                                              "has to know: %s",
-                                              w->device_ops->name, e.name,
-                                              fsdpi_device_text(w, status)));
+        return fsdpi_fail(w, status, "attach: device %s cannot tell when '%s' has to know: %s",
+                          w->device_ops->name, e.name, fsdpi_device_text(w, status));
     fsdpi_attached *a = (fsdpi_attached *)fsdpi_model_alloc(model, sizeof *a), **last;
     if (!a) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
     a->e = e;
@@ -314,10 +311,9 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     model->counters.allocations += !status && device;
     if (!status) return FSDP_OK;
     *ptr = NULL;
-    return fsdpi_fail_stuck(
-        w, fsdpi_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
+    return fsdpi_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
                       device ? " on device " : "", device ? w->device_ops->name : "",
-                      device ? fsdpi_device_text(w, status) : "the allocator refused"));
+                      device ? fsdpi_device_text(w, status) : "the allocator refused");
 }
 
 FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes) {

@@ -118,7 +118,7 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     w->num_comms++;
     fsdp_status status = w->comm_ops->split(parent, &group, out);
     fsdpi_free(&w->boot.allocator, members);
-    return status ? fsdpi_world_fail(w, status, w->comm_ops->error_text(parent)) : FSDP_OK;
+    return status ? fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(parent)) : FSDP_OK;
 }
 
 // The group of `size` neighbours along a dim that this rank is in, for what runs on a stream, made
@@ -137,7 +137,7 @@ static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size,
                              : fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
     if (status) {
         fsdpi_free(&w->boot.allocator, sub);
-        return fsdpi_failed(w) ? status : fsdpi_fail_together(w, status);
+        return fsdpi_fail_together(w, status);
     }
     sub->mesh = mesh;
     sub->dim = dim;
@@ -222,7 +222,7 @@ static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const 
         status = fsdpi_mesh_groups(mesh, dim);
         if (status) fsdpi_mesh_free(mesh);
     }
-    if (status) return fsdpi_failed(w) || alone ? status : fsdpi_fail_together(w, status);
+    if (status) return alone ? status : fsdpi_fail_together(w, status);
     mesh->next = w->meshes;
     w->meshes = mesh;
     *out = mesh;

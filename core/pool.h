@@ -50,11 +50,9 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_status status = shared ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
                                 : w->device_ops->alloc(w->device, kind, buf->bytes, &ptr);
     if (status)
-        return fsdpi_fail_stuck(
-            w,
-            fsdpi_fail(w, status, "%llu bytes for %s could not be allocated: %s",
-                       (unsigned long long)buf->bytes, fsdp_model_pool_name(m, buf->pool),
-                       shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status)));
+        return fsdpi_fail(w, status, "%llu bytes for %s could not be allocated: %s",
+                          (unsigned long long)buf->bytes, fsdp_model_pool_name(m, buf->pool),
+                          shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
     buf->ptr = (char *)ptr;
     return fsdpi_buf_events(w, buf);
 }
@@ -113,7 +111,7 @@ static fsdp_status fsdpi_class_fill(fsdp_model *m, fsdpi_class *c) {
 // A failure inside a collective call: the other ranks must hear of it. A prediction is this rank's
 // own.
 static fsdp_status fsdpi_model_fail(fsdp_model *m, fsdp_status status) {
-    return m->dry || fsdpi_failed(m->world) ? status : fsdpi_fail_together(m->world, status);
+    return m->dry ? status : fsdpi_fail_together(m->world, status);
 }
 
 // A free slot of a class: the least recently released one, or a new one.

@@ -108,7 +108,7 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
     status = w->comm_ops->alloc(w->comm, FSDPI_BOUNCE, &w->bounce);
     if (status) {
         w->bounce = NULL;
-        return fsdpi_world_fail(w, status, w->comm_ops->error_text(w->comm));
+        return fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(w->comm));
     }
     return FSDP_OK;
 }
@@ -160,7 +160,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     fsdpi_free(&w->boot.allocator, ranks);
     if (!status) return FSDP_OK;
     w->reduce_comm = w->comm;
-    return fsdpi_world_fail(w, status, w->comm_ops->error_text(w->comm));
+    return fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(w->comm));
 }
 
 static void fsdpi_world_close(fsdp_world *w) {
