@@ -252,10 +252,11 @@ static FSDPI_UNUSED void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm 
 /* Word by word, since the author of an error text may read while the owner writes; the text may
    then mix two operations. Ranks that compare are ordered by a barrier and see whole ones. */
 static void fsdpi_record_put(uint64_t *to, const fsdpi_record *record) {
-    uint64_t words[FSDPI_RECORD_WORDS];
-    memcpy(words, record, sizeof words);
-    for (size_t i = 0; i < FSDPI_RECORD_WORDS; i++)
-        __atomic_store_n(&to[i], words[i], __ATOMIC_RELAXED);
+    for (size_t i = 0; i < FSDPI_RECORD_WORDS; i++) {
+        uint64_t word;
+        memcpy(&word, (const char *)record + i * sizeof word, sizeof word);
+        __atomic_store_n(&to[i], word, __ATOMIC_RELAXED);
+    }
 }
 
 static fsdpi_record fsdpi_record_get(const uint64_t *from) {

@@ -167,11 +167,11 @@ typedef struct fsdpi_shm_comm {
     uint64_t block; // place of the group's block
     uint32_t barrier, waits;
     int spin, is_world;
-    uint32_t calls;               // of send and recv so far
-    fsdpi_shm_place *other;       // the member that this rank waits for; NULL: a barrier
-    uint32_t theirs;              // number of its call for this rank; 0: it has not come yet
+    uint32_t calls;         // of send and recv so far
+    uint32_t theirs;        // number of the other one's call for this rank; 0: it has not come yet
+    fsdpi_shm_place *other; // the member that this rank waits for; NULL: a barrier
+    uint64_t small[FSDPI_SHM_SMALL / sizeof(uint64_t)];
     uint32_t met[FSDPI_MAX_SRCS]; // by member: number of its last call that was for this rank
-    char small[FSDPI_SHM_SMALL];
 } fsdpi_shm_comm;
 
 /* -------------------------------------------------------------------------------------------- */
