@@ -612,27 +612,37 @@ static void fsdpi_shm_show(fsdpi_shm_comm *c, const fsdpi_chunk *mine, const voi
     now->at = mine->at, now->part = mine->part, now->number = mine->number;
 }
 
-// Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
-static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, int k,
-                                  const char **out) {
-    fsdpi_shm_world *w = c->world;
-    uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_record, offset)),
-             at = fsdpi_shm_word(c, k, offsetof(fsdpi_record, at));
+// The allocation of member k that its buffer is in, where it lies elsewhere than this rank's own.
+static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, const char **out) {
+    uint64_t at = fsdpi_shm_word(c, k, offsetof(fsdpi_record, at)),
+             number = fsdpi_shm_word(c, k, offsetof(fsdpi_record, number));
     size_t part = (size_t)fsdpi_shm_word(c, k, offsetof(fsdpi_record, part));
-    int rank = (int)c->base.ranks[k], alike = at == mine->at && part == mine->part;
-    *out = (const char *)(uintptr_t)offset;
-    if (w->fd < 0) return FSDP_OK;
-    char *base = alike ? mine->base + part * (size_t)rank
-                       : fsdpi_shm_map_remote(w, rank, at, part,
-                                              fsdpi_shm_word(c, k, offsetof(fsdpi_record, number)));
-    *out = base + (ptrdiff_t)offset;
-    if (base) return FSDP_OK;
+    int rank = (int)c->base.ranks[k];
     char what[160];
+    *out = fsdpi_shm_map_remote(c->world, rank, at, part, number);
+    if (*out) return FSDP_OK;
     (void)snprintf(what, sizeof what,
                    "%llu bytes of rank %d cannot be mapped; raise the limits of address space "
                    "(ulimit -v), mappings (vm.max_map_count) or memory",
                    (unsigned long long)part, rank);
     return fsdpi_shm_fail_here(c, FSDP_ERR_OUT_OF_MEMORY, what);
+}
+
+// Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
+static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, int k,
+                                  const char **out) {
+    uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_record, offset));
+    fsdp_status status = FSDP_OK;
+    if (c->world->fd < 0) {
+        *out = (const char *)(uintptr_t)offset;
+        return FSDP_OK;
+    }
+    if (fsdpi_shm_word(c, k, offsetof(fsdpi_record, at)) == mine->at &&
+        fsdpi_shm_word(c, k, offsetof(fsdpi_record, part)) == mine->part)
+        *out = mine->base + mine->part * (size_t)c->base.ranks[k];
+    else status = fsdpi_shm_reach(c, k, out);
+    if (!status) *out += (ptrdiff_t)offset;
+    return status;
 }
 
 // of: where each member's buffer is.
