@@ -165,11 +165,11 @@ typedef struct fsdpi_shm_comm {
     uint64_t block; // place of the group's block
     uint32_t barrier, waits;
     int spin;
-    uint32_t calls;               // of send and recv so far
-    fsdpi_shm_place *other;       // the member that this rank waits for; NULL: a barrier
-    uint32_t theirs;              // number of its call for this rank; 0: it has not come yet
+    uint32_t calls;         // of send and recv so far
+    uint32_t theirs;        // number of the other one's call for this rank; 0: it has not come yet
+    fsdpi_shm_place *other; // the member that this rank waits for; NULL: a barrier
+    uint64_t small[FSDPI_SHM_SMALL / sizeof(uint64_t)];
     uint32_t met[FSDPI_MAX_SRCS]; // by member: number of its last call that was for this rank
-    char small[FSDPI_SHM_SMALL];
 } fsdpi_shm_comm;
 
 static fsdpi_shm_comm *fsdpi_shm_comm_of(fsdpi_comm *base) {
@@ -601,26 +601,36 @@ static fsdp_status fsdpi_shm_hear(fsdpi_comm *base, const fsdp_coll *op) {
     return status;
 }
 
-// Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
-static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, int k,
-                                  const char **out) {
-    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
-    uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_record, offset)),
-             at = fsdpi_shm_word(c, k, offsetof(fsdpi_record, at));
+// The allocation of member k that its buffer is in, where it lies elsewhere than this rank's own.
+static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, const char **out) {
+    uint64_t at = fsdpi_shm_word(c, k, offsetof(fsdpi_record, at)),
+             number = fsdpi_shm_word(c, k, offsetof(fsdpi_record, number));
     size_t part = (size_t)fsdpi_shm_word(c, k, offsetof(fsdpi_record, part));
-    int rank = (int)c->base.ranks[k], alike = at == mine->at && part == mine->part;
-    *out = (const char *)(uintptr_t)offset;
-    if (w->fd < 0) return FSDP_OK;
-    char *base = alike ? mine->base + part * (size_t)rank
-                       : fsdpi_shm_map_remote(w, rank, at, part,
-                                              fsdpi_shm_word(c, k, offsetof(fsdpi_record, number)));
-    *out = base + (ptrdiff_t)offset;
-    if (base) return FSDP_OK;
+    int rank = (int)c->base.ranks[k];
+    *out = fsdpi_shm_map_remote(fsdpi_shm_world_of(c), rank, at, part, number);
+    if (*out) return FSDP_OK;
     return fsdpi_comm_fail(
         &c->base, FSDP_ERR_OUT_OF_MEMORY,
         "%llu bytes of rank %d cannot be mapped; raise the limits of address space "
         "(ulimit -v), mappings (vm.max_map_count) or memory",
         (unsigned long long)part, rank);
+}
+
+// Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
+static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, int k,
+                                  const char **out) {
+    uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_record, offset));
+    fsdp_status status = FSDP_OK;
+    if (fsdpi_shm_world_of(c)->fd < 0) {
+        *out = (const char *)(uintptr_t)offset;
+        return FSDP_OK;
+    }
+    if (fsdpi_shm_word(c, k, offsetof(fsdpi_record, at)) == mine->at &&
+        fsdpi_shm_word(c, k, offsetof(fsdpi_record, part)) == mine->part)
+        *out = mine->base + mine->part * (size_t)c->base.ranks[k];
+    else status = fsdpi_shm_reach(c, k, out);
+    if (!status) *out += (ptrdiff_t)offset;
+    return status;
 }
 
 // of: where each member's buffer is.
