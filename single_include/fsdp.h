@@ -56,6 +56,7 @@ CONTENTS
     core/options.h         setters
     core/model.h           a model begins and ends
     core/means.h           what extensions do: records, buffers, copies, states
+    core/snapshot.h        what a step changes, saved and brought back
     core/init.h            a world begins and ends; collectives on host data
     Further backends are in the folder backends/ of the same version, to be put beside this file.
     Extensions (fsdp_optim.h) are one file each, beside this file, too.
@@ -2151,7 +2152,9 @@ FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit
 /* fsdp_emit - number a record, count it, show it to extensions, and run it in its stream's order
    op          of fsdp_op_init, then the kind's fields: docs/extensions.md lists them. src and dst
                are what it waits for and makes others wait for; src_ptr, dst_ptr NULL: their begin.
-               seq, wait, bytes and group_size 0 are filled in. A marker is only shown
+               seq, wait and bytes 0 are filled in. A marker is shown, and does what it
+               says: ACQUIRE holds dst, RELEASE gives src back behind `stream`, WROTE says that the
+               caller has written dst
    Result      FSDP_OK; INVALID_ARG (a field: named), UNSUPPORTED (a collective that the backend has
                not), OUT_OF_MEMORY; collective errors, where it runs at once
    Collective  if the record is one: every rank of op->comm, same order, same what and count
@@ -2207,6 +2210,35 @@ FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf);
 FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf);
 FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf);
 FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
+
+/* fsdp_model_snapshot - save what a step changes: states of units, who used what, numbers and
+   events of records and slots, counters. Not what buffers contain. A rehearsal is a snapshot, the
+   calls of a step with an extension that takes every record and provides every slot, and a restore
+   fsdp_unit_snapshot  - of one unit: its states, what its gradients are, which slots it holds.
+   Equal states that hold the same slots have equal bytes
+   buf         room for cap bytes, or NULL; untouched where they are too few
+   Result      bytes of the whole; 0 for NULL, and for a model that is not committed
+   Collective  no      Blocks no      Allocates no */
+FSDP_API size_t fsdp_model_snapshot(const fsdp_model *model, void *buf, size_t cap);
+FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap);
+
+/* fsdp_model_restore - bring back what fsdp_model_snapshot saved
+   fsdp_unit_restore  - bring a unit into a state that it has been in; it holds that state's slots.
+               The extension has emitted the records that lead there. A state of backward
+               begins the model's backward, as the call would
+   Result      FSDP_OK; INVALID_ARG (the size: laid out anew, or more slots, since it was taken);
+               the stored status if the world is aborted
+   Collective  no, but every rank has to do the same
+   Blocks      model: for operations under way; unit: no      Allocates no */
+FSDP_API fsdp_status fsdp_model_restore(fsdp_model *model, const void *buf, size_t nbytes);
+FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes);
+
+/* fsdp_unit_flag_use - bring the flags of use, which ride along in a unit's reduction, up to date,
+   before an extension emits that reduction's records itself
+   Result      FSDP_OK; INVALID_ARG; the stored status if the world is aborted
+   Collective  no      Blocks on devices with streams, where flags have changed: for copies of them
+   Allocates   no */
+FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit);
 
 /* fsdp_pools_trim - free every slot that no unit holds; the next use allocates anew
    Result      FSDP_OK; the stored status if the world is aborted
@@ -3133,29 +3165,19 @@ static void fsdpi_set_error(fsdp_world *w, const char *text) {
     snprintf(w ? w->error : fsdpi_thread_error, FSDPI_TEXT, "%s", text);
 }
 
-// Record and log a failure; the world goes on. Returns status.
+static fsdp_status fsdpi_failed(const fsdp_world *w) { return (fsdp_status)FSDPI_LOAD(&w->failed); }
+
+/* The world fails: sticky here, and told to the peers. The first failure stays, and its text is
+   there before its status can be seen. Returns the status that stays. */
 FSDP_PRINTF(3, 4)
-static fsdp_status fsdpi_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
+static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
     char text[FSDPI_TEXT];
-    int used = w && w->rank >= 0 ? snprintf(text, sizeof text, "rank %d: ", w->rank) : 0;
     va_list args;
     va_start(args, fmt);
-    vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
+    vsnprintf(text, sizeof text, fmt, args);
     va_end(args);
-    fsdpi_set_error(w, text);
-    fsdpi_log(w, FSDP_LOG_ERROR, status, text);
-    return status;
-}
-
-static fsdp_status fsdpi_null(fsdp_world *w, const char *what) {
-    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
-}
-
-// Abort the world with a finished text: sticky here, and told to the peers. The first failure
-// stays, and its text is there before its status can be seen.
-static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const char *text) {
     fsdpi_lock(&w->fail_lock);
-    fsdp_status earlier = (fsdp_status)w->failed;
+    fsdp_status earlier = fsdpi_failed(w);
     if (!earlier) {
         snprintf(w->failure, sizeof w->failure, "%s", text);
         FSDPI_STORE(&w->failed, (uint32_t)status);
@@ -3167,18 +3189,30 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
     return status;
 }
 
-// A rank that cannot go on inside a collective call must not leave the others waiting.
+/* This call fails: the text is recorded and logged. Returns status. The world goes on, but for one
+   whose device does not end its work: there frees leave memory alone, and fills leave it dirty. */
+FSDP_PRINTF(3, 4)
+static fsdp_status fsdpi_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
+    char text[FSDPI_TEXT];
+    int used = w && w->rank >= 0 ? snprintf(text, sizeof text, "rank %d: ", w->rank) : 0;
+    va_list args;
+    va_start(args, fmt);
+    vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
+    va_end(args);
+    fsdpi_set_error(w, text);
+    fsdpi_log(w, FSDP_LOG_ERROR, status, text);
+    return w && FSDPI_LOAD(&w->stuck) ? fsdpi_world_fail(w, status, "%s", text) : status;
+}
+
+static fsdp_status fsdpi_null(fsdp_world *w, const char *what) {
+    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
+}
+
+// A call of all ranks has failed on this one, or status is FSDP_OK: the others must not wait.
 static fsdp_status fsdpi_fail_together(fsdp_world *w, fsdp_status status) {
-    return status == FSDP_OK || w->size == 1 ? status : fsdpi_world_fail(w, status, w->error);
+    if (status == FSDP_OK || w->size == 1 || fsdpi_failed(w)) return status;
+    return fsdpi_world_fail(w, status, "%s", w->error);
 }
-
-// A device that does not end its work ends the world: frees leave memory alone from then on, and
-// fills leave it dirty.
-static fsdp_status fsdpi_fail_stuck(fsdp_world *w, fsdp_status status) {
-    return FSDPI_LOAD(&w->stuck) ? fsdpi_world_fail(w, status, w->error) : status;
-}
-
-static fsdp_status fsdpi_failed(const fsdp_world *w) { return (fsdp_status)FSDPI_LOAD(&w->failed); }
 
 /* Copies a desc into a zeroed struct of this header's size. An older program's struct is shorter:
    its size says so, and its end canary is then the last thing in it. */
@@ -3215,8 +3249,6 @@ extern char **fsdpi_backtrace_symbols(void *const *frames, int size) __asm__("ba
    Source: torch: _raise_assert_with_print. */
 static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char *where,
                                                       const char *what) {
-    char text[FSDPI_TEXT];
-    snprintf(text, sizeof text, "[Rank %d] %s: %s does not hold", w->rank, where, what);
 #if defined(__GLIBC__)
     void *frames[32];
     int num = fsdpi_backtrace(frames, 32);
@@ -3225,7 +3257,8 @@ static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char 
         fsdpi_log(w, FSDP_LOG_ERROR, FSDP_ERR_INTERNAL, names[i]);
     free(names);
 #endif
-    return fsdpi_world_fail(w, FSDP_ERR_INTERNAL, text);
+    return fsdpi_world_fail(w, FSDP_ERR_INTERNAL, "[Rank %d] %s: %s does not hold", w->rank, where,
+                            what);
 }
 
 #ifndef FSDP_ASSERT
@@ -3670,7 +3703,7 @@ FSDP_API const char *fsdp_label_name(int label) {
         FSDP_LABEL_LIST(FSDP_X)
 #undef FSDP_X
     };
-    if (label >= FSDP_LABEL_COUNT && label < FSDP_LABEL_COUNT + FSDPI_NAMES) return "extension";
+    if (label >= FSDP_LABEL_COUNT && label - FSDP_LABEL_COUNT < FSDPI_NAMES) return "extension";
     return label >= 0 && label < FSDP_LABEL_COUNT ? names[label] : "?";
 }
 
@@ -4327,12 +4360,16 @@ static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
         r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].full);
         r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].count);
     }
-    uint64_t bytes, h;
+    uint64_t bytes = 1, h = 0;
     uint8_t kind = r->kind;
+    for (size_t i = 0; i < sizeof r->what && bytes; i += sizeof bytes) { // zeros behind the name
+        memcpy(&bytes, r->what + i, sizeof bytes);
+        h = fsdpi_hash(h, bytes);
+    }
     if (kind == FSDP_OP_RECV) r->kind = FSDP_OP_SEND; // which match each other
     memcpy(&bytes, &r->kind, sizeof bytes); // the six bytes from kind to state, and two zeros
     r->kind = kind;
-    h = fsdpi_hash(fsdpi_hash_text(r->what), bytes);
+    h = fsdpi_hash(h, bytes);
     h = fsdpi_hash(fsdpi_hash(h, r->fingerprint), r->count);
     h = fsdpi_hash(h, r->segs);
     r->key = fsdpi_hash(h, fsdpi_is_pair(kind) ? 0 : (uint64_t)(uint32_t)r->root);
@@ -4851,11 +4888,11 @@ typedef struct fsdpi_shm_comm {
     uint64_t block; // place of the group's block
     uint32_t barrier, waits;
     int spin;
-    uint32_t calls;               // of send and recv so far
-    fsdpi_shm_place *other;       // the member that this rank waits for; NULL: a barrier
-    uint32_t theirs;              // number of its call for this rank; 0: it has not come yet
+    uint32_t calls;         // of send and recv so far
+    uint32_t theirs;        // number of the other one's call for this rank; 0: it has not come yet
+    fsdpi_shm_place *other; // the member that this rank waits for; NULL: a barrier
+    uint64_t small[FSDPI_SHM_SMALL / sizeof(uint64_t)];
     uint32_t met[FSDPI_MAX_SRCS]; // by member: number of its last call that was for this rank
-    char small[FSDPI_SHM_SMALL];
 } fsdpi_shm_comm;
 
 static fsdpi_shm_comm *fsdpi_shm_comm_of(fsdpi_comm *base) {
@@ -5287,26 +5324,36 @@ static fsdp_status fsdpi_shm_hear(fsdpi_comm *base, const fsdp_coll *op) {
     return status;
 }
 
-// Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
-static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, int k,
-                                  const char **out) {
-    fsdpi_shm_world *w = fsdpi_shm_world_of(c);
-    uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_record, offset)),
-             at = fsdpi_shm_word(c, k, offsetof(fsdpi_record, at));
+// The allocation of member k that its buffer is in, where it lies elsewhere than this rank's own.
+static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, const char **out) {
+    uint64_t at = fsdpi_shm_word(c, k, offsetof(fsdpi_record, at)),
+             number = fsdpi_shm_word(c, k, offsetof(fsdpi_record, number));
     size_t part = (size_t)fsdpi_shm_word(c, k, offsetof(fsdpi_record, part));
-    int rank = (int)c->base.ranks[k], alike = at == mine->at && part == mine->part;
-    *out = (const char *)(uintptr_t)offset;
-    if (w->fd < 0) return FSDP_OK;
-    char *base = alike ? mine->base + part * (size_t)rank
-                       : fsdpi_shm_map_remote(w, rank, at, part,
-                                              fsdpi_shm_word(c, k, offsetof(fsdpi_record, number)));
-    *out = base + (ptrdiff_t)offset;
-    if (base) return FSDP_OK;
+    int rank = (int)c->base.ranks[k];
+    *out = fsdpi_shm_map_remote(fsdpi_shm_world_of(c), rank, at, part, number);
+    if (*out) return FSDP_OK;
     return fsdpi_comm_fail(
         &c->base, FSDP_ERR_OUT_OF_MEMORY,
         "%llu bytes of rank %d cannot be mapped; raise the limits of address space "
         "(ulimit -v), mappings (vm.max_map_count) or memory",
         (unsigned long long)part, rank);
+}
+
+// Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
+static fsdp_status fsdpi_shm_find(fsdpi_shm_comm *c, const fsdpi_chunk *mine, int k,
+                                  const char **out) {
+    uint64_t offset = fsdpi_shm_word(c, k, offsetof(fsdpi_record, offset));
+    fsdp_status status = FSDP_OK;
+    if (fsdpi_shm_world_of(c)->fd < 0) {
+        *out = (const char *)(uintptr_t)offset;
+        return FSDP_OK;
+    }
+    if (fsdpi_shm_word(c, k, offsetof(fsdpi_record, at)) == mine->at &&
+        fsdpi_shm_word(c, k, offsetof(fsdpi_record, part)) == mine->part)
+        *out = mine->base + mine->part * (size_t)c->base.ranks[k];
+    else status = fsdpi_shm_reach(c, k, out);
+    if (!status) *out += (ptrdiff_t)offset;
+    return status;
 }
 
 // of: where each member's buffer is.
@@ -6166,13 +6213,12 @@ static inline uint64_t fsdpi_coll_bytes(int kind, uint64_t group_size, uint64_t 
 
 // A function of the user's has failed inside an op: the world cannot go on.
 static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status result) {
-    char text[FSDPI_TEXT];
-    snprintf(text, sizeof text,
-             "rank %d: your function for %s (%s) of unit '%s' returned %d (%s), expected FSDP_OK",
-             w->rank, fsdp_op_name(op->kind), fsdp_op_label(op), op->what, (int)result,
-             fsdp_status_name(result));
     int fatal = result > FSDP_ERR_INVALID_STATE && result <= FSDP_ERR_INTERNAL;
-    return fsdpi_world_fail(w, fatal ? result : FSDP_ERR_ABORTED, text);
+    return fsdpi_world_fail(
+        w, fatal ? result : FSDP_ERR_ABORTED,
+        "rank %d: your function for %s (%s) of unit '%s' returned %d (%s), expected FSDP_OK",
+        w->rank, fsdp_op_name(op->kind), fsdp_op_label(op), op->what, (int)result,
+        fsdp_status_name(result));
 }
 
 // The user's function for a unit's collective of a step; not for those of param_full.
@@ -6207,7 +6253,10 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     c.what = op->what;
     c.stream = stream;
     // What all ranks must agree on. seq is left out: ranks may differ in purely local ops.
-    uint64_t h = fsdpi_hash((uint64_t)(uint32_t)op->root << 8 | op->kind,
+    // The two of a pair name each other, one by SEND and one by RECV.
+    int is_pair = op->kind == FSDP_OP_SEND || op->kind == FSDP_OP_RECV;
+    uint32_t root = is_pair ? 0 : (uint32_t)op->root;
+    uint64_t h = fsdpi_hash((uint64_t)root << 8 | (uint8_t)(is_pair ? (int)FSDP_OP_SEND : op->kind),
                             ((uint64_t)op->dtype << 40) | ((uint64_t)op->out_dtype << 32) |
                                 ((uint64_t)op->redop << 24) | ((uint64_t)op->label << 16) |
                                 ((uint64_t)op->state << 8) | op->accumulate);
@@ -6219,7 +6268,7 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
                                 : w->comm_ops->run(op->comm, &c);
     const char *text = status ? w->comm_ops->error_text(op->comm) : "";
     if (status && custom && !*text) return fsdpi_user_fail(w, op, status);
-    return status ? fsdpi_world_fail(w, status, text) : FSDP_OK;
+    return status ? fsdpi_world_fail(w, status, "%s", text) : FSDP_OK;
 }
 
 /* ==== core/host.h ===========================================================================
@@ -6546,11 +6595,9 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
     default: return fsdpi_run_collective(w, op, stream);
     }
     if (status == FSDP_OK) return FSDP_OK;
-    char text[FSDPI_TEXT];
-    snprintf(text, sizeof text, "rank %d: %s (%s) of '%s' failed on device %s: %s", w->rank,
-             fsdp_op_name(op->kind), fsdp_op_label(op), op->what, d->name,
-             fsdpi_device_text(w, status));
-    return fsdpi_world_fail(w, status, text);
+    return fsdpi_world_fail(w, status, "rank %d: %s (%s) of '%s' failed on device %s: %s", w->rank,
+                            fsdp_op_name(op->kind), fsdp_op_label(op), op->what, d->name,
+                            fsdpi_device_text(w, status));
 }
 
 // The same for a record whose times an extension wants: in the caller's or a worker's thread.
@@ -6665,18 +6712,16 @@ static void fsdpi_lanes_stop(fsdp_world *w) {
 // The world's failure that the backend knows of, if there is one.
 static fsdp_status fsdpi_backend_poll(fsdp_world *w) {
     fsdp_status status = w->comm && w->comm_ops->poll ? w->comm_ops->poll(w->comm) : FSDP_OK;
-    return status ? fsdpi_world_fail(w, status, w->comm_ops->error_text(w->comm)) : FSDP_OK;
+    return status ? fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(w->comm)) : FSDP_OK;
 }
 
 /* A call of the device table has failed outside an op. A collective that a peer's end has stopped
    looks like that too: then the backend knows more. */
 static fsdp_status fsdpi_device_fail(fsdp_world *w, fsdp_status status, const char *what) {
-    char text[FSDPI_TEXT];
     fsdp_status known = fsdpi_backend_poll(w);
     if (known) return known;
-    snprintf(text, sizeof text, "rank %d: %s device %s failed: %s", w->rank, what,
-             w->device_ops->name, fsdpi_device_text(w, status));
-    return fsdpi_world_fail(w, status, text);
+    return fsdpi_world_fail(w, status, "rank %d: %s device %s failed: %s", w->rank, what,
+                            w->device_ops->name, fsdpi_device_text(w, status));
 }
 
 #define FSDPI_FENCE_NS       ((int64_t)50000000)   // from one look at the world to the next
@@ -6914,7 +6959,7 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     w->num_comms++;
     fsdp_status status = w->comm_ops->split(parent, &group, out);
     fsdpi_free(&w->boot.allocator, members);
-    return status ? fsdpi_world_fail(w, status, w->comm_ops->error_text(parent)) : FSDP_OK;
+    return status ? fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(parent)) : FSDP_OK;
 }
 
 // The group of `size` neighbours along a dim that this rank is in, for what runs on a stream, made
@@ -6933,7 +6978,7 @@ static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size,
                              : fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
     if (status) {
         fsdpi_free(&w->boot.allocator, sub);
-        return fsdpi_failed(w) ? status : fsdpi_fail_together(w, status);
+        return fsdpi_fail_together(w, status);
     }
     sub->mesh = mesh;
     sub->dim = dim;
@@ -7018,7 +7063,7 @@ static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const 
         status = fsdpi_mesh_groups(mesh, dim);
         if (status) fsdpi_mesh_free(mesh);
     }
-    if (status) return fsdpi_failed(w) || alone ? status : fsdpi_fail_together(w, status);
+    if (status) return alone ? status : fsdpi_fail_together(w, status);
     mesh->next = w->meshes;
     w->meshes = mesh;
     *out = mesh;
@@ -7289,7 +7334,7 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
     status = w->comm_ops->alloc(w->comm, FSDPI_BOUNCE, &w->bounce);
     if (status) {
         w->bounce = NULL;
-        return fsdpi_world_fail(w, status, w->comm_ops->error_text(w->comm));
+        return fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(w->comm));
     }
     return FSDP_OK;
 }
@@ -7341,7 +7386,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     fsdpi_free(&w->boot.allocator, ranks);
     if (!status) return FSDP_OK;
     w->reduce_comm = w->comm;
-    return fsdpi_world_fail(w, status, w->comm_ops->error_text(w->comm));
+    return fsdpi_world_fail(w, status, "%s", w->comm_ops->error_text(w->comm));
 }
 
 static void fsdpi_world_close(fsdp_world *w) {
@@ -7665,11 +7710,9 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_status status = shared ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
                                 : w->device_ops->alloc(w->device, kind, buf->bytes, &ptr);
     if (status)
-        return fsdpi_fail_stuck(
-            w,
-            fsdpi_fail(w, status, "%llu bytes for %s could not be allocated: %s",
-                       (unsigned long long)buf->bytes, fsdp_model_pool_name(m, buf->pool),
-                       shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status)));
+        return fsdpi_fail(w, status, "%llu bytes for %s could not be allocated: %s",
+                          (unsigned long long)buf->bytes, fsdp_model_pool_name(m, buf->pool),
+                          shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
     buf->ptr = (char *)ptr;
     return fsdpi_buf_events(w, buf);
 }
@@ -7728,7 +7771,7 @@ static fsdp_status fsdpi_class_fill(fsdp_model *m, fsdpi_class *c) {
 // A failure inside a collective call: the other ranks must hear of it. A prediction is this rank's
 // own.
 static fsdp_status fsdpi_model_fail(fsdp_model *m, fsdp_status status) {
-    return m->dry || fsdpi_failed(m->world) ? status : fsdpi_fail_together(m->world, status);
+    return m->dry ? status : fsdpi_fail_together(m->world, status);
 }
 
 // A free slot of a class: the least recently released one, or a new one.
@@ -8170,6 +8213,7 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     m->counters.calls[op->kind]++;
     m->counters.bytes[op->kind] += op->bytes;
     if (m->dry) return FSDP_OK;
+    if (w->mode == FSDPI_INLINE && !m->watch) return fsdpi_execute(w, op, NULL); // no order to keep
     if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
     if (op->dst) op->dst->avail.seq = 0;
     fsdp_op seen;
@@ -8422,7 +8466,7 @@ static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_p
     int stream = row->stream == FSDP_STREAM_COUNT ? fsdpi_out_stream(u) : row->stream;
     int extended = row->each && row->call && part->extended;
     fsdp_op *op = &t->op;
-    *op = fsdpi_op(u->model, u, extended ? FSDP_OP_CALL : row->op, row->label, stream);
+    *op = fsdpi_op(u->model, u, extended ? (int)FSDP_OP_CALL : row->op, row->label, stream);
     fsdpi_template_group(u, row->group, op);
     if ((row->group && op->group_size < 2) || (row->work && !extended && work->count == 0))
         return t;
@@ -8725,9 +8769,10 @@ static fsdp_status fsdpi_do_prefetch_backward(fsdp_unit *u) {
 /* ==== core/usage.h ==========================================================================
    who used which parameter */
 
-// Owns: fsdpi_usage and fsdpi_param.use. A parameter is used when the caller asks where its gradient
-// is written. Flags of use ride along in every reduction, summed like gradients, so that a parameter
-// that no rank used is known without another collective. Ranks that used one know without looking.
+// Owns: fsdpi_usage and fsdpi_param.use. A parameter is used when the caller asks where its
+// gradient is written. Flags of use ride along in every reduction, summed like gradients, so that a
+// parameter that no rank used is known without another collective. Ranks that used one know without
+// looking.
 
 // A flag for each trainable, in the two dtypes of a reduction's input. Flags are divided like
 // gradients, so that one of `value`, what they are divided by, does not vanish.
@@ -8856,10 +8901,10 @@ static void fsdpi_usage_learn(fsdp_unit *u) {
 /* ==== core/grads.h ==========================================================================
    gradients: written, collected, reduced */
 
-// Owns: fsdpi_grads. What happens to gradients is decided by the unit's route; here stand its steps.
-// Invariants: at most one of the slots GRAD and RIN holds what a reduction will read when it begins;
-// whoever gives a slot back names its last reader. Source: torch: FSDPParamGroup.post_backward,
-// foreach_reduce.
+// Owns: fsdpi_grads. What happens to gradients is decided by the unit's route; here stand its
+// steps. Invariants: at most one of the slots GRAD and RIN holds what a reduction will read when it
+// begins; whoever gives a slot back names its last reader.
+// Source: torch: FSDPParamGroup.post_backward, foreach_reduce.
 
 // The route for what the shard gradient holds now.
 static const fsdpi_route *fsdpi_route_now(const fsdp_unit *u) {
@@ -8934,8 +8979,8 @@ static fsdp_status fsdpi_do_grads(fsdp_unit *u) {
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// The steps of a route, in the order of FSDPI_STEP_LIST. Steps that read the reduce input do nothing
-// where only sums of the shard group wait for their all-reduce.
+// The steps of a route, in the order of FSDPI_STEP_LIST. Steps that read the reduce input do
+// nothing where only sums of the shard group wait for their all-reduce.
 
 // With grads_overwrite nothing was zeroed: what this rank did not store must not count.
 static fsdp_status fsdpi_step_zero_unused(fsdp_unit *u) {
@@ -9835,17 +9880,18 @@ static FSDPI_NOINLINE fsdp_status fsdpi_show_call(fsdp_model *m, const fsdp_unit
 }
 
 static inline fsdp_status fsdpi_announce(fsdp_model *m, const fsdp_unit *u, int call,
-                                         uint8_t state) {
+                                         const char *what, uint8_t state) {
     m->call_state = state;
-    return m->watch & FSDPI_OPS ? fsdpi_show_call(m, u, call, fsdpi_call_name(call)) : FSDP_OK;
+    return m->watch & FSDPI_OPS ? fsdpi_show_call(m, u, call, what) : FSDP_OK;
 }
 
 // A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     if (!m) return fsdpi_null(NULL, fsdpi_call_name(call));
     fsdp_status status = fsdpi_commit(m);
-    if (!status) status = fsdpi_check_units(m, call, fsdpi_call_name(call));
-    if (!status) status = fsdpi_announce(m, NULL, call, FSDP_STATE_IDLE);
+    const char *what = fsdpi_call_name(call);
+    if (!status) status = fsdpi_check_units(m, call, what);
+    if (!status) status = fsdpi_announce(m, NULL, call, what, FSDP_STATE_IDLE);
     return status || !run ? status : fsdpi_run_units(m, call);
 }
 
@@ -9869,7 +9915,7 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
         return fsdpi_remember(m, status);
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (!row) return fsdpi_remember(m, fsdpi_wrong_call(u, fsdpi_call_name(call)));
-    status = fsdpi_announce(m, u, call, fsdpi_next_state(u, row));
+    status = fsdpi_announce(m, u, call, NULL, fsdpi_next_state(u, row));
     if (!status) status = fsdpi_step(u, row);
     return fsdpi_remember(m, status);
 }
@@ -10067,7 +10113,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
     if ((model->watch & FSDPI_CALLS) && fsdpi_answered(model, NULL, FSDP_CALL_RESET, &status))
         return status;
     fsdpi_drain(model->world);
-    status = fsdpi_announce(model, NULL, FSDP_CALL_RESET, FSDP_STATE_IDLE);
+    status = fsdpi_announce(model, NULL, FSDP_CALL_RESET, "model_reset", FSDP_STATE_IDLE);
     if (!status) status = fsdpi_run_units(model, FSDP_CALL_RESET);
     fsdpi_forget_forwards(model);
     model->backward = 0;
@@ -10277,6 +10323,16 @@ static int64_t fsdpi_full_bytes(const fsdp_model *m) {
     return largest;
 }
 
+// The scratch buffer, and a copy of it where the host cannot read that.
+static fsdp_status fsdpi_full_scratch(fsdp_model *m) {
+    fsdp_status status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, (size_t)fsdpi_full_bytes(m),
+                                       &m->full_scratch);
+    if (status || fsdpi_is_host(m->world)) return status;
+    m->full_copy = (char *)fsdpi_model_alloc(m, m->full_scratch->bytes);
+    return m->full_copy ? FSDP_OK
+                        : fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "param_full: no memory");
+}
+
 /* Gather one parameter, or its gradient, in its own dtype, in pieces that fit the scratch buffer:
    the shard group's ranks bring piece after piece of their shards. */
 static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *block, fsdp_dtype dtype,
@@ -10291,16 +10347,8 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
                                    (size_t)p->lay.numel * size);
         return ready;
     }
-    fsdp_status status = FSDP_OK;
-    if (!m->full_scratch) {
-        status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, (size_t)fsdpi_full_bytes(m), &m->full_scratch);
-        if (!status && !fsdpi_is_host(m->world)) {
-            m->full_copy = (char *)fsdpi_model_alloc(m, m->full_scratch->bytes);
-            if (!m->full_copy)
-                status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "param_full: no memory");
-        }
-        if (status) return fsdpi_model_fail(m, status);
-    }
+    fsdp_status status = m->full_scratch ? FSDP_OK : fsdpi_full_scratch(m);
+    if (status) return fsdpi_model_fail(m, status);
     int64_t step = (int64_t)(m->full_scratch->bytes / ((size_t)world * size));
     const char *pieces = m->full_copy ? m->full_copy : m->full_scratch->ptr;
     for (int64_t at = 0; at < p->lay.shard_numel && !status; at += step) {
@@ -11149,11 +11197,8 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read who is told
     if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
     if (status)
-        return fsdpi_fail_stuck(w, fsdpi_fail(w, status,
-                                              "attach: device %s cannot tell when '%s' "
-                                              "has to know: %s",
-                                              w->device_ops->name, e.name,
-                                              fsdpi_device_text(w, status)));
+        return fsdpi_fail(w, status, "attach: device %s cannot tell when '%s' has to know: %s",
+                          w->device_ops->name, e.name, fsdpi_device_text(w, status));
     fsdpi_attached *a = (fsdpi_attached *)fsdpi_model_alloc(model, sizeof *a), **last;
     if (!a) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
     a->e = e;
@@ -11244,8 +11289,8 @@ FSDP_API int fsdp_label_register(fsdp_model *model, const char *name) {
 }
 
 FSDP_API int fsdp_pool_register(fsdp_model *model, const char *name) {
-    int i = model ? fsdpi_register(model, &model->pools, FSDP_POOL_MAX - FSDP_POOL_COUNT, name,
-                                   "pool")
+    int i = model ? fsdpi_register(model, &model->pools, (int)FSDP_POOL_MAX - (int)FSDP_POOL_COUNT,
+                                   name, "pool")
                   : -1;
     return i < 0 ? -1 : FSDP_POOL_COUNT + i;
 }
@@ -11285,6 +11330,17 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
     return op->kind != FSDP_OP_SEND && !dst ? "dst is NULL" : NULL;
 }
 
+// What a marker says happens: to slots that an extension gives to units.
+static fsdp_status fsdpi_do_marker(fsdp_model *m, const fsdp_op *op) {
+    if (op->kind == FSDP_OP_ACQUIRE && op->dst) op->dst->held = 1;
+    if (op->kind == FSDP_OP_WROTE && op->dst)
+        return fsdpi_mark(m->world, FSDP_STREAM_COMPUTE, &op->dst->ready);
+    if (op->kind != FSDP_OP_RELEASE || !op->src) return FSDP_OK;
+    op->src->held = 0;
+    op->src->released = ++m->release_seq;
+    return op->src->avail.seq ? FSDP_OK : fsdpi_mark(m->world, op->stream, &op->src->avail);
+}
+
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     if (!model || !op) return fsdpi_null(NULL, "emit");
     fsdp_world *w = model->world;
@@ -11295,7 +11351,10 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "emit: %s (%s) of '%s': %s",
                           fsdp_op_name(op->kind), fsdp_op_label(op), op->what ? op->what : "",
                           fault);
-    if (op->kind >= FSDP_OP_HOOK) return fsdpi_show(model, op);
+    if (op->kind >= FSDP_OP_HOOK) {
+        fsdp_status done = fsdpi_do_marker(model, op);
+        return done ? done : fsdpi_show(model, op);
+    }
     if (fsdpi_is_collective(op->kind)) {
         if (!(w->caps.kinds & 1u << op->kind))
             return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s has no %s",
@@ -11319,8 +11378,7 @@ FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *wh
                           "call_begin: call is %d, expected FSDP_CALL_*", call);
     if (!what) what = fsdpi_call_name(call);
     status = fsdpi_check_units(model, call, what);
-    model->call_state = status ? model->call_state : FSDP_STATE_IDLE;
-    return status ? status : fsdpi_show_call(model, NULL, call, what);
+    return status ? status : fsdpi_announce(model, NULL, call, what, FSDP_STATE_IDLE);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -11354,9 +11412,13 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
     part->part = 1;
     part->bytes = (size_t)nbytes;
     part->number = ++model->num_bufs;
-    part->pool = whole ? whole->pool : FSDP_POOL_SCRATCH;
-    part->pinned = whole ? whole->pinned : 0;
-    part->ptr = whole ? whole->ptr + offset : (char *)(uintptr_t)offset;
+    part->pool = FSDP_POOL_SCRATCH;
+    part->ptr = (char *)(uintptr_t)offset;
+    if (whole) {
+        part->pool = whole->pool;
+        part->pinned = whole->pinned;
+        part->ptr = whole->ptr + offset;
+    }
     fsdp_status status = whole ? fsdpi_buf_events(model->world, part) : FSDP_OK;
     if (status) fsdpi_buf_free(model, part);
     else *buf = part;
@@ -11424,10 +11486,9 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     model->counters.allocations += !status && device;
     if (!status) return FSDP_OK;
     *ptr = NULL;
-    return fsdpi_fail_stuck(
-        w, fsdpi_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
+    return fsdpi_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
                       device ? " on device " : "", device ? w->device_ops->name : "",
-                      device ? fsdpi_device_text(w, status) : "the allocator refused"));
+                      device ? fsdpi_device_text(w, status) : "the allocator refused");
 }
 
 FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes) {
@@ -11506,6 +11567,117 @@ FSDP_API fsdp_status fsdp_fail(fsdp_world *world, fsdp_status status, const char
 FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *src, size_t size,
                                     const char *what) {
     return fsdpi_desc_read(world, dst, src, size, what);
+}
+
+/* ==== core/snapshot.h =======================================================================
+   what a step changes, saved and brought back */
+
+// Owns: the list of what a step changes. One walk measures, saves and restores, so that the three
+// cannot differ. Gathered parameters, gradients and shards themselves are not in it.
+
+enum { FSDPI_SAVE, FSDPI_LOAD };
+
+typedef struct fsdpi_walk {
+    char *buf;
+    size_t cap, used; // what does not fit is only counted
+    int way;          // FSDPI_SAVE, FSDPI_LOAD
+} fsdpi_walk;
+
+static void fsdpi_walk_bytes(fsdpi_walk *w, void *field, size_t size) {
+    if (size == 0) return;
+    if (w->used + size <= w->cap) {
+        if (w->way == FSDPI_SAVE) memcpy(w->buf + w->used, field, size);
+        else memcpy(field, w->buf + w->used, size);
+    }
+    w->used += size;
+}
+
+static void fsdpi_walk_buf(fsdpi_walk *w, fsdp_buf *buf) {
+    if (!buf) return;
+    fsdpi_walk_bytes(w, &buf->ready, sizeof buf->ready);
+    fsdpi_walk_bytes(w, &buf->avail, sizeof buf->avail);
+    fsdpi_walk_bytes(w, &buf->released, sizeof buf->released);
+    fsdpi_walk_bytes(w, &buf->held, sizeof buf->held);
+}
+
+static void fsdpi_walk_unit(fsdpi_walk *w, fsdp_unit *u) {
+    fsdpi_walk_bytes(w, &u->state, sizeof u->state);
+    fsdpi_walk_bytes(w, &u->usage.value, sizeof u->usage.value);
+    fsdpi_walk_bytes(w, &u->usage.in_flight, sizeof u->usage.in_flight);
+    fsdpi_walk_bytes(w, &u->usage.counted, sizeof u->usage.counted);
+    fsdpi_walk_bytes(w, u->usage.flags, fsdpi_flags_bytes(u));
+    for (int i = 0; i < u->desc.num_params; i++)
+        fsdpi_walk_bytes(w, &u->params[i].use, sizeof u->params[i].use);
+}
+
+static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
+    fsdpi_walk_bytes(w, &m->backward, sizeof m->backward);
+    fsdpi_walk_bytes(w, &m->call_state, sizeof m->call_state);
+    fsdpi_walk_bytes(w, &m->seq, sizeof m->seq);
+    fsdpi_walk_bytes(w, &m->step, sizeof m->step);
+    fsdpi_walk_bytes(w, &m->release_seq, sizeof m->release_seq);
+    fsdpi_walk_bytes(w, &m->ahead_bytes, sizeof m->ahead_bytes);
+    fsdpi_walk_bytes(w, &m->num_order, sizeof m->num_order);
+    fsdpi_walk_bytes(w, &m->hook_status, sizeof m->hook_status);
+    fsdpi_walk_bytes(w, &m->counters, sizeof m->counters);
+    for (int i = 0; i < m->num_units; i++) fsdpi_walk_unit(w, m->units[i]);
+    for (int i = 0; i < m->num_classes; i++)
+        for (int k = 0; k < m->classes[i].count; k++) fsdpi_walk_buf(w, m->classes[i].slots[k]);
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        fsdpi_walk_buf(w, m->flats[d].shard);
+        fsdpi_walk_buf(w, m->flats[d].grad);
+    }
+}
+
+FSDP_API size_t fsdp_model_snapshot(const fsdp_model *model, void *buf, size_t cap) {
+    fsdpi_walk w = {(char *)buf, buf ? cap : 0, 0, FSDPI_SAVE};
+    if (!model || !model->committed) return 0;
+    fsdpi_walk_model(&w, (fsdp_model *)(uintptr_t)model); // which saving does not change
+    return w.used;
+}
+
+FSDP_API fsdp_status fsdp_model_restore(fsdp_model *model, const void *buf, size_t nbytes) {
+    if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "model_restore");
+    size_t size = fsdp_model_snapshot(model, NULL, 0);
+    if (nbytes != size)
+        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
+                          "model_restore: the snapshot has %llu bytes, expected %llu: the model "
+                          "has been laid out anew, or has got more slots, since it was taken",
+                          (unsigned long long)nbytes, (unsigned long long)size);
+    fsdpi_walk w = {(char *)(uintptr_t)buf, nbytes, 0, FSDPI_LOAD};
+    fsdpi_drain(model->world); // flags of use may still be read
+    fsdpi_walk_model(&w, model);
+    return fsdpi_failed(model->world);
+}
+
+FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap) {
+    if (!unit) return 0;
+    if (buf && cap >= sizeof unit->state) memcpy(buf, &unit->state, sizeof unit->state);
+    return sizeof unit->state;
+}
+
+FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes) {
+    fsdpi_state *s = unit ? &unit->state : NULL;
+    if (!s || !buf) return fsdpi_null(unit ? unit->model->world : NULL, "unit_restore");
+    if (nbytes != sizeof *s)
+        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG,
+                          "unit_restore: the snapshot has %llu bytes, expected %llu",
+                          (unsigned long long)nbytes, (unsigned long long)sizeof *s);
+    memcpy(s, buf, sizeof *s);
+    s->last_order = -1; // the record of forwards is another one
+    if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
+        unit->model->backward = 1;
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
+        if (s->slot[pool]) s->slot[pool]->held = 1;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit) {
+    if (!unit) return fsdpi_null(NULL, "unit_flag_use");
+    fsdp_status status = fsdpi_failed(unit->model->world);
+    if (!status && unit->usage.flags && fsdpi_ranks(unit) > 1)
+        fsdpi_usage_send(unit, fsdpi_route_now(unit)->factor / unit->state.grads.divided);
+    return status;
 }
 
 /* ==== core/init.h ===========================================================================
@@ -11587,11 +11759,9 @@ FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world) {
 }
 
 FSDP_API void fsdp_abort(fsdp_world *world, const char *why) {
-    char text[FSDPI_TEXT];
     if (!world) return;
-    snprintf(text, sizeof text, "rank %d aborted the world: %s", world->rank,
-             why ? why : "no reason given");
-    (void)fsdpi_world_fail(world, FSDP_ERR_ABORTED, text);
+    (void)fsdpi_world_fail(world, FSDP_ERR_ABORTED, "rank %d aborted the world: %s", world->rank,
+                           why ? why : "no reason given");
 }
 
 FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
