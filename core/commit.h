@@ -165,17 +165,14 @@ static fsdp_status fsdpi_flags_new(fsdp_unit *u) {
     fsdp_world *w = m->world;
     size_t bytes = fsdpi_flags_bytes(u);
     void *flags = NULL;
-    fsdp_status status = FSDP_OK;
     if (bytes == 0) return FSDP_OK;
-    if (m->dry) flags = fsdpi_model_alloc(m, bytes);
-    else status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, bytes, &flags);
-    if (!flags && !status) status = FSDP_ERR_OUT_OF_MEMORY;
+    fsdp_status status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, bytes, &flags);
     if (status)
         return fsdpi_fail(w, status, "commit: no memory for the flags of unit '%s': %s",
                           u->desc.name, fsdpi_device_text(w, status));
     u->usage.flags = (char *)flags;
     u->usage.wide = u->usage.flags + bytes / 2;
-    if (!m->dry) m->host_bytes += (int64_t)bytes;
+    m->host_bytes += (int64_t)bytes;
     return FSDP_OK;
 }
 
@@ -183,12 +180,8 @@ static void fsdpi_flags_free(fsdp_unit *u) {
     fsdp_model *m = u->model;
     size_t bytes = fsdpi_flags_bytes(u);
     if (!u->usage.flags) return;
-    if (m->dry) {
-        fsdpi_model_free(m, u->usage.flags);
-    } else {
-        m->world->device_ops->free(m->world->device, FSDP_MEMORY_PINNED, u->usage.flags, bytes);
-        m->host_bytes -= (int64_t)bytes;
-    }
+    m->world->device_ops->free(m->world->device, FSDP_MEMORY_PINNED, u->usage.flags, bytes);
+    m->host_bytes -= (int64_t)bytes;
     u->usage.flags = u->usage.wide = NULL;
 }
 
@@ -243,7 +236,6 @@ static fsdp_status fsdpi_users_new(fsdp_model *m, fsdp_dtype dtype) {
     fsdpi_flat_block *flat = &m->flats[dtype];
     fsdp_dtype grad = fsdpi_grad_dtype(m, dtype);
     size_t bytes = (size_t)fsdpi_bytes(flat->grad_numel - flat->train_numel, grad);
-    if (m->dry) return FSDP_OK;
     if (fsdpi_is_readable(m->world, flat->grad))
         flat->users = flat->grad->ptr + fsdpi_bytes(flat->train_numel, grad);
     else flat->users = (char *)fsdpi_model_alloc(m, bytes + 1);
@@ -361,7 +353,7 @@ static fsdp_status fsdpi_move(fsdp_model *m) {
                                         fsdpi_grad_dtype(m, p->dtype), block);
         }
     }
-    if (!status) status = fsdpi_model_sync(m, FSDP_STREAM_COMPUTE);
+    if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
     fsdpi_old_free(m);
     return status;
 }
@@ -384,7 +376,7 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     if (!status) status = fsdpi_move(m);
     if (status) {
         fsdpi_uncommit(m);
-        return fsdpi_model_fail(m, status);
+        return fsdpi_fail_together(m->world, status);
     }
     m->committed = 1;
     m->layout++;

@@ -260,7 +260,7 @@ static fsdp_status fsdpi_tell_hooks(fsdp_unit *u, int stream) {
     for (int i = 0; i < u->desc.num_params; i++)
         any |= u->params[i].grad_hook && u->params[i].requires_grad;
     if (any && m->world->mode == FSDPI_NATIVE) {
-        status = fsdpi_model_sync(m, stream);
+        status = fsdpi_sync(m->world, stream);
         if (!status) status = fsdpi_usage_read(m);
     }
     for (int i = 0; i < u->desc.num_params && any && !status; i++) {

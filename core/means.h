@@ -190,7 +190,7 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     }
     fsdp_status status = fsdpi_failed(w);
     if (!status && op->stream == FSDP_STREAM_EXTENSION) status = fsdpi_extension_stream(w);
-    if (status) return fsdpi_model_fail(model, status);
+    if (status) return fsdpi_fail_together(w, status);
     return fsdpi_emit(model, op);
 }
 

@@ -338,7 +338,6 @@ struct fsdp_model {
     fsdpi_class *classes;
     int num_classes, cap_classes;
     int committed;
-    int dry;      // a prediction's copy: memory is counted, records do not run
     int backward; // the phase
     int grad_enabled, is_last_backward;
     uint8_t call_state; // training state that ops of the current call are labelled with

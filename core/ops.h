@@ -57,7 +57,6 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     op->seq = ++m->seq;
     m->counters.calls[op->kind]++;
     m->counters.bytes[op->kind] += op->bytes;
-    if (m->dry) return FSDP_OK;
     if (w->mode == FSDPI_INLINE && !m->watch) return fsdpi_execute(w, op, NULL); // no order to keep
     if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
     if (op->dst) op->dst->avail.seq = 0;
@@ -71,7 +70,7 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
 // A marker: numbered, counted and shown. It waits for nothing and sets no event.
 static fsdp_status fsdpi_show(fsdp_model *m, fsdp_op *op) {
     fsdp_status status = fsdpi_failed(m->world);
-    if (status || m->dry || !(m->watch & FSDPI_OPS)) return status;
+    if (status || !(m->watch & FSDPI_OPS)) return status;
     op->seq = ++m->seq;
     m->counters.calls[op->kind]++;
     fsdp_op seen;
@@ -175,7 +174,7 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     fsdp_buf *buf = NULL;
     fsdp_status status = m->watch ? fsdpi_provided(u, pool, c->bytes, &buf) : FSDP_OK;
     if (!status && !buf) status = fsdpi_class_take(m, c, &buf);
-    if (status) return fsdpi_model_fail(m, status);
+    if (status) return fsdpi_fail_together(m->world, status);
     buf->held = 1;
     *out = buf;
     return m->watch ? fsdpi_marker(u, FSDP_OP_ACQUIRE, FSDP_STREAM_COMPUTE, buf) : FSDP_OK;

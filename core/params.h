@@ -64,7 +64,7 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
         return ready;
     }
     fsdp_status status = m->full_scratch ? FSDP_OK : fsdpi_full_scratch(m);
-    if (status) return fsdpi_model_fail(m, status);
+    if (status) return fsdpi_fail_together(m->world, status);
     int64_t step = (int64_t)(m->full_scratch->bytes / ((size_t)world * size));
     const char *pieces = m->full_copy ? m->full_copy : m->full_scratch->ptr;
     for (int64_t at = 0; at < p->lay.shard_numel && !status; at += step) {
@@ -211,7 +211,7 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
     fsdp_param_view v = FSDP_ZERO;
     while (!status && fsdp_next_param(model, &v))
         if (v.numel > 0) status = fsdpi_init_param(model, &v, fn, user);
-    return status ? fsdpi_model_fail(model, status) : fsdpi_shards_written(model);
+    return status ? fsdpi_fail_together(model->world, status) : fsdpi_shards_written(model);
 }
 
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {

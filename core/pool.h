@@ -12,7 +12,6 @@
 static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     if (!buf) return;
-    if (m->dry) buf->ptr = NULL;
     if (!buf->part) {
         m->pool_slots[buf->pool]--;
         m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
@@ -41,10 +40,6 @@ static fsdp_status fsdpi_buf_events(fsdp_world *w, fsdp_buf *buf) {
 static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     void *ptr = NULL;
-    if (m->dry) {
-        buf->ptr = (char *)buf; // which nothing reads or writes
-        return FSDP_OK;
-    }
     int shared = w->comm && !buf->pinned,
         kind = buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE;
     fsdp_status status = shared ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
@@ -62,7 +57,7 @@ static int fsdpi_is_readable(const fsdp_world *w, const fsdp_buf *buf) {
     return buf->pinned || fsdpi_is_host(w);
 }
 
-// A buffer of a pool. In a dry run it is only counted.
+// A buffer of a pool.
 static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pinned,
                                   fsdp_buf **out) {
     fsdp_buf *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof *buf);
@@ -108,12 +103,6 @@ static fsdp_status fsdpi_class_fill(fsdp_model *m, fsdpi_class *c) {
     return status;
 }
 
-// A failure inside a collective call: the other ranks must hear of it. A prediction is this rank's
-// own.
-static fsdp_status fsdpi_model_fail(fsdp_model *m, fsdp_status status) {
-    return m->dry ? status : fsdpi_fail_together(m->world, status);
-}
-
 // A free slot of a class: the least recently released one, or a new one.
 static inline fsdp_status fsdpi_class_take(fsdp_model *m, fsdpi_class *c, fsdp_buf **out) {
     fsdp_status status = c->count ? FSDP_OK : fsdpi_class_fill(m, c);
@@ -136,9 +125,4 @@ static void fsdpi_pools_rewind(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++)
         for (int k = 0; k < m->classes[i].count; k++) m->classes[i].slots[k]->released = 0;
     m->release_seq = 0;
-}
-
-// The host waits for what has been issued on a stream. A prediction has nothing to wait for.
-static fsdp_status fsdpi_model_sync(fsdp_model *m, int stream) {
-    return m->dry ? FSDP_OK : fsdpi_sync(m->world, stream);
 }

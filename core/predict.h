@@ -52,13 +52,79 @@ static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
     return copy;
 }
 
+// A device without memory: all that is asked of it while no record runs.
+static fsdp_status fsdpi_none_alloc(fsdp_device *device, int kind, size_t size, void **ptr) {
+    (void)device, (void)kind, (void)size;
+    *ptr = (void *)(uintptr_t)FSDPI_ALIGN; // an address that nobody reads or writes
+    return FSDP_OK;
+}
+static void fsdpi_none_free(fsdp_device *device, int kind, void *ptr, size_t size) {
+    (void)device, (void)kind, (void)ptr, (void)size;
+}
+static fsdp_status fsdpi_none_event(fsdp_device *device, void **native) {
+    (void)device;
+    *native = NULL;
+    return FSDP_OK;
+}
+
+// An extension that takes every record: none runs.
+static int fsdpi_take_all(void *user, fsdp_model *model, fsdp_op *op) {
+    (void)user, (void)model, (void)op;
+    return 1;
+}
+
+// A copy of a model in a copy of its world, where nothing runs and no memory is had: so it walks
+// the same schedule, and counts.
+typedef struct fsdpi_rehearsal {
+    fsdp_model model; // the first member
+    fsdp_world world;
+    fsdp_device_ops device;
+    fsdpi_attached taker;
+} fsdpi_rehearsal;
+
 static void fsdpi_dry_free(fsdp_model *dry) {
     if (!dry) return;
+    for (int i = 0; i < dry->num_units; i++) {
+        fsdpi_model_free(dry, dry->units[i]->usage.flags);
+        dry->units[i]->usage.flags = NULL;
+    }
     fsdpi_uncommit(dry);
     fsdpi_model_free_buffers(dry);
     for (int i = 0; i < dry->num_units; i++) fsdpi_model_free(dry, dry->units[i]);
     fsdpi_model_free(dry, dry->units);
-    fsdpi_free(&dry->world->boot.allocator, dry);
+    fsdp_allocator allocator = dry->world->boot.allocator;
+    fsdpi_free(&allocator, dry);
+}
+
+static void fsdpi_dry_world(fsdpi_rehearsal *r, const fsdp_world *w) {
+    r->world = *w;
+    r->world.size = 1; // a failure here is of this rank alone
+    r->world.comm = NULL;
+    r->world.models = NULL;
+    r->world.fence = NULL;
+    r->world.device_ops = &r->device;
+    memset(r->world.lanes, 0, sizeof r->world.lanes);
+    r->device.flags = w->device_ops->flags;
+    r->device.alloc = fsdpi_none_alloc;
+    r->device.free = fsdpi_none_free;
+    r->device.event = fsdpi_none_event;
+    r->taker.e.op = fsdpi_take_all;
+    r->model.world = &r->world;
+    r->model.attached = &r->taker;
+    r->model.watch = FSDPI_OPS;
+}
+
+// Flags of use are written by the host: they are the only memory that a step touches.
+static fsdp_status fsdpi_dry_flags(fsdp_model *dry) {
+    for (int i = 0; i < dry->num_units; i++) dry->units[i]->usage.flags = NULL;
+    for (int i = 0; i < dry->num_units; i++) {
+        fsdp_unit *u = dry->units[i];
+        size_t bytes = fsdpi_flags_bytes(u);
+        u->usage.flags = bytes ? (char *)fsdpi_model_alloc(dry, bytes) : NULL;
+        if (bytes && !u->usage.flags) return FSDP_ERR_OUT_OF_MEMORY;
+        u->usage.wide = bytes ? u->usage.flags + bytes / 2 : NULL;
+    }
+    return FSDP_OK;
 }
 
 // A copy of the model that has run a step and counted the memory. *out: to be freed in any case.
@@ -66,13 +132,13 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     fsdp_world *w = m->world;
     if (m->num_units == 0)
         return fsdpi_fail(w, FSDP_ERR_INVALID_STATE, "prediction: the model has no units");
-    fsdp_model *dry = (fsdp_model *)fsdpi_alloc(&w->boot.allocator, sizeof *dry);
-    if (!dry) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
-    *out = dry;
-    dry->world = w;
+    fsdpi_rehearsal *r = (fsdpi_rehearsal *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
+    if (!r) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
+    fsdp_model *dry = *out = &r->model;
+    fsdpi_dry_world(r, w);
     dry->desc = m->desc;
     dry->info = m->info;
-    dry->dry = dry->grad_enabled = dry->is_last_backward = 1;
+    dry->grad_enabled = dry->is_last_backward = 1;
     dry->num_params = m->num_params;
     dry->units = (fsdp_unit **)fsdpi_model_alloc(dry, (size_t)m->num_units * sizeof *dry->units);
     fsdp_status status = dry->units ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
@@ -82,6 +148,7 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
         else status = FSDP_ERR_OUT_OF_MEMORY;
     }
     if (!status) status = fsdpi_commit(dry);
+    if (!status) status = fsdpi_dry_flags(dry);
     if (!status) status = fsdpi_rehearse(dry);
     return status ? fsdpi_fail(w, status, "prediction: %s", fsdp_status_text(status)) : FSDP_OK;
 }
@@ -99,7 +166,7 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
             status = fsdpi_class_add(m, &m->classes[at]);
     }
     fsdpi_dry_free(dry);
-    return status ? fsdpi_model_fail(m, status) : FSDP_OK;
+    return fsdpi_fail_together(m->world, status);
 }
 
 FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {

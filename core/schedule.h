@@ -17,10 +17,11 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
     if (!m->grad_enabled) return FSDP_OK;
     if (m->num_order < FSDPI_ORDER_PER_UNIT * m->num_units) {
         if (!fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order, sizeof *m->order))
-            return fsdpi_model_fail(
-                m, fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                              "post_forward of unit '%s': no memory for the record of forwards",
-                              u->desc.name));
+            return fsdpi_fail_together(
+                m->world,
+                fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
+                           "post_forward of unit '%s': no memory for the record of forwards",
+                           u->desc.name));
         m->order[m->num_order].unit = u;
         m->order[m->num_order].previous = u->state.last_order;
         u->state.last_order = m->num_order++;

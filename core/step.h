@@ -50,7 +50,7 @@ static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
         if (m->units[i]->usage.counted && fsdpi_ranks(m->units[i]) > 1)
             asks |= fsdpi_usage_known(m->units[i]);
     int waits = asks || m->desc.cpu_offload || m->world->mode != FSDPI_NATIVE;
-    if (waits) status = fsdpi_model_sync(m, FSDP_STREAM_COMPUTE);
+    if (waits) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
     if (!status && asks) status = fsdpi_usage_read(m);
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];

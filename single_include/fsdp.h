@@ -3108,7 +3108,6 @@ struct fsdp_model {
     fsdpi_class *classes;
     int num_classes, cap_classes;
     int committed;
-    int dry;      // a prediction's copy: memory is counted, records do not run
     int backward; // the phase
     int grad_enabled, is_last_backward;
     uint8_t call_state; // training state that ops of the current call are labelled with
@@ -7672,7 +7671,6 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
 static void fsdpi_buf_free(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     if (!buf) return;
-    if (m->dry) buf->ptr = NULL;
     if (!buf->part) {
         m->pool_slots[buf->pool]--;
         m->pool_bytes[buf->pool] -= (int64_t)buf->bytes;
@@ -7701,10 +7699,6 @@ static fsdp_status fsdpi_buf_events(fsdp_world *w, fsdp_buf *buf) {
 static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_world *w = m->world;
     void *ptr = NULL;
-    if (m->dry) {
-        buf->ptr = (char *)buf; // which nothing reads or writes
-        return FSDP_OK;
-    }
     int shared = w->comm && !buf->pinned,
         kind = buf->pinned ? FSDP_MEMORY_PINNED : FSDP_MEMORY_DEVICE;
     fsdp_status status = shared ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
@@ -7722,7 +7716,7 @@ static int fsdpi_is_readable(const fsdp_world *w, const fsdp_buf *buf) {
     return buf->pinned || fsdpi_is_host(w);
 }
 
-// A buffer of a pool. In a dry run it is only counted.
+// A buffer of a pool.
 static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pinned,
                                   fsdp_buf **out) {
     fsdp_buf *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof *buf);
@@ -7768,12 +7762,6 @@ static fsdp_status fsdpi_class_fill(fsdp_model *m, fsdpi_class *c) {
     return status;
 }
 
-// A failure inside a collective call: the other ranks must hear of it. A prediction is this rank's
-// own.
-static fsdp_status fsdpi_model_fail(fsdp_model *m, fsdp_status status) {
-    return m->dry ? status : fsdpi_fail_together(m->world, status);
-}
-
 // A free slot of a class: the least recently released one, or a new one.
 static inline fsdp_status fsdpi_class_take(fsdp_model *m, fsdpi_class *c, fsdp_buf **out) {
     fsdp_status status = c->count ? FSDP_OK : fsdpi_class_fill(m, c);
@@ -7796,11 +7784,6 @@ static void fsdpi_pools_rewind(fsdp_model *m) {
     for (int i = 0; i < m->num_classes; i++)
         for (int k = 0; k < m->classes[i].count; k++) m->classes[i].slots[k]->released = 0;
     m->release_seq = 0;
-}
-
-// The host waits for what has been issued on a stream. A prediction has nothing to wait for.
-static fsdp_status fsdpi_model_sync(fsdp_model *m, int stream) {
-    return m->dry ? FSDP_OK : fsdpi_sync(m->world, stream);
 }
 
 /* ==== core/unit.h ===========================================================================
@@ -8212,7 +8195,6 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     op->seq = ++m->seq;
     m->counters.calls[op->kind]++;
     m->counters.bytes[op->kind] += op->bytes;
-    if (m->dry) return FSDP_OK;
     if (w->mode == FSDPI_INLINE && !m->watch) return fsdpi_execute(w, op, NULL); // no order to keep
     if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
     if (op->dst) op->dst->avail.seq = 0;
@@ -8226,7 +8208,7 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
 // A marker: numbered, counted and shown. It waits for nothing and sets no event.
 static fsdp_status fsdpi_show(fsdp_model *m, fsdp_op *op) {
     fsdp_status status = fsdpi_failed(m->world);
-    if (status || m->dry || !(m->watch & FSDPI_OPS)) return status;
+    if (status || !(m->watch & FSDPI_OPS)) return status;
     op->seq = ++m->seq;
     m->counters.calls[op->kind]++;
     fsdp_op seen;
@@ -8330,7 +8312,7 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     fsdp_buf *buf = NULL;
     fsdp_status status = m->watch ? fsdpi_provided(u, pool, c->bytes, &buf) : FSDP_OK;
     if (!status && !buf) status = fsdpi_class_take(m, c, &buf);
-    if (status) return fsdpi_model_fail(m, status);
+    if (status) return fsdpi_fail_together(m->world, status);
     buf->held = 1;
     *out = buf;
     return m->watch ? fsdpi_marker(u, FSDP_OP_ACQUIRE, FSDP_STREAM_COMPUTE, buf) : FSDP_OK;
@@ -9157,7 +9139,7 @@ static fsdp_status fsdpi_tell_hooks(fsdp_unit *u, int stream) {
     for (int i = 0; i < u->desc.num_params; i++)
         any |= u->params[i].grad_hook && u->params[i].requires_grad;
     if (any && m->world->mode == FSDPI_NATIVE) {
-        status = fsdpi_model_sync(m, stream);
+        status = fsdpi_sync(m->world, stream);
         if (!status) status = fsdpi_usage_read(m);
     }
     for (int i = 0; i < u->desc.num_params && any && !status; i++) {
@@ -9435,17 +9417,14 @@ static fsdp_status fsdpi_flags_new(fsdp_unit *u) {
     fsdp_world *w = m->world;
     size_t bytes = fsdpi_flags_bytes(u);
     void *flags = NULL;
-    fsdp_status status = FSDP_OK;
     if (bytes == 0) return FSDP_OK;
-    if (m->dry) flags = fsdpi_model_alloc(m, bytes);
-    else status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, bytes, &flags);
-    if (!flags && !status) status = FSDP_ERR_OUT_OF_MEMORY;
+    fsdp_status status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, bytes, &flags);
     if (status)
         return fsdpi_fail(w, status, "commit: no memory for the flags of unit '%s': %s",
                           u->desc.name, fsdpi_device_text(w, status));
     u->usage.flags = (char *)flags;
     u->usage.wide = u->usage.flags + bytes / 2;
-    if (!m->dry) m->host_bytes += (int64_t)bytes;
+    m->host_bytes += (int64_t)bytes;
     return FSDP_OK;
 }
 
@@ -9453,12 +9432,8 @@ static void fsdpi_flags_free(fsdp_unit *u) {
     fsdp_model *m = u->model;
     size_t bytes = fsdpi_flags_bytes(u);
     if (!u->usage.flags) return;
-    if (m->dry) {
-        fsdpi_model_free(m, u->usage.flags);
-    } else {
-        m->world->device_ops->free(m->world->device, FSDP_MEMORY_PINNED, u->usage.flags, bytes);
-        m->host_bytes -= (int64_t)bytes;
-    }
+    m->world->device_ops->free(m->world->device, FSDP_MEMORY_PINNED, u->usage.flags, bytes);
+    m->host_bytes -= (int64_t)bytes;
     u->usage.flags = u->usage.wide = NULL;
 }
 
@@ -9513,7 +9488,6 @@ static fsdp_status fsdpi_users_new(fsdp_model *m, fsdp_dtype dtype) {
     fsdpi_flat_block *flat = &m->flats[dtype];
     fsdp_dtype grad = fsdpi_grad_dtype(m, dtype);
     size_t bytes = (size_t)fsdpi_bytes(flat->grad_numel - flat->train_numel, grad);
-    if (m->dry) return FSDP_OK;
     if (fsdpi_is_readable(m->world, flat->grad))
         flat->users = flat->grad->ptr + fsdpi_bytes(flat->train_numel, grad);
     else flat->users = (char *)fsdpi_model_alloc(m, bytes + 1);
@@ -9631,7 +9605,7 @@ static fsdp_status fsdpi_move(fsdp_model *m) {
                                         fsdpi_grad_dtype(m, p->dtype), block);
         }
     }
-    if (!status) status = fsdpi_model_sync(m, FSDP_STREAM_COMPUTE);
+    if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
     fsdpi_old_free(m);
     return status;
 }
@@ -9654,7 +9628,7 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     if (!status) status = fsdpi_move(m);
     if (status) {
         fsdpi_uncommit(m);
-        return fsdpi_model_fail(m, status);
+        return fsdpi_fail_together(m->world, status);
     }
     m->committed = 1;
     m->layout++;
@@ -9717,10 +9691,11 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
     if (!m->grad_enabled) return FSDP_OK;
     if (m->num_order < FSDPI_ORDER_PER_UNIT * m->num_units) {
         if (!fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order, sizeof *m->order))
-            return fsdpi_model_fail(
-                m, fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                              "post_forward of unit '%s': no memory for the record of forwards",
-                              u->desc.name));
+            return fsdpi_fail_together(
+                m->world,
+                fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
+                           "post_forward of unit '%s': no memory for the record of forwards",
+                           u->desc.name));
         m->order[m->num_order].unit = u;
         m->order[m->num_order].previous = u->state.last_order;
         u->state.last_order = m->num_order++;
@@ -10005,7 +9980,7 @@ static fsdp_status fsdpi_grads_ready(fsdp_model *m) {
         if (m->units[i]->usage.counted && fsdpi_ranks(m->units[i]) > 1)
             asks |= fsdpi_usage_known(m->units[i]);
     int waits = asks || m->desc.cpu_offload || m->world->mode != FSDPI_NATIVE;
-    if (waits) status = fsdpi_model_sync(m, FSDP_STREAM_COMPUTE);
+    if (waits) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
     if (!status && asks) status = fsdpi_usage_read(m);
     for (int i = 0; i < m->num_units && !status; i++) {
         fsdp_unit *u = m->units[i];
@@ -10348,7 +10323,7 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
         return ready;
     }
     fsdp_status status = m->full_scratch ? FSDP_OK : fsdpi_full_scratch(m);
-    if (status) return fsdpi_model_fail(m, status);
+    if (status) return fsdpi_fail_together(m->world, status);
     int64_t step = (int64_t)(m->full_scratch->bytes / ((size_t)world * size));
     const char *pieces = m->full_copy ? m->full_copy : m->full_scratch->ptr;
     for (int64_t at = 0; at < p->lay.shard_numel && !status; at += step) {
@@ -10495,7 +10470,7 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
     fsdp_param_view v = FSDP_ZERO;
     while (!status && fsdp_next_param(model, &v))
         if (v.numel > 0) status = fsdpi_init_param(model, &v, fn, user);
-    return status ? fsdpi_model_fail(model, status) : fsdpi_shards_written(model);
+    return status ? fsdpi_fail_together(model->world, status) : fsdpi_shards_written(model);
 }
 
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {
@@ -10619,13 +10594,79 @@ static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
     return copy;
 }
 
+// A device without memory: all that is asked of it while no record runs.
+static fsdp_status fsdpi_none_alloc(fsdp_device *device, int kind, size_t size, void **ptr) {
+    (void)device, (void)kind, (void)size;
+    *ptr = (void *)(uintptr_t)FSDPI_ALIGN; // an address that nobody reads or writes
+    return FSDP_OK;
+}
+static void fsdpi_none_free(fsdp_device *device, int kind, void *ptr, size_t size) {
+    (void)device, (void)kind, (void)ptr, (void)size;
+}
+static fsdp_status fsdpi_none_event(fsdp_device *device, void **native) {
+    (void)device;
+    *native = NULL;
+    return FSDP_OK;
+}
+
+// An extension that takes every record: none runs.
+static int fsdpi_take_all(void *user, fsdp_model *model, fsdp_op *op) {
+    (void)user, (void)model, (void)op;
+    return 1;
+}
+
+// A copy of a model in a copy of its world, where nothing runs and no memory is had: so it walks
+// the same schedule, and counts.
+typedef struct fsdpi_rehearsal {
+    fsdp_model model; // the first member
+    fsdp_world world;
+    fsdp_device_ops device;
+    fsdpi_attached taker;
+} fsdpi_rehearsal;
+
 static void fsdpi_dry_free(fsdp_model *dry) {
     if (!dry) return;
+    for (int i = 0; i < dry->num_units; i++) {
+        fsdpi_model_free(dry, dry->units[i]->usage.flags);
+        dry->units[i]->usage.flags = NULL;
+    }
     fsdpi_uncommit(dry);
     fsdpi_model_free_buffers(dry);
     for (int i = 0; i < dry->num_units; i++) fsdpi_model_free(dry, dry->units[i]);
     fsdpi_model_free(dry, dry->units);
-    fsdpi_free(&dry->world->boot.allocator, dry);
+    fsdp_allocator allocator = dry->world->boot.allocator;
+    fsdpi_free(&allocator, dry);
+}
+
+static void fsdpi_dry_world(fsdpi_rehearsal *r, const fsdp_world *w) {
+    r->world = *w;
+    r->world.size = 1; // a failure here is of this rank alone
+    r->world.comm = NULL;
+    r->world.models = NULL;
+    r->world.fence = NULL;
+    r->world.device_ops = &r->device;
+    memset(r->world.lanes, 0, sizeof r->world.lanes);
+    r->device.flags = w->device_ops->flags;
+    r->device.alloc = fsdpi_none_alloc;
+    r->device.free = fsdpi_none_free;
+    r->device.event = fsdpi_none_event;
+    r->taker.e.op = fsdpi_take_all;
+    r->model.world = &r->world;
+    r->model.attached = &r->taker;
+    r->model.watch = FSDPI_OPS;
+}
+
+// Flags of use are written by the host: they are the only memory that a step touches.
+static fsdp_status fsdpi_dry_flags(fsdp_model *dry) {
+    for (int i = 0; i < dry->num_units; i++) dry->units[i]->usage.flags = NULL;
+    for (int i = 0; i < dry->num_units; i++) {
+        fsdp_unit *u = dry->units[i];
+        size_t bytes = fsdpi_flags_bytes(u);
+        u->usage.flags = bytes ? (char *)fsdpi_model_alloc(dry, bytes) : NULL;
+        if (bytes && !u->usage.flags) return FSDP_ERR_OUT_OF_MEMORY;
+        u->usage.wide = bytes ? u->usage.flags + bytes / 2 : NULL;
+    }
+    return FSDP_OK;
 }
 
 // A copy of the model that has run a step and counted the memory. *out: to be freed in any case.
@@ -10633,13 +10674,13 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     fsdp_world *w = m->world;
     if (m->num_units == 0)
         return fsdpi_fail(w, FSDP_ERR_INVALID_STATE, "prediction: the model has no units");
-    fsdp_model *dry = (fsdp_model *)fsdpi_alloc(&w->boot.allocator, sizeof *dry);
-    if (!dry) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
-    *out = dry;
-    dry->world = w;
+    fsdpi_rehearsal *r = (fsdpi_rehearsal *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
+    if (!r) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
+    fsdp_model *dry = *out = &r->model;
+    fsdpi_dry_world(r, w);
     dry->desc = m->desc;
     dry->info = m->info;
-    dry->dry = dry->grad_enabled = dry->is_last_backward = 1;
+    dry->grad_enabled = dry->is_last_backward = 1;
     dry->num_params = m->num_params;
     dry->units = (fsdp_unit **)fsdpi_model_alloc(dry, (size_t)m->num_units * sizeof *dry->units);
     fsdp_status status = dry->units ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
@@ -10649,6 +10690,7 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
         else status = FSDP_ERR_OUT_OF_MEMORY;
     }
     if (!status) status = fsdpi_commit(dry);
+    if (!status) status = fsdpi_dry_flags(dry);
     if (!status) status = fsdpi_rehearse(dry);
     return status ? fsdpi_fail(w, status, "prediction: %s", fsdp_status_text(status)) : FSDP_OK;
 }
@@ -10666,7 +10708,7 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
             status = fsdpi_class_add(m, &m->classes[at]);
     }
     fsdpi_dry_free(dry);
-    return status ? fsdpi_model_fail(m, status) : FSDP_OK;
+    return fsdpi_fail_together(m->world, status);
 }
 
 FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
@@ -11365,7 +11407,7 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     }
     fsdp_status status = fsdpi_failed(w);
     if (!status && op->stream == FSDP_STREAM_EXTENSION) status = fsdpi_extension_stream(w);
-    if (status) return fsdpi_model_fail(model, status);
+    if (status) return fsdpi_fail_together(w, status);
     return fsdpi_emit(model, op);
 }
 
