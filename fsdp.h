@@ -1018,10 +1018,10 @@ typedef struct fsdp_event {
     int32_t stream; // FSDP_STREAM_*
 } fsdp_event;
 
-// Markers, HOOK and those behind it, say what happens: they wait for nothing and do nothing. They
-// are made only where an extension sees records.
+// Markers, HOOK and those behind it, say what happens: they wait for nothing. The library makes
+// them only where an extension sees records.
 typedef struct fsdp_op {
-    uint64_t seq;             // of this rank's model; the same on all ranks
+    uint64_t seq;             // of this rank's model, or world; ranks may differ in local records
     uint64_t bytes;           // to be received from other ranks (of all_reduce 2 (R-1)/R of the
                               // whole, rounded up), or written (copies, zero)
     uint64_t count;           // elements: per rank (gather, scatter), of the whole (others)
@@ -1110,7 +1110,8 @@ enum {
 
 enum { FSDP_POOL_MAX = FSDP_POOL_COUNT + 8 }; // with those of extensions (fsdp_pool_register)
 
-// Bytes of device memory by pool. Pools only grow, so current is also the peak.
+// Bytes of device memory by pool. Pools only grow, so current is also the peak; fsdp_pools_trim, of
+// extensions, shrinks them.
 typedef struct fsdp_memory {
     int64_t pool_bytes[FSDP_POOL_MAX];
     int32_t pool_slots[FSDP_POOL_MAX];

@@ -940,8 +940,12 @@ static void fsdpi_optim_relayout(void *user, fsdp_model *model) {
 static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
                                     fsdp_state_item *item) {
     fsdpi_optim *o = (fsdpi_optim *)user;
-    (void)model;
-    if (!item) return FSDP_OK; // written where they are
+    for (int i = 0; !item && i < o->num_params; i++) // written where they are
+        if (o->params[i].step < 0)
+            return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
+                             "%s: the step of parameter %d is %lld, expected >= 0", o->name,
+                             o->params[i].ordinal, (long long)o->params[i].step);
+    if (!item) return FSDP_OK;
     fsdp_status status = fsdpi_optim_follow(o, o->name);
     int place = index / (o->num_states + 1), which = index % (o->num_states + 1);
     if (status || place >= o->num_params) return status;
@@ -1047,7 +1051,7 @@ static int fsdpi_optim_joins(const fsdpi_optim_run *run, const fsdpi_optim_param
 
 static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
                                     fsdpi_optim_fn fill) {
-    fsdp_status status = fsdp_call_begin(o->model, FSDP_CALL_PARAMS_CHANGED, NULL); // asks only
+    fsdp_status status = fsdp_call_begin(o->model, FSDP_CALL_PARAMS_CHANGED, what);
     if (status) return status;
     if (fsdpi_optim_bad(lr, HUGE_VAL))
         return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,

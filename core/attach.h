@@ -10,25 +10,41 @@
 // Has an extension answered a call? *status is the result then.
 static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
                                          fsdp_status *status) {
-    for (const fsdpi_attached *a = m->attached; a; a = a->next)
-        if (a->e.call && a->e.call(a->e.user, m, u, call, status)) return 1;
-    return 0;
+    int answered = 0;
+    m->asking++;
+    for (const fsdpi_attached *a = m->attached; a && !answered; a = a->next)
+        answered = a->e.call && a->e.call(a->e.user, m, u, call, status);
+    m->asking--;
+    return answered;
 }
 
-// Has an extension taken a record? It may have changed it before.
+/* Has an extension taken a record? It may have changed the copy before; what its order was derived
+   from, and what it is, stay. */
 static int fsdpi_taken(fsdp_model *m, fsdp_op *op) {
-    for (const fsdpi_attached *a = m->attached; a; a = a->next)
-        if (a->e.op && a->e.op(a->e.user, m, op)) return 1;
-    return 0;
+    const fsdp_op was = *op;
+    int taken = 0;
+    m->asking++;
+    for (const fsdpi_attached *a = m->attached; a && !taken; a = a->next)
+        taken = a->e.op && a->e.op(a->e.user, m, op);
+    m->asking--;
+    op->kind = was.kind;
+    op->stream = was.stream;
+    op->seq = was.seq;
+    op->src = was.src;
+    op->dst = was.dst;
+    if (!op->call) op->call = was.call;
+    return taken;
 }
 
 // A slot for a unit from an extension, or NULL; `released`: one that is given back.
 static FSDPI_NOINLINE fsdp_buf *fsdpi_other_slot(fsdp_unit *u, int pool, fsdp_buf *released) {
     fsdp_buf *slot = NULL;
+    u->model->asking++;
     for (const fsdpi_attached *a = u->model->attached; a && !slot; a = a->next) {
         fsdp_buf *answer = a->e.buffer ? a->e.buffer(a->e.user, u->model, u, pool, released) : NULL;
         if (!released) slot = answer;
     }
+    u->model->asking--;
     return slot;
 }
 

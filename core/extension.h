@@ -33,9 +33,9 @@ typedef struct fsdp_extension {
     // the model), before the table is asked. Non-zero: the call's work has been done, and *status,
     // FSDP_OK before, is its result; nobody else is asked.
     int (*call)(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status);
-    // A record before it runs: a copy, which may be changed, but for seq, stream, src and dst, from
-    // which its waits have been derived. Non-zero: the record is taken: it does not run, later
-    // extensions do not see it, all else goes on as if it had run.
+    // A record before it runs: a copy, which may be changed; kind, seq, stream, src and dst, from
+    // which its waits have been derived, are put back. Non-zero: the record is taken: it does not
+    // run, later extensions do not see it, all else goes on as if it had run.
     int (*op)(void *user, fsdp_model *model, fsdp_op *op);
     // released NULL: the unit is about to take a slot of a pool; an answer that is not NULL is used
     // instead of the pool's. Else: a slot is given back, whosever it is; the answer is ignored.
@@ -64,8 +64,9 @@ typedef struct fsdp_extension {
 FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension);
 
 /* fsdp_detach - take out the extension that has been attached with these contents, and call its
-   destroy. Not from its own functions
-   Result      FSDP_OK; INVALID_ARG (it is not attached)
+   destroy
+   Result      FSDP_OK; INVALID_ARG (it is not attached); INVALID_STATE (from a function of an
+               extension, or a unit holds a slot that it may own)
    Collective  no      Blocks for operations under way      Allocates no */
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension);
 
@@ -129,7 +130,7 @@ FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool);
    fsdp_buf_part - a buffer inside of another: events of its own, no memory of its own, not counted
    whole       NULL: addresses from `offset` on, without memory: nothing may run on them
    buf         owned by the extension, until fsdp_buf_destroy, before the model ends; NULL after a
-               failure
+               failure. One that a unit holds is not destroyed: that is logged
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY
    Collective  create of FSDP_MEMORY_DEVICE: every rank of the mesh, same size, same order; else no
    Blocks no      Allocates yes */

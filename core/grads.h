@@ -231,7 +231,7 @@ static fsdp_status fsdpi_step_hook(fsdp_unit *u) {
 
 static fsdp_status fsdpi_step_out(fsdp_unit *u) {
     int sums = fsdpi_sums(u);
-    const uint16_t *begin = &u->layout.ops_begin[FSDPI_OPS_OUT];
+    const int32_t *begin = &u->layout.ops_begin[FSDPI_OPS_OUT];
     fsdpi_each(u, FSDPI_OPS_OUT, fsdpi_rest(u), u->state.grads.shard == FSDPI_GRADS_REDUCED);
     for (int i = begin[0]; i < begin[1]; i++) {
         u->layout.ops[i].src = (uint8_t)sums;

@@ -60,7 +60,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_execute_timed(fsdp_world *w, const fsdp_
     fsdpi_timed *one = stream ? fsdpi_timeline_begin(w, op, stream) : NULL;
     int64_t begin = fsdpi_now(w);
     fsdp_status status = fsdpi_execute(w, op, stream);
-    if (one && !status) (void)fsdpi_timeline_end(w, one, stream);
+    if (one) fsdpi_timeline_end(w, one, stream, status);
     if (!stream && !status) fsdpi_tell_ran(w, op, begin, fsdpi_now(w));
     return status;
 }

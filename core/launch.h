@@ -220,9 +220,9 @@ static fsdp_status fsdpi_env_is_spread(fsdp_world *w, const fsdp_world_desc *d, 
 
 static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
     static const char *const names[] = {"", "error", "warn", "info", "none"};
-    const char *text = getenv("FSDP_LOG_LEVEL");
+    const char *text = fsdpi_env("FSDP_LOG_LEVEL");
     *out = FSDP_LOG_WARN;
-    if (!text || !*text) return FSDP_OK;
+    if (!text) return FSDP_OK;
     for (int i = FSDP_LOG_ERROR; i <= FSDP_LOG_NONE; i++)
         if (strcmp(text, names[i]) == 0) {
             *out = i;

@@ -9,7 +9,7 @@
 
 FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension) {
     fsdp_extension e;
-    if (!model || !extension) return fsdpi_null(NULL, "attach");
+    if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "attach");
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_failed(w);
     if (!status) status = fsdpi_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
@@ -33,9 +33,22 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     return FSDP_OK;
 }
 
+// A unit's slot that is of no pool: an extension gave it. NULL: there is none.
+static const fsdp_unit *fsdpi_lodger(const fsdp_model *m) {
+    for (int i = 0; i < m->num_units; i++)
+        for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
+            const fsdp_buf *slot = m->units[i]->state.slot[pool];
+            const fsdpi_class *c = slot ? &m->classes[m->units[i]->layout.classes[pool]] : NULL;
+            int own = !slot;
+            for (int k = 0; !own && k < c->count; k++) own = c->slots[k] == slot;
+            if (!own) return m->units[i];
+        }
+    return NULL;
+}
+
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension) {
     fsdp_extension e;
-    if (!model || !extension) return fsdpi_null(NULL, "detach");
+    if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "detach");
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (status) return status;
@@ -43,6 +56,13 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     if (!e.name) e.name = "extension";
     for (fsdpi_attached **at = &model->attached; *at; at = &(*at)->next) {
         if (memcmp(&(*at)->e, &e, sizeof e) != 0) continue;
+        const fsdp_unit *lodger = e.buffer ? fsdpi_lodger(model) : NULL;
+        if (model->asking || lodger)
+            return fsdpi_fail(
+                w, FSDP_ERR_INVALID_STATE,
+                "detach: '%s' %s%s: detach it between steps, outside of its functions", e.name,
+                lodger ? "may own the slot that is held by unit " : "is being asked",
+                lodger ? lodger->desc.name : "");
         if (model->watch & FSDPI_TIMES) {
             fsdpi_drain(w);
             fsdpi_timeline_end_all(w);
@@ -55,7 +75,7 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
 }
 
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
-    if (!model || !item) return fsdpi_null(NULL, "next_state");
+    if (!model || !item) return fsdpi_null(model ? model->world : NULL, "next_state");
     fsdp_status status = fsdpi_commit(model);
     int which = item->at[0], index = item->name ? item->at[1] + 1 : 0;
     fsdpi_attached *a = model->attached;
@@ -122,7 +142,7 @@ FSDP_API int fsdp_pool_register(fsdp_model *model, const char *name) {
 
 FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit *unit, int kind,
                            int label, int stream) {
-    *op = fsdpi_op(model, unit, kind, label, stream);
+    if (op && model) *op = fsdpi_op(model, unit, kind, label, stream);
 }
 
 static int fsdpi_is_collective(int kind) {
@@ -146,13 +166,23 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
         (!op->list || !op->list_count))
         return "list is empty";
     if (reads && (!src || !dst)) return "src or dst is NULL";
+    if (reads && (!fsdp_dtype_size(op->dtype) || !fsdp_dtype_size(op->out_dtype)))
+        return "dtype or out_dtype is none of FSDP_F32, ...";
     if (op->kind == FSDP_OP_ZERO && !dst) return "dst is NULL";
+    if (op->kind == FSDP_OP_ZERO && op->dst &&
+        ((const char *)dst < op->dst->ptr ||
+         (uint64_t)((const char *)dst - op->dst->ptr) + op->bytes > op->dst->bytes))
+        return "the bytes do not lie in dst";
     if (!fsdpi_is_collective(op->kind)) return NULL;
     if (!op->comm) return "comm is NULL: a group of one rank has no collectives";
     if (op->group_size < 2) return "group_size is less than 2";
+    int in_place = op->kind == FSDP_OP_ALL_REDUCE || op->kind == FSDP_OP_BROADCAST;
+    if (!fsdp_dtype_size(op->dtype)) return "dtype is none of FSDP_F32, ...";
+    if (op->root < 0 || op->root >= op->group_size) return "root is no member of the group";
     if (op->kind != FSDP_OP_RECV && !(op->kind == FSDP_OP_ALL_GATHER && op->in_place) && !src)
         return "src is NULL";
-    return op->kind != FSDP_OP_SEND && !dst ? "dst is NULL" : NULL;
+    if (op->kind != FSDP_OP_SEND && !dst) return "dst is NULL";
+    return in_place && src != dst ? "src and dst differ: it works in place" : NULL;
 }
 
 // What a marker says happens: to slots that an extension gives to units.
@@ -167,7 +197,7 @@ static fsdp_status fsdpi_do_marker(fsdp_model *m, const fsdp_op *op) {
 }
 
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
-    if (!model || !op) return fsdpi_null(NULL, "emit");
+    if (!model || !op) return fsdpi_null(model ? model->world : NULL, "emit");
     fsdp_world *w = model->world;
     if (op->src && !op->src_ptr) op->src_ptr = op->src->ptr;
     if (op->dst && !op->dst_ptr) op->dst_ptr = op->dst->ptr;
@@ -180,6 +210,8 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
         fsdp_status done = fsdpi_do_marker(model, op);
         return done ? done : fsdpi_show(model, op);
     }
+    if (op->kind == FSDP_OP_COPY && !op->bytes)
+        op->bytes = op->count * fsdp_dtype_size(op->out_dtype);
     if (fsdpi_is_collective(op->kind)) {
         if (!(w->caps.kinds & 1u << op->kind))
             return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s has no %s",
@@ -203,7 +235,8 @@ FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *wh
                           "call_begin: call is %d, expected FSDP_CALL_*", call);
     if (!what) what = fsdpi_call_name(call);
     status = fsdpi_check_units(model, call, what);
-    return status ? status : fsdpi_announce(model, NULL, call, what, FSDP_STATE_IDLE);
+    return status ? status
+                  : fsdpi_announce(model, NULL, FSDP_CALL_EXTENSION, what, FSDP_STATE_IDLE);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -211,7 +244,7 @@ FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *wh
 
 FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, int64_t nbytes,
                                      fsdp_buf **buf) {
-    if (!model || !buf) return fsdpi_null(NULL, "buf_create");
+    if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "buf_create");
     *buf = NULL;
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
@@ -226,9 +259,10 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
 
 FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int64_t offset,
                                    int64_t nbytes, fsdp_buf **buf) {
-    if (!model || !buf) return fsdpi_null(NULL, "buf_part");
+    if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "buf_part");
     *buf = NULL;
-    if (offset < 0 || nbytes < 0 || (whole && offset + nbytes > (int64_t)whole->bytes))
+    if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset ||
+        (whole && offset + nbytes > (int64_t)whole->bytes))
         return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
                           "buf_part: %lld bytes at %lld of a buffer of %lld", (long long)nbytes,
                           (long long)offset, (long long)fsdp_buf_nbytes(whole));
@@ -252,6 +286,12 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
 
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
     if (!model || !buf) return;
+    if (buf->held) {
+        (void)fsdpi_fail(model->world, FSDP_ERR_INVALID_STATE,
+                         "buf_destroy: a unit holds the buffer: it stays until the model ends; "
+                         "destroy it when fsdp_buf_held is 0");
+        return;
+    }
     fsdpi_drain(model->world);
     fsdpi_buf_free(model, buf);
 }
@@ -265,6 +305,7 @@ FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
     fsdpi_drain(model->world);
+    model->trims++;
     for (int i = 0; i < model->num_classes; i++) {
         fsdpi_class *c = &model->classes[i];
         int kept = 0;
@@ -286,7 +327,7 @@ static int fsdpi_updates_on_device(const fsdp_model *m) {
 }
 
 FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int *memory) {
-    if (!model || !what || !memory) return fsdpi_null(NULL, "update_place");
+    if (!model || !what || !memory) return fsdpi_null(model ? model->world : NULL, "update_place");
     const fsdp_world *w = model->world;
     fsdp_status status = fsdpi_commit(model);
     if (status) return status;
@@ -300,11 +341,16 @@ FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int 
 
 FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, const char *what,
                                 void **ptr) {
-    if (!model || !what || !ptr) return fsdpi_null(NULL, "alloc");
+    if (!model || !what || !ptr) return fsdpi_null(model ? model->world : NULL, "alloc");
     fsdp_world *w = model->world;
     int device = memory == FSDP_MEMORY_DEVICE;
     fsdp_status status = FSDP_OK;
     *ptr = NULL;
+    if ((!device && memory != FSDP_MEMORY_HOST) || nbytes < 0)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "%s: memory is %d, bytes are %lld: expected FSDP_MEMORY_HOST or _DEVICE, "
+                          "and a size",
+                          what, memory, (long long)nbytes);
     if (!device) *ptr = fsdpi_model_alloc(model, (size_t)nbytes);
     else status = w->device_ops->alloc(w->device, memory, (size_t)nbytes, ptr);
     if (!*ptr && !status) status = FSDP_ERR_OUT_OF_MEMORY;
@@ -327,7 +373,8 @@ FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes
 // Owns: copies, waits, groups, and what extensions ask of a model.
 
 FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes) {
-    if (!model || nbytes < 0 || (nbytes > 0 && (!dst || !src))) return fsdpi_null(NULL, "transfer");
+    if (!model || nbytes < 0 || (nbytes > 0 && (!dst || !src)))
+        return fsdpi_null(model ? model->world : NULL, "transfer");
     fsdp_status status = fsdpi_failed(model->world);
     return status ? status : fsdpi_transfer(model->world, dst, src, (size_t)nbytes);
 }
@@ -343,15 +390,16 @@ FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
 }
 
 FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm) {
-    if (!mesh || !comm) return fsdpi_null(NULL, "mesh_comm");
+    if (!mesh || !comm) return fsdpi_null(mesh ? mesh->world : NULL, "mesh_comm");
     fsdp_world *w = mesh->world;
     fsdp_status status = fsdpi_failed(w);
     *comm = NULL;
     if (status) return status;
-    if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT)
+    if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT ||
+        mesh->coord[0] < 0)
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "mesh_comm: dim is %d of a %d-D mesh, stream is %d, expected one of "
-                          "FSDP_STREAM_*",
+                          "mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a dim, "
+                          "one of FSDP_STREAM_*, and a mesh that this rank is in",
                           dim, mesh->ndim, stream);
     int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
     if (mesh->shape[dim] == 1) return FSDP_OK;

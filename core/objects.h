@@ -234,7 +234,7 @@ typedef struct fsdpi_layout {
     fsdpi_work all_gather, slice_gather, reduce_scatter, to_rout; // segments
     fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
     fsdpi_template *ops;                   // by kind
-    uint16_t ops_begin[FSDPI_OPS_COUNT + 1];
+    int32_t ops_begin[FSDPI_OPS_COUNT + 1];
 } fsdpi_layout;
 
 // Who used which parameter, as far as it is not in fsdpi_param.use.
@@ -279,6 +279,7 @@ static fsdpi_state fsdpi_state_new(void) {
     memset(&s, 0, sizeof s);
     s.last_order = -1;
     s.grads.shard = FSDPI_GRADS_ZERO; // new blocks are
+    s.grads.divided = 1;
     return s;
 }
 
@@ -361,6 +362,8 @@ struct fsdp_model {
     uint8_t watch;            // FSDPI_CALLS, ...: what any of them listens to
     fsdpi_names labels, pools;
     uint64_t settings; // changes of options so far
+    uint64_t trims;    // calls of fsdp_pools_trim so far
+    int asking;        // calls of functions of extensions that have not returned
     int32_t num_bufs;  // numbers given to buffers so far
     fsdp_counters counters;
     int64_t host_bytes;

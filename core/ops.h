@@ -46,7 +46,7 @@ static FSDPI_NOINLINE const fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op 
     *seen = *op;
     seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm);
     seen->timed = works && (m->watch & FSDPI_TIMES);
-    return fsdpi_taken(m, seen) || seen->kind >= FSDP_OP_HOOK ? NULL : seen;
+    return fsdpi_taken(m, seen) || op->kind >= FSDP_OP_HOOK ? NULL : seen;
 }
 
 // The record is the caller's: it may be one that is issued again and again.

@@ -97,13 +97,14 @@ static void fsdpi_dry_free(fsdp_model *dry) {
 }
 
 static void fsdpi_dry_world(fsdpi_rehearsal *r, const fsdp_world *w) {
-    r->world = *w;
+    r->world.boot = w->boot;
+    r->world.rank = w->rank;
     r->world.size = 1; // a failure here is of this rank alone
-    r->world.comm = NULL;
-    r->world.models = NULL;
-    r->world.fence = NULL;
+    r->world.log_level = w->log_level;
+    r->world.caps = w->caps;
+    r->world.mode = w->mode;
+    r->world.device = w->device;
     r->world.device_ops = &r->device;
-    memset(r->world.lanes, 0, sizeof r->world.lanes);
     r->device.flags = w->device_ops->flags;
     r->device.alloc = fsdpi_none_alloc;
     r->device.free = fsdpi_none_free;
@@ -141,7 +142,8 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     dry->grad_enabled = dry->is_last_backward = 1;
     dry->num_params = m->num_params;
     dry->units = (fsdp_unit **)fsdpi_model_alloc(dry, (size_t)m->num_units * sizeof *dry->units);
-    fsdp_status status = dry->units ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
+    fsdp_status status = fsdpi_failed(w);
+    if (!dry->units) status = FSDP_ERR_OUT_OF_MEMORY;
     for (int i = 0; !status && i < m->num_units; i++) {
         dry->units[i] = fsdpi_unit_copy(dry, m->units[i]);
         if (dry->units[i]) dry->num_units++;
@@ -162,7 +164,8 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
     for (int i = 0; !status && i < dry->num_classes; i++) { // the model's own has been found before
         const fsdpi_class *wanted = &dry->classes[i];
         int at = fsdpi_class_find(m, wanted->pool, wanted->bytes);
-        while (m->classes[at].count < wanted->count && !status)
+        if (at < 0) status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "reserve: no memory");
+        while (!status && m->classes[at].count < wanted->count)
             status = fsdpi_class_add(m, &m->classes[at]);
     }
     fsdpi_dry_free(dry);

@@ -50,7 +50,10 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
     fsdpi_walk_bytes(w, &m->release_seq, sizeof m->release_seq);
     fsdpi_walk_bytes(w, &m->ahead_bytes, sizeof m->ahead_bytes);
     fsdpi_walk_bytes(w, &m->num_order, sizeof m->num_order);
+    fsdpi_walk_bytes(w, m->order, (size_t)m->num_order * sizeof *m->order); // it does not shrink
     fsdpi_walk_bytes(w, &m->hook_status, sizeof m->hook_status);
+    fsdpi_walk_bytes(w, m->hook_error, sizeof m->hook_error);
+    fsdpi_walk_bytes(w, &m->norm_type, sizeof m->norm_type);
     fsdpi_walk_bytes(w, &m->counters, sizeof m->counters);
     for (int i = 0; i < m->num_units; i++) fsdpi_walk_unit(w, m->units[i]);
     for (int i = 0; i < m->num_classes; i++)
@@ -59,46 +62,82 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
         fsdpi_walk_buf(w, m->flats[d].shard);
         fsdpi_walk_buf(w, m->flats[d].grad);
     }
+    fsdpi_walk_buf(w, m->scalar);
+}
+
+// What a snapshot was taken of: slots may be others since.
+typedef struct fsdpi_taken_of {
+    const void *owner; // model or unit
+    uint64_t layout, trims, size;
+    int64_t slots;
+} fsdpi_taken_of;
+
+static fsdpi_taken_of fsdpi_taken_now(const fsdp_model *m, const void *owner, size_t size) {
+    fsdpi_taken_of now = {owner, m->layout, m->trims, size, 0};
+    for (int i = 0; i < m->num_classes; i++) now.slots += m->classes[i].count;
+    return now;
+}
+
+// Is it of this model or unit, as that is now?
+static fsdp_status fsdpi_taken_check(fsdp_model *m, const void *owner, const void *buf,
+                                     size_t nbytes, const char *what) {
+    fsdpi_taken_of then, now = fsdpi_taken_now(m, owner, nbytes);
+    int good = nbytes >= sizeof then;
+    if (good) memcpy(&then, buf, sizeof then);
+    if (good && memcmp(&then, &now, sizeof now) == 0) return FSDP_OK;
+    return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
+                      "%s: the snapshot of %llu bytes was taken of another one, or slots were made "
+                      "or freed since: take it again behind a freeze, a thaw or fsdp_pools_trim",
+                      what, (unsigned long long)nbytes);
 }
 
 FSDP_API size_t fsdp_model_snapshot(const fsdp_model *model, void *buf, size_t cap) {
-    fsdpi_walk w = {(char *)buf, buf ? cap : 0, 0, FSDPI_SAVE};
+    size_t head = sizeof(fsdpi_taken_of);
+    fsdpi_walk w = {(char *)buf, buf ? cap : 0, head, FSDPI_SAVE};
     if (!model || !model->committed) return 0;
     fsdpi_walk_model(&w, (fsdp_model *)(uintptr_t)model); // which saving does not change
+    fsdpi_taken_of now = fsdpi_taken_now(model, model, w.used);
+    if (w.cap >= head) memcpy(buf, &now, head);
     return w.used;
 }
 
 FSDP_API fsdp_status fsdp_model_restore(fsdp_model *model, const void *buf, size_t nbytes) {
     if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "model_restore");
-    size_t size = fsdp_model_snapshot(model, NULL, 0);
-    if (nbytes != size)
-        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                          "model_restore: the snapshot has %llu bytes, expected %llu: the model "
-                          "has been laid out anew, or has got more slots, since it was taken",
-                          (unsigned long long)nbytes, (unsigned long long)size);
-    fsdpi_walk w = {(char *)(uintptr_t)buf, nbytes, 0, FSDPI_LOAD};
+    fsdp_status status = fsdpi_taken_check(model, model, buf, nbytes, "model_restore");
+    if (status) return status;
+    fsdpi_walk w = {(char *)(uintptr_t)buf, nbytes, sizeof(fsdpi_taken_of), FSDPI_LOAD};
     fsdpi_drain(model->world); // flags of use may still be read
     fsdpi_walk_model(&w, model);
     return fsdpi_failed(model->world);
 }
 
 FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap) {
+    size_t head = sizeof(fsdpi_taken_of), size = head + sizeof unit->state;
     if (!unit) return 0;
-    if (buf && cap >= sizeof unit->state) memcpy(buf, &unit->state, sizeof unit->state);
-    return sizeof unit->state;
+    if (!buf || cap < size) return size;
+    fsdpi_taken_of now = fsdpi_taken_now(unit->model, unit, size);
+    memcpy(buf, &now, head);
+    memcpy((char *)buf + head, &unit->state, sizeof unit->state);
+    return size;
+}
+
+// Bytes of the slot of a unit that was gathered ahead: they count towards prefetch_bytes.
+static int64_t fsdpi_ahead_bytes(const fsdpi_state *s) {
+    return s->ahead ? (int64_t)s->slot[FSDP_POOL_GATHER]->bytes : 0;
 }
 
 FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes) {
-    fsdpi_state *s = unit ? &unit->state : NULL;
-    if (!s || !buf) return fsdpi_null(unit ? unit->model->world : NULL, "unit_restore");
-    if (nbytes != sizeof *s)
-        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG,
-                          "unit_restore: the snapshot has %llu bytes, expected %llu",
-                          (unsigned long long)nbytes, (unsigned long long)sizeof *s);
-    memcpy(s, buf, sizeof *s);
+    if (!unit || !buf) return fsdpi_null(unit ? unit->model->world : NULL, "unit_restore");
+    fsdp_model *m = unit->model;
+    fsdpi_state *s = &unit->state;
+    fsdp_status status = fsdpi_taken_check(m, unit, buf, nbytes, "unit_restore");
+    if (status) return status;
+    m->ahead_bytes -= fsdpi_ahead_bytes(s);
+    memcpy(s, (const char *)buf + sizeof(fsdpi_taken_of), sizeof *s);
+    m->ahead_bytes += fsdpi_ahead_bytes(s);
     s->last_order = -1; // the record of forwards is another one
     if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
-        unit->model->backward = 1;
+        m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
         if (s->slot[pool]) s->slot[pool]->held = 1;
     return FSDP_OK;

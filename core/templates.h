@@ -155,7 +155,10 @@ static void fsdpi_template_special(fsdp_unit *u, int kind, fsdpi_template *t) {
 }
 
 static int fsdpi_templates_max(const fsdp_unit *u) {
-    return FSDPI_OPS_COUNT + 6 * u->layout.num_parts;
+    int max = 0;
+    for (int kind = 0; kind < FSDPI_OPS_COUNT; kind++)
+        max += fsdpi_template_rows[kind].each ? u->layout.num_parts : 1;
+    return max;
 }
 
 // All records of a unit: its lists and blocks are there.
@@ -164,7 +167,7 @@ static void fsdpi_templates_make(fsdp_unit *u) {
     fsdpi_template *t = l->ops;
     for (int kind = 0; kind < FSDPI_OPS_COUNT; kind++) {
         const fsdpi_template_row *row = &fsdpi_template_rows[kind];
-        l->ops_begin[kind] = (uint16_t)(t - l->ops);
+        l->ops_begin[kind] = (int32_t)(t - l->ops);
         if (row->grads && l->num_train == 0) continue;
         for (int k = 0; k < (row->each ? l->num_parts : 1); k++) {
             const fsdpi_part *part = &l->parts[row->each ? k : l->users_part];
@@ -173,7 +176,7 @@ static void fsdpi_templates_make(fsdp_unit *u) {
             t = next;
         }
     }
-    l->ops_begin[FSDPI_OPS_COUNT] = (uint16_t)(t - l->ops);
+    l->ops_begin[FSDPI_OPS_COUNT] = (int32_t)(t - l->ops);
 }
 
 /* Emits the records of one kind. Their slots are those that the unit holds now; whoever names other
@@ -198,13 +201,13 @@ static fsdp_status fsdpi_emit_kind(fsdp_unit *u, int kind) {
 
 // The only record of a kind, to be changed before it is emitted; NULL: there is nothing to do.
 static fsdp_op *fsdpi_only_op(fsdp_unit *u, int kind) {
-    const uint16_t *begin = &u->layout.ops_begin[kind];
+    const int32_t *begin = &u->layout.ops_begin[kind];
     return begin[0] == begin[1] ? NULL : &u->layout.ops[begin[0]].op;
 }
 
 // What all records of a kind multiply by, and whether they add to what is there.
 static void fsdpi_each(fsdp_unit *u, int kind, double scale, int accumulate) {
-    const uint16_t *begin = &u->layout.ops_begin[kind];
+    const int32_t *begin = &u->layout.ops_begin[kind];
     for (int i = begin[0]; i < begin[1]; i++) {
         u->layout.ops[i].op.scale = scale;
         u->layout.ops[i].op.accumulate = (uint8_t)accumulate;

@@ -11,9 +11,12 @@
 #define FSDPI_TIMES_MAX  256                   // records that wait to be told
 #define FSDPI_TIMES_BASE ((int64_t)8000000000) // distances lose digits: then a new base
 
+enum { FSDPI_TIMED_RUNS, FSDPI_TIMED_ENDS, FSDPI_TIMED_FAILED }; // between its events, behind them
+
 typedef struct fsdpi_timed {
     fsdp_op op;
     void *begin, *end;
+    int state; // FSDPI_TIMED_*
 } fsdpi_timed;
 
 struct fsdpi_timeline {
@@ -69,10 +72,11 @@ static void fsdpi_timeline_tell(fsdp_world *w, int64_t wait_ns) {
     while (t && t->first != t->next) {
         fsdpi_timed *one = &t->ring[t->first % FSDPI_TIMES_MAX];
         int64_t begin, end;
-        if (d->sync(w->device, one->end, wait_ns)) return;
+        if (one->state == FSDPI_TIMED_RUNS) return; // a function of the user's issues others
+        if (one->state == FSDPI_TIMED_ENDS && d->sync(w->device, one->end, wait_ns)) return;
         wait_ns = 0;
         t->first++;
-        if (!d->elapsed(w->device, t->base, one->begin, &begin) &&
+        if (one->state == FSDPI_TIMED_ENDS && !d->elapsed(w->device, t->base, one->begin, &begin) &&
             !d->elapsed(w->device, t->base, one->end, &end))
             fsdpi_tell_ran(w, &one->op, t->base_ns + begin, t->base_ns + end);
     }
@@ -95,10 +99,16 @@ static fsdpi_timed *fsdpi_timeline_begin(fsdp_world *w, const fsdp_op *op, void 
         return NULL;
     fsdpi_timed *one = &t->ring[t->next % FSDPI_TIMES_MAX];
     one->op = *op;
-    return w->device_ops->record(w->device, stream, one->begin) ? NULL : one;
+    one->op.list = NULL; // it may be gone when the record is told
+    one->op.list_count = 0;
+    one->state = FSDPI_TIMED_RUNS;
+    if (w->device_ops->record(w->device, stream, one->begin)) return NULL;
+    t->next++;
+    return one;
 }
 
-static fsdp_status fsdpi_timeline_end(fsdp_world *w, fsdpi_timed *one, void *stream) {
-    w->timeline->next++;
-    return w->device_ops->record(w->device, stream, one->end);
+// The record has been issued, or has failed.
+static void fsdpi_timeline_end(fsdp_world *w, fsdpi_timed *one, void *stream, fsdp_status status) {
+    if (!status) status = w->device_ops->record(w->device, stream, one->end);
+    one->state = status ? FSDPI_TIMED_FAILED : FSDPI_TIMED_ENDS;
 }

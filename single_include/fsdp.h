@@ -1916,10 +1916,10 @@ typedef struct fsdp_event {
     int32_t stream; // FSDP_STREAM_*
 } fsdp_event;
 
-// Markers, HOOK and those behind it, say what happens: they wait for nothing and do nothing. They
-// are made only where an extension sees records.
+// Markers, HOOK and those behind it, say what happens: they wait for nothing. The library makes
+// them only where an extension sees records.
 typedef struct fsdp_op {
-    uint64_t seq;             // of this rank's model; the same on all ranks
+    uint64_t seq;             // of this rank's model, or world; ranks may differ in local records
     uint64_t bytes;           // to be received from other ranks (of all_reduce 2 (R-1)/R of the
                               // whole, rounded up), or written (copies, zero)
     uint64_t count;           // elements: per rank (gather, scatter), of the whole (others)
@@ -2008,7 +2008,8 @@ enum {
 
 enum { FSDP_POOL_MAX = FSDP_POOL_COUNT + 8 }; // with those of extensions (fsdp_pool_register)
 
-// Bytes of device memory by pool. Pools only grow, so current is also the peak.
+// Bytes of device memory by pool. Pools only grow, so current is also the peak; fsdp_pools_trim, of
+// extensions, shrinks them.
 typedef struct fsdp_memory {
     int64_t pool_bytes[FSDP_POOL_MAX];
     int32_t pool_slots[FSDP_POOL_MAX];
@@ -2095,9 +2096,9 @@ typedef struct fsdp_extension {
     // the model), before the table is asked. Non-zero: the call's work has been done, and *status,
     // FSDP_OK before, is its result; nobody else is asked.
     int (*call)(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status);
-    // A record before it runs: a copy, which may be changed, but for seq, stream, src and dst, from
-    // which its waits have been derived. Non-zero: the record is taken: it does not run, later
-    // extensions do not see it, all else goes on as if it had run.
+    // A record before it runs: a copy, which may be changed; kind, seq, stream, src and dst, from
+    // which its waits have been derived, are put back. Non-zero: the record is taken: it does not
+    // run, later extensions do not see it, all else goes on as if it had run.
     int (*op)(void *user, fsdp_model *model, fsdp_op *op);
     // released NULL: the unit is about to take a slot of a pool; an answer that is not NULL is used
     // instead of the pool's. Else: a slot is given back, whosever it is; the answer is ignored.
@@ -2126,8 +2127,9 @@ typedef struct fsdp_extension {
 FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension);
 
 /* fsdp_detach - take out the extension that has been attached with these contents, and call its
-   destroy. Not from its own functions
-   Result      FSDP_OK; INVALID_ARG (it is not attached)
+   destroy
+   Result      FSDP_OK; INVALID_ARG (it is not attached); INVALID_STATE (from a function of an
+               extension, or a unit holds a slot that it may own)
    Collective  no      Blocks for operations under way      Allocates no */
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension);
 
@@ -2191,7 +2193,7 @@ FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool);
    fsdp_buf_part - a buffer inside of another: events of its own, no memory of its own, not counted
    whole       NULL: addresses from `offset` on, without memory: nothing may run on them
    buf         owned by the extension, until fsdp_buf_destroy, before the model ends; NULL after a
-               failure
+               failure. One that a unit holds is not destroyed: that is logged
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY
    Collective  create of FSDP_MEMORY_DEVICE: every rank of the mesh, same size, same order; else no
    Blocks no      Allocates yes */
@@ -3004,7 +3006,7 @@ typedef struct fsdpi_layout {
     fsdpi_work all_gather, slice_gather, reduce_scatter, to_rout; // segments
     fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
     fsdpi_template *ops;                   // by kind
-    uint16_t ops_begin[FSDPI_OPS_COUNT + 1];
+    int32_t ops_begin[FSDPI_OPS_COUNT + 1];
 } fsdpi_layout;
 
 // Who used which parameter, as far as it is not in fsdpi_param.use.
@@ -3049,6 +3051,7 @@ static fsdpi_state fsdpi_state_new(void) {
     memset(&s, 0, sizeof s);
     s.last_order = -1;
     s.grads.shard = FSDPI_GRADS_ZERO; // new blocks are
+    s.grads.divided = 1;
     return s;
 }
 
@@ -3131,6 +3134,8 @@ struct fsdp_model {
     uint8_t watch;            // FSDPI_CALLS, ...: what any of them listens to
     fsdpi_names labels, pools;
     uint64_t settings; // changes of options so far
+    uint64_t trims;    // calls of fsdp_pools_trim so far
+    int asking;        // calls of functions of extensions that have not returned
     int32_t num_bufs;  // numbers given to buffers so far
     fsdp_counters counters;
     int64_t host_bytes;
@@ -3593,9 +3598,9 @@ static fsdp_status fsdpi_env_is_spread(fsdp_world *w, const fsdp_world_desc *d, 
 
 static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
     static const char *const names[] = {"", "error", "warn", "info", "none"};
-    const char *text = getenv("FSDP_LOG_LEVEL");
+    const char *text = fsdpi_env("FSDP_LOG_LEVEL");
     *out = FSDP_LOG_WARN;
-    if (!text || !*text) return FSDP_OK;
+    if (!text) return FSDP_OK;
     for (int i = FSDP_LOG_ERROR; i <= FSDP_LOG_NONE; i++)
         if (strcmp(text, names[i]) == 0) {
             *out = i;
@@ -3615,25 +3620,41 @@ static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
 // Has an extension answered a call? *status is the result then.
 static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
                                          fsdp_status *status) {
-    for (const fsdpi_attached *a = m->attached; a; a = a->next)
-        if (a->e.call && a->e.call(a->e.user, m, u, call, status)) return 1;
-    return 0;
+    int answered = 0;
+    m->asking++;
+    for (const fsdpi_attached *a = m->attached; a && !answered; a = a->next)
+        answered = a->e.call && a->e.call(a->e.user, m, u, call, status);
+    m->asking--;
+    return answered;
 }
 
-// Has an extension taken a record? It may have changed it before.
+/* Has an extension taken a record? It may have changed the copy before; what its order was derived
+   from, and what it is, stay. */
 static int fsdpi_taken(fsdp_model *m, fsdp_op *op) {
-    for (const fsdpi_attached *a = m->attached; a; a = a->next)
-        if (a->e.op && a->e.op(a->e.user, m, op)) return 1;
-    return 0;
+    const fsdp_op was = *op;
+    int taken = 0;
+    m->asking++;
+    for (const fsdpi_attached *a = m->attached; a && !taken; a = a->next)
+        taken = a->e.op && a->e.op(a->e.user, m, op);
+    m->asking--;
+    op->kind = was.kind;
+    op->stream = was.stream;
+    op->seq = was.seq;
+    op->src = was.src;
+    op->dst = was.dst;
+    if (!op->call) op->call = was.call;
+    return taken;
 }
 
 // A slot for a unit from an extension, or NULL; `released`: one that is given back.
 static FSDPI_NOINLINE fsdp_buf *fsdpi_other_slot(fsdp_unit *u, int pool, fsdp_buf *released) {
     fsdp_buf *slot = NULL;
+    u->model->asking++;
     for (const fsdpi_attached *a = u->model->attached; a && !slot; a = a->next) {
         fsdp_buf *answer = a->e.buffer ? a->e.buffer(a->e.user, u->model, u, pool, released) : NULL;
         if (!released) slot = answer;
     }
+    u->model->asking--;
     return slot;
 }
 
@@ -6454,9 +6475,12 @@ static const fsdp_device_ops *fsdpi_host_ops(void) {
 #define FSDPI_TIMES_MAX  256                   // records that wait to be told
 #define FSDPI_TIMES_BASE ((int64_t)8000000000) // distances lose digits: then a new base
 
+enum { FSDPI_TIMED_RUNS, FSDPI_TIMED_ENDS, FSDPI_TIMED_FAILED }; // between its events, behind them
+
 typedef struct fsdpi_timed {
     fsdp_op op;
     void *begin, *end;
+    int state; // FSDPI_TIMED_*
 } fsdpi_timed;
 
 struct fsdpi_timeline {
@@ -6512,10 +6536,11 @@ static void fsdpi_timeline_tell(fsdp_world *w, int64_t wait_ns) {
     while (t && t->first != t->next) {
         fsdpi_timed *one = &t->ring[t->first % FSDPI_TIMES_MAX];
         int64_t begin, end;
-        if (d->sync(w->device, one->end, wait_ns)) return;
+        if (one->state == FSDPI_TIMED_RUNS) return; // a function of the user's issues others
+        if (one->state == FSDPI_TIMED_ENDS && d->sync(w->device, one->end, wait_ns)) return;
         wait_ns = 0;
         t->first++;
-        if (!d->elapsed(w->device, t->base, one->begin, &begin) &&
+        if (one->state == FSDPI_TIMED_ENDS && !d->elapsed(w->device, t->base, one->begin, &begin) &&
             !d->elapsed(w->device, t->base, one->end, &end))
             fsdpi_tell_ran(w, &one->op, t->base_ns + begin, t->base_ns + end);
     }
@@ -6538,12 +6563,18 @@ static fsdpi_timed *fsdpi_timeline_begin(fsdp_world *w, const fsdp_op *op, void 
         return NULL;
     fsdpi_timed *one = &t->ring[t->next % FSDPI_TIMES_MAX];
     one->op = *op;
-    return w->device_ops->record(w->device, stream, one->begin) ? NULL : one;
+    one->op.list = NULL; // it may be gone when the record is told
+    one->op.list_count = 0;
+    one->state = FSDPI_TIMED_RUNS;
+    if (w->device_ops->record(w->device, stream, one->begin)) return NULL;
+    t->next++;
+    return one;
 }
 
-static fsdp_status fsdpi_timeline_end(fsdp_world *w, fsdpi_timed *one, void *stream) {
-    w->timeline->next++;
-    return w->device_ops->record(w->device, stream, one->end);
+// The record has been issued, or has failed.
+static void fsdpi_timeline_end(fsdp_world *w, fsdpi_timed *one, void *stream, fsdp_status status) {
+    if (!status) status = w->device_ops->record(w->device, stream, one->end);
+    one->state = status ? FSDPI_TIMED_FAILED : FSDPI_TIMED_ENDS;
 }
 
 /* ==== core/lanes.h ==========================================================================
@@ -6605,7 +6636,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_execute_timed(fsdp_world *w, const fsdp_
     fsdpi_timed *one = stream ? fsdpi_timeline_begin(w, op, stream) : NULL;
     int64_t begin = fsdpi_now(w);
     fsdp_status status = fsdpi_execute(w, op, stream);
-    if (one && !status) (void)fsdpi_timeline_end(w, one, stream);
+    if (one) fsdpi_timeline_end(w, one, stream, status);
     if (!stream && !status) fsdpi_tell_ran(w, op, begin, fsdpi_now(w));
     return status;
 }
@@ -8184,7 +8215,7 @@ static FSDPI_NOINLINE const fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op 
     *seen = *op;
     seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm);
     seen->timed = works && (m->watch & FSDPI_TIMES);
-    return fsdpi_taken(m, seen) || seen->kind >= FSDP_OP_HOOK ? NULL : seen;
+    return fsdpi_taken(m, seen) || op->kind >= FSDP_OP_HOOK ? NULL : seen;
 }
 
 // The record is the caller's: it may be one that is issued again and again.
@@ -8495,7 +8526,10 @@ static void fsdpi_template_special(fsdp_unit *u, int kind, fsdpi_template *t) {
 }
 
 static int fsdpi_templates_max(const fsdp_unit *u) {
-    return FSDPI_OPS_COUNT + 6 * u->layout.num_parts;
+    int max = 0;
+    for (int kind = 0; kind < FSDPI_OPS_COUNT; kind++)
+        max += fsdpi_template_rows[kind].each ? u->layout.num_parts : 1;
+    return max;
 }
 
 // All records of a unit: its lists and blocks are there.
@@ -8504,7 +8538,7 @@ static void fsdpi_templates_make(fsdp_unit *u) {
     fsdpi_template *t = l->ops;
     for (int kind = 0; kind < FSDPI_OPS_COUNT; kind++) {
         const fsdpi_template_row *row = &fsdpi_template_rows[kind];
-        l->ops_begin[kind] = (uint16_t)(t - l->ops);
+        l->ops_begin[kind] = (int32_t)(t - l->ops);
         if (row->grads && l->num_train == 0) continue;
         for (int k = 0; k < (row->each ? l->num_parts : 1); k++) {
             const fsdpi_part *part = &l->parts[row->each ? k : l->users_part];
@@ -8513,7 +8547,7 @@ static void fsdpi_templates_make(fsdp_unit *u) {
             t = next;
         }
     }
-    l->ops_begin[FSDPI_OPS_COUNT] = (uint16_t)(t - l->ops);
+    l->ops_begin[FSDPI_OPS_COUNT] = (int32_t)(t - l->ops);
 }
 
 /* Emits the records of one kind. Their slots are those that the unit holds now; whoever names other
@@ -8538,13 +8572,13 @@ static fsdp_status fsdpi_emit_kind(fsdp_unit *u, int kind) {
 
 // The only record of a kind, to be changed before it is emitted; NULL: there is nothing to do.
 static fsdp_op *fsdpi_only_op(fsdp_unit *u, int kind) {
-    const uint16_t *begin = &u->layout.ops_begin[kind];
+    const int32_t *begin = &u->layout.ops_begin[kind];
     return begin[0] == begin[1] ? NULL : &u->layout.ops[begin[0]].op;
 }
 
 // What all records of a kind multiply by, and whether they add to what is there.
 static void fsdpi_each(fsdp_unit *u, int kind, double scale, int accumulate) {
-    const uint16_t *begin = &u->layout.ops_begin[kind];
+    const int32_t *begin = &u->layout.ops_begin[kind];
     for (int i = begin[0]; i < begin[1]; i++) {
         u->layout.ops[i].op.scale = scale;
         u->layout.ops[i].op.accumulate = (uint8_t)accumulate;
@@ -9110,7 +9144,7 @@ static fsdp_status fsdpi_step_hook(fsdp_unit *u) {
 
 static fsdp_status fsdpi_step_out(fsdp_unit *u) {
     int sums = fsdpi_sums(u);
-    const uint16_t *begin = &u->layout.ops_begin[FSDPI_OPS_OUT];
+    const int32_t *begin = &u->layout.ops_begin[FSDPI_OPS_OUT];
     fsdpi_each(u, FSDPI_OPS_OUT, fsdpi_rest(u), u->state.grads.shard == FSDPI_GRADS_REDUCED);
     for (int i = begin[0]; i < begin[1]; i++) {
         u->layout.ops[i].src = (uint8_t)sums;
@@ -10639,13 +10673,14 @@ static void fsdpi_dry_free(fsdp_model *dry) {
 }
 
 static void fsdpi_dry_world(fsdpi_rehearsal *r, const fsdp_world *w) {
-    r->world = *w;
+    r->world.boot = w->boot;
+    r->world.rank = w->rank;
     r->world.size = 1; // a failure here is of this rank alone
-    r->world.comm = NULL;
-    r->world.models = NULL;
-    r->world.fence = NULL;
+    r->world.log_level = w->log_level;
+    r->world.caps = w->caps;
+    r->world.mode = w->mode;
+    r->world.device = w->device;
     r->world.device_ops = &r->device;
-    memset(r->world.lanes, 0, sizeof r->world.lanes);
     r->device.flags = w->device_ops->flags;
     r->device.alloc = fsdpi_none_alloc;
     r->device.free = fsdpi_none_free;
@@ -10683,7 +10718,8 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     dry->grad_enabled = dry->is_last_backward = 1;
     dry->num_params = m->num_params;
     dry->units = (fsdp_unit **)fsdpi_model_alloc(dry, (size_t)m->num_units * sizeof *dry->units);
-    fsdp_status status = dry->units ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
+    fsdp_status status = fsdpi_failed(w);
+    if (!dry->units) status = FSDP_ERR_OUT_OF_MEMORY;
     for (int i = 0; !status && i < m->num_units; i++) {
         dry->units[i] = fsdpi_unit_copy(dry, m->units[i]);
         if (dry->units[i]) dry->num_units++;
@@ -10704,7 +10740,8 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
     for (int i = 0; !status && i < dry->num_classes; i++) { // the model's own has been found before
         const fsdpi_class *wanted = &dry->classes[i];
         int at = fsdpi_class_find(m, wanted->pool, wanted->bytes);
-        while (m->classes[at].count < wanted->count && !status)
+        if (at < 0) status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "reserve: no memory");
+        while (!status && m->classes[at].count < wanted->count)
             status = fsdpi_class_add(m, &m->classes[at]);
     }
     fsdpi_dry_free(dry);
@@ -11226,7 +11263,7 @@ FSDP_API void fsdp_model_destroy(fsdp_model *model) {
 
 FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension) {
     fsdp_extension e;
-    if (!model || !extension) return fsdpi_null(NULL, "attach");
+    if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "attach");
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_failed(w);
     if (!status) status = fsdpi_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
@@ -11250,9 +11287,22 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     return FSDP_OK;
 }
 
+// A unit's slot that is of no pool: an extension gave it. NULL: there is none.
+static const fsdp_unit *fsdpi_lodger(const fsdp_model *m) {
+    for (int i = 0; i < m->num_units; i++)
+        for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
+            const fsdp_buf *slot = m->units[i]->state.slot[pool];
+            const fsdpi_class *c = slot ? &m->classes[m->units[i]->layout.classes[pool]] : NULL;
+            int own = !slot;
+            for (int k = 0; !own && k < c->count; k++) own = c->slots[k] == slot;
+            if (!own) return m->units[i];
+        }
+    return NULL;
+}
+
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension) {
     fsdp_extension e;
-    if (!model || !extension) return fsdpi_null(NULL, "detach");
+    if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "detach");
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (status) return status;
@@ -11260,6 +11310,13 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     if (!e.name) e.name = "extension";
     for (fsdpi_attached **at = &model->attached; *at; at = &(*at)->next) {
         if (memcmp(&(*at)->e, &e, sizeof e) != 0) continue;
+        const fsdp_unit *lodger = e.buffer ? fsdpi_lodger(model) : NULL;
+        if (model->asking || lodger)
+            return fsdpi_fail(
+                w, FSDP_ERR_INVALID_STATE,
+                "detach: '%s' %s%s: detach it between steps, outside of its functions", e.name,
+                lodger ? "may own the slot that is held by unit " : "is being asked",
+                lodger ? lodger->desc.name : "");
         if (model->watch & FSDPI_TIMES) {
             fsdpi_drain(w);
             fsdpi_timeline_end_all(w);
@@ -11272,7 +11329,7 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
 }
 
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
-    if (!model || !item) return fsdpi_null(NULL, "next_state");
+    if (!model || !item) return fsdpi_null(model ? model->world : NULL, "next_state");
     fsdp_status status = fsdpi_commit(model);
     int which = item->at[0], index = item->name ? item->at[1] + 1 : 0;
     fsdpi_attached *a = model->attached;
@@ -11339,7 +11396,7 @@ FSDP_API int fsdp_pool_register(fsdp_model *model, const char *name) {
 
 FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit *unit, int kind,
                            int label, int stream) {
-    *op = fsdpi_op(model, unit, kind, label, stream);
+    if (op && model) *op = fsdpi_op(model, unit, kind, label, stream);
 }
 
 static int fsdpi_is_collective(int kind) {
@@ -11363,13 +11420,23 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
         (!op->list || !op->list_count))
         return "list is empty";
     if (reads && (!src || !dst)) return "src or dst is NULL";
+    if (reads && (!fsdp_dtype_size(op->dtype) || !fsdp_dtype_size(op->out_dtype)))
+        return "dtype or out_dtype is none of FSDP_F32, ...";
     if (op->kind == FSDP_OP_ZERO && !dst) return "dst is NULL";
+    if (op->kind == FSDP_OP_ZERO && op->dst &&
+        ((const char *)dst < op->dst->ptr ||
+         (uint64_t)((const char *)dst - op->dst->ptr) + op->bytes > op->dst->bytes))
+        return "the bytes do not lie in dst";
     if (!fsdpi_is_collective(op->kind)) return NULL;
     if (!op->comm) return "comm is NULL: a group of one rank has no collectives";
     if (op->group_size < 2) return "group_size is less than 2";
+    int in_place = op->kind == FSDP_OP_ALL_REDUCE || op->kind == FSDP_OP_BROADCAST;
+    if (!fsdp_dtype_size(op->dtype)) return "dtype is none of FSDP_F32, ...";
+    if (op->root < 0 || op->root >= op->group_size) return "root is no member of the group";
     if (op->kind != FSDP_OP_RECV && !(op->kind == FSDP_OP_ALL_GATHER && op->in_place) && !src)
         return "src is NULL";
-    return op->kind != FSDP_OP_SEND && !dst ? "dst is NULL" : NULL;
+    if (op->kind != FSDP_OP_SEND && !dst) return "dst is NULL";
+    return in_place && src != dst ? "src and dst differ: it works in place" : NULL;
 }
 
 // What a marker says happens: to slots that an extension gives to units.
@@ -11384,7 +11451,7 @@ static fsdp_status fsdpi_do_marker(fsdp_model *m, const fsdp_op *op) {
 }
 
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
-    if (!model || !op) return fsdpi_null(NULL, "emit");
+    if (!model || !op) return fsdpi_null(model ? model->world : NULL, "emit");
     fsdp_world *w = model->world;
     if (op->src && !op->src_ptr) op->src_ptr = op->src->ptr;
     if (op->dst && !op->dst_ptr) op->dst_ptr = op->dst->ptr;
@@ -11397,6 +11464,8 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
         fsdp_status done = fsdpi_do_marker(model, op);
         return done ? done : fsdpi_show(model, op);
     }
+    if (op->kind == FSDP_OP_COPY && !op->bytes)
+        op->bytes = op->count * fsdp_dtype_size(op->out_dtype);
     if (fsdpi_is_collective(op->kind)) {
         if (!(w->caps.kinds & 1u << op->kind))
             return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s has no %s",
@@ -11420,7 +11489,8 @@ FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *wh
                           "call_begin: call is %d, expected FSDP_CALL_*", call);
     if (!what) what = fsdpi_call_name(call);
     status = fsdpi_check_units(model, call, what);
-    return status ? status : fsdpi_announce(model, NULL, call, what, FSDP_STATE_IDLE);
+    return status ? status
+                  : fsdpi_announce(model, NULL, FSDP_CALL_EXTENSION, what, FSDP_STATE_IDLE);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -11428,7 +11498,7 @@ FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *wh
 
 FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, int64_t nbytes,
                                      fsdp_buf **buf) {
-    if (!model || !buf) return fsdpi_null(NULL, "buf_create");
+    if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "buf_create");
     *buf = NULL;
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
@@ -11443,9 +11513,10 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
 
 FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int64_t offset,
                                    int64_t nbytes, fsdp_buf **buf) {
-    if (!model || !buf) return fsdpi_null(NULL, "buf_part");
+    if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "buf_part");
     *buf = NULL;
-    if (offset < 0 || nbytes < 0 || (whole && offset + nbytes > (int64_t)whole->bytes))
+    if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset ||
+        (whole && offset + nbytes > (int64_t)whole->bytes))
         return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
                           "buf_part: %lld bytes at %lld of a buffer of %lld", (long long)nbytes,
                           (long long)offset, (long long)fsdp_buf_nbytes(whole));
@@ -11469,6 +11540,12 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
 
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
     if (!model || !buf) return;
+    if (buf->held) {
+        (void)fsdpi_fail(model->world, FSDP_ERR_INVALID_STATE,
+                         "buf_destroy: a unit holds the buffer: it stays until the model ends; "
+                         "destroy it when fsdp_buf_held is 0");
+        return;
+    }
     fsdpi_drain(model->world);
     fsdpi_buf_free(model, buf);
 }
@@ -11482,6 +11559,7 @@ FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
     fsdpi_drain(model->world);
+    model->trims++;
     for (int i = 0; i < model->num_classes; i++) {
         fsdpi_class *c = &model->classes[i];
         int kept = 0;
@@ -11503,7 +11581,7 @@ static int fsdpi_updates_on_device(const fsdp_model *m) {
 }
 
 FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int *memory) {
-    if (!model || !what || !memory) return fsdpi_null(NULL, "update_place");
+    if (!model || !what || !memory) return fsdpi_null(model ? model->world : NULL, "update_place");
     const fsdp_world *w = model->world;
     fsdp_status status = fsdpi_commit(model);
     if (status) return status;
@@ -11517,11 +11595,16 @@ FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int 
 
 FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, const char *what,
                                 void **ptr) {
-    if (!model || !what || !ptr) return fsdpi_null(NULL, "alloc");
+    if (!model || !what || !ptr) return fsdpi_null(model ? model->world : NULL, "alloc");
     fsdp_world *w = model->world;
     int device = memory == FSDP_MEMORY_DEVICE;
     fsdp_status status = FSDP_OK;
     *ptr = NULL;
+    if ((!device && memory != FSDP_MEMORY_HOST) || nbytes < 0)
+        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
+                          "%s: memory is %d, bytes are %lld: expected FSDP_MEMORY_HOST or _DEVICE, "
+                          "and a size",
+                          what, memory, (long long)nbytes);
     if (!device) *ptr = fsdpi_model_alloc(model, (size_t)nbytes);
     else status = w->device_ops->alloc(w->device, memory, (size_t)nbytes, ptr);
     if (!*ptr && !status) status = FSDP_ERR_OUT_OF_MEMORY;
@@ -11544,7 +11627,8 @@ FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes
 // Owns: copies, waits, groups, and what extensions ask of a model.
 
 FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes) {
-    if (!model || nbytes < 0 || (nbytes > 0 && (!dst || !src))) return fsdpi_null(NULL, "transfer");
+    if (!model || nbytes < 0 || (nbytes > 0 && (!dst || !src)))
+        return fsdpi_null(model ? model->world : NULL, "transfer");
     fsdp_status status = fsdpi_failed(model->world);
     return status ? status : fsdpi_transfer(model->world, dst, src, (size_t)nbytes);
 }
@@ -11560,15 +11644,16 @@ FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
 }
 
 FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm) {
-    if (!mesh || !comm) return fsdpi_null(NULL, "mesh_comm");
+    if (!mesh || !comm) return fsdpi_null(mesh ? mesh->world : NULL, "mesh_comm");
     fsdp_world *w = mesh->world;
     fsdp_status status = fsdpi_failed(w);
     *comm = NULL;
     if (status) return status;
-    if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT)
+    if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT ||
+        mesh->coord[0] < 0)
         return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "mesh_comm: dim is %d of a %d-D mesh, stream is %d, expected one of "
-                          "FSDP_STREAM_*",
+                          "mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a dim, "
+                          "one of FSDP_STREAM_*, and a mesh that this rank is in",
                           dim, mesh->ndim, stream);
     int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
     if (mesh->shape[dim] == 1) return FSDP_OK;
@@ -11660,7 +11745,10 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
     fsdpi_walk_bytes(w, &m->release_seq, sizeof m->release_seq);
     fsdpi_walk_bytes(w, &m->ahead_bytes, sizeof m->ahead_bytes);
     fsdpi_walk_bytes(w, &m->num_order, sizeof m->num_order);
+    fsdpi_walk_bytes(w, m->order, (size_t)m->num_order * sizeof *m->order); // it does not shrink
     fsdpi_walk_bytes(w, &m->hook_status, sizeof m->hook_status);
+    fsdpi_walk_bytes(w, m->hook_error, sizeof m->hook_error);
+    fsdpi_walk_bytes(w, &m->norm_type, sizeof m->norm_type);
     fsdpi_walk_bytes(w, &m->counters, sizeof m->counters);
     for (int i = 0; i < m->num_units; i++) fsdpi_walk_unit(w, m->units[i]);
     for (int i = 0; i < m->num_classes; i++)
@@ -11669,46 +11757,82 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
         fsdpi_walk_buf(w, m->flats[d].shard);
         fsdpi_walk_buf(w, m->flats[d].grad);
     }
+    fsdpi_walk_buf(w, m->scalar);
+}
+
+// What a snapshot was taken of: slots may be others since.
+typedef struct fsdpi_taken_of {
+    const void *owner; // model or unit
+    uint64_t layout, trims, size;
+    int64_t slots;
+} fsdpi_taken_of;
+
+static fsdpi_taken_of fsdpi_taken_now(const fsdp_model *m, const void *owner, size_t size) {
+    fsdpi_taken_of now = {owner, m->layout, m->trims, size, 0};
+    for (int i = 0; i < m->num_classes; i++) now.slots += m->classes[i].count;
+    return now;
+}
+
+// Is it of this model or unit, as that is now?
+static fsdp_status fsdpi_taken_check(fsdp_model *m, const void *owner, const void *buf,
+                                     size_t nbytes, const char *what) {
+    fsdpi_taken_of then, now = fsdpi_taken_now(m, owner, nbytes);
+    int good = nbytes >= sizeof then;
+    if (good) memcpy(&then, buf, sizeof then);
+    if (good && memcmp(&then, &now, sizeof now) == 0) return FSDP_OK;
+    return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
+                      "%s: the snapshot of %llu bytes was taken of another one, or slots were made "
+                      "or freed since: take it again behind a freeze, a thaw or fsdp_pools_trim",
+                      what, (unsigned long long)nbytes);
 }
 
 FSDP_API size_t fsdp_model_snapshot(const fsdp_model *model, void *buf, size_t cap) {
-    fsdpi_walk w = {(char *)buf, buf ? cap : 0, 0, FSDPI_SAVE};
+    size_t head = sizeof(fsdpi_taken_of);
+    fsdpi_walk w = {(char *)buf, buf ? cap : 0, head, FSDPI_SAVE};
     if (!model || !model->committed) return 0;
     fsdpi_walk_model(&w, (fsdp_model *)(uintptr_t)model); // which saving does not change
+    fsdpi_taken_of now = fsdpi_taken_now(model, model, w.used);
+    if (w.cap >= head) memcpy(buf, &now, head);
     return w.used;
 }
 
 FSDP_API fsdp_status fsdp_model_restore(fsdp_model *model, const void *buf, size_t nbytes) {
     if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "model_restore");
-    size_t size = fsdp_model_snapshot(model, NULL, 0);
-    if (nbytes != size)
-        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                          "model_restore: the snapshot has %llu bytes, expected %llu: the model "
-                          "has been laid out anew, or has got more slots, since it was taken",
-                          (unsigned long long)nbytes, (unsigned long long)size);
-    fsdpi_walk w = {(char *)(uintptr_t)buf, nbytes, 0, FSDPI_LOAD};
+    fsdp_status status = fsdpi_taken_check(model, model, buf, nbytes, "model_restore");
+    if (status) return status;
+    fsdpi_walk w = {(char *)(uintptr_t)buf, nbytes, sizeof(fsdpi_taken_of), FSDPI_LOAD};
     fsdpi_drain(model->world); // flags of use may still be read
     fsdpi_walk_model(&w, model);
     return fsdpi_failed(model->world);
 }
 
 FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap) {
+    size_t head = sizeof(fsdpi_taken_of), size = head + sizeof unit->state;
     if (!unit) return 0;
-    if (buf && cap >= sizeof unit->state) memcpy(buf, &unit->state, sizeof unit->state);
-    return sizeof unit->state;
+    if (!buf || cap < size) return size;
+    fsdpi_taken_of now = fsdpi_taken_now(unit->model, unit, size);
+    memcpy(buf, &now, head);
+    memcpy((char *)buf + head, &unit->state, sizeof unit->state);
+    return size;
+}
+
+// Bytes of the slot of a unit that was gathered ahead: they count towards prefetch_bytes.
+static int64_t fsdpi_ahead_bytes(const fsdpi_state *s) {
+    return s->ahead ? (int64_t)s->slot[FSDP_POOL_GATHER]->bytes : 0;
 }
 
 FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes) {
-    fsdpi_state *s = unit ? &unit->state : NULL;
-    if (!s || !buf) return fsdpi_null(unit ? unit->model->world : NULL, "unit_restore");
-    if (nbytes != sizeof *s)
-        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG,
-                          "unit_restore: the snapshot has %llu bytes, expected %llu",
-                          (unsigned long long)nbytes, (unsigned long long)sizeof *s);
-    memcpy(s, buf, sizeof *s);
+    if (!unit || !buf) return fsdpi_null(unit ? unit->model->world : NULL, "unit_restore");
+    fsdp_model *m = unit->model;
+    fsdpi_state *s = &unit->state;
+    fsdp_status status = fsdpi_taken_check(m, unit, buf, nbytes, "unit_restore");
+    if (status) return status;
+    m->ahead_bytes -= fsdpi_ahead_bytes(s);
+    memcpy(s, (const char *)buf + sizeof(fsdpi_taken_of), sizeof *s);
+    m->ahead_bytes += fsdpi_ahead_bytes(s);
     s->last_order = -1; // the record of forwards is another one
     if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
-        unit->model->backward = 1;
+        m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
         if (s->slot[pool]) s->slot[pool]->held = 1;
     return FSDP_OK;

@@ -778,6 +778,226 @@ TEST_P(extension, replay, settings) {
     bed_close(&b);
 }
 
+/* A snapshot of slots that are others since is refused; so is one of another unit. */
+TEST(extension, describe_tells_routes) {
+    static char text[16384];
+    bed b;
+    bed_open(&b, &settings[5]); /* 4 ranks, bf16, reduced in f32 by a backend that fuses */
+    CHECK(fsdp_model_describe(b.model, text, sizeof text) < sizeof text);
+    CHECK(strstr(text, "    gathered: this rank's part of the slot, which is filled before\n"));
+    CHECK(strstr(text, "    gradients: written, keep in the slot\n    reduction: chunk_cat in the "
+                       "slot, flags of use, reduce_scatter that casts, divides and adds to the "
+                       "shard gradient\n"));
+    CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, 0));
+    CHECK(fsdp_model_describe(b.model, text, sizeof text) < sizeof text);
+    CHECK(strstr(text,
+                 "    gradients: written, add up in the reduce input\n    reduction: not now\n"));
+    bed_close(&b);
+    bed_open(&b, &settings[0]); /* one rank */
+    CHECK(fsdp_model_describe(b.model, text, sizeof text) < sizeof text);
+    CHECK(strstr(text, "    gathered: nothing: the full parameters are the shards\n"
+                       "    gradients: written into the shard gradient\n"));
+    bed_close(&b);
+}
+
+/* Flags of use are as gradients are, also before the first reduction. */
+TEST(extension, flags_of_use) {
+    bed b;
+    bed_open(&b, &settings[4]); /* 3 ranks, f32 */
+    CHECK_OK(fsdp_model_commit(b.model));
+    CHECK_OK(fsdp_unit_flag_use(b.units[0]));
+    const float *flags = (const float *)(const void *)b.units[0]->usage.flags;
+    CHECK(flags[0] == 0.0f && flags[1] == 0.0f);
+    b.units[0]->params[1].use |= FSDPI_USE_USED;
+    CHECK_OK(fsdp_unit_flag_use(b.units[0]));
+    CHECK(flags[0] == 0.0f && flags[1] == 3.0f); /* times what gradients will be divided by */
+    bed_close(&b);
+}
+
+TEST(extension, stale_snapshots) {
+    bed b;
+    static char whole[SNAPSHOT], one[512];
+    bed_open(&b, &settings[5]);
+    b.s.checks = 0;
+    step(&b);
+    size_t size = fsdp_model_snapshot(b.model, whole, sizeof whole);
+    size_t unit = fsdp_unit_snapshot(b.units[0], one, sizeof one);
+    CHECK(size > 0 && size <= sizeof whole && unit > 0 && unit <= sizeof one);
+    CHECK_STATUS(fsdp_unit_restore(b.units[1], one, unit), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_unit_restore(b.units[0], one, unit - 1), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_unit_restore(b.units[0], one, unit));
+    CHECK_OK(fsdp_pools_trim(b.model));
+    step(&b); /* as many slots as before, but others */
+    CHECK_EQ_INT((long long)fsdp_model_snapshot(b.model, NULL, 0), (long long)size);
+    CHECK_STATUS(fsdp_model_restore(b.model, whole, size), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_unit_restore(b.units[0], one, unit), FSDP_ERR_INVALID_ARG);
+    (void)fsdp_model_snapshot(b.model, whole, sizeof whole);
+    CHECK_OK(fsdp_set_requires_grad(b.units[1], 2, 0));
+    step(&b);
+    CHECK_OK(fsdp_set_requires_grad(b.units[1], 2, 1));
+    step(&b);
+    CHECK_STATUS(fsdp_model_restore(b.model, whole, size), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(b.s.world), "slots were made or freed since"));
+    bed_close(&b);
+}
+
+/* Who used what, its flags, the phase and the numbers of records are in a snapshot. */
+TEST(extension, snapshot_in_backward) {
+    bed b;
+    static char before[SNAPSHOT], after[SNAPSHOT];
+    bed_open(&b, &settings[5]);
+    step(&b);
+    for (int i = 0; i < NUM_UNITS; i++) {
+        CHECK_OK(fsdp_pre_forward(b.units[i]));
+        CHECK_OK(fsdp_post_forward(b.units[i]));
+    }
+    CHECK_OK(fsdp_pre_backward(b.units[2]));
+    CHECK(fsdp_grad(b.units[2], 0));
+    size_t size = fsdp_model_snapshot(b.model, before, sizeof before);
+    tape t;
+    memset(&t, 0, sizeof t);
+    t.take = 1;
+    fsdp_extension e = FSDP_ZERO;
+    e.op = tape_op; /* what is issued meanwhile does not run */
+    e.state = NULL;
+    e.user = &t;
+    b.model->watch = FSDPI_OPS; /* units are open: fsdp_attach would refuse */
+    fsdpi_attached a;
+    memset(&a, 0, sizeof a);
+    a.e = e;
+    b.model->attached = &a;
+    CHECK_OK(fsdp_post_backward(b.units[2]));
+    CHECK(!fsdp_grad(b.units[2], 0));
+    CHECK_OK(fsdp_pre_backward(b.units[1]));
+    CHECK(fsdp_grad(b.units[1], 0));
+    CHECK_OK(fsdp_post_backward(b.units[1]));
+    (void)fsdp_model_snapshot(b.model, after, sizeof after);
+    CHECK(memcmp(before, after, size) != 0);
+    b.model->attached = NULL;
+    b.model->watch = 0;
+    CHECK_OK(fsdp_model_restore(b.model, before, size));
+    CHECK_EQ_INT((long long)fsdp_model_snapshot(b.model, after, sizeof after), (long long)size);
+    CHECK_EQ_MEM(before, after, size);
+    CHECK(fsdp_grad(b.units[2], 0)); /* the unit is where it was */
+    CHECK_OK(fsdp_post_backward(b.units[2]));
+    CHECK_OK(fsdp_finalize_backward(b.model));
+    fsdp_param_view v = FSDP_ZERO;
+    CHECK_OK(fsdp_param_view_get(b.units[2], 0, &v));
+    CHECK(v.shard_grad != NULL); /* its use was not lost */
+    CHECK_OK(fsdp_param_view_get(b.units[1], 0, &v));
+    CHECK(v.shard_grad == NULL); /* what was taken back does not count */
+    bed_close(&b);
+}
+
+/* Markers that an extension emits do what they say, also where nobody listens. */
+TEST(extension, emitted_markers) {
+    bed b;
+    fsdp_op op;
+    fsdp_buf *buf;
+    bed_open(&b, &settings[5]);
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &buf));
+    CHECK(!fsdp_buf_held(buf));
+    fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_ACQUIRE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    op.dst = buf;
+    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK(fsdp_buf_held(buf));
+    int logged = b.s.num_logged;
+    fsdp_buf_destroy(b.model, buf); /* a unit holds it: it stays */
+    CHECK_EQ_INT(b.s.num_logged, logged + 1);
+    fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_WROTE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    op.dst = buf;
+    CHECK_EQ_INT((long long)buf->ready.seq, 0);
+    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK(buf->ready.seq != 0 && buf->ready.stream == FSDP_STREAM_COMPUTE);
+    fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_GATHER);
+    op.src = buf;
+    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK(!fsdp_buf_held(buf) && buf->avail.seq != 0 && buf->avail.stream == FSDP_STREAM_GATHER);
+    fsdp_buf_destroy(b.model, buf);
+    bed_close(&b);
+}
+
+/* An extension cannot go while it is asked, or while its slot is in use. */
+static int leaves(void *user, fsdp_model *model, fsdp_op *op) {
+    fsdp_extension *e = (fsdp_extension *)user;
+    (void)op;
+    CHECK_STATUS(fsdp_detach(model, e), FSDP_ERR_INVALID_STATE);
+    op->kind = FSDP_OP_CALL; /* put back: the record runs as what it is */
+    op->src = op->dst = NULL;
+    return 0;
+}
+TEST(extension, detach_is_refused) {
+    bed b;
+    landlord l;
+    memset(&l, 0, sizeof l);
+    bed_open(&b, &settings[5]);
+    fsdp_extension e = FSDP_ZERO;
+    e.op = leaves;
+    e.user = &e;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    step(&b);
+    CHECK_OK(fsdp_detach(b.model, &e));
+    l.model = b.model;
+    l.pool = FSDP_POOL_GATHER;
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 65536, &l.part));
+    fsdp_extension lends = FSDP_ZERO;
+    lends.buffer = landlord_buffer;
+    lends.user = &l;
+    CHECK_OK(fsdp_attach(b.model, &lends));
+    CHECK_OK(fsdp_unshard(b.units[1]));
+    CHECK(fsdp_buf_held(l.part));
+    CHECK_STATUS(fsdp_detach(b.model, &lends), FSDP_ERR_INVALID_STATE);
+    CHECK_OK(fsdp_reshard(b.units[1]));
+    CHECK_OK(fsdp_detach(b.model, &lends));
+    fsdp_buf_destroy(b.model, l.part);
+    bed_close(&b);
+}
+
+/* A unit of many parts: each has its own records of every kind. */
+static int many_sizes(void *user, int64_t numel, int64_t bytes[FSDP_GATHER_TENSORS]) {
+    (void)user;
+    bytes[0] = 4 * numel;
+    return 1;
+}
+static fsdp_status many_pre(void *user, const fsdp_param_view *v, void *const *strings,
+                            void *stream) {
+    (void)user, (void)stream;
+    memcpy(strings[0], v->shard, (size_t)v->numel * 4);
+    return FSDP_OK;
+}
+static fsdp_status many_post(void *user, const fsdp_param_view *v, const void *const *gathered,
+                             void *full, fsdp_dtype dtype, void *stream) {
+    (void)user, (void)v, (void)gathered, (void)full, (void)dtype, (void)stream;
+    return FSDP_OK;
+}
+TEST(extension, many_parts) {
+    enum { MANY = 60 };
+    static fsdp_param_desc p[MANY];
+    fsdp_gather_extension gather = {many_sizes, many_pre, many_post, NULL};
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_unit *unit;
+    bed b;
+    memset(&b, 0, sizeof b);
+    sim_init(&b.s, 2, 1);
+    CHECK(sim_open(&b.s));
+    md.reduce_dtype = FSDP_F64;
+    CHECK_OK(fsdp_model_create(b.s.world, &md, &b.model));
+    for (int i = 0; i < MANY; i++) {
+        p[i] = fsdp_mat(NULL, 3, 5);
+        p[i].shard_dim = 1;
+        p[i].extension = &gather;
+    }
+    ud.params = p;
+    ud.num_params = MANY;
+    CHECK_OK(fsdp_fully_shard(b.model, &ud, &unit));
+    CHECK_OK(fsdp_model_commit(b.model));
+    CHECK_EQ_INT(unit->layout.num_parts, MANY);
+    CHECK(unit->layout.ops_begin[FSDPI_OPS_COUNT] <= fsdpi_templates_max(unit));
+    CHECK(unit->layout.ops_begin[FSDPI_OPS_COUNT] > FSDPI_OPS_COUNT + 6 * MANY - 20);
+    bed_close(&b);
+}
+
 /* ---- when records ran ------------------------------------------------------------------------ */
 
 typedef struct {
@@ -860,7 +1080,7 @@ TEST(extension, relayout_after_commit_and_freeze) {
     fsdp_memory mem;
     CHECK_OK(fsdp_model_predict(b.model, &mem)); /* a copy is laid out, which is nobody's */
     CHECK_EQ_INT(g.relayouts, 1);
-    CHECK_OK(fsdp_set_requires_grad(b.units[0], 0, 0));
+    CHECK_OK(fsdp_set_requires_grad(b.units[1], 2, 0));
     CHECK_EQ_INT(g.relayouts, 1);
     CHECK_OK(fsdp_pre_forward(b.units[0]));
     CHECK_EQ_INT(g.relayouts, 2);
@@ -1069,6 +1289,10 @@ TEST(extension, wrong_records) {
     WRONG(FSDP_OP_ALL_REDUCE, , "comm is NULL");
     WRONG(FSDP_OP_ALL_REDUCE, (op.comm = b.s.world->comm, op.group_size = 1), "group_size is less");
     WRONG(FSDP_OP_BROADCAST, (op.comm = b.s.world->comm, op.src_ptr = NULL), "src is NULL");
+    WRONG(FSDP_OP_ALL_REDUCE, op.comm = b.s.world->comm, "it works in place");
+    WRONG(FSDP_OP_BROADCAST, (op.comm = b.s.world->comm, op.root = 7), "root is no member");
+    WRONG(FSDP_OP_ALL_TO_ALL, (op.comm = b.s.world->comm, op.dtype = 99), "dtype is none");
+    WRONG(FSDP_OP_COPY, op.out_dtype = 0, "dtype or out_dtype is none");
     CHECK_EQ_INT(b.last_seq, 0);
     /* a marker is only shown; a copy runs */
     fsdp_op_init(&op, b.model, NULL, FSDP_OP_HOOK, FSDP_LABEL_WORLD, FSDP_STREAM_COMPUTE);
@@ -1132,8 +1356,8 @@ TEST(extension, settings_are_counted) {
     CHANGES(fsdp_set_gradient_divide_factor(b.model, b.units[0], 3), 1);
     CHANGES(fsdp_set_modules_to_forward_prefetch(b.units[0], &b.units[1], 1), 1);
     CHANGES(fsdp_set_all_reduce_hook(b.units[0], NULL, NULL), 1);
-    CHANGES(fsdp_set_requires_grad(b.units[0], 0, 0), 1);
-    CHANGES(fsdp_set_requires_grad(b.units[0], 0, 0), 0);
+    CHANGES(fsdp_set_requires_grad(b.units[1], 2, 0), 1);
+    CHANGES(fsdp_set_requires_grad(b.units[1], 2, 0), 0);
     bed_close(&b);
 }
 

@@ -38,6 +38,9 @@ class Header:
             self.constants[name] = int(value)
         for name, value in re.findall(r"X\((OK|ERR_\w+), (\d+),", text):
             self.constants["FSDP_" + name] = int(value)
+        for name, base, more in re.findall(r"\b(FSDP_\w+_MAX) = (FSDP_\w+) \+ (\d+)", text):
+            if base in self.constants:
+                self.constants[name] = self.constants[base] + int(more)
         self.types = dict(SIMPLE, fsdp_dtype=C.c_int32, fsdp_redop=C.c_int32)
 
     def struct(self, name):
