@@ -1123,7 +1123,8 @@ typedef struct fsdp_memory {
 /* fsdp_model_memory - what is allocated now. fsdp_model_predict - what training will have allocated
    after a step: one forward and one backward of every unit, in the order of their creation and
    back; a unit that never reshards in a model that does is open around the others; allocates
-   nothing on the device. One rank with grads_overwrite takes a slot of gradients more in steps that
+   nothing on the device. Not in it: gradients kept without sync, scratch of fsdp_param_full, and
+   buffers of extensions. One rank with grads_overwrite takes a slot of gradients more in steps that
    begin with gradients
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, INVALID_STATE (predict: no units)
    Collective  no      Blocks no      Allocates predict: temporary tables */

@@ -54,7 +54,7 @@ typedef struct fsdp_caps {
    all_reduce      dst = redop over k of src_k, in place (src == dst), count elements
    broadcast       dst of all = dst of root, count elements
    all_to_all      dst[k*count ..] = src_k[me*count ..], count elements for each pair of ranks
-   send, recv      count elements from src to member `root`, from it to dst; only these two call
+   send, recv      count elements from src to member `root`, from it to dst; both call
    Complete means: the result is in place *and* src may be overwritten.                           */
 struct fsdp_coll {
     uint8_t kind, dtype, out_dtype, redop, in_place, accumulate, label, state;

@@ -128,7 +128,7 @@ FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool);
    pool        where it is counted: FSDP_POOL_* or a registered one
    memory      FSDP_MEMORY_DEVICE: for collectives too; FSDP_MEMORY_PINNED: host memory
    fsdp_buf_part - a buffer inside of another: events of its own, no memory of its own, not counted
-   whole       NULL: addresses from `offset` on, without memory: nothing may run on them
+   whole       NULL: addresses from `offset` on without memory, for rehearsals: no record may run
    buf         owned by the extension, until fsdp_buf_destroy, before the model ends; NULL after a
                failure. One that a unit holds is not destroyed: that is logged
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY

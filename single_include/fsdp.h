@@ -2021,7 +2021,8 @@ typedef struct fsdp_memory {
 /* fsdp_model_memory - what is allocated now. fsdp_model_predict - what training will have allocated
    after a step: one forward and one backward of every unit, in the order of their creation and
    back; a unit that never reshards in a model that does is open around the others; allocates
-   nothing on the device. One rank with grads_overwrite takes a slot of gradients more in steps that
+   nothing on the device. Not in it: gradients kept without sync, scratch of fsdp_param_full, and
+   buffers of extensions. One rank with grads_overwrite takes a slot of gradients more in steps that
    begin with gradients
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, INVALID_STATE (predict: no units)
    Collective  no      Blocks no      Allocates predict: temporary tables */
@@ -2191,7 +2192,7 @@ FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool);
    pool        where it is counted: FSDP_POOL_* or a registered one
    memory      FSDP_MEMORY_DEVICE: for collectives too; FSDP_MEMORY_PINNED: host memory
    fsdp_buf_part - a buffer inside of another: events of its own, no memory of its own, not counted
-   whole       NULL: addresses from `offset` on, without memory: nothing may run on them
+   whole       NULL: addresses from `offset` on without memory, for rehearsals: no record may run
    buf         owned by the extension, until fsdp_buf_destroy, before the model ends; NULL after a
                failure. One that a unit holds is not destroyed: that is logged
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY
@@ -2385,7 +2386,7 @@ typedef struct fsdp_caps {
    all_reduce      dst = redop over k of src_k, in place (src == dst), count elements
    broadcast       dst of all = dst of root, count elements
    all_to_all      dst[k*count ..] = src_k[me*count ..], count elements for each pair of ranks
-   send, recv      count elements from src to member `root`, from it to dst; only these two call
+   send, recv      count elements from src to member `root`, from it to dst; both call
    Complete means: the result is in place *and* src may be overwritten.                           */
 struct fsdp_coll {
     uint8_t kind, dtype, out_dtype, redop, in_place, accumulate, label, state;
