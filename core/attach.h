@@ -78,18 +78,22 @@ static void fsdpi_watch(fsdp_model *m) {
     m->watch = (uint8_t)watch;
 }
 
-// The place of a communicator in the order of making: 1 is the world's.
-static int32_t fsdpi_comm_number(const fsdp_world *w, const fsdp_comm *comm) {
+// The place of a communicator in the order of making, and its ranks: 1 is the world's, 0 is none.
+static int32_t fsdpi_comm_number(const fsdp_world *w, const fsdp_comm *comm, int32_t *size) {
+    *size = w->size;
     if (!comm || comm == w->comm) return comm != NULL;
     if (comm == w->reduce_comm) return 2;
     for (const fsdp_mesh *mesh = w->meshes; mesh; mesh = mesh->next)
         for (int d = 0; d < mesh->ndim; d++) {
             if (mesh->borrowed[d]) continue;
+            *size = mesh->shape[d];
             if (comm == mesh->gather_comm[d]) return mesh->comm_number[d];
             if (comm == mesh->reduce_comm[d]) return mesh->comm_number[d] + 1;
         }
-    for (const fsdpi_subgroup *sub = w->subgroups; sub; sub = sub->next)
+    for (const fsdpi_subgroup *sub = w->subgroups; sub; sub = sub->next) {
+        *size = sub->size;
         if (comm == sub->comm) return sub->number;
+    }
     return 0;
 }
 

@@ -252,8 +252,9 @@ static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
 // once; what the host can copy it does. `stream`: native, or NULL.
 static fsdp_status fsdpi_emit_world(fsdp_world *w, fsdp_op *op, void *stream) {
     fsdp_op seen = *op;
+    int32_t size;
     op->seq = seen.seq = ++w->seq;
-    seen.comm_number = (uint16_t)fsdpi_comm_number(w, op->comm);
+    seen.comm_number = (uint16_t)fsdpi_comm_number(w, op->comm, &size);
     for (fsdp_model *m = w->models; m; m = m->next) {
         if (m->watch & FSDPI_TIMES) seen.timed = 1;
         if ((m->watch & FSDPI_OPS) && fsdpi_taken(m, &seen)) return FSDP_OK;

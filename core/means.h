@@ -152,6 +152,7 @@ static int fsdpi_is_collective(int kind) {
 // What is wrong with an extension's record, in words; NULL: nothing.
 static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
     const void *src = op->src_ptr, *dst = op->dst_ptr;
+    int32_t size;
     int reads = op->kind == FSDP_OP_COPY || op->kind == FSDP_OP_NORM;
     if (op->kind >= FSDP_OP_COUNT) return "kind is none of FSDP_OP_*";
     if (op->stream >= FSDP_STREAM_COUNT) return "stream is none of FSDP_STREAM_*";
@@ -182,7 +183,10 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
     if (op->kind != FSDP_OP_RECV && !(op->kind == FSDP_OP_ALL_GATHER && op->in_place) && !src)
         return "src is NULL";
     if (op->kind != FSDP_OP_SEND && !dst) return "dst is NULL";
-    return in_place && src != dst ? "src and dst differ: it works in place" : NULL;
+    if (in_place && src != dst) return "src and dst differ: it works in place";
+    if (!fsdpi_comm_number(m->world, op->comm, &size))
+        return "comm is no group of this world: take that of fsdp_mesh_comm";
+    return op->group_size != size ? "group_size is not the size of comm's group" : NULL;
 }
 
 // What a marker says happens: to slots that an extension gives to units.

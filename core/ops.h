@@ -43,8 +43,9 @@ static inline void fsdpi_derive_waits(fsdp_op *op) {
 static FSDPI_NOINLINE const fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op *op,
                                                    fsdp_op *seen) {
     int works = op->kind < FSDP_OP_HOOK && op->kind != FSDP_OP_USE;
+    int32_t size;
     *seen = *op;
-    seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm);
+    seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm, &size);
     seen->timed = works && (m->watch & FSDPI_TIMES);
     return fsdpi_taken(m, seen) || op->kind >= FSDP_OP_HOOK ? NULL : seen;
 }

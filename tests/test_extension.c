@@ -841,6 +841,22 @@ TEST(extension, stale_snapshots) {
     bed_close(&b);
 }
 
+/* The record of forwards is the model's: a unit that is taken up again has no place in it. */
+TEST(extension, restored_unit_has_no_order) {
+    bed b;
+    static char one[512];
+    bed_open(&b, &settings[5]);
+    b.s.checks = 0;
+    step(&b);
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    size_t size = fsdp_unit_snapshot(b.units[0], one, sizeof one);
+    CHECK(size <= sizeof one && b.units[0]->state.last_order == 0);
+    CHECK_OK(fsdp_unit_restore(b.units[0], one, size));
+    CHECK_EQ_INT(b.units[0]->state.last_order, -1);
+    bed_close(&b);
+}
+
 /* Who used what, its flags, the phase and the numbers of records are in a snapshot. */
 TEST(extension, snapshot_in_backward) {
     bed b;
@@ -1292,6 +1308,8 @@ TEST(extension, wrong_records) {
     WRONG(FSDP_OP_ALL_REDUCE, op.comm = b.s.world->comm, "it works in place");
     WRONG(FSDP_OP_BROADCAST, (op.comm = b.s.world->comm, op.root = 7), "root is no member");
     WRONG(FSDP_OP_ALL_TO_ALL, (op.comm = b.s.world->comm, op.dtype = 99), "dtype is none");
+    WRONG(FSDP_OP_ALL_TO_ALL, (op.comm = b.s.world->comm, op.group_size = 9), "group_size is not");
+    WRONG(FSDP_OP_ALL_TO_ALL, op.comm = (fsdp_comm *)&x, "comm is no group of this world");
     WRONG(FSDP_OP_COPY, op.out_dtype = 0, "dtype or out_dtype is none");
     CHECK_EQ_INT(b.last_seq, 0);
     /* a marker is only shown; a copy runs */
@@ -1506,7 +1524,8 @@ static int post_rank(fsdp_world *w, void *arg) {
     int own = p.c->lanes > 0 &&
               (p.c->stream == FSDP_STREAM_COMPUTE || p.c->stream == FSDP_STREAM_EXTENSION);
     W_CHECK(own == (comm != p.mesh->gather_comm[1] && comm != p.mesh->reduce_comm[1]), "own group");
-    W_CHECK(fsdpi_comm_number(w, comm) > 0, "a number");
+    int32_t size;
+    W_CHECK(fsdpi_comm_number(w, comm, &size) > 2 && size == RANKS, "a number, a size");
     for (int k = 0; k < 3; k++) {
         CALL(w, fsdp_unshard(p.unit)); /* under way meanwhile */
         post_all_kinds(&p, comm);
