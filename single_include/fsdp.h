@@ -3689,18 +3689,22 @@ static void fsdpi_watch(fsdp_model *m) {
     m->watch = (uint8_t)watch;
 }
 
-// The place of a communicator in the order of making: 1 is the world's.
-static int32_t fsdpi_comm_number(const fsdp_world *w, const fsdp_comm *comm) {
+// The place of a communicator in the order of making, and its ranks: 1 is the world's, 0 is none.
+static int32_t fsdpi_comm_number(const fsdp_world *w, const fsdp_comm *comm, int32_t *size) {
+    *size = w->size;
     if (!comm || comm == w->comm) return comm != NULL;
     if (comm == w->reduce_comm) return 2;
     for (const fsdp_mesh *mesh = w->meshes; mesh; mesh = mesh->next)
         for (int d = 0; d < mesh->ndim; d++) {
             if (mesh->borrowed[d]) continue;
+            *size = mesh->shape[d];
             if (comm == mesh->gather_comm[d]) return mesh->comm_number[d];
             if (comm == mesh->reduce_comm[d]) return mesh->comm_number[d] + 1;
         }
-    for (const fsdpi_subgroup *sub = w->subgroups; sub; sub = sub->next)
+    for (const fsdpi_subgroup *sub = w->subgroups; sub; sub = sub->next) {
+        *size = sub->size;
         if (comm == sub->comm) return sub->number;
+    }
     return 0;
 }
 
@@ -6829,8 +6833,9 @@ static fsdp_status fsdpi_issue(fsdp_world *w, const fsdp_op *op) {
 // once; what the host can copy it does. `stream`: native, or NULL.
 static fsdp_status fsdpi_emit_world(fsdp_world *w, fsdp_op *op, void *stream) {
     fsdp_op seen = *op;
+    int32_t size;
     op->seq = seen.seq = ++w->seq;
-    seen.comm_number = (uint16_t)fsdpi_comm_number(w, op->comm);
+    seen.comm_number = (uint16_t)fsdpi_comm_number(w, op->comm, &size);
     for (fsdp_model *m = w->models; m; m = m->next) {
         if (m->watch & FSDPI_TIMES) seen.timed = 1;
         if ((m->watch & FSDPI_OPS) && fsdpi_taken(m, &seen)) return FSDP_OK;
@@ -8213,8 +8218,9 @@ static inline void fsdpi_derive_waits(fsdp_op *op) {
 static FSDPI_NOINLINE const fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op *op,
                                                    fsdp_op *seen) {
     int works = op->kind < FSDP_OP_HOOK && op->kind != FSDP_OP_USE;
+    int32_t size;
     *seen = *op;
-    seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm);
+    seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm, &size);
     seen->timed = works && (m->watch & FSDPI_TIMES);
     return fsdpi_taken(m, seen) || op->kind >= FSDP_OP_HOOK ? NULL : seen;
 }
@@ -11407,6 +11413,7 @@ static int fsdpi_is_collective(int kind) {
 // What is wrong with an extension's record, in words; NULL: nothing.
 static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
     const void *src = op->src_ptr, *dst = op->dst_ptr;
+    int32_t size;
     int reads = op->kind == FSDP_OP_COPY || op->kind == FSDP_OP_NORM;
     if (op->kind >= FSDP_OP_COUNT) return "kind is none of FSDP_OP_*";
     if (op->stream >= FSDP_STREAM_COUNT) return "stream is none of FSDP_STREAM_*";
@@ -11437,7 +11444,10 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
     if (op->kind != FSDP_OP_RECV && !(op->kind == FSDP_OP_ALL_GATHER && op->in_place) && !src)
         return "src is NULL";
     if (op->kind != FSDP_OP_SEND && !dst) return "dst is NULL";
-    return in_place && src != dst ? "src and dst differ: it works in place" : NULL;
+    if (in_place && src != dst) return "src and dst differ: it works in place";
+    if (!fsdpi_comm_number(m->world, op->comm, &size))
+        return "comm is no group of this world: take that of fsdp_mesh_comm";
+    return op->group_size != size ? "group_size is not the size of comm's group" : NULL;
 }
 
 // What a marker says happens: to slots that an extension gives to units.
