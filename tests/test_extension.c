@@ -1065,6 +1065,80 @@ TEST_P(extension, tells_when_records_ran, settings) {
     bed_close(&b);
 }
 
+/* More records under way than there are events: the host waits for the oldest, and all are told. */
+TEST(extension, more_records_than_events) {
+    enum { NUM = 2 * FSDPI_TIMES_MAX + 3, BLOCK = 1 << 20 };
+    bed b;
+    watch w;
+    memset(&w, 0, sizeof w);
+    bed_open(&b, &settings[4]);
+    w.model = b.model;
+    fsdp_extension e = FSDP_ZERO;
+    e.ran = watch_ran;
+    e.user = &w;
+    fsdp_buf *buf;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, BLOCK, &buf));
+    int64_t syncs = b.s.syncs, most = 0;
+    for (int k = 0; k < NUM; k++) {
+        fsdp_op op;
+        fsdp_op_init(&op, b.model, NULL, FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.what = "x", op.dst = buf, op.bytes = BLOCK;
+        CHECK_OK(fsdp_emit(b.model, &op));
+        int64_t waiting = k + 1 - w.told[FSDP_OP_ZERO];
+        if (most < waiting) most = waiting;
+    }
+    CHECK_EQ_INT(most, FSDPI_TIMES_MAX);
+    CHECK(b.s.syncs > syncs);
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK_EQ_INT(w.told[FSDP_OP_ZERO], NUM);
+    CHECK_EQ_INT(w.bad, 0);
+    CHECK_OK(fsdp_detach(b.model, &e));
+    fsdp_buf_destroy(b.model, buf);
+    bed_close(&b);
+}
+
+/* A base that is old is renewed once nothing waits to be told: distances stay short. */
+TEST(extension, old_base_of_times) {
+    enum { BLOCK = 1 << 20 };
+    bed b;
+    watch w;
+    fsdp_buf *buf;
+    memset(&w, 0, sizeof w);
+    bed_open(&b, &settings[4]);
+    w.model = b.model;
+    fsdp_extension e = FSDP_ZERO;
+    e.ran = watch_ran;
+    e.user = &w;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, BLOCK, &buf));
+    fsdpi_timeline *t = b.s.world->timeline;
+    const int64_t base = t->base_ns;
+    step(&b);
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK_EQ_INT(t->base_ns, base); /* young */
+    t->base_ns -= FSDPI_TIMES_BASE + 1;
+    memset(w.last, 0, sizeof w.last);
+    step(&b);
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK(t->base_ns >= base);
+    CHECK(w.last[FSDP_STREAM_COMPUTE] >= base);
+    for (int k = 0; k < 2; k++) { /* the first one waits to be told: its distance is of this base */
+        fsdp_op op;
+        const int64_t aged = t->base_ns - FSDPI_TIMES_BASE - 1;
+        if (k > 0) t->base_ns = aged;
+        fsdp_op_init(&op, b.model, NULL, FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.what = "x", op.dst = buf, op.bytes = BLOCK;
+        CHECK_OK(fsdp_emit(b.model, &op));
+        if (k > 0) CHECK_EQ_INT(t->base_ns, aged);
+    }
+    CHECK_EQ_INT(w.bad, 0);
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    fsdp_buf_destroy(b.model, buf);
+    CHECK_OK(fsdp_detach(b.model, &e));
+    bed_close(&b);
+}
+
 TEST(extension, device_without_times) {
     bed b;
     watch w;
