@@ -151,16 +151,24 @@ static void check_grads(const rig *x, const layout *l, int place, double factor)
     CHECK_EQ_INT(seen, UNITS * PARAMS);
 }
 
-/* Norms by four powers, equal on all ranks of the mesh to the bit; then clipping by the second. */
+/* Norms by four powers, equal on all ranks of the mesh to the bit; then clipping by the second. A
+   mesh of the whole world asks for one collective, however many dims it has. */
 static void check_norms(const rig *x, const fsdp_mesh *mesh, const layout *l, int place) {
     static const double powers[] = {1, 3, (double)INFINITY, 2};
+    const int whole = l->numel == fsdp_world_size(x->w);
+    fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
     double norm = 0;
     for (int n = 0; n < 4; n++) {
         fsdp_clip_desc d = FSDP_ZERO;
         const double want = norm_of(l, powers[n]);
         d.norm_type = powers[n];
         d.max_norm = n < 3 ? (double)INFINITY : want / 2;
+        CALL(x->w, fsdp_model_counters(x->m, &before));
         CALL(x->w, fsdp_clip_grads(x->m, &d, &norm));
+        CALL(x->w, fsdp_model_counters(x->m, &after));
+        const int64_t all_reduces =
+            (int64_t)(after.calls[FSDP_OP_ALL_REDUCE] - before.calls[FSDP_OP_ALL_REDUCE]);
+        W_CHECK(!whole || all_reduces <= 1, "%lld collectives", (long long)all_reduces);
         W_CHECK(fabs(norm - want) <= 1e-12 * want, "norm %.17g, expected %.17g, power %g", norm,
                 want, powers[n]);
         int64_t bits[2];
