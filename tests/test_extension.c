@@ -1021,6 +1021,7 @@ typedef struct {
     uint32_t lock;
     int64_t last[FSDP_STREAM_COUNT]; /* end of the stream's latest record */
     int told[FSDP_OP_COUNT], bad, of_world;
+    uint64_t step[FSDP_OP_COUNT][2]; /* of the first and of the last that was told */
 } watch;
 
 static void watch_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin,
@@ -1030,6 +1031,8 @@ static void watch_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t 
     int overlaps = op->model && begin < w->last[op->stream];
     if (begin > end || overlaps || model != w->model) w->bad++;
     w->last[op->stream] = end;
+    if (op->model && w->told[op->kind] == 0) w->step[op->kind][0] = op->step;
+    if (op->model) w->step[op->kind][1] = op->step;
     w->told[op->kind]++;
     w->of_world += !op->model;
     fsdpi_unlock(&w->lock);
@@ -1055,8 +1058,11 @@ TEST_P(extension, tells_when_records_ran, settings) {
     CHECK_EQ_INT(w.bad, 0);
     w.told[FSDP_OP_COPY] -= w.of_world; /* the norm comes to the host */
     CHECK_EQ_INT(w.of_world, 9);
-    for (int kind = 0; kind < FSDP_OP_USE; kind++)
+    for (int kind = 0; kind < FSDP_OP_USE; kind++) {
         CHECK_EQ_INT(w.told[kind], after.calls[kind] - before.calls[kind]);
+        if (kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER) /* not after a step */
+            CHECK_EQ_INT(w.step[kind][1] - w.step[kind][0], w.told[kind] ? 8 : 0);
+    }
     for (int kind = FSDP_OP_HOOK; kind < FSDP_OP_COUNT; kind++) CHECK_EQ_INT(w.told[kind], 0);
     CHECK_EQ_INT(w.told[FSDP_OP_USE], 0);
     int told = w.told[FSDP_OP_COPY];
