@@ -140,7 +140,7 @@ static void step(story *s, int what) {
         RULE(s->hooked == f->hook && s->flags == (f->shards * f->replicas > 1));
         s->done = 1;
         break;
-    default: RULE(!"a step that is none");
+    default: CHECK_MSG(0, "%s", told(s, "a step that is none"));
     }
 }
 
