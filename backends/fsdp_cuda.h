@@ -151,6 +151,21 @@ static fsdp_status fsdpi_cuda_await(const fsdp_boot *boot, cudaEvent_t event, in
     }
 }
 
+/* May memory be freed that a stream was given? Waits until its work is done. A device that does not
+   end it is stuck, and nothing is freed. */
+static int fsdpi_cuda_idle(const fsdp_boot *boot, cudaStream_t stream, int64_t timeout_ns) {
+    int64_t start = fsdpi_boot_now(boot);
+    while (!fsdpi_boot_is_stuck(boot) && cudaStreamQuery(stream) == cudaErrorNotReady) {
+        (void)cudaGetLastError(); // "not ready" is no failure of a later call
+        if (fsdpi_boot_now(boot) - start > timeout_ns) {
+            if (boot->stuck) FSDPI_STORE(boot->stuck, 1u);
+            return 0;
+        }
+        fsdpi_sleep_ns(FSDPI_CUDA_NAP_NS);
+    }
+    return !fsdpi_boot_is_stuck(boot);
+}
+
 /* -------------------------------------------------------------------------------------------- */
 // >>cuda_memory
 // Owns: the device, its memory, streams and events.
@@ -203,6 +218,8 @@ static fsdp_status fsdpi_cuda_settle(fsdpi_cuda_place *at, int result, const cha
     if (e == cudaSuccess) e = cudaEventRecord(at->is_set, at->setup);
     if (e == cudaSuccess)
         status = fsdpi_cuda_await(at->boot, at->is_set, at->boot->timeout_ns, NULL, &e);
+    if (status == FSDP_ERR_BACKEND) // what has been given may run, and its memory is freed next
+        (void)fsdpi_cuda_idle(at->boot, at->setup, at->boot->timeout_ns);
     if (status != FSDP_ERR_TIMEOUT) return fsdpi_cuda_check(at, (int)e, what);
     if (at->boot->stuck) FSDPI_STORE(at->boot->stuck, 1u);
     return fsdpi_cuda_late(at);

@@ -1378,26 +1378,14 @@ static void fsdpi_nccl_give(fsdpi_comm_world *base, const fsdpi_chunk *chunk) {
     (void)cudaFree(chunk->base);
 }
 
-/* May the records be freed? Where the world failed behind a copy of them, that may still be under
-   way: it ends, as the communicator has. On a device that does not end it nothing is freed. */
-static int fsdpi_nccl_records_idle(const fsdpi_nccl_comm *c) {
-    const fsdp_boot *boot = c->base.boot;
-    int64_t until = fsdpi_boot_now(boot) + FSDPI_NCCL_ABORT_NS;
-    while (!fsdpi_boot_is_stuck(boot) && cudaStreamQuery(c->stream) == cudaErrorNotReady) {
-        (void)cudaGetLastError(); // "not ready" is no failure of a later call
-        if (fsdpi_boot_now(boot) > until && boot->stuck) FSDPI_STORE(boot->stuck, 1u);
-        if (fsdpi_boot_now(boot) > until) return 0;
-        fsdpi_sleep_ns(FSDPI_NCCL_NAP_NS);
-    }
-    return !fsdpi_boot_is_stuck(boot);
-}
-
 static void fsdpi_nccl_leave(fsdpi_comm *base) {
     fsdpi_nccl_comm *c = fsdpi_nccl_of(base);
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(c);
     fsdpi_nccl_unregister_all(w, c, NULL);
     fsdpi_nccl_end(c);
-    if (c->records && fsdpi_nccl_records_idle(c)) (void)cudaFree(c->records);
+    // Where the world failed behind a copy of records, that ends, as the communicator has.
+    if (c->records && fsdpi_cuda_idle(base->boot, c->stream, FSDPI_NCCL_ABORT_NS))
+        (void)cudaFree(c->records);
     if (c->stream) (void)cudaStreamDestroy(c->stream);
     fsdpi_free(&fsdpi_nccl_heap, c->made_by);
     fsdpi_free(&base->boot->allocator, c->shown);
