@@ -10,26 +10,25 @@ JOBS   ?= $(shell nproc 2>/dev/null || echo 2)
 STD    ?= -std=c99
 DEPS   ?= yes# no: `make test` installs nothing
 FILTER ?=# of `make test`: names with this text, or a glob
-GATES  ?=# of `make check`: only these (tools/check.sh --list)
+GATES  ?=# of `make check`: gates whose names begin so (tools/check.sh), and variants (VARIANTS)
 export FSDP_GOLDEN_DIR ?= tests/golden
 export FSDP_BUILD := $(BUILD)
 
 # Tests whose results must not depend on the compiler's liberties, run again with -Ofast and more.
 BIT_TESTS      ?= test_dtype test_shard test_train test_optim conformance
-VALGRIND_TESTS ?= test_train test_optim test_memory
-VALGRIND_FILTER ?= W=2:optim.*# their rows of two ranks are slow enough
-ASAN_TESTS     ?=# none named: all with quick tests
+VALGRIND_TESTS ?= test_train:W=2 test_optim:optim.* test_memory:W=2# slow enough
 SINGLE_TESTS   ?= test_features test_shard test_spawn # with single_include/fsdp.h
 # Between them they run all that threads of ours do at the same time.
 TSAN_TESTS     ?= conformance test_agree test_delays test_extension test_faults test_features \
                   test_fully_shard_comm test_fully_shard_training test_memory test_shm_faults \
                   test_spawn test_store test_train
+# make quick leaves these out: what takes most of the time, and what other tests see as well.
+SLOW := long_*:conformance.*/W=4*:gpt.*:find_nccl.*
 
 WARN  := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual -Wundef \
          -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum
 CWARN := -Wstrict-prototypes -Wmissing-prototypes
-export WARN CWARN CC CXX BIT_TESTS VALGRIND_TESTS VALGRIND_FILTER ASAN_TESTS TSAN_TESTS JOBS \
-       SINGLE_TESTS
+export WARN CWARN CC CXX STUB_TESTS SINGLE_TESTS
 
 # SAN=asan or SAN=tsan: into a build directory of its own, by a make of its own (check-san).
 # The gates spend their time in the compiler: asan takes half as long without optimization.
@@ -41,10 +40,10 @@ comma := ,
 HEADERS  := $(wildcard fsdp.h) $(filter-out fsdp.h,$(wildcard fsdp*.h))
 PARTS    := $(wildcard core/*.h backends/*.h) # what they include
 # Those of one backend are built with it alone: GLOO_TESTS, STUB_TESTS.
-ONLY_STUB := $(wildcard tests/test_stubs.c tests/test_cuda_kernels.c tests/test_gpt_cuda.c \
-               tests/test_nccl*.c)
-TESTS    := $(patsubst tests/%.c,$(BUILD)/tests/%,$(filter-out tests/test_gloo% $(ONLY_STUB),\
-              $(wildcard tests/test_*.c)) $(wildcard tests/conformance.c))
+ALL_TESTS := $(notdir $(basename $(wildcard tests/test_*.c tests/private/test_*.c \
+               tests/conformance.c)))
+ONLY_STUB := $(filter test_stubs test_cuda_kernels test_gpt_cuda test_nccl%,$(ALL_TESTS))
+TESTS    := $(addprefix $(BUILD)/tests/,$(filter-out test_gloo% $(ONLY_STUB),$(ALL_TESTS)))
 PROBES   := $(patsubst tests/%.c,$(BUILD)/tests/%,$(wildcard tests/probe_*.c))
 PYTESTS  := $(wildcard tests/test_*.py)
 EXAMPLES := $(patsubst examples/%.c,$(BUILD)/examples/%,$(wildcard examples/*.c))
@@ -112,14 +111,13 @@ endif
 # data behind any call, and where disagreements and races of streams are found. Behind a colon as
 # above: not those that count host memory, compare with bits of another order of sums, or need 128
 # ranks.
-STUB_TESTS ?= $(ONLY_STUB:tests/%.c=%)
+STUB_TESTS ?= $(ONLY_STUB)
 NCCL_TESTS ?= test_agree test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
               test_fully_shard_comm:-*_fp?? \
               test_fully_shard_init test_fully_shard_mixed_precision:-*casts_are_fused* \
               test_fully_shard_others test_fully_shard_training test_golden_train:-*replay/clip \
               test_scaler
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1
-export STUB_TESTS NCCL_TESTS
 STUB_RUNS     := $(addprefix $(BUILD)/stub/tests/,$(STUB_TESTS))
 NCCL_RUNS     := $(addprefix $(BUILD)/stub/tests/,$(NCCL_TESTS))
 STUB_PROGRAMS := $(sort $(foreach t,$(STUB_RUNS) $(NCCL_RUNS),$(firstword $(subst :, ,$t)))) \
@@ -133,11 +131,12 @@ BLAS := $(shell pkg-config --exists openblas 2>/dev/null && \
 
 # V=1 shows the commands.
 Q := $(if $(V),,@)
-BUILD_ONE = $(CC) $(STD) $(WARN) $(CWARN) -I. $(CPPFLAGS) $(CFLAGS) $(SANFLAGS) -MMD -MP \
-            -MF $@.d -o $@ $< $(LDFLAGS) -pthread $(LDLIBS) -lm
+COMPILE   = $(CC) $(STD) $(WARN) $(CWARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(SANFLAGS) -MMD -MP \
+            -MF $@.d -o $@
+BUILD_ONE = $(COMPILE) $< $(filter %/library.o,$^) $(LDFLAGS) -pthread $(LDLIBS) -lm
 
 .PHONY: all tests examples single gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test gpu-bench \
-        test golden check check-san shared deps install uninstall format clean help quiet-deps
+        quick test nightly golden check check-san shared deps install uninstall format clean help quiet-deps
 all: examples tests $(FSDPRUN) ## examples, tests and tools
 tests: $(TESTS) $(PROBES)
 gpt-cuda: $(CUDA_GPT)
@@ -164,9 +163,17 @@ $(BUILD)/examples/%_cuda: examples/gpt/%.cu $(wildcard examples/gpt/*.[ch] backe
 	@echo "  NVCC $@"
 	$Q$(CUDA_CC) -c -o $@.o $<
 	$Q$(CUDA_LINK)
-# Tests that are compiled again for another backend are not optimized again.
+# Tests are linked with one object, the library; those in private/ include what it is made of. What
+# is compiled again for another backend is not optimized again.
 $(BUILD)/tests/%: private CFLAGS += $(if $(GLOO)$(NCCL),-O1)
-$(BUILD)/tests/%: tests/%.c Makefile $(GLOO_OBJ) $(CUDA_OBJ) | $(BUILD)/tests
+LIBRARY := $(BUILD)/tests/library.o
+$(LIBRARY): tests/library.c Makefile | $(BUILD)/tests
+	@echo "  CC $@"
+	$Q$(COMPILE) -c $<
+$(BUILD)/tests/%: tests/%.c Makefile $(LIBRARY) $(GLOO_OBJ) $(CUDA_OBJ) | $(BUILD)/tests
+	@echo "  CC $@"
+	$Q$(BUILD_ONE)
+$(BUILD)/tests/%: tests/private/%.c Makefile $(GLOO_OBJ) $(CUDA_OBJ) | $(BUILD)/tests
 	@echo "  CC $@"
 	$Q$(BUILD_ONE)
 $(BUILD)/examples/%: examples/%.c Makefile $(GLOO_OBJ) $(CUDA_OBJ) | $(BUILD)/examples
@@ -226,27 +233,95 @@ gpu-bench: $(FSDPRUN) ## numbers of this machine's GPU, into build/nccl/*.csv
 	@$(MAKE_NCCL) gpt-cuda $(BUILD)/nccl/bench/bench_gpu
 	@FSDP_BUILD=$(BUILD)/nccl tools/gpu_bench.sh
 
-test: quiet-deps ## every test, quick ones first; then over Gloo, and on stubs of CUDA and NCCL
-	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory tests examples shared $(FSDPRUN)
-	-@test -z "$(HAVE_GLOO)" || $(MAKE) -s -k -j$(JOBS) --no-print-directory BUILD=$(BUILD)/gloo \
-	    GLOO=yes examples $(GLOO_PROGRAMS)
-	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory BUILD=$(BUILD)/stub NCCL=stub gpt-cuda \
-	    $(STUB_PROGRAMS)
-	@tools/run_tests.sh $(if $(FILTER),'--filter=$(FILTER)') FSDP_BUILD=$(BUILD) $(TESTS) $(PYTESTS) \
-	    FSDP_BUILD=$(BUILD)/stub $(STUB_RUNS:%='%') FSDP_BUILD=$(BUILD) \
-	    $(if $(HAVE_GLOO),FSDP_BACKEND=gloo $(GLOO_RUNS:%='%'),skip:gloo:no-libgloo-dev) \
-	    $(NCCL_ENV) '$(BUILD)/stub/tests/conformance:*/nccl/*' FSDP_STUB_CHECKS=1 $(NCCL_RUNS:%='%')
+# ---- tests ---------------------------------------------------------------------------------------
 
+# A variant of the tests: variables of a make of its own, what is built, and words for run_tests.sh.
+GOALS_shm := tests examples shared $(FSDPRUN)
+RUN_shm   := FSDP_BUILD=$(BUILD) $(TESTS)
+MAKE_gloo  := BUILD=$(BUILD)/gloo GLOO=yes
+GOALS_gloo := examples $(GLOO_PROGRAMS)
+RUN_gloo   := FSDP_BUILD=$(BUILD) FSDP_BACKEND=gloo $(GLOO_RUNS)
+MAKE_stub  := BUILD=$(BUILD)/stub NCCL=stub
+GOALS_stub := gpt-cuda $(STUB_PROGRAMS)
+RUN_stub   := FSDP_BUILD=$(BUILD)/stub $(STUB_RUNS) -- FSDP_BUILD=$(BUILD) $(NCCL_ENV) \
+              $(BUILD)/stub/tests/conformance:*/nccl/* FSDP_STUB_CHECKS=1 $(NCCL_RUNS)
+
+# Three ranks meet in all the ways in which four do, where a test runs with both.
+SLOWER  := TEST_TIMEOUT_MULT=10
+NO_FOUR := -*W=4*
+NO_ASAN := test_budget test_cluster test_examples test_find_nccl test_gpt test_harness# other programs
+ASAN_TESTS ?= $(filter-out $(NO_ASAN),$(TESTS:$(BUILD)/tests/%=%))
+TSAN_ENV   := TSAN_OPTIONS=suppressions=tests/tsan.supp
+OFAST      := STD=-std=gnu11 'CFLAGS=-Ofast -march=native'
+MAKE_asan  := BUILD=$(BUILD)/asan SAN=asan
+GOALS_asan := $(ASAN_TESTS:%=$(BUILD)/asan/tests/%)
+RUN_asan   := $(SLOWER) FSDP_BUILD=$(BUILD)/asan $(GOALS_asan:%=%:$(NO_FOUR))
+MAKE_tsan  := BUILD=$(BUILD)/tsan SAN=tsan
+GOALS_tsan := $(TSAN_TESTS:%=$(BUILD)/tsan/tests/%)
+RUN_tsan   := $(SLOWER) $(TSAN_ENV) FSDP_BUILD=$(BUILD)/tsan $(GOALS_tsan:%=%:$(NO_FOUR))
+MAKE_gloo_asan  := BUILD=$(BUILD)/gloo_asan GLOO=yes SAN=asan
+GOALS_gloo_asan := $(BUILD)/gloo_asan/tests/conformance
+RUN_gloo_asan   := $(SLOWER) $(GOALS_gloo_asan):*gloo/processes/W=3
+MAKE_gloo_tsan  := BUILD=$(BUILD)/gloo_tsan GLOO=yes SAN=tsan
+GOALS_gloo_tsan := $(BUILD)/gloo_tsan/tests/conformance
+RUN_gloo_tsan   := $(SLOWER) $(TSAN_ENV) $(GOALS_gloo_tsan):*gloo/threads/W=3
+MAKE_nccl_asan  := BUILD=$(BUILD)/nccl_asan NCCL=stub SAN=asan
+GOALS_nccl_asan := $(patsubst %,$(BUILD)/nccl_asan/tests/%,conformance \
+                     $(filter-out test_gpt_cuda %_faults,$(STUB_TESTS)))# faults mostly wait
+RUN_nccl_asan   := $(SLOWER) FSDP_BUILD=$(BUILD)/nccl_asan $(filter-out %/conformance,$(GOALS_nccl_asan)) \
+                   $(NCCL_ENV) $(BUILD)/nccl_asan/tests/conformance:*nccl/processes/W=3
+MAKE_nccl_tsan  := BUILD=$(BUILD)/nccl_tsan NCCL=stub SAN=tsan
+GOALS_nccl_tsan := $(patsubst %,$(BUILD)/nccl_tsan/tests/%,test_stubs conformance)
+RUN_nccl_tsan   := $(SLOWER) $(TSAN_ENV) FSDP_BUILD=$(BUILD)/nccl_tsan $(BUILD)/nccl_tsan/tests/test_stubs \
+                   $(NCCL_ENV) $(BUILD)/nccl_tsan/tests/conformance:*nccl/threads/W=3
+MAKE_ofast  := BUILD=$(BUILD)/ofast CC=gcc $(OFAST)
+GOALS_ofast := $(BIT_TESTS:%=$(BUILD)/ofast/tests/%)
+RUN_ofast   := FSDP_BUILD=$(BUILD)/ofast $(GOALS_ofast)
+MAKE_clang_ofast  := BUILD=$(BUILD)/clang_ofast CC=clang $(OFAST)
+GOALS_clang_ofast := $(BIT_TESTS:%=$(BUILD)/clang_ofast/tests/%)
+RUN_clang_ofast   := FSDP_BUILD=$(BUILD)/clang_ofast $(GOALS_clang_ofast)
+
+# Gloo where it is installed; else what says so.
+VARIANTS  = $(if $(HAVE_GLOO),gloo_asan gloo_tsan) asan tsan nccl_asan nccl_tsan ofast
+TESTED    = shm $(if $(HAVE_GLOO),gloo) stub
+WITHOUT_GLOO = $(if $(HAVE_GLOO),,skip:gloo:no-libgloo-dev)
+CHOSEN    = $(filter $(if $(GATES),$(GATES),%),$(VARIANTS))
+WORDS     = $(foreach v,$1,-- $(RUN_$v:%='%'))
+CHECK_SH  = $(shell tools/check.sh --list $1 $(filter-out $(VARIANTS),$(GATES)))
+GATES_OF  = $(if $(GATES),$(if $(filter-out $(VARIANTS),$(GATES)),$(call CHECK_SH,$1)),$(call CHECK_SH,$1))
+BUILD_ALL = -@$(MAKE) -s -k -j$(JOBS) --no-print-directory $(addprefix build-,$1)
+build-%:
+	@$(MAKE) $(MAKE_$*) $(GOALS_$*)
+
+quick: ## the tests over shared memory, without the slowest: under a minute from a built tree
+	$(call BUILD_ALL,shm)
+	@tools/run_tests.sh --without='-$(subst :,:-,$(SLOW))' $(call WORDS,shm)
+test: quiet-deps ## every test, over Gloo and on stubs of CUDA and NCCL too, without suites long_
+	$(call BUILD_ALL,$(TESTED))
+	@tools/run_tests.sh --without='-long_*' $(if $(FILTER),'--filter=$(FILTER)') \
+	    $(call WORDS,$(TESTED)) -- FSDP_BUILD=$(BUILD) $(PYTESTS) $(WITHOUT_GLOO)
 golden: ## the tests against recorded PyTorch results, in $FSDP_GOLDEN_DIR
 	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory tests
 	@tools/run_tests.sh --filter=golden $(TESTS)
-
 check: quiet-deps ## every gate: compilers, symbols, sanitizers, documentation, ...
-	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory $(or $(FSDPRUN),$(BUILD))
-	@tools/run_tests.sh "tools/check.sh $(GATES)"
-
-check-san: ## only the sanitizer gates
-	@$(MAKE) --no-print-directory check GATES='asan tsan'
+	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory examples $(FSDPRUN)
+	$(call BUILD_ALL,$(CHOSEN))
+	@tools/run_tests.sh --without='-long_*' $(patsubst %,gate:%,$(call GATES_OF,ci)) \
+	    $(call WORDS,$(CHOSEN))
+check-san: ## only the sanitizers
+	@$(MAKE) --no-print-directory check GATES='$(filter %san,$(VARIANTS))'
+# Half a day's worth: suites long_, every language and version, valgrind, the mutations.
+VALGRIND := valgrind -q --error-exitcode=99 --leak-check=full --errors-for-leak-kinds=definite \
+            --trace-children=yes
+LONG_gloo = $(if $(HAVE_GLOO),-- FSDP_BUILD=$(BUILD) FSDP_BACKEND=gloo \
+            $(patsubst %,'$(BUILD)/gloo/tests/%:long_*',test_gloo test_gloo_faults),$(WITHOUT_GLOO))
+nightly: quiet-deps ## what test and check leave out, and the mutations: hours
+	$(call BUILD_ALL,$(TESTED) clang_ofast)
+	@tools/run_tests.sh $(patsubst %,gate:%,$(call CHECK_SH,nightly)) \
+	    $(call WORDS,clang_ofast) -- FSDP_BUILD=$(BUILD) $(TESTS:%='%:long_*') $(LONG_gloo) \
+	    -- FSDP_BUILD=$(BUILD)/stub $(patsubst %,'$(BUILD)/stub/tests/%:long_*',test_nccl test_nccl_faults) \
+	    -- $(SLOWER) $(foreach t,$(VALGRIND_TESTS),'$(VALGRIND) $(BUILD)/tests/$(subst :, --filter=,$t):-long_*')
+	@tools/mutate
 
 # Over Gloo where it is; beside PyTorch where that is, too.
 PYTHON ?= python3

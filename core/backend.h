@@ -7,6 +7,13 @@
 #define FSDP_BACKEND_H
 // clang-format off
 
+// What ranks share that are threads of one process. Zeros to begin with, but for size.
+struct fsdp_threads {
+    uint32_t lock;         // of the backend
+    int32_t size;          // ranks
+    void *common;          // what the backend's first open put here
+};
+
 // What a backend or device is opened with. Pointers are valid until close.
 typedef struct fsdp_boot {
     int rank, size, local_rank;

@@ -16,12 +16,6 @@ typedef struct fsdpi_lane fsdpi_lane;
 typedef struct fsdpi_subgroup fsdpi_subgroup;
 typedef struct fsdpi_timeline fsdpi_timeline;
 
-struct fsdp_threads {
-    uint32_t lock; // fsdpi_lock
-    int32_t size;  // ranks
-    void *common;  // what the backend's first open put here
-};
-
 struct fsdp_world {
     fsdp_boot boot;
     int rank, size;

@@ -2339,6 +2339,13 @@ FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *sr
 #define FSDP_BACKEND_H
 // clang-format off
 
+// What ranks share that are threads of one process. Zeros to begin with, but for size.
+struct fsdp_threads {
+    uint32_t lock;         // of the backend
+    int32_t size;          // ranks
+    void *common;          // what the backend's first open put here
+};
+
 // What a backend or device is opened with. Pointers are valid until close.
 typedef struct fsdp_boot {
     int rank, size, local_rank;
@@ -2788,12 +2795,6 @@ enum {
 typedef struct fsdpi_lane fsdpi_lane;
 typedef struct fsdpi_subgroup fsdpi_subgroup;
 typedef struct fsdpi_timeline fsdpi_timeline;
-
-struct fsdp_threads {
-    uint32_t lock; // fsdpi_lock
-    int32_t size;  // ranks
-    void *common;  // what the backend's first open put here
-};
 
 struct fsdp_world {
     fsdp_boot boot;

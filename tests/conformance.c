@@ -8,8 +8,7 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <limits.h> /* INT_MAX */
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
+#include "lab.h"
 
 typedef struct {
     const char *name;
@@ -80,9 +79,9 @@ static fsdp_boot boot_of(const launch *l, int rank) {
     b.timeout_ns = l->timeout_ns;
     b.job = l->job;
     b.threads = l->row->threads ? (fsdp_threads *)(uintptr_t)&l->threads : NULL;
-    b.allocator.alloc = fsdpi_libc_alloc;
-    b.allocator.free = fsdpi_libc_free;
-    b.clock.now_ns = fsdpi_monotonic_ns;
+    b.allocator.alloc = w_alloc;
+    b.allocator.free = w_free;
+    b.clock.now_ns = w_now_ns;
     return b;
 }
 
@@ -140,7 +139,8 @@ static void run_big(const backend *row, void (*body)(rank_state *)) {
 static const fsdp_dtype floats[] = {FSDP_F32, FSDP_BF16, FSDP_F16, FSDP_F64};
 static const fsdp_dtype all_dtypes[] = {FSDP_F32, FSDP_F64, FSDP_F16, FSDP_BF16, FSDP_U8,
                                         FSDP_I8,  FSDP_I16, FSDP_I32, FSDP_I64};
-static const int sizes[] = {0, 1, 7, FSDPI_BLOCK - 1, FSDPI_BLOCK, FSDPI_BLOCK + 1, BIG};
+enum { BLOCK = 512 }; // elements that fsdpi_reduce takes together
+static const int sizes[] = {0, 1, 7, BLOCK - 1, BLOCK, BLOCK + 1, BIG};
 #define LENGTH(a) (int)(sizeof(a) / sizeof(a)[0])
 
 /* Element i of what a rank holds in round `salt`: any float in (-1, 1), any integer. */
@@ -337,7 +337,7 @@ static void scatter(rank_state *s) {
             for (int n = 0; n < LENGTH(sizes); n++)
                 for (int v = 0; v < 12; v++) {
                     int plain = a == b && v % 3 == 0 && !(v & 1),
-                        edge = sizes[n] == FSDPI_BLOCK - 1 || sizes[n] == FSDPI_BLOCK;
+                        edge = sizes[n] == BLOCK - 1 || sizes[n] == BLOCK;
                     if (!fused && !plain) continue;
                     if (a == b ? sizes[n] == BIG && v != 3 : sizes[n] == BIG || (edge && v != 5))
                         continue; /* time */
@@ -479,7 +479,7 @@ static void pairs_at_once(rank_state *s) {
     int first = s->rank / 2 * 2, second = first + 1;
     for (int round = 0; round < 300 && second < s->world; round++) {
         int to = round % 3 ? second : first, count = round * (7 + first) % 1500;
-        if (h_rand64(&dice) % 16 == 0) fsdpi_sleep_ns((int64_t)(h_rand64(&dice) % 300000));
+        if (h_rand64(&dice) % 16 == 0) w_sleep_ns((int64_t)(h_rand64(&dice) % 300000));
         pair_case(s, FSDP_I32, count, first + second - to, to, (uint64_t)(round * 10 + first));
     }
     s->seq = 1000; /* values of a case depend on it */
@@ -525,7 +525,7 @@ static void overwrite(rank_state *s) {
     for (int32_t round = 0; round < 150; round++) {
         int32_t count = 1 + round * 37 % 900;
         if (h_rand64(&dice) % 8 == 0)
-            fsdpi_sleep_ns((int64_t)(h_rand64(&dice) % 300000)); /* ranks come in any order */
+            w_sleep_ns((int64_t)(h_rand64(&dice) % 300000)); /* ranks come in any order */
         gather_ints(s, s->comm, s->rank, s->world, src, dst, count, round);
 
         fsdp_seg seg = {0, 0, count};
@@ -807,7 +807,7 @@ static void aborted(rank_state *s) {
     OK_ON(s, s->comm, one_sum(s, s->comm, 0, 10));
     if (s->ops->poll) CHECK_OK(s->ops->poll(s->comm));
     if (s->rank == s->world - 1) {
-        fsdpi_sleep_ns(20000000); /* the others are asleep */
+        w_sleep_ns(20000000); /* the others are asleep */
         s->ops->abort(s->comm, FSDP_ERR_CORRUPT, "the data ran out");
         s->ops->abort(s->comm, FSDP_ERR_IO, "too late");
     }
@@ -828,7 +828,7 @@ static void absent(rank_state *s) {
     if (s->world == 1) return;
     if (s->rank == s->world - 1) { /* does not come, but does not leave either */
         while (s->ops->poll && !s->ops->poll(s->comm) && h_now_ms() - start < 5000)
-            fsdpi_sleep_ns(5000000);
+            w_sleep_ns(5000000);
         CHECK_STATUS(one_sum(s, s->comm, 0, 10), FSDP_ERR_TIMEOUT);
     } else {
         CHECK_STATUS(one_sum(s, s->comm, 0, 10), FSDP_ERR_TIMEOUT);
@@ -862,11 +862,11 @@ static int64_t live_bytes;
 
 static void *counting_alloc(size_t size, size_t align, void *user) {
     __atomic_fetch_add(&live_bytes, (int64_t)size, __ATOMIC_SEQ_CST);
-    return fsdpi_libc_alloc(size, align, user);
+    return w_alloc(size, align, user);
 }
 static void counting_free(void *ptr, size_t size, void *user) {
     __atomic_fetch_sub(&live_bytes, (int64_t)size, __ATOMIC_SEQ_CST);
-    fsdpi_libc_free(ptr, size, user);
+    w_free(ptr, size, user);
 }
 
 static int count_shared_maps(void) { /* of files; the heap may grow as it likes */
@@ -905,7 +905,7 @@ static void cycle_once(int rank, launch *l) {
 static int settled_threads(int most) {
     int now = h_entries("/proc/self/task");
     for (int i = 0; i < 200 && (now > most || (most == INT_MAX && i < 10)); i++) {
-        fsdpi_sleep_ns(5000000);
+        w_sleep_ns(5000000);
         now = h_entries("/proc/self/task");
     }
     return now;

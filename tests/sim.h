@@ -1,5 +1,5 @@
 /* sim.h - a test device and a test comm that do nothing but count and keep a simulated clock. One
-   process plays one rank of any world. Include it after fsdp.h with FSDP_IMPLEMENTATION.
+   process plays one rank of any world.
 
        sim s;
        sim_init(&s, 4, 0);                  // world of 4, rank 0; then change what you like
@@ -25,14 +25,13 @@
    memory is at addresses that crash the host: what is not done by the tables is found out. A test
    looks at it, and fills it, through sim_host.
 
-   Updates. Where fsdp_optim.h is included, the device updates with its loops.
-
    With s.null the tables do nothing at all, so that what remains is the host's cost of the
    library.
 
    SPDX-License-Identifier: MIT */
 #ifndef SIM_H
 #define SIM_H
+#include "library.h"
 #include <sys/mman.h> /* mmap: addresses without memory */
 
 #define SIM_FN    static __attribute__((unused))
@@ -414,7 +413,7 @@ SIM_FN fsdp_status sim_device_copy(fsdp_device *device, void *stream, const fsdp
     sim_touch_blocks(s, actor, op, 1);
     if (op->clip) sim_touch(s, actor, "clip", op->clip, (int64_t)sizeof *op->clip, 0);
     fsdp_op real = sim_on_host(s, op);
-    return s->moves ? fsdpi_host_copy(NULL, NULL, &real) : FSDP_OK;
+    return s->moves ? lib_host_ops()->copy(NULL, NULL, &real) : FSDP_OK;
 }
 
 SIM_FN fsdp_status sim_device_zero(fsdp_device *device, void *stream, const fsdp_op *op) {
@@ -425,7 +424,7 @@ SIM_FN fsdp_status sim_device_zero(fsdp_device *device, void *stream, const fsdp
     sim_work(s, actor, 0, sim_cost(op->bytes, s->copy_bytes_per_ns));
     sim_touch(s, actor, fsdp_label_name(op->label), op->dst_ptr, (int64_t)op->bytes, 1);
     fsdp_op real = sim_on_host(s, op);
-    return s->moves ? fsdpi_host_zero(NULL, NULL, &real) : FSDP_OK;
+    return s->moves ? lib_host_ops()->zero(NULL, NULL, &real) : FSDP_OK;
 }
 
 SIM_FN fsdp_status sim_device_norm(fsdp_device *device, void *stream, const fsdp_op *op) {
@@ -437,7 +436,7 @@ SIM_FN fsdp_status sim_device_norm(fsdp_device *device, void *stream, const fsdp
     sim_touch_blocks(s, actor, op, 0);
     sim_touch(s, actor, "norm", op->dst_ptr, (int64_t)sizeof(double), 1);
     fsdp_op real = sim_on_host(s, op);
-    return s->moves ? fsdpi_host_norm(NULL, NULL, &real) : FSDP_OK;
+    return s->moves ? lib_host_ops()->norm(NULL, NULL, &real) : FSDP_OK;
 }
 
 SIM_FN fsdp_status sim_device_update(fsdp_device *device, void *stream, const fsdp_update *u) {
@@ -454,15 +453,13 @@ SIM_FN fsdp_status sim_device_update(fsdp_device *device, void *stream, const fs
     if (u->first) sim_touch(s, actor, "update", u->first, state, 1);
     if (u->second) sim_touch(s, actor, "update", u->second, state, 1);
     if (u->found) sim_touch(s, actor, "update", u->found, (int64_t)sizeof *u->found, 1);
-#ifdef FSDP_OPTIM_H
     fsdp_update real = *u;
     real.param = sim_host(s, u->param);
     real.grad = sim_host(s, u->grad);
     real.first = sim_host(s, u->first);
     real.second = sim_host(s, u->second);
     real.found = (int32_t *)sim_host(s, u->found);
-    if (s->moves) fsdpi_optim_host_update(&real);
-#endif
+    if (s->moves) lib_host_update(&real);
     return FSDP_OK;
 }
 
@@ -546,12 +543,11 @@ SIM_FN void sim_move(const sim_group *g, const fsdp_coll *c) {
         for (int k = 0; c->kind == FSDP_OP_ALL_GATHER && k < g->size; k++)
             if (full + (size_t)k * part != mine) memcpy(full + (size_t)k * part, mine, part);
         if (c->kind == FSDP_OP_REDUCE_SCATTER)
-            fsdpi_reduce(dst + (size_t)seg->shard * out, c->out_dtype, &piece, 1, c->dtype,
-                         (size_t)seg->count, c->scale * g->size, c->accumulate, FSDP_SUM);
+            lib_sum(dst + (size_t)seg->shard * out, c->out_dtype, piece, c->dtype, (size_t)seg->count,
+                    c->scale * g->size, c->accumulate);
     }
-    const char *same = dst;
     if (c->kind == FSDP_OP_ALL_REDUCE && c->redop == FSDP_SUM && fsdp_dtype_is_float(c->dtype))
-        fsdpi_reduce(dst, c->dtype, &same, 1, c->dtype, (size_t)c->count, g->size, 0, FSDP_SUM);
+        lib_sum(dst, c->dtype, dst, c->dtype, (size_t)c->count, g->size, 0);
 }
 
 /* What a rank receives in an all_reduce of so many bytes over R ranks: 2 (R-1)/R, rounded up. */
@@ -569,7 +565,7 @@ SIM_FN fsdp_status sim_comm_run(fsdp_comm *comm, const fsdp_coll *c) {
                                            : nbytes * (uint64_t)(g->size - 1);
     if (s->threads) return FSDP_OK;
     s->colls[c->kind]++;
-    s->coll_bytes[c->kind] += fsdpi_coll_bytes(c->kind, (uint64_t)g->size,
+    s->coll_bytes[c->kind] += lib_coll_bytes(c->kind, (uint64_t)g->size,
                                                c->count * fsdp_dtype_size(c->dtype));
     sim_work(s, actor, g->free_at, s->latency_ns + sim_cost(nbytes, s->coll_bytes_per_ns));
     g->free_at = s->now[actor];

@@ -2,8 +2,7 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
+#include "lab.h"
 
 typedef struct {
     const char *name;

@@ -16,9 +16,7 @@
 #define FOR_SPEED 1
 #endif
 #include "harness.h"
-#define FSDP_NO_BACKEND
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
+#include "lab.h"
 #include "sim.h"
 #include "bench/host_cost.h"
 

@@ -6,9 +6,7 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
-#include "world.h"
+#include "lab.h"
 
 enum { WIDTH = 8, UNITS = 8, PARAMS = 2, STEPS = 4, MICROS = 2, RANKS = 4, RUNS = 64 };
 

@@ -4,9 +4,7 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
-#include "world.h"
+#include "lab.h"
 
 typedef struct {
     fsdp_world *w;

@@ -9,10 +9,8 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <ucontext.h> /* makecontext, swapcontext */
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
+#include "lab.h"
 #include "brute.h"
-#include "world.h"
 
 /* What one rank has while it lives. Worlds: with fused reductions, and without. */
 typedef struct {

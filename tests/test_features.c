@@ -9,9 +9,7 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> /* fabs, pow */
-#define FSDP_IMPLEMENTATION
-#include "fsdp_optim.h"
-#include "world.h"
+#include "lab.h"
 #include "sim.h"
 
 enum { UNITS = 3, PARAMS = 4, ALL = UNITS * PARAMS, MOST = 640, RANKS = 4 };
@@ -1348,7 +1346,7 @@ static void failing_sums(job *j) {
     CHECK_MSG(strstr(fsdp_last_error(j->w), "all_reduce (replicas) of unit 'middle'"), "%s",
               fsdp_last_error(j->w));
     CHECK_STATUS(fsdp_pre_forward(j->unit[0]), status);
-    fsdpi_drain(j->w); /* nobody calls the hook any more */
+    lib_drain(j->w); /* nobody calls the hook any more */
     CHECK_EQ_INT(s->calls, j->rank == 0);
     free(s);
 }
@@ -1378,7 +1376,7 @@ static struct {
 } given = {PTHREAD_MUTEX_INITIALIZER, {{NULL, 0, 0}}, 0, {0, 0}};
 
 static fsdp_status given_alloc(fsdp_device *device, int kind, size_t size, void **ptr) {
-    fsdp_status status = fsdpi_host_ops()->alloc(device, kind, size, ptr);
+    fsdp_status status = lib_host_ops()->alloc(device, kind, size, ptr);
     if (status) return status;
     pthread_mutex_lock(&given.lock);
     CHECK(given.num < 256 && (kind == FSDP_MEMORY_DEVICE || kind == FSDP_MEMORY_PINNED));
@@ -1396,7 +1394,7 @@ static void given_free(fsdp_device *device, int kind, void *ptr, size_t size) {
     given.blocks[n] = given.blocks[--given.num];
     given.bytes[kind] -= (int64_t)size;
     pthread_mutex_unlock(&given.lock);
-    fsdpi_host_ops()->free(device, kind, ptr, size);
+    lib_host_ops()->free(device, kind, ptr, size);
 }
 static int is_pinned(const void *ptr) {
     int found = 0;
@@ -1476,7 +1474,7 @@ static void offload_body(job *j) {
 
 /* The same bits with and without; with casts too. */
 TEST(offload, same_bits) {
-    fsdp_device_ops device = *fsdpi_host_ops();
+    fsdp_device_ops device = *lib_host_ops();
     int runs = 0;
     device.alloc = given_alloc;
     device.free = given_free;
@@ -1565,7 +1563,7 @@ static void check_prefetched(job *j, int first, fsdp_unit **units, int backward,
 
 /* variant: depth of the lists; reshard[0]: the budget, in slots (0: none). */
 static void prefetch_body(job *j) {
-    int hides = j->c->lanes > 0 || j->w->mode == FSDPI_NATIVE;
+    int hides = j->c->lanes > 0 || lib_on_streams(j->w);
     fsdp_unit *units[DEEP] = {NULL};
     fsdp_memory memory;
     int depth = j->c->variant, budget = (int)j->c->reshard[0] ? j->c->reshard[0] : DEEP;

@@ -4,9 +4,7 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
-#include "world.h"
+#include "lab.h"
 
 enum { WORLD = 4, MAX_UNITS = 4 };
 

@@ -4,10 +4,8 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
+#include "lab.h"
 #include "sim.h"
-#include "world.h"
 
 /* ---- ranks, meshes --------------------------------------------------------------------------- */
 

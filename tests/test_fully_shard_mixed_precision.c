@@ -5,9 +5,7 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#define FSDP_IMPLEMENTATION
-#include "fsdp_optim.h"
-#include "world.h"
+#include "lab.h"
 #include "fully_shard.h"
 
 enum { ALWAYS = FSDP_RESHARD_ALWAYS, NEVER = FSDP_RESHARD_NEVER };

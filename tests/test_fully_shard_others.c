@@ -4,9 +4,7 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#define FSDP_IMPLEMENTATION
-#include "fsdp_optim.h"
-#include "world.h"
+#include "lab.h"
 #include "fully_shard.h"
 #include "sim.h"
 

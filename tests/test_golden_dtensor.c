@@ -6,9 +6,7 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
-#include "world.h"
+#include "lab.h"
 #include "sim.h"
 #include "golden.h"
 

@@ -13,9 +13,7 @@
 #include "harness.h"
 #include "golden.h"
 #include <math.h> /* fabs */
-#define FSDP_NO_BACKEND
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
+#include "lab.h"
 #include "sim.h"
 
 /* ---- the rules ------------------------------------------------------------------------------- */

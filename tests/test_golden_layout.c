@@ -3,9 +3,7 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "golden.h"
-#define FSDP_MATH_ONLY
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
+#include "lab.h"
 
 enum { MAX_WORLD = 4096, MAX_PARAMS = 1024 };
 

@@ -7,9 +7,7 @@
 #include "harness.h"
 #include "golden.h"
 #include <math.h> /* fabs, frexp, ldexp, nearbyint */
-#define FSDP_IMPLEMENTATION
-#include "fsdp_optim.h"
-#include "world.h"
+#include "lab.h"
 
 enum { STEPS = 10, MAX_LAYERS = 16, MAX_PARAMS = 64, MAX_OPTS = 4, MAX_RANKS = 64 };
 

@@ -4,9 +4,7 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
-#include "world.h"
+#include "lab.h"
 
 enum { VARIABLES_MAX = 10, OUTPUT_NBYTES = 1 << 15 };
 

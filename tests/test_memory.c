@@ -3,9 +3,7 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
-#include "world.h"
+#include "lab.h"
 
 /* ---- every allocation of the process is seen ------------------------------------------------- */
 

@@ -5,9 +5,7 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> // INFINITY, fabs, floor, sqrt
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
-#include "world.h"
+#include "lab.h"
 #include "golden.h"
 
 /* Larger worlds are played by one process, rank after rank; still larger ones in part. */
@@ -176,6 +174,7 @@ static double brought_int(int r, int k) { return floor(brought(r, k)); }
 /* Every dtype and operation over all dims of a mesh, to the bit. */
 static void talk_numbers(fsdp_world *w, const fsdp_mesh *mesh, const int32_t *ranks) {
     enum { COUNT = 5 };
+    const int64_t WIDE = (int64_t)1 << 32; // beyond an int32_t
     const int me = fsdp_rank(w);
     for (int op = FSDP_SUM; op <= FSDP_MIN; op++) {
         const fsdp_redop redop = (fsdp_redop)op;
@@ -185,7 +184,7 @@ static void talk_numbers(fsdp_world *w, const fsdp_mesh *mesh, const int32_t *ra
         int64_t l[COUNT];
         for (int k = 0; k < COUNT; k++) {
             f[k] = (float)brought(me, k), d[k] = brought(me, k);
-            i[k] = (int32_t)brought_int(me, k), l[k] = (int64_t)brought_int(me, k) << 32;
+            i[k] = (int32_t)brought_int(me, k), l[k] = (int64_t)brought_int(me, k) * WIDE;
         }
         CALL(w, fsdp_all_reduce(w, mesh, f, COUNT, FSDP_F32, redop));
         CALL(w, fsdp_all_reduce(w, mesh, d, COUNT, FSDP_F64, redop));
@@ -198,7 +197,7 @@ static void talk_numbers(fsdp_world *w, const fsdp_mesh *mesh, const int32_t *ra
             W_CHECK(!memcmp(&d[k], &f64, sizeof f64) && (double)f[k] == f32,
                     "operation %d: f32 %a, expected %a; f64 %a, expected %a", op, (double)f[k], f32,
                     d[k], f64);
-            W_CHECK(i[k] == (int32_t)whole && l[k] == (int64_t)whole << 32,
+            W_CHECK(i[k] == (int32_t)whole && l[k] == (int64_t)whole * WIDE,
                     "operation %d: i32 %d, i64 %lld, expected %g", op, i[k], (long long)l[k],
                     whole);
         }

@@ -12,9 +12,7 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> /* HUGE_VAL */
-#define FSDP_NO_BACKEND
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
+#include "lab.h"
 #include "sim.h"
 
 enum { MAX_UNITS = 5, MAX_PARAMS = 4, MAX_LIST = 3, MAX_CLASSES = 64, MAX_COLLS = 64 };

@@ -4,9 +4,7 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> // INFINITY, fabs, pow
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
-#include "world.h"
+#include "lab.h"
 
 enum { UNITS = 2, PARAMS = 2, NUMEL_MAX = 15 };
 

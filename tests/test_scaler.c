@@ -4,9 +4,7 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> /* fabs */
-#define FSDP_IMPLEMENTATION
-#include "fsdp_optim.h"
-#include "world.h"
+#include "lab.h"
 
 enum { UNITS = 3, PARAMS = 4, MOST = 1400 };
 
@@ -529,7 +527,7 @@ static void wrong_order(job *j) {
     tiny_backward(j, 1);
     CALL(j->w, fsdp_barrier(j->w));
     if (j->rank == 0) fsdp_abort(j->w, "a test");
-    while (!fsdpi_failed(j->w)) (void)fsdp_barrier(j->w);
+    while (!lib_failed(j->w)) (void)fsdp_barrier(j->w);
     CHECK_STATUS(fsdp_grad_scaler_unscale(j->scaler), FSDP_ERR_ABORTED);
     CHECK_STATUS(fsdp_grad_scaler_update(j->scaler), FSDP_ERR_ABORTED);
     CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), -1);

@@ -4,9 +4,7 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <limits.h> /* INT_MAX */
-#define FSDP_MATH_ONLY
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
+#include "lab.h"
 
 enum { MAX_WORLD = 9, MAX_PARAMS = 5, GUARD = 40, FREE = -7 };
 static int64_t cases, mixed; /* units that were run; of them with direct and packed parameters */
@@ -19,6 +17,8 @@ static int64_t model_chunk(int64_t rows, int world) {
     while (chunk * world < rows) chunk++;
     return chunk;
 }
+
+static int64_t align_up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
 
 /* Who owns row `row`: pieces are dealt out until the rows are used up. */
 static int model_owner(int64_t row, int64_t chunk) {
@@ -194,7 +194,7 @@ static void lay_out(const unit *u, int rank, laid_out *out) {
         memcpy(out->params, u->params, sizeof out->params);
         CHECK_OK(fsdp_layout_params(&out->layout, out->params, u->count, out->segs, out->blocks));
         if (u->final_gap < 0) break;
-        first.final_base = fsdpi_align_up(u->full_base + u->world * out->layout.shard_numel, 16) +
+        first.final_base = align_up(u->full_base + u->world * out->layout.shard_numel, 16) +
                            u->final_gap;
     }
     REQUIRE(out->layout.num_segs <= u->count && out->layout.num_blocks <= u->count * u->world);
@@ -251,13 +251,13 @@ static void check_places(const unit *u, const laid_out *l, const model *m) {
         if (p->direct) continue;
         take(slot, p->full_offset, u->world * m[i].stored, end);
         REQUIRE(m[i].stored == 0 || p->full_offset >= tensors);
-        final += fsdpi_align_up(u->world * m[i].stored, FSDP_ALIGN_NUMEL);
+        final += align_up(u->world * m[i].stored, FSDP_ALIGN_NUMEL);
     }
     REQUIRE(y->packed_numel == packed && y->final_numel == final);
     take(slot, u->full_base, gathered, end);
     if (final == 0) REQUIRE(end == tensors);
     else
-        REQUIRE(end == fsdpi_align_up(tensors, 16) + (u->final_gap > 0 ? u->final_gap : 0) + final);
+        REQUIRE(end == align_up(tensors, 16) + (u->final_gap > 0 ? u->final_gap : 0) + final);
     free(shards);
     free(slot);
 }

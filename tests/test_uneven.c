@@ -4,9 +4,7 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> // fabs, sqrt
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
-#include "world.h"
+#include "lab.h"
 
 /* 33 and 32 rows over two ranks of tp: they differ in pages. */
 enum { ROWS = 65, COLS = 1024, CUT = ROWS * COLS, WHOLE = 257, STEPS = 3, ACTIVATION = 3000 };
@@ -121,13 +119,14 @@ static void step(training *t, fsdp_unit *const *units, double max_norm) {
 /* What an extension does with activations: buffers of its own, over the group of tp, whose members
    have allocated other parts of the model before. */
 static void activations(const training *t, const fsdp_mesh_info *info) {
-    const fsdp_comm_ops *ops = t->w->comm_ops;
+    const fsdp_comm_ops *ops;
+    fsdp_comm *comm = lib_comm(t->w, &ops);
     int n = info->replicate_mesh_size, me = info->replicate_mesh_rank;
     fsdp_seg seg = {0, 0, ACTIVATION};
     size_t bytes = (size_t)(ACTIVATION * n) * sizeof(float);
     float *src, *dst;
-    CALL(t->w, ops->alloc(t->w->comm, bytes, (void **)&src));
-    CALL(t->w, ops->alloc(t->w->comm, bytes, (void **)&dst));
+    CALL(t->w, ops->alloc(comm, bytes, (void **)&src));
+    CALL(t->w, ops->alloc(comm, bytes, (void **)&dst));
     for (int round = 0; round < 4; round++) {
         fsdp_coll c;
         memset(&c, 0, sizeof c);
@@ -156,8 +155,8 @@ static void activations(const training *t, const fsdp_mesh_info *info) {
                     round, i, (double)got, (double)wanted);
         }
     }
-    ops->free(t->w->comm, dst, bytes);
-    ops->free(t->w->comm, src, bytes);
+    ops->free(comm, dst, bytes);
+    ops->free(comm, src, bytes);
 }
 
 static void add_units(training *t, const fsdp_mesh_info *whole, const fsdp_mesh_info *dp) {

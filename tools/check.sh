@@ -1,16 +1,16 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: MIT
-# check.sh - the gates of `make check`, one result line each, several at a time.
+# check.sh - the gates of `make check`: what is asked of the sources, not of a run of the tests.
 #
-#   tools/check.sh [NAME...]   the gates whose names begin with one of these; none: all
-#   tools/check.sh --list      their names
+#   tools/check.sh --list ci|nightly [NAME...]   gates whose names begin with one of these; none: all
+#   tools/check.sh --one NAME                    one gate, in GoogleTest's lines
 #
-# A gate is a function gate_KIND; its name is KIND and the function's arguments, joined by dots.
-# It passes by exit status 0, is skipped by 77 (its last line is the reason), else it fails, and
-# then its output is shown. Flags and lists of tests come from the Makefile: use `make check`.
+# `nightly` are those that `ci` leaves out. A gate is a function gate_KIND; its name is KIND and the
+# function's arguments, joined by dots. It passes by exit status 0, is skipped by 77 (its last line
+# is the reason), else it fails, and then its output is shown. Flags and lists of tests come from the
+# Makefile, and tools/run_tests.sh runs several gates at a time: use `make check`.
 set -uo pipefail
-: "${WARN:?run this by: make check GATES=...}"
-build=${FSDP_BUILD:-build} work=${FSDP_BUILD:-build}/check jobs=${JOBS:-2}
+build=${FSDP_BUILD:-build} work=${FSDP_BUILD:-build}/check
 limit=900 # seconds for one gate
 headers=(fsdp.h)
 for h in fsdp_*.h; do [ -e "$h" ] && headers+=("$h"); done
@@ -35,27 +35,6 @@ compile() {
     *) flags=(-x c -Wc++-compat $CWARN) ;;
     esac
     "$cc" -std="$std" $WARN "${flags[@]}" -Werror -I. "$@" - || die "failed: $cc -std=$std $*"
-}
-
-# Builds a test with other make variables into its own directory, and runs its quick tests.
-under=() quick='-long_*' # a command to run it under, and the filter
-run_quick() { # VARIANT TEST VARIABLE=VALUE...
-    local dir=$build${1:+/$1} log=$work/$1.$2.log
-    local program=$dir/tests/$2 examples=()
-    if [ "$2" = test_examples ]; then # which runs those of this build
-        examples=($(existing examples/*.c | sed "s|\(.*\)\.c|$dir/\1|"))
-        export FSDP_BUILD=$dir
-    elif [ "$2" = test_gpt_cuda ]; then
-        examples=("$dir/examples/train_gpt_cuda")
-        export FSDP_BUILD=$dir
-    fi
-    make -s --no-print-directory BUILD="$dir" "${@:3}" "$program" "${examples[@]}"
-    if ! TEST_TIMEOUT_MULT=${TEST_TIMEOUT_MULT:-10} "${under[@]}" "$program" "--filter=$quick" \
-        >"$log" 2>&1; then
-        grep -vE '^\[( RUN|       OK|===)' "$log"
-        exit 1
-    fi
-    sed -n 's/^\[==========\] \(.* ran\)/note: \1/p' "$log"
 }
 
 # ---- gates --------------------------------------------------------------------------------------
@@ -174,10 +153,10 @@ milliseconds() { # COMMAND...: the fastest of five
 # Tests, examples, benchmarks and tools are free of warnings too; the harness also in C++.
 gate_warnings() { # COMPILER
     local f stub std=c99 sources CWARN="$CWARN -Wno-c++-compat"
-    sources=$(existing tests/*.c tests/stubs/*.c examples/*.c bench/*.c tools/*.c)
+    sources=$(existing tests/*.c tests/private/*.c tests/stubs/*.c examples/*.c bench/*.c tools/*.c)
     case $1 in *++) std=c++11 sources=$(existing tests/*_harness.c) ;; esac
     for f in $sources; do
-        stub=-Itests/stubs
+        stub='-Itests -Itests/stubs'
         [[ " $STUB_TESTS " != *" $(basename "$f" .c) "* ]] ||
             stub+=' -DFSDP_BACKEND_SHM -DFSDP_BACKEND_NCCL'
         echo "#include \"$f\"" | compile "$1" "$std" $stub -fsyntax-only
@@ -249,11 +228,16 @@ gate_single_example() { # NAME
     ! grep -q ' core/' "$program.d" || die "$1 was not compiled with the one header"
     "$program"
 }
-gate_single_test() { # TEST
-    local dir=$PWD/$work/single.$1
+gate_single_tests() {
+    local dir=$PWD/$work/single.tests t
     single_folder "$dir"
-    run_quick single "$1" CC="gcc -I$dir"
-    ! grep -q ' core/' "$build/single/tests/$1.d" || die "$1 was not compiled with the one header"
+    make -s --no-print-directory BUILD="$build/single" CC="gcc -I$dir" \
+        $(printf "$build/single/tests/%s " $SINGLE_TESTS)
+    ! grep -q ' core/' "$build"/single/tests/*.d || die 'a test was not compiled with the one header'
+    for t in $SINGLE_TESTS; do
+        "$build/single/tests/$t" '--filter=-long_*' >"$work/single.$t.log" 2>&1 ||
+            die "$(grep -vE '^\[( RUN|       OK|===)' "$work/single.$t.log")"
+    done
 }
 
 gate_text() { # CHECK of tools/check_text.py
@@ -284,16 +268,6 @@ gate_gloo_header() {
     implement | compile g++ c++11 -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO -O1 -c -o /dev/null
     implement | compile clang c11 -DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO -O1 -c -o /dev/null
 }
-gate_gloo_asan() { # TEST FILTER
-    need_gloo
-    quick=$2 run_quick gloo_asan "$1" GLOO=yes SAN=asan
-}
-gate_gloo_tsan() {
-    need_gloo
-    export TSAN_OPTIONS=suppressions=tests/tsan.supp
-    quick=$2 run_quick gloo_tsan "$1" GLOO=yes SAN=tsan
-}
-
 # ---- CUDA and NCCL ----
 
 stub='-DFSDP_BACKEND_NCCL -Itests/stubs'
@@ -357,62 +331,23 @@ gate_nvcc_unit() { # STANDARD: everything in one .cu file
     "$work/unit.$1"
 }
 
-# On stand-ins for CUDA and NCCL, kernels as loops.
-on_stub() { # VARIANT TEST FILTER: programs of the stand-ins choose their own modes
-    [ -e tests/stubs/nccl.h ] || skip 'no tests/stubs'
-    case $2 in
-    test_*) ;;
-    *) export FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1 FSDP_BACKEND=nccl ;;
-    esac
-    quick=$3 run_quick "nccl_$1" "$2" NCCL=stub SAN="$1"
-}
 # What `make gpu-test` and `make gpu-bench` run, so that it is known to work where there is a GPU.
 gate_gpu_scripts() {
     local gpu=$build/stub csv=$build/stub/bench_gpu.csv
-    make -s --no-print-directory examples/gpt/train_gpt tools/fsdprun
     make -s --no-print-directory BUILD="$gpu" NCCL=stub gpt-cuda "$gpu/bench/bench_gpu" \
         "$gpu/tests/conformance"
     FSDP_BUILD=$gpu tools/gpu_bench.sh --small
     awk -F, 'NR > 1 { n[$6]++; if (NF != 9 || !($5 > 0)) { print; bad = 1 } }
              END { exit bad || n["GB/s"] != 20 || n["us"] != 2 || n["bytes"] != 2 || n["ms"] != 3 }
             ' "$csv" || die "$csv is not as expected"
-    FSDP_BUILD=$gpu tools/run_tests.sh 'tools/gpu_test.sh parity conformance.W=2' |
+    JOBS=1 FSDP_BUILD=$gpu tools/run_tests.sh 'tools/gpu_test.sh parity conformance.W=2' |
         tee "$work/gpu.log"
     tail -n 1 "$work/gpu.log" | grep -q ' 0 failed, 0 skipped' || die 'a part failed or was skipped'
     ! FSDP_BUILD=$gpu tools/gpu_test.sh nothing || die 'an unknown part is no failure'
 }
-gate_nccl_asan() { on_stub asan "$1" "${2:-$quick}"; }
-gate_nccl_tsan() {
-    export TSAN_OPTIONS=suppressions=tests/tsan.supp
-    on_stub tsan "$1" "${2:-$quick}"
-}
-
-# Three ranks meet in all the ways in which four do, where a test runs with both.
-gate_asan() { quick+=':-*W=4*' run_quick asan "$1" SAN=asan; }
-gate_tsan() { quick+=':-*W=4*' run_quick tsan "$1" SAN=tsan; }
-gate_ofast() { run_quick ofast "$1" CC=gcc STD=-std=gnu11 'CFLAGS=-Ofast -march=native'; }
-gate_clang_ofast() {
-    need clang
-    run_quick clang_ofast "$1" CC=clang STD=-std=gnu11 'CFLAGS=-Ofast -march=native'
-}
-gate_valgrind() {
-    need valgrind
-    under=(valgrind -q --error-exitcode=99 --leak-check=full --errors-for-leak-kinds=definite
-        --trace-children=yes) quick="$VALGRIND_FILTER:-long_*"
-    run_quick '' "$1"
-}
-
-# By itself, and on two ranks if it does not start its own.
-gate_example() { # NAME
-    make -s --no-print-directory "$build/examples/$1" tools/fsdprun
-    "$build/examples/$1"
-    grep -q fsdp_spawn "examples/$1.c" || tools/fsdprun -n 2 "$build/examples/$1"
-}
-
 # The GPT learns the same on 1 rank, on 3 processes and on 3 threads.
 gate_gpt() {
     local run=0 how
-    make -s --no-print-directory examples/gpt/train_gpt
     for how in '--ranks 1' '--ranks 3' '--ranks 3 --threads'; do
         run=$((run + 1))
         examples/gpt/train_gpt $how --data fsdp.h --steps 8 --layers 2 --heads 2 --channels 32 \
@@ -432,56 +367,38 @@ existing() { # FILE...: those that are there
     for f; do [ ! -e "$f" ] || echo "$f"; done
 }
 
-tests() { # TEST...: those that are there
-    existing $(printf 'tests/%s.c ' "$@") | sed 's|tests/\(.*\)\.c|\1|'
-}
-
 list() {
-    local all t kind
-    all=$(grep -lE '^TEST[A-Z_]*\((l[^o]|[^l])' $(existing tests/test_*.c tests/conformance.c) |
-        sed 's|tests/\(.*\)\.c|\1|; /test_harness/d; /find_nccl/d') # with quick tests of C code
-    all=$(grep -vxF "$(printf '%s\n' $STUB_TESTS)" <<<"$all")
     printf 'text.%s\n' toc docs functions columns code licence layers extensions
-    echo single
+    echo single && echo single_tests
     existing examples/*.c | sed 's|examples/\(.*\)\.c|single_example.\1|'
-    printf 'single_test.%s\n' $(tests $SINGLE_TESTS)
+    printf 'warnings.%s\n' gcc clang g++ clang++
+    echo gpu_scripts
     echo budget && echo symbols && echo math_only && echo reverse
     printf 'alone.%s\n' "${headers[@]%.h}"
     printf 'last.%s\n' c99 gnu99
     printf 'units_%s\n' mixed static
-    printf 'matrix.%s\n' {gcc,clang}.{c99,c11,c17,c2x} {g++,clang++}.c++{11,14,17,20}
-    printf 'warnings.%s\n' gcc clang g++ clang++
-    printf 'optimize.%s\n' {gcc,clang}.{O2,O3,Os}
+    printf 'matrix.%s\n' gcc.c99 clang.c17 g++.c++11 clang++.c++20
+    printf 'optimize.%s\n' {gcc,clang}.O3
     printf 'option.%s\n' NDEBUG FSDP_BACKEND_SHM \
         $([ ! -e backends/fsdp_fake.h ] || echo FSDP_BACKEND_FAKE) \
         $(grep -oh '\<FSDP_NO_[A-Z_]*' "${headers[@]}" | sort -u)
     echo gloo_header
-    printf 'gloo.%s\n' {g++,clang++}.c++{11,17,20}
-    echo 'gloo_asan.conformance.*gloo/processes/W=3'
-    echo 'gloo_tsan.conformance.*gloo/threads/W=3'
-    printf 'nccl_header.%s\n' 21800 22304 22703 22809 23003
-    echo nccl_real && echo gpu_scripts
-    printf 'nvcc.c++%s\n' 11 20
-    echo nvcc_unit.c++17
-    for t in $STUB_TESTS; do # not those that mostly wait
-        case $t in test_gpt_cuda | *_faults) ;; *) echo "nccl_asan.$t" ;; esac
-    done
-    echo 'nccl_asan.conformance.*nccl/processes/W=3'
-    echo 'nccl_tsan.conformance.*nccl/threads/W=3'
-    ! grep -qx test_stubs <<<"$STUB_TESTS" || echo nccl_tsan.test_stubs
+    printf 'gloo.%s\n' g++.c++11 clang++.c++20
+    printf 'nccl_header.%s\n' 21800 23003
+    echo nccl_real && echo nvcc.c++11 && echo nvcc_unit.c++17
     [ ! -e examples/gpt/train_gpt.c ] || echo gpt
-    existing examples/*.c | sed 's|examples/\(.*\)\.c|example.\1|'
-    for t in $(tests $BIT_TESTS); do
-        for kind in ofast clang_ofast; do echo "$kind.$t"; done
-    done
-    for t in $(tests $VALGRIND_TESTS); do echo "valgrind.$t"; done
-    for t in ${ASAN_TESTS:-$all}; do echo "asan.$t"; done
-    for t in $(tests $TSAN_TESTS); do echo "tsan.$t"; done
+}
+list_nightly() { # the rest of every language, compiler and version
+    printf 'matrix.%s\n' gcc.{c11,c17,c2x} clang.{c99,c11,c2x} g++.c++{14,17,20} clang++.c++{11,14,17}
+    printf 'optimize.%s\n' {gcc,clang}.{O2,Os}
+    printf 'gloo.%s\n' g++.c++{17,20} clang++.c++{11,17}
+    printf 'nccl_header.%s\n' 22304 22703 22809
+    echo nvcc.c++20
 }
 
-# ---- one gate, and all of them ------------------------------------------------------------------
+# ---- one gate ------------------------------------------------------------------------------------
 
-one() { # NAME: its lines, printed at once
+one() { # NAME
     local start out status result
     start=$(date +%s%N)
     out=$(timeout -k 5 "$limit" "$0" --body "$1" 2>&1 </dev/null)
@@ -493,25 +410,21 @@ one() { # NAME: its lines, printed at once
     124 | 137) result="[  FAILED  ] $result" && out+=$'\n'"timed out after $limit s" ;;
     *) result="[  FAILED  ] $result" && out+=$'\n'"$1: exit code $status" ;;
     esac
-    {
-        flock 9
-        printf '[ RUN      ] check.%s\n%s%s\n' "$1" "${out:+$out$'\n'}" \
-            "${result/] $1/] check.$1}"
-    } 9>"$work/lock"
+    printf '[ RUN      ] check.%s\n%s%s\n' "$1" "${out:+$out$'\n'}" "${result/] $1/] check.$1}"
 }
 
 mkdir -p "$work"
 unset MAKEFLAGS MFLAGS MAKELEVEL
 case ${1-} in
---list) list ;;
+--list)
+    { if [ "$2" = nightly ]; then list_nightly; else list; fi; } |
+        awk -v wanted="${*:3}" 'BEGIN { n = split(wanted, w, " ") }
+            { hit = !n; for (i in w) if (index($0, w[i]) == 1) hit = 1 } hit' ;;
 --one) one "$2" ;;
 --body)
+    : "${WARN:?run this by: make check GATES=...}"
     set -e
     IFS=. read -r kind a b <<<"$2"
     "gate_$kind" ${a:+"$a"} ${b:+"$b"} ;;
-*)
-    names=$(list | awk -v wanted="$*" 'BEGIN { n = split(wanted, w, " ") }
-        { hit = !n; for (i in w) if (index($0, w[i]) == 1) hit = 1 } hit')
-    echo "[==========] Running $(grep -c . <<<"$names") gates."
-    [ -z "$names" ] || xargs -P "$jobs" -n 1 "$0" --one <<<"$names" ;;
+*) die 'usage: tools/check.sh --list ci|nightly [NAME...] | --one NAME' ;;
 esac

@@ -1,25 +1,26 @@
 #!/usr/bin/env bash
 # SPDX-License-Identifier: MIT
-# run_tests.sh - run test programs and close with one total: "N passed, N failed, N skipped".
+# run_tests.sh - run test programs side by side; close with the time that it took, the slowest ten,
+# and one total: "N passed, N failed, N skipped".
 #
-#   tools/run_tests.sh [--filter=PATTERN] PROGRAM... [VARIABLE=VALUE PROGRAM...] [skip:NAME:REASON]
+#   tools/run_tests.sh [--filter=PATTERN] [--without=PATTERN] WORD...
 #
-# PROGRAM:PATTERN runs only those tests of it. A variable holds for the programs behind it. skip:
-# counts one test that cannot run here.
-# A program prints GoogleTest's lines (tests/harness.h does; tools/check.sh too); *.py is run by
-# python3. Without a filter, tests whose suite begins with long_, and programs of faults, run after
-# all others: side by side, as most of them wait, each shown as a whole, in their order. The exit
-# status is 0 only if something ran and nothing failed.
+# A word is one of
+#   PROGRAM            prints GoogleTest's lines (tests/harness.h does); *.py is run by python3
+#   PROGRAM:PATTERN    only those tests of it
+#   gate:NAME          a gate of tools/check.sh
+#   "COMMAND ARG..."   prints such lines; a filter leaves it out, as it does *.py
+#   VARIABLE=VALUE     holds for the programs behind it, up to a word --
+#   skip:NAME:REASON   counts one test that cannot run here
+#
+# --filter runs only tests with this text, --without leaves some out; patterns are the harness's. So
+# many programs run at a time: JOBS, or one more than there are cores, as many of them wait. Each is
+# shown as a whole when it has ended. The exit status is 0 only if something ran and nothing failed.
 set -fuo pipefail # names may hold globs
-filter='' passed=0 failed=0 skipped=0 failures=()
-case ${1-} in --filter=*) filter=${1#--filter=} && shift ;; esac
-tmp=$(mktemp -d) && trap 'jobs -p | xargs -r kill; rm -rf "$tmp"' EXIT
-log=$tmp/log
 
-# Adds what a program printed: each RUN line is closed by the result line with its name.
-count() { # PROGRAM STATUS
-    local ok bad skip names name
-    { read -r ok bad skip && read -r names; } < <(awk -v tag="$1" '
+# Adds what job number $1 printed: each RUN line is closed by the result line with its name.
+count() { # NUMBER STATUS MILLISECONDS NAME
+    awk -v number="$1" -v status="$2" -v ms="$3" -v name="$4" '
         function is(line) { return open != "" && (index(line, open " ") == 1 || line == open) }
         { rest = substr($0, 14) }
         /^\[ RUN      \] / { if (open == "") open = rest; next }
@@ -28,96 +29,77 @@ count() { # PROGRAM STATUS
         /^\[  FAILED  \] / && is(rest) { bad++; names = names " " open; open = "" }
         END {
             if (open != "") { bad++; names = names " " open "(unfinished)" }
-            print ok + 0, bad + 0, skip + 0; print names
-        }' "$log")
-    if [ "$bad" = 0 ] && [ "$2" != 0 ]; then bad=1 names="exit-status-$2"; fi
-    if [ $((ok + bad + skip)) = 0 ]; then bad=1 names='ran-no-test'; fi
-    passed=$((passed + ok)) failed=$((failed + bad)) skipped=$((skipped + skip))
-    for name in $names; do failures+=("${1%% *}: $name"); done
+            if (!bad && status) { bad = 1; names = " exit-status-" status }
+            if (!(ok + bad + skip)) { bad = 1; names = " ran-no-test" }
+            print ms, ok + 0, bad + 0, skip + 0, name ":" names
+        }' "$FSDP_JOBS/$1.log" >>"$FSDP_JOBS/results"
 }
 
-run() { # PROGRAM [FILTER]
-    local command=($1) status=0
-    case $1 in
-    *.py)
-        if ! command -v python3 >/dev/null; then
-            printf '[ RUN      ] %s\n[  SKIPPED ] %s (no python3)\n' "$1" "$1" | tee "$log"
-            count "$1" 0
-            return
-        fi
-        command=(python3 "$1") ;;
-    *) [ -z "${2-}" ] || command+=("--filter=$2") ;;
-    esac
-    echo "== ${command[*]}"
-    "${command[@]}" </dev/null 2>&1 | tee "$log"
+if [ "${1-}" = --one ]; then # a job: a line of the list, as variables, program and filter
+    command=$(sed -n "$2p" "$FSDP_JOBS/list") start=$(date +%s%N)
+    env $command </dev/null >"$FSDP_JOBS/$2.log" 2>&1
     status=$?
-    count "$1" "$status"
-}
+    exec 9>"$FSDP_JOBS/lock" && flock 9
+    [[ $command == *"check.sh --one "* ]] || echo "== $command"
+    cat "$FSDP_JOBS/$2.log"
+    count "$2" "$status" $((($(date +%s%N) - start) / 1000000)) \
+        "$(sed -E 's/^([A-Z_]+=[^ ]* )*//; s/^.*check\.sh --one /gate /; s/^python3 //' <<<"$command")"
+    exit 0
+fi
 
+filter='' without='' variables=() started=$(date +%s)
+while :; do
+    case ${1-} in
+    --filter=*) filter=${1#*=} ;;
+    --without=*) without=${1#*=} ;;
+    *) break ;;
+    esac
+    shift
+done
+FSDP_JOBS=$(mktemp -d) && export FSDP_JOBS && trap 'rm -rf "$FSDP_JOBS"' EXIT
+: >"$FSDP_JOBS/list" && : >"$FSDP_JOBS/results"
+add() { echo "${variables[*]-} $*" | sed 's/^ *//' >>"$FSDP_JOBS/list"; }
+skip() { # NAME REASON
+    printf '[ RUN      ] %s\n[  SKIPPED ] %s (%s)\n' "$1" "$1" "$2"
+    echo "0 0 0 1 $1:" >>"$FSDP_JOBS/results"
+}
 has() { # PROGRAM FILTER: any such test, or something to complain about
     local names
     names=$("$1" --list "--filter=$2" 2>&1) || return 0
     [ -n "$names" ]
 }
-
-is_harness() { case $1 in *.py | *.sh*) false ;; esac; }
-late() { # PROGRAM: which of its tests run after all others
-    case $1 in *_faults) echo '*' ;; *) echo 'long_*' ;; esac
-}
-variables=()
-is_program() { # else a variable of those behind it, or the name of what cannot run
-    case $1 in
-    *.sh*) ;;
-    skip:*) return 1 ;;
-    [A-Z]*=*) export "${1?}" && variables+=("${1%%=*}") && return 1 ;;
+for word; do
+    case $word in
+    --) variables=() ;;
+    *\ *) [ -n "$filter" ] || add "$word" ;;
+    gate:*) add "tools/check.sh --one ${word#gate:}" ;;
+    skip:*)
+        [ -n "$filter" ] || { IFS=: read -r _ name reason <<<"$word" && skip "$name" "$reason"; } ;;
+    [A-Z]*=*) variables+=("$word") ;;
+    *.py)
+        if [ -n "$filter" ]; then :
+        elif command -v python3 >/dev/null; then add python3 "$word"
+        else skip "$word" 'no python3'; fi ;;
+    *)
+        program=${word%%:*} pattern=${word#"$program"}
+        pattern=${filter:-${pattern#:}}${without:+:$without}
+        pattern=${pattern#:}
+        if [ -z "$pattern" ]; then add "$program"
+        elif has "$program" "$pattern"; then add "$program" "--filter=$pattern"; fi ;;
     esac
-}
-
-for program; do
-    if [[ $program == skip:* && -z $filter ]]; then
-        IFS=: read -r _ name reason <<<"$program"
-        printf '[ RUN      ] %s\n[  SKIPPED ] %s (%s)\n' "$name" "$name" "$reason"
-        skipped=$((skipped + 1))
-    elif ! is_program "$program"; then
-        continue
-    elif ! is_harness "$program"; then
-        [ -n "$filter" ] || run "$program"
-    else
-        patterns=-$(late "$program")
-        [[ $program != *:* ]] || patterns=${program#*:}:$patterns
-        program=${program%%:*} patterns=${filter:-$patterns}
-        ! has "$program" "$patterns" || run "$program" "$patterns"
-    fi
 done
-[ ${#variables[@]} = 0 ] || unset "${variables[@]}"
+seq "$(wc -l <"$FSDP_JOBS/list")" | xargs -r -P "${JOBS:-$(($(nproc) + 1))}" -n 1 "$0" --one
 
-# ---- those that run late ------------------------------------------------------------------------
-
-waiting=() started=0 # "PID NUMBER COMMAND", in the order of their start; it prints to $tmp/NUMBER
-close_oldest() {
-    local pid number command status
-    read -r pid number command <<<"${waiting[0]}"
-    waiting=("${waiting[@]:1}")
-    wait "$pid"
-    status=$?
-    log=$tmp/$number
-    echo "== $command"
-    cat "$log"
-    count "${command%% *}" "$status"
-}
-for program; do
-    is_program "$program" || continue
-    [[ $program != *:* ]] || continue
-    patterns=$(late "$program")
-    [ -z "$filter" ] && is_harness "$program" && [ -x "$program" ] && has "$program" "$patterns" ||
-        continue
-    [ ${#waiting[@]} -le "$(nproc)" ] || close_oldest # one more than cores
-    started=$((started + 1))
-    echo "started: $program --filter=$patterns"
-    "$program" "--filter=$patterns" </dev/null >"$tmp/$started" 2>&1 &
-    waiting+=("$! $started $program --filter=$patterns")
-done
-while [ ${#waiting[@]} != 0 ]; do close_oldest; done
-[ ${#failures[@]} = 0 ] || printf 'failed: %s\n' "${failures[@]}"
-echo "$passed passed, $failed failed, $skipped skipped"
-[ "$failed" = 0 ] && [ $((passed + skipped)) != 0 ]
+sort -rn "$FSDP_JOBS/results" | awk -v seconds=$(($(date +%s) - started)) '
+    { ok += $2; bad += $3; skipped += $4 }
+    NR <= 10 && $1 >= 1000 {
+        what = $0
+        sub(/^([0-9]+ ){4}/, "", what) && sub(/:( [^ ]*)*$/, "", what)
+        slow = slow sprintf("%8.1f s  %s\n", $1 / 1000, what)
+    } }
+    $3 { line = $0; sub(/^([0-9]+ ){4}/, "", line); failed = failed "failed: " line "\n" }
+    END {
+        printf "%s%s", slow == "" ? "" : "the slowest, of " seconds " s in all:\n" slow, failed
+        print ok + 0 " passed, " bad + 0 " failed, " skipped + 0 " skipped"
+        exit bad || !(ok + skipped)
+    }'

@@ -5,8 +5,8 @@
 #include "harness.h"
 #include "golden.h"
 #include <math.h> /* sqrt, pow */
-#define FSDP_IMPLEMENTATION
-#include "fsdp_optim.h"
+#include "library.c"
+#include "lab.h"
 
 enum { MOST = 1100 }; /* elements: more than two of the kernels' blocks */
 
@@ -325,7 +325,6 @@ TEST(optim, kernels_refuse) {
 
 /* ---- models ---------------------------------------------------------------------------------- */
 
-#include "world.h"
 
 enum { NUM = 13, UNITS = 4, STEPS = 6, BIG = 256 };
 

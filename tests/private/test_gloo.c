@@ -23,9 +23,8 @@
 #define fsdp_gloo_wait_send       seen_gloo_wait_send
 #define fsdp_gloo_wait_recv       seen_gloo_wait_recv
 #endif
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
-#include "world.h"
+#include "library.c"
+#include "lab.h"
 
 #ifndef FSDP_BACKEND_GLOO
 TEST(gloo, all) { SKIP("the Gloo backend is not compiled in: libgloo-dev, make gloo"); }

@@ -3,9 +3,8 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#define FSDP_NO_BACKEND
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
+#include "library.c"
+#include "lab.h"
 #include "sim.h"
 
 /* ---- models and scripts ---------------------------------------------------------------------- */

@@ -4,9 +4,8 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
-#include "world.h"
+#include "library.c"
+#include "lab.h"
 
 enum { UNITS = 3, MAX_WORLD = 4 };
 

@@ -10,12 +10,11 @@
 #include <poll.h>         /* poll */
 #include <sys/resource.h> /* setrlimit */
 #include <sys/time.h>     /* setitimer */
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
+#include "library.c"
+#include "lab.h"
 // After it:
 #include "backends/fsdp_record.h"
 #include "backends/fsdp_store.h"
-#include "world.h"
 
 /* ---- worlds ---------------------------------------------------------------------------------- */
 

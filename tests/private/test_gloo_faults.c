@@ -5,10 +5,9 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <sys/resource.h> /* setrlimit */
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
+#include "library.c"
+#include "lab.h"
 #include "netns.h"
-#include "world.h"
 
 #ifndef FSDP_BACKEND_GLOO
 TEST(gloo_faults, all) { SKIP("the Gloo backend is not compiled in: libgloo-dev, make gloo"); }

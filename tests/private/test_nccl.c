@@ -37,12 +37,11 @@ static ncclResult_t noted_window(ncclComm_t comm, void *base, size_t size, ncclW
 #define cudaEventQuery         counted_query
 #define ncclCommRegister       noted_register
 #define ncclCommWindowRegister noted_window
-#define FSDP_IMPLEMENTATION
-#include "fsdp_optim.h"
+#include "library.c"
+#include "lab.h"
 #undef cudaEventQuery
 #undef ncclCommRegister
 #undef ncclCommWindowRegister
-#include "world.h"
 
 enum { UNITS = 4, NUM = 13, ROOM = 1 << 20 };
 

@@ -5,8 +5,8 @@
 #include "harness.h"
 #include <dirent.h>       /* opendir */
 #include <sys/resource.h> /* setrlimit */
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
+#include "library.c"
+#include "lab.h"
 
 enum { COUNT = 64, BLOCK = 4096 };
 

@@ -17,12 +17,10 @@ static ncclResult_t faulty_split(ncclComm_t comm, int color, int key, ncclComm_t
                                  ncclConfig_t *config);
 #define ncclCommInitRankConfig faulty_init
 #define ncclCommSplit          faulty_split
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
-#include "fsdp_optim.h"
+#include "library.c"
+#include "lab.h"
 #undef ncclCommInitRankConfig
 #undef ncclCommSplit
-#include "world.h"
 #include "faults.h"
 
 enum { WIDTH = 24, FLIGHTS = 1024 };

@@ -1,9 +1,12 @@
-/* world.h - worlds for tests: a desc that is quiet and has a short deadline, ranks as threads or as
-   processes, an allocator that counts and fails on demand. Include it after the implementation.
+/* lab.h - what tests share: worlds with a desc that is quiet and has a short deadline, ranks as
+   threads or as processes, an allocator that counts and fails on demand. The library that they
+   test is in library.h.
 
    SPDX-License-Identifier: MIT */
-#ifndef WORLD_H
-#define WORLD_H
+#ifndef LAB_H
+#define LAB_H
+#include "harness.h"
+#include "library.h"
 
 /* Sanitizers make everything slower, so there are fewer cases; and they have their own malloc. */
 #if defined(__SANITIZE_ADDRESS__) || defined(__SANITIZE_THREAD__)
@@ -18,6 +21,8 @@ enum { W_SLOW = 1 };
 #else
 enum { W_SLOW = 0 };
 #endif
+
+/* ---- worlds ---------------------------------------------------------------------------------- */
 
 #define CALL(world, call)                                                                          \
     do {                                                                                           \
@@ -34,7 +39,8 @@ enum { W_SLOW = 0 };
         h_fail(H_HERE("CHECK(" #cond ")"), "%s [%s]", w_text, w_case);                             \
     } while (0)
 
-static __thread char w_case[256]; /* what is being tested, for the text of a failure */
+/* What is being tested, for the text of a failure. */
+static __thread __attribute__((unused)) char w_case[256];
 
 H_FN void w_quiet(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)level, (void)code, (void)rank, (void)text, (void)user;
@@ -52,6 +58,27 @@ H_FN fsdp_world_desc w_desc(int rank, int world, fsdp_threads *threads, const ch
     d.timeout_ms = 30000;
     d.logger.log = w_quiet;
     return d;
+}
+
+/* For a boot of one's own. */
+H_FN void *w_alloc(size_t size, size_t align, void *user) {
+    void *ptr = NULL;
+    (void)user;
+    return posix_memalign(&ptr, align, size) ? NULL : ptr;
+}
+H_FN void w_free(void *ptr, size_t size, void *user) {
+    (void)size, (void)user;
+    free(ptr);
+}
+H_FN int64_t w_now_ns(void *user) {
+    struct timespec t;
+    (void)user;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (int64_t)t.tv_sec * 1000000000 + t.tv_nsec;
+}
+H_FN void w_sleep_ns(int64_t ns) {
+    struct timespec t = {(time_t)(ns / 1000000000), (long)(ns % 1000000000)};
+    nanosleep(&t, NULL);
 }
 
 /* A name for the ranks that one test starts as processes. */

@@ -9,8 +9,8 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> /* ldexp */
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
+#include "library.c"
+#include "lab.h"
 
 enum { BATCH = 1 << 16 };
 #define NORMAL32 0x3810000000000000u /* f64 pattern of the smallest normal f32 */

@@ -2,11 +2,9 @@
    what it may call, and that the counters and the bytes are those of the operations.
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
-#include "fsdp_optim.h"
+#include "library.c"
+#include "lab.h"
 #include "sim.h"
-#include "world.h"
 
 enum { MAX_PARAMS = 12, MAX_UNITS = 3, NUM_UNITS = 3 };
 

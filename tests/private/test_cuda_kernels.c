@@ -14,8 +14,8 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#define FSDP_IMPLEMENTATION
-#include "fsdp_optim.h"
+#include "library.c"
+#include "lab.h"
 #include "backends/fsdp_cuda_kernels.h"
 #include <cuda_runtime_api.h>
 #include <math.h> /* fabs, pow */

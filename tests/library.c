@@ -1,0 +1,31 @@
+/* library.c - the one object of a variant (shared memory, Gloo, stand-ins of NCCL; a sanitizer): the
+   library's implementation, and the few of its private functions that tests have a use for. Tests
+   are linked with it. Those in private/, which look at private names, include it instead.
+
+   SPDX-License-Identifier: MIT */
+#define FSDP_IMPLEMENTATION
+#include "fsdp_optim.h"
+#include "library.h"
+
+const fsdp_device_ops *lib_host_ops(void) { return fsdpi_host_ops(); }
+void lib_host_update(const fsdp_update *u) { fsdpi_optim_host_update(u); }
+void lib_sum(void *dst, fsdp_dtype to, const void *src, fsdp_dtype from, size_t count, double scale,
+             int accumulate) {
+    const char *one = (const char *)src;
+    fsdpi_reduce(dst, to, &one, 1, from, count, scale, accumulate, FSDP_SUM);
+}
+uint64_t lib_coll_bytes(int kind, uint64_t group_size, uint64_t nbytes) {
+    return fsdpi_coll_bytes(kind, group_size, nbytes);
+}
+fsdp_status lib_failed(const fsdp_world *w) { return fsdpi_failed(w); }
+void lib_drain(fsdp_world *w) { fsdpi_drain(w); }
+int lib_on_streams(const fsdp_world *w) { return w->mode == FSDPI_NATIVE; }
+fsdp_comm *lib_comm(const fsdp_world *w, const fsdp_comm_ops **ops) {
+    *ops = w->comm_ops;
+    return w->comm;
+}
+const void *lib_frozen(const fsdp_model *m, fsdp_dtype dtype, int64_t *numel) {
+    const fsdpi_flat_block *block = &m->flats[dtype];
+    *numel = block->numel - block->train_numel;
+    return *numel ? block->shard->ptr + (size_t)block->train_numel * fsdp_dtype_size(dtype) : NULL;
+}

@@ -1,0 +1,30 @@
+/* library.h - the library as tests see it: what its headers declare, and the few of its private
+   functions that library.c shows.
+
+   SPDX-License-Identifier: MIT */
+#ifndef LIBRARY_H
+#define LIBRARY_H
+#include "fsdp_optim.h"
+#if defined(FSDP_BACKEND_SHM) || !(defined(FSDP_BACKEND_GLOO) || defined(FSDP_BACKEND_NCCL))
+#include "backends/fsdp_shm.h"
+#endif
+#ifdef FSDP_BACKEND_GLOO
+#include "backends/fsdp_gloo.h"
+#endif
+#ifdef FSDP_BACKEND_NCCL
+#include "backends/fsdp_nccl.h"
+#endif
+
+const fsdp_device_ops *lib_host_ops(void);
+void lib_host_update(const fsdp_update *u);
+/* dst = scale * src, or dst += it, in the way in which a reduction does it. */
+void lib_sum(void *dst, fsdp_dtype to, const void *src, fsdp_dtype from, size_t count, double scale,
+             int accumulate);
+uint64_t lib_coll_bytes(int kind, uint64_t group_size, uint64_t nbytes); // as counters count them
+fsdp_status lib_failed(const fsdp_world *w); // what has ended the world, without a call of its
+void lib_drain(fsdp_world *w);               // until no lane has anything to do
+int lib_on_streams(const fsdp_world *w);     // ops run on streams of the device
+fsdp_comm *lib_comm(const fsdp_world *w, const fsdp_comm_ops **ops);
+const void *lib_frozen(const fsdp_model *m, fsdp_dtype dtype, int64_t *numel); // of its own shards
+
+#endif
