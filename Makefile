@@ -28,7 +28,7 @@ SLOW := long_*:conformance.*/W=4*:gpt.*:find_nccl.*
 WARN  := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual -Wundef \
          -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum
 CWARN := -Wstrict-prototypes -Wmissing-prototypes
-export WARN CWARN CC CXX STUB_TESTS SINGLE_TESTS
+export WARN CWARN CC CXX SINGLE_TESTS
 
 # SAN=asan or SAN=tsan: into a build directory of its own, by a make of its own (check-san).
 # The gates spend their time in the compiler: asan takes half as long without optimization.
@@ -118,6 +118,7 @@ NCCL_TESTS ?= test_agree test_edges test_features:-*offload.same_bits:-*freeze.b
               test_fully_shard_others test_fully_shard_training test_golden_train:-*replay/clip \
               test_scaler
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1
+export STUB_TESTS
 STUB_RUNS     := $(addprefix $(BUILD)/stub/tests/,$(STUB_TESTS))
 NCCL_RUNS     := $(addprefix $(BUILD)/stub/tests/,$(NCCL_TESTS))
 STUB_PROGRAMS := $(sort $(foreach t,$(STUB_RUNS) $(NCCL_RUNS),$(firstword $(subst :, ,$t)))) \
@@ -227,7 +228,7 @@ gpu-test: $(FSDPRUN) ## the tests on this machine's GPU
 	@tools/find_nccl.sh -g -o $(BUILD)/nccl/nccl.mk
 	@$(MAKE_NCCL) gpt-cuda $(GPU_PROGRAMS)
 	@$(MAKE) -s --no-print-directory examples
-	@FSDP_BUILD=$(BUILD)/nccl tools/run_tests.sh "tools/gpu_test.sh $(FILTER)"
+	@JOBS=1 FSDP_BUILD=$(BUILD)/nccl tools/run_tests.sh "tools/gpu_test.sh $(FILTER)"
 gpu-bench: $(FSDPRUN) ## numbers of this machine's GPU, into build/nccl/*.csv
 	@tools/find_nccl.sh -g -o $(BUILD)/nccl/nccl.mk
 	@$(MAKE_NCCL) gpt-cuda $(BUILD)/nccl/bench/bench_gpu
@@ -299,7 +300,7 @@ quick: ## the tests over shared memory, without the slowest: under a minute from
 test: quiet-deps ## every test, over Gloo and on stubs of CUDA and NCCL too, without suites long_
 	$(call BUILD_ALL,$(TESTED))
 	@tools/run_tests.sh --without='-long_*' $(if $(FILTER),'--filter=$(FILTER)') \
-	    $(call WORDS,$(TESTED)) -- FSDP_BUILD=$(BUILD) $(PYTESTS) $(WITHOUT_GLOO)
+	    FSDP_BUILD=$(BUILD) $(PYTESTS) $(call WORDS,$(TESTED)) -- $(WITHOUT_GLOO)
 golden: ## the tests against recorded PyTorch results, in $FSDP_GOLDEN_DIR
 	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory tests
 	@tools/run_tests.sh --filter=golden $(TESTS)

@@ -1,7 +1,7 @@
 /* faults.h - a job of a few ranks, each a process, that a test kills, stops or holds up: where they
    are, what each of them got and when, and limits that grow with how busy the machine is. For the
    backends that meet at a store; their tests have to find that no rank hangs, and that each has a
-   status that names the culprit. Include it after the implementation and world.h.
+   status that names the culprit. Include it after library.c and lab.h.
 
        static void body(job *j, int rank) { ... at(j, rank, AT_STEP) ... tell(j, rank, ...) }
 
@@ -86,19 +86,10 @@ H_FN double slowness(void) {
 
 H_FN int64_t now_ns(void) { return fsdpi_monotonic_ns(NULL); }
 
-/* For how long, since it started, this machine has had more to run than cores. */
-H_FN int64_t stalled_ns(void) {
-    FILE *f = fopen("/proc/pressure/cpu", "r");
-    long long us = 0;
-    if (f && fscanf(f, "some %*s %*s %*s total=%lld", &us) != 1) us = 0;
-    if (f) fclose(f);
-    return (int64_t)us * 1000;
-}
-
 /* From here on it is counted how long the ranks take. */
 H_FN void mark(job *j) {
     j->fault_ns = now_ns();
-    j->stall_ns = stalled_ns();
+    j->stall_ns = h_stalled_ms() * 1000000;
 }
 
 /* Zeros, in memory of all processes that come from this one. */
@@ -194,7 +185,7 @@ H_FN int look(job *j) {
 
 /* A limit for this machine: longer where all is slow, and by how long it was busy with others. */
 H_FN int64_t allowed_ms(const job *j, int64_t ms) {
-    int64_t busy_ns = stalled_ns() - j->stall_ns + 4 * j->gap_ns;
+    int64_t busy_ns = h_stalled_ms() * 1000000 - j->stall_ns + 4 * j->gap_ns;
     return (int64_t)((double)ms * slowness()) + busy_ns / 1000000;
 }
 

@@ -2,7 +2,7 @@
    by the same code, once by a replicated copy in plain C whose gradients are averaged over the
    ranks, once by the library on thread ranks; losses, gradients and parameters are compared after
    every microbatch and every optimizer step. Include it after fsdp_optim.h with its implementation,
-   harness.h and world.h.
+   harness.h and lab.h.
 
        static fs_net net;
        fs_net_begin(&net, 4, 16);                   // batches of 4 vectors of 16 numbers

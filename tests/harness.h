@@ -11,7 +11,7 @@
    A program: TEST  TEST_TIMEOUT  TEST_P  TEST_P_TIMEOUT; main() comes with the header.
    In a test: CHECK  CHECK_MSG  CHECK_EQ_INT  CHECK_EQ_STR  CHECK_EQ_MEM  CHECK_NEAR  CHECK_OK
               CHECK_STATUS  SKIP  h_message  h_tmpdir  h_free_port  h_seed  h_rand64  h_now_ms
-              h_entries
+              h_calm_ms  h_entries
    Ranks:     h_ranks_proc  h_ranks_thread  h_die
    A failed check prints and ends its process at once, so it is valid in any thread and any child.
 
@@ -88,6 +88,22 @@ H_FN int64_t h_now_ms(void) {
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (int64_t)t.tv_sec * 1000 + t.tv_nsec / 1000000;
 }
+
+/* For how long, since it started, this machine has had more to run than cores, or its host kept
+   those from it. Where the kernel does not tell: nearly always. */
+H_FN int64_t h_stalled_ms(void) {
+    FILE *f = fopen("/proc/pressure/cpu", "r"), *g = fopen("/proc/stat", "r");
+    long long us = 0, stolen = 0;
+    int told = f && fscanf(f, "some %*s %*s %*s total=%lld", &us) == 1;
+    if (!g || fscanf(g, "cpu %*s %*s %*s %*s %*s %*s %*s %lld", &stolen) != 1) stolen = 0;
+    if (f) fclose(f);
+    if (g) fclose(g);
+    return told ? us / 1000 + stolen * 1000 / sysconf(_SC_CLK_TCK) : h_now_ms() / 20 * 19;
+}
+
+/* A clock that stands still while the machine has too much to do. An upper bound of time is asked
+   of this one, so that a busy machine fails no test; a lower bound is asked of h_now_ms. */
+H_FN int64_t h_calm_ms(void) { return h_now_ms() - h_stalled_ms(); }
 
 /* Sleeps 0.1 ms at first, then longer up to 3 ms. */
 H_FN void h_nap(long *ns) {

@@ -141,7 +141,7 @@ def check_functions():
 
 def check_columns():
     sources = HEADERS + PARTS + glob.glob("backends/*.[ch]*") + glob.glob("tests/*.[ch]")
-    sources += glob.glob("tests/stubs/*.[ch]") + glob.glob("examples/gpt/*.cu")
+    sources += glob.glob("tests/*/*.[ch]") + glob.glob("examples/gpt/*.cu")
     sources += glob.glob("tools/*.c") + glob.glob("tools/*.sh") + glob.glob("tools/*.py")
     for path in sorted(sources):
         for i, line in enumerate(lines_of(path)):

@@ -15,7 +15,7 @@
 #
 # --filter runs only tests with this text, --without leaves some out; patterns are the harness's. So
 # many programs run at a time: JOBS, or one more than there are cores, as many of them wait. Each is
-# shown as a whole when it has ended. The exit status is 0 only if something ran and nothing failed.
+# shown as a whole when it has ended; with JOBS=1, as it runs. The exit status is 0 only if something ran and nothing failed.
 set -fuo pipefail # names may hold globs
 
 # Adds what job number $1 printed: each RUN line is closed by the result line with its name.
@@ -31,17 +31,23 @@ count() { # NUMBER STATUS MILLISECONDS NAME
             if (open != "") { bad++; names = names " " open "(unfinished)" }
             if (!bad && status) { bad = 1; names = " exit-status-" status }
             if (!(ok + bad + skip)) { bad = 1; names = " ran-no-test" }
-            print ms, ok + 0, bad + 0, skip + 0, name ":" names
+            printf "%d\t%d\t%d\t%d\t%s\t%s\n", ms, ok, bad, skip, name, names
         }' "$FSDP_JOBS/$1.log" >>"$FSDP_JOBS/results"
 }
 
 if [ "${1-}" = --one ]; then # a job: a line of the list, as variables, program and filter
     command=$(sed -n "$2p" "$FSDP_JOBS/list") start=$(date +%s%N)
-    env $command </dev/null >"$FSDP_JOBS/$2.log" 2>&1
-    status=$?
-    exec 9>"$FSDP_JOBS/lock" && flock 9
-    [[ $command == *"check.sh --one "* ]] || echo "== $command"
-    cat "$FSDP_JOBS/$2.log"
+    if [ "${JOBS-}" = 1 ]; then
+        echo "== $command"
+        env $command </dev/null 2>&1 | tee "$FSDP_JOBS/$2.log"
+        status=${PIPESTATUS[0]}
+    else
+        env $command </dev/null >"$FSDP_JOBS/$2.log" 2>&1
+        status=$?
+        exec 9>"$FSDP_JOBS/lock" && flock 9
+        echo "== $command"
+        cat "$FSDP_JOBS/$2.log"
+    fi
     count "$2" "$status" $((($(date +%s%N) - start) / 1000000)) \
         "$(sed -E 's/^([A-Z_]+=[^ ]* )*//; s/^.*check\.sh --one /gate /; s/^python3 //' <<<"$command")"
     exit 0
@@ -61,7 +67,7 @@ FSDP_JOBS=$(mktemp -d) && export FSDP_JOBS && trap 'rm -rf "$FSDP_JOBS"' EXIT
 add() { echo "${variables[*]-} $*" | sed 's/^ *//' >>"$FSDP_JOBS/list"; }
 skip() { # NAME REASON
     printf '[ RUN      ] %s\n[  SKIPPED ] %s (%s)\n' "$1" "$1" "$2"
-    echo "0 0 0 1 $1:" >>"$FSDP_JOBS/results"
+    printf '0\t0\t0\t1\t%s\t\n' "$1" >>"$FSDP_JOBS/results"
 }
 has() { # PROGRAM FILTER: any such test, or something to complain about
     local names
@@ -90,14 +96,10 @@ for word; do
 done
 seq "$(wc -l <"$FSDP_JOBS/list")" | xargs -r -P "${JOBS:-$(($(nproc) + 1))}" -n 1 "$0" --one
 
-sort -rn "$FSDP_JOBS/results" | awk -v seconds=$(($(date +%s) - started)) '
+sort -rn "$FSDP_JOBS/results" | awk -F '\t' -v seconds=$(($(date +%s) - started)) '
     { ok += $2; bad += $3; skipped += $4 }
-    NR <= 10 && $1 >= 1000 {
-        what = $0
-        sub(/^([0-9]+ ){4}/, "", what) && sub(/:( [^ ]*)*$/, "", what)
-        slow = slow sprintf("%8.1f s  %s\n", $1 / 1000, what)
-    } }
-    $3 { line = $0; sub(/^([0-9]+ ){4}/, "", line); failed = failed "failed: " line "\n" }
+    $3 { failed = failed "failed: " $5 ":" $6 "\n" }
+    NR <= 10 && $1 >= 1000 { slow = slow sprintf("%8.1f s  %s\n", $1 / 1000, $5) }
     END {
         printf "%s%s", slow == "" ? "" : "the slowest, of " seconds " s in all:\n" slow, failed
         print ok + 0 " passed, " bad + 0 " failed, " skipped + 0 " skipped"

@@ -1,11 +1,11 @@
 /* fuzz_store.c - a libFuzzer target: the server's core of backends/fsdp_store.h, without sockets
 
-       clang -std=c99 -g -O1 -I. -fsanitize=fuzzer,address,undefined tests/fuzz_store.c \
+       clang -std=c99 -g -O1 -I. -fsanitize=fuzzer,address,undefined tests/private/fuzz_store.c \
            -o build/fuzz_store -pthread -lm
        build/fuzz_store -max_len=4096 -max_total_time=600
 
    An input is a list of steps: what (1 byte), at which connection (1), how much (2, little endian),
-   and as many bytes. tests/test_store.c feeds the same core from a seed, with a model of what it
+   and as many bytes. tests/private/test_store.c feeds the same core from a seed, with a model of what it
    has to answer; this one finds what a seed does not think of.
 
    SPDX-License-Identifier: MIT */

@@ -5,11 +5,11 @@
        g++ -x c++ -std=c++11 -O2 -ffp-contract=off -Itests/stubs -c backends/fsdp_cuda.cu -o $B/cu.o
        for f in stub_cuda stub_nccl; do
            gcc -std=c99 -O2 -I. -Itests/stubs -c tests/stubs/$f.c -o $B/$f.o; done
-       gcc -std=c99 -O2 -I. -Itests/stubs -o $B/test_cuda_kernels tests/test_cuda_kernels.c $B/cu.o \
+       gcc -std=c99 -O2 -I. -Itests/stubs -o $B/test_cuda_kernels tests/private/test_cuda_kernels.c $B/cu.o \
            $B/stub_cuda.o $B/stub_nccl.o -lstdc++ -pthread -lm
    On a GPU, where all memory is pinned so that both sides see it:
        nvcc -O3 -arch=native -c backends/fsdp_cuda.cu -o $B/cu.o
-       gcc -std=c99 -O2 -I. -I$CUDA_HOME/include -o $B/test_cuda_kernels tests/test_cuda_kernels.c \
+       gcc -std=c99 -O2 -I. -I$CUDA_HOME/include -o $B/test_cuda_kernels tests/private/test_cuda_kernels.c \
            $B/cu.o -L$CUDA_HOME/lib64 -lcudart -lstdc++ -pthread -lm
 
    SPDX-License-Identifier: MIT */

@@ -2,7 +2,7 @@
    do where fsdp.h depends on it, and see what they are there to see: a missing wait, memory that is
    freed too early, a call that fails, an object that stays.
 
-   gcc -std=c99 -O1 -g -I. -Itests/stubs tests/test_stubs.c tests/stubs/stub_cuda.c \
+   gcc -std=c99 -O1 -g -I. -Itests/stubs tests/private/test_stubs.c tests/stubs/stub_cuda.c \
        tests/stubs/stub_nccl.c -o test_stubs -pthread -lm
 
    SPDX-License-Identifier: MIT */
