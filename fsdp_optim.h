@@ -70,9 +70,13 @@
      is host memory counts in fsdp_memory.host_bytes; fsdp_*_nbytes counts both. A step allocates
      nothing, but for the first one after a freeze or thaw, which makes the second block anew; for
      a moment there are both.
-   ZERO AND DEFAULT
-     In a desc 0 stands for the default. Where 0 itself is wanted and is not the default, write
-     FSDP_OPTIM_ZERO: groups[1].weight_decay = FSDP_OPTIM_ZERO for biases and norms. */
+   DEFAULTS
+     A desc begins as fsdp_adamw_defaults() or fsdp_sgd_defaults(), which have PyTorch's values.
+     Every number then is what it says; 0 is 0:
+       fsdp_adamw_desc desc = fsdp_adamw_defaults();
+       desc.weight_decay = 0.1;
+       desc.num_groups = 2, desc.group = is_bias_or_norm; // your function
+       desc.groups[1].weight_decay = 0; */
 #include "fsdp.h"
 
 #ifndef FSDP_OPTIM_H
@@ -135,12 +139,13 @@ FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype gr
 typedef struct fsdp_adamw fsdp_adamw;
 typedef struct fsdp_sgd fsdp_sgd;
 
-#define FSDP_OPTIM_ZERO   (-1.0) // in a desc: 0 itself, where 0 stands for the default
+#define FSDP_OPTIM_SAME   (-1.0) // of a group: as the desc says
 #define FSDP_OPTIM_GROUPS 8
 
+// Defaults: 1 and FSDP_OPTIM_SAME.
 typedef struct fsdp_optim_group {
-    double lr_scale;     // 0: 1. Multiplies the step's learning rate; FSDP_OPTIM_ZERO allowed
-    double weight_decay; // 0: as the desc; FSDP_OPTIM_ZERO allowed
+    double lr_scale;     // >= 0. Multiplies the step's learning rate
+    double weight_decay; // >= 0, or FSDP_OPTIM_SAME
 } fsdp_optim_group;
 
 // The group of a parameter: 0 .. num_groups-1 (0 when there are none); negative: not of this
@@ -150,10 +155,10 @@ typedef int (*fsdp_optim_group_fn)(void *user, const fsdp_param_view *param);
 
 typedef struct fsdp_adamw_desc {
     uint32_t size, start_canary;
-    double beta1;        // 0: 0.9;   FSDP_OPTIM_ZERO or 0 < beta1 < 1
-    double beta2;        // 0: 0.999; FSDP_OPTIM_ZERO or 0 < beta2 < 1
-    double eps;          // 0: 1e-8;  FSDP_OPTIM_ZERO allowed
-    double weight_decay; // 0: 0.01;  FSDP_OPTIM_ZERO allowed
+    double beta1;        // default 0.9;   0 <= beta1 < 1
+    double beta2;        // default 0.999; 0 <= beta2 < 1; not 0 where eps is 0, too
+    double eps;          // default 1e-8;  >= 0
+    double weight_decay; // default 0.01;  >= 0
     int32_t num_groups;  // 0: all parameters alike; at most FSDP_OPTIM_GROUPS
     int32_t reserved;
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS];
@@ -164,9 +169,9 @@ typedef struct fsdp_adamw_desc {
 
 typedef struct fsdp_sgd_desc {
     uint32_t size, start_canary;
-    double momentum;     // 0: none
-    double dampening;    // 0: none
-    double weight_decay; // 0: none
+    double momentum;     // default 0; >= 0
+    double dampening;    // default 0; >= 0
+    double weight_decay; // default 0; >= 0
     int32_t nesterov;    // 1: needs momentum > 0 and dampening 0
     int32_t num_groups;  // 0: all parameters alike; at most FSDP_OPTIM_GROUPS
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS];
@@ -175,8 +180,15 @@ typedef struct fsdp_sgd_desc {
     uint64_t end_canary;
 } fsdp_sgd_desc;
 
+/* fsdp_adamw_defaults, fsdp_sgd_defaults - what a desc begins as
+   Result      PyTorch's defaults of AdamW and SGD; no groups
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: torch.optim.AdamW, torch.optim.SGD */
+FSDP_API fsdp_adamw_desc fsdp_adamw_defaults(void);
+FSDP_API fsdp_sgd_desc fsdp_sgd_defaults(void);
+
 /* fsdp_adamw_create - an AdamW optimizer of all trainable parameters of a model; commits the model
-   desc        NULL: defaults
+   desc        NULL: the defaults
    opt         owned by the model: ends with fsdp_adamw_destroy, the model or the world
    Result      FSDP_OK; INVALID_ARG (the text names the field, or the parameter whose group is
                wrong), UNSUPPORTED (the shards are in memory of a device that cannot update them:
@@ -788,16 +800,11 @@ static int fsdpi_optim_bad(double x, double below) {
     return fsdpi_optim_is_nan(x) || x < 0 || !(x < below);
 }
 
-// A field of a desc: 0 is the default, FSDP_OPTIM_ZERO is 0.
 static fsdp_status fsdpi_optim_setting(fsdp_world *w, const char *what, const char *field,
-                                       double *x, double default_value, double below) {
-    double given = *x;
-    if (!fsdpi_optim_is_nan(given) && given == 0) *x = default_value;
-    if (!fsdpi_optim_is_nan(given) && given == FSDP_OPTIM_ZERO) *x = 0;
-    if (!fsdpi_optim_bad(*x, below)) return FSDP_OK;
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                     "%s: desc.%s is %g, expected a finite number >= 0%s, or FSDP_OPTIM_ZERO", what,
-                     field, given, below <= 1 ? " and < 1" : "");
+                                       double x, double below) {
+    if (!fsdpi_optim_bad(x, below)) return FSDP_OK;
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: desc.%s is %g, expected a finite number >= 0%s",
+                     what, field, x, below <= 1 ? " and < 1" : "");
 }
 
 static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_groups,
@@ -810,12 +817,14 @@ static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_gro
     o->groups[0].weight_decay = weight_decay;
     for (int i = 0; i < num_groups; i++) {
         fsdp_status status;
-        o->groups[i] = groups[i];
-        status = fsdpi_optim_setting(w, o->name, "groups[].lr_scale", &o->groups[i].lr_scale, 1,
-                                     HUGE_VAL);
+        fsdp_optim_group *g = &o->groups[i];
+        *g = groups[i];
+        if (g->weight_decay <= FSDP_OPTIM_SAME && g->weight_decay >= FSDP_OPTIM_SAME)
+            g->weight_decay = weight_decay;
+        status = fsdpi_optim_setting(w, o->name, "groups[].lr_scale", g->lr_scale, HUGE_VAL);
         if (!status)
-            status = fsdpi_optim_setting(w, o->name, "groups[].weight_decay",
-                                         &o->groups[i].weight_decay, weight_decay, HUGE_VAL);
+            status = fsdpi_optim_setting(w, o->name, "groups[].weight_decay", g->weight_decay,
+                                         HUGE_VAL);
         if (status) return status;
     }
     return FSDP_OK;
@@ -1125,28 +1134,44 @@ static void fsdpi_adamw_fill(fsdpi_optim *o, const fsdpi_optim_run *run, double 
     memcpy(u->scalars, &opt->scalars[group], sizeof opt->scalars[group]);
 }
 
+static void fsdpi_optim_no_groups(fsdp_optim_group *groups) {
+    for (int i = 0; i < FSDP_OPTIM_GROUPS; i++)
+        groups[i].lr_scale = 1, groups[i].weight_decay = FSDP_OPTIM_SAME;
+}
+
+FSDP_API fsdp_adamw_desc fsdp_adamw_defaults(void) {
+    fsdp_adamw_desc d = FSDP_ZERO;
+    d.beta1 = 0.9, d.beta2 = 0.999, d.eps = 1e-8, d.weight_decay = 0.01;
+    fsdpi_optim_no_groups(d.groups);
+    return d;
+}
+
 FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc *desc,
                                        fsdp_adamw **opt) {
     static const char *const name = "adamw_create";
-    fsdp_adamw_desc d;
+    fsdp_adamw_desc d, defaults = fsdp_adamw_defaults();
     fsdp_adamw settings;
     fsdpi_optim *base = NULL;
     if (!model || !opt)
         return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
     *opt = NULL;
     fsdp_world *w = fsdp_model_world(model);
-    fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_adamw_desc");
+    fsdp_status status = fsdp_desc_read(w, &d, desc ? desc : &defaults, sizeof d, "fsdp_adamw_desc");
     memset(&settings, 0, sizeof settings);
     settings.base.name = name;
     settings.base.extension.name = "adamw";
     settings.base.state_names[0] = "exp_avg";
     settings.base.state_names[1] = "exp_avg_sq";
     settings.base.num_states = 2;
-    if (!status) status = fsdpi_optim_setting(w, name, "beta1", &d.beta1, 0.9, 1);
-    if (!status) status = fsdpi_optim_setting(w, name, "beta2", &d.beta2, 0.999, 1);
-    if (!status) status = fsdpi_optim_setting(w, name, "eps", &d.eps, 1e-8, HUGE_VAL);
+    if (!status) status = fsdpi_optim_setting(w, name, "beta1", d.beta1, 1);
+    if (!status) status = fsdpi_optim_setting(w, name, "beta2", d.beta2, 1);
+    if (!status) status = fsdpi_optim_setting(w, name, "eps", d.eps, HUGE_VAL);
+    if (!status && !(d.beta2 > 0) && !(d.eps > 0)) // a zero gradient would be 0 / 0
+        status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                           "%s: desc.beta2 and desc.eps are 0: begin with fsdp_adamw_defaults()",
+                           name);
     if (!status)
-        status = fsdpi_optim_setting(w, name, "weight_decay", &d.weight_decay, 0.01, HUGE_VAL);
+        status = fsdpi_optim_setting(w, name, "weight_decay", d.weight_decay, HUGE_VAL);
     if (!status)
         status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
     if (!status)
@@ -1187,24 +1212,30 @@ static void fsdpi_sgd_fill(fsdpi_optim *o, const fsdpi_optim_run *run, double lr
     memcpy(u->scalars, &k, sizeof k);
 }
 
+FSDP_API fsdp_sgd_desc fsdp_sgd_defaults(void) {
+    fsdp_sgd_desc d = FSDP_ZERO;
+    fsdpi_optim_no_groups(d.groups);
+    return d;
+}
+
 FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *desc, fsdp_sgd **opt) {
     static const char *const name = "sgd_create";
-    fsdp_sgd_desc d;
+    fsdp_sgd_desc d, defaults = fsdp_sgd_defaults();
     fsdp_sgd settings;
     fsdpi_optim *base = NULL;
     if (!model || !opt)
         return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
     *opt = NULL;
     fsdp_world *w = fsdp_model_world(model);
-    fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_sgd_desc");
+    fsdp_status status = fsdp_desc_read(w, &d, desc ? desc : &defaults, sizeof d, "fsdp_sgd_desc");
     memset(&settings, 0, sizeof settings);
     settings.base.name = name;
     settings.base.extension.name = "sgd";
     settings.base.state_names[0] = "momentum_buffer";
-    if (!status) status = fsdpi_optim_setting(w, name, "momentum", &d.momentum, 0, HUGE_VAL);
-    if (!status) status = fsdpi_optim_setting(w, name, "dampening", &d.dampening, 0, HUGE_VAL);
+    if (!status) status = fsdpi_optim_setting(w, name, "momentum", d.momentum, HUGE_VAL);
+    if (!status) status = fsdpi_optim_setting(w, name, "dampening", d.dampening, HUGE_VAL);
     if (!status)
-        status = fsdpi_optim_setting(w, name, "weight_decay", &d.weight_decay, 0, HUGE_VAL);
+        status = fsdpi_optim_setting(w, name, "weight_decay", d.weight_decay, HUGE_VAL);
     if (!status && d.nesterov && !(d.momentum > 0 && d.dampening == 0))
         status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                            "%s: desc.nesterov needs momentum > 0 and dampening 0, got %g and %g",

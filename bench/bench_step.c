@@ -167,7 +167,7 @@ static fsdp_status shard(trainer *t, layer *l, int outermost) {
 // backward.
 static fsdp_status build(trainer *t, fsdp_world *world) {
     int blocks = t->j->s.layers;
-    fsdp_adamw_desc desc = FSDP_ZERO;
+    fsdp_adamw_desc desc = fsdp_adamw_defaults();
     fsdp_extension times = FSDP_ZERO;
     desc.weight_decay = HYPER.weight_decay;
     times.name = "times";

@@ -1017,10 +1017,7 @@ FS_FN void fs_rank_begin(fs_run *x, int rank, int size, fs_job *j) {
     CALL(x->world, fsdp_init_params(x->model, fs_fill, x));
     if (c->unused_rule) CALL(x->world, fsdp_set_reduce_scatter_unused_params(x->model, NULL, 0));
     if (c->divide > 0) CALL(x->world, fsdp_set_gradient_divide_factor(x->model, NULL, c->divide));
-    if (c->adam) {
-        fsdp_adamw_desc desc = FSDP_ZERO;
-        CALL(x->world, fsdp_adamw_create(x->model, &desc, &x->adamw));
-    }
+    if (c->adam) CALL(x->world, fsdp_adamw_create(x->model, NULL, &x->adamw));
     if (c->build) c->build(x);
 }
 FS_FN void fs_rank_main(int rank, int size, void *arg) {

@@ -440,14 +440,10 @@ static void make_model(trainer *t, const job *j) {
     CALL(t->world, fsdp_init_params(t->model, fill_rows, NULL));
 }
 
-/* In a desc 0 stands for the default. */
-static double exactly(double x) { return x > 0 ? x : FSDP_OPTIM_ZERO; }
-
 static void make_optimizer(trainer *t, const opt *o) {
-    fsdp_adamw_desc a = FSDP_ZERO;
-    fsdp_sgd_desc s = FSDP_ZERO;
-    a.beta1 = exactly(o->a), a.beta2 = exactly(o->b), a.eps = exactly(o->c);
-    a.weight_decay = exactly(o->decay);
+    fsdp_adamw_desc a = fsdp_adamw_defaults();
+    fsdp_sgd_desc s = fsdp_sgd_defaults();
+    a.beta1 = o->a, a.beta2 = o->b, a.eps = o->c, a.weight_decay = o->decay;
     s.momentum = o->a, s.dampening = o->b, s.nesterov = o->c > 0, s.weight_decay = o->decay;
     if (o->sgd) CALL(t->world, fsdp_sgd_create(t->model, &s, &t->sgd));
     else CALL(t->world, fsdp_adamw_create(t->model, &a, &t->adamw));

@@ -35,7 +35,7 @@ static const struct {
              {"sgd", 1, 0, 0, 0, 0, 0, 0},
              {"sgd_groups", 1, 1, 0, 0.9, 0.25, 0.1, 0},
              {"sgd_nesterov", 1, 1, 0, 0.5, 0, 0, 1}};
-static const fsdp_optim_group groups[3] = {{0, 0}, {2, FSDP_OPTIM_ZERO}, {FSDP_OPTIM_ZERO, 0.5}};
+static const fsdp_optim_group groups[3] = {{1, FSDP_OPTIM_SAME}, {2, 0}, {0, 0.5}};
 
 /* Devices; `native`: it does the updates. */
 enum { OPAQUE, OPAQUE_INLINE, READABLE, WITHOUT, OFFLOAD, OFFLOAD_WITHOUT, HOST, DEVICES };
@@ -139,9 +139,9 @@ static void make_model(job *j) {
 }
 
 static fsdp_status make_optimizer(job *j) {
-    fsdp_adamw_desc a = FSDP_ZERO;
-    fsdp_sgd_desc s = FSDP_ZERO;
-    a.beta1 = kinds[j->c.kind].beta1,
+    fsdp_adamw_desc a = fsdp_adamw_defaults();
+    fsdp_sgd_desc s = fsdp_sgd_defaults();
+    if (kinds[j->c.kind].beta1 > 0) a.beta1 = kinds[j->c.kind].beta1;
     a.weight_decay = s.weight_decay = kinds[j->c.kind].weight_decay;
     s.momentum = kinds[j->c.kind].momentum, s.dampening = kinds[j->c.kind].dampening;
     s.nesterov = kinds[j->c.kind].nesterov;

@@ -495,11 +495,11 @@ static int decay_group(void *user, const fsdp_param_view *param) {
 }
 
 static fsdp_status create_optimizer(trainer *t) {
-    fsdp_adamw_desc desc = FSDP_ZERO;
+    fsdp_adamw_desc desc = fsdp_adamw_defaults();
     desc.beta2 = 0.95;
+    desc.weight_decay = 0.1;
     desc.num_groups = 2;
-    desc.groups[0].weight_decay = 0.1;
-    desc.groups[1].weight_decay = FSDP_OPTIM_ZERO;
+    desc.groups[1].weight_decay = 0;
     desc.group = decay_group;
     return fsdp_adamw_create(t->model, &desc, &t->adamw);
 }

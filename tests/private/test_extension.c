@@ -1262,7 +1262,7 @@ TEST_P(extension, states_round_trip, keepers) {
     fsdp_sgd *sgd = NULL;
     fsdp_grad_scaler *scaler;
     fsdp_grad_scaler_desc gd = FSDP_ZERO;
-    fsdp_sgd_desc sd = FSDP_ZERO;
+    fsdp_sgd_desc sd = fsdp_sgd_defaults();
     sd.momentum = 0.9;
     gd.growth_interval = 5;
     bed_open_as(&b, &set, row->opaque);

@@ -354,7 +354,7 @@ static const struct {
              {"sgd_groups", 1, 1, 0, 0.9, 0.25, 0.1, 0},
              {"sgd_nesterov", 1, 1, 0, 0.5, 0, 0, 1}};
 
-static const fsdp_optim_group groups[3] = {{0, 0}, {2, FSDP_OPTIM_ZERO}, {FSDP_OPTIM_ZERO, 0.5}};
+static const fsdp_optim_group groups[3] = {{1, FSDP_OPTIM_SAME}, {2, 0}, {0, 0.5}};
 
 /* Which ranks use parameter p in a step. */
 static int uses(int step, int p, int rank) {
@@ -421,8 +421,8 @@ static void make_model(job *j) {
 }
 
 static void make_optimizer(job *j) {
-    fsdp_adamw_desc a = FSDP_ZERO;
-    fsdp_sgd_desc s = FSDP_ZERO;
+    fsdp_adamw_desc a = fsdp_adamw_defaults();
+    fsdp_sgd_desc s = fsdp_sgd_defaults();
     a.beta1 = kinds[j->kind].beta1, a.weight_decay = s.weight_decay = kinds[j->kind].weight_decay;
     s.momentum = kinds[j->kind].momentum, s.dampening = kinds[j->kind].dampening;
     s.nesterov = kinds[j->kind].nesterov;
@@ -735,7 +735,7 @@ static int count_asked(void *user, const fsdp_param_view *v) {
 
 /* The state of the new layout cannot be had: the step changes nothing, and the next one does it. */
 static void thaw_without_memory(job *j) {
-    fsdp_adamw_desc d = FSDP_ZERO;
+    fsdp_adamw_desc d = fsdp_adamw_defaults();
     fsdp_param_view before, after;
     fsdp_optim_state s;
     memset(asked, 0, sizeof asked);
@@ -800,8 +800,8 @@ static int even_ones(void *user, const fsdp_param_view *v) {
 
 static void two_optimizers(job *j) {
     static __thread double before[NUM][BIG], after[BIG];
-    fsdp_adamw_desc a = FSDP_ZERO;
-    fsdp_sgd_desc s = FSDP_ZERO;
+    fsdp_adamw_desc a = fsdp_adamw_defaults();
+    fsdp_sgd_desc s = fsdp_sgd_defaults();
     make_model(j);
     a.group = s.group = even_ones;
     a.user = &a;
@@ -932,7 +932,7 @@ static void refuse_descs(job *j) {
     for (int i = 0; i < 6; i++) {
         double x = i < 4 ? bad[i] : not_numbers[i - 4];
         for (int field = 0; field < 6; field++) {
-            fsdp_adamw_desc d = FSDP_ZERO;
+            fsdp_adamw_desc d = fsdp_adamw_defaults();
             d.num_groups = 1;
             double *to[] = {&d.beta1,
                             &d.beta2,
@@ -946,7 +946,7 @@ static void refuse_descs(job *j) {
             CHECK(a == NULL && strstr(fsdp_last_error(j->w), "adamw_create: desc."));
         }
         for (int field = 0; field < 3 && i != 2 && i != 3; field++) {
-            fsdp_sgd_desc d = FSDP_ZERO;
+            fsdp_sgd_desc d = fsdp_sgd_defaults();
             double *to[] = {&d.momentum, &d.dampening, &d.weight_decay};
             *to[field] = x;
             CHECK_STATUS(fsdp_sgd_create(j->model, &d, &s), FSDP_ERR_INVALID_ARG);
@@ -954,7 +954,10 @@ static void refuse_descs(job *j) {
         }
     }
     fsdp_adamw_desc d = FSDP_ZERO;
-    fsdp_sgd_desc e = FSDP_ZERO;
+    CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(j->w), "begin with fsdp_adamw_defaults()"));
+    d = fsdp_adamw_defaults();
+    fsdp_sgd_desc e = fsdp_sgd_defaults();
     d.num_groups = 9;
     CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
     d.num_groups = -1;
@@ -991,6 +994,32 @@ static void refuse_descs(job *j) {
     CHECK_STATUS(fsdp_adamw_state(NULL, 0, &state), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_sgd_state(NULL, 0, &state), FSDP_ERR_INVALID_ARG);
 }
+/* PyTorch's defaults, and a 0 that a caller writes is 0: without decay nothing but the gradient moves
+   a parameter, so that one with a gradient of 0 stays. */
+static void zero_is_zero(job *j) {
+    fsdp_adamw_desc d = fsdp_adamw_defaults();
+    CHECK(bits64(d.beta1) == bits64(0.9) && bits64(d.beta2) == bits64(0.999));
+    CHECK(bits64(d.eps) == bits64(1e-8) && bits64(d.weight_decay) == bits64(0.01));
+    make_model(j);
+    for (int decays = 0; decays < 2; decays++) {
+        fsdp_param_view v;
+        d.weight_decay = decays ? 0.5 : 0;
+        CALL(j->w, fsdp_adamw_create(j->model, &d, &j->adamw));
+        backward(j, 1);
+        CALL(j->w, fsdp_param_at(j->model, 0, &v));
+        CHECK(v.shard_grad && v.numel);
+        for (int64_t i = 0; i < v.numel; i++) put(v.shard_grad, v.grad_dtype, i, 0);
+        double was = get(v.shard, v.dtype, 0);
+        CHECK(was < 0 || was > 0);
+        CALL(j->w, fsdp_adamw_step(j->adamw, 0.25));
+        CHECK((bits64(get(v.shard, v.dtype, 0)) == bits64(was)) == !decays);
+        CALL(j->w, fsdp_zero_grad(j->model));
+        fsdp_adamw_destroy(j->adamw);
+    }
+    j->adamw = NULL;
+}
+TEST(optim, zero_is_zero) { launch(1, 0, 0, 0, zero_is_zero); }
+
 TEST(optim, create_refuses) { launch(1, 0, 0, 0, refuse_descs); }
 
 static void expect_unchanged(job *j) {
