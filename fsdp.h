@@ -1018,6 +1018,20 @@ typedef struct fsdp_event {
     int32_t stream; // FSDP_STREAM_*
 } fsdp_event;
 
+/* What ranks have to agree on, thing by thing: a byte of hash each, so that a text can name what
+   differs. Whether they agree is asked of what_hash. */
+#define FSDP_AGREE_LIST(X)                                                                        \
+    X(NAMES, "names of parameters") X(SHAPES, "shapes") X(SHARD_DIM, "shard_dim")                 \
+    X(DTYPES, "dtypes of parameters") X(REDUCE_DTYPE, "reduce_dtype")                             \
+    X(GRAD_DTYPE, "grad_dtype") X(REQUIRES_GRAD, "requires_grad")                                 \
+    X(STRINGS, "sizes of a gather extension") X(SLICES, "slices")                                 \
+    X(OVERWRITE, "grads_overwrite") X(DIRECT_MIN, "direct_min") X(MESH, "sizes of the mesh")      \
+    X(FACTOR, "gradient divide factor") X(USED, "parameters that have a gradient")                \
+    X(ACCUMULATE, "gradients of earlier steps: zero_grad") X(STEP, "number of finished steps")
+#define FSDP_X(name, text) FSDP_AGREE_##name,
+enum { FSDP_AGREE_LIST(FSDP_X) FSDP_AGREE_COUNT };
+#undef FSDP_X
+
 // Markers, HOOK and those behind it, say what happens: they wait for nothing. The library makes
 // them only where an extension sees records.
 typedef struct fsdp_op {
@@ -1043,6 +1057,7 @@ typedef struct fsdp_op {
     const fsdp_unit *unit;    // NULL: of the model
     const char *what;         // the unit's name, or the call's
     uint64_t what_hash, step; // of the unit's desc, and the finalizes so far: ranks must agree
+    uint8_t agree[FSDP_AGREE_COUNT]; // of the parts of what_hash, for texts
     fsdp_comm *comm;          // collectives: where
     fsdp_buf *src, *dst;      // whose events it waits for and sets; NULL: none
     const void *list;         // fsdp_block[] (COPY, NORM) or fsdp_seg[] (collectives), prebuilt;

@@ -225,11 +225,13 @@ static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what)
     r->offset = r->at = r->part = r->number = 0;
     r->kind = r->dtype = r->out_dtype = r->redop = r->in_place = r->state = 0;
     r->root = 0, r->num_segs = 0;
+    memset(r->agree, 0, sizeof r->agree);
     if (!op) return;
     r->kind = op->kind, r->dtype = op->dtype, r->redop = op->redop, r->in_place = op->in_place,
     r->state = op->state;
     r->fingerprint = op->fingerprint, r->count = op->count, r->seq = op->seq,
     r->num_segs = op->num_segs;
+    memcpy(r->agree, op->agree, sizeof r->agree);
     if (op->kind == FSDP_OP_REDUCE_SCATTER) r->out_dtype = op->out_dtype;
     if (op->kind == FSDP_OP_BROADCAST) r->root = op->root;
     if (fsdpi_is_pair(op->kind))

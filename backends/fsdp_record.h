@@ -29,7 +29,8 @@ typedef struct fsdpi_record {
     int32_t root;            // send, recv: the world rank of the other one, or -1
     uint32_t num_segs;
     uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved[2];
-    char what[48], comm[16]; // cut if they are longer
+    uint8_t agree[FSDP_AGREE_COUNT]; // of parts of the fingerprint
+    char what[48], comm[16];         // cut if they are longer
 } fsdpi_record;
 
 #define FSDPI_RECORD_WORDS (sizeof(fsdpi_record) / sizeof(uint64_t))
@@ -99,7 +100,7 @@ static FSDPI_UNUSED void fsdpi_say_verdict(fsdpi_text *t, const fsdpi_verdict *v
     else fsdpi_say(t, "rank %d has aborted the job", (int)v->rank);
 }
 
-// Fields in which two calls differ.
+// Fields in which two calls differ; of different operations nothing else is worth a word.
 static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_record *a, const fsdpi_record *b) {
     const struct {
         int differs;
@@ -114,15 +115,26 @@ static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_record *a, const fs
         {a->root != b->root, "root"},
         {a->redop != b->redop, "reduction"},
         {a->in_place != b->in_place, "in_place"},
-        {a->fingerprint != b->fingerprint, "fingerprint"},
+    };
+    static const char *const parts[FSDP_AGREE_COUNT] = {
+#define FSDP_X(name, text) text,
+        FSDP_AGREE_LIST(FSDP_X)
+#undef FSDP_X
     };
     const char *comma = " (differs in ";
-    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+    const size_t most = a->kind == b->kind ? sizeof fields / sizeof *fields : 2;
+    for (size_t i = 0; i < most; i++) {
         if (!fields[i].differs) continue;
         fsdpi_say(t, "%s%s", comma, fields[i].name);
         comma = ", ";
     }
+    for (size_t i = 0; i < FSDP_AGREE_COUNT && a->fingerprint != b->fingerprint; i++) {
+        if (a->kind != b->kind || a->agree[i] == b->agree[i]) continue;
+        fsdpi_say(t, "%s%s", comma, parts[i]);
+        comma = ", ";
+    }
     if (comma[0] == ',') fsdpi_say(t, ")");
+    else if (a->fingerprint != b->fingerprint) fsdpi_say(t, " (differs in its settings)");
 }
 
 /* Word by word, since the author of an error text may read while the owner writes; the text may

@@ -74,6 +74,7 @@ struct fsdp_coll {
     void *dst;
     uint64_t seq;         // of the model or world that issues it
     uint64_t fingerprint; // equal on all ranks, or MISMATCH
+    uint8_t agree[FSDP_AGREE_COUNT]; // of which parts of it; 0: not asked
     const char *what;     // unit or call, for texts
     void *stream;         // native stream, or NULL: block until complete
 };

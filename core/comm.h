@@ -75,6 +75,9 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
                                 ((uint64_t)op->state << 8) | op->accumulate);
     h = fsdpi_hash(fsdpi_hash(h, op->count), op->what_hash);
     c.fingerprint = fsdpi_hash(h, op->step);
+    memcpy(c.agree, op->agree, sizeof c.agree);
+    c.agree[FSDP_AGREE_ACCUMULATE] = op->accumulate;
+    c.agree[FSDP_AGREE_STEP] = (uint8_t)fsdpi_hash(1, op->step);
     void *user;
     fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
     fsdp_status status = custom ? custom(user, w->comm_ops, op->comm, &c)

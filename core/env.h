@@ -34,5 +34,5 @@ static fsdp_status fsdpi_world_env_int(fsdp_world *w, const char *name, int min,
     char text[FSDPI_TEXT];
     fsdpi_text error = {text, sizeof text, 0};
     fsdp_status status = fsdpi_env_int(name, min, max, out, &error);
-    return status ? fsdpi_fail(w, status, "%s", text) : FSDP_OK;
+    return status ? fsdp_fail(w, status, "%s", text) : FSDP_OK;
 }

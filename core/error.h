@@ -52,8 +52,7 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
 
 /* This call fails: the text is recorded and logged. Returns status. The world goes on, but for one
    whose device does not end its work: there frees leave memory alone, and fills leave it dirty. */
-FSDP_PRINTF(3, 4)
-static fsdp_status fsdpi_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
+FSDP_API fsdp_status fsdp_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
     char text[FSDPI_TEXT];
     int used = w && w->rank >= 0 ? snprintf(text, sizeof text, "rank %d: ", w->rank) : 0;
     va_list args;
@@ -66,7 +65,7 @@ static fsdp_status fsdpi_fail(fsdp_world *w, fsdp_status status, const char *fmt
 }
 
 static fsdp_status fsdpi_null(fsdp_world *w, const char *what) {
-    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
 }
 
 // A call of all ranks has failed on this one, or status is FSDP_OK: the others must not wait.
@@ -77,8 +76,8 @@ static fsdp_status fsdpi_fail_together(fsdp_world *w, fsdp_status status) {
 
 /* Copies a desc into a zeroed struct of this header's size. An older program's struct is shorter:
    its size says so, and its end canary is then the last thing in it. */
-static fsdp_status fsdpi_desc_read(fsdp_world *w, void *dst, const void *src, size_t size,
-                                   const char *what) {
+FSDP_API fsdp_status fsdp_desc_read(fsdp_world *w, void *dst, const void *src, size_t size,
+                                    const char *what) {
     uint32_t given, canary;
     uint64_t end;
     memset(dst, 0, size);
@@ -87,15 +86,15 @@ static fsdp_status fsdpi_desc_read(fsdp_world *w, void *dst, const void *src, si
     memcpy(&canary, (const char *)src + sizeof given, sizeof canary);
     if (given == 0) given = (uint32_t)size;
     if (given > size || given < 24)
-        return fsdpi_fail(
+        return fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
             "%s.size is %u, expected 0 or at most %u: zero the struct before filling it, and build "
             "with the header of the library",
             what, given, (unsigned)size);
     memcpy(&end, (const char *)src + given - sizeof end, sizeof end);
     if (canary || end)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "%s: a canary is not 0: zero the struct before filling it", what);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "%s: a canary is not 0: zero the struct before filling it", what);
     memcpy(dst, src, given - sizeof end);
     return FSDP_OK;
 }

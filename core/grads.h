@@ -151,7 +151,7 @@ static fsdp_status fsdpi_scatter(fsdp_unit *u, int kind, double scale, int accum
     t->src = (uint8_t)input;
     t->op.scale = scale;
     t->op.accumulate = (uint8_t)accumulate;
-    t->op.what_hash = fsdpi_usage_hash(u, fsdpi_route_now(u)->factor);
+    fsdpi_usage_agree(u, fsdpi_route_now(u)->factor, &t->op);
     fsdpi_op_cast(&t->op, fsdpi_input_dtype(u), t->op.out_dtype);
     fsdp_status status = fsdpi_emit_kind(u, kind);
     u->state.grads.newest = FSDPI_GRADS_NOWHERE;
@@ -212,7 +212,7 @@ static fsdp_dtype fsdpi_sums_dtype(const fsdp_unit *u) {
 static fsdp_status fsdpi_step_replicas(fsdp_unit *u) {
     fsdpi_template *t = u->layout.ops + u->layout.ops_begin[FSDPI_OPS_REPLICAS];
     t->src = t->dst = (uint8_t)fsdpi_sums(u);
-    t->op.what_hash = fsdpi_usage_hash(u, fsdpi_route_now(u)->factor);
+    fsdpi_usage_agree(u, fsdpi_route_now(u)->factor, &t->op);
     fsdpi_op_cast(&t->op, fsdpi_sums_dtype(u), fsdpi_sums_dtype(u));
     return fsdpi_emit_kind(u, FSDPI_OPS_REPLICAS);
 }

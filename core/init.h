@@ -18,7 +18,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     if (!status) status = fsdpi_store_name(early, d, early->store, sizeof early->store);
     if (status) return status;
     fsdp_world *w = (fsdp_world *)fsdpi_alloc(&d->allocator, sizeof *w);
-    if (!w) return fsdpi_fail(early, FSDP_ERR_OUT_OF_MEMORY, "fsdp_init: no memory");
+    if (!w) return fsdp_fail(early, FSDP_ERR_OUT_OF_MEMORY, "fsdp_init: no memory");
     memcpy(w->job, early->job, sizeof w->job);
     memcpy(w->store, early->store, sizeof w->store);
     fsdpi_world_messages(w, d);
@@ -50,9 +50,9 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
 FSDP_API fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
     fsdp_world_desc d;
     fsdp_world early; // speaks for the world until there is one
-    if (!world) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "fsdp_init: world is NULL");
+    if (!world) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "fsdp_init: world is NULL");
     *world = NULL;
-    fsdp_status status = fsdpi_desc_read(NULL, &d, desc, sizeof d, "fsdp_world_desc");
+    fsdp_status status = fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_world_desc");
     if (status) return status;
     memset(&early, 0, sizeof early);
     fsdpi_world_messages(&early, &d);
@@ -90,8 +90,8 @@ FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
     fsdp_status status = fsdpi_failed(world);
     if (status) return status;
     if (world->mode != FSDPI_NATIVE)
-        return fsdpi_fail(world, FSDP_ERR_UNSUPPORTED, "set_stream: device %s has no streams",
-                          world->device_ops->name);
+        return fsdp_fail(world, FSDP_ERR_UNSUPPORTED, "set_stream: device %s has no streams",
+                         world->device_ops->name);
     void **compute = &world->streams[FSDP_STREAM_COMPUTE];
     if (!native) native = world->own_stream;
     status = world->device_ops->record(world->device, *compute, world->fence);
@@ -128,11 +128,11 @@ static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const v
     fsdp_status status = fsdpi_failed(w);
     if (status) return status;
     if (count < 0 || (count > 0 && !data))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: count is %lld and data is %s", what,
-                          (long long)count, data ? "given" : "NULL");
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: count is %lld and data is %s", what,
+                         (long long)count, data ? "given" : "NULL");
     if (mesh && (mesh->world != w || mesh->coord[0] < 0))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "%s: expected a mesh of this world that this rank is in", what);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "%s: expected a mesh of this world that this rank is in", what);
     return FSDP_OK;
 }
 
@@ -157,10 +157,10 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
     if (status) return status;
     if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM ||
         op > FSDP_MIN)
-        return fsdpi_fail(world, FSDP_ERR_INVALID_ARG,
-                          "all_reduce: dtype %s and operation %d: expected f32 f64 f16 bf16 i32 or "
-                          "i64, and SUM MAX or MIN",
-                          fsdp_dtype_name(dtype), op);
+        return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
+                         "all_reduce: dtype %s and operation %d: expected f32 f64 f16 bf16 i32 or "
+                         "i64, and SUM MAX or MIN",
+                         fsdp_dtype_name(dtype), op);
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_all_reduce", dtype);
     record.redop = (uint8_t)op;
     return fsdpi_host_mesh(world, mesh, &record, 0, data, count);
@@ -172,8 +172,8 @@ FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, vo
     if (status) return status;
     int size = mesh ? fsdpi_mesh_numel(mesh) : world->size;
     if (root < 0 || root >= size)
-        return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "broadcast: root is %d, expected 0..%d",
-                          root, size - 1);
+        return fsdp_fail(world, FSDP_ERR_INVALID_ARG, "broadcast: root is %d, expected 0..%d", root,
+                         size - 1);
     fsdp_op record = fsdpi_host_op(FSDP_OP_BROADCAST, "fsdp_broadcast", FSDP_U8);
     return fsdpi_host_mesh(world, mesh, &record, root, data, nbytes);
 }

@@ -121,13 +121,13 @@ static void fsdpi_lane_push(fsdpi_lane *lane, const fsdp_op *op) {
 
 static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     fsdpi_lane *lane = (fsdpi_lane *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
-    if (!lane) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a lane");
+    if (!lane) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a lane");
     lane->world = w;
     int rc = pthread_create(&lane->thread, NULL, fsdpi_lane_main, lane);
     if (rc) {
         fsdpi_free(&w->boot.allocator, lane);
-        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "a lane's thread could not be started: %s",
-                          strerror(rc));
+        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "a lane's thread could not be started: %s",
+                         strerror(rc));
     }
     w->lanes[stream] = lane;
     return FSDP_OK;
@@ -140,8 +140,8 @@ static fsdp_status fsdpi_extension_stream(fsdp_world *w) {
     if (w->mode == FSDPI_NATIVE && !w->streams[s]) {
         fsdp_status status = w->device_ops->stream(w->device, s, &w->streams[s]);
         if (status) w->streams[s] = NULL;
-        return status ? fsdpi_fail(w, status, "device %s could not make a stream: %s",
-                                   w->device_ops->name, fsdpi_device_text(w, status))
+        return status ? fsdp_fail(w, status, "device %s could not make a stream: %s",
+                                  w->device_ops->name, fsdpi_device_text(w, status))
                       : FSDP_OK;
     }
     if (w->mode != FSDPI_LANES || w->lanes[s]) return FSDP_OK;

@@ -85,13 +85,13 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     if (!status) status = fsdpi_world_env_int(w, l->local, 0, 0x7FFFFFFF, &local);
     if (status) return status;
     if (has_rank != has_size)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "environment variable %s is set but %s is not: a launcher sets both",
-                          has_rank ? l->rank : l->size, has_rank ? l->size : l->rank);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "environment variable %s is set but %s is not: a launcher sets both",
+                         has_rank ? l->rank : l->size, has_rank ? l->size : l->rank);
     if (rank >= size)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "environment variable %s is %d, but %s is %d: expected less", l->rank,
-                          rank, l->size, size);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "environment variable %s is %d, but %s is %d: expected less", l->rank,
+                         rank, l->size, size);
     d->rank = rank;
     d->world_size = size;
     d->local_rank = local;
@@ -117,14 +117,14 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
         if (job) used = snprintf(out, cap, "%s", job);
     }
     if (!job && !parts && d->world_size > 1)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "%d ranks need a common name: start the program with tools/fsdprun, "
-                          "torchrun, mpirun or srun, or set MASTER_PORT or FSDP_JOB_ID, or "
-                          "fsdp_world_desc.job",
-                          d->world_size);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "%d ranks need a common name: start the program with tools/fsdprun, "
+                         "torchrun, mpirun or srun, or set MASTER_PORT or FSDP_JOB_ID, or "
+                         "fsdp_world_desc.job",
+                         d->world_size);
     if (used < 0 || (size_t)used >= cap)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "the job's name is longer than %u bytes",
-                          (unsigned)cap - 1);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "the job's name is longer than %u bytes",
+                         (unsigned)cap - 1);
     return FSDP_OK;
 }
 
@@ -201,10 +201,10 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
         used = snprintf(out, cap, "host:");
     }
     if (used < 0 || (size_t)used >= cap)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "the address where ranks meet is longer than %u bytes: give a shorter "
-                          "fsdp_world_desc.store, FSDP_STORE or MASTER_ADDR",
-                          (unsigned)cap - 1);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "the address where ranks meet is longer than %u bytes: give a shorter "
+                         "fsdp_world_desc.store, FSDP_STORE or MASTER_ADDR",
+                         (unsigned)cap - 1);
     return FSDP_OK;
 }
 
@@ -228,7 +228,7 @@ static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
             *out = i;
             return FSDP_OK;
         }
-    return fsdpi_fail(
+    return fsdp_fail(
         w, FSDP_ERR_INVALID_ARG,
         "environment variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
 }

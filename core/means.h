@@ -12,7 +12,7 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "attach");
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_failed(w);
-    if (!status) status = fsdpi_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (status) return status;
     if (e.call || e.op || e.buffer || e.ran)
         status = fsdpi_check_units(model, FSDP_CALL_PARAMS_CHANGED, "attach");
@@ -22,10 +22,10 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read who is told
     if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
     if (status)
-        return fsdpi_fail(w, status, "attach: device %s cannot tell when '%s' has to know: %s",
-                          w->device_ops->name, e.name, fsdpi_device_text(w, status));
+        return fsdp_fail(w, status, "attach: device %s cannot tell when '%s' has to know: %s",
+                         w->device_ops->name, e.name, fsdpi_device_text(w, status));
     fsdpi_attached *a = (fsdpi_attached *)fsdpi_model_alloc(model, sizeof *a), **last;
-    if (!a) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
+    if (!a) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
     a->e = e;
     for (last = &model->attached; *last;) last = &(*last)->next;
     *last = a;
@@ -50,7 +50,7 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     fsdp_extension e;
     if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "detach");
     fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    fsdp_status status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (status) return status;
     e.size = 0;
     if (!e.name) e.name = "extension";
@@ -58,11 +58,11 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         if (memcmp(&(*at)->e, &e, sizeof e) != 0) continue;
         const fsdp_unit *lodger = e.buffer ? fsdpi_lodger(model) : NULL;
         if (model->asking || lodger)
-            return fsdpi_fail(
-                w, FSDP_ERR_INVALID_STATE,
-                "detach: '%s' %s%s: detach it between steps, outside of its functions", e.name,
-                lodger ? "may own the slot that is held by unit " : "is being asked",
-                lodger ? lodger->desc.name : "");
+            return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                             "detach: '%s' %s%s: detach it between steps, outside of its functions",
+                             e.name,
+                             lodger ? "may own the slot that is held by unit " : "is being asked",
+                             lodger ? lodger->desc.name : "");
         if (model->watch & FSDPI_TIMES) {
             fsdpi_drain(w);
             fsdpi_timeline_end_all(w);
@@ -70,8 +70,7 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         fsdpi_detach(model, at);
         return FSDP_OK;
     }
-    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "detach: '%s' is not attached to this model",
-                      e.name);
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "detach: '%s' is not attached to this model", e.name);
 }
 
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
@@ -121,10 +120,10 @@ static int fsdpi_register(fsdp_model *m, fsdpi_names *names, int most, const cha
         memcpy(names->text[names->count], name, length + 1);
         return names->count++;
     }
-    (void)fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
-                     "%s_register: '%s': expected a name of 1..%d bytes, and at most %d of them in "
-                     "a model",
-                     what, name ? name : "", FSDPI_NAME - 1, most);
+    (void)fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
+                    "%s_register: '%s': expected a name of 1..%d bytes, and at most %d of them in "
+                    "a model",
+                    what, name ? name : "", FSDPI_NAME - 1, most);
     return -1;
 }
 
@@ -207,9 +206,9 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     if (op->dst && !op->dst_ptr) op->dst_ptr = op->dst->ptr;
     const char *fault = fsdpi_op_fault(model, op);
     if (fault)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "emit: %s (%s) of '%s': %s",
-                          fsdp_op_name(op->kind), fsdp_op_label(op), op->what ? op->what : "",
-                          fault);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "emit: %s (%s) of '%s': %s",
+                         fsdp_op_name(op->kind), fsdp_op_label(op), op->what ? op->what : "",
+                         fault);
     if (op->kind >= FSDP_OP_HOOK) {
         fsdp_status done = fsdpi_do_marker(model, op);
         return done ? done : fsdpi_show(model, op);
@@ -218,8 +217,8 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
         op->bytes = op->count * fsdp_dtype_size(op->out_dtype);
     if (fsdpi_is_collective(op->kind)) {
         if (!(w->caps.kinds & 1u << op->kind))
-            return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s has no %s",
-                              w->comm_ops->name, fsdp_op_name(op->kind));
+            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s has no %s",
+                             w->comm_ops->name, fsdp_op_name(op->kind));
         if (!op->bytes)
             op->bytes = fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size,
                                          op->count * fsdp_dtype_size(op->dtype));
@@ -235,8 +234,8 @@ FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *wh
     fsdp_status status = fsdpi_commit(model);
     if (status) return status;
     if (call < 0 || call >= FSDP_CALL_COUNT)
-        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                          "call_begin: call is %d, expected FSDP_CALL_*", call);
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
+                         "call_begin: call is %d, expected FSDP_CALL_*", call);
     if (!what) what = fsdpi_call_name(call);
     status = fsdpi_check_units(model, call, what);
     return status ? status
@@ -254,10 +253,10 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
     if (status) return status;
     if (pool < 0 || pool >= FSDP_POOL_COUNT + model->pools.count || nbytes < 0 ||
         (memory != FSDP_MEMORY_DEVICE && memory != FSDP_MEMORY_PINNED))
-        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                          "buf_create: pool %d, memory %d, %lld bytes: expected a registered pool, "
-                          "FSDP_MEMORY_DEVICE or _PINNED, and a size",
-                          pool, memory, (long long)nbytes);
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
+                         "buf_create: pool %d, memory %d, %lld bytes: expected a registered pool, "
+                         "FSDP_MEMORY_DEVICE or _PINNED, and a size",
+                         pool, memory, (long long)nbytes);
     return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
 }
 
@@ -267,11 +266,11 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
     *buf = NULL;
     if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset ||
         (whole && offset + nbytes > (int64_t)whole->bytes))
-        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                          "buf_part: %lld bytes at %lld of a buffer of %lld", (long long)nbytes,
-                          (long long)offset, (long long)fsdp_buf_nbytes(whole));
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
+                         "buf_part: %lld bytes at %lld of a buffer of %lld", (long long)nbytes,
+                         (long long)offset, (long long)fsdp_buf_nbytes(whole));
     fsdp_buf *part = (fsdp_buf *)fsdpi_model_alloc(model, sizeof *part);
-    if (!part) return fsdpi_fail(model->world, FSDP_ERR_OUT_OF_MEMORY, "buf_part: no memory");
+    if (!part) return fsdp_fail(model->world, FSDP_ERR_OUT_OF_MEMORY, "buf_part: no memory");
     part->part = 1;
     part->bytes = (size_t)nbytes;
     part->number = ++model->num_bufs;
@@ -291,9 +290,9 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
     if (!model || !buf) return;
     if (buf->held) {
-        (void)fsdpi_fail(model->world, FSDP_ERR_INVALID_STATE,
-                         "buf_destroy: a unit holds the buffer: it stays until the model ends; "
-                         "destroy it when fsdp_buf_held is 0");
+        (void)fsdp_fail(model->world, FSDP_ERR_INVALID_STATE,
+                        "buf_destroy: a unit holds the buffer: it stays until the model ends; "
+                        "destroy it when fsdp_buf_held is 0");
         return;
     }
     fsdpi_drain(model->world);
@@ -337,10 +336,10 @@ FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int 
     if (status) return status;
     *memory = fsdpi_updates_on_device(model) ? FSDP_MEMORY_DEVICE : FSDP_MEMORY_HOST;
     if (model->desc.cpu_offload || fsdpi_is_host(w) || w->device_ops->update) return FSDP_OK;
-    return fsdpi_fail(model->world, FSDP_ERR_UNSUPPORTED,
-                      "%s: the shards lie in memory of device %s, which has no function for "
-                      "updates: set cpu_offload in the model's desc",
-                      what, w->device_ops->name);
+    return fsdp_fail(model->world, FSDP_ERR_UNSUPPORTED,
+                     "%s: the shards lie in memory of device %s, which has no function for "
+                     "updates: set cpu_offload in the model's desc",
+                     what, w->device_ops->name);
 }
 
 FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, const char *what,
@@ -351,19 +350,19 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     fsdp_status status = FSDP_OK;
     *ptr = NULL;
     if ((!device && memory != FSDP_MEMORY_HOST) || nbytes < 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "%s: memory is %d, bytes are %lld: expected FSDP_MEMORY_HOST or _DEVICE, "
-                          "and a size",
-                          what, memory, (long long)nbytes);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "%s: memory is %d, bytes are %lld: expected FSDP_MEMORY_HOST or _DEVICE, "
+                         "and a size",
+                         what, memory, (long long)nbytes);
     if (!device) *ptr = fsdpi_model_alloc(model, (size_t)nbytes);
     else status = w->device_ops->alloc(w->device, memory, (size_t)nbytes, ptr);
     if (!*ptr && !status) status = FSDP_ERR_OUT_OF_MEMORY;
     model->counters.allocations += !status && device;
     if (!status) return FSDP_OK;
     *ptr = NULL;
-    return fsdpi_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
-                      device ? " on device " : "", device ? w->device_ops->name : "",
-                      device ? fsdpi_device_text(w, status) : "the allocator refused");
+    return fsdp_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
+                     device ? " on device " : "", device ? w->device_ops->name : "",
+                     device ? fsdpi_device_text(w, status) : "the allocator refused");
 }
 
 FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes) {
@@ -386,8 +385,8 @@ FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src
 FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
     if (!model) return fsdpi_null(NULL, "wait_stream");
     if (stream < -1 || stream >= FSDP_STREAM_COUNT)
-        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                          "wait_stream: stream is %d, expected FSDP_STREAM_* or -1", stream);
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
+                         "wait_stream: stream is %d, expected FSDP_STREAM_* or -1", stream);
     if (stream >= 0) return fsdpi_sync(model->world, stream);
     fsdpi_drain(model->world);
     return fsdpi_failed(model->world);
@@ -401,10 +400,10 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
     if (status) return status;
     if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT ||
         mesh->coord[0] < 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a dim, "
-                          "one of FSDP_STREAM_*, and a mesh that this rank is in",
-                          dim, mesh->ndim, stream);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a dim, "
+                         "one of FSDP_STREAM_*, and a mesh that this rank is in",
+                         dim, mesh->ndim, stream);
     int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
     if (mesh->shape[dim] == 1) return FSDP_OK;
     if (own && w->mode != FSDPI_INLINE && w->caps.lanes > 1)
@@ -430,18 +429,4 @@ FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
     fsdp_status status = fsdpi_shards_writable(model);
     if (status || fsdpi_updates_on_device(model)) return status;
     return fsdpi_sync(model->world, FSDP_STREAM_COMPUTE);
-}
-
-FSDP_API fsdp_status fsdp_fail(fsdp_world *world, fsdp_status status, const char *format, ...) {
-    char text[FSDPI_TEXT];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    return fsdpi_fail(world, status, "%s", text);
-}
-
-FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *src, size_t size,
-                                    const char *what) {
-    return fsdpi_desc_read(world, dst, src, size, what);
 }

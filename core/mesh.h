@@ -45,26 +45,26 @@ static void fsdpi_mesh_free(fsdp_mesh *mesh) {
 
 static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
     if (d->ndim < 1 || d->ndim > FSDP_MAX_DIMS)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ndim is %d, expected 1..%d", d->ndim,
-                          FSDP_MAX_DIMS);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ndim is %d, expected 1..%d", d->ndim,
+                         FSDP_MAX_DIMS);
     int64_t numel = 1;
     for (int i = 0; i < d->ndim; i++) {
         if (d->shape[i] < 1)
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: size of dim %d is %d, expected >= 1",
-                              i, d->shape[i]);
+            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: size of dim %d is %d, expected >= 1",
+                             i, d->shape[i]);
         numel *= d->shape[i];
         if (numel > w->size)
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                              "mesh: it has more places than the world has ranks (%d)", w->size);
+            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                             "mesh: it has more places than the world has ranks (%d)", w->size);
     }
     for (int64_t i = 0; d->ranks && i < numel; i++) {
         if (d->ranks[i] < 0 || d->ranks[i] >= w->size)
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d is not in a world of %d",
-                              d->ranks[i], w->size);
+            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d is not in a world of %d",
+                             d->ranks[i], w->size);
         for (int64_t j = 0; j < i; j++)
             if (d->ranks[j] == d->ranks[i])
-                return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice",
-                                  d->ranks[i]);
+                return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice",
+                                 d->ranks[i]);
     }
     return FSDP_OK;
 }
@@ -110,7 +110,7 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     int32_t d = dim, me = mesh->coord[dim], first = me < 0 ? 0 : me / size * size;
     int32_t *members = (int32_t *)fsdpi_alloc(&w->boot.allocator,
                                               (size_t)mesh->shape[dim] * sizeof *members);
-    if (!members) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group");
+    if (!members) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group");
     fsdpi_mesh_members(mesh, &d, 1, members);
     fsdp_group group = {
         me < 0 ? -1 : members[first], me < 0 ? -1 : me - first, size, lane, members + first,
@@ -134,7 +134,7 @@ static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size,
     if (sub) return FSDP_OK;
     sub = (fsdpi_subgroup *)fsdpi_alloc(&w->boot.allocator, sizeof *sub);
     fsdp_status status = sub ? fsdpi_mesh_split(mesh, dim, size, stream, name, &sub->comm)
-                             : fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+                             : fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
     if (status) {
         fsdpi_free(&w->boot.allocator, sub);
         return fsdpi_fail_together(w, status);
@@ -173,7 +173,7 @@ static fsdp_status fsdpi_mesh_groups(fsdp_mesh *mesh, int dim) {
 static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_mesh **out) {
     const fsdp_allocator *a = &w->boot.allocator;
     fsdp_mesh *mesh = (fsdp_mesh *)fsdpi_alloc(a, sizeof *mesh);
-    if (!mesh) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+    if (!mesh) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
     mesh->world = w;
     mesh->ndim = d->ndim;
     memcpy(mesh->shape, d->shape, sizeof mesh->shape);
@@ -186,7 +186,7 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
     }
     if (!mesh->ranks || missing) {
         fsdpi_mesh_free(mesh);
-        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
     }
     for (int i = 0; i < numel; i++) {
         mesh->ranks[i] = d->ranks ? d->ranks[i] : i;
@@ -235,7 +235,7 @@ FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *d
     if (!world || !desc || !mesh) return fsdpi_null(world, "mesh_create");
     *mesh = NULL;
     fsdp_status status = fsdpi_failed(world);
-    if (!status) status = fsdpi_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc");
+    if (!status) status = fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc");
     if (!status) status = fsdpi_mesh_check(world, &d);
     return status ? status : fsdpi_mesh_add(world, &d, NULL, NULL, mesh);
 }
@@ -264,19 +264,19 @@ FSDP_API fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims,
     int numel = 1;
     for (int i = 0; i < num_dims; i++) {
         if (!dims || dims[i] < 0 || dims[i] >= mesh->ndim || (i > 0 && dims[i] <= dims[i - 1]))
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                              "mesh_slice: dims[%d] is %d, expected increasing dims of a %d-D mesh",
-                              i, dims ? dims[i] : -1, mesh->ndim);
+            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                             "mesh_slice: dims[%d] is %d, expected increasing dims of a %d-D mesh",
+                             i, dims ? dims[i] : -1, mesh->ndim);
         d.shape[i] = mesh->shape[dims[i]];
         d.names[i] = mesh->names[dims[i]];
         numel *= d.shape[i];
     }
     if (num_dims < 1)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_slice: num_dims is %d, expected >= 1",
-                          num_dims);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh_slice: num_dims is %d, expected >= 1",
+                         num_dims);
     d.ndim = num_dims;
     int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)numel * sizeof *ranks);
-    if (!ranks) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh_slice: no memory");
+    if (!ranks) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh_slice: no memory");
     fsdpi_mesh_members(mesh, dims, num_dims, ranks);
     d.ranks = ranks;
     status = fsdpi_mesh_add(w, &d, mesh, dims, out);
@@ -303,10 +303,10 @@ FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int out
     if (status) return status;
     if (dim < 0 || dim >= mesh->ndim || mesh->ndim == FSDP_MAX_DIMS || outer < 1 ||
         mesh->shape[dim] % outer != 0)
-        return fsdpi_fail(mesh->world, FSDP_ERR_INVALID_ARG,
-                          "mesh_unflatten: dim %d into an outer size of %d: expected a dim of the "
-                          "%d-D mesh and a divisor of its size %d, and at most %d dims",
-                          dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
+        return fsdp_fail(mesh->world, FSDP_ERR_INVALID_ARG,
+                         "mesh_unflatten: dim %d into an outer size of %d: expected a dim of the "
+                         "%d-D mesh and a divisor of its size %d, and at most %d dims",
+                         dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
     d.ndim = mesh->ndim + 1;
     for (int i = 0; i < d.ndim; i++) {
         int old = i > dim ? i - 1 : i;
@@ -352,26 +352,26 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
     if (!mesh || !out) return fsdpi_null(NULL, "mesh_info_init");
     fsdp_world *w = mesh->world;
     if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: kind is %d", kind);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: kind is %d", kind);
     int shards = kind != FSDP_MESH_INFO_DDP, replicates = kind != FSDP_MESH_INFO_FSDP;
     if (shard_dim < 0 && replicate_dim < 0)
-        return fsdpi_fail(
+        return fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
             "mesh_info_init: at least one of shard_dim and replicate_dim must be given");
     if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0) || shard_dim < -1 ||
         replicate_dim < -1)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "mesh_info_init: %s needs %s%s%s, got shard_dim %d, replicate_dim %d",
-                          names[kind], shards ? "a shard_dim" : "",
-                          shards && replicates ? " and " : "", replicates ? "a replicate_dim" : "",
-                          shard_dim, replicate_dim);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "mesh_info_init: %s needs %s%s%s, got shard_dim %d, replicate_dim %d",
+                         names[kind], shards ? "a shard_dim" : "",
+                         shards && replicates ? " and " : "", replicates ? "a replicate_dim" : "",
+                         shard_dim, replicate_dim);
     if (shard_dim >= mesh->ndim || replicate_dim >= mesh->ndim || shard_dim == replicate_dim)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "mesh_info_init: shard_dim %d and replicate_dim %d: expected two "
-                          "different dims of a %d-D mesh",
-                          shard_dim, replicate_dim, mesh->ndim);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "mesh_info_init: shard_dim %d and replicate_dim %d: expected two "
+                         "different dims of a %d-D mesh",
+                         shard_dim, replicate_dim, mesh->ndim);
     if (mesh->coord[0] < 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: this rank is outside the mesh");
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: this rank is outside the mesh");
     memset(out, 0, sizeof *out);
     out->mesh = mesh;
     out->kind = kind;

@@ -35,22 +35,22 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
     fsdp_status status = fsdpi_dtypes_check(w, "model_create", "", d->param_dtype, d->reduce_dtype,
                                             d->output_dtype);
     if (!status && d->grad_dtype && !fsdp_dtype_is_float(d->grad_dtype))
-        status = fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                            "model_create: grad_dtype is %d, expected a floating dtype or KEEP",
-                            d->grad_dtype);
+        status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                           "model_create: grad_dtype is %d, expected a floating dtype or KEEP",
+                           d->grad_dtype);
     if (status) return status;
     if (d->reshard_after_forward < FSDP_RESHARD_NEVER ||
         d->implicit_prefetch < FSDP_PREFETCH_NEVER || d->implicit_prefetch > FSDP_PREFETCH_ALWAYS)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "model_create: reshard_after_forward is %d, implicit_prefetch %d: "
-                          "expected FSDP_RESHARD_* or n >= 2, and FSDP_PREFETCH_*",
-                          d->reshard_after_forward, d->implicit_prefetch);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "model_create: reshard_after_forward is %d, implicit_prefetch %d: "
+                         "expected FSDP_RESHARD_* or n >= 2, and FSDP_PREFETCH_*",
+                         d->reshard_after_forward, d->implicit_prefetch);
     if (d->direct_min < 0 || d->fill_bytes < 0 || d->prefetch_bytes < 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "model_create: direct_min %lld, fill_bytes %lld, prefetch_bytes %lld: "
-                          "expected sizes",
-                          (long long)d->direct_min, (long long)d->fill_bytes,
-                          (long long)d->prefetch_bytes);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "model_create: direct_min %lld, fill_bytes %lld, prefetch_bytes %lld: "
+                         "expected sizes",
+                         (long long)d->direct_min, (long long)d->fill_bytes,
+                         (long long)d->prefetch_bytes);
     if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)
         d->reshard_after_forward = FSDP_RESHARD_ALWAYS;
     if (d->direct_min == 0) d->direct_min = 65536;
@@ -64,11 +64,11 @@ FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc 
     if (!world || !model) return fsdpi_null(world, "model_create");
     *model = NULL;
     fsdp_status status = fsdpi_failed(world);
-    if (!status) status = fsdpi_desc_read(world, &d, desc, sizeof d, "fsdp_model_desc");
+    if (!status) status = fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_model_desc");
     if (!status) status = fsdpi_model_check(world, &d);
     if (status) return status;
     fsdp_model *m = (fsdp_model *)fsdpi_alloc(&world->boot.allocator, sizeof *m);
-    if (!m) return fsdpi_fail(world, FSDP_ERR_OUT_OF_MEMORY, "model_create: no memory");
+    if (!m) return fsdp_fail(world, FSDP_ERR_OUT_OF_MEMORY, "model_create: no memory");
     m->world = world;
     m->desc = d;
     m->grad_enabled = m->is_last_backward = 1;

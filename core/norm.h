@@ -98,7 +98,7 @@ static fsdp_status fsdpi_norm_check(const fsdp_model *m) {
     const fsdp_mesh *mesh = m->info.mesh;
     int numel = fsdpi_mesh_numel(mesh);
     if (numel < mesh->root_numel)
-        return fsdpi_fail(
+        return fsdp_fail(
             m->world, FSDP_ERR_UNSUPPORTED,
             "clip_grads: the model's mesh is a slice: %d of the mesh's %d ranks. Nothing says "
             "whether the other ranks hold copies of its parameters or other parameters. Give "
@@ -107,10 +107,10 @@ static fsdp_status fsdpi_norm_check(const fsdp_model *m) {
             "on those ranks a mesh_info that replicates over that dim",
             numel, mesh->root_numel);
     if (m->outside)
-        return fsdpi_fail(m->world, FSDP_ERR_UNSUPPORTED,
-                          "clip_grads: the mesh of unit '%s' has ranks that the model's mesh "
-                          "lacks: give fsdp_model_desc a mesh of all ranks that share units",
-                          m->outside->desc.name);
+        return fsdp_fail(m->world, FSDP_ERR_UNSUPPORTED,
+                         "clip_grads: the mesh of unit '%s' has ranks that the model's mesh "
+                         "lacks: give fsdp_model_desc a mesh of all ranks that share units",
+                         m->outside->desc.name);
     return FSDP_OK;
 }
 
@@ -120,14 +120,14 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     fsdp_world *w = model ? model->world : NULL;
     fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
     if (!status && (!w || !desc)) status = fsdpi_null(w, "clip_grads");
-    if (!status) status = fsdpi_desc_read(w, &d, desc, sizeof d, "fsdp_clip_desc");
+    if (!status) status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_clip_desc");
     if (status) return status;
     if (!fsdpi_is_nan(d.norm_type) && d.norm_type == 0) d.norm_type = 2;
     if (!(d.max_norm > 0) || fsdpi_is_nan(d.max_norm) || !(d.norm_type > 0) ||
         fsdpi_is_nan(d.norm_type))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "clip_grads: max_norm is %g, norm_type is %g: expected numbers > 0",
-                          d.max_norm, d.norm_type);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "clip_grads: max_norm is %g, norm_type is %g: expected numbers > 0",
+                         d.max_norm, d.norm_type);
     status = fsdpi_norm_check(model);
     if (!status) status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
     if (status) return status;
@@ -139,10 +139,10 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     if (!status && !is_bad && fsdpi_is_finite(d.max_norm)) status = fsdpi_clip(model, d.max_norm);
     if (!status && norm) status = fsdp_grad_norm(model, norm);
     if (status || !is_bad) return status;
-    return fsdpi_fail(w, FSDP_ERR_CORRUPT,
-                      "clip_grads: the norm of the gradients is %g: nothing was scaled; look for "
-                      "infinities, or leave error_if_nonfinite at 0",
-                      total);
+    return fsdp_fail(w, FSDP_ERR_CORRUPT,
+                     "clip_grads: the norm of the gradients is %g: nothing was scaled; look for "
+                     "infinities, or leave error_if_nonfinite at 0",
+                     total);
 }
 
 FSDP_API fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm) {
@@ -151,8 +151,8 @@ FSDP_API fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm) {
     fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
     if (!status && (!w || !norm)) status = fsdpi_null(w, "grad_norm");
     if (!status && !(model->norm_type > 0))
-        status = fsdpi_fail(w, FSDP_ERR_INVALID_STATE,
-                            "grad_norm: nothing has been measured: call fsdp_clip_grads first");
+        status = fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                           "grad_norm: nothing has been measured: call fsdp_clip_grads first");
     if (!status) status = fsdpi_transfer(w, &total, model->scalar->ptr, sizeof total);
     if (!status) *norm = fsdpi_root(total, model->norm_type);
     return status;

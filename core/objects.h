@@ -214,6 +214,7 @@ typedef struct fsdpi_template {
 typedef struct fsdpi_layout {
     int num_train, num_parts, train_parts;       // train_parts: with trainables
     uint64_t hash;                               // of all that ranks must have given alike
+    uint8_t agree[FSDP_AGREE_COUNT];             // of its parts
     fsdpi_part *parts;                           // [num_params] places
     fsdp_dtype reduce_dtype, gather_dtype;       // gather: U8: several parts, gathered as bytes
     int64_t slot_bytes, grad_bytes, slice_bytes; // of GATHER, GRAD, SLICE

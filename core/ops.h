@@ -22,6 +22,7 @@ static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, 
     op.unit = u;
     op.what = u ? u->desc.name : fsdpi_label(m, label);
     op.what_hash = u ? u->layout.hash : (uint64_t)label;
+    if (u) memcpy(op.agree, u->layout.agree, sizeof op.agree);
     op.step = m->step;
     return op;
 }
@@ -162,11 +163,11 @@ static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t 
     fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
     *out = buf;
     if (!buf || (!buf->held && buf->bytes >= bytes)) return FSDP_OK;
-    return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
-                      "an extension gave unit '%s' a slot of %llu bytes%s for %s, expected a free "
-                      "one of %llu",
-                      u->desc.name, (unsigned long long)buf->bytes, buf->held ? " in use" : "",
-                      fsdp_pool_name(pool), (unsigned long long)bytes);
+    return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
+                     "an extension gave unit '%s' a slot of %llu bytes%s for %s, expected a free "
+                     "one of %llu",
+                     u->desc.name, (unsigned long long)buf->bytes, buf->held ? " in use" : "",
+                     fsdp_pool_name(pool), (unsigned long long)bytes);
 }
 
 static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {

@@ -46,7 +46,7 @@ static fsdp_status fsdpi_full_scratch(fsdp_model *m) {
     if (status || fsdpi_is_host(m->world)) return status;
     m->full_copy = (char *)fsdpi_model_alloc(m, m->full_scratch->bytes);
     return m->full_copy ? FSDP_OK
-                        : fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "param_full: no memory");
+                        : fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "param_full: no memory");
 }
 
 /* Gather one parameter, or its gradient, in its own dtype, in pieces that fit the scratch buffer:
@@ -120,9 +120,9 @@ FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_
     fsdp_status status = fsdpi_shards_readable(unit->model);
     if (status) return status;
     if (index < 0 || index >= unit->desc.num_params)
-        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG,
-                          "param_view_get: unit '%s' has no parameter %d, expected 0..%d",
-                          unit->desc.name, index, unit->desc.num_params - 1);
+        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_ARG,
+                         "param_view_get: unit '%s' has no parameter %d, expected 0..%d",
+                         unit->desc.name, index, unit->desc.num_params - 1);
     fsdpi_view(unit, index, out);
     return FSDP_OK;
 }
@@ -135,9 +135,9 @@ FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_vi
         if (ordinal >= first && ordinal < first + u->desc.num_params)
             return fsdp_param_view_get(u, ordinal - first, out);
     }
-    return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                      "param_at: the model has no parameter %d, expected 0..%d", ordinal,
-                      model->num_params - 1);
+    return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
+                     "param_at: the model has no parameter %d, expected 0..%d", ordinal,
+                     model->num_params - 1);
 }
 
 FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
@@ -184,7 +184,7 @@ static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsd
     char *staged = in_place ? NULL : (char *)fsdpi_model_alloc(m, (size_t)most);
     fsdp_status status = FSDP_OK;
     if (!in_place && !staged)
-        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "init_params: no memory");
+        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "init_params: no memory");
     for (int64_t row = 0; row < rows && !status; row += step) {
         char *place = (char *)v->shard + fsdpi_bytes(row * row_numel, v->dtype);
         block.local_shape[0] = fsdpi_min(step, rows - row);
@@ -204,8 +204,8 @@ static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsd
 FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *user) {
     fsdp_status status = model ? fsdpi_failed(model->world) : FSDP_OK;
     if (!status && !fn)
-        status = fsdpi_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
-                            "init_params: fn is NULL");
+        status = fsdp_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
+                           "init_params: fn is NULL");
     if (!status) status = fsdpi_load(model);
     if (status) return status;
     fsdp_param_view v = FSDP_ZERO;
@@ -216,8 +216,8 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
 
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {
     if (!model || !out || !fsdp_dtype_size(dtype))
-        return fsdpi_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
-                          "model_flat: an argument is NULL, or dtype %d is none", dtype);
+        return fsdp_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "model_flat: an argument is NULL, or dtype %d is none", dtype);
     fsdp_status status = fsdpi_shards_readable(model);
     if (status) return status;
     const fsdpi_flat_block *flat = &model->flats[dtype];
@@ -238,7 +238,7 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
     if (status) return status;
     const fsdp_layout_param *lay = &unit->params[index].lay;
     if (!full && lay->numel > 0)
-        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG, "param_load: full is NULL");
+        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_ARG, "param_load: full is NULL");
     status = fsdpi_load(unit->model);
     if (status) return status;
     fsdp_param_view v;
@@ -272,9 +272,9 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
     const fsdpi_param *p = &unit->params[index];
     fsdp_dtype dtype = fsdpi_grad_dtype(unit->model, p->dtype);
     if (!p->requires_grad)
-        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
-                          "param_full_grad: parameter '%s' of unit '%s' is frozen", p->name,
-                          unit->desc.name);
+        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
+                         "param_full_grad: parameter '%s' of unit '%s' is frozen", p->name,
+                         unit->desc.name);
     status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
     if (status) return status;
     if (unit->state.grads.shard == FSDPI_GRADS_REDUCED)

@@ -132,9 +132,9 @@ static fsdp_status fsdpi_dry_flags(fsdp_model *dry) {
 static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     fsdp_world *w = m->world;
     if (m->num_units == 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_STATE, "prediction: the model has no units");
+        return fsdp_fail(w, FSDP_ERR_INVALID_STATE, "prediction: the model has no units");
     fsdpi_rehearsal *r = (fsdpi_rehearsal *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
-    if (!r) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
+    if (!r) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
     fsdp_model *dry = *out = &r->model;
     fsdpi_dry_world(r, w);
     dry->desc = m->desc;
@@ -152,7 +152,7 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     if (!status) status = fsdpi_commit(dry);
     if (!status) status = fsdpi_dry_flags(dry);
     if (!status) status = fsdpi_rehearse(dry);
-    return status ? fsdpi_fail(w, status, "prediction: %s", fsdp_status_text(status)) : FSDP_OK;
+    return status ? fsdp_fail(w, status, "prediction: %s", fsdp_status_text(status)) : FSDP_OK;
 }
 
 // Allocate the slots that a step will take, as the prediction counts them.
@@ -164,7 +164,7 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
     for (int i = 0; !status && i < dry->num_classes; i++) { // the model's own has been found before
         const fsdpi_class *wanted = &dry->classes[i];
         int at = fsdpi_class_find(m, wanted->pool, wanted->bytes);
-        if (at < 0) status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "reserve: no memory");
+        if (at < 0) status = fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "reserve: no memory");
         while (!status && m->classes[at].count < wanted->count)
             status = fsdpi_class_add(m, &m->classes[at]);
     }

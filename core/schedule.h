@@ -19,9 +19,9 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
         if (!fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order, sizeof *m->order))
             return fsdpi_fail_together(
                 m->world,
-                fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                           "post_forward of unit '%s': no memory for the record of forwards",
-                           u->desc.name));
+                fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
+                          "post_forward of unit '%s': no memory for the record of forwards",
+                          u->desc.name));
         m->order[m->num_order].unit = u;
         m->order[m->num_order].previous = u->state.last_order;
         u->state.last_order = m->num_order++;
@@ -132,11 +132,11 @@ static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, const char *what) {
                                  fsdpi_call_name(c));
         if (used >= sizeof possible) break;
     }
-    return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_STATE,
-                      "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have not run "
-                      "backward; possible now: %s",
-                      what, u->desc.name, states[u->state.training], storages[u->state.storage],
-                      u->model->backward ? "inside" : "outside", u->state.forwards, possible);
+    return fsdp_fail(u->model->world, FSDP_ERR_INVALID_STATE,
+                     "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have not run "
+                     "backward; possible now: %s",
+                     what, u->desc.name, states[u->state.training], storages[u->state.storage],
+                     u->model->backward ? "inside" : "outside", u->state.forwards, possible);
 }
 
 static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
@@ -251,8 +251,8 @@ static int fsdpi_getter_ok(fsdp_unit *u, int call) {
 static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
     if (!u) return fsdpi_null(NULL, fsdpi_call_name(call));
     if (index < 0 || index >= u->desc.num_params)
-        return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_ARG,
-                          "%s: unit '%s' has no parameter %d, expected 0..%d",
-                          fsdpi_call_name(call), u->desc.name, index, u->desc.num_params - 1);
+        return fsdp_fail(u->model->world, FSDP_ERR_INVALID_ARG,
+                         "%s: unit '%s' has no parameter %d, expected 0..%d", fsdpi_call_name(call),
+                         u->desc.name, index, u->desc.num_params - 1);
     return FSDP_OK;
 }

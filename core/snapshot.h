@@ -85,10 +85,10 @@ static fsdp_status fsdpi_taken_check(fsdp_model *m, const void *owner, const voi
     int good = nbytes >= sizeof then;
     if (good) memcpy(&then, buf, sizeof then);
     if (good && memcmp(&then, &now, sizeof now) == 0) return FSDP_OK;
-    return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
-                      "%s: the snapshot of %llu bytes was taken of another one, or slots were made "
-                      "or freed since: take it again behind a freeze, a thaw or fsdp_pools_trim",
-                      what, (unsigned long long)nbytes);
+    return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
+                     "%s: the snapshot of %llu bytes was taken of another one, or slots were made "
+                     "or freed since: take it again behind a freeze, a thaw or fsdp_pools_trim",
+                     what, (unsigned long long)nbytes);
 }
 
 FSDP_API size_t fsdp_model_snapshot(const fsdp_model *model, void *buf, size_t cap) {

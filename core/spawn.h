@@ -166,7 +166,7 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
     int64_t failed_at = 0;
     struct pollfd p;
     if (pipe(s->pipe))
-        return fsdpi_fail(NULL, FSDP_ERR_IO, "fsdp_spawn: no pipe: %s", strerror(errno));
+        return fsdp_fail(NULL, FSDP_ERR_IO, "fsdp_spawn: no pipe: %s", strerror(errno));
     (void)fcntl(s->pipe[0], F_SETFD, FD_CLOEXEC);
     (void)fcntl(s->pipe[1], F_SETFD, FD_CLOEXEC);
     (void)fflush(NULL); // or every child would print what is buffered here
@@ -203,12 +203,12 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     fsdpi_spawn s;
     char job[64];
     memset(&s, 0, sizeof s);
-    fsdp_status status = fsdpi_desc_read(NULL, &d, desc, sizeof d, "fsdp_spawn_desc");
+    fsdp_status status = fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_spawn_desc");
     if (!status)
-        status = fsdpi_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc");
+        status = fsdp_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc");
     if (status) return status;
     if (!fn || d.num_ranks < 1 || d.grace_ms < 0)
-        return fsdpi_fail(
+        return fsdp_fail(
             NULL, FSDP_ERR_INVALID_ARG,
             "fsdp_spawn: num_ranks is %d, grace_ms %d, the function %s: expected num_ranks >= 1, "
             "grace_ms >= 0 and a function",
@@ -229,12 +229,12 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     size_t bytes = (size_t)d.num_ranks * (sizeof(fsdpi_spawn_rank) + sizeof(int));
     fsdpi_spawn_rank *ranks = (fsdpi_spawn_rank *)fsdpi_alloc(&allocator, bytes);
     if (!ranks)
-        return fsdpi_fail(NULL, FSDP_ERR_OUT_OF_MEMORY, "fsdp_spawn: no memory for %d ranks",
-                          d.num_ranks);
+        return fsdp_fail(NULL, FSDP_ERR_OUT_OF_MEMORY, "fsdp_spawn: no memory for %d ranks",
+                         d.num_ranks);
     for (int k = 0; k < d.num_ranks; k++) ranks[k].spawn = &s, ranks[k].rank = k;
     if (d.threads) fsdpi_spawn_threads(&s, ranks);
     else status = fsdpi_spawn_processes(&s, ranks, (int *)(void *)(ranks + d.num_ranks));
     fsdpi_free(&allocator, ranks);
     if (status || !s.first.status) return status;
-    return fsdpi_fail(NULL, (fsdp_status)s.first.status, "fsdp_spawn: %s", s.first.text);
+    return fsdp_fail(NULL, (fsdp_status)s.first.status, "fsdp_spawn: %s", s.first.text);
 }

@@ -20,37 +20,37 @@ static void fsdpi_unit_free(fsdp_unit *u) {
 static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char *name,
                                      fsdp_param_desc *d) {
     if (d->ndim == 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': parameter '%s' is a scalar (ndim 0), which "
-                          "cannot be sharded: "
-                          "make it a vector of one element",
-                          unit, name);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fully_shard of unit '%s': parameter '%s' is a scalar (ndim 0), which "
+                         "cannot be sharded: "
+                         "make it a vector of one element",
+                         unit, name);
     if (d->ndim < 0 || d->ndim > FSDP_MAX_DIMS)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': parameter '%s' has ndim %d, expected 1..%d",
-                          unit, name, d->ndim, FSDP_MAX_DIMS);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fully_shard of unit '%s': parameter '%s' has ndim %d, expected 1..%d",
+                         unit, name, d->ndim, FSDP_MAX_DIMS);
     if (d->shard_dim < -d->ndim || d->shard_dim >= d->ndim)
-        return fsdpi_fail(
+        return fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
             "fully_shard of unit '%s': parameter '%s' has shard_dim %d, invalid for %d dims", unit,
             name, d->shard_dim, d->ndim);
     if (d->shard_dim < 0) d->shard_dim += d->ndim;
     for (int i = 0; i < d->ndim; i++)
         if (d->shape[i] < 0)
-            return fsdpi_fail(
+            return fsdp_fail(
                 w, FSDP_ERR_INVALID_ARG,
                 "fully_shard of unit '%s': parameter '%s' has size %lld in dim %d, expected >= 0",
                 unit, name, (long long)d->shape[i], i);
     if (d->dtype == FSDP_DTYPE_KEEP) d->dtype = FSDP_F32;
     if (!fsdp_dtype_size(d->dtype))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': parameter '%s' has dtype %d, which is none",
-                          unit, name, d->dtype);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fully_shard of unit '%s': parameter '%s' has dtype %d, which is none",
+                         unit, name, d->dtype);
     if (!d->frozen && !fsdp_dtype_is_float(d->dtype))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': parameter '%s' is %s and requires a gradient: "
-                          "only floating parameters can; set frozen",
-                          unit, name, fsdp_dtype_name(d->dtype));
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fully_shard of unit '%s': parameter '%s' is %s and requires a gradient: "
+                         "only floating parameters can; set frozen",
+                         unit, name, fsdp_dtype_name(d->dtype));
     return FSDP_OK;
 }
 
@@ -61,10 +61,10 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
     rest = fsdpi_mul(rest, fsdpi_numel(p->lay.shape, p->lay.shard_dim + 1, p->lay.ndim));
     p->extension = *extension;
     if (!extension->sizes || !extension->pre_all_gather || !extension->post_all_gather)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': the extension of parameter '%s' lacks a "
-                          "function: give sizes, pre_all_gather and post_all_gather",
-                          u->desc.name, p->name);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fully_shard of unit '%s': the extension of parameter '%s' lacks a "
+                         "function: give sizes, pre_all_gather and post_all_gather",
+                         u->desc.name, p->name);
     int64_t rows = fsdpi_ceil_div(p->lay.shape[p->lay.shard_dim], fsdpi_shards(u));
     int64_t numel = fsdpi_mul(rest, rows), sum = 0;
     p->num_strings = numel < 0 ? 0 : extension->sizes(extension->user, numel, p->string_bytes);
@@ -75,10 +75,10 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
         good = good && sum <= FSDPI_NUMEL_MAX / fsdpi_shards(u) / 8;
     }
     return good ? FSDP_OK
-                : fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                             "fully_shard of unit '%s': the extension of parameter '%s' returned "
-                             "%d strings: expected 1..%d, of sizes >= 0",
-                             u->desc.name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
+                : fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                            "fully_shard of unit '%s': the extension of parameter '%s' returned "
+                            "%d strings: expected 1..%d, of sizes >= 0",
+                            u->desc.name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
 }
 
 // Parameters of a unit from their descs. The array of descs may have an older header's stride.
@@ -91,7 +91,7 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
         fsdp_param_desc pd;
         char what[64], fallback[16];
         snprintf(what, sizeof what, "fsdp_unit_desc.params[%d]", i);
-        fsdp_status status = fsdpi_desc_read(m->world, &pd, at, sizeof pd, what);
+        fsdp_status status = fsdp_desc_read(m->world, &pd, at, sizeof pd, what);
         if (status) return status;
         if (i == 0) stride = pd.size ? pd.size : (uint32_t)sizeof pd;
         snprintf(fallback, sizeof fallback, "p%d", i);
@@ -101,8 +101,8 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
         fsdpi_param *p = &u->params[i];
         p->name = fsdpi_copy_text(&m->world->boot.allocator, name);
         if (!p->name)
-            return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                              "fully_shard of unit '%s': no memory", u->desc.name);
+            return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
+                             "fully_shard of unit '%s': no memory", u->desc.name);
         m->host_bytes += (int64_t)fsdpi_alloc_size(p->name);
         p->user = pd.user;
         p->dtype = pd.dtype;
@@ -124,22 +124,36 @@ static fsdp_dtype fsdpi_promote(fsdp_dtype a, fsdp_dtype b) {
 }
 
 // All that ranks must have given alike: it is part of what every collective compares.
-static uint64_t fsdpi_unit_hash(const fsdp_unit *u) {
+static void fsdpi_unit_agree(fsdp_unit *u) {
     const fsdp_model_desc *md = &u->model->desc;
-    uint64_t h = fsdpi_hash(fsdpi_hash_text(u->desc.name), (uint64_t)u->desc.num_params);
-    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)u->desc.policy_dtype), (uint64_t)u->layout.reduce_dtype);
-    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)md->grads_overwrite), (uint64_t)md->direct_min);
-    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)md->grad_dtype), (uint64_t)u->desc.slices);
-    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)fsdpi_shards(u)), (uint64_t)fsdpi_replicas(u));
+    uint64_t h[FSDP_AGREE_COUNT] = {0};
+    h[FSDP_AGREE_NAMES] = fsdpi_hash(fsdpi_hash_text(u->desc.name), (uint64_t)u->desc.num_params);
+    h[FSDP_AGREE_DTYPES] = fsdpi_hash(1, (uint64_t)u->desc.policy_dtype);
+    h[FSDP_AGREE_REDUCE_DTYPE] = fsdpi_hash(1, (uint64_t)u->layout.reduce_dtype);
+    h[FSDP_AGREE_GRAD_DTYPE] = fsdpi_hash(1, (uint64_t)md->grad_dtype);
+    h[FSDP_AGREE_SLICES] = fsdpi_hash(1, (uint64_t)u->desc.slices);
+    h[FSDP_AGREE_OVERWRITE] = fsdpi_hash(1, (uint64_t)md->grads_overwrite);
+    h[FSDP_AGREE_DIRECT_MIN] = fsdpi_hash(1, (uint64_t)md->direct_min);
+    h[FSDP_AGREE_MESH] = fsdpi_hash((uint64_t)fsdpi_shards(u), (uint64_t)fsdpi_replicas(u));
     for (int i = 0; i < u->desc.num_params; i++) {
         const fsdpi_param *p = &u->params[i];
-        h = fsdpi_hash(fsdpi_hash(h, fsdpi_hash_text(p->name)), (uint64_t)p->requires_grad);
-        h = fsdpi_hash(fsdpi_hash(h, (uint64_t)p->lay.ndim), (uint64_t)p->lay.shard_dim);
-        h = fsdpi_hash(fsdpi_hash(h, (uint64_t)p->dtype), (uint64_t)p->keep_dtype);
-        for (int d = 0; d < p->lay.ndim; d++) h = fsdpi_hash(h, (uint64_t)p->lay.shape[d]);
-        for (int k = 0; k < p->num_strings; k++) h = fsdpi_hash(h, (uint64_t)p->string_bytes[k]);
+        uint64_t shape = fsdpi_hash(h[FSDP_AGREE_SHAPES], (uint64_t)p->lay.ndim);
+        uint64_t dtype = fsdpi_hash(h[FSDP_AGREE_DTYPES], (uint64_t)p->dtype);
+        for (int d = 0; d < p->lay.ndim; d++) shape = fsdpi_hash(shape, (uint64_t)p->lay.shape[d]);
+        h[FSDP_AGREE_SHAPES] = shape;
+        h[FSDP_AGREE_DTYPES] = fsdpi_hash(dtype, (uint64_t)p->keep_dtype);
+        h[FSDP_AGREE_NAMES] = fsdpi_hash(h[FSDP_AGREE_NAMES], fsdpi_hash_text(p->name));
+        h[FSDP_AGREE_SHARD_DIM] = fsdpi_hash(h[FSDP_AGREE_SHARD_DIM], (uint64_t)p->lay.shard_dim);
+        h[FSDP_AGREE_REQUIRES_GRAD] = fsdpi_hash(h[FSDP_AGREE_REQUIRES_GRAD],
+                                                 (uint64_t)p->requires_grad);
+        for (int k = 0; k < p->num_strings; k++)
+            h[FSDP_AGREE_STRINGS] = fsdpi_hash(h[FSDP_AGREE_STRINGS], (uint64_t)p->string_bytes[k]);
     }
-    return h;
+    u->layout.hash = 0;
+    for (int k = 0; k < FSDP_AGREE_COUNT; k++) {
+        u->layout.hash = fsdpi_hash(u->layout.hash, h[k]);
+        u->layout.agree[k] = (uint8_t)h[k];
+    }
 }
 
 /* Sort the parameters into parts, by their dtypes and by who requires a gradient now, and measure.
@@ -173,21 +187,21 @@ static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
         u->layout.reduce_dtype = u->desc.policy_reduce ? u->desc.policy_reduce : FSDP_F32;
     int bytes = u->layout.num_parts > 1 || u->layout.parts[0].extended;
     u->layout.gather_dtype = bytes ? FSDP_U8 : u->layout.parts[0].param_dtype;
-    u->layout.hash = fsdpi_unit_hash(u);
+    fsdpi_unit_agree(u);
     fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)u->desc.num_params *
                                                                            sizeof *tmp);
     if (!tmp)
-        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "layout of unit '%s': no memory",
-                          u->desc.name);
+        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "layout of unit '%s': no memory",
+                         u->desc.name);
     fsdp_status status = fsdpi_unit_layout(u, tmp);
     fsdpi_model_free(m, tmp);
     if (status)
-        return fsdpi_fail(m->world, status,
-                          "fully_shard of unit '%s': its size is more than 2^56 elements",
-                          u->desc.name);
+        return fsdp_fail(m->world, status,
+                         "fully_shard of unit '%s': its size is more than 2^56 elements",
+                         u->desc.name);
     fsdpi_unit_route(u);
     status = fsdpi_unit_classes(u);
-    return status ? fsdpi_fail(m->world, status, "layout of unit '%s': no memory", u->desc.name)
+    return status ? fsdp_fail(m->world, status, "layout of unit '%s': no memory", u->desc.name)
                   : status;
 }
 
@@ -196,10 +210,10 @@ static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const cha
     if ((!param || fsdp_dtype_is_float(param)) && (!reduce || fsdp_dtype_is_float(reduce)) &&
         (!output || fsdp_dtype_is_float(output)))
         return FSDP_OK;
-    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                      "%s '%s': param_dtype %d, reduce_dtype %d, output_dtype %d: expected "
-                      "floating dtypes or KEEP",
-                      what, name, param, reduce, output);
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                     "%s '%s': param_dtype %d, reduce_dtype %d, output_dtype %d: expected "
+                     "floating dtypes or KEEP",
+                     what, name, param, reduce, output);
 }
 
 // What the desc says about meshes: a mesh info, a mesh, or as `otherwise`.
@@ -218,19 +232,19 @@ static fsdp_status fsdpi_resolve_mesh(fsdp_world *w, const fsdp_mesh *mesh,
         replicate = info->replicate_mesh_dim;
     }
     if (!mesh || mesh->world != w)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "the mesh belongs to another world, or the mesh info has none: make the "
-                          "mesh from this world");
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "the mesh belongs to another world, or the mesh info has none: make the "
+                         "mesh from this world");
     if (!info && mesh->ndim > 2)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "a %d-D mesh: expected 1-D (FSDP) or 2-D (HSDP): slice it, or say by "
-                          "mesh_info which dims shard and replicate",
-                          mesh->ndim);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "a %d-D mesh: expected 1-D (FSDP) or 2-D (HSDP): slice it, or say by "
+                         "mesh_info which dims shard and replicate",
+                         mesh->ndim);
     if (!info && mesh->ndim == 2) {
         if (!mesh->names[0] || !mesh->names[1])
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                              "a 2-D mesh without names of its dims: name them, dim 0 replicates "
-                              "and dim 1 shards, or give mesh_info");
+            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                             "a 2-D mesh without names of its dims: name them, dim 0 replicates "
+                             "and dim 1 shards, or give mesh_info");
         kind = FSDP_MESH_INFO_HSDP;
         replicate = 0;
         shard = 1;
@@ -248,11 +262,11 @@ static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
     if (info->replicate_mesh_dim >= 0)
         u->desc.replicate_comm = info->mesh->reduce_comm[info->replicate_mesh_dim];
     if (n < FSDP_RESHARD_NEVER || (n > 1 && fsdpi_shards(u) % n != 0))
-        return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': reshard_after_forward is %d, expected "
-                          "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of the shard group's "
-                          "%d ranks",
-                          u->desc.name, n, fsdpi_shards(u));
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
+                         "fully_shard of unit '%s': reshard_after_forward is %d, expected "
+                         "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of the shard group's "
+                         "%d ranks",
+                         u->desc.name, n, fsdpi_shards(u));
     if (n > 1 && n == fsdpi_shards(u)) n = FSDP_RESHARD_ALWAYS;
     u->options.reshard_after_forward = n;
     u->desc.slices = n > 1 ? n : 0;
@@ -272,8 +286,8 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     u->params = (fsdpi_param *)fsdpi_model_alloc(m, count * sizeof *u->params);
     u->layout.parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->layout.parts);
     if (!u->desc.name || !u->params || !u->layout.parts)
-        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
-                          d->name ? d->name : fallback);
+        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
+                         d->name ? d->name : fallback);
     fsdp_status status = fsdpi_dtypes_check(m->world, "fully_shard of unit", u->desc.name,
                                             d->param_dtype, d->reduce_dtype, d->output_dtype);
     if (!status)
@@ -296,22 +310,22 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     *unit = NULL;
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_failed(w);
-    if (!status) status = fsdpi_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc");
+    if (!status) status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc");
     if (status) return status;
     if (model->layout > 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_STATE,
-                          "fully_shard: the model is committed: make all units before the first "
-                          "hook, init or load");
+        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                         "fully_shard: the model is committed: make all units before the first "
+                         "hook, init or load");
     if (d.num_params < 1 || !d.params)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': num_params is %d, expected >= 1, and params",
-                          d.name ? d.name : "", d.num_params);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fully_shard of unit '%s': num_params is %d, expected >= 1, and params",
+                         d.name ? d.name : "", d.num_params);
     fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);
     if (!u || !fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
                           sizeof *model->units)) {
         fsdpi_model_free(model, u);
-        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
-                          d.name ? d.name : "");
+        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
+                         d.name ? d.name : "");
     }
     u->model = model;
     u->desc.user = d.user;

@@ -63,13 +63,15 @@ static int fsdpi_usage_any(const fsdp_unit *u, int use) {
 }
 
 // What ranks must agree on in a reduction: the unit, the factor; by upstream's rule what was used.
-static uint64_t fsdpi_usage_hash(const fsdp_unit *u, double factor) {
-    uint64_t bits;
+static void fsdpi_usage_agree(const fsdp_unit *u, double factor, fsdp_op *op) {
+    uint64_t bits, used = 0;
     memcpy(&bits, &factor, sizeof bits);
-    uint64_t h = fsdpi_hash(u->layout.hash, bits);
+    bits = fsdpi_hash(1, bits);
     for (int i = 0; i < u->desc.num_params && !u->options.reduce_unused; i++)
-        h = fsdpi_hash(h, (u->params[i].use & FSDPI_USE_PENDING) != 0);
-    return h;
+        used = fsdpi_hash(used, (u->params[i].use & FSDPI_USE_PENDING) != 0);
+    op->what_hash = fsdpi_hash(fsdpi_hash(u->layout.hash, bits), used);
+    op->agree[FSDP_AGREE_FACTOR] = (uint8_t)bits;
+    op->agree[FSDP_AGREE_USED] = (uint8_t)used;
 }
 
 // The counts of users of the unit's trainables [from, from + count), as the host reads them.

@@ -18,19 +18,19 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     if (d->timeout_ms == 0) d->timeout_ms = 60000;
     if (d->lanes < 0) d->lanes = 0;
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "rank %d of a world of %d: expected 0 <= rank < world_size", d->rank,
-                          d->world_size);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "rank %d of a world of %d: expected 0 <= rank < world_size", d->rank,
+                         d->world_size);
     if (d->timeout_ms < 0 || d->lanes > 2 || d->local_rank < 0 || d->log_level < 0 ||
         d->log_level > FSDP_LOG_NONE)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, log_level %d: "
-                          "expected timeout_ms >= 0, lanes -1..2, "
-                          "local_rank >= 0, log_level 0..%d",
-                          d->timeout_ms, d->lanes, d->local_rank, d->log_level, FSDP_LOG_NONE);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, log_level %d: "
+                         "expected timeout_ms >= 0, lanes -1..2, "
+                         "local_rank >= 0, log_level 0..%d",
+                         d->timeout_ms, d->lanes, d->local_rank, d->log_level, FSDP_LOG_NONE);
     if (!d->allocator.alloc != !d->allocator.free)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fsdp_world_desc.allocator: give both functions or neither");
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fsdp_world_desc.allocator: give both functions or neither");
     if (!d->allocator.alloc) {
         d->allocator.alloc = fsdpi_libc_alloc;
         d->allocator.free = fsdpi_libc_free;
@@ -43,7 +43,7 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
 static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t version,
                                      uint32_t size, uint32_t want_version, size_t want_size) {
     if (version == want_version && size == want_size) return FSDP_OK;
-    return fsdpi_fail(
+    return fsdp_fail(
         w, FSDP_ERR_INVALID_ARG,
         "%s table has version %u and size %u, expected %u and %u: build it with this header", what,
         version, size, want_version, (unsigned)want_size);
@@ -67,21 +67,21 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
         char text[128];
         fsdpi_text compiled = {text, sizeof text, 0};
         for (b = fsdpi_backends; b->name; b++) fsdpi_say(&compiled, " %s", b->name);
-        return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED,
-                          "backend '%s'%s is not compiled in: this program has%s. For gloo: "
-                          "-DFSDP_BACKEND_GLOO, see docs/cluster.md; for nccl: docs/gpu.md",
-                          name        ? name
-                          : is_spread ? "gloo"
-                                      : "",
-                          d->backend || !is_spread ? "" : ", for ranks on several hosts,",
-                          b == fsdpi_backends ? " none" : text);
+        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
+                         "backend '%s'%s is not compiled in: this program has%s. For gloo: "
+                         "-DFSDP_BACKEND_GLOO, see docs/cluster.md; for nccl: docs/gpu.md",
+                         name        ? name
+                         : is_spread ? "gloo"
+                                     : "",
+                         d->backend || !is_spread ? "" : ", for ranks on several hosts,",
+                         b == fsdpi_backends ? " none" : text);
     }
     w->comm_ops = d->comm_ops ? d->comm_ops : b->comm_ops();
     if (!is_spread || d->comm_ops || !b->one_host) return FSDP_OK;
-    return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED,
-                      "backend '%s' serves one host, and the launcher has started ranks on "
-                      "several: FSDP_BACKEND=gloo, see docs/cluster.md",
-                      b->name);
+    return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
+                     "backend '%s' serves one host, and the launcher has started ranks on "
+                     "several: FSDP_BACKEND=gloo, see docs/cluster.md",
+                     b->name);
 }
 
 static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
@@ -103,8 +103,8 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
     uint32_t needed = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
                       1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     if ((w->caps.kinds & needed) != needed)
-        return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "backend %s lacks a collective that is needed",
-                          w->comm_ops->name);
+        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "backend %s lacks a collective that is needed",
+                         w->comm_ops->name);
     status = w->comm_ops->alloc(w->comm, FSDPI_BOUNCE, &w->bounce);
     if (status) {
         w->bounce = NULL;
@@ -121,8 +121,8 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     status = w->device_ops->open(&w->boot, &w->device);
     if (status) {
         w->device = NULL;
-        return fsdpi_fail(w, status, "device %s could not be opened: %s", w->device_ops->name,
-                          fsdpi_device_text(w, status));
+        return fsdp_fail(w, status, "device %s could not be opened: %s", w->device_ops->name,
+                         fsdpi_device_text(w, status));
     }
     return FSDP_OK;
 }
@@ -138,8 +138,8 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
         w->own_stream = w->streams[FSDP_STREAM_COMPUTE];
         if (!status) status = w->device_ops->event(w->device, &w->fence);
         if (status)
-            return fsdpi_fail(w, status, "device %s could not make a stream: %s",
-                              w->device_ops->name, fsdpi_device_text(w, status));
+            return fsdp_fail(w, status, "device %s could not make a stream: %s",
+                             w->device_ops->name, fsdpi_device_text(w, status));
     } else if (lanes > 0) {
         w->mode = FSDPI_LANES;
         int two = lanes > 1 && (w->size == 1 || w->caps.lanes > 1);
@@ -153,7 +153,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)w->size * sizeof *ranks);
     if (!ranks)
         return fsdpi_fail_together(
-            w, fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for %d ranks", w->size));
+            w, fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for %d ranks", w->size));
     for (int r = 0; r < w->size; r++) ranks[r] = r;
     fsdp_group group = {0, w->rank, w->size, FSDP_STREAM_REDUCE, ranks, "reduce"};
     status = w->comm_ops->split(w->comm, &group, &w->reduce_comm);

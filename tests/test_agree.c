@@ -1,63 +1,169 @@
-/* test_agree.c - ranks that describe a unit differently are told at its first collective.
+/* test_agree.c - ranks that describe a unit differently, or have come to another step, are told at
+   the next collective, and in which thing they differ.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "lab.h"
 
-typedef struct {
-    const char *name;
-    int32_t shard_dim, swap_frozen, transpose, swap_names, overwrite, direct;
-} difference;
+enum {
+    NOTHING,
+    NAMES,
+    SHAPE,
+    SHARD_DIM,
+    STORED,
+    PARAM_DTYPE,
+    KEEP_DTYPE,
+    REDUCE_DTYPE,
+    GRAD_DTYPE,
+    FROZEN,
+    STRINGS,
+    OVERWRITE,
+    DIRECT_MIN
+};
 
-static const difference differences[] = {
-    {"none", 0, 0, 0, 0, 0, 0},       {"shard_dim", 1, 0, 0, 0, 0, 0},
-    {"frozen", 0, 1, 0, 0, 0, 0},     {"shape", 0, 0, 1, 0, 0, 0},
-    {"names", 0, 0, 0, 1, 0, 0},      {"grads_overwrite", 0, 0, 0, 0, 1, 0},
-    {"direct_min", 0, 0, 0, 0, 0, 1},
+/* What rank 0 does in its own way, and what the text says of it. */
+static const struct {
+    const char *name;
+    int what;
+    const char *text;
+} differences[] = {
+    {"none", NOTHING, NULL},
+    {"names", NAMES, "(differs in names of parameters)"},
+    {"shape", SHAPE, "shapes"},
+    {"shard_dim", SHARD_DIM, "shard_dim"},
+    {"stored", STORED, "dtypes of parameters"},
+    {"param_dtype", PARAM_DTYPE, "dtypes of parameters"},
+    {"keep_dtype", KEEP_DTYPE, "(differs in dtypes of parameters)"},
+    {"reduce_dtype", REDUCE_DTYPE, "(differs in reduce_dtype)"},
+    {"grad_dtype", GRAD_DTYPE, "grad_dtype"},
+    {"frozen", FROZEN, "(differs in requires_grad)"},
+    {"string_bytes", STRINGS, "sizes of a gather extension"},
+    {"grads_overwrite", OVERWRITE, "(differs in grads_overwrite)"},
+    {"direct_min", DIRECT_MIN, "direct_min"},
 };
 
 typedef struct {
-    const difference *d;
+    int what;
+    const char *text;
     struct fsdp_threads threads;
 } agree_job;
 
-static void agree_rank(int rank, int world, void *arg) {
-    agree_job *job = (agree_job *)arg;
-    difference mine = *job->d;
-    if (rank == 0) memset(&mine, 0, sizeof mine);
-    fsdp_world_desc wd = FSDP_ZERO;
+static int string_sizes(void *user, int64_t shard_numel, int64_t nbytes[FSDP_GATHER_TENSORS]) {
+    (void)shard_numel;
+    nbytes[0] = user ? 40 : 24, nbytes[1] = user ? 24 : 40; // as much in all
+    return 2;
+}
+static fsdp_status no_strings(void *user, const fsdp_param_view *v, void *const *strings,
+                              void *stream) {
+    (void)user, (void)v, (void)strings, (void)stream;
+    return FSDP_OK;
+}
+static fsdp_status no_parameter(void *user, const fsdp_param_view *v, const void *const *gathered,
+                                void *full, fsdp_dtype dtype, void *stream) {
+    (void)user, (void)v, (void)gathered, (void)full, (void)dtype, (void)stream;
+    return FSDP_OK;
+}
+
+static void make_pair(fsdp_world *w, int what, int is_odd, fsdp_model **m, fsdp_unit **u) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_unit_desc ud = FSDP_ZERO;
-    fsdp_param_desc p[2] = {fsdp_mat(mine.swap_names ? "b" : "a", 6, 2),
-                            fsdp_mat(mine.swap_names ? "a" : "b", 6, 2)};
+    const int mine = is_odd ? what : NOTHING;
+    fsdp_param_desc p[2] = {fsdp_mat(mine == NAMES ? "b" : "a", 8, 2),
+                            fsdp_mat(mine == NAMES ? "a" : "b", 8, 2)};
+    fsdp_gather_extension strings = {string_sizes, no_strings, no_parameter, NULL};
+    ud.name = "pair", ud.params = p, ud.num_params = 2;
+    p[mine == FROZEN].frozen = 1;
+    if (mine == SHAPE) p[0].shape[0] = 2, p[0].shape[1] = 8;
+    if (mine == SHARD_DIM) p[0].shard_dim = 1;
+    if (mine == STORED) p[0].dtype = p[1].dtype = FSDP_BF16;
+    if (mine == PARAM_DTYPE) ud.param_dtype = FSDP_BF16;
+    if (what == KEEP_DTYPE) p[0].dtype = p[1].dtype = ud.param_dtype = FSDP_F32;
+    if (mine == KEEP_DTYPE) p[0].keep_dtype = p[1].keep_dtype = 1; // changes nothing but the desc
+    if (mine == REDUCE_DTYPE) ud.reduce_dtype = FSDP_F64;
+    if (mine == GRAD_DTYPE) md.grad_dtype = FSDP_F64;
+    if (what == STRINGS) p[0].extension = &strings, strings.user = is_odd ? w : NULL;
+    md.grads_overwrite = mine == OVERWRITE;
+    md.direct_min = mine == DIRECT_MIN;
+    CHECK_OK(fsdp_model_create(w, &md, m));
+    CHECK_OK(fsdp_fully_shard(*m, &ud, u));
+}
+
+static fsdp_world *open_quietly(int rank, int world, agree_job *job) {
+    fsdp_world_desc wd = w_desc(rank, world, &job->threads, "agree", 0);
     fsdp_world *w;
+    CHECK_OK(fsdp_init(&wd, &w));
+    return w;
+}
+
+static void agree_rank(int rank, int world, void *arg) {
+    agree_job *job = (agree_job *)arg;
+    fsdp_world *w = open_quietly(rank, world, job);
     fsdp_model *m;
     fsdp_unit *u;
-    wd.rank = rank, wd.world_size = world, wd.job = "agree", wd.threads = &job->threads;
-    wd.timeout_ms = 5000, wd.log_level = FSDP_LOG_NONE;
-    p[0].shard_dim = mine.shard_dim;
-    p[mine.swap_frozen].frozen = 1;
-    if (mine.transpose) p[0].shape[0] = 2, p[0].shape[1] = 6;
-    md.grads_overwrite = mine.overwrite;
-    md.direct_min = mine.direct ? 1 : 0;
-    ud.name = "pair", ud.params = p, ud.num_params = 2;
-    CHECK_OK(fsdp_init(&wd, &w));
-    CHECK_OK(fsdp_model_create(w, &md, &m));
-    CHECK_OK(fsdp_fully_shard(m, &ud, &u));
+    make_pair(w, job->what, rank == 0, &m, &u);
     fsdp_status status = fsdp_pre_forward(u);
-    if (strcmp(job->d->name, "none") == 0) {
+    if (!job->text) {
         CHECK_OK(status);
     } else {
+        const char *text = fsdp_last_error(w);
         CHECK_STATUS(status, FSDP_ERR_MISMATCH);
-        CHECK(strstr(fsdp_last_error(w), "pair") != NULL);
+        CHECK_MSG(strstr(text, "pair") && strstr(text, job->text), "%s", text);
+        CHECK_MSG(!strstr(text, "fingerprint"), "%s", text);
     }
     CHECK_STATUS(fsdp_shutdown(w), status);
 }
 
 TEST_P(agree, units, differences) {
-    agree_job job;
-    memset(&job, 0, sizeof job);
-    job.d = row;
-    job.threads.size = 2;
+    agree_job job = {row->what, row->text, {0, 2, NULL}};
     h_ranks_thread(2, agree_rank, &job);
+}
+
+/* ---- in a later step ------------------------------------------------------------------------- */
+
+enum { FACTOR, UNUSED, KEPT, USED_LATER };
+static const struct {
+    const char *name;
+    int what;
+    const char *text;
+} steps[] = {{"divide_factor", FACTOR, "(differs in gradient divide factor)"},
+             {"used_parameters", UNUSED, "(differs in parameters that have a gradient)"},
+             {"zero_grad", KEPT, "(differs in gradients of earlier steps: zero_grad)"},
+             {"used_parameters_of_step_2", USED_LATER, "parameters that have a gradient"}};
+
+/* Two steps; in the second one rank 0 has done something else. */
+static void step_rank(int rank, int world, void *arg) {
+    agree_job *job = (agree_job *)arg;
+    fsdp_world *w = open_quietly(rank, world, job);
+    fsdp_status status = FSDP_OK;
+    fsdp_model *m;
+    fsdp_unit *u;
+    make_pair(w, NOTHING, 0, &m, &u);
+    if (job->what != FACTOR) CHECK_OK(fsdp_set_requires_grad(u, 0, 1)); // both
+    if (job->what != FACTOR) CHECK_OK(fsdp_set_reduce_scatter_unused_params(m, NULL, 0));
+    for (int step = 0; step < 2 && !status; step++) {
+        const int is_odd = rank == 0 && step == 1;
+        if (is_odd && job->what == FACTOR)
+            CHECK_OK(fsdp_set_gradient_divide_factor(m, NULL, 3.0));
+        CHECK_OK(fsdp_pre_forward(u));
+        CHECK_OK(fsdp_post_forward(u));
+        CHECK_OK(fsdp_pre_backward(u));
+        for (int i = 0; i < 2; i++) {
+            if (i == 0 && is_odd && job->what == UNUSED) continue;
+            if (i == 0 && job->what == USED_LATER && (step == 0 || rank == 0)) continue;
+            float *g = (float *)fsdp_grad(u, i);
+            for (int k = 0; g && k < 16; k++) g[k] += 1;
+        }
+        status = fsdp_post_backward(u);
+        if (!status) status = fsdp_finalize_backward(m);
+        if (step == 0) CHECK_OK(status);
+        if (step == 0 && !(rank == 0 && job->what == KEPT)) CHECK_OK(fsdp_zero_grad(m));
+    }
+    CHECK_STATUS(status, FSDP_ERR_MISMATCH);
+    CHECK_MSG(strstr(fsdp_last_error(w), job->text), "%s", fsdp_last_error(w));
+    CHECK_STATUS(fsdp_shutdown(w), status);
+}
+
+TEST_P(agree, steps, steps) {
+    agree_job job = {row->what, row->text, {0, 2, NULL}};
+    h_ranks_thread(2, step_rank, &job);
 }

@@ -1158,7 +1158,7 @@ static const field fields[] = {
     {"root", "root"},
     {"redop", "reduction"},
     {"in_place", "in_place"},
-    {"fingerprint", "fingerprint"},
+    {"fingerprint", "settings"},
     {"unit", "unit"},
     {"state", "state"},
 };

@@ -396,7 +396,7 @@ typedef struct {
     {mode "/dtype", threads, FSDP_OP_RECV, 8, FSDP_BF16, 5,                                        \
      "recv of 'h.3' from rank 0 (forward, op 1), 8 elements of bf16", " (differs in dtype)"},      \
     {mode "/fingerprint", threads, FSDP_OP_RECV, 8, FSDP_F32, 6,                                   \
-     "recv of 'h.3' from rank 0 (forward, op 1), 8 elements of f32", " (differs in fingerprint)"}, \
+     "recv of 'h.3' from rank 0 (forward, op 1), 8 elements of f32", " (differs in its settings)"}, \
     {mode "/both_send", threads, FSDP_OP_SEND, 8, FSDP_F32, 5,                                     \
      "send of 'h.3' to rank 0 (forward, op 1), 8 elements of f32", ""}
 // clang-format on
