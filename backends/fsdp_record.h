@@ -116,11 +116,7 @@ static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_record *a, const fs
         {a->redop != b->redop, "reduction"},
         {a->in_place != b->in_place, "in_place"},
     };
-    static const char *const parts[FSDP_AGREE_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_AGREE_LIST(FSDP_X)
-#undef FSDP_X
-    };
+    static const char *const parts[FSDP_AGREE_COUNT] = {FSDP_AGREE_LIST(FSDPI_TEXT_OF)};
     const char *comma = " (differs in ";
     const size_t most = a->kind == b->kind ? sizeof fields / sizeof *fields : 2;
     for (size_t i = 0; i < most; i++) {

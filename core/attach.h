@@ -103,30 +103,18 @@ static int64_t fsdpi_now(const fsdp_world *w) { return w->boot.clock.now_ns(w->b
 // Names of records, labels and pools.
 
 FSDP_API const char *fsdp_op_name(int kind) {
-    static const char *const names[FSDP_OP_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_OP_LIST(FSDP_X)
-#undef FSDP_X
-    };
+    static const char *const names[FSDP_OP_COUNT] = {FSDP_OP_LIST(FSDPI_TEXT_OF)};
     return kind >= 0 && kind < FSDP_OP_COUNT ? names[kind] : "?";
 }
 
 FSDP_API const char *fsdp_label_name(int label) {
-    static const char *const names[FSDP_LABEL_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_LABEL_LIST(FSDP_X)
-#undef FSDP_X
-    };
+    static const char *const names[FSDP_LABEL_COUNT] = {FSDP_LABEL_LIST(FSDPI_TEXT_OF)};
     if (label >= FSDP_LABEL_COUNT && label - FSDP_LABEL_COUNT < FSDPI_NAMES) return "extension";
     return label >= 0 && label < FSDP_LABEL_COUNT ? names[label] : "?";
 }
 
 FSDP_API const char *fsdp_pool_name(int pool) {
-    static const char *const names[FSDP_POOL_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_POOL_LIST(FSDP_X)
-#undef FSDP_X
-    };
+    static const char *const names[FSDP_POOL_COUNT] = {FSDP_POOL_LIST(FSDPI_TEXT_OF)};
     if (pool >= FSDP_POOL_COUNT && pool < FSDP_POOL_MAX) return "extension";
     return pool >= 0 && pool < FSDP_POOL_COUNT ? names[pool] : "?";
 }

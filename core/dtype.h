@@ -185,23 +185,17 @@ extern "C" {
 // Owns: names and texts of status codes. Source: FSDP_STATUS_LIST.
 
 FSDP_API const char *fsdp_status_name(fsdp_status status) {
-    switch (status) {
-#define FSDP_X(name, value, text)                                                                  \
-    case FSDP_##name: return "FSDP_" #name;
-        FSDP_STATUS_LIST(FSDP_X)
+#define FSDP_X(name, value, text) "FSDP_" #name,
+    static const char *const names[] = {FSDP_STATUS_LIST(FSDP_X)};
 #undef FSDP_X
-    }
-    return "FSDP_?";
+    return (unsigned)status < sizeof names / sizeof *names ? names[status] : "FSDP_?";
 }
 
 FSDP_API const char *fsdp_status_text(fsdp_status status) {
-    switch (status) {
-#define FSDP_X(name, value, text)                                                                  \
-    case FSDP_##name: return text;
-        FSDP_STATUS_LIST(FSDP_X)
+#define FSDP_X(name, value, text) text,
+    static const char *const texts[] = {FSDP_STATUS_LIST(FSDP_X)};
 #undef FSDP_X
-    }
-    return "no such status";
+    return (unsigned)status < sizeof texts / sizeof *texts ? texts[status] : "no such status";
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -213,11 +207,9 @@ FSDP_API const char *fsdp_status_text(fsdp_status status) {
 #define FSDPI_BLOCK 512 // elements: whole pages of page-aligned sources would alias
 
 FSDP_API size_t fsdp_dtype_size(fsdp_dtype dtype) {
-    static const uint8_t bytes[FSDP_DTYPE_COUNT] = {0,
 #define FSDP_X(name, value, bytes, is_float) bytes,
-                                                    FSDP_DTYPE_LIST(FSDP_X)
+    static const uint8_t bytes[FSDP_DTYPE_COUNT] = {0, FSDP_DTYPE_LIST(FSDP_X)};
 #undef FSDP_X
-    };
     return dtype > 0 && dtype < FSDP_DTYPE_COUNT ? bytes[dtype] : 0;
 }
 

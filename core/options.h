@@ -16,7 +16,7 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     *end = u ? u->desc.index + 1 : m->num_units;
     for (int i = *first; i < *end; i++)
         if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
-            return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], what));
+            return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], FSDP_CALL_SET, what));
     return FSDP_OK;
 }
 

@@ -248,11 +248,7 @@ static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_
 
 // "    gradients: written, keep in the slot; reduced: chunk_cat in the slot, flags of use, ..."
 static void fsdpi_describe_steps(fsdpi_text *t, const char *title, const uint8_t *step) {
-    static const char *const texts[FSDPI_STEP_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDPI_STEP_LIST(FSDP_X)
-#undef FSDP_X
-    };
+    static const char *const texts[FSDPI_STEP_COUNT] = {FSDPI_STEP_LIST(FSDPI_TEXT_OF)};
     fsdpi_say(t, "%s", title);
     if (!*step) fsdpi_say(t, " not now");
     for (const char *comma = " "; *step; step++, comma = ", ")

@@ -98,45 +98,69 @@ static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
 // clang-format on
 
 static const char *fsdpi_call_name(int call) {
-    static const char *const names[FSDP_CALL_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_CALL_LIST(FSDP_X)
-#undef FSDP_X
-    };
+    static const char *const names[FSDP_CALL_COUNT] = {FSDP_CALL_LIST(FSDPI_TEXT_OF)};
     return names[call];
 }
 
-static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
-    int phase = u->model->backward ? FSDPI_IN : FSDPI_OUT;
+// What the table asks of a unit; open: its parameters can be read.
+typedef struct fsdpi_point {
+    int training, backward, forwards, open;
+} fsdpi_point;
+
+static const fsdpi_row *fsdpi_row_at(const fsdpi_point *at, int call) {
+    int phase = at->backward ? FSDPI_IN : FSDPI_OUT;
     for (int i = 0; i < 3; i++) {
         const fsdpi_row *row = &fsdpi_rows[call][i];
-        if ((row->from & (1 << u->state.training)) && (row->phase & phase) &&
-            (!row->due || u->state.forwards > 0))
+        if ((row->from & (1 << at->training)) && (row->phase & phase) &&
+            (!row->due || at->forwards > 0) && (call != FSDP_CALL_DATA || at->open))
             return row;
     }
     return NULL;
 }
+static fsdpi_point fsdpi_point_of(const fsdp_unit *u) {
+    fsdpi_point at = {u->state.training, u->model->backward, u->state.forwards,
+                      u->state.storage == FSDP_STORAGE_UNSHARDED};
+    return at;
+}
+static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
+    fsdpi_point at = fsdpi_point_of(u);
+    at.open = 1; // the getter itself asks
+    return fsdpi_row_at(&at, call);
+}
 
-// The text of a call in a wrong state asks the table what is possible.
-static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, const char *what) {
+// The first of the hooks, at most `depth` of them, behind which a call is possible; or -1.
+static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
+    static const int hooks[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
+                                FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD,
+                                FSDP_CALL_FINALIZE};
+    for (int i = 0; i < 5; i++) {
+        fsdpi_point at = *from;
+        const fsdpi_row *row = fsdpi_row_at(from, hooks[i]);
+        if (!row) continue;
+        if (row->next != FSDPI_KEEP) at.training = row->next;
+        at.open = i == 0 || i == 2;
+        at.forwards += (i == 1 && !from->backward) - (i == 2 && row->due);
+        at.backward = i == 2 || (from->backward && i != 4);
+        if (fsdpi_row_at(&at, call)) return hooks[i];
+        if (depth > 1 && fsdpi_missing(&at, call, depth - 1) >= 0) return hooks[i];
+    }
+    return -1;
+}
+
+// The text of a call in a wrong state asks the table what is missing.
+static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, int call, const char *what) {
     static const char *const states[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
     static const char *const storages[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED",
                                            "SHARDED_POST_FORWARD"};
-    char possible[256] = "";
-    size_t used = 0;
-    for (int c = 0; c < FSDP_CALL_EXTENSION; c++) {
-        if (!fsdpi_lookup(u, c) ||
-            (c == FSDP_CALL_DATA && u->state.storage != FSDP_STORAGE_UNSHARDED))
-            continue;
-        used += (size_t)snprintf(possible + used, sizeof possible - used, "%s%s", used ? ", " : "",
-                                 fsdpi_call_name(c));
-        if (used >= sizeof possible) break;
-    }
+    const fsdpi_point at = fsdpi_point_of(u);
+    int first = -1;
+    for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
     return fsdp_fail(u->model->world, FSDP_ERR_INVALID_STATE,
                      "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have not run "
-                     "backward; possible now: %s",
+                     "backward: call fsdp_%s first",
                      what, u->desc.name, states[u->state.training], storages[u->state.storage],
-                     u->model->backward ? "inside" : "outside", u->state.forwards, possible);
+                     u->model->backward ? "inside" : "outside", u->state.forwards,
+                     first < 0 ? "model_reset" : fsdpi_call_name(first));
 }
 
 static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
@@ -158,7 +182,7 @@ static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
 // Is the call, by the name of `what`, possible for all units?
 static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) {
     for (int i = 0; i < m->num_units; i++)
-        if (!fsdpi_lookup(m->units[i], call)) return fsdpi_wrong_call(m->units[i], what);
+        if (!fsdpi_lookup(m->units[i], call)) return fsdpi_wrong_call(m->units[i], call, what);
     return FSDP_OK;
 }
 
@@ -215,7 +239,7 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     if ((m->watch & FSDPI_CALLS) && fsdpi_answered(m, u, call, &status))
         return fsdpi_remember(m, status);
     const fsdpi_row *row = fsdpi_lookup(u, call);
-    if (!row) return fsdpi_remember(m, fsdpi_wrong_call(u, fsdpi_call_name(call)));
+    if (!row) return fsdpi_remember(m, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
     status = fsdpi_announce(m, u, call, NULL, fsdpi_next_state(u, row));
     if (!status) status = fsdpi_step(u, row);
     return fsdpi_remember(m, status);
@@ -244,7 +268,7 @@ FSDP_API fsdp_status fsdp_reshard(fsdp_unit *unit) {
 static int fsdpi_getter_ok(fsdp_unit *u, int call) {
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (row && (call != FSDP_CALL_DATA || u->state.storage == FSDP_STORAGE_UNSHARDED)) return 1;
-    (void)fsdpi_wrong_call(u, fsdpi_call_name(call));
+    (void)fsdpi_remember(u->model, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
     return 0;
 }
 

@@ -4,6 +4,8 @@
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
+#define FSDPI_TEXT_OF(name, text) text, // an entry of a list of names
+
 // Owns: the few calls of the operating system that the library needs. Strict C99 hides some of
 // them; a private name for the C library's symbol reaches them without feature macros.
 

@@ -123,31 +123,31 @@ static fsdp_dtype fsdpi_promote(fsdp_dtype a, fsdp_dtype b) {
     return a == FSDP_F64 || b == FSDP_F64 ? FSDP_F64 : FSDP_F32;
 }
 
+static void fsdpi_mix(uint64_t *h, uint64_t x) { *h = fsdpi_hash(*h, x); }
+
 // All that ranks must have given alike: it is part of what every collective compares.
 static void fsdpi_unit_agree(fsdp_unit *u) {
     const fsdp_model_desc *md = &u->model->desc;
     uint64_t h[FSDP_AGREE_COUNT] = {0};
     h[FSDP_AGREE_NAMES] = fsdpi_hash(fsdpi_hash_text(u->desc.name), (uint64_t)u->desc.num_params);
-    h[FSDP_AGREE_DTYPES] = fsdpi_hash(1, (uint64_t)u->desc.policy_dtype);
-    h[FSDP_AGREE_REDUCE_DTYPE] = fsdpi_hash(1, (uint64_t)u->layout.reduce_dtype);
-    h[FSDP_AGREE_GRAD_DTYPE] = fsdpi_hash(1, (uint64_t)md->grad_dtype);
-    h[FSDP_AGREE_SLICES] = fsdpi_hash(1, (uint64_t)u->desc.slices);
-    h[FSDP_AGREE_OVERWRITE] = fsdpi_hash(1, (uint64_t)md->grads_overwrite);
+    h[FSDP_AGREE_DTYPES] = (uint64_t)u->desc.policy_dtype;
+    h[FSDP_AGREE_REDUCE_DTYPE] = (uint64_t)u->layout.reduce_dtype;
+    h[FSDP_AGREE_GRAD_DTYPE] = (uint64_t)md->grad_dtype;
+    h[FSDP_AGREE_SLICES] = (uint64_t)u->desc.slices;
+    h[FSDP_AGREE_OVERWRITE] = (uint64_t)md->grads_overwrite;
     h[FSDP_AGREE_DIRECT_MIN] = fsdpi_hash(1, (uint64_t)md->direct_min);
     h[FSDP_AGREE_MESH] = fsdpi_hash((uint64_t)fsdpi_shards(u), (uint64_t)fsdpi_replicas(u));
     for (int i = 0; i < u->desc.num_params; i++) {
         const fsdpi_param *p = &u->params[i];
-        uint64_t shape = fsdpi_hash(h[FSDP_AGREE_SHAPES], (uint64_t)p->lay.ndim);
-        uint64_t dtype = fsdpi_hash(h[FSDP_AGREE_DTYPES], (uint64_t)p->dtype);
-        for (int d = 0; d < p->lay.ndim; d++) shape = fsdpi_hash(shape, (uint64_t)p->lay.shape[d]);
-        h[FSDP_AGREE_SHAPES] = shape;
-        h[FSDP_AGREE_DTYPES] = fsdpi_hash(dtype, (uint64_t)p->keep_dtype);
-        h[FSDP_AGREE_NAMES] = fsdpi_hash(h[FSDP_AGREE_NAMES], fsdpi_hash_text(p->name));
-        h[FSDP_AGREE_SHARD_DIM] = fsdpi_hash(h[FSDP_AGREE_SHARD_DIM], (uint64_t)p->lay.shard_dim);
-        h[FSDP_AGREE_REQUIRES_GRAD] = fsdpi_hash(h[FSDP_AGREE_REQUIRES_GRAD],
-                                                 (uint64_t)p->requires_grad);
+        fsdpi_mix(&h[FSDP_AGREE_NAMES], fsdpi_hash_text(p->name));
+        fsdpi_mix(&h[FSDP_AGREE_SHAPES], (uint64_t)p->lay.ndim);
+        for (int d = 0; d < p->lay.ndim; d++)
+            fsdpi_mix(&h[FSDP_AGREE_SHAPES], (uint64_t)p->lay.shape[d]);
+        fsdpi_mix(&h[FSDP_AGREE_SHARD_DIM], (uint64_t)p->lay.shard_dim);
+        fsdpi_mix(&h[FSDP_AGREE_DTYPES], (uint64_t)p->dtype << 1 | (uint64_t)(p->keep_dtype != 0));
+        fsdpi_mix(&h[FSDP_AGREE_REQUIRES_GRAD], (uint64_t)p->requires_grad);
         for (int k = 0; k < p->num_strings; k++)
-            h[FSDP_AGREE_STRINGS] = fsdpi_hash(h[FSDP_AGREE_STRINGS], (uint64_t)p->string_bytes[k]);
+            fsdpi_mix(&h[FSDP_AGREE_STRINGS], (uint64_t)p->string_bytes[k]);
     }
     u->layout.hash = 0;
     for (int k = 0; k < FSDP_AGREE_COUNT; k++) {
