@@ -15,7 +15,8 @@
 #
 # --filter runs only tests with this text, --without leaves some out; patterns are the harness's. So
 # many programs run at a time: JOBS, or one more than there are cores, as many of them wait. Each is
-# shown as a whole when it has ended; with JOBS=1, as it runs. The exit status is 0 only if something ran and nothing failed.
+# shown as a whole when it has ended; with JOBS=1, as it runs. The exit status is 0 only if
+# something ran and nothing failed.
 set -fuo pipefail # names may hold globs
 
 # Adds what job number $1 printed: each RUN line is closed by the result line with its name.
@@ -49,7 +50,7 @@ if [ "${1-}" = --one ]; then # a job: a line of the list, as variables, program 
         cat "$FSDP_JOBS/$2.log"
     fi
     count "$2" "$status" $((($(date +%s%N) - start) / 1000000)) \
-        "$(sed -E 's/^([A-Z_]+=[^ ]* )*//; s/^.*check\.sh --one /gate /; s/^python3 //' <<<"$command")"
+        "$(sed -E 's/^([A-Z_]+=[^ ]* )*//; s/^.*check\.sh --one /gate /' <<<"$command")"
     exit 0
 fi
 

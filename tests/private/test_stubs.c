@@ -1399,7 +1399,7 @@ static void *abort_later(void *arg) {
    and on no other. */
 static void lone_abort(int rank, int world, void *arg) {
     ncclComm_t comm = join_comm(rank, world, 0);
-    killer k = {comm, 30};
+    killer k = {comm, 200}; /* long after the call has begun, on a busy machine too */
     pthread_t t;
     int *x = device_ints(4);
     ncclResult_t async;
@@ -1414,14 +1414,13 @@ static void lone_abort(int rank, int world, void *arg) {
         await_turn(2);
     } else {
         await_turn(1); /* that one has gone; this one does not learn of it */
-        k.after_ms = 60;
-        CHECK(!pthread_create(&t, NULL, abort_later, &k));
         int64_t start = h_now_ms();
+        CHECK(!pthread_create(&t, NULL, abort_later, &k));
         NCCL(ncclCommGetAsyncError(comm, &async));
         NCCL(async);
         NCCL(ncclAllReduce(x, x, 1, ncclInt32, ncclSum, comm, NULL));
         CUDA(cudaDeviceSynchronize());
-        CHECK(h_now_ms() - start >= 50);
+        CHECK(h_now_ms() - start >= 190);
         CHECK(!pthread_join(t, NULL));
         next_turn();
     }
