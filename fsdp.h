@@ -613,7 +613,7 @@ struct fsdp_param_view {
     int64_t numel;                      // elements of the block, without padding
     void *data;                         // the block: contiguous, shape local_shape
     void *shard;                        // my whole shard; never NULL. Both in device memory
-    void *shard_grad;                   // its gradient; NULL: none (frozen, zeroed, nobody used it)
+    void *shard_grad;                   // its gradient; NULL: none, or (but in hooks) not finalized
 };
 
 /* fsdp_view_index - row-major index in the full tensor of element k of the view's block

@@ -103,7 +103,7 @@ static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
     const fsdpi_param *p = &u->params[index];
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
     *v = fsdpi_view_static(u, index);
-    if (p->use & FSDPI_USE_REDUCED)
+    if ((p->use & FSDPI_USE_REDUCED) && !u->model->backward) // as on any number of ranks
         v->shard_grad = flat->grad->ptr + fsdpi_bytes(p->lay.shard_offset, v->grad_dtype);
 }
 

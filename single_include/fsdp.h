@@ -387,23 +387,17 @@ extern "C" {
 // Owns: names and texts of status codes. Source: FSDP_STATUS_LIST.
 
 FSDP_API const char *fsdp_status_name(fsdp_status status) {
-    switch (status) {
-#define FSDP_X(name, value, text)                                                                  \
-    case FSDP_##name: return "FSDP_" #name;
-        FSDP_STATUS_LIST(FSDP_X)
+#define FSDP_X(name, value, text) "FSDP_" #name,
+    static const char *const names[] = {FSDP_STATUS_LIST(FSDP_X)};
 #undef FSDP_X
-    }
-    return "FSDP_?";
+    return (unsigned)status < sizeof names / sizeof *names ? names[status] : "FSDP_?";
 }
 
 FSDP_API const char *fsdp_status_text(fsdp_status status) {
-    switch (status) {
-#define FSDP_X(name, value, text)                                                                  \
-    case FSDP_##name: return text;
-        FSDP_STATUS_LIST(FSDP_X)
+#define FSDP_X(name, value, text) text,
+    static const char *const texts[] = {FSDP_STATUS_LIST(FSDP_X)};
 #undef FSDP_X
-    }
-    return "no such status";
+    return (unsigned)status < sizeof texts / sizeof *texts ? texts[status] : "no such status";
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -415,11 +409,9 @@ FSDP_API const char *fsdp_status_text(fsdp_status status) {
 #define FSDPI_BLOCK 512 // elements: whole pages of page-aligned sources would alias
 
 FSDP_API size_t fsdp_dtype_size(fsdp_dtype dtype) {
-    static const uint8_t bytes[FSDP_DTYPE_COUNT] = {0,
 #define FSDP_X(name, value, bytes, is_float) bytes,
-                                                    FSDP_DTYPE_LIST(FSDP_X)
+    static const uint8_t bytes[FSDP_DTYPE_COUNT] = {0, FSDP_DTYPE_LIST(FSDP_X)};
 #undef FSDP_X
-    };
     return dtype > 0 && dtype < FSDP_DTYPE_COUNT ? bytes[dtype] : 0;
 }
 
@@ -1511,7 +1503,7 @@ struct fsdp_param_view {
     int64_t numel;                      // elements of the block, without padding
     void *data;                         // the block: contiguous, shape local_shape
     void *shard;                        // my whole shard; never NULL. Both in device memory
-    void *shard_grad;                   // its gradient; NULL: none (frozen, zeroed, nobody used it)
+    void *shard_grad;                   // its gradient; NULL: none, or (but in hooks) not finalized
 };
 
 /* fsdp_view_index - row-major index in the full tensor of element k of the view's block
@@ -1916,6 +1908,20 @@ typedef struct fsdp_event {
     int32_t stream; // FSDP_STREAM_*
 } fsdp_event;
 
+/* What ranks have to agree on, thing by thing: a byte of hash each, so that a text can name what
+   differs. Whether they agree is asked of what_hash. */
+#define FSDP_AGREE_LIST(X)                                                                        \
+    X(NAMES, "names of parameters") X(SHAPES, "shapes") X(SHARD_DIM, "shard_dim")                 \
+    X(DTYPES, "dtypes of parameters") X(REDUCE_DTYPE, "reduce_dtype")                             \
+    X(GRAD_DTYPE, "grad_dtype") X(REQUIRES_GRAD, "requires_grad")                                 \
+    X(STRINGS, "sizes of a gather extension") X(SLICES, "slices")                                 \
+    X(OVERWRITE, "grads_overwrite") X(DIRECT_MIN, "direct_min") X(MESH, "sizes of the mesh")      \
+    X(FACTOR, "gradient divide factor") X(USED, "parameters that have a gradient")                \
+    X(ACCUMULATE, "gradients of earlier steps: zero_grad") X(STEP, "number of finished steps")
+#define FSDP_X(name, text) FSDP_AGREE_##name,
+enum { FSDP_AGREE_LIST(FSDP_X) FSDP_AGREE_COUNT };
+#undef FSDP_X
+
 // Markers, HOOK and those behind it, say what happens: they wait for nothing. The library makes
 // them only where an extension sees records.
 typedef struct fsdp_op {
@@ -1941,6 +1947,7 @@ typedef struct fsdp_op {
     const fsdp_unit *unit;    // NULL: of the model
     const char *what;         // the unit's name, or the call's
     uint64_t what_hash, step; // of the unit's desc, and the finalizes so far: ranks must agree
+    uint8_t agree[FSDP_AGREE_COUNT]; // of the parts of what_hash, for texts
     fsdp_comm *comm;          // collectives: where
     fsdp_buf *src, *dst;      // whose events it waits for and sets; NULL: none
     const void *list;         // fsdp_block[] (COPY, NORM) or fsdp_seg[] (collectives), prebuilt;
@@ -2406,6 +2413,7 @@ struct fsdp_coll {
     void *dst;
     uint64_t seq;         // of the model or world that issues it
     uint64_t fingerprint; // equal on all ranks, or MISMATCH
+    uint8_t agree[FSDP_AGREE_COUNT]; // of which parts of it; 0: not asked
     const char *what;     // unit or call, for texts
     void *stream;         // native stream, or NULL: block until complete
 };
@@ -2517,6 +2525,8 @@ extern "C" {
 
 /* ==== core/sys.h ============================================================================
    the few calls of the operating system (Linux), a lock, a hash and a text */
+
+#define FSDPI_TEXT_OF(name, text) text, // an entry of a list of names
 
 // Owns: the few calls of the operating system that the library needs. Strict C99 hides some of
 // them; a private name for the C library's symbol reaches them without feature macros.
@@ -2994,6 +3004,7 @@ typedef struct fsdpi_template {
 typedef struct fsdpi_layout {
     int num_train, num_parts, train_parts;       // train_parts: with trainables
     uint64_t hash;                               // of all that ranks must have given alike
+    uint8_t agree[FSDP_AGREE_COUNT];             // of its parts
     fsdpi_part *parts;                           // [num_params] places
     fsdp_dtype reduce_dtype, gather_dtype;       // gather: U8: several parts, gathered as bytes
     int64_t slot_bytes, grad_bytes, slice_bytes; // of GATHER, GRAD, SLICE
@@ -3197,8 +3208,7 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
 
 /* This call fails: the text is recorded and logged. Returns status. The world goes on, but for one
    whose device does not end its work: there frees leave memory alone, and fills leave it dirty. */
-FSDP_PRINTF(3, 4)
-static fsdp_status fsdpi_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
+FSDP_API fsdp_status fsdp_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
     char text[FSDPI_TEXT];
     int used = w && w->rank >= 0 ? snprintf(text, sizeof text, "rank %d: ", w->rank) : 0;
     va_list args;
@@ -3211,7 +3221,7 @@ static fsdp_status fsdpi_fail(fsdp_world *w, fsdp_status status, const char *fmt
 }
 
 static fsdp_status fsdpi_null(fsdp_world *w, const char *what) {
-    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
 }
 
 // A call of all ranks has failed on this one, or status is FSDP_OK: the others must not wait.
@@ -3222,8 +3232,8 @@ static fsdp_status fsdpi_fail_together(fsdp_world *w, fsdp_status status) {
 
 /* Copies a desc into a zeroed struct of this header's size. An older program's struct is shorter:
    its size says so, and its end canary is then the last thing in it. */
-static fsdp_status fsdpi_desc_read(fsdp_world *w, void *dst, const void *src, size_t size,
-                                   const char *what) {
+FSDP_API fsdp_status fsdp_desc_read(fsdp_world *w, void *dst, const void *src, size_t size,
+                                    const char *what) {
     uint32_t given, canary;
     uint64_t end;
     memset(dst, 0, size);
@@ -3232,15 +3242,15 @@ static fsdp_status fsdpi_desc_read(fsdp_world *w, void *dst, const void *src, si
     memcpy(&canary, (const char *)src + sizeof given, sizeof canary);
     if (given == 0) given = (uint32_t)size;
     if (given > size || given < 24)
-        return fsdpi_fail(
+        return fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
             "%s.size is %u, expected 0 or at most %u: zero the struct before filling it, and build "
             "with the header of the library",
             what, given, (unsigned)size);
     memcpy(&end, (const char *)src + given - sizeof end, sizeof end);
     if (canary || end)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "%s: a canary is not 0: zero the struct before filling it", what);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "%s: a canary is not 0: zero the struct before filling it", what);
     memcpy(dst, src, given - sizeof end);
     return FSDP_OK;
 }
@@ -3378,7 +3388,7 @@ static fsdp_status fsdpi_world_env_int(fsdp_world *w, const char *name, int min,
     char text[FSDPI_TEXT];
     fsdpi_text error = {text, sizeof text, 0};
     fsdp_status status = fsdpi_env_int(name, min, max, out, &error);
-    return status ? fsdpi_fail(w, status, "%s", text) : FSDP_OK;
+    return status ? fsdp_fail(w, status, "%s", text) : FSDP_OK;
 }
 
 /* ==== core/launch.h =========================================================================
@@ -3465,13 +3475,13 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     if (!status) status = fsdpi_world_env_int(w, l->local, 0, 0x7FFFFFFF, &local);
     if (status) return status;
     if (has_rank != has_size)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "environment variable %s is set but %s is not: a launcher sets both",
-                          has_rank ? l->rank : l->size, has_rank ? l->size : l->rank);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "environment variable %s is set but %s is not: a launcher sets both",
+                         has_rank ? l->rank : l->size, has_rank ? l->size : l->rank);
     if (rank >= size)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "environment variable %s is %d, but %s is %d: expected less", l->rank,
-                          rank, l->size, size);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "environment variable %s is %d, but %s is %d: expected less", l->rank,
+                         rank, l->size, size);
     d->rank = rank;
     d->world_size = size;
     d->local_rank = local;
@@ -3497,14 +3507,14 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
         if (job) used = snprintf(out, cap, "%s", job);
     }
     if (!job && !parts && d->world_size > 1)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "%d ranks need a common name: start the program with tools/fsdprun, "
-                          "torchrun, mpirun or srun, or set MASTER_PORT or FSDP_JOB_ID, or "
-                          "fsdp_world_desc.job",
-                          d->world_size);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "%d ranks need a common name: start the program with tools/fsdprun, "
+                         "torchrun, mpirun or srun, or set MASTER_PORT or FSDP_JOB_ID, or "
+                         "fsdp_world_desc.job",
+                         d->world_size);
     if (used < 0 || (size_t)used >= cap)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "the job's name is longer than %u bytes",
-                          (unsigned)cap - 1);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "the job's name is longer than %u bytes",
+                         (unsigned)cap - 1);
     return FSDP_OK;
 }
 
@@ -3581,10 +3591,10 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
         used = snprintf(out, cap, "host:");
     }
     if (used < 0 || (size_t)used >= cap)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "the address where ranks meet is longer than %u bytes: give a shorter "
-                          "fsdp_world_desc.store, FSDP_STORE or MASTER_ADDR",
-                          (unsigned)cap - 1);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "the address where ranks meet is longer than %u bytes: give a shorter "
+                         "fsdp_world_desc.store, FSDP_STORE or MASTER_ADDR",
+                         (unsigned)cap - 1);
     return FSDP_OK;
 }
 
@@ -3608,7 +3618,7 @@ static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
             *out = i;
             return FSDP_OK;
         }
-    return fsdpi_fail(
+    return fsdp_fail(
         w, FSDP_ERR_INVALID_ARG,
         "environment variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
 }
@@ -3715,30 +3725,18 @@ static int64_t fsdpi_now(const fsdp_world *w) { return w->boot.clock.now_ns(w->b
 // Names of records, labels and pools.
 
 FSDP_API const char *fsdp_op_name(int kind) {
-    static const char *const names[FSDP_OP_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_OP_LIST(FSDP_X)
-#undef FSDP_X
-    };
+    static const char *const names[FSDP_OP_COUNT] = {FSDP_OP_LIST(FSDPI_TEXT_OF)};
     return kind >= 0 && kind < FSDP_OP_COUNT ? names[kind] : "?";
 }
 
 FSDP_API const char *fsdp_label_name(int label) {
-    static const char *const names[FSDP_LABEL_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_LABEL_LIST(FSDP_X)
-#undef FSDP_X
-    };
+    static const char *const names[FSDP_LABEL_COUNT] = {FSDP_LABEL_LIST(FSDPI_TEXT_OF)};
     if (label >= FSDP_LABEL_COUNT && label - FSDP_LABEL_COUNT < FSDPI_NAMES) return "extension";
     return label >= 0 && label < FSDP_LABEL_COUNT ? names[label] : "?";
 }
 
 FSDP_API const char *fsdp_pool_name(int pool) {
-    static const char *const names[FSDP_POOL_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_POOL_LIST(FSDP_X)
-#undef FSDP_X
-    };
+    static const char *const names[FSDP_POOL_COUNT] = {FSDP_POOL_LIST(FSDPI_TEXT_OF)};
     if (pool >= FSDP_POOL_COUNT && pool < FSDP_POOL_MAX) return "extension";
     return pool >= 0 && pool < FSDP_POOL_COUNT ? names[pool] : "?";
 }
@@ -4014,7 +4012,8 @@ typedef struct fsdpi_record {
     int32_t root;            // send, recv: the world rank of the other one, or -1
     uint32_t num_segs;
     uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved[2];
-    char what[48], comm[16]; // cut if they are longer
+    uint8_t agree[FSDP_AGREE_COUNT]; // of parts of the fingerprint
+    char what[48], comm[16];         // cut if they are longer
 } fsdpi_record;
 
 #define FSDPI_RECORD_WORDS (sizeof(fsdpi_record) / sizeof(uint64_t))
@@ -4084,7 +4083,7 @@ static FSDPI_UNUSED void fsdpi_say_verdict(fsdpi_text *t, const fsdpi_verdict *v
     else fsdpi_say(t, "rank %d has aborted the job", (int)v->rank);
 }
 
-// Fields in which two calls differ.
+// Fields in which two calls differ; of different operations nothing else is worth a word.
 static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_record *a, const fsdpi_record *b) {
     const struct {
         int differs;
@@ -4099,15 +4098,22 @@ static void fsdpi_say_differences(fsdpi_text *t, const fsdpi_record *a, const fs
         {a->root != b->root, "root"},
         {a->redop != b->redop, "reduction"},
         {a->in_place != b->in_place, "in_place"},
-        {a->fingerprint != b->fingerprint, "fingerprint"},
     };
+    static const char *const parts[FSDP_AGREE_COUNT] = {FSDP_AGREE_LIST(FSDPI_TEXT_OF)};
     const char *comma = " (differs in ";
-    for (size_t i = 0; i < sizeof fields / sizeof *fields; i++) {
+    const size_t most = a->kind == b->kind ? sizeof fields / sizeof *fields : 2;
+    for (size_t i = 0; i < most; i++) {
         if (!fields[i].differs) continue;
         fsdpi_say(t, "%s%s", comma, fields[i].name);
         comma = ", ";
     }
+    for (size_t i = 0; i < FSDP_AGREE_COUNT && a->fingerprint != b->fingerprint; i++) {
+        if (a->kind != b->kind || a->agree[i] == b->agree[i]) continue;
+        fsdpi_say(t, "%s%s", comma, parts[i]);
+        comma = ", ";
+    }
     if (comma[0] == ',') fsdpi_say(t, ")");
+    else if (a->fingerprint != b->fingerprint) fsdpi_say(t, " (differs in its settings)");
 }
 
 /* Word by word, since the author of an error text may read while the owner writes; the text may
@@ -4369,11 +4375,13 @@ static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what)
     r->offset = r->at = r->part = r->number = 0;
     r->kind = r->dtype = r->out_dtype = r->redop = r->in_place = r->state = 0;
     r->root = 0, r->num_segs = 0;
+    memset(r->agree, 0, sizeof r->agree);
     if (!op) return;
     r->kind = op->kind, r->dtype = op->dtype, r->redop = op->redop, r->in_place = op->in_place,
     r->state = op->state;
     r->fingerprint = op->fingerprint, r->count = op->count, r->seq = op->seq,
     r->num_segs = op->num_segs;
+    memcpy(r->agree, op->agree, sizeof r->agree);
     if (op->kind == FSDP_OP_REDUCE_SCATTER) r->out_dtype = op->out_dtype;
     if (op->kind == FSDP_OP_BROADCAST) r->root = op->root;
     if (fsdpi_is_pair(op->kind))
@@ -6141,7 +6149,7 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
     int64_t failed_at = 0;
     struct pollfd p;
     if (pipe(s->pipe))
-        return fsdpi_fail(NULL, FSDP_ERR_IO, "fsdp_spawn: no pipe: %s", strerror(errno));
+        return fsdp_fail(NULL, FSDP_ERR_IO, "fsdp_spawn: no pipe: %s", strerror(errno));
     (void)fcntl(s->pipe[0], F_SETFD, FD_CLOEXEC);
     (void)fcntl(s->pipe[1], F_SETFD, FD_CLOEXEC);
     (void)fflush(NULL); // or every child would print what is buffered here
@@ -6178,12 +6186,12 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     fsdpi_spawn s;
     char job[64];
     memset(&s, 0, sizeof s);
-    fsdp_status status = fsdpi_desc_read(NULL, &d, desc, sizeof d, "fsdp_spawn_desc");
+    fsdp_status status = fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_spawn_desc");
     if (!status)
-        status = fsdpi_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc");
+        status = fsdp_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc");
     if (status) return status;
     if (!fn || d.num_ranks < 1 || d.grace_ms < 0)
-        return fsdpi_fail(
+        return fsdp_fail(
             NULL, FSDP_ERR_INVALID_ARG,
             "fsdp_spawn: num_ranks is %d, grace_ms %d, the function %s: expected num_ranks >= 1, "
             "grace_ms >= 0 and a function",
@@ -6204,14 +6212,14 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     size_t bytes = (size_t)d.num_ranks * (sizeof(fsdpi_spawn_rank) + sizeof(int));
     fsdpi_spawn_rank *ranks = (fsdpi_spawn_rank *)fsdpi_alloc(&allocator, bytes);
     if (!ranks)
-        return fsdpi_fail(NULL, FSDP_ERR_OUT_OF_MEMORY, "fsdp_spawn: no memory for %d ranks",
-                          d.num_ranks);
+        return fsdp_fail(NULL, FSDP_ERR_OUT_OF_MEMORY, "fsdp_spawn: no memory for %d ranks",
+                         d.num_ranks);
     for (int k = 0; k < d.num_ranks; k++) ranks[k].spawn = &s, ranks[k].rank = k;
     if (d.threads) fsdpi_spawn_threads(&s, ranks);
     else status = fsdpi_spawn_processes(&s, ranks, (int *)(void *)(ranks + d.num_ranks));
     fsdpi_free(&allocator, ranks);
     if (status || !s.first.status) return status;
-    return fsdpi_fail(NULL, (fsdp_status)s.first.status, "fsdp_spawn: %s", s.first.text);
+    return fsdp_fail(NULL, (fsdp_status)s.first.status, "fsdp_spawn: %s", s.first.text);
 }
 
 /* ==== core/comm.h ===========================================================================
@@ -6288,6 +6296,9 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
                                 ((uint64_t)op->state << 8) | op->accumulate);
     h = fsdpi_hash(fsdpi_hash(h, op->count), op->what_hash);
     c.fingerprint = fsdpi_hash(h, op->step);
+    memcpy(c.agree, op->agree, sizeof c.agree);
+    c.agree[FSDP_AGREE_ACCUMULATE] = op->accumulate;
+    c.agree[FSDP_AGREE_STEP] = (uint8_t)fsdpi_hash(1, op->step);
     void *user;
     fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
     fsdp_status status = custom ? custom(user, w->comm_ops, op->comm, &c)
@@ -6703,13 +6714,13 @@ static void fsdpi_lane_push(fsdpi_lane *lane, const fsdp_op *op) {
 
 static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     fsdpi_lane *lane = (fsdpi_lane *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
-    if (!lane) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a lane");
+    if (!lane) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a lane");
     lane->world = w;
     int rc = pthread_create(&lane->thread, NULL, fsdpi_lane_main, lane);
     if (rc) {
         fsdpi_free(&w->boot.allocator, lane);
-        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "a lane's thread could not be started: %s",
-                          strerror(rc));
+        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "a lane's thread could not be started: %s",
+                         strerror(rc));
     }
     w->lanes[stream] = lane;
     return FSDP_OK;
@@ -6722,8 +6733,8 @@ static fsdp_status fsdpi_extension_stream(fsdp_world *w) {
     if (w->mode == FSDPI_NATIVE && !w->streams[s]) {
         fsdp_status status = w->device_ops->stream(w->device, s, &w->streams[s]);
         if (status) w->streams[s] = NULL;
-        return status ? fsdpi_fail(w, status, "device %s could not make a stream: %s",
-                                   w->device_ops->name, fsdpi_device_text(w, status))
+        return status ? fsdp_fail(w, status, "device %s could not make a stream: %s",
+                                  w->device_ops->name, fsdpi_device_text(w, status))
                       : FSDP_OK;
     }
     if (w->mode != FSDPI_LANES || w->lanes[s]) return FSDP_OK;
@@ -6923,26 +6934,26 @@ static void fsdpi_mesh_free(fsdp_mesh *mesh) {
 
 static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
     if (d->ndim < 1 || d->ndim > FSDP_MAX_DIMS)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ndim is %d, expected 1..%d", d->ndim,
-                          FSDP_MAX_DIMS);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ndim is %d, expected 1..%d", d->ndim,
+                         FSDP_MAX_DIMS);
     int64_t numel = 1;
     for (int i = 0; i < d->ndim; i++) {
         if (d->shape[i] < 1)
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: size of dim %d is %d, expected >= 1",
-                              i, d->shape[i]);
+            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: size of dim %d is %d, expected >= 1",
+                             i, d->shape[i]);
         numel *= d->shape[i];
         if (numel > w->size)
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                              "mesh: it has more places than the world has ranks (%d)", w->size);
+            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                             "mesh: it has more places than the world has ranks (%d)", w->size);
     }
     for (int64_t i = 0; d->ranks && i < numel; i++) {
         if (d->ranks[i] < 0 || d->ranks[i] >= w->size)
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d is not in a world of %d",
-                              d->ranks[i], w->size);
+            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d is not in a world of %d",
+                             d->ranks[i], w->size);
         for (int64_t j = 0; j < i; j++)
             if (d->ranks[j] == d->ranks[i])
-                return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice",
-                                  d->ranks[i]);
+                return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice",
+                                 d->ranks[i]);
     }
     return FSDP_OK;
 }
@@ -6988,7 +6999,7 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     int32_t d = dim, me = mesh->coord[dim], first = me < 0 ? 0 : me / size * size;
     int32_t *members = (int32_t *)fsdpi_alloc(&w->boot.allocator,
                                               (size_t)mesh->shape[dim] * sizeof *members);
-    if (!members) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group");
+    if (!members) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group");
     fsdpi_mesh_members(mesh, &d, 1, members);
     fsdp_group group = {
         me < 0 ? -1 : members[first], me < 0 ? -1 : me - first, size, lane, members + first,
@@ -7012,7 +7023,7 @@ static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size,
     if (sub) return FSDP_OK;
     sub = (fsdpi_subgroup *)fsdpi_alloc(&w->boot.allocator, sizeof *sub);
     fsdp_status status = sub ? fsdpi_mesh_split(mesh, dim, size, stream, name, &sub->comm)
-                             : fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+                             : fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
     if (status) {
         fsdpi_free(&w->boot.allocator, sub);
         return fsdpi_fail_together(w, status);
@@ -7051,7 +7062,7 @@ static fsdp_status fsdpi_mesh_groups(fsdp_mesh *mesh, int dim) {
 static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_mesh **out) {
     const fsdp_allocator *a = &w->boot.allocator;
     fsdp_mesh *mesh = (fsdp_mesh *)fsdpi_alloc(a, sizeof *mesh);
-    if (!mesh) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+    if (!mesh) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
     mesh->world = w;
     mesh->ndim = d->ndim;
     memcpy(mesh->shape, d->shape, sizeof mesh->shape);
@@ -7064,7 +7075,7 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
     }
     if (!mesh->ranks || missing) {
         fsdpi_mesh_free(mesh);
-        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
     }
     for (int i = 0; i < numel; i++) {
         mesh->ranks[i] = d->ranks ? d->ranks[i] : i;
@@ -7113,7 +7124,7 @@ FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *d
     if (!world || !desc || !mesh) return fsdpi_null(world, "mesh_create");
     *mesh = NULL;
     fsdp_status status = fsdpi_failed(world);
-    if (!status) status = fsdpi_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc");
+    if (!status) status = fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc");
     if (!status) status = fsdpi_mesh_check(world, &d);
     return status ? status : fsdpi_mesh_add(world, &d, NULL, NULL, mesh);
 }
@@ -7142,19 +7153,19 @@ FSDP_API fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims,
     int numel = 1;
     for (int i = 0; i < num_dims; i++) {
         if (!dims || dims[i] < 0 || dims[i] >= mesh->ndim || (i > 0 && dims[i] <= dims[i - 1]))
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                              "mesh_slice: dims[%d] is %d, expected increasing dims of a %d-D mesh",
-                              i, dims ? dims[i] : -1, mesh->ndim);
+            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                             "mesh_slice: dims[%d] is %d, expected increasing dims of a %d-D mesh",
+                             i, dims ? dims[i] : -1, mesh->ndim);
         d.shape[i] = mesh->shape[dims[i]];
         d.names[i] = mesh->names[dims[i]];
         numel *= d.shape[i];
     }
     if (num_dims < 1)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_slice: num_dims is %d, expected >= 1",
-                          num_dims);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh_slice: num_dims is %d, expected >= 1",
+                         num_dims);
     d.ndim = num_dims;
     int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)numel * sizeof *ranks);
-    if (!ranks) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh_slice: no memory");
+    if (!ranks) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh_slice: no memory");
     fsdpi_mesh_members(mesh, dims, num_dims, ranks);
     d.ranks = ranks;
     status = fsdpi_mesh_add(w, &d, mesh, dims, out);
@@ -7181,10 +7192,10 @@ FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int out
     if (status) return status;
     if (dim < 0 || dim >= mesh->ndim || mesh->ndim == FSDP_MAX_DIMS || outer < 1 ||
         mesh->shape[dim] % outer != 0)
-        return fsdpi_fail(mesh->world, FSDP_ERR_INVALID_ARG,
-                          "mesh_unflatten: dim %d into an outer size of %d: expected a dim of the "
-                          "%d-D mesh and a divisor of its size %d, and at most %d dims",
-                          dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
+        return fsdp_fail(mesh->world, FSDP_ERR_INVALID_ARG,
+                         "mesh_unflatten: dim %d into an outer size of %d: expected a dim of the "
+                         "%d-D mesh and a divisor of its size %d, and at most %d dims",
+                         dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
     d.ndim = mesh->ndim + 1;
     for (int i = 0; i < d.ndim; i++) {
         int old = i > dim ? i - 1 : i;
@@ -7230,26 +7241,26 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
     if (!mesh || !out) return fsdpi_null(NULL, "mesh_info_init");
     fsdp_world *w = mesh->world;
     if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: kind is %d", kind);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: kind is %d", kind);
     int shards = kind != FSDP_MESH_INFO_DDP, replicates = kind != FSDP_MESH_INFO_FSDP;
     if (shard_dim < 0 && replicate_dim < 0)
-        return fsdpi_fail(
+        return fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
             "mesh_info_init: at least one of shard_dim and replicate_dim must be given");
     if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0) || shard_dim < -1 ||
         replicate_dim < -1)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "mesh_info_init: %s needs %s%s%s, got shard_dim %d, replicate_dim %d",
-                          names[kind], shards ? "a shard_dim" : "",
-                          shards && replicates ? " and " : "", replicates ? "a replicate_dim" : "",
-                          shard_dim, replicate_dim);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "mesh_info_init: %s needs %s%s%s, got shard_dim %d, replicate_dim %d",
+                         names[kind], shards ? "a shard_dim" : "",
+                         shards && replicates ? " and " : "", replicates ? "a replicate_dim" : "",
+                         shard_dim, replicate_dim);
     if (shard_dim >= mesh->ndim || replicate_dim >= mesh->ndim || shard_dim == replicate_dim)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "mesh_info_init: shard_dim %d and replicate_dim %d: expected two "
-                          "different dims of a %d-D mesh",
-                          shard_dim, replicate_dim, mesh->ndim);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "mesh_info_init: shard_dim %d and replicate_dim %d: expected two "
+                         "different dims of a %d-D mesh",
+                         shard_dim, replicate_dim, mesh->ndim);
     if (mesh->coord[0] < 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: this rank is outside the mesh");
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: this rank is outside the mesh");
     memset(out, 0, sizeof *out);
     out->mesh = mesh;
     out->kind = kind;
@@ -7281,19 +7292,19 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     if (d->timeout_ms == 0) d->timeout_ms = 60000;
     if (d->lanes < 0) d->lanes = 0;
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "rank %d of a world of %d: expected 0 <= rank < world_size", d->rank,
-                          d->world_size);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "rank %d of a world of %d: expected 0 <= rank < world_size", d->rank,
+                         d->world_size);
     if (d->timeout_ms < 0 || d->lanes > 2 || d->local_rank < 0 || d->log_level < 0 ||
         d->log_level > FSDP_LOG_NONE)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, log_level %d: "
-                          "expected timeout_ms >= 0, lanes -1..2, "
-                          "local_rank >= 0, log_level 0..%d",
-                          d->timeout_ms, d->lanes, d->local_rank, d->log_level, FSDP_LOG_NONE);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, log_level %d: "
+                         "expected timeout_ms >= 0, lanes -1..2, "
+                         "local_rank >= 0, log_level 0..%d",
+                         d->timeout_ms, d->lanes, d->local_rank, d->log_level, FSDP_LOG_NONE);
     if (!d->allocator.alloc != !d->allocator.free)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fsdp_world_desc.allocator: give both functions or neither");
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fsdp_world_desc.allocator: give both functions or neither");
     if (!d->allocator.alloc) {
         d->allocator.alloc = fsdpi_libc_alloc;
         d->allocator.free = fsdpi_libc_free;
@@ -7306,7 +7317,7 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
 static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t version,
                                      uint32_t size, uint32_t want_version, size_t want_size) {
     if (version == want_version && size == want_size) return FSDP_OK;
-    return fsdpi_fail(
+    return fsdp_fail(
         w, FSDP_ERR_INVALID_ARG,
         "%s table has version %u and size %u, expected %u and %u: build it with this header", what,
         version, size, want_version, (unsigned)want_size);
@@ -7330,21 +7341,21 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
         char text[128];
         fsdpi_text compiled = {text, sizeof text, 0};
         for (b = fsdpi_backends; b->name; b++) fsdpi_say(&compiled, " %s", b->name);
-        return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED,
-                          "backend '%s'%s is not compiled in: this program has%s. For gloo: "
-                          "-DFSDP_BACKEND_GLOO, see docs/cluster.md; for nccl: docs/gpu.md",
-                          name        ? name
-                          : is_spread ? "gloo"
-                                      : "",
-                          d->backend || !is_spread ? "" : ", for ranks on several hosts,",
-                          b == fsdpi_backends ? " none" : text);
+        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
+                         "backend '%s'%s is not compiled in: this program has%s. For gloo: "
+                         "-DFSDP_BACKEND_GLOO, see docs/cluster.md; for nccl: docs/gpu.md",
+                         name        ? name
+                         : is_spread ? "gloo"
+                                     : "",
+                         d->backend || !is_spread ? "" : ", for ranks on several hosts,",
+                         b == fsdpi_backends ? " none" : text);
     }
     w->comm_ops = d->comm_ops ? d->comm_ops : b->comm_ops();
     if (!is_spread || d->comm_ops || !b->one_host) return FSDP_OK;
-    return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED,
-                      "backend '%s' serves one host, and the launcher has started ranks on "
-                      "several: FSDP_BACKEND=gloo, see docs/cluster.md",
-                      b->name);
+    return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
+                     "backend '%s' serves one host, and the launcher has started ranks on "
+                     "several: FSDP_BACKEND=gloo, see docs/cluster.md",
+                     b->name);
 }
 
 static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
@@ -7366,8 +7377,8 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
     uint32_t needed = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
                       1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     if ((w->caps.kinds & needed) != needed)
-        return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "backend %s lacks a collective that is needed",
-                          w->comm_ops->name);
+        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "backend %s lacks a collective that is needed",
+                         w->comm_ops->name);
     status = w->comm_ops->alloc(w->comm, FSDPI_BOUNCE, &w->bounce);
     if (status) {
         w->bounce = NULL;
@@ -7384,8 +7395,8 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     status = w->device_ops->open(&w->boot, &w->device);
     if (status) {
         w->device = NULL;
-        return fsdpi_fail(w, status, "device %s could not be opened: %s", w->device_ops->name,
-                          fsdpi_device_text(w, status));
+        return fsdp_fail(w, status, "device %s could not be opened: %s", w->device_ops->name,
+                         fsdpi_device_text(w, status));
     }
     return FSDP_OK;
 }
@@ -7401,8 +7412,8 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
         w->own_stream = w->streams[FSDP_STREAM_COMPUTE];
         if (!status) status = w->device_ops->event(w->device, &w->fence);
         if (status)
-            return fsdpi_fail(w, status, "device %s could not make a stream: %s",
-                              w->device_ops->name, fsdpi_device_text(w, status));
+            return fsdp_fail(w, status, "device %s could not make a stream: %s",
+                             w->device_ops->name, fsdpi_device_text(w, status));
     } else if (lanes > 0) {
         w->mode = FSDPI_LANES;
         int two = lanes > 1 && (w->size == 1 || w->caps.lanes > 1);
@@ -7416,7 +7427,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)w->size * sizeof *ranks);
     if (!ranks)
         return fsdpi_fail_together(
-            w, fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for %d ranks", w->size));
+            w, fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for %d ranks", w->size));
     for (int r = 0; r < w->size; r++) ranks[r] = r;
     fsdp_group group = {0, w->rank, w->size, FSDP_STREAM_REDUCE, ranks, "reduce"};
     status = w->comm_ops->split(w->comm, &group, &w->reduce_comm);
@@ -7729,8 +7740,8 @@ static fsdp_status fsdpi_buf_events(fsdp_world *w, fsdp_buf *buf) {
     fsdp_status status = w->device_ops->event(w->device, &buf->ready.native);
     if (!status) status = w->device_ops->event(w->device, &buf->avail.native);
     if (!status) return FSDP_OK;
-    return fsdpi_fail(w, status, "device %s could not make an event: %s", w->device_ops->name,
-                      fsdpi_device_text(w, status));
+    return fsdp_fail(w, status, "device %s could not make an event: %s", w->device_ops->name,
+                     fsdpi_device_text(w, status));
 }
 
 // Device memory, where peers can read it, and its two events.
@@ -7742,9 +7753,9 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_status status = shared ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
                                 : w->device_ops->alloc(w->device, kind, buf->bytes, &ptr);
     if (status)
-        return fsdpi_fail(w, status, "%llu bytes for %s could not be allocated: %s",
-                          (unsigned long long)buf->bytes, fsdp_model_pool_name(m, buf->pool),
-                          shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
+        return fsdp_fail(w, status, "%llu bytes for %s could not be allocated: %s",
+                         (unsigned long long)buf->bytes, fsdp_model_pool_name(m, buf->pool),
+                         shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
     buf->ptr = (char *)ptr;
     return fsdpi_buf_events(w, buf);
 }
@@ -7760,8 +7771,8 @@ static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pin
     fsdp_buf *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof *buf);
     *out = NULL;
     if (!buf)
-        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a buffer of %s",
-                          fsdp_model_pool_name(m, pool));
+        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a buffer of %s",
+                         fsdp_model_pool_name(m, pool));
     buf->bytes = (size_t)fsdpi_aligned((int64_t)(bytes ? bytes : 1));
     buf->pool = (uint8_t)pool;
     buf->pinned = (uint8_t)pinned;
@@ -7785,8 +7796,8 @@ static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf
 
 static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
     if (!fsdpi_grow(m, (void **)&c->slots, c->count, &c->cap, sizeof *c->slots))
-        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a list of %s",
-                          fsdp_pool_name(c->pool));
+        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a list of %s",
+                         fsdp_pool_name(c->pool));
     fsdp_status status = fsdpi_buf_new(m, c->pool, c->bytes, &c->slots[c->count]);
     if (!status) c->count++;
     return status;
@@ -7843,37 +7854,37 @@ static void fsdpi_unit_free(fsdp_unit *u) {
 static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char *name,
                                      fsdp_param_desc *d) {
     if (d->ndim == 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': parameter '%s' is a scalar (ndim 0), which "
-                          "cannot be sharded: "
-                          "make it a vector of one element",
-                          unit, name);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fully_shard of unit '%s': parameter '%s' is a scalar (ndim 0), which "
+                         "cannot be sharded: "
+                         "make it a vector of one element",
+                         unit, name);
     if (d->ndim < 0 || d->ndim > FSDP_MAX_DIMS)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': parameter '%s' has ndim %d, expected 1..%d",
-                          unit, name, d->ndim, FSDP_MAX_DIMS);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fully_shard of unit '%s': parameter '%s' has ndim %d, expected 1..%d",
+                         unit, name, d->ndim, FSDP_MAX_DIMS);
     if (d->shard_dim < -d->ndim || d->shard_dim >= d->ndim)
-        return fsdpi_fail(
+        return fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
             "fully_shard of unit '%s': parameter '%s' has shard_dim %d, invalid for %d dims", unit,
             name, d->shard_dim, d->ndim);
     if (d->shard_dim < 0) d->shard_dim += d->ndim;
     for (int i = 0; i < d->ndim; i++)
         if (d->shape[i] < 0)
-            return fsdpi_fail(
+            return fsdp_fail(
                 w, FSDP_ERR_INVALID_ARG,
                 "fully_shard of unit '%s': parameter '%s' has size %lld in dim %d, expected >= 0",
                 unit, name, (long long)d->shape[i], i);
     if (d->dtype == FSDP_DTYPE_KEEP) d->dtype = FSDP_F32;
     if (!fsdp_dtype_size(d->dtype))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': parameter '%s' has dtype %d, which is none",
-                          unit, name, d->dtype);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fully_shard of unit '%s': parameter '%s' has dtype %d, which is none",
+                         unit, name, d->dtype);
     if (!d->frozen && !fsdp_dtype_is_float(d->dtype))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': parameter '%s' is %s and requires a gradient: "
-                          "only floating parameters can; set frozen",
-                          unit, name, fsdp_dtype_name(d->dtype));
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fully_shard of unit '%s': parameter '%s' is %s and requires a gradient: "
+                         "only floating parameters can; set frozen",
+                         unit, name, fsdp_dtype_name(d->dtype));
     return FSDP_OK;
 }
 
@@ -7884,10 +7895,10 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
     rest = fsdpi_mul(rest, fsdpi_numel(p->lay.shape, p->lay.shard_dim + 1, p->lay.ndim));
     p->extension = *extension;
     if (!extension->sizes || !extension->pre_all_gather || !extension->post_all_gather)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': the extension of parameter '%s' lacks a "
-                          "function: give sizes, pre_all_gather and post_all_gather",
-                          u->desc.name, p->name);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fully_shard of unit '%s': the extension of parameter '%s' lacks a "
+                         "function: give sizes, pre_all_gather and post_all_gather",
+                         u->desc.name, p->name);
     int64_t rows = fsdpi_ceil_div(p->lay.shape[p->lay.shard_dim], fsdpi_shards(u));
     int64_t numel = fsdpi_mul(rest, rows), sum = 0;
     p->num_strings = numel < 0 ? 0 : extension->sizes(extension->user, numel, p->string_bytes);
@@ -7898,10 +7909,10 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
         good = good && sum <= FSDPI_NUMEL_MAX / fsdpi_shards(u) / 8;
     }
     return good ? FSDP_OK
-                : fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                             "fully_shard of unit '%s': the extension of parameter '%s' returned "
-                             "%d strings: expected 1..%d, of sizes >= 0",
-                             u->desc.name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
+                : fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                            "fully_shard of unit '%s': the extension of parameter '%s' returned "
+                            "%d strings: expected 1..%d, of sizes >= 0",
+                            u->desc.name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
 }
 
 // Parameters of a unit from their descs. The array of descs may have an older header's stride.
@@ -7914,7 +7925,7 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
         fsdp_param_desc pd;
         char what[64], fallback[16];
         snprintf(what, sizeof what, "fsdp_unit_desc.params[%d]", i);
-        fsdp_status status = fsdpi_desc_read(m->world, &pd, at, sizeof pd, what);
+        fsdp_status status = fsdp_desc_read(m->world, &pd, at, sizeof pd, what);
         if (status) return status;
         if (i == 0) stride = pd.size ? pd.size : (uint32_t)sizeof pd;
         snprintf(fallback, sizeof fallback, "p%d", i);
@@ -7924,8 +7935,8 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
         fsdpi_param *p = &u->params[i];
         p->name = fsdpi_copy_text(&m->world->boot.allocator, name);
         if (!p->name)
-            return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                              "fully_shard of unit '%s': no memory", u->desc.name);
+            return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
+                             "fully_shard of unit '%s': no memory", u->desc.name);
         m->host_bytes += (int64_t)fsdpi_alloc_size(p->name);
         p->user = pd.user;
         p->dtype = pd.dtype;
@@ -7946,23 +7957,37 @@ static fsdp_dtype fsdpi_promote(fsdp_dtype a, fsdp_dtype b) {
     return a == FSDP_F64 || b == FSDP_F64 ? FSDP_F64 : FSDP_F32;
 }
 
+static void fsdpi_mix(uint64_t *h, uint64_t x) { *h = fsdpi_hash(*h, x); }
+
 // All that ranks must have given alike: it is part of what every collective compares.
-static uint64_t fsdpi_unit_hash(const fsdp_unit *u) {
+static void fsdpi_unit_agree(fsdp_unit *u) {
     const fsdp_model_desc *md = &u->model->desc;
-    uint64_t h = fsdpi_hash(fsdpi_hash_text(u->desc.name), (uint64_t)u->desc.num_params);
-    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)u->desc.policy_dtype), (uint64_t)u->layout.reduce_dtype);
-    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)md->grads_overwrite), (uint64_t)md->direct_min);
-    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)md->grad_dtype), (uint64_t)u->desc.slices);
-    h = fsdpi_hash(fsdpi_hash(h, (uint64_t)fsdpi_shards(u)), (uint64_t)fsdpi_replicas(u));
+    uint64_t h[FSDP_AGREE_COUNT] = {0};
+    h[FSDP_AGREE_NAMES] = fsdpi_hash(fsdpi_hash_text(u->desc.name), (uint64_t)u->desc.num_params);
+    h[FSDP_AGREE_DTYPES] = (uint64_t)u->desc.policy_dtype;
+    h[FSDP_AGREE_REDUCE_DTYPE] = (uint64_t)u->layout.reduce_dtype;
+    h[FSDP_AGREE_GRAD_DTYPE] = (uint64_t)md->grad_dtype;
+    h[FSDP_AGREE_SLICES] = (uint64_t)u->desc.slices;
+    h[FSDP_AGREE_OVERWRITE] = (uint64_t)md->grads_overwrite;
+    h[FSDP_AGREE_DIRECT_MIN] = fsdpi_hash(1, (uint64_t)md->direct_min);
+    h[FSDP_AGREE_MESH] = fsdpi_hash((uint64_t)fsdpi_shards(u), (uint64_t)fsdpi_replicas(u));
     for (int i = 0; i < u->desc.num_params; i++) {
         const fsdpi_param *p = &u->params[i];
-        h = fsdpi_hash(fsdpi_hash(h, fsdpi_hash_text(p->name)), (uint64_t)p->requires_grad);
-        h = fsdpi_hash(fsdpi_hash(h, (uint64_t)p->lay.ndim), (uint64_t)p->lay.shard_dim);
-        h = fsdpi_hash(fsdpi_hash(h, (uint64_t)p->dtype), (uint64_t)p->keep_dtype);
-        for (int d = 0; d < p->lay.ndim; d++) h = fsdpi_hash(h, (uint64_t)p->lay.shape[d]);
-        for (int k = 0; k < p->num_strings; k++) h = fsdpi_hash(h, (uint64_t)p->string_bytes[k]);
+        fsdpi_mix(&h[FSDP_AGREE_NAMES], fsdpi_hash_text(p->name));
+        fsdpi_mix(&h[FSDP_AGREE_SHAPES], (uint64_t)p->lay.ndim);
+        for (int d = 0; d < p->lay.ndim; d++)
+            fsdpi_mix(&h[FSDP_AGREE_SHAPES], (uint64_t)p->lay.shape[d]);
+        fsdpi_mix(&h[FSDP_AGREE_SHARD_DIM], (uint64_t)p->lay.shard_dim);
+        fsdpi_mix(&h[FSDP_AGREE_DTYPES], (uint64_t)p->dtype << 1 | (uint64_t)(p->keep_dtype != 0));
+        fsdpi_mix(&h[FSDP_AGREE_REQUIRES_GRAD], (uint64_t)p->requires_grad);
+        for (int k = 0; k < p->num_strings; k++)
+            fsdpi_mix(&h[FSDP_AGREE_STRINGS], (uint64_t)p->string_bytes[k]);
     }
-    return h;
+    u->layout.hash = 0;
+    for (int k = 0; k < FSDP_AGREE_COUNT; k++) {
+        u->layout.hash = fsdpi_hash(u->layout.hash, h[k]);
+        u->layout.agree[k] = (uint8_t)h[k];
+    }
 }
 
 /* Sort the parameters into parts, by their dtypes and by who requires a gradient now, and measure.
@@ -7996,21 +8021,21 @@ static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
         u->layout.reduce_dtype = u->desc.policy_reduce ? u->desc.policy_reduce : FSDP_F32;
     int bytes = u->layout.num_parts > 1 || u->layout.parts[0].extended;
     u->layout.gather_dtype = bytes ? FSDP_U8 : u->layout.parts[0].param_dtype;
-    u->layout.hash = fsdpi_unit_hash(u);
+    fsdpi_unit_agree(u);
     fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)u->desc.num_params *
                                                                            sizeof *tmp);
     if (!tmp)
-        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "layout of unit '%s': no memory",
-                          u->desc.name);
+        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "layout of unit '%s': no memory",
+                         u->desc.name);
     fsdp_status status = fsdpi_unit_layout(u, tmp);
     fsdpi_model_free(m, tmp);
     if (status)
-        return fsdpi_fail(m->world, status,
-                          "fully_shard of unit '%s': its size is more than 2^56 elements",
-                          u->desc.name);
+        return fsdp_fail(m->world, status,
+                         "fully_shard of unit '%s': its size is more than 2^56 elements",
+                         u->desc.name);
     fsdpi_unit_route(u);
     status = fsdpi_unit_classes(u);
-    return status ? fsdpi_fail(m->world, status, "layout of unit '%s': no memory", u->desc.name)
+    return status ? fsdp_fail(m->world, status, "layout of unit '%s': no memory", u->desc.name)
                   : status;
 }
 
@@ -8019,10 +8044,10 @@ static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const cha
     if ((!param || fsdp_dtype_is_float(param)) && (!reduce || fsdp_dtype_is_float(reduce)) &&
         (!output || fsdp_dtype_is_float(output)))
         return FSDP_OK;
-    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                      "%s '%s': param_dtype %d, reduce_dtype %d, output_dtype %d: expected "
-                      "floating dtypes or KEEP",
-                      what, name, param, reduce, output);
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                     "%s '%s': param_dtype %d, reduce_dtype %d, output_dtype %d: expected "
+                     "floating dtypes or KEEP",
+                     what, name, param, reduce, output);
 }
 
 // What the desc says about meshes: a mesh info, a mesh, or as `otherwise`.
@@ -8041,19 +8066,19 @@ static fsdp_status fsdpi_resolve_mesh(fsdp_world *w, const fsdp_mesh *mesh,
         replicate = info->replicate_mesh_dim;
     }
     if (!mesh || mesh->world != w)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "the mesh belongs to another world, or the mesh info has none: make the "
-                          "mesh from this world");
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "the mesh belongs to another world, or the mesh info has none: make the "
+                         "mesh from this world");
     if (!info && mesh->ndim > 2)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "a %d-D mesh: expected 1-D (FSDP) or 2-D (HSDP): slice it, or say by "
-                          "mesh_info which dims shard and replicate",
-                          mesh->ndim);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "a %d-D mesh: expected 1-D (FSDP) or 2-D (HSDP): slice it, or say by "
+                         "mesh_info which dims shard and replicate",
+                         mesh->ndim);
     if (!info && mesh->ndim == 2) {
         if (!mesh->names[0] || !mesh->names[1])
-            return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                              "a 2-D mesh without names of its dims: name them, dim 0 replicates "
-                              "and dim 1 shards, or give mesh_info");
+            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                             "a 2-D mesh without names of its dims: name them, dim 0 replicates "
+                             "and dim 1 shards, or give mesh_info");
         kind = FSDP_MESH_INFO_HSDP;
         replicate = 0;
         shard = 1;
@@ -8071,11 +8096,11 @@ static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
     if (info->replicate_mesh_dim >= 0)
         u->desc.replicate_comm = info->mesh->reduce_comm[info->replicate_mesh_dim];
     if (n < FSDP_RESHARD_NEVER || (n > 1 && fsdpi_shards(u) % n != 0))
-        return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': reshard_after_forward is %d, expected "
-                          "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of the shard group's "
-                          "%d ranks",
-                          u->desc.name, n, fsdpi_shards(u));
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
+                         "fully_shard of unit '%s': reshard_after_forward is %d, expected "
+                         "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of the shard group's "
+                         "%d ranks",
+                         u->desc.name, n, fsdpi_shards(u));
     if (n > 1 && n == fsdpi_shards(u)) n = FSDP_RESHARD_ALWAYS;
     u->options.reshard_after_forward = n;
     u->desc.slices = n > 1 ? n : 0;
@@ -8095,8 +8120,8 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     u->params = (fsdpi_param *)fsdpi_model_alloc(m, count * sizeof *u->params);
     u->layout.parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->layout.parts);
     if (!u->desc.name || !u->params || !u->layout.parts)
-        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
-                          d->name ? d->name : fallback);
+        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
+                         d->name ? d->name : fallback);
     fsdp_status status = fsdpi_dtypes_check(m->world, "fully_shard of unit", u->desc.name,
                                             d->param_dtype, d->reduce_dtype, d->output_dtype);
     if (!status)
@@ -8119,22 +8144,22 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     *unit = NULL;
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_failed(w);
-    if (!status) status = fsdpi_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc");
+    if (!status) status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc");
     if (status) return status;
     if (model->layout > 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_STATE,
-                          "fully_shard: the model is committed: make all units before the first "
-                          "hook, init or load");
+        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                         "fully_shard: the model is committed: make all units before the first "
+                         "hook, init or load");
     if (d.num_params < 1 || !d.params)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "fully_shard of unit '%s': num_params is %d, expected >= 1, and params",
-                          d.name ? d.name : "", d.num_params);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "fully_shard of unit '%s': num_params is %d, expected >= 1, and params",
+                         d.name ? d.name : "", d.num_params);
     fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);
     if (!u || !fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
                           sizeof *model->units)) {
         fsdpi_model_free(model, u);
-        return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
-                          d.name ? d.name : "");
+        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
+                         d.name ? d.name : "");
     }
     u->model = model;
     u->desc.user = d.user;
@@ -8198,6 +8223,7 @@ static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, 
     op.unit = u;
     op.what = u ? u->desc.name : fsdpi_label(m, label);
     op.what_hash = u ? u->layout.hash : (uint64_t)label;
+    if (u) memcpy(op.agree, u->layout.agree, sizeof op.agree);
     op.step = m->step;
     return op;
 }
@@ -8338,11 +8364,11 @@ static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t 
     fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
     *out = buf;
     if (!buf || (!buf->held && buf->bytes >= bytes)) return FSDP_OK;
-    return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
-                      "an extension gave unit '%s' a slot of %llu bytes%s for %s, expected a free "
-                      "one of %llu",
-                      u->desc.name, (unsigned long long)buf->bytes, buf->held ? " in use" : "",
-                      fsdp_pool_name(pool), (unsigned long long)bytes);
+    return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
+                     "an extension gave unit '%s' a slot of %llu bytes%s for %s, expected a free "
+                     "one of %llu",
+                     u->desc.name, (unsigned long long)buf->bytes, buf->held ? " in use" : "",
+                     fsdp_pool_name(pool), (unsigned long long)bytes);
 }
 
 static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
@@ -8852,13 +8878,15 @@ static int fsdpi_usage_any(const fsdp_unit *u, int use) {
 }
 
 // What ranks must agree on in a reduction: the unit, the factor; by upstream's rule what was used.
-static uint64_t fsdpi_usage_hash(const fsdp_unit *u, double factor) {
-    uint64_t bits;
+static void fsdpi_usage_agree(const fsdp_unit *u, double factor, fsdp_op *op) {
+    uint64_t bits, used = 0;
     memcpy(&bits, &factor, sizeof bits);
-    uint64_t h = fsdpi_hash(u->layout.hash, bits);
+    bits = fsdpi_hash(1, bits);
     for (int i = 0; i < u->desc.num_params && !u->options.reduce_unused; i++)
-        h = fsdpi_hash(h, (u->params[i].use & FSDPI_USE_PENDING) != 0);
-    return h;
+        used = fsdpi_hash(used, (u->params[i].use & FSDPI_USE_PENDING) != 0);
+    op->what_hash = fsdpi_hash(fsdpi_hash(u->layout.hash, bits), used);
+    op->agree[FSDP_AGREE_FACTOR] = (uint8_t)bits;
+    op->agree[FSDP_AGREE_USED] = (uint8_t)used;
 }
 
 // The counts of users of the unit's trainables [from, from + count), as the host reads them.
@@ -9072,7 +9100,7 @@ static fsdp_status fsdpi_scatter(fsdp_unit *u, int kind, double scale, int accum
     t->src = (uint8_t)input;
     t->op.scale = scale;
     t->op.accumulate = (uint8_t)accumulate;
-    t->op.what_hash = fsdpi_usage_hash(u, fsdpi_route_now(u)->factor);
+    fsdpi_usage_agree(u, fsdpi_route_now(u)->factor, &t->op);
     fsdpi_op_cast(&t->op, fsdpi_input_dtype(u), t->op.out_dtype);
     fsdp_status status = fsdpi_emit_kind(u, kind);
     u->state.grads.newest = FSDPI_GRADS_NOWHERE;
@@ -9133,7 +9161,7 @@ static fsdp_dtype fsdpi_sums_dtype(const fsdp_unit *u) {
 static fsdp_status fsdpi_step_replicas(fsdp_unit *u) {
     fsdpi_template *t = u->layout.ops + u->layout.ops_begin[FSDPI_OPS_REPLICAS];
     t->src = t->dst = (uint8_t)fsdpi_sums(u);
-    t->op.what_hash = fsdpi_usage_hash(u, fsdpi_route_now(u)->factor);
+    fsdpi_usage_agree(u, fsdpi_route_now(u)->factor, &t->op);
     fsdpi_op_cast(&t->op, fsdpi_sums_dtype(u), fsdpi_sums_dtype(u));
     return fsdpi_emit_kind(u, FSDPI_OPS_REPLICAS);
 }
@@ -9462,8 +9490,8 @@ static fsdp_status fsdpi_flags_new(fsdp_unit *u) {
     if (bytes == 0) return FSDP_OK;
     fsdp_status status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, bytes, &flags);
     if (status)
-        return fsdpi_fail(w, status, "commit: no memory for the flags of unit '%s': %s",
-                          u->desc.name, fsdpi_device_text(w, status));
+        return fsdp_fail(w, status, "commit: no memory for the flags of unit '%s': %s",
+                         u->desc.name, fsdpi_device_text(w, status));
     u->usage.flags = (char *)flags;
     u->usage.wide = u->usage.flags + bytes / 2;
     m->host_bytes += (int64_t)bytes;
@@ -9483,8 +9511,8 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     fsdp_model *m = u->model;
     char *at = (char *)fsdpi_model_alloc(m, fsdpi_place_lists(u, NULL));
     if (!at)
-        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                          "commit: no memory for the lists of unit '%s'", u->desc.name);
+        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
+                         "commit: no memory for the lists of unit '%s'", u->desc.name);
     u->layout.lists = at;
     u->usage.in_flight = 0;
     (void)fsdpi_place_lists(u, at);
@@ -9534,7 +9562,7 @@ static fsdp_status fsdpi_users_new(fsdp_model *m, fsdp_dtype dtype) {
         flat->users = flat->grad->ptr + fsdpi_bytes(flat->train_numel, grad);
     else flat->users = (char *)fsdpi_model_alloc(m, bytes + 1);
     if (flat->users) return FSDP_OK;
-    return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory for counts of users");
+    return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory for counts of users");
 }
 
 static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
@@ -9590,14 +9618,14 @@ static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++)
         if (m->units[i]->desc.num_params > most) most = m->units[i]->desc.num_params;
     fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)most * sizeof *tmp);
-    if (!tmp) return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
+    if (!tmp) return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_build(m->units[i], tmp);
     fsdpi_model_free(m, tmp);
     m->norm_blocks = (fsdp_block *)fsdpi_model_alloc(m, 2 * (size_t)m->num_params *
                                                             sizeof *m->norm_blocks);
     if (!status && !m->norm_blocks)
-        status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
+        status = fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
     return status;
 }
 
@@ -9656,13 +9684,13 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     fsdp_status status = fsdpi_failed(m->world);
     if (status || m->committed) return status;
     if (m->num_units == 0)
-        return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,
-                          "commit: the model has no units: call fsdp_fully_shard first");
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
+                         "commit: the model has no units: call fsdp_fully_shard first");
     fsdpi_place_units(m);
     fsdpi_need_blocks(m);
     for (int i = 0; i < m->num_classes; i++) m->classes[i].ahead = 0; // of a layout before
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_classes(m->units[i]);
-    if (status) status = fsdpi_fail(m->world, status, "commit: no memory");
+    if (status) status = fsdp_fail(m->world, status, "commit: no memory");
     if (!status) status = fsdpi_commit_tables(m);
     if (!status) status = fsdpi_blocks_new(m);
     if (!status) status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, sizeof(double), &m->scalar);
@@ -9735,9 +9763,9 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
         if (!fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order, sizeof *m->order))
             return fsdpi_fail_together(
                 m->world,
-                fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                           "post_forward of unit '%s': no memory for the record of forwards",
-                           u->desc.name));
+                fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
+                          "post_forward of unit '%s': no memory for the record of forwards",
+                          u->desc.name));
         m->order[m->num_order].unit = u;
         m->order[m->num_order].previous = u->state.last_order;
         u->state.last_order = m->num_order++;
@@ -9814,45 +9842,69 @@ static const fsdpi_row fsdpi_rows[FSDP_CALL_COUNT][3] = {
 // clang-format on
 
 static const char *fsdpi_call_name(int call) {
-    static const char *const names[FSDP_CALL_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDP_CALL_LIST(FSDP_X)
-#undef FSDP_X
-    };
+    static const char *const names[FSDP_CALL_COUNT] = {FSDP_CALL_LIST(FSDPI_TEXT_OF)};
     return names[call];
 }
 
-static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
-    int phase = u->model->backward ? FSDPI_IN : FSDPI_OUT;
+// What the table asks of a unit; open: its parameters can be read.
+typedef struct fsdpi_point {
+    int training, backward, forwards, open;
+} fsdpi_point;
+
+static const fsdpi_row *fsdpi_row_at(const fsdpi_point *at, int call) {
+    int phase = at->backward ? FSDPI_IN : FSDPI_OUT;
     for (int i = 0; i < 3; i++) {
         const fsdpi_row *row = &fsdpi_rows[call][i];
-        if ((row->from & (1 << u->state.training)) && (row->phase & phase) &&
-            (!row->due || u->state.forwards > 0))
+        if ((row->from & (1 << at->training)) && (row->phase & phase) &&
+            (!row->due || at->forwards > 0) && (call != FSDP_CALL_DATA || at->open))
             return row;
     }
     return NULL;
 }
+static fsdpi_point fsdpi_point_of(const fsdp_unit *u) {
+    fsdpi_point at = {u->state.training, u->model->backward, u->state.forwards,
+                      u->state.storage == FSDP_STORAGE_UNSHARDED};
+    return at;
+}
+static const fsdpi_row *fsdpi_lookup(const fsdp_unit *u, int call) {
+    fsdpi_point at = fsdpi_point_of(u);
+    at.open = 1; // the getter itself asks
+    return fsdpi_row_at(&at, call);
+}
 
-// The text of a call in a wrong state asks the table what is possible.
-static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, const char *what) {
+// The first of the hooks, at most `depth` of them, behind which a call is possible; or -1.
+static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
+    static const int hooks[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
+                                FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD,
+                                FSDP_CALL_FINALIZE};
+    for (int i = 0; i < 5; i++) {
+        fsdpi_point at = *from;
+        const fsdpi_row *row = fsdpi_row_at(from, hooks[i]);
+        if (!row) continue;
+        if (row->next != FSDPI_KEEP) at.training = row->next;
+        at.open = i == 0 || i == 2;
+        at.forwards += (i == 1 && !from->backward) - (i == 2 && row->due);
+        at.backward = i == 2 || (from->backward && i != 4);
+        if (fsdpi_row_at(&at, call)) return hooks[i];
+        if (depth > 1 && fsdpi_missing(&at, call, depth - 1) >= 0) return hooks[i];
+    }
+    return -1;
+}
+
+// The text of a call in a wrong state asks the table what is missing.
+static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, int call, const char *what) {
     static const char *const states[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
     static const char *const storages[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED",
                                            "SHARDED_POST_FORWARD"};
-    char possible[256] = "";
-    size_t used = 0;
-    for (int c = 0; c < FSDP_CALL_EXTENSION; c++) {
-        if (!fsdpi_lookup(u, c) ||
-            (c == FSDP_CALL_DATA && u->state.storage != FSDP_STORAGE_UNSHARDED))
-            continue;
-        used += (size_t)snprintf(possible + used, sizeof possible - used, "%s%s", used ? ", " : "",
-                                 fsdpi_call_name(c));
-        if (used >= sizeof possible) break;
-    }
-    return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_STATE,
-                      "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have not run "
-                      "backward; possible now: %s",
-                      what, u->desc.name, states[u->state.training], storages[u->state.storage],
-                      u->model->backward ? "inside" : "outside", u->state.forwards, possible);
+    const fsdpi_point at = fsdpi_point_of(u);
+    int first = -1;
+    for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
+    return fsdp_fail(u->model->world, FSDP_ERR_INVALID_STATE,
+                     "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have not run "
+                     "backward: call fsdp_%s first",
+                     what, u->desc.name, states[u->state.training], storages[u->state.storage],
+                     u->model->backward ? "inside" : "outside", u->state.forwards,
+                     first < 0 ? "model_reset" : fsdpi_call_name(first));
 }
 
 static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
@@ -9874,7 +9926,7 @@ static fsdp_status fsdpi_step(fsdp_unit *u, const fsdpi_row *row) {
 // Is the call, by the name of `what`, possible for all units?
 static fsdp_status fsdpi_check_units(fsdp_model *m, int call, const char *what) {
     for (int i = 0; i < m->num_units; i++)
-        if (!fsdpi_lookup(m->units[i], call)) return fsdpi_wrong_call(m->units[i], what);
+        if (!fsdpi_lookup(m->units[i], call)) return fsdpi_wrong_call(m->units[i], call, what);
     return FSDP_OK;
 }
 
@@ -9931,7 +9983,7 @@ static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
     if ((m->watch & FSDPI_CALLS) && fsdpi_answered(m, u, call, &status))
         return fsdpi_remember(m, status);
     const fsdpi_row *row = fsdpi_lookup(u, call);
-    if (!row) return fsdpi_remember(m, fsdpi_wrong_call(u, fsdpi_call_name(call)));
+    if (!row) return fsdpi_remember(m, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
     status = fsdpi_announce(m, u, call, NULL, fsdpi_next_state(u, row));
     if (!status) status = fsdpi_step(u, row);
     return fsdpi_remember(m, status);
@@ -9960,16 +10012,16 @@ FSDP_API fsdp_status fsdp_reshard(fsdp_unit *unit) {
 static int fsdpi_getter_ok(fsdp_unit *u, int call) {
     const fsdpi_row *row = fsdpi_lookup(u, call);
     if (row && (call != FSDP_CALL_DATA || u->state.storage == FSDP_STORAGE_UNSHARDED)) return 1;
-    (void)fsdpi_wrong_call(u, fsdpi_call_name(call));
+    (void)fsdpi_remember(u->model, fsdpi_wrong_call(u, call, fsdpi_call_name(call)));
     return 0;
 }
 
 static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
     if (!u) return fsdpi_null(NULL, fsdpi_call_name(call));
     if (index < 0 || index >= u->desc.num_params)
-        return fsdpi_fail(u->model->world, FSDP_ERR_INVALID_ARG,
-                          "%s: unit '%s' has no parameter %d, expected 0..%d",
-                          fsdpi_call_name(call), u->desc.name, index, u->desc.num_params - 1);
+        return fsdp_fail(u->model->world, FSDP_ERR_INVALID_ARG,
+                         "%s: unit '%s' has no parameter %d, expected 0..%d", fsdpi_call_name(call),
+                         u->desc.name, index, u->desc.num_params - 1);
     return FSDP_OK;
 }
 
@@ -10236,7 +10288,7 @@ static fsdp_status fsdpi_norm_check(const fsdp_model *m) {
     const fsdp_mesh *mesh = m->info.mesh;
     int numel = fsdpi_mesh_numel(mesh);
     if (numel < mesh->root_numel)
-        return fsdpi_fail(
+        return fsdp_fail(
             m->world, FSDP_ERR_UNSUPPORTED,
             "clip_grads: the model's mesh is a slice: %d of the mesh's %d ranks. Nothing says "
             "whether the other ranks hold copies of its parameters or other parameters. Give "
@@ -10245,10 +10297,10 @@ static fsdp_status fsdpi_norm_check(const fsdp_model *m) {
             "on those ranks a mesh_info that replicates over that dim",
             numel, mesh->root_numel);
     if (m->outside)
-        return fsdpi_fail(m->world, FSDP_ERR_UNSUPPORTED,
-                          "clip_grads: the mesh of unit '%s' has ranks that the model's mesh "
-                          "lacks: give fsdp_model_desc a mesh of all ranks that share units",
-                          m->outside->desc.name);
+        return fsdp_fail(m->world, FSDP_ERR_UNSUPPORTED,
+                         "clip_grads: the mesh of unit '%s' has ranks that the model's mesh "
+                         "lacks: give fsdp_model_desc a mesh of all ranks that share units",
+                         m->outside->desc.name);
     return FSDP_OK;
 }
 
@@ -10258,14 +10310,14 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     fsdp_world *w = model ? model->world : NULL;
     fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
     if (!status && (!w || !desc)) status = fsdpi_null(w, "clip_grads");
-    if (!status) status = fsdpi_desc_read(w, &d, desc, sizeof d, "fsdp_clip_desc");
+    if (!status) status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_clip_desc");
     if (status) return status;
     if (!fsdpi_is_nan(d.norm_type) && d.norm_type == 0) d.norm_type = 2;
     if (!(d.max_norm > 0) || fsdpi_is_nan(d.max_norm) || !(d.norm_type > 0) ||
         fsdpi_is_nan(d.norm_type))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "clip_grads: max_norm is %g, norm_type is %g: expected numbers > 0",
-                          d.max_norm, d.norm_type);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "clip_grads: max_norm is %g, norm_type is %g: expected numbers > 0",
+                         d.max_norm, d.norm_type);
     status = fsdpi_norm_check(model);
     if (!status) status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
     if (status) return status;
@@ -10277,10 +10329,10 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     if (!status && !is_bad && fsdpi_is_finite(d.max_norm)) status = fsdpi_clip(model, d.max_norm);
     if (!status && norm) status = fsdp_grad_norm(model, norm);
     if (status || !is_bad) return status;
-    return fsdpi_fail(w, FSDP_ERR_CORRUPT,
-                      "clip_grads: the norm of the gradients is %g: nothing was scaled; look for "
-                      "infinities, or leave error_if_nonfinite at 0",
-                      total);
+    return fsdp_fail(w, FSDP_ERR_CORRUPT,
+                     "clip_grads: the norm of the gradients is %g: nothing was scaled; look for "
+                     "infinities, or leave error_if_nonfinite at 0",
+                     total);
 }
 
 FSDP_API fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm) {
@@ -10289,8 +10341,8 @@ FSDP_API fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm) {
     fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
     if (!status && (!w || !norm)) status = fsdpi_null(w, "grad_norm");
     if (!status && !(model->norm_type > 0))
-        status = fsdpi_fail(w, FSDP_ERR_INVALID_STATE,
-                            "grad_norm: nothing has been measured: call fsdp_clip_grads first");
+        status = fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                           "grad_norm: nothing has been measured: call fsdp_clip_grads first");
     if (!status) status = fsdpi_transfer(w, &total, model->scalar->ptr, sizeof total);
     if (!status) *norm = fsdpi_root(total, model->norm_type);
     return status;
@@ -10347,7 +10399,7 @@ static fsdp_status fsdpi_full_scratch(fsdp_model *m) {
     if (status || fsdpi_is_host(m->world)) return status;
     m->full_copy = (char *)fsdpi_model_alloc(m, m->full_scratch->bytes);
     return m->full_copy ? FSDP_OK
-                        : fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "param_full: no memory");
+                        : fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "param_full: no memory");
 }
 
 /* Gather one parameter, or its gradient, in its own dtype, in pieces that fit the scratch buffer:
@@ -10404,7 +10456,7 @@ static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
     const fsdpi_param *p = &u->params[index];
     const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
     *v = fsdpi_view_static(u, index);
-    if (p->use & FSDPI_USE_REDUCED)
+    if ((p->use & FSDPI_USE_REDUCED) && !u->model->backward) // as on any number of ranks
         v->shard_grad = flat->grad->ptr + fsdpi_bytes(p->lay.shard_offset, v->grad_dtype);
 }
 
@@ -10421,9 +10473,9 @@ FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_
     fsdp_status status = fsdpi_shards_readable(unit->model);
     if (status) return status;
     if (index < 0 || index >= unit->desc.num_params)
-        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG,
-                          "param_view_get: unit '%s' has no parameter %d, expected 0..%d",
-                          unit->desc.name, index, unit->desc.num_params - 1);
+        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_ARG,
+                         "param_view_get: unit '%s' has no parameter %d, expected 0..%d",
+                         unit->desc.name, index, unit->desc.num_params - 1);
     fsdpi_view(unit, index, out);
     return FSDP_OK;
 }
@@ -10436,9 +10488,9 @@ FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_vi
         if (ordinal >= first && ordinal < first + u->desc.num_params)
             return fsdp_param_view_get(u, ordinal - first, out);
     }
-    return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                      "param_at: the model has no parameter %d, expected 0..%d", ordinal,
-                      model->num_params - 1);
+    return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
+                     "param_at: the model has no parameter %d, expected 0..%d", ordinal,
+                     model->num_params - 1);
 }
 
 FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
@@ -10485,7 +10537,7 @@ static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsd
     char *staged = in_place ? NULL : (char *)fsdpi_model_alloc(m, (size_t)most);
     fsdp_status status = FSDP_OK;
     if (!in_place && !staged)
-        return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "init_params: no memory");
+        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "init_params: no memory");
     for (int64_t row = 0; row < rows && !status; row += step) {
         char *place = (char *)v->shard + fsdpi_bytes(row * row_numel, v->dtype);
         block.local_shape[0] = fsdpi_min(step, rows - row);
@@ -10505,8 +10557,8 @@ static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsd
 FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *user) {
     fsdp_status status = model ? fsdpi_failed(model->world) : FSDP_OK;
     if (!status && !fn)
-        status = fsdpi_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
-                            "init_params: fn is NULL");
+        status = fsdp_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
+                           "init_params: fn is NULL");
     if (!status) status = fsdpi_load(model);
     if (status) return status;
     fsdp_param_view v = FSDP_ZERO;
@@ -10517,8 +10569,8 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
 
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {
     if (!model || !out || !fsdp_dtype_size(dtype))
-        return fsdpi_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
-                          "model_flat: an argument is NULL, or dtype %d is none", dtype);
+        return fsdp_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "model_flat: an argument is NULL, or dtype %d is none", dtype);
     fsdp_status status = fsdpi_shards_readable(model);
     if (status) return status;
     const fsdpi_flat_block *flat = &model->flats[dtype];
@@ -10539,7 +10591,7 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
     if (status) return status;
     const fsdp_layout_param *lay = &unit->params[index].lay;
     if (!full && lay->numel > 0)
-        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_ARG, "param_load: full is NULL");
+        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_ARG, "param_load: full is NULL");
     status = fsdpi_load(unit->model);
     if (status) return status;
     fsdp_param_view v;
@@ -10573,9 +10625,9 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
     const fsdpi_param *p = &unit->params[index];
     fsdp_dtype dtype = fsdpi_grad_dtype(unit->model, p->dtype);
     if (!p->requires_grad)
-        return fsdpi_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
-                          "param_full_grad: parameter '%s' of unit '%s' is frozen", p->name,
-                          unit->desc.name);
+        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
+                         "param_full_grad: parameter '%s' of unit '%s' is frozen", p->name,
+                         unit->desc.name);
     status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
     if (status) return status;
     if (unit->state.grads.shard == FSDPI_GRADS_REDUCED)
@@ -10716,9 +10768,9 @@ static fsdp_status fsdpi_dry_flags(fsdp_model *dry) {
 static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     fsdp_world *w = m->world;
     if (m->num_units == 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_STATE, "prediction: the model has no units");
+        return fsdp_fail(w, FSDP_ERR_INVALID_STATE, "prediction: the model has no units");
     fsdpi_rehearsal *r = (fsdpi_rehearsal *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
-    if (!r) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
+    if (!r) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
     fsdp_model *dry = *out = &r->model;
     fsdpi_dry_world(r, w);
     dry->desc = m->desc;
@@ -10736,7 +10788,7 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     if (!status) status = fsdpi_commit(dry);
     if (!status) status = fsdpi_dry_flags(dry);
     if (!status) status = fsdpi_rehearse(dry);
-    return status ? fsdpi_fail(w, status, "prediction: %s", fsdp_status_text(status)) : FSDP_OK;
+    return status ? fsdp_fail(w, status, "prediction: %s", fsdp_status_text(status)) : FSDP_OK;
 }
 
 // Allocate the slots that a step will take, as the prediction counts them.
@@ -10748,7 +10800,7 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
     for (int i = 0; !status && i < dry->num_classes; i++) { // the model's own has been found before
         const fsdpi_class *wanted = &dry->classes[i];
         int at = fsdpi_class_find(m, wanted->pool, wanted->bytes);
-        if (at < 0) status = fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "reserve: no memory");
+        if (at < 0) status = fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "reserve: no memory");
         while (!status && m->classes[at].count < wanted->count)
             status = fsdpi_class_add(m, &m->classes[at]);
     }
@@ -10832,11 +10884,7 @@ static void fsdpi_describe_param(fsdpi_text *t, const fsdp_unit *u, const fsdpi_
 
 // "    gradients: written, keep in the slot; reduced: chunk_cat in the slot, flags of use, ..."
 static void fsdpi_describe_steps(fsdpi_text *t, const char *title, const uint8_t *step) {
-    static const char *const texts[FSDPI_STEP_COUNT] = {
-#define FSDP_X(name, text) text,
-        FSDPI_STEP_LIST(FSDP_X)
-#undef FSDP_X
-    };
+    static const char *const texts[FSDPI_STEP_COUNT] = {FSDPI_STEP_LIST(FSDPI_TEXT_OF)};
     fsdpi_say(t, "%s", title);
     if (!*step) fsdpi_say(t, " not now");
     for (const char *comma = " "; *step; step++, comma = ", ")
@@ -10919,13 +10967,13 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
     if (u && u->model != m)
-        return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: the unit belongs to another model",
-                          what);
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: the unit belongs to another model",
+                         what);
     *first = u ? u->desc.index : 0;
     *end = u ? u->desc.index + 1 : m->num_units;
     for (int i = *first; i < *end; i++)
         if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
-            return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], what));
+            return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], FSDP_CALL_SET, what));
     return FSDP_OK;
 }
 
@@ -10986,10 +11034,10 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_forward", &i, &end);
     if (!status && mode != FSDP_RESHARD_ALWAYS && mode != FSDP_RESHARD_NEVER)
-        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                          "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or "
-                          "FSDP_RESHARD_NEVER; an int only at fully_shard",
-                          mode);
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
+                         "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or "
+                         "FSDP_RESHARD_NEVER; an int only at fully_shard",
+                         mode);
     for (; !status && i < end; i++) {
         model->settings += model->units[i]->options.reshard_after_forward != mode;
         model->units[i]->options.reshard_after_forward = mode;
@@ -11002,10 +11050,10 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(model, unit, "set_gradient_divide_factor", &i, &end);
     if (!status && (!(factor >= 0) || !fsdpi_is_finite(factor)))
-        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                          "set_gradient_divide_factor: factor is %g, expected a number > 0, or 0 "
-                          "for the number of ranks",
-                          factor);
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
+                         "set_gradient_divide_factor: factor is %g, expected a number > 0, or 0 "
+                         "for the number of ranks",
+                         factor);
     for (; !status && i < end; i++) {
         model->settings += model->units[i]->options.divide_factor != factor;
         model->units[i]->options.divide_factor = factor;
@@ -11022,12 +11070,11 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
     fsdp_model *m = u->model;
     for (int i = 0; i < count; i++)
         if (!targets || !targets[i] || targets[i]->model != m)
-            return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
-                              "%s: target %d is not a unit of this model", what, i);
-    if (count < 0)
-        return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: count is %d", what, count);
+            return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
+                             "%s: target %d is not a unit of this model", what, i);
+    if (count < 0) return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: count is %d", what, count);
     int32_t *list = (int32_t *)fsdpi_model_alloc(m, (size_t)(count + 1) * sizeof *list);
-    if (!list) return fsdpi_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory", what);
+    if (!list) return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory", what);
     for (int i = 0; i < count; i++) list[i] = targets[i]->desc.index;
     fsdpi_model_free(m, u->options.prefetch[backward]);
     u->options.prefetch[backward] = list;
@@ -11057,17 +11104,17 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     fsdp_model *m = unit->model;
     fsdpi_param *p = &unit->params[index];
     if (requires_grad && !fsdp_dtype_is_float(p->dtype))
-        return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
-                          "set_requires_grad: parameter '%s' of unit '%s' is %s: only floating "
-                          "parameters can require a gradient",
-                          p->name, unit->desc.name, fsdp_dtype_name(p->dtype));
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
+                         "set_requires_grad: parameter '%s' of unit '%s' is %s: only floating "
+                         "parameters can require a gradient",
+                         p->name, unit->desc.name, fsdp_dtype_name(p->dtype));
     for (int i = 0; i < m->num_units; i++)
         if (m->units[i]->state.slot[FSDP_POOL_GRAD] || m->units[i]->state.slot[FSDP_POOL_RIN] ||
             m->units[i]->state.slot[FSDP_POOL_ROUT])
-            return fsdpi_fail(m->world, FSDP_ERR_INVALID_STATE,
-                              "set_requires_grad: unit '%s' holds gradients that are not reduced: "
-                              "run a backward with sync, or fsdp_model_reset",
-                              m->units[i]->desc.name);
+            return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
+                             "set_requires_grad: unit '%s' holds gradients that are not reduced: "
+                             "run a backward with sync, or fsdp_model_reset",
+                             m->units[i]->desc.name);
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);
     if (status) return status;
@@ -11187,22 +11234,22 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
     fsdp_status status = fsdpi_dtypes_check(w, "model_create", "", d->param_dtype, d->reduce_dtype,
                                             d->output_dtype);
     if (!status && d->grad_dtype && !fsdp_dtype_is_float(d->grad_dtype))
-        status = fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                            "model_create: grad_dtype is %d, expected a floating dtype or KEEP",
-                            d->grad_dtype);
+        status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                           "model_create: grad_dtype is %d, expected a floating dtype or KEEP",
+                           d->grad_dtype);
     if (status) return status;
     if (d->reshard_after_forward < FSDP_RESHARD_NEVER ||
         d->implicit_prefetch < FSDP_PREFETCH_NEVER || d->implicit_prefetch > FSDP_PREFETCH_ALWAYS)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "model_create: reshard_after_forward is %d, implicit_prefetch %d: "
-                          "expected FSDP_RESHARD_* or n >= 2, and FSDP_PREFETCH_*",
-                          d->reshard_after_forward, d->implicit_prefetch);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "model_create: reshard_after_forward is %d, implicit_prefetch %d: "
+                         "expected FSDP_RESHARD_* or n >= 2, and FSDP_PREFETCH_*",
+                         d->reshard_after_forward, d->implicit_prefetch);
     if (d->direct_min < 0 || d->fill_bytes < 0 || d->prefetch_bytes < 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "model_create: direct_min %lld, fill_bytes %lld, prefetch_bytes %lld: "
-                          "expected sizes",
-                          (long long)d->direct_min, (long long)d->fill_bytes,
-                          (long long)d->prefetch_bytes);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "model_create: direct_min %lld, fill_bytes %lld, prefetch_bytes %lld: "
+                         "expected sizes",
+                         (long long)d->direct_min, (long long)d->fill_bytes,
+                         (long long)d->prefetch_bytes);
     if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)
         d->reshard_after_forward = FSDP_RESHARD_ALWAYS;
     if (d->direct_min == 0) d->direct_min = 65536;
@@ -11216,11 +11263,11 @@ FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc 
     if (!world || !model) return fsdpi_null(world, "model_create");
     *model = NULL;
     fsdp_status status = fsdpi_failed(world);
-    if (!status) status = fsdpi_desc_read(world, &d, desc, sizeof d, "fsdp_model_desc");
+    if (!status) status = fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_model_desc");
     if (!status) status = fsdpi_model_check(world, &d);
     if (status) return status;
     fsdp_model *m = (fsdp_model *)fsdpi_alloc(&world->boot.allocator, sizeof *m);
-    if (!m) return fsdpi_fail(world, FSDP_ERR_OUT_OF_MEMORY, "model_create: no memory");
+    if (!m) return fsdp_fail(world, FSDP_ERR_OUT_OF_MEMORY, "model_create: no memory");
     m->world = world;
     m->desc = d;
     m->grad_enabled = m->is_last_backward = 1;
@@ -11274,7 +11321,7 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "attach");
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_failed(w);
-    if (!status) status = fsdpi_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (status) return status;
     if (e.call || e.op || e.buffer || e.ran)
         status = fsdpi_check_units(model, FSDP_CALL_PARAMS_CHANGED, "attach");
@@ -11284,10 +11331,10 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read who is told
     if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
     if (status)
-        return fsdpi_fail(w, status, "attach: device %s cannot tell when '%s' has to know: %s",
-                          w->device_ops->name, e.name, fsdpi_device_text(w, status));
+        return fsdp_fail(w, status, "attach: device %s cannot tell when '%s' has to know: %s",
+                         w->device_ops->name, e.name, fsdpi_device_text(w, status));
     fsdpi_attached *a = (fsdpi_attached *)fsdpi_model_alloc(model, sizeof *a), **last;
-    if (!a) return fsdpi_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
+    if (!a) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
     a->e = e;
     for (last = &model->attached; *last;) last = &(*last)->next;
     *last = a;
@@ -11312,7 +11359,7 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     fsdp_extension e;
     if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "detach");
     fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    fsdp_status status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (status) return status;
     e.size = 0;
     if (!e.name) e.name = "extension";
@@ -11320,11 +11367,11 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         if (memcmp(&(*at)->e, &e, sizeof e) != 0) continue;
         const fsdp_unit *lodger = e.buffer ? fsdpi_lodger(model) : NULL;
         if (model->asking || lodger)
-            return fsdpi_fail(
-                w, FSDP_ERR_INVALID_STATE,
-                "detach: '%s' %s%s: detach it between steps, outside of its functions", e.name,
-                lodger ? "may own the slot that is held by unit " : "is being asked",
-                lodger ? lodger->desc.name : "");
+            return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                             "detach: '%s' %s%s: detach it between steps, outside of its functions",
+                             e.name,
+                             lodger ? "may own the slot that is held by unit " : "is being asked",
+                             lodger ? lodger->desc.name : "");
         if (model->watch & FSDPI_TIMES) {
             fsdpi_drain(w);
             fsdpi_timeline_end_all(w);
@@ -11332,8 +11379,7 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         fsdpi_detach(model, at);
         return FSDP_OK;
     }
-    return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "detach: '%s' is not attached to this model",
-                      e.name);
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "detach: '%s' is not attached to this model", e.name);
 }
 
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
@@ -11383,10 +11429,10 @@ static int fsdpi_register(fsdp_model *m, fsdpi_names *names, int most, const cha
         memcpy(names->text[names->count], name, length + 1);
         return names->count++;
     }
-    (void)fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
-                     "%s_register: '%s': expected a name of 1..%d bytes, and at most %d of them in "
-                     "a model",
-                     what, name ? name : "", FSDPI_NAME - 1, most);
+    (void)fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
+                    "%s_register: '%s': expected a name of 1..%d bytes, and at most %d of them in "
+                    "a model",
+                    what, name ? name : "", FSDPI_NAME - 1, most);
     return -1;
 }
 
@@ -11469,9 +11515,9 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     if (op->dst && !op->dst_ptr) op->dst_ptr = op->dst->ptr;
     const char *fault = fsdpi_op_fault(model, op);
     if (fault)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "emit: %s (%s) of '%s': %s",
-                          fsdp_op_name(op->kind), fsdp_op_label(op), op->what ? op->what : "",
-                          fault);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "emit: %s (%s) of '%s': %s",
+                         fsdp_op_name(op->kind), fsdp_op_label(op), op->what ? op->what : "",
+                         fault);
     if (op->kind >= FSDP_OP_HOOK) {
         fsdp_status done = fsdpi_do_marker(model, op);
         return done ? done : fsdpi_show(model, op);
@@ -11480,8 +11526,8 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
         op->bytes = op->count * fsdp_dtype_size(op->out_dtype);
     if (fsdpi_is_collective(op->kind)) {
         if (!(w->caps.kinds & 1u << op->kind))
-            return fsdpi_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s has no %s",
-                              w->comm_ops->name, fsdp_op_name(op->kind));
+            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s has no %s",
+                             w->comm_ops->name, fsdp_op_name(op->kind));
         if (!op->bytes)
             op->bytes = fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size,
                                          op->count * fsdp_dtype_size(op->dtype));
@@ -11497,8 +11543,8 @@ FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *wh
     fsdp_status status = fsdpi_commit(model);
     if (status) return status;
     if (call < 0 || call >= FSDP_CALL_COUNT)
-        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                          "call_begin: call is %d, expected FSDP_CALL_*", call);
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
+                         "call_begin: call is %d, expected FSDP_CALL_*", call);
     if (!what) what = fsdpi_call_name(call);
     status = fsdpi_check_units(model, call, what);
     return status ? status
@@ -11516,10 +11562,10 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
     if (status) return status;
     if (pool < 0 || pool >= FSDP_POOL_COUNT + model->pools.count || nbytes < 0 ||
         (memory != FSDP_MEMORY_DEVICE && memory != FSDP_MEMORY_PINNED))
-        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                          "buf_create: pool %d, memory %d, %lld bytes: expected a registered pool, "
-                          "FSDP_MEMORY_DEVICE or _PINNED, and a size",
-                          pool, memory, (long long)nbytes);
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
+                         "buf_create: pool %d, memory %d, %lld bytes: expected a registered pool, "
+                         "FSDP_MEMORY_DEVICE or _PINNED, and a size",
+                         pool, memory, (long long)nbytes);
     return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
 }
 
@@ -11529,11 +11575,11 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
     *buf = NULL;
     if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset ||
         (whole && offset + nbytes > (int64_t)whole->bytes))
-        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                          "buf_part: %lld bytes at %lld of a buffer of %lld", (long long)nbytes,
-                          (long long)offset, (long long)fsdp_buf_nbytes(whole));
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
+                         "buf_part: %lld bytes at %lld of a buffer of %lld", (long long)nbytes,
+                         (long long)offset, (long long)fsdp_buf_nbytes(whole));
     fsdp_buf *part = (fsdp_buf *)fsdpi_model_alloc(model, sizeof *part);
-    if (!part) return fsdpi_fail(model->world, FSDP_ERR_OUT_OF_MEMORY, "buf_part: no memory");
+    if (!part) return fsdp_fail(model->world, FSDP_ERR_OUT_OF_MEMORY, "buf_part: no memory");
     part->part = 1;
     part->bytes = (size_t)nbytes;
     part->number = ++model->num_bufs;
@@ -11553,9 +11599,9 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
     if (!model || !buf) return;
     if (buf->held) {
-        (void)fsdpi_fail(model->world, FSDP_ERR_INVALID_STATE,
-                         "buf_destroy: a unit holds the buffer: it stays until the model ends; "
-                         "destroy it when fsdp_buf_held is 0");
+        (void)fsdp_fail(model->world, FSDP_ERR_INVALID_STATE,
+                        "buf_destroy: a unit holds the buffer: it stays until the model ends; "
+                        "destroy it when fsdp_buf_held is 0");
         return;
     }
     fsdpi_drain(model->world);
@@ -11599,10 +11645,10 @@ FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int 
     if (status) return status;
     *memory = fsdpi_updates_on_device(model) ? FSDP_MEMORY_DEVICE : FSDP_MEMORY_HOST;
     if (model->desc.cpu_offload || fsdpi_is_host(w) || w->device_ops->update) return FSDP_OK;
-    return fsdpi_fail(model->world, FSDP_ERR_UNSUPPORTED,
-                      "%s: the shards lie in memory of device %s, which has no function for "
-                      "updates: set cpu_offload in the model's desc",
-                      what, w->device_ops->name);
+    return fsdp_fail(model->world, FSDP_ERR_UNSUPPORTED,
+                     "%s: the shards lie in memory of device %s, which has no function for "
+                     "updates: set cpu_offload in the model's desc",
+                     what, w->device_ops->name);
 }
 
 FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, const char *what,
@@ -11613,19 +11659,19 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     fsdp_status status = FSDP_OK;
     *ptr = NULL;
     if ((!device && memory != FSDP_MEMORY_HOST) || nbytes < 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "%s: memory is %d, bytes are %lld: expected FSDP_MEMORY_HOST or _DEVICE, "
-                          "and a size",
-                          what, memory, (long long)nbytes);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "%s: memory is %d, bytes are %lld: expected FSDP_MEMORY_HOST or _DEVICE, "
+                         "and a size",
+                         what, memory, (long long)nbytes);
     if (!device) *ptr = fsdpi_model_alloc(model, (size_t)nbytes);
     else status = w->device_ops->alloc(w->device, memory, (size_t)nbytes, ptr);
     if (!*ptr && !status) status = FSDP_ERR_OUT_OF_MEMORY;
     model->counters.allocations += !status && device;
     if (!status) return FSDP_OK;
     *ptr = NULL;
-    return fsdpi_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
-                      device ? " on device " : "", device ? w->device_ops->name : "",
-                      device ? fsdpi_device_text(w, status) : "the allocator refused");
+    return fsdp_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
+                     device ? " on device " : "", device ? w->device_ops->name : "",
+                     device ? fsdpi_device_text(w, status) : "the allocator refused");
 }
 
 FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes) {
@@ -11648,8 +11694,8 @@ FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src
 FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
     if (!model) return fsdpi_null(NULL, "wait_stream");
     if (stream < -1 || stream >= FSDP_STREAM_COUNT)
-        return fsdpi_fail(model->world, FSDP_ERR_INVALID_ARG,
-                          "wait_stream: stream is %d, expected FSDP_STREAM_* or -1", stream);
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
+                         "wait_stream: stream is %d, expected FSDP_STREAM_* or -1", stream);
     if (stream >= 0) return fsdpi_sync(model->world, stream);
     fsdpi_drain(model->world);
     return fsdpi_failed(model->world);
@@ -11663,10 +11709,10 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
     if (status) return status;
     if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT ||
         mesh->coord[0] < 0)
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a dim, "
-                          "one of FSDP_STREAM_*, and a mesh that this rank is in",
-                          dim, mesh->ndim, stream);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a dim, "
+                         "one of FSDP_STREAM_*, and a mesh that this rank is in",
+                         dim, mesh->ndim, stream);
     int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
     if (mesh->shape[dim] == 1) return FSDP_OK;
     if (own && w->mode != FSDPI_INLINE && w->caps.lanes > 1)
@@ -11692,20 +11738,6 @@ FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
     fsdp_status status = fsdpi_shards_writable(model);
     if (status || fsdpi_updates_on_device(model)) return status;
     return fsdpi_sync(model->world, FSDP_STREAM_COMPUTE);
-}
-
-FSDP_API fsdp_status fsdp_fail(fsdp_world *world, fsdp_status status, const char *format, ...) {
-    char text[FSDPI_TEXT];
-    va_list args;
-    va_start(args, format);
-    vsnprintf(text, sizeof text, format, args);
-    va_end(args);
-    return fsdpi_fail(world, status, "%s", text);
-}
-
-FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *src, size_t size,
-                                    const char *what) {
-    return fsdpi_desc_read(world, dst, src, size, what);
 }
 
 /* ==== core/snapshot.h =======================================================================
@@ -11792,10 +11824,10 @@ static fsdp_status fsdpi_taken_check(fsdp_model *m, const void *owner, const voi
     int good = nbytes >= sizeof then;
     if (good) memcpy(&then, buf, sizeof then);
     if (good && memcmp(&then, &now, sizeof now) == 0) return FSDP_OK;
-    return fsdpi_fail(m->world, FSDP_ERR_INVALID_ARG,
-                      "%s: the snapshot of %llu bytes was taken of another one, or slots were made "
-                      "or freed since: take it again behind a freeze, a thaw or fsdp_pools_trim",
-                      what, (unsigned long long)nbytes);
+    return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
+                     "%s: the snapshot of %llu bytes was taken of another one, or slots were made "
+                     "or freed since: take it again behind a freeze, a thaw or fsdp_pools_trim",
+                     what, (unsigned long long)nbytes);
 }
 
 FSDP_API size_t fsdp_model_snapshot(const fsdp_model *model, void *buf, size_t cap) {
@@ -11875,7 +11907,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     if (!status) status = fsdpi_store_name(early, d, early->store, sizeof early->store);
     if (status) return status;
     fsdp_world *w = (fsdp_world *)fsdpi_alloc(&d->allocator, sizeof *w);
-    if (!w) return fsdpi_fail(early, FSDP_ERR_OUT_OF_MEMORY, "fsdp_init: no memory");
+    if (!w) return fsdp_fail(early, FSDP_ERR_OUT_OF_MEMORY, "fsdp_init: no memory");
     memcpy(w->job, early->job, sizeof w->job);
     memcpy(w->store, early->store, sizeof w->store);
     fsdpi_world_messages(w, d);
@@ -11907,9 +11939,9 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
 FSDP_API fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
     fsdp_world_desc d;
     fsdp_world early; // speaks for the world until there is one
-    if (!world) return fsdpi_fail(NULL, FSDP_ERR_INVALID_ARG, "fsdp_init: world is NULL");
+    if (!world) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "fsdp_init: world is NULL");
     *world = NULL;
-    fsdp_status status = fsdpi_desc_read(NULL, &d, desc, sizeof d, "fsdp_world_desc");
+    fsdp_status status = fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_world_desc");
     if (status) return status;
     memset(&early, 0, sizeof early);
     fsdpi_world_messages(&early, &d);
@@ -11947,8 +11979,8 @@ FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
     fsdp_status status = fsdpi_failed(world);
     if (status) return status;
     if (world->mode != FSDPI_NATIVE)
-        return fsdpi_fail(world, FSDP_ERR_UNSUPPORTED, "set_stream: device %s has no streams",
-                          world->device_ops->name);
+        return fsdp_fail(world, FSDP_ERR_UNSUPPORTED, "set_stream: device %s has no streams",
+                         world->device_ops->name);
     void **compute = &world->streams[FSDP_STREAM_COMPUTE];
     if (!native) native = world->own_stream;
     status = world->device_ops->record(world->device, *compute, world->fence);
@@ -11985,11 +12017,11 @@ static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const v
     fsdp_status status = fsdpi_failed(w);
     if (status) return status;
     if (count < 0 || (count > 0 && !data))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG, "%s: count is %lld and data is %s", what,
-                          (long long)count, data ? "given" : "NULL");
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: count is %lld and data is %s", what,
+                         (long long)count, data ? "given" : "NULL");
     if (mesh && (mesh->world != w || mesh->coord[0] < 0))
-        return fsdpi_fail(w, FSDP_ERR_INVALID_ARG,
-                          "%s: expected a mesh of this world that this rank is in", what);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "%s: expected a mesh of this world that this rank is in", what);
     return FSDP_OK;
 }
 
@@ -12014,10 +12046,10 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
     if (status) return status;
     if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM ||
         op > FSDP_MIN)
-        return fsdpi_fail(world, FSDP_ERR_INVALID_ARG,
-                          "all_reduce: dtype %s and operation %d: expected f32 f64 f16 bf16 i32 or "
-                          "i64, and SUM MAX or MIN",
-                          fsdp_dtype_name(dtype), op);
+        return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
+                         "all_reduce: dtype %s and operation %d: expected f32 f64 f16 bf16 i32 or "
+                         "i64, and SUM MAX or MIN",
+                         fsdp_dtype_name(dtype), op);
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_all_reduce", dtype);
     record.redop = (uint8_t)op;
     return fsdpi_host_mesh(world, mesh, &record, 0, data, count);
@@ -12029,8 +12061,8 @@ FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, vo
     if (status) return status;
     int size = mesh ? fsdpi_mesh_numel(mesh) : world->size;
     if (root < 0 || root >= size)
-        return fsdpi_fail(world, FSDP_ERR_INVALID_ARG, "broadcast: root is %d, expected 0..%d",
-                          root, size - 1);
+        return fsdp_fail(world, FSDP_ERR_INVALID_ARG, "broadcast: root is %d, expected 0..%d", root,
+                         size - 1);
     fsdp_op record = fsdpi_host_op(FSDP_OP_BROADCAST, "fsdp_broadcast", FSDP_U8);
     return fsdpi_host_mesh(world, mesh, &record, root, data, nbytes);
 }

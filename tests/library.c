@@ -18,6 +18,7 @@ uint64_t lib_coll_bytes(int kind, uint64_t group_size, uint64_t nbytes) {
     return fsdpi_coll_bytes(kind, group_size, nbytes);
 }
 fsdp_status lib_failed(const fsdp_world *w) { return fsdpi_failed(w); }
+fsdp_status lib_assert(fsdp_world *w, int holds) { return FSDP_ASSERT(w, holds); }
 void lib_drain(fsdp_world *w) { fsdpi_drain(w); }
 int lib_on_streams(const fsdp_world *w) { return w->mode == FSDPI_NATIVE; }
 fsdp_comm *lib_comm(const fsdp_world *w, const fsdp_comm_ops **ops) {

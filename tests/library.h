@@ -22,6 +22,7 @@ void lib_sum(void *dst, fsdp_dtype to, const void *src, fsdp_dtype from, size_t 
              int accumulate);
 uint64_t lib_coll_bytes(int kind, uint64_t group_size, uint64_t nbytes); // as counters count them
 fsdp_status lib_failed(const fsdp_world *w); // what has ended the world, without a call of its
+fsdp_status lib_assert(fsdp_world *w, int holds);
 void lib_drain(fsdp_world *w);               // until no lane has anything to do
 int lib_on_streams(const fsdp_world *w);     // ops run on streams of the device
 fsdp_comm *lib_comm(const fsdp_world *w, const fsdp_comm_ops **ops);

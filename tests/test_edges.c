@@ -326,3 +326,58 @@ TEST(edges, keep_forward_inputs) {
         CHECK_OK(fsdp_shutdown(x.w));
     }
 }
+
+/* ---- the same on any number of ranks --------------------------------------------------------- */
+
+/* A view has no gradient before finalize: one rank could show it, more could not. */
+static void gradient_of_views(int rank, int world, void *threads) {
+    fsdp_param_desc p = fsdp_mat("w", 6, 4);
+    fsdp_param_view v;
+    rig x;
+    rig_open(&x, rank, world, threads, NULL, &p, 1);
+    for (int step = 0; step < 3; step++) { /* in the third one gradients of the second are kept */
+        forward(&x);
+        CALL(x.w, fsdp_pre_backward(x.u));
+        float *g = (float *)fsdp_grad(x.u, 0);
+        CHECK(g != NULL);
+        g[0] += 1;
+        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        CHECK(!v.shard_grad);
+        CALL(x.w, fsdp_post_backward(x.u));
+        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        CHECK(!v.shard_grad);
+        CALL(x.w, fsdp_finalize_backward(x.m));
+        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        CHECK(v.shard_grad && v.grad_dtype == FSDP_F32);
+        if (step == 0) CALL(x.w, fsdp_zero_grad(x.m));
+        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        CHECK(!v.shard_grad == !step);
+    }
+    CALL(NULL, fsdp_shutdown(x.w));
+}
+TEST(edges, no_gradient_before_finalize) {
+    for (int world = 1; world < 4; world++) on_threads(world, gradient_of_views);
+}
+
+/* An invariant that does not hold is told with the rank and where, and ends the world. */
+static char asserted[4096];
+static void keep_lines(int level, fsdp_status code, int rank, const char *text, void *user) {
+    (void)level, (void)rank, (void)user;
+    if (code == FSDP_ERR_INTERNAL)
+        snprintf(asserted + strlen(asserted), sizeof asserted - strlen(asserted), "%s\n", text);
+}
+TEST(edges, a_failed_assertion_ends_the_world) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, "assert", 0);
+    fsdp_world *w;
+    int lines = 0;
+    d.logger.log = keep_lines;
+    CHECK_OK(fsdp_init(&d, &w));
+    CHECK_OK(lib_assert(w, 1));
+    CHECK_EQ_STR(asserted, "");
+    CHECK_STATUS(lib_assert(w, 0), FSDP_ERR_INTERNAL);
+    CHECK_MSG(strstr(asserted, "[Rank 0] lib_assert: holds does not hold"), "%s", asserted);
+    for (const char *at = asserted; *at; at++) lines += *at == '\n';
+    CHECK_MSG(lines > 2, "no backtrace: %s", asserted);
+    CHECK_STATUS(fsdp_barrier(w), FSDP_ERR_INTERNAL);
+    CHECK_STATUS(fsdp_shutdown(w), FSDP_ERR_INTERNAL);
+}
