@@ -115,8 +115,7 @@ static void on_rank(int rank, int world, void *arg) {
 
 static void run_with(const backend *row, void (*body)(rank_state *), int64_t timeout_ms,
                      size_t arena) {
-    launch *l = (launch *)calloc(1, sizeof *l);
-    CHECK(l != NULL);
+    launch *l = (launch *)lab_zeros(1, sizeof *l);
     l->row = row;
     l->body = body;
     l->threads.size = row->world;
@@ -928,8 +927,7 @@ static void cycles(int rank, int world, void *arg) {
 }
 
 TEST_P(conformance, cycles_leak_nothing, backends) {
-    launch *l = (launch *)calloc(1, sizeof *l);
-    CHECK(l != NULL);
+    launch *l = (launch *)lab_zeros(1, sizeof *l);
     l->row = row;
     l->threads.size = row->world;
     l->timeout_ns = 30000000000;

@@ -8,52 +8,27 @@
 #include "lab.h"
 #include "sim.h"
 
-/* ---- ranks and meshes ------------------------------------------------------------------------ */
+/* ---- ranks ----------------------------------------------------------------------------------- */
 
 typedef void (*rank_body)(fsdp_world *world, const void *arg);
 typedef struct {
-    fsdp_threads threads;
-    int lanes;
-    const fsdp_comm_ops *ops;
     rank_body body;
     const void *arg;
 } launch;
 
-static void launch_rank(int rank, int size, void *arg) {
-    launch *l = (launch *)arg;
-    fsdp_world_desc d = w_desc(rank, size, &l->threads, "comm", l->lanes);
-    fsdp_world *world;
-    d.comm_ops = l->ops;
-    CHECK_OK(fsdp_init(&d, &world));
-    l->body(world, l->arg);
-    CHECK_OK(fsdp_shutdown(world));
+static void launch_rank(lab_rank *r) {
+    const launch *l = (const launch *)r->arg;
+    l->body(r->w, l->arg);
 }
-
 static void on_lanes(int size, int lanes, const fsdp_comm_ops *ops, rank_body body,
                      const void *arg) {
-    launch l;
-    memset(&l, 0, sizeof l);
-    l.threads.size = size;
-    l.lanes = lanes;
-    l.ops = ops;
-    l.body = body;
-    l.arg = arg;
-    h_ranks_thread(size, launch_rank, &l);
+    launch l = {body, arg};
+    lab_how how = FSDP_ZERO;
+    how.lanes = lanes, how.comm_ops = ops;
+    lab_run(size, &how, launch_rank, &l);
 }
 static void on_ranks(int size, rank_body body, const void *arg) {
     on_lanes(size, 0, NULL, body, arg);
-}
-
-static fsdp_mesh *hsdp_mesh(fsdp_world *world, int replicas, int shards) {
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_mesh *mesh;
-    d.ndim = 2;
-    d.shape[0] = replicas;
-    d.shape[1] = shards;
-    d.names[0] = "replicate";
-    d.names[1] = "shard";
-    CALL(world, fsdp_mesh_create(world, &d, &mesh));
-    return mesh;
 }
 
 /* ---- a net whose truth is known -------------------------------------------------------------- */
@@ -116,19 +91,13 @@ static void net_use(net *n, int u, int backward) {
     void *grad = backward ? fsdp_grad(n->unit[u], 0) : NULL;
     W_CHECK(data && (grad || !backward), "unit %d: %s", u, fsdp_last_error(n->world));
     for (int e = 0; e < NET_ROWS * NET_COLS; e++) {
-        float value, truth;
-        size_t at = (size_t)e * fsdp_dtype_size(n->compute);
-        uint16_t half;
-        CHECK_OK(fsdp_convert(&value, FSDP_F32, (const char *)data + at, n->compute, 1));
-        CHECK_OK(fsdp_convert(&half, FSDP_BF16, &n->truth[u][e], FSDP_F32, 1));
-        CHECK_OK(fsdp_convert(&truth, FSDP_F32, &half, FSDP_BF16, 1));
-        if (n->compute == FSDP_F32) truth = n->truth[u][e];
-        W_CHECK(value == truth, "step %d: unit %d element %d is %g, not %g", n->step, u, e,
-                (double)value, (double)truth);
+        double value = lab_get(data, n->compute, e);
+        double truth = lab_round(n->compute, (double)n->truth[u][e]);
+        W_CHECK(value == truth, "step %d: unit %d element %d is %g, not %g", n->step, u, e, value,
+                truth);
         if (!backward) continue;
-        CHECK_OK(fsdp_convert(&value, FSDP_F32, (char *)grad + at, n->compute, 1));
-        value += net_slope(n, fsdp_rank(n->world), u, e);
-        CHECK_OK(fsdp_convert((char *)grad + at, n->compute, &value, FSDP_F32, 1));
+        value = lab_get(grad, n->compute, e) + (double)net_slope(n, fsdp_rank(n->world), u, e);
+        lab_put(grad, n->compute, e, value);
     }
 }
 
@@ -242,7 +211,7 @@ static void wide_look(const wide *w) {
         CALL(w->world, fsdp_param_view_get(w->unit, i, &v));
         const float *data = (const float *)fsdp_data(w->unit, i);
         W_CHECK(data, "%s", fsdp_last_error(w->world));
-        int64_t numel = v.shape[0] * (v.ndim == 2 ? v.shape[1] : 1);
+        int64_t numel = lab_full_numel(&v);
         for (int64_t e = 0; e < numel; e++)
             W_CHECK(data[e] == wide_value(i, e), "parameter %d element %lld is %g", i, (long long)e,
                     (double)data[e]);
@@ -301,7 +270,7 @@ static void wide_scatter(fsdp_world *world, const void *arg) {
         fsdp_param_view v;
         CALL(world, fsdp_param_view_get(w.unit, i, &v));
         float *grad = (float *)fsdp_grad(w.unit, i);
-        int64_t numel = v.shape[0] * (v.ndim == 2 ? v.shape[1] : 1);
+        int64_t numel = lab_full_numel(&v);
         for (int64_t e = 0; e < numel; e++) grad[e] += (float)(fsdp_rank(world) % 8);
     }
     CALL(world, fsdp_post_backward(w.unit));
@@ -317,8 +286,7 @@ static void wide_scatter(fsdp_world *world, const void *arg) {
         for (int64_t k = 0; k < v.numel; k++) CHECK_NEAR(((float *)v.shard_grad)[k], 3.5, 0);
         if (v.index % 3) continue; /* the shards one after another */
         CALL(world, fsdp_param_full_grad(v.unit, v.index, full));
-        for (int64_t e = 0; e < v.shape[0] * (v.ndim == 2 ? v.shape[1] : 1); e++)
-            CHECK_NEAR(full[e], 3.5, 0);
+        for (int64_t e = 0; e < lab_full_numel(&v); e++) CHECK_NEAR(full[e], 3.5, 0);
     }
 }
 static void test_scatter(fsdp_dtype reduce) {
@@ -358,8 +326,7 @@ static void chunk_cat(fsdp_world *world, const void *arg) {
     for (int i = 0; i < 3; i++) {
         fsdp_param_view v;
         CALL(world, fsdp_param_view_get(unit, i, &v));
-        int64_t numel = 1;
-        for (int d = 0; d < v.ndim; d++) numel *= v.shape[d];
+        int64_t numel = lab_full_numel(&v);
         char *grad = (char *)fsdp_grad(unit, i);
         for (int64_t e = 0; e < numel; e++) {
             uint64_t state = (uint64_t)(e * 3 + i), as_grad, as_reduced;
@@ -445,7 +412,7 @@ static void rig_open_on(rig *r, int replicas, const char *names, int root, int i
     r->s.async = !inline_device;
     r->s.checks = 1;
     CHECK(sim_open(&r->s));
-    if (replicas > 1) md.mesh = hsdp_mesh(r->s.world, replicas, 4);
+    if (replicas > 1) md.mesh = lab_hsdp(r->s.world, replicas, 4);
     md.implicit_prefetch = inline_device ? FSDP_PREFETCH_ALWAYS : FSDP_PREFETCH_DEFAULT;
     CHECK_OK(fsdp_model_create(r->s.world, &md, &r->model));
     for (; names[r->count]; r->count++) {
@@ -797,7 +764,7 @@ TEST(fully_shard_comm, multi_module_unused_module_grads) { on_ranks(2, unused_la
 /* The root alone has another factor: 2N, then N. */
 static void divide_factor(fsdp_world *world, const void *arg) {
     int size = fsdp_world_size(world), bf16 = arg != NULL;
-    fsdp_mesh *meshes[3] = {NULL, hsdp_mesh(world, size / 2, 2), hsdp_mesh(world, size, 1)};
+    fsdp_mesh *meshes[3] = {NULL, lab_hsdp(world, size / 2, 2), lab_hsdp(world, size, 1)};
     for (int k = 0; k < 3; k++) {
         fsdp_model_desc md = FSDP_ZERO;
         net n;
@@ -831,7 +798,7 @@ static void input_buffers(fsdp_world *world, const void *arg) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_view v;
     net n;
-    md.mesh = b->hsdp ? hsdp_mesh(world, 2, 2) : NULL;
+    md.mesh = b->hsdp ? lab_hsdp(world, 2, 2) : NULL;
     md.param_dtype = FSDP_BF16;
     md.reduce_dtype = FSDP_BF16;
     net_build(&n, world, &md);
@@ -868,8 +835,7 @@ static void input_buffers(fsdp_world *world, const void *arg) {
     b->numel[b->hsdp][rank] = at;
 }
 TEST(fully_shard_comm, set_reduce_scatter_max_input_buffers) {
-    buffers *b = (buffers *)calloc(1, sizeof *b);
-    CHECK(b);
+    buffers *b = (buffers *)lab_zeros(1, sizeof *b);
     for (b->hsdp = 0; b->hsdp < 2; b->hsdp++) {
         for (b->lanes = 0; b->lanes < 3; b->lanes++) on_lanes(4, b->lanes, NULL, input_buffers, &b);
         for (int lanes = 1; lanes < 3; lanes++)
@@ -894,7 +860,7 @@ static void test_force_sum(int hsdp, int fused) {
     sim_init(&r.s, hsdp ? 2 * W : W, 1);
     r.s.fused = fused;
     CHECK(sim_open(&r.s));
-    md.mesh = hsdp ? hsdp_mesh(r.s.world, 2, W) : NULL;
+    md.mesh = hsdp ? lab_hsdp(r.s.world, 2, W) : NULL;
     CHECK_OK(fsdp_model_create(r.s.world, &md, &r.model));
     ud.params = p;
     ud.num_params = 1;
@@ -996,7 +962,7 @@ static void one_shard(fsdp_world *world, const void *arg) {
     fsdp_extension watcher = FSDP_ZERO;
     watcher.op = sums_op;
     net n;
-    md.mesh = size > 1 ? hsdp_mesh(world, size, 1) : NULL;
+    md.mesh = size > 1 ? lab_hsdp(world, size, 1) : NULL;
     net_build(&n, world, &md);
     watcher.user = &replicas;
     CALL(world, fsdp_attach(n.model, &watcher));

@@ -1246,19 +1246,18 @@ TEST(fully_shard_training, register_fsdp_forward_method) {
 
 /* Three models of one world, used in turn. */
 enum { ROOTS = 3 };
-static void three_roots(int rank, int size, void *arg) {
-    fs_job *j = (fs_job *)arg;
+static void three_roots(lab_rank *r) {
+    const fs_job *j = (const fs_job *)r->arg;
     fs_run *x[ROOTS];
     double loss[ROOTS];
     for (int k = 0; k < ROOTS; k++) {
-        x[k] = (fs_run *)malloc(sizeof *x[k]);
-        CHECK(x[k] != NULL);
+        x[k] = (fs_run *)lab_zeros(1, sizeof *x[k]);
         if (k == 0) {
-            fs_rank_begin(x[k], rank, size, &j[k]);
+            fs_rank_begin(x[k], r, &j[k]);
             continue;
         }
-        fs_run_init(x[k], j[k].c, rank);
-        x[k]->world = x[0]->world, x[k]->story = j[k].story;
+        fs_run_init(x[k], j[k].c, r->rank);
+        x[k]->world = r->w, x[k]->story = j[k].story;
         fs_make_model(x[k]);
         for (int u = 0; u < x[k]->net->count; u++) fs_make_unit(x[k], u, NULL);
         CALL(x[k]->world, fsdp_init_params(x[k]->model, fs_fill, x[k]));
@@ -1273,14 +1272,14 @@ static void three_roots(int rank, int size, void *arg) {
         for (int k = ROOTS - 1; k >= 0; k--) fs_backward(x[k], &x[k]->tape[0]);
         for (int k = 0; k < ROOTS; k++) {
             CALL(x[k]->world, fsdp_finalize_backward(x[k]->model));
-            CHECK_NEAR(loss[k], x[k]->story->loss[it][rank][0], 1e-6);
+            CHECK_NEAR(loss[k], x[k]->story->loss[it][r->rank][0], 1e-6);
             fs_compare_grads(x[k]);
             fs_update(x[k]);
             fs_compare_params(x[k]);
             CALL(x[k]->world, fsdp_zero_grad(x[k]->model));
         }
     }
-    CHECK_OK(fsdp_shutdown(x[0]->world));
+    lab_end(r);
     for (int k = 0; k < ROOTS; k++) fs_run_free(x[k]), free(x[k]);
 }
 
@@ -1299,8 +1298,7 @@ TEST(fully_shard_training, share_comm_context) {
             c[k].lanes = lanes;
             j[k].c = &c[k], j[k].story = fs_tell(&c[k]);
         }
-        j[0].threads.size = 2;
-        h_ranks_thread(2, three_roots, j);
+        fs_on_ranks(&c[0], three_roots, j);
         for (int k = 0; k < ROOTS; k++) fs_story_free((fs_story *)(uintptr_t)j[k].story, &c[k]);
     }
 }

@@ -235,15 +235,14 @@ static void oom_check(const oom *o, const life *x, const life *good) {
 }
 
 TEST_P(faults, host_allocations, oom_rows) {
-    life *good = (life *)calloc(MAX_WORLD, sizeof *good);
+    life *good = (life *)lab_zeros(MAX_WORLD, sizeof *good);
     oom o;
     int64_t failed = 0, retried = 0, unnoticed = 0, n;
     int hit = 1;
     memset(&o, 0, sizeof o);
     o.row = row;
     o.threads.size = row->world;
-    o.lives = (life *)calloc(MAX_WORLD, sizeof *o.lives);
-    CHECK(good && o.lives);
+    o.lives = (life *)lab_zeros(MAX_WORLD, sizeof *o.lives);
     for (n = -1; n <= 0 || hit; n++) {
         o.n = n;
         if (row->world == 1) oom_rank(0, 1, &o);
@@ -355,9 +354,8 @@ typedef struct {
 #define DEV(device) ((bad_device *)(void *)(device))
 
 static fsdp_status bad_device_open(const fsdp_boot *boot, fsdp_device **out) {
-    bad_device *d = (bad_device *)calloc(1, sizeof *d);
+    bad_device *d = (bad_device *)lab_zeros(1, sizeof *d);
     fault *f = (fault *)boot->user;
-    CHECK(d != NULL);
     *out = NULL;
     if (fires(f, "open", "") || HOST->open(boot, &d->real)) return free(d), f->status;
     d->fault = f;
@@ -522,10 +520,9 @@ static void broken_check(const broken *b, const life *x) {
 }
 
 TEST_P(faults, operations, op_rows) {
-    broken *b = (broken *)calloc(1, sizeof *b);
+    broken *b = (broken *)lab_zeros(1, sizeof *b);
     int64_t at;
     int fired = 1;
-    CHECK(b != NULL);
     b->row = row;
     b->threads.size = row->world;
     for (at = -1; at <= 0 || fired; at++) {
@@ -593,8 +590,7 @@ static const struct {
 
 TEST_P(faults, abort, ended_rows) {
     for (int n = 0; n < 5; n++) {
-        ended *e = (ended *)calloc(1, sizeof *e);
-        CHECK(e != NULL);
+        ended *e = (ended *)lab_zeros(1, sizeof *e);
         e->world = e->threads.size = row->world;
         e->lanes = row->lanes;
         e->from_thread = row->from_thread;
@@ -670,8 +666,7 @@ static void reset_rank(int rank, int world, void *arg) {
     int n = 0;
     CALL(NULL, fsdp_init(&d, &w));
     for (int cut = -1; cut < RESET_CALLS; cut++) {
-        life *x = (life *)calloc(1, sizeof *x);
-        CHECK(x != NULL);
+        life *x = (life *)lab_zeros(1, sizeof *x);
         snprintf(w_case, sizeof w_case, "W=%d lanes=%d mixed=%d overwrite=%d, reset after call %d",
                  world, s->lanes, s->mixed, s->overwrite, cut);
         reset_build(x, w, s->mixed, s->overwrite);
@@ -728,19 +723,6 @@ static void keep_log(int level, fsdp_status code, int rank, const char *text, vo
     snprintf(logged, sizeof logged, "%s", text);
     log_lines++;
 }
-
-/* The call is refused, and its text names `word`, in the world's last error. */
-static void refused(const char *file, int line, const char *what, fsdp_world *w, fsdp_status status,
-                    fsdp_status expected, const char *word) {
-    const char *text = fsdp_last_error(w);
-    if (status != expected)
-        h_fail(file, line, what, "%s, expected %s; %s", fsdp_status_name(status),
-               fsdp_status_name(expected), text);
-    if (!strstr(text, word))
-        h_fail(file, line, what, "the text '%s' does not say '%s'", text, word);
-}
-#define REFUSED(w, call, word)            REFUSED_AS(FSDP_ERR_INVALID_ARG, w, call, word)
-#define REFUSED_AS(status, w, call, word) refused(H_HERE(#call), (w), (call), (status), (word))
 
 static fsdp_world *one_rank(w_heap *heap) {
     fsdp_world *w;
