@@ -370,6 +370,83 @@ H_FN void lab_run(int size, const lab_how *how, void (*body)(lab_rank *r), void 
     free(s);
 }
 
+/* ---- a guard before every call of a comm ----------------------------------------------------- */
+
+/* Called before a split (group), a collective (coll), an allocation (neither). It may count, dawdle,
+   or fail the call with a status of its own and a text. desc.user is the guard. */
+typedef struct lab_guard {
+    fsdp_status (*before)(struct lab_guard *g, const fsdp_group *group, const fsdp_coll *coll);
+    int plain;        /* without fused reductions */
+    const char *text; /* of a failure */
+} lab_guard;
+
+typedef struct lab_guarded { /* a comm of shared memory */
+    fsdp_comm *real;
+    lab_guard *guard;
+    int failed;
+} lab_guarded;
+
+H_FN lab_guarded *lab_guarded_of(fsdp_comm *comm) { return (lab_guarded *)(void *)comm; }
+H_FN fsdp_status lab_ask(lab_guarded *c, const fsdp_group *group, const fsdp_coll *coll) {
+    const fsdp_status status = c->guard->before(c->guard, group, coll);
+    if (status) c->failed = 1;
+    return status;
+}
+H_FN fsdp_comm *lab_wrap(fsdp_comm *real, lab_guard *guard) {
+    lab_guarded *c = real ? (lab_guarded *)lab_zeros(1, sizeof *c) : NULL;
+    if (c) c->real = real, c->guard = guard;
+    return (fsdp_comm *)(void *)c;
+}
+H_FN fsdp_status lab_guard_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
+    lab_guard *guard = (lab_guard *)boot->user;
+    fsdp_comm *real;
+    fsdp_status status = fsdp_shm_comm_ops()->open(boot, caps, &real);
+    if (guard->plain) caps->flags &= ~(uint32_t)FSDP_CAP_FUSED_REDUCE;
+    *out = status ? NULL : lab_wrap(real, guard);
+    return status;
+}
+H_FN fsdp_status lab_guard_split(fsdp_comm *comm, const fsdp_group *group, fsdp_comm **out) {
+    lab_guarded *c = lab_guarded_of(comm);
+    fsdp_comm *real = NULL;
+    fsdp_status status = lab_ask(c, group, NULL);
+    if (!status) status = fsdp_shm_comm_ops()->split(c->real, group, &real);
+    *out = status ? NULL : lab_wrap(real, c->guard);
+    return status;
+}
+H_FN void lab_guard_close(fsdp_comm *comm) {
+    fsdp_shm_comm_ops()->close(lab_guarded_of(comm)->real);
+    free(lab_guarded_of(comm));
+}
+H_FN fsdp_status lab_guard_run(fsdp_comm *comm, const fsdp_coll *coll) {
+    const fsdp_status status = lab_ask(lab_guarded_of(comm), NULL, coll);
+    return status ? status : fsdp_shm_comm_ops()->run(lab_guarded_of(comm)->real, coll);
+}
+H_FN fsdp_status lab_guard_alloc(fsdp_comm *comm, size_t size, void **out) {
+    const fsdp_status status = lab_ask(lab_guarded_of(comm), NULL, NULL);
+    return status ? status : fsdp_shm_comm_ops()->alloc(lab_guarded_of(comm)->real, size, out);
+}
+H_FN void lab_guard_free(fsdp_comm *comm, void *ptr, size_t size) {
+    fsdp_shm_comm_ops()->free(lab_guarded_of(comm)->real, ptr, size);
+}
+H_FN const char *lab_guard_text(fsdp_comm *comm) {
+    lab_guarded *c = lab_guarded_of(comm);
+    return c && c->failed ? c->guard->text : fsdp_shm_comm_ops()->error_text(c ? c->real : NULL);
+}
+H_FN void lab_guard_abort(fsdp_comm *comm, fsdp_status status, const char *why) {
+    fsdp_shm_comm_ops()->abort(lab_guarded_of(comm)->real, status, why);
+}
+H_FN fsdp_status lab_guard_poll(fsdp_comm *comm) {
+    return fsdp_shm_comm_ops()->poll(lab_guarded_of(comm)->real);
+}
+H_FN fsdp_comm_ops lab_guard_ops(void) {
+    fsdp_comm_ops ops = *fsdp_shm_comm_ops();
+    ops.name = "guarded";
+    ops.open = lab_guard_open, ops.split = lab_guard_split, ops.close = lab_guard_close;
+    ops.run = lab_guard_run, ops.alloc = lab_guard_alloc, ops.free = lab_guard_free;
+    ops.error_text = lab_guard_text, ops.abort = lab_guard_abort, ops.poll = lab_guard_poll;
+    return ops;
+}
+
 /* ---- parameters, units, meshes --------------------------------------------------------------- */
 
 H_FN fsdp_param_desc lab_desc(int ndim, const int64_t *shape, int shard_dim, fsdp_dtype dtype,

@@ -167,8 +167,7 @@ H_FN void lab_descend_truth(const lab_built *m, lab_truth *t, float rate) {
 H_FN void lab_update(const lab_built *m, lab_truth *t, float rate) {
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(m->model, &v))
-        if (v.shard_grad)
-            lab_descend((float *)v.shard, (const float *)v.shard_grad, v.numel, rate);
+        if (v.shard_grad) lab_descend((float *)v.shard, (const float *)v.shard_grad, v.numel, rate);
     CALL(m->w, fsdp_params_changed(m->model));
     CALL(m->w, fsdp_zero_grad(m->model));
     lab_descend_truth(m, t, rate);

@@ -62,7 +62,8 @@ enum {
     PREFETCHES
 };
 typedef struct {
-    int lanes, layout, prefetch, reshard, plain, offload, delay, debug, other_input;
+    lab_guard guard; // of its comms
+    int lanes, layout, prefetch, reshard, offload, delay, debug, other_input;
     uint64_t seed;
     int rank; // set by each rank in its own copy
 } way;
@@ -75,7 +76,7 @@ static void describe(const way *w, char *text, size_t size) {
         "lists of 3 within a budget"};
     snprintf(text, size,
              "lanes=%d %s, %s prefetch, reshard=%d plain=%d offload=%d delay=%d debug=%d", w->lanes,
-             layouts[w->layout], prefetches[w->prefetch], w->reshard, w->plain, w->offload,
+             layouts[w->layout], prefetches[w->prefetch], w->reshard, w->guard.plain, w->offload,
              w->delay, w->debug);
 }
 
@@ -93,7 +94,7 @@ static way make_way(int run, int shards) {
     w.layout = run / 3 % 3;
     w.prefetch = run % PREFETCHES;
     w.reshard = shards > 1 ? reshards[h % 3] : reshards[h % 2];
-    w.plain = h >> 8 & 1;
+    w.guard.plain = h >> 8 & 1;
     w.offload = h >> 9 & 1;
     w.debug = h >> 10 & 1;
     w.delay = h >> 11 & 1 ? 0 : (int)(h >> 12 & 3);
@@ -102,7 +103,7 @@ static way make_way(int run, int shards) {
 
 /* ---- a backend that dawdles ------------------------------------------------------------------ */
 
-enum { DELAY_NS = 200000, COMMS = 256 };
+enum { DELAY_NS = 200000 };
 
 enum { AT_COMM = 1, AT_HOOK = 2 }; // where
 
@@ -115,65 +116,11 @@ static void dawdle(const way *w, int where, uint64_t what, uint64_t which) {
     nanosleep(&t, NULL);
 }
 
-/* Whose comm it is: workers run collectives too, so that no thread-local can tell. Atomics and no
-   mutex, which would order what thread checkers shall see unordered. */
-static struct {
-    const fsdp_comm *comm;
-    const way *way;
-} comms[COMMS];
-
-static int comm_entry(const fsdp_comm *comm) {
-    int k = 0;
-    while (k < COMMS && __atomic_load_n(&comms[k].comm, __ATOMIC_ACQUIRE) != comm) k++;
-    CHECK_MSG(k < COMMS, "a comm that was never opened, or too many");
-    return k;
-}
-static void remember(const fsdp_comm *comm, const way *w) {
-    for (;;) {
-        const fsdp_comm *none = NULL;
-        int k = comm_entry(NULL);
-        if (!__atomic_compare_exchange_n(&comms[k].comm, &none, comm, 0, __ATOMIC_ACQ_REL,
-                                         __ATOMIC_RELAXED))
-            continue;
-        comms[k].way = w; // nobody asks for this comm before this returns
-        return;
-    }
-}
-static void forget(const fsdp_comm *comm) {
-    __atomic_store_n(&comms[comm_entry(comm)].comm, NULL, __ATOMIC_RELEASE);
-}
-static const way *recall(const fsdp_comm *comm) { return comms[comm_entry(comm)].way; }
-
-static fsdp_status slow_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
-    const way *w = (const way *)boot->user;
-    fsdp_status status = fsdp_shm_comm_ops()->open(boot, caps, out);
-    if (w->plain) caps->flags &= ~(uint32_t)FSDP_CAP_FUSED_REDUCE;
-    if (!status) remember(*out, w);
-    return status;
-}
-static fsdp_status slow_split(fsdp_comm *parent, const fsdp_group *group, fsdp_comm **out) {
-    const way *w = recall(parent);
-    dawdle(w, AT_COMM, 1, (uint64_t)group->color + 2);
-    fsdp_status status = fsdp_shm_comm_ops()->split(parent, group, out);
-    if (!status && *out) remember(*out, w);
-    return status;
-}
-static void slow_close(fsdp_comm *comm) {
-    forget(comm);
-    fsdp_shm_comm_ops()->close(comm);
-}
-static fsdp_status slow_run(fsdp_comm *comm, const fsdp_coll *coll) {
-    dawdle(recall(comm), AT_COMM, 2 + coll->kind, coll->seq);
-    return fsdp_shm_comm_ops()->run(comm, coll);
-}
-static fsdp_comm_ops slow_ops(void) {
-    fsdp_comm_ops ops = *fsdp_shm_comm_ops();
-    ops.open = slow_open;
-    ops.split = slow_split;
-    ops.close = slow_close;
-    ops.run = slow_run;
-    ops.name = "slow";
-    return ops;
+static fsdp_status slow_comm(lab_guard *guard, const fsdp_group *group, const fsdp_coll *coll) {
+    const way *w = (const way *)(void *)guard;
+    if (group) dawdle(w, AT_COMM, 1, (uint64_t)group->color + 2);
+    if (coll) dawdle(w, AT_COMM, 2 + (uint64_t)coll->kind, coll->seq);
+    return FSDP_OK;
 }
 
 /* ---- one training on one rank ---------------------------------------------------------------- */
@@ -401,7 +348,7 @@ typedef struct {
 
 static void run_rank(int rank, int ranks, void *arg) {
     batch *b = (batch *)arg;
-    fsdp_comm_ops ops = slow_ops();
+    fsdp_comm_ops ops = lab_guard_ops();
     fsdp_dtype dtype = b->kind->param ? b->kind->param : b->kind->stored;
     for (int run = 0; run < b->runs; run++) {
         way *w = (way *)malloc(sizeof *w);
@@ -409,6 +356,7 @@ static void run_rank(int rank, int ranks, void *arg) {
         char job[100], text[200];
         CHECK(w);
         *w = b->way[run];
+        w->guard.before = slow_comm;
         w->rank = rank;
         describe(w, text, sizeof text);
         snprintf(w_case, sizeof w_case, "run %d of %s on %d %s: %s", run, b->kind->name, ranks,

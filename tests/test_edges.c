@@ -45,8 +45,7 @@ static void uneven(lab_rank *r) {
         for (int i = 0; i < rows * COLS; i++) grad[i] += (float)(r->rank + 1);
         CALL(x.w, fsdp_post_backward(x.u));
         CALL(x.w, fsdp_finalize_backward(x.m));
-        fsdp_param_view v;
-        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        fsdp_param_view v = lab_view(x.w, x.u, 0);
         for (int64_t k = 0; k < v.numel; k++) /* ranks tp and tp + 2 */
             CHECK((double)((const float *)v.shard_grad)[k] == tp + 2.0);
         CALL(x.w, fsdp_zero_grad(x.m));

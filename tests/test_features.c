@@ -202,6 +202,16 @@ static void backward(job *j) {
     CALL(j->w, fsdp_finalize_backward(j->m.model));
 }
 
+/* One whose gradients are not reduced, or not over all ranks: the model goes on adding. */
+static void backward_kept(job *j) {
+    for (int u = UNITS - 1; u >= 0; u--) {
+        CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
+        write_grads(j, u);
+        CALL(j->w, fsdp_post_backward(j->m.unit[u]));
+    }
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
+}
+
 static const fsdp_sgd_hyper sgd = {0.0625, 0, 0, 0, 0, 0, 1};
 
 static void check_grads(const job *j) { lab_check_grads(&j->m, &j->t); }
@@ -457,12 +467,7 @@ static void freeze_refused(job *j) {
     /* Gradients of a microbatch that are not reduced yet. */
     CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 0));
     forward(j);
-    for (int u = UNITS - 1; u >= 0; u--) {
-        CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
-        write_grads(j, u);
-        CALL(j->w, fsdp_post_backward(j->m.unit[u]));
-    }
-    CALL(j->w, fsdp_finalize_backward(j->m.model));
+    backward_kept(j);
     REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0),
                "set_requires_grad");
     CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 1));
@@ -477,11 +482,9 @@ TEST(freeze, refused) {
 /* Integers are stored, but not trained. */
 static void freeze_integers(job *j) {
     fsdp_param_desc d[2] = {fsdp_vec("w", 8), fsdp_vec("i", 8)};
-    fsdp_unit_desc ud = FSDP_ZERO;
     make_empty_model(j);
     d[1].dtype = FSDP_I32, d[1].frozen = 1;
-    ud.params = d, ud.num_params = 2;
-    CALL(j->w, fsdp_fully_shard(j->m.model, &ud, &j->m.unit[0]));
+    j->m.unit[0] = lab_unit(j->w, j->m.model, NULL, d, 2);
     CHECK_STATUS(fsdp_set_requires_grad(j->m.unit[0], 1, 1), FSDP_ERR_INVALID_ARG);
     CALL(j->w, fsdp_set_requires_grad(j->m.unit[0], 1, 0));
     CALL(j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0));
@@ -768,12 +771,7 @@ static void all_reduce_hook_body(job *j) {
         if (n == 2) { /* a microbatch that is not reduced calls nobody */
             CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 0));
             forward(j);
-            for (int u = UNITS - 1; u >= 0; u--) {
-                CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
-                write_grads(j, u);
-                CALL(j->w, fsdp_post_backward(j->m.unit[u]));
-            }
-            CALL(j->w, fsdp_finalize_backward(j->m.model));
+            backward_kept(j);
             for (int u = 0; u < UNITS; u++) CHECK_EQ_INT(h[u].calls, 2);
             CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 1));
         }
@@ -787,8 +785,7 @@ static void all_reduce_hook_body(job *j) {
         for (int u = 0; u < UNITS; u++) {
             int64_t rows = 0;
             for (int i = 0; i < PARAMS; i++) {
-                fsdp_param_view v;
-                CALL(j->w, fsdp_param_view_get(j->m.unit[u], i, &v));
+                fsdp_param_view v = lab_view(j->w, j->m.unit[u], i);
                 rows += v.numel;
             }
             W_CHECK(h[u].numel >= rows, "%lld elements", (long long)h[u].numel);
@@ -910,12 +907,7 @@ static void in_backward(job *j) {
         if (j->c->variant) { /* two microbatches: the hook runs when they are reduced */
             CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 0));
             forward(j);
-            for (int u = UNITS - 1; u >= 0; u--) {
-                CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
-                write_grads(j, u);
-                CALL(j->w, fsdp_post_backward(j->m.unit[u]));
-            }
-            CALL(j->w, fsdp_finalize_backward(j->m.model));
+            backward_kept(j);
             CHECK_EQ_MEM(in.calls, expected, sizeof expected);
             CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 1));
         }
@@ -1154,12 +1146,7 @@ static void custom_sums(job *j) {
         if (n == 2) { /* sums over the shard group wait for the next microbatch */
             CALL(j->w, fsdp_set_requires_all_reduce(j->m.model, NULL, 0));
             forward(j);
-            for (int u = UNITS - 1; u >= 0; u--) {
-                CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
-                write_grads(j, u);
-                CALL(j->w, fsdp_post_backward(j->m.unit[u]));
-            }
-            CALL(j->w, fsdp_finalize_backward(j->m.model));
+            backward_kept(j);
             CALL(j->w, fsdp_set_requires_all_reduce(j->m.model, NULL, 1));
         }
         if (n == 4) CALL(j->w, fsdp_set_custom_all_reduce(j->m.unit[2], NULL, NULL));
@@ -1354,9 +1341,7 @@ enum { DEEP = 6 };
 static void make_deep(job *j, fsdp_unit **units, int forward_depth, int backward_depth) {
     for (int u = 0; u < DEEP; u++) {
         fsdp_param_desc d = fsdp_mat("w", 8, 32);
-        fsdp_unit_desc ud = FSDP_ZERO;
-        ud.params = &d, ud.num_params = 1;
-        CALL(j->w, fsdp_fully_shard(j->m.model, &ud, &units[u]));
+        units[u] = lab_unit(j->w, j->m.model, NULL, &d, 1);
     }
     for (int u = 0; u < DEEP; u++) {
         fsdp_unit *ahead[DEEP], *back[DEEP];
@@ -1885,8 +1870,7 @@ TEST(clip, norms) {
 
 /* One element that is not finite, in one place of the shard group. */
 static float *spoil(job *j, double what, int holder) {
-    fsdp_param_view v;
-    CALL(j->w, fsdp_param_view_get(j->m.unit[1], 0, &v));
+    fsdp_param_view v = lab_view(j->w, j->m.unit[1], 0);
     float *at = (float *)v.shard_grad + v.numel / 2;
     CHECK(v.shard_grad && v.numel > 0);
     if (j->rank % shards_of(j) != holder % shards_of(j)) return NULL;

@@ -418,8 +418,7 @@ static fsdp_status uneven_dim1(ctx *x) {
 }
 static fsdp_status reshard_1(ctx *x) {
     fsdp_status status = reshard(x, 1);
-    CALL(x->world, fsdp_pre_forward(x->unit[2]));
-    CALL(x->world, fsdp_post_forward(x->unit[2]));
+    lab_forward(x->world, x->unit[2]);
     CHECK_EQ_INT(fsdp_unit_storage(x->unit[2]), FSDP_STORAGE_SHARDED); /* True == 1, as ALWAYS */
     CALL(x->world, fsdp_model_reset(x->model));
     CALL(x->world, fsdp_init_params(x->model, fill, NULL));
@@ -481,8 +480,7 @@ static fsdp_status clip_empty(ctx *x) { /* inf, with shards that are empty on so
 }
 static fsdp_status some_unused(ctx *x) { /* rank 2 uses nothing of unit 1 */
     fsdp_param_view v;
-    CALL(x->world, fsdp_pre_forward(x->unit[1]));
-    CALL(x->world, fsdp_post_forward(x->unit[1]));
+    lab_forward(x->world, x->unit[1]);
     CALL(x->world, fsdp_pre_backward(x->unit[1]));
     if (x->rank != 2) use(x, 1, 1);
     CALL(x->world, fsdp_post_backward(x->unit[1]));
@@ -733,8 +731,7 @@ static void different_params(ctx *x) {
     fsdp_param_desc p[2] = {fsdp_mat("even", 4, 3), fsdp_mat("odd", 4, 3)};
     CALL(x->world, add_unit(x, NULL, p, 2));
     CALL(x->world, fsdp_set_reduce_scatter_unused_params(x->model, NULL, 0));
-    CALL(x->world, fsdp_pre_forward(x->unit[0]));
-    CALL(x->world, fsdp_post_forward(x->unit[0]));
+    lab_forward(x->world, x->unit[0]);
     CALL(x->world, fsdp_pre_backward(x->unit[0]));
     CHECK(fsdp_grad(x->unit[0], x->rank % 2));
     CHECK_STATUS(fsdp_post_backward(x->unit[0]), FSDP_ERR_MISMATCH);

@@ -114,8 +114,7 @@ static int params_of(const toy *t, int u) {
 /* The gathered parameters are the true ones, to the bit. */
 static void toy_look(const toy *t, int u) {
     for (int i = 0, count = params_of(t, u); i < count; i++) {
-        fsdp_param_view v;
-        CALL(t->world, fsdp_param_view_get(t->unit[u], i, &v));
+        fsdp_param_view v = lab_view(t->world, t->unit[u], i);
         fsdp_dtype dtype = t->compute && fsdp_dtype_is_float(v.dtype) ? t->compute : v.dtype;
         const void *data = fsdp_data(t->unit[u], i);
         W_CHECK(data, "%s has no data: %s", v.name, fsdp_last_error(t->world));
@@ -131,8 +130,7 @@ static void toy_look(const toy *t, int u) {
 
 static void toy_slopes(const toy *t, int u) {
     for (int i = 0, count = params_of(t, u); i < count; i++) {
-        fsdp_param_view v;
-        CALL(t->world, fsdp_param_view_get(t->unit[u], i, &v));
+        fsdp_param_view v = lab_view(t->world, t->unit[u], i);
         if (!v.requires_grad) continue;
         fsdp_dtype dtype = t->compute ? t->compute : v.dtype;
         void *grad = fsdp_grad(t->unit[u], i);
@@ -451,8 +449,7 @@ static void shard_tensor(fsdp_world *world, const void *arg) {
     toy_unit(&t, NULL, p, mlp(p, 3, 3)); /* (9, 3), 9, (3, 9), 3 */
     toy_unit(&t, NULL, p, mlp(p, 9, 3));
     CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
-    fsdp_param_view v;
-    CALL(world, fsdp_param_view_get(t.unit[0], 2, &v));
+    fsdp_param_view v = lab_view(world, t.unit[0], 2);
     CHECK(v.ndim == 2 && v.shape[0] == 3 && v.shape[1] == 9); /* global */
     CHECK_EQ_INT(v.local_shape[0], fsdp_rank(world) ? 1 : 2);
     check_chunks(&t);
@@ -680,8 +677,7 @@ static void tp_build(tp_model *m, fsdp_world *world, fsdp_mesh *mesh, const tp_p
 static void tp_check(const tp_model *m, double offset) {
     float full[1024];
     for (int i = 0; i < m->count; i++) {
-        fsdp_param_view v;
-        CALL(m->toy.world, fsdp_param_view_get(m->toy.unit[0], i, &v));
+        fsdp_param_view v = lab_view(m->toy.world, m->toy.unit[0], i);
         CHECK(lab_full_numel(&v) <= 1024);
         CALL(m->toy.world, fsdp_param_full(m->toy.unit[0], i, full));
         for (int64_t e = 0; e < lab_full_numel(&v); e++)
@@ -896,8 +892,7 @@ static void never_filled(fsdp_world *world, const void *arg) {
     toy_unit(&t, NULL, p, mlp(p, 3, 4));
     CALL(world, fsdp_pre_forward(t.unit[0]));
     for (int i = 0; i < 4; i++) {
-        fsdp_param_view v;
-        CALL(world, fsdp_param_view_get(t.unit[0], i, &v));
+        fsdp_param_view v = lab_view(world, t.unit[0], i);
         const float *data = (const float *)fsdp_data(t.unit[0], i);
         for (int64_t e = 0; e < lab_full_numel(&v); e++) CHECK_NEAR(data[e], 0, 0);
     }
@@ -1267,8 +1262,7 @@ static void save_load(toy *t, void (*fill)(void *, const fsdp_param_view *), voi
     }
     CALL(world, fsdp_set_reshard_after_forward(t->model, NULL, FSDP_RESHARD_NEVER));
     for (int u = 0; u < t->count; u++) {
-        CALL(world, fsdp_pre_forward(t->unit[u]));
-        CALL(world, fsdp_post_forward(t->unit[u]));
+        lab_forward(world, t->unit[u]);
         CHECK_EQ_INT(fsdp_unit_storage(t->unit[u]), FSDP_STORAGE_UNSHARDED);
     }
     dict_of(t, &gathered);

@@ -214,11 +214,11 @@ TEST(fully_shard_training, train_parity_multi_group) {
     fs_story_free(s, &c);
 }
 
-TEST(fully_shard_training, train_parity_multi_group_cpu_offload) {
+static void in_every_way(int offload, int ahead) {
     static fs_net net;
     fs_conf c = multi_group(&net, 4, 0);
     fs_story *s = fs_tell(&c);
-    c.offload = 1;
+    c.offload = offload, c.ahead = ahead;
     for (size_t i = 0; i < COUNT(reshards); i++)
         for (int lanes = 0; lanes < 3; lanes++) {
             c.raf = reshards[i], c.lanes = lanes;
@@ -226,19 +226,8 @@ TEST(fully_shard_training, train_parity_multi_group_cpu_offload) {
         }
     fs_story_free(s, &c);
 }
-
-TEST(fully_shard_training, train_parity_multi_group_unshard_async_op) {
-    static fs_net net;
-    fs_conf c = multi_group(&net, 4, 0);
-    fs_story *s = fs_tell(&c);
-    c.ahead = 1;
-    for (size_t i = 0; i < COUNT(reshards); i++)
-        for (int lanes = 0; lanes < 3; lanes++) {
-            c.raf = reshards[i], c.lanes = lanes;
-            fs_train_beside(&c, s);
-        }
-    fs_story_free(s, &c);
-}
+TEST(fully_shard_training, train_parity_multi_group_cpu_offload) { in_every_way(1, 0); }
+TEST(fully_shard_training, train_parity_multi_group_unshard_async_op) { in_every_way(0, 1); }
 
 /* Every second step goes through the first child alone. */
 static double child_alone(fs_run *x, int it, int m) {

@@ -428,8 +428,7 @@ static void gather(trainer *t, int grads, double *out, int *has) {
     float *full = (float *)lab_zeros((size_t)t->c->most + 1, sizeof *full);
     for (int p = 0; p < t->c->num_params; p++) {
         const param *q = &t->c->params[p];
-        fsdp_param_view view;
-        CALL(t->world, fsdp_param_view_get(t->unit[q->unit], q->index, &view));
+        fsdp_param_view view = lab_view(t->world, t->unit[q->unit], q->index);
         if (has) has[p] = view.shard_grad != NULL;
         if (grads && !q->trains) continue;
         if (grads) CALL(t->world, fsdp_param_full_grad(t->unit[q->unit], q->index, full));

@@ -75,15 +75,11 @@ static double grad_at(int ordinal, int64_t k) { return (double)((ordinal * 7 + k
 static int used(int ordinal) { return ordinal % 4 != 2 || ordinal == 10; }
 
 static void backward(job *j, double factor) {
-    for (int u = 0; u < UNITS; u++) {
-        CALL(j->w, fsdp_pre_forward(j->unit[u]));
-        CALL(j->w, fsdp_post_forward(j->unit[u]));
-    }
+    for (int u = 0; u < UNITS; u++) lab_forward(j->w, j->unit[u]);
     for (int u = UNITS - 1; u >= 0; u--) {
         CALL(j->w, fsdp_pre_backward(j->unit[u]));
         for (int i = 0; i < PARAMS; i++) {
-            fsdp_param_view v;
-            CALL(j->w, fsdp_param_view_get(j->unit[u], i, &v));
+            fsdp_param_view v = lab_view(j->w, j->unit[u], i);
             if (!v.requires_grad || !used(v.ordinal)) continue;
             void *g = fsdp_grad(j->unit[u], i);
             CHECK(g != NULL);
@@ -340,8 +336,7 @@ static void tiny_model(job *j) {
     CALL(j->w, fsdp_fully_shard(j->model, &ud, &j->unit[0]));
 }
 static void tiny_backward(job *j, double gradient) {
-    CALL(j->w, fsdp_pre_forward(j->unit[0]));
-    CALL(j->w, fsdp_post_forward(j->unit[0]));
+    lab_forward(j->w, j->unit[0]);
     CALL(j->w, fsdp_pre_backward(j->unit[0]));
     lab_put(fsdp_grad(j->unit[0], 0), FSDP_F32, 0, gradient);
     CALL(j->w, fsdp_post_backward(j->unit[0]));
@@ -461,8 +456,7 @@ static void wrong_order(job *j) {
     CALL(j->w, fsdp_grad_scaler_unscale(j->scaler));
     REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_grad_scaler_unscale(j->scaler), "already called");
     CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), 0);
-    fsdp_param_view v;
-    CALL(j->w, fsdp_param_view_get(j->unit[0], 0, &v));
+    fsdp_param_view v = lab_view(j->w, j->unit[0], 0);
     if (v.numel)
         CHECK(lab_bits(lab_get(v.shard_grad, FSDP_F32, 0)) == lab_bits(3.0 / 65536)); /* once */
     CALL(j->w, fsdp_grad_scaler_update(j->scaler));
@@ -605,8 +599,7 @@ static void train(job *j) {
         double scale = fsdp_grad_scaler_scale(j->scaler), same[2] = {scale, -scale};
         CALL(j->w, fsdp_all_reduce(j->w, NULL, same, 2, FSDP_F64, FSDP_MAX));
         CHECK(lab_bits(same[0]) == lab_bits(scale) && lab_bits(same[1]) == lab_bits(-scale));
-        CALL(j->w, fsdp_pre_forward(j->unit[0]));
-        CALL(j->w, fsdp_post_forward(j->unit[0]));
+        lab_forward(j->w, j->unit[0]);
         CALL(j->w, fsdp_pre_backward(j->unit[0]));
         for (int64_t k = 0; k < SIZE; k++) {
             double p = lab_get(fsdp_data(j->unit[0], 0), FSDP_F16, k);

@@ -871,8 +871,7 @@ static void walk_add(walk_batch *b, const walk *w, int one, int two) {
 /* What the caller sees: the whole parameter, and a gradient of zeros. */
 static void walk_look(walk_batch *b, int u, int backward) {
     for (int i = 0; i < b->count[u]; i++) {
-        fsdp_param_view v;
-        CALL(b->world, fsdp_param_view_get(b->unit[u], i, &v));
+        fsdp_param_view v = lab_view(b->world, b->unit[u], i);
         int64_t numel = lab_full_numel(&v);
         const float *data = (const float *)fsdp_data(b->unit[u], i);
         float *grad = backward ? (float *)fsdp_grad(b->unit[u], i) : NULL;

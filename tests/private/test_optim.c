@@ -733,16 +733,11 @@ static void one_loop(job *j) {
     for (int u = 0; u < 3; u++) { /* packed and direct ones: in memory not in this order */
         fsdp_param_desc d[4] = {fsdp_vec("b", 16), fsdp_mat("w", 32, 32), fsdp_mat("v", 16, 1),
                                 fsdp_mat("x", 64, 16)};
-        fsdp_unit_desc ud = FSDP_ZERO;
-        ud.params = d, ud.num_params = 4;
-        CALL(j->w, fsdp_fully_shard(j->m.model, &ud, &unit[u]));
+        unit[u] = lab_unit(j->w, j->m.model, NULL, d, 4);
     }
     CALL(j->w, fsdp_adamw_create(j->m.model, NULL, &j->o.adamw));
     for (int step = 0; step < 2; step++) {
-        for (int u = 0; u < 3; u++) {
-            CALL(j->w, fsdp_pre_forward(unit[u]));
-            CALL(j->w, fsdp_post_forward(unit[u]));
-        }
+        for (int u = 0; u < 3; u++) lab_forward(j->w, unit[u]);
         for (int u = 2; u >= 0; u--) {
             CALL(j->w, fsdp_pre_backward(unit[u]));
             for (int i = 0; i < 4; i++)
@@ -906,8 +901,7 @@ static void refuse_steps(job *j) {
     CHECK_STATUS(fsdp_adamw_step(j->o.adamw, 0.1), FSDP_ERR_INVALID_STATE);
     expect_unchanged(j);
     CALL(j->w, fsdp_post_forward(j->m.unit[1]));
-    CALL(j->w, fsdp_pre_backward(j->m.unit[1]));
-    CALL(j->w, fsdp_post_backward(j->m.unit[1]));
+    lab_backward(j->w, j->m.unit[1]);
     CHECK_STATUS(fsdp_adamw_step(j->o.adamw, 0.1), FSDP_ERR_INVALID_STATE); /* no finalize */
     expect_unchanged(j);
     CALL(j->w, fsdp_finalize_backward(j->m.model));
@@ -957,7 +951,6 @@ typedef struct {
 /* Every rank has the same gradients, so their mean is exact for 1, 2 and 4 ranks. */
 static void clip_on_rank(lab_rank *r) {
     const clip *c = (const clip *)r->arg;
-    fsdp_unit_desc ud = FSDP_ZERO;
     fsdp_param_desc p[TENSORS];
     fsdp_world *w = r->w;
     fsdp_model *model = NULL;
@@ -966,10 +959,8 @@ static void clip_on_rank(lab_rank *r) {
     double norm;
     CALL(w, fsdp_model_create(w, NULL, &model));
     for (int i = 0; i < c->count; i++) p[i] = fsdp_vec(NULL, c->numel[i]);
-    ud.params = p, ud.num_params = c->count;
-    CALL(w, fsdp_fully_shard(model, &ud, &unit));
-    CALL(w, fsdp_pre_forward(unit));
-    CALL(w, fsdp_post_forward(unit));
+    unit = lab_unit(w, model, NULL, p, c->count);
+    lab_forward(w, unit);
     CALL(w, fsdp_pre_backward(unit));
     for (int i = 0; i < c->count; i++)
         golden_fill((float *)fsdp_grad(unit, i), c->seed[i], c->numel[i], 2);
@@ -979,8 +970,7 @@ static void clip_on_rank(lab_rank *r) {
     CALL(w, fsdp_clip_grads(model, &cd, &norm));
     CHECK_NEAR(norm, c->total, 4e-6 + 4e-6 * c->total);
     for (int i = 0; i < c->count; i++) {
-        fsdp_param_view v;
-        CALL(w, fsdp_param_view_get(unit, i, &v));
+        fsdp_param_view v = lab_view(w, unit, i);
         for (int64_t k = 0; k < v.numel; k++) {
             double want = c->result[i][fsdp_view_index(&v, k)];
             CHECK_NEAR((double)((float *)v.shard_grad)[k], want, 4e-6 + 4e-6 * fabs(want));
