@@ -25,7 +25,7 @@
 #define FS_FN static __attribute__((unused))
 
 enum { FS_UNITS = 12, FS_PARAMS = 8, FS_LAYERS = 64, FS_RANKS = 8, FS_MICROS = 4, FS_TAPES = 4 };
-enum { FS_ITERS = 10, FS_OPS = 1024 };
+enum { FS_ITERS = 10 };
 enum { FS_LINEAR, FS_RELU, FS_NORM, FS_EMBED, FS_UNEMBED, FS_SAVE, FS_ADD };
 
 typedef struct fs_param {
@@ -128,8 +128,7 @@ struct fs_run {
     double *y, *dx, *dy, *target, *save[FS_LAYERS], *tmp; /* [batch][wide] and more */
     double *memory;
     void *raw[2]; /* for casts through the library */
-    fsdp_op *ops; /* after fs_watch */
-    int num_ops;
+    lab_log log;  /* after fs_watch */
 };
 
 /* ---- nets ------------------------------------------------------------------------------------ */
@@ -615,7 +614,7 @@ FS_FN void fs_run_init(fs_run *x, const fs_conf *c, int rank) {
 FS_FN void fs_run_free(fs_run *x) {
     for (int t = 0; t < FS_TAPES; t++) free(x->tape[t].tokens);
     free(x->raw[0]), free(x->raw[1]);
-    free(x->ops);
+    free(x->log.ops);
     free(x->memory);
 }
 
@@ -1010,39 +1009,19 @@ FS_FN void fs_train(const fs_conf *c) {
 
 /* ---- what was issued ------------------------------------------------------------------------- */
 
-FS_FN int fs_saw(void *user, fsdp_model *model, fsdp_op *op) {
-    fs_run *x = (fs_run *)user;
-    (void)model;
-    if (op->kind > FSDP_OP_HOOK) return 0; /* what happens to buffers */
-    if (x->num_ops < FS_OPS) x->ops[x->num_ops++] = *op;
-    return 0;
-}
-/* From here on x->ops has the records that the model emits. */
+/* From here on x->log has the records that the model emits. */
 FS_FN void fs_watch(fs_run *x) {
-    fsdp_extension watcher = FSDP_ZERO;
-    watcher.op = fs_saw;
-    watcher.user = x;
-    int attached = x->ops != NULL;
-    if (!x->ops) x->ops = (fsdp_op *)lab_zeros(FS_OPS, sizeof *x->ops);
-    x->num_ops = 0;
-    if (!attached) CALL(x->world, fsdp_attach(x->model, &watcher));
+    if (!x->log.ops) lab_watch(&x->log, x->world, x->model);
+    x->log.num = 0;
 }
 /* How many of a kind, with a label (-1: any), of a unit (-1: any). */
 FS_FN int fs_seen(const fs_run *x, int kind, int label, int unit) {
-    int count = 0;
-    CHECK(x->num_ops < FS_OPS);
-    for (int i = 0; i < x->num_ops; i++)
-        count += x->ops[i].kind == kind && (label < 0 || x->ops[i].label == label) &&
-                 (unit < 0 || x->ops[i].unit == x->unit[unit]);
-    return count;
+    return lab_count_ops(&x->log, 0, kind, label, unit < 0 ? NULL : x->unit[unit]);
 }
 /* The first one; NULL: none. */
 FS_FN const fsdp_op *fs_find(const fs_run *x, int kind, int label, int unit) {
-    for (int i = 0; i < x->num_ops; i++)
-        if (x->ops[i].kind == kind && (label < 0 || x->ops[i].label == label) &&
-            (unit < 0 || x->ops[i].unit == x->unit[unit]))
-            return &x->ops[i];
-    return NULL;
+    const int n = lab_next_op(&x->log, 0, kind, label, unit < 0 ? NULL : x->unit[unit]);
+    return n < 0 ? NULL : &x->log.ops[n];
 }
 FS_FN int fs_calls(const fs_run *x, int kind) {
     fsdp_counters c = FSDP_ZERO;

@@ -370,6 +370,21 @@ H_FN void lab_run(int size, const lab_how *how, void (*body)(lab_rank *r), void 
     free(s);
 }
 
+/* The same for a body that wants its world alone. */
+typedef struct lab_world_call {
+    void (*body)(fsdp_world *world, const void *arg);
+    const void *arg;
+} lab_world_call;
+H_FN void lab_call_body(lab_rank *r) {
+    const lab_world_call *c = (const lab_world_call *)r->arg;
+    c->body(r->w, c->arg);
+}
+H_FN void lab_on_worlds(int size, const lab_how *how,
+                        void (*body)(fsdp_world *world, const void *arg), const void *arg) {
+    lab_world_call c = {body, arg};
+    lab_run(size, how, lab_call_body, &c);
+}
+
 /* ---- a guard before every call of a comm ----------------------------------------------------- */
 
 /* Called before a split (group), a collective (coll), an allocation (neither). It may count, dawdle,
@@ -447,7 +462,7 @@ H_FN fsdp_comm_ops lab_guard_ops(void) {
     return ops;
 }
 
-/* ---- parameters, units, meshes --------------------------------------------------------------- */
+/* ---- parameters and units -------------------------------------------------------------------- */
 
 H_FN fsdp_param_desc lab_desc(int ndim, const int64_t *shape, int shard_dim, fsdp_dtype dtype,
                               int frozen) {
@@ -485,6 +500,47 @@ H_FN void lab_backward(fsdp_world *w, fsdp_unit *unit) {
     CALL(w, fsdp_pre_backward(unit));
     CALL(w, fsdp_post_backward(unit));
 }
+
+/* ---- the records that a model emits ---------------------------------------------------------- */
+
+typedef struct lab_log {
+    fsdp_op *ops;
+    int num, cap;
+} lab_log;
+
+H_FN int lab_saw(void *user, fsdp_model *model, fsdp_op *op) {
+    lab_log *log = (lab_log *)user;
+    (void)model;
+    if (log->num == log->cap) {
+        log->cap *= 2;
+        log->ops = (fsdp_op *)realloc(log->ops, (size_t)log->cap * sizeof *log->ops);
+        CHECK(log->ops != NULL);
+    }
+    log->ops[log->num++] = *op;
+    return 0;
+}
+H_FN void lab_watch(lab_log *log, fsdp_world *w, fsdp_model *model) {
+    fsdp_extension watcher = FSDP_ZERO;
+    watcher.op = lab_saw, watcher.user = log;
+    if (!log->ops) log->cap = 256, log->ops = (fsdp_op *)lab_zeros(256, sizeof *log->ops);
+    CALL(w, fsdp_attach(model, &watcher));
+}
+/* The first one from number `from` on with this kind and label (negative: any) of a unit (NULL:
+   any); -1: none. */
+H_FN int lab_next_op(const lab_log *log, int from, int kind, int label, const fsdp_unit *unit) {
+    for (int n = from; n < log->num; n++)
+        if ((kind < 0 || log->ops[n].kind == kind) && (label < 0 || log->ops[n].label == label) &&
+            (!unit || log->ops[n].unit == unit))
+            return n;
+    return -1;
+}
+H_FN int lab_count_ops(const lab_log *log, int from, int kind, int label, const fsdp_unit *unit) {
+    int count = 0;
+    while ((from = lab_next_op(log, from, kind, label, unit)) >= 0) count++, from++;
+    return count;
+}
+
+/* ---- meshes ---------------------------------------------------------------------------------- */
 
 /* A mesh; names: of each dim, or NULL. ranks NULL: in order. */
 H_FN fsdp_mesh *lab_mesh(fsdp_world *w, int ndim, const int32_t *shape, const char *const *names,

@@ -52,36 +52,15 @@ struct job {
     int step, born_frozen[ALL];
     int no_data; /* fsdp_data is not looked at */
     /* Seen. */
-    fsdp_op *ops;
-    int num_ops, cap_ops;
+    lab_log log;
 };
-
-static int saw(void *user, fsdp_model *model, fsdp_op *op) {
-    job *j = (job *)user;
-    (void)model;
-    if (j->num_ops == j->cap_ops) {
-        j->cap_ops = j->cap_ops ? 2 * j->cap_ops : 256;
-        j->ops = (fsdp_op *)realloc(j->ops, (size_t)j->cap_ops * sizeof *j->ops);
-        CHECK(j->ops != NULL);
-    }
-    j->ops[j->num_ops++] = *op;
-    return 0;
-}
 
 /* Ops with this kind and label (negative: any) of a unit (NULL: any), from number `from` on. */
 static int count_ops(const job *j, int from, int kind, int label, const fsdp_unit *unit) {
-    int count = 0;
-    for (int n = from; n < j->num_ops; n++)
-        count += (kind < 0 || j->ops[n].kind == kind) && (label < 0 || j->ops[n].label == label) &&
-                 (!unit || j->ops[n].unit == unit);
-    return count;
+    return lab_count_ops(&j->log, from, kind, label, unit);
 }
 static int next_op(const job *j, int from, int kind, int label, const fsdp_unit *unit) {
-    for (int n = from; n < j->num_ops; n++)
-        if ((kind < 0 || j->ops[n].kind == kind) && (label < 0 || j->ops[n].label == label) &&
-            (!unit || j->ops[n].unit == unit))
-            return n;
-    return -1;
+    return lab_next_op(&j->log, from, kind, label, unit);
 }
 static int gathers(const job *j, int from, const fsdp_unit *unit) {
     return count_ops(j, from, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, unit);
@@ -128,15 +107,12 @@ static void make_reference(job *j) {
 }
 
 static void make_empty_model(job *j) {
-    fsdp_extension watcher = FSDP_ZERO;
-    watcher.op = saw;
     fsdp_model_desc md = j->c->md;
-    watcher.user = j;
     if (j->c->mesh == MESH_HSDP && !j->mesh) j->mesh = lab_hsdp(j->w, 2, j->n / 2);
     md.mesh = j->mesh;
     lab_begin(&j->m, &net, j->w);
     j->m.model = lab_model(j->w, &md);
-    CALL(j->w, fsdp_attach(j->m.model, &watcher));
+    lab_watch(&j->log, j->w, j->m.model);
     make_reference(j);
 }
 
@@ -251,7 +227,7 @@ static void on_rank(lab_rank *r) {
     j->c = c, j->rank = r->rank, j->n = r->size, j->heap = r->heap, j->w = r->w;
     c->body(j);
     lab_end(r);
-    free(j->ops);
+    free(j->log.ops);
     free(j);
 }
 
@@ -311,7 +287,7 @@ static void set_frozen(job *j, int p, int frozen) { lab_freeze(&j->m, p, frozen)
 static void steady(job *j, fsdp_memory *memory, int *first) {
     train_step(j);
     train_step(j);
-    *first = j->num_ops;
+    *first = j->log.num;
     train_step(j);
     CALL(j->w, fsdp_model_memory(j->m.model, memory));
 }
@@ -335,7 +311,7 @@ static void freeze_when(job *j) {
     for (int when = 0; when < 4; when++) { /* 3: nothing is frozen */
         int first;
         fsdp_model_destroy(j->m.model);
-        j->num_ops = j->step = 0;
+        j->log.num = j->step = 0;
         memset(j->born_frozen, 0, sizeof j->born_frozen);
         for (size_t k = 0; k < sizeof which / sizeof *which; k++)
             j->born_frozen[which[k]] = when == 0;
@@ -344,9 +320,10 @@ static void freeze_when(job *j) {
         for (size_t k = 0; k < sizeof which / sizeof *which && (when == 1 || when == 2); k++)
             set_frozen(j, which[k], 1);
         steady(j, &memory[when], &first);
-        for (int n = first; n < j->num_ops; n++)
-            if (j->ops[n].kind == FSDP_OP_REDUCE_SCATTER || j->ops[n].kind == FSDP_OP_ALL_REDUCE)
-                reduce_counts[when] += (int64_t)j->ops[n].count;
+        for (int n = first; n < j->log.num; n++)
+            if (j->log.ops[n].kind == FSDP_OP_REDUCE_SCATTER ||
+                j->log.ops[n].kind == FSDP_OP_ALL_REDUCE)
+                reduce_counts[when] += (int64_t)j->log.ops[n].count;
     }
     check_same_memory(j, &memory[0], &memory[1]);
     check_same_memory(j, &memory[0], &memory[2]);
@@ -369,7 +346,7 @@ static void freeze_unit(job *j) {
     train_step(j);
     for (int i = 0; i < PARAMS; i++) set_frozen(j, PARAMS + i, 1);
     for (int n = 0; n < 3; n++) {
-        int first = j->num_ops;
+        int first = j->log.num;
         train_step(j);
         CHECK_EQ_INT(count_ops(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->m.unit[1]) +
                          count_ops(j, first, FSDP_OP_ALL_REDUCE, -1, j->m.unit[1]),
@@ -437,7 +414,7 @@ static void freeze_again(job *j) {
         CALL(j->w, fsdp_param_at(j->m.model, p, &after));
         CHECK(after.shard == before[p].shard);
     }
-    int first = j->num_ops;
+    int first = j->log.num;
     train_step(j);
     CHECK_EQ_INT(count_ops(j, first, FSDP_OP_COPY, FSDP_LABEL_MOVE, NULL), 0);
     set_frozen(j, 4, 1); /* and back before anything needs the layout */
@@ -610,7 +587,7 @@ static void check_extended(job *j, int u) {
 }
 
 static void extended_step(job *j) {
-    int first = j->num_ops, extended = 0, expected = 0;
+    int first = j->log.num, extended = 0, expected = 0;
     for (int u = 0; u < UNITS; u++) {
         CALL(j->w, fsdp_pre_forward(j->m.unit[u]));
         check_extended(j, u);
@@ -634,9 +611,10 @@ static void extended_step(job *j) {
         int mode = j->c->reshard[u], again = !mode || mode == 1 || mode == shards_of(j);
         expected = (1 + again) * members;
         W_CHECK(pre == expected, "unit %d: %d calls, expected %d", u, pre, expected);
-        for (int n = first; n < j->num_ops; n++)
-            if (j->ops[n].unit == j->m.unit[u] && j->ops[n].kind == FSDP_OP_ALL_GATHER) {
-                W_CHECK(j->ops[n].dtype == FSDP_U8 || j->ops[n].group_size == 2, "not bytes");
+        for (int n = first; n < j->log.num; n++)
+            if (j->log.ops[n].unit == j->m.unit[u] && j->log.ops[n].kind == FSDP_OP_ALL_GATHER) {
+                W_CHECK(j->log.ops[n].dtype == FSDP_U8 || j->log.ops[n].group_size == 2,
+                        "not bytes");
             }
     }
     CHECK_EQ_INT(extended, ALL / 2);
@@ -767,7 +745,7 @@ static void all_reduce_hook_body(job *j) {
         CALL(j->w, fsdp_set_all_reduce_hook(j->m.unit[u], double_sums, &h[u]));
     }
     for (int n = 0; n < 4; n++) {
-        int first = j->num_ops;
+        int first = j->log.num;
         if (n == 2) { /* a microbatch that is not reduced calls nobody */
             CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 0));
             forward(j);
@@ -902,7 +880,7 @@ static void in_backward(job *j) {
         CALL(j->w, fsdp_set_post_accumulate_hook(j->m.unit[p / PARAMS], p % PARAMS,
                                                  step_in_backward, &in));
     for (int n = 0; n < 5; n++) {
-        int expected[ALL], first = j->num_ops;
+        int expected[ALL], first = j->log.num;
         memcpy(expected, in.calls, sizeof expected);
         if (j->c->variant) { /* two microbatches: the hook runs when they are reduced */
             CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 0));
@@ -1053,7 +1031,7 @@ static void custom_body(job *j) {
                            j->m.unit[u], by_sum ? scatter_by_sum : through_scatter, &my[u]));
     }
     for (int n = 0; n < 4; n++) {
-        int first = j->num_ops, before[UNITS][2];
+        int first = j->log.num, before[UNITS][2];
         for (int u = 0; u < UNITS; u++) before[u][0] = my[u].gathers, before[u][1] = my[u].scatters;
         if (n == 3)
             for (int u = 0; u < UNITS; u++) {
@@ -1244,8 +1222,8 @@ static int is_pinned(const void *ptr) {
 
 /* Each gather is from a copy of the shard, and each reduction ends with a copy to the gradient. */
 static void check_offload_order(job *j, int first) {
-    for (int n = first; n < j->num_ops; n++) {
-        const fsdp_op *op = &j->ops[n];
+    for (int n = first; n < j->log.num; n++) {
+        const fsdp_op *op = &j->log.ops[n];
         int collective = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER ||
                          (op->kind == FSDP_OP_ALL_REDUCE && op->label != FSDP_LABEL_CLIP);
         if (collective)
@@ -1277,7 +1255,7 @@ static void offload_body(job *j) {
     double norm;
     make_model(j);
     for (int n = 0; n < 4; n++) {
-        int first = j->num_ops;
+        int first = j->log.num;
         forward(j);
         backward(j);
         if (j->c->md.cpu_offload) check_offload_order(j, first);
@@ -1374,8 +1352,8 @@ static void deep_backward(job *j, fsdp_unit **units) {
 static void check_prefetched(job *j, int first, fsdp_unit **units, int backward, int depth,
                              int budget) {
     int issued = 0, uses = 0, ahead = depth < budget ? depth : budget;
-    for (int n = first; n < j->num_ops; n++) {
-        const fsdp_op *op = &j->ops[n];
+    for (int n = first; n < j->log.num; n++) {
+        const fsdp_op *op = &j->log.ops[n];
         if (op->kind == FSDP_OP_ALL_GATHER) {
             int unit = backward ? DEEP - 1 - issued : issued;
             W_CHECK(issued < DEEP && op->unit == units[unit], "gather %d is of another unit",
@@ -1404,10 +1382,10 @@ static void prefetch_body(job *j) {
     make_empty_model(j);
     make_deep(j, units, depth, depth);
     for (int n = 0; n < 3; n++) {
-        int first = j->num_ops;
+        int first = j->log.num;
         deep_forward(j, units);
         if (sees) check_prefetched(j, first, units, 0, depth, budget);
-        first = j->num_ops;
+        first = j->log.num;
         deep_backward(j, units);
         /* Without a list the implicit prefetch is there where it can hide something. */
         int implicit = depth == 0 && hides;
@@ -1447,10 +1425,10 @@ static void no_budget(job *j) {
     make_empty_model(j);
     make_deep(j, units, 2, 2);
     for (int n = 0; n < 2; n++) {
-        int first = j->num_ops;
+        int first = j->log.num;
         deep_forward(j, units);
         check_prefetched(j, first, units, 0, 0, 0);
-        first = j->num_ops;
+        first = j->log.num;
         deep_backward(j, units);
         check_prefetched(j, first, units, 1, 0, 0);
     }
@@ -1578,7 +1556,7 @@ static void no_unshard_in_backward(job *j) {
         CALL(j->w,
              fsdp_set_unshard_in_backward(j->m.model, which < 0 ? NULL : j->m.unit[which], !off));
         forward(j);
-        first = j->num_ops;
+        first = j->log.num;
         for (int u = UNITS - 1; u >= 0; u--) {
             int without = off && (which < 0 || which == u);
             CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
@@ -1601,7 +1579,7 @@ static void unshard_ahead(job *j) {
     make_model(j);
     train_step(j);
     for (int n = 0; n < 3; n++) {
-        int first = j->num_ops;
+        int first = j->log.num;
         for (int u = 0; u < UNITS; u++) CALL(j->w, fsdp_unshard(j->m.unit[u])); /* all, up front */
         CHECK_EQ_INT(gathers(j, first, NULL), UNITS * many);
         for (int u = 0; u < UNITS; u++) CALL(j->w, fsdp_unshard(j->m.unit[u]));
@@ -1628,7 +1606,7 @@ static void unshard_ahead(job *j) {
         CALL(j->w, fsdp_unshard(j->m.unit[2]));
         CALL(j->w, fsdp_wait(j->m.unit[2]));
         CALL(j->w, fsdp_params_changed(j->m.model));
-        first = j->num_ops;
+        first = j->log.num;
         forward(j);
         CHECK_EQ_INT(gathers(j, first, NULL), UNITS * many);
         backward(j);
@@ -1638,7 +1616,7 @@ static void unshard_ahead(job *j) {
             CALL(j->w,
                  fsdp_set_reshard_after_forward(j->m.model, j->m.unit[u], FSDP_RESHARD_NEVER));
         forward(j);
-        first = j->num_ops;
+        first = j->log.num;
         CALL(j->w, fsdp_reshard(j->m.unit[1]));
         CHECK(fsdp_data(j->m.unit[1], 0) == NULL);
         backward(j);
@@ -1747,7 +1725,7 @@ static void reset_body(job *j) {
             /* It tells of the calls that were refused above. */
             CHECK_STATUS(fsdp_finalize_backward(j->m.model), FSDP_ERR_INVALID_STATE);
             train_step(j);
-            j->num_ops = 0;
+            j->log.num = 0;
         }
         CALL(j->w, fsdp_model_memory(j->m.model, &memory));
         W_CHECK(round == 0 || memory.total_bytes == most, "%lld bytes, then %lld", (long long)most,
@@ -1817,7 +1795,7 @@ static void clip_body(job *j) {
         double power = n == 4 ? LAB_INF : powers[n], norm = -1, again = -1;
         forward(j);
         backward(j);
-        int first = j->num_ops;
+        int first = j->log.num;
         d.norm_type = power, d.max_norm = LAB_INF; /* measured only */
         CALL(j->w, fsdp_clip_grads(j->m.model, &d, &norm));
         check_grads(j);
@@ -2013,16 +1991,16 @@ static void mixed_body(job *j) {
         fsdp_clip_desc d = FSDP_ZERO;
         double power = n == 4 ? LAB_INF : powers[n], norm, all[2];
         forward(j);
-        int first = j->num_ops;
+        int first = j->log.num;
         mixed_backward(j);
         for (int u = 0; u < UNITS; u++) {
             int scatter = next_op(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->m.unit[u]);
             int sum = next_op(j, first, FSDP_OP_ALL_REDUCE, -1, j->m.unit[u]);
             CHECK(scatter >= 0 && (sum >= 0) == (u == 2));
-            CHECK_EQ_INT(j->ops[scatter].group_size, u == 0 ? 4 : 2);
-            if (u == 2) CHECK_EQ_INT(j->ops[sum].group_size, 2);
+            CHECK_EQ_INT(j->log.ops[scatter].group_size, u == 0 ? 4 : 2);
+            if (u == 2) CHECK_EQ_INT(j->log.ops[sum].group_size, 2);
         }
-        first = j->num_ops;
+        first = j->log.num;
         d.max_norm = LAB_INF, d.norm_type = power;
         CALL(j->w, fsdp_clip_grads(j->m.model, &d, &norm));
         CHECK_EQ_INT(count_ops(j, first, FSDP_OP_ALL_REDUCE, -1, NULL), 1);
@@ -2161,7 +2139,7 @@ static void recompute(job *j) {
         forward_unit(j, 2);
         check_data(j, 1);
         CALL(j->w, fsdp_post_forward(j->m.unit[1]));
-        int first = j->num_ops;
+        int first = j->log.num;
         CALL(j->w, fsdp_pre_backward(j->m.unit[1]));
         CALL(j->w, fsdp_pre_forward(j->m.unit[1])); /* its own checkpoint */
         check_data(j, 1);
@@ -2225,7 +2203,7 @@ static void nested_and_repeated(job *j) {
     int many = shards_of(j) > 1;
     make_model(j);
     for (int n = 0; n < 6; n++) {
-        int first = j->num_ops;
+        int first = j->log.num;
         CALL(j->w, fsdp_pre_forward(j->m.unit[0]));
         CALL(j->w, fsdp_pre_forward(j->m.unit[0])); /* opened again while it is open */
         forward_unit(j, 1);

@@ -11,21 +11,12 @@
 /* ---- ranks ----------------------------------------------------------------------------------- */
 
 typedef void (*rank_body)(fsdp_world *world, const void *arg);
-typedef struct {
-    rank_body body;
-    const void *arg;
-} launch;
 
-static void launch_rank(lab_rank *r) {
-    const launch *l = (const launch *)r->arg;
-    l->body(r->w, l->arg);
-}
 static void on_lanes(int size, int lanes, const fsdp_comm_ops *ops, rank_body body,
                      const void *arg) {
-    launch l = {body, arg};
     lab_how how = FSDP_ZERO;
     how.lanes = lanes, how.comm_ops = ops;
-    lab_run(size, &how, launch_rank, &l);
+    lab_on_worlds(size, &how, body, arg);
 }
 static void on_ranks(int size, rank_body body, const void *arg) {
     on_lanes(size, 0, NULL, body, arg);

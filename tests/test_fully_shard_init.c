@@ -9,19 +9,8 @@
 
 /* ---- ranks, meshes --------------------------------------------------------------------------- */
 
-typedef void (*rank_body)(fsdp_world *world, const void *arg);
-typedef struct {
-    rank_body body;
-    const void *arg;
-} launch;
-
-static void launch_rank(lab_rank *r) {
-    const launch *l = (const launch *)r->arg;
-    l->body(r->w, l->arg);
-}
-static void on_ranks(int size, rank_body body, const void *arg) {
-    launch l = {body, arg};
-    lab_run(size, NULL, launch_rank, &l);
+static void on_ranks(int size, void (*body)(fsdp_world *world, const void *arg), const void *arg) {
+    lab_on_worlds(size, NULL, body, arg);
 }
 
 /* Dims of size 0 at the end are left out; names NULL: unnamed. */

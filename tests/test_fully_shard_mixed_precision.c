@@ -89,8 +89,9 @@ static void check_dtypes(fs_run *x, int it, int m) {
         CHECK_EQ_INT(v.dtype, d->stored);
         CHECK_EQ_INT(v.grad_dtype, d->kept);
     }
-    for (int i = 0; i < x->num_ops; i++)
-        if (x->ops[i].kind == FSDP_OP_ALL_GATHER) CHECK_EQ_INT(x->ops[i].dtype, d->gathered);
+    for (int i = 0; i < x->log.num; i++)
+        if (x->log.ops[i].kind == FSDP_OP_ALL_GATHER)
+            CHECK_EQ_INT(x->log.ops[i].dtype, d->gathered);
     CHECK(fs_find(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 1));
     if (m == x->c->micros - 1) check_reduced(x, d);
     else check_unreduced(x, d);
@@ -161,7 +162,7 @@ static void with_integers(lab_rank *r) {
                      (6 + size - 1) / size * 4 + mixed * 2 * ((5 + size - 1) / size) * 3);
         CALL(x.world, fsdp_post_forward(x.unit[0]));
         lab_end(r);
-        free(x.ops);
+        free(x.log.ops);
     }
 }
 

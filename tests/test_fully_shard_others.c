@@ -280,8 +280,8 @@ static void after_clipping(fs_run *x, int it) {
     CHECK(changed);
     /* the reductions of backward, and one for the norm */
     int clips = 0;
-    for (int i = 0; i < x->num_ops; i++)
-        clips += x->ops[i].kind == FSDP_OP_ALL_REDUCE && x->ops[i].label == FSDP_LABEL_CLIP;
+    for (int i = 0; i < x->log.num; i++)
+        clips += x->log.ops[i].kind == FSDP_OP_ALL_REDUCE && x->log.ops[i].label == FSDP_LABEL_CLIP;
     CHECK_EQ_INT(clips, x->c->shards > 1);
     fs_watch(x);
 }
@@ -350,7 +350,7 @@ static void clip_2d(lab_rank *r) {
             CHECK_NEAR(((float *)v.shard_grad)[k], g, 1e-6 * fabs(g));
         }
     lab_end(r);
-    free(x.ops);
+    free(x.log.ops);
 }
 
 TEST(fully_shard_clip_grad_norm_, 2d) {
