@@ -115,13 +115,6 @@ typedef struct b_truth {
 
 /* ---- numbers --------------------------------------------------------------------------------- */
 
-static uint64_t b_hash(uint64_t a, uint64_t b, uint64_t c) {
-    uint64_t z = a * 0x9e3779b97f4a7c15u + b * 0xbf58476d1ce4e5b9u + c * 0x94d049bb133111ebu + 1;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
-
 // The bits of a number that the dtype holds exactly, normal or zero; by hand, not by fsdp_convert.
 static uint64_t b_bits(fsdp_dtype dtype, double x) {
     float f = (float)x;
@@ -221,7 +214,7 @@ static int b_impossible(int a, int va, int b, int vb) {
 
 static int b_pick(uint64_t *state, int below) {
     *state += 0x9e3779b97f4a7c15u;
-    return (int)(b_hash(*state, 3, 5) % (uint64_t)below);
+    return (int)(lab_hash(*state, 3, 5, 0) % (uint64_t)below);
 }
 
 static void b_measure(b_param *p) {
@@ -355,7 +348,7 @@ static void b_grid_case(b_case *c, int64_t n, b_param *p) {
 }
 
 static void b_make_case(b_case *c, int64_t number, uint64_t seed) {
-    uint64_t state = b_hash((uint64_t)number, seed, 1);
+    uint64_t state = lab_hash((uint64_t)number, seed, 1, 0);
     int *axis = c->axis;
     b_param shape;
     memset(c, 0, sizeof *c);
@@ -380,7 +373,7 @@ static void b_make_case(b_case *c, int64_t number, uint64_t seed) {
 // Gradients of the ranks for one element: their sum is a multiple of the number of ranks.
 static int b_element(const b_case *c, b_truth *t, int m, int i, int64_t e) {
     unsigned used = c->param[i].used[m];
-    uint64_t h = b_hash((uint64_t)c->number * 8 + (uint64_t)m, (uint64_t)e, (uint64_t)i + 9);
+    uint64_t h = lab_hash((uint64_t)c->number * 8 + (uint64_t)m, (uint64_t)e, (uint64_t)i + 9, 0);
     int sum = 0, last = -1;
     for (int r = 0; r < c->ranks; r++, h /= 7) {
         signed char *g = &t->grad[m][r][i][e];
@@ -408,7 +401,7 @@ static void b_make_truth(const b_case *c, b_truth *t) {
         for (int64_t e = 0; e < p->numel; e++) {
             double sum[B_STEPS] = {0, 0};
             t->value[0][i][e] =
-                (double)(b_hash((uint64_t)c->number, (uint64_t)e, (uint64_t)i) % 121) - 60;
+                (double)(lab_hash((uint64_t)c->number, (uint64_t)e, (uint64_t)i, 0) % 121) - 60;
             for (int m = 0; m < c->micros; m++)
                 sum[c->step_of[m]] += b_element(c, t, m, i, e) / factor;
             if (c->axis[B_SECOND] == 2) sum[1] += sum[0];

@@ -115,8 +115,7 @@ static void on_rank(int rank, int world, void *arg) {
 
 static void run_with(const backend *row, void (*body)(rank_state *), int64_t timeout_ms,
                      size_t arena) {
-    launch *l = (launch *)calloc(1, sizeof *l);
-    CHECK(l != NULL);
+    launch *l = (launch *)lab_zeros(1, sizeof *l);
     l->row = row;
     l->body = body;
     l->threads.size = row->world;
@@ -163,6 +162,13 @@ static void fill(char *at, fsdp_dtype dtype, int64_t start, int64_t count, int r
         put(at + (size_t)i * size, dtype, rank, i, salt);
 }
 
+/* Sums are in f32, or in f64 if that is what is read or written. A sum or a product of two floats
+   that is made in double and then rounded is the float one. */
+static double as_wide(int wide, double x) {
+    volatile float narrow = (float)x;
+    return wide ? x : (double)narrow;
+}
+
 /* One element of dst (op)= ..., in the order of ranks. Volatile: a product and a sum stay two. */
 static void reduce_one(void *dst, fsdp_dtype out, const void *srcs, fsdp_dtype dtype, int world,
                        double scale, int accumulate, fsdp_redop redop) {
@@ -183,46 +189,17 @@ static void reduce_one(void *dst, fsdp_dtype out, const void *srcs, fsdp_dtype d
         else memcpy(dst, &narrow, sizeof narrow);
         return;
     }
-    if (dtype == FSDP_F64 || out == FSDP_F64) {
-        volatile double sum = 0, x, old;
-        for (int k = 0; k < world; k++) {
-            double one;
-            CHECK_OK(fsdp_convert(&one, FSDP_F64, (const char *)srcs + (size_t)k * size, dtype, 1));
-            x = one;
-            if (k == 0) sum = x;
-            else if (redop == FSDP_SUM) sum = sum + x;
-            else if (redop == FSDP_MAX ? x > sum : x < sum) sum = x;
-        }
-        if (scale != 1.0) sum = sum * scale;
-        if (accumulate) {
-            double one;
-            CHECK_OK(fsdp_convert(&one, FSDP_F64, dst, out, 1));
-            old = one;
-            sum = old + sum;
-        }
-        double result = sum;
-        CHECK_OK(fsdp_convert(dst, out, &result, FSDP_F64, 1));
-        return;
-    }
-    volatile float sum = 0, x, old;
+    const int wide = dtype == FSDP_F64 || out == FSDP_F64;
+    volatile double sum = 0;
     for (int k = 0; k < world; k++) {
-        float one;
-        CHECK_OK(fsdp_convert(&one, FSDP_F32, (const char *)srcs + (size_t)k * size, dtype, 1));
-        x = one;
+        volatile double x = lab_get(srcs, dtype, k);
         if (k == 0) sum = x;
-        else if (redop == FSDP_SUM) sum = sum + x;
+        else if (redop == FSDP_SUM) sum = as_wide(wide, sum + x);
         else if (redop == FSDP_MAX ? x > sum : x < sum) sum = x;
     }
-    volatile float factor = (float)scale;
-    if (scale != 1.0) sum = sum * factor;
-    if (accumulate) {
-        float one;
-        CHECK_OK(fsdp_convert(&one, FSDP_F32, dst, out, 1));
-        old = one;
-        sum = old + sum;
-    }
-    float result = sum;
-    CHECK_OK(fsdp_convert(dst, out, &result, FSDP_F32, 1));
+    if (scale != 1.0) sum = as_wide(wide, sum * as_wide(wide, scale));
+    if (accumulate) sum = as_wide(wide, lab_get(dst, out, 0) + sum);
+    lab_put(dst, out, 0, sum);
 }
 
 /* ---- collectives ----------------------------------------------------------------------------- */
@@ -928,8 +905,7 @@ static void cycles(int rank, int world, void *arg) {
 }
 
 TEST_P(conformance, cycles_leak_nothing, backends) {
-    launch *l = (launch *)calloc(1, sizeof *l);
-    CHECK(l != NULL);
+    launch *l = (launch *)lab_zeros(1, sizeof *l);
     l->row = row;
     l->threads.size = row->world;
     l->timeout_ns = 30000000000;

@@ -25,7 +25,7 @@
 #define FS_FN static __attribute__((unused))
 
 enum { FS_UNITS = 12, FS_PARAMS = 8, FS_LAYERS = 64, FS_RANKS = 8, FS_MICROS = 4, FS_TAPES = 4 };
-enum { FS_ITERS = 10, FS_OPS = 1024 };
+enum { FS_ITERS = 10 };
 enum { FS_LINEAR, FS_RELU, FS_NORM, FS_EMBED, FS_UNEMBED, FS_SAVE, FS_ADD };
 
 typedef struct fs_param {
@@ -128,8 +128,7 @@ struct fs_run {
     double *y, *dx, *dy, *target, *save[FS_LAYERS], *tmp; /* [batch][wide] and more */
     double *memory;
     void *raw[2]; /* for casts through the library */
-    fsdp_op *ops; /* after fs_watch */
-    int num_ops;
+    lab_log log;  /* after fs_watch */
 };
 
 /* ---- nets ------------------------------------------------------------------------------------ */
@@ -217,25 +216,9 @@ FS_FN fs_conf fs_conf_of(const fs_net *net, int replicas, int shards) {
 
 /* ---- numbers --------------------------------------------------------------------------------- */
 
-/* Rounds once, to nearest even; beyond the largest of f16 infinity. */
-FS_FN double fs_round(fsdp_dtype type, double x) {
-    int bits = type == FSDP_BF16 ? 8 : 11, lowest = type == FSDP_BF16 ? -125 : -13, exponent;
-    if (type == FSDP_F64) return x;
-    if (type != FSDP_BF16 && type != FSDP_F16) return (double)(float)x;
-    if (h_non_finite(x)) return x;
-    (void)frexp(x, &exponent);
-    if (exponent < lowest) exponent = lowest;
-    double r = ldexp(nearbyint(ldexp(x, bits - exponent)), exponent - bits);
-    return type == FSDP_F16 && fabs(r) > 65504 ? r * HUGE_VAL : r;
-}
-
-FS_FN uint64_t fs_hash(uint64_t a, uint64_t b, uint64_t c) {
-    uint64_t state = a * 0x9e3779b97f4a7c15u + b * 0xbf58476d1ce4e5b9u + c;
-    return h_rand64(&state);
-}
 /* [-0.5, 0.5), a multiple of 2^-12: exact in f32, and rounded in bf16 and f16 */
 FS_FN double fs_value(uint64_t a, uint64_t b, uint64_t c) {
-    return (double)(fs_hash(a, b, c) & 0xfff) / 4096 - 0.5;
+    return (double)(lab_hash(a, b, c, 0) & 0xfff) / 4096 - 0.5;
 }
 FS_FN double fs_initial(const fs_net *net, int unit, int p, int64_t element) {
     const fs_param *q = &net->units[unit].params[p];
@@ -319,10 +302,10 @@ FS_FN const double *fs_data(fs_run *x, int unit, int p) {
     if (x->model) {
         const void *data = fsdp_data(x->unit[unit], p);
         W_CHECK(data != NULL, "no data of unit %d: %s", unit, fsdp_last_error(x->world));
-        CHECK_OK(fsdp_convert(out, FSDP_F64, data, type, q->numel));
+        lab_load(out, data, type, q->numel);
     }
     for (int64_t e = 0; !x->model && e < q->numel; e++)
-        out[e] = fs_round(type, x->copy->master[q->at + e]);
+        out[e] = lab_round(type, x->copy->master[q->at + e]);
     return out;
 }
 
@@ -336,14 +319,14 @@ FS_FN void fs_add_grad(fs_run *x, int unit, int p, const double *value) {
     if (x->model) {
         grad = fsdp_grad(x->unit[unit], p);
         W_CHECK(grad != NULL, "no gradient of unit %d: %s", unit, fsdp_last_error(x->world));
-        CHECK_OK(fsdp_convert(sum, FSDP_F64, grad, type, q->numel));
+        lab_load(sum, grad, type, q->numel);
     } else {
         sum = x->copy->slot[x->rank] + q->at;
         x->copy->used[unit][p] = 1;
     }
     for (int64_t e = 0; e < q->numel; e++)
-        sum[e] = fs_round(type, sum[e] + fs_round(type, value[e]));
-    if (x->model) CHECK_OK(fsdp_convert(grad, type, sum, FSDP_F64, q->numel));
+        sum[e] = lab_round(type, sum[e] + lab_round(type, value[e]));
+    if (x->model) lab_store(grad, type, sum, q->numel);
 }
 
 /* An activation as the unit's policy wants it, by the library's own helper. */
@@ -351,23 +334,23 @@ FS_FN void fs_cast_in(fs_run *x, int unit, double *act, fsdp_dtype *type, int64_
     const fs_unit *u = &x->net->units[unit];
     fsdp_dtype to = u->param ? u->param : x->c->param;
     if (x->model) {
-        CHECK_OK(fsdp_convert(x->raw[0], *type, act, FSDP_F64, count));
+        lab_store(x->raw[0], *type, act, count);
         const void *out = fsdp_cast_forward_input(x->unit[unit], x->raw[1], x->raw[0], type, count);
-        CHECK_OK(fsdp_convert(act, FSDP_F64, out, *type, count));
+        lab_load(act, out, *type, count);
     } else if (to && !u->keep_inputs) {
-        for (int64_t i = 0; i < count; i++) act[i] = fs_round(to, act[i]);
+        for (int64_t i = 0; i < count; i++) act[i] = lab_round(to, act[i]);
         *type = to;
     }
 }
 FS_FN void fs_cast_out(fs_run *x, int unit, double *act, fsdp_dtype *type, int64_t count) {
     fsdp_dtype to = x->net->units[unit].output;
     if (x->model) {
-        CHECK_OK(fsdp_convert(x->raw[0], *type, act, FSDP_F64, count));
+        lab_store(x->raw[0], *type, act, count);
         const void *out = fsdp_cast_forward_output(x->unit[unit], x->raw[1], x->raw[0], type,
                                                    count);
-        CHECK_OK(fsdp_convert(act, FSDP_F64, out, *type, count));
+        lab_load(act, out, *type, count);
     } else if (to) {
-        for (int64_t i = 0; i < count; i++) act[i] = fs_round(to, act[i]);
+        for (int64_t i = 0; i < count; i++) act[i] = lab_round(to, act[i]);
         *type = to;
     }
 }
@@ -461,7 +444,7 @@ FS_FN void fs_layer_forward(fs_run *x, fs_tape *t, int at) {
                  : l->kind == FS_ADD                ? in[i] + t->in[l->from][i]
                                                     : in[i];
     t->dtype[at + 1] = typed ? fs_computed(x, l->unit, l->p) : t->dtype[at];
-    for (int64_t i = 0; i < batch * l->out; i++) out[i] = fs_round(t->dtype[at + 1], out[i]);
+    for (int64_t i = 0; i < batch * l->out; i++) out[i] = lab_round(t->dtype[at + 1], out[i]);
 }
 
 /* x->dx: of the output, then of the input. */
@@ -484,7 +467,7 @@ FS_FN void fs_layer_backward(fs_run *x, const fs_tape *t, int at) {
         if (l->kind == FS_RELU && !(in[i] > 0)) x->dx[i] = 0;
         if (l->kind == FS_ADD) x->save[l->from][i] = x->dx[i];
         if (l->kind == FS_SAVE) x->dx[i] += x->save[at][i];
-        x->dx[i] = fs_round(t->dtype[at], x->dx[i]);
+        x->dx[i] = lab_round(t->dtype[at], x->dx[i]);
     }
 }
 
@@ -589,7 +572,7 @@ FS_FN double fs_loss_at(fs_run *x, const fs_tape *t, int layer, double share) {
     for (int64_t i = 0; i < count; i++) {
         double off = t->in[layer][i] - x->target[i];
         loss += off * off;
-        x->dx[i] = fs_round(t->dtype[layer], 2 * share * off / (double)count);
+        x->dx[i] = lab_round(t->dtype[layer], 2 * share * off / (double)count);
     }
     return share * loss / (double)count;
 }
@@ -608,19 +591,13 @@ FS_FN double fs_micro(fs_run *x, int it, int m) {
 
 /* ---- a run ----------------------------------------------------------------------------------- */
 
-FS_FN double *fs_numbers(int64_t count) {
-    double *a = (double *)calloc((size_t)count + 1, sizeof *a);
-    CHECK(a != NULL);
-    return a;
-}
-
 FS_FN void fs_run_init(fs_run *x, const fs_conf *c, int rank) {
     const fs_net *net = c->net;
     int64_t act = net->batch * net->wide, all = net->numel;
     int64_t acts = FS_TAPES * (net->num_layers + 1) + net->num_layers + 4;
     memset(x, 0, sizeof *x);
     x->c = c, x->net = x->whole = net, x->rank = rank, x->size = c->replicas * c->shards;
-    double *at = x->memory = fs_numbers(acts * act + 3 * all + act);
+    double *at = x->memory = lab_doubles(acts * act + 3 * all + act);
     for (int t = 0; t < FS_TAPES; t++) {
         for (int l = 0; l <= net->num_layers; l++, at += act) x->tape[t].in[l] = at;
         x->tape[t].tokens = (int64_t *)calloc((size_t)net->batch, sizeof(int64_t));
@@ -637,7 +614,7 @@ FS_FN void fs_run_init(fs_run *x, const fs_conf *c, int rank) {
 FS_FN void fs_run_free(fs_run *x) {
     for (int t = 0; t < FS_TAPES; t++) free(x->tape[t].tokens);
     free(x->raw[0]), free(x->raw[1]);
-    free(x->ops);
+    free(x->log.ops);
     free(x->memory);
 }
 
@@ -664,15 +641,15 @@ FS_FN void fs_copy_element(fs_run *x, int unit, int p, int64_t at) {
     for (int q = 0; q < replicas; q++) {
         double sum = 0;
         for (int r = q * shards; r < (q + 1) * shards; r++)
-            sum = fs_mid(red, sum + fs_round(red, o->kept[r][at] / pre));
-        sum = fs_round(red, sum);
-        if (o->partial_live[unit]) sum = fs_round(red, sum + o->partial[q][at]);
+            sum = fs_mid(red, sum + lab_round(red, o->kept[r][at] / pre));
+        sum = lab_round(red, sum);
+        if (o->partial_live[unit]) sum = lab_round(red, sum + o->partial[q][at]);
         o->partial[q][at] = sum;
         total = fs_mid(red, total + sum);
     }
     if (!o->all_reduce[unit] && replicas > 1) return;
-    total = fs_mid(red, fs_round(red, total) * fs_mid(red, pre / factor));
-    o->grad[at] = fs_round(store, o->has[unit][p] ? o->grad[at] + total : total);
+    total = fs_mid(red, lab_round(red, total) * fs_mid(red, pre / factor));
+    o->grad[at] = lab_round(store, o->has[unit][p] ? o->grad[at] + total : total);
 }
 
 /* The end of a microbatch on all ranks. */
@@ -687,7 +664,7 @@ FS_FN void fs_copy_reduce(fs_run *x) {
                 int64_t at = unit->params[p].at + e;
                 for (int r = 0; r < x->size; r++) {
                     double *slot = &o->slot[r][at], *kept = &o->kept[r][at];
-                    *kept = fs_round(red, o->kept_live[u] ? *kept + *slot : *slot);
+                    *kept = lab_round(red, o->kept_live[u] ? *kept + *slot : *slot);
                     *slot = 0;
                 }
                 if (o->sync[u] && !fs_frozen(x, u, p)) fs_copy_element(x, u, p, at);
@@ -713,7 +690,7 @@ FS_FN double fs_copy_clip(fs_run *x) {
                 const fs_param *q = &x->net->units[u].params[i];
                 for (int64_t e = 0; o->has[u][i] && e < q->numel; e++) {
                     double *g = &o->grad[q->at + e], a = fabs(*g);
-                    if (pass && coef < 1) *g = fs_round(fs_kept_grad(x, u, i), *g * coef);
+                    if (pass && coef < 1) *g = lab_round(fs_kept_grad(x, u, i), *g * coef);
                     if (!pass) sum = isinf(p) ? (a > sum ? a : sum) : sum + pow(a, p);
                 }
             }
@@ -734,7 +711,7 @@ FS_FN void fs_copy_update(fs_run *x) {
             hyper.step = ++o->updates[u][p];
             for (int64_t e = 0; !x->c->adam && e < q->numel; e++) {
                 double *at = &o->master[q->at + e];
-                *at = fs_round(store, fs_sgd(lr, *at, o->grad[q->at + e]));
+                *at = lab_round(store, fs_sgd(lr, *at, o->grad[q->at + e]));
             }
             if (!x->c->adam) continue;
             CHECK_EQ_INT(store, FSDP_F32); /* all that the tests train by AdamW */
@@ -760,18 +737,18 @@ FS_FN double fs_micro_of(fs_run *x, int it, int m) {
 FS_FN void fs_copy_init(fs_run *x, fs_copy *o) {
     const fs_net *net = x->net;
     memset(o, 0, sizeof *o);
-    o->master = fs_numbers(net->numel), o->grad = fs_numbers(net->numel);
-    o->m = fs_numbers(net->numel), o->v = fs_numbers(net->numel);
+    o->master = lab_doubles(net->numel), o->grad = lab_doubles(net->numel);
+    o->m = lab_doubles(net->numel), o->v = lab_doubles(net->numel);
     for (int r = 0; r < x->size; r++) {
-        o->slot[r] = fs_numbers(net->numel), o->kept[r] = fs_numbers(net->numel);
-        o->partial[r] = fs_numbers(net->numel);
+        o->slot[r] = lab_doubles(net->numel), o->kept[r] = lab_doubles(net->numel);
+        o->partial[r] = lab_doubles(net->numel);
     }
     x->copy = o;
     for (int u = 0; u < net->count; u++)
         for (int p = 0; p < net->units[u].count; p++)
             for (int64_t e = 0; e < net->units[u].params[p].numel; e++)
-                o->master[net->units[u].params[p].at + e] = fs_round(fs_stored(x, u, p),
-                                                                     fs_initial(net, u, p, e));
+                o->master[net->units[u].params[p].at + e] = lab_round(fs_stored(x, u, p),
+                                                                      fs_initial(net, u, p, e));
     for (int u = 0; u < FS_UNITS; u++) o->sync[u] = o->all_reduce[u] = 1;
 }
 FS_FN void fs_copy_free(fs_copy *o, int size) {
@@ -786,11 +763,11 @@ FS_FN int fs_grads_then(const fs_conf *c, int it) {
 }
 
 FS_FN fs_story *fs_tell(const fs_conf *c) {
-    fs_story *s = (fs_story *)calloc(1, sizeof *s);
+    fs_story *s = (fs_story *)lab_zeros(1, sizeof *s);
     fs_run *x = (fs_run *)malloc(sizeof *x);
     static fs_copy o;
     size_t bytes = (size_t)c->net->numel * sizeof(double);
-    CHECK(s && x && c->replicas * c->shards <= FS_RANKS && c->iters <= FS_ITERS);
+    CHECK(x && c->replicas * c->shards <= FS_RANKS && c->iters <= FS_ITERS);
     CHECK(c->micros <= FS_MICROS);
     fs_run_init(x, c, 0);
     fs_copy_init(x, &o);
@@ -799,13 +776,13 @@ FS_FN fs_story *fs_tell(const fs_conf *c) {
             for (x->rank = 0; x->rank < x->size; x->rank++)
                 s->loss[it][x->rank][m] = fs_micro_of(x, it, m);
             fs_copy_reduce(x);
-            s->grad[it][m] = fs_numbers(c->net->numel);
+            s->grad[it][m] = lab_doubles(c->net->numel);
             memcpy(s->grad[it][m], o.grad, bytes);
             memcpy(s->has[it][m], o.has, sizeof o.has);
         }
         if (c->clip_p > 0) s->norm[it] = fs_copy_clip(x);
         fs_copy_update(x);
-        s->param[it] = fs_numbers(c->net->numel);
+        s->param[it] = lab_doubles(c->net->numel);
         memcpy(s->param[it], o.master, bytes);
         if (fs_grads_then(c, it) == FS_GONE) memset(o.has, 0, sizeof o.has);
         if (fs_grads_then(c, it) == FS_ZEROS) memset(o.grad, 0, bytes);
@@ -832,13 +809,10 @@ FS_FN int64_t fs_global(const fs_run *x, int unit, int p, int64_t element) {
 FS_FN void fs_fill(void *user, const fsdp_param_view *block) {
     const fs_run *x = (const fs_run *)user;
     int u = (int)(intptr_t)block->unit_user;
-    size_t size = fsdp_dtype_size(block->dtype);
     for (int64_t k = 0; k < block->numel; k++) {
-        double value = fs_round(
-            block->dtype, fs_initial(x->whole, u, block->index,
-                                     fs_global(x, u, block->index, fsdp_view_index(block, k))));
-        CHECK_OK(fsdp_convert((char *)block->data + (size_t)k * size, block->dtype, &value,
-                              FSDP_F64, 1));
+        int64_t e = fs_global(x, u, block->index, fsdp_view_index(block, k));
+        lab_put(block->data, block->dtype, k,
+                lab_round(block->dtype, fs_initial(x->whole, u, block->index, e)));
     }
 }
 
@@ -868,12 +842,8 @@ FS_FN void fs_make_unit(fs_run *x, int unit, const fsdp_mesh *mesh) {
 }
 
 FS_FN void fs_make_mesh(fs_run *x) {
-    fsdp_mesh_desc d = FSDP_ZERO;
     if (x->c->replicas == 1 && !x->c->mesh_2d) return;
-    d.ndim = 2;
-    d.shape[0] = x->c->replicas, d.shape[1] = x->c->shards;
-    d.names[0] = "dp_replicate", d.names[1] = "dp_shard";
-    CALL(x->world, fsdp_mesh_create(x->world, &d, &x->mesh));
+    x->mesh = lab_mesh2(x->world, x->c->replicas, x->c->shards, "dp_replicate", "dp_shard");
 }
 
 FS_FN void fs_make_model(fs_run *x) {
@@ -906,12 +876,7 @@ FS_FN void fs_compare(fs_run *x, const char *what, const fsdp_param_view *v, con
     int64_t at = x->whole->units[u].params[p].at;
     for (int64_t k = 0; k < v->numel; k++) {
         int64_t e = fs_global(x, u, p, fsdp_view_index(v, k));
-        double got;
-        if (type == FSDP_F32) got = (double)((const float *)data)[k];
-        else
-            CHECK_OK(fsdp_convert(&got, FSDP_F64,
-                                  (const char *)data + (size_t)k * fsdp_dtype_size(type), type, 1));
-        fs_check_near(x, what, u, p, e, got, want[at + e]);
+        fs_check_near(x, what, u, p, e, lab_get(data, type, k), want[at + e]);
     }
 }
 FS_FN void fs_compare_grads(fs_run *x) {
@@ -943,14 +908,8 @@ FS_FN void fs_update(fs_run *x) {
     }
     while (fsdp_next_param(x->model, &v))
         for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
-            char *at = (char *)v.shard + (size_t)k * fsdp_dtype_size(v.dtype);
-            double p, g;
-            CHECK_OK(fsdp_convert(&p, FSDP_F64, at, v.dtype, 1));
-            CHECK_OK(fsdp_convert(&g, FSDP_F64,
-                                  (char *)v.shard_grad + (size_t)k * fsdp_dtype_size(v.grad_dtype),
-                                  v.grad_dtype, 1));
-            p = fs_round(v.dtype, fs_sgd(lr, p, g));
-            CHECK_OK(fsdp_convert(at, v.dtype, &p, FSDP_F64, 1));
+            double p = lab_get(v.shard, v.dtype, k), g = lab_get(v.shard_grad, v.grad_dtype, k);
+            lab_put(v.shard, v.dtype, k, lab_round(v.dtype, fs_sgd(lr, p, g)));
         }
     CALL(x->world, fsdp_params_changed(x->model));
 }
@@ -996,19 +955,14 @@ FS_FN void fs_iterate(fs_run *x, int from, int to) {
 typedef struct fs_job {
     const fs_conf *c;
     const fs_story *story;
-    fsdp_threads threads;
-    fsdp_comm_ops plain;
 } fs_job;
 
 /* A rank's world, model and units. */
-FS_FN void fs_rank_begin(fs_run *x, int rank, int size, fs_job *j) {
+FS_FN void fs_rank_begin(fs_run *x, const lab_rank *r, const fs_job *j) {
     const fs_conf *c = j->c;
-    fsdp_world_desc d = w_desc(rank, size, &j->threads, "fully_shard", c->lanes);
-    snprintf(w_case, sizeof w_case, "%s %dx%d, rank %d", c->name, c->replicas, c->shards, rank);
-    d.comm_ops = c->plain ? &j->plain : c->comm_ops;
-    fs_run_init(x, c, rank);
-    x->story = j->story;
-    CALL(NULL, fsdp_init(&d, &x->world));
+    snprintf(w_case, sizeof w_case, "%s %dx%d, rank %d", c->name, c->replicas, c->shards, r->rank);
+    fs_run_init(x, c, r->rank);
+    x->story = j->story, x->world = r->w;
     if (c->locate) c->locate(x);
     else fs_make_mesh(x);
     fs_make_model(x);
@@ -1020,24 +974,27 @@ FS_FN void fs_rank_begin(fs_run *x, int rank, int size, fs_job *j) {
     if (c->adam) CALL(x->world, fsdp_adamw_create(x->model, NULL, &x->adamw));
     if (c->build) c->build(x);
 }
-FS_FN void fs_rank_main(int rank, int size, void *arg) {
-    fs_job *j = (fs_job *)arg;
-    fs_run *x = (fs_run *)malloc(sizeof *x);
-    CHECK(x != NULL);
-    fs_rank_begin(x, rank, size, j);
+FS_FN void fs_rank_main(lab_rank *r) {
+    const fs_job *j = (const fs_job *)r->arg;
+    fs_run *x = (fs_run *)lab_zeros(1, sizeof *x);
+    fs_rank_begin(x, r, j);
     fs_iterate(x, 0, j->c->iters);
-    CHECK_OK(fsdp_shutdown(x->world));
+    lab_end(r);
     fs_run_free(x);
     free(x);
+}
+FS_FN void fs_on_ranks(const fs_conf *c, void (*body)(lab_rank *r), void *arg) {
+    fsdp_comm_ops plain = w_plain();
+    lab_how how = FSDP_ZERO;
+    how.job = "fully_shard", how.lanes = c->lanes;
+    how.comm_ops = c->plain ? &plain : c->comm_ops;
+    lab_run(c->threads ? c->threads : c->replicas * c->shards, &how, body, arg);
 }
 
 /* The library's training beside a story that may have been told for several. */
 FS_FN void fs_train_beside(const fs_conf *c, const fs_story *s) {
-    fs_job j;
-    memset(&j, 0, sizeof j);
-    j.c = c, j.story = s, j.plain = w_plain();
-    j.threads.size = c->threads ? c->threads : c->replicas * c->shards;
-    h_ranks_thread(j.threads.size, fs_rank_main, &j);
+    fs_job j = {c, s};
+    fs_on_ranks(c, fs_rank_main, &j);
 }
 /* Both trainings, and the comparison. */
 FS_FN void fs_train(const fs_conf *c) {
@@ -1049,40 +1006,19 @@ FS_FN void fs_train(const fs_conf *c) {
 
 /* ---- what was issued ------------------------------------------------------------------------- */
 
-FS_FN int fs_saw(void *user, fsdp_model *model, fsdp_op *op) {
-    fs_run *x = (fs_run *)user;
-    (void)model;
-    if (op->kind > FSDP_OP_HOOK) return 0; /* what happens to buffers */
-    if (x->num_ops < FS_OPS) x->ops[x->num_ops++] = *op;
-    return 0;
-}
-/* From here on x->ops has the records that the model emits. */
+/* From here on x->log has the records that the model emits. */
 FS_FN void fs_watch(fs_run *x) {
-    fsdp_extension watcher = FSDP_ZERO;
-    watcher.op = fs_saw;
-    watcher.user = x;
-    int attached = x->ops != NULL;
-    if (!x->ops) x->ops = (fsdp_op *)calloc(FS_OPS, sizeof *x->ops);
-    CHECK(x->ops != NULL);
-    x->num_ops = 0;
-    if (!attached) CALL(x->world, fsdp_attach(x->model, &watcher));
+    if (!x->log.ops) lab_watch(&x->log, x->world, x->model);
+    x->log.num = 0;
 }
 /* How many of a kind, with a label (-1: any), of a unit (-1: any). */
 FS_FN int fs_seen(const fs_run *x, int kind, int label, int unit) {
-    int count = 0;
-    CHECK(x->num_ops < FS_OPS);
-    for (int i = 0; i < x->num_ops; i++)
-        count += x->ops[i].kind == kind && (label < 0 || x->ops[i].label == label) &&
-                 (unit < 0 || x->ops[i].unit == x->unit[unit]);
-    return count;
+    return lab_count_ops(&x->log, 0, kind, label, unit < 0 ? NULL : x->unit[unit]);
 }
 /* The first one; NULL: none. */
 FS_FN const fsdp_op *fs_find(const fs_run *x, int kind, int label, int unit) {
-    for (int i = 0; i < x->num_ops; i++)
-        if (x->ops[i].kind == kind && (label < 0 || x->ops[i].label == label) &&
-            (unit < 0 || x->ops[i].unit == x->unit[unit]))
-            return &x->ops[i];
-    return NULL;
+    const int n = lab_next_op(&x->log, 0, kind, label, unit < 0 ? NULL : x->unit[unit]);
+    return n < 0 ? NULL : &x->log.ops[n];
 }
 FS_FN int fs_calls(const fs_run *x, int kind) {
     fsdp_counters c = FSDP_ZERO;
@@ -1096,7 +1032,7 @@ enum { FS_SLOW_GATHER = 1, FS_SLOW_REDUCE = 2, FS_SLOW_FORWARD = 4, FS_SLOW_OPTI
 static int fs_slow; /* which of them */
 
 FS_FN void fs_dawdle(uint64_t a, uint64_t b) {
-    usleep((useconds_t)(fs_hash(a, b, h_seed()) % 1500));
+    usleep((useconds_t)(lab_hash(a, b, h_seed(), 0) % 1500));
 }
 
 FS_FN fsdp_status fs_slow_run(fsdp_comm *comm, const fsdp_coll *coll) {

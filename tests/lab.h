@@ -1,6 +1,9 @@
-/* lab.h - what tests share: worlds with a desc that is quiet and has a short deadline, ranks as
-   threads or as processes, an allocator that counts and fails on demand. The library that they
-   test is in library.h.
+/* lab.h - what tests share: numbers of any dtype, an allocator that counts and fails on demand,
+   worlds with a desc that is quiet and has a short deadline, ranks as threads or as processes. The
+   library that they test is in library.h; nets, and what training them comes to, in lab_net.h.
+
+       static void body(lab_rank *r) { CALL(r->w, fsdp_barrier(r->w)); }
+       TEST(a, b) { lab_run(4, NULL, body, NULL); }
 
    SPDX-License-Identifier: MIT */
 #ifndef LAB_H
@@ -22,6 +25,130 @@ enum { W_SLOW = 1 };
 enum { W_SLOW = 0 };
 #endif
 
+/* ---- numbers --------------------------------------------------------------------------------- */
+
+H_FN void *lab_at(const void *a, fsdp_dtype dtype, int64_t i) {
+    return (char *)(uintptr_t)a + i * (int64_t)fsdp_dtype_size(dtype);
+}
+/* Element i of an array of any float type, or of bytes. */
+H_FN double lab_get(const void *a, fsdp_dtype dtype, int64_t i) {
+    double x = 0;
+    if (dtype == FSDP_U8) return ((const uint8_t *)a)[i];
+    CHECK_OK(fsdp_convert(&x, FSDP_F64, lab_at(a, dtype, i), dtype, 1));
+    return x;
+}
+H_FN void lab_put(void *a, fsdp_dtype dtype, int64_t i, double x) {
+    if (dtype == FSDP_U8) ((uint8_t *)a)[i] = (uint8_t)(int)x;
+    else CHECK_OK(fsdp_convert(lab_at(a, dtype, i), dtype, &x, FSDP_F64, 1));
+}
+/* Arrays, from and to doubles. */
+H_FN void lab_load(double *to, const void *from, fsdp_dtype dtype, int64_t numel) {
+    CHECK_OK(fsdp_convert(to, FSDP_F64, from, dtype, numel));
+}
+H_FN void lab_store(void *to, fsdp_dtype dtype, const double *from, int64_t numel) {
+    CHECK_OK(fsdp_convert(to, dtype, from, FSDP_F64, numel));
+}
+
+H_FN uint64_t lab_bits(double x) {
+    uint64_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+H_FN uint32_t lab_bits32(float x) {
+    uint32_t u;
+    memcpy(&u, &x, sizeof u);
+    return u;
+}
+H_FN double lab_from_bits(uint64_t u) {
+    double x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+H_FN float lab_from_bits32(uint32_t u) {
+    float x;
+    memcpy(&x, &u, sizeof x);
+    return x;
+}
+H_FN int lab_same(double a, double b) { return lab_bits(a) == lab_bits(b); }
+#define LAB_INF lab_from_bits(0x7FF0000000000000u)
+#define LAB_NAN lab_from_bits(0x7FF8000000000000u)
+
+/* Precise arithmetic, whatever the program is built with. */
+#if defined(__clang__)
+#define LAB_PRECISE_BEGIN                                                                          \
+    _Pragma("float_control(precise, on, push)") _Pragma("clang fp contract(off)")
+#define LAB_PRECISE_END _Pragma("float_control(pop)")
+#elif defined(__GNUC__)
+#define LAB_PRECISE_BEGIN                                                                          \
+    _Pragma("GCC push_options") _Pragma("GCC optimize(\"no-fast-math\", \"fp-contract=off\")")
+#define LAB_PRECISE_END _Pragma("GCC pop_options")
+#endif
+
+LAB_PRECISE_BEGIN
+/* The nearest value of a float type, ties to even, rounded once; by hand, not by fsdp_convert. What
+   is below the smallest normal number is a multiple of the smallest one, and a double near 1.5 *
+   2^52 times that has no other bits. */
+H_FN double lab_round(fsdp_dtype dtype, double x) {
+    const int half = dtype == FSDP_F16, drop = half ? 42 : 45; /* bits of a double's mantissa */
+    const double normal = half ? 6.103515625e-05 : 1.1754943508222875e-38;
+    const double unit = normal / (half ? 1024 : 128);
+    const double beyond = half ? 65536 : 3.402823669209385e+38;
+    const double size = x < 0 ? -x : x;
+    uint64_t u = lab_bits(x), sign = u & 0x8000000000000000u;
+    volatile double r = size;
+    if (dtype == FSDP_F64 || h_non_finite(x)) return x;
+    if (dtype != FSDP_F16 && dtype != FSDP_BF16) return (double)(float)x;
+    if (size < normal) {
+        r = size + 6755399441055744.0 * unit;
+        r = r - 6755399441055744.0 * unit;
+    } else {
+        u &= ~sign;
+        u += ((uint64_t)1 << (drop - 1)) - 1 + (u >> drop & 1);
+        r = lab_from_bits(u >> drop << drop);
+        if (r >= beyond) r = LAB_INF;
+    }
+    return lab_from_bits(lab_bits(r) | sign);
+}
+LAB_PRECISE_END
+
+/* Any 64 bits. */
+H_FN uint64_t lab_hash(uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
+    uint64_t z = a * 0x9e3779b97f4a7c15u + b * 0xbf58476d1ce4e5b9u + c * 0x94d049bb133111ebu + d +
+                 1;
+    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
+    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
+    return z ^ (z >> 31);
+}
+H_FN int lab_pick(uint64_t *state, int below) { return (int)(h_rand64(state) % (uint64_t)below); }
+/* [0, 1) */
+H_FN double lab_uniform(uint64_t *state) {
+    return (double)(h_rand64(state) >> 11) / 9007199254740992.0;
+}
+/* Adds bytes to a hash that began as any number. */
+H_FN void lab_fold(uint64_t *hash, const void *data, size_t nbytes) {
+    const unsigned char *p = (const unsigned char *)data;
+    for (size_t k = 0; k < nbytes; k++) *hash = (*hash ^ p[k]) * 1099511628211u;
+}
+
+/* Elements of a shape. */
+H_FN int64_t lab_numel(int ndim, const int64_t *shape) {
+    int64_t numel = 1;
+    for (int d = 0; d < ndim; d++) numel *= shape[d];
+    return numel;
+}
+/* Of the whole parameter of a view. */
+H_FN int64_t lab_full_numel(const fsdp_param_view *v) { return lab_numel(v->ndim, v->shape); }
+
+/* Zeros; never NULL. */
+H_FN void *lab_zeros(size_t count, size_t size) {
+    void *ptr = calloc(count ? count : 1, size);
+    CHECK(ptr != NULL);
+    return ptr;
+}
+H_FN double *lab_doubles(int64_t count) {
+    return (double *)lab_zeros((size_t)count, sizeof(double));
+}
+
 /* ---- worlds ---------------------------------------------------------------------------------- */
 
 #define CALL(world, call)                                                                          \
@@ -39,8 +166,22 @@ enum { W_SLOW = 0 };
         h_fail(H_HERE("CHECK(" #cond ")"), "%s [%s]", w_text, w_case);                             \
     } while (0)
 
+/* Refused with a status, and a text that says why. */
+#define REFUSED_AS(status, world, call, word) w_refused(H_HERE(#call), world, call, status, word)
+#define REFUSED(world, call, word)            REFUSED_AS(FSDP_ERR_INVALID_ARG, world, call, word)
+
 /* What is being tested, for the text of a failure. */
 static __thread __attribute__((unused)) char w_case[256];
+
+H_FN void w_refused(const char *file, int line, const char *what, fsdp_world *w, fsdp_status got,
+                    fsdp_status expected, const char *word) {
+    const char *text = fsdp_last_error(w);
+    if (got != expected)
+        h_fail(file, line, what, "%s, expected %s; %s [%s]", fsdp_status_name(got),
+               fsdp_status_name(expected), text, w_case);
+    if (!strstr(text, word))
+        h_fail(file, line, what, "the text '%s' does not say '%s' [%s]", text, word, w_case);
+}
 
 H_FN void w_quiet(int level, fsdp_status code, int rank, const char *text, void *user) {
     (void)level, (void)code, (void)rank, (void)text, (void)user;
@@ -109,6 +250,13 @@ typedef struct w_heap {
     int persistent, failures;        /* persistent: and all after it */
 } w_heap;
 
+H_FN int64_t w_allocations(const w_heap *heap) {
+    return __atomic_load_n(&heap->total, __ATOMIC_SEQ_CST);
+}
+/* The n-th allocation from now on fails; -1: none. */
+H_FN void w_fail(w_heap *heap, int64_t n) {
+    __atomic_store_n(&heap->fail_at, n < 0 ? -1 : w_allocations(heap) + n, __ATOMIC_SEQ_CST);
+}
 H_FN void *w_heap_alloc(size_t size, size_t align, void *user) {
     w_heap *heap = (w_heap *)user;
     int64_t n = __atomic_fetch_add(&heap->total, 1, __ATOMIC_SEQ_CST);
@@ -132,11 +280,291 @@ H_FN void w_heap_free(void *ptr, size_t size, void *user) {
     __atomic_sub_fetch(&heap->live_bytes, (int64_t)size, __ATOMIC_SEQ_CST);
     free(ptr);
 }
+H_FN fsdp_allocator w_heap_allocator(w_heap *heap) {
+    fsdp_allocator a = FSDP_ZERO;
+    a.alloc = w_heap_alloc, a.free = w_heap_free, a.user = heap;
+    return a;
+}
 H_FN void w_heap_use(w_heap *heap, fsdp_world_desc *desc) {
     memset(heap, 0, sizeof *heap);
     heap->fail_at = -1;
-    desc->allocator.alloc = w_heap_alloc;
-    desc->allocator.free = w_heap_free;
-    desc->allocator.user = heap;
+    desc->allocator = w_heap_allocator(heap);
+}
+
+/* ---- ranks ----------------------------------------------------------------------------------- */
+
+enum { LAB_WORLDS = 64 }; /* that a rank has one after the other, or side by side */
+
+typedef struct lab_how { /* zeros, or NULL: threads, inline, over shared memory */
+    const char *job;
+    int processes, lanes;
+    int bare; /* no world is made: the body asks lab_world for them */
+    const fsdp_comm_ops *comm_ops;
+    const fsdp_device_ops *device_ops;
+} lab_how;
+
+typedef struct lab_rank {
+    int rank, size;
+    fsdp_world *w; /* ended after the body, if not by it */
+    void *arg;
+    w_heap *heap; /* of all its worlds: nothing is left in it */
+    struct lab_start *start;
+} lab_rank;
+
+typedef struct lab_start {
+    lab_how how;
+    void (*body)(lab_rank *r);
+    void *arg;
+    fsdp_threads threads[LAB_WORLDS];
+    w_heap *heaps;
+} lab_start;
+
+/* World number k of the ranks, in the heap of this one. */
+H_FN fsdp_world *lab_world(const lab_rank *r, int k, int lanes, const fsdp_comm_ops *comm_ops) {
+    lab_start *s = r->start;
+    char name[120];
+    fsdp_world *w;
+    snprintf(name, sizeof name, "%s-%d", w_job(s->how.job ? s->how.job : "lab"), k);
+    fsdp_world_desc d = w_desc(r->rank, r->size, s->how.processes ? NULL : &s->threads[k], name,
+                               lanes);
+    d.allocator = w_heap_allocator(r->heap);
+    d.comm_ops = comm_ops;
+    d.device_ops = s->how.device_ops;
+    CALL(NULL, fsdp_init(&d, &w));
+    return w;
+}
+
+/* Ends the world, if that has not been done: without an error, if it had none before. */
+H_FN void lab_end(lab_rank *r) {
+    const int failed = r->w && lib_failed(r->w);
+    const fsdp_status status = r->w ? fsdp_shutdown(r->w) : FSDP_OK;
+    r->w = NULL;
+    if (!failed) CHECK_OK(status);
+}
+
+H_FN void lab_on_rank(int rank, int size, void *arg) {
+    lab_start *s = (lab_start *)arg;
+    lab_rank r = {rank, size, NULL, s->arg, &s->heaps[rank], s};
+    if (!s->how.bare) r.w = lab_world(&r, 0, s->how.lanes, s->how.comm_ops);
+    s->body(&r);
+    lab_end(&r);
+    if (s->how.processes) CHECK_EQ_INT(r.heap->live, 0);
+}
+
+/* Starts the ranks, calls the body on each, and waits for them. */
+H_FN void lab_run(int size, const lab_how *how, void (*body)(lab_rank *r), void *arg) {
+    lab_start *s = (lab_start *)lab_zeros(1, sizeof *s);
+    if (how) s->how = *how;
+    s->body = body;
+    s->arg = arg;
+    s->heaps = (w_heap *)lab_zeros((size_t)size, sizeof *s->heaps);
+    for (int r = 0; r < size; r++) s->heaps[r].fail_at = -1;
+    for (int k = 0; k < LAB_WORLDS; k++) s->threads[k].size = size;
+    if (s->how.processes) h_ranks_proc(size, lab_on_rank, s);
+    else h_ranks_thread(size, lab_on_rank, s);
+    for (int r = 0; r < size; r++)
+        CHECK_MSG(!s->heaps[r].live && !s->heaps[r].live_bytes,
+                  "rank %d has left %lld blocks, %lld bytes", r, (long long)s->heaps[r].live,
+                  (long long)s->heaps[r].live_bytes);
+    free(s->heaps);
+    free(s);
+}
+
+/* The same for a body that wants its world alone. */
+typedef struct lab_world_call {
+    void (*body)(fsdp_world *world, const void *arg);
+    const void *arg;
+} lab_world_call;
+H_FN void lab_call_body(lab_rank *r) {
+    const lab_world_call *c = (const lab_world_call *)r->arg;
+    c->body(r->w, c->arg);
+}
+H_FN void lab_on_worlds(int size, const lab_how *how,
+                        void (*body)(fsdp_world *world, const void *arg), const void *arg) {
+    lab_world_call c = {body, arg};
+    lab_run(size, how, lab_call_body, &c);
+}
+
+/* ---- a guard before every call of a comm ----------------------------------------------------- */
+
+/* Called before a split (group), a collective (coll), an allocation (neither). It may count, dawdle,
+   or fail the call with a status of its own and a text. desc.user is the guard. */
+typedef struct lab_guard {
+    fsdp_status (*before)(struct lab_guard *g, const fsdp_group *group, const fsdp_coll *coll);
+    int plain;        /* without fused reductions */
+    const char *text; /* of a failure */
+} lab_guard;
+
+typedef struct lab_guarded { /* a comm of shared memory */
+    fsdp_comm *real;
+    lab_guard *guard;
+    int failed;
+} lab_guarded;
+
+H_FN lab_guarded *lab_guarded_of(fsdp_comm *comm) { return (lab_guarded *)(void *)comm; }
+H_FN fsdp_status lab_ask(lab_guarded *c, const fsdp_group *group, const fsdp_coll *coll) {
+    const fsdp_status status = c->guard->before(c->guard, group, coll);
+    if (status) c->failed = 1;
+    return status;
+}
+H_FN fsdp_comm *lab_wrap(fsdp_comm *real, lab_guard *guard) {
+    lab_guarded *c = real ? (lab_guarded *)lab_zeros(1, sizeof *c) : NULL;
+    if (c) c->real = real, c->guard = guard;
+    return (fsdp_comm *)(void *)c;
+}
+H_FN fsdp_status lab_guard_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
+    lab_guard *guard = (lab_guard *)boot->user;
+    fsdp_comm *real;
+    fsdp_status status = fsdp_shm_comm_ops()->open(boot, caps, &real);
+    if (guard->plain) caps->flags &= ~(uint32_t)FSDP_CAP_FUSED_REDUCE;
+    *out = status ? NULL : lab_wrap(real, guard);
+    return status;
+}
+H_FN fsdp_status lab_guard_split(fsdp_comm *comm, const fsdp_group *group, fsdp_comm **out) {
+    lab_guarded *c = lab_guarded_of(comm);
+    fsdp_comm *real = NULL;
+    fsdp_status status = lab_ask(c, group, NULL);
+    if (!status) status = fsdp_shm_comm_ops()->split(c->real, group, &real);
+    *out = status ? NULL : lab_wrap(real, c->guard);
+    return status;
+}
+H_FN void lab_guard_close(fsdp_comm *comm) {
+    fsdp_shm_comm_ops()->close(lab_guarded_of(comm)->real);
+    free(lab_guarded_of(comm));
+}
+H_FN fsdp_status lab_guard_run(fsdp_comm *comm, const fsdp_coll *coll) {
+    const fsdp_status status = lab_ask(lab_guarded_of(comm), NULL, coll);
+    return status ? status : fsdp_shm_comm_ops()->run(lab_guarded_of(comm)->real, coll);
+}
+H_FN fsdp_status lab_guard_alloc(fsdp_comm *comm, size_t size, void **out) {
+    const fsdp_status status = lab_ask(lab_guarded_of(comm), NULL, NULL);
+    return status ? status : fsdp_shm_comm_ops()->alloc(lab_guarded_of(comm)->real, size, out);
+}
+H_FN void lab_guard_free(fsdp_comm *comm, void *ptr, size_t size) {
+    fsdp_shm_comm_ops()->free(lab_guarded_of(comm)->real, ptr, size);
+}
+H_FN const char *lab_guard_text(fsdp_comm *comm) {
+    lab_guarded *c = lab_guarded_of(comm);
+    return c && c->failed ? c->guard->text : fsdp_shm_comm_ops()->error_text(c ? c->real : NULL);
+}
+H_FN void lab_guard_abort(fsdp_comm *comm, fsdp_status status, const char *why) {
+    fsdp_shm_comm_ops()->abort(lab_guarded_of(comm)->real, status, why);
+}
+H_FN fsdp_status lab_guard_poll(fsdp_comm *comm) {
+    return fsdp_shm_comm_ops()->poll(lab_guarded_of(comm)->real);
+}
+H_FN fsdp_comm_ops lab_guard_ops(void) {
+    fsdp_comm_ops ops = *fsdp_shm_comm_ops();
+    ops.name = "guarded";
+    ops.open = lab_guard_open, ops.split = lab_guard_split, ops.close = lab_guard_close;
+    ops.run = lab_guard_run, ops.alloc = lab_guard_alloc, ops.free = lab_guard_free;
+    ops.error_text = lab_guard_text, ops.abort = lab_guard_abort, ops.poll = lab_guard_poll;
+    return ops;
+}
+
+/* ---- parameters and units -------------------------------------------------------------------- */
+
+H_FN fsdp_param_desc lab_desc(int ndim, const int64_t *shape, int shard_dim, fsdp_dtype dtype,
+                              int frozen) {
+    fsdp_param_desc d = FSDP_ZERO;
+    d.ndim = ndim, d.shard_dim = shard_dim, d.dtype = dtype, d.frozen = frozen;
+    memcpy(d.shape, shape, (size_t)ndim * sizeof *shape);
+    return d;
+}
+/* A unit of these parameters; `like`, or NULL, has the rest of its desc. */
+H_FN fsdp_unit *lab_unit(fsdp_world *w, fsdp_model *m, const fsdp_unit_desc *like,
+                         const fsdp_param_desc *params, int count) {
+    fsdp_unit_desc d = FSDP_ZERO;
+    fsdp_unit *unit = NULL;
+    if (like) d = *like;
+    d.params = params, d.num_params = count;
+    CALL(w, fsdp_fully_shard(m, &d, &unit));
+    return unit;
+}
+H_FN fsdp_model *lab_model(fsdp_world *w, const fsdp_model_desc *desc) {
+    fsdp_model *m = NULL;
+    CALL(w, fsdp_model_create(w, desc, &m));
+    return m;
+}
+H_FN fsdp_param_view lab_view(fsdp_world *w, fsdp_unit *unit, int index) {
+    fsdp_param_view v = FSDP_ZERO;
+    CALL(w, fsdp_param_view_get(unit, index, &v));
+    return v;
+}
+/* A forward, or a backward, in which nothing happens. */
+H_FN void lab_forward(fsdp_world *w, fsdp_unit *unit) {
+    CALL(w, fsdp_pre_forward(unit));
+    CALL(w, fsdp_post_forward(unit));
+}
+H_FN void lab_backward(fsdp_world *w, fsdp_unit *unit) {
+    CALL(w, fsdp_pre_backward(unit));
+    CALL(w, fsdp_post_backward(unit));
+}
+
+/* ---- the records that a model emits ---------------------------------------------------------- */
+
+typedef struct lab_log {
+    fsdp_op *ops;
+    int num, cap;
+} lab_log;
+
+H_FN int lab_saw(void *user, fsdp_model *model, fsdp_op *op) {
+    lab_log *log = (lab_log *)user;
+    (void)model;
+    if (log->num == log->cap) {
+        log->cap *= 2;
+        log->ops = (fsdp_op *)realloc(log->ops, (size_t)log->cap * sizeof *log->ops);
+        CHECK(log->ops != NULL);
+    }
+    log->ops[log->num++] = *op;
+    return 0;
+}
+H_FN void lab_watch(lab_log *log, fsdp_world *w, fsdp_model *model) {
+    fsdp_extension watcher = FSDP_ZERO;
+    watcher.op = lab_saw, watcher.user = log;
+    if (!log->ops) log->cap = 256, log->ops = (fsdp_op *)lab_zeros(256, sizeof *log->ops);
+    CALL(w, fsdp_attach(model, &watcher));
+}
+/* The first one from number `from` on with this kind and label (negative: any) of a unit (NULL:
+   any); -1: none. */
+H_FN int lab_next_op(const lab_log *log, int from, int kind, int label, const fsdp_unit *unit) {
+    for (int n = from; n < log->num; n++)
+        if ((kind < 0 || log->ops[n].kind == kind) && (label < 0 || log->ops[n].label == label) &&
+            (!unit || log->ops[n].unit == unit))
+            return n;
+    return -1;
+}
+H_FN int lab_count_ops(const lab_log *log, int from, int kind, int label, const fsdp_unit *unit) {
+    int count = 0;
+    while ((from = lab_next_op(log, from, kind, label, unit)) >= 0) count++, from++;
+    return count;
+}
+
+/* ---- meshes ---------------------------------------------------------------------------------- */
+
+/* A mesh; names: of each dim, or NULL. ranks NULL: in order. */
+H_FN fsdp_mesh *lab_mesh(fsdp_world *w, int ndim, const int32_t *shape, const char *const *names,
+                         const int32_t *ranks) {
+    fsdp_mesh_desc d = FSDP_ZERO;
+    fsdp_mesh *mesh = NULL;
+    d.ndim = ndim;
+    for (int i = 0; i < ndim; i++) d.shape[i] = shape[i], d.names[i] = names ? names[i] : NULL;
+    d.ranks = ranks;
+    CALL(w, fsdp_mesh_create(w, &d, &mesh));
+    return mesh;
+}
+H_FN fsdp_mesh *lab_mesh2(fsdp_world *w, int rows, int columns, const char *a, const char *b) {
+    const int32_t shape[2] = {rows, columns};
+    const char *const names[2] = {a, b};
+    return lab_mesh(w, 2, shape, names, NULL);
+}
+H_FN fsdp_mesh *lab_hsdp(fsdp_world *w, int replicas, int shards) {
+    return lab_mesh2(w, replicas, shards, "replicate", "shard");
+}
+H_FN fsdp_mesh *lab_slice(fsdp_world *w, const fsdp_mesh *mesh, int dim) {
+    const int32_t dims[1] = {dim};
+    fsdp_mesh *out = NULL;
+    CALL(w, fsdp_mesh_slice(mesh, dims, 1, &out));
+    return out;
 }
 #endif

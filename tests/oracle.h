@@ -68,33 +68,7 @@ typedef struct o_op {
 #define O_LR    0.00390625 // small: large steps make training chaotic, and roundings grow
 #define O_DECAY 0.0625 // so that a parameter that is skipped and one with a zero gradient differ
 
-// Precise arithmetic, whatever the program is built with.
-#if defined(__clang__)
-#pragma float_control(precise, on, push)
-#pragma clang fp contract(off)
-#elif defined(__GNUC__)
-#pragma GCC push_options
-#pragma GCC optimize("no-fast-math", "fp-contract=off")
-#endif
-
-// The nearest value of a dtype, ties to even. Values stay far from its largest.
-static double o_round(fsdp_dtype dtype, double x) {
-    float f = (float)x;
-    uint32_t u;
-    if (dtype == FSDP_F64) return x;
-    if (dtype == FSDP_F16 && f > -6.103515625e-5f &&
-        f < 6.103515625e-5f) { // subnormal: units of 2^-24
-        float shift = f < 0 ? -0.5f : 0.5f;
-        volatile float moved = f + shift; // floats near 0.5 are 2^-24 apart
-        float r = moved - shift;
-        return r == 0 && (memcpy(&u, &f, sizeof u), u >> 31) ? -0.0 : (double)r;
-    }
-    memcpy(&u, &f, sizeof u);
-    if (dtype == FSDP_BF16) u = (u + 0x7fffu + ((u >> 16) & 1u)) & 0xffff0000u;
-    if (dtype == FSDP_F16) u = (u + 0xfffu + ((u >> 13) & 1u)) & 0xffffe000u;
-    memcpy(&f, &u, sizeof f);
-    return (double)f;
-}
+LAB_PRECISE_BEGIN
 
 // Sums are in f32, or in f64 if that is what is read or written. A sum of two floats in double that
 // is then rounded to float is the float sum.
@@ -102,24 +76,16 @@ static double o_mid(fsdp_dtype a, fsdp_dtype b, double x) {
     return a == FSDP_F64 || b == FSDP_F64 ? x : (double)(float)x;
 }
 
-static uint64_t o_hash(uint64_t a, uint64_t b, uint64_t c, uint64_t d) {
-    uint64_t z = a * 0x9e3779b97f4a7c15u + b * 0xbf58476d1ce4e5b9u + c * 0x94d049bb133111ebu + d +
-                 1;
-    z = (z ^ (z >> 30)) * 0xbf58476d1ce4e5b9u;
-    z = (z ^ (z >> 27)) * 0x94d049bb133111ebu;
-    return z ^ (z >> 31);
-}
-
 // [-0.5, 0.5), a multiple of 2^-16
 static double o_initial(const o_net *net, int unit, int param, int64_t element) {
-    uint64_t h = o_hash(net->seed, (uint64_t)(unit * O_PARAMS + param), (uint64_t)element, 77);
+    uint64_t h = lab_hash(net->seed, (uint64_t)(unit * O_PARAMS + param), (uint64_t)element, 77);
     return (double)(h & 0xffff) / 65536.0 - 0.5;
 }
 
 // Input (what 0) or target (what 1) of a rank in a microbatch; [-1, 1), a multiple of 2^-8
 static double o_input(const o_net *net, int step, int micro, int rank, int what, int i) {
-    uint64_t h = o_hash(net->seed, (uint64_t)(step * 64 + micro), (uint64_t)rank,
-                        (uint64_t)(what * O_WIDTH + i));
+    uint64_t h = lab_hash(net->seed, (uint64_t)(step * 64 + micro), (uint64_t)rank,
+                          (uint64_t)(what * O_WIDTH + i));
     return (double)(h & 0x1ff) / 256.0 - 1.0;
 }
 
@@ -127,8 +93,8 @@ static double o_input(const o_net *net, int step, int micro, int rank, int what,
 static int o_uses(const o_net *net, int step, int micro, int rank, int unit, int param) {
     if (net->usage == O_ALL_USED || param % 2 == 0) return 1;
     if (net->usage == O_NOBODY && (unit + step) % 2 == 0) return 0;
-    return (int)(o_hash(net->seed, (uint64_t)(step * 64 + micro), (uint64_t)(rank * 64 + unit),
-                        (uint64_t)param) %
+    return (int)(lab_hash(net->seed, (uint64_t)(step * 64 + micro), (uint64_t)(rank * 64 + unit),
+                          (uint64_t)param) %
                      3 !=
                  0);
 }
@@ -171,7 +137,7 @@ static double o_updated(fsdp_dtype dtype, double p, double g) {
     double decay = o_mid(dtype, dtype, O_DECAY * p);
     double slope = o_mid(dtype, dtype, g + decay);
     double move = o_mid(dtype, dtype, O_LR * slope);
-    return o_round(dtype, o_mid(dtype, dtype, p - move));
+    return lab_round(dtype, o_mid(dtype, dtype, p - move));
 }
 
 // Activations of one rank: at[m][k] is what position k of seq saw in microbatch m.
@@ -233,7 +199,7 @@ static o_model *o_make(const o_net *net, int world, const o_dtypes *dtypes, int 
             for (int r = 0; r < world; r++) o->slot[r][u][i] = at, at += numel;
             for (int r = 0; r < world; r++) o->kept[r][u][i] = at, at += numel;
             for (int64_t e = 0; e < numel; e++)
-                o->master[u][i][e] = o_round(o->dtypes[u].stored, o_initial(net, u, i, e));
+                o->master[u][i][e] = lab_round(o->dtypes[u].stored, o_initial(net, u, i, e));
         }
     return o;
 }
@@ -291,7 +257,7 @@ static void o_cast_params(const o_model *o, int unit, double **out, double *tmp)
     for (int i = 0; i < o->net->units[unit].count; i++) {
         out[i] = tmp;
         for (int64_t e = 0; e < o->net->units[unit].params[i].numel; e++)
-            *tmp++ = o_round(o->dtypes[unit].param, o->master[unit][i][e]);
+            *tmp++ = lab_round(o->dtypes[unit].param, o->master[unit][i][e]);
     }
 }
 
@@ -316,7 +282,7 @@ static void o_compute(o_model *o, int k, int m, int backward, double *tmp) {
             double *slot = o->slot[r][unit][i];
             int add = !o->overwrite || o->written[r][unit][i];
             for (int64_t e = 0; e < u->params[i].numel; e++)
-                slot[e] = o_round(dtype, add ? o_mid(dtype, 0, slot[e] + dp[i][e]) : dp[i][e]);
+                slot[e] = lab_round(dtype, add ? o_mid(dtype, 0, slot[e] + dp[i][e]) : dp[i][e]);
             o->written[r][unit][i] = o->used[unit][i] = 1;
         }
     }
@@ -350,13 +316,13 @@ static void o_average(o_model *o, int unit, int i, int64_t e, int kept) {
     }
     if (o->world > 1) {
         if (d.reduce != FSDP_F32 && d.reduce != FSDP_F64) // rounded to before it is scaled
-            sum = o_round(d.reduce, sum), read = d.reduce;
+            sum = lab_round(d.reduce, sum), read = d.reduce;
         int wide = read == FSDP_F64 || d.stored == FSDP_F64;
         sum = o_mid(read, d.stored,
                     sum * (wide ? 1.0 / o->world : (double)(1.0f / (float)o->world)));
     }
     int add = o->has_grad[unit] && !o->alias[unit];
-    grad[e] = o_round(d.stored, add ? o_mid(read, d.stored, grad[e] + sum) : sum);
+    grad[e] = lab_round(d.stored, add ? o_mid(read, d.stored, grad[e] + sum) : sum);
 }
 
 // End of a unit's backward on all ranks.
@@ -373,7 +339,7 @@ static void o_end(o_model *o, int unit) {
             for (int64_t e = 0; e < u->params[i].numel; e++) {
                 double *kept = &o->kept[r][unit][i][e], x = o->slot[r][unit][i][e];
                 double sum = o->kept_live[unit] ? o_mid(d.param, d.reduce, *kept + x) : x;
-                *kept = o_round(d.reduce, sum);
+                *kept = lab_round(d.reduce, sum);
             }
     if (keep) o->kept_live[unit] = 1, o->slot_live[unit] = 0;
     if (!o->sync[unit]) return;
@@ -417,9 +383,5 @@ static void o_run(o_model *o, const o_op *ops, int count) {
     free(tmp);
 }
 
-#if defined(__clang__)
-#pragma float_control(pop)
-#elif defined(__GNUC__)
-#pragma GCC pop_options
-#endif
+LAB_PRECISE_END
 #endif

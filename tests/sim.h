@@ -590,61 +590,7 @@ SIM_FN void sim_comm_abort(fsdp_comm *world, fsdp_status status, const char *why
 
 /* ---- worlds ---------------------------------------------------------------------------------- */
 
-SIM_FN const fsdp_comm_ops *sim_comm_table(void) {
-    static const fsdp_comm_ops ops = {FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "sim",
-                                      sim_comm_open,     sim_comm_split,        sim_comm_close,
-                                      sim_comm_run,      sim_comm_alloc,        sim_comm_free,
-                                      sim_comm_error,    sim_comm_abort,        NULL};
-    return &ops;
-}
-
-SIM_FN const fsdp_device_ops *sim_device_table(int async) {
-    static const fsdp_device_ops streams = {FSDP_DEVICE_VERSION,
-                                            sizeof(fsdp_device_ops),
-                                            FSDP_DEVICE_ASYNC | FSDP_DEVICE_HOST,
-                                            "sim",
-                                            sim_device_open,
-                                            sim_device_close,
-                                            sim_device_alloc,
-                                            sim_device_free,
-                                            sim_device_stream,
-                                            sim_device_event,
-                                            sim_device_destroy,
-                                            sim_device_record,
-                                            sim_device_wait,
-                                            sim_device_sync,
-                                            sim_device_event,
-                                            sim_device_elapsed,
-                                            sim_device_copy,
-                                            sim_device_zero,
-                                            sim_device_norm,
-                                            sim_device_update,
-                                            NULL};
-    static const fsdp_device_ops none = {FSDP_DEVICE_VERSION,
-                                         sizeof(fsdp_device_ops),
-                                         FSDP_DEVICE_HOST,
-                                         "sim inline",
-                                         sim_device_open,
-                                         sim_device_close,
-                                         sim_device_alloc,
-                                         sim_device_free,
-                                         NULL,
-                                         NULL,
-                                         NULL,
-                                         NULL,
-                                         NULL,
-                                         NULL,
-                                         NULL,
-                                         NULL,
-                                         sim_device_copy,
-                                         sim_device_zero,
-                                         sim_device_norm,
-                                         sim_device_update,
-                                         NULL};
-    return async ? &streams : &none;
-}
-
-/* Tables that do nothing. */
+/* What does nothing. */
 SIM_FN fsdp_status sim_null_work(fsdp_device *device, void *stream, const fsdp_op *op) {
     (void)device, (void)stream, (void)op;
     return FSDP_OK;
@@ -662,58 +608,55 @@ SIM_FN fsdp_status sim_null_run(fsdp_comm *comm, const fsdp_coll *c) {
     return FSDP_OK;
 }
 
-SIM_FN const fsdp_comm_ops *sim_null_comm(void) {
-    static const fsdp_comm_ops ops = {FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "null",
-                                      sim_comm_open,     sim_comm_split,        sim_comm_close,
-                                      sim_null_run,      sim_comm_alloc,        sim_comm_free,
-                                      sim_comm_error,    sim_comm_abort,        NULL};
-    return &ops;
+SIM_FN const fsdp_comm_ops *sim_comm_table(int null) {
+    static const fsdp_comm_ops ops[2] = {
+        {FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "sim", sim_comm_open, sim_comm_split,
+         sim_comm_close, sim_comm_run, sim_comm_alloc, sim_comm_free, sim_comm_error,
+         sim_comm_abort, NULL},
+        {FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "null", sim_comm_open, sim_comm_split,
+         sim_comm_close, sim_null_run, sim_comm_alloc, sim_comm_free, sim_comm_error,
+         sim_comm_abort, NULL}};
+    return &ops[null];
 }
 
-SIM_FN const fsdp_device_ops *sim_null_device(int async) {
-    static const fsdp_device_ops streams = {FSDP_DEVICE_VERSION,
-                                            sizeof(fsdp_device_ops),
-                                            FSDP_DEVICE_ASYNC | FSDP_DEVICE_HOST,
-                                            "null",
-                                            sim_device_open,
-                                            sim_device_close,
-                                            sim_device_alloc,
-                                            sim_device_free,
-                                            sim_device_stream,
-                                            sim_device_event,
-                                            sim_device_destroy,
-                                            sim_null_event,
-                                            sim_null_event,
-                                            sim_null_sync,
-                                            NULL,
-                                            NULL,
-                                            sim_null_work,
-                                            sim_null_work,
-                                            sim_null_work,
-                                            NULL,
-                                            NULL};
-    static const fsdp_device_ops none = {FSDP_DEVICE_VERSION,
-                                         sizeof(fsdp_device_ops),
-                                         FSDP_DEVICE_HOST,
-                                         "null inline",
-                                         sim_device_open,
-                                         sim_device_close,
-                                         sim_device_alloc,
-                                         sim_device_free,
-                                         NULL,
-                                         NULL,
-                                         NULL,
-                                         NULL,
-                                         NULL,
-                                         NULL,
-                                         NULL,
-                                         NULL,
-                                         sim_null_work,
-                                         sim_null_work,
-                                         sim_null_work,
-                                         NULL,
-                                         NULL};
-    return async ? &streams : &none;
+SIM_FN fsdp_device_ops sim_device_table(const sim *s) {
+    fsdp_device_ops ops = {FSDP_DEVICE_VERSION,
+                           sizeof(fsdp_device_ops),
+                           FSDP_DEVICE_ASYNC | FSDP_DEVICE_HOST,
+                           "sim",
+                           sim_device_open,
+                           sim_device_close,
+                           sim_device_alloc,
+                           sim_device_free,
+                           sim_device_stream,
+                           sim_device_event,
+                           sim_device_destroy,
+                           sim_device_record,
+                           sim_device_wait,
+                           sim_device_sync,
+                           sim_device_event,
+                           sim_device_elapsed,
+                           sim_device_copy,
+                           sim_device_zero,
+                           sim_device_norm,
+                           sim_device_update,
+                           NULL};
+    if (s->null) {
+        ops.name = "null";
+        ops.record = ops.wait = sim_null_event, ops.sync = sim_null_sync;
+        ops.copy = ops.zero = ops.norm = sim_null_work;
+        ops.timer = NULL, ops.elapsed = NULL, ops.update = NULL;
+    }
+    if (!s->async) {
+        ops.name = s->null ? "null inline" : "sim inline";
+        ops.flags &= ~(uint32_t)FSDP_DEVICE_ASYNC;
+        ops.stream = NULL, ops.event = NULL, ops.destroy = NULL;
+        ops.record = ops.wait = NULL, ops.sync = NULL;
+        ops.timer = NULL, ops.elapsed = NULL;
+    }
+    if (s->opaque) ops.flags &= ~(uint32_t)FSDP_DEVICE_HOST;
+    if (s->no_update) ops.update = NULL;
+    return ops;
 }
 
 SIM_FN void sim_logged(int level, fsdp_status code, int rank, const char *text, void *user) {
@@ -749,10 +692,8 @@ SIM_FN fsdp_world *sim_open(sim *s) {
     d.logger.log = sim_logged;
     d.clock.now_ns = sim_clock;
     d.logger.user = d.clock.user = d.user = s;
-    d.comm_ops = s->null ? sim_null_comm() : sim_comm_table();
-    s->device = s->null ? *sim_null_device(s->async) : *sim_device_table(s->async);
-    if (s->opaque) s->device.flags &= ~(uint32_t)FSDP_DEVICE_HOST;
-    if (s->no_update) s->device.update = NULL;
+    d.comm_ops = sim_comm_table(s->null);
+    s->device = sim_device_table(s);
     d.device_ops = &s->device;
     if (fsdp_init(&d, &s->world)) s->world = NULL;
     return s->world;

@@ -10,11 +10,6 @@
 
 enum { WIDTH = 8, UNITS = 8, PARAMS = 2, STEPS = 4, MICROS = 2, RANKS = 4, RUNS = 64 };
 
-static uint64_t mix(uint64_t a, uint64_t b, uint64_t c) {
-    uint64_t state = a * 0x9e3779b97f4a7c15u + b * 0xbf58476d1ce4e5b9u + c;
-    return h_rand64(&state);
-}
-
 /* ---- what is trained ------------------------------------------------------------------------- */
 
 typedef struct {
@@ -40,11 +35,7 @@ static const shape net[UNITS][PARAMS] = {
 };
 enum { MOST = 130 * 9 }; // elements of a parameter
 
-static int64_t numel(int u, int i) {
-    int64_t n = 1;
-    for (int d = 0; d < net[u][i].ndim; d++) n *= net[u][i].shape[d];
-    return n;
-}
+static int64_t numel(int u, int i) { return lab_numel(net[u][i].ndim, net[u][i].shape); }
 
 typedef struct {
     const char *name;
@@ -71,7 +62,8 @@ enum {
     PREFETCHES
 };
 typedef struct {
-    int lanes, layout, prefetch, reshard, plain, offload, delay, debug, other_input;
+    lab_guard guard; // of its comms
+    int lanes, layout, prefetch, reshard, offload, delay, debug, other_input;
     uint64_t seed;
     int rank; // set by each rank in its own copy
 } way;
@@ -84,7 +76,7 @@ static void describe(const way *w, char *text, size_t size) {
         "lists of 3 within a budget"};
     snprintf(text, size,
              "lanes=%d %s, %s prefetch, reshard=%d plain=%d offload=%d delay=%d debug=%d", w->lanes,
-             layouts[w->layout], prefetches[w->prefetch], w->reshard, w->plain, w->offload,
+             layouts[w->layout], prefetches[w->prefetch], w->reshard, w->guard.plain, w->offload,
              w->delay, w->debug);
 }
 
@@ -92,7 +84,7 @@ static void describe(const way *w, char *text, size_t size) {
    and prefetch. */
 static way make_way(int run, int shards) {
     way w;
-    uint64_t h = mix(h_seed(), (uint64_t)run, 17);
+    uint64_t h = lab_hash(h_seed(), (uint64_t)run, 17, 0);
     const int reshards[3] = {FSDP_RESHARD_ALWAYS, FSDP_RESHARD_NEVER, shards % 2 ? shards : 2};
     memset(&w, 0, sizeof w);
     w.seed = h;
@@ -102,7 +94,7 @@ static way make_way(int run, int shards) {
     w.layout = run / 3 % 3;
     w.prefetch = run % PREFETCHES;
     w.reshard = shards > 1 ? reshards[h % 3] : reshards[h % 2];
-    w.plain = h >> 8 & 1;
+    w.guard.plain = h >> 8 & 1;
     w.offload = h >> 9 & 1;
     w.debug = h >> 10 & 1;
     w.delay = h >> 11 & 1 ? 0 : (int)(h >> 12 & 3);
@@ -111,78 +103,24 @@ static way make_way(int run, int shards) {
 
 /* ---- a backend that dawdles ------------------------------------------------------------------ */
 
-enum { DELAY_NS = 200000, COMMS = 256 };
+enum { DELAY_NS = 200000 };
 
 enum { AT_COMM = 1, AT_HOOK = 2 }; // where
 
 /* Sleeps 0 to 0.2 ms, or not at all. */
 static void dawdle(const way *w, int where, uint64_t what, uint64_t which) {
     struct timespec t = {0, 0};
-    uint64_t h = mix(w->seed + (uint64_t)w->rank, what, which);
+    uint64_t h = lab_hash(w->seed + (uint64_t)w->rank, what, which, 0);
     if (!(w->delay & where) || h % 4 == 0) return;
     t.tv_nsec = (long)(h / 4 % DELAY_NS);
     nanosleep(&t, NULL);
 }
 
-/* Whose comm it is: workers run collectives too, so that no thread-local can tell. Atomics and no
-   mutex, which would order what thread checkers shall see unordered. */
-static struct {
-    const fsdp_comm *comm;
-    const way *way;
-} comms[COMMS];
-
-static int comm_entry(const fsdp_comm *comm) {
-    int k = 0;
-    while (k < COMMS && __atomic_load_n(&comms[k].comm, __ATOMIC_ACQUIRE) != comm) k++;
-    CHECK_MSG(k < COMMS, "a comm that was never opened, or too many");
-    return k;
-}
-static void remember(const fsdp_comm *comm, const way *w) {
-    for (;;) {
-        const fsdp_comm *none = NULL;
-        int k = comm_entry(NULL);
-        if (!__atomic_compare_exchange_n(&comms[k].comm, &none, comm, 0, __ATOMIC_ACQ_REL,
-                                         __ATOMIC_RELAXED))
-            continue;
-        comms[k].way = w; // nobody asks for this comm before this returns
-        return;
-    }
-}
-static void forget(const fsdp_comm *comm) {
-    __atomic_store_n(&comms[comm_entry(comm)].comm, NULL, __ATOMIC_RELEASE);
-}
-static const way *recall(const fsdp_comm *comm) { return comms[comm_entry(comm)].way; }
-
-static fsdp_status slow_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
-    const way *w = (const way *)boot->user;
-    fsdp_status status = fsdp_shm_comm_ops()->open(boot, caps, out);
-    if (w->plain) caps->flags &= ~(uint32_t)FSDP_CAP_FUSED_REDUCE;
-    if (!status) remember(*out, w);
-    return status;
-}
-static fsdp_status slow_split(fsdp_comm *parent, const fsdp_group *group, fsdp_comm **out) {
-    const way *w = recall(parent);
-    dawdle(w, AT_COMM, 1, (uint64_t)group->color + 2);
-    fsdp_status status = fsdp_shm_comm_ops()->split(parent, group, out);
-    if (!status && *out) remember(*out, w);
-    return status;
-}
-static void slow_close(fsdp_comm *comm) {
-    forget(comm);
-    fsdp_shm_comm_ops()->close(comm);
-}
-static fsdp_status slow_run(fsdp_comm *comm, const fsdp_coll *coll) {
-    dawdle(recall(comm), AT_COMM, 2 + coll->kind, coll->seq);
-    return fsdp_shm_comm_ops()->run(comm, coll);
-}
-static fsdp_comm_ops slow_ops(void) {
-    fsdp_comm_ops ops = *fsdp_shm_comm_ops();
-    ops.open = slow_open;
-    ops.split = slow_split;
-    ops.close = slow_close;
-    ops.run = slow_run;
-    ops.name = "slow";
-    return ops;
+static fsdp_status slow_comm(lab_guard *guard, const fsdp_group *group, const fsdp_coll *coll) {
+    const way *w = (const way *)(void *)guard;
+    if (group) dawdle(w, AT_COMM, 1, (uint64_t)group->color + 2);
+    if (coll) dawdle(w, AT_COMM, 2 + (uint64_t)coll->kind, coll->seq);
+    return FSDP_OK;
 }
 
 /* ---- one training on one rank ---------------------------------------------------------------- */
@@ -203,19 +141,14 @@ typedef struct {
         CALL((t)->world, call);                                                                    \
     } while (0)
 
-static void fold(uint64_t *hash, const void *data, size_t nbytes) {
-    const unsigned char *p = (const unsigned char *)data;
-    for (size_t k = 0; k < nbytes; k++) *hash = (*hash ^ p[k]) * 1099511628211u;
-}
-
 static void start_values(void *user, const fsdp_param_view *block) {
-    const trainer *t = (const trainer *)user;
     uint64_t unit = (uint64_t)(intptr_t)block->unit_user * PARAMS + (uint64_t)block->index;
-    (void)t;
+    (void)user;
     for (int64_t k = 0; k < block->numel; k++) {
-        double x = (double)(mix(unit, (uint64_t)fsdp_view_index(block, k), 3) >> 11) / 0x1p53 - 0.5;
-        CHECK_OK(fsdp_convert((char *)block->data + (size_t)k * fsdp_dtype_size(block->dtype),
-                              block->dtype, &x, FSDP_F64, 1));
+        double x = (double)(lab_hash(unit, (uint64_t)fsdp_view_index(block, k), 3, 0) >> 11) /
+                       0x1p53 -
+                   0.5;
+        lab_put(block->data, block->dtype, k, x);
     }
 }
 
@@ -251,18 +184,12 @@ static void build(trainer *t, const numbers *kind, const fsdp_mesh *mesh) {
     for (int u = 0; u < UNITS; u++) {
         fsdp_param_desc pd[PARAMS];
         fsdp_unit_desc ud = FSDP_ZERO;
-        memset(pd, 0, sizeof pd);
         for (int i = 0; i < PARAMS; i++) {
-            pd[i].dtype = kind->stored;
-            pd[i].ndim = net[u][i].ndim;
-            pd[i].shard_dim = net[u][i].shard_dim;
-            pd[i].frozen = net[u][i].frozen;
-            memcpy(pd[i].shape, net[u][i].shape, sizeof net[u][i].shape);
+            const shape *s = &net[u][i];
+            pd[i] = lab_desc(s->ndim, s->shape, s->shard_dim, kind->stored, s->frozen);
         }
-        ud.params = pd;
-        ud.num_params = PARAMS;
         ud.user = (void *)(intptr_t)u;
-        CALL(t->world, fsdp_fully_shard(t->model, &ud, &t->unit[u]));
+        t->unit[u] = lab_unit(t->world, t->model, &ud, pd, PARAMS);
     }
     if (w->prefetch >= PREFETCH_1)
         set_prefetch(t, w->prefetch == PREFETCH_BUDGET ? 3 : w->prefetch - PREFETCH_1 + 1);
@@ -287,7 +214,7 @@ static void forward(trainer *t, fsdp_dtype dtype, int micro) {
     float room[MOST], (*x)[WIDTH] = t->x[micro];
     for (int j = 0; j < WIDTH; j++) {
         uint64_t which = (uint64_t)((t->step * MICROS + micro) * RANKS + t->rank);
-        uint64_t h = mix(which, (uint64_t)j, 5 + (uint64_t)t->way->other_input);
+        uint64_t h = lab_hash(which, (uint64_t)j, 5 + (uint64_t)t->way->other_input, 0);
         x[0][j] = (float)(h >> 40) / 8388608.0f - 1.0f;
     }
     for (int u = 0; u < UNITS; u++) {
@@ -309,9 +236,9 @@ static void add_grad(const trainer *t, int u, int i, fsdp_dtype dtype, const flo
     double sum[MOST]; // as the library adds, which may do it itself or leave it to the caller
     void *grad = fsdp_grad(t->unit[u], i);
     W_CHECK(grad != NULL, "no gradient: %s", fsdp_last_error(t->world));
-    CHECK_OK(fsdp_convert(sum, FSDP_F64, grad, dtype, numel(u, i)));
+    lab_load(sum, grad, dtype, numel(u, i));
     for (int64_t e = 0; e < numel(u, i); e++) sum[e] += (double)dp[e];
-    CHECK_OK(fsdp_convert(grad, dtype, sum, FSDP_F64, numel(u, i)));
+    lab_store(grad, dtype, sum, numel(u, i));
 }
 
 /* Backward of a unit, with and to the slope of its output and input. */
@@ -354,10 +281,10 @@ static int64_t fold_all(trainer *t) {
     fsdp_param_view v = FSDP_ZERO;
     int64_t grads = 0;
     while (fsdp_next_param(t->model, &v)) {
-        fold(&t->hash, v.shard, (size_t)v.numel * fsdp_dtype_size(v.dtype));
-        fold(&t->hash, v.shard_grad ? "has" : "none", 4);
+        lab_fold(&t->hash, v.shard, (size_t)v.numel * fsdp_dtype_size(v.dtype));
+        lab_fold(&t->hash, v.shard_grad ? "has" : "none", 4);
         if (!v.shard_grad) continue;
-        fold(&t->hash, v.shard_grad, (size_t)v.numel * fsdp_dtype_size(v.grad_dtype));
+        lab_fold(&t->hash, v.shard_grad, (size_t)v.numel * fsdp_dtype_size(v.grad_dtype));
         grads += v.numel;
     }
     return grads;
@@ -367,13 +294,8 @@ static void update(trainer *t) {
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(t->model, &v))
         for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
-            double p, g;
-            char *at = (char *)v.shard + (size_t)k * fsdp_dtype_size(v.dtype);
-            char *from = (char *)v.shard_grad + (size_t)k * fsdp_dtype_size(v.grad_dtype);
-            CHECK_OK(fsdp_convert(&p, FSDP_F64, at, v.dtype, 1));
-            CHECK_OK(fsdp_convert(&g, FSDP_F64, from, v.grad_dtype, 1));
-            p -= 0.125 * g;
-            CHECK_OK(fsdp_convert(at, v.dtype, &p, FSDP_F64, 1));
+            double p = lab_get(v.shard, v.dtype, k), g = lab_get(v.shard_grad, v.grad_dtype, k);
+            lab_put(v.shard, v.dtype, k, p - 0.125 * g);
         }
     HOOK(t, fsdp_params_changed(t->model));
 }
@@ -401,7 +323,7 @@ static void train_step(trainer *t, fsdp_dtype dtype, uint64_t *out) {
     W_CHECK(fold_all(t) > 0, "there are no gradients");
     HOOK(t, fsdp_clip_grad_norm(t->model, 1.0, &norm));
     W_CHECK(norm > 1e-3 && norm < 1e6, "the norm is %g", norm);
-    fold(&t->hash, &norm, sizeof norm);
+    lab_fold(&t->hash, &norm, sizeof norm);
     update(t);
     fold_all(t);
     *out = t->hash;
@@ -426,14 +348,15 @@ typedef struct {
 
 static void run_rank(int rank, int ranks, void *arg) {
     batch *b = (batch *)arg;
-    fsdp_comm_ops ops = slow_ops();
+    fsdp_comm_ops ops = lab_guard_ops();
     fsdp_dtype dtype = b->kind->param ? b->kind->param : b->kind->stored;
     for (int run = 0; run < b->runs; run++) {
         way *w = (way *)malloc(sizeof *w);
-        trainer *t = (trainer *)calloc(1, sizeof *t);
+        trainer *t = (trainer *)lab_zeros(1, sizeof *t);
         char job[100], text[200];
-        CHECK(w && t);
+        CHECK(w);
         *w = b->way[run];
+        w->guard.before = slow_comm;
         w->rank = rank;
         describe(w, text, sizeof text);
         snprintf(w_case, sizeof w_case, "run %d of %s on %d %s: %s", run, b->kind->name, ranks,
@@ -444,14 +367,8 @@ static void run_rank(int rank, int ranks, void *arg) {
         d.comm_ops = &ops;
         d.user = w;
         CALL(NULL, fsdp_init(&d, &t->world));
-        fsdp_mesh_desc md = FSDP_ZERO;
-        fsdp_mesh *mesh = NULL;
-        md.ndim = 2;
-        md.shape[0] = ranks / b->shards;
-        md.shape[1] = b->shards;
-        md.names[0] = "replicate";
-        md.names[1] = "shard";
-        if (b->shards < ranks) CALL(t->world, fsdp_mesh_create(t->world, &md, &mesh));
+        fsdp_mesh *mesh = b->shards < ranks ? lab_hsdp(t->world, ranks / b->shards, b->shards)
+                                            : NULL;
         t->way = w;
         t->rank = rank;
         build(t, b->kind, mesh);

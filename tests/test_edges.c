@@ -12,62 +12,28 @@ typedef struct {
     fsdp_unit *u;
 } rig;
 
-static void on_threads(int world, h_rank_fn fn) {
-    fsdp_threads threads;
-    memset(&threads, 0, sizeof threads);
-    threads.size = world;
-    h_ranks_thread(world, fn, &threads);
-}
-
-static void rig_open(rig *x, int rank, int world, void *threads, const fsdp_model_desc *md,
+static void rig_open(rig *x, fsdp_world *w, const fsdp_model_desc *md,
                      const fsdp_param_desc *params, int count) {
-    fsdp_world_desc d = w_desc(rank, world, (fsdp_threads *)threads, w_job("edges"), 0);
-    fsdp_unit_desc ud = FSDP_ZERO;
-    ud.params = params;
-    ud.num_params = count;
-    CALL(NULL, fsdp_init(&d, &x->w));
-    CALL(x->w, fsdp_model_create(x->w, md, &x->m));
-    CALL(x->w, fsdp_fully_shard(x->m, &ud, &x->u));
+    x->w = w;
+    x->m = lab_model(w, md);
+    x->u = lab_unit(w, x->m, NULL, params, count);
 }
 
-static void forward(rig *x) {
-    CALL(x->w, fsdp_pre_forward(x->u));
-    CALL(x->w, fsdp_post_forward(x->u));
-}
-
-static fsdp_mesh *square(fsdp_world *w, int rows, int columns) {
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_mesh *mesh;
-    d.ndim = 2;
-    d.shape[0] = rows, d.shape[1] = columns;
-    d.names[0] = "a", d.names[1] = "b";
-    CALL(w, fsdp_mesh_create(w, &d, &mesh));
-    return mesh;
-}
+static void forward(rig *x) { lab_forward(x->w, x->u); }
 
 /* ---- ranks of one world whose models differ in size ------------------------------------------ */
 
 /* As with an uneven tensor-parallel split: shards of other groups must not be touched. */
-static void uneven(int rank, int world, void *threads) {
+static void uneven(lab_rank *r) {
     enum { COLS = 8 };
-    fsdp_world_desc d = w_desc(rank, world, (fsdp_threads *)threads, w_job("uneven"), 0);
     fsdp_model_desc md = FSDP_ZERO;
-    fsdp_unit_desc ud = FSDP_ZERO;
-    fsdp_mesh *dp;
-    int32_t dim = 0;
-    rig x;
-    CALL(NULL, fsdp_init(&d, &x.w));
-    fsdp_mesh *mesh = square(x.w, 2, 2);
+    fsdp_mesh *mesh = lab_mesh2(r->w, 2, 2, "a", "b");
     int tp = fsdp_mesh_rank(mesh, 1), rows = tp ? 1024 : 2048;
-    CALL(x.w, fsdp_mesh_slice(mesh, &dim, 1, &dp));
     fsdp_param_desc p = fsdp_mat("w", rows, COLS);
-    md.mesh = dp;
-    ud.params = &p;
-    ud.num_params = 1;
-    CALL(x.w, fsdp_model_create(x.w, &md, &x.m));
-    CALL(x.w, fsdp_fully_shard(x.m, &ud, &x.u));
-    float *full = (float *)calloc((size_t)(rows * COLS), sizeof *full);
-    CHECK(full != NULL);
+    rig x;
+    md.mesh = lab_slice(r->w, mesh, 0);
+    rig_open(&x, r->w, &md, &p, 1);
+    float *full = (float *)lab_zeros((size_t)(rows * COLS), sizeof *full);
     for (int i = 0; i < rows * COLS; i++) full[i] = (float)(i % 97 + 1000 * tp);
     CALL(x.w, fsdp_param_load(x.u, 0, full));
     for (int step = 0; step < 2; step++) {
@@ -76,32 +42,34 @@ static void uneven(int rank, int world, void *threads) {
         CALL(x.w, fsdp_pre_backward(x.u));
         CHECK_EQ_MEM(fsdp_data(x.u, 0), full, (size_t)(rows * COLS) * sizeof *full);
         float *grad = (float *)fsdp_grad(x.u, 0);
-        for (int i = 0; i < rows * COLS; i++) grad[i] += (float)(rank + 1);
+        for (int i = 0; i < rows * COLS; i++) grad[i] += (float)(r->rank + 1);
         CALL(x.w, fsdp_post_backward(x.u));
         CALL(x.w, fsdp_finalize_backward(x.m));
-        fsdp_param_view v;
-        CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+        fsdp_param_view v = lab_view(x.w, x.u, 0);
         for (int64_t k = 0; k < v.numel; k++) /* ranks tp and tp + 2 */
             CHECK((double)((const float *)v.shard_grad)[k] == tp + 2.0);
         CALL(x.w, fsdp_zero_grad(x.m));
     }
     free(full);
-    CHECK_OK(fsdp_shutdown(x.w));
 }
-TEST(edges, uneven_models_of_threads) { on_threads(4, uneven); }
-TEST(edges, uneven_models_of_processes) { h_ranks_proc(4, uneven, NULL); }
+TEST(edges, uneven_models_of_threads) { lab_run(4, NULL, uneven, NULL); }
+TEST(edges, uneven_models_of_processes) {
+    lab_how how = FSDP_ZERO;
+    how.processes = 1;
+    lab_run(4, &how, uneven, NULL);
+}
 
 /* ---- the count of users ---------------------------------------------------------------------- */
 
 /* Divided like gradients: 1 / 2^26 is nothing in f16, and the gradient is there all the same. */
-static void large_factor(int rank, int world, void *threads) {
+static void large_factor(lab_rank *r) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_desc p[2] = {fsdp_vec("used", 8), fsdp_vec("unused", 8)};
     fsdp_param_view v;
     rig x;
     p[0].dtype = p[1].dtype = FSDP_F16;
     md.reduce_dtype = FSDP_F32;
-    rig_open(&x, rank, world, threads, &md, p, 2);
+    rig_open(&x, r->w, &md, p, 2);
     for (int step = 0; step < 3; step++) { /* the flags are written anew when the factor changes */
         double factor = step == 1 ? 67108864.0 : 2;
         CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, factor));
@@ -119,28 +87,22 @@ static void large_factor(int rank, int world, void *threads) {
         for (int64_t k = 0; k < v.numel; k++) {
             float got;
             CHECK_OK(fsdp_convert(&got, FSDP_F32, (const uint16_t *)v.shard_grad + k, FSDP_F16, 1));
-            CHECK((double)got == (double)value * world / factor);
+            CHECK((double)got == (double)value * r->size / factor);
         }
         CALL(x.w, fsdp_zero_grad(x.m));
     }
-    CHECK_OK(fsdp_shutdown(x.w));
 }
-TEST(edges, large_divide_factor) { on_threads(2, large_factor); }
+TEST(edges, large_divide_factor) { lab_run(2, NULL, large_factor, NULL); }
 
 /* Upstream's rule: the ranks of all replicas must have used the same parameters. */
-static void used_differently(int rank, int world, void *threads, int replicas) {
+static void used_differently(lab_rank *r) {
+    const int replicas = *(const int *)r->arg;
     fsdp_param_desc p[2] = {fsdp_vec("a", 8), fsdp_vec("b", 8)};
-    fsdp_world_desc d = w_desc(rank, world, (fsdp_threads *)threads, w_job("used"), 0);
     fsdp_model_desc md = FSDP_ZERO;
-    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_mesh *mesh = lab_mesh2(r->w, replicas, r->size / replicas, "a", "b");
     rig x;
-    ud.params = p;
-    ud.num_params = 2;
-    CALL(NULL, fsdp_init(&d, &x.w));
-    fsdp_mesh *mesh = square(x.w, replicas, world / replicas);
     md.mesh = mesh;
-    CALL(x.w, fsdp_model_create(x.w, &md, &x.m));
-    CALL(x.w, fsdp_fully_shard(x.m, &ud, &x.u));
+    rig_open(&x, r->w, &md, p, 2);
     CALL(x.w, fsdp_set_reduce_scatter_unused_params(x.m, NULL, 0));
     forward(&x);
     CALL(x.w, fsdp_pre_backward(x.u));
@@ -148,38 +110,31 @@ static void used_differently(int rank, int world, void *threads, int replicas) {
     if (fsdp_mesh_rank(mesh, 0) == 0) CHECK(fsdp_grad(x.u, 1) != NULL);
     (void)fsdp_post_backward(x.u);
     CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_MISMATCH);
-    CHECK_STATUS(fsdp_shutdown(x.w), FSDP_ERR_MISMATCH);
+    CHECK_STATUS(fsdp_shutdown(r->w), FSDP_ERR_MISMATCH);
+    r->w = NULL;
 }
-static void used_in_hsdp(int rank, int world, void *threads) {
-    used_differently(rank, world, threads, 2);
-}
-static void used_in_replicas(int rank, int world, void *threads) {
-    used_differently(rank, world, threads, world);
-}
-TEST(edges, used_sets_of_hsdp) { on_threads(4, used_in_hsdp); }
-TEST(edges, used_sets_of_replicas) { on_threads(2, used_in_replicas); }
+static int two_replicas = 2;
+TEST(edges, used_sets_of_hsdp) { lab_run(4, NULL, used_differently, &two_replicas); }
+TEST(edges, used_sets_of_replicas) { lab_run(2, NULL, used_differently, &two_replicas); }
 
 /* ---- refusals, failures, resets -------------------------------------------------------------- */
 
 /* A trainer that checks finalize alone hears of a setter that was refused, once. */
-static void refused_setter(int rank, int world, void *threads) {
+static void refused_setter(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("a", 8);
     rig x;
-    rig_open(&x, rank, world, threads, NULL, &p, 1);
+    rig_open(&x, r->w, NULL, &p, 1);
     CALL(x.w, fsdp_pre_forward(x.u));
     CHECK_STATUS(fsdp_set_requires_gradient_sync(x.m, NULL, 1), FSDP_ERR_INVALID_STATE);
     CALL(x.w, fsdp_post_forward(x.u));
-    CALL(x.w, fsdp_pre_backward(x.u));
-    CALL(x.w, fsdp_post_backward(x.u));
+    lab_backward(x.w, x.u);
     CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_INVALID_STATE);
     CHECK(strstr(fsdp_last_error(x.w), "unit0"));
     forward(&x);
-    CALL(x.w, fsdp_pre_backward(x.u));
-    CALL(x.w, fsdp_post_backward(x.u));
+    lab_backward(x.w, x.u);
     CALL(x.w, fsdp_finalize_backward(x.m));
-    CHECK_OK(fsdp_shutdown(x.w));
 }
-TEST(edges, refused_setter_is_told_again) { on_threads(2, refused_setter); }
+TEST(edges, refused_setter_is_told_again) { lab_run(2, NULL, refused_setter, NULL); }
 
 static fsdp_status fails(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
                          const fsdp_coll *coll) {
@@ -188,26 +143,25 @@ static fsdp_status fails(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
 }
 
 /* The text says whose function it was, here and on the rank that only waits. */
-static void custom_fails(int rank, int world, void *threads) {
+static void custom_fails(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("a", 8);
     rig x;
-    rig_open(&x, rank, world, threads, NULL, &p, 1);
-    if (rank == 1) CALL(x.w, fsdp_set_custom_all_gather(x.u, fails, NULL));
+    rig_open(&x, r->w, NULL, &p, 1);
+    if (r->rank == 1) CALL(x.w, fsdp_set_custom_all_gather(x.u, fails, NULL));
     fsdp_status status = fsdp_pre_forward(x.u);
     CHECK(status != FSDP_OK);
-    if (rank == 1) CHECK_STATUS(status, FSDP_ERR_CORRUPT);
+    if (r->rank == 1) CHECK_STATUS(status, FSDP_ERR_CORRUPT);
     CHECK_MSG(strstr(fsdp_last_error(x.w), "all_gather (gather) of unit 'unit0'"), "%s",
               fsdp_last_error(x.w));
-    (void)fsdp_shutdown(x.w);
 }
-TEST(edges, failed_custom_comm_is_named) { on_threads(2, custom_fails); }
+TEST(edges, failed_custom_comm_is_named) { lab_run(2, NULL, custom_fails, NULL); }
 
 /* Freezing takes the layout back; a reset before the next one is made resets all the same. */
-TEST(edges, reset_without_a_layout) {
+static void reset_without_a_layout(lab_rank *r) {
     fsdp_param_desc p[2] = {fsdp_vec("a", 8), fsdp_vec("b", 8)};
     fsdp_param_view v;
     rig x;
-    rig_open(&x, 0, 1, NULL, NULL, p, 2);
+    rig_open(&x, r->w, NULL, p, 2);
     forward(&x);
     CALL(x.w, fsdp_pre_backward(x.u));
     for (int i = 0; i < 2; i++) ((float *)fsdp_grad(x.u, i))[0] += 1;
@@ -219,16 +173,16 @@ TEST(edges, reset_without_a_layout) {
     CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
     CHECK(v.shard_grad == NULL);
     CHECK_STATUS(fsdp_pre_backward(x.u), FSDP_ERR_INVALID_STATE);
-    CHECK_OK(fsdp_shutdown(x.w));
 }
+TEST(edges, reset_without_a_layout) { lab_run(1, NULL, reset_without_a_layout, NULL); }
 
 /* A frozen parameter loses its gradient at once, whether or not a layout is made in between. */
-TEST(edges, freezing_drops_the_gradient) {
+static void freezing_drops_the_gradient(lab_rank *r) {
     for (int commits = 0; commits < 2; commits++) {
         fsdp_param_desc p = fsdp_vec("a", 8);
         fsdp_param_view v;
         rig x;
-        rig_open(&x, 0, 1, NULL, NULL, &p, 1);
+        rig_open(&x, r->w, NULL, &p, 1);
         forward(&x);
         CALL(x.w, fsdp_pre_backward(x.u));
         ((float *)fsdp_grad(x.u, 0))[0] += 1;
@@ -239,19 +193,20 @@ TEST(edges, freezing_drops_the_gradient) {
         CALL(x.w, fsdp_set_requires_grad(x.u, 0, 1));
         CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
         CHECK(v.shard_grad == NULL);
-        CHECK_OK(fsdp_shutdown(x.w));
+        fsdp_model_destroy(x.m);
     }
 }
+TEST(edges, freezing_drops_the_gradient) { lab_run(1, NULL, freezing_drops_the_gradient, NULL); }
 
 /* A NaN norm makes gradients NaN, but neither padding nor what has no gradient. */
-static void nan_norm(int rank, int world, void *threads) {
+static void nan_norm(lab_rank *r) {
     fsdp_param_desc p[2] = {fsdp_vec("used", 3), fsdp_vec("unused", 5)};
     fsdp_flat flat;
     fsdp_param_view v;
     double norm;
     uint32_t bits = 0x7FC00000u;
     rig x;
-    rig_open(&x, rank, world, threads, NULL, p, 2);
+    rig_open(&x, r->w, NULL, p, 2);
     forward(&x);
     CALL(x.w, fsdp_pre_backward(x.u));
     memcpy(fsdp_grad(x.u, 0), &bits, sizeof bits);
@@ -266,19 +221,18 @@ static void nan_norm(int rank, int world, void *threads) {
         int is_mine = g >= mine && g < mine + v.numel;
         CHECK_EQ_INT(h_non_finite((double)*g), is_mine ? 2 : 0);
     }
-    CHECK_OK(fsdp_shutdown(x.w));
 }
-TEST(edges, nan_norm_keeps_padding) { on_threads(2, nan_norm); }
+TEST(edges, nan_norm_keeps_padding) { lab_run(2, NULL, nan_norm, NULL); }
 
 /* f16: what waits for its reduction has been divided already; a new factor must not divide it by
    another power of two. */
-static void factor_in_between(int rank, int world, void *threads) {
+static void factor_in_between(lab_rank *r) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_desc p = fsdp_vec("a", 8);
     fsdp_param_view v;
     rig x;
     md.reduce_dtype = FSDP_F16;
-    rig_open(&x, rank, world, threads, &md, &p, 1);
+    rig_open(&x, r->w, &md, &p, 1);
     for (int micro = 0; micro < 2; micro++) {
         CALL(x.w, fsdp_set_requires_gradient_sync(x.m, NULL, micro));
         CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, micro ? 64 : 4));
@@ -290,26 +244,24 @@ static void factor_in_between(int rank, int world, void *threads) {
     }
     CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
     for (int64_t k = 0; k < v.numel; k++)
-        CHECK(((const float *)v.shard_grad)[k] == 2 * 32.0f * (float)world / 64);
-    CHECK_OK(fsdp_shutdown(x.w));
+        CHECK(((const float *)v.shard_grad)[k] == 2 * 32.0f * (float)r->size / 64);
 }
-TEST(edges, divide_factor_between_microbatches) { on_threads(2, factor_in_between); }
+TEST(edges, divide_factor_between_microbatches) { lab_run(2, NULL, factor_in_between, NULL); }
 
 /* Ranks that divide by different factors would drift apart. */
-static void factors_differ(int rank, int world, void *threads) {
+static void factors_differ(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("a", 8);
     rig x;
-    rig_open(&x, rank, world, threads, NULL, &p, 1);
-    CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, rank ? 3 : 2));
+    rig_open(&x, r->w, NULL, &p, 1);
+    CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, r->rank ? 3 : 2));
     forward(&x);
     CALL(x.w, fsdp_pre_backward(x.u));
     (void)fsdp_post_backward(x.u);
     CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_MISMATCH);
-    (void)fsdp_shutdown(x.w);
 }
-TEST(edges, divide_factors_must_agree) { on_threads(2, factors_differ); }
+TEST(edges, divide_factors_must_agree) { lab_run(2, NULL, factors_differ, NULL); }
 
-TEST(edges, keep_forward_inputs) {
+static void keep_forward_inputs(lab_rank *r) {
     for (int keep = 0; keep < 2; keep++) {
         fsdp_model_desc md = FSDP_ZERO;
         fsdp_param_desc p = fsdp_vec("a", 8);
@@ -319,22 +271,23 @@ TEST(edges, keep_forward_inputs) {
         rig x;
         md.param_dtype = FSDP_BF16;
         md.keep_forward_inputs = keep;
-        rig_open(&x, 0, 1, NULL, &md, &p, 1);
+        rig_open(&x, r->w, &md, &p, 1);
         const void *got = fsdp_cast_forward_input(x.u, dst, src, &dtype, 2);
         CHECK(got == (keep ? (const void *)src : (const void *)dst));
         CHECK_EQ_INT(dtype, keep ? FSDP_F32 : FSDP_BF16);
-        CHECK_OK(fsdp_shutdown(x.w));
+        fsdp_model_destroy(x.m);
     }
 }
+TEST(edges, keep_forward_inputs) { lab_run(1, NULL, keep_forward_inputs, NULL); }
 
 /* ---- the same on any number of ranks --------------------------------------------------------- */
 
 /* A view has no gradient before finalize: one rank could show it, more could not. */
-static void gradient_of_views(int rank, int world, void *threads) {
+static void gradient_of_views(lab_rank *r) {
     fsdp_param_desc p = fsdp_mat("w", 6, 4);
     fsdp_param_view v;
     rig x;
-    rig_open(&x, rank, world, threads, NULL, &p, 1);
+    rig_open(&x, r->w, NULL, &p, 1);
     for (int step = 0; step < 3; step++) { /* in the third one gradients of the second are kept */
         forward(&x);
         CALL(x.w, fsdp_pre_backward(x.u));
@@ -353,10 +306,9 @@ static void gradient_of_views(int rank, int world, void *threads) {
         CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
         CHECK(!v.shard_grad == !step);
     }
-    CALL(NULL, fsdp_shutdown(x.w));
 }
 TEST(edges, no_gradient_before_finalize) {
-    for (int world = 1; world < 4; world++) on_threads(world, gradient_of_views);
+    for (int world = 1; world < 4; world++) lab_run(world, NULL, gradient_of_views, NULL);
 }
 
 /* An invariant that does not hold is told with the rank and where, and ends the world. */

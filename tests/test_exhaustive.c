@@ -445,11 +445,10 @@ static fiber_comm *fiber_of(fsdp_comm *comm) { return (fiber_comm *)(void *)comm
 /* Joins the group of this split and color, which the first rank to come makes. */
 static fiber_comm *fiber_join(const fiber_group *parent, int nth, int color, int size, int index) {
     fiber_group *g = hub->groups;
-    fiber_comm *c = (fiber_comm *)calloc(1, sizeof *c);
+    fiber_comm *c = (fiber_comm *)lab_zeros(1, sizeof *c);
     while (g && (g->parent != parent || g->nth != nth || g->color != color)) g = g->next;
     if (!g) {
-        g = (fiber_group *)calloc(1, sizeof *g);
-        CHECK(g != NULL);
+        g = (fiber_group *)lab_zeros(1, sizeof *g);
         g->parent = parent;
         g->nth = nth;
         g->color = color;
@@ -457,7 +456,7 @@ static fiber_comm *fiber_join(const fiber_group *parent, int nth, int color, int
         g->next = hub->groups;
         hub->groups = g;
     }
-    CHECK(c != NULL && g->size == size && !g->member[index]);
+    CHECK(g->size == size && !g->member[index]);
     g->member[index] = c;
     g->joined++;
     c->group = g;
@@ -649,14 +648,14 @@ static fsdp_status fiber_coll(fsdp_comm *comm, const fsdp_coll *coll) {
 
 static fsdp_status fiber_alloc(fsdp_comm *world, size_t size, void **ptr) {
     fiber_comm *c = fiber_of(world);
-    c->history = b_hash(c->history, size, 1);
+    c->history = lab_hash(c->history, size, 1, 0);
     c->live++;
     *ptr = calloc(1, size + 1);
     return *ptr ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
 }
 static void fiber_free(fsdp_comm *world, void *ptr, size_t size) {
     fiber_comm *c = fiber_of(world);
-    c->history = b_hash(c->history, size, 2);
+    c->history = lab_hash(c->history, size, 2, 0);
     c->live -= ptr != NULL;
     free(ptr);
 }
@@ -798,7 +797,7 @@ static void play(int player, int players, void *arg) {
     signal(SIGABRT, on_crash);
     for (int n = 1; n <= B_RANKS; n++) open_hub(n);
     for (int64_t k = w->from; k < w->end; k++) {
-        uint64_t h = b_hash((uint64_t)k, h_seed(), 23);
+        uint64_t h = lab_hash((uint64_t)k, h_seed(), 23, 0);
         if (h % w->share || h / w->share % (uint64_t)players != (uint64_t)player) continue;
         b_make_case(&c, k, h_seed());
         b_make_truth(&c, &truth);
@@ -858,11 +857,10 @@ static void thread_rank(int rank, int ranks, void *arg) {
     fsdp_comm_ops plain = w_plain();
     const fsdp_comm_ops *const ops[2] = {NULL, &plain};
     fsdp_world_desc d = w_desc(rank, ranks, NULL, "exhaustive", 0);
-    rank_state *x = (rank_state *)calloc(1, sizeof *x);
-    b_case *c = (b_case *)calloc(1, sizeof *c);
-    b_truth *truth = (b_truth *)calloc(1, sizeof *truth);
+    rank_state *x = (rank_state *)lab_zeros(1, sizeof *x);
+    b_case *c = (b_case *)lab_zeros(1, sizeof *c);
+    b_truth *truth = (b_truth *)lab_zeros(1, sizeof *truth);
     int64_t only = only_case(), k = only >= 0 ? only : b_grid_size();
-    CHECK(x && c && truth);
     x->rank = rank;
     x->ranks = ranks;
     open_worlds(x, &d, ops, w->threads);
@@ -888,8 +886,7 @@ static void run_threads(int ranks, int64_t cases) {
     memset(&w, 0, sizeof w);
     w.threads[0].size = w.threads[1].size = ranks;
     w.cases = cases;
-    w.seen = (coverage *)calloc(1, sizeof *w.seen);
-    CHECK(w.seen != NULL);
+    w.seen = (coverage *)lab_zeros(1, sizeof *w.seen);
     h_ranks_thread(ranks, thread_rank, &w);
     report(w.seen, 0, h_now_ms() - start);
     free(w.seen);

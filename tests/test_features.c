@@ -9,45 +9,21 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> /* fabs, pow */
-#include "lab.h"
+#include "lab_net.h"
 #include "sim.h"
 
-enum { UNITS = 3, PARAMS = 4, ALL = UNITS * PARAMS, MOST = 640, RANKS = 4 };
+enum { UNITS = 3, PARAMS = 4, ALL = UNITS * PARAMS, MOST = LAB_NUMEL, RANKS = 4 };
 
 /* Uneven, empty on some ranks, without elements, sharded by columns, more than one block. */
-typedef struct shape {
-    int ndim, dim;
-    int64_t d[3];
-} shape;
-static const shape net[UNITS][PARAMS] = {
-    {{2, 0, {7, 5, 1}}, {1, 0, {3, 1, 1}}, {2, 1, {6, 4, 1}}, {1, 0, {0, 1, 1}}},
-    {{2, 0, {40, 16, 1}}, {1, 0, {1, 1, 1}}, {1, 0, {17, 1, 1}}, {1, 0, {8, 1, 1}}},
-    {{3, 0, {9, 2, 3}}, {1, 0, {5, 1, 1}}, {2, 1, {2, 9, 1}}, {1, 0, {64, 1, 1}}}};
+static const lab_param net_rows[ALL] = {
+    {0, "p0", FSDP_F32, 0, 0, 2, 0, {7, 5}},    {0, "p1", FSDP_F32, 0, 0, 1, 0, {3}},
+    {0, "p2", FSDP_F32, 0, 0, 2, 1, {6, 4}},    {0, "p3", FSDP_F32, 0, 0, 1, 0, {0}},
+    {1, "p0", FSDP_F32, 0, 0, 2, 0, {40, 16}},  {1, "p1", FSDP_F32, 0, 0, 1, 0, {1}},
+    {1, "p2", FSDP_F32, 0, 0, 1, 0, {17}},      {1, "p3", FSDP_F32, 0, 0, 1, 0, {8}},
+    {2, "p0", FSDP_F32, 0, 0, 3, 0, {9, 2, 3}}, {2, "p1", FSDP_F32, 0, 0, 1, 0, {5}},
+    {2, "p2", FSDP_F32, 0, 0, 2, 1, {2, 9}},    {2, "p3", FSDP_F32, 0, 0, 1, 0, {64}}};
+static const lab_net net = {net_rows, ALL, UNITS};
 static const char *const unit_names[UNITS] = {"first", "middle", "last"};
-
-static int64_t numel_of(int u, int i) {
-    const shape *s = &net[u][i];
-    int64_t numel = 1;
-    for (int k = 0; k < s->ndim; k++) numel *= s->d[k];
-    return numel;
-}
-
-static double get(const void *a, fsdp_dtype dtype, int64_t i) {
-    double x;
-    CHECK_OK(fsdp_convert(&x, FSDP_F64, (const char *)a + i * (int64_t)fsdp_dtype_size(dtype),
-                          dtype, 1));
-    return x;
-}
-static void put(void *a, fsdp_dtype dtype, int64_t i, double x) {
-    CHECK_OK(fsdp_convert((char *)a + i * (int64_t)fsdp_dtype_size(dtype), dtype, &x, FSDP_F64, 1));
-}
-static double from_bits(uint64_t u) {
-    double x;
-    memcpy(&x, &u, sizeof x);
-    return x;
-}
-#define INF          from_bits(0x7FF0000000000000u)
-#define NOT_A_NUMBER from_bits(0x7FF8000000000000u)
 
 /* ---- one rank's test ------------------------------------------------------------------------- */
 
@@ -62,8 +38,6 @@ typedef struct config { /* of a run; the same on all ranks */
     const fsdp_comm_ops *comm_ops;
     const fsdp_device_ops *device_ops;
     void (*body)(job *j);
-    fsdp_threads threads;
-    w_heap heap[RANKS];
     uint64_t digest[RANKS]; /* of what came out: runs that must agree bit by bit */
 } config;
 
@@ -73,44 +47,20 @@ struct job {
     w_heap *heap;
     fsdp_world *w;
     fsdp_mesh *mesh;
-    fsdp_model *model;
-    fsdp_unit *unit[UNITS];
-    /* The brute-force model. */
-    float full[ALL][MOST], grad[ALL][MOST], sum[ALL][MOST];
-    int frozen[ALL], has[ALL], pending[ALL], step;
-    int born_frozen[ALL];
+    lab_built m;
+    lab_truth t;
+    int step, born_frozen[ALL];
     int no_data; /* fsdp_data is not looked at */
     /* Seen. */
-    fsdp_op *ops;
-    int num_ops, cap_ops;
+    lab_log log;
 };
-
-static int saw(void *user, fsdp_model *model, fsdp_op *op) {
-    job *j = (job *)user;
-    (void)model;
-    if (j->num_ops == j->cap_ops) {
-        j->cap_ops = j->cap_ops ? 2 * j->cap_ops : 256;
-        j->ops = (fsdp_op *)realloc(j->ops, (size_t)j->cap_ops * sizeof *j->ops);
-        CHECK(j->ops != NULL);
-    }
-    j->ops[j->num_ops++] = *op;
-    return 0;
-}
 
 /* Ops with this kind and label (negative: any) of a unit (NULL: any), from number `from` on. */
 static int count_ops(const job *j, int from, int kind, int label, const fsdp_unit *unit) {
-    int count = 0;
-    for (int n = from; n < j->num_ops; n++)
-        count += (kind < 0 || j->ops[n].kind == kind) && (label < 0 || j->ops[n].label == label) &&
-                 (!unit || j->ops[n].unit == unit);
-    return count;
+    return lab_count_ops(&j->log, from, kind, label, unit);
 }
 static int next_op(const job *j, int from, int kind, int label, const fsdp_unit *unit) {
-    for (int n = from; n < j->num_ops; n++)
-        if ((kind < 0 || j->ops[n].kind == kind) && (label < 0 || j->ops[n].label == label) &&
-            (!unit || j->ops[n].unit == unit))
-            return n;
-    return -1;
+    return lab_next_op(&j->log, from, kind, label, unit);
 }
 static int gathers(const job *j, int from, const fsdp_unit *unit) {
     return count_ops(j, from, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, unit);
@@ -135,53 +85,34 @@ static float gradient(int p, int64_t k, int rank, int step) {
 
 static void fill_rows(void *user, const fsdp_param_view *block) {
     (void)user;
-    int p = *(const int *)block->user;
+    int p = lab_row_of(&net, block);
     for (int64_t k = 0; k < block->numel; k++)
-        put(block->data, block->dtype, k, (double)initial(p, fsdp_view_index(block, k)));
+        lab_put(block->data, block->dtype, k, (double)initial(p, fsdp_view_index(block, k)));
 }
 
-static int ordinals[ALL] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11};
-
 static fsdp_unit *add_unit(job *j, int u, fsdp_unit_desc *ud) {
-    fsdp_param_desc d[PARAMS];
-    fsdp_unit *out = NULL;
-    memset(d, 0, sizeof d);
-    for (int i = 0; i < PARAMS; i++) {
-        int p = u * PARAMS + i;
-        d[i].ndim = net[u][i].ndim, d[i].shard_dim = net[u][i].dim;
-        memcpy(d[i].shape, net[u][i].d, sizeof net[u][i].d);
-        d[i].frozen = j->born_frozen[p];
-        d[i].user = &ordinals[p];
-        if (j->c->extension && (u + i) % 2 == 0) d[i].extension = j->c->extension;
-    }
-    ud->params = d, ud->num_params = PARAMS, ud->name = unit_names[u];
+    fsdp_param_desc d[LAB_PARAMS];
+    const int count = lab_descs(&j->m, u, d);
+    for (int i = 0; i < count && j->c->extension; i++)
+        if ((u + i) % 2 == 0) d[i].extension = j->c->extension;
+    ud->name = unit_names[u];
     ud->reshard_after_forward = j->c->reshard[u];
-    CALL(j->w, fsdp_fully_shard(j->model, ud, &out));
-    return out;
+    return lab_unit(j->w, j->m.model, ud, d, count);
 }
 
 static void make_reference(job *j) {
-    for (int p = 0; p < ALL; p++) {
-        j->frozen[p] = j->born_frozen[p];
-        for (int64_t k = 0; k < numel_of(p / PARAMS, p % PARAMS); k++)
-            j->full[p][k] = initial(p, k);
-    }
+    memcpy(j->m.frozen, j->born_frozen, sizeof j->born_frozen);
+    for (int p = 0; p < ALL; p++)
+        for (int64_t k = 0; k < lab_numel_of(&net, p); k++) j->t.weight[p][k] = initial(p, k);
 }
 
 static void make_empty_model(job *j) {
-    fsdp_extension watcher = FSDP_ZERO;
-    watcher.op = saw;
     fsdp_model_desc md = j->c->md;
-    watcher.user = j;
-    if (j->c->mesh == MESH_HSDP && !j->mesh) {
-        fsdp_mesh_desc d = FSDP_ZERO;
-        d.ndim = 2, d.shape[0] = 2, d.shape[1] = j->n / 2;
-        d.names[0] = "replicate", d.names[1] = "shard";
-        CALL(j->w, fsdp_mesh_create(j->w, &d, &j->mesh));
-    }
+    if (j->c->mesh == MESH_HSDP && !j->mesh) j->mesh = lab_hsdp(j->w, 2, j->n / 2);
     md.mesh = j->mesh;
-    CALL(j->w, fsdp_model_create(j->w, &md, &j->model));
-    CALL(j->w, fsdp_attach(j->model, &watcher));
+    lab_begin(&j->m, &net, j->w);
+    j->m.model = lab_model(j->w, &md);
+    lab_watch(&j->log, j->w, j->m.model);
     make_reference(j);
 }
 
@@ -189,33 +120,20 @@ static void make_model(job *j) {
     make_empty_model(j);
     for (int u = 0; u < UNITS; u++) {
         fsdp_unit_desc ud = FSDP_ZERO;
-        j->unit[u] = add_unit(j, u, &ud);
+        j->m.unit[u] = add_unit(j, u, &ud);
     }
-    CALL(j->w, fsdp_init_params(j->model, fill_rows, NULL));
+    CALL(j->w, fsdp_init_params(j->m.model, fill_rows, NULL));
 }
 
-/* What fsdp_data has to show: the parameter, rounded to param_dtype. */
 static void check_data(job *j, int u) {
-    for (int i = 0; i < PARAMS && !j->no_data; i++) {
-        fsdp_dtype dtype = j->c->md.param_dtype ? j->c->md.param_dtype : FSDP_F32;
-        int p = u * PARAMS + i;
-        const void *data = fsdp_data(j->unit[u], i);
-        CHECK(data != NULL);
-        for (int64_t k = 0; k < numel_of(u, i); k++) {
-            char want[8];
-            put(want, dtype, 0, (double)j->full[p][k]);
-            W_CHECK(!memcmp(want, (const char *)data + (size_t)k * fsdp_dtype_size(dtype),
-                            fsdp_dtype_size(dtype)),
-                    "step %d: parameter %d at %lld: %g, expected %g", j->step, p, (long long)k,
-                    get(data, dtype, k), get(want, dtype, 0));
-        }
-    }
+    const fsdp_dtype dtype = j->c->md.param_dtype ? j->c->md.param_dtype : FSDP_F32;
+    if (!j->no_data) lab_check_data(&j->m, &j->t, u, dtype);
 }
 
 static void forward_unit(job *j, int u) {
-    CALL(j->w, fsdp_pre_forward(j->unit[u]));
+    CALL(j->w, fsdp_pre_forward(j->m.unit[u]));
     check_data(j, u);
-    CALL(j->w, fsdp_post_forward(j->unit[u]));
+    CALL(j->w, fsdp_post_forward(j->m.unit[u]));
 }
 static void forward(job *j) {
     for (int u = 0; u < UNITS; u++) forward_unit(j, u);
@@ -226,97 +144,62 @@ static void write_grads(job *j, int u) {
     fsdp_dtype dtype = j->c->md.param_dtype ? j->c->md.param_dtype : FSDP_F32;
     for (int i = 0; i < PARAMS; i++) {
         int p = u * PARAMS + i;
-        if (j->frozen[p]) {
-            CHECK(fsdp_grad(j->unit[u], i) == NULL);
+        if (j->m.frozen[p]) {
+            CHECK(fsdp_grad(j->m.unit[u], i) == NULL);
             continue;
         }
         for (int r = 0; r < j->n; r++)
-            for (int64_t k = 0; k < numel_of(u, i) && used(p, r, j->step); k++)
-                j->sum[p][k] += gradient(p, k, r, j->step);
-        if (anybody(j, p)) j->pending[p] = 1;
+            for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i) && used(p, r, j->step); k++)
+                j->t.kept[p][k] += (double)gradient(p, k, r, j->step);
+        if (anybody(j, p)) j->t.has_kept[p] = 1;
         if (!used(p, j->rank, j->step)) continue;
-        void *g = fsdp_grad(j->unit[u], i);
+        void *g = fsdp_grad(j->m.unit[u], i);
         CHECK(g != NULL);
-        for (int64_t k = 0; k < numel_of(u, i); k++)
-            put(g, dtype, k, get(g, dtype, k) + (double)gradient(p, k, j->rank, j->step));
+        for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i); k++)
+            lab_put(g, dtype, k, lab_get(g, dtype, k) + (double)gradient(p, k, j->rank, j->step));
     }
 }
 
 /* The model's reduction of a unit. */
 static void reduced(job *j, int u) {
-    for (int p = u * PARAMS; p < (u + 1) * PARAMS; p++) {
-        volatile float inverse = 1.0f / (float)j->n;
-        if (j->frozen[p] || !j->pending[p]) continue;
-        for (int64_t k = 0; k < MOST; k++) {
-            volatile float mean = j->sum[p][k] * inverse, old = j->has[p] ? j->grad[p][k] : 0;
-            j->grad[p][k] = j->has[p] ? old + mean : mean;
-            j->sum[p][k] = 0;
-        }
-        j->has[p] = 1, j->pending[p] = 0;
-    }
+    for (int p = u * PARAMS; p < (u + 1) * PARAMS; p++)
+        if (!j->m.frozen[p] && j->t.has_kept[p]) lab_reduce(&j->t, &net, p, j->n, 0);
 }
 
 static void backward_unit(job *j, int u) {
-    CALL(j->w, fsdp_pre_backward(j->unit[u]));
+    CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
     check_data(j, u);
     write_grads(j, u);
-    CALL(j->w, fsdp_post_backward(j->unit[u]));
+    CALL(j->w, fsdp_post_backward(j->m.unit[u]));
     reduced(j, u);
 }
 static void backward(job *j) {
     for (int u = UNITS - 1; u >= 0; u--) backward_unit(j, u);
-    CALL(j->w, fsdp_finalize_backward(j->model));
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
+}
+
+/* One whose gradients are not reduced, or not over all ranks: the model goes on adding. */
+static void backward_kept(job *j) {
+    for (int u = UNITS - 1; u >= 0; u--) {
+        CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
+        write_grads(j, u);
+        CALL(j->w, fsdp_post_backward(j->m.unit[u]));
+    }
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
 }
 
 static const fsdp_sgd_hyper sgd = {0.0625, 0, 0, 0, 0, 0, 1};
 
-/* Shard gradients are the model's, bit by bit; none where it has none. */
-static void check_grads(job *j) {
-    fsdp_param_view v = FSDP_ZERO;
-    while (fsdp_next_param(j->model, &v)) {
-        int p = *(const int *)v.user;
-        W_CHECK((v.shard_grad != NULL) == (j->has[p] && !j->frozen[p]),
-                "step %d: parameter %d has %s gradient", j->step, p, v.shard_grad ? "a" : "no");
-        W_CHECK(v.requires_grad == !j->frozen[p], "parameter %d", p);
-        for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
-            float want = j->grad[p][fsdp_view_index(&v, k)];
-            W_CHECK(!memcmp(&want, (const float *)v.shard_grad + k, sizeof want),
-                    "step %d: gradient of %d at %lld: %g, expected %g", j->step, p, (long long)k,
-                    (double)((const float *)v.shard_grad)[k], (double)want);
-        }
-    }
-}
-static void check_params(job *j) {
-    fsdp_param_view v = FSDP_ZERO;
-    while (fsdp_next_param(j->model, &v)) {
-        int p = *(const int *)v.user;
-        for (int64_t k = 0; k < v.numel; k++) {
-            float want = j->full[p][fsdp_view_index(&v, k)];
-            W_CHECK(!memcmp(&want, (const float *)v.shard + k, sizeof want),
-                    "step %d: parameter %d at %lld: %g, expected %g", j->step, p, (long long)k,
-                    (double)((const float *)v.shard)[k], (double)want);
-        }
-    }
-}
-
-/* SGD on both sides, then no gradients. */
+static void check_grads(const job *j) { lab_check_grads(&j->m, &j->t); }
+static void check_params(const job *j) { lab_check_params(&j->m, &j->t); }
 static void update_reference(job *j) {
-    for (int p = 0; p < ALL; p++) {
-        if (j->has[p] && !j->frozen[p])
-            fsdp_sgd_update(j->full[p], j->grad[p], NULL, numel_of(p / PARAMS, p % PARAMS), &sgd);
-        j->has[p] = 0;
-    }
+    lab_descend_truth(&j->m, &j->t, (float)sgd.lr);
     j->step++;
 }
 static void update(job *j) {
-    fsdp_param_view v = FSDP_ZERO;
     check_grads(j);
-    while (fsdp_next_param(j->model, &v))
-        if (v.shard_grad)
-            fsdp_sgd_update((float *)v.shard, (const float *)v.shard_grad, NULL, v.numel, &sgd);
-    CALL(j->w, fsdp_params_changed(j->model));
-    CALL(j->w, fsdp_zero_grad(j->model));
-    update_reference(j);
+    lab_update(&j->m, &j->t, (float)sgd.lr);
+    j->step++;
     check_params(j);
 }
 static void train_step(job *j) {
@@ -328,7 +211,7 @@ static void train_step(job *j) {
 static void digest(job *j) {
     fsdp_param_view v = FSDP_ZERO;
     uint64_t h = 1469598103934665603u;
-    while (fsdp_next_param(j->model, &v))
+    while (fsdp_next_param(j->m.model, &v))
         for (size_t k = 0; k < (size_t)v.numel * sizeof(float); k++)
             h = (h ^ ((const unsigned char *)v.shard)[k]) * 1099511628211u;
     j->c->digest[j->rank] = h;
@@ -336,29 +219,23 @@ static void digest(job *j) {
 
 /* ---- starting ranks -------------------------------------------------------------------------- */
 
-static void on_rank(int rank, int world, void *arg) {
-    config *c = (config *)arg;
-    job *j = (job *)calloc(1, sizeof *j);
-    CHECK(j != NULL);
-    fsdp_world_desc d = w_desc(rank, world, &c->threads, "features", c->lanes);
+static void on_rank(lab_rank *r) {
+    config *c = (config *)r->arg;
+    job *j = (job *)lab_zeros(1, sizeof *j);
     snprintf(w_case, sizeof w_case, "rank %d of %d, lanes %d, mesh %d, direct_min %lld, variant %d",
-             rank, world, c->lanes, c->mesh, (long long)c->md.direct_min, c->variant);
-    j->c = c, j->rank = rank, j->n = world, j->heap = &c->heap[rank];
-    w_heap_use(j->heap, &d);
-    d.comm_ops = c->comm_ops;
-    d.device_ops = c->device_ops;
-    CALL(NULL, fsdp_init(&d, &j->w));
+             r->rank, r->size, c->lanes, c->mesh, (long long)c->md.direct_min, c->variant);
+    j->c = c, j->rank = r->rank, j->n = r->size, j->heap = r->heap, j->w = r->w;
     c->body(j);
-    (void)fsdp_shutdown(j->w);
-    free(j->ops);
+    lab_end(r);
+    free(j->log.ops);
     free(j);
 }
 
 static void launch(config *c) {
-    memset(&c->threads, 0, sizeof c->threads);
-    c->threads.size = c->world;
-    h_ranks_thread(c->world, on_rank, c);
-    for (int r = 0; r < c->world; r++) CHECK_EQ_INT(c->heap[r].live, 0);
+    lab_how how = FSDP_ZERO;
+    how.job = "features", how.lanes = c->lanes;
+    how.comm_ops = c->comm_ops, how.device_ops = c->device_ops;
+    lab_run(c->world, &how, on_rank, c);
 }
 
 /* The usual settings: worlds of 1 to 4 with both layouts, HSDP, and lanes. */
@@ -380,13 +257,17 @@ static const setting settings[] = {{1, 0, MESH_1D, 0},
 enum { SETTINGS = sizeof settings / sizeof *settings };
 
 static config *setup(int s, void (*body)(job *j)) {
-    config *c = (config *)calloc(1, sizeof *c);
-    CHECK(c != NULL);
+    config *c = (config *)lab_zeros(1, sizeof *c);
     c->world = settings[s].world, c->lanes = settings[s].lanes, c->mesh = settings[s].mesh;
     c->md.direct_min = settings[s].direct_min;
     c->md.debug = 1;
     c->body = body;
     return c;
+}
+static void launch_at(int s, void (*body)(job *j)) {
+    config *c = setup(s, body);
+    launch(c);
+    free(c);
 }
 static void everywhere(void (*body)(job *j), int variants) {
     for (int s = 0; s < SETTINGS; s++)
@@ -400,18 +281,15 @@ static void everywhere(void (*body)(job *j), int variants) {
 
 /* ---- freeze and thaw ------------------------------------------------------------------------- */
 
-static void set_frozen(job *j, int p, int frozen) {
-    CALL(j->w, fsdp_set_requires_grad(j->unit[p / PARAMS], p % PARAMS, !frozen));
-    j->frozen[p] = frozen;
-}
+static void set_frozen(job *j, int p, int frozen) { lab_freeze(&j->m, p, frozen); }
 
 /* Memory and collectives of a model in which these are frozen, after three steps. */
 static void steady(job *j, fsdp_memory *memory, int *first) {
     train_step(j);
     train_step(j);
-    *first = j->num_ops;
+    *first = j->log.num;
     train_step(j);
-    CALL(j->w, fsdp_model_memory(j->model, memory));
+    CALL(j->w, fsdp_model_memory(j->m.model, memory));
 }
 
 static void check_same_memory(job *j, const fsdp_memory *a, const fsdp_memory *b) {
@@ -432,8 +310,8 @@ static void freeze_when(job *j) {
     int64_t reduce_counts[4] = {0, 0, 0, 0};
     for (int when = 0; when < 4; when++) { /* 3: nothing is frozen */
         int first;
-        fsdp_model_destroy(j->model);
-        j->num_ops = j->step = 0;
+        fsdp_model_destroy(j->m.model);
+        j->log.num = j->step = 0;
         memset(j->born_frozen, 0, sizeof j->born_frozen);
         for (size_t k = 0; k < sizeof which / sizeof *which; k++)
             j->born_frozen[which[k]] = when == 0;
@@ -442,9 +320,10 @@ static void freeze_when(job *j) {
         for (size_t k = 0; k < sizeof which / sizeof *which && (when == 1 || when == 2); k++)
             set_frozen(j, which[k], 1);
         steady(j, &memory[when], &first);
-        for (int n = first; n < j->num_ops; n++)
-            if (j->ops[n].kind == FSDP_OP_REDUCE_SCATTER || j->ops[n].kind == FSDP_OP_ALL_REDUCE)
-                reduce_counts[when] += (int64_t)j->ops[n].count;
+        for (int n = first; n < j->log.num; n++)
+            if (j->log.ops[n].kind == FSDP_OP_REDUCE_SCATTER ||
+                j->log.ops[n].kind == FSDP_OP_ALL_REDUCE)
+                reduce_counts[when] += (int64_t)j->log.ops[n].count;
     }
     check_same_memory(j, &memory[0], &memory[1]);
     check_same_memory(j, &memory[0], &memory[2]);
@@ -458,11 +337,7 @@ static void freeze_when(job *j) {
     CHECK(reduce_counts[0] < reduce_counts[3] || j->n == 1);
 }
 TEST(freeze, when_does_not_matter) {
-    for (int s = 0; s < SETTINGS; s++) {
-        config *c = setup(s, freeze_when);
-        launch(c);
-        free(c);
-    }
+    for (int s = 0; s < SETTINGS; s++) launch_at(s, freeze_when);
 }
 
 /* A unit of which nothing is trained reduces nothing; its forwards and backwards go on. */
@@ -471,12 +346,12 @@ static void freeze_unit(job *j) {
     train_step(j);
     for (int i = 0; i < PARAMS; i++) set_frozen(j, PARAMS + i, 1);
     for (int n = 0; n < 3; n++) {
-        int first = j->num_ops;
+        int first = j->log.num;
         train_step(j);
-        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->unit[1]) +
-                         count_ops(j, first, FSDP_OP_ALL_REDUCE, -1, j->unit[1]),
+        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->m.unit[1]) +
+                         count_ops(j, first, FSDP_OP_ALL_REDUCE, -1, j->m.unit[1]),
                      0);
-        CHECK_EQ_INT(gathers(j, first, j->unit[1]), gathers(j, first, j->unit[0]));
+        CHECK_EQ_INT(gathers(j, first, j->m.unit[1]), gathers(j, first, j->m.unit[0]));
     }
     for (int i = 0; i < PARAMS; i++) set_frozen(j, PARAMS + i, 0);
     train_step(j);
@@ -499,23 +374,23 @@ static void freeze_between(job *j) {
         }
         for (int n = 0; n < 3; n++) {
             int p = (int)(h_rand64(&rng) % ALL);
-            set_frozen(j, p, !j->frozen[p]); /* also twice: then nothing has happened */
+            set_frozen(j, p, !j->m.frozen[p]); /* also twice: then nothing has happened */
         }
         for (int p = 0; p < ALL; p++)
-            if (j->frozen[p]) j->has[p] = 0;
+            if (j->m.frozen[p]) j->t.has[p] = 0;
         check_params(j);
         check_grads(j);
         for (int step = 0; step < 4; step++) {
-            int64_t before = __atomic_load_n(&j->heap->total, __ATOMIC_SEQ_CST);
+            int64_t before = w_allocations(j->heap);
             train_step(j);
-            int64_t more = __atomic_load_n(&j->heap->total, __ATOMIC_SEQ_CST) - before;
+            int64_t more = w_allocations(j->heap) - before;
             W_CHECK(step < 2 || more == 0, "%lld allocations in step %d of a layout",
                     (long long)more, step);
         }
-        CALL(j->w, fsdp_model_flat(j->model, FSDP_F32, &flat));
+        CALL(j->w, fsdp_model_flat(j->m.model, FSDP_F32, &flat));
         for (int p = 0; p < ALL; p++) {
             fsdp_param_view v;
-            CALL(j->w, fsdp_param_at(j->model, p, &v));
+            CALL(j->w, fsdp_param_at(j->m.model, p, &v));
             if (v.requires_grad) trainable += v.numel;
             int inside = (float *)v.shard >= (float *)flat.shards &&
                          (float *)v.shard < (float *)flat.shards + flat.numel;
@@ -533,13 +408,13 @@ static void freeze_again(job *j) {
     make_model(j);
     set_frozen(j, 5, 1);
     train_step(j);
-    for (int p = 0; p < ALL; p++) CALL(j->w, fsdp_param_at(j->model, p, &before[p]));
-    for (int p = 0; p < ALL; p++) set_frozen(j, p, j->frozen[p]);
+    for (int p = 0; p < ALL; p++) CALL(j->w, fsdp_param_at(j->m.model, p, &before[p]));
+    for (int p = 0; p < ALL; p++) set_frozen(j, p, j->m.frozen[p]);
     for (int p = 0; p < ALL; p++) {
-        CALL(j->w, fsdp_param_at(j->model, p, &after));
+        CALL(j->w, fsdp_param_at(j->m.model, p, &after));
         CHECK(after.shard == before[p].shard);
     }
-    int first = j->num_ops;
+    int first = j->log.num;
     train_step(j);
     CHECK_EQ_INT(count_ops(j, first, FSDP_OP_COPY, FSDP_LABEL_MOVE, NULL), 0);
     set_frozen(j, 4, 1); /* and back before anything needs the layout */
@@ -548,69 +423,51 @@ static void freeze_again(job *j) {
 }
 TEST(freeze, again) { everywhere(freeze_again, 1); }
 
-#define REFUSED(call, status_, text)                                                               \
-    do {                                                                                           \
-        CHECK_STATUS(call, status_);                                                               \
-        W_CHECK(strstr(fsdp_last_error(j->w), text), "'%s' has no '%s'", fsdp_last_error(j->w),    \
-                text);                                                                             \
-    } while (0)
-
 static void freeze_refused(job *j) {
     make_model(j);
     train_step(j);
     CHECK_STATUS(fsdp_set_requires_grad(NULL, 0, 1), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_requires_grad(j->unit[0], PARAMS, 1), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_requires_grad(j->unit[0], -1, 0), FSDP_ERR_INVALID_ARG);
-    CALL(j->w, fsdp_pre_forward(j->unit[1]));
-    REFUSED(fsdp_set_requires_grad(j->unit[0], 0, 0), FSDP_ERR_INVALID_STATE, "middle");
-    CALL(j->w, fsdp_post_forward(j->unit[1]));
-    CALL(j->w, fsdp_pre_backward(j->unit[1]));
-    REFUSED(fsdp_set_requires_grad(j->unit[0], 0, 0), FSDP_ERR_INVALID_STATE, "inside backward");
-    CALL(j->w, fsdp_post_backward(j->unit[1]));
-    REFUSED(fsdp_set_requires_grad(j->unit[0], 0, 0), FSDP_ERR_INVALID_STATE, "inside backward");
-    REFUSED(fsdp_finalize_backward(j->model), FSDP_ERR_INVALID_STATE, "middle"); /* told again */
-    CALL(j->w, fsdp_zero_grad(j->model));
+    CHECK_STATUS(fsdp_set_requires_grad(j->m.unit[0], PARAMS, 1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_requires_grad(j->m.unit[0], -1, 0), FSDP_ERR_INVALID_ARG);
+    CALL(j->w, fsdp_pre_forward(j->m.unit[1]));
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0), "middle");
+    CALL(j->w, fsdp_post_forward(j->m.unit[1]));
+    CALL(j->w, fsdp_pre_backward(j->m.unit[1]));
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0),
+               "inside backward");
+    CALL(j->w, fsdp_post_backward(j->m.unit[1]));
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0),
+               "inside backward");
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_finalize_backward(j->m.model),
+               "middle"); /* told again */
+    CALL(j->w, fsdp_zero_grad(j->m.model));
     /* Gradients of a microbatch that are not reduced yet. */
-    CALL(j->w, fsdp_set_requires_gradient_sync(j->model, NULL, 0));
+    CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 0));
     forward(j);
-    for (int u = UNITS - 1; u >= 0; u--) {
-        CALL(j->w, fsdp_pre_backward(j->unit[u]));
-        write_grads(j, u);
-        CALL(j->w, fsdp_post_backward(j->unit[u]));
-    }
-    CALL(j->w, fsdp_finalize_backward(j->model));
-    REFUSED(fsdp_set_requires_grad(j->unit[0], 0, 0), FSDP_ERR_INVALID_STATE, "set_requires_grad");
-    CALL(j->w, fsdp_set_requires_gradient_sync(j->model, NULL, 1));
+    backward_kept(j);
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0),
+               "set_requires_grad");
+    CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 1));
     train_step(j); /* reduces both */
     set_frozen(j, 0, 1);
     train_step(j);
 }
 TEST(freeze, refused) {
-    for (int s = 2; s < 4; s++) {
-        config *c = setup(s, freeze_refused);
-        launch(c);
-        free(c);
-    }
+    for (int s = 2; s < 4; s++) launch_at(s, freeze_refused);
 }
 
 /* Integers are stored, but not trained. */
 static void freeze_integers(job *j) {
     fsdp_param_desc d[2] = {fsdp_vec("w", 8), fsdp_vec("i", 8)};
-    fsdp_unit_desc ud = FSDP_ZERO;
     make_empty_model(j);
     d[1].dtype = FSDP_I32, d[1].frozen = 1;
-    ud.params = d, ud.num_params = 2;
-    CALL(j->w, fsdp_fully_shard(j->model, &ud, &j->unit[0]));
-    CHECK_STATUS(fsdp_set_requires_grad(j->unit[0], 1, 1), FSDP_ERR_INVALID_ARG);
-    CALL(j->w, fsdp_set_requires_grad(j->unit[0], 1, 0));
-    CALL(j->w, fsdp_set_requires_grad(j->unit[0], 0, 0));
-    CALL(j->w, fsdp_model_commit(j->model));
+    j->m.unit[0] = lab_unit(j->w, j->m.model, NULL, d, 2);
+    CHECK_STATUS(fsdp_set_requires_grad(j->m.unit[0], 1, 1), FSDP_ERR_INVALID_ARG);
+    CALL(j->w, fsdp_set_requires_grad(j->m.unit[0], 1, 0));
+    CALL(j->w, fsdp_set_requires_grad(j->m.unit[0], 0, 0));
+    CALL(j->w, fsdp_model_commit(j->m.model));
 }
-TEST(freeze, integers) {
-    config *c = setup(2, freeze_integers);
-    launch(c);
-    free(c);
-}
+TEST(freeze, integers) { launch_at(2, freeze_integers); }
 
 /* ---- all-gather extensions ------------------------------------------------------------------- */
 
@@ -667,11 +524,10 @@ static fsdp_status quant_post(void *user, const fsdp_param_view *v, const void *
                               void *full, fsdp_dtype dtype, void *stream) {
     quantiser *q = (quantiser *)user;
     int world = q->ranks[0];
-    int64_t inner = 1, outer = 1, rows = v->shape[v->shard_dim];
+    const int64_t rows = v->shape[v->shard_dim], outer = lab_numel(v->shard_dim, v->shape);
+    const int64_t inner = lab_numel(v->ndim - v->shard_dim - 1, v->shape + v->shard_dim + 1);
     int64_t chunk = rows ? (rows + world - 1) / world : 0;
     (void)stream;
-    for (int i = 0; i < v->shard_dim; i++) outer *= v->shape[i];
-    for (int i = v->shard_dim + 1; i < v->ndim; i++) inner *= v->shape[i];
     __atomic_add_fetch(&q->post[0], 1, __ATOMIC_SEQ_CST);
     for (int r = 0; r < world; r++) {
         const int8_t *from = (const int8_t *)gathered[0] + (int64_t)r * chunk * outer * inner;
@@ -681,8 +537,8 @@ static fsdp_status quant_post(void *user, const fsdp_param_view *v, const void *
         memcpy(&scale, (const char *)gathered[1] + (size_t)r * sizeof scale, sizeof scale);
         for (int64_t o = 0; o < outer; o++)
             for (int64_t k = 0; k < mine * inner; k++)
-                put(full, dtype, (o * rows + start) * inner + k,
-                    (double)((float)from[o * mine * inner + k] * scale));
+                lab_put(full, dtype, (o * rows + start) * inner + k,
+                        (double)((float)from[o * mine * inner + k] * scale));
     }
     return FSDP_OK;
 }
@@ -690,10 +546,9 @@ static fsdp_gather_extension quantised = {quant_sizes, quant_pre, quant_post, &q
 
 /* What a quantised parameter looks like after a gather over `world` shards. */
 static void expect_quantised(const job *j, int p, int world, float *out) {
-    const shape *s = &net[p / PARAMS][p % PARAMS];
-    int64_t inner = 1, outer = 1, rows = s->d[s->dim];
-    for (int i = 0; i < s->dim; i++) outer *= s->d[i];
-    for (int i = s->dim + 1; i < s->ndim; i++) inner *= s->d[i];
+    const lab_param *s = &net.rows[p];
+    const int64_t rows = s->shape[s->shard_dim], outer = lab_numel(s->shard_dim, s->shape);
+    const int64_t inner = lab_numel(s->ndim - s->shard_dim - 1, s->shape + s->shard_dim + 1);
     for (int r = 0; r < world; r++) {
         fsdp_range range;
         float most = 0;
@@ -702,7 +557,7 @@ static void expect_quantised(const job *j, int p, int world, float *out) {
             for (int64_t o = 0; o < outer; o++)
                 for (int64_t k = 0; k < range.count * inner; k++) {
                     int64_t at = (o * rows + range.start) * inner + k;
-                    float x = j->full[p][at], scale = quant_part(most);
+                    float x = j->t.weight[p][at], scale = quant_part(most);
                     if (pass) out[at] = (float)quant_value(x, scale) * scale;
                     else if ((x < 0 ? -x : x) > most) most = x < 0 ? -x : x;
                 }
@@ -715,40 +570,40 @@ static void check_extended(job *j, int u) {
     fsdp_dtype dtype = j->c->md.param_dtype ? j->c->md.param_dtype : FSDP_F32;
     for (int i = 0; i < PARAMS; i++) {
         float want[MOST];
-        const void *data = fsdp_data(j->unit[u], i);
+        const void *data = fsdp_data(j->m.unit[u], i);
         int p = u * PARAMS + i;
         CHECK(data != NULL);
         if ((u + i) % 2 == 0) expect_quantised(j, p, shards_of(j), want);
-        else memcpy(want, j->full[p], sizeof want);
-        for (int64_t k = 0; k < numel_of(u, i); k++) {
+        else memcpy(want, j->t.weight[p], sizeof want);
+        for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i); k++) {
             char rounded[8];
-            put(rounded, dtype, 0, (double)want[k]);
+            lab_put(rounded, dtype, 0, (double)want[k]);
             W_CHECK(!memcmp(rounded, (const char *)data + (size_t)k * fsdp_dtype_size(dtype),
                             fsdp_dtype_size(dtype)),
                     "step %d, parameter %d at %lld: %g, expected %g (%g)", j->step, p, (long long)k,
-                    get(data, dtype, k), get(rounded, dtype, 0), (double)j->full[p][k]);
+                    lab_get(data, dtype, k), lab_get(rounded, dtype, 0), (double)j->t.weight[p][k]);
         }
     }
 }
 
 static void extended_step(job *j) {
-    int first = j->num_ops, extended = 0, expected = 0;
+    int first = j->log.num, extended = 0, expected = 0;
     for (int u = 0; u < UNITS; u++) {
-        CALL(j->w, fsdp_pre_forward(j->unit[u]));
+        CALL(j->w, fsdp_pre_forward(j->m.unit[u]));
         check_extended(j, u);
-        CALL(j->w, fsdp_post_forward(j->unit[u]));
+        CALL(j->w, fsdp_post_forward(j->m.unit[u]));
     }
     for (int u = UNITS - 1; u >= 0; u--) {
-        CALL(j->w, fsdp_pre_backward(j->unit[u]));
+        CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
         check_extended(j, u);
         write_grads(j, u);
-        CALL(j->w, fsdp_post_backward(j->unit[u]));
+        CALL(j->w, fsdp_post_backward(j->m.unit[u]));
         reduced(j, u);
     }
-    CALL(j->w, fsdp_finalize_backward(j->model));
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
     for (int u = 0; u < UNITS; u++) { /* before and after each gather of all shards, once */
-        int pre = count_ops(j, first, FSDP_OP_CALL, FSDP_LABEL_PRE_GATHER, j->unit[u]);
-        int post = count_ops(j, first, FSDP_OP_CALL, FSDP_LABEL_POST_GATHER, j->unit[u]);
+        int pre = count_ops(j, first, FSDP_OP_CALL, FSDP_LABEL_PRE_GATHER, j->m.unit[u]);
+        int post = count_ops(j, first, FSDP_OP_CALL, FSDP_LABEL_POST_GATHER, j->m.unit[u]);
         int members = 0;
         for (int i = 0; i < PARAMS; i++) members += (u + i) % 2 == 0;
         extended += members;
@@ -756,9 +611,10 @@ static void extended_step(job *j) {
         int mode = j->c->reshard[u], again = !mode || mode == 1 || mode == shards_of(j);
         expected = (1 + again) * members;
         W_CHECK(pre == expected, "unit %d: %d calls, expected %d", u, pre, expected);
-        for (int n = first; n < j->num_ops; n++)
-            if (j->ops[n].unit == j->unit[u] && j->ops[n].kind == FSDP_OP_ALL_GATHER) {
-                W_CHECK(j->ops[n].dtype == FSDP_U8 || j->ops[n].group_size == 2, "not bytes");
+        for (int n = first; n < j->log.num; n++)
+            if (j->log.ops[n].unit == j->m.unit[u] && j->log.ops[n].kind == FSDP_OP_ALL_GATHER) {
+                W_CHECK(j->log.ops[n].dtype == FSDP_U8 || j->log.ops[n].group_size == 2,
+                        "not bytes");
             }
     }
     CHECK_EQ_INT(extended, ALL / 2);
@@ -771,8 +627,8 @@ static void extension_body(job *j) {
     for (int n = 0; n < 3; n++) extended_step(j);
     for (int p = 0; p < ALL; p++) { /* the whole parameter, as it is stored */
         float full[MOST];
-        CALL(j->w, fsdp_param_full(j->unit[p / PARAMS], p % PARAMS, full));
-        CHECK_EQ_MEM(full, j->full[p], (size_t)numel_of(p / PARAMS, p % PARAMS) * sizeof(float));
+        CALL(j->w, fsdp_param_full(j->m.unit[p / PARAMS], p % PARAMS, full));
+        CHECK_EQ_MEM(full, j->t.weight[p], (size_t)lab_numel_of(&net, p) * sizeof(float));
     }
     CALL(j->w, fsdp_barrier(j->w));
     W_CHECK(quant.pre[0] > 0 && quant.post[0] > 0, "nobody called");
@@ -807,14 +663,14 @@ static void extension_fails(job *j) {
     fsdp_status status = FSDP_OK;
     for (int n = 0; n < 3 && !status; n++) {
         for (int u = 0; u < UNITS && !status; u++) {
-            status = fsdp_pre_forward(j->unit[u]);
-            if (!status) status = fsdp_post_forward(j->unit[u]);
+            status = fsdp_pre_forward(j->m.unit[u]);
+            if (!status) status = fsdp_post_forward(j->m.unit[u]);
         }
         for (int u = UNITS - 1; u >= 0 && !status; u--) {
-            status = fsdp_pre_backward(j->unit[u]);
-            if (!status) status = fsdp_post_backward(j->unit[u]);
+            status = fsdp_pre_backward(j->m.unit[u]);
+            if (!status) status = fsdp_post_backward(j->m.unit[u]);
         }
-        if (!status) status = fsdp_finalize_backward(j->model);
+        if (!status) status = fsdp_finalize_backward(j->m.model);
     }
     W_CHECK(status != FSDP_OK, "no failure");
     CHECK_STATUS(fsdp_barrier(j->w), status);
@@ -841,24 +697,20 @@ static void extension_refused(job *j) {
     for (int strings = -1; strings < 7; strings++) {
         quant.wide = strings;
         d.extension = &broken;
-        fsdp_status status = fsdp_fully_shard(j->model, &ud, &unit);
+        fsdp_status status = fsdp_fully_shard(j->m.model, &ud, &unit);
         int good = strings >= 1 && strings <= FSDP_GATHER_TENSORS;
         CHECK_STATUS(status, good ? FSDP_OK : FSDP_ERR_INVALID_ARG);
         if (!good) W_CHECK(strstr(fsdp_last_error(j->w), "'p'"), "%s", fsdp_last_error(j->w));
     }
     quant.wide = 2;
     broken.pre_all_gather = NULL;
-    CHECK_STATUS(fsdp_fully_shard(j->model, &ud, &unit), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_fully_shard(j->m.model, &ud, &unit), FSDP_ERR_INVALID_ARG);
     broken = quantised, broken.post_all_gather = NULL;
-    CHECK_STATUS(fsdp_fully_shard(j->model, &ud, &unit), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_fully_shard(j->m.model, &ud, &unit), FSDP_ERR_INVALID_ARG);
     broken = quantised, broken.sizes = NULL;
-    CHECK_STATUS(fsdp_fully_shard(j->model, &ud, &unit), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_fully_shard(j->m.model, &ud, &unit), FSDP_ERR_INVALID_ARG);
 }
-TEST(extension, refused) {
-    config *c = setup(0, extension_refused);
-    launch(c);
-    free(c);
-}
+TEST(extension, refused) { launch_at(0, extension_refused); }
 
 /* ---- hooks ----------------------------------------------------------------------------------- */
 
@@ -873,7 +725,7 @@ static fsdp_status double_sums(void *user, fsdp_unit *unit, void *data, int64_t 
                                fsdp_dtype dtype, void *stream) {
     hooked *h = (hooked *)user;
     (void)stream;
-    CHECK(unit == h->j->unit[h->u] && dtype == FSDP_F32);
+    CHECK(unit == h->j->m.unit[h->u] && dtype == FSDP_F32);
     h->calls++;
     h->numel = numel;
     for (int64_t k = 0; k < numel; k++) {
@@ -890,42 +742,36 @@ static void all_reduce_hook_body(job *j) {
     memset(h, 0, sizeof h);
     for (int u = 0; u < UNITS; u++) {
         h[u].j = j, h[u].u = u;
-        CALL(j->w, fsdp_set_all_reduce_hook(j->unit[u], double_sums, &h[u]));
+        CALL(j->w, fsdp_set_all_reduce_hook(j->m.unit[u], double_sums, &h[u]));
     }
     for (int n = 0; n < 4; n++) {
-        int first = j->num_ops;
+        int first = j->log.num;
         if (n == 2) { /* a microbatch that is not reduced calls nobody */
-            CALL(j->w, fsdp_set_requires_gradient_sync(j->model, NULL, 0));
+            CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 0));
             forward(j);
-            for (int u = UNITS - 1; u >= 0; u--) {
-                CALL(j->w, fsdp_pre_backward(j->unit[u]));
-                write_grads(j, u);
-                CALL(j->w, fsdp_post_backward(j->unit[u]));
-            }
-            CALL(j->w, fsdp_finalize_backward(j->model));
+            backward_kept(j);
             for (int u = 0; u < UNITS; u++) CHECK_EQ_INT(h[u].calls, 2);
-            CALL(j->w, fsdp_set_requires_gradient_sync(j->model, NULL, 1));
+            CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 1));
         }
         if (n == 3)
             for (int u = 0; u < UNITS; u++)
-                CALL(j->w, fsdp_set_all_reduce_hook(j->unit[u], NULL, NULL));
+                CALL(j->w, fsdp_set_all_reduce_hook(j->m.unit[u], NULL, NULL));
         forward(j);
         backward(j);
         for (int p = 0; p < ALL && n < 3; p++)
-            for (int64_t k = 0; k < MOST; k++) j->grad[p][k] *= 2;
+            for (int64_t k = 0; k < MOST; k++) j->t.grad[p][k] *= 2;
         for (int u = 0; u < UNITS; u++) {
             int64_t rows = 0;
             for (int i = 0; i < PARAMS; i++) {
-                fsdp_param_view v;
-                CALL(j->w, fsdp_param_view_get(j->unit[u], i, &v));
+                fsdp_param_view v = lab_view(j->w, j->m.unit[u], i);
                 rows += v.numel;
             }
             W_CHECK(h[u].numel >= rows, "%lld elements", (long long)h[u].numel);
             CHECK_EQ_INT(h[u].calls, n < 3 ? n + 1 : 3);
-            int reduce = next_op(j, first, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, j->unit[u]);
-            int sum = next_op(j, first, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, j->unit[u]);
-            int hook = next_op(j, first, FSDP_OP_CALL, FSDP_LABEL_ALL_REDUCE_HOOK, j->unit[u]);
-            int out = next_op(j, first, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, j->unit[u]);
+            int reduce = next_op(j, first, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, j->m.unit[u]);
+            int sum = next_op(j, first, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, j->m.unit[u]);
+            int hook = next_op(j, first, FSDP_OP_CALL, FSDP_LABEL_ALL_REDUCE_HOOK, j->m.unit[u]);
+            int out = next_op(j, first, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, j->m.unit[u]);
             W_CHECK(n == 3 ? hook < 0 : hook >= 0 && reduce < hook && sum < hook && hook < out,
                     "reduce %d, replicas %d, hook %d, out %d", reduce, sum, hook, out);
             CHECK((sum >= 0) == (j->c->mesh == MESH_HSDP));
@@ -940,22 +786,18 @@ static void hook_fails(job *j) {
     fsdp_status status;
     make_model(j);
     h.j = j, h.u = 1;
-    CALL(j->w, fsdp_set_all_reduce_hook(j->unit[1], double_sums, &h));
+    CALL(j->w, fsdp_set_all_reduce_hook(j->m.unit[1], double_sums, &h));
     forward(j);
-    (void)fsdp_pre_backward(j->unit[1]);
-    (void)fsdp_post_backward(j->unit[1]);
-    status = fsdp_finalize_backward(j->model);
+    (void)fsdp_pre_backward(j->m.unit[1]);
+    (void)fsdp_post_backward(j->m.unit[1]);
+    status = fsdp_finalize_backward(j->m.model);
     CHECK(h.calls <= 1 && status != FSDP_OK); /* another rank's may have failed before */
     if (j->n == 1) CHECK_STATUS(status, FSDP_ERR_IO);
     if (j->n == 1) CHECK_EQ_INT(h.calls, 1);
-    CHECK_STATUS(fsdp_pre_forward(j->unit[0]), status);
+    CHECK_STATUS(fsdp_pre_forward(j->m.unit[0]), status);
 }
 TEST(hooks, failure) {
-    for (int s = 0; s < 6; s++) {
-        config *c = setup(s, hook_fails);
-        launch(c);
-        free(c);
-    }
+    for (int s = 0; s < 6; s++) launch_at(s, hook_fails);
 }
 
 /* FSDP over pairs, and a hook that sums over the other pairs in its own way: as HSDP. The sum is
@@ -977,45 +819,37 @@ static fsdp_status meet(void *user, fsdp_unit *unit, void *data, int64_t numel, 
     return FSDP_OK;
 }
 static void own_hsdp(job *j) {
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_mesh *whole = NULL;
-    int32_t dim = 1;
-    d.ndim = 2, d.shape[0] = d.shape[1] = 2;
-    CALL(j->w, fsdp_mesh_create(j->w, &d, &whole));
-    CALL(j->w, fsdp_mesh_slice(whole, &dim, 1, &j->mesh));
+    j->mesh = lab_slice(j->w, lab_mesh2(j->w, 2, 2, NULL, NULL), 1);
     make_model(j);
     for (int u = 0; u < UNITS; u++) {
-        CALL(j->w, fsdp_set_all_reduce_hook(j->unit[u], meet, j));
-        CALL(j->w, fsdp_set_gradient_divide_factor(j->model, j->unit[u], 4));
+        CALL(j->w, fsdp_set_all_reduce_hook(j->m.unit[u], meet, j));
+        CALL(j->w, fsdp_set_gradient_divide_factor(j->m.model, j->m.unit[u], 4));
     }
     /* Only the pair tells who used what: all of it is used here, by each rank. */
     for (int n = 0; n < 3; n++) {
         forward(j);
         for (int u = UNITS - 1; u >= 0; u--) {
-            CALL(j->w, fsdp_pre_backward(j->unit[u]));
+            CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
             for (int i = 0; i < PARAMS; i++) {
-                float *g = (float *)fsdp_grad(j->unit[u], i);
+                float *g = (float *)fsdp_grad(j->m.unit[u], i);
                 int p = u * PARAMS + i;
-                for (int64_t k = 0; k < numel_of(u, i); k++) {
+                for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i); k++) {
                     g[k] = gradient(p, k, j->rank, n);
-                    for (int r = 0; r < RANKS; r++) j->sum[p][k] += gradient(p, k, r, n);
+                    for (int r = 0; r < RANKS; r++) j->t.kept[p][k] += (double)gradient(p, k, r, n);
                 }
-                j->pending[p] = 1;
+                j->t.has_kept[p] = 1;
             }
-            CALL(j->w, fsdp_post_backward(j->unit[u]));
+            CALL(j->w, fsdp_post_backward(j->m.unit[u]));
             reduced(j, u);
         }
-        CALL(j->w, fsdp_finalize_backward(j->model));
+        CALL(j->w, fsdp_finalize_backward(j->m.model));
         update(j);
     }
 }
 TEST(hooks, custom_hsdp_all_reduce_hook) {
     CHECK_EQ_INT(pthread_barrier_init(&meeting.all, NULL, RANKS), 0);
-    for (int s = 6; s < 8; s++) {
-        config *c = setup(s, own_hsdp);
-        launch(c);
-        free(c);
-    }
+    for (int s = 6; s < 8; s++) launch_at(s, own_hsdp);
+
     pthread_barrier_destroy(&meeting.all);
 }
 
@@ -1027,11 +861,11 @@ typedef struct inner { /* of one rank */
 } inner;
 static fsdp_status step_in_backward(void *user, const fsdp_param_view *v, void *stream) {
     inner *in = (inner *)user;
-    int p = *(const int *)v->user;
+    int p = lab_row_of(&net, v);
     (void)stream;
     in->calls[p]++;
     CHECK(v->shard_grad != NULL && v->requires_grad && v->grad_dtype == FSDP_F32);
-    CHECK(v->unit == in->j->unit[p / PARAMS] && v->index == p % PARAMS);
+    CHECK(v->unit == in->j->m.unit[p / PARAMS] && v->index == p % PARAMS);
     fsdp_sgd_update((float *)v->shard, (const float *)v->shard_grad, NULL, v->numel, &sgd);
     return in->fail ? FSDP_ERR_IO : FSDP_OK;
 }
@@ -1043,37 +877,32 @@ static void in_backward(job *j) {
     make_model(j);
     set_frozen(j, 9, 1);
     for (int p = 0; p < ALL; p++)
-        CALL(j->w,
-             fsdp_set_post_accumulate_hook(j->unit[p / PARAMS], p % PARAMS, step_in_backward, &in));
+        CALL(j->w, fsdp_set_post_accumulate_hook(j->m.unit[p / PARAMS], p % PARAMS,
+                                                 step_in_backward, &in));
     for (int n = 0; n < 5; n++) {
-        int expected[ALL], first = j->num_ops;
+        int expected[ALL], first = j->log.num;
         memcpy(expected, in.calls, sizeof expected);
         if (j->c->variant) { /* two microbatches: the hook runs when they are reduced */
-            CALL(j->w, fsdp_set_requires_gradient_sync(j->model, NULL, 0));
+            CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 0));
             forward(j);
-            for (int u = UNITS - 1; u >= 0; u--) {
-                CALL(j->w, fsdp_pre_backward(j->unit[u]));
-                write_grads(j, u);
-                CALL(j->w, fsdp_post_backward(j->unit[u]));
-            }
-            CALL(j->w, fsdp_finalize_backward(j->model));
+            backward_kept(j);
             CHECK_EQ_MEM(in.calls, expected, sizeof expected);
-            CALL(j->w, fsdp_set_requires_gradient_sync(j->model, NULL, 1));
+            CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 1));
         }
         forward(j);
         backward(j);
-        for (int p = 0; p < ALL; p++) expected[p] += !j->frozen[p] && j->has[p];
+        for (int p = 0; p < ALL; p++) expected[p] += !j->m.frozen[p] && j->t.has[p];
         for (int p = 0; p < ALL; p++)
             W_CHECK(in.calls[p] == expected[p], "parameter %d: %d calls, expected %d", p,
                     in.calls[p], expected[p]);
         for (int u = 0; u < UNITS; u++) { /* behind everything else of the unit */
-            int hook = next_op(j, first, FSDP_OP_CALL, FSDP_LABEL_GRAD_HOOK, j->unit[u]);
-            W_CHECK(hook >= 0 && next_op(j, hook, -1, FSDP_LABEL_REDUCE, j->unit[u]) < 0 &&
-                        next_op(j, hook, -1, FSDP_LABEL_RED_OUT, j->unit[u]) < 0,
+            int hook = next_op(j, first, FSDP_OP_CALL, FSDP_LABEL_GRAD_HOOK, j->m.unit[u]);
+            W_CHECK(hook >= 0 && next_op(j, hook, -1, FSDP_LABEL_REDUCE, j->m.unit[u]) < 0 &&
+                        next_op(j, hook, -1, FSDP_LABEL_RED_OUT, j->m.unit[u]) < 0,
                     "unit %d: the hook comes too early", u);
         }
         check_grads(j);
-        CALL(j->w, fsdp_zero_grad(j->model));
+        CALL(j->w, fsdp_zero_grad(j->m.model));
         update_reference(j); /* SGD after backward: the same bits */
         check_params(j);
     }
@@ -1086,47 +915,40 @@ static void in_backward_fails(job *j) {
     memset(&in, 0, sizeof in);
     in.j = j, in.fail = 1;
     make_model(j);
-    CALL(j->w, fsdp_set_post_accumulate_hook(j->unit[2], 0, step_in_backward, &in));
+    CALL(j->w, fsdp_set_post_accumulate_hook(j->m.unit[2], 0, step_in_backward, &in));
     forward(j);
-    (void)fsdp_pre_backward(j->unit[2]);
-    CHECK(fsdp_grad(j->unit[2], 0) != NULL);
-    (void)fsdp_post_backward(j->unit[2]);
-    status = fsdp_finalize_backward(j->model);
+    (void)fsdp_pre_backward(j->m.unit[2]);
+    CHECK(fsdp_grad(j->m.unit[2], 0) != NULL);
+    (void)fsdp_post_backward(j->m.unit[2]);
+    status = fsdp_finalize_backward(j->m.model);
     CHECK(status != FSDP_OK);
     if (j->n == 1) CHECK_STATUS(status, FSDP_ERR_IO);
-    CHECK_STATUS(fsdp_pre_forward(j->unit[0]), status);
+    CHECK_STATUS(fsdp_pre_forward(j->m.unit[0]), status);
 }
 TEST(hooks, optimizer_in_backward_fails) {
-    for (int s = 0; s < 6; s++) {
-        config *c = setup(s, in_backward_fails);
-        launch(c);
-        free(c);
-    }
+    for (int s = 0; s < 6; s++) launch_at(s, in_backward_fails);
 }
 
 static void hooks_refused(job *j) {
     make_model(j);
     CHECK_STATUS(fsdp_set_all_reduce_hook(NULL, double_sums, NULL), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_set_post_accumulate_hook(NULL, 0, NULL, NULL), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_post_accumulate_hook(j->unit[0], PARAMS, NULL, NULL),
+    CHECK_STATUS(fsdp_set_post_accumulate_hook(j->m.unit[0], PARAMS, NULL, NULL),
                  FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_post_accumulate_hook(j->unit[0], -1, NULL, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_post_accumulate_hook(j->m.unit[0], -1, NULL, NULL), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_set_custom_all_gather(NULL, NULL, NULL), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_set_custom_reduce_scatter(NULL, NULL, NULL), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_set_custom_all_reduce(NULL, NULL, NULL), FSDP_ERR_INVALID_ARG);
-    CALL(j->w, fsdp_pre_forward(j->unit[0]));
-    CHECK_STATUS(fsdp_set_all_reduce_hook(j->unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
-    CHECK_STATUS(fsdp_set_post_accumulate_hook(j->unit[0], 0, NULL, NULL), FSDP_ERR_INVALID_STATE);
-    CHECK_STATUS(fsdp_set_custom_all_gather(j->unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
-    CHECK_STATUS(fsdp_set_custom_reduce_scatter(j->unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
-    CHECK_STATUS(fsdp_set_custom_all_reduce(j->unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
-    CALL(j->w, fsdp_post_forward(j->unit[0]));
+    CALL(j->w, fsdp_pre_forward(j->m.unit[0]));
+    CHECK_STATUS(fsdp_set_all_reduce_hook(j->m.unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_set_post_accumulate_hook(j->m.unit[0], 0, NULL, NULL),
+                 FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_set_custom_all_gather(j->m.unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_set_custom_reduce_scatter(j->m.unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_set_custom_all_reduce(j->m.unit[0], NULL, NULL), FSDP_ERR_INVALID_STATE);
+    CALL(j->w, fsdp_post_forward(j->m.unit[0]));
 }
-TEST(hooks, refused) {
-    config *c = setup(2, hooks_refused);
-    launch(c);
-    free(c);
-}
+TEST(hooks, refused) { launch_at(2, hooks_refused); }
 
 /* ---- custom collectives ---------------------------------------------------------------------- */
 
@@ -1202,25 +1024,25 @@ static void custom_body(job *j) {
         my[u].world = shards_of(j), my[u].gathers = my[u].scatters = 0;
         my[u].rank = j->c->mesh == MESH_HSDP ? j->rank % shards_of(j) : j->rank;
         int by_sum = (j->c->variant + u) % 2;
-        CALL(j->w, fsdp_set_custom_all_gather(j->unit[u], by_sum ? gather_by_sum : through_gather,
+        CALL(j->w, fsdp_set_custom_all_gather(j->m.unit[u], by_sum ? gather_by_sum : through_gather,
                                               &my[u]));
         if (u != 1)
             CALL(j->w, fsdp_set_custom_reduce_scatter(
-                           j->unit[u], by_sum ? scatter_by_sum : through_scatter, &my[u]));
+                           j->m.unit[u], by_sum ? scatter_by_sum : through_scatter, &my[u]));
     }
     for (int n = 0; n < 4; n++) {
-        int first = j->num_ops, before[UNITS][2];
+        int first = j->log.num, before[UNITS][2];
         for (int u = 0; u < UNITS; u++) before[u][0] = my[u].gathers, before[u][1] = my[u].scatters;
         if (n == 3)
             for (int u = 0; u < UNITS; u++) {
-                CALL(j->w, fsdp_set_custom_all_gather(j->unit[u], NULL, NULL));
-                CALL(j->w, fsdp_set_custom_reduce_scatter(j->unit[u], NULL, NULL));
+                CALL(j->w, fsdp_set_custom_all_gather(j->m.unit[u], NULL, NULL));
+                CALL(j->w, fsdp_set_custom_reduce_scatter(j->m.unit[u], NULL, NULL));
             }
         forward(j);
         backward(j);
         for (int u = 0; u < UNITS; u++) { /* each collective of these kinds, and nothing else */
-            int in = count_ops(j, first, FSDP_OP_ALL_GATHER, -1, j->unit[u]);
-            int out = count_ops(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->unit[u]);
+            int in = count_ops(j, first, FSDP_OP_ALL_GATHER, -1, j->m.unit[u]);
+            int out = count_ops(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->m.unit[u]);
             CHECK_EQ_INT(my[u].gathers - before[u][0], n < 3 ? in : 0);
             CHECK_EQ_INT(my[u].scatters - before[u][1], n < 3 && u != 1 ? out : 0);
             CHECK_EQ_INT(in, shards_of(j) > 1 ? 2 : 0);
@@ -1272,7 +1094,7 @@ static void check_sums(job *j, int u, const summed *s) {
     const float *first = NULL;
     int trained = 0;
     for (int i = 0; i < PARAMS; i++) {
-        CALL(j->w, fsdp_param_view_get(j->unit[u], i, &v[i]));
+        CALL(j->w, fsdp_param_view_get(j->m.unit[u], i, &v[i]));
         if (v[i].requires_grad && (!first || (const float *)v[i].shard < first))
             first = (const float *)v[i].shard;
         trained += v[i].requires_grad;
@@ -1292,26 +1114,20 @@ static void check_sums(job *j, int u, const summed *s) {
 }
 
 static void custom_sums(job *j) {
-    summed *s = (summed *)calloc(UNITS, sizeof *s);
+    summed *s = (summed *)lab_zeros(UNITS, sizeof *s);
     double norm, one = 1;
-    CHECK(s != NULL);
     make_model(j);
     set_frozen(j, 9, 1);
     for (int u = 0; u < UNITS; u += 2)
-        CALL(j->w, fsdp_set_custom_all_reduce(j->unit[u], sum_in_pieces, &s[u]));
+        CALL(j->w, fsdp_set_custom_all_reduce(j->m.unit[u], sum_in_pieces, &s[u]));
     for (int n = 0; n < 5; n++) {
         if (n == 2) { /* sums over the shard group wait for the next microbatch */
-            CALL(j->w, fsdp_set_requires_all_reduce(j->model, NULL, 0));
+            CALL(j->w, fsdp_set_requires_all_reduce(j->m.model, NULL, 0));
             forward(j);
-            for (int u = UNITS - 1; u >= 0; u--) {
-                CALL(j->w, fsdp_pre_backward(j->unit[u]));
-                write_grads(j, u);
-                CALL(j->w, fsdp_post_backward(j->unit[u]));
-            }
-            CALL(j->w, fsdp_finalize_backward(j->model));
-            CALL(j->w, fsdp_set_requires_all_reduce(j->model, NULL, 1));
+            backward_kept(j);
+            CALL(j->w, fsdp_set_requires_all_reduce(j->m.model, NULL, 1));
         }
-        if (n == 4) CALL(j->w, fsdp_set_custom_all_reduce(j->unit[2], NULL, NULL));
+        if (n == 4) CALL(j->w, fsdp_set_custom_all_reduce(j->m.unit[2], NULL, NULL));
         forward(j);
         backward(j);
         for (int u = 0; u < UNITS; u++) {
@@ -1319,9 +1135,9 @@ static void custom_sums(job *j) {
             if (s[u].calls == n + 1) check_sums(j, u, &s[u]);
         }
         /* No other collective is theirs. */
-        CALL(j->w, fsdp_clip_grad_norm(j->model, INF, &norm));
-        CALL(j->w, fsdp_param_full(j->unit[0], 0, NULL));
-        CALL(j->w, fsdp_param_full_grad(j->unit[0], 0, NULL));
+        CALL(j->w, fsdp_clip_grad_norm(j->m.model, LAB_INF, &norm));
+        CALL(j->w, fsdp_param_full(j->m.unit[0], 0, NULL));
+        CALL(j->w, fsdp_param_full_grad(j->m.unit[0], 0, NULL));
         CALL(j->w, fsdp_all_reduce(j->w, NULL, &one, 1, FSDP_F64, FSDP_MAX));
         CHECK_EQ_INT(s[0].calls, n + 1);
         update(j);
@@ -1329,23 +1145,22 @@ static void custom_sums(job *j) {
     free(s);
 }
 static void failing_sums(job *j) {
-    summed *s = (summed *)calloc(1, sizeof *s);
-    CHECK(s != NULL);
+    summed *s = (summed *)lab_zeros(1, sizeof *s);
     s->fail = 1;
     make_model(j);
-    if (j->rank == 0) CALL(j->w, fsdp_set_custom_all_reduce(j->unit[1], sum_in_pieces, s));
+    if (j->rank == 0) CALL(j->w, fsdp_set_custom_all_reduce(j->m.unit[1], sum_in_pieces, s));
     forward(j);
     fsdp_status status = fsdp_barrier(j->w); /* no rank is still in forward when it fails */
     if (!status) {                           /* who leaves the barrier late hears it there */
-        (void)fsdp_pre_backward(j->unit[1]);
-        (void)fsdp_post_backward(j->unit[1]);
-        status = fsdp_finalize_backward(j->model);
+        (void)fsdp_pre_backward(j->m.unit[1]);
+        (void)fsdp_post_backward(j->m.unit[1]);
+        status = fsdp_finalize_backward(j->m.model);
     }
     if (!status) status = fsdp_barrier(j->w); /* a rank that shares no group with it hears it here */
     CHECK_STATUS(status, FSDP_ERR_IO);        /* on all ranks */
     CHECK_MSG(strstr(fsdp_last_error(j->w), "all_reduce (replicas) of unit 'middle'"), "%s",
               fsdp_last_error(j->w));
-    CHECK_STATUS(fsdp_pre_forward(j->unit[0]), status);
+    CHECK_STATUS(fsdp_pre_forward(j->m.unit[0]), status);
     lib_drain(j->w); /* nobody calls the hook any more */
     CHECK_EQ_INT(s->calls, j->rank == 0);
     free(s);
@@ -1353,9 +1168,7 @@ static void failing_sums(job *j) {
 static void with_replicas(void (*body)(job *j)) {
     for (int s = 0; s < SETTINGS; s++) {
         if (settings[s].mesh != MESH_HSDP) continue;
-        config *c = setup(s, body);
-        launch(c);
-        free(c);
+        launch_at(s, body);
     }
 }
 TEST(custom, all_reduce) { with_replicas(custom_sums); }
@@ -1409,8 +1222,8 @@ static int is_pinned(const void *ptr) {
 
 /* Each gather is from a copy of the shard, and each reduction ends with a copy to the gradient. */
 static void check_offload_order(job *j, int first) {
-    for (int n = first; n < j->num_ops; n++) {
-        const fsdp_op *op = &j->ops[n];
+    for (int n = first; n < j->log.num; n++) {
+        const fsdp_op *op = &j->log.ops[n];
         int collective = op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER ||
                          (op->kind == FSDP_OP_ALL_REDUCE && op->label != FSDP_LABEL_CLIP);
         if (collective)
@@ -1422,18 +1235,18 @@ static void check_offload_order(job *j, int first) {
             W_CHECK(is_pinned(op->dst_ptr) && !is_pinned(op->src_ptr), "red_out");
     }
     for (int u = 0; u < UNITS; u++) {
-        int in = next_op(j, first, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, j->unit[u]);
-        int gather = next_op(j, first, FSDP_OP_ALL_GATHER, -1, j->unit[u]);
-        int scatter = next_op(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->unit[u]);
-        int sum = next_op(j, first, FSDP_OP_ALL_REDUCE, -1, j->unit[u]);
-        int out = next_op(j, first, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, j->unit[u]);
+        int in = next_op(j, first, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, j->m.unit[u]);
+        int gather = next_op(j, first, FSDP_OP_ALL_GATHER, -1, j->m.unit[u]);
+        int scatter = next_op(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->m.unit[u]);
+        int sum = next_op(j, first, FSDP_OP_ALL_REDUCE, -1, j->m.unit[u]);
+        int out = next_op(j, first, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, j->m.unit[u]);
         CHECK(in >= 0 && out >= 0);
         W_CHECK(gather < 0 || in < gather, "the gather comes before its copy");
         W_CHECK(scatter < out && sum < out, "the copy to the gradient comes too early");
         CHECK((gather >= 0) == (shards_of(j) > 1) && (scatter >= 0) == (shards_of(j) > 1));
         CHECK((sum >= 0) == (j->c->mesh == MESH_HSDP));
-        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, j->unit[u]), 2);
-        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, j->unit[u]), 1);
+        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_COPY, FSDP_LABEL_COPY_IN, j->m.unit[u]), 2);
+        CHECK_EQ_INT(count_ops(j, first, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, j->m.unit[u]), 1);
     }
 }
 
@@ -1442,16 +1255,16 @@ static void offload_body(job *j) {
     double norm;
     make_model(j);
     for (int n = 0; n < 4; n++) {
-        int first = j->num_ops;
+        int first = j->log.num;
         forward(j);
         backward(j);
         if (j->c->md.cpu_offload) check_offload_order(j, first);
-        CALL(j->w, fsdp_clip_grad_norm(j->model, INF, &norm));
-        if (n == 2) set_frozen(j, 4, 1), j->has[4] = 0;
+        CALL(j->w, fsdp_clip_grad_norm(j->m.model, LAB_INF, &norm));
+        if (n == 2) set_frozen(j, 4, 1), j->t.has[4] = 0;
         if (n == 3) set_frozen(j, 4, 0);
         update(j);
     }
-    CALL(j->w, fsdp_model_memory(j->model, &memory));
+    CALL(j->w, fsdp_model_memory(j->m.model, &memory));
     CALL(j->w, fsdp_barrier(j->w));
     if (j->c->md.cpu_offload) {
         fsdp_param_view v = FSDP_ZERO;
@@ -1459,14 +1272,14 @@ static void offload_body(job *j) {
         int64_t flags = given.bytes[FSDP_MEMORY_PINNED] - want * j->n; /* of use: few */
         W_CHECK(flags > 0 && flags <= 64 * ALL * j->n, "%lld bytes pinned, expected %lld and flags",
                 (long long)given.bytes[FSDP_MEMORY_PINNED], (long long)want * j->n);
-        while (fsdp_next_param(j->model, &v)) W_CHECK(is_pinned(v.shard), "a shard");
+        while (fsdp_next_param(j->m.model, &v)) W_CHECK(is_pinned(v.shard), "a shard");
     } else {
         CHECK(given.bytes[FSDP_MEMORY_PINNED] <= 64 * ALL * j->n); /* flags of use */
     }
     for (int p = 0; p < ALL; p++) {
         float full[MOST];
-        CALL(j->w, fsdp_param_full(j->unit[p / PARAMS], p % PARAMS, full));
-        CHECK_EQ_MEM(full, j->full[p], (size_t)numel_of(p / PARAMS, p % PARAMS) * sizeof(float));
+        CALL(j->w, fsdp_param_full(j->m.unit[p / PARAMS], p % PARAMS, full));
+        CHECK_EQ_MEM(full, j->t.weight[p], (size_t)lab_numel_of(&net, p) * sizeof(float));
     }
     digest(j);
     CALL(j->w, fsdp_barrier(j->w)); /* others still look at what is given */
@@ -1506,9 +1319,7 @@ enum { DEEP = 6 };
 static void make_deep(job *j, fsdp_unit **units, int forward_depth, int backward_depth) {
     for (int u = 0; u < DEEP; u++) {
         fsdp_param_desc d = fsdp_mat("w", 8, 32);
-        fsdp_unit_desc ud = FSDP_ZERO;
-        ud.params = &d, ud.num_params = 1;
-        CALL(j->w, fsdp_fully_shard(j->model, &ud, &units[u]));
+        units[u] = lab_unit(j->w, j->m.model, NULL, &d, 1);
     }
     for (int u = 0; u < DEEP; u++) {
         fsdp_unit *ahead[DEEP], *back[DEEP];
@@ -1533,7 +1344,7 @@ static void deep_backward(job *j, fsdp_unit **units) {
         CHECK(fsdp_data(units[u], 0) && fsdp_grad(units[u], 0));
         CALL(j->w, fsdp_post_backward(units[u]));
     }
-    CALL(j->w, fsdp_finalize_backward(j->model));
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
 }
 
 /* Each unit is gathered once, in this order, and when the k-th is used, the expected number has
@@ -1541,8 +1352,8 @@ static void deep_backward(job *j, fsdp_unit **units) {
 static void check_prefetched(job *j, int first, fsdp_unit **units, int backward, int depth,
                              int budget) {
     int issued = 0, uses = 0, ahead = depth < budget ? depth : budget;
-    for (int n = first; n < j->num_ops; n++) {
-        const fsdp_op *op = &j->ops[n];
+    for (int n = first; n < j->log.num; n++) {
+        const fsdp_op *op = &j->log.ops[n];
         if (op->kind == FSDP_OP_ALL_GATHER) {
             int unit = backward ? DEEP - 1 - issued : issued;
             W_CHECK(issued < DEEP && op->unit == units[unit], "gather %d is of another unit",
@@ -1571,17 +1382,17 @@ static void prefetch_body(job *j) {
     make_empty_model(j);
     make_deep(j, units, depth, depth);
     for (int n = 0; n < 3; n++) {
-        int first = j->num_ops;
+        int first = j->log.num;
         deep_forward(j, units);
         if (sees) check_prefetched(j, first, units, 0, depth, budget);
-        first = j->num_ops;
+        first = j->log.num;
         deep_backward(j, units);
         /* Without a list the implicit prefetch is there where it can hide something. */
         int implicit = depth == 0 && hides;
         if (sees) check_prefetched(j, first, units, 1, implicit ? 1 : depth, budget);
-        CALL(j->w, fsdp_zero_grad(j->model));
+        CALL(j->w, fsdp_zero_grad(j->m.model));
     }
-    CALL(j->w, fsdp_model_memory(j->model, &memory));
+    CALL(j->w, fsdp_model_memory(j->m.model, &memory));
     if (!sees) return;
     int ahead = depth < budget ? depth : budget, base = hides ? 2 : 1;
     W_CHECK(memory.pool_slots[FSDP_POOL_GATHER] <= base + ahead &&
@@ -1614,10 +1425,10 @@ static void no_budget(job *j) {
     make_empty_model(j);
     make_deep(j, units, 2, 2);
     for (int n = 0; n < 2; n++) {
-        int first = j->num_ops;
+        int first = j->log.num;
         deep_forward(j, units);
         check_prefetched(j, first, units, 0, 0, 0);
-        first = j->num_ops;
+        first = j->log.num;
         deep_backward(j, units);
         check_prefetched(j, first, units, 1, 0, 0);
     }
@@ -1714,26 +1525,24 @@ static void prefetch_refused(job *j) {
     fsdp_unit *other_unit = NULL, *list[2];
     fsdp_model *model = NULL;
     make_model(j);
-    model = j->model;
-    list[0] = j->unit[1], list[1] = NULL;
+    model = j->m.model;
+    list[0] = j->m.unit[1], list[1] = NULL;
     CHECK_STATUS(fsdp_set_modules_to_forward_prefetch(NULL, list, 1), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_modules_to_forward_prefetch(j->unit[0], NULL, 1), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_modules_to_forward_prefetch(j->unit[0], list, 2), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_set_modules_to_backward_prefetch(j->unit[0], list, -1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_modules_to_forward_prefetch(j->m.unit[0], NULL, 1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_modules_to_forward_prefetch(j->m.unit[0], list, 2), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_set_modules_to_backward_prefetch(j->m.unit[0], list, -1),
+                 FSDP_ERR_INVALID_ARG);
     make_empty_model(j);
     fsdp_unit_desc ud = FSDP_ZERO;
     other_unit = add_unit(j, 0, &ud);
     list[1] = other_unit;
-    CHECK_STATUS(fsdp_set_modules_to_backward_prefetch(j->unit[0], list, 2), FSDP_ERR_INVALID_ARG);
-    fsdp_model_destroy(j->model);
-    j->model = model;
+    CHECK_STATUS(fsdp_set_modules_to_backward_prefetch(j->m.unit[0], list, 2),
+                 FSDP_ERR_INVALID_ARG);
+    fsdp_model_destroy(j->m.model);
+    j->m.model = model;
     train_step(j);
 }
-TEST(prefetch, refused) {
-    config *c = setup(2, prefetch_refused);
-    launch(c);
-    free(c);
-}
+TEST(prefetch, refused) { launch_at(2, prefetch_refused); }
 
 /* ---- gathers by hand ------------------------------------------------------------------------- */
 
@@ -1743,21 +1552,22 @@ static void no_unshard_in_backward(job *j) {
     for (int n = 0; n < 4; n++) {
         int first, off = n % 2, which = n < 2 ? -1 : 1; /* all units, or one */
         for (int u = 0; u < UNITS; u++)
-            CALL(j->w, fsdp_set_unshard_in_backward(j->model, j->unit[u], 1));
-        CALL(j->w, fsdp_set_unshard_in_backward(j->model, which < 0 ? NULL : j->unit[which], !off));
+            CALL(j->w, fsdp_set_unshard_in_backward(j->m.model, j->m.unit[u], 1));
+        CALL(j->w,
+             fsdp_set_unshard_in_backward(j->m.model, which < 0 ? NULL : j->m.unit[which], !off));
         forward(j);
-        first = j->num_ops;
+        first = j->log.num;
         for (int u = UNITS - 1; u >= 0; u--) {
             int without = off && (which < 0 || which == u);
-            CALL(j->w, fsdp_pre_backward(j->unit[u]));
-            CHECK((fsdp_unit_storage(j->unit[u]) == FSDP_STORAGE_SHARDED) == without);
+            CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
+            CHECK((fsdp_unit_storage(j->m.unit[u]) == FSDP_STORAGE_SHARDED) == without);
             if (!without) check_data(j, u);
             write_grads(j, u);
-            CALL(j->w, fsdp_post_backward(j->unit[u]));
+            CALL(j->w, fsdp_post_backward(j->m.unit[u]));
             reduced(j, u);
-            CHECK_EQ_INT(gathers(j, first, j->unit[u]), shards_of(j) > 1 && !without);
+            CHECK_EQ_INT(gathers(j, first, j->m.unit[u]), shards_of(j) > 1 && !without);
         }
-        CALL(j->w, fsdp_finalize_backward(j->model));
+        CALL(j->w, fsdp_finalize_backward(j->m.model));
         update(j);
     }
 }
@@ -1768,50 +1578,52 @@ static void unshard_ahead(job *j) {
     make_model(j);
     train_step(j);
     for (int n = 0; n < 3; n++) {
-        int first = j->num_ops;
-        for (int u = 0; u < UNITS; u++) CALL(j->w, fsdp_unshard(j->unit[u])); /* all, up front */
+        int first = j->log.num;
+        for (int u = 0; u < UNITS; u++) CALL(j->w, fsdp_unshard(j->m.unit[u])); /* all, up front */
         CHECK_EQ_INT(gathers(j, first, NULL), UNITS * many);
-        for (int u = 0; u < UNITS; u++) CALL(j->w, fsdp_unshard(j->unit[u]));
+        for (int u = 0; u < UNITS; u++) CALL(j->w, fsdp_unshard(j->m.unit[u]));
         for (int u = 0; u < UNITS; u++)
-            CHECK(fsdp_unit_storage(j->unit[u]) == FSDP_STORAGE_IN_FLIGHT &&
-                  fsdp_unit_state(j->unit[u]) == FSDP_STATE_IDLE);
-        CALL(j->w, fsdp_wait(j->unit[1]));
-        CHECK(fsdp_unit_storage(j->unit[1]) == FSDP_STORAGE_UNSHARDED);
+            CHECK(fsdp_unit_storage(j->m.unit[u]) == FSDP_STORAGE_IN_FLIGHT &&
+                  fsdp_unit_state(j->m.unit[u]) == FSDP_STATE_IDLE);
+        CALL(j->w, fsdp_wait(j->m.unit[1]));
+        CHECK(fsdp_unit_storage(j->m.unit[1]) == FSDP_STORAGE_UNSHARDED);
         check_data(j, 1); /* valid before any hook */
-        CALL(j->w, fsdp_wait(j->unit[1]));
+        CALL(j->w, fsdp_wait(j->m.unit[1]));
         forward(j);
         CHECK_EQ_INT(gathers(j, first, NULL), UNITS * many);
         backward(j);
         CHECK_EQ_INT(gathers(j, first, NULL), 2 * UNITS * many);
         update(j);
         for (int u = 0; u < UNITS; u++) { /* nothing to do */
-            CALL(j->w, fsdp_wait(j->unit[u]));
-            CALL(j->w, fsdp_reshard(j->unit[u]));
-            CHECK(fsdp_unit_storage(j->unit[u]) == FSDP_STORAGE_SHARDED);
+            CALL(j->w, fsdp_wait(j->m.unit[u]));
+            CALL(j->w, fsdp_reshard(j->m.unit[u]));
+            CHECK(fsdp_unit_storage(j->m.unit[u]) == FSDP_STORAGE_SHARDED);
         }
         CHECK_EQ_INT(gathers(j, first, NULL), 2 * UNITS * many);
         /* In flight while the parameters change: gathered again, and right. */
-        CALL(j->w, fsdp_unshard(j->unit[0]));
-        CALL(j->w, fsdp_unshard(j->unit[2]));
-        CALL(j->w, fsdp_wait(j->unit[2]));
-        CALL(j->w, fsdp_params_changed(j->model));
-        first = j->num_ops;
+        CALL(j->w, fsdp_unshard(j->m.unit[0]));
+        CALL(j->w, fsdp_unshard(j->m.unit[2]));
+        CALL(j->w, fsdp_wait(j->m.unit[2]));
+        CALL(j->w, fsdp_params_changed(j->m.model));
+        first = j->log.num;
         forward(j);
         CHECK_EQ_INT(gathers(j, first, NULL), UNITS * many);
         backward(j);
         update(j);
         /* Freed by hand between post_forward and backward. */
         for (int u = 0; u < UNITS; u++)
-            CALL(j->w, fsdp_set_reshard_after_forward(j->model, j->unit[u], FSDP_RESHARD_NEVER));
+            CALL(j->w,
+                 fsdp_set_reshard_after_forward(j->m.model, j->m.unit[u], FSDP_RESHARD_NEVER));
         forward(j);
-        first = j->num_ops;
-        CALL(j->w, fsdp_reshard(j->unit[1]));
-        CHECK(fsdp_unit_storage(j->unit[1]) == FSDP_STORAGE_SHARDED);
+        first = j->log.num;
+        CALL(j->w, fsdp_reshard(j->m.unit[1]));
+        CHECK(fsdp_unit_storage(j->m.unit[1]) == FSDP_STORAGE_SHARDED);
         backward(j);
         CHECK_EQ_INT(gathers(j, first, NULL), many);
         update(j);
         for (int u = 0; u < UNITS; u++)
-            CALL(j->w, fsdp_set_reshard_after_forward(j->model, j->unit[u], FSDP_RESHARD_ALWAYS));
+            CALL(j->w,
+                 fsdp_set_reshard_after_forward(j->m.model, j->m.unit[u], FSDP_RESHARD_ALWAYS));
     }
 }
 TEST(unshard, ahead) { everywhere(unshard_ahead, 1); }
@@ -1853,7 +1665,7 @@ static const action interrupted[] = {
 enum { ACTIONS = sizeof interrupted / sizeof *interrupted };
 
 static void act(job *j, action a) {
-    fsdp_unit *u = j->unit[a.unit];
+    fsdp_unit *u = j->m.unit[a.unit];
     fsdp_status status = FSDP_OK;
     switch (a.what) {
     case R_PRE_F: status = fsdp_pre_forward(u); break;
@@ -1863,10 +1675,10 @@ static void act(job *j, action a) {
     case R_UNSHARD: status = fsdp_unshard(u); break;
     case R_WAIT: status = fsdp_wait(u); break;
     case R_RESHARD: status = fsdp_reshard(u); break;
-    case R_FINALIZE: status = fsdp_finalize_backward(j->model); break;
-    case R_CHANGED: status = fsdp_params_changed(j->model); break;
-    case R_SYNC: status = fsdp_set_requires_gradient_sync(j->model, NULL, a.unit); break;
-    case R_ALL_REDUCE: status = fsdp_set_requires_all_reduce(j->model, NULL, a.unit); break;
+    case R_FINALIZE: status = fsdp_finalize_backward(j->m.model); break;
+    case R_CHANGED: status = fsdp_params_changed(j->m.model); break;
+    case R_SYNC: status = fsdp_set_requires_gradient_sync(j->m.model, NULL, a.unit); break;
+    case R_ALL_REDUCE: status = fsdp_set_requires_all_reduce(j->m.model, NULL, a.unit); break;
     case R_GRAD: write_grads(j, a.unit); break;
     default: CHECK(0);
     }
@@ -1876,16 +1688,16 @@ static void act(job *j, action a) {
 static void check_reset(job *j) {
     for (int u = 0; u < UNITS; u++) {
         fsdp_memory own;
-        W_CHECK(fsdp_unit_state(j->unit[u]) == FSDP_STATE_IDLE &&
-                    fsdp_unit_storage(j->unit[u]) == FSDP_STORAGE_SHARDED,
-                "unit %d is in state %d, storage %d", u, fsdp_unit_state(j->unit[u]),
-                fsdp_unit_storage(j->unit[u]));
-        CALL(j->w, fsdp_unit_memory(j->unit[u], &own));
+        W_CHECK(fsdp_unit_state(j->m.unit[u]) == FSDP_STATE_IDLE &&
+                    fsdp_unit_storage(j->m.unit[u]) == FSDP_STORAGE_SHARDED,
+                "unit %d is in state %d, storage %d", u, fsdp_unit_state(j->m.unit[u]),
+                fsdp_unit_storage(j->m.unit[u]));
+        CALL(j->w, fsdp_unit_memory(j->m.unit[u], &own));
         for (int pool = 0; pool < FSDP_POOL_COUNT; pool++)
             W_CHECK(own.pool_slots[pool] == 0, "unit %d holds a slot of %s", u,
                     fsdp_pool_name(pool));
-        CHECK_STATUS(fsdp_post_forward(j->unit[u]), FSDP_ERR_INVALID_STATE);
-        CHECK_STATUS(fsdp_pre_backward(j->unit[u]), FSDP_ERR_INVALID_STATE);
+        CHECK_STATUS(fsdp_post_forward(j->m.unit[u]), FSDP_ERR_INVALID_STATE);
+        CHECK_STATUS(fsdp_pre_backward(j->m.unit[u]), FSDP_ERR_INVALID_STATE);
     }
 }
 
@@ -1901,20 +1713,20 @@ static void reset_body(job *j) {
                 backward(j);
             }
             for (int n = 0; n < stop; n++) act(j, interrupted[n]);
-            CALL(j->w, fsdp_model_reset(j->model));
-            memset(j->has, 0, sizeof j->has), memset(j->pending, 0, sizeof j->pending);
-            memset(j->sum, 0, sizeof j->sum);
+            CALL(j->w, fsdp_model_reset(j->m.model));
+            memset(j->t.has, 0, sizeof j->t.has), memset(j->t.has_kept, 0, sizeof j->t.has_kept);
+            memset(j->t.kept, 0, sizeof j->t.kept);
             check_reset(j);
             check_grads(j);
             check_params(j);
-            CALL(j->w, fsdp_set_requires_gradient_sync(j->model, NULL, 1));
-            CALL(j->w, fsdp_set_requires_all_reduce(j->model, NULL, 1));
+            CALL(j->w, fsdp_set_requires_gradient_sync(j->m.model, NULL, 1));
+            CALL(j->w, fsdp_set_requires_all_reduce(j->m.model, NULL, 1));
             /* It tells of the calls that were refused above. */
-            CHECK_STATUS(fsdp_finalize_backward(j->model), FSDP_ERR_INVALID_STATE);
+            CHECK_STATUS(fsdp_finalize_backward(j->m.model), FSDP_ERR_INVALID_STATE);
             train_step(j);
-            j->num_ops = 0;
+            j->log.num = 0;
         }
-        CALL(j->w, fsdp_model_memory(j->model, &memory));
+        CALL(j->w, fsdp_model_memory(j->m.model, &memory));
         W_CHECK(round == 0 || memory.total_bytes == most, "%lld bytes, then %lld", (long long)most,
                 (long long)memory.total_bytes);
         most = memory.total_bytes;
@@ -1944,8 +1756,8 @@ TEST(long_reset, behind_every_call) { reset_runs(1); }
 
 /* sum |g|^p, or the largest, of what the model knows: the same on all ranks. */
 static double total_of(const job *j, int p, double power, double total) {
-    for (int64_t k = 0; k < numel_of(p / PARAMS, p % PARAMS) && j->has[p]; k++) {
-        double a = fabs((double)j->grad[p][k]);
+    for (int64_t k = 0; k < lab_numel_of(&net, p) && j->t.has[p]; k++) {
+        double a = fabs((double)j->t.grad[p][k]);
         if (power > 1e300) total = a > total ? a : total;
         else total += pow(a, power);
     }
@@ -1961,9 +1773,9 @@ static double norm_of(const job *j, double power) {
 static void check_scaled(job *j, double coefficient) {
     fsdp_param_view v = FSDP_ZERO;
     double worst = 0;
-    while (fsdp_next_param(j->model, &v))
+    while (fsdp_next_param(j->m.model, &v))
         for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
-            double want = (double)j->grad[*(const int *)v.user][fsdp_view_index(&v, k)];
+            double want = (double)j->t.grad[lab_row_of(&net, &v)][fsdp_view_index(&v, k)];
             want *= coefficient;
             double off = fabs((double)((const float *)v.shard_grad)[k] - want);
             if (off > worst * (1 + fabs(want))) worst = off / (1 + fabs(want));
@@ -1979,42 +1791,42 @@ static void clip_body(job *j) {
     set_frozen(j, 6, 1);
     for (int n = 0; n < 5; n++) {
         fsdp_clip_desc d = FSDP_ZERO;
-        double power = n == 4 ? INF : powers[n], norm = -1, again = -1;
+        double power = n == 4 ? LAB_INF : powers[n], norm = -1, again = -1;
         forward(j);
         backward(j);
-        int first = j->num_ops;
-        d.norm_type = power, d.max_norm = INF; /* measured only */
-        CALL(j->w, fsdp_clip_grads(j->model, &d, &norm));
+        int first = j->log.num;
+        d.norm_type = power, d.max_norm = LAB_INF; /* measured only */
+        CALL(j->w, fsdp_clip_grads(j->m.model, &d, &norm));
         check_grads(j);
         double want = norm_of(j, power);
         W_CHECK(fabs(norm - want) <= 1e-12 * want, "p %g: %.17g, expected %.17g", power, norm,
                 want);
-        CALL(j->w, fsdp_grad_norm(j->model, &again));
+        CALL(j->w, fsdp_grad_norm(j->m.model, &again));
         CHECK(again == norm);
         CHECK_EQ_INT(count_ops(j, first, FSDP_OP_ALL_REDUCE, -1, NULL), shards_of(j) > 1);
         d.max_norm = 2 * norm; /* below it: nothing changes */
-        CALL(j->w, fsdp_clip_grads(j->model, &d, &again));
+        CALL(j->w, fsdp_clip_grads(j->m.model, &d, &again));
         CHECK(again == norm);
         check_grads(j);
         d.max_norm = norm / 8;
         d.error_if_nonfinite = n % 2;
-        CALL(j->w, fsdp_clip_grads(j->model, &d, NULL));
+        CALL(j->w, fsdp_clip_grads(j->m.model, &d, NULL));
         again = -1;
-        CALL(j->w, fsdp_grad_norm(j->model, &again));
+        CALL(j->w, fsdp_grad_norm(j->m.model, &again));
         CHECK(again == norm); /* before clipping */
         double coefficient = norm / 8 / (norm + 1e-6);
         check_scaled(j, coefficient);
         if (n == 1) { /* the short form: 2 */
-            CALL(j->w, fsdp_clip_grad_norm(j->model, 1e30, &again));
+            CALL(j->w, fsdp_clip_grad_norm(j->m.model, 1e30, &again));
             W_CHECK(fabs(again - norm * coefficient) < 1e-5 * norm, "%g, not %g", again,
                     norm * coefficient);
         }
         for (size_t k = 0; k < sizeof norm; k++)
             h = (h ^ ((const unsigned char *)&norm)[k]) * 1099511628211u;
-        CALL(j->w, fsdp_zero_grad(j->model));
+        CALL(j->w, fsdp_zero_grad(j->m.model));
         update_reference(j);
         for (int p = 0; p < ALL; p++) /* the parameters stay */
-            for (int64_t k = 0; k < MOST; k++) j->full[p][k] = initial(p, k);
+            for (int64_t k = 0; k < MOST; k++) j->t.weight[p][k] = initial(p, k);
     }
     j->c->digest[j->rank] = h;
 }
@@ -2033,21 +1845,9 @@ TEST(clip, norms) {
     }
 }
 
-static int is_nan(double x) {
-    uint64_t u;
-    memcpy(&u, &x, sizeof u);
-    return (u & 0x7FFFFFFFFFFFFFFFu) > 0x7FF0000000000000u;
-}
-static int is_inf(double x) {
-    uint64_t u;
-    memcpy(&u, &x, sizeof u);
-    return (u & 0x7FFFFFFFFFFFFFFFu) == 0x7FF0000000000000u;
-}
-
 /* One element that is not finite, in one place of the shard group. */
 static float *spoil(job *j, double what, int holder) {
-    fsdp_param_view v;
-    CALL(j->w, fsdp_param_view_get(j->unit[1], 0, &v));
+    fsdp_param_view v = lab_view(j->w, j->m.unit[1], 0);
     float *at = (float *)v.shard_grad + v.numel / 2;
     CHECK(v.shard_grad && v.numel > 0);
     if (j->rank % shards_of(j) != holder % shards_of(j)) return NULL;
@@ -2060,43 +1860,45 @@ static void clip_nonfinite(job *j) {
     j->step = 1; /* in odd ones somebody uses the parameter that is spoilt */
     for (int n = 0; n < 10; n++) {
         fsdp_clip_desc d = FSDP_ZERO;
-        double power = n / 2 == 4 ? INF : powers[n / 2], what = n % 2 ? NOT_A_NUMBER : INF,
+        double power = n / 2 == 4 ? LAB_INF : powers[n / 2], what = n % 2 ? LAB_NAN : LAB_INF,
                norm = 0;
         forward(j);
         backward(j);
         float *at = spoil(j, what, n);
         d.norm_type = power, d.max_norm = 1, d.error_if_nonfinite = 1;
-        CHECK_STATUS(fsdp_clip_grads(j->model, &d, &norm), FSDP_ERR_CORRUPT);
-        W_CHECK(n % 2 ? is_nan(norm) : is_inf(norm), "p %g: norm %g", power, norm);
+        CHECK_STATUS(fsdp_clip_grads(j->m.model, &d, &norm), FSDP_ERR_CORRUPT);
+        W_CHECK(n % 2 ? h_non_finite(norm) == 2 : h_non_finite(norm) == 1, "p %g: norm %g", power,
+                norm);
         fsdp_param_view v = FSDP_ZERO;
-        while (fsdp_next_param(j->model, &v)) /* nothing was scaled */
+        while (fsdp_next_param(j->m.model, &v)) /* nothing was scaled */
             for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
                 const float *g = (const float *)v.shard_grad + k;
-                W_CHECK(g == at || *g == j->grad[*(const int *)v.user][fsdp_view_index(&v, k)],
+                W_CHECK(g == at || *g == j->t.grad[lab_row_of(&net, &v)][fsdp_view_index(&v, k)],
                         "an element has changed");
             }
-        d.error_if_nonfinite = 0, d.max_norm = INF; /* measured only: not scaled either */
+        d.error_if_nonfinite = 0, d.max_norm = LAB_INF; /* measured only: not scaled either */
         norm = 0;
-        CALL(j->w, fsdp_clip_grads(j->model, &d, &norm));
-        W_CHECK(n % 2 ? is_nan(norm) : is_inf(norm), "p %g: norm %g", power, norm);
+        CALL(j->w, fsdp_clip_grads(j->m.model, &d, &norm));
+        W_CHECK(n % 2 ? h_non_finite(norm) == 2 : h_non_finite(norm) == 1, "p %g: norm %g", power,
+                norm);
         memset(&v, 0, sizeof v);
-        while (fsdp_next_param(j->model, &v))
+        while (fsdp_next_param(j->m.model, &v))
             for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
                 const float *g = (const float *)v.shard_grad + k;
-                W_CHECK(g == at || *g == j->grad[*(const int *)v.user][fsdp_view_index(&v, k)],
+                W_CHECK(g == at || *g == j->t.grad[lab_row_of(&net, &v)][fsdp_view_index(&v, k)],
                         "max_norm infinite has changed an element");
             }
         d.max_norm = 1; /* as PyTorch: NaN spreads, an infinity makes zeros of the others */
-        CALL(j->w, fsdp_clip_grads(j->model, &d, &norm));
+        CALL(j->w, fsdp_clip_grads(j->m.model, &d, &norm));
         memset(&v, 0, sizeof v);
-        while (fsdp_next_param(j->model, &v))
+        while (fsdp_next_param(j->m.model, &v))
             for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
                 const float *g = (const float *)v.shard_grad + k;
-                W_CHECK(n % 2 || g == at ? is_nan((double)*g) : *g == 0, "p %g: %g", power,
-                        (double)*g);
+                W_CHECK(n % 2 || g == at ? h_non_finite((double)*g) == 2 : *g == 0, "p %g: %g",
+                        power, (double)*g);
             }
-        CALL(j->w, fsdp_zero_grad(j->model));
-        memset(j->has, 0, sizeof j->has);
+        CALL(j->w, fsdp_zero_grad(j->m.model));
+        memset(j->t.has, 0, sizeof j->t.has);
         j->step += 2;
     }
     train_step(j); /* the world goes on */
@@ -2104,35 +1906,31 @@ static void clip_nonfinite(job *j) {
 TEST(clip, nonfinite) { everywhere(clip_nonfinite, 1); }
 
 static void clip_refused(job *j) {
-    const double bad[] = {0, -1, NOT_A_NUMBER, -INF};
+    const double bad[] = {0, -1, LAB_NAN, -LAB_INF};
     double norm = 7;
     make_model(j);
-    CHECK_STATUS(fsdp_grad_norm(j->model, &norm), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_grad_norm(j->m.model, &norm), FSDP_ERR_INVALID_STATE);
     CHECK(norm == 7);
-    CALL(j->w, fsdp_clip_grad_norm(j->model, 1, &norm)); /* no gradients at all */
+    CALL(j->w, fsdp_clip_grad_norm(j->m.model, 1, &norm)); /* no gradients at all */
     CHECK(norm == 0);
-    CHECK_STATUS(fsdp_grad_norm(j->model, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_grad_norm(j->m.model, NULL), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_grad_norm(NULL, &norm), FSDP_ERR_INVALID_ARG);
     forward(j);
     backward(j);
     for (size_t n = 0; n < sizeof bad / sizeof *bad; n++) {
         fsdp_clip_desc d = FSDP_ZERO;
-        CHECK_STATUS(fsdp_clip_grad_norm(j->model, bad[n], &norm), FSDP_ERR_INVALID_ARG);
+        CHECK_STATUS(fsdp_clip_grad_norm(j->m.model, bad[n], &norm), FSDP_ERR_INVALID_ARG);
         d.max_norm = 1, d.norm_type = bad[n];
-        if (n) CHECK_STATUS(fsdp_clip_grads(j->model, &d, &norm), FSDP_ERR_INVALID_ARG);
+        if (n) CHECK_STATUS(fsdp_clip_grads(j->m.model, &d, &norm), FSDP_ERR_INVALID_ARG);
     }
-    CHECK_STATUS(fsdp_clip_grads(j->model, NULL, &norm), FSDP_ERR_INVALID_ARG); /* no max_norm */
+    CHECK_STATUS(fsdp_clip_grads(j->m.model, NULL, &norm), FSDP_ERR_INVALID_ARG); /* no max_norm */
     CHECK_STATUS(fsdp_clip_grad_norm(NULL, 1, &norm), FSDP_ERR_INVALID_ARG);
-    CALL(j->w, fsdp_pre_forward(j->unit[0]));
-    CHECK_STATUS(fsdp_clip_grad_norm(j->model, 1, &norm), FSDP_ERR_INVALID_STATE);
-    CALL(j->w, fsdp_post_forward(j->unit[0]));
+    CALL(j->w, fsdp_pre_forward(j->m.unit[0]));
+    CHECK_STATUS(fsdp_clip_grad_norm(j->m.model, 1, &norm), FSDP_ERR_INVALID_STATE);
+    CALL(j->w, fsdp_post_forward(j->m.unit[0]));
     check_grads(j);
 }
-TEST(clip, refused) {
-    config *c = setup(2, clip_refused);
-    launch(c);
-    free(c);
-}
+TEST(clip, refused) { launch_at(2, clip_refused); }
 
 /* ---- several meshes in one model ------------------------------------------------------------- */
 
@@ -2142,24 +1940,24 @@ static int pair_of(int rank) { return rank % 2; }
 
 static void mixed_backward(job *j) {
     for (int u = UNITS - 1; u >= 0; u--) {
-        CALL(j->w, fsdp_pre_backward(j->unit[u]));
+        CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
         check_data(j, u);
         for (int i = 0; i < PARAMS; i++) {
             int p = u * PARAMS + i, n = u == 1 ? 2 : 4;
-            float *g = (float *)fsdp_grad(j->unit[u], i);
-            for (int64_t k = 0; k < numel_of(u, i); k++) {
+            float *g = (float *)fsdp_grad(j->m.unit[u], i);
+            for (int64_t k = 0; k < lab_numel_of(&net, u * PARAMS + i); k++) {
                 volatile float sum = 0, part = 1.0f / (float)n;
                 for (int r = 0; r < RANKS; r++)
                     if (u != 1 || pair_of(r) == pair_of(j->rank))
                         sum = sum + gradient(p, k, r, j->step);
                 g[k] += gradient(p, k, j->rank, j->step);
-                j->grad[p][k] = sum * part;
+                j->t.grad[p][k] = sum * part;
             }
-            j->has[p] = 1;
+            j->t.has[p] = 1;
         }
-        CALL(j->w, fsdp_post_backward(j->unit[u]));
+        CALL(j->w, fsdp_post_backward(j->m.unit[u]));
     }
-    CALL(j->w, fsdp_finalize_backward(j->model));
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
 }
 
 /* What the gradients of the middle unit are in the other pair: only the norm wants to know. */
@@ -2168,7 +1966,7 @@ static double mixed_norm(const job *j, double power) {
     for (int p = 0; p < ALL; p++) {
         if (p / PARAMS != 1) total = total_of(j, p, power, total);
         for (int pair = 0; pair < 2 && p / PARAMS == 1; pair++)
-            for (int64_t k = 0; k < numel_of(1, p % PARAMS); k++) {
+            for (int64_t k = 0; k < lab_numel_of(&net, p); k++) {
                 float sum = gradient(p, k, pair, j->step) + gradient(p, k, pair + 2, j->step);
                 double a = fabs((double)(sum * 0.5f));
                 if (power > 1e300) total = a > total ? a : total;
@@ -2179,36 +1977,31 @@ static double mixed_norm(const job *j, double power) {
 }
 
 static void mixed_body(job *j) {
-    fsdp_mesh_desc md = FSDP_ZERO;
-    fsdp_mesh *grid = NULL, *pairs = NULL;
-    int32_t dim = 0;
+    const fsdp_mesh *grid = lab_mesh2(j->w, 2, 2, "dp", "ep"), *pairs = lab_slice(j->w, grid, 0);
     make_empty_model(j);
-    md.ndim = 2, md.shape[0] = md.shape[1] = 2, md.names[0] = "dp", md.names[1] = "ep";
-    CALL(j->w, fsdp_mesh_create(j->w, &md, &grid));
-    CALL(j->w, fsdp_mesh_slice(grid, &dim, 1, &pairs));
     for (int u = 0; u < UNITS; u++) {
         fsdp_unit_desc ud = FSDP_ZERO;
         if (u == 1) ud.mesh = pairs;
         if (u == 2) ud.mesh = grid;
-        j->unit[u] = add_unit(j, u, &ud);
+        j->m.unit[u] = add_unit(j, u, &ud);
     }
-    CALL(j->w, fsdp_init_params(j->model, fill_rows, NULL));
+    CALL(j->w, fsdp_init_params(j->m.model, fill_rows, NULL));
     for (int n = 0; n < 5; n++) {
         fsdp_clip_desc d = FSDP_ZERO;
-        double power = n == 4 ? INF : powers[n], norm, all[2];
+        double power = n == 4 ? LAB_INF : powers[n], norm, all[2];
         forward(j);
-        int first = j->num_ops;
+        int first = j->log.num;
         mixed_backward(j);
         for (int u = 0; u < UNITS; u++) {
-            int scatter = next_op(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->unit[u]);
-            int sum = next_op(j, first, FSDP_OP_ALL_REDUCE, -1, j->unit[u]);
+            int scatter = next_op(j, first, FSDP_OP_REDUCE_SCATTER, -1, j->m.unit[u]);
+            int sum = next_op(j, first, FSDP_OP_ALL_REDUCE, -1, j->m.unit[u]);
             CHECK(scatter >= 0 && (sum >= 0) == (u == 2));
-            CHECK_EQ_INT(j->ops[scatter].group_size, u == 0 ? 4 : 2);
-            if (u == 2) CHECK_EQ_INT(j->ops[sum].group_size, 2);
+            CHECK_EQ_INT(j->log.ops[scatter].group_size, u == 0 ? 4 : 2);
+            if (u == 2) CHECK_EQ_INT(j->log.ops[sum].group_size, 2);
         }
-        first = j->num_ops;
-        d.max_norm = INF, d.norm_type = power;
-        CALL(j->w, fsdp_clip_grads(j->model, &d, &norm));
+        first = j->log.num;
+        d.max_norm = LAB_INF, d.norm_type = power;
+        CALL(j->w, fsdp_clip_grads(j->m.model, &d, &norm));
         CHECK_EQ_INT(count_ops(j, first, FSDP_OP_ALL_REDUCE, -1, NULL), 1);
         double want = mixed_norm(j, power);
         W_CHECK(fabs(norm - want) <= 1e-12 * want, "p %g: %.17g, expected %.17g", power, norm,
@@ -2220,11 +2013,7 @@ static void mixed_body(job *j) {
     }
 }
 TEST(meshes, mixed) {
-    for (int s = 6; s < 8; s++) {
-        config *c = setup(s, mixed_body);
-        launch(c);
-        free(c);
-    }
+    for (int s = 6; s < 8; s++) launch_at(s, mixed_body);
 }
 
 /* ---- reports --------------------------------------------------------------------------------- */
@@ -2233,15 +2022,16 @@ static void unit_memory(job *j) {
     fsdp_memory model, own[UNITS], predicted;
     int64_t unsharded = 0, shards = 0, grads = 0, align = 0;
     make_model(j);
-    CALL(j->w, fsdp_model_predict(j->model, &predicted));
+    CALL(j->w, fsdp_model_predict(j->m.model, &predicted));
     train_step(j);
     train_step(j);
-    CALL(j->w, fsdp_model_memory(j->model, &model));
+    CALL(j->w, fsdp_model_memory(j->m.model, &model));
     check_same_memory(j, &model, &predicted);
     for (int u = 0; u < UNITS; u++) {
         int64_t full = 0;
-        CALL(j->w, fsdp_unit_memory(j->unit[u], &own[u]));
-        for (int i = 0; i < PARAMS; i++) full += numel_of(u, i) * (int64_t)sizeof(float);
+        CALL(j->w, fsdp_unit_memory(j->m.unit[u], &own[u]));
+        for (int i = 0; i < PARAMS; i++)
+            full += lab_numel_of(&net, u * PARAMS + i) * (int64_t)sizeof(float);
         CHECK_EQ_INT(own[u].unsharded_bytes, 2 * full); /* and the gradients */
         unsharded += own[u].unsharded_bytes;
         shards += own[u].pool_bytes[FSDP_POOL_SHARD];
@@ -2264,17 +2054,17 @@ static void unit_memory(job *j) {
     W_CHECK(grads <= model.pool_bytes[FSDP_POOL_SGRAD] &&
                 model.pool_bytes[FSDP_POOL_SGRAD] <= grads + align + 4096,
             "%lld, units %lld", (long long)model.pool_bytes[FSDP_POOL_SGRAD], (long long)grads);
-    CALL(j->w, fsdp_pre_forward(j->unit[1])); /* what it holds while it is open */
-    CALL(j->w, fsdp_unit_memory(j->unit[1], &own[1]));
+    CALL(j->w, fsdp_pre_forward(j->m.unit[1])); /* what it holds while it is open */
+    CALL(j->w, fsdp_unit_memory(j->m.unit[1], &own[1]));
     CHECK_EQ_INT(own[1].pool_slots[FSDP_POOL_GATHER], shards_of(j) > 1);
-    CALL(j->w, fsdp_post_forward(j->unit[1]));
-    CALL(j->w, fsdp_pre_backward(j->unit[1]));
-    CALL(j->w, fsdp_unit_memory(j->unit[1], &own[1]));
+    CALL(j->w, fsdp_post_forward(j->m.unit[1]));
+    CALL(j->w, fsdp_pre_backward(j->m.unit[1]));
+    CALL(j->w, fsdp_unit_memory(j->m.unit[1], &own[1]));
     CHECK_EQ_INT(own[1].pool_slots[FSDP_POOL_GRAD], j->n > 1);
-    CALL(j->w, fsdp_post_backward(j->unit[1]));
-    CALL(j->w, fsdp_finalize_backward(j->model));
+    CALL(j->w, fsdp_post_backward(j->m.unit[1]));
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
     CHECK_STATUS(fsdp_unit_memory(NULL, &own[0]), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_unit_memory(j->unit[0], NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_unit_memory(j->m.unit[0], NULL), FSDP_ERR_INVALID_ARG);
 }
 TEST(report, unit_memory) { everywhere(unit_memory, 1); }
 
@@ -2282,23 +2072,23 @@ TEST(report, unit_memory) { everywhere(unit_memory, 1); }
 static void describe(job *j) {
     char name[64], *text, *cut;
     make_empty_model(j);
-    size_t length = fsdp_model_describe(j->model, NULL, 0);
+    size_t length = fsdp_model_describe(j->m.model, NULL, 0);
     CHECK(length > 0); /* without units, too */
     for (int u = 0; u < UNITS; u++) {
         fsdp_unit_desc ud = FSDP_ZERO;
-        j->born_frozen[4] = 1;
-        j->unit[u] = add_unit(j, u, &ud);
-        CHECK(fsdp_model_describe(j->model, NULL, 0) > length);
-        length = fsdp_model_describe(j->model, NULL, 0);
+        j->m.frozen[4] = j->born_frozen[4] = 1;
+        j->m.unit[u] = add_unit(j, u, &ud);
+        CHECK(fsdp_model_describe(j->m.model, NULL, 0) > length);
+        length = fsdp_model_describe(j->m.model, NULL, 0);
     }
     make_reference(j);
-    CALL(j->w, fsdp_init_params(j->model, fill_rows, NULL));
+    CALL(j->w, fsdp_init_params(j->m.model, fill_rows, NULL));
     train_step(j);
-    length = fsdp_model_describe(j->model, NULL, 0);
+    length = fsdp_model_describe(j->m.model, NULL, 0);
     text = (char *)malloc(length + 2), cut = (char *)malloc(length + 2);
     CHECK(text && cut);
     memset(text, 'x', length + 2);
-    CHECK_EQ_INT(fsdp_model_describe(j->model, text, length + 1), (long long)length);
+    CHECK_EQ_INT(fsdp_model_describe(j->m.model, text, length + 1), (long long)length);
     CHECK(strlen(text) == length && text[length + 1] == 'x');
     const char *at = text;
     for (int u = 0; u < UNITS; u++) { /* in order, each with its parameters behind it */
@@ -2306,7 +2096,7 @@ static void describe(job *j) {
         at = strstr(at, name);
         W_CHECK(at, "no unit %s in:\n%s", name, text);
         for (int i = 0; i < PARAMS; i++) {
-            const shape *s = &net[u][i];
+            const lab_param *s = &net.rows[u * PARAMS + i];
             char line[256];
             snprintf(name, sizeof name, "\n    p%d ", i);
             at = strstr(at, name);
@@ -2316,14 +2106,14 @@ static void describe(job *j) {
                      s->ndim == 1   ? "[%lld]"
                      : s->ndim == 2 ? "[%lld, %lld]"
                                     : "[%lld, %lld, %lld]",
-                     (long long)s->d[0], (long long)s->d[1], (long long)s->d[2]);
+                     (long long)s->shape[0], (long long)s->shape[1], (long long)s->shape[2]);
             W_CHECK(strstr(line, name) && strstr(line, "f32"), "no %s in: %s", name, line);
             CHECK((strstr(line, "frozen") != NULL) == (u == 1 && i == 0));
         }
     }
     for (size_t cap = 0; cap <= length + 1; cap++) {
         memset(cut, 'x', length + 2);
-        CHECK_EQ_INT(fsdp_model_describe(j->model, cut, cap), (long long)length);
+        CHECK_EQ_INT(fsdp_model_describe(j->m.model, cut, cap), (long long)length);
         if (cap) CHECK(!memcmp(cut, text, cap - 1) && cut[cap > length ? length : cap - 1] == 0);
         for (size_t k = cap; k < length + 2; k++) CHECK(cut[k] == 'x');
     }
@@ -2333,11 +2123,7 @@ static void describe(job *j) {
     free(cut);
 }
 TEST(report, describe) {
-    for (int s = 0; s < 4; s++) {
-        config *c = setup(s, describe);
-        launch(c);
-        free(c);
-    }
+    for (int s = 0; s < 4; s++) launch_at(s, describe);
 }
 
 /* ---- use ------------------------------------------------------------------------------------- */
@@ -2348,29 +2134,29 @@ static void recompute(job *j) {
     make_model(j);
     for (int n = 0; n < 3; n++) {
         forward_unit(j, 0);
-        CALL(j->w, fsdp_pre_forward(j->unit[1])); /* 2 is nested in 1 */
+        CALL(j->w, fsdp_pre_forward(j->m.unit[1])); /* 2 is nested in 1 */
         forward_unit(j, 2);
         check_data(j, 1);
-        CALL(j->w, fsdp_post_forward(j->unit[1]));
-        int first = j->num_ops;
-        CALL(j->w, fsdp_pre_backward(j->unit[1]));
-        CALL(j->w, fsdp_pre_forward(j->unit[1])); /* its own checkpoint */
+        CALL(j->w, fsdp_post_forward(j->m.unit[1]));
+        int first = j->log.num;
+        CALL(j->w, fsdp_pre_backward(j->m.unit[1]));
+        CALL(j->w, fsdp_pre_forward(j->m.unit[1])); /* its own checkpoint */
         check_data(j, 1);
-        CALL(j->w, fsdp_pre_forward(j->unit[2])); /* and the nested one's */
-        CHECK(fsdp_unit_state(j->unit[2]) == FSDP_STATE_FORWARD);
+        CALL(j->w, fsdp_pre_forward(j->m.unit[2])); /* and the nested one's */
+        CHECK(fsdp_unit_state(j->m.unit[2]) == FSDP_STATE_FORWARD);
         check_data(j, 2);
-        CALL(j->w, fsdp_post_forward(j->unit[2]));
-        CHECK(fsdp_unit_storage(j->unit[2]) == FSDP_STORAGE_UNSHARDED); /* its backward is next */
-        CALL(j->w, fsdp_post_forward(j->unit[1]));
-        CHECK(fsdp_unit_state(j->unit[1]) == FSDP_STATE_PRE_BACKWARD);
+        CALL(j->w, fsdp_post_forward(j->m.unit[2]));
+        CHECK(fsdp_unit_storage(j->m.unit[2]) == FSDP_STORAGE_UNSHARDED); /* its backward is next */
+        CALL(j->w, fsdp_post_forward(j->m.unit[1]));
+        CHECK(fsdp_unit_state(j->m.unit[1]) == FSDP_STATE_PRE_BACKWARD);
         backward_unit(j, 2);
         check_data(j, 1);
         write_grads(j, 1);
-        CALL(j->w, fsdp_post_backward(j->unit[1]));
+        CALL(j->w, fsdp_post_backward(j->m.unit[1]));
         reduced(j, 1);
         backward_unit(j, 0);
-        CALL(j->w, fsdp_finalize_backward(j->model));
-        for (int u = 0; u < UNITS; u++) CHECK_EQ_INT(gathers(j, first, j->unit[u]), many);
+        CALL(j->w, fsdp_finalize_backward(j->m.model));
+        for (int u = 0; u < UNITS; u++) CHECK_EQ_INT(gathers(j, first, j->m.unit[u]), many);
         update(j);
     }
 }
@@ -2382,29 +2168,29 @@ static void no_grad(job *j) {
     int64_t allocated = 0;
     make_model(j);
     for (int n = 0; n < 6; n++) {
-        CALL(j->w, fsdp_set_grad_enabled(j->model, 0));
+        CALL(j->w, fsdp_set_grad_enabled(j->m.model, 0));
         for (int k = 0; k < n; k++) forward(j);
-        CHECK_STATUS(fsdp_pre_backward(j->unit[0]), FSDP_ERR_INVALID_STATE);
-        CALL(j->w, fsdp_set_grad_enabled(j->model, 1));
-        if (n == 3) allocated = __atomic_load_n(&j->heap->total, __ATOMIC_SEQ_CST);
-        if (n == 3) CALL(j->w, fsdp_model_memory(j->model, &before));
+        CHECK_STATUS(fsdp_pre_backward(j->m.unit[0]), FSDP_ERR_INVALID_STATE);
+        CALL(j->w, fsdp_set_grad_enabled(j->m.model, 1));
+        if (n == 3) allocated = w_allocations(j->heap);
+        if (n == 3) CALL(j->w, fsdp_model_memory(j->m.model, &before));
         forward(j);
         backward_unit(j, 2);
         backward_unit(j, 1);
         backward_unit(j, 0);
         /* It tells of the call that was refused. */
-        CHECK_STATUS(fsdp_finalize_backward(j->model), FSDP_ERR_INVALID_STATE);
+        CHECK_STATUS(fsdp_finalize_backward(j->m.model), FSDP_ERR_INVALID_STATE);
         update(j);
     }
-    CALL(j->w, fsdp_model_memory(j->model, &after));
+    CALL(j->w, fsdp_model_memory(j->m.model, &after));
     check_same_memory(j, &before, &after);
-    CHECK_EQ_INT(__atomic_load_n(&j->heap->total, __ATOMIC_SEQ_CST), allocated);
+    CHECK_EQ_INT(w_allocations(j->heap), allocated);
     /* Evaluation with a unit that stays gathered: the update is seen all the same. */
-    CALL(j->w, fsdp_set_reshard_after_forward(j->model, j->unit[1], FSDP_RESHARD_NEVER));
+    CALL(j->w, fsdp_set_reshard_after_forward(j->m.model, j->m.unit[1], FSDP_RESHARD_NEVER));
     for (int n = 0; n < 3; n++) {
-        CALL(j->w, fsdp_set_grad_enabled(j->model, 0));
+        CALL(j->w, fsdp_set_grad_enabled(j->m.model, 0));
         forward(j);
-        CALL(j->w, fsdp_set_grad_enabled(j->model, 1));
+        CALL(j->w, fsdp_set_grad_enabled(j->m.model, 1));
         train_step(j);
     }
 }
@@ -2416,30 +2202,30 @@ static void nested_and_repeated(job *j) {
     int many = shards_of(j) > 1;
     make_model(j);
     for (int n = 0; n < 6; n++) {
-        int first = j->num_ops;
-        CALL(j->w, fsdp_pre_forward(j->unit[0]));
-        CALL(j->w, fsdp_pre_forward(j->unit[0])); /* opened again while it is open */
+        int first = j->log.num;
+        CALL(j->w, fsdp_pre_forward(j->m.unit[0]));
+        CALL(j->w, fsdp_pre_forward(j->m.unit[0])); /* opened again while it is open */
         forward_unit(j, 1);
-        CALL(j->w, fsdp_pre_forward(j->unit[2])); /* overlaps, nested in nothing */
+        CALL(j->w, fsdp_pre_forward(j->m.unit[2])); /* overlaps, nested in nothing */
         check_data(j, 0);
-        CALL(j->w, fsdp_post_forward(j->unit[0]));
+        CALL(j->w, fsdp_post_forward(j->m.unit[0]));
         check_data(j, 2);
-        CALL(j->w, fsdp_post_forward(j->unit[2]));
+        CALL(j->w, fsdp_post_forward(j->m.unit[2]));
         forward_unit(j, 1);
-        CHECK_EQ_INT(gathers(j, first, j->unit[0]), many);
-        CHECK_EQ_INT(gathers(j, first, j->unit[1]), 2 * many);
+        CHECK_EQ_INT(gathers(j, first, j->m.unit[0]), many);
+        CHECK_EQ_INT(gathers(j, first, j->m.unit[1]), 2 * many);
         static const int orders[6][3] = {{0, 1, 2}, {2, 1, 0}, {1, 0, 2},
                                          {1, 2, 0}, {0, 2, 1}, {2, 0, 1}};
         for (int k = 0; k < UNITS; k++) {
             int u = orders[n][k];
             if (u == 1) { /* the first visit: nobody writes */
-                CALL(j->w, fsdp_pre_backward(j->unit[u]));
-                CALL(j->w, fsdp_pre_backward(j->unit[u])); /* again: nothing to do */
-                CALL(j->w, fsdp_post_backward(j->unit[u]));
+                CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
+                CALL(j->w, fsdp_pre_backward(j->m.unit[u])); /* again: nothing to do */
+                CALL(j->w, fsdp_post_backward(j->m.unit[u]));
             }
             backward_unit(j, u);
         }
-        CALL(j->w, fsdp_finalize_backward(j->model));
+        CALL(j->w, fsdp_finalize_backward(j->m.model));
         update(j);
     }
 }

@@ -5,174 +5,112 @@
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
-#include "lab.h"
+#include "lab_net.h"
 #include "sim.h"
 
-/* ---- ranks and meshes ------------------------------------------------------------------------ */
+/* ---- ranks ----------------------------------------------------------------------------------- */
 
 typedef void (*rank_body)(fsdp_world *world, const void *arg);
-typedef struct {
-    fsdp_threads threads;
-    int lanes;
-    const fsdp_comm_ops *ops;
-    rank_body body;
-    const void *arg;
-} launch;
-
-static void launch_rank(int rank, int size, void *arg) {
-    launch *l = (launch *)arg;
-    fsdp_world_desc d = w_desc(rank, size, &l->threads, "comm", l->lanes);
-    fsdp_world *world;
-    d.comm_ops = l->ops;
-    CHECK_OK(fsdp_init(&d, &world));
-    l->body(world, l->arg);
-    CHECK_OK(fsdp_shutdown(world));
-}
 
 static void on_lanes(int size, int lanes, const fsdp_comm_ops *ops, rank_body body,
                      const void *arg) {
-    launch l;
-    memset(&l, 0, sizeof l);
-    l.threads.size = size;
-    l.lanes = lanes;
-    l.ops = ops;
-    l.body = body;
-    l.arg = arg;
-    h_ranks_thread(size, launch_rank, &l);
+    lab_how how = FSDP_ZERO;
+    how.lanes = lanes, how.comm_ops = ops;
+    lab_on_worlds(size, &how, body, arg);
 }
 static void on_ranks(int size, rank_body body, const void *arg) {
     on_lanes(size, 0, NULL, body, arg);
-}
-
-static fsdp_mesh *hsdp_mesh(fsdp_world *world, int replicas, int shards) {
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_mesh *mesh;
-    d.ndim = 2;
-    d.shape[0] = replicas;
-    d.shape[1] = shards;
-    d.names[0] = "replicate";
-    d.names[1] = "shard";
-    CALL(world, fsdp_mesh_create(world, &d, &mesh));
-    return mesh;
 }
 
 /* ---- a net whose truth is known -------------------------------------------------------------- */
 
 /* The gradients of a rank are small integers from a hash, so that their sum over the ranks is exact
    and everything that follows is known. The root and two layers, f32 masters. */
-enum { NET_UNITS = 3, NET_ROWS = 12, NET_COLS = 5 };
+enum { NET_UNITS = 3, NET_NUMEL = 12 * 5 };
+static const lab_param net_rows[NET_UNITS] = {{0, "w", FSDP_F32, 0, 0, 2, 0, {12, 5}},
+                                              {1, "w", FSDP_F32, 0, 0, 2, 0, {12, 5}},
+                                              {2, "w", FSDP_F32, 0, 0, 2, 0, {12, 5}}};
+static const lab_net the_net = {net_rows, NET_UNITS, NET_UNITS};
 typedef struct {
     fsdp_world *world;
-    fsdp_model *model;
-    fsdp_unit *unit[NET_UNITS];
-    double factor[NET_UNITS]; /* gradients are sums divided by this */
+    lab_built m;
+    lab_truth truth;
+    int factor[NET_UNITS]; /* gradients are sums divided by this */
     int step;
     fsdp_dtype compute;
-    float truth[NET_UNITS][NET_ROWS * NET_COLS];
 } net;
 
 static float net_slope(const net *n, int rank, int u, int e) {
     uint64_t state = (uint64_t)(rank * 64 + n->step * 4096 + u) * 1009 + (uint64_t)e;
     return (float)(h_rand64(&state) >> 40 & 15) - 8;
 }
-static float net_sum(const net *n, int u, int e) {
-    float sum = 0;
-    for (int r = 0; r < fsdp_world_size(n->world); r++) sum += net_slope(n, r, u, e);
-    return sum;
-}
 
 static void net_fill(void *user, const fsdp_param_view *block) {
     const net *n = (const net *)user;
     for (int64_t k = 0; k < block->numel; k++)
-        ((float *)block->data)[k] = n->truth[(intptr_t)block->unit_user][fsdp_view_index(block, k)];
+        ((float *)block->data)[k] = n->truth.weight[block->ordinal][fsdp_view_index(block, k)];
 }
 
 static void net_build(net *n, fsdp_world *world, const fsdp_model_desc *desc) {
     static const char *const names[NET_UNITS] = {"root", "layer0", "layer1"};
-    fsdp_model_desc md = FSDP_ZERO;
     memset(n, 0, sizeof *n);
     n->world = world;
-    if (desc) md = *desc;
-    n->compute = md.param_dtype ? md.param_dtype : FSDP_F32;
-    CALL(world, fsdp_model_create(world, &md, &n->model));
+    n->compute = desc && desc->param_dtype ? desc->param_dtype : FSDP_F32;
+    lab_begin(&n->m, &the_net, world);
+    n->m.model = lab_model(world, desc);
     for (int u = 0; u < NET_UNITS; u++) {
-        fsdp_param_desc p[1] = {fsdp_mat("w", NET_ROWS, NET_COLS)};
+        fsdp_param_desc p[LAB_PARAMS];
         fsdp_unit_desc ud = FSDP_ZERO;
         ud.name = names[u];
-        ud.params = p;
-        ud.num_params = 1;
-        ud.user = (void *)(intptr_t)u;
         ud.reshard_after_forward = u ? 0 : FSDP_RESHARD_NEVER;
-        CALL(world, fsdp_fully_shard(n->model, &ud, &n->unit[u]));
+        n->m.unit[u] = lab_unit(world, n->m.model, &ud, p, lab_descs(&n->m, u, p));
         n->factor[u] = fsdp_world_size(world);
-        for (int e = 0; e < NET_ROWS * NET_COLS; e++) n->truth[u][e] = (float)((e * 7 + u) % 32);
+        for (int e = 0; e < NET_NUMEL; e++) n->truth.weight[u][e] = (float)((e * 7 + u) % 32);
     }
-    CALL(world, fsdp_init_params(n->model, net_fill, n));
+    CALL(world, fsdp_init_params(n->m.model, net_fill, n));
 }
 
 /* Reads the parameters, and in backward writes gradients. */
 static void net_use(net *n, int u, int backward) {
-    const void *data = fsdp_data(n->unit[u], 0);
-    void *grad = backward ? fsdp_grad(n->unit[u], 0) : NULL;
-    W_CHECK(data && (grad || !backward), "unit %d: %s", u, fsdp_last_error(n->world));
-    for (int e = 0; e < NET_ROWS * NET_COLS; e++) {
-        float value, truth;
-        size_t at = (size_t)e * fsdp_dtype_size(n->compute);
-        uint16_t half;
-        CHECK_OK(fsdp_convert(&value, FSDP_F32, (const char *)data + at, n->compute, 1));
-        CHECK_OK(fsdp_convert(&half, FSDP_BF16, &n->truth[u][e], FSDP_F32, 1));
-        CHECK_OK(fsdp_convert(&truth, FSDP_F32, &half, FSDP_BF16, 1));
-        if (n->compute == FSDP_F32) truth = n->truth[u][e];
-        W_CHECK(value == truth, "step %d: unit %d element %d is %g, not %g", n->step, u, e,
-                (double)value, (double)truth);
-        if (!backward) continue;
-        CHECK_OK(fsdp_convert(&value, FSDP_F32, (char *)grad + at, n->compute, 1));
-        value += net_slope(n, fsdp_rank(n->world), u, e);
-        CHECK_OK(fsdp_convert((char *)grad + at, n->compute, &value, FSDP_F32, 1));
+    lab_check_data(&n->m, &n->truth, u, n->compute);
+    void *grad = backward ? lab_grad(&n->m, u) : NULL;
+    for (int e = 0; e < NET_NUMEL && backward; e++) {
+        double slope = (double)net_slope(n, fsdp_rank(n->world), u, e);
+        lab_put(grad, n->compute, e, lab_get(grad, n->compute, e) + slope);
     }
 }
 
 /* Gradients, and a step of descent on both sides. */
 static void net_finish(net *n) {
-    fsdp_param_view v = FSDP_ZERO;
-    CALL(n->world, fsdp_finalize_backward(n->model));
-    while (fsdp_next_param(n->model, &v)) {
-        int u = (int)(intptr_t)v.unit_user;
-        CHECK(v.shard_grad);
-        for (int64_t k = 0; k < v.numel; k++) {
-            float grad = ((const float *)v.shard_grad)[k];
-            float truth = (float)((double)net_sum(n, u, (int)fsdp_view_index(&v, k)) /
-                                  n->factor[u]);
-            W_CHECK(grad == truth, "step %d: gradient of unit %d is %g, not %g", n->step, u,
-                    (double)grad, (double)truth);
-            ((float *)v.shard)[k] -= grad / 2;
-        }
+    CALL(n->world, fsdp_finalize_backward(n->m.model));
+    for (int u = 0; u < NET_UNITS; u++) {
+        for (int e = 0; e < NET_NUMEL; e++)
+            for (int r = 0; r < fsdp_world_size(n->world); r++)
+                n->truth.kept[u][e] += (double)net_slope(n, r, u, e);
+        lab_reduce(&n->truth, &the_net, u, n->factor[u], 0);
     }
-    CALL(n->world, fsdp_params_changed(n->model));
-    CALL(n->world, fsdp_zero_grad(n->model));
-    for (int u = 0; u < NET_UNITS; u++)
-        for (int e = 0; e < NET_ROWS * NET_COLS; e++)
-            n->truth[u][e] -= (float)((double)net_sum(n, u, e) / n->factor[u]) / 2;
+    lab_check_grads(&n->m, &n->truth);
+    lab_update(&n->m, &n->truth, 0.5f);
     n->step++;
 }
 
 static void net_step(net *n) {
-    CALL(n->world, fsdp_pre_forward(n->unit[0]));
+    CALL(n->world, fsdp_pre_forward(n->m.unit[0]));
     for (int u = 1; u < NET_UNITS; u++) {
-        CALL(n->world, fsdp_pre_forward(n->unit[u]));
+        CALL(n->world, fsdp_pre_forward(n->m.unit[u]));
         net_use(n, u, 0);
-        CALL(n->world, fsdp_post_forward(n->unit[u]));
+        CALL(n->world, fsdp_post_forward(n->m.unit[u]));
     }
     net_use(n, 0, 0);
-    CALL(n->world, fsdp_post_forward(n->unit[0]));
-    CALL(n->world, fsdp_pre_backward(n->unit[0]));
+    CALL(n->world, fsdp_post_forward(n->m.unit[0]));
+    CALL(n->world, fsdp_pre_backward(n->m.unit[0]));
     for (int u = NET_UNITS - 1; u > 0; u--) {
-        CALL(n->world, fsdp_pre_backward(n->unit[u]));
+        CALL(n->world, fsdp_pre_backward(n->m.unit[u]));
         net_use(n, u, 1);
-        CALL(n->world, fsdp_post_backward(n->unit[u]));
+        CALL(n->world, fsdp_post_backward(n->m.unit[u]));
     }
     net_use(n, 0, 1);
-    CALL(n->world, fsdp_post_backward(n->unit[0]));
+    CALL(n->world, fsdp_post_backward(n->m.unit[0]));
     net_finish(n);
 }
 
@@ -238,11 +176,10 @@ static void wide_build(wide *w, fsdp_world *world, fsdp_dtype reduce, int reshar
 
 static void wide_look(const wide *w) {
     for (int i = 0; i < WIDE_PARAMS; i++) {
-        fsdp_param_view v;
-        CALL(w->world, fsdp_param_view_get(w->unit, i, &v));
+        fsdp_param_view v = lab_view(w->world, w->unit, i);
         const float *data = (const float *)fsdp_data(w->unit, i);
         W_CHECK(data, "%s", fsdp_last_error(w->world));
-        int64_t numel = v.shape[0] * (v.ndim == 2 ? v.shape[1] : 1);
+        int64_t numel = lab_full_numel(&v);
         for (int64_t e = 0; e < numel; e++)
             W_CHECK(data[e] == wide_value(i, e), "parameter %d element %lld is %g", i, (long long)e,
                     (double)data[e]);
@@ -294,14 +231,12 @@ static void wide_scatter(fsdp_world *world, const void *arg) {
     int size = fsdp_world_size(world);
     wide w;
     wide_build(&w, world, reduce, 0);
-    CALL(world, fsdp_pre_forward(w.unit));
-    CALL(world, fsdp_post_forward(w.unit));
+    lab_forward(world, w.unit);
     CALL(world, fsdp_pre_backward(w.unit));
     for (int i = 0; i < WIDE_PARAMS; i++) {
-        fsdp_param_view v;
-        CALL(world, fsdp_param_view_get(w.unit, i, &v));
+        fsdp_param_view v = lab_view(world, w.unit, i);
         float *grad = (float *)fsdp_grad(w.unit, i);
-        int64_t numel = v.shape[0] * (v.ndim == 2 ? v.shape[1] : 1);
+        int64_t numel = lab_full_numel(&v);
         for (int64_t e = 0; e < numel; e++) grad[e] += (float)(fsdp_rank(world) % 8);
     }
     CALL(world, fsdp_post_backward(w.unit));
@@ -317,8 +252,7 @@ static void wide_scatter(fsdp_world *world, const void *arg) {
         for (int64_t k = 0; k < v.numel; k++) CHECK_NEAR(((float *)v.shard_grad)[k], 3.5, 0);
         if (v.index % 3) continue; /* the shards one after another */
         CALL(world, fsdp_param_full_grad(v.unit, v.index, full));
-        for (int64_t e = 0; e < v.shape[0] * (v.ndim == 2 ? v.shape[1] : 1); e++)
-            CHECK_NEAR(full[e], 3.5, 0);
+        for (int64_t e = 0; e < lab_full_numel(&v); e++) CHECK_NEAR(full[e], 3.5, 0);
     }
 }
 static void test_scatter(fsdp_dtype reduce) {
@@ -352,14 +286,11 @@ static void chunk_cat(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_model_create(world, &md, &model));
     CALL(world, fsdp_fully_shard(model, &ud, &unit));
     CALL(world, fsdp_set_gradient_divide_factor(model, unit, 1));
-    CALL(world, fsdp_pre_forward(unit));
-    CALL(world, fsdp_post_forward(unit));
+    lab_forward(world, unit);
     CALL(world, fsdp_pre_backward(unit));
     for (int i = 0; i < 3; i++) {
-        fsdp_param_view v;
-        CALL(world, fsdp_param_view_get(unit, i, &v));
-        int64_t numel = 1;
-        for (int d = 0; d < v.ndim; d++) numel *= v.shape[d];
+        fsdp_param_view v = lab_view(world, unit, i);
+        int64_t numel = lab_full_numel(&v);
         char *grad = (char *)fsdp_grad(unit, i);
         for (int64_t e = 0; e < numel; e++) {
             uint64_t state = (uint64_t)(e * 3 + i), as_grad, as_reduced;
@@ -445,7 +376,7 @@ static void rig_open_on(rig *r, int replicas, const char *names, int root, int i
     r->s.async = !inline_device;
     r->s.checks = 1;
     CHECK(sim_open(&r->s));
-    if (replicas > 1) md.mesh = hsdp_mesh(r->s.world, replicas, 4);
+    if (replicas > 1) md.mesh = lab_hsdp(r->s.world, replicas, 4);
     md.implicit_prefetch = inline_device ? FSDP_PREFETCH_ALWAYS : FSDP_PREFETCH_DEFAULT;
     CHECK_OK(fsdp_model_create(r->s.world, &md, &r->model));
     for (; names[r->count]; r->count++) {
@@ -779,8 +710,7 @@ static void unused_layer(fsdp_world *world, const void *arg) {
     ud.num_params = 2;
     CALL(world, fsdp_model_create(world, NULL, &model));
     CALL(world, fsdp_fully_shard(model, &ud, &unit));
-    CALL(world, fsdp_pre_forward(unit));
-    CALL(world, fsdp_post_forward(unit));
+    lab_forward(world, unit);
     CALL(world, fsdp_pre_backward(unit));
     for (int e = 0; e < 12; e++) ((float *)fsdp_grad(unit, 0))[e] += 2;
     CALL(world, fsdp_finalize_backward(model));
@@ -797,7 +727,7 @@ TEST(fully_shard_comm, multi_module_unused_module_grads) { on_ranks(2, unused_la
 /* The root alone has another factor: 2N, then N. */
 static void divide_factor(fsdp_world *world, const void *arg) {
     int size = fsdp_world_size(world), bf16 = arg != NULL;
-    fsdp_mesh *meshes[3] = {NULL, hsdp_mesh(world, size / 2, 2), hsdp_mesh(world, size, 1)};
+    fsdp_mesh *meshes[3] = {NULL, lab_hsdp(world, size / 2, 2), lab_hsdp(world, size, 1)};
     for (int k = 0; k < 3; k++) {
         fsdp_model_desc md = FSDP_ZERO;
         net n;
@@ -807,10 +737,10 @@ static void divide_factor(fsdp_world *world, const void *arg) {
         net_build(&n, world, &md);
         for (int step = 0; step < 10; step++) {
             n.factor[0] = step < 5 ? 2 * size : size;
-            CALL(world, fsdp_set_gradient_divide_factor(n.model, n.unit[0], n.factor[0]));
+            CALL(world, fsdp_set_gradient_divide_factor(n.m.model, n.m.unit[0], n.factor[0]));
             net_step(&n);
         }
-        fsdp_model_destroy(n.model);
+        fsdp_model_destroy(n.m.model);
     }
 }
 TEST(fully_shard_comm, set_reduce_scatter_divide_factor) {
@@ -821,7 +751,7 @@ TEST(fully_shard_comm, set_reduce_scatter_divide_factor) {
 /* Upstream lets more reduce inputs wait at a time; here their number follows from the device: one
    inline, as many as there are units under way with lanes. No bit depends on it. */
 typedef struct {
-    float got[2][3][4][NET_UNITS * NET_ROWS * NET_COLS]; /* mesh, lanes, rank */
+    float got[2][3][4][NET_UNITS * NET_NUMEL]; /* mesh, lanes, rank */
     int lanes, hsdp, numel[2][4];
 } buffers;
 
@@ -831,45 +761,41 @@ static void input_buffers(fsdp_world *world, const void *arg) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_view v;
     net n;
-    md.mesh = b->hsdp ? hsdp_mesh(world, 2, 2) : NULL;
+    md.mesh = b->hsdp ? lab_hsdp(world, 2, 2) : NULL;
     md.param_dtype = FSDP_BF16;
     md.reduce_dtype = FSDP_BF16;
     net_build(&n, world, &md);
     for (int step = 0; step < 3; step++) {
-        for (int u = 0; u < NET_UNITS; u++) {
-            CALL(world, fsdp_pre_forward(n.unit[u]));
-            CALL(world, fsdp_post_forward(n.unit[u]));
-        }
+        for (int u = 0; u < NET_UNITS; u++) lab_forward(world, n.m.unit[u]);
         for (int u = NET_UNITS - 1; u >= 0; u--) {
-            CALL(world, fsdp_pre_backward(n.unit[u]));
-            uint16_t *grad = (uint16_t *)fsdp_grad(n.unit[u], 0);
-            for (int e = 0; e < NET_ROWS * NET_COLS; e++) {
+            CALL(world, fsdp_pre_backward(n.m.unit[u]));
+            uint16_t *grad = (uint16_t *)fsdp_grad(n.m.unit[u], 0);
+            for (int e = 0; e < NET_NUMEL; e++) {
                 float value = net_slope(&n, rank, u, e) / 3;
                 CHECK_OK(fsdp_convert(&grad[e], FSDP_BF16, &value, FSDP_F32, 1));
             }
-            CALL(world, fsdp_post_backward(n.unit[u]));
+            CALL(world, fsdp_post_backward(n.m.unit[u]));
         }
-        CALL(world, fsdp_finalize_backward(n.model));
+        CALL(world, fsdp_finalize_backward(n.m.model));
         memset(&v, 0, sizeof v);
-        while (fsdp_next_param(n.model, &v))
+        while (fsdp_next_param(n.m.model, &v))
             for (int64_t k = 0; k < v.numel; k++)
                 ((float *)v.shard)[k] -= 0.1f * ((const float *)v.shard_grad)[k];
-        CALL(world, fsdp_params_changed(n.model));
+        CALL(world, fsdp_params_changed(n.m.model));
         n.step++;
     }
     float *out = b->got[b->hsdp][b->lanes][rank];
     memset(&v, 0, sizeof v);
-    while (fsdp_next_param(n.model, &v))
+    while (fsdp_next_param(n.m.model, &v))
         for (int64_t k = 0; k < v.numel; k++) {
-            CHECK(at + 2 <= NET_UNITS * NET_ROWS * NET_COLS * 2);
+            CHECK(at + 2 <= NET_UNITS * NET_NUMEL * 2);
             out[at++] = ((const float *)v.shard)[k] + 64 * ((const float *)v.shard_grad)[k];
         }
     CHECK(at > 0);
     b->numel[b->hsdp][rank] = at;
 }
 TEST(fully_shard_comm, set_reduce_scatter_max_input_buffers) {
-    buffers *b = (buffers *)calloc(1, sizeof *b);
-    CHECK(b);
+    buffers *b = (buffers *)lab_zeros(1, sizeof *b);
     for (b->hsdp = 0; b->hsdp < 2; b->hsdp++) {
         for (b->lanes = 0; b->lanes < 3; b->lanes++) on_lanes(4, b->lanes, NULL, input_buffers, &b);
         for (int lanes = 1; lanes < 3; lanes++)
@@ -894,7 +820,7 @@ static void test_force_sum(int hsdp, int fused) {
     sim_init(&r.s, hsdp ? 2 * W : W, 1);
     r.s.fused = fused;
     CHECK(sim_open(&r.s));
-    md.mesh = hsdp ? hsdp_mesh(r.s.world, 2, W) : NULL;
+    md.mesh = hsdp ? lab_hsdp(r.s.world, 2, W) : NULL;
     CHECK_OK(fsdp_model_create(r.s.world, &md, &r.model));
     ud.params = p;
     ud.num_params = 1;
@@ -946,7 +872,6 @@ TEST(fully_shard_comm, singleton_copy_division) {
     for (int k = 0; k < 3; k++) {
         fsdp_world_desc d = w_desc(0, 1, NULL, "one", 0);
         fsdp_param_desc p[1] = {fsdp_mat("w", 4, 4)};
-        fsdp_unit_desc ud = FSDP_ZERO;
         fsdp_extension watcher = FSDP_ZERO;
         watcher.op = divisions_op;
         fsdp_param_view v;
@@ -956,14 +881,11 @@ TEST(fully_shard_comm, singleton_copy_division) {
         int seen[2] = {0, 0};
         CHECK_OK(fsdp_init(&d, &world));
         CALL(world, fsdp_model_create(world, NULL, &model));
-        ud.params = p;
-        ud.num_params = 1;
-        CALL(world, fsdp_fully_shard(model, &ud, &unit));
+        unit = lab_unit(world, model, NULL, p, 1);
         CALL(world, fsdp_set_gradient_divide_factor(model, unit, factors[k]));
         watcher.user = seen;
         CALL(world, fsdp_attach(model, &watcher));
-        CALL(world, fsdp_pre_forward(unit));
-        CALL(world, fsdp_post_forward(unit));
+        lab_forward(world, unit);
         CALL(world, fsdp_pre_backward(unit));
         for (int e = 0; e < 16; e++) ((float *)fsdp_grad(unit, 0))[e] += 3;
         CALL(world, fsdp_post_backward(unit));
@@ -996,13 +918,13 @@ static void one_shard(fsdp_world *world, const void *arg) {
     fsdp_extension watcher = FSDP_ZERO;
     watcher.op = sums_op;
     net n;
-    md.mesh = size > 1 ? hsdp_mesh(world, size, 1) : NULL;
+    md.mesh = size > 1 ? lab_hsdp(world, size, 1) : NULL;
     net_build(&n, world, &md);
     watcher.user = &replicas;
-    CALL(world, fsdp_attach(n.model, &watcher));
+    CALL(world, fsdp_attach(n.m.model, &watcher));
     for (int step = 0; step < 3; step++) net_step(&n);
     CHECK_EQ_INT(replicas, size > 1 ? 3 * NET_UNITS : 0);
-    CALL(world, fsdp_detach(n.model, &watcher));
+    CALL(world, fsdp_detach(n.m.model, &watcher));
 }
 TEST(fully_shard_comm, size1_reduceop) {
     on_ranks(1, one_shard, NULL);
@@ -1016,8 +938,8 @@ static void misprefetch(fsdp_world *world, const void *arg) {
     (void)arg;
     net n;
     net_build(&n, world, NULL);
-    CALL(world, fsdp_set_modules_to_backward_prefetch(n.unit[1], &n.unit[2], 1));
-    CALL(world, fsdp_set_modules_to_backward_prefetch(n.unit[2], &n.unit[0], 1));
+    CALL(world, fsdp_set_modules_to_backward_prefetch(n.m.unit[1], &n.m.unit[2], 1));
+    CALL(world, fsdp_set_modules_to_backward_prefetch(n.m.unit[2], &n.m.unit[0], 1));
     for (int step = 0; step < 3; step++) net_step(&n);
 }
 TEST(fully_shard_comm, backward_misprefetch) {
@@ -1031,9 +953,9 @@ static void async_unshard(fsdp_world *world, const void *arg) {
     net_build(&n, world, NULL);
     for (int step = 0; step < 10; step++) {
         float mine = (float)(fsdp_rank(world) + step);
-        CALL(world, fsdp_unshard(n.unit[1]));
+        CALL(world, fsdp_unshard(n.m.unit[1]));
         CALL(world, fsdp_all_reduce(world, NULL, &mine, 1, FSDP_F32, FSDP_SUM));
-        CALL(world, fsdp_unshard(n.unit[2]));
+        CALL(world, fsdp_unshard(n.m.unit[2]));
         CHECK_NEAR(mine, 4 * step + 6, 0);
         net_step(&n);
     }
@@ -1061,9 +983,7 @@ static void no_group(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_model_create(world, NULL, &model));
     CHECK(fsdp_fully_shard(model, &ud, &unit) == FSDP_ERR_INVALID_ARG);
     CHECK(strstr(fsdp_last_error(world), "num_params"));
-    ud.params = p;
-    ud.num_params = 1;
-    CALL(world, fsdp_fully_shard(model, &ud, &unit));
+    unit = lab_unit(world, model, &ud, p, 1);
     watcher.user = &gathers;
     CALL(world, fsdp_attach(model, &watcher));
     CALL(world, fsdp_unshard(unit));
@@ -1078,11 +998,11 @@ static void at_once(fsdp_world *world, const void *arg) {
     (void)arg;
     net n;
     net_build(&n, world, NULL);
-    for (int u = 0; u < NET_UNITS; u++) CALL(world, fsdp_unshard(n.unit[u]));
+    for (int u = 0; u < NET_UNITS; u++) CALL(world, fsdp_unshard(n.m.unit[u]));
     for (int u = 0; u < NET_UNITS; u++) {
-        CALL(world, fsdp_wait(n.unit[u]));
+        CALL(world, fsdp_wait(n.m.unit[u]));
         net_use(&n, u, 0);
-        CALL(world, fsdp_reshard(n.unit[u]));
+        CALL(world, fsdp_reshard(n.m.unit[u]));
     }
     net_step(&n);
 }
@@ -1144,7 +1064,7 @@ static void buffers_from_backend(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_all_reduce(world, NULL, &low, 1, FSDP_I64, FSDP_MIN));
     CALL(world, fsdp_all_reduce(world, NULL, &high, 1, FSDP_I64, FSDP_MAX));
     CHECK_EQ_INT(low, high);
-    fsdp_model_destroy(n.model);
+    fsdp_model_destroy(n.m.model);
 }
 static void test_memory(const char *mixed) {
     fsdp_comm_ops ops = *fsdp_shm_comm_ops();
@@ -1168,13 +1088,14 @@ static void own_comms(fsdp_world *world, const void *arg) {
     net n;
     net_build(&n, world, NULL);
     for (int k = 0; k < 2; k++)
-        if (first == (k == 0)) CALL(world, fsdp_set_custom_all_gather(n.unit[1], own_comm, calls));
-        else CALL(world, fsdp_set_custom_reduce_scatter(n.unit[1], own_comm, calls));
+        if (first == (k == 0))
+            CALL(world, fsdp_set_custom_all_gather(n.m.unit[1], own_comm, calls));
+        else CALL(world, fsdp_set_custom_reduce_scatter(n.m.unit[1], own_comm, calls));
     net_step(&n);
     CHECK_EQ_INT(calls[0], 2);
     CHECK_EQ_INT(calls[1], 1);
-    CALL(world, fsdp_set_custom_all_gather(n.unit[1], NULL, NULL));
-    CALL(world, fsdp_set_custom_reduce_scatter(n.unit[1], NULL, NULL));
+    CALL(world, fsdp_set_custom_all_gather(n.m.unit[1], NULL, NULL));
+    CALL(world, fsdp_set_custom_reduce_scatter(n.m.unit[1], NULL, NULL));
     net_step(&n);
     CHECK_EQ_INT(calls[0] + calls[1], 3);
 }

@@ -23,23 +23,10 @@ typedef struct {
 /* Parameters are one number each, gradients the rank and that number. */
 static double number(int u, int i) { return 2 * u + i + 1; }
 
-static double get(const void *data, fsdp_dtype dtype, int64_t e) {
-    double value = 0;
-    const char *at = (const char *)data + (size_t)e * fsdp_dtype_size(dtype);
-    if (dtype == FSDP_U8) return *(const uint8_t *)at;
-    CHECK_OK(fsdp_convert(&value, FSDP_F64, at, dtype, 1));
-    return value;
-}
-static void put(void *data, fsdp_dtype dtype, int64_t e, double value) {
-    char *at = (char *)data + (size_t)e * fsdp_dtype_size(dtype);
-    if (dtype == FSDP_U8) *(uint8_t *)at = (uint8_t)value;
-    else CHECK_OK(fsdp_convert(at, dtype, &value, FSDP_F64, 1));
-}
-
 static void fill(void *user, const fsdp_param_view *block) {
     double value = number((int)(intptr_t)block->unit_user, block->index);
     (void)user;
-    for (int64_t k = 0; k < block->numel; k++) put(block->data, block->dtype, k, value);
+    for (int64_t k = 0; k < block->numel; k++) lab_put(block->data, block->dtype, k, value);
 }
 
 static fsdp_status add_unit(ctx *x, const fsdp_unit_desc *desc, const fsdp_param_desc *params,
@@ -58,18 +45,12 @@ static fsdp_status add_unit(ctx *x, const fsdp_unit_desc *desc, const fsdp_param
 
 static fsdp_status add(ctx *x, fsdp_param_desc param) { return add_unit(x, NULL, &param, 1); }
 
-static int64_t numel_of(const fsdp_param_view *v) {
-    int64_t numel = 1;
-    for (int d = 0; d < v->ndim; d++) numel *= v->shape[d];
-    return numel;
-}
-
 /* Every element of one dtype; within one part in 10^7, for factors that are no powers of two. */
 static void all_are(const void *data, fsdp_dtype dtype, int64_t numel, double expected) {
     for (int64_t e = 0; e < numel; e++) {
-        double off = get(data, dtype, e) - expected;
-        W_CHECK((off < 0 ? -off : off) <= 1e-7 * expected, "%g, expected %g", get(data, dtype, e),
-                expected);
+        double off = lab_get(data, dtype, e) - expected;
+        W_CHECK((off < 0 ? -off : off) <= 1e-7 * expected, "%g, expected %g",
+                lab_get(data, dtype, e), expected);
     }
 }
 
@@ -79,12 +60,12 @@ static void use(ctx *x, int u, int backward) {
         if ((int)(intptr_t)v.unit_user != u) continue;
         const void *data = fsdp_data(v.unit, v.index);
         W_CHECK(data, "no data: %s", fsdp_last_error(x->world));
-        all_are(data, v.dtype, numel_of(&v), number(u, v.index));
+        all_are(data, v.dtype, lab_full_numel(&v), number(u, v.index));
         if (!backward || !v.requires_grad) continue;
         void *grad = fsdp_grad(v.unit, v.index);
         W_CHECK(grad, "no gradient: %s", fsdp_last_error(x->world));
-        for (int64_t e = 0; e < numel_of(&v); e++)
-            put(grad, v.dtype, e, get(grad, v.dtype, e) + x->rank + number(u, v.index));
+        for (int64_t e = 0; e < lab_full_numel(&v); e++)
+            lab_put(grad, v.dtype, e, lab_get(grad, v.dtype, e) + x->rank + number(u, v.index));
     }
 }
 
@@ -330,7 +311,7 @@ static int ext_sizes(void *user, int64_t shard_numel, int64_t nbytes[FSDP_GATHER
 }
 static int64_t stored_numel(const fsdp_param_view *v) {
     int64_t rows = (v->shape[v->shard_dim] + WORLD - 1) / WORLD;
-    return v->shape[v->shard_dim] ? numel_of(v) / v->shape[v->shard_dim] * rows : 0;
+    return v->shape[v->shard_dim] ? lab_full_numel(v) / v->shape[v->shard_dim] * rows : 0;
 }
 static fsdp_status ext_pre(void *user, const fsdp_param_view *view, void *const *strings,
                            void *stream) {
@@ -341,7 +322,7 @@ static fsdp_status ext_pre(void *user, const fsdp_param_view *view, void *const 
 static fsdp_status ext_post(void *user, const fsdp_param_view *view, const void *const *gathered,
                             void *full, fsdp_dtype dtype, void *stream) {
     (void)user, (void)stream;
-    memcpy(full, gathered[0], (size_t)numel_of(view) * fsdp_dtype_size(dtype));
+    memcpy(full, gathered[0], (size_t)lab_full_numel(view) * fsdp_dtype_size(dtype));
     return FSDP_OK;
 }
 static fsdp_status extended(ctx *x, int without, int count, int64_t nbytes, int n) {
@@ -437,8 +418,7 @@ static fsdp_status uneven_dim1(ctx *x) {
 }
 static fsdp_status reshard_1(ctx *x) {
     fsdp_status status = reshard(x, 1);
-    CALL(x->world, fsdp_pre_forward(x->unit[2]));
-    CALL(x->world, fsdp_post_forward(x->unit[2]));
+    lab_forward(x->world, x->unit[2]);
     CHECK_EQ_INT(fsdp_unit_storage(x->unit[2]), FSDP_STORAGE_SHARDED); /* True == 1, as ALWAYS */
     CALL(x->world, fsdp_model_reset(x->model));
     CALL(x->world, fsdp_init_params(x->model, fill, NULL));
@@ -479,7 +459,7 @@ static fsdp_status other_mesh(ctx *x) {
     forward_backward(x, FSDP_OK);
     while (fsdp_next_param(x->model, &v)) {
         double grad = 1.5 + number((int)(intptr_t)v.unit_user, v.index);
-        if (v.requires_grad) squares += grad * grad * (double)numel_of(&v);
+        if (v.requires_grad) squares += grad * grad * (double)lab_full_numel(&v);
     }
     CALL(x->world, fsdp_clip_grad_norm(x->model, 1e9, &norm));
     CHECK_NEAR(norm * norm, squares, 1e-6 * squares);
@@ -500,8 +480,7 @@ static fsdp_status clip_empty(ctx *x) { /* inf, with shards that are empty on so
 }
 static fsdp_status some_unused(ctx *x) { /* rank 2 uses nothing of unit 1 */
     fsdp_param_view v;
-    CALL(x->world, fsdp_pre_forward(x->unit[1]));
-    CALL(x->world, fsdp_post_forward(x->unit[1]));
+    lab_forward(x->world, x->unit[1]);
     CALL(x->world, fsdp_pre_backward(x->unit[1]));
     if (x->rank != 2) use(x, 1, 1);
     CALL(x->world, fsdp_post_backward(x->unit[1]));
@@ -642,7 +621,7 @@ static const row_type rows[] = {
     {"thaw_unknown", "(nothing)", thaw_unknown, ARG, "expected 0..2", 1},
     /* 1.3, 6.2, 6.3: order; there by autograd, which calls nothing in a wrong order */
     {"pre_backward_without_forward", "(autograd)", no_forward, STATE,
-     "call fsdp_post_forward first", HOOK},
+     "call fsdp_pre_forward first", HOOK},
     {"post_forward_without_pre", "(autograd)", not_open, STATE, "call fsdp_pre_forward first", HOOK},
     {"post_backward_without_pre", "(autograd)", not_open_backward, STATE,
      "call fsdp_pre_forward first", HOOK},
@@ -670,24 +649,16 @@ static const row_type rows[] = {
     {"works_flatten_to_a_taken_name", "ValueError", sub_mesh_flat, FSDP_OK, "", 0},
 };
 
-typedef struct {
-    fsdp_threads threads;
-    const row_type *row;
-} table_run;
-
-static void run_row(int rank, int size, void *arg) {
-    table_run *shared = (table_run *)arg;
-    const row_type *row = shared->row;
-    fsdp_world_desc d = w_desc(rank, size, &shared->threads, "errors", 0);
+static void run_row(lab_rank *r) {
+    const row_type *row = (const row_type *)r->arg;
     fsdp_param_desc p[3] = {fsdp_mat("w", 6, 4), fsdp_vec("b", 3), fsdp_vec("codes", 5)};
     char before[8192], after[8192];
     ctx x;
     memset(&x, 0, sizeof x);
-    x.rank = rank;
+    x.rank = r->rank, x.world = r->w;
     p[2].dtype = FSDP_U8;
     p[2].frozen = 1;
     snprintf(w_case, sizeof w_case, "%s, upstream: %s", row->name, row->upstream);
-    CHECK_OK(fsdp_init(&d, &x.world));
     CALL(x.world, fsdp_model_create(x.world, NULL, &x.model));
     CALL(x.world, add_unit(&x, NULL, p, 3));
     CALL(x.world, add(&x, fsdp_mat("w", 2, 3))); /* empty on two ranks */
@@ -711,41 +682,28 @@ static void run_row(int rank, int size, void *arg) {
     if (!row->late) CALL(x.world, fsdp_init_params(x.model, fill, NULL));
     for (int step = 0; step < 2; step++) /* a wrong order is told again by finalize, once */
         train(&x, step == 0 && row->late == HOOK ? got : FSDP_OK);
-    CHECK_OK(fsdp_shutdown(x.world));
+    lab_end(r);
 }
 
-TEST_P(fully_shard_errors, table, rows) {
-    table_run shared;
-    memset(&shared, 0, sizeof shared);
-    shared.threads.size = WORLD;
-    shared.row = row;
-    h_ranks_thread(WORLD, run_row, &shared);
-}
+TEST_P(fully_shard_errors, table, rows) { lab_run(WORLD, NULL, run_row, (void *)(uintptr_t)row); }
 
 /* ---- failures that are no refusals ----------------------------------------------------------- */
 
 typedef struct {
-    fsdp_threads threads;
     void (*body)(ctx *x);
 } pair_run;
 
-static void pair_rank(int rank, int size, void *arg) {
-    pair_run *shared = (pair_run *)arg;
-    fsdp_world_desc d = w_desc(rank, size, &shared->threads, "pair", 0);
+static void pair_rank(lab_rank *r) {
     ctx x;
     memset(&x, 0, sizeof x);
-    x.rank = rank;
-    CHECK_OK(fsdp_init(&d, &x.world));
+    x.rank = r->rank, x.world = r->w;
     CALL(x.world, fsdp_model_create(x.world, NULL, &x.model));
-    shared->body(&x);
-    (void)fsdp_shutdown(x.world);
+    ((const pair_run *)r->arg)->body(&x);
+    lab_end(r);
 }
 static void on_ranks(void (*body)(ctx *x)) {
-    pair_run shared;
-    memset(&shared, 0, sizeof shared);
-    shared.threads.size = WORLD;
-    shared.body = body;
-    h_ranks_thread(WORLD, pair_rank, &shared);
+    pair_run shared = {body};
+    lab_run(WORLD, NULL, pair_rank, &shared);
 }
 
 /* error_if_nonfinite: nothing is scaled, every rank is told, the world goes on. Upstream:
@@ -776,8 +734,7 @@ static void different_params(ctx *x) {
     fsdp_param_desc p[2] = {fsdp_mat("even", 4, 3), fsdp_mat("odd", 4, 3)};
     CALL(x->world, add_unit(x, NULL, p, 2));
     CALL(x->world, fsdp_set_reduce_scatter_unused_params(x->model, NULL, 0));
-    CALL(x->world, fsdp_pre_forward(x->unit[0]));
-    CALL(x->world, fsdp_post_forward(x->unit[0]));
+    lab_forward(x->world, x->unit[0]);
     CALL(x->world, fsdp_pre_backward(x->unit[0]));
     CHECK(fsdp_grad(x->unit[0], x->rank % 2));
     CHECK_STATUS(fsdp_post_backward(x->unit[0]), FSDP_ERR_MISMATCH);

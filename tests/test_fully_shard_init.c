@@ -9,62 +9,19 @@
 
 /* ---- ranks, meshes --------------------------------------------------------------------------- */
 
-typedef void (*rank_body)(fsdp_world *world, const void *arg);
-typedef struct {
-    fsdp_threads threads;
-    rank_body body;
-    const void *arg;
-} launch;
-
-static void launch_rank(int rank, int size, void *arg) {
-    launch *l = (launch *)arg;
-    fsdp_world_desc d = w_desc(rank, size, &l->threads, "init", 0);
-    fsdp_world *world;
-    CHECK_OK(fsdp_init(&d, &world));
-    l->body(world, l->arg);
-    CHECK_OK(fsdp_shutdown(world));
+static void on_ranks(int size, void (*body)(fsdp_world *world, const void *arg), const void *arg) {
+    lab_on_worlds(size, NULL, body, arg);
 }
 
-static void on_ranks(int size, rank_body body, const void *arg) {
-    launch l;
-    memset(&l, 0, sizeof l);
-    l.threads.size = size;
-    l.body = body;
-    l.arg = arg;
-    h_ranks_thread(size, launch_rank, &l);
-}
-
-/* Dims of size 0 are left out; names NULL: unnamed. */
+/* Dims of size 0 at the end are left out; names NULL: unnamed. */
 static fsdp_mesh *mesh_of(fsdp_world *world, int a, int b, int c, const char *const *names) {
-    int shape[3] = {a, b, c};
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_mesh *mesh;
-    for (int i = 0; i < 3; i++)
-        if (shape[i]) {
-            d.names[d.ndim] = names ? names[d.ndim] : NULL;
-            d.shape[d.ndim++] = shape[i];
-        }
-    CALL(world, fsdp_mesh_create(world, &d, &mesh));
-    return mesh;
-}
-
-static fsdp_mesh *slice_of(fsdp_world *world, const fsdp_mesh *mesh, int dim) {
-    const int32_t dims[1] = {dim};
-    fsdp_mesh *out;
-    CALL(world, fsdp_mesh_slice(mesh, dims, 1, &out));
-    return out;
+    const int32_t shape[3] = {a, b, c};
+    return lab_mesh(world, c ? 3 : b ? 2 : 1, shape, names, NULL);
 }
 
 static const char *const hsdp_names[] = {"replicate", "shard"};
 static const char *const tp_names[] = {"dp", "tp"};
 static const char *const hsdp_tp_names[] = {"replicate", "shard", "tp"};
-
-static void refused(fsdp_world *world, fsdp_status got, fsdp_status expected, const char *word) {
-    W_CHECK(got == expected, "%s, expected %s with '%s'", fsdp_status_name(got),
-            fsdp_status_name(expected), word);
-    W_CHECK(strstr(fsdp_last_error(world), word), "'%s' does not say '%s'", fsdp_last_error(world),
-            word);
-}
 
 /* ---- a model whose truth is known ------------------------------------------------------------ */
 
@@ -101,40 +58,18 @@ static double toy_truth(const toy *t, int u, int i, int64_t e) {
     return value;
 }
 
-static double get(const void *at, fsdp_dtype dtype, int64_t e) {
-    double value = 0;
-    const char *p = (const char *)at + (size_t)e * fsdp_dtype_size(dtype);
-    if (!fsdp_dtype_is_float(dtype)) return *(const uint8_t *)p;
-    CHECK_OK(fsdp_convert(&value, FSDP_F64, p, dtype, 1));
-    return value;
-}
-static void put(void *at, fsdp_dtype dtype, int64_t e, double value) {
-    char *p = (char *)at + (size_t)e * fsdp_dtype_size(dtype);
-    if (!fsdp_dtype_is_float(dtype)) *(uint8_t *)p = (uint8_t)(int)value;
-    else CHECK_OK(fsdp_convert(p, dtype, &value, FSDP_F64, 1));
-}
-static double rounded(fsdp_dtype dtype, double value) {
-    uint64_t room = 0;
-    put(&room, dtype, 0, value);
-    return get(&room, dtype, 0);
-}
-
-static int64_t full_numel(const fsdp_param_view *v) {
-    int64_t numel = 1;
-    for (int d = 0; d < v->ndim; d++) numel *= v->shape[d];
-    return numel;
-}
 static int unit_of(const fsdp_param_view *v) { return (int)(intptr_t)v->unit_user; }
 /* Bytes (of integer parameters, which are frozen) hold the low ones of four times the value. */
 static double as_stored(const fsdp_param_view *v, double value) {
     if (!fsdp_dtype_is_float(v->dtype)) return (double)(uint8_t)(int)(value * 4);
-    return rounded(v->dtype, value);
+    return lab_round(v->dtype, value);
 }
 
 static void toy_fill(void *user, const fsdp_param_view *block) {
     (void)user;
     for (int64_t k = 0; k < block->numel; k++)
-        put(block->data, block->dtype, k,
+        lab_put(
+            block->data, block->dtype, k,
             as_stored(block, toy_start(unit_of(block), block->index, fsdp_view_index(block, k))));
 }
 
@@ -168,31 +103,30 @@ static int params_of(const toy *t, int u) {
 /* The gathered parameters are the true ones, to the bit. */
 static void toy_look(const toy *t, int u) {
     for (int i = 0, count = params_of(t, u); i < count; i++) {
-        fsdp_param_view v;
-        CALL(t->world, fsdp_param_view_get(t->unit[u], i, &v));
+        fsdp_param_view v = lab_view(t->world, t->unit[u], i);
         fsdp_dtype dtype = t->compute && fsdp_dtype_is_float(v.dtype) ? t->compute : v.dtype;
         const void *data = fsdp_data(t->unit[u], i);
         W_CHECK(data, "%s has no data: %s", v.name, fsdp_last_error(t->world));
-        for (int64_t e = 0; e < full_numel(&v); e++) {
+        for (int64_t e = 0; e < lab_full_numel(&v); e++) {
             double truth = as_stored(&v,
                                      v.requires_grad ? toy_truth(t, u, i, e) : toy_start(u, i, e));
-            if (fsdp_dtype_is_float(dtype)) truth = rounded(dtype, truth);
-            W_CHECK(get(data, dtype, e) == truth, "step %d: %s.%s element %lld is %g, not %g",
-                    t->step, v.unit_name, v.name, (long long)e, get(data, dtype, e), truth);
+            if (fsdp_dtype_is_float(dtype)) truth = lab_round(dtype, truth);
+            W_CHECK(lab_get(data, dtype, e) == truth, "step %d: %s.%s element %lld is %g, not %g",
+                    t->step, v.unit_name, v.name, (long long)e, lab_get(data, dtype, e), truth);
         }
     }
 }
 
 static void toy_slopes(const toy *t, int u) {
     for (int i = 0, count = params_of(t, u); i < count; i++) {
-        fsdp_param_view v;
-        CALL(t->world, fsdp_param_view_get(t->unit[u], i, &v));
+        fsdp_param_view v = lab_view(t->world, t->unit[u], i);
         if (!v.requires_grad) continue;
         fsdp_dtype dtype = t->compute ? t->compute : v.dtype;
         void *grad = fsdp_grad(t->unit[u], i);
         W_CHECK(grad, "%s has no gradient: %s", v.name, fsdp_last_error(t->world));
-        for (int64_t e = 0; e < full_numel(&v); e++)
-            put(grad, dtype, e, get(grad, dtype, e) + toy_slope(t->place, t->step, u, i, e));
+        for (int64_t e = 0; e < lab_full_numel(&v); e++)
+            lab_put(grad, dtype, e,
+                    lab_get(grad, dtype, e) + toy_slope(t->place, t->step, u, i, e));
     }
 }
 
@@ -212,8 +146,8 @@ static void toy_shards(const toy *t) {
             int64_t e = fsdp_view_index(&v, k);
             double truth = as_stored(&v, v.requires_grad ? toy_truth(t, unit_of(&v), v.index, e)
                                                          : toy_start(unit_of(&v), v.index, e));
-            W_CHECK(get(v.shard, v.dtype, k) == truth, "step %d: shard of %s.%s: %g, not %g",
-                    t->step, v.unit_name, v.name, get(v.shard, v.dtype, k), truth);
+            W_CHECK(lab_get(v.shard, v.dtype, k) == truth, "step %d: shard of %s.%s: %g, not %g",
+                    t->step, v.unit_name, v.name, lab_get(v.shard, v.dtype, k), truth);
         }
 }
 
@@ -232,10 +166,10 @@ static void toy_step(toy *t) {
         W_CHECK((v.shard_grad != NULL) == v.requires_grad, "%s: gradient", v.name);
         for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
             double mean = toy_mean(t, t->step, unit_of(&v), v.index, fsdp_view_index(&v, k));
-            double grad = get(v.shard_grad, v.grad_dtype, k);
+            double grad = lab_get(v.shard_grad, v.grad_dtype, k);
             W_CHECK(grad == mean, "step %d: gradient of %s.%s is %g, not %g", t->step, v.unit_name,
                     v.name, grad, mean);
-            put(v.shard, v.dtype, k, get(v.shard, v.dtype, k) - grad / 2);
+            lab_put(v.shard, v.dtype, k, lab_get(v.shard, v.dtype, k) - grad / 2);
         }
     }
     CALL(t->world, fsdp_params_changed(t->model));
@@ -334,8 +268,8 @@ static void invalid_mesh(fsdp_world *world, const void *arg) {
     fsdp_model *model;
     static const char *const names[] = {"a", "b", "c"};
     md.mesh = three ? mesh_of(world, 1, 2, 2, names) : mesh_of(world, 2, 2, 0, NULL);
-    refused(world, fsdp_model_create(world, &md, &model), FSDP_ERR_INVALID_ARG,
-            three ? "mesh_info" : "name");
+    REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_model_create(world, &md, &model),
+               three ? "mesh_info" : "name");
     CHECK(!model);
     toy t;
     fsdp_param_desc p[1] = {fsdp_vec("b", 3)};
@@ -344,8 +278,8 @@ static void invalid_mesh(fsdp_world *world, const void *arg) {
     ud.mesh = md.mesh; /* of a unit too */
     ud.params = p;
     ud.num_params = 1;
-    refused(world, fsdp_fully_shard(t.model, &ud, &t.unit[0]), FSDP_ERR_INVALID_ARG,
-            three ? "mesh_info" : "name");
+    REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_fully_shard(t.model, &ud, &t.unit[0]),
+               three ? "mesh_info" : "name");
     toy_unit(&t, NULL, p, 1);
     CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
     toy_step(&t);
@@ -412,7 +346,7 @@ static void manages(fsdp_world *world, const void *arg) {
         snprintf(text + used, sizeof text - used, "%s%s.%s", used ? " " : "", v.unit_name, v.name);
         CHECK(unit_of(&v) == unit ? v.index > 0 : v.index == 0);
         unit = unit_of(&v);
-        if (unit != m->replicated) own[unit] += full_numel(&v) / t.ranks;
+        if (unit != m->replicated) own[unit] += lab_full_numel(&v) / t.ranks;
     }
     CHECK_EQ_STR(text, m->expected);
     fsdp_extension watcher = FSDP_ZERO;
@@ -504,8 +438,7 @@ static void shard_tensor(fsdp_world *world, const void *arg) {
     toy_unit(&t, NULL, p, mlp(p, 3, 3)); /* (9, 3), 9, (3, 9), 3 */
     toy_unit(&t, NULL, p, mlp(p, 9, 3));
     CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
-    fsdp_param_view v;
-    CALL(world, fsdp_param_view_get(t.unit[0], 2, &v));
+    fsdp_param_view v = lab_view(world, t.unit[0], 2);
     CHECK(v.ndim == 2 && v.shape[0] == 3 && v.shape[1] == 9); /* global */
     CHECK_EQ_INT(v.local_shape[0], fsdp_rank(world) ? 1 : 2);
     check_chunks(&t);
@@ -530,8 +463,8 @@ static void raise_scalar(fsdp_world *world, const void *arg) {
     ud.num_params = 2;
     toy_begin(&t, world, NULL, 1, 0);
     fsdp_status got = fsdp_fully_shard(t.model, &ud, &t.unit[0]);
-    refused(world, got, FSDP_ERR_INVALID_ARG, "temperature");
-    refused(world, got, FSDP_ERR_INVALID_ARG, "vector of one element");
+    REFUSED_AS(FSDP_ERR_INVALID_ARG, world, got, "temperature");
+    REFUSED_AS(FSDP_ERR_INVALID_ARG, world, got, "vector of one element");
     CHECK_EQ_INT(fsdp_num_units(t.model), 0);
     p[1] = fsdp_vec("temperature", 1);
     toy_unit(&t, NULL, p, 2);
@@ -549,8 +482,9 @@ static void invalid_dim(fsdp_world *world, const void *arg) {
     ud.params = p;
     ud.num_params = 2;
     toy_begin(&t, world, NULL, 4, fsdp_rank(world));
-    refused(world, fsdp_fully_shard(t.model, &ud, &t.unit[0]), FSDP_ERR_INVALID_ARG, "bias");
-    refused(world, fsdp_fully_shard(t.model, &ud, &t.unit[0]), FSDP_ERR_INVALID_ARG, "shard_dim 1");
+    REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_fully_shard(t.model, &ud, &t.unit[0]), "bias");
+    REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_fully_shard(t.model, &ud, &t.unit[0]),
+               "shard_dim 1");
     p[1].shard_dim = 0;
     toy_unit(&t, NULL, p, 2);
     CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
@@ -598,7 +532,7 @@ static void shard_dims(fsdp_world *world, const void *arg) {
             CHECK_EQ_INT(v.local_shape[dim] * t.ranks, v.shape[dim]);
             beside += dim == 1;
             CALL(world, fsdp_param_full(v.unit, v.index, full));
-            for (int64_t e = 0; e < full_numel(&v); e++)
+            for (int64_t e = 0; e < lab_full_numel(&v); e++)
                 CHECK_NEAR(full[e], toy_truth(&t, unit_of(&v), v.index, e), 0);
         }
         toy_step(&t);
@@ -631,7 +565,7 @@ static void uneven_largest(fsdp_world *world, const void *arg) {
         CHECK_OK(fsdp_shard_range(17, 8, t.place, &range));
         CHECK_EQ_INT(v.local_shape[v.shard_dim], range.count); /* 3 3 3 3 3 2 0 0 */
         CALL(world, fsdp_param_full(v.unit, v.index, full));
-        for (int64_t e = 0; e < full_numel(&v); e++)
+        for (int64_t e = 0; e < lab_full_numel(&v); e++)
             CHECK_NEAR(full[e], toy_truth(&t, 0, v.index, e), 0);
     }
 }
@@ -732,11 +666,10 @@ static void tp_build(tp_model *m, fsdp_world *world, fsdp_mesh *mesh, const tp_p
 static void tp_check(const tp_model *m, double offset) {
     float full[1024];
     for (int i = 0; i < m->count; i++) {
-        fsdp_param_view v;
-        CALL(m->toy.world, fsdp_param_view_get(m->toy.unit[0], i, &v));
-        CHECK(full_numel(&v) <= 1024);
+        fsdp_param_view v = lab_view(m->toy.world, m->toy.unit[0], i);
+        CHECK(lab_full_numel(&v) <= 1024);
         CALL(m->toy.world, fsdp_param_full(m->toy.unit[0], i, full));
-        for (int64_t e = 0; e < full_numel(&v); e++)
+        for (int64_t e = 0; e < lab_full_numel(&v); e++)
             CHECK_NEAR(full[e], toy_start(0, i, tp_element(m, i, e)) + offset, 0);
     }
 }
@@ -855,8 +788,8 @@ static void lazy_init(fsdp_world *world, const void *arg) {
     CHECK(a.shard == b.shard);
     ud.params = p;
     ud.num_params = mlp(p, 3, 4);
-    refused(world, fsdp_fully_shard(t.model, &ud, &late), FSDP_ERR_INVALID_STATE,
-            "before the first");
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, world, fsdp_fully_shard(t.model, &ud, &late),
+               "before the first");
     CHECK_EQ_INT(fsdp_num_units(t.model), 2);
     CALL(world, fsdp_model_reset(t.model));
     toy_step(&t);
@@ -897,14 +830,14 @@ TEST(fully_shard_init, reset_sharded_param_in_lazy_init) { on_ranks(2, replaced,
 
 static void fill_const(void *user, const fsdp_param_view *block) {
     for (int64_t k = 0; k < block->numel; k++)
-        put(block->data, block->dtype, k, *(const double *)user);
+        lab_put(block->data, block->dtype, k, *(const double *)user);
 }
 
 static void shards_are(const toy *t, double expected) {
     fsdp_param_view v = FSDP_ZERO;
     int64_t seen = 0;
     for (; fsdp_next_param(t->model, &v); seen++)
-        for (int64_t k = 0; k < v.numel; k++) CHECK_NEAR(get(v.shard, v.dtype, k), expected, 0);
+        for (int64_t k = 0; k < v.numel; k++) CHECK_NEAR(lab_get(v.shard, v.dtype, k), expected, 0);
     CHECK_EQ_INT(seen, fsdp_num_params(t->model));
 }
 
@@ -921,7 +854,7 @@ static void meta_device(fsdp_world *world, const void *arg) {
         toy t;
         md.param_dtype = n % 2 ? FSDP_BF16 : FSDP_DTYPE_KEEP;
         md.reduce_dtype = n % 2 ? FSDP_F32 : FSDP_DTYPE_KEEP;
-        if (two_d) md.mesh = slice_of(world, mesh, 0);
+        if (two_d) md.mesh = lab_slice(world, mesh, 0);
         toy_begin(&t, world, &md, two_d ? 2 : 4,
                   two_d ? fsdp_mesh_rank(mesh, 0) : fsdp_rank(world));
         for (int l = 0; l < 2; l++) toy_unit(&t, NULL, p, mlp(p, dims[n / 2], 1));
@@ -930,7 +863,7 @@ static void meta_device(fsdp_world *world, const void *arg) {
         shards_are(&t, 99);
         CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
         while (fsdp_next_param(t.model, &v))
-            for (int64_t k = 0; k < v.numel; k++) CHECK(get(v.shard, v.dtype, k) != 99);
+            for (int64_t k = 0; k < v.numel; k++) CHECK(lab_get(v.shard, v.dtype, k) != 99);
         toy_step(&t);
         fsdp_model_destroy(t.model);
     }
@@ -948,10 +881,9 @@ static void never_filled(fsdp_world *world, const void *arg) {
     toy_unit(&t, NULL, p, mlp(p, 3, 4));
     CALL(world, fsdp_pre_forward(t.unit[0]));
     for (int i = 0; i < 4; i++) {
-        fsdp_param_view v;
-        CALL(world, fsdp_param_view_get(t.unit[0], i, &v));
+        fsdp_param_view v = lab_view(world, t.unit[0], i);
         const float *data = (const float *)fsdp_data(t.unit[0], i);
-        for (int64_t e = 0; e < full_numel(&v); e++) CHECK_NEAR(data[e], 0, 0);
+        for (int64_t e = 0; e < lab_full_numel(&v); e++) CHECK_NEAR(data[e], 0, 0);
     }
     CALL(world, fsdp_post_forward(t.unit[0]));
 }
@@ -967,7 +899,7 @@ static void rank0_broadcast(fsdp_world *world, const void *arg) {
     toy_begin(&t, world, NULL, 4, fsdp_rank(world));
     for (int u = 0; u < 2; u++) toy_unit(&t, NULL, p, mlp(p, 3, 4));
     while (fsdp_next_param(t.model, &v)) {
-        int64_t numel = full_numel(&v);
+        int64_t numel = lab_full_numel(&v);
         for (int64_t e = 0; e < numel; e++)
             full[e] = fsdp_rank(world) ? -1 : (float)toy_start(unit_of(&v), v.index, e);
         CALL(world, fsdp_broadcast(world, NULL, full, numel * 4, 0));
@@ -1022,12 +954,12 @@ static void across_replicas(fsdp_world *world, const void *arg) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_view v = FSDP_ZERO, w = FSDP_ZERO;
     toy t;
-    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names), *replicas = slice_of(world, mesh, 0);
+    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names), *replicas = lab_slice(world, mesh, 0);
     md.mesh = mesh;
     toy_mlps(&t, world, &md, 4, fsdp_rank(world), 2, 5);
     while (fsdp_next_param(t.model, &v))
         for (int64_t k = 0; fsdp_mesh_rank(mesh, 0) > 0 && k < v.numel; k++)
-            put(v.shard, v.dtype, k, 1234);
+            lab_put(v.shard, v.dtype, k, 1234);
     while (fsdp_next_param(t.model, &w)) /* from the first replica */
         CALL(world, fsdp_broadcast(world, replicas, w.shard,
                                    w.numel * (int64_t)fsdp_dtype_size(w.dtype), 0));
@@ -1122,8 +1054,8 @@ static void hsdp_hook(fsdp_world *world, const void *arg) {
     fsdp_param_view v = FSDP_ZERO;
     toy t;
     h.world = world;
-    h.replicas = slice_of(world, mesh, 0);
-    md.mesh = slice_of(world, mesh, 1);
+    h.replicas = lab_slice(world, mesh, 0);
+    md.mesh = lab_slice(world, mesh, 1);
     toy_begin(&t, world, &md, 2, 0);
     toy_unit(&t, NULL, p, 2);
     while (fsdp_next_param(t.model, &v))
@@ -1315,19 +1247,18 @@ static void save_load(toy *t, void (*fill)(void *, const fsdp_param_view *), voi
     for (int k = 0; k < first.count; k++) {
         const fsdp_param_view *v = &first.at[k];
         CHECK_EQ_INT(v->numel == 0, v->local_shape[v->shard_dim] == 0);
-        values[k] = v->numel ? get(v->shard, v->dtype, v->numel - 1) : 0;
+        values[k] = v->numel ? lab_get(v->shard, v->dtype, v->numel - 1) : 0;
     }
     CALL(world, fsdp_set_reshard_after_forward(t->model, NULL, FSDP_RESHARD_NEVER));
     for (int u = 0; u < t->count; u++) {
-        CALL(world, fsdp_pre_forward(t->unit[u]));
-        CALL(world, fsdp_post_forward(t->unit[u]));
+        lab_forward(world, t->unit[u]);
         CHECK_EQ_INT(fsdp_unit_storage(t->unit[u]), FSDP_STORAGE_UNSHARDED);
     }
     dict_of(t, &gathered);
     same_dict(&first, &gathered);
     for (int k = 0; k < first.count; k++)
         if (first.at[k].numel)
-            CHECK_NEAR(get(gathered.at[k].shard, first.at[k].dtype, first.at[k].numel - 1),
+            CHECK_NEAR(lab_get(gathered.at[k].shard, first.at[k].dtype, first.at[k].numel - 1),
                        values[k], 0);
     CALL(world, fsdp_model_reset(t->model));
     CALL(world, fsdp_init_params(t->model, fill_const, &constant));
@@ -1336,9 +1267,9 @@ static void save_load(toy *t, void (*fill)(void *, const fsdp_param_view *), voi
     for (int k = 0; k < first.count; k++) {
         float full[4096];
         const fsdp_param_view *v = &loaded.at[k];
-        CHECK(full_numel(v) <= 4096);
+        CHECK(lab_full_numel(v) <= 4096);
         CALL(world, fsdp_param_full(v->unit, v->index, full));
-        for (int64_t e = 0; e < full_numel(v); e++) CHECK_NEAR(full[e], 7, 0);
+        for (int64_t e = 0; e < lab_full_numel(v); e++) CHECK_NEAR(full[e], 7, 0);
     }
     CALL(world, fsdp_init_params(t->model, fill, user));
     dict_of(t, &loaded);
@@ -1399,7 +1330,7 @@ static void cached_dict(fsdp_world *world, const void *arg) {
             for (int64_t i = 0; i < d.at[k].numel; i++) {
                 int64_t e = fsdp_view_index(&d.at[k], i);
                 double truth = toy_truth(&t, unit_of(&d.at[k]), d.at[k].index, e);
-                CHECK_NEAR(get(d.at[k].shard, FSDP_F32, i), truth, 0);
+                CHECK_NEAR(lab_get(d.at[k].shard, FSDP_F32, i), truth, 0);
             }
     }
 }
@@ -1421,10 +1352,10 @@ static void offloaded_dict(fsdp_world *world, const void *arg) {
     for (int i = 0; i < 2; i++) { /* of unit 1 a part, with other values and back */
         CALL(world, fsdp_param_view_get(t.unit[1], i, &v));
         for (int round = 0; round < 2; round++) {
-            for (int64_t e = 0; e < full_numel(&v); e++)
+            for (int64_t e = 0; e < lab_full_numel(&v); e++)
                 full[e] = round ? (float)toy_start(1, i, e) : 55;
             CALL(world, fsdp_param_load(t.unit[1], i, full));
-            if (!round && v.numel) CHECK_NEAR(get(v.shard, v.dtype, 0), 55, 0);
+            if (!round && v.numel) CHECK_NEAR(lab_get(v.shard, v.dtype, 0), 55, 0);
         }
     }
     dict_of(&t, &after);
@@ -1448,7 +1379,7 @@ static void correct_2d(fsdp_world *world, const void *arg) {
     for (int step = 0; step < 2; step++) toy_step(&t);
     while (fsdp_next_param(t.model, &v)) {
         CALL(world, fsdp_param_full(v.unit, v.index, full));
-        for (int64_t e = 0; e < full_numel(&v); e++)
+        for (int64_t e = 0; e < lab_full_numel(&v); e++)
             CHECK_NEAR(full[e], toy_truth(&t, unit_of(&v), v.index, e), 0);
     }
     tp_build(&m, world, mesh_of(world, 2, 2, 0, tp_names), tp_mlp, 4);
@@ -1469,7 +1400,7 @@ static void rank0_full(fsdp_world *world, const void *arg) {
     while (fsdp_next_param(t.model, &v)) {
         memset(full, 0, sizeof full);
         CALL(world, fsdp_param_full(v.unit, v.index, fsdp_rank(world) ? NULL : full));
-        for (int64_t e = 0; fsdp_rank(world) == 0 && e < full_numel(&v); e++)
+        for (int64_t e = 0; fsdp_rank(world) == 0 && e < lab_full_numel(&v); e++)
             CHECK_NEAR(full[e], toy_truth(&t, unit_of(&v), v.index, e), 0);
     }
     toy_step(&t);
@@ -1531,7 +1462,7 @@ static fsdp_status ext_post(void *user, const fsdp_param_view *view, const void 
     ext *x = (ext *)user;
     const uint16_t *high = (const uint16_t *)gathered[0], *low = (const uint16_t *)gathered[1];
     (void)stream;
-    for (int64_t e = 0; e < full_numel(view); e++) {
+    for (int64_t e = 0; e < lab_full_numel(view); e++) {
         float value;
         uint32_t bits = (uint32_t)high[e] << 16 | (x->kind == HALVES ? low[e] : 0u);
         memcpy(&value, &bits, 4);
@@ -1612,9 +1543,9 @@ static void ext_quantised(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_pre_forward(t.unit[0]));
     CALL(world, fsdp_param_view_get(t.unit[0], 0, &v));
     const float *data = (const float *)fsdp_data(t.unit[0], 0);
-    for (int e = 0; e < 36; e++) CHECK_NEAR(data[e], rounded(FSDP_BF16, (double)third[e]), 0);
+    for (int e = 0; e < 36; e++) CHECK_NEAR(data[e], lab_round(FSDP_BF16, (double)third[e]), 0);
     for (int64_t k = 0; k < v.numel; k++) /* the master is not */
-        CHECK_NEAR(get(v.shard, FSDP_F32, k), third[fsdp_view_index(&v, k)], 0);
+        CHECK_NEAR(lab_get(v.shard, FSDP_F32, k), third[fsdp_view_index(&v, k)], 0);
     CALL(world, fsdp_post_forward(t.unit[0]));
     CHECK_EQ_INT(x[0].pres, 1);
     CHECK_EQ_INT(x[0].posts, 1);

@@ -89,8 +89,9 @@ static void check_dtypes(fs_run *x, int it, int m) {
         CHECK_EQ_INT(v.dtype, d->stored);
         CHECK_EQ_INT(v.grad_dtype, d->kept);
     }
-    for (int i = 0; i < x->num_ops; i++)
-        if (x->ops[i].kind == FSDP_OP_ALL_GATHER) CHECK_EQ_INT(x->ops[i].dtype, d->gathered);
+    for (int i = 0; i < x->log.num; i++)
+        if (x->log.ops[i].kind == FSDP_OP_ALL_GATHER)
+            CHECK_EQ_INT(x->log.ops[i].dtype, d->gathered);
     CHECK(fs_find(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 1));
     if (m == x->c->micros - 1) check_reduced(x, d);
     else check_unreduced(x, d);
@@ -136,22 +137,18 @@ TEST_P(fully_shard_mixed_precision, dtypes_one_shard, table) {
 
 /* An integer parameter is frozen and gathered as it is; with others it makes the gather one of
    bytes. */
-static void with_integers(int rank, int size, void *arg) {
-    fsdp_threads *threads = (fsdp_threads *)arg;
-    fsdp_world_desc d = w_desc(rank, size, threads, "integers", 0);
+static void with_integers(lab_rank *r) {
     for (int mixed = 0; mixed < 2; mixed++) {
         fsdp_param_desc p[2] = {fsdp_mat("codes", 6, 4), fsdp_mat("w", 5, 3)};
         fsdp_model_desc md = FSDP_ZERO;
-        fsdp_unit_desc ud = FSDP_ZERO;
+        const int size = r->size;
         fs_run x;
         int8_t codes[24];
         memset(&x, 0, sizeof x);
-        CALL(NULL, fsdp_init(&d, &x.world));
         md.param_dtype = BF16;
-        CALL(x.world, fsdp_model_create(x.world, &md, &x.model));
+        x.world = r->w = lab_world(r, mixed, 0, NULL), x.model = lab_model(r->w, &md);
         p[0].dtype = FSDP_I8, p[0].frozen = 1;
-        ud.params = p, ud.num_params = 1 + mixed;
-        CALL(x.world, fsdp_fully_shard(x.model, &ud, &x.unit[0]));
+        x.unit[0] = lab_unit(r->w, x.model, NULL, p, 1 + mixed);
         for (int i = 0; i < 24; i++) codes[i] = (int8_t)(5 * i - 60);
         CALL(x.world, fsdp_param_load(x.unit[0], 0, codes));
         fs_watch(&x);
@@ -164,16 +161,15 @@ static void with_integers(int rank, int size, void *arg) {
         CHECK_EQ_INT(gather->count,
                      (6 + size - 1) / size * 4 + mixed * 2 * ((5 + size - 1) / size) * 3);
         CALL(x.world, fsdp_post_forward(x.unit[0]));
-        free(x.ops);
-        CHECK_OK(fsdp_shutdown(x.world));
+        lab_end(r);
+        free(x.log.ops);
     }
 }
 
 TEST(fully_shard_mixed_precision, dtypes_int8_frozen) {
-    for (int size = 2; size <= 4; size++) {
-        fsdp_threads threads = {0, size, NULL};
-        h_ranks_thread(size, with_integers, &threads);
-    }
+    lab_how how = FSDP_ZERO;
+    how.bare = 1;
+    for (int size = 2; size <= 4; size++) lab_run(size, &how, with_integers, NULL);
 }
 
 /* ---- casts are part of the copies ------------------------------------------------------------ */
@@ -369,13 +365,13 @@ static void struct_of_inputs(fs_run *x, int it, int m) {
     CHECK_EQ_INT(f32, to);
     CHECK((out == (const char *)a.x) == (to == F32)); /* nothing is moved that need not be */
     CHECK_OK(fsdp_convert(&back, F64, out + fsdp_dtype_size(to), to, 1));
-    CHECK_NEAR(back, fs_round(to, (double)a.x[1]), 0);
+    CHECK_NEAR(back, lab_round(to, (double)a.x[1]), 0);
     CHECK(cast(x, a.ids, &i32, 4) == a.ids);
     CHECK_EQ_INT(i32, FSDP_I32);
     out = (const char *)cast(x, a.pair.b, &f64, 2);
     CHECK_EQ_INT(f64, x->c->param ? x->c->param : F64);
     CHECK_OK(fsdp_convert(&back, F64, out, f64, 1));
-    CHECK_NEAR(back, fs_round(f64, a.pair.b[0]), 0);
+    CHECK_NEAR(back, lab_round(f64, a.pair.b[0]), 0);
 }
 
 TEST(fully_shard_mixed_precision, structured_input_output) {

@@ -280,8 +280,8 @@ static void after_clipping(fs_run *x, int it) {
     CHECK(changed);
     /* the reductions of backward, and one for the norm */
     int clips = 0;
-    for (int i = 0; i < x->num_ops; i++)
-        clips += x->ops[i].kind == FSDP_OP_ALL_REDUCE && x->ops[i].label == FSDP_LABEL_CLIP;
+    for (int i = 0; i < x->log.num; i++)
+        clips += x->log.ops[i].kind == FSDP_OP_ALL_REDUCE && x->log.ops[i].label == FSDP_LABEL_CLIP;
     CHECK_EQ_INT(clips, x->c->shards > 1);
     fs_watch(x);
 }
@@ -305,33 +305,20 @@ TEST(fully_shard_clip_grad_norm_, 1d) {
 enum { ROWS = 10, COLS = 3, OTHER = 7 };
 static double clip_value(int64_t e) { return ((double)e / 8 - 3) * 1.5; }
 
-typedef struct {
-    double p;
-    fsdp_threads threads;
-} clip_job;
-
-static void clip_2d(int rank, int size, void *arg) {
-    clip_job *j = (clip_job *)arg;
-    fsdp_world_desc d = w_desc(rank, size, &j->threads, "clip", 0);
-    fsdp_mesh_desc md = FSDP_ZERO;
-    fsdp_mesh *all, *dp;
+static void clip_2d(lab_rank *r) {
+    const double p = *(const double *)r->arg;
+    const fsdp_mesh *all = lab_mesh2(r->w, 2, 2, "dp", "tp"), *dp = lab_slice(r->w, all, 0);
     fsdp_param_desc tp = fsdp_mat("tp", ROWS, COLS), whole = fsdp_vec("whole", OTHER);
     fsdp_unit_desc ud = FSDP_ZERO;
     fsdp_clip_desc clip = FSDP_ZERO;
     fs_run x;
-    int32_t dim = 0;
     double sum = 0, norm;
     memset(&x, 0, sizeof x);
-    snprintf(w_case, sizeof w_case, "p %g", j->p);
-    CALL(NULL, fsdp_init(&d, &x.world));
-    md.ndim = 2, md.shape[0] = md.shape[1] = 2, md.names[0] = "dp", md.names[1] = "tp";
-    CALL(x.world, fsdp_mesh_create(x.world, &md, &all));
-    CALL(x.world, fsdp_mesh_slice(all, &dim, 1, &dp));
-    CALL(x.world, fsdp_model_create(x.world, NULL, &x.model));
-    ud.params = &tp, ud.num_params = 1, ud.mesh = dp;
-    CALL(x.world, fsdp_fully_shard(x.model, &ud, &x.unit[0]));
-    ud.params = &whole, ud.mesh = NULL;
-    CALL(x.world, fsdp_fully_shard(x.model, &ud, &x.unit[1]));
+    snprintf(w_case, sizeof w_case, "p %g", p);
+    x.world = r->w, x.model = lab_model(r->w, NULL);
+    ud.mesh = dp;
+    x.unit[0] = lab_unit(r->w, x.model, &ud, &tp, 1);
+    x.unit[1] = lab_unit(r->w, x.model, NULL, &whole, 1);
     for (int u = 0; u < 2; u++) CALL(x.world, fsdp_pre_forward(x.unit[u]));
     for (int u = 0; u < 2; u++) CALL(x.world, fsdp_post_forward(x.unit[u]));
     for (int u = 1; u >= 0; u--) {
@@ -346,10 +333,10 @@ static void clip_2d(int rank, int size, void *arg) {
     CALL(x.world, fsdp_finalize_backward(x.model));
     for (int64_t e = 0; e < 2 * ROWS * COLS + OTHER; e++) {
         double a = fabs(clip_value(e < 2 * ROWS * COLS ? e : e - 2 * ROWS * COLS + 100));
-        sum = isinf(j->p) ? (a > sum ? a : sum) : sum + pow(a, j->p);
+        sum = isinf(p) ? (a > sum ? a : sum) : sum + pow(a, p);
     }
-    double want = isinf(j->p) ? sum : pow(sum, 1 / j->p);
-    clip.max_norm = 0.5, clip.norm_type = j->p;
+    double want = isinf(p) ? sum : pow(sum, 1 / p);
+    clip.max_norm = 0.5, clip.norm_type = p;
     fs_watch(&x);
     CALL(x.world, fsdp_clip_grads(x.model, &clip, &norm));
     W_CHECK(fabs(norm - want) <= 1e-12 * want, "norm %.17g, expected %.17g", norm, want);
@@ -362,18 +349,14 @@ static void clip_2d(int rank, int size, void *arg) {
             double g = clip_value(at + fsdp_view_index(&v, k)) * 0.5 / (want + 1e-6);
             CHECK_NEAR(((float *)v.shard_grad)[k], g, 1e-6 * fabs(g));
         }
-    free(x.ops);
-    CHECK_OK(fsdp_shutdown(x.world));
+    lab_end(r);
+    free(x.log.ops);
 }
 
 TEST(fully_shard_clip_grad_norm_, 2d) {
     static const double norms[] = {2, 1, 3, HUGE_VAL};
-    for (size_t i = 0; i < COUNT(norms); i++) {
-        clip_job j;
-        memset(&j, 0, sizeof j);
-        j.p = norms[i], j.threads.size = 4;
-        h_ranks_thread(4, clip_2d, &j);
-    }
+    for (size_t i = 0; i < COUNT(norms); i++)
+        lab_run(4, NULL, clip_2d, (void *)(uintptr_t)&norms[i]);
 }
 
 /* ---- the simulated device -------------------------------------------------------------------- */
@@ -545,9 +528,10 @@ static int block_params(fsdp_param_desc *p, int64_t d) {
     for (int i = 0; i < 4; i++) p[n++] = fsdp_vec("norm", d);
     return n;
 }
+
 static int64_t numel_of(const fsdp_param_desc *p, int count) {
     int64_t sum = 0;
-    for (int i = 0; i < count; i++) sum += p[i].shape[0] * (p[i].ndim == 2 ? p[i].shape[1] : 1);
+    for (int i = 0; i < count; i++) sum += lab_numel(p[i].ndim, p[i].shape);
     return sum;
 }
 
@@ -718,17 +702,12 @@ TEST(fully_shard_memory, per_param_mesh_training_memory_no_gc) {
     enum { WORLD = 8, LAYERS = 3, DIM = 256 };
     for (int async = 0; async < 2; async++) {
         fsdp_param_desc p[16], root = fsdp_mat("tokens", 32, DIM);
-        fsdp_mesh_desc md = FSDP_ZERO;
-        fsdp_mesh *all, *dp;
-        int32_t dim = 0;
+        fsdp_mesh *dp;
         char name[16];
         rig r;
         snprintf(name, sizeof name, "async %d", async);
         rig_open(&r, WORLD, async);
-        md.ndim = 2, md.shape[0] = WORLD / 2, md.shape[1] = 2;
-        md.names[0] = "dp", md.names[1] = "ep";
-        CALL(r.s.world, fsdp_mesh_create(r.s.world, &md, &all));
-        CALL(r.s.world, fsdp_mesh_slice(all, &dim, 1, &dp));
+        dp = lab_slice(r.s.world, lab_mesh2(r.s.world, WORLD / 2, 2, "dp", "ep"), 0);
         CALL(r.s.world, fsdp_model_create(r.s.world, NULL, &r.model));
         int count = block_params(p, DIM);
         r.around = 1;

@@ -211,11 +211,11 @@ TEST(fully_shard_training, train_parity_multi_group) {
     fs_story_free(s, &c);
 }
 
-TEST(fully_shard_training, train_parity_multi_group_cpu_offload) {
+static void in_every_way(int offload, int ahead) {
     static fs_net net;
     fs_conf c = multi_group(&net, 4, 0);
     fs_story *s = fs_tell(&c);
-    c.offload = 1;
+    c.offload = offload, c.ahead = ahead;
     for (size_t i = 0; i < COUNT(reshards); i++)
         for (int lanes = 0; lanes < 3; lanes++) {
             c.raf = reshards[i], c.lanes = lanes;
@@ -223,19 +223,8 @@ TEST(fully_shard_training, train_parity_multi_group_cpu_offload) {
         }
     fs_story_free(s, &c);
 }
-
-TEST(fully_shard_training, train_parity_multi_group_unshard_async_op) {
-    static fs_net net;
-    fs_conf c = multi_group(&net, 4, 0);
-    fs_story *s = fs_tell(&c);
-    c.ahead = 1;
-    for (size_t i = 0; i < COUNT(reshards); i++)
-        for (int lanes = 0; lanes < 3; lanes++) {
-            c.raf = reshards[i], c.lanes = lanes;
-            fs_train_beside(&c, s);
-        }
-    fs_story_free(s, &c);
-}
+TEST(fully_shard_training, train_parity_multi_group_cpu_offload) { in_every_way(1, 0); }
+TEST(fully_shard_training, train_parity_multi_group_unshard_async_op) { in_every_way(0, 1); }
 
 /* Every second step goes through the first child alone. */
 static double child_alone(fs_run *x, int it, int m) {
@@ -1243,19 +1232,18 @@ TEST(fully_shard_training, register_fsdp_forward_method) {
 
 /* Three models of one world, used in turn. */
 enum { ROOTS = 3 };
-static void three_roots(int rank, int size, void *arg) {
-    fs_job *j = (fs_job *)arg;
+static void three_roots(lab_rank *r) {
+    const fs_job *j = (const fs_job *)r->arg;
     fs_run *x[ROOTS];
     double loss[ROOTS];
     for (int k = 0; k < ROOTS; k++) {
-        x[k] = (fs_run *)malloc(sizeof *x[k]);
-        CHECK(x[k] != NULL);
+        x[k] = (fs_run *)lab_zeros(1, sizeof *x[k]);
         if (k == 0) {
-            fs_rank_begin(x[k], rank, size, &j[k]);
+            fs_rank_begin(x[k], r, &j[k]);
             continue;
         }
-        fs_run_init(x[k], j[k].c, rank);
-        x[k]->world = x[0]->world, x[k]->story = j[k].story;
+        fs_run_init(x[k], j[k].c, r->rank);
+        x[k]->world = r->w, x[k]->story = j[k].story;
         fs_make_model(x[k]);
         for (int u = 0; u < x[k]->net->count; u++) fs_make_unit(x[k], u, NULL);
         CALL(x[k]->world, fsdp_init_params(x[k]->model, fs_fill, x[k]));
@@ -1270,14 +1258,14 @@ static void three_roots(int rank, int size, void *arg) {
         for (int k = ROOTS - 1; k >= 0; k--) fs_backward(x[k], &x[k]->tape[0]);
         for (int k = 0; k < ROOTS; k++) {
             CALL(x[k]->world, fsdp_finalize_backward(x[k]->model));
-            CHECK_NEAR(loss[k], x[k]->story->loss[it][rank][0], 1e-6);
+            CHECK_NEAR(loss[k], x[k]->story->loss[it][r->rank][0], 1e-6);
             fs_compare_grads(x[k]);
             fs_update(x[k]);
             fs_compare_params(x[k]);
             CALL(x[k]->world, fsdp_zero_grad(x[k]->model));
         }
     }
-    CHECK_OK(fsdp_shutdown(x[0]->world));
+    lab_end(r);
     for (int k = 0; k < ROOTS; k++) fs_run_free(x[k]), free(x[k]);
 }
 
@@ -1296,8 +1284,7 @@ TEST(fully_shard_training, share_comm_context) {
             c[k].lanes = lanes;
             j[k].c = &c[k], j[k].story = fs_tell(&c[k]);
         }
-        j[0].threads.size = 2;
-        h_ranks_thread(2, three_roots, j);
+        fs_on_ranks(&c[0], three_roots, j);
         for (int k = 0; k < ROOTS; k++) fs_story_free((fs_story *)(uintptr_t)j[k].story, &c[k]);
     }
 }

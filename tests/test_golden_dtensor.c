@@ -32,12 +32,10 @@ typedef struct dcase {
     placement place[DIMS], tp;
     part *parts; /* [world] */
     int64_t elements, views;
-    fsdp_threads threads;
 } dcase;
 
 static int64_t *numbers(int64_t count) {
-    int64_t *a = (int64_t *)calloc((size_t)count + 1, sizeof *a);
-    CHECK(a != NULL);
+    int64_t *a = (int64_t *)lab_zeros((size_t)count + 1, sizeof *a);
     return a;
 }
 
@@ -74,8 +72,7 @@ static void read_sizes(golden *g, dcase *c) {
             golden_ints(g, c->ndim, c->shape);
         }
     }
-    c->parts = (part *)calloc((size_t)c->world + 1, sizeof *c->parts);
-    CHECK(c->parts != NULL);
+    c->parts = (part *)lab_zeros((size_t)c->world + 1, sizeof *c->parts);
     for (int r = 0; r < c->world; r++) c->parts[r].numel = -1;
 }
 
@@ -296,8 +293,7 @@ static void check_view(dcase *c, int rank, const held *tp, const fsdp_param_view
 static void check_gathered(fsdp_world *w, fsdp_model *model, fsdp_unit *unit, const double *full,
                            int64_t numel) {
     const size_t nbytes = (size_t)numel * sizeof *full;
-    double *got = (double *)calloc((size_t)numel + 1, sizeof *got);
-    CHECK(got != NULL);
+    double *got = (double *)lab_zeros((size_t)numel + 1, sizeof *got);
     CALL(w, fsdp_param_full(unit, 0, got));
     W_CHECK(!memcmp(got, full, nbytes), "fsdp_param_full");
     CALL(w, fsdp_set_grad_enabled(model, 0));
@@ -309,56 +305,29 @@ static void check_gathered(fsdp_world *w, fsdp_model *model, fsdp_unit *unit, co
 
 /* All of a case on one rank. Elements hold their global index; f64 holds any of them. */
 static void shard_over_dp(fsdp_world *w, dcase *c, int talks) {
-    fsdp_mesh_desc d = FSDP_ZERO;
     fsdp_model_desc md = FSDP_ZERO;
-    fsdp_unit_desc ud = FSDP_ZERO;
-    fsdp_param_desc param = FSDP_ZERO;
-    fsdp_param_view view;
-    fsdp_mesh *mesh, *dp;
-    fsdp_model *model;
-    fsdp_unit *unit;
-    int32_t dp_dim;
     held tp;
     snprintf(w_case, sizeof w_case, "%s rank %d", c->name, fsdp_rank(w));
-    d.ndim = 2;
-    memcpy(d.shape, c->mesh, sizeof d.shape);
-    d.names[0] = "dp", d.names[1] = "tp";
-    CALL(w, fsdp_mesh_create(w, &d, &mesh));
-    dp_dim = fsdp_mesh_dim(mesh, "dp");
-    CALL(w, fsdp_mesh_slice(mesh, &dp_dim, 1, &dp));
+    const fsdp_mesh *mesh = lab_mesh2(w, (int)c->mesh[0], (int)c->mesh[1], "dp", "tp");
+    md.mesh = lab_slice(w, mesh, fsdp_mesh_dim(mesh, "dp"));
     hold_all(c, &tp);
     apply(&tp, &c->tp, c->mesh[1], fsdp_mesh_rank(mesh, fsdp_mesh_dim(mesh, "tp")));
 
     const int64_t numel = numel_of(&tp);
-    double *full = (double *)calloc((size_t)numel + 1, sizeof *full);
-    CHECK(full != NULL);
+    double *full = (double *)lab_zeros((size_t)numel + 1, sizeof *full);
     for (int64_t k = 0; k < numel; k++) full[k] = (double)index_of(&tp, k);
-    param.name = "w";
-    param.dtype = FSDP_F64;
-    param.ndim = c->ndim;
-    memcpy(param.shape, tp.count, sizeof param.shape);
-    param.shard_dim = (int32_t)c->fsdp_dim;
-    md.mesh = dp;
-    ud.params = &param;
-    ud.num_params = 1;
-    CALL(w, fsdp_model_create(w, &md, &model));
-    CALL(w, fsdp_fully_shard(model, &ud, &unit));
+    fsdp_param_desc param = lab_desc(c->ndim, tp.count, (int)c->fsdp_dim, FSDP_F64, 0);
+    fsdp_model *model = lab_model(w, &md);
+    fsdp_unit *unit = lab_unit(w, model, NULL, &param, 1);
     CALL(w, fsdp_param_load(unit, 0, full));
-    CALL(w, fsdp_param_view_get(unit, 0, &view));
+    const fsdp_param_view view = lab_view(w, unit, 0);
     check_view(c, fsdp_rank(w), &tp, &view);
     if (talks) check_gathered(w, model, unit, full, numel);
     free(full);
     free_held(&tp);
 }
 
-static void shard_thread(int rank, int world, void *arg) {
-    dcase *c = (dcase *)arg;
-    fsdp_world_desc d = w_desc(rank, world, &c->threads, "dtensor", 0);
-    fsdp_world *w;
-    CALL(NULL, fsdp_init(&d, &w));
-    shard_over_dp(w, c, 1);
-    CALL(NULL, fsdp_shutdown(w));
-}
+static void shard_thread(lab_rank *r) { shard_over_dp(r->w, (dcase *)r->arg, 1); }
 
 /* One process as each rank in turn: nothing needs a peer before the first gather. */
 static void shard_played(dcase *c) {
@@ -380,8 +349,7 @@ static void check_case(dcase *c, int64_t *talked) {
     CHECK_MSG(c->mesh_ndim == 2 && c->ndim >= 1, "case %s has no (dp, tp) mesh", c->name);
     shard_played(c);
     if (c->world < 1 || c->world > THREADS_MAX) return;
-    c->threads.size = c->world;
-    h_ranks_thread(c->world, shard_thread, c);
+    lab_run(c->world, NULL, shard_thread, c);
     ++*talked;
 }
 

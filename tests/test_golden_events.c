@@ -439,9 +439,8 @@ static unit *unit_at(replay *r, int64_t i) {
 static void read_world(replay *r) {
     r->R = (int)golden_int(r->g), r->W = (int)golden_int(r->g);
     r->num_units = (int)golden_int(r->g);
-    r->units = (unit *)calloc((size_t)r->num_units + 1, sizeof *r->units);
-    r->order = (int *)calloc((size_t)r->num_units + 1, sizeof *r->order);
-    CHECK(r->units && r->order);
+    r->units = (unit *)lab_zeros((size_t)r->num_units + 1, sizeof *r->units);
+    r->order = (int *)lab_zeros((size_t)r->num_units + 1, sizeof *r->order);
 }
 
 /* `unit U PARENT NPARAMS RAF PARAM_DTYPE REDUCE_DTYPE` */
@@ -453,8 +452,7 @@ static void read_unit(replay *r) {
     snprintf(u->raf, sizeof u->raf, "%s", golden_word(r->g));
     u->param_dtype = dtype_of(r->g, golden_word(r->g));
     u->reduce_dtype = dtype_of(r->g, golden_word(r->g));
-    u->params = (param *)calloc((size_t)(count > 0 ? count : 1), sizeof *u->params);
-    CHECK(u->params != NULL);
+    u->params = (param *)lab_zeros((size_t)(count > 0 ? count : 1), sizeof *u->params);
     u->sync = u->all_reduce = 1;
     u->pre = u->post = 1;
     u->base = 'S';
@@ -502,8 +500,7 @@ static void make_unit(replay *r, int i) {
     unit *u = &r->units[i];
     char name[24];
     fsdp_unit_desc ud = FSDP_ZERO;
-    fsdp_param_desc *p = (fsdp_param_desc *)calloc((size_t)u->num + 1, sizeof *p);
-    CHECK(p != NULL);
+    fsdp_param_desc *p = (fsdp_param_desc *)lab_zeros((size_t)u->num + 1, sizeof *p);
     for (int k = 0; k < u->num; k++) {
         p[k].dtype = u->params[k].dtype;
         p[k].frozen = !u->params[k].trains;
@@ -649,8 +646,7 @@ static void do_zero_grad(replay *r) {
 
 static void do_prefetch(replay *r, unit *u, int forward) {
     int64_t count = golden_int(r->g), num = 0;
-    fsdp_unit **targets = (fsdp_unit **)calloc((size_t)(count > 0 ? count : 1), sizeof *targets);
-    CHECK(targets != NULL);
+    fsdp_unit **targets = (fsdp_unit **)lab_zeros((size_t)(count > 0 ? count : 1), sizeof *targets);
     for (int64_t i = 0; i < count; i++) {
         unit *t = unit_at(r, golden_int(r->g));
         if (t && t->unit) targets[num++] = t->unit;

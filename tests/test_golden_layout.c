@@ -8,8 +8,7 @@
 enum { MAX_WORLD = 4096, MAX_PARAMS = 1024 };
 
 static int64_t *numbers(int64_t count) {
-    int64_t *a = (int64_t *)calloc((size_t)count + 1, sizeof *a);
-    CHECK(a != NULL);
+    int64_t *a = (int64_t *)lab_zeros((size_t)count + 1, sizeof *a);
     return a;
 }
 
@@ -160,8 +159,7 @@ TEST(golden_layout, layout) {
                 read_param(&u, &g);
             }
         }
-        u.blocks = (fsdp_block *)calloc((size_t)(u.count * u.world) + 1, sizeof *u.blocks);
-        CHECK(u.blocks != NULL);
+        u.blocks = (fsdp_block *)lab_zeros((size_t)(u.count * u.world) + 1, sizeof *u.blocks);
         lay_out(&u, 0);
         fill_slot(&u);
         golden_again(&g);

@@ -17,10 +17,10 @@ typedef struct {
     char name[24]; /* its first letter tells what it is for */
     int unit, index, shard_dim, trains, ndim;
     int64_t shape[FSDP_MAX_DIMS], numel;
-    int64_t at; /* of its numbers in an array of those of all parameters */
+    int64_t at; /* of its lab_doubles in an array of those of all parameters */
     uint64_t seed;
     double scale;
-    int64_t grads; /* how many numbers the record `grad` has; 0: none */
+    int64_t grads; /* how many lab_doubles the record `grad` has; 0: none */
 } param;
 
 typedef struct { /* of one optimizer */
@@ -45,12 +45,6 @@ typedef struct {
     double *grad, *clipped;
     opt opts[MAX_OPTS];
 } test_case;
-
-static double *numbers(int64_t count) {
-    double *a = (double *)calloc((size_t)count + 1, sizeof *a);
-    CHECK(a != NULL);
-    return a;
-}
 
 static fsdp_dtype read_dtype(golden *g) {
     const char *word = golden_word(g);
@@ -78,9 +72,9 @@ static void read_param(test_case *c, golden *g) {
     snprintf(p->name, sizeof p->name, "%s", golden_word(g));
     p->shard_dim = read_int(g, 0, FSDP_MAX_DIMS - 1), p->trains = read_int(g, 0, 1);
     p->seed = golden_seed(g), p->scale = golden_num(g);
-    p->ndim = read_int(g, 1, 2), p->numel = 1;
+    p->ndim = read_int(g, 1, 2);
     golden_ints(g, p->ndim, p->shape);
-    for (int i = 0; i < p->ndim; i++) p->numel *= p->shape[i];
+    p->numel = lab_numel(p->ndim, p->shape);
     for (int i = 0; i < c->num_params; i++) p->index += c->params[i].unit == p->unit;
     int *place = p->unit && p->name[0] == 'w'    ? &c->w[p->unit]
                  : p->unit && p->name[0] == 'b'  ? &c->b[p->unit]
@@ -102,7 +96,7 @@ static void read_param(test_case *c, golden *g) {
 static int64_t read_values(test_case *c, golden *g, double **all) {
     param *p = &c->params[read_int(g, 0, c->num_params - 1)];
     int64_t count = golden_int(g);
-    if (!*all) *all = numbers(c->total);
+    if (!*all) *all = lab_doubles(c->total);
     if (count && count != p->numel) golden_fail(g, "%lld values", (long long)count);
     if (!g->error[0]) golden_nums(g, count, *all + p->at);
     if (all == &c->grad) p->grads = count;
@@ -119,7 +113,7 @@ static void read_opt(test_case *c, golden *g) {
     if (!o->sgd && strcmp(kind, "adamw") != 0) golden_fail(g, "optimizer '%s'", kind);
     o->lr = golden_num(g), o->a = golden_num(g), o->b = golden_num(g), o->c = golden_num(g);
     o->decay = golden_num(g);
-    o->loss = numbers((int64_t)STEPS * c->ranks * c->micro), o->norm = numbers(STEPS);
+    o->loss = lab_doubles((int64_t)STEPS * c->ranks * c->micro), o->norm = lab_doubles(STEPS);
 }
 
 static void read_result(test_case *c, golden *g) {
@@ -203,15 +197,6 @@ static void free_case(test_case *c) {
 
 /* ---- the model ------------------------------------------------------------------------------- */
 
-/* Rounds once, to nearest even: f32, bf16 or f16 (no overflow here). */
-static double rounded(fsdp_dtype type, double x) {
-    int bits = type == FSDP_BF16 ? 8 : 11, lowest = type == FSDP_BF16 ? -125 : -13, exponent;
-    if (type == FSDP_F32) return (double)(float)x;
-    (void)frexp(x, &exponent);
-    if (exponent < lowest) exponent = lowest;
-    return ldexp(nearbyint(ldexp(x, bits - exponent)), exponent - bits);
-}
-
 typedef struct { /* what one rank comes to */
     double *loss, norm[STEPS], *grad, *clipped, *final;
     int has_grad[MAX_PARAMS];
@@ -222,7 +207,6 @@ typedef struct { /* one run of a case: optimizer and variant */
     const opt *o;
     int lanes, plain, flat;
     int64_t direct_min;
-    fsdp_threads threads;
     result *of; /* [ranks] */
 } job;
 
@@ -249,18 +233,18 @@ static void load(trainer *t, int p, double *out) {
     const param *q = &t->c->params[p];
     const void *data = fsdp_data(t->unit[q->unit], q->index);
     CHECK(data != NULL);
-    CHECK_OK(fsdp_convert(out, FSDP_F64, data, t->c->type, q->numel));
+    lab_load(out, data, t->c->type, q->numel);
 }
 
-/* Adds to the gradient, as autograd does: a value of its dtype, and the sum rounded again. */
+/* Adds to the gradient, as autograd does: a value of its dtype, and the sum lab_round again. */
 static void add_grad(trainer *t, int p, const double *value) {
     const param *q = &t->c->params[p];
     if (!q->trains) return;
     void *grad = fsdp_grad(t->unit[q->unit], q->index);
     CHECK(grad != NULL);
-    CHECK_OK(fsdp_convert(t->sum, FSDP_F64, grad, t->c->type, q->numel));
-    for (int64_t i = 0; i < q->numel; i++) t->sum[i] = rounded(t->c->type, t->sum[i] + value[i]);
-    CHECK_OK(fsdp_convert(grad, t->c->type, t->sum, FSDP_F64, q->numel));
+    lab_load(t->sum, grad, t->c->type, q->numel);
+    for (int64_t i = 0; i < q->numel; i++) t->sum[i] = lab_round(t->c->type, t->sum[i] + value[i]);
+    lab_store(grad, t->c->type, t->sum, q->numel);
 }
 
 /* out[batch][rows] = x[batch][cols] w[rows][cols]^T + b */
@@ -270,7 +254,7 @@ static void linear(const trainer *t, int64_t rows, int64_t cols, const double *x
         for (int64_t o = 0; o < rows; o++) {
             double sum = 0;
             for (int64_t i = 0; i < cols; i++) sum += x[n * cols + i] * t->w[o * cols + i];
-            out[n * rows + o] = rounded(t->c->type, sum + b[o]);
+            out[n * rows + o] = lab_round(t->c->type, sum + b[o]);
         }
 }
 
@@ -280,29 +264,29 @@ static void linear_back(trainer *t, int64_t rows, int64_t cols, const double *x,
     for (int64_t o = 0; o < rows; o++) {
         double sum = 0;
         for (int64_t n = 0; n < batch; n++) sum += dz[n * rows + o];
-        db[o] = rounded(t->c->type, sum);
+        db[o] = lab_round(t->c->type, sum);
         for (int64_t i = 0; i < cols; i++) {
             for (int64_t n = (sum = 0, 0); n < batch; n++)
                 sum += dz[n * rows + o] * x[n * cols + i];
-            dw[o * cols + i] = rounded(t->c->type, sum);
+            dw[o * cols + i] = lab_round(t->c->type, sum);
         }
     }
     for (int64_t n = 0; n < batch; n++)
         for (int64_t i = 0; i < cols; i++) {
             double sum = 0;
             for (int64_t o = 0; o < rows; o++) sum += dz[n * rows + o] * t->w[o * cols + i];
-            dx[n * cols + i] = rounded(t->c->type, sum);
+            dx[n * cols + i] = lab_round(t->c->type, sum);
         }
 }
 
 static void activate(const trainer *t, int64_t count, const double *z, double *h) {
-    for (int64_t i = 0; i < count; i++) h[i] = rounded(t->c->type, z[i] / (1 + fabs(z[i])));
+    for (int64_t i = 0; i < count; i++) h[i] = lab_round(t->c->type, z[i] / (1 + fabs(z[i])));
 }
 static void activate_back(const trainer *t, int64_t count, const double *z, const double *dh,
                           double *dz) {
     for (int64_t i = 0; i < count; i++) {
         double d = 1 + fabs(z[i]);
-        dz[i] = rounded(t->c->type, dh[i] / (d * d));
+        dz[i] = lab_round(t->c->type, dh[i] / (d * d));
     }
 }
 
@@ -314,7 +298,7 @@ static void layer(trainer *t, int l) {
     load(t, c->w[l], t->w), load(t, c->b[l], t->b);
     if (c->u[l] >= 0 && used(t, c->u[l])) {
         load(t, c->u[l], t->u);
-        for (int64_t i = 0; i < rows; i++) t->u[i] = rounded(c->type, t->b[i] + t->u[i]);
+        for (int64_t i = 0; i < rows; i++) t->u[i] = lab_round(c->type, t->b[i] + t->u[i]);
         bias = t->u;
     }
     if (c->tied[l]) {
@@ -345,9 +329,9 @@ static void layer_back(trainer *t, int l) {
     else if (c->u[l] >= 0 && c->cond && c->ranks == 1 && c->params[c->u[l]].trains)
         CHECK(fsdp_grad(t->unit[l], c->params[c->u[l]].index) != NULL); /* zeros, by nobody */
     for (int64_t i = 0; c->tied[l] && i < rows * cols; i++)
-        t->dw[i] = rounded(c->type, t->dw[i] + t->dw1[i]);
+        t->dw[i] = lab_round(c->type, t->dw[i] + t->dw1[i]);
     for (int64_t i = 0; c->tied[l] && i < rows; i++)
-        t->db[i] = rounded(c->type, t->db[i] + t->db1[i]);
+        t->db[i] = lab_round(c->type, t->db[i] + t->db1[i]);
     add_grad(t, c->w[l], t->dw), add_grad(t, c->b[l], t->db);
     CALL(t->world, fsdp_post_backward(t->unit[l]));
 }
@@ -360,30 +344,30 @@ static double microbatch(trainer *t, int step, int micro) {
     double loss = 0;
     golden_fill_f64(t->h[1], seed, c->batch * c->dims[0], 2);
     golden_fill_f64(t->t, seed + 500, count, 2);
-    for (int64_t i = 0; i < c->batch * c->dims[0]; i++) t->h[1][i] = rounded(c->type, t->h[1][i]);
+    for (int64_t i = 0; i < c->batch * c->dims[0]; i++) t->h[1][i] = lab_round(c->type, t->h[1][i]);
     CALL(t->world, fsdp_pre_forward(t->unit[0]));
     for (int l = 1; l <= c->layers; l++) layer(t, l);
     double *h = t->h[c->layers + 1];
     load(t, c->s, t->b);
-    for (int64_t i = 0; i < count; i++) t->y[i] = rounded(c->type, h[i] * t->b[i % last]);
+    for (int64_t i = 0; i < count; i++) t->y[i] = lab_round(c->type, h[i] * t->b[i % last]);
     CALL(t->world, fsdp_post_forward(t->unit[0]));
 
     CALL(t->world, fsdp_pre_backward(t->unit[0]));
     load(t, c->s, t->b);
     memset(t->db, 0, (size_t)last * sizeof(double));
     for (int64_t i = 0; i < count; i++) {
-        double off = t->y[i] - t->t[i], dy = rounded(c->type, 2 * off / (double)count);
+        double off = t->y[i] - t->t[i], dy = lab_round(c->type, 2 * off / (double)count);
         loss += off * off;
         t->db[i % last] += dy * h[i];
-        t->dh[i] = rounded(c->type, dy * t->b[i % last]);
+        t->dh[i] = lab_round(c->type, dy * t->b[i % last]);
     }
-    for (int64_t i = 0; i < last; i++) t->db[i] = rounded(c->type, t->db[i]);
+    for (int64_t i = 0; i < last; i++) t->db[i] = lab_round(c->type, t->db[i]);
     add_grad(t, c->s, t->db);
     for (int l = c->layers; l > 0; l--) layer_back(t, l);
     /* else finalize ends the root's backward, as autograd leaves it to PyTorch's */
     if (step % 2) CALL(t->world, fsdp_post_backward(t->unit[0]));
     CALL(t->world, fsdp_finalize_backward(t->model));
-    return rounded(FSDP_F32, loss / (double)count);
+    return lab_round(FSDP_F32, loss / (double)count);
 }
 
 /* ---- a rank ---------------------------------------------------------------------------------- */
@@ -396,22 +380,11 @@ static void fill_rows(void *user, const fsdp_param_view *block) {
             p->seed, (uint64_t)fsdp_view_index(block, k), p->scale);
 }
 
-/* Replicas in front of shards. One replica: also the 1-D mesh of all ranks, which is NULL. */
-static fsdp_mesh *make_mesh(trainer *t, const job *j) {
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_mesh *mesh;
-    if (j->flat && t->c->replicas == 1) return NULL;
-    d.ndim = 2;
-    d.shape[0] = t->c->replicas, d.shape[1] = t->c->shards;
-    d.names[0] = "replicate", d.names[1] = "shard";
-    CALL(t->world, fsdp_mesh_create(t->world, &d, &mesh));
-    return mesh;
-}
-
 static void make_model(trainer *t, const job *j) {
     const test_case *c = t->c;
     fsdp_model_desc md = FSDP_ZERO;
-    md.mesh = make_mesh(t, j);
+    if (c->replicas > 1 || !j->flat) /* NULL: the 1-D mesh of all ranks */
+        md.mesh = lab_hsdp(t->world, c->replicas, c->shards);
     md.param_dtype = c->param_dtype, md.reduce_dtype = c->reduce_dtype;
     md.direct_min = j->direct_min;
     md.fill_bytes = 256; /* param_full comes in several steps */
@@ -422,19 +395,16 @@ static void make_model(trainer *t, const job *j) {
     for (int u = 0; u <= c->layers; u++) {
         fsdp_param_desc d[MAX_PARAMS];
         fsdp_unit_desc ud = FSDP_ZERO;
-        memset(d, 0, sizeof d);
+        int count = 0;
         for (int p = 0; p < c->num_params; p++) {
             const param *q = &c->params[p];
             if (q->unit != u) continue;
-            fsdp_param_desc *to = &d[ud.num_params++];
-            to->name = q->name, to->user = (void *)(uintptr_t)q, to->ndim = q->ndim;
-            to->shard_dim = q->shard_dim, to->frozen = !q->trains;
-            memcpy(to->shape, q->shape, sizeof q->shape);
+            d[count] = lab_desc(q->ndim, q->shape, q->shard_dim, FSDP_F32, !q->trains);
+            d[count].name = q->name, d[count++].user = (void *)(uintptr_t)q;
         }
-        ud.params = d;
         if (!u && c->raf < 0)
             ud.reshard_after_forward = FSDP_RESHARD_NEVER; /* the root's default */
-        CALL(t->world, fsdp_fully_shard(t->model, &ud, &t->unit[u]));
+        t->unit[u] = lab_unit(t->world, t->model, &ud, d, count);
     }
     if (c->divide > 0) CALL(t->world, fsdp_set_gradient_divide_factor(t->model, NULL, c->divide));
     CALL(t->world, fsdp_init_params(t->model, fill_rows, NULL));
@@ -451,12 +421,10 @@ static void make_optimizer(trainer *t, const opt *o) {
 
 /* Full tensors of all parameters, or of their gradients. */
 static void gather(trainer *t, int grads, double *out, int *has) {
-    float *full = (float *)calloc((size_t)t->c->most + 1, sizeof *full);
-    CHECK(full != NULL);
+    float *full = (float *)lab_zeros((size_t)t->c->most + 1, sizeof *full);
     for (int p = 0; p < t->c->num_params; p++) {
         const param *q = &t->c->params[p];
-        fsdp_param_view view;
-        CALL(t->world, fsdp_param_view_get(t->unit[q->unit], q->index, &view));
+        fsdp_param_view view = lab_view(t->world, t->unit[q->unit], q->index);
         if (has) has[p] = view.shard_grad != NULL;
         if (grads && !q->trains) continue;
         if (grads) CALL(t->world, fsdp_param_full_grad(t->unit[q->unit], q->index, full));
@@ -489,19 +457,16 @@ static void train(trainer *t, const opt *o, result *r) {
     gather(t, 0, r->final, NULL);
 }
 
-static void on_rank(int rank, int world, void *arg) {
-    job *j = (job *)arg;
+static void on_rank(lab_rank *r) {
+    const job *j = (const job *)r->arg;
     const test_case *c = j->c;
-    trainer *t = (trainer *)calloc(1, sizeof *t);
-    fsdp_world_desc d = w_desc(rank, world, &j->threads, "golden_train", j->lanes);
-    fsdp_comm_ops plain = w_plain();
-    CHECK(t != NULL);
+    trainer *t = (trainer *)lab_zeros(1, sizeof *t);
     snprintf(w_case, sizeof w_case, "%s, %s, rank %d, lanes %d, direct_min %lld", c->name,
-             j->o->sgd ? "sgd" : "adamw", rank, j->lanes, (long long)j->direct_min);
-    t->c = c, t->rank = rank;
+             j->o->sgd ? "sgd" : "adamw", r->rank, j->lanes, (long long)j->direct_min);
+    t->c = c, t->rank = r->rank, t->world = r->w;
     int64_t size = c->batch * c->wide, most = c->most, all = 0;
     for (int pass = 0; pass < 2; pass++) { /* count, then cut */
-        double *at = pass ? numbers(all) : NULL;
+        double *at = pass ? lab_doubles(all) : NULL;
         double **wide[] = {&t->y, &t->t, &t->dh, &t->dz, &t->dx};
         double **flat[] = {&t->w, &t->b, &t->u, &t->dw, &t->db, &t->dw1, &t->db1, &t->sum};
         if (pass) t->h[0] = at; /* no layer has it as its input: what is freed */
@@ -514,12 +479,10 @@ static void on_rank(int rank, int world, void *arg) {
         for (int i = 0; i < 8; i++) CUT(*flat[i], most);
 #undef CUT
     }
-    if (j->plain) d.comm_ops = &plain;
-    CALL(NULL, fsdp_init(&d, &t->world));
     make_model(t, j);
     make_optimizer(t, j->o);
-    train(t, j->o, &j->of[rank]);
-    CHECK_OK(fsdp_shutdown(t->world));
+    train(t, j->o, &j->of[r->rank]);
+    lab_end(r);
     free(t->h[0]);
     free(t);
 }
@@ -593,11 +556,10 @@ static void check_same(const job *j, const result *a, const result *b, int losse
 }
 
 static result *make_results(const test_case *c) {
-    result *of = (result *)calloc((size_t)c->ranks, sizeof *of);
-    CHECK(of != NULL);
+    result *of = (result *)lab_zeros((size_t)c->ranks, sizeof *of);
     for (int r = 0; r < c->ranks; r++) {
-        of[r].loss = numbers(STEPS * c->micro), of[r].grad = numbers(c->total);
-        of[r].clipped = numbers(c->total), of[r].final = numbers(c->total);
+        of[r].loss = lab_doubles(STEPS * c->micro), of[r].grad = lab_doubles(c->total);
+        of[r].clipped = lab_doubles(c->total), of[r].final = lab_doubles(c->total);
     }
     return of;
 }
@@ -617,14 +579,16 @@ enum { VARIANTS = sizeof variants / sizeof variants[0] };
 
 static void replay(const test_case *c, const opt *o) {
     result *first = NULL;
+    fsdp_comm_ops plain = w_plain();
     for (int v = 0; v < VARIANTS; v++) {
+        lab_how how = FSDP_ZERO;
         job j;
         memset(&j, 0, sizeof j);
         j.c = c, j.o = o, j.lanes = variants[v].lanes, j.plain = variants[v].plain;
         j.flat = variants[v].flat, j.direct_min = variants[v].direct_min;
         j.of = make_results(c);
-        j.threads.size = c->ranks;
-        h_ranks_thread(c->ranks, on_rank, &j);
+        how.job = "golden_train", how.lanes = j.lanes, how.comm_ops = j.plain ? &plain : NULL;
+        lab_run(c->ranks, &how, on_rank, &j);
         if (!v) check_results(&j), first = j.of;
         for (int r = 1; r < c->ranks; r++) check_same(&j, &j.of[r], &j.of[0], 0, "on rank 0");
         for (int r = 0; v && r < c->ranks; r++)

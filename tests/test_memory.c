@@ -73,11 +73,6 @@ static param vec(int64_t n) {
     return p;
 }
 
-static int64_t numel_of(const param *p) {
-    int64_t numel = 1;
-    for (int d = 0; d < p->ndim; d++) numel *= p->shape[d];
-    return numel;
-}
 static int64_t stored_of(const param *p, int world) { /* elements of a stored shard */
     int64_t chunk = (p->shape[p->dim] + world - 1) / world, numel = 1;
     for (int d = 0; d < p->ndim; d++) numel *= d == p->dim ? chunk : p->shape[d];
@@ -103,23 +98,21 @@ static void gpt(net *n, int layers, int64_t c, int64_t vocab, int64_t context) {
     n->dtype = FSDP_F32;
 }
 
-static int pick(uint64_t *state, int below) { return (int)(h_rand64(state) % (uint64_t)below); }
-
 static void random_net(uint64_t *state, net *n) {
     memset(n, 0, sizeof *n);
-    n->count = 1 + pick(state, 6);
+    n->count = 1 + lab_pick(state, 6);
     for (int u = 0; u < n->count; u++) {
-        int frozen = pick(state, 7) == 0;
-        n->units[u].count = 1 + pick(state, 5);
-        n->units[u].never = pick(state, 4) == 0;
+        int frozen = lab_pick(state, 7) == 0;
+        n->units[u].count = 1 + lab_pick(state, 5);
+        n->units[u].never = lab_pick(state, 4) == 0;
         for (int i = 0; i < n->units[u].count; i++) {
             param *p = &n->units[u].params[i];
-            p->ndim = 1 + pick(state, 3);
-            p->dim = pick(state, 3) ? 0 : pick(state, p->ndim);
-            p->frozen = frozen || pick(state, 6) == 0;
+            p->ndim = 1 + lab_pick(state, 3);
+            p->dim = lab_pick(state, 3) ? 0 : lab_pick(state, p->ndim);
+            p->frozen = frozen || lab_pick(state, 6) == 0;
             for (int d = 0; d < p->ndim; d++)
-                p->shape[d] = pick(state, 15) ? 1 + pick(state, 20) : 0;
-            if (p->ndim > 1 && pick(state, 2)) p->shape[1] = 16;
+                p->shape[d] = lab_pick(state, 15) ? 1 + lab_pick(state, 20) : 0;
+            if (p->ndim > 1 && lab_pick(state, 2)) p->shape[1] = 16;
         }
     }
 }
@@ -134,16 +127,18 @@ static void random_settings(uint64_t *state, net *n) {
                  {FSDP_F64, 0, 0},
                  {FSDP_BF16, 0, 0},
                  {FSDP_F64, FSDP_F32, FSDP_F32}};
-    int kind = pick(state, 7);
+    int kind = lab_pick(state, 7);
     n->dtype = kinds[kind].dtype;
     n->param = kinds[kind].param;
     n->reduce = kinds[kind].reduce;
-    n->overwrite = pick(state, 2);
-    n->never = pick(state, 3) == 0;
-    n->lanes = pick(state, 3);
-    n->plain = pick(state, 3) == 0;
-    n->debug = pick(state, 2);
-    n->direct_min = pick(state, 2) ? 1 + pick(state, 8000) : pick(state, 2) ? 1 : FSDP_DIRECT_NEVER;
+    n->overwrite = lab_pick(state, 2);
+    n->never = lab_pick(state, 3) == 0;
+    n->lanes = lab_pick(state, 3);
+    n->plain = lab_pick(state, 3) == 0;
+    n->debug = lab_pick(state, 2);
+    n->direct_min = lab_pick(state, 2)   ? 1 + lab_pick(state, 8000)
+                    : lab_pick(state, 2) ? 1
+                                         : FSDP_DIRECT_NEVER;
 }
 
 typedef struct {
@@ -177,19 +172,12 @@ static void build(job *x, const net *n, fsdp_world *world) {
     for (int u = 0; u < n->count; u++) {
         fsdp_param_desc pd[MAX_PARAMS];
         fsdp_unit_desc ud = FSDP_ZERO;
-        memset(pd, 0, sizeof pd);
         for (int i = 0; i < n->units[u].count; i++) {
             const param *p = &n->units[u].params[i];
-            pd[i].ndim = p->ndim;
-            pd[i].shard_dim = p->dim;
-            pd[i].frozen = p->frozen;
-            pd[i].dtype = n->dtype;
-            memcpy(pd[i].shape, p->shape, sizeof p->shape);
+            pd[i] = lab_desc(p->ndim, p->shape, p->dim, n->dtype, p->frozen);
         }
-        ud.params = pd;
-        ud.num_params = n->units[u].count;
         ud.reshard_after_forward = n->units[u].never ? FSDP_RESHARD_NEVER : FSDP_RESHARD_DEFAULT;
-        CALL(world, fsdp_fully_shard(x->model, &ud, &x->unit[u]));
+        x->unit[u] = lab_unit(world, x->model, &ud, pd, n->units[u].count);
     }
 }
 
@@ -202,7 +190,7 @@ static void note(job *x, void *at, int step) {
 static void use_unit(job *x, int u, int backward, int step) {
     for (int i = 0; i < x->net->units[u].count; i++) {
         const param *p = &x->net->units[u].params[i];
-        size_t bytes = (size_t)numel_of(p) * fsdp_dtype_size(x->param_dtype);
+        size_t bytes = (size_t)lab_numel(p->ndim, p->shape) * fsdp_dtype_size(x->param_dtype);
         note(x, fsdp_data(x->unit[u], i), step);
         if (!backward || p->frozen) continue;
         void *grad = fsdp_grad(x->unit[u], i);
@@ -261,24 +249,71 @@ static void same_memory(const fsdp_memory *a, const fsdp_memory *b, const char *
 }
 
 typedef struct {
-    int world, nets;
+    int count;
     net *net;
-    fsdp_threads threads[6];
-    char job[6][100];
-    int is_thread;
-    int64_t largest;
+    void (*one)(job *x, void *arg); /* what is done with the model of each net */
+    void *arg;
 } nets;
 
-static void open_worlds(int rank, int world, nets *n, fsdp_comm_ops *plain, fsdp_world **worlds) {
-    for (int i = 0; i < 6; i++) {
-        fsdp_world_desc d = w_desc(rank, world, n->is_thread ? &n->threads[i] : NULL, n->job[i],
-                                   i / 2);
-        if (i % 2) d.comm_ops = plain;
-        CALL(NULL, fsdp_init(&d, &worlds[i]));
-    }
+enum { PLACES = 6 }; /* worlds of a rank: by lanes, and plain or not */
+static void open_worlds(lab_rank *r, fsdp_comm_ops *plain, fsdp_world **worlds) {
+    *plain = w_plain();
+    for (int i = 0; i < PLACES; i++) worlds[i] = lab_world(r, i, i / 2, i % 2 ? plain : NULL);
+}
+static void close_worlds(fsdp_world **worlds) {
+    for (int i = 0; i < PLACES; i++) CALL(NULL, fsdp_shutdown(worlds[i]));
 }
 
-static void predict_one(job *x, nets *n) {
+/* The model of each net, in the world that the net wants. */
+static void nets_rank(lab_rank *r) {
+    const nets *n = (const nets *)r->arg;
+    fsdp_comm_ops plain;
+    fsdp_world *worlds[PLACES];
+    job *x = (job *)lab_zeros(1, sizeof *x);
+    open_worlds(r, &plain, worlds);
+    for (int i = 0; i < n->count; i++) {
+        const net *t = &n->net[i];
+        snprintf(w_case, sizeof w_case,
+                 "net %d: W=%d %s/%s/%s lanes=%d never=%d overwrite=%d plain=%d", i, r->size,
+                 fsdp_dtype_name(t->dtype), fsdp_dtype_name(t->param), fsdp_dtype_name(t->reduce),
+                 t->lanes, t->never, t->overwrite, t->plain);
+        build(x, t, worlds[2 * t->lanes + t->plain]);
+        n->one(x, n->arg);
+        fsdp_model_destroy(x->model);
+    }
+    close_worlds(worlds);
+    free(x);
+}
+
+/* Random nets, and each fourth, or second, a GPT of up to so many layers. */
+static net *make_nets(uint64_t *state, int count, int each, int layers, int wide) {
+    net *list = (net *)lab_zeros((size_t)count, sizeof *list);
+    for (int i = 0; i < count; i++) {
+        if (i % each) random_net(state, &list[i]);
+        else
+            gpt(&list[i], 1 + i / each % layers, wide ? 16 * (1 + lab_pick(state, 3)) : 16,
+                64 + (wide ? lab_pick(state, 40) : 0), 30);
+        random_settings(state, &list[i]);
+    }
+    return list;
+}
+
+static void on_nets(int world, int processes, net *list, int count, void (*one)(job *x, void *arg),
+                    void *arg) {
+    nets n = {count, list, one, arg};
+    lab_how how = FSDP_ZERO;
+    how.job = "memory", how.bare = 1, how.processes = processes;
+    lab_run(world, &how, nets_rank, &n);
+    free(list);
+}
+static void on_places(int world, void (*body)(lab_rank *r)) {
+    lab_how how = FSDP_ZERO;
+    how.job = "memory", how.bare = 1;
+    lab_run(world, &how, body, NULL);
+}
+
+static void predict_one(job *x, void *arg) {
+    int64_t *largest = (int64_t *)arg;
     fsdp_memory before, zero, measured, after;
     int64_t unsharded = 0;
     fsdp_counters c = FSDP_ZERO;
@@ -288,7 +323,7 @@ static void predict_one(job *x, nets *n) {
     for (int u = 0; u < x->net->count; u++)
         for (int i = 0; i < x->net->units[u].count; i++) {
             const param *p = &x->net->units[u].params[i];
-            unsharded += numel_of(p) * (int64_t)fsdp_dtype_size(x->net->dtype) *
+            unsharded += lab_numel(p->ndim, p->shape) * (int64_t)fsdp_dtype_size(x->net->dtype) *
                          (p->frozen ? 1 : 2);
         }
     W_CHECK(before.unsharded_bytes == unsharded, "unsharded_bytes");
@@ -307,28 +342,7 @@ static void predict_one(job *x, nets *n) {
     same_memory(&before, &after, "after clip and zero_grad");
     CALL(x->world, fsdp_model_counters(x->model, &c));
     W_CHECK(c.allocations > 0 && measured.host_bytes > 0, "nothing was counted");
-    if (x->rank == 0 && before.total_bytes > n->largest) n->largest = before.total_bytes;
-}
-
-static void predict_rank(int rank, int world, void *arg) {
-    nets *n = (nets *)arg;
-    fsdp_comm_ops plain = w_plain();
-    fsdp_world *worlds[6];
-    job *x = (job *)calloc(1, sizeof *x);
-    CHECK(x != NULL);
-    open_worlds(rank, world, n, &plain, worlds);
-    for (int i = 0; i < n->nets; i++) {
-        const net *t = &n->net[i];
-        snprintf(w_case, sizeof w_case,
-                 "net %d: W=%d %s/%s/%s lanes=%d never=%d overwrite=%d plain=%d", i, world,
-                 fsdp_dtype_name(t->dtype), fsdp_dtype_name(t->param), fsdp_dtype_name(t->reduce),
-                 t->lanes, t->never, t->overwrite, t->plain);
-        build(x, t, worlds[2 * t->lanes + t->plain]);
-        predict_one(x, n);
-        fsdp_model_destroy(x->model);
-    }
-    for (int i = 0; i < 6; i++) CALL(NULL, fsdp_shutdown(worlds[i]));
-    free(x);
+    if (x->rank == 0 && before.total_bytes > *largest) *largest = before.total_bytes;
 }
 
 static const struct {
@@ -337,30 +351,12 @@ static const struct {
 } worlds[] = {{"W=1", 1}, {"W=2", 2}, {"W=3", 3}, {"W=4", 4}};
 
 static void predict_all(int world, int count, int is_thread) {
-    nets n;
     uint64_t state = h_seed() * 77 + (uint64_t)world;
-    memset(&n, 0, sizeof n);
-    n.world = world;
-    n.nets = count;
-    n.is_thread = is_thread;
-    n.net = (net *)calloc((size_t)count, sizeof *n.net);
-    CHECK(n.net != NULL);
-    for (int i = 0; i < count; i++) {
-        if (i % 4 == 0)
-            gpt(&n.net[i], 1 + i / 4 % 12, 16 * (1 + pick(&state, 3)), 64 + pick(&state, 40), 30);
-        else random_net(&state, &n.net[i]);
-        random_settings(&state, &n.net[i]);
-    }
-    for (int i = 0; i < 6; i++) {
-        n.threads[i].size = world;
-        snprintf(n.job[i], sizeof n.job[i], "predict-%d-%d", (int)getpid(), i);
-    }
-    if (is_thread) h_ranks_thread(world, predict_rank, &n);
-    else h_ranks_proc(world, predict_rank, &n);
+    int64_t largest = 0;
+    on_nets(world, !is_thread, make_nets(&state, count, 4, 12, 1), count, predict_one, &largest);
     if (is_thread)
         h_message("%d models, predicted and measured alike to the byte; the largest has %lld",
-                  count, (long long)n.largest);
-    free(n.net);
+                  count, (long long)largest);
 }
 
 TEST_P(memory, prediction, worlds) { predict_all(row->world, 240 / row->world, 1); }
@@ -377,11 +373,10 @@ static int64_t up(int64_t x, int64_t to) { return (x + to - 1) / to * to; }
    sizes alone. Flags of who used a parameter are one element per parameter and rank. */
 static void formula_one(fsdp_world *w, int world, net *n, int layers, int packed, int inline_) {
     fsdp_memory m;
-    job *x = (job *)calloc(1, sizeof *x);
+    job *x = (job *)lab_zeros(1, sizeof *x);
     int64_t s = 0, k = 0, train = packed ? 2 : 1, users = world > 1 ? train : 0, finals = 0;
     int64_t bo = (int64_t)fsdp_dtype_size(n->dtype), bp, br, b[FSDP_POOL_COUNT] = {0};
     int cast, depth = inline_ ? 1 : 2;
-    CHECK(x != NULL);
     n->count = layers;
     for (int u = 0; u < layers; u++) {
         n->units[u].count = (int)train;
@@ -419,23 +414,22 @@ static void formula_one(fsdp_world *w, int world, net *n, int layers, int packed
     free(x);
 }
 
-static void formula_rank(int rank, int world, void *arg) {
+static void formula_rank(lab_rank *r) {
     static const fsdp_dtype kinds[][3] = {{FSDP_F32, 0, 0},
                                           {FSDP_F32, FSDP_BF16, FSDP_F32},
                                           {FSDP_F32, FSDP_BF16, FSDP_BF16},
                                           {FSDP_F32, FSDP_F32, FSDP_BF16},
                                           {FSDP_F64, 0, 0},
                                           {FSDP_BF16, 0, 0}};
-    nets *all = (nets *)arg;
-    fsdp_comm_ops plain = w_plain();
-    fsdp_world *w[6];
-    open_worlds(rank, world, all, &plain, w);
+    const int world = r->size;
+    fsdp_comm_ops plain;
+    fsdp_world *w[PLACES];
+    open_worlds(r, &plain, w);
     for (int kind = 0; kind < 6; kind++)
-        for (int place = 0; place < 6; place++)
+        for (int place = 0; place < PLACES; place++)
             for (int layers = 1; layers <= 5; layers += 2)
                 for (int packed = 0; packed < 2; packed++) {
-                    net *n = (net *)calloc(1, sizeof *n);
-                    CHECK(n != NULL);
+                    net *n = (net *)lab_zeros(1, sizeof *n);
                     n->dtype = kinds[kind][0], n->param = kinds[kind][1],
                     n->reduce = kinds[kind][2];
                     n->plain = place % 2, n->lanes = place / 2;
@@ -445,34 +439,26 @@ static void formula_rank(int rank, int world, void *arg) {
                     formula_one(w[place], world, n, layers, packed, n->lanes == 0);
                     free(n);
                 }
-    for (int i = 0; i < 6; i++) CALL(NULL, fsdp_shutdown(w[i]));
+    close_worlds(w);
 }
 
-TEST_P(memory, formulas, worlds) {
-    nets n;
-    memset(&n, 0, sizeof n);
-    n.is_thread = 1;
-    for (int i = 0; i < 6; i++) n.threads[i].size = row->world, snprintf(n.job[i], 9, "formula");
-    h_ranks_thread(row->world, formula_rank, &n);
-}
+TEST_P(memory, formulas, worlds) { on_places(row->world, formula_rank); }
 
 /* Peaks of PyTorch's FSDP2 above the resident shards and shard gradients, for L equal units of U
    elements: 4 U when parameters are freed after forward, L + 1 when they are kept. */
-static void peak_rank(int rank, int world, void *arg) {
-    nets *all = (nets *)arg;
-    fsdp_comm_ops plain = w_plain();
-    fsdp_world *w[6];
-    open_worlds(rank, world, all, &plain, w);
+static void peak_rank(lab_rank *r) {
+    fsdp_comm_ops plain;
+    fsdp_world *w[PLACES];
+    open_worlds(r, &plain, w);
     for (int lanes = 0; lanes < 2; lanes++)
         for (int never = 0; never < 2; never++)
             for (int layers = 2; layers <= 8; layers += 3) {
-                net *n = (net *)calloc(1, sizeof *n);
-                job *x = (job *)calloc(1, sizeof *x);
+                net *n = (net *)lab_zeros(1, sizeof *n);
+                job *x = (job *)lab_zeros(1, sizeof *x);
                 fsdp_memory m;
                 int64_t whole = 4 * 96 * 128, flags = 64 * 16;
-                CHECK(n && x);
-                snprintf(w_case, sizeof w_case, "W=%d lanes=%d never=%d L=%d", world, lanes, never,
-                         layers);
+                snprintf(w_case, sizeof w_case, "W=%d lanes=%d never=%d L=%d", r->size, lanes,
+                         never, layers);
                 n->count = layers;
                 n->never = never;
                 n->dtype = FSDP_F32;
@@ -495,16 +481,10 @@ static void peak_rank(int rank, int world, void *arg) {
                 free(x);
                 free(n);
             }
-    for (int i = 0; i < 6; i++) CALL(NULL, fsdp_shutdown(w[i]));
+    close_worlds(w);
 }
 
-TEST_P(memory, not_above_upstream, worlds) {
-    nets n;
-    memset(&n, 0, sizeof n);
-    n.is_thread = 1;
-    for (int i = 0; i < 6; i++) n.threads[i].size = row->world, snprintf(n.job[i], 9, "peaks");
-    h_ranks_thread(row->world, peak_rank, &n);
-}
+TEST_P(memory, not_above_upstream, worlds) { on_places(row->world, peak_rank); }
 
 /* ---- steady state: no allocation, the same addresses ----------------------------------------- */
 
@@ -534,8 +514,7 @@ static void steady_rank(int rank, int world, void *arg) {
                                s->net.lanes);
     fsdp_counters before = FSDP_ZERO, after = FSDP_ZERO;
     w_heap *heap = &s->heap[rank];
-    job *x = (job *)calloc(1, sizeof *x);
-    CHECK(x != NULL);
+    job *x = (job *)lab_zeros(1, sizeof *x);
     if (s->net.plain) d.comm_ops = &plain;
     w_heap_use(heap, &d);
     CALL(NULL, fsdp_init(&d, &w));
@@ -546,7 +525,7 @@ static void steady_rank(int rank, int world, void *arg) {
     x->changed = 0;
     if (s->is_thread) pthread_barrier_wait(&s->meet);
     else CALL(w, fsdp_barrier(w));
-    int64_t total = __atomic_load_n(&heap->total, __ATOMIC_SEQ_CST);
+    int64_t total = w_allocations(heap);
     CALL(w, fsdp_model_counters(x->model, &before));
     if (rank == 0 || !s->is_thread) __atomic_store_n(&watched, 1, __ATOMIC_SEQ_CST);
     for (int step = 3; step <= 8; step++) steady_step(x, s, step);
@@ -568,8 +547,7 @@ static void steady_rank(int rank, int world, void *arg) {
 static void steady_all(int world, int is_thread, int count) {
     uint64_t state = h_seed() * 13 + (uint64_t)world;
     for (int i = 0; i < count; i++) {
-        steady *s = (steady *)calloc(1, sizeof *s);
-        CHECK(s != NULL);
+        steady *s = (steady *)lab_zeros(1, sizeof *s);
         if (i % 3 == 0) gpt(&s->net, 1 + i % 8, 16 + 16 * (i % 2), 70, 20);
         else random_net(&state, &s->net);
         random_settings(&state, &s->net);
@@ -670,7 +648,8 @@ static int observe(void *user, fsdp_model *model, fsdp_op *op) {
     return 0;
 }
 
-static void traffic_one(job *x) {
+static void traffic_one(job *x, void *arg) {
+    (void)arg;
     fsdp_counters a = FSDP_ZERO, b = FSDP_ZERO;
     traffic step;
     observer o;
@@ -715,44 +694,11 @@ static void traffic_one(job *x) {
         }
 }
 
-static void traffic_rank(int rank, int world, void *arg) {
-    nets *n = (nets *)arg;
-    fsdp_comm_ops plain = w_plain();
-    fsdp_world *w[6];
-    job *x = (job *)calloc(1, sizeof *x);
-    CHECK(x != NULL);
-    open_worlds(rank, world, n, &plain, w);
-    for (int i = 0; i < n->nets; i++) {
-        const net *t = &n->net[i];
-        snprintf(w_case, sizeof w_case,
-                 "net %d: W=%d %s/%s/%s lanes=%d never=%d overwrite=%d plain=%d", i, world,
-                 fsdp_dtype_name(t->dtype), fsdp_dtype_name(t->param), fsdp_dtype_name(t->reduce),
-                 t->lanes, t->never, t->overwrite, t->plain);
-        build(x, t, w[2 * t->lanes + t->plain]);
-        traffic_one(x);
-        fsdp_model_destroy(x->model);
-    }
-    for (int i = 0; i < 6; i++) CALL(NULL, fsdp_shutdown(w[i]));
-    free(x);
-}
-
 TEST_P(memory, bytes_moved, worlds) {
-    nets n;
+    const int count = 120 / row->world;
     uint64_t state = h_seed() * 5 + (uint64_t)row->world;
-    memset(&n, 0, sizeof n);
-    n.nets = 120 / row->world;
-    n.is_thread = 1;
-    n.net = (net *)calloc((size_t)n.nets, sizeof *n.net);
-    CHECK(n.net != NULL);
-    for (int i = 0; i < n.nets; i++) {
-        if (i % 4 == 0) gpt(&n.net[i], 1 + i / 4 % 6, 16, 64, 30);
-        else random_net(&state, &n.net[i]);
-        random_settings(&state, &n.net[i]);
-    }
-    for (int i = 0; i < 6; i++) n.threads[i].size = row->world, snprintf(n.job[i], 9, "bytes");
-    h_ranks_thread(row->world, traffic_rank, &n);
-    h_message("%d models", n.nets);
-    free(n.net);
+    on_nets(row->world, 0, make_nets(&state, count, 4, 6, 0), count, traffic_one, NULL);
+    h_message("%d models", count);
 }
 
 /* Copies and fills of a step, kind by kind, where they follow from the sizes alone. */
@@ -781,15 +727,13 @@ static const copies_row copies_rows[] = {
     {"W=2/f32_packed", 2, 0, 0, 1, 0, 4, 3 * CV * 4 + 2 * 2 * 4, 1, (CV + 16 + CV) * 4},
 };
 
-static void copies_rank(int rank, int world, void *arg) {
-    const copies_row *row = (const copies_row *)arg;
-    static fsdp_threads threads;
-    fsdp_world *w;
-    fsdp_world_desc d = w_desc(rank, world, &threads, "copies", 0);
+static void copies_rank(lab_rank *r) {
+    const copies_row *row = (const copies_row *)r->arg;
+    fsdp_world *w = r->w;
+    const int world = r->size;
     fsdp_counters a = FSDP_ZERO, b = FSDP_ZERO;
-    job *x = (job *)calloc(1, sizeof *x);
-    net *n = (net *)calloc(1, sizeof *n);
-    CHECK(x && n);
+    job *x = (job *)lab_zeros(1, sizeof *x);
+    net *n = (net *)lab_zeros(1, sizeof *n);
     n->count = 3;
     n->dtype = FSDP_F32, n->param = row->param, n->reduce = row->reduce;
     n->overwrite = row->overwrite;
@@ -800,7 +744,6 @@ static void copies_rank(int rank, int world, void *arg) {
         n->units[u].count = row->packed ? 2 : 1;
     }
     snprintf(w_case, sizeof w_case, "%s", row->name);
-    CALL(NULL, fsdp_init(&d, &w));
     build(x, n, w);
     for (int step = 1; step <= 4; step++) {
         CALL(w, fsdp_model_counters(x->model, &a));
@@ -823,32 +766,26 @@ static void copies_rank(int rank, int world, void *arg) {
             W_CHECK(b.calls[kind] == 0, "one rank has issued %s", fsdp_op_name(kind));
         CALL(w, fsdp_zero_grad(x->model));
     }
-    CALL(NULL, fsdp_shutdown(w));
+    lab_end(r);
     free(n);
     free(x);
 }
 
 TEST_P(memory, copies, copies_rows) {
-    h_ranks_thread(row->world, copies_rank, (void *)(uintptr_t)row);
+    lab_run(row->world, NULL, copies_rank, (void *)(uintptr_t)row);
 }
 
 /* One rank without casts: what the caller sees are the shards themselves. */
-TEST(memory, one_rank_aliases) {
-    fsdp_world *w;
-    fsdp_world_desc d = w_desc(0, 1, NULL, NULL, 0);
-    job *x = (job *)calloc(1, sizeof *x);
-    net *n = (net *)calloc(1, sizeof *n);
+static void aliases(lab_rank *r) {
+    fsdp_world *w = r->w;
+    job *x = (job *)lab_zeros(1, sizeof *x);
+    net *n = (net *)lab_zeros(1, sizeof *n);
     fsdp_param_view v = FSDP_ZERO;
     fsdp_flat flat;
-    CHECK(x && n);
     gpt(n, 2, 16, 40, 8);
-    CALL(NULL, fsdp_init(&d, &w));
     build(x, n, w);
     CALL(w, fsdp_model_flat(x->model, FSDP_F32, &flat));
-    for (int u = 0; u < n->count; u++) {
-        CALL(w, fsdp_pre_forward(x->unit[u]));
-        CALL(w, fsdp_post_forward(x->unit[u]));
-    }
+    for (int u = 0; u < n->count; u++) lab_forward(w, x->unit[u]);
     for (int u = n->count - 1; u >= 0; u--) {
         CALL(w, fsdp_pre_backward(x->unit[u]));
         for (int i = 0; i < n->units[u].count; i++) {
@@ -860,49 +797,31 @@ TEST(memory, one_rank_aliases) {
         CALL(w, fsdp_post_backward(x->unit[u]));
     }
     CALL(w, fsdp_finalize_backward(x->model));
-    CALL(NULL, fsdp_shutdown(w));
+    lab_end(r);
     free(n);
     free(x);
 }
+TEST(memory, one_rank_aliases) { lab_run(1, NULL, aliases, NULL); }
 
 /* Memory taken ahead is what the first step would have taken. */
-static void reserve_rank(int rank, int world, void *arg) {
-    nets *all = (nets *)arg;
-    fsdp_comm_ops plain = w_plain();
-    fsdp_world *w[6];
-    open_worlds(rank, world, all, &plain, w);
-    uint64_t state = h_seed();
-    for (int i = 0; i < 30; i++) {
-        net *n = (net *)calloc(1, sizeof *n);
-        job *x = (job *)calloc(1, sizeof *x);
-        fsdp_memory reserved, trained;
-        CHECK(n && x);
-        if (i % 2) random_net(&state, n);
-        else gpt(n, 1 + i % 5, 16, 40, 8);
-        random_settings(&state, n);
-        n->never = 0;
-        for (int u = 0; u < n->count; u++) n->units[u].never = 0;
-        snprintf(w_case, sizeof w_case, "W=%d net %d %s/%s/%s lanes=%d overwrite=%d plain=%d",
-                 world, i, fsdp_dtype_name(n->dtype), fsdp_dtype_name(n->param),
-                 fsdp_dtype_name(n->reduce), n->lanes, n->overwrite, n->plain);
-        build(x, n, w[2 * n->lanes + n->plain]);
-        CALL(x->world, fsdp_model_reserve(x->model));
-        CALL(x->world, fsdp_model_reserve(x->model));
-        CALL(x->world, fsdp_model_memory(x->model, &reserved));
-        train_step(x, 1);
-        CALL(x->world, fsdp_model_memory(x->model, &trained));
-        same_memory(&reserved, &trained, "reserved and after a step");
-        fsdp_model_destroy(x->model);
-        free(x);
-        free(n);
-    }
-    for (int i = 0; i < 6; i++) CALL(NULL, fsdp_shutdown(w[i]));
+static void reserve_one(job *x, void *arg) {
+    fsdp_memory reserved, trained;
+    (void)arg;
+    CALL(x->world, fsdp_model_reserve(x->model));
+    CALL(x->world, fsdp_model_reserve(x->model));
+    CALL(x->world, fsdp_model_memory(x->model, &reserved));
+    train_step(x, 1);
+    CALL(x->world, fsdp_model_memory(x->model, &trained));
+    same_memory(&reserved, &trained, "reserved and after a step");
 }
 
 TEST_P(memory, reserve, worlds) {
-    nets n;
-    memset(&n, 0, sizeof n);
-    n.is_thread = 1;
-    for (int i = 0; i < 6; i++) n.threads[i].size = row->world, snprintf(n.job[i], 9, "reserve");
-    h_ranks_thread(row->world, reserve_rank, &n);
+    enum { COUNT = 30 };
+    uint64_t state = h_seed();
+    net *list = make_nets(&state, COUNT, 2, 5, 0);
+    for (int i = 0; i < COUNT; i++) {
+        list[i].never = 0;
+        for (int u = 0; u < list[i].count; u++) list[i].units[u].never = 0;
+    }
+    on_nets(row->world, 0, list, COUNT, reserve_one, NULL);
 }

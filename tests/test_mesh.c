@@ -5,7 +5,7 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> // INFINITY, fabs, floor, sqrt
-#include "lab.h"
+#include "lab_net.h"
 #include "golden.h"
 
 /* Larger worlds are played by one process, rank after rank; still larger ones in part. */
@@ -236,7 +236,6 @@ typedef struct grid { /* one case of mesh.txt */
     int world, ndim, numel, count;
     int32_t shape[FSDP_MAX_DIMS], *ranks;
     record *records;
-    fsdp_threads threads;
 } grid;
 
 static void read_grid(golden *g, grid *c) {
@@ -259,8 +258,7 @@ static void read_grid(golden *g, grid *c) {
         record *r = &c->records[c->count++];
         r->key = g->key;
         r->count = (int)golden_left(g);
-        r->v = (int64_t *)calloc((size_t)r->count + 1, sizeof *r->v);
-        CHECK(r->v != NULL);
+        r->v = (int64_t *)lab_zeros((size_t)r->count + 1, sizeof *r->v);
         golden_ints(g, r->count, r->v);
     }
     W_CHECK(c->ranks != NULL, "case %s has no mesh", c->name);
@@ -409,15 +407,9 @@ static void check_made(fsdp_world *w, const grid *c, const fsdp_mesh *mesh, cons
 static void check_grid(fsdp_world *w, const grid *c, int talks) {
     static const char *const names[FSDP_MAX_DIMS] = {"a", "b", "c", "d", "e", "f", "g", "h"};
     const int me = fsdp_rank(w);
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_mesh *mesh;
+    fsdp_mesh *mesh = lab_mesh(w, c->ndim, c->shape, names, c->ranks);
     int told = 0;
     snprintf(w_case, sizeof w_case, "%s rank %d", c->name, me);
-    d.ndim = c->ndim;
-    memcpy(d.shape, c->shape, sizeof d.shape);
-    memcpy(d.names, names, sizeof names);
-    d.ranks = c->ranks;
-    CALL(w, fsdp_mesh_create(w, &d, &mesh));
     CHECK_EQ_INT(fsdp_mesh_ndim(mesh), c->ndim);
     CHECK_EQ_INT(fsdp_mesh_size(mesh, -1), c->numel);
     for (int i = 0; i < c->count; i++) {
@@ -449,20 +441,12 @@ static void check_grid(fsdp_world *w, const grid *c, int talks) {
     }
 }
 
-static void grid_rank(int rank, int world, void *arg) {
-    grid *c = (grid *)arg;
-    fsdp_world *w;
-    fsdp_world_desc d = w_desc(rank, world, &c->threads, "golden", 0);
-    CALL(NULL, fsdp_init(&d, &w));
-    check_grid(w, c, 1);
-    CALL(NULL, fsdp_shutdown(w));
-}
+static void grid_rank(lab_rank *r) { check_grid(r->w, (const grid *)r->arg, 1); }
 
 /* One process as each rank in turn; in a very large world as some of them. */
 static void grid_played(const grid *c) {
-    fake *fakes = (fake *)calloc((size_t)c->world, sizeof *fakes);
+    fake *fakes = (fake *)lab_zeros((size_t)c->world, sizeof *fakes);
     const int all = c->world <= PLAYED_MAX, stride = all ? 1 : c->world / 64;
-    CHECK(fakes != NULL);
     for (int r = 0; r < c->world; r += stride) {
         fsdp_world *w = fake_world(&fakes[r], r, c->world);
         check_grid(w, c, 0);
@@ -481,9 +465,8 @@ TEST(mesh, golden) {
         grid c;
         read_grid(&g, &c);
         CHECK_MSG(!g.error[0], "%s", g.error);
-        c.threads.size = c.world;
         grid_played(&c);
-        if (c.world <= THREADS_MAX) h_ranks_thread(c.world, grid_rank, &c), talked++;
+        if (c.world <= THREADS_MAX) lab_run(c.world, NULL, grid_rank, &c), talked++;
         free_grid(&c);
         cases++;
     }
@@ -557,16 +540,13 @@ typedef struct chain { /* a mesh, and what becomes of it step by step */
         int what, set, dim, outer;
     } step[STEPS_MAX];
     family stage[STEPS_MAX + 1];
-    fsdp_threads threads;
 } chain;
-
-static int pick(uint64_t *state, int n) { return (int)(h_rand64(state) % (uint64_t)n); }
 
 /* A shape of at most `most` places. */
 static void random_shape(uint64_t *state, family *f, int most) {
-    f->ndim = 1 + pick(state, pick(state, 4) ? 4 : FSDP_MAX_DIMS);
+    f->ndim = 1 + lab_pick(state, lab_pick(state, 4) ? 4 : FSDP_MAX_DIMS);
     for (int d = 0, n = 1; d < f->ndim; d++) {
-        f->shape[d] = 1 + pick(state, 4);
+        f->shape[d] = 1 + lab_pick(state, 4);
         if (n * f->shape[d] > most) f->shape[d] = 1;
         n *= f->shape[d];
     }
@@ -579,12 +559,12 @@ static void random_chain(uint64_t seed, int most, chain *c) {
     memset(c, 0, sizeof *c);
     c->seed = seed;
     random_shape(&state, f, most);
-    const int numel = numel_of(f), spare = pick(&state, 3) ? 0 : pick(&state, most - numel + 1);
+    const int numel = numel_of(f),
+              spare = lab_pick(&state, 3) ? 0 : lab_pick(&state, most - numel + 1);
     f->world = numel + spare;
-    c->threads.size = f->world;
     for (int i = 0; i < f->world; i++) order[i] = i;
-    for (int i = f->world - 1, mix = pick(&state, 2); mix && i > 0; i--) {
-        int k = pick(&state, i + 1), swap = order[i];
+    for (int i = f->world - 1, mix = lab_pick(&state, 2); mix && i > 0; i--) {
+        int k = lab_pick(&state, i + 1), swap = order[i];
         order[i] = order[k], order[k] = swap;
     }
     for (int r = 0; r < f->world; r++) {
@@ -594,14 +574,14 @@ static void random_chain(uint64_t seed, int most, chain *c) {
     for (c->steps = 0; c->steps < STEPS_MAX; c->steps++) {
         family *next = &c->stage[c->steps + 1];
         *next = c->stage[c->steps];
-        c->step[c->steps].what = pick(&state, 3);
+        c->step[c->steps].what = lab_pick(&state, 3);
         if (c->step[c->steps].what == DO_SLICE) {
-            int set = 1 + pick(&state, (1 << next->ndim) - 1);
+            int set = 1 + lab_pick(&state, (1 << next->ndim) - 1);
             family_slice(next, c->step[c->steps].set = set);
         } else if (c->step[c->steps].what == DO_FLATTEN) {
             family_flatten(next);
         } else {
-            int dim = pick(&state, next->ndim), outer = 1 + pick(&state, next->shape[dim]);
+            int dim = lab_pick(&state, next->ndim), outer = 1 + lab_pick(&state, next->shape[dim]);
             if (next->ndim == FSDP_MAX_DIMS || next->shape[dim] % outer) break;
             c->step[c->steps].dim = dim;
             family_unflatten(next, dim, c->step[c->steps].outer = outer);
@@ -640,25 +620,20 @@ static void check_family(fsdp_world *w, const family *f, const fsdp_mesh *mesh) 
 
 static void check_chain(fsdp_world *w, const chain *c, int talks) {
     static const char *const two[2] = {"outer", NULL};
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_mesh *mesh;
-    d.ndim = c->stage[0].ndim;
-    memcpy(d.shape, c->stage[0].shape, sizeof d.shape);
-    d.ranks = c->stage[0].ranks[0];
+    const family *whole = &c->stage[0];
+    fsdp_mesh *mesh = lab_mesh(w, whole->ndim, whole->shape, NULL, whole->ranks[0]);
     for (int n = 0; n <= c->steps; n++) {
         snprintf(w_case, sizeof w_case, "chain %llu step %d rank %d of %d",
                  (unsigned long long)c->seed, n, fsdp_rank(w), fsdp_world_size(w));
-        if (n == 0) {
-            CALL(w, fsdp_mesh_create(w, &d, &mesh));
-        } else if (c->step[n - 1].what == DO_SLICE) {
+        if (n > 0 && c->step[n - 1].what == DO_SLICE) {
             int32_t dims[FSDP_MAX_DIMS];
             int count = 0;
             for (int k = 0; k < c->stage[n - 1].ndim; k++)
                 if (c->step[n - 1].set >> k & 1) dims[count++] = k;
             CALL(w, fsdp_mesh_slice(mesh, dims, count, &mesh));
-        } else if (c->step[n - 1].what == DO_FLATTEN) {
+        } else if (n > 0 && c->step[n - 1].what == DO_FLATTEN) {
             CALL(w, fsdp_mesh_flatten(mesh, NULL, &mesh));
-        } else {
+        } else if (n > 0) {
             int dim = c->step[n - 1].dim;
             CALL(w, fsdp_mesh_unflatten(mesh, dim, c->step[n - 1].outer, two, &mesh));
             CHECK_EQ_INT(fsdp_mesh_dim(mesh, "outer") >= 0, 1);
@@ -668,14 +643,7 @@ static void check_chain(fsdp_world *w, const chain *c, int talks) {
     }
 }
 
-static void chain_rank(int rank, int world, void *arg) {
-    chain *c = (chain *)arg;
-    fsdp_world *w;
-    fsdp_world_desc d = w_desc(rank, world, &c->threads, "chain", 0);
-    CALL(NULL, fsdp_init(&d, &w));
-    check_chain(w, c, 1);
-    CALL(NULL, fsdp_shutdown(w));
-}
+static void chain_rank(lab_rank *r) { check_chain(r->w, (const chain *)r->arg, 1); }
 
 /* Random meshes, cut and joined in random ways; one process plays all ranks. */
 static void played_chains(int count) {
@@ -703,33 +671,17 @@ TEST(mesh, random_forms_talk) {
     static chain c;
     for (int n = 0; n < (W_SLOW ? 15 : 60); n++) {
         random_chain(h_seed() * 7919 + (uint64_t)n, 10, &c);
-        h_ranks_thread(c.stage[0].world, chain_rank, &c);
+        lab_run(c.stage[0].world, NULL, chain_rank, &c);
     }
 }
 
 /* ---- names, errors, memory ------------------------------------------------------------------- */
 
-#define REFUSED(w, call, word)                                                                     \
-    do {                                                                                           \
-        CHECK_STATUS(call, FSDP_ERR_INVALID_ARG);                                                  \
-        CHECK_MSG(strstr(fsdp_last_error(w), word), "\"%s\" does not say \"%s\"",                  \
-                  fsdp_last_error(w), word);                                                       \
-    } while (0)
-
 /* A mesh of this shape, with names "a", "b", ...; ranks NULL: in order. */
 static fsdp_mesh *make(fsdp_world *w, int ndim, const int32_t *shape, const int32_t *ranks,
                        int named) {
     static const char *const names[FSDP_MAX_DIMS] = {"a", "b", "c", "d", "e", "f", "g", "h"};
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_mesh *mesh;
-    d.ndim = ndim;
-    d.ranks = ranks;
-    for (int i = 0; i < ndim; i++) {
-        d.shape[i] = shape[i];
-        if (named) d.names[i] = names[i];
-    }
-    CALL(w, fsdp_mesh_create(w, &d, &mesh));
-    return mesh;
+    return lab_mesh(w, ndim, shape, named ? names : NULL, ranks);
 }
 
 TEST(mesh, names) {
@@ -977,9 +929,8 @@ static const struct {
     {"2x1x3", 6, 3, {2, 1, 3}, {0}}, {"2x2x2x1", 8, 4, {2, 2, 2, 1}, {7, 3, 5, 1, 6, 2, 4, 0}}};
 
 TEST_P(mesh_info, kinds, info_rows) {
-    fake *fakes = (fake *)calloc((size_t)row->world, sizeof *fakes);
+    fake *fakes = (fake *)lab_zeros((size_t)row->world, sizeof *fakes);
     int numel = 1;
-    CHECK(fakes != NULL);
     for (int d = 0; d < row->ndim; d++) numel *= row->shape[d];
     for (int r = 0; r < row->world; r++) {
         fsdp_world *w = fake_world(&fakes[r], r, row->world);
@@ -1021,18 +972,16 @@ TEST(mesh_info, refused) {
 
 /* ---- training -------------------------------------------------------------------------------- */
 
-enum { UNITS = 3, PARAMS = 3, NUMEL_MAX = 32, MICROS_MAX = 4, NOT_BY_INFO = -1 };
+enum { UNITS = 3, MICROS_MAX = 4, NOT_BY_INFO = -1 };
 
-static const struct {
-    const char *name;
-    int unit, frozen;
-    int32_t ndim, shard_dim;
-    int64_t shape[3];
-} params[] = {{"uneven", 0, 0, 2, 0, {5, 3, 0}}, {"vector", 0, 0, 1, 0, {7, 0, 0}},
-              {"dim1", 1, 0, 2, 1, {4, 6, 0}},   {"frozen", 1, 1, 1, 0, {3, 0, 0}},
-              {"one", 1, 0, 1, 0, {1, 0, 0}},    {"tall", 2, 0, 2, 0, {11, 2, 0}},
-              {"empty", 2, 0, 2, 0, {0, 5, 0}},  {"cube", 2, 0, 3, 0, {3, 2, 2}}};
+/* The first parameter of each unit is trained. */
+static const lab_param params[] = {
+    {0, "uneven", FSDP_F32, 0, 0, 2, 0, {5, 3}}, {0, "vector", FSDP_F32, 0, 0, 1, 0, {7}},
+    {1, "dim1", FSDP_F32, 0, 0, 2, 1, {4, 6}},   {1, "frozen", FSDP_F32, 0, 1, 1, 0, {3}},
+    {1, "one", FSDP_F32, 0, 0, 1, 0, {1}},       {2, "tall", FSDP_F32, 0, 0, 2, 0, {11, 2}},
+    {2, "empty", FSDP_F32, 0, 0, 2, 0, {0, 5}},  {2, "cube", FSDP_F32, 0, 0, 3, 0, {3, 2, 2}}};
 enum { NUM_PARAMS = sizeof params / sizeof params[0] };
+static const lab_net net = {params, NUM_PARAMS, UNITS};
 
 /* How a mesh is made of a world, and what of it is used. */
 typedef struct form {
@@ -1158,122 +1107,88 @@ enum { NUM_VARIANTS = sizeof variants / sizeof variants[0] };
 
 typedef struct training {
     fsdp_world *w;
-    fsdp_model *m;
-    fsdp_unit *u[UNITS];
+    lab_built m;
+    lab_truth truth;
     place place[UNITS];
     const script *s;
     const fsdp_mesh *mesh; /* the model's; NULL: all ranks */
     int is_part;           /* it is a slice that lacks ranks of its mesh */
     int rank, step, mode[UNITS];
-    int reduces[2];                        /* reduce-scatters and all-reduces due */
-    double kept[NUM_PARAMS][NUMEL_MAX];    /* sums over the members that were not reduced */
-    double partial[NUM_PARAMS][NUMEL_MAX]; /* that were reduced over the shards */
-    int has_kept[UNITS], has_partial[UNITS], has[UNITS];
-    float grad[NUM_PARAMS][NUMEL_MAX], weight[NUM_PARAMS][NUMEL_MAX];
+    int reduces[2]; /* reduce-scatters and all-reduces due */
 } training;
 
-static int64_t numel(int p) {
-    int64_t n = 1;
-    for (int d = 0; d < params[p].ndim; d++) n *= params[p].shape[d];
-    return n;
-}
-
-static int first_of(int unit) { /* its parameters are neighbours */
-    int p = 0;
-    while (params[p].unit != unit) p++;
-    return p;
-}
-
-static uint64_t mix(uint64_t a, uint64_t b, uint64_t c) {
-    uint64_t state = a * 0x9e3779b97f4a7c15u + b * 0xbf58476d1ce4e5b9u + c;
-    return h_rand64(&state);
-}
-
 static float first_weight(int p, int64_t e) {
-    return (float)(mix(h_seed(), (uint64_t)p, (uint64_t)e) % 1024) / 64 - 8;
+    return (float)(lab_hash(h_seed(), (uint64_t)p, (uint64_t)e, 0) % 1024) / 64 - 8;
 }
 
 /* A small whole number, or a multiple of how many ranks it meets. */
 static float gradient(const training *t, int rank, int micro, int p, int64_t e) {
     const uint64_t where = (uint64_t)((t->step * MICROS_MAX + micro) * 64 + rank);
-    const int whole = (int)(mix(where, (uint64_t)p, (uint64_t)e) % 19) - 9;
+    const int whole = (int)(lab_hash(where, (uint64_t)p, (uint64_t)e, 0) % 19) - 9;
     return (float)(t->s->multiple ? whole * t->place[params[p].unit].members : whole);
 }
 
 static void choose_modes(training *t, int micro) {
     for (int u = 0; u < UNITS; u++) {
         const uint64_t where = (uint64_t)(t->step * MICROS_MAX + micro);
-        t->mode[u] = t->s->random ? (int)(mix(where, (uint64_t)u, 77) % 5) : t->s->mode[micro];
+        t->mode[u] = t->s->random ? (int)(lab_hash(where, (uint64_t)u, 77, 0) % 5)
+                                  : t->s->mode[micro];
         if (t->mode[u] > SKIP) t->mode[u] = FULL;
         const int last = t->step + 1 == t->s->steps && micro + 1 == t->s->micros;
         if (t->s->random && last) t->mode[u] = u == 1 ? SKIP : FULL; /* finalize reduces unit 1 */
         const int all_reduce = t->mode[u] == FULL || t->mode[u] == SKIP;
-        CALL(t->w, fsdp_set_requires_gradient_sync(t->m, t->u[u], t->mode[u] != NO_SYNC));
-        CALL(t->w, fsdp_set_requires_all_reduce(t->m, t->u[u], all_reduce));
+        CALL(t->w,
+             fsdp_set_requires_gradient_sync(t->m.model, t->m.unit[u], t->mode[u] != NO_SYNC));
+        CALL(t->w, fsdp_set_requires_all_reduce(t->m.model, t->m.unit[u], all_reduce));
     }
 }
 
 /* What this microbatch makes of the numbers. Sums of whole numbers are exact in any order; what is
    rounded is their product with 1/members, and what is added to it. */
 static void expect(training *t, int micro) {
+    lab_truth *truth = &t->truth;
     t->reduces[0] = t->reduces[1] = 0;
     for (int u = 0; u < UNITS; u++) {
         const place *at = &t->place[u];
-        const int ran = t->mode[u] != SKIP, old = t->has_kept[u] || t->has_partial[u];
+        const int first = lab_first_of(&net, u), kept = truth->has_kept[first];
+        const int ran = t->mode[u] != SKIP, old = kept || truth->has_partial[first];
         const int partial = t->mode[u] == PARTIAL && at->replicas > 1;
-        const int reduces = t->mode[u] != NO_SYNC && (ran || old), kept = t->has_kept[u];
-        const float factor = 1.0f / (float)at->members;
+        const int reduces = t->mode[u] != NO_SYNC && (ran || old);
         t->reduces[0] += reduces && (ran || kept) && at->shards > 1;
         t->reduces[1] += reduces && !partial && at->replicas > 1;
-        for (int p = first_of(u); p < NUM_PARAMS && params[p].unit == u; p++) {
-            for (int64_t e = 0; e < numel(p) && !params[p].frozen; e++) {
+        for (int p = first; p < NUM_PARAMS && params[p].unit == u; p++) {
+            if (params[p].frozen) continue;
+            for (int64_t e = 0; e < lab_numel_of(&net, p); e++)
                 for (int i = 0; i < at->members && ran; i++)
-                    t->kept[p][e] += (double)gradient(t, at->ranks[i], micro, p, e);
-                if (!reduces) continue;
-                t->partial[p][e] += t->kept[p][e];
-                t->kept[p][e] = 0;
-                if (partial) continue;
-                const float mean = (float)t->partial[p][e] * factor;
-                t->grad[p][e] = t->has[u] ? t->grad[p][e] + mean : mean;
-                t->partial[p][e] = 0;
-            }
+                    truth->kept[p][e] += (double)gradient(t, at->ranks[i], micro, p, e);
+            truth->has_kept[p] |= ran;
+            if (reduces) lab_reduce(truth, &net, p, at->members, partial);
         }
-        t->has_kept[u] = !reduces && (ran || kept);
-        t->has_partial[u] = reduces ? partial : t->has_partial[u];
-        t->has[u] |= reduces && !partial;
-    }
-}
-
-static void check_data(const training *t, int u) {
-    for (int p = first_of(u), i = 0; p < NUM_PARAMS && params[p].unit == u; p++, i++) {
-        const void *data = fsdp_data(t->u[u], i);
-        W_CHECK(data != NULL, "no data of %s", params[p].name);
-        CHECK_EQ_MEM(data, t->weight[p], sizeof(float) * (size_t)numel(p));
     }
 }
 
 static void microbatch(training *t, int micro) {
     for (int u = 0; u < UNITS; u++) {
         if (t->mode[u] == SKIP) continue;
-        CALL(t->w, fsdp_pre_forward(t->u[u]));
-        check_data(t, u);
-        CALL(t->w, fsdp_post_forward(t->u[u]));
+        CALL(t->w, fsdp_pre_forward(t->m.unit[u]));
+        lab_check_data(&t->m, &t->truth, u, FSDP_F32);
+        CALL(t->w, fsdp_post_forward(t->m.unit[u]));
     }
     for (int u = UNITS - 1; u >= 0; u--) {
         if (t->mode[u] == SKIP) continue;
-        CALL(t->w, fsdp_pre_backward(t->u[u]));
-        check_data(t, u);
-        for (int p = first_of(u), i = 0; p < NUM_PARAMS && params[p].unit == u; p++, i++) {
-            float *grad = params[p].frozen ? NULL : (float *)fsdp_grad(t->u[u], i);
-            for (int64_t e = 0; e < numel(p) && grad; e++)
+        CALL(t->w, fsdp_pre_backward(t->m.unit[u]));
+        lab_check_data(&t->m, &t->truth, u, FSDP_F32);
+        for (int p = lab_first_of(&net, u); p < NUM_PARAMS && params[p].unit == u; p++) {
+            float *grad = params[p].frozen ? NULL : (float *)lab_grad(&t->m, p);
+            for (int64_t e = 0; e < lab_numel_of(&net, p) && grad; e++)
                 grad[e] += gradient(t, t->rank, micro, p, e);
         }
-        CALL(t->w, fsdp_post_backward(t->u[u]));
+        CALL(t->w, fsdp_post_backward(t->m.unit[u]));
     }
-    CALL(t->w, fsdp_finalize_backward(t->m));
+    CALL(t->w, fsdp_finalize_backward(t->m.model));
 }
 
-/* My rows of a parameter and of its gradient. */
+/* Which rows of a parameter are mine. */
 static void check_shard(const training *t, int p, const fsdp_param_view *v) {
     const int u = params[p].unit, dim = params[p].shard_dim;
     fsdp_range range;
@@ -1282,44 +1197,20 @@ static void check_shard(const training *t, int p, const fsdp_param_view *v) {
     CHECK_EQ_STR(v->name, params[p].name);
     CHECK_EQ_INT(v->local_shape[dim], range.count);
     if (range.count) CHECK_EQ_INT(v->start[dim], range.start);
-    CHECK_EQ_INT(v->requires_grad, !params[p].frozen);
-    W_CHECK((v->shard_grad != NULL) == (t->has[u] && !params[p].frozen), "gradient of %s: %s",
-            v->name, v->shard_grad ? "there" : "none");
-    for (int64_t k = 0; k < v->numel; k++) {
-        const int64_t e = fsdp_view_index(v, k);
-        W_CHECK(((const float *)v->shard)[k] == t->weight[p][e], "%s[%d] is %g, expected %g",
-                v->name, (int)e, (double)((const float *)v->shard)[k], (double)t->weight[p][e]);
-        if (!v->shard_grad) continue;
-        W_CHECK(((const float *)v->shard_grad)[k] == t->grad[p][e],
-                "gradient of %s[%d] is %g, expected %g", v->name, (int)e,
-                (double)((const float *)v->shard_grad)[k], (double)t->grad[p][e]);
-    }
 }
 
 static void check_shards(const training *t) {
     fsdp_param_view v = FSDP_ZERO;
     int p = 0;
     int64_t mine = 0, all = 0;
-    for (; fsdp_next_param(t->m, &v); p++) {
+    for (; fsdp_next_param(t->m.model, &v); p++) {
         check_shard(t, p, &v);
-        if (t->place[params[p].unit].shards == 1) mine += v.numel, all += numel(p);
+        if (t->place[params[p].unit].shards == 1) mine += v.numel, all += lab_numel_of(&net, p);
     }
     CHECK_EQ_INT(p, NUM_PARAMS);
     CHECK_EQ_INT(mine, all); /* what is not sharded is whole */
-}
-
-static void check_full(const training *t) {
-    float full[NUMEL_MAX], zero[NUMEL_MAX] = {0};
-    for (int p = 0; p < NUM_PARAMS; p++) {
-        const int u = params[p].unit, i = p - first_of(u);
-        const size_t nbytes = sizeof(float) * (size_t)numel(p);
-        memset(full, 0x55, sizeof full);
-        CALL(t->w, fsdp_param_full(t->u[u], i, full));
-        CHECK_EQ_MEM(full, t->weight[p], nbytes);
-        if (params[p].frozen) continue;
-        CALL(t->w, fsdp_param_full_grad(t->u[u], i, full));
-        CHECK_EQ_MEM(full, t->has[u] ? t->grad[p] : zero, nbytes);
-    }
+    lab_check_params(&t->m, &t->truth);
+    lab_check_grads(&t->m, &t->truth);
 }
 
 /* The norm counts what is replicated once. Each group of ranks that share a unit holds parameters
@@ -1327,47 +1218,24 @@ static void check_full(const training *t) {
 static void check_norm(const training *t) {
     double sum = 0, got;
     if (t->is_part) {
-        CHECK_STATUS(fsdp_clip_grad_norm(t->m, (double)INFINITY, &got), FSDP_ERR_UNSUPPORTED);
+        CHECK_STATUS(fsdp_clip_grad_norm(t->m.model, (double)INFINITY, &got), FSDP_ERR_UNSUPPORTED);
         W_CHECK(strstr(fsdp_last_error(t->w), "mesh_info"), "\"%s\"", fsdp_last_error(t->w));
         return;
     }
     for (int p = 0; p < NUM_PARAMS; p++) {
-        const int u = params[p].unit;
-        for (int64_t e = 0; e < numel(p) && t->has[u]; e++) {
-            const double g = (double)t->grad[p][e];
-            sum += g * g / t->place[u].members;
+        for (int64_t e = 0; e < lab_numel_of(&net, p) && t->truth.has[p]; e++) {
+            const double g = (double)t->truth.grad[p][e];
+            sum += g * g / t->place[params[p].unit].members;
         }
     }
     CALL(t->w, fsdp_all_reduce(t->w, t->mesh, &sum, 1, FSDP_F64, FSDP_SUM));
-    CALL(t->w, fsdp_clip_grad_norm(t->m, (double)INFINITY, &got));
+    CALL(t->w, fsdp_clip_grad_norm(t->m.model, (double)INFINITY, &got));
     W_CHECK(fabs(got - sqrt(sum)) <= 1e-9 * got, "norm %.17g, expected %.17g", got, sqrt(sum));
-}
-
-/* One step of SGD by factors of two, on shards and on what is expected. */
-static void update(training *t) {
-    fsdp_param_view v = FSDP_ZERO;
-    const float rate = 0.015625f;
-    while (fsdp_next_param(t->m, &v)) {
-        for (int64_t k = 0; k < v.numel && v.shard_grad; k++) {
-            const float move = rate * ((const float *)v.shard_grad)[k];
-            ((float *)v.shard)[k] -= move;
-        }
-    }
-    CALL(t->w, fsdp_params_changed(t->m));
-    for (int p = 0; p < NUM_PARAMS; p++) {
-        if (!t->has[params[p].unit] || params[p].frozen) continue;
-        for (int64_t e = 0; e < numel(p); e++) {
-            const float move = rate * t->grad[p][e];
-            t->weight[p][e] -= move;
-        }
-    }
-    CALL(t->w, fsdp_zero_grad(t->m));
-    memset(t->has, 0, sizeof t->has);
 }
 
 static void count_reduces(const training *t, const fsdp_counters *before) {
     fsdp_counters now = FSDP_ZERO;
-    CALL(t->w, fsdp_model_counters(t->m, &now));
+    CALL(t->w, fsdp_model_counters(t->m.model, &now));
     const int scatters = (int)(now.calls[FSDP_OP_REDUCE_SCATTER] -
                                before->calls[FSDP_OP_REDUCE_SCATTER]);
     const int reduces = (int)(now.calls[FSDP_OP_ALL_REDUCE] - before->calls[FSDP_OP_ALL_REDUCE]);
@@ -1384,7 +1252,7 @@ static void start_rows(void *user, const fsdp_param_view *rows) {
 /* What the library says of a unit's ranks is what coordinates say. */
 static void check_info(const training *t, int u) {
     fsdp_mesh_info info = FSDP_ZERO;
-    CALL(t->w, fsdp_unit_mesh_info(t->u[u], &info));
+    CALL(t->w, fsdp_unit_mesh_info(t->m.unit[u], &info));
     CHECK_EQ_INT(info.shard_mesh_size, t->place[u].shards);
     CHECK_EQ_INT(info.shard_mesh_rank, t->place[u].shard_rank);
     CHECK_EQ_INT(info.replicate_mesh_size, t->place[u].replicas);
@@ -1395,64 +1263,49 @@ static void check_info(const training *t, int u) {
     if (dim >= 0) CHECK(ranks[info.replicate_mesh_rank] == t->rank);
     for (int i = 0; i < count; i++)
         CHECK(position(t->place[u].ranks, t->place[u].members, ranks[i]) >= 0);
-    CHECK_STATUS(fsdp_unit_mesh_info(t->u[u], NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_unit_mesh_info(t->m.unit[u], NULL), FSDP_ERR_INVALID_ARG);
 }
 
 static void train(training *t, const script *s) {
     t->s = s;
-    CALL(t->w, fsdp_init_params(t->m, start_rows, NULL));
+    CALL(t->w, fsdp_init_params(t->m.model, start_rows, NULL));
     for (int p = 0; p < NUM_PARAMS; p++)
-        for (int64_t e = 0; e < numel(p); e++) t->weight[p][e] = first_weight(p, e);
+        for (int64_t e = 0; e < lab_numel_of(&net, p); e++)
+            t->truth.weight[p][e] = first_weight(p, e);
     for (t->step = 0; t->step < s->steps; t->step++) {
         for (int micro = 0; micro < s->micros; micro++) {
             fsdp_counters before;
             choose_modes(t, micro);
             expect(t, micro);
-            CALL(t->w, fsdp_model_counters(t->m, &before));
+            CALL(t->w, fsdp_model_counters(t->m.model, &before));
             microbatch(t, micro);
             count_reduces(t, &before);
             check_shards(t);
         }
-        check_full(t);
+        for (int p = 0; p < NUM_PARAMS; p++)
+            for (int grads = 0; grads < 2 - params[p].frozen; grads++)
+                lab_check_full(&t->m, &t->truth, p, grads);
         check_norm(t);
         check_shards(t); /* measured, not scaled */
-        update(t);
+        lab_update(&t->m, &t->truth, 0.015625f);
     }
 }
 
 /* Adds unit u; its mesh is the model's, or one of its own. */
 static void add_unit(training *t, int u, const fsdp_mesh *mesh, const fsdp_mesh_info *info) {
-    fsdp_param_desc descs[PARAMS];
+    fsdp_param_desc d[LAB_PARAMS];
     fsdp_unit_desc ud = FSDP_ZERO;
-    memset(descs, 0, sizeof descs);
-    for (int p = first_of(u); p < NUM_PARAMS && params[p].unit == u; p++) {
-        fsdp_param_desc *d = &descs[ud.num_params++];
-        d->name = params[p].name;
-        d->ndim = params[p].ndim;
-        memcpy(d->shape, params[p].shape, sizeof params[p].shape);
-        d->shard_dim = params[p].shard_dim;
-        d->frozen = params[p].frozen;
-    }
-    ud.params = descs;
     ud.mesh = mesh;
     ud.mesh_info = info;
-    CALL(t->w, fsdp_fully_shard(t->m, &ud, &t->u[u]));
+    t->m.unit[u] = lab_unit(t->w, t->m.model, &ud, d, lab_descs(&t->m, u, d));
     check_info(t, u);
 }
-
-typedef struct job { /* of one test */
-    const form *form;
-    const char *name;
-    fsdp_threads threads[NUM_VARIANTS];
-    int processes;
-} job;
 
 /* One model, trained by one script; what it came to is compared by the caller. */
 static training *train_form(fsdp_world *w, const form *f, const variant *how, const fsdp_mesh *mesh,
                             const fsdp_mesh_info *info, const script *s) {
-    training *t = (training *)calloc(1, sizeof *t);
+    training *t = (training *)lab_zeros(1, sizeof *t);
     fsdp_model_desc md = FSDP_ZERO;
-    CHECK(t != NULL);
     t->w = w;
     t->rank = fsdp_rank(w);
     snprintf(w_case, sizeof w_case, "%s rank %d, script %s, lanes %d plain %d direct %d", f->name,
@@ -1465,13 +1318,14 @@ static training *train_form(fsdp_world *w, const form *f, const variant *how, co
     md.direct_min = how->direct_min;
     md.reshard_after_forward = how->raf;
     md.debug = 1;
-    CALL(w, fsdp_model_create(w, &md, &t->m));
+    lab_begin(&t->m, &net, w);
+    t->m.model = lab_model(w, &md);
     for (int u = 0; u < UNITS; u++) {
         find_place(f, t->rank, &t->place[u]);
         add_unit(t, u, NULL, NULL);
     }
     train(t, s);
-    fsdp_model_destroy(t->m);
+    fsdp_model_destroy(t->m.model);
     return t;
 }
 
@@ -1483,97 +1337,81 @@ static int left_out(int how, int what) {
 
 /* All scripts; the first ones come to the same bits: accumulation of partial sums, or of gradients
    that were not reduced at all, and a reduction of every microbatch. */
-static void train_rank(int rank, int world, void *arg) {
-    job *j = (job *)arg;
+static void train_rank(lab_rank *r) {
+    const form *of = (const form *)r->arg;
     fsdp_comm_ops plain = w_plain();
     for (int k = 0; k < NUM_VARIANTS; k++) {
-        fsdp_world *w;
         fsdp_mesh_info info;
-        char name[120];
         training *first = NULL;
         place p;
-        snprintf(name, sizeof name, "%s-%d", j->name, k);
-        fsdp_world_desc d = w_desc(rank, world, j->processes ? NULL : &j->threads[k], name,
-                                   variants[k].lanes);
-        if (variants[k].plain) d.comm_ops = &plain;
-        CALL(NULL, fsdp_init(&d, &w));
-        const fsdp_mesh *mesh = form_mesh(w, j->form, &info);
-        for (int n = 0; n < NUM_SCRIPTS && find_place(j->form, rank, &p); n++) {
+        r->w = lab_world(r, k, variants[k].lanes, variants[k].plain ? &plain : NULL);
+        const fsdp_mesh *mesh = form_mesh(r->w, of, &info);
+        for (int n = 0; n < NUM_SCRIPTS && find_place(of, r->rank, &p); n++) {
             if (left_out(k, n)) continue;
-            training *t = train_form(w, j->form, &variants[k], mesh, &info, &scripts[n]);
+            training *t = train_form(r->w, of, &variants[k], mesh, &info, &scripts[n]);
             if (first && n < EQUAL_SCRIPTS)
-                CHECK_EQ_MEM(t->weight, first->weight, sizeof t->weight);
+                CHECK_EQ_MEM(t->truth.weight, first->truth.weight, sizeof t->truth.weight);
             if (first) free(t);
             else first = t;
         }
         free(first);
-        CALL(w, fsdp_barrier(w));
-        CALL(NULL, fsdp_shutdown(w));
+        CALL(r->w, fsdp_barrier(r->w));
+        lab_end(r);
     }
 }
 
-TEST_P(hsdp, training, forms) {
-    static job j;
-    j.form = row;
-    j.name = "hsdp";
-    for (int k = 0; k < NUM_VARIANTS; k++) j.threads[k].size = row->world;
-    h_ranks_thread(row->world, train_rank, &j);
+static void train_all(const form *f, int processes) {
+    lab_how how = FSDP_ZERO;
+    how.job = f->name, how.bare = 1, how.processes = processes;
+    lab_run(f->world, &how, train_rank, (void *)(uintptr_t)f);
 }
+TEST_P(hsdp, training, forms) { train_all(row, 0); }
 
 static const form process_forms[] = {
     {"2x2", 4, 2, {2, 2}, NOT_BY_INFO, 1, 0, 0, {0}},
     {"2x3", 6, 2, {2, 3}, NOT_BY_INFO, 1, 0, 0, {5, 0, 3, 1, 4, 2}},
     {"ddp", 3, 1, {3}, DDP_KIND, -1, 0, 0, {0}}};
-TEST_P(hsdp, processes, process_forms) {
-    static job j;
-    j.form = row;
-    j.name = w_job(row->name);
-    j.processes = 1;
-    h_ranks_proc(row->world, train_rank, &j);
-}
+TEST_P(hsdp, processes, process_forms) { train_all(row, 1); }
 
 /* Units of one model with meshes of their own: HSDP, sharded over one dim, replicated; the model's
    is all ranks. */
-static void own_rank(int rank, int world, void *arg) {
+static void own_rank(lab_rank *r) {
     static const form whole = {"whole", 4, 1, {4}, NOT_BY_INFO, 0, -1, 0, {0}},
                       square = {"square", 4, 2, {2, 2}, NOT_BY_INFO, 1, 0, 0, {0}},
                       rows = {"rows", 4, 2, {2, 2}, FSDP_KIND, 1, -1, 0, {0}},
                       ddp = {"ddp", 4, 1, {4}, DDP_KIND, -1, 0, 0, {3, 1, 2, 0}};
     const form *of[3][UNITS] = {
         {&whole, &square, &ddp}, {&square, &ddp, &rows}, {&rows, &whole, &square}};
-    job *j = (job *)arg;
     for (int k = 0; k < NUM_VARIANTS; k++) {
-        fsdp_world *w;
-        fsdp_world_desc d = w_desc(rank, world, &j->threads[k], "own", variants[k].lanes);
-        CALL(NULL, fsdp_init(&d, &w));
+        fsdp_world *w = r->w = lab_world(r, k, variants[k].lanes, NULL);
         for (int n = 0; n < 3 * NUM_SCRIPTS; n++) {
             if (left_out(k, n % NUM_SCRIPTS)) continue;
-            training *t = (training *)calloc(1, sizeof *t);
+            training *t = (training *)lab_zeros(1, sizeof *t);
             fsdp_model_desc md = FSDP_ZERO;
-            CHECK(t != NULL);
             t->w = w;
-            t->rank = rank;
+            t->rank = r->rank;
             md.direct_min = variants[k].direct_min;
-            CALL(w, fsdp_model_create(w, &md, &t->m));
+            lab_begin(&t->m, &net, w);
+            t->m.model = lab_model(w, &md);
             snprintf(w_case, sizeof w_case, "own %d rank %d script %s variant %d", n / NUM_SCRIPTS,
-                     rank, scripts[n % NUM_SCRIPTS].name, k);
+                     r->rank, scripts[n % NUM_SCRIPTS].name, k);
             for (int u = 0; u < UNITS; u++) {
                 const form *f = of[n / NUM_SCRIPTS][u];
                 fsdp_mesh_info info;
                 const fsdp_mesh *mesh = form_mesh(w, f, &info);
-                find_place(f, rank, &t->place[u]);
+                find_place(f, r->rank, &t->place[u]);
                 add_unit(t, u, f == &whole ? NULL : mesh, mesh ? NULL : &info);
             }
             train(t, &scripts[n % NUM_SCRIPTS]);
-            fsdp_model_destroy(t->m);
+            fsdp_model_destroy(t->m.model);
             free(t);
         }
-        CALL(NULL, fsdp_shutdown(w));
+        lab_end(r);
     }
 }
 
 TEST(hsdp, units_with_meshes_of_their_own) {
-    static job j;
-    for (int k = 0; k < NUM_VARIANTS; k++) j.threads[k].size = 4;
-    h_ranks_thread(4, own_rank, &j);
+    lab_how how = FSDP_ZERO;
+    how.bare = 1;
+    lab_run(4, &how, own_rank, NULL);
 }

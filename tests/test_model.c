@@ -44,14 +44,8 @@ typedef struct {
     int num_units;
 } net;
 
-static int pick(uint64_t *seed, int below) { return (int)(h_rand64(seed) % (uint64_t)below); }
-static int one_in(uint64_t *seed, int n) { return pick(seed, n) == 0; }
+static int one_in(uint64_t *seed, int n) { return lab_pick(seed, n) == 0; }
 
-static int64_t numel_of(const param *p) {
-    int64_t numel = 1;
-    for (int d = 0; d < p->ndim; d++) numel *= p->shape[d];
-    return numel;
-}
 static int64_t stored_of(const param *p, int shards) { /* elements of a stored shard */
     int64_t numel = 1;
     for (int d = 0; d < p->ndim; d++)
@@ -60,17 +54,17 @@ static int64_t stored_of(const param *p, int shards) { /* elements of a stored s
 }
 
 static void random_mesh(uint64_t *seed, int world, int *kind, int *shards, int *replicas) {
-    *kind = pick(seed, 3);
+    *kind = lab_pick(seed, 3);
     *shards = *kind == FSDP_MESH_INFO_DDP ? 1 : world;
     if (*kind == FSDP_MESH_INFO_HSDP) do
-            *shards = 1 + pick(seed, world);
+            *shards = 1 + lab_pick(seed, world);
         while (world % *shards);
     *replicas = world / *shards;
 }
 
 /* 0, or an int that divides the shard group. */
 static int random_slices(uint64_t *seed, int shards) {
-    int n = 2 + pick(seed, shards);
+    int n = 2 + lab_pick(seed, shards);
     return n < shards && shards % n == 0 ? n : 0;
 }
 
@@ -78,22 +72,23 @@ static void random_unit(uint64_t *seed, const net *n, unit *u, fsdp_dtype dtype,
     static const fsdp_dtype floats[] = {FSDP_F32, FSDP_BF16, FSDP_F64};
     static const fsdp_dtype casts[] = {FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, FSDP_F32, FSDP_BF16};
     int frozen = one_in(seed, 8);
-    u->num_params = 1 + pick(seed, MAX_PARAMS);
+    u->num_params = 1 + lab_pick(seed, MAX_PARAMS);
     for (int i = 0; i < u->num_params; i++) {
         param *p = &u->params[i];
-        p->ndim = 1 + pick(seed, 2);
+        p->ndim = 1 + lab_pick(seed, 2);
         p->dim = p->ndim == 2 && one_in(seed, 3);
-        for (int d = 0; d < p->ndim; d++) p->shape[d] = one_in(seed, 12) ? 0 : 1 + pick(seed, 9);
+        for (int d = 0; d < p->ndim; d++)
+            p->shape[d] = one_in(seed, 12) ? 0 : 1 + lab_pick(seed, 9);
         p->frozen = frozen || one_in(seed, 4);
-        p->dtype = mixed && one_in(seed, 3) ? floats[pick(seed, 3)] : dtype;
+        p->dtype = mixed && one_in(seed, 3) ? floats[lab_pick(seed, 3)] : dtype;
         p->keep = mixed && one_in(seed, 5);
     }
-    u->param_dtype = one_in(seed, 4) ? casts[pick(seed, 4)] : FSDP_DTYPE_KEEP;
-    u->reduce_dtype = one_in(seed, 4) ? casts[pick(seed, 4)] : FSDP_DTYPE_KEEP;
+    u->param_dtype = one_in(seed, 4) ? casts[lab_pick(seed, 4)] : FSDP_DTYPE_KEEP;
+    u->reduce_dtype = one_in(seed, 4) ? casts[lab_pick(seed, 4)] : FSDP_DTYPE_KEEP;
     u->kind = n->kind, u->shards = n->shards, u->replicas = n->replicas;
     u->own_mesh = one_in(seed, 6);
     if (u->own_mesh) random_mesh(seed, n->world, &u->kind, &u->shards, &u->replicas);
-    u->reshard = pick(seed, 3) - 1;
+    u->reshard = lab_pick(seed, 3) - 1;
     if (one_in(seed, 2) && random_slices(seed, u->shards))
         u->reshard = random_slices(seed, u->shards);
 }
@@ -108,25 +103,25 @@ static void random_net(uint64_t *seed, net *n, int mode) {
     fsdp_dtype dtype = one_in(seed, 4) ? FSDP_BF16 : one_in(seed, 8) ? FSDP_F64 : FSDP_F32;
     int mixed = one_in(seed, 3);
     memset(n, 0, sizeof *n);
-    n->world = worlds[pick(seed, 7)];
-    n->rank = pick(seed, n->world);
+    n->world = worlds[lab_pick(seed, 7)];
+    n->rank = lab_pick(seed, n->world);
     n->async = mode == STREAMS;
-    n->lanes = mode == LANES ? 1 + pick(seed, 2) : 0;
+    n->lanes = mode == LANES ? 1 + lab_pick(seed, 2) : 0;
     n->fused = !one_in(seed, 3);
-    n->comm_lanes = 1 + pick(seed, 3);
+    n->comm_lanes = 1 + lab_pick(seed, 3);
     random_mesh(seed, n->world, &n->kind, &n->shards, &n->replicas);
     n->reshard = one_in(seed, 5) ? NEVER : FSDP_RESHARD_DEFAULT;
-    n->param_dtype = casts[pick(seed, 5)];
-    n->reduce_dtype = casts[pick(seed, 5)];
+    n->param_dtype = casts[lab_pick(seed, 5)];
+    n->reduce_dtype = casts[lab_pick(seed, 5)];
     n->grad_dtype = one_in(seed, 5) ? FSDP_F32 : FSDP_DTYPE_KEEP;
     n->overwrite = one_in(seed, 5);
     n->offload = one_in(seed, 6);
-    n->implicit = pick(seed, 3) - 1;
+    n->implicit = lab_pick(seed, 3) - 1;
     n->debug = one_in(seed, 4);
     n->hooks = one_in(seed, 3);
-    n->budget = one_in(seed, 3) ? 64 + pick(seed, 448) : 0;
+    n->budget = one_in(seed, 3) ? 64 + lab_pick(seed, 448) : 0;
     n->direct_min = one_in(seed, 2) ? 1 : one_in(seed, 2) ? 128 : FSDP_DIRECT_NEVER;
-    n->num_units = 1 + pick(seed, MAX_UNITS);
+    n->num_units = 1 + lab_pick(seed, MAX_UNITS);
     for (int i = 0; i < n->num_units; i++) random_unit(seed, n, &n->units[i], dtype, mixed);
 }
 
@@ -1050,7 +1045,7 @@ static void compute(bed *b) {
         unit_model *u = &b->m.units[i];
         const unit *d = &b->n.units[i];
         for (int k = 0; k < d->num_params && one_in(&b->at, 2); k++) {
-            int64_t nbytes = numel_of(&d->params[k]) *
+            int64_t nbytes = lab_numel(d->params[k].ndim, d->params[k].shape) *
                              size_of(gathered_as(&b->n, d, &d->params[k]));
             /* a stale copy may be the shard itself, which his own hook has written since */
             if (u->storage == FSDP_STORAGE_UNSHARDED && !(u->stale && b->n.hooks))
@@ -1084,7 +1079,7 @@ static void optimize(bed *b) {
 static void get(bed *b, int i) {
     const unit_model *u = &b->m.units[i];
     const unit *d = &b->n.units[i];
-    int k = pick(&b->at, d->num_params), logged = b->s.num_logged;
+    int k = lab_pick(&b->at, d->num_params), logged = b->s.num_logged;
     begin(b, "data and grad of unit %d", i);
     int ok = u->storage == FSDP_STORAGE_UNSHARDED;
     MODEL_CHECK(b, (fsdp_data(b->units[i], k) != NULL) == ok, "data is%s NULL", ok ? "" : " not");
@@ -1100,7 +1095,7 @@ static void get(bed *b, int i) {
 }
 
 static void view(bed *b) {
-    int i = pick(&b->at, b->n.num_units), settled = 1;
+    int i = lab_pick(&b->at, b->n.num_units), settled = 1;
     begin(b, "views of unit %d", i);
     for (int j = 0; j < b->n.num_units; j++) settled &= b->m.units[j].state == FSDP_STATE_IDLE;
     settled &= !b->m.backward && !b->n.lanes;
@@ -1146,9 +1141,9 @@ static void set_policy(bed *b, int i) {
                                         "reshard_after_forward",       "reshard_after_backward",
                                         "unshard_in_backward",         "gradient_divide_factor",
                                         "reduce_scatter_unused_params"};
-    int what = pick(&b->at, b->n.lanes ? 6 : 7), on = !one_in(&b->at, 3),
+    int what = lab_pick(&b->at, b->n.lanes ? 6 : 7), on = !one_in(&b->at, 3),
         mode = one_in(&b->at, 2) ? ALWAYS : NEVER;
-    double factor = pick(&b->at, 3);
+    double factor = lab_pick(&b->at, 3);
     fsdp_counters before = counters_of(b);
     begin(b, "set_%s of unit %d: %g", names[what], i,
           what == 2   ? mode
@@ -1170,11 +1165,11 @@ static void set_policy(bed *b, int i) {
 }
 
 static void set_list(bed *b, int i) {
-    int backward = one_in(&b->at, 2), count = pick(&b->at, MAX_LIST + 1), list[MAX_LIST];
+    int backward = one_in(&b->at, 2), count = lab_pick(&b->at, MAX_LIST + 1), list[MAX_LIST];
     fsdp_unit *targets[MAX_LIST];
     fsdp_counters before = counters_of(b);
     for (int k = 0; k < count; k++) {
-        list[k] = pick(&b->at, b->n.num_units);
+        list[k] = lab_pick(&b->at, b->n.num_units);
         targets[k] = b->units[list[k]];
     }
     begin(b, "set_modules_to_%s_prefetch of unit %d: %d", backward ? "backward" : "forward", i,
@@ -1213,7 +1208,8 @@ static fsdp_status grad_hook(void *user, const fsdp_param_view *v, void *stream)
 }
 
 static void set_hook(bed *b, int i) {
-    int on = one_in(&b->at, 2), k = pick(&b->at, b->n.units[i].num_params), sum = one_in(&b->at, 2);
+    int on = one_in(&b->at, 2), k = lab_pick(&b->at, b->n.units[i].num_params),
+        sum = one_in(&b->at, 2);
     fsdp_counters before = counters_of(b);
     begin(b, "set_%s_hook of unit %d: %d", sum ? "all_reduce" : "post_accumulate", i, on);
     fsdp_status expected = call_model(&b->m, i, FSDP_CALL_SET);
@@ -1237,7 +1233,7 @@ static void set_switch(bed *b) {
 
 /* A new layout: nothing is gathered, and slots are of other sizes. */
 static void thaw(bed *b, int i) {
-    int k = pick(&b->at, b->n.units[i].num_params), on = one_in(&b->at, 2), waits = 0;
+    int k = lab_pick(&b->at, b->n.units[i].num_params), on = one_in(&b->at, 2), waits = 0;
     unit_model *u = &b->m.units[i];
     begin(b, "set_requires_grad of unit %d, parameter %d: %d", i, k, on);
     fsdp_status expected = call_model(&b->m, -1, FSDP_CALL_REQUIRES_GRAD);
@@ -1270,7 +1266,7 @@ static void clip(bed *b) {
         if (u->own_mesh && !same) group = b->n.world;
     }
     d.max_norm = 1e-3;
-    d.norm_type = types[pick(&b->at, 5)];
+    d.norm_type = types[lab_pick(&b->at, 5)];
     begin(b, "clip_grads");
     fsdp_status expected = call_model(&b->m, -1, FSDP_CALL_CLIP);
     if (!expected && group > 1) issue(&b->m, FSDP_OP_ALL_REDUCE, FSDP_LABEL_CLIP, -1, group, 1, 8);
@@ -1280,7 +1276,7 @@ static void clip(bed *b) {
 static void full(bed *b, int i) {
     static double buffer[128];
     const unit *d = &b->n.units[i];
-    int k = pick(&b->at, d->num_params), grad = one_in(&b->at, 2);
+    int k = lab_pick(&b->at, d->num_params), grad = one_in(&b->at, 2);
     const param *p = &d->params[k];
     uint64_t stored = (uint64_t)stored_of(p, d->shards);
     fsdp_counters before = counters_of(b);
@@ -1302,7 +1298,8 @@ static void load(bed *b, int i) {
     for (int k = 0; k < b->n.num_units && possible(&b->m, -1, FSDP_CALL_LOAD); k++)
         if (b->m.units[k].storage == FSDP_STORAGE_IN_FLIGHT) plain(b, k, FSDP_CALL_WAIT);
     before = counters_of(b);
-    int none = one_in(&b->at, 8) && numel_of(&b->n.units[i].params[0]) > 0;
+    int none = one_in(&b->at, 8) &&
+               lab_numel(b->n.units[i].params[0].ndim, b->n.units[i].params[0].shape) > 0;
     begin(b, "param_load of unit %d%s", i, none ? " from NULL" : "");
     int refused = none || !possible(&b->m, -1, FSDP_CALL_LOAD);
     fsdp_status expected = none ? FSDP_ERR_INVALID_ARG : call_model(&b->m, -1, FSDP_CALL_LOAD);
@@ -1375,7 +1372,7 @@ static void reserve(bed *b) {
 
 /* A unit for which the call is possible, if there is one; now and then any. */
 static int unit_for(bed *b, int call) {
-    int n = b->n.num_units, i = pick(&b->at, n);
+    int n = b->n.num_units, i = lab_pick(&b->at, n);
     if (one_in(&b->at, 8)) return i;
     for (int k = 0; k < n; k++)
         if (possible(&b->m, (i + k) % n, call)) return (i + k) % n;
@@ -1398,25 +1395,25 @@ static void random_hook(bed *b) {
         units[count++] = i;
     }
     if (one_in(&b->at, 6)) {
-        int call = asides[pick(&b->at, 3)];
+        int call = asides[lab_pick(&b->at, 3)];
         plain(b, unit_for(b, call), call);
     } else if (count == 0 || one_in(&b->at, 8)) {
-        plain(b, pick(&b->at, n), all[pick(&b->at, 4)]);
+        plain(b, lab_pick(&b->at, n), all[lab_pick(&b->at, 4)]);
     } else {
-        int k = pick(&b->at, count);
+        int k = lab_pick(&b->at, count);
         plain(b, units[k], calls[k]);
     }
 }
 
 static void random_call(bed *b) {
-    int what = pick(&b->at, 100), n = b->n.num_units;
+    int what = lab_pick(&b->at, 100), n = b->n.num_units;
     if (what < 60) random_hook(b);
     else if (what < 66) compute(b);
     else if (what < 71 && (possible(&b->m, -1, FSDP_CALL_FINALIZE) || one_in(&b->at, 4)))
         plain(b, -1, FSDP_CALL_FINALIZE);
     else if (what < 73) plain(b, -1, FSDP_CALL_ZERO_GRAD);
     else if (what < 75) optimize(b), plain(b, -1, FSDP_CALL_PARAMS_CHANGED);
-    else if (what < 77) get(b, pick(&b->at, n));
+    else if (what < 77) get(b, lab_pick(&b->at, n));
     else if (what < 79) view(b);
     else if (what < 80) describe(b);
     else if (what < 86) set_policy(b, one_in(&b->at, 3) ? -1 : unit_for(b, FSDP_CALL_SET));
@@ -1424,9 +1421,9 @@ static void random_call(bed *b) {
     else if (what < 91 && b->n.hooks) set_hook(b, unit_for(b, FSDP_CALL_SET));
     else if (what < 93) set_switch(b);
     else if (what < 95) clip(b);
-    else if (what < 97) full(b, pick(&b->at, n));
-    else if (what < 98) load(b, pick(&b->at, n));
-    else if (what < 99 && one_in(&b->at, 2)) thaw(b, pick(&b->at, n));
+    else if (what < 97) full(b, lab_pick(&b->at, n));
+    else if (what < 98) load(b, lab_pick(&b->at, n));
+    else if (what < 99 && one_in(&b->at, 2)) thaw(b, lab_pick(&b->at, n));
     else if (one_in(&b->at, 4)) plain(b, -1, FSDP_CALL_RESET);
     else if (one_in(&b->at, 3)) predict(b);
     else if (one_in(&b->at, 8)) reserve(b);
@@ -1434,16 +1431,15 @@ static void random_call(bed *b) {
 
 /* One seed: `steps` calls on a row of models. Adds to the totals. */
 static void run_seed(uint64_t seed, int mode, int64_t steps, int64_t *totals) {
-    bed *b = (bed *)calloc(1, sizeof *b);
+    bed *b = (bed *)lab_zeros(1, sizeof *b);
     int64_t step = 0;
-    CHECK(b != NULL);
     for (int k = 0; step < steps; k++) {
         memset(b, 0, sizeof *b);
         b->seed = seed;
         b->at = seed * 1000003 + (uint64_t)k;
         b->trace = getenv("FSDP_TRACE") != NULL;
         random_net(&b->at, &b->n, mode);
-        int64_t end = step + 200 + pick(&b->at, 2000);
+        int64_t end = step + 200 + lab_pick(&b->at, 2000);
         bed_open(b);
         for (; step < end && step < steps; step++) {
             b->step = step;

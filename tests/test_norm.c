@@ -80,14 +80,7 @@ typedef struct rig {
 
 static fsdp_mesh *mesh_of(fsdp_world *w, const layout *l, const int32_t *ranks) {
     static const char *const names[3] = {"a", "b", "c"};
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_mesh *mesh;
-    d.ndim = l->ndim;
-    memcpy(d.shape, l->shape, sizeof l->shape);
-    memcpy(d.names, names, sizeof names);
-    d.ranks = ranks;
-    CALL(w, fsdp_mesh_create(w, &d, &mesh));
-    return mesh;
+    return lab_mesh(w, l->ndim, l->shape, names, ranks);
 }
 
 static fsdp_mesh_info info_of(fsdp_world *w, const fsdp_mesh *mesh, int shard, int replicate) {
@@ -219,7 +212,6 @@ static const struct row {
 
 typedef struct job {
     const struct row *row;
-    fsdp_threads threads;
     int cases; /* of the first place */
 } job;
 
@@ -252,31 +244,26 @@ static void on_mesh(job *j, fsdp_world *w, layout *l, const int32_t *ranks, int 
     }
 }
 
-static void every_mesh(int rank, int world, void *arg) {
-    job *j = (job *)arg;
+static void every_mesh(lab_rank *r) {
+    job *j = (job *)r->arg;
     layout all[SHAPES_MAX];
     const int num = shapes(j->row->ranks, all);
     int32_t ranks[8];
-    fsdp_world *w;
-    fsdp_world_desc d = w_desc(rank, world, &j->threads, "norm", j->row->lanes);
-    CALL(NULL, fsdp_init(&d, &w));
     for (int i = 0; i < j->row->ranks; i++) ranks[i] = j->row->ranks - i;
     for (int n = 0; n < num; n++) {
         int place = -1;
         for (int i = 0; i < j->row->ranks; i++)
-            if ((j->row->spare ? ranks[i] : i) == rank) place = i;
-        on_mesh(j, w, &all[n], j->row->spare ? ranks : NULL, place);
+            if ((j->row->spare ? ranks[i] : i) == r->rank) place = i;
+        on_mesh(j, r->w, &all[n], j->row->spare ? ranks : NULL, place);
     }
-    CALL(w, fsdp_barrier(w));
-    CALL(NULL, fsdp_shutdown(w));
+    CALL(r->w, fsdp_barrier(r->w));
 }
 
 TEST_P_TIMEOUT(norm, every_assignment, rows, 120) {
-    job j;
-    memset(&j, 0, sizeof j);
-    j.row = row;
-    j.threads.size = row->ranks + row->spare;
-    h_ranks_thread(j.threads.size, every_mesh, &j);
+    job j = {row, 0};
+    lab_how how = FSDP_ZERO;
+    how.lanes = row->lanes;
+    lab_run(row->ranks + row->spare, &how, every_mesh, &j);
     CHECK(j.cases > 0);
     h_message("%d pairs of a model and a unit", j.cases);
 }
@@ -346,14 +333,13 @@ static void unit_on_slice(fsdp_world *w, layout *l, const fsdp_mesh *mesh, const
     fsdp_model_destroy(x.m);
 }
 
-static void every_slice(int rank, int world, void *arg) {
-    job *j = (job *)arg;
+static void every_slice(lab_rank *r) {
+    job *j = (job *)r->arg;
+    const int world = r->size, rank = r->rank;
     layout all[SHAPES_MAX];
     const int num = shapes(world, all);
     int refused = 0;
-    fsdp_world *w;
-    fsdp_world_desc d = w_desc(rank, world, &j->threads, "slices", 0);
-    CALL(NULL, fsdp_init(&d, &w));
+    fsdp_world *w = r->w;
     for (int n = 0; n < num; n++) {
         layout *l = &all[n];
         const fsdp_mesh *mesh = mesh_of(w, l, NULL);
@@ -375,49 +361,36 @@ static void every_slice(int rank, int world, void *arg) {
             }
     }
     CHECK(refused > 0 || world < 4);
-    CALL(NULL, fsdp_shutdown(w));
 }
 
 TEST_TIMEOUT(norm, slices, 120) {
     for (int world = 1; world <= 8; world++) {
-        job j;
-        memset(&j, 0, sizeof j);
-        j.threads.size = world;
-        h_ranks_thread(world, every_slice, &j);
+        job j = {NULL, 0};
+        lab_run(world, NULL, every_slice, &j);
         CHECK(j.cases > 0);
     }
 }
 
 /* Two models of two ranks each share a unit over all four. */
-static void unit_outside(int rank, int world, void *threads) {
+static void unit_outside(lab_rank *r) {
     static const layout four = {1, 4, {4}, {1, 1}, {0, 0}};
     static const int32_t pairs[2][2] = {{0, 1}, {2, 3}};
-    fsdp_world_desc d = w_desc(rank, world, (fsdp_threads *)threads, "outside", 0);
+    static const int32_t two = 2;
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_mesh *mesh[2], *whole;
-    fsdp_mesh_desc pair = FSDP_ZERO;
     double norm;
     rig x;
-    CALL(NULL, fsdp_init(&d, &x.w));
-    pair.ndim = 1, pair.shape[0] = 2;
-    for (int n = 0; n < 2; n++) {
-        pair.ranks = pairs[n];
-        CALL(x.w, fsdp_mesh_create(x.w, &pair, &mesh[n]));
-    }
+    x.w = r->w;
+    for (int n = 0; n < 2; n++) mesh[n] = lab_mesh(x.w, 1, &two, NULL, pairs[n]);
     whole = mesh_of(x.w, &four, NULL);
-    md.mesh = mesh[rank / 2];
+    md.mesh = mesh[r->rank / 2];
     CALL(x.w, fsdp_model_create(x.w, &md, &x.m));
     add_unit(&x, 0, whole, NULL);
     add_unit(&x, 1, NULL, NULL);
-    backward(&x, &four, rank);
+    backward(&x, &four, r->rank);
     CHECK_STATUS(fsdp_clip_grad_norm(x.m, 1, &norm), FSDP_ERR_UNSUPPORTED);
     CHECK_MSG(strstr(fsdp_last_error(x.w), "'first'"), "%s", fsdp_last_error(x.w));
     CALL(x.w, fsdp_barrier(x.w));
-    CALL(NULL, fsdp_shutdown(x.w));
 }
 
-TEST(norm, unit_outside_of_the_model) {
-    fsdp_threads threads = FSDP_ZERO;
-    threads.size = 4;
-    h_ranks_thread(4, unit_outside, &threads);
-}
+TEST(norm, unit_outside_of_the_model) { lab_run(4, NULL, unit_outside, NULL); }

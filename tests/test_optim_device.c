@@ -5,37 +5,21 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include <math.h> /* HUGE_VAL */
-#include "lab.h"
+#include "lab_net.h"
 #include "sim.h"
 
 enum { UNITS = 4, NUM = 12, STEPS = 5, LAYOUTS = 6, BIG = 1200 };
 
-/* Uneven, empty on some ranks, without elements, by columns, more than two of the loops' blocks. */
-static const struct {
-    int unit;
-    const char *name;
-    fsdp_dtype dtype;
-    int group, frozen, ndim, shard_dim;
-    int64_t shape[2];
-} net[NUM] = {
-    {0, "a.w", FSDP_F32, 0, 0, 2, 0, {7, 5}},   {0, "a.b", FSDP_F32, 1, 0, 1, 0, {3, 0}},
-    {0, "a.f", FSDP_F32, 0, 1, 2, 0, {4, 4}},   {0, "a.z", FSDP_F32, 0, 0, 1, 0, {0, 0}},
+/* Uneven, empty on some ranks, without elements, by columns, more than two of the loops' blocks. The
+   tag is the group. */
+static const lab_param net[NUM] = {
+    {0, "a.w", FSDP_F32, 0, 0, 2, 0, {7, 5}},   {0, "a.b", FSDP_F32, 1, 0, 1, 0, {3}},
+    {0, "a.f", FSDP_F32, 0, 1, 2, 0, {4, 4}},   {0, "a.z", FSDP_F32, 0, 0, 1, 0, {0}},
     {0, "a.k", FSDP_F32, 0, 0, 2, 1, {6, 10}},  {1, "b.w", FSDP_F32, 0, 0, 2, 0, {150, 8}},
-    {1, "b.x", FSDP_F32, -1, 0, 1, 0, {5, 0}},  {1, "b.v", FSDP_F32, 2, 0, 2, 0, {16, 4}},
-    {2, "c.w", FSDP_F64, 0, 0, 2, 0, {5, 3}},   {2, "c.b", FSDP_F64, 1, 0, 1, 0, {9, 0}},
-    {3, "d.w", FSDP_BF16, 0, 0, 2, 0, {90, 4}}, {3, "d.b", FSDP_F16, 1, 0, 1, 0, {2, 0}}};
-
-static const struct {
-    const char *name;
-    int sgd, grouped;
-    double beta1, momentum, dampening, weight_decay;
-    int nesterov;
-} kinds[] = {{"adamw", 0, 0, 0, 0, 0, 0, 0},
-             {"adamw_groups", 0, 1, 0.3, 0, 0, 0.1, 0},
-             {"sgd", 1, 0, 0, 0, 0, 0, 0},
-             {"sgd_groups", 1, 1, 0, 0.9, 0.25, 0.1, 0},
-             {"sgd_nesterov", 1, 1, 0, 0.5, 0, 0, 1}};
-static const fsdp_optim_group groups[3] = {{1, FSDP_OPTIM_SAME}, {2, 0}, {0, 0.5}};
+    {1, "b.x", FSDP_F32, -1, 0, 1, 0, {5}},     {1, "b.v", FSDP_F32, 2, 0, 2, 0, {16, 4}},
+    {2, "c.w", FSDP_F64, 0, 0, 2, 0, {5, 3}},   {2, "c.b", FSDP_F64, 1, 0, 1, 0, {9}},
+    {3, "d.w", FSDP_BF16, 0, 0, 2, 0, {90, 4}}, {3, "d.b", FSDP_F16, 1, 0, 1, 0, {2}}};
+static const lab_net the_net = {net, NUM, UNITS};
 
 /* Devices; `native`: it does the updates. */
 enum { OPAQUE, OPAQUE_INLINE, READABLE, WITHOUT, OFFLOAD, OFFLOAD_WITHOUT, HOST, DEVICES };
@@ -61,39 +45,17 @@ typedef struct { /* one training */
     sim s;
     w_heap heap;
     fsdp_world *w;
-    fsdp_model *model;
-    fsdp_unit *unit[UNITS];
-    int index[NUM], frozen[NUM];
-    fsdp_adamw *adamw;
-    fsdp_sgd *sgd;
+    lab_built m;
+    lab_optim o;
     fsdp_grad_scaler *scaler;
 } job;
 
-static int64_t numel_of(int p) { return net[p].shape[0] * (net[p].ndim > 1 ? net[p].shape[1] : 1); }
-static double value(int64_t a, int64_t b) {
-    return (double)((a * 7919 + b * 104729 + a * b) % 4001) / 1000 - 2;
-}
 static int uses(int step, int p) { return (step + p) % 3 != 0 || p == 8; }
-
-static void put(void *a, fsdp_dtype dtype, int64_t i, double x) {
-    CHECK_OK(fsdp_convert((char *)a + i * (int64_t)fsdp_dtype_size(dtype), dtype, &x, FSDP_F64, 1));
-}
-
-static int group_of(void *user, const fsdp_param_view *v) {
-    (void)user;
-    return net[v->ordinal].group;
-}
-
-static void fill_rows(void *user, const fsdp_param_view *block) {
-    (void)user;
-    for (int64_t k = 0; k < block->numel; k++)
-        put(block->data, block->dtype, k, value(block->ordinal, fsdp_view_index(block, k)));
-}
 
 static void open_world(job *j) {
     config *c = &j->c;
     snprintf(w_case, sizeof w_case, "%s, %s, rank %d of %d, params %s, grads %s, direct_min %lld",
-             kinds[c->kind].name, devices[c->device].name, c->rank, c->world,
+             lab_optim_kinds[c->kind].name, devices[c->device].name, c->rank, c->world,
              fsdp_dtype_name(c->param_dtype), fsdp_dtype_name(c->grad_dtype),
              (long long)c->direct_min);
     sim_init(&j->s, c->world, c->rank);
@@ -119,44 +81,12 @@ static void make_model(job *j) {
     md.grad_dtype = j->c.grad_dtype;
     md.direct_min = j->c.direct_min;
     md.cpu_offload = devices[j->c.device].offload;
-    CALL(j->w, fsdp_model_create(j->w, &md, &j->model));
-    for (int u = 0; u < UNITS; u++) {
-        fsdp_param_desc d[NUM];
-        fsdp_unit_desc ud = FSDP_ZERO;
-        memset(d, 0, sizeof d);
-        for (int p = 0; p < NUM; p++) {
-            if (net[p].unit != u) continue;
-            fsdp_param_desc *to = &d[ud.num_params];
-            j->index[p] = ud.num_params++;
-            to->name = net[p].name, to->dtype = net[p].dtype, to->ndim = net[p].ndim;
-            to->frozen = j->frozen[p] = net[p].frozen, to->shard_dim = net[p].shard_dim;
-            memcpy(to->shape, net[p].shape, sizeof net[p].shape);
-        }
-        ud.params = d;
-        CALL(j->w, fsdp_fully_shard(j->model, &ud, &j->unit[u]));
-    }
-    CALL(j->w, fsdp_init_params(j->model, fill_rows, NULL));
-}
-
-static fsdp_status make_optimizer(job *j) {
-    fsdp_adamw_desc a = fsdp_adamw_defaults();
-    fsdp_sgd_desc s = fsdp_sgd_defaults();
-    if (kinds[j->c.kind].beta1 > 0) a.beta1 = kinds[j->c.kind].beta1;
-    a.weight_decay = s.weight_decay = kinds[j->c.kind].weight_decay;
-    s.momentum = kinds[j->c.kind].momentum, s.dampening = kinds[j->c.kind].dampening;
-    s.nesterov = kinds[j->c.kind].nesterov;
-    if (kinds[j->c.kind].grouped) {
-        a.num_groups = s.num_groups = 3;
-        memcpy(a.groups, groups, sizeof groups), memcpy(s.groups, groups, sizeof groups);
-        a.group = s.group = group_of;
-    }
-    return kinds[j->c.kind].sgd ? fsdp_sgd_create(j->model, &s, &j->sgd)
-                                : fsdp_adamw_create(j->model, &a, &j->adamw);
+    lab_build(&j->m, &the_net, j->w, &md);
+    CALL(j->w, fsdp_init_params(j->m.model, lab_fill, NULL));
 }
 
 static job *start(const config *c) {
-    job *j = (job *)calloc(1, sizeof *j);
-    CHECK(j != NULL);
+    job *j = (job *)lab_zeros(1, sizeof *j);
     j->c = *c;
     open_world(j);
     make_model(j);
@@ -175,42 +105,31 @@ static fsdp_dtype whole_dtype(const job *j, int p) {
     return j->c.param_dtype ? j->c.param_dtype : net[p].dtype;
 }
 static int64_t whole_bytes(const job *j, int p) {
-    return numel_of(p) * (int64_t)fsdp_dtype_size(whole_dtype(j, p));
+    return lab_numel_of(&the_net, p) * (int64_t)fsdp_dtype_size(whole_dtype(j, p));
 }
 
 static void forward(job *j) {
     for (int u = 0; u < UNITS; u++) {
-        CALL(j->w, fsdp_pre_forward(j->unit[u]));
+        CALL(j->w, fsdp_pre_forward(j->m.unit[u]));
         for (int p = 0; p < NUM; p++)
-            if (net[p].unit == u)
-                sim_read(&j->s, "forward", fsdp_data(j->unit[u], j->index[p]), whole_bytes(j, p));
-        CALL(j->w, fsdp_post_forward(j->unit[u]));
+            if (net[p].unit == u) sim_read(&j->s, "forward", lab_data(&j->m, p), whole_bytes(j, p));
+        CALL(j->w, fsdp_post_forward(j->m.unit[u]));
     }
 }
 
 static void backward(job *j, int step, double factor) {
     for (int u = UNITS - 1; u >= 0; u--) {
-        CALL(j->w, fsdp_pre_backward(j->unit[u]));
+        CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
         for (int p = 0; p < NUM; p++) {
-            if (net[p].unit != u || j->frozen[p] || !uses(step, p)) continue;
-            void *grad = fsdp_grad(j->unit[u], j->index[p]), *g = sim_host(&j->s, grad);
-            W_CHECK(g != NULL, "%s", fsdp_last_error(j->w));
+            if (net[p].unit != u || j->m.frozen[p] || !uses(step, p)) continue;
+            void *grad = lab_grad(&j->m, p), *g = sim_host(&j->s, grad);
             sim_write(&j->s, "backward", grad, whole_bytes(j, p));
-            for (int64_t i = 0; i < numel_of(p); i++)
-                put(g, whole_dtype(j, p), i, factor * value(100 * (step + 1) + p, i));
+            for (int64_t i = 0; i < lab_numel_of(&the_net, p); i++)
+                lab_put(g, whole_dtype(j, p), i, factor * lab_value(100 * (step + 1) + p, i));
         }
-        CALL(j->w, fsdp_post_backward(j->unit[u]));
+        CALL(j->w, fsdp_post_backward(j->m.unit[u]));
     }
-    CALL(j->w, fsdp_finalize_backward(j->model));
-}
-
-static fsdp_status update(job *j, double lr) {
-    return j->sgd ? fsdp_sgd_step(j->sgd, lr) : fsdp_adamw_step(j->adamw, lr);
-}
-
-static void get_state(job *j, int p, fsdp_optim_state *out) {
-    if (j->sgd) CALL(j->w, fsdp_sgd_state(j->sgd, p, out));
-    else CALL(j->w, fsdp_adamw_state(j->adamw, p, out));
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
 }
 
 static void same(job *a, job *b, int p, const char *what, const void *x, const void *y,
@@ -224,23 +143,21 @@ static void same(job *a, job *b, int p, const char *what, const void *x, const v
 static void compare(job *a, job *b) {
     for (fsdp_dtype d = 1; d < FSDP_DTYPE_COUNT; d++) {
         fsdp_flat x, y;
-        CALL(a->w, fsdp_model_flat(a->model, d, &x));
-        CALL(b->w, fsdp_model_flat(b->model, d, &y));
+        CALL(a->w, fsdp_model_flat(a->m.model, d, &x));
+        CALL(b->w, fsdp_model_flat(b->m.model, d, &y));
         CHECK_EQ_INT(x.numel, y.numel);
         W_CHECK(!x.numel || !memcmp(sim_host(&a->s, x.shards), sim_host(&b->s, y.shards),
                                     (size_t)x.numel * fsdp_dtype_size(d)),
                 "shards or padding of %s", fsdp_dtype_name(d));
     }
     for (int p = 0; p < NUM; p++) {
-        fsdp_param_view v, w;
-        fsdp_optim_state s, t;
-        CALL(a->w, fsdp_param_view_get(a->unit[net[p].unit], a->index[p], &v));
-        CALL(b->w, fsdp_param_view_get(b->unit[net[p].unit], b->index[p], &w));
+        const fsdp_param_view v = lab_view_of(&a->m, p), w = lab_view_of(&b->m, p);
         CHECK_EQ_INT(v.numel, w.numel);
         same(a, b, p, "gradient", v.shard_grad, w.shard_grad,
              v.numel * (int64_t)fsdp_dtype_size(v.grad_dtype));
-        if (!a->adamw && !a->sgd) continue;
-        get_state(a, p, &s), get_state(b, p, &t);
+        if (!a->o.adamw && !a->o.sgd) continue;
+        const fsdp_optim_state s = lab_optim_state(&a->m, &a->o, p),
+                               t = lab_optim_state(&b->m, &b->o, p);
         W_CHECK(s.group == t.group && s.dtype == t.dtype && !s.step == !t.step, "%s", net[p].name);
         if (!s.step) continue;
         W_CHECK(s.numel == v.numel && *s.step == *t.step, "%s", net[p].name);
@@ -255,10 +172,9 @@ static void compare(job *a, job *b) {
 static uint64_t elements(job *j) {
     uint64_t sum = 0;
     fsdp_param_view v = FSDP_ZERO;
-    fsdp_optim_state s;
-    while (fsdp_next_param(j->model, &v)) {
-        get_state(j, v.ordinal, &s);
-        if (v.shard_grad && s.group >= 0) sum += (uint64_t)v.numel;
+    while (fsdp_next_param(j->m.model, &v)) {
+        if (v.shard_grad && lab_optim_state(&j->m, &j->o, v.ordinal).group >= 0)
+            sum += (uint64_t)v.numel;
     }
     return sum;
 }
@@ -273,9 +189,9 @@ static void train_step(job *j, int step, int moved) {
     backward(j, step, 1);
     uint64_t todo = elements(j), updated = j->s.updated;
     int64_t syncs = j->s.syncs;
-    CALL(j->w, fsdp_model_counters(j->model, &before));
-    CALL(j->w, update(j, 0.01 * (step + 1)));
-    CALL(j->w, fsdp_model_counters(j->model, &after));
+    CALL(j->w, fsdp_model_counters(j->m.model, &before));
+    CALL(j->w, lab_optim_step(&j->o, 0.01 * (step + 1)));
+    CALL(j->w, fsdp_model_counters(j->m.model, &after));
     CHECK_EQ_INT(j->s.updated - updated, native ? todo : 0);
     if (moved) return;
     CHECK_EQ_INT(after.allocations, before.allocations);
@@ -288,8 +204,7 @@ static void toggle(job *j, int step) {
                                   0, 4, 1, 0, 3, 0}; /* and back two steps later */
     for (int p = 0; p < NUM; p++) {
         if (!when[p] || (step != when[p] && step != when[p] + 2)) continue;
-        j->frozen[p] = !j->frozen[p];
-        CALL(j->w, fsdp_set_requires_grad(j->unit[net[p].unit], j->index[p], !j->frozen[p]));
+        lab_freeze(&j->m, p, !j->m.frozen[p]);
     }
 }
 
@@ -297,15 +212,15 @@ static void same_training(const config *c, int toggles) {
     config host = *c;
     host.device = HOST;
     job *b = start(&host), *a = start(c);
-    CALL(a->w, make_optimizer(a));
-    CALL(b->w, make_optimizer(b));
+    CALL(a->w, lab_make_optim(&a->o, &lab_optim_kinds[a->c.kind], &a->m));
+    CALL(b->w, lab_make_optim(&b->o, &lab_optim_kinds[b->c.kind], &b->m));
     for (int step = 0; step < (toggles ? LAYOUTS : STEPS); step++) {
         if (toggles) toggle(a, step), toggle(b, step);
         if (toggles && step % 2) compare(a, b); /* the state moves when it is asked for */
         train_step(a, step, toggles), train_step(b, step, toggles);
         compare(a, b);
-        CALL(a->w, fsdp_zero_grad(a->model));
-        CALL(b->w, fsdp_zero_grad(b->model));
+        CALL(a->w, fsdp_zero_grad(a->m.model));
+        CALL(b->w, fsdp_zero_grad(b->m.model));
     }
     finish(a);
     finish(b);
@@ -314,14 +229,14 @@ static void same_training(const config *c, int toggles) {
 static const struct { int world, rank; } places[] = {{1, 0}, {4, 0}, {4, 2}, {4, 3}};
 static const fsdp_dtype grads[] = {FSDP_DTYPE_KEEP, FSDP_F32, FSDP_BF16, FSDP_F64};
 
-TEST_P(optim_device, same_bits, kinds) {
+TEST_P(optim_device, same_bits, lab_optim_kinds) {
     int runs = 0;
     for (int device = 0; device < HOST; device++)
         for (int at = 0; at < 4; at++)
             for (int g = 0; g < 4; g++, runs++) {
                 config c = {places[at].world,
                             places[at].rank,
-                            (int)(row - kinds),
+                            (int)(row - lab_optim_kinds),
                             device,
                             g == 1 ? FSDP_BF16 : FSDP_DTYPE_KEEP,
                             grads[g],
@@ -331,12 +246,13 @@ TEST_P(optim_device, same_bits, kinds) {
     h_message("%s: %d trainings of %d steps", row->name, runs, STEPS);
 }
 
-TEST_P(optim_device, freeze_and_thaw, kinds) {
+TEST_P(optim_device, freeze_and_thaw, lab_optim_kinds) {
     int runs = 0;
     for (int device = 0; device < HOST; device++)
         for (int at = 0; at < 4; at++, runs++) {
-            config c = {places[at].world, places[at].rank, (int)(row - kinds), device,
-                        FSDP_DTYPE_KEEP,  grads[at],       at == 1 ? 1 : 0};
+            config c = {places[at].world, places[at].rank, (int)(row - lab_optim_kinds),
+                        device,           FSDP_DTYPE_KEEP, grads[at],
+                        at == 1 ? 1 : 0};
             same_training(&c, 1);
         }
     h_message("%s: %d trainings of %d layouts", row->name, runs, LAYOUTS);
@@ -346,11 +262,10 @@ TEST_P(optim_device, freeze_and_thaw, kinds) {
 
 /* One gradient of this rank becomes infinite or NaN. */
 static void spoil(job *j, int p, double what) {
-    fsdp_param_view v;
-    CALL(j->w, fsdp_param_view_get(j->unit[net[p].unit], j->index[p], &v));
+    const fsdp_param_view v = lab_view_of(&j->m, p);
     W_CHECK(v.shard_grad && v.numel > 0, "%s", net[p].name);
     sim_write(&j->s, "a test", v.shard_grad, v.numel * (int64_t)fsdp_dtype_size(v.grad_dtype));
-    put(sim_host(&j->s, v.shard_grad), v.grad_dtype, v.numel / 2, what);
+    lab_put(sim_host(&j->s, v.shard_grad), v.grad_dtype, v.numel / 2, what);
 }
 
 /* What is found, by a scaler whose updates ran where the config says. It waits for the verdict, and
@@ -376,8 +291,9 @@ static void same_verdicts(const config *c) {
     host.device = HOST;
     job *b = start(&host), *a = start(c), *both[2] = {a, b};
     for (int i = 0; i < 2; i++) {
-        CALL(both[i]->w, make_optimizer(both[i]));
-        CALL(both[i]->w, fsdp_grad_scaler_create(both[i]->model, &d, &both[i]->scaler));
+        CALL(both[i]->w,
+             lab_make_optim(&both[i]->o, &lab_optim_kinds[both[i]->c.kind], &both[i]->m));
+        CALL(both[i]->w, fsdp_grad_scaler_create(both[i]->m.model, &d, &both[i]->scaler));
     }
     for (int step = 0; step < 8; step++) {
         int spoilt = bad[step] >= 0 && uses(step, bad[step]) && (bad[step] != 11 || c->rank == 0);
@@ -387,9 +303,9 @@ static void same_verdicts(const config *c) {
         }
         compare(a, b);
         for (int i = 0; i < 2; i++) {
-            if (!spoilt) CALL(both[i]->w, update(both[i], 0.01));
+            if (!spoilt) CALL(both[i]->w, lab_optim_step(&both[i]->o, 0.01));
             CALL(both[i]->w, fsdp_grad_scaler_update(both[i]->scaler));
-            CALL(both[i]->w, fsdp_zero_grad(both[i]->model));
+            CALL(both[i]->w, fsdp_zero_grad(both[i]->m.model));
         }
         fsdp_grad_scaler_state of_a, of_b;
         CALL(a->w, fsdp_grad_scaler_get_state(a->scaler, &of_a));
@@ -417,19 +333,19 @@ TEST(optim_device, scaler) {
 static int64_t gather_under_way(int unit, int reshard, int ignore, int *races) {
     config c = {4, 1, 0, OPAQUE, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0};
     job *j = start(&c);
-    CALL(j->w, make_optimizer(j));
+    CALL(j->w, lab_make_optim(&j->o, &lab_optim_kinds[j->c.kind], &j->m));
     forward(j);
     backward(j, 0, 1);
     for (int u = 0; u < UNITS; u++) {
         if (unit >= 0 && u != unit) continue;
-        CALL(j->w, fsdp_unshard(j->unit[u]));
-        if (reshard) CALL(j->w, fsdp_reshard(j->unit[u]));
+        CALL(j->w, fsdp_unshard(j->m.unit[u]));
+        if (reshard) CALL(j->w, fsdp_reshard(j->m.unit[u]));
     }
     int64_t waits = j->s.waits;
     if (ignore) j->s.ignore_wait = waits;
-    CALL(j->w, update(j, 0.1));
+    CALL(j->w, lab_optim_step(&j->o, 0.1));
     waits = j->s.waits - waits;
-    CALL(j->w, fsdp_zero_grad(j->model));
+    CALL(j->w, fsdp_zero_grad(j->m.model));
     forward(j);
     *races = j->s.races;
     j->s.races = 0;
@@ -456,18 +372,17 @@ TEST(optim_device, destroy) {
     for (c.kind = 0; c.kind < 5; c.kind++) {
         job *j = start(&c);
         int64_t device = j->s.live_bytes[FSDP_MEMORY_DEVICE];
-        CALL(j->w, make_optimizer(j));
+        CALL(j->w, lab_make_optim(&j->o, &lab_optim_kinds[j->c.kind], &j->m));
         int64_t held = j->s.live_bytes[FSDP_MEMORY_DEVICE] - device,
-                nbytes = j->sgd ? fsdp_sgd_nbytes(j->sgd) : fsdp_adamw_nbytes(j->adamw);
-        CHECK((held > 0) == (!j->sgd || kinds[c.kind].momentum > 0));
+                nbytes = lab_optim_nbytes(&j->o);
+        CHECK((held > 0) == (!j->o.sgd || lab_optim_kinds[c.kind].momentum > 0));
         forward(j);
         backward(j, 0, 1);
-        CALL(j->w, update(j, 0.1));
+        CALL(j->w, lab_optim_step(&j->o, 0.1));
         device = j->s.live_bytes[FSDP_MEMORY_DEVICE];
-        CALL(j->w, fsdp_model_memory(j->model, &before));
-        fsdp_adamw_destroy(j->adamw);
-        fsdp_sgd_destroy(j->sgd);
-        CALL(j->w, fsdp_model_memory(j->model, &after));
+        CALL(j->w, fsdp_model_memory(j->m.model, &before));
+        lab_optim_destroy(&j->o);
+        CALL(j->w, fsdp_model_memory(j->m.model, &after));
         CHECK_EQ_INT(device - j->s.live_bytes[FSDP_MEMORY_DEVICE], held);
         CHECK_EQ_INT(before.host_bytes - after.host_bytes, nbytes - held);
         finish(j);
@@ -500,12 +415,13 @@ TEST(optim_device, unsupported) {
         job *j = start(&c);
         int64_t live = j->s.live_blocks;
         j->s.device.update = NULL;
-        fsdp_status status = c.kind == 4 ? fsdp_grad_scaler_create(j->model, NULL, &j->scaler)
-                                         : make_optimizer(j);
+        fsdp_status status = c.kind == 4
+                                 ? fsdp_grad_scaler_create(j->m.model, NULL, &j->scaler)
+                                 : lab_make_optim(&j->o, &lab_optim_kinds[j->c.kind], &j->m);
         CHECK_STATUS(status, FSDP_ERR_UNSUPPORTED);
         CHECK(strstr(fsdp_last_error(j->w), "device sim") &&
               strstr(fsdp_last_error(j->w), "set cpu_offload"));
-        CHECK(!j->adamw && !j->sgd && !j->scaler && j->s.live_blocks == live);
+        CHECK(!j->o.adamw && !j->o.sgd && !j->scaler && j->s.live_blocks == live);
         finish(j);
     }
 }
@@ -516,28 +432,28 @@ TEST(optim_device, out_of_memory) {
     fsdp_memory before, after;
     host.device = HOST;
     job *a = start(&c), *b = start(&host);
-    CALL(a->w, fsdp_model_memory(a->model, &before));
+    CALL(a->w, fsdp_model_memory(a->m.model, &before));
     int64_t live = a->s.live_blocks;
     a->s.device.alloc = no_memory;
-    CHECK_STATUS(make_optimizer(a), FSDP_ERR_OUT_OF_MEMORY);
+    CHECK_STATUS(lab_make_optim(&a->o, &lab_optim_kinds[a->c.kind], &a->m), FSDP_ERR_OUT_OF_MEMORY);
     CHECK(strstr(fsdp_last_error(a->w), "adamw_create: no memory for a state of "));
-    CHECK_STATUS(fsdp_grad_scaler_create(a->model, NULL, &a->scaler), FSDP_ERR_OUT_OF_MEMORY);
-    CHECK(!a->adamw && !a->scaler && a->s.live_blocks == live);
-    CALL(a->w, fsdp_model_memory(a->model, &after));
+    CHECK_STATUS(fsdp_grad_scaler_create(a->m.model, NULL, &a->scaler), FSDP_ERR_OUT_OF_MEMORY);
+    CHECK(!a->o.adamw && !a->scaler && a->s.live_blocks == live);
+    CALL(a->w, fsdp_model_memory(a->m.model, &after));
     CHECK_EQ_INT(after.host_bytes, before.host_bytes);
     a->s.device.alloc = sim_device_alloc;
-    CALL(a->w, make_optimizer(a));
-    CALL(b->w, make_optimizer(b));
+    CALL(a->w, lab_make_optim(&a->o, &lab_optim_kinds[a->c.kind], &a->m));
+    CALL(b->w, lab_make_optim(&b->o, &lab_optim_kinds[b->c.kind], &b->m));
     for (int step = 2; step < 4; step++) { /* parameter 2 is thawed before the first */
         toggle(a, step), toggle(b, step);
         forward(a), forward(b);
         backward(a, step, 1), backward(b, step, 1);
         a->s.device.alloc = no_memory;
-        CHECK_STATUS(update(a, 0.1), FSDP_ERR_OUT_OF_MEMORY);
+        CHECK_STATUS(lab_optim_step(&a->o, 0.1), FSDP_ERR_OUT_OF_MEMORY);
         CHECK(strstr(fsdp_last_error(a->w), "adamw_step: no memory for a state of "));
         a->s.device.alloc = sim_device_alloc;
-        CALL(a->w, update(a, 0.1));
-        CALL(b->w, update(b, 0.1));
+        CALL(a->w, lab_optim_step(&a->o, 0.1));
+        CALL(b->w, lab_optim_step(&b->o, 0.1));
         compare(a, b);
     }
     finish(a);
@@ -550,15 +466,15 @@ TEST(optim_device, device_fails) {
     config c = {1, 0, 0, OPAQUE, FSDP_DTYPE_KEEP, FSDP_DTYPE_KEEP, 0};
     for (int where = 0; where < 3; where++) {
         job *j = start(&c);
-        CALL(j->w, make_optimizer(j));
-        CALL(j->w, fsdp_grad_scaler_create(j->model, NULL, &j->scaler));
+        CALL(j->w, lab_make_optim(&j->o, &lab_optim_kinds[j->c.kind], &j->m));
+        CALL(j->w, fsdp_grad_scaler_create(j->m.model, NULL, &j->scaler));
         if (where == 2) toggle(j, 2);
         forward(j);
         backward(j, 0, 1);
         if (where == 2) j->s.device.copy = bad_copy;
         else j->s.device.update = bad_update;
         j->s.device.error_text = bad_text;
-        CHECK_STATUS(where == 1 ? fsdp_grad_scaler_unscale(j->scaler) : update(j, 0.1),
+        CHECK_STATUS(where == 1 ? fsdp_grad_scaler_unscale(j->scaler) : lab_optim_step(&j->o, 0.1),
                      FSDP_ERR_BACKEND);
         W_CHECK(strstr(fsdp_last_error(j->w), "rank 0: ") &&
                     strstr(fsdp_last_error(j->w), " device sim") &&
@@ -566,7 +482,7 @@ TEST(optim_device, device_fails) {
                 "%s", fsdp_last_error(j->w));
         if (where < 2) CHECK(strstr(fsdp_last_error(j->w), ": update (optimizer) of '"));
         CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), -1);
-        CHECK_STATUS(update(j, 0.1), FSDP_ERR_BACKEND);
+        CHECK_STATUS(lab_optim_step(&j->o, 0.1), FSDP_ERR_BACKEND);
         finish(j);
     }
 }

@@ -8,29 +8,8 @@
 
 enum { UNITS = 3, PARAMS = 4, MOST = 1400 };
 
-static double from_bits(uint64_t u) {
-    double x;
-    memcpy(&x, &u, sizeof x);
-    return x;
-}
-static uint64_t bits_of(double x) {
-    uint64_t u;
-    memcpy(&u, &x, sizeof u);
-    return u;
-}
-static double get(const void *a, fsdp_dtype dtype, int64_t i) {
-    double x;
-    CHECK_OK(fsdp_convert(&x, FSDP_F64, (const char *)a + i * (int64_t)fsdp_dtype_size(dtype),
-                          dtype, 1));
-    return x;
-}
-static void put(void *a, fsdp_dtype dtype, int64_t i, double x) {
-    CHECK_OK(fsdp_convert((char *)a + i * (int64_t)fsdp_dtype_size(dtype), dtype, &x, FSDP_F64, 1));
-}
-#define INF     from_bits(0x7FF0000000000000u)
-#define NEG_INF from_bits(0xFFF0000000000000u)
-#define NAN_1   from_bits(0x7FF8000000000000u)
-#define NAN_2   from_bits(0xFFF8000000000001u)
+#define NEG_INF lab_from_bits(0xFFF0000000000000u)
+#define NAN_2   lab_from_bits(0xFFF8000000000001u)
 
 /* ---- ranks ----------------------------------------------------------------------------------- */
 
@@ -40,8 +19,6 @@ typedef struct job job;
 typedef struct {
     int mesh, lanes, variant;
     fsdp_dtype dtype; /* of parameters and gradients */
-    fsdp_threads threads;
-    w_heap heap[6];
     void (*body)(job *j);
 } start;
 
@@ -66,18 +43,10 @@ static fsdp_status count_run(fsdp_comm *comm, const fsdp_coll *c) {
 }
 
 static void make_mesh(job *j) {
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_mesh *whole = NULL, *part = NULL;
-    int32_t dim = 0;
+    const int hsdp = j->s->mesh == MESH_HSDP;
     if (j->s->mesh == MESH_1D) return;
-    d.ndim = 2, d.shape[0] = 2, d.shape[1] = j->world / 2;
-    d.names[0] = j->s->mesh == MESH_HSDP ? "replicate" : "dp";
-    d.names[1] = j->s->mesh == MESH_HSDP ? "shard" : "tp";
-    CALL(j->w, fsdp_mesh_create(j->w, &d, &whole));
-    j->mesh = whole;
-    if (j->s->mesh == MESH_HSDP) return;
-    CALL(j->w, fsdp_mesh_slice(whole, &dim, 1, &part));
-    j->mesh = part;
+    j->mesh = lab_mesh2(j->w, 2, j->world / 2, hsdp ? "replicate" : "dp", hsdp ? "shard" : "tp");
+    if (!hsdp) j->mesh = lab_slice(j->w, j->mesh, 0);
 }
 
 /* Three units: with empty shards, a parameter without elements, and more than one block. */
@@ -101,64 +70,48 @@ static void make_model(job *j) {
     }
 }
 
-static int64_t full_numel(const fsdp_param_view *v) {
-    int64_t numel = 1;
-    for (int i = 0; i < v->ndim; i++) numel *= v->shape[i];
-    return numel;
-}
-
 /* Gradients that are exact in every dtype, wherever a rank uses the parameter. */
 static double grad_at(int ordinal, int64_t k) { return (double)((ordinal * 7 + k * 3) % 61 - 30); }
 static int used(int ordinal) { return ordinal % 4 != 2 || ordinal == 10; }
 
 static void backward(job *j, double factor) {
-    for (int u = 0; u < UNITS; u++) {
-        CALL(j->w, fsdp_pre_forward(j->unit[u]));
-        CALL(j->w, fsdp_post_forward(j->unit[u]));
-    }
+    for (int u = 0; u < UNITS; u++) lab_forward(j->w, j->unit[u]);
     for (int u = UNITS - 1; u >= 0; u--) {
         CALL(j->w, fsdp_pre_backward(j->unit[u]));
         for (int i = 0; i < PARAMS; i++) {
-            fsdp_param_view v;
-            CALL(j->w, fsdp_param_view_get(j->unit[u], i, &v));
+            fsdp_param_view v = lab_view(j->w, j->unit[u], i);
             if (!v.requires_grad || !used(v.ordinal)) continue;
             void *g = fsdp_grad(j->unit[u], i);
             CHECK(g != NULL);
-            for (int64_t k = 0; k < full_numel(&v); k++)
-                put(g, j->s->dtype, k, factor * grad_at(v.ordinal, k));
+            for (int64_t k = 0; k < lab_full_numel(&v); k++)
+                lab_put(g, j->s->dtype, k, factor * grad_at(v.ordinal, k));
         }
         CALL(j->w, fsdp_post_backward(j->unit[u]));
     }
     CALL(j->w, fsdp_finalize_backward(j->model));
 }
 
-static void on_rank(int rank, int world, void *arg) {
-    start *s = (start *)arg;
+static void on_rank(lab_rank *r) {
+    start *s = (start *)r->arg;
     job j;
     memset(&j, 0, sizeof j);
-    fsdp_world_desc d = w_desc(rank, world, &s->threads, "scaler", s->lanes);
-    snprintf(w_case, sizeof w_case, "world %d, mesh %d, %s, lanes %d, variant %d", world, s->mesh,
+    snprintf(w_case, sizeof w_case, "world %d, mesh %d, %s, lanes %d, variant %d", r->size, s->mesh,
              fsdp_dtype_name(s->dtype), s->lanes, s->variant);
-    j.s = s, j.rank = rank, j.world = world, j.variant = s->variant, j.heap = &s->heap[rank];
-    w_heap_use(j.heap, &d);
-    d.comm_ops = &counting;
-    CALL(NULL, fsdp_init(&d, &j.w));
+    j.s = s, j.rank = r->rank, j.world = r->size, j.variant = s->variant, j.heap = r->heap;
+    j.w = r->w;
     make_mesh(&j);
     s->body(&j);
-    (void)fsdp_shutdown(j.w);
+    lab_end(r);
 }
 
 static void launch(int world, int mesh, fsdp_dtype dtype, int lanes, int variant,
                    void (*body)(job *j)) {
-    start *s = (start *)calloc(1, sizeof *s);
-    CHECK(s != NULL);
-    s->mesh = mesh, s->dtype = dtype, s->lanes = lanes, s->variant = variant, s->body = body;
-    s->threads.size = world;
+    start s = {mesh, lanes, variant, dtype, body};
+    lab_how how = FSDP_ZERO;
+    how.job = "scaler", how.lanes = lanes, how.comm_ops = &counting;
     counting = *fsdp_shm_comm_ops();
     counting.run = count_run;
-    h_ranks_thread(world, on_rank, s);
-    for (int r = 0; r < world; r++) CHECK_EQ_INT(s->heap[r].live, 0); /* gone with their worlds */
-    free(s);
+    lab_run(world, &how, on_rank, &s);
 }
 
 /* ---- found-inf ------------------------------------------------------------------------------- */
@@ -176,9 +129,9 @@ static void take(job *j, snapshot *to) {
         CALL(j->w, fsdp_adamw_state(j->opt, v.ordinal, &o));
         to->step[v.ordinal] = o.step ? *o.step : -1;
         for (int64_t k = 0; k < v.numel; k++) {
-            to->shard[v.ordinal][k] = get(v.shard, v.dtype, k);
-            if (v.shard_grad) to->grad[v.ordinal][k] = get(v.shard_grad, v.grad_dtype, k);
-            if (o.first) to->m[v.ordinal][k] = get(o.first, o.dtype, k);
+            to->shard[v.ordinal][k] = lab_get(v.shard, v.dtype, k);
+            if (v.shard_grad) to->grad[v.ordinal][k] = lab_get(v.shard_grad, v.grad_dtype, k);
+            if (o.first) to->m[v.ordinal][k] = lab_get(o.first, o.dtype, k);
         }
     }
 }
@@ -189,11 +142,9 @@ static double unscaled(fsdp_dtype dtype, double x, double scale) {
     volatile float product = narrow * inverse;
     char stored[8];
     if (dtype == FSDP_F64) return x * (double)inverse;
-    put(stored, dtype, 0, (double)product);
-    return get(stored, dtype, 0);
+    lab_put(stored, dtype, 0, (double)product);
+    return lab_get(stored, dtype, 0);
 }
-
-static int is_nan(double x) { return (bits_of(x) & 0x7FFFFFFFFFFFFFFFu) > 0x7FF0000000000000u; }
 
 /* Every gradient is what it was, divided; and only gradients have changed. */
 static void check_unscaled(job *j, const snapshot *was, snapshot *now, double scale) {
@@ -203,7 +154,8 @@ static void check_unscaled(job *j, const snapshot *was, snapshot *now, double sc
     for (int p = 0; p < UNITS * PARAMS; p++)
         for (int64_t k = 0; k < MOST; k++) {
             double want = unscaled(j->s->dtype, was->grad[p][k], scale), got = now->grad[p][k];
-            W_CHECK((is_nan(want) && is_nan(got)) || bits_of(want) == bits_of(got),
+            W_CHECK((h_non_finite(want) == 2 && h_non_finite(got) == 2) ||
+                        lab_bits(want) == lab_bits(got),
                     "parameter %d element %lld: %g, expected %g", p, (long long)k, got, want);
         }
 }
@@ -227,18 +179,18 @@ static void scaled_step(job *j, snapshot *was, snapshot *now, int bad, double wh
     fsdp_param_view v = FSDP_ZERO;
     int found, moved = 0, place = target(j, &v);
     W_CHECK(place, "no gradient");
-    if (j->rank == bad) put(v.shard_grad, v.grad_dtype, v.numel / 2, what);
+    if (j->rank == bad) lab_put(v.shard_grad, v.grad_dtype, v.numel / 2, what);
     take(j, was);
     CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), -1);
-    int64_t before = __atomic_load_n(&j->heap->total, __ATOMIC_SEQ_CST);
+    int64_t before = w_allocations(j->heap);
     CALL(j->w, fsdp_grad_scaler_unscale(j->scaler));
     found = fsdp_grad_scaler_found_inf(j->scaler);
     W_CHECK(found == (bad >= 0), "found_inf is %d, bad rank %d", found, bad);
     check_unscaled(j, was, now, scale);
     if (!found) CALL(j->w, fsdp_adamw_step(j->opt, 0.01));
     CALL(j->w, fsdp_grad_scaler_update(j->scaler));
-    CHECK_EQ_INT(__atomic_load_n(&j->heap->total, __ATOMIC_SEQ_CST), before);
-    CHECK(bits_of(fsdp_grad_scaler_scale(j->scaler)) == bits_of(found ? scale * 0.5 : scale));
+    CHECK_EQ_INT(w_allocations(j->heap), before);
+    CHECK(lab_bits(fsdp_grad_scaler_scale(j->scaler)) == lab_bits(found ? scale * 0.5 : scale));
     take(j, now);
     for (int p = 0; p < UNITS * PARAMS; p++) {
         int steps = p == 3 ? 0 : !found && used(p); /* 3 is frozen */
@@ -252,12 +204,12 @@ static void scaled_step(job *j, snapshot *was, snapshot *now, int bad, double wh
 
 static void gradient_scaler(job *j) {
     snapshot *was = (snapshot *)malloc(sizeof *was), *now = (snapshot *)malloc(sizeof *now);
-    const double bad[] = {INF, NEG_INF, NAN_1, NAN_2};
+    const double bad[] = {LAB_INF, NEG_INF, LAB_NAN, NAN_2};
     CHECK(was && now);
     make_model(j);
     CALL(j->w, fsdp_adamw_create(j->model, NULL, &j->opt));
     CALL(j->w, fsdp_grad_scaler_create(j->model, NULL, &j->scaler));
-    CHECK(bits_of(fsdp_grad_scaler_scale(j->scaler)) == bits_of(65536));
+    CHECK(lab_bits(fsdp_grad_scaler_scale(j->scaler)) == lab_bits(65536));
     for (int n = 0; n < 2 * j->world + 2; n++) {
         backward(j, 64);
         scaled_step(j, was, now, n < 2 ? -1 : (n - 2) / 2, bad[n % 4]);
@@ -296,7 +248,7 @@ static void every_place(job *j) {
     static const double smallest[FSDP_DTYPE_COUNT] = {0, 1.401298464324817e-45,
                                                       4.9406564584124654e-324,
                                                       5.9604644775390625e-8, 9.183549615799121e-41};
-    const double bad[] = {INF, NEG_INF, NAN_1, NAN_2};
+    const double bad[] = {LAB_INF, NEG_INF, LAB_NAN, NAN_2};
     fsdp_grad_scaler_state one = {1, 2, 0.5, 2000, 0};
     int64_t places = 0;
     make_model(j);
@@ -306,8 +258,8 @@ static void every_place(job *j) {
         fsdp_param_view v = FSDP_ZERO;
         while (fsdp_next_param(j->model, &v))
             for (int64_t k = 0; v.shard_grad && k < v.numel; k++)
-                put(v.shard_grad, v.grad_dtype, k,
-                    (k % 2 ? -1 : 1) * (n ? largest : smallest)[j->s->dtype]);
+                lab_put(v.shard_grad, v.grad_dtype, k,
+                        (k % 2 ? -1 : 1) * (n ? largest : smallest)[j->s->dtype]);
         CALL(j->w, fsdp_grad_scaler_set_state(j->scaler, &one));
         CALL(j->w, fsdp_grad_scaler_unscale(j->scaler));
         CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), 0);
@@ -320,13 +272,13 @@ static void every_place(job *j) {
             int64_t counts[2] = {j->rank == rank ? v.numel : 0, 0};
             CALL(j->w, fsdp_all_reduce(j->w, NULL, counts, 1, FSDP_I64, FSDP_SUM));
             for (int64_t k = 0; k < counts[0]; k++, places++) {
-                double was = j->rank == rank ? get(v.shard_grad, v.grad_dtype, k) : 0;
-                if (j->rank == rank) put(v.shard_grad, v.grad_dtype, k, bad[places % 4]);
+                double was = j->rank == rank ? lab_get(v.shard_grad, v.grad_dtype, k) : 0;
+                if (j->rank == rank) lab_put(v.shard_grad, v.grad_dtype, k, bad[places % 4]);
                 CALL(j->w, fsdp_grad_scaler_set_state(j->scaler, &one));
                 CALL(j->w, fsdp_grad_scaler_unscale(j->scaler));
                 W_CHECK(fsdp_grad_scaler_found_inf(j->scaler) == 1, "rank %d parameter %d at %lld",
                         rank, p, (long long)k);
-                if (j->rank == rank) put(v.shard_grad, v.grad_dtype, k, was);
+                if (j->rank == rank) lab_put(v.shard_grad, v.grad_dtype, k, was);
             }
         }
     }
@@ -357,13 +309,13 @@ static void rounding(job *j) {
         state.scale = scales[n];
         while (fsdp_next_param(j->model, &v))
             for (int64_t k = 0; v.shard_grad && k < v.numel; k++)
-                put(v.shard_grad, v.grad_dtype, k,
-                    ((double)(h_rand64(&rng) >> 40) / 16777216 - 0.5) *
-                        (double)(1 << h_rand64(&rng) % 16));
+                lab_put(v.shard_grad, v.grad_dtype, k,
+                        ((double)(h_rand64(&rng) >> 40) / 16777216 - 0.5) *
+                            (double)(1 << h_rand64(&rng) % 16));
         take(j, was);
         CALL(j->w, fsdp_grad_scaler_set_state(j->scaler, &state));
         double scale = fsdp_grad_scaler_scale(j->scaler);
-        CHECK(bits_of(scale) == bits_of((double)(float)scales[n]));
+        CHECK(lab_bits(scale) == lab_bits((double)(float)scales[n]));
         CALL(j->w, fsdp_grad_scaler_unscale(j->scaler));
         CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), 0); /* looks before it divides */
         check_unscaled(j, was, now, scale);
@@ -384,15 +336,14 @@ static void tiny_model(job *j) {
     CALL(j->w, fsdp_fully_shard(j->model, &ud, &j->unit[0]));
 }
 static void tiny_backward(job *j, double gradient) {
-    CALL(j->w, fsdp_pre_forward(j->unit[0]));
-    CALL(j->w, fsdp_post_forward(j->unit[0]));
+    lab_forward(j->w, j->unit[0]);
     CALL(j->w, fsdp_pre_backward(j->unit[0]));
-    put(fsdp_grad(j->unit[0], 0), FSDP_F32, 0, gradient);
+    lab_put(fsdp_grad(j->unit[0], 0), FSDP_F32, 0, gradient);
     CALL(j->w, fsdp_post_backward(j->unit[0]));
     CALL(j->w, fsdp_finalize_backward(j->model));
 }
 static void tiny_step(job *j, int found) {
-    tiny_backward(j, found && j->rank == j->world - 1 ? INF : 1);
+    tiny_backward(j, found && j->rank == j->world - 1 ? LAB_INF : 1);
     CALL(j->w, fsdp_grad_scaler_unscale(j->scaler));
     CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), found);
     CALL(j->w, fsdp_grad_scaler_update(j->scaler));
@@ -415,7 +366,8 @@ static void sequence(job *j) {
         fsdp_grad_scaler_state s;
         tiny_step(j, steps[n].found);
         CALL(j->w, fsdp_grad_scaler_get_state(j->scaler, &s));
-        W_CHECK(s.growth_tracker == steps[n].tracker && bits_of(s.scale) == bits_of(steps[n].scale),
+        W_CHECK(s.growth_tracker == steps[n].tracker &&
+                    lab_bits(s.scale) == lab_bits(steps[n].scale),
                 "step %d: scale %g, tracker %d", (int)n, s.scale, s.growth_tracker);
         /* Taken up by another one, it goes on there. */
         if (n % 4 != 3) continue;
@@ -472,7 +424,7 @@ static void ends(job *j) {
         CALL(j->w, fsdp_grad_scaler_set_state(j->scaler, &s));
         tiny_step(j, rows[n].found);
         CALL(j->w, fsdp_grad_scaler_get_state(j->scaler, &after));
-        W_CHECK(bits_of(after.scale) == bits_of((double)(float)rows[n].want), "row %d: %.17g",
+        W_CHECK(lab_bits(after.scale) == lab_bits((double)(float)rows[n].want), "row %d: %.17g",
                 (int)n, after.scale);
         CHECK_EQ_INT(after.growth_tracker, 0);
     }
@@ -481,39 +433,39 @@ TEST(scaler, ends_of_the_range) { launch(1, MESH_1D, FSDP_F32, 0, 0, ends); }
 
 /* ---- refused --------------------------------------------------------------------------------- */
 
-#define REFUSED(call, status_, text)                                                               \
-    do {                                                                                           \
-        CHECK_STATUS(call, status_);                                                               \
-        W_CHECK(strstr(fsdp_last_error(j->w), text), "'%s' has no '%s'", fsdp_last_error(j->w),    \
-                text);                                                                             \
-    } while (0)
-
 static void wrong_order(job *j) {
     tiny_model(j);
     CALL(j->w, fsdp_grad_scaler_create(j->model, NULL, &j->scaler));
-    REFUSED(fsdp_grad_scaler_update(j->scaler), FSDP_ERR_INVALID_STATE, "call fsdp_grad_scaler_un");
-    REFUSED(fsdp_grad_scaler_unscale(j->scaler), FSDP_ERR_INVALID_STATE, "no parameter has a grad");
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_grad_scaler_update(j->scaler),
+               "call fsdp_grad_scaler_un");
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_grad_scaler_unscale(j->scaler),
+               "no parameter has a grad");
     CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), -1);
     CALL(j->w, fsdp_pre_forward(j->unit[0]));
-    REFUSED(fsdp_grad_scaler_unscale(j->scaler), FSDP_ERR_INVALID_STATE, "'unit0' is not idle");
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_grad_scaler_unscale(j->scaler),
+               "'unit0' is not idle");
     CALL(j->w, fsdp_post_forward(j->unit[0]));
     CALL(j->w, fsdp_pre_backward(j->unit[0]));
-    REFUSED(fsdp_grad_scaler_unscale(j->scaler), FSDP_ERR_INVALID_STATE, "fsdp_finalize_backward");
-    put(fsdp_grad(j->unit[0], 0), FSDP_F32, 0, 3);
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_grad_scaler_unscale(j->scaler),
+               "fsdp_finalize_backward");
+    lab_put(fsdp_grad(j->unit[0], 0), FSDP_F32, 0, 3);
     CALL(j->w, fsdp_post_backward(j->unit[0]));
-    REFUSED(fsdp_grad_scaler_unscale(j->scaler), FSDP_ERR_INVALID_STATE, "fsdp_finalize_backward");
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_grad_scaler_unscale(j->scaler),
+               "fsdp_finalize_backward");
     CALL(j->w, fsdp_finalize_backward(j->model));
     CALL(j->w, fsdp_grad_scaler_unscale(j->scaler));
-    REFUSED(fsdp_grad_scaler_unscale(j->scaler), FSDP_ERR_INVALID_STATE, "already called");
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_grad_scaler_unscale(j->scaler), "already called");
     CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), 0);
-    fsdp_param_view v;
-    CALL(j->w, fsdp_param_view_get(j->unit[0], 0, &v));
-    if (v.numel) CHECK(bits_of(get(v.shard_grad, FSDP_F32, 0)) == bits_of(3.0 / 65536)); /* once */
+    fsdp_param_view v = lab_view(j->w, j->unit[0], 0);
+    if (v.numel)
+        CHECK(lab_bits(lab_get(v.shard_grad, FSDP_F32, 0)) == lab_bits(3.0 / 65536)); /* once */
     CALL(j->w, fsdp_grad_scaler_update(j->scaler));
     CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), -1);
-    REFUSED(fsdp_grad_scaler_update(j->scaler), FSDP_ERR_INVALID_STATE, "call fsdp_grad_scaler_un");
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_grad_scaler_update(j->scaler),
+               "call fsdp_grad_scaler_un");
     CALL(j->w, fsdp_zero_grad(j->model));
-    REFUSED(fsdp_grad_scaler_unscale(j->scaler), FSDP_ERR_INVALID_STATE, "before fsdp_zero_grad");
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_grad_scaler_unscale(j->scaler),
+               "before fsdp_zero_grad");
     /* A step that was given up: the state is taken back, and the next step is as usual. */
     fsdp_grad_scaler_state s;
     tiny_backward(j, 1);
@@ -546,15 +498,15 @@ static void refuse_settings(job *j) {
     } rows[] = {{-1, 2, 0.5, 9, 0, "scale is -1"},
                 {1e39, 2, 0.5, 9, 0, "scale is 1e+39"},
                 {1e-39, 2, 0.5, 9, 0, "scale is 1e-39"},
-                {INF, 2, 0.5, 9, 0, "scale is inf"},
-                {NAN_1, 2, 0.5, 9, 0, "scale is "},
+                {LAB_INF, 2, 0.5, 9, 0, "scale is inf"},
+                {LAB_NAN, 2, 0.5, 9, 0, "scale is "},
                 {1, 1, 0.5, 9, 0, "growth_factor is 1, expected a finite number > 1"},
                 {1, 0.5, 0.5, 9, 0, "growth_factor is 0.5"},
-                {1, INF, 0.5, 9, 0, "growth_factor is inf"},
+                {1, LAB_INF, 0.5, 9, 0, "growth_factor is inf"},
                 {1, NAN_2, 0.5, 9, 0, "growth_factor is "},
                 {1, 2, 1, 9, 0, "backoff_factor is 1, expected > 0 and < 1"},
                 {1, 2, -0.5, 9, 0, "backoff_factor is -0.5"},
-                {1, 2, NAN_1, 9, 0, "backoff_factor is "},
+                {1, 2, LAB_NAN, 9, 0, "backoff_factor is "},
                 {1, 2, 0.5, -1, 0, "growth_interval is -1"},
                 {1, 2, 0.5, 9, 9, "growth_tracker is 9"},
                 {1, 2, 0.5, 9, -1, "growth_tracker is -1"},
@@ -574,14 +526,17 @@ static void refuse_settings(job *j) {
         s.scale = rows[n].scale, s.growth_factor = rows[n].growth;
         s.backoff_factor = rows[n].backoff, s.growth_interval = rows[n].interval;
         s.growth_tracker = rows[n].tracker;
-        REFUSED(fsdp_grad_scaler_set_state(j->scaler, &s), FSDP_ERR_INVALID_ARG, rows[n].text);
+        REFUSED_AS(FSDP_ERR_INVALID_ARG, j->w, fsdp_grad_scaler_set_state(j->scaler, &s),
+                   rows[n].text);
         if (n >= 13) continue;
-        REFUSED(fsdp_grad_scaler_create(j->model, &d, &other), FSDP_ERR_INVALID_ARG, rows[n].text);
+        REFUSED_AS(FSDP_ERR_INVALID_ARG, j->w, fsdp_grad_scaler_create(j->model, &d, &other),
+                   rows[n].text);
         CHECK(other == NULL);
     }
     CALL(j->w, fsdp_grad_scaler_get_state(j->scaler, &after)); /* nothing of it was taken */
-    CHECK(bits_of(after.scale) == bits_of(65536) && bits_of(after.growth_factor) == bits_of(2) &&
-          bits_of(after.backoff_factor) == bits_of(0.5) && after.growth_interval == 2000 &&
+    CHECK(lab_bits(after.scale) == lab_bits(65536) &&
+          lab_bits(after.growth_factor) == lab_bits(2) &&
+          lab_bits(after.backoff_factor) == lab_bits(0.5) && after.growth_interval == 2000 &&
           after.growth_tracker == 0);
     fsdp_grad_scaler_desc d = FSDP_ZERO;
     d.end_canary = 1;
@@ -595,12 +550,12 @@ static void refuse_settings(job *j) {
     CHECK_STATUS(fsdp_grad_scaler_set_state(NULL, &after), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_grad_scaler_set_state(j->scaler, NULL), FSDP_ERR_INVALID_ARG);
     CHECK_EQ_INT(fsdp_grad_scaler_found_inf(NULL), -1);
-    CHECK(bits_of(fsdp_grad_scaler_scale(NULL)) == bits_of(1));
+    CHECK(lab_bits(fsdp_grad_scaler_scale(NULL)) == lab_bits(1));
     fsdp_grad_scaler_destroy(NULL);
     for (int n = 0; n < 2; n++) { /* the object, and the model's note of it */
-        __atomic_store_n(&j->heap->fail_at, j->heap->total + n, __ATOMIC_SEQ_CST);
+        w_fail(j->heap, n);
         CHECK_STATUS(fsdp_grad_scaler_create(j->model, NULL, &other), FSDP_ERR_OUT_OF_MEMORY);
-        __atomic_store_n(&j->heap->fail_at, (int64_t)-1, __ATOMIC_SEQ_CST);
+        w_fail(j->heap, -1);
         CHECK(other == NULL);
     }
     CHECK_EQ_INT(j->heap->live, live);
@@ -643,13 +598,12 @@ static void train(job *j) {
     for (int step = 0; step < TRAIN; step++) {
         double scale = fsdp_grad_scaler_scale(j->scaler), same[2] = {scale, -scale};
         CALL(j->w, fsdp_all_reduce(j->w, NULL, same, 2, FSDP_F64, FSDP_MAX));
-        CHECK(bits_of(same[0]) == bits_of(scale) && bits_of(same[1]) == bits_of(-scale));
-        CALL(j->w, fsdp_pre_forward(j->unit[0]));
-        CALL(j->w, fsdp_post_forward(j->unit[0]));
+        CHECK(lab_bits(same[0]) == lab_bits(scale) && lab_bits(same[1]) == lab_bits(-scale));
+        lab_forward(j->w, j->unit[0]);
         CALL(j->w, fsdp_pre_backward(j->unit[0]));
         for (int64_t k = 0; k < SIZE; k++) {
-            double p = get(fsdp_data(j->unit[0], 0), FSDP_F16, k);
-            put(fsdp_grad(j->unit[0], 0), FSDP_F16, k, scale * 1e-6 * (p - aim(k)));
+            double p = lab_get(fsdp_data(j->unit[0], 0), FSDP_F16, k);
+            lab_put(fsdp_grad(j->unit[0], 0), FSDP_F16, k, scale * 1e-6 * (p - aim(k)));
         }
         CALL(j->w, fsdp_post_backward(j->unit[0]));
         CALL(j->w, fsdp_finalize_backward(j->model));
@@ -665,7 +619,7 @@ static void train(job *j) {
     }
     CALL(j->w, fsdp_param_view_get(j->unit[0], 0, &v));
     for (int64_t k = 0; k < v.numel; k++) {
-        double off = fabs(get(v.shard, FSDP_F32, k) - aim(fsdp_view_index(&v, k)));
+        double off = fabs(lab_get(v.shard, FSDP_F32, k) - aim(fsdp_view_index(&v, k)));
         if (off > worst) worst = off;
     }
     W_CHECK(found >= 2 && grown >= 2 && done > 60, "%d found, %d grown, %d steps done", found,

@@ -185,14 +185,14 @@ static void snapshot(story *s, int at, const o_model *o, double **memory) {
 
 /* f64: the true values instead of those in the task's dtypes. */
 static story *tell(const task *t, int world, int f64) {
-    story *s = (story *)calloc(1, sizeof *s);
+    story *s = (story *)lab_zeros(1, sizeof *s);
     o_dtypes wide[O_UNITS];
     for (int u = 0; u < O_UNITS; u++) wide[u].stored = wide[u].param = wide[u].reduce = FSDP_F64;
     o_model *o = o_make(&t->net, world, f64 ? wide : t->dtypes, t->overwrite);
     double *memory = s ? (double *)malloc((size_t)(4 * MAX_STEPS * o_numel(&t->net) + 1) *
                                           sizeof *memory)
                        : NULL;
-    CHECK(s && o && memory);
+    CHECK(o && memory);
     s->memory = memory;
     s->ops = script(t, s->op);
     for (int n = 0, from = 0; n < s->ops; n++) {
@@ -250,14 +250,11 @@ typedef struct {
 static void fill(void *user, const fsdp_param_view *block) {
     run *x = (run *)user;
     int u = (int)(intptr_t)block->unit_user;
-    double value;
     CHECK(block->numel > 0);
-    for (int64_t k = 0; k < block->numel; k++) {
-        value = o_round(block->dtype,
-                        o_initial(&x->task->net, u, block->index, fsdp_view_index(block, k)));
-        CHECK_OK(fsdp_convert((char *)block->data + (size_t)k * fsdp_dtype_size(block->dtype),
-                              block->dtype, &value, FSDP_F64, 1));
-    }
+    for (int64_t k = 0; k < block->numel; k++)
+        lab_put(block->data, block->dtype, k,
+                lab_round(block->dtype,
+                          o_initial(&x->task->net, u, block->index, fsdp_view_index(block, k))));
     x->filled += block->numel;
 }
 
@@ -279,21 +276,16 @@ static void build(run *x, const task *t, const place *p) {
         const o_unit *spec = &t->net.units[u];
         fsdp_param_desc pd[O_PARAMS];
         fsdp_unit_desc ud = FSDP_ZERO;
-        memset(pd, 0, sizeof pd);
         for (int i = 0; i < spec->count; i++) {
-            pd[i].ndim = spec->params[i].ndim;
-            pd[i].shard_dim = spec->params[i].shard_dim - (i % 2 ? pd[i].ndim : 0);
-            pd[i].frozen = spec->params[i].frozen;
-            pd[i].dtype = t->dtypes[u].stored;
-            memcpy(pd[i].shape, spec->params[i].shape, sizeof spec->params[i].shape);
+            const o_param *q = &spec->params[i];
+            pd[i] = lab_desc(q->ndim, q->shape, q->shard_dim - (i % 2 ? q->ndim : 0),
+                             t->dtypes[u].stored, q->frozen);
         }
-        ud.params = pd;
-        ud.num_params = spec->count;
         ud.user = (void *)(intptr_t)u;
         ud.param_dtype = t->kind == &several ? t->dtypes[u].param : 0;
         ud.reduce_dtype = t->kind == &several ? t->dtypes[u].reduce : 0;
         if ((t->flags & T_AROUND) && u == 0) ud.reshard_after_forward = FSDP_RESHARD_NEVER;
-        CALL(x->world, fsdp_fully_shard(x->model, &ud, &x->unit[u]));
+        x->unit[u] = lab_unit(x->world, x->model, &ud, pd, spec->count);
     }
     CALL(x->world, fsdp_init_params(x->model, fill, x));
     if (t->flags & T_STAY) CALL(x->world, fsdp_set_reshard_after_backward(x->model, NULL, 0));
@@ -313,8 +305,7 @@ static void load_params(run *x, int u, double **out, double *at) {
     for (int i = 0; i < spec->count; i++) {
         const void *data = fsdp_data(x->unit[u], i);
         W_CHECK(data != NULL, "no data of unit %d: %s", u, fsdp_last_error(x->world));
-        CHECK_OK(
-            fsdp_convert(at, FSDP_F64, data, compute_dtype(x->task, u), spec->params[i].numel));
+        lab_load(at, data, compute_dtype(x->task, u), spec->params[i].numel);
         out[i] = at;
         at += spec->params[i].numel;
     }
@@ -326,10 +317,10 @@ static void store_grad(run *x, int u, int i, const double *dp, double *old) {
     void *grad = fsdp_grad(x->unit[u], i);
     int plus = !x->task->overwrite || x->written[u][i];
     W_CHECK(grad != NULL, "no gradient of unit %d", u);
-    if (plus) CHECK_OK(fsdp_convert(old, FSDP_F64, grad, dtype, numel));
+    if (plus) lab_load(old, grad, dtype, numel);
     for (int64_t e = 0; e < numel; e++)
-        old[e] = o_round(dtype, plus ? o_mid(dtype, 0, old[e] + dp[e]) : dp[e]);
-    CHECK_OK(fsdp_convert(grad, dtype, old, FSDP_F64, numel));
+        old[e] = lab_round(dtype, plus ? o_mid(dtype, 0, old[e] + dp[e]) : dp[e]);
+    lab_store(grad, dtype, old, numel);
     x->written[u][i] = 1;
 }
 
@@ -355,14 +346,10 @@ static void compute(run *x, int k, int m, int backward) {
         if (uses[i] && !spec->params[i].frozen) store_grad(x, u, i, dp[i], rest);
 }
 
-static int same_bits(double a, double b) { return !memcmp(&a, &b, sizeof a); }
-
 static int64_t count_nonzero(const void *data, fsdp_dtype dtype, int64_t numel) {
     int64_t n = 0;
     for (int64_t k = 0; k < numel; k++) {
-        double value = 1;
-        CHECK_OK(fsdp_convert(&value, FSDP_F64,
-                              (const char *)data + (size_t)k * fsdp_dtype_size(dtype), dtype, 1));
+        double value = lab_get(data, dtype, k);
         n += value < 0 || value > 0 || h_non_finite(value);
     }
     return n;
@@ -375,24 +362,20 @@ static void compare(run *x, int at) {
     int64_t frozen[FSDP_DTYPE_COUNT] = {0};
     while (fsdp_next_param(x->model, &v)) {
         int u = (int)(intptr_t)v.unit_user, i = v.index;
-        size_t size = fsdp_dtype_size(v.dtype);
         int has = x->story->has[at][u][i];
         W_CHECK((v.shard_grad != NULL) == has, "step %d: unit %d parameter %d has %s gradient",
                 x->step, u, i, has ? "no" : "a");
         for (int64_t k = 0; k < v.numel; k++) {
-            double value, grad = 0;
             int64_t e = fsdp_view_index(&v, k);
-            CHECK_OK(
-                fsdp_convert(&value, FSDP_F64, (char *)v.shard + (size_t)k * size, v.dtype, 1));
-            W_CHECK(same_bits(value, x->story->master[at][u][i][e]),
+            double value = lab_get(v.shard, v.dtype, k), grad;
+            W_CHECK(lab_same(value, x->story->master[at][u][i][e]),
                     "step %d: unit %d parameter %d element %lld is %.17g, expected %.17g", x->step,
                     u, i, (long long)e, value, x->story->master[at][u][i][e]);
             shards[v.dtype] += v.requires_grad && (value < 0 || value > 0);
             frozen[v.dtype] += !v.requires_grad && (value < 0 || value > 0);
             if (!has) continue;
-            CHECK_OK(
-                fsdp_convert(&grad, FSDP_F64, (char *)v.shard_grad + (size_t)k * size, v.dtype, 1));
-            W_CHECK(same_bits(grad, x->story->grad[at][u][i][e]),
+            grad = lab_get(v.shard_grad, v.dtype, k);
+            W_CHECK(lab_same(grad, x->story->grad[at][u][i][e]),
                     "step %d: unit %d gradient %d element %lld is %.17g, expected %.17g", x->step,
                     u, i, (long long)e, grad, x->story->grad[at][u][i][e]);
             grads[v.dtype] += grad < 0 || grad > 0;
@@ -426,11 +409,9 @@ static void compare_full(run *x, int at) {
             CALL(x->world, grad ? fsdp_param_full_grad(x->unit[u], 0, full)
                                 : fsdp_param_full(x->unit[u], 0, full));
             for (int64_t e = 0; e < p->numel; e++) {
-                double value, expected = x->story->master[at][u][0][e];
+                double value = lab_get(full, dtype, e), expected = x->story->master[at][u][0][e];
                 if (grad) expected = x->story->has[at][u][0] ? x->story->grad[at][u][0][e] : 0;
-                CHECK_OK(fsdp_convert(&value, FSDP_F64, full + (size_t)e * fsdp_dtype_size(dtype),
-                                      dtype, 1));
-                W_CHECK(same_bits(value, expected), "full: unit %d element %lld is %g, expected %g",
+                W_CHECK(lab_same(value, expected), "full: unit %d element %lld is %g, expected %g",
                         u, (long long)e, value, expected);
             }
             free(full);
@@ -442,21 +423,15 @@ static void compare_full(run *x, int at) {
 static void loss(run *x, int m) {
     double values[2] = {x->acts[m][x->task->net.length - 1].y[0], (double)(1 << x->rank)};
     CALL(x->world, fsdp_all_reduce(x->world, x->mesh, values, 2, FSDP_F64, FSDP_SUM));
-    W_CHECK(same_bits(values[1], (double)((1 << x->size) - 1)), "all_reduce gives %g", values[1]);
+    W_CHECK(lab_same(values[1], (double)((1 << x->size) - 1)), "all_reduce gives %g", values[1]);
 }
 
 static void update(run *x) {
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(x->model, &v))
         for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
-            double p, g;
-            size_t size = fsdp_dtype_size(v.dtype);
-            char *at = (char *)v.shard + (size_t)k * size;
-            CHECK_OK(fsdp_convert(&p, FSDP_F64, at, v.dtype, 1));
-            CHECK_OK(
-                fsdp_convert(&g, FSDP_F64, (char *)v.shard_grad + (size_t)k * size, v.dtype, 1));
-            p = o_updated(v.dtype, p, g);
-            CHECK_OK(fsdp_convert(at, v.dtype, &p, FSDP_F64, 1));
+            double p = lab_get(v.shard, v.dtype, k), g = lab_get(v.shard_grad, v.dtype, k);
+            lab_put(v.shard, v.dtype, k, o_updated(v.dtype, p, g));
         }
     CALL(x->world, fsdp_params_changed(x->model));
     x->step++;
@@ -501,8 +476,7 @@ static void play(run *x, o_op op) {
 /* One rank's part of one run, in a world that is there already. */
 static run *train_begin(fsdp_world *world, fsdp_mesh *mesh, const task *t, const story *s,
                         const place *p) {
-    run *x = (run *)calloc(1, sizeof *x);
-    CHECK(x != NULL);
+    run *x = (run *)lab_zeros(1, sizeof *x);
     x->task = t;
     x->story = s;
     x->world = world;
@@ -530,20 +504,18 @@ static void train(fsdp_world *world, fsdp_mesh *mesh, const task *t, const story
 
 /* ---- random nets and tasks ------------------------------------------------------------------- */
 
-static int pick(uint64_t *state, int below) { return (int)(h_rand64(state) % (uint64_t)below); }
-
 /* Sizes around the world's, zero, one and multiples of 16, which can be gathered in place. */
 static void random_param(uint64_t *state, int world, o_param *p) {
     const int sizes[] = {0,        1, 2, 3, 5, 7, 16, world - 1, world, world + 1, 2 * world - 1,
                          3 * world};
-    p->ndim = 1 + pick(state, O_DIMS);
-    p->shard_dim = pick(state, 3) ? 0 : pick(state, p->ndim);
-    p->frozen = pick(state, 5) == 0;
+    p->ndim = 1 + lab_pick(state, O_DIMS);
+    p->shard_dim = lab_pick(state, 3) ? 0 : lab_pick(state, p->ndim);
+    p->frozen = lab_pick(state, 5) == 0;
     p->numel = 1;
     for (int d = 0; d < p->ndim; d++) {
-        p->shape[d] = pick(state, 12) ? sizes[1 + pick(state, 11)] : 0;
-        if (d == 1 && pick(state, 2)) p->shape[d] = 16;
-        if (d == 2) p->shape[d] = 1 + pick(state, 3);
+        p->shape[d] = lab_pick(state, 12) ? sizes[1 + lab_pick(state, 11)] : 0;
+        if (d == 1 && lab_pick(state, 2)) p->shape[d] = 16;
+        if (d == 2) p->shape[d] = 1 + lab_pick(state, 3);
         p->numel *= p->shape[d];
     }
 }
@@ -551,11 +523,11 @@ static void random_param(uint64_t *state, int world, o_param *p) {
 static void random_net(uint64_t *state, int world, o_net *net) {
     memset(net, 0, sizeof *net);
     net->seed = h_rand64(state);
-    net->count = 1 + pick(state, 4);
-    net->usage = pick(state, 3);
+    net->count = 1 + lab_pick(state, 4);
+    net->usage = lab_pick(state, 3);
     for (int u = 0; u < net->count; u++) {
-        int frozen = pick(state, 8) == 0;
-        net->units[u].count = 1 + pick(state, O_PARAMS);
+        int frozen = lab_pick(state, 8) == 0;
+        net->units[u].count = 1 + lab_pick(state, O_PARAMS);
         for (int i = 0; i < net->units[u].count; i++) {
             random_param(state, world, &net->units[u].params[i]);
             if (frozen) net->units[u].params[i].frozen = 1;
@@ -573,14 +545,14 @@ static void random_task(uint64_t *state, int world, const numbers *kind, int var
     random_net(state, world, &t->net);
     t->kind = kind;
     for (int u = 0; u < O_UNITS; u++)
-        t->dtypes[u] = kind == &several ? kinds[pick(state, NUM_KINDS)].dtypes : kind->dtypes;
-    t->steps = 2 + pick(state, 2);
-    t->flags = flags[pick(state, 17)];
-    if (pick(state, 2)) t->flags |= (int)h_rand64(state) & (T_FLAGS - 1);
+        t->dtypes[u] = kind == &several ? kinds[lab_pick(state, NUM_KINDS)].dtypes : kind->dtypes;
+    t->steps = 2 + lab_pick(state, 2);
+    t->flags = flags[lab_pick(state, 17)];
+    if (lab_pick(state, 2)) t->flags |= (int)h_rand64(state) & (T_FLAGS - 1);
     t->micros = variant < 2 ? 1 : variant < 6 ? 2 : 3;
     t->overwrite = variant % 2;
     t->sync_all = variant / 2 % 2;
-    t->fill_bytes = pick(state, 2) ? 1 + pick(state, 200) : 5000;
+    t->fill_bytes = lab_pick(state, 2) ? 1 + lab_pick(state, 200) : 5000;
     if (t->flags & (T_AROUND | T_TWICE)) t->net.seq[t->net.length++] = 0;
     if ((t->flags & T_TWICE) && t->net.count > 1) t->net.seq[t->net.length++] = 1;
     if (!(t->flags & T_AROUND) && t->net.length > t->net.count) t->flags &= ~T_LEFT_OPEN;
@@ -591,43 +563,35 @@ enum { VARIANTS = 10 };
 
 enum { MAX_TASKS = 400 };
 typedef struct {
-    int world, tasks, places, threads;
+    int tasks, places;
     task *task;
     story **story;
-    fsdp_threads shared[6];
-    char job[6][120];
 } batch;
 
 /* None, all ranks, and all ranks from the last to the first. */
 static void make_meshes(fsdp_world *w, fsdp_mesh **out) {
     int32_t ranks[O_WORLD];
-    fsdp_mesh_desc d = FSDP_ZERO;
-    d.ndim = 1;
-    d.shape[0] = fsdp_world_size(w);
-    for (int i = 0; i < d.shape[0]; i++) ranks[i] = d.shape[0] - 1 - i;
-    d.ranks = ranks;
+    const int32_t size = fsdp_world_size(w);
+    for (int i = 0; i < size; i++) ranks[i] = size - 1 - i;
     out[MESH_NONE] = NULL;
     CALL(w, fsdp_mesh_1d(w, "whole", &out[MESH_WHOLE]));
-    CALL(w, fsdp_mesh_create(w, &d, &out[MESH_REVERSED]));
+    out[MESH_REVERSED] = lab_mesh(w, 1, &size, NULL, ranks);
 }
 
 /* Every layout, with every way to run ops; the rest changes from run to run. */
-static void run_batch(int rank, int world, void *arg) {
-    batch *b = (batch *)arg;
+static void run_batch(lab_rank *r) {
+    const batch *b = (const batch *)r->arg;
     fsdp_comm_ops plain = w_plain();
     fsdp_world *worlds[6];
     fsdp_mesh *meshes[6][MESHES];
     for (int i = 0; i < 6; i++) {
-        fsdp_world_desc d = w_desc(rank, world, b->threads ? &b->shared[i] : NULL, b->job[i],
-                                   i / 2);
-        if (i % 2) d.comm_ops = &plain;
-        CALL(NULL, fsdp_init(&d, &worlds[i]));
+        worlds[i] = lab_world(r, i, i / 2, i % 2 ? &plain : NULL);
         make_meshes(worlds[i], meshes[i]);
     }
     for (int n = 0; n < b->tasks; n++)
         for (int k = 0; k < b->places; k++) {
             place p;
-            uint64_t h = o_hash(b->task[n].net.seed, (uint64_t)k, 5, 0);
+            uint64_t h = lab_hash(b->task[n].net.seed, (uint64_t)k, 5, 0);
             p.layout = k % LAYOUTS;
             p.lanes = (k / LAYOUTS + (b->places < 9 ? n : 0)) % 3;
             p.never = h % 2;
@@ -636,9 +600,9 @@ static void run_batch(int rank, int world, void *arg) {
             snprintf(w_case, sizeof w_case,
                      "task %d: W=%d %s flags=%x micros=%d sync_all=%d overwrite=%d; %s lanes=%d "
                      "never=%d plain=%d mesh=%d",
-                     n, world, b->task[n].kind->name, (unsigned)b->task[n].flags, b->task[n].micros,
-                     b->task[n].sync_all, b->task[n].overwrite, layout_names[p.layout], p.lanes,
-                     p.never, p.plain, p.mesh);
+                     n, r->size, b->task[n].kind->name, (unsigned)b->task[n].flags,
+                     b->task[n].micros, b->task[n].sync_all, b->task[n].overwrite,
+                     layout_names[p.layout], p.lanes, p.never, p.plain, p.mesh);
             int i = 2 * p.lanes + p.plain;
             train(worlds[i], meshes[i][p.mesh], &b->task[n], b->story[n], &p);
         }
@@ -648,16 +612,14 @@ static void run_batch(int rank, int world, void *arg) {
 /* Makes the tasks of one kind, checks the oracle's numbers against f64, and runs the tasks. */
 static void parity(const numbers *kind, int world, int tasks, int places, int threads) {
     batch b;
+    lab_how how = FSDP_ZERO;
     uint64_t state = h_seed() * 1000003 + (uint64_t)(world * 64 + kind->name[0] + kind->name[1]);
     double worst = 0, worst_param = 0;
     memset(&b, 0, sizeof b);
-    b.world = world;
     b.tasks = tasks;
     b.places = places;
-    b.threads = threads;
-    b.task = (task *)calloc((size_t)tasks, sizeof *b.task);
-    b.story = (story **)calloc((size_t)tasks, sizeof *b.story);
-    CHECK(b.task && b.story);
+    b.task = (task *)lab_zeros((size_t)tasks, sizeof *b.task);
+    b.story = (story **)lab_zeros((size_t)tasks, sizeof *b.story);
     for (int n = 0; n < tasks; n++) {
         double grads, params;
         random_task(&state, world, kind, n % VARIANTS, &b.task[n]);
@@ -671,12 +633,8 @@ static void parity(const numbers *kind, int world, int tasks, int places, int th
     }
     CHECK_NEAR(worst, 0, kind->tolerance);
     CHECK_NEAR(worst_param, 0, kind->tolerance);
-    for (int i = 0; i < 6; i++) {
-        b.shared[i].size = world;
-        snprintf(b.job[i], sizeof b.job[i], "train-%d-%d-%s", (int)getpid(), i, kind->name);
-    }
-    if (threads) h_ranks_thread(world, run_batch, &b);
-    else h_ranks_proc(world, run_batch, &b);
+    how.job = "train", how.bare = 1, how.processes = !threads;
+    lab_run(world, &how, run_batch, &b);
     h_message("%d runs of %d trainings on %d %s; distance to f64: gradients %.1e, parameters %.1e",
               tasks * places, tasks, world, threads ? "threads" : "processes", worst, worst_param);
     for (int n = 0; n < tasks; n++) forget(b.story[n]);
@@ -715,25 +673,24 @@ TEST_P(train, processes, process_rows) { parity(row->kind, row->world, VARIANTS,
 typedef struct {
     task task[2];
     story *story[2];
-    fsdp_threads threads[3];
 } pair;
 
+static const lab_how several_worlds = {NULL, 0, 0, 1, NULL, NULL};
+
 /* Two models of one world, op by op in turn. */
-static void pair_rank(int rank, int world, void *arg) {
-    pair *b = (pair *)arg;
+static void pair_rank(lab_rank *r) {
+    const pair *b = (const pair *)r->arg;
     for (int lanes = 0; lanes < 3; lanes++) {
-        fsdp_world *w;
-        fsdp_world_desc d = w_desc(rank, world, &b->threads[lanes], "pair", lanes);
+        fsdp_world *w = r->w = lab_world(r, lanes, lanes, NULL);
         place p = {lanes, lanes, 0, 0, 0};
         run *x[2];
-        CALL(NULL, fsdp_init(&d, &w));
-        snprintf(w_case, sizeof w_case, "W=%d lanes=%d", world, lanes);
+        snprintf(w_case, sizeof w_case, "W=%d lanes=%d", r->size, lanes);
         for (int i = 0; i < 2; i++) x[i] = train_begin(w, NULL, &b->task[i], b->story[i], &p);
         for (int n = 0; n < b->story[0]->ops || n < b->story[1]->ops; n++)
             for (int i = 0; i < 2; i++)
                 if (n < b->story[i]->ops) play(x[i], b->story[i]->op[n]);
         for (int i = 0; i < 2; i++) train_end(x[i]);
-        CALL(NULL, fsdp_shutdown(w));
+        lab_end(r);
     }
 }
 
@@ -745,122 +702,99 @@ static const struct {
 TEST_P(train, two_models, worlds) {
     uint64_t state = h_seed() * 41 + (uint64_t)row->world;
     for (int n = 0; n < 6; n++) {
-        pair *b = (pair *)calloc(1, sizeof *b);
-        CHECK(b != NULL);
+        pair *b = (pair *)lab_zeros(1, sizeof *b);
         for (int i = 0; i < 2; i++) {
-            random_task(&state, row->world, &kinds[pick(&state, NUM_KINDS)], n, &b->task[i]);
+            random_task(&state, row->world, &kinds[lab_pick(&state, NUM_KINDS)], n, &b->task[i]);
             b->story[i] = tell(&b->task[i], row->world, 0);
         }
-        for (int i = 0; i < 3; i++) b->threads[i].size = row->world;
-        h_ranks_thread(row->world, pair_rank, b);
+        lab_run(row->world, &several_worlds, pair_rank, b);
         for (int i = 0; i < 2; i++) forget(b->story[i]);
         free(b);
     }
 }
 
 /* A mesh of two of four ranks, in another order; the others go on by themselves. */
-static void some_rank(int rank, int world, void *arg) {
-    pair *b = (pair *)arg;
-    static const int32_t members[2] = {3, 1};
+static void some_rank(lab_rank *r) {
+    const pair *b = (const pair *)r->arg;
+    const int rank = r->rank;
+    static const int32_t members[2] = {3, 1}, two = 2;
     for (int lanes = 0; lanes < 3; lanes++) {
-        fsdp_world *w;
-        fsdp_mesh *mesh;
+        fsdp_world *w = r->w = lab_world(r, lanes, lanes, NULL);
+        fsdp_mesh *mesh = lab_mesh(w, 1, &two, NULL, members);
         fsdp_model *none;
-        fsdp_mesh_desc md = FSDP_ZERO;
         fsdp_model_desc outside = FSDP_ZERO;
-        fsdp_world_desc d = w_desc(rank, world, &b->threads[lanes], "some", lanes);
         place p = {lanes, LAYOUT_MIXED, 0, 0, 0};
-        md.ndim = 1;
-        md.shape[0] = 2;
-        md.ranks = members;
-        CALL(NULL, fsdp_init(&d, &w));
-        CALL(w, fsdp_mesh_create(w, &md, &mesh));
         CHECK_EQ_INT(fsdp_mesh_rank(mesh, 0), rank == 3 ? 0 : rank == 1 ? 1 : -1);
         outside.mesh = mesh;
         if (rank % 2) train(w, mesh, &b->task[0], b->story[0], &p);
         else CHECK_STATUS(fsdp_model_create(w, &outside, &none), FSDP_ERR_INVALID_ARG);
         CALL(w, fsdp_barrier(w));
-        CALL(NULL, fsdp_shutdown(w));
+        lab_end(r);
     }
 }
 
 TEST(train, some_ranks) {
     uint64_t state = h_seed();
     for (int n = 0; n < 10; n++) {
-        pair *b = (pair *)calloc(1, sizeof *b);
-        CHECK(b != NULL);
+        pair *b = (pair *)lab_zeros(1, sizeof *b);
         random_task(&state, 2, &kinds[n % NUM_KINDS], n, &b->task[0]);
         b->story[0] = tell(&b->task[0], 2, 0);
-        for (int i = 0; i < 3; i++) b->threads[i].size = 4;
-        h_ranks_thread(4, some_rank, b);
+        lab_run(4, &several_worlds, some_rank, b);
         forget(b->story[0]);
         free(b);
     }
 }
 
 /* More units than a lane holds records, and more forwards than are ever recorded. */
-static void many_rank(int rank, int world, void *arg) {
-    fsdp_threads *threads = (fsdp_threads *)arg;
+static void many_rank(lab_rank *r) {
     enum { UNITS = 150, FORWARDS = 40000 };
     for (int lanes = 0; lanes < 3; lanes++) {
-        fsdp_world *w;
-        fsdp_model *m;
+        fsdp_world *w = r->w = lab_world(r, lanes, lanes, NULL);
+        fsdp_model *m = lab_model(w, NULL);
         static __thread fsdp_unit *u[UNITS];
         fsdp_param_desc p = fsdp_mat("w", 3, 16);
-        fsdp_unit_desc ud = FSDP_ZERO;
         fsdp_memory memory, after;
-        fsdp_world_desc d = w_desc(rank, world, &threads[lanes], "many", lanes);
-        CALL(NULL, fsdp_init(&d, &w));
-        CALL(w, fsdp_model_create(w, NULL, &m));
-        ud.params = &p;
-        ud.num_params = 1;
-        for (int i = 0; i < UNITS; i++) CALL(w, fsdp_fully_shard(m, &ud, &u[i]));
+        for (int i = 0; i < UNITS; i++) u[i] = lab_unit(w, m, NULL, &p, 1);
         for (int step = 0; step < 2; step++) {
-            for (int i = 0; i < UNITS; i++) {
-                CALL(w, fsdp_pre_forward(u[i]));
-                CALL(w, fsdp_post_forward(u[i]));
-            }
+            for (int i = 0; i < UNITS; i++) lab_forward(w, u[i]);
             for (int i = UNITS - 1; i >= 0; i--) {
                 CALL(w, fsdp_pre_backward(u[i]));
                 for (int e = 0; e < 48; e++)
-                    ((float *)fsdp_grad(u[i], 0))[e] += (float)(i + e + rank);
+                    ((float *)fsdp_grad(u[i], 0))[e] += (float)(i + e + r->rank);
                 CALL(w, fsdp_post_backward(u[i]));
             }
             CALL(w, fsdp_finalize_backward(m));
         }
         for (int i = 0; i < UNITS; i++) {
-            fsdp_param_view v;
-            CALL(w, fsdp_param_view_get(u[i], 0, &v));
+            const fsdp_param_view v = lab_view(w, u[i], 0);
             for (int64_t k = 0; k < v.numel; k++) {
-                float sum = 0, scale = 1.0f / (float)world;
-                for (int r = 0; r < world; r++) sum += (float)(i + (int)fsdp_view_index(&v, k) + r);
+                float sum = 0, scale = 1.0f / (float)r->size;
+                for (int q = 0; q < r->size; q++)
+                    sum += (float)(i + (int)fsdp_view_index(&v, k) + q);
                 sum = sum * scale;
-                CHECK_EQ_INT(same_bits((double)((float *)v.shard_grad)[k], (double)(sum + sum)), 1);
+                CHECK_EQ_INT(lab_same((double)((float *)v.shard_grad)[k], (double)(sum + sum)), 1);
             }
         }
-        if (world > 1 && lanes) { /* evaluation without saying so: hooks that nothing ends */
-            CALL(NULL, fsdp_shutdown(w));
+        if (r->size > 1 && lanes) { /* evaluation without saying so: hooks that nothing ends */
+            lab_end(r);
             continue;
         }
         for (int n = 0; n < FORWARDS; n++) {
             if (n == FORWARDS / 2) CALL(w, fsdp_model_memory(m, &memory));
-            CALL(w, fsdp_pre_forward(u[n % 3]));
-            CALL(w, fsdp_post_forward(u[n % 3]));
+            lab_forward(w, u[n % 3]);
         }
         CALL(w, fsdp_model_memory(m, &after));
         CHECK_EQ_INT(memory.host_bytes, after.host_bytes);
-        CALL(w, fsdp_pre_backward(u[0]));
-        CALL(w, fsdp_post_backward(u[0]));
+        lab_backward(w, u[0]);
         CALL(w, fsdp_finalize_backward(m));
         CHECK_STATUS(fsdp_pre_backward(u[0]), FSDP_ERR_INVALID_STATE);
-        CALL(NULL, fsdp_shutdown(w));
+        lab_end(r);
     }
 }
 
 TEST_P(train, many_units, worlds) {
-    fsdp_threads threads[3] = {{0, row->world, NULL}, {0, row->world, NULL}, {0, row->world, NULL}};
     if (row->world > 2) return;
-    h_ranks_thread(row->world, many_rank, threads);
+    lab_run(row->world, &several_worlds, many_rank, NULL);
 }
 
 /* ---- every small unit ------------------------------------------------------------------------ */
@@ -877,7 +811,6 @@ typedef struct {
     int world, partners, num_shapes; /* partners: of each shape in units of two; -1: all */
     uint64_t seed;
     o_param shape[WALK_SHAPES];
-    fsdp_threads threads;
     int64_t cases, direct, elements;
 } walk;
 
@@ -924,40 +857,32 @@ static void walk_add(walk_batch *b, const walk *w, int one, int two) {
     int chosen[2] = {one, two}, u = b->units;
     fsdp_param_desc pd[2];
     fsdp_unit_desc ud = FSDP_ZERO;
-    memset(pd, 0, sizeof pd);
     b->count[u] = two < 0 ? 1 : 2;
     for (int i = 0; i < b->count[u]; i++) {
         const o_param *p = &w->shape[chosen[i]];
-        pd[i].ndim = p->ndim;
-        pd[i].shard_dim = p->shard_dim;
-        memcpy(pd[i].shape, p->shape, sizeof p->shape);
+        pd[i] = lab_desc(p->ndim, p->shape, p->shard_dim, FSDP_F32, 0);
         if (b->layout == WALK_WIDE) pd[i].shape[p->ndim - 1] *= 16;
     }
-    ud.params = pd;
-    ud.num_params = b->count[u];
     ud.user = (void *)(intptr_t)u;
     ud.reshard_after_forward = (b->first + u) % 4 ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
-    CALL(b->world, fsdp_fully_shard(b->model, &ud, &b->unit[u]));
-    b->units++;
+    b->unit[b->units++] = lab_unit(b->world, b->model, &ud, pd, b->count[u]);
 }
 
 /* What the caller sees: the whole parameter, and a gradient of zeros. */
 static void walk_look(walk_batch *b, int u, int backward) {
     for (int i = 0; i < b->count[u]; i++) {
-        fsdp_param_view v;
-        CALL(b->world, fsdp_param_view_get(b->unit[u], i, &v));
-        int64_t numel = 1;
-        for (int d = 0; d < v.ndim; d++) numel *= v.shape[d];
+        fsdp_param_view v = lab_view(b->world, b->unit[u], i);
+        int64_t numel = lab_full_numel(&v);
         const float *data = (const float *)fsdp_data(b->unit[u], i);
         float *grad = backward ? (float *)fsdp_grad(b->unit[u], i) : NULL;
         W_CHECK(data && (!backward || grad), "unit %d parameter %d: NULL", b->first + u, i);
         for (int64_t e = 0; e < numel; e++) {
-            W_CHECK(same_bits((double)data[e], (double)walk_value(u, i, e)),
+            W_CHECK(lab_same((double)data[e], (double)walk_value(u, i, e)),
                     "unit %d parameter %d (%d-D, dim %d, %lldx%lldx%lld) element %lld is %g",
                     b->first + u, i, v.ndim, v.shard_dim, (long long)v.shape[0],
                     (long long)v.shape[1], (long long)v.shape[2], (long long)e, (double)data[e]);
             if (!backward) continue;
-            W_CHECK(same_bits((double)grad[e], 0), "gradient %lld is %g", (long long)e,
+            W_CHECK(lab_same((double)grad[e], 0), "gradient %lld is %g", (long long)e,
                     (double)grad[e]);
             grad[e] += walk_grad(u, i, e, b->rank);
         }
@@ -975,20 +900,17 @@ static void walk_check(walk_batch *b, walk *w) {
         for (int64_t k = 0; k < v.numel; k++) {
             int64_t e = fsdp_view_index(&v, k);
             float sum = walk_grad(u, v.index, e, 0) * ranks;
-            W_CHECK(same_bits((double)((float *)v.shard_grad)[k], (double)(sum * scale)),
+            W_CHECK(lab_same((double)((float *)v.shard_grad)[k], (double)(sum * scale)),
                     "unit %d parameter %d (%d-D, dim %d, %lldx%lldx%lld): gradient %lld is %g, "
                     "expected %g",
                     b->first + u, v.index, v.ndim, v.shard_dim, (long long)v.shape[0],
                     (long long)v.shape[1], (long long)v.shape[2], (long long)e,
                     (double)((float *)v.shard_grad)[k], (double)(sum * scale));
-            W_CHECK(same_bits((double)((float *)v.shard)[k], (double)walk_value(u, v.index, e)),
+            W_CHECK(lab_same((double)((float *)v.shard)[k], (double)walk_value(u, v.index, e)),
                     "unit %d: a shard has changed", b->first + u);
         }
         shards += v.numel;
-        for (int64_t d = 0, numel = 1; b->rank == 0 && d < v.ndim; d++) {
-            numel *= v.shape[d];
-            if (d == v.ndim - 1) elements += numel;
-        }
+        if (b->rank == 0) elements += lab_full_numel(&v);
     }
     CALL(b->world, fsdp_model_flat(b->model, FSDP_F32, &flat));
     W_CHECK(count_nonzero(flat.shards, FSDP_F32, flat.numel) == shards &&
@@ -1033,27 +955,25 @@ static void walk_unit(walk_batch *b, walk *w, int one, int two) {
     walk_add(b, w, one, two);
 }
 
-static void walk_rank(int rank, int world, void *arg) {
-    walk *w = (walk *)arg;
-    walk_batch *b = (walk_batch *)calloc(1, sizeof *b);
-    fsdp_world_desc d = w_desc(rank, world, &w->threads, "walk", 0);
-    CHECK(b != NULL);
-    CALL(NULL, fsdp_init(&d, &b->world));
-    b->rank = rank;
-    b->size = world;
+static void walk_rank(lab_rank *r) {
+    walk *w = (walk *)r->arg;
+    walk_batch *b = (walk_batch *)lab_zeros(1, sizeof *b);
+    b->world = r->w;
+    b->rank = r->rank;
+    b->size = r->size;
     for (b->layout = 0; b->layout < WALK_LAYOUTS; b->layout++) {
         int partners = w->partners < 0 ? w->num_shapes : w->partners;
         uint64_t state = w->seed;
-        snprintf(w_case, sizeof w_case, "W=%d layout %d", world, b->layout);
+        snprintf(w_case, sizeof w_case, "W=%d layout %d", r->size, b->layout);
         b->first = 0;
         for (int one = 0; one < w->num_shapes; one++) {
             walk_unit(b, w, one, -1);
             for (int k = 0; k < partners; k++)
-                walk_unit(b, w, one, w->partners < 0 ? k : pick(&state, w->num_shapes));
+                walk_unit(b, w, one, w->partners < 0 ? k : lab_pick(&state, w->num_shapes));
         }
         walk_flush(b, w);
     }
-    CALL(NULL, fsdp_shutdown(b->world));
+    lab_end(r);
     free(b);
 }
 
@@ -1065,13 +985,12 @@ static const walk_row walk_rows[] = {
     {"W=1", 1, 40, -1}, {"W=2", 2, 10, 100}, {"W=3", 3, 5, 40}, {"W=4", 4, 3, 20}};
 
 static void walk_all(int world, int partners) {
-    walk *w = (walk *)calloc(1, sizeof *w);
-    CHECK(w != NULL);
-    w->world = w->threads.size = world;
+    walk *w = (walk *)lab_zeros(1, sizeof *w);
+    w->world = world;
     w->partners = partners;
     w->seed = h_seed();
     walk_shapes(w);
-    h_ranks_thread(world, walk_rank, w);
+    lab_run(world, NULL, walk_rank, w);
     h_message("%lld units of one or two parameters, %lld elements", (long long)w->cases,
               (long long)w->elements);
     free(w);
@@ -1087,8 +1006,7 @@ TEST_P_TIMEOUT(long_train, every_small_unit, walk_rows, 300) {
 enum { LOAD_UNITS = 6 };
 typedef struct {
     uint64_t seed;
-    int world, rounds;
-    fsdp_threads threads;
+    int rounds;
     int64_t tensors, blocks;
 } loads;
 
@@ -1109,38 +1027,32 @@ static void load_make(loaded *x, uint64_t *state) {
     static const fsdp_dtype dtypes[] = {FSDP_F32, FSDP_BF16, FSDP_F64, FSDP_F16, FSDP_I64,
                                         FSDP_U8,  FSDP_I16,  FSDP_I32, FSDP_I8};
     fsdp_model_desc md = FSDP_ZERO;
-    x->units = 1 + pick(state, LOAD_UNITS);
+    x->units = 1 + lab_pick(state, LOAD_UNITS);
     x->seed = h_rand64(state);
-    md.direct_min = layout_min[pick(state, LAYOUTS)];
-    md.param_dtype = pick(state, 2) ? FSDP_BF16 : FSDP_DTYPE_KEEP;
-    x->fill_bytes = md.fill_bytes = 1 + pick(state, 3) * pick(state, 400);
+    md.direct_min = layout_min[lab_pick(state, LAYOUTS)];
+    md.param_dtype = lab_pick(state, 2) ? FSDP_BF16 : FSDP_DTYPE_KEEP;
+    x->fill_bytes = md.fill_bytes = 1 + lab_pick(state, 3) * lab_pick(state, 400);
     CALL(x->world, fsdp_model_create(x->world, &md, &x->model));
     for (int u = 0; u < x->units; u++) {
         fsdp_param_desc pd[O_PARAMS];
         fsdp_unit_desc ud = FSDP_ZERO;
-        memset(pd, 0, sizeof pd);
-        x->dtype[u] = dtypes[pick(state, 9)];
-        x->count[u] = 1 + pick(state, O_PARAMS);
+        x->dtype[u] = dtypes[lab_pick(state, 9)];
+        x->count[u] = 1 + lab_pick(state, O_PARAMS);
         for (int i = 0; i < x->count[u]; i++) {
             o_param *p = &x->param[u][i];
             random_param(state, x->size, p);
-            pd[i].ndim = p->ndim;
-            pd[i].shard_dim = p->shard_dim;
-            pd[i].dtype = x->dtype[u];
-            pd[i].frozen = p->frozen || !fsdp_dtype_is_float(x->dtype[u]);
+            pd[i] = lab_desc(p->ndim, p->shape, p->shard_dim, x->dtype[u],
+                             p->frozen || !fsdp_dtype_is_float(x->dtype[u]));
             pd[i].user = p;
-            memcpy(pd[i].shape, p->shape, sizeof p->shape);
         }
-        ud.params = pd;
-        ud.num_params = x->count[u];
         ud.user = (void *)(intptr_t)u;
-        CALL(x->world, fsdp_fully_shard(x->model, &ud, &x->unit[u]));
+        x->unit[u] = lab_unit(x->world, x->model, &ud, pd, x->count[u]);
     }
 }
 
 /* Byte b of element e of a parameter; turn: which contents. Any bits: NaNs too must survive. */
 static unsigned char load_byte(const loaded *x, int u, int i, int64_t at, int turn) {
-    return (unsigned char)o_hash(x->seed, (uint64_t)(u * 64 + i), (uint64_t)at, (uint64_t)turn);
+    return (unsigned char)lab_hash(x->seed, (uint64_t)(u * 64 + i), (uint64_t)at, (uint64_t)turn);
 }
 static void load_tensor(const loaded *x, int u, int i, int turn, unsigned char *out) {
     size_t bytes = (size_t)x->param[u][i].numel * fsdp_dtype_size(x->dtype[u]);
@@ -1209,7 +1121,7 @@ static void flat_check(loaded *x) {
     char *taken[FSDP_DTYPE_COUNT] = {NULL};
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
         CALL(x->world, fsdp_model_flat(x->model, d, &flat[d]));
-        CHECK((taken[d] = (char *)calloc((size_t)flat[d].numel + 1, 1)) != NULL);
+        taken[d] = (char *)lab_zeros((size_t)flat[d].numel + 1, 1);
         W_CHECK(flat[d].dtype == d && (flat[d].numel > 0) == (flat[d].shards != NULL) &&
                     (flat[d].numel > 0) == (flat[d].grads != NULL),
                 "flat of %s", fsdp_dtype_name(d));
@@ -1232,15 +1144,13 @@ static void flat_check(loaded *x) {
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++) free(taken[d]);
 }
 
-static void loads_rank(int rank, int world, void *arg) {
-    loads *l = (loads *)arg;
+static void loads_rank(lab_rank *r) {
+    loads *l = (loads *)r->arg;
     uint64_t state = l->seed;
-    fsdp_world *w;
-    fsdp_world_desc d = w_desc(rank, world, &l->threads, "loads", 0);
-    CALL(NULL, fsdp_init(&d, &w));
+    fsdp_world *w = r->w;
+    const int rank = r->rank, world = r->size;
     for (int n = 0; n < l->rounds; n++) {
-        loaded *x = (loaded *)calloc(1, sizeof *x);
-        CHECK(x != NULL);
+        loaded *x = (loaded *)lab_zeros(1, sizeof *x);
         x->world = w;
         x->rank = rank;
         x->size = world;
@@ -1275,16 +1185,14 @@ static void loads_rank(int rank, int world, void *arg) {
         fsdp_model_destroy(x->model);
         free(x);
     }
-    CALL(NULL, fsdp_shutdown(w));
 }
 
 static void loads_all(int world, int rounds) {
     loads l;
     memset(&l, 0, sizeof l);
     l.seed = h_seed() + (uint64_t)world;
-    l.world = l.threads.size = world;
     l.rounds = rounds;
-    h_ranks_thread(world, loads_rank, &l);
+    lab_run(world, NULL, loads_rank, &l);
     h_message("%lld tensors loaded and gathered, %lld blocks filled by rank 0",
               (long long)l.tensors, (long long)l.blocks);
 }
@@ -1292,14 +1200,10 @@ static void loads_all(int world, int rounds) {
 TEST_P(train, load_and_gather, worlds) { loads_all(row->world, 120 / row->world); }
 
 /* The same numbers at the same offsets of shards and gradients, and what param_full_grad gives. */
-static void grads_rank(int rank, int world, void *arg) {
-    fsdp_threads *threads = (fsdp_threads *)arg;
-    fsdp_world_desc d = w_desc(rank, world, threads, "grads", 0);
-    fsdp_world *w;
-    CALL(NULL, fsdp_init(&d, &w));
+static void grads_rank(lab_rank *rank) {
+    fsdp_world *w = rank->w;
+    const int world = rank->size;
     for (int layout = 0; layout < LAYOUTS; layout++) {
-        fsdp_model *m;
-        fsdp_unit *u;
         fsdp_flat flat;
         fsdp_param_view v = FSDP_ZERO;
         fsdp_model_desc md = FSDP_ZERO;
@@ -1312,17 +1216,14 @@ static void grads_rank(int rank, int world, void *arg) {
         pd[3].frozen = 1;
         md.direct_min = layout_min[layout];
         md.fill_bytes = 100;
-        ud.params = pd;
-        ud.num_params = 5;
         ud.name = "unit";
-        CALL(w, fsdp_model_create(w, &md, &m));
-        CALL(w, fsdp_fully_shard(m, &ud, &u));
-        CALL(w, fsdp_pre_forward(u));
-        CALL(w, fsdp_post_forward(u));
+        fsdp_model *m = lab_model(w, &md);
+        fsdp_unit *u = lab_unit(w, m, &ud, pd, 5);
+        lab_forward(w, u);
         CALL(w, fsdp_pre_backward(u));
         for (int i = 0; i < 3; i++)
             for (int64_t e = 0; e < numel[i]; e++)
-                ((float *)fsdp_grad(u, i))[e] = (float)(rank * 100 + (int)e * (i + 1));
+                ((float *)fsdp_grad(u, i))[e] = (float)(rank->rank * 100 + (int)e * (i + 1));
         CHECK(fsdp_grad(u, 3) == NULL);
         CALL(w, fsdp_post_backward(u));
         CALL(w, fsdp_finalize_backward(m));
@@ -1331,13 +1232,13 @@ static void grads_rank(int rank, int world, void *arg) {
             for (int64_t e = 0; e < numel[i]; e++) {
                 float sum = 0;
                 for (int r = 0; r < world; r++) sum += (float)(r * 100 + (int)e * (i + 1));
-                CHECK_EQ_INT(same_bits((double)full[e], (double)(sum * (1.0f / (float)world))), 1);
+                CHECK_EQ_INT(lab_same((double)full[e], (double)(sum * (1.0f / (float)world))), 1);
             }
         }
         CHECK_STATUS(fsdp_param_full_grad(u, 3, full), FSDP_ERR_INVALID_STATE);
         CHECK(strstr(fsdp_last_error(w), "frozen") != NULL);
         CALL(w, fsdp_param_full_grad(u, 4, full)); /* nobody used it: zeros */
-        for (int e = 0; e < 10; e++) CHECK(same_bits((double)full[e], 0));
+        for (int e = 0; e < 10; e++) CHECK(lab_same((double)full[e], 0));
         CALL(w, fsdp_model_flat(m, FSDP_F32, &flat));
         while (fsdp_next_param(m, &v)) {
             CHECK((v.shard_grad != NULL) == (v.index < 3));
@@ -1347,34 +1248,26 @@ static void grads_rank(int rank, int world, void *arg) {
         }
         CALL(w, fsdp_zero_grad(m));
         CALL(w, fsdp_param_full_grad(u, 0, full));
-        for (int e = 0; e < 112; e++) CHECK(same_bits((double)full[e], 0));
+        for (int e = 0; e < 112; e++) CHECK(lab_same((double)full[e], 0));
         fsdp_model_destroy(m);
     }
-    CALL(NULL, fsdp_shutdown(w));
 }
 
-TEST_P(train, gradients_in_full, worlds) {
-    fsdp_threads threads = {0, row->world, NULL};
-    h_ranks_thread(row->world, grads_rank, &threads);
-}
+TEST_P(train, gradients_in_full, worlds) { lab_run(row->world, NULL, grads_rank, NULL); }
 
 /* ---- clipping -------------------------------------------------------------------------------- */
 
 typedef struct {
-    int world;
     const task *task;
     const story *story;
-    fsdp_threads threads[3];
     double norm[3][LAYOUTS][O_WORLD];
 } clips;
 
 /* Up to the first snapshot, then clipping: the norm is right and the same everywhere. */
-static void clip_rank(int rank, int world, void *arg) {
-    clips *c = (clips *)arg;
+static void clip_rank(lab_rank *r) {
+    clips *c = (clips *)r->arg;
     for (int lanes = 0; lanes < 3; lanes++) {
-        fsdp_world *w;
-        fsdp_world_desc d = w_desc(rank, world, &c->threads[lanes], "clip", lanes);
-        CALL(NULL, fsdp_init(&d, &w));
+        fsdp_world *w = r->w = lab_world(r, lanes, lanes, NULL);
         for (int layout = 0; layout < LAYOUTS; layout++) {
             run x;
             place p = {lanes, layout, 0, 0, 0};
@@ -1382,7 +1275,7 @@ static void clip_rank(int rank, int world, void *arg) {
             int n = 0;
             memset(&x, 0, sizeof x);
             x.task = c->task, x.story = c->story, x.world = w;
-            x.rank = rank, x.size = world;
+            x.rank = r->rank, x.size = r->size;
             x.tmp = (double *)malloc((size_t)(4 * o_numel(&c->task->net) + 1) * sizeof *x.tmp);
             CHECK(x.tmp != NULL);
             build(&x, c->task, &p);
@@ -1395,24 +1288,21 @@ static void clip_rank(int rank, int world, void *arg) {
             CALL(w, fsdp_clip_grad_norm(x.model, (double)INFINITY, &norm));
             compare(&x, 0); /* measured only */
             CHECK_NEAR(norm, sqrt(sum), 1e-12 * (1 + sqrt(sum)));
-            c->norm[lanes][layout][rank] = norm;
+            c->norm[lanes][layout][r->rank] = norm;
             CALL(w, fsdp_clip_grad_norm(x.model, norm + 1, NULL));
             compare(&x, 0); /* nothing to clip */
             limit = norm > 0 ? norm / 3 : 1;
             CALL(w, fsdp_clip_grad_norm(x.model, limit, &again));
-            CHECK(same_bits(norm, again));
+            CHECK(lab_same(norm, again));
             double factor = limit / (norm + 1e-6);
             fsdp_param_view v = FSDP_ZERO;
             while (fsdp_next_param(x.model, &v))
                 for (int64_t k = 0; v.shard_grad && k < v.numel; k++) {
-                    double g, wide = v.dtype == FSDP_F64 ? factor : (double)(float)factor;
+                    double wide = v.dtype == FSDP_F64 ? factor : (double)(float)factor;
                     double was =
                         c->story->grad[0][(intptr_t)v.unit_user][v.index][fsdp_view_index(&v, k)];
-                    CHECK_OK(fsdp_convert(
-                        &g, FSDP_F64, (char *)v.shard_grad + (size_t)k * fsdp_dtype_size(v.dtype),
-                        v.dtype, 1));
-                    CHECK_NEAR(g, o_round(v.dtype, o_mid(v.dtype, 0, was * wide)),
-                               norm > 0 ? 0 : 1);
+                    CHECK_NEAR(lab_get(v.shard_grad, v.dtype, k),
+                               lab_round(v.dtype, o_mid(v.dtype, 0, was * wide)), norm > 0 ? 0 : 1);
                 }
             CHECK_STATUS(fsdp_clip_grad_norm(x.model, 0, &again), FSDP_ERR_INVALID_ARG);
             CHECK_STATUS(fsdp_clip_grad_norm(x.model, -1, &again), FSDP_ERR_INVALID_ARG);
@@ -1420,26 +1310,23 @@ static void clip_rank(int rank, int world, void *arg) {
             fsdp_model_destroy(x.model);
             free(x.tmp);
         }
-        CALL(NULL, fsdp_shutdown(w));
+        lab_end(r);
     }
 }
 
 TEST_P(train, clip, rows) {
     uint64_t state = h_seed() * 31 + (uint64_t)row->world;
     for (int n = 0; n < 3; n++) {
-        clips *c = (clips *)calloc(1, sizeof *c);
+        clips *c = (clips *)lab_zeros(1, sizeof *c);
         task t;
         random_task(&state, row->world, row->kind, 0, &t);
-        CHECK(c != NULL);
-        c->world = row->world;
         c->task = &t;
         story *s = tell(&t, row->world, 0);
         c->story = s;
-        for (int i = 0; i < 3; i++) c->threads[i].size = row->world;
-        h_ranks_thread(row->world, clip_rank, c);
+        lab_run(row->world, &several_worlds, clip_rank, c);
         for (int i = 0; i < 3 * LAYOUTS * row->world; i++) {
             int r = i % row->world, k = i / row->world;
-            CHECK_MSG(same_bits(c->norm[0][0][0], c->norm[k / LAYOUTS][k % LAYOUTS][r]),
+            CHECK_MSG(lab_same(c->norm[0][0][0], c->norm[k / LAYOUTS][k % LAYOUTS][r]),
                       "norm of lanes %d, layout %s, rank %d differs", k / LAYOUTS,
                       layout_names[k % LAYOUTS], r);
         }

@@ -21,11 +21,6 @@ typedef struct form {
     }
 static const form forms[] = {FORMS("processes", 0), FORMS("threads", 1)};
 
-typedef struct job {
-    const form *form;
-    fsdp_threads threads;
-} job;
-
 typedef struct training {
     const form *f;
     fsdp_world *w;
@@ -166,12 +161,10 @@ static void add_units(training *t, const fsdp_mesh_info *whole, const fsdp_mesh_
     fsdp_param_view v = FSDP_ZERO;
     md.mesh_info = whole;
     md.debug = 1;
-    CALL(t->w, fsdp_model_create(t->w, &md, &t->m));
-    ud.num_params = 1;
-    ud.params = &cut, ud.mesh_info = dp;
-    CALL(t->w, fsdp_fully_shard(t->m, &ud, &t->cut));
-    ud.params = &vec, ud.mesh_info = NULL;
-    CALL(t->w, fsdp_fully_shard(t->m, &ud, &t->whole));
+    t->m = lab_model(t->w, &md);
+    ud.mesh_info = dp;
+    t->cut = lab_unit(t->w, t->m, &ud, &cut, 1);
+    t->whole = lab_unit(t->w, t->m, NULL, &vec, 1);
     CALL(t->w, fsdp_model_commit(t->m));
     for (int e = 0; e < CUT + WHOLE; e++) t->weight[e] = (float)(e % 31 - 15) / 8;
     while (fsdp_next_param(t->m, &v))
@@ -181,27 +174,19 @@ static void add_units(training *t, const fsdp_mesh_info *whole, const fsdp_mesh_
     CALL(t->w, fsdp_params_changed(t->m));
 }
 
-static void train(int rank, int world, void *arg) {
-    job *j = (job *)arg;
-    const form *f = j->form;
-    fsdp_world_desc d = w_desc(rank, world, f->threads ? &j->threads : NULL, w_job("uneven"),
-                               f->lanes);
-    fsdp_mesh_desc md = FSDP_ZERO;
-    fsdp_mesh *mesh;
+static void train(lab_rank *r) {
+    const form *f = (const form *)r->arg;
+    const fsdp_mesh *mesh = lab_mesh2(r->w, f->dp, f->tp, "dp", "tp");
     fsdp_mesh_info whole, dp;
     training t;
     memset(&t, 0, sizeof t);
-    t.f = f;
-    t.rank = rank;
-    snprintf(w_case, sizeof w_case, "%s rank %d", f->name, rank);
-    CHECK((t.weight = (float *)calloc(2 * (CUT + WHOLE), sizeof(float))) != NULL);
+    t.f = f, t.w = r->w, t.rank = r->rank;
+    snprintf(w_case, sizeof w_case, "%s rank %d", f->name, r->rank);
+    t.weight = (float *)lab_zeros(2 * (CUT + WHOLE), sizeof(float));
     t.one = t.weight + CUT + WHOLE;
-    CALL(NULL, fsdp_init(&d, &t.w));
-    md.ndim = 2, md.shape[0] = f->dp, md.shape[1] = f->tp, md.names[0] = "dp", md.names[1] = "tp";
-    CALL(t.w, fsdp_mesh_create(t.w, &md, &mesh));
     CALL(t.w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, 0, 1, &whole));
     CALL(t.w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, 0, -1, &dp));
-    CALL(t.w, fsdp_shard_range(ROWS, f->tp, rank % f->tp, &t.rows));
+    CALL(t.w, fsdp_shard_range(ROWS, f->tp, r->rank % f->tp, &t.rows));
     add_units(&t, &whole, &dp);
     fsdp_unit *units[2] = {t.cut, t.whole};
     for (; t.step < STEPS; t.step++) {
@@ -213,16 +198,12 @@ static void train(int rank, int world, void *arg) {
         check_data(&t, units[u]);
         CALL(t.w, fsdp_post_forward(units[u]));
     }
-    CALL(NULL, fsdp_shutdown(t.w));
+    lab_end(r);
     free(t.weight);
 }
 
 TEST_P(uneven, tensor_parallel_parts, forms) {
-    job *j = (job *)calloc(1, sizeof *j);
-    CHECK(j != NULL);
-    j->form = row;
-    j->threads.size = row->dp * row->tp;
-    if (row->threads) h_ranks_thread(row->dp * row->tp, train, j);
-    else h_ranks_proc(row->dp * row->tp, train, j);
-    free(j);
+    lab_how how = FSDP_ZERO;
+    how.job = "uneven", how.processes = !row->threads, how.lanes = row->lanes;
+    lab_run(row->dp * row->tp, &how, train, (void *)(uintptr_t)row);
 }

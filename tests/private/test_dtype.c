@@ -41,20 +41,10 @@ static const double *worths(const half *k) {
     return w;
 }
 
-static uint32_t bits32(float x) {
-    uint32_t u;
-    memcpy(&u, &x, sizeof u);
-    return u;
-}
 static float of32(uint32_t u) {
     float x;
     memcpy(&x, &u, sizeof x);
     return x;
-}
-static uint64_t bits64(double x) {
-    uint64_t u;
-    memcpy(&u, &x, sizeof u);
-    return u;
 }
 static double of64(uint64_t u) {
     double x;
@@ -67,7 +57,7 @@ static int flushing(void) {
     volatile float tiny = of32(1), smallest = of32(0x00800000u);
     volatile double wide = (double)tiny;
     volatile float below = smallest * 0.5f;
-    return bits64(wide) == 0 || bits32(below) == 0;
+    return lab_bits(wide) == 0 || lab_bits32(below) == 0;
 }
 
 /* |x| of a finite f32 pattern, exactly. */
@@ -109,7 +99,7 @@ static uint32_t model_to_32(const half *k, unsigned h) {
     if (is_nan16(k, h)) return sign | 0x7FC00000u | mant << (23 - k->mant_bits);
     if ((h & 0x7FFFu) == infinity_of(k)) return sign | 0x7F800000u;
     if (k->exp_bits == 8) return (uint32_t)h << 16; /* bf16 is the upper half of f32 */
-    return sign | bits32((float)worths(k)[h & 0x7FFFu]);
+    return sign | lab_bits32((float)worths(k)[h & 0x7FFFu]);
 }
 
 /* ---- 16 bits to 32 and 64, and back ---------------------------------------------------------- */
@@ -121,8 +111,8 @@ TEST_P(dtype, all_patterns, halves) {
     for (unsigned i = 0; i < BATCH; i++) h[i] = (uint16_t)i;
     CHECK_OK(fsdp_convert(f, FSDP_F32, h, row->dtype, BATCH));
     for (unsigned i = 0; i < BATCH; i++)
-        CHECK_MSG(bits32(f[i]) == model_to_32(row, i), "0x%04x gives 0x%08x, expected 0x%08x", i,
-                  bits32(f[i]), model_to_32(row, i));
+        CHECK_MSG(lab_bits32(f[i]) == model_to_32(row, i), "0x%04x gives 0x%08x, expected 0x%08x",
+                  i, lab_bits32(f[i]), model_to_32(row, i));
     CHECK_OK(fsdp_convert(back, row->dtype, f, FSDP_F32, BATCH));
     for (unsigned i = 0; i < BATCH; i++) {
         unsigned want = is_nan16(row, i) ? i | 1u << (row->mant_bits - 1) : i;
@@ -131,14 +121,14 @@ TEST_P(dtype, all_patterns, halves) {
     memset(back, 0, sizeof back);
     CHECK_OK(fsdp_convert(d, FSDP_F64, h, row->dtype, BATCH));
     for (unsigned i = 0; i < BATCH; i++) {
-        uint64_t sign = (uint64_t)(i & 0x8000u) << 48, u = bits64(d[i]);
+        uint64_t sign = (uint64_t)(i & 0x8000u) << 48, u = lab_bits(d[i]);
         if (is_nan16(row, i))
             CHECK_MSG((u & ~sign) > 0x7FF8000000000000u - 1 && (u & sign) == sign, "0x%04x", i);
         else if ((i & 0x7FFFu) == infinity_of(row))
             CHECK_MSG(u == (sign | 0x7FF0000000000000u), "0x%04x", i);
         else if (!(flushing() && worths(row)[i & 0x7FFFu] < of64(NORMAL32) && u == sign))
-            CHECK_MSG(u == (sign | bits64(worths(row)[i & 0x7FFFu])), "0x%04x gives %a", i, d[i]);
-        else d[i] = of64(sign | bits64(worths(row)[i & 0x7FFFu]));
+            CHECK_MSG(u == (sign | lab_bits(worths(row)[i & 0x7FFFu])), "0x%04x gives %a", i, d[i]);
+        else d[i] = of64(sign | lab_bits(worths(row)[i & 0x7FFFu]));
     }
     CHECK_OK(fsdp_convert(back, row->dtype, d, FSDP_F64, BATCH));
     for (unsigned i = 0; i < BATCH; i++) {
@@ -217,7 +207,7 @@ TEST_P(dtype, half_way_points_of_f32, halves) {
         for (uint32_t sign = 0; sign <= 1; sign++) {
             uint32_t at = model_to_32(row, h);
             uint32_t mid = row->dtype == FSDP_BF16 ? at + 0x8000u
-                                                   : bits32((float)((w[h] + w[h + 1]) / 2));
+                                                   : lab_bits32((float)((w[h] + w[h + 1]) / 2));
             CHECK(worth32(mid) - w[h] == w[h + 1] - worth32(mid));
             for (uint32_t k = 0; k <= 6; k++) put32(row, (mid - 3 + k) | sign << 31);
             for (uint32_t k = at ? 0 : 2; k <= 4; k++) put32(row, (at - 2 + k) | sign << 31);
@@ -231,7 +221,7 @@ TEST_P(dtype, half_way_points_of_f32, halves) {
 TEST_P(dtype, half_way_points_of_f64, halves) {
     const double *w = worths(row);
     for (unsigned h = 0; h < infinity_of(row); h++) {
-        uint64_t mid = bits64((w[h] + w[h + 1]) / 2); /* exact */
+        uint64_t mid = lab_bits((w[h] + w[h + 1]) / 2); /* exact */
         static const uint64_t offsets[] = {0,
                                            1,
                                            2,
@@ -247,7 +237,7 @@ TEST_P(dtype, half_way_points_of_f64, halves) {
                 put64(row, (mid + offsets[k]) | sign << 63);
                 put64(row, (mid - offsets[k]) | sign << 63);
             }
-            put64(row, bits64(w[h]) | sign << 63);
+            put64(row, lab_bits(w[h]) | sign << 63);
         }
     }
     flush64(row);
@@ -323,8 +313,8 @@ TEST(dtype, f64_to_f32) {
     }
     CHECK_OK(fsdp_convert(d, FSDP_F64, f, FSDP_F32, BATCH));
     for (int i = 0; i < BATCH; i++)
-        CHECK(bits64(d[i]) ==
-              (bits64(worth32(bits32(f[i]))) | (uint64_t)(bits32(f[i]) >> 31) << 63));
+        CHECK(lab_bits(d[i]) ==
+              (lab_bits(worth32(lab_bits32(f[i]))) | (uint64_t)(lab_bits32(f[i]) >> 31) << 63));
     CHECK_OK(fsdp_convert(back, FSDP_F32, d, FSDP_F64, BATCH));
     CHECK_EQ_MEM(back, f, sizeof f);
     uint64_t nan = 0xFFF4000000000000u;
@@ -558,7 +548,7 @@ TEST(dtype, rank_order) {
         float got = rows[i].dst;
         for (int k = 0; k < 4; k++) srcs[k] = (const char *)&rows[i].x[k];
         fsdpi_reduce(&got, FSDP_F32, srcs, 4, FSDP_F32, 1, 1, 1, FSDP_SUM);
-        CHECK_MSG(bits32(got) == bits32(rows[i].want), "row %zu: %g", i, (double)got);
+        CHECK_MSG(lab_bits32(got) == lab_bits32(rows[i].want), "row %zu: %g", i, (double)got);
     }
     /* bf16 sources are summed in f32 and rounded once */
     uint16_t h[4] = {0x4380 /* 256 */, 0x3F80, 0x3F80, 0x3F80}, out = 0;
@@ -583,7 +573,7 @@ TEST(dtype, reduce_in_place) {
         fsdpi_reduce(x[which], FSDP_F32, srcs + which, 1, FSDP_F32, MOST, 0.1, 0, FSDP_SUM);
         for (int i = 0; i < MOST; i++) {
             volatile float scaled = first[i] * 0.1f;
-            CHECK(bits32(x[which][i]) == bits32(scaled));
+            CHECK(lab_bits32(x[which][i]) == lab_bits32(scaled));
         }
     }
 }
@@ -643,7 +633,7 @@ TEST(dtype, sum_of_squares) {
                      step *= 2) /* neighbours join, then pairs, then fours */
                     for (int i = 0; i < 8; i += 2 * step) lanes[i] = lanes[i] + lanes[i + step];
                 double got = fsdpi_sum_powers(p, floats[a], counts[c], 2);
-                CHECK_MSG(bits64(got) == bits64(lanes[0]), "%s %zu: %a, not %a",
+                CHECK_MSG(lab_bits(got) == lab_bits(lanes[0]), "%s %zu: %a, not %a",
                           fsdp_dtype_name(floats[a]), counts[c], got, lanes[0]);
                 CHECK_NEAR(got, plain, 1e-12 * plain);
             }
@@ -651,9 +641,9 @@ TEST(dtype, sum_of_squares) {
     for (int i = 0; i < 4000; i++) whole[i] = (float)(i % 101 - 50);
     double want = 0;
     for (int i = 0; i < 4000; i++) want += (double)((i % 101 - 50) * (i % 101 - 50));
-    CHECK(bits64(fsdpi_sum_powers(whole, FSDP_F32, 4000, 2)) == bits64(want));
+    CHECK(lab_bits(fsdpi_sum_powers(whole, FSDP_F32, 4000, 2)) == lab_bits(want));
     whole[17] = of32(0x7F800000u);
-    CHECK(bits64(fsdpi_sum_powers(whole, FSDP_F32, 4000, 2)) == 0x7FF0000000000000u);
+    CHECK(lab_bits(fsdpi_sum_powers(whole, FSDP_F32, 4000, 2)) == 0x7FF0000000000000u);
     whole[18] = of32(0x7FC00000u);
     CHECK(h_non_finite(fsdpi_sum_powers(whole, FSDP_F32, 4000, 2)) == 2);
 }

@@ -235,15 +235,14 @@ static void oom_check(const oom *o, const life *x, const life *good) {
 }
 
 TEST_P(faults, host_allocations, oom_rows) {
-    life *good = (life *)calloc(MAX_WORLD, sizeof *good);
+    life *good = (life *)lab_zeros(MAX_WORLD, sizeof *good);
     oom o;
     int64_t failed = 0, retried = 0, unnoticed = 0, n;
     int hit = 1;
     memset(&o, 0, sizeof o);
     o.row = row;
     o.threads.size = row->world;
-    o.lives = (life *)calloc(MAX_WORLD, sizeof *o.lives);
-    CHECK(good && o.lives);
+    o.lives = (life *)lab_zeros(MAX_WORLD, sizeof *o.lives);
     for (n = -1; n <= 0 || hit; n++) {
         o.n = n;
         if (row->world == 1) oom_rank(0, 1, &o);
@@ -270,6 +269,7 @@ TEST_P(faults, host_allocations, oom_rows) {
 /* ---- operations of the backend and of the device --------------------------------------------- */
 
 typedef struct {
+    lab_guard guard;   /* of a comm */
     int64_t at, count; /* operation `at` fails; counted so far */
     fsdp_status status;
     int fired;
@@ -284,67 +284,11 @@ static int fires(fault *f, const char *what, const char *name) {
     return 1;
 }
 
-typedef struct {
-    fsdp_comm *real;
-    fault *fault;
-    int failed;
-} bad_comm;
-#define REAL      (fsdp_shm_comm_ops())
-#define BAD(comm) ((bad_comm *)(void *)(comm))
-
-static fsdp_comm *bad_wrap(fsdp_comm *real, fault *f) {
-    bad_comm *c = real ? (bad_comm *)calloc(1, sizeof *c) : NULL;
-    if (!c) return NULL;
-    c->real = real;
-    c->fault = f;
-    return (fsdp_comm *)(void *)c;
-}
-static fsdp_status bad_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
-    fsdp_comm *real;
-    fsdp_status status = REAL->open(boot, caps, &real);
-    *out = status ? NULL : bad_wrap(real, (fault *)boot->user);
-    return status;
-}
-static fsdp_status bad_split(fsdp_comm *comm, const fsdp_group *group, fsdp_comm **out) {
-    fsdp_comm *real;
-    if (fires(BAD(comm)->fault, "split", group->name))
-        return BAD(comm)->failed = 1, BAD(comm)->fault->status;
-    fsdp_status status = REAL->split(BAD(comm)->real, group, &real);
-    *out = status ? NULL : bad_wrap(real, BAD(comm)->fault);
-    return status;
-}
-static void bad_close(fsdp_comm *comm) {
-    REAL->close(BAD(comm)->real);
-    free(BAD(comm));
-}
-static fsdp_status bad_run(fsdp_comm *comm, const fsdp_coll *op) {
-    if (fires(BAD(comm)->fault, fsdp_op_name(op->kind), op->what))
-        return BAD(comm)->failed = 1, BAD(comm)->fault->status;
-    return REAL->run(BAD(comm)->real, op);
-}
-static fsdp_status bad_alloc(fsdp_comm *comm, size_t size, void **out) {
-    if (fires(BAD(comm)->fault, "alloc", "")) return BAD(comm)->failed = 1, FSDP_ERR_OUT_OF_MEMORY;
-    return REAL->alloc(BAD(comm)->real, size, out);
-}
-static void bad_free(fsdp_comm *comm, void *ptr, size_t size) {
-    REAL->free(BAD(comm)->real, ptr, size);
-}
-static const char *bad_text(fsdp_comm *comm) {
-    if (!comm) return REAL->error_text(NULL);
-    return BAD(comm)->failed ? BAD(comm)->fault->text : REAL->error_text(BAD(comm)->real);
-}
-static void bad_abort(fsdp_comm *comm, fsdp_status status, const char *why) {
-    REAL->abort(BAD(comm)->real, status, why);
-}
-static fsdp_status bad_poll(fsdp_comm *comm) { return REAL->poll(BAD(comm)->real); }
-
-static fsdp_comm_ops bad_comm_ops(void) {
-    fsdp_comm_ops ops = *REAL;
-    ops.name = "bad";
-    ops.open = bad_open, ops.split = bad_split, ops.close = bad_close, ops.run = bad_run;
-    ops.alloc = bad_alloc, ops.free = bad_free, ops.error_text = bad_text, ops.abort = bad_abort;
-    ops.poll = bad_poll;
-    return ops;
+static fsdp_status bad_comm(lab_guard *guard, const fsdp_group *group, const fsdp_coll *coll) {
+    fault *f = (fault *)(void *)guard;
+    if (coll) return fires(f, fsdp_op_name(coll->kind), coll->what) ? f->status : FSDP_OK;
+    if (group) return fires(f, "split", group->name) ? f->status : FSDP_OK;
+    return fires(f, "alloc", "") ? FSDP_ERR_OUT_OF_MEMORY : FSDP_OK;
 }
 
 typedef struct {
@@ -355,9 +299,8 @@ typedef struct {
 #define DEV(device) ((bad_device *)(void *)(device))
 
 static fsdp_status bad_device_open(const fsdp_boot *boot, fsdp_device **out) {
-    bad_device *d = (bad_device *)calloc(1, sizeof *d);
+    bad_device *d = (bad_device *)lab_zeros(1, sizeof *d);
     fault *f = (fault *)boot->user;
-    CHECK(d != NULL);
     *out = NULL;
     if (fires(f, "open", "") || HOST->open(boot, &d->real)) return free(d), f->status;
     d->fault = f;
@@ -478,7 +421,7 @@ static void broken_rank(int rank, int world, void *arg) {
     broken *b = (broken *)arg;
     life *x = &b->lives[rank];
     fault *f = &b->faults[rank];
-    fsdp_comm_ops comm = bad_comm_ops();
+    fsdp_comm_ops comm = lab_guard_ops();
     fsdp_device_ops device = bad_device_ops();
     snprintf(w_case, sizeof w_case, "%s, operation %lld, rank %d", b->row->name, (long long)b->at,
              rank);
@@ -488,6 +431,7 @@ static void broken_rank(int rank, int world, void *arg) {
     x->size = world;
     f->at = rank == b->row->victim ? b->at : -1;
     f->status = b->row->status;
+    f->guard.before = bad_comm, f->guard.text = f->text;
     x->desc = w_desc(rank, world, world > 1 ? &b->threads : NULL, "broken", b->row->lanes);
     x->desc.timeout_ms = deadline_ms(0);
     x->desc.user = f;
@@ -522,10 +466,9 @@ static void broken_check(const broken *b, const life *x) {
 }
 
 TEST_P(faults, operations, op_rows) {
-    broken *b = (broken *)calloc(1, sizeof *b);
+    broken *b = (broken *)lab_zeros(1, sizeof *b);
     int64_t at;
     int fired = 1;
-    CHECK(b != NULL);
     b->row = row;
     b->threads.size = row->world;
     for (at = -1; at <= 0 || fired; at++) {
@@ -593,8 +536,7 @@ static const struct {
 
 TEST_P(faults, abort, ended_rows) {
     for (int n = 0; n < 5; n++) {
-        ended *e = (ended *)calloc(1, sizeof *e);
-        CHECK(e != NULL);
+        ended *e = (ended *)lab_zeros(1, sizeof *e);
         e->world = e->threads.size = row->world;
         e->lanes = row->lanes;
         e->from_thread = row->from_thread;
@@ -670,8 +612,7 @@ static void reset_rank(int rank, int world, void *arg) {
     int n = 0;
     CALL(NULL, fsdp_init(&d, &w));
     for (int cut = -1; cut < RESET_CALLS; cut++) {
-        life *x = (life *)calloc(1, sizeof *x);
-        CHECK(x != NULL);
+        life *x = (life *)lab_zeros(1, sizeof *x);
         snprintf(w_case, sizeof w_case, "W=%d lanes=%d mixed=%d overwrite=%d, reset after call %d",
                  world, s->lanes, s->mixed, s->overwrite, cut);
         reset_build(x, w, s->mixed, s->overwrite);
@@ -728,19 +669,6 @@ static void keep_log(int level, fsdp_status code, int rank, const char *text, vo
     snprintf(logged, sizeof logged, "%s", text);
     log_lines++;
 }
-
-/* The call is refused, and its text names `word`, in the world's last error. */
-static void refused(const char *file, int line, const char *what, fsdp_world *w, fsdp_status status,
-                    fsdp_status expected, const char *word) {
-    const char *text = fsdp_last_error(w);
-    if (status != expected)
-        h_fail(file, line, what, "%s, expected %s; %s", fsdp_status_name(status),
-               fsdp_status_name(expected), text);
-    if (!strstr(text, word))
-        h_fail(file, line, what, "the text '%s' does not say '%s'", text, word);
-}
-#define REFUSED(w, call, word)            REFUSED_AS(FSDP_ERR_INVALID_ARG, w, call, word)
-#define REFUSED_AS(status, w, call, word) refused(H_HERE(#call), (w), (call), (status), (word))
 
 static fsdp_world *one_rank(w_heap *heap) {
     fsdp_world *w;
@@ -890,17 +818,12 @@ TEST(faults, older_programs) {
         p.shape[0] = 6 + i;
         memcpy(array + (size_t)i * stride, &p, stride - 8);
     }
-    fsdp_unit_desc ud = FSDP_ZERO;
-    ud.params = (fsdp_param_desc *)(void *)array;
-    ud.num_params = 3;
-    CALL(w, fsdp_fully_shard(m, &ud, &u));
+    u = lab_unit(w, m, NULL, (fsdp_param_desc *)(void *)array, 3);
     for (int i = 0; i < 3; i++) {
-        fsdp_param_view v;
-        CALL(w, fsdp_param_view_get(u, i, &v));
+        fsdp_param_view v = lab_view(w, u, i);
         CHECK(v.shape[0] == 6 + i && v.shape[1] == 5 && v.numel == 5 * (6 + i) && v.requires_grad);
     }
-    CALL(w, fsdp_pre_forward(u));
-    CALL(w, fsdp_post_forward(u));
+    lab_forward(w, u);
     CALL(NULL, fsdp_shutdown(w));
 }
 
@@ -1177,6 +1100,7 @@ TEST(faults, null_and_range) {
     CALL(w, fsdp_fully_shard(second, &ud, &stranger));
     REFUSED(w, fsdp_set_requires_gradient_sync(m, stranger, 0), "another model");
     CHECK(fsdp_data(u, 0) == NULL); /* sharded */
+    CHECK_STATUS(fsdp_finalize_backward(m), FSDP_ERR_INVALID_STATE);
     CALL(w, fsdp_pre_forward(u));
     CHECK(fsdp_data(u, 0) != NULL && fsdp_data(u, 1) == NULL && fsdp_data(u, -1) == NULL);
     CHECK(fsdp_grad(u, 0) == NULL && fsdp_grad(u, 7) == NULL);
@@ -1184,7 +1108,7 @@ TEST(faults, null_and_range) {
     CALL(w, fsdp_pre_backward(u));
     CHECK(fsdp_grad(u, 0) != NULL && fsdp_grad(u, 7) == NULL && fsdp_grad(u, -1) == NULL);
     CALL(w, fsdp_post_backward(u));
-    CALL(w, fsdp_finalize_backward(m));
+    CHECK_STATUS(fsdp_finalize_backward(m), FSDP_ERR_INVALID_STATE); /* a gradient in forward */
     CALL(NULL, fsdp_shutdown(w));
     CHECK_EQ_INT(heap.live, 0);
 }

@@ -258,9 +258,8 @@ static void nothing_is_left(const w_heap *heap, const transport *seen) {
 
 static void on_rank(int rank, int world, void *arg) {
     launch *l = (launch *)arg;
-    member *m = (member *)calloc(1, sizeof *m);
+    member *m = (member *)lab_zeros(1, sizeof *m);
     fsdp_caps caps;
-    CHECK(m != NULL);
     mine = &m->seen;
     m->start = l;
     m->boot = boot_of(rank, world, l->row->threads ? &l->threads : NULL, l->job, &m->heap);
@@ -280,8 +279,7 @@ static void on_rank(int rank, int world, void *arg) {
 
 static void run_ranks(const ranks *row, void (*body)(member *), const void *arg, size_t room) {
     static int runs;
-    launch *l = (launch *)calloc(1, sizeof *l);
-    CHECK(l != NULL);
+    launch *l = (launch *)lab_zeros(1, sizeof *l);
     l->row = row, l->body = body, l->arg = arg, l->room = room;
     l->threads.size = row->world;
     snprintf(l->job, sizeof l->job, "gloo-%d-%d", (int)getpid(), runs++);
@@ -806,9 +804,8 @@ TEST(gloo, memory_of_comms_of_all_sizes) {
     transport fake;
     w_heap heap;
     fsdp_boot boot = boot_of(0, 1, NULL, "none", &heap);
-    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)calloc(1, sizeof *c);
-    fsdpi_gloo_world *w = (fsdpi_gloo_world *)calloc(1, sizeof *w);
-    CHECK(c && w);
+    fsdpi_gloo_comm *c = (fsdpi_gloo_comm *)lab_zeros(1, sizeof *c);
+    fsdpi_gloo_world *w = (fsdpi_gloo_world *)lab_zeros(1, sizeof *w);
     mine = &fake;
     for (int size = 2; size <= FSDPI_MAX_SRCS; size += W_SLOW && size > 4 ? 9 : 1) {
         memset(&fake, 0, sizeof fake);
@@ -1097,10 +1094,9 @@ static void check_failure(const trial *t, const failing_call *row) {
 static void fail_everywhere(const failing_call *row, int most) {
     static const int ways[] = {FSDP_GLOO_NO_MEMORY, FSDP_GLOO_INTERNAL, FSDP_GLOO_LOST,
                                FSDP_GLOO_TIMEOUT};
-    trial *list = (trial *)calloc((size_t)(4 * most + 1), sizeof *list);
+    trial *list = (trial *)lab_zeros((size_t)(4 * most + 1), sizeof *list);
     int count = 0, before = descriptors();
     uint64_t dice = h_seed();
-    CHECK(list != NULL);
     run_trials(list, 1, program); /* nothing fails: how often is it called? */
     for (int k = 0; k < TRIO; k++)
         CHECK_MSG(list->rank[k].step == STEPS, "rank %d: %s", k, list->rank[k].text);
@@ -1248,8 +1244,7 @@ static void check_disagreement(const trial *t) {
 }
 TEST_P(gloo, a_disagreement_is_a_mismatch_on_all, fields) {
     enum { WORLDS = 4 };
-    trial *list = (trial *)calloc(WORLDS, sizeof *list);
-    CHECK(list != NULL);
+    trial *list = (trial *)lab_zeros(WORLDS, sizeof *list);
     for (int i = 0; i < WORLDS; i++) {
         list[i].variant = (int)(row - fields);
         list[i].is_large = i & 1;

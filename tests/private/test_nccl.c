@@ -38,26 +38,24 @@ static ncclResult_t noted_window(ncclComm_t comm, void *base, size_t size, ncclW
 #define ncclCommRegister       noted_register
 #define ncclCommWindowRegister noted_window
 #include "library.c"
-#include "lab.h"
+#include "lab_net.h"
 #undef cudaEventQuery
 #undef ncclCommRegister
 #undef ncclCommWindowRegister
 
 enum { UNITS = 4, NUM = 13, ROOM = 1 << 20 };
 
-/* Large enough to be gathered in place, and small; by columns, uneven, empty, frozen, unused. */
-static const struct {
-    int unit;
-    fsdp_dtype dtype;
-    int frozen, unused, ndim, shard_dim;
-    int64_t shape[2];
-} net[NUM] = {{0, FSDP_F32, 0, 0, 2, 0, {96, 50}}, {0, FSDP_F32, 0, 0, 2, 0, {7, 5}},
-              {0, FSDP_F32, 0, 0, 1, 0, {3, 0}},   {0, FSDP_F32, 0, 0, 2, 1, {6, 10}},
-              {1, FSDP_F32, 0, 0, 2, 0, {64, 64}}, {1, FSDP_F32, 1, 0, 2, 0, {72, 60}},
-              {1, FSDP_F32, 0, 1, 1, 0, {9, 0}},   {1, FSDP_F32, 0, 0, 1, 0, {0, 0}},
-              {2, FSDP_F32, 0, 0, 2, 0, {30, 4}},  {2, FSDP_F64, 0, 0, 2, 0, {5, 3}},
-              {2, FSDP_F32, 1, 0, 1, 0, {11, 0}},  {3, FSDP_BF16, 0, 0, 2, 0, {90, 4}},
-              {3, FSDP_BF16, 0, 0, 1, 0, {2, 0}}};
+/* Large enough to be gathered in place, and small; by columns, uneven, empty, frozen. The tag: it is
+   not used. */
+static const lab_param net[NUM] = {
+    {0, NULL, FSDP_F32, 0, 0, 2, 0, {96, 50}}, {0, NULL, FSDP_F32, 0, 0, 2, 0, {7, 5}},
+    {0, NULL, FSDP_F32, 0, 0, 1, 0, {3}},      {0, NULL, FSDP_F32, 0, 0, 2, 1, {6, 10}},
+    {1, NULL, FSDP_F32, 0, 0, 2, 0, {64, 64}}, {1, NULL, FSDP_F32, 0, 1, 2, 0, {72, 60}},
+    {1, NULL, FSDP_F32, 1, 0, 1, 0, {9}},      {1, NULL, FSDP_F32, 0, 0, 1, 0, {0}},
+    {2, NULL, FSDP_F32, 0, 0, 2, 0, {30, 4}},  {2, NULL, FSDP_F64, 0, 0, 2, 0, {5, 3}},
+    {2, NULL, FSDP_F32, 0, 1, 1, 0, {11}},     {3, NULL, FSDP_BF16, 0, 0, 2, 0, {90, 4}},
+    {3, NULL, FSDP_BF16, 0, 0, 1, 0, {2}}};
+static const lab_net the_net = {net, NUM, UNITS};
 
 /* How it is trained. `plain`: sums of 16 bits are rounded before they are scaled, as on backends
    that do not reduce by themselves. `near`: not the host's bits, but this close to them. */
@@ -95,9 +93,7 @@ typedef struct {
     w_heap heap;
     fsdp_world *w;
     fsdp_mesh *mesh;
-    fsdp_model *model;
-    fsdp_unit *unit[UNITS];
-    int index[NUM];
+    lab_built m;
     fsdp_adamw *adamw;
     fsdp_grad_scaler *scaler;
     cudaStream_t stream;
@@ -106,19 +102,6 @@ typedef struct {
     int64_t num_seen;
 } job;
 
-static int64_t numel_of(int p) { return net[p].shape[0] * (net[p].ndim > 1 ? net[p].shape[1] : 1); }
-static double value(int64_t a, int64_t b) {
-    return (double)((a * 7919 + b * 104729 + a * b) % 4001) / 1000 - 2;
-}
-static double get(const void *a, fsdp_dtype dtype, int64_t i) {
-    double x = 0;
-    const char *at = (const char *)a + i * (int64_t)fsdp_dtype_size(dtype);
-    CHECK_OK(fsdp_convert(&x, FSDP_F64, at, dtype, 1));
-    return x;
-}
-static void put(void *a, fsdp_dtype dtype, int64_t i, double x) {
-    CHECK_OK(fsdp_convert((char *)a + i * (int64_t)fsdp_dtype_size(dtype), dtype, &x, FSDP_F64, 1));
-}
 static fsdp_dtype whole_dtype(const job *j, int p) {
     return j->v->param_dtype ? j->v->param_dtype : net[p].dtype;
 }
@@ -145,13 +128,13 @@ static void use_body(const void *params, unsigned block_index) {
         fsdp_stub_touch(u->sum, sizeof *u->sum, !u->grad);
     }
     for (int64_t i = 0; i < u->numel; i++) {
-        double x = get(u->param, u->dtype, i);
+        double x = lab_get(u->param, u->dtype, i);
         if (!u->grad) {
             *u->sum += x;
             continue;
         }
-        double g = u->factor * (x / 8 + *u->sum / 64 + value(u->seed, i));
-        put(u->grad, u->dtype, i, u->adds ? get(u->grad, u->dtype, i) + g : g);
+        double g = u->factor * (x / 8 + *u->sum / 64 + lab_value(u->seed, i));
+        lab_put(u->grad, u->dtype, i, u->adds ? lab_get(u->grad, u->dtype, i) + g : g);
     }
 }
 
@@ -170,12 +153,6 @@ static void run(job *j, void (*body)(const void *params, unsigned block_index), 
 
 /* ---- a training ------------------------------------------------------------------------------ */
 
-static void fill_rows(void *user, const fsdp_param_view *block) {
-    (void)user;
-    for (int64_t k = 0; k < block->numel; k++)
-        put(block->data, block->dtype, k, value(block->ordinal, fsdp_view_index(block, k)));
-}
-
 static fsdp_status open_world(job *j, const char *name, int timeout_ms) {
     static fsdp_comm_ops plain;
     fsdp_world_desc d = w_desc(j->rank, j->world, NULL, w_job(name), 0);
@@ -187,42 +164,25 @@ static fsdp_status open_world(job *j, const char *name, int timeout_ms) {
     return fsdp_init(&d, &j->w);
 }
 
-static fsdp_status make_unit(job *j, int u) {
-    fsdp_param_desc d[NUM];
-    fsdp_unit_desc ud = FSDP_ZERO;
-    memset(d, 0, sizeof d);
-    for (int p = 0; p < NUM; p++) {
-        if (net[p].unit != u) continue;
-        fsdp_param_desc *to = &d[ud.num_params];
-        j->index[p] = ud.num_params++;
-        to->dtype = net[p].dtype, to->ndim = net[p].ndim, to->frozen = net[p].frozen;
-        to->shard_dim = net[p].shard_dim;
-        memcpy(to->shape, net[p].shape, sizeof net[p].shape);
-    }
-    ud.params = d;
-    return fsdp_fully_shard(j->model, &ud, &j->unit[u]);
-}
-
 static fsdp_status make_model(job *j) {
-    static const int32_t shape[2] = {2, 2};
     fsdp_mesh_desc mesh = FSDP_ZERO;
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_status status = FSDP_OK;
-    mesh.ndim = 2;
-    memcpy(mesh.shape, shape, sizeof shape);
+    mesh.ndim = 2, mesh.shape[0] = mesh.shape[1] = 2;
     mesh.names[0] = "replicate", mesh.names[1] = "shard";
     if (j->v->hsdp) status = fsdp_mesh_create(j->w, &mesh, &j->mesh);
     md.mesh = j->mesh;
     md.param_dtype = j->v->param_dtype, md.reduce_dtype = j->v->reduce_dtype;
     md.direct_min = j->v->direct_min, md.reshard_after_forward = j->v->reshard;
     md.cpu_offload = j->v->offload, md.grads_overwrite = j->v->overwrite;
-    if (!status) status = fsdp_model_create(j->w, &md, &j->model);
-    for (int u = 0; u < UNITS && !status; u++) status = make_unit(j, u);
-    if (!status) status = fsdp_init_params(j->model, fill_rows, NULL);
+    if (!status) status = fsdp_model_create(j->w, &md, &j->m.model);
+    lab_begin(&j->m, &the_net, j->w);
+    if (!status) status = lab_try_units(&j->m);
+    if (!status) status = fsdp_init_params(j->m.model, lab_fill, NULL);
     for (int u = 0; u + 1 < UNITS && j->v->prefetch && !status; u++)
-        status = fsdp_set_modules_to_forward_prefetch(j->unit[u], &j->unit[u + 1], 1);
-    if (!status) status = fsdp_adamw_create(j->model, NULL, &j->adamw);
-    if (!status && j->v->scaler) status = fsdp_grad_scaler_create(j->model, NULL, &j->scaler);
+        status = fsdp_set_modules_to_forward_prefetch(j->m.unit[u], &j->m.unit[u + 1], 1);
+    if (!status) status = fsdp_adamw_create(j->m.model, NULL, &j->adamw);
+    if (!status && j->v->scaler) status = fsdp_grad_scaler_create(j->m.model, NULL, &j->scaler);
     return status;
 }
 
@@ -232,19 +192,19 @@ static fsdp_status forward(job *j) {
         use all = FSDP_ZERO;
         all.sum = &j->sums[u];
         all.on_device = j->native;
-        fsdp_status status = fsdp_pre_forward(j->unit[u]);
+        fsdp_status status = fsdp_pre_forward(j->m.unit[u]);
         if (status) return status;
         run(j, zero_body, &all);
         for (int p = 0; p < NUM; p++) {
             if (net[p].unit != u) continue;
             use one = all;
             one.dtype = whole_dtype(j, p);
-            one.numel = numel_of(p);
-            one.param = fsdp_data(j->unit[u], j->index[p]);
+            one.numel = lab_numel_of(&the_net, p);
+            one.param = fsdp_data(j->m.unit[u], j->m.index[p]);
             W_CHECK(one.param != NULL, "%s", fsdp_last_error(j->w));
             if (one.numel) run(j, use_body, &one);
         }
-        status = fsdp_post_forward(j->unit[u]);
+        status = fsdp_post_forward(j->m.unit[u]);
         if (status) return status;
     }
     return FSDP_OK;
@@ -252,27 +212,27 @@ static fsdp_status forward(job *j) {
 
 static fsdp_status backward(job *j, int step, int micro, double factor) {
     for (int u = UNITS - 1; u >= 0; u--) {
-        fsdp_status status = fsdp_pre_backward(j->unit[u]);
+        fsdp_status status = fsdp_pre_backward(j->m.unit[u]);
         if (status) return status;
         for (int p = 0; p < NUM; p++) {
             use one = FSDP_ZERO;
-            if (net[p].unit != u || net[p].frozen || (net[p].unused && !j->everything)) continue;
+            if (net[p].unit != u || net[p].frozen || (net[p].tag && !j->everything)) continue;
             one.sum = &j->sums[u];
             one.on_device = j->native;
             one.factor = factor;
             one.dtype = whole_dtype(j, p);
-            one.numel = numel_of(p);
+            one.numel = lab_numel_of(&the_net, p);
             one.seed = 1000 * step + 100 * micro + 17 * j->rank + p;
             one.adds = !j->v->overwrite;
-            one.param = fsdp_data(j->unit[u], j->index[p]);
-            one.grad = fsdp_grad(j->unit[u], j->index[p]);
+            one.param = fsdp_data(j->m.unit[u], j->m.index[p]);
+            one.grad = fsdp_grad(j->m.unit[u], j->m.index[p]);
             W_CHECK(one.param && one.grad, "%s", fsdp_last_error(j->w));
             if (one.numel) run(j, use_body, &one);
         }
-        status = fsdp_post_backward(j->unit[u]);
+        status = fsdp_post_backward(j->m.unit[u]);
         if (status) return status;
     }
-    return fsdp_finalize_backward(j->model);
+    return fsdp_finalize_backward(j->m.model);
 }
 
 static fsdp_status micro_steps(job *j, int step) {
@@ -281,7 +241,7 @@ static fsdp_status micro_steps(job *j, int step) {
     if (j->scaler) factor *= fsdp_grad_scaler_scale(j->scaler) / 65536;
     if (j->scaler && step == 1) factor = 1e30; /* infinite in f16 */
     for (int m = 0; m < j->v->micros && !status; m++) {
-        status = fsdp_set_requires_gradient_sync(j->model, NULL, m + 1 == j->v->micros);
+        status = fsdp_set_requires_gradient_sync(j->m.model, NULL, m + 1 == j->v->micros);
         if (!status) status = forward(j);
         if (!status) status = backward(j, step, m, factor);
     }
@@ -297,11 +257,11 @@ static fsdp_status update(job *j) {
         found = fsdp_grad_scaler_found_inf(j->scaler);
     }
     if (j->v->clip > 0 && !status)
-        status = fsdp_clip_grad_norm(j->model, j->v->clip, j->seen ? &norm : NULL);
+        status = fsdp_clip_grad_norm(j->m.model, j->v->clip, j->seen ? &norm : NULL);
     if (j->seen) j->seen[j->num_seen++] = norm;
     if (!status && !found) status = fsdp_adamw_step(j->adamw, 0.01);
     if (!status && j->scaler) status = fsdp_grad_scaler_update(j->scaler);
-    return status ? status : fsdp_zero_grad(j->model);
+    return status ? status : fsdp_zero_grad(j->m.model);
 }
 
 static fsdp_status train_step(job *j, int step) {
@@ -313,21 +273,22 @@ static fsdp_status train_step(job *j, int step) {
 static void look(job *j, int grads) {
     char whole[32768];
     for (int p = 0; p < NUM; p++) {
-        fsdp_unit *u = j->unit[net[p].unit];
+        fsdp_unit *u = j->m.unit[net[p].unit];
         if (grads && net[p].frozen) continue;
-        CHECK(j->num_seen + numel_of(p) < ROOM);
-        CHECK(numel_of(p) * (int64_t)fsdp_dtype_size(net[p].dtype) <= (int64_t)sizeof whole);
-        CALL(j->w, grads ? fsdp_param_full_grad(u, j->index[p], whole)
-                         : fsdp_param_full(u, j->index[p], whole));
-        for (int64_t i = 0; i < numel_of(p); i++)
-            j->seen[j->num_seen++] = get(whole, net[p].dtype, i);
+        CHECK(j->num_seen + lab_numel_of(&the_net, p) < ROOM);
+        CHECK(lab_numel_of(&the_net, p) * (int64_t)fsdp_dtype_size(net[p].dtype) <=
+              (int64_t)sizeof whole);
+        CALL(j->w, grads ? fsdp_param_full_grad(u, j->m.index[p], whole)
+                         : fsdp_param_full(u, j->m.index[p], whole));
+        for (int64_t i = 0; i < lab_numel_of(&the_net, p); i++)
+            j->seen[j->num_seen++] = lab_get(whole, net[p].dtype, i);
     }
 }
 
 static void load_one(job *j) {
     float whole[7 * 5];
-    for (int i = 0; i < 7 * 5; i++) whole[i] = (float)value(50, i);
-    CALL(j->w, fsdp_param_load(j->unit[0], j->index[1], whole));
+    for (int i = 0; i < 7 * 5; i++) whole[i] = (float)lab_value(50, i);
+    CALL(j->w, fsdp_param_load(j->m.unit[0], j->m.index[1], whole));
 }
 
 static void begin(job *j, const variant *v, int rank, int world, int native) {
@@ -373,15 +334,14 @@ static void finish(job *j) {
 static void check_on_device(job *j) {
     struct cudaPointerAttributes at;
     fsdp_flat flat;
-    CALL(j->w, fsdp_model_flat(j->model, FSDP_F32, &flat));
+    CALL(j->w, fsdp_model_flat(j->m.model, FSDP_F32, &flat));
     CHECK_EQ_INT(cudaPointerGetAttributes(&at, flat.shards), 0);
     CHECK_EQ_INT(at.type, j->v->offload ? cudaMemoryTypeHost : cudaMemoryTypeDevice);
 }
 
 static void train(job *j, const variant *v, int rank, int world, int native) {
     start(j, v, rank, world, native);
-    j->seen = (double *)calloc(ROOM, sizeof *j->seen);
-    CHECK(j->seen != NULL);
+    j->seen = (double *)lab_zeros(ROOM, sizeof *j->seen);
     load_one(j);
     if (native) check_on_device(j);
     for (int step = 0; step < 3; step++) {
@@ -538,20 +498,20 @@ static fsdp_status make_one_unit(job *j, int direct, int packed, int64_t rows, f
     md.param_dtype = dtype;
     ud.params = d;
     ud.num_params = direct + packed;
-    fsdp_status status = fsdp_model_create(j->w, &md, &j->model);
-    if (!status) status = fsdp_fully_shard(j->model, &ud, &j->unit[0]);
-    return status ? status : fsdp_init_params(j->model, fill_rows, NULL);
+    fsdp_status status = fsdp_model_create(j->w, &md, &j->m.model);
+    if (!status) status = fsdp_fully_shard(j->m.model, &ud, &j->m.unit[0]);
+    return status ? status : fsdp_init_params(j->m.model, lab_fill, NULL);
 }
 
 /* One step of a unit alone: its gradients are what the device has in them. */
 static fsdp_status one_unit_step(job *j, int count) {
-    fsdp_status status = fsdp_pre_forward(j->unit[0]);
-    if (!status) status = fsdp_post_forward(j->unit[0]);
-    if (!status) status = fsdp_pre_backward(j->unit[0]);
-    for (int i = 0; i < count && !status; i++) CHECK(fsdp_grad(j->unit[0], i) != NULL);
-    if (!status) status = fsdp_post_backward(j->unit[0]);
-    if (!status) status = fsdp_finalize_backward(j->model);
-    return status ? status : fsdp_zero_grad(j->model);
+    fsdp_status status = fsdp_pre_forward(j->m.unit[0]);
+    if (!status) status = fsdp_post_forward(j->m.unit[0]);
+    if (!status) status = fsdp_pre_backward(j->m.unit[0]);
+    for (int i = 0; i < count && !status; i++) CHECK(fsdp_grad(j->m.unit[0], i) != NULL);
+    if (!status) status = fsdp_post_backward(j->m.unit[0]);
+    if (!status) status = fsdp_finalize_backward(j->m.model);
+    return status ? status : fsdp_zero_grad(j->m.model);
 }
 
 static void open_plainly(job *j, int rank, int world, const char *name) {
@@ -570,9 +530,9 @@ static void gather(int rank, int world, void *arg) {
     open_plainly(&j, rank, world, units[row].name);
     CALL(j.w, make_one_unit(&j, direct, packed, 64, units[row].param_dtype));
     for (int step = 0; step < 2; step++) CALL(j.w, one_unit_step(&j, direct + packed));
-    CALL(j.w, fsdp_attach(j.model, &watcher));
+    CALL(j.w, fsdp_attach(j.m.model, &watcher));
     stub_count_reset();
-    CALL(j.w, fsdp_pre_forward(j.unit[0]));
+    CALL(j.w, fsdp_pre_forward(j.m.unit[0]));
     CHECK_EQ_INT(stub_count("ncclGroupStart"), 1);
     CHECK_EQ_INT(stub_count("ncclAllGather"), direct + (packed > 0));
     CHECK_EQ_INT(stub_count("launch"), units[row].launches);
@@ -580,8 +540,8 @@ static void gather(int rank, int world, void *arg) {
     CHECK_EQ_INT(copies_out, units[row].copies_out);
     CHECK_EQ_INT(gathers, 1);
     CHECK_EQ_INT(gathers_in_place, units[row].param_dtype != 0);
-    CALL(j.w, fsdp_post_forward(j.unit[0]));
-    CALL(j.w, fsdp_model_reset(j.model));
+    CALL(j.w, fsdp_post_forward(j.m.unit[0]));
+    CALL(j.w, fsdp_model_reset(j.m.model));
     finish(&j);
 }
 
@@ -615,12 +575,12 @@ static void times(int rank, int world, void *arg) {
     watcher.user = &t;
     CALL(j.w, make_one_unit(&j, 2, 2, 64, FSDP_BF16));
     CALL(j.w, one_unit_step(&j, 4));
-    CALL(j.w, fsdp_model_counters(j.model, &before));
-    CALL(j.w, fsdp_attach(j.model, &watcher));
+    CALL(j.w, fsdp_model_counters(j.m.model, &before));
+    CALL(j.w, fsdp_attach(j.m.model, &watcher));
     for (int step = 0; step < 40; step++) CALL(j.w, one_unit_step(&j, 4));
-    CALL(j.w, fsdp_wait_stream(j.model, -1));
-    CALL(j.w, fsdp_model_counters(j.model, &after));
-    CALL(j.w, fsdp_detach(j.model, &watcher));
+    CALL(j.w, fsdp_wait_stream(j.m.model, -1));
+    CALL(j.w, fsdp_model_counters(j.m.model, &after));
+    CALL(j.w, fsdp_detach(j.m.model, &watcher));
     W_CHECK(t.bad == 0, "%d of wrong order", t.bad);
     for (int kind = 0; kind < FSDP_OP_USE; kind++)
         W_CHECK(t.told[kind] == after.calls[kind] - before.calls[kind], "%llu %s of %llu",
@@ -656,7 +616,7 @@ static void end_by_failure(job *j, int rank) {
     usleep(100000); /* no rank is in a call */
     if (rank == 0) fsdp_abort(j->w, "enough");
     int64_t start = h_calm_ms();
-    while (!fsdp_zero_grad(j->model) && !fsdp_barrier(j->w)) CHECK(h_calm_ms() - start < 3000);
+    while (!fsdp_zero_grad(j->m.model) && !fsdp_barrier(j->w)) CHECK(h_calm_ms() - start < 3000);
     CHECK_STATUS(fsdp_shutdown(j->w), FSDP_ERR_ABORTED);
     CHECK_EQ_INT(cudaFree(j->sums), 0);
     check_nothing_live();
@@ -682,13 +642,14 @@ static void registered(int rank, int world, void *arg) {
     CHECK_EQ_INT(num_noted, used);
     CHECK_EQ_INT(stub_live(STUB_REGISTRATIONS), kind == BUFFERS ? used : 0);
     CHECK_EQ_INT(stub_live(STUB_WINDOWS), kind == WINDOWS ? used : 0);
-    CALL(j.w, fsdp_param_full(j.unit[0], 1, whole));
-    for (int i = 0; i < 18; i++) CHECK_NEAR(whole[i], (float)value(1, i), 0);
+    CALL(j.w, fsdp_param_full(j.m.unit[0], 1, whole));
+    for (int i = 0; i < 18; i++) CHECK_NEAR(whole[i], (float)lab_value(1, i), 0);
     if (registers[row].fails) {
         end_by_failure(&j, rank);
         return;
     }
-    fsdp_model_destroy(j.model); /* memory that is registered must not be freed: the stub aborts */
+    fsdp_model_destroy(
+        j.m.model); /* memory that is registered must not be freed: the stub aborts */
     CHECK_EQ_INT(stub_live(STUB_REGISTRATIONS) + stub_live(STUB_WINDOWS), 0);
     finish(&j);
     CHECK_EQ_INT(stub_count("ncclMemAlloc"), stub_count("ncclMemFree"));
@@ -709,7 +670,7 @@ static void kept(int rank, int world, void *arg) {
     stub_set(STUB_KEEPS, 1);
     int64_t start = h_calm_ms();
     if (*(int *)arg) {
-        fsdp_model_destroy(j.model);
+        fsdp_model_destroy(j.m.model);
         CHECK_STATUS(fsdp_barrier(j.w), FSDP_ERR_TIMEOUT); /* memory is not to be had any more */
         CHECK_MSG(strstr(fsdp_last_error(j.w), "ending a registration"), "%s",
                   fsdp_last_error(j.w));
@@ -810,7 +771,7 @@ static void never_done(int rank, int world, void *arg) {
         CALL(j.w, fsdp_barrier(j.w));
         stub_set(STUB_PROGRESS, 1000000000);
         start = h_now_ms(), calm = h_calm_ms();
-        status = where == 1 ? fsdp_mesh_create(j.w, &desc, &mesh) : fsdp_pre_forward(j.unit[0]);
+        status = where == 1 ? fsdp_mesh_create(j.w, &desc, &mesh) : fsdp_pre_forward(j.m.unit[0]);
     }
     int64_t took = h_now_ms() - start, took_calm = h_calm_ms() - calm;
     W_CHECK(status == FSDP_ERR_TIMEOUT, "%s: %s", fsdp_status_name(status), fsdp_last_error(j.w));
@@ -888,10 +849,10 @@ static void leave_out(int rank, int world, void *arg) {
     for (int step = 0; step < 3; step++) CALL(j.w, train_step(&j, step));
     memset(&log, 0, sizeof log);
     log.from = stub_waits();
-    CALL(j.w, fsdp_attach(j.model, &watcher));
+    CALL(j.w, fsdp_attach(j.m.model, &watcher));
     CALL(j.w, train_step(&j, 3));
     note_waits(&log);
-    CALL(j.w, fsdp_detach(j.model, &watcher));
+    CALL(j.w, fsdp_detach(j.m.model, &watcher));
     W_CHECK(stub_races() == 0, "%s", stub_race_text());
     for (int nth = 1; nth <= log.count; nth++) {
         int64_t races = stub_races();
@@ -1116,7 +1077,7 @@ static void never_filled(int rank, int world, void *arg) {
     CALL(j.w, fsdp_barrier(j.w));
     CHECK_EQ_INT(fsdp_stub_launch(wait_at_gate, &first, sizeof first, 1, setup), 0);
     int64_t start = h_now_ms(), calm = h_calm_ms();
-    if (of_device) status = fsdp_adamw_create(j.model, NULL, &j.adamw);
+    if (of_device) status = fsdp_adamw_create(j.m.model, NULL, &j.adamw);
     else status = make_one_unit(&j, 1, 0, 64, 0);
     if (!of_device && !status) status = one_unit_step(&j, 1);
     CHECK_STATUS(status, FSDP_ERR_TIMEOUT);
@@ -1125,7 +1086,7 @@ static void never_filled(int rank, int world, void *arg) {
     const char *text = fsdp_last_error(j.w);
     CHECK_MSG(strstr(text, "has not finished in time"), "%s", text);
     CHECK_OK(fsdpi_cuda_alloc(j.w->device, FSDP_MEMORY_DEVICE, 100, &ptr));
-    CHECK(ptr && fsdp_data(j.unit[0], 0));
+    CHECK(ptr && fsdp_data(j.m.unit[0], 0));
     calm = h_calm_ms();
     (void)fsdp_shutdown(j.w);
     CHECK(h_calm_ms() - calm < 3000);
@@ -1154,7 +1115,7 @@ static void inside_cuda(int rank, int world, void *arg) {
     if (rank == world - 1) { /* does not come */
         while (!fsdpi_backend_poll(j.w) && h_calm_ms() - calm < 6000) usleep(5000);
     } else {
-        status = fsdp_pre_forward(j.unit[0]);
+        status = fsdp_pre_forward(j.m.unit[0]);
         if (!status && (alone || rank == 0)) CHECK_EQ_INT(cudaFree(mine), 0);
         while (!status && !fsdpi_backend_poll(j.w) && h_calm_ms() - calm < 6000) usleep(5000);
     }
@@ -1326,7 +1287,7 @@ static fsdp_status life(job *j, const char *name, char text[1024], int *opened) 
     *opened = j->w != NULL;
     if (!status) status = make_model(j);
     for (int step = 0; step < 2 && !status; step++) status = train_step(j, step);
-    fsdp_model_destroy(status ? NULL : j->model);
+    fsdp_model_destroy(status ? NULL : j->m.model);
     if (!status) status = make_one_unit(j, 1, 1, 16384, 0);
     if (!status) status = one_unit_step(j, 2);
     if (!status) status = fsdp_barrier(j->w);

@@ -6,20 +6,9 @@
 #include "golden.h"
 #include <math.h> /* sqrt, pow */
 #include "library.c"
-#include "lab.h"
+#include "lab_net.h"
 
 enum { MOST = 1100 }; /* elements: more than two of the kernels' blocks */
-
-static uint32_t bits32(float x) {
-    uint32_t u;
-    memcpy(&u, &x, sizeof u);
-    return u;
-}
-static uint64_t bits64(double x) {
-    uint64_t u;
-    memcpy(&u, &x, sizeof u);
-    return u;
-}
 
 /* ---- PyTorch's numbers ----------------------------------------------------------------------- */
 
@@ -31,12 +20,6 @@ typedef struct {
     uint64_t seed;
     float *p, *g, *m, *v;
 } run;
-
-static float *floats(int64_t numel) {
-    float *a = (float *)calloc((size_t)numel + 1, sizeof *a);
-    CHECK(a != NULL);
-    return a;
-}
 
 static void read_opt(run *r, golden *g) {
     const char *kind = golden_word(g);
@@ -55,8 +38,8 @@ static void read_opt(run *r, golden *g) {
 static void read_tensor(run *r, golden *g) {
     r->numel = golden_int(g), r->seed = golden_seed(g);
     CHECK(r->numel >= 0);
-    r->p = floats(r->numel), r->g = floats(r->numel), r->m = floats(r->numel),
-    r->v = floats(r->numel);
+    float **all[] = {&r->p, &r->g, &r->m, &r->v};
+    for (int i = 0; i < 4; i++) *all[i] = (float *)lab_zeros((size_t)r->numel, sizeof(float));
     golden_fill(r->p, r->seed, r->numel, 2);
 }
 
@@ -169,7 +152,8 @@ TEST_P(optim, adamw_vectors, vectors) {
         fsdp_adamw_update(p, row->g[t], m, v, 4, &h);
     }
     for (int i = 0; i < 4; i++)
-        CHECK_MSG(bits32(p[i]) == row->want[i], "%d: %a, 0x%08x", i, (double)p[i], bits32(p[i]));
+        CHECK_MSG(lab_bits32(p[i]) == row->want[i], "%d: %a, 0x%08x", i, (double)p[i],
+                  lab_bits32(p[i]));
 }
 
 /* ---- kernels against a slow model ------------------------------------------------------------ */
@@ -225,18 +209,6 @@ static void slow_sgd(int w, double *p, double g, double *b, const volatile fsdp_
     *p = add(w, *p, mul(w, round_to(w, -h->lr), d));
 }
 
-static double get(const void *a, fsdp_dtype dtype, int64_t i) {
-    double x;
-    CHECK_OK(fsdp_convert(&x, FSDP_F64, (const char *)a + i * (int64_t)fsdp_dtype_size(dtype),
-                          dtype, 1));
-    return x;
-}
-static void put(void *a, fsdp_dtype dtype, int64_t i, double x) {
-    CHECK_OK(fsdp_convert((char *)a + i * (int64_t)fsdp_dtype_size(dtype), dtype, &x, FSDP_F64, 1));
-}
-
-static double uniform(uint64_t *rng) { return (double)(h_rand64(rng) >> 11) / 9007199254740992.0; }
-
 static const struct {
     const char *name;
     fsdp_dtype dtype;
@@ -256,26 +228,26 @@ TEST_P(optim, kernels, dtypes) {
         int64_t count = n < 40 ? n : 1 + (int64_t)(h_rand64(&rng) % (MOST - 1)),
                 size = (int64_t)fsdp_dtype_size(dtype);
         fsdp_adamw_hyper a = {
-            uniform(&rng) * 0.1, uniform(&rng), 0.5 + uniform(&rng) / 2, 1e-8, 0, 0};
-        fsdp_sgd_hyper s = {uniform(&rng) * 0.1, 0, 0, 0, 0, 0, 0};
+            lab_uniform(&rng) * 0.1, lab_uniform(&rng), 0.5 + lab_uniform(&rng) / 2, 1e-8, 0, 0};
+        fsdp_sgd_hyper s = {lab_uniform(&rng) * 0.1, 0, 0, 0, 0, 0, 0};
         int sgd = n % 2;
         fsdp_dtype grad = n % 8 < 4 ? dtype : dtypes[n / 8 % 4].dtype;
-        if (n % 3) a.weight_decay = s.weight_decay = uniform(&rng);
-        if (n % 5) s.momentum = uniform(&rng);
-        if (n % 7 < 3) s.dampening = uniform(&rng);
+        if (n % 3) a.weight_decay = s.weight_decay = lab_uniform(&rng);
+        if (n % 5) s.momentum = lab_uniform(&rng);
+        if (n % 7 < 3) s.dampening = lab_uniform(&rng);
         s.nesterov = n % 4 > 1;
         memset(m, 0, sizeof m), memset(v, 0, sizeof v), memset(p_, 0x77, sizeof p_);
         memset(slow_m, 0, sizeof slow_m), memset(slow_v, 0, sizeof slow_v);
-        for (int64_t i = 0; i < count; i++) put(p, dtype, i, uniform(&rng) * 4 - 2);
+        for (int64_t i = 0; i < count; i++) lab_put(p, dtype, i, lab_uniform(&rng) * 4 - 2);
         memcpy(want, p, sizeof want);
         for (int t = 1; t <= 3; t++) {
             a.step = s.step = t;
             for (int64_t i = 0; i < count; i++) {
-                put(g, grad, i, (uniform(&rng) - 0.5) / (double)(1 + h_rand64(&rng) % 100));
-                double x = get(want, dtype, i), y = round_to(w, get(g, grad, i));
+                lab_put(g, grad, i, (lab_uniform(&rng) - 0.5) / (double)(1 + h_rand64(&rng) % 100));
+                double x = lab_get(want, dtype, i), y = round_to(w, lab_get(g, grad, i));
                 if (sgd) slow_sgd(w, &x, y, &slow_m[i], &s);
                 else slow_adamw(w, &x, y, &slow_m[i], &slow_v[i], &a);
-                put(want, dtype, i, x);
+                lab_put(want, dtype, i, x);
             }
             fsdp_dtype given = n % 8 < 4 ? FSDP_DTYPE_KEEP : grad;
             if (sgd)
@@ -284,8 +256,8 @@ TEST_P(optim, kernels, dtypes) {
             else CHECK_OK(fsdp_adamw_update_as(dtype, p, given, g, m, v, count, &a));
             CHECK_EQ_MEM(p, want, (size_t)(count * size));
             for (int64_t i = 0; i < count; i++) {
-                CHECK(bits64(get(m, state, i)) == bits64(slow_m[i]));
-                CHECK(bits64(get(v, state, i)) == bits64(slow_v[i]));
+                CHECK(lab_bits(lab_get(m, state, i)) == lab_bits(slow_m[i]));
+                CHECK(lab_bits(lab_get(v, state, i)) == lab_bits(slow_v[i]));
             }
             elements += count;
         }
@@ -325,50 +297,24 @@ TEST(optim, kernels_refuse) {
 
 /* ---- models ---------------------------------------------------------------------------------- */
 
-
 enum { NUM = 13, UNITS = 4, STEPS = 6, BIG = 256 };
 
-/* Uneven, empty on some ranks, without elements, sharded by columns, direct with direct_min 1. */
-static const struct {
-    int unit;
-    const char *name;
-    fsdp_dtype dtype;
-    int group, frozen, ndim, shard_dim;
-    int64_t shape[2];
-} net[NUM] = {{0, "a.w", FSDP_F32, 0, 0, 2, 0, {7, 5}},  {0, "a.b", FSDP_F32, 1, 0, 1, 0, {3, 0}},
-              {0, "a.f", FSDP_F32, 0, 1, 2, 0, {4, 4}},  {0, "a.z", FSDP_F32, 0, 0, 1, 0, {0, 0}},
-              {0, "a.k", FSDP_F32, 0, 0, 2, 1, {6, 10}}, {1, "b.w", FSDP_F32, 0, 0, 2, 0, {32, 8}},
-              {1, "b.b", FSDP_F32, 1, 0, 1, 0, {16, 0}}, {1, "b.x", FSDP_F32, -1, 0, 1, 0, {5, 0}},
-              {1, "b.v", FSDP_F32, 2, 0, 2, 0, {16, 4}}, {2, "c.w", FSDP_F64, 0, 0, 2, 0, {5, 3}},
-              {2, "c.b", FSDP_F64, 1, 0, 1, 0, {9, 0}},  {3, "d.w", FSDP_BF16, 0, 0, 2, 0, {9, 4}},
-              {3, "d.b", FSDP_BF16, 1, 0, 1, 0, {2, 0}}};
-
-static const struct {
-    const char *name;
-    int sgd, grouped;
-    double beta1, momentum, dampening, weight_decay;
-    int nesterov;
-} kinds[] = {{"adamw", 0, 0, 0, 0, 0, 0, 0},
-             {"adamw_groups", 0, 1, 0.3, 0, 0, 0.1, 0},
-             {"sgd", 1, 0, 0, 0, 0, 0, 0},
-             {"sgd_groups", 1, 1, 0, 0.9, 0.25, 0.1, 0},
-             {"sgd_nesterov", 1, 1, 0, 0.5, 0, 0, 1}};
-
-static const fsdp_optim_group groups[3] = {{1, FSDP_OPTIM_SAME}, {2, 0}, {0, 0.5}};
+/* Uneven, empty on some ranks, without elements, sharded by columns, direct with direct_min 1. The
+   tag is the group. */
+static const lab_param net[NUM] = {
+    {0, "a.w", FSDP_F32, 0, 0, 2, 0, {7, 5}},  {0, "a.b", FSDP_F32, 1, 0, 1, 0, {3}},
+    {0, "a.f", FSDP_F32, 0, 1, 2, 0, {4, 4}},  {0, "a.z", FSDP_F32, 0, 0, 1, 0, {0}},
+    {0, "a.k", FSDP_F32, 0, 0, 2, 1, {6, 10}}, {1, "b.w", FSDP_F32, 0, 0, 2, 0, {32, 8}},
+    {1, "b.b", FSDP_F32, 1, 0, 1, 0, {16}},    {1, "b.x", FSDP_F32, -1, 0, 1, 0, {5}},
+    {1, "b.v", FSDP_F32, 2, 0, 2, 0, {16, 4}}, {2, "c.w", FSDP_F64, 0, 0, 2, 0, {5, 3}},
+    {2, "c.b", FSDP_F64, 1, 0, 1, 0, {9}},     {3, "d.w", FSDP_BF16, 0, 0, 2, 0, {9, 4}},
+    {3, "d.b", FSDP_BF16, 1, 0, 1, 0, {2}}};
+static const lab_net the_net = {net, NUM, UNITS};
 
 /* Which ranks use parameter p in a step. */
 static int uses(int step, int p, int rank) {
     if (p % 4 == 1) return rank == 0;
     return (step + p) % 3 != 0 || p == 9;
-}
-static int64_t numel_of(int p) { return net[p].shape[0] * (net[p].ndim > 1 ? net[p].shape[1] : 1); }
-
-static int group_of(void *user, const fsdp_param_view *v) {
-    CHECK(user == (const void *)net && v->requires_grad);
-    for (int p = 0; p < NUM; p++)
-        if (!strcmp(net[p].name, v->name)) return net[p].group;
-    CHECK(0);
-    return 0;
 }
 
 typedef struct { /* one rank's test */
@@ -376,20 +322,18 @@ typedef struct { /* one rank's test */
     fsdp_dtype grad_dtype;
     int64_t direct_min;
     fsdp_world *w;
-    fsdp_model *model;
-    fsdp_unit *unit[UNITS];
-    int index[NUM], updates[NUM], frozen[NUM], known[NUM]; /* known: was trainable once */
-    fsdp_adamw *adamw;
-    fsdp_sgd *sgd;
+    lab_built m;
+    int updates[NUM], known[NUM]; /* known: was trainable once */
+    lab_optim o;
     w_heap *heap;
-    double full[NUM][BIG], m[NUM][BIG], v[NUM][BIG]; /* what has to come out: any dtype */
+    double full[NUM][BIG], first[NUM][BIG], second[NUM][BIG]; /* what has to come out: any dtype */
 } job;
 
 static void fill_rows(void *user, const fsdp_param_view *block) {
     (void)user;
     for (int64_t k = 0; k < block->numel; k++)
-        put(block->data, block->dtype, k,
-            golden_value((uint64_t)block->ordinal, (uint64_t)fsdp_view_index(block, k), 2));
+        lab_put(block->data, block->dtype, k,
+                golden_value((uint64_t)block->ordinal, (uint64_t)fsdp_view_index(block, k), 2));
 }
 
 static void make_model(job *j) {
@@ -397,112 +341,74 @@ static void make_model(job *j) {
     md.direct_min = j->direct_min;
     md.grad_dtype = j->grad_dtype;
     md.cpu_offload = j->offload;
-    CALL(j->w, fsdp_model_create(j->w, &md, &j->model));
-    for (int p = 0; p < NUM; p++) j->known[p] = !(j->frozen[p] = net[p].frozen);
-    for (int u = 0; u < UNITS; u++) {
-        fsdp_param_desc d[NUM];
-        fsdp_unit_desc ud = FSDP_ZERO;
-        memset(d, 0, sizeof d);
-        for (int p = 0; p < NUM; p++) {
-            if (net[p].unit != u) continue;
-            j->index[p] = ud.num_params;
-            fsdp_param_desc *to = &d[ud.num_params++];
-            to->name = net[p].name, to->dtype = net[p].dtype, to->ndim = net[p].ndim;
-            to->frozen = net[p].frozen, to->shard_dim = net[p].shard_dim;
-            memcpy(to->shape, net[p].shape, sizeof net[p].shape);
-        }
-        ud.params = d;
-        CALL(j->w, fsdp_fully_shard(j->model, &ud, &j->unit[u]));
-    }
-    CALL(j->w, fsdp_init_params(j->model, fill_rows, NULL));
+    lab_build(&j->m, &the_net, j->w, &md);
+    for (int p = 0; p < NUM; p++) j->known[p] = !j->m.frozen[p];
+    CALL(j->w, fsdp_init_params(j->m.model, fill_rows, NULL));
     for (int p = 0; p < NUM; p++)
-        for (int64_t i = 0; i < numel_of(p); i++)
-            put(j->full[p], net[p].dtype, i, golden_value((uint64_t)p, (uint64_t)i, 2));
-}
-
-static void make_optimizer(job *j) {
-    fsdp_adamw_desc a = fsdp_adamw_defaults();
-    fsdp_sgd_desc s = fsdp_sgd_defaults();
-    a.beta1 = kinds[j->kind].beta1, a.weight_decay = s.weight_decay = kinds[j->kind].weight_decay;
-    s.momentum = kinds[j->kind].momentum, s.dampening = kinds[j->kind].dampening;
-    s.nesterov = kinds[j->kind].nesterov;
-    if (kinds[j->kind].grouped) {
-        a.num_groups = s.num_groups = 3;
-        memcpy(a.groups, groups, sizeof groups), memcpy(s.groups, groups, sizeof groups);
-        a.group = s.group = group_of;
-        a.user = s.user = (void *)(uintptr_t)net;
-    }
-    if (kinds[j->kind].sgd) CALL(j->w, fsdp_sgd_create(j->model, &s, &j->sgd));
-    else CALL(j->w, fsdp_adamw_create(j->model, kinds[j->kind].grouped ? &a : NULL, &j->adamw));
+        for (int64_t i = 0; i < lab_numel_of(&the_net, p); i++)
+            lab_put(j->full[p], net[p].dtype, i, golden_value((uint64_t)p, (uint64_t)i, 2));
 }
 
 static void backward(job *j, int step) {
-    for (int u = 0; u < UNITS; u++) {
-        CALL(j->w, fsdp_pre_forward(j->unit[u]));
-        CALL(j->w, fsdp_post_forward(j->unit[u]));
-    }
+    lab_forwards(&j->m);
     for (int u = UNITS - 1; u >= 0; u--) {
-        CALL(j->w, fsdp_pre_backward(j->unit[u]));
+        CALL(j->w, fsdp_pre_backward(j->m.unit[u]));
         for (int p = 0; p < NUM; p++) {
-            if (net[p].unit != u || j->frozen[p] || !uses(step, p, j->rank)) continue;
-            void *g = fsdp_grad(j->unit[u], j->index[p]);
-            CHECK(g != NULL);
-            for (int64_t i = 0; i < numel_of(p); i++)
-                put(g, net[p].dtype, i,
-                    golden_value((uint64_t)(1000 * (step + 1) + 100 * j->rank + p), (uint64_t)i,
-                                 2));
+            if (net[p].unit != u || j->m.frozen[p] || !uses(step, p, j->rank)) continue;
+            void *g = lab_grad(&j->m, p);
+            for (int64_t i = 0; i < lab_numel_of(&the_net, p); i++)
+                lab_put(g, net[p].dtype, i,
+                        golden_value((uint64_t)(1000 * (step + 1) + 100 * j->rank + p), (uint64_t)i,
+                                     2));
         }
-        CALL(j->w, fsdp_post_backward(j->unit[u]));
+        CALL(j->w, fsdp_post_backward(j->m.unit[u]));
     }
-    CALL(j->w, fsdp_finalize_backward(j->model));
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
 }
 
 /* The same update of whole tensors, with the gradients that the ranks have agreed on. */
 static void expect(job *j, double lr) {
     static __thread double g[BIG];
     for (int p = 0; p < NUM; p++) {
-        fsdp_param_view view;
-        int group = kinds[j->kind].grouped ? net[p].group : 0;
-        if (j->frozen[p]) continue;
-        CALL(j->w, fsdp_param_view_get(j->unit[net[p].unit], j->index[p], &view));
-        CALL(j->w, fsdp_param_full_grad(j->unit[net[p].unit], j->index[p], g));
+        int group = j->o.kind->grouped ? net[p].tag : 0;
+        if (j->m.frozen[p]) continue;
+        const fsdp_param_view view = lab_view_of(&j->m, p);
+        CALL(j->w, fsdp_param_full_grad(lab_unit_of(&j->m, p), j->m.index[p], g));
         CHECK_EQ_INT(view.grad_dtype, j->grad_dtype ? j->grad_dtype : net[p].dtype);
         if (!view.shard_grad || group < 0) continue;
-        double decay = kinds[j->kind].weight_decay, scale = group == 1 ? 2 : group == 2 ? 0 : 1;
-        if (!kinds[j->kind].sgd && decay == 0) decay = 0.01;
+        double decay = j->o.kind->weight_decay, scale = group == 1 ? 2 : group == 2 ? 0 : 1;
+        if (!j->o.kind->sgd && decay == 0) decay = 0.01;
         if (group == 1) decay = 0;
         if (group == 2) decay = 0.5;
         fsdp_adamw_hyper a = {lr * scale, 0.9, 0.999, 1e-8, decay, ++j->updates[p]};
         fsdp_sgd_hyper s = {lr * scale, 0, 0, decay, 0, 0, j->updates[p]};
-        if (kinds[j->kind].beta1 > 0) a.beta1 = kinds[j->kind].beta1;
-        s.momentum = kinds[j->kind].momentum, s.dampening = kinds[j->kind].dampening;
-        s.nesterov = kinds[j->kind].nesterov;
-        if (kinds[j->kind].sgd)
-            CHECK_OK(fsdp_sgd_update_as(net[p].dtype, j->full[p], view.grad_dtype, g, j->m[p],
-                                        numel_of(p), &s));
+        if (j->o.kind->beta1 > 0) a.beta1 = j->o.kind->beta1;
+        s.momentum = j->o.kind->momentum, s.dampening = j->o.kind->dampening;
+        s.nesterov = j->o.kind->nesterov;
+        if (j->o.kind->sgd)
+            CHECK_OK(fsdp_sgd_update_as(net[p].dtype, j->full[p], view.grad_dtype, g, j->first[p],
+                                        lab_numel_of(&the_net, p), &s));
         else
-            CHECK_OK(fsdp_adamw_update_as(net[p].dtype, j->full[p], view.grad_dtype, g, j->m[p],
-                                          j->v[p], numel_of(p), &a));
+            CHECK_OK(fsdp_adamw_update_as(net[p].dtype, j->full[p], view.grad_dtype, g, j->first[p],
+                                          j->second[p], lab_numel_of(&the_net, p), &a));
     }
 }
 
 static void check_state(job *j, int p, const fsdp_param_view *view) {
-    fsdp_optim_state s;
+    const fsdp_optim_state s = lab_optim_state(&j->m, &j->o, p);
     size_t size = net[p].dtype == FSDP_F64 ? 8 : 4;
-    int group = !j->known[p] ? -1 : kinds[j->kind].grouped ? net[p].group : 0;
-    if (j->sgd) CALL(j->w, fsdp_sgd_state(j->sgd, p, &s));
-    else CALL(j->w, fsdp_adamw_state(j->adamw, p, &s));
+    int group = !j->known[p] ? -1 : j->o.kind->grouped ? net[p].tag : 0;
     W_CHECK(s.group == group, "%s: group %d", net[p].name, s.group);
     if (group < 0) W_CHECK(!s.step && !s.first && !s.second, "%s", net[p].name);
     if (group < 0) return;
     W_CHECK(s.numel == view->numel && *s.step == j->updates[p], "%s: %lld updates, not %d",
             net[p].name, (long long)*s.step, j->updates[p]);
-    W_CHECK((s.first != NULL) == (!j->sgd || kinds[j->kind].momentum > 0), "%s", net[p].name);
-    W_CHECK((s.second != NULL) == !j->sgd, "%s", net[p].name);
+    W_CHECK((s.first != NULL) == (!j->o.sgd || j->o.kind->momentum > 0), "%s", net[p].name);
+    W_CHECK((s.second != NULL) == !j->o.sgd, "%s", net[p].name);
     for (int64_t k = 0; k < view->numel; k++) {
         size_t mine = (size_t)k * size, whole = (size_t)fsdp_view_index(view, k) * size;
-        if (s.first) CHECK_EQ_MEM((char *)s.first + mine, (char *)j->m[p] + whole, size);
-        if (s.second) CHECK_EQ_MEM((char *)s.second + mine, (char *)j->v[p] + whole, size);
+        if (s.first) CHECK_EQ_MEM((char *)s.first + mine, (char *)j->first[p] + whole, size);
+        if (s.second) CHECK_EQ_MEM((char *)s.second + mine, (char *)j->second[p] + whole, size);
     }
 }
 
@@ -511,11 +417,10 @@ static void check_padding(job *j) {
     for (fsdp_dtype d = 1; d < FSDP_DTYPE_COUNT; d++) {
         fsdp_flat flat;
         fsdp_param_view view = FSDP_ZERO;
-        CALL(j->w, fsdp_model_flat(j->model, d, &flat));
+        CALL(j->w, fsdp_model_flat(j->m.model, d, &flat));
         size_t nbytes = (size_t)flat.numel * fsdp_dtype_size(d);
-        char *taken = (char *)calloc(nbytes + 1, 1);
-        CHECK(taken != NULL);
-        while (fsdp_next_param(j->model, &view))
+        char *taken = (char *)lab_zeros(nbytes + 1, 1);
+        while (fsdp_next_param(j->m.model, &view))
             if (view.dtype == d && view.requires_grad)
                 memset(taken + ((char *)view.shard - (char *)flat.shards), 1,
                        (size_t)view.numel * fsdp_dtype_size(d));
@@ -528,11 +433,10 @@ static void check_padding(job *j) {
 static void check_all(job *j) {
     static __thread double got[BIG];
     for (int p = 0; p < NUM; p++) {
-        fsdp_param_view view;
-        CALL(j->w, fsdp_param_full(j->unit[net[p].unit], j->index[p], got));
-        W_CHECK(!memcmp(got, j->full[p], (size_t)numel_of(p) * fsdp_dtype_size(net[p].dtype)),
+        CALL(j->w, fsdp_param_full(lab_unit_of(&j->m, p), j->m.index[p], got));
+        W_CHECK(!memcmp(got, j->full[p], lab_nbytes_of(&the_net, p)),
                 "parameter %s is not what one rank alone computes", net[p].name);
-        CALL(j->w, fsdp_param_view_get(j->unit[net[p].unit], j->index[p], &view));
+        const fsdp_param_view view = lab_view_of(&j->m, p);
         check_state(j, p, &view);
     }
     check_padding(j);
@@ -542,25 +446,25 @@ static void train(job *j) {
     int64_t before = 0;
     fsdp_memory empty, full;
     make_model(j);
-    CALL(j->w, fsdp_model_memory(j->model, &empty));
-    make_optimizer(j);
-    CALL(j->w, fsdp_model_memory(j->model, &full));
+    CALL(j->w, fsdp_model_memory(j->m.model, &empty));
+    CALL(j->w, lab_make_optim(&j->o, &lab_optim_kinds[j->kind], &j->m));
+    CALL(j->w, fsdp_model_memory(j->m.model, &full));
     CHECK(full.host_bytes > empty.host_bytes && full.total_bytes == empty.total_bytes);
-    int64_t held = j->sgd ? fsdp_sgd_nbytes(j->sgd) : fsdp_adamw_nbytes(j->adamw);
+    int64_t held = lab_optim_nbytes(&j->o);
     CHECK_EQ_INT(full.host_bytes - empty.host_bytes, held);
     for (int step = 0; step < STEPS; step++) {
         double lr = 0.01 * (step + 1);
         snprintf(w_case, sizeof w_case, "%s, rank %d of %d, direct_min %lld, lanes %d, step %d",
-                 kinds[j->kind].name, j->rank, j->world, (long long)j->direct_min, j->lanes, step);
-        if (step == 3) before = __atomic_load_n(&j->heap->total, __ATOMIC_SEQ_CST);
+                 lab_optim_kinds[j->kind].name, j->rank, j->world, (long long)j->direct_min,
+                 j->lanes, step);
+        if (step == 3) before = w_allocations(j->heap);
         backward(j, step);
         expect(j, lr);
-        if (j->sgd) CALL(j->w, fsdp_sgd_step(j->sgd, lr));
-        else CALL(j->w, fsdp_adamw_step(j->adamw, lr));
+        CALL(j->w, lab_optim_step(&j->o, lr));
         check_all(j);
-        CALL(j->w, fsdp_zero_grad(j->model));
+        CALL(j->w, fsdp_zero_grad(j->m.model));
     }
-    W_CHECK(__atomic_load_n(&j->heap->total, __ATOMIC_SEQ_CST) == before, "a step has allocated");
+    W_CHECK(w_allocations(j->heap) == before, "a step has allocated");
     int updated = 0;
     for (int p = 0; p < NUM; p++) updated += j->updates[p] > 0 && j->updates[p] < STEPS;
     CHECK(updated > 2); /* some were skipped now and then */
@@ -570,51 +474,42 @@ typedef struct {
     int kind, lanes, offload;
     fsdp_dtype grad_dtype;
     int64_t direct_min;
-    fsdp_threads threads;
-    w_heap heap[4];
     void (*body)(job *j);
 } start;
 
-static void on_rank(int rank, int world, void *arg) {
-    start *s = (start *)arg;
-    job *j = (job *)calloc(1, sizeof *j);
-    CHECK(j != NULL);
-    fsdp_world_desc d = w_desc(rank, world, &s->threads, "optim", s->lanes);
-    j->heap = &s->heap[rank];
-    w_heap_use(j->heap, &d);
-    j->rank = rank, j->world = world, j->kind = s->kind, j->lanes = s->lanes;
+static void on_rank(lab_rank *r) {
+    const start *s = (const start *)r->arg;
+    job *j = (job *)lab_zeros(1, sizeof *j);
+    j->heap = r->heap, j->w = r->w, j->rank = r->rank, j->world = r->size;
+    j->kind = s->kind, j->lanes = s->lanes;
     j->direct_min = s->direct_min, j->grad_dtype = s->grad_dtype, j->offload = s->offload;
-    CALL(NULL, fsdp_init(&d, &j->w));
     s->body(j);
-    (void)fsdp_shutdown(j->w);
+    lab_end(r); /* the optimizers go with their worlds */
     free(j);
 }
 
 /* What `more` leaves out is the usual. */
 static void launch_as(int world, int kind, int64_t direct_min, int lanes, const start *more,
                       void (*body)(job *j)) {
-    start *s = (start *)calloc(1, sizeof *s);
-    CHECK(s != NULL);
-    if (more) *s = *more;
-    s->kind = kind, s->lanes = lanes, s->direct_min = direct_min, s->body = body;
-    s->threads.size = world;
-    h_ranks_thread(world, on_rank, s);
-    for (int r = 0; r < world; r++) { /* the optimizers went with their worlds */
-        CHECK_EQ_INT(s->heap[r].live, 0);
-        CHECK_EQ_INT(s->heap[r].live_bytes, 0);
-    }
-    free(s);
+    start s = FSDP_ZERO;
+    lab_how how = FSDP_ZERO;
+    if (more) s = *more;
+    s.kind = kind, s.lanes = lanes, s.direct_min = direct_min, s.body = body;
+    how.job = "optim", how.lanes = lanes;
+    lab_run(world, &how, on_rank, &s);
 }
 static void launch(int world, int kind, int64_t direct_min, int lanes, void (*body)(job *j)) {
     launch_as(world, kind, direct_min, lanes, NULL, body);
 }
 
-TEST_P(optim, sharded, kinds) {
+TEST_P(optim, sharded, lab_optim_kinds) {
     static const int64_t direct[] = {0, 1, FSDP_DIRECT_NEVER};
     int runs = 0;
     for (int world = 1; world <= 4; world++)
-        for (int d = 0; d < 3; d++, runs++) launch(world, (int)(row - kinds), direct[d], 0, train);
-    for (int world = 2; world <= 3; world++, runs++) launch(world, (int)(row - kinds), 1, 1, train);
+        for (int d = 0; d < 3; d++, runs++)
+            launch(world, (int)(row - lab_optim_kinds), direct[d], 0, train);
+    for (int world = 2; world <= 3; world++, runs++)
+        launch(world, (int)(row - lab_optim_kinds), 1, 1, train);
     h_message("%s: %d models of %d parameters, %d steps each", row->name, runs, NUM, STEPS);
 }
 
@@ -644,50 +539,46 @@ static int toggles(int step, int p) {
     return (p == 11 || p == 12) && (step == 2 || step == 5); /* a whole unit */
 }
 
-static int64_t allocations(job *j) { return __atomic_load_n(&j->heap->total, __ATOMIC_SEQ_CST); }
-
 static void toggle(job *j, int step, int *changed) {
     for (int p = *changed = 0; p < NUM; p++) {
         if (!toggles(step, p)) continue;
-        j->frozen[p] = !j->frozen[p];
-        j->known[p] |= !j->frozen[p];
-        CALL(j->w, fsdp_set_requires_grad(j->unit[net[p].unit], j->index[p], !j->frozen[p]));
+        lab_freeze(&j->m, p, !j->m.frozen[p]);
+        j->known[p] |= !j->m.frozen[p];
         *changed = 1;
     }
 }
 
 static void freeze_and_thaw(job *j) {
     make_model(j);
-    make_optimizer(j);
+    CALL(j->w, lab_make_optim(&j->o, &lab_optim_kinds[j->kind], &j->m));
     for (int step = 0; step < STEPS + 1; step++) {
         int changed;
         snprintf(w_case, sizeof w_case, "%s, rank %d of %d, direct_min %lld, lanes %d, step %d",
-                 kinds[j->kind].name, j->rank, j->world, (long long)j->direct_min, j->lanes, step);
+                 lab_optim_kinds[j->kind].name, j->rank, j->world, (long long)j->direct_min,
+                 j->lanes, step);
         toggle(j, step, &changed);
         if (step % 2) check_all(j); /* asked before the first step of a layout */
         backward(j, step);
         expect(j, 0.01);
-        int64_t before = allocations(j);
-        if (j->sgd) CALL(j->w, fsdp_sgd_step(j->sgd, 0.01));
-        else CALL(j->w, fsdp_adamw_step(j->adamw, 0.01));
-        W_CHECK(changed || allocations(j) == before, "a step has allocated");
+        int64_t before = w_allocations(j->heap);
+        CALL(j->w, lab_optim_step(&j->o, 0.01));
+        W_CHECK(changed || w_allocations(j->heap) == before, "a step has allocated");
         check_all(j);
-        CALL(j->w, fsdp_zero_grad(j->model));
+        CALL(j->w, fsdp_zero_grad(j->m.model));
     }
     fsdp_memory all, rest;
-    int64_t held = j->sgd ? fsdp_sgd_nbytes(j->sgd) : fsdp_adamw_nbytes(j->adamw);
-    CALL(j->w, fsdp_model_memory(j->model, &all));
-    fsdp_sgd_destroy(j->sgd);
-    fsdp_adamw_destroy(j->adamw);
-    CALL(j->w, fsdp_model_memory(j->model, &rest));
+    int64_t held = lab_optim_nbytes(&j->o);
+    CALL(j->w, fsdp_model_memory(j->m.model, &all));
+    lab_optim_destroy(&j->o);
+    CALL(j->w, fsdp_model_memory(j->m.model, &rest));
     CHECK_EQ_INT(all.host_bytes - rest.host_bytes, held);
 }
 
-TEST_P(optim, freeze_and_thaw, kinds) {
+TEST_P(optim, freeze_and_thaw, lab_optim_kinds) {
     static const int64_t direct[] = {0, 1, FSDP_DIRECT_NEVER};
     for (int world = 1; world <= 4; world++)
         for (int d = 0; d < 3; d++)
-            launch(world, (int)(row - kinds), direct[d], d == 1, freeze_and_thaw);
+            launch(world, (int)(row - lab_optim_kinds), direct[d], d == 1, freeze_and_thaw);
 }
 
 /* Shards in the host's memory. On a device whose memory the host cannot read, and which has no
@@ -704,12 +595,12 @@ static void elsewhere(job *j) {
     const fsdp_device_ops *host = j->w->device_ops;
     j->w->device_ops = &ops;
     fsdp_status expected = j->offload ? FSDP_OK : FSDP_ERR_UNSUPPORTED;
-    CHECK_STATUS(fsdp_adamw_create(j->model, NULL, &a), expected);
+    CHECK_STATUS(fsdp_adamw_create(j->m.model, NULL, &a), expected);
     if (!j->offload)
         CHECK(strstr(fsdp_last_error(j->w), "device elsewhere") &&
               strstr(fsdp_last_error(j->w), "cpu_offload"));
-    CHECK_STATUS(fsdp_sgd_create(j->model, NULL, &s), expected);
-    CHECK_STATUS(fsdp_grad_scaler_create(j->model, NULL, &g), expected);
+    CHECK_STATUS(fsdp_sgd_create(j->m.model, NULL, &s), expected);
+    CHECK_STATUS(fsdp_grad_scaler_create(j->m.model, NULL, &g), expected);
     CHECK(!a == !j->offload && !s == !j->offload && !g == !j->offload);
     j->w->device_ops = host;
 }
@@ -741,26 +632,25 @@ static void thaw_without_memory(job *j) {
     memset(asked, 0, sizeof asked);
     d.group = count_asked;
     make_model(j);
-    CALL(j->w, fsdp_adamw_create(j->model, &d, &j->adamw));
+    CALL(j->w, fsdp_adamw_create(j->m.model, &d, &j->o.adamw));
     backward(j, 1);
-    CALL(j->w, fsdp_adamw_step(j->adamw, 0.1));
-    CALL(j->w, fsdp_zero_grad(j->model));
-    j->frozen[2] = 0;
-    CALL(j->w, fsdp_set_requires_grad(j->unit[0], j->index[2], 1));
+    CALL(j->w, fsdp_adamw_step(j->o.adamw, 0.1));
+    CALL(j->w, fsdp_zero_grad(j->m.model));
+    lab_freeze(&j->m, 2, 0);
     backward(j, 2);
-    CALL(j->w, fsdp_param_at(j->model, 9, &before));
-    double was = get(before.shard, FSDP_F64, 0);
-    __atomic_store_n(&j->heap->fail_at, j->heap->total, __ATOMIC_SEQ_CST);
-    CHECK_STATUS(fsdp_adamw_step(j->adamw, 0.1), FSDP_ERR_OUT_OF_MEMORY);
-    __atomic_store_n(&j->heap->fail_at, (int64_t)-1, __ATOMIC_SEQ_CST);
+    CALL(j->w, fsdp_param_at(j->m.model, 9, &before));
+    double was = lab_get(before.shard, FSDP_F64, 0);
+    w_fail(j->heap, 0);
+    CHECK_STATUS(fsdp_adamw_step(j->o.adamw, 0.1), FSDP_ERR_OUT_OF_MEMORY);
+    w_fail(j->heap, -1);
     CHECK(strstr(fsdp_last_error(j->w), "adamw_step: no memory for a state of "));
-    CALL(j->w, fsdp_param_at(j->model, 9, &after));
-    CHECK(bits64(get(after.shard, FSDP_F64, 0)) == bits64(was));
-    CALL(j->w, fsdp_adamw_step(j->adamw, 0.1));
-    CHECK(bits64(get(after.shard, FSDP_F64, 0)) != bits64(was));
-    CALL(j->w, fsdp_adamw_state(j->adamw, 9, &s));
+    CALL(j->w, fsdp_param_at(j->m.model, 9, &after));
+    CHECK(lab_bits(lab_get(after.shard, FSDP_F64, 0)) == lab_bits(was));
+    CALL(j->w, fsdp_adamw_step(j->o.adamw, 0.1));
+    CHECK(lab_bits(lab_get(after.shard, FSDP_F64, 0)) != lab_bits(was));
+    CALL(j->w, fsdp_adamw_state(j->o.adamw, 9, &s));
     CHECK_EQ_INT(*s.step, 2);
-    CALL(j->w, fsdp_adamw_state(j->adamw, 2, &s));
+    CALL(j->w, fsdp_adamw_state(j->o.adamw, 2, &s));
     CHECK(s.group == 0 && *s.step == uses(2, 2, 0));
     for (int p = 0; p < NUM; p++) /* 2: in the step that failed too; 7: has no place in the table */
         CHECK_MSG(asked[p] == (p == 7   ? 3
@@ -775,23 +665,24 @@ static void destroy_early(job *j) {
     fsdp_adamw *second;
     fsdp_memory before, after;
     make_model(j);
-    CALL(j->w, fsdp_model_memory(j->model, &before));
+    CALL(j->w, fsdp_model_memory(j->m.model, &before));
     int64_t live = j->heap->live, bytes = j->heap->live_bytes;
-    make_optimizer(j);
-    CALL(j->w, fsdp_adamw_create(j->model, NULL, &second));
-    fsdp_sgd_destroy(j->sgd);
-    fsdp_adamw_destroy(j->adamw);
+    CALL(j->w, lab_make_optim(&j->o, &lab_optim_kinds[j->kind], &j->m));
+    CALL(j->w, fsdp_adamw_create(j->m.model, NULL, &second));
+    lab_optim_destroy(&j->o);
     fsdp_adamw_destroy(second);
     fsdp_adamw_destroy(NULL);
     fsdp_sgd_destroy(NULL);
-    CALL(j->w, fsdp_model_memory(j->model, &after));
+    CALL(j->w, fsdp_model_memory(j->m.model, &after));
     CHECK_EQ_INT(after.host_bytes, before.host_bytes);
     CHECK_EQ_INT(j->heap->live, live);
     CHECK_EQ_INT(j->heap->live_bytes, bytes);
-    CALL(j->w, fsdp_adamw_create(j->model, NULL, &second)); /* left to the model */
-    fsdp_model_destroy(j->model);
+    CALL(j->w, fsdp_adamw_create(j->m.model, NULL, &second)); /* left to the model */
+    fsdp_model_destroy(j->m.model);
 }
-TEST_P(optim, destroy, kinds) { launch(1, (int)(row - kinds), 0, 0, destroy_early); }
+TEST_P(optim, destroy, lab_optim_kinds) {
+    launch(1, (int)(row - lab_optim_kinds), 0, 0, destroy_early);
+}
 
 /* Two optimizers share a model: each leaves the other's parameters alone. */
 static int even_ones(void *user, const fsdp_param_view *v) {
@@ -805,21 +696,20 @@ static void two_optimizers(job *j) {
     make_model(j);
     a.group = s.group = even_ones;
     a.user = &a;
-    CALL(j->w, fsdp_adamw_create(j->model, &a, &j->adamw));
-    CALL(j->w, fsdp_sgd_create(j->model, &s, &j->sgd));
+    CALL(j->w, fsdp_adamw_create(j->m.model, &a, &j->o.adamw));
+    CALL(j->w, fsdp_sgd_create(j->m.model, &s, &j->o.sgd));
     backward(j, 1);
     for (int turn = 0; turn < 2; turn++) {
         for (int p = 0; p < NUM; p++)
-            CALL(j->w, fsdp_param_full(j->unit[net[p].unit], j->index[p], before[p]));
-        if (turn) CALL(j->w, fsdp_sgd_step(j->sgd, 0.5));
-        else CALL(j->w, fsdp_adamw_step(j->adamw, 0.5));
+            CALL(j->w, fsdp_param_full(lab_unit_of(&j->m, p), j->m.index[p], before[p]));
+        if (turn) CALL(j->w, fsdp_sgd_step(j->o.sgd, 0.5));
+        else CALL(j->w, fsdp_adamw_step(j->o.adamw, 0.5));
         for (int p = 0; p < NUM; p++) {
-            fsdp_param_view view;
-            CALL(j->w, fsdp_param_view_get(j->unit[net[p].unit], j->index[p], &view));
-            CALL(j->w, fsdp_param_full(j->unit[net[p].unit], j->index[p], after));
-            int same = !memcmp(before[p], after,
-                               (size_t)numel_of(p) * fsdp_dtype_size(net[p].dtype));
-            int mine = (p % 2 == 0) == (turn == 0) && view.shard_grad && numel_of(p) > 0;
+            const fsdp_param_view view = lab_view_of(&j->m, p);
+            CALL(j->w, fsdp_param_full(lab_unit_of(&j->m, p), j->m.index[p], after));
+            int same = !memcmp(before[p], after, lab_nbytes_of(&the_net, p));
+            int mine = (p % 2 == 0) == (turn == 0) && view.shard_grad &&
+                       lab_numel_of(&the_net, p) > 0;
             CHECK_MSG(same == !mine, "%s in turn %d", net[p].name, turn);
         }
     }
@@ -839,32 +729,27 @@ static void one_loop(job *j) {
     fsdp_unit *unit[3] = {NULL, NULL, NULL};
     md.direct_min = 1;
     md.grad_dtype = j->grad_dtype;
-    CALL(j->w, fsdp_model_create(j->w, &md, &j->model));
+    CALL(j->w, fsdp_model_create(j->w, &md, &j->m.model));
     for (int u = 0; u < 3; u++) { /* packed and direct ones: in memory not in this order */
         fsdp_param_desc d[4] = {fsdp_vec("b", 16), fsdp_mat("w", 32, 32), fsdp_mat("v", 16, 1),
                                 fsdp_mat("x", 64, 16)};
-        fsdp_unit_desc ud = FSDP_ZERO;
-        ud.params = d, ud.num_params = 4;
-        CALL(j->w, fsdp_fully_shard(j->model, &ud, &unit[u]));
+        unit[u] = lab_unit(j->w, j->m.model, NULL, d, 4);
     }
-    CALL(j->w, fsdp_adamw_create(j->model, NULL, &j->adamw));
+    CALL(j->w, fsdp_adamw_create(j->m.model, NULL, &j->o.adamw));
     for (int step = 0; step < 2; step++) {
-        for (int u = 0; u < 3; u++) {
-            CALL(j->w, fsdp_pre_forward(unit[u]));
-            CALL(j->w, fsdp_post_forward(unit[u]));
-        }
+        for (int u = 0; u < 3; u++) lab_forward(j->w, unit[u]);
         for (int u = 2; u >= 0; u--) {
             CALL(j->w, fsdp_pre_backward(unit[u]));
             for (int i = 0; i < 4; i++)
                 if (step == 0 || u != 1 || i != 1) CHECK(fsdp_grad(unit[u], i) != NULL);
             CALL(j->w, fsdp_post_backward(unit[u]));
         }
-        CALL(j->w, fsdp_finalize_backward(j->model));
+        CALL(j->w, fsdp_finalize_backward(j->m.model));
         loops = looped = 0;
-        CALL(j->w, fsdpi_optim_step(&j->adamw->base, 0.1, "test", count_loop));
+        CALL(j->w, fsdpi_optim_step(&j->o.adamw->base, 0.1, "test", count_loop));
         CHECK_EQ_INT(looped, (3 * 2080 - (step ? 1024 : 0)) / j->world);
         CHECK_EQ_INT(loops, step ? 2 : 1);
-        CALL(j->w, fsdp_zero_grad(j->model));
+        CALL(j->w, fsdp_zero_grad(j->m.model));
     }
 }
 TEST(optim, one_loop) {
@@ -881,26 +766,25 @@ TEST(optim, one_loop) {
    is under way. */
 static void gathered_before(job *j) {
     make_model(j);
-    make_optimizer(j);
+    CALL(j->w, lab_make_optim(&j->o, &lab_optim_kinds[j->kind], &j->m));
     for (int step = 0; step < 4; step++) {
         backward(j, step);
         expect(j, 0.1);
         for (int u = 0; u < UNITS; u++) {
-            CALL(j->w, fsdp_unshard(j->unit[u]));
-            if (step % 2) CALL(j->w, fsdp_wait(j->unit[u]));
+            CALL(j->w, fsdp_unshard(j->m.unit[u]));
+            if (step % 2) CALL(j->w, fsdp_wait(j->m.unit[u]));
         }
-        CALL(j->w, fsdp_adamw_step(j->adamw, 0.1));
-        CALL(j->w, fsdp_zero_grad(j->model));
-        CALL(j->w, fsdp_set_grad_enabled(j->model, 0));
+        CALL(j->w, fsdp_adamw_step(j->o.adamw, 0.1));
+        CALL(j->w, fsdp_zero_grad(j->m.model));
+        CALL(j->w, fsdp_set_grad_enabled(j->m.model, 0));
         for (int u = 0; u < UNITS; u++) {
-            CALL(j->w, fsdp_pre_forward(j->unit[u]));
+            CALL(j->w, fsdp_pre_forward(j->m.unit[u]));
             for (int p = 0; p < NUM; p++)
                 if (net[p].unit == u)
-                    CHECK_EQ_MEM(fsdp_data(j->unit[u], j->index[p]), j->full[p],
-                                 (size_t)numel_of(p) * fsdp_dtype_size(net[p].dtype));
-            CALL(j->w, fsdp_post_forward(j->unit[u]));
+                    CHECK_EQ_MEM(lab_data(&j->m, p), j->full[p], lab_nbytes_of(&the_net, p));
+            CALL(j->w, fsdp_post_forward(j->m.unit[u]));
         }
-        CALL(j->w, fsdp_set_grad_enabled(j->model, 1));
+        CALL(j->w, fsdp_set_grad_enabled(j->m.model, 1));
     }
 }
 TEST(optim, gathered_before) {
@@ -909,12 +793,6 @@ TEST(optim, gathered_before) {
 }
 
 /* ---- refused --------------------------------------------------------------------------------- */
-
-static double from_bits(uint64_t u) {
-    double x;
-    memcpy(&x, &u, sizeof x);
-    return x;
-}
 
 static int wrong_group(void *user, const fsdp_param_view *v) {
     return v->ordinal == 5 ? *(int *)user : 0;
@@ -925,8 +803,8 @@ static void refuse_descs(job *j) {
     double not_numbers[2];
     fsdp_adamw *a = NULL;
     fsdp_sgd *s = NULL;
-    not_numbers[0] = from_bits(0x7FF0000000000000u),
-    not_numbers[1] = from_bits(0x7FF8000000000000u);
+    not_numbers[0] = lab_from_bits(0x7FF0000000000000u),
+    not_numbers[1] = lab_from_bits(0x7FF8000000000000u);
     make_model(j);
     int64_t live = j->heap->live;
     for (int i = 0; i < 6; i++) {
@@ -942,44 +820,44 @@ static void refuse_descs(job *j) {
                             &d.groups[0].weight_decay};
             if (field > 1 && (i == 2 || i == 3)) continue; /* 1 and more are fine there */
             *to[field] = x;
-            CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+            CHECK_STATUS(fsdp_adamw_create(j->m.model, &d, &a), FSDP_ERR_INVALID_ARG);
             CHECK(a == NULL && strstr(fsdp_last_error(j->w), "adamw_create: desc."));
         }
         for (int field = 0; field < 3 && i != 2 && i != 3; field++) {
             fsdp_sgd_desc d = fsdp_sgd_defaults();
             double *to[] = {&d.momentum, &d.dampening, &d.weight_decay};
             *to[field] = x;
-            CHECK_STATUS(fsdp_sgd_create(j->model, &d, &s), FSDP_ERR_INVALID_ARG);
+            CHECK_STATUS(fsdp_sgd_create(j->m.model, &d, &s), FSDP_ERR_INVALID_ARG);
             CHECK(s == NULL);
         }
     }
     fsdp_adamw_desc d = FSDP_ZERO;
-    CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_create(j->m.model, &d, &a), FSDP_ERR_INVALID_ARG);
     CHECK(strstr(fsdp_last_error(j->w), "begin with fsdp_adamw_defaults()"));
     d = fsdp_adamw_defaults();
     fsdp_sgd_desc e = fsdp_sgd_defaults();
     d.num_groups = 9;
-    CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_create(j->m.model, &d, &a), FSDP_ERR_INVALID_ARG);
     d.num_groups = -1;
-    CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_create(j->m.model, &d, &a), FSDP_ERR_INVALID_ARG);
     d.num_groups = 2, d.start_canary = 1;
-    CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_create(j->m.model, &d, &a), FSDP_ERR_INVALID_ARG);
     d.start_canary = 0, d.end_canary = 1;
-    CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_create(j->m.model, &d, &a), FSDP_ERR_INVALID_ARG);
     d.end_canary = 0, d.size = 4000;
-    CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_create(j->m.model, &d, &a), FSDP_ERR_INVALID_ARG);
     int group = 2;
     d.size = 0, d.group = wrong_group, d.user = &group;
-    CHECK_STATUS(fsdp_adamw_create(j->model, &d, &a), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_create(j->m.model, &d, &a), FSDP_ERR_INVALID_ARG);
     CHECK(strstr(fsdp_last_error(j->w), "'b.w'"));
     e.nesterov = 1;
-    CHECK_STATUS(fsdp_sgd_create(j->model, &e, &s), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_sgd_create(j->m.model, &e, &s), FSDP_ERR_INVALID_ARG);
     e.momentum = 0.9, e.dampening = 0.1;
-    CHECK_STATUS(fsdp_sgd_create(j->model, &e, &s), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_sgd_create(j->m.model, &e, &s), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_adamw_create(NULL, NULL, &a), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_adamw_create(j->model, NULL, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_create(j->m.model, NULL, NULL), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_sgd_create(NULL, NULL, &s), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_sgd_create(j->model, NULL, NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_sgd_create(j->m.model, NULL, NULL), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_adamw_step(NULL, 0.1), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_sgd_step(NULL, 0.1), FSDP_ERR_INVALID_ARG);
     CHECK(fsdp_adamw_nbytes(NULL) == 0 && fsdp_sgd_nbytes(NULL) == 0);
@@ -987,7 +865,7 @@ static void refuse_descs(job *j) {
     CHECK_EQ_INT(j->heap->live, live);
     fsdp_optim_state state;
     group = 1;
-    CALL(j->w, fsdp_adamw_create(j->model, &d, &a));
+    CALL(j->w, fsdp_adamw_create(j->m.model, &d, &a));
     CHECK_STATUS(fsdp_adamw_state(a, NUM, &state), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_adamw_state(a, -1, &state), FSDP_ERR_INVALID_ARG);
     CHECK_STATUS(fsdp_adamw_state(a, 0, NULL), FSDP_ERR_INVALID_ARG);
@@ -998,25 +876,25 @@ static void refuse_descs(job *j) {
    a parameter, so that one with a gradient of 0 stays. */
 static void zero_is_zero(job *j) {
     fsdp_adamw_desc d = fsdp_adamw_defaults();
-    CHECK(bits64(d.beta1) == bits64(0.9) && bits64(d.beta2) == bits64(0.999));
-    CHECK(bits64(d.eps) == bits64(1e-8) && bits64(d.weight_decay) == bits64(0.01));
+    CHECK(lab_bits(d.beta1) == lab_bits(0.9) && lab_bits(d.beta2) == lab_bits(0.999));
+    CHECK(lab_bits(d.eps) == lab_bits(1e-8) && lab_bits(d.weight_decay) == lab_bits(0.01));
     make_model(j);
     for (int decays = 0; decays < 2; decays++) {
         fsdp_param_view v;
         d.weight_decay = decays ? 0.5 : 0;
-        CALL(j->w, fsdp_adamw_create(j->model, &d, &j->adamw));
+        CALL(j->w, fsdp_adamw_create(j->m.model, &d, &j->o.adamw));
         backward(j, 1);
-        CALL(j->w, fsdp_param_at(j->model, 0, &v));
+        CALL(j->w, fsdp_param_at(j->m.model, 0, &v));
         CHECK(v.shard_grad && v.numel);
-        for (int64_t i = 0; i < v.numel; i++) put(v.shard_grad, v.grad_dtype, i, 0);
-        double was = get(v.shard, v.dtype, 0);
+        for (int64_t i = 0; i < v.numel; i++) lab_put(v.shard_grad, v.grad_dtype, i, 0);
+        double was = lab_get(v.shard, v.dtype, 0);
         CHECK(was < 0 || was > 0);
-        CALL(j->w, fsdp_adamw_step(j->adamw, 0.25));
-        CHECK((bits64(get(v.shard, v.dtype, 0)) == bits64(was)) == !decays);
-        CALL(j->w, fsdp_zero_grad(j->model));
-        fsdp_adamw_destroy(j->adamw);
+        CALL(j->w, fsdp_adamw_step(j->o.adamw, 0.25));
+        CHECK((lab_bits(lab_get(v.shard, v.dtype, 0)) == lab_bits(was)) == !decays);
+        CALL(j->w, fsdp_zero_grad(j->m.model));
+        fsdp_adamw_destroy(j->o.adamw);
     }
-    j->adamw = NULL;
+    j->o.adamw = NULL;
 }
 TEST(optim, zero_is_zero) { launch(1, 0, 0, 0, zero_is_zero); }
 
@@ -1026,39 +904,40 @@ static void expect_unchanged(job *j) {
     for (int p = 0; p < NUM; p++) {
         fsdp_param_view view;
         fsdp_optim_state s;
-        CHECK_OK(fsdp_param_view_get(j->unit[net[p].unit], j->index[p], &view));
+        CHECK_OK(fsdp_param_view_get(lab_unit_of(&j->m, p), j->m.index[p], &view));
         for (int64_t k = 0; k < view.numel; k++)
-            CHECK(bits64(get(view.data, net[p].dtype, k)) ==
-                  bits64(get(j->full[p], net[p].dtype, fsdp_view_index(&view, k))));
-        CHECK_OK(fsdp_adamw_state(j->adamw, p, &s));
+            CHECK(lab_bits(lab_get(view.data, net[p].dtype, k)) ==
+                  lab_bits(lab_get(j->full[p], net[p].dtype, fsdp_view_index(&view, k))));
+        CHECK_OK(fsdp_adamw_state(j->o.adamw, p, &s));
         CHECK(!s.step || *s.step == 0);
     }
 }
 
 static void refuse_steps(job *j) {
     make_model(j);
-    make_optimizer(j);
-    CHECK_OK(fsdp_adamw_step(j->adamw, 0.1)); /* no gradients yet: nothing to do */
+    CALL(j->w, lab_make_optim(&j->o, &lab_optim_kinds[j->kind], &j->m));
+    CHECK_OK(fsdp_adamw_step(j->o.adamw, 0.1)); /* no gradients yet: nothing to do */
     expect_unchanged(j);
     backward(j, 1);
-    CHECK_STATUS(fsdp_adamw_step(j->adamw, -0.1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_step(j->o.adamw, -0.1), FSDP_ERR_INVALID_ARG);
     CHECK(strstr(fsdp_last_error(j->w), "adamw_step: lr is -0.1"));
-    CHECK_STATUS(fsdp_adamw_step(j->adamw, from_bits(0x7FF0000000000000u)), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_adamw_step(j->adamw, from_bits(0x7FF8000000000000u)), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_step(j->o.adamw, lab_from_bits(0x7FF0000000000000u)),
+                 FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_adamw_step(j->o.adamw, lab_from_bits(0x7FF8000000000000u)),
+                 FSDP_ERR_INVALID_ARG);
     expect_unchanged(j);
-    CALL(j->w, fsdp_pre_forward(j->unit[1]));
-    CHECK_STATUS(fsdp_adamw_step(j->adamw, 0.1), FSDP_ERR_INVALID_STATE);
+    CALL(j->w, fsdp_pre_forward(j->m.unit[1]));
+    CHECK_STATUS(fsdp_adamw_step(j->o.adamw, 0.1), FSDP_ERR_INVALID_STATE);
     expect_unchanged(j);
-    CALL(j->w, fsdp_post_forward(j->unit[1]));
-    CALL(j->w, fsdp_pre_backward(j->unit[1]));
-    CALL(j->w, fsdp_post_backward(j->unit[1]));
-    CHECK_STATUS(fsdp_adamw_step(j->adamw, 0.1), FSDP_ERR_INVALID_STATE); /* no finalize */
+    CALL(j->w, fsdp_post_forward(j->m.unit[1]));
+    lab_backward(j->w, j->m.unit[1]);
+    CHECK_STATUS(fsdp_adamw_step(j->o.adamw, 0.1), FSDP_ERR_INVALID_STATE); /* no finalize */
     expect_unchanged(j);
-    CALL(j->w, fsdp_finalize_backward(j->model));
+    CALL(j->w, fsdp_finalize_backward(j->m.model));
     CALL(j->w, fsdp_barrier(j->w));
     if (j->rank == 0) fsdp_abort(j->w, "a test");
     while (!fsdpi_failed(j->w)) (void)fsdp_barrier(j->w);
-    CHECK_STATUS(fsdp_adamw_step(j->adamw, 0.1), FSDP_ERR_ABORTED);
+    CHECK_STATUS(fsdp_adamw_step(j->o.adamw, 0.1), FSDP_ERR_ABORTED);
 }
 TEST(optim, step_refuses) {
     launch(1, 0, 0, 0, refuse_steps);
@@ -1071,16 +950,16 @@ static void out_of_memory(job *j) {
     make_model(j);
     int64_t live = j->heap->live, n = 0;
     fsdp_memory before, after;
-    CALL(j->w, fsdp_model_memory(j->model, &before));
+    CALL(j->w, fsdp_model_memory(j->m.model, &before));
     for (;; n++) {
         fsdp_adamw *a = NULL;
-        __atomic_store_n(&j->heap->fail_at, j->heap->total + n, __ATOMIC_SEQ_CST);
-        fsdp_status status = fsdp_adamw_create(j->model, NULL, &a);
-        __atomic_store_n(&j->heap->fail_at, (int64_t)-1, __ATOMIC_SEQ_CST);
+        w_fail(j->heap, n);
+        fsdp_status status = fsdp_adamw_create(j->m.model, NULL, &a);
+        w_fail(j->heap, -1);
         if (!status) break;
         CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
         CHECK(a == NULL && j->heap->live == live);
-        CALL(j->w, fsdp_model_memory(j->model, &after));
+        CALL(j->w, fsdp_model_memory(j->m.model, &after));
         CHECK_EQ_INT(after.host_bytes, before.host_bytes);
     }
     CHECK_EQ_INT(n, 3); /* table, state, and the model's note of it */
@@ -1096,27 +975,21 @@ typedef struct {
     int64_t numel[TENSORS];
     uint64_t seed[TENSORS];
     double *result[TENSORS];
-    fsdp_threads threads;
 } clip;
 
 /* Every rank has the same gradients, so their mean is exact for 1, 2 and 4 ranks. */
-static void clip_on_rank(int rank, int world, void *arg) {
-    clip *c = (clip *)arg;
-    fsdp_world_desc d = w_desc(rank, world, &c->threads, "clip", 0);
-    fsdp_unit_desc ud = FSDP_ZERO;
+static void clip_on_rank(lab_rank *r) {
+    const clip *c = (const clip *)r->arg;
     fsdp_param_desc p[TENSORS];
-    fsdp_world *w = NULL;
+    fsdp_world *w = r->w;
     fsdp_model *model = NULL;
     fsdp_unit *unit = NULL;
     fsdp_clip_desc cd = FSDP_ZERO;
     double norm;
-    CALL(NULL, fsdp_init(&d, &w));
     CALL(w, fsdp_model_create(w, NULL, &model));
     for (int i = 0; i < c->count; i++) p[i] = fsdp_vec(NULL, c->numel[i]);
-    ud.params = p, ud.num_params = c->count;
-    CALL(w, fsdp_fully_shard(model, &ud, &unit));
-    CALL(w, fsdp_pre_forward(unit));
-    CALL(w, fsdp_post_forward(unit));
+    unit = lab_unit(w, model, NULL, p, c->count);
+    lab_forward(w, unit);
     CALL(w, fsdp_pre_backward(unit));
     for (int i = 0; i < c->count; i++)
         golden_fill((float *)fsdp_grad(unit, i), c->seed[i], c->numel[i], 2);
@@ -1126,14 +999,12 @@ static void clip_on_rank(int rank, int world, void *arg) {
     CALL(w, fsdp_clip_grads(model, &cd, &norm));
     CHECK_NEAR(norm, c->total, 4e-6 + 4e-6 * c->total);
     for (int i = 0; i < c->count; i++) {
-        fsdp_param_view v;
-        CALL(w, fsdp_param_view_get(unit, i, &v));
+        fsdp_param_view v = lab_view(w, unit, i);
         for (int64_t k = 0; k < v.numel; k++) {
             double want = c->result[i][fsdp_view_index(&v, k)];
             CHECK_NEAR((double)((float *)v.shard_grad)[k], want, 4e-6 + 4e-6 * fabs(want));
         }
     }
-    CHECK_OK(fsdp_shutdown(w));
 }
 
 TEST(golden_optim, clip_grad_norm) {
@@ -1160,11 +1031,8 @@ TEST(golden_optim, clip_grad_norm) {
             }
         }
         cases += c.p > 0;
-        for (int world = 1; world <= 4 && c.p > 0; world *= 2) {
-            memset(&c.threads, 0, sizeof c.threads);
-            c.threads.size = world;
-            h_ranks_thread(world, clip_on_rank, &c);
-        }
+        for (int world = 1; world <= 4 && c.p > 0; world *= 2)
+            lab_run(world, NULL, clip_on_rank, &c);
         for (int i = 0; i < c.count; i++) free(c.result[i]);
     }
     GOLDEN_CLOSE(&g);

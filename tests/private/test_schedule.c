@@ -97,15 +97,7 @@ static void rig_open(rig *r, const config *c) {
     md.debug = c->debug;
     md.direct_min = c->direct_min ? c->direct_min : 256;
     md.cpu_offload = c->offload;
-    if (c->replicas > 1) {
-        fsdp_mesh_desc d = FSDP_ZERO;
-        fsdp_mesh *mesh;
-        d.ndim = 2;
-        d.shape[0] = c->replicas, d.shape[1] = r->s.world_size / c->replicas;
-        d.names[0] = "replicate", d.names[1] = "shard";
-        CHECK_OK(fsdp_mesh_create(r->s.world, &d, &mesh));
-        md.mesh = mesh;
-    }
+    if (c->replicas > 1) md.mesh = lab_hsdp(r->s.world, c->replicas, r->s.world_size / c->replicas);
     CHECK_OK(fsdp_model_create(r->s.world, &md, &r->model));
     int layers = c->layers ? c->layers : 3;
     for (int i = 0; i <= layers; i++) {
@@ -137,8 +129,8 @@ static fsdp_unit *unit_named(rig *r, char name) {
 static void use_unit(rig *r, fsdp_unit *u, int backward) {
     fsdp_param_view v = FSDP_ZERO;
     for (int i = 0; fsdp_param_view_get(u, i, &v) == FSDP_OK; i++) {
-        int64_t numel = 1, size = (int64_t)fsdp_dtype_size(r->c.param ? r->c.param : FSDP_F32);
-        for (int d = 0; d < v.ndim; d++) numel *= v.shape[d];
+        int64_t numel = lab_full_numel(&v);
+        int64_t size = (int64_t)fsdp_dtype_size(r->c.param ? r->c.param : FSDP_F32);
         void *data = fsdp_data(u, i);
         CHECK(data);
         sim_read(&r->s, "layer", data, numel * size);
@@ -1000,12 +992,11 @@ static void random_call(rig *r, uint64_t *seed) {
         status = fsdp_pre_backward(u);
         for (int i = 0; !status && i < num_params; i++) {
             fsdp_param_view v = FSDP_ZERO;
-            int64_t numel = 1;
             CHECK_OK(fsdp_param_view_get(u, i, &v));
-            for (int d = 0; d < v.ndim; d++) numel *= v.shape[d];
             if (v.requires_grad && h_rand64(seed) % 4)
                 sim_write(&r->s, "backward", fsdp_grad(u, i),
-                          numel * (int64_t)fsdp_dtype_size(r->c.param ? r->c.param : FSDP_F32));
+                          lab_full_numel(&v) *
+                              (int64_t)fsdp_dtype_size(r->c.param ? r->c.param : FSDP_F32));
         }
     } else if (call < 17) {
         status = fsdp_post_backward(u);

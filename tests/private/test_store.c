@@ -800,11 +800,10 @@ TEST_TIMEOUT(long_store, total_is_bounded, 120) {
     setup *s = make_setup(AT_HOST, 1, 0, 60000);
     client c;
     char key[40];
-    unsigned char *value = (unsigned char *)calloc(1, 16 * MIB);
+    unsigned char *value = (unsigned char *)lab_zeros(1, 16 * MIB);
     fsdp_status status = FSDP_OK;
     int count = 0;
     if (sysconf(_SC_AVPHYS_PAGES) * (sysconf(_SC_PAGESIZE) >> 10) < 2 << 20) SKIP("needs 2 GiB");
-    CHECK(value);
     enter(&c, s, 0);
     for (; count < 80 && !status; count++) {
         snprintf(key, sizeof key, "big-%d", count);
@@ -2877,10 +2876,9 @@ static void ear_check(const ear *e) {
 static void ear_inputs(int64_t inputs, uint64_t seed) {
     static unsigned char bytes[HEADER + 70000];
     setup *s = make_setup(AT_HOST, E_SIZE, 0, 1000);
-    fuzz *f = (fuzz *)calloc(1, sizeof *f);
+    fuzz *f = (fuzz *)lab_zeros(1, sizeof *f);
     int64_t fed = 0, worlds = 0, done = 0, judged = 0, left = 0;
     ear e;
-    CHECK(f != NULL);
     f->seed = seed, f->heap.fail_at = -1;
     for (; fed < inputs; worlds++) {
         ear_open(&e, f, s);

@@ -527,44 +527,39 @@ static cudaError_t begin_again(scene_of_capture *s) {
     return cudaErrorUnknown; /* nothing more: the end finds b */
 }
 
+enum { /* as columns of the table */
+       UNSUPPORTED = cudaErrorStreamCaptureUnsupported,
+       INVALIDATED = cudaErrorStreamCaptureInvalidated,
+       ISOLATION = cudaErrorStreamCaptureIsolation,
+       IMPLICIT = cudaErrorStreamCaptureImplicit,
+       UNMATCHED = cudaErrorStreamCaptureUnmatched,
+       UNJOINED = cudaErrorStreamCaptureUnjoined,
+       MERGE = cudaErrorStreamCaptureMerge,
+       OF_THREAD = cudaStreamCaptureModeThreadLocal
+};
 static const struct {
     const char *name;
     cudaError_t (*act)(scene_of_capture *s);
     int blocking, mode, code, end; /* end 0: the capture goes on */
 } breaches[] = {
-    {"alloc", forbidden_alloc, 0, GLOBAL, cudaErrorStreamCaptureUnsupported,
-     cudaErrorStreamCaptureInvalidated},
-    {"pinned", forbidden_pinned, 0, cudaStreamCaptureModeThreadLocal,
-     cudaErrorStreamCaptureUnsupported, cudaErrorStreamCaptureInvalidated},
-    {"free", forbidden_free, 0, GLOBAL, cudaErrorStreamCaptureUnsupported,
-     cudaErrorStreamCaptureInvalidated},
-    {"sync", forbidden_sync, 0, RELAXED, cudaErrorStreamCaptureUnsupported,
-     cudaErrorStreamCaptureInvalidated},
-    {"query", forbidden_query, 0, RELAXED, cudaErrorStreamCaptureUnsupported,
-     cudaErrorStreamCaptureInvalidated},
-    {"device", forbidden_device, 0, RELAXED, cudaErrorStreamCaptureUnsupported,
-     cudaErrorStreamCaptureInvalidated},
-    {"event", forbidden_inside, 0, RELAXED, cudaErrorCapturedEvent,
-     cudaErrorStreamCaptureInvalidated},
-    {"look", forbidden_look, 0, GLOBAL, cudaErrorStreamCaptureUnsupported,
-     cudaErrorStreamCaptureInvalidated},
+    {"alloc", forbidden_alloc, 0, GLOBAL, UNSUPPORTED, INVALIDATED},
+    {"pinned", forbidden_pinned, 0, OF_THREAD, UNSUPPORTED, INVALIDATED},
+    {"free", forbidden_free, 0, GLOBAL, UNSUPPORTED, INVALIDATED},
+    {"sync", forbidden_sync, 0, RELAXED, UNSUPPORTED, INVALIDATED},
+    {"query", forbidden_query, 0, RELAXED, UNSUPPORTED, INVALIDATED},
+    {"device", forbidden_device, 0, RELAXED, UNSUPPORTED, INVALIDATED},
+    {"event", forbidden_inside, 0, RELAXED, cudaErrorCapturedEvent, INVALIDATED},
+    {"look", forbidden_look, 0, GLOBAL, UNSUPPORTED, INVALIDATED},
     {"look_relaxed", forbidden_look, 0, RELAXED, cudaSuccess, cudaSuccess},
-    {"before", forbidden_before, 0, RELAXED, cudaErrorStreamCaptureIsolation,
-     cudaErrorStreamCaptureInvalidated},
-    {"never", forbidden_never, 0, RELAXED, cudaErrorStreamCaptureIsolation,
-     cudaErrorStreamCaptureInvalidated},
-    {"legacy", forbidden_legacy, 1, RELAXED, cudaErrorStreamCaptureImplicit,
-     cudaErrorStreamCaptureInvalidated},
+    {"before", forbidden_before, 0, RELAXED, ISOLATION, INVALIDATED},
+    {"never", forbidden_never, 0, RELAXED, ISOLATION, INVALIDATED},
+    {"legacy", forbidden_legacy, 1, RELAXED, IMPLICIT, INVALIDATED},
     {"legacy_beside", forbidden_legacy, 0, GLOBAL, cudaSuccess, cudaSuccess},
-    {"copy", forbidden_copy, 0, GLOBAL, cudaErrorStreamCaptureUnsupported,
-     cudaErrorStreamCaptureInvalidated},
-    {"pageable", forbidden_pageable, 0, RELAXED, cudaErrorStreamCaptureUnsupported,
-     cudaErrorStreamCaptureInvalidated},
-    {"end_elsewhere", forbidden_end, 0, GLOBAL, cudaErrorStreamCaptureUnmatched,
-     cudaErrorStreamCaptureUnjoined},
-    {"merge", forbidden_merge, 0, GLOBAL, cudaErrorStreamCaptureMerge,
-     cudaErrorStreamCaptureInvalidated},
-    {"unjoined", begin_again, 0, GLOBAL, cudaErrorUnknown, cudaErrorStreamCaptureUnjoined},
+    {"copy", forbidden_copy, 0, GLOBAL, UNSUPPORTED, INVALIDATED},
+    {"pageable", forbidden_pageable, 0, RELAXED, UNSUPPORTED, INVALIDATED},
+    {"end_elsewhere", forbidden_end, 0, GLOBAL, UNMATCHED, UNJOINED},
+    {"merge", forbidden_merge, 0, GLOBAL, MERGE, INVALIDATED},
+    {"unjoined", begin_again, 0, GLOBAL, cudaErrorUnknown, UNJOINED},
 };
 
 TEST_P(stub_graph, forbids, breaches) {
