@@ -23,7 +23,7 @@ TSAN_TESTS     ?= conformance test_agree test_delays test_extension test_faults 
                   test_fully_shard_comm test_fully_shard_training test_memory test_shm_faults \
                   test_spawn test_store test_train
 # make quick leaves these out: what takes most of the time, and what other tests see as well.
-SLOW := long_*:conformance.*/W=[45]*:gpt.*:find_nccl.*:train.every_*:train.parity/W=5*:norm.every_*:delays.same_bits/N=4*
+SLOW := long_*:*.*/W=[45]*:gpt.*:find_nccl.*:budget.instr*:train.every_*:norm.every_*:exhaustive.*:delays.*:golden_train.*
 
 WARN  := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual -Wundef \
          -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum

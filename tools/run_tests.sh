@@ -14,7 +14,7 @@
 #   skip:NAME:REASON   counts one test that cannot run here
 #
 # --filter runs only tests with this text, --without leaves some out; patterns are the harness's. So
-# many programs run at a time: JOBS, or one more than there are cores, as many of them wait. Each is
+# many programs run at a time: JOBS, or two for a core, as they wait much of the time. Each is
 # shown as a whole when it has ended; with JOBS=1, as it runs. The exit status is 0 only if
 # something ran and nothing failed.
 set -fuo pipefail # names may hold globs
@@ -49,8 +49,9 @@ if [ "${1-}" = --one ]; then # a job: a line of the list, as variables, program 
         echo "== $command"
         cat "$FSDP_JOBS/$2.log"
     fi
-    count "$2" "$status" $((($(date +%s%N) - start) / 1000000)) \
-        "$(sed -E 's/^([A-Z_]+=[^ ]* )*//; s/^.*check\.sh --one /gate /' <<<"$command")"
+    name=$(sed -E 's/^([A-Z_]+=[^ ]* )*//; s/^.*check\.sh --one /gate /' <<<"$command")
+    name=${name%"$FSDP_WITHOUT"} name=${name%:} name=${name% --filter=} # what all leave out goes unsaid
+    count "$2" "$status" $((($(date +%s%N) - start) / 1000000)) "$name"
     exit 0
 fi
 
@@ -63,6 +64,7 @@ while :; do
     esac
     shift
 done
+export FSDP_WITHOUT=$without
 FSDP_JOBS=$(mktemp -d) && export FSDP_JOBS && trap 'rm -rf "$FSDP_JOBS"' EXIT
 : >"$FSDP_JOBS/list" && : >"$FSDP_JOBS/results"
 add() { echo "${variables[*]-} $*" | sed 's/^ *//' >>"$FSDP_JOBS/list"; }
@@ -95,7 +97,7 @@ for word; do
         elif has "$program" "$pattern"; then add "$program" "--filter=$pattern"; fi ;;
     esac
 done
-seq "$(wc -l <"$FSDP_JOBS/list")" | xargs -r -P "${JOBS:-$(($(nproc) + 1))}" -n 1 "$0" --one
+seq "$(wc -l <"$FSDP_JOBS/list")" | xargs -r -P "${JOBS:-$((2 * $(nproc)))}" -n 1 "$0" --one
 
 sort -rn "$FSDP_JOBS/results" | awk -F '\t' -v seconds=$(($(date +%s) - started)) '
     { ok += $2; bad += $3; skipped += $4 }
