@@ -76,7 +76,7 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     h = fsdpi_hash(fsdpi_hash(h, op->count), op->what_hash);
     c.fingerprint = fsdpi_hash(h, op->step);
     memcpy(c.agree, op->agree, sizeof c.agree);
-    c.agree[FSDP_AGREE_ACCUMULATE] = op->accumulate;
+    c.agree[FSDP_AGREE_ACCUMULATE] |= (uint8_t)(op->accumulate << 1);
     c.agree[FSDP_AGREE_STEP] = (uint8_t)fsdpi_hash(1, op->step);
     void *user;
     fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);

@@ -366,7 +366,7 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
                          "commit: the model has no units: call fsdp_fully_shard first");
     fsdpi_place_units(m);
     fsdpi_need_blocks(m);
-    for (int i = 0; i < m->num_classes; i++) m->classes[i].ahead = 0; // of a layout before
+    for (int i = 0; i < m->num_classes; i++) m->classes[i].units = m->classes[i].ahead = 0;
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_classes(m->units[i]);
     if (status) status = fsdp_fail(m->world, status, "commit: no memory");
     if (!status) status = fsdpi_commit_tables(m);

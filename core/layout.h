@@ -224,7 +224,7 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
         int at = fsdpi_class_find(m, pool, (size_t)bytes[pool]);
         if (at < 0) return FSDP_ERR_OUT_OF_MEMORY;
         u->layout.classes[pool] = at;
-        m->classes[at].ahead |= pool == FSDP_POOL_GATHER ||
+        m->classes[at].ahead |= (pool == FSDP_POOL_GATHER && m->classes[at].units++ > 0) ||
                                 (pool == FSDP_POOL_GRAD && route->grads_ahead) ||
                                 (pool == FSDP_POOL_ROUT && fsdpi_replicas(u) > 1);
     }

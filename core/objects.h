@@ -96,7 +96,7 @@ struct fsdp_buf {
 typedef struct fsdpi_class { // slots of one pool and size
     int pool;
     size_t bytes;
-    int ahead; // filled while another one is in use: two of them, unless everything runs inline
+    int units, ahead; // ahead: filled while another is in use, so two, unless everything is inline
     fsdp_buf **slots;
     int count, cap;
 } fsdpi_class;

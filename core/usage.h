@@ -62,16 +62,16 @@ static int fsdpi_usage_any(const fsdp_unit *u, int use) {
     return any;
 }
 
-// What ranks must agree on in a reduction: the unit, the factor; by upstream's rule what was used.
+// What ranks must agree on in a reduction beside the unit; by upstream's rule what was used, too.
 static void fsdpi_usage_agree(const fsdp_unit *u, double factor, fsdp_op *op) {
-    uint64_t bits, used = 0;
+    uint64_t bits, used = 0, adds = u->state.grads.shard == FSDPI_GRADS_REDUCED;
     memcpy(&bits, &factor, sizeof bits);
-    bits = fsdpi_hash(1, bits);
     for (int i = 0; i < u->desc.num_params && !u->options.reduce_unused; i++)
         used = fsdpi_hash(used, (u->params[i].use & FSDPI_USE_PENDING) != 0);
-    op->what_hash = fsdpi_hash(fsdpi_hash(u->layout.hash, bits), used);
-    op->agree[FSDP_AGREE_FACTOR] = (uint8_t)bits;
+    op->what_hash = fsdpi_hash(fsdpi_hash(u->layout.hash, bits), fsdpi_hash(used, adds));
+    op->agree[FSDP_AGREE_FACTOR] = (uint8_t)fsdpi_hash(1, bits);
     op->agree[FSDP_AGREE_USED] = (uint8_t)used;
+    op->agree[FSDP_AGREE_ACCUMULATE] = (uint8_t)adds;
 }
 
 // The counts of users of the unit's trainables [from, from + count), as the host reads them.

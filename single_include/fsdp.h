@@ -2886,7 +2886,7 @@ struct fsdp_buf {
 typedef struct fsdpi_class { // slots of one pool and size
     int pool;
     size_t bytes;
-    int ahead; // filled while another one is in use: two of them, unless everything runs inline
+    int units, ahead; // ahead: filled while another is in use, so two, unless everything is inline
     fsdp_buf **slots;
     int count, cap;
 } fsdpi_class;
@@ -6297,7 +6297,7 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     h = fsdpi_hash(fsdpi_hash(h, op->count), op->what_hash);
     c.fingerprint = fsdpi_hash(h, op->step);
     memcpy(c.agree, op->agree, sizeof c.agree);
-    c.agree[FSDP_AGREE_ACCUMULATE] = op->accumulate;
+    c.agree[FSDP_AGREE_ACCUMULATE] |= (uint8_t)(op->accumulate << 1);
     c.agree[FSDP_AGREE_STEP] = (uint8_t)fsdpi_hash(1, op->step);
     void *user;
     fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
@@ -7702,7 +7702,7 @@ static fsdp_status fsdpi_unit_classes(fsdp_unit *u) {
         int at = fsdpi_class_find(m, pool, (size_t)bytes[pool]);
         if (at < 0) return FSDP_ERR_OUT_OF_MEMORY;
         u->layout.classes[pool] = at;
-        m->classes[at].ahead |= pool == FSDP_POOL_GATHER ||
+        m->classes[at].ahead |= (pool == FSDP_POOL_GATHER && m->classes[at].units++ > 0) ||
                                 (pool == FSDP_POOL_GRAD && route->grads_ahead) ||
                                 (pool == FSDP_POOL_ROUT && fsdpi_replicas(u) > 1);
     }
@@ -8877,16 +8877,16 @@ static int fsdpi_usage_any(const fsdp_unit *u, int use) {
     return any;
 }
 
-// What ranks must agree on in a reduction: the unit, the factor; by upstream's rule what was used.
+// What ranks must agree on in a reduction beside the unit; by upstream's rule what was used, too.
 static void fsdpi_usage_agree(const fsdp_unit *u, double factor, fsdp_op *op) {
-    uint64_t bits, used = 0;
+    uint64_t bits, used = 0, adds = u->state.grads.shard == FSDPI_GRADS_REDUCED;
     memcpy(&bits, &factor, sizeof bits);
-    bits = fsdpi_hash(1, bits);
     for (int i = 0; i < u->desc.num_params && !u->options.reduce_unused; i++)
         used = fsdpi_hash(used, (u->params[i].use & FSDPI_USE_PENDING) != 0);
-    op->what_hash = fsdpi_hash(fsdpi_hash(u->layout.hash, bits), used);
-    op->agree[FSDP_AGREE_FACTOR] = (uint8_t)bits;
+    op->what_hash = fsdpi_hash(fsdpi_hash(u->layout.hash, bits), fsdpi_hash(used, adds));
+    op->agree[FSDP_AGREE_FACTOR] = (uint8_t)fsdpi_hash(1, bits);
     op->agree[FSDP_AGREE_USED] = (uint8_t)used;
+    op->agree[FSDP_AGREE_ACCUMULATE] = (uint8_t)adds;
 }
 
 // The counts of users of the unit's trainables [from, from + count), as the host reads them.
@@ -9688,7 +9688,7 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
                          "commit: the model has no units: call fsdp_fully_shard first");
     fsdpi_place_units(m);
     fsdpi_need_blocks(m);
-    for (int i = 0; i < m->num_classes; i++) m->classes[i].ahead = 0; // of a layout before
+    for (int i = 0; i < m->num_classes; i++) m->classes[i].units = m->classes[i].ahead = 0;
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_classes(m->units[i]);
     if (status) status = fsdp_fail(m->world, status, "commit: no memory");
     if (!status) status = fsdpi_commit_tables(m);

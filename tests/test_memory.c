@@ -393,7 +393,7 @@ static void formula_one(fsdp_world *w, int world, net *n, int layers, int packed
     cast = x->param_dtype != n->dtype;
     b[FSDP_POOL_SHARD] = up(layers * up(s, 16) * bo, 64);
     b[FSDP_POOL_SGRAD] = up((layers * up(s, 16) + layers * users) * bo, 64);
-    if (world > 1 || cast) b[FSDP_POOL_GATHER] = depth * up((up(world * s, 16) + finals) * bp, 64);
+    if (world > 1 || cast) b[FSDP_POOL_GATHER] = (layers > 1 ? depth : 1) * up((up(world * s, 16) + finals) * bp, 64);
     int widens = bp == 2 && x->reduce_dtype == FSDP_F32 && !(n->plain && world > 1);
     int converts = x->param_dtype != x->reduce_dtype && !widens; /* the copy frees the slot early */
     if (world > 1 || cast || x->reduce_dtype != n->dtype)
@@ -824,4 +824,40 @@ TEST_P(memory, reserve, worlds) {
         for (int u = 0; u < list[i].count; u++) list[i].units[u].never = 0;
     }
     on_nets(row->world, 0, list, COUNT, reserve_one, NULL);
+}
+
+/* With lanes, too, a unit that is alone in its size has one slot: forward and backward see its
+   parameters at one address. Two units of one size have two slots between them. */
+static void alone(lab_rank *r) {
+    static const int64_t rows[] = {64, 8, 8};
+    fsdp_model *m = lab_model(r->w, NULL);
+    fsdp_unit *units[3];
+    const void *at = NULL;
+    fsdp_memory memory;
+    for (int u = 0; u < 3; u++) {
+        fsdp_param_desc p = fsdp_mat("w", rows[u], 4);
+        units[u] = lab_unit(r->w, m, NULL, &p, 1);
+    }
+    for (int step = 0; step < 3; step++) {
+        for (int u = 0; u < 3; u++) {
+            CALL(r->w, fsdp_pre_forward(units[u]));
+            if (!at) at = fsdp_data(units[0], 0);
+            CHECK(at && (u > 0 || fsdp_data(units[0], 0) == at));
+            CALL(r->w, fsdp_post_forward(units[u]));
+        }
+        for (int u = 2; u >= 0; u--) {
+            CALL(r->w, fsdp_pre_backward(units[u]));
+            CHECK(u > 0 || fsdp_data(units[0], 0) == at);
+            CALL(r->w, fsdp_post_backward(units[u]));
+        }
+        CALL(r->w, fsdp_finalize_backward(m));
+        CALL(r->w, fsdp_params_changed(m));
+    }
+    CALL(r->w, fsdp_model_memory(m, &memory));
+    CHECK_EQ_INT(memory.pool_slots[FSDP_POOL_GATHER], 3);
+}
+TEST(memory, one_slot_where_a_second_is_never_used) {
+    lab_how how = FSDP_ZERO;
+    how.lanes = 2;
+    lab_run(2, &how, alone, NULL);
 }

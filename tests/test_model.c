@@ -307,12 +307,12 @@ static int converts(const model *m, int i, int hook) {
 /* -- slots -- */
 
 /* With streams two slots are there where one is filled while another is in use, whichever unit
-   takes one first. */
+   takes one first. Parameters of a unit that is alone in its size are never in two. */
 static int filled_ahead(const model *m, int pool, int64_t bytes) {
-    int ahead = 0;
+    int ahead = 0, units = 0;
     for (int i = 0; i < m->n->num_units; i++) {
         if (m->units[i].bytes[pool] != bytes) continue;
-        ahead |= pool == FSDP_POOL_GATHER;
+        ahead |= pool == FSDP_POOL_GATHER && units++ > 0;
         ahead |= pool == FSDP_POOL_GRAD && !converts(m, i, 0); /* hooks come and go */
         ahead |= pool == FSDP_POOL_ROUT && m->n->units[i].replicas > 1;
     }

@@ -50,7 +50,7 @@ if [ "${1-}" = --one ]; then # a job: a line of the list, as variables, program 
         cat "$FSDP_JOBS/$2.log"
     fi
     name=$(sed -E 's/^([A-Z_]+=[^ ]* )*//; s/^.*check\.sh --one /gate /' <<<"$command")
-    name=${name%"$FSDP_WITHOUT"} name=${name%:} name=${name% --filter=} # what all leave out goes unsaid
+    name=${name%"$FSDP_WITHOUT"} name=${name%:} name=${name% --filter=}
     count "$2" "$status" $((($(date +%s%N) - start) / 1000000)) "$name"
     exit 0
 fi
