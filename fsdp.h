@@ -734,8 +734,7 @@ FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit);
 /* fsdp_finalize_backward - end of backward: units still open in backward are finished, left-overs
    are freed, every sharded gradient is ready
    Result      FSDP_OK; the first failure of a hook since the last finalize that went through (its
-               own failures come before); INVALID_STATE (a unit
-               is open in forward: named); collective errors
+               own come before); INVALID_STATE (a unit is open in forward); collective errors
    Collective  yes      Blocks until all reductions are done; on devices with streams only with
                cpu_offload, or to ask whether others used a parameter that this rank did not use
    Allocates   at its first use
@@ -818,7 +817,8 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 
 /* Setters. Those with a unit (NULL: every unit) need it IDLE or POST_BACKWARD; the others any time.
    fsdp_set_grad_enabled           0: forwards are evaluation and are not waited for by a backward
-   fsdp_set_is_last_backward       0: finalize keeps the record of forwards for a further backward
+   fsdp_set_is_last_backward       0: another backward comes, maybe over the same forward; finalize
+                                   keeps the record of forwards and what is being gathered
    fsdp_set_requires_gradient_sync 0: post_backward keeps gradients here, unreduced (no_sync).
                                    Sets requires_all_reduce to the same
    fsdp_set_requires_all_reduce    0: HSDP: the sums over the shard group are kept and added up, the

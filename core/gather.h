@@ -151,11 +151,11 @@ static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
     return status;
 }
 
-// What is still in flight was a prefetch that nobody used.
+// What is still in flight was a prefetch that nobody used: after the last backward nobody will.
 static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
-    return u->options.reshard_after_backward || u->state.storage == FSDP_STORAGE_IN_FLIGHT
-               ? fsdpi_do_reshard(u)
-               : FSDP_OK;
+    int reshards = u->state.storage == FSDP_STORAGE_IN_FLIGHT ? u->model->is_last_backward
+                                                              : u->options.reshard_after_backward;
+    return reshards ? fsdpi_do_reshard(u) : FSDP_OK;
 }
 
 // Gather a unit ahead of its use, unless that would hold more memory than prefetches may.

@@ -1624,8 +1624,7 @@ FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit);
 /* fsdp_finalize_backward - end of backward: units still open in backward are finished, left-overs
    are freed, every sharded gradient is ready
    Result      FSDP_OK; the first failure of a hook since the last finalize that went through (its
-               own failures come before); INVALID_STATE (a unit
-               is open in forward: named); collective errors
+               own come before); INVALID_STATE (a unit is open in forward); collective errors
    Collective  yes      Blocks until all reductions are done; on devices with streams only with
                cpu_offload, or to ask whether others used a parameter that this rank did not use
    Allocates   at its first use
@@ -1708,7 +1707,8 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 
 /* Setters. Those with a unit (NULL: every unit) need it IDLE or POST_BACKWARD; the others any time.
    fsdp_set_grad_enabled           0: forwards are evaluation and are not waited for by a backward
-   fsdp_set_is_last_backward       0: finalize keeps the record of forwards for a further backward
+   fsdp_set_is_last_backward       0: another backward comes, maybe over the same forward; finalize
+                                   keeps the record of forwards and what is being gathered
    fsdp_set_requires_gradient_sync 0: post_backward keeps gradients here, unreduced (no_sync).
                                    Sets requires_all_reduce to the same
    fsdp_set_requires_all_reduce    0: HSDP: the sums over the shard group are kept and added up, the
@@ -8769,11 +8769,11 @@ static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
     return status;
 }
 
-// What is still in flight was a prefetch that nobody used.
+// What is still in flight was a prefetch that nobody used: after the last backward nobody will.
 static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
-    return u->options.reshard_after_backward || u->state.storage == FSDP_STORAGE_IN_FLIGHT
-               ? fsdpi_do_reshard(u)
-               : FSDP_OK;
+    int reshards = u->state.storage == FSDP_STORAGE_IN_FLIGHT ? u->model->is_last_backward
+                                                              : u->options.reshard_after_backward;
+    return reshards ? fsdpi_do_reshard(u) : FSDP_OK;
 }
 
 // Gather a unit ahead of its use, unless that would hold more memory than prefetches may.
@@ -9775,7 +9775,7 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
 }
 
 static fsdp_status fsdpi_do_enter(fsdp_unit *u) {
-    u->state.forwards--;
+    u->state.forwards -= u->model->is_last_backward; // else another backward of it may come
     u->model->backward = 1;
     return FSDP_OK;
 }

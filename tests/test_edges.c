@@ -311,6 +311,35 @@ TEST(edges, no_gradient_before_finalize) {
     for (int world = 1; world < 4; world++) lab_run(world, NULL, gradient_of_views, NULL);
 }
 
+/* Two backwards over one forward: their gradients are added. The last one ends it. */
+static void two_backwards(lab_rank *r) {
+    fsdp_param_desc p = fsdp_mat("w", 6, 4);
+    fsdp_param_view v;
+    rig x;
+    rig_open(&x, r->w, NULL, &p, 1);
+    for (int step = 0; step < 2; step++) {
+        forward(&x);
+        for (int n = 1; n <= 3; n++) {
+            CALL(x.w, fsdp_set_is_last_backward(x.m, n == 3));
+            CALL(x.w, fsdp_pre_backward(x.u));
+            float *g = (float *)fsdp_grad(x.u, 0);
+            CHECK(g && fsdp_data(x.u, 0));
+            for (int i = 0; i < 24; i++) g[i] += (float)n;
+            CALL(x.w, fsdp_post_backward(x.u));
+            CALL(x.w, fsdp_finalize_backward(x.m));
+            CALL(x.w, fsdp_param_view_get(x.u, 0, &v));
+            for (int64_t k = 0; k < v.numel; k++)
+                CHECK((double)((const float *)v.shard_grad)[k] == n * (n + 1) / 2.0);
+        }
+        REFUSED_AS(FSDP_ERR_INVALID_STATE, x.w, fsdp_pre_backward(x.u), "call fsdp_pre_forward");
+        CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_INVALID_STATE);
+        CALL(x.w, fsdp_zero_grad(x.m));
+    }
+}
+TEST(edges, two_backwards_over_one_forward) {
+    for (int world = 1; world < 4; world++) lab_run(world, NULL, two_backwards, NULL);
+}
+
 /* An invariant that does not hold is told with the rank and where, and ends the world. */
 static char asserted[4096];
 static void keep_lines(int level, fsdp_status code, int rank, const char *text, void *user) {

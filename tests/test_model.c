@@ -425,7 +425,7 @@ static void reshard_forward(model *m, int i) {
 /* What nobody has waited for was gathered for nothing. */
 static void reshard_backward(model *m, int i) {
     const unit_model *u = &m->units[i];
-    if (!u->keep_backward || u->storage == FSDP_STORAGE_IN_FLIGHT) reshard(m, i);
+    if (u->storage == FSDP_STORAGE_IN_FLIGHT ? m->is_last : !u->keep_backward) reshard(m, i);
 }
 
 /* The gradient is written straight into the shard gradient. */
@@ -594,7 +594,7 @@ static void call_hook(model *m, int i, int call) {
         reshard_forward(m, i);
     }
     if (call == FSDP_CALL_PRE_BACKWARD && next == 'P') {
-        u->due--;
+        u->due -= m->is_last; /* else another backward may come */
         m->backward = 1;
         if (!u->no_unshard) unshard(m, i);
         wait_for(u);

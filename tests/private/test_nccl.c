@@ -828,12 +828,18 @@ static int on_wait(void *user, fsdp_model *model, fsdp_op *op) {
 static const struct {
     const char *name, *variant;
     int world;
-} needed[] = {{"all_gather.gather.0", "f32", 2}, {"all_gather.gather.1", "packed", 2},
-              {"all_reduce.clip.0", "clip", 2},  {"all_reduce.replicas.0", "hsdp", 4},
-              {"copy.acc.0", "f32", 2},          {"copy.copy_in.0", "bf16_f32", 2},
-              {"copy.copy_in.1", "packed", 2},   {"copy.users.0", "f32", 2},
-              {"use.clip.0", "clip", 2},         {"use.final.0", "f32", 2},
-              {"use.gather.0", "keeps", 2},      {"zero.grads.0", "packed", 2}};
+} needed[] = {{"all_gather.gather.0", "f32", 2},
+              {"all_gather.gather.1", "packed", 2},
+              {"all_reduce.clip.0", "clip", 2},
+              {"all_reduce.replicas.0", "hsdp", 4},
+              {"copy.acc.0", "f32", 2},
+              {"copy.copy_in.0", "bf16_f32", 2},
+              {"copy.copy_in.1", "accumulates", 2},
+              {"copy.users.0", "f32", 2},
+              {"use.clip.0", "clip", 2},
+              {"use.final.0", "f32", 2},
+              {"use.gather.0", "keeps", 2},
+              {"zero.grads.0", "packed", 2}};
 
 static void leave_out(int rank, int world, void *arg) {
     size_t row = (size_t)(uintptr_t)arg;

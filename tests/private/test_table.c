@@ -135,12 +135,13 @@ static void model_unit(model *m, int unit, int call) {
         int at = u->newest;
         if (at >= 0) u->newest = m->before[at];
         if (at > 0 && m->async) model_unshard(m, &m->units[m->order[at - 1]]);
-        u->due--;
+        u->due -= m->is_last; /* else another backward may come */
         m->backward = 1;
     }
     if (call == FSDP_CALL_POST_BACKWARD || call == FSDP_CALL_FINALIZE) {
-        /* what nobody has waited for was gathered for nothing */
-        if (!u->keep_backward || u->storage == FSDP_STORAGE_IN_FLIGHT) model_reshard(u);
+        /* what nobody has waited for by the last backward was gathered for nothing */
+        if (u->storage == FSDP_STORAGE_IN_FLIGHT ? m->is_last : !u->keep_backward)
+            model_reshard(u);
         /* finalize reduces what earlier microbatches have left, too */
         if (call == FSDP_CALL_POST_BACKWARD || u->state == FSDP_STATE_PRE_BACKWARD || u->held)
             model_reduce(m, u);
