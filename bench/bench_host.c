@@ -14,8 +14,7 @@
 #endif
 #include "bench/bench.h"
 #define FSDP_NO_BACKEND
-#define FSDP_IMPLEMENTATION
-#include "fsdp.h"
+#include "tests/library.c" /* what it measures */
 #include "tests/sim.h"
 #include "bench/host_cost.h"
 
