@@ -50,18 +50,33 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
     return status;
 }
 
-/* This call fails: the text is recorded and logged. Returns status. The world goes on, but for one
-   whose device does not end its work: there frees leave memory alone, and fills leave it dirty. */
-FSDP_API fsdp_status fsdp_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
+/* This call fails: the text is recorded, and logged if `logs`. Returns status. The world goes on, but
+   for one whose device does not end its work: there frees leave memory alone, and fills leave it
+   dirty. */
+static fsdp_status fsdpi_fail_text(fsdp_world *w, fsdp_status status, int logs, const char *fmt,
+                                   va_list args) {
     char text[FSDPI_TEXT];
     int used = w && w->rank >= 0 ? snprintf(text, sizeof text, "rank %d: ", w->rank) : 0;
+    vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
+    fsdpi_set_error(w, text);
+    if (logs) fsdpi_log(w, FSDP_LOG_ERROR, status, text);
+    return w && FSDPI_LOAD(&w->stuck) ? fsdpi_world_fail(w, status, "%s", text) : status;
+}
+FSDP_API fsdp_status fsdp_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
     va_list args;
     va_start(args, fmt);
-    vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
+    status = fsdpi_fail_text(w, status, 1, fmt, args);
     va_end(args);
-    fsdpi_set_error(w, text);
-    fsdpi_log(w, FSDP_LOG_ERROR, status, text);
-    return w && FSDPI_LOAD(&w->stuck) ? fsdpi_world_fail(w, status, "%s", text) : status;
+    return status;
+}
+FSDP_PRINTF(4, 5)
+static fsdp_status fsdpi_fail_once(fsdp_world *w, fsdp_status status, int is_first, const char *fmt,
+                                   ...) {
+    va_list args;
+    va_start(args, fmt);
+    status = fsdpi_fail_text(w, status, is_first, fmt, args);
+    va_end(args);
+    return status;
 }
 
 static fsdp_status fsdpi_null(fsdp_world *w, const char *what) {

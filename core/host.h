@@ -151,26 +151,11 @@ static fsdp_status fsdpi_host_norm(fsdp_device *device, void *stream, const fsdp
 }
 
 static const fsdp_device_ops *fsdpi_host_ops(void) {
-    static const fsdp_device_ops ops = {FSDP_DEVICE_VERSION,
-                                        sizeof(fsdp_device_ops),
-                                        FSDP_DEVICE_HOST,
-                                        "host",
-                                        fsdpi_host_open,
-                                        fsdpi_host_close,
-                                        fsdpi_host_alloc,
-                                        fsdpi_host_free,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        fsdpi_host_copy,
-                                        fsdpi_host_zero,
-                                        fsdpi_host_norm,
-                                        NULL,
-                                        NULL};
+    // clang-format off
+    static const fsdp_device_ops ops = {
+        FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_HOST, "host", fsdpi_host_open,
+        fsdpi_host_close, fsdpi_host_alloc, fsdpi_host_free, NULL, NULL, NULL, NULL, NULL, NULL,
+        NULL, NULL, fsdpi_host_copy, fsdpi_host_zero, fsdpi_host_norm, NULL, NULL};
+    // clang-format on
     return &ops;
 }

@@ -285,6 +285,7 @@ struct fsdp_unit {
     fsdpi_options options;
     fsdpi_layout layout;
     fsdpi_route route[2]; // [1]: where the shard gradient holds a reduced gradient
+    uint32_t told;        // calls, as bits, that came in a wrong state in this step
     fsdpi_usage usage;
     fsdpi_state state;
 };

@@ -147,20 +147,22 @@ static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
     return -1;
 }
 
-// The text of a call in a wrong state asks the table what is missing.
-static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, int call, const char *what) {
+// The text of a call in a wrong state asks the table what is missing. The first one of a step is
+// logged: in a loop over layers and microbatches the others say no more.
+static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
     static const char *const states[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
     static const char *const storages[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED",
                                            "SHARDED_POST_FORWARD"};
     const fsdpi_point at = fsdpi_point_of(u);
-    int first = -1;
+    int first = -1, is_new = !(u->told >> call & 1);
+    u->told |= 1u << call;
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
-    return fsdp_fail(u->model->world, FSDP_ERR_INVALID_STATE,
-                     "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have not run "
-                     "backward: call fsdp_%s first",
-                     what, u->desc.name, states[u->state.training], storages[u->state.storage],
-                     u->model->backward ? "inside" : "outside", u->state.forwards,
-                     first < 0 ? "model_reset" : fsdpi_call_name(first));
+    return fsdpi_fail_once(u->model->world, FSDP_ERR_INVALID_STATE, is_new,
+                           "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have "
+                           "not run backward: call fsdp_%s first",
+                           what, u->desc.name, states[u->state.training],
+                           storages[u->state.storage], u->model->backward ? "inside" : "outside",
+                           u->state.forwards, first < 0 ? "model_reset" : fsdpi_call_name(first));
 }
 
 static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {

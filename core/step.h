@@ -74,6 +74,7 @@ static fsdp_status fsdpi_finalize(fsdp_model *m) {
     fsdp_status status = fsdpi_run_units(m, FSDP_CALL_FINALIZE);
     if (!status) status = fsdpi_grads_ready(m);
     if (status) return status;
+    for (int i = 0; i < m->num_units; i++) m->units[i]->told = 0;
     m->backward = 0;
     m->step++;
     fsdpi_pools_rewind(m);

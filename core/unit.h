@@ -104,6 +104,12 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
             return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
                              "fully_shard of unit '%s': no memory", u->desc.name);
         m->host_bytes += (int64_t)fsdpi_alloc_size(p->name);
+        for (int k = 0; k < i; k++)
+            if (strcmp(u->params[k].name, p->name) == 0)
+                return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
+                                 "fully_shard of unit '%s': parameters %d and %d are both named "
+                                 "'%s': give each a name of its own",
+                                 u->desc.name, k, i, p->name);
         p->user = pd.user;
         p->dtype = pd.dtype;
         p->requires_grad = !pd.frozen;

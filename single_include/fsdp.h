@@ -3075,6 +3075,7 @@ struct fsdp_unit {
     fsdpi_options options;
     fsdpi_layout layout;
     fsdpi_route route[2]; // [1]: where the shard gradient holds a reduced gradient
+    uint32_t told;        // calls, as bits, that came in a wrong state in this step
     fsdpi_usage usage;
     fsdpi_state state;
 };
@@ -3206,18 +3207,33 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
     return status;
 }
 
-/* This call fails: the text is recorded and logged. Returns status. The world goes on, but for one
-   whose device does not end its work: there frees leave memory alone, and fills leave it dirty. */
-FSDP_API fsdp_status fsdp_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
+/* This call fails: the text is recorded, and logged if `logs`. Returns status. The world goes on, but
+   for one whose device does not end its work: there frees leave memory alone, and fills leave it
+   dirty. */
+static fsdp_status fsdpi_fail_text(fsdp_world *w, fsdp_status status, int logs, const char *fmt,
+                                   va_list args) {
     char text[FSDPI_TEXT];
     int used = w && w->rank >= 0 ? snprintf(text, sizeof text, "rank %d: ", w->rank) : 0;
+    vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
+    fsdpi_set_error(w, text);
+    if (logs) fsdpi_log(w, FSDP_LOG_ERROR, status, text);
+    return w && FSDPI_LOAD(&w->stuck) ? fsdpi_world_fail(w, status, "%s", text) : status;
+}
+FSDP_API fsdp_status fsdp_fail(fsdp_world *w, fsdp_status status, const char *fmt, ...) {
     va_list args;
     va_start(args, fmt);
-    vsnprintf(text + used, sizeof text - (size_t)used, fmt, args);
+    status = fsdpi_fail_text(w, status, 1, fmt, args);
     va_end(args);
-    fsdpi_set_error(w, text);
-    fsdpi_log(w, FSDP_LOG_ERROR, status, text);
-    return w && FSDPI_LOAD(&w->stuck) ? fsdpi_world_fail(w, status, "%s", text) : status;
+    return status;
+}
+FSDP_PRINTF(4, 5)
+static fsdp_status fsdpi_fail_once(fsdp_world *w, fsdp_status status, int is_first, const char *fmt,
+                                   ...) {
+    va_list args;
+    va_start(args, fmt);
+    status = fsdpi_fail_text(w, status, is_first, fmt, args);
+    va_end(args);
+    return status;
 }
 
 static fsdp_status fsdpi_null(fsdp_world *w, const char *what) {
@@ -3404,57 +3420,26 @@ typedef struct fsdpi_launcher {
     const char *job[4];       // parts of a name that is equal on all ranks and unique on the host
 } fsdpi_launcher;
 
+// clang-format off
 static const fsdpi_launcher fsdpi_launchers[] = {
-    {"RANK",
-     "WORLD_SIZE",
-     "LOCAL_RANK",
-     "RANK",
-     "LOCAL_WORLD_SIZE",
-     NULL,
-     {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
-    {"OMPI_COMM_WORLD_RANK",
-     "OMPI_COMM_WORLD_SIZE",
-     "OMPI_COMM_WORLD_LOCAL_RANK",
-     "OMPI_COMM_WORLD_RANK",
-     "OMPI_COMM_WORLD_LOCAL_SIZE",
-     NULL,
-     {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", NULL, NULL}},
-    {"MV2_COMM_WORLD_RANK",
-     "MV2_COMM_WORLD_SIZE",
-     "MV2_COMM_WORLD_LOCAL_RANK",
-     "MV2_COMM_WORLD_RANK",
-     "MV2_COMM_WORLD_LOCAL_SIZE",
-     NULL,
-     {"PMI_JOBID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"}},
-    {"PMI_RANK",
-     "PMI_SIZE",
-     "MPI_LOCALRANKID",
-     "PMI_RANK",
-     "MPI_LOCALNRANKS",
-     NULL,
-     {"PMI_JOBID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"}},
-    {"FLUX_TASK_RANK",
-     "FLUX_JOB_SIZE",
-     "FLUX_TASK_LOCAL_ID",
-     "FLUX_TASK_RANK",
-     NULL,
-     "FLUX_JOB_NNODES",
-     {"FLUX_JOB_ID", NULL, NULL, NULL}},
-    {"SLURM_PROCID",
-     "SLURM_STEP_NUM_TASKS",
-     "SLURM_LOCALID",
-     "SLURM_STEP_NUM_TASKS",
-     NULL,
-     "SLURM_STEP_NUM_NODES",
-     {"SLURM_JOB_ID", "SLURM_STEP_ID", NULL, NULL}},
-    {"SLURM_PROCID",
-     "SLURM_NTASKS",
-     "SLURM_LOCALID",
-     "SLURM_STEP_ID",
-     NULL,
-     "SLURM_NNODES",
-     {"SLURM_JOB_ID", "SLURM_STEP_ID", NULL, NULL}},
+    {"RANK", "WORLD_SIZE", "LOCAL_RANK", "RANK", "LOCAL_WORLD_SIZE", NULL,
+        {"MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID", "TORCHELASTIC_RESTART_COUNT"}},
+    {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", NULL,
+        {"PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid", NULL, NULL}},
+    {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK",
+        "MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_LOCAL_SIZE", NULL,
+        {"PMI_JOBID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"}},
+    {"PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "PMI_RANK", "MPI_LOCALNRANKS", NULL,
+        {"PMI_JOBID", "MASTER_PORT", "SLURM_JOB_ID", "SLURM_STEP_ID"}},
+    {"FLUX_TASK_RANK", "FLUX_JOB_SIZE", "FLUX_TASK_LOCAL_ID", "FLUX_TASK_RANK", NULL,
+        "FLUX_JOB_NNODES", {"FLUX_JOB_ID", NULL, NULL, NULL}},
+    {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_NUM_TASKS", NULL,
+        "SLURM_STEP_NUM_NODES", {"SLURM_JOB_ID", "SLURM_STEP_ID", NULL, NULL}},
+    {"SLURM_PROCID", "SLURM_NTASKS", "SLURM_LOCALID", "SLURM_STEP_ID", NULL,
+        "SLURM_NNODES", {"SLURM_JOB_ID", "SLURM_STEP_ID", NULL, NULL}},
 };
+// clang-format on
 
 static const fsdpi_launcher *fsdpi_launcher_find(void) {
     const size_t count = sizeof fsdpi_launchers / sizeof *fsdpi_launchers;
@@ -6458,27 +6443,12 @@ static fsdp_status fsdpi_host_norm(fsdp_device *device, void *stream, const fsdp
 }
 
 static const fsdp_device_ops *fsdpi_host_ops(void) {
-    static const fsdp_device_ops ops = {FSDP_DEVICE_VERSION,
-                                        sizeof(fsdp_device_ops),
-                                        FSDP_DEVICE_HOST,
-                                        "host",
-                                        fsdpi_host_open,
-                                        fsdpi_host_close,
-                                        fsdpi_host_alloc,
-                                        fsdpi_host_free,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        NULL,
-                                        fsdpi_host_copy,
-                                        fsdpi_host_zero,
-                                        fsdpi_host_norm,
-                                        NULL,
-                                        NULL};
+    // clang-format off
+    static const fsdp_device_ops ops = {
+        FSDP_DEVICE_VERSION, sizeof(fsdp_device_ops), FSDP_DEVICE_HOST, "host", fsdpi_host_open,
+        fsdpi_host_close, fsdpi_host_alloc, fsdpi_host_free, NULL, NULL, NULL, NULL, NULL, NULL,
+        NULL, NULL, fsdpi_host_copy, fsdpi_host_zero, fsdpi_host_norm, NULL, NULL};
+    // clang-format on
     return &ops;
 }
 
@@ -7938,6 +7908,12 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
             return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
                              "fully_shard of unit '%s': no memory", u->desc.name);
         m->host_bytes += (int64_t)fsdpi_alloc_size(p->name);
+        for (int k = 0; k < i; k++)
+            if (strcmp(u->params[k].name, p->name) == 0)
+                return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
+                                 "fully_shard of unit '%s': parameters %d and %d are both named "
+                                 "'%s': give each a name of its own",
+                                 u->desc.name, k, i, p->name);
         p->user = pd.user;
         p->dtype = pd.dtype;
         p->requires_grad = !pd.frozen;
@@ -9316,6 +9292,7 @@ static fsdp_status fsdpi_do_drop(fsdp_unit *u) {
     }
     fsdpi_usage_clear(u, FSDPI_USE_USED | FSDPI_USE_PENDING);
     u->usage.counted = 0;
+    u->told = 0;
     u->state.forwards = 0;
     u->state.last_order = -1;
     u->state.grads.newest = FSDPI_GRADS_NOWHERE;
@@ -9891,20 +9868,22 @@ static int fsdpi_missing(const fsdpi_point *from, int call, int depth) {
     return -1;
 }
 
-// The text of a call in a wrong state asks the table what is missing.
-static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, int call, const char *what) {
+// The text of a call in a wrong state asks the table what is missing. The first one of a step is
+// logged: in a loop over layers and microbatches the others say no more.
+static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
     static const char *const states[] = {"IDLE", "FORWARD", "PRE_BACKWARD", "POST_BACKWARD"};
     static const char *const storages[] = {"SHARDED", "IN_FLIGHT", "UNSHARDED",
                                            "SHARDED_POST_FORWARD"};
     const fsdpi_point at = fsdpi_point_of(u);
-    int first = -1;
+    int first = -1, is_new = !(u->told >> call & 1);
+    u->told |= 1u << call;
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
-    return fsdp_fail(u->model->world, FSDP_ERR_INVALID_STATE,
-                     "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have not run "
-                     "backward: call fsdp_%s first",
-                     what, u->desc.name, states[u->state.training], storages[u->state.storage],
-                     u->model->backward ? "inside" : "outside", u->state.forwards,
-                     first < 0 ? "model_reset" : fsdpi_call_name(first));
+    return fsdpi_fail_once(u->model->world, FSDP_ERR_INVALID_STATE, is_new,
+                           "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have "
+                           "not run backward: call fsdp_%s first",
+                           what, u->desc.name, states[u->state.training],
+                           storages[u->state.storage], u->model->backward ? "inside" : "outside",
+                           u->state.forwards, first < 0 ? "model_reset" : fsdpi_call_name(first));
 }
 
 static uint8_t fsdpi_next_state(const fsdp_unit *u, const fsdpi_row *row) {
@@ -10098,6 +10077,7 @@ static fsdp_status fsdpi_finalize(fsdp_model *m) {
     fsdp_status status = fsdpi_run_units(m, FSDP_CALL_FINALIZE);
     if (!status) status = fsdpi_grads_ready(m);
     if (status) return status;
+    for (int i = 0; i < m->num_units; i++) m->units[i]->told = 0;
     m->backward = 0;
     m->step++;
     fsdpi_pools_rewind(m);

@@ -340,6 +340,49 @@ TEST(edges, two_backwards_over_one_forward) {
     for (int world = 1; world < 4; world++) lab_run(world, NULL, two_backwards, NULL);
 }
 
+/* A wrong call is logged once in a step, however often it comes; its status is there each time. */
+static int logged;
+static void count_lines(int level, fsdp_status code, int rank, const char *text, void *user) {
+    (void)level, (void)rank, (void)text, (void)user;
+    logged += code == FSDP_ERR_INVALID_STATE;
+}
+TEST(edges, wrong_calls_are_logged_once_in_a_step) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, "once", 0);
+    fsdp_param_desc p = fsdp_mat("w", 6, 4);
+    fsdp_world *w;
+    rig x;
+    d.logger.log = count_lines;
+    CHECK_OK(fsdp_init(&d, &w));
+    rig_open(&x, w, NULL, &p, 1);
+    for (int step = 1; step < 4; step++) {
+        for (int n = 0; n < 5; n++) {
+            REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_post_forward(x.u), "fsdp_pre_forward first");
+            REFUSED_AS(FSDP_ERR_INVALID_STATE, w, fsdp_post_backward(x.u), "post_backward: unit");
+        }
+        CHECK_EQ_INT(logged, 2 * step);
+        if (step < 2) CHECK_STATUS(fsdp_finalize_backward(x.m), FSDP_ERR_INVALID_STATE);
+        else CHECK_OK(fsdp_model_reset(x.m));
+    }
+    CHECK_OK(fsdp_shutdown(w));
+}
+
+TEST(edges, names_of_parameters_are_unique) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, "names", 0);
+    fsdp_param_desc p[3] = {fsdp_vec("a", 4), fsdp_vec(NULL, 4), fsdp_vec("a", 4)};
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_unit *u;
+    fsdp_world *w;
+    CHECK_OK(fsdp_init(&d, &w));
+    ud.name = "pair", ud.params = p, ud.num_params = 3;
+    REFUSED(w, fsdp_fully_shard(lab_model(w, NULL), &ud, &u),
+            "unit 'pair': parameters 0 and 2 are both named 'a'");
+    p[2].name = "p1"; /* as the one without a name is called */
+    REFUSED(w, fsdp_fully_shard(lab_model(w, NULL), &ud, &u), "1 and 2 are both named 'p1'");
+    p[2].name = "b";
+    CHECK_OK(fsdp_fully_shard(lab_model(w, NULL), &ud, &u));
+    CHECK_OK(fsdp_shutdown(w));
+}
+
 /* An invariant that does not hold is told with the rank and where, and ends the world. */
 static char asserted[4096];
 static void keep_lines(int level, fsdp_status code, int rank, const char *text, void *user) {

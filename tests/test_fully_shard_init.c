@@ -802,8 +802,9 @@ static void several_first(fsdp_world *world, const void *arg) {
     fsdp_param_desc p[8];
     toy t;
     toy_begin(&t, world, NULL, 2, fsdp_rank(world));
-    int n = mlp(p, 3, 2);
-    toy_unit(&t, NULL, p, n + mlp(p + n, 5, 2));
+    int n = mlp(p, 3, 2), both = n + mlp(p + n, 5, 2);
+    for (int i = n; i < both; i++) p[i].name = NULL;
+    toy_unit(&t, NULL, p, both);
     toy_unit(&t, NULL, p, n);
     CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
     for (int i = 0; i < 2; i++) toy_step(&t);

@@ -522,10 +522,10 @@ TEST(fully_shard_overlap, share_comm_context) {
 /* A block of a transformer: four projections, two linears, two norms. */
 static int block_params(fsdp_param_desc *p, int64_t d) {
     int n = 0;
-    for (int i = 0; i < 4; i++) p[n++] = fsdp_mat("projection", d, d);
+    for (int i = 0; i < 4; i++) p[n++] = fsdp_mat(NULL, d, d);
     p[n++] = fsdp_mat("w1", 4 * d, d), p[n++] = fsdp_vec("b1", 4 * d);
     p[n++] = fsdp_mat("w2", d, 4 * d), p[n++] = fsdp_vec("b2", d);
-    for (int i = 0; i < 4; i++) p[n++] = fsdp_vec("norm", d);
+    for (int i = 0; i < 4; i++) p[n++] = fsdp_vec(NULL, d);
     return n;
 }
 

@@ -814,7 +814,9 @@ TEST(faults, older_programs) {
     size_t stride = offsetof(fsdp_param_desc, shard_dim) + 8; /* without shard_dim and frozen */
     memset(b.bytes, 0, sizeof b.bytes);
     for (int i = 0; i < 3; i++) {
+        static const char *const names[] = {"u", "v", "w"};
         p.size = (uint32_t)stride;
+        p.name = names[i];
         p.shape[0] = 6 + i;
         memcpy(array + (size_t)i * stride, &p, stride - 8);
     }
