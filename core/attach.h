@@ -1,8 +1,6 @@
 /* core/attach.h - extensions of a model: who is asked, who sees, who is told
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: the order in which extensions are asked. Where nobody listens, which fsdp_model.watch says,
 // nothing of this is called. fsdp_attach itself is in means.h.

@@ -1,8 +1,6 @@
 /* core/commit.h - the flat blocks of the model and the lists of the units
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: the flat blocks of the model and the lists of the units, made once, when all units are
 // known.

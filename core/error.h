@@ -1,8 +1,6 @@
 /* core/error.h - error texts, and the way out for every message
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: error texts and the way out for every message. Invariant: the first failure of a world
 // stays; later calls return it. The only writable static is a thread's text for failures without a

@@ -1,8 +1,6 @@
 /* core/host.h - the device table over host memory; the default device of every world
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: the device table over host memory. Stateless: every op is done when the call returns; lanes
 // (see >>lanes) make it asynchronous.

@@ -1,8 +1,6 @@
 /* core/init.h - a world begins and ends; collectives on host data
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 static void fsdpi_world_messages(fsdp_world *w, const fsdp_world_desc *d) {
     w->rank = d->world_size > 0 ? d->rank : -1; // -1: not known yet

@@ -1,8 +1,6 @@
 /* core/lanes.h - how records run: at once, in worker threads (lanes), on a device's streams
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: the execution of op records, inline or by worker threads, and events. A lane is one thread
 // with a FIFO of records; an event is a place in a lane's order. Invariants: records of one stream

@@ -1,8 +1,6 @@
 /* core/means.h - what extensions attach and call: records, buffers, copies, groups, states
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 /* -------------------------------------------------------------------------------------------- */
 // Owns: attaching.

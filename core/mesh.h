@@ -1,8 +1,6 @@
 /* core/mesh.h - ranks arranged in N dims, their process groups, and mesh infos
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: ranks arranged in N dims, row-major, and one process group per dim (two where gathers and
 // reductions may run at the same time). Source: torch: DeviceMesh, _fsdp_common.py mesh infos.

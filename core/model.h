@@ -1,8 +1,6 @@
 /* core/model.h - a model begins and ends
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Take an extension out and end it. Nothing of it is under way.
 static void fsdpi_detach(fsdp_model *m, fsdpi_attached **at) {

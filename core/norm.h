@@ -1,8 +1,6 @@
 /* core/norm.h - the norm of all gradients, and clipping
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Blocks of the gradients of one dtype; for the norm those that count: where all ranks of the mesh
 // add up, the first replica speaks for the others.

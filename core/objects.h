@@ -1,8 +1,6 @@
 /* core/objects.h - what a world, a mesh, a model and a unit are made of
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 #define FSDPI_TEXT 1024
 

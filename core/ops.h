@@ -1,8 +1,6 @@
 /* core/ops.h - op records, and fsdpi_emit, the only door to the tables
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: fsdpi_emit, the only door to the device and comm tables. It numbers a record, counts it,
 // shows it to extensions, derives what it waits for from the buffers it reads and writes, and

@@ -1,8 +1,6 @@
 /* core/params.h - parameters as the caller sees them: views, init, load, full tensors
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Rank k's piece [from, from + num) of its padded shard, into the full tensor.
 static void fsdpi_scatter_piece(const fsdpi_param *p, int world, int k, int64_t from, int64_t num,

@@ -1,8 +1,6 @@
 /* core/predict.h - memory: what is allocated, what will be, and the model in words
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // The steps of a prediction: units that never reshard are open around the others.
 static fsdp_status fsdpi_rehearse(fsdp_model *m) {

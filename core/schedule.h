@@ -1,8 +1,6 @@
 /* core/schedule.h - the transition table and the calls that look it up
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: the transition table and its actions. A public call looks up one row and runs its actions;
 // an action fills op records and never calls a backend. Invariants: a call without a row changes

@@ -1,8 +1,6 @@
 /* core/snapshot.h - what a step changes, saved and brought back
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: the list of what a step changes. One walk measures, saves and restores, so that the three
 // cannot differ. Gathered parameters, gradients and shards themselves are not in it.

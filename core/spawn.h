@@ -1,8 +1,6 @@
 /* core/spawn.h - ranks that a program starts itself: fsdp_spawn
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Processes report the result of fn through a pipe, in
 // records that are written whole; a rank reports before it aborts its world, so that the first

@@ -1,8 +1,6 @@
 /* core/unit.h - units and parameters: what fully_shard makes of a desc
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 static void fsdpi_unit_free(fsdp_unit *u) {
     fsdp_model *m = u->model;

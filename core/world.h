@@ -1,8 +1,6 @@
 /* core/world.h - rank, size, the opened tables, and the objects made from the world
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: rank, size, the opened tables, lanes, and the objects made from the world.
 
