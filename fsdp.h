@@ -1080,10 +1080,10 @@ typedef struct fsdp_event {
     X(NAMES, "names of parameters") X(SHAPES, "shapes") X(SHARD_DIM, "shard_dim")                 \
     X(DTYPES, "dtypes of parameters") X(REDUCE_DTYPE, "reduce_dtype")                             \
     X(GRAD_DTYPE, "grad_dtype") X(REQUIRES_GRAD, "requires_grad")                                 \
-    X(STRINGS, "sizes of a gather extension") X(SLICES, "slices")                                 \
+    X(STRINGS, "sizes of a gather extension") X(SLICES, "n of reshard_after_forward")             \
     X(OVERWRITE, "grads_overwrite") X(DIRECT_MIN, "direct_min") X(MESH, "sizes of the mesh")      \
     X(FACTOR, "gradient divide factor") X(USED, "parameters that have a gradient")                \
-    X(ACCUMULATE, "gradients of earlier steps: zero_grad") X(STEP, "number of finished steps")
+    X(ACCUMULATE, "gradients of earlier steps (zero_grad)") X(STEP, "number of finished steps")
 #define FSDP_X(name, text) FSDP_AGREE_##name,
 enum { FSDP_AGREE_LIST(FSDP_X) FSDP_AGREE_COUNT };
 #undef FSDP_X

@@ -2,8 +2,6 @@
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// Owns: the parameters of a unit as slots: which hold them, and who reads them last.
-
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
     fsdpi_state *s = &u->state;
     if (s->storage != FSDP_STORAGE_IN_FLIGHT) return FSDP_OK;

@@ -2,8 +2,7 @@
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// Owns: the device table over host memory. Stateless: every op is done when the call returns; lanes
-// (see >>lanes) make it asynchronous.
+// Stateless: every op is done when the call returns; lanes make it asynchronous (core/lanes.h).
 
 struct fsdp_device {
     fsdp_allocator allocator;

@@ -4,11 +4,7 @@
 
 #define FSDPI_TEXT 1024
 
-enum {
-    FSDPI_INLINE,
-    FSDPI_LANES,
-    FSDPI_NATIVE
-}; // how ops run: at once, by worker threads, by the device
+enum { FSDPI_INLINE, FSDPI_LANES, FSDPI_NATIVE }; // ops run at once, in threads, on the device
 
 typedef struct fsdpi_lane fsdpi_lane;
 typedef struct fsdpi_subgroup fsdpi_subgroup;

@@ -154,7 +154,7 @@ static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, int call, const char *wh
     int first = -1;
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
     return fsdp_fail(u->model->world, FSDP_ERR_INVALID_STATE,
-                     "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have not run "
+                     "%s: unit '%s' is %s and %s, %s backward, and %d of its forwards have not run "
                      "backward: call fsdp_%s first",
                      what, u->desc.name, states[u->state.training], storages[u->state.storage],
                      u->model->backward ? "inside" : "outside", u->state.forwards,

@@ -84,8 +84,8 @@ static fsdp_status fsdpi_taken_check(fsdp_model *m, const void *owner, const voi
     if (good) memcpy(&then, buf, sizeof then);
     if (good && memcmp(&then, &now, sizeof now) == 0) return FSDP_OK;
     return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                     "%s: the snapshot of %llu bytes was taken of another one, or slots were made "
-                     "or freed since: take it again behind a freeze, a thaw or fsdp_pools_trim",
+                     "%s: the snapshot of %llu bytes is of another model or unit, or slots were "
+                     "made or freed since: take it again after a freeze, a thaw or fsdp_pools_trim",
                      what, (unsigned long long)nbytes);
 }
 

@@ -280,12 +280,12 @@ extern "C" {
     X(OK, 0, "success")                                                                           \
     X(ERR_INVALID_ARG, 1, "an argument or desc field is wrong; nothing was changed")              \
     X(ERR_INVALID_STATE, 2, "the call is not possible in this state; nothing was changed")        \
-    X(ERR_OUT_OF_MEMORY, 3, "memory could not be had")                                            \
-    X(ERR_UNSUPPORTED, 4, "valid, but this build or backend cannot do it")                        \
+    X(ERR_OUT_OF_MEMORY, 3, "memory could not be allocated")                                      \
+    X(ERR_UNSUPPORTED, 4, "the call is valid, but this build, backend or device cannot do it")    \
     X(ERR_BACKEND, 5, "the backend or the device failed")                                         \
     X(ERR_TIMEOUT, 6, "a peer did not come before the deadline; the world is aborted")            \
     X(ERR_PEER_LOST, 7, "a peer died or left; the world is aborted")                              \
-    X(ERR_MISMATCH, 8, "ranks disagree on the operation; the world is aborted")                   \
+    X(ERR_MISMATCH, 8, "ranks disagree about an operation; the world is aborted")                 \
     X(ERR_IO, 9, "a file or socket failed")                                                       \
     X(ERR_CORRUPT, 10, "data read from outside are malformed")                                    \
     X(ERR_ABORTED, 11, "the world was aborted by a rank or by the program")                       \
@@ -324,11 +324,11 @@ enum {
 typedef int32_t fsdp_redop;
 enum { FSDP_SUM = 0, FSDP_MAX, FSDP_MIN };
 
-/* fsdp_dtype_size - bytes of one element, 0 for a value that is no dtype
+/* fsdp_dtype_size - bytes of one element; 0 if the value is not a dtype
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API size_t fsdp_dtype_size(fsdp_dtype dtype);
 
-/* fsdp_dtype_name - "f32", "bf16", ...; "?" for a value that is no dtype
+/* fsdp_dtype_name - "f32", "bf16", ...; "?" if the value is not a dtype
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API const char *fsdp_dtype_name(fsdp_dtype dtype);
 
@@ -337,7 +337,7 @@ FSDP_API const char *fsdp_dtype_name(fsdp_dtype dtype);
 FSDP_API int fsdp_dtype_is_float(fsdp_dtype dtype);
 
 /* fsdp_convert - convert `count` elements between two floating dtypes, or copy equal dtypes
-   dst, src    may be the same address only when the dtypes are equal; any alignment of their dtype
+   dst, src    aligned to their dtype. They may be equal only if the dtypes are equal
    Result      FSDP_OK; FSDP_ERR_INVALID_ARG (NULL with count > 0, count < 0, or integers of
                different types)
    Rounding    to nearest, ties to even; overflow gives infinity; infinity, NaN (quiet, payload cut)
@@ -346,22 +346,22 @@ FSDP_API int fsdp_dtype_is_float(fsdp_dtype dtype);
 FSDP_API fsdp_status fsdp_convert(void *dst, fsdp_dtype dst_dtype, const void *src,
                                   fsdp_dtype src_dtype, int64_t count);
 
-/* fsdp_cast_if_needed - `src` itself when dtype is KEEP or equal, else `dst` filled with the cast
-   dst         room for count elements of dtype, owned by the caller; untouched when not needed
-   Result      the pointer to use, NULL when the cast is impossible (see fsdp_convert)
+/* fsdp_cast_if_needed - cast src to dtype, unless dtype is KEEP or src_dtype
+   dst         room for count elements of dtype; you own it. Untouched if no cast is needed
+   Result      the pointer to use, src or dst; NULL if the cast is impossible (see fsdp_convert)
    Collective  no      Blocks no      Allocates no      Thread any
    Source      torch: _to_dtype_if_needed */
 FSDP_API const void *fsdp_cast_if_needed(void *dst, fsdp_dtype dtype, const void *src,
                                          fsdp_dtype src_dtype, int64_t count);
 
-/* fsdp_cast_floating - as fsdp_cast_if_needed, but data that are not floating pass through as src
+/* fsdp_cast_floating - as fsdp_cast_if_needed; if src is not floating, it is not cast
    Result      the pointer to use
    Collective  no      Blocks no      Allocates no      Thread any
    Source      torch: _cast_fp_tensor */
 FSDP_API const void *fsdp_cast_floating(void *dst, fsdp_dtype dtype, const void *src,
                                         fsdp_dtype src_dtype, int64_t count);
 
-/* fsdp_status_name - "FSDP_ERR_TIMEOUT" and so on; "FSDP_?" for a value that is no status
+/* fsdp_status_name - "FSDP_ERR_TIMEOUT" and so on; "FSDP_?" if the value is not a status
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API const char *fsdp_status_name(fsdp_status status);
 
@@ -407,8 +407,6 @@ extern "C" {
 #endif
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: names and texts of status codes. Source: FSDP_STATUS_LIST.
-
 FSDP_API const char *fsdp_status_name(fsdp_status status) {
 #define FSDP_X(name, value, text) "FSDP_" #name,
     static const char *const names[] = {FSDP_STATUS_LIST(FSDP_X)};
@@ -1970,10 +1968,10 @@ typedef struct fsdp_event {
     X(NAMES, "names of parameters") X(SHAPES, "shapes") X(SHARD_DIM, "shard_dim")                 \
     X(DTYPES, "dtypes of parameters") X(REDUCE_DTYPE, "reduce_dtype")                             \
     X(GRAD_DTYPE, "grad_dtype") X(REQUIRES_GRAD, "requires_grad")                                 \
-    X(STRINGS, "sizes of a gather extension") X(SLICES, "slices")                                 \
+    X(STRINGS, "sizes of a gather extension") X(SLICES, "n of reshard_after_forward")             \
     X(OVERWRITE, "grads_overwrite") X(DIRECT_MIN, "direct_min") X(MESH, "sizes of the mesh")      \
     X(FACTOR, "gradient divide factor") X(USED, "parameters that have a gradient")                \
-    X(ACCUMULATE, "gradients of earlier steps: zero_grad") X(STEP, "number of finished steps")
+    X(ACCUMULATE, "gradients of earlier steps (zero_grad)") X(STEP, "number of finished steps")
 #define FSDP_X(name, text) FSDP_AGREE_##name,
 enum { FSDP_AGREE_LIST(FSDP_X) FSDP_AGREE_COUNT };
 #undef FSDP_X
@@ -2853,11 +2851,7 @@ static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int adds) {
 
 #define FSDPI_TEXT 1024
 
-enum {
-    FSDPI_INLINE,
-    FSDPI_LANES,
-    FSDPI_NATIVE
-}; // how ops run: at once, by worker threads, by the device
+enum { FSDPI_INLINE, FSDPI_LANES, FSDPI_NATIVE }; // ops run at once, in threads, on the device
 
 typedef struct fsdpi_lane fsdpi_lane;
 typedef struct fsdpi_subgroup fsdpi_subgroup;
@@ -3217,9 +3211,8 @@ struct fsdp_model {
 /* ==== core/error.h ==========================================================================
    error texts, and the way out for every message */
 
-// Owns: error texts and the way out for every message. Invariant: the first failure of a world
-// stays; later calls return it. The only writable static is a thread's text for failures without a
-// world.
+// Invariant: the first failure of a world stays; later calls return it. The only writable static is
+// a thread's text for failures without a world.
 
 static __thread char fsdpi_thread_error[FSDPI_TEXT];
 
@@ -3299,15 +3292,15 @@ FSDP_API fsdp_status fsdp_desc_read(fsdp_world *w, void *dst, const void *src, s
     memcpy(&canary, (const char *)src + sizeof given, sizeof canary);
     if (given == 0) given = (uint32_t)size;
     if (given > size || given < 24)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "%s.size is %u, expected 0 or at most %u: zero the struct before filling it, and build "
-            "with the header of the library",
-            what, given, (unsigned)size);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "%s.size is %u, expected 0 or 24..%u: zero the struct before you fill it, "
+                         "and build with "
+                         "the header of the library",
+                         what, given, (unsigned)size);
     memcpy(&end, (const char *)src + given - sizeof end, sizeof end);
     if (canary || end)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: a canary is not 0: zero the struct before filling it", what);
+                         "%s: a canary is not 0: zero the struct before you fill it", what);
     memcpy(dst, src, given - sizeof end);
     return FSDP_OK;
 }
@@ -3449,8 +3442,7 @@ static fsdp_status fsdpi_world_env_int(fsdp_world *w, const char *name, int min,
 }
 
 /* ==== core/launch.h =========================================================================
-   who am I, and where do we meet: rank, size, the job's name and the
-   store's address from a launcher's environment */
+   rank, size, the job's name and the store's address from a launcher's environment */
 
 // What launchers set. The first one whose rank and `needs` are set is taken: mpirun's variables
 // before those of the srun that started its daemons. Slurm sets rank and size for the script of a
@@ -3533,12 +3525,12 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     if (status) return status;
     if (has_rank != has_size)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "environment variable %s is set but %s is not: a launcher sets both",
+                         "environment variable %s is set, but %s is not: set both or none",
                          has_rank ? l->rank : l->size, has_rank ? l->size : l->rank);
     if (rank >= size)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "environment variable %s is %d, but %s is %d: expected less", l->rank,
-                         rank, l->size, size);
+                         "environment variable %s is %d, expected less than %s, which is %d",
+                         l->rank, rank, l->size, size);
     d->rank = rank;
     d->world_size = size;
     d->local_rank = local;
@@ -3565,12 +3557,13 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
     }
     if (!job && !parts && d->world_size > 1)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%d ranks need a common name: start the program with tools/fsdprun, "
+                         "%d ranks need a common job name: start the program with tools/fsdprun, "
                          "torchrun, mpirun or srun, or set MASTER_PORT or FSDP_JOB_ID, or "
                          "fsdp_world_desc.job",
                          d->world_size);
     if (used < 0 || (size_t)used >= cap)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "the job's name is longer than %u bytes",
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "the job's name is longer than %u bytes: shorten FSDP_JOB_ID",
                          (unsigned)cap - 1);
     return FSDP_OK;
 }
@@ -3624,8 +3617,8 @@ static int fsdpi_slurm_store(char *out, size_t cap) {
    "": they are on several hosts and the launcher does not say where; no fault of those who do not
    ask, so who needs an address says what to do: FSDPI_NO_STORE. */
 #define FSDPI_NO_STORE                                                                             \
-    "ranks are on several hosts and the launcher does not name the one of rank 0: set MASTER_ADDR" \
-    " (that host) and MASTER_PORT (a free port there) on all ranks, as in 'mpirun -x "             \
+    "ranks are on several hosts, and the launcher does not name the host of rank 0: set "          \
+    "MASTER_ADDR (that host) and MASTER_PORT (a free port there) on all ranks, as in 'mpirun -x "  \
     "MASTER_ADDR=HOST -x MASTER_PORT=29500 ...', or FSDP_STORE=tcp://HOST:PORT"
 
 static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, char *out,
@@ -3681,10 +3674,9 @@ static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
 }
 
 /* ==== core/attach.h =========================================================================
-   extensions of a model: who is asked, who sees, who is told */
+   the order in which the library calls extensions */
 
-// Owns: the order in which extensions are asked. Where nobody listens, which fsdp_model.watch says,
-// nothing of this is called. fsdp_attach itself is in means.h.
+// If fsdp_model.watch is 0, nothing of this is called. fsdp_attach itself is in means.h.
 
 // Has an extension answered a call? *status is the result then.
 static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
@@ -4347,7 +4339,8 @@ static fsdp_status fsdpi_comm_report(fsdpi_comm *c) {
     fsdpi_verdict v;
     char subject[sizeof v.subject];
     if (!c->world->transport->verdict(c->world, &v)) {
-        (void)fsdpi_comm_error(c, FSDP_ERR_INTERNAL, "a wait has ended without a reason");
+        (void)fsdpi_comm_error(c, FSDP_ERR_INTERNAL,
+                               "a wait has ended without a reason: please report");
         c->world->transport->tell(c, FSDP_ERR_INTERNAL, "", c->error);
         return FSDP_ERR_INTERNAL;
     }
@@ -4470,36 +4463,42 @@ static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
     int is_int = op->dtype == FSDP_I32 || op->dtype == FSDP_I64,
         is_float = fsdp_dtype_is_float(op->dtype);
     if (op->kind == FSDP_OP_ALL_REDUCE && !is_int && !is_float)
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced",
-                                fsdp_dtype_name(op->dtype));
+        return fsdpi_comm_error(
+            c, FSDP_ERR_UNSUPPORTED,
+            "this backend cannot reduce %s, expected a floating dtype, i32 or i64",
+            fsdp_dtype_name(op->dtype));
     if (op->kind != FSDP_OP_REDUCE_SCATTER) return FSDP_OK;
     int plain = op->out_dtype == op->dtype && op->scale == 1.0 && !op->accumulate;
     if (is_float ? !fsdp_dtype_is_float(op->out_dtype) : !is_int || !plain)
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced to %s%s",
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend cannot reduce %s to %s%s",
                                 fsdp_dtype_name(op->dtype), fsdp_dtype_name(op->out_dtype),
                                 plain ? "" : " with a scale or accumulation");
     if (plain || c->world->caps.flags & FSDP_CAP_FUSED_REDUCE) return FSDP_OK;
     return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
-                            "a cast, scale or accumulation is not part of this reduction");
+                            "this backend cannot cast, scale or accumulate in a reduction");
 }
 
 static fsdp_status fsdpi_check_form(fsdpi_comm *c, const fsdp_coll *op, int is_list, int64_t most) {
     if (op->kind >= FSDP_OP_COUNT || !(c->world->caps.kinds >> op->kind & 1))
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not know operation %d",
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not have operation %d",
                                 op->kind);
     if (!fsdp_dtype_size(op->dtype) || op->count > (uint64_t)most ||
         (is_list && op->num_segs && !op->segs))
-        return fsdpi_comm_error(
-            c, FSDP_ERR_INVALID_ARG, "dtype %d, %llu elements, %u segments at %p", op->dtype,
-            (unsigned long long)op->count, op->num_segs, (const void *)op->segs);
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                "dtype is %d, count %llu, %u segments at %p: expected FSDP_F32, "
+                                "..., at most %lld elements, "
+                                "and segments",
+                                op->dtype, (unsigned long long)op->count, op->num_segs,
+                                (const void *)op->segs, (long long)most);
     int is_member = op->root >= 0 && op->root < c->size;
     if (op->kind == FSDP_OP_BROADCAST && !is_member)
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "root is %d, expected 0 to %d",
                                 (int)op->root, c->size - 1);
     if (fsdpi_is_pair(op->kind) && (!is_member || op->root == c->index))
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                                "the other member is %d, expected 0 to %d, and not %d",
-                                (int)op->root, c->size - 1, c->index);
+        return fsdpi_comm_error(
+            c, FSDP_ERR_INVALID_ARG,
+            "the other member is %d, expected 0 to %d, and not this rank's own %d", (int)op->root,
+            c->size - 1, c->index);
     return fsdpi_check_reduction(c, op);
 }
 
@@ -4519,9 +4518,10 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *s
         const fsdp_seg *seg = &op->segs[s];
         if (seg->shard < 0 || seg->full < 0 || seg->count < 0 || seg->shard > most ||
             seg->full > most || seg->count > most)
-            return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "segment %u is {%lld, %lld, %lld}", s,
+            return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                    "segment %u is {%lld, %lld, %lld}, expected 0 to %lld", s,
                                     (long long)seg->shard, (long long)seg->full,
-                                    (long long)seg->count);
+                                    (long long)seg->count, (long long)most);
         int64_t start = from_shard ? seg->shard : seg->full;
         int64_t end = start + (from_shard ? 1 : c->size) * seg->count;
         if (seg->count && start < low) low = start;
@@ -4531,7 +4531,8 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *s
     span->low = high == 0 ? 0 : low;
     span->high = high;
     if (high > 0 && (!span->shared || (!op->dst && op->kind != FSDP_OP_SEND)))
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "src is %p and dst %p", op->src, op->dst);
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "src is %p and dst is %p, expected both",
+                                op->src, op->dst);
     return FSDP_OK;
 }
 
@@ -4549,8 +4550,8 @@ static fsdp_status fsdpi_find_chunk(fsdpi_comm *c, const fsdp_coll *op, fsdpi_sp
     if (span->chunk.base && at + low >= mine && at + high <= mine + span->chunk.size)
         return FSDP_OK;
     return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                            "bytes %llu to %llu of %s are read by peers and do not lie in one "
-                            "allocation of this backend's alloc",
+                            "peers read bytes %llu to %llu of %s, which are not in one allocation: "
+                            "allocate them with this backend's alloc",
                             (unsigned long long)low, (unsigned long long)high,
                             span->shared == op->src ? "src" : "dst");
 }
@@ -4558,11 +4559,12 @@ static fsdp_status fsdpi_find_chunk(fsdpi_comm *c, const fsdp_coll *op, fsdpi_sp
 static fsdp_status fsdpi_check_world(fsdpi_comm *c) {
     int most = c->world->transport->most_ranks;
     if (c->boot->size < 1 || c->boot->rank < 0 || c->boot->rank >= c->boot->size)
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "rank %d of %d", c->boot->rank,
-                                c->boot->size);
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                "rank is %d and size is %d, expected 0 <= rank < size",
+                                c->boot->rank, c->boot->size);
     if (c->boot->size > most)
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%d ranks, at most %d", c->boot->size,
-                                most);
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
+                                "the world has %d ranks, expected at most %d", c->boot->size, most);
     c->index = c->boot->rank;
     c->size = c->boot->size;
     for (int k = 0; k < c->size; k++) c->ranks[k] = k;
@@ -4704,10 +4706,11 @@ static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, 
         h = fsdpi_hash(h, (uint64_t)g->ranks[i]);
     }
     if (wrong)
-        return fsdpi_comm_error(parent, FSDP_ERR_INVALID_ARG,
-                                "the group's ranks (%d, this one at index %d) are not different "
-                                "members of the parent",
-                                g->size, g->index);
+        return fsdpi_comm_error(
+            parent, FSDP_ERR_INVALID_ARG,
+            "the group has %d ranks and this one is at index %d: expected different "
+            "members of the parent",
+            g->size, g->index);
     parent->now.members = h;
     child->index = g->index;
     child->size = g->size;
@@ -4726,7 +4729,8 @@ static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fs
     if (fsdpi_comm_failed(parent)) return fsdpi_comm_report(parent);
     if (g->color < 0) return FSDP_OK;
     fsdpi_comm *child = (fsdpi_comm *)fsdpi_alloc(&parent->boot->allocator, transport->comm_bytes);
-    if (!child) return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+    if (!child)
+        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator returned NULL");
     *out = child;
     child->world = parent->world;
     child->boot = parent->boot;
@@ -4745,7 +4749,7 @@ static fsdp_status fsdpi_split_compare(fsdpi_comm *parent, const fsdpi_comm *chi
         int k = fsdpi_index_of(parent, (int)child->ranks[i]);
         if (fsdpi_record_of(parent, k).members != parent->now.members)
             return fsdpi_comm_fail(parent, FSDP_ERR_MISMATCH,
-                                   "ranks %d and %d disagree about who is in the group",
+                                   "ranks %d and %d disagree about the members of the group",
                                    parent->boot->rank, (int)parent->ranks[k]);
     }
     return FSDP_OK;
@@ -4797,7 +4801,7 @@ static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_
         fsdpi_free(&boot->allocator, c);
         fsdpi_free(&boot->allocator, w);
         (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error,
-                       "rank %d: the allocator refused", boot->rank);
+                       "rank %d: the allocator returned NULL", boot->rank);
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     w->boot = *boot;
@@ -4850,7 +4854,7 @@ static fsdp_status fsdpi_comm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     if (!status && !fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
         w->transport->give(w, &chunk);
         status = FSDP_ERR_OUT_OF_MEMORY;
-        why = "the allocator refused";
+        why = "the allocator returned NULL";
     }
     if (!status) {
         *ptr = chunk.base + chunk.part * (size_t)c->boot->rank;
@@ -5305,10 +5309,10 @@ static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
 static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, const char **why) {
     fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
     const size_t size = chunk->size;
-    *why = "that is more than can be addressed";
+    *why = "that is more than the backend can address";
     if (size > FSDPI_SHM_MAX_BYTES / (size_t)base->boot.size || w->next_at + size > FSDPI_SHM_ARENA)
         return FSDP_ERR_OUT_OF_MEMORY;
-    *why = "memory is short";
+    *why = "the host has not enough memory";
     chunk->at = w->next_at;
     chunk->number = fsdpi_shm_number(&base->chunks);
     if (w->fd < 0) {
@@ -5318,7 +5322,7 @@ static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, co
         w->next_at += chunk->part;
         uint64_t mine = fsdpi_shm_offset(chunk->at, base->boot.rank);
         if (!fsdpi_shm_reserve(w, mine, chunk->part)) return FSDP_ERR_OUT_OF_MEMORY;
-        *why = "address space is short";
+        *why = "the process has not enough address space";
         chunk->base = fsdpi_shm_map_parts(w, chunk);
         if (!chunk->base) fsdpi_shm_give_back(w, mine, chunk->part);
     }
@@ -5423,11 +5427,10 @@ static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, cons
     int rank = (int)c->base.ranks[k];
     *out = fsdpi_shm_map_remote(fsdpi_shm_world_of(c), rank, at, part, number);
     if (*out) return FSDP_OK;
-    return fsdpi_comm_fail(
-        &c->base, FSDP_ERR_OUT_OF_MEMORY,
-        "%llu bytes of rank %d cannot be mapped; raise the limits of address space "
-        "(ulimit -v), mappings (vm.max_map_count) or memory",
-        (unsigned long long)part, rank);
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY,
+                           "cannot map %llu bytes of rank %d: raise the limits of address space "
+                           "(ulimit -v), mappings (vm.max_map_count) or memory",
+                           (unsigned long long)part, rank);
 }
 
 // Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
@@ -5610,18 +5613,20 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
     }
     if (!block) {
         status = fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                                  "the allocator refused the common block");
+                                  "the allocator returned NULL for the common block");
     } else if (((fsdpi_shm_control *)block)->size != w->base.boot.size) {
-        status = fsdpi_comm_error(&c->base, FSDP_ERR_MISMATCH,
-                                  "this rank has a world size of %d, another one of %d",
-                                  w->base.boot.size, (int)((fsdpi_shm_control *)block)->size);
+        status = fsdpi_comm_error(
+            &c->base, FSDP_ERR_MISMATCH,
+            "this rank has a world size of %d, another one has %d: give all the same",
+            w->base.boot.size, (int)((fsdpi_shm_control *)block)->size);
     } else {
         fsdpi_shm_use_control(c, block);
         fsdpi_shm_peer *me = &w->peers[w->base.boot.rank];
         if (me->state != FSDPI_SHM_ABSENT) {
-            status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
-                                      "another thread has joined as rank %d already",
-                                      w->base.boot.rank);
+            status = fsdpi_comm_error(
+                &c->base, FSDP_ERR_INVALID_ARG,
+                "another thread has joined as rank %d already: give each thread its own rank",
+                w->base.boot.rank);
             w->control = NULL;
             w->base.failed = NULL;
         } else {
@@ -5642,16 +5647,16 @@ static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
     if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
         return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
-                                "the size of files is limited; ulimit -f unlimited helps");
+                                "the size of files is limited: run ulimit -f unlimited first");
     char *block = fsdpi_shm_map(w, 0,
                                 fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
     if (!block)
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                                "the common block cannot be mapped (errno %d)", errno);
+                                "cannot map the common block (errno %d)", errno);
     fsdpi_shm_use_control(c, block);
     if (fcntl(w->fd, F_SETLK, &lock))
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
-                                "the common file cannot be locked (errno %d)", errno);
+                                "cannot lock the common file (errno %d)", errno);
     w->peers[w->base.boot.rank].pid = (uint32_t)getpid();
     w->joined = 1;
     FSDPI_STORE(&w->peers[w->base.boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
@@ -5740,19 +5745,20 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
     if (memcmp(hello.magic, answer.magic, sizeof hello.magic) ||
         hello.version != FSDP_COMM_VERSION) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(&t, "rank 0 and rank %d were built from different versions of fsdp.h",
-                  (int)hello.rank);
+        fsdpi_say(
+            &t, "rank 0 and rank %d were built with different versions of fsdp.h: build both alike",
+            (int)hello.rank);
     } else if (hello.size != w->base.boot.size) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d of %d", w->base.boot.size,
+        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d has %d", w->base.boot.size,
                   (int)hello.rank, (int)hello.size);
     } else if (hello.rank <= 0 || hello.rank >= hello.size || admitted[hello.rank]) {
         answer.status = FSDP_ERR_INVALID_ARG;
-        fsdpi_say(&t,
-                  "rank %d has joined already: another job on this host has the same id, or "
-                  "two processes have "
-                  "the same rank",
-                  (int)hello.rank);
+        fsdpi_say(
+            &t,
+            "rank %d has joined already: another job on this host has the same id (give each its "
+            "own FSDP_JOB_ID), or two processes have the same rank",
+            (int)hello.rank);
     }
     if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status)
         admitted[hello.rank] = 1;
@@ -5791,7 +5797,7 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
         if (listener >= 0 && errno == EADDRINUSE)
             status = fsdpi_comm_error(
                 &c->base, FSDP_ERR_INVALID_ARG,
-                "another job with this id is starting on this host; give each "
+                "another job with this id is starting on this host: give each "
                 "job its own id (FSDP_JOB_ID, MASTER_PORT)");
         else
             status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "rank 0 cannot listen (errno %d)",
@@ -5825,7 +5831,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     while (w->fd < 0) {
         int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), gift = -1, answered = 0;
         if (fd < 0)
-            return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "no socket can be made (errno %d)",
+            return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "cannot make a socket (errno %d)",
                                     errno);
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
@@ -5843,8 +5849,8 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (w->fd < 0 && fsdpi_boot_now(&w->base.boot) - start >= w->base.boot.timeout_ns)
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_TIMEOUT,
-                "rank 0 has not come within %.1f s; has it been started on this host, "
-                "by this user, with this job id?",
+                "rank 0 has not come within %.1f s: start it on this host, as this user, "
+                "with this job id (FSDP_JOB_ID, MASTER_PORT)",
                 (double)w->base.boot.timeout_ns * 1e-9);
         if (w->fd < 0) fsdpi_sleep_ns(nap);
         nap = nap < 20000000 ? nap * 2 : nap;
@@ -5936,8 +5942,7 @@ static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
         void *block = w->fd < 0 ? (void *)(uintptr_t)child->block
                                 : fsdpi_shm_map(w, child->block, bytes);
         if (!block)
-            return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY,
-                                   "the group's block cannot be mapped");
+            return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY, "cannot map the group's block");
         fsdpi_shm_use_group(child, block);
     }
     return fsdpi_shm_barrier(parent, "finished");
@@ -6114,7 +6119,7 @@ static fsdp_status fsdpi_spawn_run(fsdpi_spawn *s, int rank) {
     r.status = (int32_t)failed; // why fn returned what it did, or what it has overlooked
     if (!failed && value)
         r.status = value > 0 && value <= FSDP_ERR_INTERNAL ? value : (int32_t)FSDP_ERR_INTERNAL;
-    snprintf(text, sizeof text, "the function of the rank returned %d", value);
+    snprintf(text, sizeof text, "the rank's function returned %d, expected 0", value);
     int said = (r.status == value || failed) && *fsdp_last_error(world);
     if (r.status) fsdpi_spawn_text(&r, said ? fsdp_last_error(world) : text);
     fsdpi_spawn_tell(s, &r);
@@ -6138,7 +6143,7 @@ static void fsdpi_spawn_threads(fsdpi_spawn *s, fsdpi_spawn_rank *ranks) {
         if (rc == 0) continue;
         // The ranks that were started fail when this one does not come in time.
         fsdpi_spawn_report r = {k, FSDP_ERR_OUT_OF_MEMORY, ""};
-        snprintf(r.text, sizeof r.text, "rank %d: no thread could be started: %s", k, strerror(rc));
+        snprintf(r.text, sizeof r.text, "rank %d: cannot start its thread: %s", k, strerror(rc));
         fsdpi_spawn_tell(s, &r);
         break;
     }
@@ -6206,7 +6211,7 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
     int64_t failed_at = 0;
     struct pollfd p;
     if (pipe(s->pipe))
-        return fsdp_fail(NULL, FSDP_ERR_IO, "fsdp_spawn: no pipe: %s", strerror(errno));
+        return fsdp_fail(NULL, FSDP_ERR_IO, "fsdp_spawn: cannot make a pipe: %s", strerror(errno));
     (void)fcntl(s->pipe[0], F_SETFD, FD_CLOEXEC);
     (void)fcntl(s->pipe[1], F_SETFD, FD_CLOEXEC);
     (void)fflush(NULL); // or every child would print what is buffered here
@@ -6216,7 +6221,7 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
         if (ranks[k].pid > 0) continue;
         s->first.rank = k;
         s->first.status = (int32_t)FSDP_ERR_OUT_OF_MEMORY;
-        snprintf(s->first.text, sizeof s->first.text, "rank %d could not be forked: %s", k,
+        snprintf(s->first.text, sizeof s->first.text, "rank %d: cannot fork its process: %s", k,
                  strerror(errno));
     }
     p.fd = s->pipe[0];
@@ -6250,7 +6255,7 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     if (!fn || d.num_ranks < 1 || d.grace_ms < 0)
         return fsdp_fail(
             NULL, FSDP_ERR_INVALID_ARG,
-            "fsdp_spawn: num_ranks is %d, grace_ms %d, the function %s: expected num_ranks >= 1, "
+            "fsdp_spawn: num_ranks is %d, grace_ms is %d, fn is %s: expected num_ranks >= 1, "
             "grace_ms >= 0 and a function",
             d.num_ranks, d.grace_ms, fn ? "given" : "NULL");
     // Two threads may be here at once: their stacks differ.
@@ -6368,8 +6373,7 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
 /* ==== core/host.h ===========================================================================
    the device table over host memory; the default device of every world */
 
-// Owns: the device table over host memory. Stateless: every op is done when the call returns; lanes
-// (see >>lanes) make it asynchronous.
+// Stateless: every op is done when the call returns; lanes make it asynchronous (core/lanes.h).
 
 struct fsdp_device {
     fsdp_allocator allocator;
@@ -6771,12 +6775,12 @@ static void fsdpi_lane_push(fsdpi_lane *lane, const fsdp_op *op) {
 
 static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     fsdpi_lane *lane = (fsdpi_lane *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
-    if (!lane) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a lane");
+    if (!lane) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a worker thread (lane)");
     lane->world = w;
     int rc = pthread_create(&lane->thread, NULL, fsdpi_lane_main, lane);
     if (rc) {
         fsdpi_free(&w->boot.allocator, lane);
-        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "a lane's thread could not be started: %s",
+        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "cannot start a worker thread (lane): %s",
                          strerror(rc));
     }
     w->lanes[stream] = lane;
@@ -7001,15 +7005,16 @@ static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
         numel *= d->shape[i];
         if (numel > w->size)
             return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "mesh: it has more places than the world has ranks (%d)", w->size);
+                             "mesh: the product of the sizes exceeds the world's %d ranks",
+                             w->size);
     }
     for (int64_t i = 0; d->ranks && i < numel; i++) {
         if (d->ranks[i] < 0 || d->ranks[i] >= w->size)
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d is not in a world of %d",
-                             d->ranks[i], w->size);
+            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ranks has %d, expected 0..%d",
+                             d->ranks[i], w->size - 1);
         for (int64_t j = 0; j < i; j++)
             if (d->ranks[j] == d->ranks[i])
-                return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice",
+                return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice in ranks",
                                  d->ranks[i]);
     }
     return FSDP_OK;
@@ -7249,10 +7254,11 @@ FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int out
     if (status) return status;
     if (dim < 0 || dim >= mesh->ndim || mesh->ndim == FSDP_MAX_DIMS || outer < 1 ||
         mesh->shape[dim] % outer != 0)
-        return fsdp_fail(mesh->world, FSDP_ERR_INVALID_ARG,
-                         "mesh_unflatten: dim %d into an outer size of %d: expected a dim of the "
-                         "%d-D mesh and a divisor of its size %d, and at most %d dims",
-                         dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
+        return fsdp_fail(
+            mesh->world, FSDP_ERR_INVALID_ARG,
+            "mesh_unflatten: dim is %d and outer is %d: expected a dim of the %d-D mesh, "
+            "a divisor of its size %d, and at most %d dims afterwards",
+            dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
     d.ndim = mesh->ndim + 1;
     for (int i = 0; i < d.ndim; i++) {
         int old = i > dim ? i - 1 : i;
@@ -7295,22 +7301,23 @@ FSDP_API int fsdp_mesh_rank(const fsdp_mesh *mesh, int dim) {
 FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int shard_dim,
                                          int replicate_dim, fsdp_mesh_info *out) {
     static const char *const names[] = {"FSDP", "DDP", "HSDP"};
+    static const char *const needs[] = {"a shard_dim only", "a replicate_dim only",
+                                        "a shard_dim and a replicate_dim"};
     if (!mesh || !out) return fsdpi_null(NULL, "mesh_info_init");
     fsdp_world *w = mesh->world;
     if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: kind is %d", kind);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "mesh_info_init: kind is %d, expected FSDP_MESH_INFO_*", kind);
     int shards = kind != FSDP_MESH_INFO_DDP, replicates = kind != FSDP_MESH_INFO_FSDP;
     if (shard_dim < 0 && replicate_dim < 0)
         return fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
-            "mesh_info_init: at least one of shard_dim and replicate_dim must be given");
+            "mesh_info_init: shard_dim and replicate_dim are both -1: give at least one of them");
     if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0) || shard_dim < -1 ||
         replicate_dim < -1)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_info_init: %s needs %s%s%s, got shard_dim %d, replicate_dim %d",
-                         names[kind], shards ? "a shard_dim" : "",
-                         shards && replicates ? " and " : "", replicates ? "a replicate_dim" : "",
-                         shard_dim, replicate_dim);
+                         "mesh_info_init: shard_dim is %d and replicate_dim is %d: %s needs %s",
+                         shard_dim, replicate_dim, names[kind], needs[kind]);
     if (shard_dim >= mesh->ndim || replicate_dim >= mesh->ndim || shard_dim == replicate_dim)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                          "mesh_info_init: shard_dim %d and replicate_dim %d: expected two "
@@ -7350,8 +7357,8 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     if (d->lanes < 0) d->lanes = 0;
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "rank %d of a world of %d: expected 0 <= rank < world_size", d->rank,
-                         d->world_size);
+                         "rank is %d and world_size is %d, expected 0 <= rank < world_size",
+                         d->rank, d->world_size);
     if (d->timeout_ms < 0 || d->lanes > 2 || d->local_rank < 0 || d->log_level < 0 ||
         d->log_level > FSDP_LOG_NONE)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
@@ -7360,8 +7367,9 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
                          "local_rank >= 0, log_level 0..%d",
                          d->timeout_ms, d->lanes, d->local_rank, d->log_level, FSDP_LOG_NONE);
     if (!d->allocator.alloc != !d->allocator.free)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fsdp_world_desc.allocator: give both functions or neither");
+        return fsdp_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "fsdp_world_desc.allocator: one of alloc and free is NULL: give both or none");
     if (!d->allocator.alloc) {
         d->allocator.alloc = fsdpi_libc_alloc;
         d->allocator.free = fsdpi_libc_free;
@@ -7376,8 +7384,8 @@ static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t v
     if (version == want_version && size == want_size) return FSDP_OK;
     return fsdp_fail(
         w, FSDP_ERR_INVALID_ARG,
-        "%s table has version %u and size %u, expected %u and %u: build it with this header", what,
-        version, size, want_version, (unsigned)want_size);
+        "%s table has version %u and size %u, expected %u and %u: build both with the same fsdp.h",
+        what, version, size, want_version, (unsigned)want_size);
 }
 
 #define FSDPI_BOUNCE 65536 // bytes of a collective on host data that travel at a time
@@ -7398,20 +7406,21 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
         char text[128];
         fsdpi_text compiled = {text, sizeof text, 0};
         for (b = fsdpi_backends; b->name; b++) fsdpi_say(&compiled, " %s", b->name);
-        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                         "backend '%s'%s is not compiled in: this program has%s. For gloo: "
-                         "-DFSDP_BACKEND_GLOO, see docs/cluster.md; for nccl: docs/gpu.md",
-                         name        ? name
-                         : is_spread ? "gloo"
-                                     : "",
-                         d->backend || !is_spread ? "" : ", for ranks on several hosts,",
-                         b == fsdpi_backends ? " none" : text);
+        return fsdp_fail(
+            w, FSDP_ERR_UNSUPPORTED,
+            "backend '%s'%s is not compiled in: this program has%s. To add gloo, build with "
+            "-DFSDP_BACKEND_GLOO (docs/cluster.md); for nccl see docs/gpu.md",
+            name        ? name
+            : is_spread ? "gloo"
+                        : "",
+            d->backend || !is_spread ? "" : ", for ranks on several hosts,",
+            b == fsdpi_backends ? " none" : text);
     }
     w->comm_ops = d->comm_ops ? d->comm_ops : b->comm_ops();
     if (!is_spread || d->comm_ops || !b->one_host) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                     "backend '%s' serves one host, and the launcher has started ranks on "
-                     "several: FSDP_BACKEND=gloo, see docs/cluster.md",
+                     "backend '%s' serves one host, but the launcher has started ranks on "
+                     "several: set FSDP_BACKEND=gloo (docs/cluster.md)",
                      b->name);
 }
 
@@ -7434,7 +7443,8 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
     uint32_t needed = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
                       1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     if ((w->caps.kinds & needed) != needed)
-        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "backend %s lacks a collective that is needed",
+        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
+                         "backend %s lacks all_gather, reduce_scatter, all_reduce or broadcast",
                          w->comm_ops->name);
     status = w->comm_ops->alloc(w->comm, FSDPI_BOUNCE, &w->bounce);
     if (status) {
@@ -7913,8 +7923,7 @@ static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char
     if (d->ndim == 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                          "fully_shard of unit '%s': parameter '%s' is a scalar (ndim 0), which "
-                         "cannot be sharded: "
-                         "make it a vector of one element",
+                         "cannot be sharded: make it a vector of one element",
                          unit, name);
     if (d->ndim < 0 || d->ndim > FSDP_MAX_DIMS)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
@@ -7923,8 +7932,8 @@ static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char
     if (d->shard_dim < -d->ndim || d->shard_dim >= d->ndim)
         return fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
-            "fully_shard of unit '%s': parameter '%s' has shard_dim %d, invalid for %d dims", unit,
-            name, d->shard_dim, d->ndim);
+            "fully_shard of unit '%s': parameter '%s' has shard_dim %d, expected %d..%d", unit,
+            name, d->shard_dim, -d->ndim, d->ndim - 1);
     if (d->shard_dim < 0) d->shard_dim += d->ndim;
     for (int i = 0; i < d->ndim; i++)
         if (d->shape[i] < 0)
@@ -7934,13 +7943,14 @@ static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char
                 unit, name, (long long)d->shape[i], i);
     if (d->dtype == FSDP_DTYPE_KEEP) d->dtype = FSDP_F32;
     if (!fsdp_dtype_size(d->dtype))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': parameter '%s' has dtype %d, which is none",
-                         unit, name, d->dtype);
+        return fsdp_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "fully_shard of unit '%s': parameter '%s' has dtype %d, expected FSDP_F32, ...", unit,
+            name, d->dtype);
     if (!d->frozen && !fsdp_dtype_is_float(d->dtype))
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': parameter '%s' is %s and requires a gradient: "
-                         "only floating parameters can; set frozen",
+                         "fully_shard of unit '%s': parameter '%s' has dtype %s and requires a "
+                         "gradient: only floating parameters can; set frozen to 1",
                          unit, name, fsdp_dtype_name(d->dtype));
     return FSDP_OK;
 }
@@ -8088,7 +8098,7 @@ static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
     fsdpi_model_free(m, tmp);
     if (status)
         return fsdp_fail(m->world, status,
-                         "fully_shard of unit '%s': its size is more than 2^56 elements",
+                         "fully_shard of unit '%s': it has more than 2^56 elements: split it",
                          u->desc.name);
     fsdpi_unit_route(u);
     status = fsdpi_unit_classes(u);
@@ -8101,10 +8111,11 @@ static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const cha
     if ((!param || fsdp_dtype_is_float(param)) && (!reduce || fsdp_dtype_is_float(reduce)) &&
         (!output || fsdp_dtype_is_float(output)))
         return FSDP_OK;
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                     "%s '%s': param_dtype %d, reduce_dtype %d, output_dtype %d: expected "
-                     "floating dtypes or KEEP",
-                     what, name, param, reduce, output);
+    return fsdp_fail(
+        w, FSDP_ERR_INVALID_ARG,
+        "%s%s%s%s: param_dtype is %d, reduce_dtype is %d, output_dtype is %d: expected "
+        "floating dtypes or KEEP",
+        what, *name ? " '" : "", name, *name ? "'" : "", param, reduce, output);
 }
 
 // What the desc says about meshes: a mesh info, a mesh, or as `otherwise`.
@@ -8124,18 +8135,18 @@ static fsdp_status fsdpi_resolve_mesh(fsdp_world *w, const fsdp_mesh *mesh,
     }
     if (!mesh || mesh->world != w)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "the mesh belongs to another world, or the mesh info has none: make the "
-                         "mesh from this world");
+                         "the desc's mesh belongs to another world, or its mesh_info has no mesh: "
+                         "create the mesh in this world");
     if (!info && mesh->ndim > 2)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "a %d-D mesh: expected 1-D (FSDP) or 2-D (HSDP): slice it, or say by "
-                         "mesh_info which dims shard and replicate",
+                         "the desc's mesh is %d-D, expected 1-D (FSDP) or 2-D (HSDP): slice it, or "
+                         "give a mesh_info with the dims that shard and replicate",
                          mesh->ndim);
     if (!info && mesh->ndim == 2) {
         if (!mesh->names[0] || !mesh->names[1])
             return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "a 2-D mesh without names of its dims: name them, dim 0 replicates "
-                             "and dim 1 shards, or give mesh_info");
+                             "the desc's mesh is 2-D and its dims have no names: name them (dim 0 "
+                             "replicates, dim 1 shards), or give mesh_info");
         kind = FSDP_MESH_INFO_HSDP;
         replicate = 0;
         shard = 1;
@@ -8204,13 +8215,15 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     if (!status) status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc");
     if (status) return status;
     if (model->layout > 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "fully_shard: the model is committed: make all units before the first "
-                         "hook, init or load");
+        return fsdp_fail(
+            w, FSDP_ERR_INVALID_STATE,
+            "fully_shard: the model is committed and takes no more units: add all units "
+            "before the first hook, init or load");
     if (d.num_params < 1 || !d.params)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': num_params is %d, expected >= 1, and params",
-                         d.name ? d.name : "", d.num_params);
+                         "fully_shard of unit '%s': num_params is %d and params is %s, expected "
+                         "num_params >= 1 and an array",
+                         d.name ? d.name : "", d.num_params, d.params ? "given" : "NULL");
     fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);
     if (!u || !fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
                           sizeof *model->units)) {
@@ -8262,9 +8275,8 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit) {
 /* ==== core/ops.h ============================================================================
    op records, and fsdpi_emit, the only door to the tables */
 
-// Owns: fsdpi_emit, the only door to the device and comm tables. It numbers a record, counts it,
-// shows it to extensions, derives what it waits for from the buffers it reads and writes, and
-// runs it.
+// fsdpi_emit numbers a record, counts it, shows it to extensions, derives its waits from the
+// buffers that it reads and writes, and runs it.
 
 // A record with the model's labels; the caller fills in the rest.
 static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, int kind, int label,
@@ -8678,8 +8690,6 @@ static void fsdpi_each(fsdp_unit *u, int kind, double scale, int accumulate) {
 
 /* ==== core/gather.h =========================================================================
    parameters: gathered, waited for, freed, prefetched */
-
-// Owns: the parameters of a unit as slots: which hold them, and who reads them last.
 
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
     fsdpi_state *s = &u->state;
@@ -9381,10 +9391,7 @@ static fsdp_status fsdpi_do_drop(fsdp_unit *u) {
 }
 
 /* ==== core/commit.h =========================================================================
-   the flat blocks of the model and the lists of the units */
-
-// Owns: the flat blocks of the model and the lists of the units, made once, when all units are
-// known.
+   the flat blocks of a model and the lists of its units, made when all are known */
 
 // Where each unit lies in the flat blocks: trainables of all units, then frozen ones; counts of
 // users behind the gradients.
@@ -9957,7 +9964,7 @@ static fsdp_status fsdpi_wrong_call(const fsdp_unit *u, int call, const char *wh
     int first = -1;
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
     return fsdp_fail(u->model->world, FSDP_ERR_INVALID_STATE,
-                     "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have not run "
+                     "%s: unit '%s' is %s and %s, %s backward, and %d of its forwards have not run "
                      "backward: call fsdp_%s first",
                      what, u->desc.name, states[u->state.training], storages[u->state.storage],
                      u->model->backward ? "inside" : "outside", u->state.forwards,
@@ -10347,11 +10354,13 @@ static fsdp_status fsdpi_norm_check(const fsdp_model *m) {
     if (numel < mesh->root_numel)
         return fsdp_fail(
             m->world, FSDP_ERR_UNSUPPORTED,
-            "clip_grads: the model's mesh is a slice: %d of the mesh's %d ranks. Nothing says "
-            "whether the other ranks hold copies of its parameters or other parameters. Give "
-            "fsdp_model_desc.mesh_info on the mesh that was sliced: ranks along a dim that neither "
-            "shards nor replicates hold other parameters. Give a unit whose parameters are copies "
-            "on those ranks a mesh_info that replicates over that dim",
+            "clip_grads: the model's mesh is a slice, with %d of the mesh's %d ranks. So the "
+            "library "
+            "does not know whether the other ranks hold copies or other parameters. Give "
+            "fsdp_model_desc.mesh_info on the mesh that you sliced: ranks along a dim that neither "
+            "shards nor replicates then hold other parameters. If a unit's parameters are copies "
+            "on "
+            "those ranks, give that unit a mesh_info that replicates over that dim",
             numel, mesh->root_numel);
     if (m->outside)
         return fsdp_fail(m->world, FSDP_ERR_UNSUPPORTED,
@@ -10387,8 +10396,8 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     if (!status && norm) status = fsdp_grad_norm(model, norm);
     if (status || !is_bad) return status;
     return fsdp_fail(w, FSDP_ERR_CORRUPT,
-                     "clip_grads: the norm of the gradients is %g: nothing was scaled; look for "
-                     "infinities, or leave error_if_nonfinite at 0",
+                     "clip_grads: the norm of the gradients is %g, so nothing is scaled: look for "
+                     "infinite gradients, or set error_if_nonfinite to 0",
                      total);
 }
 
@@ -10399,7 +10408,7 @@ FSDP_API fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm) {
     if (!status && (!w || !norm)) status = fsdpi_null(w, "grad_norm");
     if (!status && !(model->norm_type > 0))
         status = fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                           "grad_norm: nothing has been measured: call fsdp_clip_grads first");
+                           "grad_norm: there is no norm yet: call fsdp_clip_grads first");
     if (!status) status = fsdpi_transfer(w, &total, model->scalar->ptr, sizeof total);
     if (!status) *norm = fsdpi_root(total, model->norm_type);
     return status;
@@ -10627,7 +10636,8 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {
     if (!model || !out || !fsdp_dtype_size(dtype))
         return fsdp_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "model_flat: an argument is NULL, or dtype %d is none", dtype);
+                         "model_flat: an argument is NULL, or dtype is %d, expected FSDP_F32, ...",
+                         dtype);
     fsdp_status status = fsdpi_shards_readable(model);
     if (status) return status;
     const fsdpi_flat_block *flat = &model->flats[dtype];
@@ -10682,9 +10692,10 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
     const fsdpi_param *p = &unit->params[index];
     fsdp_dtype dtype = fsdpi_grad_dtype(unit->model, p->dtype);
     if (!p->requires_grad)
-        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
-                         "param_full_grad: parameter '%s' of unit '%s' is frozen", p->name,
-                         unit->desc.name);
+        return fsdp_fail(
+            unit->model->world, FSDP_ERR_INVALID_STATE,
+            "param_full_grad: parameter '%s' of unit '%s' is frozen: it has no gradient", p->name,
+            unit->desc.name);
     status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
     if (status) return status;
     if (unit->state.grads.shard == FSDPI_GRADS_REDUCED)
@@ -10825,7 +10836,8 @@ static fsdp_status fsdpi_dry_flags(fsdp_model *dry) {
 static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     fsdp_world *w = m->world;
     if (m->num_units == 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_STATE, "prediction: the model has no units");
+        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                         "prediction: the model has no units: call fsdp_fully_shard first");
     fsdpi_rehearsal *r = (fsdpi_rehearsal *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
     if (!r) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
     fsdp_model *dry = *out = &r->model;
@@ -11024,7 +11036,8 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
     if (u && u->model != m)
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: the unit belongs to another model",
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
+                         "%s: the unit belongs to another model, expected a unit of this model",
                          what);
     *first = u ? u->desc.index : 0;
     *end = u ? u->desc.index + 1 : m->num_units;
@@ -11093,7 +11106,7 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
     if (!status && mode != FSDP_RESHARD_ALWAYS && mode != FSDP_RESHARD_NEVER)
         return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
                          "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or "
-                         "FSDP_RESHARD_NEVER; an int only at fully_shard",
+                         "FSDP_RESHARD_NEVER (give an int in fsdp_unit_desc)",
                          mode);
     for (; !status && i < end; i++) {
         model->settings += model->units[i]->options.reshard_after_forward != mode;
@@ -11129,7 +11142,9 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
         if (!targets || !targets[i] || targets[i]->model != m)
             return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
                              "%s: target %d is not a unit of this model", what, i);
-    if (count < 0) return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: count is %d", what, count);
+    if (count < 0)
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: count is %d, expected >= 0", what,
+                         count);
     int32_t *list = (int32_t *)fsdpi_model_alloc(m, (size_t)(count + 1) * sizeof *list);
     if (!list) return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory", what);
     for (int i = 0; i < count; i++) list[i] = targets[i]->desc.index;
@@ -11170,7 +11185,7 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
             m->units[i]->state.slot[FSDP_POOL_ROUT])
             return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
                              "set_requires_grad: unit '%s' holds gradients that are not reduced: "
-                             "run a backward with sync, or fsdp_model_reset",
+                             "run a backward with gradient sync, or call fsdp_model_reset",
                              m->units[i]->desc.name);
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);
@@ -11303,8 +11318,8 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
                          d->reshard_after_forward, d->implicit_prefetch);
     if (d->direct_min < 0 || d->fill_bytes < 0 || d->prefetch_bytes < 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "model_create: direct_min %lld, fill_bytes %lld, prefetch_bytes %lld: "
-                         "expected sizes",
+                         "model_create: direct_min is %lld, fill_bytes %lld, prefetch_bytes %lld: "
+                         "expected numbers >= 0",
                          (long long)d->direct_min, (long long)d->fill_bytes,
                          (long long)d->prefetch_bytes);
     if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)
@@ -11370,9 +11385,6 @@ FSDP_API void fsdp_model_destroy(fsdp_model *model) {
 /* ==== core/means.h ==========================================================================
    what extensions attach and call: records, buffers, copies, groups, states */
 
-/* -------------------------------------------------------------------------------------------- */
-// Owns: attaching.
-
 FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension) {
     fsdp_extension e;
     if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "attach");
@@ -11388,8 +11400,9 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read who is told
     if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
     if (status)
-        return fsdp_fail(w, status, "attach: device %s cannot tell when '%s' has to know: %s",
-                         w->device_ops->name, e.name, fsdpi_device_text(w, status));
+        return fsdp_fail(w, status,
+                         "attach: extension '%s' has `ran`, but device %s cannot measure times: %s",
+                         e.name, w->device_ops->name, fsdpi_device_text(w, status));
     fsdpi_attached *a = (fsdpi_attached *)fsdpi_model_alloc(model, sizeof *a), **last;
     if (!a) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
     a->e = e;
@@ -11425,9 +11438,8 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         const fsdp_unit *lodger = e.buffer ? fsdpi_lodger(model) : NULL;
         if (model->asking || lodger)
             return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                             "detach: '%s' %s%s: detach it between steps, outside of its functions",
-                             e.name,
-                             lodger ? "may own the slot that is held by unit " : "is being asked",
+                             "detach: '%s' %s%s: detach it between steps, not in an extension",
+                             e.name, lodger ? "may own a slot of unit " : "is in use",
                              lodger ? lodger->desc.name : "");
         if (model->watch & FSDPI_TIMES) {
             fsdpi_drain(w);
@@ -11436,7 +11448,8 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         fsdpi_detach(model, at);
         return FSDP_OK;
     }
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "detach: '%s' is not attached to this model", e.name);
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                     "detach: '%s' with these contents is not attached to this model", e.name);
 }
 
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
@@ -11487,8 +11500,7 @@ static int fsdpi_register(fsdp_model *m, fsdpi_names *names, int most, const cha
         return names->count++;
     }
     (void)fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                    "%s_register: '%s': expected a name of 1..%d bytes, and at most %d of them in "
-                    "a model",
+                    "%s_register: name '%s', expected 1..%d bytes, and at most %d names in a model",
                     what, name ? name : "", FSDPI_NAME - 1, most);
     return -1;
 }
@@ -11519,13 +11531,13 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
     const void *src = op->src_ptr, *dst = op->dst_ptr;
     int32_t size;
     int reads = op->kind == FSDP_OP_COPY || op->kind == FSDP_OP_NORM;
-    if (op->kind >= FSDP_OP_COUNT) return "kind is none of FSDP_OP_*";
-    if (op->stream >= FSDP_STREAM_COUNT) return "stream is none of FSDP_STREAM_*";
+    if (op->kind >= FSDP_OP_COUNT) return "kind is not one of FSDP_OP_*";
+    if (op->stream >= FSDP_STREAM_COUNT) return "stream is not one of FSDP_STREAM_*";
     if (op->label >= FSDP_LABEL_COUNT + m->labels.count) return "label is not registered";
-    if (op->model != m) return "model is another one: make it with fsdp_op_init";
-    if (!op->what) return "what is NULL";
+    if (op->model != m) return "model is not this model: make the record with fsdp_op_init";
+    if (!op->what) return "what is NULL, expected the name of a unit or a call";
     if (op->kind == FSDP_OP_CALL && !op->call) return "call is NULL";
-    if (op->kind == FSDP_OP_UPDATE && !op->list) return "list is NULL, expected a fsdp_update";
+    if (op->kind == FSDP_OP_UPDATE && !op->list) return "list is NULL, expected an fsdp_update";
     if (op->kind == FSDP_OP_UPDATE && !op->call && !m->world->device_ops->update)
         return "call is NULL, and the device has no function for updates";
     if ((reads || op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER) &&
@@ -11533,24 +11545,24 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
         return "list is empty";
     if (reads && (!src || !dst)) return "src or dst is NULL";
     if (reads && (!fsdp_dtype_size(op->dtype) || !fsdp_dtype_size(op->out_dtype)))
-        return "dtype or out_dtype is none of FSDP_F32, ...";
+        return "dtype or out_dtype is not one of FSDP_F32, ...";
     if (op->kind == FSDP_OP_ZERO && !dst) return "dst is NULL";
     if (op->kind == FSDP_OP_ZERO && op->dst &&
         ((const char *)dst < op->dst->ptr ||
          (uint64_t)((const char *)dst - op->dst->ptr) + op->bytes > op->dst->bytes))
-        return "the bytes do not lie in dst";
+        return "dst_ptr and bytes are not inside of dst";
     if (!fsdpi_is_collective(op->kind)) return NULL;
     if (!op->comm) return "comm is NULL: a group of one rank has no collectives";
     if (op->group_size < 2) return "group_size is less than 2";
     int in_place = op->kind == FSDP_OP_ALL_REDUCE || op->kind == FSDP_OP_BROADCAST;
-    if (!fsdp_dtype_size(op->dtype)) return "dtype is none of FSDP_F32, ...";
-    if (op->root < 0 || op->root >= op->group_size) return "root is no member of the group";
+    if (!fsdp_dtype_size(op->dtype)) return "dtype is not one of FSDP_F32, ...";
+    if (op->root < 0 || op->root >= op->group_size) return "root is not a member of the group";
     if (op->kind != FSDP_OP_RECV && !(op->kind == FSDP_OP_ALL_GATHER && op->in_place) && !src)
         return "src is NULL";
     if (op->kind != FSDP_OP_SEND && !dst) return "dst is NULL";
-    if (in_place && src != dst) return "src and dst differ: it works in place";
+    if (in_place && src != dst) return "src and dst differ, but this operation works in place";
     if (!fsdpi_comm_number(m->world, op->comm, &size))
-        return "comm is no group of this world: take that of fsdp_mesh_comm";
+        return "comm is not a group of this world: get one from fsdp_mesh_comm";
     return op->group_size != size ? "group_size is not the size of comm's group" : NULL;
 }
 
@@ -11583,7 +11595,7 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
         op->bytes = op->count * fsdp_dtype_size(op->out_dtype);
     if (fsdpi_is_collective(op->kind)) {
         if (!(w->caps.kinds & 1u << op->kind))
-            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s has no %s",
+            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s does not have %s",
                              w->comm_ops->name, fsdp_op_name(op->kind));
         if (!op->bytes)
             op->bytes = fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size,
@@ -11619,10 +11631,11 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
     if (status) return status;
     if (pool < 0 || pool >= FSDP_POOL_COUNT + model->pools.count || nbytes < 0 ||
         (memory != FSDP_MEMORY_DEVICE && memory != FSDP_MEMORY_PINNED))
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "buf_create: pool %d, memory %d, %lld bytes: expected a registered pool, "
-                         "FSDP_MEMORY_DEVICE or _PINNED, and a size",
-                         pool, memory, (long long)nbytes);
+        return fsdp_fail(
+            model->world, FSDP_ERR_INVALID_ARG,
+            "buf_create: pool is %d, memory is %d, nbytes is %lld: expected FSDP_POOL_* or a "
+            "registered pool, FSDP_MEMORY_DEVICE or _PINNED, and nbytes >= 0",
+            pool, memory, (long long)nbytes);
     return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
 }
 
@@ -11632,9 +11645,10 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
     *buf = NULL;
     if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset ||
         (whole && offset + nbytes > (int64_t)whole->bytes))
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "buf_part: %lld bytes at %lld of a buffer of %lld", (long long)nbytes,
-                         (long long)offset, (long long)fsdp_buf_nbytes(whole));
+        return fsdp_fail(
+            model->world, FSDP_ERR_INVALID_ARG,
+            "buf_part: %lld bytes at offset %lld do not fit into a buffer of %lld bytes",
+            (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
     fsdp_buf *part = (fsdp_buf *)fsdpi_model_alloc(model, sizeof *part);
     if (!part) return fsdp_fail(model->world, FSDP_ERR_OUT_OF_MEMORY, "buf_part: no memory");
     part->part = 1;
@@ -11657,7 +11671,7 @@ FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
     if (!model || !buf) return;
     if (buf->held) {
         (void)fsdp_fail(model->world, FSDP_ERR_INVALID_STATE,
-                        "buf_destroy: a unit holds the buffer: it stays until the model ends; "
+                        "buf_destroy: a unit holds the buffer, so it stays until the model ends: "
                         "destroy it when fsdp_buf_held is 0");
         return;
     }
@@ -11703,7 +11717,7 @@ FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int 
     *memory = fsdpi_updates_on_device(model) ? FSDP_MEMORY_DEVICE : FSDP_MEMORY_HOST;
     if (model->desc.cpu_offload || fsdpi_is_host(w) || w->device_ops->update) return FSDP_OK;
     return fsdp_fail(model->world, FSDP_ERR_UNSUPPORTED,
-                     "%s: the shards lie in memory of device %s, which has no function for "
+                     "%s: the shards are in the memory of device %s, which has no function for "
                      "updates: set cpu_offload in the model's desc",
                      what, w->device_ops->name);
 }
@@ -11717,8 +11731,8 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     *ptr = NULL;
     if ((!device && memory != FSDP_MEMORY_HOST) || nbytes < 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: memory is %d, bytes are %lld: expected FSDP_MEMORY_HOST or _DEVICE, "
-                         "and a size",
+                         "%s: memory is %d, nbytes is %lld: expected FSDP_MEMORY_HOST or _DEVICE, "
+                         "and nbytes >= 0",
                          what, memory, (long long)nbytes);
     if (!device) *ptr = fsdpi_model_alloc(model, (size_t)nbytes);
     else status = w->device_ops->alloc(w->device, memory, (size_t)nbytes, ptr);
@@ -11728,7 +11742,7 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     *ptr = NULL;
     return fsdp_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
                      device ? " on device " : "", device ? w->device_ops->name : "",
-                     device ? fsdpi_device_text(w, status) : "the allocator refused");
+                     device ? fsdpi_device_text(w, status) : "the allocator returned NULL");
 }
 
 FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes) {
@@ -11742,8 +11756,11 @@ FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes
 // Owns: copies, waits, groups, and what extensions ask of a model.
 
 FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes) {
-    if (!model || nbytes < 0 || (nbytes > 0 && (!dst || !src)))
+    if (!model || (nbytes > 0 && (!dst || !src)))
         return fsdpi_null(model ? model->world : NULL, "transfer");
+    if (nbytes < 0)
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
+                         "transfer: nbytes is %lld, expected >= 0", (long long)nbytes);
     fsdp_status status = fsdpi_failed(model->world);
     return status ? status : fsdpi_transfer(model->world, dst, src, (size_t)nbytes);
 }
@@ -11767,8 +11784,8 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
     if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT ||
         mesh->coord[0] < 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a dim, "
-                         "one of FSDP_STREAM_*, and a mesh that this rank is in",
+                         "mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a dim of the "
+                         "mesh, one of FSDP_STREAM_*, and a rank that is in the mesh",
                          dim, mesh->ndim, stream);
     int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
     if (mesh->shape[dim] == 1) return FSDP_OK;
@@ -11882,8 +11899,8 @@ static fsdp_status fsdpi_taken_check(fsdp_model *m, const void *owner, const voi
     if (good) memcpy(&then, buf, sizeof then);
     if (good && memcmp(&then, &now, sizeof now) == 0) return FSDP_OK;
     return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                     "%s: the snapshot of %llu bytes was taken of another one, or slots were made "
-                     "or freed since: take it again behind a freeze, a thaw or fsdp_pools_trim",
+                     "%s: the snapshot of %llu bytes is of another model or unit, or slots were "
+                     "made or freed since: take it again after a freeze, a thaw or fsdp_pools_trim",
                      what, (unsigned long long)nbytes);
 }
 
@@ -12036,7 +12053,8 @@ FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
     fsdp_status status = fsdpi_failed(world);
     if (status) return status;
     if (world->mode != FSDPI_NATIVE)
-        return fsdp_fail(world, FSDP_ERR_UNSUPPORTED, "set_stream: device %s has no streams",
+        return fsdp_fail(world, FSDP_ERR_UNSUPPORTED,
+                         "set_stream: device %s has no streams: omit the call on it",
                          world->device_ops->name);
     void **compute = &world->streams[FSDP_STREAM_COMPUTE];
     if (!native) native = world->own_stream;
@@ -12074,11 +12092,12 @@ static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const v
     fsdp_status status = fsdpi_failed(w);
     if (status) return status;
     if (count < 0 || (count > 0 && !data))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: count is %lld and data is %s", what,
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "%s: count is %lld and data is %s, expected count >= 0 and data", what,
                          (long long)count, data ? "given" : "NULL");
     if (mesh && (mesh->world != w || mesh->coord[0] < 0))
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: expected a mesh of this world that this rank is in", what);
+                         "%s: expected a mesh of this world, on a rank that is in the mesh", what);
     return FSDP_OK;
 }
 
@@ -12103,10 +12122,11 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
     if (status) return status;
     if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM ||
         op > FSDP_MIN)
-        return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
-                         "all_reduce: dtype %s and operation %d: expected f32 f64 f16 bf16 i32 or "
-                         "i64, and SUM MAX or MIN",
-                         fsdp_dtype_name(dtype), op);
+        return fsdp_fail(
+            world, FSDP_ERR_INVALID_ARG,
+            "all_reduce: dtype is %s and op is %d, expected f32, f64, f16, bf16, i32 or "
+            "i64, and FSDP_SUM, FSDP_MAX or FSDP_MIN",
+            fsdp_dtype_name(dtype), op);
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_all_reduce", dtype);
     record.redop = (uint8_t)op;
     return fsdpi_host_mesh(world, mesh, &record, 0, data, count);
