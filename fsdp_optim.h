@@ -1,8 +1,8 @@
 /* fsdp_optim.h - AdamW, SGD with momentum and a gradient scaler on shards: an extension of fsdp.h
 
-   Each rank updates the rows that it owns, so the optimizer's state is sharded as the parameters
-   are and a step needs no communication. The results are those of torch.optim.AdamW and SGD, and
-   of torch.amp.GradScaler.
+   Each rank updates the rows that it owns. So the optimizer's state is sharded as the parameters
+   are, and a step does not communicate. The results are those of torch.optim.AdamW,
+   torch.optim.SGD and torch.amp.GradScaler.
 
        #define FSDP_IMPLEMENTATION          // in one .c or .cc file of the program
        #include "fsdp_optim.h"              // includes fsdp.h; link with -lm
@@ -16,7 +16,7 @@
            fsdp_zero_grad(model);
        }                                                       // fsdp_shutdown frees it
 
-   With f16 gradients, which the loss is scaled for:
+   If gradients are f16, scale the loss:
 
        fsdp_grad_scaler_create(model, NULL, &scaler);
        for (;;) {
@@ -40,39 +40,39 @@
          g = g + weight_decay*p
          b = g in the first update, else momentum*b + (1 - dampening)*g
          p = p - lr*b, or with nesterov p - lr*(g + momentum*b); without momentum p - lr*g
-     This is torch's single-tensor form. What depends on t and the settings alone is computed in f64
-     and rounded once; every other operation is rounded to f32 (f64 parameters: to f64) by itself,
-     in the order of the parentheses, and nothing is fused. So the bits depend neither on the
-     compiler and its flags nor on how many ranks share the parameters. (A program linked by gcc
-     -Ofast flushes subnormal numbers to zero, here as everywhere.)
+     This is torch's single-tensor form. Numbers that depend on t and the settings alone are
+     computed in f64 and rounded once. Every other operation is rounded to f32 (f64 parameters: to
+     f64), in the order of the parentheses; no two are fused. So the bits depend neither on the
+     compiler and its flags nor on the number of ranks. (If gcc -Ofast links a program, the whole
+     program flushes subnormal numbers to zero.)
    DTYPES
-     f32 and f64 parameters: state of the same type. bf16 and f16 parameters: state in f32, the
-     update is computed in f32 and rounded to nearest even when it is stored; updates below half a
-     unit of a 16-bit parameter are lost. For training keep f32 parameters and set
-     fsdp_model_desc.param_dtype. Gradients of another dtype than the parameter's
-     (fsdp_model_desc.grad_dtype) are first converted to the type of the arithmetic.
-   WHO IS UPDATED
-     Parameters that have a gradient (fsdp_param_view.shard_grad). Frozen ones, ones that nobody
-     used in this step and ones whose group is negative keep their value and state: no decay, and t
-     does not advance. Padding is never touched. Parameters of equal group and t that lie next to
-     each other are updated by one loop.
+     f32 and f64 parameters have a state of their own dtype. bf16 and f16 parameters have a state in
+     f32: the update is computed in f32 and rounded to nearest even when it is stored, so updates
+     below half a unit of a 16-bit parameter are lost. For training keep f32 parameters and set
+     fsdp_model_desc.param_dtype. If gradients have another dtype than the parameter
+     (fsdp_model_desc.grad_dtype), they are first converted to the dtype of the arithmetic.
+   UPDATED PARAMETERS
+     A step updates the parameters that have a gradient (fsdp_param_view.shard_grad). A parameter
+     keeps its value and its state if it is frozen, if no rank used it in this step, or if its group
+     is negative: no weight decay, and t stays. Padding is never touched. One loop updates
+     neighbouring parameters with equal group and t.
    FREEZE AND THAW (fsdp_set_requires_grad)
-     The next step or fsdp_*_state moves the states to where the shards are now. The state of a
-     frozen parameter survives until it is thawed, as in torch; one that is thawed for the first
-     time begins with a state of zeros and t = 1.
-   WHERE
-     The host updates shards in host memory, those of cpu_offload too. Shards in the memory of a
-     device are updated by the device, in the order of the stream COMPUTE: a step then waits for
-     nothing, and the scaler for its verdict alone. The bits are the same.
+     The next step or fsdp_*_state moves the states to the new places of the shards. The state of a
+     frozen parameter survives until you thaw it, as in torch. A parameter that you thaw for the
+     first time begins with a state of zeros and t = 1.
+   HOST OR DEVICE
+     The host updates shards in host memory, those of cpu_offload included. The device updates
+     shards in its own memory, in the order of the stream COMPUTE: a step does not wait, and the
+     scaler waits only for found_inf. The bits are the same.
    MEMORY
-     Two blocks when the optimizer is created: a table, and for AdamW two numbers, for SGD with
-     momentum one for each element of this rank's rows. The second lies where the updates run. What
-     is host memory counts in fsdp_memory.host_bytes; fsdp_*_nbytes counts both. A step allocates
-     nothing, but for the first one after a freeze or thaw, which makes the second block anew; for
-     a moment there are both.
+     Creation allocates two blocks: a table, and the states. AdamW keeps two numbers for each
+     element of this rank's rows, SGD with momentum one. The states are where the updates run.
+     fsdp_memory.host_bytes counts host memory only; fsdp_*_nbytes counts both. A step allocates
+     nothing, except the first one after a freeze or thaw: it allocates the states again, and for a
+     moment both exist.
    DEFAULTS
-     A desc begins as fsdp_adamw_defaults() or fsdp_sgd_defaults(), which have PyTorch's values.
-     Every number then is what it says; 0 is 0:
+     Begin a desc with fsdp_adamw_defaults() or fsdp_sgd_defaults(), which have PyTorch's values.
+     Every number means itself: 0 is 0, not a default. Example:
        fsdp_adamw_desc desc = fsdp_adamw_defaults();
        desc.weight_decay = 0.1;
        desc.num_groups = 2, desc.group = is_bias_or_norm; // your function
@@ -89,7 +89,7 @@ extern "C" {
 /* -------------------------------------------------------------------------------------------- */
 /* Kernels on plain arrays, usable without a world or a model.                                    */
 
-// Of one update, as they are: 0 is 0 here.
+// Settings of one update. Every number means itself: 0 is 0.
 typedef struct fsdp_adamw_hyper {
     double lr, beta1, beta2, eps, weight_decay;
     int64_t step; // t: 1 in the first update
@@ -99,14 +99,14 @@ typedef struct fsdp_sgd_hyper {
     double lr, momentum, dampening, weight_decay;
     int32_t nesterov;
     int32_t reserved;
-    int64_t step; // 1 in the first update: the momentum buffer takes the gradient
+    int64_t step; // 1 in the first update, where the momentum buffer becomes the gradient
 } fsdp_sgd_hyper;
 
 /* fsdp_adamw_update    - one AdamW update of f32 numbers
    fsdp_adamw_update_as - the same for any floating dtypes of p and g
-   p, g, m, v  [count], no two overlapping: parameters, gradients, first and second moments, which
-               are zero before the first update. m and v are f64 for f64 parameters, else f32
-   grad_dtype  of g; KEEP: as dtype, which is that of p
+   p, g, m, v  [count] host memory, no two overlap: parameters, gradients, first and second moments.
+               m and v are zero before the first update; f64 for f64 parameters, else f32
+   dtype, grad_dtype  of p; of g. grad_dtype KEEP: as dtype
    Result      update_as: FSDP_OK; INVALID_ARG (not a floating dtype, a NULL with count > 0,
                count < 0)
    Collective  no      Blocks no      Allocates no      Thread any
@@ -119,9 +119,9 @@ FSDP_API fsdp_status fsdp_adamw_update_as(fsdp_dtype dtype, void *p, fsdp_dtype 
 
 /* fsdp_sgd_update    - one SGD update of f32 numbers
    fsdp_sgd_update_as - the same for any floating dtypes of p and g
-   p, g, b     [count], no two overlapping: parameters, gradients, momentum buffer (f64 for f64
-               parameters, else f32; unused, and may be NULL, when momentum is 0)
-   grad_dtype  of g; KEEP: as dtype, which is that of p
+   p, g, b     [count] host memory, no two overlap: parameters, gradients, momentum buffer. b is f64
+               for f64 parameters, else f32. If momentum is 0, b is unused and may be NULL
+   dtype, grad_dtype  of p; of g. grad_dtype KEEP: as dtype
    Result      update_as: FSDP_OK; INVALID_ARG (not a floating dtype, a NULL with count > 0,
                count < 0)
    Collective  no      Blocks no      Allocates no      Thread any
@@ -139,31 +139,32 @@ FSDP_API fsdp_status fsdp_sgd_update_as(fsdp_dtype dtype, void *p, fsdp_dtype gr
 typedef struct fsdp_adamw fsdp_adamw;
 typedef struct fsdp_sgd fsdp_sgd;
 
-#define FSDP_OPTIM_SAME   (-1.0) // of a group: as the desc says
+#define FSDP_OPTIM_SAME   (-1.0) // in a group: the weight_decay of the desc
 #define FSDP_OPTIM_GROUPS 8
 
 // Defaults: 1 and FSDP_OPTIM_SAME.
 typedef struct fsdp_optim_group {
-    double lr_scale;     // >= 0. Multiplies the step's learning rate
+    double lr_scale;     // >= 0. Factor of the step's learning rate
     double weight_decay; // >= 0, or FSDP_OPTIM_SAME
 } fsdp_optim_group;
 
-// The group of a parameter: 0 .. num_groups-1 (0 when there are none); negative: not of this
-// optimizer. Called at creation, once for each parameter that requires a gradient, and after a
-// freeze or thaw for those that the optimizer does not have. Must answer alike on all ranks.
+// Returns the group of a parameter: 0 .. num_groups-1, or 0 if there are no groups. If it returns a
+// negative number, the optimizer leaves the parameter out. It must return the same on all ranks.
+// The library calls it at creation once for each parameter that requires a gradient, and after a
+// freeze or thaw for parameters that the optimizer does not have yet.
 typedef int (*fsdp_optim_group_fn)(void *user, const fsdp_param_view *param);
 
 typedef struct fsdp_adamw_desc {
     uint32_t size, start_canary;
     double beta1;        // default 0.9;   0 <= beta1 < 1
-    double beta2;        // default 0.999; 0 <= beta2 < 1; not 0 where eps is 0, too
+    double beta2;        // default 0.999; 0 <= beta2 < 1; beta2 and eps must not both be 0
     double eps;          // default 1e-8;  >= 0
     double weight_decay; // default 0.01;  >= 0
-    int32_t num_groups;  // 0: all parameters alike; at most FSDP_OPTIM_GROUPS
+    int32_t num_groups;  // 0: no groups; at most FSDP_OPTIM_GROUPS
     int32_t reserved;
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS];
-    fsdp_optim_group_fn group; // NULL: group 0 for all
-    void *user;                // handed to group
+    fsdp_optim_group_fn group; // NULL: all parameters are in group 0
+    void *user;                // argument of group
     uint64_t end_canary;
 } fsdp_adamw_desc;
 
@@ -173,14 +174,14 @@ typedef struct fsdp_sgd_desc {
     double dampening;    // default 0; >= 0
     double weight_decay; // default 0; >= 0
     int32_t nesterov;    // 1: needs momentum > 0 and dampening 0
-    int32_t num_groups;  // 0: all parameters alike; at most FSDP_OPTIM_GROUPS
+    int32_t num_groups;  // 0: no groups; at most FSDP_OPTIM_GROUPS
     fsdp_optim_group groups[FSDP_OPTIM_GROUPS];
-    fsdp_optim_group_fn group; // NULL: group 0 for all
-    void *user;                // handed to group
+    fsdp_optim_group_fn group; // NULL: all parameters are in group 0
+    void *user;                // argument of group
     uint64_t end_canary;
 } fsdp_sgd_desc;
 
-/* fsdp_adamw_defaults, fsdp_sgd_defaults - what a desc begins as
+/* fsdp_adamw_defaults, fsdp_sgd_defaults - a desc with the defaults
    Result      PyTorch's defaults of AdamW and SGD; no groups
    Collective  no      Blocks no      Allocates no      Thread any
    Source      torch: torch.optim.AdamW, torch.optim.SGD */
@@ -189,88 +190,92 @@ FSDP_API fsdp_sgd_desc fsdp_sgd_defaults(void);
 
 /* fsdp_adamw_create - an AdamW optimizer of all trainable parameters of a model; commits the model
    desc        NULL: the defaults
-   opt         owned by the model: ends with fsdp_adamw_destroy, the model or the world
+   opt         the model owns it: it ends with fsdp_adamw_destroy, the model or the world.
+               NULL after a failure
    Result      FSDP_OK; INVALID_ARG (the text names the field, or the parameter whose group is
-               wrong), UNSUPPORTED (the shards are in memory of a device that cannot update them:
-               needs cpu_offload), OUT_OF_MEMORY, what commit returns
-   Collective  as fsdp_model_commit      Blocks no      Allocates yes */
+               wrong), UNSUPPORTED (the shards are in the memory of a device that cannot update
+               them: set cpu_offload), OUT_OF_MEMORY, errors of commit
+   Collective  as fsdp_model_commit      Blocks no      Allocates yes
+   Source      torch: torch.optim.AdamW */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model,
                                                        const fsdp_adamw_desc *desc,
                                                        fsdp_adamw **opt);
 
 /* fsdp_adamw_step - update every parameter that has a gradient; ends with fsdp_params_changed
-   lr          >= 0, finite: of this step, multiplied by the group's lr_scale
+   lr          this step's learning rate, finite, >= 0. The group's lr_scale multiplies it
    Result      FSDP_OK; INVALID_ARG (opt NULL, lr), INVALID_STATE (a unit is not idle: call
-               fsdp_finalize_backward first); the stored status if the world is aborted; after a
-               freeze or thaw also what create returns. Nothing is changed then. A failure of the
-               device aborts the world
+               fsdp_finalize_backward first); if the world is aborted, its status; after a freeze or
+               thaw the errors of create, too. In these cases nothing changes. If the device fails,
+               the world is aborted
    Collective  no, but every rank has to do the same; after a freeze or thaw as fsdp_model_commit
-   Blocks      for operations under way that read shards; not where the device does the update,
-               but after a freeze or thaw
-   Allocates   no; the first one after a freeze or thaw does */
+   Blocks      for operations under way that read shards. If the device updates: only after a freeze
+               or thaw
+   Allocates   no; the first step after a freeze or thaw does
+   Source      torch: AdamW.step */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr);
 
 /* fsdp_adamw_destroy - free an optimizer before its model ends; NULL is allowed
-   Collective  no      Blocks for the device's updates under way      Allocates no */
+   Collective  no      Blocks until the device has finished its updates      Allocates no */
 FSDP_API void fsdp_adamw_destroy(fsdp_adamw *opt);
 
 /* fsdp_sgd_create, fsdp_sgd_step, fsdp_sgd_destroy - as the functions of AdamW
-   Result      as there: FSDP_OK; INVALID_ARG, UNSUPPORTED, OUT_OF_MEMORY, INVALID_STATE, or the
-               stored status of an aborted world
-   Collective  create as fsdp_model_commit; step as there; destroy no
-   Blocks      step and destroy: as there
-   Allocates   create, and the first step after a freeze or thaw */
+   Result      as for AdamW: FSDP_OK; INVALID_ARG, UNSUPPORTED, OUT_OF_MEMORY, INVALID_STATE, or the
+               status of an aborted world
+   Collective  create: as fsdp_model_commit; step: as fsdp_adamw_step; destroy: no
+   Blocks      create: no; step and destroy: as for AdamW
+   Allocates   create, and the first step after a freeze or thaw
+   Source      torch: torch.optim.SGD */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *desc,
                                                      fsdp_sgd **opt);
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr);
 FSDP_API void fsdp_sgd_destroy(fsdp_sgd *opt);
 
-// What an optimizer keeps for one parameter, in place: a checkpoint reads it, and writes it to
-// resume. The pointers are stale after a freeze or thaw of any parameter. Where the device updates,
-// first and second are in its memory, to be used in the order of COMPUTE; step is the host's.
+// The state of one parameter, in place: a checkpoint reads it, and writes it to resume. After a
+// freeze or thaw of any parameter the pointers are stale. If the device updates the shards, first
+// and second are in its memory: use them in the order of COMPUTE. step is always in host memory.
 typedef struct fsdp_optim_state {
     fsdp_dtype dtype;     // of first and second
-    int32_t group;        // negative: not of this optimizer (frozen since creation, or by
-                          // fsdp_optim_group_fn)
+    int32_t group;        // negative: the optimizer does not have it (frozen since creation, or
+                          // left out by fsdp_optim_group_fn)
     int64_t numel;        // elements: fsdp_param_view.numel, in the same order, without padding
     void *first, *second; // AdamW: m, v. SGD: momentum buffer or NULL, and NULL
-    int64_t *step;        // updates so far; NULL when group is negative
+    int64_t *step;        // updates so far; NULL if group is negative
 } fsdp_optim_state;
 
 /* fsdp_adamw_state, fsdp_sgd_state - the state of the parameter with this ordinal
-   Result      FSDP_OK; INVALID_ARG (NULL, no such ordinal); after a freeze or thaw what create
-               returns
-   Collective  no      Blocks no; after a freeze or thaw: for the device's updates under way
-   Allocates   no; after a freeze or thaw: as create */
+   Result      FSDP_OK; INVALID_ARG (NULL, no such ordinal); after a freeze or thaw the errors of
+               create, too
+   Collective  no; after a freeze or thaw as fsdp_model_commit
+   Blocks      no; after a freeze or thaw until the device has finished its updates
+   Allocates   no; after a freeze or thaw as create      Source torch: Optimizer.state */
 FSDP_API fsdp_status fsdp_adamw_state(fsdp_adamw *opt, int ordinal, fsdp_optim_state *out);
 FSDP_API fsdp_status fsdp_sgd_state(fsdp_sgd *opt, int ordinal, fsdp_optim_state *out);
 
-/* fsdp_adamw_nbytes, fsdp_sgd_nbytes - bytes of host and device memory that the optimizer holds; 0
-   for NULL
+/* fsdp_adamw_nbytes, fsdp_sgd_nbytes - bytes of host and device memory of the optimizer; 0 for NULL
    Collective  no      Blocks no      Allocates no */
 FSDP_API int64_t fsdp_adamw_nbytes(const fsdp_adamw *opt);
 FSDP_API int64_t fsdp_sgd_nbytes(const fsdp_sgd *opt);
 
 /* -------------------------------------------------------------------------------------------- */
-/* Gradient scaler. Small gradients vanish in f16, so the loss is multiplied by a factor as large as
-   the gradients bear, and the shard gradients are divided by it before they are used. Where one of
-   them is infinite or NaN the factor was too large: the step is left out on all ranks and the
-   factor shrinks; after growth_interval good steps in a row it grows. Order of calls in a step:
-   backward, finalize, unscale, [clip], the optimizer if !found_inf, update.                      */
+/* Gradient scaler. In f16 small gradients become zero. So you multiply the loss by a large factor,
+   the scale, and the scaler divides the shard gradients by it before they are used. If a gradient
+   is infinite or NaN, the scale was too large: all ranks leave the step out, and the scale shrinks.
+   After growth_interval good steps in a row the scale grows. Order of calls in a step: backward,
+   finalize, unscale, [clip], the optimizer if !found_inf, update.                                */
 
 typedef struct fsdp_grad_scaler fsdp_grad_scaler;
 
 typedef struct fsdp_grad_scaler_desc {
     uint32_t size, start_canary;
-    double init_scale;       // 0: 65536; 2^-126 .. 2^126
-    double growth_factor;    // 0: 2;     > 1
-    double backoff_factor;   // 0: 0.5;   0 < backoff_factor < 1
-    int32_t growth_interval; // 0: 2000;  good steps before the scale grows
+    double init_scale;       // 2^-126 .. 2^126;        0: the default, 65536
+    double growth_factor;    // > 1;                    0: the default, 2
+    double backoff_factor;   // 0 < backoff_factor < 1; 0: the default, 0.5
+    int32_t growth_interval; // good steps before the scale grows; 0: the default, 2000
     int32_t reserved;
     uint64_t end_canary;
 } fsdp_grad_scaler_desc;
 
-// What a checkpoint keeps; equal on all ranks.
+// The state that a checkpoint writes; equal on all ranks.
 typedef struct fsdp_grad_scaler_state {
     double scale, growth_factor, backoff_factor;
     int32_t growth_interval;
@@ -279,51 +284,52 @@ typedef struct fsdp_grad_scaler_state {
 
 /* fsdp_grad_scaler_create - a scaler of all gradients of a model; commits the model
    desc        NULL: defaults
-   scaler      owned by the model: ends with fsdp_grad_scaler_destroy, the model or the world
+   scaler      the model owns it: it ends with fsdp_grad_scaler_destroy, the model or the world.
+               NULL after a failure
    Result      FSDP_OK; INVALID_ARG (the text names the field), UNSUPPORTED (as
-               fsdp_adamw_create), OUT_OF_MEMORY, what commit returns
+               fsdp_adamw_create), OUT_OF_MEMORY, errors of commit
    Collective  as fsdp_model_commit      Blocks no      Allocates yes
    Source      torch: torch.amp.GradScaler */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_scaler_create(fsdp_model *model,
                                                              const fsdp_grad_scaler_desc *desc,
                                                              fsdp_grad_scaler **scaler);
 
-/* fsdp_grad_scaler_scale - what to multiply the loss, or its gradient, with: a number of f32
+/* fsdp_grad_scaler_scale - the factor for the loss, or for its gradient; f32 can represent it
    Result      the scale, the same on every rank; 1 for NULL
    Collective  no      Blocks no      Allocates no      Source torch: GradScaler.scale */
 FSDP_API double fsdp_grad_scaler_scale(const fsdp_grad_scaler *scaler);
 
 /* fsdp_grad_scaler_unscale - multiply every shard gradient of every unit by 1/scale, and find out
-   whether one of them, on any rank of the world, was infinite or NaN
+   whether one of them, on any rank of the world, was infinite or NaN before
    Arithmetic  1/scale is rounded to f32; products are rounded to f32 (f64 gradients: f64), then to
-               the gradient's dtype. Looked at is the value before; padding is not touched
-   Result      FSDP_OK; INVALID_ARG (NULL), INVALID_STATE: already done in this step (update comes
-               first), a unit is not idle, or no rank has any gradient (then nothing is changed);
+               the gradient's dtype. Padding is not touched
+   Result      FSDP_OK; INVALID_ARG (NULL), INVALID_STATE: already done in this step (call update
+               first), a unit is not idle, or no rank has a gradient (then nothing changes);
                collective errors
-   Collective  yes: every rank of the world, one all-reduce of the verdict
+   Collective  yes: every rank of the world; one all-reduce of two numbers
    Blocks      yes, at most timeout_ms      Allocates no
    Source      torch: GradScaler.unscale_, found_inf_reduce_handler */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler);
 
-/* fsdp_grad_scaler_found_inf - the verdict of unscale in this step
-   Result      1: leave the optimizer's step out; 0: do it; -1 before unscale, after update, after a
-               failed unscale and for NULL. The same on every rank
-   Collective  no      Blocks no      Allocates no */
+/* fsdp_grad_scaler_found_inf - whether unscale found an infinite or NaN gradient in this step
+   Result      1: yes, leave the optimizer's step out; 0: no; -1: before unscale, after update,
+               after a failed unscale, and for NULL. The same on every rank
+   Collective  no      Blocks no      Allocates no      Source torch: GradScaler.step, found_inf */
 FSDP_API int fsdp_grad_scaler_found_inf(const fsdp_grad_scaler *scaler);
 
-/* fsdp_grad_scaler_update - end of the step: the scale of the next one
-   Effect      found_inf: scale *= backoff_factor; else, the growth_interval-th time in a row:
-               scale *= growth_factor. Rounded to f32; a scale that would leave 2^-126 .. 2^126 is
-               not taken
-   Result      FSDP_OK; INVALID_ARG (NULL), INVALID_STATE (no unscale in this step); the stored
-               status if the world is aborted
+/* fsdp_grad_scaler_update - end the step: compute the scale of the next one
+   Effect      found_inf 1: scale *= backoff_factor. found_inf 0 for the growth_interval-th time in
+               a row: scale *= growth_factor. The scale is rounded to f32. If it would leave
+               2^-126 .. 2^126, it stays
+   Result      FSDP_OK; INVALID_ARG (NULL), INVALID_STATE (no unscale in this step); if the world is
+               aborted, its status
    Collective  no, but every rank has to do the same      Blocks no      Allocates no
    Source      torch: GradScaler.update */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_scaler_update(fsdp_grad_scaler *scaler);
 
-/* fsdp_grad_scaler_get_state - what to write to a checkpoint, at best after update
-   fsdp_grad_scaler_set_state - take it up again. A step that was begun is forgotten: also the way
-               out after fsdp_model_reset, with the state that get_state gave
+/* fsdp_grad_scaler_get_state - the state for a checkpoint; best called after update
+   fsdp_grad_scaler_set_state - restore such a state, and forget a step that has begun. After
+               fsdp_model_reset call it with the result of get_state
    Result      FSDP_OK; INVALID_ARG (NULL, or a field: named in the text)
    Collective  no, but every rank has to do the same      Blocks no      Allocates no
    Source      torch: GradScaler.state_dict, load_state_dict */
@@ -1169,7 +1175,8 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     if (!status) status = fsdpi_optim_setting(w, name, "eps", d.eps, HUGE_VAL);
     if (!status && !(d.beta2 > 0) && !(d.eps > 0)) // a zero gradient would be 0 / 0
         status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                           "%s: desc.beta2 and desc.eps are 0: begin with fsdp_adamw_defaults()",
+                           "%s: desc.beta2 and desc.eps are both 0: begin with "
+                           "fsdp_adamw_defaults()",
                            name);
     if (!status)
         status = fsdpi_optim_setting(w, name, "weight_decay", d.weight_decay, HUGE_VAL);
@@ -1430,7 +1437,8 @@ FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
     if (status) return status;
     if (scaler->found >= 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "%s: already called in this step: call fsdp_grad_scaler_update first",
+                         "%s: it was already called in this step: call "
+                         "fsdp_grad_scaler_update first",
                          name);
     while (fsdp_next_param(m, &v))
         if (fsdp_unit_state(v.unit) != FSDP_STATE_IDLE)
@@ -1458,7 +1466,7 @@ FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
     if (status) return status;
     if (!seen[1])
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "%s: no parameter has a gradient: call it after fsdp_finalize_backward "
+                         "%s: no parameter has a gradient: call this after fsdp_finalize_backward "
                          "and before fsdp_zero_grad",
                          name);
     scaler->found = seen[0];
@@ -1474,7 +1482,7 @@ FSDP_API fsdp_status fsdp_grad_scaler_update(fsdp_grad_scaler *scaler) {
     if (status) return status;
     if (scaler->found < 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "%s: the gradients of this step were not looked at: call "
+                         "%s: nothing has unscaled the gradients of this step: call "
                          "fsdp_grad_scaler_unscale first",
                          name);
     if (scaler->found) {

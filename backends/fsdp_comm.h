@@ -140,7 +140,8 @@ static fsdp_status fsdpi_comm_report(fsdpi_comm *c) {
     fsdpi_verdict v;
     char subject[sizeof v.subject];
     if (!c->world->transport->verdict(c->world, &v)) {
-        (void)fsdpi_comm_error(c, FSDP_ERR_INTERNAL, "a wait has ended without a reason");
+        (void)fsdpi_comm_error(c, FSDP_ERR_INTERNAL,
+                               "a wait has ended without a reason: please report");
         c->world->transport->tell(c, FSDP_ERR_INTERNAL, "", c->error);
         return FSDP_ERR_INTERNAL;
     }
@@ -263,36 +264,42 @@ static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
     int is_int = op->dtype == FSDP_I32 || op->dtype == FSDP_I64,
         is_float = fsdp_dtype_is_float(op->dtype);
     if (op->kind == FSDP_OP_ALL_REDUCE && !is_int && !is_float)
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced",
-                                fsdp_dtype_name(op->dtype));
+        return fsdpi_comm_error(
+            c, FSDP_ERR_UNSUPPORTED,
+            "this backend cannot reduce %s, expected a floating dtype, i32 or i64",
+            fsdp_dtype_name(op->dtype));
     if (op->kind != FSDP_OP_REDUCE_SCATTER) return FSDP_OK;
     int plain = op->out_dtype == op->dtype && op->scale == 1.0 && !op->accumulate;
     if (is_float ? !fsdp_dtype_is_float(op->out_dtype) : !is_int || !plain)
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced to %s%s",
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend cannot reduce %s to %s%s",
                                 fsdp_dtype_name(op->dtype), fsdp_dtype_name(op->out_dtype),
                                 plain ? "" : " with a scale or accumulation");
     if (plain || c->world->caps.flags & FSDP_CAP_FUSED_REDUCE) return FSDP_OK;
     return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
-                            "a cast, scale or accumulation is not part of this reduction");
+                            "this backend cannot cast, scale or accumulate in a reduction");
 }
 
 static fsdp_status fsdpi_check_form(fsdpi_comm *c, const fsdp_coll *op, int is_list, int64_t most) {
     if (op->kind >= FSDP_OP_COUNT || !(c->world->caps.kinds >> op->kind & 1))
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not know operation %d",
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not have operation %d",
                                 op->kind);
     if (!fsdp_dtype_size(op->dtype) || op->count > (uint64_t)most ||
         (is_list && op->num_segs && !op->segs))
-        return fsdpi_comm_error(
-            c, FSDP_ERR_INVALID_ARG, "dtype %d, %llu elements, %u segments at %p", op->dtype,
-            (unsigned long long)op->count, op->num_segs, (const void *)op->segs);
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                "dtype is %d, count %llu, %u segments at %p: expected FSDP_F32, "
+                                "..., at most %lld elements, "
+                                "and segments",
+                                op->dtype, (unsigned long long)op->count, op->num_segs,
+                                (const void *)op->segs, (long long)most);
     int is_member = op->root >= 0 && op->root < c->size;
     if (op->kind == FSDP_OP_BROADCAST && !is_member)
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "root is %d, expected 0 to %d",
                                 (int)op->root, c->size - 1);
     if (fsdpi_is_pair(op->kind) && (!is_member || op->root == c->index))
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                                "the other member is %d, expected 0 to %d, and not %d",
-                                (int)op->root, c->size - 1, c->index);
+        return fsdpi_comm_error(
+            c, FSDP_ERR_INVALID_ARG,
+            "the other member is %d, expected 0 to %d, and not this rank's own %d", (int)op->root,
+            c->size - 1, c->index);
     return fsdpi_check_reduction(c, op);
 }
 
@@ -312,9 +319,10 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *s
         const fsdp_seg *seg = &op->segs[s];
         if (seg->shard < 0 || seg->full < 0 || seg->count < 0 || seg->shard > most ||
             seg->full > most || seg->count > most)
-            return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "segment %u is {%lld, %lld, %lld}", s,
+            return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                    "segment %u is {%lld, %lld, %lld}, expected 0 to %lld", s,
                                     (long long)seg->shard, (long long)seg->full,
-                                    (long long)seg->count);
+                                    (long long)seg->count, (long long)most);
         int64_t start = from_shard ? seg->shard : seg->full;
         int64_t end = start + (from_shard ? 1 : c->size) * seg->count;
         if (seg->count && start < low) low = start;
@@ -324,7 +332,8 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *s
     span->low = high == 0 ? 0 : low;
     span->high = high;
     if (high > 0 && (!span->shared || (!op->dst && op->kind != FSDP_OP_SEND)))
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "src is %p and dst %p", op->src, op->dst);
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "src is %p and dst is %p, expected both",
+                                op->src, op->dst);
     return FSDP_OK;
 }
 
@@ -342,8 +351,8 @@ static fsdp_status fsdpi_find_chunk(fsdpi_comm *c, const fsdp_coll *op, fsdpi_sp
     if (span->chunk.base && at + low >= mine && at + high <= mine + span->chunk.size)
         return FSDP_OK;
     return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                            "bytes %llu to %llu of %s are read by peers and do not lie in one "
-                            "allocation of this backend's alloc",
+                            "peers read bytes %llu to %llu of %s, which are not in one allocation: "
+                            "allocate them with this backend's alloc",
                             (unsigned long long)low, (unsigned long long)high,
                             span->shared == op->src ? "src" : "dst");
 }
@@ -351,11 +360,12 @@ static fsdp_status fsdpi_find_chunk(fsdpi_comm *c, const fsdp_coll *op, fsdpi_sp
 static fsdp_status fsdpi_check_world(fsdpi_comm *c) {
     int most = c->world->transport->most_ranks;
     if (c->boot->size < 1 || c->boot->rank < 0 || c->boot->rank >= c->boot->size)
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "rank %d of %d", c->boot->rank,
-                                c->boot->size);
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                "rank is %d and size is %d, expected 0 <= rank < size",
+                                c->boot->rank, c->boot->size);
     if (c->boot->size > most)
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%d ranks, at most %d", c->boot->size,
-                                most);
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
+                                "the world has %d ranks, expected at most %d", c->boot->size, most);
     c->index = c->boot->rank;
     c->size = c->boot->size;
     for (int k = 0; k < c->size; k++) c->ranks[k] = k;
@@ -497,10 +507,11 @@ static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, 
         h = fsdpi_hash(h, (uint64_t)g->ranks[i]);
     }
     if (wrong)
-        return fsdpi_comm_error(parent, FSDP_ERR_INVALID_ARG,
-                                "the group's ranks (%d, this one at index %d) are not different "
-                                "members of the parent",
-                                g->size, g->index);
+        return fsdpi_comm_error(
+            parent, FSDP_ERR_INVALID_ARG,
+            "the group has %d ranks and this one is at index %d: expected different "
+            "members of the parent",
+            g->size, g->index);
     parent->now.members = h;
     child->index = g->index;
     child->size = g->size;
@@ -519,7 +530,8 @@ static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fs
     if (fsdpi_comm_failed(parent)) return fsdpi_comm_report(parent);
     if (g->color < 0) return FSDP_OK;
     fsdpi_comm *child = (fsdpi_comm *)fsdpi_alloc(&parent->boot->allocator, transport->comm_bytes);
-    if (!child) return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+    if (!child)
+        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator returned NULL");
     *out = child;
     child->world = parent->world;
     child->boot = parent->boot;
@@ -538,7 +550,7 @@ static fsdp_status fsdpi_split_compare(fsdpi_comm *parent, const fsdpi_comm *chi
         int k = fsdpi_index_of(parent, (int)child->ranks[i]);
         if (fsdpi_record_of(parent, k).members != parent->now.members)
             return fsdpi_comm_fail(parent, FSDP_ERR_MISMATCH,
-                                   "ranks %d and %d disagree about who is in the group",
+                                   "ranks %d and %d disagree about the members of the group",
                                    parent->boot->rank, (int)parent->ranks[k]);
     }
     return FSDP_OK;
@@ -590,7 +602,7 @@ static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_
         fsdpi_free(&boot->allocator, c);
         fsdpi_free(&boot->allocator, w);
         (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error,
-                       "rank %d: the allocator refused", boot->rank);
+                       "rank %d: the allocator returned NULL", boot->rank);
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     w->boot = *boot;
@@ -643,7 +655,7 @@ static fsdp_status fsdpi_comm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     if (!status && !fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
         w->transport->give(w, &chunk);
         status = FSDP_ERR_OUT_OF_MEMORY;
-        why = "the allocator refused";
+        why = "the allocator returned NULL";
     }
     if (!status) {
         *ptr = chunk.base + chunk.part * (size_t)c->boot->rank;

@@ -491,10 +491,10 @@ static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
 static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, const char **why) {
     fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
     const size_t size = chunk->size;
-    *why = "that is more than can be addressed";
+    *why = "that is more than the backend can address";
     if (size > FSDPI_SHM_MAX_BYTES / (size_t)base->boot.size || w->next_at + size > FSDPI_SHM_ARENA)
         return FSDP_ERR_OUT_OF_MEMORY;
-    *why = "memory is short";
+    *why = "the host has not enough memory";
     chunk->at = w->next_at;
     chunk->number = fsdpi_shm_number(&base->chunks);
     if (w->fd < 0) {
@@ -504,7 +504,7 @@ static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, co
         w->next_at += chunk->part;
         uint64_t mine = fsdpi_shm_offset(chunk->at, base->boot.rank);
         if (!fsdpi_shm_reserve(w, mine, chunk->part)) return FSDP_ERR_OUT_OF_MEMORY;
-        *why = "address space is short";
+        *why = "the process has not enough address space";
         chunk->base = fsdpi_shm_map_parts(w, chunk);
         if (!chunk->base) fsdpi_shm_give_back(w, mine, chunk->part);
     }
@@ -609,11 +609,10 @@ static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, cons
     int rank = (int)c->base.ranks[k];
     *out = fsdpi_shm_map_remote(fsdpi_shm_world_of(c), rank, at, part, number);
     if (*out) return FSDP_OK;
-    return fsdpi_comm_fail(
-        &c->base, FSDP_ERR_OUT_OF_MEMORY,
-        "%llu bytes of rank %d cannot be mapped; raise the limits of address space "
-        "(ulimit -v), mappings (vm.max_map_count) or memory",
-        (unsigned long long)part, rank);
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY,
+                           "cannot map %llu bytes of rank %d: raise the limits of address space "
+                           "(ulimit -v), mappings (vm.max_map_count) or memory",
+                           (unsigned long long)part, rank);
 }
 
 // Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
@@ -796,18 +795,20 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
     }
     if (!block) {
         status = fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                                  "the allocator refused the common block");
+                                  "the allocator returned NULL for the common block");
     } else if (((fsdpi_shm_control *)block)->size != w->base.boot.size) {
-        status = fsdpi_comm_error(&c->base, FSDP_ERR_MISMATCH,
-                                  "this rank has a world size of %d, another one of %d",
-                                  w->base.boot.size, (int)((fsdpi_shm_control *)block)->size);
+        status = fsdpi_comm_error(
+            &c->base, FSDP_ERR_MISMATCH,
+            "this rank has a world size of %d, another one has %d: give all the same",
+            w->base.boot.size, (int)((fsdpi_shm_control *)block)->size);
     } else {
         fsdpi_shm_use_control(c, block);
         fsdpi_shm_peer *me = &w->peers[w->base.boot.rank];
         if (me->state != FSDPI_SHM_ABSENT) {
-            status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
-                                      "another thread has joined as rank %d already",
-                                      w->base.boot.rank);
+            status = fsdpi_comm_error(
+                &c->base, FSDP_ERR_INVALID_ARG,
+                "another thread has joined as rank %d already: give each thread its own rank",
+                w->base.boot.rank);
             w->control = NULL;
             w->base.failed = NULL;
         } else {
@@ -828,16 +829,16 @@ static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
     if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
         return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
-                                "the size of files is limited; ulimit -f unlimited helps");
+                                "the size of files is limited: run ulimit -f unlimited first");
     char *block = fsdpi_shm_map(w, 0,
                                 fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
     if (!block)
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                                "the common block cannot be mapped (errno %d)", errno);
+                                "cannot map the common block (errno %d)", errno);
     fsdpi_shm_use_control(c, block);
     if (fcntl(w->fd, F_SETLK, &lock))
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
-                                "the common file cannot be locked (errno %d)", errno);
+                                "cannot lock the common file (errno %d)", errno);
     w->peers[w->base.boot.rank].pid = (uint32_t)getpid();
     w->joined = 1;
     FSDPI_STORE(&w->peers[w->base.boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
@@ -926,19 +927,20 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
     if (memcmp(hello.magic, answer.magic, sizeof hello.magic) ||
         hello.version != FSDP_COMM_VERSION) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(&t, "rank 0 and rank %d were built from different versions of fsdp.h",
-                  (int)hello.rank);
+        fsdpi_say(
+            &t, "rank 0 and rank %d were built with different versions of fsdp.h: build both alike",
+            (int)hello.rank);
     } else if (hello.size != w->base.boot.size) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d of %d", w->base.boot.size,
+        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d has %d", w->base.boot.size,
                   (int)hello.rank, (int)hello.size);
     } else if (hello.rank <= 0 || hello.rank >= hello.size || admitted[hello.rank]) {
         answer.status = FSDP_ERR_INVALID_ARG;
-        fsdpi_say(&t,
-                  "rank %d has joined already: another job on this host has the same id, or "
-                  "two processes have "
-                  "the same rank",
-                  (int)hello.rank);
+        fsdpi_say(
+            &t,
+            "rank %d has joined already: another job on this host has the same id (give each its "
+            "own FSDP_JOB_ID), or two processes have the same rank",
+            (int)hello.rank);
     }
     if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status)
         admitted[hello.rank] = 1;
@@ -977,7 +979,7 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
         if (listener >= 0 && errno == EADDRINUSE)
             status = fsdpi_comm_error(
                 &c->base, FSDP_ERR_INVALID_ARG,
-                "another job with this id is starting on this host; give each "
+                "another job with this id is starting on this host: give each "
                 "job its own id (FSDP_JOB_ID, MASTER_PORT)");
         else
             status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "rank 0 cannot listen (errno %d)",
@@ -1011,7 +1013,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     while (w->fd < 0) {
         int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), gift = -1, answered = 0;
         if (fd < 0)
-            return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "no socket can be made (errno %d)",
+            return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "cannot make a socket (errno %d)",
                                     errno);
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
@@ -1029,8 +1031,8 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (w->fd < 0 && fsdpi_boot_now(&w->base.boot) - start >= w->base.boot.timeout_ns)
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_TIMEOUT,
-                "rank 0 has not come within %.1f s; has it been started on this host, "
-                "by this user, with this job id?",
+                "rank 0 has not come within %.1f s: start it on this host, as this user, "
+                "with this job id (FSDP_JOB_ID, MASTER_PORT)",
                 (double)w->base.boot.timeout_ns * 1e-9);
         if (w->fd < 0) fsdpi_sleep_ns(nap);
         nap = nap < 20000000 ? nap * 2 : nap;
@@ -1122,8 +1124,7 @@ static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
         void *block = w->fd < 0 ? (void *)(uintptr_t)child->block
                                 : fsdpi_shm_map(w, child->block, bytes);
         if (!block)
-            return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY,
-                                   "the group's block cannot be mapped");
+            return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY, "cannot map the group's block");
         fsdpi_shm_use_group(child, block);
     }
     return fsdpi_shm_barrier(parent, "finished");

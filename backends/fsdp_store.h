@@ -402,7 +402,7 @@ static void fsdpi_store_say_peer(fsdpi_text *t, const fsdpi_store_peer *p) {
     if (p->state == FSDPI_STORE_ABSENT) fsdpi_say(t, "it has not joined the job");
     if (p->state == FSDPI_STORE_LEFT) fsdpi_say(t, "it has shut down");
     if (p->state == FSDPI_STORE_ABSENT || p->state == FSDPI_STORE_LEFT) return;
-    if (!p->text[0]) fsdpi_say(t, "it had not begun an operation");
+    if (!p->text[0]) fsdpi_say(t, "it has not begun an operation");
     else fsdpi_say_done(t, p->busy, p->state == FSDPI_STORE_LOST, p->text, p->since_ns);
     fsdpi_say(t, "; last heard of %.1f s ago", (double)p->silent_ns * 1e-9);
 }
@@ -491,10 +491,10 @@ static void fsdpi_store_core_send(fsdpi_store_core *core, fsdpi_conn *conn, int 
     fsdpi_frame f = {(uint16_t)op, (uint16_t)flags, id, 0, bytes, NULL, (const char *)value};
     if (conn->state != FSDPI_CONN_STRANGER && conn->state != FSDPI_CONN_RANK) return;
     if (fsdpi_queue_size(&conn->out) + bytes > FSDPI_STORE_OUT_MAX)
-        fsdpi_conn_break(conn, FSDP_ERR_PEER_LOST, "does not read what the store sends to it");
+        fsdpi_conn_break(conn, FSDP_ERR_PEER_LOST, "does not read the messages of the store");
     else if (!fsdpi_frame_put(&core->allocator, &conn->out, &f))
         fsdpi_conn_break(conn, FSDP_ERR_OUT_OF_MEMORY,
-                         "is cut off: the store has no memory for what it sends to it");
+                         "is cut off: the store has no memory for messages to it");
 }
 
 static void fsdpi_store_core_push(fsdpi_store_core *core, int op, const void *value, size_t bytes) {
@@ -620,10 +620,11 @@ static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, con
         fsdpi_store_core_refuse(core, conn, 0, now,
                                 "serves another job (its FSDP_TOKEN or FSDP_JOB_ID differs)");
     } else if (version != FSDPI_STORE_VERSION) {
-        fsdpi_store_core_refuse(core, conn, FSDP_ERR_MISMATCH, now,
-                                "rank %d speaks version %u of the store's protocol, the store "
-                                "version %d: start all ranks with the same build",
-                                (int)rank, (unsigned)version, FSDPI_STORE_VERSION);
+        fsdpi_store_core_refuse(
+            core, conn, FSDP_ERR_MISMATCH, now,
+            "rank %d speaks version %u of the store's protocol, the store speaks "
+            "version %d: start all ranks with the same build",
+            (int)rank, (unsigned)version, FSDPI_STORE_VERSION);
     } else if (size != core->size || rank < 0 || rank >= size) {
         char text[400];
         (void)snprintf(text, sizeof text,
@@ -634,10 +635,11 @@ static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, con
         if (core->num_joined < core->size) // a world that is complete is not a stranger's to end
             fsdpi_store_core_fail(core, FSDP_ERR_MISMATCH, -1, "%s", text);
     } else if (core->ranks[rank].state == FSDPI_STORE_JOINED) {
-        fsdpi_store_core_refuse(core, conn, FSDP_ERR_INVALID_ARG, now,
-                                "rank %d has joined already: two programs have that rank, or two "
-                                "jobs one name (FSDP_JOB_ID, FSDP_TOKEN)",
-                                (int)rank);
+        fsdpi_store_core_refuse(
+            core, conn, FSDP_ERR_INVALID_ARG, now,
+            "rank %d has joined already: two programs have that rank, or two jobs "
+            "have the same name: give each its own (FSDP_JOB_ID, FSDP_TOKEN)",
+            (int)rank);
     } else if (core->ranks[rank].state != FSDPI_STORE_ABSENT) {
         fsdpi_store_core_refuse(core, conn, FSDPI_STORE_LATER, now,
                                 "still serves an earlier world of this job");
@@ -784,7 +786,7 @@ static void fsdpi_store_core_frame(fsdpi_store_core *core, fsdpi_conn *conn, con
     if (f->value_size < fsdpi_store_core_least(f->op) ||
         (f->key_size && memchr(f->key, 0, f->key_size))) {
         fsdpi_conn_break(conn, FSDP_ERR_PEER_LOST,
-                         "has sent the store what is not in its protocol");
+                         "has sent the store a message that is not in its protocol");
         return;
     }
     (void)fsdpi_frame_text(key, sizeof key, f->key, f->key_size);
@@ -852,12 +854,13 @@ static void fsdpi_store_core_feed(fsdpi_store_core *core, fsdpi_conn *conn, cons
     if (conn->state != FSDPI_CONN_STRANGER && conn->state != FSDPI_CONN_RANK) return;
     if (!fsdpi_queue_add(&core->allocator, &conn->in, data, size))
         fsdpi_conn_break(conn, FSDP_ERR_OUT_OF_MEMORY,
-                         "is cut off: the store has no memory for what it sends");
+                         "is cut off: the store has no memory for its messages");
     while (conn->state == FSDPI_CONN_STRANGER || conn->state == FSDPI_CONN_RANK) {
         whole = fsdpi_frame_get(&conn->in, &f);
         if (whole == 0) return;
         if (whole < 0)
-            fsdpi_conn_break(conn, FSDP_ERR_PEER_LOST, "has sent the store what is no frame");
+            fsdpi_conn_break(conn, FSDP_ERR_PEER_LOST,
+                             "has sent the store bytes that are not a message");
         else if (conn->state == FSDPI_CONN_RANK) fsdpi_store_core_frame(core, conn, &f, now);
         else if (f.op == FSDPI_STORE_HELLO && f.value_size == FSDPI_STORE_HELLO_BYTES)
             fsdpi_store_core_hello(core, conn, &f, now);
@@ -902,13 +905,13 @@ static void fsdpi_store_core_late(fsdpi_store_core *core) {
     if (missing > said) fsdpi_say(&t, " and %d more", missing - said);
     fsdpi_store_core_fail(
         core, FSDP_ERR_TIMEOUT, -1,
-        "%s %s not joined within %.1f s. The store is at %s: see what %s "
-        "there (FSDP_STORE, MASTER_ADDR and MASTER_PORT say where to look, "
-        "FSDP_TIMEOUT_MS how long)%s",
+        "%s %s not joined within %.1f s. The store is at %s: find out what %s "
+        "there (FSDP_STORE, MASTER_ADDR and MASTER_PORT give the address, "
+        "FSDP_TIMEOUT_MS gives the time)%s",
         list, missing > 1 ? "have" : "has", (double)core->join_timeout_ns * 1e-9, core->where,
         missing > 1 ? "keeps them from getting" : "keeps it from getting",
-        core->num_refused ? "; others have called with another token: FSDP_TOKEN and "
-                            "FSDP_JOB_ID are to be equal on all ranks"
+        core->num_refused ? "; others have called with another token: set FSDP_TOKEN and "
+                            "FSDP_JOB_ID to the same values on all ranks"
                           : "");
 }
 
@@ -1119,7 +1122,7 @@ static fsdp_status fsdpi_store_interface(int family, fsdpi_store_place *out, fsd
     if (!list) return FSDP_OK;
     int excludes = *list == '^';
     if (getifaddrs(&all)) {
-        fsdpi_say(error, "the interfaces for %s cannot be listed: %s", name, strerror(errno));
+        fsdpi_say(error, "cannot list the interfaces for %s: %s", name, strerror(errno));
         return FSDP_ERR_IO;
     }
     char seen[320];
@@ -1140,7 +1143,7 @@ static fsdp_status fsdpi_store_interface(int family, fsdpi_store_place *out, fsd
     if (!out->size)
         fsdpi_say(error,
                   "environment variable %s is '%s', but no such interface is up with an IPv%d "
-                  "address; there are%s",
+                  "address. Interfaces that have one:%s",
                   name, list, family == AF_INET6 ? 6 : 4, t.used ? seen : " none");
     freeifaddrs(all);
     return out->size ? FSDP_OK : FSDP_ERR_INVALID_ARG;
@@ -1393,7 +1396,7 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
     fsdpi_store_server *server = (fsdpi_store_server *)fsdpi_alloc(a, sizeof *server);
     if (!server) {
         (void)close(listener);
-        fsdpi_say(error, "the allocator refused");
+        fsdpi_say(error, "the allocator returned NULL");
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     server->allocator = *a;
@@ -1410,7 +1413,7 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
     if (!fsdpi_store_core_open(&server->core, a, d->boot.size, server_rank, token) ||
         !server->polls) {
         status = FSDP_ERR_OUT_OF_MEMORY;
-        fsdpi_say(error, "the allocator refused");
+        fsdpi_say(error, "the allocator returned NULL");
     } else {
         char text[128];
         fsdpi_store_place_text(place, text, sizeof text);
@@ -1421,14 +1424,13 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
     if (!status && where->kind == FSDPI_STORE_FILE &&
         !fsdpi_store_write_file(server, where->path)) {
         status = FSDP_ERR_IO;
-        fsdpi_say(error,
-                  "file '%s' (FSDP_STORE), where ranks look for the store, cannot be written: %s",
+        fsdpi_say(error, "cannot write file '%s' (FSDP_STORE), where ranks look for the store: %s",
                   where->path, strerror(errno));
     }
     if (!status && (server->wake < 0 ||
                     (rc = fsdpi_store_thread(&server->thread, fsdpi_store_server_main, server)))) {
         status = FSDP_ERR_BACKEND;
-        fsdpi_say(error, "the store's thread cannot be started: %s",
+        fsdpi_say(error, "cannot start the store's thread: %s",
                   strerror(server->wake < 0 ? errno : rc));
     }
     if (status) fsdpi_store_server_free(server);
@@ -1465,7 +1467,7 @@ static fsdp_status fsdpi_store_claim_free(fsdpi_store_place *out, int *fd, fsdpi
     fsdpi_store_set_port(out, 0);
     *fd = fsdpi_store_listen(out);
     if (*fd >= 0) return FSDP_OK;
-    fsdpi_say(error, "no port can be listened on: %s", strerror(errno));
+    fsdpi_say(error, "cannot listen on any port: %s", strerror(errno));
     return FSDP_ERR_IO;
 }
 
@@ -1480,7 +1482,9 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_serve(const fsdpi_store_desc *d,
     int fd = -1, count = 1;
     *out = NULL;
     if (!fsdpi_store_parse(d->boot.store, &where)) {
-        fsdpi_say(&t, "store '%s': expected tcp://HOST:PORT, file:///PATH or host:", d->boot.store);
+        fsdpi_say(&t,
+                  "the store's address is '%s', expected tcp://HOST:PORT, file:///PATH or host:",
+                  d->boot.store);
         return FSDP_ERR_INVALID_ARG;
     }
     if (where.kind == FSDPI_STORE_FILE) {
@@ -1499,7 +1503,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_serve(const fsdpi_store_desc *d,
         if (fd < 0 && errno != EADDRINUSE) break;
     }
     if (fd >= 0) return fsdpi_store_start(d, &where, -1, fd, &place, out, &t);
-    fsdpi_say(&t, "a store cannot be served at '%s' (FSDP_STORE): %s",
+    fsdpi_say(&t, "cannot serve a store at '%s' (FSDP_STORE): %s",
               d->boot.store ? d->boot.store : "host:", strerror(errno));
     return FSDP_ERR_IO;
 }
@@ -1654,7 +1658,7 @@ static void fsdpi_store_knock(fsdpi_store *s, const fsdpi_store_place *p, fsdpi_
             fsdpi_store_answered(s, &f, name, t);
             fsdpi_frame_drop(&s->desc.boot.allocator, &s->in, &f);
         } else {
-            fsdpi_say(&t->said, "; %s has hung up", name);
+            fsdpi_say(&t->said, "; %s has closed the connection", name);
         }
     }
     if (!t->decided || t->status) fsdpi_store_hang_up(s);
@@ -1682,7 +1686,7 @@ static int fsdpi_store_read_file(const char *path, fsdpi_store_where *out, fsdpi
     (void)fclose(file);
     if (got) line[strcspn(line, "\n")] = 0;
     if (got && fsdpi_store_parse(line, out) && out->kind == FSDPI_STORE_TCP) return 1;
-    fsdpi_say(why, "; file '%s' has no store's address in it", path);
+    fsdpi_say(why, "; file '%s' does not contain a store's address", path);
     return 0;
 }
 
@@ -1713,7 +1717,7 @@ static void fsdpi_store_round(fsdpi_store *s, fsdpi_store_try *t) {
             fd = fsdpi_store_claim(&where, list, count, port, 0, &p);
             not_here = fd < 0 && fsdpi_store_not_here(errno);
             if (fd < 0 && !not_here && errno != EADDRINUSE)
-                fsdpi_say(&t->said, "; port %d cannot be listened on: %s", port, strerror(errno));
+                fsdpi_say(&t->said, "; cannot listen on port %d: %s", port, strerror(errno));
         }
         for (int i = 0; i < count && fd < 0 && !t->decided && !t->later; i++) {
             fsdpi_store_place at = list[i];
@@ -1760,9 +1764,9 @@ static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text
         pause = 2 * pause < most ? 2 * pause : most;
     }
     fsdpi_say(error,
-              "no store of job '%s' was found at %s within %.1f s: %s. Rank 0 has to run there: "
-              "see FSDP_STORE, or MASTER_ADDR and MASTER_PORT; and FSDP_JOB_ID or FSDP_TOKEN, "
-              "which are equal on all ranks",
+              "no store of job '%s' was found at %s within %.1f s: %s. Rank 0 has to run there "
+              "(FSDP_STORE, or MASTER_ADDR and MASTER_PORT, give the address). Set FSDP_JOB_ID and "
+              "FSDP_TOKEN to the same values on all ranks",
               boot->job, boot->store ? boot->store : "host:", (double)boot->timeout_ns * 1e-9,
               said[0] == ';' ? said + 2 : said);
     return FSDP_ERR_TIMEOUT;
@@ -1825,7 +1829,7 @@ static void fsdpi_store_lose(fsdpi_store *s, fsdp_status status) {
                            fsdpi_store_who(s));
         else
             (void)snprintf(v.reason, sizeof v.reason,
-                           "rank %d has no memory for what the store sends", s->desc.boot.rank);
+                           "rank %d has no memory for messages of the store", s->desc.boot.rank);
         fsdpi_store_judge(s, &v);
     }
     fsdpi_lock(&s->lock);
@@ -2156,7 +2160,8 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     s->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     s->left = (uint8_t *)fsdpi_alloc(&boot->allocator, (size_t)boot->size);
     if (s->wake < 0 || !s->left) {
-        fsdpi_say(error, s->left ? "no descriptor is left" : "the allocator refused");
+        fsdpi_say(error, s->left ? "no file descriptor is left: raise ulimit -n"
+                                 : "the allocator returned NULL");
         return s->left ? FSDP_ERR_IO : FSDP_ERR_OUT_OF_MEMORY;
     }
     if (boot->store && !*boot->store) {
@@ -2178,7 +2183,7 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     fsdpi_store_unmap(&s->local);
     int rc = fsdpi_store_thread(&s->thread, fsdpi_store_main, s);
     if (rc) {
-        fsdpi_say(error, "the store's thread cannot be started: %s", strerror(rc));
+        fsdpi_say(error, "cannot start the store's thread: %s", strerror(rc));
         return FSDP_ERR_BACKEND;
     }
     s->running = 1;
@@ -2194,7 +2199,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_open(const fsdpi_store_desc *desc, f
     fsdpi_store *s = (fsdpi_store *)fsdpi_alloc(&desc->boot.allocator, sizeof *s);
     *out = NULL;
     if (!s) {
-        fsdpi_say(&t, "the allocator refused");
+        fsdpi_say(&t, "the allocator returned NULL");
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     s->desc = *desc;

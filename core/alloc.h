@@ -1,8 +1,6 @@
 /* core/alloc.h - host memory, of a world and of a model
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: host memory. Every block is zero-filled, aligned to 64 bytes, and remembers its size, so
 // that the allocator of the desc gets back what it gave.

@@ -1,11 +1,8 @@
-/* core/attach.h - extensions of a model: who is asked, who sees, who is told
+/* core/attach.h - the order in which the library calls extensions
 
-   A part of fsdp.h, which includes it.
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-
-// Owns: the order in which extensions are asked. Where nobody listens, which fsdp_model.watch says,
-// nothing of this is called. fsdp_attach itself is in means.h.
+// If fsdp_model.watch is 0, nothing of this is called. fsdp_attach itself is in means.h.
 
 // Has an extension answered a call? *status is the result then.
 static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,

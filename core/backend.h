@@ -1,4 +1,4 @@
-/* core/backend.h - the two tables of functions that a backend and a device are
+/* core/backend.h - the two tables of functions that make a backend and a device
 
    A part of fsdp.h, which includes it. How to write one: backends/README.md.
 
@@ -7,32 +7,31 @@
 #define FSDP_BACKEND_H
 // clang-format off
 
-// What ranks share that are threads of one process. Zeros to begin with, but for size.
+// State that ranks share if they are threads of one process. Set size; the rest begins at zero.
 struct fsdp_threads {
     uint32_t lock;         // of the backend
     int32_t size;          // ranks
     void *common;          // what the backend's first open put here
 };
 
-// What a backend or device is opened with. Pointers are valid until close.
+// The argument of open of a backend and a device. Pointers are valid until close.
 typedef struct fsdp_boot {
     int rank, size, local_rank;
     int64_t timeout_ns;
-    uint32_t *stuck;       // not 0: work on the device does not end; to free its memory would hang
+    uint32_t *stuck;       // not 0: work on the device does not end; do not free its memory
     const char *job;
-    const char *store;     // where ranks meet, as fsdp_world_desc.store; "host:": on this host
+    const char *store;     // place where ranks meet, see fsdp_world_desc.store
     fsdp_threads *threads; // not NULL: ranks are threads that share this
     fsdp_allocator allocator;
     fsdp_logger logger;
-    int log_level;         // what is more verbose is not for the logger
+    int log_level;         // do not give the logger anything more verbose
     fsdp_clock clock;
     void *user;            // fsdp_world_desc.user
 } fsdp_boot;
 
-// Ranks of a new process group in order; color < 0: this rank is not in it, but takes part in the
-// call.
+// Ranks of a new process group in order. color < 0: this rank is outside, but makes the call, too.
 typedef struct fsdp_group {
-    int color, index, size, lane; // index: my place, or -1; lane: FSDP_STREAM_* that will use it
+    int color, index, size, lane; // index: this rank's place, or -1; lane: the FSDP_STREAM_* for it
     const int32_t *ranks;         // [size], world ranks
     const char *name;
 } fsdp_group;
@@ -52,8 +51,8 @@ typedef struct fsdp_caps {
    pointers. The first becomes the second in fsdpi_run_collective (core/comm.h), the second the
    third in fsdpi_describe (backends/fsdp_comm.h), and nowhere else.
 
-   Offsets of segments are elements of dtype (full side, and src of a
-   gather) and out_dtype (dst of a scatter).
+   Offsets of segments count elements: of dtype on the full side and in src of a gather, of
+   out_dtype in dst of a scatter.
    all_gather      dst[full + k*count ..] = src_k[shard ..] of rank k; in_place: src_k[.] is already
                    at its place in rank k's dst, and src is ignored
    reduce_scatter  dst[shard ..] (+)= scale * sum of src_k[full + me*count ..] over k, in rank
@@ -61,8 +60,8 @@ typedef struct fsdp_caps {
    all_reduce      dst = redop over k of src_k, in place (src == dst), count elements
    broadcast       dst of all = dst of root, count elements
    all_to_all      dst[k*count ..] = src_k[me*count ..], count elements for each pair of ranks
-   send, recv      count elements from src to member `root`, from it to dst; both call
-   Complete means: the result is in place *and* src may be overwritten.                           */
+   send, recv      count elements from src to member `root`, from it to dst; both ranks call
+   A collective is complete when the result is in place *and* src may be overwritten.             */
 struct fsdp_coll {
     uint8_t kind, dtype, out_dtype, redop, in_place, accumulate, label, state;
     double scale;
@@ -74,7 +73,7 @@ struct fsdp_coll {
     void *dst;
     uint64_t seq;         // of the model or world that issues it
     uint64_t fingerprint; // equal on all ranks, or MISMATCH
-    uint8_t agree[FSDP_AGREE_COUNT]; // of which parts of it; 0: not asked
+    uint8_t agree[FSDP_AGREE_COUNT]; // hashes of its parts, for texts; 0: unknown
     const char *what;     // unit or call, for texts
     void *stream;         // native stream, or NULL: block until complete
 };
@@ -84,16 +83,16 @@ struct fsdp_comm_ops {
     uint32_t version, size; // FSDP_COMM_VERSION, sizeof(fsdp_comm_ops)
     const char *name;
     fsdp_status (*open)(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **world);
-    // Blocks until every rank of the parent has come. *out is NULL where color < 0.
+    // Blocks until every rank of the parent has come. If color < 0, *out is NULL.
     fsdp_status (*split)(fsdp_comm *parent, const fsdp_group *group, fsdp_comm **out);
     void (*close)(fsdp_comm *comm);
     fsdp_status (*run)(fsdp_comm *comm, const fsdp_coll *coll);
-    // Memory that peers may read, zero-filled. Ranks may allocate other sizes, in another order.
+    // Zero-filled memory that peers may read. Ranks may differ in sizes and in their order.
     fsdp_status (*alloc)(fsdp_comm *world, size_t size, void **ptr);
     void (*free)(fsdp_comm *world, void *ptr, size_t size);
     // Text of the last failure of this comm; NULL: of this thread's failed open. Names the rank.
     const char *(*error_text)(fsdp_comm *comm);
-    // Thread safe, harmless when repeated; why begins with "rank N".
+    // Any thread may call it, also repeatedly. why begins with "rank N".
     void (*abort)(fsdp_comm *world, fsdp_status status, const char *why);
     fsdp_status (*poll)(fsdp_comm *world);            // optional: asynchronous errors
 };
@@ -103,18 +102,17 @@ enum {
     FSDP_DEVICE_HOST = 2   // its memory is host memory
 };
 
-// Pinned: host memory of the device. FSDP_MEMORY_HOST, of the world's allocator, is asked of no
-// device.
+// PINNED: host memory of the device. HOST: memory of the world's allocator, never of a device.
 enum { FSDP_MEMORY_DEVICE = 0, FSDP_MEMORY_PINNED = 1, FSDP_MEMORY_HOST };
 
 enum { FSDP_UPDATE_ADAMW = 1, FSDP_UPDATE_SGD, FSDP_UPDATE_UNSCALE };
 
-/* A run of elements that an optimizer updates, or whose gradients a scaler divides; all of it in
-   the device's memory. The arithmetic is that of fsdp_optim.h, whose settings scalars are.
+/* A run of elements: an optimizer updates them, or a scaler divides their gradients. All of it is
+   in the device's memory. The arithmetic is that of fsdp_optim.h; scalars are its settings.
    ADAMW       scalars: decay, lerp, beta2, gain, root, eps, rate; first and second: m and v
    SGD         scalars: lr, momentum, gain, weight_decay, nesterov (0, 1), fresh (1: the first
                update); first: the momentum buffer, or NULL
-   UNSCALE     scalars: factor. grad *= factor; *found becomes 1 if one was infinite or NaN  */
+   UNSCALE     scalars: factor. grad *= factor; if one was infinite or NaN, *found becomes 1  */
 typedef struct fsdp_update {
     uint8_t kind, dtype, grad_dtype, reserved[5]; // FSDP_UPDATE_*; of param; of grad
     int64_t count;
@@ -129,24 +127,24 @@ struct fsdp_device_ops {
     const char *name;
     fsdp_status (*open)(const fsdp_boot *boot, fsdp_device **device);
     void (*close)(fsdp_device *device);
-    // FSDP_MEMORY_DEVICE for what peers do not read (buffers of worlds of several ranks come from
-    // fsdp_comm_ops.alloc); FSDP_MEMORY_PINNED, host memory that kernels can read. Zero-filled.
+    // Zero-filled. FSDP_MEMORY_DEVICE: peers do not read it (in a world of several ranks
+    // fsdp_comm_ops.alloc gives buffers); FSDP_MEMORY_PINNED: host memory that kernels can read.
     fsdp_status (*alloc)(fsdp_device *device, int kind, size_t size, void **ptr);
     void (*free)(fsdp_device *device, int kind, void *ptr, size_t size);
-    // Only with FSDP_DEVICE_ASYNC. The stream COMPUTE may be the caller's. sync with timeout 0 asks
-    // only: FSDP_ERR_TIMEOUT, the event has not happened.
+    // Only with FSDP_DEVICE_ASYNC. The stream COMPUTE may be the caller's. sync with timeout 0 does
+    // not wait: it returns FSDP_ERR_TIMEOUT if the event has not happened.
     fsdp_status (*stream)(fsdp_device *device, int stream, void **native);
     fsdp_status (*event)(fsdp_device *device, void **native);
     void (*destroy)(fsdp_device *device, void *stream_or_null, void *event_or_null);
     fsdp_status (*record)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*wait)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*sync)(fsdp_device *device, void *event, int64_t timeout_ns);
-    // Optional, both or neither: an event that knows when it happened, and the nanoseconds between
-    // two such that have happened.
+    // Optional, both or none: an event that measures time, and the nanoseconds between two of them
+    // that have happened.
     fsdp_status (*timer)(fsdp_device *device, void **native);
     fsdp_status (*elapsed)(fsdp_device *device, void *from, void *to, int64_t *ns);
-    // Work, ordered on `stream` (NULL: done on return). A copy of one block without arithmetic may
-    // have any host memory at one end, valid until the stream has passed it.
+    // Work, ordered on `stream` (NULL: done on return). One end of a copy of one block without
+    // arithmetic may be any host memory that is valid until the stream has passed the copy.
     fsdp_status (*copy)(fsdp_device *device, void *stream, const fsdp_op *op);
     fsdp_status (*zero)(fsdp_device *device, void *stream, const fsdp_op *op);
     fsdp_status (*norm)(fsdp_device *device, void *stream, const fsdp_op *op);

@@ -1,8 +1,6 @@
 /* core/comm.h - compiled-in backends, and the one place that turns an op record into a collective
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 /* The one with this name; NULL: the first one that can serve the job, on the device of the very
    first, since a program does not move to GPUs by itself. The last entry: there is none. */

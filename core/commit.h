@@ -1,11 +1,6 @@
-/* core/commit.h - the flat blocks of the model and the lists of the units
+/* core/commit.h - the flat blocks of a model and the lists of its units, made when all are known
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-
-// Owns: the flat blocks of the model and the lists of the units, made once, when all units are
-// known.
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Where each unit lies in the flat blocks: trainables of all units, then frozen ones; counts of
 // users behind the gradients.

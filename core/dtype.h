@@ -55,12 +55,12 @@ extern "C" {
     X(OK, 0, "success")                                                                           \
     X(ERR_INVALID_ARG, 1, "an argument or desc field is wrong; nothing was changed")              \
     X(ERR_INVALID_STATE, 2, "the call is not possible in this state; nothing was changed")        \
-    X(ERR_OUT_OF_MEMORY, 3, "memory could not be had")                                            \
-    X(ERR_UNSUPPORTED, 4, "valid, but this build or backend cannot do it")                        \
+    X(ERR_OUT_OF_MEMORY, 3, "memory could not be allocated")                                      \
+    X(ERR_UNSUPPORTED, 4, "the call is valid, but this build, backend or device cannot do it")    \
     X(ERR_BACKEND, 5, "the backend or the device failed")                                         \
     X(ERR_TIMEOUT, 6, "a peer did not come before the deadline; the world is aborted")            \
     X(ERR_PEER_LOST, 7, "a peer died or left; the world is aborted")                              \
-    X(ERR_MISMATCH, 8, "ranks disagree on the operation; the world is aborted")                   \
+    X(ERR_MISMATCH, 8, "ranks disagree about an operation; the world is aborted")                 \
     X(ERR_IO, 9, "a file or socket failed")                                                       \
     X(ERR_CORRUPT, 10, "data read from outside are malformed")                                    \
     X(ERR_ABORTED, 11, "the world was aborted by a rank or by the program")                       \
@@ -99,11 +99,11 @@ enum {
 typedef int32_t fsdp_redop;
 enum { FSDP_SUM = 0, FSDP_MAX, FSDP_MIN };
 
-/* fsdp_dtype_size - bytes of one element, 0 for a value that is no dtype
+/* fsdp_dtype_size - bytes of one element; 0 if the value is not a dtype
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API size_t fsdp_dtype_size(fsdp_dtype dtype);
 
-/* fsdp_dtype_name - "f32", "bf16", ...; "?" for a value that is no dtype
+/* fsdp_dtype_name - "f32", "bf16", ...; "?" if the value is not a dtype
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API const char *fsdp_dtype_name(fsdp_dtype dtype);
 
@@ -112,7 +112,7 @@ FSDP_API const char *fsdp_dtype_name(fsdp_dtype dtype);
 FSDP_API int fsdp_dtype_is_float(fsdp_dtype dtype);
 
 /* fsdp_convert - convert `count` elements between two floating dtypes, or copy equal dtypes
-   dst, src    may be the same address only when the dtypes are equal; any alignment of their dtype
+   dst, src    aligned to their dtype. They may be equal only if the dtypes are equal
    Result      FSDP_OK; FSDP_ERR_INVALID_ARG (NULL with count > 0, count < 0, or integers of
                different types)
    Rounding    to nearest, ties to even; overflow gives infinity; infinity, NaN (quiet, payload cut)
@@ -121,22 +121,22 @@ FSDP_API int fsdp_dtype_is_float(fsdp_dtype dtype);
 FSDP_API fsdp_status fsdp_convert(void *dst, fsdp_dtype dst_dtype, const void *src,
                                   fsdp_dtype src_dtype, int64_t count);
 
-/* fsdp_cast_if_needed - `src` itself when dtype is KEEP or equal, else `dst` filled with the cast
-   dst         room for count elements of dtype, owned by the caller; untouched when not needed
-   Result      the pointer to use, NULL when the cast is impossible (see fsdp_convert)
+/* fsdp_cast_if_needed - cast src to dtype, unless dtype is KEEP or src_dtype
+   dst         room for count elements of dtype; you own it. Untouched if no cast is needed
+   Result      the pointer to use, src or dst; NULL if the cast is impossible (see fsdp_convert)
    Collective  no      Blocks no      Allocates no      Thread any
    Source      torch: _to_dtype_if_needed */
 FSDP_API const void *fsdp_cast_if_needed(void *dst, fsdp_dtype dtype, const void *src,
                                          fsdp_dtype src_dtype, int64_t count);
 
-/* fsdp_cast_floating - as fsdp_cast_if_needed, but data that are not floating pass through as src
+/* fsdp_cast_floating - as fsdp_cast_if_needed; if src is not floating, it is not cast
    Result      the pointer to use
    Collective  no      Blocks no      Allocates no      Thread any
    Source      torch: _cast_fp_tensor */
 FSDP_API const void *fsdp_cast_floating(void *dst, fsdp_dtype dtype, const void *src,
                                         fsdp_dtype src_dtype, int64_t count);
 
-/* fsdp_status_name - "FSDP_ERR_TIMEOUT" and so on; "FSDP_?" for a value that is no status
+/* fsdp_status_name - "FSDP_ERR_TIMEOUT" and so on; "FSDP_?" if the value is not a status
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API const char *fsdp_status_name(fsdp_status status);
 
@@ -182,8 +182,6 @@ extern "C" {
 #endif
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: names and texts of status codes. Source: FSDP_STATUS_LIST.
-
 FSDP_API const char *fsdp_status_name(fsdp_status status) {
 #define FSDP_X(name, value, text) "FSDP_" #name,
     static const char *const names[] = {FSDP_STATUS_LIST(FSDP_X)};

@@ -1,12 +1,9 @@
 /* core/error.h - error texts, and the way out for every message
 
-   A part of fsdp.h, which includes it.
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-
-// Owns: error texts and the way out for every message. Invariant: the first failure of a world
-// stays; later calls return it. The only writable static is a thread's text for failures without a
-// world.
+// Invariant: the first failure of a world stays; later calls return it. The only writable static is
+// a thread's text for failures without a world.
 
 static __thread char fsdpi_thread_error[FSDPI_TEXT];
 
@@ -101,15 +98,15 @@ FSDP_API fsdp_status fsdp_desc_read(fsdp_world *w, void *dst, const void *src, s
     memcpy(&canary, (const char *)src + sizeof given, sizeof canary);
     if (given == 0) given = (uint32_t)size;
     if (given > size || given < 24)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "%s.size is %u, expected 0 or at most %u: zero the struct before filling it, and build "
-            "with the header of the library",
-            what, given, (unsigned)size);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "%s.size is %u, expected 0 or 24..%u: zero the struct before you fill it, "
+                         "and build with "
+                         "the header of the library",
+                         what, given, (unsigned)size);
     memcpy(&end, (const char *)src + given - sizeof end, sizeof end);
     if (canary || end)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: a canary is not 0: zero the struct before filling it", what);
+                         "%s: a canary is not 0: zero the struct before you fill it", what);
     memcpy(dst, src, given - sizeof end);
     return FSDP_OK;
 }

@@ -1,10 +1,6 @@
 /* core/gather.h - parameters: gathered, waited for, freed, prefetched
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-
-// Owns: the parameters of a unit as slots: which hold them, and who reads them last.
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
     fsdpi_state *s = &u->state;

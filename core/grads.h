@@ -1,8 +1,6 @@
 /* core/grads.h - gradients: written, collected, reduced
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: fsdpi_grads. What happens to gradients is decided by the unit's route; here stand its
 // steps. Invariants: at most one of the slots GRAD and RIN holds what a reduction will read when it

@@ -1,11 +1,8 @@
 /* core/host.h - the device table over host memory; the default device of every world
 
-   A part of fsdp.h, which includes it.
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-
-// Owns: the device table over host memory. Stateless: every op is done when the call returns; lanes
-// (see >>lanes) make it asynchronous.
+// Stateless: every op is done when the call returns; lanes make it asynchronous (core/lanes.h).
 
 struct fsdp_device {
     fsdp_allocator allocator;

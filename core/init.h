@@ -1,8 +1,6 @@
 /* core/init.h - a world begins and ends; collectives on host data
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 static void fsdpi_world_messages(fsdp_world *w, const fsdp_world_desc *d) {
     w->rank = d->world_size > 0 ? d->rank : -1; // -1: not known yet
@@ -90,7 +88,8 @@ FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
     fsdp_status status = fsdpi_failed(world);
     if (status) return status;
     if (world->mode != FSDPI_NATIVE)
-        return fsdp_fail(world, FSDP_ERR_UNSUPPORTED, "set_stream: device %s has no streams",
+        return fsdp_fail(world, FSDP_ERR_UNSUPPORTED,
+                         "set_stream: device %s has no streams: omit the call on it",
                          world->device_ops->name);
     void **compute = &world->streams[FSDP_STREAM_COMPUTE];
     if (!native) native = world->own_stream;
@@ -128,11 +127,12 @@ static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const v
     fsdp_status status = fsdpi_failed(w);
     if (status) return status;
     if (count < 0 || (count > 0 && !data))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: count is %lld and data is %s", what,
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "%s: count is %lld and data is %s, expected count >= 0 and data", what,
                          (long long)count, data ? "given" : "NULL");
     if (mesh && (mesh->world != w || mesh->coord[0] < 0))
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: expected a mesh of this world that this rank is in", what);
+                         "%s: expected a mesh of this world, on a rank that is in the mesh", what);
     return FSDP_OK;
 }
 
@@ -157,10 +157,11 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
     if (status) return status;
     if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM ||
         op > FSDP_MIN)
-        return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
-                         "all_reduce: dtype %s and operation %d: expected f32 f64 f16 bf16 i32 or "
-                         "i64, and SUM MAX or MIN",
-                         fsdp_dtype_name(dtype), op);
+        return fsdp_fail(
+            world, FSDP_ERR_INVALID_ARG,
+            "all_reduce: dtype is %s and op is %d, expected f32, f64, f16, bf16, i32 or "
+            "i64, and FSDP_SUM, FSDP_MAX or FSDP_MIN",
+            fsdp_dtype_name(dtype), op);
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_all_reduce", dtype);
     record.redop = (uint8_t)op;
     return fsdpi_host_mesh(world, mesh, &record, 0, data, count);

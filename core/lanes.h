@@ -1,8 +1,6 @@
 /* core/lanes.h - how records run: at once, in worker threads (lanes), on a device's streams
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: the execution of op records, inline or by worker threads, and events. A lane is one thread
 // with a FIFO of records; an event is a place in a lane's order. Invariants: records of one stream
@@ -121,12 +119,12 @@ static void fsdpi_lane_push(fsdpi_lane *lane, const fsdp_op *op) {
 
 static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     fsdpi_lane *lane = (fsdpi_lane *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
-    if (!lane) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a lane");
+    if (!lane) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a worker thread (lane)");
     lane->world = w;
     int rc = pthread_create(&lane->thread, NULL, fsdpi_lane_main, lane);
     if (rc) {
         fsdpi_free(&w->boot.allocator, lane);
-        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "a lane's thread could not be started: %s",
+        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "cannot start a worker thread (lane): %s",
                          strerror(rc));
     }
     w->lanes[stream] = lane;

@@ -1,9 +1,6 @@
-/* core/launch.h - who am I, and where do we meet: rank, size, the job's name and the
-   store's address from a launcher's environment
+/* core/launch.h - rank, size, the job's name and the store's address from a launcher's environment
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // What launchers set. The first one whose rank and `needs` are set is taken: mpirun's variables
 // before those of the srun that started its daemons. Slurm sets rank and size for the script of a
@@ -55,12 +52,12 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     if (status) return status;
     if (has_rank != has_size)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "environment variable %s is set but %s is not: a launcher sets both",
+                         "environment variable %s is set, but %s is not: set both or none",
                          has_rank ? l->rank : l->size, has_rank ? l->size : l->rank);
     if (rank >= size)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "environment variable %s is %d, but %s is %d: expected less", l->rank,
-                         rank, l->size, size);
+                         "environment variable %s is %d, expected less than %s, which is %d",
+                         l->rank, rank, l->size, size);
     d->rank = rank;
     d->world_size = size;
     d->local_rank = local;
@@ -87,12 +84,13 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
     }
     if (!job && !parts && d->world_size > 1)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%d ranks need a common name: start the program with tools/fsdprun, "
+                         "%d ranks need a common job name: start the program with tools/fsdprun, "
                          "torchrun, mpirun or srun, or set MASTER_PORT or FSDP_JOB_ID, or "
                          "fsdp_world_desc.job",
                          d->world_size);
     if (used < 0 || (size_t)used >= cap)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "the job's name is longer than %u bytes",
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "the job's name is longer than %u bytes: shorten FSDP_JOB_ID",
                          (unsigned)cap - 1);
     return FSDP_OK;
 }
@@ -146,8 +144,8 @@ static int fsdpi_slurm_store(char *out, size_t cap) {
    "": they are on several hosts and the launcher does not say where; no fault of those who do not
    ask, so who needs an address says what to do: FSDPI_NO_STORE. */
 #define FSDPI_NO_STORE                                                                             \
-    "ranks are on several hosts and the launcher does not name the one of rank 0: set MASTER_ADDR" \
-    " (that host) and MASTER_PORT (a free port there) on all ranks, as in 'mpirun -x "             \
+    "ranks are on several hosts, and the launcher does not name the host of rank 0: set "          \
+    "MASTER_ADDR (that host) and MASTER_PORT (a free port there) on all ranks, as in 'mpirun -x "  \
     "MASTER_ADDR=HOST -x MASTER_PORT=29500 ...', or FSDP_STORE=tcp://HOST:PORT"
 
 static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, char *out,

@@ -1,8 +1,6 @@
 /* core/layout.h - where everything lies: the layout of a unit's slots
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 static int64_t fsdpi_bytes(int64_t numel, fsdp_dtype dtype) {
     return numel * (int64_t)fsdp_dtype_size(dtype);

@@ -1,11 +1,6 @@
 /* core/means.h - what extensions attach and call: records, buffers, copies, groups, states
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-
-/* -------------------------------------------------------------------------------------------- */
-// Owns: attaching.
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension) {
     fsdp_extension e;
@@ -22,8 +17,9 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read who is told
     if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
     if (status)
-        return fsdp_fail(w, status, "attach: device %s cannot tell when '%s' has to know: %s",
-                         w->device_ops->name, e.name, fsdpi_device_text(w, status));
+        return fsdp_fail(w, status,
+                         "attach: extension '%s' has `ran`, but device %s cannot measure times: %s",
+                         e.name, w->device_ops->name, fsdpi_device_text(w, status));
     fsdpi_attached *a = (fsdpi_attached *)fsdpi_model_alloc(model, sizeof *a), **last;
     if (!a) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
     a->e = e;
@@ -59,9 +55,8 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         const fsdp_unit *lodger = e.buffer ? fsdpi_lodger(model) : NULL;
         if (model->asking || lodger)
             return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                             "detach: '%s' %s%s: detach it between steps, outside of its functions",
-                             e.name,
-                             lodger ? "may own the slot that is held by unit " : "is being asked",
+                             "detach: '%s' %s%s: detach it between steps, not in an extension",
+                             e.name, lodger ? "may own a slot of unit " : "is in use",
                              lodger ? lodger->desc.name : "");
         if (model->watch & FSDPI_TIMES) {
             fsdpi_drain(w);
@@ -70,7 +65,8 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         fsdpi_detach(model, at);
         return FSDP_OK;
     }
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "detach: '%s' is not attached to this model", e.name);
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                     "detach: '%s' with these contents is not attached to this model", e.name);
 }
 
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
@@ -121,8 +117,7 @@ static int fsdpi_register(fsdp_model *m, fsdpi_names *names, int most, const cha
         return names->count++;
     }
     (void)fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                    "%s_register: '%s': expected a name of 1..%d bytes, and at most %d of them in "
-                    "a model",
+                    "%s_register: name '%s', expected 1..%d bytes, and at most %d names in a model",
                     what, name ? name : "", FSDPI_NAME - 1, most);
     return -1;
 }
@@ -153,13 +148,13 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
     const void *src = op->src_ptr, *dst = op->dst_ptr;
     int32_t size;
     int reads = op->kind == FSDP_OP_COPY || op->kind == FSDP_OP_NORM;
-    if (op->kind >= FSDP_OP_COUNT) return "kind is none of FSDP_OP_*";
-    if (op->stream >= FSDP_STREAM_COUNT) return "stream is none of FSDP_STREAM_*";
+    if (op->kind >= FSDP_OP_COUNT) return "kind is not one of FSDP_OP_*";
+    if (op->stream >= FSDP_STREAM_COUNT) return "stream is not one of FSDP_STREAM_*";
     if (op->label >= FSDP_LABEL_COUNT + m->labels.count) return "label is not registered";
-    if (op->model != m) return "model is another one: make it with fsdp_op_init";
-    if (!op->what) return "what is NULL";
+    if (op->model != m) return "model is not this model: make the record with fsdp_op_init";
+    if (!op->what) return "what is NULL, expected the name of a unit or a call";
     if (op->kind == FSDP_OP_CALL && !op->call) return "call is NULL";
-    if (op->kind == FSDP_OP_UPDATE && !op->list) return "list is NULL, expected a fsdp_update";
+    if (op->kind == FSDP_OP_UPDATE && !op->list) return "list is NULL, expected an fsdp_update";
     if (op->kind == FSDP_OP_UPDATE && !op->call && !m->world->device_ops->update)
         return "call is NULL, and the device has no function for updates";
     if ((reads || op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER) &&
@@ -167,24 +162,24 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
         return "list is empty";
     if (reads && (!src || !dst)) return "src or dst is NULL";
     if (reads && (!fsdp_dtype_size(op->dtype) || !fsdp_dtype_size(op->out_dtype)))
-        return "dtype or out_dtype is none of FSDP_F32, ...";
+        return "dtype or out_dtype is not one of FSDP_F32, ...";
     if (op->kind == FSDP_OP_ZERO && !dst) return "dst is NULL";
     if (op->kind == FSDP_OP_ZERO && op->dst &&
         ((const char *)dst < op->dst->ptr ||
          (uint64_t)((const char *)dst - op->dst->ptr) + op->bytes > op->dst->bytes))
-        return "the bytes do not lie in dst";
+        return "dst_ptr and bytes are not inside of dst";
     if (!fsdpi_is_collective(op->kind)) return NULL;
     if (!op->comm) return "comm is NULL: a group of one rank has no collectives";
     if (op->group_size < 2) return "group_size is less than 2";
     int in_place = op->kind == FSDP_OP_ALL_REDUCE || op->kind == FSDP_OP_BROADCAST;
-    if (!fsdp_dtype_size(op->dtype)) return "dtype is none of FSDP_F32, ...";
-    if (op->root < 0 || op->root >= op->group_size) return "root is no member of the group";
+    if (!fsdp_dtype_size(op->dtype)) return "dtype is not one of FSDP_F32, ...";
+    if (op->root < 0 || op->root >= op->group_size) return "root is not a member of the group";
     if (op->kind != FSDP_OP_RECV && !(op->kind == FSDP_OP_ALL_GATHER && op->in_place) && !src)
         return "src is NULL";
     if (op->kind != FSDP_OP_SEND && !dst) return "dst is NULL";
-    if (in_place && src != dst) return "src and dst differ: it works in place";
+    if (in_place && src != dst) return "src and dst differ, but this operation works in place";
     if (!fsdpi_comm_number(m->world, op->comm, &size))
-        return "comm is no group of this world: take that of fsdp_mesh_comm";
+        return "comm is not a group of this world: get one from fsdp_mesh_comm";
     return op->group_size != size ? "group_size is not the size of comm's group" : NULL;
 }
 
@@ -217,7 +212,7 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
         op->bytes = op->count * fsdp_dtype_size(op->out_dtype);
     if (fsdpi_is_collective(op->kind)) {
         if (!(w->caps.kinds & 1u << op->kind))
-            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s has no %s",
+            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s does not have %s",
                              w->comm_ops->name, fsdp_op_name(op->kind));
         if (!op->bytes)
             op->bytes = fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size,
@@ -253,10 +248,11 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
     if (status) return status;
     if (pool < 0 || pool >= FSDP_POOL_COUNT + model->pools.count || nbytes < 0 ||
         (memory != FSDP_MEMORY_DEVICE && memory != FSDP_MEMORY_PINNED))
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "buf_create: pool %d, memory %d, %lld bytes: expected a registered pool, "
-                         "FSDP_MEMORY_DEVICE or _PINNED, and a size",
-                         pool, memory, (long long)nbytes);
+        return fsdp_fail(
+            model->world, FSDP_ERR_INVALID_ARG,
+            "buf_create: pool is %d, memory is %d, nbytes is %lld: expected FSDP_POOL_* or a "
+            "registered pool, FSDP_MEMORY_DEVICE or _PINNED, and nbytes >= 0",
+            pool, memory, (long long)nbytes);
     return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
 }
 
@@ -266,9 +262,10 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
     *buf = NULL;
     if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset ||
         (whole && offset + nbytes > (int64_t)whole->bytes))
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "buf_part: %lld bytes at %lld of a buffer of %lld", (long long)nbytes,
-                         (long long)offset, (long long)fsdp_buf_nbytes(whole));
+        return fsdp_fail(
+            model->world, FSDP_ERR_INVALID_ARG,
+            "buf_part: %lld bytes at offset %lld do not fit into a buffer of %lld bytes",
+            (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
     fsdp_buf *part = (fsdp_buf *)fsdpi_model_alloc(model, sizeof *part);
     if (!part) return fsdp_fail(model->world, FSDP_ERR_OUT_OF_MEMORY, "buf_part: no memory");
     part->part = 1;
@@ -291,7 +288,7 @@ FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
     if (!model || !buf) return;
     if (buf->held) {
         (void)fsdp_fail(model->world, FSDP_ERR_INVALID_STATE,
-                        "buf_destroy: a unit holds the buffer: it stays until the model ends; "
+                        "buf_destroy: a unit holds the buffer, so it stays until the model ends: "
                         "destroy it when fsdp_buf_held is 0");
         return;
     }
@@ -337,7 +334,7 @@ FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int 
     *memory = fsdpi_updates_on_device(model) ? FSDP_MEMORY_DEVICE : FSDP_MEMORY_HOST;
     if (model->desc.cpu_offload || fsdpi_is_host(w) || w->device_ops->update) return FSDP_OK;
     return fsdp_fail(model->world, FSDP_ERR_UNSUPPORTED,
-                     "%s: the shards lie in memory of device %s, which has no function for "
+                     "%s: the shards are in the memory of device %s, which has no function for "
                      "updates: set cpu_offload in the model's desc",
                      what, w->device_ops->name);
 }
@@ -351,8 +348,8 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     *ptr = NULL;
     if ((!device && memory != FSDP_MEMORY_HOST) || nbytes < 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: memory is %d, bytes are %lld: expected FSDP_MEMORY_HOST or _DEVICE, "
-                         "and a size",
+                         "%s: memory is %d, nbytes is %lld: expected FSDP_MEMORY_HOST or _DEVICE, "
+                         "and nbytes >= 0",
                          what, memory, (long long)nbytes);
     if (!device) *ptr = fsdpi_model_alloc(model, (size_t)nbytes);
     else status = w->device_ops->alloc(w->device, memory, (size_t)nbytes, ptr);
@@ -362,7 +359,7 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     *ptr = NULL;
     return fsdp_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
                      device ? " on device " : "", device ? w->device_ops->name : "",
-                     device ? fsdpi_device_text(w, status) : "the allocator refused");
+                     device ? fsdpi_device_text(w, status) : "the allocator returned NULL");
 }
 
 FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes) {
@@ -376,8 +373,11 @@ FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes
 // Owns: copies, waits, groups, and what extensions ask of a model.
 
 FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes) {
-    if (!model || nbytes < 0 || (nbytes > 0 && (!dst || !src)))
+    if (!model || (nbytes > 0 && (!dst || !src)))
         return fsdpi_null(model ? model->world : NULL, "transfer");
+    if (nbytes < 0)
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
+                         "transfer: nbytes is %lld, expected >= 0", (long long)nbytes);
     fsdp_status status = fsdpi_failed(model->world);
     return status ? status : fsdpi_transfer(model->world, dst, src, (size_t)nbytes);
 }
@@ -401,8 +401,8 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
     if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT ||
         mesh->coord[0] < 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a dim, "
-                         "one of FSDP_STREAM_*, and a mesh that this rank is in",
+                         "mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a dim of the "
+                         "mesh, one of FSDP_STREAM_*, and a rank that is in the mesh",
                          dim, mesh->ndim, stream);
     int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
     if (mesh->shape[dim] == 1) return FSDP_OK;

@@ -1,8 +1,6 @@
 /* core/mesh.h - ranks arranged in N dims, their process groups, and mesh infos
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: ranks arranged in N dims, row-major, and one process group per dim (two where gathers and
 // reductions may run at the same time). Source: torch: DeviceMesh, _fsdp_common.py mesh infos.
@@ -55,15 +53,16 @@ static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
         numel *= d->shape[i];
         if (numel > w->size)
             return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "mesh: it has more places than the world has ranks (%d)", w->size);
+                             "mesh: the product of the sizes exceeds the world's %d ranks",
+                             w->size);
     }
     for (int64_t i = 0; d->ranks && i < numel; i++) {
         if (d->ranks[i] < 0 || d->ranks[i] >= w->size)
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d is not in a world of %d",
-                             d->ranks[i], w->size);
+            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ranks has %d, expected 0..%d",
+                             d->ranks[i], w->size - 1);
         for (int64_t j = 0; j < i; j++)
             if (d->ranks[j] == d->ranks[i])
-                return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice",
+                return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice in ranks",
                                  d->ranks[i]);
     }
     return FSDP_OK;
@@ -303,10 +302,11 @@ FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int out
     if (status) return status;
     if (dim < 0 || dim >= mesh->ndim || mesh->ndim == FSDP_MAX_DIMS || outer < 1 ||
         mesh->shape[dim] % outer != 0)
-        return fsdp_fail(mesh->world, FSDP_ERR_INVALID_ARG,
-                         "mesh_unflatten: dim %d into an outer size of %d: expected a dim of the "
-                         "%d-D mesh and a divisor of its size %d, and at most %d dims",
-                         dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
+        return fsdp_fail(
+            mesh->world, FSDP_ERR_INVALID_ARG,
+            "mesh_unflatten: dim is %d and outer is %d: expected a dim of the %d-D mesh, "
+            "a divisor of its size %d, and at most %d dims afterwards",
+            dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
     d.ndim = mesh->ndim + 1;
     for (int i = 0; i < d.ndim; i++) {
         int old = i > dim ? i - 1 : i;
@@ -349,22 +349,23 @@ FSDP_API int fsdp_mesh_rank(const fsdp_mesh *mesh, int dim) {
 FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int shard_dim,
                                          int replicate_dim, fsdp_mesh_info *out) {
     static const char *const names[] = {"FSDP", "DDP", "HSDP"};
+    static const char *const needs[] = {"a shard_dim only", "a replicate_dim only",
+                                        "a shard_dim and a replicate_dim"};
     if (!mesh || !out) return fsdpi_null(NULL, "mesh_info_init");
     fsdp_world *w = mesh->world;
     if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: kind is %d", kind);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "mesh_info_init: kind is %d, expected FSDP_MESH_INFO_*", kind);
     int shards = kind != FSDP_MESH_INFO_DDP, replicates = kind != FSDP_MESH_INFO_FSDP;
     if (shard_dim < 0 && replicate_dim < 0)
         return fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
-            "mesh_info_init: at least one of shard_dim and replicate_dim must be given");
+            "mesh_info_init: shard_dim and replicate_dim are both -1: give at least one of them");
     if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0) || shard_dim < -1 ||
         replicate_dim < -1)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_info_init: %s needs %s%s%s, got shard_dim %d, replicate_dim %d",
-                         names[kind], shards ? "a shard_dim" : "",
-                         shards && replicates ? " and " : "", replicates ? "a replicate_dim" : "",
-                         shard_dim, replicate_dim);
+                         "mesh_info_init: shard_dim is %d and replicate_dim is %d: %s needs %s",
+                         shard_dim, replicate_dim, names[kind], needs[kind]);
     if (shard_dim >= mesh->ndim || replicate_dim >= mesh->ndim || shard_dim == replicate_dim)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                          "mesh_info_init: shard_dim %d and replicate_dim %d: expected two "

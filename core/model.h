@@ -1,8 +1,6 @@
 /* core/model.h - a model begins and ends
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Take an extension out and end it. Nothing of it is under way.
 static void fsdpi_detach(fsdp_model *m, fsdpi_attached **at) {
@@ -47,8 +45,8 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
                          d->reshard_after_forward, d->implicit_prefetch);
     if (d->direct_min < 0 || d->fill_bytes < 0 || d->prefetch_bytes < 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "model_create: direct_min %lld, fill_bytes %lld, prefetch_bytes %lld: "
-                         "expected sizes",
+                         "model_create: direct_min is %lld, fill_bytes %lld, prefetch_bytes %lld: "
+                         "expected numbers >= 0",
                          (long long)d->direct_min, (long long)d->fill_bytes,
                          (long long)d->prefetch_bytes);
     if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)

@@ -1,8 +1,6 @@
 /* core/norm.h - the norm of all gradients, and clipping
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Blocks of the gradients of one dtype; for the norm those that count: where all ranks of the mesh
 // add up, the first replica speaks for the others.
@@ -100,11 +98,13 @@ static fsdp_status fsdpi_norm_check(const fsdp_model *m) {
     if (numel < mesh->root_numel)
         return fsdp_fail(
             m->world, FSDP_ERR_UNSUPPORTED,
-            "clip_grads: the model's mesh is a slice: %d of the mesh's %d ranks. Nothing says "
-            "whether the other ranks hold copies of its parameters or other parameters. Give "
-            "fsdp_model_desc.mesh_info on the mesh that was sliced: ranks along a dim that neither "
-            "shards nor replicates hold other parameters. Give a unit whose parameters are copies "
-            "on those ranks a mesh_info that replicates over that dim",
+            "clip_grads: the model's mesh is a slice, with %d of the mesh's %d ranks. So the "
+            "library "
+            "does not know whether the other ranks hold copies or other parameters. Give "
+            "fsdp_model_desc.mesh_info on the mesh that you sliced: ranks along a dim that neither "
+            "shards nor replicates then hold other parameters. If a unit's parameters are copies "
+            "on "
+            "those ranks, give that unit a mesh_info that replicates over that dim",
             numel, mesh->root_numel);
     if (m->outside)
         return fsdp_fail(m->world, FSDP_ERR_UNSUPPORTED,
@@ -140,8 +140,8 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     if (!status && norm) status = fsdp_grad_norm(model, norm);
     if (status || !is_bad) return status;
     return fsdp_fail(w, FSDP_ERR_CORRUPT,
-                     "clip_grads: the norm of the gradients is %g: nothing was scaled; look for "
-                     "infinities, or leave error_if_nonfinite at 0",
+                     "clip_grads: the norm of the gradients is %g, so nothing is scaled: look for "
+                     "infinite gradients, or set error_if_nonfinite to 0",
                      total);
 }
 
@@ -152,7 +152,7 @@ FSDP_API fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm) {
     if (!status && (!w || !norm)) status = fsdpi_null(w, "grad_norm");
     if (!status && !(model->norm_type > 0))
         status = fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                           "grad_norm: nothing has been measured: call fsdp_clip_grads first");
+                           "grad_norm: there is no norm yet: call fsdp_clip_grads first");
     if (!status) status = fsdpi_transfer(w, &total, model->scalar->ptr, sizeof total);
     if (!status) *norm = fsdpi_root(total, model->norm_type);
     return status;

@@ -1,16 +1,10 @@
 /* core/objects.h - what a world, a mesh, a model and a unit are made of
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 #define FSDPI_TEXT 1024
 
-enum {
-    FSDPI_INLINE,
-    FSDPI_LANES,
-    FSDPI_NATIVE
-}; // how ops run: at once, by worker threads, by the device
+enum { FSDPI_INLINE, FSDPI_LANES, FSDPI_NATIVE }; // ops run at once, in threads, on the device
 
 typedef struct fsdpi_lane fsdpi_lane;
 typedef struct fsdpi_subgroup fsdpi_subgroup;

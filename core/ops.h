@@ -1,12 +1,9 @@
 /* core/ops.h - op records, and fsdpi_emit, the only door to the tables
 
-   A part of fsdp.h, which includes it.
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
-
-// Owns: fsdpi_emit, the only door to the device and comm tables. It numbers a record, counts it,
-// shows it to extensions, derives what it waits for from the buffers it reads and writes, and
-// runs it.
+// fsdpi_emit numbers a record, counts it, shows it to extensions, derives its waits from the
+// buffers that it reads and writes, and runs it.
 
 // A record with the model's labels; the caller fills in the rest.
 static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, int kind, int label,

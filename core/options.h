@@ -1,8 +1,6 @@
 /* core/options.h - setters
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // A setter for one unit or all (NULL): which ones; none may be between pre and post.
 static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int *first, int *end) {
@@ -10,7 +8,8 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
     if (u && u->model != m)
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: the unit belongs to another model",
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
+                         "%s: the unit belongs to another model, expected a unit of this model",
                          what);
     *first = u ? u->desc.index : 0;
     *end = u ? u->desc.index + 1 : m->num_units;
@@ -79,7 +78,7 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
     if (!status && mode != FSDP_RESHARD_ALWAYS && mode != FSDP_RESHARD_NEVER)
         return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
                          "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or "
-                         "FSDP_RESHARD_NEVER; an int only at fully_shard",
+                         "FSDP_RESHARD_NEVER (give an int in fsdp_unit_desc)",
                          mode);
     for (; !status && i < end; i++) {
         model->settings += model->units[i]->options.reshard_after_forward != mode;
@@ -115,7 +114,9 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
         if (!targets || !targets[i] || targets[i]->model != m)
             return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
                              "%s: target %d is not a unit of this model", what, i);
-    if (count < 0) return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: count is %d", what, count);
+    if (count < 0)
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: count is %d, expected >= 0", what,
+                         count);
     int32_t *list = (int32_t *)fsdpi_model_alloc(m, (size_t)(count + 1) * sizeof *list);
     if (!list) return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory", what);
     for (int i = 0; i < count; i++) list[i] = targets[i]->desc.index;
@@ -156,7 +157,7 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
             m->units[i]->state.slot[FSDP_POOL_ROUT])
             return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
                              "set_requires_grad: unit '%s' holds gradients that are not reduced: "
-                             "run a backward with sync, or fsdp_model_reset",
+                             "run a backward with gradient sync, or call fsdp_model_reset",
                              m->units[i]->desc.name);
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);

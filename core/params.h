@@ -1,8 +1,6 @@
 /* core/params.h - parameters as the caller sees them: views, init, load, full tensors
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Rank k's piece [from, from + num) of its padded shard, into the full tensor.
 static void fsdpi_scatter_piece(const fsdpi_param *p, int world, int k, int64_t from, int64_t num,
@@ -217,7 +215,8 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {
     if (!model || !out || !fsdp_dtype_size(dtype))
         return fsdp_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "model_flat: an argument is NULL, or dtype %d is none", dtype);
+                         "model_flat: an argument is NULL, or dtype is %d, expected FSDP_F32, ...",
+                         dtype);
     fsdp_status status = fsdpi_shards_readable(model);
     if (status) return status;
     const fsdpi_flat_block *flat = &model->flats[dtype];
@@ -272,9 +271,10 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
     const fsdpi_param *p = &unit->params[index];
     fsdp_dtype dtype = fsdpi_grad_dtype(unit->model, p->dtype);
     if (!p->requires_grad)
-        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
-                         "param_full_grad: parameter '%s' of unit '%s' is frozen", p->name,
-                         unit->desc.name);
+        return fsdp_fail(
+            unit->model->world, FSDP_ERR_INVALID_STATE,
+            "param_full_grad: parameter '%s' of unit '%s' is frozen: it has no gradient", p->name,
+            unit->desc.name);
     status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
     if (status) return status;
     if (unit->state.grads.shard == FSDPI_GRADS_REDUCED)

@@ -1,8 +1,6 @@
 /* core/pool.h - buffers and slots
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: device memory and its slots. A slot class is (pool, size); its first acquire allocates a
 // fixed number of slots, then the least recently released free one is taken, and only if none is

@@ -1,8 +1,6 @@
 /* core/predict.h - memory: what is allocated, what will be, and the model in words
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // The steps of a prediction: units that never reshard are open around the others.
 static fsdp_status fsdpi_rehearse(fsdp_model *m) {
@@ -132,7 +130,8 @@ static fsdp_status fsdpi_dry_flags(fsdp_model *dry) {
 static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     fsdp_world *w = m->world;
     if (m->num_units == 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_STATE, "prediction: the model has no units");
+        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                         "prediction: the model has no units: call fsdp_fully_shard first");
     fsdpi_rehearsal *r = (fsdpi_rehearsal *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
     if (!r) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
     fsdp_model *dry = *out = &r->model;

@@ -1,8 +1,6 @@
 /* core/schedule.h - the transition table and the calls that look it up
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: the transition table and its actions. A public call looks up one row and runs its actions;
 // an action fills op records and never calls a backend. Invariants: a call without a row changes
@@ -158,7 +156,7 @@ static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
     u->told |= 1u << call;
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
     return fsdpi_fail_once(u->model->world, FSDP_ERR_INVALID_STATE, is_new,
-                           "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have "
+                           "%s: unit '%s' is %s and %s, %s backward, and %d of its forwards have "
                            "not run backward: call fsdp_%s first",
                            what, u->desc.name, states[u->state.training],
                            storages[u->state.storage], u->model->backward ? "inside" : "outside",

@@ -1,8 +1,6 @@
 /* core/snapshot.h - what a step changes, saved and brought back
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: the list of what a step changes. One walk measures, saves and restores, so that the three
 // cannot differ. Gathered parameters, gradients and shards themselves are not in it.
@@ -86,8 +84,8 @@ static fsdp_status fsdpi_taken_check(fsdp_model *m, const void *owner, const voi
     if (good) memcpy(&then, buf, sizeof then);
     if (good && memcmp(&then, &now, sizeof now) == 0) return FSDP_OK;
     return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                     "%s: the snapshot of %llu bytes was taken of another one, or slots were made "
-                     "or freed since: take it again behind a freeze, a thaw or fsdp_pools_trim",
+                     "%s: the snapshot of %llu bytes is of another model or unit, or slots were "
+                     "made or freed since: take it again after a freeze, a thaw or fsdp_pools_trim",
                      what, (unsigned long long)nbytes);
 }
 

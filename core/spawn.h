@@ -1,8 +1,6 @@
 /* core/spawn.h - ranks that a program starts itself: fsdp_spawn
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Processes report the result of fn through a pipe, in
 // records that are written whole; a rank reports before it aborts its world, so that the first
@@ -74,7 +72,7 @@ static fsdp_status fsdpi_spawn_run(fsdpi_spawn *s, int rank) {
     r.status = (int32_t)failed; // why fn returned what it did, or what it has overlooked
     if (!failed && value)
         r.status = value > 0 && value <= FSDP_ERR_INTERNAL ? value : (int32_t)FSDP_ERR_INTERNAL;
-    snprintf(text, sizeof text, "the function of the rank returned %d", value);
+    snprintf(text, sizeof text, "the rank's function returned %d, expected 0", value);
     int said = (r.status == value || failed) && *fsdp_last_error(world);
     if (r.status) fsdpi_spawn_text(&r, said ? fsdp_last_error(world) : text);
     fsdpi_spawn_tell(s, &r);
@@ -98,7 +96,7 @@ static void fsdpi_spawn_threads(fsdpi_spawn *s, fsdpi_spawn_rank *ranks) {
         if (rc == 0) continue;
         // The ranks that were started fail when this one does not come in time.
         fsdpi_spawn_report r = {k, FSDP_ERR_OUT_OF_MEMORY, ""};
-        snprintf(r.text, sizeof r.text, "rank %d: no thread could be started: %s", k, strerror(rc));
+        snprintf(r.text, sizeof r.text, "rank %d: cannot start its thread: %s", k, strerror(rc));
         fsdpi_spawn_tell(s, &r);
         break;
     }
@@ -166,7 +164,7 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
     int64_t failed_at = 0;
     struct pollfd p;
     if (pipe(s->pipe))
-        return fsdp_fail(NULL, FSDP_ERR_IO, "fsdp_spawn: no pipe: %s", strerror(errno));
+        return fsdp_fail(NULL, FSDP_ERR_IO, "fsdp_spawn: cannot make a pipe: %s", strerror(errno));
     (void)fcntl(s->pipe[0], F_SETFD, FD_CLOEXEC);
     (void)fcntl(s->pipe[1], F_SETFD, FD_CLOEXEC);
     (void)fflush(NULL); // or every child would print what is buffered here
@@ -176,7 +174,7 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
         if (ranks[k].pid > 0) continue;
         s->first.rank = k;
         s->first.status = (int32_t)FSDP_ERR_OUT_OF_MEMORY;
-        snprintf(s->first.text, sizeof s->first.text, "rank %d could not be forked: %s", k,
+        snprintf(s->first.text, sizeof s->first.text, "rank %d: cannot fork its process: %s", k,
                  strerror(errno));
     }
     p.fd = s->pipe[0];
@@ -210,7 +208,7 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     if (!fn || d.num_ranks < 1 || d.grace_ms < 0)
         return fsdp_fail(
             NULL, FSDP_ERR_INVALID_ARG,
-            "fsdp_spawn: num_ranks is %d, grace_ms %d, the function %s: expected num_ranks >= 1, "
+            "fsdp_spawn: num_ranks is %d, grace_ms is %d, fn is %s: expected num_ranks >= 1, "
             "grace_ms >= 0 and a function",
             d.num_ranks, d.grace_ms, fn ? "given" : "NULL");
     // Two threads may be here at once: their stacks differ.

@@ -1,8 +1,6 @@
 /* core/step.h - the end of a step: finalize, zero_grad, reset
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // The caller's stream will write shards: it comes behind gathers under way, which read them.
 static fsdp_status fsdpi_shards_writable(fsdp_model *m) {

@@ -1,8 +1,6 @@
 /* core/sys.h - the few calls of the operating system (Linux), a lock, a hash and a text
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 #define FSDPI_TEXT_OF(name, text) text, // an entry of a list of names
 

@@ -1,8 +1,6 @@
 /* core/templates.h - the records that hooks emit, made once at commit
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: a unit's templates. A template is a record in which everything that does not change from
 // step to step stands already; the hook that emits it says only what has changed. Slots are named

@@ -1,8 +1,6 @@
 /* core/timeline.h - when records ran on a device with streams, for extensions that ask
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: the events between which records run, until both have happened. There is none of it where
 // no extension has `ran`. A device tells times as distances between events: of a base, at which the

@@ -1,8 +1,6 @@
 /* core/unit.h - units and parameters: what fully_shard makes of a desc
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 static void fsdpi_unit_free(fsdp_unit *u) {
     fsdp_model *m = u->model;
@@ -22,8 +20,7 @@ static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char
     if (d->ndim == 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                          "fully_shard of unit '%s': parameter '%s' is a scalar (ndim 0), which "
-                         "cannot be sharded: "
-                         "make it a vector of one element",
+                         "cannot be sharded: make it a vector of one element",
                          unit, name);
     if (d->ndim < 0 || d->ndim > FSDP_MAX_DIMS)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
@@ -32,8 +29,8 @@ static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char
     if (d->shard_dim < -d->ndim || d->shard_dim >= d->ndim)
         return fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
-            "fully_shard of unit '%s': parameter '%s' has shard_dim %d, invalid for %d dims", unit,
-            name, d->shard_dim, d->ndim);
+            "fully_shard of unit '%s': parameter '%s' has shard_dim %d, expected %d..%d", unit,
+            name, d->shard_dim, -d->ndim, d->ndim - 1);
     if (d->shard_dim < 0) d->shard_dim += d->ndim;
     for (int i = 0; i < d->ndim; i++)
         if (d->shape[i] < 0)
@@ -43,13 +40,14 @@ static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char
                 unit, name, (long long)d->shape[i], i);
     if (d->dtype == FSDP_DTYPE_KEEP) d->dtype = FSDP_F32;
     if (!fsdp_dtype_size(d->dtype))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': parameter '%s' has dtype %d, which is none",
-                         unit, name, d->dtype);
+        return fsdp_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "fully_shard of unit '%s': parameter '%s' has dtype %d, expected FSDP_F32, ...", unit,
+            name, d->dtype);
     if (!d->frozen && !fsdp_dtype_is_float(d->dtype))
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': parameter '%s' is %s and requires a gradient: "
-                         "only floating parameters can; set frozen",
+                         "fully_shard of unit '%s': parameter '%s' has dtype %s and requires a "
+                         "gradient: only floating parameters can; set frozen to 1",
                          unit, name, fsdp_dtype_name(d->dtype));
     return FSDP_OK;
 }
@@ -203,7 +201,7 @@ static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
     fsdpi_model_free(m, tmp);
     if (status)
         return fsdp_fail(m->world, status,
-                         "fully_shard of unit '%s': its size is more than 2^56 elements",
+                         "fully_shard of unit '%s': it has more than 2^56 elements: split it",
                          u->desc.name);
     fsdpi_unit_route(u);
     status = fsdpi_unit_classes(u);
@@ -216,10 +214,11 @@ static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const cha
     if ((!param || fsdp_dtype_is_float(param)) && (!reduce || fsdp_dtype_is_float(reduce)) &&
         (!output || fsdp_dtype_is_float(output)))
         return FSDP_OK;
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                     "%s '%s': param_dtype %d, reduce_dtype %d, output_dtype %d: expected "
-                     "floating dtypes or KEEP",
-                     what, name, param, reduce, output);
+    return fsdp_fail(
+        w, FSDP_ERR_INVALID_ARG,
+        "%s%s%s%s: param_dtype is %d, reduce_dtype is %d, output_dtype is %d: expected "
+        "floating dtypes or KEEP",
+        what, *name ? " '" : "", name, *name ? "'" : "", param, reduce, output);
 }
 
 // What the desc says about meshes: a mesh info, a mesh, or as `otherwise`.
@@ -239,18 +238,18 @@ static fsdp_status fsdpi_resolve_mesh(fsdp_world *w, const fsdp_mesh *mesh,
     }
     if (!mesh || mesh->world != w)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "the mesh belongs to another world, or the mesh info has none: make the "
-                         "mesh from this world");
+                         "the desc's mesh belongs to another world, or its mesh_info has no mesh: "
+                         "create the mesh in this world");
     if (!info && mesh->ndim > 2)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "a %d-D mesh: expected 1-D (FSDP) or 2-D (HSDP): slice it, or say by "
-                         "mesh_info which dims shard and replicate",
+                         "the desc's mesh is %d-D, expected 1-D (FSDP) or 2-D (HSDP): slice it, or "
+                         "give a mesh_info with the dims that shard and replicate",
                          mesh->ndim);
     if (!info && mesh->ndim == 2) {
         if (!mesh->names[0] || !mesh->names[1])
             return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "a 2-D mesh without names of its dims: name them, dim 0 replicates "
-                             "and dim 1 shards, or give mesh_info");
+                             "the desc's mesh is 2-D and its dims have no names: name them (dim 0 "
+                             "replicates, dim 1 shards), or give mesh_info");
         kind = FSDP_MESH_INFO_HSDP;
         replicate = 0;
         shard = 1;
@@ -319,13 +318,15 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     if (!status) status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc");
     if (status) return status;
     if (model->layout > 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "fully_shard: the model is committed: make all units before the first "
-                         "hook, init or load");
+        return fsdp_fail(
+            w, FSDP_ERR_INVALID_STATE,
+            "fully_shard: the model is committed and takes no more units: add all units "
+            "before the first hook, init or load");
     if (d.num_params < 1 || !d.params)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': num_params is %d, expected >= 1, and params",
-                         d.name ? d.name : "", d.num_params);
+                         "fully_shard of unit '%s': num_params is %d and params is %s, expected "
+                         "num_params >= 1 and an array",
+                         d.name ? d.name : "", d.num_params, d.params ? "given" : "NULL");
     fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);
     if (!u || !fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
                           sizeof *model->units)) {

@@ -1,8 +1,6 @@
 /* core/usage.h - who used which parameter
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: fsdpi_usage and fsdpi_param.use. A parameter is used when the caller asks where its
 // gradient is written. Flags of use ride along in every reduction, summed like gradients, so that a

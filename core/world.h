@@ -1,8 +1,6 @@
 /* core/world.h - rank, size, the opened tables, and the objects made from the world
 
-   A part of fsdp.h, which includes it.
-
-   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+   A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: rank, size, the opened tables, lanes, and the objects made from the world.
 
@@ -19,8 +17,8 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     if (d->lanes < 0) d->lanes = 0;
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "rank %d of a world of %d: expected 0 <= rank < world_size", d->rank,
-                         d->world_size);
+                         "rank is %d and world_size is %d, expected 0 <= rank < world_size",
+                         d->rank, d->world_size);
     if (d->timeout_ms < 0 || d->lanes > 2 || d->local_rank < 0 || d->log_level < 0 ||
         d->log_level > FSDP_LOG_NONE)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
@@ -29,8 +27,9 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
                          "local_rank >= 0, log_level 0..%d",
                          d->timeout_ms, d->lanes, d->local_rank, d->log_level, FSDP_LOG_NONE);
     if (!d->allocator.alloc != !d->allocator.free)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fsdp_world_desc.allocator: give both functions or neither");
+        return fsdp_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "fsdp_world_desc.allocator: one of alloc and free is NULL: give both or none");
     if (!d->allocator.alloc) {
         d->allocator.alloc = fsdpi_libc_alloc;
         d->allocator.free = fsdpi_libc_free;
@@ -45,8 +44,8 @@ static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t v
     if (version == want_version && size == want_size) return FSDP_OK;
     return fsdp_fail(
         w, FSDP_ERR_INVALID_ARG,
-        "%s table has version %u and size %u, expected %u and %u: build it with this header", what,
-        version, size, want_version, (unsigned)want_size);
+        "%s table has version %u and size %u, expected %u and %u: build both with the same fsdp.h",
+        what, version, size, want_version, (unsigned)want_size);
 }
 
 #define FSDPI_BOUNCE 65536 // bytes of a collective on host data that travel at a time
@@ -67,20 +66,21 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
         char text[128];
         fsdpi_text compiled = {text, sizeof text, 0};
         for (b = fsdpi_backends; b->name; b++) fsdpi_say(&compiled, " %s", b->name);
-        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                         "backend '%s'%s is not compiled in: this program has%s. For gloo: "
-                         "-DFSDP_BACKEND_GLOO, see docs/cluster.md; for nccl: docs/gpu.md",
-                         name        ? name
-                         : is_spread ? "gloo"
-                                     : "",
-                         d->backend || !is_spread ? "" : ", for ranks on several hosts,",
-                         b == fsdpi_backends ? " none" : text);
+        return fsdp_fail(
+            w, FSDP_ERR_UNSUPPORTED,
+            "backend '%s'%s is not compiled in: this program has%s. To add gloo, build with "
+            "-DFSDP_BACKEND_GLOO (docs/cluster.md); for nccl see docs/gpu.md",
+            name        ? name
+            : is_spread ? "gloo"
+                        : "",
+            d->backend || !is_spread ? "" : ", for ranks on several hosts,",
+            b == fsdpi_backends ? " none" : text);
     }
     w->comm_ops = d->comm_ops ? d->comm_ops : b->comm_ops();
     if (!is_spread || d->comm_ops || !b->one_host) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                     "backend '%s' serves one host, and the launcher has started ranks on "
-                     "several: FSDP_BACKEND=gloo, see docs/cluster.md",
+                     "backend '%s' serves one host, but the launcher has started ranks on "
+                     "several: set FSDP_BACKEND=gloo (docs/cluster.md)",
                      b->name);
 }
 
@@ -103,7 +103,8 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
     uint32_t needed = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
                       1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     if ((w->caps.kinds & needed) != needed)
-        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "backend %s lacks a collective that is needed",
+        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
+                         "backend %s lacks all_gather, reduce_scatter, all_reduce or broadcast",
                          w->comm_ops->name);
     status = w->comm_ops->alloc(w->comm, FSDPI_BOUNCE, &w->bounce);
     if (status) {

@@ -1,9 +1,10 @@
 // Written by tools/amalgamate.py from fsdp.h, core/, backends/: change those files.
 /* fsdp.h - FSDP2 (ZeRO-3, per-parameter sharding) for C, C++ and CUDA trainers            v0.1.0
 
-   Each rank keeps 1/W of every parameter, of its gradient and of the optimizer's state; a layer is
-   gathered just before it is used and freed right after; gradients are averaged while they are
-   scattered back to their owners. The behaviour is that of PyTorch's fully_shard.
+   W ranks shard a model: each rank keeps 1/W of every parameter, of its gradient and of the
+   optimizer's state. The library gathers a layer just before you use it and frees it right after.
+   It averages the gradients of all ranks and gives each rank the part that it owns. It behaves as
+   PyTorch's fully_shard.
 
        #define FSDP_IMPLEMENTATION          // in one .c or .cc file of the program
        #include "fsdp.h"
@@ -16,47 +17,47 @@ CONTENTS
     A part begins with a line of signs around its name: search for "== core/dtype.h ==". All that a
     program calls is declared in the first part "fsdp.h, continued", behind core/shard_math.h.
     core/dtype.h           status codes, element types, conversions, the one reduction loop
-    core/shard_math.h      who owns which rows; where everything lies in a slot
-    core/extension.h       the seam for extensions: what they answer, what they may call
-    core/backend.h         what a backend and a device are: two tables of functions
+    core/shard_math.h      which rows a rank owns; where everything lies in a slot
+    core/extension.h       extensions: the functions that they give, and those that they may call
+    core/backend.h         the two tables of functions that make a backend and a device
     core/sys.h             the operating system's calls, a lock, a hash, a text
-    core/route.h           how a unit gathers and reduces: facts in, a route out
-    core/objects.h         what a world, a mesh, a model and a unit are made of
+    core/route.h           how a unit gathers and reduces: a pure function from facts to a route
+    core/objects.h         the structs of a world, a mesh, a model and a unit
     core/error.h           error texts, and the way out for every message
     core/alloc.h           host memory
     core/env.h             the one reader of environment variables
     core/launch.h          rank, size and job from a launcher's environment
-    core/attach.h          extensions: who is asked, who sees, who is told
+    core/attach.h          the order in which the library calls extensions
     backends/fsdp_shm.h    the default backend of fsdp.h
     backends/fsdp_comm.h   the comm base
     backends/fsdp_memory.h the list of a world's allocations, and how much memory is left
     backends/fsdp_record.h the record of what a rank is about to do, and the words in which it is
                            told
     core/spawn.h           ranks that a program starts itself
-    core/comm.h            an op record becomes a collective
+    core/comm.h            makes a collective of an op record
     core/host.h            the host as a device
-    core/timeline.h        when records ran on a device
+    core/timeline.h        measures when records ran on a device
     core/lanes.h           how records run: at once, in worker threads, on a device's streams
     core/mesh.h            ranks arranged in N dims, and their groups
     core/world.h           rank, size, environment, opened tables
     core/layout.h          where a unit's parameters and gradients lie in its slots
     core/pool.h            buffers and slots
-    core/unit.h            what fully_shard makes of a desc
+    core/unit.h            makes a unit of the desc of fully_shard
     core/ops.h             op records; fsdpi_emit, the only door to the tables
-    core/templates.h       the records that hooks emit, made once
+    core/templates.h       the records that hooks emit, prepared once
     core/gather.h          parameters: gathered, waited for, freed, prefetched
-    core/usage.h           who used which parameter
+    core/usage.h           which ranks used which parameter
     core/grads.h           gradients: written, collected, reduced
     core/commit.h          the flat blocks of a model, and the lists of its units
     core/schedule.h        the transition table, and the calls that look it up
     core/step.h            the end of a step
     core/norm.h            the norm of all gradients, and clipping
     core/params.h          parameters as the caller sees them
-    core/predict.h         memory: what is allocated, what will be
+    core/predict.h         memory: what is allocated now, and a prediction
     core/options.h         setters
     core/model.h           a model begins and ends
-    core/means.h           what extensions do: records, buffers, copies, states
-    core/snapshot.h        what a step changes, saved and brought back
+    core/means.h           what extensions may do: records, buffers, copies, states
+    core/snapshot.h        saves what a step changes, and restores it
     core/init.h            a world begins and ends; collectives on host data
     Further backends are in the folder backends/ of the same version, to be put beside this file.
     Extensions (fsdp_optim.h) are one file each, beside this file, too.
@@ -122,75 +123,97 @@ A PROGRAM
     }
 
 WORDS
-    world      all ranks of the job         mesh     an N-d arrangement of ranks
-    unit       what one fully_shard call makes: its parameters are gathered and reduced together
-    shard      my part of a parameter       comm     one process group of a backend
-    unsharded  the whole of a parameter     op       one thing done, as a record
-    slot       a pooled buffer that a unit holds while it is gathered or in backward
-    part       the parameters of a unit that are stored in one dtype and gathered in one dtype
-    stream     an order in which ops run; on the CPU at once, or by a lane, which is a worker thread
+    world      all ranks of the job         mesh   an arrangement of ranks in N dims
+    unit       the result of one fully_shard call: parameters that the library gathers together and
+               reduces together (PyTorch: FSDPParamGroup)
+    shard      this rank's part of a parameter       unsharded  the whole of a parameter
+    slot       a buffer of a pool. A unit holds one while it is gathered, and one in backward
+    part       the parameters of a unit that share a stored dtype and a gathered dtype
+    comm       one process group of a backend        op         one thing done, as a record
+    lane       a worker thread that runs collectives beside your thread
+    stream     an order in which ops run: a lane's, or that of a device's stream
+    inline     without lanes and streams: an op is done when the call returns
 
 STEP BY STEP
-    1  fsdp_init; fsdp_model_create; one fsdp_fully_shard per layer; fsdp_init_params or _load.
-    2  Forward of a layer: pre_forward, read fsdp_data, post_forward. A unit that stays open around
-       others (embeddings, final norm, tied head) sets reshard_after_forward = FSDP_RESHARD_NEVER.
-       Open units form a set, not a stack; a unit may be opened several times in one forward.
-    3  Backward: pre_backward, read fsdp_data, add to fsdp_grad, post_backward, units in any order;
-       then fsdp_finalize_backward.
-    4  fsdp_clip_grad_norm; the optimizer (fsdp_optim.h, or a loop over fsdp_model_flat or
-       fsdp_next_param that ends with fsdp_params_changed); fsdp_zero_grad.
-    Microbatches: fsdp_set_requires_gradient_sync(model, NULL, 0) for all but the last one.
-    Evaluation: fsdp_set_grad_enabled(model, 0), forwards, fsdp_set_grad_enabled(model, 1).
-    Recompute: pre_forward and post_forward between a unit's pre_backward and post_backward.
-    HSDP: a 2-D mesh whose dims are named; dim 0 replicates, dim 1 shards. Other dims: mesh_info.
+    1  Call fsdp_init, fsdp_model_create, fsdp_fully_shard for each layer, and fsdp_init_params or
+       fsdp_param_load.
+    2  Forward of a layer: call fsdp_pre_forward, read fsdp_data, call fsdp_post_forward. If a unit
+       stays open while others run (embeddings, final norm, tied head), set its
+       reshard_after_forward to FSDP_RESHARD_NEVER. You may close open units in any order, and open
+       a unit several times in one forward.
+    3  Backward of a layer: call fsdp_pre_backward, read fsdp_data, add to fsdp_grad, call
+       fsdp_post_backward. Units may come in any order. At the end call fsdp_finalize_backward.
+    4  Call fsdp_clip_grad_norm if you clip. Run the optimizer: fsdp_optim.h, or your own loop over
+       fsdp_model_flat or fsdp_next_param. After your own loop call fsdp_params_changed. Then call
+       fsdp_zero_grad.
+    Microbatches: call fsdp_set_requires_gradient_sync(model, NULL, 0) before the first one and
+    fsdp_set_requires_gradient_sync(model, NULL, 1) before the last one.
+    Evaluation: call fsdp_set_grad_enabled(model, 0), run forwards, fsdp_set_grad_enabled(model, 1).
+    Recompute: between a unit's pre_backward and post_backward call its pre_forward and
+    post_forward again (PyTorch: activation checkpointing).
+    HSDP: give a 2-D mesh with named dims: dim 0 replicates, dim 1 shards. Else give a mesh_info.
     Freeze and thaw: fsdp_set_requires_grad. Gradients in f16: fsdp_grad_scaler of fsdp_optim.h.
 
 IT DOES NOT
-    differentiate, run kernels, own your activations, or find the root: the model is the root.
+    differentiate, run kernels, or own your activations. It does not search for a root module as
+    PyTorch does: the model is the root.
 
 ENVIRONMENT
-    RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT  set by tools/fsdprun and torchrun; without
-                      them those of mpirun (OMPI_*, PMI_*, MV2_*), srun (SLURM_*), flux (FLUX_*)
-    FSDP_JOB_ID       name of the job, unique on the host (else from what the launcher sets)
-    FSDP_STORE FSDP_TOKEN FSDP_SOCKET_IFNAME   several hosts: docs/cluster.md
-    FSDP_TIMEOUT_MS   deadline of every wait, default 60000
-    FSDP_LANES        0 inline (default), 1 or 2 worker threads for collectives
-    FSDP_BACKEND      which compiled-in backend        FSDP_LOG_LEVEL  error warn info none
+    RANK WORLD_SIZE LOCAL_RANK MASTER_ADDR MASTER_PORT  tools/fsdprun and torchrun set them. If they
+                      are not set, the library reads those of mpirun (OMPI_*, PMI_*, MV2_*), srun
+                      (SLURM_*) or flux (FLUX_*)
+    FSDP_JOB_ID       name of the job, unique on the host. Default: from the launcher's variables
+    FSDP_STORE FSDP_TOKEN FSDP_SOCKET_IFNAME   jobs on several hosts: docs/cluster.md
+    FSDP_TIMEOUT_MS   deadline of every wait in milliseconds, default 60000
+    FSDP_LANES        0: inline (default). 1 or 2: so many worker threads run collectives
+    FSDP_BACKEND      name of a compiled-in backend    FSDP_LOG_LEVEL  error, warn, info or none
     FSDP_NCCL_* FSDP_CUDA_MANAGED FSDP_FLIGHT_RECORD   GPUs: docs/gpu.md
 
 ERRORS
-    Functions return fsdp_status. The text names rank, unit, operation, expected and got, is logged
-    once and kept for fsdp_last_error. Wrong arguments and wrong order change nothing. A failed
-    collective aborts the world on all ranks; from then on every call returns that status at once,
-    and only fsdp_shutdown and fsdp_last_error are of use. The library never exits or aborts.
-    No call waits longer than the deadline (on devices with streams: and 3 seconds).
+    Functions return fsdp_status. The text of an error names the rank, the unit, the operation, the
+    expected value and the actual one. The library logs it once and keeps it for fsdp_last_error.
+    If an argument is wrong or a call comes in a wrong order, nothing changes. If a collective
+    fails, the library aborts the world on all ranks. From then on every call returns that status
+    at once, and you can only call fsdp_last_error and fsdp_shutdown. The library never calls exit
+    or abort. No call waits longer than the deadline. On devices with streams a call may wait 3
+    seconds more, so that the backend, which can name the missing rank, reports first.
 
 MEMORY
-    Shards, their gradients, and slots whose number follows from a rule and not from timing, so that
-    memory is the same on every rank and in every run: fsdp_model_predict tells it to the byte
-    before anything is allocated. From the third step on a step allocates nothing.
-    Slots: one per size of unit when inline, two with lanes or streams, more where units stay open.
+    The library allocates shards, their gradients, and slots. A rule that no timing influences
+    gives the number of slots, so memory is the same on every rank and in every run.
+    fsdp_model_predict tells it to the byte before anything is allocated. From the third step on a
+    step allocates nothing. Inline there is one slot for each size of unit. With lanes or streams
+    there are two, if two can be in use at a time. If units stay open around others, there are more.
 
 THREADS AND ORDER
-    A world, with all that is made from it, is used by one thread at a time; worlds are independent.
-    Collective functions are called by all ranks of the mesh in the same order; a disagreement is
-    FSDP_ERR_MISMATCH on all of them, with both sides in the text (with two lanes it may be
-    FSDP_ERR_TIMEOUT). The logger may be called from worker threads.
+    One thread at a time uses a world and all that is made from it. Worlds are independent. The
+    library may call the logger from worker threads. All ranks of the mesh call a collective
+    function, in the same order. If ranks disagree, all of them get FSDP_ERR_MISMATCH with both
+    sides in the text; with two lanes they may get FSDP_ERR_TIMEOUT.
 
 DETERMINISM
-    CPU backends sum in rank order, in f32 (f64 for f64), then scale, then add to what is there: the
-    bits do not depend on the run, on lanes, on the layout, on threads or processes, or on the flags
-    that this header is compiled with (-Ofast included). NCCL sums in an order of its own.
+    CPU backends sum in rank order, in f32 (f64 in f64), then scale, then add to what is there. The
+    bits are the same for every run, number of lanes, layout, threads or processes, and for all
+    compiler flags (-Ofast included). NCCL sums in an order of its own.
 
 STREAMS AND GPUS
-    -DFSDP_BACKEND_NCCL: the same program on GPUs, see docs/gpu.md. Calls return when their work is
-    enqueued; data is ready in the order of the caller's stream (fsdp_set_stream). fsdp_data,
-    fsdp_grad, views and fsdp_model_flat give device memory; fsdp_init_params, fsdp_param_load and
-    fsdp_param_full take and give host memory, on every device.
+    -DFSDP_BACKEND_NCCL builds the same program for GPUs: docs/gpu.md. A call returns when its work
+    is enqueued. Data is ready in the order of your stream (fsdp_set_stream). fsdp_data, fsdp_grad,
+    views and fsdp_model_flat give device memory. fsdp_init_params, fsdp_param_load and
+    fsdp_param_full use host memory on every device.
 
 LIMITS OF THIS VERSION
-    Linux; gcc or clang. Backend shm serves one host. NCCL and CUDA have not run on a GPU yet: they
-    are tested on stand-ins for both libraries (docs/gpu.md).
+    Linux; gcc or clang. Backend shm serves one host. NCCL and CUDA have not run on a GPU yet: the
+    tests use stand-ins for both libraries (docs/gpu.md).
+
+THE COMMENTS OF FUNCTIONS
+    Result      INVALID_ARG stands for FSDP_ERR_INVALID_ARG, and so on. Collective errors are
+                TIMEOUT, PEER_LOST, MISMATCH, ABORTED and BACKEND. Errors of commit are those of
+                fsdp_model_commit. If the world is aborted, every call returns its status.
+    Collective  yes: the call communicates, or later collectives depend on it. "No, but every rank
+                has to do the same": it does not communicate. If a rank leaves it out, later
+                collectives may disagree.
+    Source      the function of PyTorch that this one follows. Without this line PyTorch has none.
 */
 // The columns of the declarations are set by hand.
 // clang-format off
@@ -257,12 +280,12 @@ extern "C" {
     X(OK, 0, "success")                                                                           \
     X(ERR_INVALID_ARG, 1, "an argument or desc field is wrong; nothing was changed")              \
     X(ERR_INVALID_STATE, 2, "the call is not possible in this state; nothing was changed")        \
-    X(ERR_OUT_OF_MEMORY, 3, "memory could not be had")                                            \
-    X(ERR_UNSUPPORTED, 4, "valid, but this build or backend cannot do it")                        \
+    X(ERR_OUT_OF_MEMORY, 3, "memory could not be allocated")                                      \
+    X(ERR_UNSUPPORTED, 4, "the call is valid, but this build, backend or device cannot do it")    \
     X(ERR_BACKEND, 5, "the backend or the device failed")                                         \
     X(ERR_TIMEOUT, 6, "a peer did not come before the deadline; the world is aborted")            \
     X(ERR_PEER_LOST, 7, "a peer died or left; the world is aborted")                              \
-    X(ERR_MISMATCH, 8, "ranks disagree on the operation; the world is aborted")                   \
+    X(ERR_MISMATCH, 8, "ranks disagree about an operation; the world is aborted")                 \
     X(ERR_IO, 9, "a file or socket failed")                                                       \
     X(ERR_CORRUPT, 10, "data read from outside are malformed")                                    \
     X(ERR_ABORTED, 11, "the world was aborted by a rank or by the program")                       \
@@ -301,11 +324,11 @@ enum {
 typedef int32_t fsdp_redop;
 enum { FSDP_SUM = 0, FSDP_MAX, FSDP_MIN };
 
-/* fsdp_dtype_size - bytes of one element, 0 for a value that is no dtype
+/* fsdp_dtype_size - bytes of one element; 0 if the value is not a dtype
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API size_t fsdp_dtype_size(fsdp_dtype dtype);
 
-/* fsdp_dtype_name - "f32", "bf16", ...; "?" for a value that is no dtype
+/* fsdp_dtype_name - "f32", "bf16", ...; "?" if the value is not a dtype
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API const char *fsdp_dtype_name(fsdp_dtype dtype);
 
@@ -314,7 +337,7 @@ FSDP_API const char *fsdp_dtype_name(fsdp_dtype dtype);
 FSDP_API int fsdp_dtype_is_float(fsdp_dtype dtype);
 
 /* fsdp_convert - convert `count` elements between two floating dtypes, or copy equal dtypes
-   dst, src    may be the same address only when the dtypes are equal; any alignment of their dtype
+   dst, src    aligned to their dtype. They may be equal only if the dtypes are equal
    Result      FSDP_OK; FSDP_ERR_INVALID_ARG (NULL with count > 0, count < 0, or integers of
                different types)
    Rounding    to nearest, ties to even; overflow gives infinity; infinity, NaN (quiet, payload cut)
@@ -323,22 +346,22 @@ FSDP_API int fsdp_dtype_is_float(fsdp_dtype dtype);
 FSDP_API fsdp_status fsdp_convert(void *dst, fsdp_dtype dst_dtype, const void *src,
                                   fsdp_dtype src_dtype, int64_t count);
 
-/* fsdp_cast_if_needed - `src` itself when dtype is KEEP or equal, else `dst` filled with the cast
-   dst         room for count elements of dtype, owned by the caller; untouched when not needed
-   Result      the pointer to use, NULL when the cast is impossible (see fsdp_convert)
+/* fsdp_cast_if_needed - cast src to dtype, unless dtype is KEEP or src_dtype
+   dst         room for count elements of dtype; you own it. Untouched if no cast is needed
+   Result      the pointer to use, src or dst; NULL if the cast is impossible (see fsdp_convert)
    Collective  no      Blocks no      Allocates no      Thread any
    Source      torch: _to_dtype_if_needed */
 FSDP_API const void *fsdp_cast_if_needed(void *dst, fsdp_dtype dtype, const void *src,
                                          fsdp_dtype src_dtype, int64_t count);
 
-/* fsdp_cast_floating - as fsdp_cast_if_needed, but data that are not floating pass through as src
+/* fsdp_cast_floating - as fsdp_cast_if_needed; if src is not floating, it is not cast
    Result      the pointer to use
    Collective  no      Blocks no      Allocates no      Thread any
    Source      torch: _cast_fp_tensor */
 FSDP_API const void *fsdp_cast_floating(void *dst, fsdp_dtype dtype, const void *src,
                                         fsdp_dtype src_dtype, int64_t count);
 
-/* fsdp_status_name - "FSDP_ERR_TIMEOUT" and so on; "FSDP_?" for a value that is no status
+/* fsdp_status_name - "FSDP_ERR_TIMEOUT" and so on; "FSDP_?" if the value is not a status
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API const char *fsdp_status_name(fsdp_status status);
 
@@ -384,8 +407,6 @@ extern "C" {
 #endif
 
 /* -------------------------------------------------------------------------------------------- */
-// Owns: names and texts of status codes. Source: FSDP_STATUS_LIST.
-
 FSDP_API const char *fsdp_status_name(fsdp_status status) {
 #define FSDP_X(name, value, text) "FSDP_" #name,
     static const char *const names[] = {FSDP_STATUS_LIST(FSDP_X)};
@@ -1101,13 +1122,13 @@ typedef struct fsdp_model fsdp_model;
 typedef struct fsdp_unit fsdp_unit;
 typedef struct fsdp_buf fsdp_buf;
 typedef struct fsdp_comm fsdp_comm;       // one process group of a backend
-typedef struct fsdp_device fsdp_device;   // what a device table opened
-typedef struct fsdp_threads fsdp_threads; // what ranks that are threads of one process share
+typedef struct fsdp_device fsdp_device;   // an opened device
+typedef struct fsdp_threads fsdp_threads; // state that ranks share if they are threads
 typedef struct fsdp_comm_ops fsdp_comm_ops;
 typedef struct fsdp_coll fsdp_coll;       // one collective, as data
 typedef struct fsdp_device_ops fsdp_device_ops;
 
-// Host memory. Both or neither; align is a power of two; free gets the size that alloc got.
+// Host memory. Give both functions or none. align is a power of two. free gets the size of alloc.
 typedef struct fsdp_allocator {
     void *(*alloc)(size_t size, size_t align, void *user);
     void (*free)(void *ptr, size_t size, void *user);
@@ -1116,131 +1137,142 @@ typedef struct fsdp_allocator {
 
 enum { FSDP_LOG_DEFAULT = 0, FSDP_LOG_ERROR, FSDP_LOG_WARN, FSDP_LOG_INFO, FSDP_LOG_NONE };
 
-// Called with one line of text without prefix or line break; from worker threads too.
+// The library gives one line of text without prefix and line break, also from worker threads.
 typedef struct fsdp_logger {
     void (*log)(int level, fsdp_status code, int rank, const char *text, void *user);
     void *user;
 } fsdp_logger;
 
-// Monotonic nanoseconds: deadlines and timestamps. A test may give virtual time.
+// Monotonic time in nanoseconds, for deadlines and timestamps. A test may give a virtual clock.
 typedef struct fsdp_clock {
     int64_t (*now_ns)(void *user);
     void *user;
 } fsdp_clock;
 
-// Every desc: all zero is valid; size 0 means sizeof of this header's struct; canaries stay 0.
+// Every desc: all zero is valid. size 0 means sizeof of this header's struct. Canaries stay 0.
 typedef struct fsdp_world_desc {
     uint32_t size, start_canary;
-    int32_t rank, world_size; // world_size 0: from the environment (none set: a world of 1)
-    int32_t local_rank;       // rank on this host; ignored when world_size is 0
-    int32_t timeout_ms;       // 0: FSDP_TIMEOUT_MS, else 60,000. The deadline of every wait
-    int32_t lanes;            // 0: FSDP_LANES, else inline; -1: inline whatever that says;
-                              // 1 or 2: worker threads that run collectives beside the caller
+    int32_t rank, world_size; // world_size 0: from the environment; if none is set, a world of 1
+    int32_t local_rank;       // rank on this host; ignored if world_size is 0
+    int32_t timeout_ms;       // deadline of every wait. 0: FSDP_TIMEOUT_MS, else 60,000
+    int32_t lanes;            // 1 or 2: so many worker threads run collectives. -1: inline.
+                              // 0: FSDP_LANES, else inline
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
-    const char *backend;      // NULL: FSDP_BACKEND, else the first one compiled in
-    const char *job;          // NULL: from the environment. Equal on all ranks, unique on the host
-    const char *store;        // where ranks of several hosts meet: "tcp://HOST:PORT",
-                              // "file:///PATH", "host:" this host. NULL: FSDP_STORE, else what the
-                              // launcher set
+    const char *backend;      // NULL: FSDP_BACKEND, else the first compiled-in one
+    const char *job;          // equal on all ranks, unique on the host. NULL: from the environment
+    const char *store;        // place where ranks of several hosts meet: "tcp://HOST:PORT",
+                              // "file:///PATH", or "host:" for this host only. NULL: FSDP_STORE,
+                              // else the launcher's
     fsdp_threads *threads;    // NULL: ranks are processes
     fsdp_allocator allocator; // NULL members: malloc, free
     fsdp_logger logger;       // NULL member: stderr as "[fsdp r3] text"
     fsdp_clock clock;         // NULL member: the monotonic clock
-    const fsdp_comm_ops *comm_ops;     // NULL: the backend's
+    const fsdp_comm_ops *comm_ops;     // NULL: those of the backend
     const fsdp_device_ops *device_ops; // NULL: the host
-    void *user;                        // handed to comm_ops->open and device_ops->open
+    void *user;                        // argument of comm_ops->open and device_ops->open
     uint64_t end_canary;
 } fsdp_world_desc;
 
 /* fsdp_init - join the job
-   desc        NULL or all zero: rank, size and the job's name from the environment of torchrun,
-               tools/fsdprun, mpirun or srun; nothing set = 1 rank
-   world       owned by the caller, ends with fsdp_shutdown; NULL after a failure
-   Result      FSDP_OK; INVALID_ARG (field or variable named in the text), UNSUPPORTED (backend not
-               compiled in), OUT_OF_MEMORY, TIMEOUT (a rank never came: named), BACKEND.
-               The text is fsdp_last_error(NULL), and has been logged
-   Collective  yes: every rank      Blocks until all have come, at most timeout_ms
-   Allocates   yes      Thread any; one world is used by one thread at a time */
+   desc        NULL or all zero: the library takes rank, size and the job's name from the
+               environment of torchrun, tools/fsdprun, mpirun, srun or flux. If nothing is set, the
+               world has 1 rank
+   world       you own it: end it with fsdp_shutdown. NULL after a failure
+   Result      FSDP_OK; INVALID_ARG (the text names the field or the variable), UNSUPPORTED (the
+               backend is not compiled in), OUT_OF_MEMORY, TIMEOUT (the text names a rank that did
+               not come), BACKEND. fsdp_last_error(NULL) gives the text; it is logged, too
+   Collective  yes: every rank      Blocks until all ranks have come, at most timeout_ms
+   Allocates   yes      Thread any; one thread at a time uses a world
+   Source      torch: torch.distributed.init_process_group */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world);
 
-/* fsdp_shutdown - destroy the world with all meshes, models and optimizers made from it
+/* fsdp_shutdown - end the world and all meshes, models and optimizers made from it
    world       NULL is allowed
-   Result      FSDP_OK, or the failure that aborted the world: fit for main's return value
-   Collective  no: peers that still wait for this rank get FSDP_ERR_PEER_LOST
-   Blocks      for worker threads that finish their current operation, and for the device, at most
-               timeout_ms. If work on the device does not end, its memory is left to the end of the
-               process      Allocates no */
+   Result      FSDP_OK, or the failure that aborted the world. main can return it
+   Collective  no. A peer that still waits for this rank gets FSDP_ERR_PEER_LOST
+   Blocks      until worker threads have finished their current operation and the device its work,
+               at most timeout_ms. If the device does not finish, the library leaves its memory to
+               the end of the process      Allocates no
+   Source      torch: torch.distributed.destroy_process_group */
 FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world);
 
-/* fsdp_set_stream - the stream of the caller's own work, on devices that have streams: data is
-   ready in its order, and what it wrote is used behind it
-   native      the device's own kind of stream, alive until the world has another one or ends (CUDA:
-               a cudaStream_t); NULL: the device's default (CUDA:
-               cudaStreamLegacy, so that kernels launched without a stream are in order)
-   Result      FSDP_OK; INVALID_ARG, UNSUPPORTED (a device without streams), BACKEND
+/* fsdp_set_stream - say which stream your own work uses, on a device that has streams. Gathered
+   data is ready in its order. The library uses what you wrote after the work before it
+   native      a stream of the device (CUDA: cudaStream_t). It must live until you set another one
+               or the world ends. NULL: the device's default (CUDA: cudaStreamLegacy, which orders
+               kernels that you launch without a stream)
+   Result      FSDP_OK; INVALID_ARG, UNSUPPORTED (the device has no streams), BACKEND
    Collective  no      Blocks no: the new stream waits for the old one      Allocates no
    Source      torch: torch.cuda.stream, the current stream at each hook */
 FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native);
 
-/* fsdp_abort - fail this world on all ranks: every wait ends with FSDP_ERR_ABORTED and `why`
-   Collective  no      Blocks no      Allocates no
-   Thread any, also while the world is in use */
+/* fsdp_abort - abort this world on all ranks: every wait ends with FSDP_ERR_ABORTED
+   why         part of the error text on all ranks; NULL: "no reason given"
+   Collective  no      Blocks no      Allocates no      Thread any, also while another one uses it
+   Source      torch: ProcessGroup.abort */
 FSDP_API void fsdp_abort(fsdp_world *world, const char *why);
 
-typedef int (*fsdp_rank_fn)(fsdp_world *world, void *arg); // its result: 0 is success
+typedef int (*fsdp_rank_fn)(fsdp_world *world, void *arg); // returns 0 for success
 
 typedef struct fsdp_spawn_desc {
     uint32_t size, start_canary;
     int32_t num_ranks;            // >= 1
     int32_t threads;              // 1: ranks are threads of this process; 0: forked processes
-    int32_t grace_ms;             // 0: 1000. How long the others may take to end after one failed
-    const fsdp_world_desc *world; // NULL: defaults. rank, world_size, job and threads are filled in
+    int32_t grace_ms;             // if one rank fails, the others get so long to end. 0: 1000
+    const fsdp_world_desc *world; // NULL: defaults. fsdp_spawn sets rank, world_size, job, threads
     uint64_t end_canary;
 } fsdp_spawn_desc;
 
-/* fsdp_spawn - start num_ranks ranks in a program without a launcher and wait for their end
-   fn          called once per rank with its world, which fsdp_spawn shuts down afterwards
-   Result      FSDP_OK when every rank returned 0; else the status of the first rank that failed:
-               its own value if it is a status, PEER_LOST when a signal killed it, INTERNAL for
-               another value. fsdp_last_error(NULL) names the rank. The others are ended: worlds
-               aborted, processes then terminated, after grace_ms killed
+/* fsdp_spawn - start num_ranks ranks without a launcher and wait until all have ended
+   fn          each rank calls it once with its world; fsdp_spawn shuts the world down afterwards
+   arg         handed to fn
+   Result      FSDP_OK if every rank returned 0. Else the status of the first rank that failed: the
+               value of fn if it is a status, PEER_LOST if a signal killed the rank, INTERNAL for
+               another value. fsdp_last_error(NULL) names the rank. fsdp_spawn then ends the other
+               ranks: it aborts their worlds, terminates processes, and kills them after grace_ms
    Collective  no: call it outside any world      Blocks until all ranks have ended
-   Allocates   yes      Thread any. Processes are forked: call it before starting threads */
+   Allocates   yes      Thread any. It forks processes: call it before you start threads
+   Source      torch: torch.multiprocessing.spawn */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn,
                                                 void *arg);
 
-/* fsdp_rank, fsdp_world_size, fsdp_local_rank - who am I; -1 for NULL
+/* fsdp_rank, fsdp_world_size, fsdp_local_rank - this rank, the number of ranks, the rank on this
+   host; -1 for NULL      Source torch: torch.distributed.get_rank, get_world_size
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API int fsdp_rank(const fsdp_world *world);
 FSDP_API int fsdp_world_size(const fsdp_world *world);
 FSDP_API int fsdp_local_rank(const fsdp_world *world);
 
-/* fsdp_last_error - text of the last failure of this world; NULL: of this thread's last failure
-   without a world (fsdp_init, fsdp_spawn). Never NULL; "" when nothing failed
-   Lifetime    until the next failing call on that world; the failure that aborted it stays
+/* fsdp_last_error - text of the last failure of this world
+   world       NULL: this thread's last failure without a world (fsdp_init, fsdp_spawn)
+   Result      never NULL; "" if nothing failed. The text is valid until the next call on that world
+               that fails. After an abort it stays the text of the failure that aborted the world
    Collective  no      Blocks no      Allocates no */
 FSDP_API const char *fsdp_last_error(const fsdp_world *world);
 
-/* fsdp_all_reduce - reduce a small host array over all ranks (loss, counters); the result is the
-   same on every rank, summed in rank order: f32 and lower in f32, f64 in f64
-   mesh        NULL: the whole world; else a mesh of any number of dims, reduced dim by dim from dim
-               0 on (f16 and bf16 are rounded after each)
-   data        host memory, count elements, replaced by the result
-   dtype       f32 f64 f16 bf16, i32, i64
-   Result      FSDP_OK; INVALID_ARG; TIMEOUT, PEER_LOST, MISMATCH, ABORTED, BACKEND
+/* fsdp_all_reduce - reduce a small host array over all ranks (loss, counters). Every rank gets the
+   same bits: the library sums in rank order, f64 in f64 and other floating dtypes in f32
+   mesh        NULL: the whole world. A mesh of several dims is reduced dim by dim, from dim 0 on;
+               f16 and bf16 are rounded after each dim
+   data        host memory, count elements; the result replaces them
+   dtype       F32, F64, F16, BF16, I32 or I64
+   op          FSDP_SUM, FSDP_MAX or FSDP_MIN
+   Result      FSDP_OK; INVALID_ARG; collective errors
    Collective  yes: every rank of the mesh, same order      Blocks yes, at most timeout_ms
-   Allocates   no */
+   Allocates   no      Source torch: torch.distributed.all_reduce */
 FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, void *data,
                                      int64_t count, fsdp_dtype dtype, fsdp_redop op);
 
-/* fsdp_broadcast - copy nbytes of host memory from the rank at position root of the mesh to all
-   root        0 .. number of ranks - 1, row-major in a mesh of several dims
-   Result, Collective, Blocks, Allocates  as fsdp_all_reduce */
+/* fsdp_broadcast - copy nbytes of host memory from one rank of the mesh to all others
+   root        position of that rank in the mesh, row-major: 0 .. number of ranks - 1
+   Result, Collective, Blocks, Allocates  as fsdp_all_reduce
+   Source      torch: torch.distributed.broadcast */
 FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, void *data,
                                     int64_t nbytes, int root);
 
 /* fsdp_barrier - return when every rank of the world has called it
-   Result, Collective, Blocks, Allocates  as fsdp_all_reduce */
+   Result, Collective, Blocks, Allocates  as fsdp_all_reduce
+   Source      torch: torch.distributed.barrier */
 FSDP_API fsdp_status fsdp_barrier(fsdp_world *world);
 
 /* -------------------------------------------------------------------------------------------- */
@@ -1251,54 +1283,61 @@ typedef struct fsdp_mesh_desc {
     int32_t ndim;                     // 1..FSDP_MAX_DIMS
     int32_t shape[FSDP_MAX_DIMS];     // sizes >= 1; their product is at most the world's size
     const char *names[FSDP_MAX_DIMS]; // NULL: unnamed
-    const int32_t *ranks;             // NULL: 0, 1, 2, ... row-major; else one rank per place
+    const int32_t *ranks;             // NULL: 0, 1, 2, ... row-major; else the rank of each place
     uint64_t end_canary;
 } fsdp_mesh_desc;
 
-/* fsdp_mesh_create - arrange ranks; creates the process groups of all dims, in order of dim
-   mesh        owned by the world; also made on ranks outside it (fsdp_mesh_rank is -1 there)
+/* fsdp_mesh_create - arrange ranks in dims; creates the process groups of dim 0, dim 1, ...
+   mesh        the world owns it. A rank outside the mesh gets one, too: there fsdp_mesh_rank is -1
    Result      FSDP_OK; INVALID_ARG (ndim, shape, a rank twice or out of range), OUT_OF_MEMORY,
-               and what a collective may return
-   Collective  yes: every rank of the world, same desc, same order      Blocks yes
-   Allocates   yes      Source torch: init_device_mesh */
+               collective errors
+   Collective  yes: every rank of the world, same desc, same order
+   Blocks      yes, at most timeout_ms      Allocates yes      Source torch: init_device_mesh */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *desc,
                                                       fsdp_mesh **mesh);
 
-/* fsdp_mesh_1d - all ranks in one dimension; issues no communication
-   Result, Allocates  as fsdp_mesh_create      Collective no      Blocks no */
+/* fsdp_mesh_1d - all ranks in one dim; it does not communicate
+   name        of the dim, copied; NULL: unnamed
+   Result, Allocates  as fsdp_mesh_create      Collective no      Blocks no
+   Source      torch: init_device_mesh with one dim */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_mesh_1d(fsdp_world *world, const char *name,
                                                   fsdp_mesh **mesh);
 
-/* fsdp_mesh_ndim, fsdp_mesh_size, fsdp_mesh_rank - number of dims; size of a dim (dim -1: of the
-   whole mesh); my position along a dim (-1: this rank is outside the mesh, or no such dim)
-   Collective  no      Blocks no      Allocates no      Thread any */
+/* fsdp_mesh_ndim - number of dims
+   fsdp_mesh_size - number of ranks along a dim; dim -1: in the whole mesh
+   fsdp_mesh_rank - this rank's position along a dim; -1: it is outside the mesh, or no such dim
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: DeviceMesh.ndim, .size, .get_local_rank */
 FSDP_API int fsdp_mesh_ndim(const fsdp_mesh *mesh);
 FSDP_API int fsdp_mesh_size(const fsdp_mesh *mesh, int dim);
 FSDP_API int fsdp_mesh_rank(const fsdp_mesh *mesh, int dim);
 
-/* fsdp_mesh_dim   - index of the dim with this name; -1: none
-   fsdp_mesh_ranks - world ranks of my group along a dim, in order of position (dim -1: of the whole
-   mesh, row-major)
+/* fsdp_mesh_dim   - index of the dim with this name; -1: there is none
+   fsdp_mesh_ranks - world ranks of this rank's group along a dim, in order of position. dim -1: of
+   the whole mesh, row-major
    out         room for fsdp_mesh_size(mesh, dim) ranks, or NULL
-   Result      ranks: their number; -1: this rank is outside the mesh, or no such dim
+   Result      ranks: their number; -1 if this rank is outside the mesh or there is no such dim
    Collective  no      Blocks no      Allocates no      Thread any
    Source      torch: DeviceMesh.get_all_groups, .mesh */
 FSDP_API int fsdp_mesh_dim(const fsdp_mesh *mesh, const char *name);
 FSDP_API int fsdp_mesh_ranks(const fsdp_mesh *mesh, int dim, int32_t *out);
 
-/* fsdp_mesh_slice - the sub-mesh of some dims that this rank is in; shares the mesh's groups
-   dims        indices (fsdp_mesh_dim finds one by name), increasing
+/* fsdp_mesh_slice - the sub-mesh of some dims that contains this rank. It shares the mesh's groups
+   dims        num_dims indices, increasing (fsdp_mesh_dim finds the index of a name)
+   out         the world owns it
    Result      FSDP_OK; INVALID_ARG (a dim out of range or not increasing), OUT_OF_MEMORY
    Collective  no      Blocks no      Allocates yes      Source torch: DeviceMesh.__getitem__ */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims,
                                                      int num_dims, fsdp_mesh **out);
 
-/* fsdp_mesh_flatten - all dims as one, row-major; of a slice: for each combination of the other
-   dims
-   fsdp_mesh_unflatten - dim split row-major into two of sizes outer and size/outer
+/* fsdp_mesh_flatten   - all dims as one, row-major. A slice makes one group for each combination
+   of the dims that it lacks
+   fsdp_mesh_unflatten - split a dim row-major into two, of sizes outer and size/outer
    name, names copied; NULL: unnamed
-   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, and what a collective may return
-   Collective  yes: every rank of the world, same order      Blocks yes      Allocates yes
+   out         the world owns it
+   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, collective errors
+   Collective  yes: every rank of the world, same order
+   Blocks      yes, at most timeout_ms      Allocates yes
    Source      torch: DeviceMesh._flatten, _unflatten */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_mesh_flatten(const fsdp_mesh *mesh, const char *name,
                                                        fsdp_mesh **out);
@@ -1308,7 +1347,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, 
 
 enum { FSDP_MESH_INFO_FSDP = 0, FSDP_MESH_INFO_DDP, FSDP_MESH_INFO_HSDP };
 
-// How a unit uses a mesh: FSDP shards over one dim, DDP replicates over one, HSDP does both.
+// How a unit uses a mesh. FSDP shards over one dim, DDP replicates over one dim, HSDP does both.
 typedef struct fsdp_mesh_info {
     const fsdp_mesh *mesh;
     int32_t kind;
@@ -1318,10 +1357,11 @@ typedef struct fsdp_mesh_info {
     fsdp_comm *shard_comm, *replicate_comm;       // NULL: none, or a group of one rank
 } fsdp_mesh_info;
 
-/* fsdp_mesh_info_init - check and fill a mesh info
+/* fsdp_mesh_info_init - check the dims and fill a mesh info
+   kind        FSDP_MESH_INFO_*
    shard_dim, replicate_dim  a dim of the mesh, or -1 for none
-   Result      FSDP_OK; INVALID_ARG: both dims -1, a dim that the kind needs is -1, a dim that it
-               does not have is set, a dim out of range, both the same, or this rank is outside the
+   Result      FSDP_OK; INVALID_ARG: both dims are -1 or equal, the kind needs a dim that is -1 or
+               has no use for one that is given, a dim is out of range, or this rank is outside the
                mesh
    Collective  no      Blocks no      Allocates no
    Source      torch: DataParallelMeshInfo, FSDPMeshInfo, DDPMeshInfo, HSDPMeshInfo */
@@ -1329,21 +1369,21 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
                                          int replicate_dim, fsdp_mesh_info *out);
 
 /* -------------------------------------------------------------------------------------------- */
-/* Model, units and parameters. A unit is what one fully_shard call makes: its parameters are
-   gathered together and reduced together. The model is the root of all units.                    */
+/* Model, units and parameters. One fully_shard call makes one unit: the library gathers its
+   parameters together and reduces them together. The model is the root of all units.             */
 
-// Values of reshard_after_forward. An int n of at least 2 that divides the shard group keeps 1/n of
-// the gathered parameters after forward; backward then gathers over n neighbouring ranks.
+// Values of reshard_after_forward. An integer n >= 2 that divides the shard group keeps 1/n of the
+// gathered parameters after forward; in backward the unit then gathers over n neighbouring ranks.
 enum {
-    FSDP_RESHARD_DEFAULT = 0, // in a unit: as the model; in a model: always
+    FSDP_RESHARD_DEFAULT = 0, // in a unit: as the model; in a model: ALWAYS
     FSDP_RESHARD_ALWAYS = 1,  // free the gathered parameters after forward
     FSDP_RESHARD_NEVER = -1   // keep them until the unit's post_backward
 };
 
-// Values of implicit_prefetch: gather the unit whose forward came before, in pre_backward.
+// Values of implicit_prefetch: in pre_backward start to gather the unit whose forward came before.
 enum {
-    FSDP_PREFETCH_DEFAULT = 0, // where lanes or streams can hide it
-    FSDP_PREFETCH_ALWAYS = 1,  // on inline devices too: upstream's sequence of events
+    FSDP_PREFETCH_DEFAULT = 0, // if lanes or streams can hide it
+    FSDP_PREFETCH_ALWAYS = 1,  // inline, too: PyTorch's sequence of events
     FSDP_PREFETCH_NEVER = -1
 };
 
@@ -1352,54 +1392,56 @@ enum {
 typedef struct fsdp_model_desc {
     uint32_t size, start_canary;
     const fsdp_mesh *mesh;         // NULL: 1-D over all ranks. 1-D: FSDP; 2-D with named dims: HSDP
-    const fsdp_mesh_info *mesh_info; // not NULL: instead of mesh (other dims, replicate only)
+    const fsdp_mesh_info *mesh_info; // for other dims, or to replicate only; then mesh is ignored
     fsdp_dtype param_dtype;        // of gathered parameters and gradients; KEEP: their own
     fsdp_dtype reduce_dtype;       // of the reduction; KEEP: the widest of the shard gradients'
     fsdp_dtype grad_dtype;         // of shard gradients; KEEP: the parameter's own
     fsdp_dtype output_dtype;       // of fsdp_cast_forward_output; KEEP: no cast
     int32_t keep_forward_inputs;   // 1: fsdp_cast_forward_input does not cast
-    int32_t reshard_after_forward; // FSDP_RESHARD_DEFAULT: always
-    int32_t grads_overwrite;       // 1: backward stores gradients (=) instead of adding (+=)
-    int32_t cpu_offload;           // 1: shards and their gradients in (pinned) host memory
+    int32_t reshard_after_forward; // FSDP_RESHARD_*, or n
+    int32_t grads_overwrite;       // 1: your backward stores gradients (=); 0: it adds them (+=)
+    int32_t cpu_offload;           // 1: shards and their gradients are in (pinned) host memory
     int32_t implicit_prefetch;     // FSDP_PREFETCH_*
-    int32_t debug;                 // 1: released buffers are filled with NaN patterns
-    int64_t prefetch_bytes;        // of slots that prefetches may hold at a time; 0: no limit
-    int64_t direct_min;            // bytes of a full parameter from which it is gathered in place,
-                                   // 0: 65536; 1: always; FSDP_DIRECT_NEVER
-    int64_t fill_bytes;            // 0: 16 MiB. Block of init_params, step of param_full
+    int32_t debug;                 // 1: the library fills released buffers with NaN patterns
+    int64_t prefetch_bytes;        // bytes of slots that prefetches may hold at a time; 0: no limit
+    int64_t direct_min;            // bytes. A full parameter of this size or more is gathered in
+                                   // place. 0: 65536; 1: always; FSDP_DIRECT_NEVER
+    int64_t fill_bytes;            // bytes of a block of init_params and of a step of param_full;
+                                   // 0: 16 MiB
     uint64_t end_canary;
 } fsdp_model_desc;
 
-/* fsdp_model_create - an empty model; units are added by fsdp_fully_shard
+/* fsdp_model_create - an empty model; fsdp_fully_shard adds units
    desc        NULL: defaults
-   model       owned by the world; fsdp_model_destroy or fsdp_shutdown ends it
+   model       the world owns it; fsdp_model_destroy or fsdp_shutdown ends it
    Result      FSDP_OK; INVALID_ARG, UNSUPPORTED, OUT_OF_MEMORY
-   Collective  yes: every rank of the mesh, same order      Blocks no      Allocates yes
-   Note        ranks of other meshes may make other models */
+   Collective  yes: every rank of the mesh, same order. Ranks of other meshes may make other models
+   Blocks      no      Allocates yes      Source torch: fully_shard of the root module */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_create(fsdp_world *world,
                                                        const fsdp_model_desc *desc,
                                                        fsdp_model **model);
 
 /* fsdp_model_destroy - free a model with its units and buffers; NULL is allowed
-   Collective  yes, in the sense of fsdp_model_create      Blocks for operations under way
+   Collective  yes: every rank of the mesh, same order      Blocks for operations under way
    Allocates   no */
 FSDP_API void fsdp_model_destroy(fsdp_model *model);
 
 typedef struct fsdp_param_view fsdp_param_view;
 
-/* What is gathered in place of a parameter's shard: up to four byte strings per rank, for example
-   quantised values and their scales. Called in the order of the unit's gathers: at once, by a
-   worker thread with lanes, and on devices with streams to enqueue work on `stream`. A failure
-   aborts the world. Source: torch: fsdp_pre_all_gather, fsdp_post_all_gather. */
+/* A gather extension gathers something else than a parameter's shard: up to four byte strings of
+   each rank, for example quantised values and their scales. The library calls it in the order of
+   the unit's gathers: at once, in a worker thread with lanes, or on a device with streams to
+   enqueue work on `stream`. If a function fails, the world is aborted. Source: torch:
+   fsdp_pre_all_gather, fsdp_post_all_gather. */
 enum { FSDP_GATHER_TENSORS = 4 };
 typedef struct fsdp_gather_extension {
-    // Bytes of each string for a stored shard of shard_numel elements, the same on all ranks;
-    // returns how many strings there are, 1..FSDP_GATHER_TENSORS. Called once.
+    // Sets the bytes of each string for a stored shard of shard_numel elements, the same on all
+    // ranks. Returns the number of strings, 1..FSDP_GATHER_TENSORS. The library calls it once.
     int (*sizes)(void *user, int64_t shard_numel, int64_t nbytes[FSDP_GATHER_TENSORS]);
     // Writes this rank's strings from its shard (view->shard, whose padding is zero).
     fsdp_status (*pre_all_gather)(void *user, const fsdp_param_view *view, void *const *strings,
                                   void *stream);
-    // gathered[i]: nbytes[i] of rank 0, of rank 1, ... Writes the parameter, contiguous in dtype.
+    // gathered[i]: string i of rank 0, of rank 1, ... Writes the parameter, contiguous, in dtype.
     fsdp_status (*post_all_gather)(void *user, const fsdp_param_view *view,
                                    const void *const *gathered, void *full, fsdp_dtype dtype,
                                    void *stream);
@@ -1409,15 +1451,15 @@ typedef struct fsdp_gather_extension {
 typedef struct fsdp_param_desc {
     uint32_t size, start_canary;
     const char *name;             // NULL: "p0", "p1", ... Copied
-    void *user;                   // yours; comes back in views
+    void *user;                   // yours: views have it
     fsdp_dtype dtype;             // of the stored shard; KEEP: f32
     int32_t ndim;                 // 1..FSDP_MAX_DIMS
     int64_t shape[FSDP_MAX_DIMS]; // full shape, row-major
     int32_t shard_dim;            // -ndim <= shard_dim < ndim; 0: rows
     int32_t frozen;               // 1: requires no gradient (see fsdp_set_requires_grad)
-    int32_t keep_dtype;           // 1: gathered in its own dtype, whatever param_dtype is
+    int32_t keep_dtype;           // 1: gathered in its own dtype; param_dtype does not count
     int32_t reserved;
-    const fsdp_gather_extension *extension; // NULL: the shard is gathered as it is. Copied
+    const fsdp_gather_extension *extension; // NULL: the shard itself is gathered. Copied
     uint64_t end_canary;
 } fsdp_param_desc;
 
@@ -1441,254 +1483,265 @@ typedef struct fsdp_unit_desc {
     const char *name;              // NULL: "unit0", "unit1", ... Copied
     const fsdp_param_desc *params; // [num_params], copied
     int32_t num_params;            // >= 1
-    int32_t reshard_after_forward; // FSDP_RESHARD_*, or n; a unit open around others: NEVER
+    int32_t reshard_after_forward; // FSDP_RESHARD_*, or n. NEVER: the unit stays open around others
     fsdp_dtype param_dtype;        // KEEP: as the model
     fsdp_dtype reduce_dtype;       // KEEP: as the model
     fsdp_dtype output_dtype;       // KEEP: as the model
     int32_t keep_forward_inputs;   // 1: fsdp_cast_forward_input does not cast
     const fsdp_mesh *mesh;         // NULL: as the model; else as in fsdp_model_desc
     const fsdp_mesh_info *mesh_info;
-    void *user;                    // yours; comes back in views
+    void *user;                    // yours: views have it
     uint64_t end_canary;
 } fsdp_unit_desc;
 
-/* fsdp_fully_shard - add a unit of parameters that are gathered and reduced together
-   unit        owned by the model
-   Result      FSDP_OK; INVALID_ARG (scalar, negative size, bad dim, integer parameter that requires
-               a gradient, ...: the text names the parameter and the field), UNSUPPORTED,
-               INVALID_STATE (the model is committed), OUT_OF_MEMORY. After a failure the model is
-               as before
-   Collective  yes: every rank of the mesh, same desc, same order (checked at the first collective)
-   Blocks      to make a group for the first reshard_after_forward = n, else no
-   Allocates   yes: tables only; shards are allocated by fsdp_model_commit
+/* fsdp_fully_shard - add a unit: parameters that are gathered together and reduced together
+   unit        the model owns it
+   Result      FSDP_OK; INVALID_ARG (the text names the parameter and the field, for example a
+               scalar, a negative size or an integer parameter that requires a gradient),
+               UNSUPPORTED, INVALID_STATE (the model is committed), OUT_OF_MEMORY. After a failure
+               the model is as before
+   Collective  yes: every rank of the mesh, same desc, same order. The first collective checks it
+   Blocks      only to make groups for the first reshard_after_forward = n
+   Allocates   yes: tables. fsdp_model_commit allocates the shards
    Source      torch: fully_shard */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
                                                       fsdp_unit **unit);
 
-/* fsdp_unit_mesh_info - which ranks shard and replicate a unit, and which part and copy this rank
-   has: of the unit's own mesh, or else of the model's
-   out         valid as long as the mesh: until fsdp_shutdown; where neither unit nor model were
-               given one, until the model's end
+/* fsdp_unit_mesh_info - the ranks that shard and replicate a unit, and this rank's place among
+   them. It is of the unit's own mesh, else of the model's
+   out         valid until fsdp_shutdown; if neither the unit's nor the model's desc gave a mesh,
+               until the model ends
    Result      FSDP_OK; INVALID_ARG
    Collective  no      Blocks no      Allocates no
    Source      torch: FSDPParamGroup.mesh_info */
 FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out);
 
-/* fsdp_model_commit - lay out and allocate shards and gradients, zero-filled; idempotent. Called by
-   the first hook, init_params, load, flat or view if you do not
-   Result      FSDP_OK; INVALID_STATE (no units), OUT_OF_MEMORY (sizes in the text), collective
-               errors
+/* fsdp_model_commit - lay out and allocate shards and gradients, filled with zeros. A second call
+   does nothing. If you do not call it, the first hook, init_params, load, flat or view does
+   Result      FSDP_OK; INVALID_STATE (no units), OUT_OF_MEMORY (the text has the sizes), collective
+               errors. If it fails on one of several ranks, the world is aborted: no rank waits
    Collective  yes: every rank of the mesh      Blocks no      Allocates yes
-   Note        a failure on one rank of several aborts the world, so that the others do not wait */
+   Source      torch: FSDPState._lazy_init */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_commit(fsdp_model *model);
 
-/* fsdp_model_reserve - allocate the buffers of forward and backward now instead of at their first
-   use
+/* fsdp_model_reserve - allocate the buffers of forward and backward now, not at their first use
    Result      FSDP_OK; OUT_OF_MEMORY, collective errors
    Collective  yes: every rank of the mesh      Blocks no      Allocates yes */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_model_reserve(fsdp_model *model);
 
-// A parameter, or a block of rows of one, as this rank sees it.
+// A parameter, or a block of rows of one, on this rank.
 struct fsdp_param_view {
     fsdp_unit *unit;
     const char *name, *unit_name;
     void *user, *unit_user;             // from the descs
-    int32_t ordinal;                    // place among all parameters of the model
-    int32_t index;                      // place in the unit
+    int32_t ordinal;                    // its index among all parameters of the model
+    int32_t index;                      // its index in the unit
     fsdp_dtype dtype, grad_dtype;       // of data and shard; of shard_grad
     int32_t ndim, shard_dim, requires_grad;
     int64_t shape[FSDP_MAX_DIMS];       // full
     int64_t start[FSDP_MAX_DIMS];       // first index of the block in the full tensor
-    int64_t local_shape[FSDP_MAX_DIMS]; // of the block; shard_dim has 0 in an empty shard
+    int64_t local_shape[FSDP_MAX_DIMS]; // of the block; in an empty shard 0 along shard_dim
     int64_t numel;                      // elements of the block, without padding
     void *data;                         // the block: contiguous, shape local_shape
-    void *shard;                        // my whole shard; never NULL. Both in device memory
-    void *shard_grad;                   // its gradient; NULL: none, or (but in hooks) not finalized
+    void *shard;                        // this rank's whole shard; never NULL. Device memory
+    void *shard_grad;                   // its gradient, device memory. NULL: there is none, or (but
+                                        // in hooks) finalize_backward has not run yet
 };
 
-/* fsdp_view_index - row-major index in the full tensor of element k of the view's block
-   Collective  no      Blocks no      Allocates no */
+/* fsdp_view_index - row-major index of element k of the view's block in the full tensor
+   Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API int64_t fsdp_view_index(const fsdp_param_view *view, int64_t k);
 
 typedef void (*fsdp_init_fn)(void *user, const fsdp_param_view *block);
 
-/* fsdp_init_params - let fn fill the parameters, a block of rows at a time; the whole model is
-   never in memory. Ends with fsdp_params_changed
-   fn          fills block->data (host memory, block->dtype, block->local_shape at block->start);
-               called for consecutive row blocks of this rank's rows of at most fill_bytes (but at
-               least one row), never for empty ones
-   Result      FSDP_OK; INVALID_STATE (a unit is not idle), what commit returns
-   Collective  as fsdp_model_commit      Blocks no      Allocates as commit */
+/* fsdp_init_params - fill the parameters with your function, a block of rows at a time: the whole
+   model is never in memory. Ends with fsdp_params_changed
+   fn          fills block->data: host memory, block->dtype, block->local_shape at block->start. The
+               library calls it for consecutive blocks of this rank's rows, of at most fill_bytes
+               but at least one row, and never for an empty block
+   Result      FSDP_OK; INVALID_STATE (a unit is not idle), errors of commit
+   Collective  as fsdp_model_commit      Allocates as commit
+   Blocks      on GPUs until the rows are copied, at most timeout_ms for each block
+   Source      torch: Module.to_empty, reset_parameters on DTensors */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn,
                                                       void *user);
 
-/* fsdp_param_view_get - view of parameter i of a unit; data and shard are the same
-   fsdp_param_at       - of parameter `ordinal` of the model
-   Result      FSDP_OK; INVALID_ARG, what commit returns
+/* fsdp_param_view_get - view of parameter `index` of a unit; data and shard are equal
+   fsdp_param_at       - view of parameter `ordinal` of the model
+   Result      FSDP_OK; INVALID_ARG, errors of commit
    Collective  as fsdp_model_commit at the first use, then no      Blocks no
    Allocates as commit
    Source      torch: the sharded nn.Parameter(DTensor), _from_local_no_grad */
 FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_view *out);
 FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_view *out);
 
-/* fsdp_next_param - step through all parameters: start with a zeroed view; 0 at the end
+/* fsdp_next_param - step through all parameters. Start with a zeroed view
+   Result      1: the view is the next parameter's; 0: there is none, or commit failed
    Collective  as fsdp_model_commit at the first use, then no      Blocks no
-   Allocates as commit */
+   Allocates as commit      Source torch: Module.parameters */
 FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view);
 
 /* fsdp_num_params, fsdp_num_units - of the model; 0 for NULL
-   fsdp_unit_name - for messages; "" for NULL
+   fsdp_unit_name - "" for NULL; valid until the model ends
    Collective  no      Blocks no      Allocates no */
 FSDP_API int fsdp_num_params(const fsdp_model *model);
 FSDP_API int fsdp_num_units(const fsdp_model *model);
 FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit);
 
-// All trainable shards of one dtype and their gradients, at equal offsets: one loop, one launch.
+// All trainable shards of one dtype and their gradients, at equal offsets: one loop updates all.
 typedef struct fsdp_flat {
     fsdp_dtype dtype, grad_dtype;
-    void *shards, *grads; // numel elements each, in device memory (cpu_offload: pinned); padding is
-                          // zero in both and must stay so
+    void *shards, *grads; // numel elements each, device memory (cpu_offload: pinned). Keep padding
+                          // at zero in both
     int64_t numel;        // with padding
 } fsdp_flat;
 
 /* fsdp_model_flat - the flat block of one dtype
-   Result      FSDP_OK (numel 0: no trainable parameter of that dtype); INVALID_ARG, what commit
-               returns
-   Gradients   of parameters that have none are zero after fsdp_finalize_backward
+   Result      FSDP_OK (numel 0: no trainable parameter has that dtype); INVALID_ARG, errors of
+               commit
+   Gradients   after fsdp_finalize_backward the gradient of a parameter that has none is zero
    Collective  as fsdp_model_commit at the first use, then no      Blocks no
    Allocates as commit */
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out);
 
-/* fsdp_param_load - take this rank's rows from a full tensor; ends with fsdp_params_changed
+/* fsdp_param_load - copy this rank's rows from a full tensor; ends with fsdp_params_changed
    full        host memory, the parameter's shape and dtype, row-major
-   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), what commit returns
-   Collective  as fsdp_model_commit at the first use, then no      Blocks no
-   Allocates as commit */
+   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), errors of commit
+   Collective  as fsdp_model_commit at the first use, then no      Allocates as commit
+   Blocks      on GPUs until the rows are copied, at most timeout_ms
+   Source      torch: distribute_tensor, set_model_state_dict */
 FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *full);
 
-/* fsdp_param_full - gather a parameter to one full tensor, in its own dtype whatever param_dtype is
-   fsdp_param_full_grad - gather its gradient; zeros when it has none
-   full        host memory, the parameter's shape and dtype; NULL: take part, but keep nothing
-   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle, frozen), collective errors
+/* fsdp_param_full - gather a parameter to one full tensor, in its own dtype, not in param_dtype
+   fsdp_param_full_grad - gather its gradient, in grad_dtype; zeros if it has none
+   full        host memory, the parameter's shape, row-major. NULL: this rank keeps nothing
+   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle, or grad of a frozen
+               parameter), collective errors
    Collective  yes: every rank of the mesh
-   Blocks yes, at most timeout_ms per step of fill_bytes
-   Allocates   at the first use a scratch buffer: the largest parameter, at most fill_bytes */
+   Blocks      yes, at most timeout_ms for each step of fill_bytes
+   Allocates   at the first use scratch memory: the largest parameter, at most fill_bytes
+   Source      torch: DTensor.full_tensor */
 FSDP_API fsdp_status fsdp_param_full(fsdp_unit *unit, int index, void *full);
 FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full);
 
-/* fsdp_params_changed - say that shards have been written (own optimizer, own load)
-   Effect      later gathers come after the writes; unsharded copies, also those under way, are
-               stale and gathered again by the next fsdp_unshard or pre_*; until then fsdp_data
-               gives the old values
+/* fsdp_params_changed - say that you have written shards (own optimizer, own load)
+   Effect      later gathers run after your writes. Unsharded copies, also those under way, are
+               stale: the next fsdp_unshard or pre_* gathers again. Until then fsdp_data gives the
+               old values
    Result      FSDP_OK; INVALID_STATE (a unit is not idle)
    Collective  no, but every rank has to do the same      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model);
 
 /* -------------------------------------------------------------------------------------------- */
-/* Training step. A call in a wrong order returns INVALID_STATE, names the calls that are possible
-   and changes nothing; fsdp_finalize_backward reports the first such failure of the step again, of
-   setters too, so that a trainer may check finalize and the optimizer alone. After a failure of a
-   collective (TIMEOUT, PEER_LOST, MISMATCH, ABORTED, BACKEND) the world is aborted: every call
-   returns that status at once and fsdp_data/fsdp_grad give valid memory of undefined content.
+/* Training step. A call in a wrong order returns INVALID_STATE and changes nothing; the text names
+   the call that is missing. fsdp_finalize_backward reports the first such failure of the step
+   again, setters included: a trainer may check only finalize and the optimizer. After a collective
+   error (TIMEOUT, PEER_LOST, MISMATCH, ABORTED, BACKEND) the world is aborted: every call returns
+   that status at once, and fsdp_data and fsdp_grad give valid memory with undefined contents.
    All hooks are collective: every rank of the mesh calls them in the same order.                 */
 
-/* fsdp_pre_forward - parameters are gathered and ready for the caller
-   Phase       also the recompute of an activation checkpoint, between pre_ and post_backward of the
-               unit itself, or inside the backward of others while a forward of it is outstanding
+/* fsdp_pre_forward - gather the unit's parameters: you may read fsdp_data
+   Recompute   of an activation checkpoint, too: between pre_backward and post_backward of this
+               unit, or in the backward of other units after a forward of this one
    Result      FSDP_OK; INVALID_STATE; OUT_OF_MEMORY; collective errors
    Collective  yes      Blocks until gathered, at most timeout_ms      Allocates at its first use
    Source      torch: FSDPState._pre_forward, FSDPParamGroup.pre_forward */
 FSDP_API fsdp_status fsdp_pre_forward(fsdp_unit *unit);
 
-/* fsdp_post_forward - the caller has finished reading; frees the parameters (reshard_after_forward)
+/* fsdp_post_forward - you have finished reading; frees the parameters (reshard_after_forward)
    Result      FSDP_OK; INVALID_STATE
-   Collective  yes      Blocks no      Allocates no, but for the record of forwards as it grows
+   Collective  yes      Blocks no      Allocates only to grow the record of forwards
    Source      torch: FSDPState._post_forward, FSDPParamGroup.post_forward */
 FSDP_API fsdp_status fsdp_post_forward(fsdp_unit *unit);
 
-/* fsdp_pre_backward - parameters are gathered again, gradients are zero or hold earlier
-   microbatches; on asynchronous devices the unit before in the order of forwards is on its way
-   Result      FSDP_OK; INVALID_STATE (no grad-enabled forward of the unit is outstanding, ...);
-               OUT_OF_MEMORY; collective errors
+/* fsdp_pre_backward - gather the unit's parameters again. fsdp_grad is zero or holds gradients of
+   earlier microbatches. With lanes or streams it starts to gather the unit of the forward before
+   Result      FSDP_OK; INVALID_STATE (for example, no grad-enabled forward of the unit waits for a
+               backward); OUT_OF_MEMORY; collective errors
    Collective  yes      Blocks until gathered, at most timeout_ms      Allocates at its first use
    Source      torch: FSDPState._pre_backward, FSDPParamGroup.pre_backward */
 FSDP_API fsdp_status fsdp_pre_backward(fsdp_unit *unit);
 
-/* fsdp_post_backward - the caller has finished writing gradients; parameters are freed, gradients
-   are averaged over the ranks into their owners' shards (added to what is there) if sync is on
+/* fsdp_post_backward - you have finished writing gradients. It frees the parameters. If gradient
+   sync is on, it averages gradients over the ranks and adds them to the shards' gradients
    Result      FSDP_OK; INVALID_STATE; OUT_OF_MEMORY; collective errors
    Collective  yes      Blocks inline: until reduced; with lanes or streams: no
    Allocates   at its first use      Source torch: FSDPParamGroup.post_backward, foreach_reduce */
 FSDP_API fsdp_status fsdp_post_backward(fsdp_unit *unit);
 
-/* fsdp_finalize_backward - end of backward: units still open in backward are finished, left-overs
-   are freed, every sharded gradient is ready
-   Result      FSDP_OK; the first failure of a hook since the last finalize that went through (its
-               own come before); INVALID_STATE (a unit is open in forward); collective errors
-   Collective  yes      Blocks until all reductions are done; on devices with streams only with
-               cpu_offload, or to ask whether others used a parameter that this rank did not use
-   Allocates   at its first use
+/* fsdp_finalize_backward - end backward: finish units that are still open in backward, free what is
+   left; then every sharded gradient is ready
+   Result      FSDP_OK; INVALID_STATE (the text names a unit that is open in forward); collective
+               errors. If it succeeds itself, it returns the first failure of a hook or setter
+               since the last finalize that succeeded
+   Collective  yes      Blocks until all reductions are done. On devices with streams only with
+               cpu_offload, or if this rank has to ask whether others used a parameter that it did
+               not use      Allocates at its first use
    Source      torch: FSDPState._root_post_backward_final_callback, finalize_backward */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_finalize_backward(fsdp_model *model);
 
-/* fsdp_data - full parameter `index`, contiguous, in param_dtype; valid from pre_* to post_*
-   fsdp_grad - where its gradient is written (frozen parameter: NULL); valid from pre_ to
-               post_backward; marks the parameter as used. Both in device memory, ready in the order
-               of the caller's stream
-   Result      NULL, and a logged text, in a state where there is none; a zero-size parameter never
-               gives NULL. From the second step of the same order of calls on, addresses repeat
-   Collective  no      Blocks no      Allocates no (but see the failure rule above) */
+/* fsdp_data - the full parameter `index`: contiguous, param_dtype, valid from pre_* to post_*
+   fsdp_grad - where you write its gradient: same shape and dtype, valid from pre_backward to
+               post_backward. It marks the parameter as used. NULL for a frozen parameter
+   Result      device memory, ready in the order of your stream; the library owns it. NULL and a
+               logged text in a wrong state. Never NULL for a parameter of size zero. If steps
+               have the same order of calls, addresses repeat from the second step on
+   Collective  no      Blocks no      Allocates no, but after an abort (see above)
+   Source      torch: FSDPParam.unsharded_param, unsharded_param.grad */
 FSDP_API void *fsdp_data(fsdp_unit *unit, int index);
 FSDP_API void *fsdp_grad(fsdp_unit *unit, int index);
 
-/* fsdp_unshard - start gathering a unit ahead of its use; fsdp_wait - until fsdp_data is valid;
+/* fsdp_unshard - start to gather a unit before its use
+   fsdp_wait    - wait until fsdp_data is valid
    fsdp_reshard - free the gathered parameters now
-   Result      FSDP_OK (also when there is nothing to do); INVALID_STATE; collective errors
-   Collective  yes      Blocks unshard: inline devices only; wait: yes; reshard: no
+   Result      FSDP_OK (also if there is nothing to do); INVALID_STATE; collective errors
+   Collective  yes      Blocks unshard: inline only; wait: at most timeout_ms; reshard: no
    Allocates   unshard: at its first use
    Source      torch: FSDPModule.unshard, UnshardHandle.wait, FSDPModule.reshard */
 FSDP_API fsdp_status fsdp_unshard(fsdp_unit *unit);
 FSDP_API fsdp_status fsdp_wait(fsdp_unit *unit);
 FSDP_API fsdp_status fsdp_reshard(fsdp_unit *unit);
 
-/* fsdp_zero_grad - forget all sharded gradients: the next reduction stores instead of adding
+/* fsdp_zero_grad - drop all sharded gradients: the next reduction stores instead of adding. It
+   keeps gradients of microbatches that are not reduced yet, as PyTorch does
    Result      FSDP_OK; INVALID_STATE (a unit is not idle)
-   Note        gradients of microbatches that were not reduced yet survive, as in PyTorch
-   Collective  no, but every rank has to do the same      Blocks no      Allocates no */
+   Collective  no, but every rank has to do the same      Blocks no      Allocates no
+   Source      torch: Optimizer.zero_grad */
 FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model);
 
-/* fsdp_clip_grads - norm of all gradients over all ranks; scales them to at most max_norm
-   fsdp_clip_grad_norm - the same with defaults: the 2-norm
+/* fsdp_clip_grads - find the norm of all gradients over all ranks, and scale them to at most
+   max_norm
+   fsdp_clip_grad_norm - the same with the 2-norm
    fsdp_grad_norm - the norm that the last of these calls found
-   norm        out: the norm before clipping, the same on every rank. NULL: on GPUs nobody waits for
-               it; it can be asked for later, say where a step's loss is
-   Arithmetic  |g|^p is summed in f64, parameter by parameter in order, ranks in rank order: the
-               same bits for every layout. Coefficient max_norm/(norm + 1e-6), at most 1
-   Meshes      the norm is over all gradients on all ranks of the model's mesh, each element once.
-               Ranks along a unit's replicate dim hold copies: one of them counts. All other ranks
-               hold other elements, and count: along the shard dim, along dims that do neither, and
-               outside of the unit's own mesh.
+   norm        out: the norm before clipping, the same on every rank. NULL: on GPUs the host does
+               not wait; call fsdp_grad_norm later, for example where you read a step's loss
+   Arithmetic  |g|^p is summed in f64, parameter by parameter in order, ranks in rank order: every
+               layout gives the same bits. The coefficient is max_norm/(norm + 1e-6), at most 1
+   Meshes      the norm counts each element of all ranks of the model's mesh once. Ranks along a
+               unit's replicate dim hold copies, so one of them counts. All other ranks hold other
+               elements and count: along the shard dim, along dims that do neither, and ranks that
+               the unit's mesh lacks.
                Example: on a mesh (dp, tp) the model has a mesh_info that shards over dp. Its tp
                ranks hold other parameters, as layers do that tensor parallelism has cut. If a
                unit's parameters are equal on all tp ranks (norms, biases), give that unit a
                mesh_info that shards over dp and replicates over tp; else each tp rank counts.
-               If the model's mesh is a slice, as dp of (dp, tp), nothing says what the ranks beside
-               it hold, and the call is refused: give mesh_info on the mesh that was sliced. A mesh
-               of fsdp_mesh_create stands for itself, also if it lacks ranks of the world.
-   Collectives one all-reduce over the shard group if all other ranks hold copies; else one over the
-               world, or one over each dim of a model's mesh that lacks ranks of the world
-   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle; grad_norm: there was no call
-               since the model got its buffers), UNSUPPORTED (the model's mesh is a slice, or lacks
-               ranks of a unit's mesh), CORRUPT (error_if_nonfinite: nothing is scaled, the world
-               goes on); collective errors
+               If the model's mesh is a slice, as dp of (dp, tp), the library does not know what
+               the other ranks hold, and refuses: give mesh_info on the mesh that you sliced. A
+               mesh of fsdp_mesh_create is taken as whole, even if it lacks ranks of the world.
+   Collectives one all-reduce over the shard group if all other ranks hold copies. Else one over
+               the world; if the model's mesh lacks ranks of the world, one over each of its dims
+   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle; grad_norm: no call since
+               the model got its buffers), UNSUPPORTED (the model's mesh is a slice, or lacks ranks
+               of a unit's mesh), CORRUPT (error_if_nonfinite: nothing is scaled, the world goes
+               on); collective errors
    Collective  yes, but not fsdp_grad_norm      Allocates no; the first calls on a GPU: scratch
    Blocks      at most timeout_ms; on GPUs only for norm, error_if_nonfinite and cpu_offload
    Source      torch: torch.nn.utils.clip_grad_norm_, get_total_norm */
 typedef struct fsdp_clip_desc {
     uint32_t size, start_canary;
     double max_norm;            // > 0; INFINITY: measure only
-    double norm_type;           // p > 0, INFINITY: largest magnitude; 0: 2
-    int32_t error_if_nonfinite; // 1: a norm that is infinite or NaN is an error
+    double norm_type;           // p > 0; 0: 2; INFINITY: largest magnitude
+    int32_t error_if_nonfinite; // 1: an infinite or NaN norm is an error
     int32_t reserved;
     uint64_t end_canary;
 } fsdp_clip_desc;
@@ -1698,31 +1751,31 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_clip_grad_norm(fsdp_model *model, doub
                                                          double *norm);
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm);
 
-/* fsdp_model_reset - bring every unit back to IDLE and SHARDED after an interrupted step;
-   gradients, also those already reduced, and unreduced microbatches are dropped
-   Result      FSDP_OK; the stored status if the world is aborted
+/* fsdp_model_reset - make every unit IDLE and SHARDED after an interrupted step. It drops
+   gradients, reduced ones included, and microbatches that are not reduced
+   Result      FSDP_OK; if the world is aborted, its status
    Collective  no, but every rank has to do the same      Blocks for operations under way
    Allocates   no      Source torch: reset_iter_state */
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 
 /* Setters. Those with a unit (NULL: every unit) need it IDLE or POST_BACKWARD; the others any time.
-   fsdp_set_grad_enabled           0: forwards are evaluation and are not waited for by a backward
-   fsdp_set_is_last_backward       0: another backward comes, maybe over the same forward; finalize
+   fsdp_set_grad_enabled           0: a forward is evaluation, and no backward follows it
+   fsdp_set_is_last_backward       0: another backward follows, maybe over the same forward; finalize
                                    keeps the record of forwards and what is being gathered
-   fsdp_set_requires_gradient_sync 0: post_backward keeps gradients here, unreduced (no_sync).
-                                   Sets requires_all_reduce to the same
-   fsdp_set_requires_all_reduce    0: HSDP: the sums over the shard group are kept and added up, the
-                                   all-reduce over the replicas waits for a later post_backward.
-                                   With one shard as without sync; without replicas nothing
+   fsdp_set_requires_gradient_sync 0: post_backward does not reduce; the rank keeps its gradients
+                                   (no_sync). It sets requires_all_reduce to the same value
+   fsdp_set_requires_all_reduce    0, HSDP: post_backward keeps and adds up the sums of the shard
+                                   group; a later one reduces them over the replicas. With one
+                                   shard: as without sync. Without replicas: no effect
    fsdp_set_reshard_after_forward  FSDP_RESHARD_ALWAYS or _NEVER
    fsdp_set_reshard_after_backward 0: parameters stay gathered after backward
-   fsdp_set_unshard_in_backward    0: pre_backward does not gather (backward needs no parameters)
-   fsdp_set_gradient_divide_factor gradients are sums divided by this, from the next post_backward
-                                   on; 0: by the number of ranks
-   fsdp_set_reduce_scatter_unused_params 1 (default here): every trainable parameter is reduced
-                                   whoever used it; 0, upstream's rule: a unit of which nothing was
-                                   used is not reduced, and ranks must have used the same parameters
-                                   (checked: FSDP_ERR_MISMATCH)
+   fsdp_set_unshard_in_backward    0: pre_backward does not gather; backward needs no parameters
+   fsdp_set_gradient_divide_factor from the next post_backward on gradients are sums divided by
+                                   this factor; 0: by the number of ranks
+   fsdp_set_reduce_scatter_unused_params 1 (default here): the library reduces every trainable
+                                   parameter, used or not. 0 (PyTorch's rule): it does not reduce
+                                   a unit without a used parameter; all ranks must have used the
+                                   same parameters (checked: FSDP_ERR_MISMATCH)
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE
    Collective  no, but every rank has to do the same      Blocks no      Allocates no
    Source      torch: FSDPModule methods of the same names, torch.set_grad_enabled */
@@ -1739,10 +1792,10 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
 FSDP_API fsdp_status fsdp_set_reduce_scatter_unused_params(fsdp_model *model, fsdp_unit *unit,
                                                            int reduce);
 
-/* fsdp_set_modules_to_forward_prefetch, fsdp_set_modules_to_backward_prefetch - units whose gather
-   pre_forward or pre_backward of this one starts, in this order, after its own; in backward instead
-   of the implicit one. A gather that would exceed prefetch_bytes is left out
-   targets     [count] units of the same model, copied; count 0: as if never set
+/* fsdp_set_modules_to_forward_prefetch, fsdp_set_modules_to_backward_prefetch - after its own
+   gather, pre_forward or pre_backward of this unit starts to gather these units, in this order. In
+   backward they replace the implicit prefetch. A gather that would exceed prefetch_bytes is skipped
+   targets     [count] units of the same model, copied. count 0: back to the default
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE, OUT_OF_MEMORY
    Collective  no, but every rank has to do the same      Blocks no      Allocates yes
    Source      torch: set_modules_to_forward_prefetch, set_modules_to_backward_prefetch */
@@ -1752,33 +1805,35 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
                                                            fsdp_unit *const *targets, int count);
 
 /* fsdp_set_requires_grad - freeze or thaw a parameter between steps
-   Effect      the model is laid out anew at the next call that needs it: shards and gradients move,
-               earlier views and flats are stale, gathered parameters are freed; both layouts
-               exist for a moment. Before the first hook it costs nothing. Freezing drops the
-               parameter's gradient
+   Effect      the next call that needs the layout makes a new one: it moves shards and gradients
+               and frees gathered parameters; for a moment both layouts exist. Earlier views and
+               flats are stale. Before the first hook this costs nothing. If you freeze a
+               parameter, it loses its gradient
    Result      FSDP_OK; INVALID_ARG (integer parameter), INVALID_STATE (a unit is not idle, or holds
-               gradients that are not reduced)
+               gradients that are not reduced), OUT_OF_MEMORY, collective errors
    Collective  no, but every rank has to do the same      Blocks for operations under way
    Allocates   tables; the rest at the next call      Source torch: Tensor.requires_grad_ */
 FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requires_grad);
 
-/* Hooks of a unit. They run where its reductions run: at once, in a worker thread with lanes (where
-   no function that takes the world, the model or the unit may be called), on devices with streams
-   to enqueue work on `stream`. A result that is not FSDP_OK aborts the world with that status.
-   fsdp_set_all_reduce_hook   on the summed gradients (numel elements of dtype, the order of the
-                              shards) before they are divided, after the all-reduce of HSDP
-   fsdp_set_post_accumulate_hook  when a parameter's shard gradient is ready (not for one that
-                              nobody used); it may write the shard: an optimizer in backward
-   fsdp_set_custom_all_gather, fsdp_set_custom_reduce_scatter  instead of ops->run(comm, coll)
-   fsdp_set_custom_all_reduce  the same for the all_reduce of a unit over its replicas, in place:
-                              coll->count elements of coll->dtype at coll->dst. The first ones are
-                              the gradients of the trainable parameters in the order of their
-                              shards. The last ones, one for each trainable parameter, tell how
-                              often it was used. The hook makes all of them sums over the group;
-                              the library divides
+/* Hooks of a unit. They run where its reductions run: at once, in a worker thread with lanes, or on
+   a device with streams to enqueue work on `stream`. In a worker thread a hook must not call
+   functions that take the world, the model or a unit. If a hook does not return FSDP_OK, the world
+   is aborted with its status.
+   fsdp_set_all_reduce_hook   gets the summed gradients before they are divided, after the
+                              all-reduce of HSDP: numel elements of dtype, in the order of shards
+   fsdp_set_post_accumulate_hook  runs when a parameter's shard gradient is ready, but not if no
+                              rank used the parameter. It may write the shard: an optimizer in
+                              backward
+   fsdp_set_custom_all_gather, fsdp_set_custom_reduce_scatter  replace ops->run(comm, coll)
+   fsdp_set_custom_all_reduce  replaces it for a unit's all_reduce over its replicas, in place:
+                              coll->count elements of coll->dtype at coll->dst. First come the
+                              gradients of the trainable parameters in the order of their shards,
+                              then for each of these parameters how often it was used. The hook
+                              makes all of them sums over the group; the library divides
    hook        NULL: none
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE
-   Collective  no, but every rank has to do the same      Blocks no      Allocates no
+   Collective  no, but every rank has to do the same      Blocks for operations under way
+   Allocates   no
    Source      torch: set_all_reduce_hook, register_post_accumulate_grad_hook,
                set_custom_all_gather, set_custom_reduce_scatter; for all_reduce the comm hooks of
                DistributedDataParallel (register_comm_hook) */
@@ -1796,11 +1851,11 @@ FSDP_API fsdp_status fsdp_set_custom_reduce_scatter(fsdp_unit *unit, fsdp_custom
                                                     void *user);
 FSDP_API fsdp_status fsdp_set_custom_all_reduce(fsdp_unit *unit, fsdp_custom_comm hook, void *user);
 
-/* fsdp_cast_forward_input  - an activation as the unit's policy wants it: floating data are cast to
-   param_dtype unless keep_forward_inputs is set
-   fsdp_cast_forward_output - to output_dtype
-   dst         room for count elements of that dtype, owned by the caller; untouched when not needed
-   dtype       in: of src; out: of the result. unit and dtype are not NULL
+/* fsdp_cast_forward_input  - cast floating activations to the unit's param_dtype, unless
+   keep_forward_inputs is set
+   fsdp_cast_forward_output - cast floating activations to output_dtype
+   dst         room for count elements of that dtype; you own it. Untouched if no cast is needed
+   dtype       in: dtype of src; out: dtype of the result. unit and dtype must not be NULL
    Result      the pointer to use: dst or src
    Collective  no      Blocks no      Allocates no
    Source      torch: MixedPrecisionPolicy.cast_forward_inputs, output_dtype */
@@ -1825,14 +1880,14 @@ typedef enum fsdp_storage_state {
     FSDP_STORAGE_COUNT
 } fsdp_storage_state;
 
-/* fsdp_unit_state, fsdp_unit_storage - where a unit is
+/* fsdp_unit_state, fsdp_unit_storage - the unit's place in a step; what it holds
    Collective  no      Blocks no      Allocates no      Source torch: TrainingState, ShardedState */
 FSDP_API fsdp_training_state fsdp_unit_state(const fsdp_unit *unit);
 FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
 
 /* -------------------------------------------------------------------------------------------- */
-/* Ops are data: everything that a call does is an op record. The same record is what an observer
-   sees, a lane queues, a collective is checked by, and an error text is made from.               */
+/* Ops are data: everything that a call does is an op record. An observer sees this record, a lane
+   queues it, ranks compare what they derive from it, and error texts are made of it.             */
 
 #define FSDP_OP_LIST(X)                                                                           \
     X(COPY, "copy")                   /* 2-D blocks: cast, scale, accumulate */                   \
@@ -1846,7 +1901,7 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit);
     X(SEND, "send")                                                                               \
     X(RECV, "recv")                                                                               \
     X(USE, "use")                     /* marker: the caller's stream waits for src */             \
-    X(CALL, "call")                   /* a function of the user, in the stream's order */         \
+    X(CALL, "call")                   /* calls a function of the user, in the stream's order */   \
     X(UPDATE, "update")               /* list: one fsdp_update, by `call` or by the device */     \
     X(HOOK, "hook")                   /* marker: a public call begins; count is FSDP_CALL_* */    \
     X(ACQUIRE, "acquire")             /* marker: the unit holds dst from here on */               \
@@ -1901,70 +1956,70 @@ enum {
     FSDP_STREAM_COUNT
 };
 
-// A point in a stream's order. Host lanes: the seq-th op of the stream; native: an event object.
+// A point in a stream's order. With lanes: the seq-th op of the stream; on a device: its event.
 typedef struct fsdp_event {
     void *native;
     uint64_t seq;
     int32_t stream; // FSDP_STREAM_*
 } fsdp_event;
 
-/* What ranks have to agree on, thing by thing: a byte of hash each, so that a text can name what
-   differs. Whether they agree is asked of what_hash. */
+/* Things that ranks must agree on, a byte of hash each: an error text names those that differ.
+   what_hash covers all of them; it decides whether ranks agree. */
 #define FSDP_AGREE_LIST(X)                                                                        \
     X(NAMES, "names of parameters") X(SHAPES, "shapes") X(SHARD_DIM, "shard_dim")                 \
     X(DTYPES, "dtypes of parameters") X(REDUCE_DTYPE, "reduce_dtype")                             \
     X(GRAD_DTYPE, "grad_dtype") X(REQUIRES_GRAD, "requires_grad")                                 \
-    X(STRINGS, "sizes of a gather extension") X(SLICES, "slices")                                 \
+    X(STRINGS, "sizes of a gather extension") X(SLICES, "n of reshard_after_forward")             \
     X(OVERWRITE, "grads_overwrite") X(DIRECT_MIN, "direct_min") X(MESH, "sizes of the mesh")      \
     X(FACTOR, "gradient divide factor") X(USED, "parameters that have a gradient")                \
-    X(ACCUMULATE, "gradients of earlier steps: zero_grad") X(STEP, "number of finished steps")
+    X(ACCUMULATE, "gradients of earlier steps (zero_grad)") X(STEP, "number of finished steps")
 #define FSDP_X(name, text) FSDP_AGREE_##name,
 enum { FSDP_AGREE_LIST(FSDP_X) FSDP_AGREE_COUNT };
 #undef FSDP_X
 
-// Markers, HOOK and those behind it, say what happens: they wait for nothing. The library makes
-// them only where an extension sees records.
+// Markers, HOOK and those behind it, tell what happens and wait for nothing. The library makes them
+// only if an extension sees records.
 typedef struct fsdp_op {
-    uint64_t seq;             // of this rank's model, or world; ranks may differ in local records
-    uint64_t bytes;           // to be received from other ranks (of all_reduce 2 (R-1)/R of the
-                              // whole, rounded up), or written (copies, zero)
-    uint64_t count;           // elements: per rank (gather, scatter), of the whole (others)
+    uint64_t seq;             // number in this rank's model, or world. Ranks may differ in it
+    uint64_t bytes;           // collectives: to be received from other ranks (all_reduce: 2 (R-1)/R
+                              // of the whole, rounded up); copies, zero: to be written
+    uint64_t count;           // elements: gather, scatter: per rank; others: of the whole
     uint8_t kind, label, stream, state; // FSDP_OP_*, FSDP_LABEL_*, FSDP_STREAM_*, training state
     uint8_t dtype, out_dtype, accumulate, in_place;
     uint8_t redop, fill;      // ALL_REDUCE: FSDP_SUM, ...; ZERO: the byte that is written
-    uint8_t timed, pool;      // timed: somebody is told when it ran; pool: of slot
-    int32_t root;             // BROADCAST; CALL: index of the parameter, or -1
-    int32_t group_size;       // collectives: ranks that take part
-    uint16_t comm_number;     // of comm, in the order of making: 1 the world's; 0: none
+    uint8_t timed, pool;      // timed: 1: an extension gets the times when it ran; pool: of slot
+    int32_t root;             // BROADCAST: place of the root. CALL: index of the parameter, or -1
+    int32_t group_size;       // collectives: number of ranks
+    uint16_t comm_number;     // number of comm in the order of creation; 1: the world's; 0: none
     uint8_t num_waits, reserved; // of wait
-    double scale;             // multiplies the (summed) input, in the arithmetic's type; 1: none
+    double scale;             // factor of the (summed) input, in the arithmetic's type; 1: none
     double norm_type;         // NORM, and clip: p; INFINITY: the maximum
-    const double *clip;       // COPY, or NULL: what NORM has found, in the device's memory. `scale`
-                              // is a largest norm then: times scale/(norm + 1e-6) if < 1, or NaN
+    const double *clip;       // COPY: NULL, or what NORM has found, in device memory. Then `scale`
+                              // is the largest norm; factor: scale/(norm + 1e-6) if < 1, or NaN
     uint32_t list_count;
-    int32_t slot;             // ACQUIRE, RELEASE, WROTE: number of the buffer, of FSDP_POOL_* pool
-    fsdp_model *model;        // NULL: of the world: a collective on host data, a transfer
-    const fsdp_unit *unit;    // NULL: of the model
-    const char *what;         // the unit's name, or the call's
-    uint64_t what_hash, step; // of the unit's desc, and the finalizes so far: ranks must agree
-    uint8_t agree[FSDP_AGREE_COUNT]; // of the parts of what_hash, for texts
+    int32_t slot;             // ACQUIRE, RELEASE, WROTE: number of the buffer in FSDP_POOL_* `pool`
+    fsdp_model *model;        // NULL: the op is the world's: a collective on host data, a transfer
+    const fsdp_unit *unit;    // NULL: the op is the model's
+    const char *what;         // name of the unit or of the call
+    uint64_t what_hash, step; // hash of the unit's desc, number of finalizes: ranks must agree
+    uint8_t agree[FSDP_AGREE_COUNT]; // hashes of the parts of what_hash, for texts
     fsdp_comm *comm;          // collectives: where
-    fsdp_buf *src, *dst;      // whose events it waits for and sets; NULL: none
-    const void *list;         // fsdp_block[] (COPY, NORM) or fsdp_seg[] (collectives), prebuilt;
-                              // UPDATE: a fsdp_update
+    fsdp_buf *src, *dst;      // the op waits for their events, and sets them; NULL: none
+    const void *list;         // prebuilt: fsdp_block[] (COPY, NORM), fsdp_seg[] (collectives), or
+                              // one fsdp_update (UPDATE)
     const void *src_ptr;      // fixed at issue: a slot may change hands before a worker runs the op
     void *dst_ptr;
     fsdp_status (*call)(const struct fsdp_op *op, void *stream); // CALL; UPDATE by the host
-    fsdp_event wait[2];       // num_waits of them, derived by emit
+    fsdp_event wait[2];       // num_waits of them; the library derives them
 } fsdp_op;
 
-/* fsdp_op_name, fsdp_label_name - "reduce_scatter", "copy_in"; "?" out of range; of a label that an
-   extension has registered "extension": fsdp_op_label knows its name
+/* fsdp_op_name, fsdp_label_name - for example "reduce_scatter", "copy_in"; "?" out of range. For a
+   label of an extension "extension": fsdp_op_label gives its name
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API const char *fsdp_op_name(int kind);
 FSDP_API const char *fsdp_label_name(int label);
 
-// The public calls, in the order of the transition table; HOOK ops carry one as `count`.
+// The public calls, in the order of the transition table. A HOOK op has one of them as `count`.
 #define FSDP_CALL_LIST(X)                                                                         \
     X(PRE_FORWARD, "pre_forward")                                                                 \
     X(POST_FORWARD, "post_forward")                                                               \
@@ -1984,7 +2039,7 @@ FSDP_API const char *fsdp_label_name(int label);
     X(REQUIRES_GRAD, "set_requires_grad")                                                         \
     X(SET, "set_...")                                                                             \
     X(RESET, "model_reset")                                                                       \
-    X(EXTENSION, "extension")         /* an extension's own: always possible */
+    X(EXTENSION, "extension")         /* an extension's own call: always possible */
 
 enum {
 #define FSDP_X(name, text) FSDP_CALL_##name,
@@ -2015,43 +2070,45 @@ enum {
 
 enum { FSDP_POOL_MAX = FSDP_POOL_COUNT + 8 }; // with those of extensions (fsdp_pool_register)
 
-// Bytes of device memory by pool. Pools only grow, so current is also the peak; fsdp_pools_trim, of
-// extensions, shrinks them.
+// Bytes of device memory by pool. Pools only grow, so current is also the peak. Only extensions
+// shrink them (fsdp_pools_trim).
 typedef struct fsdp_memory {
     int64_t pool_bytes[FSDP_POOL_MAX];
     int32_t pool_slots[FSDP_POOL_MAX];
     int64_t total_bytes;     // of all pools
-    int64_t host_bytes;      // tables of the library for this model
+    int64_t host_bytes;      // host memory: the library's tables for this model, and what its
+                             // extensions have from fsdp_alloc (an optimizer's state)
     int64_t unsharded_bytes; // parameters and gradients of the whole model, for comparison
 } fsdp_memory;
 
-/* fsdp_model_memory - what is allocated now. fsdp_model_predict - what training will have allocated
-   after a step: one forward and one backward of every unit, in the order of their creation and
-   back; a unit that never reshards in a model that does is open around the others; allocates
-   nothing on the device. Not in it: gradients kept without sync, scratch of fsdp_param_full, and
-   buffers of extensions. One rank with grads_overwrite takes a slot of gradients more in steps that
-   begin with gradients
+/* fsdp_model_memory  - what is allocated now
+   fsdp_model_predict - what will be allocated after a training step. It assumes one forward of
+   every unit in the order of creation and one backward in the reverse order; if the model reshards
+   after forward, units that never do are open while the others run. It allocates nothing on the
+   device. It does not count gradients kept without sync, scratch of fsdp_param_full and buffers of
+   extensions. On one rank with grads_overwrite, a step that begins without fsdp_zero_grad needs
+   one more slot of gradients than it says
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, INVALID_STATE (predict: no units)
    Collective  no      Blocks no      Allocates predict: temporary tables */
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out);
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out);
 
-/* fsdp_unit_memory - of one unit: bytes of its part of the shards and gradients, of one slot of
-   each pool that it takes (pool_slots: how many it holds now), and of its full parameters and
-   gradients
+/* fsdp_unit_memory - memory of one unit. SHARD, SGRAD: its part of shards and gradients. Other
+   pools: bytes of one slot that it takes, and in pool_slots how many it holds now.
+   unsharded_bytes: its full parameters and gradients
    Result      FSDP_OK; INVALID_ARG
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out);
 
 /* fsdp_model_describe - a table of units and parameters as text: shapes, dtypes, layout, bytes, and
-   the route of each unit: how it gathers, and what happens to gradients behind post_backward
-   buf         room for cap bytes, always terminated when cap > 0; may be NULL with cap 0
+   the route of each unit: how it gathers, and what happens to gradients after post_backward
+   buf         room for cap bytes, always terminated if cap > 0; NULL with cap 0
    Result      length of the whole text without its end, as snprintf; 0 for NULL
    Collective  no      Blocks no      Allocates no */
 FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t cap);
 
-/* fsdp_pool_name - "gathered parameters"; "?" out of range; of a pool that an extension has
-   registered "extension": fsdp_model_pool_name knows its name
+/* fsdp_pool_name - for example "gathered parameters"; "?" out of range. For a pool of an extension
+   "extension": fsdp_model_pool_name gives its name
    Collective  no      Blocks no      Allocates no      Thread any */
 FSDP_API const char *fsdp_pool_name(int pool);
 
@@ -2061,147 +2118,146 @@ typedef struct fsdp_counters {
     uint64_t allocations;          // host and device allocations of the model
 } fsdp_counters;
 
-/* fsdp_model_counters - since creation
+/* fsdp_model_counters - numbers since the model's creation
    Result      FSDP_OK; INVALID_ARG
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters *out);
 
 /* -------------------------------------------------------------------------------------------- */
-/* The seam for extensions: fsdp_extension, and the functions that they call.                     */
+/* The seam for extensions: fsdp_extension, and the functions that extensions call.               */
 
 /* ==== core/extension.h ======================================================================
-   the seam for extensions: what they answer, and what they may call
+   extensions: the functions that they give, and those that they may call
 
-   Included by fsdp.h, at the end of its declarations. How to write one: docs/extensions.md. */
+   Included by fsdp.h, at the end of its declarations. docs/extensions.md tells how to write one. */
 
 #ifndef FSDP_EXTENSION_H
 #define FSDP_EXTENSION_H
 // clang-format off
 
-// One thing that a checkpoint has to write: numbers that an extension keeps.
+// Numbers that an extension keeps and that a checkpoint must write: one item of them.
 typedef struct fsdp_state_item {
-    const char *extension;        // its name
-    const char *name;             // "exp_avg"; NULL: there is no further item
+    const char *extension;        // name of the extension
+    const char *name;             // for example "exp_avg"; NULL: there is no further item
     int32_t ordinal;              // of the parameter that it belongs to; -1: of none
-    int32_t sharded;              // 1: this rank's rows of a tensor of the parameter's shape, as
-                                  // fsdp_param_view tells them; 0: the same on all ranks
+    int32_t sharded;              // 1: this rank's rows of a tensor of the parameter's shape, see
+                                  // fsdp_param_view; 0: the same on all ranks
     fsdp_dtype dtype;
-    int32_t memory;               // where data is: FSDP_MEMORY_HOST or _DEVICE
+    int32_t memory;               // place of data: FSDP_MEMORY_HOST or FSDP_MEMORY_DEVICE
     int32_t ndim;
-    int64_t shape[FSDP_MAX_DIMS]; // of the whole; a sharded item's is filled in by the library
+    int64_t shape[FSDP_MAX_DIMS]; // of the whole tensor; for a sharded item the library fills it in
     int64_t numel;                // elements here, contiguous
-    void *data;                   // read, and written by a load
-    int32_t at[2];                // where fsdp_next_state goes on
+    void *data;                   // a checkpoint reads it; a load writes it
+    int32_t at[2];                // the library's: where fsdp_next_state goes on
 } fsdp_state_item;
 
-/* What an extension does. Every function may be NULL; all get `user`. Extensions are asked in the
-   order of attaching, by the thread that uses the world, but for `ran`. */
+/* The functions of an extension. Each of them may be NULL; each gets `user`. The library calls
+   extensions in the order of attaching, in the thread that uses the world; `ran` may differ. */
 typedef struct fsdp_extension {
     uint32_t size, start_canary;
     const char *name; // for texts and states, not copied; NULL: "extension"
     void *user;
-    // A call of a step, from pre_forward to finalize_backward, or model_reset (unit NULL in both of
-    // the model), before the table is asked. Non-zero: the call's work has been done, and *status,
-    // FSDP_OK before, is its result; nobody else is asked.
+    // A call of a step begins, from pre_forward to finalize_backward, or model_reset (for both of
+    // the model unit is NULL); the transition table is not asked yet. Return non-zero if you have
+    // done the call's work: then *status (FSDP_OK before) is its result, and the library calls no
+    // further extension.
     int (*call)(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status);
-    // A record before it runs: a copy, which may be changed; kind, seq, stream, src and dst, from
-    // which its waits have been derived, are put back. Non-zero: the record is taken: it does not
-    // run, later extensions do not see it, all else goes on as if it had run.
+    // A record is about to run. You get a copy and may change it; kind, seq, stream, src and dst
+    // stay, since its waits depend on them. Return non-zero to take the record: it does not run,
+    // later extensions do not see it, and all else goes on as if it had run.
     int (*op)(void *user, fsdp_model *model, fsdp_op *op);
-    // released NULL: the unit is about to take a slot of a pool; an answer that is not NULL is used
-    // instead of the pool's. Else: a slot is given back, whosever it is; the answer is ignored.
+    // released NULL: the unit is about to take a slot of a pool; if you return a buffer, the unit
+    // uses it. Else: a unit gives back a slot, yours or the pool's; the library ignores the result.
     fsdp_buf *(*buffer)(void *user, fsdp_model *model, fsdp_unit *unit, int pool,
                         fsdp_buf *released);
-    // A record has run: nanoseconds on the world's clock. Inline at once; with lanes in the worker
-    // thread that ran it; on devices with streams in a later call, from events with times. Must
-    // not call functions that take the world, the model or a unit.
+    // A record has run; nanoseconds on the world's clock. Inline: called at once; with lanes: in
+    // the worker thread that ran it; on a device with streams: in a later call, from timed events.
+    // It must not call functions that take the world, the model or a unit.
     void (*ran)(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin_ns,
                 int64_t end_ns);
-    // The model has been laid out, for the first time or anew: shards and gradients are elsewhere.
+    // The model has a layout, the first or a new one: shards and gradients are in another place.
     void (*relayout)(void *user, fsdp_model *model);
-    // Item `index`, 0, 1, ...; a name that stays NULL: there is none. item NULL: items have been
-    // written, take them up. A failure is the result of fsdp_next_state, fsdp_state_written.
+    // Fill in item `index`, 0, 1, ...; leave its name NULL if there is none. item NULL: somebody
+    // wrote items; read them. fsdp_next_state or fsdp_state_written returns your failure.
     fsdp_status (*state)(void *user, fsdp_model *model, int index, fsdp_state_item *item);
-    void (*destroy)(void *user); // at the model's end or by fsdp_detach; the last attached first
+    void (*destroy)(void *user); // the model ends (last attached first), or fsdp_detach
     uint64_t end_canary;
 } fsdp_extension;
 
 /* fsdp_attach - add an extension to a model
    extension   copied
-   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, UNSUPPORTED (`ran` on a device that cannot tell
-               times); INVALID_STATE (a unit is not idle; not asked of one that has neither call,
-               op, buffer nor ran). After a failure it is not attached, and destroy not called
+   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, UNSUPPORTED (`ran` on a device that cannot
+               measure times); INVALID_STATE (a unit is not idle, and the extension has call, op,
+               buffer or ran). After a failure it is not attached, and destroy is not called
    Collective  no      Blocks with `ran`: for operations under way      Allocates yes */
 FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension);
 
-/* fsdp_detach - take out the extension that has been attached with these contents, and call its
-   destroy
-   Result      FSDP_OK; INVALID_ARG (it is not attached); INVALID_STATE (from a function of an
-               extension, or a unit holds a slot that it may own)
+/* fsdp_detach - remove the extension that you attached with these contents, and call its destroy
+   Result      FSDP_OK; INVALID_ARG (it is not attached); INVALID_STATE (called from a function of
+               an extension, or a unit holds a slot that the extension may own)
    Collective  no      Blocks for operations under way      Allocates no */
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension);
 
-/* fsdp_next_state - step through what all extensions of a model keep: start with a zeroed item; its
-   name is NULL at the end
-   fsdp_state_written - say that items have been written: extensions take them up
+/* fsdp_next_state - step through the items of all extensions of a model. Start with a zeroed item;
+   at the end its name is NULL
+   fsdp_state_written - say that you have written items: the extensions read them
    Result      FSDP_OK; INVALID_ARG; what an extension returned
-   Note        pointers are good until the model is laid out anew or an extension is detached
-   Collective  as fsdp_model_commit at the first use, then no; written: every rank has to do the
-               same
-   Blocks      no, but as the extensions say      Allocates as commit */
+   Note        pointers are valid until the layout changes or an extension is detached
+   Collective  as fsdp_model_commit at the first use, then no. written: every rank has to do the
+               same      Blocks no, but an extension may      Allocates as commit
+   Source      torch: Optimizer.state_dict, load_state_dict */
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item);
 FSDP_API fsdp_status fsdp_state_written(fsdp_model *model);
 
-/* fsdp_op_init - a zeroed record with the labels of a model: who issues it, step, state, scale 1
-   unit        NULL: of the model
-   kind, label, stream  FSDP_OP_*, FSDP_LABEL_* or a registered one, FSDP_STREAM_*
+/* fsdp_op_init - a zeroed record with the model's entries: unit, step, training state, scale 1
+   unit        NULL: the record is the model's
+   kind, label, stream  FSDP_OP_*, FSDP_LABEL_* or a registered label, FSDP_STREAM_*
    Collective  no      Blocks no      Allocates no */
 FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit *unit, int kind,
                            int label, int stream);
 
-/* fsdp_emit - number a record, count it, show it to extensions, and run it in its stream's order
-   op          of fsdp_op_init, then the kind's fields: docs/extensions.md lists them. src and dst
-               are what it waits for and makes others wait for; src_ptr, dst_ptr NULL: their begin.
-               seq, wait and bytes 0 are filled in. A marker is shown, and does what it
-               says: ACQUIRE holds dst, RELEASE gives src back behind `stream`, WROTE says that the
-               caller has written dst
-   Result      FSDP_OK; INVALID_ARG (a field: named), UNSUPPORTED (a collective that the backend has
-               not), OUT_OF_MEMORY; collective errors, where it runs at once
+/* fsdp_emit - number and count a record, show it to extensions, run it in its stream's order
+   op          from fsdp_op_init, with the fields of its kind (listed in docs/extensions.md). It
+               waits for src and dst, and others wait for it through them. src_ptr, dst_ptr NULL:
+               their begin. The library fills in seq, wait, and bytes if it is 0. A marker takes
+               effect: ACQUIRE holds dst, RELEASE gives src back after `stream`, WROTE says that
+               the caller has written dst
+   Result      FSDP_OK; INVALID_ARG (the text names the field), UNSUPPORTED (the backend lacks the
+               collective), OUT_OF_MEMORY; if the record runs at once, collective errors
    Collective  if the record is one: every rank of op->comm, same order, same what and count
    Blocks      inline: until done; else no
    Allocates   the first record on FSDP_STREAM_EXTENSION: with lanes a worker thread */
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op);
 
-/* fsdp_call_begin - begin a call of an extension's own: ask whether it is possible now, and show a
-   HOOK marker, before its records
-   call        FSDP_CALL_EXTENSION, or the call whose rules it has to keep
-   what        its name, for the text and the marker; NULL: that of `call`
-   Result      FSDP_OK; INVALID_STATE (the text names what is possible), what commit returns
+/* fsdp_call_begin - begin a call of your extension, before its records: check that the call is
+   possible now, and show a HOOK marker
+   call        FSDP_CALL_EXTENSION, or the public call whose rules yours follows
+   what        its name, for the text and the marker; NULL: the name of `call`
+   Result      FSDP_OK; INVALID_STATE (the text names the missing call), errors of commit
    Collective  as fsdp_model_commit at the first use, then no      Blocks no
    Allocates as commit */
 FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what);
 
-/* fsdp_label_register, fsdp_pool_register - a number for a label or a pool of this name in a model;
-   equal names give equal numbers. Up to 16 labels and 8 pools, names of up to 31 bytes
-   Result      the number; -1, and a logged text: no place left, or the name is empty or too long
-   Collective  no, but every rank has to do the same: labels are compared
+/* fsdp_label_register, fsdp_pool_register - the number of a label or pool with this name in a
+   model; equal names give equal numbers. At most 16 labels and 8 pools, names of 1 to 31 bytes
+   Result      the number. -1 and a logged text: no place is left, or the name is empty or too long
+   Collective  no, but every rank has to do the same: ranks compare labels
    Blocks no      Allocates no */
 FSDP_API int fsdp_label_register(fsdp_model *model, const char *name);
 FSDP_API int fsdp_pool_register(fsdp_model *model, const char *name);
 
-/* fsdp_op_label - why a record is issued, in words, a registered label too
-   fsdp_model_pool_name - of a pool, a registered one too; "?" out of range
+/* fsdp_op_label        - name of a record's label, also of a registered one
+   fsdp_model_pool_name - name of a pool, also of a registered one; "?" out of range
    Collective  no      Blocks no      Allocates no */
 FSDP_API const char *fsdp_op_label(const fsdp_op *op);
 FSDP_API const char *fsdp_model_pool_name(const fsdp_model *model, int pool);
 
-/* fsdp_buf_create - memory for records: zeroed, with the two events that order them
-   pool        where it is counted: FSDP_POOL_* or a registered one
-   memory      FSDP_MEMORY_DEVICE: for collectives too; FSDP_MEMORY_PINNED: host memory
-   fsdp_buf_part - a buffer inside of another: events of its own, no memory of its own, not counted
+/* fsdp_buf_create - zeroed memory for records, with the two events that order them
+   pool        counts its bytes: FSDP_POOL_* or a registered one
+   memory      FSDP_MEMORY_DEVICE: for collectives, too; FSDP_MEMORY_PINNED: host memory
+   fsdp_buf_part - a part of another buffer: own events, no own memory, not counted
    whole       NULL: addresses from `offset` on without memory, for rehearsals: no record may run
-   buf         owned by the extension, until fsdp_buf_destroy, before the model ends; NULL after a
-               failure. One that a unit holds is not destroyed: that is logged
+   buf         you own it: call fsdp_buf_destroy before the model ends. NULL after a failure
    Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY
    Collective  create of FSDP_MEMORY_DEVICE: every rank of the mesh, same size, same order; else no
    Blocks no      Allocates yes */
@@ -2210,123 +2266,125 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_buf_create(fsdp_model *model, int pool
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole,
                                                    int64_t offset, int64_t nbytes, fsdp_buf **buf);
 
-/* fsdp_buf_destroy - free a buffer; NULL is allowed
+/* fsdp_buf_destroy - free a buffer; NULL is allowed. If a unit holds it, the library logs that and
+   keeps it
    Collective  as fsdp_buf_create      Blocks for operations under way      Allocates no */
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf);
 
-/* fsdp_buf_ptr, fsdp_buf_nbytes, fsdp_buf_held - where it is, its size (at least what was asked
-   for), whether a unit holds it
+/* fsdp_buf_ptr    - its address
+   fsdp_buf_nbytes - its size in bytes, at least the requested one
+   fsdp_buf_held   - 1 if a unit holds it
    Collective  no      Blocks no      Allocates no */
 FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf);
 FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf);
 FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
 
-/* fsdp_model_snapshot - save what a step changes: states of units, who used what, numbers and
-   events of records and slots, counters. Not what buffers contain. A rehearsal is a snapshot, the
-   calls of a step with an extension that takes every record and provides every slot, and a restore
-   fsdp_unit_snapshot  - of one unit: its states, what its gradients are, which slots it holds.
-   Equal states that hold the same slots have equal bytes
-   buf         room for cap bytes, or NULL; untouched where they are too few
+/* fsdp_model_snapshot - save what a step changes: states of units, marks of use, numbers and events
+   of records and slots, counters; not the contents of buffers. A rehearsal is a snapshot, the calls
+   of a step with an extension that takes every record and gives every slot, and a restore
+   fsdp_unit_snapshot  - save one unit: its states, the state of its gradients, its slots. Equal
+   states with the same slots have equal bytes
+   buf         room for cap bytes, or NULL; untouched if cap is too small
    Result      bytes of the whole; 0 for NULL, and for a model that is not committed
    Collective  no      Blocks no      Allocates no */
 FSDP_API size_t fsdp_model_snapshot(const fsdp_model *model, void *buf, size_t cap);
 FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap);
 
-/* fsdp_model_restore - bring back what fsdp_model_snapshot saved
-   fsdp_unit_restore  - bring a unit into a state that it has been in; it holds that state's slots.
-               The extension has emitted the records that lead there. A state of backward
-               begins the model's backward, as the call would
-   Result      FSDP_OK; INVALID_ARG (the size: laid out anew, or more slots, since it was taken);
-               the stored status if the world is aborted
+/* fsdp_model_restore - restore what fsdp_model_snapshot saved
+   fsdp_unit_restore  - put a unit into an earlier state; it holds that state's slots. Before, your
+               extension must have emitted the records that lead there. A state of backward begins
+               the model's backward, as the call would
+   Result      FSDP_OK; INVALID_ARG (wrong size: since the snapshot the layout or the number of
+               slots changed); if the world is aborted, its status
    Collective  no, but every rank has to do the same
    Blocks      model: for operations under way; unit: no      Allocates no */
 FSDP_API fsdp_status fsdp_model_restore(fsdp_model *model, const void *buf, size_t nbytes);
 FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes);
 
-/* fsdp_unit_flag_use - bring the flags of use, which ride along in a unit's reduction, up to date,
-   before an extension emits that reduction's records itself
-   Result      FSDP_OK; INVALID_ARG; the stored status if the world is aborted
-   Collective  no      Blocks on devices with streams, where flags have changed: for copies of them
+/* fsdp_unit_flag_use - update the flags of use, which travel with a unit's reduction. Call it
+   before your extension itself emits the records of that reduction
+   Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status
+   Collective  no      Blocks on devices with streams if flags changed: until they are copied
    Allocates   no */
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit);
 
-/* fsdp_pools_trim - free every slot that no unit holds; the next use allocates anew
-   Result      FSDP_OK; the stored status if the world is aborted
-   Collective  yes, in the sense of fsdp_model_create      Blocks for operations under way
-   Allocates   no */
+/* fsdp_pools_trim - free every slot that no unit holds; the next use allocates again
+   Result      FSDP_OK; if the world is aborted, its status
+   Collective  yes: every rank of the mesh, same order      Blocks for operations under way
+   Allocates   no      Source torch: torch.cuda.empty_cache */
 FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model);
 
-/* fsdp_transfer - copy bytes between host and device memory, or within either, behind what COMPUTE
-   has to do; done on return
+/* fsdp_transfer - copy bytes between host and device memory, or within one of them. The copy runs
+   after the work issued on COMPUTE and is done on return
    Result      FSDP_OK; INVALID_ARG, collective errors
    Collective  no      Blocks yes, at most timeout_ms      Allocates no */
 FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes);
 
-/* fsdp_wait_stream - the host waits until all that was issued on a stream is done; stream -1: on
-   all of them
+/* fsdp_wait_stream - wait on the host until all work issued on a stream is done; -1: on all streams
    Result      FSDP_OK; INVALID_ARG, collective errors
-   Collective  no      Blocks yes, at most timeout_ms      Allocates no */
+   Collective  no      Blocks yes, at most timeout_ms      Allocates no
+   Source      torch: Stream.synchronize */
 FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream);
 
-/* fsdp_mesh_comm - the group along a dim of a mesh for records on a stream. Streams may run at the
-   same time, and have groups of their own where that needs them
-   comm        NULL: a group of one rank
+/* fsdp_mesh_comm - the group along a dim of a mesh, for records on a stream. Streams that may run
+   at the same time have groups of their own if the backend needs that
+   comm        the mesh owns it. NULL: a group of one rank
    Result      FSDP_OK; INVALID_ARG (no such dim or stream, this rank is outside the mesh),
-               OUT_OF_MEMORY, and what a collective may return
+               OUT_OF_MEMORY, collective errors
    Collective  for COMPUTE and EXTENSION at the first use of a dim: every rank of the world; else no
-   Blocks, Allocates  at that first use */
+   Blocks, Allocates  at that first use      Source torch: DeviceMesh.get_group */
 FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm);
 
-/* fsdp_world_status - FSDP_OK, or the failure that has aborted the world
-   Result      as said; INVALID_ARG for NULL
+/* fsdp_world_status - FSDP_OK, or the failure that aborted the world
+   Result      see above; INVALID_ARG for NULL
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world);
 
-/* fsdp_model_world    - the world that a model was made from; NULL for NULL
-   fsdp_model_settings - how often options of the model or its units have changed: compare it to
-                         know that a decision may be stale
+/* fsdp_model_world    - the world of a model; NULL for NULL
+   fsdp_model_settings - how often options of the model or its units have changed. If the number
+                         has changed, your earlier decisions may be wrong
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model);
 
-/* fsdp_params_writable - before shards are written: what reads them has passed. Ends with
+/* fsdp_params_writable - wait until nothing reads the shards. Then write them, and call
    fsdp_params_changed
-   Result      FSDP_OK; collective errors. On devices with streams shards may then be written in the
-               order of COMPUTE, or by the host if fsdp_update_place says so
+   Result      FSDP_OK; collective errors. On devices with streams you may then write shards in the
+               order of COMPUTE, or on the host if fsdp_update_place gives FSDP_MEMORY_HOST
    Collective  no      Blocks for operations under way that read shards      Allocates no */
 FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model);
 
-/* fsdp_update_place - where shards are updated: in memory of this kind, and by whom
-   memory      out: FSDP_MEMORY_HOST: by the host (`call` of an UPDATE record);
-               FSDP_MEMORY_DEVICE: by the device table, in the order of the record's stream
-   what        who asks, for the text
+/* fsdp_update_place - the memory of the shards, and with it what updates them
+   memory      out: FSDP_MEMORY_HOST: the host updates them (`call` of an UPDATE record).
+               FSDP_MEMORY_DEVICE: the device table does, in the order of the record's stream
+   what        name of your call, for the text
    Result      FSDP_OK; UNSUPPORTED (the device has no function for updates, and the host cannot
-               read its memory: needs cpu_offload), what commit returns
+               read its memory: set cpu_offload), errors of commit
    Collective  as fsdp_model_commit at the first use, then no      Blocks no
    Allocates as commit */
 FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int *memory);
 
-/* fsdp_alloc - zeroed memory of an extension: FSDP_MEMORY_HOST, counted in fsdp_memory.host_bytes,
-   or FSDP_MEMORY_DEVICE, of this rank alone
-   what        for the text: "adamw_create: no memory for a state"
-   ptr         until fsdp_free; NULL after a failure
-   fsdp_free   with what fsdp_alloc got; NULL is allowed
-   Result      FSDP_OK; OUT_OF_MEMORY
+/* fsdp_alloc - zeroed memory for an extension. FSDP_MEMORY_HOST: counted in fsdp_memory.host_bytes.
+   FSDP_MEMORY_DEVICE: only this rank uses it
+   what        begin of the text, for example "adamw_create: no memory for a state"
+   ptr         you own it: call fsdp_free. NULL after a failure
+   fsdp_free - free it; memory and nbytes as for fsdp_alloc; NULL is allowed
+   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY
    Collective  no      Blocks no      Allocates yes */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes,
                                                 const char *what, void **ptr);
 FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes);
 
-/* fsdp_fail - fail a call: the text is logged and kept for fsdp_last_error
-   world       NULL: of this thread
+/* fsdp_fail - let a call fail: the library logs the text and keeps it for fsdp_last_error
+   world       NULL: it is this thread's failure without a world
    Result      status
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_fail(fsdp_world *world, fsdp_status status, const char *format, ...)
     FSDP_PRINTF(3, 4);
 
-/* fsdp_desc_read - copy a caller's desc to a zeroed struct of `size` bytes of this header; src
-   NULL: zeros. A desc begins with uint32_t size, start_canary and ends with uint64_t end_canary
-   Result      FSDP_OK; INVALID_ARG (size or canaries, named by `what`)
+/* fsdp_desc_read - copy a caller's desc to dst: zeroed, `size` bytes in this header. A desc begins
+   with uint32_t size, start_canary and ends with uint64_t end_canary. src NULL: dst is all zero
+   Result      FSDP_OK; INVALID_ARG (size or canaries; the text names the desc by `what`)
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *src, size_t size,
                                     const char *what);
@@ -2335,10 +2393,10 @@ FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *sr
 #endif
 
 /* -------------------------------------------------------------------------------------------- */
-/* What a backend and a device are made of: fsdp_boot, fsdp_coll, fsdp_comm_ops, fsdp_device_ops. */
+/* The tables of a backend and a device: fsdp_boot, fsdp_coll, fsdp_comm_ops, fsdp_device_ops.    */
 
 /* ==== core/backend.h ========================================================================
-   the two tables of functions that a backend and a device are
+   the two tables of functions that make a backend and a device
 
    How to write one: backends/README.md. */
 
@@ -2346,32 +2404,31 @@ FSDP_API fsdp_status fsdp_desc_read(fsdp_world *world, void *dst, const void *sr
 #define FSDP_BACKEND_H
 // clang-format off
 
-// What ranks share that are threads of one process. Zeros to begin with, but for size.
+// State that ranks share if they are threads of one process. Set size; the rest begins at zero.
 struct fsdp_threads {
     uint32_t lock;         // of the backend
     int32_t size;          // ranks
     void *common;          // what the backend's first open put here
 };
 
-// What a backend or device is opened with. Pointers are valid until close.
+// The argument of open of a backend and a device. Pointers are valid until close.
 typedef struct fsdp_boot {
     int rank, size, local_rank;
     int64_t timeout_ns;
-    uint32_t *stuck;       // not 0: work on the device does not end; to free its memory would hang
+    uint32_t *stuck;       // not 0: work on the device does not end; do not free its memory
     const char *job;
-    const char *store;     // where ranks meet, as fsdp_world_desc.store; "host:": on this host
+    const char *store;     // place where ranks meet, see fsdp_world_desc.store
     fsdp_threads *threads; // not NULL: ranks are threads that share this
     fsdp_allocator allocator;
     fsdp_logger logger;
-    int log_level;         // what is more verbose is not for the logger
+    int log_level;         // do not give the logger anything more verbose
     fsdp_clock clock;
     void *user;            // fsdp_world_desc.user
 } fsdp_boot;
 
-// Ranks of a new process group in order; color < 0: this rank is not in it, but takes part in the
-// call.
+// Ranks of a new process group in order. color < 0: this rank is outside, but makes the call, too.
 typedef struct fsdp_group {
-    int color, index, size, lane; // index: my place, or -1; lane: FSDP_STREAM_* that will use it
+    int color, index, size, lane; // index: this rank's place, or -1; lane: the FSDP_STREAM_* for it
     const int32_t *ranks;         // [size], world ranks
     const char *name;
 } fsdp_group;
@@ -2391,8 +2448,8 @@ typedef struct fsdp_caps {
    pointers. The first becomes the second in fsdpi_run_collective (core/comm.h), the second the
    third in fsdpi_describe (backends/fsdp_comm.h), and nowhere else.
 
-   Offsets of segments are elements of dtype (full side, and src of a
-   gather) and out_dtype (dst of a scatter).
+   Offsets of segments count elements: of dtype on the full side and in src of a gather, of
+   out_dtype in dst of a scatter.
    all_gather      dst[full + k*count ..] = src_k[shard ..] of rank k; in_place: src_k[.] is already
                    at its place in rank k's dst, and src is ignored
    reduce_scatter  dst[shard ..] (+)= scale * sum of src_k[full + me*count ..] over k, in rank
@@ -2400,8 +2457,8 @@ typedef struct fsdp_caps {
    all_reduce      dst = redop over k of src_k, in place (src == dst), count elements
    broadcast       dst of all = dst of root, count elements
    all_to_all      dst[k*count ..] = src_k[me*count ..], count elements for each pair of ranks
-   send, recv      count elements from src to member `root`, from it to dst; both call
-   Complete means: the result is in place *and* src may be overwritten.                           */
+   send, recv      count elements from src to member `root`, from it to dst; both ranks call
+   A collective is complete when the result is in place *and* src may be overwritten.             */
 struct fsdp_coll {
     uint8_t kind, dtype, out_dtype, redop, in_place, accumulate, label, state;
     double scale;
@@ -2413,7 +2470,7 @@ struct fsdp_coll {
     void *dst;
     uint64_t seq;         // of the model or world that issues it
     uint64_t fingerprint; // equal on all ranks, or MISMATCH
-    uint8_t agree[FSDP_AGREE_COUNT]; // of which parts of it; 0: not asked
+    uint8_t agree[FSDP_AGREE_COUNT]; // hashes of its parts, for texts; 0: unknown
     const char *what;     // unit or call, for texts
     void *stream;         // native stream, or NULL: block until complete
 };
@@ -2423,16 +2480,16 @@ struct fsdp_comm_ops {
     uint32_t version, size; // FSDP_COMM_VERSION, sizeof(fsdp_comm_ops)
     const char *name;
     fsdp_status (*open)(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **world);
-    // Blocks until every rank of the parent has come. *out is NULL where color < 0.
+    // Blocks until every rank of the parent has come. If color < 0, *out is NULL.
     fsdp_status (*split)(fsdp_comm *parent, const fsdp_group *group, fsdp_comm **out);
     void (*close)(fsdp_comm *comm);
     fsdp_status (*run)(fsdp_comm *comm, const fsdp_coll *coll);
-    // Memory that peers may read, zero-filled. Ranks may allocate other sizes, in another order.
+    // Zero-filled memory that peers may read. Ranks may differ in sizes and in their order.
     fsdp_status (*alloc)(fsdp_comm *world, size_t size, void **ptr);
     void (*free)(fsdp_comm *world, void *ptr, size_t size);
     // Text of the last failure of this comm; NULL: of this thread's failed open. Names the rank.
     const char *(*error_text)(fsdp_comm *comm);
-    // Thread safe, harmless when repeated; why begins with "rank N".
+    // Any thread may call it, also repeatedly. why begins with "rank N".
     void (*abort)(fsdp_comm *world, fsdp_status status, const char *why);
     fsdp_status (*poll)(fsdp_comm *world);            // optional: asynchronous errors
 };
@@ -2442,18 +2499,17 @@ enum {
     FSDP_DEVICE_HOST = 2   // its memory is host memory
 };
 
-// Pinned: host memory of the device. FSDP_MEMORY_HOST, of the world's allocator, is asked of no
-// device.
+// PINNED: host memory of the device. HOST: memory of the world's allocator, never of a device.
 enum { FSDP_MEMORY_DEVICE = 0, FSDP_MEMORY_PINNED = 1, FSDP_MEMORY_HOST };
 
 enum { FSDP_UPDATE_ADAMW = 1, FSDP_UPDATE_SGD, FSDP_UPDATE_UNSCALE };
 
-/* A run of elements that an optimizer updates, or whose gradients a scaler divides; all of it in
-   the device's memory. The arithmetic is that of fsdp_optim.h, whose settings scalars are.
+/* A run of elements: an optimizer updates them, or a scaler divides their gradients. All of it is
+   in the device's memory. The arithmetic is that of fsdp_optim.h; scalars are its settings.
    ADAMW       scalars: decay, lerp, beta2, gain, root, eps, rate; first and second: m and v
    SGD         scalars: lr, momentum, gain, weight_decay, nesterov (0, 1), fresh (1: the first
                update); first: the momentum buffer, or NULL
-   UNSCALE     scalars: factor. grad *= factor; *found becomes 1 if one was infinite or NaN  */
+   UNSCALE     scalars: factor. grad *= factor; if one was infinite or NaN, *found becomes 1  */
 typedef struct fsdp_update {
     uint8_t kind, dtype, grad_dtype, reserved[5]; // FSDP_UPDATE_*; of param; of grad
     int64_t count;
@@ -2468,24 +2524,24 @@ struct fsdp_device_ops {
     const char *name;
     fsdp_status (*open)(const fsdp_boot *boot, fsdp_device **device);
     void (*close)(fsdp_device *device);
-    // FSDP_MEMORY_DEVICE for what peers do not read (buffers of worlds of several ranks come from
-    // fsdp_comm_ops.alloc); FSDP_MEMORY_PINNED, host memory that kernels can read. Zero-filled.
+    // Zero-filled. FSDP_MEMORY_DEVICE: peers do not read it (in a world of several ranks
+    // fsdp_comm_ops.alloc gives buffers); FSDP_MEMORY_PINNED: host memory that kernels can read.
     fsdp_status (*alloc)(fsdp_device *device, int kind, size_t size, void **ptr);
     void (*free)(fsdp_device *device, int kind, void *ptr, size_t size);
-    // Only with FSDP_DEVICE_ASYNC. The stream COMPUTE may be the caller's. sync with timeout 0 asks
-    // only: FSDP_ERR_TIMEOUT, the event has not happened.
+    // Only with FSDP_DEVICE_ASYNC. The stream COMPUTE may be the caller's. sync with timeout 0 does
+    // not wait: it returns FSDP_ERR_TIMEOUT if the event has not happened.
     fsdp_status (*stream)(fsdp_device *device, int stream, void **native);
     fsdp_status (*event)(fsdp_device *device, void **native);
     void (*destroy)(fsdp_device *device, void *stream_or_null, void *event_or_null);
     fsdp_status (*record)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*wait)(fsdp_device *device, void *stream, void *event);
     fsdp_status (*sync)(fsdp_device *device, void *event, int64_t timeout_ns);
-    // Optional, both or neither: an event that knows when it happened, and the nanoseconds between
-    // two such that have happened.
+    // Optional, both or none: an event that measures time, and the nanoseconds between two of them
+    // that have happened.
     fsdp_status (*timer)(fsdp_device *device, void **native);
     fsdp_status (*elapsed)(fsdp_device *device, void *from, void *to, int64_t *ns);
-    // Work, ordered on `stream` (NULL: done on return). A copy of one block without arithmetic may
-    // have any host memory at one end, valid until the stream has passed it.
+    // Work, ordered on `stream` (NULL: done on return). One end of a copy of one block without
+    // arithmetic may be any host memory that is valid until the stream has passed the copy.
     fsdp_status (*copy)(fsdp_device *device, void *stream, const fsdp_op *op);
     fsdp_status (*zero)(fsdp_device *device, void *stream, const fsdp_op *op);
     fsdp_status (*norm)(fsdp_device *device, void *stream, const fsdp_op *op);
@@ -2506,8 +2562,8 @@ struct fsdp_device_ops {
 // clang-format on
 
 /* ============================================================================================ */
-/* Implementation, leaves first. Outside the guard: a header that included fsdp.h before does not
-   hide it. Needs nothing that strict C99 hides: hidden calls are reached by fsdpi_syscall. */
+/* Implementation, leaves first. It is outside the guard, so that a header that included fsdp.h
+   before does not hide it. It needs nothing that strict C99 hides: fsdpi_syscall reaches those. */
 
 #if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
 #define FSDP_IMPLEMENTED
@@ -2796,11 +2852,7 @@ static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int adds) {
 
 #define FSDPI_TEXT 1024
 
-enum {
-    FSDPI_INLINE,
-    FSDPI_LANES,
-    FSDPI_NATIVE
-}; // how ops run: at once, by worker threads, by the device
+enum { FSDPI_INLINE, FSDPI_LANES, FSDPI_NATIVE }; // ops run at once, in threads, on the device
 
 typedef struct fsdpi_lane fsdpi_lane;
 typedef struct fsdpi_subgroup fsdpi_subgroup;
@@ -3161,9 +3213,8 @@ struct fsdp_model {
 /* ==== core/error.h ==========================================================================
    error texts, and the way out for every message */
 
-// Owns: error texts and the way out for every message. Invariant: the first failure of a world
-// stays; later calls return it. The only writable static is a thread's text for failures without a
-// world.
+// Invariant: the first failure of a world stays; later calls return it. The only writable static is
+// a thread's text for failures without a world.
 
 static __thread char fsdpi_thread_error[FSDPI_TEXT];
 
@@ -3258,15 +3309,15 @@ FSDP_API fsdp_status fsdp_desc_read(fsdp_world *w, void *dst, const void *src, s
     memcpy(&canary, (const char *)src + sizeof given, sizeof canary);
     if (given == 0) given = (uint32_t)size;
     if (given > size || given < 24)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "%s.size is %u, expected 0 or at most %u: zero the struct before filling it, and build "
-            "with the header of the library",
-            what, given, (unsigned)size);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "%s.size is %u, expected 0 or 24..%u: zero the struct before you fill it, "
+                         "and build with "
+                         "the header of the library",
+                         what, given, (unsigned)size);
     memcpy(&end, (const char *)src + given - sizeof end, sizeof end);
     if (canary || end)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: a canary is not 0: zero the struct before filling it", what);
+                         "%s: a canary is not 0: zero the struct before you fill it", what);
     memcpy(dst, src, given - sizeof end);
     return FSDP_OK;
 }
@@ -3408,8 +3459,7 @@ static fsdp_status fsdpi_world_env_int(fsdp_world *w, const char *name, int min,
 }
 
 /* ==== core/launch.h =========================================================================
-   who am I, and where do we meet: rank, size, the job's name and the
-   store's address from a launcher's environment */
+   rank, size, the job's name and the store's address from a launcher's environment */
 
 // What launchers set. The first one whose rank and `needs` are set is taken: mpirun's variables
 // before those of the srun that started its daemons. Slurm sets rank and size for the script of a
@@ -3461,12 +3511,12 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     if (status) return status;
     if (has_rank != has_size)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "environment variable %s is set but %s is not: a launcher sets both",
+                         "environment variable %s is set, but %s is not: set both or none",
                          has_rank ? l->rank : l->size, has_rank ? l->size : l->rank);
     if (rank >= size)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "environment variable %s is %d, but %s is %d: expected less", l->rank,
-                         rank, l->size, size);
+                         "environment variable %s is %d, expected less than %s, which is %d",
+                         l->rank, rank, l->size, size);
     d->rank = rank;
     d->world_size = size;
     d->local_rank = local;
@@ -3493,12 +3543,13 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
     }
     if (!job && !parts && d->world_size > 1)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%d ranks need a common name: start the program with tools/fsdprun, "
+                         "%d ranks need a common job name: start the program with tools/fsdprun, "
                          "torchrun, mpirun or srun, or set MASTER_PORT or FSDP_JOB_ID, or "
                          "fsdp_world_desc.job",
                          d->world_size);
     if (used < 0 || (size_t)used >= cap)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "the job's name is longer than %u bytes",
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "the job's name is longer than %u bytes: shorten FSDP_JOB_ID",
                          (unsigned)cap - 1);
     return FSDP_OK;
 }
@@ -3552,8 +3603,8 @@ static int fsdpi_slurm_store(char *out, size_t cap) {
    "": they are on several hosts and the launcher does not say where; no fault of those who do not
    ask, so who needs an address says what to do: FSDPI_NO_STORE. */
 #define FSDPI_NO_STORE                                                                             \
-    "ranks are on several hosts and the launcher does not name the one of rank 0: set MASTER_ADDR" \
-    " (that host) and MASTER_PORT (a free port there) on all ranks, as in 'mpirun -x "             \
+    "ranks are on several hosts, and the launcher does not name the host of rank 0: set "          \
+    "MASTER_ADDR (that host) and MASTER_PORT (a free port there) on all ranks, as in 'mpirun -x "  \
     "MASTER_ADDR=HOST -x MASTER_PORT=29500 ...', or FSDP_STORE=tcp://HOST:PORT"
 
 static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, char *out,
@@ -3609,10 +3660,9 @@ static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
 }
 
 /* ==== core/attach.h =========================================================================
-   extensions of a model: who is asked, who sees, who is told */
+   the order in which the library calls extensions */
 
-// Owns: the order in which extensions are asked. Where nobody listens, which fsdp_model.watch says,
-// nothing of this is called. fsdp_attach itself is in means.h.
+// If fsdp_model.watch is 0, nothing of this is called. fsdp_attach itself is in means.h.
 
 // Has an extension answered a call? *status is the result then.
 static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
@@ -4275,7 +4325,8 @@ static fsdp_status fsdpi_comm_report(fsdpi_comm *c) {
     fsdpi_verdict v;
     char subject[sizeof v.subject];
     if (!c->world->transport->verdict(c->world, &v)) {
-        (void)fsdpi_comm_error(c, FSDP_ERR_INTERNAL, "a wait has ended without a reason");
+        (void)fsdpi_comm_error(c, FSDP_ERR_INTERNAL,
+                               "a wait has ended without a reason: please report");
         c->world->transport->tell(c, FSDP_ERR_INTERNAL, "", c->error);
         return FSDP_ERR_INTERNAL;
     }
@@ -4398,36 +4449,42 @@ static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
     int is_int = op->dtype == FSDP_I32 || op->dtype == FSDP_I64,
         is_float = fsdp_dtype_is_float(op->dtype);
     if (op->kind == FSDP_OP_ALL_REDUCE && !is_int && !is_float)
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced",
-                                fsdp_dtype_name(op->dtype));
+        return fsdpi_comm_error(
+            c, FSDP_ERR_UNSUPPORTED,
+            "this backend cannot reduce %s, expected a floating dtype, i32 or i64",
+            fsdp_dtype_name(op->dtype));
     if (op->kind != FSDP_OP_REDUCE_SCATTER) return FSDP_OK;
     int plain = op->out_dtype == op->dtype && op->scale == 1.0 && !op->accumulate;
     if (is_float ? !fsdp_dtype_is_float(op->out_dtype) : !is_int || !plain)
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%s cannot be reduced to %s%s",
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend cannot reduce %s to %s%s",
                                 fsdp_dtype_name(op->dtype), fsdp_dtype_name(op->out_dtype),
                                 plain ? "" : " with a scale or accumulation");
     if (plain || c->world->caps.flags & FSDP_CAP_FUSED_REDUCE) return FSDP_OK;
     return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
-                            "a cast, scale or accumulation is not part of this reduction");
+                            "this backend cannot cast, scale or accumulate in a reduction");
 }
 
 static fsdp_status fsdpi_check_form(fsdpi_comm *c, const fsdp_coll *op, int is_list, int64_t most) {
     if (op->kind >= FSDP_OP_COUNT || !(c->world->caps.kinds >> op->kind & 1))
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not know operation %d",
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not have operation %d",
                                 op->kind);
     if (!fsdp_dtype_size(op->dtype) || op->count > (uint64_t)most ||
         (is_list && op->num_segs && !op->segs))
-        return fsdpi_comm_error(
-            c, FSDP_ERR_INVALID_ARG, "dtype %d, %llu elements, %u segments at %p", op->dtype,
-            (unsigned long long)op->count, op->num_segs, (const void *)op->segs);
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                "dtype is %d, count %llu, %u segments at %p: expected FSDP_F32, "
+                                "..., at most %lld elements, "
+                                "and segments",
+                                op->dtype, (unsigned long long)op->count, op->num_segs,
+                                (const void *)op->segs, (long long)most);
     int is_member = op->root >= 0 && op->root < c->size;
     if (op->kind == FSDP_OP_BROADCAST && !is_member)
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "root is %d, expected 0 to %d",
                                 (int)op->root, c->size - 1);
     if (fsdpi_is_pair(op->kind) && (!is_member || op->root == c->index))
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                                "the other member is %d, expected 0 to %d, and not %d",
-                                (int)op->root, c->size - 1, c->index);
+        return fsdpi_comm_error(
+            c, FSDP_ERR_INVALID_ARG,
+            "the other member is %d, expected 0 to %d, and not this rank's own %d", (int)op->root,
+            c->size - 1, c->index);
     return fsdpi_check_reduction(c, op);
 }
 
@@ -4447,9 +4504,10 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *s
         const fsdp_seg *seg = &op->segs[s];
         if (seg->shard < 0 || seg->full < 0 || seg->count < 0 || seg->shard > most ||
             seg->full > most || seg->count > most)
-            return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "segment %u is {%lld, %lld, %lld}", s,
+            return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                    "segment %u is {%lld, %lld, %lld}, expected 0 to %lld", s,
                                     (long long)seg->shard, (long long)seg->full,
-                                    (long long)seg->count);
+                                    (long long)seg->count, (long long)most);
         int64_t start = from_shard ? seg->shard : seg->full;
         int64_t end = start + (from_shard ? 1 : c->size) * seg->count;
         if (seg->count && start < low) low = start;
@@ -4459,7 +4517,8 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *s
     span->low = high == 0 ? 0 : low;
     span->high = high;
     if (high > 0 && (!span->shared || (!op->dst && op->kind != FSDP_OP_SEND)))
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "src is %p and dst %p", op->src, op->dst);
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "src is %p and dst is %p, expected both",
+                                op->src, op->dst);
     return FSDP_OK;
 }
 
@@ -4477,8 +4536,8 @@ static fsdp_status fsdpi_find_chunk(fsdpi_comm *c, const fsdp_coll *op, fsdpi_sp
     if (span->chunk.base && at + low >= mine && at + high <= mine + span->chunk.size)
         return FSDP_OK;
     return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                            "bytes %llu to %llu of %s are read by peers and do not lie in one "
-                            "allocation of this backend's alloc",
+                            "peers read bytes %llu to %llu of %s, which are not in one allocation: "
+                            "allocate them with this backend's alloc",
                             (unsigned long long)low, (unsigned long long)high,
                             span->shared == op->src ? "src" : "dst");
 }
@@ -4486,11 +4545,12 @@ static fsdp_status fsdpi_find_chunk(fsdpi_comm *c, const fsdp_coll *op, fsdpi_sp
 static fsdp_status fsdpi_check_world(fsdpi_comm *c) {
     int most = c->world->transport->most_ranks;
     if (c->boot->size < 1 || c->boot->rank < 0 || c->boot->rank >= c->boot->size)
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "rank %d of %d", c->boot->rank,
-                                c->boot->size);
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                "rank is %d and size is %d, expected 0 <= rank < size",
+                                c->boot->rank, c->boot->size);
     if (c->boot->size > most)
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "%d ranks, at most %d", c->boot->size,
-                                most);
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
+                                "the world has %d ranks, expected at most %d", c->boot->size, most);
     c->index = c->boot->rank;
     c->size = c->boot->size;
     for (int k = 0; k < c->size; k++) c->ranks[k] = k;
@@ -4632,10 +4692,11 @@ static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, 
         h = fsdpi_hash(h, (uint64_t)g->ranks[i]);
     }
     if (wrong)
-        return fsdpi_comm_error(parent, FSDP_ERR_INVALID_ARG,
-                                "the group's ranks (%d, this one at index %d) are not different "
-                                "members of the parent",
-                                g->size, g->index);
+        return fsdpi_comm_error(
+            parent, FSDP_ERR_INVALID_ARG,
+            "the group has %d ranks and this one is at index %d: expected different "
+            "members of the parent",
+            g->size, g->index);
     parent->now.members = h;
     child->index = g->index;
     child->size = g->size;
@@ -4654,7 +4715,8 @@ static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fs
     if (fsdpi_comm_failed(parent)) return fsdpi_comm_report(parent);
     if (g->color < 0) return FSDP_OK;
     fsdpi_comm *child = (fsdpi_comm *)fsdpi_alloc(&parent->boot->allocator, transport->comm_bytes);
-    if (!child) return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+    if (!child)
+        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator returned NULL");
     *out = child;
     child->world = parent->world;
     child->boot = parent->boot;
@@ -4673,7 +4735,7 @@ static fsdp_status fsdpi_split_compare(fsdpi_comm *parent, const fsdpi_comm *chi
         int k = fsdpi_index_of(parent, (int)child->ranks[i]);
         if (fsdpi_record_of(parent, k).members != parent->now.members)
             return fsdpi_comm_fail(parent, FSDP_ERR_MISMATCH,
-                                   "ranks %d and %d disagree about who is in the group",
+                                   "ranks %d and %d disagree about the members of the group",
                                    parent->boot->rank, (int)parent->ranks[k]);
     }
     return FSDP_OK;
@@ -4725,7 +4787,7 @@ static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_
         fsdpi_free(&boot->allocator, c);
         fsdpi_free(&boot->allocator, w);
         (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error,
-                       "rank %d: the allocator refused", boot->rank);
+                       "rank %d: the allocator returned NULL", boot->rank);
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     w->boot = *boot;
@@ -4778,7 +4840,7 @@ static fsdp_status fsdpi_comm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     if (!status && !fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
         w->transport->give(w, &chunk);
         status = FSDP_ERR_OUT_OF_MEMORY;
-        why = "the allocator refused";
+        why = "the allocator returned NULL";
     }
     if (!status) {
         *ptr = chunk.base + chunk.part * (size_t)c->boot->rank;
@@ -5233,10 +5295,10 @@ static uint64_t fsdpi_shm_number(const fsdpi_chunks *chunks) {
 static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, const char **why) {
     fsdpi_shm_world *w = (fsdpi_shm_world *)(void *)base;
     const size_t size = chunk->size;
-    *why = "that is more than can be addressed";
+    *why = "that is more than the backend can address";
     if (size > FSDPI_SHM_MAX_BYTES / (size_t)base->boot.size || w->next_at + size > FSDPI_SHM_ARENA)
         return FSDP_ERR_OUT_OF_MEMORY;
-    *why = "memory is short";
+    *why = "the host has not enough memory";
     chunk->at = w->next_at;
     chunk->number = fsdpi_shm_number(&base->chunks);
     if (w->fd < 0) {
@@ -5246,7 +5308,7 @@ static fsdp_status fsdpi_shm_take(fsdpi_comm_world *base, fsdpi_chunk *chunk, co
         w->next_at += chunk->part;
         uint64_t mine = fsdpi_shm_offset(chunk->at, base->boot.rank);
         if (!fsdpi_shm_reserve(w, mine, chunk->part)) return FSDP_ERR_OUT_OF_MEMORY;
-        *why = "address space is short";
+        *why = "the process has not enough address space";
         chunk->base = fsdpi_shm_map_parts(w, chunk);
         if (!chunk->base) fsdpi_shm_give_back(w, mine, chunk->part);
     }
@@ -5351,11 +5413,10 @@ static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, cons
     int rank = (int)c->base.ranks[k];
     *out = fsdpi_shm_map_remote(fsdpi_shm_world_of(c), rank, at, part, number);
     if (*out) return FSDP_OK;
-    return fsdpi_comm_fail(
-        &c->base, FSDP_ERR_OUT_OF_MEMORY,
-        "%llu bytes of rank %d cannot be mapped; raise the limits of address space "
-        "(ulimit -v), mappings (vm.max_map_count) or memory",
-        (unsigned long long)part, rank);
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY,
+                           "cannot map %llu bytes of rank %d: raise the limits of address space "
+                           "(ulimit -v), mappings (vm.max_map_count) or memory",
+                           (unsigned long long)part, rank);
 }
 
 // Finds member k's buffer, as it has shown. mine: the allocation of this rank's own.
@@ -5538,18 +5599,20 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
     }
     if (!block) {
         status = fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                                  "the allocator refused the common block");
+                                  "the allocator returned NULL for the common block");
     } else if (((fsdpi_shm_control *)block)->size != w->base.boot.size) {
-        status = fsdpi_comm_error(&c->base, FSDP_ERR_MISMATCH,
-                                  "this rank has a world size of %d, another one of %d",
-                                  w->base.boot.size, (int)((fsdpi_shm_control *)block)->size);
+        status = fsdpi_comm_error(
+            &c->base, FSDP_ERR_MISMATCH,
+            "this rank has a world size of %d, another one has %d: give all the same",
+            w->base.boot.size, (int)((fsdpi_shm_control *)block)->size);
     } else {
         fsdpi_shm_use_control(c, block);
         fsdpi_shm_peer *me = &w->peers[w->base.boot.rank];
         if (me->state != FSDPI_SHM_ABSENT) {
-            status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
-                                      "another thread has joined as rank %d already",
-                                      w->base.boot.rank);
+            status = fsdpi_comm_error(
+                &c->base, FSDP_ERR_INVALID_ARG,
+                "another thread has joined as rank %d already: give each thread its own rank",
+                w->base.boot.rank);
             w->control = NULL;
             w->base.failed = NULL;
         } else {
@@ -5570,16 +5633,16 @@ static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
     if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
         return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
-                                "the size of files is limited; ulimit -f unlimited helps");
+                                "the size of files is limited: run ulimit -f unlimited first");
     char *block = fsdpi_shm_map(w, 0,
                                 fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
     if (!block)
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                                "the common block cannot be mapped (errno %d)", errno);
+                                "cannot map the common block (errno %d)", errno);
     fsdpi_shm_use_control(c, block);
     if (fcntl(w->fd, F_SETLK, &lock))
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
-                                "the common file cannot be locked (errno %d)", errno);
+                                "cannot lock the common file (errno %d)", errno);
     w->peers[w->base.boot.rank].pid = (uint32_t)getpid();
     w->joined = 1;
     FSDPI_STORE(&w->peers[w->base.boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
@@ -5668,19 +5731,20 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
     if (memcmp(hello.magic, answer.magic, sizeof hello.magic) ||
         hello.version != FSDP_COMM_VERSION) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(&t, "rank 0 and rank %d were built from different versions of fsdp.h",
-                  (int)hello.rank);
+        fsdpi_say(
+            &t, "rank 0 and rank %d were built with different versions of fsdp.h: build both alike",
+            (int)hello.rank);
     } else if (hello.size != w->base.boot.size) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d of %d", w->base.boot.size,
+        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d has %d", w->base.boot.size,
                   (int)hello.rank, (int)hello.size);
     } else if (hello.rank <= 0 || hello.rank >= hello.size || admitted[hello.rank]) {
         answer.status = FSDP_ERR_INVALID_ARG;
-        fsdpi_say(&t,
-                  "rank %d has joined already: another job on this host has the same id, or "
-                  "two processes have "
-                  "the same rank",
-                  (int)hello.rank);
+        fsdpi_say(
+            &t,
+            "rank %d has joined already: another job on this host has the same id (give each its "
+            "own FSDP_JOB_ID), or two processes have the same rank",
+            (int)hello.rank);
     }
     if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status)
         admitted[hello.rank] = 1;
@@ -5719,7 +5783,7 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
         if (listener >= 0 && errno == EADDRINUSE)
             status = fsdpi_comm_error(
                 &c->base, FSDP_ERR_INVALID_ARG,
-                "another job with this id is starting on this host; give each "
+                "another job with this id is starting on this host: give each "
                 "job its own id (FSDP_JOB_ID, MASTER_PORT)");
         else
             status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "rank 0 cannot listen (errno %d)",
@@ -5753,7 +5817,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     while (w->fd < 0) {
         int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), gift = -1, answered = 0;
         if (fd < 0)
-            return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "no socket can be made (errno %d)",
+            return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "cannot make a socket (errno %d)",
                                     errno);
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
@@ -5771,8 +5835,8 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (w->fd < 0 && fsdpi_boot_now(&w->base.boot) - start >= w->base.boot.timeout_ns)
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_TIMEOUT,
-                "rank 0 has not come within %.1f s; has it been started on this host, "
-                "by this user, with this job id?",
+                "rank 0 has not come within %.1f s: start it on this host, as this user, "
+                "with this job id (FSDP_JOB_ID, MASTER_PORT)",
                 (double)w->base.boot.timeout_ns * 1e-9);
         if (w->fd < 0) fsdpi_sleep_ns(nap);
         nap = nap < 20000000 ? nap * 2 : nap;
@@ -5864,8 +5928,7 @@ static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
         void *block = w->fd < 0 ? (void *)(uintptr_t)child->block
                                 : fsdpi_shm_map(w, child->block, bytes);
         if (!block)
-            return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY,
-                                   "the group's block cannot be mapped");
+            return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY, "cannot map the group's block");
         fsdpi_shm_use_group(child, block);
     }
     return fsdpi_shm_barrier(parent, "finished");
@@ -6042,7 +6105,7 @@ static fsdp_status fsdpi_spawn_run(fsdpi_spawn *s, int rank) {
     r.status = (int32_t)failed; // why fn returned what it did, or what it has overlooked
     if (!failed && value)
         r.status = value > 0 && value <= FSDP_ERR_INTERNAL ? value : (int32_t)FSDP_ERR_INTERNAL;
-    snprintf(text, sizeof text, "the function of the rank returned %d", value);
+    snprintf(text, sizeof text, "the rank's function returned %d, expected 0", value);
     int said = (r.status == value || failed) && *fsdp_last_error(world);
     if (r.status) fsdpi_spawn_text(&r, said ? fsdp_last_error(world) : text);
     fsdpi_spawn_tell(s, &r);
@@ -6066,7 +6129,7 @@ static void fsdpi_spawn_threads(fsdpi_spawn *s, fsdpi_spawn_rank *ranks) {
         if (rc == 0) continue;
         // The ranks that were started fail when this one does not come in time.
         fsdpi_spawn_report r = {k, FSDP_ERR_OUT_OF_MEMORY, ""};
-        snprintf(r.text, sizeof r.text, "rank %d: no thread could be started: %s", k, strerror(rc));
+        snprintf(r.text, sizeof r.text, "rank %d: cannot start its thread: %s", k, strerror(rc));
         fsdpi_spawn_tell(s, &r);
         break;
     }
@@ -6134,7 +6197,7 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
     int64_t failed_at = 0;
     struct pollfd p;
     if (pipe(s->pipe))
-        return fsdp_fail(NULL, FSDP_ERR_IO, "fsdp_spawn: no pipe: %s", strerror(errno));
+        return fsdp_fail(NULL, FSDP_ERR_IO, "fsdp_spawn: cannot make a pipe: %s", strerror(errno));
     (void)fcntl(s->pipe[0], F_SETFD, FD_CLOEXEC);
     (void)fcntl(s->pipe[1], F_SETFD, FD_CLOEXEC);
     (void)fflush(NULL); // or every child would print what is buffered here
@@ -6144,7 +6207,7 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
         if (ranks[k].pid > 0) continue;
         s->first.rank = k;
         s->first.status = (int32_t)FSDP_ERR_OUT_OF_MEMORY;
-        snprintf(s->first.text, sizeof s->first.text, "rank %d could not be forked: %s", k,
+        snprintf(s->first.text, sizeof s->first.text, "rank %d: cannot fork its process: %s", k,
                  strerror(errno));
     }
     p.fd = s->pipe[0];
@@ -6178,7 +6241,7 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
     if (!fn || d.num_ranks < 1 || d.grace_ms < 0)
         return fsdp_fail(
             NULL, FSDP_ERR_INVALID_ARG,
-            "fsdp_spawn: num_ranks is %d, grace_ms %d, the function %s: expected num_ranks >= 1, "
+            "fsdp_spawn: num_ranks is %d, grace_ms is %d, fn is %s: expected num_ranks >= 1, "
             "grace_ms >= 0 and a function",
             d.num_ranks, d.grace_ms, fn ? "given" : "NULL");
     // Two threads may be here at once: their stacks differ.
@@ -6296,8 +6359,7 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
 /* ==== core/host.h ===========================================================================
    the device table over host memory; the default device of every world */
 
-// Owns: the device table over host memory. Stateless: every op is done when the call returns; lanes
-// (see >>lanes) make it asynchronous.
+// Stateless: every op is done when the call returns; lanes make it asynchronous (core/lanes.h).
 
 struct fsdp_device {
     fsdp_allocator allocator;
@@ -6684,12 +6746,12 @@ static void fsdpi_lane_push(fsdpi_lane *lane, const fsdp_op *op) {
 
 static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     fsdpi_lane *lane = (fsdpi_lane *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
-    if (!lane) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a lane");
+    if (!lane) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a worker thread (lane)");
     lane->world = w;
     int rc = pthread_create(&lane->thread, NULL, fsdpi_lane_main, lane);
     if (rc) {
         fsdpi_free(&w->boot.allocator, lane);
-        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "a lane's thread could not be started: %s",
+        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "cannot start a worker thread (lane): %s",
                          strerror(rc));
     }
     w->lanes[stream] = lane;
@@ -6914,15 +6976,16 @@ static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
         numel *= d->shape[i];
         if (numel > w->size)
             return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "mesh: it has more places than the world has ranks (%d)", w->size);
+                             "mesh: the product of the sizes exceeds the world's %d ranks",
+                             w->size);
     }
     for (int64_t i = 0; d->ranks && i < numel; i++) {
         if (d->ranks[i] < 0 || d->ranks[i] >= w->size)
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d is not in a world of %d",
-                             d->ranks[i], w->size);
+            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ranks has %d, expected 0..%d",
+                             d->ranks[i], w->size - 1);
         for (int64_t j = 0; j < i; j++)
             if (d->ranks[j] == d->ranks[i])
-                return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice",
+                return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice in ranks",
                                  d->ranks[i]);
     }
     return FSDP_OK;
@@ -7162,10 +7225,11 @@ FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int out
     if (status) return status;
     if (dim < 0 || dim >= mesh->ndim || mesh->ndim == FSDP_MAX_DIMS || outer < 1 ||
         mesh->shape[dim] % outer != 0)
-        return fsdp_fail(mesh->world, FSDP_ERR_INVALID_ARG,
-                         "mesh_unflatten: dim %d into an outer size of %d: expected a dim of the "
-                         "%d-D mesh and a divisor of its size %d, and at most %d dims",
-                         dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
+        return fsdp_fail(
+            mesh->world, FSDP_ERR_INVALID_ARG,
+            "mesh_unflatten: dim is %d and outer is %d: expected a dim of the %d-D mesh, "
+            "a divisor of its size %d, and at most %d dims afterwards",
+            dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
     d.ndim = mesh->ndim + 1;
     for (int i = 0; i < d.ndim; i++) {
         int old = i > dim ? i - 1 : i;
@@ -7208,22 +7272,23 @@ FSDP_API int fsdp_mesh_rank(const fsdp_mesh *mesh, int dim) {
 FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int shard_dim,
                                          int replicate_dim, fsdp_mesh_info *out) {
     static const char *const names[] = {"FSDP", "DDP", "HSDP"};
+    static const char *const needs[] = {"a shard_dim only", "a replicate_dim only",
+                                        "a shard_dim and a replicate_dim"};
     if (!mesh || !out) return fsdpi_null(NULL, "mesh_info_init");
     fsdp_world *w = mesh->world;
     if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: kind is %d", kind);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "mesh_info_init: kind is %d, expected FSDP_MESH_INFO_*", kind);
     int shards = kind != FSDP_MESH_INFO_DDP, replicates = kind != FSDP_MESH_INFO_FSDP;
     if (shard_dim < 0 && replicate_dim < 0)
         return fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
-            "mesh_info_init: at least one of shard_dim and replicate_dim must be given");
+            "mesh_info_init: shard_dim and replicate_dim are both -1: give at least one of them");
     if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0) || shard_dim < -1 ||
         replicate_dim < -1)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_info_init: %s needs %s%s%s, got shard_dim %d, replicate_dim %d",
-                         names[kind], shards ? "a shard_dim" : "",
-                         shards && replicates ? " and " : "", replicates ? "a replicate_dim" : "",
-                         shard_dim, replicate_dim);
+                         "mesh_info_init: shard_dim is %d and replicate_dim is %d: %s needs %s",
+                         shard_dim, replicate_dim, names[kind], needs[kind]);
     if (shard_dim >= mesh->ndim || replicate_dim >= mesh->ndim || shard_dim == replicate_dim)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                          "mesh_info_init: shard_dim %d and replicate_dim %d: expected two "
@@ -7263,8 +7328,8 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     if (d->lanes < 0) d->lanes = 0;
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "rank %d of a world of %d: expected 0 <= rank < world_size", d->rank,
-                         d->world_size);
+                         "rank is %d and world_size is %d, expected 0 <= rank < world_size",
+                         d->rank, d->world_size);
     if (d->timeout_ms < 0 || d->lanes > 2 || d->local_rank < 0 || d->log_level < 0 ||
         d->log_level > FSDP_LOG_NONE)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
@@ -7273,8 +7338,9 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
                          "local_rank >= 0, log_level 0..%d",
                          d->timeout_ms, d->lanes, d->local_rank, d->log_level, FSDP_LOG_NONE);
     if (!d->allocator.alloc != !d->allocator.free)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fsdp_world_desc.allocator: give both functions or neither");
+        return fsdp_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "fsdp_world_desc.allocator: one of alloc and free is NULL: give both or none");
     if (!d->allocator.alloc) {
         d->allocator.alloc = fsdpi_libc_alloc;
         d->allocator.free = fsdpi_libc_free;
@@ -7289,8 +7355,8 @@ static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t v
     if (version == want_version && size == want_size) return FSDP_OK;
     return fsdp_fail(
         w, FSDP_ERR_INVALID_ARG,
-        "%s table has version %u and size %u, expected %u and %u: build it with this header", what,
-        version, size, want_version, (unsigned)want_size);
+        "%s table has version %u and size %u, expected %u and %u: build both with the same fsdp.h",
+        what, version, size, want_version, (unsigned)want_size);
 }
 
 #define FSDPI_BOUNCE 65536 // bytes of a collective on host data that travel at a time
@@ -7311,20 +7377,21 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
         char text[128];
         fsdpi_text compiled = {text, sizeof text, 0};
         for (b = fsdpi_backends; b->name; b++) fsdpi_say(&compiled, " %s", b->name);
-        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                         "backend '%s'%s is not compiled in: this program has%s. For gloo: "
-                         "-DFSDP_BACKEND_GLOO, see docs/cluster.md; for nccl: docs/gpu.md",
-                         name        ? name
-                         : is_spread ? "gloo"
-                                     : "",
-                         d->backend || !is_spread ? "" : ", for ranks on several hosts,",
-                         b == fsdpi_backends ? " none" : text);
+        return fsdp_fail(
+            w, FSDP_ERR_UNSUPPORTED,
+            "backend '%s'%s is not compiled in: this program has%s. To add gloo, build with "
+            "-DFSDP_BACKEND_GLOO (docs/cluster.md); for nccl see docs/gpu.md",
+            name        ? name
+            : is_spread ? "gloo"
+                        : "",
+            d->backend || !is_spread ? "" : ", for ranks on several hosts,",
+            b == fsdpi_backends ? " none" : text);
     }
     w->comm_ops = d->comm_ops ? d->comm_ops : b->comm_ops();
     if (!is_spread || d->comm_ops || !b->one_host) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                     "backend '%s' serves one host, and the launcher has started ranks on "
-                     "several: FSDP_BACKEND=gloo, see docs/cluster.md",
+                     "backend '%s' serves one host, but the launcher has started ranks on "
+                     "several: set FSDP_BACKEND=gloo (docs/cluster.md)",
                      b->name);
 }
 
@@ -7347,7 +7414,8 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
     uint32_t needed = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
                       1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     if ((w->caps.kinds & needed) != needed)
-        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "backend %s lacks a collective that is needed",
+        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
+                         "backend %s lacks all_gather, reduce_scatter, all_reduce or broadcast",
                          w->comm_ops->name);
     status = w->comm_ops->alloc(w->comm, FSDPI_BOUNCE, &w->bounce);
     if (status) {
@@ -7826,8 +7894,7 @@ static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char
     if (d->ndim == 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                          "fully_shard of unit '%s': parameter '%s' is a scalar (ndim 0), which "
-                         "cannot be sharded: "
-                         "make it a vector of one element",
+                         "cannot be sharded: make it a vector of one element",
                          unit, name);
     if (d->ndim < 0 || d->ndim > FSDP_MAX_DIMS)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
@@ -7836,8 +7903,8 @@ static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char
     if (d->shard_dim < -d->ndim || d->shard_dim >= d->ndim)
         return fsdp_fail(
             w, FSDP_ERR_INVALID_ARG,
-            "fully_shard of unit '%s': parameter '%s' has shard_dim %d, invalid for %d dims", unit,
-            name, d->shard_dim, d->ndim);
+            "fully_shard of unit '%s': parameter '%s' has shard_dim %d, expected %d..%d", unit,
+            name, d->shard_dim, -d->ndim, d->ndim - 1);
     if (d->shard_dim < 0) d->shard_dim += d->ndim;
     for (int i = 0; i < d->ndim; i++)
         if (d->shape[i] < 0)
@@ -7847,13 +7914,14 @@ static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char
                 unit, name, (long long)d->shape[i], i);
     if (d->dtype == FSDP_DTYPE_KEEP) d->dtype = FSDP_F32;
     if (!fsdp_dtype_size(d->dtype))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': parameter '%s' has dtype %d, which is none",
-                         unit, name, d->dtype);
+        return fsdp_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "fully_shard of unit '%s': parameter '%s' has dtype %d, expected FSDP_F32, ...", unit,
+            name, d->dtype);
     if (!d->frozen && !fsdp_dtype_is_float(d->dtype))
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': parameter '%s' is %s and requires a gradient: "
-                         "only floating parameters can; set frozen",
+                         "fully_shard of unit '%s': parameter '%s' has dtype %s and requires a "
+                         "gradient: only floating parameters can; set frozen to 1",
                          unit, name, fsdp_dtype_name(d->dtype));
     return FSDP_OK;
 }
@@ -8007,7 +8075,7 @@ static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
     fsdpi_model_free(m, tmp);
     if (status)
         return fsdp_fail(m->world, status,
-                         "fully_shard of unit '%s': its size is more than 2^56 elements",
+                         "fully_shard of unit '%s': it has more than 2^56 elements: split it",
                          u->desc.name);
     fsdpi_unit_route(u);
     status = fsdpi_unit_classes(u);
@@ -8020,10 +8088,11 @@ static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const cha
     if ((!param || fsdp_dtype_is_float(param)) && (!reduce || fsdp_dtype_is_float(reduce)) &&
         (!output || fsdp_dtype_is_float(output)))
         return FSDP_OK;
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                     "%s '%s': param_dtype %d, reduce_dtype %d, output_dtype %d: expected "
-                     "floating dtypes or KEEP",
-                     what, name, param, reduce, output);
+    return fsdp_fail(
+        w, FSDP_ERR_INVALID_ARG,
+        "%s%s%s%s: param_dtype is %d, reduce_dtype is %d, output_dtype is %d: expected "
+        "floating dtypes or KEEP",
+        what, *name ? " '" : "", name, *name ? "'" : "", param, reduce, output);
 }
 
 // What the desc says about meshes: a mesh info, a mesh, or as `otherwise`.
@@ -8043,18 +8112,18 @@ static fsdp_status fsdpi_resolve_mesh(fsdp_world *w, const fsdp_mesh *mesh,
     }
     if (!mesh || mesh->world != w)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "the mesh belongs to another world, or the mesh info has none: make the "
-                         "mesh from this world");
+                         "the desc's mesh belongs to another world, or its mesh_info has no mesh: "
+                         "create the mesh in this world");
     if (!info && mesh->ndim > 2)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "a %d-D mesh: expected 1-D (FSDP) or 2-D (HSDP): slice it, or say by "
-                         "mesh_info which dims shard and replicate",
+                         "the desc's mesh is %d-D, expected 1-D (FSDP) or 2-D (HSDP): slice it, or "
+                         "give a mesh_info with the dims that shard and replicate",
                          mesh->ndim);
     if (!info && mesh->ndim == 2) {
         if (!mesh->names[0] || !mesh->names[1])
             return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "a 2-D mesh without names of its dims: name them, dim 0 replicates "
-                             "and dim 1 shards, or give mesh_info");
+                             "the desc's mesh is 2-D and its dims have no names: name them (dim 0 "
+                             "replicates, dim 1 shards), or give mesh_info");
         kind = FSDP_MESH_INFO_HSDP;
         replicate = 0;
         shard = 1;
@@ -8123,13 +8192,15 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
     if (!status) status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc");
     if (status) return status;
     if (model->layout > 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "fully_shard: the model is committed: make all units before the first "
-                         "hook, init or load");
+        return fsdp_fail(
+            w, FSDP_ERR_INVALID_STATE,
+            "fully_shard: the model is committed and takes no more units: add all units "
+            "before the first hook, init or load");
     if (d.num_params < 1 || !d.params)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': num_params is %d, expected >= 1, and params",
-                         d.name ? d.name : "", d.num_params);
+                         "fully_shard of unit '%s': num_params is %d and params is %s, expected "
+                         "num_params >= 1 and an array",
+                         d.name ? d.name : "", d.num_params, d.params ? "given" : "NULL");
     fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);
     if (!u || !fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
                           sizeof *model->units)) {
@@ -8181,9 +8252,8 @@ FSDP_API fsdp_storage_state fsdp_unit_storage(const fsdp_unit *unit) {
 /* ==== core/ops.h ============================================================================
    op records, and fsdpi_emit, the only door to the tables */
 
-// Owns: fsdpi_emit, the only door to the device and comm tables. It numbers a record, counts it,
-// shows it to extensions, derives what it waits for from the buffers it reads and writes, and
-// runs it.
+// fsdpi_emit numbers a record, counts it, shows it to extensions, derives its waits from the
+// buffers that it reads and writes, and runs it.
 
 // A record with the model's labels; the caller fills in the rest.
 static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, int kind, int label,
@@ -8597,8 +8667,6 @@ static void fsdpi_each(fsdp_unit *u, int kind, double scale, int accumulate) {
 
 /* ==== core/gather.h =========================================================================
    parameters: gathered, waited for, freed, prefetched */
-
-// Owns: the parameters of a unit as slots: which hold them, and who reads them last.
 
 static fsdp_status fsdpi_do_wait(fsdp_unit *u) {
     fsdpi_state *s = &u->state;
@@ -9301,10 +9369,7 @@ static fsdp_status fsdpi_do_drop(fsdp_unit *u) {
 }
 
 /* ==== core/commit.h =========================================================================
-   the flat blocks of the model and the lists of the units */
-
-// Owns: the flat blocks of the model and the lists of the units, made once, when all units are
-// known.
+   the flat blocks of a model and the lists of its units, made when all are known */
 
 // Where each unit lies in the flat blocks: trainables of all units, then frozen ones; counts of
 // users behind the gradients.
@@ -9879,7 +9944,7 @@ static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
     u->told |= 1u << call;
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
     return fsdpi_fail_once(u->model->world, FSDP_ERR_INVALID_STATE, is_new,
-                           "%s: unit '%s' is %s and %s, %s backward, with %d forwards that have "
+                           "%s: unit '%s' is %s and %s, %s backward, and %d of its forwards have "
                            "not run backward: call fsdp_%s first",
                            what, u->desc.name, states[u->state.training],
                            storages[u->state.storage], u->model->backward ? "inside" : "outside",
@@ -10270,11 +10335,13 @@ static fsdp_status fsdpi_norm_check(const fsdp_model *m) {
     if (numel < mesh->root_numel)
         return fsdp_fail(
             m->world, FSDP_ERR_UNSUPPORTED,
-            "clip_grads: the model's mesh is a slice: %d of the mesh's %d ranks. Nothing says "
-            "whether the other ranks hold copies of its parameters or other parameters. Give "
-            "fsdp_model_desc.mesh_info on the mesh that was sliced: ranks along a dim that neither "
-            "shards nor replicates hold other parameters. Give a unit whose parameters are copies "
-            "on those ranks a mesh_info that replicates over that dim",
+            "clip_grads: the model's mesh is a slice, with %d of the mesh's %d ranks. So the "
+            "library "
+            "does not know whether the other ranks hold copies or other parameters. Give "
+            "fsdp_model_desc.mesh_info on the mesh that you sliced: ranks along a dim that neither "
+            "shards nor replicates then hold other parameters. If a unit's parameters are copies "
+            "on "
+            "those ranks, give that unit a mesh_info that replicates over that dim",
             numel, mesh->root_numel);
     if (m->outside)
         return fsdp_fail(m->world, FSDP_ERR_UNSUPPORTED,
@@ -10310,8 +10377,8 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     if (!status && norm) status = fsdp_grad_norm(model, norm);
     if (status || !is_bad) return status;
     return fsdp_fail(w, FSDP_ERR_CORRUPT,
-                     "clip_grads: the norm of the gradients is %g: nothing was scaled; look for "
-                     "infinities, or leave error_if_nonfinite at 0",
+                     "clip_grads: the norm of the gradients is %g, so nothing is scaled: look for "
+                     "infinite gradients, or set error_if_nonfinite to 0",
                      total);
 }
 
@@ -10322,7 +10389,7 @@ FSDP_API fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm) {
     if (!status && (!w || !norm)) status = fsdpi_null(w, "grad_norm");
     if (!status && !(model->norm_type > 0))
         status = fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                           "grad_norm: nothing has been measured: call fsdp_clip_grads first");
+                           "grad_norm: there is no norm yet: call fsdp_clip_grads first");
     if (!status) status = fsdpi_transfer(w, &total, model->scalar->ptr, sizeof total);
     if (!status) *norm = fsdpi_root(total, model->norm_type);
     return status;
@@ -10550,7 +10617,8 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {
     if (!model || !out || !fsdp_dtype_size(dtype))
         return fsdp_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "model_flat: an argument is NULL, or dtype %d is none", dtype);
+                         "model_flat: an argument is NULL, or dtype is %d, expected FSDP_F32, ...",
+                         dtype);
     fsdp_status status = fsdpi_shards_readable(model);
     if (status) return status;
     const fsdpi_flat_block *flat = &model->flats[dtype];
@@ -10605,9 +10673,10 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
     const fsdpi_param *p = &unit->params[index];
     fsdp_dtype dtype = fsdpi_grad_dtype(unit->model, p->dtype);
     if (!p->requires_grad)
-        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
-                         "param_full_grad: parameter '%s' of unit '%s' is frozen", p->name,
-                         unit->desc.name);
+        return fsdp_fail(
+            unit->model->world, FSDP_ERR_INVALID_STATE,
+            "param_full_grad: parameter '%s' of unit '%s' is frozen: it has no gradient", p->name,
+            unit->desc.name);
     status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
     if (status) return status;
     if (unit->state.grads.shard == FSDPI_GRADS_REDUCED)
@@ -10748,7 +10817,8 @@ static fsdp_status fsdpi_dry_flags(fsdp_model *dry) {
 static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     fsdp_world *w = m->world;
     if (m->num_units == 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_STATE, "prediction: the model has no units");
+        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                         "prediction: the model has no units: call fsdp_fully_shard first");
     fsdpi_rehearsal *r = (fsdpi_rehearsal *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
     if (!r) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
     fsdp_model *dry = *out = &r->model;
@@ -10947,7 +11017,8 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
     if (u && u->model != m)
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: the unit belongs to another model",
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
+                         "%s: the unit belongs to another model, expected a unit of this model",
                          what);
     *first = u ? u->desc.index : 0;
     *end = u ? u->desc.index + 1 : m->num_units;
@@ -11016,7 +11087,7 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
     if (!status && mode != FSDP_RESHARD_ALWAYS && mode != FSDP_RESHARD_NEVER)
         return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
                          "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or "
-                         "FSDP_RESHARD_NEVER; an int only at fully_shard",
+                         "FSDP_RESHARD_NEVER (give an int in fsdp_unit_desc)",
                          mode);
     for (; !status && i < end; i++) {
         model->settings += model->units[i]->options.reshard_after_forward != mode;
@@ -11052,7 +11123,9 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
         if (!targets || !targets[i] || targets[i]->model != m)
             return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
                              "%s: target %d is not a unit of this model", what, i);
-    if (count < 0) return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: count is %d", what, count);
+    if (count < 0)
+        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: count is %d, expected >= 0", what,
+                         count);
     int32_t *list = (int32_t *)fsdpi_model_alloc(m, (size_t)(count + 1) * sizeof *list);
     if (!list) return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory", what);
     for (int i = 0; i < count; i++) list[i] = targets[i]->desc.index;
@@ -11093,7 +11166,7 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
             m->units[i]->state.slot[FSDP_POOL_ROUT])
             return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
                              "set_requires_grad: unit '%s' holds gradients that are not reduced: "
-                             "run a backward with sync, or fsdp_model_reset",
+                             "run a backward with gradient sync, or call fsdp_model_reset",
                              m->units[i]->desc.name);
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);
@@ -11226,8 +11299,8 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
                          d->reshard_after_forward, d->implicit_prefetch);
     if (d->direct_min < 0 || d->fill_bytes < 0 || d->prefetch_bytes < 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "model_create: direct_min %lld, fill_bytes %lld, prefetch_bytes %lld: "
-                         "expected sizes",
+                         "model_create: direct_min is %lld, fill_bytes %lld, prefetch_bytes %lld: "
+                         "expected numbers >= 0",
                          (long long)d->direct_min, (long long)d->fill_bytes,
                          (long long)d->prefetch_bytes);
     if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)
@@ -11293,9 +11366,6 @@ FSDP_API void fsdp_model_destroy(fsdp_model *model) {
 /* ==== core/means.h ==========================================================================
    what extensions attach and call: records, buffers, copies, groups, states */
 
-/* -------------------------------------------------------------------------------------------- */
-// Owns: attaching.
-
 FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension) {
     fsdp_extension e;
     if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "attach");
@@ -11311,8 +11381,9 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (e.ran || (model->watch & FSDPI_TIMES)) fsdpi_drain(w); // worker threads read who is told
     if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
     if (status)
-        return fsdp_fail(w, status, "attach: device %s cannot tell when '%s' has to know: %s",
-                         w->device_ops->name, e.name, fsdpi_device_text(w, status));
+        return fsdp_fail(w, status,
+                         "attach: extension '%s' has `ran`, but device %s cannot measure times: %s",
+                         e.name, w->device_ops->name, fsdpi_device_text(w, status));
     fsdpi_attached *a = (fsdpi_attached *)fsdpi_model_alloc(model, sizeof *a), **last;
     if (!a) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
     a->e = e;
@@ -11348,9 +11419,8 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         const fsdp_unit *lodger = e.buffer ? fsdpi_lodger(model) : NULL;
         if (model->asking || lodger)
             return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                             "detach: '%s' %s%s: detach it between steps, outside of its functions",
-                             e.name,
-                             lodger ? "may own the slot that is held by unit " : "is being asked",
+                             "detach: '%s' %s%s: detach it between steps, not in an extension",
+                             e.name, lodger ? "may own a slot of unit " : "is in use",
                              lodger ? lodger->desc.name : "");
         if (model->watch & FSDPI_TIMES) {
             fsdpi_drain(w);
@@ -11359,7 +11429,8 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         fsdpi_detach(model, at);
         return FSDP_OK;
     }
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "detach: '%s' is not attached to this model", e.name);
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                     "detach: '%s' with these contents is not attached to this model", e.name);
 }
 
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
@@ -11410,8 +11481,7 @@ static int fsdpi_register(fsdp_model *m, fsdpi_names *names, int most, const cha
         return names->count++;
     }
     (void)fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                    "%s_register: '%s': expected a name of 1..%d bytes, and at most %d of them in "
-                    "a model",
+                    "%s_register: name '%s', expected 1..%d bytes, and at most %d names in a model",
                     what, name ? name : "", FSDPI_NAME - 1, most);
     return -1;
 }
@@ -11442,13 +11512,13 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
     const void *src = op->src_ptr, *dst = op->dst_ptr;
     int32_t size;
     int reads = op->kind == FSDP_OP_COPY || op->kind == FSDP_OP_NORM;
-    if (op->kind >= FSDP_OP_COUNT) return "kind is none of FSDP_OP_*";
-    if (op->stream >= FSDP_STREAM_COUNT) return "stream is none of FSDP_STREAM_*";
+    if (op->kind >= FSDP_OP_COUNT) return "kind is not one of FSDP_OP_*";
+    if (op->stream >= FSDP_STREAM_COUNT) return "stream is not one of FSDP_STREAM_*";
     if (op->label >= FSDP_LABEL_COUNT + m->labels.count) return "label is not registered";
-    if (op->model != m) return "model is another one: make it with fsdp_op_init";
-    if (!op->what) return "what is NULL";
+    if (op->model != m) return "model is not this model: make the record with fsdp_op_init";
+    if (!op->what) return "what is NULL, expected the name of a unit or a call";
     if (op->kind == FSDP_OP_CALL && !op->call) return "call is NULL";
-    if (op->kind == FSDP_OP_UPDATE && !op->list) return "list is NULL, expected a fsdp_update";
+    if (op->kind == FSDP_OP_UPDATE && !op->list) return "list is NULL, expected an fsdp_update";
     if (op->kind == FSDP_OP_UPDATE && !op->call && !m->world->device_ops->update)
         return "call is NULL, and the device has no function for updates";
     if ((reads || op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER) &&
@@ -11456,24 +11526,24 @@ static const char *fsdpi_op_fault(const fsdp_model *m, const fsdp_op *op) {
         return "list is empty";
     if (reads && (!src || !dst)) return "src or dst is NULL";
     if (reads && (!fsdp_dtype_size(op->dtype) || !fsdp_dtype_size(op->out_dtype)))
-        return "dtype or out_dtype is none of FSDP_F32, ...";
+        return "dtype or out_dtype is not one of FSDP_F32, ...";
     if (op->kind == FSDP_OP_ZERO && !dst) return "dst is NULL";
     if (op->kind == FSDP_OP_ZERO && op->dst &&
         ((const char *)dst < op->dst->ptr ||
          (uint64_t)((const char *)dst - op->dst->ptr) + op->bytes > op->dst->bytes))
-        return "the bytes do not lie in dst";
+        return "dst_ptr and bytes are not inside of dst";
     if (!fsdpi_is_collective(op->kind)) return NULL;
     if (!op->comm) return "comm is NULL: a group of one rank has no collectives";
     if (op->group_size < 2) return "group_size is less than 2";
     int in_place = op->kind == FSDP_OP_ALL_REDUCE || op->kind == FSDP_OP_BROADCAST;
-    if (!fsdp_dtype_size(op->dtype)) return "dtype is none of FSDP_F32, ...";
-    if (op->root < 0 || op->root >= op->group_size) return "root is no member of the group";
+    if (!fsdp_dtype_size(op->dtype)) return "dtype is not one of FSDP_F32, ...";
+    if (op->root < 0 || op->root >= op->group_size) return "root is not a member of the group";
     if (op->kind != FSDP_OP_RECV && !(op->kind == FSDP_OP_ALL_GATHER && op->in_place) && !src)
         return "src is NULL";
     if (op->kind != FSDP_OP_SEND && !dst) return "dst is NULL";
-    if (in_place && src != dst) return "src and dst differ: it works in place";
+    if (in_place && src != dst) return "src and dst differ, but this operation works in place";
     if (!fsdpi_comm_number(m->world, op->comm, &size))
-        return "comm is no group of this world: take that of fsdp_mesh_comm";
+        return "comm is not a group of this world: get one from fsdp_mesh_comm";
     return op->group_size != size ? "group_size is not the size of comm's group" : NULL;
 }
 
@@ -11506,7 +11576,7 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
         op->bytes = op->count * fsdp_dtype_size(op->out_dtype);
     if (fsdpi_is_collective(op->kind)) {
         if (!(w->caps.kinds & 1u << op->kind))
-            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s has no %s",
+            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s does not have %s",
                              w->comm_ops->name, fsdp_op_name(op->kind));
         if (!op->bytes)
             op->bytes = fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size,
@@ -11542,10 +11612,11 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
     if (status) return status;
     if (pool < 0 || pool >= FSDP_POOL_COUNT + model->pools.count || nbytes < 0 ||
         (memory != FSDP_MEMORY_DEVICE && memory != FSDP_MEMORY_PINNED))
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "buf_create: pool %d, memory %d, %lld bytes: expected a registered pool, "
-                         "FSDP_MEMORY_DEVICE or _PINNED, and a size",
-                         pool, memory, (long long)nbytes);
+        return fsdp_fail(
+            model->world, FSDP_ERR_INVALID_ARG,
+            "buf_create: pool is %d, memory is %d, nbytes is %lld: expected FSDP_POOL_* or a "
+            "registered pool, FSDP_MEMORY_DEVICE or _PINNED, and nbytes >= 0",
+            pool, memory, (long long)nbytes);
     return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
 }
 
@@ -11555,9 +11626,10 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
     *buf = NULL;
     if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset ||
         (whole && offset + nbytes > (int64_t)whole->bytes))
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "buf_part: %lld bytes at %lld of a buffer of %lld", (long long)nbytes,
-                         (long long)offset, (long long)fsdp_buf_nbytes(whole));
+        return fsdp_fail(
+            model->world, FSDP_ERR_INVALID_ARG,
+            "buf_part: %lld bytes at offset %lld do not fit into a buffer of %lld bytes",
+            (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
     fsdp_buf *part = (fsdp_buf *)fsdpi_model_alloc(model, sizeof *part);
     if (!part) return fsdp_fail(model->world, FSDP_ERR_OUT_OF_MEMORY, "buf_part: no memory");
     part->part = 1;
@@ -11580,7 +11652,7 @@ FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
     if (!model || !buf) return;
     if (buf->held) {
         (void)fsdp_fail(model->world, FSDP_ERR_INVALID_STATE,
-                        "buf_destroy: a unit holds the buffer: it stays until the model ends; "
+                        "buf_destroy: a unit holds the buffer, so it stays until the model ends: "
                         "destroy it when fsdp_buf_held is 0");
         return;
     }
@@ -11626,7 +11698,7 @@ FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int 
     *memory = fsdpi_updates_on_device(model) ? FSDP_MEMORY_DEVICE : FSDP_MEMORY_HOST;
     if (model->desc.cpu_offload || fsdpi_is_host(w) || w->device_ops->update) return FSDP_OK;
     return fsdp_fail(model->world, FSDP_ERR_UNSUPPORTED,
-                     "%s: the shards lie in memory of device %s, which has no function for "
+                     "%s: the shards are in the memory of device %s, which has no function for "
                      "updates: set cpu_offload in the model's desc",
                      what, w->device_ops->name);
 }
@@ -11640,8 +11712,8 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     *ptr = NULL;
     if ((!device && memory != FSDP_MEMORY_HOST) || nbytes < 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: memory is %d, bytes are %lld: expected FSDP_MEMORY_HOST or _DEVICE, "
-                         "and a size",
+                         "%s: memory is %d, nbytes is %lld: expected FSDP_MEMORY_HOST or _DEVICE, "
+                         "and nbytes >= 0",
                          what, memory, (long long)nbytes);
     if (!device) *ptr = fsdpi_model_alloc(model, (size_t)nbytes);
     else status = w->device_ops->alloc(w->device, memory, (size_t)nbytes, ptr);
@@ -11651,7 +11723,7 @@ FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, c
     *ptr = NULL;
     return fsdp_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
                      device ? " on device " : "", device ? w->device_ops->name : "",
-                     device ? fsdpi_device_text(w, status) : "the allocator refused");
+                     device ? fsdpi_device_text(w, status) : "the allocator returned NULL");
 }
 
 FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes) {
@@ -11665,8 +11737,11 @@ FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes
 // Owns: copies, waits, groups, and what extensions ask of a model.
 
 FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes) {
-    if (!model || nbytes < 0 || (nbytes > 0 && (!dst || !src)))
+    if (!model || (nbytes > 0 && (!dst || !src)))
         return fsdpi_null(model ? model->world : NULL, "transfer");
+    if (nbytes < 0)
+        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
+                         "transfer: nbytes is %lld, expected >= 0", (long long)nbytes);
     fsdp_status status = fsdpi_failed(model->world);
     return status ? status : fsdpi_transfer(model->world, dst, src, (size_t)nbytes);
 }
@@ -11690,8 +11765,8 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
     if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT ||
         mesh->coord[0] < 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a dim, "
-                         "one of FSDP_STREAM_*, and a mesh that this rank is in",
+                         "mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a dim of the "
+                         "mesh, one of FSDP_STREAM_*, and a rank that is in the mesh",
                          dim, mesh->ndim, stream);
     int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
     if (mesh->shape[dim] == 1) return FSDP_OK;
@@ -11805,8 +11880,8 @@ static fsdp_status fsdpi_taken_check(fsdp_model *m, const void *owner, const voi
     if (good) memcpy(&then, buf, sizeof then);
     if (good && memcmp(&then, &now, sizeof now) == 0) return FSDP_OK;
     return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                     "%s: the snapshot of %llu bytes was taken of another one, or slots were made "
-                     "or freed since: take it again behind a freeze, a thaw or fsdp_pools_trim",
+                     "%s: the snapshot of %llu bytes is of another model or unit, or slots were "
+                     "made or freed since: take it again after a freeze, a thaw or fsdp_pools_trim",
                      what, (unsigned long long)nbytes);
 }
 
@@ -11959,7 +12034,8 @@ FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
     fsdp_status status = fsdpi_failed(world);
     if (status) return status;
     if (world->mode != FSDPI_NATIVE)
-        return fsdp_fail(world, FSDP_ERR_UNSUPPORTED, "set_stream: device %s has no streams",
+        return fsdp_fail(world, FSDP_ERR_UNSUPPORTED,
+                         "set_stream: device %s has no streams: omit the call on it",
                          world->device_ops->name);
     void **compute = &world->streams[FSDP_STREAM_COMPUTE];
     if (!native) native = world->own_stream;
@@ -11997,11 +12073,12 @@ static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const v
     fsdp_status status = fsdpi_failed(w);
     if (status) return status;
     if (count < 0 || (count > 0 && !data))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: count is %lld and data is %s", what,
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "%s: count is %lld and data is %s, expected count >= 0 and data", what,
                          (long long)count, data ? "given" : "NULL");
     if (mesh && (mesh->world != w || mesh->coord[0] < 0))
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: expected a mesh of this world that this rank is in", what);
+                         "%s: expected a mesh of this world, on a rank that is in the mesh", what);
     return FSDP_OK;
 }
 
@@ -12026,10 +12103,11 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
     if (status) return status;
     if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM ||
         op > FSDP_MIN)
-        return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
-                         "all_reduce: dtype %s and operation %d: expected f32 f64 f16 bf16 i32 or "
-                         "i64, and SUM MAX or MIN",
-                         fsdp_dtype_name(dtype), op);
+        return fsdp_fail(
+            world, FSDP_ERR_INVALID_ARG,
+            "all_reduce: dtype is %s and op is %d, expected f32, f64, f16, bf16, i32 or "
+            "i64, and FSDP_SUM, FSDP_MAX or FSDP_MIN",
+            fsdp_dtype_name(dtype), op);
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_all_reduce", dtype);
     record.redop = (uint8_t)op;
     return fsdpi_host_mesh(world, mesh, &record, 0, data, count);

@@ -546,9 +546,9 @@ typedef struct {
 
 static const row_type rows[] = {
     /* 2: meshes */
-    {"mesh_larger_than_world", "RuntimeError", mesh_too_large, ARG, "more places", 0},
+    {"mesh_larger_than_world", "RuntimeError", mesh_too_large, ARG, "the product of the sizes exceeds", 0},
     {"mesh_rank_twice", "ValueError", mesh_rank_twice, ARG, "rank 1 appears twice", 0},
-    {"mesh_unknown_rank", "RuntimeError", mesh_unknown_rank, ARG, "rank 4 is not in", 0},
+    {"mesh_unknown_rank", "RuntimeError", mesh_unknown_rank, ARG, "ranks has 4, expected 0..3", 0},
     {"mesh_without_dims", "RuntimeError", mesh_no_dims, ARG, "expected 1..", 0},
     {"mesh_dim_of_size_0", "RuntimeError", mesh_empty_dim, ARG, "expected >= 1", 0},
     {"slice_unknown_dim", "KeyError", slice_unknown, ARG, "dims[0] is 3", 0},
@@ -564,7 +564,7 @@ static const row_type rows[] = {
      "replicate_dim", 0},
     {"mesh_info_same_dim", "(nothing)", info_same, ARG, "different dims", 0},
     {"mesh_info_dim_beyond", "IndexError", info_range, ARG, "2-D mesh", 0},
-    {"mesh_info_not_filled", "TypeError", info_empty, ARG, "the mesh info has none", 0},
+    {"mesh_info_not_filled", "TypeError", info_empty, ARG, "its mesh_info has no mesh", 0},
     {"mesh_unknown_name", "KeyError", query_name, ARG, "", 0},
     {"mesh_rank_without_dim", "RuntimeError", query_rank, ARG, "", 0},
     {"mesh_group_of_unknown_dim", "RuntimeError", query_group, ARG, "", 0},

@@ -434,8 +434,8 @@ static const struct {
      {SLURM("0", "2", "0"), "SLURM_STEP_ID=0", "SLURM_STEP_NUM_TASKS=x"},
      {"SLURM_STEP_NUM_TASKS", "'x'"}},
     {"slurm_local", {SLURM("0", "2", "z"), "SLURM_STEP_ID=0"}, {"SLURM_LOCALID", "'z'"}},
-    {"no_name", {"RANK=0", "WORLD_SIZE=2"}, {"2 ranks need a common name", "FSDP_JOB_ID"}},
-    {"no_name_pmi", {"PMI_RANK=1", "PMI_SIZE=2"}, {"2 ranks need a common name", "FSDP_JOB_ID"}},
+    {"no_name", {"RANK=0", "WORLD_SIZE=2"}, {"2 ranks need a common job name", "FSDP_JOB_ID"}},
+    {"no_name_pmi", {"PMI_RANK=1", "PMI_SIZE=2"}, {"2 ranks need a common job name", "FSDP_JOB_ID"}},
 };
 TEST_P(launch, wrong, wrong) {
     fsdp_world *w = NULL;

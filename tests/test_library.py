@@ -223,7 +223,7 @@ def test_errors():
     f.refused(f.lib.fsdp_param_full(unit, 9, None), world, "parameter 9")
     bad = C.c_void_p()
     f.refused(f.lib.fsdp_model_create(world, C.byref(f.new("fsdp_model_desc", param_dtype=77)),
-                                      C.byref(bad)), world, "param_dtype 77")
+                                      C.byref(bad)), world, "param_dtype is 77")
     check(f.lib.fsdp_finalize_backward(model) == f.ERR_INVALID_STATE, "the first failure again")
     f.ok(f.lib.fsdp_shutdown(world))
 

@@ -740,9 +740,9 @@ TEST(mesh, refused) {
     d.ranks = twice;
     REFUSED(w, fsdp_mesh_create(w, &d, &out), "rank 1 appears twice");
     d.ranks = none;
-    REFUSED(w, fsdp_mesh_create(w, &d, &out), "rank 12");
+    REFUSED(w, fsdp_mesh_create(w, &d, &out), "ranks has 12, expected 0..11");
     d.ranks = minus;
-    REFUSED(w, fsdp_mesh_create(w, &d, &out), "rank -1");
+    REFUSED(w, fsdp_mesh_create(w, &d, &out), "ranks has -1");
     d.shape[0] = 65536, d.shape[1] = 65536; /* the product is 0 in 32 bits */
     d.ranks = NULL;
     REFUSED(w, fsdp_mesh_create(w, &d, &out), "12");
@@ -753,11 +753,11 @@ TEST(mesh, refused) {
     REFUSED(w, fsdp_mesh_slice(mesh, far, 0, &out), "num_dims is 0");
     REFUSED(w, fsdp_mesh_slice(mesh, four, 4, &out), "dims[3]");
     REFUSED(w, fsdp_mesh_slice(mesh, NULL, 1, &out), "dims");
-    REFUSED(w, fsdp_mesh_unflatten(mesh, 1, 2, NULL, &out), "an outer size of 2");
-    REFUSED(w, fsdp_mesh_unflatten(mesh, 1, 0, NULL, &out), "an outer size of 0");
-    REFUSED(w, fsdp_mesh_unflatten(mesh, 1, -3, NULL, &out), "an outer size of -3");
-    REFUSED(w, fsdp_mesh_unflatten(mesh, 3, 1, NULL, &out), "dim 3");
-    REFUSED(w, fsdp_mesh_unflatten(mesh, -1, 1, NULL, &out), "dim -1");
+    REFUSED(w, fsdp_mesh_unflatten(mesh, 1, 2, NULL, &out), "outer is 2:");
+    REFUSED(w, fsdp_mesh_unflatten(mesh, 1, 0, NULL, &out), "outer is 0:");
+    REFUSED(w, fsdp_mesh_unflatten(mesh, 1, -3, NULL, &out), "outer is -3:");
+    REFUSED(w, fsdp_mesh_unflatten(mesh, 3, 1, NULL, &out), "dim is 3 ");
+    REFUSED(w, fsdp_mesh_unflatten(mesh, -1, 1, NULL, &out), "dim is -1 ");
     CHECK(out == NULL); /* as of every call that makes something and fails */
     REFUSED(NULL, fsdp_mesh_slice(mesh, far, 1, NULL), "NULL");
     REFUSED(NULL, fsdp_mesh_flatten(mesh, "f", NULL), "NULL");
@@ -765,8 +765,8 @@ TEST(mesh, refused) {
     REFUSED(NULL, fsdp_mesh_slice(NULL, far, 1, &out), "NULL");
     REFUSED(NULL, fsdp_mesh_flatten(NULL, "f", &out), "NULL");
     REFUSED(NULL, fsdp_mesh_unflatten(NULL, 1, 3, NULL, &out), "NULL");
-    REFUSED(w, fsdp_all_reduce(w, away, &x, 1, FSDP_F64, FSDP_SUM), "this rank is in");
-    REFUSED(w, fsdp_broadcast(w, away, &x, 8, 0), "this rank is in");
+    REFUSED(w, fsdp_all_reduce(w, away, &x, 1, FSDP_F64, FSDP_SUM), "a rank that is in the mesh");
+    REFUSED(w, fsdp_broadcast(w, away, &x, 8, 0), "a rank that is in the mesh");
     REFUSED(w, fsdp_all_reduce(w, foreign, &x, 1, FSDP_F64, FSDP_SUM), "of this world");
     REFUSED(w, fsdp_broadcast(w, foreign, &x, 8, 0), "of this world");
     REFUSED(w, fsdp_broadcast(w, mesh, &x, 8, 12), "0..11");

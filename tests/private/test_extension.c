@@ -457,7 +457,7 @@ TEST(extension, several_in_order) {
     eq.call = NULL, eq.op = NULL;
     CHECK_OK(fsdp_attach(d.model, &eq));
     CHECK_STATUS(fsdp_detach(d.model, &el), FSDP_ERR_INVALID_ARG);
-    CHECK(strstr(fsdp_last_error(d.s.world), "detach: 'l' is not attached") != NULL);
+    CHECK(strstr(fsdp_last_error(d.s.world), "detach: 'l' with these contents is not attached") != NULL);
     diary[0] = 0;
     CHECK_OK(fsdp_detach(d.model, &eb));
     CHECK_OK(fsdp_post_forward(d.units[0]));
@@ -1152,7 +1152,7 @@ TEST(extension, device_without_times) {
     fsdp_extension e = FSDP_ZERO;
     e.ran = watch_ran;
     CHECK_STATUS(fsdp_attach(b.model, &e), FSDP_ERR_UNSUPPORTED);
-    CHECK(strstr(fsdp_last_error(b.s.world), "cannot tell when") != NULL);
+    CHECK(strstr(fsdp_last_error(b.s.world), "cannot measure times") != NULL);
     step(&b);
     bed_close(&b);
 }
@@ -1370,25 +1370,25 @@ TEST(extension, wrong_records) {
         CHECK_STATUS(fsdp_emit(b.model, &op), FSDP_ERR_INVALID_ARG);                               \
         CHECK_MSG(strstr(fsdp_last_error(b.s.world), text), "%s", fsdp_last_error(b.s.world));     \
     } while (0)
-    WRONG(FSDP_OP_COUNT, , "kind is none");
-    WRONG(FSDP_OP_COPY, op.stream = FSDP_STREAM_COUNT, "stream is none");
+    WRONG(FSDP_OP_COUNT, , "kind is not one of");
+    WRONG(FSDP_OP_COPY, op.stream = FSDP_STREAM_COUNT, "stream is not one of");
     WRONG(FSDP_OP_COPY, op.label = FSDP_LABEL_COUNT, "label is not registered");
-    WRONG(FSDP_OP_COPY, op.model = NULL, "model is another one");
+    WRONG(FSDP_OP_COPY, op.model = NULL, "model is not this model");
     WRONG(FSDP_OP_COPY, op.what = NULL, "what is NULL");
     WRONG(FSDP_OP_COPY, op.list = NULL, "list is empty");
     WRONG(FSDP_OP_COPY, op.src_ptr = NULL, "src or dst is NULL");
     WRONG(FSDP_OP_ZERO, op.dst_ptr = NULL, "dst is NULL");
     WRONG(FSDP_OP_CALL, , "call is NULL");
-    WRONG(FSDP_OP_UPDATE, op.list = NULL, "expected a fsdp_update");
+    WRONG(FSDP_OP_UPDATE, op.list = NULL, "expected an fsdp_update");
     WRONG(FSDP_OP_ALL_REDUCE, , "comm is NULL");
     WRONG(FSDP_OP_ALL_REDUCE, (op.comm = b.s.world->comm, op.group_size = 1), "group_size is less");
     WRONG(FSDP_OP_BROADCAST, (op.comm = b.s.world->comm, op.src_ptr = NULL), "src is NULL");
-    WRONG(FSDP_OP_ALL_REDUCE, op.comm = b.s.world->comm, "it works in place");
-    WRONG(FSDP_OP_BROADCAST, (op.comm = b.s.world->comm, op.root = 7), "root is no member");
-    WRONG(FSDP_OP_ALL_TO_ALL, (op.comm = b.s.world->comm, op.dtype = 99), "dtype is none");
+    WRONG(FSDP_OP_ALL_REDUCE, op.comm = b.s.world->comm, "this operation works in place");
+    WRONG(FSDP_OP_BROADCAST, (op.comm = b.s.world->comm, op.root = 7), "root is not a member");
+    WRONG(FSDP_OP_ALL_TO_ALL, (op.comm = b.s.world->comm, op.dtype = 99), "dtype is not one of");
     WRONG(FSDP_OP_ALL_TO_ALL, (op.comm = b.s.world->comm, op.group_size = 9), "group_size is not");
-    WRONG(FSDP_OP_ALL_TO_ALL, op.comm = (fsdp_comm *)&x, "comm is no group of this world");
-    WRONG(FSDP_OP_COPY, op.out_dtype = 0, "dtype or out_dtype is none");
+    WRONG(FSDP_OP_ALL_TO_ALL, op.comm = (fsdp_comm *)&x, "comm is not a group of this world");
+    WRONG(FSDP_OP_COPY, op.out_dtype = 0, "dtype or out_dtype is not one of");
     CHECK_EQ_INT(b.last_seq, 0);
     /* a marker is only shown; a copy runs */
     fsdp_op_init(&op, b.model, NULL, FSDP_OP_HOOK, FSDP_LABEL_WORLD, FSDP_STREAM_COMPUTE);

@@ -341,7 +341,7 @@ static void other_members(int rank, int world, void *arg) {
     fsdp_comm *out;
     CHECK_STATUS(r.ops->split(r.comm, &g, &out), FSDP_ERR_MISMATCH);
     CHECK(out == NULL);
-    told(&r, "who is in the group");
+    told(&r, "the members of the group");
     r.ops->close(r.comm);
 }
 TEST(shm_faults, other_members_of_a_group) {
@@ -540,7 +540,7 @@ static void other_world_size(int rank, int world, void *arg) {
         says(r.ops->error_text(NULL), "rank 0 has not come");
     } else {
         CHECK_STATUS(status, FSDP_ERR_MISMATCH);
-        says(r.ops->error_text(NULL), "rank 0 has a world size of 3, rank 1 of 4");
+        says(r.ops->error_text(NULL), "rank 0 has a world size of 3, rank 1 has 4");
     }
 }
 TEST(shm_faults, other_world_size) { run(make_setup(3, 0, 1500), other_world_size); }
@@ -717,7 +717,7 @@ static void no_address_space(int rank, int world, void *arg) {
     c.src = c.dst = p;
     CHECK_STATUS(r.ops->run(r.comm, &c), FSDP_ERR_OUT_OF_MEMORY);
     if (rank == world - 1) CHECK_EQ_INT(setrlimit(RLIMIT_AS, &old), 0);
-    told(&r, "rank 2: 8388608 bytes of rank 0 cannot be mapped; raise the limits of");
+    told(&r, "rank 2: cannot map 8388608 bytes of rank 0: raise the limits of");
     CHECK(h_calm_ms() - start < 2000);
     r.ops->close(r.comm);
 }
