@@ -31,7 +31,7 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
 }
 
 static fsdp_status fsdpi_do_enter(fsdp_unit *u) {
-    u->state.forwards--;
+    u->state.forwards -= u->model->is_last_backward; // else a further backward may follow
     u->model->backward = 1;
     return FSDP_OK;
 }

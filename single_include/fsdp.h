@@ -1708,7 +1708,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 
 /* Setters. Those with a unit (NULL: every unit) need it IDLE or POST_BACKWARD; the others any time.
    fsdp_set_grad_enabled           0: forwards are evaluation and are not waited for by a backward
-   fsdp_set_is_last_backward       0: finalize keeps the record of forwards for a further backward
+   fsdp_set_is_last_backward       0: finalize keeps the forwards for a further backward over them
    fsdp_set_requires_gradient_sync 0: post_backward keeps gradients here, unreduced (no_sync).
                                    Sets requires_all_reduce to the same
    fsdp_set_requires_all_reduce    0: HSDP: the sums over the shard group are kept and added up, the
@@ -9775,7 +9775,7 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
 }
 
 static fsdp_status fsdpi_do_enter(fsdp_unit *u) {
-    u->state.forwards--;
+    u->state.forwards -= u->model->is_last_backward; // else a further backward may follow
     u->model->backward = 1;
     return FSDP_OK;
 }

@@ -594,7 +594,7 @@ static void call_hook(model *m, int i, int call) {
         reshard_forward(m, i);
     }
     if (call == FSDP_CALL_PRE_BACKWARD && next == 'P') {
-        u->due--;
+        u->due -= m->is_last; /* else a further backward may follow over it */
         m->backward = 1;
         if (!u->no_unshard) unshard(m, i);
         wait_for(u);

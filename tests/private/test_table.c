@@ -135,7 +135,7 @@ static void model_unit(model *m, int unit, int call) {
         int at = u->newest;
         if (at >= 0) u->newest = m->before[at];
         if (at > 0 && m->async) model_unshard(m, &m->units[m->order[at - 1]]);
-        u->due--;
+        u->due -= m->is_last; /* else a further backward may follow over it */
         m->backward = 1;
     }
     if (call == FSDP_CALL_POST_BACKWARD || call == FSDP_CALL_FINALIZE) {
