@@ -164,12 +164,12 @@ static void shard_largest_dim(fs_net *net) {
         }
 }
 
+static const int64_t linears[][3] = {{16, 15, 8}, {7, 15, 3}, {16, 17, 8}};
 TEST(fully_shard_training, train_parity_single_group_shard_dim0) {
-    static const int64_t dims[][3] = {{16, 15, 8}, {7, 15, 3}, {16, 17, 8}};
     static fs_net net;
-    for (size_t i = 0; i < COUNT(dims); i++)
+    for (size_t i = 0; i < COUNT(linears); i++)
         for (size_t k = 0; k < COUNT(worlds); k++) {
-            two_linears(&net, dims[i][0], dims[i][1], dims[i][2]);
+            two_linears(&net, linears[i][0], linears[i][1], linears[i][2]);
             fs_conf c = fs_conf_of(&net, 1, worlds[k]);
             c.direct_min = (int64_t)(k % 2); /* packed, direct */
             fs_train(&c);
@@ -331,10 +331,11 @@ static void prefetch_two(fs_run *x) {
     }
 }
 
-TEST(fully_shard_training, explicit_prefetching) {
+static void explicit_prefetching(int shards) {
     static fs_net net;
-    fs_transformer(&net, 8, 8, 8, 1);
-    fs_conf c = fs_conf_of(&net, 1, 2);
+    fs_transformer(&net, 8, 16, 8, 1);
+    net.batch = 2 * 8;
+    fs_conf c = fs_conf_of(&net, 1, shards);
     fs_story *s = fs_tell(&c);
     c.build = prefetch_two;
     for (int lanes = 0; lanes < 3; lanes++)
@@ -344,6 +345,8 @@ TEST(fully_shard_training, explicit_prefetching) {
         }
     fs_story_free(s, &c);
 }
+TEST(fully_shard_training, explicit_prefetching) { explicit_prefetching(2); }
+TEST(long_fully_shard_training, explicit_prefetching) { explicit_prefetching(8); }
 
 /* Nothing is resharded by backward: what is still gathered is stale behind the optimizer. */
 static void kept_after_backward(fs_run *x) {
@@ -359,7 +362,8 @@ static void still_gathered(fs_run *x, int it, int m) {
 TEST(fully_shard_training, post_optim_event) {
     static fs_net net;
     fsdp_comm_ops slow = fs_slow_ops();
-    fs_transformer(&net, 3, 8, 8, 1);
+    fs_transformer(&net, 2, 16, 8, 1);
+    net.batch = 2 * 8;
     fs_conf c = fs_conf_of(&net, 1, 2);
     fs_story *s = fs_tell(&c);
     c.comm_ops = &slow, c.after = slow_optimizer;
@@ -949,12 +953,13 @@ static void gathered(fs_run *x, int it) {
 
 TEST(fully_shard_training, train_parity_shard_placement_fn) {
     static fs_net net;
-    fs_transformer(&net, 3, 8, 8, 1);
+    fs_transformer(&net, 3, 16, 8, 1);
+    net.batch = 2 * 16;
     shard_largest_dim(&net);
     int columns = 0;
     for (int u = 0; u < net.count; u++)
         for (int p = 0; p < net.units[u].count; p++) columns += net.units[u].params[p].shard_dim;
-    CHECK_EQ_INT(columns, 3);
+    CHECK_EQ_INT(columns, 4); /* of the table, and of each block's second linear */
     for (size_t k = 1; k < COUNT(worlds); k++) {
         fs_conf c = fs_conf_of(&net, 1, worlds[k]);
         c.iters = 5, c.end = gathered;
@@ -991,13 +996,13 @@ TEST(fully_shard_training, shard_placement_fn_contiguous_params_grads) {
 
 TEST(fully_shard_training, train_parity_with_shared_params) {
     static fs_net net;
-    fs_transformer(&net, 3, 8, 8, 1);
-    for (int raf = -1; raf <= 1; raf++)
-        for (int k = 0; k < 2; k++) {
-            fs_conf c = fs_conf_of(&net, 1, 2 + 2 * k);
-            c.raf = raf, c.ac = k ? FS_AC_OWN : FS_AC_NONE;
-            fs_train(&c);
-        }
+    fs_transformer(&net, 3, 16, 8, 1);
+    net.batch = 2 * 16;
+    fs_conf c = fs_conf_of(&net, 1, 4);
+    fs_story *s = fs_tell(&c);
+    for (c.raf = -1; c.raf <= 1; c.raf++)
+        for (c.ac = FS_AC_NONE; c.ac <= FS_AC_OWN; c.ac++) fs_train_beside(&c, s);
+    fs_story_free(s, &c);
 }
 
 static void every_row_moved(fs_run *x, int it) {
@@ -1017,9 +1022,13 @@ static void every_row_moved(fs_run *x, int it) {
 TEST(fully_shard_training, train_parity_with_shared_params_uneven_shard) {
     static fs_net net;
     for (size_t k = 1; k < COUNT(worlds); k++) {
-        fs_transformer(&net, 3, 8, 4 * worlds[k] + 1, 1);
+        fs_net_begin(&net, 2 * 8, 1);
+        net.vocab = 4 * worlds[k] + 1;
+        fs_unit_add(&net, "tied");
+        fs_layer_add(&net, FS_EMBED, 0, fs_param_add(&net, 0, net.vocab, 16, 0), 1, 16);
+        fs_layer_add(&net, FS_UNEMBED, 0, 0, 16, net.vocab);
         fs_conf c = fs_conf_of(&net, 1, worlds[k]);
-        c.iters = 3, c.end = every_row_moved;
+        c.raf = k & 1 ? NEVER : ALWAYS, c.end = every_row_moved;
         fs_train(&c);
     }
 }
@@ -1032,7 +1041,8 @@ static void layer_by_layer(fs_run *x) {
         const fs_unit *from = &x->net->units[u];
         memset(d, 0, sizeof d);
         for (int p = 0; p < from->count; p++) d[p] = fs_param_desc_of(x, u, p);
-        for (int p = 0; p < from->count; p++) d[p].name = p ? "bias" : "weight";
+        static const char *const names[] = {"norm.w", "norm.b", "linear.w", "linear.b"};
+        for (int p = 0; p < from->count; p++) d[p].name = names[p];
         ud.name = "layer", ud.params = d, ud.num_params = from->count;
         ud.user = (void *)(intptr_t)u;
         CALL(x->world, fsdp_fully_shard(x->model, &ud, &x->unit[u]));
@@ -1043,8 +1053,12 @@ static void layer_by_layer(fs_run *x) {
 
 TEST(fully_shard_training, shared_params_layer_by_layer) {
     static fs_net net;
-    fs_net_begin(&net, 2, 8);
-    for (int i = 0; i < 6; i++) fs_linear(&net, fs_unit_add(&net, "layer"), 8, 8);
+    fs_net_begin(&net, 8, 16);
+    for (int i = 0; i < 8; i++) {
+        int block = fs_unit_add(&net, "layer");
+        fs_norm(&net, block, 16);
+        fs_linear(&net, block, 16, 16);
+    }
     fs_conf c = fs_conf_of(&net, 1, 2);
     c.make = layer_by_layer;
     fs_train(&c);
@@ -1214,7 +1228,7 @@ TEST(fully_shard_training, 1f1b_microbatching) {
     net.batch = 2 * 16;
     for (int how = 0; how < 2 * AHEAD; how++) {
         fs_conf c = fs_conf_of(&net, 1, 2);
-        c.raf = NEVER, c.micro = pipelined, c.user = &how, c.iters = 3;
+        c.raf = NEVER, c.micro = pipelined, c.user = &how, c.iters = 2;
         c.build = fs_watch, c.after = gathers_of_pipeline;
         fs_story *s = fs_tell(&c);
         for (c.lanes = 0; c.lanes < 3; c.lanes++) fs_train_beside(&c, s);
@@ -1594,9 +1608,10 @@ static void nothing_was_said(fs_run *x, int it) {
 TEST(fully_shard_training, worldsize1) {
     static fs_net net;
     fs_transformer(&net, 3, 8, 8, 1);
-    for (int raf = -1; raf <= 1; raf++) {
+    for (int k = 0; k < 6; k++) { /* and PyTorch's three groups of two linears */
+        if (k >= 3) two_linears(&net, linears[k - 3][0], linears[k - 3][1], linears[k - 3][2]);
         fs_conf c = fs_conf_of(&net, 1, 1);
-        c.raf = raf, c.end = nothing_was_said, c.mesh_2d = raf == 0;
+        c.raf = k % 3 - 1, c.end = nothing_was_said, c.mesh_2d = k % 3 == 1;
         fs_train(&c);
     }
 }
