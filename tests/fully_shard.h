@@ -24,7 +24,7 @@
 
 #define FS_FN static __attribute__((unused))
 
-enum { FS_UNITS = 12, FS_PARAMS = 8, FS_LAYERS = 64, FS_RANKS = 8, FS_MICROS = 4, FS_TAPES = 4 };
+enum { FS_UNITS = 12, FS_PARAMS = 12, FS_LAYERS = 64, FS_RANKS = 8, FS_MICROS = 4, FS_TAPES = 4 };
 enum { FS_ITERS = 10 };
 enum { FS_LINEAR, FS_RELU, FS_NORM, FS_EMBED, FS_UNEMBED, FS_SAVE, FS_ADD };
 
@@ -222,7 +222,7 @@ FS_FN double fs_value(uint64_t a, uint64_t b, uint64_t c) {
 }
 FS_FN double fs_initial(const fs_net *net, int unit, int p, int64_t element) {
     const fs_param *q = &net->units[unit].params[p];
-    double x = fs_value(net->seed, (uint64_t)(unit * FS_PARAMS + p), (uint64_t)element);
+    double x = fs_value(net->seed, (uint64_t)q->at, (uint64_t)element); /* whatever the units */
     return q->offset + (q->ndim == 2 && q->shape[1] > 8 ? x / 2 : x);
 }
 /* what 0: an input; 1: a target; 2: a token */
@@ -643,13 +643,13 @@ FS_FN void fs_copy_element(fs_run *x, int unit, int p, int64_t at) {
         for (int r = q * shards; r < (q + 1) * shards; r++)
             sum = fs_mid(red, sum + lab_round(red, o->kept[r][at] / pre));
         sum = lab_round(red, sum);
-        if (o->partial_live[unit]) sum = lab_round(red, sum + o->partial[q][at]);
+        if (o->partial_live[unit]) sum = lab_round(red, fs_mid(red, sum + o->partial[q][at]));
         o->partial[q][at] = sum;
         total = fs_mid(red, total + sum);
     }
     if (!o->all_reduce[unit] && replicas > 1) return;
     total = fs_mid(red, lab_round(red, total) * fs_mid(red, pre / factor));
-    o->grad[at] = lab_round(store, o->has[unit][p] ? o->grad[at] + total : total);
+    o->grad[at] = lab_round(store, o->has[unit][p] ? fs_mid(store, o->grad[at] + total) : total);
 }
 
 /* The end of a microbatch on all ranks. */
@@ -664,7 +664,7 @@ FS_FN void fs_copy_reduce(fs_run *x) {
                 int64_t at = unit->params[p].at + e;
                 for (int r = 0; r < x->size; r++) {
                     double *slot = &o->slot[r][at], *kept = &o->kept[r][at];
-                    *kept = lab_round(red, o->kept_live[u] ? *kept + *slot : *slot);
+                    *kept = lab_round(red, o->kept_live[u] ? fs_mid(red, *kept + *slot) : *slot);
                     *slot = 0;
                 }
                 if (o->sync[u] && !fs_frozen(x, u, p)) fs_copy_element(x, u, p, at);

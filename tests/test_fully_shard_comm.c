@@ -80,15 +80,18 @@ static void net_use(net *n, int u, int backward) {
     }
 }
 
+/* What a reduction of the unit has to come to, added to what is there. */
+static void net_reduce(net *n, int u) {
+    for (int e = 0; e < NET_NUMEL; e++)
+        for (int r = 0; r < fsdp_world_size(n->world); r++)
+            n->truth.kept[u][e] += (double)net_slope(n, r, u, e);
+    lab_reduce(&n->truth, &the_net, u, n->factor[u], 0);
+}
+
 /* Gradients, and a step of descent on both sides. */
 static void net_finish(net *n) {
     CALL(n->world, fsdp_finalize_backward(n->m.model));
-    for (int u = 0; u < NET_UNITS; u++) {
-        for (int e = 0; e < NET_NUMEL; e++)
-            for (int r = 0; r < fsdp_world_size(n->world); r++)
-                n->truth.kept[u][e] += (double)net_slope(n, r, u, e);
-        lab_reduce(&n->truth, &the_net, u, n->factor[u], 0);
-    }
+    for (int u = 0; u < NET_UNITS; u++) net_reduce(n, u);
     lab_check_grads(&n->m, &n->truth);
     lab_update(&n->m, &n->truth, 0.5f);
     n->step++;
@@ -600,17 +603,51 @@ TEST(fully_shard_comm, backward_prefetch) {
 /* A layer with two branches behind it; a backward of one branch, then, over the same forward, of the
    other. What the first one gathers ahead in vain is there for the second one. */
 TEST(fully_shard_comm, backward_prefetch_unused_in_backward) {
-    rig r;
-    rig_open(&r, "0ab", ALWAYS, ALWAYS, 0);
-    for (int step = 0; step < 2; step++) {
-        plays(&r, "(0 )0 (a )a (b )b", "U0:F Ua:F Ub:F");
-        plays(&r, "l- [b ]b [0 ]0 .", "Ub:B Ua:B Pb U0:B P0");
-        CHECK_EQ_INT(fsdp_unit_storage(named(&r, 'a')), FSDP_STORAGE_IN_FLIGHT);
-        plays(&r, "l+ [a ]a [0 ]0 .", "U0:B Pa P0");
-        for (int u = 0; u < 3; u++)
-            CHECK_EQ_INT(fsdp_unit_storage(r.units[u]), FSDP_STORAGE_SHARDED);
+    for (int inline_device = 0; inline_device < 2; inline_device++) {
+        rig r;
+        rig_open(&r, "0ab", ALWAYS, ALWAYS, inline_device); /* upstream's root has no parameters */
+        for (int step = 0; step < 2; step++) {
+            plays(&r, "(0 )0 (a )a (b )b", "U0:F Ua:F Ub:F");
+            plays(&r, "l- [b ]b [0 ]0 .", "Ub:B Ua:B Pb U0:B P0");
+            CHECK_EQ_INT(fsdp_unit_storage(named(&r, 'a')), FSDP_STORAGE_IN_FLIGHT);
+            plays(&r, "l+ [a ]a [0 ]0 .", "U0:B Pa P0");
+            for (int u = 0; u < 3; u++) {
+                CHECK_EQ_INT(fsdp_unit_storage(r.units[u]), FSDP_STORAGE_SHARDED);
+                CHECK_EQ_INT(fsdp_pre_backward(r.units[u]), FSDP_ERR_INVALID_STATE);
+            }
+            CHECK_EQ_INT(fsdp_finalize_backward(r.model), FSDP_ERR_INVALID_STATE);
+        }
+        rig_close(&r);
     }
-    rig_close(&r);
+}
+
+/* The gradients of both backwards are added up. */
+static void two_backwards(fsdp_world *world, const void *arg) {
+    (void)arg;
+    net n;
+    net_build(&n, world, NULL);
+    for (int step = 0; step < 3; step++, n.step++) {
+        for (int u = 0; u < NET_UNITS; u++) {
+            CALL(world, fsdp_pre_forward(n.m.unit[u]));
+            net_use(&n, u, 0);
+            CALL(world, fsdp_post_forward(n.m.unit[u]));
+        }
+        for (int branch = 2; branch > 0; branch--) {
+            CALL(world, fsdp_set_is_last_backward(n.m.model, branch == 1));
+            for (int u = branch; u >= 0; u -= branch) {
+                CALL(world, fsdp_pre_backward(n.m.unit[u]));
+                net_use(&n, u, 1);
+                CALL(world, fsdp_post_backward(n.m.unit[u]));
+                net_reduce(&n, u);
+            }
+            CALL(world, fsdp_finalize_backward(n.m.model));
+        }
+        lab_check_grads(&n.m, &n.truth);
+        lab_update(&n.m, &n.truth, 0.5f);
+    }
+}
+TEST(fully_shard_comm, backward_prefetch_unused_in_backward_grads) {
+    for (int lanes = 0; lanes < 3; lanes++) on_lanes(2, lanes, NULL, two_backwards, NULL);
 }
 
 #define FWD4 "(r (0 )0 (1 )1 (2 )2 (3 )3 )r"
@@ -787,8 +824,9 @@ static void input_buffers(fsdp_world *world, const void *arg) {
     memset(&v, 0, sizeof v);
     while (fsdp_next_param(n.m.model, &v))
         for (int64_t k = 0; k < v.numel; k++) {
-            CHECK(at + 2 <= NET_UNITS * NET_NUMEL * 2);
-            out[at++] = ((const float *)v.shard)[k] + 64 * ((const float *)v.shard_grad)[k];
+            CHECK(at + 2 <= NET_UNITS * NET_NUMEL);
+            out[at++] = ((const float *)v.shard)[k];
+            out[at++] = ((const float *)v.shard_grad)[k];
         }
     CHECK(at > 0);
     b->numel[b->hsdp][rank] = at;

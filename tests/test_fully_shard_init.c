@@ -36,6 +36,7 @@ typedef struct {
     int count, step;
     int ranks, place;   /* over which gradients are averaged, and which of them I am */
     fsdp_dtype compute; /* of gathered parameters; KEEP: as stored */
+    int quantised;      /* an extension rounds matrices to bf16 as they are gathered */
 } toy;
 
 static int toy_hash(int a, int b, int c, int64_t e) {
@@ -110,6 +111,7 @@ static void toy_look(const toy *t, int u) {
         for (int64_t e = 0; e < lab_full_numel(&v); e++) {
             double truth = as_stored(&v,
                                      v.requires_grad ? toy_truth(t, u, i, e) : toy_start(u, i, e));
+            if (t->quantised && v.ndim == 2) truth = lab_round(FSDP_BF16, truth);
             if (fsdp_dtype_is_float(dtype)) truth = lab_round(dtype, truth);
             W_CHECK(lab_get(data, dtype, e) == truth, "step %d: %s.%s element %lld is %g, not %g",
                     t->step, v.unit_name, v.name, (long long)e, lab_get(data, dtype, e), truth);
@@ -645,7 +647,8 @@ static void tp_build(tp_model *m, fsdp_world *world, fsdp_mesh *mesh, const tp_p
     memset(m, 0, sizeof *m);
     CALL(world, fsdp_mesh_slice(mesh, dims, tp, &dp));
     md.mesh = dp;
-    toy_begin(&m->toy, world, &md, fsdp_mesh_size(dp, -1), 0);
+    toy_begin(&m->toy, world, &md, fsdp_mesh_size(dp, -1), fsdp_mesh_rank(dp, 0));
+    if (tp == 2) m->toy.place = 2 * m->toy.place + fsdp_mesh_rank(dp, 1);
     m->params = params;
     m->count = count;
     m->tp_rank = fsdp_mesh_rank(mesh, tp);
@@ -672,6 +675,61 @@ static void tp_check(const tp_model *m, double offset) {
         for (int64_t e = 0; e < lab_full_numel(&v); e++)
             CHECK_NEAR(full[e], toy_start(0, i, tp_element(m, i, e)) + offset, 0);
     }
+}
+
+/* My shard is where the placements put it: rows or columns of the tp part, split over dp. */
+static void tp_check_shards(const tp_model *m, const fsdp_mesh *mesh) {
+    int dp = fsdp_mesh_rank(mesh, 0);
+    for (int i = 0; i < m->count; i++) {
+        const tp_param *p = &m->params[i];
+        fsdp_param_view v = lab_view(m->toy.world, m->toy.unit[0], i);
+        int64_t part[2] = {p->rows, p->cols};
+        fsdp_range cut;
+        if (p->tp_dim >= 0) part[p->tp_dim] = m->cut[i].count;
+        CHECK_OK(fsdp_shard_range(part[p->shard_dim], fsdp_mesh_size(mesh, 0), dp, &cut));
+        CHECK_EQ_INT(v.shard_dim, p->shard_dim);
+        CHECK_EQ_INT(v.start[p->shard_dim], cut.start);
+        for (int d = 0; d < v.ndim; d++)
+            CHECK_EQ_INT(v.local_shape[d], d == p->shard_dim ? cut.count : part[d]);
+        for (int64_t k = 0; k < v.numel; k++) {
+            int64_t width = v.ndim == 2 ? v.local_shape[1] : 1, of = v.ndim == 2 ? part[1] : 1;
+            int64_t row = k / width + v.start[0], col = k % width + (v.ndim == 2 ? v.start[1] : 0);
+            CHECK_NEAR(((float *)v.shard)[k], toy_start(0, i, tp_element(m, i, row * of + col)), 0);
+        }
+    }
+}
+
+/* A step of all parts: gradients are those of the elements in the whole parameter, averaged over
+   dp. */
+static void tp_step(tp_model *m) {
+    fsdp_world *world = m->toy.world;
+    toy *t = &m->toy;
+    fsdp_param_view v = FSDP_ZERO;
+    lab_forward(world, t->unit[0]);
+    CALL(world, fsdp_pre_backward(t->unit[0]));
+    for (int i = 0; i < m->count; i++) {
+        const float *data = (const float *)fsdp_data(t->unit[0], i);
+        float *grad = (float *)fsdp_grad(t->unit[0], i);
+        v = lab_view(world, t->unit[0], i);
+        for (int64_t k = 0; k < lab_full_numel(&v); k++) {
+            int64_t e = tp_element(m, i, k);
+            CHECK_NEAR(data[k], toy_truth(t, 0, i, e), 0);
+            grad[k] += (float)toy_slope(t->place, t->step, 0, i, e);
+        }
+    }
+    CALL(world, fsdp_post_backward(t->unit[0]));
+    CALL(world, fsdp_finalize_backward(t->model));
+    memset(&v, 0, sizeof v);
+    while (fsdp_next_param(t->model, &v))
+        for (int64_t k = 0; k < v.numel; k++) {
+            int64_t e = tp_element(m, v.index, fsdp_view_index(&v, k));
+            float grad = ((const float *)v.shard_grad)[k];
+            CHECK_NEAR(grad, toy_mean(t, t->step, 0, v.index, e), 0);
+            ((float *)v.shard)[k] -= grad / 2;
+        }
+    CALL(world, fsdp_params_changed(t->model));
+    CALL(world, fsdp_zero_grad(t->model));
+    t->step++;
 }
 
 static const tp_param tp_mlp[] = {{"in_proj.weight", 27, 9, 0, 0},
@@ -719,54 +777,81 @@ static void diff_dim(fsdp_world *world, const void *arg) {
                                       {"w1", 64, 16, 0, 1},
                                       {"w2", 16, 64, 1, 0},
                                       {"norm", 16, 0, -1, 0}};
+    fsdp_mesh *mesh = mesh_of(world, 4, 2, 0, tp_names);
     tp_model m;
-    tp_build(&m, world, mesh_of(world, 4, 2, 0, tp_names), params, 5);
-    for (int i = 0; i < 4; i++) CHECK_EQ_INT(params[i].tp_dim + params[i].shard_dim, 1);
+    tp_build(&m, world, mesh, params, 5);
+    tp_check_shards(&m, mesh);
     tp_check(&m, 0);
+    for (int step = 0; step < 2; step++) tp_step(&m);
 }
 TEST(fully_shard_init, init_2d_transformer_shard_diff_dim) { on_ranks(8, diff_dim, NULL); }
 
 /* ---- the root, names, the first step --------------------------------------------------------- */
 
-/* There is no root to find: units come in the order of their making, the model is the root. */
-static void order_and_names(fsdp_world *world, const void *arg) {
-    (void)arg;
-    static const char *const expected[] = {"root.scale",
-                                           "layers.0.in_proj.weight",
-                                           "layers.0.in_proj.bias",
-                                           "layers.0.out_proj.weight",
-                                           "layers.0.out_proj.bias",
-                                           "layers.1.in_proj.weight",
-                                           "layers.1.in_proj.bias",
-                                           "layers.1.out_proj.weight",
-                                           "layers.1.out_proj.bias"};
-    static const char *const names[] = {"root", "layers.0", "layers.1"};
-    fsdp_param_desc p[4];
+/* PyTorch's model: a root that holds the second of two MLPs, units of both linears of the first. */
+static void lazy_model(toy *t, fsdp_world *world) {
+    static const char *const names[] = {"0.in_proj", "0.out_proj", "root"};
+    fsdp_param_desc p[4] = {fsdp_mat("weight", 32, 8), fsdp_vec("bias", 32)};
     fsdp_unit_desc ud = FSDP_ZERO;
-    toy t;
-    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
-    for (int i = 0; i < 3; i++) {
-        ud.name = names[i];
-        ud.reshard_after_forward = i ? 0 : FSDP_RESHARD_NEVER;
-        p[0] = fsdp_vec("scale", 5);
-        toy_unit(&t, &ud, p, i ? mlp(p, 3, 2) : 1);
+    toy_begin(t, world, NULL, 2, fsdp_rank(world));
+    ud.name = names[0];
+    toy_unit(t, &ud, p, 2);
+    p[0] = fsdp_mat("weight", 8, 32), p[1] = fsdp_vec("bias", 8);
+    ud.name = names[1];
+    toy_unit(t, &ud, p, 2);
+    mlp(p, 8, 4);
+    p[0].name = "1.in_proj.weight", p[1].name = "1.in_proj.bias";
+    p[2].name = "1.out_proj.weight", p[3].name = "1.out_proj.bias";
+    ud.name = names[2], ud.reshard_after_forward = FSDP_RESHARD_NEVER;
+    toy_unit(t, &ud, p, 4);
+    CALL(world, fsdp_init_params(t->model, toy_fill, NULL));
+}
+
+/* No unit is found to be the root: all are of one model, in the order in which they were made, and
+   each may be the first that is used. */
+static void no_root(fsdp_world *world, const void *arg) {
+    (void)arg;
+    for (int first = 0; first < 3; first++) {
+        toy t;
+        lazy_model(&t, world);
+        CALL(world, fsdp_model_commit(t.model));
+        CHECK_EQ_INT(fsdp_num_units(t.model), 3);
+        lab_forward(world, t.unit[first]);
+        for (int u = 0; u < 3; u++) {
+            fsdp_param_view v = lab_view(world, t.unit[u], 0);
+            CHECK_EQ_INT(v.ordinal, 2 * u);
+            CHECK_EQ_INT(fsdp_unit_storage(t.unit[u]),
+                         u == first && u == 2 ? FSDP_STORAGE_UNSHARDED : FSDP_STORAGE_SHARDED);
+        }
+        CALL(world, fsdp_model_reset(t.model));
+        toy_step(&t);
+        fsdp_model_destroy(t.model);
     }
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
-    CHECK_EQ_INT(fsdp_num_units(t.model), 3);
+}
+TEST(fully_shard_init, is_root) { on_ranks(2, no_root, NULL); }
+
+static void names_of(fsdp_world *world, const void *arg) {
+    (void)arg;
+    static const char *const expected[] = {"0.in_proj.weight",       "0.in_proj.bias",
+                                           "0.out_proj.weight",      "0.out_proj.bias",
+                                           "root.1.in_proj.weight",  "root.1.in_proj.bias",
+                                           "root.1.out_proj.weight", "root.1.out_proj.bias"};
     fsdp_param_view v = FSDP_ZERO;
-    for (int k = 0; k < 9; k++) {
+    toy t;
+    lazy_model(&t, world);
+    CHECK_EQ_INT(fsdp_num_params(t.model), 8);
+    for (int k = 0; k < 8; k++) {
         char text[64];
         CALL(world, fsdp_param_at(t.model, k, &v));
+        CHECK_EQ_STR(v.unit_name, fsdp_unit_name(v.unit));
         snprintf(text, sizeof text, "%s.%s", v.unit_name, v.name);
         CHECK_EQ_STR(text, expected[k]);
-        CHECK_EQ_INT(v.ordinal, k);
-        CHECK(v.unit == t.unit[(k + 3) / 4]);
+        CHECK(v.unit == t.unit[k < 4 ? k / 2 : 2]);
     }
-    CHECK(fsdp_param_at(t.model, 9, &v) == FSDP_ERR_INVALID_ARG);
+    CHECK(fsdp_param_at(t.model, 8, &v) == FSDP_ERR_INVALID_ARG);
     toy_step(&t);
 }
-TEST(fully_shard_init, is_root) { on_ranks(2, order_and_names, NULL); }
-TEST(fully_shard_init, module_and_param_fqns) { on_ranks(2, order_and_names, NULL); }
+TEST(fully_shard_init, module_and_param_fqns) { on_ranks(2, names_of, NULL); }
 
 /* Upstream fails where a child ran before the root. Here a unit may be used alone and first, the
    model is laid out once, and units that come too late are refused. */
@@ -845,32 +930,56 @@ static void shards_are(const toy *t, double expected) {
 /* Zero-filled, filled with a constant, then anew: every value of a shard that has any changes; one
    step runs. dims: even, uneven, with empty shards. */
 static void meta_device(fsdp_world *world, const void *arg) {
-    int two_d = arg != NULL, dims[] = {8, 3, 1};
-    fsdp_mesh *mesh = two_d ? mesh_of(world, 2, 2, 0, tp_names) : NULL;
+    (void)arg;
+    static const int dims[] = {8, 3, 1};
     for (int n = 0; n < 6; n++) {
         fsdp_model_desc md = FSDP_ZERO;
         fsdp_param_view v = FSDP_ZERO;
-        double constant = 99;
+        double constant = 1337;
         fsdp_param_desc p[4];
         toy t;
         md.param_dtype = n % 2 ? FSDP_BF16 : FSDP_DTYPE_KEEP;
         md.reduce_dtype = n % 2 ? FSDP_F32 : FSDP_DTYPE_KEEP;
-        if (two_d) md.mesh = lab_slice(world, mesh, 0);
-        toy_begin(&t, world, &md, two_d ? 2 : 4,
-                  two_d ? fsdp_mesh_rank(mesh, 0) : fsdp_rank(world));
+        toy_begin(&t, world, &md, 4, fsdp_rank(world));
         for (int l = 0; l < 2; l++) toy_unit(&t, NULL, p, mlp(p, dims[n / 2], 1));
         shards_are(&t, 0);
         CALL(world, fsdp_init_params(t.model, fill_const, &constant));
-        shards_are(&t, 99);
+        shards_are(&t, constant);
         CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
         while (fsdp_next_param(t.model, &v))
-            for (int64_t k = 0; k < v.numel; k++) CHECK(lab_get(v.shard, v.dtype, k) != 99);
+            for (int64_t k = 0; k < v.numel; k++) CHECK(lab_get(v.shard, v.dtype, k) != constant);
         toy_step(&t);
         fsdp_model_destroy(t.model);
     }
 }
 TEST(fully_shard_init, meta_device_1d_init) { on_ranks(4, meta_device, NULL); }
-TEST(fully_shard_init, meta_device_2d_init) { on_ranks(4, meta_device, "2-D"); }
+
+/* The same for the parts that tensor parallelism leaves. */
+static void meta_device_2d(fsdp_world *world, const void *arg) {
+    (void)arg;
+    static const int dims[] = {8, 3};
+    for (int n = 0; n < 2; n++) {
+        const int d = dims[n];
+        const tp_param params[4] = {{"in_proj.weight", 4 * d, d, 0, 0},
+                                    {"in_proj.bias", 4 * d, 0, 0, 0},
+                                    {"out_proj.weight", d, 4 * d, 1, 0},
+                                    {"out_proj.bias", d, 0, -1, 0}};
+        fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, tp_names);
+        double constant = 1337;
+        fsdp_param_view v = FSDP_ZERO;
+        tp_model m;
+        tp_build(&m, world, mesh, params, 4);
+        CALL(world, fsdp_init_params(m.toy.model, fill_const, &constant));
+        shards_are(&m.toy, constant);
+        CALL(world, fsdp_init_params(m.toy.model, tp_fill, &m));
+        while (fsdp_next_param(m.toy.model, &v))
+            for (int64_t k = 0; k < v.numel; k++) CHECK(((float *)v.shard)[k] < 1000);
+        tp_check_shards(&m, mesh);
+        tp_step(&m);
+        fsdp_model_destroy(m.toy.model);
+    }
+}
+TEST(fully_shard_init, meta_device_2d_init) { on_ranks(4, meta_device_2d, NULL); }
 
 /* Upstream names the parameters that were left without data. Here there are none: a parameter that
    nobody filled is zero, on every rank, padding included. */
@@ -925,28 +1034,47 @@ static void same_mesh(const fsdp_mesh *a, const fsdp_mesh *b) {
     }
 }
 
-/* The same coordinates and groups, and the same training to the bit. */
-static void process_groups(fsdp_world *world, const void *arg) {
-    int hsdp = arg != NULL;
-    static const int32_t ranks[4] = {0, 1, 2, 3};
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_mesh *mesh[2];
-    d.ndim = hsdp ? 2 : 1;
-    for (int i = 0; i < d.ndim; i++) d.shape[i] = hsdp ? 2 : 4, d.names[i] = hsdp_names[i];
-    CALL(world, fsdp_mesh_create(world, &d, &mesh[0]));
-    d.ranks = ranks;
-    CALL(world, fsdp_mesh_create(world, &d, &mesh[1]));
-    same_mesh(mesh[0], mesh[1]);
-    for (int i = 0; i < 2; i++) {
-        fsdp_model_desc md = FSDP_ZERO;
-        toy t;
-        md.mesh = mesh[i];
-        toy_mlps(&t, world, &md, 4, fsdp_rank(world), 2, 5);
-        for (int k = 0; k < 2; k++) toy_step(&t);
-    }
+/* The same training over both. */
+static void trains_over(fsdp_world *world, fsdp_mesh *mesh, int ranks, int place) {
+    fsdp_model_desc md = FSDP_ZERO;
+    toy t;
+    md.mesh = mesh;
+    toy_mlps(&t, world, &md, ranks, place, 2, 8);
+    for (int k = 0; k < 2; k++) toy_step(&t);
 }
-TEST(fully_shard_init, 1d_process_group_init) { on_ranks(4, process_groups, NULL); }
-TEST(fully_shard_init, 2d_process_group_init) { on_ranks(4, process_groups, "HSDP"); }
+/* A mesh from the ranks of a group is the dp slice of a (dp, tp) mesh: two of four ranks, and the
+   other two have another one. */
+static void groups_1d(fsdp_world *world, const void *arg) {
+    (void)arg;
+    static const char *const dp_name[] = {"dp"};
+    static const int32_t shape[1] = {2}, groups[2][2] = {{0, 2}, {1, 3}};
+    fsdp_mesh *both = mesh_of(world, 2, 2, 0, tp_names), *dp = lab_slice(world, both, 0);
+    const int mine = fsdp_mesh_rank(both, 1);
+    for (int g = 0; g < 2; g++) {
+        fsdp_mesh *mesh = lab_mesh(world, 1, shape, dp_name, groups[g]);
+        if (g != mine) CHECK_EQ_INT(fsdp_mesh_rank(mesh, 0), -1);
+        if (g != mine) continue;
+        CHECK_EQ_INT(fsdp_mesh_rank(mesh, 0), fsdp_rank(world) / 2);
+        same_mesh(dp, mesh);
+        trains_over(world, mesh, 2, fsdp_mesh_rank(mesh, 0));
+    }
+    trains_over(world, dp, 2, fsdp_mesh_rank(dp, 0));
+}
+/* The same coordinates and groups, of the slices too. */
+static void groups_2d(fsdp_world *world, const void *arg) {
+    (void)arg;
+    static const int32_t shape[2] = {2, 2}, ranks[4] = {0, 1, 2, 3};
+    fsdp_mesh *mesh[2] = {lab_mesh(world, 2, shape, hsdp_names, NULL),
+                          lab_mesh(world, 2, shape, hsdp_names, ranks)};
+    same_mesh(mesh[0], mesh[1]);
+    for (int d = 0; d < 2; d++) {
+        fsdp_mesh *slice[2] = {lab_slice(world, mesh[0], d), lab_slice(world, mesh[1], d)};
+        same_mesh(slice[0], slice[1]);
+    }
+    for (int i = 0; i < 2; i++) trains_over(world, mesh[i], 4, fsdp_rank(world));
+}
+TEST(fully_shard_init, 1d_process_group_init) { on_ranks(4, groups_1d, NULL); }
+TEST(fully_shard_init, 2d_process_group_init) { on_ranks(4, groups_2d, NULL); }
 
 /* ---- replicas -------------------------------------------------------------------------------- */
 
@@ -1277,30 +1405,42 @@ static void save_load(toy *t, void (*fill)(void *, const fsdp_param_view *), voi
     same_dict(&first, &loaded);
 }
 
-static const int state_dims[] = {2, 3, 4, 5, 16};
-
+/* An MLP; an MLP and a linear in one unit; an MLP. The widest dims are sharded along the larger one. */
 static void dp_save_load(fsdp_world *world, const void *arg) {
-    int hsdp = arg != NULL;
-    fsdp_mesh *mesh = hsdp ? mesh_of(world, 2, 2, 0, hsdp_names) : NULL;
-    for (size_t n = 0; n < sizeof state_dims / sizeof *state_dims; n++) {
+    static const int dims[] = {2, 3, 4, 5, 16};
+    int size = fsdp_world_size(world);
+    fsdp_mesh *mesh = arg ? mesh_of(world, size / 2, 2, 0, hsdp_names) : NULL;
+    for (size_t n = 0; n < sizeof dims / sizeof *dims; n++) {
         fsdp_model_desc md = FSDP_ZERO;
         toy t;
         md.mesh = mesh;
-        toy_mlps(&t, world, &md, 4, fsdp_rank(world), 2, state_dims[n]);
+        toy_begin(&t, world, &md, size, fsdp_rank(world));
+        for (int u = 0; u < 3; u++) {
+            fsdp_param_desc p[6];
+            int count = mlp(p, dims[n], 4);
+            if (u == 1)
+                p[4] = fsdp_mat("weight", dims[n], dims[n]), p[5] = fsdp_vec("bias", dims[n]);
+            if (u == 1) count = 6;
+            for (int i = 0; dims[n] == 16 && i < count; i++)
+                p[i].shard_dim = p[i].ndim == 2 && p[i].shape[1] > p[i].shape[0];
+            toy_unit(&t, NULL, p, count);
+        }
+        CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
         save_load(&t, toy_fill, NULL);
         toy_step(&t);
         fsdp_model_destroy(t.model);
     }
 }
-TEST(fully_shard_state_dict, dp_save_load) { on_ranks(4, dp_save_load, NULL); }
-TEST(fully_shard_state_dict, hsdp_save_load) { on_ranks(4, dp_save_load, "HSDP"); }
+TEST(fully_shard_state_dict, dp_save_load) { on_ranks(8, dp_save_load, NULL); }
+TEST(fully_shard_state_dict, hsdp_save_load) { on_ranks(8, dp_save_load, "HSDP"); }
 
 static void tp_save_load(fsdp_world *world, const void *arg) {
+    static const int dims[] = {4, 5, 6, 8, 10};
     int hsdp = arg != NULL;
     fsdp_mesh *mesh = hsdp ? mesh_of(world, 2, 2, 2, hsdp_tp_names)
-                           : mesh_of(world, 2, 2, 0, tp_names);
-    for (size_t n = 0; n < sizeof state_dims / sizeof *state_dims; n++) {
-        int dim = state_dims[n];
+                           : mesh_of(world, 2, 4, 0, tp_names);
+    for (size_t n = 0; n < sizeof dims / sizeof *dims; n++) {
+        int dim = dims[n];
         tp_param params[4] = {{"in_proj.weight", 4, 0, 0, 0},
                               {"in_proj.bias", 4, 0, 0, 0},
                               {"out_proj.weight", 0, 4, 1, 0},
@@ -1312,10 +1452,11 @@ static void tp_save_load(fsdp_world *world, const void *arg) {
         tp_check(&m, 0);
         save_load(&m.toy, tp_fill, &m);
         tp_check(&m, 0);
+        tp_step(&m);
         fsdp_model_destroy(m.toy.model);
     }
 }
-TEST(fully_shard_state_dict, tp_save_load) { on_ranks(4, tp_save_load, NULL); }
+TEST(fully_shard_state_dict, tp_save_load) { on_ranks(8, tp_save_load, NULL); }
 TEST(fully_shard_state_dict, hsdp_tp_save_load) { on_ranks(8, tp_save_load, "HSDP"); }
 
 /* Views that are kept show the parameters as they are after later steps. */
@@ -1503,55 +1644,68 @@ static void ext_build(toy *t, fsdp_world *world, const fsdp_model_desc *md, int 
 
 /* Two strings per parameter; the parameters are those of a model without extensions. */
 static void ext_parity(fsdp_world *world, const void *arg) {
-    (void)arg;
-    ext x[4];
+    const int never = arg != NULL;
+    ext x[6];
+    fsdp_model_desc md = FSDP_ZERO;
     toy t;
-    ext_build(&t, world, NULL, 2, fsdp_rank(world), x, HALVES, 2, 5);
+    md.reshard_after_forward = never ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
+    ext_build(&t, world, &md, 2, fsdp_rank(world), x, HALVES, 3, 8);
     for (int step = 0; step < 10; step++) toy_step(&t);
-    for (int k = 0; k < 4; k++) {
+    for (int k = 0; k < 6; k++) {
         CHECK_EQ_INT(x[k].sized, 1);
-        CHECK_EQ_INT(x[k].pres, 20); /* forward and backward */
-        CHECK_EQ_INT(x[k].posts, 20);
+        CHECK_EQ_INT(x[k].pres, never ? 10 : 20); /* forward and backward */
+        CHECK_EQ_INT(x[k].posts, never ? 10 : 20);
     }
 }
-TEST(fully_shard_extensions, train_parity) { on_ranks(2, ext_parity, NULL); }
+TEST(fully_shard_extensions, train_parity) {
+    on_ranks(2, ext_parity, NULL);
+    on_ranks(2, ext_parity, "never");
+}
 
 /* Nothing is whole anywhere, parameters are computed in bf16, and gathered as the extension says:
    half the bytes of the masters. */
 static void ext_end_to_end(fsdp_world *world, const void *arg) {
-    (void)arg;
-    ext x[4];
+    const int never = arg != NULL;
+    ext x[6];
     fsdp_model_desc md = FSDP_ZERO;
     toy t;
     md.param_dtype = FSDP_BF16;
     md.reduce_dtype = FSDP_F32;
-    ext_build(&t, world, &md, 2, fsdp_rank(world), x, BFLOAT, 2, 3);
+    md.reshard_after_forward = never ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
+    ext_build(&t, world, &md, 8, fsdp_rank(world), x, BFLOAT, 3, 8);
     for (int step = 0; step < 3; step++) toy_step(&t);
-    CHECK_EQ_INT(x[3].posts, 6);
+    for (int k = 0; k < 6; k++) CHECK_EQ_INT(x[k].posts, never ? 3 : 6);
 }
-TEST(fully_shard_extensions, end_to_end) { on_ranks(2, ext_end_to_end, NULL); }
+TEST(fully_shard_extensions, end_to_end) {
+    on_ranks(8, ext_end_to_end, NULL);
+    on_ranks(8, ext_end_to_end, "never");
+}
 
 /* A quantising extension runs in every gather; f32 parameters come out rounded to bf16. */
 static void ext_quantised(fsdp_world *world, const void *arg) {
     (void)arg;
-    ext x[2];
+    enum { NUMEL = 32 * 8 };
+    ext x[6];
     toy t;
     fsdp_param_view v;
-    ext_build(&t, world, NULL, 2, fsdp_rank(world), x, BFLOAT, 1, 3);
-    float third[12 * 3];
-    for (int e = 0; e < 36; e++) third[e] = (float)(e + 1) / 3;
+    ext_build(&t, world, NULL, 8, fsdp_rank(world), x, BFLOAT, 3, 8);
+    t.quantised = 1;
+    for (int step = 0; step < 3; step++) toy_step(&t);
+    for (int k = 0; k < 6; k++) CHECK_EQ_INT(x[k].pres, 6);
+    float third[NUMEL];
+    for (int e = 0; e < NUMEL; e++) third[e] = (float)(e + 1) / 3;
     CALL(world, fsdp_param_load(t.unit[0], 0, third));
     CALL(world, fsdp_pre_forward(t.unit[0]));
     CALL(world, fsdp_param_view_get(t.unit[0], 0, &v));
     const float *data = (const float *)fsdp_data(t.unit[0], 0);
-    for (int e = 0; e < 36; e++) CHECK_NEAR(data[e], lab_round(FSDP_BF16, (double)third[e]), 0);
+    for (int e = 0; e < NUMEL; e++) CHECK_NEAR(data[e], lab_round(FSDP_BF16, (double)third[e]), 0);
     for (int64_t k = 0; k < v.numel; k++) /* the master is not */
         CHECK_NEAR(lab_get(v.shard, FSDP_F32, k), third[fsdp_view_index(&v, k)], 0);
     CALL(world, fsdp_post_forward(t.unit[0]));
-    CHECK_EQ_INT(x[0].pres, 1);
-    CHECK_EQ_INT(x[0].posts, 1);
+    CHECK_EQ_INT(x[0].pres, 7);
+    CHECK_EQ_INT(x[0].posts, 7);
 }
-TEST(fully_shard_extensions, monkey_patch) { on_ranks(2, ext_quantised, NULL); }
+TEST(fully_shard_extensions, monkey_patch) { on_ranks(8, ext_quantised, NULL); }
 
 /* The hooks know the whole shape, and a stored shard has one size on all ranks: 5 rows over 4
    ranks are 2 2 1 0, each padded to 2. */

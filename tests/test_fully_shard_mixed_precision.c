@@ -337,6 +337,13 @@ TEST(fully_shard_mixed_precision, grad_dtype_preserved_non_uniform) {
         }
 }
 
+/* Two linears, a unit each. */
+static void two_units(fs_net *net, int64_t d) {
+    fs_net_begin(net, 2, d);
+    fs_linear(net, fs_unit_add(net, "c1"), d, d);
+    fs_linear(net, fs_unit_add(net, "c2"), d, d);
+}
+
 /* A struct of activations: each floating member is cast, the others pass. */
 typedef struct {
     float x[6];
@@ -374,24 +381,49 @@ static void struct_of_inputs(fs_run *x, int it, int m) {
     CHECK_NEAR(back, lab_round(f64, a.pair.b[0]), 0);
 }
 
-TEST(fully_shard_mixed_precision, structured_input_output) {
-    static const fsdp_dtype params[] = {0, F32, BF16, F16};
-    static fs_net net;
-    mlps(&net, 8);
-    for (size_t i = 0; i < COUNT(params); i++) {
-        fs_conf c = fs_conf_of(&net, 1, 2);
-        c.param = params[i], c.after = struct_of_inputs, c.iters = 3;
-        fs_train(&c);
+/* A struct of two or three activations: each unit's linear is applied to each member, one after the
+   other; the outputs are added up. */
+static double containers(fs_run *x, int it, int m) {
+    const int members = *(const int *)x->c->user;
+    const size_t bytes = (size_t)(x->net->batch * x->net->in) * sizeof(double);
+    double *sum = x->tape[0].in[2];
+    (void)it, (void)m;
+    for (int k = 0; k < members; k++) fs_feed(x, &x->tape[k]);
+    for (int u = 0; u < 2; u++) {
+        fs_pre_forward(x, u);
+        for (int k = 0; k < members; k++) fs_layers_forward(x, &x->tape[k], u, u, u + 1);
+        fs_post_forward(x, u);
     }
+    for (int k = 1; k < members; k++)
+        for (int64_t i = 0; i < x->net->batch * x->net->in; i++)
+            sum[i] = lab_round(x->tape[0].dtype[2], sum[i] + x->tape[k].in[2][i]);
+    double loss = fs_loss(x, &x->tape[0], 1);
+    for (int k = 0; k < members; k++) memcpy(x->tape[k].in[2], x->dx, bytes); /* their gradients */
+    for (int u = 1; u >= 0; u--) {
+        fs_pre_backward(x, u);
+        for (int k = 0; k < members; k++) {
+            memcpy(x->dx, x->tape[k].in[2], bytes);
+            fs_layers_backward(x, &x->tape[k], u, u + 1);
+            memcpy(x->tape[k].in[2], x->dx, bytes);
+        }
+        fs_post_backward(x, u);
+    }
+    return loss;
 }
 
-/* Two linears, a unit each. */
-static void two_units(fs_net *net, int64_t d) {
-    fs_net_begin(net, 4, d);
-    fs_linear(net, fs_unit_add(net, "c1"), d, d);
-    fs_relu(net);
-    fs_linear(net, fs_unit_add(net, "c2"), d, d);
+TEST(fully_shard_mixed_precision, structured_input_output) {
+    static const fsdp_dtype policies[][2] = {{0, 0}, {BF16, BF16}, {BF16, F32}, {F32, 0}, {F16, 0}};
+    static fs_net net;
+    two_units(&net, 16);
+    for (size_t i = 0; i < COUNT(policies); i++)
+        for (int members = 2; members <= 3; members++) {
+            fs_conf c = fs_conf_of(&net, 1, 4);
+            c.param = policies[i][0], c.reduce = policies[i][1], c.zero_in_place = 1;
+            c.micro = containers, c.after = struct_of_inputs, c.user = &members;
+            fs_train(&c);
+        }
 }
+
 static const int *wanted_inputs; /* dtypes of the inputs of the layers, and of the output */
 static double seen_inputs(fs_run *x, int it, int m) {
     double loss = fs_micro(x, it, m);
@@ -401,15 +433,40 @@ static double seen_inputs(fs_run *x, int it, int m) {
     return loss;
 }
 
+/* The module of the second unit, whose inputs the policy leaves alone, casts its input itself. */
+static double own_cast(fs_run *x, int it, int m) {
+    fs_tape *t = &x->tape[0];
+    const int64_t count = x->net->batch * x->net->layers[1].in;
+    (void)it, (void)m;
+    fs_feed(x, t);
+    fs_group_forward(x, t, 0, 0, 1);
+    fs_pre_forward(x, 1);
+    fs_cast_in(x, 1, t->in[1], &t->dtype[1], count);
+    CHECK_EQ_INT(t->dtype[0], F32);
+    CHECK_EQ_INT(t->dtype[1], F32);
+    for (int64_t i = 0; i < count; i++) t->in[1][i] = lab_round(F16, t->in[1][i]);
+    t->dtype[1] = F16;
+    fs_layer_forward(x, t, 1);
+    fs_post_forward(x, 1);
+    CHECK_EQ_INT(t->dtype[2], F16);
+    double loss = fs_loss(x, t, 1);
+    fs_backward(x, t);
+    return loss;
+}
+
+/* The second unit computes in f16; the same, but its module casts; the first one, whose output is
+   cast back, so that the second one's input is f32. */
 TEST(fully_shard_mixed_precision, float16_on_one_submodule) {
-    static const int second[] = {F32, F32, F16, F16}, first[] = {F16, F16, F16, F32};
+    static const int second[] = {F32, F16, F16}, first[] = {F16, F32, F32};
     static fs_net net;
-    for (int k = 0; k < 2; k++) {
-        two_units(&net, 8);
-        net.units[k ? 0 : 1].param = F16;
+    for (int k = 0; k < 3; k++) {
+        two_units(&net, 100);
+        net.units[k < 2].param = F16;
+        if (k == 1) net.units[1].keep_inputs = 1;
+        if (k == 2) net.units[0].output = F32;
         wanted_inputs = k ? first : second;
         fs_conf c = fs_conf_of(&net, 1, 2);
-        c.micro = seen_inputs;
+        c.micro = k == 1 ? own_cast : seen_inputs, c.iters = 3;
         fs_train(&c);
     }
 }
@@ -426,14 +483,14 @@ static void external_inputs(fs_run *x, int it, int m) {
     CHECK(out == (keeps ? (const void *)y : (const void *)room));
 }
 TEST(fully_shard_mixed_precision, submodules_with_external_inputs) {
-    static const int kept[] = {F32, F32, F32, F16}, casted[] = {F32, F32, F16, F16};
+    static const int halves[] = {F16, F16, F16};
     static fs_net net;
     for (int keeps = 0; keeps < 2; keeps++) {
-        two_units(&net, 8);
-        net.units[1].param = F16, net.units[1].keep_inputs = keeps;
-        wanted_inputs = keeps ? kept : casted;
+        two_units(&net, 100);
+        net.units[0].param = net.units[1].param = F16, net.units[1].keep_inputs = keeps;
+        wanted_inputs = halves;
         fs_conf c = fs_conf_of(&net, 1, 2);
-        c.micro = seen_inputs, c.after = external_inputs;
+        c.micro = seen_inputs, c.after = external_inputs, c.iters = 3;
         fs_train(&c);
     }
 }
@@ -462,6 +519,86 @@ static void norms(fsdp_dtype param) {
 }
 TEST(fully_shard_mixed_precision, norm_modules_bf16) { norms(BF16); }
 TEST(fully_shard_mixed_precision, norm_modules_fp16) { norms(F16); }
+
+/* An activation checkpoint recomputes a linear in its backward: the casts of its input, or of its
+   output, are the same as in forward. */
+static double recomputed_casts(fs_run *x, int it, int m) {
+    const int outputs = *(const int *)x->c->user;
+    fs_tape *t = &x->tape[0], *again = &x->tape[1];
+    (void)it, (void)m;
+    for (int k = 0; k < 2; k++) { /* the input is that of the checkpoint both times */
+        fs_feed(x, k ? again : t);
+        if (!outputs) continue;
+        for (int64_t i = 0; i < x->net->batch; i++)
+            (k ? again : t)->in[0][i] = lab_round(BF16, t->in[0][i]);
+        (k ? again : t)->dtype[0] = BF16;
+    }
+    fs_group_forward(x, t, 0, 0, 1);
+    double loss = fs_loss(x, t, 1);
+    fs_pre_backward(x, 0);
+    fs_group_forward(x, again, 0, 0, 1);
+    for (int k = 0; k < 2; k++) {
+        CHECK_EQ_INT((k ? again : t)->dtype[0], BF16);
+        CHECK_EQ_INT((k ? again : t)->dtype[1], outputs ? F32 : BF16);
+    }
+    fs_layers_backward(x, again, 0, 1);
+    fs_post_backward(x, 0);
+    return loss;
+}
+static void recompute_casts(int outputs) {
+    static fs_net net;
+    fs_net_begin(&net, 8, 1);
+    fs_linear(&net, fs_unit_add(&net, "linear1"), 1, 1);
+    net.units[0].keep_inputs = outputs, net.units[0].output = outputs ? F32 : 0;
+    fs_conf c = fs_conf_of(&net, 1, 2);
+    c.param = c.reduce = BF16, c.micro = recomputed_casts, c.user = &outputs;
+    fs_train(&c);
+}
+TEST(fully_shard_mixed_precision, checkpoint_recompute_casts_forward_inputs) { recompute_casts(0); }
+TEST(fully_shard_mixed_precision, checkpoint_recompute_casts_outputs) { recompute_casts(1); }
+
+/* All is frozen, integers among it, when the first forward runs, without gradients; what is thawed
+   then is reduced in the policy's dtype all the same. */
+static void thawed_later(lab_rank *r) {
+    fsdp_param_desc p[5] = {fsdp_mat("0.weight", 16, 16), fsdp_vec("0.bias", 16),
+                            fsdp_mat("1.weight", 16, 16), fsdp_vec("1.bias", 16),
+                            fsdp_vec("non_float", 16)};
+    fsdp_model_desc md = FSDP_ZERO;
+    fs_run x;
+    memset(&x, 0, sizeof x);
+    md.param_dtype = BF16, md.reduce_dtype = F32;
+    for (int i = 0; i < 5; i++) p[i].frozen = 1;
+    p[4].dtype = FSDP_I64;
+    x.world = r->w, x.model = lab_model(r->w, &md);
+    x.unit[0] = lab_unit(r->w, x.model, NULL, p, 5);
+    CALL(x.world, fsdp_set_grad_enabled(x.model, 0));
+    lab_forward(x.world, x.unit[0]);
+    CALL(x.world, fsdp_set_grad_enabled(x.model, 1));
+    for (int i = 0; i < 4; i++) CALL(x.world, fsdp_set_requires_grad(x.unit[0], i, 1));
+    fs_watch(&x);
+    lab_forward(x.world, x.unit[0]);
+    CALL(x.world, fsdp_pre_backward(x.unit[0]));
+    CHECK(fsdp_grad(x.unit[0], 4) == NULL);
+    for (int i = 0; i < 4; i++) {
+        uint16_t *grad = (uint16_t *)fsdp_grad(x.unit[0], i);
+        for (int e = 0; e < (i % 2 ? 16 : 256); e++) lab_put(grad, BF16, e, r->rank + 1);
+    }
+    CALL(x.world, fsdp_post_backward(x.unit[0]));
+    CALL(x.world, fsdp_finalize_backward(x.model));
+    const fsdp_op *sum = fs_find(&x, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, 0);
+    CHECK(sum && sum->out_dtype == F32 && (sum->dtype == F32 || sum->dtype == BF16));
+    for (int i = 0; i < 5; i++) {
+        fsdp_param_view v = lab_view(x.world, x.unit[0], i);
+        CHECK_EQ_INT(v.shard_grad != NULL, i < 4);
+        if (v.shard_grad) CHECK_EQ_INT(v.grad_dtype, F32);
+        for (int64_t k = 0; v.shard_grad && k < v.numel; k++)
+            CHECK_NEAR(((const float *)v.shard_grad)[k], 1.5, 0);
+    }
+    free(x.log.ops);
+}
+TEST(fully_shard_mixed_precision, reduce_dtype_after_frozen_first_forward) {
+    lab_run(2, NULL, thawed_later, NULL);
+}
 
 /* The policy's reduce dtype rules, whatever the parameters are stored in. */
 TEST(fully_shard_mixed_precision, clamp_reduce_dtype) {

@@ -11,12 +11,9 @@
 enum { ALWAYS = FSDP_RESHARD_ALWAYS, NEVER = FSDP_RESHARD_NEVER };
 #define COUNT(array) (sizeof(array) / sizeof *(array))
 
-/* A linear in the root and three MLPs. */
+/* Three MLPs. */
 static void mlps(fs_net *net, int64_t d) {
-    fs_net_begin(net, 4, d);
-    net->around = 1;
-    fs_unit_add(net, "root");
-    fs_linear(net, 0, d, d);
+    fs_net_begin(net, 8, d);
     for (int i = 0; i < 3; i++) fs_mlp(net, fs_unit_add(net, "mlp"), d, 4);
 }
 
@@ -67,33 +64,41 @@ static void biases_are_reduced(fs_run *x, int it, int m) {
 }
 
 TEST(fully_shard_frozen, mixed_requires_grad_per_group) {
+    static const int reshards[] = {ALWAYS, NEVER, 2};
     static fs_net net;
-    mlps(&net, 8);
+    mlps(&net, 32);
     for (int u = 0; u < net.count; u++)
         for (int p = 0; p < net.units[u].count; p++)
             net.units[u].params[p].frozen = net.units[u].params[p].ndim == 2;
-    for (int k = 0; k < 12; k++) { /* frozen before or after they are sharded */
-        fs_conf c = fs_conf_of(&net, 1, 2 + k % 3);
-        int after = k / 3 % 2;
-        c.raf = k / 6 ? NEVER : ALWAYS, c.lanes = k % 3;
-        c.make = after ? made_trainable : NULL, c.build = after ? freeze : fs_watch;
-        c.after = biases_are_reduced;
-        fs_train(&c);
+    for (int size = 3; size <= 4; size++) {
+        fs_conf c = fs_conf_of(&net, 1, size);
+        c.zero_in_place = 1, c.after = biases_are_reduced;
+        if (size == 3) c.iters = 3;
+        fs_story *s = fs_tell(&c);
+        for (int k = 0; k < 12;
+             k++) { /* frozen before or after they are sharded; recomputed or not */
+            int after = k / 3 % 2;
+            c.raf = reshards[k % 3], c.lanes = (k + size) % 3, c.ac = k / 6;
+            if (size == 3 && c.raf == 2) c.raf = 0; /* it does not divide */
+            c.make = after ? made_trainable : NULL, c.build = after ? freeze : fs_watch;
+            fs_train_beside(&c, s);
+        }
+        fs_story_free(s, &c);
     }
 }
 
-enum { THAW = 6 };
-/* An iteration without gradients; then what was frozen is not. */
+/* The second iteration also has a forward without gradients; in the last one what was frozen is not,
+   or it stays so. */
 static void no_grad_and_thaw(fs_run *x, int it, int m) {
     (void)m;
     if (!x->model) return;
-    if (it == 3) {
+    if (it == 1) {
         CALL(x->world, fsdp_set_grad_enabled(x->model, 0));
         fs_feed(x, &x->tape[0]);
         fs_forward(x, &x->tape[0]);
         CALL(x->world, fsdp_set_grad_enabled(x->model, 1));
     }
-    for (int u = 0; it == x->c->thaw && u < x->net->count; u++)
+    for (int u = 0; it && it == x->c->thaw && u < x->net->count; u++)
         for (int p = 0; p < x->net->units[u].count; p++)
             if (x->net->units[u].params[p].frozen)
                 CALL(x->world, fsdp_set_requires_grad(x->unit[u], p, 1));
@@ -103,107 +108,143 @@ static void reductions(fs_run *x, int it, int m) {
     (void)m;
     for (int u = 0; u < x->net->count; u++) frozen += x->net->units[u].params[0].frozen;
     CHECK_EQ_INT(fs_seen(x, FSDP_OP_REDUCE_SCATTER, -1, -1),
-                 x->net->count - (it < x->c->thaw ? frozen : 0));
+                 x->net->count - (!x->c->thaw || it < x->c->thaw ? frozen : 0));
     fs_watch(x);
 }
 
 TEST(fully_shard_frozen, across_groups) {
+    static const int reshards[] = {ALWAYS, NEVER, 2};
     static fs_net net;
-    mlps(&net, 8);
-    for (int u = 1; u < net.count; u += 2) /* every second unit as a whole */
-        for (int p = 0; p < net.units[u].count; p++) net.units[u].params[p].frozen = 1;
-    for (int k = 0; k < 9; k++) {
-        fs_conf c = fs_conf_of(&net, 1, 2 + k % 2);
-        c.raf = k / 3 - 1, c.lanes = k % 3, c.thaw = THAW;
+    fs_net_begin(&net, 8, 32);
+    for (int u = 0; u < 6; u++) { /* every second unit as a whole */
+        fs_linear(&net, fs_unit_add(&net, "linear"), 32, 32);
+        fs_relu(&net);
+        for (int p = 0; p < 2; p++) net.units[u].params[p].frozen = u % 2 == 0;
+    }
+    for (int k = 0; k < 12; k++) {
+        fs_conf c = fs_conf_of(&net, 1, k < 6 ? 4 : 2);
+        c.raf = reshards[k % 3], c.lanes = (k + k / 3) % 3, c.iters = 4;
+        c.thaw = k / 3 % 2 ? c.iters - 1 : 0;
         c.before = no_grad_and_thaw, c.build = fs_watch, c.after = reductions;
         fs_train(&c);
     }
 }
 
-/* The frozen unit is used three times: twice without gradients, once with them, before a trainable
-   one; and the other way round. */
+/* Units: a first linear, a frozen one, a trainable one. Three times: the trainable one and the frozen
+   one with gradients, and the trainable one once more without, whose output is added. */
+enum { FIRST, FROZEN, TRAINED, ROUNDS = 3, ROUND = 3 };
+static void one_module(fs_run *x, fs_tape *t, int from, int to) {
+    int unit = x->net->layers[from].unit;
+    fs_pre_forward(x, unit);
+    fs_layers_forward(x, t, unit, from, to);
+    fs_post_forward(x, unit);
+}
 static double used_three_times(fs_run *x, int it, int m) {
-    fs_tape *t = &x->tape[0];
+    fs_tape *t = &x->tape[0], *aside = &x->tape[1];
+    const int64_t count = x->net->batch * x->net->in;
     (void)it, (void)m;
     fs_feed(x, t);
-    if (x->model) CALL(x->world, fsdp_set_grad_enabled(x->model, 0));
-    for (int k = 0; k < 2; k++) {
-        fs_group_forward(x, t, 0, 0, 2);
-        memcpy(t->in[0], t->in[2], (size_t)(x->net->batch * x->net->in) * sizeof(double));
+    one_module(x, t, 0, 1);
+    for (int k = 0, at = 1; k < ROUNDS; k++, at += ROUND) {
+        one_module(x, t, at, at + 2);     /* trainable, with its relu */
+        one_module(x, t, at + 2, at + 3); /* frozen */
+        if (x->model) CALL(x->world, fsdp_set_grad_enabled(x->model, 0));
+        memcpy(aside->in[at], t->in[at + 3], (size_t)count * sizeof(double));
+        aside->dtype[at] = t->dtype[at + 3];
+        one_module(x, aside, at, at + 2);
+        if (x->model) CALL(x->world, fsdp_set_grad_enabled(x->model, 1));
+        for (int64_t i = 0; i < count; i++)
+            t->in[at + 3][i] = lab_round(FSDP_F32, t->in[at + 3][i] + aside->in[at + 2][i]);
     }
-    if (x->model) CALL(x->world, fsdp_set_grad_enabled(x->model, 1));
-    fs_forward(x, t);
     double loss = fs_loss(x, t, 1);
-    fs_backward(x, t);
+    for (int k = ROUNDS - 1; k >= 0; k--) {
+        fs_group_backward(x, t, FROZEN, 3 + k * ROUND, 4 + k * ROUND);
+        fs_group_backward(x, t, TRAINED, 1 + k * ROUND, 3 + k * ROUND);
+    }
+    fs_group_backward(x, t, FIRST, 0, 1);
     return loss;
 }
 TEST(fully_shard_frozen, multi_forward) {
+    static const int reshards[] = {ALWAYS, NEVER, 2};
     static fs_net net;
-    for (int frozen = 0; frozen < 2; frozen++)
-        for (int raf = -1; raf <= 1; raf++) {
-            fs_net_begin(&net, 4, 8);
-            fs_linear(&net, fs_unit_add(&net, "a"), 8, 8);
-            fs_relu(&net);
-            fs_linear(&net, fs_unit_add(&net, "b"), 8, 8);
-            for (int p = 0; p < 2; p++) net.units[frozen].params[p].frozen = 1;
-            fs_conf c = fs_conf_of(&net, 1, 2);
-            c.raf = raf, c.micro = used_three_times;
-            fs_train(&c);
-        }
+    fs_net_begin(&net, 8, 5);
+    fs_linear(&net, fs_unit_add(&net, "0"), 5, 5);
+    fs_unit_add(&net, "no_grad"), fs_unit_add(&net, "with_grad");
+    int frozen = fs_param_add(&net, FROZEN, 5, 5, 0), w;
+    fs_param_add(&net, FROZEN, 5, 0, 0);
+    for (int p = 0; p < 2; p++) net.units[FROZEN].params[p].frozen = 1;
+    w = fs_param_add(&net, TRAINED, 5, 5, 0);
+    fs_param_add(&net, TRAINED, 5, 0, 0);
+    for (int k = 0; k < ROUNDS; k++) {
+        fs_layer_add(&net, FS_LINEAR, TRAINED, w, 5, 5);
+        fs_relu(&net);
+        fs_layer_add(&net, FS_LINEAR, FROZEN, frozen, 5, 5);
+    }
+    for (int k = 0; k < 6; k++) {
+        fs_conf c = fs_conf_of(&net, 1, k < 3 ? 4 : 2);
+        c.raf = reshards[k % 3], c.lanes = k % 3, c.zero_in_place = 1, c.micro = used_three_times;
+        fs_train(&c);
+    }
 }
 
 /* ---- what autograd leaves out ---------------------------------------------------------------- */
 
-/* Two linears of the same input in one unit; the second output is used in every second step. */
+/* Two linears of the same input, the first one a unit, the second one in the root around it. In the
+   first three iterations the loss needs both outputs, then only the first one. */
+enum { ROOT_UNIT, FIRST_UNIT, BOTH = 3 };
 static double first_output(fs_run *x, int it, int m) {
     fs_tape *t = &x->tape[0];
-    int both = it % 2 == 0;
+    int both = it < BOTH;
     double loss = 0;
     (void)m;
     fs_feed(x, t);
+    fs_pre_forward(x, ROOT_UNIT);
     memcpy(t->in[1], t->in[0], (size_t)(x->net->batch * x->net->in) * sizeof(double));
     t->dtype[1] = t->dtype[0];
-    fs_pre_forward(x, 0);
-    /* layer 1 writes in[2], layer 0 in[1], which layer 1 has read */
-    fs_layers_forward(x, t, 0, 1, 2);
-    fs_layers_forward(x, t, 0, 0, 1);
-    fs_post_forward(x, 0);
-    fs_pre_backward(x, 0);
+    fs_layers_forward(x, t, ROOT_UNIT, 1, 2); /* writes in[2], the unit in[1] */
+    fs_pre_forward(x, FIRST_UNIT);
+    fs_layers_forward(x, t, FIRST_UNIT, 0, 1);
+    fs_post_forward(x, FIRST_UNIT);
+    fs_post_forward(x, ROOT_UNIT);
+    fs_pre_backward(x, ROOT_UNIT);
+    fs_pre_backward(x, FIRST_UNIT);
     loss += fs_loss_at(x, t, 1, 0.5);
     fs_layers_backward(x, t, 0, 1);
-    if (both) {
-        loss += fs_loss_at(x, t, 2, 0.5);
-        memcpy(t->in[1], t->in[0], (size_t)(x->net->batch * x->net->in) * sizeof(double));
-        fs_layers_backward(x, t, 1, 2);
-    }
-    fs_post_backward(x, 0);
-    return loss;
+    fs_post_backward(x, FIRST_UNIT);
+    if (!both) return loss;
+    loss += fs_loss_at(x, t, 2, 0.5);
+    memcpy(t->in[1], t->in[0], (size_t)(x->net->batch * x->net->in) * sizeof(double));
+    fs_layers_backward(x, t, 1, 2);
+    return loss; /* finalize ends the root's */
 }
 static void second_has(fs_run *x, int it, int m) {
     (void)m;
-    for (int p = 0; p < 4; p++) {
-        fsdp_param_view v = FSDP_ZERO;
-        CALL(x->world, fsdp_param_view_get(x->unit[0], p, &v));
-        CHECK_EQ_INT(v.shard_grad != NULL, p < 2 || it % 2 == 0);
-    }
+    for (int u = ROOT_UNIT; u <= FIRST_UNIT; u++)
+        for (int p = 0; p < 2; p++) {
+            fsdp_param_view v = FSDP_ZERO;
+            CALL(x->world, fsdp_param_view_get(x->unit[u], p, &v));
+            CHECK_EQ_INT(v.shard_grad != NULL, u == FIRST_UNIT || it < BOTH);
+        }
 }
 TEST(fully_shard_autograd, unused_forward_output) {
+    static const int reshards[] = {ALWAYS, NEVER, 2};
     static fs_net net;
-    fs_net_begin(&net, 4, 8);
-    fs_unit_add(&net, "double");
-    fs_linear(&net, 0, 8, 8);
-    fs_linear(&net, 0, 8, 8);
-    for (int k = 0; k < 6; k++) {
-        fs_conf c = fs_conf_of(&net, 1, 2 + k % 2);
-        c.raf = k / 2 - 1, c.micro = first_output, c.after = second_has;
+    fs_net_begin(&net, 2, 24);
+    fs_unit_add(&net, "root"), fs_unit_add(&net, "lin1");
+    fs_linear(&net, FIRST_UNIT, 24, 24);
+    fs_linear(&net, ROOT_UNIT, 24, 24);
+    for (int k = 0; k < 12; k++) {
+        fs_conf c = fs_conf_of(&net, 1, k < 6 ? 4 : 2);
+        c.raf = reshards[k / 2 % 3], c.micro = first_output, c.after = second_has;
         c.unused_rule = k % 2; /* upstream's rule reduces what was used: the same gradients */
         fs_train(&c);
     }
 }
 
 /* A module runs in forward, its output is not used: never, on some ranks, or in the microbatch that
-   is reduced, where its backward is not called: what the first one left is reduced all the same. */
-enum { NEVER_USED, SOME_RANKS, FIRST_MICROBATCH };
+   is reduced, where its backward is not called: what the first one left is reduced all the same. Or
+   it does not even run, which is what upstream's test has. */
+enum { NEVER_USED, SOME_RANKS, FIRST_MICROBATCH, NEVER_RUN, USES };
 static double unused_module(fs_run *x, int it, int m) {
     fs_tape *t = &x->tape[0];
     int when = *(const int *)x->c->user;
@@ -213,10 +254,9 @@ static double unused_module(fs_run *x, int it, int m) {
     fs_pre_forward(x, 0);
     fs_layers_forward(x, t, 0, 0, 2);
     fs_post_forward(x, 0);
-    fs_pre_forward(x, 1);
-    fs_layers_forward(x, t, 1, 2, 3);
-    fs_post_forward(x, 1);
-    if (!used) memcpy(t->in[3], t->in[2], (size_t)(x->net->batch * 8) * sizeof(double));
+    if (when == NEVER_RUN) t->dtype[3] = t->dtype[2];
+    else fs_group_forward(x, t, 1, 2, 3);
+    if (!used) memcpy(t->in[3], t->in[2], (size_t)(x->net->batch * x->net->in) * sizeof(double));
     fs_pre_forward(x, 2);
     fs_layers_forward(x, t, 2, 3, 4);
     fs_post_forward(x, 2);
@@ -236,22 +276,27 @@ static void sync_last(fs_run *x, int it, int m) {
     fs_set_sync(x, -1, m == x->c->micros - 1);
 }
 static void resharded(fs_run *x, int it, int m) {
+    int when = *(const int *)x->c->user;
     (void)it, (void)m;
     for (int u = 0; u < x->net->count; u++)
         CHECK_EQ_INT(fsdp_unit_storage(x->unit[u]), FSDP_STORAGE_SHARDED);
+    if (when != NEVER_RUN) return;
+    CHECK_EQ_INT(fs_seen(x, -1, -1, 1), 0); /* nothing at all was done for it */
+    fs_watch(x);
 }
 TEST(fully_shard_autograd, unused_forward_module) {
+    static const int reshards[] = {ALWAYS, NEVER, 2};
     static fs_net net;
-    fs_net_begin(&net, 4, 8);
+    fs_net_begin(&net, 2, 24);
     for (int u = 0; u < 3; u++) {
-        fs_linear(&net, fs_unit_add(&net, "linear"), 8, 8);
+        fs_linear(&net, fs_unit_add(&net, "linear"), 24, 24);
         if (!u) fs_relu(&net);
     }
-    for (int k = 0; k < 27; k++) {
-        int when = k % 3;
-        fs_conf c = fs_conf_of(&net, 1, 2 + k % 2);
-        c.raf = k / 3 % 3 - 1, c.micro = unused_module, c.after = resharded, c.lanes = k / 9;
-        c.user = &when;
+    for (int k = 0; k < 9 * USES; k++) {
+        int when = k % USES;
+        fs_conf c = fs_conf_of(&net, 1, k % 2 ? 4 : 2);
+        c.raf = reshards[k / USES % 3], c.lanes = k / (3 * USES);
+        c.micro = unused_module, c.build = fs_watch, c.after = resharded, c.user = &when;
         if (when == FIRST_MICROBATCH) c.micros = 2, c.before = sync_last;
         fs_train(&c);
     }

@@ -51,6 +51,22 @@ static void root_and_mlp(fs_net *net, int64_t d) {
     fs_mlp(net, fs_unit_add(net, "mlp"), d, 4);
 }
 
+/* An MLP that is one unit, the root; or one whose linears are units, and another one in the root, or
+   nothing: then there is no unit for the root. */
+enum { ONE_UNIT, TWO_UNITS, TWO_AND_ROOT, MLP_KINDS };
+static void mlp_of_kind(fs_net *net, int kind, int64_t d) {
+    fs_net_begin(net, 2, d);
+    net->around = kind != TWO_UNITS;
+    if (kind != TWO_UNITS) fs_unit_add(net, "root");
+    if (kind == ONE_UNIT) fs_mlp(net, 0, d, 4);
+    if (kind == ONE_UNIT) return;
+    fs_linear(net, fs_unit_add(net, "in_proj"), d, 4 * d);
+    fs_relu(net);
+    fs_linear(net, fs_unit_add(net, "out_proj"), 4 * d, d);
+    fs_relu(net);
+    if (kind == TWO_AND_ROOT) fs_mlp(net, 0, d, 4);
+}
+
 static void check_registered(fs_run *x, int unit, fsdp_storage_state expected) {
     const fs_unit *u = &x->net->units[unit];
     W_CHECK(fsdp_unit_storage(x->unit[unit]) == expected, "unit %d is in state %d, expected %d",
@@ -68,15 +84,15 @@ static void check_registered(fs_run *x, int unit, fsdp_storage_state expected) {
 static double registration(fs_run *x, int it, int m) {
     static const fsdp_storage_state after[] = {FSDP_STORAGE_SHARDED, FSDP_STORAGE_UNSHARDED,
                                                FSDP_STORAGE_SHARDED_POST_FORWARD};
-    const int raf = x->c->raf;
+    const int raf = x->c->raf, root = x->net->around && !raf; /* that stays open */
     fsdp_storage_state inner = after[raf == NEVER ? 1 : raf > 1 ? 2 : 0];
     (void)m;
     fs_feed(x, &x->tape[0]);
     if (x->model && it % 2) { /* a forward that is not followed by a backward; resharded by hand */
         CALL(x->world, fsdp_set_grad_enabled(x->model, 0));
         fs_forward(x, &x->tape[0]);
-        for (int u = 0; u < 2; u++) {
-            check_registered(x, u, !u && !raf ? FSDP_STORAGE_UNSHARDED : inner);
+        for (int u = 0; u < x->net->count; u++) {
+            check_registered(x, u, root && !u ? FSDP_STORAGE_UNSHARDED : inner);
             CALL(x->world, fsdp_reshard(x->unit[u]));
             check_registered(x, u, FSDP_STORAGE_SHARDED);
         }
@@ -84,8 +100,8 @@ static double registration(fs_run *x, int it, int m) {
     }
     fs_feed(x, &x->tape[0]);
     fs_forward(x, &x->tape[0]);
-    for (int u = 0; u < 2 && x->model; u++)
-        check_registered(x, u, !u && !raf ? FSDP_STORAGE_UNSHARDED : inner);
+    for (int u = 0; u < x->net->count && x->model; u++)
+        check_registered(x, u, root && !u ? FSDP_STORAGE_UNSHARDED : inner);
     double loss = fs_loss(x, &x->tape[0], 1);
     fs_backward(x, &x->tape[0]);
     return loss;
@@ -95,36 +111,39 @@ static void sharded_again(fs_run *x, int it, int m) {
     for (int u = 0; u < x->net->count; u++) check_registered(x, u, FSDP_STORAGE_SHARDED);
 }
 
+static void by_kinds(int64_t d, double (*micro)(fs_run *, int, int),
+                     void (*after)(fs_run *, int, int)) {
+    static const int modes[] = {0, ALWAYS, NEVER, 2};
+    static fs_net net;
+    for (int kind = 0; kind < MLP_KINDS; kind++)
+        for (size_t i = 0; i < COUNT(modes); i++) {
+            mlp_of_kind(&net, kind, d);
+            fs_conf c = fs_conf_of(&net, 1, 4);
+            c.raf = modes[i], c.micro = micro, c.after = after, c.iters = 4;
+            fs_train(&c);
+        }
+}
+
 /* After forward: shards where reshard_after_forward says so. */
-TEST(fully_shard_training, param_registration_after_forward) {
-    static const int modes[] = {0, ALWAYS, NEVER, 2};
-    static fs_net net;
-    root_and_mlp(&net, 3);
-    for (size_t i = 0; i < COUNT(modes); i++) {
-        fs_conf c = fs_conf_of(&net, 1, 4);
-        c.raf = modes[i], c.micro = registration, c.iters = 4;
-        fs_train(&c);
+TEST(fully_shard_training, param_registration_after_forward) { by_kinds(3, registration, NULL); }
+TEST(fully_shard_training, param_registration_after_backward) { by_kinds(8, NULL, sharded_again); }
+
+/* Here the dtype stands in the desc from the beginning; upstream casts a model that is sharded. */
+static void all_f64(fs_run *x, int it, int m) {
+    fsdp_param_view v = FSDP_ZERO;
+    (void)it, (void)m;
+    while (fsdp_next_param(x->model, &v)) {
+        CHECK_EQ_INT(v.dtype, FSDP_F64);
+        CHECK_EQ_INT(v.grad_dtype, FSDP_F64);
+        CHECK(v.shard_grad != NULL);
     }
 }
-
-TEST(fully_shard_training, param_registration_after_backward) {
-    static const int modes[] = {0, ALWAYS, NEVER, 2};
-    static fs_net net;
-    root_and_mlp(&net, 3);
-    for (size_t i = 0; i < COUNT(modes); i++) {
-        fs_conf c = fs_conf_of(&net, 1, 4);
-        c.raf = modes[i], c.after = sharded_again, c.iters = 4;
-        fs_train(&c);
-    }
-}
-
-/* Here the dtype stands in the desc from the beginning. */
 TEST(fully_shard_training, to_float64_after_init) {
     static fs_net net;
-    root_and_mlp(&net, 4);
+    mlp_of_kind(&net, TWO_UNITS, 4);
     for (size_t i = 0; i < COUNT(worlds); i++) {
         fs_conf c = fs_conf_of(&net, 1, worlds[i]);
-        c.stored = FSDP_F64;
+        c.stored = FSDP_F64, c.zero_in_place = 1, c.after = all_f64;
         fs_train(&c);
     }
 }
@@ -145,12 +164,12 @@ static void shard_largest_dim(fs_net *net) {
         }
 }
 
+static const int64_t linears[][3] = {{16, 15, 8}, {7, 15, 3}, {16, 17, 8}};
 TEST(fully_shard_training, train_parity_single_group_shard_dim0) {
-    static const int64_t dims[][3] = {{16, 15, 8}, {7, 15, 3}, {16, 17, 8}};
     static fs_net net;
-    for (size_t i = 0; i < COUNT(dims); i++)
+    for (size_t i = 0; i < COUNT(linears); i++)
         for (size_t k = 0; k < COUNT(worlds); k++) {
-            two_linears(&net, dims[i][0], dims[i][1], dims[i][2]);
+            two_linears(&net, linears[i][0], linears[i][1], linears[i][2]);
             fs_conf c = fs_conf_of(&net, 1, worlds[k]);
             c.direct_min = (int64_t)(k % 2); /* packed, direct */
             fs_train(&c);
@@ -172,10 +191,12 @@ TEST(fully_shard_training, train_parity_single_group_shard_largest_dim) {
 
 static const int reshards[] = {ALWAYS, NEVER, 2};
 
-static fs_conf multi_group(fs_net *net, int shards, int raf) {
-    fs_transformer(net, 3, 8, 8, 1);
-    fs_conf c = fs_conf_of(net, 1, shards);
-    c.raf = raf, c.adam = 1, c.lr = 0.01;
+/* big: PyTorch's numbers. */
+static fs_conf multi_group(fs_net *net, int big) {
+    fs_transformer(net, 3, big ? 16 : 8, big ? 1024 : 8, 1);
+    if (big) net->batch = 3 * 64;
+    fs_conf c = fs_conf_of(net, 1, big ? 8 : 4);
+    c.adam = !big, c.lr = big ? 0.05 : 0.01; /* big: rows of small gradients */
     return c;
 }
 
@@ -194,37 +215,34 @@ static void slow_optimizer(fs_run *x, int it, int m) {
 }
 
 /* Delays before the gathers, before the reductions, after forward, before the optimizer; all. */
-TEST(fully_shard_training, train_parity_multi_group) {
+static void with_delays(int big, int offload, int ahead) {
     static const int delays[] = {0, FS_SLOW_GATHER, FS_SLOW_REDUCE, FS_SLOW_FORWARD, FS_SLOW_OPTIM,
                                  15};
     static fs_net net;
     fsdp_comm_ops slow = fs_slow_ops();
-    fs_conf c = multi_group(&net, 4, 0);
+    fs_conf c = multi_group(&net, big);
     fs_story *s = fs_tell(&c);
+    c.offload = offload, c.ahead = ahead, c.comm_ops = &slow;
+    c.micro = slow_micro, c.after = slow_optimizer;
     for (size_t i = 0; i < COUNT(reshards); i++)
         for (size_t k = 0; k < COUNT(delays); k++) {
             fs_slow = delays[k];
-            c.raf = reshards[i], c.comm_ops = &slow, c.micro = slow_micro, c.after = slow_optimizer;
+            c.raf = reshards[i];
             c.lanes = (int)(i + k) % 3, c.prefetch = k & 1 ? FSDP_PREFETCH_ALWAYS : 0;
             fs_train_beside(&c, s);
         }
     fs_story_free(s, &c);
 }
-
-static void in_every_way(int offload, int ahead) {
-    static fs_net net;
-    fs_conf c = multi_group(&net, 4, 0);
-    fs_story *s = fs_tell(&c);
-    c.offload = offload, c.ahead = ahead;
-    for (size_t i = 0; i < COUNT(reshards); i++)
-        for (int lanes = 0; lanes < 3; lanes++) {
-            c.raf = reshards[i], c.lanes = lanes;
-            fs_train_beside(&c, s);
-        }
-    fs_story_free(s, &c);
+TEST(fully_shard_training, train_parity_multi_group) { with_delays(0, 0, 0); }
+TEST(fully_shard_training, train_parity_multi_group_cpu_offload) { with_delays(0, 1, 0); }
+TEST(fully_shard_training, train_parity_multi_group_unshard_async_op) { with_delays(0, 0, 1); }
+TEST_TIMEOUT(long_fully_shard_training, train_parity_multi_group, 300) { with_delays(1, 0, 0); }
+TEST_TIMEOUT(long_fully_shard_training, train_parity_multi_group_cpu_offload, 300) {
+    with_delays(1, 1, 0);
 }
-TEST(fully_shard_training, train_parity_multi_group_cpu_offload) { in_every_way(1, 0); }
-TEST(fully_shard_training, train_parity_multi_group_unshard_async_op) { in_every_way(0, 1); }
+TEST_TIMEOUT(long_fully_shard_training, train_parity_multi_group_unshard_async_op, 300) {
+    with_delays(1, 0, 1);
+}
 
 /* Every second step goes through the first child alone. */
 static double child_alone(fs_run *x, int it, int m) {
@@ -246,14 +264,14 @@ static double child_alone(fs_run *x, int it, int m) {
 
 TEST(fully_shard_training, non_root_forward_backward) {
     static fs_net net;
-    fs_net_begin(&net, 2, 8);
+    fs_net_begin(&net, 8, 32);
     net.around = 1;
     fs_unit_add(&net, "root");
-    fs_linear(&net, 0, 8, 8);
-    for (int i = 0; i < 3; i++) fs_mlp(&net, fs_unit_add(&net, "mlp"), 8, 4);
+    fs_linear(&net, 0, 32, 32);
+    for (int i = 0; i < 3; i++) fs_mlp(&net, fs_unit_add(&net, "mlp"), 32, 4);
     for (int raf = -1; raf <= 1; raf++) {
         fs_conf c = fs_conf_of(&net, 1, 2);
-        c.raf = raf, c.micro = child_alone;
+        c.raf = raf, c.micro = child_alone, c.iters = 4;
         fs_train(&c);
     }
 }
@@ -313,10 +331,11 @@ static void prefetch_two(fs_run *x) {
     }
 }
 
-TEST(fully_shard_training, explicit_prefetching) {
+static void explicit_prefetching(int shards) {
     static fs_net net;
-    fs_transformer(&net, 8, 8, 8, 1);
-    fs_conf c = fs_conf_of(&net, 1, 2);
+    fs_transformer(&net, 8, 16, 8, 1);
+    net.batch = 2 * 8;
+    fs_conf c = fs_conf_of(&net, 1, shards);
     fs_story *s = fs_tell(&c);
     c.build = prefetch_two;
     for (int lanes = 0; lanes < 3; lanes++)
@@ -326,6 +345,8 @@ TEST(fully_shard_training, explicit_prefetching) {
         }
     fs_story_free(s, &c);
 }
+TEST(fully_shard_training, explicit_prefetching) { explicit_prefetching(2); }
+TEST(long_fully_shard_training, explicit_prefetching) { explicit_prefetching(8); }
 
 /* Nothing is resharded by backward: what is still gathered is stale behind the optimizer. */
 static void kept_after_backward(fs_run *x) {
@@ -341,7 +362,8 @@ static void still_gathered(fs_run *x, int it, int m) {
 TEST(fully_shard_training, post_optim_event) {
     static fs_net net;
     fsdp_comm_ops slow = fs_slow_ops();
-    fs_transformer(&net, 3, 8, 8, 1);
+    fs_transformer(&net, 2, 16, 8, 1);
+    net.batch = 2 * 8;
     fs_conf c = fs_conf_of(&net, 1, 2);
     fs_story *s = fs_tell(&c);
     c.comm_ops = &slow, c.after = slow_optimizer;
@@ -359,27 +381,30 @@ TEST(fully_shard_training, post_optim_event) {
 
 /* ---- activation checkpointing ---------------------------------------------------------------- */
 
-/* Embedding; blocks; norm and head; each a unit. */
-static void three_parts(fs_net *net) {
+/* Embedding; a block; two blocks; norm and head; each a unit. */
+static void three_parts(fs_net *net, int64_t d, int64_t vocab) {
     fs_net_begin(net, 4, 1);
-    net->vocab = 8;
+    net->vocab = vocab;
     fs_unit_add(net, "embeddings");
-    fs_layer_add(net, FS_EMBED, 0, fs_param_add(net, 0, 8, 8, 0), 1, 8);
-    for (int i = 0; i < 3; i++) fs_block(net, fs_unit_add(net, "block"), 8);
+    fs_layer_add(net, FS_EMBED, 0, fs_param_add(net, 0, vocab, d, 0), 1, d);
+    fs_block(net, fs_unit_add(net, "block"), d);
+    int two = fs_unit_add(net, "two blocks");
+    fs_block(net, two, d);
+    fs_block(net, two, d);
     int last = fs_unit_add(net, "norm and output");
-    fs_norm(net, last, 8);
-    fs_layer_add(net, FS_UNEMBED, last, fs_param_add(net, last, 8, 8, 0), 8, 8);
+    fs_norm(net, last, d);
+    fs_layer_add(net, FS_UNEMBED, last, fs_param_add(net, last, vocab, d, 0), d, vocab);
 }
-/* Embedding and head are one tied unit, used first and last; the norm belongs to the root. */
-static void tied_group(fs_net *net) {
+/* Embedding and head are one tied unit, open from the first to the last of its modules: around the
+   blocks. Or it is opened for each. */
+static void tied_group(fs_net *net, int64_t d, int64_t vocab, int around) {
     fs_net_begin(net, 4, 1);
-    net->vocab = 8;
+    net->vocab = vocab, net->around = around;
     fs_unit_add(net, "embedding and output");
-    net->units[0].raf = NEVER;
-    fs_layer_add(net, FS_EMBED, 0, fs_param_add(net, 0, 8, 8, 0), 1, 8);
-    for (int i = 0; i < 3; i++) fs_block(net, fs_unit_add(net, "block"), 8);
-    fs_norm(net, fs_unit_add(net, "norm"), 8);
-    fs_layer_add(net, FS_UNEMBED, 0, 0, 8, 8);
+    fs_layer_add(net, FS_EMBED, 0, fs_param_add(net, 0, vocab, d, 0), 1, d);
+    for (int i = 0; i < 3; i++) fs_block(net, fs_unit_add(net, "block"), d);
+    fs_norm(net, fs_unit_add(net, "norm"), d);
+    fs_layer_add(net, FS_UNEMBED, 0, 0, d, vocab);
 }
 /* The backward of an embedding needs no parameters. */
 static void no_unshard_in_backward(fs_run *x) {
@@ -394,24 +419,37 @@ static void gathers_of_embeddings(fs_run *x, int it, int m) {
     fs_watch(x);
 }
 
-TEST(fully_shard_training, activation_checkpointing) {
-    static fs_net nets[3];
-    fs_transformer(&nets[0], 3, 8, 8, 1);
-    three_parts(&nets[1]);
-    tied_group(&nets[2]);
-    for (int n = 0; n < 3; n++) {
-        fs_conf c = fs_conf_of(&nets[n], 1, 4);
+static void gathers_of_tied(fs_run *x, int it, int m) {
+    (void)it, (void)m;
+    CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 0), x->c->raf == NEVER ? 1 : 2);
+    fs_watch(x);
+}
+
+static void checkpointing(int big) {
+    static fs_net nets[4];
+    const int64_t d = big ? 16 : 8, vocab = big ? 1024 : 8;
+    fs_transformer(&nets[0], 3, d, vocab, 1);
+    three_parts(&nets[1], d, vocab);
+    tied_group(&nets[2], d, vocab, 1);
+    tied_group(&nets[3], d, vocab, 0);
+    for (int n = 0; n < 4; n++) {
+        fs_conf c = fs_conf_of(&nets[n], 1, big ? 2 : 4);
+        if (big) nets[n].batch = 3 * 64;
         fs_story *s = fs_tell(&c);
         for (int ac = 0; ac <= FS_AC_NESTED; ac++)
             for (size_t i = 0; i < COUNT(reshards); i++) {
                 c.ac = ac, c.raf = reshards[i], c.lanes = n == 1 ? 0 : (ac + (int)i) % 3;
-                c.build = n == 1 ? no_unshard_in_backward : NULL;
-                c.after = n == 1 && c.raf != NEVER ? gathers_of_embeddings : NULL;
+                c.build = n == 1 ? no_unshard_in_backward : n == 2 ? fs_watch : NULL;
+                c.after = n == 1 && c.raf != NEVER ? gathers_of_embeddings
+                          : n == 2 && c.raf != 2   ? gathers_of_tied
+                                                   : NULL;
                 fs_train_beside(&c, s);
             }
         fs_story_free(s, &c);
     }
 }
+TEST(fully_shard_training, activation_checkpointing) { checkpointing(0); }
+TEST_TIMEOUT(long_fully_shard_training, activation_checkpointing, 300) { checkpointing(1); }
 
 /* Two forwards, one loss of both, nested units, recompute inside the backward of others. */
 static double two_forwards(fs_run *x, int it, int m) {
@@ -437,18 +475,106 @@ static double two_forwards(fs_run *x, int it, int m) {
     return loss;
 }
 
-TEST(fully_shard_training, double_forward_with_nested_fsdp_and_checkpoint) {
-    static fs_net net;
-    fs_transformer(&net, 3, 8, 8, 1);
-    fs_conf c = fs_conf_of(&net, 1, 2);
-    c.micro = two_forwards;
-    fs_story *s = fs_tell(&c);
-    for (int ac = 0; ac <= FS_AC_NESTED; ac++)
-        for (size_t i = 0; i < COUNT(reshards); i++) {
-            c.ac = ac, c.raf = reshards[i], c.lanes = (int)i;
-            fs_train_beside(&c, s);
+/* A layer: a unit that holds the norms, and inside of it a unit of attention (here a linear) and a
+   unit of the feed-forward. The layers that follow each other: */
+enum { NESTED_LAYER = 10, NESTED_BLOCKS = 3 };
+static void nested(fs_net *net, int64_t d, int64_t vocab) {
+    static const char *const names[] = {"0", "0.attention", "0.feed_forward",
+                                        "1", "1.attention", "1.feed_forward",
+                                        "2", "2.attention", "2.feed_forward"};
+    fs_net_begin(net, 4, 1);
+    fs_unit_add(net, "root");
+    net->around = 1, net->vocab = vocab;
+    fs_layer_add(net, FS_EMBED, 0, fs_param_add(net, 0, vocab, d, 0), 1, d);
+    for (int i = 0; i < NESTED_BLOCKS; i++) {
+        int unit[3];
+        for (int k = 0; k < 3; k++) unit[k] = fs_unit_add(net, names[3 * i + k]);
+        for (int k = 1; k < 3; k++) {
+            int from = fs_layer_add(net, FS_SAVE, unit[0], 0, d, d);
+            fs_norm(net, unit[0], d);
+            fs_linear(net, unit[k], d, k == 1 ? d : 4 * d);
+            if (k == 2) fs_relu(net), fs_linear(net, unit[k], 4 * d, d);
+            net->layers[fs_layer_add(net, FS_ADD, unit[0], 0, d, d)].from = from;
         }
-    fs_story_free(s, &c);
+    }
+    fs_norm(net, 0, d);
+    fs_layer_add(net, FS_UNEMBED, 0, 0, d, vocab);
+}
+static void nested_forward(fs_run *x, fs_tape *t, int block) {
+    int at = 1 + block * NESTED_LAYER, unit = 1 + 3 * block;
+    fs_pre_forward(x, unit);
+    for (int l = at, to; l < at + NESTED_LAYER; l = to) {
+        int inner = x->net->layers[l].unit;
+        for (to = l; to < at + NESTED_LAYER; to++)
+            if (x->net->layers[to].unit >= 0 && x->net->layers[to].unit != inner) break;
+        if (inner != unit) fs_pre_forward(x, inner);
+        fs_layers_forward(x, t, inner, l, to);
+        if (inner != unit) fs_post_forward(x, inner);
+    }
+    fs_post_forward(x, unit);
+}
+static void nested_backward(fs_run *x, fs_tape *t, int block) {
+    int at = 1 + block * NESTED_LAYER, unit = 1 + 3 * block;
+    fs_pre_backward(x, unit);
+    if (x->c->ac) nested_forward(x, t, block);
+    for (int l = at + NESTED_LAYER, from; l > at; l = from) {
+        int inner = x->net->layers[l - 1].unit;
+        for (from = l - 1; from > at; from--)
+            if (x->net->layers[from - 1].unit >= 0 && x->net->layers[from - 1].unit != inner) break;
+        if (inner != unit) fs_pre_backward(x, inner);
+        fs_layers_backward(x, t, from, l);
+        if (inner != unit) fs_post_backward(x, inner);
+    }
+    fs_post_backward(x, unit);
+}
+static double two_nested_forwards(fs_run *x, int it, int m) {
+    const int end = 1 + NESTED_BLOCKS * NESTED_LAYER;
+    double loss = 0;
+    (void)it;
+    for (int k = 0; k < 2; k++) {
+        fs_tape *t = &x->tape[k];
+        x->micro = m + 2 * k; /* another input */
+        fs_feed(x, t);
+        fs_pre_forward(x, 0);
+        fs_layers_forward(x, t, 0, 0, 1);
+        for (int b = 0; b < NESTED_BLOCKS; b++) {
+            nested_forward(x, t, b);
+            if (x->c->ac) fs_forget(x, t, 1 + b * NESTED_LAYER, 1 + (b + 1) * NESTED_LAYER);
+        }
+        fs_layers_forward(x, t, 0, end, end + 2);
+        fs_post_forward(x, 0);
+    }
+    fs_pre_backward(x, 0);
+    for (int k = 1; k >= 0; k--) {
+        x->micro = m + 2 * k;
+        fs_feed(x, &x->tape[FS_TAPES - 1]); /* the targets */
+        loss += fs_loss(x, &x->tape[k], 0.5);
+        fs_layers_backward(x, &x->tape[k], end, end + 2);
+        for (int b = NESTED_BLOCKS - 1; b >= 0; b--) nested_backward(x, &x->tape[k], b);
+        fs_layers_backward(x, &x->tape[k], 0, 1);
+    }
+    x->micro = m;
+    return loss;
+}
+
+/* Ten iterations of a small net, one with PyTorch's numbers; not nested as well. */
+TEST(fully_shard_training, double_forward_with_nested_fsdp_and_checkpoint) {
+    static fs_net nets[3];
+    fs_transformer(&nets[0], 3, 8, 8, 1);
+    nested(&nets[1], 8, 8);
+    nested(&nets[2], 16, 1024);
+    nets[2].batch = 2 * 32;
+    for (int n = 0; n < 3; n++) {
+        fs_conf c = fs_conf_of(&nets[n], 1, 2);
+        c.micro = n ? two_nested_forwards : two_forwards, c.iters = n == 2 ? 1 : FS_ITERS;
+        fs_story *s = fs_tell(&c);
+        for (int ac = 0; ac <= (n ? FS_AC_OWN : FS_AC_NESTED); ac++)
+            for (size_t i = 0; i < COUNT(reshards) - (n == 2); i++) {
+                c.ac = ac, c.raf = reshards[i], c.lanes = (int)i;
+                fs_train_beside(&c, s);
+            }
+        fs_story_free(s, &c);
+    }
 }
 
 /* ---- a unit of several modules --------------------------------------------------------------- */
@@ -462,7 +588,6 @@ static void norm_and_head(fs_net *net, int grouped) {
     fs_linear(net, head, 8, 6);
 }
 enum { BODY_END = 4, NORM_END = 5 };
-static int head_of(const fs_run *x) { return x->net->layers[NORM_END].unit; }
 
 /* A module is run in an opening of its own. */
 static void module_forward(fs_run *x, fs_tape *t, int from, int to) {
@@ -478,98 +603,232 @@ static void module_backward(fs_run *x, fs_tape *t, int from, int to) {
     fs_post_backward(x, unit);
 }
 
-/* The norm alone; then the head by itself. */
-static double partial_forward(fs_run *x, int it, int m) {
-    fs_tape *t = &x->tape[0];
-    (void)it, (void)m;
-    fs_feed(x, t);
-    module_forward(x, t, 0, BODY_END);
-    module_forward(x, t, BODY_END, NORM_END);
-    module_forward(x, t, NORM_END, NORM_END + 1);
-    double loss = fs_loss(x, t, 1);
-    module_backward(x, t, NORM_END, NORM_END + 1);
-    module_backward(x, t, BODY_END, NORM_END);
-    module_backward(x, t, 0, BODY_END);
-    return loss;
+/* PyTorch's model for losses by chunks: embedding, body, norm and head. Grouped: norm and head are
+   one unit; tied: the embedding, whose table is the head's, too. */
+enum { C_EMBED, C_BODY, C_NORM, C_HEAD, C_END, C_DIM = 32, C_VOCAB = 128 };
+enum { C_PLAIN, C_BF16_EVERYWHERE, C_BF16_INNER, C_POLICIES };
+static void chunked_net(fs_net *net, int grouped, int tied, int policy) {
+    fs_net_begin(net, 2 * 16, 1);
+    net->vocab = C_VOCAB;
+    int embed = fs_unit_add(net, tied ? "embedding, norm, head" : "embedding");
+    int table = fs_param_add(net, embed, C_VOCAB, C_DIM, 0);
+    int body = fs_unit_add(net, "body");
+    int norm = tied ? embed : fs_unit_add(net, grouped ? "norm, head" : "norm");
+    int head = tied ? embed : grouped ? norm : fs_unit_add(net, "head");
+    fs_layer_add(net, FS_EMBED, embed, table, 1, C_DIM);
+    fs_layer_add(net, FS_UNEMBED, body, fs_param_add(net, body, C_DIM, C_DIM, 0), C_DIM, C_DIM);
+    fs_norm(net, norm, C_DIM);
+    int weight = tied ? table : fs_param_add(net, head, C_VOCAB, C_DIM, 0);
+    fs_layer_add(net, FS_UNEMBED, head, weight, C_DIM, C_VOCAB);
+    for (int u = 0; u < net->count && policy != C_PLAIN; u++) {
+        int inner = u == norm || u == head;
+        net->units[u].param = FSDP_F32;
+        net->units[u].output = policy == C_BF16_EVERYWHERE || inner ? FSDP_BF16 : 0;
+    }
+}
+typedef struct {
+    int chunks, policy;
+    uint64_t bits[FS_ITERS][2]; /* of gradients and parameters, by rank */
+} chunked;
+
+static uint64_t bits_of_grad(const fs_run *x, int unit, int p) {
+    fsdp_param_view v = FSDP_ZERO;
+    uint64_t bits = 1469598103934665603u;
+    CALL(x->world, fsdp_param_view_get(x->unit[unit], p, &v));
+    if (v.shard_grad) lab_fold(&bits, v.shard_grad, (size_t)v.numel * sizeof(float));
+    return bits;
 }
 
-static void grouped_and_not(double (*micro)(fs_run *, int, int), int micros,
-                            void (*before)(fs_run *, int, int), void (*after)(fs_run *, int, int)) {
-    static fs_net net[2];
-    for (int grouped = 0; grouped < 2; grouped++)
-        for (int raf = -1; raf <= 1; raf++) {
-            norm_and_head(&net[grouped], grouped);
-            fs_conf c = fs_conf_of(&net[grouped], 1, 2);
-            c.name = grouped ? "grouped" : "not grouped";
-            c.micro = micro, c.raf = raf, c.micros = micros, c.before = before, c.after = after;
-            c.iters = 5;
-            fs_train(&c);
-        }
+/* The model's own forward, which leaves out the head. A tied unit is open around the body. */
+static void headless_forward(fs_run *x, fs_tape *t) {
+    int embed = x->net->layers[C_EMBED].unit, norm = x->net->layers[C_NORM].unit;
+    fs_pre_forward(x, embed);
+    fs_layers_forward(x, t, embed, C_EMBED, C_BODY);
+    if (embed != norm) fs_post_forward(x, embed);
+    module_forward(x, t, C_BODY, C_NORM);
+    if (x->c->ac) fs_forget(x, t, C_BODY, C_NORM);
+    if (embed != norm) fs_pre_forward(x, norm);
+    fs_layers_forward(x, t, norm, C_NORM, C_HEAD);
+    fs_post_forward(x, norm);
+}
+/* x->dx: of the norm's output. */
+static void headless_backward(fs_run *x, fs_tape *t) {
+    int embed = x->net->layers[C_EMBED].unit, norm = x->net->layers[C_NORM].unit;
+    fs_pre_backward(x, norm);
+    fs_layers_backward(x, t, C_NORM, C_HEAD);
+    if (embed != norm) fs_post_backward(x, norm);
+    fs_group_backward(x, t, x->net->layers[C_BODY].unit, C_BODY, C_NORM);
+    if (embed != norm) fs_pre_backward(x, embed);
+    fs_layers_backward(x, t, C_EMBED, C_BODY);
+    fs_post_backward(x, embed);
 }
 
-TEST(fully_shard_training, partial_group_forward_then_standalone) {
-    grouped_and_not(partial_forward, 1, NULL, NULL);
-}
-
-/* Head and loss by halves of the batch, each a backward of its own: the gradients are added. */
-static double chunked_head(fs_run *x, int it, int m) {
-    fs_tape *t = &x->tape[0];
-    int64_t rows = x->net->batch, outs = fs_width(x->net), ins = x->net->layers[NORM_END].in;
-    double loss = 0;
-    (void)it, (void)m;
-    fs_feed(x, t);
-    module_forward(x, t, 0, BODY_END);
-    module_forward(x, t, BODY_END, NORM_END);
-    memset(x->dy, 0, (size_t)(rows * ins) * sizeof(double));
-    for (int half = 0; half < 2; half++) {
-        module_forward(x, t, NORM_END, NORM_END + 1);
-        double all = fs_loss(x, t, 1);
-        for (int64_t i = 0; i < rows * outs; i++)
-            if (i / outs * 2 / rows != half) x->dx[i] = 0;
-        loss = all;
-        module_backward(x, t, NORM_END, NORM_END + 1);
+/* Head and loss by chunks of the batch, each a forward and a backward of its own, to which
+   `between` may look. x->dx: the gradient of the head's input. */
+static double by_chunks(fs_run *x, fs_tape *t, void (*between)(fs_run *x, int chunk)) {
+    const fs_net *whole = x->net;
+    fs_net part = *whole;
+    fs_tape *c = &x->tape[1];
+    const chunked *h = (const chunked *)x->c->user;
+    const int head = whole->layers[C_HEAD].unit, weight = whole->layers[C_HEAD].p;
+    const int64_t rows = whole->batch / h->chunks;
+    const size_t bytes = (size_t)(rows * C_DIM) * sizeof(double);
+    double *target = x->target, loss = 0;
+    uint64_t before = 0;
+    part.batch = rows, x->net = &part;
+    for (int k = 0; k < h->chunks; k++) {
+        memcpy(c->in[C_HEAD], t->in[C_HEAD] + k * rows * C_DIM, bytes);
+        c->dtype[C_HEAD] = FSDP_F32; /* chunks are cast to it */
+        x->target = target + k * rows * C_VOCAB;
+        module_forward(x, c, C_HEAD, C_END);
+        CHECK_EQ_INT(c->dtype[C_END], h->policy ? FSDP_BF16 : FSDP_F32);
+        loss += fs_loss(x, c, 1.0 / h->chunks);
         fs_set_last(x, 0);
+        module_backward(x, c, C_HEAD, C_END);
         fs_finalize(x);
-        for (int64_t i = 0; i < rows * ins; i++) x->dy[i] += x->dx[i];
+        memcpy(x->dy + k * rows * C_DIM, x->dx, bytes);
+        if (x->model && x->c->micros == 1) { /* each chunk has added something */
+            uint64_t bits = bits_of_grad(x, head, weight);
+            CHECK(bits != before);
+            before = bits;
+        }
+        if (between && x->model) between(x, k);
     }
     fs_set_last(x, 1);
-    memcpy(x->dx, x->dy, (size_t)(rows * ins) * sizeof(double));
-    module_backward(x, t, BODY_END, NORM_END);
-    module_backward(x, t, 0, BODY_END);
+    x->net = whole, x->target = target;
+    for (int64_t i = 0; i < whole->batch * C_DIM; i++)
+        x->dx[i] = lab_round(t->dtype[C_HEAD], x->dy[i]);
     return loss;
 }
+static double chunked_head(fs_run *x, int it, int m) {
+    fs_tape *t = &x->tape[0];
+    (void)it, (void)m;
+    fs_feed(x, t);
+    headless_forward(x, t);
+    CHECK_EQ_INT(t->dtype[C_HEAD], ((const chunked *)x->c->user)->policy ? FSDP_BF16 : FSDP_F32);
+    double loss = by_chunks(x, t, NULL);
+    headless_backward(x, t);
+    return loss;
+}
+
+/* The bits of all gradients and parameters of this rank: of units however they are grouped. */
+static void keep_grad_bits(fs_run *x, int it, int m) {
+    chunked *h = (chunked *)x->c->user;
+    uint64_t *bits = &h->bits[it][x->rank];
+    (void)m;
+    for (int u = 0; u < x->net->count; u++)
+        for (int p = 0; p < x->net->units[u].count; p++) {
+            uint64_t of = bits_of_grad(x, u, p);
+            lab_fold(bits, &of, sizeof of);
+        }
+}
+static void keep_param_bits(fs_run *x, int it) {
+    chunked *h = (chunked *)x->c->user;
+    fsdp_param_view v = FSDP_ZERO;
+    while (fsdp_next_param(x->model, &v))
+        lab_fold(&h->bits[it][x->rank], v.shard, (size_t)v.numel * sizeof(float));
+}
+
+/* Grouped, and not: the same losses of the copies, the same bits of the library. */
+static void grouped_and_not(const fs_conf *like, int tied, int policy, int chunks) {
+    static fs_net net[2];
+    static chunked h[2];
+    fs_story *s[2] = {NULL, NULL};
+    for (int grouped = 1; grouped >= tied; grouped--) {
+        fs_conf c = *like;
+        chunked_net(&net[grouped], grouped, tied, policy);
+        memset(&h[grouped], 0, sizeof h[grouped]);
+        h[grouped].chunks = chunks, h[grouped].policy = policy;
+        c.net = &net[grouped], c.name = grouped ? "grouped" : "not grouped", c.user = &h[grouped];
+        c.after = keep_grad_bits, c.end = keep_param_bits;
+        s[grouped] = fs_tell(&c);
+        fs_train_beside(&c, s[grouped]);
+    }
+    if (s[0]) CHECK_EQ_MEM(s[0]->loss, s[1]->loss, sizeof s[0]->loss);
+    if (s[0]) CHECK_EQ_MEM(h[0].bits, h[1].bits, sizeof h[0].bits);
+    for (int k = 0; k < 2; k++)
+        if (s[k]) fs_story_free(s[k], like);
+}
+
+static fs_conf chunked_conf(int raf) {
+    fs_conf c = fs_conf_of(NULL, 1, 2);
+    c.raf = raf, c.micro = chunked_head, c.zero_in_place = 1;
+    return c;
+}
+TEST(fully_shard_training, partial_group_forward_then_standalone) {
+    for (int never = 0; never < 2; never++)
+        for (int k = 0; k < 2 * C_POLICIES; k++) {
+            fs_conf c = chunked_conf(never ? NEVER : ALWAYS);
+            c.lanes = (never + k) % 3;
+            grouped_and_not(&c, k % 2, k / 2, 4);
+        }
+    fs_conf c = chunked_conf(ALWAYS);
+    c.ac = FS_AC_OWN;
+    grouped_and_not(&c, 0, C_PLAIN, 4);
+}
+
 static void sync_last(fs_run *x, int it, int m) {
     (void)it;
     fs_set_sync(x, -1, m == x->c->micros - 1);
 }
-
 TEST(fully_shard_training, grad_accum_chunked) {
-    grouped_and_not(chunked_head, 1, NULL, NULL);
-    grouped_and_not(chunked_head, 3, sync_last, NULL);
+    for (size_t i = 0; i < COUNT(reshards); i++) {
+        fs_conf c = chunked_conf(reshards[i]);
+        c.micros = 3, c.before = sync_last, c.iters = 2;
+        grouped_and_not(&c, 0, C_PLAIN, 2);
+    }
 }
 
-/* While it is off, parameters stay between the chunks, and nothing is gathered again. */
+/* Both reshards are off for the loop over the chunks: its parameters stay, and at most the first
+   forward gathers. Then they are on again, and the caller reshards. */
+static void still_open(fs_run *x, int chunk) {
+    int head = x->net->layers[C_HEAD].unit;
+    W_CHECK(fsdp_unit_storage(x->unit[head]) == FSDP_STORAGE_UNSHARDED,
+            "the head was resharded behind chunk %d", chunk);
+}
 static double toggled(fs_run *x, int it, int m) {
-    int head = head_of(x);
+    int head = x->net->layers[C_HEAD].unit, open = it == 0 && x->c->raf == NEVER;
+    fs_tape *t = &x->tape[0];
+    (void)m;
+    fs_feed(x, t);
+    headless_forward(x, t);
     if (x->model) {
+        CHECK_EQ_INT(fsdp_unit_storage(x->unit[head]),
+                     open ? FSDP_STORAGE_UNSHARDED : FSDP_STORAGE_SHARDED);
+        CALL(x->world, fsdp_set_reshard_after_forward(x->model, x->unit[head], NEVER));
         CALL(x->world, fsdp_set_reshard_after_backward(x->model, x->unit[head], 0));
         fs_watch(x);
     }
-    double loss = chunked_head(x, it, m);
+    double loss = by_chunks(x, t, still_open);
     if (x->model) {
-        int always = x->c->raf >= 0, grouped = head == x->net->layers[BODY_END].unit;
-        W_CHECK(fsdp_unit_storage(x->unit[head]) == FSDP_STORAGE_UNSHARDED,
-                "the head was resharded");
-        /* forwards of norm and head reshard it when they may; backward never does */
-        CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, head),
-                     always ? 3 + grouped : 1);
+        CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, head), !open);
+        CALL(x->world, fsdp_set_reshard_after_forward(x->model, x->unit[head], ALWAYS));
         CALL(x->world, fsdp_set_reshard_after_backward(x->model, x->unit[head], 1));
         CALL(x->world, fsdp_reshard(x->unit[head]));
+        CHECK_EQ_INT(fsdp_unit_storage(x->unit[head]), FSDP_STORAGE_SHARDED);
+        fs_watch(x);
     }
+    headless_backward(x, t);
+    if (x->model) CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, head), 1);
     return loss;
 }
+static void default_but_head(fs_run *x) {
+    for (int u = 0; u < x->net->count; u++)
+        if (u != x->net->layers[C_HEAD].unit)
+            CALL(x->world, fsdp_set_reshard_after_forward(x->model, x->unit[u], ALWAYS));
+}
 
-TEST(fully_shard_training, reshard_toggle) { grouped_and_not(toggled, 1, NULL, NULL); }
+TEST(fully_shard_training, reshard_toggle) {
+    static fs_net net;
+    static chunked h = {4, C_PLAIN, {{0}}};
+    for (int k = 0; k < 12; k++) {
+        chunked_net(&net, 1, k & 1, C_PLAIN);
+        fs_conf c = chunked_conf(k & 2 ? ALWAYS : NEVER);
+        c.net = &net, c.user = &h, c.micro = toggled, c.build = default_but_head;
+        c.lanes = k / 4, c.iters = 5;
+        fs_train(&c);
+    }
+}
 
 /* The norm in two forwards, the head in none. */
 static double twice_without_head(fs_run *x, int it, int m) {
@@ -578,29 +837,37 @@ static double twice_without_head(fs_run *x, int it, int m) {
     for (int t = 0; t < 2; t++) {
         x->micro = m + t;
         fs_feed(x, &x->tape[t]);
-        module_forward(x, &x->tape[t], 0, BODY_END);
-        module_forward(x, &x->tape[t], BODY_END, NORM_END);
+        headless_forward(x, &x->tape[t]);
     }
     for (int t = 1; t >= 0; t--) {
-        loss += fs_loss_at(x, &x->tape[t], NORM_END, 0.5);
-        module_backward(x, &x->tape[t], BODY_END, NORM_END);
-        module_backward(x, &x->tape[t], 0, BODY_END);
+        x->micro = m + t;
+        fs_feed(x, &x->tape[FS_TAPES - 1]); /* the targets */
+        loss += fs_loss_at(x, &x->tape[t], C_HEAD, 0.5);
+        headless_backward(x, &x->tape[t]);
     }
     x->micro = m;
     return loss;
 }
 static void head_has_none(fs_run *x, int it, int m) {
-    fsdp_param_view v = FSDP_ZERO;
-    int p = head_of(x) == 1 ? 2 : 0; /* the weight of the head */
-    (void)it, (void)m;
-    CALL(x->world, fsdp_param_view_get(x->unit[head_of(x)], p, &v));
-    CHECK(!v.shard_grad);
-    CALL(x->world, fsdp_param_view_get(x->unit[1], 0, &v));
-    CHECK(v.shard_grad);
+    for (int l = 0; l < C_END; l++) {
+        fsdp_param_view v = FSDP_ZERO;
+        CALL(x->world,
+             fsdp_param_view_get(x->unit[x->net->layers[l].unit], x->net->layers[l].p, &v));
+        CHECK_EQ_INT(v.shard_grad != NULL, l != C_HEAD);
+    }
+    keep_grad_bits(x, it, m);
 }
 
 TEST(fully_shard_training, double_partial_forward) {
-    grouped_and_not(twice_without_head, 1, NULL, head_has_none);
+    static fs_net net;
+    static chunked h;
+    for (int k = 0; k < 6; k++) {
+        chunked_net(&net, k & 1, 0, C_PLAIN);
+        fs_conf c = chunked_conf(reshards[k / 2]);
+        c.net = &net, c.user = &h, c.micro = twice_without_head, c.after = head_has_none;
+        c.iters = 4;
+        fs_train(&c);
+    }
 }
 
 /* Each module's input is cast, not the first one's only. */
@@ -686,12 +953,13 @@ static void gathered(fs_run *x, int it) {
 
 TEST(fully_shard_training, train_parity_shard_placement_fn) {
     static fs_net net;
-    fs_transformer(&net, 3, 8, 8, 1);
+    fs_transformer(&net, 3, 16, 8, 1);
+    net.batch = 2 * 16;
     shard_largest_dim(&net);
     int columns = 0;
     for (int u = 0; u < net.count; u++)
         for (int p = 0; p < net.units[u].count; p++) columns += net.units[u].params[p].shard_dim;
-    CHECK_EQ_INT(columns, 3);
+    CHECK_EQ_INT(columns, 4); /* of the table, and of each block's second linear */
     for (size_t k = 1; k < COUNT(worlds); k++) {
         fs_conf c = fs_conf_of(&net, 1, worlds[k]);
         c.iters = 5, c.end = gathered;
@@ -728,13 +996,13 @@ TEST(fully_shard_training, shard_placement_fn_contiguous_params_grads) {
 
 TEST(fully_shard_training, train_parity_with_shared_params) {
     static fs_net net;
-    fs_transformer(&net, 3, 8, 8, 1);
-    for (int raf = -1; raf <= 1; raf++)
-        for (int k = 0; k < 2; k++) {
-            fs_conf c = fs_conf_of(&net, 1, 2 + 2 * k);
-            c.raf = raf, c.ac = k ? FS_AC_OWN : FS_AC_NONE;
-            fs_train(&c);
-        }
+    fs_transformer(&net, 3, 16, 8, 1);
+    net.batch = 2 * 16;
+    fs_conf c = fs_conf_of(&net, 1, 4);
+    fs_story *s = fs_tell(&c);
+    for (c.raf = -1; c.raf <= 1; c.raf++)
+        for (c.ac = FS_AC_NONE; c.ac <= FS_AC_OWN; c.ac++) fs_train_beside(&c, s);
+    fs_story_free(s, &c);
 }
 
 static void every_row_moved(fs_run *x, int it) {
@@ -754,9 +1022,13 @@ static void every_row_moved(fs_run *x, int it) {
 TEST(fully_shard_training, train_parity_with_shared_params_uneven_shard) {
     static fs_net net;
     for (size_t k = 1; k < COUNT(worlds); k++) {
-        fs_transformer(&net, 3, 8, 4 * worlds[k] + 1, 1);
+        fs_net_begin(&net, 2 * 8, 1);
+        net.vocab = 4 * worlds[k] + 1;
+        fs_unit_add(&net, "tied");
+        fs_layer_add(&net, FS_EMBED, 0, fs_param_add(&net, 0, net.vocab, 16, 0), 1, 16);
+        fs_layer_add(&net, FS_UNEMBED, 0, 0, 16, net.vocab);
         fs_conf c = fs_conf_of(&net, 1, worlds[k]);
-        c.iters = 3, c.end = every_row_moved;
+        c.raf = k & 1 ? NEVER : ALWAYS, c.end = every_row_moved;
         fs_train(&c);
     }
 }
@@ -769,7 +1041,8 @@ static void layer_by_layer(fs_run *x) {
         const fs_unit *from = &x->net->units[u];
         memset(d, 0, sizeof d);
         for (int p = 0; p < from->count; p++) d[p] = fs_param_desc_of(x, u, p);
-        for (int p = 0; p < from->count; p++) d[p].name = p ? "bias" : "weight";
+        static const char *const names[] = {"norm.w", "norm.b", "linear.w", "linear.b"};
+        for (int p = 0; p < from->count; p++) d[p].name = names[p];
         ud.name = "layer", ud.params = d, ud.num_params = from->count;
         ud.user = (void *)(intptr_t)u;
         CALL(x->world, fsdp_fully_shard(x->model, &ud, &x->unit[u]));
@@ -780,8 +1053,12 @@ static void layer_by_layer(fs_run *x) {
 
 TEST(fully_shard_training, shared_params_layer_by_layer) {
     static fs_net net;
-    fs_net_begin(&net, 2, 8);
-    for (int i = 0; i < 6; i++) fs_linear(&net, fs_unit_add(&net, "layer"), 8, 8);
+    fs_net_begin(&net, 8, 16);
+    for (int i = 0; i < 8; i++) {
+        int block = fs_unit_add(&net, "layer");
+        fs_norm(&net, block, 16);
+        fs_linear(&net, block, 16, 16);
+    }
     fs_conf c = fs_conf_of(&net, 1, 2);
     c.make = layer_by_layer;
     fs_train(&c);
@@ -904,26 +1181,27 @@ TEST_P(fully_shard_training, gradient_accumulation_counts, modes) {
     }
 }
 
-/* One forward, one backward: forwards run ahead of backwards by one. */
-static double one_forward_one_backward(fs_run *x, int it, int m) {
-    static const struct {
-        char what;
-        int tape;
-    } order[] = {{'F', 0}, {'F', 1}, {'B', 0}, {'F', 2}, {'B', 1}, {'B', 2}};
+/* A forward and a backward in turn; or forwards run ahead of backwards by one. */
+enum { UP_FRONT = 1, KEPT = 2, AHEAD = 4 };
+static double pipelined(fs_run *x, int it, int m) {
+    static const char *const orders[] = {"F0 B0 F1 B1 F2 B2", "F0 F1 B0 F2 B1 B2"};
+    const int how = *(const int *)x->c->user;
     double loss = 0;
-    if (x->model && it % 2)
-        for (int u = 0; u < x->net->count; u++) fs_unshard(x, u);
-    for (size_t i = 0; i < COUNT(order); i++) {
-        fs_tape *t = &x->tape[order[i].tape];
-        int last = order[i].tape == 2;
-        x->micro = m + order[i].tape;
-        if (order[i].what == 'F') {
+    (void)it;
+    for (int u = 0; x->model && (how & UP_FRONT) && u < x->net->count; u++) fs_unshard(x, u);
+    for (const char *at = orders[how / AHEAD]; *at; at += at[2] ? 3 : 2) {
+        fs_tape *t = &x->tape[at[1] - '0'];
+        int last = at[1] == '2';
+        x->micro = m + at[1] - '0';
+        if (at[0] == 'F') {
             fs_feed(x, t);
             fs_forward(x, t);
             continue;
         }
         fs_set_sync(x, -1, last);
         fs_set_last(x, last);
+        if (x->model && (how & KEPT))
+            CALL(x->world, fsdp_set_reshard_after_backward(x->model, NULL, last));
         fs_feed(x, &x->tape[FS_TAPES - 1]); /* the targets */
         loss += fs_loss(x, t, 1);
         fs_backward(x, t);
@@ -932,37 +1210,58 @@ static double one_forward_one_backward(fs_run *x, int it, int m) {
     x->micro = m;
     return loss;
 }
+/* Kept over the microbatches: one gather of each unit; in turn: one for each forward. */
+static void gathers_of_pipeline(fs_run *x, int it, int m) {
+    const int how = *(const int *)x->c->user, each = how & KEPT ? 1 : 3;
+    (void)it, (void)m;
+    for (int u = 0; u < x->net->count; u++) {
+        if (!(how & KEPT) && how >= AHEAD) break;
+        CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, u), each);
+        CHECK_EQ_INT(fs_seen(x, FSDP_OP_REDUCE_SCATTER, -1, u), 1);
+    }
+    fs_watch(x);
+}
 
 TEST(fully_shard_training, 1f1b_microbatching) {
     static fs_net net;
-    fs_transformer(&net, 3, 8, 8, 1);
-    for (int lanes = 0; lanes < 3; lanes++) {
+    fs_transformer(&net, 2, 16, 8, 1);
+    net.batch = 2 * 16;
+    for (int how = 0; how < 2 * AHEAD; how++) {
         fs_conf c = fs_conf_of(&net, 1, 2);
-        c.raf = NEVER, c.micro = one_forward_one_backward, c.lanes = lanes;
-        fs_train(&c);
+        c.raf = NEVER, c.micro = pipelined, c.user = &how, c.iters = 2;
+        c.build = fs_watch, c.after = gathers_of_pipeline;
+        fs_story *s = fs_tell(&c);
+        for (c.lanes = 0; c.lanes < 3; c.lanes++) fs_train_beside(&c, s);
+        fs_story_free(s, &c);
     }
 }
 
 /* ---- other parallelism beside ---------------------------------------------------------------- */
 
-/* MLPs whose hidden width is split over the ranks of a tensor-parallel mesh: rows of the first
-   weight and of its bias, columns of the second weight; its bias is everywhere. */
-enum { TP = 2 };
-static int64_t tp_hidden(const fs_net *net, int unit) {
-    return net->units[unit].params[0].shape[0];
+/* MLPs whose hidden width is split over the ranks of a tensor-parallel mesh, evenly or not: rows of
+   the first weight and of its bias, columns of the second weight; its bias is everywhere. */
+enum { TP = 2, TP_MLPS = 3 };
+static const int64_t tp_widths[TP_MLPS] = {3, 4, 3}; /* times the dim */
+/* Of a width: what the ranks before `place` hold. */
+static int64_t tp_first(int64_t width, int place) {
+    int64_t first = place * ((width + TP - 1) / TP);
+    return first < width ? first : width;
 }
-
 static int64_t tp_global(const fs_run *x, int unit, int p, int64_t element) {
     const fs_param *q = &x->net->units[unit].params[p];
-    int64_t first = fsdp_mesh_rank(x->other, 0) * tp_hidden(x->net, unit);
+    int64_t all = x->whole->units[unit].params[0].shape[0];
+    int64_t first = tp_first(all, fsdp_mesh_rank(x->other, 0));
     if (p == 0) return element + first * q->shape[1];
     if (p == 1) return element + first;
-    if (p == 2) return element / q->shape[1] * TP * q->shape[1] + first + element % q->shape[1];
+    if (p == 2) return element / q->shape[1] * all + first + element % q->shape[1];
     return element;
 }
-static void tp_net(fs_net *net, int64_t d, int64_t hidden) {
-    fs_net_begin(net, 2, d);
-    for (int u = 0; u < 2; u++) {
+/* place -1: the whole. */
+static void tp_net(fs_net *net, int64_t d, int place) {
+    fs_net_begin(net, 8, d);
+    for (int u = 0; u < TP_MLPS; u++) {
+        int64_t all = tp_widths[u] * d;
+        int64_t hidden = place < 0 ? all : tp_first(all, place + 1) - tp_first(all, place);
         fs_unit_add(net, "mlp");
         fs_linear(net, u, d, hidden);
         fs_relu(net);
@@ -974,25 +1273,29 @@ static void tp_sum(fs_run *x, double *a) {
          fsdp_all_reduce(x->world, x->other, a, x->net->batch * x->net->in, FSDP_F64, FSDP_SUM));
 }
 /* Each part of the second linear has added the bias. */
+static void tp_forward(fs_run *x, fs_tape *t, int u) {
+    fs_pre_forward(x, u);
+    fs_layers_forward(x, t, u, 3 * u, 3 * u + 3);
+    if (x->model) {
+        const double *bias = fs_data(x, u, 3);
+        tp_sum(x, t->in[3 * u + 3]);
+        for (int64_t i = 0; i < x->net->batch * x->net->in; i++)
+            t->in[3 * u + 3][i] -= (TP - 1) * bias[i % x->net->in];
+    }
+    fs_post_forward(x, u);
+}
 static double tp_micro(fs_run *x, int it, int m) {
     fs_tape *t = &x->tape[0];
-    int64_t count = x->net->batch * x->net->in;
     (void)it, (void)m;
     fs_feed(x, t);
-    for (int u = 0; u < 2; u++) {
-        fs_pre_forward(x, u);
-        fs_layers_forward(x, t, u, 3 * u, 3 * u + 3);
-        if (x->model) {
-            const double *bias = fs_data(x, u, 3);
-            tp_sum(x, t->in[3 * u + 3]);
-            for (int64_t i = 0; i < count; i++)
-                t->in[3 * u + 3][i] -= (TP - 1) * bias[i % x->net->in];
-        }
-        fs_post_forward(x, u);
+    for (int u = 0; u < TP_MLPS; u++) {
+        tp_forward(x, t, u);
+        if (x->c->ac) fs_forget(x, t, 3 * u, 3 * u + 3);
     }
     double loss = fs_loss(x, t, 1);
-    for (int u = 1; u >= 0; u--) {
+    for (int u = TP_MLPS - 1; u >= 0; u--) {
         fs_pre_backward(x, u);
+        if (x->c->ac) tp_forward(x, t, u);
         fs_layers_backward(x, t, 3 * u, 3 * u + 3);
         if (x->model) tp_sum(x, x->dx);
         fs_post_backward(x, u);
@@ -1001,7 +1304,7 @@ static double tp_micro(fs_run *x, int it, int m) {
 }
 
 typedef struct {
-    fs_net local;
+    fs_net local[TP];
     int tp_dim, num_dp, dp_dims[2];
     const char *names[3];
 } parallel;
@@ -1021,20 +1324,24 @@ static void tp_locate(fs_run *x) {
     CHECK_EQ_INT(fsdp_mesh_ndim(x->mesh), p->num_dp);
     x->rank = fsdp_mesh_rank(x->mesh, 0);
     if (p->num_dp == 2) x->rank = 2 * x->rank + fsdp_mesh_rank(x->mesh, 1);
-    x->net = &p->local, x->global = tp_global;
+    x->net = &p->local[fsdp_mesh_rank(x->other, 0)], x->global = tp_global;
 }
 
 static void train_beside_tp(parallel *p) {
     static const int64_t dims[] = {3, 5, 16, 17};
     static fs_net net;
     for (size_t i = 0; i < COUNT(dims); i++) {
-        tp_net(&net, dims[i], 4 * dims[i]);
-        tp_net(&p->local, dims[i], 4 * dims[i] / TP);
+        tp_net(&net, dims[i], -1);
+        for (int place = 0; place < TP; place++) tp_net(&p->local[place], dims[i], place);
         fs_conf c = fs_conf_of(&net, p->num_dp == 2 ? 2 : 1, 2);
         c.threads = 8, c.locate = tp_locate, c.micro = tp_micro, c.user = p;
         c.rtol = 1e-5, c.atol = 1e-6; /* parts of sums are rounded before they are added */
-        c.iters = 5;
-        fs_train(&c);
+        fs_story *s = fs_tell(&c);
+        for (int k = 0; k < 4; k++) {
+            c.raf = k & 1 ? NEVER : ALWAYS, c.ac = k >> 1;
+            fs_train_beside(&c, s);
+        }
+        fs_story_free(s, &c);
     }
 }
 
@@ -1134,20 +1441,24 @@ static double moe_micro(fs_run *x, int it, int m) {
     fs_post_backward(x, 0);
     return loss;
 }
-/* (dp, ep): dense parameters over all ranks, experts over dp alone. */
+/* (dp, ep), or (replicate, dp, ep): dense parameters over all ranks, experts over dp alone; the
+   replicas hold both. */
 static void moe_make(fs_run *x) {
-    static const char *const names[2] = {"dp", "ep"};
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_mesh *all, *dp;
-    int32_t dims[2] = {0, 1};
-    d.ndim = 2;
-    for (int i = 0; i < 2; i++) d.shape[i] = 2, d.names[i] = names[i];
-    CALL(x->world, fsdp_mesh_create(x->world, &d, &all));
-    CALL(x->world, fsdp_mesh_slice(all, &dims[0], 1, &dp));
-    CALL(x->world, fsdp_mesh_slice(all, &dims[1], 1, &x->other));
+    static const char *const names[3] = {"replicate", "dp", "ep"};
+    const int replicas = x->c->replicas, dp = x->size / EP / replicas;
+    const int32_t shape[3] = {replicas, dp, EP};
+    const int32_t dims[2] = {0, 1};
+    fsdp_mesh *all = lab_mesh(x->world, 3, shape, names, NULL), *mine;
+    x->other = lab_slice(x->world, all, 2);
     x->net = (const fs_net *)x->c->user, x->global = moe_global;
-    fs_make_unit(x, 0, NULL);
-    fs_make_unit(x, 1, dp);
+    if (replicas == 1) {
+        fs_make_unit(x, 0, NULL);
+        fs_make_unit(x, 1, lab_slice(x->world, all, 1));
+        return;
+    }
+    CALL(x->world, fsdp_mesh_slice(all, dims, 2, &mine));
+    fs_make_unit(x, 0, NULL); /* over (replicate, shard), as the model */
+    fs_make_unit(x, 1, mine);
 }
 /* A sum over ep, and an average over dp and ep together. */
 static void moe_divide(fs_run *x) {
@@ -1167,9 +1478,10 @@ TEST(fully_shard_training, shard_placement_fn_tp_ep) {
     static fs_net net, local;
     moe_net(&net, EP);
     moe_net(&local, 1);
-    for (int column = 0; column < 2; column++) {
-        local.units[1].params[0].shard_dim = column;
-        fs_conf c = fs_conf_of(&net, 1, 4);
+    for (int k = 0; k < 12; k++) { /* the reshard of what is not an expert: always, never, 2 */
+        local.units[0].raf = reshards[k / 4];
+        local.units[1].params[0].shard_dim = k & 1;
+        fs_conf c = fs_conf_of(&net, k & 2 ? 2 : 1, k & 2 ? 4 : 8);
         c.make = moe_make, c.build = moe_divide, c.micro = moe_micro, c.end = moe_gathered;
         c.user = &local, c.iters = 5, c.rtol = 1e-5, c.atol = 1e-6;
         fs_train(&c);
@@ -1178,13 +1490,11 @@ TEST(fully_shard_training, shard_placement_fn_tp_ep) {
 
 /* ---- the rest -------------------------------------------------------------------------------- */
 
-/* A root with a norm, and MLPs. */
+/* A norm and three MLPs, the middle one wider. */
 static void norm_and_mlps(fs_net *net, int64_t d) {
-    fs_net_begin(net, 2, d);
-    net->around = 1;
-    fs_unit_add(net, "root");
-    fs_norm(net, 0, d);
-    for (int i = 0; i < 3; i++) fs_mlp(net, fs_unit_add(net, "mlp"), d, 4);
+    fs_net_begin(net, 8, d);
+    fs_norm(net, fs_unit_add(net, "norm"), d);
+    for (int i = 0; i < 3; i++) fs_mlp(net, fs_unit_add(net, "mlp"), d, i == 1 ? 4 : 3);
 }
 
 TEST(fully_shard_training, train_parity_hsdp) {
@@ -1196,11 +1506,11 @@ TEST(fully_shard_training, train_parity_hsdp) {
             fs_conf c = fs_conf_of(&net, 2, 2);
             c.iters = 5, c.micros = 3, c.before = last ? sync_last : NULL, c.keep_grads = last;
             fs_story *s = fs_tell(&c);
-            for (int offload = 0; offload < 2; offload++)
-                for (int ac = 0; ac < 2; ac++) {
-                    c.offload = offload, c.ac = ac, c.lanes = (offload + ac) % 3;
-                    fs_train_beside(&c, s);
-                }
+            for (int k = 0; k < 8; k++) {
+                c.offload = k & 1, c.ac = k >> 1 & 1, c.raf = k & 4 ? NEVER : ALWAYS;
+                c.lanes = (int)((size_t)(k + k / 3) + i) % 3;
+                fs_train_beside(&c, s);
+            }
             fs_story_free(s, &c);
         }
 }
@@ -1298,9 +1608,10 @@ static void nothing_was_said(fs_run *x, int it) {
 TEST(fully_shard_training, worldsize1) {
     static fs_net net;
     fs_transformer(&net, 3, 8, 8, 1);
-    for (int raf = -1; raf <= 1; raf++) {
+    for (int k = 0; k < 6; k++) { /* and PyTorch's three groups of two linears */
+        if (k >= 3) two_linears(&net, linears[k - 3][0], linears[k - 3][1], linears[k - 3][2]);
         fs_conf c = fs_conf_of(&net, 1, 1);
-        c.raf = raf, c.end = nothing_was_said, c.mesh_2d = raf == 0;
+        c.raf = k % 3 - 1, c.end = nothing_was_said, c.mesh_2d = k % 3 == 1;
         fs_train(&c);
     }
 }
