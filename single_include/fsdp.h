@@ -1644,7 +1644,7 @@ FSDP_API fsdp_status fsdp_params_changed(fsdp_model *model);
    Recompute   of an activation checkpoint, too: between pre_backward and post_backward of this
                unit, or in the backward of other units after a forward of this one
    Result      FSDP_OK; INVALID_STATE; OUT_OF_MEMORY; collective errors
-   Collective  yes      Blocks until gathered, at most timeout_ms      Allocates at its first use
+   Collective  yes      Blocks until gathered (not with streams)      Allocates at its first use
    Source      torch: FSDPState._pre_forward, FSDPParamGroup.pre_forward */
 FSDP_API fsdp_status fsdp_pre_forward(fsdp_unit *unit);
 
@@ -1658,7 +1658,7 @@ FSDP_API fsdp_status fsdp_post_forward(fsdp_unit *unit);
    earlier microbatches. With lanes or streams it starts to gather the unit of the forward before
    Result      FSDP_OK; INVALID_STATE (for example, no grad-enabled forward of the unit waits for a
                backward); OUT_OF_MEMORY; collective errors
-   Collective  yes      Blocks until gathered, at most timeout_ms      Allocates at its first use
+   Collective  yes      Blocks until gathered (not with streams)      Allocates at its first use
    Source      torch: FSDPState._pre_backward, FSDPParamGroup.pre_backward */
 FSDP_API fsdp_status fsdp_pre_backward(fsdp_unit *unit);
 
@@ -1695,7 +1695,7 @@ FSDP_API void *fsdp_grad(fsdp_unit *unit, int index);
    fsdp_wait    - wait until fsdp_data is valid
    fsdp_reshard - free the gathered parameters now
    Result      FSDP_OK (also if there is nothing to do); INVALID_STATE; collective errors
-   Collective  yes      Blocks unshard: inline only; wait: at most timeout_ms; reshard: no
+   Collective  yes      Blocks unshard: inline only; wait: not with streams; reshard: no
    Allocates   unshard: at its first use
    Source      torch: FSDPModule.unshard, UnshardHandle.wait, FSDPModule.reshard */
 FSDP_API fsdp_status fsdp_unshard(fsdp_unit *unit);
