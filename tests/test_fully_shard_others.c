@@ -73,7 +73,7 @@ TEST(fully_shard_frozen, mixed_requires_grad_per_group) {
     for (int size = 3; size <= 4; size++) {
         fs_conf c = fs_conf_of(&net, 1, size);
         c.zero_in_place = 1, c.after = biases_are_reduced;
-        if (size == 3) c.iters = 3;
+        if (size == 3 || W_SLOW) c.iters = 3;
         fs_story *s = fs_tell(&c);
         for (int k = 0; k < 12;
              k++) { /* frozen before or after they are sharded; recomputed or not */
@@ -297,6 +297,7 @@ TEST(fully_shard_autograd, unused_forward_module) {
         fs_conf c = fs_conf_of(&net, 1, k % 2 ? 4 : 2);
         c.raf = reshards[k / USES % 3], c.lanes = k / (3 * USES);
         c.micro = unused_module, c.build = fs_watch, c.after = resharded, c.user = &when;
+        c.iters = W_SLOW || k >= 3 * USES ? 4 : FS_ITERS;
         if (when == FIRST_MICROBATCH) c.micros = 2, c.before = sync_last;
         fs_train(&c);
     }

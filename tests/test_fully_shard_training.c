@@ -224,7 +224,7 @@ static void with_delays(int big, int offload, int ahead) {
     fs_story *s = fs_tell(&c);
     c.offload = offload, c.ahead = ahead, c.comm_ops = &slow;
     c.micro = slow_micro, c.after = slow_optimizer;
-    for (size_t i = 0; i < COUNT(reshards); i++)
+    for (size_t i = 0; i < (big || !(offload || ahead) ? COUNT(reshards) : 1); i++)
         for (size_t k = 0; k < COUNT(delays); k++) {
             fs_slow = delays[k];
             c.raf = reshards[i];
@@ -564,7 +564,7 @@ TEST(fully_shard_training, double_forward_with_nested_fsdp_and_checkpoint) {
     nested(&nets[1], 8, 8);
     nested(&nets[2], 16, 1024);
     nets[2].batch = 2 * 32;
-    for (int n = 0; n < 3; n++) {
+    for (int n = 0; n < 3 - W_SLOW; n++) {
         fs_conf c = fs_conf_of(&nets[n], 1, 2);
         c.micro = n ? two_nested_forwards : two_forwards, c.iters = n == 2 ? 1 : FS_ITERS;
         fs_story *s = fs_tell(&c);
@@ -729,23 +729,28 @@ static void keep_param_bits(fs_run *x, int it) {
         lab_fold(&h->bits[it][x->rank], v.shard, (size_t)v.numel * sizeof(float));
 }
 
-/* Grouped, and not: the same losses of the copies, the same bits of the library. */
+/* Grouped, and not: the same losses of the copies, the same bits of the library; resharded after
+   forward always and never. */
 static void grouped_and_not(const fs_conf *like, int tied, int policy, int chunks) {
     static fs_net net[2];
-    static chunked h[2];
+    static chunked h[2][2];
     fs_story *s[2] = {NULL, NULL};
     for (int grouped = 1; grouped >= tied; grouped--) {
         fs_conf c = *like;
+        memset(h[grouped], 0, sizeof h[grouped]);
         chunked_net(&net[grouped], grouped, tied, policy);
-        memset(&h[grouped], 0, sizeof h[grouped]);
-        h[grouped].chunks = chunks, h[grouped].policy = policy;
-        c.net = &net[grouped], c.name = grouped ? "grouped" : "not grouped", c.user = &h[grouped];
+        c.net = &net[grouped], c.name = grouped ? "grouped" : "not grouped";
         c.after = keep_grad_bits, c.end = keep_param_bits;
-        s[grouped] = fs_tell(&c);
-        fs_train_beside(&c, s[grouped]);
+        for (int never = 0; never < 2; never++) {
+            h[grouped][never].chunks = chunks, h[grouped][never].policy = policy;
+            c.user = &h[grouped][never], c.raf = never ? NEVER : ALWAYS;
+            if (!s[grouped]) s[grouped] = fs_tell(&c);
+            fs_train_beside(&c, s[grouped]);
+        }
     }
     if (s[0]) CHECK_EQ_MEM(s[0]->loss, s[1]->loss, sizeof s[0]->loss);
-    if (s[0]) CHECK_EQ_MEM(h[0].bits, h[1].bits, sizeof h[0].bits);
+    for (int never = 0; s[0] && never < 2; never++)
+        CHECK_EQ_MEM(h[0][never].bits, h[1][never].bits, sizeof h[0][never].bits);
     for (int k = 0; k < 2; k++)
         if (s[k]) fs_story_free(s[k], like);
 }
@@ -753,16 +758,16 @@ static void grouped_and_not(const fs_conf *like, int tied, int policy, int chunk
 static fs_conf chunked_conf(int raf) {
     fs_conf c = fs_conf_of(NULL, 1, 2);
     c.raf = raf, c.micro = chunked_head, c.zero_in_place = 1;
+    c.iters = W_SLOW ? 3 : FS_ITERS;
     return c;
 }
 TEST(fully_shard_training, partial_group_forward_then_standalone) {
-    for (int never = 0; never < 2; never++)
-        for (int k = 0; k < 2 * C_POLICIES; k++) {
-            fs_conf c = chunked_conf(never ? NEVER : ALWAYS);
-            c.lanes = (never + k) % 3;
-            grouped_and_not(&c, k % 2, k / 2, 4);
-        }
-    fs_conf c = chunked_conf(ALWAYS);
+    for (int k = 0; k < 2 * C_POLICIES; k++) {
+        fs_conf c = chunked_conf(0);
+        c.lanes = k % 3;
+        grouped_and_not(&c, k % 2, k / 2, 4);
+    }
+    fs_conf c = chunked_conf(0);
     c.ac = FS_AC_OWN;
     grouped_and_not(&c, 0, C_PLAIN, 4);
 }
@@ -772,11 +777,9 @@ static void sync_last(fs_run *x, int it, int m) {
     fs_set_sync(x, -1, m == x->c->micros - 1);
 }
 TEST(fully_shard_training, grad_accum_chunked) {
-    for (size_t i = 0; i < COUNT(reshards); i++) {
-        fs_conf c = chunked_conf(reshards[i]);
-        c.micros = 3, c.before = sync_last, c.iters = 2;
-        grouped_and_not(&c, 0, C_PLAIN, 2);
-    }
+    fs_conf c = chunked_conf(0);
+    c.micros = 3, c.before = sync_last, c.iters = 2;
+    grouped_and_not(&c, 0, C_PLAIN, 2);
 }
 
 /* Both reshards are off for the loop over the chunks: its parameters stay, and at most the first
@@ -1230,9 +1233,8 @@ TEST(fully_shard_training, 1f1b_microbatching) {
         fs_conf c = fs_conf_of(&net, 1, 2);
         c.raf = NEVER, c.micro = pipelined, c.user = &how, c.iters = 2;
         c.build = fs_watch, c.after = gathers_of_pipeline;
-        fs_story *s = fs_tell(&c);
-        for (c.lanes = 0; c.lanes < 3; c.lanes++) fs_train_beside(&c, s);
-        fs_story_free(s, &c);
+        c.lanes = how % 3;
+        fs_train(&c);
     }
 }
 
@@ -1336,6 +1338,7 @@ static void train_beside_tp(parallel *p) {
         fs_conf c = fs_conf_of(&net, p->num_dp == 2 ? 2 : 1, 2);
         c.threads = 8, c.locate = tp_locate, c.micro = tp_micro, c.user = p;
         c.rtol = 1e-5, c.atol = 1e-6; /* parts of sums are rounded before they are added */
+        c.iters = W_SLOW ? 3 : FS_ITERS;
         fs_story *s = fs_tell(&c);
         for (int k = 0; k < 4; k++) {
             c.raf = k & 1 ? NEVER : ALWAYS, c.ac = k >> 1;
@@ -1497,7 +1500,8 @@ static void norm_and_mlps(fs_net *net, int64_t d) {
     for (int i = 0; i < 3; i++) fs_mlp(net, fs_unit_add(net, "mlp"), d, i == 1 ? 4 : 3);
 }
 
-TEST(fully_shard_training, train_parity_hsdp) {
+/* Offload, recompute, reshard: all of them together, or half. */
+static void hsdp(int all) {
     static const int64_t dims[] = {3, 16, 17};
     static fs_net net;
     for (size_t i = 0; i < COUNT(dims); i++)
@@ -1508,12 +1512,15 @@ TEST(fully_shard_training, train_parity_hsdp) {
             fs_story *s = fs_tell(&c);
             for (int k = 0; k < 8; k++) {
                 c.offload = k & 1, c.ac = k >> 1 & 1, c.raf = k & 4 ? NEVER : ALWAYS;
+                if (!all && (c.offload + c.ac + k / 4) % 2 != last) continue;
                 c.lanes = (int)((size_t)(k + k / 3) + i) % 3;
                 fs_train_beside(&c, s);
             }
             fs_story_free(s, &c);
         }
 }
+TEST(fully_shard_training, train_parity_hsdp) { hsdp(0); }
+TEST(long_fully_shard_training, train_parity_hsdp) { hsdp(1); }
 
 /* Another function than the layer's forward: the first half of the unit's parameters. */
 static double encode(fs_run *x, int it, int m) {
