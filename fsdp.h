@@ -872,8 +872,8 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 
 /* Setters. Those with a unit (NULL: every unit) need it IDLE or POST_BACKWARD; the others any time.
    fsdp_set_grad_enabled           0: a forward is evaluation, and no backward follows it
-   fsdp_set_is_last_backward       0: another backward follows, maybe over the same forward; finalize
-                                   keeps the record of forwards and what is being gathered
+   fsdp_set_is_last_backward       0: another backward follows, maybe over the same forward:
+                                   finalize keeps the record of forwards and gathers under way
    fsdp_set_requires_gradient_sync 0: post_backward does not reduce; the rank keeps its gradients
                                    (no_sync). It sets requires_all_reduce to the same value
    fsdp_set_requires_all_reduce    0, HSDP: post_backward keeps and adds up the sums of the shard

@@ -249,7 +249,7 @@ static void open_trainer(trainer *t, const fsdp_device_ops *ops, int units, int 
     must(fsdp_init(&desc, &t->world), NULL);
     model.param_dtype = dtype;
     must(fsdp_model_create(t->world, &model, &t->model), t->world);
-    for (int i = 0; i < matrices; i++) params[i] = fsdp_mat("w", width, width);
+    for (int i = 0; i < matrices; i++) params[i] = fsdp_mat(NULL, width, width);
     params[matrices] = fsdp_vec("b", width);
     unit.params = params;
     unit.num_params = matrices + 1;

@@ -47,9 +47,10 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
     return status;
 }
 
-/* This call fails: the text is recorded, and logged if `logs`. Returns status. The world goes on, but
-   for one whose device does not end its work: there frees leave memory alone, and fills leave it
-   dirty. */
+/* This call fails: the text is recorded, and logged if `logs`. Returns status. The world goes on,
+   but for one whose device does not end its work: there frees leave memory alone, and fills leave
+   it dirty. */
+FSDP_PRINTF(4, 0)
 static fsdp_status fsdpi_fail_text(fsdp_world *w, fsdp_status status, int logs, const char *fmt,
                                    va_list args) {
     char text[FSDPI_TEXT];

@@ -1760,8 +1760,8 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 
 /* Setters. Those with a unit (NULL: every unit) need it IDLE or POST_BACKWARD; the others any time.
    fsdp_set_grad_enabled           0: a forward is evaluation, and no backward follows it
-   fsdp_set_is_last_backward       0: another backward follows, maybe over the same forward; finalize
-                                   keeps the record of forwards and what is being gathered
+   fsdp_set_is_last_backward       0: another backward follows, maybe over the same forward:
+                                   finalize keeps the record of forwards and gathers under way
    fsdp_set_requires_gradient_sync 0: post_backward does not reduce; the rank keeps its gradients
                                    (no_sync). It sets requires_all_reduce to the same value
    fsdp_set_requires_all_reduce    0, HSDP: post_backward keeps and adds up the sums of the shard
@@ -3258,9 +3258,10 @@ static fsdp_status fsdpi_world_fail(fsdp_world *w, fsdp_status status, const cha
     return status;
 }
 
-/* This call fails: the text is recorded, and logged if `logs`. Returns status. The world goes on, but
-   for one whose device does not end its work: there frees leave memory alone, and fills leave it
-   dirty. */
+/* This call fails: the text is recorded, and logged if `logs`. Returns status. The world goes on,
+   but for one whose device does not end its work: there frees leave memory alone, and fills leave
+   it dirty. */
+FSDP_PRINTF(4, 0)
 static fsdp_status fsdpi_fail_text(fsdp_world *w, fsdp_status status, int logs, const char *fmt,
                                    va_list args) {
     char text[FSDPI_TEXT];

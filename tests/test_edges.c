@@ -147,6 +147,7 @@ static void custom_fails(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("a", 8);
     rig x;
     rig_open(&x, r->w, NULL, &p, 1);
+    CALL(x.w, fsdp_barrier(x.w)); /* no rank is in fsdp_init any more */
     if (r->rank == 1) CALL(x.w, fsdp_set_custom_all_gather(x.u, fails, NULL));
     fsdp_status status = fsdp_pre_forward(x.u);
     CHECK(status != FSDP_OK);
