@@ -330,7 +330,7 @@ nightly: quiet-deps ## what test and check leave out, and the mutations: hours
 	    $(call WORDS,clang_ofast) -- FSDP_BUILD=$(BUILD) $(TESTS:%='%:long_*') $(LONG_gloo) \
 	    -- FSDP_BUILD=$(BUILD)/stub $(patsubst %,'$(BUILD)/stub/tests/%:long_*',test_nccl test_nccl_faults) \
 	    -- $(SLOWER) $(foreach t,$(VALGRIND_TESTS),'$(VALGRIND) $(BUILD)/tests/$(subst :, --filter=,$t):-long_*')
-	@$(MAKE) --no-print-directory check GATES=tsan FEW= TSAN_TESTS='$(TSAN_TESTS) test_memory test_train'
+	@$(MAKE) --no-print-directory check GATES='asan tsan' FEW= FEWER= TSAN_TESTS='$(TSAN_TESTS) test_memory test_train'
 	@tools/mutate
 
 # Over Gloo where it is; beside PyTorch where that is, too.

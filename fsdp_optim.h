@@ -1235,7 +1235,8 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
         return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
     *opt = NULL;
     fsdp_world *w = fsdp_model_world(model);
-    fsdp_status status = fsdp_desc_read(w, &d, desc ? desc : &defaults, sizeof d, "fsdp_sgd_desc");
+    if (!desc) desc = &defaults;
+    fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_sgd_desc");
     memset(&settings, 0, sizeof settings);
     settings.base.name = name;
     settings.base.extension.name = "sgd";

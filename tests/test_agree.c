@@ -45,7 +45,6 @@ static const struct {
 typedef struct {
     int what;
     const char *text;
-    struct fsdp_threads threads;
 } agree_job;
 
 static int string_sizes(void *user, int64_t shard_numel, int64_t nbytes[FSDP_GATHER_TENSORS]) {
@@ -71,7 +70,7 @@ static void make_pair(fsdp_world *w, int what, int is_odd, fsdp_model **m, fsdp_
     fsdp_param_desc p[2] = {fsdp_mat(mine == NAMES ? "b" : "a", 8, 2),
                             fsdp_mat(mine == NAMES ? "a" : "b", 8, 2)};
     fsdp_gather_extension strings = {string_sizes, no_strings, no_parameter, NULL};
-    ud.name = "pair", ud.params = p, ud.num_params = 2;
+    ud.name = "pair";
     p[mine == FROZEN].frozen = 1;
     if (mine == SHAPE) p[0].shape[0] = 2, p[0].shape[1] = 8;
     if (mine == SHARD_DIM) p[0].shard_dim = 1;
@@ -84,38 +83,36 @@ static void make_pair(fsdp_world *w, int what, int is_odd, fsdp_model **m, fsdp_
     if (what == STRINGS) p[0].extension = &strings, strings.user = is_odd ? w : NULL;
     md.grads_overwrite = mine == OVERWRITE;
     md.direct_min = mine == DIRECT_MIN;
-    CHECK_OK(fsdp_model_create(w, &md, m));
-    CHECK_OK(fsdp_fully_shard(*m, &ud, u));
+    *m = lab_model(w, &md);
+    *u = lab_unit(w, *m, &ud, p, 2);
 }
 
-static fsdp_world *open_quietly(int rank, int world, agree_job *job) {
-    fsdp_world_desc wd = w_desc(rank, world, &job->threads, "agree", 0);
-    fsdp_world *w;
-    CHECK_OK(fsdp_init(&wd, &w));
-    return w;
+/* The failed world ends with its failure. */
+static void end_with(lab_rank *r, fsdp_status status) {
+    CHECK_STATUS(fsdp_shutdown(r->w), status);
+    r->w = NULL;
 }
 
-static void agree_rank(int rank, int world, void *arg) {
-    agree_job *job = (agree_job *)arg;
-    fsdp_world *w = open_quietly(rank, world, job);
+static void agree_rank(lab_rank *r) {
+    const agree_job *job = (const agree_job *)r->arg;
     fsdp_model *m;
     fsdp_unit *u;
-    make_pair(w, job->what, rank == 0, &m, &u);
+    make_pair(r->w, job->what, r->rank == 0, &m, &u);
     fsdp_status status = fsdp_pre_forward(u);
     if (!job->text) {
         CHECK_OK(status);
     } else {
-        const char *text = fsdp_last_error(w);
+        const char *text = fsdp_last_error(r->w);
         CHECK_STATUS(status, FSDP_ERR_MISMATCH);
         CHECK_MSG(strstr(text, "pair") && strstr(text, job->text), "%s", text);
         CHECK_MSG(!strstr(text, "fingerprint"), "%s", text);
     }
-    CHECK_STATUS(fsdp_shutdown(w), status);
+    end_with(r, status);
 }
 
 TEST_P(agree, units, differences) {
-    agree_job job = {row->what, row->text, {0, 2, NULL}};
-    h_ranks_thread(2, agree_rank, &job);
+    agree_job job = {row->what, row->text};
+    lab_run(2, NULL, agree_rank, &job);
 }
 
 /* ---- in a later step ------------------------------------------------------------------------- */
@@ -131,19 +128,18 @@ static const struct {
              {"used_parameters_of_step_2", USED_LATER, "parameters that have a gradient"}};
 
 /* Two steps; in the second one rank 0 has done something else. */
-static void step_rank(int rank, int world, void *arg) {
-    agree_job *job = (agree_job *)arg;
-    fsdp_world *w = open_quietly(rank, world, job);
+static void step_rank(lab_rank *r) {
+    const agree_job *job = (const agree_job *)r->arg;
+    const int rank = r->rank;
     fsdp_status status = FSDP_OK;
     fsdp_model *m;
     fsdp_unit *u;
-    make_pair(w, NOTHING, 0, &m, &u);
+    make_pair(r->w, NOTHING, 0, &m, &u);
     if (job->what != FACTOR) CHECK_OK(fsdp_set_requires_grad(u, 0, 1)); // both
     if (job->what != FACTOR) CHECK_OK(fsdp_set_reduce_scatter_unused_params(m, NULL, 0));
     for (int step = 0; step < 2 && !status; step++) {
         const int is_odd = rank == 0 && step == 1;
-        if (is_odd && job->what == FACTOR)
-            CHECK_OK(fsdp_set_gradient_divide_factor(m, NULL, 3.0));
+        if (is_odd && job->what == FACTOR) CHECK_OK(fsdp_set_gradient_divide_factor(m, NULL, 3.0));
         CHECK_OK(fsdp_pre_forward(u));
         CHECK_OK(fsdp_post_forward(u));
         CHECK_OK(fsdp_pre_backward(u));
@@ -159,11 +155,11 @@ static void step_rank(int rank, int world, void *arg) {
         if (step == 0 && !(rank == 0 && job->what == KEPT)) CHECK_OK(fsdp_zero_grad(m));
     }
     CHECK_STATUS(status, FSDP_ERR_MISMATCH);
-    CHECK_MSG(strstr(fsdp_last_error(w), job->text), "%s", fsdp_last_error(w));
-    CHECK_STATUS(fsdp_shutdown(w), status);
+    CHECK_MSG(strstr(fsdp_last_error(r->w), job->text), "%s", fsdp_last_error(r->w));
+    end_with(r, status);
 }
 
 TEST_P(agree, steps, steps) {
-    agree_job job = {row->what, row->text, {0, 2, NULL}};
-    h_ranks_thread(2, step_rank, &job);
+    agree_job job = {row->what, row->text};
+    lab_run(2, NULL, step_rank, &job);
 }

@@ -41,20 +41,9 @@ static const double *worths(const half *k) {
     return w;
 }
 
-static float of32(uint32_t u) {
-    float x;
-    memcpy(&x, &u, sizeof x);
-    return x;
-}
-static double of64(uint64_t u) {
-    double x;
-    memcpy(&x, &u, sizeof x);
-    return x;
-}
-
 /* Whether f32 subnormals become zero in arithmetic. */
 static int flushing(void) {
-    volatile float tiny = of32(1), smallest = of32(0x00800000u);
+    volatile float tiny = lab_from_bits32(1), smallest = lab_from_bits32(0x00800000u);
     volatile double wide = (double)tiny;
     volatile float below = smallest * 0.5f;
     return lab_bits(wide) == 0 || lab_bits32(below) == 0;
@@ -126,14 +115,14 @@ TEST_P(dtype, all_patterns, halves) {
             CHECK_MSG((u & ~sign) > 0x7FF8000000000000u - 1 && (u & sign) == sign, "0x%04x", i);
         else if ((i & 0x7FFFu) == infinity_of(row))
             CHECK_MSG(u == (sign | 0x7FF0000000000000u), "0x%04x", i);
-        else if (!(flushing() && worths(row)[i & 0x7FFFu] < of64(NORMAL32) && u == sign))
+        else if (!(flushing() && worths(row)[i & 0x7FFFu] < lab_from_bits(NORMAL32) && u == sign))
             CHECK_MSG(u == (sign | lab_bits(worths(row)[i & 0x7FFFu])), "0x%04x gives %a", i, d[i]);
-        else d[i] = of64(sign | lab_bits(worths(row)[i & 0x7FFFu]));
+        else d[i] = lab_from_bits(sign | lab_bits(worths(row)[i & 0x7FFFu]));
     }
     CHECK_OK(fsdp_convert(back, row->dtype, d, FSDP_F64, BATCH));
     for (unsigned i = 0; i < BATCH; i++) {
         if (is_nan16(row, i)) CHECK_MSG(is_nan16(row, back[i]), "0x%04x: 0x%04x", i, back[i]);
-        else if (!(flushing() && worths(row)[i & 0x7FFFu] < of64(NORMAL32) &&
+        else if (!(flushing() && worths(row)[i & 0x7FFFu] < lab_from_bits(NORMAL32) &&
                    back[i] == (i & 0x8000u)))
             CHECK_MSG(back[i] == i, "0x%04x came back as 0x%04x by f64", i, back[i]);
     }
@@ -183,7 +172,7 @@ static void flush64(const half *k) {
         uint64_t u = queue64[i], a = u & 0x7FFFFFFFFFFFFFFFu;
         unsigned sign = (unsigned)(u >> 48) & 0x8000u, want = sign | infinity_of(k);
         if (a < 0x0010000000000000u) want = sign; /* of no weight, and perhaps flushed to zero */
-        else if (a < 0x7FF0000000000000u) want = sign | nearest(k, of64(a));
+        else if (a < 0x7FF0000000000000u) want = sign | nearest(k, lab_from_bits(a));
         if (a > 0x7FF0000000000000u)
             CHECK_MSG(is_nan16(k, out[i]) && (out[i] & 0x8000u) == sign,
                       "f64 NaN 0x%llx gives 0x%04x", (unsigned long long)u, out[i]);
@@ -309,7 +298,7 @@ TEST(dtype, f64_to_f32) {
     for (int i = 0; i < BATCH; i++) {
         uint32_t u = (uint32_t)h_rand64(&rng);
         if ((u & 0x7F800000u) == 0 || (u & 0x7F800000u) == 0x7F800000u) u ^= 0x40000000u;
-        f[i] = of32(u); /* normal */
+        f[i] = lab_from_bits32(u); /* normal */
     }
     CHECK_OK(fsdp_convert(d, FSDP_F64, f, FSDP_F32, BATCH));
     for (int i = 0; i < BATCH; i++)
@@ -417,7 +406,7 @@ static float get32(const void *p, fsdp_dtype dtype, size_t i) {
     uint16_t h;
     if (dtype == FSDP_F32) return ((const float *)p)[i];
     h = ((const uint16_t *)p)[i];
-    return of32(model_to_32(&halves[dtype == FSDP_BF16], h));
+    return lab_from_bits32(model_to_32(&halves[dtype == FSDP_BF16], h));
 }
 static double get64(const void *p, fsdp_dtype dtype, size_t i) {
     return dtype == FSDP_F64 ? ((const double *)p)[i] : (double)get32(p, dtype, i);
@@ -642,8 +631,8 @@ TEST(dtype, sum_of_squares) {
     double want = 0;
     for (int i = 0; i < 4000; i++) want += (double)((i % 101 - 50) * (i % 101 - 50));
     CHECK(lab_bits(fsdpi_sum_powers(whole, FSDP_F32, 4000, 2)) == lab_bits(want));
-    whole[17] = of32(0x7F800000u);
+    whole[17] = lab_from_bits32(0x7F800000u);
     CHECK(lab_bits(fsdpi_sum_powers(whole, FSDP_F32, 4000, 2)) == 0x7FF0000000000000u);
-    whole[18] = of32(0x7FC00000u);
+    whole[18] = lab_from_bits32(0x7FC00000u);
     CHECK(h_non_finite(fsdpi_sum_powers(whole, FSDP_F32, 4000, 2)) == 2);
 }
