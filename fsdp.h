@@ -931,8 +931,9 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
    a device with streams to enqueue work on `stream`. In a worker thread a hook must not call
    functions that take the world, the model or a unit. If a hook does not return FSDP_OK, the world
    is aborted with its status.
-   fsdp_set_all_reduce_hook   gets the summed gradients before they are divided, after the
-                              all-reduce of HSDP: numel elements of dtype, in the order of shards
+   fsdp_set_all_reduce_hook   gets the summed gradients before they are divided (in f16: after, if
+                              the backend divides), after the all-reduce of HSDP: numel elements of
+                              dtype, in the order of shards
    fsdp_set_post_accumulate_hook  runs when a parameter's shard gradient is ready, but not if no
                               rank used the parameter. It may write the shard: an optimizer in
                               backward

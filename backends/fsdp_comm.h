@@ -268,9 +268,10 @@ static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
             c, FSDP_ERR_UNSUPPORTED,
             "this backend cannot reduce %s, expected a floating dtype, i32 or i64",
             fsdp_dtype_name(op->dtype));
-    if (op->kind != FSDP_OP_REDUCE_SCATTER) return FSDP_OK;
-    int plain = op->out_dtype == op->dtype && op->scale == 1.0 && !op->accumulate;
-    if (is_float ? !fsdp_dtype_is_float(op->out_dtype) : !is_int || !plain)
+    if (op->kind != FSDP_OP_REDUCE_SCATTER && op->kind != FSDP_OP_ALL_REDUCE) return FSDP_OK;
+    int is_list = op->kind == FSDP_OP_REDUCE_SCATTER;
+    int plain = op->scale == 1.0 && (!is_list || (op->out_dtype == op->dtype && !op->accumulate));
+    if (is_float ? is_list && !fsdp_dtype_is_float(op->out_dtype) : !is_int || !plain)
         return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend cannot reduce %s to %s%s",
                                 fsdp_dtype_name(op->dtype), fsdp_dtype_name(op->out_dtype),
                                 plain ? "" : " with a scale or accumulation");

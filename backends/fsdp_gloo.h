@@ -563,7 +563,7 @@ static void fsdpi_gloo_unpack(const fsdpi_gloo_comm *c, const fsdp_coll *op,
                      op->redop);
     } else if (op->kind == FSDP_OP_ALL_REDUCE) {
         fsdpi_reduce(dst, (fsdp_dtype)op->dtype, srcs, c->base.size, (fsdp_dtype)op->dtype,
-                     s->total, 1.0, 0, op->redop);
+                     s->total, op->scale, 0, op->redop);
     } else {
         for (int k = 0; k < c->base.size; k++)
             fsdpi_gloo_copy(dst + fsdpi_gloo_begin_of(s, k) * size, srcs[k], bytes);
@@ -671,7 +671,7 @@ static fsdp_status fsdpi_gloo_reduce_pieces(fsdpi_gloo_comm *c, const fsdp_coll 
         srcs[me] = fsdpi_gloo_reduced(op) + (fsdpi_gloo_begin_of(&s, me) + at) * size;
         if (count && !status)
             fsdpi_reduce((char *)op->dst + (s.shard + at) * fsdp_dtype_size(out), out, srcs,
-                         c->base.size, (fsdp_dtype)op->dtype, count, is_list ? op->scale : 1.0,
+                         c->base.size, (fsdp_dtype)op->dtype, count, op->scale,
                          is_list ? op->accumulate : 0, op->redop);
         if (!status) status = fsdpi_gloo_expect_piece(c, op);
     }

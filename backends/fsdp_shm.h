@@ -677,9 +677,10 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
                                         const char *const *of) {
     const char *srcs[FSDPI_MAX_SRCS];
     size_t bytes = fsdp_dtype_size(op->dtype), count = (size_t)op->count;
-    if (c->base.size == 1) return FSDP_OK;
+    if (c->base.size == 1 && op->scale == 1.0) return FSDP_OK;
     if (count * bytes <= FSDPI_SHM_SMALL) {
-        fsdpi_reduce(c->small, op->dtype, of, c->base.size, op->dtype, count, 1.0, 0, op->redop);
+        fsdpi_reduce(c->small, op->dtype, of, c->base.size, op->dtype, count, op->scale, 0,
+                     op->redop);
         fsdp_status status = fsdpi_shm_barrier(c, "finished");
         if (!status) memcpy(op->dst, c->small, count * bytes);
         return status;
@@ -690,7 +691,7 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
     for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + mine * bytes;
     if (mine < count)
         fsdpi_reduce((char *)op->dst + mine * bytes, op->dtype, srcs, c->base.size, op->dtype,
-                     count - mine < part ? count - mine : part, 1.0, 0, op->redop);
+                     count - mine < part ? count - mine : part, op->scale, 0, op->redop);
     fsdp_status status = fsdpi_shm_barrier(c, "finished");
     if (status) return status;
     for (int i = 1; i < c->base.size; i++) {

@@ -36,7 +36,7 @@ typedef struct fsdp_group {
     const char *name;
 } fsdp_group;
 
-enum { FSDP_CAP_FUSED_REDUCE = 1 }; // reduce_scatter casts, scales and accumulates, see fsdp_coll
+enum { FSDP_CAP_FUSED_REDUCE = 1 }; // reductions cast, scale and accumulate, see fsdp_coll
 
 typedef struct fsdp_caps {
     uint32_t kinds; // bit 1u << FSDP_OP_*
@@ -57,7 +57,8 @@ typedef struct fsdp_caps {
                    at its place in rank k's dst, and src is ignored
    reduce_scatter  dst[shard ..] (+)= scale * sum of src_k[full + me*count ..] over k, in rank
                    order; without FSDP_CAP_FUSED_REDUCE: dtypes equal, scale 1, accumulate 0
-   all_reduce      dst = redop over k of src_k, in place (src == dst), count elements
+   all_reduce      dst = scale * redop over k of src_k, in place (src == dst), count elements; scale
+                   as above
    broadcast       dst of all = dst of root, count elements
    all_to_all      dst[k*count ..] = src_k[me*count ..], count elements for each pair of ranks
    send, recv      count elements from src to member `root`, from it to dst; both ranks call

@@ -156,7 +156,7 @@ static fsdp_status fsdpi_scatter(fsdp_unit *u, int kind, double scale, int accum
     return status ? status : fsdpi_release(u, &u->state.slot[input], FSDP_STREAM_REDUCE);
 }
 
-static double fsdpi_rest(const fsdp_unit *u) { // what the sums are to be multiplied by
+static double fsdpi_rest(const fsdp_unit *u) { // what sums of the input are to be multiplied by
     return u->state.grads.divided / fsdpi_route_now(u)->factor;
 }
 
@@ -186,10 +186,12 @@ static fsdp_status fsdpi_step_partial_fused(fsdp_unit *u) {
 
 // The backend cannot add: fresh sums, and a copy that adds them to those that wait.
 static fsdp_status fsdpi_step_partial(fsdp_unit *u) {
+    fsdpi_grads *g = &u->state.grads;
     fsdp_buf **sums = &u->state.slot[FSDP_POOL_ROUT], *waiting = *sums;
-    if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
+    if (g->newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
+    if (!waiting) g->summed = g->divided * fsdpi_route_now(u)->sums; // those that wait decided it
     fsdp_status status = fsdpi_acquire(u, FSDP_POOL_ROUT, sums);
-    if (!status) status = fsdpi_scatter(u, FSDPI_OPS_PARTIAL, 1, 0);
+    if (!status) status = fsdpi_scatter(u, FSDPI_OPS_PARTIAL, g->divided / g->summed, 0);
     if (status || !waiting) return status;
     fsdp_op *add = fsdpi_only_op(u, FSDPI_OPS_ADD);
     if (add) add->dst = waiting;
@@ -208,9 +210,13 @@ static fsdp_dtype fsdpi_sums_dtype(const fsdp_unit *u) {
 }
 
 static fsdp_status fsdpi_step_replicas(fsdp_unit *u) {
+    const fsdpi_route *route = fsdpi_route_now(u);
+    fsdpi_grads *g = &u->state.grads;
     fsdpi_template *t = u->layout.ops + u->layout.ops_begin[FSDPI_OPS_REPLICAS];
     t->src = t->dst = (uint8_t)fsdpi_sums(u);
-    fsdpi_usage_agree(u, fsdpi_route_now(u)->factor, &t->op);
+    t->op.scale = 1 / route->replicas;
+    g->summed = (route->from_input ? g->divided : g->summed) * route->replicas;
+    fsdpi_usage_agree(u, route->factor, &t->op);
     fsdpi_op_cast(&t->op, fsdpi_sums_dtype(u), fsdpi_sums_dtype(u));
     return fsdpi_emit_kind(u, FSDPI_OPS_REPLICAS);
 }
@@ -230,7 +236,8 @@ static fsdp_status fsdpi_step_hook(fsdp_unit *u) {
 static fsdp_status fsdpi_step_out(fsdp_unit *u) {
     int sums = fsdpi_sums(u);
     const int32_t *begin = &u->layout.ops_begin[FSDPI_OPS_OUT];
-    fsdpi_each(u, FSDPI_OPS_OUT, fsdpi_rest(u), u->state.grads.shard == FSDPI_GRADS_REDUCED);
+    double scale = u->state.grads.summed / fsdpi_route_now(u)->factor;
+    fsdpi_each(u, FSDPI_OPS_OUT, scale, u->state.grads.shard == FSDPI_GRADS_REDUCED);
     for (int i = begin[0]; i < begin[1]; i++) {
         u->layout.ops[i].src = (uint8_t)sums;
         fsdpi_op_cast(&u->layout.ops[i].op, fsdpi_sums_dtype(u), u->layout.ops[i].op.out_dtype);
@@ -332,7 +339,7 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
         return status ? status : fsdpi_grads_done(u, FSDP_STREAM_COMPUTE);
     }
     const fsdpi_route *route = fsdpi_route_now(u);
-    if (!slot[FSDP_POOL_RIN] && !slot[FSDP_POOL_ROUT]) g->divided = route->before;
+    if (!slot[FSDP_POOL_RIN] && !slot[FSDP_POOL_ROUT]) g->divided = g->summed = route->before;
     if (g->newest == FSDPI_GRADS_WRITTEN) status = fsdpi_run_steps(u, route->collect);
     return status ? status : fsdpi_run_steps(u, route->reduce);
 }

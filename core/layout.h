@@ -200,6 +200,7 @@ static void fsdpi_unit_route(fsdp_unit *u) {
     f.sync = u->options.sync;
     f.all_reduce = u->options.all_reduce;
     f.hook = u->options.all_reduce_hook != NULL;
+    f.custom = u->options.custom[2] != NULL;
     f.divide_factor = u->options.divide_factor;
     for (int adds = 0; adds < 2; adds++) u->route[adds] = fsdpi_route_of(&f, adds);
 }

@@ -249,8 +249,8 @@ enum { // where the newest of this rank's gradients are that have not been reduc
 
 // Gradients of a unit. Sums of the shard group that wait for an all-reduce are in the slot ROUT.
 typedef struct fsdpi_grads {
-    uint8_t shard, newest; // FSDPI_GRADS_*
-    double divided;        // by what those in RIN and ROUT have been divided
+    uint8_t shard, newest;  // FSDPI_GRADS_*
+    double divided, summed; // by what those in RIN, and the sums in ROUT, have been divided
 } fsdpi_grads;
 
 // What a step changes.
@@ -268,7 +268,7 @@ static fsdpi_state fsdpi_state_new(void) {
     memset(&s, 0, sizeof s);
     s.last_order = -1;
     s.grads.shard = FSDPI_GRADS_ZERO; // new blocks are
-    s.grads.divided = 1;
+    s.grads.divided = s.grads.summed = 1;
     return s;
 }
 

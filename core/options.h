@@ -210,6 +210,7 @@ static fsdp_status fsdpi_set_custom(fsdp_unit *u, const char *what, int which,
     if (status) return status;
     u->options.custom[which] = hook;
     u->options.custom_user[which] = user;
+    fsdpi_unit_route(u);
     return FSDP_OK;
 }
 

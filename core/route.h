@@ -24,7 +24,7 @@ typedef struct fsdpi_facts {
     uint8_t fuses;     // the backend's reduce_scatter casts, scales and adds
     // Options.
     uint8_t sync, all_reduce;
-    uint8_t hook;         // an all-reduce hook is set
+    uint8_t hook, custom; // an all-reduce hook is set; the caller all-reduces over replicas itself
     double divide_factor; // 0: the number of ranks
 } fsdpi_facts;
 
@@ -69,7 +69,10 @@ typedef struct fsdpi_route {
     uint8_t grads_ahead; // gradients are read by a reduction while the next unit's are written
     uint8_t collect[FSDPI_COLLECT_STEPS]; // what was written is brought together on this rank
     uint8_t reduce[FSDPI_REDUCE_STEPS];   // and reduced; none: no reduction is due
-    double before, factor; // a reduction divides by `factor` in all, by `before` what goes into it
+    // A reduction divides by `factor` in all. It divides what goes in by `before`, sums of the shard
+    // group before the backend stores them by `sums`, sums of the replicas likewise by `replicas`,
+    // and what comes out by the rest.
+    double before, sums, replicas, factor;
 } fsdpi_route;
 
 // One part that is stored as it is gathered, in memory that peers can read.
@@ -87,13 +90,19 @@ static int fsdpi_facts_convert(const fsdpi_facts *f, int hook) {
     return !(widens && reads);
 }
 
-/* What goes into an f16 sum is divided before, by a power of two, so that it stays in range; and by
-   the rest what comes out. Source: torch: _get_gradient_divide_factors. */
-static double fsdpi_facts_before(const fsdpi_facts *f, double factor) {
-    double before = 1;
-    if (f->reduce != FSDP_F16 || f->shards * f->replicas == 1) return before;
-    while (fmod(factor, before) == 0 && factor / before > before) before *= 2;
-    return before;
+/* An f16 sum has to stay in range. A fused backend sums in f32, and divides what it stores. For
+   another one a power of two divides what goes in. Source: torch: _get_gradient_divide_factors. */
+static void fsdpi_facts_divide(const fsdpi_facts *f, fsdpi_route *r) {
+    int ranks = f->shards * f->replicas, narrow = f->reduce == FSDP_F16 && ranks > 1;
+    int divides = narrow && f->fuses && !f->custom;
+    double factor = f->divide_factor != 0 ? f->divide_factor : (double)ranks, before = 1;
+    while (narrow && !divides && fmod(factor, before) == 0 && factor / before > before) before *= 2;
+    r->factor = factor;
+    r->before = before;
+    r->sums = r->replicas = 1;
+    if (!divides) return;
+    r->replicas = f->shards > 1 && f->replicas < factor ? f->replicas : factor;
+    r->sums = factor / r->replicas;
 }
 
 // Can gradients be written where they end? One rank, nothing to convert, divide or show.
@@ -138,8 +147,7 @@ static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int adds) {
     r.write_shard = (uint8_t)fsdpi_facts_write_shard(f, adds);
     r.from_input = f->shards == 1;
     r.grads_ahead = (uint8_t)!fsdpi_facts_convert(f, 0);
-    r.factor = f->divide_factor != 0 ? f->divide_factor : (double)ranks;
-    r.before = fsdpi_facts_before(f, r.factor);
+    fsdpi_facts_divide(f, &r);
     if (f->overwrite) *step++ = FSDPI_STEP_ZERO_UNUSED;
     *step++ = FSDPI_STEP_WROTE;
     *step = (uint8_t)(sum ? FSDPI_STEP_SUM : FSDPI_STEP_KEEP);

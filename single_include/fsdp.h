@@ -1819,8 +1819,9 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
    a device with streams to enqueue work on `stream`. In a worker thread a hook must not call
    functions that take the world, the model or a unit. If a hook does not return FSDP_OK, the world
    is aborted with its status.
-   fsdp_set_all_reduce_hook   gets the summed gradients before they are divided, after the
-                              all-reduce of HSDP: numel elements of dtype, in the order of shards
+   fsdp_set_all_reduce_hook   gets the summed gradients before they are divided (in f16: after, if
+                              the backend divides), after the all-reduce of HSDP: numel elements of
+                              dtype, in the order of shards
    fsdp_set_post_accumulate_hook  runs when a parameter's shard gradient is ready, but not if no
                               rank used the parameter. It may write the shard: an optimizer in
                               backward
@@ -2433,7 +2434,7 @@ typedef struct fsdp_group {
     const char *name;
 } fsdp_group;
 
-enum { FSDP_CAP_FUSED_REDUCE = 1 }; // reduce_scatter casts, scales and accumulates, see fsdp_coll
+enum { FSDP_CAP_FUSED_REDUCE = 1 }; // reductions cast, scale and accumulate, see fsdp_coll
 
 typedef struct fsdp_caps {
     uint32_t kinds; // bit 1u << FSDP_OP_*
@@ -2454,7 +2455,8 @@ typedef struct fsdp_caps {
                    at its place in rank k's dst, and src is ignored
    reduce_scatter  dst[shard ..] (+)= scale * sum of src_k[full + me*count ..] over k, in rank
                    order; without FSDP_CAP_FUSED_REDUCE: dtypes equal, scale 1, accumulate 0
-   all_reduce      dst = redop over k of src_k, in place (src == dst), count elements
+   all_reduce      dst = scale * redop over k of src_k, in place (src == dst), count elements; scale
+                   as above
    broadcast       dst of all = dst of root, count elements
    all_to_all      dst[k*count ..] = src_k[me*count ..], count elements for each pair of ranks
    send, recv      count elements from src to member `root`, from it to dst; both ranks call
@@ -2715,7 +2717,7 @@ typedef struct fsdpi_facts {
     uint8_t fuses;     // the backend's reduce_scatter casts, scales and adds
     // Options.
     uint8_t sync, all_reduce;
-    uint8_t hook;         // an all-reduce hook is set
+    uint8_t hook, custom; // an all-reduce hook is set; the caller all-reduces over replicas itself
     double divide_factor; // 0: the number of ranks
 } fsdpi_facts;
 
@@ -2760,7 +2762,10 @@ typedef struct fsdpi_route {
     uint8_t grads_ahead; // gradients are read by a reduction while the next unit's are written
     uint8_t collect[FSDPI_COLLECT_STEPS]; // what was written is brought together on this rank
     uint8_t reduce[FSDPI_REDUCE_STEPS];   // and reduced; none: no reduction is due
-    double before, factor; // a reduction divides by `factor` in all, by `before` what goes into it
+    // A reduction divides by `factor` in all. It divides what goes in by `before`, sums of the shard
+    // group before the backend stores them by `sums`, sums of the replicas likewise by `replicas`,
+    // and what comes out by the rest.
+    double before, sums, replicas, factor;
 } fsdpi_route;
 
 // One part that is stored as it is gathered, in memory that peers can read.
@@ -2778,13 +2783,19 @@ static int fsdpi_facts_convert(const fsdpi_facts *f, int hook) {
     return !(widens && reads);
 }
 
-/* What goes into an f16 sum is divided before, by a power of two, so that it stays in range; and by
-   the rest what comes out. Source: torch: _get_gradient_divide_factors. */
-static double fsdpi_facts_before(const fsdpi_facts *f, double factor) {
-    double before = 1;
-    if (f->reduce != FSDP_F16 || f->shards * f->replicas == 1) return before;
-    while (fmod(factor, before) == 0 && factor / before > before) before *= 2;
-    return before;
+/* An f16 sum has to stay in range. A fused backend sums in f32, and divides what it stores. For
+   another one a power of two divides what goes in. Source: torch: _get_gradient_divide_factors. */
+static void fsdpi_facts_divide(const fsdpi_facts *f, fsdpi_route *r) {
+    int ranks = f->shards * f->replicas, narrow = f->reduce == FSDP_F16 && ranks > 1;
+    int divides = narrow && f->fuses && !f->custom;
+    double factor = f->divide_factor != 0 ? f->divide_factor : (double)ranks, before = 1;
+    while (narrow && !divides && fmod(factor, before) == 0 && factor / before > before) before *= 2;
+    r->factor = factor;
+    r->before = before;
+    r->sums = r->replicas = 1;
+    if (!divides) return;
+    r->replicas = f->shards > 1 && f->replicas < factor ? f->replicas : factor;
+    r->sums = factor / r->replicas;
 }
 
 // Can gradients be written where they end? One rank, nothing to convert, divide or show.
@@ -2829,8 +2840,7 @@ static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int adds) {
     r.write_shard = (uint8_t)fsdpi_facts_write_shard(f, adds);
     r.from_input = f->shards == 1;
     r.grads_ahead = (uint8_t)!fsdpi_facts_convert(f, 0);
-    r.factor = f->divide_factor != 0 ? f->divide_factor : (double)ranks;
-    r.before = fsdpi_facts_before(f, r.factor);
+    fsdpi_facts_divide(f, &r);
     if (f->overwrite) *step++ = FSDPI_STEP_ZERO_UNUSED;
     *step++ = FSDPI_STEP_WROTE;
     *step = (uint8_t)(sum ? FSDPI_STEP_SUM : FSDPI_STEP_KEEP);
@@ -3097,8 +3107,8 @@ enum { // where the newest of this rank's gradients are that have not been reduc
 
 // Gradients of a unit. Sums of the shard group that wait for an all-reduce are in the slot ROUT.
 typedef struct fsdpi_grads {
-    uint8_t shard, newest; // FSDPI_GRADS_*
-    double divided;        // by what those in RIN and ROUT have been divided
+    uint8_t shard, newest;  // FSDPI_GRADS_*
+    double divided, summed; // by what those in RIN, and the sums in ROUT, have been divided
 } fsdpi_grads;
 
 // What a step changes.
@@ -3116,7 +3126,7 @@ static fsdpi_state fsdpi_state_new(void) {
     memset(&s, 0, sizeof s);
     s.last_order = -1;
     s.grads.shard = FSDPI_GRADS_ZERO; // new blocks are
-    s.grads.divided = 1;
+    s.grads.divided = s.grads.summed = 1;
     return s;
 }
 
@@ -4454,9 +4464,10 @@ static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
             c, FSDP_ERR_UNSUPPORTED,
             "this backend cannot reduce %s, expected a floating dtype, i32 or i64",
             fsdp_dtype_name(op->dtype));
-    if (op->kind != FSDP_OP_REDUCE_SCATTER) return FSDP_OK;
-    int plain = op->out_dtype == op->dtype && op->scale == 1.0 && !op->accumulate;
-    if (is_float ? !fsdp_dtype_is_float(op->out_dtype) : !is_int || !plain)
+    if (op->kind != FSDP_OP_REDUCE_SCATTER && op->kind != FSDP_OP_ALL_REDUCE) return FSDP_OK;
+    int is_list = op->kind == FSDP_OP_REDUCE_SCATTER;
+    int plain = op->scale == 1.0 && (!is_list || (op->out_dtype == op->dtype && !op->accumulate));
+    if (is_float ? is_list && !fsdp_dtype_is_float(op->out_dtype) : !is_int || !plain)
         return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend cannot reduce %s to %s%s",
                                 fsdp_dtype_name(op->dtype), fsdp_dtype_name(op->out_dtype),
                                 plain ? "" : " with a scale or accumulation");
@@ -5482,9 +5493,10 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
                                         const char *const *of) {
     const char *srcs[FSDPI_MAX_SRCS];
     size_t bytes = fsdp_dtype_size(op->dtype), count = (size_t)op->count;
-    if (c->base.size == 1) return FSDP_OK;
+    if (c->base.size == 1 && op->scale == 1.0) return FSDP_OK;
     if (count * bytes <= FSDPI_SHM_SMALL) {
-        fsdpi_reduce(c->small, op->dtype, of, c->base.size, op->dtype, count, 1.0, 0, op->redop);
+        fsdpi_reduce(c->small, op->dtype, of, c->base.size, op->dtype, count, op->scale, 0,
+                     op->redop);
         fsdp_status status = fsdpi_shm_barrier(c, "finished");
         if (!status) memcpy(op->dst, c->small, count * bytes);
         return status;
@@ -5495,7 +5507,7 @@ static fsdp_status fsdpi_shm_all_reduce(fsdpi_shm_comm *c, const fsdp_coll *op,
     for (int k = 0; k < c->base.size; k++) srcs[k] = of[k] + mine * bytes;
     if (mine < count)
         fsdpi_reduce((char *)op->dst + mine * bytes, op->dtype, srcs, c->base.size, op->dtype,
-                     count - mine < part ? count - mine : part, 1.0, 0, op->redop);
+                     count - mine < part ? count - mine : part, op->scale, 0, op->redop);
     fsdp_status status = fsdpi_shm_barrier(c, "finished");
     if (status) return status;
     for (int i = 1; i < c->base.size; i++) {
@@ -7719,6 +7731,7 @@ static void fsdpi_unit_route(fsdp_unit *u) {
     f.sync = u->options.sync;
     f.all_reduce = u->options.all_reduce;
     f.hook = u->options.all_reduce_hook != NULL;
+    f.custom = u->options.custom[2] != NULL;
     f.divide_factor = u->options.divide_factor;
     for (int adds = 0; adds < 2; adds++) u->route[adds] = fsdpi_route_of(&f, adds);
 }
@@ -9152,7 +9165,7 @@ static fsdp_status fsdpi_scatter(fsdp_unit *u, int kind, double scale, int accum
     return status ? status : fsdpi_release(u, &u->state.slot[input], FSDP_STREAM_REDUCE);
 }
 
-static double fsdpi_rest(const fsdp_unit *u) { // what the sums are to be multiplied by
+static double fsdpi_rest(const fsdp_unit *u) { // what sums of the input are to be multiplied by
     return u->state.grads.divided / fsdpi_route_now(u)->factor;
 }
 
@@ -9182,10 +9195,12 @@ static fsdp_status fsdpi_step_partial_fused(fsdp_unit *u) {
 
 // The backend cannot add: fresh sums, and a copy that adds them to those that wait.
 static fsdp_status fsdpi_step_partial(fsdp_unit *u) {
+    fsdpi_grads *g = &u->state.grads;
     fsdp_buf **sums = &u->state.slot[FSDP_POOL_ROUT], *waiting = *sums;
-    if (u->state.grads.newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
+    if (g->newest == FSDPI_GRADS_NOWHERE) return FSDP_OK;
+    if (!waiting) g->summed = g->divided * fsdpi_route_now(u)->sums; // those that wait decided it
     fsdp_status status = fsdpi_acquire(u, FSDP_POOL_ROUT, sums);
-    if (!status) status = fsdpi_scatter(u, FSDPI_OPS_PARTIAL, 1, 0);
+    if (!status) status = fsdpi_scatter(u, FSDPI_OPS_PARTIAL, g->divided / g->summed, 0);
     if (status || !waiting) return status;
     fsdp_op *add = fsdpi_only_op(u, FSDPI_OPS_ADD);
     if (add) add->dst = waiting;
@@ -9204,9 +9219,13 @@ static fsdp_dtype fsdpi_sums_dtype(const fsdp_unit *u) {
 }
 
 static fsdp_status fsdpi_step_replicas(fsdp_unit *u) {
+    const fsdpi_route *route = fsdpi_route_now(u);
+    fsdpi_grads *g = &u->state.grads;
     fsdpi_template *t = u->layout.ops + u->layout.ops_begin[FSDPI_OPS_REPLICAS];
     t->src = t->dst = (uint8_t)fsdpi_sums(u);
-    fsdpi_usage_agree(u, fsdpi_route_now(u)->factor, &t->op);
+    t->op.scale = 1 / route->replicas;
+    g->summed = (route->from_input ? g->divided : g->summed) * route->replicas;
+    fsdpi_usage_agree(u, route->factor, &t->op);
     fsdpi_op_cast(&t->op, fsdpi_sums_dtype(u), fsdpi_sums_dtype(u));
     return fsdpi_emit_kind(u, FSDPI_OPS_REPLICAS);
 }
@@ -9226,7 +9245,8 @@ static fsdp_status fsdpi_step_hook(fsdp_unit *u) {
 static fsdp_status fsdpi_step_out(fsdp_unit *u) {
     int sums = fsdpi_sums(u);
     const int32_t *begin = &u->layout.ops_begin[FSDPI_OPS_OUT];
-    fsdpi_each(u, FSDPI_OPS_OUT, fsdpi_rest(u), u->state.grads.shard == FSDPI_GRADS_REDUCED);
+    double scale = u->state.grads.summed / fsdpi_route_now(u)->factor;
+    fsdpi_each(u, FSDPI_OPS_OUT, scale, u->state.grads.shard == FSDPI_GRADS_REDUCED);
     for (int i = begin[0]; i < begin[1]; i++) {
         u->layout.ops[i].src = (uint8_t)sums;
         fsdpi_op_cast(&u->layout.ops[i].op, fsdpi_sums_dtype(u), u->layout.ops[i].op.out_dtype);
@@ -9328,7 +9348,7 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
         return status ? status : fsdpi_grads_done(u, FSDP_STREAM_COMPUTE);
     }
     const fsdpi_route *route = fsdpi_route_now(u);
-    if (!slot[FSDP_POOL_RIN] && !slot[FSDP_POOL_ROUT]) g->divided = route->before;
+    if (!slot[FSDP_POOL_RIN] && !slot[FSDP_POOL_ROUT]) g->divided = g->summed = route->before;
     if (g->newest == FSDPI_GRADS_WRITTEN) status = fsdpi_run_steps(u, route->collect);
     return status ? status : fsdpi_run_steps(u, route->reduce);
 }
@@ -11220,6 +11240,7 @@ static fsdp_status fsdpi_set_custom(fsdp_unit *u, const char *what, int which,
     if (status) return status;
     u->options.custom[which] = hook;
     u->options.custom_user[which] = user;
+    fsdpi_unit_route(u);
     return FSDP_OK;
 }
 

@@ -331,19 +331,21 @@ static void scatter(rank_state *s) {
 }
 TEST_P(conformance, reduce_scatter, backends) { run_big(row, scatter); }
 
-static void all_reduce_case(rank_state *s, fsdp_dtype dtype, int64_t count, fsdp_redop redop) {
+static void all_reduce_case(rank_state *s, fsdp_dtype dtype, int64_t count, fsdp_redop redop,
+                            double scale) {
     fsdp_coll c = coll(s, FSDP_OP_ALL_REDUCE, dtype, "reduce");
     size_t bytes = fsdp_dtype_size(dtype), used = (size_t)(count + 8) * bytes;
     c.src = c.dst;
     c.count = (uint64_t)count;
     c.redop = (uint8_t)redop;
+    c.scale = scale;
     memset(s->dst, 0x5A, used);
     memset(s->model, 0x5A, used);
     fill(s->dst, dtype, 0, count, s->rank, s->seq);
     for (int64_t e = 0; e < count; e++) {
         char values[MAX_WORLD * 8];
         for (int k = 0; k < s->world; k++) put(values + (size_t)k * bytes, dtype, k, e, s->seq);
-        reduce_one(s->model + (size_t)e * bytes, dtype, values, dtype, s->world, 1.0, 0, redop);
+        reduce_one(s->model + (size_t)e * bytes, dtype, values, dtype, s->world, scale, 0, redop);
     }
     OK_ON(s, s->comm, s->ops->run(s->comm, &c));
     CHECK_EQ_MEM(s->dst, s->model, used);
@@ -361,7 +363,10 @@ static void all_reduce(rank_state *s) {
             for (fsdp_redop redop = FSDP_SUM; redop <= FSDP_MIN; redop++)
                 if ((d == 0 && redop == FSDP_SUM) ||
                     (counts[n] < BIG && (counts[n] <= MANY || d == 0 || redop == FSDP_SUM)))
-                    all_reduce_case(s, dtypes[d], counts[n], redop);
+                    all_reduce_case(s, dtypes[d], counts[n], redop, 1.0);
+    for (int d = 0; d < LENGTH(floats) && s->caps.flags & FSDP_CAP_FUSED_REDUCE; d++)
+        for (int n = 0; n < LENGTH(counts); n++)
+            if (counts[n] < BIG) all_reduce_case(s, floats[d], counts[n], FSDP_SUM, 0.37);
 }
 TEST_P(conformance, all_reduce, backends) { run_big(row, all_reduce); }
 
@@ -696,8 +701,8 @@ static void unlike_memory(rank_state *s) {
             gather_case(s, FSDP_U8, 3000, several, 1);
             scatter_case(s, FSDP_F32, FSDP_F32, 700, several, 0, 1.0, 0);
         }
-        all_reduce_case(s, FSDP_F32, 1000, FSDP_SUM); /* of 4,000 and 20,000 bytes */
-        all_reduce_case(s, FSDP_F32, 5000, FSDP_MAX);
+        all_reduce_case(s, FSDP_F32, 1000, FSDP_SUM, 1.0); /* of 4,000 and 20,000 bytes */
+        all_reduce_case(s, FSDP_F32, 5000, FSDP_MAX, 1.0);
         broadcast_case(s, FSDP_F32, 2000, round % s->world);
         all_to_all_case(s, FSDP_F32, 800);
         for (int from = 0; from < s->world; from++)
@@ -746,6 +751,12 @@ static void bad_arguments(rank_state *s) {
     CHECK_STATUS(s->ops->run(s->comm, &c), FSDP_ERR_INVALID_ARG);
     c = coll(s, FSDP_OP_ALL_REDUCE, FSDP_U8, "bad");
     CHECK_STATUS(s->ops->run(s->comm, &c), FSDP_ERR_UNSUPPORTED);
+    c = coll(s, FSDP_OP_ALL_REDUCE, FSDP_I32, "bad");
+    c.scale = 0.5;
+    CHECK_STATUS(s->ops->run(s->comm, &c), FSDP_ERR_UNSUPPORTED);
+    c.dtype = FSDP_F32; /* count is 0 */
+    CHECK_STATUS(s->ops->run(s->comm, &c),
+                 s->caps.flags & FSDP_CAP_FUSED_REDUCE ? FSDP_OK : FSDP_ERR_UNSUPPORTED);
     c = coll(s, FSDP_OP_COPY, FSDP_F32, "bad");
     CHECK_STATUS(s->ops->run(s->comm, &c), FSDP_ERR_UNSUPPORTED);
     gather_case(s, FSDP_F32, 100, 0, 0);

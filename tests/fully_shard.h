@@ -99,6 +99,7 @@ typedef struct fs_story { /* what has to come out */
     double loss[FS_ITERS][FS_RANKS][FS_MICROS];
     double *grad[FS_ITERS][FS_MICROS], *param[FS_ITERS], norm[FS_ITERS];
     uint8_t has[FS_ITERS][FS_MICROS][FS_UNITS][FS_PARAMS];
+    int plain; /* the backend does not divide f16 sums */
 } fs_story;
 
 typedef struct fs_copy { /* the replicated copy, of all ranks */
@@ -623,12 +624,21 @@ FS_FN void fs_run_free(fs_run *x) {
 /* f32 for everything but f64 */
 FS_FN double fs_mid(fsdp_dtype type, double x) { return type == FSDP_F64 ? x : (double)(float)x; }
 
-/* The split of a divide factor in front of and behind a reduction in f16. */
-FS_FN double fs_pre_factor(fsdp_dtype reduce, double factor) {
-    double pre = 1;
-    if (reduce != FSDP_F16) return 1;
-    while (fmod(factor, pre) <= 0 && factor / pre > pre) pre *= 2;
-    return pre;
+/* A divide factor is split around a reduction in f16: what goes in, sums over shards and sums over
+   replicas before they are rounded, and (the rest) what comes out. */
+typedef struct {
+    double in, shards, replicas;
+} fs_split;
+FS_FN fs_split fs_split_factor(const fs_run *x, fsdp_dtype reduce, double factor) {
+    fs_split s = {1, 1, 1};
+    if (reduce != FSDP_F16 || x->size == 1) return s;
+    if (x->c->plain) {
+        while (fmod(factor, s.in) <= 0 && factor / s.in > s.in) s.in *= 2;
+        return s;
+    }
+    s.replicas = x->c->shards > 1 ? fmin(x->c->replicas, factor) : factor;
+    s.shards = factor / s.replicas;
+    return s;
 }
 
 /* One element of the ranks' gradients: added up over shards, then over replicas. */
@@ -637,18 +647,20 @@ FS_FN void fs_copy_element(fs_run *x, int unit, int p, int64_t at) {
     fsdp_dtype red = fs_reduced(x, unit), store = fs_kept_grad(x, unit, p);
     int shards = x->c->shards, replicas = x->c->replicas;
     double factor = x->c->divide > 0 ? x->c->divide : x->size, total = 0;
-    double pre = fs_pre_factor(red, factor);
+    const fs_split split = fs_split_factor(x, red, factor);
+    const double rest = split.in * split.shards * split.replicas / factor;
     for (int q = 0; q < replicas; q++) {
         double sum = 0;
         for (int r = q * shards; r < (q + 1) * shards; r++)
-            sum = fs_mid(red, sum + lab_round(red, o->kept[r][at] / pre));
-        sum = lab_round(red, sum);
+            sum = fs_mid(red, sum + lab_round(red, o->kept[r][at] / split.in));
+        sum = lab_round(red, fs_mid(red, sum * fs_mid(red, 1 / split.shards)));
         if (o->partial_live[unit]) sum = lab_round(red, fs_mid(red, sum + o->partial[q][at]));
         o->partial[q][at] = sum;
         total = fs_mid(red, total + sum);
     }
     if (!o->all_reduce[unit] && replicas > 1) return;
-    total = fs_mid(red, lab_round(red, total) * fs_mid(red, pre / factor));
+    total = lab_round(red, fs_mid(red, total * fs_mid(red, 1 / split.replicas)));
+    total = fs_mid(red, total * fs_mid(red, rest));
     o->grad[at] = lab_round(store, o->has[unit][p] ? fs_mid(store, o->grad[at] + total) : total);
 }
 
@@ -771,6 +783,7 @@ FS_FN fs_story *fs_tell(const fs_conf *c) {
     CHECK(c->micros <= FS_MICROS);
     fs_run_init(x, c, 0);
     fs_copy_init(x, &o);
+    s->plain = c->plain;
     for (int it = 0; it < c->iters; it++) {
         for (int m = 0; m < c->micros; m++) {
             for (x->rank = 0; x->rank < x->size; x->rank++)
@@ -992,9 +1005,12 @@ FS_FN void fs_on_ranks(const fs_conf *c, void (*body)(lab_rank *r), void *arg) {
 }
 
 /* The library's training beside a story that may have been told for several. */
-FS_FN void fs_train_beside(const fs_conf *c, const fs_story *s) {
-    fs_job j = {c, s};
+FS_FN void fs_train_beside(const fs_conf *c, const fs_story *told) {
+    const int f16 = c->reduce == FSDP_F16 || (!c->reduce && c->param == FSDP_F16);
+    fs_story *own = f16 && told->plain != c->plain ? fs_tell(c) : NULL;
+    fs_job j = {c, own ? own : told};
     fs_on_ranks(c, fs_rank_main, &j);
+    if (own) fs_story_free(own, c);
 }
 /* Both trainings, and the comparison. */
 FS_FN void fs_train(const fs_conf *c) {

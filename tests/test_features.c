@@ -800,6 +800,124 @@ TEST(hooks, failure) {
     for (int s = 0; s < 6; s++) launch_at(s, hook_fails);
 }
 
+/* ---- sums in f16 ------------------------------------------------------------------------------ */
+
+/* The largest gradients, and the smallest: the mean over the ranks is what each rank has, and must
+   neither overflow nor vanish on its way. A backend that does not divide f16 sums itself (upstream's
+   NCCL) keeps neither over 4 ranks. */
+enum { F16_ONCE, F16_NO_SYNC, F16_NO_ALL_REDUCE, F16_HOOK, F16_NEW_FACTOR, F16_WAYS, F16_CUSTOM };
+typedef struct {
+    int replicas, way, plain;
+    fsdp_dtype param;
+} f16_case;
+
+static fsdp_status f16_look(void *user, fsdp_unit *u, void *data, int64_t numel, fsdp_dtype dtype,
+                            void *stream) {
+    (void)user, (void)u, (void)stream;
+    CHECK_EQ_INT(dtype, FSDP_F16);
+    for (int64_t e = 0; e < numel; e++) CHECK(isfinite(lab_get(data, dtype, e)));
+    return FSDP_OK;
+}
+
+/* An all-reduce of the caller's own makes sums, and divides nothing. */
+static fsdp_status f16_custom(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                              const fsdp_coll *coll) {
+    (void)user;
+    CHECK_NEAR(coll->scale, 1, 0);
+    return (ops->run)(comm, coll);
+}
+
+static void f16_microbatch(fsdp_world *w, fsdp_model *m, fsdp_unit *unit, fsdp_dtype dtype,
+                           double value) {
+    lab_forward(w, unit);
+    CALL(w, fsdp_pre_backward(unit));
+    for (int i = 0; i < 2; i++) {
+        const fsdp_param_view v = lab_view(w, unit, i);
+        void *grad = fsdp_grad(unit, i);
+        for (int64_t e = 0; e < lab_full_numel(&v); e++)
+            lab_put(grad, dtype, e, lab_get(grad, dtype, e) + (i ? value : -value));
+    }
+    CALL(w, fsdp_post_backward(unit));
+    CALL(w, fsdp_finalize_backward(m));
+}
+
+static double f16_mean(fsdp_world *w, const f16_case *c, double value) {
+    const int64_t shape[2] = {5, 3};
+    const fsdp_param_desc params[2] = {lab_desc(2, shape, 0, FSDP_F32, 0),
+                                       lab_desc(1, shape, 0, FSDP_F32, 0)};
+    const fsdp_dtype dtype = c->param ? c->param : FSDP_F32;
+    const int twice = c->way == F16_NO_SYNC || c->way == F16_NO_ALL_REDUCE;
+    double got = NAN;
+    fsdp_model_desc md = FSDP_ZERO;
+    md.param_dtype = c->param, md.reduce_dtype = FSDP_F16;
+    md.mesh = lab_hsdp(w, c->replicas, fsdp_world_size(w) / c->replicas);
+    fsdp_model *m = lab_model(w, &md);
+    fsdp_unit *unit = lab_unit(w, m, NULL, params, 2);
+    if (c->way == F16_HOOK) CALL(w, fsdp_set_all_reduce_hook(unit, f16_look, NULL));
+    if (c->way == F16_CUSTOM) CALL(w, fsdp_set_custom_all_reduce(unit, f16_custom, NULL));
+    for (int step = 0; step < 2; step++) {
+        CALL(w, fsdp_zero_grad(m));
+        if (twice) {
+            if (c->way == F16_NO_SYNC) CALL(w, fsdp_set_requires_gradient_sync(m, NULL, 0));
+            else CALL(w, fsdp_set_requires_all_reduce(m, NULL, 0));
+            f16_microbatch(w, m, unit, dtype, value / 2);
+            CALL(w, fsdp_set_requires_gradient_sync(m, NULL, 1));
+            CALL(w, fsdp_set_requires_all_reduce(m, NULL, 1));
+        }
+        if (c->way == F16_NEW_FACTOR) /* flags of use are divided by it, too */
+            CALL(w, fsdp_set_gradient_divide_factor(m, unit, (step + 1) * fsdp_world_size(w)));
+        f16_microbatch(w, m, unit, dtype, twice ? value / 2 : value);
+        for (int i = 0; i < 2; i++) {
+            const fsdp_param_view v = lab_view(w, unit, i);
+            CHECK(v.shard_grad);
+            for (int64_t e = 0; e < v.numel; e++)
+                got = lab_get(v.shard_grad, FSDP_F32, e) * (i ? 1 : -1);
+        }
+    }
+    double sum = isnan(got) ? 0 : got; /* ranks without rows ask the others */
+    CALL(w, fsdp_all_reduce(w, NULL, &sum, 1, FSDP_F64, FSDP_MAX));
+    fsdp_model_destroy(m);
+    return sum;
+}
+
+static void f16_body(fsdp_world *w, const void *arg) {
+    const f16_case *c = (const f16_case *)arg;
+    const double smallest = 0x1p-24, size = fsdp_world_size(w);
+    const double half = c->way == F16_NEW_FACTOR ? 0.5 : 1;
+    const int fits = (!c->plain && c->way != F16_CUSTOM) || size < 4;
+    const double large = f16_mean(w, c, 60000);
+    CHECK_NEAR(f16_mean(w, c, 1000), 1000 * half, 0);
+    if (fits) CHECK_NEAR(large, 60000 * half, 0);
+    else CHECK(isinf(large));
+    if (c->way != F16_ONCE && c->way != F16_HOOK) return; /* halves of it are 0 */
+    const double small = f16_mean(w, c, smallest);
+    if (!c->plain) CHECK_NEAR(small, smallest, 0);
+}
+
+TEST(f16, sums_stay_in_range) {
+    static const int sizes[] = {1, 2, 4};
+    for (int s = 0; s < 3; s++)
+        for (int replicas = 1; replicas <= sizes[s]; replicas *= 2)
+            for (int way = 0; way < F16_WAYS; way++)
+                for (int param = 0; param < 2; param++) {
+                    f16_case c = {replicas, way, 0, param ? FSDP_F16 : FSDP_DTYPE_KEEP};
+                    lab_on_worlds(sizes[s], NULL, f16_body, &c);
+                }
+}
+TEST(f16, sums_of_a_backend_that_does_not_divide) {
+    fsdp_comm_ops plain = w_plain();
+    lab_how how = FSDP_ZERO;
+    how.comm_ops = &plain;
+    for (int replicas = 1; replicas <= 4; replicas *= 2) {
+        const f16_case c = {replicas, F16_ONCE, 1, FSDP_F16};
+        lab_on_worlds(4, &how, f16_body, &c);
+    }
+    for (int replicas = 2; replicas <= 4; replicas *= 2) {
+        const f16_case c = {replicas, F16_CUSTOM, 0, FSDP_F16};
+        lab_on_worlds(4, NULL, f16_body, &c);
+    }
+}
+
 /* FSDP over pairs, and a hook that sums over the other pairs in its own way: as HSDP. The sum is
    of integers, so that its order does not matter. */
 static struct {
@@ -1156,8 +1274,9 @@ static void failing_sums(job *j) {
         (void)fsdp_post_backward(j->m.unit[1]);
         status = fsdp_finalize_backward(j->m.model);
     }
-    if (!status) status = fsdp_barrier(j->w); /* a rank that shares no group with it hears it here */
-    CHECK_STATUS(status, FSDP_ERR_IO);        /* on all ranks */
+    if (!status)
+        status = fsdp_barrier(j->w);   /* a rank that shares no group with it hears it here */
+    CHECK_STATUS(status, FSDP_ERR_IO); /* on all ranks */
     CHECK_MSG(strstr(fsdp_last_error(j->w), "all_reduce (replicas) of unit 'middle'"), "%s",
               fsdp_last_error(j->w));
     CHECK_STATUS(fsdp_pre_forward(j->m.unit[0]), status);

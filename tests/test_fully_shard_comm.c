@@ -149,7 +149,7 @@ static int wide_op(void *user, fsdp_model *model, fsdp_op *op) {
     }
     if (op->label == FSDP_LABEL_ACC) w->scales[0] = op->scale;
     if (op->label == FSDP_LABEL_REDUCE && op->scale != 1) w->scales[1] = op->scale;
-    if (op->label == FSDP_LABEL_RED_OUT) w->scales[1] = op->scale;
+    if (op->label == FSDP_LABEL_RED_OUT && op->scale != 1) w->scales[1] = op->scale;
     return 0;
 }
 
@@ -228,7 +228,8 @@ TEST(fully_shard_comm, all_gather_fp32) {
     on_lanes(16, 2, NULL, wide_gather, NULL);
 }
 
-/* Ones times rank mod 8; in f16 divided by 16 before the sum and by 8 after it. */
+/* Ones times rank mod 8. Upstream divides f16 by 16 before the sum and by 8 after it; a backend that
+   sums in f32 divides by 128 before it stores the sum (test_route: one that does not, as upstream). */
 static void wide_scatter(fsdp_world *world, const void *arg) {
     fsdp_dtype reduce = *(const fsdp_dtype *)arg;
     int size = fsdp_world_size(world);
@@ -245,8 +246,8 @@ static void wide_scatter(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_post_backward(w.unit));
     CALL(world, fsdp_finalize_backward(w.model));
     if (size == WIDE_WORLD) {
-        CHECK_NEAR(w.scales[0], reduce == FSDP_F16 ? 1.0 / 16 : 1, 0);
-        CHECK_NEAR(w.scales[1], reduce == FSDP_F16 ? 1.0 / 8 : 1.0 / 128, 0);
+        CHECK_NEAR(w.scales[0], 1, 0);
+        CHECK_NEAR(w.scales[1], 1.0 / 128, 0);
     }
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(w.model, &v)) {

@@ -68,6 +68,16 @@ static void ends(story *s) {
     s->at = SHARD;
 }
 
+/* A backend stores sums. A fused one divides before it does so: f16 sums are all in range. */
+static void stores(story *s) {
+    double ranks = s->over_shards ? s->f->shards : 1;
+    if (s->over_replicas) ranks *= s->f->replicas;
+    s->divided *= s->over_replicas ? s->r->replicas : s->r->sums;
+    if (!s->f->fuses || s->f->custom || s->f->reduce != FSDP_F16) RULE(s->divided == s->r->before);
+    else if (s->f->divide_factor == 0) RULE(s->divided == ranks); /* a mean is never out of range */
+    else RULE(s->divided <= s->r->factor && (s->divided == s->r->factor || !s->over_replicas));
+}
+
 static void step(story *s, int what) {
     const fsdpi_facts *f = s->f;
     switch (what) {
@@ -114,12 +124,14 @@ static void step(story *s, int what) {
     case FSDPI_STEP_PARTIAL:
         scatters(s, what == FSDPI_STEP_PARTIAL_FUSED);
         s->at = SUMS;
+        stores(s);
         break;
     case FSDPI_STEP_REPLICAS:
         RULE(f->replicas > 1 && f->all_reduce && !s->over_replicas && s->flags && !s->hooked);
         RULE(f->shards > 1 ? s->at == SUMS : s->r->from_input);
         RULE(s->dtype == f->reduce);
         s->over_replicas = 1;
+        stores(s);
         break;
     case FSDPI_STEP_HOOK: /* sees sums in the reduce dtype, before the rest of the division */
         RULE(f->hook && !s->hooked && s->at != SHARD && s->dtype == f->reduce);
@@ -157,6 +169,7 @@ static int writes_shard(const story *s) {
 static double expected_before(const fsdpi_facts *f, double factor) {
     double p = 1;
     if (f->reduce != FSDP_F16 || f->shards * f->replicas == 1) return 1;
+    if (f->fuses && !f->custom) return 1;
     while (factor / p == floor(factor / p) && p * p < factor) p += p;
     return p;
 }
@@ -207,7 +220,7 @@ static const double factors[] = {0, 1, 3, 8};
 static void flags_of(fsdpi_facts *f, int bits) {
     f->offload = bits & 1, f->overwrite = bits >> 1 & 1, f->fuses = bits >> 2 & 1;
     f->sync = bits >> 3 & 1, f->all_reduce = bits >> 4 & 1, f->hook = bits >> 5 & 1;
-    f->extended = bits >> 6 & 1;
+    f->extended = bits >> 6 & 1, f->custom = bits >> 7 & 1;
 }
 
 /* parts: 0: one part; 1: several, of which one has trainables; 2: several of them. */
@@ -217,7 +230,7 @@ TEST_TIMEOUT(route, every_combination, 60) {
         for (int replicas = 1; replicas <= 2; replicas++)
             for (int parts = 0; parts < 3; parts++)
                 for (int dtypes = 0; dtypes < 256; dtypes++)
-                    for (int bits = 0; bits < 128; bits++)
+                    for (int bits = 0; bits < 256; bits++)
                         for (int k = 0; k < 4; k++) {
                             fsdpi_facts f;
                             memset(&f, 0, sizeof f);
