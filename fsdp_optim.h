@@ -875,9 +875,9 @@ static int fsdpi_optim_wide(const fsdpi_optim_param *p) { return p->dtype == FSD
 
 static size_t fsdpi_optim_size(int wide) { return wide ? sizeof(double) : sizeof(float); }
 
-// Elements that a row of states takes: each begins at a good address.
+// Elements that a row of states takes: each begins at a multiple of 64 bytes.
 static int64_t fsdpi_optim_room(int64_t numel) {
-    return (numel + FSDP_ALIGN_NUMEL - 1) / FSDP_ALIGN_NUMEL * FSDP_ALIGN_NUMEL;
+    return (numel + 15) / 16 * 16;
 }
 
 // One block for all states, zero: the first, then the second number of all f32 ones, then of f64.

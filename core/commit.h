@@ -15,7 +15,8 @@ static void fsdpi_place_units(fsdp_model *m) {
                 fsdpi_list *list = trainable ? &u->layout.parts[k].train
                                              : &u->layout.parts[k].frozen;
                 list->base = flat->numel;
-                flat->numel += fsdpi_align_up(list->shard_numel, FSDP_ALIGN_NUMEL);
+                int64_t align = fsdpi_align_numel(m, u->layout.parts[k].dtype);
+                flat->numel += fsdpi_align_up(list->shard_numel, align);
                 if (trainable) flat->train_numel = flat->grad_numel = flat->numel;
             }
         }
@@ -280,8 +281,8 @@ static void fsdpi_need_blocks(fsdp_model *m) {
         for (int k = 0; k < m->units[i]->layout.num_parts; k++) {
             const fsdpi_part *part = &m->units[i]->layout.parts[k];
             fsdpi_flat_block *flat = fsdpi_flat_of(m->units[i], part);
-            if (flat->numel == 0) flat->numel = FSDP_ALIGN_NUMEL;
-            if (part->num_train && flat->grad_numel == 0) flat->grad_numel = FSDP_ALIGN_NUMEL;
+            if (flat->numel == 0) flat->numel = 1;
+            if (part->num_train && flat->grad_numel == 0) flat->grad_numel = 1;
         }
     }
 }

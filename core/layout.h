@@ -22,6 +22,14 @@ static fsdp_dtype fsdpi_grad_dtype(const fsdp_model *m, fsdp_dtype dtype) {
     return m->desc.grad_dtype && fsdp_dtype_is_float(dtype) ? m->desc.grad_dtype : dtype;
 }
 
+// Full parameters and gradients begin at multiples of a cache line, on GPUs of what cudaMalloc does.
+static int64_t fsdpi_align_numel(const fsdp_model *m, fsdp_dtype dtype) {
+    return (m->world->mode == FSDPI_NATIVE ? 256 : FSDPI_ALIGN) / (int64_t)fsdp_dtype_size(dtype);
+}
+static int64_t fsdpi_aligned(const fsdp_model *m, int64_t bytes) {
+    return fsdpi_align_up(bytes, fsdpi_align_numel(m, FSDP_U8));
+}
+
 /* Lay out the trainable or the frozen parameters of a part. tmp: room for all parameters of the
    unit. With segs and blocks it fills them; offsets are always written to tmp, in order. */
 static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_part *part, int trainable,
@@ -34,6 +42,7 @@ static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_part *part,
             tmp[count++] = u->params[i].lay;
     lay->world = fsdpi_shards(u);
     lay->rank = u->desc.info.shard_mesh_rank;
+    lay->align = fsdpi_align_numel(u->model, part->param_dtype);
     lay->direct_numel = min == FSDP_DIRECT_NEVER ? min : fsdpi_ceil_div(min, size);
     return fsdp_layout_params(lay, tmp, count, segs, blocks);
 }
@@ -48,8 +57,6 @@ static void fsdpi_list_store(fsdp_unit *u, const fsdpi_part *part, int trainable
     }
 }
 
-static int64_t fsdpi_aligned(int64_t bytes) { return fsdpi_align_up(bytes, FSDPI_ALIGN); }
-
 /* Where a part with an extension lies in the slot: its strings, rank after rank, then the parameter
    that is made of them. */
 static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
@@ -62,11 +69,11 @@ static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
         gather->num++;
         part->num_gather++;
         p->string_offset[i] = at;
-        at = fsdpi_aligned(at + fsdpi_shards(u) * p->string_bytes[i]);
+        at = fsdpi_aligned(u->model, at + fsdpi_shards(u) * p->string_bytes[i]);
     }
     p->lay.full_offset = at / (int64_t)fsdp_dtype_size(part->param_dtype);
     u->layout.slot_bytes = fsdpi_aligned(
-        at + fsdpi_bytes(fsdpi_shards(u) * p->lay.shard_numel, part->param_dtype));
+        u->model, at + fsdpi_bytes(fsdpi_shards(u) * p->lay.shard_numel, part->param_dtype));
 }
 
 /* The slot of gathered parameters, part after part:
@@ -74,13 +81,12 @@ static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
 static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
     int world = fsdpi_shards(u);
     int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype);
+    int64_t align = fsdpi_align_numel(u->model, part->param_dtype);
     fsdpi_work *gather = &u->layout.all_gather, *out = &part->copy_out;
     part->slot = u->layout.slot_bytes / size;
     part->num_gather = 0;
-    int64_t frozen_full = fsdpi_align_up(part->slot + world * part->train.shard_numel,
-                                         FSDP_ALIGN_NUMEL);
-    int64_t finals = fsdpi_align_up(frozen_full + world * part->frozen.shard_numel,
-                                    FSDP_ALIGN_NUMEL);
+    int64_t frozen_full = fsdpi_align_up(part->slot + world * part->train.shard_numel, align);
+    int64_t finals = fsdpi_align_up(frozen_full + world * part->frozen.shard_numel, align);
     int64_t end = finals;
     for (int trainable = 1; trainable >= 0; trainable--) {
         fsdp_layout lay;
@@ -100,7 +106,7 @@ static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
         out->num += lay.num_blocks;
     }
     if (part->extended) fsdpi_extended_layout(u, part);
-    else u->layout.slot_bytes = fsdpi_aligned(end * size);
+    else u->layout.slot_bytes = fsdpi_aligned(u->model, end * size);
 }
 
 /* The slot of gradients, part after part: [reduce input: trainables, users | where the caller
@@ -115,7 +121,8 @@ static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
     if (u->layout.train_parts > 1) reduce = fsdpi_shards(u) * part->train.shard_numel;
     lay.shard_base = part->train.base;
     lay.full_base = part->grad;
-    lay.final_base = fsdpi_align_up(part->grad + reduce, FSDP_ALIGN_NUMEL);
+    lay.final_base = fsdpi_align_up(part->grad + reduce,
+                                    fsdpi_align_numel(u->model, part->param_dtype));
     (void)fsdpi_list_layout(u, part, 1, &lay, tmp,
                             segs ? segs + u->layout.reduce_scatter.num : NULL,
                             part->chunk_cat.blocks);
@@ -124,7 +131,7 @@ static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
     for (int i = 0; segs && i < lay.num_segs; i++) // its place in the reduce input
         segs[u->layout.reduce_scatter.num + i].full += fsdpi_shards(u) * part->reduce - part->grad;
     u->layout.reduce_scatter.num += lay.num_segs;
-    u->layout.grad_bytes = fsdpi_aligned((lay.final_base + lay.final_numel) * size);
+    u->layout.grad_bytes = fsdpi_aligned(u->model, (lay.final_base + lay.final_numel) * size);
 }
 
 #define FSDPI_UNIT_MAX ((int64_t)1 << 56) // elements: the bytes of its slots fit 63 bits
@@ -166,7 +173,7 @@ static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
 }
 
 static int fsdpi_class_find(fsdp_model *m, int pool, size_t bytes) {
-    bytes = (size_t)fsdpi_aligned((int64_t)(bytes ? bytes : 1));
+    bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
     for (int i = 0; i < m->num_classes; i++)
         if (m->classes[i].pool == pool && m->classes[i].bytes == bytes) return i;
     if (!fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes))

@@ -63,7 +63,7 @@ static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pin
     if (!buf)
         return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a buffer of %s",
                          fsdp_model_pool_name(m, pool));
-    buf->bytes = (size_t)fsdpi_aligned((int64_t)(bytes ? bytes : 1));
+    buf->bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
     buf->pool = (uint8_t)pool;
     buf->pinned = (uint8_t)pinned;
     buf->number = ++m->num_bufs;

@@ -85,6 +85,7 @@ typedef struct fsdp_layout_param {
 typedef struct fsdp_layout {
     int32_t world, rank;     // in
     int64_t direct_numel;    // in: a dim-0 parameter of at least so many elements is direct
+    int64_t align;           // in: direct and copied-out tensors start at multiples of it; 0: 1
     int64_t shard_base;      // in: where the list begins in the flat block
     int64_t full_base;       // in: where it begins in the slot
     int64_t final_base;      // in: where the copied-out packed tensors begin; 0: after the gathered
@@ -95,8 +96,6 @@ typedef struct fsdp_layout {
     int32_t num_segs;        // out
     int32_t num_blocks;      // out: packed staging -> contiguous tensors
 } fsdp_layout;
-
-#define FSDP_ALIGN_NUMEL 16 // direct shards and copied-out tensors start at multiples of this
 
 /* fsdp_layout_params - lay out a list of parameters: offsets, segments and copy blocks
    layout      in/out, see above
@@ -140,6 +139,7 @@ extern "C" {
 
 static int64_t fsdpi_ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 static int64_t fsdpi_align_up(int64_t a, int64_t to) { return fsdpi_ceil_div(a, to) * to; }
+static int64_t fsdpi_layout_align(const fsdp_layout *l) { return l->align > 0 ? l->align : 1; }
 static int64_t fsdpi_min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // a * b for a, b >= 0, or -1 when it exceeds FSDPI_NUMEL_MAX (or a is -1 already).
@@ -239,10 +239,11 @@ static fsdp_status fsdpi_layout_param(const fsdp_layout *layout, fsdp_layout_par
     p->start = range.start;
     p->rows = range.count;
     p->local_numel = around * range.count;
-    // One rank's shard is the tensor itself. Elsewhere a direct shard keeps its successors aligned.
-    p->direct = layout->world == 1 ||
-                (p->shard_dim == 0 && p->numel >= layout->direct_numel && p->shard_numel > 0 &&
-                 p->shard_numel % FSDP_ALIGN_NUMEL == 0);
+    // A direct shard keeps its successors aligned. One rank's is the tensor itself, with padding.
+    int64_t align = fsdpi_layout_align(layout);
+    if (layout->world == 1) p->shard_numel = fsdpi_align_up(p->shard_numel, align);
+    p->direct = layout->world == 1 || (p->shard_dim == 0 && p->numel >= layout->direct_numel &&
+                                       p->shard_numel > 0 && p->shard_numel % align == 0);
     return FSDP_OK;
 }
 
@@ -308,7 +309,7 @@ static fsdp_status fsdpi_layout_shards(const fsdp_layout *layout, fsdp_layout_pa
 FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
                                         fsdp_seg *segs, fsdp_block *blocks) {
     if (!layout || count < 0 || (count > 0 && !params)) return FSDP_ERR_INVALID_ARG;
-    int64_t direct, packed; // elements of one rank's shards
+    int64_t align = fsdpi_layout_align(layout), direct, packed; // elements of one rank's shards
     int num_segs = 0, num_blocks = 0;
     fsdp_status status = fsdpi_layout_shards(layout, params, count, &direct, &packed);
     if (status) return status;
@@ -317,8 +318,7 @@ FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *
     layout->packed_numel = only ? 0 : packed;
     int64_t gathered = layout->full_base + layout->world * layout->shard_numel;
     int64_t stage = layout->full_base + layout->world * direct;
-    int64_t final_base = layout->final_base ? layout->final_base
-                                            : fsdpi_align_up(gathered, FSDP_ALIGN_NUMEL);
+    int64_t final_base = layout->final_base ? layout->final_base : fsdpi_align_up(gathered, align);
     int64_t final = final_base;
     for (int i = 0; i < count; i++) {
         fsdp_layout_param *p = &params[i];
@@ -339,7 +339,7 @@ FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *
             continue;
         }
         p->full_offset = p->shard_numel > 0 ? final : layout->full_base; // inside the slot
-        final = fsdpi_align_up(final + layout->world * p->shard_numel, FSDP_ALIGN_NUMEL);
+        final = fsdpi_align_up(final + layout->world * p->shard_numel, align);
         num_blocks += fsdpi_layout_blocks(layout, p, stage + in_pack, packed,
                                           blocks ? blocks + num_blocks : NULL);
     }

@@ -830,6 +830,7 @@ typedef struct fsdp_layout_param {
 typedef struct fsdp_layout {
     int32_t world, rank;     // in
     int64_t direct_numel;    // in: a dim-0 parameter of at least so many elements is direct
+    int64_t align;           // in: direct and copied-out tensors start at multiples of it; 0: 1
     int64_t shard_base;      // in: where the list begins in the flat block
     int64_t full_base;       // in: where it begins in the slot
     int64_t final_base;      // in: where the copied-out packed tensors begin; 0: after the gathered
@@ -840,8 +841,6 @@ typedef struct fsdp_layout {
     int32_t num_segs;        // out
     int32_t num_blocks;      // out: packed staging -> contiguous tensors
 } fsdp_layout;
-
-#define FSDP_ALIGN_NUMEL 16 // direct shards and copied-out tensors start at multiples of this
 
 /* fsdp_layout_params - lay out a list of parameters: offsets, segments and copy blocks
    layout      in/out, see above
@@ -885,6 +884,7 @@ extern "C" {
 
 static int64_t fsdpi_ceil_div(int64_t a, int64_t b) { return a / b + (a % b != 0); }
 static int64_t fsdpi_align_up(int64_t a, int64_t to) { return fsdpi_ceil_div(a, to) * to; }
+static int64_t fsdpi_layout_align(const fsdp_layout *l) { return l->align > 0 ? l->align : 1; }
 static int64_t fsdpi_min(int64_t a, int64_t b) { return a < b ? a : b; }
 
 // a * b for a, b >= 0, or -1 when it exceeds FSDPI_NUMEL_MAX (or a is -1 already).
@@ -984,10 +984,11 @@ static fsdp_status fsdpi_layout_param(const fsdp_layout *layout, fsdp_layout_par
     p->start = range.start;
     p->rows = range.count;
     p->local_numel = around * range.count;
-    // One rank's shard is the tensor itself. Elsewhere a direct shard keeps its successors aligned.
-    p->direct = layout->world == 1 ||
-                (p->shard_dim == 0 && p->numel >= layout->direct_numel && p->shard_numel > 0 &&
-                 p->shard_numel % FSDP_ALIGN_NUMEL == 0);
+    // A direct shard keeps its successors aligned. One rank's is the tensor itself, with padding.
+    int64_t align = fsdpi_layout_align(layout);
+    if (layout->world == 1) p->shard_numel = fsdpi_align_up(p->shard_numel, align);
+    p->direct = layout->world == 1 || (p->shard_dim == 0 && p->numel >= layout->direct_numel &&
+                                       p->shard_numel > 0 && p->shard_numel % align == 0);
     return FSDP_OK;
 }
 
@@ -1053,7 +1054,7 @@ static fsdp_status fsdpi_layout_shards(const fsdp_layout *layout, fsdp_layout_pa
 FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *params, int count,
                                         fsdp_seg *segs, fsdp_block *blocks) {
     if (!layout || count < 0 || (count > 0 && !params)) return FSDP_ERR_INVALID_ARG;
-    int64_t direct, packed; // elements of one rank's shards
+    int64_t align = fsdpi_layout_align(layout), direct, packed; // elements of one rank's shards
     int num_segs = 0, num_blocks = 0;
     fsdp_status status = fsdpi_layout_shards(layout, params, count, &direct, &packed);
     if (status) return status;
@@ -1062,8 +1063,7 @@ FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *
     layout->packed_numel = only ? 0 : packed;
     int64_t gathered = layout->full_base + layout->world * layout->shard_numel;
     int64_t stage = layout->full_base + layout->world * direct;
-    int64_t final_base = layout->final_base ? layout->final_base
-                                            : fsdpi_align_up(gathered, FSDP_ALIGN_NUMEL);
+    int64_t final_base = layout->final_base ? layout->final_base : fsdpi_align_up(gathered, align);
     int64_t final = final_base;
     for (int i = 0; i < count; i++) {
         fsdp_layout_param *p = &params[i];
@@ -1084,7 +1084,7 @@ FSDP_API fsdp_status fsdp_layout_params(fsdp_layout *layout, fsdp_layout_param *
             continue;
         }
         p->full_offset = p->shard_numel > 0 ? final : layout->full_base; // inside the slot
-        final = fsdpi_align_up(final + layout->world * p->shard_numel, FSDP_ALIGN_NUMEL);
+        final = fsdpi_align_up(final + layout->world * p->shard_numel, align);
         num_blocks += fsdpi_layout_blocks(layout, p, stage + in_pack, packed,
                                           blocks ? blocks + num_blocks : NULL);
     }
@@ -1684,8 +1684,9 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_finalize_backward(fsdp_model *model);
    fsdp_grad - where you write its gradient: same shape and dtype, valid from pre_backward to
                post_backward. It marks the parameter as used. NULL for a frozen parameter
    Result      device memory, ready in the order of your stream; the library owns it. NULL and a
-               logged text in a wrong state. Never NULL for a parameter of size zero. If steps
-               have the same order of calls, addresses repeat from the second step on
+               logged text in a wrong state. Never NULL for a parameter of size zero. Addresses
+               are multiples of 64 bytes, on GPUs of 256. If steps have the same order of calls,
+               they repeat from the second step on
    Collective  no      Blocks no      Allocates no, but after an abort (see above)
    Source      torch: FSDPParam.unsharded_param, unsharded_param.grad */
 FSDP_API void *fsdp_data(fsdp_unit *unit, int index);
@@ -7553,6 +7554,14 @@ static fsdp_dtype fsdpi_grad_dtype(const fsdp_model *m, fsdp_dtype dtype) {
     return m->desc.grad_dtype && fsdp_dtype_is_float(dtype) ? m->desc.grad_dtype : dtype;
 }
 
+// Full parameters and gradients begin at multiples of a cache line, on GPUs of what cudaMalloc does.
+static int64_t fsdpi_align_numel(const fsdp_model *m, fsdp_dtype dtype) {
+    return (m->world->mode == FSDPI_NATIVE ? 256 : FSDPI_ALIGN) / (int64_t)fsdp_dtype_size(dtype);
+}
+static int64_t fsdpi_aligned(const fsdp_model *m, int64_t bytes) {
+    return fsdpi_align_up(bytes, fsdpi_align_numel(m, FSDP_U8));
+}
+
 /* Lay out the trainable or the frozen parameters of a part. tmp: room for all parameters of the
    unit. With segs and blocks it fills them; offsets are always written to tmp, in order. */
 static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_part *part, int trainable,
@@ -7565,6 +7574,7 @@ static fsdp_status fsdpi_list_layout(const fsdp_unit *u, const fsdpi_part *part,
             tmp[count++] = u->params[i].lay;
     lay->world = fsdpi_shards(u);
     lay->rank = u->desc.info.shard_mesh_rank;
+    lay->align = fsdpi_align_numel(u->model, part->param_dtype);
     lay->direct_numel = min == FSDP_DIRECT_NEVER ? min : fsdpi_ceil_div(min, size);
     return fsdp_layout_params(lay, tmp, count, segs, blocks);
 }
@@ -7579,8 +7589,6 @@ static void fsdpi_list_store(fsdp_unit *u, const fsdpi_part *part, int trainable
     }
 }
 
-static int64_t fsdpi_aligned(int64_t bytes) { return fsdpi_align_up(bytes, FSDPI_ALIGN); }
-
 /* Where a part with an extension lies in the slot: its strings, rank after rank, then the parameter
    that is made of them. */
 static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
@@ -7593,11 +7601,11 @@ static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
         gather->num++;
         part->num_gather++;
         p->string_offset[i] = at;
-        at = fsdpi_aligned(at + fsdpi_shards(u) * p->string_bytes[i]);
+        at = fsdpi_aligned(u->model, at + fsdpi_shards(u) * p->string_bytes[i]);
     }
     p->lay.full_offset = at / (int64_t)fsdp_dtype_size(part->param_dtype);
     u->layout.slot_bytes = fsdpi_aligned(
-        at + fsdpi_bytes(fsdpi_shards(u) * p->lay.shard_numel, part->param_dtype));
+        u->model, at + fsdpi_bytes(fsdpi_shards(u) * p->lay.shard_numel, part->param_dtype));
 }
 
 /* The slot of gathered parameters, part after part:
@@ -7605,13 +7613,12 @@ static void fsdpi_extended_layout(fsdp_unit *u, fsdpi_part *part) {
 static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param *tmp) {
     int world = fsdpi_shards(u);
     int64_t size = (int64_t)fsdp_dtype_size(part->param_dtype);
+    int64_t align = fsdpi_align_numel(u->model, part->param_dtype);
     fsdpi_work *gather = &u->layout.all_gather, *out = &part->copy_out;
     part->slot = u->layout.slot_bytes / size;
     part->num_gather = 0;
-    int64_t frozen_full = fsdpi_align_up(part->slot + world * part->train.shard_numel,
-                                         FSDP_ALIGN_NUMEL);
-    int64_t finals = fsdpi_align_up(frozen_full + world * part->frozen.shard_numel,
-                                    FSDP_ALIGN_NUMEL);
+    int64_t frozen_full = fsdpi_align_up(part->slot + world * part->train.shard_numel, align);
+    int64_t finals = fsdpi_align_up(frozen_full + world * part->frozen.shard_numel, align);
     int64_t end = finals;
     for (int trainable = 1; trainable >= 0; trainable--) {
         fsdp_layout lay;
@@ -7631,7 +7638,7 @@ static void fsdpi_slot_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
         out->num += lay.num_blocks;
     }
     if (part->extended) fsdpi_extended_layout(u, part);
-    else u->layout.slot_bytes = fsdpi_aligned(end * size);
+    else u->layout.slot_bytes = fsdpi_aligned(u->model, end * size);
 }
 
 /* The slot of gradients, part after part: [reduce input: trainables, users | where the caller
@@ -7646,7 +7653,8 @@ static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
     if (u->layout.train_parts > 1) reduce = fsdpi_shards(u) * part->train.shard_numel;
     lay.shard_base = part->train.base;
     lay.full_base = part->grad;
-    lay.final_base = fsdpi_align_up(part->grad + reduce, FSDP_ALIGN_NUMEL);
+    lay.final_base = fsdpi_align_up(part->grad + reduce,
+                                    fsdpi_align_numel(u->model, part->param_dtype));
     (void)fsdpi_list_layout(u, part, 1, &lay, tmp,
                             segs ? segs + u->layout.reduce_scatter.num : NULL,
                             part->chunk_cat.blocks);
@@ -7655,7 +7663,7 @@ static void fsdpi_grad_layout(fsdp_unit *u, fsdpi_part *part, fsdp_layout_param 
     for (int i = 0; segs && i < lay.num_segs; i++) // its place in the reduce input
         segs[u->layout.reduce_scatter.num + i].full += fsdpi_shards(u) * part->reduce - part->grad;
     u->layout.reduce_scatter.num += lay.num_segs;
-    u->layout.grad_bytes = fsdpi_aligned((lay.final_base + lay.final_numel) * size);
+    u->layout.grad_bytes = fsdpi_aligned(u->model, (lay.final_base + lay.final_numel) * size);
 }
 
 #define FSDPI_UNIT_MAX ((int64_t)1 << 56) // elements: the bytes of its slots fit 63 bits
@@ -7697,7 +7705,7 @@ static fsdp_status fsdpi_unit_layout(fsdp_unit *u, fsdp_layout_param *tmp) {
 }
 
 static int fsdpi_class_find(fsdp_model *m, int pool, size_t bytes) {
-    bytes = (size_t)fsdpi_aligned((int64_t)(bytes ? bytes : 1));
+    bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
     for (int i = 0; i < m->num_classes; i++)
         if (m->classes[i].pool == pool && m->classes[i].bytes == bytes) return i;
     if (!fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes))
@@ -7825,7 +7833,7 @@ static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pin
     if (!buf)
         return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a buffer of %s",
                          fsdp_model_pool_name(m, pool));
-    buf->bytes = (size_t)fsdpi_aligned((int64_t)(bytes ? bytes : 1));
+    buf->bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
     buf->pool = (uint8_t)pool;
     buf->pinned = (uint8_t)pinned;
     buf->number = ++m->num_bufs;
@@ -9405,7 +9413,8 @@ static void fsdpi_place_units(fsdp_model *m) {
                 fsdpi_list *list = trainable ? &u->layout.parts[k].train
                                              : &u->layout.parts[k].frozen;
                 list->base = flat->numel;
-                flat->numel += fsdpi_align_up(list->shard_numel, FSDP_ALIGN_NUMEL);
+                int64_t align = fsdpi_align_numel(m, u->layout.parts[k].dtype);
+                flat->numel += fsdpi_align_up(list->shard_numel, align);
                 if (trainable) flat->train_numel = flat->grad_numel = flat->numel;
             }
         }
@@ -9670,8 +9679,8 @@ static void fsdpi_need_blocks(fsdp_model *m) {
         for (int k = 0; k < m->units[i]->layout.num_parts; k++) {
             const fsdpi_part *part = &m->units[i]->layout.parts[k];
             fsdpi_flat_block *flat = fsdpi_flat_of(m->units[i], part);
-            if (flat->numel == 0) flat->numel = FSDP_ALIGN_NUMEL;
-            if (part->num_train && flat->grad_numel == 0) flat->grad_numel = FSDP_ALIGN_NUMEL;
+            if (flat->numel == 0) flat->numel = 1;
+            if (part->num_train && flat->grad_numel == 0) flat->grad_numel = 1;
         }
     }
 }

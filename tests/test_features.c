@@ -800,6 +800,50 @@ TEST(hooks, failure) {
     for (int s = 0; s < 6; s++) launch_at(s, hook_fails);
 }
 
+/* ---- addresses ------------------------------------------------------------------------------- */
+
+/* Odd sizes after each other, in every dtype, stored as they are gathered and not: full parameters
+   and their gradients begin at multiples of 64 bytes, on one rank as on several. test_cuda: 256. */
+static void aligned(fsdp_world *w, const void *arg) {
+    static const fsdp_dtype dtypes[] = {FSDP_F32, FSDP_F64, FSDP_F16, FSDP_BF16};
+    static const int64_t shapes[][2] = {{7, 5}, {1, 1}, {64, 3}, {33, 9}, {0, 4}, {128, 128}};
+    enum { COUNT = sizeof shapes / sizeof *shapes };
+    const int bytes = *(const int *)arg;
+    for (int c = 0; c < 4 * 5 * 2; c++) {
+        fsdp_param_desc params[COUNT];
+        fsdp_model_desc md = FSDP_ZERO;
+        md.param_dtype = c / 4 % 5 ? dtypes[c / 4 % 5 - 1] : FSDP_DTYPE_KEEP;
+        md.grads_overwrite = c / 20;
+        md.direct_min = 1;
+        for (int i = 0; i < COUNT; i++)
+            params[i] = lab_desc(2, shapes[i], i == 3, dtypes[c % 4], i == 1);
+        fsdp_model *m = lab_model(w, &md);
+        fsdp_unit *units[2];
+        for (int u = 0; u < 2; u++) units[u] = lab_unit(w, m, NULL, params, COUNT - u);
+        for (int u = 0; u < 2; u++) lab_forward(w, units[u]);
+        for (int u = 1; u >= 0; u--) {
+            CALL(w, fsdp_pre_backward(units[u]));
+            for (int i = 0; i < COUNT - u; i++) {
+                W_CHECK((uintptr_t)fsdp_data(units[u], i) % (uintptr_t)bytes == 0,
+                        "case %d: parameter %d of unit %d is at %p", c, i, u,
+                        fsdp_data(units[u], i));
+                if (i == 1) continue; /* frozen */
+                W_CHECK((uintptr_t)fsdp_grad(units[u], i) % (uintptr_t)bytes == 0,
+                        "case %d: gradient %d of unit %d is at %p", c, i, u,
+                        fsdp_grad(units[u], i));
+            }
+            CALL(w, fsdp_post_backward(units[u]));
+        }
+        CALL(w, fsdp_finalize_backward(m));
+        fsdp_model_destroy(m);
+    }
+}
+TEST(addresses, aligned) {
+    const char *backend = getenv("FSDP_BACKEND");
+    const int bytes = backend && !strcmp(backend, "nccl") ? 256 : 64;
+    for (int size = 1; size <= 4; size++) lab_on_worlds(size, NULL, aligned, &bytes);
+}
+
 /* ---- sums in f16 ------------------------------------------------------------------------------ */
 
 /* The largest gradients, and the smallest: the mean over the ranks is what each rank has, and must
@@ -2155,7 +2199,7 @@ static void unit_memory(job *j) {
         unsharded += own[u].unsharded_bytes;
         shards += own[u].pool_bytes[FSDP_POOL_SHARD];
         grads += own[u].pool_bytes[FSDP_POOL_SGRAD];
-        align += FSDP_ALIGN_NUMEL * (int64_t)sizeof(float);
+        align += 64;
         CHECK(own[u].pool_bytes[FSDP_POOL_SHARD] >= full / shards_of(j));
         if (shards_of(j) > 1) CHECK(own[u].pool_bytes[FSDP_POOL_GATHER] >= full);
         int64_t sum = 0;

@@ -383,22 +383,27 @@ static void formula_one(fsdp_world *w, int world, net *n, int layers, int packed
         n->units[u].params[0] = packed ? vec(37) : mat(21, 32);
         n->units[u].params[1] = vec(50);
     }
-    for (int i = 0; i < train; i++) s += stored_of(&n->units[0].params[i], world);
-    if (packed && world > 1) k = s;
-    for (int i = 0; i < train && k; i++)
-        finals += up(world * stored_of(&n->units[0].params[i], world), 16);
     build(x, n, w);
     bp = (int64_t)fsdp_dtype_size(x->param_dtype);
+    const int64_t ap = 64 / bp, ao = 64 / bo; /* elements in 64 bytes: gathered; stored */
+    for (int i = 0; i < train; i++) { /* one rank pads them, so that the next one is aligned */
+        const int64_t stored = stored_of(&n->units[0].params[i], world);
+        s += world == 1 ? up(stored, ap) : stored;
+    }
+    if (packed && world > 1) k = s;
+    for (int i = 0; i < train && k; i++)
+        finals += up(world * stored_of(&n->units[0].params[i], world), ap);
     br = (int64_t)fsdp_dtype_size(x->reduce_dtype);
     cast = x->param_dtype != n->dtype;
-    b[FSDP_POOL_SHARD] = up(layers * up(s, 16) * bo, 64);
-    b[FSDP_POOL_SGRAD] = up((layers * up(s, 16) + layers * users) * bo, 64);
-    if (world > 1 || cast) b[FSDP_POOL_GATHER] = (layers > 1 ? depth : 1) * up((up(world * s, 16) + finals) * bp, 64);
+    b[FSDP_POOL_SHARD] = up(layers * up(s, ao) * bo, 64);
+    b[FSDP_POOL_SGRAD] = up((layers * up(s, ao) + layers * users) * bo, 64);
+    if (world > 1 || cast)
+        b[FSDP_POOL_GATHER] = (layers > 1 ? depth : 1) * up((up(world * s, ap) + finals) * bp, 64);
     int widens = bp == 2 && x->reduce_dtype == FSDP_F32 && !(n->plain && world > 1);
     int converts = x->param_dtype != x->reduce_dtype && !widens; /* the copy frees the slot early */
     if (world > 1 || cast || x->reduce_dtype != n->dtype)
         b[FSDP_POOL_GRAD] = (converts ? 1 : depth) *
-                            up((up(world * (s + users), 16) + finals) * bp, 64);
+                            up((up(world * (s + users), ap) + finals) * bp, 64);
     if (converts) b[FSDP_POOL_RIN] = up(world * (s + users) * br, 64);
     int narrow = x->reduce_dtype != FSDP_F32 && x->reduce_dtype != FSDP_F64;
     if (world > 1 && (n->plain ? x->reduce_dtype != n->dtype : narrow))

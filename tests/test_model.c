@@ -243,12 +243,21 @@ static int trainables(const model *m, int i) {
     return count;
 }
 
+/* Full parameters begin at multiples of these bytes; alone in its shard group a rank pads shards. */
+static int64_t grain_of(const net *n) { return n->async ? 256 : 64; }
+static int64_t aligned(int64_t x, int64_t to) { return x ? (x + to - 1) / to * to : to; }
+static int64_t held_of(const net *n, const unit *u, const param *p) {
+    int64_t stored = stored_of(p, u->shards);
+    return u->shards > 1 || !stored ? stored
+                                    : aligned(stored, grain_of(n) / size_of(gathered_as(n, u, p)));
+}
+
 /* What one rank brings to a gather of the unit over its shard group: elements of a size. */
 static uint64_t gather_count(const model *m, int i, uint64_t *nbytes) {
     const unit *u = &m->n->units[i];
     uint64_t elements = 0, bytes = 0;
     for (int k = 0; k < u->num_params; k++) {
-        uint64_t stored = (uint64_t)stored_of(&u->params[k], u->shards);
+        uint64_t stored = (uint64_t)held_of(m->n, u, &u->params[k]);
         elements += stored;
         bytes += stored * (uint64_t)size_of(gathered_as(m->n, u, &u->params[k]));
     }
@@ -517,7 +526,7 @@ static void reduce(model *m, int i, int fresh) {
     if (trainables(m, i) == 0) return;
     for (int k = 0; k < d->num_params; k++) {
         any |= u->used[k];
-        if (!u->frozen[k]) count += (uint64_t)stored_of(&d->params[k], d->shards);
+        if (!u->frozen[k]) count += (uint64_t)held_of(m->n, d, &d->params[k]);
     }
     if (u->unused_rule && !any) { /* upstream's: nothing was used, nothing is there */
         give(m, i, FSDP_POOL_GRAD);
@@ -919,36 +928,37 @@ static void compare_memory(bed *b) {
     }
 }
 
-static int64_t aligned(int64_t bytes) { return bytes ? (bytes + 63) / 64 * 64 : 64; }
-
 /* The size of a slot of each pool: from the library, and inside of what the shapes allow. Tensors
-   start at multiples of 64 bytes; packed ones lie in a slot twice, before and after copy-out. */
+   start at multiples of 64 bytes (streams: 256); packed ones lie in a slot twice, before and after copy-out. */
 static void measure(bed *b) {
     for (int i = 0; i < b->n.num_units; i++) {
         const unit *d = &b->n.units[i];
         unit_model *u = &b->m.units[i];
         fsdp_memory of;
         int64_t all = 0, grads = 0, sums = 0, train = trainables(&b->m, i), slack;
+        const int64_t grain = grain_of(&b->n);
         CHECK_OK(fsdp_unit_memory(b->units[i], &of));
         for (int k = 0; k < d->num_params; k++) {
-            int64_t stored = stored_of(&d->params[k], d->shards) * d->shards;
+            int64_t stored = held_of(&b->n, d, &d->params[k]) * d->shards;
             int64_t bytes = stored * size_of(gathered_as(&b->n, d, &d->params[k]));
             all += bytes;
             if (!u->frozen[k]) grads += bytes, sums += stored;
         }
-        slack = 64 * (2 * d->num_params + 4) + 8 * train * d->shards;
+        slack = grain * (2 * d->num_params + 4) + 8 * train * d->shards;
         int64_t red = size_of(reduced_in(&b->m, i)), *bytes = u->bytes;
         int64_t users = d->shards * d->replicas > 1 ? train * d->shards : 0;
         int slot = d->shards > 1 || casts(&b->m, i) || pairs_of(&b->m, i, ALL) > 1 || b->n.offload;
         for (int k = 0; k < NUM_POOLS; k++) bytes[pools[k]] = of.pool_bytes[pools[k]];
-        MODEL_CHECK(b, slot ? bytes[FSDP_POOL_GATHER] >= aligned(all) : !bytes[FSDP_POOL_GATHER],
-                    "unit %d: slots", i);
+        MODEL_CHECK(
+            b, slot ? bytes[FSDP_POOL_GATHER] >= aligned(all, grain) : !bytes[FSDP_POOL_GATHER],
+            "unit %d: slots", i);
         CHECK(bytes[FSDP_POOL_GATHER] <= 2 * all + slack);
         CHECK(bytes[FSDP_POOL_SLICE] <= all / 2 + slack);
-        CHECK(train ? bytes[FSDP_POOL_GRAD] >= aligned(grads) : !bytes[FSDP_POOL_GRAD]);
+        CHECK(train ? bytes[FSDP_POOL_GRAD] >= aligned(grads, grain) : !bytes[FSDP_POOL_GRAD]);
         CHECK(bytes[FSDP_POOL_GRAD] <= 2 * grads + slack);
-        CHECK_EQ_INT(bytes[FSDP_POOL_RIN], train ? aligned((sums + users) * red) : 0);
-        CHECK_EQ_INT(bytes[FSDP_POOL_ROUT], train ? aligned((sums + users) / d->shards * red) : 0);
+        CHECK_EQ_INT(bytes[FSDP_POOL_RIN], train ? aligned((sums + users) * red, grain) : 0);
+        CHECK_EQ_INT(bytes[FSDP_POOL_ROUT],
+                     train ? aligned((sums + users) / d->shards * red, grain) : 0);
     }
 }
 

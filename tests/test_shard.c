@@ -141,7 +141,8 @@ TEST(shard, sizes_of_chunks) {
 typedef struct {
     fsdp_layout_param params[MAX_PARAMS];
     int count, world;
-    int64_t direct_numel, shard_base, full_base, final_gap; /* final_gap < 0: final_base 0 */
+    int64_t direct_numel, align;              /* the latter in the layout's desc, too */
+    int64_t shard_base, full_base, final_gap; /* final_gap < 0: final_base 0 */
 } unit;
 
 static char title[400];
@@ -186,7 +187,7 @@ static void lay_out(const unit *u, int rank, laid_out *out) {
     fsdp_layout_param params[MAX_PARAMS];
     memset(&first, 0, sizeof first);
     first.world = u->world, first.rank = rank;
-    first.direct_numel = u->direct_numel;
+    first.direct_numel = u->direct_numel, first.align = u->align;
     first.shard_base = u->shard_base, first.full_base = u->full_base;
     for (int pass = 0; pass < 2; pass++) { /* the gathered size must be known to place the rest */
         memset(out, 0x55, sizeof *out);
@@ -194,7 +195,7 @@ static void lay_out(const unit *u, int rank, laid_out *out) {
         memcpy(out->params, u->params, sizeof out->params);
         CHECK_OK(fsdp_layout_params(&out->layout, out->params, u->count, out->segs, out->blocks));
         if (u->final_gap < 0) break;
-        first.final_base = align_up(u->full_base + u->world * out->layout.shard_numel, 16) +
+        first.final_base = align_up(u->full_base + u->world * out->layout.shard_numel, u->align) +
                            u->final_gap;
     }
     REQUIRE(out->layout.num_segs <= u->count && out->layout.num_blocks <= u->count * u->world);
@@ -223,7 +224,7 @@ static void check_places(const unit *u, const laid_out *l, const model *m) {
     for (int i = 0; i < u->count; i++) {
         const fsdp_layout_param *p = &l->params[i];
         int large = u->world == 1 || (p->shard_dim == 0 && m[i].numel >= u->direct_numel &&
-                                      m[i].stored > 0 && m[i].stored % FSDP_ALIGN_NUMEL == 0);
+                                      m[i].stored > 0 && m[i].stored % u->align == 0);
         many += !large && m[i].stored > 0;
         sum += m[i].stored;
     }
@@ -231,16 +232,16 @@ static void check_places(const unit *u, const laid_out *l, const model *m) {
     for (int i = 0; i < u->count; i++) {
         const fsdp_layout_param *p = &l->params[i];
         int large = u->world == 1 || (p->shard_dim == 0 && m[i].numel >= u->direct_numel &&
-                                      m[i].stored > 0 && m[i].stored % FSDP_ALIGN_NUMEL == 0);
+                                      m[i].stored > 0 && m[i].stored % u->align == 0);
         int lone = !large && many == 1 && m[i].stored > 0 && p->shard_dim == 0;
         REQUIRE(p->numel == m[i].numel && p->shard_numel == m[i].stored);
         REQUIRE(p->chunk == model_chunk(p->shape[p->shard_dim], u->world));
         REQUIRE(p->direct == (large || lone));
         take(shards, p->shard_offset, m[i].stored, base + sum);
         REQUIRE(p->shard_offset >= base);
-        if (u->world > 1 && m[i].stored > 0) {
-            if (p->direct) REQUIRE((p->shard_offset - base) % FSDP_ALIGN_NUMEL == 0);
-            REQUIRE((p->full_offset - u->full_base) % FSDP_ALIGN_NUMEL == 0);
+        if (m[i].stored > 0) {
+            if (p->direct) REQUIRE((p->shard_offset - base) % u->align == 0);
+            REQUIRE((p->full_offset - u->full_base) % u->align == 0);
         }
         for (int j = 0; j < u->count; j++) /* direct shards stand before the packed ones */
             if (large && !l->params[j].direct && l->params[j].shard_numel > 0)
@@ -251,13 +252,13 @@ static void check_places(const unit *u, const laid_out *l, const model *m) {
         if (p->direct) continue;
         take(slot, p->full_offset, u->world * m[i].stored, end);
         REQUIRE(m[i].stored == 0 || p->full_offset >= tensors);
-        final += align_up(u->world * m[i].stored, FSDP_ALIGN_NUMEL);
+        final += align_up(u->world * m[i].stored, u->align);
     }
     REQUIRE(y->packed_numel == packed && y->final_numel == final);
     take(slot, u->full_base, gathered, end);
     if (final == 0) REQUIRE(end == tensors);
     else
-        REQUIRE(end == align_up(tensors, 16) + (u->final_gap > 0 ? u->final_gap : 0) + final);
+        REQUIRE(end == align_up(tensors, u->align) + (u->final_gap > 0 ? u->final_gap : 0) + final);
     free(shards);
     free(slot);
 }
@@ -342,7 +343,10 @@ static void run(const unit *u) {
     static laid_out mine, l;
     model m[MAX_PARAMS];
     unit_title(u);
-    for (int i = 0; i < u->count; i++) model_make(&m[i], &u->params[i], u->world);
+    for (int i = 0; i < u->count; i++) {
+        model_make(&m[i], &u->params[i], u->world);
+        if (u->world == 1) m[i].stored = align_up(m[i].stored, u->align);
+    }
     lay_out(u, 0, &l);
     for (int r = 0; r < u->world; r++) { /* every rank sees the same, but for its own rows */
         lay_out(u, r, &mine);
@@ -373,6 +377,7 @@ static void unit_init(unit *u, int world, int64_t direct_numel) {
     u->world = world;
     u->direct_numel = direct_numel;
     u->final_gap = -1;
+    u->align = 16;
 }
 
 static fsdp_layout_param *unit_add(unit *u, int shard_dim) {
@@ -424,9 +429,11 @@ TEST(shard, random_units) {
     uint64_t rng = h_seed();
     for (int n = 0; n < (W_SLOW ? 10000 : 60000); n++) {
         static const int64_t thresholds[] = {0, 1, 16, 64, 200, INT64_MAX};
+        static const int64_t aligns[] = {1, 16, 32, 128};
         unit u;
         unit_init(&u, 1 + (int)(h_rand64(&rng) % MAX_WORLD), 0);
         u.direct_numel = thresholds[h_rand64(&rng) % 6];
+        u.align = aligns[h_rand64(&rng) % 4];
         for (int left = 1 + (int)(h_rand64(&rng) % MAX_PARAMS); left; left--) {
             int ndim = 1 + (int)(h_rand64(&rng) % 4);
             int even = h_rand64(&rng) % 3 == 0; /* rows that a multiple of 16 can come from */
@@ -440,9 +447,9 @@ TEST(shard, random_units) {
                 param_dim(p, size);
             }
         }
-        u.shard_base = (int64_t)(h_rand64(&rng) % 4) * 16;
-        u.full_base = (int64_t)(h_rand64(&rng) % 4) * 16;
-        u.final_gap = (int64_t)(h_rand64(&rng) % 4) * 16 - 16;
+        u.shard_base = (int64_t)(h_rand64(&rng) % 4) * u.align;
+        u.full_base = (int64_t)(h_rand64(&rng) % 4) * u.align;
+        u.final_gap = (int64_t)(h_rand64(&rng) % 4) * u.align - u.align;
         run(&u);
     }
     CHECK(mixed > cases / 60);
@@ -458,7 +465,7 @@ TEST(shard, example) {
     fsdp_block blocks[16];
     memset(&layout, 0, sizeof layout);
     memset(p, 0, sizeof p);
-    layout.world = 4, layout.direct_numel = 128;
+    layout.world = 4, layout.direct_numel = 128, layout.align = 16;
     p[0].ndim = 1, p[0].shape[0] = 10;                    /* packed: (3) a rank */
     p[1].ndim = 2, p[1].shape[0] = 16, p[1].shape[1] = 8; /* direct: (4,8) */
     p[2].ndim = 2, p[2].shape[0] = 2, p[2].shape[1] = 6, p[2].shard_dim = 1; /* packed: (2,2) */
