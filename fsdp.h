@@ -1086,7 +1086,8 @@ typedef struct fsdp_event {
     X(STRINGS, "sizes of a gather extension") X(SLICES, "n of reshard_after_forward")             \
     X(OVERWRITE, "grads_overwrite") X(DIRECT_MIN, "direct_min") X(MESH, "sizes of the mesh")      \
     X(FACTOR, "gradient divide factor") X(USED, "parameters that have a gradient")                \
-    X(ACCUMULATE, "gradients of earlier steps (zero_grad)") X(STEP, "number of finished steps")
+    X(ACCUMULATE, "gradients of earlier steps (zero_grad)") X(STEP, "number of finished steps")   \
+    X(GIVEN, "lr or another setting of the optimizer, or how often it stepped (fsdp_agree)")
 #define FSDP_X(name, text) FSDP_AGREE_##name,
 enum { FSDP_AGREE_LIST(FSDP_X) FSDP_AGREE_COUNT };
 #undef FSDP_X
@@ -1115,7 +1116,8 @@ typedef struct fsdp_op {
     fsdp_model *model;        // NULL: the op is the world's: a collective on host data, a transfer
     const fsdp_unit *unit;    // NULL: the op is the model's
     const char *what;         // name of the unit or of the call
-    uint64_t what_hash, step; // hash of the unit's desc, number of finalizes: ranks must agree
+    uint64_t what_hash, step, given; // hash of the unit's desc, number of finalizes, hash of what
+                              // fsdp_agree was given: ranks must agree
     uint8_t agree[FSDP_AGREE_COUNT]; // hashes of the parts of what_hash, for texts
     fsdp_comm *comm;          // collectives: where
     fsdp_buf *src, *dst;      // the op waits for their events, and sets them; NULL: none

@@ -202,7 +202,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model,
                                                        fsdp_adamw **opt);
 
 /* fsdp_adamw_step - update every parameter that has a gradient; ends with fsdp_params_changed
-   lr          this step's learning rate, finite, >= 0. The group's lr_scale multiplies it
+   lr          this step's learning rate, finite, >= 0. The group's lr_scale multiplies it. If ranks
+               give different ones, their next collective is a MISMATCH
    Result      FSDP_OK; INVALID_ARG (opt NULL, lr), INVALID_STATE (a unit is not idle: call
                fsdp_finalize_backward first); if the world is aborted, its status; after a freeze or
                thaw the errors of create, too. In these cases nothing changes. If the device fails,
@@ -836,6 +837,16 @@ static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_gro
     return FSDP_OK;
 }
 
+// Ranks compare what an optimizer was made with.
+static fsdp_status fsdpi_optim_agree(const fsdpi_optim *o, const double *given, size_t nbytes) {
+    fsdp_status status = fsdp_agree(o->model, given, (int64_t)nbytes);
+    for (int i = 0; i < o->num_groups && !status; i++) {
+        const double group[] = {o->groups[i].lr_scale, o->groups[i].weight_decay};
+        status = fsdp_agree(o->model, group, sizeof group);
+    }
+    return status;
+}
+
 static fsdpi_optim_param *fsdpi_optim_find(const fsdpi_optim *o, int ordinal) {
     for (int i = 0; i < o->num_params; i++)
         if (o->params[i].ordinal == ordinal) return &o->params[i];
@@ -1073,6 +1084,7 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
                          "%s: lr is %g, expected a finite number >= 0", what, lr);
     status = fsdp_params_writable(o->model); // a gather under way may still read the shards
     if (!status) status = fsdpi_optim_follow(o, what);
+    if (!status) status = fsdp_agree(o->model, &lr, sizeof lr);
     if (status) return status;
     fsdpi_optim_run run = {NULL, NULL, FSDP_DTYPE_KEEP, 0, 0};
     for (int i = 0; i < o->num_params && !status; i++) {
@@ -1190,7 +1202,8 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     (*opt)->hyper.beta1 = d.beta1;
     (*opt)->hyper.beta2 = d.beta2;
     (*opt)->hyper.eps = d.eps;
-    return FSDP_OK;
+    const double given[] = {d.beta1, d.beta2, d.eps};
+    return fsdpi_optim_agree(base, given, sizeof given);
 }
 
 FSDP_API fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr) {
@@ -1260,7 +1273,8 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     (*opt)->hyper.momentum = d.momentum;
     (*opt)->hyper.dampening = d.dampening;
     (*opt)->hyper.nesterov = d.nesterov;
-    return FSDP_OK;
+    const double given[] = {d.momentum, d.dampening, d.nesterov ? 1.0 : 0.0};
+    return fsdpi_optim_agree(base, given, sizeof given);
 }
 
 FSDP_API fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr) {

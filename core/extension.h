@@ -219,6 +219,13 @@ FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world);
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model);
 
+/* fsdp_agree - give bytes that have to be equal on all ranks, for example a learning rate. Ranks
+   compare all bytes given so far in the model's next collective; if they differ, that is a MISMATCH
+   data        nbytes bytes, copied; without padding, which may differ
+   Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status
+   Collective  no, but every rank has to do the same      Blocks no      Allocates no */
+FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes);
+
 /* fsdp_params_writable - wait until nothing reads the shards. Then write them, and call
    fsdp_params_changed
    Result      FSDP_OK; collective errors. On devices with streams you may then write shards in the

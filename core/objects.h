@@ -333,6 +333,7 @@ struct fsdp_model {
     int grad_enabled, is_last_backward;
     uint8_t call_state; // training state that ops of the current call are labelled with
     uint64_t seq, step, release_seq;
+    uint64_t given;      // hash of what fsdp_agree was given
     uint64_t layout;     // commits so far: extensions see by it that everything has moved
     int64_t ahead_bytes; // slots of units that are `ahead`
     fsdpi_forward *order;

@@ -21,6 +21,7 @@ static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, 
     op.what_hash = u ? u->layout.hash : (uint64_t)label;
     if (u) memcpy(op.agree, u->layout.agree, sizeof op.agree);
     op.step = m->step;
+    op.given = m->given;
     return op;
 }
 

@@ -45,6 +45,7 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
     fsdpi_walk_bytes(w, &m->call_state, sizeof m->call_state);
     fsdpi_walk_bytes(w, &m->seq, sizeof m->seq);
     fsdpi_walk_bytes(w, &m->step, sizeof m->step);
+    fsdpi_walk_bytes(w, &m->given, sizeof m->given);
     fsdpi_walk_bytes(w, &m->release_seq, sizeof m->release_seq);
     fsdpi_walk_bytes(w, &m->ahead_bytes, sizeof m->ahead_bytes);
     fsdpi_walk_bytes(w, &m->num_order, sizeof m->num_order);

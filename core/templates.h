@@ -192,6 +192,7 @@ static fsdp_status fsdpi_emit_kind(fsdp_unit *u, int kind) {
         if (op->dst) op->dst_ptr = op->dst->ptr;
         op->state = m->call_state;
         op->step = m->step;
+        op->given = m->given;
         status = fsdpi_emit(m, op);
     }
     return status;

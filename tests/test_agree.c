@@ -163,3 +163,62 @@ TEST_P(agree, steps, steps) {
     agree_job job = {row->what, row->text};
     lab_run(2, NULL, step_rank, &job);
 }
+
+/* ---- what optimizers are given --------------------------------------------------------------- */
+
+enum { SAME, LR, BETA, EPS, DECAY, GROUP, MOMENTUM, NESTEROV, LEFT_OUT };
+static const struct {
+    const char *name;
+    int what;
+} settings[] = {
+    {"same", SAME},          {"lr", LR},          {"beta2", BETA},        {"eps", EPS},
+    {"weight_decay", DECAY}, {"lr_scale", GROUP}, {"momentum", MOMENTUM}, {"nesterov", NESTEROV},
+    {"left_out", LEFT_OUT}};
+
+/* A step of an optimizer that rank 0 was given something else for: the next gather tells. */
+static void optim_rank(lab_rank *r) {
+    const agree_job *job = (const agree_job *)r->arg;
+    const int what = r->rank ? SAME : job->what,
+              sgd = job->what == MOMENTUM || job->what == NESTEROV;
+    fsdp_adamw_desc ad = fsdp_adamw_defaults();
+    fsdp_sgd_desc sd = fsdp_sgd_defaults();
+    fsdp_adamw *adamw = NULL;
+    fsdp_sgd *sgd_opt = NULL;
+    fsdp_model *m;
+    fsdp_unit *u;
+    ad.num_groups = 1;
+    sd.momentum = 0.9;
+    if (what == BETA) ad.beta2 = 0.99;
+    if (what == EPS) ad.eps = 1e-7;
+    if (what == DECAY) ad.weight_decay = 0;
+    if (what == GROUP) ad.groups[0].lr_scale = 0.5;
+    if (what == MOMENTUM) sd.momentum = 0.8;
+    if (what == NESTEROV) sd.nesterov = 1;
+    make_pair(r->w, NOTHING, 0, &m, &u);
+    if (sgd) CHECK_OK(fsdp_sgd_create(m, &sd, &sgd_opt));
+    else CHECK_OK(fsdp_adamw_create(m, &ad, &adamw));
+    fsdp_status status = FSDP_OK;
+    for (int step = 0; step < 2 && !status; step++) {
+        status = fsdp_pre_forward(u);
+        if (!status) status = fsdp_post_forward(u);
+        if (!status) status = fsdp_pre_backward(u);
+        for (int i = 0; i < 2 && !status; i++) (void)fsdp_grad(u, i);
+        if (!status) status = fsdp_post_backward(u);
+        if (!status) status = fsdp_finalize_backward(m);
+        if (status || what == LEFT_OUT) continue;
+        const double lr = what == LR ? 0.1000001 : 0.1;
+        CHECK_OK(sgd ? fsdp_sgd_step(sgd_opt, lr) : fsdp_adamw_step(adamw, lr));
+    }
+    CHECK_STATUS(status, job->what == SAME ? FSDP_OK : FSDP_ERR_MISMATCH);
+    if (status)
+        CHECK_MSG(strstr(fsdp_last_error(r->w), "(differs in lr or another setting of the"), "%s",
+                  fsdp_last_error(r->w));
+    fsdp_adamw_destroy(adamw);
+    fsdp_sgd_destroy(sgd_opt);
+    end_with(r, status);
+}
+
+TEST_P(agree, optimizers, settings) {
+    agree_job job = {row->what, row->name};
+    lab_run(2, NULL, optim_rank, &job);
+}
