@@ -90,19 +90,20 @@ static int fsdpi_facts_convert(const fsdpi_facts *f, int hook) {
     return !(widens && reads);
 }
 
-/* An f16 sum has to stay in range. A fused backend sums in f32, and divides what it stores. For
-   another one a power of two divides what goes in. Source: torch: _get_gradient_divide_factors. */
+/* An f16 sum has to stay in range. A fused backend sums in f32, and divides what it stores: sums that
+   go on to the replicas by a power of two, which loses nothing. For another backend a power of two
+   divides what goes in. Source: torch: _get_gradient_divide_factors. */
 static void fsdpi_facts_divide(const fsdpi_facts *f, fsdpi_route *r) {
     int ranks = f->shards * f->replicas, narrow = f->reduce == FSDP_F16 && ranks > 1;
     int divides = narrow && f->fuses && !f->custom;
-    double factor = f->divide_factor != 0 ? f->divide_factor : (double)ranks, before = 1;
+    double factor = f->divide_factor != 0 ? f->divide_factor : (double)ranks, before = 1, sums = 1;
     while (narrow && !divides && fmod(factor, before) == 0 && factor / before > before) before *= 2;
+    while (divides && sums < f->shards && 2 * sums <= factor) sums *= 2;
+    if (divides && f->replicas == 1) sums = factor;
     r->factor = factor;
     r->before = before;
-    r->sums = r->replicas = 1;
-    if (!divides) return;
-    r->replicas = f->shards > 1 && f->replicas < factor ? f->replicas : factor;
-    r->sums = factor / r->replicas;
+    r->sums = sums;
+    r->replicas = divides ? factor / sums : 1;
 }
 
 // Can gradients be written where they end? One rank, nothing to convert, divide or show.

@@ -632,12 +632,13 @@ typedef struct {
 FS_FN fs_split fs_split_factor(const fs_run *x, fsdp_dtype reduce, double factor) {
     fs_split s = {1, 1, 1};
     if (reduce != FSDP_F16 || x->size == 1) return s;
-    if (x->c->plain) {
+    if (x->c->plain || !lab_divides()) {
         while (fmod(factor, s.in) <= 0 && factor / s.in > s.in) s.in *= 2;
         return s;
     }
-    s.replicas = x->c->shards > 1 ? fmin(x->c->replicas, factor) : factor;
-    s.shards = factor / s.replicas;
+    while (s.shards < x->c->shards && 2 * s.shards <= factor) s.shards *= 2;
+    if (x->c->replicas == 1) s.shards = factor;
+    s.replicas = factor / s.shards;
     return s;
 }
 

@@ -291,6 +291,12 @@ H_FN void w_heap_use(w_heap *heap, fsdp_world_desc *desc) {
     desc->allocator = w_heap_allocator(heap);
 }
 
+/* Does the backend that tests get sum f16 in f32 and divide before it stores? NCCL does not. */
+H_FN int lab_divides(void) {
+    const char *backend = getenv("FSDP_BACKEND");
+    return !backend || strcmp(backend, "nccl") != 0;
+}
+
 /* ---- ranks ----------------------------------------------------------------------------------- */
 
 enum { LAB_WORLDS = 64 }; /* that a rank has one after the other, or side by side */

@@ -124,7 +124,7 @@ static const struct {
     const char *text;
 } steps[] = {{"divide_factor", FACTOR, "(differs in gradient divide factor)"},
              {"used_parameters", UNUSED, "(differs in parameters that have a gradient)"},
-             {"zero_grad", KEPT, "(differs in gradients of earlier steps (zero_grad))"},
+             {"zero_grad", KEPT, "gradients of earlier steps (zero_grad))"},
              {"used_parameters_of_step_2", USED_LATER, "parameters that have a gradient"}};
 
 /* Two steps; in the second one rank 0 has done something else. */

@@ -380,14 +380,24 @@ static void run_rank(int rank, int ranks, void *arg) {
     }
 }
 
-/* Compares every run of `b` with run 0 of `a`. */
+/* The run of `a` with the bits that this one has to have: run 0. In f16 a backend that is not fused
+   divides elsewhere: its first run. */
+static int reference(const batch *a, const way *w) {
+    int run = 0;
+    if (strstr(a->kind->name, "f16_f16"))
+        while (run < a->runs && a->way[run].guard.plain != w->guard.plain) run++;
+    return run;
+}
+
 static void compare(const batch *a, const batch *b) {
-    for (int run = 0; run < b->runs; run++)
+    for (int run = 0, of; run < b->runs; run++)
         for (int r = 0; r < b->ranks; r++)
             for (int s = 0; s < STEPS; s++) {
                 char text[200];
                 describe(&b->way[run], text, sizeof text);
-                CHECK_MSG(a->hash[0][r][s] == b->hash[run][r][s],
+                of = reference(a, &b->way[run]);
+                if (of == a->runs) continue; /* none of its kind */
+                CHECK_MSG(a->hash[of][r][s] == b->hash[run][r][s],
                           "%s: rank %d of %d (%s), step %d: other bits in run %d: %s",
                           b->kind->name, r, b->ranks, b->threaded ? "threads" : "processes", s, run,
                           text);

@@ -599,6 +599,7 @@ static void fiber_reduce(const fiber_group *g) {
             else if (c->redop == FSDP_SUM) sum[e] += one[e];
         }
     }
+    for (size_t e = 0; e < count; e++) sum[e] *= c->scale;
     for (int k = 0; k < g->size; k++) fiber_store(sum, g->coll[k]->dst, 0, c->dtype, count);
 }
 

@@ -36,6 +36,9 @@ enum {
     RULE_DIVIDE_ONCE,
     /* Who used a parameter rides along: one element per trainable parameter and rank. */
     RULE_USERS,
+    /* A rank that has no one to shard with pads each shard, so that all parameters begin at multiples
+       of 64 bytes (streams: 256); the sums over the replicas have the padding. */
+    RULE_ALIGNED,
     /* The reduce layout is static: the parameters of a unit that nobody used are reduced as
        zeros beside those that somebody used. */
     RULE_STATIC,
@@ -91,6 +94,7 @@ static const char *const rule_names[NUM_RULES] = {
     [RULE_SUM] = "sum with factors",
     [RULE_DIVIDE_ONCE] = "divide once at W=1",
     [RULE_USERS] = "count of users",
+    [RULE_ALIGNED] = "one shard: padding to 64 bytes",
     [RULE_STATIC] = "static reduce layout",
     [RULE_NOBODY] = "nobody used it: no gradient",
     [RULE_LEFTOVERS] = "no scatter of zeros before left-over sums",
@@ -389,6 +393,7 @@ static int saw_collective(replay *r, int i, const fsdp_op *op) {
     if (op->kind == FSDP_OP_ALL_REDUCE && op->label == FSDP_LABEL_REPLICAS) {
         NEED(r, op->redop == FSDP_SUM, "an all-reduce that is no sum");
         put(&r->got, "all_reduce %d %s %lld %d", i, dtype, count, op->group_size);
+        multiply(u->f.ours, 0, u->f.num, op->scale);
         u->open = 0;
         return 1;
     }
@@ -784,6 +789,13 @@ static void their_reduction(replay *r, unit *u) {
     }
 }
 
+/* Elements of a shard in our reductions. */
+static int64_t stored_numel(const replay *r, const unit *u, const param *p) {
+    const fsdp_dtype gathered = u->param_dtype ? u->param_dtype : p->dtype;
+    const int64_t grain = (r->v->async ? 256 : 64) / (int64_t)fsdp_dtype_size(gathered);
+    return r->W > 1 ? p->shard_numel : (p->shard_numel + grain - 1) / grain * grain;
+}
+
 /* The same for ours: what is reduced, and by which ops. */
 static void our_reduction(replay *r, unit *u) {
     int trains = 0, pending = 0, final = r->R == 1 || u->all_reduce;
@@ -792,7 +804,7 @@ static void our_reduction(replay *r, unit *u) {
     for (int k = 0; k < u->num; k++) {
         trains += u->params[k].trains;
         pending += u->params[k].our_pending;
-        if (u->params[k].trains) u->reduced += u->params[k].shard_numel;
+        if (u->params[k].trains) u->reduced += stored_numel(r, u, &u->params[k]);
     }
     if (r->R * r->W > 1) u->reduced += trains;
     u->held |= pending > 0 || (trains > 0 && u->reached && u->reduce_unused);
@@ -855,7 +867,7 @@ static int64_t reduced_numel(replay *r, unit *u, int64_t numel) {
     for (int k = 0; k < u->num; k++) all += u->params[k].trains ? u->params[k].shard_numel : 0;
     NEED(r, numel == u->collected, "%lld elements, but the calls say %lld", (long long)numel,
          (long long)u->collected);
-    if (all != u->reduced) rule(RULE_USERS);
+    if (all != u->reduced) rule(r->W > 1 ? RULE_USERS : RULE_ALIGNED);
     if (all != u->collected) rule(RULE_STATIC);
     return u->reduced;
 }

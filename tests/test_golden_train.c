@@ -591,7 +591,10 @@ static void replay(const test_case *c, const opt *o) {
         lab_run(c->ranks, &how, on_rank, &j);
         if (!v) check_results(&j), first = j.of;
         for (int r = 1; r < c->ranks; r++) check_same(&j, &j.of[r], &j.of[0], 0, "on rank 0");
-        for (int r = 0; v && r < c->ranks; r++)
+        /* A backend that does not divide f16 sums rounds them elsewhere. */
+        const int others = j.plain && c->sum_type == FSDP_F16 && c->ranks > 1;
+        if (others) check_results(&j);
+        for (int r = 0; v && !others && r < c->ranks; r++)
             check_same(&j, &j.of[r], &first[r], 1, "in the first run");
         if (v) free_results(j.of, c->ranks);
     }

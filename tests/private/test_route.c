@@ -68,14 +68,20 @@ static void ends(story *s) {
     s->at = SHARD;
 }
 
-/* A backend stores sums. A fused one divides before it does so: f16 sums are all in range. */
+/* A backend stores sums. A fused one divides f16 before it does so: no more than a mean is stored, and
+   what goes on to the replicas has lost nothing. */
 static void stores(story *s) {
-    double ranks = s->over_shards ? s->f->shards : 1;
-    if (s->over_replicas) ranks *= s->f->replicas;
+    const fsdpi_facts *f = s->f;
+    const int goes_on = f->replicas > 1 && !s->over_replicas;
+    int bits;
     s->divided *= s->over_replicas ? s->r->replicas : s->r->sums;
-    if (!s->f->fuses || s->f->custom || s->f->reduce != FSDP_F16) RULE(s->divided == s->r->before);
-    else if (s->f->divide_factor == 0) RULE(s->divided == ranks); /* a mean is never out of range */
-    else RULE(s->divided <= s->r->factor && (s->divided == s->r->factor || !s->over_replicas));
+    if (!f->fuses || f->custom || f->reduce != FSDP_F16) {
+        RULE(s->divided == s->r->before);
+        return;
+    }
+    if (goes_on) RULE(s->divided >= f->shards || f->divide_factor != 0);
+    if (goes_on) RULE(frexp(s->divided, &bits) == 0.5 && s->divided <= fmax(s->r->factor, 1));
+    else RULE(s->divided == s->r->factor);
 }
 
 static void step(story *s, int what) {

