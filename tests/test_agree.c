@@ -217,3 +217,31 @@ static void finished_rank(lab_rank *r) {
     end_with(r, status);
 }
 TEST(agree, finished_steps) { lab_run(2, NULL, finished_rank, NULL); }
+
+/* A rank drops the sums of its shard group, which wait for the all-reduce; the others add to theirs. */
+static void sums_rank(lab_rank *r) {
+    fsdp_param_desc p = fsdp_mat("a", 8, 2);
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_status status = FSDP_OK;
+    md.mesh = lab_hsdp(r->w, 2, 2);
+    fsdp_model *m = lab_model(r->w, &md);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, &p, 1);
+    CALL(r->w, fsdp_set_requires_all_reduce(m, NULL, 0));
+    for (int micro = 0; micro < 2; micro++) {
+        if (micro == 1 && r->rank > 1) break; /* the other group is not asked */
+        lab_forward(r->w, u);
+        CALL(r->w, fsdp_pre_backward(u));
+        CHECK(fsdp_grad(u, 0) != NULL);
+        status = fsdp_post_backward(u);
+        if (!status) status = fsdp_finalize_backward(m);
+        if (micro == 0) CHECK_OK(status);
+        if (micro == 0) CALL(r->w, fsdp_barrier(r->w)); /* all have come so far */
+        if (micro == 0 && r->rank == 0) CALL(r->w, fsdp_model_reset(m));
+    }
+    if (r->rank > 1) status = fsdp_barrier(r->w);
+    CHECK_STATUS(status, FSDP_ERR_MISMATCH);
+    CHECK_MSG(strstr(fsdp_last_error(r->w), "differs in gradients of earlier steps"), "%s",
+              fsdp_last_error(r->w));
+    end_with(r, status);
+}
+TEST(agree, sums_that_wait) { lab_run(4, NULL, sums_rank, NULL); }
