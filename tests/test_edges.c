@@ -166,6 +166,71 @@ static void used_differently(lab_rank *r) {
 TEST(edges, used_sets_of_hsdp) { lab_run(4, NULL, used_differently, &two_replicas); }
 TEST(edges, used_sets_of_replicas) { lab_run(2, NULL, used_differently, &two_replicas); }
 
+/* ---- host data beside gathers ---------------------------------------------------------------- */
+
+/* A backend that sees two threads in one of its groups. */
+typedef struct {
+    lab_guard guard; /* first: desc.user */
+    fsdp_comm *world;
+    int inside, together;
+} crowd;
+static fsdp_status nothing_before(lab_guard *g, const fsdp_group *group, const fsdp_coll *coll) {
+    (void)g, (void)group, (void)coll;
+    return FSDP_OK;
+}
+static fsdp_status crowd_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
+    fsdp_status status = lab_guard_open(boot, caps, out);
+    ((crowd *)boot->user)->world = *out;
+    return status;
+}
+static fsdp_status crowd_run(fsdp_comm *comm, const fsdp_coll *coll) {
+    crowd *c = (crowd *)(void *)lab_guarded_of(comm)->guard;
+    if (comm != c->world) return lab_guard_run(comm, coll);
+    if (__atomic_add_fetch(&c->inside, 1, __ATOMIC_SEQ_CST) > 1) c->together = 1;
+    if (coll->kind == FSDP_OP_ALL_GATHER) w_sleep_ns(2000000); /* in a lane */
+    fsdp_status status = lab_guard_run(comm, coll);
+    __atomic_sub_fetch(&c->inside, 1, __ATOMIC_SEQ_CST);
+    return status;
+}
+
+/* A group is used by one thread at a time: a collective on host data, of any size, comes behind the
+   gather that a lane runs. */
+static void host_data(lab_rank *r) {
+    enum { MANY = 20000 };
+    crowd c;
+    fsdp_comm_ops ops = lab_guard_ops();
+    fsdp_threads *threads = (fsdp_threads *)r->arg;
+    fsdp_world_desc d = w_desc(r->rank, r->size, threads, "host_data", 2);
+    fsdp_param_desc p = fsdp_mat("w", 64, 8);
+    double *data = lab_doubles(MANY);
+    rig x;
+    memset(&c, 0, sizeof c);
+    c.guard.before = nothing_before;
+    ops.open = crowd_open, ops.run = crowd_run;
+    d.comm_ops = &ops;
+    d.user = &c;
+    CALL(NULL, fsdp_init(&d, &x.w));
+    rig_open(&x, x.w, NULL, &p, 1);
+    for (int step = 0; step < 5; step++) {
+        for (int i = 0; i < MANY; i++) data[i] = i + r->rank;
+        CALL(x.w, fsdp_unshard(x.u));
+        CALL(x.w, fsdp_all_reduce(x.w, NULL, data, step ? MANY : 1, FSDP_F64, FSDP_SUM));
+        for (int i = 0; i < (step ? MANY : 1); i++)
+            CHECK_NEAR(data[i], r->size * i + r->size * (r->size - 1) / 2, 0);
+        CALL(x.w, fsdp_reshard(x.u));
+    }
+    CHECK(!c.together);
+    CALL(NULL, fsdp_shutdown(x.w));
+    free(data);
+}
+TEST(edges, host_data_beside_gathers) {
+    static fsdp_threads threads;
+    lab_how how = FSDP_ZERO;
+    how.bare = 1;
+    threads.size = 3;
+    lab_run(3, &how, host_data, &threads);
+}
+
 /* ---- refusals, failures, resets -------------------------------------------------------------- */
 
 /* A trainer that checks finalize alone hears of a setter that was refused, once. */

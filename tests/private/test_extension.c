@@ -1540,6 +1540,67 @@ static fsdp_status call_that_fails(const fsdp_op *op, void *stream) {
     return FSDP_ERR_CORRUPT;
 }
 
+/* A record of one lane comes behind what it needs of another one. */
+static int flag_of_first, first_was_done;
+static fsdp_status takes_long(const fsdp_op *op, void *stream) {
+    (void)op, (void)stream;
+    w_sleep_ns(30000000);
+    __atomic_store_n(&flag_of_first, 1, __ATOMIC_SEQ_CST);
+    return FSDP_OK;
+}
+static fsdp_status comes_behind(const fsdp_op *op, void *stream) {
+    (void)op, (void)stream;
+    first_was_done = __atomic_load_n(&flag_of_first, __ATOMIC_SEQ_CST);
+    return FSDP_OK;
+}
+TEST(extension, lanes_wait_for_each_other) {
+    bed b;
+    fsdp_op op;
+    fsdp_buf *buf;
+    bed_open(&b, &settings[3]); /* two lanes */
+    CHECK_OK(fsdp_model_commit(b.model));
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 64, &buf));
+    for (int k = 0; k < 2; k++) {
+        const int from = k ? FSDP_STREAM_REDUCE : FSDP_STREAM_GATHER;
+        const int to = k ? FSDP_STREAM_GATHER : FSDP_STREAM_REDUCE;
+        flag_of_first = first_was_done = 0;
+        fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, from);
+        op.what = "first", op.dst = buf, op.call = takes_long;
+        CHECK_OK(fsdp_emit(b.model, &op));
+        fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, to);
+        op.what = "second", op.src = buf, op.call = comes_behind;
+        CHECK_OK(fsdp_emit(b.model, &op));
+        CHECK_OK(fsdp_wait_stream(b.model, to));
+        CHECK(first_was_done);
+    }
+    fsdp_buf_destroy(b.model, buf);
+    bed_close(&b);
+}
+
+/* A record stays what it is while it runs, however many are issued behind it. */
+static int record_changed;
+static fsdp_status looks_at_itself(const fsdp_op *op, void *stream) {
+    const fsdp_op was = *op;
+    (void)stream;
+    w_sleep_ns(op->count % (FSDPI_LANE_OPS + 1) == 0 ? 30000000 : 0);
+    record_changed |= op->count != was.count;
+    return FSDP_OK;
+}
+TEST(extension, more_records_than_a_lane_holds) {
+    bed b;
+    bed_open(&b, &settings[3]);
+    CHECK_OK(fsdp_model_commit(b.model));
+    for (int k = 0; k < 3 * FSDPI_LANE_OPS; k++) {
+        fsdp_op op;
+        fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, FSDP_STREAM_REDUCE);
+        op.what = "x", op.count = (uint64_t)k, op.call = looks_at_itself;
+        CHECK_OK(fsdp_emit(b.model, &op));
+    }
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK(!record_changed);
+    bed_close(&b);
+}
+
 /* What a record's order was derived from stays, whatever an extension writes into its copy. */
 typedef struct {
     fsdp_op seen;

@@ -385,6 +385,29 @@ TEST(shm_faults, abort_reaches_ranks_in_groups) {
     run(make_setup(3, 1, 20000), abort_reaches_groups);
 }
 
+/* ---- groups ---------------------------------------------------------------------------------- */
+
+/* The memory of a group goes back to the host when its last member closes it. */
+static void groups_go(int rank, int world, void *arg) {
+    rank_state r = begin(rank, (setup *)arg);
+    const fsdpi_shm_world *w = fsdpi_shm_world_of((fsdpi_shm_comm *)(void *)r.comm);
+    struct stat few, many;
+    for (int i = 0; i < 200; i++) {
+        fsdp_comm *group = group_of_all(&r, rank, world, "again");
+        CHECK_OK(one(&r, group, FSDP_OP_ALL_GATHER, "h.3", 0));
+        r.ops->close(group);
+        CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_REDUCE, "h.3", 0)); /* all have closed it */
+        if (i == 20) CHECK(!fstat(w->fd, &few));
+        CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_REDUCE, "h.3", 0));
+    }
+    CHECK(!fstat(w->fd, &many));
+    CHECK_MSG(many.st_blocks <= few.st_blocks + 8, "%lld blocks of 512 bytes, then %lld",
+              (long long)few.st_blocks, (long long)many.st_blocks);
+    CHECK_OK(one(&r, r.comm, FSDP_OP_ALL_REDUCE, "h.3", 0));
+    r.ops->close(r.comm);
+}
+TEST(shm_faults, memory_of_groups_comes_back) { run(make_setup(2, 0, 20000), groups_go); }
+
 /* ---- send and recv --------------------------------------------------------------------------- */
 
 static fsdp_status pair(rank_state *r, int kind, int other, uint64_t count, fsdp_dtype dtype,

@@ -722,6 +722,23 @@ TEST(store_keys, value_larger_than_the_buffer) {
     fsdpi_store_close(c.store);
 }
 
+/* A value that was set anew is gone when it is deleted, and so is the one before. */
+TEST(store_keys, set_anew_and_deleted) {
+    setup *s = make_setup(AT_HOST, 1, 0, 5000);
+    client c;
+    char text[16];
+    size_t size = 0;
+    enter(&c, s, 0);
+    put(&c, "a", "first", 5);
+    put(&c, "a", "second", 6);
+    get_text(&c, "a", "second");
+    CHECK_OK(fsdpi_store_delete(c.store, "a"));
+    CHECK_STATUS(try_get(&c, "a", text, 16, &size, 20), FSDP_ERR_TIMEOUT);
+    put(&c, "a", "third", 5);
+    get_text(&c, "a", "third");
+    fsdpi_store_close(c.store);
+}
+
 /* All wait before it is set; who has waited longer than its deadline is not served any more. */
 static void waits_for_key(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
