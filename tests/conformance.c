@@ -794,8 +794,10 @@ TEST_P(conformance, another_count_is_a_mismatch, backends) { run(row, miscount);
 static void aborted(rank_state *s) {
     OK_ON(s, s->comm, one_sum(s, s->comm, 0, 10));
     if (s->ops->poll) CHECK_OK(s->ops->poll(s->comm));
+    h_mark(0);
     if (s->rank == s->world - 1) {
-        w_sleep_ns(20000000); /* the others are asleep */
+        h_await_marks(0, s->world);
+        w_sleep_ns(20000000); /* most likely the others are asleep */
         s->ops->abort(s->comm, FSDP_ERR_CORRUPT, "the data ran out");
         s->ops->abort(s->comm, FSDP_ERR_IO, "too late");
     }

@@ -69,14 +69,15 @@ typedef struct fs_conf {
     int threads;                   /* 0: replicas*shards ranks; else see locate */
     int iters, micros;
     fsdp_dtype stored, param, reduce, grad; /* of units that say nothing */
-    int raf, offload, prefetch, lanes, plain, adam, ac, ahead;
+    int raf, offload, prefetch, lanes, plain, ac, ahead;
+    int sgd;           /* also where all parameters are f32, which Adam trains else */
     int unused_rule;   /* upstream's for parameters without a gradient */
     int keep_grads;    /* zero_grad in every second iteration only */
     int zero_in_place; /* in every second iteration the caller writes zeros instead */
     int thaw;          /* from this iteration on nothing is frozen; 0: never */
     int64_t direct_min;
-    double clip_p, max_norm;       /* gradients are clipped before the update; 0: not */
-    double lr, rtol, atol, divide; /* the last three 0: by the dtypes, and all ranks */
+    double clip_p, max_norm;   /* gradients are clipped before the update; 0: not */
+    double rtol, atol, divide; /* 0: by the dtypes, and all ranks */
     const fsdp_comm_ops *comm_ops;
     void (*locate)(fs_run *x);                 /* sets x->rank, x->mesh, x->net, x->global */
     void (*make)(fs_run *x);                   /* the units, else all on the model's mesh */
@@ -118,6 +119,8 @@ struct fs_run {
     int64_t (*global)(const fs_run *x, int unit, int p, int64_t element); /* its place in whole */
     const fs_story *story;
     int rank, size, it, micro;
+    int adam; /* by Adam, as PyTorch's tests; else by SGD */
+    double lr;
     fsdp_world *world;
     fsdp_mesh *mesh, *other; /* other: the caller's */
     fsdp_model *model;       /* NULL: this is the copy */
@@ -211,7 +214,7 @@ FS_FN fs_conf fs_conf_of(const fs_net *net, int replicas, int shards) {
     fs_conf c;
     memset(&c, 0, sizeof c);
     c.name = "", c.net = net, c.replicas = replicas, c.shards = shards;
-    c.iters = FS_ITERS, c.micros = 1, c.lr = 0.05;
+    c.iters = FS_ITERS, c.micros = 1;
     return c;
 }
 
@@ -612,6 +615,13 @@ FS_FN void fs_run_init(fs_run *x, const fs_conf *c, int rank) {
         CHECK(x->raw[i] != NULL);
     }
 }
+/* For the net that this rank trains. */
+FS_FN void fs_choose_optim(fs_run *x) {
+    x->adam = !x->c->sgd;
+    for (int u = 0; u < x->net->count; u++)
+        for (int p = 0; p < x->net->units[u].count; p++) x->adam &= fs_stored(x, u, p) == FSDP_F32;
+    x->lr = x->adam ? 0.01 : 0.05;
+}
 FS_FN void fs_run_free(fs_run *x) {
     for (int t = 0; t < FS_TAPES; t++) free(x->tape[t].tokens);
     free(x->raw[0]), free(x->raw[1]);
@@ -714,20 +724,19 @@ FS_FN double fs_copy_clip(fs_run *x) {
 
 FS_FN void fs_copy_update(fs_run *x) {
     fs_copy *o = x->copy;
-    double lr = x->c->lr;
+    double lr = x->lr;
     for (int u = 0; u < x->net->count; u++)
         for (int p = 0; p < x->net->units[u].count; p++) {
             const fs_param *q = &x->net->units[u].params[p];
             fsdp_dtype store = fs_stored(x, u, p);
-            fsdp_adamw_hyper hyper = {lr, 0.9, 0.999, 1e-8, 0.01, 0};
+            fsdp_adamw_hyper hyper = {lr, 0.9, 0.999, 1e-8, 0, 0};
             if (!o->has[u][p]) continue;
             hyper.step = ++o->updates[u][p];
-            for (int64_t e = 0; !x->c->adam && e < q->numel; e++) {
+            for (int64_t e = 0; !x->adam && e < q->numel; e++) {
                 double *at = &o->master[q->at + e];
                 *at = lab_round(store, fs_sgd(lr, *at, o->grad[q->at + e]));
             }
-            if (!x->c->adam) continue;
-            CHECK_EQ_INT(store, FSDP_F32); /* all that the tests train by AdamW */
+            if (!x->adam) continue;
             float *t = (float *)malloc((size_t)q->numel * 4 * sizeof *t);
             double *all[4] = {o->master + q->at, o->grad + q->at, o->m + q->at, o->v + q->at};
             CHECK(t != NULL);
@@ -785,6 +794,7 @@ FS_FN fs_story *fs_tell(const fs_conf *c) {
     fs_run_init(x, c, 0);
     fs_copy_init(x, &o);
     s->plain = c->plain;
+    fs_choose_optim(x);
     for (int it = 0; it < c->iters; it++) {
         for (int m = 0; m < c->micros; m++) {
             for (x->rank = 0; x->rank < x->size; x->rank++)
@@ -912,11 +922,17 @@ FS_FN void fs_compare_params(fs_run *x) {
         fs_compare(x, "parameter", &v, v.shard, v.dtype, x->story->param[x->it]);
 }
 
-/* The optimizer: AdamW of fsdp_optim.h, or a loop of the caller's own. */
+/* The optimizer: AdamW of fsdp_optim.h without decay, which is Adam; or a loop of the caller's. */
+FS_FN void fs_make_optim(fs_run *x) {
+    fsdp_adamw_desc d = fsdp_adamw_defaults();
+    fs_choose_optim(x);
+    d.weight_decay = 0;
+    if (x->adam) CALL(x->world, fsdp_adamw_create(x->model, &d, &x->adamw));
+}
 FS_FN void fs_update(fs_run *x) {
-    double lr = x->c->lr;
+    double lr = x->lr;
     fsdp_param_view v = FSDP_ZERO;
-    if (x->c->adam) {
+    if (x->adam) {
         CALL(x->world, fsdp_adamw_step(x->adamw, lr));
         return;
     }
@@ -985,7 +1001,7 @@ FS_FN void fs_rank_begin(fs_run *x, const lab_rank *r, const fs_job *j) {
     CALL(x->world, fsdp_init_params(x->model, fs_fill, x));
     if (c->unused_rule) CALL(x->world, fsdp_set_reduce_scatter_unused_params(x->model, NULL, 0));
     if (c->divide > 0) CALL(x->world, fsdp_set_gradient_divide_factor(x->model, NULL, c->divide));
-    if (c->adam) CALL(x->world, fsdp_adamw_create(x->model, NULL, &x->adamw));
+    fs_make_optim(x);
     if (c->build) c->build(x);
 }
 FS_FN void fs_rank_main(lab_rank *r) {

@@ -12,7 +12,7 @@
    In a test: CHECK  CHECK_MSG  CHECK_EQ_INT  CHECK_EQ_STR  CHECK_EQ_MEM  CHECK_NEAR  CHECK_OK
               CHECK_STATUS  SKIP  h_message  h_tmpdir  h_free_port  h_seed  h_rand64  h_now_ms
               h_calm_ms  h_entries
-   Ranks:     h_ranks_proc  h_ranks_thread  h_die
+   Ranks:     h_ranks_proc  h_ranks_thread  h_mark  h_await_marks  h_die
    A failed check prints and ends its process at once, so it is valid in any thread and any child.
 
    Options: --filter=A:-B  names with A (a glob if it has * or ?), without B; --list; --seed=N;
@@ -60,6 +60,7 @@ typedef struct {
     char notes[H_NOTES_MAX];     /* lines of h_message */
     char skip[H_TEXT_MAX];       /* reason */
     char state[H_RANKS_MAX + 1]; /* of the test itself, then of each rank */
+    int marks[8];                /* how many have come to a place: h_mark */
 } h_board;
 
 typedef struct {
@@ -111,6 +112,14 @@ H_FN void h_nap(long *ns) {
     *ns = *ns < 50000 ? 100000 : *ns > 1500000 ? 3000000 : *ns * 2;
     t.tv_nsec = *ns;
     nanosleep(&t, NULL);
+}
+
+/* Ranks of a test, threads or processes, tell the others that they have come to a place. A test that
+   needs an order waits for these; a sleep only makes an order likely. */
+H_FN void h_mark(int place) { __atomic_add_fetch(&h_shared->marks[place], 1, __ATOMIC_SEQ_CST); }
+H_FN void h_await_marks(int place, int count) {
+    long ns = 0;
+    while (__atomic_load_n(&h_shared->marks[place], __ATOMIC_SEQ_CST) < count) h_nap(&ns);
 }
 
 H_FN uint64_t h_seed(void) { return h_seed_value; }

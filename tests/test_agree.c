@@ -45,6 +45,7 @@ static const struct {
 typedef struct {
     int what;
     const char *text;
+    int replicas; /* the ranks are replicas, and do not shard */
 } agree_job;
 
 static int string_sizes(void *user, int64_t shard_numel, int64_t nbytes[FSDP_GATHER_TENSORS]) {
@@ -63,8 +64,11 @@ static fsdp_status no_parameter(void *user, const fsdp_param_view *v, const void
     return FSDP_OK;
 }
 
-static void make_pair(fsdp_world *w, int what, int is_odd, fsdp_model **m, fsdp_unit **u) {
+static void make_pair(fsdp_world *w, int what, int is_odd, int replicas, fsdp_model **m,
+                      fsdp_unit **u) {
     fsdp_model_desc md = FSDP_ZERO;
+    fsdp_mesh_info info;
+    const int32_t all = fsdp_world_size(w);
     fsdp_unit_desc ud = FSDP_ZERO;
     const int mine = is_odd ? what : NOTHING;
     fsdp_param_desc p[2] = {fsdp_mat(mine == NAMES ? "b" : "a", 8, 2),
@@ -83,6 +87,11 @@ static void make_pair(fsdp_world *w, int what, int is_odd, fsdp_model **m, fsdp_
     if (what == STRINGS) p[0].extension = &strings, strings.user = is_odd ? w : NULL;
     md.grads_overwrite = mine == OVERWRITE;
     md.direct_min = mine == DIRECT_MIN;
+    if (replicas) {
+        const fsdp_mesh *mesh = lab_mesh(w, 1, &all, NULL, NULL);
+        CALL(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, -1, 0, &info));
+        md.mesh_info = &info;
+    }
     *m = lab_model(w, &md);
     *u = lab_unit(w, *m, &ud, p, 2);
 }
@@ -97,7 +106,7 @@ static void agree_rank(lab_rank *r) {
     const agree_job *job = (const agree_job *)r->arg;
     fsdp_model *m;
     fsdp_unit *u;
-    make_pair(r->w, job->what, r->rank == 0, &m, &u);
+    make_pair(r->w, job->what, r->rank == 0, 0, &m, &u);
     fsdp_status status = fsdp_pre_forward(u);
     if (!job->text) {
         CHECK_OK(status);
@@ -111,9 +120,31 @@ static void agree_rank(lab_rank *r) {
 }
 
 TEST_P(agree, units, differences) {
-    agree_job job = {row->what, row->text};
+    agree_job job = {row->what, row->text, 0};
     lab_run(2, NULL, agree_rank, &job);
 }
+
+/* The groups of 2 ranks are there already, from another unit: rank 0 would keep half of this one
+   after forward, the others nothing. */
+static void slices_rank(lab_rank *r) {
+    fsdp_param_desc p[2] = {fsdp_mat("a", 8, 2), fsdp_mat("b", 8, 2)};
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_model *m = lab_model(r->w, NULL);
+    ud.name = "first";
+    ud.reshard_after_forward = 2;
+    fsdp_unit *first = lab_unit(r->w, m, &ud, p, 2);
+    ud.name = "pair";
+    ud.reshard_after_forward = r->rank ? FSDP_RESHARD_ALWAYS : 2;
+    fsdp_unit *u = lab_unit(r->w, m, &ud, p, 2);
+    lab_forward(r->w, first);
+    fsdp_status status = fsdp_pre_forward(u);
+    const char *text = fsdp_last_error(r->w);
+    CHECK_STATUS(status, FSDP_ERR_MISMATCH);
+    CHECK_MSG(strstr(text, "pair") && strstr(text, "(differs in n of reshard_after_forward)"), "%s",
+              text);
+    end_with(r, status);
+}
+TEST(agree, slices) { lab_run(4, NULL, slices_rank, NULL); }
 
 /* ---- in a later step ------------------------------------------------------------------------- */
 
@@ -134,7 +165,7 @@ static void step_rank(lab_rank *r) {
     fsdp_status status = FSDP_OK;
     fsdp_model *m;
     fsdp_unit *u;
-    make_pair(r->w, NOTHING, 0, &m, &u);
+    make_pair(r->w, NOTHING, 0, job->replicas, &m, &u);
     if (job->what != FACTOR) CHECK_OK(fsdp_set_requires_grad(u, 0, 1)); // both
     if (job->what != FACTOR) CHECK_OK(fsdp_set_reduce_scatter_unused_params(m, NULL, 0));
     for (int step = 0; step < 2 && !status; step++) {
@@ -160,7 +191,7 @@ static void step_rank(lab_rank *r) {
 }
 
 TEST_P(agree, steps, steps) {
-    agree_job job = {row->what, row->text};
+    agree_job job = {row->what, row->text, 0};
     lab_run(2, NULL, step_rank, &job);
 }
 
@@ -194,7 +225,7 @@ static void optim_rank(lab_rank *r) {
     if (what == GROUP) ad.groups[0].lr_scale = 0.5;
     if (what == MOMENTUM) sd.momentum = 0.8;
     if (what == NESTEROV) sd.nesterov = 1;
-    make_pair(r->w, NOTHING, 0, &m, &u);
+    make_pair(r->w, NOTHING, 0, 0, &m, &u);
     if (sgd) CHECK_OK(fsdp_sgd_create(m, &sd, &sgd_opt));
     else CHECK_OK(fsdp_adamw_create(m, &ad, &adamw));
     fsdp_status status = FSDP_OK;
@@ -219,6 +250,58 @@ static void optim_rank(lab_rank *r) {
 }
 
 TEST_P(agree, optimizers, settings) {
-    agree_job job = {row->what, row->name};
+    agree_job job = {row->what, row->name, 0};
     lab_run(2, NULL, optim_rank, &job);
 }
+
+TEST_P(agree, steps_of_replicas, steps) { /* their one collective is the all-reduce */
+    agree_job job = {row->what, row->text, 1};
+    lab_run(2, NULL, step_rank, &job);
+}
+
+/* Rank 0 has finished one step more: it says so with its next collective. */
+static void finished_rank(lab_rank *r) {
+    fsdp_model *m;
+    fsdp_unit *u;
+    make_pair(r->w, NOTHING, 0, 0, &m, &u);
+    for (int step = 0; step < 2; step++) { /* as many collectives on all ranks */
+        lab_forward(r->w, u);
+        lab_backward(r->w, u);
+        CALL(r->w, fsdp_finalize_backward(m));
+    }
+    if (r->rank == 0) CALL(r->w, fsdp_finalize_backward(m));
+    fsdp_status status = fsdp_pre_forward(u);
+    CHECK_STATUS(status, FSDP_ERR_MISMATCH);
+    CHECK_MSG(strstr(fsdp_last_error(r->w), "(differs in number of finished steps)"), "%s",
+              fsdp_last_error(r->w));
+    end_with(r, status);
+}
+TEST(agree, finished_steps) { lab_run(2, NULL, finished_rank, NULL); }
+
+/* A rank drops the sums of its shard group, which wait for the all-reduce; the others add to theirs. */
+static void sums_rank(lab_rank *r) {
+    fsdp_param_desc p = fsdp_mat("a", 8, 2);
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_status status = FSDP_OK;
+    md.mesh = lab_hsdp(r->w, 2, 2);
+    fsdp_model *m = lab_model(r->w, &md);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, &p, 1);
+    CALL(r->w, fsdp_set_requires_all_reduce(m, NULL, 0));
+    for (int micro = 0; micro < 2; micro++) {
+        if (micro == 1 && r->rank > 1) break; /* the other group is not asked */
+        lab_forward(r->w, u);
+        CALL(r->w, fsdp_pre_backward(u));
+        CHECK(fsdp_grad(u, 0) != NULL);
+        status = fsdp_post_backward(u);
+        if (!status) status = fsdp_finalize_backward(m);
+        if (micro == 0) CHECK_OK(status);
+        if (micro == 0) CALL(r->w, fsdp_barrier(r->w)); /* all have come so far */
+        if (micro == 0 && r->rank == 0) CALL(r->w, fsdp_model_reset(m));
+    }
+    if (r->rank > 1) status = fsdp_barrier(r->w);
+    CHECK_STATUS(status, FSDP_ERR_MISMATCH);
+    CHECK_MSG(strstr(fsdp_last_error(r->w), "differs in gradients of earlier steps"), "%s",
+              fsdp_last_error(r->w));
+    end_with(r, status);
+}
+TEST(agree, sums_that_wait) { lab_run(4, NULL, sums_rank, NULL); }

@@ -59,9 +59,12 @@ TEST(edges, uneven_models_of_processes) {
     lab_run(4, &how, uneven, NULL);
 }
 
+static int two_replicas = 2;
+
 /* ---- the count of users ---------------------------------------------------------------------- */
 
-/* Divided like gradients: 1 / 2^26 is nothing in f16, and the gradient is there all the same. */
+/* Divided like gradients: 1 / 2^26 is nothing in f16, and the gradient is there all the same, also
+   on the rank that did not use the parameter and knows of it by the count. */
 static void large_factor(lab_rank *r) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_desc p[2] = {fsdp_vec("used", 8), fsdp_vec("unused", 8)};
@@ -75,9 +78,10 @@ static void large_factor(lab_rank *r) {
         CALL(x.w, fsdp_set_gradient_divide_factor(x.m, NULL, factor));
         forward(&x);
         CALL(x.w, fsdp_pre_backward(x.u));
-        uint16_t *grad = (uint16_t *)fsdp_grad(x.u, 0);
+        uint16_t *grad = r->rank ? NULL : (uint16_t *)fsdp_grad(x.u, 0);
         float value = step == 1 ? 32768 : 1;
-        for (int i = 0; i < 8; i++) CHECK_OK(fsdp_convert(&grad[i], FSDP_F16, &value, FSDP_F32, 1));
+        for (int i = 0; grad && i < 8; i++)
+            CHECK_OK(fsdp_convert(&grad[i], FSDP_F16, &value, FSDP_F32, 1));
         CALL(x.w, fsdp_post_backward(x.u));
         CALL(x.w, fsdp_finalize_backward(x.m));
         CALL(x.w, fsdp_param_view_get(x.u, 1, &v));
@@ -87,12 +91,58 @@ static void large_factor(lab_rank *r) {
         for (int64_t k = 0; k < v.numel; k++) {
             float got;
             CHECK_OK(fsdp_convert(&got, FSDP_F32, (const uint16_t *)v.shard_grad + k, FSDP_F16, 1));
-            CHECK((double)got == (double)value * r->size / factor);
+            CHECK((double)got == (double)value / factor);
         }
         CALL(x.w, fsdp_zero_grad(x.m));
     }
 }
 TEST(edges, large_divide_factor) { lab_run(2, NULL, large_factor, NULL); }
+
+/* More parameters than counts that are read at a time; each rank used others. */
+static void many_parameters(lab_rank *r) {
+    enum { MANY = 200 };
+    fsdp_param_desc p[MANY];
+    rig x;
+    for (int i = 0; i < MANY; i++) p[i] = fsdp_vec(NULL, 2), p[i].frozen = i % 7 == 0;
+    rig_open(&x, r->w, NULL, p, MANY);
+    forward(&x);
+    CALL(x.w, fsdp_pre_backward(x.u));
+    for (int i = 0; i < MANY; i++)
+        if (i % 5 == r->rank && !p[i].frozen) CHECK(fsdp_grad(x.u, i) != NULL);
+    CALL(x.w, fsdp_post_backward(x.u));
+    CALL(x.w, fsdp_finalize_backward(x.m));
+    for (int i = 0; i < MANY; i++) {
+        fsdp_param_view v = lab_view(x.w, x.u, i);
+        CHECK_MSG((v.shard_grad != NULL) == (i % 5 < r->size && !p[i].frozen), "parameter %d", i);
+    }
+}
+TEST(edges, counts_of_many_parameters) { lab_run(2, NULL, many_parameters, NULL); }
+
+/* A unit of two float dtypes is reduced in the one that holds both. */
+static void two_dtypes(lab_rank *r) {
+    const double value = 1 + 1.0 / ((int64_t)1 << 40); /* more digits than f32 has */
+    fsdp_param_desc p[2] = {fsdp_vec("a", 8), fsdp_vec("b", 8)};
+    rig x;
+    p[r->arg != NULL].dtype = FSDP_F64; /* the first or the second one */
+    rig_open(&x, r->w, NULL, p, 2);
+    forward(&x);
+    CALL(x.w, fsdp_pre_backward(x.u));
+    for (int i = 0; i < 2; i++)
+        for (int k = 0; k < 8; k++)
+            lab_put(fsdp_grad(x.u, i), p[i].dtype == FSDP_F64 ? FSDP_F64 : FSDP_F32, k, value);
+    CALL(x.w, fsdp_post_backward(x.u));
+    CALL(x.w, fsdp_finalize_backward(x.m));
+    for (int i = 0; i < 2; i++) {
+        fsdp_param_view v = lab_view(x.w, x.u, i);
+        for (int64_t k = 0; k < v.numel; k++)
+            CHECK(lab_same(lab_get(v.shard_grad, v.grad_dtype, k),
+                           v.grad_dtype == FSDP_F64 ? value : 1));
+    }
+}
+TEST(edges, reduced_in_the_wider_dtype) {
+    lab_run(2, NULL, two_dtypes, NULL);
+    lab_run(2, NULL, two_dtypes, &two_replicas);
+}
 
 /* Upstream's rule: the ranks of all replicas must have used the same parameters. */
 static void used_differently(lab_rank *r) {
@@ -113,9 +163,73 @@ static void used_differently(lab_rank *r) {
     CHECK_STATUS(fsdp_shutdown(r->w), FSDP_ERR_MISMATCH);
     r->w = NULL;
 }
-static int two_replicas = 2;
 TEST(edges, used_sets_of_hsdp) { lab_run(4, NULL, used_differently, &two_replicas); }
 TEST(edges, used_sets_of_replicas) { lab_run(2, NULL, used_differently, &two_replicas); }
+
+/* ---- host data beside gathers ---------------------------------------------------------------- */
+
+/* A backend that sees two threads in one of its groups. */
+typedef struct {
+    lab_guard guard; /* first: desc.user */
+    fsdp_comm *world;
+    int inside, together;
+} crowd;
+static fsdp_status nothing_before(lab_guard *g, const fsdp_group *group, const fsdp_coll *coll) {
+    (void)g, (void)group, (void)coll;
+    return FSDP_OK;
+}
+static fsdp_status crowd_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
+    fsdp_status status = lab_guard_open(boot, caps, out);
+    ((crowd *)boot->user)->world = *out;
+    return status;
+}
+static fsdp_status crowd_run(fsdp_comm *comm, const fsdp_coll *coll) {
+    crowd *c = (crowd *)(void *)lab_guarded_of(comm)->guard;
+    if (comm != c->world) return lab_guard_run(comm, coll);
+    if (__atomic_add_fetch(&c->inside, 1, __ATOMIC_SEQ_CST) > 1) c->together = 1;
+    if (coll->kind == FSDP_OP_ALL_GATHER) w_sleep_ns(2000000); /* in a lane */
+    fsdp_status status = lab_guard_run(comm, coll);
+    __atomic_sub_fetch(&c->inside, 1, __ATOMIC_SEQ_CST);
+    return status;
+}
+
+/* A group is used by one thread at a time: a collective on host data, of any size, comes behind the
+   gather that a lane runs. */
+static void host_data(lab_rank *r) {
+    enum { MANY = 20000 };
+    crowd c;
+    fsdp_comm_ops ops = lab_guard_ops();
+    fsdp_threads *threads = (fsdp_threads *)r->arg;
+    fsdp_world_desc d = w_desc(r->rank, r->size, threads, "host_data", 2);
+    fsdp_param_desc p = fsdp_mat("w", 64, 8);
+    double *data = lab_doubles(MANY);
+    rig x;
+    memset(&c, 0, sizeof c);
+    c.guard.before = nothing_before;
+    ops.open = crowd_open, ops.run = crowd_run;
+    d.comm_ops = &ops;
+    d.user = &c;
+    CALL(NULL, fsdp_init(&d, &x.w));
+    rig_open(&x, x.w, NULL, &p, 1);
+    for (int step = 0; step < 5; step++) {
+        for (int i = 0; i < MANY; i++) data[i] = i + r->rank;
+        CALL(x.w, fsdp_unshard(x.u));
+        CALL(x.w, fsdp_all_reduce(x.w, NULL, data, step ? MANY : 1, FSDP_F64, FSDP_SUM));
+        for (int i = 0; i < (step ? MANY : 1); i++)
+            CHECK_NEAR(data[i], r->size * i + r->size * (r->size - 1) / 2, 0);
+        CALL(x.w, fsdp_reshard(x.u));
+    }
+    CHECK(!c.together);
+    CALL(NULL, fsdp_shutdown(x.w));
+    free(data);
+}
+TEST(edges, host_data_beside_gathers) {
+    static fsdp_threads threads;
+    lab_how how = FSDP_ZERO;
+    how.bare = 1;
+    threads.size = 3;
+    lab_run(3, &how, host_data, &threads);
+}
 
 /* ---- refusals, failures, resets -------------------------------------------------------------- */
 
@@ -224,6 +338,52 @@ static void nan_norm(lab_rank *r) {
     }
 }
 TEST(edges, nan_norm_keeps_padding) { lab_run(2, NULL, nan_norm, NULL); }
+
+/* With debug all of a slot that was given back is NaN: a kept pointer does not find old values. */
+static void kept_pointers(lab_rank *r) {
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p[3] = {fsdp_mat("a", 64, 4), fsdp_vec("b", 5), fsdp_mat("c", 32, 32)};
+    const int64_t numel[3] = {64 * 4, 5, 32 * 32};
+    const unsigned char *kept[2][3];
+    rig x;
+    md.debug = 1;
+    rig_open(&x, r->w, &md, p, 3);
+    CALL(x.w, fsdp_pre_forward(x.u));
+    for (int i = 0; i < 3; i++) kept[0][i] = (const unsigned char *)fsdp_data(x.u, i);
+    CALL(x.w, fsdp_post_forward(x.u));
+    CALL(x.w, fsdp_pre_backward(x.u));
+    for (int i = 0; i < 3; i++) kept[1][i] = (const unsigned char *)fsdp_grad(x.u, i);
+    CALL(x.w, fsdp_post_backward(x.u));
+    CALL(x.w, fsdp_finalize_backward(x.m));
+    for (int k = 0; k < 2; k++)
+        for (int i = 0; i < 3; i++)
+            for (int64_t n = 0; n < numel[i] * 4; n++)
+                CHECK_MSG(kept[k][i][n] == 0xFF, "byte %lld of parameter %d", (long long)n, i);
+    CALL(x.w, fsdp_barrier(x.w)); /* nobody frees before */
+}
+TEST(edges, kept_pointers_find_nan) { lab_run(2, NULL, kept_pointers, NULL); }
+
+/* Sums over the shard group that wait for their all-reduce are gradients: nothing is frozen. */
+static void freezes_with_sums(lab_rank *r) {
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p[2] = {fsdp_vec("a", 8), fsdp_vec("b", 8)};
+    rig x;
+    md.mesh = lab_hsdp(r->w, 2, 2);
+    rig_open(&x, r->w, &md, p, 2);
+    for (int all = 0; all < 2; all++) {
+        CALL(x.w, fsdp_set_requires_all_reduce(x.m, NULL, all));
+        forward(&x);
+        CALL(x.w, fsdp_pre_backward(x.u));
+        for (int i = 0; i < 2; i++) CHECK(fsdp_grad(x.u, i) != NULL);
+        CALL(x.w, fsdp_post_backward(x.u));
+        CALL(x.w, fsdp_finalize_backward(x.m));
+        if (!all)
+            REFUSED_AS(FSDP_ERR_INVALID_STATE, x.w, fsdp_set_requires_grad(x.u, 1, 0),
+                       "not reduced");
+    }
+    CALL(x.w, fsdp_set_requires_grad(x.u, 1, 0));
+}
+TEST(edges, no_freeze_while_sums_wait) { lab_run(4, NULL, freezes_with_sums, NULL); }
 
 /* f16: what waits for its reduction has been divided already; a new factor must not divide it by
    another power of two. */

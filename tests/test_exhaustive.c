@@ -773,10 +773,14 @@ static int64_t only_case(void) {
 }
 
 enum { PLAYERS = 2 };
+enum { SOME_CASES = 60000, WALK_MS = 420000 };
+
 typedef struct {
     coverage *seen;
     int64_t from, end; // case numbers
     uint64_t share;    // one of so many is run
+    int64_t least;     // up to this number all run; those behind it while there is time
+    int64_t until_ms;
 } walk;
 
 static long long crash_case = -1;
@@ -797,7 +801,7 @@ static void play(int player, int players, void *arg) {
     signal(SIGSEGV, on_crash);
     signal(SIGABRT, on_crash);
     for (int n = 1; n <= B_RANKS; n++) open_hub(n);
-    for (int64_t k = w->from; k < w->end; k++) {
+    for (int64_t k = w->from; k < w->end && (k < w->least || h_now_ms() < w->until_ms); k++) {
         uint64_t h = lab_hash((uint64_t)k, h_seed(), 23, 0);
         if (h % w->share || h / w->share % (uint64_t)players != (uint64_t)player) continue;
         b_make_case(&c, k, h_seed());
@@ -834,7 +838,7 @@ static void report(const coverage *seen, int whole, int64_t ms) {
 }
 
 static void run_walk(int64_t from, int64_t end, uint64_t share, int whole) {
-    walk w = {NULL, from, end, share};
+    walk w = {NULL, from, end, share, b_grid_size() + SOME_CASES, h_now_ms() + WALK_MS};
     int64_t start = h_now_ms(), only = only_case();
     w.seen = (coverage *)mmap(NULL, sizeof *w.seen, PROT_READ | PROT_WRITE,
                               MAP_SHARED | MAP_ANONYMOUS, -1, 0);
@@ -902,10 +906,11 @@ TEST(exhaustive, shapes) { // of units of one parameter: a third of all
 
 TEST(exhaustive, walk) {
     if (W_SLOW) SKIP("sanitizers do not know fibers");
-    run_walk(b_grid_size(), b_grid_size() + 60000, 1, 1);
+    run_walk(b_grid_size(), b_grid_size() + SOME_CASES, 1, 1);
 }
 
-TEST_TIMEOUT(long_exhaustive, walk, 600) { // all those shapes, and a million others
+// All those shapes, and up to a million others: as many as a busy machine runs in WALK_MS.
+TEST_TIMEOUT(long_exhaustive, walk, 1200) {
     if (W_SLOW) SKIP("sanitizers do not know fibers");
     run_walk(0, 1200000, 1, 1);
 }

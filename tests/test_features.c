@@ -1574,7 +1574,7 @@ TEST(prefetch, depth_and_budget) {
                 c->md.direct_min = 1; /* nothing is copied out: the slot is W shards */
                 c->variant = depth;
                 c->reshard[0] = budget;
-                c->md.prefetch_bytes = budget * slot + (budget ? slot / 2 : 0);
+                c->md.prefetch_bytes = budget * slot + (depth % 2 && budget ? slot / 2 : 0);
                 launch(c);
                 free(c);
             }

@@ -4,6 +4,7 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "lab.h"
+#include "sim.h"
 
 /* ---- every allocation of the process is seen ------------------------------------------------- */
 
@@ -327,6 +328,13 @@ static void predict_one(job *x, void *arg) {
                          (p->frozen ? 1 : 2);
         }
     W_CHECK(before.unsharded_bytes == unsharded, "unsharded_bytes");
+    for (int on = 0; on < 2; on++) { /* of a whole step, also while a microbatch is not reduced */
+        CALL(x->world, fsdp_set_requires_gradient_sync(x->model, NULL, on));
+        CALL(x->world, fsdp_set_requires_all_reduce(x->model, NULL, on));
+        CALL(x->world, fsdp_set_reshard_after_backward(x->model, NULL, on));
+        CALL(x->world, fsdp_model_predict(x->model, &after));
+        same_memory(&before, &after, "predicted with other options");
+    }
     CALL(x->world, fsdp_model_commit(x->model));
     CALL(x->world, fsdp_model_predict(x->model, &after));
     same_memory(&before, &after, "predicted again after commit");
@@ -831,38 +839,91 @@ TEST_P(memory, reserve, worlds) {
     on_nets(row->world, 0, list, COUNT, reserve_one, NULL);
 }
 
-/* With lanes, too, a unit that is alone in its size has one slot: forward and backward see its
-   parameters at one address. Two units of one size have two slots between them. */
-static void alone(lab_rank *r) {
+/* With lanes or streams, too, a unit that is alone in its size has one slot: forward and backward
+   see its parameters at one address. Two units of one size have two slots between them. */
+static void alone(fsdp_world *w) {
     static const int64_t rows[] = {64, 8, 8};
-    fsdp_model *m = lab_model(r->w, NULL);
+    fsdp_model *m = lab_model(w, NULL);
     fsdp_unit *units[3];
     const void *at = NULL;
     fsdp_memory memory;
     for (int u = 0; u < 3; u++) {
         fsdp_param_desc p = fsdp_mat("w", rows[u], 4);
-        units[u] = lab_unit(r->w, m, NULL, &p, 1);
+        units[u] = lab_unit(w, m, NULL, &p, 1);
     }
     for (int step = 0; step < 3; step++) {
         for (int u = 0; u < 3; u++) {
-            CALL(r->w, fsdp_pre_forward(units[u]));
+            CALL(w, fsdp_pre_forward(units[u]));
             if (!at) at = fsdp_data(units[0], 0);
             CHECK(at && (u > 0 || fsdp_data(units[0], 0) == at));
-            CALL(r->w, fsdp_post_forward(units[u]));
+            CALL(w, fsdp_post_forward(units[u]));
         }
         for (int u = 2; u >= 0; u--) {
-            CALL(r->w, fsdp_pre_backward(units[u]));
+            CALL(w, fsdp_pre_backward(units[u]));
             CHECK(u > 0 || fsdp_data(units[0], 0) == at);
-            CALL(r->w, fsdp_post_backward(units[u]));
+            CALL(w, fsdp_post_backward(units[u]));
         }
-        CALL(r->w, fsdp_finalize_backward(m));
-        CALL(r->w, fsdp_params_changed(m));
+        CALL(w, fsdp_finalize_backward(m));
+        CALL(w, fsdp_params_changed(m));
     }
-    CALL(r->w, fsdp_model_memory(m, &memory));
+    CALL(w, fsdp_model_memory(m, &memory));
     CHECK_EQ_INT(memory.pool_slots[FSDP_POOL_GATHER], 3);
 }
+static void alone_rank(lab_rank *r) { alone(r->w); }
 TEST(memory, one_slot_where_a_second_is_never_used) {
     lab_how how = FSDP_ZERO;
     how.lanes = 2;
-    lab_run(2, &how, alone, NULL);
+    lab_run(2, &how, alone_rank, NULL);
+    sim s; /* on a device with streams */
+    sim_init(&s, 2, 1);
+    CHECK(sim_open(&s));
+    alone(s.world);
+    CHECK_EQ_INT(sim_close(&s), 0);
+}
+
+/* Sums over the shard group take turns with two slots, so that the reduction of the next unit does
+   not wait for the all-reduce of the one before; inline nothing waits, and there is one. */
+static void sums_take_turns(int replicas, int async) {
+    enum { UNITS = 4 };
+    sim s;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p = fsdp_mat("w", 64, 4);
+    fsdp_unit *units[UNITS];
+    fsdp_memory predicted, memory;
+    const void *last = NULL;
+    int sums = 0;
+    sim_init(&s, 2 * replicas, 1);
+    s.async = async;
+    CHECK(sim_open(&s));
+    md.mesh = lab_hsdp(s.world, replicas, 2);
+    fsdp_model *m = lab_model(s.world, &md);
+    for (int u = 0; u < UNITS; u++) units[u] = lab_unit(s.world, m, NULL, &p, 1);
+    CALL(s.world, fsdp_model_predict(m, &predicted));
+    CALL(s.world, sim_watch(&s, m));
+    for (int step = 0; step < 2; step++) {
+        for (int u = 0; u < UNITS; u++) lab_forward(s.world, units[u]);
+        for (int u = UNITS - 1; u >= 0; u--) {
+            CALL(s.world, fsdp_pre_backward(units[u]));
+            CHECK(fsdp_grad(units[u], 0) != NULL);
+            CALL(s.world, fsdp_post_backward(units[u]));
+        }
+        CALL(s.world, fsdp_finalize_backward(m));
+    }
+    for (int n = 0; n < s.num_ops; n++) {
+        const fsdp_op *op = &s.ops[n];
+        if (op->kind != FSDP_OP_REDUCE_SCATTER) continue;
+        CHECK_EQ_INT(op->dst_ptr != last, async || !sums);
+        for (int k = 0; k < op->num_waits && sums < 2; k++) /* later ones reuse a slot */
+            CHECK(op->wait[k].stream != FSDP_STREAM_ALLREDUCE);
+        last = op->dst_ptr;
+        sums++;
+    }
+    CHECK_EQ_INT(sums, 2 * UNITS);
+    CALL(s.world, fsdp_model_memory(m, &memory));
+    CHECK_EQ_INT(memory.pool_slots[FSDP_POOL_ROUT], async ? 2 : 1);
+    CHECK_EQ_INT(predicted.pool_slots[FSDP_POOL_ROUT], async ? 2 : 1);
+    CHECK_EQ_INT(sim_close(&s), 0);
+}
+TEST(memory, sums_of_replicas_take_turns) {
+    for (int k = 0; k < 4; k++) sums_take_turns(2 + k / 2, k % 2);
 }

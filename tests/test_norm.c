@@ -157,8 +157,8 @@ static void check_norms(const rig *x, const fsdp_mesh *mesh, const layout *l, in
         CALL(x->w, fsdp_model_counters(x->m, &before));
         CALL(x->w, fsdp_clip_grads(x->m, &d, &norm));
         CALL(x->w, fsdp_model_counters(x->m, &after));
-        const int64_t all_reduces =
-            (int64_t)(after.calls[FSDP_OP_ALL_REDUCE] - before.calls[FSDP_OP_ALL_REDUCE]);
+        const int64_t all_reduces = (int64_t)(after.calls[FSDP_OP_ALL_REDUCE] -
+                                              before.calls[FSDP_OP_ALL_REDUCE]);
         W_CHECK(!whole || all_reduces <= 1, "%lld collectives", (long long)all_reduces);
         W_CHECK(fabs(norm - want) <= 1e-12 * want, "norm %.17g, expected %.17g, power %g", norm,
                 want, powers[n]);
@@ -266,6 +266,39 @@ TEST_P_TIMEOUT(norm, every_assignment, rows, 120) {
     lab_run(row->ranks + row->spare, &how, every_mesh, &j);
     CHECK(j.cases > 0);
     h_message("%d pairs of a model and a unit", j.cases);
+}
+
+/* ---- parameters of several dtypes ---------------------------------------------------------- */
+
+/* One norm over all of them, whichever comes first. */
+static void several_dtypes(lab_rank *r) {
+    static const fsdp_dtype dtypes[3] = {FSDP_F64, FSDP_F32, FSDP_BF16};
+    fsdp_param_desc p[3];
+    fsdp_model *m = lab_model(r->w, NULL);
+    double norm = 0, want = 0;
+    for (int i = 0; i < 3; i++) p[i] = fsdp_vec(NULL, 3 + i), p[i].dtype = dtypes[i];
+    fsdp_unit *u = lab_unit(r->w, m, NULL, p, 3);
+    lab_forward(r->w, u);
+    CALL(r->w, fsdp_pre_backward(u));
+    for (int i = 0; i < 3; i++)
+        for (int k = 0; k < 3 + i; k++) {
+            const double g = (i + 1) * (k % 2 ? -1 : 1);
+            lab_put(fsdp_grad(u, i), dtypes[i], k, g);
+            want += g * g;
+        }
+    CALL(r->w, fsdp_post_backward(u));
+    CALL(r->w, fsdp_finalize_backward(m));
+    CALL(r->w, fsdp_clip_grad_norm(m, 1e9, &norm));
+    CHECK_NEAR(norm, sqrt(want), 1e-12);
+    CALL(r->w, fsdp_clip_grad_norm(m, norm / 2, &norm));
+    for (int i = 0; i < 3; i++) { /* all are scaled */
+        const fsdp_param_view v = lab_view(r->w, u, i);
+        for (int64_t k = 0; k < v.numel; k++)
+            CHECK_NEAR(fabs(lab_get(v.shard_grad, v.grad_dtype, k)), 0.5 * (i + 1), 1e-2);
+    }
+}
+TEST(norm, several_dtypes) {
+    for (int ranks = 1; ranks <= 3; ranks++) lab_run(ranks, NULL, several_dtypes, NULL);
 }
 
 /* ---- slices ---------------------------------------------------------------------------------- */

@@ -271,6 +271,7 @@ static int scaled_step(job *j, int step, int bad) {
     CALL(j->w, fsdp_grad_scaler_unscale(j->scaler));
     CHECK((j->s.updates > updates) == devices[j->c.device].native);
     int found = fsdp_grad_scaler_found_inf(j->scaler);
+    if (j->c.device == WITHOUT) CHECK(j->s.syncs > syncs); /* the host reads the gradients */
     if (j->c.device == OPAQUE && j->c.world == 1) CHECK_EQ_INT(j->s.syncs - syncs, found ? 4 : 2);
     return found;
 }

@@ -67,6 +67,21 @@ static int other_value(fsdp_world *world, void *arg) {
     (void)arg;
     return fsdp_rank(world) == 2 ? -7 : (int)fsdp_barrier(world);
 }
+/* The others hear why: they are not left to find that this rank has shut down. */
+static int three(fsdp_world *world, void *arg) {
+    if (fsdp_rank(world) == 1) return 3000;
+    const fsdp_status status = fsdp_barrier(world);
+    if (status == FSDP_ERR_ABORTED && strstr(fsdp_last_error(world), "returned 3000, expected 0"))
+        __atomic_fetch_add((int *)arg, 1, __ATOMIC_SEQ_CST);
+    return (int)status;
+}
+TEST(spawn, the_others_hear_what_was_returned) {
+    const mode threads = {"threads", 1, 3};
+    int heard = 0;
+    CHECK_STATUS(spawn(&threads, three, &heard), FSDP_ERR_INTERNAL);
+    CHECK_EQ_INT(heard, 2);
+}
+
 TEST_P(spawn, another_value_is_internal, both) {
     CHECK_STATUS(spawn(row, other_value, NULL), FSDP_ERR_INTERNAL);
     text_has("rank 2: the rank's function returned -7");

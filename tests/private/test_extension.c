@@ -457,7 +457,8 @@ TEST(extension, several_in_order) {
     eq.call = NULL, eq.op = NULL;
     CHECK_OK(fsdp_attach(d.model, &eq));
     CHECK_STATUS(fsdp_detach(d.model, &el), FSDP_ERR_INVALID_ARG);
-    CHECK(strstr(fsdp_last_error(d.s.world), "detach: 'l' with these contents is not attached") != NULL);
+    CHECK(strstr(fsdp_last_error(d.s.world), "detach: 'l' with these contents is not attached") !=
+          NULL);
     diary[0] = 0;
     CHECK_OK(fsdp_detach(d.model, &eb));
     CHECK_OK(fsdp_post_forward(d.units[0]));
@@ -478,7 +479,8 @@ typedef struct {
     int held[MAX_SLOTS]; /* by number: the unit's index + 1 */
     int pools[FSDP_POOL_MAX], acquired, released, wrote, last;
     fsdp_buf *arena, *part;
-    int pool; /* whose slots are provided; -1: none */
+    int pool;     /* whose slots are provided; -1: none */
+    int careless; /* also one that a unit holds */
     int asked, given_back;
 } landlord;
 
@@ -518,7 +520,8 @@ static fsdp_buf *landlord_buffer(void *user, fsdp_model *model, fsdp_unit *unit,
     CHECK(model == l->model && unit);
     if (released) l->given_back++;
     else l->asked++;
-    return !released && pool == l->pool && !fsdp_buf_held(l->part) ? l->part : NULL;
+    int free_to_give = l->careless || !fsdp_buf_held(l->part);
+    return !released && pool == l->pool && free_to_give ? l->part : NULL;
 }
 
 /* Each slot that is taken is given back, on its unit; nothing of it where nobody listens. */
@@ -606,6 +609,37 @@ TEST(extension, slots_from_elsewhere) {
     l.pool = FSDP_POOL_GATHER;
     CHECK_STATUS(fsdp_pre_forward(b.units[1]), FSDP_ERR_INVALID_ARG);
     CHECK(strstr(fsdp_last_error(b.s.world), "an extension gave unit 'unit1' a slot of 64 bytes"));
+    fsdp_buf_destroy(b.model, l.part);
+    fsdp_buf_destroy(b.model, l.arena);
+    bed_close(&b);
+}
+
+/* A slot that another unit holds is refused. */
+TEST(extension, slot_in_use) {
+    bed b;
+    landlord l;
+    memset(&l, 0, sizeof l);
+    bed_open(&b, &settings[5]);
+    l.model = b.model;
+    l.pool = FSDP_POOL_GATHER;
+    l.careless = 1;
+    b.s.checks = 0;
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 65536, &l.arena));
+    CHECK_OK(fsdp_buf_part(b.model, l.arena, 0, 65536, &l.part));
+    fsdp_extension e = FSDP_ZERO;
+    e.buffer = landlord_buffer;
+    e.user = &l;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    fsdp_op op; /* a unit takes it */
+    fsdp_op_init(&op, b.model, b.units[1], FSDP_OP_ACQUIRE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    op.dst = l.part;
+    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK(fsdp_buf_held(l.part));
+    CHECK_STATUS(fsdp_unshard(b.units[2]), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(b.s.world), "an extension gave unit 'unit2' a slot"));
+    fsdp_op_init(&op, b.model, b.units[1], FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    op.src = l.part;
+    (void)fsdp_emit(b.model, &op); /* the world has failed */
     fsdp_buf_destroy(b.model, l.part);
     fsdp_buf_destroy(b.model, l.arena);
     bed_close(&b);
@@ -855,6 +889,47 @@ TEST(extension, restored_unit_has_no_order) {
     bed_close(&b);
 }
 
+/* A unit that comes back open holds its slot, which was given back meanwhile. */
+TEST(extension, restored_unit_holds_its_slots) {
+    bed b;
+    static char one[512];
+    bed_open(&b, &settings[5]);
+    b.s.checks = 0;
+    step(&b);
+    CHECK_OK(fsdp_unshard(b.units[0]));
+    CHECK_OK(fsdp_wait(b.units[0]));
+    const fsdp_buf *slot = b.units[0]->state.slot[FSDP_POOL_GATHER];
+    size_t size = fsdp_unit_snapshot(b.units[0], one, sizeof one);
+    CHECK(size <= sizeof one && slot && fsdp_buf_held(slot));
+    CHECK_OK(fsdp_reshard(b.units[0]));
+    CHECK(!fsdp_buf_held(slot));
+    CHECK_OK(fsdp_unit_restore(b.units[0], one, size));
+    CHECK(b.units[0]->state.slot[FSDP_POOL_GATHER] == slot && fsdp_buf_held(slot));
+    CHECK_OK(fsdp_reshard(b.units[0]));
+    CHECK(!fsdp_buf_held(slot));
+    bed_close(&b);
+}
+
+/* What a rehearsal gathered ahead does not count against prefetch_bytes afterwards. */
+TEST(extension, snapshot_before_prefetches) {
+    bed b;
+    static char before[SNAPSHOT];
+    bed_open(&b, &settings[5]);
+    b.s.checks = 0;
+    step(&b);
+    CHECK_OK(fsdp_set_modules_to_forward_prefetch(b.units[0], &b.units[1], 1));
+    b.model->desc.prefetch_bytes = fsdpi_aligned(b.units[1]->layout.slot_bytes); /* one of them */
+    size_t size = fsdp_model_snapshot(b.model, before, sizeof before);
+    CHECK(size > 0 && size <= sizeof before);
+    for (int k = 0; k < 2; k++) {
+        CHECK_OK(fsdp_pre_forward(b.units[0]));
+        CHECK_EQ_INT(fsdp_unit_storage(b.units[1]), FSDP_STORAGE_IN_FLIGHT);
+        if (k == 0) CHECK_OK(fsdp_model_restore(b.model, before, size));
+    }
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    bed_close(&b);
+}
+
 /* Who used what, its flags, the phase and the numbers of records are in a snapshot. */
 TEST(extension, snapshot_in_backward) {
     bed b;
@@ -892,7 +967,7 @@ TEST(extension, snapshot_in_backward) {
     CHECK_OK(fsdp_model_restore(b.model, before, size));
     CHECK_EQ_INT((long long)fsdp_model_snapshot(b.model, after, sizeof after), (long long)size);
     CHECK_EQ_MEM(before, after, size);
-    CHECK(fsdp_grad(b.units[2], 0)); /* the unit is where it was */
+    CHECK_EQ_INT(fsdp_unit_state(b.units[2]), FSDP_STATE_PRE_BACKWARD); /* it is where it was */
     CHECK_OK(fsdp_post_backward(b.units[2]));
     CHECK_OK(fsdp_finalize_backward(b.model));
     fsdp_param_view v = FSDP_ZERO;
@@ -1018,7 +1093,8 @@ typedef struct {
     fsdp_model *model;
     uint32_t lock;
     int64_t last[FSDP_STREAM_COUNT]; /* end of the stream's latest record */
-    int told[FSDP_OP_COUNT], bad, of_world;
+    int told[FSDP_OP_COUNT], bad, of_world, lists;
+    int64_t took;                    /* all together */
     uint64_t step[FSDP_OP_COUNT][2]; /* of the first and of the last that was told */
 } watch;
 
@@ -1029,6 +1105,8 @@ static void watch_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t 
     int overlaps = op->model && begin < w->last[op->stream];
     if (begin > end || overlaps || model != w->model) w->bad++;
     w->last[op->stream] = end;
+    w->took += end - begin;
+    w->lists += op->model && (op->list || op->list_count);
     if (op->model && w->told[op->kind] == 0) w->step[op->kind][0] = op->step;
     if (op->model) w->step[op->kind][1] = op->step;
     w->told[op->kind]++;
@@ -1063,6 +1141,7 @@ TEST_P(extension, tells_when_records_ran, settings) {
     }
     for (int kind = FSDP_OP_HOOK; kind < FSDP_OP_COUNT; kind++) CHECK_EQ_INT(w.told[kind], 0);
     CHECK_EQ_INT(w.told[FSDP_OP_USE], 0);
+    if (row->async) CHECK_EQ_INT(w.lists, 0); /* told later, when a list may be gone */
     int told = w.told[FSDP_OP_COPY];
     step(&b);
     CHECK_EQ_INT(w.told[FSDP_OP_COPY] + 0, told); /* no more */
@@ -1083,7 +1162,7 @@ TEST(extension, more_records_than_events) {
     fsdp_buf *buf;
     CHECK_OK(fsdp_attach(b.model, &e));
     CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, BLOCK, &buf));
-    int64_t syncs = b.s.syncs, most = 0;
+    int64_t syncs = b.s.syncs, most = 0, each = sim_cost(BLOCK, b.s.copy_bytes_per_ns);
     for (int k = 0; k < NUM; k++) {
         fsdp_op op;
         fsdp_op_init(&op, b.model, NULL, FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
@@ -1097,8 +1176,47 @@ TEST(extension, more_records_than_events) {
     CHECK_OK(fsdp_wait_stream(b.model, -1));
     CHECK_EQ_INT(w.told[FSDP_OP_ZERO], NUM);
     CHECK_EQ_INT(w.bad, 0);
+    CHECK_MSG(each > 0 && w.took == NUM * each, "%lld ns, %lld each", (long long)w.took,
+              (long long)each);
     CHECK_OK(fsdp_detach(b.model, &e));
     fsdp_buf_destroy(b.model, buf);
+    bed_close(&b);
+}
+
+/* A function of the user's issues more records than there are events. It runs until then, so that
+   nothing can be told: the records for which there was no event are left out. */
+static fsdp_buf *much_to_zero;
+static fsdp_status zero_much(const fsdp_op *of, void *stream) {
+    (void)stream;
+    for (int k = 0; k < 2 * FSDPI_TIMES_MAX; k++) {
+        fsdp_op op;
+        fsdp_op_init(&op, of->model, NULL, FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.what = "x", op.dst = much_to_zero, op.bytes = 64;
+        if (fsdp_emit((fsdp_model *)(uintptr_t)of->model, &op)) return FSDP_ERR_INTERNAL;
+    }
+    return FSDP_OK;
+}
+TEST(extension, records_without_an_event) {
+    bed b;
+    watch w;
+    fsdp_op op;
+    memset(&w, 0, sizeof w);
+    bed_open(&b, &settings[4]);
+    w.model = b.model;
+    fsdp_extension e = FSDP_ZERO;
+    e.ran = watch_ran;
+    e.user = &w;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 64, &much_to_zero));
+    fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    op.what = "x", op.call = zero_much;
+    CHECK_OK(fsdp_emit(b.model, &op));
+    CHECK_EQ_INT(w.told[FSDP_OP_ZERO] + w.told[FSDP_OP_CALL], 0);
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK_EQ_INT(w.told[FSDP_OP_CALL], 1);
+    CHECK_EQ_INT(w.told[FSDP_OP_ZERO], FSDPI_TIMES_MAX - 1);
+    CHECK_OK(fsdp_detach(b.model, &e));
+    fsdp_buf_destroy(b.model, much_to_zero);
     bed_close(&b);
 }
 
@@ -1389,6 +1507,13 @@ TEST(extension, wrong_records) {
     WRONG(FSDP_OP_ALL_TO_ALL, (op.comm = b.s.world->comm, op.group_size = 9), "group_size is not");
     WRONG(FSDP_OP_ALL_TO_ALL, op.comm = (fsdp_comm *)&x, "comm is not a group of this world");
     WRONG(FSDP_OP_COPY, op.out_dtype = 0, "dtype or out_dtype is not one of");
+    fsdp_buf *buf;
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 256, &buf));
+    char *at = (char *)fsdp_buf_ptr(buf);
+    WRONG(FSDP_OP_ZERO, (op.dst = buf, op.dst_ptr = at, op.bytes = 257), "not inside of dst");
+    WRONG(FSDP_OP_ZERO, (op.dst = buf, op.dst_ptr = at + 255, op.bytes = 2), "not inside of dst");
+    WRONG(FSDP_OP_ZERO, (op.dst = buf, op.dst_ptr = at - 1, op.bytes = 1), "not inside of dst");
+    fsdp_buf_destroy(b.model, buf);
     CHECK_EQ_INT(b.last_seq, 0);
     /* a marker is only shown; a copy runs */
     fsdp_op_init(&op, b.model, NULL, FSDP_OP_HOOK, FSDP_LABEL_WORLD, FSDP_STREAM_COMPUTE);
@@ -1413,6 +1538,104 @@ TEST(extension, wrong_records) {
 static fsdp_status call_that_fails(const fsdp_op *op, void *stream) {
     (void)op, (void)stream;
     return FSDP_ERR_CORRUPT;
+}
+
+/* A record of one lane comes behind what it needs of another one. */
+static int flag_of_first, first_was_done;
+static fsdp_status takes_long(const fsdp_op *op, void *stream) {
+    (void)op, (void)stream;
+    w_sleep_ns(30000000);
+    __atomic_store_n(&flag_of_first, 1, __ATOMIC_SEQ_CST);
+    return FSDP_OK;
+}
+static fsdp_status comes_behind(const fsdp_op *op, void *stream) {
+    (void)op, (void)stream;
+    first_was_done = __atomic_load_n(&flag_of_first, __ATOMIC_SEQ_CST);
+    return FSDP_OK;
+}
+TEST(extension, lanes_wait_for_each_other) {
+    bed b;
+    fsdp_op op;
+    fsdp_buf *buf;
+    bed_open(&b, &settings[3]); /* two lanes */
+    CHECK_OK(fsdp_model_commit(b.model));
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 64, &buf));
+    for (int k = 0; k < 2; k++) {
+        const int from = k ? FSDP_STREAM_REDUCE : FSDP_STREAM_GATHER;
+        const int to = k ? FSDP_STREAM_GATHER : FSDP_STREAM_REDUCE;
+        flag_of_first = first_was_done = 0;
+        fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, from);
+        op.what = "first", op.dst = buf, op.call = takes_long;
+        CHECK_OK(fsdp_emit(b.model, &op));
+        fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, to);
+        op.what = "second", op.src = buf, op.call = comes_behind;
+        CHECK_OK(fsdp_emit(b.model, &op));
+        CHECK_OK(fsdp_wait_stream(b.model, to));
+        CHECK(first_was_done);
+    }
+    fsdp_buf_destroy(b.model, buf);
+    bed_close(&b);
+}
+
+/* A record stays what it is while it runs, however many are issued behind it. */
+static int record_changed;
+static fsdp_status looks_at_itself(const fsdp_op *op, void *stream) {
+    const fsdp_op was = *op;
+    (void)stream;
+    w_sleep_ns(op->count % (FSDPI_LANE_OPS + 1) == 0 ? 30000000 : 0);
+    record_changed |= op->count != was.count;
+    return FSDP_OK;
+}
+TEST(extension, more_records_than_a_lane_holds) {
+    bed b;
+    bed_open(&b, &settings[3]);
+    CHECK_OK(fsdp_model_commit(b.model));
+    for (int k = 0; k < 3 * FSDPI_LANE_OPS; k++) {
+        fsdp_op op;
+        fsdp_op_init(&op, b.model, NULL, FSDP_OP_CALL, FSDP_LABEL_NONE, FSDP_STREAM_REDUCE);
+        op.what = "x", op.count = (uint64_t)k, op.call = looks_at_itself;
+        CHECK_OK(fsdp_emit(b.model, &op));
+    }
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK(!record_changed);
+    bed_close(&b);
+}
+
+/* What a record's order was derived from stays, whatever an extension writes into its copy. */
+typedef struct {
+    fsdp_op seen;
+    int told, differs;
+} forger;
+static int forges(void *user, fsdp_model *model, fsdp_op *op) {
+    forger *f = (forger *)user;
+    (void)model;
+    f->seen = *op;
+    op->kind = FSDP_OP_NORM, op->stream = FSDP_STREAM_REDUCE, op->seq = 7;
+    op->src = op->dst = NULL;
+    return 0;
+}
+static void forger_told(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin,
+                        int64_t end) {
+    forger *f = (forger *)user;
+    (void)model, (void)begin, (void)end;
+    f->told++;
+    f->differs += op->kind != f->seen.kind || op->stream != f->seen.stream ||
+                  op->seq != f->seen.seq || op->src != f->seen.src || op->dst != f->seen.dst;
+}
+TEST(extension, what_stays_of_a_record) {
+    bed b;
+    forger f;
+    memset(&f, 0, sizeof f);
+    bed_open(&b, &settings[2]); /* inline: told at once */
+    fsdp_extension e = FSDP_ZERO;
+    e.op = forges;
+    e.ran = forger_told;
+    e.user = &f;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    step(&b);
+    CHECK(f.told > 10);
+    CHECK_EQ_INT(f.differs, 0);
+    bed_close(&b);
 }
 
 /* A function of an extension that fails aborts the world, as one of the user's. */
@@ -1599,6 +1822,23 @@ static int post_rank(fsdp_world *w, void *arg) {
     CALL(w, fsdp_mesh_comm(p.mesh, 1, p.c->stream, &again));
     W_CHECK(!alone && comm && comm == again, "groups");
     CHECK_STATUS(fsdp_mesh_comm(p.mesh, 2, p.c->stream, &alone), FSDP_ERR_INVALID_ARG);
+    int same[FSDP_STREAM_COUNT];
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++) { /* streams that run at the same time */
+        CALL(w, fsdp_mesh_comm(p.mesh, 1, s, &again));
+        same[s] = comm == again;
+        for (int t = 0; t < s; t++) {
+            fsdp_comm *other;
+            int32_t size;
+            CALL(w, fsdp_mesh_comm(p.mesh, 1, t, &other));
+            W_CHECK((again == other) ==
+                        (fsdpi_comm_number(w, again, &size) == fsdpi_comm_number(w, other, &size)),
+                    "groups have numbers of their own");
+        }
+    }
+    if (p.c->lanes > 1 && p.c->stream != FSDP_STREAM_REDUCE)
+        for (int s = 0; s < FSDP_STREAM_COUNT; s++)
+            W_CHECK(same[s] == (s == p.c->stream), "stream %d has the group of stream %d", s,
+                    p.c->stream);
     int own = p.c->lanes > 0 &&
               (p.c->stream == FSDP_STREAM_COMPUTE || p.c->stream == FSDP_STREAM_EXTENSION);
     W_CHECK(own == (comm != p.mesh->gather_comm[1] && comm != p.mesh->reduce_comm[1]), "own group");

@@ -487,13 +487,16 @@ TEST_P(faults, operations, op_rows) {
 
 typedef struct {
     int world, lanes, from_thread;
+    int ready; /* ranks that have a model */
     fsdp_threads threads;
     life lives[MAX_WORLD];
 } ended;
 
-static void *abort_later(void *world) {
+static void *abort_later(void *arg) {
+    ended *e = (ended *)arg;
+    while (__atomic_load_n(&e->ready, __ATOMIC_SEQ_CST) < e->world) usleep(300);
     usleep(2000);
-    fsdp_abort((fsdp_world *)world, "the test says so");
+    fsdp_abort(e->lives[0].world, "the test says so");
     return NULL;
 }
 
@@ -512,8 +515,9 @@ static void ended_rank(int rank, int world, void *arg) {
     CALL(x->world, fsdp_model_create(x->world, NULL, &x->model));
     for (int u = 0; u < UNITS; u++) CALL(x->world, shard(x, u));
     CALL(x->world, fsdp_init_params(x->model, fill, NULL));
+    __atomic_add_fetch(&e->ready, 1, __ATOMIC_SEQ_CST);
     if (rank == 0 && e->from_thread) {
-        CHECK_EQ_INT(pthread_create(&id, NULL, abort_later, x->world), 0);
+        CHECK_EQ_INT(pthread_create(&id, NULL, abort_later, e), 0);
         started = 1;
     }
     for (int step = 0; !x->status; step++) {

@@ -177,7 +177,8 @@ static void finalize(rig *r) {
    ux wx sx  unshard, wait, reshard                           .      finalize, and the host reads
    g+ g-  grad enabled         y+ y-  gradient sync           l+ l-  is_last_backward
    k+ k-  reshard_after_backward      a+ a-  requires_all_reduce
-   o optimizer step        c clip         z zero_grad         h the host waits for the device
+   o optimizer step        c clip         n clip, no norm     z zero_grad
+   h the host waits for the device
    | a bar in the trace    spaces mean nothing */
 static void play(rig *r, const char *script) {
     double norm;
@@ -188,13 +189,14 @@ static void play(rig *r, const char *script) {
             say(r, "|", "", "");
             continue;
         }
-        if (strchr(".oczh", call)) {
+        if (strchr(".ocnzh", call)) {
             if (call == '.') finalize(r);
             if (call == 'o') optimize(r);
             if (call == 'c') {
                 CHECK_OK(fsdp_clip_grad_norm(r->model, 1.0, &norm));
                 sim_touch(&r->s, SIM_HOST, "clip", r->model->scalar->ptr, 8, 0);
             }
+            if (call == 'n') CHECK_OK(fsdp_clip_grad_norm(r->model, 1.0, NULL));
             if (call == 'z') CHECK_OK(fsdp_zero_grad(r->model));
             if (call == 'h') sim_host_waits(&r->s);
             look(r);
@@ -1043,6 +1045,41 @@ TEST(streams, flags_of_use) {
         }
     }
     rig_close(&r);
+}
+
+/* The host's optimizer, of offloaded gradients: they are clipped on return, also where nobody asks
+   for the norm. */
+TEST(streams, offloaded_clip) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    rig r;
+    c.offload = 1;
+    rig_open(&r, &c);
+    for (int step = 0; step < 3; step++) play(&r, FWD BWD ". n o z");
+    rig_close(&r);
+}
+
+/* The caller's stream is another one from now on: it comes behind what the one before has to do,
+   also behind what that one has waited for. */
+TEST(streams, stream_of_the_caller) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    for (int says_so = 0; says_so < 2; says_so++) {
+        fsdp_flat flat = FSDP_ZERO;
+        rig r;
+        sim_stream *other = &r.s.streams[FSDP_STREAM_EXTENSION];
+        rig_open(&r, &c);
+        other->owner = &r.s, other->actor = FSDP_STREAM_EXTENSION;
+        play(&r, FWD BWD ".");
+        CHECK_OK(fsdp_model_flat(r.model, FSDP_F32, &flat));
+        if (says_so) CHECK_OK(fsdp_set_stream(r.s.world, other));
+        sim_work(&r.s, FSDP_STREAM_EXTENSION, 0, 0);
+        sim_touch(&r.s, FSDP_STREAM_EXTENSION, "optimizer", flat.grads, flat.numel * 4, 0);
+        sim_touch(&r.s, FSDP_STREAM_EXTENSION, "optimizer", flat.shards, flat.numel * 4, 1);
+        CHECK_OK(fsdp_params_changed(r.model));
+        if (says_so) CHECK_OK(fsdp_set_stream(r.s.world, NULL));
+        play(&r, "z" FWD BWD ".");
+        CHECK_EQ_INT(r.s.races == 0, says_so);
+        CHECK_EQ_INT(sim_close(&r.s), 0);
+    }
 }
 
 /* destroy, reset and shutdown wait for the device before they take its memory. */

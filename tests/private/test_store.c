@@ -30,12 +30,14 @@ typedef struct {
     int64_t when; /* ms: what others are measured from */
     fsdpi_verdict verdicts[RANKS];
     int up, down, squatter, served_at; /* of a process aside */
+    int num_joined, *joined;           /* how many the store has let in; copies count there too */
     const void *extra;
 } setup;
 
 typedef struct {
     fsdpi_store *store;
-    int rank, busy;
+    int rank, busy, beats;
+    int *joined; /* of its setup */
     uint32_t events;
     const char *doing; /* what its beats say */
     char error[1024];
@@ -103,6 +105,7 @@ static setup *make_setup(int at, int world, int threads, int timeout_ms) {
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) unsetenv(names[i]);
     if (at == AT_IPV6 && !has_ipv6()) SKIP("no IPv6 on this machine");
     s->world = world, s->threads = threads, s->timeout_ms = timeout_ms;
+    s->joined = &s->num_joined;
     s->allocator.alloc = fsdpi_libc_alloc, s->allocator.free = fsdpi_libc_free;
     snprintf(s->job, sizeof s->job, "store-%d-%lld", (int)getpid(), (long long)h_now_ms());
     set_address(s, at);
@@ -111,6 +114,7 @@ static setup *make_setup(int at, int world, int threads, int timeout_ms) {
 
 static void run(setup *s, h_rank_fn fn) {
     memset(s->flags, 0, sizeof s->flags);
+    s->num_joined = 0;
     if (s->threads) h_ranks_thread(s->world, fn, s);
     else h_ranks_proc(s->world, fn, s);
 }
@@ -147,8 +151,10 @@ static void gather_at(setup *s, int flag) {
     await_flag(&s->flags[flag], s->world);
 }
 
+/* The first beat comes when the store has let the rank in. */
 static void on_beat(void *user, fsdpi_store_beat *out) {
     client *c = (client *)user;
+    if (c->beats++ == 0) raise_flag(c->joined);
     const char *doing = __atomic_load_n(&c->doing, __ATOMIC_SEQ_CST);
     out->busy = __atomic_load_n(&c->busy, __ATOMIC_SEQ_CST);
     out->since_ns = 5 * MS;
@@ -179,6 +185,7 @@ static fsdp_status open_as(client *c, setup *s, int rank, int world) {
     fsdpi_store_desc d = make_desc(s, rank, world);
     memset(c, 0, sizeof *c);
     c->rank = rank;
+    c->joined = s->joined;
     d.beat = on_beat, d.event = on_event, d.user = c;
     fsdp_status status = fsdpi_store_open(&d, &c->store, c->error, sizeof c->error);
     CHECK((status == FSDP_OK) == (c->store != NULL));
@@ -460,8 +467,8 @@ static void absent(int rank, int world, void *arg) {
         raise_flag(&s->flags[4]); /* this machine is so busy that the server has not run in time */
         return;
     }
-    CHECK_MSG(took >= s->timeout_ms - 250 && took_calm <= s->timeout_ms + slack(200),
-              "%lld ms: %s", (long long)took, c.error);
+    CHECK_MSG(took >= s->timeout_ms - 250 && took_calm <= s->timeout_ms + slack(200), "%lld ms: %s",
+              (long long)took, c.error);
     int late = (int)took - s->timeout_ms, *latest = &s->flags[3];
     if (late > __atomic_load_n(latest, __ATOMIC_SEQ_CST))
         __atomic_store_n(latest, late, __ATOMIC_SEQ_CST);
@@ -486,18 +493,18 @@ static void rank_missing(const absence *row) {
 TEST_P(store_open, rank_missing, absences) { rank_missing(row); }
 TEST_P(long_store, rank_missing, more_absences) { rank_missing(row); }
 
-/* A rank with a long deadline that comes shortly before the others give up is told as well. */
+/* A rank with a long deadline that comes before the others give up is told as well. */
 static void comes_late(int rank, int world, void *arg) {
     setup *s = (setup *)arg, mine = *s;
     int64_t start = h_calm_ms();
     client c;
     if (rank == 2) return;
-    if (rank == 1) usleep(150000), mine.timeout_ms = 20000;
+    if (rank == 1) await_flag(s->joined, 1), mine.timeout_ms = 20000;
     CHECK_STATUS(open_as(&c, &mine, rank, world), FSDP_ERR_TIMEOUT);
     says(c.error, "rank 2");
-    within(start, 600);
+    within(start, 1500);
 }
-TEST(store_open, latecomer_is_told) { run(make_setup(AT_IPV4, 3, 0, 300), comes_late); }
+TEST(store_open, latecomer_is_told) { run(make_setup(AT_IPV4, 3, 0, 1000), comes_late); }
 
 /* What lies in the file already is of an earlier job, or no address at all. */
 static const struct {
@@ -715,6 +722,23 @@ TEST(store_keys, value_larger_than_the_buffer) {
     fsdpi_store_close(c.store);
 }
 
+/* A value that was set anew is gone when it is deleted, and so is the one before. */
+TEST(store_keys, set_anew_and_deleted) {
+    setup *s = make_setup(AT_HOST, 1, 0, 5000);
+    client c;
+    char text[16];
+    size_t size = 0;
+    enter(&c, s, 0);
+    put(&c, "a", "first", 5);
+    put(&c, "a", "second", 6);
+    get_text(&c, "a", "second");
+    CHECK_OK(fsdpi_store_delete(c.store, "a"));
+    CHECK_STATUS(try_get(&c, "a", text, 16, &size, 20), FSDP_ERR_TIMEOUT);
+    put(&c, "a", "third", 5);
+    get_text(&c, "a", "third");
+    fsdpi_store_close(c.store);
+}
+
 /* All wait before it is set; who has waited longer than its deadline is not served any more. */
 static void waits_for_key(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
@@ -722,9 +746,14 @@ static void waits_for_key(int rank, int world, void *arg) {
     char text[16];
     size_t size = 0;
     enter(&c, s, rank);
-    if (rank == 0) usleep(120000), put(&c, "late", "here", 4);
+    if (rank == 0) {
+        usleep(20000); /* most wait already */
+        await_flag(&s->flags[0], 1);
+        put(&c, "late", "here", 4);
+    }
     if (rank == 1) {
         CHECK_STATUS(try_get(&c, "late", text, 16, &size, 40), FSDP_ERR_TIMEOUT);
+        raise_flag(&s->flags[0]);
         exchange(&c, 0, "still"); /* the answer comes to nobody later */
     }
     get_text(&c, "late", "here");
@@ -828,12 +857,13 @@ typedef struct {
 static const where wheres[] = {
     {"host", AT_HOST, 0}, {"tcp", AT_IPV4, 0}, {"file", AT_FILE, 0}, {"tcp/threads", AT_IPV4, 1}};
 
-/* Rank 2 says that it is one of 4: all are told, as nobody can know who is right. */
+/* Rank 2 says that it is one of 4: all that have come are told, as nobody can know who is right. Who
+   comes later would find no server any more. */
 static void other_size(int rank, int world, void *arg) {
     setup *s = (setup *)arg;
     client c;
     int64_t start = h_calm_ms();
-    if (rank == 2) usleep(50000);
+    if (rank == 2) await_flag(s->joined, 2);
     CHECK_STATUS(open_as(&c, s, rank, rank == 2 ? 4 : world), FSDP_ERR_MISMATCH);
     says(c.error, "rank 2");
     says(c.error, "4");
@@ -1101,6 +1131,8 @@ static void late_at_launcher(int rank, int world, void *arg) {
     setup *s = (setup *)arg, mine = *s;
     client c;
     if (rank == 2) await_flag(&s->flags[0], 2), mine.timeout_ms = 20000;
+    if (rank == 1) mine.timeout_ms = 20000; /* it is in when rank 0 gives up */
+    if (rank == 0) await_flag(s->joined, 1);
     int64_t start = h_calm_ms();
     CHECK_STATUS(open_as(&c, &mine, rank, world), FSDP_ERR_TIMEOUT);
     says(c.error, "rank 2 has not joined");
@@ -1113,7 +1145,7 @@ static void late_at_launcher(int rank, int world, void *arg) {
     fsdpi_store_close(c.store);
 }
 TEST(store_launcher, latecomer_is_told) {
-    setup *s = make_setup(AT_IPV4, 3, 0, 200);
+    setup *s = make_setup(AT_IPV4, 3, 0, 800);
     pid_t pid = aside(serves_aside, s);
     run(s, late_at_launcher);
     aside_ends(s, pid);
@@ -2264,8 +2296,7 @@ static void few_descriptors(int rank, int world, void *arg) {
     if (rank == 2) await_flag(&s->flags[0], 1);
     if (rank == world - 1) { /* the attacker */
         int fd[60];
-        await_flag(&s->flags[0], 1);
-        usleep(150000); /* ranks 0 and 1 are in */
+        await_flag(s->joined, 2); /* ranks 0 and 1 */
         for (int i = 0; i < 60; i++) fd[i] = raw_connect(s->port);
         raise_flag(&s->flags[0]);
         await_flag(&s->flags[1], 1);
@@ -2303,7 +2334,11 @@ static void *open_by_clock(void *arg) {
     fsdpi_store_desc d = make_desc(s, 0, 2);
     fsdpi_store *store;
     char error[600];
+    client c;
+    memset(&c, 0, sizeof c);
+    c.joined = s->joined;
     d.boot.clock.now_ns = jumping_clock;
+    d.beat = on_beat, d.user = &c;
     CHECK_STATUS(fsdpi_store_open(&d, &store, error, sizeof error), FSDP_ERR_TIMEOUT);
     return NULL;
 }
@@ -2311,7 +2346,7 @@ TEST(store_machine, clock_of_the_desc) {
     setup *s = make_setup(AT_HOST, 2, 1, 3600 * 1000);
     pthread_t thread;
     CHECK_EQ_INT(pthread_create(&thread, NULL, open_by_clock, s), 0);
-    usleep(50000);
+    await_flag(s->joined, 1); /* its deadline counts */
     int64_t start = h_calm_ms();
     __atomic_store_n(&jump_ns, 7200 * 1000 * MS, __ATOMIC_SEQ_CST); /* two hours later */
     pthread_join(thread, NULL);
@@ -2403,6 +2438,16 @@ TEST(store_lost, in_the_middle_of_a_value) {
     }
 }
 
+/* Is a rank among those that a text says are missing? */
+static int names_rank(const char *text, int rank) {
+    const char *list = strstr(text, "ranks ");
+    char one[16], each[2][16];
+    snprintf(one, sizeof one, "rank %d", rank);
+    snprintf(each[0], sizeof each[0], " %d,", rank);
+    snprintf(each[1], sizeof each[1], " %d have", rank);
+    return strcasestr(text, one) || (list && (strstr(list, each[0]) || strstr(list, each[1])));
+}
+
 /* Kill points: any rank, at any moment from the start of open on. Everybody who was in hears of it
    within a second; who was not says whom it waits for. */
 static void dies_any_time(int rank, int world, void *arg) {
@@ -2419,11 +2464,10 @@ static void dies_any_time(int rank, int world, void *arg) {
     }
     fsdp_status status = open_as(&c, s, rank, world);
     if (status) {
-        char who[16];
-        snprintf(who, sizeof who, "rank %d", when[1]);
         CHECK_MSG(status == FSDP_ERR_PEER_LOST || status == FSDP_ERR_TIMEOUT, "%s",
                   fsdp_status_name(status));
-        if (!strcasestr(c.error, "rank 0 has to run")) says(c.error, who); /* it gave up already */
+        if (!strcasestr(c.error, "rank 0 has to run")) /* it gave up already */
+            CHECK_MSG(names_rank(c.error, when[1]), "\"%s\", killed: %d", c.error, when[1]);
         s->flags[2 + (status == FSDP_ERR_TIMEOUT)]++;
         return;
     }
