@@ -307,7 +307,7 @@ quick: ## the tests over shared memory, without the slowest: under a minute from
 	@tools/run_tests.sh --without='-$(subst :,:-,$(SLOW))' $(call WORDS,shm)
 test: quiet-deps ## every test, over Gloo and on stubs of CUDA and NCCL too, without suites long_
 	$(call BUILD_ALL,$(TESTED))
-	@tools/run_tests.sh --without='-long_*' $(if $(FILTER),'--filter=$(FILTER)') \
+	@tools/run_tests.sh --without='-long_*' --ran=$(BUILD)/tests.ran $(if $(FILTER),'--filter=$(FILTER)') \
 	    FSDP_BUILD=$(BUILD) $(PYTESTS) $(call WORDS,$(TESTED)) -- $(WITHOUT_GLOO)
 golden: ## the tests against recorded PyTorch results, in $FSDP_GOLDEN_DIR
 	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory tests
