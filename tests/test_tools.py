@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 """test_tools.py - the tools that read sources, on small made-up trees: amalgamate.py writes one
-header that does what the many did, and each check of check_text.py finds what it is there for."""
+header that does what the many did, each check of check_text.py finds what it is there for, and
+run_tests.sh hands it what ran. And where with_torchrun.sh looks."""
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -257,6 +259,39 @@ def test_tests_that_ran():
         check("README.md:3" not in out, f"a program ran if one of its tests did: {out}")
         status, out = run_tests(root, done=" SKIPPED")
         check(status == 0 and "README" not in out, f"only where it is asked: {out}")
+
+
+def test_with_torchrun():
+    """The command runs with the torchrun that is there, that of the environment, or without one."""
+    with tempfile.TemporaryDirectory() as root:
+        for name in ("bash", "cat", "ln", "mkdir", "rm", "sh", "tail", "timeout", "tr"):
+            os.symlink(shutil.which(name), os.path.join(root, name))
+
+        def script(name, text):
+            os.makedirs(os.path.dirname(os.path.join(root, name)) or root, exist_ok=True)
+            with open(os.path.join(root, name), "w", encoding="utf-8") as f:
+                f.write("#!/bin/sh\n" + text + "\n")
+            os.chmod(os.path.join(root, name), 0o755)
+
+        def says(words, where):
+            out = subprocess.run([os.path.join(TOOLS, "with_torchrun.sh"), "venv", "sh", "-c",
+                                  "command -v torchrun; exit 3"], cwd=root, env={"PATH": root},
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                 universal_newlines=True)
+            check(words in out.stderr and out.stdout.strip() == where, str(out))
+            check(out.returncode == 3, "the status is that of the command")
+        says("none here, and no python3", "")
+        script("python3", "echo no module venv; exit 1")
+        says("none here, and pip could not install it: no module venv", "")
+        script("python3", f"mkdir -p venv/bin; cat >venv/bin/pip <<'E'\n#!{root}/sh\necho no network; "
+                          "exit 2\nE\n/bin/chmod +x venv/bin/pip")
+        says("none here, and pip could not install it: no network", "")
+        check(not os.path.exists(os.path.join(root, "venv")), "half an environment is removed")
+        for program in ("torchrun", "python"):
+            script(f"venv/bin/{program}", "echo 2.15")
+        says("venv: torch 2.15", os.path.join(root, "venv/only/torchrun"))
+        script("torchrun", "exit 0")
+        says(f"torchrun: {root}/torchrun", os.path.join(root, "torchrun"))
 
 
 if __name__ == "__main__":
