@@ -137,7 +137,7 @@ COMPILE   = $(CC) $(STD) $(WARN) $(CWARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(SA
 BUILD_ONE = $(COMPILE) $< $(filter %/library.o,$^) $(LDFLAGS) -pthread $(LDLIBS) -lm
 
 .PHONY: all tests examples single gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test gpu-bench \
-        quick test nightly golden check check-san shared deps install uninstall format clean help quiet-deps
+        quick test nightly torchrun golden check check-san shared deps install uninstall format clean help quiet-deps
 all: examples tests $(FSDPRUN) ## examples, tests and tools
 tests: $(TESTS) $(PROBES)
 gpt-cuda: $(CUDA_GPT)
@@ -212,7 +212,7 @@ $(BUILD) $(BUILD)/tests $(BUILD)/examples $(BUILD)/bench $(BUILD)/stubs:
 	@mkdir -p $@
 -include $(wildcard $(BUILD)/*/*.d)
 
-run: $(GPT) $(FSDPRUN) ## train a small GPT on 4 ranks, about a minute
+run: $(GPT) $(FSDPRUN) ## train a small GPT on 4 ranks, one to two minutes
 	examples/gpt/train_gpt --ranks 4
 
 gloo: $(FSDPRUN) ## the examples with the Gloo backend, in build/gloo/examples
@@ -307,7 +307,7 @@ quick: ## the tests over shared memory, without the slowest: under a minute from
 	@tools/run_tests.sh --without='-$(subst :,:-,$(SLOW))' $(call WORDS,shm)
 test: quiet-deps ## every test, over Gloo and on stubs of CUDA and NCCL too, without suites long_
 	$(call BUILD_ALL,$(TESTED))
-	@tools/run_tests.sh --without='-long_*' $(if $(FILTER),'--filter=$(FILTER)') \
+	@tools/run_tests.sh --without='-long_*' --ran=$(BUILD)/tests.ran $(if $(FILTER),'--filter=$(FILTER)') \
 	    FSDP_BUILD=$(BUILD) $(PYTESTS) $(call WORDS,$(TESTED)) -- $(WITHOUT_GLOO)
 golden: ## the tests against recorded PyTorch results, in $FSDP_GOLDEN_DIR
 	-@$(MAKE) -s -k -j$(JOBS) --no-print-directory tests
@@ -326,12 +326,17 @@ LONG_gloo = $(if $(HAVE_GLOO),-- FSDP_BUILD=$(BUILD) FSDP_BACKEND=gloo \
             $(patsubst %,'$(BUILD)/gloo/tests/%:long_*',test_gloo test_gloo_faults),$(WITHOUT_GLOO))
 nightly: quiet-deps ## what test and check leave out, and the mutations: hours
 	$(call BUILD_ALL,$(TESTED) clang_ofast)
-	@tools/run_tests.sh $(patsubst %,gate:%,$(call CHECK_SH,nightly)) \
+	@tools/with_torchrun.sh $(BUILD)/venv tools/run_tests.sh $(patsubst %,gate:%,$(call CHECK_SH,nightly)) \
 	    $(call WORDS,clang_ofast) -- FSDP_BUILD=$(BUILD) $(TESTS:%='%:long_*') $(LONG_gloo) \
 	    -- FSDP_BUILD=$(BUILD)/stub $(patsubst %,'$(BUILD)/stub/tests/%:long_*',test_nccl test_nccl_faults) \
 	    -- $(SLOWER) $(foreach t,$(VALGRIND_TESTS),'$(VALGRIND) $(BUILD)/tests/$(subst :, --filter=,$t):-long_*')
 	@$(MAKE) --no-print-directory check GATES='asan tsan' FEW= FEWER= TSAN_TESTS='$(TSAN_TESTS) test_memory test_train'
 	@tools/mutate
+
+torchrun: $(FSDPRUN) gloo ## programs under a real torchrun; where there is none, installs one into build/venv
+	@$(MAKE) -s --no-print-directory $(BUILD)/tests/test_cluster $(BUILD)/examples/01_hello
+	@tools/with_torchrun.sh $(BUILD)/venv tools/run_tests.sh \
+	    FSDP_BUILD=$(BUILD) '$(BUILD)/tests/test_cluster:long_cluster.torchrun*'
 
 # Over Gloo where it is; beside PyTorch where that is, too.
 PYTHON ?= python3

@@ -1,9 +1,11 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 """test_tools.py - the tools that read sources, on small made-up trees: amalgamate.py writes one
-header that does what the many did, and each check of check_text.py finds what it is there for."""
+header that does what the many did, each check of check_text.py finds what it is there for, and
+run_tests.sh hands it what ran. And where with_torchrun.sh looks."""
 import contextlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -46,7 +48,18 @@ GOOD = {
                            "static int fsdpi_move(void) { return 4000 + fsdpi_base(); }\n",
     "fsdp_more.h": f"/* fsdp_more.h - an extension\n\n   {SPDX}#include \"fsdp.h\"\n"
                    "static int fsdpi_more_own(void) { return fsdp_all(); } // not fsdpi_a\n",
-    "tests/test_all.c": "/* test_all.c\n\n   SPDX-License-Identifier: MIT */\n",
+    "tests/test_all.c": "/* test_all.c\n\n   SPDX-License-Identifier: MIT */\n"
+                        "TEST(all, works) {}\nTEST_P(all, of_a_table, rows) {}\n",
+    "tests/test_fully_shard_a.c": "/* SPDX-License-Identifier: MIT */\n"
+                                  "TEST(fully_shard_a, done) {}\n"
+                                  "TEST_TIMEOUT(long_fully_shard_a, large, 9) {}\n",
+    "README.md": "| what works | tested by |\n|---|---|\n| all | `test_all` |\n"
+                 "| a table | `all.of_*`, `fully_shard_a.done` |\n\n| other | table |\n|---|---|\n"
+                 "| all of it | nothing |\n",
+    "docs/parity.md": "### test_fully_shard_a\n\n| PyTorch's test | state | asserts |\n|---|---|---|\n"
+                      "| `done` | done | `torch.chunk` |\n| `renamed` | done | `all.works` |\n"
+                      "| `absent` | not applicable | nothing |\n"
+                      "| `large` | own | `long_fully_shard_a.large` |\n",
 }
 
 
@@ -176,6 +189,109 @@ def test_functions():
           backends_fsdp_net_h=GOOD["backends/fsdp_net.h"] + function(70))
     finds("functions", "a function of 71 lines, at most 70",
           backends_fsdp_net_h=GOOD["backends/fsdp_net.h"] + function(71))
+
+
+def test_tests():
+    readme, parity = GOOD["README.md"], GOOD["docs/parity.md"]
+    finds("tests", "README.md:3: no such test: test_invented",
+          README_md=readme.replace("`test_all`", "`test_all`, `test_invented`"))
+    finds("tests", "README.md:4: no such test: all.invented",
+          README_md=readme.replace("all.of_*", "all.invented"))
+    finds("tests", "README.md:3: a row that names no test",
+          README_md=readme.replace("`test_all`", "test_all"))
+    finds("tests", "README.md: no table of tests", README_md="No table.\n")
+    finds("tests", "README.md:10: no such test: all.invented",
+          README_md=readme + "\n`make test FILTER=all.invented`\n")
+    finds("tests", "docs/parity.md:5: no such test: fully_shard_a.invented",
+          docs_parity_md=parity.replace("`done` |", "`done`, `invented` |"))
+    finds("tests", "docs/parity.md:6: no such test: all.invented",
+          docs_parity_md=parity.replace("all.works", "all.invented"))
+    finds("tests", "docs/parity.md:7: no such test: fully_shard_a.absent",
+          docs_parity_md=parity.replace("not applicable", "done"))
+    finds("tests", "docs/parity.md:5: great is no state",
+          docs_parity_md=parity.replace("| done | `torch", "| great | `torch"))
+    finds("tests", "docs/parity.md: no row for fully_shard_a.new of test_fully_shard_a",
+          tests_test_fully_shard_a_c=GOOD["tests/test_fully_shard_a.c"]
+          + "TEST(fully_shard_a, new) {}\n")
+
+
+PROGRAMS = {"test_all": ["works", "of_a_table/one", "of_a_table/two"],
+            "test_fully_shard_a": ["done"]}
+
+
+def run_tests(root, options="", **results):
+    """run_tests.sh over programs in which every test passes, but for these results."""
+    for program, tests in PROGRAMS.items():
+        lines = []
+        for test in tests:
+            name = program[5:] + "." + test
+            result = results.get(test.split("/")[0], "      OK")
+            if result:
+                lines.append(f"echo '[ RUN      ] {name}'; echo '[ {result} ] {name} (1 ms)'")
+        path = os.path.join(root, program)
+        with open(path, "w", encoding="utf-8") as f:
+            f.write("#!/bin/sh\n" + "\n".join(lines) + "\n")
+        os.chmod(path, 0o755)
+    if not os.path.exists(os.path.join(root, "tools")):
+        os.symlink(TOOLS, os.path.join(root, "tools"))
+    r = subprocess.run(f"tools/run_tests.sh {options} ./test_all ./test_fully_shard_a", cwd=root,
+                       shell=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                       stdin=subprocess.DEVNULL, universal_newlines=True,
+                       env=dict(os.environ, WARN="-Wall", FSDP_BUILD="build"))
+    return r.returncode, r.stdout
+
+
+def test_tests_that_ran():
+    """What a document names has to have passed in this run."""
+    with tree() as root:
+        ran = "--ran=tests.ran"
+        status, out = run_tests(root, ran)
+        check(status == 0 and "5 passed, 0 failed, 0 skipped" in out, out)
+        with open(os.path.join(root, "tests.ran"), encoding="utf-8") as f:
+            check(f.read() == "".join(f"{p}\t{p[5:]}.{t}\tOK\n" for p, tests in PROGRAMS.items()
+                                      for t in sorted(tests)), "the file of what ran")
+        for result, words in (("", "did not run"), (" SKIPPED", "was skipped")):
+            status, out = run_tests(root, ran, done=result)
+            check(status and f"README.md:4: fully_shard_a.done {words}" in out, out)
+            check(f"docs/parity.md:5: fully_shard_a.done {words}" in out, out)
+        status, out = run_tests(root, ran, of_a_table=" SKIPPED")
+        check(status and "README.md:4: all.of_a_table was skipped" in out, out)
+        check("README.md:3" not in out, f"a program ran if one of its tests did: {out}")
+        status, out = run_tests(root, done=" SKIPPED")
+        check(status == 0 and "README" not in out, f"only where it is asked: {out}")
+
+
+def test_with_torchrun():
+    """The command runs with the torchrun that is there, that of the environment, or without one."""
+    with tempfile.TemporaryDirectory() as root:
+        for name in ("bash", "cat", "ln", "mkdir", "rm", "sh", "tail", "timeout", "tr"):
+            os.symlink(shutil.which(name), os.path.join(root, name))
+
+        def script(name, text):
+            os.makedirs(os.path.dirname(os.path.join(root, name)) or root, exist_ok=True)
+            with open(os.path.join(root, name), "w", encoding="utf-8") as f:
+                f.write("#!/bin/sh\n" + text + "\n")
+            os.chmod(os.path.join(root, name), 0o755)
+
+        def says(words, where):
+            out = subprocess.run([os.path.join(TOOLS, "with_torchrun.sh"), "venv", "sh", "-c",
+                                  "command -v torchrun; exit 3"], cwd=root, env={"PATH": root},
+                                 stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+                                 universal_newlines=True)
+            check(words in out.stderr and out.stdout.strip() == where, str(out))
+            check(out.returncode == 3, "the status is that of the command")
+        says("none here, and no python3", "")
+        script("python3", "echo no module venv; exit 1")
+        says("none here, and pip could not install it: no module venv", "")
+        script("python3", f"mkdir -p venv/bin; cat >venv/bin/pip <<'E'\n#!{root}/sh\necho no network; "
+                          "exit 2\nE\n/bin/chmod +x venv/bin/pip")
+        says("none here, and pip could not install it: no network", "")
+        check(not os.path.exists(os.path.join(root, "venv")), "half an environment is removed")
+        for program in ("torchrun", "python"):
+            script(f"venv/bin/{program}", "echo 2.15")
+        says("venv: torch 2.15", os.path.join(root, "venv/only/torchrun"))
+        script("torchrun", "exit 0")
+        says(f"torchrun: {root}/torchrun", os.path.join(root, "torchrun"))
 
 
 if __name__ == "__main__":

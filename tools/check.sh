@@ -369,7 +369,7 @@ existing() { # FILE...: those that are there
 }
 
 list() {
-    printf 'text.%s\n' toc docs functions columns code licence layers extensions
+    printf 'text.%s\n' toc docs functions columns code licence layers extensions tests
     echo single && echo single_tests
     existing examples/*.c | sed 's|examples/\(.*\)\.c|single_example.\1|'
     printf 'warnings.%s\n' gcc clang g++ clang++

@@ -10,11 +10,15 @@
   layers     calls go down: no file of core/ includes anything of the project or names a backend,
              and only fsdp.h includes files of core/
   extensions no extension (fsdp_*.h) uses a private name of fsdp.h, core/ or backends/
+  tests      each test that README's first table, docs/parity.md or a command of a document names is
+             in tests/; each test of tests/test_fully_shard_*.c has a row in docs/parity.md. With
+             FSDP_RAN, which run_tests.sh sets: each of them passed in that run
 
 In a document, ```c is a whole program if it has a main(), else statements, compiled inside a
 function that knows the names in FRAGMENT. ```c file is compiled at file scope, ```c sketch not.
 A program is also an indented block with a main() in the first comment of a header.
 """
+import fnmatch
 import glob
 import os
 import re
@@ -261,6 +265,148 @@ def check_extensions():
     for path in HEADERS[1:]:
         for name in sorted(set(private.findall(code_of(path))) & set(owner)):
             yield f"{path}: {name} is not its own, {owner[name]} has it: use public functions"
+
+
+def known_tests():
+    """{name of a test: its program} of the sources; rows of TEST_P not told apart."""
+    known = {}
+    for path in sorted(glob.glob("tests/*.c") + glob.glob("tests/private/*.c")):
+        for m in re.finditer(r"^TEST\w*\((\w+),\s*(\w+)", read(path), re.M):
+            known[f"{m.group(1)}.{m.group(2)}"] = os.path.basename(path)[:-2]
+    for path in glob.glob("tests/test_*.py"):
+        text = read(path)
+        suite = re.search(r'\brun\("(\w+)", globals\(\)', text)
+        for name in re.findall(r"^def test_(\w+)", text, re.M) if suite else []:
+            known[f"{suite.group(1)}.{name}"] = os.path.basename(path)[:-3]
+    return known
+
+
+def tables(path):
+    """Yields (line number, heading, cells) of each row, headings of tables left out."""
+    heading, lines = "", lines_of(path)
+    for i, line in enumerate(lines):
+        if line.startswith("#"):
+            heading = line
+        rule = i + 1 < len(lines) and lines[i + 1].startswith("|---")
+        if line.startswith("|") and not line.startswith("|---") and not rule:
+            yield i + 1, heading, [c.strip() for c in re.split(r"(?<!\\)\|", line)[1:-1]]
+
+
+def quoted(text):
+    return re.findall(r"`([^`]+)`", text)
+
+
+def named_in_readme():
+    """Yields (place, name) of each program and test in the last column of README's first table."""
+    first = None
+    for line, _, cells in tables("README.md"):
+        if first is not None and line > first + 1:
+            return
+        first = line
+        yield f"README.md:{line}", ""  # a row has to name something
+        for name in quoted(cells[-1]):
+            if name != "make test":
+                yield f"README.md:{line}", name
+
+
+STATES = {"done": 1, "partly": 1, "differs": 1, "own": 1, "not applicable": 0, "not yet": 0}
+
+
+def named_in_parity(known):
+    """Yields (place, name of a test, or ? and a complaint). Under a heading test_fully_shard_X the
+    first column has upstream's names, which are ours in the suite of that name."""
+    suites = {name.split(".")[0] for name in known}
+    for line, heading, cells in tables("docs/parity.md"):
+        place = f"docs/parity.md:{line}"
+        for name in quoted(" ".join(cells[1:])):
+            if re.match(r"\w+\.\w+$", name) and name.split(".")[0] in suites:
+                yield place, name
+        m = re.match(r"### test_(\w+)", heading)
+        if not m:
+            continue
+        if cells[1] not in STATES:
+            yield place, f"?{cells[1]} is no state: {', '.join(STATES)}"
+        elif not quoted(cells[0]):
+            yield place, f"?no test named: {cells[0]}"
+        for name in quoted(cells[0]):
+            here = f"{m.group(1)}.{name}"
+            elsewhere = any(other in known for other in quoted(cells[2]))
+            if here in known or STATES.get(cells[1]) and not elsewhere:
+                yield place, here
+
+
+def named_in_commands():
+    """Yields (place, pattern of tests) of each --filter= and FILTER= in a document."""
+    for path in sorted(glob.glob("[RC]*.md") + glob.glob("docs/*.md")):
+        for i, line in enumerate(lines_of(path)):
+            for name in re.findall(r"\b(?:--filter|FILTER)=[\"']?([\w.*]+)", line):
+                if name != "NAME" and "X" not in name:
+                    yield f"{path}:{i + 1}", name
+
+
+def matching(pattern, names):
+    """As the harness: a glob if it has a star, else any name that has this text."""
+    glob_ = pattern if "*" in pattern else f"*{pattern}*"
+    return [n for n in names if fnmatch.fnmatchcase(n, glob_)]
+
+
+def read_run(path):
+    """{program: {test: result}} of a file that run_tests.sh wrote."""
+    ran = {}
+    for line in read(path).splitlines():
+        program, test, result = line.split("\t")
+        ran.setdefault(program, {}).setdefault(test.split("/")[0], set()).add(result)
+    return ran
+
+
+def check_tests():
+    known, named, rows = known_tests(), [], {}
+    programs = {os.path.basename(p).split(".")[0] for p in glob.glob("tests/test_*.*") +
+                glob.glob("tests/private/test_*.c")}
+    for place, name in named_in_readme():
+        rows.setdefault(place, 0)
+        if not name:
+            continue
+        rows[place] += 1
+        found = fnmatch.filter(sorted(programs if "." not in name else known), name)
+        named += [(place, n) for n in found]
+        if not found:
+            yield f"{place}: no such test: {name}"
+    for place, count in rows.items():
+        if not count:
+            yield f"{place}: a row that names no test"
+    if not rows:
+        yield "README.md: no table of tests"
+    listed = set()
+    for place, name in named_in_parity(known):
+        listed.add(name)
+        if name in known:
+            named.append((place, name))
+        else:
+            yield f"{place}: {name[1:]}" if name[0] == "?" else f"{place}: no such test: {name}"
+    for name, program in known.items():
+        if re.match("test_fully_shard_(?!errors)", program) and name not in listed:
+            yield f"docs/parity.md: no row for {name} of {program}"
+    for place, pattern in named_in_commands():
+        if not matching(pattern, known):
+            yield f"{place}: no such test: {pattern}"
+    if not os.environ.get("FSDP_RAN"):
+        print(f"note: {len(set(named))} names of tests")
+        return
+    ran = read_run(os.environ["FSDP_RAN"])
+    for place, name in sorted(set(named)):
+        program, test = (known[name], name) if "." in name else (name, "*")
+        if test.startswith("long_"):  # nightly
+            continue
+        if re.match("test_(gloo|cluster)", program) and "gloo" in ran:  # no Gloo here, as it says
+            continue
+        results = set()
+        for t in fnmatch.filter(ran.get(program, {}), test):
+            results |= ran[program][t]
+        if "OK" not in results:
+            how = "was skipped" if "SKIPPED" in results else "failed" if results else "did not run"
+            yield f"{place}: {name} {how}"
+    print(f"note: {len(set(named))} names of tests, all of which ran")
 
 
 def main():

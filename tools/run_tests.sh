@@ -3,7 +3,7 @@
 # run_tests.sh - run test programs side by side; close with the time that it took, the slowest ten,
 # and one total: "N passed, N failed, N skipped".
 #
-#   tools/run_tests.sh [--filter=PATTERN] [--without=PATTERN] WORD...
+#   tools/run_tests.sh [--filter=PATTERN] [--without=PATTERN] [--ran=FILE] WORD...
 #
 # A word is one of
 #   PROGRAM            prints GoogleTest's lines (tests/harness.h does); *.py is run by python3
@@ -13,21 +13,29 @@
 #   VARIABLE=VALUE     holds for the programs behind it, up to a word --
 #   skip:NAME:REASON   counts one test that cannot run here
 #
-# --filter runs only tests with this text, --without leaves some out; patterns are the harness's. So
-# many programs run at a time: JOBS, or two for a core, as they wait much of the time. Each is
+# --filter runs only tests with this text, --without leaves some out; patterns are the harness's.
+# --ran, without a filter: FILE gets a line "PROGRAM TEST RESULT" for each test; at the end a
+# gate checks that what README.md and docs/parity.md name has passed (check_text.py tests).
+# So many programs run at a time: JOBS, or two for a core, as they wait much of the time. Each is
 # shown as a whole when it has ended; with JOBS=1, as it runs. The exit status is 0 only if
 # something ran and nothing failed.
 set -fuo pipefail # names may hold globs
 
 # Adds what job number $1 printed: each RUN line is closed by the result line with its name.
 count() { # NUMBER STATUS MILLISECONDS NAME
-    awk -v number="$1" -v status="$2" -v ms="$3" -v name="$4" '
+    awk -v number="$1" -v status="$2" -v ms="$3" -v name="$4" -v ran="$FSDP_JOBS/ran" '
         function is(line) { return open != "" && (index(line, open " ") == 1 || line == open) }
+        function close_as(result) { print program "\t" open "\t" result >>ran; open = "" }
+        BEGIN {
+            program = name
+            sub(/^python3 /, "", program); sub(/[: ].*/, "", program)
+            sub(/.*\//, "", program); sub(/\.py$/, "", program)
+        }
         { rest = substr($0, 14) }
         /^\[ RUN      \] / { if (open == "") open = rest; next }
-        /^\[       OK \] / && is(rest) { ok++; open = "" }
-        /^\[  SKIPPED \] / && is(rest) { skip++; open = "" }
-        /^\[  FAILED  \] / && is(rest) { bad++; names = names " " open; open = "" }
+        /^\[       OK \] / && is(rest) { ok++; close_as("OK") }
+        /^\[  SKIPPED \] / && is(rest) { skip++; close_as("SKIPPED") }
+        /^\[  FAILED  \] / && is(rest) { bad++; names = names " " open; close_as("FAILED") }
         END {
             if (open != "") { bad++; names = names " " open "(unfinished)" }
             if (!bad && status) { bad = 1; names = " exit-status-" status }
@@ -55,22 +63,24 @@ if [ "${1-}" = --one ]; then # a job: a line of the list, as variables, program 
     exit 0
 fi
 
-filter='' without='' variables=() started=$(date +%s)
+filter='' without='' ran='' variables=() started=$(date +%s)
 while :; do
     case ${1-} in
     --filter=*) filter=${1#*=} ;;
     --without=*) without=${1#*=} ;;
+    --ran=*) ran=${1#*=} ;;
     *) break ;;
     esac
     shift
 done
 export FSDP_WITHOUT=$without
 FSDP_JOBS=$(mktemp -d) && export FSDP_JOBS && trap 'rm -rf "$FSDP_JOBS"' EXIT
-: >"$FSDP_JOBS/list" && : >"$FSDP_JOBS/results"
+: >"$FSDP_JOBS/list" && : >"$FSDP_JOBS/results" && : >"$FSDP_JOBS/ran"
 add() { echo "${variables[*]-} $*" | sed 's/^ *//' >>"$FSDP_JOBS/list"; }
 skip() { # NAME REASON
     printf '[ RUN      ] %s\n[  SKIPPED ] %s (%s)\n' "$1" "$1" "$2"
     printf '0\t0\t0\t1\t%s\t\n' "$1" >>"$FSDP_JOBS/results"
+    printf '%s\t%s\tSKIPPED\n' "$1" "$1" >>"$FSDP_JOBS/ran"
 }
 has() { # PROGRAM FILTER: any such test, or something to complain about
     local names
@@ -98,6 +108,11 @@ for word; do
     esac
 done
 seq "$(wc -l <"$FSDP_JOBS/list")" | xargs -r -P "${JOBS:-$((2 * $(nproc)))}" -n 1 "$0" --one
+if [ -n "$ran" ] && [ -z "$filter" ]; then
+    sort "$FSDP_JOBS/ran" >"$ran"
+    add "FSDP_RAN=$ran" tools/check.sh --one text.tests
+    "$0" --one "$(wc -l <"$FSDP_JOBS/list")"
+fi
 
 sort -rn "$FSDP_JOBS/results" | awk -F '\t' -v seconds=$(($(date +%s) - started)) '
     { ok += $2; bad += $3; skipped += $4 }
