@@ -3288,8 +3288,30 @@ static fsdp_status fsdpi_fail_once(fsdp_world *w, fsdp_status status, int is_fir
     return status;
 }
 
-static fsdp_status fsdpi_null(fsdp_world *w, const char *what) {
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
+// An argument, a field of a desc or an environment variable is wrong.
+FSDP_PRINTF(2, 3)
+static fsdp_status fsdpi_bad(fsdp_world *w, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    fsdp_status status = fsdpi_fail_text(w, FSDP_ERR_INVALID_ARG, 1, fmt, args);
+    va_end(args);
+    return status;
+}
+
+// `which`: the arguments of the call that must not be NULL.
+static fsdp_status fsdpi_null(fsdp_world *w, const char *call, const char *which) {
+    return fsdpi_bad(w, "[E101] %s: %s is NULL", call, which);
+}
+static fsdp_status fsdpi_null_of(fsdp_model *m, const char *call, const char *which) {
+    return fsdpi_null(m ? m->world : NULL, call, which);
+}
+
+// The host's allocator has failed. name: of a unit or an extension, or "".
+static fsdp_status fsdpi_no_memory(fsdp_world *w, const char *what, const char *name,
+                                   size_t bytes) {
+    return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
+                     "[E301] %s%s%s%s: the allocator has returned NULL for %llu bytes of memory",
+                     what, *name ? " '" : "", name, *name ? "'" : "", (unsigned long long)bytes);
 }
 
 // A call of all ranks has failed on this one, or status is FSDP_OK: the others must not wait.
@@ -3310,15 +3332,14 @@ FSDP_API fsdp_status fsdp_desc_read(fsdp_world *w, void *dst, const void *src, s
     memcpy(&canary, (const char *)src + sizeof given, sizeof canary);
     if (given == 0) given = (uint32_t)size;
     if (given > size || given < 24)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s.size is %u, expected 0 or 24..%u: zero the struct before you fill it, "
-                         "and build with "
-                         "the header of the library",
+        return fsdpi_bad(w,
+                         "[E102] %s.size is %u, expected 0 or 24..%u: zero the struct before you "
+                         "fill it, and build with the library's header",
                          what, given, (unsigned)size);
     memcpy(&end, (const char *)src + given - sizeof end, sizeof end);
     if (canary || end)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: a canary is not 0: zero the struct before you fill it", what);
+        return fsdpi_bad(w, "[E103] %s: a canary is not 0: zero the struct before you use it",
+                         what);
     memcpy(dst, src, given - sizeof end);
     return FSDP_OK;
 }
@@ -3341,8 +3362,8 @@ static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char 
         fsdpi_log(w, FSDP_LOG_ERROR, FSDP_ERR_INTERNAL, names[i]);
     free(names);
 #endif
-    return fsdpi_world_fail(w, FSDP_ERR_INTERNAL, "[Rank %d] %s: %s does not hold", w->rank, where,
-                            what);
+    return fsdpi_world_fail(w, FSDP_ERR_INTERNAL, "[E299] [Rank %d] %s: %s does not hold", w->rank,
+                            where, what);
 }
 
 #ifndef FSDP_ASSERT
@@ -3444,10 +3465,14 @@ static fsdp_status fsdpi_env_int(const char *name, int min, int max, int *out, f
         *out = (int)value;
         return FSDP_OK;
     }
-    fsdpi_say(error, "environment variable %s is '%s', expected ", name, text);
-    if (max == 0x7FFFFFFF) fsdpi_say(error, "an integer of at least %d", min);
-    else if (max == min + 1) fsdpi_say(error, "%d or %d", min, max);
-    else fsdpi_say(error, "an integer from %d to %d", min, max);
+    if (max == 0x7FFFFFFF)
+        fsdpi_say(error,
+                  "[E501] environment variable %s is '%s', expected an integer of at least %d",
+                  name, text, min);
+    else
+        fsdpi_say(error,
+                  "[E509] environment variable %s is '%s', expected an integer from %d to %d", name,
+                  text, min, max);
     return FSDP_ERR_INVALID_ARG;
 }
 
@@ -3511,13 +3536,11 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     if (!status) status = fsdpi_world_env_int(w, l->local, 0, 0x7FFFFFFF, &local);
     if (status) return status;
     if (has_rank != has_size)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "environment variable %s is set, but %s is not: set both or none",
+        return fsdpi_bad(w, "[E502] environment variable %s is set and %s is not: set both or none",
                          has_rank ? l->rank : l->size, has_rank ? l->size : l->rank);
     if (rank >= size)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "environment variable %s is %d, expected less than %s, which is %d",
-                         l->rank, rank, l->size, size);
+        return fsdpi_bad(w, "[E503] variable %s is %d, expected less than %s, which is %d", l->rank,
+                         rank, l->size, size);
     d->rank = rank;
     d->world_size = size;
     d->local_rank = local;
@@ -3543,14 +3566,12 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
         if (job) used = snprintf(out, cap, "%s", job);
     }
     if (!job && !parts && d->world_size > 1)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%d ranks need a common job name: start the program with tools/fsdprun, "
-                         "torchrun, mpirun or srun, or set MASTER_PORT or FSDP_JOB_ID, or "
-                         "fsdp_world_desc.job",
+        return fsdpi_bad(w,
+                         "[E504] %d ranks need a common job name: use fsdprun, torchrun, mpirun or "
+                         "srun, or set MASTER_PORT or FSDP_JOB_ID",
                          d->world_size);
     if (used < 0 || (size_t)used >= cap)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "the job's name is longer than %u bytes: shorten FSDP_JOB_ID",
+        return fsdpi_bad(w, "[E505] the job's name is longer than %u bytes: shorten FSDP_JOB_ID",
                          (unsigned)cap - 1);
     return FSDP_OK;
 }
@@ -3628,9 +3649,9 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
         used = snprintf(out, cap, "host:");
     }
     if (used < 0 || (size_t)used >= cap)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "the address where ranks meet is longer than %u bytes: give a shorter "
-                         "fsdp_world_desc.store, FSDP_STORE or MASTER_ADDR",
+        return fsdpi_bad(w,
+                         "[E506] the address where ranks meet is longer than %u bytes: give a "
+                         "shorter fsdp_world_desc.store, FSDP_STORE or MASTER_ADDR",
                          (unsigned)cap - 1);
     return FSDP_OK;
 }
@@ -3655,9 +3676,8 @@ static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
             *out = i;
             return FSDP_OK;
         }
-    return fsdp_fail(
-        w, FSDP_ERR_INVALID_ARG,
-        "environment variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
+    return fsdpi_bad(
+        w, "[E507] variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
 }
 
 /* ==== core/attach.h =========================================================================
@@ -6106,7 +6126,7 @@ static fsdp_status fsdpi_spawn_run(fsdpi_spawn *s, int rank) {
     r.status = (int32_t)failed; // why fn returned what it did, or what it has overlooked
     if (!failed && value)
         r.status = value > 0 && value <= FSDP_ERR_INTERNAL ? value : (int32_t)FSDP_ERR_INTERNAL;
-    snprintf(text, sizeof text, "the rank's function returned %d, expected 0", value);
+    snprintf(text, sizeof text, "[E512] the rank's function returned %d, expected 0", value);
     int said = (r.status == value || failed) && *fsdp_last_error(world);
     if (r.status) fsdpi_spawn_text(&r, said ? fsdp_last_error(world) : text);
     fsdpi_spawn_tell(s, &r);
@@ -6130,7 +6150,8 @@ static void fsdpi_spawn_threads(fsdpi_spawn *s, fsdpi_spawn_rank *ranks) {
         if (rc == 0) continue;
         // The ranks that were started fail when this one does not come in time.
         fsdpi_spawn_report r = {k, FSDP_ERR_OUT_OF_MEMORY, ""};
-        snprintf(r.text, sizeof r.text, "rank %d: cannot start its thread: %s", k, strerror(rc));
+        snprintf(r.text, sizeof r.text, "rank %d: [E513] the system cannot start its thread: %s", k,
+                 strerror(rc));
         fsdpi_spawn_tell(s, &r);
         break;
     }
@@ -6158,10 +6179,11 @@ static void fsdpi_spawn_lost(fsdpi_spawn *s, int rank, int how) {
     fsdpi_spawn_report r = {rank, FSDP_ERR_PEER_LOST, ""};
     if (s->first.status && s->first.status != (int32_t)FSDP_ERR_PEER_LOST) return;
     if (WIFSIGNALED(how))
-        snprintf(r.text, sizeof r.text, "rank %d was killed by signal %d (%s)", rank, WTERMSIG(how),
-                 fsdpi_strsignal(WTERMSIG(how)));
+        snprintf(r.text, sizeof r.text, "[E514] rank %d was killed by signal %d (%s)", rank,
+                 WTERMSIG(how), fsdpi_strsignal(WTERMSIG(how)));
     else
-        snprintf(r.text, sizeof r.text, "rank %d ended with exit code %d inside its function", rank,
+        snprintf(r.text, sizeof r.text,
+                 "[E515] rank %d ended with exit code %d inside its function", rank,
                  WEXITSTATUS(how));
     s->first = r;
 }
@@ -6198,7 +6220,8 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
     int64_t failed_at = 0;
     struct pollfd p;
     if (pipe(s->pipe))
-        return fsdp_fail(NULL, FSDP_ERR_IO, "fsdp_spawn: cannot make a pipe: %s", strerror(errno));
+        return fsdp_fail(NULL, FSDP_ERR_IO, "[E510] fsdp_spawn: the system cannot make a pipe: %s",
+                         strerror(errno));
     (void)fcntl(s->pipe[0], F_SETFD, FD_CLOEXEC);
     (void)fcntl(s->pipe[1], F_SETFD, FD_CLOEXEC);
     (void)fflush(NULL); // or every child would print what is buffered here
@@ -6208,8 +6231,8 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
         if (ranks[k].pid > 0) continue;
         s->first.rank = k;
         s->first.status = (int32_t)FSDP_ERR_OUT_OF_MEMORY;
-        snprintf(s->first.text, sizeof s->first.text, "rank %d: cannot fork its process: %s", k,
-                 strerror(errno));
+        snprintf(s->first.text, sizeof s->first.text,
+                 "rank %d: [E516] the system cannot fork its process: %s", k, strerror(errno));
     }
     p.fd = s->pipe[0];
     p.events = POLLIN;
@@ -6240,11 +6263,10 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
         status = fsdp_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc");
     if (status) return status;
     if (!fn || d.num_ranks < 1 || d.grace_ms < 0)
-        return fsdp_fail(
-            NULL, FSDP_ERR_INVALID_ARG,
-            "fsdp_spawn: num_ranks is %d, grace_ms is %d, fn is %s: expected num_ranks >= 1, "
-            "grace_ms >= 0 and a function",
-            d.num_ranks, d.grace_ms, fn ? "given" : "NULL");
+        return fsdpi_bad(NULL,
+                         "[E511] fsdp_spawn: num_ranks is %d, grace_ms is %d, fn is %s: expected "
+                         "num_ranks >= 1, grace_ms >= 0 and a function",
+                         d.num_ranks, d.grace_ms, fn ? "given" : "NULL");
     // Two threads may be here at once: their stacks differ.
     snprintf(job, sizeof job, "spawn-%d-%llx-%p", (int)getpid(),
              (unsigned long long)fsdpi_monotonic_ns(NULL), (void *)&s);
@@ -6260,9 +6282,7 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
         allocator.alloc = fsdpi_libc_alloc, allocator.free = fsdpi_libc_free;
     size_t bytes = (size_t)d.num_ranks * (sizeof(fsdpi_spawn_rank) + sizeof(int));
     fsdpi_spawn_rank *ranks = (fsdpi_spawn_rank *)fsdpi_alloc(&allocator, bytes);
-    if (!ranks)
-        return fsdp_fail(NULL, FSDP_ERR_OUT_OF_MEMORY, "fsdp_spawn: no memory for %d ranks",
-                         d.num_ranks);
+    if (!ranks) return fsdpi_no_memory(NULL, "fsdp_spawn", "", bytes);
     for (int k = 0; k < d.num_ranks; k++) ranks[k].spawn = &s, ranks[k].rank = k;
     if (d.threads) fsdpi_spawn_threads(&s, ranks);
     else status = fsdpi_spawn_processes(&s, ranks, (int *)(void *)(ranks + d.num_ranks));
@@ -6299,9 +6319,8 @@ static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status
     int fatal = result > FSDP_ERR_INVALID_STATE && result <= FSDP_ERR_INTERNAL;
     return fsdpi_world_fail(
         w, fatal ? result : FSDP_ERR_ABORTED,
-        "rank %d: your function for %s (%s) of unit '%s' returned %d (%s), expected FSDP_OK",
-        w->rank, fsdp_op_name(op->kind), fsdp_op_label(op), op->what, (int)result,
-        fsdp_status_name(result));
+        "rank %d: [E402] your function for %s (%s) of unit '%s' returned %d (%s)", w->rank,
+        fsdp_op_name(op->kind), fsdp_op_label(op), op->what, (int)result, fsdp_status_name(result));
 }
 
 // The user's function for a unit's collective of a step; not for those of param_full.
@@ -6652,6 +6671,12 @@ static const char *fsdpi_device_text(const fsdp_world *w, fsdp_status status) {
     return *text ? text : fsdp_status_text(status);
 }
 
+// The device has failed in a call that leaves the world as it is.
+static fsdp_status fsdpi_device_error(fsdp_world *w, fsdp_status status, const char *what) {
+    return fsdp_fail(w, status, "[E801] device %s could not %s: %s", w->device_ops->name, what,
+                     fsdpi_device_text(w, status));
+}
+
 static int fsdpi_is_host(const fsdp_world *w) {
     return (w->device_ops->flags & FSDP_DEVICE_HOST) != 0;
 }
@@ -6675,8 +6700,8 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
     default: return fsdpi_run_collective(w, op, stream);
     }
     if (status == FSDP_OK) return FSDP_OK;
-    return fsdpi_world_fail(w, status, "rank %d: %s (%s) of '%s' failed on device %s: %s", w->rank,
-                            fsdp_op_name(op->kind), fsdp_op_label(op), op->what, d->name,
+    return fsdpi_world_fail(w, status, "rank %d: [E802] %s (%s) of '%s' failed on device %s: %s",
+                            w->rank, fsdp_op_name(op->kind), fsdp_op_label(op), op->what, d->name,
                             fsdpi_device_text(w, status));
 }
 
@@ -6747,13 +6772,13 @@ static void fsdpi_lane_push(fsdpi_lane *lane, const fsdp_op *op) {
 
 static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     fsdpi_lane *lane = (fsdpi_lane *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
-    if (!lane) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a worker thread (lane)");
+    if (!lane) return fsdpi_no_memory(w, "worker thread (lane)", "", sizeof *lane);
     lane->world = w;
     int rc = pthread_create(&lane->thread, NULL, fsdpi_lane_main, lane);
     if (rc) {
         fsdpi_free(&w->boot.allocator, lane);
-        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "cannot start a worker thread (lane): %s",
-                         strerror(rc));
+        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
+                         "[E302] cannot start a worker thread (lane): %s", strerror(rc));
     }
     w->lanes[stream] = lane;
     return FSDP_OK;
@@ -6766,9 +6791,7 @@ static fsdp_status fsdpi_extension_stream(fsdp_world *w) {
     if (w->mode == FSDPI_NATIVE && !w->streams[s]) {
         fsdp_status status = w->device_ops->stream(w->device, s, &w->streams[s]);
         if (status) w->streams[s] = NULL;
-        return status ? fsdp_fail(w, status, "device %s could not make a stream: %s",
-                                  w->device_ops->name, fsdpi_device_text(w, status))
-                      : FSDP_OK;
+        return status ? fsdpi_device_error(w, status, "make a stream") : FSDP_OK;
     }
     if (w->mode != FSDPI_LANES || w->lanes[s]) return FSDP_OK;
     if (w->size == 1 || w->caps.lanes > 1) return fsdpi_lane_start(w, s);
@@ -6800,7 +6823,7 @@ static fsdp_status fsdpi_backend_poll(fsdp_world *w) {
 static fsdp_status fsdpi_device_fail(fsdp_world *w, fsdp_status status, const char *what) {
     fsdp_status known = fsdpi_backend_poll(w);
     if (known) return known;
-    return fsdpi_world_fail(w, status, "rank %d: %s device %s failed: %s", w->rank, what,
+    return fsdpi_world_fail(w, status, "rank %d: [E804] %s device %s failed: %s", w->rank, what,
                             w->device_ops->name, fsdpi_device_text(w, status));
 }
 
@@ -6967,27 +6990,22 @@ static void fsdpi_mesh_free(fsdp_mesh *mesh) {
 
 static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
     if (d->ndim < 1 || d->ndim > FSDP_MAX_DIMS)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ndim is %d, expected 1..%d", d->ndim,
-                         FSDP_MAX_DIMS);
+        return fsdpi_bad(w, "[E110] mesh: ndim is %d, expected 1..%d", d->ndim, FSDP_MAX_DIMS);
     int64_t numel = 1;
     for (int i = 0; i < d->ndim; i++) {
         if (d->shape[i] < 1)
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: size of dim %d is %d, expected >= 1",
-                             i, d->shape[i]);
+            return fsdpi_bad(w, "[E111] mesh: size of dim %d is %d, expected >= 1", i, d->shape[i]);
         numel *= d->shape[i];
         if (numel > w->size)
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "mesh: the product of the sizes exceeds the world's %d ranks",
-                             w->size);
+            return fsdpi_bad(w, "[E112] mesh: the product of the sizes exceeds %d ranks", w->size);
     }
     for (int64_t i = 0; d->ranks && i < numel; i++) {
         if (d->ranks[i] < 0 || d->ranks[i] >= w->size)
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ranks has %d, expected 0..%d",
-                             d->ranks[i], w->size - 1);
+            return fsdpi_bad(w, "[E113] mesh: ranks has %d, expected 0..%d", d->ranks[i],
+                             w->size - 1);
         for (int64_t j = 0; j < i; j++)
             if (d->ranks[j] == d->ranks[i])
-                return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice in ranks",
-                                 d->ranks[i]);
+                return fsdpi_bad(w, "[E114] mesh: rank %d appears twice in ranks", d->ranks[i]);
     }
     return FSDP_OK;
 }
@@ -7031,9 +7049,9 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     fsdp_world *w = mesh->world;
     fsdp_comm *parent = size < mesh->shape[dim] ? mesh->gather_comm[dim] : w->comm;
     int32_t d = dim, me = mesh->coord[dim], first = me < 0 ? 0 : me / size * size;
-    int32_t *members = (int32_t *)fsdpi_alloc(&w->boot.allocator,
-                                              (size_t)mesh->shape[dim] * sizeof *members);
-    if (!members) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group");
+    const size_t bytes = (size_t)mesh->shape[dim] * sizeof(int32_t);
+    int32_t *members = (int32_t *)fsdpi_alloc(&w->boot.allocator, bytes);
+    if (!members) return fsdpi_no_memory(w, "mesh: group", "", bytes);
     fsdpi_mesh_members(mesh, &d, 1, members);
     fsdp_group group = {
         me < 0 ? -1 : members[first], me < 0 ? -1 : me - first, size, lane, members + first,
@@ -7057,7 +7075,7 @@ static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size,
     if (sub) return FSDP_OK;
     sub = (fsdpi_subgroup *)fsdpi_alloc(&w->boot.allocator, sizeof *sub);
     fsdp_status status = sub ? fsdpi_mesh_split(mesh, dim, size, stream, name, &sub->comm)
-                             : fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+                             : fsdpi_no_memory(w, "mesh: group", "", sizeof *sub);
     if (status) {
         fsdpi_free(&w->boot.allocator, sub);
         return fsdpi_fail_together(w, status);
@@ -7096,7 +7114,7 @@ static fsdp_status fsdpi_mesh_groups(fsdp_mesh *mesh, int dim) {
 static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_mesh **out) {
     const fsdp_allocator *a = &w->boot.allocator;
     fsdp_mesh *mesh = (fsdp_mesh *)fsdpi_alloc(a, sizeof *mesh);
-    if (!mesh) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+    if (!mesh) return fsdpi_no_memory(w, "mesh", "", sizeof *mesh);
     mesh->world = w;
     mesh->ndim = d->ndim;
     memcpy(mesh->shape, d->shape, sizeof mesh->shape);
@@ -7109,7 +7127,7 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
     }
     if (!mesh->ranks || missing) {
         fsdpi_mesh_free(mesh);
-        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+        return fsdpi_no_memory(w, "mesh: ranks and names", "", (size_t)numel * sizeof(int32_t));
     }
     for (int i = 0; i < numel; i++) {
         mesh->ranks[i] = d->ranks ? d->ranks[i] : i;
@@ -7155,7 +7173,7 @@ static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const 
 FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *desc,
                                       fsdp_mesh **mesh) {
     fsdp_mesh_desc d;
-    if (!world || !desc || !mesh) return fsdpi_null(world, "mesh_create");
+    if (!world || !desc || !mesh) return fsdpi_null(world, "mesh_create", "world, desc or mesh");
     *mesh = NULL;
     fsdp_status status = fsdpi_failed(world);
     if (!status) status = fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc");
@@ -7173,7 +7191,7 @@ FSDP_API fsdp_status fsdp_mesh_1d(fsdp_world *world, const char *name, fsdp_mesh
 
 // Checks that functions which make a mesh from a mesh share.
 static fsdp_status fsdpi_mesh_call(const fsdp_mesh *mesh, const char *what, fsdp_mesh **out) {
-    if (!mesh || !out) return fsdpi_null(NULL, what);
+    if (!mesh || !out) return fsdpi_null(NULL, what, "mesh or out");
     *out = NULL;
     return fsdpi_failed(mesh->world);
 }
@@ -7187,19 +7205,17 @@ FSDP_API fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims,
     int numel = 1;
     for (int i = 0; i < num_dims; i++) {
         if (!dims || dims[i] < 0 || dims[i] >= mesh->ndim || (i > 0 && dims[i] <= dims[i - 1]))
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "mesh_slice: dims[%d] is %d, expected increasing dims of a %d-D mesh",
+            return fsdpi_bad(w, "[E115] mesh_slice: dims[%d] is %d, expected increasing dims of %d",
                              i, dims ? dims[i] : -1, mesh->ndim);
         d.shape[i] = mesh->shape[dims[i]];
         d.names[i] = mesh->names[dims[i]];
         numel *= d.shape[i];
     }
     if (num_dims < 1)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh_slice: num_dims is %d, expected >= 1",
-                         num_dims);
+        return fsdpi_bad(w, "[E116] mesh_slice: num_dims is %d, expected >= 1", num_dims);
     d.ndim = num_dims;
     int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)numel * sizeof *ranks);
-    if (!ranks) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh_slice: no memory");
+    if (!ranks) return fsdpi_no_memory(w, "mesh_slice", "", (size_t)numel * sizeof *ranks);
     fsdpi_mesh_members(mesh, dims, num_dims, ranks);
     d.ranks = ranks;
     status = fsdpi_mesh_add(w, &d, mesh, dims, out);
@@ -7226,11 +7242,10 @@ FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int out
     if (status) return status;
     if (dim < 0 || dim >= mesh->ndim || mesh->ndim == FSDP_MAX_DIMS || outer < 1 ||
         mesh->shape[dim] % outer != 0)
-        return fsdp_fail(
-            mesh->world, FSDP_ERR_INVALID_ARG,
-            "mesh_unflatten: dim is %d and outer is %d: expected a dim of the %d-D mesh, "
-            "a divisor of its size %d, and at most %d dims afterwards",
-            dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
+        return fsdpi_bad(mesh->world,
+                         "[E117] mesh_unflatten: dim is %d and outer is %d: expected a dim of the "
+                         "%d-D mesh, a divisor of its size %d, and at most %d dims afterwards",
+                         dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
     d.ndim = mesh->ndim + 1;
     for (int i = 0; i < d.ndim; i++) {
         int old = i > dim ? i - 1 : i;
@@ -7275,28 +7290,24 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
     static const char *const names[] = {"FSDP", "DDP", "HSDP"};
     static const char *const needs[] = {"a shard_dim only", "a replicate_dim only",
                                         "a shard_dim and a replicate_dim"};
-    if (!mesh || !out) return fsdpi_null(NULL, "mesh_info_init");
+    if (!mesh || !out) return fsdpi_null(NULL, "mesh_info_init", "mesh or out");
     fsdp_world *w = mesh->world;
     if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_info_init: kind is %d, expected FSDP_MESH_INFO_*", kind);
+        return fsdpi_bad(w, "[E118] mesh_info_init: kind is %d, expected FSDP_MESH_INFO_*", kind);
     int shards = kind != FSDP_MESH_INFO_DDP, replicates = kind != FSDP_MESH_INFO_FSDP;
     if (shard_dim < 0 && replicate_dim < 0)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "mesh_info_init: shard_dim and replicate_dim are both -1: give at least one of them");
+        return fsdpi_bad(w, "[E119] mesh_info_init: both dims are -1: give at least one of them");
     if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0) || shard_dim < -1 ||
         replicate_dim < -1)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_info_init: shard_dim is %d and replicate_dim is %d: %s needs %s",
+        return fsdpi_bad(w, "[E120] mesh_info_init: shard_dim %d, replicate_dim %d: %s needs %s",
                          shard_dim, replicate_dim, names[kind], needs[kind]);
     if (shard_dim >= mesh->ndim || replicate_dim >= mesh->ndim || shard_dim == replicate_dim)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_info_init: shard_dim %d and replicate_dim %d: expected two "
+        return fsdpi_bad(w,
+                         "[E121] mesh_info_init: shard_dim %d, replicate_dim %d: expected two "
                          "different dims of a %d-D mesh",
                          shard_dim, replicate_dim, mesh->ndim);
     if (mesh->coord[0] < 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: this rank is outside the mesh");
+        return fsdpi_bad(w, "[E122] mesh_info_init: this rank is outside the mesh");
     memset(out, 0, sizeof *out);
     out->mesh = mesh;
     out->kind = kind;
@@ -7328,20 +7339,17 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     if (d->timeout_ms == 0) d->timeout_ms = 60000;
     if (d->lanes < 0) d->lanes = 0;
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "rank is %d and world_size is %d, expected 0 <= rank < world_size",
+        return fsdpi_bad(w, "[E508] rank is %d, world_size is %d, expected 0 <= rank < world_size",
                          d->rank, d->world_size);
     if (d->timeout_ms < 0 || d->lanes > 2 || d->local_rank < 0 || d->log_level < 0 ||
         d->log_level > FSDP_LOG_NONE)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, log_level %d: "
-                         "expected timeout_ms >= 0, lanes -1..2, "
-                         "local_rank >= 0, log_level 0..%d",
+        return fsdpi_bad(w,
+                         "[E151] fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, "
+                         "log_level %d: expected >= 0, -1..2, >= 0 and 0..%d",
                          d->timeout_ms, d->lanes, d->local_rank, d->log_level, FSDP_LOG_NONE);
     if (!d->allocator.alloc != !d->allocator.free)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "fsdp_world_desc.allocator: one of alloc and free is NULL: give both or none");
+        return fsdpi_bad(
+            w, "[E152] fsdp_world_desc.allocator: alloc or free is NULL: give both or none");
     if (!d->allocator.alloc) {
         d->allocator.alloc = fsdpi_libc_alloc;
         d->allocator.free = fsdpi_libc_free;
@@ -7354,9 +7362,8 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
 static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t version,
                                      uint32_t size, uint32_t want_version, size_t want_size) {
     if (version == want_version && size == want_size) return FSDP_OK;
-    return fsdp_fail(
-        w, FSDP_ERR_INVALID_ARG,
-        "%s table has version %u and size %u, expected %u and %u: build both with the same fsdp.h",
+    return fsdpi_bad(
+        w, "[E153] %s table has version %u and size %u, expected %u and %u: use the same fsdp.h",
         what, version, size, want_version, (unsigned)want_size);
 }
 
@@ -7380,8 +7387,8 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
         for (b = fsdpi_backends; b->name; b++) fsdpi_say(&compiled, " %s", b->name);
         return fsdp_fail(
             w, FSDP_ERR_UNSUPPORTED,
-            "backend '%s'%s is not compiled in: this program has%s. To add gloo, build with "
-            "-DFSDP_BACKEND_GLOO (docs/cluster.md); for nccl see docs/gpu.md",
+            "[E520] backend '%s'%s is not compiled in: this program has%s. To add gloo, build with "
+            "-DFSDP_BACKEND_GLOO (docs/cluster.md); nccl: docs/gpu.md",
             name        ? name
             : is_spread ? "gloo"
                         : "",
@@ -7391,8 +7398,8 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
     w->comm_ops = d->comm_ops ? d->comm_ops : b->comm_ops();
     if (!is_spread || d->comm_ops || !b->one_host) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                     "backend '%s' serves one host, but the launcher has started ranks on "
-                     "several: set FSDP_BACKEND=gloo (docs/cluster.md)",
+                     "[E521] backend '%s' serves one host, the launcher has started ranks on "
+                     "several hosts: set FSDP_BACKEND=gloo (docs/cluster.md)",
                      b->name);
 }
 
@@ -7415,9 +7422,10 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
     uint32_t needed = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
                       1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     if ((w->caps.kinds & needed) != needed)
-        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                         "backend %s lacks all_gather, reduce_scatter, all_reduce or broadcast",
-                         w->comm_ops->name);
+        return fsdp_fail(
+            w, FSDP_ERR_UNSUPPORTED,
+            "[E522] backend %s lacks all_gather, reduce_scatter, all_reduce or broadcast",
+            w->comm_ops->name);
     status = w->comm_ops->alloc(w->comm, FSDPI_BOUNCE, &w->bounce);
     if (status) {
         w->bounce = NULL;
@@ -7434,8 +7442,7 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     status = w->device_ops->open(&w->boot, &w->device);
     if (status) {
         w->device = NULL;
-        return fsdp_fail(w, status, "device %s could not be opened: %s", w->device_ops->name,
-                         fsdpi_device_text(w, status));
+        return fsdpi_device_error(w, status, "open");
     }
     return FSDP_OK;
 }
@@ -7450,9 +7457,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
             status = w->device_ops->stream(w->device, s, &w->streams[s]);
         w->own_stream = w->streams[FSDP_STREAM_COMPUTE];
         if (!status) status = w->device_ops->event(w->device, &w->fence);
-        if (status)
-            return fsdp_fail(w, status, "device %s could not make a stream: %s",
-                             w->device_ops->name, fsdpi_device_text(w, status));
+        if (status) return fsdpi_device_error(w, status, "make a stream");
     } else if (lanes > 0) {
         w->mode = FSDPI_LANES;
         int two = lanes > 1 && (w->size == 1 || w->caps.lanes > 1);
@@ -7466,7 +7471,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)w->size * sizeof *ranks);
     if (!ranks)
         return fsdpi_fail_together(
-            w, fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for %d ranks", w->size));
+            w, fsdpi_no_memory(w, "list of ranks", "", (size_t)w->size * sizeof *ranks));
     for (int r = 0; r < w->size; r++) ranks[r] = r;
     fsdp_group group = {0, w->rank, w->size, FSDP_STREAM_REDUCE, ranks, "reduce"};
     status = w->comm_ops->split(w->comm, &group, &w->reduce_comm);
@@ -7688,8 +7693,11 @@ static int fsdpi_class_find(fsdp_model *m, int pool, size_t bytes) {
     bytes = (size_t)fsdpi_aligned((int64_t)(bytes ? bytes : 1));
     for (int i = 0; i < m->num_classes; i++)
         if (m->classes[i].pool == pool && m->classes[i].bytes == bytes) return i;
-    if (!fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes))
+    if (!fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes)) {
+        (void)fsdpi_no_memory(m->world, "list of pools", "",
+                              2 * (size_t)m->num_classes * sizeof *m->classes);
         return -1;
+    }
     fsdpi_class *c = &m->classes[m->num_classes];
     memset(c, 0, sizeof *c);
     c->pool = pool;
@@ -7779,8 +7787,7 @@ static fsdp_status fsdpi_buf_events(fsdp_world *w, fsdp_buf *buf) {
     fsdp_status status = w->device_ops->event(w->device, &buf->ready.native);
     if (!status) status = w->device_ops->event(w->device, &buf->avail.native);
     if (!status) return FSDP_OK;
-    return fsdp_fail(w, status, "device %s could not make an event: %s", w->device_ops->name,
-                     fsdpi_device_text(w, status));
+    return fsdpi_device_error(w, status, "make an event");
 }
 
 // Device memory, where peers can read it, and its two events.
@@ -7792,7 +7799,7 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_status status = shared ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
                                 : w->device_ops->alloc(w->device, kind, buf->bytes, &ptr);
     if (status)
-        return fsdp_fail(w, status, "%llu bytes for %s could not be allocated: %s",
+        return fsdp_fail(w, status, "[E305] the library could not allocate %llu bytes for %s: %s",
                          (unsigned long long)buf->bytes, fsdp_model_pool_name(m, buf->pool),
                          shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
     buf->ptr = (char *)ptr;
@@ -7810,8 +7817,7 @@ static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pin
     fsdp_buf *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof *buf);
     *out = NULL;
     if (!buf)
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a buffer of %s",
-                         fsdp_model_pool_name(m, pool));
+        return fsdpi_no_memory(m->world, "a buffer of", fsdp_model_pool_name(m, pool), sizeof *buf);
     buf->bytes = (size_t)fsdpi_aligned((int64_t)(bytes ? bytes : 1));
     buf->pool = (uint8_t)pool;
     buf->pinned = (uint8_t)pinned;
@@ -7835,8 +7841,8 @@ static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf
 
 static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
     if (!fsdpi_grow(m, (void **)&c->slots, c->count, &c->cap, sizeof *c->slots))
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a list of %s",
-                         fsdp_pool_name(c->pool));
+        return fsdpi_no_memory(m->world, "a list of", fsdp_pool_name(c->pool),
+                               2 * (size_t)c->count * sizeof *c->slots);
     fsdp_status status = fsdpi_buf_new(m, c->pool, c->bytes, &c->slots[c->count]);
     if (!status) c->count++;
     return status;
@@ -7893,36 +7899,29 @@ static void fsdpi_unit_free(fsdp_unit *u) {
 static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char *name,
                                      fsdp_param_desc *d) {
     if (d->ndim == 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': parameter '%s' is a scalar (ndim 0), which "
-                         "cannot be sharded: make it a vector of one element",
-                         unit, name);
+        return fsdpi_bad(
+            w, "[E140] unit '%s', parameter '%s' is a scalar: make it a vector of one element",
+            unit, name);
     if (d->ndim < 0 || d->ndim > FSDP_MAX_DIMS)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': parameter '%s' has ndim %d, expected 1..%d",
-                         unit, name, d->ndim, FSDP_MAX_DIMS);
+        return fsdpi_bad(w, "[E141] unit '%s', parameter '%s': ndim is %d, expected 1..%d", unit,
+                         name, d->ndim, FSDP_MAX_DIMS);
     if (d->shard_dim < -d->ndim || d->shard_dim >= d->ndim)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "fully_shard of unit '%s': parameter '%s' has shard_dim %d, expected %d..%d", unit,
-            name, d->shard_dim, -d->ndim, d->ndim - 1);
+        return fsdpi_bad(w, "[E142] unit '%s', parameter '%s': shard_dim is %d, expected %d..%d",
+                         unit, name, d->shard_dim, -d->ndim, d->ndim - 1);
     if (d->shard_dim < 0) d->shard_dim += d->ndim;
     for (int i = 0; i < d->ndim; i++)
         if (d->shape[i] < 0)
-            return fsdp_fail(
-                w, FSDP_ERR_INVALID_ARG,
-                "fully_shard of unit '%s': parameter '%s' has size %lld in dim %d, expected >= 0",
-                unit, name, (long long)d->shape[i], i);
+            return fsdpi_bad(
+                w, "[E143] unit '%s', parameter '%s': size of dim %d is %lld, expected >= 0", unit,
+                name, i, (long long)d->shape[i]);
     if (d->dtype == FSDP_DTYPE_KEEP) d->dtype = FSDP_F32;
     if (!fsdp_dtype_size(d->dtype))
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "fully_shard of unit '%s': parameter '%s' has dtype %d, expected FSDP_F32, ...", unit,
-            name, d->dtype);
+        return fsdpi_bad(w, "[E144] unit '%s', parameter '%s': dtype is %d, expected FSDP_F32, ...",
+                         unit, name, d->dtype);
     if (!d->frozen && !fsdp_dtype_is_float(d->dtype))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': parameter '%s' has dtype %s and requires a "
-                         "gradient: only floating parameters can; set frozen to 1",
+        return fsdpi_bad(w,
+                         "[E145] unit '%s', parameter '%s': dtype is %s and it requires a "
+                         "gradient: only floating parameters can: set frozen to 1",
                          unit, name, fsdp_dtype_name(d->dtype));
     return FSDP_OK;
 }
@@ -7934,9 +7933,9 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
     rest = fsdpi_mul(rest, fsdpi_numel(p->lay.shape, p->lay.shard_dim + 1, p->lay.ndim));
     p->extension = *extension;
     if (!extension->sizes || !extension->pre_all_gather || !extension->post_all_gather)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': the extension of parameter '%s' lacks a "
-                         "function: give sizes, pre_all_gather and post_all_gather",
+        return fsdpi_bad(w,
+                         "[E917] unit '%s', parameter '%s': its extension lacks a function: give "
+                         "sizes, pre_all_gather and post_all_gather",
                          u->desc.name, p->name);
     int64_t rows = fsdpi_ceil_div(p->lay.shape[p->lay.shard_dim], fsdpi_shards(u));
     int64_t numel = fsdpi_mul(rest, rows), sum = 0;
@@ -7948,9 +7947,9 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
         good = good && sum <= FSDPI_NUMEL_MAX / fsdpi_shards(u) / 8;
     }
     return good ? FSDP_OK
-                : fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                            "fully_shard of unit '%s': the extension of parameter '%s' returned "
-                            "%d strings: expected 1..%d, of sizes >= 0",
+                : fsdpi_bad(w,
+                            "[E918] unit '%s', parameter '%s': its extension returned %d strings: "
+                            "expected 1..%d, of sizes >= 0",
                             u->desc.name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
 }
 
@@ -7974,14 +7973,13 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
         fsdpi_param *p = &u->params[i];
         p->name = fsdpi_copy_text(&m->world->boot.allocator, name);
         if (!p->name)
-            return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                             "fully_shard of unit '%s': no memory", u->desc.name);
+            return fsdpi_no_memory(m->world, "fully_shard of unit", u->desc.name, strlen(name) + 1);
         m->host_bytes += (int64_t)fsdpi_alloc_size(p->name);
         for (int k = 0; k < i; k++)
             if (strcmp(u->params[k].name, p->name) == 0)
-                return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                                 "fully_shard of unit '%s': parameters %d and %d are both named "
-                                 "'%s': give each a name of its own",
+                return fsdpi_bad(m->world,
+                                 "[E146] unit '%s': parameters %d and %d are both named '%s': give "
+                                 "each a name of its own",
                                  u->desc.name, k, i, p->name);
         p->user = pd.user;
         p->dtype = pd.dtype;
@@ -8067,21 +8065,16 @@ static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
     int bytes = u->layout.num_parts > 1 || u->layout.parts[0].extended;
     u->layout.gather_dtype = bytes ? FSDP_U8 : u->layout.parts[0].param_dtype;
     fsdpi_unit_agree(u);
-    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)u->desc.num_params *
-                                                                           sizeof *tmp);
-    if (!tmp)
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "layout of unit '%s': no memory",
-                         u->desc.name);
+    const size_t room = (size_t)u->desc.num_params * sizeof(fsdp_layout_param);
+    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, room);
+    if (!tmp) return fsdpi_no_memory(m->world, "layout of unit", u->desc.name, room);
     fsdp_status status = fsdpi_unit_layout(u, tmp);
     fsdpi_model_free(m, tmp);
     if (status)
-        return fsdp_fail(m->world, status,
-                         "fully_shard of unit '%s': it has more than 2^56 elements: split it",
+        return fsdp_fail(m->world, status, "[E147] unit '%s' has more than 2^56 elements: split it",
                          u->desc.name);
     fsdpi_unit_route(u);
-    status = fsdpi_unit_classes(u);
-    return status ? fsdp_fail(m->world, status, "layout of unit '%s': no memory", u->desc.name)
-                  : status;
+    return fsdpi_unit_classes(u);
 }
 
 static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const char *name,
@@ -8089,11 +8082,10 @@ static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const cha
     if ((!param || fsdp_dtype_is_float(param)) && (!reduce || fsdp_dtype_is_float(reduce)) &&
         (!output || fsdp_dtype_is_float(output)))
         return FSDP_OK;
-    return fsdp_fail(
-        w, FSDP_ERR_INVALID_ARG,
-        "%s%s%s%s: param_dtype is %d, reduce_dtype is %d, output_dtype is %d: expected "
-        "floating dtypes or KEEP",
-        what, *name ? " '" : "", name, *name ? "'" : "", param, reduce, output);
+    return fsdpi_bad(w,
+                     "[E148] %s%s%s%s: param_dtype is %d, reduce_dtype is %d, output_dtype is %d: "
+                     "expected floating dtypes or KEEP",
+                     what, *name ? " '" : "", name, *name ? "'" : "", param, reduce, output);
 }
 
 // What the desc says about meshes: a mesh info, a mesh, or as `otherwise`.
@@ -8112,19 +8104,17 @@ static fsdp_status fsdpi_resolve_mesh(fsdp_world *w, const fsdp_mesh *mesh,
         replicate = info->replicate_mesh_dim;
     }
     if (!mesh || mesh->world != w)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "the desc's mesh belongs to another world, or its mesh_info has no mesh: "
-                         "create the mesh in this world");
+        return fsdpi_bad(w, "[E123] the desc's mesh is of another world, or its mesh_info has no "
+                            "mesh: make it in this world");
     if (!info && mesh->ndim > 2)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "the desc's mesh is %d-D, expected 1-D (FSDP) or 2-D (HSDP): slice it, or "
-                         "give a mesh_info with the dims that shard and replicate",
+        return fsdpi_bad(w,
+                         "[E124] the desc's mesh is %d-D, expected 1-D (FSDP) or 2-D (HSDP): slice "
+                         "it, or give a mesh_info with the dims that shard and replicate",
                          mesh->ndim);
     if (!info && mesh->ndim == 2) {
         if (!mesh->names[0] || !mesh->names[1])
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "the desc's mesh is 2-D and its dims have no names: name them (dim 0 "
-                             "replicates, dim 1 shards), or give mesh_info");
+            return fsdpi_bad(w, "[E125] the desc's mesh is 2-D and its dims have no names: name "
+                                "them (dim 0 replicates, dim 1 shards), or give mesh_info");
         kind = FSDP_MESH_INFO_HSDP;
         replicate = 0;
         shard = 1;
@@ -8142,10 +8132,9 @@ static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
     if (info->replicate_mesh_dim >= 0)
         u->desc.replicate_comm = info->mesh->reduce_comm[info->replicate_mesh_dim];
     if (n < FSDP_RESHARD_NEVER || (n > 1 && fsdpi_shards(u) % n != 0))
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': reshard_after_forward is %d, expected "
-                         "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of the shard group's "
-                         "%d ranks",
+        return fsdpi_bad(m->world,
+                         "[E149] unit '%s': reshard_after_forward is %d, expected "
+                         "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of %d shards",
                          u->desc.name, n, fsdpi_shards(u));
     if (n > 1 && n == fsdpi_shards(u)) n = FSDP_RESHARD_ALWAYS;
     u->options.reshard_after_forward = n;
@@ -8166,8 +8155,8 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     u->params = (fsdpi_param *)fsdpi_model_alloc(m, count * sizeof *u->params);
     u->layout.parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->layout.parts);
     if (!u->desc.name || !u->params || !u->layout.parts)
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
-                         d->name ? d->name : fallback);
+        return fsdpi_no_memory(m->world, "fully_shard of unit", d->name ? d->name : fallback,
+                               count * (sizeof *u->params + sizeof *u->layout.parts));
     fsdp_status status = fsdpi_dtypes_check(m->world, "fully_shard of unit", u->desc.name,
                                             d->param_dtype, d->reduce_dtype, d->output_dtype);
     if (!status)
@@ -8186,28 +8175,25 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
 FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
                                       fsdp_unit **unit) {
     fsdp_unit_desc d;
-    if (!model || !desc || !unit) return fsdpi_null(model ? model->world : NULL, "fully_shard");
+    if (!model || !desc || !unit) return fsdpi_null_of(model, "fully_shard", "model, desc or unit");
     *unit = NULL;
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_failed(w);
     if (!status) status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc");
     if (status) return status;
     if (model->layout > 0)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_STATE,
-            "fully_shard: the model is committed and takes no more units: add all units "
-            "before the first hook, init or load");
+        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                         "[E207] fully_shard: the model is committed: add units before the first "
+                         "hook, init or load");
     if (d.num_params < 1 || !d.params)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': num_params is %d and params is %s, expected "
-                         "num_params >= 1 and an array",
-                         d.name ? d.name : "", d.num_params, d.params ? "given" : "NULL");
+        return fsdpi_bad(
+            w, "[E150] unit '%s': num_params is %d, params is %s, expected >= 1 and an array",
+            d.name ? d.name : "", d.num_params, d.params ? "given" : "NULL");
     fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);
     if (!u || !fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
                           sizeof *model->units)) {
         fsdpi_model_free(model, u);
-        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
-                         d.name ? d.name : "");
+        return fsdpi_no_memory(w, "fully_shard of unit", d.name ? d.name : "", sizeof *u);
     }
     u->model = model;
     u->desc.user = d.user;
@@ -8238,7 +8224,8 @@ FSDP_API int fsdp_num_units(const fsdp_model *model) { return model ? model->num
 FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit) { return unit ? unit->desc.name : ""; }
 
 FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out) {
-    if (!unit || !out) return fsdpi_null(unit ? unit->model->world : NULL, "unit_mesh_info");
+    if (!unit || !out)
+        return fsdpi_null_of(unit ? unit->model : NULL, "unit_mesh_info", "unit or out");
     *out = unit->desc.info;
     return FSDP_OK;
 }
@@ -8411,11 +8398,10 @@ static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t 
     fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
     *out = buf;
     if (!buf || (!buf->held && buf->bytes >= bytes)) return FSDP_OK;
-    return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                     "an extension gave unit '%s' a slot of %llu bytes%s for %s, expected a free "
-                     "one of %llu",
-                     u->desc.name, (unsigned long long)buf->bytes, buf->held ? " in use" : "",
-                     fsdp_pool_name(pool), (unsigned long long)bytes);
+    return fsdpi_bad(
+        m->world, "[E915] an extension gave '%s' a slot of %llu bytes%s for %s, expected %llu free",
+        u->desc.name, (unsigned long long)buf->bytes, buf->held ? " in use" : "",
+        fsdp_pool_name(pool), (unsigned long long)bytes);
 }
 
 static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
@@ -9533,8 +9519,8 @@ static fsdp_status fsdpi_flags_new(fsdp_unit *u) {
     if (bytes == 0) return FSDP_OK;
     fsdp_status status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, bytes, &flags);
     if (status)
-        return fsdp_fail(w, status, "commit: no memory for the flags of unit '%s': %s",
-                         u->desc.name, fsdpi_device_text(w, status));
+        return fsdp_fail(w, status, "[E303] commit: no %llu bytes of pinned memory for '%s': %s",
+                         (unsigned long long)bytes, u->desc.name, fsdpi_device_text(w, status));
     u->usage.flags = (char *)flags;
     u->usage.wide = u->usage.flags + bytes / 2;
     m->host_bytes += (int64_t)bytes;
@@ -9554,8 +9540,8 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     fsdp_model *m = u->model;
     char *at = (char *)fsdpi_model_alloc(m, fsdpi_place_lists(u, NULL));
     if (!at)
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                         "commit: no memory for the lists of unit '%s'", u->desc.name);
+        return fsdpi_no_memory(m->world, "commit: lists of unit", u->desc.name,
+                               fsdpi_place_lists(u, NULL));
     u->layout.lists = at;
     u->usage.in_flight = 0;
     (void)fsdpi_place_lists(u, at);
@@ -9605,7 +9591,7 @@ static fsdp_status fsdpi_users_new(fsdp_model *m, fsdp_dtype dtype) {
         flat->users = flat->grad->ptr + fsdpi_bytes(flat->train_numel, grad);
     else flat->users = (char *)fsdpi_model_alloc(m, bytes + 1);
     if (flat->users) return FSDP_OK;
-    return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory for counts of users");
+    return fsdpi_no_memory(m->world, "commit: counts of users", "", bytes + 1);
 }
 
 static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
@@ -9661,14 +9647,13 @@ static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++)
         if (m->units[i]->desc.num_params > most) most = m->units[i]->desc.num_params;
     fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)most * sizeof *tmp);
-    if (!tmp) return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
+    if (!tmp) return fsdpi_no_memory(m->world, "commit", "", (size_t)most * sizeof *tmp);
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_build(m->units[i], tmp);
     fsdpi_model_free(m, tmp);
-    m->norm_blocks = (fsdp_block *)fsdpi_model_alloc(m, 2 * (size_t)m->num_params *
-                                                            sizeof *m->norm_blocks);
-    if (!status && !m->norm_blocks)
-        status = fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
+    const size_t bytes = 2 * (size_t)m->num_params * sizeof *m->norm_blocks;
+    m->norm_blocks = (fsdp_block *)fsdpi_model_alloc(m, bytes);
+    if (!status && !m->norm_blocks) status = fsdpi_no_memory(m->world, "commit", "", bytes);
     return status;
 }
 
@@ -9728,12 +9713,11 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     if (status || m->committed) return status;
     if (m->num_units == 0)
         return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
-                         "commit: the model has no units: call fsdp_fully_shard first");
+                         "[E201] commit: the model has no units: call fsdp_fully_shard first");
     fsdpi_place_units(m);
     fsdpi_need_blocks(m);
     for (int i = 0; i < m->num_classes; i++) m->classes[i].units = m->classes[i].ahead = 0;
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_classes(m->units[i]);
-    if (status) status = fsdp_fail(m->world, status, "commit: no memory");
     if (!status) status = fsdpi_commit_tables(m);
     if (!status) status = fsdpi_blocks_new(m);
     if (!status) status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, sizeof(double), &m->scalar);
@@ -9805,10 +9789,8 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
     if (m->num_order < FSDPI_ORDER_PER_UNIT * m->num_units) {
         if (!fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order, sizeof *m->order))
             return fsdpi_fail_together(
-                m->world,
-                fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                          "post_forward of unit '%s': no memory for the record of forwards",
-                          u->desc.name));
+                m->world, fsdpi_no_memory(m->world, "post_forward of unit", u->desc.name,
+                                          2 * (size_t)m->num_order * sizeof *m->order));
         m->order[m->num_order].unit = u;
         m->order[m->num_order].previous = u->state.last_order;
         u->state.last_order = m->num_order++;
@@ -9945,8 +9927,8 @@ static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
     u->told |= 1u << call;
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
     return fsdpi_fail_once(u->model->world, FSDP_ERR_INVALID_STATE, is_new,
-                           "%s: unit '%s' is %s and %s, %s backward, and %d of its forwards have "
-                           "not run backward: call fsdp_%s first",
+                           "[E206] %s: unit '%s' is %s and %s, %s backward, and %d of its forwards "
+                           "have not run backward: call fsdp_%s first",
                            what, u->desc.name, states[u->state.training],
                            storages[u->state.storage], u->model->backward ? "inside" : "outside",
                            u->state.forwards, first < 0 ? "model_reset" : fsdpi_call_name(first));
@@ -10001,7 +9983,7 @@ static inline fsdp_status fsdpi_announce(fsdp_model *m, const fsdp_unit *u, int 
 
 // A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
-    if (!m) return fsdpi_null(NULL, fsdpi_call_name(call));
+    if (!m) return fsdpi_null(NULL, fsdpi_call_name(call), "model");
     fsdp_status status = fsdpi_commit(m);
     const char *what = fsdpi_call_name(call);
     if (!status) status = fsdpi_check_units(m, call, what);
@@ -10019,7 +10001,7 @@ static fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
 }
 
 static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
-    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call));
+    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
     fsdp_model *m = u->model;
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
@@ -10062,11 +10044,11 @@ static int fsdpi_getter_ok(fsdp_unit *u, int call) {
 }
 
 static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
-    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call));
+    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
     if (index < 0 || index >= u->desc.num_params)
-        return fsdp_fail(u->model->world, FSDP_ERR_INVALID_ARG,
-                         "%s: unit '%s' has no parameter %d, expected 0..%d", fsdpi_call_name(call),
-                         u->desc.name, index, u->desc.num_params - 1);
+        return fsdpi_bad(u->model->world,
+                         "[E170] %s: unit '%s' has no parameter %d, expected 0..%d",
+                         fsdpi_call_name(call), u->desc.name, index, u->desc.num_params - 1);
     return FSDP_OK;
 }
 
@@ -10222,7 +10204,7 @@ FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
 }
 
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "model_reset");
+    if (!model) return fsdpi_null(NULL, "model_reset", "model");
     fsdp_status status = fsdpi_failed(model->world);
     if (status || model->layout == 0) return status;
     if ((model->watch & FSDPI_CALLS) && fsdpi_answered(model, NULL, FSDP_CALL_RESET, &status))
@@ -10336,18 +10318,13 @@ static fsdp_status fsdpi_norm_check(const fsdp_model *m) {
     if (numel < mesh->root_numel)
         return fsdp_fail(
             m->world, FSDP_ERR_UNSUPPORTED,
-            "clip_grads: the model's mesh is a slice, with %d of the mesh's %d ranks. So the "
-            "library "
-            "does not know whether the other ranks hold copies or other parameters. Give "
-            "fsdp_model_desc.mesh_info on the mesh that you sliced: ranks along a dim that neither "
-            "shards nor replicates then hold other parameters. If a unit's parameters are copies "
-            "on "
-            "those ranks, give that unit a mesh_info that replicates over that dim",
+            "[E210] clip_grads: the model's mesh is a slice (%d of %d ranks), and the library does "
+            "not know what the others hold: give fsdp_model_desc.mesh_info on the whole mesh",
             numel, mesh->root_numel);
     if (m->outside)
         return fsdp_fail(m->world, FSDP_ERR_UNSUPPORTED,
-                         "clip_grads: the mesh of unit '%s' has ranks that the model's mesh "
-                         "lacks: give fsdp_model_desc a mesh of all ranks that share units",
+                         "[E211] clip_grads: the model's mesh lacks ranks of unit '%s': give "
+                         "fsdp_model_desc a mesh of all ranks that share units",
                          m->outside->desc.name);
     return FSDP_OK;
 }
@@ -10357,14 +10334,13 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     double total = 0;
     fsdp_world *w = model ? model->world : NULL;
     fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
-    if (!status && (!w || !desc)) status = fsdpi_null(w, "clip_grads");
+    if (!status && (!w || !desc)) status = fsdpi_null(w, "clip_grads", "world or desc");
     if (!status) status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_clip_desc");
     if (status) return status;
     if (!fsdpi_is_nan(d.norm_type) && d.norm_type == 0) d.norm_type = 2;
     if (!(d.max_norm > 0) || fsdpi_is_nan(d.max_norm) || !(d.norm_type > 0) ||
         fsdpi_is_nan(d.norm_type))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "clip_grads: max_norm is %g, norm_type is %g: expected numbers > 0",
+        return fsdpi_bad(w, "[E160] clip_grads: max_norm is %g, norm_type is %g: expected both > 0",
                          d.max_norm, d.norm_type);
     status = fsdpi_norm_check(model);
     if (!status) status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
@@ -10378,8 +10354,8 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     if (!status && norm) status = fsdp_grad_norm(model, norm);
     if (status || !is_bad) return status;
     return fsdp_fail(w, FSDP_ERR_CORRUPT,
-                     "clip_grads: the norm of the gradients is %g, so nothing is scaled: look for "
-                     "infinite gradients, or set error_if_nonfinite to 0",
+                     "[E212] clip_grads: the norm is %g, so nothing is scaled: look for infinite "
+                     "gradients, or set error_if_nonfinite to 0",
                      total);
 }
 
@@ -10387,10 +10363,10 @@ FSDP_API fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm) {
     double total = 0;
     fsdp_world *w = model ? model->world : NULL;
     fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
-    if (!status && (!w || !norm)) status = fsdpi_null(w, "grad_norm");
+    if (!status && (!w || !norm)) status = fsdpi_null(w, "grad_norm", "world or norm");
     if (!status && !(model->norm_type > 0))
         status = fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                           "grad_norm: there is no norm yet: call fsdp_clip_grads first");
+                           "[E202] grad_norm: there is no norm yet: call fsdp_clip_grads first");
     if (!status) status = fsdpi_transfer(w, &total, model->scalar->ptr, sizeof total);
     if (!status) *norm = fsdpi_root(total, model->norm_type);
     return status;
@@ -10447,7 +10423,7 @@ static fsdp_status fsdpi_full_scratch(fsdp_model *m) {
     if (status || fsdpi_is_host(m->world)) return status;
     m->full_copy = (char *)fsdpi_model_alloc(m, m->full_scratch->bytes);
     return m->full_copy ? FSDP_OK
-                        : fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "param_full: no memory");
+                        : fsdpi_no_memory(m->world, "param_full", "", m->full_scratch->bytes);
 }
 
 /* Gather one parameter, or its gradient, in its own dtype, in pieces that fit the scratch buffer:
@@ -10497,7 +10473,7 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
 }
 
 FSDP_API fsdp_status fsdp_model_commit(fsdp_model *model) {
-    return model ? fsdpi_commit(model) : fsdpi_null(NULL, "model_commit");
+    return model ? fsdpi_commit(model) : fsdpi_null(NULL, "model_commit", "model");
 }
 
 static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
@@ -10517,28 +10493,27 @@ static fsdp_status fsdpi_shards_readable(fsdp_model *m) {
 }
 
 FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_view *out) {
-    if (!unit || !out) return fsdpi_null(NULL, "param_view_get");
+    if (!unit || !out) return fsdpi_null(NULL, "param_view_get", "unit or out");
     fsdp_status status = fsdpi_shards_readable(unit->model);
     if (status) return status;
     if (index < 0 || index >= unit->desc.num_params)
-        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_ARG,
-                         "param_view_get: unit '%s' has no parameter %d, expected 0..%d",
+        return fsdpi_bad(unit->model->world,
+                         "[E167] param_view_get: unit '%s' has no parameter %d, expected 0..%d",
                          unit->desc.name, index, unit->desc.num_params - 1);
     fsdpi_view(unit, index, out);
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_view *out) {
-    if (!model || !out) return fsdpi_null(NULL, "param_at");
+    if (!model || !out) return fsdpi_null(NULL, "param_at", "model or out");
     for (int i = 0; i < model->num_units; i++) {
         fsdp_unit *u = model->units[i];
         int first = u->params[0].ordinal;
         if (ordinal >= first && ordinal < first + u->desc.num_params)
             return fsdp_param_view_get(u, ordinal - first, out);
     }
-    return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                     "param_at: the model has no parameter %d, expected 0..%d", ordinal,
-                     model->num_params - 1);
+    return fsdpi_bad(model->world, "[E168] param_at: the model has no parameter %d, expected 0..%d",
+                     ordinal, model->num_params - 1);
 }
 
 FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
@@ -10584,8 +10559,7 @@ static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsd
     int64_t most = fsdpi_bytes(fsdpi_min(step, rows) * row_numel, v->dtype);
     char *staged = in_place ? NULL : (char *)fsdpi_model_alloc(m, (size_t)most);
     fsdp_status status = FSDP_OK;
-    if (!in_place && !staged)
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "init_params: no memory");
+    if (!in_place && !staged) return fsdpi_no_memory(m->world, "init_params", "", (size_t)most);
     for (int64_t row = 0; row < rows && !status; row += step) {
         char *place = (char *)v->shard + fsdpi_bytes(row * row_numel, v->dtype);
         block.local_shape[0] = fsdpi_min(step, rows - row);
@@ -10604,9 +10578,7 @@ static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsd
 
 FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *user) {
     fsdp_status status = model ? fsdpi_failed(model->world) : FSDP_OK;
-    if (!status && !fn)
-        status = fsdp_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
-                           "init_params: fn is NULL");
+    if (!status && !fn) status = fsdpi_null_of(model, "init_params", "fn");
     if (!status) status = fsdpi_load(model);
     if (status) return status;
     fsdp_param_view v = FSDP_ZERO;
@@ -10616,10 +10588,9 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
 }
 
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {
-    if (!model || !out || !fsdp_dtype_size(dtype))
-        return fsdp_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "model_flat: an argument is NULL, or dtype is %d, expected FSDP_F32, ...",
-                         dtype);
+    if (!model || !out) return fsdpi_null_of(model, "model_flat", "model or out");
+    if (!fsdp_dtype_size(dtype))
+        return fsdpi_bad(model->world, "[E169] model_flat: dtype is %d, expected FSDP_*", dtype);
     fsdp_status status = fsdpi_shards_readable(model);
     if (status) return status;
     const fsdpi_flat_block *flat = &model->flats[dtype];
@@ -10639,8 +10610,7 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
     if (!status) status = fsdpi_failed(unit->model->world);
     if (status) return status;
     const fsdp_layout_param *lay = &unit->params[index].lay;
-    if (!full && lay->numel > 0)
-        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_ARG, "param_load: full is NULL");
+    if (!full && lay->numel > 0) return fsdpi_null_of(unit->model, "param_load", "full");
     status = fsdpi_load(unit->model);
     if (status) return status;
     fsdp_param_view v;
@@ -10674,10 +10644,9 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
     const fsdpi_param *p = &unit->params[index];
     fsdp_dtype dtype = fsdpi_grad_dtype(unit->model, p->dtype);
     if (!p->requires_grad)
-        return fsdp_fail(
-            unit->model->world, FSDP_ERR_INVALID_STATE,
-            "param_full_grad: parameter '%s' of unit '%s' is frozen: it has no gradient", p->name,
-            unit->desc.name);
+        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
+                         "[E204] param_full_grad: '%s' of unit '%s' is frozen: it has no gradient",
+                         p->name, unit->desc.name);
     status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
     if (status) return status;
     if (unit->state.grads.shard == FSDPI_GRADS_REDUCED)
@@ -10819,9 +10788,9 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     fsdp_world *w = m->world;
     if (m->num_units == 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "prediction: the model has no units: call fsdp_fully_shard first");
+                         "[E205] prediction: the model has no units: call fsdp_fully_shard first");
     fsdpi_rehearsal *r = (fsdpi_rehearsal *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
-    if (!r) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
+    if (!r) return fsdpi_no_memory(w, "prediction", "", sizeof *r);
     fsdp_model *dry = *out = &r->model;
     fsdpi_dry_world(r, w);
     dry->desc = m->desc;
@@ -10839,7 +10808,7 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     if (!status) status = fsdpi_commit(dry);
     if (!status) status = fsdpi_dry_flags(dry);
     if (!status) status = fsdpi_rehearse(dry);
-    return status ? fsdp_fail(w, status, "prediction: %s", fsdp_status_text(status)) : FSDP_OK;
+    return status ? fsdp_fail(w, status, "[E306] predict: %s", fsdp_status_text(status)) : FSDP_OK;
 }
 
 // Allocate the slots that a step will take, as the prediction counts them.
@@ -10851,7 +10820,7 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
     for (int i = 0; !status && i < dry->num_classes; i++) { // the model's own has been found before
         const fsdpi_class *wanted = &dry->classes[i];
         int at = fsdpi_class_find(m, wanted->pool, wanted->bytes);
-        if (at < 0) status = fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "reserve: no memory");
+        if (at < 0) status = FSDP_ERR_OUT_OF_MEMORY;
         while (!status && m->classes[at].count < wanted->count)
             status = fsdpi_class_add(m, &m->classes[at]);
     }
@@ -10860,7 +10829,7 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
 }
 
 FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
-    return model ? fsdpi_reserve(model) : fsdpi_null(NULL, "model_reserve");
+    return model ? fsdpi_reserve(model) : fsdpi_null(NULL, "model_reserve", "model");
 }
 
 // Bytes of the full parameters of a unit and of their gradients.
@@ -10887,13 +10856,13 @@ static void fsdpi_memory(const fsdp_model *m, fsdp_memory *out) {
 }
 
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out) {
-    if (!model || !out) return fsdpi_null(NULL, "model_memory");
+    if (!model || !out) return fsdpi_null(NULL, "model_memory", "model or out");
     fsdpi_memory(model, out);
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
-    if (!unit || !out) return fsdpi_null(NULL, "unit_memory");
+    if (!unit || !out) return fsdpi_null(NULL, "unit_memory", "unit or out");
     const fsdp_buf *held[FSDP_POOL_COUNT] = {NULL};
     held[FSDP_POOL_GATHER] = unit->state.slot[FSDP_POOL_GATHER];
     held[FSDP_POOL_SLICE] = unit->state.slot[FSDP_POOL_SLICE];
@@ -10993,7 +10962,7 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
 
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out) {
     fsdp_model *dry = NULL;
-    if (!model || !out) return fsdpi_null(NULL, "model_predict");
+    if (!model || !out) return fsdpi_null(NULL, "model_predict", "model or out");
     fsdp_status status = fsdpi_dry_run(model, &dry);
     if (!status) {
         fsdpi_memory(dry, out);
@@ -11004,7 +10973,7 @@ FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *ou
 }
 
 FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters *out) {
-    if (!model || !out) return fsdpi_null(NULL, "model_counters");
+    if (!model || !out) return fsdpi_null(NULL, "model_counters", "model or out");
     *out = model->counters;
     return FSDP_OK;
 }
@@ -11014,13 +10983,11 @@ FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters 
 
 // A setter for one unit or all (NULL): which ones; none may be between pre and post.
 static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int *first, int *end) {
-    if (!m) return fsdpi_null(NULL, what);
+    if (!m) return fsdpi_null(NULL, what, "model");
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
     if (u && u->model != m)
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                         "%s: the unit belongs to another model, expected a unit of this model",
-                         what);
+        return fsdpi_bad(m->world, "[E161] %s: the unit belongs to another model", what);
     *first = u ? u->desc.index : 0;
     *end = u ? u->desc.index + 1 : m->num_units;
     for (int i = *first; i < *end; i++)
@@ -11030,14 +10997,14 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
 }
 
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
-    if (!model) return fsdpi_null(NULL, "set_grad_enabled");
+    if (!model) return fsdpi_null(NULL, "set_grad_enabled", "model");
     model->settings += model->grad_enabled != (enabled != 0);
     model->grad_enabled = enabled != 0;
     return fsdpi_failed(model->world);
 }
 
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
-    if (!model) return fsdpi_null(NULL, "set_is_last_backward");
+    if (!model) return fsdpi_null(NULL, "set_is_last_backward", "model");
     model->settings += model->is_last_backward != (is_last != 0);
     model->is_last_backward = is_last != 0;
     return fsdpi_failed(model->world);
@@ -11086,9 +11053,9 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_forward", &i, &end);
     if (!status && mode != FSDP_RESHARD_ALWAYS && mode != FSDP_RESHARD_NEVER)
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or "
-                         "FSDP_RESHARD_NEVER (give an int in fsdp_unit_desc)",
+        return fsdpi_bad(model->world,
+                         "[E162] set_reshard_after_forward: mode is %d, expected "
+                         "FSDP_RESHARD_ALWAYS or FSDP_RESHARD_NEVER (an int: in fsdp_unit_desc)",
                          mode);
     for (; !status && i < end; i++) {
         model->settings += model->units[i]->options.reshard_after_forward != mode;
@@ -11102,10 +11069,10 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(model, unit, "set_gradient_divide_factor", &i, &end);
     if (!status && (!(factor >= 0) || !fsdpi_is_finite(factor)))
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "set_gradient_divide_factor: factor is %g, expected a number > 0, or 0 "
-                         "for the number of ranks",
-                         factor);
+        return fsdpi_bad(
+            model->world,
+            "[E163] set_gradient_divide_factor: factor is %g, expected a finite number >= 0",
+            factor);
     for (; !status && i < end; i++) {
         model->settings += model->units[i]->options.divide_factor != factor;
         model->units[i]->options.divide_factor = factor;
@@ -11122,13 +11089,10 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
     fsdp_model *m = u->model;
     for (int i = 0; i < count; i++)
         if (!targets || !targets[i] || targets[i]->model != m)
-            return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                             "%s: target %d is not a unit of this model", what, i);
-    if (count < 0)
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: count is %d, expected >= 0", what,
-                         count);
+            return fsdpi_bad(m->world, "[E164] %s: target %d is not a unit of this model", what, i);
+    if (count < 0) return fsdpi_bad(m->world, "[E165] %s: count is %d, expected >= 0", what, count);
     int32_t *list = (int32_t *)fsdpi_model_alloc(m, (size_t)(count + 1) * sizeof *list);
-    if (!list) return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory", what);
+    if (!list) return fsdpi_no_memory(m->world, what, "", (size_t)(count + 1) * sizeof *list);
     for (int i = 0; i < count; i++) list[i] = targets[i]->desc.index;
     fsdpi_model_free(m, u->options.prefetch[backward]);
     u->options.prefetch[backward] = list;
@@ -11158,16 +11122,16 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     fsdp_model *m = unit->model;
     fsdpi_param *p = &unit->params[index];
     if (requires_grad && !fsdp_dtype_is_float(p->dtype))
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                         "set_requires_grad: parameter '%s' of unit '%s' is %s: only floating "
-                         "parameters can require a gradient",
+        return fsdpi_bad(m->world,
+                         "[E166] set_requires_grad: parameter '%s' of unit '%s' is %s: only "
+                         "floating parameters can require a gradient",
                          p->name, unit->desc.name, fsdp_dtype_name(p->dtype));
     for (int i = 0; i < m->num_units; i++)
         if (m->units[i]->state.slot[FSDP_POOL_GRAD] || m->units[i]->state.slot[FSDP_POOL_RIN] ||
             m->units[i]->state.slot[FSDP_POOL_ROUT])
             return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
-                             "set_requires_grad: unit '%s' holds gradients that are not reduced: "
-                             "run a backward with gradient sync, or call fsdp_model_reset",
+                             "[E203] set_requires_grad: unit '%s' holds gradients that are not "
+                             "reduced: run a backward with sync, or call fsdp_model_reset",
                              m->units[i]->desc.name);
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);
@@ -11288,20 +11252,19 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
     fsdp_status status = fsdpi_dtypes_check(w, "model_create", "", d->param_dtype, d->reduce_dtype,
                                             d->output_dtype);
     if (!status && d->grad_dtype && !fsdp_dtype_is_float(d->grad_dtype))
-        status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                           "model_create: grad_dtype is %d, expected a floating dtype or KEEP",
+        status = fsdpi_bad(w, "[E130] model_create: grad_dtype is %d, expected floating or KEEP",
                            d->grad_dtype);
     if (status) return status;
     if (d->reshard_after_forward < FSDP_RESHARD_NEVER ||
         d->implicit_prefetch < FSDP_PREFETCH_NEVER || d->implicit_prefetch > FSDP_PREFETCH_ALWAYS)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "model_create: reshard_after_forward is %d, implicit_prefetch %d: "
+        return fsdpi_bad(w,
+                         "[E131] model_create: reshard_after_forward is %d, implicit_prefetch %d: "
                          "expected FSDP_RESHARD_* or n >= 2, and FSDP_PREFETCH_*",
                          d->reshard_after_forward, d->implicit_prefetch);
     if (d->direct_min < 0 || d->fill_bytes < 0 || d->prefetch_bytes < 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "model_create: direct_min is %lld, fill_bytes %lld, prefetch_bytes %lld: "
-                         "expected numbers >= 0",
+        return fsdpi_bad(w,
+                         "[E132] model_create: direct_min %lld, fill_bytes %lld, prefetch_bytes "
+                         "%lld: expected numbers >= 0",
                          (long long)d->direct_min, (long long)d->fill_bytes,
                          (long long)d->prefetch_bytes);
     if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)
@@ -11314,14 +11277,14 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
 FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc *desc,
                                        fsdp_model **model) {
     fsdp_model_desc d;
-    if (!world || !model) return fsdpi_null(world, "model_create");
+    if (!world || !model) return fsdpi_null(world, "model_create", "world or model");
     *model = NULL;
     fsdp_status status = fsdpi_failed(world);
     if (!status) status = fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_model_desc");
     if (!status) status = fsdpi_model_check(world, &d);
     if (status) return status;
     fsdp_model *m = (fsdp_model *)fsdpi_alloc(&world->boot.allocator, sizeof *m);
-    if (!m) return fsdp_fail(world, FSDP_ERR_OUT_OF_MEMORY, "model_create: no memory");
+    if (!m) return fsdpi_no_memory(world, "model_create", "", sizeof *m);
     m->world = world;
     m->desc = d;
     m->grad_enabled = m->is_last_backward = 1;
@@ -11369,7 +11332,7 @@ FSDP_API void fsdp_model_destroy(fsdp_model *model) {
 
 FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension) {
     fsdp_extension e;
-    if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "attach");
+    if (!model || !extension) return fsdpi_null_of(model, "attach", "model or extension");
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_failed(w);
     if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
@@ -11383,10 +11346,10 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
     if (status)
         return fsdp_fail(w, status,
-                         "attach: extension '%s' has `ran`, but device %s cannot measure times: %s",
+                         "[E901] attach: '%s' has `ran`, but device %s cannot measure times: %s",
                          e.name, w->device_ops->name, fsdpi_device_text(w, status));
     fsdpi_attached *a = (fsdpi_attached *)fsdpi_model_alloc(model, sizeof *a), **last;
-    if (!a) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
+    if (!a) return fsdpi_no_memory(w, "attach: extension", e.name, sizeof *a);
     a->e = e;
     for (last = &model->attached; *last;) last = &(*last)->next;
     *last = a;
@@ -11409,7 +11372,7 @@ static const fsdp_unit *fsdpi_lodger(const fsdp_model *m) {
 
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension) {
     fsdp_extension e;
-    if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "detach");
+    if (!model || !extension) return fsdpi_null_of(model, "detach", "model or extension");
     fsdp_world *w = model->world;
     fsdp_status status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (status) return status;
@@ -11419,10 +11382,10 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         if (memcmp(&(*at)->e, &e, sizeof e) != 0) continue;
         const fsdp_unit *lodger = e.buffer ? fsdpi_lodger(model) : NULL;
         if (model->asking || lodger)
-            return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                             "detach: '%s' %s%s: detach it between steps, not in an extension",
-                             e.name, lodger ? "may own a slot of unit " : "is in use",
-                             lodger ? lodger->desc.name : "");
+            return fsdp_fail(
+                w, FSDP_ERR_INVALID_STATE,
+                "[E902] detach: '%s' %s%s: detach it between steps, not in an extension", e.name,
+                lodger ? "may own a slot of unit " : "is in use", lodger ? lodger->desc.name : "");
         if (model->watch & FSDPI_TIMES) {
             fsdpi_drain(w);
             fsdpi_timeline_end_all(w);
@@ -11430,12 +11393,11 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         fsdpi_detach(model, at);
         return FSDP_OK;
     }
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                     "detach: '%s' with these contents is not attached to this model", e.name);
+    return fsdpi_bad(w, "[E903] detach: '%s' with these contents is not attached to it", e.name);
 }
 
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
-    if (!model || !item) return fsdpi_null(model ? model->world : NULL, "next_state");
+    if (!model || !item) return fsdpi_null_of(model, "next_state", "model or item");
     fsdp_status status = fsdpi_commit(model);
     int which = item->at[0], index = item->name ? item->at[1] + 1 : 0;
     fsdpi_attached *a = model->attached;
@@ -11462,7 +11424,7 @@ FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
 }
 
 FSDP_API fsdp_status fsdp_state_written(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "state_written");
+    if (!model) return fsdpi_null(NULL, "state_written", "model");
     fsdp_status status = fsdpi_failed(model->world);
     for (fsdpi_attached *a = model->attached; a && !status; a = a->next)
         if (a->e.state) status = a->e.state(a->e.user, model, 0, NULL);
@@ -11481,8 +11443,7 @@ static int fsdpi_register(fsdp_model *m, fsdpi_names *names, int most, const cha
         memcpy(names->text[names->count], name, length + 1);
         return names->count++;
     }
-    (void)fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                    "%s_register: name '%s', expected 1..%d bytes, and at most %d names in a model",
+    (void)fsdpi_bad(m->world, "[E904] %s_register: name '%s', expected 1..%d bytes and <= %d names",
                     what, name ? name : "", FSDPI_NAME - 1, most);
     return -1;
 }
@@ -11560,15 +11521,14 @@ static fsdp_status fsdpi_do_marker(fsdp_model *m, const fsdp_op *op) {
 }
 
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
-    if (!model || !op) return fsdpi_null(model ? model->world : NULL, "emit");
+    if (!model || !op) return fsdpi_null_of(model, "emit", "model or op");
     fsdp_world *w = model->world;
     if (op->src && !op->src_ptr) op->src_ptr = op->src->ptr;
     if (op->dst && !op->dst_ptr) op->dst_ptr = op->dst->ptr;
     const char *fault = fsdpi_op_fault(model, op);
     if (fault)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "emit: %s (%s) of '%s': %s",
-                         fsdp_op_name(op->kind), fsdp_op_label(op), op->what ? op->what : "",
-                         fault);
+        return fsdpi_bad(w, "[E905] emit: %s (%s) of '%s': %s", fsdp_op_name(op->kind),
+                         fsdp_op_label(op), op->what ? op->what : "", fault);
     if (op->kind >= FSDP_OP_HOOK) {
         fsdp_status done = fsdpi_do_marker(model, op);
         return done ? done : fsdpi_show(model, op);
@@ -11577,7 +11537,7 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
         op->bytes = op->count * fsdp_dtype_size(op->out_dtype);
     if (fsdpi_is_collective(op->kind)) {
         if (!(w->caps.kinds & 1u << op->kind))
-            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s does not have %s",
+            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "[E906] emit: backend %s does not have %s",
                              w->comm_ops->name, fsdp_op_name(op->kind));
         if (!op->bytes)
             op->bytes = fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size,
@@ -11590,12 +11550,11 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
 }
 
 FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what) {
-    if (!model) return fsdpi_null(NULL, what ? what : "call_begin");
+    if (!model) return fsdpi_null(NULL, what ? what : "call_begin", "model");
     fsdp_status status = fsdpi_commit(model);
     if (status) return status;
     if (call < 0 || call >= FSDP_CALL_COUNT)
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "call_begin: call is %d, expected FSDP_CALL_*", call);
+        return fsdpi_bad(model->world, "[E907] call_begin: call is %d, expected FSDP_CALL_*", call);
     if (!what) what = fsdpi_call_name(call);
     status = fsdpi_check_units(model, call, what);
     return status ? status
@@ -11607,32 +11566,30 @@ FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *wh
 
 FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, int64_t nbytes,
                                      fsdp_buf **buf) {
-    if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "buf_create");
+    if (!model || !buf) return fsdpi_null_of(model, "buf_create", "model or buf");
     *buf = NULL;
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
     if (pool < 0 || pool >= FSDP_POOL_COUNT + model->pools.count || nbytes < 0 ||
         (memory != FSDP_MEMORY_DEVICE && memory != FSDP_MEMORY_PINNED))
-        return fsdp_fail(
-            model->world, FSDP_ERR_INVALID_ARG,
-            "buf_create: pool is %d, memory is %d, nbytes is %lld: expected FSDP_POOL_* or a "
-            "registered pool, FSDP_MEMORY_DEVICE or _PINNED, and nbytes >= 0",
+        return fsdpi_bad(
+            model->world,
+            "[E908] buf_create: pool is %d, memory %d, nbytes %lld: expected FSDP_POOL_* or a "
+            "registered pool, FSDP_MEMORY_DEVICE or _PINNED, and >= 0",
             pool, memory, (long long)nbytes);
     return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
 }
 
 FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int64_t offset,
                                    int64_t nbytes, fsdp_buf **buf) {
-    if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "buf_part");
+    if (!model || !buf) return fsdpi_null_of(model, "buf_part", "model or buf");
     *buf = NULL;
     if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset ||
         (whole && offset + nbytes > (int64_t)whole->bytes))
-        return fsdp_fail(
-            model->world, FSDP_ERR_INVALID_ARG,
-            "buf_part: %lld bytes at offset %lld do not fit into a buffer of %lld bytes",
-            (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
+        return fsdpi_bad(model->world, "[E909] buf_part: %lld bytes at %lld exceed %lld bytes",
+                         (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
     fsdp_buf *part = (fsdp_buf *)fsdpi_model_alloc(model, sizeof *part);
-    if (!part) return fsdp_fail(model->world, FSDP_ERR_OUT_OF_MEMORY, "buf_part: no memory");
+    if (!part) return fsdpi_no_memory(model->world, "buf_part", "", sizeof *part);
     part->part = 1;
     part->bytes = (size_t)nbytes;
     part->number = ++model->num_bufs;
@@ -11652,9 +11609,9 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
     if (!model || !buf) return;
     if (buf->held) {
-        (void)fsdp_fail(model->world, FSDP_ERR_INVALID_STATE,
-                        "buf_destroy: a unit holds the buffer, so it stays until the model ends: "
-                        "destroy it when fsdp_buf_held is 0");
+        (void)fsdp_fail(
+            model->world, FSDP_ERR_INVALID_STATE,
+            "[E910] buf_destroy: a unit holds the buffer: wait until fsdp_buf_held is 0");
         return;
     }
     fsdpi_drain(model->world);
@@ -11666,7 +11623,7 @@ FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf) { return buf ? (int64_t)bu
 FSDP_API int fsdp_buf_held(const fsdp_buf *buf) { return buf && buf->held; }
 
 FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "pools_trim");
+    if (!model) return fsdpi_null(NULL, "pools_trim", "model");
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
     fsdpi_drain(model->world);
@@ -11692,37 +11649,36 @@ static int fsdpi_updates_on_device(const fsdp_model *m) {
 }
 
 FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int *memory) {
-    if (!model || !what || !memory) return fsdpi_null(model ? model->world : NULL, "update_place");
+    if (!model || !what || !memory)
+        return fsdpi_null_of(model, "update_place", "model, what or memory");
     const fsdp_world *w = model->world;
     fsdp_status status = fsdpi_commit(model);
     if (status) return status;
     *memory = fsdpi_updates_on_device(model) ? FSDP_MEMORY_DEVICE : FSDP_MEMORY_HOST;
     if (model->desc.cpu_offload || fsdpi_is_host(w) || w->device_ops->update) return FSDP_OK;
     return fsdp_fail(model->world, FSDP_ERR_UNSUPPORTED,
-                     "%s: the shards are in the memory of device %s, which has no function for "
-                     "updates: set cpu_offload in the model's desc",
-                     what, w->device_ops->name);
+                     "[E911] %s: device %s has the shards, but no updates: set cpu_offload", what,
+                     w->device_ops->name);
 }
 
 FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, const char *what,
                                 void **ptr) {
-    if (!model || !what || !ptr) return fsdpi_null(model ? model->world : NULL, "alloc");
+    if (!model || !what || !ptr) return fsdpi_null_of(model, "alloc", "model, what or ptr");
     fsdp_world *w = model->world;
     int device = memory == FSDP_MEMORY_DEVICE;
     fsdp_status status = FSDP_OK;
     *ptr = NULL;
     if ((!device && memory != FSDP_MEMORY_HOST) || nbytes < 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: memory is %d, nbytes is %lld: expected FSDP_MEMORY_HOST or _DEVICE, "
-                         "and nbytes >= 0",
-                         what, memory, (long long)nbytes);
+        return fsdpi_bad(
+            w, "[E912] %s: memory is %d, nbytes %lld: expected FSDP_MEMORY_HOST or _DEVICE, >= 0",
+            what, memory, (long long)nbytes);
     if (!device) *ptr = fsdpi_model_alloc(model, (size_t)nbytes);
     else status = w->device_ops->alloc(w->device, memory, (size_t)nbytes, ptr);
     if (!*ptr && !status) status = FSDP_ERR_OUT_OF_MEMORY;
     model->counters.allocations += !status && device;
     if (!status) return FSDP_OK;
     *ptr = NULL;
-    return fsdp_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
+    return fsdp_fail(w, status, "[E304] %s of %lld bytes%s%s: %s", what, (long long)nbytes,
                      device ? " on device " : "", device ? w->device_ops->name : "",
                      device ? fsdpi_device_text(w, status) : "the allocator returned NULL");
 }
@@ -11739,35 +11695,35 @@ FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes
 
 FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes) {
     if (!model || (nbytes > 0 && (!dst || !src)))
-        return fsdpi_null(model ? model->world : NULL, "transfer");
+        return fsdpi_null_of(model, "transfer", "model, dst or src");
     if (nbytes < 0)
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "transfer: nbytes is %lld, expected >= 0", (long long)nbytes);
+        return fsdpi_bad(model->world, "[E913] transfer: nbytes is %lld, expected >= 0",
+                         (long long)nbytes);
     fsdp_status status = fsdpi_failed(model->world);
     return status ? status : fsdpi_transfer(model->world, dst, src, (size_t)nbytes);
 }
 
 FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
-    if (!model) return fsdpi_null(NULL, "wait_stream");
+    if (!model) return fsdpi_null(NULL, "wait_stream", "model");
     if (stream < -1 || stream >= FSDP_STREAM_COUNT)
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "wait_stream: stream is %d, expected FSDP_STREAM_* or -1", stream);
+        return fsdpi_bad(model->world,
+                         "[E914] wait_stream: stream is %d, expected FSDP_STREAM_* or -1", stream);
     if (stream >= 0) return fsdpi_sync(model->world, stream);
     fsdpi_drain(model->world);
     return fsdpi_failed(model->world);
 }
 
 FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm) {
-    if (!mesh || !comm) return fsdpi_null(mesh ? mesh->world : NULL, "mesh_comm");
+    if (!mesh || !comm) return fsdpi_null(mesh ? mesh->world : NULL, "mesh_comm", "mesh or comm");
     fsdp_world *w = mesh->world;
     fsdp_status status = fsdpi_failed(w);
     *comm = NULL;
     if (status) return status;
     if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT ||
         mesh->coord[0] < 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a dim of the "
-                         "mesh, one of FSDP_STREAM_*, and a rank that is in the mesh",
+        return fsdpi_bad(w,
+                         "[E108] mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a "
+                         "dim, one of FSDP_STREAM_*, and a rank that is in the mesh",
                          dim, mesh->ndim, stream);
     int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
     if (mesh->shape[dim] == 1) return FSDP_OK;
@@ -11790,7 +11746,7 @@ FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model) {
 }
 
 FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "params_writable");
+    if (!model) return fsdpi_null(NULL, "params_writable", "model");
     fsdp_status status = fsdpi_shards_writable(model);
     if (status || fsdpi_updates_on_device(model)) return status;
     return fsdpi_sync(model->world, FSDP_STREAM_COMPUTE);
@@ -11880,9 +11836,9 @@ static fsdp_status fsdpi_taken_check(fsdp_model *m, const void *owner, const voi
     int good = nbytes >= sizeof then;
     if (good) memcpy(&then, buf, sizeof then);
     if (good && memcmp(&then, &now, sizeof now) == 0) return FSDP_OK;
-    return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                     "%s: the snapshot of %llu bytes is of another model or unit, or slots were "
-                     "made or freed since: take it again after a freeze, a thaw or fsdp_pools_trim",
+    return fsdpi_bad(m->world,
+                     "[E916] %s: the snapshot of %llu bytes is of another model or unit, or slots "
+                     "were made or freed since: take it again",
                      what, (unsigned long long)nbytes);
 }
 
@@ -11897,7 +11853,7 @@ FSDP_API size_t fsdp_model_snapshot(const fsdp_model *model, void *buf, size_t c
 }
 
 FSDP_API fsdp_status fsdp_model_restore(fsdp_model *model, const void *buf, size_t nbytes) {
-    if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "model_restore");
+    if (!model || !buf) return fsdpi_null_of(model, "model_restore", "model or buf");
     fsdp_status status = fsdpi_taken_check(model, model, buf, nbytes, "model_restore");
     if (status) return status;
     fsdpi_walk w = {(char *)(uintptr_t)buf, nbytes, sizeof(fsdpi_taken_of), FSDPI_LOAD};
@@ -11922,7 +11878,8 @@ static int64_t fsdpi_ahead_bytes(const fsdpi_state *s) {
 }
 
 FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes) {
-    if (!unit || !buf) return fsdpi_null(unit ? unit->model->world : NULL, "unit_restore");
+    if (!unit || !buf)
+        return fsdpi_null_of(unit ? unit->model : NULL, "unit_restore", "unit or buf");
     fsdp_model *m = unit->model;
     fsdpi_state *s = &unit->state;
     fsdp_status status = fsdpi_taken_check(m, unit, buf, nbytes, "unit_restore");
@@ -11939,7 +11896,7 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
 }
 
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit) {
-    if (!unit) return fsdpi_null(NULL, "unit_flag_use");
+    if (!unit) return fsdpi_null(NULL, "unit_flag_use", "unit");
     fsdp_status status = fsdpi_failed(unit->model->world);
     if (!status && unit->usage.flags && fsdpi_ranks(unit) > 1)
         fsdpi_usage_send(unit, fsdpi_route_now(unit)->factor / unit->state.grads.divided);
@@ -11963,7 +11920,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     if (!status) status = fsdpi_store_name(early, d, early->store, sizeof early->store);
     if (status) return status;
     fsdp_world *w = (fsdp_world *)fsdpi_alloc(&d->allocator, sizeof *w);
-    if (!w) return fsdp_fail(early, FSDP_ERR_OUT_OF_MEMORY, "fsdp_init: no memory");
+    if (!w) return fsdpi_no_memory(early, "fsdp_init", "", sizeof *w);
     memcpy(w->job, early->job, sizeof w->job);
     memcpy(w->store, early->store, sizeof w->store);
     fsdpi_world_messages(w, d);
@@ -11995,7 +11952,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
 FSDP_API fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
     fsdp_world_desc d;
     fsdp_world early; // speaks for the world until there is one
-    if (!world) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "fsdp_init: world is NULL");
+    if (!world) return fsdpi_null(NULL, "fsdp_init", "world");
     *world = NULL;
     fsdp_status status = fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_world_desc");
     if (status) return status;
@@ -12026,17 +11983,17 @@ FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world) {
 
 FSDP_API void fsdp_abort(fsdp_world *world, const char *why) {
     if (!world) return;
-    (void)fsdpi_world_fail(world, FSDP_ERR_ABORTED, "rank %d aborted the world: %s", world->rank,
-                           why ? why : "no reason given");
+    (void)fsdpi_world_fail(world, FSDP_ERR_ABORTED, "rank %d: [E401] it aborted the world: %s",
+                           world->rank, why ? why : "no reason given");
 }
 
 FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
-    if (!world) return fsdpi_null(NULL, "set_stream");
+    if (!world) return fsdpi_null(NULL, "set_stream", "world");
     fsdp_status status = fsdpi_failed(world);
     if (status) return status;
     if (world->mode != FSDPI_NATIVE)
         return fsdp_fail(world, FSDP_ERR_UNSUPPORTED,
-                         "set_stream: device %s has no streams: omit the call on it",
+                         "[E803] set_stream: device %s has no streams: omit the call on it",
                          world->device_ops->name);
     void **compute = &world->streams[FSDP_STREAM_COMPUTE];
     if (!native) native = world->own_stream;
@@ -12070,16 +12027,15 @@ static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
 // Checks that collectives on host data share.
 static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data,
                                    int64_t count, const char *what) {
-    if (!w) return fsdpi_null(NULL, what);
+    if (!w) return fsdpi_null(NULL, what, "world");
     fsdp_status status = fsdpi_failed(w);
     if (status) return status;
     if (count < 0 || (count > 0 && !data))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: count is %lld and data is %s, expected count >= 0 and data", what,
-                         (long long)count, data ? "given" : "NULL");
+        return fsdpi_bad(w, "[E104] %s: count is %lld and data is %s, expected count >= 0 and data",
+                         what, (long long)count, data ? "given" : "NULL");
     if (mesh && (mesh->world != w || mesh->coord[0] < 0))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: expected a mesh of this world, on a rank that is in the mesh", what);
+        return fsdpi_bad(w, "[E105] %s: give a mesh of this world, on a rank that is in the mesh",
+                         what);
     return FSDP_OK;
 }
 
@@ -12104,11 +12060,10 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
     if (status) return status;
     if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM ||
         op > FSDP_MIN)
-        return fsdp_fail(
-            world, FSDP_ERR_INVALID_ARG,
-            "all_reduce: dtype is %s and op is %d, expected f32, f64, f16, bf16, i32 or "
-            "i64, and FSDP_SUM, FSDP_MAX or FSDP_MIN",
-            fsdp_dtype_name(dtype), op);
+        return fsdpi_bad(world,
+                         "[E106] all_reduce: dtype is %s and op is %d, expected f32, f64, f16, "
+                         "bf16, i32 or i64, and FSDP_SUM, FSDP_MAX or FSDP_MIN",
+                         fsdp_dtype_name(dtype), op);
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_all_reduce", dtype);
     record.redop = (uint8_t)op;
     return fsdpi_host_mesh(world, mesh, &record, 0, data, count);
@@ -12120,8 +12075,7 @@ FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, vo
     if (status) return status;
     int size = mesh ? fsdpi_mesh_numel(mesh) : world->size;
     if (root < 0 || root >= size)
-        return fsdp_fail(world, FSDP_ERR_INVALID_ARG, "broadcast: root is %d, expected 0..%d", root,
-                         size - 1);
+        return fsdpi_bad(world, "[E107] broadcast: root is %d, expected 0..%d", root, size - 1);
     fsdp_op record = fsdpi_host_op(FSDP_OP_BROADCAST, "fsdp_broadcast", FSDP_U8);
     return fsdpi_host_mesh(world, mesh, &record, root, data, nbytes);
 }
