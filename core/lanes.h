@@ -131,7 +131,7 @@ static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     if (rc) {
         fsdpi_free(&w->boot.allocator, lane);
         return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
-                         "[E302] cannot start a worker thread (lane): %s", strerror(rc));
+                         "[E302] the system cannot start a worker thread (lane): %s", strerror(rc));
     }
     w->lanes[stream] = lane;
     return FSDP_OK;

@@ -65,7 +65,8 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         fsdpi_detach(model, at);
         return FSDP_OK;
     }
-    return fsdpi_bad(w, "[E903] detach: '%s' with these contents is not attached to it", e.name);
+    return fsdpi_bad(w, "[E903] detach: '%s' with these contents is not attached to this model",
+                     e.name);
 }
 
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
@@ -247,7 +248,7 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
         return fsdpi_bad(
             model->world,
             "[E908] buf_create: pool is %d, memory %d, nbytes %lld: expected FSDP_POOL_* or a "
-            "registered pool, FSDP_MEMORY_DEVICE or _PINNED, and >= 0",
+            "registered pool, FSDP_MEMORY_DEVICE or _PINNED, nbytes >= 0",
             pool, memory, (long long)nbytes);
     return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
 }

@@ -3625,7 +3625,7 @@ static int fsdpi_slurm_store(char *out, size_t cap) {
    "": they are on several hosts and the launcher does not say where; no fault of those who do not
    ask, so who needs an address says what to do: FSDPI_NO_STORE. */
 #define FSDPI_NO_STORE                                                                             \
-    "ranks are on several hosts, and the launcher does not name the host of rank 0: set "          \
+    "[E724] ranks are on several hosts, and the launcher does not name the host of rank 0: set "   \
     "MASTER_ADDR (that host) and MASTER_PORT (a free port there) on all ranks, as in 'mpirun -x "  \
     "MASTER_ADDR=HOST -x MASTER_PORT=29500 ...', or FSDP_STORE=tcp://HOST:PORT"
 
@@ -4136,7 +4136,7 @@ static void fsdpi_say_done(fsdpi_text *t, int busy, int past, const char *operat
 static FSDPI_UNUSED void fsdpi_say_verdict(fsdpi_text *t, const fsdpi_verdict *v) {
     if (v->subject[0]) fsdpi_say(t, "rank %d failed in %s: ", (int)v->rank, v->subject);
     if (v->reason[0]) fsdpi_say(t, "%s", v->reason);
-    else fsdpi_say(t, "rank %d has aborted the job", (int)v->rank);
+    else fsdpi_say(t, "[E408] rank %d has aborted the job", (int)v->rank);
 }
 
 // Fields in which two calls differ; of different operations nothing else is worth a word.
@@ -4347,15 +4347,15 @@ static fsdp_status fsdpi_comm_report(fsdpi_comm *c) {
     char subject[sizeof v.subject];
     if (!c->world->transport->verdict(c->world, &v)) {
         (void)fsdpi_comm_error(c, FSDP_ERR_INTERNAL,
-                               "a wait has ended without a reason: please report");
+                               "[E298] a wait has ended without a reason: please report");
         c->world->transport->tell(c, FSDP_ERR_INTERNAL, "", c->error);
         return FSDP_ERR_INTERNAL;
     }
     fsdpi_comm_subject(c, subject, sizeof subject);
     if (!v.subject[0] || !strcmp(v.subject, subject))
         return fsdpi_comm_error(c, (fsdp_status)v.status, "%s", v.reason);
-    return fsdpi_comm_error(c, (fsdp_status)v.status, "rank %d failed in %s: %s", (int)v.rank,
-                            v.subject, v.reason);
+    return fsdpi_comm_error(c, (fsdp_status)v.status, "[E406] rank %d failed in %s: %s",
+                            (int)v.rank, v.subject, v.reason);
 }
 
 // A reason that does not begin with ranks is about this one: then its number comes first.
@@ -4367,11 +4367,19 @@ static FSDP_PRINTF(3, 4) fsdp_status
     va_start(args, format);
     (void)vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    if (strncmp(text, "rank", 4) != 0) fsdpi_say(&t, "rank %d: ", c->boot->rank);
+    const char *said = *text == '[' ? text + strcspn(text, " ") + 1 : text; // behind the id
+    if (strncmp(said, "rank", 4) != 0) fsdpi_say(&t, "rank %d: ", c->boot->rank);
     fsdpi_say(&t, "%s", text);
     fsdpi_comm_subject(c, subject, sizeof subject);
     c->world->transport->tell(c, status, subject, reason);
     return fsdpi_comm_report(c);
+}
+
+static FSDPI_UNUSED fsdp_status fsdpi_comm_no_memory(fsdpi_comm *c, const char *what,
+                                                     size_t bytes) {
+    return fsdpi_comm_fail(c, FSDP_ERR_OUT_OF_MEMORY,
+                           "[E307] the allocator has returned NULL for %llu bytes of memory: %s",
+                           (unsigned long long)bytes, what);
 }
 
 // From any thread. c->now is not looked at: a lane may be in a collective of the same comm.
@@ -4379,7 +4387,8 @@ static void fsdpi_comm_abort(fsdp_comm *comm, fsdp_status status, const char *wh
     fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    if (!why || strncmp(why, "rank ", 5) != 0) fsdpi_say(&t, "aborted by rank %d: ", c->boot->rank);
+    if (!why || strncmp(why, "rank ", 5) != 0)
+        fsdpi_say(&t, "[E409] aborted by rank %d: ", c->boot->rank);
     fsdpi_say(&t, "%s", why ? why : "no reason given");
     c->world->transport->tell(c, status ? status : FSDP_ERR_ABORTED, "", reason);
 }
@@ -4407,6 +4416,7 @@ static void fsdpi_say_ranks(fsdpi_text *t, const fsdpi_comm *c, const uint8_t *m
 static void fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8_t *missing, const char *verb) {
     int total = 0, said = 0;
     for (int k = 0; k < c->size; k++) total += missing[k] != 0;
+    fsdpi_say(t, "[E403] ");
     fsdpi_say_ranks(t, c, missing);
     fsdpi_say(t, " %s not %s within %.1f s", total > 1 ? "have" : "has", verb,
               (double)c->boot->timeout_ns * 1e-9);
@@ -4472,40 +4482,40 @@ static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
     if (op->kind == FSDP_OP_ALL_REDUCE && !is_int && !is_float)
         return fsdpi_comm_error(
             c, FSDP_ERR_UNSUPPORTED,
-            "this backend cannot reduce %s, expected a floating dtype, i32 or i64",
+            "[E180] this backend cannot reduce %s, expected a floating dtype, i32 or i64",
             fsdp_dtype_name(op->dtype));
     if (op->kind != FSDP_OP_REDUCE_SCATTER) return FSDP_OK;
     int plain = op->out_dtype == op->dtype && op->scale == 1.0 && !op->accumulate;
     if (is_float ? !fsdp_dtype_is_float(op->out_dtype) : !is_int || !plain)
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend cannot reduce %s to %s%s",
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
+                                "[E181] this backend cannot reduce %s to %s%s",
                                 fsdp_dtype_name(op->dtype), fsdp_dtype_name(op->out_dtype),
                                 plain ? "" : " with a scale or accumulation");
     if (plain || c->world->caps.flags & FSDP_CAP_FUSED_REDUCE) return FSDP_OK;
     return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
-                            "this backend cannot cast, scale or accumulate in a reduction");
+                            "[E182] this backend cannot cast, scale or accumulate in a reduction");
 }
 
 static fsdp_status fsdpi_check_form(fsdpi_comm *c, const fsdp_coll *op, int is_list, int64_t most) {
     if (op->kind >= FSDP_OP_COUNT || !(c->world->caps.kinds >> op->kind & 1))
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not have operation %d",
-                                op->kind);
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
+                                "[E183] this backend does not have operation %d", op->kind);
     if (!fsdp_dtype_size(op->dtype) || op->count > (uint64_t)most ||
         (is_list && op->num_segs && !op->segs))
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                                "dtype is %d, count %llu, %u segments at %p: expected FSDP_F32, "
-                                "..., at most %lld elements, "
-                                "and segments",
+                                "[E184] dtype is %d, count %llu, %u segments at %p: expected "
+                                "FSDP_F32, ..., at most %lld elements, and segments",
                                 op->dtype, (unsigned long long)op->count, op->num_segs,
                                 (const void *)op->segs, (long long)most);
     int is_member = op->root >= 0 && op->root < c->size;
     if (op->kind == FSDP_OP_BROADCAST && !is_member)
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "root is %d, expected 0 to %d",
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "[E185] root is %d, expected 0 to %d",
                                 (int)op->root, c->size - 1);
     if (fsdpi_is_pair(op->kind) && (!is_member || op->root == c->index))
         return fsdpi_comm_error(
             c, FSDP_ERR_INVALID_ARG,
-            "the other member is %d, expected 0 to %d, and not this rank's own %d", (int)op->root,
-            c->size - 1, c->index);
+            "[E186] the other member is %d, expected 0 to %d, and not this rank's own %d",
+            (int)op->root, c->size - 1, c->index);
     return fsdpi_check_reduction(c, op);
 }
 
@@ -4526,8 +4536,8 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *s
         if (seg->shard < 0 || seg->full < 0 || seg->count < 0 || seg->shard > most ||
             seg->full > most || seg->count > most)
             return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                                    "segment %u is {%lld, %lld, %lld}, expected 0 to %lld", s,
-                                    (long long)seg->shard, (long long)seg->full,
+                                    "[E187] segment %u is {%lld, %lld, %lld}, expected 0 to %lld",
+                                    s, (long long)seg->shard, (long long)seg->full,
                                     (long long)seg->count, (long long)most);
         int64_t start = from_shard ? seg->shard : seg->full;
         int64_t end = start + (from_shard ? 1 : c->size) * seg->count;
@@ -4538,8 +4548,8 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *s
     span->low = high == 0 ? 0 : low;
     span->high = high;
     if (high > 0 && (!span->shared || (!op->dst && op->kind != FSDP_OP_SEND)))
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "src is %p and dst is %p, expected both",
-                                op->src, op->dst);
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                "[E188] src is %p and dst is %p, expected both", op->src, op->dst);
     return FSDP_OK;
 }
 
@@ -4557,8 +4567,8 @@ static fsdp_status fsdpi_find_chunk(fsdpi_comm *c, const fsdp_coll *op, fsdpi_sp
     if (span->chunk.base && at + low >= mine && at + high <= mine + span->chunk.size)
         return FSDP_OK;
     return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                            "peers read bytes %llu to %llu of %s, which are not in one allocation: "
-                            "allocate them with this backend's alloc",
+                            "[E189] peers read bytes %llu to %llu of %s, which are not in one "
+                            "allocation: allocate them with this backend's alloc",
                             (unsigned long long)low, (unsigned long long)high,
                             span->shared == op->src ? "src" : "dst");
 }
@@ -4567,11 +4577,12 @@ static fsdp_status fsdpi_check_world(fsdpi_comm *c) {
     int most = c->world->transport->most_ranks;
     if (c->boot->size < 1 || c->boot->rank < 0 || c->boot->rank >= c->boot->size)
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                                "rank is %d and size is %d, expected 0 <= rank < size",
+                                "[E190] rank is %d and size is %d, expected 0 <= rank < size",
                                 c->boot->rank, c->boot->size);
     if (c->boot->size > most)
         return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
-                                "the world has %d ranks, expected at most %d", c->boot->size, most);
+                                "[E191] the world has %d ranks, expected at most %d", c->boot->size,
+                                most);
     c->index = c->boot->rank;
     c->size = c->boot->size;
     for (int k = 0; k < c->size; k++) c->ranks[k] = k;
@@ -4605,7 +4616,7 @@ static void fsdpi_say_call(fsdpi_text *t, const fsdpi_record *r) {
 // "ranks disagree: ranks 0, 2: all_gather of ...; rank 1: ..."
 static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
     fsdpi_record first = fsdpi_record_of(c, 0);
-    fsdpi_say(t, "ranks disagree");
+    fsdpi_say(t, "[E404] ranks disagree");
     for (int k = 0; k < c->size; k++) {
         fsdpi_record record = fsdpi_record_of(c, k);
         uint8_t equal[FSDPI_MAX_RANKS];
@@ -4629,7 +4640,7 @@ static void fsdpi_say_two(fsdpi_text *t, const fsdpi_comm *c, const fsdpi_record
     fsdpi_record like = *theirs;
     if (fsdpi_is_pair(mine->kind) && fsdpi_is_pair(theirs->kind))
         like.kind = mine->kind, like.root = mine->root;
-    fsdpi_say(t, "ranks disagree: rank %d: ", c->boot->rank);
+    fsdpi_say(t, "[E405] ranks disagree: rank %d: ", c->boot->rank);
     fsdpi_say_call(t, mine);
     fsdpi_say(t, "; rank %d: ", (int)c->ranks[k]);
     fsdpi_say_call(t, theirs);
@@ -4713,11 +4724,10 @@ static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, 
         h = fsdpi_hash(h, (uint64_t)g->ranks[i]);
     }
     if (wrong)
-        return fsdpi_comm_error(
-            parent, FSDP_ERR_INVALID_ARG,
-            "the group has %d ranks and this one is at index %d: expected different "
-            "members of the parent",
-            g->size, g->index);
+        return fsdpi_comm_error(parent, FSDP_ERR_INVALID_ARG,
+                                "[E192] the group has %d ranks and this one is at index %d: "
+                                "expected different members of the parent",
+                                g->size, g->index);
     parent->now.members = h;
     child->index = g->index;
     child->size = g->size;
@@ -4736,8 +4746,7 @@ static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fs
     if (fsdpi_comm_failed(parent)) return fsdpi_comm_report(parent);
     if (g->color < 0) return FSDP_OK;
     fsdpi_comm *child = (fsdpi_comm *)fsdpi_alloc(&parent->boot->allocator, transport->comm_bytes);
-    if (!child)
-        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator returned NULL");
+    if (!child) return fsdpi_comm_no_memory(parent, "a group", transport->comm_bytes);
     *out = child;
     child->world = parent->world;
     child->boot = parent->boot;
@@ -4756,7 +4765,7 @@ static fsdp_status fsdpi_split_compare(fsdpi_comm *parent, const fsdpi_comm *chi
         int k = fsdpi_index_of(parent, (int)child->ranks[i]);
         if (fsdpi_record_of(parent, k).members != parent->now.members)
             return fsdpi_comm_fail(parent, FSDP_ERR_MISMATCH,
-                                   "ranks %d and %d disagree about the members of the group",
+                                   "[E410] ranks %d and %d disagree about the members of the group",
                                    parent->boot->rank, (int)parent->ranks[k]);
     }
     return FSDP_OK;
@@ -4808,7 +4817,9 @@ static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_
         fsdpi_free(&boot->allocator, c);
         fsdpi_free(&boot->allocator, w);
         (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error,
-                       "rank %d: the allocator returned NULL", boot->rank);
+                       "rank %d: [E309] the allocator has returned NULL for %llu bytes of memory",
+                       boot->rank,
+                       (unsigned long long)(transport->comm_bytes + transport->world_bytes));
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     w->boot = *boot;
@@ -4861,15 +4872,15 @@ static fsdp_status fsdpi_comm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     if (!status && !fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
         w->transport->give(w, &chunk);
         status = FSDP_ERR_OUT_OF_MEMORY;
-        why = "the allocator returned NULL";
+        why = "the allocator has returned NULL";
     }
     if (!status) {
         *ptr = chunk.base + chunk.part * (size_t)c->boot->rank;
         return FSDP_OK;
     }
     fsdpi_text t = {c->error, sizeof c->error, 0};
-    fsdpi_say(&t, "rank %d: alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s", c->boot->rank,
-              (unsigned long long)size, (double)size / 1048576, c->boot->size, why);
+    fsdpi_say(&t, "rank %d: [E308] alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s",
+              c->boot->rank, (unsigned long long)size, (double)size / 1048576, c->boot->size, why);
     if (status == FSDP_ERR_OUT_OF_MEMORY) w->transport->advise(&t);
     return status;
 }
@@ -5111,8 +5122,8 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
         left = FSDPI_LOAD(&peer->state) == FSDPI_SHM_LEFT;
         char reason[FSDPI_REASON];
         fsdpi_text t = {reason, sizeof reason, 0};
-        if (left) fsdpi_say(&t, "rank %d has shut down; ", rank);
-        else fsdpi_say(&t, "rank %d has died (process %u); ", rank, peer->pid);
+        if (left) fsdpi_say(&t, "[E601] rank %d has shut down; ", rank);
+        else fsdpi_say(&t, "[E602] rank %d has died (process %u); ", rank, peer->pid);
         fsdpi_shm_say_last(&t, &c->base, rank);
         return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", reason);
     }
@@ -5435,8 +5446,8 @@ static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, cons
     *out = fsdpi_shm_map_remote(fsdpi_shm_world_of(c), rank, at, part, number);
     if (*out) return FSDP_OK;
     return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                           "cannot map %llu bytes of rank %d: raise the limits of address space "
-                           "(ulimit -v), mappings (vm.max_map_count) or memory",
+                           "[E603] this process cannot map %llu bytes of rank %d: raise the limits "
+                           "of address space (ulimit -v), mappings (vm.max_map_count) or memory",
                            (unsigned long long)part, rank);
 }
 
@@ -5619,21 +5630,23 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
         }
     }
     if (!block) {
-        status = fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                                  "the allocator returned NULL for the common block");
+        status = fsdpi_comm_error(
+            &c->base, FSDP_ERR_OUT_OF_MEMORY,
+            "[E604] the allocator has returned NULL for %llu bytes of the common block",
+            (unsigned long long)fsdpi_shm_control_bytes(w->base.boot.size));
     } else if (((fsdpi_shm_control *)block)->size != w->base.boot.size) {
         status = fsdpi_comm_error(
             &c->base, FSDP_ERR_MISMATCH,
-            "this rank has a world size of %d, another one has %d: give all the same",
+            "[E605] this rank has a world size of %d, another one has %d: give all the same",
             w->base.boot.size, (int)((fsdpi_shm_control *)block)->size);
     } else {
         fsdpi_shm_use_control(c, block);
         fsdpi_shm_peer *me = &w->peers[w->base.boot.rank];
         if (me->state != FSDPI_SHM_ABSENT) {
-            status = fsdpi_comm_error(
-                &c->base, FSDP_ERR_INVALID_ARG,
-                "another thread has joined as rank %d already: give each thread its own rank",
-                w->base.boot.rank);
+            status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
+                                      "[E606] another thread has joined as rank %d already: give "
+                                      "each thread its own rank",
+                                      w->base.boot.rank);
             w->control = NULL;
             w->base.failed = NULL;
         } else {
@@ -5653,17 +5666,20 @@ static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
     (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
     if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
-        return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
-                                "the size of files is limited: run ulimit -f unlimited first");
+        return fsdpi_comm_error(
+            &c->base, FSDP_ERR_UNSUPPORTED,
+            "[E607] the size of files is limited: run ulimit -f unlimited first");
     char *block = fsdpi_shm_map(w, 0,
                                 fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
     if (!block)
-        return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                                "cannot map the common block (errno %d)", errno);
+        return fsdpi_comm_error(
+            &c->base, FSDP_ERR_OUT_OF_MEMORY,
+            "[E608] this process cannot map the common block (errno %d): raise ulimit -v", errno);
     fsdpi_shm_use_control(c, block);
     if (fcntl(w->fd, F_SETLK, &lock))
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
-                                "cannot lock the common file (errno %d)", errno);
+                                "[E609] this process cannot lock the common file (errno %d)",
+                                errno);
     w->peers[w->base.boot.rank].pid = (uint32_t)getpid();
     w->joined = 1;
     FSDPI_STORE(&w->peers[w->base.boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
@@ -5752,20 +5768,21 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
     if (memcmp(hello.magic, answer.magic, sizeof hello.magic) ||
         hello.version != FSDP_COMM_VERSION) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(
-            &t, "rank 0 and rank %d were built with different versions of fsdp.h: build both alike",
-            (int)hello.rank);
+        fsdpi_say(&t,
+                  "[E610] rank 0 and rank %d were built with different versions of fsdp.h: build "
+                  "both alike",
+                  (int)hello.rank);
     } else if (hello.size != w->base.boot.size) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d has %d", w->base.boot.size,
-                  (int)hello.rank, (int)hello.size);
+        fsdpi_say(&t,
+                  "[E611] rank 0 has a world size of %d, rank %d has %d: give all ranks the same",
+                  w->base.boot.size, (int)hello.rank, (int)hello.size);
     } else if (hello.rank <= 0 || hello.rank >= hello.size || admitted[hello.rank]) {
         answer.status = FSDP_ERR_INVALID_ARG;
-        fsdpi_say(
-            &t,
-            "rank %d has joined already: another job on this host has the same id (give each its "
-            "own FSDP_JOB_ID), or two processes have the same rank",
-            (int)hello.rank);
+        fsdpi_say(&t,
+                  "[E612] rank %d has joined already: give each process its own rank, and each job "
+                  "on this host its own FSDP_JOB_ID",
+                  (int)hello.rank);
     }
     if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status)
         admitted[hello.rank] = 1;
@@ -5782,7 +5799,8 @@ static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     w->fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1 /* MFD_CLOEXEC */);
     if (w->fd < 0 || !fsdpi_shm_reserve(w, 0, bytes))
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                                "no memory for the common block (errno %d)", errno);
+                                "[E613] the host has no memory for the common block (errno %d)",
+                                errno);
     fsdp_status status = fsdpi_shm_enter(c);
     if (status) return status;
     w->control->size = w->base.boot.size;
@@ -5802,13 +5820,12 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) ||
         listen(listener, w->base.boot.size)) {
         if (listener >= 0 && errno == EADDRINUSE)
-            status = fsdpi_comm_error(
-                &c->base, FSDP_ERR_INVALID_ARG,
-                "another job with this id is starting on this host: give each "
-                "job its own id (FSDP_JOB_ID, MASTER_PORT)");
+            status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
+                                      "[E614] another job with this id is starting on this host: "
+                                      "give each job its own id (FSDP_JOB_ID, MASTER_PORT)");
         else
-            status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "rank 0 cannot listen (errno %d)",
-                                      errno);
+            status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
+                                      "[E615] rank 0 cannot listen (errno %d)", errno);
     }
     int64_t start = fsdpi_boot_now(&w->base.boot);
     while (!status && missing > 0) {
@@ -5838,8 +5855,9 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     while (w->fd < 0) {
         int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), gift = -1, answered = 0;
         if (fd < 0)
-            return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "cannot make a socket (errno %d)",
-                                    errno);
+            return fsdpi_comm_error(
+                &c->base, FSDP_ERR_BACKEND,
+                "[E616] this process cannot make a socket (errno %d): raise ulimit -n", errno);
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
             while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
@@ -5856,7 +5874,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (w->fd < 0 && fsdpi_boot_now(&w->base.boot) - start >= w->base.boot.timeout_ns)
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_TIMEOUT,
-                "rank 0 has not come within %.1f s: start it on this host, as this user, "
+                "[E617] rank 0 has not come within %.1f s: start it on this host, as this user, "
                 "with this job id (FSDP_JOB_ID, MASTER_PORT)",
                 (double)w->base.boot.timeout_ns * 1e-9);
         if (w->fd < 0) fsdpi_sleep_ns(nap);
@@ -5929,7 +5947,9 @@ static fsdp_status fsdpi_shm_prepare(fsdpi_comm *parent, fsdpi_comm *child) {
     if (child->index != 0) return FSDP_OK;
     void *block = fsdpi_shm_make_group(fsdpi_shm_comm_of(parent), child->size, &parent->now.block);
     if (!block)
-        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "no memory for the group's block");
+        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY,
+                               "[E618] the host has no memory for the block of a group of %d ranks",
+                               child->size);
     fsdpi_shm_comm_of(child)->block = parent->now.block;
     fsdpi_shm_use_group(fsdpi_shm_comm_of(child), block);
     return FSDP_OK;
@@ -5949,7 +5969,10 @@ static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
         void *block = w->fd < 0 ? (void *)(uintptr_t)child->block
                                 : fsdpi_shm_map(w, child->block, bytes);
         if (!block)
-            return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY, "cannot map the group's block");
+            return fsdpi_comm_fail(
+                base, FSDP_ERR_OUT_OF_MEMORY,
+                "[E619] this process cannot map %llu bytes of the group's block (errno %d)",
+                (unsigned long long)bytes, errno);
         fsdpi_shm_use_group(child, block);
     }
     return fsdpi_shm_barrier(parent, "finished");
@@ -6778,7 +6801,7 @@ static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     if (rc) {
         fsdpi_free(&w->boot.allocator, lane);
         return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
-                         "[E302] cannot start a worker thread (lane): %s", strerror(rc));
+                         "[E302] the system cannot start a worker thread (lane): %s", strerror(rc));
     }
     w->lanes[stream] = lane;
     return FSDP_OK;
@@ -11393,7 +11416,8 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         fsdpi_detach(model, at);
         return FSDP_OK;
     }
-    return fsdpi_bad(w, "[E903] detach: '%s' with these contents is not attached to it", e.name);
+    return fsdpi_bad(w, "[E903] detach: '%s' with these contents is not attached to this model",
+                     e.name);
 }
 
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
@@ -11575,7 +11599,7 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
         return fsdpi_bad(
             model->world,
             "[E908] buf_create: pool is %d, memory %d, nbytes %lld: expected FSDP_POOL_* or a "
-            "registered pool, FSDP_MEMORY_DEVICE or _PINNED, and >= 0",
+            "registered pool, FSDP_MEMORY_DEVICE or _PINNED, nbytes >= 0",
             pool, memory, (long long)nbytes);
     return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
 }
