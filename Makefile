@@ -136,14 +136,16 @@ COMPILE   = $(CC) $(STD) $(WARN) $(CWARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(SA
             -MF $@.d -o $@
 BUILD_ONE = $(COMPILE) $< $(filter %/library.o,$^) $(LDFLAGS) -pthread $(LDLIBS) -lm
 
-.PHONY: all tests examples single gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test gpu-bench \
-        quick test nightly torchrun golden check check-san shared deps install uninstall format clean help quiet-deps
+.PHONY: all tests examples single errors gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test \
+        gpu-bench quick test nightly torchrun golden check check-san shared deps install uninstall format clean help quiet-deps
 all: examples tests $(FSDPRUN) ## examples, tests and tools
 tests: $(TESTS) $(PROBES)
 gpt-cuda: $(CUDA_GPT)
 examples: $(EXAMPLES) $(GPT) ## build/examples/* and examples/gpt/train_gpt
 single: ## single_include/fsdp.h, the one header to drop into a program
 	tools/amalgamate.py -o single_include/fsdp.h
+errors: ## docs/errors.md, the table of error texts
+	tools/errors -o docs/errors.md
 shared: $(SHARED) ## build/libfsdp.so, for bindings of other languages
 
 $(BUILD)/fsdp_gloo.o: backends/fsdp_gloo.cc backends/fsdp_gloo_shim.h Makefile | $(BUILD)

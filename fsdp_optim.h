@@ -807,18 +807,24 @@ static int fsdpi_optim_bad(double x, double below) {
     return fsdpi_optim_is_nan(x) || x < 0 || !(x < below);
 }
 
-static fsdp_status fsdpi_optim_setting(fsdp_world *w, const char *what, const char *field,
-                                       double x, double below) {
+static fsdp_status fsdpi_optim_null(const char *call, const char *which) {
+    return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E935] %s: %s is NULL", call, which);
+}
+
+static fsdp_status fsdpi_optim_setting(fsdp_world *w, const char *what, const char *field, double x,
+                                       double below) {
     if (!fsdpi_optim_bad(x, below)) return FSDP_OK;
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: desc.%s is %g, expected a finite number >= 0%s",
-                     what, field, x, below <= 1 ? " and < 1" : "");
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                     "[E930] %s: desc.%s is %g, expected a finite number >= 0%s", what, field, x,
+                     below <= 1 ? " and < 1" : "");
 }
 
 static fsdp_status fsdpi_optim_groups(fsdpi_optim *o, fsdp_world *w, int num_groups,
                                       const fsdp_optim_group *groups, double weight_decay) {
     if (num_groups < 0 || num_groups > FSDP_OPTIM_GROUPS)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: desc.num_groups is %d, expected 0..%d",
-                         o->name, num_groups, FSDP_OPTIM_GROUPS);
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "[E931] %s: desc.num_groups is %d, expected 0..%d", o->name, num_groups,
+                         FSDP_OPTIM_GROUPS);
     o->num_groups = num_groups ? num_groups : 1;
     o->groups[0].lr_scale = 1;
     o->groups[0].weight_decay = weight_decay;
@@ -865,10 +871,10 @@ static fsdp_status fsdpi_optim_collect(const fsdpi_optim *old, fsdpi_optim *o, c
             if (!v.requires_grad && !known) continue;
             int chosen = known ? known->group : o->group ? o->group(o->user, &v) : 0;
             if (chosen >= o->num_groups)
-                return fsdp_fail(
-                    fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
-                    "%s: the group of parameter '%s' of unit '%s' is %d, expected at most %d", what,
-                    v.name, v.unit_name, chosen, o->num_groups - 1);
+                return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
+                                 "[E932] %s: the group of parameter '%s' of unit '%s' is %d, "
+                                 "expected at most %d",
+                                 what, v.name, v.unit_name, chosen, o->num_groups - 1);
             if (chosen < 0) continue;
             int at = o->num_params++;
             for (; at > begin && o->params[at - 1].shard > (char *)v.shard; at--)
@@ -969,7 +975,7 @@ static fsdp_status fsdpi_optim_item(void *user, fsdp_model *model, int index,
     for (int i = 0; !item && i < o->num_params; i++) // written where they are
         if (o->params[i].step < 0)
             return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
-                             "%s: the step of parameter %d is %lld, expected >= 0", o->name,
+                             "[E933] %s: the step of parameter %d is %lld, expected >= 0", o->name,
                              o->params[i].ordinal, (long long)o->params[i].step);
     if (!item) return FSDP_OK;
     fsdp_status status = fsdpi_optim_follow(o, o->name);
@@ -1081,7 +1087,7 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
     if (status) return status;
     if (fsdpi_optim_bad(lr, HUGE_VAL))
         return fsdp_fail(fsdp_model_world(o->model), FSDP_ERR_INVALID_ARG,
-                         "%s: lr is %g, expected a finite number >= 0", what, lr);
+                         "[E934] %s: lr is %g, expected a finite number >= 0", what, lr);
     status = fsdp_params_writable(o->model); // a gather under way may still read the shards
     if (!status) status = fsdpi_optim_follow(o, what);
     if (!status) status = fsdp_agree(o->model, &lr, sizeof lr);
@@ -1109,12 +1115,12 @@ static fsdp_status fsdpi_optim_step(fsdpi_optim *o, double lr, const char *what,
 
 static fsdp_status fsdpi_optim_state(fsdpi_optim *o, int ordinal, const char *what,
                                      fsdp_optim_state *out) {
-    if (!o || !out) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
+    if (!o || !out) return fsdpi_optim_null(what, "the optimizer or out");
     fsdp_world *w = fsdp_model_world(o->model);
     int num = fsdp_num_params(o->model);
     if (ordinal < 0 || ordinal >= num)
         return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: the model has no parameter %d, expected 0..%d", what, ordinal,
+                         "[E936] %s: the model has no parameter %d, expected 0..%d", what, ordinal,
                          num - 1);
     fsdp_status status = FSDP_OK;
     if (!fsdp_world_status(w)) { // else as it was
@@ -1170,8 +1176,7 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     fsdp_adamw_desc d, defaults = fsdp_adamw_defaults();
     fsdp_adamw settings;
     fsdpi_optim *base = NULL;
-    if (!model || !opt)
-        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
+    if (!model || !opt) return fsdpi_optim_null(name, "model or opt");
     *opt = NULL;
     fsdp_world *w = fsdp_model_world(model);
     if (!desc) desc = &defaults;
@@ -1186,12 +1191,11 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     if (!status) status = fsdpi_optim_setting(w, name, "beta2", d.beta2, 1);
     if (!status) status = fsdpi_optim_setting(w, name, "eps", d.eps, HUGE_VAL);
     if (!status && !(d.beta2 > 0) && !(d.eps > 0)) // a zero gradient would be 0 / 0
-        status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                           "%s: desc.beta2 and desc.eps are both 0: begin with "
-                           "fsdp_adamw_defaults()",
-                           name);
-    if (!status)
-        status = fsdpi_optim_setting(w, name, "weight_decay", d.weight_decay, HUGE_VAL);
+        status = fsdp_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "[E938] %s: desc.beta2 and desc.eps are both 0: begin with fsdp_adamw_defaults()",
+            name);
+    if (!status) status = fsdpi_optim_setting(w, name, "weight_decay", d.weight_decay, HUGE_VAL);
     if (!status)
         status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
     if (!status)
@@ -1207,7 +1211,7 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
 }
 
 FSDP_API fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr) {
-    if (!opt) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "adamw_step: the optimizer is NULL");
+    if (!opt) return fsdpi_optim_null("adamw_step", "the optimizer");
     memset(opt->scalars_step, 0, sizeof opt->scalars_step);
     return fsdpi_optim_step(&opt->base, lr, "adamw_step", fsdpi_adamw_fill);
 }
@@ -1244,8 +1248,7 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     fsdp_sgd_desc d, defaults = fsdp_sgd_defaults();
     fsdp_sgd settings;
     fsdpi_optim *base = NULL;
-    if (!model || !opt)
-        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
+    if (!model || !opt) return fsdpi_optim_null(name, "model or opt");
     *opt = NULL;
     fsdp_world *w = fsdp_model_world(model);
     if (!desc) desc = &defaults;
@@ -1256,12 +1259,12 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     settings.base.state_names[0] = "momentum_buffer";
     if (!status) status = fsdpi_optim_setting(w, name, "momentum", d.momentum, HUGE_VAL);
     if (!status) status = fsdpi_optim_setting(w, name, "dampening", d.dampening, HUGE_VAL);
-    if (!status)
-        status = fsdpi_optim_setting(w, name, "weight_decay", d.weight_decay, HUGE_VAL);
+    if (!status) status = fsdpi_optim_setting(w, name, "weight_decay", d.weight_decay, HUGE_VAL);
     if (!status && d.nesterov && !(d.momentum > 0 && d.dampening == 0))
-        status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                           "%s: desc.nesterov needs momentum > 0 and dampening 0, got %g and %g",
-                           name, d.momentum, d.dampening);
+        status = fsdp_fail(
+            w, FSDP_ERR_INVALID_ARG,
+            "[E941] %s: desc.nesterov needs momentum > 0 and dampening 0, got %g and %g", name,
+            d.momentum, d.dampening);
     if (!status)
         status = fsdpi_optim_groups(&settings.base, w, d.num_groups, d.groups, d.weight_decay);
     settings.base.num_states = d.momentum > 0;
@@ -1278,7 +1281,7 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
 }
 
 FSDP_API fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr) {
-    if (!opt) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "sgd_step: the optimizer is NULL");
+    if (!opt) return fsdpi_optim_null("sgd_step", "the optimizer");
     return fsdpi_optim_step(&opt->base, lr, "sgd_step", fsdpi_sgd_fill);
 }
 
@@ -1336,8 +1339,8 @@ static fsdp_status fsdpi_scaler_check(fsdp_world *w, const char *what,
     else if (s->growth_tracker < 0 || s->growth_tracker >= s->growth_interval)
         field = "growth_tracker", given = s->growth_tracker, expected = "0 .. growth_interval-1";
     if (!field) return FSDP_OK;
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: %s is %g, expected %s", what, field, given,
-                     expected);
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "[E943] %s: %s is %g, expected %s", what, field,
+                     given, expected);
 }
 
 enum { FSDPI_VERDICT = 8 }; // bytes
@@ -1390,8 +1393,7 @@ FSDP_API fsdp_status fsdp_grad_scaler_create(fsdp_model *model, const fsdp_grad_
                                              fsdp_grad_scaler **scaler) {
     static const char *const name = "grad_scaler_create";
     fsdp_grad_scaler_desc d;
-    if (!model || !scaler)
-        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
+    if (!model || !scaler) return fsdpi_optim_null(name, "model or scaler");
     *scaler = NULL;
     fsdp_world *w = fsdp_model_world(model);
     fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_grad_scaler_desc");
@@ -1444,22 +1446,22 @@ FSDP_API int fsdp_grad_scaler_found_inf(const fsdp_grad_scaler *scaler) {
 
 FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
     static const char *const name = "grad_scaler_unscale";
-    if (!scaler) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the scaler is NULL", name);
+    if (!scaler) return fsdpi_optim_null(name, "the scaler");
     fsdp_model *m = scaler->model;
     fsdp_world *w = fsdp_model_world(m);
     fsdp_param_view v = FSDP_ZERO;
     fsdp_status status = fsdp_model_commit(m);
     if (status) return status;
     if (scaler->found >= 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "%s: it was already called in this step: call "
-                         "fsdp_grad_scaler_update first",
-                         name);
+        return fsdp_fail(
+            w, FSDP_ERR_INVALID_STATE,
+            "[E946] %s: it was already called in this step: call fsdp_grad_scaler_update first",
+            name);
     while (fsdp_next_param(m, &v))
         if (fsdp_unit_state(v.unit) != FSDP_STATE_IDLE)
             return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                             "%s: unit '%s' is not idle: call fsdp_finalize_backward first", name,
-                             v.unit_name);
+                             "[E947] %s: unit '%s' is not idle: call fsdp_finalize_backward first",
+                             name, v.unit_name);
     if (!scaler->verdict) status = fsdp_wait_stream(m, -1); // reductions write the gradients
     int32_t seen[2] = {0, 0};                               // not finite; any
     fsdp_update u;
@@ -1481,8 +1483,8 @@ FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
     if (status) return status;
     if (!seen[1])
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "%s: no parameter has a gradient: call this after fsdp_finalize_backward "
-                         "and before fsdp_zero_grad",
+                         "[E948] %s: no parameter has a gradient: call this after "
+                         "fsdp_finalize_backward and before fsdp_zero_grad",
                          name);
     scaler->found = seen[0];
     return FSDP_OK;
@@ -1490,14 +1492,14 @@ FSDP_API fsdp_status fsdp_grad_scaler_unscale(fsdp_grad_scaler *scaler) {
 
 FSDP_API fsdp_status fsdp_grad_scaler_update(fsdp_grad_scaler *scaler) {
     static const char *const name = "grad_scaler_update";
-    if (!scaler) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: the scaler is NULL", name);
+    if (!scaler) return fsdpi_optim_null(name, "the scaler");
     fsdp_world *w = fsdp_model_world(scaler->model);
     fsdp_grad_scaler_state *s = &scaler->state;
     fsdp_status status = fsdp_world_status(w);
     if (status) return status;
     if (scaler->found < 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "%s: nothing has unscaled the gradients of this step: call "
+                         "[E950] %s: nothing has unscaled the gradients of this step: call "
                          "fsdp_grad_scaler_unscale first",
                          name);
     if (scaler->found) {
@@ -1513,8 +1515,7 @@ FSDP_API fsdp_status fsdp_grad_scaler_update(fsdp_grad_scaler *scaler) {
 
 FSDP_API fsdp_status fsdp_grad_scaler_get_state(const fsdp_grad_scaler *scaler,
                                                 fsdp_grad_scaler_state *out) {
-    if (!scaler || !out)
-        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "grad_scaler_get_state: an argument is NULL");
+    if (!scaler || !out) return fsdpi_optim_null("grad_scaler_get_state", "the scaler or out");
     *out = scaler->state;
     return FSDP_OK;
 }
@@ -1522,8 +1523,7 @@ FSDP_API fsdp_status fsdp_grad_scaler_get_state(const fsdp_grad_scaler *scaler,
 FSDP_API fsdp_status fsdp_grad_scaler_set_state(fsdp_grad_scaler *scaler,
                                                 const fsdp_grad_scaler_state *state) {
     static const char *const name = "grad_scaler_set_state";
-    if (!scaler || !state)
-        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", name);
+    if (!scaler || !state) return fsdpi_optim_null(name, "the scaler or state");
     fsdp_status status = fsdpi_scaler_check(fsdp_model_world(scaler->model), name, state);
     if (status) return status;
     scaler->state = *state;

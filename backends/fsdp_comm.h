@@ -141,15 +141,15 @@ static fsdp_status fsdpi_comm_report(fsdpi_comm *c) {
     char subject[sizeof v.subject];
     if (!c->world->transport->verdict(c->world, &v)) {
         (void)fsdpi_comm_error(c, FSDP_ERR_INTERNAL,
-                               "a wait has ended without a reason: please report");
+                               "[E298] a wait has ended without a reason: please report");
         c->world->transport->tell(c, FSDP_ERR_INTERNAL, "", c->error);
         return FSDP_ERR_INTERNAL;
     }
     fsdpi_comm_subject(c, subject, sizeof subject);
     if (!v.subject[0] || !strcmp(v.subject, subject))
         return fsdpi_comm_error(c, (fsdp_status)v.status, "%s", v.reason);
-    return fsdpi_comm_error(c, (fsdp_status)v.status, "rank %d failed in %s: %s", (int)v.rank,
-                            v.subject, v.reason);
+    return fsdpi_comm_error(c, (fsdp_status)v.status, "[E406] rank %d failed in %s: %s",
+                            (int)v.rank, v.subject, v.reason);
 }
 
 // A reason that does not begin with ranks is about this one: then its number comes first.
@@ -161,11 +161,19 @@ static FSDP_PRINTF(3, 4) fsdp_status
     va_start(args, format);
     (void)vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    if (strncmp(text, "rank", 4) != 0) fsdpi_say(&t, "rank %d: ", c->boot->rank);
+    const char *said = *text == '[' ? text + strcspn(text, " ") + 1 : text; // behind the id
+    if (strncmp(said, "rank", 4) != 0) fsdpi_say(&t, "rank %d: ", c->boot->rank);
     fsdpi_say(&t, "%s", text);
     fsdpi_comm_subject(c, subject, sizeof subject);
     c->world->transport->tell(c, status, subject, reason);
     return fsdpi_comm_report(c);
+}
+
+static FSDPI_UNUSED fsdp_status fsdpi_comm_no_memory(fsdpi_comm *c, const char *what,
+                                                     size_t bytes) {
+    return fsdpi_comm_fail(c, FSDP_ERR_OUT_OF_MEMORY,
+                           "[E307] the allocator has returned NULL for %llu bytes of memory: %s",
+                           (unsigned long long)bytes, what);
 }
 
 // From any thread. c->now is not looked at: a lane may be in a collective of the same comm.
@@ -173,7 +181,8 @@ static void fsdpi_comm_abort(fsdp_comm *comm, fsdp_status status, const char *wh
     fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    if (!why || strncmp(why, "rank ", 5) != 0) fsdpi_say(&t, "aborted by rank %d: ", c->boot->rank);
+    if (!why || strncmp(why, "rank ", 5) != 0)
+        fsdpi_say(&t, "[E409] aborted by rank %d: ", c->boot->rank);
     fsdpi_say(&t, "%s", why ? why : "no reason given");
     c->world->transport->tell(c, status ? status : FSDP_ERR_ABORTED, "", reason);
 }
@@ -201,6 +210,7 @@ static void fsdpi_say_ranks(fsdpi_text *t, const fsdpi_comm *c, const uint8_t *m
 static void fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8_t *missing, const char *verb) {
     int total = 0, said = 0;
     for (int k = 0; k < c->size; k++) total += missing[k] != 0;
+    fsdpi_say(t, "[E403] ");
     fsdpi_say_ranks(t, c, missing);
     fsdpi_say(t, " %s not %s within %.1f s", total > 1 ? "have" : "has", verb,
               (double)c->boot->timeout_ns * 1e-9);
@@ -266,41 +276,41 @@ static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
     if (op->kind == FSDP_OP_ALL_REDUCE && !is_int && !is_float)
         return fsdpi_comm_error(
             c, FSDP_ERR_UNSUPPORTED,
-            "this backend cannot reduce %s, expected a floating dtype, i32 or i64",
+            "[E180] this backend cannot reduce %s, expected a floating dtype, i32 or i64",
             fsdp_dtype_name(op->dtype));
     if (op->kind != FSDP_OP_REDUCE_SCATTER && op->kind != FSDP_OP_ALL_REDUCE) return FSDP_OK;
     int is_list = op->kind == FSDP_OP_REDUCE_SCATTER;
     int plain = op->scale == 1.0 && (!is_list || (op->out_dtype == op->dtype && !op->accumulate));
     if (is_float ? is_list && !fsdp_dtype_is_float(op->out_dtype) : !is_int || !plain)
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend cannot reduce %s to %s%s",
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
+                                "[E181] this backend cannot reduce %s to %s%s",
                                 fsdp_dtype_name(op->dtype), fsdp_dtype_name(op->out_dtype),
                                 plain ? "" : " with a scale or accumulation");
     if (plain || c->world->caps.flags & FSDP_CAP_FUSED_REDUCE) return FSDP_OK;
     return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
-                            "this backend cannot cast, scale or accumulate in a reduction");
+                            "[E182] this backend cannot cast, scale or accumulate in a reduction");
 }
 
 static fsdp_status fsdpi_check_form(fsdpi_comm *c, const fsdp_coll *op, int is_list, int64_t most) {
     if (op->kind >= FSDP_OP_COUNT || !(c->world->caps.kinds >> op->kind & 1))
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not have operation %d",
-                                op->kind);
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
+                                "[E183] this backend does not have operation %d", op->kind);
     if (!fsdp_dtype_size(op->dtype) || op->count > (uint64_t)most ||
         (is_list && op->num_segs && !op->segs))
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                                "dtype is %d, count %llu, %u segments at %p: expected FSDP_F32, "
-                                "..., at most %lld elements, "
-                                "and segments",
+                                "[E184] dtype is %d, count %llu, %u segments at %p: expected "
+                                "FSDP_F32, ..., at most %lld elements, and segments",
                                 op->dtype, (unsigned long long)op->count, op->num_segs,
                                 (const void *)op->segs, (long long)most);
     int is_member = op->root >= 0 && op->root < c->size;
     if (op->kind == FSDP_OP_BROADCAST && !is_member)
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "root is %d, expected 0 to %d",
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "[E185] root is %d, expected 0 to %d",
                                 (int)op->root, c->size - 1);
     if (fsdpi_is_pair(op->kind) && (!is_member || op->root == c->index))
         return fsdpi_comm_error(
             c, FSDP_ERR_INVALID_ARG,
-            "the other member is %d, expected 0 to %d, and not this rank's own %d", (int)op->root,
-            c->size - 1, c->index);
+            "[E186] the other member is %d, expected 0 to %d, and not this rank's own %d",
+            (int)op->root, c->size - 1, c->index);
     return fsdpi_check_reduction(c, op);
 }
 
@@ -321,8 +331,8 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *s
         if (seg->shard < 0 || seg->full < 0 || seg->count < 0 || seg->shard > most ||
             seg->full > most || seg->count > most)
             return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                                    "segment %u is {%lld, %lld, %lld}, expected 0 to %lld", s,
-                                    (long long)seg->shard, (long long)seg->full,
+                                    "[E187] segment %u is {%lld, %lld, %lld}, expected 0 to %lld",
+                                    s, (long long)seg->shard, (long long)seg->full,
                                     (long long)seg->count, (long long)most);
         int64_t start = from_shard ? seg->shard : seg->full;
         int64_t end = start + (from_shard ? 1 : c->size) * seg->count;
@@ -333,8 +343,8 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *s
     span->low = high == 0 ? 0 : low;
     span->high = high;
     if (high > 0 && (!span->shared || (!op->dst && op->kind != FSDP_OP_SEND)))
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "src is %p and dst is %p, expected both",
-                                op->src, op->dst);
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                "[E188] src is %p and dst is %p, expected both", op->src, op->dst);
     return FSDP_OK;
 }
 
@@ -352,8 +362,8 @@ static fsdp_status fsdpi_find_chunk(fsdpi_comm *c, const fsdp_coll *op, fsdpi_sp
     if (span->chunk.base && at + low >= mine && at + high <= mine + span->chunk.size)
         return FSDP_OK;
     return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                            "peers read bytes %llu to %llu of %s, which are not in one allocation: "
-                            "allocate them with this backend's alloc",
+                            "[E189] peers read bytes %llu to %llu of %s, which are not in one "
+                            "allocation: allocate them with this backend's alloc",
                             (unsigned long long)low, (unsigned long long)high,
                             span->shared == op->src ? "src" : "dst");
 }
@@ -362,11 +372,12 @@ static fsdp_status fsdpi_check_world(fsdpi_comm *c) {
     int most = c->world->transport->most_ranks;
     if (c->boot->size < 1 || c->boot->rank < 0 || c->boot->rank >= c->boot->size)
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                                "rank is %d and size is %d, expected 0 <= rank < size",
+                                "[E190] rank is %d and size is %d, expected 0 <= rank < size",
                                 c->boot->rank, c->boot->size);
     if (c->boot->size > most)
         return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
-                                "the world has %d ranks, expected at most %d", c->boot->size, most);
+                                "[E191] the world has %d ranks, expected at most %d", c->boot->size,
+                                most);
     c->index = c->boot->rank;
     c->size = c->boot->size;
     for (int k = 0; k < c->size; k++) c->ranks[k] = k;
@@ -400,7 +411,7 @@ static void fsdpi_say_call(fsdpi_text *t, const fsdpi_record *r) {
 // "ranks disagree: ranks 0, 2: all_gather of ...; rank 1: ..."
 static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
     fsdpi_record first = fsdpi_record_of(c, 0);
-    fsdpi_say(t, "ranks disagree");
+    fsdpi_say(t, "[E404] ranks disagree");
     for (int k = 0; k < c->size; k++) {
         fsdpi_record record = fsdpi_record_of(c, k);
         uint8_t equal[FSDPI_MAX_RANKS];
@@ -424,7 +435,7 @@ static void fsdpi_say_two(fsdpi_text *t, const fsdpi_comm *c, const fsdpi_record
     fsdpi_record like = *theirs;
     if (fsdpi_is_pair(mine->kind) && fsdpi_is_pair(theirs->kind))
         like.kind = mine->kind, like.root = mine->root;
-    fsdpi_say(t, "ranks disagree: rank %d: ", c->boot->rank);
+    fsdpi_say(t, "[E405] ranks disagree: rank %d: ", c->boot->rank);
     fsdpi_say_call(t, mine);
     fsdpi_say(t, "; rank %d: ", (int)c->ranks[k]);
     fsdpi_say_call(t, theirs);
@@ -508,11 +519,10 @@ static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, 
         h = fsdpi_hash(h, (uint64_t)g->ranks[i]);
     }
     if (wrong)
-        return fsdpi_comm_error(
-            parent, FSDP_ERR_INVALID_ARG,
-            "the group has %d ranks and this one is at index %d: expected different "
-            "members of the parent",
-            g->size, g->index);
+        return fsdpi_comm_error(parent, FSDP_ERR_INVALID_ARG,
+                                "[E192] the group has %d ranks and this one is at index %d: "
+                                "expected different members of the parent",
+                                g->size, g->index);
     parent->now.members = h;
     child->index = g->index;
     child->size = g->size;
@@ -531,8 +541,7 @@ static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fs
     if (fsdpi_comm_failed(parent)) return fsdpi_comm_report(parent);
     if (g->color < 0) return FSDP_OK;
     fsdpi_comm *child = (fsdpi_comm *)fsdpi_alloc(&parent->boot->allocator, transport->comm_bytes);
-    if (!child)
-        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator returned NULL");
+    if (!child) return fsdpi_comm_no_memory(parent, "a group", transport->comm_bytes);
     *out = child;
     child->world = parent->world;
     child->boot = parent->boot;
@@ -551,7 +560,7 @@ static fsdp_status fsdpi_split_compare(fsdpi_comm *parent, const fsdpi_comm *chi
         int k = fsdpi_index_of(parent, (int)child->ranks[i]);
         if (fsdpi_record_of(parent, k).members != parent->now.members)
             return fsdpi_comm_fail(parent, FSDP_ERR_MISMATCH,
-                                   "ranks %d and %d disagree about the members of the group",
+                                   "[E410] ranks %d and %d disagree about the members of the group",
                                    parent->boot->rank, (int)parent->ranks[k]);
     }
     return FSDP_OK;
@@ -603,7 +612,9 @@ static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_
         fsdpi_free(&boot->allocator, c);
         fsdpi_free(&boot->allocator, w);
         (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error,
-                       "rank %d: the allocator returned NULL", boot->rank);
+                       "rank %d: [E309] the allocator has returned NULL for %llu bytes of memory",
+                       boot->rank,
+                       (unsigned long long)(transport->comm_bytes + transport->world_bytes));
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     w->boot = *boot;
@@ -656,15 +667,15 @@ static fsdp_status fsdpi_comm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     if (!status && !fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
         w->transport->give(w, &chunk);
         status = FSDP_ERR_OUT_OF_MEMORY;
-        why = "the allocator returned NULL";
+        why = "the allocator has returned NULL";
     }
     if (!status) {
         *ptr = chunk.base + chunk.part * (size_t)c->boot->rank;
         return FSDP_OK;
     }
     fsdpi_text t = {c->error, sizeof c->error, 0};
-    fsdpi_say(&t, "rank %d: alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s", c->boot->rank,
-              (unsigned long long)size, (double)size / 1048576, c->boot->size, why);
+    fsdpi_say(&t, "rank %d: [E308] alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s",
+              c->boot->rank, (unsigned long long)size, (double)size / 1048576, c->boot->size, why);
     if (status == FSDP_ERR_OUT_OF_MEMORY) w->transport->advise(&t);
     return status;
 }

@@ -117,7 +117,7 @@ static fsdp_status fsdpi_cuda_status(char *error, size_t cap, int ordinal, int r
     (void)cudaGetLastError(); // or a later call would show it again
     int is_captured = e >= cudaErrorStreamCaptureUnsupported &&
                       e <= cudaErrorStreamCaptureWrongThread;
-    (void)snprintf(error, cap, "%s: CUDA error %d (%s) on device %d: %s%s", what, result,
+    (void)snprintf(error, cap, "[E810] %s: CUDA error %d (%s) on device %d: %s%s", what, result,
                    cudaGetErrorName(e), ordinal, cudaGetErrorString(e),
                    is_captured ? "; " FSDPI_CUDA_NO_GRAPH : "");
     if (is_captured) return FSDP_ERR_UNSUPPORTED;
@@ -179,11 +179,11 @@ static fsdp_status fsdpi_cuda_select(fsdpi_cuda_place *at) {
         return fsdpi_cuda_check(at, (int)cudaSetDevice(at->ordinal), "cudaSetDevice");
     }
     (void)cudaGetLastError();
-    (void)snprintf(at->error, sizeof at->error,
-                   "no CUDA device: %s. Is there a GPU, and a driver (nvidia-smi)? Is "
-                   "CUDA_VISIBLE_DEVICES set? FSDP_BACKEND=shm or gloo trains without, where it "
-                   "is compiled in",
-                   e == cudaSuccess ? "none is visible" : cudaGetErrorString(e));
+    (void)snprintf(
+        at->error, sizeof at->error,
+        "[E811] there is no CUDA device (%s): check the GPU and its driver (nvidia-smi) and "
+        "CUDA_VISIBLE_DEVICES, or train with FSDP_BACKEND=shm or gloo, if it is compiled in",
+        e == cudaSuccess ? "none is visible" : cudaGetErrorString(e));
     return FSDP_ERR_BACKEND;
 }
 
@@ -205,8 +205,8 @@ static void fsdpi_cuda_place_close(fsdpi_cuda_place *at) {
 
 static fsdp_status fsdpi_cuda_late(fsdpi_cuda_place *at) {
     (void)snprintf(at->error, sizeof at->error,
-                   "device %d has not finished in time: a kernel of yours that does not end, or a "
-                   "step that takes longer (FSDP_TIMEOUT_MS)",
+                   "[E812] device %d has not finished in time: find a kernel of yours that does "
+                   "not end, or raise FSDP_TIMEOUT_MS if a step takes longer",
                    at->ordinal);
     return FSDP_ERR_TIMEOUT;
 }

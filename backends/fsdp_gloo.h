@@ -167,7 +167,8 @@ static int fsdpi_gloo_failed(const fsdpi_gloo_comm *c) { return fsdpi_comm_faile
 static fsdp_status fsdpi_gloo_gone(fsdpi_gloo_comm *c, int k, const char *how, int say_last) {
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say(&t, "rank %d %s%s", (int)c->base.ranks[k], how, say_last ? "; " : "");
+    fsdpi_say(&t, say_last ? "[E752] rank %d %s; " : "[E751] rank %d %s", (int)c->base.ranks[k],
+              how);
     if (say_last) fsdpi_store_world_say_last(&t, &c->base, (int)c->base.ranks[k]);
     return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", reason);
 }
@@ -189,7 +190,8 @@ static fsdp_status fsdpi_gloo_lost(fsdpi_gloo_comm *c, int k, const char *how) {
         if (record.kind == FSDPI_CLOSE) return fsdpi_gloo_closed(c, k);
     }
     if (strstr(how, strerror(EMFILE)) || strstr(how, strerror(ENFILE)))
-        return fsdpi_comm_fail(&c->base, FSDP_ERR_IO, "too many open files; ulimit -n allows more");
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_IO,
+                               "[E753] this process has too many open files: raise ulimit -n");
     (void)snprintf(text, sizeof text, "is out of reach of rank %d (%s)", c->base.boot->rank, how);
     int64_t until = fsdpi_boot_now(c->base.boot) + 1000000000;
     // A store that has ended, by a verdict or in order, has told all that it will.
@@ -224,9 +226,11 @@ static fsdp_status fsdpi_gloo_result(fsdpi_gloo_comm *c, int k, int result) {
     if (result == FSDP_GLOO_ABORTED) return fsdpi_comm_report(&c->base);
     if (result == FSDP_GLOO_TIMEOUT) return fsdpi_gloo_late(c, k);
     if (result == FSDP_GLOO_NO_MEMORY)
-        return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "no memory for the transport");
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY,
+                               "[E754] Gloo has no memory for a message: free host memory");
     if (result != FSDP_GLOO_LOST)
-        return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "%s", fsdp_gloo_error());
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "[E755] Gloo has failed: %s",
+                               fsdp_gloo_error());
     return fsdpi_gloo_lost(c, k, fsdp_gloo_error());
 }
 
@@ -601,7 +605,7 @@ static fsdp_status fsdpi_gloo_make_scratch(fsdpi_gloo_comm *c) {
                fsdp_gloo_buffer_create(c->context, fsdpi_gloo_scratch_of(c, k), each,
                                        &c->peers[k].scratch) == FSDP_GLOO_OK;
     if (made) return FSDP_OK;
-    return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "no memory for a large reduction");
+    return fsdpi_comm_no_memory(&c->base, "a large reduction", each * peers);
 }
 
 static size_t fsdpi_gloo_piece(const fsdpi_gloo_comm *c, const fsdp_coll *op) { // elements
@@ -806,7 +810,9 @@ static fsdp_status fsdpi_gloo_addresses(fsdpi_gloo_comm *c, char *all) {
         int result = k == c->base.index ? FSDP_GLOO_OK
                                         : fsdp_gloo_context_address(c->context, k, entry + 1,
                                                                     FSDPI_GLOO_ADDRESS - 1, &bytes);
-        if (result) return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "%s", fsdp_gloo_error());
+        if (result)
+            return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "[E756] Gloo cannot send: %s",
+                                   fsdp_gloo_error());
         entry[0] = (char)(unsigned char)bytes;
     }
     return FSDP_OK;
@@ -853,9 +859,10 @@ static fsdp_status fsdpi_gloo_connect_all(fsdpi_gloo_comm *c, char *all) {
     }
     if (fsdpi_gloo_failed(c)) return fsdpi_comm_report(&c->base);
     if (!status) return FSDP_OK;
-    return fsdpi_comm_fail(&c->base, status,
-                           "no addresses could be exchanged through the store of %s: %s",
-                           fsdpi_store_who(store), fsdp_status_name(status));
+    return fsdpi_comm_fail(
+        &c->base, status,
+        "[E758] this rank could not exchange addresses through the store of %s: %s",
+        fsdpi_store_who(store), fsdp_status_name(status));
 }
 
 static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
@@ -864,15 +871,16 @@ static fsdp_status fsdpi_gloo_make_messages(fsdpi_gloo_comm *c) {
     c->small = each;
     each += FSDPI_GLOO_HEAD;
     c->messages = (char *)fsdpi_alloc(&c->base.boot->allocator, 3 * members * each);
-    if (!c->messages)
-        return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "no memory for messages");
+    if (!c->messages) return fsdpi_comm_no_memory(&c->base, "messages", 3 * members * each);
     c->base.step = 3 * each; // see fsdpi_gloo_message
     for (int k = 0; k < c->base.size; k++) {
         fsdpi_gloo_peer *peer = &c->peers[k];
         fsdp_gloo_buffer **buffers[3] = {&peer->in[0], &peer->in[1], &peer->out};
         for (int i = 0; i < 3 && k != c->base.index; i++)
             if (fsdp_gloo_buffer_create(c->context, fsdpi_gloo_message(c, k, i), each, buffers[i]))
-                return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "no memory for messages");
+                return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY,
+                                       "[E757] Gloo has no memory for messages of %llu bytes: %s",
+                                       (unsigned long long)each, fsdp_gloo_error());
     }
     return fsdpi_gloo_expect(c, 1); // the first turn
 }
@@ -896,14 +904,16 @@ static fsdp_status fsdpi_gloo_connect_members(fsdpi_gloo_comm *c) {
     size_t total = (size_t)c->base.size * FSDPI_GLOO_ADDRESS;
     int result = fsdp_gloo_context_create(w->device, c->base.index, c->base.size,
                                           c->base.boot->timeout_ns / 1000000, &c->context);
-    if (result) return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND, "%s", fsdp_gloo_error());
+    if (result)
+        return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND,
+                               "[E759] Gloo cannot make a process group: %s", fsdp_gloo_error());
     fsdpi_lock(&w->lock);
     c->next = w->comms;
     w->comms = c;
     fsdpi_unlock(&w->lock);
     if (c->base.size == 1) return FSDP_OK;
     char *all = (char *)fsdpi_alloc(&c->base.boot->allocator, total);
-    if (!all) return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "no memory for addresses");
+    if (!all) return fsdpi_comm_no_memory(&c->base, "addresses", total);
     fsdp_status status = fsdpi_gloo_connect_all(c, all);
     fsdpi_free(&c->base.boot->allocator, all);
     if (!status) status = fsdpi_gloo_make_messages(c);
@@ -976,8 +986,8 @@ static fsdp_status fsdpi_gloo_connect_world(fsdpi_gloo_comm *c) {
     const char *address = fsdpi_store_address(w->base.store);
     if (fsdp_gloo_device_create(address, &w->device))
         return fsdpi_comm_fail(&c->base, FSDP_ERR_BACKEND,
-                               "no sockets on address %s (%s); FSDP_SOCKET_IFNAME names the "
-                               "interface to use",
+                               "[E760] Gloo cannot open sockets on address %s (%s): set "
+                               "FSDP_SOCKET_IFNAME to the interface to use",
                                address, fsdp_gloo_error());
     return fsdpi_gloo_connect_members(c);
 }
@@ -995,10 +1005,10 @@ static fsdp_status fsdpi_gloo_take(fsdpi_comm_world *w, fsdpi_chunk *chunk, cons
     const char *whose;
     size_t size = chunk->size;
     if (size >= (size_t)1 << 20 && (int64_t)(size / 2) > fsdpi_memory_left(&whose) / 2) {
-        *why = "memory is short";
+        *why = "the host has not enough memory";
         return FSDP_ERR_OUT_OF_MEMORY;
     }
-    *why = "the allocator refused";
+    *why = "the allocator has returned NULL";
     chunk->base = (char *)fsdpi_alloc(&w->boot.allocator, size);
     return chunk->base ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
 }

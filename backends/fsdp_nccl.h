@@ -201,9 +201,9 @@ static int fsdpi_nccl_failed(const fsdpi_nccl_world *w) {
 // A failed call of NCCL. Its last line of warning says more than its code.
 static void fsdpi_nccl_say(fsdpi_text *t, ncclResult_t result, const char *what) {
     const char *more = ncclGetLastError(NULL);
-    fsdpi_say(t, "%s: NCCL error %d (%s)", what, (int)result, ncclGetErrorString(result));
+    fsdpi_say(t, "[E820] %s: NCCL error %d (%s)", what, (int)result, ncclGetErrorString(result));
     if (more && *more) fsdpi_say(t, "; its last warning: %s", more);
-    fsdpi_say(t, "; NCCL_DEBUG=WARN tells more");
+    fsdpi_say(t, "; set NCCL_DEBUG=WARN to see more");
 }
 
 // If a rank has died, the store says so in a moment, and better than NCCL.
@@ -222,8 +222,10 @@ static fsdp_status fsdpi_nccl_result(fsdpi_nccl_comm *c, ncclResult_t result, co
         fsdpi_nccl_await_verdict(fsdpi_nccl_world_of(c));
     if (fsdpi_comm_failed(&c->base)) return fsdpi_comm_report(&c->base); // because of that
     if (result == ncclInProgress)
-        fsdpi_say(&t, "%s is in progress, and not done within %.1f s (NCCL_DEBUG=INFO)", what,
-                  (double)c->base.boot->timeout_ns * 1e-9);
+        fsdpi_say(
+            &t,
+            "[E821] %s is in progress and not done within %.1f s: set NCCL_DEBUG=INFO to see more",
+            what, (double)c->base.boot->timeout_ns * 1e-9);
     else fsdpi_nccl_say(&t, result, what);
     return fsdpi_comm_fail(&c->base, result == ncclInProgress ? FSDP_ERR_TIMEOUT : FSDP_ERR_BACKEND,
                            "%s", text);
@@ -441,11 +443,13 @@ static fsdp_status fsdpi_nccl_together(fsdpi_nccl_comm *c, fsdpi_nccl_call **cal
     else (*call)->kind = FSDPI_NCCL_NONE;
     if (takes) fsdpi_unlock(&w->issue);
     if ((*call)->kind == FSDPI_NCCL_NONE)
-        return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "no thread could be started");
+        return fsdpi_comm_fail(
+            &c->base, FSDP_ERR_OUT_OF_MEMORY,
+            "[E822] the system refused to start a thread for a call: raise ulimit -u");
     if (!is_done && !fsdpi_comm_failed(&c->base)) {
         (void)fsdpi_comm_fail(&c->base, FSDP_ERR_TIMEOUT,
-                              "%s has not returned within %.1f s: can the ranks reach each other "
-                              "(NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)?",
+                              "[E824] %s has not returned within %.1f s: find out whether the "
+                              "ranks reach each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)",
                               what, (double)boot->timeout_ns * 1e-9);
     }
     if (!is_done && (*call)->kind != FSDPI_NCCL_MAKE) // which nothing ends
@@ -606,18 +610,18 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_b
     if (late.who >= 0) fsdpi_say_two(&t, &c->base, &f->record, late.who, &late.other);
     else if (late.num_absent > 0) fsdpi_say_late(&t, &c->base, late.absent, "come");
     else if (late.num_busy > 0) {
+        fsdpi_say(&t, "[E825] ");
         fsdpi_say_ranks(&t, &c->base, late.busy);
         fsdpi_say(&t,
-                  " %s enqueued it, but work before it on the device is not done within %.1f s: a "
-                  "kernel that does not end, or a step that takes longer (FSDP_TIMEOUT_MS)",
+                  " %s enqueued it, and earlier work on the device is not done within %.1f s: find "
+                  "a kernel that does not end, or raise FSDP_TIMEOUT_MS if a step takes longer",
                   late.num_busy > 1 ? "have" : "has", seconds);
     } else {
-        fsdpi_say(
-            &t,
-            "all ranks have begun it, and it is not done within %.1f s: does the network hang "
-            "(NCCL_DEBUG=INFO), or is there no room for two communicators beside your kernels "
-            "(FSDP_NCCL_COMMS=1, NCCL_LAUNCH_ORDER_IMPLICIT=1)?",
-            seconds);
+        fsdpi_say(&t,
+                  "[E826] all ranks have begun it, and it is not done within %.1f s: find out "
+                  "whether the network hangs (NCCL_DEBUG=INFO), or whether two communicators have "
+                  "no room beside your kernels (FSDP_NCCL_COMMS=1, NCCL_LAUNCH_ORDER_IMPLICIT=1)",
+                  seconds);
     }
     fsdpi_store_world_tell(&c->base, late.who >= 0 ? FSDP_ERR_MISMATCH : FSDP_ERR_TIMEOUT, subject,
                            reason);
@@ -633,7 +637,7 @@ static int fsdpi_nccl_left(fsdpi_nccl_comm *c, const fsdpi_flight *f, int64_t no
     if (now - c->left_ns < FSDPI_NCCL_LEFT_NS) return 0;
     char reason[FSDPI_REASON], subject[192];
     fsdpi_text t = {reason, sizeof reason, 0}, s = {subject, sizeof subject, 0};
-    fsdpi_say(&t, "rank %d has shut down", (int)c->base.ranks[k]);
+    fsdpi_say(&t, "[E827] rank %d has shut down", (int)c->base.ranks[k]);
     fsdpi_say_op(&s, &f->record);
     fsdpi_store_world_tell(&c->base, FSDP_ERR_PEER_LOST, subject, reason);
     return 1;
@@ -719,12 +723,14 @@ static void fsdpi_nccl_look_inside(fsdpi_nccl_world *w) {
     if (!is_asking && (!inside || now - inside <= limit)) return;
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    fsdpi_say(&t, "rank %d: %s has not returned within %.1f s: ", fsdpi_nccl_boot(w)->rank,
-              is_asking ? "CUDA" : "a call of NCCL", (double)limit * 1e-9);
-    fsdpi_say(&t, is_asking ? "does a thread wait for the device (cudaFree, cudaMalloc, "
-                              "cudaDeviceSynchronize), which waits for a peer?"
-                            : "can the ranks reach each other (NCCL_SOCKET_IFNAME, "
-                              "NCCL_DEBUG=INFO)?");
+    fsdpi_say(&t,
+              is_asking
+                  ? "rank %d: [E828] CUDA has not returned within %.1f s: find out whether a "
+                    "thread waits for the device (cudaFree, cudaMalloc, cudaDeviceSynchronize), "
+                    "which waits for a peer"
+                  : "rank %d: [E829] a call of NCCL has not returned within %.1f s: find out "
+                    "whether the ranks reach each other (NCCL_SOCKET_IFNAME, NCCL_DEBUG=INFO)",
+              fsdpi_nccl_boot(w)->rank, (double)limit * 1e-9);
     fsdpi_store_abort(w->base.store, FSDP_ERR_TIMEOUT, "", reason);
 }
 
@@ -1012,8 +1018,8 @@ static void fsdpi_nccl_await_abort(fsdpi_nccl_world *w);
 static void fsdpi_nccl_kept(fsdpi_nccl_world *w) {
     char reason[200];
     (void)snprintf(reason, sizeof reason,
-                   "rank %d: NCCL has not returned from ending a registration within %.1f s "
-                   "(FSDP_NCCL_REGISTER)",
+                   "rank %d: [E830] NCCL has not returned from ending a registration within %.1f "
+                   "s: set FSDP_NCCL_REGISTER=0",
                    fsdpi_nccl_boot(w)->rank, (double)FSDPI_NCCL_ABORT_NS * 1e-9);
     if (fsdpi_nccl_boot(w)->stuck) FSDPI_STORE(fsdpi_nccl_boot(w)->stuck, 1u);
     fsdpi_store_abort(w->base.store, FSDP_ERR_TIMEOUT, "", reason);
@@ -1079,7 +1085,7 @@ static fsdp_status fsdpi_nccl_not_captured(fsdpi_nccl_comm *c, cudaStream_t stre
                                          "cudaStreamIsCapturing");
     if (status || capture == cudaStreamCaptureStatusNone) return status;
     return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
-                            "collectives cannot be captured: " FSDPI_CUDA_NO_GRAPH);
+                            "[E831] collectives cannot be captured: " FSDPI_CUDA_NO_GRAPH);
 }
 
 // What a thread may be stuck in: a group with one operation. *result is the group's.
@@ -1136,7 +1142,9 @@ static fsdp_status fsdpi_nccl_await(fsdpi_nccl_comm *c, const fsdpi_flight *f) {
     if (!status && !FSDPI_LOAD(&w->aborting)) return FSDP_OK;
     if (fsdpi_nccl_failed(w)) return fsdpi_comm_report(&c->base);
     if (status == FSDP_ERR_BACKEND) return fsdpi_nccl_cuda(c, e, "work on the device");
-    return fsdpi_comm_fail(&c->base, FSDP_ERR_TIMEOUT, "the device has not finished in time");
+    return fsdpi_comm_fail(&c->base, FSDP_ERR_TIMEOUT,
+                           "[E832] the device has not finished in time: find a kernel that does "
+                           "not end, or raise FSDP_TIMEOUT_MS");
 }
 
 /* Brings the records of all members, or of one peer, to c->shown. The deadline, and who did not
@@ -1267,7 +1275,7 @@ static fsdp_status fsdpi_nccl_begin(fsdpi_nccl_comm *c) {
     c->records = (fsdpi_record *)records;
     fsdp_status status = fsdpi_nccl_cuda(c, e, "a stream and memory of a communicator");
     if (!status && !c->shown)
-        status = fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+        status = fsdpi_comm_no_memory(&c->base, "records", members * sizeof *c->shown);
     return status || members == 1 ? status : fsdpi_nccl_warm_up(c);
 }
 
@@ -1414,7 +1422,7 @@ static fsdp_status fsdpi_nccl_connect(fsdpi_comm *base, fsdpi_comm *base_child,
     fsdpi_nccl_world *w = fsdpi_nccl_world_of(parent);
     fsdpi_nccl_comm none; // who is in no group takes part, too
     fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_PART);
-    if (!call) return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+    if (!call) return fsdpi_comm_no_memory(base, "a call of NCCL", sizeof *call);
     memset(&none, 0, sizeof none);
     none.base = *base;
     fsdpi_lock(&w->lock);
@@ -1462,8 +1470,8 @@ static fsdp_status fsdpi_nccl_versions(fsdpi_nccl_comm *c) {
     fsdpi_nccl_say(&t, result, "ncclGetVersion");
     if (result != ncclSuccess) return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "%s", text);
     return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
-                            "the NCCL library is version %d, expected 21800 (2.18) or newer: see "
-                            "LD_LIBRARY_PATH; this program was built with %d",
+                            "[E834] the NCCL library is version %d, expected 21800 (2.18) or "
+                            "newer, and this program was built with %d: correct LD_LIBRARY_PATH",
                             w->version, NCCL_VERSION_CODE);
 }
 
@@ -1472,7 +1480,9 @@ static fsdp_status fsdpi_nccl_make_flights(fsdpi_nccl_comm *c) {
     w->flights = (fsdpi_flight *)fsdpi_alloc(&fsdpi_nccl_boot(w)->allocator,
                                              FSDPI_NCCL_FLIGHTS * sizeof *w->flights);
     if (!w->flights)
-        return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+        return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
+                                "[E835] the allocator has returned NULL for %llu bytes of memory",
+                                (unsigned long long)(FSDPI_NCCL_FLIGHTS * sizeof *w->flights));
     cudaError_t e = cudaSuccess;
     for (int i = 0; i < FSDPI_NCCL_FLIGHTS && e == cudaSuccess; i++) {
         e = cudaEventCreateWithFlags(&w->flights[i].begin, cudaEventDisableTiming);
@@ -1490,7 +1500,7 @@ static fsdp_status fsdpi_nccl_meet(fsdpi_nccl_comm *c) {
     size_t bytes = 0;
     fsdp_status status = FSDP_OK;
     fsdpi_nccl_call *call = fsdpi_nccl_call_new(w, FSDPI_NCCL_MAKE);
-    if (!call) return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY, "the allocator refused");
+    if (!call) return fsdpi_comm_no_memory(&c->base, "a call of NCCL", sizeof *call);
     if (c->base.boot->rank == 0) {
         status = fsdpi_nccl_result(c, ncclGetUniqueId(&call->id), "ncclGetUniqueId");
         if (!status) status = fsdpi_store_set(w->base.store, key, &call->id, sizeof call->id);
@@ -1501,7 +1511,8 @@ static fsdp_status fsdpi_nccl_meet(fsdpi_nccl_comm *c) {
     if (status) {
         fsdpi_free(&fsdpi_nccl_heap, call);
         if (fsdpi_nccl_failed(w)) return fsdpi_comm_report(&c->base);
-        return fsdpi_comm_fail(&c->base, status, "no id of the communicator came by the store");
+        return fsdpi_comm_fail(&c->base, status,
+                               "[E836] the id of the communicator did not come through the store");
     }
     call->size = c->base.size;
     call->rank = c->base.index;
@@ -1539,7 +1550,9 @@ static fsdp_status fsdpi_nccl_open_world(fsdpi_comm *base) {
     w->num_threads = !pthread_create(&w->watchdog, NULL, fsdpi_nccl_watchdog, w);
     if (w->num_threads) w->num_threads += !pthread_create(&w->monitor, NULL, fsdpi_nccl_monitor, w);
     if (w->num_threads < 2)
-        return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY, "no thread could be started");
+        return fsdpi_comm_fail(
+            base, FSDP_ERR_OUT_OF_MEMORY,
+            "[E823] the system refused to start the watchdog or the monitor: raise ulimit -u");
     return fsdpi_nccl_meet(c);
 }
 

@@ -97,7 +97,7 @@ static void fsdpi_say_done(fsdpi_text *t, int busy, int past, const char *operat
 static FSDPI_UNUSED void fsdpi_say_verdict(fsdpi_text *t, const fsdpi_verdict *v) {
     if (v->subject[0]) fsdpi_say(t, "rank %d failed in %s: ", (int)v->rank, v->subject);
     if (v->reason[0]) fsdpi_say(t, "%s", v->reason);
-    else fsdpi_say(t, "rank %d has aborted the job", (int)v->rank);
+    else fsdpi_say(t, "[E408] rank %d has aborted the job", (int)v->rank);
 }
 
 // Fields in which two calls differ; of different operations nothing else is worth a word.

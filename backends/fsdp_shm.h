@@ -286,8 +286,8 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
         left = FSDPI_LOAD(&peer->state) == FSDPI_SHM_LEFT;
         char reason[FSDPI_REASON];
         fsdpi_text t = {reason, sizeof reason, 0};
-        if (left) fsdpi_say(&t, "rank %d has shut down; ", rank);
-        else fsdpi_say(&t, "rank %d has died (process %u); ", rank, peer->pid);
+        if (left) fsdpi_say(&t, "[E601] rank %d has shut down; ", rank);
+        else fsdpi_say(&t, "[E602] rank %d has died (process %u); ", rank, peer->pid);
         fsdpi_shm_say_last(&t, &c->base, rank);
         return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", reason);
     }
@@ -610,8 +610,8 @@ static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, cons
     *out = fsdpi_shm_map_remote(fsdpi_shm_world_of(c), rank, at, part, number);
     if (*out) return FSDP_OK;
     return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                           "cannot map %llu bytes of rank %d: raise the limits of address space "
-                           "(ulimit -v), mappings (vm.max_map_count) or memory",
+                           "[E603] this process cannot map %llu bytes of rank %d: raise the limits "
+                           "of address space (ulimit -v), mappings (vm.max_map_count) or memory",
                            (unsigned long long)part, rank);
 }
 
@@ -795,21 +795,23 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
         }
     }
     if (!block) {
-        status = fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                                  "the allocator returned NULL for the common block");
+        status = fsdpi_comm_error(
+            &c->base, FSDP_ERR_OUT_OF_MEMORY,
+            "[E604] the allocator has returned NULL for %llu bytes of the common block",
+            (unsigned long long)fsdpi_shm_control_bytes(w->base.boot.size));
     } else if (((fsdpi_shm_control *)block)->size != w->base.boot.size) {
         status = fsdpi_comm_error(
             &c->base, FSDP_ERR_MISMATCH,
-            "this rank has a world size of %d, another one has %d: give all the same",
+            "[E605] this rank has a world size of %d, another one has %d: give all the same",
             w->base.boot.size, (int)((fsdpi_shm_control *)block)->size);
     } else {
         fsdpi_shm_use_control(c, block);
         fsdpi_shm_peer *me = &w->peers[w->base.boot.rank];
         if (me->state != FSDPI_SHM_ABSENT) {
-            status = fsdpi_comm_error(
-                &c->base, FSDP_ERR_INVALID_ARG,
-                "another thread has joined as rank %d already: give each thread its own rank",
-                w->base.boot.rank);
+            status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
+                                      "[E606] another thread has joined as rank %d already: give "
+                                      "each thread its own rank",
+                                      w->base.boot.rank);
             w->control = NULL;
             w->base.failed = NULL;
         } else {
@@ -829,17 +831,20 @@ static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
     (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
     if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
-        return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
-                                "the size of files is limited: run ulimit -f unlimited first");
+        return fsdpi_comm_error(
+            &c->base, FSDP_ERR_UNSUPPORTED,
+            "[E607] the size of files is limited: run ulimit -f unlimited first");
     char *block = fsdpi_shm_map(w, 0,
                                 fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
     if (!block)
-        return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                                "cannot map the common block (errno %d)", errno);
+        return fsdpi_comm_error(
+            &c->base, FSDP_ERR_OUT_OF_MEMORY,
+            "[E608] this process cannot map the common block (errno %d): raise ulimit -v", errno);
     fsdpi_shm_use_control(c, block);
     if (fcntl(w->fd, F_SETLK, &lock))
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
-                                "cannot lock the common file (errno %d)", errno);
+                                "[E609] this process cannot lock the common file (errno %d)",
+                                errno);
     w->peers[w->base.boot.rank].pid = (uint32_t)getpid();
     w->joined = 1;
     FSDPI_STORE(&w->peers[w->base.boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
@@ -928,20 +933,21 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
     if (memcmp(hello.magic, answer.magic, sizeof hello.magic) ||
         hello.version != FSDP_COMM_VERSION) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(
-            &t, "rank 0 and rank %d were built with different versions of fsdp.h: build both alike",
-            (int)hello.rank);
+        fsdpi_say(&t,
+                  "[E610] rank 0 and rank %d were built with different versions of fsdp.h: build "
+                  "both alike",
+                  (int)hello.rank);
     } else if (hello.size != w->base.boot.size) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d has %d", w->base.boot.size,
-                  (int)hello.rank, (int)hello.size);
+        fsdpi_say(&t,
+                  "[E611] rank 0 has a world size of %d, rank %d has %d: give all ranks the same",
+                  w->base.boot.size, (int)hello.rank, (int)hello.size);
     } else if (hello.rank <= 0 || hello.rank >= hello.size || admitted[hello.rank]) {
         answer.status = FSDP_ERR_INVALID_ARG;
-        fsdpi_say(
-            &t,
-            "rank %d has joined already: another job on this host has the same id (give each its "
-            "own FSDP_JOB_ID), or two processes have the same rank",
-            (int)hello.rank);
+        fsdpi_say(&t,
+                  "[E612] rank %d has joined already: give each process its own rank, and each job "
+                  "on this host its own FSDP_JOB_ID",
+                  (int)hello.rank);
     }
     if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status)
         admitted[hello.rank] = 1;
@@ -958,7 +964,8 @@ static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     w->fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1 /* MFD_CLOEXEC */);
     if (w->fd < 0 || !fsdpi_shm_reserve(w, 0, bytes))
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                                "no memory for the common block (errno %d)", errno);
+                                "[E613] the host has no memory for the common block (errno %d)",
+                                errno);
     fsdp_status status = fsdpi_shm_enter(c);
     if (status) return status;
     w->control->size = w->base.boot.size;
@@ -978,13 +985,12 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) ||
         listen(listener, w->base.boot.size)) {
         if (listener >= 0 && errno == EADDRINUSE)
-            status = fsdpi_comm_error(
-                &c->base, FSDP_ERR_INVALID_ARG,
-                "another job with this id is starting on this host: give each "
-                "job its own id (FSDP_JOB_ID, MASTER_PORT)");
+            status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
+                                      "[E614] another job with this id is starting on this host: "
+                                      "give each job its own id (FSDP_JOB_ID, MASTER_PORT)");
         else
-            status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "rank 0 cannot listen (errno %d)",
-                                      errno);
+            status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
+                                      "[E615] rank 0 cannot listen (errno %d)", errno);
     }
     int64_t start = fsdpi_boot_now(&w->base.boot);
     while (!status && missing > 0) {
@@ -1014,8 +1020,9 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     while (w->fd < 0) {
         int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), gift = -1, answered = 0;
         if (fd < 0)
-            return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "cannot make a socket (errno %d)",
-                                    errno);
+            return fsdpi_comm_error(
+                &c->base, FSDP_ERR_BACKEND,
+                "[E616] this process cannot make a socket (errno %d): raise ulimit -n", errno);
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
             while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
@@ -1032,7 +1039,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (w->fd < 0 && fsdpi_boot_now(&w->base.boot) - start >= w->base.boot.timeout_ns)
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_TIMEOUT,
-                "rank 0 has not come within %.1f s: start it on this host, as this user, "
+                "[E617] rank 0 has not come within %.1f s: start it on this host, as this user, "
                 "with this job id (FSDP_JOB_ID, MASTER_PORT)",
                 (double)w->base.boot.timeout_ns * 1e-9);
         if (w->fd < 0) fsdpi_sleep_ns(nap);
@@ -1105,7 +1112,9 @@ static fsdp_status fsdpi_shm_prepare(fsdpi_comm *parent, fsdpi_comm *child) {
     if (child->index != 0) return FSDP_OK;
     void *block = fsdpi_shm_make_group(fsdpi_shm_comm_of(parent), child->size, &parent->now.block);
     if (!block)
-        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "no memory for the group's block");
+        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY,
+                               "[E618] the host has no memory for the block of a group of %d ranks",
+                               child->size);
     fsdpi_shm_comm_of(child)->block = parent->now.block;
     fsdpi_shm_use_group(fsdpi_shm_comm_of(child), block);
     return FSDP_OK;
@@ -1125,7 +1134,10 @@ static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
         void *block = w->fd < 0 ? (void *)(uintptr_t)child->block
                                 : fsdpi_shm_map(w, child->block, bytes);
         if (!block)
-            return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY, "cannot map the group's block");
+            return fsdpi_comm_fail(
+                base, FSDP_ERR_OUT_OF_MEMORY,
+                "[E619] this process cannot map %llu bytes of the group's block (errno %d)",
+                (unsigned long long)bytes, errno);
         fsdpi_shm_use_group(child, block);
     }
     return fsdpi_shm_barrier(parent, "finished");

@@ -620,26 +620,24 @@ static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, con
         fsdpi_store_core_refuse(core, conn, 0, now,
                                 "serves another job (its FSDP_TOKEN or FSDP_JOB_ID differs)");
     } else if (version != FSDPI_STORE_VERSION) {
-        fsdpi_store_core_refuse(
-            core, conn, FSDP_ERR_MISMATCH, now,
-            "rank %d speaks version %u of the store's protocol, the store speaks "
-            "version %d: start all ranks with the same build",
-            (int)rank, (unsigned)version, FSDPI_STORE_VERSION);
+        fsdpi_store_core_refuse(core, conn, FSDP_ERR_MISMATCH, now,
+                                "[E703] rank %d speaks version %u of the store's protocol, and the "
+                                "store speaks version %d: start all ranks with the same build",
+                                (int)rank, (unsigned)version, FSDPI_STORE_VERSION);
     } else if (size != core->size || rank < 0 || rank >= size) {
         char text[400];
         (void)snprintf(text, sizeof text,
-                       "rank %d was started as one of %d ranks, but the store at %s was opened for "
-                       "%d: give all ranks the same world size",
+                       "[E704] rank %d was started as one of %d ranks, and the store at %s was "
+                       "opened for %d: give all ranks the same world size",
                        (int)rank, (int)size, core->where, core->size);
         fsdpi_store_core_refuse(core, conn, FSDP_ERR_MISMATCH, now, "%s", text);
         if (core->num_joined < core->size) // a world that is complete is not a stranger's to end
             fsdpi_store_core_fail(core, FSDP_ERR_MISMATCH, -1, "%s", text);
     } else if (core->ranks[rank].state == FSDPI_STORE_JOINED) {
-        fsdpi_store_core_refuse(
-            core, conn, FSDP_ERR_INVALID_ARG, now,
-            "rank %d has joined already: two programs have that rank, or two jobs "
-            "have the same name: give each its own (FSDP_JOB_ID, FSDP_TOKEN)",
-            (int)rank);
+        fsdpi_store_core_refuse(core, conn, FSDP_ERR_INVALID_ARG, now,
+                                "[E705] rank %d has joined already: give each program its own "
+                                "rank, and each job its own FSDP_JOB_ID or FSDP_TOKEN",
+                                (int)rank);
     } else if (core->ranks[rank].state != FSDPI_STORE_ABSENT) {
         fsdpi_store_core_refuse(core, conn, FSDPI_STORE_LATER, now,
                                 "still serves an earlier world of this job");
@@ -758,7 +756,7 @@ static void fsdpi_store_core_bye(fsdpi_store_core *core, fsdpi_conn *conn, int64
     fsdpi_conn_end(conn, now);
     if (core->num_joined < core->size)
         fsdpi_store_core_fail(core, FSDP_ERR_PEER_LOST, rank,
-                              "rank %d has left before all ranks had joined", rank);
+                              "[E701] rank %d has left before all ranks had joined", rank);
     fsdpi_store_core_push(core, FSDPI_STORE_RANK_LEFT, value, sizeof value);
     fsdpi_store_core_leave(core, rank);
 }
@@ -888,7 +886,7 @@ static void fsdpi_store_core_disconnect(fsdpi_store_core *core, fsdpi_conn *conn
     core->ranks[rank].state = FSDPI_STORE_LOST;
     fsdpi_store_peer p = fsdpi_store_core_peer(core, rank, now);
     fsdpi_store_say_peer(&t, &p);
-    fsdpi_store_core_fail(core, status, rank, "rank %d %s; %s", rank, why, last);
+    fsdpi_store_core_fail(core, status, rank, "[E706] rank %d %s; %s", rank, why, last);
 }
 
 // Ranks have not come in time.
@@ -905,9 +903,9 @@ static void fsdpi_store_core_late(fsdpi_store_core *core) {
     if (missing > said) fsdpi_say(&t, " and %d more", missing - said);
     fsdpi_store_core_fail(
         core, FSDP_ERR_TIMEOUT, -1,
-        "%s %s not joined within %.1f s. The store is at %s: find out what %s "
-        "there (FSDP_STORE, MASTER_ADDR and MASTER_PORT give the address, "
-        "FSDP_TIMEOUT_MS gives the time)%s",
+        "[E707] %s %s not joined within %.1f s. The store is at %s: find out what %s there "
+        "(FSDP_STORE, MASTER_ADDR and MASTER_PORT give the address, FSDP_TIMEOUT_MS gives the "
+        "time)%s",
         list, missing > 1 ? "have" : "has", (double)core->join_timeout_ns * 1e-9, core->where,
         missing > 1 ? "keeps them from getting" : "keeps it from getting",
         core->num_refused ? "; others have called with another token: set FSDP_TOKEN and "
@@ -1087,7 +1085,7 @@ static int fsdpi_store_lookup(const char *host, fsdpi_store_place *out, int max,
     hints.ai_socktype = SOCK_STREAM;
     int rc = fsdpi_getaddrinfo(host, NULL, &hints, &list);
     if (rc) {
-        fsdpi_say(why, "host '%s': %s", host, fsdpi_gai_strerror(rc));
+        fsdpi_say(why, "[E728] host '%s': %s", host, fsdpi_gai_strerror(rc));
         return 0;
     }
     for (int v6 = 0; v6 < 2; v6++) // in the same order on all hosts
@@ -1098,7 +1096,7 @@ static int fsdpi_store_lookup(const char *host, fsdpi_store_place *out, int max,
             out[count++].size = i->ai_addrlen;
         }
     fsdpi_freeaddrinfo(list);
-    if (!count) fsdpi_say(why, "host '%s' has no address", host);
+    if (!count) fsdpi_say(why, "[E729] host '%s' has no address", host);
     return count;
 }
 
@@ -1122,7 +1120,8 @@ static fsdp_status fsdpi_store_interface(int family, fsdpi_store_place *out, fsd
     if (!list) return FSDP_OK;
     int excludes = *list == '^';
     if (getifaddrs(&all)) {
-        fsdpi_say(error, "cannot list the interfaces for %s: %s", name, strerror(errno));
+        fsdpi_say(error, "[E708] the system cannot list the interfaces for %s: %s", name,
+                  strerror(errno));
         return FSDP_ERR_IO;
     }
     char seen[320];
@@ -1142,8 +1141,8 @@ static fsdp_status fsdpi_store_interface(int family, fsdpi_store_place *out, fsd
     }
     if (!out->size)
         fsdpi_say(error,
-                  "environment variable %s is '%s', but no such interface is up with an IPv%d "
-                  "address. Interfaces that have one:%s",
+                  "[E709] environment variable %s is '%s', but no such interface is up with an "
+                  "IPv%d address. Interfaces that have one:%s",
                   name, list, family == AF_INET6 ? 6 : 4, t.used ? seen : " none");
     freeifaddrs(all);
     return out->size ? FSDP_OK : FSDP_ERR_INVALID_ARG;
@@ -1396,7 +1395,9 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
     fsdpi_store_server *server = (fsdpi_store_server *)fsdpi_alloc(a, sizeof *server);
     if (!server) {
         (void)close(listener);
-        fsdpi_say(error, "the allocator returned NULL");
+        fsdpi_say(error,
+                  "[E710] the allocator has returned NULL for %u bytes of memory for the store",
+                  (unsigned)sizeof *server);
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     server->allocator = *a;
@@ -1413,7 +1414,8 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
     if (!fsdpi_store_core_open(&server->core, a, d->boot.size, server_rank, token) ||
         !server->polls) {
         status = FSDP_ERR_OUT_OF_MEMORY;
-        fsdpi_say(error, "the allocator returned NULL");
+        fsdpi_say(error, "[E711] the allocator has returned NULL for memory of a store of %d ranks",
+                  d->boot.size);
     } else {
         char text[128];
         fsdpi_store_place_text(place, text, sizeof text);
@@ -1424,13 +1426,15 @@ static fsdp_status fsdpi_store_start(const fsdpi_store_desc *d, const fsdpi_stor
     if (!status && where->kind == FSDPI_STORE_FILE &&
         !fsdpi_store_write_file(server, where->path)) {
         status = FSDP_ERR_IO;
-        fsdpi_say(error, "cannot write file '%s' (FSDP_STORE), where ranks look for the store: %s",
+        fsdpi_say(error,
+                  "[E712] this rank cannot write file '%s' (FSDP_STORE), where ranks look for the "
+                  "store: %s",
                   where->path, strerror(errno));
     }
     if (!status && (server->wake < 0 ||
                     (rc = fsdpi_store_thread(&server->thread, fsdpi_store_server_main, server)))) {
         status = FSDP_ERR_BACKEND;
-        fsdpi_say(error, "cannot start the store's thread: %s",
+        fsdpi_say(error, "[E713] the system refused to start the store's thread: %s",
                   strerror(server->wake < 0 ? errno : rc));
     }
     if (status) fsdpi_store_server_free(server);
@@ -1467,7 +1471,7 @@ static fsdp_status fsdpi_store_claim_free(fsdpi_store_place *out, int *fd, fsdpi
     fsdpi_store_set_port(out, 0);
     *fd = fsdpi_store_listen(out);
     if (*fd >= 0) return FSDP_OK;
-    fsdpi_say(error, "cannot listen on any port: %s", strerror(errno));
+    fsdpi_say(error, "[E714] this rank cannot listen on any port: %s", strerror(errno));
     return FSDP_ERR_IO;
 }
 
@@ -1482,9 +1486,10 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_serve(const fsdpi_store_desc *d,
     int fd = -1, count = 1;
     *out = NULL;
     if (!fsdpi_store_parse(d->boot.store, &where)) {
-        fsdpi_say(&t,
-                  "the store's address is '%s', expected tcp://HOST:PORT, file:///PATH or host:",
-                  d->boot.store);
+        fsdpi_say(
+            &t,
+            "[E715] the store's address is '%s', expected tcp://HOST:PORT, file:///PATH or host:",
+            d->boot.store);
         return FSDP_ERR_INVALID_ARG;
     }
     if (where.kind == FSDPI_STORE_FILE) {
@@ -1503,7 +1508,7 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_serve(const fsdpi_store_desc *d,
         if (fd < 0 && errno != EADDRINUSE) break;
     }
     if (fd >= 0) return fsdpi_store_start(d, &where, -1, fd, &place, out, &t);
-    fsdpi_say(&t, "cannot serve a store at '%s' (FSDP_STORE): %s",
+    fsdpi_say(&t, "[E716] the launcher cannot serve a store at '%s' (FSDP_STORE): %s",
               d->boot.store ? d->boot.store : "host:", strerror(errno));
     return FSDP_ERR_IO;
 }
@@ -1764,9 +1769,9 @@ static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text
         pause = 2 * pause < most ? 2 * pause : most;
     }
     fsdpi_say(error,
-              "no store of job '%s' was found at %s within %.1f s: %s. Rank 0 has to run there "
-              "(FSDP_STORE, or MASTER_ADDR and MASTER_PORT, give the address). Set FSDP_JOB_ID and "
-              "FSDP_TOKEN to the same values on all ranks",
+              "[E717] this rank found no store of job '%s' at %s within %.1f s: %s. Rank 0 has to "
+              "run there (FSDP_STORE, or MASTER_ADDR and MASTER_PORT, give the address). Set "
+              "FSDP_JOB_ID and FSDP_TOKEN to the same values on all ranks",
               boot->job, boot->store ? boot->store : "host:", (double)boot->timeout_ns * 1e-9,
               said[0] == ';' ? said + 2 : said);
     return FSDP_ERR_TIMEOUT;
@@ -1825,11 +1830,12 @@ static void fsdpi_store_lose(fsdpi_store *s, fsdp_status status) {
         v.rank = -1;
         v.lost = status == FSDP_ERR_PEER_LOST ? s->server_rank : s->desc.boot.rank;
         if (status == FSDP_ERR_PEER_LOST)
-            (void)snprintf(v.reason, sizeof v.reason, "%s, which serves the store, has died",
+            (void)snprintf(v.reason, sizeof v.reason, "[E718] %s, which serves the store, has died",
                            fsdpi_store_who(s));
         else
             (void)snprintf(v.reason, sizeof v.reason,
-                           "rank %d has no memory for messages of the store", s->desc.boot.rank);
+                           "[E719] rank %d has no memory for messages of the store",
+                           s->desc.boot.rank);
         fsdpi_store_judge(s, &v);
     }
     fsdpi_lock(&s->lock);
@@ -2128,10 +2134,12 @@ static fsdp_status fsdpi_store_meet(fsdpi_store *s, int64_t deadline, fsdpi_text
     if (FSDPI_LOAD(&s->judged)) fsdpi_say_verdict(error, &s->verdict);
     else if (FSDPI_LOAD(&s->joined)) return FSDP_OK;
     else if (FSDPI_LOAD(&s->gone))
-        fsdpi_say(error, "%s, which serves the store, has closed it before all ranks had joined",
+        fsdpi_say(error,
+                  "[E720] %s, which serves the store, has closed it before all ranks had joined",
                   fsdpi_store_who(s));
     else
-        fsdpi_say(error, "the store does not answer: %s, which serves it, is stopped or cut off",
+        fsdpi_say(error,
+                  "[E721] the store does not answer: %s, which serves it, is stopped or cut off",
                   fsdpi_store_who(s));
     fsdp_status status = fsdpi_store_ended(s);
     return status ? status : FSDP_ERR_TIMEOUT;
@@ -2160,8 +2168,10 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     s->wake = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
     s->left = (uint8_t *)fsdpi_alloc(&boot->allocator, (size_t)boot->size);
     if (s->wake < 0 || !s->left) {
-        fsdpi_say(error, s->left ? "no file descriptor is left: raise ulimit -n"
-                                 : "the allocator returned NULL");
+        if (s->left) fsdpi_say(error, "[E722] no file descriptor is left: raise ulimit -n");
+        else
+            fsdpi_say(error, "[E723] the allocator has returned NULL for %d bytes of memory",
+                      boot->size);
         return s->left ? FSDP_ERR_IO : FSDP_ERR_OUT_OF_MEMORY;
     }
     if (boot->store && !*boot->store) {
@@ -2171,7 +2181,7 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     if (!fsdpi_store_parse(boot->store, &s->where) ||
         (s->where.kind == FSDPI_STORE_TCP && !s->where.port)) {
         fsdpi_say(error,
-                  "the store's address (FSDP_STORE) is '%s', expected tcp://HOST:PORT, "
+                  "[E725] the store's address (FSDP_STORE) is '%s', expected tcp://HOST:PORT, "
                   "file:///PATH or host:",
                   boot->store);
         return FSDP_ERR_INVALID_ARG;
@@ -2183,7 +2193,7 @@ static fsdp_status fsdpi_store_try_open(fsdpi_store *s, fsdpi_text *error) {
     fsdpi_store_unmap(&s->local);
     int rc = fsdpi_store_thread(&s->thread, fsdpi_store_main, s);
     if (rc) {
-        fsdpi_say(error, "cannot start the store's thread: %s", strerror(rc));
+        fsdpi_say(error, "[E726] the system refused to start the store's thread: %s", strerror(rc));
         return FSDP_ERR_BACKEND;
     }
     s->running = 1;
@@ -2199,7 +2209,8 @@ static FSDPI_UNUSED fsdp_status fsdpi_store_open(const fsdpi_store_desc *desc, f
     fsdpi_store *s = (fsdpi_store *)fsdpi_alloc(&desc->boot.allocator, sizeof *s);
     *out = NULL;
     if (!s) {
-        fsdpi_say(&t, "the allocator returned NULL");
+        fsdpi_say(&t, "[E727] the allocator has returned NULL for %u bytes of memory",
+                  (unsigned)sizeof *s);
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     s->desc = *desc;

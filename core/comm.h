@@ -27,9 +27,8 @@ static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status
     int fatal = result > FSDP_ERR_INVALID_STATE && result <= FSDP_ERR_INTERNAL;
     return fsdpi_world_fail(
         w, fatal ? result : FSDP_ERR_ABORTED,
-        "rank %d: your function for %s (%s) of unit '%s' returned %d (%s), expected FSDP_OK",
-        w->rank, fsdp_op_name(op->kind), fsdp_op_label(op), op->what, (int)result,
-        fsdp_status_name(result));
+        "rank %d: [E402] your function for %s (%s) of unit '%s' returned %d (%s)", w->rank,
+        fsdp_op_name(op->kind), fsdp_op_label(op), op->what, (int)result, fsdp_status_name(result));
 }
 
 // The user's function for a unit's collective of a step; not for those of param_full.

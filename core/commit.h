@@ -164,8 +164,8 @@ static fsdp_status fsdpi_flags_new(fsdp_unit *u) {
     if (bytes == 0) return FSDP_OK;
     fsdp_status status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, bytes, &flags);
     if (status)
-        return fsdp_fail(w, status, "commit: no memory for the flags of unit '%s': %s",
-                         u->desc.name, fsdpi_device_text(w, status));
+        return fsdp_fail(w, status, "[E303] commit: no %llu bytes of pinned memory for '%s': %s",
+                         (unsigned long long)bytes, u->desc.name, fsdpi_device_text(w, status));
     u->usage.flags = (char *)flags;
     u->usage.wide = u->usage.flags + bytes / 2;
     m->host_bytes += (int64_t)bytes;
@@ -185,8 +185,8 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     fsdp_model *m = u->model;
     char *at = (char *)fsdpi_model_alloc(m, fsdpi_place_lists(u, NULL));
     if (!at)
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                         "commit: no memory for the lists of unit '%s'", u->desc.name);
+        return fsdpi_no_memory(m->world, "commit: lists of unit", u->desc.name,
+                               fsdpi_place_lists(u, NULL));
     u->layout.lists = at;
     u->usage.in_flight = 0;
     (void)fsdpi_place_lists(u, at);
@@ -236,7 +236,7 @@ static fsdp_status fsdpi_users_new(fsdp_model *m, fsdp_dtype dtype) {
         flat->users = flat->grad->ptr + fsdpi_bytes(flat->train_numel, grad);
     else flat->users = (char *)fsdpi_model_alloc(m, bytes + 1);
     if (flat->users) return FSDP_OK;
-    return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory for counts of users");
+    return fsdpi_no_memory(m->world, "commit: counts of users", "", bytes + 1);
 }
 
 static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
@@ -292,14 +292,13 @@ static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++)
         if (m->units[i]->desc.num_params > most) most = m->units[i]->desc.num_params;
     fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)most * sizeof *tmp);
-    if (!tmp) return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
+    if (!tmp) return fsdpi_no_memory(m->world, "commit", "", (size_t)most * sizeof *tmp);
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_build(m->units[i], tmp);
     fsdpi_model_free(m, tmp);
-    m->norm_blocks = (fsdp_block *)fsdpi_model_alloc(m, 2 * (size_t)m->num_params *
-                                                            sizeof *m->norm_blocks);
-    if (!status && !m->norm_blocks)
-        status = fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
+    const size_t bytes = 2 * (size_t)m->num_params * sizeof *m->norm_blocks;
+    m->norm_blocks = (fsdp_block *)fsdpi_model_alloc(m, bytes);
+    if (!status && !m->norm_blocks) status = fsdpi_no_memory(m->world, "commit", "", bytes);
     return status;
 }
 
@@ -359,12 +358,11 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     if (status || m->committed) return status;
     if (m->num_units == 0)
         return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
-                         "commit: the model has no units: call fsdp_fully_shard first");
+                         "[E201] commit: the model has no units: call fsdp_fully_shard first");
     fsdpi_place_units(m);
     fsdpi_need_blocks(m);
     for (int i = 0; i < m->num_classes; i++) m->classes[i].units = m->classes[i].ahead = 0;
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_classes(m->units[i]);
-    if (status) status = fsdp_fail(m->world, status, "commit: no memory");
     if (!status) status = fsdpi_commit_tables(m);
     if (!status) status = fsdpi_blocks_new(m);
     if (!status) status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, sizeof(double), &m->scalar);

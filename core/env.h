@@ -22,10 +22,14 @@ static fsdp_status fsdpi_env_int(const char *name, int min, int max, int *out, f
         *out = (int)value;
         return FSDP_OK;
     }
-    fsdpi_say(error, "environment variable %s is '%s', expected ", name, text);
-    if (max == 0x7FFFFFFF) fsdpi_say(error, "an integer of at least %d", min);
-    else if (max == min + 1) fsdpi_say(error, "%d or %d", min, max);
-    else fsdpi_say(error, "an integer from %d to %d", min, max);
+    if (max == 0x7FFFFFFF)
+        fsdpi_say(error,
+                  "[E501] environment variable %s is '%s', expected an integer of at least %d",
+                  name, text, min);
+    else
+        fsdpi_say(error,
+                  "[E509] environment variable %s is '%s', expected an integer from %d to %d", name,
+                  text, min, max);
     return FSDP_ERR_INVALID_ARG;
 }
 

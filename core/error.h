@@ -77,8 +77,30 @@ static fsdp_status fsdpi_fail_once(fsdp_world *w, fsdp_status status, int is_fir
     return status;
 }
 
-static fsdp_status fsdpi_null(fsdp_world *w, const char *what) {
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
+// An argument, a field of a desc or an environment variable is wrong.
+FSDP_PRINTF(2, 3)
+static fsdp_status fsdpi_bad(fsdp_world *w, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    fsdp_status status = fsdpi_fail_text(w, FSDP_ERR_INVALID_ARG, 1, fmt, args);
+    va_end(args);
+    return status;
+}
+
+// `which`: the arguments of the call that must not be NULL.
+static fsdp_status fsdpi_null(fsdp_world *w, const char *call, const char *which) {
+    return fsdpi_bad(w, "[E101] %s: %s is NULL", call, which);
+}
+static fsdp_status fsdpi_null_of(fsdp_model *m, const char *call, const char *which) {
+    return fsdpi_null(m ? m->world : NULL, call, which);
+}
+
+// The host's allocator has failed. name: of a unit or an extension, or "".
+static fsdp_status fsdpi_no_memory(fsdp_world *w, const char *what, const char *name,
+                                   size_t bytes) {
+    return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
+                     "[E301] %s%s%s%s: the allocator has returned NULL for %llu bytes of memory",
+                     what, *name ? " '" : "", name, *name ? "'" : "", (unsigned long long)bytes);
 }
 
 // A call of all ranks has failed on this one, or status is FSDP_OK: the others must not wait.
@@ -99,15 +121,14 @@ FSDP_API fsdp_status fsdp_desc_read(fsdp_world *w, void *dst, const void *src, s
     memcpy(&canary, (const char *)src + sizeof given, sizeof canary);
     if (given == 0) given = (uint32_t)size;
     if (given > size || given < 24)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s.size is %u, expected 0 or 24..%u: zero the struct before you fill it, "
-                         "and build with "
-                         "the header of the library",
+        return fsdpi_bad(w,
+                         "[E102] %s.size is %u, expected 0 or 24..%u: zero the struct before you "
+                         "fill it, and build with the library's header",
                          what, given, (unsigned)size);
     memcpy(&end, (const char *)src + given - sizeof end, sizeof end);
     if (canary || end)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: a canary is not 0: zero the struct before you fill it", what);
+        return fsdpi_bad(w, "[E103] %s: a canary is not 0: zero the struct before you use it",
+                         what);
     memcpy(dst, src, given - sizeof end);
     return FSDP_OK;
 }
@@ -130,8 +151,8 @@ static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char 
         fsdpi_log(w, FSDP_LOG_ERROR, FSDP_ERR_INTERNAL, names[i]);
     free(names);
 #endif
-    return fsdpi_world_fail(w, FSDP_ERR_INTERNAL, "[Rank %d] %s: %s does not hold", w->rank, where,
-                            what);
+    return fsdpi_world_fail(w, FSDP_ERR_INTERNAL, "[E299] [Rank %d] %s: %s does not hold", w->rank,
+                            where, what);
 }
 
 #ifndef FSDP_ASSERT

@@ -16,7 +16,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     if (!status) status = fsdpi_store_name(early, d, early->store, sizeof early->store);
     if (status) return status;
     fsdp_world *w = (fsdp_world *)fsdpi_alloc(&d->allocator, sizeof *w);
-    if (!w) return fsdp_fail(early, FSDP_ERR_OUT_OF_MEMORY, "fsdp_init: no memory");
+    if (!w) return fsdpi_no_memory(early, "fsdp_init", "", sizeof *w);
     memcpy(w->job, early->job, sizeof w->job);
     memcpy(w->store, early->store, sizeof w->store);
     fsdpi_world_messages(w, d);
@@ -48,7 +48,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
 FSDP_API fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
     fsdp_world_desc d;
     fsdp_world early; // speaks for the world until there is one
-    if (!world) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "fsdp_init: world is NULL");
+    if (!world) return fsdpi_null(NULL, "fsdp_init", "world");
     *world = NULL;
     fsdp_status status = fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_world_desc");
     if (status) return status;
@@ -79,17 +79,17 @@ FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world) {
 
 FSDP_API void fsdp_abort(fsdp_world *world, const char *why) {
     if (!world) return;
-    (void)fsdpi_world_fail(world, FSDP_ERR_ABORTED, "rank %d aborted the world: %s", world->rank,
-                           why ? why : "no reason given");
+    (void)fsdpi_world_fail(world, FSDP_ERR_ABORTED, "rank %d: [E401] it aborted the world: %s",
+                           world->rank, why ? why : "no reason given");
 }
 
 FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
-    if (!world) return fsdpi_null(NULL, "set_stream");
+    if (!world) return fsdpi_null(NULL, "set_stream", "world");
     fsdp_status status = fsdpi_failed(world);
     if (status) return status;
     if (world->mode != FSDPI_NATIVE)
         return fsdp_fail(world, FSDP_ERR_UNSUPPORTED,
-                         "set_stream: device %s has no streams: omit the call on it",
+                         "[E803] set_stream: device %s has no streams: omit the call on it",
                          world->device_ops->name);
     void **compute = &world->streams[FSDP_STREAM_COMPUTE];
     if (!native) native = world->own_stream;
@@ -123,16 +123,15 @@ static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
 // Checks that collectives on host data share.
 static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data,
                                    int64_t count, const char *what) {
-    if (!w) return fsdpi_null(NULL, what);
+    if (!w) return fsdpi_null(NULL, what, "world");
     fsdp_status status = fsdpi_failed(w);
     if (status) return status;
     if (count < 0 || (count > 0 && !data))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: count is %lld and data is %s, expected count >= 0 and data", what,
-                         (long long)count, data ? "given" : "NULL");
+        return fsdpi_bad(w, "[E104] %s: count is %lld and data is %s, expected count >= 0 and data",
+                         what, (long long)count, data ? "given" : "NULL");
     if (mesh && (mesh->world != w || mesh->coord[0] < 0))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: expected a mesh of this world, on a rank that is in the mesh", what);
+        return fsdpi_bad(w, "[E105] %s: give a mesh of this world, on a rank that is in the mesh",
+                         what);
     return FSDP_OK;
 }
 
@@ -157,11 +156,10 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
     if (status) return status;
     if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM ||
         op > FSDP_MIN)
-        return fsdp_fail(
-            world, FSDP_ERR_INVALID_ARG,
-            "all_reduce: dtype is %s and op is %d, expected f32, f64, f16, bf16, i32 or "
-            "i64, and FSDP_SUM, FSDP_MAX or FSDP_MIN",
-            fsdp_dtype_name(dtype), op);
+        return fsdpi_bad(world,
+                         "[E106] all_reduce: dtype is %s and op is %d, expected f32, f64, f16, "
+                         "bf16, i32 or i64, and FSDP_SUM, FSDP_MAX or FSDP_MIN",
+                         fsdp_dtype_name(dtype), op);
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_all_reduce", dtype);
     record.redop = (uint8_t)op;
     return fsdpi_host_mesh(world, mesh, &record, 0, data, count);
@@ -173,8 +171,7 @@ FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, vo
     if (status) return status;
     int size = mesh ? fsdpi_mesh_numel(mesh) : world->size;
     if (root < 0 || root >= size)
-        return fsdp_fail(world, FSDP_ERR_INVALID_ARG, "broadcast: root is %d, expected 0..%d", root,
-                         size - 1);
+        return fsdpi_bad(world, "[E107] broadcast: root is %d, expected 0..%d", root, size - 1);
     fsdp_op record = fsdpi_host_op(FSDP_OP_BROADCAST, "fsdp_broadcast", FSDP_U8);
     return fsdpi_host_mesh(world, mesh, &record, root, data, nbytes);
 }

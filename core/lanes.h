@@ -24,6 +24,12 @@ static const char *fsdpi_device_text(const fsdp_world *w, fsdp_status status) {
     return *text ? text : fsdp_status_text(status);
 }
 
+// The device has failed in a call that leaves the world as it is.
+static fsdp_status fsdpi_device_error(fsdp_world *w, fsdp_status status, const char *what) {
+    return fsdp_fail(w, status, "[E801] device %s could not %s: %s", w->device_ops->name, what,
+                     fsdpi_device_text(w, status));
+}
+
 static int fsdpi_is_host(const fsdp_world *w) {
     return (w->device_ops->flags & FSDP_DEVICE_HOST) != 0;
 }
@@ -47,8 +53,8 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
     default: return fsdpi_run_collective(w, op, stream);
     }
     if (status == FSDP_OK) return FSDP_OK;
-    return fsdpi_world_fail(w, status, "rank %d: %s (%s) of '%s' failed on device %s: %s", w->rank,
-                            fsdp_op_name(op->kind), fsdp_op_label(op), op->what, d->name,
+    return fsdpi_world_fail(w, status, "rank %d: [E802] %s (%s) of '%s' failed on device %s: %s",
+                            w->rank, fsdp_op_name(op->kind), fsdp_op_label(op), op->what, d->name,
                             fsdpi_device_text(w, status));
 }
 
@@ -119,13 +125,13 @@ static void fsdpi_lane_push(fsdpi_lane *lane, const fsdp_op *op) {
 
 static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     fsdpi_lane *lane = (fsdpi_lane *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
-    if (!lane) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a worker thread (lane)");
+    if (!lane) return fsdpi_no_memory(w, "worker thread (lane)", "", sizeof *lane);
     lane->world = w;
     int rc = pthread_create(&lane->thread, NULL, fsdpi_lane_main, lane);
     if (rc) {
         fsdpi_free(&w->boot.allocator, lane);
-        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "cannot start a worker thread (lane): %s",
-                         strerror(rc));
+        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
+                         "[E302] the system cannot start a worker thread (lane): %s", strerror(rc));
     }
     w->lanes[stream] = lane;
     return FSDP_OK;
@@ -138,9 +144,7 @@ static fsdp_status fsdpi_extension_stream(fsdp_world *w) {
     if (w->mode == FSDPI_NATIVE && !w->streams[s]) {
         fsdp_status status = w->device_ops->stream(w->device, s, &w->streams[s]);
         if (status) w->streams[s] = NULL;
-        return status ? fsdp_fail(w, status, "device %s could not make a stream: %s",
-                                  w->device_ops->name, fsdpi_device_text(w, status))
-                      : FSDP_OK;
+        return status ? fsdpi_device_error(w, status, "make a stream") : FSDP_OK;
     }
     if (w->mode != FSDPI_LANES || w->lanes[s]) return FSDP_OK;
     if (w->size == 1 || w->caps.lanes > 1) return fsdpi_lane_start(w, s);
@@ -172,7 +176,7 @@ static fsdp_status fsdpi_backend_poll(fsdp_world *w) {
 static fsdp_status fsdpi_device_fail(fsdp_world *w, fsdp_status status, const char *what) {
     fsdp_status known = fsdpi_backend_poll(w);
     if (known) return known;
-    return fsdpi_world_fail(w, status, "rank %d: %s device %s failed: %s", w->rank, what,
+    return fsdpi_world_fail(w, status, "rank %d: [E804] %s device %s failed: %s", w->rank, what,
                             w->device_ops->name, fsdpi_device_text(w, status));
 }
 

@@ -51,13 +51,11 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     if (!status) status = fsdpi_world_env_int(w, l->local, 0, 0x7FFFFFFF, &local);
     if (status) return status;
     if (has_rank != has_size)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "environment variable %s is set, but %s is not: set both or none",
+        return fsdpi_bad(w, "[E502] environment variable %s is set and %s is not: set both or none",
                          has_rank ? l->rank : l->size, has_rank ? l->size : l->rank);
     if (rank >= size)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "environment variable %s is %d, expected less than %s, which is %d",
-                         l->rank, rank, l->size, size);
+        return fsdpi_bad(w, "[E503] variable %s is %d, expected less than %s, which is %d", l->rank,
+                         rank, l->size, size);
     d->rank = rank;
     d->world_size = size;
     d->local_rank = local;
@@ -83,14 +81,12 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
         if (job) used = snprintf(out, cap, "%s", job);
     }
     if (!job && !parts && d->world_size > 1)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%d ranks need a common job name: start the program with tools/fsdprun, "
-                         "torchrun, mpirun or srun, or set MASTER_PORT or FSDP_JOB_ID, or "
-                         "fsdp_world_desc.job",
+        return fsdpi_bad(w,
+                         "[E504] %d ranks need a common job name: use fsdprun, torchrun, mpirun or "
+                         "srun, or set MASTER_PORT or FSDP_JOB_ID",
                          d->world_size);
     if (used < 0 || (size_t)used >= cap)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "the job's name is longer than %u bytes: shorten FSDP_JOB_ID",
+        return fsdpi_bad(w, "[E505] the job's name is longer than %u bytes: shorten FSDP_JOB_ID",
                          (unsigned)cap - 1);
     return FSDP_OK;
 }
@@ -144,7 +140,7 @@ static int fsdpi_slurm_store(char *out, size_t cap) {
    "": they are on several hosts and the launcher does not say where; no fault of those who do not
    ask, so who needs an address says what to do: FSDPI_NO_STORE. */
 #define FSDPI_NO_STORE                                                                             \
-    "ranks are on several hosts, and the launcher does not name the host of rank 0: set "          \
+    "[E724] ranks are on several hosts, and the launcher does not name the host of rank 0: set "   \
     "MASTER_ADDR (that host) and MASTER_PORT (a free port there) on all ranks, as in 'mpirun -x "  \
     "MASTER_ADDR=HOST -x MASTER_PORT=29500 ...', or FSDP_STORE=tcp://HOST:PORT"
 
@@ -168,9 +164,9 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
         used = snprintf(out, cap, "host:");
     }
     if (used < 0 || (size_t)used >= cap)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "the address where ranks meet is longer than %u bytes: give a shorter "
-                         "fsdp_world_desc.store, FSDP_STORE or MASTER_ADDR",
+        return fsdpi_bad(w,
+                         "[E506] the address where ranks meet is longer than %u bytes: give a "
+                         "shorter fsdp_world_desc.store, FSDP_STORE or MASTER_ADDR",
                          (unsigned)cap - 1);
     return FSDP_OK;
 }
@@ -195,7 +191,6 @@ static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
             *out = i;
             return FSDP_OK;
         }
-    return fsdp_fail(
-        w, FSDP_ERR_INVALID_ARG,
-        "environment variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
+    return fsdpi_bad(
+        w, "[E507] variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
 }

@@ -4,7 +4,7 @@
 
 FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension) {
     fsdp_extension e;
-    if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "attach");
+    if (!model || !extension) return fsdpi_null_of(model, "attach", "model or extension");
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_failed(w);
     if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
@@ -18,10 +18,10 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
     if (status)
         return fsdp_fail(w, status,
-                         "attach: extension '%s' has `ran`, but device %s cannot measure times: %s",
+                         "[E901] attach: '%s' has `ran`, but device %s cannot measure times: %s",
                          e.name, w->device_ops->name, fsdpi_device_text(w, status));
     fsdpi_attached *a = (fsdpi_attached *)fsdpi_model_alloc(model, sizeof *a), **last;
-    if (!a) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
+    if (!a) return fsdpi_no_memory(w, "attach: extension", e.name, sizeof *a);
     a->e = e;
     for (last = &model->attached; *last;) last = &(*last)->next;
     *last = a;
@@ -44,7 +44,7 @@ static const fsdp_unit *fsdpi_lodger(const fsdp_model *m) {
 
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension) {
     fsdp_extension e;
-    if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "detach");
+    if (!model || !extension) return fsdpi_null_of(model, "detach", "model or extension");
     fsdp_world *w = model->world;
     fsdp_status status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (status) return status;
@@ -54,10 +54,10 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         if (memcmp(&(*at)->e, &e, sizeof e) != 0) continue;
         const fsdp_unit *lodger = e.buffer ? fsdpi_lodger(model) : NULL;
         if (model->asking || lodger)
-            return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                             "detach: '%s' %s%s: detach it between steps, not in an extension",
-                             e.name, lodger ? "may own a slot of unit " : "is in use",
-                             lodger ? lodger->desc.name : "");
+            return fsdp_fail(
+                w, FSDP_ERR_INVALID_STATE,
+                "[E902] detach: '%s' %s%s: detach it between steps, not in an extension", e.name,
+                lodger ? "may own a slot of unit " : "is in use", lodger ? lodger->desc.name : "");
         if (model->watch & FSDPI_TIMES) {
             fsdpi_drain(w);
             fsdpi_timeline_end_all(w);
@@ -65,12 +65,12 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         fsdpi_detach(model, at);
         return FSDP_OK;
     }
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                     "detach: '%s' with these contents is not attached to this model", e.name);
+    return fsdpi_bad(w, "[E903] detach: '%s' with these contents is not attached to this model",
+                     e.name);
 }
 
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
-    if (!model || !item) return fsdpi_null(model ? model->world : NULL, "next_state");
+    if (!model || !item) return fsdpi_null_of(model, "next_state", "model or item");
     fsdp_status status = fsdpi_commit(model);
     int which = item->at[0], index = item->name ? item->at[1] + 1 : 0;
     fsdpi_attached *a = model->attached;
@@ -97,7 +97,7 @@ FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
 }
 
 FSDP_API fsdp_status fsdp_state_written(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "state_written");
+    if (!model) return fsdpi_null(NULL, "state_written", "model");
     fsdp_status status = fsdpi_failed(model->world);
     for (fsdpi_attached *a = model->attached; a && !status; a = a->next)
         if (a->e.state) status = a->e.state(a->e.user, model, 0, NULL);
@@ -116,8 +116,7 @@ static int fsdpi_register(fsdp_model *m, fsdpi_names *names, int most, const cha
         memcpy(names->text[names->count], name, length + 1);
         return names->count++;
     }
-    (void)fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                    "%s_register: name '%s', expected 1..%d bytes, and at most %d names in a model",
+    (void)fsdpi_bad(m->world, "[E904] %s_register: name '%s', expected 1..%d bytes and <= %d names",
                     what, name ? name : "", FSDPI_NAME - 1, most);
     return -1;
 }
@@ -195,15 +194,14 @@ static fsdp_status fsdpi_do_marker(fsdp_model *m, const fsdp_op *op) {
 }
 
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
-    if (!model || !op) return fsdpi_null(model ? model->world : NULL, "emit");
+    if (!model || !op) return fsdpi_null_of(model, "emit", "model or op");
     fsdp_world *w = model->world;
     if (op->src && !op->src_ptr) op->src_ptr = op->src->ptr;
     if (op->dst && !op->dst_ptr) op->dst_ptr = op->dst->ptr;
     const char *fault = fsdpi_op_fault(model, op);
     if (fault)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "emit: %s (%s) of '%s': %s",
-                         fsdp_op_name(op->kind), fsdp_op_label(op), op->what ? op->what : "",
-                         fault);
+        return fsdpi_bad(w, "[E905] emit: %s (%s) of '%s': %s", fsdp_op_name(op->kind),
+                         fsdp_op_label(op), op->what ? op->what : "", fault);
     if (op->kind >= FSDP_OP_HOOK) {
         fsdp_status done = fsdpi_do_marker(model, op);
         return done ? done : fsdpi_show(model, op);
@@ -212,7 +210,7 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
         op->bytes = op->count * fsdp_dtype_size(op->out_dtype);
     if (fsdpi_is_collective(op->kind)) {
         if (!(w->caps.kinds & 1u << op->kind))
-            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s does not have %s",
+            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "[E906] emit: backend %s does not have %s",
                              w->comm_ops->name, fsdp_op_name(op->kind));
         if (!op->bytes)
             op->bytes = fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size,
@@ -225,12 +223,11 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
 }
 
 FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what) {
-    if (!model) return fsdpi_null(NULL, what ? what : "call_begin");
+    if (!model) return fsdpi_null(NULL, what ? what : "call_begin", "model");
     fsdp_status status = fsdpi_commit(model);
     if (status) return status;
     if (call < 0 || call >= FSDP_CALL_COUNT)
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "call_begin: call is %d, expected FSDP_CALL_*", call);
+        return fsdpi_bad(model->world, "[E907] call_begin: call is %d, expected FSDP_CALL_*", call);
     if (!what) what = fsdpi_call_name(call);
     status = fsdpi_check_units(model, call, what);
     return status ? status
@@ -242,32 +239,30 @@ FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *wh
 
 FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, int64_t nbytes,
                                      fsdp_buf **buf) {
-    if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "buf_create");
+    if (!model || !buf) return fsdpi_null_of(model, "buf_create", "model or buf");
     *buf = NULL;
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
     if (pool < 0 || pool >= FSDP_POOL_COUNT + model->pools.count || nbytes < 0 ||
         (memory != FSDP_MEMORY_DEVICE && memory != FSDP_MEMORY_PINNED))
-        return fsdp_fail(
-            model->world, FSDP_ERR_INVALID_ARG,
-            "buf_create: pool is %d, memory is %d, nbytes is %lld: expected FSDP_POOL_* or a "
-            "registered pool, FSDP_MEMORY_DEVICE or _PINNED, and nbytes >= 0",
+        return fsdpi_bad(
+            model->world,
+            "[E908] buf_create: pool is %d, memory %d, nbytes %lld: expected FSDP_POOL_* or a "
+            "registered pool, FSDP_MEMORY_DEVICE or _PINNED, nbytes >= 0",
             pool, memory, (long long)nbytes);
     return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
 }
 
 FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int64_t offset,
                                    int64_t nbytes, fsdp_buf **buf) {
-    if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "buf_part");
+    if (!model || !buf) return fsdpi_null_of(model, "buf_part", "model or buf");
     *buf = NULL;
     if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset ||
         (whole && offset + nbytes > (int64_t)whole->bytes))
-        return fsdp_fail(
-            model->world, FSDP_ERR_INVALID_ARG,
-            "buf_part: %lld bytes at offset %lld do not fit into a buffer of %lld bytes",
-            (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
+        return fsdpi_bad(model->world, "[E909] buf_part: %lld bytes at %lld exceed %lld bytes",
+                         (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
     fsdp_buf *part = (fsdp_buf *)fsdpi_model_alloc(model, sizeof *part);
-    if (!part) return fsdp_fail(model->world, FSDP_ERR_OUT_OF_MEMORY, "buf_part: no memory");
+    if (!part) return fsdpi_no_memory(model->world, "buf_part", "", sizeof *part);
     part->part = 1;
     part->bytes = (size_t)nbytes;
     part->number = ++model->num_bufs;
@@ -287,9 +282,9 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
     if (!model || !buf) return;
     if (buf->held) {
-        (void)fsdp_fail(model->world, FSDP_ERR_INVALID_STATE,
-                        "buf_destroy: a unit holds the buffer, so it stays until the model ends: "
-                        "destroy it when fsdp_buf_held is 0");
+        (void)fsdp_fail(
+            model->world, FSDP_ERR_INVALID_STATE,
+            "[E910] buf_destroy: a unit holds the buffer: wait until fsdp_buf_held is 0");
         return;
     }
     fsdpi_drain(model->world);
@@ -301,7 +296,7 @@ FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf) { return buf ? (int64_t)bu
 FSDP_API int fsdp_buf_held(const fsdp_buf *buf) { return buf && buf->held; }
 
 FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "pools_trim");
+    if (!model) return fsdpi_null(NULL, "pools_trim", "model");
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
     fsdpi_drain(model->world);
@@ -327,37 +322,36 @@ static int fsdpi_updates_on_device(const fsdp_model *m) {
 }
 
 FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int *memory) {
-    if (!model || !what || !memory) return fsdpi_null(model ? model->world : NULL, "update_place");
+    if (!model || !what || !memory)
+        return fsdpi_null_of(model, "update_place", "model, what or memory");
     const fsdp_world *w = model->world;
     fsdp_status status = fsdpi_commit(model);
     if (status) return status;
     *memory = fsdpi_updates_on_device(model) ? FSDP_MEMORY_DEVICE : FSDP_MEMORY_HOST;
     if (model->desc.cpu_offload || fsdpi_is_host(w) || w->device_ops->update) return FSDP_OK;
     return fsdp_fail(model->world, FSDP_ERR_UNSUPPORTED,
-                     "%s: the shards are in the memory of device %s, which has no function for "
-                     "updates: set cpu_offload in the model's desc",
-                     what, w->device_ops->name);
+                     "[E911] %s: device %s has the shards, but no updates: set cpu_offload", what,
+                     w->device_ops->name);
 }
 
 FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, const char *what,
                                 void **ptr) {
-    if (!model || !what || !ptr) return fsdpi_null(model ? model->world : NULL, "alloc");
+    if (!model || !what || !ptr) return fsdpi_null_of(model, "alloc", "model, what or ptr");
     fsdp_world *w = model->world;
     int device = memory == FSDP_MEMORY_DEVICE;
     fsdp_status status = FSDP_OK;
     *ptr = NULL;
     if ((!device && memory != FSDP_MEMORY_HOST) || nbytes < 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: memory is %d, nbytes is %lld: expected FSDP_MEMORY_HOST or _DEVICE, "
-                         "and nbytes >= 0",
-                         what, memory, (long long)nbytes);
+        return fsdpi_bad(
+            w, "[E912] %s: memory is %d, nbytes %lld: expected FSDP_MEMORY_HOST or _DEVICE, >= 0",
+            what, memory, (long long)nbytes);
     if (!device) *ptr = fsdpi_model_alloc(model, (size_t)nbytes);
     else status = w->device_ops->alloc(w->device, memory, (size_t)nbytes, ptr);
     if (!*ptr && !status) status = FSDP_ERR_OUT_OF_MEMORY;
     model->counters.allocations += !status && device;
     if (!status) return FSDP_OK;
     *ptr = NULL;
-    return fsdp_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
+    return fsdp_fail(w, status, "[E304] %s of %lld bytes%s%s: %s", what, (long long)nbytes,
                      device ? " on device " : "", device ? w->device_ops->name : "",
                      device ? fsdpi_device_text(w, status) : "the allocator returned NULL");
 }
@@ -374,35 +368,35 @@ FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes
 
 FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes) {
     if (!model || (nbytes > 0 && (!dst || !src)))
-        return fsdpi_null(model ? model->world : NULL, "transfer");
+        return fsdpi_null_of(model, "transfer", "model, dst or src");
     if (nbytes < 0)
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "transfer: nbytes is %lld, expected >= 0", (long long)nbytes);
+        return fsdpi_bad(model->world, "[E913] transfer: nbytes is %lld, expected >= 0",
+                         (long long)nbytes);
     fsdp_status status = fsdpi_failed(model->world);
     return status ? status : fsdpi_transfer(model->world, dst, src, (size_t)nbytes);
 }
 
 FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
-    if (!model) return fsdpi_null(NULL, "wait_stream");
+    if (!model) return fsdpi_null(NULL, "wait_stream", "model");
     if (stream < -1 || stream >= FSDP_STREAM_COUNT)
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "wait_stream: stream is %d, expected FSDP_STREAM_* or -1", stream);
+        return fsdpi_bad(model->world,
+                         "[E914] wait_stream: stream is %d, expected FSDP_STREAM_* or -1", stream);
     if (stream >= 0) return fsdpi_sync(model->world, stream);
     fsdpi_drain(model->world);
     return fsdpi_failed(model->world);
 }
 
 FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm) {
-    if (!mesh || !comm) return fsdpi_null(mesh ? mesh->world : NULL, "mesh_comm");
+    if (!mesh || !comm) return fsdpi_null(mesh ? mesh->world : NULL, "mesh_comm", "mesh or comm");
     fsdp_world *w = mesh->world;
     fsdp_status status = fsdpi_failed(w);
     *comm = NULL;
     if (status) return status;
     if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT ||
         mesh->coord[0] < 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a dim of the "
-                         "mesh, one of FSDP_STREAM_*, and a rank that is in the mesh",
+        return fsdpi_bad(w,
+                         "[E108] mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a "
+                         "dim, one of FSDP_STREAM_*, and a rank that is in the mesh",
                          dim, mesh->ndim, stream);
     int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
     if (mesh->shape[dim] == 1) return FSDP_OK;
@@ -432,7 +426,7 @@ FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model) {
 }
 
 FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "params_writable");
+    if (!model) return fsdpi_null(NULL, "params_writable", "model");
     fsdp_status status = fsdpi_shards_writable(model);
     if (status || fsdpi_updates_on_device(model)) return status;
     return fsdpi_sync(model->world, FSDP_STREAM_COMPUTE);

@@ -43,27 +43,22 @@ static void fsdpi_mesh_free(fsdp_mesh *mesh) {
 
 static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
     if (d->ndim < 1 || d->ndim > FSDP_MAX_DIMS)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ndim is %d, expected 1..%d", d->ndim,
-                         FSDP_MAX_DIMS);
+        return fsdpi_bad(w, "[E110] mesh: ndim is %d, expected 1..%d", d->ndim, FSDP_MAX_DIMS);
     int64_t numel = 1;
     for (int i = 0; i < d->ndim; i++) {
         if (d->shape[i] < 1)
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: size of dim %d is %d, expected >= 1",
-                             i, d->shape[i]);
+            return fsdpi_bad(w, "[E111] mesh: size of dim %d is %d, expected >= 1", i, d->shape[i]);
         numel *= d->shape[i];
         if (numel > w->size)
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "mesh: the product of the sizes exceeds the world's %d ranks",
-                             w->size);
+            return fsdpi_bad(w, "[E112] mesh: the product of the sizes exceeds %d ranks", w->size);
     }
     for (int64_t i = 0; d->ranks && i < numel; i++) {
         if (d->ranks[i] < 0 || d->ranks[i] >= w->size)
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ranks has %d, expected 0..%d",
-                             d->ranks[i], w->size - 1);
+            return fsdpi_bad(w, "[E113] mesh: ranks has %d, expected 0..%d", d->ranks[i],
+                             w->size - 1);
         for (int64_t j = 0; j < i; j++)
             if (d->ranks[j] == d->ranks[i])
-                return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice in ranks",
-                                 d->ranks[i]);
+                return fsdpi_bad(w, "[E114] mesh: rank %d appears twice in ranks", d->ranks[i]);
     }
     return FSDP_OK;
 }
@@ -107,9 +102,9 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     fsdp_world *w = mesh->world;
     fsdp_comm *parent = size < mesh->shape[dim] ? mesh->gather_comm[dim] : w->comm;
     int32_t d = dim, me = mesh->coord[dim], first = me < 0 ? 0 : me / size * size;
-    int32_t *members = (int32_t *)fsdpi_alloc(&w->boot.allocator,
-                                              (size_t)mesh->shape[dim] * sizeof *members);
-    if (!members) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group");
+    const size_t bytes = (size_t)mesh->shape[dim] * sizeof(int32_t);
+    int32_t *members = (int32_t *)fsdpi_alloc(&w->boot.allocator, bytes);
+    if (!members) return fsdpi_no_memory(w, "mesh: group", "", bytes);
     fsdpi_mesh_members(mesh, &d, 1, members);
     fsdp_group group = {
         me < 0 ? -1 : members[first], me < 0 ? -1 : me - first, size, lane, members + first,
@@ -133,7 +128,7 @@ static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size,
     if (sub) return FSDP_OK;
     sub = (fsdpi_subgroup *)fsdpi_alloc(&w->boot.allocator, sizeof *sub);
     fsdp_status status = sub ? fsdpi_mesh_split(mesh, dim, size, stream, name, &sub->comm)
-                             : fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+                             : fsdpi_no_memory(w, "mesh: group", "", sizeof *sub);
     if (status) {
         fsdpi_free(&w->boot.allocator, sub);
         return fsdpi_fail_together(w, status);
@@ -172,7 +167,7 @@ static fsdp_status fsdpi_mesh_groups(fsdp_mesh *mesh, int dim) {
 static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_mesh **out) {
     const fsdp_allocator *a = &w->boot.allocator;
     fsdp_mesh *mesh = (fsdp_mesh *)fsdpi_alloc(a, sizeof *mesh);
-    if (!mesh) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+    if (!mesh) return fsdpi_no_memory(w, "mesh", "", sizeof *mesh);
     mesh->world = w;
     mesh->ndim = d->ndim;
     memcpy(mesh->shape, d->shape, sizeof mesh->shape);
@@ -185,7 +180,7 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
     }
     if (!mesh->ranks || missing) {
         fsdpi_mesh_free(mesh);
-        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+        return fsdpi_no_memory(w, "mesh: ranks and names", "", (size_t)numel * sizeof(int32_t));
     }
     for (int i = 0; i < numel; i++) {
         mesh->ranks[i] = d->ranks ? d->ranks[i] : i;
@@ -231,7 +226,7 @@ static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const 
 FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *desc,
                                       fsdp_mesh **mesh) {
     fsdp_mesh_desc d;
-    if (!world || !desc || !mesh) return fsdpi_null(world, "mesh_create");
+    if (!world || !desc || !mesh) return fsdpi_null(world, "mesh_create", "world, desc or mesh");
     *mesh = NULL;
     fsdp_status status = fsdpi_failed(world);
     if (!status) status = fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc");
@@ -249,7 +244,7 @@ FSDP_API fsdp_status fsdp_mesh_1d(fsdp_world *world, const char *name, fsdp_mesh
 
 // Checks that functions which make a mesh from a mesh share.
 static fsdp_status fsdpi_mesh_call(const fsdp_mesh *mesh, const char *what, fsdp_mesh **out) {
-    if (!mesh || !out) return fsdpi_null(NULL, what);
+    if (!mesh || !out) return fsdpi_null(NULL, what, "mesh or out");
     *out = NULL;
     return fsdpi_failed(mesh->world);
 }
@@ -263,19 +258,17 @@ FSDP_API fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims,
     int numel = 1;
     for (int i = 0; i < num_dims; i++) {
         if (!dims || dims[i] < 0 || dims[i] >= mesh->ndim || (i > 0 && dims[i] <= dims[i - 1]))
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "mesh_slice: dims[%d] is %d, expected increasing dims of a %d-D mesh",
+            return fsdpi_bad(w, "[E115] mesh_slice: dims[%d] is %d, expected increasing dims of %d",
                              i, dims ? dims[i] : -1, mesh->ndim);
         d.shape[i] = mesh->shape[dims[i]];
         d.names[i] = mesh->names[dims[i]];
         numel *= d.shape[i];
     }
     if (num_dims < 1)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh_slice: num_dims is %d, expected >= 1",
-                         num_dims);
+        return fsdpi_bad(w, "[E116] mesh_slice: num_dims is %d, expected >= 1", num_dims);
     d.ndim = num_dims;
     int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)numel * sizeof *ranks);
-    if (!ranks) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh_slice: no memory");
+    if (!ranks) return fsdpi_no_memory(w, "mesh_slice", "", (size_t)numel * sizeof *ranks);
     fsdpi_mesh_members(mesh, dims, num_dims, ranks);
     d.ranks = ranks;
     status = fsdpi_mesh_add(w, &d, mesh, dims, out);
@@ -302,11 +295,10 @@ FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int out
     if (status) return status;
     if (dim < 0 || dim >= mesh->ndim || mesh->ndim == FSDP_MAX_DIMS || outer < 1 ||
         mesh->shape[dim] % outer != 0)
-        return fsdp_fail(
-            mesh->world, FSDP_ERR_INVALID_ARG,
-            "mesh_unflatten: dim is %d and outer is %d: expected a dim of the %d-D mesh, "
-            "a divisor of its size %d, and at most %d dims afterwards",
-            dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
+        return fsdpi_bad(mesh->world,
+                         "[E117] mesh_unflatten: dim is %d and outer is %d: expected a dim of the "
+                         "%d-D mesh, a divisor of its size %d, and at most %d dims afterwards",
+                         dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
     d.ndim = mesh->ndim + 1;
     for (int i = 0; i < d.ndim; i++) {
         int old = i > dim ? i - 1 : i;
@@ -351,28 +343,24 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
     static const char *const names[] = {"FSDP", "DDP", "HSDP"};
     static const char *const needs[] = {"a shard_dim only", "a replicate_dim only",
                                         "a shard_dim and a replicate_dim"};
-    if (!mesh || !out) return fsdpi_null(NULL, "mesh_info_init");
+    if (!mesh || !out) return fsdpi_null(NULL, "mesh_info_init", "mesh or out");
     fsdp_world *w = mesh->world;
     if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_info_init: kind is %d, expected FSDP_MESH_INFO_*", kind);
+        return fsdpi_bad(w, "[E118] mesh_info_init: kind is %d, expected FSDP_MESH_INFO_*", kind);
     int shards = kind != FSDP_MESH_INFO_DDP, replicates = kind != FSDP_MESH_INFO_FSDP;
     if (shard_dim < 0 && replicate_dim < 0)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "mesh_info_init: shard_dim and replicate_dim are both -1: give at least one of them");
+        return fsdpi_bad(w, "[E119] mesh_info_init: both dims are -1: give at least one of them");
     if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0) || shard_dim < -1 ||
         replicate_dim < -1)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_info_init: shard_dim is %d and replicate_dim is %d: %s needs %s",
+        return fsdpi_bad(w, "[E120] mesh_info_init: shard_dim %d, replicate_dim %d: %s needs %s",
                          shard_dim, replicate_dim, names[kind], needs[kind]);
     if (shard_dim >= mesh->ndim || replicate_dim >= mesh->ndim || shard_dim == replicate_dim)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_info_init: shard_dim %d and replicate_dim %d: expected two "
+        return fsdpi_bad(w,
+                         "[E121] mesh_info_init: shard_dim %d, replicate_dim %d: expected two "
                          "different dims of a %d-D mesh",
                          shard_dim, replicate_dim, mesh->ndim);
     if (mesh->coord[0] < 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: this rank is outside the mesh");
+        return fsdpi_bad(w, "[E122] mesh_info_init: this rank is outside the mesh");
     memset(out, 0, sizeof *out);
     out->mesh = mesh;
     out->kind = kind;

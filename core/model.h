@@ -33,20 +33,19 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
     fsdp_status status = fsdpi_dtypes_check(w, "model_create", "", d->param_dtype, d->reduce_dtype,
                                             d->output_dtype);
     if (!status && d->grad_dtype && !fsdp_dtype_is_float(d->grad_dtype))
-        status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                           "model_create: grad_dtype is %d, expected a floating dtype or KEEP",
+        status = fsdpi_bad(w, "[E130] model_create: grad_dtype is %d, expected floating or KEEP",
                            d->grad_dtype);
     if (status) return status;
     if (d->reshard_after_forward < FSDP_RESHARD_NEVER ||
         d->implicit_prefetch < FSDP_PREFETCH_NEVER || d->implicit_prefetch > FSDP_PREFETCH_ALWAYS)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "model_create: reshard_after_forward is %d, implicit_prefetch %d: "
+        return fsdpi_bad(w,
+                         "[E131] model_create: reshard_after_forward is %d, implicit_prefetch %d: "
                          "expected FSDP_RESHARD_* or n >= 2, and FSDP_PREFETCH_*",
                          d->reshard_after_forward, d->implicit_prefetch);
     if (d->direct_min < 0 || d->fill_bytes < 0 || d->prefetch_bytes < 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "model_create: direct_min is %lld, fill_bytes %lld, prefetch_bytes %lld: "
-                         "expected numbers >= 0",
+        return fsdpi_bad(w,
+                         "[E132] model_create: direct_min %lld, fill_bytes %lld, prefetch_bytes "
+                         "%lld: expected numbers >= 0",
                          (long long)d->direct_min, (long long)d->fill_bytes,
                          (long long)d->prefetch_bytes);
     if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)
@@ -59,14 +58,14 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
 FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc *desc,
                                        fsdp_model **model) {
     fsdp_model_desc d;
-    if (!world || !model) return fsdpi_null(world, "model_create");
+    if (!world || !model) return fsdpi_null(world, "model_create", "world or model");
     *model = NULL;
     fsdp_status status = fsdpi_failed(world);
     if (!status) status = fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_model_desc");
     if (!status) status = fsdpi_model_check(world, &d);
     if (status) return status;
     fsdp_model *m = (fsdp_model *)fsdpi_alloc(&world->boot.allocator, sizeof *m);
-    if (!m) return fsdp_fail(world, FSDP_ERR_OUT_OF_MEMORY, "model_create: no memory");
+    if (!m) return fsdpi_no_memory(world, "model_create", "", sizeof *m);
     m->world = world;
     m->desc = d;
     m->grad_enabled = m->is_last_backward = 1;

@@ -98,18 +98,13 @@ static fsdp_status fsdpi_norm_check(const fsdp_model *m) {
     if (numel < mesh->root_numel)
         return fsdp_fail(
             m->world, FSDP_ERR_UNSUPPORTED,
-            "clip_grads: the model's mesh is a slice, with %d of the mesh's %d ranks. So the "
-            "library "
-            "does not know whether the other ranks hold copies or other parameters. Give "
-            "fsdp_model_desc.mesh_info on the mesh that you sliced: ranks along a dim that neither "
-            "shards nor replicates then hold other parameters. If a unit's parameters are copies "
-            "on "
-            "those ranks, give that unit a mesh_info that replicates over that dim",
+            "[E210] clip_grads: the model's mesh is a slice (%d of %d ranks), and the library does "
+            "not know what the others hold: give fsdp_model_desc.mesh_info on the whole mesh",
             numel, mesh->root_numel);
     if (m->outside)
         return fsdp_fail(m->world, FSDP_ERR_UNSUPPORTED,
-                         "clip_grads: the mesh of unit '%s' has ranks that the model's mesh "
-                         "lacks: give fsdp_model_desc a mesh of all ranks that share units",
+                         "[E211] clip_grads: the model's mesh lacks ranks of unit '%s': give "
+                         "fsdp_model_desc a mesh of all ranks that share units",
                          m->outside->desc.name);
     return FSDP_OK;
 }
@@ -119,14 +114,13 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     double total = 0;
     fsdp_world *w = model ? model->world : NULL;
     fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
-    if (!status && (!w || !desc)) status = fsdpi_null(w, "clip_grads");
+    if (!status && (!w || !desc)) status = fsdpi_null(w, "clip_grads", "world or desc");
     if (!status) status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_clip_desc");
     if (status) return status;
     if (!fsdpi_is_nan(d.norm_type) && d.norm_type == 0) d.norm_type = 2;
     if (!(d.max_norm > 0) || fsdpi_is_nan(d.max_norm) || !(d.norm_type > 0) ||
         fsdpi_is_nan(d.norm_type))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "clip_grads: max_norm is %g, norm_type is %g: expected numbers > 0",
+        return fsdpi_bad(w, "[E160] clip_grads: max_norm is %g, norm_type is %g: expected both > 0",
                          d.max_norm, d.norm_type);
     status = fsdpi_norm_check(model);
     if (!status) status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
@@ -140,8 +134,8 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     if (!status && norm) status = fsdp_grad_norm(model, norm);
     if (status || !is_bad) return status;
     return fsdp_fail(w, FSDP_ERR_CORRUPT,
-                     "clip_grads: the norm of the gradients is %g, so nothing is scaled: look for "
-                     "infinite gradients, or set error_if_nonfinite to 0",
+                     "[E212] clip_grads: the norm is %g, so nothing is scaled: look for infinite "
+                     "gradients, or set error_if_nonfinite to 0",
                      total);
 }
 
@@ -149,10 +143,10 @@ FSDP_API fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm) {
     double total = 0;
     fsdp_world *w = model ? model->world : NULL;
     fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
-    if (!status && (!w || !norm)) status = fsdpi_null(w, "grad_norm");
+    if (!status && (!w || !norm)) status = fsdpi_null(w, "grad_norm", "world or norm");
     if (!status && !(model->norm_type > 0))
         status = fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                           "grad_norm: there is no norm yet: call fsdp_clip_grads first");
+                           "[E202] grad_norm: there is no norm yet: call fsdp_clip_grads first");
     if (!status) status = fsdpi_transfer(w, &total, model->scalar->ptr, sizeof total);
     if (!status) *norm = fsdpi_root(total, model->norm_type);
     return status;

@@ -161,11 +161,10 @@ static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t 
     fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
     *out = buf;
     if (!buf || (!buf->held && buf->bytes >= bytes)) return FSDP_OK;
-    return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                     "an extension gave unit '%s' a slot of %llu bytes%s for %s, expected a free "
-                     "one of %llu",
-                     u->desc.name, (unsigned long long)buf->bytes, buf->held ? " in use" : "",
-                     fsdp_pool_name(pool), (unsigned long long)bytes);
+    return fsdpi_bad(
+        m->world, "[E915] an extension gave '%s' a slot of %llu bytes%s for %s, expected %llu free",
+        u->desc.name, (unsigned long long)buf->bytes, buf->held ? " in use" : "",
+        fsdp_pool_name(pool), (unsigned long long)bytes);
 }
 
 static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {

@@ -4,13 +4,11 @@
 
 // A setter for one unit or all (NULL): which ones; none may be between pre and post.
 static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int *first, int *end) {
-    if (!m) return fsdpi_null(NULL, what);
+    if (!m) return fsdpi_null(NULL, what, "model");
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
     if (u && u->model != m)
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                         "%s: the unit belongs to another model, expected a unit of this model",
-                         what);
+        return fsdpi_bad(m->world, "[E161] %s: the unit belongs to another model", what);
     *first = u ? u->desc.index : 0;
     *end = u ? u->desc.index + 1 : m->num_units;
     for (int i = *first; i < *end; i++)
@@ -20,14 +18,14 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
 }
 
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
-    if (!model) return fsdpi_null(NULL, "set_grad_enabled");
+    if (!model) return fsdpi_null(NULL, "set_grad_enabled", "model");
     model->settings += model->grad_enabled != (enabled != 0);
     model->grad_enabled = enabled != 0;
     return fsdpi_failed(model->world);
 }
 
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
-    if (!model) return fsdpi_null(NULL, "set_is_last_backward");
+    if (!model) return fsdpi_null(NULL, "set_is_last_backward", "model");
     model->settings += model->is_last_backward != (is_last != 0);
     model->is_last_backward = is_last != 0;
     return fsdpi_failed(model->world);
@@ -76,9 +74,9 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_forward", &i, &end);
     if (!status && mode != FSDP_RESHARD_ALWAYS && mode != FSDP_RESHARD_NEVER)
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or "
-                         "FSDP_RESHARD_NEVER (give an int in fsdp_unit_desc)",
+        return fsdpi_bad(model->world,
+                         "[E162] set_reshard_after_forward: mode is %d, expected "
+                         "FSDP_RESHARD_ALWAYS or FSDP_RESHARD_NEVER (an int: in fsdp_unit_desc)",
                          mode);
     for (; !status && i < end; i++) {
         model->settings += model->units[i]->options.reshard_after_forward != mode;
@@ -92,10 +90,10 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(model, unit, "set_gradient_divide_factor", &i, &end);
     if (!status && (!(factor >= 0) || !fsdpi_is_finite(factor)))
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "set_gradient_divide_factor: factor is %g, expected a number > 0, or 0 "
-                         "for the number of ranks",
-                         factor);
+        return fsdpi_bad(
+            model->world,
+            "[E163] set_gradient_divide_factor: factor is %g, expected a finite number >= 0",
+            factor);
     for (; !status && i < end; i++) {
         model->settings += model->units[i]->options.divide_factor != factor;
         model->units[i]->options.divide_factor = factor;
@@ -112,13 +110,10 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
     fsdp_model *m = u->model;
     for (int i = 0; i < count; i++)
         if (!targets || !targets[i] || targets[i]->model != m)
-            return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                             "%s: target %d is not a unit of this model", what, i);
-    if (count < 0)
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: count is %d, expected >= 0", what,
-                         count);
+            return fsdpi_bad(m->world, "[E164] %s: target %d is not a unit of this model", what, i);
+    if (count < 0) return fsdpi_bad(m->world, "[E165] %s: count is %d, expected >= 0", what, count);
     int32_t *list = (int32_t *)fsdpi_model_alloc(m, (size_t)(count + 1) * sizeof *list);
-    if (!list) return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory", what);
+    if (!list) return fsdpi_no_memory(m->world, what, "", (size_t)(count + 1) * sizeof *list);
     for (int i = 0; i < count; i++) list[i] = targets[i]->desc.index;
     fsdpi_model_free(m, u->options.prefetch[backward]);
     u->options.prefetch[backward] = list;
@@ -148,16 +143,16 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     fsdp_model *m = unit->model;
     fsdpi_param *p = &unit->params[index];
     if (requires_grad && !fsdp_dtype_is_float(p->dtype))
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                         "set_requires_grad: parameter '%s' of unit '%s' is %s: only floating "
-                         "parameters can require a gradient",
+        return fsdpi_bad(m->world,
+                         "[E166] set_requires_grad: parameter '%s' of unit '%s' is %s: only "
+                         "floating parameters can require a gradient",
                          p->name, unit->desc.name, fsdp_dtype_name(p->dtype));
     for (int i = 0; i < m->num_units; i++)
         if (m->units[i]->state.slot[FSDP_POOL_GRAD] || m->units[i]->state.slot[FSDP_POOL_RIN] ||
             m->units[i]->state.slot[FSDP_POOL_ROUT])
             return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
-                             "set_requires_grad: unit '%s' holds gradients that are not reduced: "
-                             "run a backward with gradient sync, or call fsdp_model_reset",
+                             "[E203] set_requires_grad: unit '%s' holds gradients that are not "
+                             "reduced: run a backward with sync, or call fsdp_model_reset",
                              m->units[i]->desc.name);
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);

@@ -44,7 +44,7 @@ static fsdp_status fsdpi_full_scratch(fsdp_model *m) {
     if (status || fsdpi_is_host(m->world)) return status;
     m->full_copy = (char *)fsdpi_model_alloc(m, m->full_scratch->bytes);
     return m->full_copy ? FSDP_OK
-                        : fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "param_full: no memory");
+                        : fsdpi_no_memory(m->world, "param_full", "", m->full_scratch->bytes);
 }
 
 /* Gather one parameter, or its gradient, in its own dtype, in pieces that fit the scratch buffer:
@@ -94,7 +94,7 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
 }
 
 FSDP_API fsdp_status fsdp_model_commit(fsdp_model *model) {
-    return model ? fsdpi_commit(model) : fsdpi_null(NULL, "model_commit");
+    return model ? fsdpi_commit(model) : fsdpi_null(NULL, "model_commit", "model");
 }
 
 static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
@@ -114,28 +114,27 @@ static fsdp_status fsdpi_shards_readable(fsdp_model *m) {
 }
 
 FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_view *out) {
-    if (!unit || !out) return fsdpi_null(NULL, "param_view_get");
+    if (!unit || !out) return fsdpi_null(NULL, "param_view_get", "unit or out");
     fsdp_status status = fsdpi_shards_readable(unit->model);
     if (status) return status;
     if (index < 0 || index >= unit->desc.num_params)
-        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_ARG,
-                         "param_view_get: unit '%s' has no parameter %d, expected 0..%d",
+        return fsdpi_bad(unit->model->world,
+                         "[E167] param_view_get: unit '%s' has no parameter %d, expected 0..%d",
                          unit->desc.name, index, unit->desc.num_params - 1);
     fsdpi_view(unit, index, out);
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_view *out) {
-    if (!model || !out) return fsdpi_null(NULL, "param_at");
+    if (!model || !out) return fsdpi_null(NULL, "param_at", "model or out");
     for (int i = 0; i < model->num_units; i++) {
         fsdp_unit *u = model->units[i];
         int first = u->params[0].ordinal;
         if (ordinal >= first && ordinal < first + u->desc.num_params)
             return fsdp_param_view_get(u, ordinal - first, out);
     }
-    return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                     "param_at: the model has no parameter %d, expected 0..%d", ordinal,
-                     model->num_params - 1);
+    return fsdpi_bad(model->world, "[E168] param_at: the model has no parameter %d, expected 0..%d",
+                     ordinal, model->num_params - 1);
 }
 
 FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
@@ -181,8 +180,7 @@ static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsd
     int64_t most = fsdpi_bytes(fsdpi_min(step, rows) * row_numel, v->dtype);
     char *staged = in_place ? NULL : (char *)fsdpi_model_alloc(m, (size_t)most);
     fsdp_status status = FSDP_OK;
-    if (!in_place && !staged)
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "init_params: no memory");
+    if (!in_place && !staged) return fsdpi_no_memory(m->world, "init_params", "", (size_t)most);
     for (int64_t row = 0; row < rows && !status; row += step) {
         char *place = (char *)v->shard + fsdpi_bytes(row * row_numel, v->dtype);
         block.local_shape[0] = fsdpi_min(step, rows - row);
@@ -201,9 +199,7 @@ static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsd
 
 FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *user) {
     fsdp_status status = model ? fsdpi_failed(model->world) : FSDP_OK;
-    if (!status && !fn)
-        status = fsdp_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
-                           "init_params: fn is NULL");
+    if (!status && !fn) status = fsdpi_null_of(model, "init_params", "fn");
     if (!status) status = fsdpi_load(model);
     if (status) return status;
     fsdp_param_view v = FSDP_ZERO;
@@ -213,10 +209,9 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
 }
 
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {
-    if (!model || !out || !fsdp_dtype_size(dtype))
-        return fsdp_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "model_flat: an argument is NULL, or dtype is %d, expected FSDP_F32, ...",
-                         dtype);
+    if (!model || !out) return fsdpi_null_of(model, "model_flat", "model or out");
+    if (!fsdp_dtype_size(dtype))
+        return fsdpi_bad(model->world, "[E169] model_flat: dtype is %d, expected FSDP_*", dtype);
     fsdp_status status = fsdpi_shards_readable(model);
     if (status) return status;
     const fsdpi_flat_block *flat = &model->flats[dtype];
@@ -236,8 +231,7 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
     if (!status) status = fsdpi_failed(unit->model->world);
     if (status) return status;
     const fsdp_layout_param *lay = &unit->params[index].lay;
-    if (!full && lay->numel > 0)
-        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_ARG, "param_load: full is NULL");
+    if (!full && lay->numel > 0) return fsdpi_null_of(unit->model, "param_load", "full");
     status = fsdpi_load(unit->model);
     if (status) return status;
     fsdp_param_view v;
@@ -271,10 +265,9 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
     const fsdpi_param *p = &unit->params[index];
     fsdp_dtype dtype = fsdpi_grad_dtype(unit->model, p->dtype);
     if (!p->requires_grad)
-        return fsdp_fail(
-            unit->model->world, FSDP_ERR_INVALID_STATE,
-            "param_full_grad: parameter '%s' of unit '%s' is frozen: it has no gradient", p->name,
-            unit->desc.name);
+        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
+                         "[E204] param_full_grad: '%s' of unit '%s' is frozen: it has no gradient",
+                         p->name, unit->desc.name);
     status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
     if (status) return status;
     if (unit->state.grads.shard == FSDPI_GRADS_REDUCED)

@@ -30,8 +30,7 @@ static fsdp_status fsdpi_buf_events(fsdp_world *w, fsdp_buf *buf) {
     fsdp_status status = w->device_ops->event(w->device, &buf->ready.native);
     if (!status) status = w->device_ops->event(w->device, &buf->avail.native);
     if (!status) return FSDP_OK;
-    return fsdp_fail(w, status, "device %s could not make an event: %s", w->device_ops->name,
-                     fsdpi_device_text(w, status));
+    return fsdpi_device_error(w, status, "make an event");
 }
 
 // Device memory, where peers can read it, and its two events.
@@ -43,7 +42,7 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_status status = shared ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
                                 : w->device_ops->alloc(w->device, kind, buf->bytes, &ptr);
     if (status)
-        return fsdp_fail(w, status, "%llu bytes for %s could not be allocated: %s",
+        return fsdp_fail(w, status, "[E305] the library could not allocate %llu bytes for %s: %s",
                          (unsigned long long)buf->bytes, fsdp_model_pool_name(m, buf->pool),
                          shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
     buf->ptr = (char *)ptr;
@@ -61,8 +60,7 @@ static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pin
     fsdp_buf *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof *buf);
     *out = NULL;
     if (!buf)
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a buffer of %s",
-                         fsdp_model_pool_name(m, pool));
+        return fsdpi_no_memory(m->world, "a buffer of", fsdp_model_pool_name(m, pool), sizeof *buf);
     buf->bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
     buf->pool = (uint8_t)pool;
     buf->pinned = (uint8_t)pinned;
@@ -86,8 +84,8 @@ static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf
 
 static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
     if (!fsdpi_grow(m, (void **)&c->slots, c->count, &c->cap, sizeof *c->slots))
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a list of %s",
-                         fsdp_pool_name(c->pool));
+        return fsdpi_no_memory(m->world, "a list of", fsdp_pool_name(c->pool),
+                               2 * (size_t)c->count * sizeof *c->slots);
     fsdp_status status = fsdpi_buf_new(m, c->pool, c->bytes, &c->slots[c->count]);
     if (!status) c->count++;
     return status;

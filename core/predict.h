@@ -131,9 +131,9 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     fsdp_world *w = m->world;
     if (m->num_units == 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "prediction: the model has no units: call fsdp_fully_shard first");
+                         "[E205] prediction: the model has no units: call fsdp_fully_shard first");
     fsdpi_rehearsal *r = (fsdpi_rehearsal *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
-    if (!r) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
+    if (!r) return fsdpi_no_memory(w, "prediction", "", sizeof *r);
     fsdp_model *dry = *out = &r->model;
     fsdpi_dry_world(r, w);
     dry->desc = m->desc;
@@ -151,7 +151,7 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     if (!status) status = fsdpi_commit(dry);
     if (!status) status = fsdpi_dry_flags(dry);
     if (!status) status = fsdpi_rehearse(dry);
-    return status ? fsdp_fail(w, status, "prediction: %s", fsdp_status_text(status)) : FSDP_OK;
+    return status ? fsdp_fail(w, status, "[E306] predict: %s", fsdp_status_text(status)) : FSDP_OK;
 }
 
 // Allocate the slots that a step will take, as the prediction counts them.
@@ -163,7 +163,7 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
     for (int i = 0; !status && i < dry->num_classes; i++) { // the model's own has been found before
         const fsdpi_class *wanted = &dry->classes[i];
         int at = fsdpi_class_find(m, wanted->pool, wanted->bytes);
-        if (at < 0) status = fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "reserve: no memory");
+        if (at < 0) status = FSDP_ERR_OUT_OF_MEMORY;
         while (!status && m->classes[at].count < wanted->count)
             status = fsdpi_class_add(m, &m->classes[at]);
     }
@@ -172,7 +172,7 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
 }
 
 FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
-    return model ? fsdpi_reserve(model) : fsdpi_null(NULL, "model_reserve");
+    return model ? fsdpi_reserve(model) : fsdpi_null(NULL, "model_reserve", "model");
 }
 
 // Bytes of the full parameters of a unit and of their gradients.
@@ -199,13 +199,13 @@ static void fsdpi_memory(const fsdp_model *m, fsdp_memory *out) {
 }
 
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out) {
-    if (!model || !out) return fsdpi_null(NULL, "model_memory");
+    if (!model || !out) return fsdpi_null(NULL, "model_memory", "model or out");
     fsdpi_memory(model, out);
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
-    if (!unit || !out) return fsdpi_null(NULL, "unit_memory");
+    if (!unit || !out) return fsdpi_null(NULL, "unit_memory", "unit or out");
     const fsdp_buf *held[FSDP_POOL_COUNT] = {NULL};
     held[FSDP_POOL_GATHER] = unit->state.slot[FSDP_POOL_GATHER];
     held[FSDP_POOL_SLICE] = unit->state.slot[FSDP_POOL_SLICE];
@@ -305,7 +305,7 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
 
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out) {
     fsdp_model *dry = NULL;
-    if (!model || !out) return fsdpi_null(NULL, "model_predict");
+    if (!model || !out) return fsdpi_null(NULL, "model_predict", "model or out");
     fsdp_status status = fsdpi_dry_run(model, &dry);
     if (!status) {
         fsdpi_memory(dry, out);
@@ -316,7 +316,7 @@ FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *ou
 }
 
 FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters *out) {
-    if (!model || !out) return fsdpi_null(NULL, "model_counters");
+    if (!model || !out) return fsdpi_null(NULL, "model_counters", "model or out");
     *out = model->counters;
     return FSDP_OK;
 }

@@ -16,10 +16,8 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
     if (m->num_order < FSDPI_ORDER_PER_UNIT * m->num_units) {
         if (!fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order, sizeof *m->order))
             return fsdpi_fail_together(
-                m->world,
-                fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                          "post_forward of unit '%s': no memory for the record of forwards",
-                          u->desc.name));
+                m->world, fsdpi_no_memory(m->world, "post_forward of unit", u->desc.name,
+                                          2 * (size_t)m->num_order * sizeof *m->order));
         m->order[m->num_order].unit = u;
         m->order[m->num_order].previous = u->state.last_order;
         u->state.last_order = m->num_order++;
@@ -156,8 +154,8 @@ static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
     u->told |= 1u << call;
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
     return fsdpi_fail_once(u->model->world, FSDP_ERR_INVALID_STATE, is_new,
-                           "%s: unit '%s' is %s and %s, %s backward, and %d of its forwards have "
-                           "not run backward: call fsdp_%s first",
+                           "[E206] %s: unit '%s' is %s and %s, %s backward, and %d of its forwards "
+                           "have not run backward: call fsdp_%s first",
                            what, u->desc.name, states[u->state.training],
                            storages[u->state.storage], u->model->backward ? "inside" : "outside",
                            u->state.forwards, first < 0 ? "model_reset" : fsdpi_call_name(first));
@@ -212,7 +210,7 @@ static inline fsdp_status fsdpi_announce(fsdp_model *m, const fsdp_unit *u, int 
 
 // A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
-    if (!m) return fsdpi_null(NULL, fsdpi_call_name(call));
+    if (!m) return fsdpi_null(NULL, fsdpi_call_name(call), "model");
     fsdp_status status = fsdpi_commit(m);
     const char *what = fsdpi_call_name(call);
     if (!status) status = fsdpi_check_units(m, call, what);
@@ -230,7 +228,7 @@ static fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
 }
 
 static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
-    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call));
+    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
     fsdp_model *m = u->model;
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
@@ -273,10 +271,10 @@ static int fsdpi_getter_ok(fsdp_unit *u, int call) {
 }
 
 static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
-    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call));
+    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
     if (index < 0 || index >= u->desc.num_params)
-        return fsdp_fail(u->model->world, FSDP_ERR_INVALID_ARG,
-                         "%s: unit '%s' has no parameter %d, expected 0..%d", fsdpi_call_name(call),
-                         u->desc.name, index, u->desc.num_params - 1);
+        return fsdpi_bad(u->model->world,
+                         "[E170] %s: unit '%s' has no parameter %d, expected 0..%d",
+                         fsdpi_call_name(call), u->desc.name, index, u->desc.num_params - 1);
     return FSDP_OK;
 }

@@ -84,9 +84,9 @@ static fsdp_status fsdpi_taken_check(fsdp_model *m, const void *owner, const voi
     int good = nbytes >= sizeof then;
     if (good) memcpy(&then, buf, sizeof then);
     if (good && memcmp(&then, &now, sizeof now) == 0) return FSDP_OK;
-    return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                     "%s: the snapshot of %llu bytes is of another model or unit, or slots were "
-                     "made or freed since: take it again after a freeze, a thaw or fsdp_pools_trim",
+    return fsdpi_bad(m->world,
+                     "[E916] %s: the snapshot of %llu bytes is of another model or unit, or slots "
+                     "were made or freed since: take it again",
                      what, (unsigned long long)nbytes);
 }
 
@@ -101,7 +101,7 @@ FSDP_API size_t fsdp_model_snapshot(const fsdp_model *model, void *buf, size_t c
 }
 
 FSDP_API fsdp_status fsdp_model_restore(fsdp_model *model, const void *buf, size_t nbytes) {
-    if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "model_restore");
+    if (!model || !buf) return fsdpi_null_of(model, "model_restore", "model or buf");
     fsdp_status status = fsdpi_taken_check(model, model, buf, nbytes, "model_restore");
     if (status) return status;
     fsdpi_walk w = {(char *)(uintptr_t)buf, nbytes, sizeof(fsdpi_taken_of), FSDPI_LOAD};
@@ -126,7 +126,8 @@ static int64_t fsdpi_ahead_bytes(const fsdpi_state *s) {
 }
 
 FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes) {
-    if (!unit || !buf) return fsdpi_null(unit ? unit->model->world : NULL, "unit_restore");
+    if (!unit || !buf)
+        return fsdpi_null_of(unit ? unit->model : NULL, "unit_restore", "unit or buf");
     fsdp_model *m = unit->model;
     fsdpi_state *s = &unit->state;
     fsdp_status status = fsdpi_taken_check(m, unit, buf, nbytes, "unit_restore");
@@ -143,7 +144,7 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
 }
 
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit) {
-    if (!unit) return fsdpi_null(NULL, "unit_flag_use");
+    if (!unit) return fsdpi_null(NULL, "unit_flag_use", "unit");
     fsdp_status status = fsdpi_failed(unit->model->world);
     if (!status && unit->usage.flags && fsdpi_ranks(unit) > 1)
         fsdpi_usage_send(unit, fsdpi_route_now(unit)->factor / unit->state.grads.divided);

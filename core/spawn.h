@@ -72,7 +72,7 @@ static fsdp_status fsdpi_spawn_run(fsdpi_spawn *s, int rank) {
     r.status = (int32_t)failed; // why fn returned what it did, or what it has overlooked
     if (!failed && value)
         r.status = value > 0 && value <= FSDP_ERR_INTERNAL ? value : (int32_t)FSDP_ERR_INTERNAL;
-    snprintf(text, sizeof text, "the rank's function returned %d, expected 0", value);
+    snprintf(text, sizeof text, "[E512] the rank's function returned %d, expected 0", value);
     int said = (r.status == value || failed) && *fsdp_last_error(world);
     if (r.status) fsdpi_spawn_text(&r, said ? fsdp_last_error(world) : text);
     fsdpi_spawn_tell(s, &r);
@@ -96,7 +96,8 @@ static void fsdpi_spawn_threads(fsdpi_spawn *s, fsdpi_spawn_rank *ranks) {
         if (rc == 0) continue;
         // The ranks that were started fail when this one does not come in time.
         fsdpi_spawn_report r = {k, FSDP_ERR_OUT_OF_MEMORY, ""};
-        snprintf(r.text, sizeof r.text, "rank %d: cannot start its thread: %s", k, strerror(rc));
+        snprintf(r.text, sizeof r.text, "rank %d: [E513] the system cannot start its thread: %s", k,
+                 strerror(rc));
         fsdpi_spawn_tell(s, &r);
         break;
     }
@@ -124,10 +125,11 @@ static void fsdpi_spawn_lost(fsdpi_spawn *s, int rank, int how) {
     fsdpi_spawn_report r = {rank, FSDP_ERR_PEER_LOST, ""};
     if (s->first.status && s->first.status != (int32_t)FSDP_ERR_PEER_LOST) return;
     if (WIFSIGNALED(how))
-        snprintf(r.text, sizeof r.text, "rank %d was killed by signal %d (%s)", rank, WTERMSIG(how),
-                 fsdpi_strsignal(WTERMSIG(how)));
+        snprintf(r.text, sizeof r.text, "[E514] rank %d was killed by signal %d (%s)", rank,
+                 WTERMSIG(how), fsdpi_strsignal(WTERMSIG(how)));
     else
-        snprintf(r.text, sizeof r.text, "rank %d ended with exit code %d inside its function", rank,
+        snprintf(r.text, sizeof r.text,
+                 "[E515] rank %d ended with exit code %d inside its function", rank,
                  WEXITSTATUS(how));
     s->first = r;
 }
@@ -164,7 +166,8 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
     int64_t failed_at = 0;
     struct pollfd p;
     if (pipe(s->pipe))
-        return fsdp_fail(NULL, FSDP_ERR_IO, "fsdp_spawn: cannot make a pipe: %s", strerror(errno));
+        return fsdp_fail(NULL, FSDP_ERR_IO, "[E510] fsdp_spawn: the system cannot make a pipe: %s",
+                         strerror(errno));
     (void)fcntl(s->pipe[0], F_SETFD, FD_CLOEXEC);
     (void)fcntl(s->pipe[1], F_SETFD, FD_CLOEXEC);
     (void)fflush(NULL); // or every child would print what is buffered here
@@ -174,8 +177,8 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
         if (ranks[k].pid > 0) continue;
         s->first.rank = k;
         s->first.status = (int32_t)FSDP_ERR_OUT_OF_MEMORY;
-        snprintf(s->first.text, sizeof s->first.text, "rank %d: cannot fork its process: %s", k,
-                 strerror(errno));
+        snprintf(s->first.text, sizeof s->first.text,
+                 "rank %d: [E516] the system cannot fork its process: %s", k, strerror(errno));
     }
     p.fd = s->pipe[0];
     p.events = POLLIN;
@@ -206,11 +209,10 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
         status = fsdp_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc");
     if (status) return status;
     if (!fn || d.num_ranks < 1 || d.grace_ms < 0)
-        return fsdp_fail(
-            NULL, FSDP_ERR_INVALID_ARG,
-            "fsdp_spawn: num_ranks is %d, grace_ms is %d, fn is %s: expected num_ranks >= 1, "
-            "grace_ms >= 0 and a function",
-            d.num_ranks, d.grace_ms, fn ? "given" : "NULL");
+        return fsdpi_bad(NULL,
+                         "[E511] fsdp_spawn: num_ranks is %d, grace_ms is %d, fn is %s: expected "
+                         "num_ranks >= 1, grace_ms >= 0 and a function",
+                         d.num_ranks, d.grace_ms, fn ? "given" : "NULL");
     // Two threads may be here at once: their stacks differ.
     snprintf(job, sizeof job, "spawn-%d-%llx-%p", (int)getpid(),
              (unsigned long long)fsdpi_monotonic_ns(NULL), (void *)&s);
@@ -226,9 +228,7 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
         allocator.alloc = fsdpi_libc_alloc, allocator.free = fsdpi_libc_free;
     size_t bytes = (size_t)d.num_ranks * (sizeof(fsdpi_spawn_rank) + sizeof(int));
     fsdpi_spawn_rank *ranks = (fsdpi_spawn_rank *)fsdpi_alloc(&allocator, bytes);
-    if (!ranks)
-        return fsdp_fail(NULL, FSDP_ERR_OUT_OF_MEMORY, "fsdp_spawn: no memory for %d ranks",
-                         d.num_ranks);
+    if (!ranks) return fsdpi_no_memory(NULL, "fsdp_spawn", "", bytes);
     for (int k = 0; k < d.num_ranks; k++) ranks[k].spawn = &s, ranks[k].rank = k;
     if (d.threads) fsdpi_spawn_threads(&s, ranks);
     else status = fsdpi_spawn_processes(&s, ranks, (int *)(void *)(ranks + d.num_ranks));

@@ -151,7 +151,7 @@ FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
 }
 
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "model_reset");
+    if (!model) return fsdpi_null(NULL, "model_reset", "model");
     fsdp_status status = fsdpi_failed(model->world);
     if (status || model->layout == 0) return status;
     if ((model->watch & FSDPI_CALLS) && fsdpi_answered(model, NULL, FSDP_CALL_RESET, &status))

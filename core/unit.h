@@ -18,36 +18,29 @@ static void fsdpi_unit_free(fsdp_unit *u) {
 static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char *name,
                                      fsdp_param_desc *d) {
     if (d->ndim == 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': parameter '%s' is a scalar (ndim 0), which "
-                         "cannot be sharded: make it a vector of one element",
-                         unit, name);
+        return fsdpi_bad(
+            w, "[E140] unit '%s', parameter '%s' is a scalar: make it a vector of one element",
+            unit, name);
     if (d->ndim < 0 || d->ndim > FSDP_MAX_DIMS)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': parameter '%s' has ndim %d, expected 1..%d",
-                         unit, name, d->ndim, FSDP_MAX_DIMS);
+        return fsdpi_bad(w, "[E141] unit '%s', parameter '%s': ndim is %d, expected 1..%d", unit,
+                         name, d->ndim, FSDP_MAX_DIMS);
     if (d->shard_dim < -d->ndim || d->shard_dim >= d->ndim)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "fully_shard of unit '%s': parameter '%s' has shard_dim %d, expected %d..%d", unit,
-            name, d->shard_dim, -d->ndim, d->ndim - 1);
+        return fsdpi_bad(w, "[E142] unit '%s', parameter '%s': shard_dim is %d, expected %d..%d",
+                         unit, name, d->shard_dim, -d->ndim, d->ndim - 1);
     if (d->shard_dim < 0) d->shard_dim += d->ndim;
     for (int i = 0; i < d->ndim; i++)
         if (d->shape[i] < 0)
-            return fsdp_fail(
-                w, FSDP_ERR_INVALID_ARG,
-                "fully_shard of unit '%s': parameter '%s' has size %lld in dim %d, expected >= 0",
-                unit, name, (long long)d->shape[i], i);
+            return fsdpi_bad(
+                w, "[E143] unit '%s', parameter '%s': size of dim %d is %lld, expected >= 0", unit,
+                name, i, (long long)d->shape[i]);
     if (d->dtype == FSDP_DTYPE_KEEP) d->dtype = FSDP_F32;
     if (!fsdp_dtype_size(d->dtype))
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "fully_shard of unit '%s': parameter '%s' has dtype %d, expected FSDP_F32, ...", unit,
-            name, d->dtype);
+        return fsdpi_bad(w, "[E144] unit '%s', parameter '%s': dtype is %d, expected FSDP_F32, ...",
+                         unit, name, d->dtype);
     if (!d->frozen && !fsdp_dtype_is_float(d->dtype))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': parameter '%s' has dtype %s and requires a "
-                         "gradient: only floating parameters can; set frozen to 1",
+        return fsdpi_bad(w,
+                         "[E145] unit '%s', parameter '%s': dtype is %s and it requires a "
+                         "gradient: only floating parameters can: set frozen to 1",
                          unit, name, fsdp_dtype_name(d->dtype));
     return FSDP_OK;
 }
@@ -59,9 +52,9 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
     rest = fsdpi_mul(rest, fsdpi_numel(p->lay.shape, p->lay.shard_dim + 1, p->lay.ndim));
     p->extension = *extension;
     if (!extension->sizes || !extension->pre_all_gather || !extension->post_all_gather)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': the extension of parameter '%s' lacks a "
-                         "function: give sizes, pre_all_gather and post_all_gather",
+        return fsdpi_bad(w,
+                         "[E917] unit '%s', parameter '%s': its extension lacks a function: give "
+                         "sizes, pre_all_gather and post_all_gather",
                          u->desc.name, p->name);
     int64_t rows = fsdpi_ceil_div(p->lay.shape[p->lay.shard_dim], fsdpi_shards(u));
     int64_t numel = fsdpi_mul(rest, rows), sum = 0;
@@ -73,9 +66,9 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
         good = good && sum <= FSDPI_NUMEL_MAX / fsdpi_shards(u) / 8;
     }
     return good ? FSDP_OK
-                : fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                            "fully_shard of unit '%s': the extension of parameter '%s' returned "
-                            "%d strings: expected 1..%d, of sizes >= 0",
+                : fsdpi_bad(w,
+                            "[E918] unit '%s', parameter '%s': its extension returned %d strings: "
+                            "expected 1..%d, of sizes >= 0",
                             u->desc.name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
 }
 
@@ -99,14 +92,13 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
         fsdpi_param *p = &u->params[i];
         p->name = fsdpi_copy_text(&m->world->boot.allocator, name);
         if (!p->name)
-            return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                             "fully_shard of unit '%s': no memory", u->desc.name);
+            return fsdpi_no_memory(m->world, "fully_shard of unit", u->desc.name, strlen(name) + 1);
         m->host_bytes += (int64_t)fsdpi_alloc_size(p->name);
         for (int k = 0; k < i; k++)
             if (strcmp(u->params[k].name, p->name) == 0)
-                return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                                 "fully_shard of unit '%s': parameters %d and %d are both named "
-                                 "'%s': give each a name of its own",
+                return fsdpi_bad(m->world,
+                                 "[E146] unit '%s': parameters %d and %d are both named '%s': give "
+                                 "each a name of its own",
                                  u->desc.name, k, i, p->name);
         p->user = pd.user;
         p->dtype = pd.dtype;
@@ -192,21 +184,16 @@ static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
     int bytes = u->layout.num_parts > 1 || u->layout.parts[0].extended;
     u->layout.gather_dtype = bytes ? FSDP_U8 : u->layout.parts[0].param_dtype;
     fsdpi_unit_agree(u);
-    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)u->desc.num_params *
-                                                                           sizeof *tmp);
-    if (!tmp)
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "layout of unit '%s': no memory",
-                         u->desc.name);
+    const size_t room = (size_t)u->desc.num_params * sizeof(fsdp_layout_param);
+    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, room);
+    if (!tmp) return fsdpi_no_memory(m->world, "layout of unit", u->desc.name, room);
     fsdp_status status = fsdpi_unit_layout(u, tmp);
     fsdpi_model_free(m, tmp);
     if (status)
-        return fsdp_fail(m->world, status,
-                         "fully_shard of unit '%s': it has more than 2^56 elements: split it",
+        return fsdp_fail(m->world, status, "[E147] unit '%s' has more than 2^56 elements: split it",
                          u->desc.name);
     fsdpi_unit_route(u);
-    status = fsdpi_unit_classes(u);
-    return status ? fsdp_fail(m->world, status, "layout of unit '%s': no memory", u->desc.name)
-                  : status;
+    return fsdpi_unit_classes(u);
 }
 
 static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const char *name,
@@ -214,11 +201,10 @@ static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const cha
     if ((!param || fsdp_dtype_is_float(param)) && (!reduce || fsdp_dtype_is_float(reduce)) &&
         (!output || fsdp_dtype_is_float(output)))
         return FSDP_OK;
-    return fsdp_fail(
-        w, FSDP_ERR_INVALID_ARG,
-        "%s%s%s%s: param_dtype is %d, reduce_dtype is %d, output_dtype is %d: expected "
-        "floating dtypes or KEEP",
-        what, *name ? " '" : "", name, *name ? "'" : "", param, reduce, output);
+    return fsdpi_bad(w,
+                     "[E148] %s%s%s%s: param_dtype is %d, reduce_dtype is %d, output_dtype is %d: "
+                     "expected floating dtypes or KEEP",
+                     what, *name ? " '" : "", name, *name ? "'" : "", param, reduce, output);
 }
 
 // What the desc says about meshes: a mesh info, a mesh, or as `otherwise`.
@@ -237,19 +223,17 @@ static fsdp_status fsdpi_resolve_mesh(fsdp_world *w, const fsdp_mesh *mesh,
         replicate = info->replicate_mesh_dim;
     }
     if (!mesh || mesh->world != w)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "the desc's mesh belongs to another world, or its mesh_info has no mesh: "
-                         "create the mesh in this world");
+        return fsdpi_bad(w, "[E123] the desc's mesh is of another world, or its mesh_info has no "
+                            "mesh: make it in this world");
     if (!info && mesh->ndim > 2)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "the desc's mesh is %d-D, expected 1-D (FSDP) or 2-D (HSDP): slice it, or "
-                         "give a mesh_info with the dims that shard and replicate",
+        return fsdpi_bad(w,
+                         "[E124] the desc's mesh is %d-D, expected 1-D (FSDP) or 2-D (HSDP): slice "
+                         "it, or give a mesh_info with the dims that shard and replicate",
                          mesh->ndim);
     if (!info && mesh->ndim == 2) {
         if (!mesh->names[0] || !mesh->names[1])
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "the desc's mesh is 2-D and its dims have no names: name them (dim 0 "
-                             "replicates, dim 1 shards), or give mesh_info");
+            return fsdpi_bad(w, "[E125] the desc's mesh is 2-D and its dims have no names: name "
+                                "them (dim 0 replicates, dim 1 shards), or give mesh_info");
         kind = FSDP_MESH_INFO_HSDP;
         replicate = 0;
         shard = 1;
@@ -267,10 +251,9 @@ static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
     if (info->replicate_mesh_dim >= 0)
         u->desc.replicate_comm = info->mesh->reduce_comm[info->replicate_mesh_dim];
     if (n < FSDP_RESHARD_NEVER || (n > 1 && fsdpi_shards(u) % n != 0))
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': reshard_after_forward is %d, expected "
-                         "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of the shard group's "
-                         "%d ranks",
+        return fsdpi_bad(m->world,
+                         "[E149] unit '%s': reshard_after_forward is %d, expected "
+                         "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of %d shards",
                          u->desc.name, n, fsdpi_shards(u));
     if (n > 1 && n == fsdpi_shards(u)) n = FSDP_RESHARD_ALWAYS;
     u->options.reshard_after_forward = n;
@@ -291,8 +274,8 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     u->params = (fsdpi_param *)fsdpi_model_alloc(m, count * sizeof *u->params);
     u->layout.parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->layout.parts);
     if (!u->desc.name || !u->params || !u->layout.parts)
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
-                         d->name ? d->name : fallback);
+        return fsdpi_no_memory(m->world, "fully_shard of unit", d->name ? d->name : fallback,
+                               count * (sizeof *u->params + sizeof *u->layout.parts));
     fsdp_status status = fsdpi_dtypes_check(m->world, "fully_shard of unit", u->desc.name,
                                             d->param_dtype, d->reduce_dtype, d->output_dtype);
     if (!status)
@@ -311,28 +294,25 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
 FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
                                       fsdp_unit **unit) {
     fsdp_unit_desc d;
-    if (!model || !desc || !unit) return fsdpi_null(model ? model->world : NULL, "fully_shard");
+    if (!model || !desc || !unit) return fsdpi_null_of(model, "fully_shard", "model, desc or unit");
     *unit = NULL;
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_failed(w);
     if (!status) status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc");
     if (status) return status;
     if (model->layout > 0)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_STATE,
-            "fully_shard: the model is committed and takes no more units: add all units "
-            "before the first hook, init or load");
+        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                         "[E207] fully_shard: the model is committed: add units before the first "
+                         "hook, init or load");
     if (d.num_params < 1 || !d.params)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': num_params is %d and params is %s, expected "
-                         "num_params >= 1 and an array",
-                         d.name ? d.name : "", d.num_params, d.params ? "given" : "NULL");
+        return fsdpi_bad(
+            w, "[E150] unit '%s': num_params is %d, params is %s, expected >= 1 and an array",
+            d.name ? d.name : "", d.num_params, d.params ? "given" : "NULL");
     fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);
     if (!u || !fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
                           sizeof *model->units)) {
         fsdpi_model_free(model, u);
-        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
-                         d.name ? d.name : "");
+        return fsdpi_no_memory(w, "fully_shard of unit", d.name ? d.name : "", sizeof *u);
     }
     u->model = model;
     u->desc.user = d.user;
@@ -363,7 +343,8 @@ FSDP_API int fsdp_num_units(const fsdp_model *model) { return model ? model->num
 FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit) { return unit ? unit->desc.name : ""; }
 
 FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out) {
-    if (!unit || !out) return fsdpi_null(unit ? unit->model->world : NULL, "unit_mesh_info");
+    if (!unit || !out)
+        return fsdpi_null_of(unit ? unit->model : NULL, "unit_mesh_info", "unit or out");
     *out = unit->desc.info;
     return FSDP_OK;
 }

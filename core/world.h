@@ -16,20 +16,17 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     if (d->timeout_ms == 0) d->timeout_ms = 60000;
     if (d->lanes < 0) d->lanes = 0;
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "rank is %d and world_size is %d, expected 0 <= rank < world_size",
+        return fsdpi_bad(w, "[E508] rank is %d, world_size is %d, expected 0 <= rank < world_size",
                          d->rank, d->world_size);
     if (d->timeout_ms < 0 || d->lanes > 2 || d->local_rank < 0 || d->log_level < 0 ||
         d->log_level > FSDP_LOG_NONE)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, log_level %d: "
-                         "expected timeout_ms >= 0, lanes -1..2, "
-                         "local_rank >= 0, log_level 0..%d",
+        return fsdpi_bad(w,
+                         "[E151] fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, "
+                         "log_level %d: expected >= 0, -1..2, >= 0 and 0..%d",
                          d->timeout_ms, d->lanes, d->local_rank, d->log_level, FSDP_LOG_NONE);
     if (!d->allocator.alloc != !d->allocator.free)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "fsdp_world_desc.allocator: one of alloc and free is NULL: give both or none");
+        return fsdpi_bad(
+            w, "[E152] fsdp_world_desc.allocator: alloc or free is NULL: give both or none");
     if (!d->allocator.alloc) {
         d->allocator.alloc = fsdpi_libc_alloc;
         d->allocator.free = fsdpi_libc_free;
@@ -42,9 +39,8 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
 static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t version,
                                      uint32_t size, uint32_t want_version, size_t want_size) {
     if (version == want_version && size == want_size) return FSDP_OK;
-    return fsdp_fail(
-        w, FSDP_ERR_INVALID_ARG,
-        "%s table has version %u and size %u, expected %u and %u: build both with the same fsdp.h",
+    return fsdpi_bad(
+        w, "[E153] %s table has version %u and size %u, expected %u and %u: use the same fsdp.h",
         what, version, size, want_version, (unsigned)want_size);
 }
 
@@ -68,8 +64,8 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
         for (b = fsdpi_backends; b->name; b++) fsdpi_say(&compiled, " %s", b->name);
         return fsdp_fail(
             w, FSDP_ERR_UNSUPPORTED,
-            "backend '%s'%s is not compiled in: this program has%s. To add gloo, build with "
-            "-DFSDP_BACKEND_GLOO (docs/cluster.md); for nccl see docs/gpu.md",
+            "[E520] backend '%s'%s is not compiled in: this program has%s. To add gloo, build with "
+            "-DFSDP_BACKEND_GLOO (docs/cluster.md); nccl: docs/gpu.md",
             name        ? name
             : is_spread ? "gloo"
                         : "",
@@ -79,8 +75,8 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
     w->comm_ops = d->comm_ops ? d->comm_ops : b->comm_ops();
     if (!is_spread || d->comm_ops || !b->one_host) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                     "backend '%s' serves one host, but the launcher has started ranks on "
-                     "several: set FSDP_BACKEND=gloo (docs/cluster.md)",
+                     "[E521] backend '%s' serves one host, the launcher has started ranks on "
+                     "several hosts: set FSDP_BACKEND=gloo (docs/cluster.md)",
                      b->name);
 }
 
@@ -103,9 +99,10 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
     uint32_t needed = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
                       1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     if ((w->caps.kinds & needed) != needed)
-        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                         "backend %s lacks all_gather, reduce_scatter, all_reduce or broadcast",
-                         w->comm_ops->name);
+        return fsdp_fail(
+            w, FSDP_ERR_UNSUPPORTED,
+            "[E522] backend %s lacks all_gather, reduce_scatter, all_reduce or broadcast",
+            w->comm_ops->name);
     status = w->comm_ops->alloc(w->comm, FSDPI_BOUNCE, &w->bounce);
     if (status) {
         w->bounce = NULL;
@@ -122,8 +119,7 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     status = w->device_ops->open(&w->boot, &w->device);
     if (status) {
         w->device = NULL;
-        return fsdp_fail(w, status, "device %s could not be opened: %s", w->device_ops->name,
-                         fsdpi_device_text(w, status));
+        return fsdpi_device_error(w, status, "open");
     }
     return FSDP_OK;
 }
@@ -138,9 +134,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
             status = w->device_ops->stream(w->device, s, &w->streams[s]);
         w->own_stream = w->streams[FSDP_STREAM_COMPUTE];
         if (!status) status = w->device_ops->event(w->device, &w->fence);
-        if (status)
-            return fsdp_fail(w, status, "device %s could not make a stream: %s",
-                             w->device_ops->name, fsdpi_device_text(w, status));
+        if (status) return fsdpi_device_error(w, status, "make a stream");
     } else if (lanes > 0) {
         w->mode = FSDPI_LANES;
         int two = lanes > 1 && (w->size == 1 || w->caps.lanes > 1);
@@ -154,7 +148,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)w->size * sizeof *ranks);
     if (!ranks)
         return fsdpi_fail_together(
-            w, fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for %d ranks", w->size));
+            w, fsdpi_no_memory(w, "list of ranks", "", (size_t)w->size * sizeof *ranks));
     for (int r = 0; r < w->size; r++) ranks[r] = r;
     fsdp_group group = {0, w->rank, w->size, FSDP_STREAM_REDUCE, ranks, "reduce"};
     status = w->comm_ops->split(w->comm, &group, &w->reduce_comm);

@@ -1974,7 +1974,8 @@ typedef struct fsdp_event {
     X(STRINGS, "sizes of a gather extension") X(SLICES, "n of reshard_after_forward")             \
     X(OVERWRITE, "grads_overwrite") X(DIRECT_MIN, "direct_min") X(MESH, "sizes of the mesh")      \
     X(FACTOR, "gradient divide factor") X(USED, "parameters that have a gradient")                \
-    X(ACCUMULATE, "gradients of earlier steps (zero_grad)") X(STEP, "number of finished steps")
+    X(ACCUMULATE, "gradients of earlier steps (zero_grad)") X(STEP, "number of finished steps")   \
+    X(GIVEN, "lr or another setting of the optimizer, or how often it stepped (fsdp_agree)")
 #define FSDP_X(name, text) FSDP_AGREE_##name,
 enum { FSDP_AGREE_LIST(FSDP_X) FSDP_AGREE_COUNT };
 #undef FSDP_X
@@ -2003,7 +2004,8 @@ typedef struct fsdp_op {
     fsdp_model *model;        // NULL: the op is the world's: a collective on host data, a transfer
     const fsdp_unit *unit;    // NULL: the op is the model's
     const char *what;         // name of the unit or of the call
-    uint64_t what_hash, step; // hash of the unit's desc, number of finalizes: ranks must agree
+    uint64_t what_hash, step, given; // hash of the unit's desc, number of finalizes, hash of what
+                              // fsdp_agree was given: ranks must agree
     uint8_t agree[FSDP_AGREE_COUNT]; // hashes of the parts of what_hash, for texts
     fsdp_comm *comm;          // collectives: where
     fsdp_buf *src, *dst;      // the op waits for their events, and sets them; NULL: none
@@ -2348,6 +2350,13 @@ FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world);
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model);
+
+/* fsdp_agree - give bytes that have to be equal on all ranks, for example a learning rate. Ranks
+   compare all bytes given so far in the model's next collective; if they differ, that is a MISMATCH
+   data        nbytes bytes, copied; without padding, which may differ
+   Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status
+   Collective  no, but every rank has to do the same      Blocks no      Allocates no */
+FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes);
 
 /* fsdp_params_writable - wait until nothing reads the shards. Then write them, and call
    fsdp_params_changed
@@ -2784,19 +2793,20 @@ static int fsdpi_facts_convert(const fsdpi_facts *f, int hook) {
     return !(widens && reads);
 }
 
-/* An f16 sum has to stay in range. A fused backend sums in f32, and divides what it stores. For
-   another one a power of two divides what goes in. Source: torch: _get_gradient_divide_factors. */
+/* An f16 sum has to stay in range. A fused backend sums in f32, and divides what it stores: sums that
+   go on to the replicas by a power of two, which loses nothing. For another backend a power of two
+   divides what goes in. Source: torch: _get_gradient_divide_factors. */
 static void fsdpi_facts_divide(const fsdpi_facts *f, fsdpi_route *r) {
     int ranks = f->shards * f->replicas, narrow = f->reduce == FSDP_F16 && ranks > 1;
     int divides = narrow && f->fuses && !f->custom;
-    double factor = f->divide_factor != 0 ? f->divide_factor : (double)ranks, before = 1;
+    double factor = f->divide_factor != 0 ? f->divide_factor : (double)ranks, before = 1, sums = 1;
     while (narrow && !divides && fmod(factor, before) == 0 && factor / before > before) before *= 2;
+    while (divides && sums < f->shards && 2 * sums <= factor) sums *= 2;
+    if (divides && f->replicas == 1) sums = factor;
     r->factor = factor;
     r->before = before;
-    r->sums = r->replicas = 1;
-    if (!divides) return;
-    r->replicas = f->shards > 1 && f->replicas < factor ? f->replicas : factor;
-    r->sums = factor / r->replicas;
+    r->sums = sums;
+    r->replicas = divides ? factor / sums : 1;
 }
 
 // Can gradients be written where they end? One rank, nothing to convert, divide or show.
@@ -3192,6 +3202,7 @@ struct fsdp_model {
     int grad_enabled, is_last_backward;
     uint8_t call_state; // training state that ops of the current call are labelled with
     uint64_t seq, step, release_seq;
+    uint64_t given;      // hash of what fsdp_agree was given
     uint64_t layout;     // commits so far: extensions see by it that everything has moved
     int64_t ahead_bytes; // slots of units that are `ahead`
     fsdpi_forward *order;
@@ -3299,8 +3310,30 @@ static fsdp_status fsdpi_fail_once(fsdp_world *w, fsdp_status status, int is_fir
     return status;
 }
 
-static fsdp_status fsdpi_null(fsdp_world *w, const char *what) {
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "%s: an argument is NULL", what);
+// An argument, a field of a desc or an environment variable is wrong.
+FSDP_PRINTF(2, 3)
+static fsdp_status fsdpi_bad(fsdp_world *w, const char *fmt, ...) {
+    va_list args;
+    va_start(args, fmt);
+    fsdp_status status = fsdpi_fail_text(w, FSDP_ERR_INVALID_ARG, 1, fmt, args);
+    va_end(args);
+    return status;
+}
+
+// `which`: the arguments of the call that must not be NULL.
+static fsdp_status fsdpi_null(fsdp_world *w, const char *call, const char *which) {
+    return fsdpi_bad(w, "[E101] %s: %s is NULL", call, which);
+}
+static fsdp_status fsdpi_null_of(fsdp_model *m, const char *call, const char *which) {
+    return fsdpi_null(m ? m->world : NULL, call, which);
+}
+
+// The host's allocator has failed. name: of a unit or an extension, or "".
+static fsdp_status fsdpi_no_memory(fsdp_world *w, const char *what, const char *name,
+                                   size_t bytes) {
+    return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
+                     "[E301] %s%s%s%s: the allocator has returned NULL for %llu bytes of memory",
+                     what, *name ? " '" : "", name, *name ? "'" : "", (unsigned long long)bytes);
 }
 
 // A call of all ranks has failed on this one, or status is FSDP_OK: the others must not wait.
@@ -3321,15 +3354,14 @@ FSDP_API fsdp_status fsdp_desc_read(fsdp_world *w, void *dst, const void *src, s
     memcpy(&canary, (const char *)src + sizeof given, sizeof canary);
     if (given == 0) given = (uint32_t)size;
     if (given > size || given < 24)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s.size is %u, expected 0 or 24..%u: zero the struct before you fill it, "
-                         "and build with "
-                         "the header of the library",
+        return fsdpi_bad(w,
+                         "[E102] %s.size is %u, expected 0 or 24..%u: zero the struct before you "
+                         "fill it, and build with the library's header",
                          what, given, (unsigned)size);
     memcpy(&end, (const char *)src + given - sizeof end, sizeof end);
     if (canary || end)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: a canary is not 0: zero the struct before you fill it", what);
+        return fsdpi_bad(w, "[E103] %s: a canary is not 0: zero the struct before you use it",
+                         what);
     memcpy(dst, src, given - sizeof end);
     return FSDP_OK;
 }
@@ -3352,8 +3384,8 @@ static FSDPI_NOINLINE fsdp_status fsdpi_assert_failed(fsdp_world *w, const char 
         fsdpi_log(w, FSDP_LOG_ERROR, FSDP_ERR_INTERNAL, names[i]);
     free(names);
 #endif
-    return fsdpi_world_fail(w, FSDP_ERR_INTERNAL, "[Rank %d] %s: %s does not hold", w->rank, where,
-                            what);
+    return fsdpi_world_fail(w, FSDP_ERR_INTERNAL, "[E299] [Rank %d] %s: %s does not hold", w->rank,
+                            where, what);
 }
 
 #ifndef FSDP_ASSERT
@@ -3455,10 +3487,14 @@ static fsdp_status fsdpi_env_int(const char *name, int min, int max, int *out, f
         *out = (int)value;
         return FSDP_OK;
     }
-    fsdpi_say(error, "environment variable %s is '%s', expected ", name, text);
-    if (max == 0x7FFFFFFF) fsdpi_say(error, "an integer of at least %d", min);
-    else if (max == min + 1) fsdpi_say(error, "%d or %d", min, max);
-    else fsdpi_say(error, "an integer from %d to %d", min, max);
+    if (max == 0x7FFFFFFF)
+        fsdpi_say(error,
+                  "[E501] environment variable %s is '%s', expected an integer of at least %d",
+                  name, text, min);
+    else
+        fsdpi_say(error,
+                  "[E509] environment variable %s is '%s', expected an integer from %d to %d", name,
+                  text, min, max);
     return FSDP_ERR_INVALID_ARG;
 }
 
@@ -3522,13 +3558,11 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     if (!status) status = fsdpi_world_env_int(w, l->local, 0, 0x7FFFFFFF, &local);
     if (status) return status;
     if (has_rank != has_size)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "environment variable %s is set, but %s is not: set both or none",
+        return fsdpi_bad(w, "[E502] environment variable %s is set and %s is not: set both or none",
                          has_rank ? l->rank : l->size, has_rank ? l->size : l->rank);
     if (rank >= size)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "environment variable %s is %d, expected less than %s, which is %d",
-                         l->rank, rank, l->size, size);
+        return fsdpi_bad(w, "[E503] variable %s is %d, expected less than %s, which is %d", l->rank,
+                         rank, l->size, size);
     d->rank = rank;
     d->world_size = size;
     d->local_rank = local;
@@ -3554,14 +3588,12 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
         if (job) used = snprintf(out, cap, "%s", job);
     }
     if (!job && !parts && d->world_size > 1)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%d ranks need a common job name: start the program with tools/fsdprun, "
-                         "torchrun, mpirun or srun, or set MASTER_PORT or FSDP_JOB_ID, or "
-                         "fsdp_world_desc.job",
+        return fsdpi_bad(w,
+                         "[E504] %d ranks need a common job name: use fsdprun, torchrun, mpirun or "
+                         "srun, or set MASTER_PORT or FSDP_JOB_ID",
                          d->world_size);
     if (used < 0 || (size_t)used >= cap)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "the job's name is longer than %u bytes: shorten FSDP_JOB_ID",
+        return fsdpi_bad(w, "[E505] the job's name is longer than %u bytes: shorten FSDP_JOB_ID",
                          (unsigned)cap - 1);
     return FSDP_OK;
 }
@@ -3615,7 +3647,7 @@ static int fsdpi_slurm_store(char *out, size_t cap) {
    "": they are on several hosts and the launcher does not say where; no fault of those who do not
    ask, so who needs an address says what to do: FSDPI_NO_STORE. */
 #define FSDPI_NO_STORE                                                                             \
-    "ranks are on several hosts, and the launcher does not name the host of rank 0: set "          \
+    "[E724] ranks are on several hosts, and the launcher does not name the host of rank 0: set "   \
     "MASTER_ADDR (that host) and MASTER_PORT (a free port there) on all ranks, as in 'mpirun -x "  \
     "MASTER_ADDR=HOST -x MASTER_PORT=29500 ...', or FSDP_STORE=tcp://HOST:PORT"
 
@@ -3639,9 +3671,9 @@ static fsdp_status fsdpi_store_name(fsdp_world *w, const fsdp_world_desc *d, cha
         used = snprintf(out, cap, "host:");
     }
     if (used < 0 || (size_t)used >= cap)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "the address where ranks meet is longer than %u bytes: give a shorter "
-                         "fsdp_world_desc.store, FSDP_STORE or MASTER_ADDR",
+        return fsdpi_bad(w,
+                         "[E506] the address where ranks meet is longer than %u bytes: give a "
+                         "shorter fsdp_world_desc.store, FSDP_STORE or MASTER_ADDR",
                          (unsigned)cap - 1);
     return FSDP_OK;
 }
@@ -3666,9 +3698,8 @@ static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
             *out = i;
             return FSDP_OK;
         }
-    return fsdp_fail(
-        w, FSDP_ERR_INVALID_ARG,
-        "environment variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
+    return fsdpi_bad(
+        w, "[E507] variable FSDP_LOG_LEVEL is '%s', expected error, warn, info or none", text);
 }
 
 /* ==== core/attach.h =========================================================================
@@ -4127,7 +4158,7 @@ static void fsdpi_say_done(fsdpi_text *t, int busy, int past, const char *operat
 static FSDPI_UNUSED void fsdpi_say_verdict(fsdpi_text *t, const fsdpi_verdict *v) {
     if (v->subject[0]) fsdpi_say(t, "rank %d failed in %s: ", (int)v->rank, v->subject);
     if (v->reason[0]) fsdpi_say(t, "%s", v->reason);
-    else fsdpi_say(t, "rank %d has aborted the job", (int)v->rank);
+    else fsdpi_say(t, "[E408] rank %d has aborted the job", (int)v->rank);
 }
 
 // Fields in which two calls differ; of different operations nothing else is worth a word.
@@ -4338,15 +4369,15 @@ static fsdp_status fsdpi_comm_report(fsdpi_comm *c) {
     char subject[sizeof v.subject];
     if (!c->world->transport->verdict(c->world, &v)) {
         (void)fsdpi_comm_error(c, FSDP_ERR_INTERNAL,
-                               "a wait has ended without a reason: please report");
+                               "[E298] a wait has ended without a reason: please report");
         c->world->transport->tell(c, FSDP_ERR_INTERNAL, "", c->error);
         return FSDP_ERR_INTERNAL;
     }
     fsdpi_comm_subject(c, subject, sizeof subject);
     if (!v.subject[0] || !strcmp(v.subject, subject))
         return fsdpi_comm_error(c, (fsdp_status)v.status, "%s", v.reason);
-    return fsdpi_comm_error(c, (fsdp_status)v.status, "rank %d failed in %s: %s", (int)v.rank,
-                            v.subject, v.reason);
+    return fsdpi_comm_error(c, (fsdp_status)v.status, "[E406] rank %d failed in %s: %s",
+                            (int)v.rank, v.subject, v.reason);
 }
 
 // A reason that does not begin with ranks is about this one: then its number comes first.
@@ -4358,11 +4389,19 @@ static FSDP_PRINTF(3, 4) fsdp_status
     va_start(args, format);
     (void)vsnprintf(text, sizeof text, format, args);
     va_end(args);
-    if (strncmp(text, "rank", 4) != 0) fsdpi_say(&t, "rank %d: ", c->boot->rank);
+    const char *said = *text == '[' ? text + strcspn(text, " ") + 1 : text; // behind the id
+    if (strncmp(said, "rank", 4) != 0) fsdpi_say(&t, "rank %d: ", c->boot->rank);
     fsdpi_say(&t, "%s", text);
     fsdpi_comm_subject(c, subject, sizeof subject);
     c->world->transport->tell(c, status, subject, reason);
     return fsdpi_comm_report(c);
+}
+
+static FSDPI_UNUSED fsdp_status fsdpi_comm_no_memory(fsdpi_comm *c, const char *what,
+                                                     size_t bytes) {
+    return fsdpi_comm_fail(c, FSDP_ERR_OUT_OF_MEMORY,
+                           "[E307] the allocator has returned NULL for %llu bytes of memory: %s",
+                           (unsigned long long)bytes, what);
 }
 
 // From any thread. c->now is not looked at: a lane may be in a collective of the same comm.
@@ -4370,7 +4409,8 @@ static void fsdpi_comm_abort(fsdp_comm *comm, fsdp_status status, const char *wh
     fsdpi_comm *c = (fsdpi_comm *)(void *)comm;
     char reason[FSDPI_REASON];
     fsdpi_text t = {reason, sizeof reason, 0};
-    if (!why || strncmp(why, "rank ", 5) != 0) fsdpi_say(&t, "aborted by rank %d: ", c->boot->rank);
+    if (!why || strncmp(why, "rank ", 5) != 0)
+        fsdpi_say(&t, "[E409] aborted by rank %d: ", c->boot->rank);
     fsdpi_say(&t, "%s", why ? why : "no reason given");
     c->world->transport->tell(c, status ? status : FSDP_ERR_ABORTED, "", reason);
 }
@@ -4398,6 +4438,7 @@ static void fsdpi_say_ranks(fsdpi_text *t, const fsdpi_comm *c, const uint8_t *m
 static void fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8_t *missing, const char *verb) {
     int total = 0, said = 0;
     for (int k = 0; k < c->size; k++) total += missing[k] != 0;
+    fsdpi_say(t, "[E403] ");
     fsdpi_say_ranks(t, c, missing);
     fsdpi_say(t, " %s not %s within %.1f s", total > 1 ? "have" : "has", verb,
               (double)c->boot->timeout_ns * 1e-9);
@@ -4463,41 +4504,41 @@ static fsdp_status fsdpi_check_reduction(fsdpi_comm *c, const fsdp_coll *op) {
     if (op->kind == FSDP_OP_ALL_REDUCE && !is_int && !is_float)
         return fsdpi_comm_error(
             c, FSDP_ERR_UNSUPPORTED,
-            "this backend cannot reduce %s, expected a floating dtype, i32 or i64",
+            "[E180] this backend cannot reduce %s, expected a floating dtype, i32 or i64",
             fsdp_dtype_name(op->dtype));
     if (op->kind != FSDP_OP_REDUCE_SCATTER && op->kind != FSDP_OP_ALL_REDUCE) return FSDP_OK;
     int is_list = op->kind == FSDP_OP_REDUCE_SCATTER;
     int plain = op->scale == 1.0 && (!is_list || (op->out_dtype == op->dtype && !op->accumulate));
     if (is_float ? is_list && !fsdp_dtype_is_float(op->out_dtype) : !is_int || !plain)
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend cannot reduce %s to %s%s",
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
+                                "[E181] this backend cannot reduce %s to %s%s",
                                 fsdp_dtype_name(op->dtype), fsdp_dtype_name(op->out_dtype),
                                 plain ? "" : " with a scale or accumulation");
     if (plain || c->world->caps.flags & FSDP_CAP_FUSED_REDUCE) return FSDP_OK;
     return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
-                            "this backend cannot cast, scale or accumulate in a reduction");
+                            "[E182] this backend cannot cast, scale or accumulate in a reduction");
 }
 
 static fsdp_status fsdpi_check_form(fsdpi_comm *c, const fsdp_coll *op, int is_list, int64_t most) {
     if (op->kind >= FSDP_OP_COUNT || !(c->world->caps.kinds >> op->kind & 1))
-        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED, "this backend does not have operation %d",
-                                op->kind);
+        return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
+                                "[E183] this backend does not have operation %d", op->kind);
     if (!fsdp_dtype_size(op->dtype) || op->count > (uint64_t)most ||
         (is_list && op->num_segs && !op->segs))
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                                "dtype is %d, count %llu, %u segments at %p: expected FSDP_F32, "
-                                "..., at most %lld elements, "
-                                "and segments",
+                                "[E184] dtype is %d, count %llu, %u segments at %p: expected "
+                                "FSDP_F32, ..., at most %lld elements, and segments",
                                 op->dtype, (unsigned long long)op->count, op->num_segs,
                                 (const void *)op->segs, (long long)most);
     int is_member = op->root >= 0 && op->root < c->size;
     if (op->kind == FSDP_OP_BROADCAST && !is_member)
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "root is %d, expected 0 to %d",
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "[E185] root is %d, expected 0 to %d",
                                 (int)op->root, c->size - 1);
     if (fsdpi_is_pair(op->kind) && (!is_member || op->root == c->index))
         return fsdpi_comm_error(
             c, FSDP_ERR_INVALID_ARG,
-            "the other member is %d, expected 0 to %d, and not this rank's own %d", (int)op->root,
-            c->size - 1, c->index);
+            "[E186] the other member is %d, expected 0 to %d, and not this rank's own %d",
+            (int)op->root, c->size - 1, c->index);
     return fsdpi_check_reduction(c, op);
 }
 
@@ -4518,8 +4559,8 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *s
         if (seg->shard < 0 || seg->full < 0 || seg->count < 0 || seg->shard > most ||
             seg->full > most || seg->count > most)
             return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                                    "segment %u is {%lld, %lld, %lld}, expected 0 to %lld", s,
-                                    (long long)seg->shard, (long long)seg->full,
+                                    "[E187] segment %u is {%lld, %lld, %lld}, expected 0 to %lld",
+                                    s, (long long)seg->shard, (long long)seg->full,
                                     (long long)seg->count, (long long)most);
         int64_t start = from_shard ? seg->shard : seg->full;
         int64_t end = start + (from_shard ? 1 : c->size) * seg->count;
@@ -4530,8 +4571,8 @@ static fsdp_status fsdpi_check(fsdpi_comm *c, const fsdp_coll *op, fsdpi_span *s
     span->low = high == 0 ? 0 : low;
     span->high = high;
     if (high > 0 && (!span->shared || (!op->dst && op->kind != FSDP_OP_SEND)))
-        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG, "src is %p and dst is %p, expected both",
-                                op->src, op->dst);
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                "[E188] src is %p and dst is %p, expected both", op->src, op->dst);
     return FSDP_OK;
 }
 
@@ -4549,8 +4590,8 @@ static fsdp_status fsdpi_find_chunk(fsdpi_comm *c, const fsdp_coll *op, fsdpi_sp
     if (span->chunk.base && at + low >= mine && at + high <= mine + span->chunk.size)
         return FSDP_OK;
     return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                            "peers read bytes %llu to %llu of %s, which are not in one allocation: "
-                            "allocate them with this backend's alloc",
+                            "[E189] peers read bytes %llu to %llu of %s, which are not in one "
+                            "allocation: allocate them with this backend's alloc",
                             (unsigned long long)low, (unsigned long long)high,
                             span->shared == op->src ? "src" : "dst");
 }
@@ -4559,11 +4600,12 @@ static fsdp_status fsdpi_check_world(fsdpi_comm *c) {
     int most = c->world->transport->most_ranks;
     if (c->boot->size < 1 || c->boot->rank < 0 || c->boot->rank >= c->boot->size)
         return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
-                                "rank is %d and size is %d, expected 0 <= rank < size",
+                                "[E190] rank is %d and size is %d, expected 0 <= rank < size",
                                 c->boot->rank, c->boot->size);
     if (c->boot->size > most)
         return fsdpi_comm_error(c, FSDP_ERR_UNSUPPORTED,
-                                "the world has %d ranks, expected at most %d", c->boot->size, most);
+                                "[E191] the world has %d ranks, expected at most %d", c->boot->size,
+                                most);
     c->index = c->boot->rank;
     c->size = c->boot->size;
     for (int k = 0; k < c->size; k++) c->ranks[k] = k;
@@ -4597,7 +4639,7 @@ static void fsdpi_say_call(fsdpi_text *t, const fsdpi_record *r) {
 // "ranks disagree: ranks 0, 2: all_gather of ...; rank 1: ..."
 static void fsdpi_say_disagreement(fsdpi_text *t, const fsdpi_comm *c) {
     fsdpi_record first = fsdpi_record_of(c, 0);
-    fsdpi_say(t, "ranks disagree");
+    fsdpi_say(t, "[E404] ranks disagree");
     for (int k = 0; k < c->size; k++) {
         fsdpi_record record = fsdpi_record_of(c, k);
         uint8_t equal[FSDPI_MAX_RANKS];
@@ -4621,7 +4663,7 @@ static void fsdpi_say_two(fsdpi_text *t, const fsdpi_comm *c, const fsdpi_record
     fsdpi_record like = *theirs;
     if (fsdpi_is_pair(mine->kind) && fsdpi_is_pair(theirs->kind))
         like.kind = mine->kind, like.root = mine->root;
-    fsdpi_say(t, "ranks disagree: rank %d: ", c->boot->rank);
+    fsdpi_say(t, "[E405] ranks disagree: rank %d: ", c->boot->rank);
     fsdpi_say_call(t, mine);
     fsdpi_say(t, "; rank %d: ", (int)c->ranks[k]);
     fsdpi_say_call(t, theirs);
@@ -4705,11 +4747,10 @@ static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, 
         h = fsdpi_hash(h, (uint64_t)g->ranks[i]);
     }
     if (wrong)
-        return fsdpi_comm_error(
-            parent, FSDP_ERR_INVALID_ARG,
-            "the group has %d ranks and this one is at index %d: expected different "
-            "members of the parent",
-            g->size, g->index);
+        return fsdpi_comm_error(parent, FSDP_ERR_INVALID_ARG,
+                                "[E192] the group has %d ranks and this one is at index %d: "
+                                "expected different members of the parent",
+                                g->size, g->index);
     parent->now.members = h;
     child->index = g->index;
     child->size = g->size;
@@ -4728,8 +4769,7 @@ static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fs
     if (fsdpi_comm_failed(parent)) return fsdpi_comm_report(parent);
     if (g->color < 0) return FSDP_OK;
     fsdpi_comm *child = (fsdpi_comm *)fsdpi_alloc(&parent->boot->allocator, transport->comm_bytes);
-    if (!child)
-        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "the allocator returned NULL");
+    if (!child) return fsdpi_comm_no_memory(parent, "a group", transport->comm_bytes);
     *out = child;
     child->world = parent->world;
     child->boot = parent->boot;
@@ -4748,7 +4788,7 @@ static fsdp_status fsdpi_split_compare(fsdpi_comm *parent, const fsdpi_comm *chi
         int k = fsdpi_index_of(parent, (int)child->ranks[i]);
         if (fsdpi_record_of(parent, k).members != parent->now.members)
             return fsdpi_comm_fail(parent, FSDP_ERR_MISMATCH,
-                                   "ranks %d and %d disagree about the members of the group",
+                                   "[E410] ranks %d and %d disagree about the members of the group",
                                    parent->boot->rank, (int)parent->ranks[k]);
     }
     return FSDP_OK;
@@ -4800,7 +4840,9 @@ static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_
         fsdpi_free(&boot->allocator, c);
         fsdpi_free(&boot->allocator, w);
         (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error,
-                       "rank %d: the allocator returned NULL", boot->rank);
+                       "rank %d: [E309] the allocator has returned NULL for %llu bytes of memory",
+                       boot->rank,
+                       (unsigned long long)(transport->comm_bytes + transport->world_bytes));
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     w->boot = *boot;
@@ -4853,15 +4895,15 @@ static fsdp_status fsdpi_comm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
     if (!status && !fsdpi_chunk_insert(&w->chunks, &w->boot.allocator, chunk)) {
         w->transport->give(w, &chunk);
         status = FSDP_ERR_OUT_OF_MEMORY;
-        why = "the allocator returned NULL";
+        why = "the allocator has returned NULL";
     }
     if (!status) {
         *ptr = chunk.base + chunk.part * (size_t)c->boot->rank;
         return FSDP_OK;
     }
     fsdpi_text t = {c->error, sizeof c->error, 0};
-    fsdpi_say(&t, "rank %d: alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s", c->boot->rank,
-              (unsigned long long)size, (double)size / 1048576, c->boot->size, why);
+    fsdpi_say(&t, "rank %d: [E308] alloc of %llu bytes (%.1f MiB) on each of %d ranks: %s",
+              c->boot->rank, (unsigned long long)size, (double)size / 1048576, c->boot->size, why);
     if (status == FSDP_ERR_OUT_OF_MEMORY) w->transport->advise(&t);
     return status;
 }
@@ -5103,8 +5145,8 @@ static fsdp_status fsdpi_shm_check_peers(fsdpi_shm_comm *c, int thorough) {
         left = FSDPI_LOAD(&peer->state) == FSDPI_SHM_LEFT;
         char reason[FSDPI_REASON];
         fsdpi_text t = {reason, sizeof reason, 0};
-        if (left) fsdpi_say(&t, "rank %d has shut down; ", rank);
-        else fsdpi_say(&t, "rank %d has died (process %u); ", rank, peer->pid);
+        if (left) fsdpi_say(&t, "[E601] rank %d has shut down; ", rank);
+        else fsdpi_say(&t, "[E602] rank %d has died (process %u); ", rank, peer->pid);
         fsdpi_shm_say_last(&t, &c->base, rank);
         return fsdpi_comm_fail(&c->base, FSDP_ERR_PEER_LOST, "%s", reason);
     }
@@ -5427,8 +5469,8 @@ static FSDPI_NOINLINE fsdp_status fsdpi_shm_reach(fsdpi_shm_comm *c, int k, cons
     *out = fsdpi_shm_map_remote(fsdpi_shm_world_of(c), rank, at, part, number);
     if (*out) return FSDP_OK;
     return fsdpi_comm_fail(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                           "cannot map %llu bytes of rank %d: raise the limits of address space "
-                           "(ulimit -v), mappings (vm.max_map_count) or memory",
+                           "[E603] this process cannot map %llu bytes of rank %d: raise the limits "
+                           "of address space (ulimit -v), mappings (vm.max_map_count) or memory",
                            (unsigned long long)part, rank);
 }
 
@@ -5612,21 +5654,23 @@ static fsdp_status fsdpi_shm_open_threads(fsdpi_shm_comm *c) {
         }
     }
     if (!block) {
-        status = fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                                  "the allocator returned NULL for the common block");
+        status = fsdpi_comm_error(
+            &c->base, FSDP_ERR_OUT_OF_MEMORY,
+            "[E604] the allocator has returned NULL for %llu bytes of the common block",
+            (unsigned long long)fsdpi_shm_control_bytes(w->base.boot.size));
     } else if (((fsdpi_shm_control *)block)->size != w->base.boot.size) {
         status = fsdpi_comm_error(
             &c->base, FSDP_ERR_MISMATCH,
-            "this rank has a world size of %d, another one has %d: give all the same",
+            "[E605] this rank has a world size of %d, another one has %d: give all the same",
             w->base.boot.size, (int)((fsdpi_shm_control *)block)->size);
     } else {
         fsdpi_shm_use_control(c, block);
         fsdpi_shm_peer *me = &w->peers[w->base.boot.rank];
         if (me->state != FSDPI_SHM_ABSENT) {
-            status = fsdpi_comm_error(
-                &c->base, FSDP_ERR_INVALID_ARG,
-                "another thread has joined as rank %d already: give each thread its own rank",
-                w->base.boot.rank);
+            status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
+                                      "[E606] another thread has joined as rank %d already: give "
+                                      "each thread its own rank",
+                                      w->base.boot.rank);
             w->control = NULL;
             w->base.failed = NULL;
         } else {
@@ -5646,17 +5690,20 @@ static fsdp_status fsdpi_shm_enter(fsdpi_shm_comm *c) {
     uint64_t limit[2] = {UINT64_MAX, 0}; // struct rlimit64
     (void)fsdpi_syscall(SYS_prlimit64, 0L, 1L /* RLIMIT_FSIZE */, NULL, limit);
     if (limit[0] != UINT64_MAX) // a file that grows beyond it gets the process killed
-        return fsdpi_comm_error(&c->base, FSDP_ERR_UNSUPPORTED,
-                                "the size of files is limited: run ulimit -f unlimited first");
+        return fsdpi_comm_error(
+            &c->base, FSDP_ERR_UNSUPPORTED,
+            "[E607] the size of files is limited: run ulimit -f unlimited first");
     char *block = fsdpi_shm_map(w, 0,
                                 fsdpi_shm_round(w, fsdpi_shm_control_bytes(w->base.boot.size)));
     if (!block)
-        return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                                "cannot map the common block (errno %d)", errno);
+        return fsdpi_comm_error(
+            &c->base, FSDP_ERR_OUT_OF_MEMORY,
+            "[E608] this process cannot map the common block (errno %d): raise ulimit -v", errno);
     fsdpi_shm_use_control(c, block);
     if (fcntl(w->fd, F_SETLK, &lock))
         return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
-                                "cannot lock the common file (errno %d)", errno);
+                                "[E609] this process cannot lock the common file (errno %d)",
+                                errno);
     w->peers[w->base.boot.rank].pid = (uint32_t)getpid();
     w->joined = 1;
     FSDPI_STORE(&w->peers[w->base.boot.rank].state, (uint32_t)FSDPI_SHM_JOINED);
@@ -5745,20 +5792,21 @@ static fsdp_status fsdpi_shm_admit(fsdpi_shm_comm *c, int listener, uint8_t *adm
     if (memcmp(hello.magic, answer.magic, sizeof hello.magic) ||
         hello.version != FSDP_COMM_VERSION) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(
-            &t, "rank 0 and rank %d were built with different versions of fsdp.h: build both alike",
-            (int)hello.rank);
+        fsdpi_say(&t,
+                  "[E610] rank 0 and rank %d were built with different versions of fsdp.h: build "
+                  "both alike",
+                  (int)hello.rank);
     } else if (hello.size != w->base.boot.size) {
         answer.status = FSDP_ERR_MISMATCH;
-        fsdpi_say(&t, "rank 0 has a world size of %d, rank %d has %d", w->base.boot.size,
-                  (int)hello.rank, (int)hello.size);
+        fsdpi_say(&t,
+                  "[E611] rank 0 has a world size of %d, rank %d has %d: give all ranks the same",
+                  w->base.boot.size, (int)hello.rank, (int)hello.size);
     } else if (hello.rank <= 0 || hello.rank >= hello.size || admitted[hello.rank]) {
         answer.status = FSDP_ERR_INVALID_ARG;
-        fsdpi_say(
-            &t,
-            "rank %d has joined already: another job on this host has the same id (give each its "
-            "own FSDP_JOB_ID), or two processes have the same rank",
-            (int)hello.rank);
+        fsdpi_say(&t,
+                  "[E612] rank %d has joined already: give each process its own rank, and each job "
+                  "on this host its own FSDP_JOB_ID",
+                  (int)hello.rank);
     }
     if (fsdpi_shm_send(fd, &answer, sizeof answer, answer.status ? -1 : w->fd) && !answer.status)
         admitted[hello.rank] = 1;
@@ -5775,7 +5823,8 @@ static fsdp_status fsdpi_shm_found(fsdpi_shm_comm *c) {
     w->fd = (int)fsdpi_syscall(SYS_memfd_create, "fsdp", 1 /* MFD_CLOEXEC */);
     if (w->fd < 0 || !fsdpi_shm_reserve(w, 0, bytes))
         return fsdpi_comm_error(&c->base, FSDP_ERR_OUT_OF_MEMORY,
-                                "no memory for the common block (errno %d)", errno);
+                                "[E613] the host has no memory for the common block (errno %d)",
+                                errno);
     fsdp_status status = fsdpi_shm_enter(c);
     if (status) return status;
     w->control->size = w->base.boot.size;
@@ -5795,13 +5844,12 @@ static fsdp_status fsdpi_shm_host(fsdpi_shm_comm *c) {
     if (listener < 0 || bind(listener, (struct sockaddr *)(void *)&name, length) ||
         listen(listener, w->base.boot.size)) {
         if (listener >= 0 && errno == EADDRINUSE)
-            status = fsdpi_comm_error(
-                &c->base, FSDP_ERR_INVALID_ARG,
-                "another job with this id is starting on this host: give each "
-                "job its own id (FSDP_JOB_ID, MASTER_PORT)");
+            status = fsdpi_comm_error(&c->base, FSDP_ERR_INVALID_ARG,
+                                      "[E614] another job with this id is starting on this host: "
+                                      "give each job its own id (FSDP_JOB_ID, MASTER_PORT)");
         else
-            status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "rank 0 cannot listen (errno %d)",
-                                      errno);
+            status = fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND,
+                                      "[E615] rank 0 cannot listen (errno %d)", errno);
     }
     int64_t start = fsdpi_boot_now(&w->base.boot);
     while (!status && missing > 0) {
@@ -5831,8 +5879,9 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
     while (w->fd < 0) {
         int fd = socket(AF_UNIX, SOCK_SEQPACKET | SOCK_CLOEXEC, 0), gift = -1, answered = 0;
         if (fd < 0)
-            return fsdpi_comm_error(&c->base, FSDP_ERR_BACKEND, "cannot make a socket (errno %d)",
-                                    errno);
+            return fsdpi_comm_error(
+                &c->base, FSDP_ERR_BACKEND,
+                "[E616] this process cannot make a socket (errno %d): raise ulimit -n", errno);
         if (!connect(fd, (struct sockaddr *)(void *)&name, length) && fsdpi_same_user(fd) &&
             fsdpi_shm_send(fd, &hello, sizeof hello, -1)) {
             while (!fsdpi_shm_readable(fd, FSDPI_SHM_SLICE_NS) &&
@@ -5849,7 +5898,7 @@ static fsdp_status fsdpi_shm_join(fsdpi_shm_comm *c) {
         if (w->fd < 0 && fsdpi_boot_now(&w->base.boot) - start >= w->base.boot.timeout_ns)
             return fsdpi_comm_error(
                 &c->base, FSDP_ERR_TIMEOUT,
-                "rank 0 has not come within %.1f s: start it on this host, as this user, "
+                "[E617] rank 0 has not come within %.1f s: start it on this host, as this user, "
                 "with this job id (FSDP_JOB_ID, MASTER_PORT)",
                 (double)w->base.boot.timeout_ns * 1e-9);
         if (w->fd < 0) fsdpi_sleep_ns(nap);
@@ -5922,7 +5971,9 @@ static fsdp_status fsdpi_shm_prepare(fsdpi_comm *parent, fsdpi_comm *child) {
     if (child->index != 0) return FSDP_OK;
     void *block = fsdpi_shm_make_group(fsdpi_shm_comm_of(parent), child->size, &parent->now.block);
     if (!block)
-        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY, "no memory for the group's block");
+        return fsdpi_comm_fail(parent, FSDP_ERR_OUT_OF_MEMORY,
+                               "[E618] the host has no memory for the block of a group of %d ranks",
+                               child->size);
     fsdpi_shm_comm_of(child)->block = parent->now.block;
     fsdpi_shm_use_group(fsdpi_shm_comm_of(child), block);
     return FSDP_OK;
@@ -5942,7 +5993,10 @@ static fsdp_status fsdpi_shm_connect(fsdpi_comm *base, fsdpi_comm *base_child,
         void *block = w->fd < 0 ? (void *)(uintptr_t)child->block
                                 : fsdpi_shm_map(w, child->block, bytes);
         if (!block)
-            return fsdpi_comm_fail(base, FSDP_ERR_OUT_OF_MEMORY, "cannot map the group's block");
+            return fsdpi_comm_fail(
+                base, FSDP_ERR_OUT_OF_MEMORY,
+                "[E619] this process cannot map %llu bytes of the group's block (errno %d)",
+                (unsigned long long)bytes, errno);
         fsdpi_shm_use_group(child, block);
     }
     return fsdpi_shm_barrier(parent, "finished");
@@ -6119,7 +6173,7 @@ static fsdp_status fsdpi_spawn_run(fsdpi_spawn *s, int rank) {
     r.status = (int32_t)failed; // why fn returned what it did, or what it has overlooked
     if (!failed && value)
         r.status = value > 0 && value <= FSDP_ERR_INTERNAL ? value : (int32_t)FSDP_ERR_INTERNAL;
-    snprintf(text, sizeof text, "the rank's function returned %d, expected 0", value);
+    snprintf(text, sizeof text, "[E512] the rank's function returned %d, expected 0", value);
     int said = (r.status == value || failed) && *fsdp_last_error(world);
     if (r.status) fsdpi_spawn_text(&r, said ? fsdp_last_error(world) : text);
     fsdpi_spawn_tell(s, &r);
@@ -6143,7 +6197,8 @@ static void fsdpi_spawn_threads(fsdpi_spawn *s, fsdpi_spawn_rank *ranks) {
         if (rc == 0) continue;
         // The ranks that were started fail when this one does not come in time.
         fsdpi_spawn_report r = {k, FSDP_ERR_OUT_OF_MEMORY, ""};
-        snprintf(r.text, sizeof r.text, "rank %d: cannot start its thread: %s", k, strerror(rc));
+        snprintf(r.text, sizeof r.text, "rank %d: [E513] the system cannot start its thread: %s", k,
+                 strerror(rc));
         fsdpi_spawn_tell(s, &r);
         break;
     }
@@ -6171,10 +6226,11 @@ static void fsdpi_spawn_lost(fsdpi_spawn *s, int rank, int how) {
     fsdpi_spawn_report r = {rank, FSDP_ERR_PEER_LOST, ""};
     if (s->first.status && s->first.status != (int32_t)FSDP_ERR_PEER_LOST) return;
     if (WIFSIGNALED(how))
-        snprintf(r.text, sizeof r.text, "rank %d was killed by signal %d (%s)", rank, WTERMSIG(how),
-                 fsdpi_strsignal(WTERMSIG(how)));
+        snprintf(r.text, sizeof r.text, "[E514] rank %d was killed by signal %d (%s)", rank,
+                 WTERMSIG(how), fsdpi_strsignal(WTERMSIG(how)));
     else
-        snprintf(r.text, sizeof r.text, "rank %d ended with exit code %d inside its function", rank,
+        snprintf(r.text, sizeof r.text,
+                 "[E515] rank %d ended with exit code %d inside its function", rank,
                  WEXITSTATUS(how));
     s->first = r;
 }
@@ -6211,7 +6267,8 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
     int64_t failed_at = 0;
     struct pollfd p;
     if (pipe(s->pipe))
-        return fsdp_fail(NULL, FSDP_ERR_IO, "fsdp_spawn: cannot make a pipe: %s", strerror(errno));
+        return fsdp_fail(NULL, FSDP_ERR_IO, "[E510] fsdp_spawn: the system cannot make a pipe: %s",
+                         strerror(errno));
     (void)fcntl(s->pipe[0], F_SETFD, FD_CLOEXEC);
     (void)fcntl(s->pipe[1], F_SETFD, FD_CLOEXEC);
     (void)fflush(NULL); // or every child would print what is buffered here
@@ -6221,8 +6278,8 @@ static fsdp_status fsdpi_spawn_processes(fsdpi_spawn *s, fsdpi_spawn_rank *ranks
         if (ranks[k].pid > 0) continue;
         s->first.rank = k;
         s->first.status = (int32_t)FSDP_ERR_OUT_OF_MEMORY;
-        snprintf(s->first.text, sizeof s->first.text, "rank %d: cannot fork its process: %s", k,
-                 strerror(errno));
+        snprintf(s->first.text, sizeof s->first.text,
+                 "rank %d: [E516] the system cannot fork its process: %s", k, strerror(errno));
     }
     p.fd = s->pipe[0];
     p.events = POLLIN;
@@ -6253,11 +6310,10 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
         status = fsdp_desc_read(NULL, &s.world, d.world, sizeof s.world, "fsdp_world_desc");
     if (status) return status;
     if (!fn || d.num_ranks < 1 || d.grace_ms < 0)
-        return fsdp_fail(
-            NULL, FSDP_ERR_INVALID_ARG,
-            "fsdp_spawn: num_ranks is %d, grace_ms is %d, fn is %s: expected num_ranks >= 1, "
-            "grace_ms >= 0 and a function",
-            d.num_ranks, d.grace_ms, fn ? "given" : "NULL");
+        return fsdpi_bad(NULL,
+                         "[E511] fsdp_spawn: num_ranks is %d, grace_ms is %d, fn is %s: expected "
+                         "num_ranks >= 1, grace_ms >= 0 and a function",
+                         d.num_ranks, d.grace_ms, fn ? "given" : "NULL");
     // Two threads may be here at once: their stacks differ.
     snprintf(job, sizeof job, "spawn-%d-%llx-%p", (int)getpid(),
              (unsigned long long)fsdpi_monotonic_ns(NULL), (void *)&s);
@@ -6273,9 +6329,7 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
         allocator.alloc = fsdpi_libc_alloc, allocator.free = fsdpi_libc_free;
     size_t bytes = (size_t)d.num_ranks * (sizeof(fsdpi_spawn_rank) + sizeof(int));
     fsdpi_spawn_rank *ranks = (fsdpi_spawn_rank *)fsdpi_alloc(&allocator, bytes);
-    if (!ranks)
-        return fsdp_fail(NULL, FSDP_ERR_OUT_OF_MEMORY, "fsdp_spawn: no memory for %d ranks",
-                         d.num_ranks);
+    if (!ranks) return fsdpi_no_memory(NULL, "fsdp_spawn", "", bytes);
     for (int k = 0; k < d.num_ranks; k++) ranks[k].spawn = &s, ranks[k].rank = k;
     if (d.threads) fsdpi_spawn_threads(&s, ranks);
     else status = fsdpi_spawn_processes(&s, ranks, (int *)(void *)(ranks + d.num_ranks));
@@ -6312,9 +6366,8 @@ static fsdp_status fsdpi_user_fail(fsdp_world *w, const fsdp_op *op, fsdp_status
     int fatal = result > FSDP_ERR_INVALID_STATE && result <= FSDP_ERR_INTERNAL;
     return fsdpi_world_fail(
         w, fatal ? result : FSDP_ERR_ABORTED,
-        "rank %d: your function for %s (%s) of unit '%s' returned %d (%s), expected FSDP_OK",
-        w->rank, fsdp_op_name(op->kind), fsdp_op_label(op), op->what, (int)result,
-        fsdp_status_name(result));
+        "rank %d: [E402] your function for %s (%s) of unit '%s' returned %d (%s)", w->rank,
+        fsdp_op_name(op->kind), fsdp_op_label(op), op->what, (int)result, fsdp_status_name(result));
 }
 
 // The user's function for a unit's collective of a step; not for those of param_full.
@@ -6357,10 +6410,12 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
                                 ((uint64_t)op->redop << 24) | ((uint64_t)op->label << 16) |
                                 ((uint64_t)op->state << 8) | op->accumulate);
     h = fsdpi_hash(fsdpi_hash(h, op->count), op->what_hash);
-    c.fingerprint = fsdpi_hash(h, op->step);
+    c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->step), op->given);
     memcpy(c.agree, op->agree, sizeof c.agree);
+    // The first bit is that of the shard gradient: it can hold one though this sum is not added.
     c.agree[FSDP_AGREE_ACCUMULATE] |= (uint8_t)(op->accumulate << 1);
     c.agree[FSDP_AGREE_STEP] = (uint8_t)fsdpi_hash(1, op->step);
+    c.agree[FSDP_AGREE_GIVEN] = (uint8_t)fsdpi_hash(1, op->given);
     void *user;
     fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
     fsdp_status status = custom ? custom(user, w->comm_ops, op->comm, &c)
@@ -6665,6 +6720,12 @@ static const char *fsdpi_device_text(const fsdp_world *w, fsdp_status status) {
     return *text ? text : fsdp_status_text(status);
 }
 
+// The device has failed in a call that leaves the world as it is.
+static fsdp_status fsdpi_device_error(fsdp_world *w, fsdp_status status, const char *what) {
+    return fsdp_fail(w, status, "[E801] device %s could not %s: %s", w->device_ops->name, what,
+                     fsdpi_device_text(w, status));
+}
+
 static int fsdpi_is_host(const fsdp_world *w) {
     return (w->device_ops->flags & FSDP_DEVICE_HOST) != 0;
 }
@@ -6688,8 +6749,8 @@ static fsdp_status fsdpi_execute(fsdp_world *w, const fsdp_op *op, void *stream)
     default: return fsdpi_run_collective(w, op, stream);
     }
     if (status == FSDP_OK) return FSDP_OK;
-    return fsdpi_world_fail(w, status, "rank %d: %s (%s) of '%s' failed on device %s: %s", w->rank,
-                            fsdp_op_name(op->kind), fsdp_op_label(op), op->what, d->name,
+    return fsdpi_world_fail(w, status, "rank %d: [E802] %s (%s) of '%s' failed on device %s: %s",
+                            w->rank, fsdp_op_name(op->kind), fsdp_op_label(op), op->what, d->name,
                             fsdpi_device_text(w, status));
 }
 
@@ -6760,13 +6821,13 @@ static void fsdpi_lane_push(fsdpi_lane *lane, const fsdp_op *op) {
 
 static fsdp_status fsdpi_lane_start(fsdp_world *w, int stream) {
     fsdpi_lane *lane = (fsdpi_lane *)fsdpi_alloc(&w->boot.allocator, sizeof *lane);
-    if (!lane) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for a worker thread (lane)");
+    if (!lane) return fsdpi_no_memory(w, "worker thread (lane)", "", sizeof *lane);
     lane->world = w;
     int rc = pthread_create(&lane->thread, NULL, fsdpi_lane_main, lane);
     if (rc) {
         fsdpi_free(&w->boot.allocator, lane);
-        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "cannot start a worker thread (lane): %s",
-                         strerror(rc));
+        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
+                         "[E302] the system cannot start a worker thread (lane): %s", strerror(rc));
     }
     w->lanes[stream] = lane;
     return FSDP_OK;
@@ -6779,9 +6840,7 @@ static fsdp_status fsdpi_extension_stream(fsdp_world *w) {
     if (w->mode == FSDPI_NATIVE && !w->streams[s]) {
         fsdp_status status = w->device_ops->stream(w->device, s, &w->streams[s]);
         if (status) w->streams[s] = NULL;
-        return status ? fsdp_fail(w, status, "device %s could not make a stream: %s",
-                                  w->device_ops->name, fsdpi_device_text(w, status))
-                      : FSDP_OK;
+        return status ? fsdpi_device_error(w, status, "make a stream") : FSDP_OK;
     }
     if (w->mode != FSDPI_LANES || w->lanes[s]) return FSDP_OK;
     if (w->size == 1 || w->caps.lanes > 1) return fsdpi_lane_start(w, s);
@@ -6813,7 +6872,7 @@ static fsdp_status fsdpi_backend_poll(fsdp_world *w) {
 static fsdp_status fsdpi_device_fail(fsdp_world *w, fsdp_status status, const char *what) {
     fsdp_status known = fsdpi_backend_poll(w);
     if (known) return known;
-    return fsdpi_world_fail(w, status, "rank %d: %s device %s failed: %s", w->rank, what,
+    return fsdpi_world_fail(w, status, "rank %d: [E804] %s device %s failed: %s", w->rank, what,
                             w->device_ops->name, fsdpi_device_text(w, status));
 }
 
@@ -6980,27 +7039,22 @@ static void fsdpi_mesh_free(fsdp_mesh *mesh) {
 
 static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
     if (d->ndim < 1 || d->ndim > FSDP_MAX_DIMS)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ndim is %d, expected 1..%d", d->ndim,
-                         FSDP_MAX_DIMS);
+        return fsdpi_bad(w, "[E110] mesh: ndim is %d, expected 1..%d", d->ndim, FSDP_MAX_DIMS);
     int64_t numel = 1;
     for (int i = 0; i < d->ndim; i++) {
         if (d->shape[i] < 1)
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: size of dim %d is %d, expected >= 1",
-                             i, d->shape[i]);
+            return fsdpi_bad(w, "[E111] mesh: size of dim %d is %d, expected >= 1", i, d->shape[i]);
         numel *= d->shape[i];
         if (numel > w->size)
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "mesh: the product of the sizes exceeds the world's %d ranks",
-                             w->size);
+            return fsdpi_bad(w, "[E112] mesh: the product of the sizes exceeds %d ranks", w->size);
     }
     for (int64_t i = 0; d->ranks && i < numel; i++) {
         if (d->ranks[i] < 0 || d->ranks[i] >= w->size)
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: ranks has %d, expected 0..%d",
-                             d->ranks[i], w->size - 1);
+            return fsdpi_bad(w, "[E113] mesh: ranks has %d, expected 0..%d", d->ranks[i],
+                             w->size - 1);
         for (int64_t j = 0; j < i; j++)
             if (d->ranks[j] == d->ranks[i])
-                return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh: rank %d appears twice in ranks",
-                                 d->ranks[i]);
+                return fsdpi_bad(w, "[E114] mesh: rank %d appears twice in ranks", d->ranks[i]);
     }
     return FSDP_OK;
 }
@@ -7044,9 +7098,9 @@ static fsdp_status fsdpi_mesh_split(const fsdp_mesh *mesh, int dim, int size, in
     fsdp_world *w = mesh->world;
     fsdp_comm *parent = size < mesh->shape[dim] ? mesh->gather_comm[dim] : w->comm;
     int32_t d = dim, me = mesh->coord[dim], first = me < 0 ? 0 : me / size * size;
-    int32_t *members = (int32_t *)fsdpi_alloc(&w->boot.allocator,
-                                              (size_t)mesh->shape[dim] * sizeof *members);
-    if (!members) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory for a group");
+    const size_t bytes = (size_t)mesh->shape[dim] * sizeof(int32_t);
+    int32_t *members = (int32_t *)fsdpi_alloc(&w->boot.allocator, bytes);
+    if (!members) return fsdpi_no_memory(w, "mesh: group", "", bytes);
     fsdpi_mesh_members(mesh, &d, 1, members);
     fsdp_group group = {
         me < 0 ? -1 : members[first], me < 0 ? -1 : me - first, size, lane, members + first,
@@ -7070,7 +7124,7 @@ static fsdp_status fsdpi_mesh_subgroup(const fsdp_mesh *mesh, int dim, int size,
     if (sub) return FSDP_OK;
     sub = (fsdpi_subgroup *)fsdpi_alloc(&w->boot.allocator, sizeof *sub);
     fsdp_status status = sub ? fsdpi_mesh_split(mesh, dim, size, stream, name, &sub->comm)
-                             : fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+                             : fsdpi_no_memory(w, "mesh: group", "", sizeof *sub);
     if (status) {
         fsdpi_free(&w->boot.allocator, sub);
         return fsdpi_fail_together(w, status);
@@ -7109,7 +7163,7 @@ static fsdp_status fsdpi_mesh_groups(fsdp_mesh *mesh, int dim) {
 static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_mesh **out) {
     const fsdp_allocator *a = &w->boot.allocator;
     fsdp_mesh *mesh = (fsdp_mesh *)fsdpi_alloc(a, sizeof *mesh);
-    if (!mesh) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+    if (!mesh) return fsdpi_no_memory(w, "mesh", "", sizeof *mesh);
     mesh->world = w;
     mesh->ndim = d->ndim;
     memcpy(mesh->shape, d->shape, sizeof mesh->shape);
@@ -7122,7 +7176,7 @@ static fsdp_status fsdpi_mesh_make(fsdp_world *w, const fsdp_mesh_desc *d, fsdp_
     }
     if (!mesh->ranks || missing) {
         fsdpi_mesh_free(mesh);
-        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh: no memory");
+        return fsdpi_no_memory(w, "mesh: ranks and names", "", (size_t)numel * sizeof(int32_t));
     }
     for (int i = 0; i < numel; i++) {
         mesh->ranks[i] = d->ranks ? d->ranks[i] : i;
@@ -7168,7 +7222,7 @@ static fsdp_status fsdpi_mesh_add(fsdp_world *w, const fsdp_mesh_desc *d, const 
 FSDP_API fsdp_status fsdp_mesh_create(fsdp_world *world, const fsdp_mesh_desc *desc,
                                       fsdp_mesh **mesh) {
     fsdp_mesh_desc d;
-    if (!world || !desc || !mesh) return fsdpi_null(world, "mesh_create");
+    if (!world || !desc || !mesh) return fsdpi_null(world, "mesh_create", "world, desc or mesh");
     *mesh = NULL;
     fsdp_status status = fsdpi_failed(world);
     if (!status) status = fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_mesh_desc");
@@ -7186,7 +7240,7 @@ FSDP_API fsdp_status fsdp_mesh_1d(fsdp_world *world, const char *name, fsdp_mesh
 
 // Checks that functions which make a mesh from a mesh share.
 static fsdp_status fsdpi_mesh_call(const fsdp_mesh *mesh, const char *what, fsdp_mesh **out) {
-    if (!mesh || !out) return fsdpi_null(NULL, what);
+    if (!mesh || !out) return fsdpi_null(NULL, what, "mesh or out");
     *out = NULL;
     return fsdpi_failed(mesh->world);
 }
@@ -7200,19 +7254,17 @@ FSDP_API fsdp_status fsdp_mesh_slice(const fsdp_mesh *mesh, const int32_t *dims,
     int numel = 1;
     for (int i = 0; i < num_dims; i++) {
         if (!dims || dims[i] < 0 || dims[i] >= mesh->ndim || (i > 0 && dims[i] <= dims[i - 1]))
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "mesh_slice: dims[%d] is %d, expected increasing dims of a %d-D mesh",
+            return fsdpi_bad(w, "[E115] mesh_slice: dims[%d] is %d, expected increasing dims of %d",
                              i, dims ? dims[i] : -1, mesh->ndim);
         d.shape[i] = mesh->shape[dims[i]];
         d.names[i] = mesh->names[dims[i]];
         numel *= d.shape[i];
     }
     if (num_dims < 1)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh_slice: num_dims is %d, expected >= 1",
-                         num_dims);
+        return fsdpi_bad(w, "[E116] mesh_slice: num_dims is %d, expected >= 1", num_dims);
     d.ndim = num_dims;
     int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)numel * sizeof *ranks);
-    if (!ranks) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "mesh_slice: no memory");
+    if (!ranks) return fsdpi_no_memory(w, "mesh_slice", "", (size_t)numel * sizeof *ranks);
     fsdpi_mesh_members(mesh, dims, num_dims, ranks);
     d.ranks = ranks;
     status = fsdpi_mesh_add(w, &d, mesh, dims, out);
@@ -7239,11 +7291,10 @@ FSDP_API fsdp_status fsdp_mesh_unflatten(const fsdp_mesh *mesh, int dim, int out
     if (status) return status;
     if (dim < 0 || dim >= mesh->ndim || mesh->ndim == FSDP_MAX_DIMS || outer < 1 ||
         mesh->shape[dim] % outer != 0)
-        return fsdp_fail(
-            mesh->world, FSDP_ERR_INVALID_ARG,
-            "mesh_unflatten: dim is %d and outer is %d: expected a dim of the %d-D mesh, "
-            "a divisor of its size %d, and at most %d dims afterwards",
-            dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
+        return fsdpi_bad(mesh->world,
+                         "[E117] mesh_unflatten: dim is %d and outer is %d: expected a dim of the "
+                         "%d-D mesh, a divisor of its size %d, and at most %d dims afterwards",
+                         dim, outer, mesh->ndim, fsdp_mesh_size(mesh, dim), FSDP_MAX_DIMS);
     d.ndim = mesh->ndim + 1;
     for (int i = 0; i < d.ndim; i++) {
         int old = i > dim ? i - 1 : i;
@@ -7288,28 +7339,24 @@ FSDP_API fsdp_status fsdp_mesh_info_init(const fsdp_mesh *mesh, int kind, int sh
     static const char *const names[] = {"FSDP", "DDP", "HSDP"};
     static const char *const needs[] = {"a shard_dim only", "a replicate_dim only",
                                         "a shard_dim and a replicate_dim"};
-    if (!mesh || !out) return fsdpi_null(NULL, "mesh_info_init");
+    if (!mesh || !out) return fsdpi_null(NULL, "mesh_info_init", "mesh or out");
     fsdp_world *w = mesh->world;
     if (kind < FSDP_MESH_INFO_FSDP || kind > FSDP_MESH_INFO_HSDP)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_info_init: kind is %d, expected FSDP_MESH_INFO_*", kind);
+        return fsdpi_bad(w, "[E118] mesh_info_init: kind is %d, expected FSDP_MESH_INFO_*", kind);
     int shards = kind != FSDP_MESH_INFO_DDP, replicates = kind != FSDP_MESH_INFO_FSDP;
     if (shard_dim < 0 && replicate_dim < 0)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "mesh_info_init: shard_dim and replicate_dim are both -1: give at least one of them");
+        return fsdpi_bad(w, "[E119] mesh_info_init: both dims are -1: give at least one of them");
     if (shards != (shard_dim >= 0) || replicates != (replicate_dim >= 0) || shard_dim < -1 ||
         replicate_dim < -1)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_info_init: shard_dim is %d and replicate_dim is %d: %s needs %s",
+        return fsdpi_bad(w, "[E120] mesh_info_init: shard_dim %d, replicate_dim %d: %s needs %s",
                          shard_dim, replicate_dim, names[kind], needs[kind]);
     if (shard_dim >= mesh->ndim || replicate_dim >= mesh->ndim || shard_dim == replicate_dim)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_info_init: shard_dim %d and replicate_dim %d: expected two "
+        return fsdpi_bad(w,
+                         "[E121] mesh_info_init: shard_dim %d, replicate_dim %d: expected two "
                          "different dims of a %d-D mesh",
                          shard_dim, replicate_dim, mesh->ndim);
     if (mesh->coord[0] < 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "mesh_info_init: this rank is outside the mesh");
+        return fsdpi_bad(w, "[E122] mesh_info_init: this rank is outside the mesh");
     memset(out, 0, sizeof *out);
     out->mesh = mesh;
     out->kind = kind;
@@ -7341,20 +7388,17 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
     if (d->timeout_ms == 0) d->timeout_ms = 60000;
     if (d->lanes < 0) d->lanes = 0;
     if (d->world_size < 1 || d->rank < 0 || d->rank >= d->world_size)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "rank is %d and world_size is %d, expected 0 <= rank < world_size",
+        return fsdpi_bad(w, "[E508] rank is %d, world_size is %d, expected 0 <= rank < world_size",
                          d->rank, d->world_size);
     if (d->timeout_ms < 0 || d->lanes > 2 || d->local_rank < 0 || d->log_level < 0 ||
         d->log_level > FSDP_LOG_NONE)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, log_level %d: "
-                         "expected timeout_ms >= 0, lanes -1..2, "
-                         "local_rank >= 0, log_level 0..%d",
+        return fsdpi_bad(w,
+                         "[E151] fsdp_world_desc: timeout_ms %d, lanes %d, local_rank %d, "
+                         "log_level %d: expected >= 0, -1..2, >= 0 and 0..%d",
                          d->timeout_ms, d->lanes, d->local_rank, d->log_level, FSDP_LOG_NONE);
     if (!d->allocator.alloc != !d->allocator.free)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "fsdp_world_desc.allocator: one of alloc and free is NULL: give both or none");
+        return fsdpi_bad(
+            w, "[E152] fsdp_world_desc.allocator: alloc or free is NULL: give both or none");
     if (!d->allocator.alloc) {
         d->allocator.alloc = fsdpi_libc_alloc;
         d->allocator.free = fsdpi_libc_free;
@@ -7367,9 +7411,8 @@ static fsdp_status fsdpi_world_resolve(fsdp_world *w, fsdp_world_desc *d) {
 static fsdp_status fsdpi_table_check(fsdp_world *w, const char *what, uint32_t version,
                                      uint32_t size, uint32_t want_version, size_t want_size) {
     if (version == want_version && size == want_size) return FSDP_OK;
-    return fsdp_fail(
-        w, FSDP_ERR_INVALID_ARG,
-        "%s table has version %u and size %u, expected %u and %u: build both with the same fsdp.h",
+    return fsdpi_bad(
+        w, "[E153] %s table has version %u and size %u, expected %u and %u: use the same fsdp.h",
         what, version, size, want_version, (unsigned)want_size);
 }
 
@@ -7393,8 +7436,8 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
         for (b = fsdpi_backends; b->name; b++) fsdpi_say(&compiled, " %s", b->name);
         return fsdp_fail(
             w, FSDP_ERR_UNSUPPORTED,
-            "backend '%s'%s is not compiled in: this program has%s. To add gloo, build with "
-            "-DFSDP_BACKEND_GLOO (docs/cluster.md); for nccl see docs/gpu.md",
+            "[E520] backend '%s'%s is not compiled in: this program has%s. To add gloo, build with "
+            "-DFSDP_BACKEND_GLOO (docs/cluster.md); nccl: docs/gpu.md",
             name        ? name
             : is_spread ? "gloo"
                         : "",
@@ -7404,8 +7447,8 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
     w->comm_ops = d->comm_ops ? d->comm_ops : b->comm_ops();
     if (!is_spread || d->comm_ops || !b->one_host) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                     "backend '%s' serves one host, but the launcher has started ranks on "
-                     "several: set FSDP_BACKEND=gloo (docs/cluster.md)",
+                     "[E521] backend '%s' serves one host, the launcher has started ranks on "
+                     "several hosts: set FSDP_BACKEND=gloo (docs/cluster.md)",
                      b->name);
 }
 
@@ -7428,9 +7471,10 @@ static fsdp_status fsdpi_world_open_comm(fsdp_world *w) {
     uint32_t needed = 1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER |
                       1u << FSDP_OP_ALL_REDUCE | 1u << FSDP_OP_BROADCAST;
     if ((w->caps.kinds & needed) != needed)
-        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
-                         "backend %s lacks all_gather, reduce_scatter, all_reduce or broadcast",
-                         w->comm_ops->name);
+        return fsdp_fail(
+            w, FSDP_ERR_UNSUPPORTED,
+            "[E522] backend %s lacks all_gather, reduce_scatter, all_reduce or broadcast",
+            w->comm_ops->name);
     status = w->comm_ops->alloc(w->comm, FSDPI_BOUNCE, &w->bounce);
     if (status) {
         w->bounce = NULL;
@@ -7447,8 +7491,7 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     status = w->device_ops->open(&w->boot, &w->device);
     if (status) {
         w->device = NULL;
-        return fsdp_fail(w, status, "device %s could not be opened: %s", w->device_ops->name,
-                         fsdpi_device_text(w, status));
+        return fsdpi_device_error(w, status, "open");
     }
     return FSDP_OK;
 }
@@ -7463,9 +7506,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
             status = w->device_ops->stream(w->device, s, &w->streams[s]);
         w->own_stream = w->streams[FSDP_STREAM_COMPUTE];
         if (!status) status = w->device_ops->event(w->device, &w->fence);
-        if (status)
-            return fsdp_fail(w, status, "device %s could not make a stream: %s",
-                             w->device_ops->name, fsdpi_device_text(w, status));
+        if (status) return fsdpi_device_error(w, status, "make a stream");
     } else if (lanes > 0) {
         w->mode = FSDPI_LANES;
         int two = lanes > 1 && (w->size == 1 || w->caps.lanes > 1);
@@ -7479,7 +7520,7 @@ static fsdp_status fsdpi_world_open_streams(fsdp_world *w, int lanes) {
     int32_t *ranks = (int32_t *)fsdpi_alloc(&w->boot.allocator, (size_t)w->size * sizeof *ranks);
     if (!ranks)
         return fsdpi_fail_together(
-            w, fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "no memory for %d ranks", w->size));
+            w, fsdpi_no_memory(w, "list of ranks", "", (size_t)w->size * sizeof *ranks));
     for (int r = 0; r < w->size; r++) ranks[r] = r;
     fsdp_group group = {0, w->rank, w->size, FSDP_STREAM_REDUCE, ranks, "reduce"};
     status = w->comm_ops->split(w->comm, &group, &w->reduce_comm);
@@ -7708,8 +7749,11 @@ static int fsdpi_class_find(fsdp_model *m, int pool, size_t bytes) {
     bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
     for (int i = 0; i < m->num_classes; i++)
         if (m->classes[i].pool == pool && m->classes[i].bytes == bytes) return i;
-    if (!fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes))
+    if (!fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes)) {
+        (void)fsdpi_no_memory(m->world, "list of pools", "",
+                              2 * (size_t)m->num_classes * sizeof *m->classes);
         return -1;
+    }
     fsdpi_class *c = &m->classes[m->num_classes];
     memset(c, 0, sizeof *c);
     c->pool = pool;
@@ -7800,8 +7844,7 @@ static fsdp_status fsdpi_buf_events(fsdp_world *w, fsdp_buf *buf) {
     fsdp_status status = w->device_ops->event(w->device, &buf->ready.native);
     if (!status) status = w->device_ops->event(w->device, &buf->avail.native);
     if (!status) return FSDP_OK;
-    return fsdp_fail(w, status, "device %s could not make an event: %s", w->device_ops->name,
-                     fsdpi_device_text(w, status));
+    return fsdpi_device_error(w, status, "make an event");
 }
 
 // Device memory, where peers can read it, and its two events.
@@ -7813,7 +7856,7 @@ static fsdp_status fsdpi_buf_alloc(fsdp_model *m, fsdp_buf *buf) {
     fsdp_status status = shared ? w->comm_ops->alloc(w->comm, buf->bytes, &ptr)
                                 : w->device_ops->alloc(w->device, kind, buf->bytes, &ptr);
     if (status)
-        return fsdp_fail(w, status, "%llu bytes for %s could not be allocated: %s",
+        return fsdp_fail(w, status, "[E305] the library could not allocate %llu bytes for %s: %s",
                          (unsigned long long)buf->bytes, fsdp_model_pool_name(m, buf->pool),
                          shared ? w->comm_ops->error_text(w->comm) : fsdpi_device_text(w, status));
     buf->ptr = (char *)ptr;
@@ -7831,8 +7874,7 @@ static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pin
     fsdp_buf *buf = (fsdp_buf *)fsdpi_model_alloc(m, sizeof *buf);
     *out = NULL;
     if (!buf)
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a buffer of %s",
-                         fsdp_model_pool_name(m, pool));
+        return fsdpi_no_memory(m->world, "a buffer of", fsdp_model_pool_name(m, pool), sizeof *buf);
     buf->bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
     buf->pool = (uint8_t)pool;
     buf->pinned = (uint8_t)pinned;
@@ -7856,8 +7898,8 @@ static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf
 
 static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
     if (!fsdpi_grow(m, (void **)&c->slots, c->count, &c->cap, sizeof *c->slots))
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "no host memory for a list of %s",
-                         fsdp_pool_name(c->pool));
+        return fsdpi_no_memory(m->world, "a list of", fsdp_pool_name(c->pool),
+                               2 * (size_t)c->count * sizeof *c->slots);
     fsdp_status status = fsdpi_buf_new(m, c->pool, c->bytes, &c->slots[c->count]);
     if (!status) c->count++;
     return status;
@@ -7914,36 +7956,29 @@ static void fsdpi_unit_free(fsdp_unit *u) {
 static fsdp_status fsdpi_param_check(fsdp_world *w, const char *unit, const char *name,
                                      fsdp_param_desc *d) {
     if (d->ndim == 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': parameter '%s' is a scalar (ndim 0), which "
-                         "cannot be sharded: make it a vector of one element",
-                         unit, name);
+        return fsdpi_bad(
+            w, "[E140] unit '%s', parameter '%s' is a scalar: make it a vector of one element",
+            unit, name);
     if (d->ndim < 0 || d->ndim > FSDP_MAX_DIMS)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': parameter '%s' has ndim %d, expected 1..%d",
-                         unit, name, d->ndim, FSDP_MAX_DIMS);
+        return fsdpi_bad(w, "[E141] unit '%s', parameter '%s': ndim is %d, expected 1..%d", unit,
+                         name, d->ndim, FSDP_MAX_DIMS);
     if (d->shard_dim < -d->ndim || d->shard_dim >= d->ndim)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "fully_shard of unit '%s': parameter '%s' has shard_dim %d, expected %d..%d", unit,
-            name, d->shard_dim, -d->ndim, d->ndim - 1);
+        return fsdpi_bad(w, "[E142] unit '%s', parameter '%s': shard_dim is %d, expected %d..%d",
+                         unit, name, d->shard_dim, -d->ndim, d->ndim - 1);
     if (d->shard_dim < 0) d->shard_dim += d->ndim;
     for (int i = 0; i < d->ndim; i++)
         if (d->shape[i] < 0)
-            return fsdp_fail(
-                w, FSDP_ERR_INVALID_ARG,
-                "fully_shard of unit '%s': parameter '%s' has size %lld in dim %d, expected >= 0",
-                unit, name, (long long)d->shape[i], i);
+            return fsdpi_bad(
+                w, "[E143] unit '%s', parameter '%s': size of dim %d is %lld, expected >= 0", unit,
+                name, i, (long long)d->shape[i]);
     if (d->dtype == FSDP_DTYPE_KEEP) d->dtype = FSDP_F32;
     if (!fsdp_dtype_size(d->dtype))
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_ARG,
-            "fully_shard of unit '%s': parameter '%s' has dtype %d, expected FSDP_F32, ...", unit,
-            name, d->dtype);
+        return fsdpi_bad(w, "[E144] unit '%s', parameter '%s': dtype is %d, expected FSDP_F32, ...",
+                         unit, name, d->dtype);
     if (!d->frozen && !fsdp_dtype_is_float(d->dtype))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': parameter '%s' has dtype %s and requires a "
-                         "gradient: only floating parameters can; set frozen to 1",
+        return fsdpi_bad(w,
+                         "[E145] unit '%s', parameter '%s': dtype is %s and it requires a "
+                         "gradient: only floating parameters can: set frozen to 1",
                          unit, name, fsdp_dtype_name(d->dtype));
     return FSDP_OK;
 }
@@ -7955,9 +7990,9 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
     rest = fsdpi_mul(rest, fsdpi_numel(p->lay.shape, p->lay.shard_dim + 1, p->lay.ndim));
     p->extension = *extension;
     if (!extension->sizes || !extension->pre_all_gather || !extension->post_all_gather)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': the extension of parameter '%s' lacks a "
-                         "function: give sizes, pre_all_gather and post_all_gather",
+        return fsdpi_bad(w,
+                         "[E917] unit '%s', parameter '%s': its extension lacks a function: give "
+                         "sizes, pre_all_gather and post_all_gather",
                          u->desc.name, p->name);
     int64_t rows = fsdpi_ceil_div(p->lay.shape[p->lay.shard_dim], fsdpi_shards(u));
     int64_t numel = fsdpi_mul(rest, rows), sum = 0;
@@ -7969,9 +8004,9 @@ static fsdp_status fsdpi_param_extension(fsdp_unit *u, fsdpi_param *p,
         good = good && sum <= FSDPI_NUMEL_MAX / fsdpi_shards(u) / 8;
     }
     return good ? FSDP_OK
-                : fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                            "fully_shard of unit '%s': the extension of parameter '%s' returned "
-                            "%d strings: expected 1..%d, of sizes >= 0",
+                : fsdpi_bad(w,
+                            "[E918] unit '%s', parameter '%s': its extension returned %d strings: "
+                            "expected 1..%d, of sizes >= 0",
                             u->desc.name, p->name, p->num_strings, FSDP_GATHER_TENSORS);
 }
 
@@ -7995,14 +8030,13 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
         fsdpi_param *p = &u->params[i];
         p->name = fsdpi_copy_text(&m->world->boot.allocator, name);
         if (!p->name)
-            return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                             "fully_shard of unit '%s': no memory", u->desc.name);
+            return fsdpi_no_memory(m->world, "fully_shard of unit", u->desc.name, strlen(name) + 1);
         m->host_bytes += (int64_t)fsdpi_alloc_size(p->name);
         for (int k = 0; k < i; k++)
             if (strcmp(u->params[k].name, p->name) == 0)
-                return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                                 "fully_shard of unit '%s': parameters %d and %d are both named "
-                                 "'%s': give each a name of its own",
+                return fsdpi_bad(m->world,
+                                 "[E146] unit '%s': parameters %d and %d are both named '%s': give "
+                                 "each a name of its own",
                                  u->desc.name, k, i, p->name);
         p->user = pd.user;
         p->dtype = pd.dtype;
@@ -8088,21 +8122,16 @@ static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
     int bytes = u->layout.num_parts > 1 || u->layout.parts[0].extended;
     u->layout.gather_dtype = bytes ? FSDP_U8 : u->layout.parts[0].param_dtype;
     fsdpi_unit_agree(u);
-    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)u->desc.num_params *
-                                                                           sizeof *tmp);
-    if (!tmp)
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "layout of unit '%s': no memory",
-                         u->desc.name);
+    const size_t room = (size_t)u->desc.num_params * sizeof(fsdp_layout_param);
+    fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, room);
+    if (!tmp) return fsdpi_no_memory(m->world, "layout of unit", u->desc.name, room);
     fsdp_status status = fsdpi_unit_layout(u, tmp);
     fsdpi_model_free(m, tmp);
     if (status)
-        return fsdp_fail(m->world, status,
-                         "fully_shard of unit '%s': it has more than 2^56 elements: split it",
+        return fsdp_fail(m->world, status, "[E147] unit '%s' has more than 2^56 elements: split it",
                          u->desc.name);
     fsdpi_unit_route(u);
-    status = fsdpi_unit_classes(u);
-    return status ? fsdp_fail(m->world, status, "layout of unit '%s': no memory", u->desc.name)
-                  : status;
+    return fsdpi_unit_classes(u);
 }
 
 static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const char *name,
@@ -8110,11 +8139,10 @@ static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const cha
     if ((!param || fsdp_dtype_is_float(param)) && (!reduce || fsdp_dtype_is_float(reduce)) &&
         (!output || fsdp_dtype_is_float(output)))
         return FSDP_OK;
-    return fsdp_fail(
-        w, FSDP_ERR_INVALID_ARG,
-        "%s%s%s%s: param_dtype is %d, reduce_dtype is %d, output_dtype is %d: expected "
-        "floating dtypes or KEEP",
-        what, *name ? " '" : "", name, *name ? "'" : "", param, reduce, output);
+    return fsdpi_bad(w,
+                     "[E148] %s%s%s%s: param_dtype is %d, reduce_dtype is %d, output_dtype is %d: "
+                     "expected floating dtypes or KEEP",
+                     what, *name ? " '" : "", name, *name ? "'" : "", param, reduce, output);
 }
 
 // What the desc says about meshes: a mesh info, a mesh, or as `otherwise`.
@@ -8133,19 +8161,17 @@ static fsdp_status fsdpi_resolve_mesh(fsdp_world *w, const fsdp_mesh *mesh,
         replicate = info->replicate_mesh_dim;
     }
     if (!mesh || mesh->world != w)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "the desc's mesh belongs to another world, or its mesh_info has no mesh: "
-                         "create the mesh in this world");
+        return fsdpi_bad(w, "[E123] the desc's mesh is of another world, or its mesh_info has no "
+                            "mesh: make it in this world");
     if (!info && mesh->ndim > 2)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "the desc's mesh is %d-D, expected 1-D (FSDP) or 2-D (HSDP): slice it, or "
-                         "give a mesh_info with the dims that shard and replicate",
+        return fsdpi_bad(w,
+                         "[E124] the desc's mesh is %d-D, expected 1-D (FSDP) or 2-D (HSDP): slice "
+                         "it, or give a mesh_info with the dims that shard and replicate",
                          mesh->ndim);
     if (!info && mesh->ndim == 2) {
         if (!mesh->names[0] || !mesh->names[1])
-            return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                             "the desc's mesh is 2-D and its dims have no names: name them (dim 0 "
-                             "replicates, dim 1 shards), or give mesh_info");
+            return fsdpi_bad(w, "[E125] the desc's mesh is 2-D and its dims have no names: name "
+                                "them (dim 0 replicates, dim 1 shards), or give mesh_info");
         kind = FSDP_MESH_INFO_HSDP;
         replicate = 0;
         shard = 1;
@@ -8163,10 +8189,9 @@ static fsdp_status fsdpi_unit_groups(fsdp_unit *u, const fsdp_unit_desc *d) {
     if (info->replicate_mesh_dim >= 0)
         u->desc.replicate_comm = info->mesh->reduce_comm[info->replicate_mesh_dim];
     if (n < FSDP_RESHARD_NEVER || (n > 1 && fsdpi_shards(u) % n != 0))
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': reshard_after_forward is %d, expected "
-                         "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of the shard group's "
-                         "%d ranks",
+        return fsdpi_bad(m->world,
+                         "[E149] unit '%s': reshard_after_forward is %d, expected "
+                         "FSDP_RESHARD_DEFAULT, _ALWAYS, _NEVER or a divisor of %d shards",
                          u->desc.name, n, fsdpi_shards(u));
     if (n > 1 && n == fsdpi_shards(u)) n = FSDP_RESHARD_ALWAYS;
     u->options.reshard_after_forward = n;
@@ -8187,8 +8212,8 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     u->params = (fsdpi_param *)fsdpi_model_alloc(m, count * sizeof *u->params);
     u->layout.parts = (fsdpi_part *)fsdpi_model_alloc(m, count * sizeof *u->layout.parts);
     if (!u->desc.name || !u->params || !u->layout.parts)
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
-                         d->name ? d->name : fallback);
+        return fsdpi_no_memory(m->world, "fully_shard of unit", d->name ? d->name : fallback,
+                               count * (sizeof *u->params + sizeof *u->layout.parts));
     fsdp_status status = fsdpi_dtypes_check(m->world, "fully_shard of unit", u->desc.name,
                                             d->param_dtype, d->reduce_dtype, d->output_dtype);
     if (!status)
@@ -8207,28 +8232,25 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
 FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
                                       fsdp_unit **unit) {
     fsdp_unit_desc d;
-    if (!model || !desc || !unit) return fsdpi_null(model ? model->world : NULL, "fully_shard");
+    if (!model || !desc || !unit) return fsdpi_null_of(model, "fully_shard", "model, desc or unit");
     *unit = NULL;
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_failed(w);
     if (!status) status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_unit_desc");
     if (status) return status;
     if (model->layout > 0)
-        return fsdp_fail(
-            w, FSDP_ERR_INVALID_STATE,
-            "fully_shard: the model is committed and takes no more units: add all units "
-            "before the first hook, init or load");
+        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                         "[E207] fully_shard: the model is committed: add units before the first "
+                         "hook, init or load");
     if (d.num_params < 1 || !d.params)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "fully_shard of unit '%s': num_params is %d and params is %s, expected "
-                         "num_params >= 1 and an array",
-                         d.name ? d.name : "", d.num_params, d.params ? "given" : "NULL");
+        return fsdpi_bad(
+            w, "[E150] unit '%s': num_params is %d, params is %s, expected >= 1 and an array",
+            d.name ? d.name : "", d.num_params, d.params ? "given" : "NULL");
     fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);
     if (!u || !fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
                           sizeof *model->units)) {
         fsdpi_model_free(model, u);
-        return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "fully_shard of unit '%s': no memory",
-                         d.name ? d.name : "");
+        return fsdpi_no_memory(w, "fully_shard of unit", d.name ? d.name : "", sizeof *u);
     }
     u->model = model;
     u->desc.user = d.user;
@@ -8259,7 +8281,8 @@ FSDP_API int fsdp_num_units(const fsdp_model *model) { return model ? model->num
 FSDP_API const char *fsdp_unit_name(const fsdp_unit *unit) { return unit ? unit->desc.name : ""; }
 
 FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out) {
-    if (!unit || !out) return fsdpi_null(unit ? unit->model->world : NULL, "unit_mesh_info");
+    if (!unit || !out)
+        return fsdpi_null_of(unit ? unit->model : NULL, "unit_mesh_info", "unit or out");
     *out = unit->desc.info;
     return FSDP_OK;
 }
@@ -8293,6 +8316,7 @@ static FSDPI_NOINLINE fsdp_op fsdpi_op(const fsdp_model *m, const fsdp_unit *u, 
     op.what_hash = u ? u->layout.hash : (uint64_t)label;
     if (u) memcpy(op.agree, u->layout.agree, sizeof op.agree);
     op.step = m->step;
+    op.given = m->given;
     return op;
 }
 
@@ -8432,11 +8456,10 @@ static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t 
     fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
     *out = buf;
     if (!buf || (!buf->held && buf->bytes >= bytes)) return FSDP_OK;
-    return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                     "an extension gave unit '%s' a slot of %llu bytes%s for %s, expected a free "
-                     "one of %llu",
-                     u->desc.name, (unsigned long long)buf->bytes, buf->held ? " in use" : "",
-                     fsdp_pool_name(pool), (unsigned long long)bytes);
+    return fsdpi_bad(
+        m->world, "[E915] an extension gave '%s' a slot of %llu bytes%s for %s, expected %llu free",
+        u->desc.name, (unsigned long long)buf->bytes, buf->held ? " in use" : "",
+        fsdp_pool_name(pool), (unsigned long long)bytes);
 }
 
 static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
@@ -8667,6 +8690,7 @@ static fsdp_status fsdpi_emit_kind(fsdp_unit *u, int kind) {
         if (op->dst) op->dst_ptr = op->dst->ptr;
         op->state = m->call_state;
         op->step = m->step;
+        op->given = m->given;
         status = fsdpi_emit(m, op);
     }
     return status;
@@ -9562,8 +9586,8 @@ static fsdp_status fsdpi_flags_new(fsdp_unit *u) {
     if (bytes == 0) return FSDP_OK;
     fsdp_status status = w->device_ops->alloc(w->device, FSDP_MEMORY_PINNED, bytes, &flags);
     if (status)
-        return fsdp_fail(w, status, "commit: no memory for the flags of unit '%s': %s",
-                         u->desc.name, fsdpi_device_text(w, status));
+        return fsdp_fail(w, status, "[E303] commit: no %llu bytes of pinned memory for '%s': %s",
+                         (unsigned long long)bytes, u->desc.name, fsdpi_device_text(w, status));
     u->usage.flags = (char *)flags;
     u->usage.wide = u->usage.flags + bytes / 2;
     m->host_bytes += (int64_t)bytes;
@@ -9583,8 +9607,8 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
     fsdp_model *m = u->model;
     char *at = (char *)fsdpi_model_alloc(m, fsdpi_place_lists(u, NULL));
     if (!at)
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                         "commit: no memory for the lists of unit '%s'", u->desc.name);
+        return fsdpi_no_memory(m->world, "commit: lists of unit", u->desc.name,
+                               fsdpi_place_lists(u, NULL));
     u->layout.lists = at;
     u->usage.in_flight = 0;
     (void)fsdpi_place_lists(u, at);
@@ -9634,7 +9658,7 @@ static fsdp_status fsdpi_users_new(fsdp_model *m, fsdp_dtype dtype) {
         flat->users = flat->grad->ptr + fsdpi_bytes(flat->train_numel, grad);
     else flat->users = (char *)fsdpi_model_alloc(m, bytes + 1);
     if (flat->users) return FSDP_OK;
-    return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory for counts of users");
+    return fsdpi_no_memory(m->world, "commit: counts of users", "", bytes + 1);
 }
 
 static fsdp_status fsdpi_blocks_new(fsdp_model *m) {
@@ -9690,14 +9714,13 @@ static fsdp_status fsdpi_commit_tables(fsdp_model *m) {
     for (int i = 0; i < m->num_units; i++)
         if (m->units[i]->desc.num_params > most) most = m->units[i]->desc.num_params;
     fsdp_layout_param *tmp = (fsdp_layout_param *)fsdpi_model_alloc(m, (size_t)most * sizeof *tmp);
-    if (!tmp) return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
+    if (!tmp) return fsdpi_no_memory(m->world, "commit", "", (size_t)most * sizeof *tmp);
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_build(m->units[i], tmp);
     fsdpi_model_free(m, tmp);
-    m->norm_blocks = (fsdp_block *)fsdpi_model_alloc(m, 2 * (size_t)m->num_params *
-                                                            sizeof *m->norm_blocks);
-    if (!status && !m->norm_blocks)
-        status = fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "commit: no memory");
+    const size_t bytes = 2 * (size_t)m->num_params * sizeof *m->norm_blocks;
+    m->norm_blocks = (fsdp_block *)fsdpi_model_alloc(m, bytes);
+    if (!status && !m->norm_blocks) status = fsdpi_no_memory(m->world, "commit", "", bytes);
     return status;
 }
 
@@ -9757,12 +9780,11 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     if (status || m->committed) return status;
     if (m->num_units == 0)
         return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
-                         "commit: the model has no units: call fsdp_fully_shard first");
+                         "[E201] commit: the model has no units: call fsdp_fully_shard first");
     fsdpi_place_units(m);
     fsdpi_need_blocks(m);
     for (int i = 0; i < m->num_classes; i++) m->classes[i].units = m->classes[i].ahead = 0;
     for (int i = 0; i < m->num_units && !status; i++) status = fsdpi_unit_classes(m->units[i]);
-    if (status) status = fsdp_fail(m->world, status, "commit: no memory");
     if (!status) status = fsdpi_commit_tables(m);
     if (!status) status = fsdpi_blocks_new(m);
     if (!status) status = fsdpi_buf_new(m, FSDP_POOL_SCRATCH, sizeof(double), &m->scalar);
@@ -9834,10 +9856,8 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
     if (m->num_order < FSDPI_ORDER_PER_UNIT * m->num_units) {
         if (!fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order, sizeof *m->order))
             return fsdpi_fail_together(
-                m->world,
-                fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY,
-                          "post_forward of unit '%s': no memory for the record of forwards",
-                          u->desc.name));
+                m->world, fsdpi_no_memory(m->world, "post_forward of unit", u->desc.name,
+                                          2 * (size_t)m->num_order * sizeof *m->order));
         m->order[m->num_order].unit = u;
         m->order[m->num_order].previous = u->state.last_order;
         u->state.last_order = m->num_order++;
@@ -9974,8 +9994,8 @@ static fsdp_status fsdpi_wrong_call(fsdp_unit *u, int call, const char *what) {
     u->told |= 1u << call;
     for (int depth = 1; depth < 5 && first < 0; depth++) first = fsdpi_missing(&at, call, depth);
     return fsdpi_fail_once(u->model->world, FSDP_ERR_INVALID_STATE, is_new,
-                           "%s: unit '%s' is %s and %s, %s backward, and %d of its forwards have "
-                           "not run backward: call fsdp_%s first",
+                           "[E206] %s: unit '%s' is %s and %s, %s backward, and %d of its forwards "
+                           "have not run backward: call fsdp_%s first",
                            what, u->desc.name, states[u->state.training],
                            storages[u->state.storage], u->model->backward ? "inside" : "outside",
                            u->state.forwards, first < 0 ? "model_reset" : fsdpi_call_name(first));
@@ -10030,7 +10050,7 @@ static inline fsdp_status fsdpi_announce(fsdp_model *m, const fsdp_unit *u, int 
 
 // A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
-    if (!m) return fsdpi_null(NULL, fsdpi_call_name(call));
+    if (!m) return fsdpi_null(NULL, fsdpi_call_name(call), "model");
     fsdp_status status = fsdpi_commit(m);
     const char *what = fsdpi_call_name(call);
     if (!status) status = fsdpi_check_units(m, call, what);
@@ -10048,7 +10068,7 @@ static fsdp_status fsdpi_remember(fsdp_model *m, fsdp_status status) {
 }
 
 static fsdp_status fsdpi_unit_call(fsdp_unit *u, int call) {
-    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call));
+    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
     fsdp_model *m = u->model;
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
@@ -10091,11 +10111,11 @@ static int fsdpi_getter_ok(fsdp_unit *u, int call) {
 }
 
 static fsdp_status fsdpi_param_call(fsdp_unit *u, int index, int call) {
-    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call));
+    if (!u) return fsdpi_null(NULL, fsdpi_call_name(call), "unit");
     if (index < 0 || index >= u->desc.num_params)
-        return fsdp_fail(u->model->world, FSDP_ERR_INVALID_ARG,
-                         "%s: unit '%s' has no parameter %d, expected 0..%d", fsdpi_call_name(call),
-                         u->desc.name, index, u->desc.num_params - 1);
+        return fsdpi_bad(u->model->world,
+                         "[E170] %s: unit '%s' has no parameter %d, expected 0..%d",
+                         fsdpi_call_name(call), u->desc.name, index, u->desc.num_params - 1);
     return FSDP_OK;
 }
 
@@ -10251,7 +10271,7 @@ FSDP_API fsdp_status fsdp_zero_grad(fsdp_model *model) {
 }
 
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "model_reset");
+    if (!model) return fsdpi_null(NULL, "model_reset", "model");
     fsdp_status status = fsdpi_failed(model->world);
     if (status || model->layout == 0) return status;
     if ((model->watch & FSDPI_CALLS) && fsdpi_answered(model, NULL, FSDP_CALL_RESET, &status))
@@ -10365,18 +10385,13 @@ static fsdp_status fsdpi_norm_check(const fsdp_model *m) {
     if (numel < mesh->root_numel)
         return fsdp_fail(
             m->world, FSDP_ERR_UNSUPPORTED,
-            "clip_grads: the model's mesh is a slice, with %d of the mesh's %d ranks. So the "
-            "library "
-            "does not know whether the other ranks hold copies or other parameters. Give "
-            "fsdp_model_desc.mesh_info on the mesh that you sliced: ranks along a dim that neither "
-            "shards nor replicates then hold other parameters. If a unit's parameters are copies "
-            "on "
-            "those ranks, give that unit a mesh_info that replicates over that dim",
+            "[E210] clip_grads: the model's mesh is a slice (%d of %d ranks), and the library does "
+            "not know what the others hold: give fsdp_model_desc.mesh_info on the whole mesh",
             numel, mesh->root_numel);
     if (m->outside)
         return fsdp_fail(m->world, FSDP_ERR_UNSUPPORTED,
-                         "clip_grads: the mesh of unit '%s' has ranks that the model's mesh "
-                         "lacks: give fsdp_model_desc a mesh of all ranks that share units",
+                         "[E211] clip_grads: the model's mesh lacks ranks of unit '%s': give "
+                         "fsdp_model_desc a mesh of all ranks that share units",
                          m->outside->desc.name);
     return FSDP_OK;
 }
@@ -10386,14 +10401,13 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     double total = 0;
     fsdp_world *w = model ? model->world : NULL;
     fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
-    if (!status && (!w || !desc)) status = fsdpi_null(w, "clip_grads");
+    if (!status && (!w || !desc)) status = fsdpi_null(w, "clip_grads", "world or desc");
     if (!status) status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_clip_desc");
     if (status) return status;
     if (!fsdpi_is_nan(d.norm_type) && d.norm_type == 0) d.norm_type = 2;
     if (!(d.max_norm > 0) || fsdpi_is_nan(d.max_norm) || !(d.norm_type > 0) ||
         fsdpi_is_nan(d.norm_type))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "clip_grads: max_norm is %g, norm_type is %g: expected numbers > 0",
+        return fsdpi_bad(w, "[E160] clip_grads: max_norm is %g, norm_type is %g: expected both > 0",
                          d.max_norm, d.norm_type);
     status = fsdpi_norm_check(model);
     if (!status) status = fsdpi_model_call(model, FSDP_CALL_CLIP, 0);
@@ -10407,8 +10421,8 @@ FSDP_API fsdp_status fsdp_clip_grads(fsdp_model *model, const fsdp_clip_desc *de
     if (!status && norm) status = fsdp_grad_norm(model, norm);
     if (status || !is_bad) return status;
     return fsdp_fail(w, FSDP_ERR_CORRUPT,
-                     "clip_grads: the norm of the gradients is %g, so nothing is scaled: look for "
-                     "infinite gradients, or set error_if_nonfinite to 0",
+                     "[E212] clip_grads: the norm is %g, so nothing is scaled: look for infinite "
+                     "gradients, or set error_if_nonfinite to 0",
                      total);
 }
 
@@ -10416,10 +10430,10 @@ FSDP_API fsdp_status fsdp_grad_norm(fsdp_model *model, double *norm) {
     double total = 0;
     fsdp_world *w = model ? model->world : NULL;
     fsdp_status status = w ? fsdpi_failed(w) : FSDP_OK;
-    if (!status && (!w || !norm)) status = fsdpi_null(w, "grad_norm");
+    if (!status && (!w || !norm)) status = fsdpi_null(w, "grad_norm", "world or norm");
     if (!status && !(model->norm_type > 0))
         status = fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                           "grad_norm: there is no norm yet: call fsdp_clip_grads first");
+                           "[E202] grad_norm: there is no norm yet: call fsdp_clip_grads first");
     if (!status) status = fsdpi_transfer(w, &total, model->scalar->ptr, sizeof total);
     if (!status) *norm = fsdpi_root(total, model->norm_type);
     return status;
@@ -10476,7 +10490,7 @@ static fsdp_status fsdpi_full_scratch(fsdp_model *m) {
     if (status || fsdpi_is_host(m->world)) return status;
     m->full_copy = (char *)fsdpi_model_alloc(m, m->full_scratch->bytes);
     return m->full_copy ? FSDP_OK
-                        : fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "param_full: no memory");
+                        : fsdpi_no_memory(m->world, "param_full", "", m->full_scratch->bytes);
 }
 
 /* Gather one parameter, or its gradient, in its own dtype, in pieces that fit the scratch buffer:
@@ -10526,7 +10540,7 @@ static fsdp_status fsdpi_full(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *bloc
 }
 
 FSDP_API fsdp_status fsdp_model_commit(fsdp_model *model) {
-    return model ? fsdpi_commit(model) : fsdpi_null(NULL, "model_commit");
+    return model ? fsdpi_commit(model) : fsdpi_null(NULL, "model_commit", "model");
 }
 
 static void fsdpi_view(const fsdp_unit *u, int index, fsdp_param_view *v) {
@@ -10546,28 +10560,27 @@ static fsdp_status fsdpi_shards_readable(fsdp_model *m) {
 }
 
 FSDP_API fsdp_status fsdp_param_view_get(fsdp_unit *unit, int index, fsdp_param_view *out) {
-    if (!unit || !out) return fsdpi_null(NULL, "param_view_get");
+    if (!unit || !out) return fsdpi_null(NULL, "param_view_get", "unit or out");
     fsdp_status status = fsdpi_shards_readable(unit->model);
     if (status) return status;
     if (index < 0 || index >= unit->desc.num_params)
-        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_ARG,
-                         "param_view_get: unit '%s' has no parameter %d, expected 0..%d",
+        return fsdpi_bad(unit->model->world,
+                         "[E167] param_view_get: unit '%s' has no parameter %d, expected 0..%d",
                          unit->desc.name, index, unit->desc.num_params - 1);
     fsdpi_view(unit, index, out);
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_param_at(fsdp_model *model, int ordinal, fsdp_param_view *out) {
-    if (!model || !out) return fsdpi_null(NULL, "param_at");
+    if (!model || !out) return fsdpi_null(NULL, "param_at", "model or out");
     for (int i = 0; i < model->num_units; i++) {
         fsdp_unit *u = model->units[i];
         int first = u->params[0].ordinal;
         if (ordinal >= first && ordinal < first + u->desc.num_params)
             return fsdp_param_view_get(u, ordinal - first, out);
     }
-    return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                     "param_at: the model has no parameter %d, expected 0..%d", ordinal,
-                     model->num_params - 1);
+    return fsdpi_bad(model->world, "[E168] param_at: the model has no parameter %d, expected 0..%d",
+                     ordinal, model->num_params - 1);
 }
 
 FSDP_API int fsdp_next_param(fsdp_model *model, fsdp_param_view *view) {
@@ -10613,8 +10626,7 @@ static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsd
     int64_t most = fsdpi_bytes(fsdpi_min(step, rows) * row_numel, v->dtype);
     char *staged = in_place ? NULL : (char *)fsdpi_model_alloc(m, (size_t)most);
     fsdp_status status = FSDP_OK;
-    if (!in_place && !staged)
-        return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "init_params: no memory");
+    if (!in_place && !staged) return fsdpi_no_memory(m->world, "init_params", "", (size_t)most);
     for (int64_t row = 0; row < rows && !status; row += step) {
         char *place = (char *)v->shard + fsdpi_bytes(row * row_numel, v->dtype);
         block.local_shape[0] = fsdpi_min(step, rows - row);
@@ -10633,9 +10645,7 @@ static fsdp_status fsdpi_init_param(fsdp_model *m, const fsdp_param_view *v, fsd
 
 FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *user) {
     fsdp_status status = model ? fsdpi_failed(model->world) : FSDP_OK;
-    if (!status && !fn)
-        status = fsdp_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
-                           "init_params: fn is NULL");
+    if (!status && !fn) status = fsdpi_null_of(model, "init_params", "fn");
     if (!status) status = fsdpi_load(model);
     if (status) return status;
     fsdp_param_view v = FSDP_ZERO;
@@ -10645,10 +10655,9 @@ FSDP_API fsdp_status fsdp_init_params(fsdp_model *model, fsdp_init_fn fn, void *
 }
 
 FSDP_API fsdp_status fsdp_model_flat(fsdp_model *model, fsdp_dtype dtype, fsdp_flat *out) {
-    if (!model || !out || !fsdp_dtype_size(dtype))
-        return fsdp_fail(model ? model->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "model_flat: an argument is NULL, or dtype is %d, expected FSDP_F32, ...",
-                         dtype);
+    if (!model || !out) return fsdpi_null_of(model, "model_flat", "model or out");
+    if (!fsdp_dtype_size(dtype))
+        return fsdpi_bad(model->world, "[E169] model_flat: dtype is %d, expected FSDP_*", dtype);
     fsdp_status status = fsdpi_shards_readable(model);
     if (status) return status;
     const fsdpi_flat_block *flat = &model->flats[dtype];
@@ -10668,8 +10677,7 @@ FSDP_API fsdp_status fsdp_param_load(fsdp_unit *unit, int index, const void *ful
     if (!status) status = fsdpi_failed(unit->model->world);
     if (status) return status;
     const fsdp_layout_param *lay = &unit->params[index].lay;
-    if (!full && lay->numel > 0)
-        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_ARG, "param_load: full is NULL");
+    if (!full && lay->numel > 0) return fsdpi_null_of(unit->model, "param_load", "full");
     status = fsdpi_load(unit->model);
     if (status) return status;
     fsdp_param_view v;
@@ -10703,10 +10711,9 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
     const fsdpi_param *p = &unit->params[index];
     fsdp_dtype dtype = fsdpi_grad_dtype(unit->model, p->dtype);
     if (!p->requires_grad)
-        return fsdp_fail(
-            unit->model->world, FSDP_ERR_INVALID_STATE,
-            "param_full_grad: parameter '%s' of unit '%s' is frozen: it has no gradient", p->name,
-            unit->desc.name);
+        return fsdp_fail(unit->model->world, FSDP_ERR_INVALID_STATE,
+                         "[E204] param_full_grad: '%s' of unit '%s' is frozen: it has no gradient",
+                         p->name, unit->desc.name);
     status = fsdpi_model_call(unit->model, FSDP_CALL_FULL, 0);
     if (status) return status;
     if (unit->state.grads.shard == FSDPI_GRADS_REDUCED)
@@ -10848,9 +10855,9 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     fsdp_world *w = m->world;
     if (m->num_units == 0)
         return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                         "prediction: the model has no units: call fsdp_fully_shard first");
+                         "[E205] prediction: the model has no units: call fsdp_fully_shard first");
     fsdpi_rehearsal *r = (fsdpi_rehearsal *)fsdpi_alloc(&w->boot.allocator, sizeof *r);
-    if (!r) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "prediction: no memory");
+    if (!r) return fsdpi_no_memory(w, "prediction", "", sizeof *r);
     fsdp_model *dry = *out = &r->model;
     fsdpi_dry_world(r, w);
     dry->desc = m->desc;
@@ -10868,7 +10875,7 @@ static fsdp_status fsdpi_dry_run(const fsdp_model *m, fsdp_model **out) {
     if (!status) status = fsdpi_commit(dry);
     if (!status) status = fsdpi_dry_flags(dry);
     if (!status) status = fsdpi_rehearse(dry);
-    return status ? fsdp_fail(w, status, "prediction: %s", fsdp_status_text(status)) : FSDP_OK;
+    return status ? fsdp_fail(w, status, "[E306] predict: %s", fsdp_status_text(status)) : FSDP_OK;
 }
 
 // Allocate the slots that a step will take, as the prediction counts them.
@@ -10880,7 +10887,7 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
     for (int i = 0; !status && i < dry->num_classes; i++) { // the model's own has been found before
         const fsdpi_class *wanted = &dry->classes[i];
         int at = fsdpi_class_find(m, wanted->pool, wanted->bytes);
-        if (at < 0) status = fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "reserve: no memory");
+        if (at < 0) status = FSDP_ERR_OUT_OF_MEMORY;
         while (!status && m->classes[at].count < wanted->count)
             status = fsdpi_class_add(m, &m->classes[at]);
     }
@@ -10889,7 +10896,7 @@ static fsdp_status fsdpi_reserve(fsdp_model *m) {
 }
 
 FSDP_API fsdp_status fsdp_model_reserve(fsdp_model *model) {
-    return model ? fsdpi_reserve(model) : fsdpi_null(NULL, "model_reserve");
+    return model ? fsdpi_reserve(model) : fsdpi_null(NULL, "model_reserve", "model");
 }
 
 // Bytes of the full parameters of a unit and of their gradients.
@@ -10916,13 +10923,13 @@ static void fsdpi_memory(const fsdp_model *m, fsdp_memory *out) {
 }
 
 FSDP_API fsdp_status fsdp_model_memory(const fsdp_model *model, fsdp_memory *out) {
-    if (!model || !out) return fsdpi_null(NULL, "model_memory");
+    if (!model || !out) return fsdpi_null(NULL, "model_memory", "model or out");
     fsdpi_memory(model, out);
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_unit_memory(const fsdp_unit *unit, fsdp_memory *out) {
-    if (!unit || !out) return fsdpi_null(NULL, "unit_memory");
+    if (!unit || !out) return fsdpi_null(NULL, "unit_memory", "unit or out");
     const fsdp_buf *held[FSDP_POOL_COUNT] = {NULL};
     held[FSDP_POOL_GATHER] = unit->state.slot[FSDP_POOL_GATHER];
     held[FSDP_POOL_SLICE] = unit->state.slot[FSDP_POOL_SLICE];
@@ -11022,7 +11029,7 @@ FSDP_API size_t fsdp_model_describe(const fsdp_model *model, char *buf, size_t c
 
 FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *out) {
     fsdp_model *dry = NULL;
-    if (!model || !out) return fsdpi_null(NULL, "model_predict");
+    if (!model || !out) return fsdpi_null(NULL, "model_predict", "model or out");
     fsdp_status status = fsdpi_dry_run(model, &dry);
     if (!status) {
         fsdpi_memory(dry, out);
@@ -11033,7 +11040,7 @@ FSDP_API fsdp_status fsdp_model_predict(const fsdp_model *model, fsdp_memory *ou
 }
 
 FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters *out) {
-    if (!model || !out) return fsdpi_null(NULL, "model_counters");
+    if (!model || !out) return fsdpi_null(NULL, "model_counters", "model or out");
     *out = model->counters;
     return FSDP_OK;
 }
@@ -11043,13 +11050,11 @@ FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters 
 
 // A setter for one unit or all (NULL): which ones; none may be between pre and post.
 static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int *first, int *end) {
-    if (!m) return fsdpi_null(NULL, what);
+    if (!m) return fsdpi_null(NULL, what, "model");
     fsdp_status status = fsdpi_failed(m->world);
     if (status) return status;
     if (u && u->model != m)
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                         "%s: the unit belongs to another model, expected a unit of this model",
-                         what);
+        return fsdpi_bad(m->world, "[E161] %s: the unit belongs to another model", what);
     *first = u ? u->desc.index : 0;
     *end = u ? u->desc.index + 1 : m->num_units;
     for (int i = *first; i < *end; i++)
@@ -11059,14 +11064,14 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
 }
 
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
-    if (!model) return fsdpi_null(NULL, "set_grad_enabled");
+    if (!model) return fsdpi_null(NULL, "set_grad_enabled", "model");
     model->settings += model->grad_enabled != (enabled != 0);
     model->grad_enabled = enabled != 0;
     return fsdpi_failed(model->world);
 }
 
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
-    if (!model) return fsdpi_null(NULL, "set_is_last_backward");
+    if (!model) return fsdpi_null(NULL, "set_is_last_backward", "model");
     model->settings += model->is_last_backward != (is_last != 0);
     model->is_last_backward = is_last != 0;
     return fsdpi_failed(model->world);
@@ -11115,9 +11120,9 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(model, unit, "set_reshard_after_forward", &i, &end);
     if (!status && mode != FSDP_RESHARD_ALWAYS && mode != FSDP_RESHARD_NEVER)
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "set_reshard_after_forward: mode is %d, expected FSDP_RESHARD_ALWAYS or "
-                         "FSDP_RESHARD_NEVER (give an int in fsdp_unit_desc)",
+        return fsdpi_bad(model->world,
+                         "[E162] set_reshard_after_forward: mode is %d, expected "
+                         "FSDP_RESHARD_ALWAYS or FSDP_RESHARD_NEVER (an int: in fsdp_unit_desc)",
                          mode);
     for (; !status && i < end; i++) {
         model->settings += model->units[i]->options.reshard_after_forward != mode;
@@ -11131,10 +11136,10 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
     int i = 0, end = 0;
     fsdp_status status = fsdpi_set(model, unit, "set_gradient_divide_factor", &i, &end);
     if (!status && (!(factor >= 0) || !fsdpi_is_finite(factor)))
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "set_gradient_divide_factor: factor is %g, expected a number > 0, or 0 "
-                         "for the number of ranks",
-                         factor);
+        return fsdpi_bad(
+            model->world,
+            "[E163] set_gradient_divide_factor: factor is %g, expected a finite number >= 0",
+            factor);
     for (; !status && i < end; i++) {
         model->settings += model->units[i]->options.divide_factor != factor;
         model->units[i]->options.divide_factor = factor;
@@ -11151,13 +11156,10 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
     fsdp_model *m = u->model;
     for (int i = 0; i < count; i++)
         if (!targets || !targets[i] || targets[i]->model != m)
-            return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                             "%s: target %d is not a unit of this model", what, i);
-    if (count < 0)
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG, "%s: count is %d, expected >= 0", what,
-                         count);
+            return fsdpi_bad(m->world, "[E164] %s: target %d is not a unit of this model", what, i);
+    if (count < 0) return fsdpi_bad(m->world, "[E165] %s: count is %d, expected >= 0", what, count);
     int32_t *list = (int32_t *)fsdpi_model_alloc(m, (size_t)(count + 1) * sizeof *list);
-    if (!list) return fsdp_fail(m->world, FSDP_ERR_OUT_OF_MEMORY, "%s: no memory", what);
+    if (!list) return fsdpi_no_memory(m->world, what, "", (size_t)(count + 1) * sizeof *list);
     for (int i = 0; i < count; i++) list[i] = targets[i]->desc.index;
     fsdpi_model_free(m, u->options.prefetch[backward]);
     u->options.prefetch[backward] = list;
@@ -11187,16 +11189,16 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     fsdp_model *m = unit->model;
     fsdpi_param *p = &unit->params[index];
     if (requires_grad && !fsdp_dtype_is_float(p->dtype))
-        return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                         "set_requires_grad: parameter '%s' of unit '%s' is %s: only floating "
-                         "parameters can require a gradient",
+        return fsdpi_bad(m->world,
+                         "[E166] set_requires_grad: parameter '%s' of unit '%s' is %s: only "
+                         "floating parameters can require a gradient",
                          p->name, unit->desc.name, fsdp_dtype_name(p->dtype));
     for (int i = 0; i < m->num_units; i++)
         if (m->units[i]->state.slot[FSDP_POOL_GRAD] || m->units[i]->state.slot[FSDP_POOL_RIN] ||
             m->units[i]->state.slot[FSDP_POOL_ROUT])
             return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
-                             "set_requires_grad: unit '%s' holds gradients that are not reduced: "
-                             "run a backward with gradient sync, or call fsdp_model_reset",
+                             "[E203] set_requires_grad: unit '%s' holds gradients that are not "
+                             "reduced: run a backward with sync, or call fsdp_model_reset",
                              m->units[i]->desc.name);
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);
@@ -11318,20 +11320,19 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
     fsdp_status status = fsdpi_dtypes_check(w, "model_create", "", d->param_dtype, d->reduce_dtype,
                                             d->output_dtype);
     if (!status && d->grad_dtype && !fsdp_dtype_is_float(d->grad_dtype))
-        status = fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                           "model_create: grad_dtype is %d, expected a floating dtype or KEEP",
+        status = fsdpi_bad(w, "[E130] model_create: grad_dtype is %d, expected floating or KEEP",
                            d->grad_dtype);
     if (status) return status;
     if (d->reshard_after_forward < FSDP_RESHARD_NEVER ||
         d->implicit_prefetch < FSDP_PREFETCH_NEVER || d->implicit_prefetch > FSDP_PREFETCH_ALWAYS)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "model_create: reshard_after_forward is %d, implicit_prefetch %d: "
+        return fsdpi_bad(w,
+                         "[E131] model_create: reshard_after_forward is %d, implicit_prefetch %d: "
                          "expected FSDP_RESHARD_* or n >= 2, and FSDP_PREFETCH_*",
                          d->reshard_after_forward, d->implicit_prefetch);
     if (d->direct_min < 0 || d->fill_bytes < 0 || d->prefetch_bytes < 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "model_create: direct_min is %lld, fill_bytes %lld, prefetch_bytes %lld: "
-                         "expected numbers >= 0",
+        return fsdpi_bad(w,
+                         "[E132] model_create: direct_min %lld, fill_bytes %lld, prefetch_bytes "
+                         "%lld: expected numbers >= 0",
                          (long long)d->direct_min, (long long)d->fill_bytes,
                          (long long)d->prefetch_bytes);
     if (d->reshard_after_forward == FSDP_RESHARD_DEFAULT)
@@ -11344,14 +11345,14 @@ static fsdp_status fsdpi_model_check(fsdp_world *w, fsdp_model_desc *d) {
 FSDP_API fsdp_status fsdp_model_create(fsdp_world *world, const fsdp_model_desc *desc,
                                        fsdp_model **model) {
     fsdp_model_desc d;
-    if (!world || !model) return fsdpi_null(world, "model_create");
+    if (!world || !model) return fsdpi_null(world, "model_create", "world or model");
     *model = NULL;
     fsdp_status status = fsdpi_failed(world);
     if (!status) status = fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_model_desc");
     if (!status) status = fsdpi_model_check(world, &d);
     if (status) return status;
     fsdp_model *m = (fsdp_model *)fsdpi_alloc(&world->boot.allocator, sizeof *m);
-    if (!m) return fsdp_fail(world, FSDP_ERR_OUT_OF_MEMORY, "model_create: no memory");
+    if (!m) return fsdpi_no_memory(world, "model_create", "", sizeof *m);
     m->world = world;
     m->desc = d;
     m->grad_enabled = m->is_last_backward = 1;
@@ -11399,7 +11400,7 @@ FSDP_API void fsdp_model_destroy(fsdp_model *model) {
 
 FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extension) {
     fsdp_extension e;
-    if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "attach");
+    if (!model || !extension) return fsdpi_null_of(model, "attach", "model or extension");
     fsdp_world *w = model->world;
     fsdp_status status = fsdpi_failed(w);
     if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
@@ -11413,10 +11414,10 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     if (e.ran && w->mode == FSDPI_NATIVE) status = fsdpi_timeline_open(w);
     if (status)
         return fsdp_fail(w, status,
-                         "attach: extension '%s' has `ran`, but device %s cannot measure times: %s",
+                         "[E901] attach: '%s' has `ran`, but device %s cannot measure times: %s",
                          e.name, w->device_ops->name, fsdpi_device_text(w, status));
     fsdpi_attached *a = (fsdpi_attached *)fsdpi_model_alloc(model, sizeof *a), **last;
-    if (!a) return fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY, "attach: no memory for '%s'", e.name);
+    if (!a) return fsdpi_no_memory(w, "attach: extension", e.name, sizeof *a);
     a->e = e;
     for (last = &model->attached; *last;) last = &(*last)->next;
     *last = a;
@@ -11439,7 +11440,7 @@ static const fsdp_unit *fsdpi_lodger(const fsdp_model *m) {
 
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension) {
     fsdp_extension e;
-    if (!model || !extension) return fsdpi_null(model ? model->world : NULL, "detach");
+    if (!model || !extension) return fsdpi_null_of(model, "detach", "model or extension");
     fsdp_world *w = model->world;
     fsdp_status status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (status) return status;
@@ -11449,10 +11450,10 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         if (memcmp(&(*at)->e, &e, sizeof e) != 0) continue;
         const fsdp_unit *lodger = e.buffer ? fsdpi_lodger(model) : NULL;
         if (model->asking || lodger)
-            return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                             "detach: '%s' %s%s: detach it between steps, not in an extension",
-                             e.name, lodger ? "may own a slot of unit " : "is in use",
-                             lodger ? lodger->desc.name : "");
+            return fsdp_fail(
+                w, FSDP_ERR_INVALID_STATE,
+                "[E902] detach: '%s' %s%s: detach it between steps, not in an extension", e.name,
+                lodger ? "may own a slot of unit " : "is in use", lodger ? lodger->desc.name : "");
         if (model->watch & FSDPI_TIMES) {
             fsdpi_drain(w);
             fsdpi_timeline_end_all(w);
@@ -11460,12 +11461,12 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
         fsdpi_detach(model, at);
         return FSDP_OK;
     }
-    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                     "detach: '%s' with these contents is not attached to this model", e.name);
+    return fsdpi_bad(w, "[E903] detach: '%s' with these contents is not attached to this model",
+                     e.name);
 }
 
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
-    if (!model || !item) return fsdpi_null(model ? model->world : NULL, "next_state");
+    if (!model || !item) return fsdpi_null_of(model, "next_state", "model or item");
     fsdp_status status = fsdpi_commit(model);
     int which = item->at[0], index = item->name ? item->at[1] + 1 : 0;
     fsdpi_attached *a = model->attached;
@@ -11492,7 +11493,7 @@ FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
 }
 
 FSDP_API fsdp_status fsdp_state_written(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "state_written");
+    if (!model) return fsdpi_null(NULL, "state_written", "model");
     fsdp_status status = fsdpi_failed(model->world);
     for (fsdpi_attached *a = model->attached; a && !status; a = a->next)
         if (a->e.state) status = a->e.state(a->e.user, model, 0, NULL);
@@ -11511,8 +11512,7 @@ static int fsdpi_register(fsdp_model *m, fsdpi_names *names, int most, const cha
         memcpy(names->text[names->count], name, length + 1);
         return names->count++;
     }
-    (void)fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                    "%s_register: name '%s', expected 1..%d bytes, and at most %d names in a model",
+    (void)fsdpi_bad(m->world, "[E904] %s_register: name '%s', expected 1..%d bytes and <= %d names",
                     what, name ? name : "", FSDPI_NAME - 1, most);
     return -1;
 }
@@ -11590,15 +11590,14 @@ static fsdp_status fsdpi_do_marker(fsdp_model *m, const fsdp_op *op) {
 }
 
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
-    if (!model || !op) return fsdpi_null(model ? model->world : NULL, "emit");
+    if (!model || !op) return fsdpi_null_of(model, "emit", "model or op");
     fsdp_world *w = model->world;
     if (op->src && !op->src_ptr) op->src_ptr = op->src->ptr;
     if (op->dst && !op->dst_ptr) op->dst_ptr = op->dst->ptr;
     const char *fault = fsdpi_op_fault(model, op);
     if (fault)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG, "emit: %s (%s) of '%s': %s",
-                         fsdp_op_name(op->kind), fsdp_op_label(op), op->what ? op->what : "",
-                         fault);
+        return fsdpi_bad(w, "[E905] emit: %s (%s) of '%s': %s", fsdp_op_name(op->kind),
+                         fsdp_op_label(op), op->what ? op->what : "", fault);
     if (op->kind >= FSDP_OP_HOOK) {
         fsdp_status done = fsdpi_do_marker(model, op);
         return done ? done : fsdpi_show(model, op);
@@ -11607,7 +11606,7 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
         op->bytes = op->count * fsdp_dtype_size(op->out_dtype);
     if (fsdpi_is_collective(op->kind)) {
         if (!(w->caps.kinds & 1u << op->kind))
-            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "emit: backend %s does not have %s",
+            return fsdp_fail(w, FSDP_ERR_UNSUPPORTED, "[E906] emit: backend %s does not have %s",
                              w->comm_ops->name, fsdp_op_name(op->kind));
         if (!op->bytes)
             op->bytes = fsdpi_coll_bytes(op->kind, (uint64_t)op->group_size,
@@ -11620,12 +11619,11 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
 }
 
 FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what) {
-    if (!model) return fsdpi_null(NULL, what ? what : "call_begin");
+    if (!model) return fsdpi_null(NULL, what ? what : "call_begin", "model");
     fsdp_status status = fsdpi_commit(model);
     if (status) return status;
     if (call < 0 || call >= FSDP_CALL_COUNT)
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "call_begin: call is %d, expected FSDP_CALL_*", call);
+        return fsdpi_bad(model->world, "[E907] call_begin: call is %d, expected FSDP_CALL_*", call);
     if (!what) what = fsdpi_call_name(call);
     status = fsdpi_check_units(model, call, what);
     return status ? status
@@ -11637,32 +11635,30 @@ FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *wh
 
 FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, int64_t nbytes,
                                      fsdp_buf **buf) {
-    if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "buf_create");
+    if (!model || !buf) return fsdpi_null_of(model, "buf_create", "model or buf");
     *buf = NULL;
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
     if (pool < 0 || pool >= FSDP_POOL_COUNT + model->pools.count || nbytes < 0 ||
         (memory != FSDP_MEMORY_DEVICE && memory != FSDP_MEMORY_PINNED))
-        return fsdp_fail(
-            model->world, FSDP_ERR_INVALID_ARG,
-            "buf_create: pool is %d, memory is %d, nbytes is %lld: expected FSDP_POOL_* or a "
-            "registered pool, FSDP_MEMORY_DEVICE or _PINNED, and nbytes >= 0",
+        return fsdpi_bad(
+            model->world,
+            "[E908] buf_create: pool is %d, memory %d, nbytes %lld: expected FSDP_POOL_* or a "
+            "registered pool, FSDP_MEMORY_DEVICE or _PINNED, nbytes >= 0",
             pool, memory, (long long)nbytes);
     return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
 }
 
 FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int64_t offset,
                                    int64_t nbytes, fsdp_buf **buf) {
-    if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "buf_part");
+    if (!model || !buf) return fsdpi_null_of(model, "buf_part", "model or buf");
     *buf = NULL;
     if (offset < 0 || nbytes < 0 || nbytes > INT64_MAX - offset ||
         (whole && offset + nbytes > (int64_t)whole->bytes))
-        return fsdp_fail(
-            model->world, FSDP_ERR_INVALID_ARG,
-            "buf_part: %lld bytes at offset %lld do not fit into a buffer of %lld bytes",
-            (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
+        return fsdpi_bad(model->world, "[E909] buf_part: %lld bytes at %lld exceed %lld bytes",
+                         (long long)nbytes, (long long)offset, (long long)fsdp_buf_nbytes(whole));
     fsdp_buf *part = (fsdp_buf *)fsdpi_model_alloc(model, sizeof *part);
-    if (!part) return fsdp_fail(model->world, FSDP_ERR_OUT_OF_MEMORY, "buf_part: no memory");
+    if (!part) return fsdpi_no_memory(model->world, "buf_part", "", sizeof *part);
     part->part = 1;
     part->bytes = (size_t)nbytes;
     part->number = ++model->num_bufs;
@@ -11682,9 +11678,9 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
     if (!model || !buf) return;
     if (buf->held) {
-        (void)fsdp_fail(model->world, FSDP_ERR_INVALID_STATE,
-                        "buf_destroy: a unit holds the buffer, so it stays until the model ends: "
-                        "destroy it when fsdp_buf_held is 0");
+        (void)fsdp_fail(
+            model->world, FSDP_ERR_INVALID_STATE,
+            "[E910] buf_destroy: a unit holds the buffer: wait until fsdp_buf_held is 0");
         return;
     }
     fsdpi_drain(model->world);
@@ -11696,7 +11692,7 @@ FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf) { return buf ? (int64_t)bu
 FSDP_API int fsdp_buf_held(const fsdp_buf *buf) { return buf && buf->held; }
 
 FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "pools_trim");
+    if (!model) return fsdpi_null(NULL, "pools_trim", "model");
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
     fsdpi_drain(model->world);
@@ -11722,37 +11718,36 @@ static int fsdpi_updates_on_device(const fsdp_model *m) {
 }
 
 FSDP_API fsdp_status fsdp_update_place(fsdp_model *model, const char *what, int *memory) {
-    if (!model || !what || !memory) return fsdpi_null(model ? model->world : NULL, "update_place");
+    if (!model || !what || !memory)
+        return fsdpi_null_of(model, "update_place", "model, what or memory");
     const fsdp_world *w = model->world;
     fsdp_status status = fsdpi_commit(model);
     if (status) return status;
     *memory = fsdpi_updates_on_device(model) ? FSDP_MEMORY_DEVICE : FSDP_MEMORY_HOST;
     if (model->desc.cpu_offload || fsdpi_is_host(w) || w->device_ops->update) return FSDP_OK;
     return fsdp_fail(model->world, FSDP_ERR_UNSUPPORTED,
-                     "%s: the shards are in the memory of device %s, which has no function for "
-                     "updates: set cpu_offload in the model's desc",
-                     what, w->device_ops->name);
+                     "[E911] %s: device %s has the shards, but no updates: set cpu_offload", what,
+                     w->device_ops->name);
 }
 
 FSDP_API fsdp_status fsdp_alloc(fsdp_model *model, int memory, int64_t nbytes, const char *what,
                                 void **ptr) {
-    if (!model || !what || !ptr) return fsdpi_null(model ? model->world : NULL, "alloc");
+    if (!model || !what || !ptr) return fsdpi_null_of(model, "alloc", "model, what or ptr");
     fsdp_world *w = model->world;
     int device = memory == FSDP_MEMORY_DEVICE;
     fsdp_status status = FSDP_OK;
     *ptr = NULL;
     if ((!device && memory != FSDP_MEMORY_HOST) || nbytes < 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: memory is %d, nbytes is %lld: expected FSDP_MEMORY_HOST or _DEVICE, "
-                         "and nbytes >= 0",
-                         what, memory, (long long)nbytes);
+        return fsdpi_bad(
+            w, "[E912] %s: memory is %d, nbytes %lld: expected FSDP_MEMORY_HOST or _DEVICE, >= 0",
+            what, memory, (long long)nbytes);
     if (!device) *ptr = fsdpi_model_alloc(model, (size_t)nbytes);
     else status = w->device_ops->alloc(w->device, memory, (size_t)nbytes, ptr);
     if (!*ptr && !status) status = FSDP_ERR_OUT_OF_MEMORY;
     model->counters.allocations += !status && device;
     if (!status) return FSDP_OK;
     *ptr = NULL;
-    return fsdp_fail(w, status, "%s of %lld bytes%s%s: %s", what, (long long)nbytes,
+    return fsdp_fail(w, status, "[E304] %s of %lld bytes%s%s: %s", what, (long long)nbytes,
                      device ? " on device " : "", device ? w->device_ops->name : "",
                      device ? fsdpi_device_text(w, status) : "the allocator returned NULL");
 }
@@ -11769,35 +11764,35 @@ FSDP_API void fsdp_free(fsdp_model *model, int memory, void *ptr, int64_t nbytes
 
 FSDP_API fsdp_status fsdp_transfer(fsdp_model *model, void *dst, const void *src, int64_t nbytes) {
     if (!model || (nbytes > 0 && (!dst || !src)))
-        return fsdpi_null(model ? model->world : NULL, "transfer");
+        return fsdpi_null_of(model, "transfer", "model, dst or src");
     if (nbytes < 0)
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "transfer: nbytes is %lld, expected >= 0", (long long)nbytes);
+        return fsdpi_bad(model->world, "[E913] transfer: nbytes is %lld, expected >= 0",
+                         (long long)nbytes);
     fsdp_status status = fsdpi_failed(model->world);
     return status ? status : fsdpi_transfer(model->world, dst, src, (size_t)nbytes);
 }
 
 FSDP_API fsdp_status fsdp_wait_stream(fsdp_model *model, int stream) {
-    if (!model) return fsdpi_null(NULL, "wait_stream");
+    if (!model) return fsdpi_null(NULL, "wait_stream", "model");
     if (stream < -1 || stream >= FSDP_STREAM_COUNT)
-        return fsdp_fail(model->world, FSDP_ERR_INVALID_ARG,
-                         "wait_stream: stream is %d, expected FSDP_STREAM_* or -1", stream);
+        return fsdpi_bad(model->world,
+                         "[E914] wait_stream: stream is %d, expected FSDP_STREAM_* or -1", stream);
     if (stream >= 0) return fsdpi_sync(model->world, stream);
     fsdpi_drain(model->world);
     return fsdpi_failed(model->world);
 }
 
 FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, fsdp_comm **comm) {
-    if (!mesh || !comm) return fsdpi_null(mesh ? mesh->world : NULL, "mesh_comm");
+    if (!mesh || !comm) return fsdpi_null(mesh ? mesh->world : NULL, "mesh_comm", "mesh or comm");
     fsdp_world *w = mesh->world;
     fsdp_status status = fsdpi_failed(w);
     *comm = NULL;
     if (status) return status;
     if (dim < 0 || dim >= mesh->ndim || stream < 0 || stream >= FSDP_STREAM_COUNT ||
         mesh->coord[0] < 0)
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a dim of the "
-                         "mesh, one of FSDP_STREAM_*, and a rank that is in the mesh",
+        return fsdpi_bad(w,
+                         "[E108] mesh_comm: dim is %d of a %d-D mesh, stream is %d: expected a "
+                         "dim, one of FSDP_STREAM_*, and a rank that is in the mesh",
                          dim, mesh->ndim, stream);
     int own = stream == FSDP_STREAM_COMPUTE || stream == FSDP_STREAM_EXTENSION;
     if (mesh->shape[dim] == 1) return FSDP_OK;
@@ -11815,12 +11810,19 @@ FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model) {
     return model ? model->world : NULL;
 }
 
+FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes) {
+    if (!model || (nbytes > 0 && !data)) return fsdpi_null(fsdp_model_world(model), "agree");
+    for (int64_t i = 0; i < nbytes; i++)
+        model->given = fsdpi_hash(model->given, ((const unsigned char *)data)[i]);
+    return fsdpi_failed(model->world);
+}
+
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model) {
     return model ? model->settings : 0;
 }
 
 FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
-    if (!model) return fsdpi_null(NULL, "params_writable");
+    if (!model) return fsdpi_null(NULL, "params_writable", "model");
     fsdp_status status = fsdpi_shards_writable(model);
     if (status || fsdpi_updates_on_device(model)) return status;
     return fsdpi_sync(model->world, FSDP_STREAM_COMPUTE);
@@ -11872,6 +11874,7 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
     fsdpi_walk_bytes(w, &m->call_state, sizeof m->call_state);
     fsdpi_walk_bytes(w, &m->seq, sizeof m->seq);
     fsdpi_walk_bytes(w, &m->step, sizeof m->step);
+    fsdpi_walk_bytes(w, &m->given, sizeof m->given);
     fsdpi_walk_bytes(w, &m->release_seq, sizeof m->release_seq);
     fsdpi_walk_bytes(w, &m->ahead_bytes, sizeof m->ahead_bytes);
     fsdpi_walk_bytes(w, &m->num_order, sizeof m->num_order);
@@ -11910,9 +11913,9 @@ static fsdp_status fsdpi_taken_check(fsdp_model *m, const void *owner, const voi
     int good = nbytes >= sizeof then;
     if (good) memcpy(&then, buf, sizeof then);
     if (good && memcmp(&then, &now, sizeof now) == 0) return FSDP_OK;
-    return fsdp_fail(m->world, FSDP_ERR_INVALID_ARG,
-                     "%s: the snapshot of %llu bytes is of another model or unit, or slots were "
-                     "made or freed since: take it again after a freeze, a thaw or fsdp_pools_trim",
+    return fsdpi_bad(m->world,
+                     "[E916] %s: the snapshot of %llu bytes is of another model or unit, or slots "
+                     "were made or freed since: take it again",
                      what, (unsigned long long)nbytes);
 }
 
@@ -11927,7 +11930,7 @@ FSDP_API size_t fsdp_model_snapshot(const fsdp_model *model, void *buf, size_t c
 }
 
 FSDP_API fsdp_status fsdp_model_restore(fsdp_model *model, const void *buf, size_t nbytes) {
-    if (!model || !buf) return fsdpi_null(model ? model->world : NULL, "model_restore");
+    if (!model || !buf) return fsdpi_null_of(model, "model_restore", "model or buf");
     fsdp_status status = fsdpi_taken_check(model, model, buf, nbytes, "model_restore");
     if (status) return status;
     fsdpi_walk w = {(char *)(uintptr_t)buf, nbytes, sizeof(fsdpi_taken_of), FSDPI_LOAD};
@@ -11952,7 +11955,8 @@ static int64_t fsdpi_ahead_bytes(const fsdpi_state *s) {
 }
 
 FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes) {
-    if (!unit || !buf) return fsdpi_null(unit ? unit->model->world : NULL, "unit_restore");
+    if (!unit || !buf)
+        return fsdpi_null_of(unit ? unit->model : NULL, "unit_restore", "unit or buf");
     fsdp_model *m = unit->model;
     fsdpi_state *s = &unit->state;
     fsdp_status status = fsdpi_taken_check(m, unit, buf, nbytes, "unit_restore");
@@ -11969,7 +11973,7 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
 }
 
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit) {
-    if (!unit) return fsdpi_null(NULL, "unit_flag_use");
+    if (!unit) return fsdpi_null(NULL, "unit_flag_use", "unit");
     fsdp_status status = fsdpi_failed(unit->model->world);
     if (!status && unit->usage.flags && fsdpi_ranks(unit) > 1)
         fsdpi_usage_send(unit, fsdpi_route_now(unit)->factor / unit->state.grads.divided);
@@ -11993,7 +11997,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
     if (!status) status = fsdpi_store_name(early, d, early->store, sizeof early->store);
     if (status) return status;
     fsdp_world *w = (fsdp_world *)fsdpi_alloc(&d->allocator, sizeof *w);
-    if (!w) return fsdp_fail(early, FSDP_ERR_OUT_OF_MEMORY, "fsdp_init: no memory");
+    if (!w) return fsdpi_no_memory(early, "fsdp_init", "", sizeof *w);
     memcpy(w->job, early->job, sizeof w->job);
     memcpy(w->store, early->store, sizeof w->store);
     fsdpi_world_messages(w, d);
@@ -12025,7 +12029,7 @@ static fsdp_status fsdpi_world_make(fsdp_world *early, fsdp_world_desc *d, fsdp_
 FSDP_API fsdp_status fsdp_init(const fsdp_world_desc *desc, fsdp_world **world) {
     fsdp_world_desc d;
     fsdp_world early; // speaks for the world until there is one
-    if (!world) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "fsdp_init: world is NULL");
+    if (!world) return fsdpi_null(NULL, "fsdp_init", "world");
     *world = NULL;
     fsdp_status status = fsdp_desc_read(NULL, &d, desc, sizeof d, "fsdp_world_desc");
     if (status) return status;
@@ -12056,17 +12060,17 @@ FSDP_API fsdp_status fsdp_shutdown(fsdp_world *world) {
 
 FSDP_API void fsdp_abort(fsdp_world *world, const char *why) {
     if (!world) return;
-    (void)fsdpi_world_fail(world, FSDP_ERR_ABORTED, "rank %d aborted the world: %s", world->rank,
-                           why ? why : "no reason given");
+    (void)fsdpi_world_fail(world, FSDP_ERR_ABORTED, "rank %d: [E401] it aborted the world: %s",
+                           world->rank, why ? why : "no reason given");
 }
 
 FSDP_API fsdp_status fsdp_set_stream(fsdp_world *world, void *native) {
-    if (!world) return fsdpi_null(NULL, "set_stream");
+    if (!world) return fsdpi_null(NULL, "set_stream", "world");
     fsdp_status status = fsdpi_failed(world);
     if (status) return status;
     if (world->mode != FSDPI_NATIVE)
         return fsdp_fail(world, FSDP_ERR_UNSUPPORTED,
-                         "set_stream: device %s has no streams: omit the call on it",
+                         "[E803] set_stream: device %s has no streams: omit the call on it",
                          world->device_ops->name);
     void **compute = &world->streams[FSDP_STREAM_COMPUTE];
     if (!native) native = world->own_stream;
@@ -12100,16 +12104,15 @@ static fsdp_op fsdpi_host_op(int kind, const char *what, fsdp_dtype dtype) {
 // Checks that collectives on host data share.
 static fsdp_status fsdpi_host_call(fsdp_world *w, const fsdp_mesh *mesh, const void *data,
                                    int64_t count, const char *what) {
-    if (!w) return fsdpi_null(NULL, what);
+    if (!w) return fsdpi_null(NULL, what, "world");
     fsdp_status status = fsdpi_failed(w);
     if (status) return status;
     if (count < 0 || (count > 0 && !data))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: count is %lld and data is %s, expected count >= 0 and data", what,
-                         (long long)count, data ? "given" : "NULL");
+        return fsdpi_bad(w, "[E104] %s: count is %lld and data is %s, expected count >= 0 and data",
+                         what, (long long)count, data ? "given" : "NULL");
     if (mesh && (mesh->world != w || mesh->coord[0] < 0))
-        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
-                         "%s: expected a mesh of this world, on a rank that is in the mesh", what);
+        return fsdpi_bad(w, "[E105] %s: give a mesh of this world, on a rank that is in the mesh",
+                         what);
     return FSDP_OK;
 }
 
@@ -12134,11 +12137,10 @@ FSDP_API fsdp_status fsdp_all_reduce(fsdp_world *world, const fsdp_mesh *mesh, v
     if (status) return status;
     if (!(fsdp_dtype_is_float(dtype) || dtype == FSDP_I32 || dtype == FSDP_I64) || op < FSDP_SUM ||
         op > FSDP_MIN)
-        return fsdp_fail(
-            world, FSDP_ERR_INVALID_ARG,
-            "all_reduce: dtype is %s and op is %d, expected f32, f64, f16, bf16, i32 or "
-            "i64, and FSDP_SUM, FSDP_MAX or FSDP_MIN",
-            fsdp_dtype_name(dtype), op);
+        return fsdpi_bad(world,
+                         "[E106] all_reduce: dtype is %s and op is %d, expected f32, f64, f16, "
+                         "bf16, i32 or i64, and FSDP_SUM, FSDP_MAX or FSDP_MIN",
+                         fsdp_dtype_name(dtype), op);
     fsdp_op record = fsdpi_host_op(FSDP_OP_ALL_REDUCE, "fsdp_all_reduce", dtype);
     record.redop = (uint8_t)op;
     return fsdpi_host_mesh(world, mesh, &record, 0, data, count);
@@ -12150,8 +12152,7 @@ FSDP_API fsdp_status fsdp_broadcast(fsdp_world *world, const fsdp_mesh *mesh, vo
     if (status) return status;
     int size = mesh ? fsdpi_mesh_numel(mesh) : world->size;
     if (root < 0 || root >= size)
-        return fsdp_fail(world, FSDP_ERR_INVALID_ARG, "broadcast: root is %d, expected 0..%d", root,
-                         size - 1);
+        return fsdpi_bad(world, "[E107] broadcast: root is %d, expected 0..%d", root, size - 1);
     fsdp_op record = fsdpi_host_op(FSDP_OP_BROADCAST, "fsdp_broadcast", FSDP_U8);
     return fsdpi_host_mesh(world, mesh, &record, root, data, nbytes);
 }

@@ -605,7 +605,7 @@ static const struct {
     const char *name;
 } files[] = {{"plain"}, {"accum"}, {"special"}, {"clip"}, {"mixed"}};
 
-TEST_P(golden_train, replay, files) {
+TEST_P_TIMEOUT(golden_train, replay, files, 300) {
     static test_case c;
     int cases = 0, runs = 0, length = 0;
     char file[64], text[512] = "";

@@ -59,7 +59,7 @@ static int own_status(fsdp_world *world, void *arg) {
 TEST_P(spawn, a_status_comes_back, both) {
     int64_t start = h_now_ms();
     CHECK_STATUS(spawn(row, own_status, NULL), FSDP_ERR_CORRUPT);
-    text_has("rank 1: the rank's function returned 10");
+    text_has("rank 1: [E512] the rank's function returned 10");
     CHECK(h_now_ms() - start < 2000);
 }
 
@@ -84,7 +84,7 @@ TEST(spawn, the_others_hear_what_was_returned) {
 
 TEST_P(spawn, another_value_is_internal, both) {
     CHECK_STATUS(spawn(row, other_value, NULL), FSDP_ERR_INTERNAL);
-    text_has("rank 2: the rank's function returned -7");
+    text_has("rank 2: [E512] the rank's function returned -7");
 }
 
 static int library_failure(fsdp_world *world, void *arg) {

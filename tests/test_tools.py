@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 """test_tools.py - the tools that read sources, on small made-up trees: amalgamate.py writes one
-header that does what the many did, each check of check_text.py finds what it is there for, and
+header that does what the many did, each check of check_text.py and errors finds what it is there for, and
 run_tests.sh hands it what ran. And where with_torchrun.sh looks."""
 import contextlib
 import os
@@ -292,6 +292,67 @@ def test_with_torchrun():
         says("venv: torch 2.15", os.path.join(root, "venv/only/torchrun"))
         script("torchrun", "exit 0")
         says(f"torchrun: {root}/torchrun", os.path.join(root, "torchrun"))
+
+
+FAILS = """static int fsdpi_fails(int x) {
+    if (x) return fsdp_fail(w, FSDP_ERR_IO, "[E101] x is %d: "
+                            "give 0", x); // "[E103] a comment"
+    fsdpi_say(error, "[E102] rank %d: no y", (int)boot->rank);
+    return fsdpi_world_fail(w, FSDP_OK, "%s", error);
+}
+"""
+LIST = """# a comment
+area 1 Arguments
+E101
+cause X is not 0.
+remedy Give 0.
+E102
+status ERR_IO
+cause Y | z is missing.
+remedy Give y.
+"""
+
+
+def errors(code, entries, table=None):
+    """What the gate says of this code and this list, and the table that it writes, or is given."""
+    tool = [sys.executable, os.path.join(TOOLS, "errors")]
+    with tree(core_a_h=GOOD["core/a.h"] + code) as root:
+        path = os.path.join(root, "docs", "errors.md")
+        for name, text in [("docs/errors.md", table or ""), ("tools/errors.txt", entries)]:
+            os.mkdir(os.path.join(root, os.path.dirname(name)))
+            with open(os.path.join(root, name), "w", encoding="utf-8") as f:
+                f.write(text)
+        for args in [["-o", path]] * (table is None) + [[]]:
+            r = subprocess.run(tool + args, cwd=root, stdout=subprocess.PIPE,
+                               stderr=subprocess.STDOUT, universal_newlines=True)
+        with open(path, encoding="utf-8") as f:
+            return r.returncode, r.stdout, f.read()
+
+
+def test_errors():
+    status, text, table = errors(FAILS, LIST)
+    check(status == 0 and text == "note: 2 error texts\n", text)
+    for line in ["| E101 | ERR_IO | `x is <x>: give 0` | X is not 0. | Give 0. |",
+                 "| E102 | ERR_IO | `rank <rank>: no y` | Y \\| z is missing. | Give y. |"]:
+        check(line in table, table)
+    more = "E103\nstatus none\ncause Z.\nremedy Give z.\n"
+    for code, entries, wanted in [
+            (FAILS + 'int i = fsdp_fail(w, 1, "no z");\n', LIST, 'without an id: "no z"'),
+            (FAILS + 'int i = fsdp_fail(w, 1, x ? "[E103] z" : "y");\n', LIST + more, ': "y"'),
+            (FAILS + 'int i = fsdpi_say(error, "no z");\n', LIST, 'without an id: "no z"'),
+            (FAILS + 'int i = fsdp_fail(w, 1, "[E101] z");\n', LIST, "core/a.h:14: E101 is taken"),
+            (FAILS + 'int i = fsdp_fail(w, 1, "[E103] z");\n', LIST, "E103 has no cause, remedy"),
+            (FAILS, LIST + more, "tools/errors.txt: E103 is in no source"),
+            (FAILS, LIST + more.replace("E103", "E102"), "E102 stands twice"),
+            (FAILS, LIST.replace("cause X is not 0.\n", ""), "E101 has no cause"),
+            (FAILS, LIST.replace("status ERR_IO\n", ""), "E102 has no status"),
+            (FAILS, LIST + "causes\n", "not understood: causes")]:
+        status, text, _ = errors(code, entries)
+        check(status == 1 and wanted in text, f"{wanted}: {status}: {text}")
+    for code, entries in [(FAILS.replace("give 0", "give 1"), LIST),
+                          (FAILS, LIST.replace("Give 0", "Give 1"))]:
+        status, text, _ = errors(code, entries, table)
+        check(status == 1 and "docs/errors.md is not what" in text, f"stale: {status}: {text}")
 
 
 if __name__ == "__main__":

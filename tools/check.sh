@@ -246,6 +246,11 @@ gate_text() { # CHECK of tools/check_text.py
     python3 tools/check_text.py "$1"
 }
 
+gate_errors() { # ids of error texts, and the table of them
+    need python3
+    python3 tools/errors
+}
+
 need_gloo() {
     echo '#include <gloo/transport/tcp/device.h>' | g++ ${GLOO_HOME:+-I"$GLOO_HOME/include"} -E \
         -x c++ - >/dev/null 2>&1 || skip 'no libgloo-dev'
@@ -370,7 +375,7 @@ existing() { # FILE...: those that are there
 
 list() {
     printf 'text.%s\n' toc docs functions columns code licence layers extensions tests
-    echo single && echo single_tests
+    echo errors && echo single && echo single_tests
     existing examples/*.c | sed 's|examples/\(.*\)\.c|single_example.\1|'
     printf 'warnings.%s\n' gcc clang g++ clang++
     echo gpu_scripts

@@ -110,7 +110,7 @@ static int number(const char *option, const char *text, long min, long max, int 
     long value = strtol(text, &end, 10);
     *out = (int)value;
     if (*text && !*end && value >= min && value <= max) return 0;
-    return complain("%s '%s': expected a number from %ld to %ld", option, text, min, max);
+    return complain("[E530] %s '%s': expected a number from %ld to %ld", option, text, min, max);
 }
 
 // HOST, HOST:PORT, [IPV6]:PORT, or an IPv6 address alone.
@@ -123,7 +123,7 @@ static int master(job *j, const char *text) {
     }
     int length = (int)(end - text) - 2 * bracket;
     if (length < 1 || length >= (int)sizeof j->host || bracket != (end[-1] == ']'))
-        return complain("--master '%s': expected HOST or HOST:PORT", text);
+        return complain("[E531] --master '%s': expected HOST or HOST:PORT", text);
     snprintf(j->host, sizeof j->host, "%.*s", length, text + bracket);
     return 0;
 }
@@ -156,19 +156,20 @@ static int read_options(job *j, int argc, char **argv, int *help) {
         else if ((v = option("--node-rank", argv, &i))) node = v;
         else if ((v = option("--master", argv, &i))) bad = master(j, v);
         else if ((v = option("--job", argv, &i))) j->name = v;
-        else bad = complain("unknown option '%s'; --help explains", argv[i]);
+        else bad = complain("[E532] unknown option '%s'; --help explains", argv[i]);
     }
     if (!bad && !nodes && (node || *j->host))
-        bad = complain("%s needs --nnodes N", node ? "--node-rank" : "--master");
+        bad = complain("[E533] %s needs --nnodes N", node ? "--node-rank" : "--master");
     if (!bad && node) bad = number("--node-rank", node, 0, j->nodes - 1, &j->node);
     if (!bad && j->nodes > 1 && (!node || !*j->host || !j->ranks))
-        bad = complain("--nnodes %d needs %s: the same command on all nodes, but for --node-rank",
-                       j->nodes,
-                       !j->ranks ? "-n RANKS (of each node)"
-                       : !node   ? "--node-rank K (from 0; which node this is)"
-                                 : "--master HOST (node 0, as the others reach it)");
+        bad = complain(
+            "[E534] --nnodes %d needs %s: run the same command on all nodes, but for --node-rank",
+            j->nodes,
+            !j->ranks ? "-n RANKS (of each node)"
+            : !node   ? "--node-rank K (from 0; which node this is)"
+                      : "--master HOST (node 0, as the others reach it)");
     if (!bad && i >= argc) {
-        bad = complain("which program?");
+        bad = complain("[E535] no program was given: name it behind the options");
         usage(stderr);
     }
     if (!j->ranks) j->ranks = cores();
@@ -216,7 +217,7 @@ static int name_job(job *j) {
                  v6 ? "]" : "", j->port);
     else snprintf(j->store, sizeof j->store, "host:");
     if (used < (int)sizeof j->id) return 0;
-    return complain("the names of --master and --job are together longer than %d bytes",
+    return complain("[E536] the names of --master and --job are together longer than %d bytes",
                     (int)sizeof j->id - 1);
 }
 
@@ -247,7 +248,7 @@ static int serve(job *j) {
     if (fsdpi_store_serve(&d, &j->server, error, sizeof error))
         return *j->host ? (complain("%s", error), 1) : 0;
     if (*j->host && fsdpi_store_port(j->server) != j->port)
-        complain("port %d is taken: ranks meet at %s:%d", j->port, j->host,
+        complain("[E537] port %d is taken, so ranks meet at %s:%d", j->port, j->host,
                  fsdpi_store_port(j->server));
     return 0;
 }
@@ -282,21 +283,23 @@ static void signal_all(const job *j, int sig) {
 static int start(job *j) {
     int errors[2], error = 0, failed = 0;
     pid_t parent = getpid();
-    if (pipe2(errors, O_CLOEXEC)) return complain("pipe: %s", strerror(errno)), 1;
+    if (pipe2(errors, O_CLOEXEC))
+        return complain("[E538] the system cannot make a pipe: %s", strerror(errno)), 1;
     for (int r = 0; r < j->ranks && !failed; r++) {
         set_number("RANK", (long)j->node * j->ranks + r); // here: the child of threads sets nothing
         set_number("LOCAL_RANK", r);
         j->pids[r] = fork();
         if (j->pids[r] == 0) become_rank(r, parent, errors[1], j->argv);
         if (j->pids[r] < 0) {
-            complain("rank %d could not be forked: %s", j->node * j->ranks + r, strerror(errno));
+            complain("[E539] the system cannot fork rank %d: %s", j->node * j->ranks + r,
+                     strerror(errno));
             failed = 1;
         }
     }
     close(errors[1]);
     // Ends when every child has either called exec or said why it could not.
     if (!failed && read(errors[0], &error, sizeof error) == (ssize_t)sizeof error) {
-        complain("cannot start '%s': %s", j->argv[0], strerror(error));
+        complain("[E540] the system cannot start '%s': %s", j->argv[0], strerror(error));
         failed = EXIT_NO_PROGRAM;
     }
     close(errors[0]);
@@ -319,10 +322,10 @@ static void tell(const job *j, int r, pid_t pid, int how) {
         snprintf(before, sizeof before, "; %d ranks had ended before, with 0, rank %d as the first",
                  j->done, base + j->first_done);
     if (WIFSIGNALED(how))
-        complain("rank %d (process %ld) was killed by signal %d (%s)%s", base + r, (long)pid,
+        complain("[E541] rank %d (process %ld) was killed by signal %d (%s)%s", base + r, (long)pid,
                  WTERMSIG(how), strsignal(WTERMSIG(how)), before);
     else
-        complain("rank %d (process %ld) failed with exit status %d%s", base + r, (long)pid,
+        complain("[E542] rank %d (process %ld) failed with exit status %d%s", base + r, (long)pid,
                  WEXITSTATUS(how), before);
 }
 

@@ -608,7 +608,7 @@ TEST(extension, slots_from_elsewhere) {
     CHECK_OK(fsdp_buf_part(b.model, l.arena, 0, 64, &l.part));
     l.pool = FSDP_POOL_GATHER;
     CHECK_STATUS(fsdp_pre_forward(b.units[1]), FSDP_ERR_INVALID_ARG);
-    CHECK(strstr(fsdp_last_error(b.s.world), "an extension gave unit 'unit1' a slot of 64 bytes"));
+    CHECK(strstr(fsdp_last_error(b.s.world), "an extension gave 'unit1' a slot of 64 bytes"));
     fsdp_buf_destroy(b.model, l.part);
     fsdp_buf_destroy(b.model, l.arena);
     bed_close(&b);

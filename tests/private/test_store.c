@@ -2111,7 +2111,7 @@ static void with_bad_member(int rank, int world, void *arg) {
     raise_flag(&s->flags[0]);
     int64_t start = h_calm_ms();
     if (b->says) {
-        s->verdicts[rank] = await_verdict(&c, 2000);
+        s->verdicts[rank] = await_verdict(&c, 20000);
         CHECK_EQ_INT(s->verdicts[rank].status, FSDP_ERR_PEER_LOST);
         says(s->verdicts[rank].reason, b->says);
     } else {

@@ -424,9 +424,9 @@ static void call_both(bed *b, model *m, int form, int at) {
              call == FSDP_CALL_SET || !strcmp(forms[form].name, "attach") ? forms[form].name
                                                                           : documented[call].name);
     if (strstr(name, " of all")) *strstr(name, " of all") = 0;
-    snprintf(start, sizeof start, "rank %d: %s: unit '%s' is %s and %s, %s backward", b->s.rank,
-             name, b->units[refuses]->desc.name, state_names[u->state], storage_names[u->storage],
-             was.backward ? "inside" : "outside");
+    snprintf(start, sizeof start, "rank %d: [E206] %s: unit '%s' is %s and %s, %s backward",
+             b->s.rank, name, b->units[refuses]->desc.name, state_names[u->state],
+             storage_names[u->storage], was.backward ? "inside" : "outside");
     CHECK_MSG(!strncmp(fsdp_last_error(b->s.world), start, strlen(start)),
               "\"%s\" does not begin with \"%s\"", fsdp_last_error(b->s.world), start);
     const char *first = strstr(fsdp_last_error(b->s.world), ": call fsdp_");
