@@ -1285,7 +1285,7 @@ static void loses_launcher(int rank, int world, void *arg) {
     await_flag(&s->flags[0], 1);
     CHECK_OK(open_as(&c, s, rank, world - 1));
     raise_flag(&s->flags[1]);
-    s->verdicts[rank] = await_verdict(&c, 20000);
+    s->verdicts[rank] = await_verdict(&c, 2000);
     within(s->when, 1000);
     says(s->verdicts[rank].reason, "launcher");
     CHECK_EQ_INT(s->verdicts[rank].status, FSDP_ERR_PEER_LOST);
@@ -1409,7 +1409,7 @@ static void stopped_server(int rank, int world, void *arg) {
     exchange(&c, world, "a");
     gather_at(s, 0);
     if (rank == 0) { /* it is stopped by rank 1, and learns of it afterwards */
-        s->verdicts[0] = await_verdict(&c, 20000);
+        s->verdicts[0] = await_verdict(&c, 2000);
         fsdpi_store_close(c.store);
         return;
     }
