@@ -928,6 +928,16 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
    Allocates   tables; the rest at the next call      Source torch: Tensor.requires_grad_ */
 FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requires_grad);
 
+/* fsdp_model_cast - store all floating parameters of a model in another dtype, between steps
+   dtype       floating. param_dtype and reduce_dtype of the descs stay
+   Effect      the next call that needs the layout casts shards and shard gradients to the new one,
+               and an optimizer its states (f64 for f64, else f32). Earlier views are stale
+   Result      as fsdp_set_requires_grad; UNSUPPORTED (a gather extension). After OUT_OF_MEMORY some
+               units may be cast: call it again
+   Collective  no, but every rank has to do the same      Blocks for operations under way
+   Allocates   tables; the rest at the next call      Source torch: Module.to(dtype) */
+FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype);
+
 /* Hooks of a unit. They run where its reductions run: at once, in a worker thread with lanes, or on
    a device with streams to enqueue work on `stream`. In a worker thread a hook must not call
    functions that take the world, the model or a unit. If a hook does not return FSDP_OK, the world
@@ -1048,7 +1058,7 @@ enum {
     X(RED_OUT, "red_out")     /* reduce output -> shard gradient: scale, cast, accumulate */      \
     X(GRAD_HOOK, "post_accumulate_hook")                                                          \
     X(FINAL, "final")         /* the caller's stream waits for shard gradients */                 \
-    X(MOVE, "move")           /* to a new layout, after fsdp_set_requires_grad */                 \
+    X(MOVE, "move")           /* to a new layout: fsdp_set_requires_grad, fsdp_model_cast */      \
     X(CLIP, "clip")                                                                               \
     X(FULL, "full")           /* gather to one tensor */                                          \
     X(WORLD, "world")         /* fsdp_all_reduce, fsdp_broadcast, fsdp_barrier */                 \

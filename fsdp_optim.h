@@ -924,17 +924,40 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
     return FSDP_OK;
 }
 
+// One state of one parameter; after a cast of the model in another dtype, through the host.
+static fsdp_status fsdpi_optim_move_one(const fsdpi_optim *old, const fsdpi_optim_param *from,
+                                        const fsdpi_optim *o, const fsdpi_optim_param *to, int k) {
+    int was = fsdpi_optim_wide(from), is = fsdpi_optim_wide(to);
+    size_t size[2] = {fsdpi_optim_size(was), fsdpi_optim_size(is)};
+    const char *src = old->states[k][was] + (size_t)from->state * size[0];
+    char *dst = o->states[k][is] + (size_t)to->state * size[1];
+    double in[64], out[64];
+    fsdp_status status = FSDP_OK;
+    if (was == is)
+        return to->numel > 0 ? fsdpi_optim_copy(o->model, o->memory, dst, src,
+                                                (size_t)to->numel * size[0])
+                             : FSDP_OK;
+    for (int64_t at = 0; at < to->numel && !status; at += 64) {
+        size_t count = (size_t)(to->numel - at < 64 ? to->numel - at : 64);
+        status = fsdpi_optim_copy(o->model, o->memory, in, src + (size_t)at * size[0],
+                                  count * size[0]);
+        if (!status)
+            status = fsdp_convert(out, is ? FSDP_F64 : FSDP_F32, in, was ? FSDP_F64 : FSDP_F32,
+                                  (int64_t)count);
+        if (!status)
+            status = fsdpi_optim_copy(o->model, o->memory, dst + (size_t)at * size[1], out,
+                                      count * size[1]);
+    }
+    return status;
+}
+
 // What was kept for a parameter goes to its place in the new block.
 static fsdp_status fsdpi_optim_move(const fsdpi_optim *old, const fsdpi_optim *o) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < o->num_params; i++) {
         const fsdpi_optim_param *to = &o->params[i], *from = fsdpi_optim_find(old, to->ordinal);
-        int wide = fsdpi_optim_wide(to);
-        size_t size = fsdpi_optim_size(wide);
-        for (int k = 0; k < o->num_states && from && to->numel > 0 && !status; k++)
-            status = fsdpi_optim_copy(
-                o->model, o->memory, o->states[k][wide] + (size_t)to->state * size,
-                old->states[k][wide] + (size_t)from->state * size, (size_t)to->numel * size);
+        for (int k = 0; k < o->num_states && from && !status; k++)
+            status = fsdpi_optim_move_one(old, from, o, to, k);
     }
     return status;
 }

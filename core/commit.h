@@ -321,15 +321,18 @@ static void fsdpi_old_free(fsdp_model *m) {
     }
 }
 
-static fsdp_status fsdpi_move_one(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *from, fsdp_buf *to,
-                                  fsdp_dtype dtype, fsdp_block *block) {
-    fsdpi_work work = {block, NULL, 1, (uint64_t)p->lay.shard_numel};
+static fsdp_status fsdpi_move_one(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *from,
+                                  fsdp_dtype from_dtype, fsdp_buf *to, fsdp_dtype to_dtype) {
+    fsdp_block *block = &u->model->norm_blocks[p->ordinal];
+    // One rank pads by the dtype.
+    int64_t numel = fsdpi_shards(u) == 1 ? p->lay.numel : p->lay.shard_numel;
+    fsdpi_work work = {block, NULL, 1, (uint64_t)numel};
     fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_MOVE, FSDP_STREAM_COMPUTE);
-    *block = fsdpi_run(p->old_offset, p->lay.shard_offset, p->lay.shard_numel);
-    return fsdpi_emit_work(u->model, &op, from, dtype, to, dtype, &work);
+    *block = fsdpi_run(p->old_offset, p->lay.shard_offset, numel);
+    return fsdpi_emit_work(u->model, &op, from, from_dtype, to, to_dtype, &work);
 }
 
-// From the layout before fsdp_set_requires_grad to the new one.
+// From the layout before fsdp_set_requires_grad or fsdp_model_cast to the new one.
 static fsdp_status fsdpi_move(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units; i++) {
@@ -338,14 +341,13 @@ static fsdp_status fsdpi_move(fsdp_model *m) {
             u->state.grads.shard = FSDPI_GRADS_ZERO; // new blocks are
         for (int k = 0; k < u->desc.num_params && !status; k++) {
             fsdpi_param *p = &u->params[k];
-            const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
-            fsdp_block *block = &m->norm_blocks[p->ordinal];
-            if (!flat->old_shard) continue;
-            status = fsdpi_move_one(u, p, flat->old_shard, flat->shard, p->dtype, block);
+            const fsdpi_flat_block *flat = &m->flats[p->dtype], *old = &m->flats[p->old_dtype];
+            if (!old->old_shard) continue;
+            status = fsdpi_move_one(u, p, old->old_shard, p->old_dtype, flat->shard, p->dtype);
             if (!p->requires_grad) p->use &= (uint8_t)~FSDPI_USE_REDUCED;
             if (!status && (p->use & FSDPI_USE_REDUCED))
-                status = fsdpi_move_one(u, p, flat->old_grad, flat->grad,
-                                        fsdpi_grad_dtype(m, p->dtype), block);
+                status = fsdpi_move_one(u, p, old->old_grad, fsdpi_grad_dtype(m, p->old_dtype),
+                                        flat->grad, fsdpi_grad_dtype(m, p->dtype));
         }
     }
     if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
@@ -359,6 +361,9 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     if (m->num_units == 0)
         return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
                          "[E201] commit: the model has no units: call fsdp_fully_shard first");
+    for (int i = 0; i < m->num_units && !status; i++)
+        if (!m->units[i]->layout.num_parts) status = fsdpi_unit_arrange(m->units[i]);
+    if (status) return fsdpi_fail_together(m->world, status);
     fsdpi_place_units(m);
     fsdpi_need_blocks(m);
     for (int i = 0; i < m->num_classes; i++) m->classes[i].units = m->classes[i].ahead = 0;
@@ -378,8 +383,8 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     return FSDP_OK;
 }
 
-/* Take the layout back, because a parameter was frozen or thawed: the next commit makes another and
-   moves what the blocks hold. The slots go too, since their sizes change. */
+/* Take the layout back, because a parameter was frozen, thawed or cast: the next commit makes another
+   and moves what the blocks hold. The slots go too, since their sizes change. */
 static fsdp_status fsdpi_unsettle(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     fsdpi_drain(m->world);
@@ -387,8 +392,11 @@ static fsdp_status fsdpi_unsettle(fsdp_model *m) {
     if (status) return status;
     fsdpi_drain(m->world);
     for (int i = 0; i < m->num_units; i++)
-        for (int k = 0; k < m->units[i]->desc.num_params; k++)
-            m->units[i]->params[k].old_offset = m->units[i]->params[k].lay.shard_offset;
+        for (int k = 0; k < m->units[i]->desc.num_params; k++) {
+            fsdpi_param *p = &m->units[i]->params[k];
+            p->old_offset = p->lay.shard_offset;
+            p->old_dtype = p->dtype;
+        }
     for (int i = 0; i < m->num_classes; i++)
         while (m->classes[i].count) fsdpi_buf_free(m, m->classes[i].slots[--m->classes[i].count]);
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {

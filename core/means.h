@@ -415,7 +415,8 @@ FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model) {
 }
 
 FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes) {
-    if (!model || (nbytes > 0 && !data)) return fsdpi_null(fsdp_model_world(model), "agree");
+    if (!model || (nbytes > 0 && !data))
+        return fsdpi_null(fsdp_model_world(model), "agree", "model or data");
     for (int64_t i = 0; i < nbytes; i++)
         model->given = fsdpi_hash(model->given, ((const unsigned char *)data)[i]);
     return fsdpi_failed(model->world);

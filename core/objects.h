@@ -114,6 +114,7 @@ typedef struct fsdpi_param {
     fsdp_layout_param lay;    // shard_offset in the flat block, full_offset in the GATHER slot
     int64_t grad_offset;      // of the full gradient in the GRAD slot
     int64_t old_offset;       // of the shard in the layout before, while the model is laid out anew
+    fsdp_dtype old_dtype;     // likewise
     fsdp_grad_hook grad_hook; // NULL: none
     void *grad_hook_user;
     fsdp_gather_extension extension;            // sizes NULL: none

@@ -132,13 +132,23 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
     return fsdpi_set_prefetch(unit, 1, targets, count, "set_modules_to_backward_prefetch");
 }
 
+// May the model be laid out anew? All units are idle, and none holds what only its layout knows.
+static fsdp_status fsdpi_may_move(fsdp_model *m, const char *what) {
+    fsdp_status status = fsdpi_failed(m->world);
+    if (!status) status = fsdpi_remember(m, fsdpi_check_units(m, FSDP_CALL_REQUIRES_GRAD, what));
+    for (int i = 0; i < m->num_units && !status; i++)
+        if (m->units[i]->state.slot[FSDP_POOL_GRAD] || m->units[i]->state.slot[FSDP_POOL_RIN] ||
+            m->units[i]->state.slot[FSDP_POOL_ROUT])
+            return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
+                             "[E203] %s: unit '%s' holds gradients that are not reduced: run a "
+                             "backward with sync, or call fsdp_model_reset",
+                             what, m->units[i]->desc.name);
+    return status;
+}
+
 FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requires_grad) {
     fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_REQUIRES_GRAD);
-    if (!status) status = fsdpi_failed(unit->model->world);
-    if (!status)
-        status = fsdpi_remember(unit->model,
-                                fsdpi_check_units(unit->model, FSDP_CALL_REQUIRES_GRAD,
-                                                  fsdpi_call_name(FSDP_CALL_REQUIRES_GRAD)));
+    if (!status) status = fsdpi_may_move(unit->model, fsdpi_call_name(FSDP_CALL_REQUIRES_GRAD));
     if (status) return status;
     fsdp_model *m = unit->model;
     fsdpi_param *p = &unit->params[index];
@@ -147,13 +157,6 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
                          "[E166] set_requires_grad: parameter '%s' of unit '%s' is %s: only "
                          "floating parameters can require a gradient",
                          p->name, unit->desc.name, fsdp_dtype_name(p->dtype));
-    for (int i = 0; i < m->num_units; i++)
-        if (m->units[i]->state.slot[FSDP_POOL_GRAD] || m->units[i]->state.slot[FSDP_POOL_RIN] ||
-            m->units[i]->state.slot[FSDP_POOL_ROUT])
-            return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
-                             "[E203] set_requires_grad: unit '%s' holds gradients that are not "
-                             "reduced: run a backward with sync, or call fsdp_model_reset",
-                             m->units[i]->desc.name);
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);
     if (status) return status;
@@ -161,9 +164,31 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     p->requires_grad = requires_grad != 0;
     p->use &= (uint8_t)~FSDPI_USE_REDUCED;
     status = fsdpi_unit_arrange(unit);
-    if (status) { // as it was; the sizes of that layout are in the classes still
-        p->requires_grad = !p->requires_grad;
-        (void)fsdpi_unit_arrange(unit);
+    if (status) p->requires_grad = !p->requires_grad;
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
+    static const char *const what = "model_cast";
+    if (!model) return fsdpi_null(NULL, what, "model");
+    if (!fsdp_dtype_is_float(dtype))
+        return fsdpi_bad(model->world, "[E171] %s: dtype is %d, expected a floating dtype", what,
+                         dtype);
+    fsdp_status status = fsdpi_may_move(model, what);
+    for (int i = 0; i < model->num_units && !status; i++)
+        for (int k = 0; k < model->units[i]->desc.num_params; k++)
+            if (model->units[i]->params[k].extension.sizes)
+                return fsdp_fail(model->world, FSDP_ERR_UNSUPPORTED,
+                                 "[E213] %s: the gather extension of '%s' in unit '%s' knows one "
+                                 "dtype: give the dtype in fsdp_param_desc",
+                                 what, model->units[i]->params[k].name, model->units[i]->desc.name);
+    if (!status && model->committed) status = fsdpi_unsettle(model);
+    if (!status) model->settings++;
+    for (int i = 0; i < model->num_units && !status; i++) {
+        fsdp_unit *u = model->units[i];
+        for (int k = 0; k < u->desc.num_params; k++)
+            if (fsdp_dtype_is_float(u->params[k].dtype)) u->params[k].dtype = dtype;
+        status = fsdpi_unit_arrange(u);
     }
     return status;
 }

@@ -154,7 +154,7 @@ static void fsdpi_unit_agree(fsdp_unit *u) {
 
 /* Sort the parameters into parts, by their dtypes and by who requires a gradient now, and measure.
    Again after fsdp_set_requires_grad. */
-static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
+static fsdp_status fsdpi_unit_parts(fsdp_unit *u) {
     fsdp_model *m = u->model;
     u->layout.num_parts = u->layout.num_train = u->layout.train_parts = u->layout.users_part = 0;
     u->layout.reduce_dtype = FSDP_DTYPE_KEEP;
@@ -194,6 +194,13 @@ static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
                          u->desc.name);
     fsdpi_unit_route(u);
     return fsdpi_unit_classes(u);
+}
+
+// After a failure commit does it again.
+static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
+    fsdp_status status = fsdpi_unit_parts(u);
+    if (status) u->layout.num_parts = 0;
+    return status;
 }
 
 static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const char *name,
