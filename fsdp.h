@@ -427,12 +427,14 @@ FSDP_API int fsdp_mesh_rank(const fsdp_mesh *mesh, int dim);
 /* fsdp_mesh_dim   - index of the dim with this name; -1: there is none
    fsdp_mesh_ranks - world ranks of this rank's group along a dim, in order of position. dim -1: of
    the whole mesh, row-major
+   fsdp_mesh_equal - 1 if two meshes have the same ranks, shape and names of dims, or are both NULL
    out         room for fsdp_mesh_size(mesh, dim) ranks, or NULL
    Result      ranks: their number; -1 if this rank is outside the mesh or there is no such dim
    Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: DeviceMesh.get_all_groups, .mesh */
+   Source      torch: DeviceMesh.get_all_groups, .mesh, __eq__ */
 FSDP_API int fsdp_mesh_dim(const fsdp_mesh *mesh, const char *name);
 FSDP_API int fsdp_mesh_ranks(const fsdp_mesh *mesh, int dim, int32_t *out);
+FSDP_API int fsdp_mesh_equal(const fsdp_mesh *a, const fsdp_mesh *b);
 
 /* fsdp_mesh_slice - the sub-mesh of some dims that contains this rank. It shares the mesh's groups
    dims        num_dims indices, increasing (fsdp_mesh_dim finds the index of a name)

@@ -318,6 +318,15 @@ FSDP_API int fsdp_mesh_dim(const fsdp_mesh *mesh, const char *name) {
     return -1;
 }
 
+FSDP_API int fsdp_mesh_equal(const fsdp_mesh *a, const fsdp_mesh *b) {
+    if (!a || !b || a->ndim != b->ndim) return a == b;
+    for (int d = 0; d < a->ndim; d++) {
+        const char *x = a->names[d] ? a->names[d] : "", *y = b->names[d] ? b->names[d] : "";
+        if (a->shape[d] != b->shape[d] || strcmp(x, y) != 0) return 0;
+    }
+    return memcmp(a->ranks, b->ranks, (size_t)fsdpi_mesh_numel(a) * sizeof *a->ranks) == 0;
+}
+
 FSDP_API int fsdp_mesh_ranks(const fsdp_mesh *mesh, int dim, int32_t *out) {
     int size = fsdp_mesh_size(mesh, dim);
     int32_t d = dim;

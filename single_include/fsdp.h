@@ -1315,12 +1315,14 @@ FSDP_API int fsdp_mesh_rank(const fsdp_mesh *mesh, int dim);
 /* fsdp_mesh_dim   - index of the dim with this name; -1: there is none
    fsdp_mesh_ranks - world ranks of this rank's group along a dim, in order of position. dim -1: of
    the whole mesh, row-major
+   fsdp_mesh_equal - 1 if two meshes have the same ranks, shape and names of dims, or are both NULL
    out         room for fsdp_mesh_size(mesh, dim) ranks, or NULL
    Result      ranks: their number; -1 if this rank is outside the mesh or there is no such dim
    Collective  no      Blocks no      Allocates no      Thread any
-   Source      torch: DeviceMesh.get_all_groups, .mesh */
+   Source      torch: DeviceMesh.get_all_groups, .mesh, __eq__ */
 FSDP_API int fsdp_mesh_dim(const fsdp_mesh *mesh, const char *name);
 FSDP_API int fsdp_mesh_ranks(const fsdp_mesh *mesh, int dim, int32_t *out);
+FSDP_API int fsdp_mesh_equal(const fsdp_mesh *a, const fsdp_mesh *b);
 
 /* fsdp_mesh_slice - the sub-mesh of some dims that contains this rank. It shares the mesh's groups
    dims        num_dims indices, increasing (fsdp_mesh_dim finds the index of a name)
@@ -1816,6 +1818,16 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
    Allocates   tables; the rest at the next call      Source torch: Tensor.requires_grad_ */
 FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requires_grad);
 
+/* fsdp_model_cast - store all floating parameters of a model in another dtype, between steps
+   dtype       floating. param_dtype and reduce_dtype of the descs stay
+   Effect      the next call that needs the layout casts shards and shard gradients to the new one,
+               and an optimizer its states (f64 for f64, else f32). Earlier views are stale
+   Result      as fsdp_set_requires_grad; UNSUPPORTED (a gather extension). After OUT_OF_MEMORY some
+               units may be cast: call it again
+   Collective  no, but every rank has to do the same      Blocks for operations under way
+   Allocates   tables; the rest at the next call      Source torch: Module.to(dtype) */
+FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype);
+
 /* Hooks of a unit. They run where its reductions run: at once, in a worker thread with lanes, or on
    a device with streams to enqueue work on `stream`. In a worker thread a hook must not call
    functions that take the world, the model or a unit. If a hook does not return FSDP_OK, the world
@@ -1936,7 +1948,7 @@ enum {
     X(RED_OUT, "red_out")     /* reduce output -> shard gradient: scale, cast, accumulate */      \
     X(GRAD_HOOK, "post_accumulate_hook")                                                          \
     X(FINAL, "final")         /* the caller's stream waits for shard gradients */                 \
-    X(MOVE, "move")           /* to a new layout, after fsdp_set_requires_grad */                 \
+    X(MOVE, "move")           /* to a new layout: fsdp_set_requires_grad, fsdp_model_cast */      \
     X(CLIP, "clip")                                                                               \
     X(FULL, "full")           /* gather to one tensor */                                          \
     X(WORLD, "world")         /* fsdp_all_reduce, fsdp_broadcast, fsdp_barrier */                 \
@@ -2983,6 +2995,7 @@ typedef struct fsdpi_param {
     fsdp_layout_param lay;    // shard_offset in the flat block, full_offset in the GATHER slot
     int64_t grad_offset;      // of the full gradient in the GRAD slot
     int64_t old_offset;       // of the shard in the layout before, while the model is laid out anew
+    fsdp_dtype old_dtype;     // likewise
     fsdp_grad_hook grad_hook; // NULL: none
     void *grad_hook_user;
     fsdp_gather_extension extension;            // sizes NULL: none
@@ -7314,6 +7327,15 @@ FSDP_API int fsdp_mesh_dim(const fsdp_mesh *mesh, const char *name) {
     return -1;
 }
 
+FSDP_API int fsdp_mesh_equal(const fsdp_mesh *a, const fsdp_mesh *b) {
+    if (!a || !b || a->ndim != b->ndim) return a == b;
+    for (int d = 0; d < a->ndim; d++) {
+        const char *x = a->names[d] ? a->names[d] : "", *y = b->names[d] ? b->names[d] : "";
+        if (a->shape[d] != b->shape[d] || strcmp(x, y) != 0) return 0;
+    }
+    return memcmp(a->ranks, b->ranks, (size_t)fsdpi_mesh_numel(a) * sizeof *a->ranks) == 0;
+}
+
 FSDP_API int fsdp_mesh_ranks(const fsdp_mesh *mesh, int dim, int32_t *out) {
     int size = fsdp_mesh_size(mesh, dim);
     int32_t d = dim;
@@ -8092,7 +8114,7 @@ static void fsdpi_unit_agree(fsdp_unit *u) {
 
 /* Sort the parameters into parts, by their dtypes and by who requires a gradient now, and measure.
    Again after fsdp_set_requires_grad. */
-static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
+static fsdp_status fsdpi_unit_parts(fsdp_unit *u) {
     fsdp_model *m = u->model;
     u->layout.num_parts = u->layout.num_train = u->layout.train_parts = u->layout.users_part = 0;
     u->layout.reduce_dtype = FSDP_DTYPE_KEEP;
@@ -8132,6 +8154,13 @@ static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
                          u->desc.name);
     fsdpi_unit_route(u);
     return fsdpi_unit_classes(u);
+}
+
+// After a failure commit does it again.
+static fsdp_status fsdpi_unit_arrange(fsdp_unit *u) {
+    fsdp_status status = fsdpi_unit_parts(u);
+    if (status) u->layout.num_parts = 0;
+    return status;
 }
 
 static fsdp_status fsdpi_dtypes_check(fsdp_world *w, const char *what, const char *name,
@@ -9743,15 +9772,18 @@ static void fsdpi_old_free(fsdp_model *m) {
     }
 }
 
-static fsdp_status fsdpi_move_one(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *from, fsdp_buf *to,
-                                  fsdp_dtype dtype, fsdp_block *block) {
-    fsdpi_work work = {block, NULL, 1, (uint64_t)p->lay.shard_numel};
+static fsdp_status fsdpi_move_one(fsdp_unit *u, const fsdpi_param *p, fsdp_buf *from,
+                                  fsdp_dtype from_dtype, fsdp_buf *to, fsdp_dtype to_dtype) {
+    fsdp_block *block = &u->model->norm_blocks[p->ordinal];
+    // One rank pads by the dtype.
+    int64_t numel = fsdpi_shards(u) == 1 ? p->lay.numel : p->lay.shard_numel;
+    fsdpi_work work = {block, NULL, 1, (uint64_t)numel};
     fsdp_op op = fsdpi_op(u->model, u, FSDP_OP_COPY, FSDP_LABEL_MOVE, FSDP_STREAM_COMPUTE);
-    *block = fsdpi_run(p->old_offset, p->lay.shard_offset, p->lay.shard_numel);
-    return fsdpi_emit_work(u->model, &op, from, dtype, to, dtype, &work);
+    *block = fsdpi_run(p->old_offset, p->lay.shard_offset, numel);
+    return fsdpi_emit_work(u->model, &op, from, from_dtype, to, to_dtype, &work);
 }
 
-// From the layout before fsdp_set_requires_grad to the new one.
+// From the layout before fsdp_set_requires_grad or fsdp_model_cast to the new one.
 static fsdp_status fsdpi_move(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     for (int i = 0; i < m->num_units; i++) {
@@ -9760,14 +9792,13 @@ static fsdp_status fsdpi_move(fsdp_model *m) {
             u->state.grads.shard = FSDPI_GRADS_ZERO; // new blocks are
         for (int k = 0; k < u->desc.num_params && !status; k++) {
             fsdpi_param *p = &u->params[k];
-            const fsdpi_flat_block *flat = fsdpi_flat_of(u, fsdpi_part_of(u, p));
-            fsdp_block *block = &m->norm_blocks[p->ordinal];
-            if (!flat->old_shard) continue;
-            status = fsdpi_move_one(u, p, flat->old_shard, flat->shard, p->dtype, block);
+            const fsdpi_flat_block *flat = &m->flats[p->dtype], *old = &m->flats[p->old_dtype];
+            if (!old->old_shard) continue;
+            status = fsdpi_move_one(u, p, old->old_shard, p->old_dtype, flat->shard, p->dtype);
             if (!p->requires_grad) p->use &= (uint8_t)~FSDPI_USE_REDUCED;
             if (!status && (p->use & FSDPI_USE_REDUCED))
-                status = fsdpi_move_one(u, p, flat->old_grad, flat->grad,
-                                        fsdpi_grad_dtype(m, p->dtype), block);
+                status = fsdpi_move_one(u, p, old->old_grad, fsdpi_grad_dtype(m, p->old_dtype),
+                                        flat->grad, fsdpi_grad_dtype(m, p->dtype));
         }
     }
     if (!status) status = fsdpi_sync(m->world, FSDP_STREAM_COMPUTE);
@@ -9781,6 +9812,9 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     if (m->num_units == 0)
         return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
                          "[E201] commit: the model has no units: call fsdp_fully_shard first");
+    for (int i = 0; i < m->num_units && !status; i++)
+        if (!m->units[i]->layout.num_parts) status = fsdpi_unit_arrange(m->units[i]);
+    if (status) return fsdpi_fail_together(m->world, status);
     fsdpi_place_units(m);
     fsdpi_need_blocks(m);
     for (int i = 0; i < m->num_classes; i++) m->classes[i].units = m->classes[i].ahead = 0;
@@ -9800,8 +9834,8 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     return FSDP_OK;
 }
 
-/* Take the layout back, because a parameter was frozen or thawed: the next commit makes another and
-   moves what the blocks hold. The slots go too, since their sizes change. */
+/* Take the layout back, because a parameter was frozen, thawed or cast: the next commit makes another
+   and moves what the blocks hold. The slots go too, since their sizes change. */
 static fsdp_status fsdpi_unsettle(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     fsdpi_drain(m->world);
@@ -9809,8 +9843,11 @@ static fsdp_status fsdpi_unsettle(fsdp_model *m) {
     if (status) return status;
     fsdpi_drain(m->world);
     for (int i = 0; i < m->num_units; i++)
-        for (int k = 0; k < m->units[i]->desc.num_params; k++)
-            m->units[i]->params[k].old_offset = m->units[i]->params[k].lay.shard_offset;
+        for (int k = 0; k < m->units[i]->desc.num_params; k++) {
+            fsdpi_param *p = &m->units[i]->params[k];
+            p->old_offset = p->lay.shard_offset;
+            p->old_dtype = p->dtype;
+        }
     for (int i = 0; i < m->num_classes; i++)
         while (m->classes[i].count) fsdpi_buf_free(m, m->classes[i].slots[--m->classes[i].count]);
     for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
@@ -11178,13 +11215,23 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
     return fsdpi_set_prefetch(unit, 1, targets, count, "set_modules_to_backward_prefetch");
 }
 
+// May the model be laid out anew? All units are idle, and none holds what only its layout knows.
+static fsdp_status fsdpi_may_move(fsdp_model *m, const char *what) {
+    fsdp_status status = fsdpi_failed(m->world);
+    if (!status) status = fsdpi_remember(m, fsdpi_check_units(m, FSDP_CALL_REQUIRES_GRAD, what));
+    for (int i = 0; i < m->num_units && !status; i++)
+        if (m->units[i]->state.slot[FSDP_POOL_GRAD] || m->units[i]->state.slot[FSDP_POOL_RIN] ||
+            m->units[i]->state.slot[FSDP_POOL_ROUT])
+            return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
+                             "[E203] %s: unit '%s' holds gradients that are not reduced: run a "
+                             "backward with sync, or call fsdp_model_reset",
+                             what, m->units[i]->desc.name);
+    return status;
+}
+
 FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requires_grad) {
     fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_REQUIRES_GRAD);
-    if (!status) status = fsdpi_failed(unit->model->world);
-    if (!status)
-        status = fsdpi_remember(unit->model,
-                                fsdpi_check_units(unit->model, FSDP_CALL_REQUIRES_GRAD,
-                                                  fsdpi_call_name(FSDP_CALL_REQUIRES_GRAD)));
+    if (!status) status = fsdpi_may_move(unit->model, fsdpi_call_name(FSDP_CALL_REQUIRES_GRAD));
     if (status) return status;
     fsdp_model *m = unit->model;
     fsdpi_param *p = &unit->params[index];
@@ -11193,13 +11240,6 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
                          "[E166] set_requires_grad: parameter '%s' of unit '%s' is %s: only "
                          "floating parameters can require a gradient",
                          p->name, unit->desc.name, fsdp_dtype_name(p->dtype));
-    for (int i = 0; i < m->num_units; i++)
-        if (m->units[i]->state.slot[FSDP_POOL_GRAD] || m->units[i]->state.slot[FSDP_POOL_RIN] ||
-            m->units[i]->state.slot[FSDP_POOL_ROUT])
-            return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
-                             "[E203] set_requires_grad: unit '%s' holds gradients that are not "
-                             "reduced: run a backward with sync, or call fsdp_model_reset",
-                             m->units[i]->desc.name);
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);
     if (status) return status;
@@ -11207,9 +11247,31 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     p->requires_grad = requires_grad != 0;
     p->use &= (uint8_t)~FSDPI_USE_REDUCED;
     status = fsdpi_unit_arrange(unit);
-    if (status) { // as it was; the sizes of that layout are in the classes still
-        p->requires_grad = !p->requires_grad;
-        (void)fsdpi_unit_arrange(unit);
+    if (status) p->requires_grad = !p->requires_grad;
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
+    static const char *const what = "model_cast";
+    if (!model) return fsdpi_null(NULL, what, "model");
+    if (!fsdp_dtype_is_float(dtype))
+        return fsdpi_bad(model->world, "[E171] %s: dtype is %d, expected a floating dtype", what,
+                         dtype);
+    fsdp_status status = fsdpi_may_move(model, what);
+    for (int i = 0; i < model->num_units && !status; i++)
+        for (int k = 0; k < model->units[i]->desc.num_params; k++)
+            if (model->units[i]->params[k].extension.sizes)
+                return fsdp_fail(model->world, FSDP_ERR_UNSUPPORTED,
+                                 "[E213] %s: the gather extension of '%s' in unit '%s' knows one "
+                                 "dtype: give the dtype in fsdp_param_desc",
+                                 what, model->units[i]->params[k].name, model->units[i]->desc.name);
+    if (!status && model->committed) status = fsdpi_unsettle(model);
+    if (!status) model->settings++;
+    for (int i = 0; i < model->num_units && !status; i++) {
+        fsdp_unit *u = model->units[i];
+        for (int k = 0; k < u->desc.num_params; k++)
+            if (fsdp_dtype_is_float(u->params[k].dtype)) u->params[k].dtype = dtype;
+        status = fsdpi_unit_arrange(u);
     }
     return status;
 }
@@ -11811,7 +11873,8 @@ FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model) {
 }
 
 FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nbytes) {
-    if (!model || (nbytes > 0 && !data)) return fsdpi_null(fsdp_model_world(model), "agree");
+    if (!model || (nbytes > 0 && !data))
+        return fsdpi_null(fsdp_model_world(model), "agree", "model or data");
     for (int64_t i = 0; i < nbytes; i++)
         model->given = fsdpi_hash(model->given, ((const unsigned char *)data)[i]);
     return fsdpi_failed(model->world);

@@ -69,6 +69,7 @@ typedef struct fs_conf {
     int threads;                   /* 0: replicas*shards ranks; else see locate */
     int iters, micros;
     fsdp_dtype stored, param, reduce, grad; /* of units that say nothing */
+    fsdp_dtype made; /* in the descs, if `build` casts the model; 0: as it is stored */
     int raf, offload, prefetch, lanes, plain, ac, ahead;
     int sgd;           /* also where all parameters are f32, which Adam trains else */
     int unused_rule;   /* upstream's for parameters without a gradient */
@@ -844,7 +845,7 @@ FS_FN fsdp_param_desc fs_param_desc_of(const fs_run *x, int unit, int p) {
     const fs_param *q = &x->net->units[unit].params[p];
     fsdp_param_desc d = FSDP_ZERO;
     d.ndim = q->ndim, d.shard_dim = q->shard_dim, d.frozen = q->frozen;
-    d.keep_dtype = q->keep_dtype, d.dtype = fs_stored(x, unit, p);
+    d.keep_dtype = q->keep_dtype, d.dtype = x->c->made ? x->c->made : fs_stored(x, unit, p);
     d.shape[0] = q->shape[0], d.shape[1] = q->shape[1];
     return d;
 }

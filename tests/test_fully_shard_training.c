@@ -128,7 +128,8 @@ static void by_kinds(int64_t d, double (*micro)(fs_run *, int, int),
 TEST(fully_shard_training, param_registration_after_forward) { by_kinds(3, registration, NULL); }
 TEST(fully_shard_training, param_registration_after_backward) { by_kinds(8, NULL, sharded_again); }
 
-/* Here the dtype stands in the desc from the beginning; upstream casts a model that is sharded. */
+/* Made in f32 and cast when it is sharded, as upstream's. */
+static void cast_to_f64(fs_run *x) { CALL(x->world, fsdp_model_cast(x->model, FSDP_F64)); }
 static void all_f64(fs_run *x, int it, int m) {
     fsdp_param_view v = FSDP_ZERO;
     (void)it, (void)m;
@@ -144,6 +145,7 @@ TEST(fully_shard_training, to_float64_after_init) {
     for (size_t i = 0; i < COUNT(worlds); i++) {
         fs_conf c = fs_conf_of(&net, 1, worlds[i]);
         c.stored = FSDP_F64, c.zero_in_place = 1, c.after = all_f64;
+        c.made = FSDP_F32, c.build = cast_to_f64;
         fs_train(&c);
     }
 }

@@ -684,6 +684,34 @@ static fsdp_mesh *make(fsdp_world *w, int ndim, const int32_t *shape, const int3
     return lab_mesh(w, ndim, shape, named ? names : NULL, ranks);
 }
 
+/* By value: what a slice gives is what a mesh of its own is, and each of the three counts. */
+TEST(mesh, equal) {
+    static const int32_t shape[2] = {2, 3}, turned[2] = {3, 2}, other[6] = {0, 1, 2, 3, 5, 4},
+                         row[3] = {3, 4, 5};
+    static const char *const names[2] = {"dp", "tp"}, *const swapped[2] = {"tp", "dp"};
+    fake f;
+    fsdp_world *w = fake_world(&f, 5, 6);
+    const fsdp_mesh *a = lab_mesh(w, 2, shape, names, NULL),
+                    *b = lab_mesh(w, 2, shape, names, NULL);
+    fsdp_mesh *line = NULL;
+    fsdp_mesh_desc d = FSDP_ZERO;
+    CHECK(fsdp_mesh_equal(a, a) && fsdp_mesh_equal(a, b) && fsdp_mesh_equal(NULL, NULL));
+    CHECK(!fsdp_mesh_equal(a, NULL) && !fsdp_mesh_equal(NULL, a));
+    CHECK(!fsdp_mesh_equal(a, lab_mesh(w, 2, turned, names, NULL)));
+    CHECK(!fsdp_mesh_equal(a, lab_mesh(w, 2, shape, swapped, NULL)));
+    CHECK(!fsdp_mesh_equal(a, lab_mesh(w, 2, shape, NULL, NULL)));
+    CHECK(!fsdp_mesh_equal(a, lab_mesh(w, 2, shape, names, other)));
+    CHECK(fsdp_mesh_equal(lab_mesh(w, 2, shape, NULL, NULL), lab_mesh(w, 2, shape, NULL, NULL)));
+    CHECK(!fsdp_mesh_equal(a, lab_slice(w, a, 1)));
+    CHECK(fsdp_mesh_equal(lab_slice(w, a, 1), lab_slice(w, b, 1))); /* of this rank: 3 4 5 */
+    CHECK(!fsdp_mesh_equal(lab_slice(w, a, 0), lab_slice(w, a, 1)));
+    d.ndim = 1, d.shape[0] = 3, d.names[0] = "tp", d.ranks = row;
+    CALL(w, fsdp_mesh_create(w, &d, &line));
+    CHECK(fsdp_mesh_equal(line, lab_slice(w, a, 1)));
+    CALL(NULL, fsdp_shutdown(w));
+    forget_splits(&f, 1);
+}
+
 TEST(mesh, names) {
     static const int32_t shape[3] = {2, 3, 2}, dims[2] = {0, 2};
     char dp[] = "dp", out[] = "outer";
