@@ -1082,6 +1082,55 @@ TEST(streams, stream_of_the_caller) {
     }
 }
 
+/* The host reads and writes what the device's streams still use: it waits for them. */
+TEST(streams, whole_parameters) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    static float whole[1 << 16];
+    fsdp_flat flat = FSDP_ZERO;
+    rig r;
+    rig_open(&r, &c);
+    play(&r, FWD BWD ". o z");
+    CHECK_OK(fsdp_model_flat(r.model, FSDP_F32, &flat));
+    fsdp_param_view v = lab_view(r.s.world, r.units[1], 0);
+    CHECK(lab_full_numel(&v) <= 1 << 16);
+    int64_t syncs = r.s.syncs;
+    CHECK_OK(fsdp_param_full(r.units[1], 0, whole));
+    CHECK(r.s.syncs > syncs);           /* its values are here */
+    CHECK_OK(fsdp_unshard(r.units[1])); /* reads the shards */
+    CHECK_OK(fsdp_param_load(r.units[1], 0, whole));
+    sim_touch(&r.s, SIM_HOST, "load", flat.shards, flat.numel * 4, 1);
+    CHECK_OK(fsdp_reshard(r.units[1]));
+    rig_close(&r);
+}
+
+/* A function that fills a part only: the rest is zero, also where the host cannot write shards. */
+static void fill_one(void *user, const fsdp_param_view *block) {
+    ++*(int *)user;
+    if (block->numel) ((float *)block->data)[0] = 1;
+}
+TEST(streams, filled_in_part) {
+    for (int opaque = 0; opaque < 2; opaque++) {
+        sim s;
+        fsdp_model_desc md = FSDP_ZERO;
+        fsdp_param_desc p = fsdp_mat("w", 32, 4);
+        int blocks = 0;
+        double sum = 0;
+        sim_init(&s, 2, 1);
+        s.opaque = opaque, s.moves = 1;
+        CHECK(sim_open(&s));
+        md.fill_bytes = 64; /* of 4 rows */
+        fsdp_model *m = lab_model(s.world, &md);
+        fsdp_unit *u = lab_unit(s.world, m, NULL, &p, 1);
+        CHECK_OK(fsdp_init_params(m, fill_one, &blocks));
+        fsdp_param_view v = lab_view(s.world, u, 0);
+        const float *shard = (const float *)sim_host(&s, v.shard);
+        for (int64_t k = 0; k < v.numel; k++) sum += (double)shard[k];
+        CHECK_EQ_INT(blocks, 4);
+        CHECK(sum == blocks);
+        CHECK_EQ_INT(sim_close(&s), 0);
+    }
+}
+
 /* destroy, reset and shutdown wait for the device before they take its memory. */
 TEST(streams, destroy_waits) {
     config c = CONF(ASYNC, 3, NEVER, ALWAYS);
