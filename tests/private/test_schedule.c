@@ -1047,14 +1047,49 @@ TEST(streams, flags_of_use) {
     rig_close(&r);
 }
 
-/* The host's optimizer, of offloaded gradients: they are clipped on return, also where nobody asks
-   for the norm. */
+/* The host's optimizer, of offloaded gradients, whose addresses it knows: they are clipped on
+   return, also where nobody asks for the norm. */
 TEST(streams, offloaded_clip) {
     config c = CONF(ASYNC, 3, NEVER, ALWAYS);
     rig r;
     c.offload = 1;
     rig_open(&r, &c);
-    for (int step = 0; step < 3; step++) play(&r, FWD BWD ". n o z");
+    for (int step = 0; step < 3; step++) {
+        fsdp_flat flat = FSDP_ZERO;
+        play(&r, FWD BWD ".");
+        CHECK_OK(fsdp_model_flat(r.model, FSDP_F32, &flat));
+        play(&r, "n");
+        sim_touch(&r.s, SIM_HOST, "optimizer", flat.grads, flat.numel * 4, 0);
+        sim_touch(&r.s, SIM_HOST, "optimizer", flat.shards, flat.numel * 4, 1);
+        CHECK_OK(fsdp_params_changed(r.model));
+        play(&r, "z");
+    }
+    rig_close(&r);
+}
+
+/* A hook of a parameter runs if a rank has used it: the host reads the count when the reduction is
+   done, which it has to wait for. */
+static fsdp_status count_hook(void *user, const fsdp_param_view *view, void *stream) {
+    (void)view, (void)stream;
+    ++*(int *)user;
+    return FSDP_OK;
+}
+TEST(streams, hooks_wait_for_counts) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    rig r;
+    int runs = 0;
+    rig_open(&r, &c);
+    CHECK_OK(fsdp_set_post_accumulate_hook(r.units[1], 0, count_hook, &runs));
+    play(&r, FWD);
+    for (int used = 0; used < 2; used++) {
+        int64_t syncs = r.s.syncs;
+        CHECK_OK(fsdp_pre_backward(r.units[1 + used]));
+        CHECK(fsdp_grad(r.units[1 + used], 1)); /* not the hook's parameter */
+        CHECK_OK(fsdp_post_backward(r.units[1 + used]));
+        CHECK_EQ_INT(r.s.syncs > syncs, used == 0); /* the second unit has no hook */
+    }
+    CHECK_EQ_INT(runs, 0);
+    play(&r, ".");
     rig_close(&r);
 }
 
@@ -1129,6 +1164,22 @@ TEST(streams, filled_in_part) {
         CHECK(sum == blocks);
         CHECK_EQ_INT(sim_close(&s), 0);
     }
+}
+
+/* One rank: backward adds to the shard gradients themselves, behind what an extension's stream has
+   written there. */
+TEST(streams, gradients_of_one_rank) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    fsdp_op op;
+    rig r;
+    c.world = 1;
+    rig_open(&r, &c);
+    play(&r, FWD BWD ".");
+    fsdp_op_init(&op, r.model, NULL, FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_EXTENSION);
+    op.what = "x", op.dst = r.model->flats[FSDP_F32].grad, op.bytes = op.dst->bytes;
+    CHECK_OK(fsdp_emit(r.model, &op));
+    play(&r, FWD BWD ". o");
+    rig_close(&r);
 }
 
 /* destroy, reset and shutdown wait for the device before they take its memory. */
