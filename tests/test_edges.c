@@ -261,7 +261,8 @@ static void custom_fails(lab_rank *r) {
     fsdp_param_desc p = fsdp_vec("a", 8);
     rig x;
     rig_open(&x, r->w, NULL, &p, 1);
-    CALL(x.w, fsdp_barrier(x.w)); /* no rank is in fsdp_init any more */
+    h_mark(0);
+    h_await_marks(0, r->size); /* no rank is in fsdp_init any more */
     if (r->rank == 1) CALL(x.w, fsdp_set_custom_all_gather(x.u, fails, NULL));
     fsdp_status status = fsdp_pre_forward(x.u);
     CHECK(status != FSDP_OK);
@@ -355,6 +356,7 @@ static void kept_pointers(lab_rank *r) {
     for (int i = 0; i < 3; i++) kept[1][i] = (const unsigned char *)fsdp_grad(x.u, i);
     CALL(x.w, fsdp_post_backward(x.u));
     CALL(x.w, fsdp_finalize_backward(x.m));
+    CALL(x.w, fsdp_wait_stream(x.m, -1));
     for (int k = 0; k < 2; k++)
         for (int i = 0; i < 3; i++)
             for (int64_t n = 0; n < numel[i] * 4; n++)
@@ -543,6 +545,59 @@ TEST(edges, names_of_parameters_are_unique) {
     CHECK_OK(fsdp_fully_shard(lab_model(w, NULL), &ud, &u));
     CHECK_OK(fsdp_shutdown(w));
 }
+
+/* Elements of all parameters together, whose bytes would not fit an offset. */
+TEST(edges, units_have_a_largest_size) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, "large", 0);
+    fsdp_param_desc p[3] = {fsdp_vec("a", 4), fsdp_vec("b", 4), fsdp_vec("c", 4)};
+    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_unit *u;
+    fsdp_world *w;
+    CHECK_OK(fsdp_init(&d, &w));
+    for (int i = 0; i < 3; i++) p[i].shape[0] = (int64_t)1 << (i ? 55 : 54);
+    p[2].frozen = 1, p[1].dtype = FSDP_BF16; /* in lists of their own */
+    ud.name = "large", ud.params = p, ud.num_params = 3;
+    REFUSED(w, fsdp_fully_shard(lab_model(w, NULL), &ud, &u), "more than 2^56 elements");
+    p[0].shape[0] = p[2].shape[0] = 4;
+    CHECK_OK(fsdp_fully_shard(lab_model(w, NULL), &ud, &u));
+    CHECK_OK(fsdp_shutdown(w));
+}
+
+/* The first failure of a world stays, and is the one that is logged. */
+static void count_aborts(int level, fsdp_status code, int rank, const char *text, void *user) {
+    (void)level, (void)rank, (void)text;
+    if (code == FSDP_ERR_ABORTED) ++*(int *)user;
+}
+TEST(edges, the_first_failure_stays) {
+    fsdp_world_desc d = w_desc(0, 1, NULL, "first", 0);
+    fsdp_world *w;
+    int lines = 0;
+    d.logger.log = count_aborts, d.logger.user = &lines;
+    CHECK_OK(fsdp_init(&d, &w));
+    fsdp_abort(w, "out of data");
+    fsdp_abort(w, "again");
+    CHECK_EQ_INT(lines, 1);
+    CHECK_STATUS(fsdp_barrier(w), FSDP_ERR_ABORTED);
+    CHECK(strstr(fsdp_last_error(w), "out of data"));
+    CHECK_STATUS(fsdp_shutdown(w), FSDP_ERR_ABORTED);
+}
+
+/* A call of all ranks that fails on one: the others get its status, and do not wait for it. */
+static void fails_alone(lab_rank *r) {
+    fsdp_param_desc p = fsdp_vec("a", 64);
+    fsdp_model *m = lab_model(r->w, NULL);
+    (void)lab_unit(r->w, m, NULL, &p, 1);
+    h_mark(0);
+    h_await_marks(0, r->size);            /* no rank is in a call any more */
+    if (r->rank == 1) w_fail(r->heap, 0); /* no host memory for the tables */
+    fsdp_status status = fsdp_model_commit(m);
+    if (!status) status = fsdp_barrier(r->w); /* the others may be done before it fails */
+    CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
+    CHECK(strstr(fsdp_last_error(r->w), "rank 1"));
+    CHECK_STATUS(fsdp_shutdown(r->w), FSDP_ERR_OUT_OF_MEMORY);
+    r->w = NULL;
+}
+TEST(edges, all_get_the_failure_of_one) { lab_run(3, NULL, fails_alone, NULL); }
 
 /* An invariant that does not hold is told with the rank and where, and ends the world. */
 static char asserted[4096];

@@ -881,6 +881,22 @@ TEST(memory, one_slot_where_a_second_is_never_used) {
     CHECK_EQ_INT(sim_close(&s), 0);
 }
 
+/* The shards of each unit begin at 64 bytes, whatever the units before hold. */
+static void begin_aligned(lab_rank *r) {
+    fsdp_model *m = lab_model(r->w, NULL);
+    fsdp_unit *units[4];
+    for (int u = 0; u < 4; u++) {
+        fsdp_param_desc p = fsdp_mat("w", 2 * u + 3, 3);
+        p.frozen = u == 2;
+        units[u] = lab_unit(r->w, m, NULL, &p, 1);
+    }
+    CALL(r->w, fsdp_model_commit(m));
+    for (int u = 0; u < 4; u++) CHECK_EQ_INT((intptr_t)lab_view(r->w, units[u], 0).shard % 64, 0);
+}
+TEST(memory, units_begin_aligned) {
+    for (int ranks = 1; ranks <= 3; ranks++) lab_run(ranks, NULL, begin_aligned, NULL);
+}
+
 /* Sums over the shard group take turns with two slots, so that the reduction of the next unit does
    not wait for the all-reduce of the one before; inline nothing waits, and there is one. */
 static void sums_take_turns(int replicas, int async) {
@@ -911,10 +927,10 @@ static void sums_take_turns(int replicas, int async) {
     }
     for (int n = 0; n < s.num_ops; n++) {
         const fsdp_op *op = &s.ops[n];
+        for (int k = 0; k < op->num_waits && sums < 2; k++) /* later ones reuse a slot */
+            CHECK(op->stream != FSDP_STREAM_REDUCE || op->wait[k].stream != FSDP_STREAM_ALLREDUCE);
         if (op->kind != FSDP_OP_REDUCE_SCATTER) continue;
         CHECK_EQ_INT(op->dst_ptr != last, async || !sums);
-        for (int k = 0; k < op->num_waits && sums < 2; k++) /* later ones reuse a slot */
-            CHECK(op->wait[k].stream != FSDP_STREAM_ALLREDUCE);
         last = op->dst_ptr;
         sums++;
     }

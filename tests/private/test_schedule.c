@@ -1047,14 +1047,49 @@ TEST(streams, flags_of_use) {
     rig_close(&r);
 }
 
-/* The host's optimizer, of offloaded gradients: they are clipped on return, also where nobody asks
-   for the norm. */
+/* The host's optimizer, of offloaded gradients, whose addresses it knows: they are clipped on
+   return, also where nobody asks for the norm. */
 TEST(streams, offloaded_clip) {
     config c = CONF(ASYNC, 3, NEVER, ALWAYS);
     rig r;
     c.offload = 1;
     rig_open(&r, &c);
-    for (int step = 0; step < 3; step++) play(&r, FWD BWD ". n o z");
+    for (int step = 0; step < 3; step++) {
+        fsdp_flat flat = FSDP_ZERO;
+        play(&r, FWD BWD ".");
+        CHECK_OK(fsdp_model_flat(r.model, FSDP_F32, &flat));
+        play(&r, "n");
+        sim_touch(&r.s, SIM_HOST, "optimizer", flat.grads, flat.numel * 4, 0);
+        sim_touch(&r.s, SIM_HOST, "optimizer", flat.shards, flat.numel * 4, 1);
+        CHECK_OK(fsdp_params_changed(r.model));
+        play(&r, "z");
+    }
+    rig_close(&r);
+}
+
+/* A hook of a parameter runs if a rank has used it: the host reads the count when the reduction is
+   done, which it has to wait for. */
+static fsdp_status count_hook(void *user, const fsdp_param_view *view, void *stream) {
+    (void)view, (void)stream;
+    ++*(int *)user;
+    return FSDP_OK;
+}
+TEST(streams, hooks_wait_for_counts) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    rig r;
+    int runs = 0;
+    rig_open(&r, &c);
+    CHECK_OK(fsdp_set_post_accumulate_hook(r.units[1], 0, count_hook, &runs));
+    play(&r, FWD);
+    for (int used = 0; used < 2; used++) {
+        int64_t syncs = r.s.syncs;
+        CHECK_OK(fsdp_pre_backward(r.units[1 + used]));
+        CHECK(fsdp_grad(r.units[1 + used], 1)); /* not the hook's parameter */
+        CHECK_OK(fsdp_post_backward(r.units[1 + used]));
+        CHECK_EQ_INT(r.s.syncs > syncs, used == 0); /* the second unit has no hook */
+    }
+    CHECK_EQ_INT(runs, 0);
+    play(&r, ".");
     rig_close(&r);
 }
 
@@ -1080,6 +1115,70 @@ TEST(streams, stream_of_the_caller) {
         CHECK_EQ_INT(r.s.races == 0, says_so);
         CHECK_EQ_INT(sim_close(&r.s), 0);
     }
+}
+
+/* The host reads and writes what the device's streams still use: it waits for them. */
+TEST(streams, whole_parameters) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    static float whole[1 << 16];
+    fsdp_flat flat = FSDP_ZERO;
+    rig r;
+    rig_open(&r, &c);
+    play(&r, FWD BWD ". o z");
+    CHECK_OK(fsdp_model_flat(r.model, FSDP_F32, &flat));
+    fsdp_param_view v = lab_view(r.s.world, r.units[1], 0);
+    CHECK(lab_full_numel(&v) <= 1 << 16);
+    int64_t syncs = r.s.syncs;
+    CHECK_OK(fsdp_param_full(r.units[1], 0, whole));
+    CHECK(r.s.syncs > syncs);           /* its values are here */
+    CHECK_OK(fsdp_unshard(r.units[1])); /* reads the shards */
+    CHECK_OK(fsdp_param_load(r.units[1], 0, whole));
+    sim_touch(&r.s, SIM_HOST, "load", flat.shards, flat.numel * 4, 1);
+    CHECK_OK(fsdp_reshard(r.units[1]));
+    rig_close(&r);
+}
+
+/* A function that fills a part only: the rest is zero, also where the host cannot write shards. */
+static void fill_one(void *user, const fsdp_param_view *block) {
+    ((float *)block->data)[++*(int *)user] = 1; /* another one in each block */
+}
+TEST(streams, filled_in_part) {
+    for (int opaque = 0; opaque < 2; opaque++) {
+        sim s;
+        fsdp_model_desc md = FSDP_ZERO;
+        fsdp_param_desc p = fsdp_mat("w", 32, 4);
+        int blocks = 0;
+        double sum = 0;
+        sim_init(&s, 2, 1);
+        s.opaque = opaque, s.moves = 1;
+        CHECK(sim_open(&s));
+        md.fill_bytes = 64; /* of 4 rows */
+        fsdp_model *m = lab_model(s.world, &md);
+        fsdp_unit *u = lab_unit(s.world, m, NULL, &p, 1);
+        CHECK_OK(fsdp_init_params(m, fill_one, &blocks));
+        fsdp_param_view v = lab_view(s.world, u, 0);
+        const float *shard = (const float *)sim_host(&s, v.shard);
+        for (int64_t k = 0; k < v.numel; k++) sum += (double)shard[k];
+        CHECK_EQ_INT(blocks, 4);
+        CHECK(sum == blocks);
+        CHECK_EQ_INT(sim_close(&s), 0);
+    }
+}
+
+/* One rank: backward adds to the shard gradients themselves, behind what an extension's stream has
+   written there. */
+TEST(streams, gradients_of_one_rank) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    fsdp_op op;
+    rig r;
+    c.world = 1;
+    rig_open(&r, &c);
+    play(&r, FWD BWD ".");
+    fsdp_op_init(&op, r.model, NULL, FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_EXTENSION);
+    op.what = "x", op.dst = r.model->flats[FSDP_F32].grad, op.bytes = op.dst->bytes;
+    CHECK_OK(fsdp_emit(r.model, &op));
+    play(&r, FWD BWD ". o");
+    rig_close(&r);
 }
 
 /* destroy, reset and shutdown wait for the device before they take its memory. */
