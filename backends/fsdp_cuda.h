@@ -181,7 +181,7 @@ static fsdp_status fsdpi_cuda_select(fsdpi_cuda_place *at) {
     (void)cudaGetLastError();
     (void)snprintf(
         at->error, sizeof at->error,
-        "[E811] there is no CUDA device (%s): check the GPU and its driver (nvidia-smi) and "
+        "[E811] no CUDA device: %s. Check the GPU and its driver (nvidia-smi) and "
         "CUDA_VISIBLE_DEVICES, or train with FSDP_BACKEND=shm or gloo, if it is compiled in",
         e == cudaSuccess ? "none is visible" : cudaGetErrorString(e));
     return FSDP_ERR_BACKEND;

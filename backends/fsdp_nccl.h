@@ -612,10 +612,11 @@ static void fsdpi_nccl_late(fsdpi_nccl_comm *c, const fsdpi_flight *f, int has_b
     else if (late.num_busy > 0) {
         fsdpi_say(&t, "[E825] ");
         fsdpi_say_ranks(&t, &c->base, late.busy);
-        fsdpi_say(&t,
-                  " %s enqueued it, and earlier work on the device is not done within %.1f s: find "
-                  "a kernel that does not end, or raise FSDP_TIMEOUT_MS if a step takes longer",
-                  late.num_busy > 1 ? "have" : "has", seconds);
+        fsdpi_say(
+            &t,
+            " %s enqueued it, but work before it on the device is not done within %.1f s: find a "
+            "kernel that does not end, or raise FSDP_TIMEOUT_MS if a step takes longer",
+            late.num_busy > 1 ? "have" : "has", seconds);
     } else {
         fsdpi_say(&t,
                   "[E826] all ranks have begun it, and it is not done within %.1f s: find out "

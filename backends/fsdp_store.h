@@ -627,7 +627,7 @@ static void fsdpi_store_core_hello(fsdpi_store_core *core, fsdpi_conn *conn, con
     } else if (size != core->size || rank < 0 || rank >= size) {
         char text[400];
         (void)snprintf(text, sizeof text,
-                       "[E704] rank %d was started as one of %d ranks, and the store at %s was "
+                       "[E704] rank %d was started as one of %d ranks, but the store at %s was "
                        "opened for %d: give all ranks the same world size",
                        (int)rank, (int)size, core->where, core->size);
         fsdpi_store_core_refuse(core, conn, FSDP_ERR_MISMATCH, now, "%s", text);
@@ -1769,8 +1769,8 @@ static fsdp_status fsdpi_store_seek(fsdpi_store *s, int64_t deadline, fsdpi_text
         pause = 2 * pause < most ? 2 * pause : most;
     }
     fsdpi_say(error,
-              "[E717] this rank found no store of job '%s' at %s within %.1f s: %s. Rank 0 has to "
-              "run there (FSDP_STORE, or MASTER_ADDR and MASTER_PORT, give the address). Set "
+              "[E717] no store of job '%s' was found at %s within %.1f s: %s. Rank 0 has to run "
+              "there (FSDP_STORE, or MASTER_ADDR and MASTER_PORT, give the address). Set "
               "FSDP_JOB_ID and FSDP_TOKEN to the same values on all ranks",
               boot->job, boot->store ? boot->store : "host:", (double)boot->timeout_ns * 1e-9,
               said[0] == ';' ? said + 2 : said);

@@ -127,8 +127,7 @@ FSDP_API fsdp_status fsdp_desc_read(fsdp_world *w, void *dst, const void *src, s
                          what, given, (unsigned)size);
     memcpy(&end, (const char *)src + given - sizeof end, sizeof end);
     if (canary || end)
-        return fsdpi_bad(w, "[E103] %s: a canary is not 0: zero the struct before you use it",
-                         what);
+        return fsdpi_bad(w, "[E103] %s: a canary is not 0: zero the struct before use", what);
     memcpy(dst, src, given - sizeof end);
     return FSDP_OK;
 }

@@ -26,8 +26,8 @@ static const char *fsdpi_device_text(const fsdp_world *w, fsdp_status status) {
 
 // The device has failed in a call that leaves the world as it is.
 static fsdp_status fsdpi_device_error(fsdp_world *w, fsdp_status status, const char *what) {
-    return fsdp_fail(w, status, "[E801] device %s could not %s: %s", w->device_ops->name, what,
-                     fsdpi_device_text(w, status));
+    return fsdp_fail(w, status, "[E801] the library could not %s on device %s: %s", what,
+                     w->device_ops->name, fsdpi_device_text(w, status));
 }
 
 static int fsdpi_is_host(const fsdp_world *w) {

@@ -245,11 +245,10 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
     if (status) return status;
     if (pool < 0 || pool >= FSDP_POOL_COUNT + model->pools.count || nbytes < 0 ||
         (memory != FSDP_MEMORY_DEVICE && memory != FSDP_MEMORY_PINNED))
-        return fsdpi_bad(
-            model->world,
-            "[E908] buf_create: pool is %d, memory %d, nbytes %lld: expected FSDP_POOL_* or a "
-            "registered pool, FSDP_MEMORY_DEVICE or _PINNED, nbytes >= 0",
-            pool, memory, (long long)nbytes);
+        return fsdpi_bad(model->world,
+                         "[E908] buf_create: pool %d, memory %d, nbytes %lld: expected FSDP_POOL_* "
+                         "or a registered one, FSDP_MEMORY_DEVICE or _PINNED, nbytes >= 0",
+                         pool, memory, (long long)nbytes);
     return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
 }
 
@@ -282,9 +281,8 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
     if (!model || !buf) return;
     if (buf->held) {
-        (void)fsdp_fail(
-            model->world, FSDP_ERR_INVALID_STATE,
-            "[E910] buf_destroy: a unit holds the buffer: wait until fsdp_buf_held is 0");
+        (void)fsdp_fail(model->world, FSDP_ERR_INVALID_STATE,
+                        "[E910] buf_destroy: a unit holds it: wait until fsdp_buf_held is 0");
         return;
     }
     fsdpi_drain(model->world);

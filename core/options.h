@@ -92,8 +92,7 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
     if (!status && (!(factor >= 0) || !fsdpi_is_finite(factor)))
         return fsdpi_bad(
             model->world,
-            "[E163] set_gradient_divide_factor: factor is %g, expected a finite number >= 0",
-            factor);
+            "[E163] set_gradient_divide_factor: factor is %g, expected finite and >= 0", factor);
     for (; !status && i < end; i++) {
         model->settings += model->units[i]->options.divide_factor != factor;
         model->units[i]->options.divide_factor = factor;

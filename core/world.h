@@ -62,15 +62,14 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
         char text[128];
         fsdpi_text compiled = {text, sizeof text, 0};
         for (b = fsdpi_backends; b->name; b++) fsdpi_say(&compiled, " %s", b->name);
-        return fsdp_fail(
-            w, FSDP_ERR_UNSUPPORTED,
-            "[E520] backend '%s'%s is not compiled in: this program has%s. To add gloo, build with "
-            "-DFSDP_BACKEND_GLOO (docs/cluster.md); nccl: docs/gpu.md",
-            name        ? name
-            : is_spread ? "gloo"
-                        : "",
-            d->backend || !is_spread ? "" : ", for ranks on several hosts,",
-            b == fsdpi_backends ? " none" : text);
+        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
+                         "[E520] backend '%s'%s is not compiled in: this program has%s. For gloo, "
+                         "build with -DFSDP_BACKEND_GLOO (docs/cluster.md); for nccl: docs/gpu.md",
+                         name        ? name
+                         : is_spread ? "gloo"
+                                     : "",
+                         d->backend || !is_spread ? "" : ", for ranks on several hosts,",
+                         b == fsdpi_backends ? " none" : text);
     }
     w->comm_ops = d->comm_ops ? d->comm_ops : b->comm_ops();
     if (!is_spread || d->comm_ops || !b->one_host) return FSDP_OK;
@@ -119,7 +118,7 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     status = w->device_ops->open(&w->boot, &w->device);
     if (status) {
         w->device = NULL;
-        return fsdpi_device_error(w, status, "open");
+        return fsdpi_device_error(w, status, "open a context");
     }
     return FSDP_OK;
 }

@@ -3373,8 +3373,7 @@ FSDP_API fsdp_status fsdp_desc_read(fsdp_world *w, void *dst, const void *src, s
                          what, given, (unsigned)size);
     memcpy(&end, (const char *)src + given - sizeof end, sizeof end);
     if (canary || end)
-        return fsdpi_bad(w, "[E103] %s: a canary is not 0: zero the struct before you use it",
-                         what);
+        return fsdpi_bad(w, "[E103] %s: a canary is not 0: zero the struct before use", what);
     memcpy(dst, src, given - sizeof end);
     return FSDP_OK;
 }
@@ -3501,12 +3500,10 @@ static fsdp_status fsdpi_env_int(const char *name, int min, int max, int *out, f
         return FSDP_OK;
     }
     if (max == 0x7FFFFFFF)
-        fsdpi_say(error,
-                  "[E501] environment variable %s is '%s', expected an integer of at least %d",
-                  name, text, min);
+        fsdpi_say(error, "[E501] variable %s is '%s', expected an integer of at least %d", name,
+                  text, min);
     else
-        fsdpi_say(error,
-                  "[E509] environment variable %s is '%s', expected an integer from %d to %d", name,
+        fsdpi_say(error, "[E509] variable %s is '%s', expected an integer from %d to %d", name,
                   text, min, max);
     return FSDP_ERR_INVALID_ARG;
 }
@@ -6735,8 +6732,8 @@ static const char *fsdpi_device_text(const fsdp_world *w, fsdp_status status) {
 
 // The device has failed in a call that leaves the world as it is.
 static fsdp_status fsdpi_device_error(fsdp_world *w, fsdp_status status, const char *what) {
-    return fsdp_fail(w, status, "[E801] device %s could not %s: %s", w->device_ops->name, what,
-                     fsdpi_device_text(w, status));
+    return fsdp_fail(w, status, "[E801] the library could not %s on device %s: %s", what,
+                     w->device_ops->name, fsdpi_device_text(w, status));
 }
 
 static int fsdpi_is_host(const fsdp_world *w) {
@@ -7456,15 +7453,14 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
         char text[128];
         fsdpi_text compiled = {text, sizeof text, 0};
         for (b = fsdpi_backends; b->name; b++) fsdpi_say(&compiled, " %s", b->name);
-        return fsdp_fail(
-            w, FSDP_ERR_UNSUPPORTED,
-            "[E520] backend '%s'%s is not compiled in: this program has%s. To add gloo, build with "
-            "-DFSDP_BACKEND_GLOO (docs/cluster.md); nccl: docs/gpu.md",
-            name        ? name
-            : is_spread ? "gloo"
-                        : "",
-            d->backend || !is_spread ? "" : ", for ranks on several hosts,",
-            b == fsdpi_backends ? " none" : text);
+        return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
+                         "[E520] backend '%s'%s is not compiled in: this program has%s. For gloo, "
+                         "build with -DFSDP_BACKEND_GLOO (docs/cluster.md); for nccl: docs/gpu.md",
+                         name        ? name
+                         : is_spread ? "gloo"
+                                     : "",
+                         d->backend || !is_spread ? "" : ", for ranks on several hosts,",
+                         b == fsdpi_backends ? " none" : text);
     }
     w->comm_ops = d->comm_ops ? d->comm_ops : b->comm_ops();
     if (!is_spread || d->comm_ops || !b->one_host) return FSDP_OK;
@@ -7513,7 +7509,7 @@ static fsdp_status fsdpi_world_open_device(fsdp_world *w) {
     status = w->device_ops->open(&w->boot, &w->device);
     if (status) {
         w->device = NULL;
-        return fsdpi_device_error(w, status, "open");
+        return fsdpi_device_error(w, status, "open a context");
     }
     return FSDP_OK;
 }
@@ -11175,8 +11171,7 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
     if (!status && (!(factor >= 0) || !fsdpi_is_finite(factor)))
         return fsdpi_bad(
             model->world,
-            "[E163] set_gradient_divide_factor: factor is %g, expected a finite number >= 0",
-            factor);
+            "[E163] set_gradient_divide_factor: factor is %g, expected finite and >= 0", factor);
     for (; !status && i < end; i++) {
         model->settings += model->units[i]->options.divide_factor != factor;
         model->units[i]->options.divide_factor = factor;
@@ -11703,11 +11698,10 @@ FSDP_API fsdp_status fsdp_buf_create(fsdp_model *model, int pool, int memory, in
     if (status) return status;
     if (pool < 0 || pool >= FSDP_POOL_COUNT + model->pools.count || nbytes < 0 ||
         (memory != FSDP_MEMORY_DEVICE && memory != FSDP_MEMORY_PINNED))
-        return fsdpi_bad(
-            model->world,
-            "[E908] buf_create: pool is %d, memory %d, nbytes %lld: expected FSDP_POOL_* or a "
-            "registered pool, FSDP_MEMORY_DEVICE or _PINNED, nbytes >= 0",
-            pool, memory, (long long)nbytes);
+        return fsdpi_bad(model->world,
+                         "[E908] buf_create: pool %d, memory %d, nbytes %lld: expected FSDP_POOL_* "
+                         "or a registered one, FSDP_MEMORY_DEVICE or _PINNED, nbytes >= 0",
+                         pool, memory, (long long)nbytes);
     return fsdpi_buf_make(model, pool, (size_t)nbytes, memory == FSDP_MEMORY_PINNED, buf);
 }
 
@@ -11740,9 +11734,8 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
     if (!model || !buf) return;
     if (buf->held) {
-        (void)fsdp_fail(
-            model->world, FSDP_ERR_INVALID_STATE,
-            "[E910] buf_destroy: a unit holds the buffer: wait until fsdp_buf_held is 0");
+        (void)fsdp_fail(model->world, FSDP_ERR_INVALID_STATE,
+                        "[E910] buf_destroy: a unit holds it: wait until fsdp_buf_held is 0");
         return;
     }
     fsdpi_drain(model->world);

@@ -473,7 +473,7 @@ TEST(optim_device, device_fails) {
                     strstr(fsdp_last_error(j->w), " device sim") &&
                     strstr(fsdp_last_error(j->w), "a launch that went wrong"),
                 "%s", fsdp_last_error(j->w));
-        if (where < 2) CHECK(strstr(fsdp_last_error(j->w), ": update (optimizer) of '"));
+        if (where < 2) CHECK(strstr(fsdp_last_error(j->w), "] update (optimizer) of '"));
         CHECK_EQ_INT(fsdp_grad_scaler_found_inf(j->scaler), -1);
         CHECK_STATUS(lab_optim_step(&j->o, 0.1), FSDP_ERR_BACKEND);
         finish(j);

@@ -248,7 +248,7 @@ static int serve(job *j) {
     if (fsdpi_store_serve(&d, &j->server, error, sizeof error))
         return *j->host ? (complain("%s", error), 1) : 0;
     if (*j->host && fsdpi_store_port(j->server) != j->port)
-        complain("[E537] port %d is taken, so ranks meet at %s:%d", j->port, j->host,
+        complain("[E537] port %d is taken: ranks meet at %s:%d", j->port, j->host,
                  fsdpi_store_port(j->server));
     return 0;
 }

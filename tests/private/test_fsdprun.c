@@ -308,7 +308,7 @@ static const struct {
     {"no_number", {"-n", "two", "true"}, "-n 'two'", 2},
     {"number_and_more", {"-n2x", "true"}, "-n '2x'", 2},
     {"nothing_behind", {"-n"}, "-n ''", 2},
-    {"no_program", {"-n", "2"}, "which program?", 2},
+    {"no_program", {"-n", "2"}, "no program was given", 2},
     {"unknown", {"--frob", "true"}, "unknown option '--frob'", 2},
     {"longer_name", {"--nnodesx=2", "true"}, "unknown option '--nnodesx=2'", 2},
     {"not_there",

@@ -898,13 +898,13 @@ TEST_P(nccl, comms, lanes) { h_ranks_proc(2, comms, (void *)(uintptr_t)(row - la
 /* A wrong value of a variable of NCCL's or CUDA's is an error on fsdp_init, never ignored. */
 static const struct {
     const char *name, *variable, *value, *expected;
-} wrong_values[] = {{"check", "FSDP_NCCL_CHECK", "yes", "0 or 1"},
-                    {"check_2", "FSDP_NCCL_CHECK", "2", "0 or 1"},
-                    {"comms_0", "FSDP_NCCL_COMMS", "0", "1 or 2"},
-                    {"comms_3", "FSDP_NCCL_COMMS", "3", "1 or 2"},
+} wrong_values[] = {{"check", "FSDP_NCCL_CHECK", "yes", "an integer from 0 to 1"},
+                    {"check_2", "FSDP_NCCL_CHECK", "2", "an integer from 0 to 1"},
+                    {"comms_0", "FSDP_NCCL_COMMS", "0", "an integer from 1 to 2"},
+                    {"comms_3", "FSDP_NCCL_COMMS", "3", "an integer from 1 to 2"},
                     {"register", "FSDP_NCCL_REGISTER", "-1", "an integer from 0 to 2"},
                     {"register_3", "FSDP_NCCL_REGISTER", "3", "an integer from 0 to 2"},
-                    {"managed", "FSDP_CUDA_MANAGED", "true", "0 or 1"}};
+                    {"managed", "FSDP_CUDA_MANAGED", "true", "an integer from 0 to 1"}};
 static void wrong_value(int rank, int world, void *arg) {
     size_t row = (size_t)(uintptr_t)arg;
     char text[200];
@@ -912,7 +912,7 @@ static void wrong_value(int rank, int world, void *arg) {
     begin(&j, &variants[0], rank, world, 1);
     setenv(wrong_values[row].variable, wrong_values[row].value, 1);
     CHECK_STATUS(open_world(&j, "wrong_value", 1000), FSDP_ERR_INVALID_ARG);
-    snprintf(text, sizeof text, "environment variable %s is '%s', expected %s",
+    snprintf(text, sizeof text, "[E509] variable %s is '%s', expected %s",
              wrong_values[row].variable, wrong_values[row].value, wrong_values[row].expected);
     W_CHECK(strstr(fsdp_last_error(NULL), text), "%s", fsdp_last_error(NULL));
     check_nothing_live();

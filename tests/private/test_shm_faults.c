@@ -205,9 +205,10 @@ static void stopped(int rank, int world, void *arg) {
     int64_t start = h_now_ms(), calm = h_calm_ms();
     if (rank == 2) raise(SIGSTOP);
     CHECK_STATUS(one(&r, r.comm, FSDP_OP_ALL_GATHER, "h.3", FSDP_STATE_FORWARD), FSDP_ERR_TIMEOUT);
-    told(&r, ": all_gather of 'h.3' (forward, op 2): rank 2 has not come within 1.0 s; its last "
-             "operation was "
-             "reduce_scatter of 'h.4' (post_backward, op 1), ");
+    told(&r,
+         ": all_gather of 'h.3' (forward, op 2): [E403] rank 2 has not come within 1.0 s; its last "
+         "operation was "
+         "reduce_scatter of 'h.4' (post_backward, op 1), ");
     int waited = (int)(h_now_ms() - start), waited_calm = (int)(h_calm_ms() - calm);
     if (rank < 2) CHECK_MSG(waited >= 900 && waited_calm <= 1600, "%d ms", waited);
     if (rank == 0) h_message("noticed after %d ms, the deadline is 1000 ms", waited);
@@ -332,7 +333,7 @@ static void differ(int rank, int world, void *arg) {
     memset(r.dst, 0x77, BLOCK);
     CHECK_STATUS(r.ops->run(r.comm, &c), FSDP_ERR_MISMATCH);
     for (int i = 0; i < BLOCK; i++) CHECK(r.dst[i] == 0x77); /* before any byte moved */
-    told(&r, ": ranks disagree: ranks 0, 1: ");
+    told(&r, ": [E404] ranks disagree: ranks 0, 1: ");
     told(&r, "; rank 2: ");
     told(&r, m->differs);
     told(&r, m->left);
@@ -510,7 +511,7 @@ static void partner(int rank, int world, void *arg) {
                                                       : FSDP_ERR_PEER_LOST;
         CHECK_STATUS(pair(&r, rank ? FSDP_OP_RECV : FSDP_OP_SEND, !rank, 8, FSDP_F32, 0), wanted);
         CHECK(h_calm_ms() - start < 1000);
-        if (!late) told(&r, "rank 0: send of 'h.3' to rank 1 (forward, op 2): rank 1 ");
+        if (!late) told(&r, "rank 0: send of 'h.3' to rank 1 (forward, op 2): ");
         if (!late)
             told(&r, what == PARTNER_DIES     ? "has died (process "
                      : what == PARTNER_CLOSES ? "has shut down; its last operation was all_g"
@@ -754,7 +755,7 @@ static void no_address_space(int rank, int world, void *arg) {
     c.src = c.dst = p;
     CHECK_STATUS(r.ops->run(r.comm, &c), FSDP_ERR_OUT_OF_MEMORY);
     if (rank == world - 1) CHECK_EQ_INT(setrlimit(RLIMIT_AS, &old), 0);
-    told(&r, "rank 2: cannot map 8388608 bytes of rank 0: raise the limits of");
+    told(&r, "rank 2: [E603] this process cannot map 8388608 bytes of rank 0: raise the limits of");
     CHECK(h_calm_ms() - start < 2000);
     r.ops->close(r.comm);
 }
