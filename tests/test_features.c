@@ -897,7 +897,7 @@ static double f16_mean(fsdp_world *w, const f16_case *c, double value) {
     const fsdp_param_desc params[2] = {lab_desc(2, shape, 0, FSDP_F32, 0),
                                        lab_desc(1, shape, 0, FSDP_F32, 0)};
     const fsdp_dtype dtype = c->param ? c->param : FSDP_F32;
-    const int waits = c->way == F16_WAITING_FACTOR,
+    const int waits = c->way == F16_WAITING_FACTOR && c->replicas > 1,
               twice = waits || c->way == F16_NO_SYNC || c->way == F16_NO_ALL_REDUCE;
     double got = NAN;
     fsdp_model_desc md = FSDP_ZERO;

@@ -918,7 +918,8 @@ TEST(extension, snapshot_before_prefetches) {
     b.s.checks = 0;
     step(&b);
     CHECK_OK(fsdp_set_modules_to_forward_prefetch(b.units[0], &b.units[1], 1));
-    b.model->desc.prefetch_bytes = fsdpi_aligned(m, b.units[1]->layout.slot_bytes); /* one of them */
+    b.model->desc.prefetch_bytes = fsdpi_aligned(b.model,
+                                                 b.units[1]->layout.slot_bytes); /* one of them */
     size_t size = fsdp_model_snapshot(b.model, before, sizeof before);
     CHECK(size > 0 && size <= sizeof before);
     for (int k = 0; k < 2; k++) {
