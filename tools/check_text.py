@@ -11,8 +11,9 @@
              and only fsdp.h includes files of core/
   extensions no extension (fsdp_*.h) uses a private name of fsdp.h, core/ or backends/
   tests      each test that README's first table, docs/parity.md or a command of a document names is
-             in tests/; each test of tests/test_fully_shard_*.c has a row in docs/parity.md. With
-             FSDP_RAN, which run_tests.sh sets: each of them passed in that run
+             in tests/; each test of tests/test_fully_shard_*.c, and each rule of
+             test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN, which run_tests.sh
+             sets: what is named passed in that run
 
 In a document, ```c is a whole program if it has a main(), else statements, compiled inside a
 function that knows the names in FRAGMENT. ```c file is compiled at file scope, ```c sketch not.
