@@ -300,7 +300,7 @@ CHOSEN    = $(filter $(if $(GATES),$(GATES),%),$(VARIANTS))
 WORDS     = $(foreach v,$1,-- $(RUN_$v:%='%'))
 CHECK_SH  = $(shell tools/check.sh --list $1 $(filter-out $(VARIANTS),$(GATES)))
 GATES_OF  = $(if $(GATES),$(if $(filter-out $(VARIANTS),$(GATES)),$(call CHECK_SH,$1)),$(call CHECK_SH,$1))
-BUILD_ALL = -@$(MAKE) -s -k -j$(JOBS) --no-print-directory $(addprefix build-,$1)
+BUILD_ALL = $(if $(strip $1),-@$(MAKE) -s -k -j$(JOBS) --no-print-directory $(addprefix build-,$1))
 build-%:
 	@$(MAKE) $(MAKE_$*) $(GOALS_$*)
 

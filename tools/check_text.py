@@ -11,8 +11,9 @@
              and only fsdp.h includes files of core/
   extensions no extension (fsdp_*.h) uses a private name of fsdp.h, core/ or backends/
   tests      each test that README's first table, docs/parity.md or a command of a document names is
-             in tests/; each test of tests/test_fully_shard_*.c has a row in docs/parity.md. With
-             FSDP_RAN, which run_tests.sh sets: each of them passed in that run
+             in tests/; each test of tests/test_fully_shard_*.c, and each rule of
+             test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN, which run_tests.sh
+             sets: what is named passed in that run
 
 In a document, ```c is a whole program if it has a main(), else statements, compiled inside a
 function that knows the names in FRAGMENT. ```c file is compiled at file scope, ```c sketch not.
@@ -309,6 +310,7 @@ def named_in_readme():
                 yield f"README.md:{line}", name
 
 
+EVENTS = "tests/test_golden_events.c"  # its rules have rows in docs/parity.md, too
 STATES = {"done": 1, "partly": 1, "differs": 1, "own": 1, "not applicable": 0, "not yet": 0}
 
 
@@ -387,6 +389,10 @@ def check_tests():
     for name, program in known.items():
         if re.match("test_fully_shard_(?!errors)", program) and name not in listed:
             yield f"docs/parity.md: no row for {name} of {program}"
+    if os.path.exists(EVENTS):
+        for rule in sorted(set(re.findall(r"\bRULE_(\w+)", read(EVENTS)))):
+            if not re.search(rf"^\| {rule}[: ]", read("docs/parity.md"), re.M):
+                yield f"docs/parity.md: no row for the rule {rule} of {EVENTS}"
     for place, pattern in named_in_commands():
         if not matching(pattern, known):
             yield f"{place}: no such test: {pattern}"

@@ -31,8 +31,8 @@ else
     if [ -x "$venv/bin/torchrun" ]; then
         mkdir -p "$venv/only" && ln -sf ../bin/torchrun "$venv/only/torchrun"
         PATH=$(cd "$venv/only" && pwd):$PATH
-        say "$venv: torch $("$venv/bin/python" -W ignore -c 'import torch; print(torch.__version__)' \
-            2>/dev/null)"
+        version='import torch; print(torch.__version__)'
+        say "$venv: torch $("$venv/bin/python" -W ignore -c "$version" 2>/dev/null)"
     fi
 fi
 exec "$@"
