@@ -383,8 +383,8 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     return FSDP_OK;
 }
 
-/* Take the layout back, because a parameter was frozen, thawed or cast: the next commit makes another
-   and moves what the blocks hold. The slots go too, since their sizes change. */
+/* Take the layout back, because a parameter was frozen, thawed or cast: the next commit makes
+   another and moves what the blocks hold. The slots go too, since their sizes change. */
 static fsdp_status fsdpi_unsettle(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     fsdpi_drain(m->world);

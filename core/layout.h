@@ -22,7 +22,7 @@ static fsdp_dtype fsdpi_grad_dtype(const fsdp_model *m, fsdp_dtype dtype) {
     return m->desc.grad_dtype && fsdp_dtype_is_float(dtype) ? m->desc.grad_dtype : dtype;
 }
 
-// Full parameters and gradients begin at multiples of a cache line, on GPUs of what cudaMalloc does.
+// Full parameters and gradients begin at multiples of a cache line, on GPUs as cudaMalloc does.
 static int64_t fsdpi_align_numel(const fsdp_model *m, fsdp_dtype dtype) {
     return (m->world->mode == FSDPI_NATIVE ? 256 : FSDPI_ALIGN) / (int64_t)fsdp_dtype_size(dtype);
 }

@@ -69,9 +69,8 @@ typedef struct fsdpi_route {
     uint8_t grads_ahead; // gradients are read by a reduction while the next unit's are written
     uint8_t collect[FSDPI_COLLECT_STEPS]; // what was written is brought together on this rank
     uint8_t reduce[FSDPI_REDUCE_STEPS];   // and reduced; none: no reduction is due
-    // A reduction divides by `factor` in all. It divides what goes in by `before`, sums of the shard
-    // group before the backend stores them by `sums`, sums of the replicas likewise by `replicas`,
-    // and what comes out by the rest.
+    // A reduction divides by `factor` in all: what goes in by `before`; sums of the shard group, as
+    // the backend stores them, by `sums`; those over the replicas by `replicas`; then by the rest.
     double before, sums, replicas, factor;
 } fsdpi_route;
 
@@ -90,9 +89,9 @@ static int fsdpi_facts_convert(const fsdpi_facts *f, int hook) {
     return !(widens && reads);
 }
 
-/* An f16 sum has to stay in range. A fused backend sums in f32, and divides what it stores: sums that
-   go on to the replicas by a power of two, which loses nothing. For another backend a power of two
-   divides what goes in. Source: torch: _get_gradient_divide_factors. */
+/* An f16 sum has to stay in range. A fused backend sums in f32, and divides what it stores: sums
+   that go on to the replicas by a power of two, which loses nothing. For another backend a power of
+   two divides what goes in. Source: torch: _get_gradient_divide_factors. */
 static void fsdpi_facts_divide(const fsdpi_facts *f, fsdpi_route *r) {
     int ranks = f->shards * f->replicas, narrow = f->reduce == FSDP_F16 && ranks > 1;
     int divides = narrow && f->fuses && !f->custom;

@@ -2784,9 +2784,8 @@ typedef struct fsdpi_route {
     uint8_t grads_ahead; // gradients are read by a reduction while the next unit's are written
     uint8_t collect[FSDPI_COLLECT_STEPS]; // what was written is brought together on this rank
     uint8_t reduce[FSDPI_REDUCE_STEPS];   // and reduced; none: no reduction is due
-    // A reduction divides by `factor` in all. It divides what goes in by `before`, sums of the shard
-    // group before the backend stores them by `sums`, sums of the replicas likewise by `replicas`,
-    // and what comes out by the rest.
+    // A reduction divides by `factor` in all: what goes in by `before`; sums of the shard group, as
+    // the backend stores them, by `sums`; those over the replicas by `replicas`; then by the rest.
     double before, sums, replicas, factor;
 } fsdpi_route;
 
@@ -2805,9 +2804,9 @@ static int fsdpi_facts_convert(const fsdpi_facts *f, int hook) {
     return !(widens && reads);
 }
 
-/* An f16 sum has to stay in range. A fused backend sums in f32, and divides what it stores: sums that
-   go on to the replicas by a power of two, which loses nothing. For another backend a power of two
-   divides what goes in. Source: torch: _get_gradient_divide_factors. */
+/* An f16 sum has to stay in range. A fused backend sums in f32, and divides what it stores: sums
+   that go on to the replicas by a power of two, which loses nothing. For another backend a power of
+   two divides what goes in. Source: torch: _get_gradient_divide_factors. */
 static void fsdpi_facts_divide(const fsdpi_facts *f, fsdpi_route *r) {
     int ranks = f->shards * f->replicas, narrow = f->reduce == FSDP_F16 && ranks > 1;
     int divides = narrow && f->fuses && !f->custom;
@@ -7613,7 +7612,7 @@ static fsdp_dtype fsdpi_grad_dtype(const fsdp_model *m, fsdp_dtype dtype) {
     return m->desc.grad_dtype && fsdp_dtype_is_float(dtype) ? m->desc.grad_dtype : dtype;
 }
 
-// Full parameters and gradients begin at multiples of a cache line, on GPUs of what cudaMalloc does.
+// Full parameters and gradients begin at multiples of a cache line, on GPUs as cudaMalloc does.
 static int64_t fsdpi_align_numel(const fsdp_model *m, fsdp_dtype dtype) {
     return (m->world->mode == FSDPI_NATIVE ? 256 : FSDPI_ALIGN) / (int64_t)fsdp_dtype_size(dtype);
 }
@@ -9830,8 +9829,8 @@ static fsdp_status fsdpi_commit(fsdp_model *m) {
     return FSDP_OK;
 }
 
-/* Take the layout back, because a parameter was frozen, thawed or cast: the next commit makes another
-   and moves what the blocks hold. The slots go too, since their sizes change. */
+/* Take the layout back, because a parameter was frozen, thawed or cast: the next commit makes
+   another and moves what the blocks hold. The slots go too, since their sizes change. */
 static fsdp_status fsdpi_unsettle(fsdp_model *m) {
     fsdp_status status = FSDP_OK;
     fsdpi_drain(m->world);

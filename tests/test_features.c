@@ -803,7 +803,8 @@ TEST(hooks, failure) {
 /* ---- addresses ------------------------------------------------------------------------------- */
 
 /* Odd sizes after each other, in every dtype, stored as they are gathered and not: full parameters
-   and their gradients begin at multiples of 64 bytes, on one rank as on several; on streams of a device at multiples of 256. */
+   and their gradients begin at multiples of 64 bytes, on one rank as on several. On streams of a
+   device it is 256. */
 static void aligned(fsdp_world *w, const void *arg) {
     static const fsdp_dtype dtypes[] = {FSDP_F32, FSDP_F64, FSDP_F16, FSDP_BF16};
     static const int64_t shapes[][2] = {{7, 5}, {1, 1}, {64, 3}, {33, 9}, {0, 4}, {128, 128}};
