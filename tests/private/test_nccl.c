@@ -1000,6 +1000,47 @@ TEST_P(nccl, captured, captures) {
     h_ranks_proc(row->world, captured, (void *)(uintptr_t)(row - captures));
 }
 
+/* A collective of an extension's own on a stream that is captured: no event stands before it. */
+static void captured_collective(int rank, int world, void *arg) {
+    const fsdp_comm_ops *ops = fsdp_nccl_comm_ops();
+    cudaStream_t own = NULL;
+    cudaGraph_t graph = NULL;
+    fsdp_coll c;
+    job j;
+    (void)arg;
+    begin(&j, &variants[0], rank, world, 1);
+    CALL(NULL, open_world(&j, "captured_collective", 20000));
+    make_sums(&j);
+    CHECK_EQ_INT(cudaStreamCreateWithFlags(&own, cudaStreamNonBlocking), 0);
+    memset(&c, 0, sizeof c);
+    c.kind = FSDP_OP_ALL_REDUCE, c.dtype = c.out_dtype = FSDP_F32, c.redop = FSDP_SUM;
+    c.scale = 1, c.count = 1, c.what = "sum", c.stream = own;
+    CALL(j.w, ops->alloc(j.w->comm, 64, &c.dst));
+    c.src = c.dst;
+    CALL(j.w, ops->run(j.w->comm, &c));
+    CHECK_EQ_INT(cudaStreamSynchronize(own), 0);
+    CALL(j.w, fsdp_barrier(j.w));
+    h_mark(0);
+    h_await_marks(0, world); /* no rank is in a call */
+    j.faulty = 1;
+    if (rank == 0) {
+        CHECK_EQ_INT(cudaStreamBeginCapture(own, cudaStreamCaptureModeThreadLocal), 0);
+        CHECK_STATUS(ops->run(j.w->comm, &c), FSDP_ERR_UNSUPPORTED);
+        CHECK_MSG(strstr(ops->error_text(j.w->comm), "collectives cannot be captured"), "%s",
+                  ops->error_text(j.w->comm));
+        (void)cudaStreamEndCapture(own, &graph);
+        h_mark(1);
+    }
+    h_await_marks(1, 1);
+    if (graph) CHECK_EQ_INT(cudaGraphDestroy(graph), 0);
+    (void)cudaGetLastError();
+    ops->free(j.w->comm, c.dst, 64);
+    (void)fsdp_shutdown(j.w);
+    CHECK_EQ_INT(cudaStreamDestroy(own), 0);
+    CHECK_EQ_INT(cudaFree(j.sums), 0);
+}
+TEST(nccl, captured_collective) { h_ranks_proc(2, captured_collective, NULL); }
+
 TEST(nccl, no_stream_of_host) {
     job j;
     start(&j, &variants[0], 0, 1, 0);
