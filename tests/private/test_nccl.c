@@ -1145,6 +1145,27 @@ TEST(nccl, never_filled) {
     for (int of_device = 0; of_device < 2; of_device++) h_ranks_proc(2, never_filled, &of_device);
 }
 
+/* To look at an event that has not happened yet is no failure that a later call of CUDA's finds. */
+static void leaves_no_error(int rank, int world, void *arg) {
+    const int num = 1;
+    void *event = NULL;
+    job j;
+    (void)arg;
+    start(&j, &variants[0], rank, world, 1);
+    const fsdp_device_ops *device = j.w->device_ops;
+    CHECK_OK(device->event(j.w->device, &event));
+    __atomic_store_n(&gate, 0, __ATOMIC_SEQ_CST);
+    CHECK_EQ_INT(fsdp_stub_launch(wait_at_gate, &num, sizeof num, 1, j.stream), 0);
+    CHECK_OK(device->record(j.w->device, (void *)j.stream, event));
+    CHECK_STATUS(device->sync(j.w->device, event, 1000000), FSDP_ERR_TIMEOUT);
+    CHECK_EQ_INT(cudaGetLastError(), cudaSuccess);
+    __atomic_store_n(&gate, 1, __ATOMIC_SEQ_CST);
+    CHECK_OK(device->sync(j.w->device, event, (int64_t)20000000000));
+    device->destroy(j.w->device, NULL, event);
+    finish(&j);
+}
+TEST(nccl, waiting_leaves_no_error) { h_ranks_proc(1, leaves_no_error, NULL); }
+
 /* The caller is inside cudaFree, which waits for a collective that a peer does not come to; CUDA
    does not answer the watchdog meanwhile. Alone: no other rank is there to tell who is late. */
 static void inside_cuda(int rank, int world, void *arg) {
