@@ -262,7 +262,8 @@ static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
         h = fsdpi_hash(h, bytes);
     }
     if (kind == FSDP_OP_RECV) r->kind = FSDP_OP_SEND; // which match each other
-    memcpy(&bytes, &r->kind, sizeof bytes); // the six bytes from kind to state, and two zeros
+    bytes = 0;
+    memcpy(&bytes, &r->kind, 6); // from kind to state
     r->kind = kind;
     h = fsdpi_hash(h, bytes);
     h = fsdpi_hash(fsdpi_hash(h, r->fingerprint), r->count);

@@ -28,7 +28,7 @@ typedef struct fsdpi_record {
     int64_t since_ns;        // when the rank came
     int32_t root;            // send, recv: the world rank of the other one, or -1
     uint32_t num_segs;
-    uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved[2];
+    uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved;
     uint8_t agree[FSDP_AGREE_COUNT]; // of parts of the fingerprint
     char what[48], comm[16];         // cut if they are longer
 } fsdpi_record;

@@ -4098,7 +4098,7 @@ typedef struct fsdpi_record {
     int64_t since_ns;        // when the rank came
     int32_t root;            // send, recv: the world rank of the other one, or -1
     uint32_t num_segs;
-    uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved[2];
+    uint8_t kind, dtype, out_dtype, redop, in_place, state, reserved;
     uint8_t agree[FSDP_AGREE_COUNT]; // of parts of the fingerprint
     char what[48], comm[16];         // cut if they are longer
 } fsdpi_record;
@@ -4499,7 +4499,8 @@ static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
         h = fsdpi_hash(h, bytes);
     }
     if (kind == FSDP_OP_RECV) r->kind = FSDP_OP_SEND; // which match each other
-    memcpy(&bytes, &r->kind, sizeof bytes); // the six bytes from kind to state, and two zeros
+    bytes = 0;
+    memcpy(&bytes, &r->kind, 6); // from kind to state
     r->kind = kind;
     h = fsdpi_hash(h, bytes);
     h = fsdpi_hash(fsdpi_hash(h, r->fingerprint), r->count);

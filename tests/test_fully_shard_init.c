@@ -486,7 +486,7 @@ static void invalid_dim(fsdp_world *world, const void *arg) {
     toy_begin(&t, world, NULL, 4, fsdp_rank(world));
     REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_fully_shard(t.model, &ud, &t.unit[0]), "bias");
     REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_fully_shard(t.model, &ud, &t.unit[0]),
-               "shard_dim 1");
+               "shard_dim is 1");
     p[1].shard_dim = 0;
     toy_unit(&t, NULL, p, 2);
     CALL(world, fsdp_init_params(t.model, toy_fill, NULL));

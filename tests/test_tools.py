@@ -319,7 +319,7 @@ def errors(code, entries, table=None):
     with tree(core_a_h=GOOD["core/a.h"] + code) as root:
         path = os.path.join(root, "docs", "errors.md")
         for name, text in [("docs/errors.md", table or ""), ("tools/errors.txt", entries)]:
-            os.mkdir(os.path.join(root, os.path.dirname(name)))
+            os.makedirs(os.path.join(root, os.path.dirname(name)), exist_ok=True)
             with open(os.path.join(root, name), "w", encoding="utf-8") as f:
                 f.write(text)
         for args in [["-o", path]] * (table is None) + [[]]:

@@ -636,7 +636,7 @@ TEST(extension, slot_in_use) {
     CHECK_OK(fsdp_emit(b.model, &op));
     CHECK(fsdp_buf_held(l.part));
     CHECK_STATUS(fsdp_unshard(b.units[2]), FSDP_ERR_INVALID_ARG);
-    CHECK(strstr(fsdp_last_error(b.s.world), "an extension gave unit 'unit2' a slot"));
+    CHECK(strstr(fsdp_last_error(b.s.world), "an extension gave 'unit2' a slot"));
     fsdp_op_init(&op, b.model, b.units[1], FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
     op.src = l.part;
     (void)fsdp_emit(b.model, &op); /* the world has failed */
