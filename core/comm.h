@@ -73,8 +73,6 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     h = fsdpi_hash(fsdpi_hash(h, op->count), op->what_hash);
     c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->step), op->given);
     memcpy(c.agree, op->agree, sizeof c.agree);
-    // The first bit is that of the shard gradient: it can hold one though this sum is not added.
-    c.agree[FSDP_AGREE_ACCUMULATE] |= (uint8_t)(op->accumulate << 1);
     c.agree[FSDP_AGREE_STEP] = (uint8_t)fsdpi_hash(1, op->step);
     c.agree[FSDP_AGREE_GIVEN] = (uint8_t)fsdpi_hash(1, op->given);
     void *user;

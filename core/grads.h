@@ -339,6 +339,7 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
         return status ? status : fsdpi_grads_done(u, FSDP_STREAM_COMPUTE);
     }
     const fsdpi_route *route = fsdpi_route_now(u);
+    g->waits = slot[FSDP_POOL_ROUT] != NULL;
     if (!slot[FSDP_POOL_RIN] && !slot[FSDP_POOL_ROUT]) g->divided = g->summed = route->before;
     if (g->newest == FSDPI_GRADS_WRITTEN) status = fsdpi_run_steps(u, route->collect);
     return status ? status : fsdpi_run_steps(u, route->reduce);

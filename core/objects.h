@@ -251,6 +251,7 @@ enum { // where the newest of this rank's gradients are that have not been reduc
 // Gradients of a unit. Sums of the shard group that wait for an all-reduce are in the slot ROUT.
 typedef struct fsdpi_grads {
     uint8_t shard, newest;  // FSDPI_GRADS_*
+    uint8_t waits;          // sums were in ROUT when this reduction began
     double divided, summed; // by what those in RIN, and the sums in ROUT, have been divided
 } fsdpi_grads;
 

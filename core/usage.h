@@ -62,7 +62,8 @@ static int fsdpi_usage_any(const fsdp_unit *u, int use) {
 
 // What ranks must agree on in a reduction beside the unit; by upstream's rule what was used, too.
 static void fsdpi_usage_agree(const fsdp_unit *u, double factor, fsdp_op *op) {
-    uint64_t bits, used = 0, adds = u->state.grads.shard == FSDPI_GRADS_REDUCED;
+    const fsdpi_grads *g = &u->state.grads;
+    uint64_t bits, used = 0, adds = (g->shard == FSDPI_GRADS_REDUCED) | (uint64_t)g->waits << 1;
     memcpy(&bits, &factor, sizeof bits);
     for (int i = 0; i < u->desc.num_params && !u->options.reduce_unused; i++)
         used = fsdpi_hash(used, (u->params[i].use & FSDPI_USE_PENDING) != 0);

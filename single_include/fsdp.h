@@ -3131,6 +3131,7 @@ enum { // where the newest of this rank's gradients are that have not been reduc
 // Gradients of a unit. Sums of the shard group that wait for an all-reduce are in the slot ROUT.
 typedef struct fsdpi_grads {
     uint8_t shard, newest;  // FSDPI_GRADS_*
+    uint8_t waits;          // sums were in ROUT when this reduction began
     double divided, summed; // by what those in RIN, and the sums in ROUT, have been divided
 } fsdpi_grads;
 
@@ -6422,8 +6423,6 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
     h = fsdpi_hash(fsdpi_hash(h, op->count), op->what_hash);
     c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->step), op->given);
     memcpy(c.agree, op->agree, sizeof c.agree);
-    // The first bit is that of the shard gradient: it can hold one though this sum is not added.
-    c.agree[FSDP_AGREE_ACCUMULATE] |= (uint8_t)(op->accumulate << 1);
     c.agree[FSDP_AGREE_STEP] = (uint8_t)fsdpi_hash(1, op->step);
     c.agree[FSDP_AGREE_GIVEN] = (uint8_t)fsdpi_hash(1, op->given);
     void *user;
@@ -8994,7 +8993,8 @@ static int fsdpi_usage_any(const fsdp_unit *u, int use) {
 
 // What ranks must agree on in a reduction beside the unit; by upstream's rule what was used, too.
 static void fsdpi_usage_agree(const fsdp_unit *u, double factor, fsdp_op *op) {
-    uint64_t bits, used = 0, adds = u->state.grads.shard == FSDPI_GRADS_REDUCED;
+    const fsdpi_grads *g = &u->state.grads;
+    uint64_t bits, used = 0, adds = (g->shard == FSDPI_GRADS_REDUCED) | (uint64_t)g->waits << 1;
     memcpy(&bits, &factor, sizeof bits);
     for (int i = 0; i < u->desc.num_params && !u->options.reduce_unused; i++)
         used = fsdpi_hash(used, (u->params[i].use & FSDPI_USE_PENDING) != 0);
@@ -9405,6 +9405,7 @@ static fsdp_status fsdpi_do_reduce(fsdp_unit *u) {
         return status ? status : fsdpi_grads_done(u, FSDP_STREAM_COMPUTE);
     }
     const fsdpi_route *route = fsdpi_route_now(u);
+    g->waits = slot[FSDP_POOL_ROUT] != NULL;
     if (!slot[FSDP_POOL_RIN] && !slot[FSDP_POOL_ROUT]) g->divided = g->summed = route->before;
     if (g->newest == FSDPI_GRADS_WRITTEN) status = fsdpi_run_steps(u, route->collect);
     return status ? status : fsdpi_run_steps(u, route->reduce);
