@@ -634,7 +634,7 @@ static const struct {
 } flights[] = {{"few", 5}, {"wraps", 200}};
 
 TEST_P(nccl_faults, flight_record, flights) {
-    job *j = make_job(3, 600, train);
+    job *j = make_job(3, 2000, train);
     char path[400];
     snprintf(path, sizeof path, "%s/flight", h_tmpdir());
     setenv("FSDP_FLIGHT_RECORD", path, 1);
