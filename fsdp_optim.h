@@ -203,7 +203,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_adamw_create(fsdp_model *model,
 
 /* fsdp_adamw_step - update every parameter that has a gradient; ends with fsdp_params_changed
    lr          this step's learning rate, finite, >= 0. The group's lr_scale multiplies it. If ranks
-               give different ones, their next collective is a MISMATCH
+               give different ones, the next collective of a unit is a MISMATCH
    Result      FSDP_OK; INVALID_ARG (opt NULL, lr), INVALID_STATE (a unit is not idle: call
                fsdp_finalize_backward first); if the world is aborted, its status; after a freeze or
                thaw the errors of create, too. In these cases nothing changes. If the device fails,
@@ -927,26 +927,26 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
 // One state of one parameter; after a cast of the model in another dtype, through the host.
 static fsdp_status fsdpi_optim_move_one(const fsdpi_optim *old, const fsdpi_optim_param *from,
                                         const fsdpi_optim *o, const fsdpi_optim_param *to, int k) {
+    enum { PIECE = 512 };
     int was = fsdpi_optim_wide(from), is = fsdpi_optim_wide(to);
-    size_t size[2] = {fsdpi_optim_size(was), fsdpi_optim_size(is)};
-    const char *src = old->states[k][was] + (size_t)from->state * size[0];
-    char *dst = o->states[k][is] + (size_t)to->state * size[1];
-    double in[64], out[64];
+    size_t in_size = fsdpi_optim_size(was), out_size = fsdpi_optim_size(is);
+    double in[PIECE], out[PIECE];
     fsdp_status status = FSDP_OK;
+    if (to->numel == 0) return FSDP_OK;
+    const char *src = old->states[k][was] + (size_t)from->state * in_size;
+    char *dst = o->states[k][is] + (size_t)to->state * out_size;
     if (was == is)
-        return to->numel > 0 ? fsdpi_optim_copy(o->model, o->memory, dst, src,
-                                                (size_t)to->numel * size[0])
-                             : FSDP_OK;
-    for (int64_t at = 0; at < to->numel && !status; at += 64) {
-        size_t count = (size_t)(to->numel - at < 64 ? to->numel - at : 64);
-        status = fsdpi_optim_copy(o->model, o->memory, in, src + (size_t)at * size[0],
-                                  count * size[0]);
+        return fsdpi_optim_copy(o->model, o->memory, dst, src, (size_t)to->numel * in_size);
+    for (int64_t at = 0; at < to->numel && !status; at += PIECE) {
+        size_t count = (size_t)(to->numel - at < PIECE ? to->numel - at : PIECE);
+        status = fsdpi_optim_copy(o->model, o->memory, in, src + (size_t)at * in_size,
+                                  count * in_size);
         if (!status)
             status = fsdp_convert(out, is ? FSDP_F64 : FSDP_F32, in, was ? FSDP_F64 : FSDP_F32,
                                   (int64_t)count);
         if (!status)
-            status = fsdpi_optim_copy(o->model, o->memory, dst + (size_t)at * size[1], out,
-                                      count * size[1]);
+            status = fsdpi_optim_copy(o->model, o->memory, dst + (size_t)at * out_size, out,
+                                      count * out_size);
     }
     return status;
 }
@@ -1230,7 +1230,9 @@ FSDP_API fsdp_status fsdp_adamw_create(fsdp_model *model, const fsdp_adamw_desc 
     (*opt)->hyper.beta2 = d.beta2;
     (*opt)->hyper.eps = d.eps;
     const double given[] = {d.beta1, d.beta2, d.eps};
-    return fsdpi_optim_agree(base, given, sizeof given);
+    status = fsdpi_optim_agree(base, given, sizeof given);
+    if (status) fsdp_adamw_destroy(*opt), *opt = NULL;
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_adamw_step(fsdp_adamw *opt, double lr) {
@@ -1300,7 +1302,9 @@ FSDP_API fsdp_status fsdp_sgd_create(fsdp_model *model, const fsdp_sgd_desc *des
     (*opt)->hyper.dampening = d.dampening;
     (*opt)->hyper.nesterov = d.nesterov;
     const double given[] = {d.momentum, d.dampening, d.nesterov ? 1.0 : 0.0};
-    return fsdpi_optim_agree(base, given, sizeof given);
+    status = fsdpi_optim_agree(base, given, sizeof given);
+    if (status) fsdp_sgd_destroy(*opt), *opt = NULL;
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_sgd_step(fsdp_sgd *opt, double lr) {

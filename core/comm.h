@@ -71,10 +71,12 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
                                 ((uint64_t)op->redop << 24) | ((uint64_t)op->label << 16) |
                                 ((uint64_t)op->state << 8) | op->accumulate);
     h = fsdpi_hash(fsdpi_hash(h, op->count), op->what_hash);
-    c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->step), op->given);
+    // Beyond the groups of a unit ranks have other parameters, and perhaps other optimizers.
+    uint64_t given = op->unit ? op->given : 0;
+    c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->step), given);
     memcpy(c.agree, op->agree, sizeof c.agree);
     c.agree[FSDP_AGREE_STEP] = (uint8_t)fsdpi_hash(1, op->step);
-    c.agree[FSDP_AGREE_GIVEN] = (uint8_t)fsdpi_hash(1, op->given);
+    c.agree[FSDP_AGREE_GIVEN] = (uint8_t)fsdpi_hash(1, given);
     void *user;
     fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
     fsdp_status status = custom ? custom(user, w->comm_ops, op->comm, &c)

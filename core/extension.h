@@ -220,7 +220,7 @@ FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model);
 
 /* fsdp_agree - give bytes that have to be equal on all ranks, for example a learning rate. Ranks
-   compare all bytes given so far in the model's next collective; if they differ, that is a MISMATCH
+   compare all bytes given so far in the next collective of a unit; different ones are a MISMATCH
    data        nbytes bytes, copied; without padding, which may differ
    Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status
    Collective  no, but every rank has to do the same      Blocks no      Allocates no */

@@ -161,9 +161,9 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     if (status) return status;
     m->settings++;
     p->requires_grad = requires_grad != 0;
-    p->use &= (uint8_t)~FSDPI_USE_REDUCED;
     status = fsdpi_unit_arrange(unit);
     if (status) p->requires_grad = !p->requires_grad;
+    else p->use &= (uint8_t)~FSDPI_USE_REDUCED;
     return status;
 }
 

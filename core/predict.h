@@ -28,7 +28,7 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
 
 // A copy of a unit as it was made, with its own marks of use. NULL: no memory.
 static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
-    size_t parts = (size_t)u->layout.num_parts * sizeof *u->layout.parts,
+    size_t parts = (size_t)u->desc.num_params * sizeof *u->layout.parts,
            params = (size_t)u->desc.num_params * sizeof *u->params;
     fsdp_unit *copy = (fsdp_unit *)fsdpi_model_alloc(dry, sizeof *copy + parts + params);
     if (!copy) return NULL;

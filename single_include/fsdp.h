@@ -2364,7 +2364,7 @@ FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model);
 
 /* fsdp_agree - give bytes that have to be equal on all ranks, for example a learning rate. Ranks
-   compare all bytes given so far in the model's next collective; if they differ, that is a MISMATCH
+   compare all bytes given so far in the next collective of a unit; different ones are a MISMATCH
    data        nbytes bytes, copied; without padding, which may differ
    Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status
    Collective  no, but every rank has to do the same      Blocks no      Allocates no */
@@ -6421,10 +6421,12 @@ static fsdp_status fsdpi_run_collective(fsdp_world *w, const fsdp_op *op, void *
                                 ((uint64_t)op->redop << 24) | ((uint64_t)op->label << 16) |
                                 ((uint64_t)op->state << 8) | op->accumulate);
     h = fsdpi_hash(fsdpi_hash(h, op->count), op->what_hash);
-    c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->step), op->given);
+    // Beyond the groups of a unit ranks have other parameters, and perhaps other optimizers.
+    uint64_t given = op->unit ? op->given : 0;
+    c.fingerprint = fsdpi_hash(fsdpi_hash(h, op->step), given);
     memcpy(c.agree, op->agree, sizeof c.agree);
     c.agree[FSDP_AGREE_STEP] = (uint8_t)fsdpi_hash(1, op->step);
-    c.agree[FSDP_AGREE_GIVEN] = (uint8_t)fsdpi_hash(1, op->given);
+    c.agree[FSDP_AGREE_GIVEN] = (uint8_t)fsdpi_hash(1, given);
     void *user;
     fsdp_custom_comm custom = fsdpi_custom_comm(op, &user);
     fsdp_status status = custom ? custom(user, w->comm_ops, op->comm, &c)
@@ -10786,7 +10788,7 @@ static fsdp_status fsdpi_rehearse(fsdp_model *m) {
 
 // A copy of a unit as it was made, with its own marks of use. NULL: no memory.
 static fsdp_unit *fsdpi_unit_copy(fsdp_model *dry, const fsdp_unit *u) {
-    size_t parts = (size_t)u->layout.num_parts * sizeof *u->layout.parts,
+    size_t parts = (size_t)u->desc.num_params * sizeof *u->layout.parts,
            params = (size_t)u->desc.num_params * sizeof *u->params;
     fsdp_unit *copy = (fsdp_unit *)fsdpi_model_alloc(dry, sizeof *copy + parts + params);
     if (!copy) return NULL;
@@ -11241,9 +11243,9 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     if (status) return status;
     m->settings++;
     p->requires_grad = requires_grad != 0;
-    p->use &= (uint8_t)~FSDPI_USE_REDUCED;
     status = fsdpi_unit_arrange(unit);
     if (status) p->requires_grad = !p->requires_grad;
+    else p->use &= (uint8_t)~FSDPI_USE_REDUCED;
     return status;
 }
 

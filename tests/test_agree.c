@@ -4,6 +4,7 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "lab.h"
+#include <math.h> /* sqrt */
 
 enum {
     NOTHING,
@@ -253,6 +254,40 @@ TEST_P(agree, optimizers, settings) {
     agree_job job = {row->what, row->name, 0};
     lab_run(2, NULL, optim_rank, &job);
 }
+
+/* Stages of a pipeline have models and optimizers of their own, and clip together. */
+static void stages_rank(lab_rank *r) {
+    const fsdp_mesh *mesh = lab_mesh2(r->w, 2, 2, "pp", "dp");
+    const int stage = r->rank / 2;
+    fsdp_param_desc p = fsdp_mat("a", 8, 2);
+    fsdp_adamw_desc d = fsdp_adamw_defaults();
+    fsdp_clip_desc clip = FSDP_ZERO;
+    fsdp_mesh_info info;
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_adamw *adamw = NULL;
+    double norm;
+    CALL(r->w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, 1, -1, &info));
+    md.mesh_info = &info;
+    d.weight_decay = 0.1 * stage;
+    clip.max_norm = 1;
+    fsdp_model *m = lab_model(r->w, &md);
+    fsdp_unit *u = lab_unit(r->w, m, NULL, &p, 1);
+    CALL(r->w, fsdp_adamw_create(m, &d, &adamw));
+    for (int step = 0; step < 3; step++) {
+        lab_forward(r->w, u);
+        CALL(r->w, fsdp_pre_backward(u));
+        for (int k = 0; k < 16; k++) ((float *)fsdp_grad(u, 0))[k] = 1;
+        CALL(r->w, fsdp_post_backward(u));
+        CALL(r->w, fsdp_finalize_backward(m));
+        CALL(r->w, fsdp_clip_grads(m, &clip, &norm));
+        CHECK_NEAR(norm, sqrt(32), 1e-6); /* of both stages */
+        CALL(r->w, fsdp_adamw_step(adamw, 0.1 + stage));
+        CALL(r->w, fsdp_zero_grad(m));
+    }
+    fsdp_adamw_destroy(adamw);
+    fsdp_model_destroy(m);
+}
+TEST(agree, optimizers_of_stages) { lab_run(4, NULL, stages_rank, NULL); }
 
 TEST_P(agree, steps_of_replicas, steps) { /* their one collective is the all-reduce */
     agree_job job = {row->what, row->text, 1};

@@ -290,6 +290,8 @@ static void out_of_memory(lab_rank *r) {
         if (status) {
             CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
             failed = 1;
+            fsdp_memory memory;
+            CALL(r->w, fsdp_model_predict(a.m, &memory)); /* of what is there now */
             CALL(r->w, fsdp_model_cast(a.m, FSDP_F64));
             CALL(r->w, fsdp_model_commit(a.m));
         }
