@@ -927,18 +927,18 @@ static fsdp_status fsdpi_optim_alloc_states(fsdpi_optim *o, const char *what) {
 // One state of one parameter; after a cast of the model in another dtype, through the host.
 static fsdp_status fsdpi_optim_move_one(const fsdpi_optim *old, const fsdpi_optim_param *from,
                                         const fsdpi_optim *o, const fsdpi_optim_param *to, int k) {
-    enum { PIECE = 512 };
     int was = fsdpi_optim_wide(from), is = fsdpi_optim_wide(to);
     size_t in_size = fsdpi_optim_size(was), out_size = fsdpi_optim_size(is);
-    double in[PIECE], out[PIECE];
+    double in[512], out[512];
+    const int64_t piece = (int64_t)(sizeof in / sizeof *in);
     fsdp_status status = FSDP_OK;
     if (to->numel == 0) return FSDP_OK;
     const char *src = old->states[k][was] + (size_t)from->state * in_size;
     char *dst = o->states[k][is] + (size_t)to->state * out_size;
     if (was == is)
         return fsdpi_optim_copy(o->model, o->memory, dst, src, (size_t)to->numel * in_size);
-    for (int64_t at = 0; at < to->numel && !status; at += PIECE) {
-        size_t count = (size_t)(to->numel - at < PIECE ? to->numel - at : PIECE);
+    for (int64_t at = 0; at < to->numel && !status; at += piece) {
+        size_t count = (size_t)(to->numel - at < piece ? to->numel - at : piece);
         status = fsdpi_optim_copy(o->model, o->memory, in, src + (size_t)at * in_size,
                                   count * in_size);
         if (!status)
