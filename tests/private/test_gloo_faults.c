@@ -292,7 +292,7 @@ TEST_P(gloo_faults, stopped_rank_is_a_timeout, stops) {
     mark(j);
     kill(j->pid[j->victim], SIGSTOP);
     J_CHECK(j, await_results(j, j->victim, 5000), "a rank hangs");
-    all_timed_out(j, j->victim, 200);
+    all_timed_out(j, j->victim, row->bytes ? 1000 : 200);
     kill(j->pid[j->victim], SIGCONT);
     J_CHECK(j, !finish(j, 5000), "a rank hangs after the victim goes on");
     all_got(j, -1, FSDP_ERR_TIMEOUT, NULL);

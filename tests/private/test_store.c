@@ -1145,7 +1145,7 @@ static void late_at_launcher(int rank, int world, void *arg) {
     fsdpi_store_close(c.store);
 }
 TEST(store_launcher, latecomer_is_told) {
-    setup *s = make_setup(AT_IPV4, 3, 0, 800);
+    setup *s = make_setup(AT_IPV4, 3, 0, 3000);
     pid_t pid = aside(serves_aside, s);
     run(s, late_at_launcher);
     aside_ends(s, pid);
