@@ -58,14 +58,15 @@ static FSDPI_NOINLINE void fsdpi_model_free(fsdp_model *m, void *ptr) {
 }
 
 // Room for one more element; the array may move. On failure nothing changes.
-static int fsdpi_grow(fsdp_model *m, void **array, int count, int *cap, size_t size) {
-    if (count < *cap) return 1;
+static fsdp_status fsdpi_grow(fsdp_model *m, void **array, int count, int *cap, size_t size,
+                              const char *what, const char *name) {
+    if (count < *cap) return FSDP_OK;
     int wanted = *cap ? 2 * *cap : 8;
     void *bigger = fsdpi_model_alloc(m, (size_t)wanted * size);
-    if (!bigger) return 0;
+    if (!bigger) return fsdpi_no_memory(m->world, what, name, (size_t)wanted * size);
     if (count) memcpy(bigger, *array, (size_t)count * size);
     fsdpi_model_free(m, *array);
     *array = bigger;
     *cap = wanted;
-    return 1;
+    return FSDP_OK;
 }

@@ -176,11 +176,9 @@ static int fsdpi_class_find(fsdp_model *m, int pool, size_t bytes) {
     bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
     for (int i = 0; i < m->num_classes; i++)
         if (m->classes[i].pool == pool && m->classes[i].bytes == bytes) return i;
-    if (!fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes)) {
-        (void)fsdpi_no_memory(m->world, "list of pools", "",
-                              2 * (size_t)m->num_classes * sizeof *m->classes);
+    if (fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes,
+                   "list of pools", ""))
         return -1;
-    }
     fsdpi_class *c = &m->classes[m->num_classes];
     memset(c, 0, sizeof *c);
     c->pool = pool;

@@ -83,10 +83,9 @@ static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf
 }
 
 static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
-    if (!fsdpi_grow(m, (void **)&c->slots, c->count, &c->cap, sizeof *c->slots))
-        return fsdpi_no_memory(m->world, "a list of", fsdp_pool_name(c->pool),
-                               2 * (size_t)c->count * sizeof *c->slots);
-    fsdp_status status = fsdpi_buf_new(m, c->pool, c->bytes, &c->slots[c->count]);
+    fsdp_status status = fsdpi_grow(m, (void **)&c->slots, c->count, &c->cap, sizeof *c->slots,
+                                    "a list of", fsdp_pool_name(c->pool));
+    if (!status) status = fsdpi_buf_new(m, c->pool, c->bytes, &c->slots[c->count]);
     if (!status) c->count++;
     return status;
 }

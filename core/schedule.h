@@ -14,10 +14,9 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
     fsdp_model *m = u->model;
     if (!m->grad_enabled) return FSDP_OK;
     if (m->num_order < FSDPI_ORDER_PER_UNIT * m->num_units) {
-        if (!fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order, sizeof *m->order))
-            return fsdpi_fail_together(
-                m->world, fsdpi_no_memory(m->world, "post_forward of unit", u->desc.name,
-                                          2 * (size_t)m->num_order * sizeof *m->order));
+        fsdp_status status = fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order,
+                                        sizeof *m->order, "post_forward of unit", u->desc.name);
+        if (status) return fsdpi_fail_together(m->world, status);
         m->order[m->num_order].unit = u;
         m->order[m->num_order].previous = u->state.last_order;
         u->state.last_order = m->num_order++;

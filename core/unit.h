@@ -316,10 +316,13 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
             w, "[E150] unit '%s': num_params is %d, params is %s, expected >= 1 and an array",
             d.name ? d.name : "", d.num_params, d.params ? "given" : "NULL");
     fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);
-    if (!u || !fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
-                          sizeof *model->units)) {
+    const char *name = d.name ? d.name : "";
+    if (!u) return fsdpi_no_memory(w, "fully_shard of unit", name, sizeof *u);
+    status = fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
+                        sizeof *model->units, "fully_shard of unit", name);
+    if (status) {
         fsdpi_model_free(model, u);
-        return fsdpi_no_memory(w, "fully_shard of unit", d.name ? d.name : "", sizeof *u);
+        return status;
     }
     u->model = model;
     u->desc.user = d.user;

@@ -3464,16 +3464,17 @@ static FSDPI_NOINLINE void fsdpi_model_free(fsdp_model *m, void *ptr) {
 }
 
 // Room for one more element; the array may move. On failure nothing changes.
-static int fsdpi_grow(fsdp_model *m, void **array, int count, int *cap, size_t size) {
-    if (count < *cap) return 1;
+static fsdp_status fsdpi_grow(fsdp_model *m, void **array, int count, int *cap, size_t size,
+                              const char *what, const char *name) {
+    if (count < *cap) return FSDP_OK;
     int wanted = *cap ? 2 * *cap : 8;
     void *bigger = fsdpi_model_alloc(m, (size_t)wanted * size);
-    if (!bigger) return 0;
+    if (!bigger) return fsdpi_no_memory(m->world, what, name, (size_t)wanted * size);
     if (count) memcpy(bigger, *array, (size_t)count * size);
     fsdpi_model_free(m, *array);
     *array = bigger;
     *cap = wanted;
-    return 1;
+    return FSDP_OK;
 }
 
 /* ==== core/env.h ============================================================================
@@ -7768,11 +7769,9 @@ static int fsdpi_class_find(fsdp_model *m, int pool, size_t bytes) {
     bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
     for (int i = 0; i < m->num_classes; i++)
         if (m->classes[i].pool == pool && m->classes[i].bytes == bytes) return i;
-    if (!fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes)) {
-        (void)fsdpi_no_memory(m->world, "list of pools", "",
-                              2 * (size_t)m->num_classes * sizeof *m->classes);
+    if (fsdpi_grow(m, (void **)&m->classes, m->num_classes, &m->cap_classes, sizeof *m->classes,
+                   "list of pools", ""))
         return -1;
-    }
     fsdpi_class *c = &m->classes[m->num_classes];
     memset(c, 0, sizeof *c);
     c->pool = pool;
@@ -7916,10 +7915,9 @@ static fsdp_status fsdpi_buf_new(fsdp_model *m, int pool, size_t bytes, fsdp_buf
 }
 
 static fsdp_status fsdpi_class_add(fsdp_model *m, fsdpi_class *c) {
-    if (!fsdpi_grow(m, (void **)&c->slots, c->count, &c->cap, sizeof *c->slots))
-        return fsdpi_no_memory(m->world, "a list of", fsdp_pool_name(c->pool),
-                               2 * (size_t)c->count * sizeof *c->slots);
-    fsdp_status status = fsdpi_buf_new(m, c->pool, c->bytes, &c->slots[c->count]);
+    fsdp_status status = fsdpi_grow(m, (void **)&c->slots, c->count, &c->cap, sizeof *c->slots,
+                                    "a list of", fsdp_pool_name(c->pool));
+    if (!status) status = fsdpi_buf_new(m, c->pool, c->bytes, &c->slots[c->count]);
     if (!status) c->count++;
     return status;
 }
@@ -8273,10 +8271,13 @@ FSDP_API fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *d
             w, "[E150] unit '%s': num_params is %d, params is %s, expected >= 1 and an array",
             d.name ? d.name : "", d.num_params, d.params ? "given" : "NULL");
     fsdp_unit *u = (fsdp_unit *)fsdpi_model_alloc(model, sizeof *u);
-    if (!u || !fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
-                          sizeof *model->units)) {
+    const char *name = d.name ? d.name : "";
+    if (!u) return fsdpi_no_memory(w, "fully_shard of unit", name, sizeof *u);
+    status = fsdpi_grow(model, (void **)&model->units, model->num_units, &model->cap_units,
+                        sizeof *model->units, "fully_shard of unit", name);
+    if (status) {
         fsdpi_model_free(model, u);
-        return fsdpi_no_memory(w, "fully_shard of unit", d.name ? d.name : "", sizeof *u);
+        return status;
     }
     u->model = model;
     u->desc.user = d.user;
@@ -9890,10 +9891,9 @@ static fsdp_status fsdpi_do_record(fsdp_unit *u) {
     fsdp_model *m = u->model;
     if (!m->grad_enabled) return FSDP_OK;
     if (m->num_order < FSDPI_ORDER_PER_UNIT * m->num_units) {
-        if (!fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order, sizeof *m->order))
-            return fsdpi_fail_together(
-                m->world, fsdpi_no_memory(m->world, "post_forward of unit", u->desc.name,
-                                          2 * (size_t)m->num_order * sizeof *m->order));
+        fsdp_status status = fsdpi_grow(m, (void **)&m->order, m->num_order, &m->cap_order,
+                                        sizeof *m->order, "post_forward of unit", u->desc.name);
+        if (status) return fsdpi_fail_together(m->world, status);
         m->order[m->num_order].unit = u;
         m->order[m->num_order].previous = u->state.last_order;
         u->state.last_order = m->num_order++;
