@@ -611,8 +611,8 @@ typedef struct fsdp_unit_desc {
 /* fsdp_fully_shard - add a unit: parameters that are gathered together and reduced together
    unit        the model owns it
    Result      FSDP_OK; INVALID_ARG (the text names the parameter and the field, for example a
-               scalar, a negative size or an integer parameter that requires a gradient),
-               UNSUPPORTED, INVALID_STATE (the model is committed), OUT_OF_MEMORY. After a failure
+               scalar, a negative size or an integer parameter that requires a gradient; or a
+               parameter that is sharded in one unit and replicated in another), UNSUPPORTED, INVALID_STATE (the model is committed), OUT_OF_MEMORY. After a failure
                the model is as before
    Collective  yes: every rank of the mesh, same desc, same order. The first collective checks it
    Blocks      only to make groups for the first reshard_after_forward = n
@@ -621,14 +621,16 @@ typedef struct fsdp_unit_desc {
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
                                                       fsdp_unit **unit);
 
-/* fsdp_unit_mesh_info - the ranks that shard and replicate a unit, and this rank's place among
+/* fsdp_unit_mesh_info  - the ranks that shard and replicate a unit, and this rank's place among
    them. It is of the unit's own mesh, else of the model's
+   fsdp_model_mesh_info - the same of units without a mesh of their own
    out         valid until fsdp_shutdown; if neither the unit's nor the model's desc gave a mesh,
                until the model ends
    Result      FSDP_OK; INVALID_ARG
    Collective  no      Blocks no      Allocates no
    Source      torch: FSDPParamGroup.mesh_info */
 FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out);
+FSDP_API fsdp_status fsdp_model_mesh_info(const fsdp_model *model, fsdp_mesh_info *out);
 
 /* fsdp_model_commit - lay out and allocate shards and gradients, filled with zeros. A second call
    does nothing. If you do not call it, the first hook, init_params, load, flat or view does
@@ -1212,7 +1214,7 @@ typedef struct fsdp_memory {
 /* fsdp_model_memory  - what is allocated now
    fsdp_model_predict - what will be allocated after a training step. It assumes one forward of
    every unit in the order of creation and one backward in the reverse order; if the model reshards
-   after forward, units that never do are open while the others run. It allocates nothing on the
+   after forward, units that never do are open while those that do run. It allocates nothing on the
    device. It does not count gradients kept without sync, scratch of fsdp_param_full and buffers of
    extensions. On one rank with grads_overwrite, a step that begins without fsdp_zero_grad needs
    one more slot of gradients than it says

@@ -2,18 +2,21 @@
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// The steps of a prediction: units that never reshard are open around the others.
+// The steps of a prediction: units that never reshard are open around those that do.
 static fsdp_status fsdpi_rehearse(fsdp_model *m) {
     static const uint8_t calls[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
                                     FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD};
     fsdp_status status = FSDP_OK;
+    int reshards = 0;
+    for (int i = 0; i < m->num_units; i++)
+        reshards |= m->units[i]->options.reshard_after_forward != FSDP_RESHARD_NEVER;
     for (int back = 0; back < 2; back++) {
         const uint8_t *call = calls + 2 * back;
         for (int pass = 0; pass < 3;
              pass++) { // open those around, run the others, close those around
             for (int i = 0; i < m->num_units && !status; i++) {
                 fsdp_unit *u = m->units[back ? m->num_units - 1 - i : i];
-                int around = u->options.reshard_after_forward == FSDP_RESHARD_NEVER &&
+                int around = u->options.reshard_after_forward == FSDP_RESHARD_NEVER && reshards &&
                              m->desc.reshard_after_forward != FSDP_RESHARD_NEVER;
                 if (around != (pass != 1)) continue;
                 if (pass < 2) status = fsdpi_step(u, fsdpi_lookup(u, call[0]));

@@ -113,6 +113,37 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
     return FSDP_OK;
 }
 
+// Do two parameters have one whole name? "h.0" and "w", or "h.0.w" in a unit of any name.
+static int fsdpi_same_param(const char *unit, const char *name, const char *other_unit,
+                            const char *other) {
+    size_t n = strlen(unit), k = strlen(other_unit);
+    return (strncmp(other, unit, n) == 0 && other[n] == '.' && !strcmp(other + n + 1, name)) ||
+           (strncmp(name, other_unit, k) == 0 && name[k] == '.' && !strcmp(name + k + 1, other)) ||
+           (strcmp(unit, other_unit) == 0 && strcmp(name, other) == 0);
+}
+
+/* A parameter is sharded or replicated, not both.
+   Source: torch: _is_composable_with_fsdp, the registry of composable APIs. */
+static fsdp_status fsdpi_unit_composes(const fsdp_unit *u) {
+    fsdp_model *m = u->model;
+    int replicates = u->desc.info.kind == FSDP_MESH_INFO_DDP;
+    for (int k = 0; k < m->num_units; k++) {
+        const fsdp_unit *other = m->units[k];
+        if ((other->desc.info.kind == FSDP_MESH_INFO_DDP) == replicates) continue;
+        for (int i = 0; i < u->desc.num_params; i++)
+            for (int j = 0; j < other->desc.num_params; j++)
+                if (fsdpi_same_param(u->desc.name, u->params[i].name, other->desc.name,
+                                     other->params[j].name))
+                    return fsdpi_bad(m->world,
+                                     "[E193] unit '%s', parameter '%s': unit '%s' %s it already, "
+                                     "and a parameter is sharded or replicated, not both: leave "
+                                     "it out of one of the two units",
+                                     u->desc.name, u->params[i].name, other->desc.name,
+                                     replicates ? "shards" : "replicates");
+    }
+    return FSDP_OK;
+}
+
 // The narrowest dtype that holds both; KEEP: nothing yet.
 static fsdp_dtype fsdpi_promote(fsdp_dtype a, fsdp_dtype b) {
     if (a == FSDP_DTYPE_KEEP || a == b) return b;
@@ -294,6 +325,7 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     u->desc.keep_inputs = d->keep_forward_inputs || md->keep_forward_inputs;
     u->desc.num_params = d->num_params;
     status = fsdpi_unit_params(u, d);
+    if (!status) status = fsdpi_unit_composes(u);
     if (!status) status = fsdpi_unit_groups(u, d);
     return status ? status : fsdpi_unit_arrange(u);
 }
@@ -356,6 +388,11 @@ FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *
     if (!unit || !out)
         return fsdpi_null_of(unit ? unit->model : NULL, "unit_mesh_info", "unit or out");
     *out = unit->desc.info;
+    return FSDP_OK;
+}
+FSDP_API fsdp_status fsdp_model_mesh_info(const fsdp_model *model, fsdp_mesh_info *out) {
+    if (!model || !out) return fsdpi_null(NULL, "model_mesh_info", "model or out");
+    *out = model->info;
     return FSDP_OK;
 }
 

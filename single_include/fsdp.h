@@ -1499,8 +1499,8 @@ typedef struct fsdp_unit_desc {
 /* fsdp_fully_shard - add a unit: parameters that are gathered together and reduced together
    unit        the model owns it
    Result      FSDP_OK; INVALID_ARG (the text names the parameter and the field, for example a
-               scalar, a negative size or an integer parameter that requires a gradient),
-               UNSUPPORTED, INVALID_STATE (the model is committed), OUT_OF_MEMORY. After a failure
+               scalar, a negative size or an integer parameter that requires a gradient; or a
+               parameter that is sharded in one unit and replicated in another), UNSUPPORTED, INVALID_STATE (the model is committed), OUT_OF_MEMORY. After a failure
                the model is as before
    Collective  yes: every rank of the mesh, same desc, same order. The first collective checks it
    Blocks      only to make groups for the first reshard_after_forward = n
@@ -1509,14 +1509,16 @@ typedef struct fsdp_unit_desc {
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_fully_shard(fsdp_model *model, const fsdp_unit_desc *desc,
                                                       fsdp_unit **unit);
 
-/* fsdp_unit_mesh_info - the ranks that shard and replicate a unit, and this rank's place among
+/* fsdp_unit_mesh_info  - the ranks that shard and replicate a unit, and this rank's place among
    them. It is of the unit's own mesh, else of the model's
+   fsdp_model_mesh_info - the same of units without a mesh of their own
    out         valid until fsdp_shutdown; if neither the unit's nor the model's desc gave a mesh,
                until the model ends
    Result      FSDP_OK; INVALID_ARG
    Collective  no      Blocks no      Allocates no
    Source      torch: FSDPParamGroup.mesh_info */
 FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *out);
+FSDP_API fsdp_status fsdp_model_mesh_info(const fsdp_model *model, fsdp_mesh_info *out);
 
 /* fsdp_model_commit - lay out and allocate shards and gradients, filled with zeros. A second call
    does nothing. If you do not call it, the first hook, init_params, load, flat or view does
@@ -2100,7 +2102,7 @@ typedef struct fsdp_memory {
 /* fsdp_model_memory  - what is allocated now
    fsdp_model_predict - what will be allocated after a training step. It assumes one forward of
    every unit in the order of creation and one backward in the reverse order; if the model reshards
-   after forward, units that never do are open while the others run. It allocates nothing on the
+   after forward, units that never do are open while those that do run. It allocates nothing on the
    device. It does not count gradients kept without sync, scratch of fsdp_param_full and buffers of
    extensions. On one rank with grads_overwrite, a step that begins without fsdp_zero_grad needs
    one more slot of gradients than it says
@@ -8068,6 +8070,37 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
     return FSDP_OK;
 }
 
+// Do two parameters have one whole name? "h.0" and "w", or "h.0.w" in a unit of any name.
+static int fsdpi_same_param(const char *unit, const char *name, const char *other_unit,
+                            const char *other) {
+    size_t n = strlen(unit), k = strlen(other_unit);
+    return (strncmp(other, unit, n) == 0 && other[n] == '.' && !strcmp(other + n + 1, name)) ||
+           (strncmp(name, other_unit, k) == 0 && name[k] == '.' && !strcmp(name + k + 1, other)) ||
+           (strcmp(unit, other_unit) == 0 && strcmp(name, other) == 0);
+}
+
+/* A parameter is sharded or replicated, not both.
+   Source: torch: _is_composable_with_fsdp, the registry of composable APIs. */
+static fsdp_status fsdpi_unit_composes(const fsdp_unit *u) {
+    fsdp_model *m = u->model;
+    int replicates = u->desc.info.kind == FSDP_MESH_INFO_DDP;
+    for (int k = 0; k < m->num_units; k++) {
+        const fsdp_unit *other = m->units[k];
+        if ((other->desc.info.kind == FSDP_MESH_INFO_DDP) == replicates) continue;
+        for (int i = 0; i < u->desc.num_params; i++)
+            for (int j = 0; j < other->desc.num_params; j++)
+                if (fsdpi_same_param(u->desc.name, u->params[i].name, other->desc.name,
+                                     other->params[j].name))
+                    return fsdpi_bad(m->world,
+                                     "[E193] unit '%s', parameter '%s': unit '%s' %s it already, "
+                                     "and a parameter is sharded or replicated, not both: leave "
+                                     "it out of one of the two units",
+                                     u->desc.name, u->params[i].name, other->desc.name,
+                                     replicates ? "shards" : "replicates");
+    }
+    return FSDP_OK;
+}
+
 // The narrowest dtype that holds both; KEEP: nothing yet.
 static fsdp_dtype fsdpi_promote(fsdp_dtype a, fsdp_dtype b) {
     if (a == FSDP_DTYPE_KEEP || a == b) return b;
@@ -8249,6 +8282,7 @@ static fsdp_status fsdpi_unit_fill(fsdp_unit *u, const fsdp_unit_desc *d) {
     u->desc.keep_inputs = d->keep_forward_inputs || md->keep_forward_inputs;
     u->desc.num_params = d->num_params;
     status = fsdpi_unit_params(u, d);
+    if (!status) status = fsdpi_unit_composes(u);
     if (!status) status = fsdpi_unit_groups(u, d);
     return status ? status : fsdpi_unit_arrange(u);
 }
@@ -8311,6 +8345,11 @@ FSDP_API fsdp_status fsdp_unit_mesh_info(const fsdp_unit *unit, fsdp_mesh_info *
     if (!unit || !out)
         return fsdpi_null_of(unit ? unit->model : NULL, "unit_mesh_info", "unit or out");
     *out = unit->desc.info;
+    return FSDP_OK;
+}
+FSDP_API fsdp_status fsdp_model_mesh_info(const fsdp_model *model, fsdp_mesh_info *out) {
+    if (!model || !out) return fsdpi_null(NULL, "model_mesh_info", "model or out");
+    *out = model->info;
     return FSDP_OK;
 }
 
@@ -10762,18 +10801,21 @@ FSDP_API fsdp_status fsdp_param_full_grad(fsdp_unit *unit, int index, void *full
 /* ==== core/predict.h ========================================================================
    memory: what is allocated, what will be, and the model in words */
 
-// The steps of a prediction: units that never reshard are open around the others.
+// The steps of a prediction: units that never reshard are open around those that do.
 static fsdp_status fsdpi_rehearse(fsdp_model *m) {
     static const uint8_t calls[] = {FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD,
                                     FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD};
     fsdp_status status = FSDP_OK;
+    int reshards = 0;
+    for (int i = 0; i < m->num_units; i++)
+        reshards |= m->units[i]->options.reshard_after_forward != FSDP_RESHARD_NEVER;
     for (int back = 0; back < 2; back++) {
         const uint8_t *call = calls + 2 * back;
         for (int pass = 0; pass < 3;
              pass++) { // open those around, run the others, close those around
             for (int i = 0; i < m->num_units && !status; i++) {
                 fsdp_unit *u = m->units[back ? m->num_units - 1 - i : i];
-                int around = u->options.reshard_after_forward == FSDP_RESHARD_NEVER &&
+                int around = u->options.reshard_after_forward == FSDP_RESHARD_NEVER && reshards &&
                              m->desc.reshard_after_forward != FSDP_RESHARD_NEVER;
                 if (around != (pass != 1)) continue;
                 if (pass < 2) status = fsdpi_step(u, fsdpi_lookup(u, call[0]));

@@ -5,6 +5,7 @@
    SPDX-License-Identifier: MIT */
 #define FSDP_IMPLEMENTATION
 #include "fsdp_optim.h"
+#include "fsdp_replicate.h"
 #include "library.h"
 
 const fsdp_device_ops *lib_host_ops(void) { return fsdpi_host_ops(); }

@@ -5,6 +5,7 @@
 #ifndef LIBRARY_H
 #define LIBRARY_H
 #include "fsdp_optim.h"
+#include "fsdp_replicate.h"
 #if defined(FSDP_BACKEND_SHM) || !(defined(FSDP_BACKEND_GLOO) || defined(FSDP_BACKEND_NCCL))
 #include "backends/fsdp_shm.h"
 #endif

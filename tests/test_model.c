@@ -1328,12 +1328,13 @@ static void load(bed *b, int i) {
 /* ---- prediction ------------------------------------------------------------------------------ */
 
 /* What a step needs, as the manual has it: one forward and one backward of every unit in the order
-   of their creation and back; one that never reshards in a model that does is open around the
-   others. Everything is used, nothing is left from before. */
+   of their creation and back; one that never reshards in a model that does is open around those
+   that do. Everything is used, nothing is left from before. */
 static void rehearse(const model *m, model *dry) {
     static const int calls[2][2] = {{FSDP_CALL_PRE_FORWARD, FSDP_CALL_POST_FORWARD},
                                     {FSDP_CALL_PRE_BACKWARD, FSDP_CALL_POST_BACKWARD}};
-    int n = m->n->num_units;
+    int n = m->n->num_units, reshards = 0;
+    for (int i = 0; i < n; i++) reshards |= m->units[i].reshard != NEVER;
     *dry = *m;
     (void)call_model(dry, -1, FSDP_CALL_RESET);
     dry->num_classes = 0;
@@ -1348,7 +1349,8 @@ static void rehearse(const model *m, model *dry) {
         for (int pass = 0; pass < 3; pass++)
             for (int k = 0; k < n; k++) {
                 int i = half ? n - 1 - k : k;
-                int around = dry->units[i].reshard == NEVER && m->n->reshard != NEVER;
+                int around = dry->units[i].reshard == NEVER && reshards &&
+                             m->n->reshard != NEVER;
                 dry->num_colls = 0;
                 if (around != (pass != 1)) continue;
                 if (pass < 2) CHECK_OK(call_model(dry, i, calls[half][0]));
