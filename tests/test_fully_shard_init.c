@@ -1249,7 +1249,7 @@ TEST(fully_shard_state, state) { on_ranks(2, states, NULL); }
 
 /* ---- parameters that others look after ------------------------------------------------------- */
 
-enum { WIDTH = 6 };
+enum { WIDTH = 8 };
 
 /* y = f(W x), f(z) = z / (1 + |z|); and backward. */
 static void layer(const float *w, const float *x, float *z, float *y) {
@@ -1281,8 +1281,9 @@ static void ddp(fsdp_world *world, float *grad, int64_t count) {
     for (int64_t k = 0; k < count; k++) grad[k] /= (float)fsdp_world_size(world);
 }
 
-/* A and C are replicated and belong to the trainer, B between them is sharded; beside them the same
-   three layers all replicated. Three steps: equal losses, equal parameters. */
+/* C, B, A: C and A are replicated and belong to the trainer, B is a unit that stays open around C, as
+   C lies inside of upstream's B; beside them the same three layers all replicated. Three steps:
+   equal losses, equal parameters. */
 static void ddp_fsdp_ddp(fsdp_world *world, const void *arg) {
     enum { SQUARE = WIDTH * WIDTH };
     (void)arg;
@@ -1301,7 +1302,7 @@ static void ddp_fsdp_ddp(fsdp_world *world, const void *arg) {
             memset(g, 0, sizeof g);
             for (int i = 0; i < WIDTH; i++) x[0][i] = (float)toy_slope(t.place, step, 2, 0, i) / 8;
             for (int l = 0; l < 3; l++) {
-                if (!ref && l == 1) CALL(world, fsdp_pre_forward(t.unit[0]));
+                if (!ref && l == 0) CALL(world, fsdp_pre_forward(t.unit[0]));
                 const float *at = !ref && l == 1 ? (const float *)fsdp_data(t.unit[0], 0)
                                                  : w[ref][l];
                 layer(at, x[l], z[l], x[l + 1]);
@@ -1315,9 +1316,10 @@ static void ddp_fsdp_ddp(fsdp_world *world, const void *arg) {
                                                  : w[ref][l];
                 float *to = !ref && l == 1 ? (float *)fsdp_grad(t.unit[0], 0) : g[l];
                 layer_back(at, x[l], z[l], d[l + 1], to, d[l]);
-                if (!ref && l == 1) CALL(world, fsdp_post_backward(t.unit[0]));
-                else ddp(world, g[l], SQUARE);
-                if (ref || l != 1) descend(w[ref][l], g[l], SQUARE);
+                if (!ref && l == 0) CALL(world, fsdp_post_backward(t.unit[0]));
+                if (!ref && l == 1) continue;
+                ddp(world, g[l], SQUARE);
+                descend(w[ref][l], g[l], SQUARE);
             }
             if (!ref) {
                 CALL(world, fsdp_finalize_backward(t.model));
@@ -1366,43 +1368,41 @@ static void same_dict(const dict *a, const dict *b) {
     }
 }
 
-/* Saved, read again after a forward that left parameters gathered, overwritten and loaded: the
-   pointers stay, for uneven and empty shards too. */
-static void save_load(toy *t, void (*fill)(void *, const fsdp_param_view *), void *user) {
+/* Saved, read again after a forward that left parameters gathered, overwritten on every rank with a
+   number of its own, and loaded: the pointers stay, for uneven and empty shards too. */
+static void save_load(toy *t) {
     fsdp_world *world = t->world;
-    dict first, gathered, loaded;
-    double values[MAX_KEYS], constant = 7;
+    dict first, now;
+    float *saved[MAX_KEYS];
+    double mine = 42 + fsdp_rank(world);
     dict_of(t, &first);
     for (int k = 0; k < first.count; k++) {
         const fsdp_param_view *v = &first.at[k];
         CHECK_EQ_INT(v->numel == 0, v->local_shape[v->shard_dim] == 0);
-        values[k] = v->numel ? lab_get(v->shard, v->dtype, v->numel - 1) : 0;
+        saved[k] = (float *)lab_zeros((size_t)lab_full_numel(v), sizeof(float));
+        CALL(world, fsdp_param_full(v->unit, v->index, saved[k]));
     }
     CALL(world, fsdp_set_reshard_after_forward(t->model, NULL, FSDP_RESHARD_NEVER));
     for (int u = 0; u < t->count; u++) {
         lab_forward(world, t->unit[u]);
         CHECK_EQ_INT(fsdp_unit_storage(t->unit[u]), FSDP_STORAGE_UNSHARDED);
     }
-    dict_of(t, &gathered);
-    same_dict(&first, &gathered);
-    for (int k = 0; k < first.count; k++)
-        if (first.at[k].numel)
-            CHECK_NEAR(lab_get(gathered.at[k].shard, first.at[k].dtype, first.at[k].numel - 1),
-                       values[k], 0);
-    CALL(world, fsdp_model_reset(t->model));
-    CALL(world, fsdp_init_params(t->model, fill_const, &constant));
-    dict_of(t, &loaded);
-    same_dict(&first, &loaded);
-    for (int k = 0; k < first.count; k++) {
-        float full[4096];
-        const fsdp_param_view *v = &loaded.at[k];
-        CHECK(lab_full_numel(v) <= 4096);
-        CALL(world, fsdp_param_full(v->unit, v->index, full));
-        for (int64_t e = 0; e < lab_full_numel(v); e++) CHECK_NEAR(full[e], 7, 0);
+    for (int round = 0; round < 3; round++) { /* gathered; overwritten; loaded */
+        if (round == 1) {
+            CALL(world, fsdp_model_reset(t->model));
+            CALL(world, fsdp_init_params(t->model, fill_const, &mine));
+        }
+        for (int k = 0; round == 2 && k < first.count; k++)
+            CALL(world, fsdp_param_load(first.at[k].unit, first.at[k].index, saved[k]));
+        dict_of(t, &now);
+        same_dict(&first, &now);
+        for (int k = 0; k < now.count; k++)
+            for (int64_t e = 0; e < now.at[k].numel; e++) {
+                float want = round == 1 ? (float)mine : saved[k][fsdp_view_index(&now.at[k], e)];
+                CHECK_NEAR(((const float *)now.at[k].shard)[e], want, 0);
+            }
     }
-    CALL(world, fsdp_init_params(t->model, fill, user));
-    dict_of(t, &loaded);
-    same_dict(&first, &loaded);
+    for (int k = 0; k < first.count; k++) free(saved[k]);
 }
 
 /* An MLP; an MLP and a linear in one unit; an MLP. The widest dims are sharded along the larger one. */
@@ -1426,7 +1426,7 @@ static void dp_save_load(fsdp_world *world, const void *arg) {
             toy_unit(&t, NULL, p, count);
         }
         CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
-        save_load(&t, toy_fill, NULL);
+        save_load(&t);
         toy_step(&t);
         fsdp_model_destroy(t.model);
     }
@@ -1450,7 +1450,7 @@ static void tp_save_load(fsdp_world *world, const void *arg) {
         params[0].cols = params[2].rows = params[3].rows = dim;
         tp_build(&m, world, mesh, params, 4);
         tp_check(&m, 0);
-        save_load(&m.toy, tp_fill, &m);
+        save_load(&m.toy);
         tp_check(&m, 0);
         tp_step(&m);
         fsdp_model_destroy(m.toy.model);
@@ -1462,21 +1462,26 @@ TEST(fully_shard_state_dict, hsdp_tp_save_load) { on_ranks(8, tp_save_load, "HSD
 /* Views that are kept show the parameters as they are after later steps. */
 static void cached_dict(fsdp_world *world, const void *arg) {
     (void)arg;
-    toy t;
-    dict d;
-    toy_mlps(&t, world, NULL, 4, fsdp_rank(world), 2, 5);
-    dict_of(&t, &d);
-    for (int step = 0; step < 3; step++) {
-        toy_step(&t);
-        for (int k = 0; k < d.count; k++)
-            for (int64_t i = 0; i < d.at[k].numel; i++) {
-                int64_t e = fsdp_view_index(&d.at[k], i);
-                double truth = toy_truth(&t, unit_of(&d.at[k]), d.at[k].index, e);
-                CHECK_NEAR(lab_get(d.at[k].shard, FSDP_F32, i), truth, 0);
-            }
+    for (int dim = 2; dim <= 5; dim++) {
+        toy t;
+        dict d, now;
+        toy_mlps(&t, world, NULL, 8, fsdp_rank(world), 2, dim);
+        dict_of(&t, &d);
+        for (int step = 0; step < 5; step++) {
+            toy_step(&t);
+            dict_of(&t, &now);
+            same_dict(&d, &now);
+            for (int k = 0; k < d.count; k++)
+                for (int64_t i = 0; i < d.at[k].numel; i++) {
+                    int64_t e = fsdp_view_index(&d.at[k], i);
+                    double truth = toy_truth(&t, unit_of(&d.at[k]), d.at[k].index, e);
+                    CHECK_NEAR(lab_get(d.at[k].shard, FSDP_F32, i), truth, 0);
+                }
+        }
+        fsdp_model_destroy(t.model);
     }
 }
-TEST(fully_shard_state_dict, cached) { on_ranks(4, cached_dict, NULL); }
+TEST(fully_shard_state_dict, cached) { on_ranks(8, cached_dict, NULL); }
 
 /* With cpu_offload shards and gradients are host memory; a part of the model may be loaded, the
    rest stays. Upstream refuses to load shards from another device than the CPU: here values are
@@ -1508,26 +1513,50 @@ static void offloaded_dict(fsdp_world *world, const void *arg) {
 }
 TEST(fully_shard_state_dict, cpu_offload) { on_ranks(4, offloaded_dict, NULL); }
 
-/* Trained over a 2-D mesh, gathered to whole tensors. */
+/* The parts of tp add up to the whole: no element is missing, none is there twice. */
+static void tp_whole(const tp_model *m, const fsdp_mesh *tp) {
+    fsdp_world *world = m->toy.world;
+    float part[1024], whole[1024];
+    for (int i = 0; i < m->count; i++) {
+        const tp_param *p = &m->params[i];
+        fsdp_param_view v = lab_view(world, m->toy.unit[0], i);
+        int64_t count = p->rows * (p->cols ? p->cols : 1);
+        CHECK(count <= 1024);
+        memset(whole, 0, sizeof whole);
+        CALL(world, fsdp_param_full(m->toy.unit[0], i, part));
+        for (int64_t e = 0; e < lab_full_numel(&v); e++)
+            if (p->tp_dim >= 0 || m->tp_rank == 0) whole[tp_element(m, i, e)] += part[e];
+        CALL(world, fsdp_all_reduce(world, tp, whole, count, FSDP_F32, FSDP_SUM));
+        for (int64_t e = 0; e < count; e++) CHECK_NEAR(whole[e], toy_start(0, i, e), 0);
+    }
+}
+
+/* Trained over a 2-D mesh, gathered to whole tensors; and parts of tensor parallelism, added up. */
 static void correct_2d(fsdp_world *world, const void *arg) {
+    static const tp_param params[] = {{"in_proj.weight", 16, 4, 0, 0},
+                                      {"in_proj.bias", 16, 0, 0, 0},
+                                      {"out_proj.weight", 4, 16, 1, 0},
+                                      {"out_proj.bias", 4, 0, -1, 0}};
     (void)arg;
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_view v = FSDP_ZERO;
+    fsdp_mesh *mesh = mesh_of(world, 2, 4, 0, tp_names);
     tp_model m;
     float full[20 * 5];
     toy t;
-    md.mesh = mesh_of(world, 2, 2, 0, hsdp_names);
-    toy_mlps(&t, world, &md, 4, fsdp_rank(world), 2, 5);
+    md.mesh = mesh_of(world, 2, 4, 0, hsdp_names);
+    toy_mlps(&t, world, &md, 8, fsdp_rank(world), 2, 5);
     for (int step = 0; step < 2; step++) toy_step(&t);
     while (fsdp_next_param(t.model, &v)) {
         CALL(world, fsdp_param_full(v.unit, v.index, full));
         for (int64_t e = 0; e < lab_full_numel(&v); e++)
             CHECK_NEAR(full[e], toy_truth(&t, unit_of(&v), v.index, e), 0);
     }
-    tp_build(&m, world, mesh_of(world, 2, 2, 0, tp_names), tp_mlp, 4);
+    tp_build(&m, world, mesh, params, 4);
     tp_check(&m, 0);
+    tp_whole(&m, lab_slice(world, mesh, 1));
 }
-TEST(fully_shard_state_dict, 2d_correctness) { on_ranks(4, correct_2d, NULL); }
+TEST(fully_shard_state_dict, 2d_correctness) { on_ranks(8, correct_2d, NULL); }
 
 /* Rank 0 alone keeps the whole tensors. */
 static void rank0_full(fsdp_world *world, const void *arg) {
@@ -1555,8 +1584,10 @@ enum { HALVES, BFLOAT }; /* two strings of the high and the low bits; one of bf1
 
 typedef struct {
     int kind, sized, pres, posts, tag, delays;
-    int64_t stored; /* elements of a stored shard */
-    int seen[8];    /* tags of the ranks that were gathered */
+    int tags;           /* how many are kept in seen */
+    int64_t stored;     /* elements of a stored shard */
+    int64_t rows, cols; /* of the whole parameter; 0: not compared */
+    int seen[8];        /* tags of the ranks that were gathered */
     uint64_t seed;
 } ext;
 
@@ -1580,6 +1611,7 @@ static fsdp_status ext_pre(void *user, const fsdp_param_view *view, void *const 
     ext *x = (ext *)user;
     const float *shard = (const float *)view->shard;
     (void)stream;
+    if (x->rows) CHECK(view->shape[0] == x->rows && view->shape[1] == x->cols);
     CHECK(view->numel <= x->stored); /* a short shard is padded with zeros, for every hook alike */
     for (int64_t k = 0; k < x->stored; k++) {
         uint32_t bits;
@@ -1611,7 +1643,7 @@ static fsdp_status ext_post(void *user, const fsdp_param_view *view, const void 
         CHECK_OK(fsdp_convert((char *)full + (size_t)e * fsdp_dtype_size(dtype), dtype, &value,
                               FSDP_F32, 1));
     }
-    memcpy(x->seen, gathered[x->kind == HALVES ? 2 : 1], sizeof x->seen / 8 * 2);
+    memcpy(x->seen, gathered[x->kind == HALVES ? 2 : 1], (size_t)x->tags * sizeof *x->seen);
     x->posts++;
     ext_delay(x);
     return FSDP_OK;
@@ -1707,45 +1739,56 @@ static void ext_quantised(fsdp_world *world, const void *arg) {
 }
 TEST(fully_shard_extensions, monkey_patch) { on_ranks(8, ext_quantised, NULL); }
 
-/* The hooks know the whole shape, and a stored shard has one size on all ranks: 5 rows over 4
-   ranks are 2 2 1 0, each padded to 2. */
+/* The hooks know the whole shape, and a stored shard has one size on all ranks: 9 rows over 8 ranks
+   are 2 2 2 2 1 0 0 0, 3 are 1 1 1 0 ..., each padded to the first. */
 static void ext_outer_size(fsdp_world *world, const void *arg) {
+    enum { DIM = 3, WIDE = 9 };
     (void)arg;
-    ext x;
-    fsdp_gather_extension e = {ext_sizes, ext_pre, ext_post, NULL};
-    fsdp_param_desc p[1] = {fsdp_mat("w", 5, 3)};
-    fsdp_param_view v;
+    ext x[2];
+    fsdp_gather_extension e[2];
+    fsdp_model_desc md = FSDP_ZERO;
+    fsdp_param_desc p[4];
     toy t;
-    memset(&x, 0, sizeof x);
-    e.user = &x;
-    p[0].extension = &e;
-    toy_begin(&t, world, NULL, 4, fsdp_rank(world));
-    toy_unit(&t, NULL, p, 1);
+    memset(x, 0, sizeof x);
+    mlp(p, DIM, WIDE / DIM);
+    for (int i = 0; i < 2; i++) {
+        fsdp_gather_extension of = {ext_sizes, ext_pre, ext_post, NULL};
+        of.user = &x[i], e[i] = of, p[2 * i].extension = &e[i];
+        x[i].kind = BFLOAT, x[i].rows = i ? DIM : WIDE, x[i].cols = i ? WIDE : DIM;
+    }
+    md.reshard_after_forward = FSDP_RESHARD_NEVER;
+    toy_begin(&t, world, &md, 8, fsdp_rank(world));
+    t.quantised = 1;
+    toy_unit(&t, NULL, p, 4);
     CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
     for (int step = 0; step < 2; step++) toy_step(&t);
-    CALL(world, fsdp_param_view_get(t.unit[0], 0, &v));
-    CHECK(v.shape[0] == 5 && v.shape[1] == 3);
-    CHECK_EQ_INT(x.stored, 2 * 3);
-    CHECK_EQ_INT(v.local_shape[0], t.place < 2 ? 2 : t.place == 2 ? 1 : 0);
-    CHECK_EQ_INT(x.pres, 4);
+    for (int i = 0; i < 2; i++) {
+        const int chunk = i ? 1 : 2, left = (int)x[i].rows - t.place * chunk;
+        fsdp_param_view v = lab_view(world, t.unit[0], 2 * i);
+        CHECK_EQ_INT(x[i].stored, chunk * x[i].cols);
+        CHECK_EQ_INT(v.local_shape[0], left < 0 ? 0 : left < chunk ? left : chunk);
+        CHECK_EQ_INT(x[i].pres, 2);
+        CHECK_EQ_INT(x[i].posts, 2);
+    }
 }
-TEST(fully_shard_extensions, outer_size_stride) { on_ranks(4, ext_outer_size, NULL); }
+TEST(fully_shard_extensions, outer_size_stride) { on_ranks(8, ext_outer_size, NULL); }
 
 /* What is gathered comes from the ranks of the shard dim alone. */
 static void ext_hsdp_mesh(fsdp_world *world, const void *arg) {
     (void)arg;
-    ext x[2];
+    ext x[6];
     fsdp_model_desc md = FSDP_ZERO;
-    int32_t ranks[2];
+    int32_t ranks[4];
     toy t;
-    fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names);
+    fsdp_mesh *mesh = mesh_of(world, 2, 4, 0, hsdp_names);
     md.mesh = mesh;
-    ext_build(&t, world, &md, 4, fsdp_rank(world), x, HALVES, 1, 3);
+    ext_build(&t, world, &md, 8, fsdp_rank(world), x, HALVES, 3, 8);
+    for (int k = 0; k < 6; k++) x[k].tags = 4;
     toy_step(&t);
-    CHECK_EQ_INT(fsdp_mesh_ranks(mesh, 1, ranks), 2);
-    for (int k = 0; k < 2; k++) CHECK_EQ_INT(x[0].seen[k], 100 + ranks[k]);
+    CHECK_EQ_INT(fsdp_mesh_ranks(mesh, 1, ranks), 4);
+    for (int k = 0; k < 6 * 4; k++) CHECK_EQ_INT(x[k / 4].seen[k % 4], 100 + ranks[k % 4]);
 }
-TEST(fully_shard_extensions, hsdp_mesh) { on_ranks(4, ext_hsdp_mesh, NULL); }
+TEST(fully_shard_extensions, hsdp_mesh) { on_ranks(8, ext_hsdp_mesh, NULL); }
 
 /* HSDP, with delays in every hook, with and without offload, ten steps. */
 static void ext_hsdp(fsdp_world *world, const void *arg) {
