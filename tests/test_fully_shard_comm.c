@@ -545,6 +545,17 @@ static const struct {
     {"all_reduce_last_True", LAST_ALL_REDUCE, ALWAYS, ALWAYS, 24, 12, 4},
     {"all_reduce_last_False", LAST_ALL_REDUCE, NEVER, NEVER, 12, 12, 4},
 };
+/* What is kept between microbatches: gathered parameters, full gradients, sums of the shard group. */
+static void check_kept(const rig *r, int mode, int replicas) {
+    for (int u = 0; u < r->count; u++) {
+        fsdp_memory m = FSDP_ZERO;
+        CHECK_OK(fsdp_unit_memory(r->units[u], &m));
+        CHECK_EQ_INT(m.pool_slots[FSDP_POOL_GATHER], mode == LAST_SYNC_KEEP);
+        CHECK_EQ_INT(m.pool_slots[FSDP_POOL_GRAD] + m.pool_slots[FSDP_POOL_RIN],
+                     mode == LAST_SYNC || mode == LAST_SYNC_KEEP);
+        CHECK_EQ_INT(m.pool_slots[FSDP_POOL_ROUT], mode == LAST_ALL_REDUCE && replicas > 1);
+    }
+}
 TEST_P(fully_shard_comm, accumulation_count, accumulations) {
     for (int replicas = 1; replicas < 3; replicas++) {
         rig r;
@@ -559,6 +570,7 @@ TEST_P(fully_shard_comm, accumulation_count, accumulations) {
                 if (row->mode == LAST_ALL_REDUCE)
                     CHECK_OK(fsdp_set_requires_all_reduce(r.model, NULL, last));
                 play(&r, FWD BWD);
+                check_kept(&r, last ? EACH : row->mode, replicas);
             }
             CHECK_EQ_INT(ops_of(&r, FSDP_OP_ALL_GATHER), step * row->gathers);
             CHECK_EQ_INT(ops_of(&r, FSDP_OP_REDUCE_SCATTER), step * row->scatters);

@@ -1,6 +1,7 @@
 /* test_fully_shard_errors.c - what PyTorch's fully_shard refuses is refused here, with a text that
-   says what to do; what is accepted on purpose works. After every call the model is as it was and
-   trains a step. What cannot be said in C at all stands in docs/parity.md.
+   says what to do, and so is what PyTorch lets pass but makes no sense; what is accepted on purpose
+   works. After a refusal the model is as it was; after every call it trains two steps. What cannot be
+   said in C at all stands in docs/parity.md.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
@@ -537,7 +538,7 @@ enum { HOOK = 2 };
 
 typedef struct {
     const char *name;     /* condition */
-    const char *upstream; /* its error there */
+    const char *upstream; /* what PyTorch 2.15 raises or does */
     fsdp_status (*call)(ctx *);
     int expected;     /* status */
     const char *word; /* of the text */
@@ -547,10 +548,10 @@ typedef struct {
 static const row_type rows[] = {
     /* 2: meshes */
     {"mesh_larger_than_world", "RuntimeError", mesh_too_large, ARG, "the product of the sizes exceeds", 0},
-    {"mesh_rank_twice", "ValueError", mesh_rank_twice, ARG, "rank 1 appears twice", 0},
-    {"mesh_unknown_rank", "RuntimeError", mesh_unknown_rank, ARG, "ranks has 4, expected 0..3", 0},
-    {"mesh_without_dims", "RuntimeError", mesh_no_dims, ARG, "expected 1..", 0},
-    {"mesh_dim_of_size_0", "RuntimeError", mesh_empty_dim, ARG, "expected >= 1", 0},
+    {"mesh_rank_twice", "RuntimeError on that rank", mesh_rank_twice, ARG, "rank 1 appears twice", 0},
+    {"mesh_unknown_rank", "ValueError", mesh_unknown_rank, ARG, "ranks has 4, expected 0..3", 0},
+    {"mesh_without_dims", "(nothing)", mesh_no_dims, ARG, "expected 1..", 0},
+    {"mesh_dim_of_size_0", "AssertionError", mesh_empty_dim, ARG, "expected >= 1", 0},
     {"slice_unknown_dim", "KeyError", slice_unknown, ARG, "dims[0] is 3", 0},
     {"slice_dims_out_of_order", "KeyError", slice_order, ARG, "increasing", 0},
     {"slice_dims_overlap", "RuntimeError", slice_overlap, ARG, "increasing", 0},
@@ -567,7 +568,7 @@ static const row_type rows[] = {
     {"mesh_info_not_filled", "TypeError", info_empty, ARG, "its mesh_info has no mesh", 0},
     {"mesh_unknown_name", "KeyError", query_name, ARG, "", 0},
     {"mesh_rank_without_dim", "RuntimeError", query_rank, ARG, "", 0},
-    {"mesh_group_of_unknown_dim", "RuntimeError", query_group, ARG, "", 0},
+    {"mesh_group_of_unknown_dim", "IndexError", query_group, ARG, "", 0},
     /* 6.1: the mesh of a model and of a unit */
     {"model_mesh_ndim", "ValueError", model_3d, ARG, "mesh_info", 0},
     {"model_mesh_unnamed", "AssertionError", model_unnamed, ARG, "name", 0},
@@ -584,7 +585,7 @@ static const row_type rows[] = {
     {"integer_requires_grad", "RuntimeError", trainable_bytes, ARG, "set frozen", 0},
     {"container_without_parameters", "ValueError", unit_empty, ARG, "num_params", 0},
     {"unit_without_list", "(nothing)", unit_no_list, ARG, "params", 0},
-    {"unit_after_first_step", "RuntimeError", unit_late, STATE, "before the first", 1},
+    {"unit_after_first_step", "(nothing)", unit_late, STATE, "before the first", 1},
     /* 4.7: reshard_after_forward */
     {"reshard_no_factor", "ValueError", reshard_3, ARG, "divisor", 0},
     {"reshard_more_than_ranks", "ValueError", reshard_8, ARG, "divisor", 0},
@@ -592,28 +593,27 @@ static const row_type rows[] = {
     {"reshard_negative_model", "ValueError", reshard_model_less, ARG, "n >= 2", 0},
     {"reshard_no_factor_model", "ValueError", reshard_model, ARG, "divisor", 0},
     /* 6.1: policies */
-    {"param_dtype_integer", "(error in the cast)", unit_param_int, ARG, "floating", 0},
-    {"reduce_dtype_integer", "(error in the sum)", unit_reduce_int, ARG, "floating", 0},
-    {"output_dtype_integer", "(error in the cast)", unit_output_int, ARG, "floating", 0},
-    {"model_param_dtype_integer", "(error in the cast)", model_param_int, ARG, "floating", 0},
-    {"model_reduce_dtype_integer", "(error in the sum)", model_reduce_int, ARG, "floating", 0},
+    {"param_dtype_integer", "RuntimeError in forward", unit_param_int, ARG, "floating", 0},
+    {"reduce_dtype_integer", "RuntimeError in backward", unit_reduce_int, ARG, "floating", 0},
+    {"output_dtype_integer", "RuntimeError in backward", unit_output_int, ARG, "floating", 0},
+    {"model_param_dtype_integer", "RuntimeError in forward", model_param_int, ARG, "floating", 0},
+    {"model_reduce_dtype_integer", "RuntimeError in backward", model_reduce_int, ARG, "floating", 0},
     {"model_output_dtype_unknown", "(a type)", model_output_none, ARG, "floating", 0},
-    {"model_grad_dtype_integer", "RuntimeError", model_grad_int, ARG, "floating", 0},
+    {"model_grad_dtype_integer", "RuntimeError in backward", model_grad_int, ARG, "floating", 0},
     /* 3.8: extensions */
     {"extension_without_post", "AssertionError", ext_no_post, ARG, "post_all_gather", 0},
     {"extension_without_pre", "AssertionError", ext_no_pre, ARG, "pre_all_gather", 0},
-    {"extension_without_sizes", "AssertionError", ext_no_sizes, ARG, "sizes", 0},
-    {"extension_without_tensors", "AssertionError", ext_no_strings, ARG, "1..4", 0},
+    {"extension_without_sizes", "(no such function)", ext_no_sizes, ARG, "sizes", 0},
+    {"extension_without_tensors", "IndexError", ext_no_strings, ARG, "1..4", 0},
     {"extension_five_tensors", "(nothing)", ext_five, ARG, "1..4", 0},
-    {"extension_negative_size", "AssertionError", ext_negative, ARG, "of sizes >= 0", 0},
+    {"extension_negative_size", "(no such function)", ext_negative, ARG, "of sizes >= 0", 0},
     /* 6.4: setters */
     {"set_reshard_int", "ValueError", set_reshard_int, ARG, "FSDP_RESHARD_ALWAYS", 1},
     {"set_on_another_model", "(nothing)", set_other_model, ARG, "another model", 1},
     {"prefetch_no_unit", "ValueError", prefetch_null, ARG, "not a unit of", 1},
     {"prefetch_no_unit_backward", "ValueError", prefetch_null_back, ARG, "not a unit of", 1},
-    {"prefetch_another_model", "ValueError", prefetch_foreign, ARG, "of this model", 1},
-    {"prefetch_another_model_backward", "ValueError", prefetch_foreign_back, ARG, "of this model",
-     1},
+    {"prefetch_another_model", "(nothing)", prefetch_foreign, ARG, "of this model", 1},
+    {"prefetch_another_model_backward", "(nothing)", prefetch_foreign_back, ARG, "of this model", 1},
     {"prefetch_negative_count", "TypeError", prefetch_count, ARG, "count", 1},
     {"divide_factor_negative", "(nothing)", factor_negative, ARG, "factor", 1},
     {"divide_factor_nan", "(nothing)", factor_nan, ARG, "factor", 1},
@@ -634,16 +634,16 @@ static const row_type rows[] = {
     {"works_uneven_shard_dim_1", "NotImplementedError", uneven_dim1, FSDP_OK, "", 0},
     {"works_reshard_1", "warning, then False", reshard_1, FSDP_OK, "", 0},
     {"works_reshard_int_extension", "NotImplementedError", reshard_extension, FSDP_OK, "", 0},
-    {"works_reshard_int_uneven_and_dim_1", "IndexError", reshard_uneven, FSDP_OK, "", 0},
+    {"works_reshard_int_uneven_and_dim_1", "RuntimeError or IndexError", reshard_uneven, FSDP_OK, "", 0},
     {"works_no_elements", "RuntimeError in the reduction", no_elements, FSDP_OK, "", 0},
     {"works_mixed_original_dtypes", "AssertionError", mixed_dtypes, FSDP_OK, "", 0},
-    {"works_reduce_dtype_of_one_unit", "AssertionError", reduce_dtypes, FSDP_OK, "", 0},
+    {"works_reduce_dtype_of_one_unit", "(works)", reduce_dtypes, FSDP_OK, "", 0},
     {"works_any_divide_factor", "RuntimeError of Gloo", any_factor, FSDP_OK, "", 1},
     {"works_clip_over_meshes", "error in stack", other_mesh, FSDP_OK, "", 0},
     {"works_clip_inf_empty_shards", "RuntimeError on one rank", clip_empty, FSDP_OK, "", 1},
     {"works_unused_on_one_rank", "hang", some_unused, FSDP_OK, "", 1},
     {"works_child_before_root", "RuntimeError", child_first, FSDP_OK, "", 1},
-    {"works_all_reduce_hook_hsdp", "ValueError with a stream", hook_hsdp, FSDP_OK, "", 0},
+    {"works_all_reduce_hook_hsdp", "(works, but ValueError with a stream)", hook_hsdp, FSDP_OK, "", 0},
     {"works_set_reshard_replicated", "AssertionError", set_replicated, FSDP_OK, "", 0},
     {"works_tied_parameter", "ValueError in two groups", tied_elsewhere, FSDP_OK, "", 1},
     {"works_flatten_to_a_taken_name", "ValueError", sub_mesh_flat, FSDP_OK, "", 0},

@@ -136,7 +136,7 @@ TEST_P(fully_shard_mixed_precision, dtypes_one_shard, table) {
 }
 
 /* An integer parameter is frozen and gathered as it is; with others it makes the gather one of
-   bytes. */
+   bytes. It has no gradient and is not reduced. */
 static void with_integers(lab_rank *r) {
     for (int mixed = 0; mixed < 2; mixed++) {
         fsdp_param_desc p[2] = {fsdp_mat("codes", 6, 4), fsdp_mat("w", 5, 3)};
@@ -161,6 +161,16 @@ static void with_integers(lab_rank *r) {
         CHECK_EQ_INT(gather->count,
                      (6 + size - 1) / size * 4 + mixed * 2 * ((5 + size - 1) / size) * 3);
         CALL(x.world, fsdp_post_forward(x.unit[0]));
+        CALL(x.world, fsdp_pre_backward(x.unit[0]));
+        CHECK(!fsdp_grad(x.unit[0], 0));
+        if (mixed) CHECK(fsdp_grad(x.unit[0], 1) != NULL);
+        CALL(x.world, fsdp_post_backward(x.unit[0]));
+        CALL(x.world, fsdp_finalize_backward(x.model));
+        CHECK(!lab_view(x.world, x.unit[0], 0).shard_grad);
+        const fsdp_op *sum = fs_find(&x, FSDP_OP_REDUCE_SCATTER, -1, 0);
+        CHECK_EQ_INT(sum != NULL, mixed);
+        /* padded rows of w, and its user */
+        if (sum) CHECK_EQ_INT(sum->count, (5 + size - 1) / size * 3 + 1);
         lab_end(r);
         free(x.log.ops);
     }

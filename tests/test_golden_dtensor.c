@@ -369,6 +369,7 @@ static void check_file(int kind, const char *what) {
     GOLDEN_CLOSE(&g);
     if (!cases[kind] && strcmp(golden_dir(), GOLDEN_DIR) != 0) SKIP("no such case");
     CHECK(cases[kind] > 0 && views > 0 && elements > 0);
+    if (!strcmp(golden_dir(), GOLDEN_DIR)) CHECK_EQ_INT(cases[IS_PARTIAL] + cases[IS_OTHER], 0);
     h_message("%lld %s cases (%lld with communication), %lld parts and %lld elements compared",
               (long long)cases[kind], what, (long long)talked, (long long)views,
               (long long)elements);
