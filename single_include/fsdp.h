@@ -8926,10 +8926,12 @@ static fsdp_status fsdpi_do_reshard_forward(fsdp_unit *u) {
 }
 
 // What is still in flight was a prefetch that nobody used: after the last backward nobody will.
+// Before that it goes on, and a hook that writes the shard comes behind it.
 static fsdp_status fsdpi_do_reshard_backward(fsdp_unit *u) {
-    int reshards = u->state.storage == FSDP_STORAGE_IN_FLIGHT ? u->model->is_last_backward
-                                                              : u->options.reshard_after_backward;
-    return reshards ? fsdpi_do_reshard(u) : FSDP_OK;
+    int flies = u->state.storage == FSDP_STORAGE_IN_FLIGHT;
+    if (flies ? u->model->is_last_backward : u->options.reshard_after_backward)
+        return fsdpi_do_reshard(u);
+    return flies && u->model->grad_hooks ? fsdpi_emit_kind(u, FSDPI_OPS_WAIT) : FSDP_OK;
 }
 
 // Gather a unit ahead of its use, unless that would hold more memory than prefetches may.

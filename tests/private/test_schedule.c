@@ -1093,6 +1093,31 @@ TEST(streams, hooks_wait_for_counts) {
     rig_close(&r);
 }
 
+/* More backwards follow: a gather that nobody has waited for goes on behind a post_backward. A hook
+   that writes the shard comes behind it. */
+static fsdp_status write_hook(void *user, const fsdp_param_view *view, void *stream) {
+    sim_called((sim *)user, stream, "hook", view->shard, view->numel * 4, 1);
+    return FSDP_OK;
+}
+TEST(streams, hook_behind_a_gather) {
+    config c = CONF(ASYNC, 3, NEVER, ALWAYS);
+    rig r;
+    rig_open(&r, &c);
+    CHECK_OK(fsdp_set_post_accumulate_hook(r.units[1], 0, write_hook, &r.s));
+    play(&r, FWD);
+    CHECK_OK(fsdp_set_is_last_backward(r.model, 0));
+    CHECK_OK(fsdp_set_unshard_in_backward(r.model, r.units[1], 0));
+    CHECK_OK(fsdp_pre_backward(r.units[1]));
+    sim_write(&r.s, "backward", fsdp_grad(r.units[1], 0), 8 * 16 * 4);
+    CHECK_OK(fsdp_unshard(r.units[1]));
+    CHECK_EQ_INT(fsdp_unit_storage(r.units[1]), FSDP_STORAGE_IN_FLIGHT);
+    CHECK_OK(fsdp_post_backward(r.units[1]));
+    CHECK(r.s.calls > 0);
+    CHECK_OK(fsdp_set_is_last_backward(r.model, 1));
+    play(&r, ".");
+    rig_close(&r);
+}
+
 /* The caller's stream is another one from now on: it comes behind what the one before has to do,
    also behind what that one has waited for. */
 TEST(streams, stream_of_the_caller) {
