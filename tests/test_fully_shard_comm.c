@@ -228,13 +228,18 @@ TEST(fully_shard_comm, all_gather_fp32) {
     on_lanes(16, 2, NULL, wide_gather, NULL);
 }
 
-/* Ones times rank mod 8. Upstream divides f16 by 16 before the sum and by 8 after it; a backend that
-   sums in f32 divides by 128 before it stores the sum (test_route: one that does not, as upstream). */
+/* Ones times rank mod 8. Upstream divides f16 by 16 before the sum and by 8 after it, and so does a
+   plain backend; one that sums in f32 divides by 128 before it stores the sum. */
+typedef struct {
+    fsdp_dtype reduce;
+    int plain;
+} scatter;
+
 static void wide_scatter(fsdp_world *world, const void *arg) {
-    fsdp_dtype reduce = *(const fsdp_dtype *)arg;
+    const scatter *c = (const scatter *)arg;
     int size = fsdp_world_size(world);
     wide w;
-    wide_build(&w, world, reduce, 0);
+    wide_build(&w, world, c->reduce, 0);
     lab_forward(world, w.unit);
     CALL(world, fsdp_pre_backward(w.unit));
     for (int i = 0; i < WIDE_PARAMS; i++) {
@@ -246,8 +251,8 @@ static void wide_scatter(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_post_backward(w.unit));
     CALL(world, fsdp_finalize_backward(w.model));
     if (size == WIDE_WORLD) {
-        CHECK_NEAR(w.scales[0], 1, 0);
-        CHECK_NEAR(w.scales[1], 1.0 / 128, 0);
+        CHECK_NEAR(w.scales[0], c->plain ? 1.0 / 16 : 1, 0);
+        CHECK_NEAR(w.scales[1], c->plain ? 1.0 / 8 : 1.0 / 128, 0);
     }
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(w.model, &v)) {
@@ -260,7 +265,12 @@ static void wide_scatter(fsdp_world *world, const void *arg) {
     }
 }
 static void test_scatter(fsdp_dtype reduce) {
-    on_ranks(W_SLOW ? 16 : WIDE_WORLD, wide_scatter, &reduce);
+    scatter c = {reduce, 0};
+    fsdp_comm_ops plain = w_plain();
+    on_ranks(W_SLOW ? 16 : WIDE_WORLD, wide_scatter, &c);
+    for (int lanes = 1; lanes < 3; lanes++) on_lanes(16, lanes, NULL, wide_scatter, &c);
+    c.plain = 1; /* which f32 does not see */
+    if (reduce == FSDP_F16) on_lanes(W_SLOW ? 16 : WIDE_WORLD, 0, &plain, wide_scatter, &c);
 }
 TEST(fully_shard_comm, reduce_scatter_fp32) { test_scatter(FSDP_F32); }
 TEST(fully_shard_comm, reduce_scatter_fp16) { test_scatter(FSDP_F16); }
@@ -319,11 +329,10 @@ static void chunk_cat(fsdp_world *world, const void *arg) {
     }
 }
 TEST(fully_shard_comm, ChunkCatMixedDtype_numerics) {
-    static const mix mixes[] = {{{FSDP_BF16, FSDP_F32, FSDP_BF16}, FSDP_F32},
-                                {{FSDP_F32, FSDP_BF16, FSDP_F16}, FSDP_F32},
-                                {{FSDP_F16, FSDP_F16, FSDP_F32}, FSDP_BF16},
-                                {{FSDP_F32, FSDP_BF16, FSDP_F32}, FSDP_BF16},
-                                {{FSDP_BF16, FSDP_F32, FSDP_F32}, FSDP_F16}};
+    static const mix mixes[] = {
+        {{FSDP_BF16, FSDP_F32, FSDP_BF16}, FSDP_F32}, {{FSDP_F16, FSDP_F32, FSDP_F16}, FSDP_F32},
+        {{FSDP_F32, FSDP_BF16, FSDP_F16}, FSDP_F32},  {{FSDP_F16, FSDP_F16, FSDP_F32}, FSDP_BF16},
+        {{FSDP_F32, FSDP_BF16, FSDP_F32}, FSDP_BF16}, {{FSDP_BF16, FSDP_F32, FSDP_F32}, FSDP_F16}};
     for (size_t n = 0; n < sizeof mixes / sizeof *mixes; n++) on_ranks(4, chunk_cat, &mixes[n]);
 }
 
@@ -445,7 +454,10 @@ static void play(rig *r, const char *script) {
             CHECK_OK(fsdp_pre_backward(u));
             for (int i = 0; i < 2; i++) CHECK(fsdp_grad(u, i));
             break;
-        case ']': CHECK_OK(fsdp_post_backward(u)); break;
+        case ']':
+            CHECK(fsdp_data(u, 0)); /* also behind a recompute */
+            CHECK_OK(fsdp_post_backward(u));
+            break;
         case 's': CHECK_OK(fsdp_reshard(u)); break;
         case 'u': CHECK_OK(fsdp_unshard(u)); break;
         case 'l': CHECK_OK(fsdp_set_is_last_backward(r->model, what == '+')); break;
@@ -460,11 +472,12 @@ static void plays(rig *r, const char *script, const char *expected) {
     CHECK_EQ_STR(r->trace, expected);
 }
 
-#define FWD  "(r (0 )0 (1 )1 (2 )2 )r"
-#define BWD  "[r [2 ]2 [1 ]1 [0 ]0 ]r ."
-#define BWDH "[2 ]2 [1 ]1 [0 ]0 "
-#define UF   "Ur:F U0:F U1:F U2:F"
-#define UB   "U2:B U1:B P2 U0:B P1 P0 Pr"
+#define FWD   "(r (0 )0 (1 )1 (2 )2 )r"
+#define BWD   "[r [2 ]2 [1 ]1 [0 ]0 ]r ."
+#define BWDH  "[2 ]2 [1 ]1 [0 ]0 "
+#define AGAIN "[2 (2 )2 ]2 [1 (1 )1 ]1 [0 (0 )0 ]0 " /* each layer recomputed in its backward */
+#define UF    "Ur:F U0:F U1:F U2:F"
+#define UB    "U2:B U1:B P2 U0:B P1 P0 Pr"
 
 /* ---- counts ---------------------------------------------------------------------------------- */
 
@@ -582,8 +595,8 @@ TEST_P(fully_shard_comm, accumulation_count, accumulations) {
 
 /* ---- sequences ------------------------------------------------------------------------------- */
 
-/* One forward and backward, twice; also with every layer recomputed in its backward, which changes
-   no event; then two forwards before one backward. */
+/* One forward and backward, three times; then two forwards before one backward. Both also with every
+   layer recomputed in its backward, which changes no event. */
 TEST(fully_shard_comm, backward_prefetch) {
     static const struct {
         const char *back, *again; /* of a backward; of the second half of one over two forwards */
@@ -597,18 +610,20 @@ TEST(fully_shard_comm, backward_prefetch) {
             char half[256];
             rig_open(&r, "r012", reshards[mode].root, reshards[mode].inner, inline_device);
             snprintf(w_case, sizeof w_case, "reshard %s", reshards[mode].name);
-            for (int step = 0; step < 2; step++) {
+            snprintf(half, sizeof half, "%.*s", (int)strlen(expected[mode].back) - 3,
+                     expected[mode].back); /* without Pr */
+            for (int step = 0; step < 3; step++) {
                 plays(&r, FWD, UF);
                 plays(&r, BWD, expected[mode].back);
                 plays(&r, FWD, UF);
-                plays(&r, "[r [2 (2 )2 ]2 [1 (1 )1 ]1 [0 (0 )0 ]0 ]r .", expected[mode].back);
+                plays(&r, "[r " AGAIN "]r .", expected[mode].back);
             }
-            plays(&r, FWD, UF);
-            plays(&r, FWD, mode == NONE ? "U0:F U1:F U2:F" : mode == FALSE_ ? "" : UF);
-            snprintf(half, sizeof half, "%.*s", (int)strlen(expected[mode].back) - 3,
-                     expected[mode].back); /* without Pr */
-            plays(&r, "[r " BWDH, half);
-            plays(&r, BWDH "]r .", expected[mode].again);
+            for (int recompute = 0; recompute < 2; recompute++) {
+                plays(&r, FWD, UF);
+                plays(&r, FWD, mode == NONE ? "U0:F U1:F U2:F" : mode == FALSE_ ? "" : UF);
+                plays(&r, recompute ? "[r " AGAIN : "[r " BWDH, half);
+                plays(&r, recompute ? AGAIN "]r ." : BWDH "]r .", expected[mode].again);
+            }
             rig_close(&r);
         }
 }
@@ -663,8 +678,9 @@ TEST(fully_shard_comm, backward_prefetch_unused_in_backward_grads) {
     for (int lanes = 0; lanes < 3; lanes++) on_lanes(2, lanes, NULL, two_backwards, NULL);
 }
 
-#define FWD4 "(r (0 )0 (1 )1 (2 )2 (3 )3 )r"
-#define BWD4 "[r [3 ]3 [2 ]2 [1 ]1 [0 ]0 ]r ."
+#define FWD4   "(r (0 )0 (1 )1 (2 )2 (3 )3 )r"
+#define BWD4   "[r [3 ]3 [2 ]2 [1 ]1 [0 ]0 ]r ."
+#define AGAIN4 "[r [3 (3 )3 ]3 [2 (2 )2 ]2 [1 (1 )1 ]1 [0 (0 )0 ]0 ]r ."
 
 static void test_lists(int backward, const char *const expected[3][2]) {
     for (int depth = 0; depth < 3; depth++)
@@ -682,7 +698,7 @@ static void test_lists(int backward, const char *const expected[3][2]) {
             }
             for (int step = 0; step < 2; step++) {
                 plays(&r, FWD4, expected[depth][0]);
-                plays(&r, BWD4, expected[depth][1]);
+                plays(&r, step ? AGAIN4 : BWD4, expected[depth][1]);
             }
             rig_close(&r);
         }
@@ -705,34 +721,42 @@ TEST(fully_shard_comm, set_modules_to_backward_prefetch) {
     test_lists(1, expected);
 }
 
-/* Blocks 0 1 2 with units a b c inside of them, each block recomputed in its backward. */
+/* Embeddings t, blocks 0 1 2 with units a b c inside of them, each block recomputed in its backward,
+   and n, the norm and the output. */
 TEST(fully_shard_comm, backward_prefetch_inside_ac) {
-    static const char forward[] = "(r (0 (a )a )0 (1 (b )b )1 (2 (c )c )2 )r";
-    static const char backward[] = "[r [2 (2 (c )c )2 [c ]c ]2 [1 (1 (b )b )1 [b ]b ]1"
-                                   "[0 (0 (a )a )0 [a ]a ]0 ]r .";
+    static const char forward[] = "(t )t (0 (a )a )0 (1 (b )b )1 (2 (c )c )2 (n )n";
+    static const char backward[] = "[n ]n [2 (2 (c )c )2 [c ]c ]2 [1 (1 (b )b )1 [b ]b ]1"
+                                   "[0 (0 (a )a )0 [a ]a ]0 [t ]t .";
     for (int lists = 0; lists < 2; lists++) {
         rig r;
-        rig_open(&r, "r0a1b2c", NEVER, ALWAYS, 0);
-        if (lists) prefetches(&r, '2', 1, "1b"), prefetches(&r, '1', 1, "0a");
+        rig_open(&r, "t0a1b2cn", ALWAYS, ALWAYS, 0);
+        r.show_reshard = 1;
+        if (lists) prefetches(&r, 'n', 1, "2"), prefetches(&r, '2', 1, "1b");
+        if (lists) prefetches(&r, '1', 1, "0a"), prefetches(&r, '0', 1, "t");
         for (int step = 0; step < 2; step++) {
-            plays(&r, forward, "Ur:F U0:F Ua:F U1:F Ub:F U2:F Uc:F");
+            plays(&r, forward, "Ut:F Rt U0:F Ua:F Ra R0 U1:F Ub:F Rb R1 U2:F Uc:F Rc R2 Un:F Rn");
             plays(&r, backward,
-                  lists ? "U2:B U1:B Ub:B Uc:F Pc P2 U0:B Ua:B Pb P1 Pa P0 Pr"
-                        : "U2:B Uc:B U1:B Pc P2 Ub:B U0:B Pb P1 Ua:B Pa P0 Pr");
-            play(&r, "sr"); /* so that the next forward gathers it again */
+                  lists ? "Un:B U2:B Rn Pn U1:B Ub:B Uc:F Rc Pc R2 P2 U0:B Ua:B Rb Pb R1 P1 Ut:B "
+                          "Ra Pa R0 P0 Rt Pt"
+                        : "Un:B U2:B Rn Pn Uc:B U1:B Rc Pc R2 P2 Ub:B U0:B Rb Pb R1 P1 Ua:B Ut:B "
+                          "Ra Pa R0 P0 Rt Pt");
         }
         rig_close(&r);
     }
 }
 
-/* Units of two layers each, and one of norm and output that stays: one event per unit. */
+/* Embeddings t, a layer 0, units 1 and 2 of two layers each, and n, the norm and the output, which
+   stays: one event per unit. */
 TEST(fully_shard_comm, multi_module_backward_prefetch) {
     rig r;
-    rig_open(&r, "r01n", NEVER, ALWAYS, 0);
+    rig_open(&r, "t012n", ALWAYS, ALWAYS, 0);
     CHECK_OK(fsdp_set_reshard_after_forward(r.model, named(&r, 'n'), NEVER));
     for (int step = 0; step < 3; step++) {
-        plays(&r, "(r (0 (0 )0 (1 (1 )1 (n (n )n )r", "Ur:F U0:F U1:F Un:F");
-        plays(&r, "[r [n ]n [1 ]1 [0 ]0 ]r .", "U1:B Pn U0:B P1 P0 Pr");
+        plays(&r, "(t (t )t (0 )0 (1 (1 )1 (2 (2 )2 (n (n )n", "Ut:F U0:F U1:F U2:F Un:F");
+        plays(&r,
+              step ? "[n ]n [2 (2 )2 ]2 [1 (1 )1 ]1 [0 (0 )0 ]0 [t ]t ." /* recomputed */
+                   : "[n ]n [2 ]2 [1 ]1 [0 ]0 [t ]t .",
+              "U2:B Pn U1:B P2 U0:B P1 Ut:B P0 Pt");
     }
     rig_close(&r);
 }
@@ -742,7 +766,7 @@ TEST(fully_shard_comm, multi_module_backward_prefetch) {
 TEST(fully_shard_comm, multi_module_unused_module) {
     rig r;
     rig_open(&r, "r01", NEVER, ALWAYS, 0);
-    for (int step = 0; step < 2; step++) {
+    for (int step = 0; step < 3; step++) {
         plays(&r, "(r (0 )0 (1 )1 )r", "Ur:F U0:F U1:F");
         plays(&r, "[r [1 ]1 [0 ]r .", "U1:B U0:B P1 Pr P0");
     }
@@ -784,8 +808,8 @@ static void divide_factor(fsdp_world *world, const void *arg) {
         md.param_dtype = bf16 ? FSDP_BF16 : FSDP_DTYPE_KEEP;
         md.reduce_dtype = bf16 ? FSDP_F32 : FSDP_DTYPE_KEEP;
         net_build(&n, world, &md);
-        for (int step = 0; step < 10; step++) {
-            n.factor[0] = step < 5 ? 2 * size : size;
+        for (int step = 0; step < 20; step++) {
+            n.factor[0] = step < 10 ? 2 * size : size;
             CALL(world, fsdp_set_gradient_divide_factor(n.m.model, n.m.unit[0], n.factor[0]));
             net_step(&n);
         }
@@ -798,7 +822,7 @@ TEST(fully_shard_comm, set_reduce_scatter_divide_factor) {
 }
 
 /* Upstream lets more reduce inputs wait at a time; here their number follows from the device: one
-   inline, as many as there are units under way with lanes. No bit depends on it. */
+   inline, two with lanes. No bit depends on it. */
 typedef struct {
     float got[2][3][4][NET_UNITS * NET_NUMEL]; /* mesh, lanes, rank */
     int lanes, hsdp, numel[2][4];
@@ -921,7 +945,7 @@ TEST(fully_shard_comm, singleton_copy_division) {
     static const int divisions[] = {0, 0, 1};
     for (int k = 0; k < 3; k++) {
         fsdp_world_desc d = w_desc(0, 1, NULL, "one", 0);
-        fsdp_param_desc p[1] = {fsdp_mat("w", 4, 4)};
+        fsdp_param_desc p[1] = {fsdp_mat("w", 4, 8)};
         fsdp_extension watcher = FSDP_ZERO;
         watcher.op = divisions_op;
         fsdp_param_view v;
@@ -937,13 +961,13 @@ TEST(fully_shard_comm, singleton_copy_division) {
         CALL(world, fsdp_attach(model, &watcher));
         lab_forward(world, unit);
         CALL(world, fsdp_pre_backward(unit));
-        for (int e = 0; e < 16; e++) ((float *)fsdp_grad(unit, 0))[e] += 3;
+        for (int e = 0; e < 32; e++) ((float *)fsdp_grad(unit, 0))[e] += 3;
         CALL(world, fsdp_post_backward(unit));
         CALL(world, fsdp_finalize_backward(model));
         CHECK_EQ_INT(seen[0], divisions[k]);
         CHECK_EQ_INT(seen[1], 0);
         CALL(world, fsdp_param_view_get(unit, 0, &v));
-        for (int e = 0; e < 16; e++)
+        for (int e = 0; e < 32; e++)
             CHECK_NEAR(((float *)v.shard_grad)[e], 3 / (factors[k] > 0 ? factors[k] : 1), 0);
         CHECK_OK(fsdp_shutdown(world));
     }
@@ -1044,9 +1068,17 @@ static void no_group(fsdp_world *world, const void *arg) {
 }
 TEST(fully_shard_comm, unshard_no_param_group) { on_ranks(2, no_group, NULL); }
 
+/* The call that lays the model out gathers zeros; after a fill and before any hook, what was filled. */
 static void at_once(fsdp_world *world, const void *arg) {
     (void)arg;
+    fsdp_param_desc p[1] = {fsdp_mat("w", 12, 5)};
+    fsdp_model *model = lab_model(world, NULL);
+    fsdp_unit *unit = lab_unit(world, model, NULL, p, 1);
     net n;
+    CALL(world, fsdp_unshard(unit));
+    CALL(world, fsdp_wait(unit));
+    for (int e = 0; e < NET_NUMEL; e++) CHECK_NEAR(((const float *)fsdp_data(unit, 0))[e], 0, 0);
+    CALL(world, fsdp_reshard(unit));
     net_build(&n, world, NULL);
     for (int u = 0; u < NET_UNITS; u++) CALL(world, fsdp_unshard(n.m.unit[u]));
     for (int u = 0; u < NET_UNITS; u++) {

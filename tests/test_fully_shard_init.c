@@ -37,6 +37,7 @@ typedef struct {
     int ranks, place;   /* over which gradients are averaged, and which of them I am */
     fsdp_dtype compute; /* of gathered parameters; KEEP: as stored */
     int quantised;      /* an extension rounds matrices to bf16 as they are gathered */
+    fsdp_adamw *adam;   /* updates in place of descent: one step, its first */
 } toy;
 
 static int toy_hash(int a, int b, int c, int64_t e) {
@@ -153,7 +154,19 @@ static void toy_shards(const toy *t) {
         }
 }
 
-/* Forward, backward, gradients compared with the mean of all ranks, one step of descent. */
+/* PyTorch's Adam: no weight decay. */
+static void toy_adam(toy *t) {
+    fsdp_adamw_desc ad = fsdp_adamw_defaults();
+    ad.weight_decay = 0;
+    CALL(t->world, fsdp_adamw_create(t->model, &ad, &t->adam));
+}
+
+/* The first step of Adam goes by the rate, against the sign of the gradient. */
+static void check_adam(double got, double before, double grad) {
+    CHECK_NEAR(got, before - (grad > 0 ? 0.01 : grad < 0 ? -0.01 : 0), 2e-6);
+}
+
+/* Forward, backward, gradients compared with the mean of all ranks, one step of descent or Adam. */
 static void toy_step(toy *t) {
     fsdp_param_view v = FSDP_ZERO;
     toy_forward(t);
@@ -171,8 +184,19 @@ static void toy_step(toy *t) {
             double grad = lab_get(v.shard_grad, v.grad_dtype, k);
             W_CHECK(grad == mean, "step %d: gradient of %s.%s is %g, not %g", t->step, v.unit_name,
                     v.name, grad, mean);
-            lab_put(v.shard, v.dtype, k, lab_get(v.shard, v.dtype, k) - grad / 2);
+            if (!t->adam) lab_put(v.shard, v.dtype, k, lab_get(v.shard, v.dtype, k) - grad / 2);
         }
+    }
+    if (t->adam) {
+        CALL(t->world, fsdp_adamw_step(t->adam, 0.01));
+        memset(&v, 0, sizeof v);
+        while (fsdp_next_param(t->model, &v))
+            for (int64_t k = 0; k < v.numel; k++) {
+                int64_t e = fsdp_view_index(&v, k);
+                check_adam(lab_get(v.shard, v.dtype, k), toy_truth(t, unit_of(&v), v.index, e),
+                           toy_mean(t, t->step, unit_of(&v), v.index, e));
+            }
+        return;
     }
     CALL(t->world, fsdp_params_changed(t->model));
     CALL(t->world, fsdp_zero_grad(t->model));
@@ -200,7 +224,7 @@ static void toy_mlps(toy *t, fsdp_world *world, const fsdp_model_desc *md, int r
 
 /* ---- where parameters are -------------------------------------------------------------------- */
 
-/* Shards, gradients and slots lie in the device's memory, and what is left out does not. */
+/* Shards, gradients and slots lie in the device's memory. */
 TEST(fully_shard_init, device_arg) {
     sim s;
     toy t;
@@ -269,7 +293,7 @@ static void invalid_mesh(fsdp_world *world, const void *arg) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_model *model;
     static const char *const names[] = {"a", "b", "c"};
-    md.mesh = three ? mesh_of(world, 1, 2, 2, names) : mesh_of(world, 2, 2, 0, NULL);
+    md.mesh = three ? mesh_of(world, size, 1, 1, names) : mesh_of(world, 2, size / 2, 0, NULL);
     REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_model_create(world, &md, &model),
                three ? "mesh_info" : "name");
     CHECK(!model);
@@ -432,26 +456,48 @@ static void check_chunks(const toy *t) {
     toy_shards(t);
 }
 
+/* Three MLPs of 3 and 9 in one unit; then two of them share their first linear. */
 static void shard_tensor(fsdp_world *world, const void *arg) {
+    const int rank = fsdp_rank(world);
     (void)arg;
-    fsdp_param_desc p[4];
-    toy t;
-    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
-    toy_unit(&t, NULL, p, mlp(p, 3, 3)); /* (9, 3), 9, (3, 9), 3 */
-    toy_unit(&t, NULL, p, mlp(p, 9, 3));
-    CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
-    fsdp_param_view v = lab_view(world, t.unit[0], 2);
-    CHECK(v.ndim == 2 && v.shape[0] == 3 && v.shape[1] == 9); /* global */
-    CHECK_EQ_INT(v.local_shape[0], fsdp_rank(world) ? 1 : 2);
-    check_chunks(&t);
-    for (int k = 0; k < 2; k++) { /* unit 0 in two places */
-        CALL(world, fsdp_pre_forward(t.unit[0]));
-        toy_look(&t, 0);
-        CALL(world, fsdp_post_forward(t.unit[0]));
+    for (int shared = 0; shared < 2; shared++) {
+        fsdp_param_desc p[12];
+        int count = 0;
+        toy t;
+        for (int m = 0; m < 3; m++) {
+            count += mlp(p + count, 3, 3); /* (9, 3), 9, (3, 9), 3 */
+            if (!shared || m != 1) continue;
+            count -= 2; /* its in_proj is that of the first */
+            memmove(p + count - 2, p + count, 2 * sizeof *p);
+        }
+        for (int i = 0; i < count; i++) p[i].name = NULL;
+        toy_begin(&t, world, NULL, 2, rank);
+        toy_unit(&t, NULL, p, count);
+        CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
+        CHECK_EQ_INT(params_of(&t, 0), shared ? 10 : 12);
+        for (int step = 0; step < 2; step++) {
+            for (int i = 0; i < count; i++) {
+                fsdp_param_view v = lab_view(world, t.unit[0], i);
+                int64_t rows = p[i].shape[0], first = (rows + 1) / 2;
+                CHECK_EQ_MEM(v.shape, p[i].shape, sizeof *v.shape * (size_t)v.ndim); /* global */
+                CHECK_EQ_INT(v.local_shape[0], rank ? rows - first : first);
+                for (int64_t k = 0; k < v.numel; k++) {
+                    int64_t e = k + (rank ? first * (v.ndim == 2 ? v.shape[1] : 1) : 0);
+                    CHECK_NEAR(lab_get(v.shard, FSDP_F32, k), toy_truth(&t, 0, i, e), 0);
+                }
+            }
+            check_chunks(&t);
+            for (int k = 0; k <= shared; k++) { /* in two places */
+                CALL(world, fsdp_pre_forward(t.unit[0]));
+                toy_look(&t, 0);
+                CALL(world, fsdp_post_forward(t.unit[0]));
+            }
+            CALL(world, fsdp_model_reset(t.model));
+            toy_step(&t);
+        }
+        check_chunks(&t);
+        fsdp_model_destroy(t.model);
     }
-    CALL(world, fsdp_model_reset(t.model));
-    toy_step(&t);
-    check_chunks(&t);
 }
 TEST(fully_shard_init, shard_tensor_parameters) { on_ranks(2, shard_tensor, NULL); }
 
@@ -463,7 +509,7 @@ static void raise_scalar(fsdp_world *world, const void *arg) {
     p[1].name = "temperature";
     ud.params = p;
     ud.num_params = 2;
-    toy_begin(&t, world, NULL, 1, 0);
+    toy_begin(&t, world, NULL, 2, fsdp_rank(world));
     fsdp_status got = fsdp_fully_shard(t.model, &ud, &t.unit[0]);
     REFUSED_AS(FSDP_ERR_INVALID_ARG, world, got, "temperature");
     REFUSED_AS(FSDP_ERR_INVALID_ARG, world, got, "vector of one element");
@@ -473,17 +519,17 @@ static void raise_scalar(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
     toy_step(&t);
 }
-TEST(fully_shard_init, raise_scalar_parameter) { on_ranks(1, raise_scalar, NULL); }
+TEST(fully_shard_init, raise_scalar_parameter) { on_ranks(2, raise_scalar, NULL); }
 
 static void invalid_dim(fsdp_world *world, const void *arg) {
     (void)arg;
-    fsdp_param_desc p[2] = {fsdp_mat("weight", 4, 4), fsdp_vec("bias", 4)};
+    fsdp_param_desc p[2] = {fsdp_mat("weight", 16, 16), fsdp_vec("bias", 16)};
     fsdp_unit_desc ud = FSDP_ZERO;
     toy t;
     p[0].shard_dim = p[1].shard_dim = 1;
     ud.params = p;
     ud.num_params = 2;
-    toy_begin(&t, world, NULL, 4, fsdp_rank(world));
+    toy_begin(&t, world, NULL, 8, fsdp_rank(world));
     REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_fully_shard(t.model, &ud, &t.unit[0]), "bias");
     REFUSED_AS(FSDP_ERR_INVALID_ARG, world, fsdp_fully_shard(t.model, &ud, &t.unit[0]),
                "shard_dim is 1");
@@ -492,34 +538,39 @@ static void invalid_dim(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_init_params(t.model, toy_fill, NULL));
     toy_step(&t);
 }
-TEST(fully_shard_init, invalid_shard_dim) { on_ranks(4, invalid_dim, NULL); }
+TEST(fully_shard_init, invalid_shard_dim) { on_ranks(8, invalid_dim, NULL); }
 
-/* Two layers of a transformer of width 16 with 4 heads, vocabulary 8, sequences of 16; the output
-   is tied to the embedding, so it is no parameter of its own. */
+/* PyTorch's transformer of width 16 with 4 heads, vocabulary 8, sequences of 16; the output is tied
+   to the embedding, so it is no parameter of its own. layer -1: what is in no layer. */
 static int transformer(fsdp_param_desc *p, int layer) {
     static const char *const square[] = {"wq", "wk", "wv", "wo"};
+    static const char *const norms[] = {"attention_norm.weight", "attention_norm.bias",
+                                        "ffn_norm.weight", "ffn_norm.bias"};
     if (layer < 0) {
         p[0] = fsdp_mat("tok_embeddings", 8, 16);
         p[1] = fsdp_mat("pos_embeddings", 16, 16);
-        p[2] = fsdp_vec("norm", 16);
-        return 3;
+        p[2] = fsdp_vec("norm.weight", 16);
+        p[3] = fsdp_vec("norm.bias", 16);
+        return 4;
     }
     for (int i = 0; i < 4; i++) p[i] = fsdp_mat(square[i], 16, 16);
-    p[4] = fsdp_mat("w1", 64, 16);
-    p[5] = fsdp_mat("w2", 16, 64);
-    p[6] = fsdp_vec("norm", 16);
-    return 7;
+    p[4] = fsdp_mat("w1.weight", 64, 16);
+    p[5] = fsdp_vec("w1.bias", 64);
+    p[6] = fsdp_mat("w2.weight", 16, 64);
+    p[7] = fsdp_vec("w2.bias", 16);
+    for (int i = 0; i < 4; i++) p[8 + i] = fsdp_vec(norms[i], 16);
+    return 12;
 }
 
 enum { LARGEST = 1, LAST };
 
 static void shard_dims(fsdp_world *world, const void *arg) {
     int rule = *(const int *)arg, beside = 0;
-    fsdp_param_desc p[8];
+    fsdp_param_desc p[12];
     toy t;
     float full[64 * 16];
     toy_begin(&t, world, NULL, fsdp_world_size(world), fsdp_rank(world));
-    for (int layer = -1; layer < 2; layer++) {
+    for (int layer = -1; layer < 3; layer++) {
         int n = transformer(p, layer);
         for (int i = 0; i < n; i++) /* of equal dims the first one */
             p[i].shard_dim = rule == LAST ? -1 : p[i].shape[1] > p[i].shape[0];
@@ -578,14 +629,14 @@ static int bytes_op(void *user, fsdp_model *model, fsdp_op *op) {
     (void)model;
     if (op->kind == FSDP_OP_ALL_GATHER) {
         CHECK_EQ_INT(op->dtype, FSDP_U8);
-        CHECK_EQ_INT(op->count, 3 * 5 + 4 * 5 * 4); /* rows of one rank, in bytes */
+        CHECK_EQ_INT(op->count, 128 * 256 * (1 + 4)); /* rows of one rank, in bytes */
         *(int *)user += 1;
     }
     return 0;
 }
 static void mixed_dtypes(fsdp_world *world, const void *arg) {
     (void)arg;
-    fsdp_param_desc p[2] = {fsdp_mat("scaled", 6, 5), fsdp_mat("weight", 8, 5)};
+    fsdp_param_desc p[2] = {fsdp_mat("w_fp8", 256, 256), fsdp_mat("w_fp32", 256, 256)};
     fsdp_extension watcher = FSDP_ZERO;
     watcher.op = bytes_op;
     int gathers = 0;
@@ -725,8 +776,19 @@ static void tp_step(tp_model *m) {
             int64_t e = tp_element(m, v.index, fsdp_view_index(&v, k));
             float grad = ((const float *)v.shard_grad)[k];
             CHECK_NEAR(grad, toy_mean(t, t->step, 0, v.index, e), 0);
-            ((float *)v.shard)[k] -= grad / 2;
+            if (!t->adam) ((float *)v.shard)[k] -= grad / 2;
         }
+    if (t->adam) {
+        CALL(world, fsdp_adamw_step(t->adam, 0.01));
+        memset(&v, 0, sizeof v);
+        while (fsdp_next_param(t->model, &v))
+            for (int64_t k = 0; k < v.numel; k++) {
+                int64_t e = tp_element(m, v.index, fsdp_view_index(&v, k));
+                check_adam(((const float *)v.shard)[k], toy_truth(t, 0, v.index, e),
+                           toy_mean(t, t->step, 0, v.index, e));
+            }
+        return;
+    }
     CALL(world, fsdp_params_changed(t->model));
     CALL(world, fsdp_zero_grad(t->model));
     t->step++;
@@ -765,6 +827,7 @@ static void shard_dtensor(fsdp_world *world, const void *arg) {
     CHECK_EQ_INT(v.local_shape[0], inner.count);
     for (int64_t k = 0; k < v.numel; k++)
         CHECK_NEAR(((float *)v.shard)[k], toy_start(0, 3, inner.start + k), 0);
+    tp_check_shards(&m, mesh); /* all four, in_proj.bias too */
     tp_check(&m, 0);
 }
 TEST(fully_shard_init, shard_dtensor_parameters) { on_ranks(4, shard_dtensor, NULL); }
@@ -928,20 +991,24 @@ static void shards_are(const toy *t, double expected) {
 }
 
 /* Zero-filled, filled with a constant, then anew: every value of a shard that has any changes; one
-   step runs. dims: even, uneven, with empty shards. */
+   step of Adam runs. dims: even, uneven, with empty shards; the last time over the default mesh. */
 static void meta_device(fsdp_world *world, const void *arg) {
     (void)arg;
-    static const int dims[] = {8, 3, 1};
-    for (int n = 0; n < 6; n++) {
+    static const int dims[] = {8, 3, 1, 8};
+    fsdp_mesh *mesh;
+    CALL(world, fsdp_mesh_1d(world, "ranks", &mesh));
+    for (int n = 0; n < 7; n++) {
         fsdp_model_desc md = FSDP_ZERO;
         fsdp_param_view v = FSDP_ZERO;
         double constant = 1337;
         fsdp_param_desc p[4];
         toy t;
+        md.mesh = n < 6 ? mesh : NULL;
         md.param_dtype = n % 2 ? FSDP_BF16 : FSDP_DTYPE_KEEP;
         md.reduce_dtype = n % 2 ? FSDP_F32 : FSDP_DTYPE_KEEP;
         toy_begin(&t, world, &md, 4, fsdp_rank(world));
-        for (int l = 0; l < 2; l++) toy_unit(&t, NULL, p, mlp(p, dims[n / 2], 1));
+        for (int l = 0; l < 2; l++) toy_unit(&t, NULL, p, mlp(p, dims[n / 2], n < 6 ? 1 : 4));
+        toy_adam(&t);
         shards_are(&t, 0);
         CALL(world, fsdp_init_params(t.model, fill_const, &constant));
         shards_are(&t, constant);
@@ -969,6 +1036,7 @@ static void meta_device_2d(fsdp_world *world, const void *arg) {
         fsdp_param_view v = FSDP_ZERO;
         tp_model m;
         tp_build(&m, world, mesh, params, 4);
+        toy_adam(&m.toy);
         CALL(world, fsdp_init_params(m.toy.model, fill_const, &constant));
         shards_are(&m.toy, constant);
         CALL(world, fsdp_init_params(m.toy.model, tp_fill, &m));
@@ -1002,12 +1070,12 @@ TEST(fully_shard_init, invalid_meta_device_init) { on_ranks(4, never_filled, NUL
 /* Rank 0 has the parameters, the others get them, and each keeps its rows. */
 static void rank0_broadcast(fsdp_world *world, const void *arg) {
     (void)arg;
-    float full[12 * 3];
-    fsdp_param_desc p[4];
+    float full[64 * 16];
+    fsdp_param_desc p[12];
     fsdp_param_view v = FSDP_ZERO;
     toy t;
     toy_begin(&t, world, NULL, 4, fsdp_rank(world));
-    for (int u = 0; u < 2; u++) toy_unit(&t, NULL, p, mlp(p, 3, 4));
+    for (int layer = -1; layer < 2; layer++) toy_unit(&t, NULL, p, transformer(p, layer));
     while (fsdp_next_param(t.model, &v)) {
         int64_t numel = lab_full_numel(&v);
         for (int64_t e = 0; e < numel; e++)
@@ -1084,15 +1152,19 @@ static void across_replicas(fsdp_world *world, const void *arg) {
     fsdp_param_view v = FSDP_ZERO, w = FSDP_ZERO;
     toy t;
     fsdp_mesh *mesh = mesh_of(world, 2, 2, 0, hsdp_names), *replicas = lab_slice(world, mesh, 0);
+    float buffer[5]; /* of the model, and the caller's */
+    for (int e = 0; e < 5; e++) buffer[e] = (float)(fsdp_mesh_rank(mesh, 0) ? 1337 : e);
     md.mesh = mesh;
     toy_mlps(&t, world, &md, 4, fsdp_rank(world), 2, 5);
     while (fsdp_next_param(t.model, &v))
         for (int64_t k = 0; fsdp_mesh_rank(mesh, 0) > 0 && k < v.numel; k++)
-            lab_put(v.shard, v.dtype, k, 1234);
+            lab_put(v.shard, v.dtype, k, 1337);
     while (fsdp_next_param(t.model, &w)) /* from the first replica */
         CALL(world, fsdp_broadcast(world, replicas, w.shard,
                                    w.numel * (int64_t)fsdp_dtype_size(w.dtype), 0));
+    CALL(world, fsdp_broadcast(world, replicas, buffer, sizeof buffer, 0));
     CALL(world, fsdp_params_changed(t.model));
+    for (int e = 0; e < 5; e++) CHECK_NEAR(buffer[e], e, 0);
     toy_shards(&t);
     toy_step(&t);
 }
