@@ -26,6 +26,13 @@ static void sync_last(fs_run *x, int it, int m) {
     fs_set_sync(x, -1, m == x->c->micros - 1);
 }
 
+/* As upstream's: what forward does not reshard, backward reshards in the last microbatch only. */
+static void sync_and_reshard_last(fs_run *x, int it, int m) {
+    sync_last(x, it, m);
+    if (x->model && x->c->raf == NEVER)
+        CALL(x->world, fsdp_set_reshard_after_backward(x->model, NULL, m == x->c->micros - 1));
+}
+
 /* ---- which dtypes are used ------------------------------------------------------------------- */
 
 typedef struct {
@@ -92,7 +99,8 @@ static void check_dtypes(fs_run *x, int it, int m) {
     for (int i = 0; i < x->log.num; i++)
         if (x->log.ops[i].kind == FSDP_OP_ALL_GATHER)
             CHECK_EQ_INT(x->log.ops[i].dtype, d->gathered);
-    CHECK(fs_find(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 1));
+    int kept = m > 0 && x->c->raf == NEVER && x->c->before == sync_and_reshard_last;
+    CHECK_EQ_INT(fs_find(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 1) == NULL, kept);
     if (m == x->c->micros - 1) check_reduced(x, d);
     else check_unreduced(x, d);
     fs_watch(x);
@@ -226,17 +234,26 @@ TEST(fully_shard_mixed_precision, casts_are_fused_into_copies) {
 
 /* ---- upstream's tests ------------------------------------------------------------------------ */
 
+/* Sharded by rows; with two ranks and one microbatch also along the largest dim, as upstream's. */
 static void by_dtypes(const dtypes *d, int replicas, int shards, int micros) {
+    const int by_columns = replicas == 1 && shards == 2 && micros == 1;
     static fs_net net;
     mlps(&net, 16);
     fs_conf c = conf_of(d, &net, replicas, shards);
-    c.micros = micros, c.before = micros > 1 ? sync_last : NULL;
+    c.micros = micros, c.before = micros > 1 ? sync_and_reshard_last : NULL;
     c.iters = W_SLOW ? 3 : FS_ITERS;
     c.build = fs_watch, c.after = check_dtypes;
     fs_story *s = fs_tell(&c);
-    for (size_t i = 0; i < COUNT(reshards); i++) {
-        c.raf = reshards[i], c.plain = i == 1, c.lanes = (int)i;
-        fs_train_beside(&c, s);
+    for (int columns = 0; columns <= by_columns; columns++) {
+        for (int u = 0; u < net.count; u++)
+            for (int p = 0; p < net.units[u].count; p++) {
+                fs_param *q = &net.units[u].params[p];
+                q->shard_dim = columns && q->ndim == 2 && q->shape[1] > q->shape[0];
+            }
+        for (size_t i = 0; i < COUNT(reshards); i++) {
+            c.raf = reshards[i], c.plain = i == 1, c.lanes = (int)i;
+            fs_train_beside(&c, s);
+        }
     }
     fs_story_free(s, &c);
 }
@@ -602,17 +619,28 @@ static void thawed_later(lab_rank *r) {
         CHECK_EQ_INT(v.shard_grad != NULL, i < 4);
         if (v.shard_grad) CHECK_EQ_INT(v.grad_dtype, F32);
         for (int64_t k = 0; v.shard_grad && k < v.numel; k++)
-            CHECK_NEAR(((const float *)v.shard_grad)[k], 1 + 1 / 256.0, 0); /* in bf16: 1 */
+            CHECK_NEAR(((const float *)v.shard_grad)[k], 1 + (r->size - 1) / 256.0, 0); /* f32 */
     }
     free(x.log.ops);
 }
 TEST(fully_shard_mixed_precision, reduce_dtype_after_frozen_first_forward) {
-    lab_run(2, NULL, thawed_later, NULL);
+    for (int size = 2; size <= 4; size += 2) lab_run(size, NULL, thawed_later, NULL);
 }
 
-/* The policy's reduce dtype rules, whatever the parameters are stored in. */
+/* The policy's reduce dtype rules, whatever the parameters are stored in; also if they are made in
+   bf16, and cast to f32 when they are sharded. */
+static void cast_to_f32(fs_run *x) {
+    CALL(x->world, fsdp_model_cast(x->model, FSDP_F32));
+    CALL(x->world, fsdp_init_params(x->model, fs_fill, x)); /* all bits of the initial values */
+    fs_watch(x);
+}
 TEST(fully_shard_mixed_precision, clamp_reduce_dtype) {
     static const dtypes both[] = {{"bf16", BF16, 0, BF16, BF16, BF16, BF16, BF16, BF16, BF16},
                                   {"f32", F32, 0, BF16, BF16, BF16, BF16, BF16, BF16, F32}};
     for (size_t i = 0; i < COUNT(both); i++) by_dtypes(&both[i], 1, 2, 1);
+    static fs_net net;
+    mlps(&net, 8);
+    fs_conf c = conf_of(&both[1], &net, 1, 2);
+    c.made = BF16, c.sgd = 1, c.build = cast_to_f32, c.after = check_dtypes;
+    fs_train(&c);
 }

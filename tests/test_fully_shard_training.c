@@ -173,8 +173,10 @@ TEST(fully_shard_training, train_parity_single_group_shard_dim0) {
         for (size_t k = 0; k < COUNT(worlds); k++) {
             two_linears(&net, linears[i][0], linears[i][1], linears[i][2]);
             fs_conf c = fs_conf_of(&net, 1, worlds[k]);
-            c.direct_min = (int64_t)(k % 2); /* packed, direct */
-            fs_train(&c);
+            fs_story *s = fs_tell(&c);
+            for (c.direct_min = 0; c.direct_min < 2; c.direct_min++) /* packed, direct */
+                fs_train_beside(&c, s);
+            fs_story_free(s, &c);
         }
 }
 
@@ -271,10 +273,13 @@ TEST(fully_shard_training, non_root_forward_backward) {
     fs_unit_add(&net, "root");
     fs_linear(&net, 0, 32, 32);
     for (int i = 0; i < 3; i++) fs_mlp(&net, fs_unit_add(&net, "mlp"), 32, 4);
-    for (int raf = -1; raf <= 1; raf++) {
-        fs_conf c = fs_conf_of(&net, 1, 2);
-        c.raf = raf, c.micro = child_alone, c.iters = 4;
-        fs_train(&c);
+    fs_slow = FS_SLOW_OPTIM;
+    for (int shards = 2; shards <= 8; shards *= 4) {
+        fs_conf c = fs_conf_of(&net, 1, shards);
+        c.micro = child_alone, c.after = slow_optimizer, c.iters = 4;
+        fs_story *s = fs_tell(&c);
+        for (c.raf = -1; c.raf <= 1; c.raf++) fs_train_beside(&c, s);
+        fs_story_free(s, &c);
     }
 }
 
@@ -311,7 +316,7 @@ TEST(fully_shard_training, multi_forward_module) {
     multi_forward(&net);
     for (size_t i = 0; i < COUNT(reshards); i++)
         for (int visits = 0; visits < 2; visits++) {
-            fs_conf c = fs_conf_of(&net, 1, 4);
+            fs_conf c = fs_conf_of(&net, 1, visits ? 8 : 4);
             c.raf = reshards[i], c.micro = visits ? fs_micro : one_post_backward;
             c.lanes = visits;
             fs_train(&c);
@@ -413,9 +418,9 @@ static void no_unshard_in_backward(fs_run *x) {
 }
 static void gathers_of_embeddings(fs_run *x, int it, int m) {
     (void)it, (void)m;
-    int per_step = x->c->ac ? 2 : 1; /* recompute gathers in any case */
-    CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 0), per_step);
-    CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 1), 2);
+    int each = x->c->raf == NEVER ? 1 : 2, of_embeddings = x->c->ac ? each : 1; /* recompute: all */
+    CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 0), of_embeddings);
+    CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 1), each);
     fs_watch(x);
 }
 
@@ -440,9 +445,7 @@ static void checkpointing(int big) {
             for (size_t i = 0; i < COUNT(reshards); i++) {
                 c.ac = ac, c.raf = reshards[i], c.lanes = n == 1 ? 0 : (ac + (int)i) % 3;
                 c.build = n == 1 ? no_unshard_in_backward : n == 2 ? fs_watch : NULL;
-                c.after = n == 1 && c.raf != NEVER ? gathers_of_embeddings
-                          : n == 2 && c.raf != 2   ? gathers_of_tied
-                                                   : NULL;
+                c.after = n == 1 ? gathers_of_embeddings : n == 2 ? gathers_of_tied : NULL;
                 fs_train_beside(&c, s);
             }
         fs_story_free(s, &c);
@@ -628,7 +631,7 @@ static void chunked_net(fs_net *net, int grouped, int tied, int policy) {
 }
 typedef struct {
     int chunks, policy;
-    uint64_t bits[FS_ITERS][2]; /* of gradients and parameters, by rank */
+    uint64_t bits[FS_ITERS][FS_RANKS]; /* of gradients and parameters, by rank */
 } chunked;
 
 static uint64_t bits_of_grad(const fs_run *x, int unit, int p) {
@@ -730,7 +733,7 @@ static void keep_param_bits(fs_run *x, int it) {
 }
 
 /* Grouped, and not: the same losses of the copies, the same bits of the library; resharded after
-   forward always and never. */
+   forward always and never, unless `like` says how. */
 static void grouped_and_not(const fs_conf *like, int tied, int policy, int chunks) {
     static fs_net net[2];
     static chunked h[2][2];
@@ -742,9 +745,10 @@ static void grouped_and_not(const fs_conf *like, int tied, int policy, int chunk
         c.net = &net[grouped], c.name = grouped ? "grouped" : "not grouped";
         c.sgd = 1; /* Adam makes more of the differences that other orders of sums make */
         c.after = keep_grad_bits, c.end = keep_param_bits;
-        for (int never = 0; never < 2; never++) {
+        for (int never = 0; never < (like->raf ? 1 : 2); never++) {
             h[grouped][never].chunks = chunks, h[grouped][never].policy = policy;
-            c.user = &h[grouped][never], c.raf = never ? NEVER : ALWAYS;
+            c.user = &h[grouped][never];
+            if (!like->raf) c.raf = never ? NEVER : ALWAYS;
             if (!s[grouped]) s[grouped] = fs_tell(&c);
             fs_train_beside(&c, s[grouped]);
         }
@@ -770,6 +774,9 @@ TEST(fully_shard_training, partial_group_forward_then_standalone) {
     }
     fs_conf c = chunked_conf(0);
     c.ac = FS_AC_OWN;
+    grouped_and_not(&c, 0, C_PLAIN, 4);
+    c = chunked_conf(2); /* a smaller mesh after forward */
+    c.shards = 4;
     grouped_and_not(&c, 0, C_PLAIN, 4);
 }
 
@@ -869,7 +876,7 @@ TEST(fully_shard_training, double_partial_forward) {
         chunked_net(&net, k & 1, 0, C_PLAIN);
         fs_conf c = chunked_conf(reshards[k / 2]);
         c.net = &net, c.user = &h, c.micro = twice_without_head, c.after = head_has_none;
-        c.iters = 4;
+        c.iters = 4, c.shards = c.raf == 2 ? 4 : 2;
         fs_train(&c);
     }
 }
@@ -942,6 +949,7 @@ TEST(fully_shard_training, reset_iter_state_after_exception) {
 
 /* ---- placements and shared parameters -------------------------------------------------------- */
 
+/* it -1: before the first iteration. */
 static void gathered(fs_run *x, int it) {
     for (int u = 0; u < x->net->count; u++)
         for (int p = 0; p < x->net->units[u].count; p++) {
@@ -949,11 +957,14 @@ static void gathered(fs_run *x, int it) {
             float full[1024];
             CHECK(q->numel <= 1024);
             CALL(x->world, fsdp_param_full(x->unit[u], p, full));
-            for (int64_t e = 0; e < q->numel; e++)
-                fs_check_near(x, "gathered parameter", u, p, e, (double)full[e],
-                              x->story->param[it][q->at + e]);
+            for (int64_t e = 0; e < q->numel; e++) {
+                double want = it < 0 ? fs_initial(x->net, u, p, e) : x->story->param[it][q->at + e];
+                fs_check_near(x, "gathered parameter", u, p, e, (double)full[e], want);
+            }
         }
 }
+
+static void gathered_at_first(fs_run *x) { gathered(x, -1); }
 
 TEST(fully_shard_training, train_parity_shard_placement_fn) {
     static fs_net net;
@@ -966,7 +977,7 @@ TEST(fully_shard_training, train_parity_shard_placement_fn) {
     CHECK_EQ_INT(columns, 4); /* of the table, and of each block's second linear */
     for (size_t k = 1; k < COUNT(worlds); k++) {
         fs_conf c = fs_conf_of(&net, 1, worlds[k]);
-        c.iters = 5, c.end = gathered;
+        c.iters = 5, c.build = gathered_at_first, c.end = gathered;
         fs_train(&c);
     }
 }
@@ -1032,7 +1043,9 @@ TEST(fully_shard_training, train_parity_with_shared_params_uneven_shard) {
         fs_layer_add(&net, FS_EMBED, 0, fs_param_add(&net, 0, net.vocab, 16, 0), 1, 16);
         fs_layer_add(&net, FS_UNEMBED, 0, 0, 16, net.vocab);
         fs_conf c = fs_conf_of(&net, 1, worlds[k]);
-        c.raf = k & 1 ? NEVER : ALWAYS, c.end = every_row_moved;
+        c.raf = ALWAYS, c.end = every_row_moved;
+        fs_train(&c);
+        c.raf = NEVER;
         fs_train(&c);
     }
 }
@@ -1063,15 +1076,21 @@ TEST(fully_shard_training, shared_params_layer_by_layer) {
         fs_norm(&net, block, 16);
         fs_linear(&net, block, 16, 16);
     }
-    fs_conf c = fs_conf_of(&net, 1, 2);
+    fs_conf c = fs_conf_of(&net, 1, 4);
     c.make = layer_by_layer;
     fs_train(&c);
 }
 
 /* ---- gradient accumulation ------------------------------------------------------------------- */
 
-enum { ALL_UNITS, ROOT_ONLY, SOME_MLPS, REDUCE_SCATTER_ONLY, EVERY };
-static const char *const sync_names[] = {"all", "root_only", "some_mlps", "reduce_scatter_only"};
+/* Who waits for the last microbatch: with reductions, or with all-reduces only. */
+enum { ALL_UNITS, ROOT_ONLY, SOME_MLPS, REDUCE_SCATTER_ONLY, RS_ROOT_ONLY, RS_SOME_MLPS, EVERY };
+static const char *const sync_names[] = {"all",
+                                         "root_only",
+                                         "some_mlps",
+                                         "reduce_scatter_only",
+                                         "reduce_scatter_only, root_only",
+                                         "reduce_scatter_only, some_mlps"};
 typedef struct {
     const char *name;
     int replicas, raf;
@@ -1080,9 +1099,9 @@ typedef struct {
 } accumulation;
 
 static int waits_for_last(const accumulation *a, int unit) {
-    return a->sync == ALL_UNITS || a->sync == REDUCE_SCATTER_ONLY ||
-           (a->sync == ROOT_ONLY && unit == 0) ||
-           (a->sync == SOME_MLPS && (unit == 1 || unit == 2));
+    const int who = a->sync % REDUCE_SCATTER_ONLY;
+    if (a->sync == EVERY) return 0;
+    return who == ALL_UNITS || (who == ROOT_ONLY ? unit == 0 : unit == 1 || unit == 2);
 }
 static void accumulate_before(fs_run *x, int it, int m) {
     const accumulation *a = (const accumulation *)x->c->user;
@@ -1090,7 +1109,7 @@ static void accumulate_before(fs_run *x, int it, int m) {
     (void)it;
     for (int u = 0; u < x->net->count; u++) {
         if (!waits_for_last(a, u)) continue;
-        if (a->sync == REDUCE_SCATTER_ONLY) fs_set_all_reduce(x, u, last);
+        if (a->sync >= REDUCE_SCATTER_ONLY) fs_set_all_reduce(x, u, last);
         else fs_set_sync(x, u, last);
         if (x->model && a->keep)
             CALL(x->world, fsdp_set_reshard_after_backward(x->model, x->unit[u], last));
@@ -1104,7 +1123,7 @@ static void accumulate_expect(const fs_conf *c, accumulation *a) {
     for (int u = 0; u < c->net->count; u++) {
         int waits = waits_for_last(a, u), kept = a->keep && waits;
         a->gathers += kept ? 1 + (never ? 0 : micros) : micros * (never ? 1 : 2);
-        a->reductions += waits && a->sync != REDUCE_SCATTER_ONLY ? 1 : micros;
+        a->reductions += waits && a->sync < REDUCE_SCATTER_ONLY ? 1 : micros;
         a->all_reduces += c->replicas == 1 ? 0 : waits ? 1 : micros;
     }
 }
@@ -1149,7 +1168,7 @@ static void accumulate_all(int64_t d, int all) {
     static fs_net net;
     linear_and_mlps(&net, d);
     for (int sync = 0; sync < EVERY; sync++) {
-        if (sync != REDUCE_SCATTER_ONLY) accumulate(&net, 1, 4, sync, all);
+        if (sync < REDUCE_SCATTER_ONLY) accumulate(&net, 1, 4, sync, all);
         accumulate(&net, 2, 2, sync, all);
     }
 }
@@ -1219,7 +1238,6 @@ static void gathers_of_pipeline(fs_run *x, int it, int m) {
     const int how = *(const int *)x->c->user, each = how & KEPT ? 1 : 3;
     (void)it, (void)m;
     for (int u = 0; u < x->net->count; u++) {
-        if (!(how & KEPT) && how >= AHEAD) break;
         CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, u), each);
         CHECK_EQ_INT(fs_seen(x, FSDP_OP_REDUCE_SCATTER, -1, u), 1);
     }
@@ -1231,7 +1249,7 @@ TEST(fully_shard_training, 1f1b_microbatching) {
     fs_transformer(&net, 2, 16, 8, 1);
     net.batch = 2 * 16;
     for (int how = 0; how < 2 * AHEAD; how++) {
-        fs_conf c = fs_conf_of(&net, 1, 2);
+        fs_conf c = fs_conf_of(&net, 1, 4);
         c.raf = NEVER, c.micro = pipelined, c.user = &how, c.iters = 2;
         c.build = fs_watch, c.after = gathers_of_pipeline;
         c.lanes = how % 3;
@@ -1511,6 +1529,7 @@ static void hsdp(int all) {
             norm_and_mlps(&net, dims[i]);
             fs_conf c = fs_conf_of(&net, 2, 2);
             c.iters = 5, c.micros = 3, c.before = last ? sync_last : NULL, c.keep_grads = last;
+            c.zero_in_place = !last;
             fs_story *s = fs_tell(&c);
             for (int k = 0; k < 8; k++) {
                 c.offload = k & 1, c.ac = k >> 1 & 1, c.raf = k & 4 ? NEVER : ALWAYS;
