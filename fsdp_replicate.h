@@ -171,8 +171,8 @@ FSDP_API void *fsdp_replicate_grad(fsdp_replicate *rep, int param);
                fsdp_param_load, fsdp_param_full, fsdp_set_requires_grad and hooks
    fsdp_replicate_num_buckets - how many there are; 0 for NULL
    fsdp_replicate_members     - the parameters of a bucket, in the order of its message
-   unit, index, out, nbytes   NULL: not wanted. out: room for desc.num_params indices. nbytes: of
-               the bucket's parameters as they are stored, which caps count
+   unit, index, out, nbytes   NULL: not wanted. out: room for desc.num_params indices. nbytes: what
+               caps count: the bytes of the bucket's parameters as stored; 0 for frozen ones
    Result      unit: FSDP_OK, INVALID_ARG; members: their number, -1: there is no such bucket
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_replicate_unit(const fsdp_replicate *rep, int param, fsdp_unit **unit,
@@ -196,7 +196,7 @@ FSDP_API fsdp_status fsdp_replicate_order(const fsdp_replicate *rep, int32_t *or
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), OUT_OF_MEMORY; collective
                errors
    Collective  yes: every rank of the mesh      Blocks yes, at most timeout_ms for each step
-   Allocates   host memory while it runs: the largest parameter, at most 16 MiB
+   Allocates   host memory of one parameter while it runs
    Source      torch: _sync_module_states, init_sync */
 FSDP_API fsdp_status fsdp_replicate_broadcast(fsdp_replicate *rep, int root);
 
@@ -264,7 +264,6 @@ FSDP_API fsdp_status fsdp_replicate_shadow(fsdp_replicate *rep);
 #define FSDP_REPLICATE_IMPLEMENTED
 
 #include <stdio.h>  // snprintf
-#include <stdlib.h> // qsort
 #include <string.h> // memcpy, memset, strcmp
 
 #ifdef __cplusplus
@@ -274,57 +273,34 @@ extern "C" {
 /* -------------------------------------------------------------------------------------------- */
 // Which bucket each tensor belongs to.
 
-enum { FSDPI_REPLICATE_KEYS = 64 };
-
-typedef struct fsdpi_assign_open { // the bucket of a key that is not full yet
-    int64_t bytes;
-    int first, members; // position of its first tensor in the order; tensors
-    int cap, number;    // index of its cap; its number if that is known when it opens
-} fsdpi_assign_open;
+enum { FSDPI_REP_KEYS = 64 };
 
 typedef struct fsdpi_assign {
-    const int64_t *nbytes, *caps;
     const int32_t *key, *order;
-    int num_caps, buckets;
+    const int64_t *caps;
     int32_t *bucket;
     int64_t *cap;
-    fsdpi_assign_open open[FSDPI_REPLICATE_KEYS];
+    int num_caps, buckets;
+    struct { // the bucket of a key that is not full yet
+        int64_t bytes;
+        int first, members, cap, number; // first: position in the order; cap: index of its cap
+    } open[FSDPI_REP_KEYS];
 } fsdpi_assign;
 
-static int fsdpi_assign_at(const fsdpi_assign *a, int position) {
-    return a->order ? a->order[position] : position;
-}
-static int fsdpi_assign_key(const fsdpi_assign *a, int tensor) {
-    return a->key ? a->key[tensor] : 0;
-}
+static int fsdpi_assign_at(const fsdpi_assign *a, int i) { return a->order ? a->order[i] : i; }
+static int fsdpi_assign_key(const fsdpi_assign *a, int t) { return a->key ? a->key[t] : 0; }
 
-// The tensors of a key from its bucket's first position to `last` are a bucket.
+// The tensors of a key from its bucket's first position to `last` are a bucket. Without an order
+// the number is known: a bucket is opened by its smallest index.
 static void fsdpi_assign_close(fsdpi_assign *a, int key, int last) {
-    fsdpi_assign_open *o = &a->open[key];
-    int number = a->order ? a->buckets++ : o->number;
-    for (int i = o->first; i <= last; i++)
+    int number = a->order ? a->buckets++ : a->open[key].number, cap = a->open[key].cap;
+    for (int i = a->open[key].first; i <= last; i++)
         if (fsdpi_assign_key(a, fsdpi_assign_at(a, i)) == key)
             a->bucket[fsdpi_assign_at(a, i)] = number;
-    if (a->cap) a->cap[number] = a->caps[o->cap];
-    if (o->cap + 1 < a->num_caps) o->cap++;
-    o->members = 0;
-    o->bytes = 0;
-}
-
-// bucket serves as marks: each tensor once.
-static int fsdpi_assign_valid(const fsdpi_assign *a, int count) {
-    for (int i = 0; i < a->num_caps; i++)
-        if (a->caps[i] < 0) return 0;
-    for (int i = 0; i < count; i++) a->bucket[i] = -1;
-    for (int i = 0; i < count; i++) {
-        int tensor = fsdpi_assign_at(a, i);
-        if (tensor < 0 || tensor >= count || a->bucket[tensor] >= 0) return 0;
-        if (a->nbytes[tensor] < 0 || fsdpi_assign_key(a, tensor) < 0 ||
-            fsdpi_assign_key(a, tensor) >= FSDPI_REPLICATE_KEYS)
-            return 0;
-        a->bucket[tensor] = 0;
-    }
-    return 1;
+    if (a->cap) a->cap[number] = a->caps[cap];
+    a->open[key].cap += cap + 1 < a->num_caps;
+    a->open[key].members = 0;
+    a->open[key].bytes = 0;
 }
 
 FSDP_API int fsdp_replicate_assign(const int64_t *nbytes, const int32_t *key, const int32_t *order,
@@ -333,63 +309,67 @@ FSDP_API int fsdp_replicate_assign(const int64_t *nbytes, const int32_t *key, co
     fsdpi_assign a;
     memset(&a, 0, sizeof a);
     if (!nbytes || !caps || !bucket || num_caps < 1 || count < 0) return -1;
-    a.nbytes = nbytes, a.caps = caps, a.key = key, a.order = order;
-    a.num_caps = num_caps, a.bucket = bucket, a.cap = cap;
-    if (!fsdpi_assign_valid(&a, count)) return -1;
+    a.key = key, a.order = order, a.caps = caps, a.num_caps = num_caps;
+    a.bucket = bucket, a.cap = cap;
+    for (int i = 0; i < num_caps; i++)
+        if (caps[i] < 0) return -1;
+    for (int i = 0; i < count; i++) bucket[i] = -1;
+    for (int i = 0; i < count; i++) { // bucket marks those that were met
+        int t = fsdpi_assign_at(&a, i), known = t >= 0 && t < count && bucket[t] < 0;
+        int k = known ? fsdpi_assign_key(&a, t) : -1;
+        if (k < 0 || k >= FSDPI_REP_KEYS || nbytes[t] < 0) return -1;
+        bucket[t] = 0;
+    }
     for (int i = 0; i < count; i++) {
-        int tensor = fsdpi_assign_at(&a, i), k = fsdpi_assign_key(&a, tensor);
-        fsdpi_assign_open *o = &a.open[k];
-        if (o->members == 0) {
-            o->first = i;
-            if (!order) o->number = a.buckets++; // the smallest index of a bucket opens it
+        int t = fsdpi_assign_at(&a, i), k = fsdpi_assign_key(&a, t);
+        if (a.open[k].members == 0) {
+            a.open[k].first = i;
+            a.open[k].number = order ? 0 : a.buckets++;
         }
-        if (place) place[tensor] = o->members;
-        o->members++;
-        o->bytes += nbytes[tensor];
-        if (o->bytes >= caps[o->cap]) fsdpi_assign_close(&a, k, i);
+        if (place) place[t] = a.open[k].members;
+        a.open[k].members++;
+        a.open[k].bytes += nbytes[t];
+        if (a.open[k].bytes >= caps[a.open[k].cap]) fsdpi_assign_close(&a, k, i);
     }
-    for (;;) { // what is left, in the order in which it was opened
-        int key_of_first = -1;
-        for (int k = 0; k < FSDPI_REPLICATE_KEYS; k++)
-            if (a.open[k].members &&
-                (key_of_first < 0 || a.open[k].first < a.open[key_of_first].first))
-                key_of_first = k;
-        if (key_of_first < 0) return a.buckets;
-        fsdpi_assign_close(&a, key_of_first, count - 1);
+    for (int oldest = 0; oldest >= 0;) { // what is left, in the order in which it was opened
+        oldest = -1;
+        for (int k = 0; k < FSDPI_REP_KEYS; k++)
+            if (a.open[k].members && (oldest < 0 || a.open[k].first < a.open[oldest].first))
+                oldest = k;
+        if (oldest >= 0) fsdpi_assign_close(&a, oldest, count - 1);
     }
+    return a.buckets;
 }
 
 /* -------------------------------------------------------------------------------------------- */
 // Owns: which gradients of this backward are ready, and which buckets are on their way. Invariants:
-// buckets are reduced in the order of their index; a call that fails in a wrong order changes
-// nothing. All else is a unit's.
+// buckets are reduced in the order of their index; a call in a wrong order changes nothing. All
+// else is a unit's.
 
-typedef struct fsdpi_replicate_param {
-    int32_t bucket, index; // index: in the bucket's unit
-    int32_t ready;         // in this backward
-} fsdpi_replicate_param;
-
-enum { FSDPI_BUCKET_CLOSED, FSDPI_BUCKET_OPEN, FSDPI_BUCKET_REDUCED }; // in this backward
-
-typedef struct fsdpi_replicate_unit {
+typedef struct fsdpi_rep_unit {
     fsdp_replicate *rep;
     fsdp_unit *unit;
     const int32_t *members; // [num_members] parameters, in order
     int64_t nbytes;
-    int32_t num_members, pending, state; // pending: members that are not ready
-    fsdp_replicate_bucket shown;         // to hooks
-} fsdpi_replicate_unit;
+    int32_t num_members, pending, open, reserved; // of this backward: members that are not ready
+    fsdp_replicate_bucket shown;                  // to hooks
+} fsdpi_rep_unit;
+
+typedef struct fsdpi_rep_param {
+    int32_t bucket, index; // index: in the bucket's unit
+    int32_t ready, reserved;
+} fsdpi_rep_param;
 
 struct fsdp_replicate {
     fsdp_model *model;
     fsdp_extension extension;
-    const fsdp_mesh *mesh; // 1-D
+    fsdp_mesh *mesh; // 1-D
     fsdp_replicate_hook hook;
     void *hook_user;
-    fsdpi_replicate_param *params;
-    fsdpi_replicate_unit *buckets;
-    int32_t *members, *trainable; // of bucket after bucket
-    int64_t *offsets, *numels;    // of the trainable ones
+    fsdpi_rep_unit *buckets;
+    fsdpi_rep_param *params;
+    int64_t *offsets, *numels;    // of trainable parameters, bucket after bucket
+    int32_t *members, *trainable; // bucket after bucket
     int32_t *seen, *order;        // parameters as they get ready; those of a complete backward
     int32_t num_params, num_buckets, num_seen, num_order;
     int32_t next;               // the first bucket that is not reduced
@@ -397,54 +377,48 @@ struct fsdp_replicate {
     fsdp_status failed;         // the first failure of this backward
 };
 
-static fsdp_status fsdpi_replicate_null(const char *call, const char *which) {
+static fsdp_status fsdpi_rep_null(const char *call, const char *which) {
     return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E951] %s: %s is NULL", call, which);
 }
 
-static const char *fsdpi_replicate_name(fsdp_replicate *rep, int param, const char **bucket) {
-    const fsdpi_replicate_param *p = &rep->params[param];
-    fsdp_param_view v = FSDP_ZERO;
-    (void)fsdp_param_view_get(rep->buckets[p->bucket].unit, p->index, &v);
-    *bucket = v.unit_name ? v.unit_name : "";
-    return v.name ? v.name : "";
-}
-
-// Nothing of a backward is left: the next one begins.
-static void fsdpi_replicate_clear(fsdp_replicate *rep) {
+static void fsdpi_rep_clear(fsdp_replicate *rep) { // the next backward begins
     for (int i = 0; i < rep->num_params; i++) rep->params[i].ready = 0;
     for (int k = 0; k < rep->num_buckets; k++) {
         rep->buckets[k].pending = rep->buckets[k].num_members;
-        rep->buckets[k].state = FSDPI_BUCKET_CLOSED;
+        rep->buckets[k].open = 0;
     }
     rep->next = rep->num_seen = rep->began = 0;
     rep->failed = FSDP_OK;
 }
 
-static int fsdpi_replicate_call(void *user, fsdp_model *model, fsdp_unit *unit, int call,
-                                fsdp_status *status) {
+static int fsdpi_rep_call(void *user, fsdp_model *model, fsdp_unit *unit, int call,
+                          fsdp_status *status) {
     fsdp_replicate *rep = (fsdp_replicate *)user;
     (void)unit;
-    if (call == FSDP_CALL_RESET) fsdpi_replicate_clear(rep);
+    if (call == FSDP_CALL_RESET) fsdpi_rep_clear(rep);
     if (call != FSDP_CALL_FINALIZE || !rep->began) return 0;
     *status = fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_STATE,
-                        "[E952] finalize_backward: a backward of unit '%s' and the other buckets "
-                        "has begun, and %d of %d are reduced: call fsdp_replicate_post_backward "
+                        "[E952] finalize_backward: a backward over buckets has begun, and %d of "
+                        "%d are reduced ('%s' is the first): call fsdp_replicate_post_backward "
                         "first",
-                        fsdp_unit_name(rep->buckets[0].unit), rep->next, rep->num_buckets);
+                        rep->next, rep->num_buckets, fsdp_unit_name(rep->buckets[0].unit));
     return 1;
 }
 
-static void fsdpi_replicate_relayout(void *user, fsdp_model *model) {
+static void fsdpi_rep_relayout(void *user, fsdp_model *model) {
     (void)model;
     ((fsdp_replicate *)user)->moved = 1;
 }
 
+static void fsdpi_rep_destroy(void *user) {
+    fsdp_free(((fsdp_replicate *)user)->model, FSDP_MEMORY_HOST, user, 0);
+}
+
 // The trainable members of each bucket, and where they lie in its message: as their shards do.
-static fsdp_status fsdpi_replicate_follow(fsdp_replicate *rep) {
-    int at = 0, last = -1;
-    if (!rep->moved) return FSDP_OK;
-    for (int k = 0; k < rep->num_buckets; k++) {
-        fsdpi_replicate_unit *b = &rep->buckets[k];
+static fsdp_status fsdpi_rep_follow(fsdp_replicate *rep) {
+    int at = 0, last = 0;
+    for (int k = 0; k < rep->num_buckets && rep->moved; k++) {
+        fsdpi_rep_unit *b = &rep->buckets[k];
         const char *base = NULL;
         b->shown.params = rep->trainable + at;
         b->shown.offsets = rep->offsets + at;
@@ -464,7 +438,7 @@ static fsdp_status fsdpi_replicate_follow(fsdp_replicate *rep) {
         }
         b->shown.num_flags = b->shown.num_params;
     }
-    if (last >= 0) rep->buckets[last].shown.is_last = 1;
+    if (rep->moved) rep->buckets[last].shown.is_last = 1;
     rep->moved = 0;
     return FSDP_OK;
 }
@@ -472,278 +446,200 @@ static fsdp_status fsdpi_replicate_follow(fsdp_replicate *rep) {
 /* -------------------------------------------------------------------------------------------- */
 // Creation.
 
-// What is needed only to create, as one allocation.
-typedef struct fsdpi_replicate_work {
-    fsdp_param_desc *params;
-    const char **names;
+typedef struct fsdpi_rep_work { // what is needed only to create
+    fsdp_param_desc *params;    // [2 * num_params] in order; then those of a bucket
     int64_t *nbytes;
-    int32_t *key, *order, *bucket, *place, *number;
-    char (*defaults)[16]; // names "p0", ...
-} fsdpi_replicate_work;
-
-static int64_t fsdpi_replicate_carve(int64_t *at, int64_t count, size_t size) {
-    int64_t begin = *at;
-    *at = (begin + count * (int64_t)size + 63) / 64 * 64;
-    return begin;
-}
-
-static void *fsdpi_replicate_at(void *room, int64_t offset) {
-    return room ? (char *)room + offset : NULL;
-}
-
-// Where the arrays of `work` and of `rep` are in their allocations; returns the bytes of one.
-static int64_t fsdpi_replicate_work_at(fsdpi_replicate_work *w, void *room, int64_t n) {
-    int64_t at = 0;
-    w->params = (fsdp_param_desc *)fsdpi_replicate_at( // twice: in order, and of one bucket
-        room, fsdpi_replicate_carve(&at, 2 * n, sizeof *w->params));
-    w->names = (const char **)fsdpi_replicate_at(room,
-                                                 fsdpi_replicate_carve(&at, n, sizeof *w->names));
-    w->nbytes = (int64_t *)fsdpi_replicate_at(room, fsdpi_replicate_carve(&at, n, 8));
-    w->key = (int32_t *)fsdpi_replicate_at(room, fsdpi_replicate_carve(&at, n, 4));
-    w->order = (int32_t *)fsdpi_replicate_at(room, fsdpi_replicate_carve(&at, n, 4));
-    w->bucket = (int32_t *)fsdpi_replicate_at(room, fsdpi_replicate_carve(&at, n, 4));
-    w->place = (int32_t *)fsdpi_replicate_at(room, fsdpi_replicate_carve(&at, n, 4));
-    w->number = (int32_t *)fsdpi_replicate_at(room, fsdpi_replicate_carve(&at, n, 4));
-    w->defaults = (char(*)[16])fsdpi_replicate_at(room, fsdpi_replicate_carve(&at, n, 16));
-    return at;
-}
-static int64_t fsdpi_replicate_rep_at(fsdp_replicate *r, void *room, int64_t n) {
-    int64_t at = 0;
-    (void)fsdpi_replicate_carve(&at, 1, sizeof *r);
-    r->params = (fsdpi_replicate_param *)fsdpi_replicate_at(
-        room, fsdpi_replicate_carve(&at, n, sizeof *r->params));
-    r->buckets = (fsdpi_replicate_unit *)fsdpi_replicate_at(
-        room, fsdpi_replicate_carve(&at, n, sizeof *r->buckets));
-    r->offsets = (int64_t *)fsdpi_replicate_at(room, fsdpi_replicate_carve(&at, n, 8));
-    r->numels = (int64_t *)fsdpi_replicate_at(room, fsdpi_replicate_carve(&at, n, 8));
-    r->members = (int32_t *)fsdpi_replicate_at(room, fsdpi_replicate_carve(&at, n, 4));
-    r->trainable = (int32_t *)fsdpi_replicate_at(room, fsdpi_replicate_carve(&at, n, 4));
-    r->seen = (int32_t *)fsdpi_replicate_at(room, fsdpi_replicate_carve(&at, n, 4));
-    r->order = (int32_t *)fsdpi_replicate_at(room, fsdpi_replicate_carve(&at, n, 4));
-    return at;
-}
-
-static int fsdpi_replicate_by_name(const void *a, const void *b) {
-    return strcmp(*(const char *const *)a, *(const char *const *)b);
-}
+    int32_t *key, *order, *bucket, *place;
+    char (*names)[16]; // "p0", ...
+} fsdpi_rep_work;
 
 // Copies of the descs, whose array may have an older header's stride; sizes and keys of tensors.
-static fsdp_status fsdpi_replicate_params(fsdp_world *world, const fsdp_replicate_desc *d,
-                                          fsdpi_replicate_work *w) {
+static fsdp_status fsdpi_rep_params(fsdp_world *world, const fsdp_replicate_desc *d,
+                                    fsdpi_rep_work *w) {
     size_t stride = 0;
     for (int i = 0; i < d->num_params; i++) {
         fsdp_param_desc *p = &w->params[i];
-        char what[64];
-        snprintf(what, sizeof what, "fsdp_replicate_desc.params[%d]", i);
-        fsdp_status status = fsdp_desc_read(world, p, (const char *)d->params + (size_t)i * stride,
-                                            sizeof *p, what);
+        const char *at = (const char *)d->params + (size_t)i * stride;
+        fsdp_status status = fsdp_desc_read(world, p, at, sizeof *p, "fsdp_replicate_desc.params");
         if (status) return status;
         if (i == 0) stride = p->size ? p->size : sizeof *p;
-        snprintf(w->defaults[i], sizeof w->defaults[i], "p%d", i);
-        if (!p->name) p->name = w->defaults[i];
-        w->names[i] = p->name;
-        fsdp_dtype dtype = p->dtype ? p->dtype : FSDP_F32;
-        w->nbytes[i] = (int64_t)fsdp_dtype_size(dtype);
-        for (int k = 0; k < p->ndim && k < FSDP_MAX_DIMS; k++) // fully_shard refuses odd shapes
-            w->nbytes[i] = p->shape[k] > 0 && w->nbytes[i] > INT64_MAX / 2 / p->shape[k]
-                               ? INT64_MAX / 2 / d->num_params
-                               : w->nbytes[i] * (p->shape[k] > 0 ? p->shape[k] : 0);
-        w->key[i] = (int32_t)((unsigned)dtype % 16u + 16u * (p->keep_dtype != 0) +
-                              32u * (p->frozen != 0));
+        p->size = sizeof *p;
+        if (!p->dtype) p->dtype = FSDP_F32;
+        snprintf(w->names[i], sizeof w->names[i], "p%d", i);
+        if (!p->name) p->name = w->names[i];
+        for (int k = 0; k < i; k++)
+            if (strcmp(w->params[k].name, p->name) == 0)
+                return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
+                                 "[E953] replicate_create: parameters %d and %d are both named "
+                                 "'%s': give each a name of its own",
+                                 k, i, p->name);
+        double nbytes = (double)fsdp_dtype_size(p->dtype); // fully_shard refuses odd shapes
+        for (int k = 0; k < p->ndim && k < FSDP_MAX_DIMS; k++) nbytes *= (double)p->shape[k];
+        w->nbytes[i] = !p->frozen && nbytes > 0 && nbytes < 4e15 ? (int64_t)nbytes : 0;
+        w->key[i] = p->dtype % 16 + 16 * (p->keep_dtype != 0) + 32 * (p->frozen != 0);
     }
-    qsort((void *)w->names, (size_t)d->num_params, sizeof *w->names, fsdpi_replicate_by_name);
-    for (int i = 1; i < d->num_params; i++)
-        if (strcmp(w->names[i - 1], w->names[i]) == 0)
-            return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
-                             "[E953] replicate_create: two parameters are named '%s': give each a "
-                             "name of its own",
-                             w->names[i]);
     return FSDP_OK;
 }
 
-static fsdp_status fsdpi_replicate_assign_all(fsdp_world *world, const fsdp_replicate_desc *d,
-                                              fsdpi_replicate_work *w, int *num) {
-    const int64_t mib = 1 << 20, second = d->bucket_bytes ? d->bucket_bytes : 25 * mib;
-    const int64_t first = d->first_bytes ? d->first_bytes : d->bucket_bytes ? second : mib;
-    const int64_t two[2] = {first, second}, *caps = d->num_caps > 0 ? d->caps : two;
-    int num_caps = d->num_caps > 0 ? d->num_caps : 2, frozen = 0, number = 0;
-    if (d->num_caps < 0 || (d->num_caps > 0 && !d->caps))
-        return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
-                         "[E954] replicate_create: num_caps is %d, caps is %s: give as many caps, "
-                         "or 0 of them",
-                         d->num_caps, d->caps ? "given" : "NULL");
-    for (int i = 0; i < num_caps; i++)
-        if (caps[i] < 1)
-            return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
-                             "[E955] replicate_create: %s[%d] is %lld, expected >= 1 byte",
-                             d->num_caps > 0 ? "caps" : "first_bytes, bucket_bytes", i,
-                             (long long)caps[i]);
-    memset(w->number, 0, (size_t)d->num_params * sizeof *w->number);
-    for (int i = 0; i < d->num_params; i++) {
-        w->order[i] = d->order ? d->order[i] : d->num_params - 1 - i;
-        int known = w->order[i] >= 0 && w->order[i] < d->num_params;
-        if (!known || w->number[w->order[i]]++)
-            return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
-                             "[E956] replicate_create: order[%d] is %d%s, expected a permutation "
-                             "of 0..%d",
-                             i, w->order[i], known ? " for the second time" : "",
-                             d->num_params - 1);
-    }
-    *num = fsdp_replicate_assign(w->nbytes, w->key, w->order, d->num_params, caps, num_caps,
-                                 w->bucket, w->place, NULL);
-    for (frozen = 0; frozen < 2; frozen++) // buckets of frozen parameters come last
-        for (int k = 0; k < *num; k++)
-            for (int i = 0; i < d->num_params; i++)
-                if (w->bucket[i] == k && w->place[i] == 0 && w->key[i] / 32 == frozen)
-                    w->number[k] = number++;
-    for (int i = 0; i < d->num_params; i++) w->bucket[i] = w->number[w->bucket[i]];
-    return FSDP_OK;
+// Frozen parameters come last, and fill no bucket: so theirs are the last ones.
+static fsdp_status fsdpi_rep_assign(fsdp_world *world, const fsdp_replicate_desc *d,
+                                    fsdpi_rep_work *w, int32_t *num_buckets) {
+    int64_t two[2] = {d->first_bytes, d->bucket_bytes ? d->bucket_bytes : 25 << 20};
+    if (!two[0]) two[0] = d->bucket_bytes ? two[1] : 1 << 20;
+    const int64_t *caps = d->num_caps ? d->caps : two;
+    int n = d->num_params, num_caps = d->num_caps ? d->num_caps : 2, at = 0;
+    int wrong = num_caps < 0 || !caps;
+    for (int i = 0; !wrong && i < num_caps; i++) wrong = caps[i] < 1;
+    if (wrong)
+        return fsdp_fail(
+            world, FSDP_ERR_INVALID_ARG,
+            "[E954] replicate_create: num_caps is %d, caps is %s, first_bytes is %lld, "
+            "bucket_bytes %lld: expected caps of at least 1 byte, or the default 0",
+            d->num_caps, d->caps ? "given" : "NULL", (long long)d->first_bytes,
+            (long long)d->bucket_bytes);
+    for (int frozen = 0; frozen < 2; frozen++)
+        for (int i = 0; i < n; i++) {
+            int t = d->order ? d->order[i] : n - 1 - i;
+            if (t >= 0 && t < n && w->key[t] / 32 == frozen) w->order[at++] = t;
+        }
+    *num_buckets = at < n ? -1
+                          : fsdp_replicate_assign(w->nbytes, w->key, w->order, n, caps, num_caps,
+                                                  w->bucket, w->place, NULL);
+    if (*num_buckets >= 0) return FSDP_OK;
+    return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
+                     "[E956] replicate_create: order is no permutation of 0..%d: give each index "
+                     "once",
+                     n - 1);
 }
 
 // The mesh info of the buckets, and the 1-D mesh of its replicas.
-static fsdp_status fsdpi_replicate_mesh(fsdp_model *model, const fsdp_replicate_desc *d,
-                                        fsdp_mesh_info *info, const fsdp_mesh **mesh) {
+static fsdp_status fsdpi_rep_mesh(fsdp_model *model, const fsdp_replicate_desc *d,
+                                  fsdp_mesh_info *info, fsdp_mesh **replicas) {
     fsdp_world *world = fsdp_model_world(model);
-    fsdp_status status = FSDP_OK;
     fsdp_mesh *all = NULL;
-    const fsdp_mesh *given = d->mesh;
-    if (d->mesh_info) {
-        *info = *d->mesh_info;
-        given = NULL;
-    } else if (!d->mesh) {
-        status = fsdp_model_mesh_info(model, info);
-        if (!status && info->kind != FSDP_MESH_INFO_DDP) {
-            status = fsdp_mesh_1d(world, "replicate", &all);
-            given = all;
-        }
+    fsdp_status status = fsdp_model_mesh_info(model, info);
+    if (d->mesh_info) *info = *d->mesh_info;
+    if (!status && !d->mesh_info && (d->mesh || info->kind != FSDP_MESH_INFO_DDP)) {
+        if (!d->mesh) status = fsdp_mesh_1d(world, "replicate", &all);
+        const fsdp_mesh *mesh = d->mesh ? d->mesh : all;
+        if (!status && fsdp_mesh_ndim(mesh) != 1)
+            status = fsdp_fail(world, FSDP_ERR_INVALID_ARG,
+                               "[E957] replicate_create: the mesh is %d-D, expected 1-D: slice "
+                               "it, or give a mesh_info of kind DDP",
+                               fsdp_mesh_ndim(mesh));
+        if (!status) status = fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, -1, 0, info);
     }
-    if (!status && given) {
-        if (fsdp_mesh_ndim(given) != 1)
-            return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
-                             "[E957] replicate_create: the mesh is %d-D, expected 1-D: slice it, "
-                             "or give a mesh_info of kind DDP",
-                             fsdp_mesh_ndim(given));
-        status = fsdp_mesh_info_init(given, FSDP_MESH_INFO_DDP, -1, 0, info);
-    }
-    if (status) return status;
-    if (info->kind != FSDP_MESH_INFO_DDP || !info->mesh)
-        return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
-                         "[E958] replicate_create: mesh_info is of kind %s, expected DDP: fill it "
-                         "by fsdp_mesh_info_init with FSDP_MESH_INFO_DDP",
-                         info->kind == FSDP_MESH_INFO_HSDP ? "HSDP" : "FSDP");
+    if (!status && info->kind != FSDP_MESH_INFO_DDP)
+        status = fsdp_fail(world, FSDP_ERR_INVALID_ARG,
+                           "[E958] replicate_create: mesh_info is of kind %s, expected DDP: fill "
+                           "it by fsdp_mesh_info_init with FSDP_MESH_INFO_DDP",
+                           info->kind == FSDP_MESH_INFO_HSDP ? "HSDP" : "FSDP");
     int32_t dim = info->replicate_mesh_dim;
-    *mesh = info->mesh;
-    if (fsdp_mesh_ndim(info->mesh) == 1) return FSDP_OK;
-    fsdp_mesh *slice = NULL;
-    status = fsdp_mesh_slice(info->mesh, &dim, 1, &slice);
-    *mesh = slice;
-    return status;
+    return status ? status : fsdp_mesh_slice(info->mesh, &dim, 1, replicas);
 }
 
-// One unit for each bucket.
-static fsdp_status fsdpi_replicate_units(fsdp_replicate *rep, const fsdp_replicate_desc *d,
-                                         const fsdp_mesh_info *info, fsdpi_replicate_work *w) {
-    int at = 0;
-    for (int k = 0; k < rep->num_buckets; k++) {
-        fsdpi_replicate_unit *b = &rep->buckets[k];
-        b->rep = rep;
-        b->members = rep->members + at;
-        b->shown.index = k;
-        for (int i = 0; i < d->num_params; i++) {
-            if (w->bucket[i] != k) continue;
-            rep->members[at + w->place[i]] = i;
-            rep->params[i].bucket = k;
-            rep->params[i].index = w->place[i];
-            b->nbytes += w->nbytes[i];
-            b->num_members++;
-        }
-        at += b->num_members;
+// Which parameters a bucket has, and its unit.
+static fsdp_status fsdpi_rep_bucket_unit(fsdp_replicate *rep, const fsdp_replicate_desc *d,
+                                         const fsdp_mesh_info *info, const fsdpi_rep_work *w,
+                                         fsdpi_rep_unit *b) {
+    int k = (int)(b - rep->buckets);
+    int32_t *members = k ? rep->members + (b[-1].members - rep->members) + b[-1].num_members
+                         : rep->members;
+    fsdp_param_desc *params = w->params + d->num_params;
+    fsdp_unit_desc ud = FSDP_ZERO;
+    char name[128];
+    snprintf(name, sizeof name, "%s.%d", d->name ? d->name : "bucket", k);
+    b->rep = rep;
+    b->members = members;
+    b->shown.index = k;
+    for (int i = 0; i < d->num_params; i++) {
+        if (w->bucket[i] != k) continue;
+        members[w->place[i]] = i;
+        params[w->place[i]] = w->params[i];
+        rep->params[i].bucket = k;
+        rep->params[i].index = w->place[i];
+        b->nbytes += w->nbytes[i];
+        b->num_members++;
     }
-    fsdp_param_desc *params = w->params + d->num_params; // those of a bucket, together
-    for (int k = 0; k < rep->num_buckets; k++) {
-        fsdpi_replicate_unit *b = &rep->buckets[k];
-        fsdp_unit_desc ud = FSDP_ZERO;
-        char name[128];
-        snprintf(name, sizeof name, "%s.%d", d->name ? d->name : "bucket", k);
-        for (int i = 0; i < b->num_members; i++) params[i] = w->params[b->members[i]];
-        for (int i = 0; i < b->num_members; i++) params[i].size = sizeof *params;
-        ud.name = name;
-        ud.params = params;
-        ud.num_params = b->num_members;
-        ud.reshard_after_forward = FSDP_RESHARD_NEVER;
-        ud.param_dtype = d->param_dtype;
-        ud.reduce_dtype = d->reduce_dtype;
-        ud.mesh_info = info;
-        fsdp_status status = fsdp_fully_shard(rep->model, &ud, &b->unit);
-        if (status) return status;
-    }
-    return FSDP_OK;
+    ud.name = name;
+    ud.params = params;
+    ud.num_params = b->num_members;
+    ud.reshard_after_forward = FSDP_RESHARD_NEVER;
+    ud.param_dtype = d->param_dtype;
+    ud.reduce_dtype = d->reduce_dtype;
+    ud.mesh_info = info;
+    return fsdp_fully_shard(rep->model, &ud, &b->unit);
 }
 
-static void fsdpi_replicate_destroy(void *user) {
-    fsdp_replicate *rep = (fsdp_replicate *)user;
-    fsdp_free(rep->model, FSDP_MEMORY_HOST, rep, 0);
-}
-
-static fsdp_status fsdpi_replicate_build(fsdp_replicate *rep, const fsdp_replicate_desc *d,
-                                         const fsdp_mesh_info *info, fsdpi_replicate_work *w) {
-    int num = 0;
+static fsdp_status fsdpi_rep_build(fsdp_replicate *rep, const fsdp_replicate_desc *d,
+                                   const fsdp_mesh_info *info, fsdpi_rep_work *w) {
     fsdp_world *world = fsdp_model_world(rep->model);
-    fsdp_status status = fsdpi_replicate_params(world, d, w);
-    if (!status) status = fsdpi_replicate_assign_all(world, d, w, &num);
+    fsdp_status status = fsdpi_rep_params(world, d, w);
+    if (!status) status = fsdpi_rep_assign(world, d, w, &rep->num_buckets);
+    for (int k = 0; k < rep->num_buckets && !status; k++)
+        status = fsdpi_rep_bucket_unit(rep, d, info, w, &rep->buckets[k]);
     if (status) return status;
     rep->num_params = d->num_params;
-    rep->num_buckets = num;
     rep->late = d->late != 0;
     rep->moved = 1;
+    fsdpi_rep_clear(rep);
     rep->extension.name = "replicate";
     rep->extension.user = rep;
-    rep->extension.call = fsdpi_replicate_call;
-    rep->extension.relayout = fsdpi_replicate_relayout;
-    rep->extension.destroy = fsdpi_replicate_destroy;
-    status = fsdpi_replicate_units(rep, d, info, w);
-    if (!status) fsdpi_replicate_clear(rep);
-    return status ? status : fsdp_attach(rep->model, &rep->extension);
+    rep->extension.call = fsdpi_rep_call;
+    rep->extension.relayout = fsdpi_rep_relayout;
+    rep->extension.destroy = fsdpi_rep_destroy;
+    return fsdp_attach(rep->model, &rep->extension);
 }
 
 FSDP_API fsdp_status fsdp_replicate_create(fsdp_model *model, const fsdp_replicate_desc *desc,
                                            fsdp_replicate **rep) {
-    static const char *const name = "replicate_create";
-    if (!model || !desc || !rep) return fsdpi_replicate_null(name, "model, desc or rep");
-    *rep = NULL;
-    fsdp_replicate_desc d;
-    fsdp_mesh_info info;
-    fsdpi_replicate_work work;
-    fsdp_replicate sizes;
-    const fsdp_mesh *mesh = NULL;
-    void *room = NULL, *temporary = NULL;
+    if (!model || !desc || !rep) return fsdpi_rep_null("replicate_create", "model, desc or rep");
     fsdp_world *world = fsdp_model_world(model);
-    memset(&info, 0, sizeof info);
+    fsdp_replicate_desc d;
+    fsdpi_rep_work w;
+    fsdp_mesh_info info;
+    fsdp_mesh *mesh = NULL;
+    void *room = NULL, *temporary = NULL;
+    *rep = NULL;
     fsdp_status status = fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_replicate_desc");
+    if (!status && (d.num_params < 1 || !d.params))
+        status = fsdp_fail(world, FSDP_ERR_INVALID_ARG,
+                           "[E959] replicate_create: num_params is %d, params is %s, expected "
+                           ">= 1 and an array",
+                           d.num_params, d.params ? "given" : "NULL");
+    if (!status) status = fsdpi_rep_mesh(model, &d, &info, &mesh);
     if (status) return status;
-    if (d.num_params < 1 || !d.params)
-        return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
-                         "[E959] replicate_create: num_params is %d, params is %s, expected >= 1 "
-                         "and an array",
-                         d.num_params, d.params ? "given" : "NULL");
-    status = fsdpi_replicate_mesh(model, &d, &info, &mesh);
-    if (status) return status;
-    int64_t nbytes = fsdpi_replicate_work_at(&work, NULL, d.num_params);
-    status = fsdp_alloc(model, FSDP_MEMORY_HOST, fsdpi_replicate_rep_at(&sizes, NULL, d.num_params),
+    int64_t n = d.num_params,
+            each = (int64_t)(sizeof(fsdpi_rep_unit) + sizeof(fsdpi_rep_param)) + 2 * 8 + 4 * 4;
+    int64_t work = n * ((int64_t)(2 * sizeof(fsdp_param_desc) + sizeof *w.names) + 8 + 4 * 4);
+    status = fsdp_alloc(model, FSDP_MEMORY_HOST, (int64_t)sizeof **rep + n * each,
                         "replicate_create: no memory for its tables", &room);
     if (!status)
-        status = fsdp_alloc(model, FSDP_MEMORY_HOST, nbytes,
+        status = fsdp_alloc(model, FSDP_MEMORY_HOST, work,
                             "replicate_create: no memory to assign buckets", &temporary);
     if (!status) {
         fsdp_replicate *made = (fsdp_replicate *)room;
         made->model = model;
         made->mesh = mesh;
-        (void)fsdpi_replicate_rep_at(made, room, d.num_params);
-        (void)fsdpi_replicate_work_at(&work, temporary, d.num_params);
-        status = fsdpi_replicate_build(made, &d, &info, &work);
+        made->buckets = (fsdpi_rep_unit *)(void *)(made + 1);
+        made->params = (fsdpi_rep_param *)(void *)(made->buckets + n);
+        made->offsets = (int64_t *)(void *)(made->params + n);
+        made->numels = made->offsets + n;
+        made->members = (int32_t *)(void *)(made->numels + n);
+        made->trainable = made->members + n;
+        made->seen = made->trainable + n;
+        made->order = made->seen + n;
+        w.params = (fsdp_param_desc *)temporary;
+        w.nbytes = (int64_t *)(void *)(w.params + 2 * n);
+        w.key = (int32_t *)(void *)(w.nbytes + n);
+        w.order = w.key + n;
+        w.bucket = w.order + n;
+        w.place = w.bucket + n;
+        w.names = (char(*)[16])(void *)(w.place + n);
+        status = fsdpi_rep_build(made, &d, &info, &w);
         if (!status) *rep = made;
     }
-    fsdp_free(model, FSDP_MEMORY_HOST, temporary, nbytes);
+    fsdp_free(model, FSDP_MEMORY_HOST, temporary, work);
     if (status) fsdp_free(model, FSDP_MEMORY_HOST, room, 0);
     return status;
 }
@@ -751,100 +647,84 @@ FSDP_API fsdp_status fsdp_replicate_create(fsdp_model *model, const fsdp_replica
 /* -------------------------------------------------------------------------------------------- */
 // A step.
 
-FSDP_API fsdp_status fsdp_replicate_pre_forward(fsdp_replicate *rep) {
-    if (!rep) return fsdpi_replicate_null("replicate_pre_forward", "rep");
+static fsdp_status fsdpi_rep_each(fsdp_replicate *rep, const char *name,
+                                  fsdp_status (*call)(fsdp_unit *unit)) {
+    if (!rep) return fsdpi_rep_null(name, "rep");
     fsdp_status status = fsdp_model_commit(rep->model);
-    if (!status) status = fsdpi_replicate_follow(rep);
-    for (int k = 0; k < rep->num_buckets && !status; k++)
-        status = fsdp_pre_forward(rep->buckets[k].unit);
+    if (!status) status = fsdpi_rep_follow(rep);
+    for (int k = 0; k < rep->num_buckets && !status; k++) status = call(rep->buckets[k].unit);
     return status;
 }
-
+FSDP_API fsdp_status fsdp_replicate_pre_forward(fsdp_replicate *rep) {
+    return fsdpi_rep_each(rep, "replicate_pre_forward", fsdp_pre_forward);
+}
 FSDP_API fsdp_status fsdp_replicate_post_forward(fsdp_replicate *rep) {
-    if (!rep) return fsdpi_replicate_null("replicate_post_forward", "rep");
-    fsdp_status status = FSDP_OK;
-    for (int k = 0; k < rep->num_buckets && !status; k++)
-        status = fsdp_post_forward(rep->buckets[k].unit);
+    return fsdpi_rep_each(rep, "replicate_post_forward", fsdp_post_forward);
+}
+
+static fsdp_status fsdpi_rep_keep(fsdp_replicate *rep, fsdp_status status) {
+    if (rep && !rep->failed) rep->failed = status;
     return status;
 }
 
-static fsdp_status fsdpi_replicate_keep(fsdp_replicate *rep, fsdp_status status) {
-    if (!rep->failed) rep->failed = status;
-    return status;
-}
-
-static fsdp_status fsdpi_replicate_known(fsdp_replicate *rep, const char *call, int first,
-                                         int count) {
-    if (!rep) return fsdpi_replicate_null(call, "rep");
-    if (first >= 0 && count >= 0 && count <= rep->num_params - first) return FSDP_OK;
-    return fsdp_fail(fsdp_model_world(rep->model), FSDP_ERR_INVALID_ARG,
-                     "[E960] %s: there are no parameters %d..%d, expected 0..%d", call, first,
-                     first + count - 1, rep->num_params - 1);
+// Are there such parameters? If `fresh`: none of them is ready yet.
+static fsdp_status fsdpi_rep_check(const fsdp_replicate *rep, const char *call, int first,
+                                   int count, int fresh) {
+    if (!rep) return fsdpi_rep_null(call, "rep");
+    fsdp_world *world = fsdp_model_world(rep->model);
+    if (first < 0 || count < 0 || count > rep->num_params - first)
+        return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
+                         "[E960] %s: first is %d, count is %d, expected parameters of 0..%d", call,
+                         first, count, rep->num_params - 1);
+    for (int i = first; fresh && i < first + count; i++) {
+        const fsdpi_rep_param *p = &rep->params[i];
+        fsdp_param_view v = FSDP_ZERO;
+        if (!p->ready) continue;
+        (void)fsdp_param_view_get(rep->buckets[p->bucket].unit, p->index, &v);
+        return fsdp_fail(world, FSDP_ERR_INVALID_STATE,
+                         "[E961] %s: parameter '%s' (%s) is ready already in this backward: write "
+                         "its gradient first, then call fsdp_replicate_ready once",
+                         call, v.name, v.unit_name);
+    }
+    return FSDP_OK;
 }
 
 // A bucket's gradients can be written; its message begins.
-static fsdp_status fsdpi_replicate_open(fsdpi_replicate_unit *b) {
-    if (b->state != FSDPI_BUCKET_CLOSED) return FSDP_OK;
+static fsdp_status fsdpi_rep_open(fsdpi_rep_unit *b) {
+    if (b->open) return FSDP_OK;
     fsdp_status status = fsdp_pre_backward(b->unit);
     if (status) return status;
-    b->state = FSDPI_BUCKET_OPEN;
-    b->rep->began = 1;
+    b->open = b->rep->began = 1;
     return FSDP_OK;
 }
 
 // The next bucket is complete, or its backward ends as it is.
-static fsdp_status fsdpi_replicate_reduce(fsdp_replicate *rep) {
-    fsdpi_replicate_unit *b = &rep->buckets[rep->next];
-    fsdp_status status = fsdpi_replicate_open(b);
-    if (!status) status = fsdp_post_backward(b->unit);
-    if (status) return status;
-    b->state = FSDPI_BUCKET_REDUCED;
-    rep->next++;
-    return FSDP_OK;
+static fsdp_status fsdpi_rep_reduce(fsdp_replicate *rep) {
+    fsdp_status status = fsdpi_rep_open(&rep->buckets[rep->next]);
+    if (!status) status = fsdp_post_backward(rep->buckets[rep->next].unit);
+    rep->next += !status;
+    return status;
 }
 
 FSDP_API void *fsdp_replicate_data(fsdp_replicate *rep, int param) {
-    if (fsdpi_replicate_known(rep, "replicate_data", param, 1)) return NULL;
-    const fsdpi_replicate_param *p = &rep->params[param];
+    if (fsdpi_rep_check(rep, "replicate_data", param, 1, 0)) return NULL;
+    const fsdpi_rep_param *p = &rep->params[param];
     return fsdp_data(rep->buckets[p->bucket].unit, p->index);
 }
 
 FSDP_API void *fsdp_replicate_grad(fsdp_replicate *rep, int param) {
-    const char *bucket;
-    if (fsdpi_replicate_known(rep, "replicate_grad", param, 1)) return NULL;
-    const fsdpi_replicate_param *p = &rep->params[param];
-    fsdpi_replicate_unit *b = &rep->buckets[p->bucket];
-    if (p->ready) {
-        const char *name = fsdpi_replicate_name(rep, param, &bucket);
-        (void)fsdpi_replicate_keep(
-            rep, fsdp_fail(fsdp_model_world(rep->model), FSDP_ERR_INVALID_STATE,
-                           "[E961] replicate_grad: parameter '%s' (unit '%s') was said to be "
-                           "ready, and its bucket may be under way: write gradients before "
-                           "fsdp_replicate_ready",
-                           name, bucket));
-        return NULL;
-    }
-    if (fsdpi_replicate_keep(rep, fsdpi_replicate_open(b))) return NULL;
+    if (fsdpi_rep_keep(rep, fsdpi_rep_check(rep, "replicate_grad", param, 1, 1))) return NULL;
+    const fsdpi_rep_param *p = &rep->params[param];
+    fsdpi_rep_unit *b = &rep->buckets[p->bucket];
+    if (fsdpi_rep_keep(rep, fsdpi_rep_open(b))) return NULL;
     return fsdp_grad(b->unit, p->index);
 }
 
 FSDP_API fsdp_status fsdp_replicate_ready(fsdp_replicate *rep, int first, int count) {
-    const char *bucket;
-    fsdp_status status = fsdpi_replicate_known(rep, "replicate_ready", first, count);
-    if (status) return rep ? fsdpi_replicate_keep(rep, status) : status;
-    for (int i = first; i < first + count; i++)
-        if (rep->params[i].ready) {
-            const char *name = fsdpi_replicate_name(rep, i, &bucket);
-            return fsdpi_replicate_keep(
-                rep, fsdp_fail(fsdp_model_world(rep->model), FSDP_ERR_INVALID_STATE,
-                               "[E962] replicate_ready: parameter '%s' (unit '%s') is ready "
-                               "already in this backward: call it once, after the last use of "
-                               "the parameter and its gradient",
-                               name, bucket));
-        }
-    for (int i = first; i < first + count && !status; i++) // is a backward due? Before changes
-        status = fsdpi_replicate_open(&rep->buckets[rep->params[i].bucket]);
-    if (status) return fsdpi_replicate_keep(rep, status);
+    fsdp_status status = fsdpi_rep_check(rep, "replicate_ready", first, count, 1);
+    for (int i = first; !status && i < first + count; i++) // before anything changes
+        status = fsdpi_rep_open(&rep->buckets[rep->params[i].bucket]);
+    if (status) return fsdpi_rep_keep(rep, status);
     for (int i = first + count - 1; i >= first; i--) {
         rep->params[i].ready = 1;
         rep->buckets[rep->params[i].bucket].pending--;
@@ -852,31 +732,30 @@ FSDP_API fsdp_status fsdp_replicate_ready(fsdp_replicate *rep, int first, int co
     }
     while (!status && !rep->late && rep->next < rep->num_buckets &&
            rep->buckets[rep->next].pending == 0)
-        status = fsdpi_replicate_reduce(rep);
-    return fsdpi_replicate_keep(rep, status);
+        status = fsdpi_rep_reduce(rep);
+    return fsdpi_rep_keep(rep, status);
 }
 
 FSDP_API fsdp_status fsdp_replicate_post_backward(fsdp_replicate *rep) {
-    if (!rep) return fsdpi_replicate_null("replicate_post_backward", "rep");
+    if (!rep) return fsdpi_rep_null("replicate_post_backward", "rep");
     fsdp_status status = FSDP_OK;
-    while (!status && rep->next < rep->num_buckets) status = fsdpi_replicate_reduce(rep);
+    while (!status && rep->next < rep->num_buckets) status = fsdpi_rep_reduce(rep);
     if (status) return status;
     status = rep->failed;
     if (rep->num_seen == rep->num_params) {
         memcpy(rep->order, rep->seen, (size_t)rep->num_params * sizeof *rep->order);
         rep->num_order = rep->num_params;
     }
-    fsdpi_replicate_clear(rep);
+    fsdpi_rep_clear(rep);
     return status;
 }
 
 /* -------------------------------------------------------------------------------------------- */
-// What is asked of a rep, and done between steps.
+// Questions, and what is done between steps.
 
 FSDP_API fsdp_status fsdp_replicate_unit(const fsdp_replicate *rep, int param, fsdp_unit **unit,
                                          int *index) {
-    fsdp_status status = fsdpi_replicate_known((fsdp_replicate *)(uintptr_t)rep, "replicate_unit",
-                                               param, 1);
+    fsdp_status status = fsdpi_rep_check(rep, "replicate_unit", param, 1, 0);
     if (status) return status;
     if (unit) *unit = rep->buckets[rep->params[param].bucket].unit;
     if (index) *index = rep->params[param].index;
@@ -890,14 +769,14 @@ FSDP_API int fsdp_replicate_num_buckets(const fsdp_replicate *rep) {
 FSDP_API int fsdp_replicate_members(const fsdp_replicate *rep, int bucket, int32_t *out,
                                     int64_t *nbytes) {
     if (!rep || bucket < 0 || bucket >= rep->num_buckets) return -1;
-    const fsdpi_replicate_unit *b = &rep->buckets[bucket];
+    const fsdpi_rep_unit *b = &rep->buckets[bucket];
     if (out) memcpy(out, b->members, (size_t)b->num_members * sizeof *out);
     if (nbytes) *nbytes = b->nbytes;
     return b->num_members;
 }
 
 FSDP_API fsdp_status fsdp_replicate_order(const fsdp_replicate *rep, int32_t *order) {
-    if (!rep || !order) return fsdpi_replicate_null("replicate_order", "rep or order");
+    if (!rep || !order) return fsdpi_rep_null("replicate_order", "rep or order");
     if (!rep->num_order)
         return fsdp_fail(fsdp_model_world(rep->model), FSDP_ERR_INVALID_STATE,
                          "[E963] replicate_order: no backward has said of all %d parameters that "
@@ -909,43 +788,35 @@ FSDP_API fsdp_status fsdp_replicate_order(const fsdp_replicate *rep, int32_t *or
 
 FSDP_API fsdp_status fsdp_replicate_broadcast(fsdp_replicate *rep, int root) {
     static const char *const name = "replicate_broadcast";
-    if (!rep) return fsdpi_replicate_null(name, "rep");
+    if (!rep) return fsdpi_rep_null(name, "rep");
     fsdp_model *m = rep->model;
     fsdp_world *world = fsdp_model_world(m);
-    int64_t most = 1;
-    void *room = NULL;
     if (root < 0 || root >= fsdp_mesh_size(rep->mesh, 0))
         return fsdp_fail(world, FSDP_ERR_INVALID_ARG, "[E964] %s: root is %d, expected 0..%d", name,
                          root, fsdp_mesh_size(rep->mesh, 0) - 1);
     fsdp_status status = fsdp_call_begin(m, FSDP_CALL_PARAMS_CHANGED, name);
     if (!status) status = fsdp_params_writable(m);
-    for (int pass = 0; pass < 2 && !status; pass++) { // measure, then copy
-        if (pass && most > 16 << 20) most = 16 << 20;
-        if (pass)
-            status = fsdp_alloc(m, FSDP_MEMORY_HOST, most,
-                                "replicate_broadcast: no memory for a step", &room);
-        for (int i = 0; i < rep->num_params && !status; i++) {
-            fsdp_param_view v = FSDP_ZERO;
-            status = fsdp_param_view_get(rep->buckets[rep->params[i].bucket].unit,
-                                         rep->params[i].index, &v);
-            int64_t nbytes = v.numel * (int64_t)fsdp_dtype_size(v.dtype);
-            if (!pass && nbytes > most) most = nbytes;
-            for (int64_t at = 0; pass && at < nbytes && !status; at += most) {
-                int64_t step = nbytes - at < most ? nbytes - at : most;
-                status = fsdp_transfer(m, room, (char *)v.shard + at, step);
-                if (!status) status = fsdp_broadcast(world, rep->mesh, room, step, root);
-                if (!status) status = fsdp_transfer(m, (char *)v.shard + at, room, step);
-            }
-        }
+    for (int i = 0; i < rep->num_params && !status; i++) {
+        const fsdpi_rep_param *p = &rep->params[i];
+        fsdp_param_view v = FSDP_ZERO;
+        void *room = NULL;
+        status = fsdp_param_view_get(rep->buckets[p->bucket].unit, p->index, &v);
+        int64_t nbytes = v.numel * (int64_t)fsdp_dtype_size(v.dtype);
+        if (!status)
+            status = fsdp_alloc(m, FSDP_MEMORY_HOST, nbytes,
+                                "replicate_broadcast: no memory for a parameter", &room);
+        if (!status) status = fsdp_transfer(m, room, v.shard, nbytes);
+        if (!status) status = fsdp_broadcast(world, rep->mesh, room, nbytes, root);
+        if (!status) status = fsdp_transfer(m, v.shard, room, nbytes);
+        fsdp_free(m, FSDP_MEMORY_HOST, room, nbytes);
     }
-    fsdp_free(m, FSDP_MEMORY_HOST, room, most);
     return status ? status : fsdp_params_changed(m);
 }
 
-// In place of a bucket's all-reduce: the user's hook is shown what it needs.
-static fsdp_status fsdpi_replicate_custom(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
-                                          const fsdp_coll *coll) {
-    fsdpi_replicate_unit *b = (fsdpi_replicate_unit *)user;
+// In place of a bucket's all-reduce.
+static fsdp_status fsdpi_rep_custom(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                                    const fsdp_coll *coll) {
+    fsdpi_rep_unit *b = (fsdpi_rep_unit *)user;
     fsdp_replicate_bucket shown = b->shown;
     shown.dtype = (fsdp_dtype)coll->dtype;
     shown.data = coll->dst;
@@ -955,11 +826,11 @@ static fsdp_status fsdpi_replicate_custom(void *user, const fsdp_comm_ops *ops, 
 
 FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate_hook hook,
                                              void *user) {
-    if (!rep) return fsdpi_replicate_null("replicate_set_hook", "rep");
+    if (!rep) return fsdpi_rep_null("replicate_set_hook", "rep");
+    fsdp_custom_comm custom = hook ? fsdpi_rep_custom : NULL;
     fsdp_status status = FSDP_OK;
     for (int k = 0; k < rep->num_buckets && !status; k++)
-        status = fsdp_set_custom_all_reduce(rep->buckets[k].unit,
-                                            hook ? fsdpi_replicate_custom : NULL, &rep->buckets[k]);
+        status = fsdp_set_custom_all_reduce(rep->buckets[k].unit, custom, &rep->buckets[k]);
     if (status) return status;
     rep->hook = hook;
     rep->hook_user = user;
@@ -968,17 +839,15 @@ FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate
 
 FSDP_API fsdp_status fsdp_replicate_join(fsdp_replicate *rep, int has_batch, int divide,
                                          int *active) {
-    if (!rep || !active) return fsdpi_replicate_null("replicate_join", "rep or active");
+    if (!rep || !active) return fsdpi_rep_null("replicate_join", "rep or active");
+    fsdp_model *m = rep->model;
     int32_t ranks = has_batch != 0;
     *active = 0;
-    fsdp_status status = fsdp_call_begin(rep->model, FSDP_CALL_ZERO_GRAD, "replicate_join");
+    fsdp_status status = fsdp_call_begin(m, FSDP_CALL_ZERO_GRAD, "replicate_join"); // all are idle
     if (!status)
-        status = fsdp_all_reduce(fsdp_model_world(rep->model), rep->mesh, &ranks, 1, FSDP_I32,
-                                 FSDP_SUM);
-    int all = !divide || ranks == 0 || ranks == fsdp_mesh_size(rep->mesh, 0);
+        status = fsdp_all_reduce(fsdp_model_world(m), rep->mesh, &ranks, 1, FSDP_I32, FSDP_SUM);
     for (int k = 0; k < rep->num_buckets && !status; k++)
-        status = fsdp_set_gradient_divide_factor(rep->model, rep->buckets[k].unit,
-                                                 all ? 0 : (double)ranks);
+        status = fsdp_set_gradient_divide_factor(m, rep->buckets[k].unit, divide ? ranks : 0);
     if (!status) *active = ranks;
     return status;
 }
