@@ -230,23 +230,20 @@ typedef fsdp_status (*fsdp_replicate_hook)(void *user, const fsdp_replicate_buck
 FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate_hook hook,
                                              void *user);
 
-/* Uneven inputs. A rank whose data have ended goes on without a batch, so that parameters and
-   optimizer states stay equal on all ranks:
+/* fsdp_replicate_join   - before each step: has this rank a batch? For uneven inputs
+   fsdp_replicate_shadow - the forward and backward of a rank without a batch; uses no parameter
        while (!fsdp_replicate_join(rep, batch != NULL, 1, &active) && active > 0) {
            if (batch) train_on(batch); else fsdp_replicate_shadow(rep);
            ...                                         // finalize, optimizer step, zero_grad: all
            if (batch) batch = next();
        }
-   If the model has units of fully_shard, every rank also has to call their hooks.
-
-   fsdp_replicate_join   - before each step: has this rank a batch?
+   A rank whose data have ended goes on without a batch: parameters and states of optimizers stay
+   equal on all ranks. If the model has units of fully_shard, every rank also calls their hooks
    divide      0: gradients are divided by the number of replicas; 1: by the ranks that have a batch
    active      out: how many ranks have one. 0: the data of all ranks have ended
-   Effect      sets the divide factor of the buckets
-   fsdp_replicate_shadow - the forward and backward of a rank without a batch; uses no parameter
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a bucket is in use); collective errors
-   Collective  join: yes, every rank of the mesh, one all-reduce of an integer. shadow: as the
-               calls of a step
+   Collective  join: yes, every rank of the mesh, one all-reduce of an integer, and it sets the
+               divide factor of the buckets. shadow: as the calls of a step
    Blocks      yes, at most timeout_ms      Allocates as the calls of a step
    Source      torch: Join, DistributedDataParallel.join */
 FSDP_API fsdp_status fsdp_replicate_join(fsdp_replicate *rep, int has_batch, int divide,

@@ -1499,9 +1499,9 @@ typedef struct fsdp_unit_desc {
 /* fsdp_fully_shard - add a unit: parameters that are gathered together and reduced together
    unit        the model owns it
    Result      FSDP_OK; INVALID_ARG (the text names the parameter and the field, for example a
-               scalar, a negative size or an integer parameter that requires a gradient; or a
-               parameter that is sharded in one unit and replicated in another), UNSUPPORTED, INVALID_STATE (the model is committed), OUT_OF_MEMORY. After a failure
-               the model is as before
+               scalar, a negative size, an integer parameter that requires a gradient, or one that
+               another unit replicates), UNSUPPORTED, INVALID_STATE (the model is committed),
+               OUT_OF_MEMORY. After a failure the model is as before
    Collective  yes: every rank of the mesh, same desc, same order. The first collective checks it
    Blocks      only to make groups for the first reshard_after_forward = n
    Allocates   yes: tables. fsdp_model_commit allocates the shards

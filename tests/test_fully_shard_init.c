@@ -784,7 +784,7 @@ static void tp_step(tp_model *m) {
         while (fsdp_next_param(t->model, &v))
             for (int64_t k = 0; k < v.numel; k++) {
                 int64_t e = tp_element(m, v.index, fsdp_view_index(&v, k));
-                check_adam(((const float *)v.shard)[k], toy_truth(t, 0, v.index, e),
+                check_adam((double)((const float *)v.shard)[k], toy_truth(t, 0, v.index, e),
                            toy_mean(t, t->step, 0, v.index, e));
             }
         return;
