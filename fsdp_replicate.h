@@ -224,9 +224,10 @@ typedef fsdp_status (*fsdp_replicate_hook)(void *user, const fsdp_replicate_buck
                have to run the same ones. NULL: no hook
    Runs        where reductions run: at once, in a worker thread with lanes, or on a device with
                streams to enqueue work. If it returns a failure, the world is aborted with it
-   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a bucket is in use)
-   Collective  no, but every rank has to do the same      Blocks for operations under way
-   Allocates   no      Source torch: DistributedDataParallel.register_comm_hook */
+   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), errors of commit
+   Collective  as fsdp_model_commit at the first use; then no, but every rank has to do the same
+   Blocks      for operations under way      Allocates as commit
+   Source      torch: DistributedDataParallel.register_comm_hook */
 FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate_hook hook,
                                              void *user);
 
@@ -241,7 +242,7 @@ FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate
    equal on all ranks. If the model has units of fully_shard, every rank also calls their hooks
    divide      0: gradients are divided by the number of replicas; 1: by the ranks that have a batch
    active      out: how many ranks have one. 0: the data of all ranks have ended
-   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a bucket is in use); collective errors
+   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle); collective errors
    Collective  join: yes, every rank of the mesh, one all-reduce of an integer, and it sets the
                divide factor of the buckets. shadow: as the calls of a step
    Blocks      yes, at most timeout_ms      Allocates as the calls of a step
@@ -565,7 +566,9 @@ static fsdp_status fsdpi_rep_bucket_unit(fsdp_replicate *rep, const fsdp_replica
     ud.param_dtype = d->param_dtype;
     ud.reduce_dtype = d->reduce_dtype;
     ud.mesh_info = info;
-    return fsdp_fully_shard(rep->model, &ud, &b->unit);
+    fsdp_status status = fsdp_fully_shard(rep->model, &ud, &b->unit);
+    // Ranks open a bucket at different times, so that it must not start to gather another unit.
+    return status ? status : fsdp_set_modules_to_backward_prefetch(b->unit, &b->unit, 1);
 }
 
 static fsdp_status fsdpi_rep_build(fsdp_replicate *rep, const fsdp_replicate_desc *d,
@@ -825,7 +828,7 @@ FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate
                                              void *user) {
     if (!rep) return fsdpi_rep_null("replicate_set_hook", "rep");
     fsdp_custom_comm custom = hook ? fsdpi_rep_custom : NULL;
-    fsdp_status status = FSDP_OK;
+    fsdp_status status = fsdp_call_begin(rep->model, FSDP_CALL_ZERO_GRAD, "replicate_set_hook");
     for (int k = 0; k < rep->num_buckets && !status; k++)
         status = fsdp_set_custom_all_reduce(rep->buckets[k].unit, custom, &rep->buckets[k]);
     if (status) return status;
@@ -840,7 +843,7 @@ FSDP_API fsdp_status fsdp_replicate_join(fsdp_replicate *rep, int has_batch, int
     fsdp_model *m = rep->model;
     int32_t ranks = has_batch != 0;
     *active = 0;
-    fsdp_status status = fsdp_call_begin(m, FSDP_CALL_ZERO_GRAD, "replicate_join"); // all are idle
+    fsdp_status status = fsdp_call_begin(m, FSDP_CALL_ZERO_GRAD, "replicate_join"); // all idle
     if (!status)
         status = fsdp_all_reduce(fsdp_model_world(m), rep->mesh, &ranks, 1, FSDP_I32, FSDP_SUM);
     for (int k = 0; k < rep->num_buckets && !status; k++)
