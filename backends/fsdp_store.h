@@ -937,11 +937,11 @@ static int fsdpi_store_core_evict(fsdpi_store_core *core) {
     return oldest != NULL;
 }
 
-// Whether a rank that is still to come has to be told that another one is lost.
+// Whether a rank that is still to come has to be told that another one is lost, or disagrees.
 static int fsdpi_store_core_owes(const fsdpi_store_core *core) {
-    int absent = 0;
+    int absent = 0, status = core->verdict.status;
     for (int r = 0; r < core->size; r++) absent += core->ranks[r].state == FSDPI_STORE_ABSENT;
-    return core->verdict.status == FSDP_ERR_PEER_LOST && absent;
+    return (status == FSDP_ERR_PEER_LOST || status == FSDP_ERR_MISMATCH) && absent;
 }
 
 static void fsdpi_store_core_farewell(fsdpi_store_core *core, int64_t now) {

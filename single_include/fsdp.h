@@ -2501,7 +2501,7 @@ struct fsdp_coll {
     void *stream;         // native stream, or NULL: block until complete
 };
 
-#define FSDP_COMM_VERSION 1
+#define FSDP_COMM_VERSION 2
 struct fsdp_comm_ops {
     uint32_t version, size; // FSDP_COMM_VERSION, sizeof(fsdp_comm_ops)
     const char *name;
