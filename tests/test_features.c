@@ -922,11 +922,15 @@ static double f16_mean(fsdp_world *w, const f16_case *c, double value) {
         if (c->way == F16_NEW_FACTOR) /* flags of use are divided by it, too */
             CALL(w, fsdp_set_gradient_divide_factor(m, unit, (step + 1) * fsdp_world_size(w)));
         f16_microbatch(w, m, unit, dtype, twice ? value / 2 : value);
+        int64_t seen = 0;
         for (int i = 0; i < 2; i++) {
             const fsdp_param_view v = lab_view(w, unit, i);
             CHECK(v.shard_grad);
-            for (int64_t e = 0; e < v.numel; e++)
-                got = lab_get(v.shard_grad, FSDP_F32, e) * (i ? 1 : -1);
+            for (int64_t e = 0; e < v.numel; e++) { /* all elements are alike */
+                const double x = lab_get(v.shard_grad, FSDP_F32, e) * (i ? 1 : -1);
+                CHECK(seen++ == 0 || lab_same(x, got));
+                got = x;
+            }
         }
     }
     CALL(w, fsdp_all_reduce(w, NULL, &got, 1, FSDP_F64, FSDP_MAX));
