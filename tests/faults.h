@@ -1,7 +1,7 @@
 /* faults.h - a job of a few ranks, each a process, that a test kills, stops or holds up: where they
-   are, what each of them got and when, and limits that grow with how busy the machine is. For the
-   backends that meet at a store; their tests have to find that no rank hangs, and that each has a
-   status that names the culprit. Include it after library.c and lab.h.
+   are, what each of them got and when, and limits that grow with how busy the machine is. Tests
+   of backends find with it that no rank hangs, and that each has a status that names the culprit.
+   Include it after library.c and lab.h.
 
        static void body(job *j, int rank) { ... at(j, rank, AT_STEP) ... tell(j, rank, ...) }
 
@@ -466,6 +466,8 @@ H_FN void shuts_down(job *j, fsdp_world *world) {
 
 /* ---- a launcher ------------------------------------------------------------------------------ */
 
+#if defined(FSDP_BACKEND_GLOO) || defined(FSDP_BACKEND_NCCL) /* that meet at a store */
+
 /* A process that serves the store while j->gate is 1. */
 H_FN pid_t serve(job *j) {
     fsdpi_store_desc d = FSDP_ZERO;
@@ -501,6 +503,8 @@ H_FN void launcher_ends(job *j, int is_killed) {
     J_CHECK(j, !finish(j, 20000), "a rank hangs");
     CHECK_EQ_INT(waitpid(pid, NULL, 0), pid);
 }
+
+#endif /* a store */
 
 /* ---- nothing is left behind ------------------------------------------------------------------ */
 
