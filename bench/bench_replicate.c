@@ -2,7 +2,8 @@
    passes without communication; and what a parameter's grad and ready cost the host
 
        build/bench/bench_replicate [--ranks 2,4] [--kib 16,256] [--lanes 0,2] [--batch 1]
-                                   [--steps N] [--rounds N] [--csv] [--host]
+                                   [--rows plain,units,buckets,one] [--steps N] [--rounds N]
+                                   [--csv] [--host]
        FSDP_BACKEND=gloo build/bench/bench_replicate
 
    The net has 160 layers y = x * w, element by element, with one parameter of --kib KiB each. So
@@ -14,6 +15,7 @@
    pass     a forward, a backward and fsdp_finalize_backward: median over the steps of a run, then
             over rounds; of rank 0. The rows of a table run in turn in each round
    extra    what a row's pass takes more than that of plain
+   comm     how long its all-reduces are under way, mean over steps
    hidden   the share of the time in which collectives are under way that the caller spends outside
             of the library's functions: 0 inline, where each collective runs inside of a call
    --host   only the cost of the calls, with a device and a comm that do nothing. Goal: 80 ns for
@@ -294,6 +296,7 @@ static int rank_main(fsdp_world *world, void *arg) {
 typedef struct {
     int ranks[8], kib[8], lanes[8], num_ranks, num_kib, num_lanes;
     int batch, steps, rounds, csv, host;
+    const char *rows;
 } options;
 
 static int run(job *j) {
@@ -309,10 +312,12 @@ static int measure(job *j, const options *o, FILE *csv) {
     double pass[MODES][ROUNDS_MAX], comm[MODES][ROUNDS_MAX], hidden[MODES][ROUNDS_MAX];
     double plain = 0;
     result last[MODES];
+    memset(last, 0, sizeof last);
     const char *backend = getenv("FSDP_BACKEND");
     if (!backend || !*backend) backend = "default";
     for (int round = 0; round < o->rounds; round++)
         for (j->mode = 0; j->mode < MODES; j->mode++) {
+            if (!strstr(o->rows, mode_names[j->mode])) continue;
             if (run(j)) return 1;
             last[j->mode] = *j->out;
             pass[j->mode][round] = j->out->pass_us;
@@ -320,6 +325,7 @@ static int measure(job *j, const options *o, FILE *csv) {
             hidden[j->mode][round] = j->out->hidden;
         }
     for (int mode = 0; mode < MODES; mode++) {
+        if (!strstr(o->rows, mode_names[mode])) continue;
         double us = bench_summarize(pass[mode], o->rounds).median;
         double comm_us = bench_summarize(comm[mode], o->rounds).median;
         double share = bench_summarize(hidden[mode], o->rounds).median;
@@ -332,7 +338,8 @@ static int measure(job *j, const options *o, FILE *csv) {
                    j->kib, backend, j->lanes, j->batch, mode_names[mode], last[mode].buckets, us,
                    us - plain, comm_us, share);
         // Ranks' gradients are means with buckets or without: to the bit, in whatever units.
-        if (mode > UNITS && last[mode].checksum - last[UNITS].checksum != 0.0) {
+        if (mode > UNITS && last[UNITS].buckets &&
+            last[mode].checksum - last[UNITS].checksum != 0.0) {
             fprintf(stderr, "bench_replicate: %s has other gradients than units: %.17g, %.17g\n",
                     mode_names[mode], last[mode].checksum, last[UNITS].checksum);
             return 1;
@@ -437,6 +444,7 @@ static int parse(int argc, char **argv, options *o) {
     const char *ranks = "2,4", *kib = "16,256", *lanes = "0";
     int batch[8] = {1}, steps[8] = {30}, rounds[8] = {3}, good = 1;
     memset(o, 0, sizeof *o);
+    o->rows = "plain,units,buckets,one";
     for (int i = 1; i < argc; i++) {
         const char *value = i + 1 < argc ? argv[i + 1] : "";
         if (!strcmp(argv[i], "--csv")) o->csv = 1;
@@ -444,6 +452,7 @@ static int parse(int argc, char **argv, options *o) {
         else if (i++, !strcmp(argv[i - 1], "--ranks")) ranks = value;
         else if (!strcmp(argv[i - 1], "--kib")) kib = value;
         else if (!strcmp(argv[i - 1], "--lanes")) lanes = value;
+        else if (!strcmp(argv[i - 1], "--rows")) o->rows = value;
         else if (!strcmp(argv[i - 1], "--batch"))
             good &= bench_parse_list(value, 1, 256, batch) == 1;
         else if (!strcmp(argv[i - 1], "--steps"))
@@ -466,7 +475,7 @@ int main(int argc, char **argv) {
     if (!parse(argc, argv, &o)) {
         fprintf(stderr,
                 "usage: %s [--ranks LIST] [--kib LIST] [--lanes LIST] [--batch N] [--steps N] "
-                "[--rounds N] [--csv] [--host]\n",
+                "[--rounds N] [--rows plain,units,buckets,one] [--csv] [--host]\n",
                 argv[0]);
         return 2;
     }
