@@ -76,4 +76,40 @@ BENCH_FN FILE *bench_csv(const char *name, const char *columns) {
     printf("%s\n", path);
     return csv;
 }
+
+/* Numbers separated by commas; 0: not such a list, or one of them is out of range. */
+BENCH_FN int bench_parse_list(const char *text, int min, int max, int out[8]) {
+    int count = 0;
+    for (char *end; count < 8; text = end + 1) {
+        long value = strtol(text, &end, 10);
+        if (end == text || value < min || value > max) return 0;
+        out[count++] = (int)value;
+        if (!*end) return count;
+        if (*end != ',') return 0;
+    }
+    return 0;
+}
+
+typedef struct {
+    int64_t begin, end;
+} bench_span;
+
+/* Adds up how long `comms` were under way, and for how much of it the caller was outside of
+   `calls`: that part is hidden behind its own work. Both in the order of time; nanoseconds. */
+BENCH_FN void bench_overlap(const bench_span *comms, int num_comms, const bench_span *calls,
+                            int num_calls, double *all, double *hidden) {
+    int next = 0;
+    for (int k = 0; k < num_comms; k++) {
+        bench_span c = comms[k];
+        int64_t covered = c.end - c.begin;
+        while (next < num_calls && calls[next].end <= c.begin) next++;
+        for (int i = next; i < num_calls && calls[i].begin < c.end; i++) {
+            int64_t from = calls[i].begin > c.begin ? calls[i].begin : c.begin;
+            int64_t to = calls[i].end < c.end ? calls[i].end : c.end;
+            covered -= to - from;
+        }
+        *all += (double)(c.end - c.begin);
+        *hidden += (double)covered;
+    }
+}
 #endif

@@ -50,10 +50,6 @@ static const shape shapes[MODELS][CASES] = {
 
 static const fsdp_adamw_hyper HYPER = {1e-3, 0.9, 0.999, 1e-8, 0.01, 0};
 
-typedef struct {
-    int64_t begin, end;
-} span;
-
 // Common memory of the ranks: what rank 0 found.
 typedef struct {
     double losses[STEPS_MAX]; // mean over the ranks
@@ -90,7 +86,7 @@ typedef struct {
     float *d;              // (2, batch, width)
     double losses[STEPS_MAX], pass_us[STEPS_MAX], optim_us[STEPS_MAX];
     // Where time goes: collectives of the two kinds, each written by one thread; fsdp's functions.
-    span comms[2][SPANS_MAX], calls[SPANS_MAX];
+    bench_span comms[2][SPANS_MAX], calls[SPANS_MAX];
     int num_comms[2], num_calls;
 } trainer;
 
@@ -143,7 +139,7 @@ static void comm_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t b
                      int64_t end_ns) {
     trainer *t = (trainer *)user;
     int kind = op->kind == FSDP_OP_REDUCE_SCATTER;
-    span ran = {begin_ns, end_ns};
+    bench_span ran = {begin_ns, end_ns};
     (void)model;
     if (!op->unit || (op->kind != FSDP_OP_ALL_GATHER && !kind)) return;
     if (t->num_comms[kind] < SPANS_MAX) t->comms[kind][t->num_comms[kind]++] = ran;
@@ -207,7 +203,7 @@ typedef fsdp_status (*hook)(fsdp_unit *unit);
 
 static void call(trainer *t, layer *l, hook f) {
     if (!l->unit) return;
-    span now = {bench_now_ns(), 0};
+    bench_span now = {bench_now_ns(), 0};
     (void)f(l->unit); // fsdp_finalize_backward tells
     now.end = bench_now_ns();
     if (t->num_calls < SPANS_MAX) t->calls[t->num_calls++] = now;
@@ -334,7 +330,7 @@ static fsdp_status train_step(trainer *t, int step) {
     fill_batch(t, step);
     int64_t begin = bench_now_ns();
     t->losses[step] = t->j->model == GPT ? gpt_pass(t) : mlp_pass(t);
-    span last = {bench_now_ns(), 0};
+    bench_span last = {bench_now_ns(), 0};
     if (t->model) status = fsdp_finalize_backward(t->model);
     last.end = bench_now_ns();
     if (t->num_calls < SPANS_MAX) t->calls[t->num_calls++] = last;
@@ -342,23 +338,6 @@ static fsdp_status train_step(trainer *t, int step) {
     t->pass_us[step] = (double)(last.end - begin) * 1e-3;
     t->optim_us[step] = (double)(bench_now_ns() - last.end) * 1e-3;
     return status;
-}
-
-// How long collectives of one kind were under way, and for how much of it fsdp's caller computed.
-static void overlap(const trainer *t, int kind, double *all, double *hidden) {
-    int next = 0;
-    for (int k = 0; k < t->num_comms[kind]; k++) {
-        span c = t->comms[kind][k];
-        int64_t covered = c.end - c.begin;
-        while (next < t->num_calls && t->calls[next].end <= c.begin) next++;
-        for (int i = next; i < t->num_calls && t->calls[i].begin < c.end; i++) {
-            int64_t from = t->calls[i].begin > c.begin ? t->calls[i].begin : c.begin;
-            int64_t to = t->calls[i].end < c.end ? t->calls[i].end : c.end;
-            covered -= to - from;
-        }
-        *all += (double)(c.end - c.begin);
-        *hidden += (double)covered;
-    }
 }
 
 static fsdp_status train(fsdp_world *world, trainer *t) {
@@ -375,7 +354,8 @@ static fsdp_status train(fsdp_world *world, trainer *t) {
     if (!status) status = fsdp_all_reduce(world, NULL, t->losses, j->steps, FSDP_F64, FSDP_SUM);
     if (status || t->rank) return status;
     int counted = j->steps - WARM_UP;
-    for (int kind = 0; kind < 2; kind++) overlap(t, kind, &all, &hidden);
+    for (int kind = 0; kind < 2; kind++)
+        bench_overlap(t->comms[kind], t->num_comms[kind], t->calls, t->num_calls, &all, &hidden);
     for (int step = 0; step < j->steps; step++) j->out->losses[step] = t->losses[step] / j->world;
     j->out->pass_us = bench_summarize(t->pass_us + WARM_UP, counted).median;
     j->out->optim_us = bench_summarize(t->optim_us + WARM_UP, counted).median;
@@ -470,19 +450,6 @@ static int measure_all(const options *o, FILE *csv) {
     return failed;
 }
 
-// Numbers separated by commas; 0: not such a list, or one of them is out of range.
-static int parse_list(const char *text, int min, int max, int out[8]) {
-    int count = 0;
-    for (char *end; count < 8; text = end + 1) {
-        long value = strtol(text, &end, 10);
-        if (end == text || value < min || value > max) return 0;
-        out[count++] = (int)value;
-        if (!*end) return count;
-        if (*end != ',') return 0;
-    }
-    return 0;
-}
-
 static int parse(int argc, char **argv, options *o) {
     const char *ranks = "2,4", *lanes = "0,2";
     int steps[8] = {0}, prefetch[8] = {1};
@@ -500,15 +467,15 @@ static int parse(int argc, char **argv, options *o) {
         else if (!strcmp(argv[i], "--lanes")) lanes = value;
         else if (!strcmp(argv[i], "--losses")) o->losses = value;
         else if (!strcmp(argv[i], "--prefetch")) {
-            if (parse_list(value, 0, 1, prefetch) != 1) return 0;
+            if (bench_parse_list(value, 0, 1, prefetch) != 1) return 0;
         } else if (strcmp(argv[i], "--steps") ||
-                   parse_list(value, WARM_UP + 1, STEPS_MAX, steps) != 1)
+                   bench_parse_list(value, WARM_UP + 1, STEPS_MAX, steps) != 1)
             return 0;
         i++;
     }
     o->steps = steps[0], o->prefetch = prefetch[0];
-    o->num_worlds = parse_list(ranks, 1, 64, o->worlds);
-    o->num_lanes = parse_list(lanes, 0, 2, o->lanes);
+    o->num_worlds = bench_parse_list(ranks, 1, 64, o->worlds);
+    o->num_lanes = bench_parse_list(lanes, 0, 2, o->lanes);
     return o->num_worlds && o->num_lanes;
 }
 

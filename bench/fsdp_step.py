@@ -193,25 +193,31 @@ def torch_rank(rank, world, path, pipe):
 
 
 class Torch:
-    """The processes of PyTorch for one number of ranks; they sleep when they are not asked."""
+    """The processes of PyTorch for one number of ranks; they sleep when they are not asked.
 
-    def __init__(self, world):
+    Each runs target(rank, world, path of a store, pipe) and answers a request with one object."""
+
+    def __init__(self, world, target=torch_rank):
         context = multiprocessing.get_context("spawn")
         self.dir = tempfile.TemporaryDirectory()
         self.pipes, self.ranks = [], []
         for rank in range(world):
             ours, theirs = context.Pipe()
-            process = context.Process(target=torch_rank, daemon=True, args=(
+            process = context.Process(target=target, daemon=True, args=(
                 rank, world, os.path.join(self.dir.name, "store"), theirs))
             process.start()
             theirs.close()
             self.pipes.append(ours)
             self.ranks.append(process)
 
-    def train(self, name, shape, plain):
+    def ask(self, request):
+        """The answer of each rank."""
         for pipe in self.pipes:
-            pipe.send((name, shape, plain))
-        ranks = [pipe.recv() for pipe in self.pipes]
+            pipe.send(request)
+        return [pipe.recv() for pipe in self.pipes]
+
+    def train(self, name, shape, plain):
+        ranks = self.ask((name, shape, plain))
         losses = [statistics.fmean(values) for values in zip(*(r[0] for r in ranks))]
         return losses, ranks[0][1], ranks[0][2]
 

@@ -158,3 +158,25 @@ TEST_P(examples, lora, worlds) {
     CHECK((int)number_after("shards ") >= layers * (2 * base / ranks + 4 * (down + up)));
     line("the base is unchanged");
 }
+
+/* 24 layers of 16*16 + 16 parameters in f32: 1,088 bytes each, 8 of them fill a bucket of 8 KiB.
+   What a rank reads: 2 (R-1)/R of each message, which has two flags of 4 bytes for a layer. */
+TEST(examples, ddp) {
+    static const char *const heads[2] = {"a unit for each layer ", "buckets "};
+    const int layers = 24, message = 4 * (16 * 16 + 16 + 2) * 2 * 3 / 4;
+    double first[2], last[2];
+    int messages[2], bytes[2];
+    run("06_ddp", 0);
+    CHECK_EQ_INT(lines(), 4);
+    for (int i = 0; i < 2; i++)
+        CHECK_EQ_INT(sscanf(line(heads[i]), "%d %d loss %lf -> %lf", &messages[i], &bytes[i],
+                            &first[i], &last[i]),
+                     4);
+    CHECK_EQ_INT(messages[0], layers);
+    CHECK_EQ_INT(messages[1], layers / 8);
+    CHECK_EQ_INT(bytes[0], layers * message);
+    CHECK_EQ_INT(bytes[1], layers * message);
+    CHECK(last[0] < 0.5 * first[0] && fabs(last[0] - last[1]) <= 0 &&
+          fabs(first[0] - first[1]) <= 0);
+    line("the same losses, and learnt");
+}
