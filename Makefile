@@ -20,8 +20,7 @@ VALGRIND_TESTS ?= test_train:W=2 test_optim:optim.* test_memory:W=2# slow enough
 SINGLE_TESTS   ?= test_features test_shard test_spawn # with single_include/fsdp.h
 # Between them they run all that threads of ours do at the same time.
 TSAN_TESTS     ?= conformance test_agree test_delays test_extension test_faults test_features \
-                  test_fully_shard_comm test_fully_shard_training test_shm_faults test_spawn \
-                  test_store
+                  test_fully_shard_comm test_shm_faults test_spawn test_store
 # make quick leaves these out: what takes most of the time, and what other tests see as well.
 SLOW := long_*:*.*/W=[45]*:gpt.*:find_nccl.*:budget.instr*:train.every_*:norm.every_*:exhaustive.*:delays.*:golden_train.*
 
@@ -278,8 +277,9 @@ RUN_gloo_tsan   := $(SLOWER) $(TSAN_ENV) $(GOALS_gloo_tsan):*gloo/threads/W=3
 MAKE_nccl_asan  := BUILD=$(BUILD)/nccl_asan NCCL=stub SAN=asan
 GOALS_nccl_asan := $(patsubst %,$(BUILD)/nccl_asan/tests/%,conformance \
                      $(filter-out test_gpt_cuda %_faults,$(STUB_TESTS)))# faults mostly wait
+FEWER_nccl      := -*many_tiles:-nccl.leave_out*:-nccl.no_races*:-nccl.faults/W=2
 RUN_nccl_asan   := $(SLOWER) FSDP_BUILD=$(BUILD)/nccl_asan \
-                   $(patsubst %,%:-*many_tiles:-nccl.leave_out*:-nccl.no_races*,$(filter-out \
+                   $(patsubst %,%:$(FEWER_nccl),$(filter-out \
                      %/conformance,$(GOALS_nccl_asan))) \
                    $(NCCL_ENV) $(BUILD)/nccl_asan/tests/conformance:*nccl/processes/W=3
 MAKE_nccl_tsan  := BUILD=$(BUILD)/nccl_tsan NCCL=stub SAN=tsan
@@ -333,7 +333,8 @@ nightly: quiet-deps ## what test and check leave out, and the mutations: hours
 	    $(call WORDS,clang_ofast) -- FSDP_BUILD=$(BUILD) $(TESTS:%='%:long_*') $(LONG_gloo) \
 	    -- FSDP_BUILD=$(BUILD)/stub $(patsubst %,'$(BUILD)/stub/tests/%:long_*',test_nccl test_nccl_faults) \
 	    -- $(SLOWER) $(foreach t,$(VALGRIND_TESTS),'$(VALGRIND) $(BUILD)/tests/$(subst :, --filter=,$t):-long_*')
-	@$(MAKE) --no-print-directory check GATES='asan tsan' FEW= FEWER= FEWEST= TSAN_TESTS='$(TSAN_TESTS) test_memory test_train'
+	@$(MAKE) --no-print-directory check GATES='asan nccl_asan tsan' FEW= FEWER= FEWEST= FEWER_nccl= \
+	    TSAN_TESTS='$(TSAN_TESTS) test_fully_shard_training test_memory test_replicate test_train'
 	@tools/mutate
 
 torchrun: $(FSDPRUN) gloo ## programs under a real torchrun; where there is none, installs one into build/venv

@@ -220,8 +220,8 @@ typedef fsdp_status (*fsdp_replicate_hook)(void *user, const fsdp_replicate_buck
 /* fsdp_replicate_set_hook - communicate every bucket in a way of your own
    hook        makes the elements of data, and the flags, sums over the replicas; the library
                divides. ops->run(comm, coll) does what the library would do. The hook may run other
-               collectives on comm: copies of coll with another kind, count, src or dst. All ranks
-               have to run the same ones. NULL: no hook
+               collectives on comm: copies of coll with another kind, count, src or dst, inside the
+               message or in memory of ops->alloc. All ranks have to run the same ones. NULL: none
    Runs        where reductions run: at once, in a worker thread with lanes, or on a device with
                streams to enqueue work. If it returns a failure, the world is aborted with it
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), errors of commit
