@@ -1590,6 +1590,73 @@ TEST_P(replicate, between_others, lates) {
     lab_run(2, &how, between, &late);
 }
 
+/* ---- several dtypes -------------------------------------------------------------------------- */
+
+/* What differs in dtype, in keep_dtype or in being frozen is never in one bucket. */
+static void dtypes(lab_rank *r) {
+    enum { COUNT = 12 };
+    static const fsdp_dtype stored[3] = {FSDP_F32, FSDP_BF16, FSDP_F64};
+    fsdp_param_desc params[COUNT];
+    fsdp_replicate_desc d = FSDP_ZERO;
+    fsdp_replicate *rep = NULL;
+    fsdp_model *m = lab_model(r->w, NULL);
+    for (int p = 0; p < COUNT; p++) {
+        const int64_t numel = 10 + p;
+        params[p] = lab_desc(1, &numel, 0, stored[p % 3], p > 9);
+        params[p].keep_dtype = p % 4 == 3;
+    }
+    d.params = params, d.num_params = COUNT;
+    d.param_dtype = FSDP_BF16, d.reduce_dtype = FSDP_F32;
+    CALL(r->w, fsdp_replicate_create(m, &d, &rep));
+    CHECK_EQ_INT(fsdp_replicate_num_buckets(rep), 7); /* 3 dtypes, 2 kept, 2 frozen */
+    for (int k = 0; k < 7; k++) {
+        int32_t in[COUNT];
+        int64_t nbytes = 0, sum = 0;
+        const int count = fsdp_replicate_members(rep, k, in, &nbytes);
+        for (int i = 0; i < count; i++) {
+            CHECK_EQ_INT(params[in[i]].dtype, params[in[0]].dtype);
+            CHECK_EQ_INT(params[in[i]].keep_dtype, params[in[0]].keep_dtype);
+            CHECK_EQ_INT(params[in[i]].frozen, k >= 5);
+            sum += params[in[i]].shape[0] * (int64_t)fsdp_dtype_size(params[in[i]].dtype);
+        }
+        CHECK_EQ_INT(sum, nbytes);
+    }
+    for (int n = 0; n < 2; n++) {
+        CALL(r->w, fsdp_replicate_pre_forward(rep));
+        CALL(r->w, fsdp_replicate_post_forward(rep));
+        for (int p = 0; p < COUNT; p++) {
+            void *grad = params[p].frozen ? NULL : fsdp_replicate_grad(rep, p);
+            CHECK(grad || params[p].frozen);
+            for (int64_t k = 0; k < params[p].shape[0] && grad; k++)
+                lab_put(grad, params[p].keep_dtype ? params[p].dtype : FSDP_BF16, k,
+                        (double)(k + p + n + 2 * r->rank));
+            CALL(r->w, fsdp_replicate_ready(rep, p, 1));
+        }
+        CALL(r->w, fsdp_replicate_post_backward(rep));
+        CALL(r->w, fsdp_finalize_backward(m));
+        for (int p = 0; p < COUNT; p++) {
+            fsdp_unit *unit = NULL;
+            int index = 0;
+            CALL(r->w, fsdp_replicate_unit(rep, p, &unit, &index));
+            const fsdp_param_view v = lab_view(r->w, unit, index);
+            CHECK_EQ_INT(v.dtype, params[p].dtype);
+            CHECK_EQ_INT(v.shard_grad != NULL, !params[p].frozen);
+            for (int64_t k = 0; k < v.numel && v.shard_grad; k++)
+                W_CHECK(lab_same(lab_get(v.shard_grad, v.grad_dtype, k), (double)(k + p + n + 1)),
+                        "parameter %d at %d: %g", p, (int)k,
+                        lab_get(v.shard_grad, v.grad_dtype, k));
+        }
+        CALL(r->w, fsdp_zero_grad(m));
+    }
+}
+TEST(replicate, mixed_dtypes) {
+    lab_how how;
+    memset(&how, 0, sizeof how);
+    lab_run(2, &how, dtypes, NULL);
+    how.lanes = 2;
+    lab_run(2, &how, dtypes, NULL);
+}
+
 /* ---- hooks ----------------------------------------------------------------------------------- */
 
 typedef struct hooked { /* what a rank's hook has seen, and what it does */
