@@ -871,8 +871,10 @@ TEST_P(replicate, memory, memories) {
     }
 }
 
-/* A layer whose parameters are in two buckets of one size: both are open, in one slot more. */
+/* A layer whose parameters are in two buckets of one size: both are open, in one slot more; with
+   lanes or streams there are two for each size anyway. */
 static void straddles(lab_rank *r) {
+    const int inline_runs = !r->start->how.lanes && !lib_on_streams(r->w);
     fsdp_param_desc params[4];
     fsdp_replicate_desc d = FSDP_ZERO;
     fsdp_replicate *rep = NULL;
@@ -894,11 +896,15 @@ static void straddles(lab_rank *r) {
         CALL(r->w, fsdp_unit_memory(unit, &of_unit));
         CALL(r->w, fsdp_model_memory(m, &measured));
         CHECK_EQ_INT(measured.total_bytes - predicted.total_bytes,
-                     of_unit.pool_bytes[FSDP_POOL_GRAD]);
+                     inline_runs ? of_unit.pool_bytes[FSDP_POOL_GRAD] : 0);
         CALL(r->w, fsdp_zero_grad(m));
     }
 }
-TEST(replicate, memory_of_a_layer_in_two) { lab_run(2, NULL, straddles, NULL); }
+TEST(replicate, memory_of_a_layer_in_two) {
+    lab_how how;
+    memset(&how, 0, sizeof how);
+    for (how.lanes = 0; how.lanes < 3; how.lanes++) lab_run(2, &how, straddles, NULL);
+}
 
 /* ---- who uses what, and the order of reductions ---------------------------------------------- */
 
