@@ -1921,12 +1921,16 @@ static void fill_by_rank(void *user, const fsdp_param_view *block) {
 static void broadcasts(job *j) {
     for (int root = 0; root < j->r->size; root++) {
         CALL(j->w, fsdp_init_params(j->m.model, fill_by_rank, j));
+        CALL(j->w, fsdp_set_grad_enabled(j->m.model, 0)); /* casts of what is there before */
+        CALL(j->w, fsdp_replicate_pre_forward(j->rep));
+        CALL(j->w, fsdp_replicate_post_forward(j->rep));
+        CALL(j->w, fsdp_set_grad_enabled(j->m.model, 1));
         CALL(j->w, fsdp_replicate_broadcast(j->rep, root));
         for (int p = 0; p < ALL; p++)
             for (int64_t k = 0; k < lab_numel_of(&net, p); k++)
                 j->t.weight[p][k] = (float)(root * 100 + k % 50);
         lab_check_params(&j->m, &j->t);
-        step(j, 1); /* it reads them: casts are new */
+        step(j, 1); /* its casts are new */
     }
 }
 TEST_P(replicate, broadcast, worlds) {
