@@ -350,10 +350,12 @@ static void backward(net *n) {
         for (int u = first; u <= last && !n->rep; u++) CALL(n->w, fsdp_pre_backward(n->unit[u]));
         if (l > 0 && n->dim != DIM)
             linear_backward(data(n, 2 * l), n->mine.grad[l], n->mine.grad[l - 1], n->dim, n->dim);
-        write_grad(n, 2 * l + 1);
-        write_grad(n, 2 * l);
+        for (int p = 2 * l + 1; p >= 2 * l; p--) {
+            write_grad(n, p);
+            if (n->way == BUCKETED) CALL(n->w, fsdp_replicate_ready(n->rep, p, 1));
+        }
         for (int u = first; u <= last && !n->rep; u++) CALL(n->w, fsdp_post_backward(n->unit[u]));
-        if (n->rep) CALL(n->w, fsdp_replicate_ready(n->rep, 2 * l, 2));
+        if (n->way == LATE) CALL(n->w, fsdp_replicate_ready(n->rep, 2 * l, 2));
     }
     if (n->rep) CALL(n->w, fsdp_replicate_post_backward(n->rep));
     CALL(n->w, fsdp_finalize_backward(n->m));
@@ -571,12 +573,13 @@ typedef struct seen { /* digests */
     uint64_t grads[ITERS], params[ITERS];
 } seen;
 
-/* The model's; on one host also those of its world and backend. */
+/* The model's; on one host also those of its world and backend, but for rank 0, which may serve the
+   others at any time. */
 static int64_t allocations(const net *n) {
     fsdp_counters c;
     CALL(n->w, fsdp_model_counters(n->m, &c));
     return (int64_t)c.allocations +
-           (n->r && !getenv("FSDP_BACKEND") ? w_allocations(n->r->heap) : 0);
+           (n->r && n->rank && !getenv("FSDP_BACKEND") ? w_allocations(n->r->heap) : 0);
 }
 
 /* Gradients that this iteration is to be added to. */
