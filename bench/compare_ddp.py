@@ -16,7 +16,7 @@ one compute thread per rank. A row stands beside each of its rows:
   buckets with views    the defaults with gradient_as_bucket_view; ours is that of "buckets"
 A time is a forward and a backward of rank 0: median over steps behind those in which DDP rebuilds its
 buckets, then over rounds. "ratio" is PyTorch's time by ours. "extra" is what a row takes more than
-plain, and its ratio leaves the arithmetic of both out. Needs torch; writes
+plain, and its ratio leaves the arithmetic of both out (0: the machine was too busy to tell). Needs torch; writes
 $FSDP_BUILD/compare_ddp.csv. Exit status 1: losses or gradients differ by more than --tolerance.
 """
 import argparse
@@ -145,7 +145,7 @@ def measure(args, torch, world, kib):
                "torch_buckets": seen[row][0]["torch_buckets"], "us": us, "torch_us": torch_us,
                "ratio": ratio, "ratio_min": ratios[0], "ratio_max": ratios[-1], "extra_us": extra,
                "torch_extra_us": torch_extra,
-               "extra_ratio": torch_extra / extra if extra > 0 and row != "plain" else 0.0,
+               "extra_ratio": torch_extra / extra if min(extra, torch_extra) > 0 else 0.0,
                "goal": goal or "",
                "verdict": "" if goal is None else "reached" if ratio >= goal else "missed",
                "difference": max(x["difference"] for x in seen[row])}
