@@ -2,8 +2,8 @@
    passes without communication; and what a parameter's grad and ready cost the host
 
        build/bench/bench_replicate [--ranks 2,4] [--kib 16,256] [--lanes 0,2] [--batch 1]
-                                   [--rows plain,units,buckets,one] [--steps N] [--rounds N]
-                                   [--csv] [--host]
+                                   [--rows plain,units,buckets,small,one] [--steps N] [--rounds N]
+                                   [--store] [--csv] [--host]
        FSDP_BACKEND=gloo build/bench/bench_replicate
 
    The net has 160 layers y = x * w, element by element, with one parameter of --kib KiB each. So
@@ -11,6 +11,7 @@
    plain    each rank trains a copy of its own, all at the same time, without communication
    units    fsdp_fully_shard with a mesh info of kind DDP, one unit for each layer
    buckets  fsdp_replicate with its default caps, 1 MiB and then 25 MiB
+   small    fsdp_replicate with buckets of 1 MiB
    one      fsdp_replicate with one bucket
    pass     a forward, a backward and fsdp_finalize_backward: median over the steps of a run, then
             over rounds; of rank 0. The rows of a table run in turn in each round
@@ -18,6 +19,9 @@
    comm     how long its all-reduces are under way, mean over steps
    hidden   the share of the time in which collectives are under way that the caller spends outside
             of the library's functions: 0 inline, where each collective runs inside of a call
+   zero     how long zeros are written into messages before a bucket's first gradient; copy: how
+            long sums are divided and added to the gradients that optimizers see. Means over steps
+   --store  the net stores gradients, and the model's desc says so (grads_overwrite): no zeros
    --host   only the cost of the calls, with a device and a comm that do nothing. Goal: 80 ns for
             grad and ready of a parameter, beside the core's hooks of the same units
    bench/compare_ddp.py compares with PyTorch. Writes $FSDP_BUILD/bench_replicate.csv.
@@ -31,18 +35,19 @@
 #include "tests/sim.h"
 
 enum { LAYERS = 160, WARM_UP = 3, STEPS_MAX = 1000, ROUNDS_MAX = 64, SPANS_MAX = 1 << 19 };
-enum { PLAIN = 0, UNITS, BUCKETS, ONE, MODES };
-static const char *const mode_names[MODES] = {"plain", "units", "buckets", "one"};
+enum { PLAIN = 0, UNITS, BUCKETS, SMALL, ONE, MODES };
+static const char *const mode_names[MODES] = {"plain", "units", "buckets", "small", "one"};
 
 // Common memory of the ranks: what rank 0 found.
 typedef struct {
     double pass_us, comm_us, hidden; // of a step; share of it
+    double zero_us, copy_us;         // of a step
     double loss, checksum;           // of the last step: mean over the ranks; of its gradients
     int buckets;
 } result;
 
 typedef struct {
-    int ranks, kib, lanes, batch, steps, mode;
+    int ranks, kib, lanes, batch, steps, store, mode;
     result *out;
 } job;
 
@@ -50,13 +55,14 @@ typedef struct {
     const job *j;
     int rank, numel;
     fsdp_model *model;
-    fsdp_replicate *rep;      // of BUCKETS and ONE
+    fsdp_replicate *rep;      // of BUCKETS, SMALL and ONE
     fsdp_unit *units[LAYERS]; // of UNITS
     float *w, *g;             // of PLAIN: (LAYERS, numel)
     float *x, *d;             // (LAYERS + 1, batch, numel), (batch, numel)
     double pass_us[STEPS_MAX], loss;
     bench_span comms[SPANS_MAX], calls[SPANS_MAX];
     int num_comms, num_calls;
+    int64_t zero_ns, copy_ns;
 } trainer;
 
 static int indices[LAYERS]; // fsdp_param_desc.user points into it
@@ -79,7 +85,8 @@ static void layer_forward(float *restrict y, const float *restrict x, const floa
 
 // d holds the gradient of y and becomes that of x.
 static void layer_backward(float *restrict d, float *restrict g, const float *restrict x,
-                           const float *restrict w, int batch, int numel) {
+                           const float *restrict w, int batch, int numel, int store) {
+    for (int k = 0; k < numel && store; k++) g[k] = 0; // in the cache, when the loop below reads it
     for (int b = 0; b < batch; b++)
         for (int k = 0; k < numel; k++) {
             g[k] += d[b * numel + k] * x[b * numel + k];
@@ -96,12 +103,14 @@ static void init(void *user, const fsdp_param_view *block) {
                                                  fsdp_view_index(block, k));
 }
 
-// Records of an extension: when the all-reduces ran, inline or in lanes.
+// Records of an extension: when all-reduces ran, inline or in lanes, and work around them.
 static void comm_ran(void *user, fsdp_model *model, const fsdp_op *op, int64_t begin_ns,
                      int64_t end_ns) {
     trainer *t = (trainer *)user;
     bench_span ran = {begin_ns, end_ns};
     (void)model;
+    if (op->kind == FSDP_OP_ZERO) t->zero_ns += end_ns - begin_ns;
+    if (op->kind == FSDP_OP_COPY) t->copy_ns += end_ns - begin_ns;
     if (op->unit && op->kind == FSDP_OP_ALL_REDUCE && t->num_comms < SPANS_MAX)
         t->comms[t->num_comms++] = ran;
 }
@@ -141,6 +150,7 @@ static fsdp_status make_units(trainer *t, fsdp_world *world) {
 
 static fsdp_status build(trainer *t, fsdp_world *world) {
     static fsdp_extension times;
+    static const int64_t caps[MODES] = {0, 0, 0, 1 << 20, INT64_MAX}; // 0: the default
     size_t size = (size_t)t->j->batch * (size_t)t->numel;
     t->x = (float *)malloc((LAYERS + 2) * size * sizeof *t->x);
     if (!t->x) return FSDP_ERR_OUT_OF_MEMORY;
@@ -157,10 +167,11 @@ static fsdp_status build(trainer *t, fsdp_world *world) {
     times.name = "times";
     times.user = t;
     times.ran = comm_ran;
-    fsdp_status status = fsdp_model_create(world, NULL, &t->model);
+    fsdp_model_desc md = FSDP_ZERO;
+    md.grads_overwrite = t->j->store;
+    fsdp_status status = fsdp_model_create(world, &md, &t->model);
     if (!status && t->j->mode == UNITS) status = make_units(t, world);
-    else if (!status)
-        status = make_buckets(t->model, t->numel, t->j->mode == ONE ? INT64_MAX : 0, &t->rep);
+    else if (!status) status = make_buckets(t->model, t->numel, caps[t->j->mode], &t->rep);
     if (!status) status = fsdp_init_params(t->model, init, NULL);
     return status ? status : fsdp_attach(t->model, &times);
 }
@@ -225,7 +236,7 @@ static fsdp_status pass(trainer *t) {
     }
     for (int l = LAYERS - 1; l >= 0; l--) {
         const float *w = open_layer(t, l, 1, &g);
-        layer_backward(t->d, g, t->x + (ptrdiff_t)l * size, w, batch, t->numel);
+        layer_backward(t->d, g, t->x + (ptrdiff_t)l * size, w, batch, t->numel, t->j->store);
         close_layer(t, l, 1);
     }
     around(t, fsdp_replicate_post_backward);
@@ -262,6 +273,7 @@ static fsdp_status train(fsdp_world *world, trainer *t) {
                 t->x[b * t->numel + k] = input(t->rank * j->batch + b, k);
         if (t->model) status = fsdp_zero_grad(t->model);
         else memset(t->g, 0, (size_t)t->numel * LAYERS * sizeof *t->g);
+        if (step == WARM_UP) t->zero_ns = t->copy_ns = 0;
         int64_t begin = bench_now_ns();
         if (!status) status = pass(t);
         t->pass_us[step] = (double)(bench_now_ns() - begin) * 1e-3;
@@ -274,6 +286,8 @@ static fsdp_status train(fsdp_world *world, trainer *t) {
     j->out->checksum = checksum(t);
     j->out->pass_us = bench_summarize(t->pass_us + WARM_UP, counted).median;
     j->out->comm_us = all * 1e-3 / counted;
+    j->out->zero_us = (double)t->zero_ns * 1e-3 / counted;
+    j->out->copy_us = (double)t->copy_ns * 1e-3 / counted;
     j->out->hidden = all > 0 ? hidden / all : 0;
     j->out->buckets = t->rep ? fsdp_replicate_num_buckets(t->rep) : j->mode == UNITS ? LAYERS : 0;
     return FSDP_OK;
@@ -295,7 +309,7 @@ static int rank_main(fsdp_world *world, void *arg) {
 
 typedef struct {
     int ranks[8], kib[8], lanes[8], num_ranks, num_kib, num_lanes;
-    int batch, steps, rounds, csv, host;
+    int batch, steps, rounds, store, csv, host;
     const char *rows;
 } options;
 
@@ -310,6 +324,7 @@ static int run(job *j) {
 
 static int measure(job *j, const options *o, FILE *csv) {
     double pass[MODES][ROUNDS_MAX], comm[MODES][ROUNDS_MAX], hidden[MODES][ROUNDS_MAX];
+    double zero[MODES][ROUNDS_MAX], copy[MODES][ROUNDS_MAX];
     double plain = 0;
     result last[MODES];
     memset(last, 0, sizeof last);
@@ -323,20 +338,24 @@ static int measure(job *j, const options *o, FILE *csv) {
             pass[j->mode][round] = j->out->pass_us;
             comm[j->mode][round] = j->out->comm_us;
             hidden[j->mode][round] = j->out->hidden;
+            zero[j->mode][round] = j->out->zero_us;
+            copy[j->mode][round] = j->out->copy_us;
         }
     for (int mode = 0; mode < MODES; mode++) {
         if (!strstr(o->rows, mode_names[mode])) continue;
         double us = bench_summarize(pass[mode], o->rounds).median;
         double comm_us = bench_summarize(comm[mode], o->rounds).median;
+        double zero_us = bench_summarize(zero[mode], o->rounds).median;
+        double copy_us = bench_summarize(copy[mode], o->rounds).median;
         double share = bench_summarize(hidden[mode], o->rounds).median;
         if (mode == PLAIN) plain = us;
-        fprintf(csv, "%d,%d,%s,%d,%d,%s,%d,%.1f,%.1f,%.1f,%.3f,%.9g,%.9g\n", j->ranks, j->kib,
-                backend, j->lanes, j->batch, mode_names[mode], last[mode].buckets, us, us - plain,
-                comm_us, share, last[mode].loss, last[mode].checksum);
+        fprintf(csv, "%d,%d,%s,%d,%d,%s,%d,%.1f,%.1f,%.1f,%.3f,%.1f,%.1f,%.9g,%.9g\n", j->ranks,
+                j->kib, backend, j->lanes, j->batch, mode_names[mode], last[mode].buckets, us,
+                us - plain, comm_us, share, zero_us, copy_us, last[mode].loss, last[mode].checksum);
         if (!o->csv)
-            printf("%5d %4d KiB %-8s %5d %5d  %-8s %7d %10.1f %10.1f %10.1f %7.2f\n", j->ranks,
-                   j->kib, backend, j->lanes, j->batch, mode_names[mode], last[mode].buckets, us,
-                   us - plain, comm_us, share);
+            printf("%5d %4d KiB %-8s %5d %5d  %-8s %7d %10.1f %10.1f %10.1f %7.2f %8.1f %8.1f\n",
+                   j->ranks, j->kib, backend, j->lanes, j->batch, mode_names[mode],
+                   last[mode].buckets, us, us - plain, comm_us, share, zero_us, copy_us);
         // Ranks' gradients are means with buckets or without: to the bit, in whatever units.
         if (mode > UNITS && last[UNITS].buckets &&
             last[mode].checksum - last[UNITS].checksum != 0.0) {
@@ -356,10 +375,10 @@ static int measure_all(const options *o, FILE *csv) {
     j.out = (result *)mmap(NULL, sizeof *j.out, PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS,
                            -1, 0);
     if (j.out == MAP_FAILED) return 1;
-    j.batch = o->batch, j.steps = o->steps;
+    j.batch = o->batch, j.steps = o->steps, j.store = o->store;
     if (!o->csv)
         printf("ranks     size backend  lanes batch  row      buckets    pass us   extra us    "
-               "comm us  hidden\n");
+               "comm us  hidden  zero us  copy us\n");
     for (int r = 0; r < o->num_ranks; r++)
         for (int k = 0; k < o->num_kib; k++)
             for (int l = 0; l < o->num_lanes && !failed; l++) {
@@ -442,12 +461,13 @@ static int host_costs(void) {
 
 static int parse(int argc, char **argv, options *o) {
     const char *ranks = "2,4", *kib = "16,256", *lanes = "0";
-    int batch[8] = {1}, steps[8] = {30}, rounds[8] = {3}, good = 1;
+    int batch[8] = {1}, steps[8] = {20}, rounds[8] = {3}, good = 1;
     memset(o, 0, sizeof *o);
-    o->rows = "plain,units,buckets,one";
+    o->rows = "plain,units,buckets,small,one";
     for (int i = 1; i < argc; i++) {
         const char *value = i + 1 < argc ? argv[i + 1] : "";
         if (!strcmp(argv[i], "--csv")) o->csv = 1;
+        else if (!strcmp(argv[i], "--store")) o->store = 1;
         else if (!strcmp(argv[i], "--host")) o->host = 1;
         else if (i++, !strcmp(argv[i - 1], "--ranks")) ranks = value;
         else if (!strcmp(argv[i - 1], "--kib")) kib = value;
@@ -470,12 +490,13 @@ static int parse(int argc, char **argv, options *o) {
 
 int main(int argc, char **argv) {
     static const char columns[] = "ranks,kib,backend,lanes,batch,row,buckets,pass_us,extra_us,"
-                                  "comm_us,hidden,loss,checksum";
+                                  "comm_us,hidden,zero_us,copy_us,loss,checksum";
     options o;
     if (!parse(argc, argv, &o)) {
         fprintf(stderr,
                 "usage: %s [--ranks LIST] [--kib LIST] [--lanes LIST] [--batch N] [--steps N] "
-                "[--rounds N] [--rows plain,units,buckets,one] [--csv] [--host]\n",
+                "[--rounds N] [--rows plain,units,buckets,small,one] [--store] [--csv] "
+                "[--host]\n",
                 argv[0]);
         return 2;
     }
