@@ -108,6 +108,27 @@ def test_one_header():
 
 
 @needs()
+def test_one_implementation():
+    """README's table of link errors: the implementation is in one file, with every header used."""
+    shutil.copy(f"{ROOT}/single_include/fsdp.h", ".")
+    shutil.copy(f"{ROOT}/fsdp_optim.h", ".")
+    for name, text in {"core": '#define FSDP_IMPLEMENTATION\n#include "fsdp.h"\n',
+                       "all": '#define FSDP_IMPLEMENTATION\n#include "fsdp_optim.h"\n',
+                       "user": '#include "fsdp_optim.h"\n'
+                               'int main(void) { return fsdp_adamw_defaults().beta1 != 0.9; }\n'}.items():
+        with open(f"{name}.c", "w", encoding="utf-8") as f:
+            f.write(text)
+        sh(f"{CC} -O0 -c {name}.c", env=CLEAN)
+    def link(objects):
+        return f"{CC} user.o {objects} -o user -pthread -lm"
+    sh(f"{link('all.o')} && ./user", env=CLEAN)
+    for objects, says in (("core.o", "undefined reference to `fsdp_adamw_defaults'"),
+                          ("core.o all.o", "multiple definition of `fsdp_init'")):
+        out = sh(f"{link(objects)} 2>&1 && echo linked || true", env=CLEAN)
+        check(says in out and "linked" not in out, out)
+
+
+@needs()
 def test_one_header_gloo():
     need_gloo()
     shutil.copy(f"{ROOT}/single_include/fsdp.h", ".")
