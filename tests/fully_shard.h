@@ -296,7 +296,7 @@ FS_FN int fs_bucketed(const fs_run *x, int unit, int p) {
 FS_FN void fs_ready(fs_run *x, int unit, int from) {
     for (int l = 0; l < from; l++)
         if (x->net->layers[l].unit == unit) return;
-    if (x->rep)
+    if (x->rep && (x->it + unit) % 4 < 3) /* else it is left to fsdp_replicate_post_backward */
         CALL(x->world,
              fsdp_replicate_ready(x->rep, fs_bucketed(x, unit, 0), x->net->units[unit].count));
 }
