@@ -72,7 +72,8 @@ endif
 GLOO_TESTS ?= conformance:*/gloo/*:-*W=4* test_agree test_edges test_features test_fully_shard_comm:-*_fp?? \
               test_fully_shard_init test_fully_shard_mixed_precision test_fully_shard_others \
               test_fully_shard_training test_gloo test_gloo_faults test_golden_train test_mesh \
-              test_norm:*every_assignment/4 test_scaler test_spawn test_uneven
+              test_norm:*every_assignment/4 test_replicate test_replicate_faults test_replicate_training \
+              test_replicate_with_compiler test_scaler test_spawn test_uneven
 GLOO_RUNS     := $(addprefix $(BUILD)/gloo/tests/,$(GLOO_TESTS))
 GLOO_PROGRAMS := $(sort $(foreach t,$(GLOO_RUNS),$(firstword $(subst :, ,$t))))
 
@@ -115,6 +116,7 @@ NCCL_TESTS ?= test_agree test_edges test_features:-*offload.same_bits:-*freeze.b
               test_fully_shard_comm:-*_fp?? \
               test_fully_shard_init test_fully_shard_mixed_precision:-*casts_are_fused* \
               test_fully_shard_others test_fully_shard_training test_golden_train:-*replay/clip \
+              test_replicate test_replicate_faults test_replicate_training test_replicate_with_compiler \
               test_scaler
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1
 export STUB_TESTS
@@ -256,7 +258,8 @@ RUN_stub   := FSDP_BUILD=$(BUILD)/stub $(STUB_RUNS) -- FSDP_BUILD=$(BUILD) $(NCC
 # has seen.
 SLOWER  := TEST_TIMEOUT_MULT=10
 FEW := -*W=[45]*
-NO_ASAN := test_budget test_cluster test_examples test_find_nccl test_gpt test_harness# other programs
+NO_ASAN := test_budget test_cluster test_examples test_find_nccl test_gpt test_harness \
+           test_replicate_faults# other programs; faults mostly wait
 ASAN_TESTS ?= $(filter-out $(NO_ASAN),$(TESTS:$(BUILD)/tests/%=%))
 TSAN_ENV   := TSAN_OPTIONS=suppressions=tests/tsan.supp
 OFAST      := STD=-std=gnu11 'CFLAGS=-Ofast -march=native'

@@ -26,6 +26,9 @@
 
 enum { FS_UNITS = 12, FS_PARAMS = 12, FS_LAYERS = 64, FS_RANKS = 8, FS_MICROS = 4, FS_TAPES = 4 };
 enum { FS_ITERS = 10 };
+/* What the model does: units that shard (and replicate, with replicas); units that replicate only;
+   buckets of fsdp_replicate.h, which replicate. */
+enum { FS_SHARD, FS_REPLICATE, FS_BUCKETS };
 enum { FS_LINEAR, FS_RELU, FS_NORM, FS_EMBED, FS_UNEMBED, FS_SAVE, FS_ADD };
 
 typedef struct fs_param {
@@ -66,6 +69,7 @@ typedef struct fs_conf {
     const char *name; /* for texts of failures */
     const fs_net *net;
     int replicas, shards, mesh_2d; /* mesh_2d: HSDP with one replica too */
+    int how;                       /* FS_*; all but FS_SHARD: with one shard */
     int threads;                   /* 0: replicas*shards ranks; else see locate */
     int iters, micros;
     fsdp_dtype stored, param, reduce, grad; /* of units that say nothing */
@@ -76,9 +80,9 @@ typedef struct fs_conf {
     int keep_grads;    /* zero_grad in every second iteration only */
     int zero_in_place; /* in every second iteration the caller writes zeros instead */
     int thaw;          /* from this iteration on nothing is frozen; 0: never */
-    int64_t direct_min;
-    double clip_p, max_norm;   /* gradients are clipped before the update; 0: not */
-    double rtol, atol, divide; /* 0: by the dtypes, and all ranks */
+    int64_t direct_min, bucket_bytes; /* bucket_bytes 0: small ones, so that there are several */
+    double clip_p, max_norm;          /* gradients are clipped before the update; 0: not */
+    double rtol, atol, divide;        /* 0: by the dtypes, and all ranks */
     const fsdp_comm_ops *comm_ops;
     void (*locate)(fs_run *x);                 /* sets x->rank, x->mesh, x->net, x->global */
     void (*make)(fs_run *x);                   /* the units, else all on the model's mesh */
@@ -123,9 +127,10 @@ struct fs_run {
     int adam; /* by Adam, as PyTorch's tests; else by SGD */
     double lr;
     fsdp_world *world;
-    fsdp_mesh *mesh, *other; /* other: the caller's */
-    fsdp_model *model;       /* NULL: this is the copy */
-    fsdp_unit *unit[FS_UNITS];
+    fsdp_mesh *mesh, *other;   /* other: the caller's */
+    fsdp_model *model;         /* NULL: this is the copy */
+    fsdp_unit *unit[FS_UNITS]; /* FS_BUCKETS: the bucket of its first parameter */
+    fsdp_replicate *rep;       /* FS_BUCKETS, with parameters in the order of units */
     fsdp_adamw *adamw;
     fs_copy *copy;
     fs_tape tape[FS_TAPES];
@@ -218,6 +223,12 @@ FS_FN fs_conf fs_conf_of(const fs_net *net, int replicas, int shards) {
     c.iters = FS_ITERS, c.micros = 1;
     return c;
 }
+/* So many ranks that shard, or that replicate. */
+FS_FN fs_conf fs_conf_by(int how, const fs_net *net, int ranks) {
+    fs_conf c = fs_conf_of(net, how == FS_SHARD ? 1 : ranks, how == FS_SHARD ? ranks : 1);
+    c.how = how;
+    return c;
+}
 
 /* ---- numbers --------------------------------------------------------------------------------- */
 
@@ -268,13 +279,27 @@ FS_FN fsdp_dtype fs_reduced(const fs_run *x, int unit) {
 
 #define FS_HOOK(name)                                                                              \
     FS_FN void fs_##name(fs_run *x, int unit) {                                                    \
-        if (x->model) CALL(x->world, fsdp_##name(x->unit[unit]));                                  \
+        if (x->model && !x->rep) CALL(x->world, fsdp_##name(x->unit[unit]));                       \
     }
 FS_HOOK(pre_forward)
 FS_HOOK(post_forward)
 FS_HOOK(pre_backward)
 FS_HOOK(post_backward)
 FS_HOOK(unshard)
+/* Where a parameter is among those of fsdp_replicate.h. */
+FS_FN int fs_bucketed(const fs_run *x, int unit, int p) {
+    for (int u = 0; u < unit; u++) p += x->net->units[u].count;
+    return p;
+}
+/* The group of layers from `from` on has been through backward: nothing reads the parameters of its
+   unit any more, unless a layer before it does. */
+FS_FN void fs_ready(fs_run *x, int unit, int from) {
+    for (int l = 0; l < from; l++)
+        if (x->net->layers[l].unit == unit) return;
+    if (x->rep && (x->it + unit) % 4 < 3) /* else it is left to fsdp_replicate_post_backward */
+        CALL(x->world,
+             fsdp_replicate_ready(x->rep, fs_bucketed(x, unit, 0), x->net->units[unit].count));
+}
 /* The end of a backward that is not the last one of the microbatch, or of the last one. */
 FS_FN void fs_set_last(fs_run *x, int last) {
     if (x->model) CALL(x->world, fsdp_set_is_last_backward(x->model, last));
@@ -285,6 +310,7 @@ FS_FN void fs_finalize(fs_run *x) {
 
 /* unit -1: all */
 FS_FN void fs_set_sync(fs_run *x, int unit, int sync) {
+    CHECK(unit < 0 || !x->rep); /* units are no buckets */
     if (x->model)
         CALL(x->world,
              fsdp_set_requires_gradient_sync(x->model, unit < 0 ? NULL : x->unit[unit], sync));
@@ -305,7 +331,8 @@ FS_FN const double *fs_data(fs_run *x, int unit, int p) {
     fsdp_dtype type = fs_computed(x, unit, p);
     double *out = x->data + q->at;
     if (x->model) {
-        const void *data = fsdp_data(x->unit[unit], p);
+        const void *data = x->rep ? fsdp_replicate_data(x->rep, fs_bucketed(x, unit, p))
+                                  : fsdp_data(x->unit[unit], p);
         W_CHECK(data != NULL, "no data of unit %d: %s", unit, fsdp_last_error(x->world));
         lab_load(out, data, type, q->numel);
     }
@@ -322,7 +349,8 @@ FS_FN void fs_add_grad(fs_run *x, int unit, int p, const double *value) {
     double *sum = x->tmp;
     if (fs_frozen(x, unit, p)) return;
     if (x->model) {
-        grad = fsdp_grad(x->unit[unit], p);
+        grad = x->rep ? fsdp_replicate_grad(x->rep, fs_bucketed(x, unit, p))
+                      : fsdp_grad(x->unit[unit], p);
         W_CHECK(grad != NULL, "no gradient of unit %d: %s", unit, fsdp_last_error(x->world));
         lab_load(sum, grad, type, q->numel);
     } else {
@@ -530,6 +558,7 @@ FS_FN void fs_group_forward(fs_run *x, fs_tape *t, int unit, int from, int to) {
 FS_FN void fs_forward(fs_run *x, fs_tape *t) {
     const fs_net *net = x->net;
     int unit;
+    if (x->rep) CALL(x->world, fsdp_replicate_pre_forward(x->rep));
     if (net->around) fs_pre_forward(x, 0);
     for (int from = 0, to; from < net->num_layers; from = to) {
         to = fs_group(net, from, &unit);
@@ -537,6 +566,7 @@ FS_FN void fs_forward(fs_run *x, fs_tape *t) {
         if (x->c->ac && !(net->around && unit == 0)) fs_forget(x, t, from, to);
     }
     if (net->around) fs_post_forward(x, 0);
+    if (x->rep) CALL(x->world, fsdp_replicate_post_forward(x->rep));
 }
 
 /* x->dx: of the input of layer `to`, then of layer `from`. */
@@ -565,8 +595,10 @@ FS_FN void fs_backward(fs_run *x, fs_tape *t) {
     for (int to = x->net->num_layers; to > 0; to = from) {
         from = fs_group_before(x->net, to, &unit);
         fs_group_backward(x, t, unit, from, to);
+        fs_ready(x, unit, from);
     }
     if (x->net->around && x->it % 2) fs_post_backward(x, 0);
+    if (x->rep) CALL(x->world, fsdp_replicate_post_backward(x->rep));
 }
 
 /* Mean of the squared distance to the target; its gradient in x->dx. `share`: of a larger mean. */
@@ -831,13 +863,17 @@ FS_FN int64_t fs_global(const fs_run *x, int unit, int p, int64_t element) {
     return x->global ? x->global(x, unit, p, element) : element;
 }
 
+/* Which parameter a view is of: the user of its desc says. */
+FS_FN int fs_view_unit(const fsdp_param_view *v) { return (int)(intptr_t)v->user / FS_PARAMS; }
+FS_FN int fs_view_param(const fsdp_param_view *v) { return (int)(intptr_t)v->user % FS_PARAMS; }
+
 FS_FN void fs_fill(void *user, const fsdp_param_view *block) {
     const fs_run *x = (const fs_run *)user;
-    int u = (int)(intptr_t)block->unit_user;
+    const int u = fs_view_unit(block), p = fs_view_param(block);
     for (int64_t k = 0; k < block->numel; k++) {
-        int64_t e = fs_global(x, u, block->index, fsdp_view_index(block, k));
+        int64_t e = fs_global(x, u, p, fsdp_view_index(block, k));
         lab_put(block->data, block->dtype, k,
-                lab_round(block->dtype, fs_initial(x->whole, u, block->index, e)));
+                lab_round(block->dtype, fs_initial(x->whole, u, p, e)));
     }
 }
 
@@ -847,16 +883,18 @@ FS_FN fsdp_param_desc fs_param_desc_of(const fs_run *x, int unit, int p) {
     d.ndim = q->ndim, d.shard_dim = q->shard_dim, d.frozen = q->frozen;
     d.keep_dtype = q->keep_dtype, d.dtype = x->c->made ? x->c->made : fs_stored(x, unit, p);
     d.shape[0] = q->shape[0], d.shape[1] = q->shape[1];
+    d.user = (void *)(intptr_t)(unit * FS_PARAMS + p);
     return d;
 }
 
-/* mesh NULL: as the model. */
-FS_FN void fs_make_unit(fs_run *x, int unit, const fsdp_mesh *mesh) {
+/* mesh, info NULL: as the model. */
+FS_FN void fs_make_unit_on(fs_run *x, int unit, const fsdp_mesh *mesh, const fsdp_mesh_info *info) {
     const fs_unit *from = &x->net->units[unit];
     fsdp_param_desc d[FS_PARAMS];
     fsdp_unit_desc ud = FSDP_ZERO;
     for (int p = 0; p < from->count; p++) d[p] = fs_param_desc_of(x, unit, p);
     ud.name = from->name, ud.params = d, ud.num_params = from->count, ud.mesh = mesh;
+    ud.mesh_info = info;
     ud.param_dtype = from->param, ud.reduce_dtype = from->reduce, ud.output_dtype = from->output;
     ud.keep_forward_inputs = from->keep_inputs;
     ud.reshard_after_forward = from->raf;
@@ -866,7 +904,37 @@ FS_FN void fs_make_unit(fs_run *x, int unit, const fsdp_mesh *mesh) {
     CALL(x->world, fsdp_fully_shard(x->model, &ud, &x->unit[unit]));
 }
 
+FS_FN void fs_make_unit(fs_run *x, int unit, const fsdp_mesh *mesh) {
+    fs_make_unit_on(x, unit, mesh, NULL);
+}
+
+FS_FN void fs_make_buckets(fs_run *x) {
+    static const int64_t caps[2] = {64, 1024};
+    const int small = !x->c->bucket_bytes;
+    fsdp_param_desc d[FS_UNITS * FS_PARAMS];
+    fsdp_replicate_desc rd = FSDP_ZERO;
+    int count = 0;
+    for (int u = 0; u < x->net->count; u++)
+        for (int p = 0; p < x->net->units[u].count; p++) d[count++] = fs_param_desc_of(x, u, p);
+    rd.params = d, rd.num_params = count, rd.caps = caps, rd.num_caps = small ? 2 : 0;
+    rd.bucket_bytes = x->c->bucket_bytes;
+    CALL(x->world, fsdp_replicate_create(x->model, &rd, &x->rep));
+    for (int u = 0; u < x->net->count; u++)
+        CALL(x->world, fsdp_replicate_unit(x->rep, fs_bucketed(x, u, 0), &x->unit[u], NULL));
+}
+FS_FN void fs_make_units(fs_run *x) {
+    if (x->c->make) x->c->make(x);
+    else if (x->c->how == FS_BUCKETS) fs_make_buckets(x);
+    else
+        for (int u = 0; u < x->net->count; u++) fs_make_unit(x, u, NULL);
+}
+
 FS_FN void fs_make_mesh(fs_run *x) {
+    const int32_t replicas = x->c->replicas;
+    static const char *const name = "replicate";
+    CHECK(x->c->how == FS_SHARD || x->c->shards == 1);
+    if (x->c->how) x->mesh = lab_mesh(x->world, 1, &replicas, &name, NULL);
+    if (x->c->how) return;
     if (x->c->replicas == 1 && !x->c->mesh_2d) return;
     x->mesh = lab_mesh2(x->world, x->c->replicas, x->c->shards, "dp_replicate", "dp_shard");
 }
@@ -874,6 +942,9 @@ FS_FN void fs_make_mesh(fs_run *x) {
 FS_FN void fs_make_model(fs_run *x) {
     const fs_conf *c = x->c;
     fsdp_model_desc md = FSDP_ZERO;
+    fsdp_mesh_info info;
+    if (c->how) CALL(x->world, fsdp_mesh_info_init(x->mesh, FSDP_MESH_INFO_DDP, -1, 0, &info));
+    md.mesh_info = c->how ? &info : NULL;
     md.mesh = x->mesh;
     md.param_dtype = c->param, md.reduce_dtype = c->reduce, md.grad_dtype = c->grad;
     md.reshard_after_forward = c->raf, md.cpu_offload = c->offload;
@@ -897,7 +968,7 @@ FS_FN void fs_check_near(const fs_run *x, const char *what, int u, int p, int64_
 /* A shard, or its gradient, against the numbers of the story. */
 FS_FN void fs_compare(fs_run *x, const char *what, const fsdp_param_view *v, const void *data,
                       fsdp_dtype type, const double *want) {
-    int u = (int)(intptr_t)v->unit_user, p = v->index;
+    const int u = fs_view_unit(v), p = fs_view_param(v);
     int64_t at = x->whole->units[u].params[p].at;
     for (int64_t k = 0; k < v->numel; k++) {
         int64_t e = fs_global(x, u, p, fsdp_view_index(v, k));
@@ -908,7 +979,7 @@ FS_FN void fs_compare_grads(fs_run *x) {
     const fs_story *s = x->story;
     fsdp_param_view v = FSDP_ZERO;
     while (fsdp_next_param(x->model, &v)) {
-        int u = (int)(intptr_t)v.unit_user, p = v.index;
+        const int u = fs_view_unit(&v), p = fs_view_param(&v);
         W_CHECK(s->has[x->it][x->micro][u][p] == (v.shard_grad != NULL),
                 "iteration %d, microbatch %d: unit %d, parameter %d %s a gradient", x->it, x->micro,
                 u, p, v.shard_grad ? "has" : "lacks");
@@ -997,8 +1068,7 @@ FS_FN void fs_rank_begin(fs_run *x, const lab_rank *r, const fs_job *j) {
     if (c->locate) c->locate(x);
     else fs_make_mesh(x);
     fs_make_model(x);
-    if (c->make) c->make(x);
-    for (int u = 0; u < x->net->count && !c->make; u++) fs_make_unit(x, u, NULL);
+    fs_make_units(x);
     CALL(x->world, fsdp_init_params(x->model, fs_fill, x));
     if (c->unused_rule) CALL(x->world, fsdp_set_reduce_scatter_unused_params(x->model, NULL, 0));
     if (c->divide > 0) CALL(x->world, fsdp_set_gradient_divide_factor(x->model, NULL, c->divide));

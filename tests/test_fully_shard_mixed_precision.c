@@ -7,39 +7,9 @@
 #include "harness.h"
 #include "lab.h"
 #include "fully_shard.h"
-
-enum { ALWAYS = FSDP_RESHARD_ALWAYS, NEVER = FSDP_RESHARD_NEVER };
-enum { F32 = FSDP_F32, F64 = FSDP_F64, F16 = FSDP_F16, BF16 = FSDP_BF16 };
-#define COUNT(array) (sizeof(array) / sizeof *(array))
-static const int reshards[] = {ALWAYS, NEVER, 2};
-
-/* A linear in the root and three MLPs. */
-static void mlps(fs_net *net, int64_t d) {
-    fs_net_begin(net, 4, d);
-    net->around = 1;
-    fs_unit_add(net, "root");
-    fs_linear(net, 0, d, d);
-    for (int i = 0; i < 3; i++) fs_mlp(net, fs_unit_add(net, "mlp"), d, 2);
-}
-static void sync_last(fs_run *x, int it, int m) {
-    (void)it;
-    fs_set_sync(x, -1, m == x->c->micros - 1);
-}
-
-/* As upstream's: what forward does not reshard, backward reshards in the last microbatch only. */
-static void sync_and_reshard_last(fs_run *x, int it, int m) {
-    sync_last(x, it, m);
-    if (x->model && x->c->raf == NEVER)
-        CALL(x->world, fsdp_set_reshard_after_backward(x->model, NULL, m == x->c->micros - 1));
-}
+#include "trainings.h"
 
 /* ---- which dtypes are used ------------------------------------------------------------------- */
-
-typedef struct {
-    const char *name;
-    int stored, grad, param, reduce;             /* 0: not said */
-    int gathered, arrives, added, reduced, kept; /* what has to be */
-} dtypes;
 
 /* fsdp2-core.md 3.5. "any" is said by the dtype itself: that of the gradients that arrive. */
 static const dtypes table[] = {
@@ -60,59 +30,6 @@ static const dtypes table[] = {
     {"f64_f32", F64, 0, F32, 0, F32, F32, F64, F64, F64},
     {"f32_f64_f64", F32, 0, F64, F64, F64, F64, F64, F64, F32},
 };
-
-/* Without a reduction the gradients stay as they arrive, or are moved to where they are added. */
-static void check_unreduced(fs_run *x, const dtypes *d) {
-    for (int u = 0; u < x->net->count; u++) {
-        const fsdp_op *acc = fs_find(x, FSDP_OP_COPY, FSDP_LABEL_ACC, u);
-        CHECK(!fs_find(x, FSDP_OP_REDUCE_SCATTER, -1, u));
-        W_CHECK((acc != NULL) == (d->arrives != d->added), "%s: unit %d: %s", d->name, u,
-                acc ? "added elsewhere" : "not added elsewhere");
-        if (acc) CHECK_EQ_INT(acc->dtype, d->arrives);
-        if (acc) CHECK_EQ_INT(acc->out_dtype, d->added);
-    }
-}
-/* The dtype of the sums. A backend that casts as it reduces reads what has arrived, sums in f32 or
-   f64, and may write what is kept; others are given the dtype itself. */
-static void check_reduced(fs_run *x, const dtypes *d) {
-    int widens = !x->c->plain && (d->reduced == F32 || d->reduced == F64);
-    for (int u = 0; u < x->net->count; u++) {
-        const fsdp_op *sum = fs_find(x, FSDP_OP_REDUCE_SCATTER, FSDP_LABEL_REDUCE, u);
-        const fsdp_op *over = fs_find(x, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, u);
-        const fsdp_op *out = fs_find(x, FSDP_OP_COPY, FSDP_LABEL_RED_OUT, u);
-        CHECK(sum && (over != NULL) == (x->c->replicas > 1));
-        CHECK(sum->dtype == d->reduced || (widens && sum->dtype == d->arrives));
-        CHECK(sum->out_dtype == d->reduced || (widens && !out && sum->out_dtype == d->kept));
-        if (over) CHECK_EQ_INT(over->dtype, d->reduced);
-        if (out) CHECK_EQ_INT(out->dtype, d->reduced);
-        if (out) CHECK_EQ_INT(out->out_dtype, d->kept);
-    }
-}
-static void check_dtypes(fs_run *x, int it, int m) {
-    const dtypes *d = (const dtypes *)x->c->user;
-    fsdp_param_view v = FSDP_ZERO;
-    (void)it;
-    while (fsdp_next_param(x->model, &v)) {
-        CHECK_EQ_INT(v.dtype, d->stored);
-        CHECK_EQ_INT(v.grad_dtype, d->kept);
-    }
-    for (int i = 0; i < x->log.num; i++)
-        if (x->log.ops[i].kind == FSDP_OP_ALL_GATHER)
-            CHECK_EQ_INT(x->log.ops[i].dtype, d->gathered);
-    int kept = m > 0 && x->c->raf == NEVER && x->c->before == sync_and_reshard_last;
-    CHECK_EQ_INT(fs_find(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 1) == NULL, kept);
-    if (m == x->c->micros - 1) check_reduced(x, d);
-    else check_unreduced(x, d);
-    fs_watch(x);
-}
-
-static fs_conf conf_of(const dtypes *d, const fs_net *net, int replicas, int shards) {
-    fs_conf c = fs_conf_of(net, replicas, shards);
-    c.name = d->name, c.stored = d->stored, c.grad = d->grad, c.param = d->param;
-    c.reduce = d->reduce, c.user = (void *)(uintptr_t)d;
-    c.iters = W_SLOW ? 2 : 4;
-    return c;
-}
 
 /* Two microbatches, the second is reduced; dtypes of every operation, and the numbers. */
 TEST_P(fully_shard_mixed_precision, dtypes, table) {
@@ -234,37 +151,13 @@ TEST(fully_shard_mixed_precision, casts_are_fused_into_copies) {
 
 /* ---- upstream's tests ------------------------------------------------------------------------ */
 
-/* Sharded by rows; with two ranks and one microbatch also along the largest dim, as upstream's. */
-static void by_dtypes(const dtypes *d, int replicas, int shards, int micros) {
-    const int by_columns = replicas == 1 && shards == 2 && micros == 1;
-    static fs_net net;
-    mlps(&net, 16);
-    fs_conf c = conf_of(d, &net, replicas, shards);
-    c.micros = micros, c.before = micros > 1 ? sync_and_reshard_last : NULL;
-    c.iters = W_SLOW ? 3 : FS_ITERS;
-    c.build = fs_watch, c.after = check_dtypes;
-    fs_story *s = fs_tell(&c);
-    for (int columns = 0; columns <= by_columns; columns++) {
-        for (int u = 0; u < net.count; u++)
-            for (int p = 0; p < net.units[u].count; p++) {
-                fs_param *q = &net.units[u].params[p];
-                q->shard_dim = columns && q->ndim == 2 && q->shape[1] > q->shape[0];
-            }
-        for (size_t i = 0; i < COUNT(reshards); i++) {
-            c.raf = reshards[i], c.plain = i == 1, c.lanes = (int)i;
-            fs_train_beside(&c, s);
-        }
-    }
-    fs_story_free(s, &c);
-}
-
 TEST(fully_shard_mixed_precision, compute_dtype) {
     static const dtypes both[] = {{"bf16", F32, 0, BF16, 0, BF16, BF16, F32, F32, F32},
                                   {"f16", F32, 0, F16, 0, F16, F16, F32, F32, F32}};
     for (size_t i = 0; i < COUNT(both); i++) {
-        by_dtypes(&both[i], 1, 2, 1);
-        by_dtypes(&both[i], 1, 4, 1);
-        by_dtypes(&both[i], 2, 2, 1);
+        by_dtypes(FS_SHARD, &both[i], 1, 2, 1);
+        by_dtypes(FS_SHARD, &both[i], 1, 4, 1);
+        by_dtypes(FS_SHARD, &both[i], 2, 2, 1);
     }
 }
 
@@ -273,18 +166,18 @@ TEST(fully_shard_mixed_precision, reduce_dtype) {
                                  {"f32, bf16", F32, 0, F32, BF16, F32, F32, BF16, BF16, F32},
                                  {"f16, f16", F32, 0, F16, F16, F16, F16, F16, F16, F32}};
     for (size_t i = 0; i < COUNT(all); i++) {
-        by_dtypes(&all[i], 1, 2, 1);
-        by_dtypes(&all[i], 1, 4, 1);
-        by_dtypes(&all[i], 2, 2, 1);
+        by_dtypes(FS_SHARD, &all[i], 1, 2, 1);
+        by_dtypes(FS_SHARD, &all[i], 1, 4, 1);
+        by_dtypes(FS_SHARD, &all[i], 2, 2, 1);
     }
 }
 
 /* No gradients before the last microbatch: the copy has none. */
 TEST(fully_shard_mixed_precision, grad_acc_with_reduce_dtype) {
     static const dtypes d = {"bf16, f32", F32, 0, BF16, F32, BF16, BF16, F32, F32, F32};
-    by_dtypes(&d, 1, 2, 4);
-    by_dtypes(&d, 1, 4, 4);
-    by_dtypes(&d, 2, 2, 4);
+    by_dtypes(FS_SHARD, &d, 1, 2, 4);
+    by_dtypes(FS_SHARD, &d, 1, 4, 4);
+    by_dtypes(FS_SHARD, &d, 2, 2, 4);
 }
 
 /* The sums over the shards wait for an all-reduce, in the reduce dtype. */
@@ -311,11 +204,11 @@ static const dtypes wide_grads[] = {
     {"f32, gradients bf16", F32, BF16, BF16, 0, BF16, BF16, BF16, BF16, BF16}};
 
 TEST(fully_shard_mixed_precision, grad_dtype_preserved) {
-    for (size_t i = 0; i < COUNT(wide_grads); i++) by_dtypes(&wide_grads[i], 1, 2, 1);
+    for (size_t i = 0; i < COUNT(wide_grads); i++) by_dtypes(FS_SHARD, &wide_grads[i], 1, 2, 1);
 }
 
 TEST(fully_shard_mixed_precision, grad_dtype_preserved_grad_acc) {
-    for (size_t i = 0; i < COUNT(wide_grads); i++) by_dtypes(&wide_grads[i], 1, 2, 4);
+    for (size_t i = 0; i < COUNT(wide_grads); i++) by_dtypes(FS_SHARD, &wide_grads[i], 1, 2, 4);
 }
 
 /* A single device adds up in f64. */
@@ -364,188 +257,16 @@ TEST(fully_shard_mixed_precision, grad_dtype_preserved_non_uniform) {
         }
 }
 
-/* Two linears, a unit each. */
-static void two_units(fs_net *net, int64_t d) {
-    fs_net_begin(net, 2, d);
-    fs_linear(net, fs_unit_add(net, "c1"), d, d);
-    fs_linear(net, fs_unit_add(net, "c2"), d, d);
-}
+TEST(fully_shard_mixed_precision, structured_input_output) { structured(FS_SHARD); }
 
-/* A struct of activations: each floating member is cast, the others pass. */
-typedef struct {
-    float x[6];
-    int32_t ids[4];
-    struct {
-        float a[3];
-        double b[2];
-    } pair;
-} activations;
+TEST(fully_shard_mixed_precision, float16_on_one_submodule) { one_in_f16(FS_SHARD); }
 
-static const void *cast(const fs_run *x, const void *src, fsdp_dtype *type, int64_t count) {
-    static __thread uint64_t room[8];
-    const void *out = fsdp_cast_forward_input(x->unit[0], room, src, type, count);
-    CHECK(out == src || out == room);
-    return out;
-}
-static void struct_of_inputs(fs_run *x, int it, int m) {
-    activations a;
-    fsdp_dtype f32 = F32, f64 = F64, i32 = FSDP_I32, to = x->c->param ? x->c->param : F32;
-    double back;
-    (void)it, (void)m;
-    memset(&a, 0, sizeof a);
-    for (int i = 0; i < 6; i++) a.x[i] = 1.0f + (float)i / 1024;
-    a.pair.b[0] = 1 + 1.0 / 512;
-    const char *out = (const char *)cast(x, a.x, &f32, 6);
-    CHECK_EQ_INT(f32, to);
-    CHECK((out == (const char *)a.x) == (to == F32)); /* nothing is moved that need not be */
-    CHECK_OK(fsdp_convert(&back, F64, out + fsdp_dtype_size(to), to, 1));
-    CHECK_NEAR(back, lab_round(to, (double)a.x[1]), 0);
-    CHECK(cast(x, a.ids, &i32, 4) == a.ids);
-    CHECK_EQ_INT(i32, FSDP_I32);
-    out = (const char *)cast(x, a.pair.b, &f64, 2);
-    CHECK_EQ_INT(f64, x->c->param ? x->c->param : F64);
-    CHECK_OK(fsdp_convert(&back, F64, out, f64, 1));
-    CHECK_NEAR(back, lab_round(f64, a.pair.b[0]), 0);
-}
-
-/* A struct of two or three activations: each unit's linear is applied to each member, one after the
-   other; the outputs are added up. */
-static double containers(fs_run *x, int it, int m) {
-    const int members = *(const int *)x->c->user;
-    const size_t bytes = (size_t)(x->net->batch * x->net->in) * sizeof(double);
-    double *sum = x->tape[0].in[2];
-    (void)it, (void)m;
-    for (int k = 0; k < members; k++) fs_feed(x, &x->tape[k]);
-    for (int u = 0; u < 2; u++) {
-        fs_pre_forward(x, u);
-        for (int k = 0; k < members; k++) fs_layers_forward(x, &x->tape[k], u, u, u + 1);
-        fs_post_forward(x, u);
-    }
-    for (int k = 1; k < members; k++)
-        for (int64_t i = 0; i < x->net->batch * x->net->in; i++)
-            sum[i] = lab_round(x->tape[0].dtype[2], sum[i] + x->tape[k].in[2][i]);
-    double loss = fs_loss(x, &x->tape[0], 1);
-    for (int k = 0; k < members; k++) memcpy(x->tape[k].in[2], x->dx, bytes); /* their gradients */
-    for (int u = 1; u >= 0; u--) {
-        fs_pre_backward(x, u);
-        for (int k = 0; k < members; k++) {
-            memcpy(x->dx, x->tape[k].in[2], bytes);
-            fs_layers_backward(x, &x->tape[k], u, u + 1);
-            memcpy(x->tape[k].in[2], x->dx, bytes);
-        }
-        fs_post_backward(x, u);
-    }
-    return loss;
-}
-
-TEST(fully_shard_mixed_precision, structured_input_output) {
-    static const fsdp_dtype policies[][2] = {{0, 0}, {BF16, BF16}, {BF16, F32}, {F32, 0}, {F16, 0}};
-    static fs_net net;
-    two_units(&net, 16);
-    for (size_t i = 0; i < COUNT(policies); i++)
-        for (int members = 2; members <= 3; members++) {
-            fs_conf c = fs_conf_of(&net, 1, 4);
-            c.param = policies[i][0], c.reduce = policies[i][1], c.zero_in_place = 1;
-            c.micro = containers, c.after = struct_of_inputs, c.user = &members;
-            fs_train(&c);
-        }
-}
-
-static const int *wanted_inputs; /* dtypes of the inputs of the layers, and of the output */
-static double seen_inputs(fs_run *x, int it, int m) {
-    double loss = fs_micro(x, it, m);
-    for (int l = 0; l <= x->net->num_layers; l++)
-        W_CHECK(x->tape[0].dtype[l] == wanted_inputs[l], "input of layer %d is %s, expected %s", l,
-                fsdp_dtype_name(x->tape[0].dtype[l]), fsdp_dtype_name(wanted_inputs[l]));
-    return loss;
-}
-
-/* The module of the second unit, whose inputs the policy leaves alone, casts its input itself. */
-static double own_cast(fs_run *x, int it, int m) {
-    fs_tape *t = &x->tape[0];
-    const int64_t count = x->net->batch * x->net->layers[1].in;
-    (void)it, (void)m;
-    fs_feed(x, t);
-    fs_group_forward(x, t, 0, 0, 1);
-    fs_pre_forward(x, 1);
-    fs_cast_in(x, 1, t->in[1], &t->dtype[1], count);
-    CHECK_EQ_INT(t->dtype[0], F32);
-    CHECK_EQ_INT(t->dtype[1], F32);
-    for (int64_t i = 0; i < count; i++) t->in[1][i] = lab_round(F16, t->in[1][i]);
-    t->dtype[1] = F16;
-    fs_layer_forward(x, t, 1);
-    fs_post_forward(x, 1);
-    CHECK_EQ_INT(t->dtype[2], F16);
-    double loss = fs_loss(x, t, 1);
-    fs_backward(x, t);
-    return loss;
-}
-
-/* The second unit computes in f16; the same, but its module casts; the first one, whose output is
-   cast back, so that the second one's input is f32. */
-TEST(fully_shard_mixed_precision, float16_on_one_submodule) {
-    static const int second[] = {F32, F16, F16}, first[] = {F16, F32, F32};
-    static fs_net net;
-    for (int k = 0; k < 3; k++) {
-        two_units(&net, 100);
-        net.units[k < 2].param = F16;
-        if (k == 1) net.units[1].keep_inputs = 1;
-        if (k == 2) net.units[0].output = F32;
-        wanted_inputs = k ? first : second;
-        fs_conf c = fs_conf_of(&net, 1, 2);
-        c.micro = k == 1 ? own_cast : seen_inputs, c.iters = 3;
-        fs_train(&c);
-    }
-}
-
-/* A module of two inputs, the second one from outside: it is cast, or left alone. */
-static void external_inputs(fs_run *x, int it, int m) {
-    float y[4] = {1.0009765625f, 2, 3, 4};
-    uint16_t room[4];
-    fsdp_dtype type = F32;
-    int keeps = x->net->units[1].keep_inputs;
-    (void)it, (void)m;
-    const void *out = fsdp_cast_forward_input(x->unit[1], room, y, &type, 4);
-    CHECK_EQ_INT(type, keeps ? F32 : F16);
-    CHECK(out == (keeps ? (const void *)y : (const void *)room));
-}
 TEST(fully_shard_mixed_precision, submodules_with_external_inputs) {
-    static const int halves[] = {F16, F16, F16};
-    static fs_net net;
-    for (int keeps = 0; keeps < 2; keeps++) {
-        two_units(&net, 100);
-        net.units[0].param = net.units[1].param = F16, net.units[1].keep_inputs = keeps;
-        wanted_inputs = halves;
-        fs_conf c = fs_conf_of(&net, 1, 2);
-        c.micro = seen_inputs, c.after = external_inputs, c.iters = 3;
-        fs_train(&c);
-    }
+    with_external_inputs(FS_SHARD);
 }
 
-/* Linear, norm, linear: the norm under the same policy, or its own, with outputs cast back. */
-static void norm_between(fs_net *net, int64_t d, fsdp_dtype param, int own) {
-    fs_net_begin(net, 4, d);
-    fs_linear(net, fs_unit_add(net, "in"), d, d);
-    fs_norm(net, fs_unit_add(net, "norm"), d);
-    fs_linear(net, fs_unit_add(net, "out"), d, d);
-    for (int u = 0; u < 3; u++) net->units[u].param = param;
-    if (own) net->units[1].param = F32, net->units[1].output = param;
-}
-static void norms(fsdp_dtype param) {
-    static fs_net net;
-    for (int own = 0; own < 2; own++)
-        for (int shards = 2; shards <= 4; shards += 2) {
-            /* the input of the norm is cast to f32, its output back */
-            int inputs[] = {param, own ? F32 : param, param, param};
-            norm_between(&net, 8, param, own);
-            wanted_inputs = inputs;
-            fs_conf c = fs_conf_of(&net, 1, shards);
-            c.micro = seen_inputs;
-            fs_train(&c);
-        }
-}
-TEST(fully_shard_mixed_precision, norm_modules_bf16) { norms(BF16); }
-TEST(fully_shard_mixed_precision, norm_modules_fp16) { norms(F16); }
+TEST(fully_shard_mixed_precision, norm_modules_bf16) { norms(FS_SHARD, BF16); }
+TEST(fully_shard_mixed_precision, norm_modules_fp16) { norms(FS_SHARD, F16); }
 
 /* An activation checkpoint recomputes a linear in its backward: the casts of its input, or of its
    output, are the same as in forward. */
@@ -637,7 +358,7 @@ static void cast_to_f32(fs_run *x) {
 TEST(fully_shard_mixed_precision, clamp_reduce_dtype) {
     static const dtypes both[] = {{"bf16", BF16, 0, BF16, BF16, BF16, BF16, BF16, BF16, BF16},
                                   {"f32", F32, 0, BF16, BF16, BF16, BF16, BF16, BF16, F32}};
-    for (size_t i = 0; i < COUNT(both); i++) by_dtypes(&both[i], 1, 2, 1);
+    for (size_t i = 0; i < COUNT(both); i++) by_dtypes(FS_SHARD, &both[i], 1, 2, 1);
     static fs_net net;
     mlps(&net, 8);
     fs_conf c = conf_of(&both[1], &net, 1, 2);

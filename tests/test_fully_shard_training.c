@@ -6,10 +6,7 @@
 #include "harness.h"
 #include "lab.h"
 #include "fully_shard.h"
-
-enum { ALWAYS = FSDP_RESHARD_ALWAYS, NEVER = FSDP_RESHARD_NEVER };
-static const int worlds[] = {1, 2, 3, 4, 8};
-#define COUNT(array) (sizeof(array) / sizeof *(array))
+#include "trainings.h"
 
 /* ---- one unit -------------------------------------------------------------------------------- */
 
@@ -42,122 +39,16 @@ TEST(fully_shard_training, root_no_forward_inputs) {
     }
 }
 
-/* A linear in the root and an MLP. */
-static void root_and_mlp(fs_net *net, int64_t d) {
-    fs_net_begin(net, 2, d);
-    net->around = 1;
-    fs_unit_add(net, "root");
-    fs_linear(net, 0, d, d);
-    fs_mlp(net, fs_unit_add(net, "mlp"), d, 4);
-}
-
-/* An MLP that is one unit, the root; or one whose linears are units, and another one in the root, or
-   nothing: then there is no unit for the root. */
-enum { ONE_UNIT, TWO_UNITS, TWO_AND_ROOT, MLP_KINDS };
-static void mlp_of_kind(fs_net *net, int kind, int64_t d) {
-    fs_net_begin(net, 2, d);
-    net->around = kind != TWO_UNITS;
-    if (kind != TWO_UNITS) fs_unit_add(net, "root");
-    if (kind == ONE_UNIT) fs_mlp(net, 0, d, 4);
-    if (kind == ONE_UNIT) return;
-    fs_linear(net, fs_unit_add(net, "in_proj"), d, 4 * d);
-    fs_relu(net);
-    fs_linear(net, fs_unit_add(net, "out_proj"), 4 * d, d);
-    fs_relu(net);
-    if (kind == TWO_AND_ROOT) fs_mlp(net, 0, d, 4);
-}
-
-static void check_registered(fs_run *x, int unit, fsdp_storage_state expected) {
-    const fs_unit *u = &x->net->units[unit];
-    W_CHECK(fsdp_unit_storage(x->unit[unit]) == expected, "unit %d is in state %d, expected %d",
-            unit, (int)fsdp_unit_storage(x->unit[unit]), (int)expected);
-    if (expected != FSDP_STORAGE_UNSHARDED) return;
-    for (int p = 0; p < u->count; p++) {
-        const double *data = fs_data(x, unit, p);
-        const double *want = x->it ? x->story->param[x->it - 1] + u->params[p].at : NULL;
-        for (int64_t e = 0; e < u->params[p].numel; e++)
-            fs_check_near(x, "full parameter", unit, p, e, data[e],
-                          want ? want[e] : fs_initial(x->net, unit, p, e));
-    }
-}
-
-static double registration(fs_run *x, int it, int m) {
-    static const fsdp_storage_state after[] = {FSDP_STORAGE_SHARDED, FSDP_STORAGE_UNSHARDED,
-                                               FSDP_STORAGE_SHARDED_POST_FORWARD};
-    const int raf = x->c->raf, root = x->net->around && !raf; /* that stays open */
-    fsdp_storage_state inner = after[raf == NEVER ? 1 : raf > 1 ? 2 : 0];
-    (void)m;
-    fs_feed(x, &x->tape[0]);
-    if (x->model && it % 2) { /* a forward that is not followed by a backward; resharded by hand */
-        CALL(x->world, fsdp_set_grad_enabled(x->model, 0));
-        fs_forward(x, &x->tape[0]);
-        for (int u = 0; u < x->net->count; u++) {
-            check_registered(x, u, root && !u ? FSDP_STORAGE_UNSHARDED : inner);
-            CALL(x->world, fsdp_reshard(x->unit[u]));
-            check_registered(x, u, FSDP_STORAGE_SHARDED);
-        }
-        CALL(x->world, fsdp_set_grad_enabled(x->model, 1));
-    }
-    fs_feed(x, &x->tape[0]);
-    fs_forward(x, &x->tape[0]);
-    for (int u = 0; u < x->net->count && x->model; u++)
-        check_registered(x, u, root && !u ? FSDP_STORAGE_UNSHARDED : inner);
-    double loss = fs_loss(x, &x->tape[0], 1);
-    fs_backward(x, &x->tape[0]);
-    return loss;
-}
-static void sharded_again(fs_run *x, int it, int m) {
-    (void)it, (void)m;
-    for (int u = 0; u < x->net->count; u++) check_registered(x, u, FSDP_STORAGE_SHARDED);
-}
-
-static void by_kinds(int64_t d, double (*micro)(fs_run *, int, int),
-                     void (*after)(fs_run *, int, int)) {
-    static const int modes[] = {0, ALWAYS, NEVER, 2};
-    static fs_net net;
-    for (int kind = 0; kind < MLP_KINDS; kind++)
-        for (size_t i = 0; i < COUNT(modes); i++) {
-            mlp_of_kind(&net, kind, d);
-            fs_conf c = fs_conf_of(&net, 1, 4);
-            c.raf = modes[i], c.micro = micro, c.after = after, c.iters = 4;
-            fs_train(&c);
-        }
-}
-
 /* After forward: shards where reshard_after_forward says so. */
-TEST(fully_shard_training, param_registration_after_forward) { by_kinds(3, registration, NULL); }
-TEST(fully_shard_training, param_registration_after_backward) { by_kinds(8, NULL, sharded_again); }
-
-/* Made in f32 and cast when it is sharded, as upstream's. */
-static void cast_to_f64(fs_run *x) { CALL(x->world, fsdp_model_cast(x->model, FSDP_F64)); }
-static void all_f64(fs_run *x, int it, int m) {
-    fsdp_param_view v = FSDP_ZERO;
-    (void)it, (void)m;
-    while (fsdp_next_param(x->model, &v)) {
-        CHECK_EQ_INT(v.dtype, FSDP_F64);
-        CHECK_EQ_INT(v.grad_dtype, FSDP_F64);
-        CHECK(v.shard_grad != NULL);
-    }
+TEST(fully_shard_training, param_registration_after_forward) {
+    by_kinds(FS_SHARD, 3, registration, NULL);
 }
-TEST(fully_shard_training, to_float64_after_init) {
-    static fs_net net;
-    mlp_of_kind(&net, TWO_UNITS, 4);
-    for (size_t i = 0; i < COUNT(worlds); i++) {
-        fs_conf c = fs_conf_of(&net, 1, worlds[i]);
-        c.stored = FSDP_F64, c.zero_in_place = 1, c.after = all_f64;
-        c.made = FSDP_F32, c.build = cast_to_f64;
-        fs_train(&c);
-    }
+TEST(fully_shard_training, param_registration_after_backward) {
+    by_kinds(FS_SHARD, 8, NULL, sharded_again);
 }
 
-/* Two linears in one unit. */
-static void two_linears(fs_net *net, int64_t a, int64_t b, int64_t c) {
-    fs_net_begin(net, 4, a);
-    fs_unit_add(net, "all");
-    fs_linear(net, 0, a, b);
-    fs_relu(net);
-    fs_linear(net, 0, b, c);
-}
+TEST(fully_shard_training, to_float64_after_init) { to_float64(FS_SHARD); }
+
 static void shard_largest_dim(fs_net *net) {
     for (int u = 0; u < net->count; u++)
         for (int p = 0; p < net->units[u].count; p++) {
@@ -166,19 +57,7 @@ static void shard_largest_dim(fs_net *net) {
         }
 }
 
-static const int64_t linears[][3] = {{16, 15, 8}, {7, 15, 3}, {16, 17, 8}};
-TEST(fully_shard_training, train_parity_single_group_shard_dim0) {
-    static fs_net net;
-    for (size_t i = 0; i < COUNT(linears); i++)
-        for (size_t k = 0; k < COUNT(worlds); k++) {
-            two_linears(&net, linears[i][0], linears[i][1], linears[i][2]);
-            fs_conf c = fs_conf_of(&net, 1, worlds[k]);
-            fs_story *s = fs_tell(&c);
-            for (c.direct_min = 0; c.direct_min < 2; c.direct_min++) /* packed, direct */
-                fs_train_beside(&c, s);
-            fs_story_free(s, &c);
-        }
-}
+TEST(fully_shard_training, train_parity_single_group_shard_dim0) { single_group(FS_SHARD); }
 
 TEST(fully_shard_training, train_parity_single_group_shard_largest_dim) {
     static fs_net net;
@@ -193,177 +72,27 @@ TEST(fully_shard_training, train_parity_single_group_shard_largest_dim) {
 
 /* ---- several units --------------------------------------------------------------------------- */
 
-static const int reshards[] = {ALWAYS, NEVER, 2};
-
-/* big: PyTorch's numbers. */
-static fs_conf multi_group(fs_net *net, int big) {
-    fs_transformer(net, 3, big ? 16 : 8, big ? 1024 : 8, 1);
-    if (big) net->batch = 3 * 64;
-    fs_conf c = fs_conf_of(net, 1, big ? 8 : 4);
-    c.sgd = big; /* rows of small gradients */
-    return c;
+TEST(fully_shard_training, train_parity_multi_group) { with_delays(FS_SHARD, 0, 0, 0); }
+TEST(fully_shard_training, train_parity_multi_group_cpu_offload) { with_delays(FS_SHARD, 0, 1, 0); }
+TEST(fully_shard_training, train_parity_multi_group_unshard_async_op) {
+    with_delays(FS_SHARD, 0, 0, 1);
 }
-
-static double slow_micro(fs_run *x, int it, int m) {
-    (void)m;
-    fs_feed(x, &x->tape[0]);
-    fs_forward(x, &x->tape[0]);
-    if (x->model && (fs_slow & FS_SLOW_FORWARD)) fs_dawdle((uint64_t)it, (uint64_t)h_rank);
-    double loss = fs_loss(x, &x->tape[0], 1);
-    fs_backward(x, &x->tape[0]);
-    return loss;
+TEST_TIMEOUT(long_fully_shard_training, train_parity_multi_group, 300) {
+    with_delays(FS_SHARD, 1, 0, 0);
 }
-static void slow_optimizer(fs_run *x, int it, int m) {
-    (void)m;
-    if (fs_slow & FS_SLOW_OPTIM) fs_dawdle((uint64_t)it + 77, (uint64_t)x->rank);
-}
-
-/* Delays before the gathers, before the reductions, after forward, before the optimizer; all. */
-static void with_delays(int big, int offload, int ahead) {
-    static const int delays[] = {0, FS_SLOW_GATHER, FS_SLOW_REDUCE, FS_SLOW_FORWARD, FS_SLOW_OPTIM,
-                                 15};
-    static fs_net net;
-    fsdp_comm_ops slow = fs_slow_ops();
-    fs_conf c = multi_group(&net, big);
-    fs_story *s = fs_tell(&c);
-    c.offload = offload, c.ahead = ahead, c.comm_ops = &slow;
-    c.micro = slow_micro, c.after = slow_optimizer;
-    for (size_t i = 0; i < (big || !(offload || ahead) ? COUNT(reshards) : 1); i++)
-        for (size_t k = 0; k < COUNT(delays); k++) {
-            fs_slow = delays[k];
-            c.raf = reshards[i];
-            c.lanes = (int)(i + k) % 3, c.prefetch = k & 1 ? FSDP_PREFETCH_ALWAYS : 0;
-            fs_train_beside(&c, s);
-        }
-    fs_story_free(s, &c);
-}
-TEST(fully_shard_training, train_parity_multi_group) { with_delays(0, 0, 0); }
-TEST(fully_shard_training, train_parity_multi_group_cpu_offload) { with_delays(0, 1, 0); }
-TEST(fully_shard_training, train_parity_multi_group_unshard_async_op) { with_delays(0, 0, 1); }
-TEST_TIMEOUT(long_fully_shard_training, train_parity_multi_group, 300) { with_delays(1, 0, 0); }
 TEST_TIMEOUT(long_fully_shard_training, train_parity_multi_group_cpu_offload, 300) {
-    with_delays(1, 1, 0);
+    with_delays(FS_SHARD, 1, 1, 0);
 }
 TEST_TIMEOUT(long_fully_shard_training, train_parity_multi_group_unshard_async_op, 300) {
-    with_delays(1, 0, 1);
+    with_delays(FS_SHARD, 1, 0, 1);
 }
 
-/* Every second step goes through the first child alone. */
-static double child_alone(fs_run *x, int it, int m) {
-    if (it % 2 == 0) return fs_micro(x, it, m);
-    int unit, from = fs_group(x->net, 0, &unit), to = fs_group(x->net, from, &unit);
-    fs_tape *t = &x->tape[0];
-    CHECK_EQ_INT(unit, 1);
-    fs_feed(x, t);
-    for (int64_t i = 0; i < x->net->batch * x->net->layers[from].in; i++)
-        t->in[from][i] = fs_sample(x, 0, i);
-    t->dtype[from] = t->dtype[0];
-    fs_pre_forward(x, 1);
-    fs_layers_forward(x, t, 1, from, to);
-    fs_post_forward(x, 1);
-    double loss = fs_loss_at(x, t, to, 1);
-    fs_group_backward(x, t, 1, from, to);
-    return loss;
-}
+TEST(fully_shard_training, non_root_forward_backward) { non_root(FS_SHARD); }
 
-TEST(fully_shard_training, non_root_forward_backward) {
-    static fs_net net;
-    fs_net_begin(&net, 8, 32);
-    net.around = 1;
-    fs_unit_add(&net, "root");
-    fs_linear(&net, 0, 32, 32);
-    for (int i = 0; i < 3; i++) fs_mlp(&net, fs_unit_add(&net, "mlp"), 32, 4);
-    fs_slow = FS_SLOW_OPTIM;
-    for (int shards = 2; shards <= 8; shards *= 4) {
-        fs_conf c = fs_conf_of(&net, 1, shards);
-        c.micro = child_alone, c.after = slow_optimizer, c.iters = 4;
-        fs_story *s = fs_tell(&c);
-        for (c.raf = -1; c.raf <= 1; c.raf++) fs_train_beside(&c, s);
-        fs_story_free(s, &c);
-    }
-}
+TEST(fully_shard_training, multi_forward_module) { inner_twice(FS_SHARD); }
 
-/* The inner unit is used before and after another one. */
-static void multi_forward(fs_net *net) {
-    fs_net_begin(net, 4, 8);
-    fs_unit_add(net, "inner"), fs_unit_add(net, "between"), fs_unit_add(net, "outer");
-    fs_linear(net, 0, 8, 8);
-    fs_relu(net);
-    fs_linear(net, 1, 8, 8);
-    fs_layer_add(net, FS_LINEAR, 0, 0, 8, 8);
-    fs_relu(net);
-    fs_linear(net, 2, 8, 8);
-}
-/* Its backward ends with the last visit, as in autograd. */
-static double one_post_backward(fs_run *x, int it, int m) {
-    fs_tape *t = &x->tape[0];
-    (void)it, (void)m;
-    fs_feed(x, t);
-    fs_forward(x, t);
-    double loss = fs_loss(x, t, 1);
-    fs_group_backward(x, t, 2, 5, 6);
-    fs_pre_backward(x, 0);
-    fs_layers_backward(x, t, 3, 5);
-    fs_group_backward(x, t, 1, 2, 3);
-    fs_pre_backward(x, 0);
-    fs_layers_backward(x, t, 0, 2);
-    fs_post_backward(x, 0);
-    return loss;
-}
-
-TEST(fully_shard_training, multi_forward_module) {
-    static fs_net net;
-    multi_forward(&net);
-    for (size_t i = 0; i < COUNT(reshards); i++)
-        for (int visits = 0; visits < 2; visits++) {
-            fs_conf c = fs_conf_of(&net, 1, visits ? 8 : 4);
-            c.raf = reshards[i], c.micro = visits ? fs_micro : one_post_backward;
-            c.lanes = visits;
-            fs_train(&c);
-        }
-}
-
-/* Lists of the next two units in both directions. */
-static void prefetch_two(fs_run *x) {
-    int count = x->net->count;
-    for (int u = 0; u < count; u++) {
-        fsdp_unit *next[2], *before[2];
-        int n = 0, b = 0;
-        for (int k = 1; k <= 2; k++) {
-            if (u + k < count) next[n++] = x->unit[u + k];
-            if (u - k >= 0) before[b++] = x->unit[u - k];
-        }
-        CALL(x->world, fsdp_set_modules_to_forward_prefetch(x->unit[u], next, n));
-        CALL(x->world, fsdp_set_modules_to_backward_prefetch(x->unit[u], before, b));
-    }
-}
-
-static void explicit_prefetching(int shards) {
-    static fs_net net;
-    fs_transformer(&net, 8, 16, 8, 1);
-    net.batch = 2 * 8;
-    fs_conf c = fs_conf_of(&net, 1, shards);
-    fs_story *s = fs_tell(&c);
-    c.build = prefetch_two;
-    for (int lanes = 0; lanes < 3; lanes++)
-        for (int raf = -1; raf <= 1; raf++) {
-            c.lanes = lanes, c.raf = raf;
-            fs_train_beside(&c, s);
-        }
-    fs_story_free(s, &c);
-}
-TEST(fully_shard_training, explicit_prefetching) { explicit_prefetching(2); }
-TEST(long_fully_shard_training, explicit_prefetching) { explicit_prefetching(8); }
-
-/* Nothing is resharded by backward: what is still gathered is stale behind the optimizer. */
-static void kept_after_backward(fs_run *x) {
-    CALL(x->world, fsdp_set_reshard_after_backward(x->model, NULL, 0));
-}
-static void still_gathered(fs_run *x, int it, int m) {
-    slow_optimizer(x, it, m);
-    for (int u = 0; u < x->net->count; u++)
-        CHECK_EQ_INT(fsdp_unit_storage(x->unit[u]), FSDP_STORAGE_UNSHARDED);
-}
+TEST(fully_shard_training, explicit_prefetching) { explicit_prefetching(FS_SHARD, 2); }
+TEST(long_fully_shard_training, explicit_prefetching) { explicit_prefetching(FS_SHARD, 8); }
 
 /* fsdp_params_changed is the event: whatever delays the optimizer, gathers come after it. */
 TEST(fully_shard_training, post_optim_event) {
@@ -386,73 +115,10 @@ TEST(fully_shard_training, post_optim_event) {
 
 /* ---- activation checkpointing ---------------------------------------------------------------- */
 
-/* Embedding; a block; two blocks; norm and head; each a unit. */
-static void three_parts(fs_net *net, int64_t d, int64_t vocab) {
-    fs_net_begin(net, 4, 1);
-    net->vocab = vocab;
-    fs_unit_add(net, "embeddings");
-    fs_layer_add(net, FS_EMBED, 0, fs_param_add(net, 0, vocab, d, 0), 1, d);
-    fs_block(net, fs_unit_add(net, "block"), d);
-    int two = fs_unit_add(net, "two blocks");
-    fs_block(net, two, d);
-    fs_block(net, two, d);
-    int last = fs_unit_add(net, "norm and output");
-    fs_norm(net, last, d);
-    fs_layer_add(net, FS_UNEMBED, last, fs_param_add(net, last, vocab, d, 0), d, vocab);
+TEST(fully_shard_training, activation_checkpointing) { checkpointing(FS_SHARD, 0); }
+TEST_TIMEOUT(long_fully_shard_training, activation_checkpointing, 300) {
+    checkpointing(FS_SHARD, 1);
 }
-/* Embedding and head are one tied unit, open from the first to the last of its modules: around the
-   blocks. Or it is opened for each. */
-static void tied_group(fs_net *net, int64_t d, int64_t vocab, int around) {
-    fs_net_begin(net, 4, 1);
-    net->vocab = vocab, net->around = around;
-    fs_unit_add(net, "embedding and output");
-    fs_layer_add(net, FS_EMBED, 0, fs_param_add(net, 0, vocab, d, 0), 1, d);
-    for (int i = 0; i < 3; i++) fs_block(net, fs_unit_add(net, "block"), d);
-    fs_norm(net, fs_unit_add(net, "norm"), d);
-    fs_layer_add(net, FS_UNEMBED, 0, 0, d, vocab);
-}
-/* The backward of an embedding needs no parameters. */
-static void no_unshard_in_backward(fs_run *x) {
-    CALL(x->world, fsdp_set_unshard_in_backward(x->model, x->unit[0], 0));
-    fs_watch(x);
-}
-static void gathers_of_embeddings(fs_run *x, int it, int m) {
-    (void)it, (void)m;
-    int each = x->c->raf == NEVER ? 1 : 2, of_embeddings = x->c->ac ? each : 1; /* recompute: all */
-    CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 0), of_embeddings);
-    CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 1), each);
-    fs_watch(x);
-}
-
-static void gathers_of_tied(fs_run *x, int it, int m) {
-    (void)it, (void)m;
-    CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 0), x->c->raf == NEVER ? 1 : 2);
-    fs_watch(x);
-}
-
-static void checkpointing(int big) {
-    static fs_net nets[4];
-    const int64_t d = big ? 16 : 8, vocab = big ? 1024 : 8;
-    fs_transformer(&nets[0], 3, d, vocab, 1);
-    three_parts(&nets[1], d, vocab);
-    tied_group(&nets[2], d, vocab, 1);
-    tied_group(&nets[3], d, vocab, 0);
-    for (int n = 0; n < 4; n++) {
-        fs_conf c = fs_conf_of(&nets[n], 1, big ? 2 : 4);
-        if (big) nets[n].batch = 3 * 64;
-        fs_story *s = fs_tell(&c);
-        for (int ac = 0; ac <= FS_AC_NESTED; ac++)
-            for (size_t i = 0; i < COUNT(reshards); i++) {
-                c.ac = ac, c.raf = reshards[i], c.lanes = n == 1 ? 0 : (ac + (int)i) % 3;
-                c.build = n == 1 ? no_unshard_in_backward : n == 2 ? fs_watch : NULL;
-                c.after = n == 1 ? gathers_of_embeddings : n == 2 ? gathers_of_tied : NULL;
-                fs_train_beside(&c, s);
-            }
-        fs_story_free(s, &c);
-    }
-}
-TEST(fully_shard_training, activation_checkpointing) { checkpointing(0); }
-TEST_TIMEOUT(long_fully_shard_training, activation_checkpointing, 300) { checkpointing(1); }
 
 /* Two forwards, one loss of both, nested units, recompute inside the backward of others. */
 static double two_forwards(fs_run *x, int it, int m) {
@@ -780,10 +446,6 @@ TEST(fully_shard_training, partial_group_forward_then_standalone) {
     grouped_and_not(&c, 0, C_PLAIN, 4);
 }
 
-static void sync_last(fs_run *x, int it, int m) {
-    (void)it;
-    fs_set_sync(x, -1, m == x->c->micros - 1);
-}
 TEST(fully_shard_training, grad_accum_chunked) {
     fs_conf c = chunked_conf(0);
     c.micros = 3, c.before = sync_last, c.iters = 2;
@@ -1009,16 +671,7 @@ TEST(fully_shard_training, shard_placement_fn_contiguous_params_grads) {
     }
 }
 
-TEST(fully_shard_training, train_parity_with_shared_params) {
-    static fs_net net;
-    fs_transformer(&net, 3, 16, 8, 1);
-    net.batch = 2 * 16;
-    fs_conf c = fs_conf_of(&net, 1, 4);
-    fs_story *s = fs_tell(&c);
-    for (c.raf = -1; c.raf <= 1; c.raf++)
-        for (c.ac = FS_AC_NONE; c.ac <= FS_AC_OWN; c.ac++) fs_train_beside(&c, s);
-    fs_story_free(s, &c);
-}
+TEST(fully_shard_training, train_parity_with_shared_params) { shared_params(FS_SHARD); }
 
 static void every_row_moved(fs_run *x, int it) {
     const fs_param *q = &x->net->units[0].params[0];
@@ -1083,93 +736,13 @@ TEST(fully_shard_training, shared_params_layer_by_layer) {
 
 /* ---- gradient accumulation ------------------------------------------------------------------- */
 
-/* Who waits for the last microbatch: with reductions, or with all-reduces only. */
-enum { ALL_UNITS, ROOT_ONLY, SOME_MLPS, REDUCE_SCATTER_ONLY, RS_ROOT_ONLY, RS_SOME_MLPS, EVERY };
-static const char *const sync_names[] = {"all",
-                                         "root_only",
-                                         "some_mlps",
-                                         "reduce_scatter_only",
-                                         "reduce_scatter_only, root_only",
-                                         "reduce_scatter_only, some_mlps"};
-typedef struct {
-    const char *name;
-    int replicas, raf;
-    int sync, keep; /* keep: reshard_after_backward is off before the last microbatch */
-    int gathers, reductions, all_reduces; /* expected of an iteration */
-} accumulation;
-
-static int waits_for_last(const accumulation *a, int unit) {
-    const int who = a->sync % REDUCE_SCATTER_ONLY;
-    if (a->sync == EVERY) return 0;
-    return who == ALL_UNITS || (who == ROOT_ONLY ? unit == 0 : unit == 1 || unit == 2);
-}
-static void accumulate_before(fs_run *x, int it, int m) {
-    const accumulation *a = (const accumulation *)x->c->user;
-    int last = m == x->c->micros - 1;
-    (void)it;
-    for (int u = 0; u < x->net->count; u++) {
-        if (!waits_for_last(a, u)) continue;
-        if (a->sync >= REDUCE_SCATTER_ONLY) fs_set_all_reduce(x, u, last);
-        else fs_set_sync(x, u, last);
-        if (x->model && a->keep)
-            CALL(x->world, fsdp_set_reshard_after_backward(x->model, x->unit[u], last));
-    }
-}
-
-/* 7.1, unit by unit: a forward and a backward gather unless the unit is still whole. */
-static void accumulate_expect(const fs_conf *c, accumulation *a) {
-    int micros = c->micros, never = c->raf == NEVER;
-    a->gathers = a->reductions = a->all_reduces = 0;
-    for (int u = 0; u < c->net->count; u++) {
-        int waits = waits_for_last(a, u), kept = a->keep && waits;
-        a->gathers += kept ? 1 + (never ? 0 : micros) : micros * (never ? 1 : 2);
-        a->reductions += waits && a->sync < REDUCE_SCATTER_ONLY ? 1 : micros;
-        a->all_reduces += c->replicas == 1 ? 0 : waits ? 1 : micros;
-    }
-}
-static void accumulate_count(fs_run *x, int it) {
-    const accumulation *a = (const accumulation *)x->c->user;
-    int kinds[3] = {FSDP_OP_ALL_GATHER, FSDP_OP_REDUCE_SCATTER, FSDP_OP_ALL_REDUCE};
-    int expected[3] = {a->gathers, a->reductions, a->all_reduces};
-    for (int k = 0; k < 3; k++)
-        W_CHECK(fs_calls(x, kinds[k]) == (it + 1) * expected[k], "%d %s in %d iterations of %d",
-                fs_calls(x, kinds[k]), fsdp_op_name(kinds[k]), it + 1, expected[k]);
-}
-
-/* Every setting, or offload in every second one. */
-static void accumulate(fs_net *net, int replicas, int shards, int sync, int all) {
-    accumulation a;
-    char name[64];
-    memset(&a, 0, sizeof a);
-    a.sync = sync;
-    fs_conf c = fs_conf_of(net, replicas, shards);
-    c.micros = 3, c.iters = 5, c.zero_in_place = 1, c.before = accumulate_before, c.user = &a;
-    c.end = accumulate_count, c.name = name;
-    fs_story *s = fs_tell(&c);
-    for (int setting = 0; setting < 12; setting++) {
-        c.raf = reshards[setting % 3], a.keep = setting / 3 % 2, c.offload = setting / 6;
-        if (!all && (setting + setting / 6) % 2) continue;
-        c.plain = setting % 4 < 2; /* reductions that cannot cast, scale and add */
-        accumulate_expect(&c, &a);
-        snprintf(name, sizeof name, "%s raf %d keep %d offload %d", sync_names[sync], c.raf, a.keep,
-                 c.offload);
-        fs_train_beside(&c, s);
-    }
-    fs_story_free(s, &c);
-}
-
-/* The root's linear and three MLPs. */
-static void linear_and_mlps(fs_net *net, int64_t d) {
-    root_and_mlp(net, d);
-    for (int i = 0; i < 2; i++) fs_mlp(net, fs_unit_add(net, "mlp"), d, 4);
-}
-
 static void accumulate_all(int64_t d, int all) {
     static fs_net net;
     linear_and_mlps(&net, d);
     for (int sync = 0; sync < EVERY; sync++) {
-        if (sync < REDUCE_SCATTER_ONLY) accumulate(&net, 1, 4, sync, all);
-        accumulate(&net, 2, 2, sync, all);
+        accumulate(FS_SHARD, &net, 1, 4, sync, all);
+        accumulate(FS_SHARD, &net, 2, 2, sync, all);
+        accumulate(FS_SHARD, &net, 2, 2, sync | PARTIAL, all);
     }
 }
 TEST(fully_shard_training, gradient_accumulation) { accumulate_all(16, 0); }
@@ -1188,8 +761,8 @@ static const accumulation modes[] = {
     {"hsdp, sync every", 2, ALWAYS, EVERY, 0, 24, 12, 12},
     {"hsdp, sync last", 2, ALWAYS, ALL_UNITS, 0, 24, 4, 4},
     {"hsdp, sync last, kept, raf false", 2, NEVER, ALL_UNITS, 1, 4, 4, 4},
-    {"hsdp, all-reduce last", 2, ALWAYS, REDUCE_SCATTER_ONLY, 0, 24, 12, 4},
-    {"hsdp, all-reduce last, raf false", 2, NEVER, REDUCE_SCATTER_ONLY, 0, 12, 12, 4},
+    {"hsdp, all-reduce last", 2, ALWAYS, ALL_UNITS | PARTIAL, 0, 24, 12, 4},
+    {"hsdp, all-reduce last, raf false", 2, NEVER, ALL_UNITS | PARTIAL, 0, 12, 12, 4},
 };
 
 TEST_P(fully_shard_training, gradient_accumulation_counts, modes) {
@@ -1204,179 +777,28 @@ TEST_P(fully_shard_training, gradient_accumulation_counts, modes) {
     }
 }
 
-/* A forward and a backward in turn; or forwards run ahead of backwards by one. */
-enum { UP_FRONT = 1, KEPT = 2, AHEAD = 4 };
-static double pipelined(fs_run *x, int it, int m) {
-    static const char *const orders[] = {"F0 B0 F1 B1 F2 B2", "F0 F1 B0 F2 B1 B2"};
-    const int how = *(const int *)x->c->user;
-    double loss = 0;
-    (void)it;
-    for (int u = 0; x->model && (how & UP_FRONT) && u < x->net->count; u++) fs_unshard(x, u);
-    for (const char *at = orders[how / AHEAD]; *at; at += at[2] ? 3 : 2) {
-        fs_tape *t = &x->tape[at[1] - '0'];
-        int last = at[1] == '2';
-        x->micro = m + at[1] - '0';
-        if (at[0] == 'F') {
-            fs_feed(x, t);
-            fs_forward(x, t);
-            continue;
-        }
-        fs_set_sync(x, -1, last);
-        fs_set_last(x, last);
-        if (x->model && (how & KEPT))
-            CALL(x->world, fsdp_set_reshard_after_backward(x->model, NULL, last));
-        fs_feed(x, &x->tape[FS_TAPES - 1]); /* the targets */
-        loss += fs_loss(x, t, 1);
-        fs_backward(x, t);
-        if (!last) fs_finalize(x);
-    }
-    x->micro = m;
-    return loss;
-}
-/* Kept over the microbatches: one gather of each unit; in turn: one for each forward. */
-static void gathers_of_pipeline(fs_run *x, int it, int m) {
-    const int how = *(const int *)x->c->user, each = how & KEPT ? 1 : 3;
-    (void)it, (void)m;
-    for (int u = 0; u < x->net->count; u++) {
-        CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, u), each);
-        CHECK_EQ_INT(fs_seen(x, FSDP_OP_REDUCE_SCATTER, -1, u), 1);
-    }
-    fs_watch(x);
-}
-
-TEST(fully_shard_training, 1f1b_microbatching) {
-    static fs_net net;
-    fs_transformer(&net, 2, 16, 8, 1);
-    net.batch = 2 * 16;
-    for (int how = 0; how < 2 * AHEAD; how++) {
-        fs_conf c = fs_conf_of(&net, 1, 4);
-        c.raf = NEVER, c.micro = pipelined, c.user = &how, c.iters = 2;
-        c.build = fs_watch, c.after = gathers_of_pipeline;
-        c.lanes = how % 3;
-        fs_train(&c);
-    }
-}
+TEST(fully_shard_training, 1f1b_microbatching) { microbatching(FS_SHARD); }
 
 /* ---- other parallelism beside ---------------------------------------------------------------- */
 
-/* MLPs whose hidden width is split over the ranks of a tensor-parallel mesh, evenly or not: rows of
-   the first weight and of its bias, columns of the second weight; its bias is everywhere. */
-enum { TP = 2, TP_MLPS = 3 };
-static const int64_t tp_widths[TP_MLPS] = {3, 4, 3}; /* times the dim */
-/* Of a width: what the ranks before `place` hold. */
-static int64_t tp_first(int64_t width, int place) {
-    int64_t first = place * ((width + TP - 1) / TP);
-    return first < width ? first : width;
-}
-static int64_t tp_global(const fs_run *x, int unit, int p, int64_t element) {
-    const fs_param *q = &x->net->units[unit].params[p];
-    int64_t all = x->whole->units[unit].params[0].shape[0];
-    int64_t first = tp_first(all, fsdp_mesh_rank(x->other, 0));
-    if (p == 0) return element + first * q->shape[1];
-    if (p == 1) return element + first;
-    if (p == 2) return element / q->shape[1] * all + first + element % q->shape[1];
-    return element;
-}
-/* place -1: the whole. */
-static void tp_net(fs_net *net, int64_t d, int place) {
-    fs_net_begin(net, 8, d);
-    for (int u = 0; u < TP_MLPS; u++) {
-        int64_t all = tp_widths[u] * d;
-        int64_t hidden = place < 0 ? all : tp_first(all, place + 1) - tp_first(all, place);
-        fs_unit_add(net, "mlp");
-        fs_linear(net, u, d, hidden);
-        fs_relu(net);
-        fs_linear(net, u, hidden, d);
-    }
-}
-static void tp_sum(fs_run *x, double *a) {
-    CALL(x->world,
-         fsdp_all_reduce(x->world, x->other, a, x->net->batch * x->net->in, FSDP_F64, FSDP_SUM));
-}
-/* Each part of the second linear has added the bias. */
-static void tp_forward(fs_run *x, fs_tape *t, int u) {
-    fs_pre_forward(x, u);
-    fs_layers_forward(x, t, u, 3 * u, 3 * u + 3);
-    if (x->model) {
-        const double *bias = fs_data(x, u, 3);
-        tp_sum(x, t->in[3 * u + 3]);
-        for (int64_t i = 0; i < x->net->batch * x->net->in; i++)
-            t->in[3 * u + 3][i] -= (TP - 1) * bias[i % x->net->in];
-    }
-    fs_post_forward(x, u);
-}
-static double tp_micro(fs_run *x, int it, int m) {
-    fs_tape *t = &x->tape[0];
-    (void)it, (void)m;
-    fs_feed(x, t);
-    for (int u = 0; u < TP_MLPS; u++) {
-        tp_forward(x, t, u);
-        if (x->c->ac) fs_forget(x, t, 3 * u, 3 * u + 3);
-    }
-    double loss = fs_loss(x, t, 1);
-    for (int u = TP_MLPS - 1; u >= 0; u--) {
-        fs_pre_backward(x, u);
-        if (x->c->ac) tp_forward(x, t, u);
-        fs_layers_backward(x, t, 3 * u, 3 * u + 3);
-        if (x->model) tp_sum(x, x->dx);
-        fs_post_backward(x, u);
-    }
-    return loss;
-}
-
-typedef struct {
-    fs_net local[TP];
-    int tp_dim, num_dp, dp_dims[2];
-    const char *names[3];
-} parallel;
-
-/* The data-parallel mesh is a slice of the whole one. */
-static void tp_locate(fs_run *x) {
-    const parallel *p = (const parallel *)x->c->user;
-    fsdp_mesh_desc d = FSDP_ZERO;
-    fsdp_mesh *all;
-    int32_t tp = p->tp_dim, dp[2] = {p->dp_dims[0], p->dp_dims[1]};
-    d.ndim = 3;
-    for (int i = 0; i < 3; i++) d.shape[i] = 2, d.names[i] = p->names[i];
-    CALL(x->world, fsdp_mesh_create(x->world, &d, &all));
-    CHECK_EQ_INT(fsdp_mesh_dim(all, "tp"), tp);
-    CALL(x->world, fsdp_mesh_slice(all, &tp, 1, &x->other));
-    CALL(x->world, fsdp_mesh_slice(all, dp, p->num_dp, &x->mesh));
-    CHECK_EQ_INT(fsdp_mesh_ndim(x->mesh), p->num_dp);
-    x->rank = fsdp_mesh_rank(x->mesh, 0);
-    if (p->num_dp == 2) x->rank = 2 * x->rank + fsdp_mesh_rank(x->mesh, 1);
-    x->net = &p->local[fsdp_mesh_rank(x->other, 0)], x->global = tp_global;
-}
-
-static void train_beside_tp(parallel *p) {
-    static const int64_t dims[] = {3, 5, 16, 17};
-    static fs_net net;
-    for (size_t i = 0; i < COUNT(dims); i++) {
-        tp_net(&net, dims[i], -1);
-        for (int place = 0; place < TP; place++) tp_net(&p->local[place], dims[i], place);
-        fs_conf c = fs_conf_of(&net, p->num_dp == 2 ? 2 : 1, 2);
-        c.threads = 8, c.locate = tp_locate, c.micro = tp_micro, c.user = p;
-        c.rtol = 1e-5, c.atol = 1e-6; /* parts of sums are rounded before they are added */
-        c.sgd = 1;                    /* Adam makes more of such differences */
-        c.iters = W_SLOW ? 3 : FS_ITERS;
-        fs_story *s = fs_tell(&c);
-        for (int k = 0; k < 4; k++) {
-            c.raf = k & 1 ? NEVER : ALWAYS, c.ac = k >> 1;
-            fs_train_beside(&c, s);
-        }
-        fs_story_free(s, &c);
-    }
-}
-
 /* (pp, dp, tp): the pipelines train alike, for each takes its own dp slice. */
 TEST(fully_shard_training, 2d_mlp_with_nd_mesh) {
-    static parallel p = {.tp_dim = 2, .num_dp = 1, .dp_dims = {1, 0}, .names = {"pp", "dp", "tp"}};
+    static parallel p = {.ndim = 3,
+                         .shape = {2, 2, 2},
+                         .tp_dim = 2,
+                         .num_dp = 1,
+                         .dp_dims = {1, 0},
+                         .names = {"pp", "dp", "tp"}};
     train_beside_tp(&p);
 }
 
 TEST(fully_shard_training, 3d) {
-    static parallel p = {
-        .tp_dim = 2, .num_dp = 2, .dp_dims = {0, 1}, .names = {"dp_replicate", "dp_shard", "tp"}};
+    static parallel p = {.ndim = 3,
+                         .shape = {2, 2, 2},
+                         .tp_dim = 2,
+                         .num_dp = 2,
+                         .dp_dims = {0, 1},
+                         .names = {"dp_replicate", "dp_shard", "tp"}};
     train_beside_tp(&p);
 }
 
@@ -1543,30 +965,7 @@ static void hsdp(int all) {
 TEST(fully_shard_training, train_parity_hsdp) { hsdp(0); }
 TEST(long_fully_shard_training, train_parity_hsdp) { hsdp(1); }
 
-/* Another function than the layer's forward: the first half of the unit's parameters. */
-static double encode(fs_run *x, int it, int m) {
-    fs_tape *t = &x->tape[0];
-    (void)it, (void)m;
-    fs_feed(x, t);
-    fs_pre_forward(x, 0);
-    fs_layers_forward(x, t, 0, 0, 2);
-    fs_post_forward(x, 0);
-    double loss = fs_loss_at(x, t, 2, 1);
-    fs_pre_backward(x, 0);
-    fs_layers_backward(x, t, 0, 2);
-    fs_post_backward(x, 0);
-    return loss;
-}
-
-TEST(fully_shard_training, register_fsdp_forward_method) {
-    static fs_net net;
-    two_linears(&net, 16, 8, 4);
-    for (int raf = -1; raf <= 1; raf++) {
-        fs_conf c = fs_conf_of(&net, 1, 2);
-        c.raf = raf, c.micro = encode;
-        fs_train(&c);
-    }
-}
+TEST(fully_shard_training, register_fsdp_forward_method) { forward_method(FS_SHARD); }
 
 /* Three models of one world, used in turn. */
 enum { ROOTS = 3 };
