@@ -171,8 +171,8 @@ FSDP_API void *fsdp_replicate_grad(fsdp_replicate *rep, int param);
                fsdp_param_load, fsdp_param_full, fsdp_set_requires_grad and hooks
    fsdp_replicate_num_buckets - how many there are; 0 for NULL
    fsdp_replicate_members     - the parameters of a bucket, in the order of its message
-   unit, index, out, nbytes   NULL: not wanted. out: room for desc.num_params indices. nbytes: what
-               caps count: the bytes of the bucket's parameters as stored; 0 for frozen ones
+   unit, index, out, nbytes   NULL: not wanted. out: room for desc.num_params indices. nbytes: of
+               the bucket's parameters as they are stored
    Result      unit: FSDP_OK, INVALID_ARG; members: their number, -1: there is no such bucket
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_replicate_unit(const fsdp_replicate *rep, int param, fsdp_unit **unit,
@@ -361,7 +361,7 @@ typedef struct fsdpi_rep_param {
 struct fsdp_replicate {
     fsdp_model *model;
     fsdp_extension extension;
-    fsdp_mesh *mesh; // 1-D
+    const fsdp_mesh *mesh; // 1-D
     fsdp_replicate_hook hook;
     void *hook_user;
     fsdpi_rep_unit *buckets;
@@ -396,10 +396,10 @@ static int fsdpi_rep_call(void *user, fsdp_model *model, fsdp_unit *unit, int ca
     if (call == FSDP_CALL_RESET) fsdpi_rep_clear(rep);
     if (call != FSDP_CALL_FINALIZE || !rep->began) return 0;
     *status = fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_STATE,
-                        "[E952] finalize_backward: a backward over buckets has begun, and %d of "
-                        "%d are reduced ('%s' is the first): call fsdp_replicate_post_backward "
+                        "[E952] finalize_backward: a backward of unit '%s' and the other buckets "
+                        "has begun, and %d of %d are reduced: call fsdp_replicate_post_backward "
                         "first",
-                        rep->next, rep->num_buckets, fsdp_unit_name(rep->buckets[0].unit));
+                        fsdp_unit_name(rep->buckets[0].unit), rep->next, rep->num_buckets);
     return 1;
 }
 
@@ -446,7 +446,7 @@ static fsdp_status fsdpi_rep_follow(fsdp_replicate *rep) {
 
 typedef struct fsdpi_rep_work { // what is needed only to create
     fsdp_param_desc *params;    // [2 * num_params] in order; then those of a bucket
-    int64_t *nbytes;
+    int64_t *nbytes, *counts;   // counts: towards caps
     int32_t *key, *order, *bucket, *place;
     char (*names)[16]; // "p0", ...
 } fsdpi_rep_work;
@@ -458,7 +458,9 @@ static fsdp_status fsdpi_rep_params(fsdp_world *world, const fsdp_replicate_desc
     for (int i = 0; i < d->num_params; i++) {
         fsdp_param_desc *p = &w->params[i];
         const char *at = (const char *)d->params + (size_t)i * stride;
-        fsdp_status status = fsdp_desc_read(world, p, at, sizeof *p, "fsdp_replicate_desc.params");
+        char what[64];
+        snprintf(what, sizeof what, "fsdp_replicate_desc.params[%d]", i);
+        fsdp_status status = fsdp_desc_read(world, p, at, sizeof *p, what);
         if (status) return status;
         if (i == 0) stride = p->size ? p->size : sizeof *p;
         p->size = sizeof *p;
@@ -473,7 +475,8 @@ static fsdp_status fsdpi_rep_params(fsdp_world *world, const fsdp_replicate_desc
                                  k, i, p->name);
         double nbytes = (double)fsdp_dtype_size(p->dtype); // fully_shard refuses odd shapes
         for (int k = 0; k < p->ndim && k < FSDP_MAX_DIMS; k++) nbytes *= (double)p->shape[k];
-        w->nbytes[i] = !p->frozen && nbytes > 0 && nbytes < 4e15 ? (int64_t)nbytes : 0;
+        w->nbytes[i] = nbytes > 0 && nbytes < 4e15 ? (int64_t)nbytes : 0;
+        w->counts[i] = p->frozen ? 0 : w->nbytes[i];
         w->key[i] = p->dtype % 16 + 16 * (p->keep_dtype != 0) + 32 * (p->frozen != 0);
     }
     return FSDP_OK;
@@ -486,33 +489,38 @@ static fsdp_status fsdpi_rep_assign(fsdp_world *world, const fsdp_replicate_desc
     if (!two[0]) two[0] = d->bucket_bytes ? two[1] : 1 << 20;
     const int64_t *caps = d->num_caps ? d->caps : two;
     int n = d->num_params, num_caps = d->num_caps ? d->num_caps : 2, at = 0;
-    int wrong = num_caps < 0 || !caps;
-    for (int i = 0; !wrong && i < num_caps; i++) wrong = caps[i] < 1;
-    if (wrong)
-        return fsdp_fail(
-            world, FSDP_ERR_INVALID_ARG,
-            "[E954] replicate_create: num_caps is %d, caps is %s, first_bytes is %lld, "
-            "bucket_bytes %lld: expected caps of at least 1 byte, or the default 0",
-            d->num_caps, d->caps ? "given" : "NULL", (long long)d->first_bytes,
-            (long long)d->bucket_bytes);
+    if (num_caps < 0 || !caps)
+        return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
+                         "[E954] replicate_create: num_caps is %d, caps is %s: give as many caps, "
+                         "or 0 of them",
+                         d->num_caps, d->caps ? "given" : "NULL");
+    for (int i = 0; i < num_caps; i++)
+        if (caps[i] < 1)
+            return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
+                             "[E955] replicate_create: %s[%d] is %lld, expected >= 1 byte",
+                             d->num_caps ? "caps" : "first_bytes, bucket_bytes", i,
+                             (long long)caps[i]);
+    for (int i = 0; i < n; i++) {
+        int t = d->order ? d->order[i] : n - 1 - i, known = t >= 0 && t < n;
+        if (!known || w->place[t]++)
+            return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
+                             "[E956] replicate_create: order[%d] is %d%s, expected a permutation "
+                             "of 0..%d",
+                             i, t, known ? " for the second time" : "", n - 1);
+    }
     for (int frozen = 0; frozen < 2; frozen++)
         for (int i = 0; i < n; i++) {
             int t = d->order ? d->order[i] : n - 1 - i;
-            if (t >= 0 && t < n && w->key[t] / 32 == frozen) w->order[at++] = t;
+            if ((w->params[t].frozen != 0) == frozen) w->order[at++] = t;
         }
-    *num_buckets = at < n ? -1
-                          : fsdp_replicate_assign(w->nbytes, w->key, w->order, n, caps, num_caps,
-                                                  w->bucket, w->place, NULL);
-    if (*num_buckets >= 0) return FSDP_OK;
-    return fsdp_fail(world, FSDP_ERR_INVALID_ARG,
-                     "[E956] replicate_create: order is no permutation of 0..%d: give each index "
-                     "once",
-                     n - 1);
+    *num_buckets = fsdp_replicate_assign(w->counts, w->key, w->order, n, caps, num_caps, w->bucket,
+                                         w->place, NULL);
+    return FSDP_OK;
 }
 
 // The mesh info of the buckets, and the 1-D mesh of its replicas.
 static fsdp_status fsdpi_rep_mesh(fsdp_model *model, const fsdp_replicate_desc *d,
-                                  fsdp_mesh_info *info, fsdp_mesh **replicas) {
+                                  fsdp_mesh_info *info, const fsdp_mesh **replicas) {
     fsdp_world *world = fsdp_model_world(model);
     fsdp_mesh *all = NULL;
     fsdp_status status = fsdp_model_mesh_info(model, info);
@@ -532,8 +540,13 @@ static fsdp_status fsdpi_rep_mesh(fsdp_model *model, const fsdp_replicate_desc *
                            "[E958] replicate_create: mesh_info is of kind %s, expected DDP: fill "
                            "it by fsdp_mesh_info_init with FSDP_MESH_INFO_DDP",
                            info->kind == FSDP_MESH_INFO_HSDP ? "HSDP" : "FSDP");
+    if (status) return status;
+    *replicas = info->mesh;
+    if (fsdp_mesh_ndim(info->mesh) == 1) return FSDP_OK;
     int32_t dim = info->replicate_mesh_dim;
-    return status ? status : fsdp_mesh_slice(info->mesh, &dim, 1, replicas);
+    status = fsdp_mesh_slice(info->mesh, &dim, 1, &all);
+    *replicas = all;
+    return status;
 }
 
 // Which parameters a bucket has, and its unit.
@@ -598,7 +611,7 @@ FSDP_API fsdp_status fsdp_replicate_create(fsdp_model *model, const fsdp_replica
     fsdp_replicate_desc d;
     fsdpi_rep_work w;
     fsdp_mesh_info info;
-    fsdp_mesh *mesh = NULL;
+    const fsdp_mesh *mesh = NULL;
     void *room = NULL, *temporary = NULL;
     *rep = NULL;
     fsdp_status status = fsdp_desc_read(world, &d, desc, sizeof d, "fsdp_replicate_desc");
@@ -611,7 +624,7 @@ FSDP_API fsdp_status fsdp_replicate_create(fsdp_model *model, const fsdp_replica
     if (status) return status;
     int64_t n = d.num_params,
             each = (int64_t)(sizeof(fsdpi_rep_unit) + sizeof(fsdpi_rep_param)) + 2 * 8 + 4 * 4;
-    int64_t work = n * ((int64_t)(2 * sizeof(fsdp_param_desc) + sizeof *w.names) + 8 + 4 * 4);
+    int64_t work = n * ((int64_t)(2 * sizeof(fsdp_param_desc) + sizeof *w.names) + 2 * 8 + 4 * 4);
     status = fsdp_alloc(model, FSDP_MEMORY_HOST, (int64_t)sizeof **rep + n * each,
                         "replicate_create: no memory for its tables", &room);
     if (!status)
@@ -631,7 +644,8 @@ FSDP_API fsdp_status fsdp_replicate_create(fsdp_model *model, const fsdp_replica
         made->order = made->seen + n;
         w.params = (fsdp_param_desc *)temporary;
         w.nbytes = (int64_t *)(void *)(w.params + 2 * n);
-        w.key = (int32_t *)(void *)(w.nbytes + n);
+        w.counts = w.nbytes + n;
+        w.key = (int32_t *)(void *)(w.counts + n);
         w.order = w.key + n;
         w.bucket = w.order + n;
         w.place = w.bucket + n;

@@ -2739,6 +2739,7 @@ typedef struct fsdpi_facts {
     uint8_t offload;   // shards and their gradients lie in pinned host memory
     uint8_t overwrite; // backward stores gradients instead of adding them
     uint8_t fuses;     // the backend's reduce_scatter casts, scales and adds
+    uint8_t debug;     // what is given back becomes NaN
     // Options.
     uint8_t sync, all_reduce;
     uint8_t hook, custom; // an all-reduce hook is set; the caller all-reduces over replicas itself
@@ -2791,9 +2792,11 @@ typedef struct fsdpi_route {
     double before, sums, replicas, factor;
 } fsdpi_route;
 
-// One part that is stored as it is gathered, in memory that peers can read.
+// One part that is stored as it is gathered, in memory that peers can read. With debug one rank
+// copies its shards, too: a kept pointer shall find NaN.
 static int fsdpi_facts_plain(const fsdpi_facts *f) {
-    return f->one_part && f->stored == f->gathered && !f->extended && !f->offload;
+    return f->one_part && f->stored == f->gathered && !f->extended && !f->offload &&
+           !(f->debug && f->shards == 1);
 }
 
 /* Must gradients be brought to the reduce dtype before the reduction? Not if it can read narrower
@@ -7799,6 +7802,7 @@ static void fsdpi_unit_route(fsdp_unit *u) {
     f.reduce = l->reduce_dtype;
     f.offload = md->cpu_offload != 0;
     f.overwrite = md->grads_overwrite != 0;
+    f.debug = md->debug != 0;
     f.fuses = (u->model->world->caps.flags & FSDP_CAP_FUSED_REDUCE) != 0;
     f.sync = u->options.sync;
     f.all_reduce = u->options.all_reduce;

@@ -1358,8 +1358,8 @@ static void bad_descs(lab_rank *r) {
         CHECK(!rep);                                                                               \
         CHECK_EQ_INT(fsdp_num_units(m), 0);                                                        \
     } while (0)
-    BAD(d.params = q; q[1].name = "w", "[E953] replicate_create: two parameters are named 'w'");
-    BAD(d.params = q; q[1].name = "p2", "[E953] replicate_create: two parameters are named 'p2'");
+    BAD(d.params = q; q[1].name = "w", "[E953] replicate_create: parameters 0 and 1 are both named 'w'");
+    BAD(d.params = q; q[1].name = "p2", "[E953] replicate_create: parameters 1 and 2 are both named 'p2'");
     BAD(d.num_caps = 2, "[E954] replicate_create: num_caps is 2, caps is NULL");
     BAD(d.num_caps = -1; d.caps = caps, "[E954] replicate_create: num_caps is -1, caps is given");
     BAD(d.num_caps = 2; d.caps = caps, "[E955] replicate_create: caps[1] is 0, expected >= 1 byte");
@@ -1414,23 +1414,23 @@ static void wrong_calls(job *j) {
         if (n == 0) { /* in the open bucket, and of several of which one is ready */
             at_fault = FSDP_ERR_INVALID_STATE;
             REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_replicate_ready(j->rep, 5, 4),
-                       "[E962] replicate_ready: parameter 'b3' (unit 'bucket.0') is ready already "
+                       "[E961] replicate_ready: parameter 'b3' (bucket.0) is ready already "
                        "in this backward");
             CHECK(!fsdp_replicate_grad(j->rep, 8));
             REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, FSDP_ERR_INVALID_STATE,
-                       "[E961] replicate_grad: parameter 'b3' (unit 'bucket.0') was said to be");
+                       "[E961] replicate_grad: parameter 'b3' (bucket.0) is ready already");
         }
         if (n == 1) {
             at_fault = FSDP_ERR_INVALID_ARG;
             REFUSED(j->w, fsdp_replicate_ready(j->rep, 7, 3),
-                    "[E960] replicate_ready: there are no parameters 7..9, expected 0..8");
-            REFUSED(j->w, fsdp_replicate_ready(j->rep, -1, 1), "parameters -1..-1, expected 0..8");
-            REFUSED(j->w, fsdp_replicate_ready(j->rep, 3, -1), "expected 0..8");
+                    "[E960] replicate_ready: first is 7, count is 3, expected parameters of 0..8");
+            REFUSED(j->w, fsdp_replicate_ready(j->rep, -1, 1), "first is -1, count is 1, expected parameters of 0..8");
+            REFUSED(j->w, fsdp_replicate_ready(j->rep, 3, -1), "count is -1");
         }
         if (n == 2) { /* these are asked, and no part of the backward */
             CHECK(!fsdp_replicate_data(j->rep, ALL));
             REFUSED(j->w, FSDP_ERR_INVALID_ARG,
-                    "[E960] replicate_data: there are no parameters 9..9");
+                    "[E960] replicate_data: first is 9, count is 1");
             REFUSED(j->w, fsdp_replicate_unit(j->rep, -1, NULL, NULL), "[E960] replicate_unit");
             REFUSED(j->w, fsdp_replicate_broadcast(j->rep, j->r->size),
                     "[E964] replicate_broadcast: root is 2, expected 0..1");
@@ -1445,7 +1445,7 @@ static void wrong_calls(job *j) {
         if (n == 0) { /* in a bucket that is under way */
             CHECK(!fsdp_replicate_grad(j->rep, 6));
             REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, FSDP_ERR_INVALID_STATE,
-                       "[E961] replicate_grad: parameter 'b2' (unit 'bucket.0') was said to be");
+                       "[E961] replicate_grad: parameter 'b2' (bucket.0) is ready already");
         }
         REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w, fsdp_finalize_backward(j->m.model),
                    "4 of 4 are reduced: call fsdp_replicate_post_backward");
@@ -1843,7 +1843,7 @@ static void half_way(job *j) {
         forward(j);
         write_grad(j, 5); /* of the second bucket */
         REFUSED_AS(FSDP_ERR_INVALID_STATE, j->w,
-                   fsdp_replicate_set_hook(j->rep, n == 0 ? hook : NULL, &h), "'bucket.1'");
+                   fsdp_replicate_set_hook(j->rep, n == 0 ? hook : NULL, &h), "replicate_set_hook");
         CALL(j->w, fsdp_replicate_ready(j->rep, 5, 1));
         for (int p = 0; p < ALL; p++)
             if (p != 5 && !j->m.frozen[p]) write_grad(j, p);
