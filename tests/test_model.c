@@ -296,6 +296,13 @@ static fsdp_dtype grads_in(const model *m, int i) {
 }
 static int is_wide(fsdp_dtype d) { return d == FSDP_F32 || d == FSDP_F64; }
 
+/* Shards are copied into the slot: cast, brought from the host, from several blocks; and with debug
+   those of one rank, so that a kept pointer finds NaN. */
+static int moves(const model *m, int i) {
+    return m->n->offload || casts(m, i) || pairs_of(m, i, ALL) > 1 ||
+           (m->n->debug && m->n->units[i].shards == 1);
+}
+
 /* The reduction goes from the gradients, or from what waited for it, straight to the shard
    gradients: it casts, scales and adds on its way. */
 static int straight(const model *m, int i, int hook) {
@@ -393,7 +400,7 @@ static void unshard(model *m, int i) {
         if (count) issue(m, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, i, u->slices, count, nbytes);
         give(m, i, FSDP_POOL_SLICE);
     } else {
-        int moved = m->n->offload || casts(m, i) || pairs_of(m, i, ALL) > 1;
+        int moved = moves(m, i);
         m->copies_in += moved ? pairs_of(m, i, NOT_EMPTY) : 0;
     }
     if (u->storage == FSDP_STORAGE_SHARDED && d->shards > 1 && count) {
@@ -441,7 +448,7 @@ static void reshard_backward(model *m, int i) {
 static int aliases(const model *m, int i) {
     const unit *d = &m->n->units[i];
     const unit_model *u = &m->units[i];
-    if (d->shards * d->replicas > 1 || m->n->offload || !u->sync || u->unreduced) return 0;
+    if (d->shards * d->replicas > 1 || moves(m, i) || !u->sync || u->unreduced) return 0;
     if (u->sum_hook) return 0;
     if (!(u->factor <= 1 && u->factor >= 1) && u->factor > 0) return 0;
     if (pairs_of(m, i, ALL) > 1 || (m->n->overwrite && u->summed)) return 0;
@@ -947,7 +954,7 @@ static void measure(bed *b) {
         slack = grain * (2 * d->num_params + 4) + 8 * train * d->shards;
         int64_t red = size_of(reduced_in(&b->m, i)), *bytes = u->bytes;
         int64_t users = d->shards * d->replicas > 1 ? train * d->shards : 0;
-        int slot = d->shards > 1 || casts(&b->m, i) || pairs_of(&b->m, i, ALL) > 1 || b->n.offload;
+        int slot = d->shards > 1 || moves(&b->m, i);
         for (int k = 0; k < NUM_POOLS; k++) bytes[pools[k]] = of.pool_bytes[pools[k]];
         MODEL_CHECK(
             b, slot ? bytes[FSDP_POOL_GATHER] >= aligned(all, grain) : !bytes[FSDP_POOL_GATHER],
