@@ -445,7 +445,7 @@ TEST(fully_shard_mixed_precision, structured_input_output) {
     for (size_t i = 0; i < COUNT(policies); i++)
         for (int members = 2; members <= 3; members++) {
             fs_conf c = fs_conf_of(&net, 1, 4);
-            c.param = policies[i][0], c.reduce = policies[i][1], c.zero_in_place = 1;
+            c.param = policies[i][0], c.reduce = policies[i][1];
             c.micro = containers, c.after = struct_of_inputs, c.user = &members;
             fs_train(&c);
         }

@@ -71,13 +71,18 @@ static void check_registered(fs_run *x, int unit, fsdp_storage_state expected) {
     const fs_unit *u = &x->net->units[unit];
     W_CHECK(fsdp_unit_storage(x->unit[unit]) == expected, "unit %d is in state %d, expected %d",
             unit, (int)fsdp_unit_storage(x->unit[unit]), (int)expected);
-    if (expected != FSDP_STORAGE_UNSHARDED) return;
     for (int p = 0; p < u->count; p++) {
-        const double *data = fs_data(x, unit, p);
+        const fsdp_param_view v = lab_view(x->world, x->unit[unit], p);
+        const double *data = expected == FSDP_STORAGE_UNSHARDED ? fs_data(x, unit, p) : NULL;
         const double *want = x->it ? x->story->param[x->it - 1] + u->params[p].at : NULL;
-        for (int64_t e = 0; e < u->params[p].numel; e++)
+        for (int64_t e = 0; data && e < u->params[p].numel; e++)
             fs_check_near(x, "full parameter", unit, p, e, data[e],
                           want ? want[e] : fs_initial(x->net, unit, p, e));
+        for (int64_t k = 0; k < v.numel; k++) {
+            const int64_t e = fsdp_view_index(&v, k);
+            fs_check_near(x, "shard", unit, p, e, lab_get(v.shard, v.dtype, k),
+                          want ? want[e] : fs_initial(x->net, unit, p, e));
+        }
     }
 }
 
@@ -144,7 +149,7 @@ TEST(fully_shard_training, to_float64_after_init) {
     mlp_of_kind(&net, TWO_UNITS, 4);
     for (size_t i = 0; i < COUNT(worlds); i++) {
         fs_conf c = fs_conf_of(&net, 1, worlds[i]);
-        c.stored = FSDP_F64, c.zero_in_place = 1, c.after = all_f64;
+        c.stored = FSDP_F64, c.after = all_f64;
         c.made = FSDP_F32, c.build = cast_to_f64;
         fs_train(&c);
     }
@@ -762,7 +767,7 @@ static void grouped_and_not(const fs_conf *like, int tied, int policy, int chunk
 
 static fs_conf chunked_conf(int raf) {
     fs_conf c = fs_conf_of(NULL, 1, 2);
-    c.raf = raf, c.micro = chunked_head, c.zero_in_place = 1;
+    c.raf = raf, c.micro = chunked_head;
     c.iters = W_SLOW ? 3 : FS_ITERS;
     return c;
 }
@@ -1143,7 +1148,7 @@ static void accumulate(fs_net *net, int replicas, int shards, int sync, int all)
     memset(&a, 0, sizeof a);
     a.sync = sync;
     fs_conf c = fs_conf_of(net, replicas, shards);
-    c.micros = 3, c.iters = 5, c.zero_in_place = 1, c.before = accumulate_before, c.user = &a;
+    c.micros = 3, c.iters = 5, c.before = accumulate_before, c.user = &a;
     c.end = accumulate_count, c.name = name;
     fs_story *s = fs_tell(&c);
     for (int setting = 0; setting < 12; setting++) {
