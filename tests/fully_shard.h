@@ -78,7 +78,7 @@ typedef struct fs_conf {
     int sgd;           /* also where all parameters are f32, which Adam trains else */
     int unused_rule;   /* upstream's for parameters without a gradient */
     int keep_grads;    /* zero_grad in every second iteration only */
-    int zero_in_place; /* in every second iteration the caller writes zeros instead */
+    int zero_in_place; /* as PyTorch's tests: in every second iteration zeros are written instead */
     int thaw;          /* from this iteration on nothing is frozen; 0: never */
     int64_t direct_min, bucket_bytes; /* bucket_bytes 0: small ones, so that there are several */
     double clip_p, max_norm;          /* gradients are clipped before the update; 0: not */
@@ -220,7 +220,7 @@ FS_FN fs_conf fs_conf_of(const fs_net *net, int replicas, int shards) {
     fs_conf c;
     memset(&c, 0, sizeof c);
     c.name = "", c.net = net, c.replicas = replicas, c.shards = shards;
-    c.iters = FS_ITERS, c.micros = 1;
+    c.iters = FS_ITERS, c.micros = 1, c.zero_in_place = 1;
     return c;
 }
 /* So many ranks that shard, or that replicate. */

@@ -487,16 +487,27 @@ static uint64_t ops_of(rig *r, int kind) {
     return c.calls[kind];
 }
 
-/* All-gathers in forward and in backward, and reductions. */
+/* Collectives that are neither gathers nor reduce-scatters. */
+static uint64_t other_ops(rig *r) {
+    uint64_t sum = 0;
+    for (int kind = FSDP_OP_ALL_GATHER; kind <= FSDP_OP_RECV; kind++)
+        if (kind != FSDP_OP_ALL_GATHER && kind != FSDP_OP_REDUCE_SCATTER) sum += ops_of(r, kind);
+    return sum;
+}
+
+/* All-gathers in forward and in backward, reductions in backward, and nothing else. */
 static void counts(rig *r, const char *forward, int gathers, const char *backward, int again,
                    int reductions) {
     uint64_t before = ops_of(r, FSDP_OP_ALL_GATHER), scatters = ops_of(r, FSDP_OP_REDUCE_SCATTER);
+    uint64_t others = other_ops(r);
     play(r, forward);
     CHECK_EQ_INT(ops_of(r, FSDP_OP_ALL_GATHER) - before, gathers);
+    CHECK_EQ_INT(ops_of(r, FSDP_OP_REDUCE_SCATTER), scatters);
     before = ops_of(r, FSDP_OP_ALL_GATHER);
     play(r, backward);
     CHECK_EQ_INT(ops_of(r, FSDP_OP_ALL_GATHER) - before, again);
     CHECK_EQ_INT(ops_of(r, FSDP_OP_REDUCE_SCATTER) - scatters, reductions);
+    CHECK_EQ_INT(other_ops(r), others);
 }
 
 static const struct {

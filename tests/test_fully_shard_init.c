@@ -1708,6 +1708,7 @@ static fsdp_status ext_post(void *user, const fsdp_param_view *view, const void 
     ext *x = (ext *)user;
     const uint16_t *high = (const uint16_t *)gathered[0], *low = (const uint16_t *)gathered[1];
     (void)stream;
+    if (x->rows) CHECK(view->shape[0] == x->rows && view->shape[1] == x->cols);
     for (int64_t e = 0; e < lab_full_numel(view); e++) {
         float value;
         uint32_t bits = (uint32_t)high[e] << 16 | (x->kind == HALVES ? low[e] : 0u);

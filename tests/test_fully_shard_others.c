@@ -72,7 +72,7 @@ TEST(fully_shard_frozen, mixed_requires_grad_per_group) {
             net.units[u].params[p].frozen = net.units[u].params[p].ndim == 2;
     for (int size = 3; size <= 4; size++) {
         fs_conf c = fs_conf_of(&net, 1, size);
-        c.zero_in_place = 1, c.after = biases_are_reduced;
+        c.after = biases_are_reduced;
         if (size == 3 || W_SLOW) c.iters = 3;
         fs_story *s = fs_tell(&c);
         for (int k = 0; k < 12;
@@ -182,7 +182,7 @@ TEST(fully_shard_frozen, multi_forward) {
     }
     for (int k = 0; k < 6; k++) {
         fs_conf c = fs_conf_of(&net, 1, k < 3 ? 4 : 2);
-        c.raf = reshards[k % 3], c.lanes = k % 3, c.zero_in_place = 1, c.micro = used_three_times;
+        c.raf = reshards[k % 3], c.lanes = k % 3, c.micro = used_three_times;
         fs_train(&c);
     }
 }
@@ -294,7 +294,7 @@ TEST(fully_shard_autograd, unused_forward_module) {
     }
     for (int k = 0; k < 9 * USES; k++) {
         int when = k % USES;
-        fs_conf c = fs_conf_of(&net, 1, k % 2 ? 4 : 2);
+        fs_conf c = fs_conf_of(&net, 1, (k + k / USES) % 2 ? 4 : 2);
         c.raf = reshards[k / USES % 3], c.lanes = k / (3 * USES);
         c.micro = unused_module, c.build = fs_watch, c.after = resharded, c.user = &when;
         c.iters = W_SLOW || k >= 3 * USES ? 4 : FS_ITERS;
@@ -774,6 +774,7 @@ TEST(fully_shard_memory, training_memory_no_gc) {
 /* Building costs no device memory, and deleting gives all of it back. */
 TEST(fully_shard_memory, del_memory) {
     for (int async = 0; async < 2; async++) {
+        static const char name[] = "del";
         fsdp_memory now;
         rig r;
         rig_open(&r, 2, async);
@@ -782,8 +783,10 @@ TEST(fully_shard_memory, del_memory) {
         CHECK_EQ_INT(r.s.live_blocks, base);
         CALL(r.s.world, fsdp_model_commit(r.model));
         CALL(r.s.world, fsdp_model_memory(r.model, &now));
-        CHECK(now.pool_bytes[FSDP_POOL_SHARD] <= 4 * z.s + 4 * 1024 * 1024);
-        CHECK(on_device(&r) - bytes >= 4 * z.s);
+        AT_MOST(now.pool_bytes[FSDP_POOL_SHARD] / 4, z.s + 4096);
+        AT_MOST(now.pool_bytes[FSDP_POOL_SGRAD] / 4, z.s + 4096);
+        AT_MOST((on_device(&r) - bytes) / 4, 2 * z.s + 8192);
+        CHECK((on_device(&r) - bytes) / 4 >= 2 * z.s);
         rig_forward(&r);
         rig_backward(&r);
         fsdp_model_destroy(r.model);

@@ -428,7 +428,7 @@ static void grouped_and_not(const fs_conf *like, int tied, int policy, int chunk
 
 static fs_conf chunked_conf(int raf) {
     fs_conf c = fs_conf_of(NULL, 1, 2);
-    c.raf = raf, c.micro = chunked_head, c.zero_in_place = 1;
+    c.raf = raf, c.micro = chunked_head;
     c.iters = W_SLOW ? 3 : FS_ITERS;
     return c;
 }
@@ -759,11 +759,31 @@ static const accumulation modes[] = {
     {"sync last, kept, raf false", 1, NEVER, ALL_UNITS, 1, 4, 4, 0},
     {"sync last, kept", 1, ALWAYS, ALL_UNITS, 1, 16, 4, 0},
     {"hsdp, sync every", 2, ALWAYS, EVERY, 0, 24, 12, 12},
+    {"hsdp, sync every, raf int", 2, 2, EVERY, 0, 24, 12, 12},
+    {"hsdp, sync every, raf false", 2, NEVER, EVERY, 0, 12, 12, 12},
+    {"hsdp, sync every, raf default", 2, 0, EVERY, 0, 21, 12, 12},
     {"hsdp, sync last", 2, ALWAYS, ALL_UNITS, 0, 24, 4, 4},
+    {"hsdp, sync last, raf false", 2, NEVER, ALL_UNITS, 0, 12, 4, 4},
+    {"hsdp, sync last, kept", 2, ALWAYS, ALL_UNITS, 1, 16, 4, 4},
     {"hsdp, sync last, kept, raf false", 2, NEVER, ALL_UNITS, 1, 4, 4, 4},
     {"hsdp, all-reduce last", 2, ALWAYS, ALL_UNITS | PARTIAL, 0, 24, 12, 4},
     {"hsdp, all-reduce last, raf false", 2, NEVER, ALL_UNITS | PARTIAL, 0, 12, 12, 4},
 };
+
+/* Between microbatches: gathered parameters, full gradients, sums of the shard group. */
+static void accumulate_kept(fs_run *x, int it, int m) {
+    const accumulation *a = (const accumulation *)x->c->user;
+    const int between = m < x->c->micros - 1;
+    (void)it;
+    for (int u = 0; u < x->net->count; u++) {
+        fsdp_memory now = FSDP_ZERO;
+        CHECK_OK(fsdp_unit_memory(x->unit[u], &now));
+        CHECK_EQ_INT(now.pool_slots[FSDP_POOL_GATHER], between && a->keep);
+        CHECK_EQ_INT(now.pool_slots[FSDP_POOL_GRAD] + now.pool_slots[FSDP_POOL_RIN],
+                     between && a->sync == ALL_UNITS);
+        CHECK_EQ_INT(now.pool_slots[FSDP_POOL_ROUT], between && a->sync == (ALL_UNITS | PARTIAL));
+    }
+}
 
 TEST_P(fully_shard_training, gradient_accumulation_counts, modes) {
     static fs_net net;
@@ -773,6 +793,7 @@ TEST_P(fully_shard_training, gradient_accumulation_counts, modes) {
         fs_conf c = fs_conf_of(&net, row->replicas, 2);
         c.name = row->name, c.raf = row->raf, c.micros = 3, c.iters = 2, c.lanes = lanes;
         c.before = accumulate_before, c.end = accumulate_count, c.user = &a;
+        c.after = accumulate_kept;
         fs_train(&c);
     }
 }

@@ -43,13 +43,18 @@ FS_FN void check_registered(fs_run *x, int unit, fsdp_storage_state expected) {
     const fs_unit *u = &x->net->units[unit];
     W_CHECK(fsdp_unit_storage(x->unit[unit]) == expected, "unit %d is in state %d, expected %d",
             unit, (int)fsdp_unit_storage(x->unit[unit]), (int)expected);
-    if (expected != FSDP_STORAGE_UNSHARDED) return;
     for (int p = 0; p < u->count; p++) {
-        const double *data = fs_data(x, unit, p);
+        const fsdp_param_view v = lab_view(x->world, x->unit[unit], p);
+        const double *data = expected == FSDP_STORAGE_UNSHARDED ? fs_data(x, unit, p) : NULL;
         const double *want = x->it ? x->story->param[x->it - 1] + u->params[p].at : NULL;
-        for (int64_t e = 0; e < u->params[p].numel; e++)
+        for (int64_t e = 0; data && e < u->params[p].numel; e++)
             fs_check_near(x, "full parameter", unit, p, e, data[e],
                           want ? want[e] : fs_initial(x->net, unit, p, e));
+        for (int64_t k = 0; k < v.numel; k++) {
+            const int64_t e = fsdp_view_index(&v, k);
+            fs_check_near(x, "shard", unit, p, e, lab_get(v.shard, v.dtype, k),
+                          want ? want[e] : fs_initial(x->net, unit, p, e));
+        }
     }
 }
 
@@ -113,7 +118,7 @@ FS_FN void to_float64(int how) {
     mlp_of_kind(&net, TWO_UNITS, 4);
     for (size_t i = 0; i < COUNT(worlds); i++) {
         fs_conf c = fs_conf_by(how, &net, worlds[i]);
-        c.stored = FSDP_F64, c.zero_in_place = 1, c.after = all_f64;
+        c.stored = FSDP_F64, c.after = all_f64;
         c.made = FSDP_F32, c.build = cast_to_f64;
         fs_train(&c);
     }
@@ -449,7 +454,7 @@ FS_FN void accumulate(int how, fs_net *net, int replicas, int shards, int sync, 
     a.sync = sync;
     fs_conf c = fs_conf_of(net, replicas, shards);
     c.how = how;
-    c.micros = 3, c.iters = 5, c.zero_in_place = 1, c.before = accumulate_before, c.user = &a;
+    c.micros = 3, c.iters = 5, c.before = accumulate_before, c.user = &a;
     c.end = accumulate_count, c.name = name;
     fs_story *s = fs_tell(&c);
     for (int setting = 0; setting < 12; setting++) {
@@ -848,7 +853,7 @@ FS_FN void structured(int how) {
     for (size_t i = 0; i < COUNT(policies); i++)
         for (int members = 2; members <= 3; members++) {
             fs_conf c = fs_conf_by(how, &net, 4);
-            c.param = policies[i][0], c.reduce = policies[i][1], c.zero_in_place = 1;
+            c.param = policies[i][0], c.reduce = policies[i][1];
             c.micro = containers, c.after = struct_of_inputs, c.user = &members;
             fs_train(&c);
         }
