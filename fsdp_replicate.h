@@ -61,7 +61,8 @@
    ARITHMETIC
      Ranks are summed in f32 (f64 in f64) in rank order, then divided by their number once; NCCL
      sums in an order of its own. The bits do not depend on the buckets. PyTorch divides before it
-     sums, in the dtype of the gradient. With two ranks the results are equal to the bit.
+     sums, in the dtype of the gradient. With two ranks the averages are equal to the bit. If a
+     backward adds to averages of earlier ones, PyTorch averages those again.
    MEMORY
      One copy of the parameters, one of the gradients, and the messages of the buckets that are open
      at a time. fsdp_model_predict counts one message for each size of bucket. If a layer's
