@@ -448,7 +448,7 @@ static void reshard_backward(model *m, int i) {
 static int aliases(const model *m, int i) {
     const unit *d = &m->n->units[i];
     const unit_model *u = &m->units[i];
-    if (d->shards * d->replicas > 1 || moves(m, i) || !u->sync || u->unreduced) return 0;
+    if (d->shards * d->replicas > 1 || m->n->offload || !u->sync || u->unreduced) return 0;
     if (u->sum_hook) return 0;
     if (!(u->factor <= 1 && u->factor >= 1) && u->factor > 0) return 0;
     if (pairs_of(m, i, ALL) > 1 || (m->n->overwrite && u->summed)) return 0;
