@@ -24,8 +24,7 @@
                         fsdp_replicate_grad(rep, 2 * l), fsdp_replicate_grad(rep, 2 * l + 1));
                fsdp_replicate_ready(rep, 2 * l, 2);            // a complete bucket is on its way
            }
-           fsdp_replicate_post_backward(rep);
-           if (fsdp_finalize_backward(model)) break;
+           if (fsdp_replicate_post_backward(rep) || fsdp_finalize_backward(model)) break;
            if (fsdp_adamw_step(opt, lr)) break;
            fsdp_zero_grad(model);
        }
@@ -56,8 +55,9 @@
        - set desc.late = 1: then all buckets are reduced in fsdp_replicate_post_backward.
    THE MESSAGE OF A BUCKET
      has the gradients of the trainable parameters, in the bucket's order. Each one begins at a
-     multiple of 64 bytes (GPUs: 256) of its dtype. Behind them comes one number for each of these
-     parameters: how many ranks used it. A group of one rank sends nothing.
+     multiple of as many elements as 64 bytes (GPUs: 256) of the parameter's dtype have. Behind
+     them comes one number for each of these parameters; it is 0 if no rank used it. A group of one
+     rank sends nothing.
    ARITHMETIC
      Ranks are summed in f32 (f64 in f64) in rank order, then divided by their number once; NCCL
      sums in an order of its own. The bits do not depend on the buckets. PyTorch divides before it
@@ -122,14 +122,15 @@ FSDP_API int fsdp_replicate_assign(const int64_t *nbytes, const int32_t *key, co
                                    int32_t *place, int64_t *cap);
 
 /* fsdp_replicate_create - add the buckets to a model, one unit each, which are never resharded.
-   Frozen parameters are in buckets of their own, behind the others
+   Frozen parameters are behind the others, in one bucket for each dtype, whatever the caps are;
+   they stay there if you thaw them
    rep         the model owns it: it ends with the model or the world. NULL after a failure
    Result      FSDP_OK; INVALID_ARG (the text names the field or the parameter: order is no
                permutation, a cap < 1, two equal names, mesh_info is not of kind DDP), and what
                fsdp_fully_shard returns. After a failure of fsdp_fully_shard the model has some of
                the buckets: end it
-   Collective  yes: every rank of the mesh, same desc. The first collective checks it. Without mesh
-               and mesh_info, and in a mesh of several dims: as fsdp_mesh_slice, fsdp_mesh_1d
+   Collective  yes: every rank of the mesh, same desc. A bucket's first reduction compares it; what
+               has no reduction is not compared
    Blocks      no      Allocates tables
    Source      torch: torch.distributed._composable.replicate, DistributedDataParallel.__init__ */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_replicate_create(fsdp_model *model,
@@ -146,7 +147,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_replicate_create(fsdp_model *model,
                fsdp_finalize_backward, which refuses if you leave this call out
    Result      FSDP_OK, or as the hooks of fsdp.h; ready: INVALID_ARG, INVALID_STATE (a parameter is
                ready already; nothing changes). post_backward also returns the first failure of a
-               ready or grad of this backward
+               ready or grad since pre_forward; fsdp_finalize_backward knows of those that come from
+               fsdp.h
    Collective  pre_forward, post_forward: no communication. ready, post_backward: every rank
                reduces the same buckets in the same order; on two ranks that may be in different
                calls
@@ -162,7 +164,8 @@ FSDP_API fsdp_status fsdp_replicate_post_backward(fsdp_replicate *rep);
    fsdp_replicate_grad - where you write its gradient, as fsdp_grad: until you say that it is ready.
                It marks the parameter as used. NULL for a frozen one
    param       its index in desc.params
-   Result      as fsdp_data, fsdp_grad; NULL and a logged text in a wrong state
+   Result      as fsdp_data, fsdp_grad; NULL and a logged text in a wrong state. After an abort
+               valid memory with undefined contents
    Collective  no      Blocks no      Allocates as fsdp_pre_backward, at the first use of a bucket
    Source      torch: Parameter, Parameter.grad with gradient_as_bucket_view */
 FSDP_API void *fsdp_replicate_data(fsdp_replicate *rep, int param);
@@ -197,11 +200,12 @@ FSDP_API fsdp_status fsdp_replicate_order(const fsdp_replicate *rep, int32_t *or
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), OUT_OF_MEMORY; collective
                errors
    Collective  yes: every rank of the mesh      Blocks yes, at most timeout_ms for each step
-   Allocates   host memory of one parameter while it runs
+   Allocates   host memory of the largest parameter while it runs
    Source      torch: _sync_module_states, init_sync */
 FSDP_API fsdp_status fsdp_replicate_broadcast(fsdp_replicate *rep, int root);
 
-// What a hook gets: where the gradients of a bucket are, and which parameters they belong to.
+// What a hook gets: where the gradients of a bucket are, and which parameters they belong to. All
+// but index may change if you freeze, thaw or cast parameters.
 typedef struct fsdp_replicate_bucket {
     int32_t index, is_last; // is_last: no other bucket is reduced after it
     int32_t num_params;     // trainable ones
@@ -222,7 +226,8 @@ typedef fsdp_status (*fsdp_replicate_hook)(void *user, const fsdp_replicate_buck
    hook        makes the elements of data, and the flags, sums over the replicas; the library
                divides. ops->run(comm, coll) does what the library would do. The hook may run other
                collectives on comm: copies of coll with another kind, count, src or dst, inside the
-               message or in memory of ops->alloc. All ranks have to run the same ones. NULL: none
+               message or in memory of ops->alloc. All ranks have to run the same ones. One rank
+               never calls it. NULL: none
    Runs        where reductions run: at once, in a worker thread with lanes, or on a device with
                streams to enqueue work. If it returns a failure, the world is aborted with it
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle), errors of commit
@@ -240,7 +245,8 @@ FSDP_API fsdp_status fsdp_replicate_set_hook(fsdp_replicate *rep, fsdp_replicate
            if (batch) batch = next();
        }
    A rank whose data have ended goes on without a batch: parameters and states of optimizers stay
-   equal on all ranks. If the model has units of fully_shard, every rank also calls their hooks
+   equal on all ranks. If the model has several fsdp_replicate or other units, do not call shadow:
+   call pre_forward and post_forward of all, then their post_backward, in the order of other ranks
    divide      0: gradients are divided by the number of replicas; 1: by the ranks that have a batch
    active      out: how many ranks have one. 0: the data of all ranks have ended
    Result      FSDP_OK; INVALID_ARG, INVALID_STATE (a unit is not idle); collective errors
@@ -327,7 +333,8 @@ FSDP_API int fsdp_replicate_assign(const int64_t *nbytes, const int32_t *key, co
         }
         if (place) place[t] = a.open[k].members;
         a.open[k].members++;
-        a.open[k].bytes += nbytes[t];
+        int64_t room = INT64_MAX - a.open[k].bytes;
+        a.open[k].bytes += nbytes[t] < room ? nbytes[t] : room;
         if (a.open[k].bytes >= caps[a.open[k].cap]) fsdpi_assign_close(&a, k, i);
     }
     for (int oldest = 0; oldest >= 0;) { // what is left, in the order in which it was opened
@@ -476,9 +483,10 @@ static fsdp_status fsdpi_rep_params(fsdp_world *world, const fsdp_replicate_desc
                                  k, i, p->name);
         double nbytes = (double)fsdp_dtype_size(p->dtype); // fully_shard refuses odd shapes
         for (int k = 0; k < p->ndim && k < FSDP_MAX_DIMS; k++) nbytes *= (double)p->shape[k];
-        w->nbytes[i] = nbytes > 0 && nbytes < 4e15 ? (int64_t)nbytes : 0;
+        w->nbytes[i] = nbytes > 0 && nbytes < 9e18 / d->num_params ? (int64_t)nbytes : 0;
         w->counts[i] = p->frozen ? 0 : w->nbytes[i];
-        w->key[i] = p->dtype % 16 + 16 * (p->keep_dtype != 0) + 32 * (p->frozen != 0);
+        w->key[i] = (int32_t)((uint32_t)p->dtype % 16u) + 16 * (p->keep_dtype != 0) +
+                    32 * (p->frozen != 0);
     }
     return FSDP_OK;
 }
@@ -536,11 +544,15 @@ static fsdp_status fsdpi_rep_mesh(fsdp_model *model, const fsdp_replicate_desc *
                                fsdp_mesh_ndim(mesh));
         if (!status) status = fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, -1, 0, info);
     }
-    if (!status && info->kind != FSDP_MESH_INFO_DDP)
+    if (!status && (info->kind != FSDP_MESH_INFO_DDP || !info->mesh))
         status = fsdp_fail(world, FSDP_ERR_INVALID_ARG,
-                           "[E958] replicate_create: mesh_info is of kind %s, expected DDP: fill "
-                           "it by fsdp_mesh_info_init with FSDP_MESH_INFO_DDP",
-                           info->kind == FSDP_MESH_INFO_HSDP ? "HSDP" : "FSDP");
+                           "[E958] replicate_create: mesh_info is of kind %s and its mesh is %s, "
+                           "expected DDP and a mesh: fill it by fsdp_mesh_info_init with "
+                           "FSDP_MESH_INFO_DDP",
+                           info->kind == FSDP_MESH_INFO_HSDP  ? "HSDP"
+                           : info->kind == FSDP_MESH_INFO_DDP ? "DDP"
+                                                              : "FSDP",
+                           info->mesh ? "given" : "NULL");
     if (status) return status;
     *replicas = info->mesh;
     if (fsdp_mesh_ndim(info->mesh) == 1) return FSDP_OK;
@@ -560,7 +572,7 @@ static fsdp_status fsdpi_rep_bucket_unit(fsdp_replicate *rep, const fsdp_replica
     fsdp_param_desc *params = w->params + d->num_params;
     fsdp_unit_desc ud = FSDP_ZERO;
     char name[128];
-    snprintf(name, sizeof name, "%s.%d", d->name ? d->name : "bucket", k);
+    snprintf(name, sizeof name, "%.100s.%d", d->name ? d->name : "bucket", k);
     b->rep = rep;
     b->members = members;
     b->shown.index = k;
@@ -671,6 +683,7 @@ static fsdp_status fsdpi_rep_each(fsdp_replicate *rep, const char *name,
     return status;
 }
 FSDP_API fsdp_status fsdp_replicate_pre_forward(fsdp_replicate *rep) {
+    if (rep && !rep->began) rep->failed = FSDP_OK;
     return fsdpi_rep_each(rep, "replicate_pre_forward", fsdp_pre_forward);
 }
 FSDP_API fsdp_status fsdp_replicate_post_forward(fsdp_replicate *rep) {
@@ -728,15 +741,20 @@ FSDP_API void *fsdp_replicate_data(fsdp_replicate *rep, int param) {
 }
 
 FSDP_API void *fsdp_replicate_grad(fsdp_replicate *rep, int param) {
-    if (fsdpi_rep_keep(rep, fsdpi_rep_check(rep, "replicate_grad", param, 1, 1))) return NULL;
+    static const char *const name = "replicate_grad";
+    if (fsdpi_rep_keep(rep, fsdpi_rep_check(rep, name, param, 1, 0))) return NULL;
     const fsdpi_rep_param *p = &rep->params[param];
     fsdpi_rep_unit *b = &rep->buckets[p->bucket];
-    if (fsdpi_rep_keep(rep, fsdpi_rep_open(b))) return NULL;
+    if (!fsdp_world_status(fsdp_model_world(rep->model))) { // else memory without a meaning
+        if (fsdpi_rep_keep(rep, fsdpi_rep_check(rep, name, param, 1, 1))) return NULL;
+        if (fsdpi_rep_keep(rep, fsdpi_rep_open(b))) return NULL;
+    }
     return fsdp_grad(b->unit, p->index);
 }
 
 FSDP_API fsdp_status fsdp_replicate_ready(fsdp_replicate *rep, int first, int count) {
-    fsdp_status status = fsdpi_rep_check(rep, "replicate_ready", first, count, 1);
+    fsdp_status status = rep ? fsdp_world_status(fsdp_model_world(rep->model)) : FSDP_OK;
+    if (!status) status = fsdpi_rep_check(rep, "replicate_ready", first, count, 1);
     for (int i = first; !status && i < first + count; i++) // before anything changes
         status = fsdpi_rep_open(&rep->buckets[rep->params[i].bucket]);
     if (status) return fsdpi_rep_keep(rep, status);
@@ -801,30 +819,50 @@ FSDP_API fsdp_status fsdp_replicate_order(const fsdp_replicate *rep, int32_t *or
     return FSDP_OK;
 }
 
+// Host memory for any parameter, or a failure on all ranks.
+static fsdp_status fsdpi_rep_room(fsdp_replicate *rep, int64_t *most, void **room) {
+    fsdp_world *world = fsdp_model_world(rep->model);
+    for (int i = 0; i < rep->num_params; i++) {
+        const fsdpi_rep_param *p = &rep->params[i];
+        fsdp_param_view v = FSDP_ZERO;
+        fsdp_status status = fsdp_param_view_get(rep->buckets[p->bucket].unit, p->index, &v);
+        if (status) return status;
+        int64_t nbytes = v.numel * (int64_t)fsdp_dtype_size(v.dtype);
+        if (nbytes > *most) *most = nbytes;
+    }
+    int32_t failed = fsdp_alloc(rep->model, FSDP_MEMORY_HOST, *most,
+                                "replicate_broadcast: no memory for a parameter", room);
+    fsdp_status own = (fsdp_status)failed;
+    fsdp_status status = fsdp_all_reduce(world, rep->mesh, &failed, 1, FSDP_I32, FSDP_MAX);
+    if (status || own || !failed) return status ? status : own;
+    return fsdp_fail(world, FSDP_ERR_OUT_OF_MEMORY,
+                     "[E965] replicate_broadcast: another replica has no memory for a parameter: "
+                     "all ranks gave up");
+}
+
 FSDP_API fsdp_status fsdp_replicate_broadcast(fsdp_replicate *rep, int root) {
     static const char *const name = "replicate_broadcast";
     if (!rep) return fsdpi_rep_null(name, "rep");
     fsdp_model *m = rep->model;
     fsdp_world *world = fsdp_model_world(m);
+    int64_t most = 1;
+    void *room = NULL;
     if (root < 0 || root >= fsdp_mesh_size(rep->mesh, 0))
         return fsdp_fail(world, FSDP_ERR_INVALID_ARG, "[E964] %s: root is %d, expected 0..%d", name,
                          root, fsdp_mesh_size(rep->mesh, 0) - 1);
     fsdp_status status = fsdp_call_begin(m, FSDP_CALL_PARAMS_CHANGED, name);
     if (!status) status = fsdp_params_writable(m);
+    if (!status) status = fsdpi_rep_room(rep, &most, &room);
     for (int i = 0; i < rep->num_params && !status; i++) {
         const fsdpi_rep_param *p = &rep->params[i];
         fsdp_param_view v = FSDP_ZERO;
-        void *room = NULL;
         status = fsdp_param_view_get(rep->buckets[p->bucket].unit, p->index, &v);
         int64_t nbytes = v.numel * (int64_t)fsdp_dtype_size(v.dtype);
-        if (!status)
-            status = fsdp_alloc(m, FSDP_MEMORY_HOST, nbytes,
-                                "replicate_broadcast: no memory for a parameter", &room);
         if (!status) status = fsdp_transfer(m, room, v.shard, nbytes);
         if (!status) status = fsdp_broadcast(world, rep->mesh, room, nbytes, root);
         if (!status) status = fsdp_transfer(m, v.shard, room, nbytes);
-        fsdp_free(m, FSDP_MEMORY_HOST, room, nbytes);
     }
+    fsdp_free(m, FSDP_MEMORY_HOST, room, most);
     return status ? status : fsdp_params_changed(m);
 }
 

@@ -62,8 +62,8 @@ static float *grad(net *n, int p) {
     return n->rep ? fsdp_replicate_grad(n->rep, p) : fsdp_grad(n->unit[p / 2], p % 2);
 }
 
-// A layer is y = x + W x + b. If a hook fails, fsdp_finalize_backward says so.
-static float step(net *n, int number) {
+// A layer is y = x + W x + b.
+static fsdp_status step(net *n, int number, float *out) {
     float x[L + 1][C], d[L + 1][C], loss = 0;
     for (int i = 0; i < C; i++) x[0][i] = (float)sin(0.7 * (i + 1) * (i + 1) * (1 + number));
     if (n->rep) fsdp_replicate_pre_forward(n->rep);
@@ -95,8 +95,8 @@ static float step(net *n, int number) {
         if (n->rep) fsdp_replicate_ready(n->rep, 2 * l, 2); // complete buckets are on their way
         if (!n->rep) fsdp_post_backward(n->unit[l]);        // this layer is
     }
-    if (n->rep) fsdp_replicate_post_backward(n->rep);
-    return loss;
+    *out = loss;
+    return n->rep ? fsdp_replicate_post_backward(n->rep) : FSDP_OK;
 }
 
 static int train(fsdp_world *world, void *arg) {
@@ -110,8 +110,9 @@ static int train(fsdp_world *world, void *arg) {
     if (!status) status = fsdp_init_params(model, my_init, NULL);
     if (!status) status = fsdp_adamw_create(model, NULL, &opt);
     for (int s = 0; s < STEPS && !status; s++) {
-        float loss = step(&n, fsdp_rank(world) + RANKS * (s % 3));
-        status = fsdp_finalize_backward(model);
+        float loss = 0; // failures of all calls of the step show here
+        status = step(&n, fsdp_rank(world) + RANKS * (s % 3), &loss);
+        if (!status) status = fsdp_finalize_backward(model);
         if (!status && s == 0) status = fsdp_model_counters(model, &c);
         if (!status) status = fsdp_all_reduce(world, NULL, &loss, 1, FSDP_F32, FSDP_SUM);
         if (!status) status = fsdp_adamw_step(opt, 0.001);

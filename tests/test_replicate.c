@@ -115,6 +115,13 @@ static const struct {
     {"cap_50", "8000 16000000 8000 16000000 8000 16000000 8000 16000000", "", "",
      "1048576 52428800", "[0,1][2,3,4,5,6,7]", "1048576 52428800", "16008000 48024000"}};
 
+TEST(replicate, buckets_beyond_all_bytes) {
+    const int64_t nbytes[3] = {INT64_MAX - 1, 5, 7}, cap = INT64_MAX;
+    int32_t bucket[3];
+    CHECK_EQ_INT(fsdp_replicate_assign(nbytes, NULL, NULL, 3, &cap, 1, bucket, NULL, NULL), 2);
+    CHECK(bucket[0] == 0 && bucket[1] == 0 && bucket[2] == 1);
+}
+
 TEST_P(replicate, buckets_vectors, vectors) {
     list l;
     buckets b;
@@ -1339,13 +1346,15 @@ static void bad_descs(lab_rank *r) {
     const int64_t caps[2] = {10, 0}, minus[1] = {-7};
     const int32_t rows = 2;
     fsdp_mesh *mesh = lab_hsdp(r->w, rows, r->size / rows);
-    fsdp_mesh_info shards, hsdp;
+    fsdp_mesh_info shards, hsdp, ddp;
     fsdp_param_desc p[3], q[3];
     fsdp_replicate_desc good = FSDP_ZERO, d;
     fsdp_model *m = lab_model(r->w, NULL);
     fsdp_replicate *rep = (fsdp_replicate *)&shards;
     CALL(r->w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_FSDP, 1, -1, &shards));
     CALL(r->w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_HSDP, 1, 0, &hsdp));
+    memset(&ddp, 0, sizeof ddp);
+    ddp.kind = FSDP_MESH_INFO_DDP;
     for (int i = 0; i < 3; i++) p[i] = fsdp_vec(i == 0 ? "w" : i == 1 ? "v" : NULL, 3 + i);
     good.params = p, good.num_params = 3;
 #define BAD(change, text)                                                                          \
@@ -1358,8 +1367,10 @@ static void bad_descs(lab_rank *r) {
         CHECK(!rep);                                                                               \
         CHECK_EQ_INT(fsdp_num_units(m), 0);                                                        \
     } while (0)
-    BAD(d.params = q; q[1].name = "w", "[E953] replicate_create: parameters 0 and 1 are both named 'w'");
-    BAD(d.params = q; q[1].name = "p2", "[E953] replicate_create: parameters 1 and 2 are both named 'p2'");
+    BAD(d.params = q;
+        q[1].name = "w", "[E953] replicate_create: parameters 0 and 1 are both named 'w'");
+    BAD(d.params = q;
+        q[1].name = "p2", "[E953] replicate_create: parameters 1 and 2 are both named 'p2'");
     BAD(d.num_caps = 2, "[E954] replicate_create: num_caps is 2, caps is NULL");
     BAD(d.num_caps = -1; d.caps = caps, "[E954] replicate_create: num_caps is -1, caps is given");
     BAD(d.num_caps = 2; d.caps = caps, "[E955] replicate_create: caps[1] is 0, expected >= 1 byte");
@@ -1373,6 +1384,9 @@ static void bad_descs(lab_rank *r) {
     BAD(d.order = negative, "[E956] replicate_create: order[0] is -1, expected a permutation");
     BAD(d.mesh = mesh, "[E957] replicate_create: the mesh is 2-D, expected 1-D");
     BAD(d.mesh_info = &shards, "[E958] replicate_create: mesh_info is of kind FSDP, expected DDP");
+    BAD(d.mesh_info = &ddp,
+        "[E958] replicate_create: mesh_info is of kind DDP and its mesh is NULL");
+    BAD(d.params = q; q[2].dtype = (fsdp_dtype)-1, "[E144]");
     BAD(d.mesh_info = &hsdp, "[E958] replicate_create: mesh_info is of kind HSDP, expected DDP");
     BAD(d.num_params = 0,
         "[E959] replicate_create: num_params is 0, params is given, expected >= 1");
@@ -1385,8 +1399,29 @@ static void bad_descs(lab_rank *r) {
     BAD(d.params = q; q[0].shape[0] = -1, "'w'");
     CALL(r->w, fsdp_replicate_create(m, &good, &rep));
     CHECK_EQ_INT(fsdp_replicate_num_buckets(rep), 1);
+    char name[300]; /* cut, but for its number */
+    memset(name, 'n', sizeof name);
+    name[299] = 0;
+    d = good;
+    d.name = name, d.caps = caps, d.num_caps = 1;
+    CALL(r->w, fsdp_replicate_create(m, &d, &rep));
+    for (int k = 0; k < 3; k++) {
+        fsdp_unit *unit;
+        CALL(r->w, fsdp_replicate_unit(rep, 2 - k, &unit, NULL));
+        CHECK_EQ_INT(fsdp_unit_name(unit)[strlen(fsdp_unit_name(unit)) - 1], '0' + k);
+    }
 }
 TEST(replicate_errors, descs) { lab_run(4, NULL, bad_descs, NULL); }
+/* What failed before a forward is no failure of its backward. */
+static void fails_before(job *j) {
+    REFUSED(j->w, fsdp_replicate_ready(j->rep, ALL, 1), "[E960]");
+    CHECK(!fsdp_replicate_grad(j->rep, -1));
+    step(j, 1);
+}
+TEST(replicate_errors, before_a_step) {
+    conf c = conf_of(fails_before);
+    run(&c, 2, 0);
+}
 TEST(replicate_errors, nulls) {
     conf c = conf_of(nulls);
     run(&c, 2, 0);
@@ -1424,13 +1459,13 @@ static void wrong_calls(job *j) {
             at_fault = FSDP_ERR_INVALID_ARG;
             REFUSED(j->w, fsdp_replicate_ready(j->rep, 7, 3),
                     "[E960] replicate_ready: first is 7, count is 3, expected parameters of 0..8");
-            REFUSED(j->w, fsdp_replicate_ready(j->rep, -1, 1), "first is -1, count is 1, expected parameters of 0..8");
+            REFUSED(j->w, fsdp_replicate_ready(j->rep, -1, 1),
+                    "first is -1, count is 1, expected parameters of 0..8");
             REFUSED(j->w, fsdp_replicate_ready(j->rep, 3, -1), "count is -1");
         }
         if (n == 2) { /* these are asked, and no part of the backward */
             CHECK(!fsdp_replicate_data(j->rep, ALL));
-            REFUSED(j->w, FSDP_ERR_INVALID_ARG,
-                    "[E960] replicate_data: first is 9, count is 1");
+            REFUSED(j->w, FSDP_ERR_INVALID_ARG, "[E960] replicate_data: first is 9, count is 1");
             REFUSED(j->w, fsdp_replicate_unit(j->rep, -1, NULL, NULL), "[E960] replicate_unit");
             REFUSED(j->w, fsdp_replicate_broadcast(j->rep, j->r->size),
                     "[E964] replicate_broadcast: root is 2, expected 0..1");
@@ -1825,7 +1860,17 @@ static void failing_hook(job *j) {
                 fsdp_last_error(j->w));
     else W_CHECK(status, "%s", fsdp_last_error(j->w));
     W_CHECK(strstr(fsdp_last_error(j->w), "rank 0"), "%s", fsdp_last_error(j->w));
+    /* A loop that looks at nothing goes on in memory that nobody reads. */
     CHECK(fsdp_replicate_pre_forward(j->rep) != FSDP_OK);
+    CHECK(fsdp_replicate_post_forward(j->rep) != FSDP_OK);
+    for (int p = ALL - 1; p >= 0; p--) {
+        void *grad = fsdp_replicate_grad(j->rep, p);
+        CHECK(fsdp_replicate_data(j->rep, p) != NULL);
+        CHECK((grad != NULL) == !j->m.frozen[p]);
+        if (grad) memset(grad, 1, lab_nbytes_of(&net, p));
+        CHECK(fsdp_replicate_ready(j->rep, p, 1) != FSDP_OK);
+    }
+    CHECK(fsdp_replicate_post_backward(j->rep) != FSDP_OK);
     lib_drain(j->w); /* the hook is this function's */
 }
 TEST_P(replicate, hook_that_fails, several) {
@@ -1962,6 +2007,21 @@ static void broadcast_large(lab_rank *r) {
                 h_fail(H_HERE("large"), "%d", (int)k);
 }
 TEST(replicate, broadcast_large) { lab_run(2, NULL, broadcast_large, NULL); }
+
+/* If one rank has no memory, all give up, and can try again. */
+static void broadcast_without_memory(job *j) {
+    if (j->r->rank == 1) w_fail(j->r->heap, 0);
+    fsdp_status status = fsdp_replicate_broadcast(j->rep, 0);
+    w_fail(j->r->heap, -1);
+    w_refused(H_HERE("broadcast"), j->w, status, FSDP_ERR_OUT_OF_MEMORY,
+              j->r->rank == 1 ? "[E304] replicate_broadcast" : "[E965] replicate_broadcast");
+    CALL(j->w, fsdp_replicate_broadcast(j->rep, 0));
+    step(j, 1);
+}
+TEST(replicate, broadcast_without_memory) {
+    conf c = conf_of(broadcast_without_memory);
+    run(&c, 3, 0);
+}
 
 /* ---- which ranks are replicas ---------------------------------------------------------------- */
 
