@@ -2792,11 +2792,9 @@ typedef struct fsdpi_route {
     double before, sums, replicas, factor;
 } fsdpi_route;
 
-// One part that is stored as it is gathered, in memory that peers can read. With debug one rank
-// copies its shards, too: a kept pointer shall find NaN.
+// One part that is stored as it is gathered, in memory that peers can read.
 static int fsdpi_facts_plain(const fsdpi_facts *f) {
-    return f->one_part && f->stored == f->gathered && !f->extended && !f->offload &&
-           !(f->debug && f->shards == 1);
+    return f->one_part && f->stored == f->gathered && !f->extended && !f->offload;
 }
 
 /* Must gradients be brought to the reduce dtype before the reduction? Not if it can read narrower
@@ -2857,13 +2855,14 @@ static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int adds) {
     fsdpi_route r;
     uint8_t *step = r.collect;
     int ranks = f->shards * f->replicas, plain = fsdpi_facts_plain(f), reduced = 0;
+    int copies = f->debug && f->shards == 1; // on one rank, too, a kept pointer shall find NaN
     int due = f->sync && (f->all_reduce || f->shards > 1 || f->replicas == 1);
     int sum = fsdpi_facts_convert(f, f->hook) ||
               (!due && (f->overwrite || f->gathered != f->reduce));
     memset(&r, 0, sizeof r);
-    r.gather = (uint8_t)(!plain          ? FSDPI_GATHER_STAGED
-                         : f->shards > 1 ? FSDPI_GATHER_SHARDS
-                                         : FSDPI_GATHER_ALIAS);
+    r.gather = (uint8_t)(!plain || copies ? FSDPI_GATHER_STAGED
+                         : f->shards > 1  ? FSDPI_GATHER_SHARDS
+                                          : FSDPI_GATHER_ALIAS);
     r.write_shard = (uint8_t)fsdpi_facts_write_shard(f, adds);
     r.from_input = f->shards == 1;
     r.grads_ahead = (uint8_t)!fsdpi_facts_convert(f, 0);

@@ -1383,11 +1383,13 @@ static void bad_descs(lab_rank *r) {
     BAD(d.order = beyond, "[E956] replicate_create: order[1] is 3, expected a permutation of 0..2");
     BAD(d.order = negative, "[E956] replicate_create: order[0] is -1, expected a permutation");
     BAD(d.mesh = mesh, "[E957] replicate_create: the mesh is 2-D, expected 1-D");
-    BAD(d.mesh_info = &shards, "[E958] replicate_create: mesh_info is of kind FSDP, expected DDP");
+    BAD(d.mesh_info = &shards,
+        "[E958] replicate_create: mesh_info is of kind FSDP and its mesh is given");
     BAD(d.mesh_info = &ddp,
         "[E958] replicate_create: mesh_info is of kind DDP and its mesh is NULL");
     BAD(d.params = q; q[2].dtype = (fsdp_dtype)-1, "[E144]");
-    BAD(d.mesh_info = &hsdp, "[E958] replicate_create: mesh_info is of kind HSDP, expected DDP");
+    BAD(d.mesh_info = &hsdp,
+        "[E958] replicate_create: mesh_info is of kind HSDP and its mesh is given");
     BAD(d.num_params = 0,
         "[E959] replicate_create: num_params is 0, params is given, expected >= 1");
     BAD(d.num_params = -3, "[E959] replicate_create: num_params is -3");
