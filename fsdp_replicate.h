@@ -830,9 +830,9 @@ static fsdp_status fsdpi_rep_room(fsdp_replicate *rep, int64_t *most, void **roo
         int64_t nbytes = v.numel * (int64_t)fsdp_dtype_size(v.dtype);
         if (nbytes > *most) *most = nbytes;
     }
-    int32_t failed = fsdp_alloc(rep->model, FSDP_MEMORY_HOST, *most,
-                                "replicate_broadcast: no memory for a parameter", room);
-    fsdp_status own = (fsdp_status)failed;
+    fsdp_status own = fsdp_alloc(rep->model, FSDP_MEMORY_HOST, *most,
+                                 "replicate_broadcast: no memory for a parameter", room);
+    int32_t failed = own != FSDP_OK;
     fsdp_status status = fsdp_all_reduce(world, rep->mesh, &failed, 1, FSDP_I32, FSDP_MAX);
     if (status || own || !failed) return status ? status : own;
     return fsdp_fail(world, FSDP_ERR_OUT_OF_MEMORY,
