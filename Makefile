@@ -116,8 +116,7 @@ NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_edges test_features:-*of
               test_fully_shard_comm:-*_fp?? \
               test_fully_shard_init test_fully_shard_mixed_precision:-*casts_are_fused* \
               test_fully_shard_others test_fully_shard_training test_golden_train:-*replay/clip \
-              test_replicate test_replicate_faults test_replicate_training \
-              test_replicate_with_compiler:-*DIM=* test_scaler
+              test_replicate test_replicate_faults test_replicate_with_compiler:-*DIM=* test_scaler
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1
 export STUB_TESTS
 STUB_RUNS     := $(addprefix $(BUILD)/stub/tests/,$(STUB_TESTS))
@@ -258,14 +257,15 @@ RUN_stub   := FSDP_BUILD=$(BUILD)/stub $(STUB_RUNS) -- FSDP_BUILD=$(BUILD) $(NCC
 # has seen.
 SLOWER  := TEST_TIMEOUT_MULT=10
 FEW := -*W=[45]*
-NO_ASAN := test_budget test_cluster test_examples test_find_nccl test_gpt test_harness \
-           test_replicate_faults# other programs; faults mostly wait
-ASAN_TESTS ?= $(filter-out $(NO_ASAN),$(TESTS:$(BUILD)/tests/%=%))
+NO_ASAN := test_budget test_cluster test_examples test_find_nccl test_gpt test_harness# other programs
+# Arithmetic of trainings, and faults, which mostly wait: at night.
+NIGHT   := test_fully_shard_training test_replicate_faults test_replicate_training
+ASAN_TESTS ?= $(filter-out $(NO_ASAN) $(NIGHT),$(TESTS:$(BUILD)/tests/%=%))
 TSAN_ENV   := TSAN_OPTIONS=suppressions=tests/tsan.supp
 OFAST      := STD=-std=gnu11 'CFLAGS=-Ofast -march=native'
 MAKE_asan  := BUILD=$(BUILD)/asan SAN=asan
 GOALS_asan := $(ASAN_TESTS:%=$(BUILD)/asan/tests/%)
-FEWER      := $(FEW):-*.gradient_accumulation:-*.training_memory:-streams.*_is_*:-*/wide:-norm.slices
+FEWER      := $(FEW):-*.gradient_accumulation:-*.training_memory:-streams.*_is_*:-*/wide:-norm.slices:-*DIM=*
 RUN_asan   := $(SLOWER) FSDP_BUILD=$(BUILD)/asan $(GOALS_asan:%=%:$(FEWER))
 MAKE_tsan  := BUILD=$(BUILD)/tsan SAN=tsan
 GOALS_tsan := $(TSAN_TESTS:%=$(BUILD)/tsan/tests/%)
@@ -337,6 +337,7 @@ nightly: quiet-deps ## what test and check leave out, and the mutations: hours
 	    -- FSDP_BUILD=$(BUILD)/stub $(patsubst %,'$(BUILD)/stub/tests/%:long_*',test_nccl test_nccl_faults) \
 	    -- $(SLOWER) $(foreach t,$(VALGRIND_TESTS),'$(VALGRIND) $(BUILD)/tests/$(subst :, --filter=,$t):-long_*')
 	@$(MAKE) --no-print-directory check GATES='asan nccl_asan tsan' FEW= FEWER= FEWEST= FEWER_nccl= \
+	    ASAN_TESTS='$(ASAN_TESTS) $(NIGHT)' \
 	    TSAN_TESTS='$(TSAN_TESTS) test_fully_shard_training test_memory test_replicate test_train'
 	@tools/mutate
 

@@ -583,7 +583,7 @@ static const row_type rows[] = {
     {"shard_dim_before", "AssertionError", dim_before, ARG, "shard_dim is -2", 0},
     {"dtype_unknown", "(a type)", dtype_none, ARG, "77", 0},
     {"integer_requires_grad", "RuntimeError", trainable_bytes, ARG, "set frozen", 0},
-    {"container_without_parameters", "ValueError", unit_empty, ARG, "num_params", 0},
+    {"unit_without_parameters", "(nothing)", unit_empty, ARG, "num_params", 0},
     {"unit_without_list", "(nothing)", unit_no_list, ARG, "params", 0},
     {"unit_after_first_step", "(nothing)", unit_late, STATE, "before the first", 1},
     /* 4.7: reshard_after_forward */

@@ -278,19 +278,22 @@ TEST(replicate_mixed_precision, dataclass_input) { structured(FS_REPLICATE); }
 
 /* The whole batch on one device: what the mean over ranks comes to. */
 static void one_bucket(fs_run *x) { CHECK_EQ_INT(fsdp_replicate_num_buckets(x->rep), 1); }
+static void several_buckets(fs_run *x) {
+    W_CHECK(fsdp_replicate_num_buckets(x->rep) > 1, "%d", fsdp_replicate_num_buckets(x->rep));
+}
 static void compare_module(int how, int64_t bucket_bytes) {
     static fs_net net;
     three_linears(&net);
     net.batch = 1;
     fs_conf c = fs_conf_by(how, &net, 2);
     c.iters = 2, c.sgd = 1, c.bucket_bytes = bucket_bytes;
-    c.build = bucket_bytes ? one_bucket : NULL;
+    c.build = how == FS_REPLICATE ? NULL : bucket_bytes > 64 ? one_bucket : several_buckets;
     fs_train(&c);
 }
 TEST(replicate, replicate_single_module) { compare_module(FS_BUCKETS, 25 << 20); }
 TEST(replicate, replicate_multi_module) {
     compare_module(FS_REPLICATE, 0);
-    compare_module(FS_BUCKETS, 0);
+    compare_module(FS_BUCKETS, 16);
 }
 TEST(replicate, replicate_with_kwargs) { compare_module(FS_BUCKETS, 1 << 20); }
 
