@@ -336,6 +336,9 @@ nightly: quiet-deps ## what test and check leave out, and the mutations: hours
 	    $(call WORDS,clang_ofast) -- FSDP_BUILD=$(BUILD) $(TESTS:%='%:long_*') $(LONG_gloo) \
 	    -- FSDP_BUILD=$(BUILD)/stub $(patsubst %,'$(BUILD)/stub/tests/%:long_*',test_nccl test_nccl_faults) \
 	    -- $(SLOWER) $(foreach t,$(VALGRIND_TESTS),'$(VALGRIND) $(BUILD)/tests/$(subst :, --filter=,$t):-long_*')
+	@$(MAKE) -s --no-print-directory build-stub NCCL_TESTS=test_replicate_training
+	@tools/run_tests.sh --without='-long_*' FSDP_BUILD=$(BUILD) $(NCCL_ENV) \
+	    $(BUILD)/stub/tests/test_replicate_training
 	@$(MAKE) --no-print-directory check GATES='asan nccl_asan tsan' FEW= FEWER= FEWEST= FEWER_nccl= \
 	    ASAN_TESTS='$(ASAN_TESTS) $(NIGHT)' \
 	    TSAN_TESTS='$(TSAN_TESTS) test_fully_shard_training test_memory test_replicate test_train'
