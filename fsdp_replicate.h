@@ -355,7 +355,7 @@ FSDP_API int fsdp_replicate_assign(const int64_t *nbytes, const int32_t *key, co
 typedef struct fsdpi_rep_unit {
     fsdp_replicate *rep;
     fsdp_unit *unit;
-    const int32_t *members; // [num_members] parameters, in order
+    int32_t *members; // [num_members] parameters, in order
     int64_t nbytes;
     int32_t num_members, pending, open, reserved; // of this backward: members that are not ready
     fsdp_replicate_bucket shown;                  // to hooks
@@ -382,6 +382,11 @@ struct fsdp_replicate {
     int32_t late, began, moved; // began: a backward; moved: `shown` is to be filled in
     fsdp_status failed;         // the first failure of this backward
 };
+
+static fsdp_status fsdpi_rep_view(const fsdp_replicate *rep, int param, fsdp_param_view *out) {
+    const fsdpi_rep_param *p = &rep->params[param];
+    return fsdp_param_view_get(rep->buckets[p->bucket].unit, p->index, out);
+}
 
 static fsdp_status fsdpi_rep_null(const char *call, const char *which) {
     return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E951] %s: %s is NULL", call, which);
@@ -423,7 +428,8 @@ static void fsdpi_rep_destroy(void *user) {
 // The trainable members of each bucket, and where they lie in its message: as their shards do.
 static fsdp_status fsdpi_rep_follow(fsdp_replicate *rep) {
     int at = 0, last = 0;
-    for (int k = 0; k < rep->num_buckets && rep->moved; k++) {
+    if (!rep->moved) return FSDP_OK;
+    for (int k = 0; k < rep->num_buckets; k++) {
         fsdpi_rep_unit *b = &rep->buckets[k];
         const char *base = NULL;
         b->shown.params = rep->trainable + at;
@@ -444,7 +450,7 @@ static fsdp_status fsdpi_rep_follow(fsdp_replicate *rep) {
         }
         b->shown.num_flags = b->shown.num_params;
     }
-    if (rep->moved) rep->buckets[last].shown.is_last = 1;
+    rep->buckets[last].shown.is_last = 1;
     rep->moved = 0;
     return FSDP_OK;
 }
@@ -567,18 +573,16 @@ static fsdp_status fsdpi_rep_bucket_unit(fsdp_replicate *rep, const fsdp_replica
                                          const fsdp_mesh_info *info, const fsdpi_rep_work *w,
                                          fsdpi_rep_unit *b) {
     int k = (int)(b - rep->buckets);
-    int32_t *members = k ? rep->members + (b[-1].members - rep->members) + b[-1].num_members
-                         : rep->members;
     fsdp_param_desc *params = w->params + d->num_params;
     fsdp_unit_desc ud = FSDP_ZERO;
     char name[128];
     snprintf(name, sizeof name, "%.100s.%d", d->name ? d->name : "bucket", k);
     b->rep = rep;
-    b->members = members;
+    b->members = k ? b[-1].members + b[-1].num_members : rep->members;
     b->shown.index = k;
     for (int i = 0; i < d->num_params; i++) {
         if (w->bucket[i] != k) continue;
-        members[w->place[i]] = i;
+        b->members[w->place[i]] = i;
         params[w->place[i]] = w->params[i];
         rep->params[i].bucket = k;
         rep->params[i].index = w->place[i];
@@ -677,14 +681,15 @@ FSDP_API fsdp_status fsdp_replicate_create(fsdp_model *model, const fsdp_replica
 static fsdp_status fsdpi_rep_each(fsdp_replicate *rep, const char *name,
                                   fsdp_status (*call)(fsdp_unit *unit)) {
     if (!rep) return fsdpi_rep_null(name, "rep");
-    fsdp_status status = fsdp_model_commit(rep->model);
-    if (!status) status = fsdpi_rep_follow(rep);
+    fsdp_status status = FSDP_OK;
     for (int k = 0; k < rep->num_buckets && !status; k++) status = call(rep->buckets[k].unit);
     return status;
 }
 FSDP_API fsdp_status fsdp_replicate_pre_forward(fsdp_replicate *rep) {
+    fsdp_status status = rep ? fsdp_model_commit(rep->model) : FSDP_OK;
     if (rep && !rep->began) rep->failed = FSDP_OK;
-    return fsdpi_rep_each(rep, "replicate_pre_forward", fsdp_pre_forward);
+    if (rep && !status) status = fsdpi_rep_follow(rep);
+    return status ? status : fsdpi_rep_each(rep, "replicate_pre_forward", fsdp_pre_forward);
 }
 FSDP_API fsdp_status fsdp_replicate_post_forward(fsdp_replicate *rep) {
     return fsdpi_rep_each(rep, "replicate_post_forward", fsdp_post_forward);
@@ -705,10 +710,9 @@ static fsdp_status fsdpi_rep_check(const fsdp_replicate *rep, const char *call, 
                          "[E960] %s: first is %d, count is %d, expected parameters of 0..%d", call,
                          first, count, rep->num_params - 1);
     for (int i = first; fresh && i < first + count; i++) {
-        const fsdpi_rep_param *p = &rep->params[i];
         fsdp_param_view v = FSDP_ZERO;
-        if (!p->ready) continue;
-        (void)fsdp_param_view_get(rep->buckets[p->bucket].unit, p->index, &v);
+        if (!rep->params[i].ready) continue;
+        (void)fsdpi_rep_view(rep, i, &v);
         return fsdp_fail(world, FSDP_ERR_INVALID_STATE,
                          "[E961] %s: parameter '%s' (%s) is ready already in this backward: write "
                          "its gradient first, then call fsdp_replicate_ready once",
@@ -742,13 +746,12 @@ FSDP_API void *fsdp_replicate_data(fsdp_replicate *rep, int param) {
 
 FSDP_API void *fsdp_replicate_grad(fsdp_replicate *rep, int param) {
     static const char *const name = "replicate_grad";
-    if (fsdpi_rep_keep(rep, fsdpi_rep_check(rep, name, param, 1, 0))) return NULL;
+    // After an abort: memory without a meaning, as fsdp_grad gives it.
+    int alive = rep && !fsdp_world_status(fsdp_model_world(rep->model));
+    if (fsdpi_rep_keep(rep, fsdpi_rep_check(rep, name, param, 1, alive))) return NULL;
     const fsdpi_rep_param *p = &rep->params[param];
     fsdpi_rep_unit *b = &rep->buckets[p->bucket];
-    if (!fsdp_world_status(fsdp_model_world(rep->model))) { // else memory without a meaning
-        if (fsdpi_rep_keep(rep, fsdpi_rep_check(rep, name, param, 1, 1))) return NULL;
-        if (fsdpi_rep_keep(rep, fsdpi_rep_open(b))) return NULL;
-    }
+    if (alive && fsdpi_rep_keep(rep, fsdpi_rep_open(b))) return NULL;
     return fsdp_grad(b->unit, p->index);
 }
 
@@ -823,9 +826,8 @@ FSDP_API fsdp_status fsdp_replicate_order(const fsdp_replicate *rep, int32_t *or
 static fsdp_status fsdpi_rep_room(fsdp_replicate *rep, int64_t *most, void **room) {
     fsdp_world *world = fsdp_model_world(rep->model);
     for (int i = 0; i < rep->num_params; i++) {
-        const fsdpi_rep_param *p = &rep->params[i];
         fsdp_param_view v = FSDP_ZERO;
-        fsdp_status status = fsdp_param_view_get(rep->buckets[p->bucket].unit, p->index, &v);
+        fsdp_status status = fsdpi_rep_view(rep, i, &v);
         if (status) return status;
         int64_t nbytes = v.numel * (int64_t)fsdp_dtype_size(v.dtype);
         if (nbytes > *most) *most = nbytes;
@@ -836,8 +838,8 @@ static fsdp_status fsdpi_rep_room(fsdp_replicate *rep, int64_t *most, void **roo
     fsdp_status status = fsdp_all_reduce(world, rep->mesh, &failed, 1, FSDP_I32, FSDP_MAX);
     if (status || own || !failed) return status ? status : own;
     return fsdp_fail(world, FSDP_ERR_OUT_OF_MEMORY,
-                     "[E965] replicate_broadcast: another replica has no memory for a parameter: "
-                     "all ranks gave up");
+                     "[E965] replicate_broadcast: another replica has no memory for its largest "
+                     "parameter: give it more, and call this again on all ranks");
 }
 
 FSDP_API fsdp_status fsdp_replicate_broadcast(fsdp_replicate *rep, int root) {
@@ -854,9 +856,8 @@ FSDP_API fsdp_status fsdp_replicate_broadcast(fsdp_replicate *rep, int root) {
     if (!status) status = fsdp_params_writable(m);
     if (!status) status = fsdpi_rep_room(rep, &most, &room);
     for (int i = 0; i < rep->num_params && !status; i++) {
-        const fsdpi_rep_param *p = &rep->params[i];
         fsdp_param_view v = FSDP_ZERO;
-        status = fsdp_param_view_get(rep->buckets[p->bucket].unit, p->index, &v);
+        status = fsdpi_rep_view(rep, i, &v);
         int64_t nbytes = v.numel * (int64_t)fsdp_dtype_size(v.dtype);
         if (!status) status = fsdp_transfer(m, room, v.shard, nbytes);
         if (!status) status = fsdp_broadcast(world, rep->mesh, room, nbytes, root);

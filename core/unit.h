@@ -113,12 +113,15 @@ static fsdp_status fsdpi_unit_params(fsdp_unit *u, const fsdp_unit_desc *d) {
     return FSDP_OK;
 }
 
+static int fsdpi_is_whole_name(const char *whole, const char *unit, const char *name) {
+    size_t n = strlen(unit);
+    return strncmp(whole, unit, n) == 0 && whole[n] == '.' && strcmp(whole + n + 1, name) == 0;
+}
+
 // Do two parameters have one whole name? "h.0" and "w", or "h.0.w" in a unit of any name.
 static int fsdpi_same_param(const char *unit, const char *name, const char *other_unit,
                             const char *other) {
-    size_t n = strlen(unit), k = strlen(other_unit);
-    return (strncmp(other, unit, n) == 0 && other[n] == '.' && !strcmp(other + n + 1, name)) ||
-           (strncmp(name, other_unit, k) == 0 && name[k] == '.' && !strcmp(name + k + 1, other)) ||
+    return fsdpi_is_whole_name(other, unit, name) || fsdpi_is_whole_name(name, other_unit, other) ||
            (strcmp(unit, other_unit) == 0 && strcmp(name, other) == 0);
 }
 
