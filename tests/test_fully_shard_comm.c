@@ -10,6 +10,8 @@
 
 /* ---- ranks ----------------------------------------------------------------------------------- */
 
+enum { ALWAYS = FSDP_RESHARD_ALWAYS, NEVER = FSDP_RESHARD_NEVER };
+
 typedef void (*rank_body)(fsdp_world *world, const void *arg);
 
 static void on_lanes(int size, int lanes, const fsdp_comm_ops *ops, rank_body body,
@@ -88,13 +90,26 @@ static void net_reduce(net *n, int u) {
     lab_reduce(&n->truth, &the_net, u, n->factor[u], 0);
 }
 
-/* Gradients, and a step of descent on both sides. */
+/* Gradients, a step of descent on both sides, and shards. */
+static void net_update(net *n) {
+    lab_check_grads(&n->m, &n->truth);
+    lab_update(&n->m, &n->truth, 0.5f);
+    lab_check_params(&n->m, &n->truth);
+    n->step++;
+}
 static void net_finish(net *n) {
     CALL(n->world, fsdp_finalize_backward(n->m.model));
     for (int u = 0; u < NET_UNITS; u++) net_reduce(n, u);
-    lab_check_grads(&n->m, &n->truth);
-    lab_update(&n->m, &n->truth, 0.5f);
-    n->step++;
+    net_update(n);
+}
+/* After the last step: gathered once more, parameters are what the steps have made of them. */
+static void net_end(const net *n) {
+    for (int u = 0; u < NET_UNITS; u++) lab_check_full(&n->m, &n->truth, u, 0);
+}
+static int net_gathers(const net *n) {
+    fsdp_counters c = FSDP_ZERO;
+    CALL(n->world, fsdp_model_counters(n->m.model, &c));
+    return (int)c.calls[FSDP_OP_ALL_GATHER];
 }
 
 static void net_step(net *n) {
@@ -339,7 +354,6 @@ TEST(fully_shard_comm, ChunkCatMixedDtype_numerics) {
 /* ---- events ---------------------------------------------------------------------------------- */
 
 enum { MAX_UNITS = 12, TRACE = 2048 };
-enum { ALWAYS = FSDP_RESHARD_ALWAYS, NEVER = FSDP_RESHARD_NEVER };
 
 typedef struct {
     sim s;
@@ -665,7 +679,7 @@ static void two_backwards(fsdp_world *world, const void *arg) {
     (void)arg;
     net n;
     net_build(&n, world, NULL);
-    for (int step = 0; step < 3; step++, n.step++) {
+    for (int step = 0; step < 3; step++) {
         for (int u = 0; u < NET_UNITS; u++) {
             CALL(world, fsdp_pre_forward(n.m.unit[u]));
             net_use(&n, u, 0);
@@ -681,9 +695,9 @@ static void two_backwards(fsdp_world *world, const void *arg) {
             }
             CALL(world, fsdp_finalize_backward(n.m.model));
         }
-        lab_check_grads(&n.m, &n.truth);
-        lab_update(&n.m, &n.truth, 0.5f);
+        net_update(&n);
     }
+    net_end(&n);
 }
 TEST(fully_shard_comm, backward_prefetch_unused_in_backward_grads) {
     for (int lanes = 0; lanes < 3; lanes++) on_lanes(2, lanes, NULL, two_backwards, NULL);
@@ -808,14 +822,15 @@ TEST(fully_shard_comm, multi_module_unused_module_grads) { on_ranks(2, unused_la
 
 /* ---- factors --------------------------------------------------------------------------------- */
 
-/* The root alone has another factor: 2N, then N. */
+/* The root alone has another factor: 2N, then N. Layers are resharded after forward, or never. */
 static void divide_factor(fsdp_world *world, const void *arg) {
     int size = fsdp_world_size(world), bf16 = arg != NULL;
     fsdp_mesh *meshes[3] = {NULL, lab_hsdp(world, size / 2, 2), lab_hsdp(world, size, 1)};
-    for (int k = 0; k < 3; k++) {
+    for (int k = 0; k < 6; k++) {
         fsdp_model_desc md = FSDP_ZERO;
         net n;
-        md.mesh = meshes[k];
+        md.mesh = meshes[k % 3];
+        md.reshard_after_forward = k < 3 ? ALWAYS : NEVER;
         md.param_dtype = bf16 ? FSDP_BF16 : FSDP_DTYPE_KEEP;
         md.reduce_dtype = bf16 ? FSDP_F32 : FSDP_DTYPE_KEEP;
         net_build(&n, world, &md);
@@ -824,6 +839,9 @@ static void divide_factor(fsdp_world *world, const void *arg) {
             CALL(world, fsdp_set_gradient_divide_factor(n.m.model, n.m.unit[0], n.factor[0]));
             net_step(&n);
         }
+        CHECK_EQ_INT(net_gathers(&n),
+                     k % 3 == 2 ? 0 : 20 * (k < 3 ? 2 * NET_UNITS - 1 : NET_UNITS));
+        net_end(&n);
         fsdp_model_destroy(n.m.model);
     }
 }
@@ -833,10 +851,11 @@ TEST(fully_shard_comm, set_reduce_scatter_divide_factor) {
 }
 
 /* Upstream lets more reduce inputs wait at a time; here their number follows from the device: one
-   inline, two with lanes. No bit depends on it. */
+   inline, two with lanes. No bit depends on it, nor on reshard_after_forward. */
+enum { HSDP = 1, KEPT = 2, BUFFERS = 4 };
 typedef struct {
-    float got[2][3][4][NET_UNITS * NET_NUMEL]; /* mesh, lanes, rank */
-    int lanes, hsdp, numel[2][4];
+    float got[BUFFERS][3][4][NET_UNITS * NET_NUMEL]; /* mesh and reshard, lanes, rank */
+    int how, lanes, numel[BUFFERS][4];
 } buffers;
 
 static void input_buffers(fsdp_world *world, const void *arg) {
@@ -845,7 +864,8 @@ static void input_buffers(fsdp_world *world, const void *arg) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_param_view v;
     net n;
-    md.mesh = b->hsdp ? lab_hsdp(world, 2, 2) : NULL;
+    md.mesh = b->how & HSDP ? lab_hsdp(world, 2, 2) : NULL;
+    md.reshard_after_forward = b->how & KEPT ? NEVER : ALWAYS;
     md.param_dtype = FSDP_BF16;
     md.reduce_dtype = FSDP_BF16;
     net_build(&n, world, &md);
@@ -868,7 +888,11 @@ static void input_buffers(fsdp_world *world, const void *arg) {
         CALL(world, fsdp_params_changed(n.m.model));
         n.step++;
     }
-    float *out = b->got[b->hsdp][b->lanes][rank];
+    fsdp_memory now = FSDP_ZERO;
+    CHECK_EQ_INT(net_gathers(&n), 3 * (b->how & KEPT ? NET_UNITS : 2 * NET_UNITS - 1));
+    CALL(world, fsdp_model_memory(n.m.model, &now));
+    CHECK_EQ_INT(now.pool_slots[FSDP_POOL_GRAD], b->lanes || lib_on_streams(world) ? 2 : 1);
+    float *out = b->got[b->how][b->lanes][rank];
     memset(&v, 0, sizeof v);
     while (fsdp_next_param(n.m.model, &v))
         for (int64_t k = 0; k < v.numel; k++) {
@@ -877,16 +901,16 @@ static void input_buffers(fsdp_world *world, const void *arg) {
             out[at++] = ((const float *)v.shard_grad)[k];
         }
     CHECK(at > 0);
-    b->numel[b->hsdp][rank] = at;
+    b->numel[b->how][rank] = at;
 }
 TEST(fully_shard_comm, set_reduce_scatter_max_input_buffers) {
     buffers *b = (buffers *)lab_zeros(1, sizeof *b);
-    for (b->hsdp = 0; b->hsdp < 2; b->hsdp++) {
+    for (b->how = 0; b->how < BUFFERS; b->how++) {
         for (b->lanes = 0; b->lanes < 3; b->lanes++) on_lanes(4, b->lanes, NULL, input_buffers, &b);
-        for (int lanes = 1; lanes < 3; lanes++)
+        for (int lanes = 0; lanes < 3; lanes++)
             for (int rank = 0; rank < 4; rank++)
-                CHECK_EQ_MEM(b->got[b->hsdp][lanes][rank], b->got[b->hsdp][0][rank],
-                             (size_t)b->numel[b->hsdp][rank] * sizeof(float));
+                CHECK_EQ_MEM(b->got[b->how][lanes][rank], b->got[b->how & HSDP][0][rank],
+                             (size_t)b->numel[b->how][rank] * sizeof(float));
     }
     free(b);
 }
@@ -1018,35 +1042,54 @@ TEST(fully_shard_comm, size1_reduceop) {
 
 /* ---- gathers by the caller ------------------------------------------------------------------- */
 
-/* Every layer names a wrong unit: nothing hangs, nothing is corrupted. */
+/* Every layer names a wrong unit: nothing hangs, nothing is corrupted. Of the two gathers ahead one
+   is in vain, for the last layer has been through its backward, and the root is still whole; what it
+   brought is gone in the end. */
 static void misprefetch(fsdp_world *world, const void *arg) {
     (void)arg;
     net n;
     net_build(&n, world, NULL);
     CALL(world, fsdp_set_modules_to_backward_prefetch(n.m.unit[1], &n.m.unit[2], 1));
     CALL(world, fsdp_set_modules_to_backward_prefetch(n.m.unit[2], &n.m.unit[0], 1));
-    for (int step = 0; step < 3; step++) net_step(&n);
+    for (int step = 0; step < 3; step++) {
+        net_step(&n);
+        CHECK_EQ_INT(net_gathers(&n), (step + 1) * (2 * NET_UNITS - 1 + 1));
+        for (int u = 0; u < NET_UNITS; u++)
+            CHECK_EQ_INT(fsdp_unit_storage(n.m.unit[u]), FSDP_STORAGE_SHARDED);
+    }
+    net_end(&n);
 }
 TEST(fully_shard_comm, backward_misprefetch) {
     for (int lanes = 0; lanes < 3; lanes++) on_lanes(2, lanes, NULL, misprefetch, NULL);
 }
 
-/* The gather of a layer beside an all-reduce of the caller's own. */
+/* The gathers of all units, each behind an all-reduce of the caller's own: forward finds them, and
+   gathers nothing again. Layers are resharded after it, or never, as upstream's. */
 static void async_unshard(fsdp_world *world, const void *arg) {
-    (void)arg;
+    const int each = arg ? NET_UNITS : 2 * NET_UNITS - 1;
+    fsdp_model_desc md = FSDP_ZERO;
     net n;
-    net_build(&n, world, NULL);
+    md.reshard_after_forward = arg ? NEVER : ALWAYS;
+    net_build(&n, world, &md);
     for (int step = 0; step < 10; step++) {
-        float mine = (float)(fsdp_rank(world) + step);
-        CALL(world, fsdp_unshard(n.m.unit[1]));
-        CALL(world, fsdp_all_reduce(world, NULL, &mine, 1, FSDP_F32, FSDP_SUM));
-        CALL(world, fsdp_unshard(n.m.unit[2]));
-        CHECK_NEAR(mine, 4 * step + 6, 0);
+        for (int u = 0; u < NET_UNITS; u++) {
+            float mine = (float)(fsdp_rank(world) + step + u);
+            CALL(world, fsdp_all_reduce(world, NULL, &mine, 1, FSDP_F32, FSDP_SUM));
+            CALL(world, fsdp_unshard(n.m.unit[u]));
+            CHECK_NEAR(mine, 4 * (step + u) + 6, 0);
+            CHECK_EQ_INT(fsdp_unit_storage(n.m.unit[u]), FSDP_STORAGE_IN_FLIGHT);
+        }
+        CHECK_EQ_INT(net_gathers(&n), step * each + NET_UNITS);
         net_step(&n);
+        CHECK_EQ_INT(net_gathers(&n), (step + 1) * each);
     }
+    net_end(&n);
 }
 TEST(fully_shard_comm, unshard_async) {
-    for (int lanes = 0; lanes < 3; lanes++) on_lanes(4, lanes, NULL, async_unshard, NULL);
+    for (int lanes = 0; lanes < 3; lanes++) {
+        on_lanes(4, lanes, NULL, async_unshard, NULL);
+        on_lanes(4, lanes, NULL, async_unshard, "never");
+    }
 }
 
 static int gathers_op(void *user, fsdp_model *model, fsdp_op *op) {
