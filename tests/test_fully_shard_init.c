@@ -794,6 +794,24 @@ static void tp_step(tp_model *m) {
     t->step++;
 }
 
+/* Summed over tp the parts add up to the whole: no element is missing, none is there twice. */
+static void tp_whole(const tp_model *m, const fsdp_mesh *tp) {
+    fsdp_world *world = m->toy.world;
+    float part[1024], whole[1024];
+    for (int i = 0; i < m->count; i++) {
+        const tp_param *p = &m->params[i];
+        fsdp_param_view v = lab_view(world, m->toy.unit[0], i);
+        int64_t count = p->rows * (p->cols ? p->cols : 1);
+        CHECK(count <= 1024);
+        memset(whole, 0, sizeof whole);
+        CALL(world, fsdp_param_full(m->toy.unit[0], i, part));
+        for (int64_t e = 0; e < lab_full_numel(&v); e++)
+            if (p->tp_dim >= 0 || m->tp_rank == 0) whole[tp_element(m, i, e)] += part[e];
+        CALL(world, fsdp_all_reduce(world, tp, whole, count, FSDP_F32, FSDP_SUM));
+        for (int64_t e = 0; e < count; e++) CHECK_NEAR(whole[e], toy_truth(&m->toy, 0, i, e), 0);
+    }
+}
+
 static const tp_param tp_mlp[] = {{"in_proj.weight", 27, 9, 0, 0},
                                   {"in_proj.bias", 27, 0, 0, 0},
                                   {"out_proj.weight", 9, 27, 1, 0},
@@ -840,12 +858,16 @@ static void diff_dim(fsdp_world *world, const void *arg) {
                                       {"w1", 64, 16, 0, 1},
                                       {"w2", 16, 64, 1, 0},
                                       {"norm", 16, 0, -1, 0}};
-    fsdp_mesh *mesh = mesh_of(world, 4, 2, 0, tp_names);
+    fsdp_mesh *mesh = mesh_of(world, 4, 2, 0, tp_names), *tp = lab_slice(world, mesh, 1);
     tp_model m;
     tp_build(&m, world, mesh, params, 5);
     tp_check_shards(&m, mesh);
     tp_check(&m, 0);
-    for (int step = 0; step < 2; step++) tp_step(&m);
+    for (int step = 0; step < 2; step++) {
+        tp_whole(&m, tp);
+        tp_step(&m);
+    }
+    tp_whole(&m, tp);
 }
 TEST(fully_shard_init, init_2d_transformer_shard_diff_dim) { on_ranks(8, diff_dim, NULL); }
 
@@ -1146,6 +1168,19 @@ TEST(fully_shard_init, 2d_process_group_init) { on_ranks(4, groups_2d, NULL); }
 
 /* ---- replicas -------------------------------------------------------------------------------- */
 
+/* Are shards, element by element, the same on all replicas? Or do all of them differ? */
+static void compare_replicas(const toy *t, const fsdp_mesh *replicas, int same) {
+    fsdp_param_view v = FSDP_ZERO;
+    float least[20 * 5], most[20 * 5];
+    while (fsdp_next_param(t->model, &v)) {
+        CHECK(v.numel > 0 && v.numel <= 20 * 5);
+        memcpy(least, v.shard, (size_t)v.numel * sizeof *least);
+        memcpy(most, v.shard, (size_t)v.numel * sizeof *most);
+        CALL(t->world, fsdp_all_reduce(t->world, replicas, least, v.numel, FSDP_F32, FSDP_MIN));
+        CALL(t->world, fsdp_all_reduce(t->world, replicas, most, v.numel, FSDP_F32, FSDP_MAX));
+        for (int64_t k = 0; k < v.numel; k++) CHECK_EQ_INT(lab_same(least[k], most[k]), same);
+    }
+}
 static void across_replicas(fsdp_world *world, const void *arg) {
     (void)arg;
     fsdp_model_desc md = FSDP_ZERO;
@@ -1159,12 +1194,14 @@ static void across_replicas(fsdp_world *world, const void *arg) {
     while (fsdp_next_param(t.model, &v))
         for (int64_t k = 0; fsdp_mesh_rank(mesh, 0) > 0 && k < v.numel; k++)
             lab_put(v.shard, v.dtype, k, 1337);
+    compare_replicas(&t, replicas, 0);
     while (fsdp_next_param(t.model, &w)) /* from the first replica */
         CALL(world, fsdp_broadcast(world, replicas, w.shard,
                                    w.numel * (int64_t)fsdp_dtype_size(w.dtype), 0));
     CALL(world, fsdp_broadcast(world, replicas, buffer, sizeof buffer, 0));
     CALL(world, fsdp_params_changed(t.model));
     for (int e = 0; e < 5; e++) CHECK_NEAR(buffer[e], e, 0);
+    compare_replicas(&t, replicas, 1);
     toy_shards(&t);
     toy_step(&t);
 }
@@ -1584,24 +1621,6 @@ static void offloaded_dict(fsdp_world *world, const void *arg) {
     same_dict(&before, &after);
 }
 TEST(fully_shard_state_dict, cpu_offload) { on_ranks(4, offloaded_dict, NULL); }
-
-/* The parts of tp add up to the whole: no element is missing, none is there twice. */
-static void tp_whole(const tp_model *m, const fsdp_mesh *tp) {
-    fsdp_world *world = m->toy.world;
-    float part[1024], whole[1024];
-    for (int i = 0; i < m->count; i++) {
-        const tp_param *p = &m->params[i];
-        fsdp_param_view v = lab_view(world, m->toy.unit[0], i);
-        int64_t count = p->rows * (p->cols ? p->cols : 1);
-        CHECK(count <= 1024);
-        memset(whole, 0, sizeof whole);
-        CALL(world, fsdp_param_full(m->toy.unit[0], i, part));
-        for (int64_t e = 0; e < lab_full_numel(&v); e++)
-            if (p->tp_dim >= 0 || m->tp_rank == 0) whole[tp_element(m, i, e)] += part[e];
-        CALL(world, fsdp_all_reduce(world, tp, whole, count, FSDP_F32, FSDP_SUM));
-        for (int64_t e = 0; e < count; e++) CHECK_NEAR(whole[e], toy_start(0, i, e), 0);
-    }
-}
 
 /* Trained over a 2-D mesh, gathered to whole tensors; and parts of tensor parallelism, added up. */
 static void correct_2d(fsdp_world *world, const void *arg) {
