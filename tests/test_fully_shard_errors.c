@@ -17,6 +17,7 @@ typedef struct {
     double factor[MAX_UNITS]; /* gradients are sums divided by this */
     int ext_count;            /* what an extension says it gathers */
     int64_t ext_nbytes;
+    int laid_out, hooked; /* calls of a hook */
 } ctx;
 
 /* ---- the model ------------------------------------------------------------------------------- */
@@ -100,10 +101,27 @@ static void train(ctx *x, fsdp_status expected) {
     CALL(x->world, fsdp_zero_grad(x->model));
 }
 
+/* Where and what parameters and gradients are, what may be trained, and how much memory there is. */
+static size_t picture_of_data(const ctx *x, char *text, size_t size) {
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_memory m = FSDP_ZERO;
+    uint64_t hash = 1469598103934665603u;
+    while (fsdp_next_param(x->model, &v)) {
+        lab_fold(&hash, v.shard, (size_t)v.numel * fsdp_dtype_size(v.dtype));
+        lab_fold(&hash, &v.shard, sizeof v.shard);
+        lab_fold(&hash, &v.shard_grad, sizeof v.shard_grad);
+        lab_fold(&hash, &v.requires_grad, sizeof v.requires_grad);
+    }
+    CALL(x->world, fsdp_model_memory(x->model, &m));
+    for (int k = 0; k < FSDP_POOL_MAX; k++) lab_fold(&hash, &m.pool_slots[k], sizeof m.pool_slots[k]);
+    return (size_t)snprintf(text, size, "%llx %lld %lld ", (unsigned long long)hash,
+                            (long long)m.total_bytes, (long long)m.host_bytes);
+}
+
 /* All that can be seen of the model, as text. */
 static void picture(const ctx *x, char *text, size_t size) {
     fsdp_counters c = FSDP_ZERO;
-    size_t used = 0;
+    size_t used = x->laid_out ? picture_of_data(x, text, size) : 0;
     CALL(x->world, fsdp_model_counters(x->model, &c));
     for (int k = 0; k < FSDP_OP_COUNT; k++)
         if (k != FSDP_OP_HOOK)
@@ -462,8 +480,14 @@ static fsdp_status other_mesh(ctx *x) {
         double grad = 1.5 + number((int)(intptr_t)v.unit_user, v.index);
         if (v.requires_grad) squares += grad * grad * (double)lab_full_numel(&v);
     }
-    CALL(x->world, fsdp_clip_grad_norm(x->model, 1e9, &norm));
+    CALL(x->world, fsdp_clip_grad_norm(x->model, 0.5, &norm)); /* less than it is */
     CHECK_NEAR(norm * norm, squares, 1e-6 * squares);
+    memset(&v, 0, sizeof v);
+    while (fsdp_next_param(x->model, &v)) {
+        double grad = (1.5 + number((int)(intptr_t)v.unit_user, v.index)) * 0.5 / (norm + 1e-6);
+        for (int64_t k = 0; k < v.numel && v.requires_grad; k++)
+            CHECK_NEAR(((const float *)v.shard_grad)[k], grad, 1e-6 * grad);
+    }
     CALL(x->world, fsdp_zero_grad(x->model));
     return status;
 }
@@ -479,17 +503,23 @@ static fsdp_status clip_empty(ctx *x) { /* inf, with shards that are empty on so
     CALL(x->world, fsdp_zero_grad(x->model));
     return status;
 }
-static fsdp_status some_unused(ctx *x) { /* rank 2 uses nothing of unit 1 */
-    fsdp_param_view v;
-    lab_forward(x->world, x->unit[1]);
-    CALL(x->world, fsdp_pre_backward(x->unit[1]));
-    if (x->rank != 2) use(x, 1, 1);
-    CALL(x->world, fsdp_post_backward(x->unit[1]));
-    CALL(x->world, fsdp_finalize_backward(x->model));
-    CALL(x->world, fsdp_param_view_get(x->unit[1], 0, &v));
-    CHECK(v.shard_grad);
-    all_are(v.shard_grad, v.grad_dtype, v.numel, (0 + 1 + 3 + 3 * number(1, 0)) / WORLD);
-    return fsdp_zero_grad(x->model);
+static fsdp_status some_unused(ctx *x) { /* each rank in turn uses nothing of unit 1 */
+    for (int unused = 0; unused < WORLD; unused++) {
+        const double want = (6 - unused + (WORLD - 1) * number(1, 0)) / WORLD;
+        float full[6];
+        lab_forward(x->world, x->unit[1]);
+        CALL(x->world, fsdp_pre_backward(x->unit[1]));
+        if (x->rank != unused) use(x, 1, 1);
+        CALL(x->world, fsdp_post_backward(x->unit[1]));
+        CALL(x->world, fsdp_finalize_backward(x->model));
+        fsdp_param_view v = lab_view(x->world, x->unit[1], 0);
+        CHECK(v.shard_grad);
+        all_are(v.shard_grad, v.grad_dtype, v.numel, want);
+        CALL(x->world, fsdp_param_full_grad(x->unit[1], 0, full)); /* shards are empty on two ranks */
+        all_are(full, FSDP_F32, 6, want);
+        CALL(x->world, fsdp_zero_grad(x->model));
+    }
+    return FSDP_OK;
 }
 static fsdp_status child_first(ctx *x) {
     CALL(x->world, fsdp_pre_forward(x->unit[1]));
@@ -499,7 +529,10 @@ static fsdp_status child_first(ctx *x) {
 }
 static fsdp_status sum_hook(void *user, fsdp_unit *unit, void *data, int64_t numel,
                             fsdp_dtype dtype, void *stream) {
-    (void)user, (void)unit, (void)data, (void)dtype, (void)stream;
+    ctx *x = (ctx *)user;
+    (void)stream;
+    CHECK(unit == x->unit[2] && data && dtype == FSDP_F32);
+    x->hooked++;
     return numel > 0 ? FSDP_OK : FSDP_ERR_INTERNAL;
 }
 static fsdp_status set_replicated(ctx *x) { /* there is nothing to keep or to free */
@@ -513,7 +546,7 @@ static fsdp_status set_replicated(ctx *x) { /* there is nothing to keep or to fr
 }
 static fsdp_status hook_hsdp(ctx *x) {
     fsdp_status status = unit_on(x, mesh(x, 2, 2, 0, 1));
-    return status ? status : fsdp_set_all_reduce_hook(x->unit[2], sum_hook, NULL);
+    return status ? status : fsdp_set_all_reduce_hook(x->unit[2], sum_hook, x);
 }
 static fsdp_status tied_elsewhere(ctx *x) { /* unit 0 is opened by two layers, as a tied head */
     CALL(x->world, fsdp_set_reshard_after_forward(x->model, x->unit[0], FSDP_RESHARD_NEVER));
@@ -665,6 +698,7 @@ static void run_row(lab_rank *r) {
     if (row->late) {
         CALL(x.world, fsdp_init_params(x.model, fill, NULL));
         train(&x, FSDP_OK);
+        x.laid_out = 1;
     }
     picture(&x, before, sizeof before);
     int count = x.count;
@@ -682,6 +716,7 @@ static void run_row(lab_rank *r) {
     if (!row->late) CALL(x.world, fsdp_init_params(x.model, fill, NULL));
     for (int step = 0; step < 2; step++) /* a wrong order is told again by finalize, once */
         train(&x, step == 0 && row->late == HOOK ? got : FSDP_OK);
+    CHECK_EQ_INT(x.hooked, row->call == hook_hsdp ? 2 : 0);
     lab_end(r);
 }
 
