@@ -525,7 +525,7 @@ FS_FN void fs_feed(fs_run *x, fs_tape *t) {
     int64_t outs = net->batch * net->wide;
     t->dtype[0] = x->c->stored == FSDP_F64 ? FSDP_F64 : FSDP_F32;
     for (int64_t i = 0; i < net->batch * net->in; i++) t->in[0][i] = 2 * fs_sample(x, 0, i);
-    for (int64_t i = 0; i < outs; i++) x->target[i] = fs_sample(x, 1, i);
+    for (int64_t i = 0; i < outs; i++) x->target[i] = fs_sample(x, 1, i) + 0.5; /* of relus, too */
     for (int64_t n = 0; net->vocab && n < net->batch; n++)
         t->tokens[n] = (int64_t)((fs_sample(x, 2, n) + 0.5) * (double)net->vocab);
 }
@@ -817,6 +817,22 @@ FS_FN int fs_grads_then(const fs_conf *c, int it) {
     return c->keep_grads && it % 2 == 0 ? FS_KEPT : c->zero_in_place && it % 2 ? FS_ZEROS : FS_GONE;
 }
 
+/* There is something to be compared in each unit: a net of relus may die. */
+FS_FN void fs_check_alive(const fs_run *x, double loss) {
+    const fs_copy *o = x->copy;
+    CHECK(loss > 0);
+    for (int u = 0; u < x->net->count; u++) {
+        double most = 0;
+        int has = 0;
+        for (int p = 0; p < x->net->units[u].count; p++) {
+            const fs_param *q = &x->net->units[u].params[p];
+            for (int64_t e = q->at; o->has[u][p] && e < q->at + q->numel; e++, has++)
+                if (fabs(o->grad[e]) > most) most = fabs(o->grad[e]);
+        }
+        W_CHECK(!has || most > 1e-9, "iteration %d, unit %d: all gradients are %g", x->it, u, most);
+    }
+}
+
 FS_FN fs_story *fs_tell(const fs_conf *c) {
     fs_story *s = (fs_story *)lab_zeros(1, sizeof *s);
     fs_run *x = (fs_run *)malloc(sizeof *x);
@@ -837,6 +853,7 @@ FS_FN fs_story *fs_tell(const fs_conf *c) {
             memcpy(s->grad[it][m], o.grad, bytes);
             memcpy(s->has[it][m], o.has, sizeof o.has);
         }
+        fs_check_alive(x, s->loss[it][0][0]);
         if (c->clip_p > 0) s->norm[it] = fs_copy_clip(x);
         fs_copy_update(x);
         s->param[it] = lab_doubles(c->net->numel);
@@ -1103,7 +1120,6 @@ FS_FN void fs_train_beside(const fs_conf *c, const fs_story *told) {
 /* Both trainings, and the comparison. */
 FS_FN void fs_train(const fs_conf *c) {
     fs_story *s = fs_tell(c);
-    CHECK(s->loss[0][0][0] > 0); /* there is something to be compared */
     fs_train_beside(c, s);
     fs_story_free(s, c);
 }
