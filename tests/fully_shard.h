@@ -42,8 +42,8 @@ typedef struct fs_param {
 typedef struct fs_unit {
     const char *name;
     fs_param params[FS_PARAMS];
-    int count, raf, keep_inputs;
-    fsdp_dtype param, reduce, output; /* KEEP: as the conf */
+    int count, raf, keep_inputs, block; /* block: it has one */
+    fsdp_dtype param, reduce, output;   /* KEEP: as the conf */
 } fs_unit;
 
 typedef struct fs_layer {
@@ -75,6 +75,7 @@ typedef struct fs_conf {
     fsdp_dtype stored, param, reduce, grad; /* of units that say nothing */
     fsdp_dtype made; /* in the descs, if `build` casts the model; 0: as it is stored */
     int raf, offload, prefetch, lanes, plain, ac, ahead;
+    int ac_blocks;     /* of ac: units without a block are not recomputed */
     int sgd;           /* also where all parameters are f32, which Adam trains else */
     int unused_rule;   /* upstream's for parameters without a gradient */
     int keep_grads;    /* zero_grad in every second iteration only */
@@ -197,6 +198,7 @@ FS_FN void fs_mlp(fs_net *net, int unit, int64_t d, int64_t mult) {
 /* Normalised, two linears, added to the input. */
 FS_FN void fs_block(fs_net *net, int unit, int64_t d) {
     int from = fs_layer_add(net, FS_SAVE, unit, 0, d, d);
+    net->units[unit].block = 1;
     fs_norm(net, unit, d);
     fs_linear(net, unit, d, 2 * d);
     fs_relu(net);
@@ -540,6 +542,11 @@ FS_FN void fs_layers_backward(fs_run *x, const fs_tape *t, int from, int to) {
     for (int l = to - 1; l >= from; l--) fs_layer_backward(x, t, l);
 }
 
+/* How a unit is recomputed: FS_AC_*. Not what is open around the others. */
+FS_FN int fs_recompute(const fs_run *x, int unit) {
+    if (x->net->around && unit == 0) return FS_AC_NONE;
+    return x->c->ac_blocks && !x->net->units[unit].block ? FS_AC_NONE : x->c->ac;
+}
 /* Recompute has to bring back what lies inside of a group of layers. */
 FS_FN void fs_forget(fs_run *x, fs_tape *t, int from, int to) {
     for (int l = from + 1; l < to; l++)
@@ -563,7 +570,7 @@ FS_FN void fs_forward(fs_run *x, fs_tape *t) {
     for (int from = 0, to; from < net->num_layers; from = to) {
         to = fs_group(net, from, &unit);
         fs_group_forward(x, t, unit, from, to);
-        if (x->c->ac && !(net->around && unit == 0)) fs_forget(x, t, from, to);
+        if (fs_recompute(x, unit)) fs_forget(x, t, from, to);
     }
     if (net->around) fs_post_forward(x, 0);
     if (x->rep) CALL(x->world, fsdp_replicate_post_forward(x->rep));
@@ -571,7 +578,7 @@ FS_FN void fs_forward(fs_run *x, fs_tape *t) {
 
 /* x->dx: of the input of layer `to`, then of layer `from`. */
 FS_FN void fs_group_backward(fs_run *x, fs_tape *t, int unit, int from, int to) {
-    int root = x->net->around && unit == 0, ac = root ? FS_AC_NONE : x->c->ac;
+    int root = x->net->around && unit == 0, ac = fs_recompute(x, unit), next = -1;
     int first = !x->net->around && to == x->net->num_layers; /* there are no others yet */
     if (ac == FS_AC_NESTED && first) ac = FS_AC_OWN;
     if (ac == FS_AC_NESTED) {
@@ -580,6 +587,10 @@ FS_FN void fs_group_backward(fs_run *x, fs_tape *t, int unit, int from, int to) 
         fs_post_forward(x, unit);
     }
     if (!root) fs_pre_backward(x, unit);
+    if (x->c->ahead && from > 0) {
+        fs_group_before(x->net, from, &next);
+        fs_unshard(x, next);
+    }
     if (ac == FS_AC_OWN) {
         fs_pre_forward(x, unit);
         fs_layers_forward(x, t, unit, from, to);

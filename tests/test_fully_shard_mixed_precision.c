@@ -348,20 +348,4 @@ TEST(fully_shard_mixed_precision, reduce_dtype_after_frozen_first_forward) {
     for (int size = 2; size <= 4; size += 2) lab_run(size, NULL, thawed_later, NULL);
 }
 
-/* The policy's reduce dtype rules, whatever the parameters are stored in; also if they are made in
-   bf16, and cast to f32 when they are sharded. */
-static void cast_to_f32(fs_run *x) {
-    CALL(x->world, fsdp_model_cast(x->model, FSDP_F32));
-    CALL(x->world, fsdp_init_params(x->model, fs_fill, x)); /* all bits of the initial values */
-    fs_watch(x);
-}
-TEST(fully_shard_mixed_precision, clamp_reduce_dtype) {
-    static const dtypes both[] = {{"bf16", BF16, 0, BF16, BF16, BF16, BF16, BF16, BF16, BF16},
-                                  {"f32", F32, 0, BF16, BF16, BF16, BF16, BF16, BF16, F32}};
-    for (size_t i = 0; i < COUNT(both); i++) by_dtypes(FS_SHARD, &both[i], 1, 2, 1);
-    static fs_net net;
-    mlps(&net, 8);
-    fs_conf c = conf_of(&both[1], &net, 1, 2);
-    c.made = BF16, c.sgd = 1, c.build = cast_to_f32, c.after = check_dtypes;
-    fs_train(&c);
-}
+TEST(fully_shard_mixed_precision, clamp_reduce_dtype) { clamp_reduce_dtype(FS_SHARD, 2); }

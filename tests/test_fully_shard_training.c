@@ -297,7 +297,8 @@ static void chunked_net(fs_net *net, int grouped, int tied, int policy) {
 }
 typedef struct {
     int chunks, policy;
-    uint64_t bits[FS_ITERS][FS_RANKS]; /* of gradients and parameters, by rank */
+    uint64_t bits[FS_ITERS][FS_RANKS];          /* of gradients and parameters, by rank */
+    double loss[FS_ITERS][FS_RANKS][FS_MICROS]; /* of the library */
 } chunked;
 
 static uint64_t bits_of_grad(const fs_run *x, int unit, int p) {
@@ -371,11 +372,11 @@ static double by_chunks(fs_run *x, fs_tape *t, void (*between)(fs_run *x, int ch
 }
 static double chunked_head(fs_run *x, int it, int m) {
     fs_tape *t = &x->tape[0];
-    (void)it, (void)m;
     fs_feed(x, t);
     headless_forward(x, t);
     CHECK_EQ_INT(t->dtype[C_HEAD], ((const chunked *)x->c->user)->policy ? FSDP_BF16 : FSDP_F32);
     double loss = by_chunks(x, t, NULL);
+    if (x->model) ((chunked *)x->c->user)->loss[it][x->rank][m] = loss;
     headless_backward(x, t);
     return loss;
 }
@@ -398,7 +399,7 @@ static void keep_param_bits(fs_run *x, int it) {
         lab_fold(&h->bits[it][x->rank], v.shard, (size_t)v.numel * sizeof(float));
 }
 
-/* Grouped, and not: the same losses of the copies, the same bits of the library; resharded after
+/* Grouped, and not: the same losses of the copies, the same losses and bits of the library; resharded after
    forward always and never, unless `like` says how. */
 static void grouped_and_not(const fs_conf *like, int tied, int policy, int chunks) {
     static fs_net net[2];
@@ -420,8 +421,11 @@ static void grouped_and_not(const fs_conf *like, int tied, int policy, int chunk
         }
     }
     if (s[0]) CHECK_EQ_MEM(s[0]->loss, s[1]->loss, sizeof s[0]->loss);
-    for (int never = 0; s[0] && never < 2; never++)
+    for (int never = 0; s[0] && never < 2; never++) {
         CHECK_EQ_MEM(h[0][never].bits, h[1][never].bits, sizeof h[0][never].bits);
+        CHECK_EQ_MEM(h[0][never].loss, h[1][never].loss, sizeof h[0][never].loss);
+        CHECK(never || h[0][never].loss[0][0][0] > 0);
+    }
     for (int k = 0; k < 2; k++)
         if (s[k]) fs_story_free(s[k], like);
 }
@@ -493,7 +497,7 @@ static void default_but_head(fs_run *x) {
 
 TEST(fully_shard_training, reshard_toggle) {
     static fs_net net;
-    static chunked h = {4, C_PLAIN, {{0}}};
+    static chunked h = {4, C_PLAIN, {{0}}, {{{0}}}};
     for (int k = 0; k < 12; k++) {
         chunked_net(&net, 1, k & 1, C_PLAIN);
         fs_conf c = chunked_conf(k & 2 ? ALWAYS : NEVER);
@@ -686,7 +690,7 @@ static void every_row_moved(fs_run *x, int it) {
     }
 }
 
-/* A vocabulary of 4 W + 1: the last rank has one row. */
+/* A vocabulary of 4 W + 1, in chunks of 5 rows: the last ranks have fewer, with 8 ranks one has none. */
 TEST(fully_shard_training, train_parity_with_shared_params_uneven_shard) {
     static fs_net net;
     for (size_t k = 1; k < COUNT(worlds); k++) {
@@ -1050,18 +1054,28 @@ TEST(fully_shard_training, share_comm_context) {
 }
 
 static void nothing_was_said(fs_run *x, int it) {
-    (void)it;
+    keep_param_bits(x, it);
     for (int kind = FSDP_OP_ALL_GATHER; kind <= FSDP_OP_BROADCAST; kind++)
         CHECK_EQ_INT(fs_calls(x, kind), 0);
 }
 
+/* Whatever the mesh and the reshard, the bits are the same. */
 TEST(fully_shard_training, worldsize1) {
     static fs_net net;
-    fs_transformer(&net, 3, 8, 8, 1);
-    for (int k = 0; k < 6; k++) { /* and PyTorch's three groups of two linears */
-        if (k >= 3) two_linears(&net, linears[k - 3][0], linears[k - 3][1], linears[k - 3][2]);
+    static chunked h[3];
+    for (int n = 0; n < 4; n++) { /* PyTorch's three groups of two linears, and a net of blocks */
+        if (n < 3) two_linears(&net, linears[n][0], linears[n][1], linears[n][2]);
+        else fs_transformer(&net, 3, 8, 8, 1);
         fs_conf c = fs_conf_of(&net, 1, 1);
-        c.raf = k % 3 - 1, c.end = nothing_was_said, c.mesh_2d = k % 3 == 1;
-        fs_train(&c);
+        fs_story *s = fs_tell(&c);
+        memset(h, 0, sizeof h);
+        for (int k = 0; k < 3; k++) {
+            c.raf = k - 1, c.mesh_2d = k == 1, c.user = &h[k];
+            c.after = keep_grad_bits, c.end = nothing_was_said;
+            fs_train_beside(&c, s);
+            CHECK_EQ_MEM(h[k].bits, h[0].bits, sizeof h[k].bits);
+            CHECK(h[k].bits[FS_ITERS - 1][0] != 0);
+        }
+        fs_story_free(s, &c);
     }
 }

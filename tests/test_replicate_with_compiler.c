@@ -735,7 +735,7 @@ static void checkpointed(lab_rank *r) {
     }
 }
 TEST_P(replicate_with_compiler, test_compile_gpu_ac, settings_and_simulated) {
-    launch(row, checkpointed, job_of(KEEP, KEEP, 2, LAYERWISE, BUCKETED, LATE));
+    launch(row, checkpointed, job_of(KEEP, KEEP, 3, LAYERWISE, BUCKETED, LATE));
 }
 
 TEST_P_TIMEOUT(replicate_with_compiler, test_compile_bf16, with_large, 300) {

@@ -58,18 +58,32 @@ FS_FN void check_registered(fs_run *x, int unit, fsdp_storage_state expected) {
     }
 }
 
+/* Shards of the smaller mesh have the values, too: gathered from its two ranks, they are whole. */
+FS_FN void check_post_forward(fs_run *x, int unit) {
+    check_registered(x, unit, FSDP_STORAGE_SHARDED_POST_FORWARD);
+    fs_watch(x);
+    fs_unshard(x, unit);
+    CALL(x->world, fsdp_wait(x->unit[unit]));
+    CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, -1, -1), 1);
+    CHECK_EQ_INT(fs_find(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, unit)->group_size, 2);
+    check_registered(x, unit, FSDP_STORAGE_UNSHARDED);
+}
+
 FS_FN double registration(fs_run *x, int it, int m) {
     static const fsdp_storage_state after[] = {FSDP_STORAGE_SHARDED, FSDP_STORAGE_UNSHARDED,
                                                FSDP_STORAGE_SHARDED_POST_FORWARD};
     const int raf = x->c->raf, root = x->net->around && !raf; /* that stays open */
     fsdp_storage_state inner = after[raf == NEVER ? 1 : raf > 1 ? 2 : 0];
     (void)m;
+    for (int u = 0; u < x->net->count && x->model; u++) /* also before the first forward */
+        check_registered(x, u, FSDP_STORAGE_SHARDED);
     fs_feed(x, &x->tape[0]);
     if (x->model && it % 2) { /* a forward that is not followed by a backward; resharded by hand */
         CALL(x->world, fsdp_set_grad_enabled(x->model, 0));
         fs_forward(x, &x->tape[0]);
         for (int u = 0; u < x->net->count; u++) {
-            check_registered(x, u, root && !u ? FSDP_STORAGE_UNSHARDED : inner);
+            if (raf == 2) check_post_forward(x, u);
+            else check_registered(x, u, root && !u ? FSDP_STORAGE_UNSHARDED : inner);
             CALL(x->world, fsdp_reshard(x->unit[u]));
             check_registered(x, u, FSDP_STORAGE_SHARDED);
         }
@@ -170,6 +184,21 @@ FS_FN void slow_optimizer(fs_run *x, int it, int m) {
     if (fs_slow & FS_SLOW_OPTIM) fs_dawdle((uint64_t)it + 77, (uint64_t)x->rank);
 }
 
+/* With unshards by the caller, too, each unit is gathered once for each use; in backward before the
+   unit behind it is reduced. */
+FS_FN void gathered_ahead(fs_run *x, int it, int m) {
+    const int each = x->c->raf == NEVER ? 1 : 2;
+    slow_optimizer(x, it, m);
+    for (int u = 0; u < x->net->count; u++) {
+        CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, u), each);
+        if (u < 2 || each == 1) continue;
+        int at = lab_next_op(&x->log, 0, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, x->unit[u - 1]);
+        at = lab_next_op(&x->log, at + 1, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, x->unit[u - 1]);
+        CHECK(at < lab_next_op(&x->log, 0, FSDP_OP_REDUCE_SCATTER, -1, x->unit[u]));
+    }
+    fs_watch(x);
+}
+
 /* Delays before the gathers, before the reductions, after forward, before the optimizer; all. */
 FS_FN void with_delays(int how, int big, int offload, int ahead) {
     static const int delays[] = {0, FS_SLOW_GATHER, FS_SLOW_REDUCE, FS_SLOW_FORWARD, FS_SLOW_OPTIM,
@@ -180,7 +209,8 @@ FS_FN void with_delays(int how, int big, int offload, int ahead) {
     const int once = how != FS_SHARD || (!big && (offload || ahead));
     fs_story *s = fs_tell(&c);
     c.offload = offload, c.ahead = ahead, c.comm_ops = &slow;
-    c.micro = slow_micro, c.after = slow_optimizer;
+    c.micro = slow_micro, c.after = ahead ? gathered_ahead : slow_optimizer;
+    c.build = ahead ? fs_watch : NULL;
     for (size_t i = 0; i < (once ? 1 : COUNT(reshards)); i++)
         for (size_t k = 0; k < COUNT(delays); k++) {
             fs_slow = delays[k];
@@ -278,13 +308,18 @@ FS_FN void prefetch_two(fs_run *x) {
     }
 }
 
+FS_FN void nothing_gathered(fs_run *x, int it, int m) {
+    (void)it, (void)m;
+    CHECK_EQ_INT(fs_calls(x, FSDP_OP_ALL_GATHER), 0);
+}
+
 FS_FN void explicit_prefetching(int how, int ranks) {
     static fs_net net;
     fs_transformer(&net, 8, 16, 8, 1);
     net.batch = 2 * 8;
     fs_conf c = fs_conf_by(how, &net, ranks);
     fs_story *s = fs_tell(&c);
-    c.build = prefetch_two;
+    c.build = prefetch_two, c.after = how ? nothing_gathered : NULL;
     for (int lanes = 0; lanes < 3; lanes++)
         for (int raf = -1; raf <= 1; raf++) {
             c.lanes = lanes, c.raf = raf;
@@ -347,7 +382,8 @@ FS_FN void no_unshard_in_backward(fs_run *x) {
 }
 FS_FN void gathers_of_embeddings(fs_run *x, int it, int m) {
     (void)it, (void)m;
-    int each = x->c->raf == NEVER ? 1 : 2, of_embeddings = x->c->ac ? each : 1; /* recompute: all */
+    int each = x->c->raf == NEVER ? 1 : 2,
+        of_embeddings = fs_recompute(x, 0) ? each : 1; /* recompute: all */
     CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 0), of_embeddings);
     CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 1), each);
     fs_watch(x);
@@ -357,11 +393,6 @@ FS_FN void gathers_of_tied(fs_run *x, int it, int m) {
     (void)it, (void)m;
     CHECK_EQ_INT(fs_seen(x, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, 0), x->c->raf == NEVER ? 1 : 2);
     fs_watch(x);
-}
-
-FS_FN void nothing_gathered(fs_run *x, int it, int m) {
-    (void)it, (void)m;
-    CHECK_EQ_INT(fs_calls(x, FSDP_OP_ALL_GATHER), 0);
 }
 
 FS_FN void checkpointing(int how, int big) {
@@ -378,6 +409,7 @@ FS_FN void checkpointing(int how, int big) {
         for (int ac = 0; ac <= FS_AC_NESTED; ac++)
             for (size_t i = 0; i < (how ? 1 : COUNT(reshards)); i++) {
                 c.ac = ac, c.raf = how ? NEVER : reshards[i];
+                c.ac_blocks = (ac + (int)i) % 2; /* only those, as upstream's, or every unit */
                 c.lanes = n == 1 ? 0 : (ac + (int)i) % 3;
                 c.build = n == 1 ? no_unshard_in_backward : n == 2 ? fs_watch : NULL;
                 c.after = how      ? nothing_gathered
@@ -771,6 +803,26 @@ FS_FN void by_dtypes(int how, const dtypes *d, int replicas, int shards, int mic
         }
     }
     fs_story_free(s, &c);
+}
+
+/* The policy's reduce dtype rules, whatever the parameters are stored in; also if they are made in
+   bf16, and cast to f32 when they are sharded. */
+FS_FN void cast_to_f32(fs_run *x) {
+    CALL(x->world, fsdp_model_cast(x->model, FSDP_F32));
+    CALL(x->world, fsdp_init_params(x->model, fs_fill, x)); /* all bits of the initial values */
+    fs_watch(x);
+}
+FS_FN void clamp_reduce_dtype(int how, int ranks) {
+    static const dtypes both[] = {{"bf16", BF16, 0, BF16, BF16, BF16, BF16, BF16, BF16, BF16},
+                                  {"f32", F32, 0, BF16, BF16, BF16, BF16, BF16, BF16, F32}};
+    const int replicas = how ? ranks : 1, shards = how ? 1 : ranks;
+    static fs_net net;
+    for (size_t i = 0; i < COUNT(both); i++) by_dtypes(how, &both[i], replicas, shards, 1);
+    mlps(&net, 8);
+    fs_conf c = conf_of(&both[1], &net, replicas, shards);
+    c.how = how, c.raf = how ? NEVER : 0;
+    c.made = BF16, c.sgd = 1, c.build = cast_to_f32, c.after = check_dtypes;
+    fs_train(&c);
 }
 
 /* Two linears, a unit each. */
