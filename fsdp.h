@@ -799,10 +799,10 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_finalize_backward(fsdp_model *model);
 /* fsdp_data - the full parameter `index`: contiguous, param_dtype, valid from pre_* to post_*
    fsdp_grad - where you write its gradient: same shape and dtype, valid from pre_backward to
                post_backward. It marks the parameter as used. NULL for a frozen parameter
-   Result      device memory, ready in the order of your stream; the library owns it. NULL and a
-               logged text in a wrong state. Never NULL for a parameter of size zero. Addresses
-               are multiples of 64 bytes, on GPUs of 256. If steps have the same order of calls,
-               they repeat from the second step on
+   Result      device memory, ready in the order of your stream; the library owns it. In a wrong
+               state NULL and a logged text; fsdp_finalize_backward then reports INVALID_STATE.
+               Never NULL for a parameter of size zero. Addresses are multiples of 64 bytes, on GPUs
+               of 256. If steps have the same order of calls, they repeat from the second step on
    Collective  no      Blocks no      Allocates no, but after an abort (see above)
    Source      torch: FSDPParam.unsharded_param, unsharded_param.grad */
 FSDP_API void *fsdp_data(fsdp_unit *unit, int index);
