@@ -1178,7 +1178,8 @@ static void compare_replicas(const toy *t, const fsdp_mesh *replicas, int same) 
         memcpy(most, v.shard, (size_t)v.numel * sizeof *most);
         CALL(t->world, fsdp_all_reduce(t->world, replicas, least, v.numel, FSDP_F32, FSDP_MIN));
         CALL(t->world, fsdp_all_reduce(t->world, replicas, most, v.numel, FSDP_F32, FSDP_MAX));
-        for (int64_t k = 0; k < v.numel; k++) CHECK_EQ_INT(lab_same(least[k], most[k]), same);
+        for (int64_t k = 0; k < v.numel; k++)
+            CHECK_EQ_INT(lab_bits32(least[k]) == lab_bits32(most[k]), same);
     }
 }
 static void across_replicas(fsdp_world *world, const void *arg) {

@@ -558,17 +558,18 @@ TEST(fully_shard_overlap, post_optim_event_overlap) {
 
 /* Modules of two units, one over all ranks and one over half of them; both are open in the forward
    and in the backward of the module. Forward sees the gathers of the first module, or, if they take
-   longer, all of them and the last computation. Units of two sizes have two slots of gradients each, so that the next module need
-   not wait for reductions: only the last two are seen, if they are short. Units of one size, as
-   upstream's, share two slots, which the next module needs: all are seen, one after another. */
+   longer, all of them and the last computation. Units of two sizes have two slots of gradients each,
+   so that the next module need not wait for reductions: only the last two are seen, if they are
+   short. Units of one size, as upstream's, share two slots, which the next module needs: all are
+   seen, one after another. */
 TEST(fully_shard_overlap, per_param_mesh_training_overlap) {
     enum { WORLD = 8, MODULES = 5, COMPUTE = 50 * MS, SHORT = 10 * MS, LONG = 500 * MS };
-    static const struct {
+    const int64_t all = MODULES * COMPUTE, both = 2 * (int64_t)SHORT, longer = 2 * (int64_t)LONG;
+    const struct {
         int64_t rows, comm, forward, want;
-    } cases[] = {
-        {128, SHORT, 2 * SHORT + MODULES * COMPUTE, MODULES * COMPUTE + 2 * (int64_t)SHORT},
-        {64, SHORT, 2 * SHORT + MODULES * COMPUTE, MODULES * (COMPUTE + 2 * (int64_t)SHORT)},
-        {64, LONG, MODULES * 2 * (int64_t)LONG + COMPUTE, MODULES * (COMPUTE + 2 * (int64_t)LONG)}};
+    } cases[] = {{128, SHORT, both + all, all + both},
+                 {64, SHORT, both + all, all + MODULES * both},
+                 {64, LONG, MODULES * longer + COMPUTE, all + MODULES * longer}};
     for (size_t n = 0; n < COUNT(cases); n++) {
         fsdp_param_desc p = fsdp_mat("a", 64, 64), q = fsdp_mat("b", cases[n].rows, 64);
         fsdp_model_desc md = FSDP_ZERO;
