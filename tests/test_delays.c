@@ -517,7 +517,7 @@ static int on_streams(const numbers *kind, int run, uint64_t *hash) {
 TEST_P(delays, streams, kinds) {
     uint64_t hash[2][STEPS], now[STEPS];
     int seen[2] = {0, 0};
-    for (int run = 0; run < (W_SLOW ? 10 : 22); run++) {
+    for (int run = 0; run < (W_SLOW ? 5 : 22); run++) {
         const int fused = on_streams(row, run, now), of = strcmp(row->name, "f16_f16") ? 0 : fused;
         if (!seen[of]++) memcpy(hash[of], now, sizeof now);
         for (int s = 0; s < STEPS; s++)
