@@ -222,6 +222,20 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     return fsdpi_emit(model, op);
 }
 
+FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count) {
+    if (!model || (count > 0 && !ops)) return fsdpi_null_of(model, "emit_again", "model or ops");
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < count && !status; i++) {
+        fsdp_op *op = &ops[i];
+        op->step = model->step;
+        op->given = model->given;
+        if (op->kind < FSDP_OP_HOOK) status = fsdpi_emit(model, op);
+        else status = fsdpi_do_marker(model, op);
+        if (!status && op->kind >= FSDP_OP_HOOK) status = fsdpi_show(model, op);
+    }
+    return status;
+}
+
 FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what) {
     if (!model) return fsdpi_null(NULL, what ? what : "call_begin", "model");
     fsdp_status status = fsdpi_commit(model);
@@ -298,7 +312,6 @@ FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
     fsdpi_drain(model->world);
-    model->trims++;
     for (int i = 0; i < model->num_classes; i++) {
         fsdpi_class *c = &model->classes[i];
         int kept = 0;

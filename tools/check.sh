@@ -384,23 +384,22 @@ list() {
     printf 'last.%s\n' c99 gnu99
     printf 'units_%s\n' mixed static
     printf 'matrix.%s\n' gcc.c99 clang.c17 g++.c++11 clang++.c++20
-    printf 'optimize.%s\n' gcc.O3
     printf 'option.%s\n' NDEBUG FSDP_BACKEND_SHM \
         $([ ! -e backends/fsdp_fake.h ] || echo FSDP_BACKEND_FAKE) \
         $(grep -oh '\<FSDP_NO_[A-Z_]*' "${headers[@]}" | sort -u)
     echo gloo_header
     printf 'gloo.%s\n' g++.c++11 clang++.c++20
     printf 'nccl_header.%s\n' 21800 23003
-    echo nccl_real && echo nvcc.c++11 && echo nvcc_unit.c++17
+    echo nccl_real && echo nvcc_unit.c++17
     [ ! -e examples/gpt/train_gpt.c ] || echo gpt
 }
 list_nightly() { # the rest of every language, compiler and version
     printf 'matrix.%s\n' gcc.{c11,c17,c2x} clang.{c99,c11,c2x} g++.c++{14,17,20} \
         clang++.c++{11,14,17}
-    printf 'optimize.%s\n' {gcc,clang}.{O2,Os} clang.O3
+    printf 'optimize.%s\n' {gcc,clang}.{O2,O3,Os}
     printf 'gloo.%s\n' g++.c++{17,20} clang++.c++{11,17}
     printf 'nccl_header.%s\n' 22304 22703 22809
-    echo nvcc.c++20
+    printf 'nvcc.%s\n' c++{11,20}
 }
 
 # ---- one gate ------------------------------------------------------------------------------------
