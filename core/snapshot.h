@@ -2,8 +2,8 @@
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// Owns: the list of what a step changes, and options. One walk measures, saves and restores, so that
-// the three cannot differ. Gathered parameters, gradients and shards themselves are not in it.
+// Owns: the list of what a step changes, and options. One walk measures, saves and restores, so
+// that the three cannot differ. Gathered parameters, gradients and shards themselves are not in it.
 
 enum { FSDPI_SAVE, FSDPI_LOAD };
 
@@ -75,10 +75,19 @@ static size_t fsdpi_model_save(fsdp_model *m, char *buf, size_t cap) {
     return w.used;
 }
 
+// Slots may be an extension's, which no class lists.
+static void fsdpi_hold_slots(const fsdp_model *m, uint8_t held) {
+    for (int i = 0; i < m->num_units; i++)
+        for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
+            if (m->units[i]->state.slot[pool]) m->units[i]->state.slot[pool]->held = held;
+}
+
 static void fsdpi_model_load(fsdp_model *m, char *buf, size_t size) {
     fsdpi_walk w = {buf, size, 0, FSDPI_LOAD};
     fsdpi_drain(m->world); // flags of use may still be read
+    fsdpi_hold_slots(m, 0);
     fsdpi_walk_model(&w, m);
+    fsdpi_hold_slots(m, 1);
 }
 
 // While `run` is at work, the model has one extension, and no record runs.
