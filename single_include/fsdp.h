@@ -2311,8 +2311,9 @@ FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
                without memory
    run         makes the calls, hooks or fsdp_unshard and the like, and may restore units to earlier
                states. Setters of options that it calls are undone; prefetch lists it can only take
-               away (count 0)
-   Result      FSDP_OK; what run returned; INVALID_ARG, OUT_OF_MEMORY, errors of commit
+               away (count 0). What cannot be undone fails: to freeze, thaw, cast, trim, (de)attach
+   Result      FSDP_OK; what run returned; INVALID_ARG, INVALID_STATE (a unit is not idle),
+               OUT_OF_MEMORY, errors of commit
    Collective  as fsdp_model_commit at the first use, then no      Blocks for operations under way
    Allocates   temporary tables */
 FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *extension,
@@ -3248,10 +3249,10 @@ struct fsdp_model {
     fsdp_block full_block;
     void *undefined; // what getters give in a failed world
     size_t undefined_bytes;
-    fsdp_block *norm_blocks;  // [num_params] of the norm, [num_params] of what clip scales
-    fsdpi_attached *attached; // extensions, in the order in which they are asked
+    fsdp_block *norm_blocks;     // [num_params] of the norm, [num_params] of what clip scales
+    fsdpi_attached *attached;    // extensions, in the order in which they are asked
     const fsdpi_attached *asked; // whose function `call` is at work, or NULL
-    uint8_t watch;            // FSDPI_CALLS, ...: what any of them listens to
+    uint8_t watch;               // FSDPI_CALLS, ...: what any of them listens to
     fsdpi_names labels, pools;
     uint64_t settings; // options, as a number: see fsdpi_setting
     int asking;        // calls of functions of extensions that have not returned
@@ -3811,6 +3812,7 @@ static void fsdpi_watch(fsdp_model *m) {
         if (a->e.buffer) watch |= FSDPI_SLOTS;
         if (a->e.ran) watch |= FSDPI_TIMES;
     }
+    if (m->rehearsing) watch |= FSDPI_OPS | FSDPI_SLOTS; // whatever the extension has
     m->watch = (uint8_t)watch;
 }
 
@@ -9059,6 +9061,13 @@ static void fsdpi_usage_own(fsdp_unit *u) {
 static void fsdpi_usage_clear(fsdp_unit *u, int use) {
     for (int i = 0; i < u->desc.num_params; i++) u->params[i].use &= (uint8_t)~use;
 }
+
+// A reduction is on its way, and the counts of users with it.
+static void fsdpi_usage_sent(fsdp_unit *u) {
+    u->usage.counted = 1;
+    if (fsdpi_ranks(u) == 1) fsdpi_usage_own(u);
+    if (!u->options.reduce_unused) fsdpi_usage_clear(u, FSDPI_USE_PENDING);
+}
 static int fsdpi_usage_any(const fsdp_unit *u, int use) {
     int any = 0;
     for (int i = 0; i < u->desc.num_params; i++) any |= u->params[i].use & use;
@@ -9423,9 +9432,7 @@ static fsdp_status fsdpi_tell_hooks(fsdp_unit *u, int stream) {
 static fsdp_status fsdpi_grads_done(fsdp_unit *u, int stream) {
     u->state.grads.shard = FSDPI_GRADS_REDUCED;
     u->state.grads.newest = FSDPI_GRADS_NOWHERE;
-    u->usage.counted = 1;
-    if (fsdpi_ranks(u) == 1) fsdpi_usage_own(u);
-    if (!u->options.reduce_unused) fsdpi_usage_clear(u, FSDPI_USE_PENDING);
+    fsdpi_usage_sent(u);
     return u->model->grad_hooks ? fsdpi_tell_hooks(u, stream) : FSDP_OK;
 }
 
@@ -10136,6 +10143,14 @@ static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
         if (status) return status;
     }
     return FSDP_OK;
+}
+
+// A change that lasts, which a rehearsal could not undo.
+static fsdp_status fsdpi_lasting(fsdp_model *m, const char *what) {
+    fsdp_status status = fsdpi_failed(m->world);
+    if (status || !m->rehearsing) return status;
+    return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
+                     "[E214] %s: a rehearsal cannot undo it: call it before or afterwards", what);
 }
 
 // A marker for those who see records, before the ops of a public call.
@@ -11320,7 +11335,7 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
 
 // May the model be laid out anew? All units are idle, and none holds what only its layout knows.
 static fsdp_status fsdpi_may_move(fsdp_model *m, const char *what) {
-    fsdp_status status = fsdpi_failed(m->world);
+    fsdp_status status = fsdpi_lasting(m, what);
     if (!status) status = fsdpi_remember(m, fsdpi_check_units(m, FSDP_CALL_REQUIRES_GRAD, what));
     for (int i = 0; i < m->num_units && !status; i++)
         if (m->units[i]->state.slot[FSDP_POOL_GRAD] || m->units[i]->state.slot[FSDP_POOL_RIN] ||
@@ -11576,7 +11591,7 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     fsdp_extension e;
     if (!model || !extension) return fsdpi_null_of(model, "attach", "model or extension");
     fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_failed(w);
+    fsdp_status status = fsdpi_lasting(model, "attach");
     if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (status) return status;
     if (e.call || e.op || e.buffer || e.ran)
@@ -11617,6 +11632,7 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     if (!model || !extension) return fsdpi_null_of(model, "detach", "model or extension");
     fsdp_world *w = model->world;
     fsdp_status status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    if (!status && model->rehearsing) status = fsdpi_lasting(model, "detach");
     if (status) return status;
     e.size = 0;
     if (!e.name) e.name = "extension";
@@ -11799,6 +11815,7 @@ FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count)
         fsdp_op *op = &ops[i];
         op->step = model->step;
         op->given = model->given;
+        op->timed = 0; // who asked for times then may be gone
         if (op->kind < FSDP_OP_HOOK) status = fsdpi_emit(model, op);
         else status = fsdpi_do_marker(model, op);
         if (!status && op->kind >= FSDP_OP_HOOK) status = fsdpi_show(model, op);
@@ -11879,7 +11896,7 @@ FSDP_API int fsdp_buf_held(const fsdp_buf *buf) { return buf && buf->held; }
 
 FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "pools_trim", "model");
-    fsdp_status status = fsdpi_failed(model->world);
+    fsdp_status status = fsdpi_lasting(model, "pools_trim");
     if (status) return status;
     fsdpi_drain(model->world);
     for (int i = 0; i < model->num_classes; i++) {
@@ -12053,8 +12070,13 @@ static void fsdpi_walk_unit(fsdpi_walk *w, fsdp_unit *u) {
     fsdpi_walk_bytes(w, &u->usage.in_flight, sizeof u->usage.in_flight);
     fsdpi_walk_bytes(w, &u->usage.counted, sizeof u->usage.counted);
     fsdpi_walk_bytes(w, u->usage.flags, fsdpi_flags_bytes(u));
-    for (int i = 0; i < u->desc.num_params; i++)
-        fsdpi_walk_bytes(w, &u->params[i].use, sizeof u->params[i].use);
+    fsdpi_walk_bytes(w, &u->told, sizeof u->told);
+    for (int i = 0; i < u->desc.num_params; i++) {
+        fsdpi_param *p = &u->params[i];
+        fsdpi_walk_bytes(w, &p->use, sizeof p->use);
+        fsdpi_walk_bytes(w, &p->grad_hook, sizeof p->grad_hook);
+        fsdpi_walk_bytes(w, &p->grad_hook_user, sizeof p->grad_hook_user);
+    }
 }
 
 static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
@@ -12070,6 +12092,7 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
     fsdpi_walk_bytes(w, &m->settings, sizeof m->settings);
     fsdpi_walk_bytes(w, &m->grad_enabled, sizeof m->grad_enabled);
     fsdpi_walk_bytes(w, &m->is_last_backward, sizeof m->is_last_backward);
+    fsdpi_walk_bytes(w, &m->grad_hooks, sizeof m->grad_hooks);
     fsdpi_walk_bytes(w, &m->hook_status, sizeof m->hook_status);
     fsdpi_walk_bytes(w, m->hook_error, sizeof m->hook_error);
     fsdpi_walk_bytes(w, &m->norm_type, sizeof m->norm_type);
@@ -12122,15 +12145,16 @@ FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *exte
     char *saved = (char *)fsdpi_model_alloc(model, size);
     if (!saved) return fsdpi_no_memory(model->world, "rehearse", "", size);
     (void)fsdpi_model_save(model, saved, size);
+    fsdpi_drain(model->world); // records under way are told to the others
     model->attached = &only;
     model->asked = NULL;
-    model->rehearsing = 1;
+    model->rehearsing++;
     fsdpi_watch(model);
     status = run(user);
     fsdpi_model_load(model, saved, size);
     model->attached = others;
     model->asked = asked;
-    model->rehearsing = 0;
+    model->rehearsing--;
     fsdpi_watch(model);
     fsdpi_model_free(model, saved);
     return status ? status : fsdpi_failed(model->world);
@@ -12189,9 +12213,7 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
         m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
         if (s->slot[pool]) s->slot[pool]->held = 1;
-    if (!then.counted) return FSDP_OK;
-    unit->usage.counted = 1;
-    if (fsdpi_ranks(unit) == 1) fsdpi_usage_own(unit);
+    if (then.counted) fsdpi_usage_sent(unit);
     return FSDP_OK;
 }
 
