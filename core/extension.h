@@ -160,7 +160,7 @@ FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
 
 /* fsdp_rehearse - make calls of a step that do nothing: an extension sees their records, none runs,
    and afterwards the model is as before
-   extension   the only one that is asked meanwhile, attached or not. `op` sees the records, and what
+   extension   the only one that is asked meanwhile, attached or not. `op` sees records, and what
                it returns is ignored. `buffer` has to give every slot: fsdp_buf_part makes some
                without memory
    run         makes the calls, hooks or fsdp_unshard and the like, and may restore units to earlier

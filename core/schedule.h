@@ -193,7 +193,7 @@ static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
 }
 
 // A change that lasts, which a rehearsal could not undo.
-static fsdp_status fsdpi_lasting(fsdp_model *m, const char *what) {
+static FSDPI_NOINLINE fsdp_status fsdpi_lasting(fsdp_model *m, const char *what) {
     fsdp_status status = fsdpi_failed(m->world);
     if (status || !m->rehearsing) return status;
     return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,

@@ -82,7 +82,7 @@ static size_t fsdpi_model_save(fsdp_model *m, char *buf, size_t cap) {
 }
 
 // Slots may be an extension's, which no class lists.
-static void fsdpi_hold_slots(const fsdp_model *m, uint8_t held) {
+static FSDPI_NOINLINE void fsdpi_hold_slots(const fsdp_model *m, uint8_t held) {
     for (int i = 0; i < m->num_units; i++)
         for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
             if (m->units[i]->state.slot[pool]) m->units[i]->state.slot[pool]->held = held;

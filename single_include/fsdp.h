@@ -2306,7 +2306,7 @@ FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
 
 /* fsdp_rehearse - make calls of a step that do nothing: an extension sees their records, none runs,
    and afterwards the model is as before
-   extension   the only one that is asked meanwhile, attached or not. `op` sees the records, and what
+   extension   the only one that is asked meanwhile, attached or not. `op` sees records, and what
                it returns is ignored. `buffer` has to give every slot: fsdp_buf_part makes some
                without memory
    run         makes the calls, hooks or fsdp_unshard and the like, and may restore units to earlier
@@ -10146,7 +10146,7 @@ static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
 }
 
 // A change that lasts, which a rehearsal could not undo.
-static fsdp_status fsdpi_lasting(fsdp_model *m, const char *what) {
+static FSDPI_NOINLINE fsdp_status fsdpi_lasting(fsdp_model *m, const char *what) {
     fsdp_status status = fsdpi_failed(m->world);
     if (status || !m->rehearsing) return status;
     return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
@@ -11182,7 +11182,7 @@ enum { // what has been set, beside offsets in fsdpi_options
 /* fsdp_model.settings is a sum over all options that differ from those at creation, so that it does
    not depend on the way that led there. unit: -1 for the model. */
 static void fsdpi_setting(fsdp_model *m, int unit, size_t field, uint64_t was, uint64_t is) {
-    uint64_t place = fsdpi_hash(fsdpi_hash(0, (uint64_t)(unit + 1)), field); // hash(a, b) adds
+    uint64_t place = fsdpi_hash((uint64_t)(unit + 1) << 32, field); // the hash adds the two
     m->settings += fsdpi_hash(place, is) - fsdpi_hash(place, was);
 }
 
@@ -12114,7 +12114,7 @@ static size_t fsdpi_model_save(fsdp_model *m, char *buf, size_t cap) {
 }
 
 // Slots may be an extension's, which no class lists.
-static void fsdpi_hold_slots(const fsdp_model *m, uint8_t held) {
+static FSDPI_NOINLINE void fsdpi_hold_slots(const fsdp_model *m, uint8_t held) {
     for (int i = 0; i < m->num_units; i++)
         for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
             if (m->units[i]->state.slot[pool]) m->units[i]->state.slot[pool]->held = held;

@@ -1897,7 +1897,7 @@ static fsdp_status rehearse_options(void *user) {
     uint64_t was = fsdp_model_settings(m);
     for (int round = 0; round < 2; round++) {
         for (int n = 0; n < SETTERS - 1; n++)
-            if (n < 11 || n > 13) set_one(r->b, n, !round);
+            if (n < 11 || n > 13) set_one(r->b, n, round);
         CHECK_OK(fsdp_set_modules_to_forward_prefetch(units[0], NULL, 0));
         CHECK_OK(fsdp_set_modules_to_backward_prefetch(units[2], NULL, 0));
         CHECK(fsdp_model_settings(m) != was);
