@@ -259,17 +259,17 @@ SLOWER  := TEST_TIMEOUT_MULT=10
 FEW := -*W=[45]*
 NO_ASAN := test_budget test_cluster test_examples test_find_nccl test_gpt test_harness# other programs
 # Arithmetic of trainings, and faults, which mostly wait: at night.
-NIGHT   := test_fully_shard_training test_replicate_faults test_replicate_training
+NIGHT   := test_fully_shard_training test_replicate_faults test_replicate_training test_replicate_with_compiler
 ASAN_TESTS ?= $(filter-out $(NO_ASAN) $(NIGHT),$(TESTS:$(BUILD)/tests/%=%))
 TSAN_ENV   := TSAN_OPTIONS=suppressions=tests/tsan.supp
 OFAST      := STD=-std=gnu11 'CFLAGS=-Ofast -march=native'
 MAKE_asan  := BUILD=$(BUILD)/asan SAN=asan
 GOALS_asan := $(ASAN_TESTS:%=$(BUILD)/asan/tests/%)
-FEWER      := $(FEW):-*.gradient_accumulation:-*.training_memory:-streams.*_is_*:-*/wide:-norm.slices:-*DIM=*
+FEWER      := $(FEW):-*.gradient_accumulation:-*.training_memory:-streams.*_is_*:-*/wide:-norm.slices:-*DIM=*:-optim_device.same_bits*
 RUN_asan   := $(SLOWER) FSDP_BUILD=$(BUILD)/asan $(GOALS_asan:%=%:$(FEWER))
 MAKE_tsan  := BUILD=$(BUILD)/tsan SAN=tsan
 GOALS_tsan := $(TSAN_TESTS:%=$(BUILD)/tsan/tests/%)
-FEWEST     := $(FEW):-delays.*N=4*:-*.gradient_accumulation:-*.partial_group*:-*.reshard_toggle:-*.activation_*
+FEWEST     := $(FEW):-delays.*N=4*:-*.gradient_accumulation:-*.partial_group*:-*.reshard_toggle:-*.activation_*:-faults.host_allocations*
 RUN_tsan   := $(SLOWER) $(TSAN_ENV) FSDP_BUILD=$(BUILD)/tsan $(GOALS_tsan:%=%:$(FEWEST))
 MAKE_gloo_asan  := BUILD=$(BUILD)/gloo_asan GLOO=yes SAN=asan
 GOALS_gloo_asan := $(BUILD)/gloo_asan/tests/conformance
@@ -280,14 +280,15 @@ RUN_gloo_tsan   := $(SLOWER) $(TSAN_ENV) $(GOALS_gloo_tsan):*gloo/threads/W=3
 MAKE_nccl_asan  := BUILD=$(BUILD)/nccl_asan NCCL=stub SAN=asan
 GOALS_nccl_asan := $(patsubst %,$(BUILD)/nccl_asan/tests/%,conformance \
                      $(filter-out test_gpt_cuda %_faults,$(STUB_TESTS)))# faults mostly wait
-FEWER_nccl      := -*many_tiles:-nccl.leave_out*:-nccl.no_races*:-nccl.faults/W=2:-nccl.same_bits/[b-np-z]*
+FEWER_nccl      := -*many_tiles:-nccl.leave_out*:-nccl.no_races*:-nccl.faults/W=2:-nccl.same_bits/[b-np-z]*:-copy.every_row_to*
+FEWEST_nccl     := $(FEW):-stub_graph.forbids*
 RUN_nccl_asan   := $(SLOWER) FSDP_BUILD=$(BUILD)/nccl_asan \
                    $(patsubst %,%:$(FEWER_nccl),$(filter-out \
                      %/conformance,$(GOALS_nccl_asan))) \
                    $(NCCL_ENV) $(BUILD)/nccl_asan/tests/conformance:*nccl/processes/W=3
 MAKE_nccl_tsan  := BUILD=$(BUILD)/nccl_tsan NCCL=stub SAN=tsan
 GOALS_nccl_tsan := $(patsubst %,$(BUILD)/nccl_tsan/tests/%,test_stubs conformance)
-RUN_nccl_tsan   := $(SLOWER) $(TSAN_ENV) FSDP_BUILD=$(BUILD)/nccl_tsan $(BUILD)/nccl_tsan/tests/test_stubs:$(FEW) \
+RUN_nccl_tsan   := $(SLOWER) $(TSAN_ENV) FSDP_BUILD=$(BUILD)/nccl_tsan $(BUILD)/nccl_tsan/tests/test_stubs:$(FEWEST_nccl) \
                    $(NCCL_ENV) $(BUILD)/nccl_tsan/tests/conformance:*nccl/threads/W=3
 MAKE_ofast  := BUILD=$(BUILD)/ofast CC=gcc $(OFAST)
 GOALS_ofast := $(BIT_TESTS:%=$(BUILD)/ofast/tests/%)
@@ -339,7 +340,7 @@ nightly: quiet-deps ## what test and check leave out, and the mutations: hours
 	@$(MAKE) -s --no-print-directory build-stub NCCL_TESTS=test_replicate_training
 	@tools/run_tests.sh --without='-long_*' FSDP_BUILD=$(BUILD) $(NCCL_ENV) \
 	    $(BUILD)/stub/tests/test_replicate_training
-	@$(MAKE) --no-print-directory check GATES='asan nccl_asan tsan' FEW= FEWER= FEWEST= FEWER_nccl= \
+	@$(MAKE) --no-print-directory check GATES='asan nccl_asan tsan' FEW= FEWER= FEWEST= FEWER_nccl= FEWEST_nccl= \
 	    ASAN_TESTS='$(ASAN_TESTS) $(NIGHT)' \
 	    TSAN_TESTS='$(TSAN_TESTS) test_features test_fully_shard_training test_memory test_replicate test_train'
 	@tools/mutate

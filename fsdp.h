@@ -1120,7 +1120,7 @@ typedef struct fsdp_op {
     int32_t root;             // BROADCAST: place of the root. CALL: index of the parameter, or -1
     int32_t group_size;       // collectives: number of ranks
     uint16_t comm_number;     // number of comm in the order of creation; 1: the world's; 0: none
-    uint8_t num_waits, reserved; // of wait
+    uint8_t num_waits, custom; // of wait; 1: a function of fsdp_set_custom_... runs it
     double scale;             // factor of the (summed) input, in the arithmetic's type; 1: none
     double norm_type;         // NORM, and clip: p; INFINITY: the maximum
     const double *clip;       // COPY: NULL, or what NORM has found, in device memory. Then `scale`

@@ -4,13 +4,18 @@
 
 // If fsdp_model.watch is 0, nothing of this is called. fsdp_attach itself is in means.h.
 
-// Has an extension answered a call? *status is the result then.
+/* Has an extension answered a call? *status is the result then. A call that an extension makes
+   itself when it is asked goes to those behind it. */
 static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
                                          fsdp_status *status) {
+    const fsdpi_attached *asker = m->asked;
     int answered = 0;
     m->asking++;
-    for (const fsdpi_attached *a = m->attached; a && !answered; a = a->next)
+    for (const fsdpi_attached *a = asker ? asker->next : m->attached; a && !answered; a = a->next) {
+        m->asked = a;
         answered = a->e.call && a->e.call(a->e.user, m, u, call, status);
+    }
+    m->asked = asker;
     m->asking--;
     return answered;
 }
@@ -23,6 +28,7 @@ static int fsdpi_taken(fsdp_model *m, fsdp_op *op) {
     m->asking++;
     for (const fsdpi_attached *a = m->attached; a && !taken; a = a->next)
         taken = a->e.op && a->e.op(a->e.user, m, op);
+    taken |= m->rehearsing;
     m->asking--;
     op->kind = was.kind;
     op->stream = was.stream;
@@ -72,6 +78,7 @@ static void fsdpi_watch(fsdp_model *m) {
         if (a->e.buffer) watch |= FSDPI_SLOTS;
         if (a->e.ran) watch |= FSDPI_TIMES;
     }
+    if (m->rehearsing) watch |= FSDPI_OPS | FSDPI_SLOTS; // whatever the extension has
     m->watch = (uint8_t)watch;
 }
 

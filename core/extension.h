@@ -32,7 +32,7 @@ typedef struct fsdp_extension {
     // A call of a step begins, from pre_forward to finalize_backward, or model_reset (for both of
     // the model unit is NULL); the transition table is not asked yet. Return non-zero if you have
     // done the call's work: then *status (FSDP_OK before) is its result, and the library calls no
-    // further extension.
+    // further extension. If you make calls of a step in it, they go to the extensions behind you.
     int (*call)(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status);
     // A record is about to run. You get a copy and may change it; kind, seq, stream, src and dst
     // stay, since its waits depend on them. Return non-zero to take the record: it does not run,
@@ -101,6 +101,13 @@ FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit
    Allocates   the first record on FSDP_STREAM_EXTENSION: with lanes a worker thread */
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op);
 
+/* fsdp_emit_again - emit records as they were shown to an extension, or have been emitted: they are
+   not checked, and step and what fsdp_agree was given are the model's now
+   ops         [count], the caller's; must stay as they are until they have run (see `list`)
+   Result      FSDP_OK; INVALID_ARG (NULL); as fsdp_emit
+   Collective, Blocks  as fsdp_emit      Allocates no */
+FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count);
+
 /* fsdp_call_begin - begin a call of your extension, before its records: check that the call is
    possible now, and show a HOOK marker
    call        FSDP_CALL_EXTENSION, or the public call whose rules yours follows
@@ -151,26 +158,34 @@ FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf);
 FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf);
 FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
 
-/* fsdp_model_snapshot - save what a step changes: states of units, marks of use, numbers and events
-   of records and slots, counters; not the contents of buffers. A rehearsal is a snapshot, the calls
-   of a step with an extension that takes every record and gives every slot, and a restore
-   fsdp_unit_snapshot  - save one unit: its states, the state of its gradients, its slots. Equal
+/* fsdp_rehearse - make calls of a step that do nothing: an extension sees their records, none runs,
+   and afterwards the model is as before
+   extension   the only one that is asked meanwhile, attached or not. `op` sees records, and what
+               it returns is ignored. `buffer` has to give every slot: fsdp_buf_part makes some
+               without memory
+   run         makes the calls, hooks or fsdp_unshard and the like, and may restore units to earlier
+               states. Setters of options that it calls are undone; prefetch lists it can only take
+               away (count 0). What cannot be undone fails: to freeze, thaw, cast, trim, (de)attach
+   Result      FSDP_OK; what run returned; INVALID_ARG, INVALID_STATE (a unit is not idle),
+               OUT_OF_MEMORY, errors of commit
+   Collective  as fsdp_model_commit at the first use, then no      Blocks for operations under way
+   Allocates   temporary tables */
+FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *extension,
+                                   fsdp_status (*run)(void *user), void *user);
+
+/* fsdp_unit_snapshot - save one unit: its states, the state of its gradients, its slots. Equal
    states with the same slots have equal bytes
    buf         room for cap bytes, or NULL; untouched if cap is too small
-   Result      bytes of the whole; 0 for NULL, and for a model that is not committed
+   Result      bytes of the whole; 0 for NULL
    Collective  no      Blocks no      Allocates no */
-FSDP_API size_t fsdp_model_snapshot(const fsdp_model *model, void *buf, size_t cap);
 FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap);
 
-/* fsdp_model_restore - restore what fsdp_model_snapshot saved
-   fsdp_unit_restore  - put a unit into an earlier state; it holds that state's slots. Before, your
-               extension must have emitted the records that lead there. A state of backward begins
-               the model's backward, as the call would
-   Result      FSDP_OK; INVALID_ARG (wrong size: since the snapshot the layout or the number of
-               slots changed); if the world is aborted, its status
-   Collective  no, but every rank has to do the same
-   Blocks      model: for operations under way; unit: no      Allocates no */
-FSDP_API fsdp_status fsdp_model_restore(fsdp_model *model, const void *buf, size_t nbytes);
+/* fsdp_unit_restore - put a unit into an earlier state, whose slots it then holds. In the same call
+   your extension has to emit the records that lead there. A state of backward begins the model's
+   backward, as the call would; a state in which gradients have just been reduced marks the
+   parameters whose gradients were written as reduced
+   Result      FSDP_OK; INVALID_ARG (another unit's, or the layout has changed since)
+   Collective  no, but every rank has to do the same      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes);
 
 /* fsdp_unit_flag_use - update the flags of use, which travel with a unit's reduction. Call it
@@ -213,8 +228,8 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
 FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world);
 
 /* fsdp_model_world    - the world of a model; NULL for NULL
-   fsdp_model_settings - how often options of the model or its units have changed. If the number
-                         has changed, your earlier decisions may be wrong
+   fsdp_model_settings - the options of the model and its units as a number (a hook: whether there
+                         is one): if it is the same as before, they are
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model);

@@ -314,7 +314,7 @@ typedef struct fsdpi_names {
 } fsdpi_names;
 
 // What extensions of a model listen to: bits of fsdp_model.watch.
-enum { FSDPI_CALLS = 1, FSDPI_OPS = 2, FSDPI_SLOTS = 4, FSDPI_TIMES = 8 };
+enum { FSDPI_CALLS = 1, FSDPI_OPS = 2, FSDPI_SLOTS = 4, FSDPI_TIMES = 8, FSDPI_RECORDS = 10 };
 
 struct fsdp_model {
     fsdp_world *world;
@@ -350,13 +350,14 @@ struct fsdp_model {
     fsdp_block full_block;
     void *undefined; // what getters give in a failed world
     size_t undefined_bytes;
-    fsdp_block *norm_blocks;  // [num_params] of the norm, [num_params] of what clip scales
-    fsdpi_attached *attached; // extensions, in the order in which they are asked
-    uint8_t watch;            // FSDPI_CALLS, ...: what any of them listens to
+    fsdp_block *norm_blocks;     // [num_params] of the norm, [num_params] of what clip scales
+    fsdpi_attached *attached;    // extensions, in the order in which they are asked
+    const fsdpi_attached *asked; // whose function `call` is at work, or NULL
+    uint8_t watch;               // FSDPI_CALLS, ...: what any of them listens to
     fsdpi_names labels, pools;
-    uint64_t settings; // changes of options so far
-    uint64_t trims;    // calls of fsdp_pools_trim so far
+    uint64_t settings; // options, as a number: see fsdpi_setting
     int asking;        // calls of functions of extensions that have not returned
+    int rehearsing;    // no record runs, and every slot is the extension's
     int32_t num_bufs;  // numbers given to buffers so far
     fsdp_counters counters;
     int64_t host_bytes;

@@ -46,6 +46,8 @@ static FSDPI_NOINLINE const fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op 
     *seen = *op;
     seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm, &size);
     seen->timed = works && (m->watch & FSDPI_TIMES);
+    void *user;
+    seen->custom = op->comm && op->unit && fsdpi_custom_comm(op, &user);
     return fsdpi_taken(m, seen) || op->kind >= FSDP_OP_HOOK ? NULL : seen;
 }
 
@@ -57,11 +59,12 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     op->seq = ++m->seq;
     m->counters.calls[op->kind]++;
     m->counters.bytes[op->kind] += op->bytes;
-    if (w->mode == FSDPI_INLINE && !m->watch) return fsdpi_execute(w, op, NULL); // no order to keep
+    int watched = m->watch & FSDPI_RECORDS;
+    if (w->mode == FSDPI_INLINE && !watched) return fsdpi_execute(w, op, NULL); // no order to keep
     if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
     if (op->dst) op->dst->avail.seq = 0;
     fsdp_op seen;
-    const fsdp_op *runs = m->watch ? fsdpi_watched(m, op, &seen) : op;
+    const fsdp_op *runs = watched ? fsdpi_watched(m, op, &seen) : op;
     if (runs) status = fsdpi_issue(w, runs);
     if (!status && op->dst) status = fsdpi_mark(w, op->stream, &op->dst->ready);
     return status;
@@ -160,10 +163,10 @@ static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t 
     fsdp_model *m = u->model;
     fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
     *out = buf;
-    if (!buf || (!buf->held && buf->bytes >= bytes)) return FSDP_OK;
+    if (buf ? !buf->held && buf->bytes >= bytes : !m->rehearsing) return FSDP_OK;
     return fsdpi_bad(
         m->world, "[E915] an extension gave '%s' a slot of %llu bytes%s for %s, expected %llu free",
-        u->desc.name, (unsigned long long)buf->bytes, buf->held ? " in use" : "",
+        u->desc.name, (unsigned long long)(buf ? buf->bytes : 0), buf && buf->held ? " in use" : "",
         fsdp_pool_name(pool), (unsigned long long)bytes);
 }
 

@@ -2,6 +2,21 @@
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
+enum { // what has been set, beside offsets in fsdpi_options
+    FSDPI_SET_ENABLED = 1 << 16,
+    FSDPI_SET_LAST,
+    FSDPI_SET_HOOKS,
+    FSDPI_SET_TRAINS = 1 << 20, // + index of the parameter
+    FSDPI_SET_DTYPE = 1 << 24
+};
+
+/* fsdp_model.settings is a sum over all options that differ from those at creation, so that it does
+   not depend on the way that led there. unit: -1 for the model. */
+static void fsdpi_setting(fsdp_model *m, int unit, size_t field, uint64_t was, uint64_t is) {
+    uint64_t place = fsdpi_hash((uint64_t)(unit + 1) << 32, field); // the hash adds the two
+    m->settings += fsdpi_hash(place, is) - fsdpi_hash(place, was);
+}
+
 // A setter for one unit or all (NULL): which ones; none may be between pre and post.
 static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int *first, int *end) {
     if (!m) return fsdpi_null(NULL, what, "model");
@@ -19,14 +34,14 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
 
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
     if (!model) return fsdpi_null(NULL, "set_grad_enabled", "model");
-    model->settings += model->grad_enabled != (enabled != 0);
+    fsdpi_setting(model, -1, FSDPI_SET_ENABLED, (uint64_t)model->grad_enabled, enabled != 0);
     model->grad_enabled = enabled != 0;
     return fsdpi_failed(model->world);
 }
 
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
     if (!model) return fsdpi_null(NULL, "set_is_last_backward", "model");
-    model->settings += model->is_last_backward != (is_last != 0);
+    fsdpi_setting(model, -1, FSDPI_SET_LAST, (uint64_t)model->is_last_backward, is_last != 0);
     model->is_last_backward = is_last != 0;
     return fsdpi_failed(model->world);
 }
@@ -37,7 +52,7 @@ static fsdp_status fsdpi_set_option(fsdp_model *m, fsdp_unit *u, const char *wha
     fsdp_status status = fsdpi_set(m, u, what, &i, &end);
     for (; !status && i < end; i++) {
         uint8_t *option = (uint8_t *)&m->units[i]->options + field;
-        m->settings += *option != (value != 0);
+        fsdpi_setting(m, i, field, *option, value != 0);
         *option = value != 0;
         fsdpi_unit_route(m->units[i]);
     }
@@ -79,8 +94,10 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
                          "FSDP_RESHARD_ALWAYS or FSDP_RESHARD_NEVER (an int: in fsdp_unit_desc)",
                          mode);
     for (; !status && i < end; i++) {
-        model->settings += model->units[i]->options.reshard_after_forward != mode;
-        model->units[i]->options.reshard_after_forward = mode;
+        int *option = &model->units[i]->options.reshard_after_forward;
+        fsdpi_setting(model, i, offsetof(fsdpi_options, reshard_after_forward), (uint64_t)*option,
+                      (uint64_t)mode);
+        *option = mode;
     }
     return status;
 }
@@ -94,13 +111,23 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
             model->world,
             "[E163] set_gradient_divide_factor: factor is %g, expected finite and >= 0", factor);
     for (; !status && i < end; i++) {
-        model->settings += model->units[i]->options.divide_factor != factor;
+        uint64_t was, is;
+        memcpy(&was, &model->units[i]->options.divide_factor, sizeof was);
+        memcpy(&is, &factor, sizeof is);
+        fsdpi_setting(model, i, offsetof(fsdpi_options, divide_factor), was, is);
         model->units[i]->options.divide_factor = factor;
         fsdpi_unit_route(model->units[i]);
     }
     return status;
 }
 
+static uint64_t fsdpi_list_hash(const int32_t *list, int count) {
+    uint64_t h = (uint64_t)count;
+    for (int i = 0; i < count; i++) h = fsdpi_hash(h, (uint64_t)list[i]);
+    return h;
+}
+
+// An empty list leaves the old one's memory where it is: a rehearsal brings it back.
 static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *const *targets,
                                       int count, const char *what) {
     int first, end;
@@ -111,13 +138,19 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
         if (!targets || !targets[i] || targets[i]->model != m)
             return fsdpi_bad(m->world, "[E164] %s: target %d is not a unit of this model", what, i);
     if (count < 0) return fsdpi_bad(m->world, "[E165] %s: count is %d, expected >= 0", what, count);
-    int32_t *list = (int32_t *)fsdpi_model_alloc(m, (size_t)(count + 1) * sizeof *list);
-    if (!list) return fsdpi_no_memory(m->world, what, "", (size_t)(count + 1) * sizeof *list);
+    if (count && m->rehearsing)
+        return fsdpi_bad(m->world, "[E173] %s: a rehearsal can only take lists away: count is %d",
+                         what, count);
+    int32_t **at = &u->options.prefetch[backward];
+    int32_t *num = &u->options.num_prefetch[backward];
+    int32_t *list = count ? (int32_t *)fsdpi_model_alloc(m, (size_t)count * sizeof *list) : NULL;
+    if (count && !list) return fsdpi_no_memory(m->world, what, "", (size_t)count * sizeof *list);
     for (int i = 0; i < count; i++) list[i] = targets[i]->desc.index;
-    fsdpi_model_free(m, u->options.prefetch[backward]);
-    u->options.prefetch[backward] = list;
-    u->options.num_prefetch[backward] = count;
-    m->settings++;
+    fsdpi_setting(m, u->desc.index, offsetof(fsdpi_options, prefetch) + (size_t)backward,
+                  fsdpi_list_hash(*at, *num), fsdpi_list_hash(list, count));
+    if (count) fsdpi_model_free(m, *at);
+    if (count) *at = list;
+    *num = count;
     return FSDP_OK;
 }
 
@@ -133,7 +166,7 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
 
 // May the model be laid out anew? All units are idle, and none holds what only its layout knows.
 static fsdp_status fsdpi_may_move(fsdp_model *m, const char *what) {
-    fsdp_status status = fsdpi_failed(m->world);
+    fsdp_status status = fsdpi_lasting(m, what);
     if (!status) status = fsdpi_remember(m, fsdpi_check_units(m, FSDP_CALL_REQUIRES_GRAD, what));
     for (int i = 0; i < m->num_units && !status; i++)
         if (m->units[i]->state.slot[FSDP_POOL_GRAD] || m->units[i]->state.slot[FSDP_POOL_RIN] ||
@@ -159,12 +192,14 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);
     if (status) return status;
-    m->settings++;
     p->requires_grad = requires_grad != 0;
     status = fsdpi_unit_arrange(unit);
     if (status) p->requires_grad = !p->requires_grad;
-    else p->use &= (uint8_t)~FSDPI_USE_REDUCED;
-    return status;
+    if (status) return status;
+    fsdpi_setting(m, unit->desc.index, FSDPI_SET_TRAINS + (size_t)index, !requires_grad,
+                  requires_grad != 0);
+    p->use &= (uint8_t)~FSDPI_USE_REDUCED;
+    return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
@@ -182,29 +217,33 @@ FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
                                  "dtype: give the dtype in fsdp_param_desc",
                                  what, model->units[i]->params[k].name, model->units[i]->desc.name);
     if (!status && model->committed) status = fsdpi_unsettle(model);
-    if (!status) model->settings++;
     for (int i = 0; i < model->num_units && !status; i++) {
         fsdp_unit *u = model->units[i];
         for (int k = 0; k < u->desc.num_params; k++)
-            if (fsdp_dtype_is_float(u->params[k].dtype)) u->params[k].dtype = dtype;
+            if (fsdp_dtype_is_float(u->params[k].dtype)) {
+                fsdpi_setting(model, i, FSDPI_SET_DTYPE + (size_t)k, (uint64_t)u->params[k].dtype,
+                              (uint64_t)dtype);
+                u->params[k].dtype = dtype;
+            }
         status = fsdpi_unit_arrange(u);
     }
     return status;
 }
 
-// Hooks may be read by records under way.
-static fsdp_status fsdpi_set_hook(fsdp_unit *u, const char *what) {
+// Hooks may be read by records under way. had, has: whether there is one.
+static fsdp_status fsdpi_set_hook(fsdp_unit *u, const char *what, size_t which, int had, int has) {
     int first, end;
     fsdp_status status = fsdpi_set(u ? u->model : NULL, u, what, &first, &end);
     if (status) return status;
-    u->model->settings++;
+    fsdpi_setting(u->model, u->desc.index, FSDPI_SET_HOOKS + which, (uint64_t)had, (uint64_t)has);
     fsdpi_drain(u->model->world);
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_set_all_reduce_hook(fsdp_unit *unit, fsdp_all_reduce_hook hook,
                                               void *user) {
-    fsdp_status status = fsdpi_set_hook(unit, "set_all_reduce_hook");
+    fsdp_status status = fsdpi_set_hook(unit, "set_all_reduce_hook", 3,
+                                        unit && unit->options.all_reduce_hook, hook != NULL);
     if (status) return status;
     unit->options.all_reduce_hook = hook;
     unit->options.all_reduce_user = user;
@@ -215,7 +254,9 @@ FSDP_API fsdp_status fsdp_set_all_reduce_hook(fsdp_unit *unit, fsdp_all_reduce_h
 FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, fsdp_grad_hook hook,
                                                    void *user) {
     fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_SET);
-    if (!status) status = fsdpi_set_hook(unit, "set_post_accumulate_hook");
+    if (!status)
+        status = fsdpi_set_hook(unit, "set_post_accumulate_hook", 4 + (size_t)index,
+                                unit->params[index].grad_hook != NULL, hook != NULL);
     if (status) return status;
     unit->model->grad_hooks |= hook != NULL;
     unit->params[index].grad_hook = hook;
@@ -225,7 +266,8 @@ FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, f
 
 static fsdp_status fsdpi_set_custom(fsdp_unit *u, const char *what, int which,
                                     fsdp_custom_comm hook, void *user) {
-    fsdp_status status = fsdpi_set_hook(u, what);
+    fsdp_status status = fsdpi_set_hook(u, what, (size_t)which, u && u->options.custom[which],
+                                        hook != NULL);
     if (status) return status;
     u->options.custom[which] = hook;
     u->options.custom_user[which] = user;

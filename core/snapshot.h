@@ -1,9 +1,9 @@
-/* core/snapshot.h - what a step changes, saved and brought back
+/* core/snapshot.h - what a step changes, saved and brought back: rehearsals, states of units
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// Owns: the list of what a step changes. One walk measures, saves and restores, so that the three
-// cannot differ. Gathered parameters, gradients and shards themselves are not in it.
+// Owns: the list of what a step changes, and options. One walk measures, saves and restores, so
+// that the three cannot differ. Gathered parameters, gradients and shards themselves are not in it.
 
 enum { FSDPI_SAVE, FSDPI_LOAD };
 
@@ -32,12 +32,19 @@ static void fsdpi_walk_buf(fsdpi_walk *w, fsdp_buf *buf) {
 
 static void fsdpi_walk_unit(fsdpi_walk *w, fsdp_unit *u) {
     fsdpi_walk_bytes(w, &u->state, sizeof u->state);
+    fsdpi_walk_bytes(w, &u->options, sizeof u->options);
+    fsdpi_walk_bytes(w, u->route, sizeof u->route);
     fsdpi_walk_bytes(w, &u->usage.value, sizeof u->usage.value);
     fsdpi_walk_bytes(w, &u->usage.in_flight, sizeof u->usage.in_flight);
     fsdpi_walk_bytes(w, &u->usage.counted, sizeof u->usage.counted);
     fsdpi_walk_bytes(w, u->usage.flags, fsdpi_flags_bytes(u));
-    for (int i = 0; i < u->desc.num_params; i++)
-        fsdpi_walk_bytes(w, &u->params[i].use, sizeof u->params[i].use);
+    fsdpi_walk_bytes(w, &u->told, sizeof u->told);
+    for (int i = 0; i < u->desc.num_params; i++) {
+        fsdpi_param *p = &u->params[i];
+        fsdpi_walk_bytes(w, &p->use, sizeof p->use);
+        fsdpi_walk_bytes(w, &p->grad_hook, sizeof p->grad_hook);
+        fsdpi_walk_bytes(w, &p->grad_hook_user, sizeof p->grad_hook_user);
+    }
 }
 
 static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
@@ -50,6 +57,10 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
     fsdpi_walk_bytes(w, &m->ahead_bytes, sizeof m->ahead_bytes);
     fsdpi_walk_bytes(w, &m->num_order, sizeof m->num_order);
     fsdpi_walk_bytes(w, m->order, (size_t)m->num_order * sizeof *m->order); // it does not shrink
+    fsdpi_walk_bytes(w, &m->settings, sizeof m->settings);
+    fsdpi_walk_bytes(w, &m->grad_enabled, sizeof m->grad_enabled);
+    fsdpi_walk_bytes(w, &m->is_last_backward, sizeof m->is_last_backward);
+    fsdpi_walk_bytes(w, &m->grad_hooks, sizeof m->grad_hooks);
     fsdpi_walk_bytes(w, &m->hook_status, sizeof m->hook_status);
     fsdpi_walk_bytes(w, m->hook_error, sizeof m->hook_error);
     fsdpi_walk_bytes(w, &m->norm_type, sizeof m->norm_type);
@@ -64,60 +75,85 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
     fsdpi_walk_buf(w, m->scalar);
 }
 
-// What a snapshot was taken of: slots may be others since.
-typedef struct fsdpi_taken_of {
-    const void *owner; // model or unit
-    uint64_t layout, trims, size;
-    int64_t slots;
-} fsdpi_taken_of;
-
-static fsdpi_taken_of fsdpi_taken_now(const fsdp_model *m, const void *owner, size_t size) {
-    fsdpi_taken_of now = {owner, m->layout, m->trims, size, 0};
-    for (int i = 0; i < m->num_classes; i++) now.slots += m->classes[i].count;
-    return now;
-}
-
-// Is it of this model or unit, as that is now?
-static fsdp_status fsdpi_taken_check(fsdp_model *m, const void *owner, const void *buf,
-                                     size_t nbytes, const char *what) {
-    fsdpi_taken_of then, now = fsdpi_taken_now(m, owner, nbytes);
-    int good = nbytes >= sizeof then;
-    if (good) memcpy(&then, buf, sizeof then);
-    if (good && memcmp(&then, &now, sizeof now) == 0) return FSDP_OK;
-    return fsdpi_bad(m->world,
-                     "[E916] %s: the snapshot of %llu bytes is of another model or unit, or slots "
-                     "were made or freed since: take it again",
-                     what, (unsigned long long)nbytes);
-}
-
-FSDP_API size_t fsdp_model_snapshot(const fsdp_model *model, void *buf, size_t cap) {
-    size_t head = sizeof(fsdpi_taken_of);
-    fsdpi_walk w = {(char *)buf, buf ? cap : 0, head, FSDPI_SAVE};
-    if (!model || !model->committed) return 0;
-    fsdpi_walk_model(&w, (fsdp_model *)(uintptr_t)model); // which saving does not change
-    fsdpi_taken_of now = fsdpi_taken_now(model, model, w.used);
-    if (w.cap >= head) memcpy(buf, &now, head);
+static size_t fsdpi_model_save(fsdp_model *m, char *buf, size_t cap) {
+    fsdpi_walk w = {buf, cap, 0, FSDPI_SAVE};
+    fsdpi_walk_model(&w, m);
     return w.used;
 }
 
-FSDP_API fsdp_status fsdp_model_restore(fsdp_model *model, const void *buf, size_t nbytes) {
-    if (!model || !buf) return fsdpi_null_of(model, "model_restore", "model or buf");
-    fsdp_status status = fsdpi_taken_check(model, model, buf, nbytes, "model_restore");
-    if (status) return status;
-    fsdpi_walk w = {(char *)(uintptr_t)buf, nbytes, sizeof(fsdpi_taken_of), FSDPI_LOAD};
-    fsdpi_drain(model->world); // flags of use may still be read
-    fsdpi_walk_model(&w, model);
-    return fsdpi_failed(model->world);
+// Slots may be an extension's, which no class lists.
+static FSDPI_NOINLINE void fsdpi_hold_slots(const fsdp_model *m, uint8_t held) {
+    for (int i = 0; i < m->num_units; i++)
+        for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
+            if (m->units[i]->state.slot[pool]) m->units[i]->state.slot[pool]->held = held;
 }
 
+static void fsdpi_model_load(fsdp_model *m, char *buf, size_t size) {
+    fsdpi_walk w = {buf, size, 0, FSDPI_LOAD};
+    fsdpi_drain(m->world); // flags of use may still be read
+    fsdpi_hold_slots(m, 0);
+    fsdpi_walk_model(&w, m);
+    fsdpi_hold_slots(m, 1);
+}
+
+// While `run` is at work, the model has one extension, and no record runs.
+FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *extension,
+                                   fsdp_status (*run)(void *user), void *user) {
+    if (!model || !extension || !run)
+        return fsdpi_null_of(model, "rehearse", "model, extension or run");
+    fsdpi_attached only, *others = model->attached;
+    const fsdpi_attached *asked = model->asked;
+    only.next = NULL;
+    fsdp_status status = fsdpi_commit(model);
+    if (!status)
+        status = fsdp_desc_read(model->world, &only.e, extension, sizeof only.e, "fsdp_extension");
+    if (!status) status = fsdpi_check_units(model, FSDP_CALL_PARAMS_CHANGED, "rehearse");
+    if (status) return status;
+    size_t size = fsdpi_model_save(model, NULL, 0);
+    char *saved = (char *)fsdpi_model_alloc(model, size);
+    if (!saved) return fsdpi_no_memory(model->world, "rehearse", "", size);
+    (void)fsdpi_model_save(model, saved, size);
+    fsdpi_drain(model->world); // records under way are told to the others
+    model->attached = &only;
+    model->asked = NULL;
+    model->rehearsing++;
+    fsdpi_watch(model);
+    status = run(user);
+    fsdpi_model_load(model, saved, size);
+    model->attached = others;
+    model->asked = asked;
+    model->rehearsing--;
+    fsdpi_watch(model);
+    fsdpi_model_free(model, saved);
+    return status ? status : fsdpi_failed(model->world);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: saved states of units.
+
+// What stands before it: what it was taken of.
+typedef struct fsdpi_unit_head {
+    const fsdp_unit *unit;
+    uint64_t layout;
+} fsdpi_unit_head;
+
+typedef struct fsdpi_unit_saved {
+    fsdpi_unit_head head;
+    fsdpi_state state;
+    uint64_t counted; // of usage; 64 bits, so that no byte is padding
+} fsdpi_unit_saved;
+
 FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap) {
-    size_t head = sizeof(fsdpi_taken_of), size = head + sizeof unit->state;
+    fsdpi_unit_saved now;
     if (!unit) return 0;
-    if (!buf || cap < size) return size;
-    fsdpi_taken_of now = fsdpi_taken_now(unit->model, unit, size);
-    memcpy(buf, &now, head);
-    memcpy((char *)buf + head, &unit->state, sizeof unit->state);
-    return size;
+    if (!buf || cap < sizeof now) return sizeof now;
+    memset(&now, 0, sizeof now);
+    now.head.unit = unit;
+    now.head.layout = unit->model->layout;
+    memcpy(&now.state, &unit->state, sizeof now.state);
+    now.counted = unit->usage.counted;
+    memcpy(buf, &now, sizeof now);
+    return sizeof now;
 }
 
 // Bytes of the slot of a unit that was gathered ahead: they count towards prefetch_bytes.
@@ -130,16 +166,22 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
         return fsdpi_null_of(unit ? unit->model : NULL, "unit_restore", "unit or buf");
     fsdp_model *m = unit->model;
     fsdpi_state *s = &unit->state;
-    fsdp_status status = fsdpi_taken_check(m, unit, buf, nbytes, "unit_restore");
-    if (status) return status;
+    fsdpi_unit_saved then;
+    if (nbytes == sizeof then) memcpy(&then, buf, sizeof then);
+    if (nbytes != sizeof then || then.head.unit != unit || then.head.layout != m->layout)
+        return fsdpi_bad(m->world,
+                         "[E916] unit_restore: the snapshot of %llu bytes is of another unit than "
+                         "'%s', or the layout has changed since: take it again",
+                         (unsigned long long)nbytes, unit->desc.name);
     m->ahead_bytes -= fsdpi_ahead_bytes(s);
-    memcpy(s, (const char *)buf + sizeof(fsdpi_taken_of), sizeof *s);
+    memcpy(s, &then.state, sizeof *s);
     m->ahead_bytes += fsdpi_ahead_bytes(s);
     s->last_order = -1; // the record of forwards is another one
     if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
         m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
         if (s->slot[pool]) s->slot[pool]->held = 1;
+    if (then.counted) fsdpi_usage_sent(unit);
     return FSDP_OK;
 }
 

@@ -357,7 +357,7 @@ TEST_P(cluster, death, deaths) {
 /* ---- what the document says of it ------------------------------------------------------------- */
 
 /* Its lines that build and start a program, in a directory beside copies of the sources. */
-TEST_TIMEOUT(cluster, build_of_the_document, 120.0) {
+TEST_TIMEOUT(long_cluster, build_of_the_document, 120.0) {
     const char *at = strstr(read_document("docs/cluster.md"), "\nc++ ");
     const char *end = at ? strstr(at, "\n```") : NULL;
     (void)program("01_hello"); /* there is a Gloo to build with */

@@ -172,14 +172,14 @@ gate_budget() {
     text=$(size -A "$work/core.o" | awk '/^\.text/ {n += $2} END {print n}')
     parse=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/decl.c")
     empty=$(milliseconds gcc -std=c99 -I. -fsyntax-only "$work/empty.c")
-    echo "note: fsdp.h and core/: $lines lines (10100), $((text / 1024)) KB of .text (150)," \
+    echo "note: fsdp.h and core/: $lines lines (10240), $((text / 1024)) KB of .text (150)," \
         "declarations parsed in $((parse - empty)) ms (40), -O2 build in" \
         "$(milliseconds gcc -std=c99 -O2 -I. -c -o "$work/core.o" "$work/core.c") ms (3000)"
     for f in core/*.h; do
         n=$(wc -l <"$f")
         [ "$n" -le 700 ] || die "$f has $n lines: at most 700, then it is two subjects"
     done
-    [ "$lines" -lt 10100 ] || die 'fsdp.h and core/ are too long'
+    [ "$lines" -lt 10240 ] || die 'fsdp.h and core/ are too long'
     [ "$text" -le $((150 * 1024)) ] || die 'too much code'
 }
 
@@ -384,23 +384,22 @@ list() {
     printf 'last.%s\n' c99 gnu99
     printf 'units_%s\n' mixed static
     printf 'matrix.%s\n' gcc.c99 clang.c17 g++.c++11 clang++.c++20
-    printf 'optimize.%s\n' gcc.O3
     printf 'option.%s\n' NDEBUG FSDP_BACKEND_SHM \
         $([ ! -e backends/fsdp_fake.h ] || echo FSDP_BACKEND_FAKE) \
         $(grep -oh '\<FSDP_NO_[A-Z_]*' "${headers[@]}" | sort -u)
     echo gloo_header
     printf 'gloo.%s\n' g++.c++11 clang++.c++20
     printf 'nccl_header.%s\n' 21800 23003
-    echo nccl_real && echo nvcc.c++11 && echo nvcc_unit.c++17
+    echo nccl_real && echo nvcc_unit.c++17
     [ ! -e examples/gpt/train_gpt.c ] || echo gpt
 }
 list_nightly() { # the rest of every language, compiler and version
     printf 'matrix.%s\n' gcc.{c11,c17,c2x} clang.{c99,c11,c2x} g++.c++{14,17,20} \
         clang++.c++{11,14,17}
-    printf 'optimize.%s\n' {gcc,clang}.{O2,Os} clang.O3
+    printf 'optimize.%s\n' {gcc,clang}.{O2,O3,Os}
     printf 'gloo.%s\n' g++.c++{17,20} clang++.c++{11,17}
     printf 'nccl_header.%s\n' 22304 22703 22809
-    echo nvcc.c++20
+    printf 'nvcc.%s\n' c++{11,20}
 }
 
 # ---- one gate ------------------------------------------------------------------------------------
