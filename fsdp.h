@@ -876,7 +876,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_norm(fsdp_model *model, double *n
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 
 /* Setters. Those with a unit (NULL: every unit) need it IDLE or POST_BACKWARD; the others any time.
-   fsdp_set_grad_enabled           0: a forward is evaluation, and no backward follows it
+   fsdp_set_grad_enabled           0: a forward is evaluation, and no backward follows it.
+                                   fsdp_is_grad_enabled tells
    fsdp_set_is_last_backward       0: another backward follows, maybe over the same forward:
                                    finalize keeps the record of forwards and gathers under way
    fsdp_set_requires_gradient_sync 0: post_backward does not reduce; the rank keeps its gradients
@@ -897,6 +898,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
    Collective  no, but every rank has to do the same      Blocks no      Allocates no
    Source      torch: FSDPModule methods of the same names, torch.set_grad_enabled */
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled);
+FSDP_API int fsdp_is_grad_enabled(const fsdp_model *model);
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last);
 FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync);
 FSDP_API fsdp_status fsdp_set_requires_all_reduce(fsdp_model *model, fsdp_unit *unit, int required);

@@ -225,11 +225,16 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world);
 
+// How records run: at once, in worker threads, or on a device's streams.
+enum { FSDP_RUN_INLINE = 0, FSDP_RUN_LANES, FSDP_RUN_STREAMS };
+
 /* fsdp_model_world    - the world of a model; NULL for NULL
+   fsdp_model_run      - how the model's records run: FSDP_RUN_*
    fsdp_model_settings - the options of the model and its units as a number (a hook: whether there
                          is one): if it is the same as before, they are
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
+FSDP_API int fsdp_model_run(const fsdp_model *model);
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model);
 
 /* fsdp_agree - give bytes that have to be equal on all ranks, for example a learning rate. Ranks

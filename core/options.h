@@ -39,6 +39,8 @@ FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
     return fsdpi_failed(model->world);
 }
 
+FSDP_API int fsdp_is_grad_enabled(const fsdp_model *model) { return model && model->grad_enabled; }
+
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
     if (!model) return fsdpi_null(NULL, "set_is_last_backward", "model");
     fsdpi_setting(model, -1, FSDPI_SET_LAST, (uint64_t)model->is_last_backward, is_last != 0);
