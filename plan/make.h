@@ -175,11 +175,15 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
     if (!status)
         status = fsdpi_plan_tape_make(p, k, l->choice.managed ? &l->choice : NULL, &by_calls, bufs,
                                       &k->tape);
-    if (!status && k->tape.num_uses != old.num_uses)
+    if (!status && (k->tape.num_uses != old.num_uses || k->tape.num_ops != old.num_ops))
         status = fsdp_fail(p->world, FSDP_ERR_INTERNAL,
-                           "[E972] plan: %d uses of slots, expected %d: the step is not planned",
-                           k->tape.num_uses, old.num_uses);
-    for (int i = 0; i < old.num_uses && !status; i++) k->tape.uses[i].slot = old.uses[i].slot;
+                           "[E972] plan: the rehearsal with slots has %d records and %d uses of "
+                           "slots, expected %d and %d",
+                           k->tape.num_ops, k->tape.num_uses, old.num_ops, old.num_uses);
+    if (!status) { // uses share slots now, so that only the first rehearsal can tell them apart
+        memcpy(k->tape.uses, old.uses, (size_t)old.num_uses * sizeof *old.uses);
+        memcpy(k->tape.pairs, old.pairs, (size_t)old.num_ops * sizeof *old.pairs);
+    }
     fsdpi_plan_tape_free(p, &old);
     fsdpi_plan_tape_free(p, &by_calls);
     fsdpi_plan_free(p->model, bufs);
