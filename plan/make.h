@@ -14,7 +14,7 @@ static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
 // Why steps go by calls; the log has it, too.
 static void fsdpi_plan_refuse(fsdp_plan *p, const char *text) {
     p->mode = FSDP_PLAN_REFUSED;
-    snprintf(p->why, sizeof p->why, "%s", text);
+    snprintf(p->why, sizeof p->why, "%.*s", (int)sizeof p->why - 1, text);
 }
 
 // A slot that a unit still holds goes with the model.
@@ -296,6 +296,12 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
         fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
         status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
     }
+    for (int c = 0; c + 1 < k->num_calls && !status; c++) // what units read, by calls
+        if (by_calls.storage[c] == FSDP_STORAGE_UNSHARDED && f.bytes[k->calls[c].index] > 0)
+            k->listing.units[k->calls[c].index].reads |=
+                k->calls[c].call == FSDP_CALL_PRE_FORWARD    ? 1
+                : k->calls[c].call == FSDP_CALL_PRE_BACKWARD ? 2
+                                                             : 0;
     fsdp_plan_proof proof;
     if (!status) status = fsdpi_plan_prove_one(p->model, &k->listing, &proof);
     if (!status && proof.refuted) {

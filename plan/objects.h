@@ -13,16 +13,15 @@ typedef struct fsdpi_plan_call {
     int32_t index;    // of the unit; -1
 } fsdpi_plan_call;
 
-// Why a decision was taken; %s and %d are the call that it speaks of.
+// Why a decision was taken; behind the words stands the call that they speak of.
 #define FSDPI_PLAN_WHY_LIST(X)                                                                     \
-    X(DEMAND, "demand")                                                                            \
-    X(JOINED, "joined")                                                                            \
-    X(AHEAD, "ahead of call %d")                                                                   \
-    X(NEXT_USE, "next use at call %d")                                                             \
-    X(FARTHEST, "next use at call %d, farthest")                                                   \
+    X(DEMAND, "needed at call")                                                                    \
+    X(JOINED, "joined at call")                                                                    \
+    X(AHEAD, "ahead of call")                                                                      \
+    X(NEXT_USE, "next use at call")                                                                \
+    X(FARTHEST, "memory is needed before its next use at call")                                    \
     X(LAST_USE, "last use")                                                                        \
-    X(ONCE, "reduced once, at call %d")                                                            \
-    X(MEMORY, "memory")
+    X(ONCE, "reduced once at call")
 
 enum {
 #define FSDP_X(name, text) FSDPI_PLAN_WHY_##name,
@@ -102,6 +101,7 @@ typedef struct fsdpi_plan_line {
 typedef struct fsdpi_plan_unit {
     char *name;                    // unique in the listing
     int64_t gather_bytes, grad_bytes; // of its slots
+    int32_t reads; // its parameters: 1: in forward, 2: in backward, 3: both; 0: they are its shards
 } fsdpi_plan_unit;
 
 enum { FSDPI_PLAN_COMM = 32, FSDPI_PLAN_COMMS = 16 };

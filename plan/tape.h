@@ -63,8 +63,9 @@ static int fsdpi_plan_index(const fsdp_plan *p, const fsdp_unit *unit) {
 }
 
 static int64_t fsdpi_plan_slot_bytes(const fsdp_unit *unit, int pool) {
-    fsdp_memory mem;
-    return fsdp_unit_memory(unit, &mem) ? 0 : mem.pool_bytes[pool];
+    fsdp_memory mem = FSDP_ZERO;
+    (void)fsdp_unit_memory(unit, &mem);
+    return mem.pool_bytes[pool];
 }
 
 static uint8_t fsdpi_plan_holds(const fsdp_unit *unit) { // a slot

@@ -63,6 +63,7 @@ static const char *const fsdpi_plan_reasons[FSDPI_PLAN_WHY_COUNT] = {
     FSDPI_PLAN_WHY_LIST(FSDP_X)
 #undef FSDP_X
 };
+static const char *const fsdpi_plan_readings[4] = {"none", "forward", "backward", "both"};
 // Short, and without blanks.
 static const char *const fsdpi_plan_pools[] = {"shard", "sgrad", "gather", "slice",
                                                "grad",  "rin",   "rout"};
@@ -86,8 +87,8 @@ static int fsdpi_plan_put_act(fsdpi_plan_out *o, const fsdpi_plan_listing *l, in
     do fsdpi_plan_put_unit(o, l, acts[i++].unit);
     while (first->group >= 0 && i < l->choice.num_acts && acts[i].call == first->call &&
            acts[i].what == first->what && acts[i].group == first->group);
-    fsdpi_plan_put(o, " why ");
-    fsdpi_plan_put(o, fsdpi_plan_reasons[first->why], first->at);
+    fsdpi_plan_put(o, " why %s", fsdpi_plan_reasons[first->why]);
+    if (first->at >= 0) fsdpi_plan_put(o, " %d", first->at);
     fsdpi_plan_put(o, "\n");
     return i;
 }
@@ -101,7 +102,8 @@ static void fsdpi_plan_put_members(fsdpi_plan_out *o, const fsdpi_plan_listing *
 static void fsdpi_plan_put_op(fsdpi_plan_out *o, const fsdpi_plan_listing *l,
                               const fsdpi_plan_line *line) {
     const fsdpi_plan_member *m = &l->members[line->members];
-    fsdpi_plan_put(o, "  op %s %s", fsdp_op_name(line->kind), fsdpi_plan_label(line->label));
+    fsdpi_plan_put(o, "  op %d %s %s", (int)(line - l->lines), fsdp_op_name(line->kind),
+                   fsdpi_plan_label(line->label));
     fsdpi_plan_put_members(o, l, line);
     fsdpi_plan_put(o, " %s %llu %llu %s %s", fsdpi_plan_streams[line->stream],
                    (unsigned long long)line->count, (unsigned long long)line->bytes,
@@ -172,8 +174,8 @@ static void fsdpi_plan_put_head(fsdpi_plan_out *o, const fsdpi_plan_listing *l) 
     for (int u = 0; u < l->num_units; u++) {
         fsdpi_plan_put(o, "unit %d", u);
         fsdpi_plan_put_name(o, l->units[u].name);
-        fsdpi_plan_put(o, " gather %lld grad %lld\n", (long long)l->units[u].gather_bytes,
-                       (long long)l->units[u].grad_bytes);
+        fsdpi_plan_put(o, " gather %lld grad %lld reads %s\n", (long long)l->units[u].gather_bytes,
+                       (long long)l->units[u].grad_bytes, fsdpi_plan_readings[l->units[u].reads]);
     }
 }
 
