@@ -233,9 +233,12 @@ enum { FSDPI_PLAN_TEXT = 512 }; // room for a line that says why
 #include "plan/place.h"
 #include "plan/listing.h"
 #include "plan/text.h"
+#include "plan/parse.h"
 #include "plan/prove.h"
+#include "plan/ranks.h"
 #include "plan/simulate.h"
 #include "plan/make.h"
+#include "plan/load.h"
 #include "plan/life.h"
 
 #ifdef __cplusplus

@@ -74,13 +74,9 @@ static fsdp_status fsdpi_plan_join_lists(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_
     return FSDP_OK;
 }
 
-/* All ranges side by side, from the first one on. While a rehearsal has buffers without memory they
-   do not lie so yet. */
-static void fsdpi_plan_join_ranges(fsdp_op *op, const fsdp_op *const *parts, int num) {
-    const fsdp_op *last = parts[num - 1];
-    uint64_t size = fsdp_dtype_size(op->dtype);
-    uint64_t span = (uint64_t)((const char *)last->dst_ptr - (const char *)op->dst_ptr);
-    op->count = span / size + last->count;
+// Ranges that lie side by side: from the first one to the end of the last one, `span` bytes behind.
+static void fsdpi_plan_join_ranges(fsdp_op *op, int64_t span, uint64_t last_count) {
+    op->count = (uint64_t)span / fsdp_dtype_size(op->dtype) + last_count;
     op->bytes = fsdpi_plan_reduce_bytes(op);
 }
 
@@ -108,6 +104,10 @@ static fsdp_status fsdpi_plan_add_group(fsdp_plan *p, fsdpi_plan_tape *t,
                                     raw->pairs[which[i]].src, raw->pairs[which[i]].dst};
         status = fsdpi_plan_grow(p->model, (void **)&t->members, t->num_members, &t->cap_members,
                                  sizeof member);
+        if (!status)
+            status = fsdpi_plan_grow(p->model, (void **)&t->counts, t->num_members, &t->cap_counts,
+                                     sizeof *t->counts);
+        if (!status) t->counts[t->num_members] = raw->ops[which[i]].count;
         if (!status) t->members[t->num_members++] = member;
     }
     return status;
@@ -125,7 +125,9 @@ static fsdp_status fsdpi_plan_join(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
     status = fsdpi_plan_join_names(p, t, &op, parts, num);
     if (!status && op.kind != FSDP_OP_ALL_REDUCE)
         status = fsdpi_plan_join_lists(p, t, &op, parts, num);
-    else if (!status) fsdpi_plan_join_ranges(&op, parts, num);
+    else if (!status) // without memory they do not lie so yet: see fsdpi_plan_spread
+        fsdpi_plan_join_ranges(&op, (const char *)parts[num - 1]->dst_ptr - (const char *)op.dst_ptr,
+                               parts[num - 1]->count);
     for (int i = 1; i < num && several && !status; i++) {
         if (!both) status = fsdpi_plan_add_use(p, t, parts[i], raw->pairs[which[i]], 0);
         if (!status) status = fsdpi_plan_add_use(p, t, parts[i], raw->pairs[which[i]], 1);

@@ -21,11 +21,6 @@ static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const 
                  p->kind->num_calls, fsdpi_plan_call_name(call), fsdpi_plan_unit_name(unit));
 }
 
-static void fsdpi_plan_states_now(const fsdp_plan *p, char *out) {
-    for (int i = 0; i < p->num_units; i++)
-        (void)fsdp_unit_snapshot(p->units[i], out + (size_t)i * p->unit_bytes, p->unit_bytes);
-}
-
 // A kind is dropped: the least recently used one, or one that steps leave again and again.
 static void fsdpi_plan_drop(fsdp_plan *p, int index) {
     if (p->kind == p->kinds[index]) p->kind = NULL;
@@ -49,16 +44,12 @@ static void fsdpi_plan_begin(fsdp_plan *p) {
     p->kind = NULL;
     if (p->forgotten) fsdpi_plan_drop_all(p);
     p->forgotten = 0;
-    if (p->warm > 0) {
-        p->mode = FSDP_PLAN_WARM_UP;
-        return;
-    }
     fsdpi_plan_states_now(p, p->begin);
     for (int i = 0; i < p->num_kinds && !p->kind; i++)
         if (p->kinds[i]->settings == p->settings &&
             memcmp(p->kinds[i]->begin, p->begin, (size_t)p->num_units * p->unit_bytes) == 0)
             p->kind = p->kinds[i];
-    p->mode = p->kind ? FSDP_PLAN_REPLAYING : FSDP_PLAN_RECORDING;
+    p->mode = p->kind ? FSDP_PLAN_REPLAYING : p->warm ? FSDP_PLAN_WARM_UP : FSDP_PLAN_RECORDING;
     if (p->num_kinds && !p->kind)
         snprintf(p->why, sizeof p->why, "%s",
                  "another kind of step: options, or what units hold, are not those of a plan");
@@ -116,6 +107,7 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p) {
     if (!status) {
         memcpy(k->begin, p->begin, begin);
         memcpy(k->calls, p->calls, calls);
+        k->plan = p;
         k->settings = p->settings;
         k->num_calls = p->num_calls;
     }
@@ -294,6 +286,43 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     if (!status) status = fsdp_attach(model, &p->extension);
     if (status) fsdpi_plan_end(p);
     else *plan = p;
+    return status;
+}
+
+// The program by calls, with the slots that pools would give: a listing of its own.
+static fsdp_status fsdpi_plan_list_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_listing *l) {
+    fsdpi_plan_tape raw, tape;
+    fsdpi_plan_kind plain = *k;
+    memset(l, 0, sizeof *l);
+    memset(&tape, 0, sizeof tape);
+    memset(&raw, 0, sizeof raw);
+    fsdp_status status = fsdpi_plan_by_calls(p, k, &raw);
+    if (!status) status = fsdpi_plan_tape_make(p, k, NULL, &raw, NULL, &tape);
+    if (!status) status = fsdpi_plan_place(p, &tape, l, 0);
+    plain.tape = tape;
+    if (!status) status = fsdpi_plan_list(p, &plain, &tape, l);
+    fsdpi_plan_tape_free(p, &tape);
+    fsdpi_plan_tape_free(p, &raw);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by_calls,
+                                        const fsdp_plan_cost *cost, fsdp_plan_times *out) {
+    fsdp_plan_cost c;
+    if (!plan || !cost || !out || index < 0 || index >= plan->num_kinds)
+        return fsdp_fail(plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E998] plan_simulate: plan, cost or out is NULL, or index %d is not below "
+                         "the number of plans, which is %d",
+                         index, fsdp_plan_count(plan));
+    fsdp_plan *p = plan->kinds[index]->plan;
+    fsdp_status status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
+    if (!status) status = fsdpi_plan_check_cost(p->world, &c);
+    if (status || !by_calls)
+        return status ? status : fsdpi_plan_time(p->model, &plan->kinds[index]->listing, &c, out);
+    fsdpi_plan_listing calls;
+    status = fsdpi_plan_list_calls(p, plan->kinds[index], &calls);
+    if (!status) status = fsdpi_plan_time(p->model, &calls, &c, out);
+    fsdpi_plan_listing_end(p->model, &calls);
     return status;
 }
 

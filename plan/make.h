@@ -274,6 +274,21 @@ static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_kind *k,
     return FSDP_OK;
 }
 
+// The listing of a kind that has a tape and places.
+static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
+                                             const fsdpi_plan_tape *by_calls,
+                                             const fsdpi_plan_facts *f) {
+    fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
+    fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
+    for (int c = 0; c + 1 < k->num_calls && !status; c++) { // what units read, by calls
+        int u = k->calls[c].index, call = k->calls[c].call;
+        if (by_calls->storage[c] != FSDP_STORAGE_UNSHARDED || f->bytes[u] == 0) continue;
+        if (call == FSDP_CALL_PRE_FORWARD) k->listing.units[u].reads |= 1;
+        if (call == FSDP_CALL_PRE_BACKWARD) k->listing.units[u].reads |= 2;
+    }
+    return status;
+}
+
 // What this rank can do alone: a plan without memory, and its proof.
 static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64_t most) {
     fsdpi_plan_tape by_calls;
@@ -292,16 +307,7 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
         fsdpi_plan_count_ops(&by_calls, &k->listing, 0);
         status = fsdpi_plan_fit(p, k, &f, &by_calls, most);
     }
-    if (!status) {
-        fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
-        status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
-    }
-    for (int c = 0; c + 1 < k->num_calls && !status; c++) // what units read, by calls
-        if (by_calls.storage[c] == FSDP_STORAGE_UNSHARDED && f.bytes[k->calls[c].index] > 0)
-            k->listing.units[k->calls[c].index].reads |=
-                k->calls[c].call == FSDP_CALL_PRE_FORWARD    ? 1
-                : k->calls[c].call == FSDP_CALL_PRE_BACKWARD ? 2
-                                                             : 0;
+    if (!status) status = fsdpi_plan_finish_listing(p, k, &by_calls, &f);
     fsdp_plan_proof proof;
     if (!status) status = fsdpi_plan_prove_one(p->model, &k->listing, &proof);
     if (!status && proof.refuted) {

@@ -15,13 +15,13 @@ typedef struct fsdpi_plan_call {
 
 // Why a decision was taken; behind the words stands the call that they speak of.
 #define FSDPI_PLAN_WHY_LIST(X)                                                                     \
-    X(DEMAND, "needed at call")                                                                    \
-    X(JOINED, "joined at call")                                                                    \
-    X(AHEAD, "ahead of call")                                                                      \
-    X(NEXT_USE, "next use at call")                                                                \
-    X(FARTHEST, "memory is needed before its next use at call")                                    \
+    X(DEMAND, "needed")                                                                    \
+    X(JOINED, "joined")                                                                    \
+    X(AHEAD, "ahead of its use")                                                                      \
+    X(NEXT_USE, "next use")                                                                \
+    X(FARTHEST, "memory is needed before its next use")                                    \
     X(LAST_USE, "last use")                                                                        \
-    X(ONCE, "reduced once at call")
+    X(ONCE, "reduced once")
 
 enum {
 #define FSDP_X(name, text) FSDPI_PLAN_WHY_##name,
@@ -183,7 +183,8 @@ typedef struct fsdpi_plan_tape {
     fsdpi_plan_group *groups; // of joined collectives
     int32_t num_groups, cap_groups;
     fsdpi_plan_member *members; // of groups; src and dst are uses
-    int32_t num_members, cap_members;
+    uint64_t *counts;           // [num_members] elements of each
+    int32_t num_members, cap_members, cap_counts;
     void **made; // lists and names of joined collectives
     int32_t num_made, cap_made;
     // [num_calls + 1], by call: where its records, runs and states begin. The last call, finalize,
@@ -197,6 +198,7 @@ typedef struct fsdpi_plan_tape {
 
 // A kind of step: the same options, the same state at the begin.
 typedef struct fsdpi_plan_kind {
+    fsdp_plan *plan;
     uint64_t settings, used_at; // fsdp_model_settings; number of the step that used it last
     char *begin;                // [num_units] states
     fsdpi_plan_call *calls;

@@ -142,6 +142,18 @@ static void fsdpi_plan_places_end(fsdp_plan *p, fsdpi_plan_places *pl) {
     fsdpi_plan_free(p->model, pl->kept);
 }
 
+// Joined all_reduces cover what their places do.
+static void fsdpi_plan_spread(fsdpi_plan_tape *t, const fsdpi_plan_listing *l) {
+    for (int g = 0; g < t->num_groups; g++) {
+        const fsdpi_plan_group *group = &t->groups[g];
+        int last = group->members + group->num_members - 1;
+        if (t->ops[group->op].kind != FSDP_OP_ALL_REDUCE) continue;
+        int64_t begin = l->slots[t->uses[t->members[group->members].dst].slot].offset,
+                end = l->slots[t->uses[t->members[last].dst].slot].offset;
+        fsdpi_plan_join_ranges(&t->ops[group->op], end - begin, t->counts[last]);
+    }
+}
+
 // Places for all uses of a tape: l->slots, l->bytes, l->bound.
 static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan_listing *l,
                                     uint32_t passes) {
@@ -182,6 +194,7 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
         }
     }
     l->bytes = pl.bytes + lasting;
+    if (!status) fsdpi_plan_spread(t, l);
     fsdpi_plan_places_end(p, &pl);
     return status;
 }

@@ -9,7 +9,7 @@
 static void fsdpi_plan_tape_free(fsdp_plan *p, fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_made; i++) fsdpi_plan_free(p->model, t->made[i]);
     void *const lists[] = {t->ops,     t->pairs, t->states, t->saved,   t->runs,
-                           t->uses,    t->bufs,  t->made,   t->ops_at,  t->runs_at, t->groups, t->members,
+                           t->uses,    t->bufs,  t->made,   t->ops_at,  t->runs_at, t->groups, t->members, t->counts,
                            t->states_at, t->own, t->own_end, t->storage, t->holds, t->held};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(p->model, lists[i]);
     memset(t, 0, sizeof *t);
@@ -76,6 +76,11 @@ static uint8_t fsdpi_plan_holds(const fsdp_unit *unit) { // a slot
     return slots != 0;
 }
 
+static void fsdpi_plan_states_now(const fsdp_plan *p, char *out) {
+    for (int i = 0; i < p->num_units; i++)
+        (void)fsdp_unit_snapshot(p->units[i], out + (size_t)i * p->unit_bytes, p->unit_bytes);
+}
+
 /* -------------------------------------------------------------------------------------------- */
 // The rehearsal.
 
@@ -87,6 +92,7 @@ typedef struct fsdpi_plan_show {
     fsdp_buf *const *bufs;           // by use; NULL: buffers without memory
     fsdp_status status;
     int quiet;     // records are not looked at
+    int call;      // that is made
     int64_t next;  // where the next buffer without memory lies
     char *last;    // [units] their states behind the call before
     int32_t *acts; // [num_acts][2] where the records of each act begin and end
@@ -234,6 +240,7 @@ static fsdp_status fsdpi_plan_play(void *user) {
     if (!status && s->choice) status = fsdpi_plan_manage(s);
     for (int i = 0; i + 1 < k->num_calls && !status && !s->status; i++) {
         const fsdpi_plan_call *call = &k->calls[i];
+        s->call = i;
         t->ops_at[i] = t->num_ops;
         t->states_at[i] = t->num_states;
         if (s->choice) status = fsdpi_plan_do_acts(s, i, &at, 0);
@@ -264,7 +271,7 @@ static fsdp_status fsdpi_plan_play(void *user) {
 
 /* The program through the core's rows, with the decisions of a choice or by calls. bufs: the slots
    of uses, in order; NULL: buffers without memory, which last as long as the tape. */
-static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
+static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*run)(void *user)) {
     fsdp_plan *p = s->plan;
     fsdp_extension e = FSDP_ZERO;
     int num_acts = s->choice ? s->choice->num_acts : 0;
@@ -286,10 +293,14 @@ static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
     if (!status)
         status = fsdpi_plan_alloc(p->model, 2 * (size_t)p->num_units * sizeof *s->tail,
                                   (void **)&s->tail);
-    if (!status) status = fsdp_rehearse(p->model, &e, fsdpi_plan_play, s);
+    if (!status) status = fsdp_rehearse(p->model, &e, run, s);
     for (int i = 0; i < s->tape->num_uses && !s->bufs; i++)
         fsdp_buf_destroy(p->model, s->tape->bufs[i]);
     return status;
+}
+
+static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
+    return fsdpi_plan_rehearse_with(s, fsdpi_plan_play);
 }
 
 static void fsdpi_plan_show_end(fsdpi_plan_show *s) {
