@@ -44,11 +44,19 @@ static int fsdpi_plan_comm_add(fsdpi_plan_listing *l, const char *name) {
     return i;
 }
 
-// Groups have numbers by order of creation, which is the same on every rank.
-static int fsdpi_plan_comm_of(fsdpi_plan_listing *l, const fsdp_op *op) {
+// Groups are numbered in the order in which the tape uses them.
+static int fsdpi_plan_comm_of(const fsdpi_plan_tape *t, fsdpi_plan_listing *l, const fsdp_op *op) {
+    const fsdp_comm *seen[FSDPI_PLAN_COMMS];
     char name[FSDPI_PLAN_COMM];
+    int num = 0;
     if (!op->comm) return -1;
-    snprintf(name, sizeof name, "group%d", op->comm_number);
+    for (const fsdp_op *at = t->ops; at <= op; at++) {
+        int i = 0;
+        while (i < num && seen[i] != at->comm) i++;
+        if (at->comm && i == num && num < FSDPI_PLAN_COMMS) seen[num++] = at->comm;
+        if (at != op) continue;
+        snprintf(name, sizeof name, "group%d", i);
+    }
     return fsdpi_plan_comm_add(l, name);
 }
 
@@ -91,7 +99,7 @@ static fsdp_status fsdpi_plan_list_op(fsdp_plan *p, const fsdpi_plan_tape *t,
     memset(&line, 0, sizeof line);
     line.call = call;
     line.members = l->num_members;
-    line.comm = fsdpi_plan_comm_of(l, op);
+    line.comm = fsdpi_plan_comm_of(t, l, op);
     line.kind = op->kind;
     line.label = op->label;
     line.stream = op->stream;
