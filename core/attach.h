@@ -78,6 +78,7 @@ static void fsdpi_watch(fsdp_model *m) {
         if (a->e.buffer) watch |= FSDPI_SLOTS;
         if (a->e.ran) watch |= FSDPI_TIMES;
     }
+    if (m->rehearsing) watch |= FSDPI_OPS | FSDPI_SLOTS; // whatever the extension has
     m->watch = (uint8_t)watch;
 }
 

@@ -160,13 +160,14 @@ FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
 
 /* fsdp_rehearse - make calls of a step that do nothing: an extension sees their records, none runs,
    and afterwards the model is as before
-   extension   the only one that is asked meanwhile, attached or not. `op` sees the records, whatever
-               it returns. `buffer` has to give every slot, also one in use: fsdp_buf_part makes
-               some without memory
+   extension   the only one that is asked meanwhile, attached or not. `op` sees records, and what
+               it returns is ignored. `buffer` has to give every slot, also one in use:
+               fsdp_buf_part makes some without memory
    run         makes the calls, hooks or fsdp_unshard and the like, and may restore units to earlier
                states. Setters of options that it calls are undone; prefetch lists it can only take
-               away (count 0)
-   Result      FSDP_OK; what run returned; INVALID_ARG, OUT_OF_MEMORY, errors of commit
+               away (count 0). What cannot be undone fails: to freeze, thaw, cast, trim, (de)attach
+   Result      FSDP_OK; what run returned; INVALID_ARG, INVALID_STATE (a unit is not idle),
+               OUT_OF_MEMORY, errors of commit
    Collective  as fsdp_model_commit at the first use, then no      Blocks for operations under way
    Allocates   temporary tables */
 FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *extension,

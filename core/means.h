@@ -6,7 +6,7 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     fsdp_extension e;
     if (!model || !extension) return fsdpi_null_of(model, "attach", "model or extension");
     fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_failed(w);
+    fsdp_status status = fsdpi_lasting(model, "attach");
     if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (status) return status;
     if (e.call || e.op || e.buffer || e.ran)
@@ -47,6 +47,7 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     if (!model || !extension) return fsdpi_null_of(model, "detach", "model or extension");
     fsdp_world *w = model->world;
     fsdp_status status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    if (!status && model->rehearsing) status = fsdpi_lasting(model, "detach");
     if (status) return status;
     e.size = 0;
     if (!e.name) e.name = "extension";
@@ -229,6 +230,7 @@ FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count)
         fsdp_op *op = &ops[i];
         op->step = model->step;
         op->given = model->given;
+        op->timed = 0; // who asked for times then may be gone
         if (op->kind < FSDP_OP_HOOK) status = fsdpi_emit(model, op);
         else status = fsdpi_do_marker(model, op);
         if (!status && op->kind >= FSDP_OP_HOOK) status = fsdpi_show(model, op);
@@ -309,7 +311,7 @@ FSDP_API int fsdp_buf_held(const fsdp_buf *buf) { return buf && buf->held; }
 
 FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "pools_trim", "model");
-    fsdp_status status = fsdpi_failed(model->world);
+    fsdp_status status = fsdpi_lasting(model, "pools_trim");
     if (status) return status;
     fsdpi_drain(model->world);
     for (int i = 0; i < model->num_classes; i++) {

@@ -2,8 +2,8 @@
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// Owns: the list of what a step changes, and options. One walk measures, saves and restores, so that
-// the three cannot differ. Gathered parameters, gradients and shards themselves are not in it.
+// Owns: the list of what a step changes, and options. One walk measures, saves and restores, so
+// that the three cannot differ. Gathered parameters, gradients and shards themselves are not in it.
 
 enum { FSDPI_SAVE, FSDPI_LOAD };
 
@@ -38,8 +38,13 @@ static void fsdpi_walk_unit(fsdpi_walk *w, fsdp_unit *u) {
     fsdpi_walk_bytes(w, &u->usage.in_flight, sizeof u->usage.in_flight);
     fsdpi_walk_bytes(w, &u->usage.counted, sizeof u->usage.counted);
     fsdpi_walk_bytes(w, u->usage.flags, fsdpi_flags_bytes(u));
-    for (int i = 0; i < u->desc.num_params; i++)
-        fsdpi_walk_bytes(w, &u->params[i].use, sizeof u->params[i].use);
+    fsdpi_walk_bytes(w, &u->told, sizeof u->told);
+    for (int i = 0; i < u->desc.num_params; i++) {
+        fsdpi_param *p = &u->params[i];
+        fsdpi_walk_bytes(w, &p->use, sizeof p->use);
+        fsdpi_walk_bytes(w, &p->grad_hook, sizeof p->grad_hook);
+        fsdpi_walk_bytes(w, &p->grad_hook_user, sizeof p->grad_hook_user);
+    }
 }
 
 static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
@@ -55,6 +60,7 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
     fsdpi_walk_bytes(w, &m->settings, sizeof m->settings);
     fsdpi_walk_bytes(w, &m->grad_enabled, sizeof m->grad_enabled);
     fsdpi_walk_bytes(w, &m->is_last_backward, sizeof m->is_last_backward);
+    fsdpi_walk_bytes(w, &m->grad_hooks, sizeof m->grad_hooks);
     fsdpi_walk_bytes(w, &m->hook_status, sizeof m->hook_status);
     fsdpi_walk_bytes(w, m->hook_error, sizeof m->hook_error);
     fsdpi_walk_bytes(w, &m->norm_type, sizeof m->norm_type);
@@ -75,10 +81,19 @@ static size_t fsdpi_model_save(fsdp_model *m, char *buf, size_t cap) {
     return w.used;
 }
 
+// Slots may be an extension's, which no class lists.
+static FSDPI_NOINLINE void fsdpi_hold_slots(const fsdp_model *m, uint8_t held) {
+    for (int i = 0; i < m->num_units; i++)
+        for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
+            if (m->units[i]->state.slot[pool]) m->units[i]->state.slot[pool]->held = held;
+}
+
 static void fsdpi_model_load(fsdp_model *m, char *buf, size_t size) {
     fsdpi_walk w = {buf, size, 0, FSDPI_LOAD};
     fsdpi_drain(m->world); // flags of use may still be read
+    fsdpi_hold_slots(m, 0);
     fsdpi_walk_model(&w, m);
+    fsdpi_hold_slots(m, 1);
 }
 
 // While `run` is at work, the model has one extension, and no record runs.
@@ -98,15 +113,16 @@ FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *exte
     char *saved = (char *)fsdpi_model_alloc(model, size);
     if (!saved) return fsdpi_no_memory(model->world, "rehearse", "", size);
     (void)fsdpi_model_save(model, saved, size);
+    fsdpi_drain(model->world); // records under way are told to the others
     model->attached = &only;
     model->asked = NULL;
-    model->rehearsing = 1;
+    model->rehearsing++;
     fsdpi_watch(model);
     status = run(user);
     fsdpi_model_load(model, saved, size);
     model->attached = others;
     model->asked = asked;
-    model->rehearsing = 0;
+    model->rehearsing--;
     fsdpi_watch(model);
     fsdpi_model_free(model, saved);
     return status ? status : fsdpi_failed(model->world);
@@ -165,9 +181,7 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
         m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
         if (s->slot[pool]) s->slot[pool]->held = 1;
-    if (!then.counted) return FSDP_OK;
-    unit->usage.counted = 1;
-    if (fsdpi_ranks(unit) == 1) fsdpi_usage_own(unit);
+    if (then.counted) fsdpi_usage_sent(unit);
     return FSDP_OK;
 }
 
