@@ -223,14 +223,33 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     return fsdpi_emit(model, op);
 }
 
+// Nobody looks, and nothing is ordered by events: a marker says only who holds a slot.
+static fsdp_status fsdpi_emit_alone(fsdp_model *m, fsdp_op *ops, int count) {
+    fsdp_status status = fsdpi_failed(m->world);
+    for (fsdp_op *op = ops; op < ops + count && !status; op++) {
+        if (op->kind >= FSDP_OP_HOOK) {
+            if (op->kind == FSDP_OP_ACQUIRE && op->dst) op->dst->held = 1;
+            if (op->kind == FSDP_OP_RELEASE && op->src) op->src->held = 0;
+            continue;
+        }
+        op->step = m->step;
+        op->given = m->given;
+        op->seq = ++m->seq;
+        m->counters.calls[op->kind]++;
+        m->counters.bytes[op->kind] += op->bytes;
+        status = fsdpi_execute(m->world, op, NULL);
+    }
+    return status;
+}
+
 FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count) {
     if (!model || (count > 0 && !ops)) return fsdpi_null_of(model, "emit_again", "model or ops");
+    if (model->world->mode == FSDPI_INLINE && !(model->watch & FSDPI_RECORDS))
+        return fsdpi_emit_alone(model, ops, count);
     fsdp_status status = FSDP_OK;
-    for (int i = 0; i < count && !status; i++) {
-        fsdp_op *op = &ops[i];
+    for (fsdp_op *op = ops; op < ops + count && !status; op++) {
         op->step = model->step;
         op->given = model->given;
-        op->timed = 0; // who asked for times then may be gone
         if (op->kind < FSDP_OP_HOOK) status = fsdpi_emit(model, op);
         else status = fsdpi_do_marker(model, op);
         if (!status && op->kind >= FSDP_OP_HOOK) status = fsdpi_show(model, op);

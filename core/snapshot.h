@@ -166,22 +166,25 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
         return fsdpi_null_of(unit ? unit->model : NULL, "unit_restore", "unit or buf");
     fsdp_model *m = unit->model;
     fsdpi_state *s = &unit->state;
-    fsdpi_unit_saved then;
-    if (nbytes == sizeof then) memcpy(&then, buf, sizeof then);
-    if (nbytes != sizeof then || then.head.unit != unit || then.head.layout != m->layout)
+    const char *saved = (const char *)buf;
+    fsdpi_unit_head head = {NULL, 0};
+    uint64_t counted;
+    if (nbytes == sizeof(fsdpi_unit_saved)) memcpy(&head, saved, sizeof head);
+    if (head.unit != unit || head.layout != m->layout)
         return fsdpi_bad(m->world,
                          "[E916] unit_restore: the snapshot of %llu bytes is of another unit than "
                          "'%s', or the layout has changed since: take it again",
                          (unsigned long long)nbytes, unit->desc.name);
     m->ahead_bytes -= fsdpi_ahead_bytes(s);
-    memcpy(s, &then.state, sizeof *s);
+    memcpy(s, saved + offsetof(fsdpi_unit_saved, state), sizeof *s);
+    memcpy(&counted, saved + offsetof(fsdpi_unit_saved, counted), sizeof counted);
     m->ahead_bytes += fsdpi_ahead_bytes(s);
     s->last_order = -1; // the record of forwards is another one
     if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
         m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
         if (s->slot[pool]) s->slot[pool]->held = 1;
-    if (then.counted) fsdpi_usage_sent(unit);
+    if (counted) fsdpi_usage_sent(unit);
     return FSDP_OK;
 }
 

@@ -240,7 +240,7 @@ static fsdp_status fsdpi_plan_arrange_states(const fsdpi_plan_show *s,
 // Runs of a call: flags of use are brought up to date before each record that sends them.
 static fsdp_status fsdpi_plan_arrange_runs(fsdp_plan *p, fsdpi_plan_tape *t, int begin) {
     fsdp_status status = FSDP_OK;
-    fsdpi_plan_run run = {begin, begin, -1};
+    fsdpi_plan_run run = {begin, begin, NULL};
     for (int i = begin; i <= t->num_ops && !status; i++) {
         const fsdp_op *op = i < t->num_ops ? &t->ops[i] : NULL;
         int sends = op && op->kind == FSDP_OP_COPY && op->label == FSDP_LABEL_USERS;
@@ -252,7 +252,7 @@ static fsdp_status fsdpi_plan_arrange_runs(fsdp_plan *p, fsdpi_plan_tape *t, int
             if (!status) t->runs[t->num_runs++] = run;
         }
         run.begin = i;
-        run.flags = op ? fsdpi_plan_index(p, op->unit) : -1;
+        run.flags = op ? p->units[fsdpi_plan_index(p, op->unit)] : NULL;
     }
     return status;
 }
@@ -307,6 +307,15 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, const fsdpi_plan
     t->ops_at[num_calls] = t->num_ops;
     t->runs_at[num_calls] = t->num_runs;
     t->states_at[num_calls] = t->num_states;
+    for (int i = 0; i < num_calls && !status; i++) {
+        fsdpi_plan_step *step = &t->steps[i];
+        step->unit = s->kind->calls[i].unit;
+        step->call = s->kind->calls[i].call;
+        step->states = t->states + t->states_at[i];
+        step->num_states = t->states_at[i + 1] - t->states_at[i];
+        step->runs = t->runs + t->runs_at[i];
+        step->num_runs = t->runs_at[i + 1] - t->runs_at[i];
+    }
     fsdpi_plan_measure(t);
     fsdpi_plan_glue(t);
     return status;

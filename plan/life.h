@@ -23,7 +23,7 @@ static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const 
 
 // A kind is dropped: the least recently used one, or one that steps leave again and again.
 static void fsdpi_plan_drop(fsdp_plan *p, int index) {
-    if (p->kind == p->kinds[index]) p->kind = NULL;
+    if (p->kind == p->kinds[index]) p->kind = NULL, p->next = NULL;
     fsdpi_plan_kind_free(p, p->kinds[index]);
     for (int i = index; i + 1 < p->num_kinds; i++) p->kinds[i] = p->kinds[i + 1];
     p->num_kinds--;
@@ -39,6 +39,7 @@ static void fsdpi_plan_drop_all(fsdp_plan *p) {
 static void fsdpi_plan_begin(fsdp_plan *p) {
     p->open = 1;
     p->at = p->num_calls = 0;
+    p->next = NULL;
     p->settings = fsdp_model_settings(p->model);
     p->why[0] = 0;
     p->kind = NULL;
@@ -57,23 +58,25 @@ static void fsdpi_plan_begin(fsdp_plan *p) {
 
 // From here on the step goes by calls.
 static void fsdpi_plan_leave(fsdp_plan *p) {
+    p->next = NULL;
     p->mode = FSDP_PLAN_BY_CALLS;
     p->left++;
     p->kind->left++;
 }
 
 // One call from the tape: states first, since what is sent along depends on them.
-static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_kind *k) {
-    const fsdpi_plan_tape *t = &k->tape;
-    int at = p->at++;
+static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) {
+    const fsdpi_plan_tape *t = &p->kind->tape;
+    size_t size = p->unit_bytes;
     fsdp_status status = FSDP_OK;
-    for (int i = t->states_at[at]; i < t->states_at[at + 1] && !status; i++)
-        status = fsdp_unit_restore(p->units[t->states[i].unit],
-                                   t->saved + (size_t)t->states[i].at * p->unit_bytes,
-                                   p->unit_bytes);
-    for (int i = t->runs_at[at]; i < t->runs_at[at + 1] && !status; i++) {
-        const fsdpi_plan_run *run = &t->runs[i];
-        if (run->flags >= 0) status = fsdp_unit_flag_use(p->units[run->flags]);
+    p->next = step + 1;
+    p->at++;
+    for (int i = 0; i < step->num_states && !status; i++)
+        status = fsdp_unit_restore(step->states[i].of, t->saved + (size_t)step->states[i].at * size,
+                                   size);
+    for (int i = 0; i < step->num_runs && !status; i++) {
+        const fsdpi_plan_run *run = &step->runs[i];
+        if (run->flags) status = fsdp_unit_flag_use(run->flags);
         if (!status) status = fsdp_emit_again(p->model, t->ops + run->begin, run->end - run->begin);
     }
     return status;
@@ -131,6 +134,7 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p) {
 static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
     fsdpi_plan_kind *k = p->kind;
     p->open = 0;
+    p->next = NULL;
     p->steps++;
     if (p->mode == FSDP_PLAN_WARM_UP) p->warm--;
     if (p->mode == FSDP_PLAN_REPLAYING) {
@@ -156,13 +160,12 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
     return 1;
 }
 
-// `call` of the extension.
-static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int call,
-                             fsdp_status *status) {
-    fsdp_plan *p = (fsdp_plan *)user;
+// A call that is not simply the next one of a replay.
+static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status *status) {
+    fsdp_model *model = p->model;
     int ends = call == FSDP_CALL_RESET || call == FSDP_CALL_FINALIZE;
     if (p->mode == FSDP_PLAN_PAUSED) p->open = !ends;
-    if (call == FSDP_CALL_RESET) p->open = 0;
+    if (call == FSDP_CALL_RESET) p->open = 0, p->next = NULL;
     if (p->mode >= FSDP_PLAN_PAUSED || call == FSDP_CALL_RESET) return 0;
     if (!p->open && !fsdp_is_grad_enabled(model)) return 0; // an evaluation is no step
     if (!p->open) fsdpi_plan_begin(p);
@@ -171,7 +174,7 @@ static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int
         int same = fsdp_model_settings(model) == p->settings;
         if (same && next && next->unit == unit && next->call == call) {
             if (!unit) return fsdpi_plan_finalize(p, status);
-            *status = fsdpi_plan_replay(p, p->kind);
+            *status = fsdpi_plan_replay(p, &p->kind->tape.steps[p->at]);
             return 1;
         }
         fsdpi_plan_say(p, same ? next : NULL, unit, call);
@@ -185,6 +188,19 @@ static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int
     return unit ? 0 : fsdpi_plan_finalize(p, status);
 }
 
+// `call` of the extension.
+static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int call,
+                             fsdp_status *status) {
+    fsdp_plan *p = (fsdp_plan *)user;
+    const fsdpi_plan_step *expected = p->next; // of a replay under way
+    if (expected && unit && expected->unit == unit && expected->call == call &&
+        fsdp_model_settings(model) == p->settings) {
+        *status = fsdpi_plan_replay(p, expected);
+        return 1;
+    }
+    return fsdpi_plan_look(p, unit, call, status);
+}
+
 static void fsdpi_plan_relayout(void *user, fsdp_model *model) {
     fsdp_plan *p = (fsdp_plan *)user;
     (void)model;
@@ -193,7 +209,6 @@ static void fsdpi_plan_relayout(void *user, fsdp_model *model) {
     if (p->mode == FSDP_PLAN_REPLAYING) p->mode = FSDP_PLAN_RECORDING;
     snprintf(p->why, sizeof p->why, "%s", "the model has a new layout");
 }
-
 static void fsdpi_plan_end(void *user) {
     fsdp_plan *p = (fsdp_plan *)user;
     fsdp_model *m = p->model;
@@ -348,6 +363,7 @@ FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
     }
     if (plan->open && plan->mode == FSDP_PLAN_REPLAYING) plan->left++;
     plan->mode = FSDP_PLAN_PAUSED;
+    plan->next = NULL;
     snprintf(plan->why, sizeof plan->why, "%s", "paused by fsdp_plan_pause");
     return FSDP_OK;
 }
@@ -358,6 +374,7 @@ FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
     if (plan->open && plan->mode == FSDP_PLAN_REPLAYING) plan->left++;
     plan->forgotten = 1; // units may hold slots of the arena until the step's end
     plan->kind = NULL;
+    plan->next = NULL;
     plan->differ = 0;
     if (plan->mode != FSDP_PLAN_PAUSED)
         plan->mode = plan->open ? FSDP_PLAN_BY_CALLS : FSDP_PLAN_RECORDING;

@@ -148,14 +148,24 @@ typedef struct fsdpi_plan_use {
 
 // The state of a unit behind a call.
 typedef struct fsdpi_plan_state {
+    fsdp_unit *of;
     int32_t unit;
     int32_t at; // in tape.saved, in states
 } fsdpi_plan_state;
 
+// What a replayed call does: states, then runs of records.
+typedef struct fsdpi_plan_step {
+    fsdp_unit *unit;
+    int32_t call;
+    int32_t num_states, num_runs;
+    const struct fsdpi_plan_state *states;
+    const struct fsdpi_plan_run *runs;
+} fsdpi_plan_step;
+
 // Records that follow one another; before them a unit's flags of use are brought up to date.
 typedef struct fsdpi_plan_run {
     int32_t begin, end;
-    int32_t flags; // index of the unit; -1: none
+    fsdp_unit *flags; // NULL: none
 } fsdpi_plan_run;
 
 typedef struct fsdpi_plan_pair { // of a record: the uses whose buffers it has; -1: others
@@ -190,6 +200,7 @@ typedef struct fsdpi_plan_tape {
     // [num_calls + 1], by call: where its records, runs and states begin. The last call, finalize,
     // has none: the core does it.
     int32_t *ops_at, *runs_at, *states_at;
+    fsdpi_plan_step *steps; // [num_calls] the same, for replays
     // [num_calls]: where the call's own records begin and end; what its unit holds behind it
     int32_t *own, *own_end;
     uint8_t *storage, *holds; // holds: a slot of any pool
@@ -226,6 +237,7 @@ struct fsdp_plan {
     int32_t open;               // a step has begun
     int32_t forgotten;          // plans are dropped when no step is under way
     int32_t at;                 // the next call of the program
+    const fsdpi_plan_step *next; // in a replay: it; else NULL
     int32_t differ;             // recordings in a row that were of no use
     uint64_t settings;          // at the begin of the step
     uint64_t steps, replayed, left, recorded;

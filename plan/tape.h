@@ -10,7 +10,7 @@ static void fsdpi_plan_tape_free(fsdp_plan *p, fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_made; i++) fsdpi_plan_free(p->model, t->made[i]);
     void *const lists[] = {t->ops,     t->pairs, t->states, t->saved,   t->runs,
                            t->uses,    t->bufs,  t->made,   t->ops_at,  t->runs_at, t->groups, t->members, t->counts,
-                           t->states_at, t->own, t->own_end, t->storage, t->holds, t->held};
+                           t->states_at, t->own, t->own_end, t->storage, t->holds, t->held, t->steps};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(p->model, lists[i]);
     memset(t, 0, sizeof *t);
 }
@@ -25,6 +25,9 @@ static fsdp_status fsdpi_plan_tape_new(fsdp_plan *p, fsdpi_plan_tape *t, int num
     if (!status) status = fsdpi_plan_alloc(p->model, (size_t)num_calls + 1, (void **)&t->storage);
     if (!status) status = fsdpi_plan_alloc(p->model, (size_t)num_calls + 1, (void **)&t->holds);
     if (!status) status = fsdpi_plan_alloc(p->model, (size_t)p->num_units, (void **)&t->held);
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, (size_t)(num_calls + 1) * sizeof *t->steps,
+                                  (void **)&t->steps);
     return status;
 }
 
@@ -50,6 +53,7 @@ static fsdp_status fsdpi_plan_add_state(fsdp_plan *p, fsdpi_plan_tape *t, int un
                                  p->unit_bytes);
     if (status) return status;
     memcpy(t->saved + (size_t)t->num_states * p->unit_bytes, bytes, p->unit_bytes);
+    t->states[t->num_states].of = p->units[unit];
     t->states[t->num_states].unit = unit;
     t->states[t->num_states].at = t->num_states;
     t->num_states++;
