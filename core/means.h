@@ -232,6 +232,7 @@ static fsdp_status fsdpi_emit_alone(fsdp_model *m, fsdp_op *ops, int count) {
             if (op->kind == FSDP_OP_RELEASE && op->src) op->src->held = 0;
             continue;
         }
+        op->timed = 0;
         op->step = m->step;
         op->given = m->given;
         op->seq = ++m->seq;
@@ -248,6 +249,7 @@ FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count)
         return fsdpi_emit_alone(model, ops, count);
     fsdp_status status = FSDP_OK;
     for (fsdp_op *op = ops; op < ops + count && !status; op++) {
+        op->timed = 0;
         op->step = model->step;
         op->given = model->given;
         if (op->kind < FSDP_OP_HOOK) status = fsdpi_emit(model, op);
