@@ -75,12 +75,12 @@ static fsdp_status fsdpi_plan_join_lists(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_
 }
 
 /* All ranges side by side, from the first one on. While a rehearsal has buffers without memory they
-   do not lie so yet. */
-static void fsdpi_plan_join_ranges(fsdp_op *op, const fsdp_op *const *parts, int num) {
-    const fsdp_op *last = parts[num - 1];
-    uint64_t size = fsdp_dtype_size(op->dtype);
-    uint64_t span = (uint64_t)((const char *)last->dst_ptr - (const char *)op->dst_ptr);
-    op->count = span / size + last->count;
+   do not lie so yet: what counts is the sizes of the slots, which fsdpi_plan_glue puts side by side. */
+static void fsdpi_plan_join_ranges(const fsdpi_plan_tape *raw, const int32_t *which, fsdp_op *op,
+                                   const fsdp_op *const *parts, int num) {
+    int64_t span = 0;
+    for (int i = 0; i + 1 < num; i++) span += raw->uses[raw->pairs[which[i]].dst].bytes;
+    op->count = (uint64_t)span / fsdp_dtype_size(op->dtype) + parts[num - 1]->count;
     op->bytes = fsdpi_plan_reduce_bytes(op);
 }
 
@@ -125,7 +125,7 @@ static fsdp_status fsdpi_plan_join(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
     status = fsdpi_plan_join_names(p, t, &op, parts, num);
     if (!status && op.kind != FSDP_OP_ALL_REDUCE)
         status = fsdpi_plan_join_lists(p, t, &op, parts, num);
-    else if (!status) fsdpi_plan_join_ranges(&op, parts, num);
+    else if (!status) fsdpi_plan_join_ranges(raw, which, &op, parts, num);
     for (int i = 1; i < num && several && !status; i++) {
         if (!both) status = fsdpi_plan_add_use(p, t, parts[i], raw->pairs[which[i]], 0);
         if (!status) status = fsdpi_plan_add_use(p, t, parts[i], raw->pairs[which[i]], 1);
@@ -295,6 +295,7 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, const fsdpi_plan
         t->runs_at[i] = t->num_runs;
         t->states_at[i] = t->num_states;
         t->storage[i] = raw->storage[i];
+        t->hooks[i] = raw->hooks[i];
         if (i + 1 == num_calls) break; // finalize is the core's
         if (s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 0);
         if (!status) status = fsdpi_plan_arrange_own(s, t, i);

@@ -193,6 +193,7 @@ typedef struct fsdpi_plan_tape {
     int32_t *own, *own_end;
     uint8_t *storage, *holds; // holds: a slot of any pool
     uint8_t *held;            // [units] gathered before the step
+    fsdp_op *hooks;           // [num_calls] the marker of each call
 } fsdpi_plan_tape;
 
 // A kind of step: the same options, the same state at the begin.
@@ -211,7 +212,7 @@ typedef struct fsdpi_plan_kind {
 struct fsdp_plan {
     fsdp_model *model;
     fsdp_world *world;
-    fsdp_extension extension;
+    fsdp_extension extension, memory; // memory: goes with the model; it frees what plans have
     fsdp_plan_desc desc;
     fsdp_plan_cost cost;
     const fsdp_mesh *mesh;
@@ -233,6 +234,8 @@ struct fsdp_plan {
     fsdpi_plan_call *calls;     // that are recorded
     int32_t num_calls, cap_calls;
     char *begin;                // [num_units] states at the begin of the step
+    fsdp_buf **strays;          // slots of plans that are gone, which units still held then
+    int32_t num_strays, cap_strays;
     fsdp_buf *arena;
     int32_t pool;               // of the arena
     char why[FSDPI_PLAN_TEXT];
