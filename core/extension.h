@@ -70,6 +70,10 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
    Collective  no      Blocks for operations under way      Allocates no */
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension);
 
+/* fsdp_find_extension - `user` of the first attached extension with this name; NULL: there is none
+   Collective  no      Blocks no      Allocates no */
+FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name);
+
 /* fsdp_next_state - step through the items of all extensions of a model. Start with a zeroed item;
    at the end its name is NULL
    fsdp_state_written - say that you have written items: the extensions read them
@@ -194,6 +198,12 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
    Collective  no      Blocks on devices with streams if flags changed: until they are copied
    Allocates   no */
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit);
+
+/* fsdp_unit_follows_use - 1 if the records of a unit's reduction depend on which parameters were
+   used, and not only on options and states: grads_overwrite, and
+   fsdp_set_reduce_scatter_unused_params 0. Then fsdp_rehearse does not show what a step would do
+   Collective  no      Blocks no      Allocates no */
+FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit);
 
 /* fsdp_pools_trim - free every slot that no unit holds; the next use allocates again
    Result      FSDP_OK; if the world is aborted, its status

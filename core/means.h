@@ -70,6 +70,12 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
                      e.name);
 }
 
+FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name) {
+    for (const fsdpi_attached *a = model && name ? model->attached : NULL; a; a = a->next)
+        if (strcmp(a->e.name, name) == 0) return a->e.user;
+    return NULL;
+}
+
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
     if (!model || !item) return fsdpi_null_of(model, "next_state", "model or item");
     fsdp_status status = fsdpi_commit(model);

@@ -188,6 +188,10 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
     return FSDP_OK;
 }
 
+FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit) {
+    return unit && (unit->model->desc.grads_overwrite || !unit->options.reduce_unused);
+}
+
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit) {
     if (!unit) return fsdpi_null(NULL, "unit_flag_use", "unit");
     fsdp_status status = fsdpi_failed(unit->model->world);

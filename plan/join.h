@@ -74,9 +74,13 @@ static fsdp_status fsdpi_plan_join_lists(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_
     return FSDP_OK;
 }
 
-// Ranges that lie side by side: from the first one to the end of the last one, `span` bytes behind.
-static void fsdpi_plan_join_ranges(fsdp_op *op, int64_t span, uint64_t last_count) {
-    op->count = (uint64_t)span / fsdp_dtype_size(op->dtype) + last_count;
+/* All ranges side by side, from the first one on. While a rehearsal has buffers without memory they
+   do not lie so yet: what counts is the sizes of the slots, which fsdpi_plan_glue puts side by side. */
+static void fsdpi_plan_join_ranges(const fsdpi_plan_tape *raw, const int32_t *which, fsdp_op *op,
+                                   const fsdp_op *const *parts, int num) {
+    int64_t span = 0;
+    for (int i = 0; i + 1 < num; i++) span += raw->uses[raw->pairs[which[i]].dst].bytes;
+    op->count = (uint64_t)span / fsdp_dtype_size(op->dtype) + parts[num - 1]->count;
     op->bytes = fsdpi_plan_reduce_bytes(op);
 }
 
@@ -104,10 +108,6 @@ static fsdp_status fsdpi_plan_add_group(fsdp_plan *p, fsdpi_plan_tape *t,
                                     raw->pairs[which[i]].src, raw->pairs[which[i]].dst};
         status = fsdpi_plan_grow(p->model, (void **)&t->members, t->num_members, &t->cap_members,
                                  sizeof member);
-        if (!status)
-            status = fsdpi_plan_grow(p->model, (void **)&t->counts, t->num_members, &t->cap_counts,
-                                     sizeof *t->counts);
-        if (!status) t->counts[t->num_members] = raw->ops[which[i]].count;
         if (!status) t->members[t->num_members++] = member;
     }
     return status;
@@ -125,9 +125,7 @@ static fsdp_status fsdpi_plan_join(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
     status = fsdpi_plan_join_names(p, t, &op, parts, num);
     if (!status && op.kind != FSDP_OP_ALL_REDUCE)
         status = fsdpi_plan_join_lists(p, t, &op, parts, num);
-    else if (!status) // without memory they do not lie so yet: see fsdpi_plan_spread
-        fsdpi_plan_join_ranges(&op, (const char *)parts[num - 1]->dst_ptr - (const char *)op.dst_ptr,
-                               parts[num - 1]->count);
+    else if (!status) fsdpi_plan_join_ranges(raw, which, &op, parts, num);
     for (int i = 1; i < num && several && !status; i++) {
         if (!both) status = fsdpi_plan_add_use(p, t, parts[i], raw->pairs[which[i]], 0);
         if (!status) status = fsdpi_plan_add_use(p, t, parts[i], raw->pairs[which[i]], 1);
@@ -298,7 +296,9 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, const fsdpi_plan
         t->states_at[i] = t->num_states;
         t->storage[i] = raw->storage[i];
         if (i + 1 == num_calls) break; // finalize is the core's
-        if (s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 0);
+        fsdpi_plan_pair none = {-1, -1};
+        status = fsdpi_plan_add_op(s->plan, t, &raw->hooks[i], none);
+        if (!status && s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 0);
         if (!status) status = fsdpi_plan_arrange_own(s, t, i);
         if (!status && s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 1);
         if (!status) status = fsdpi_plan_arrange_states(s, by_calls, t, i);

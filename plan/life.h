@@ -29,8 +29,16 @@ static void fsdpi_plan_drop(fsdp_plan *p, int index) {
     p->num_kinds--;
 }
 
+static int fsdpi_plan_is_part(const fsdp_plan *p, const fsdp_buf *buf) {
+    const char *begin = (const char *)fsdp_buf_ptr(p->arena), *at = (const char *)fsdp_buf_ptr(buf);
+    return p->arena && at >= begin && at < begin + fsdp_buf_nbytes(p->arena);
+}
+
+// The arena stays while a unit holds a part of it.
 static void fsdpi_plan_drop_all(fsdp_plan *p) {
     while (p->num_kinds) fsdpi_plan_drop(p, p->num_kinds - 1);
+    for (int i = 0; i < p->num_strays; i++)
+        if (fsdpi_plan_is_part(p, p->strays[i])) return;
     fsdp_buf_destroy(p->model, p->arena);
     p->arena = NULL;
 }
@@ -43,6 +51,7 @@ static void fsdpi_plan_begin(fsdp_plan *p) {
     p->settings = fsdp_model_settings(p->model);
     p->why[0] = 0;
     p->kind = NULL;
+    fsdpi_plan_sweep(p, 0);
     if (p->forgotten) fsdpi_plan_drop_all(p);
     p->forgotten = 0;
     fsdpi_plan_states_now(p, p->begin);
@@ -124,9 +133,11 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p) {
     if (!status && p->mode != FSDP_PLAN_REFUSED) {
         k->used_at = p->steps;
         p->kinds[p->num_kinds++] = k;
+        p->mode = FSDP_PLAN_REPLAYING; // the next step, if it is like this one
         return FSDP_OK;
     }
     fsdpi_plan_kind_free(p, k);
+    if (!fsdp_world_status(p->world)) fsdpi_plan_drop_all(p); // steps by calls have slots of their own
     return status;
 }
 
@@ -136,7 +147,10 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
     p->open = 0;
     p->next = NULL;
     p->steps++;
-    if (p->mode == FSDP_PLAN_WARM_UP) p->warm--;
+    if (p->mode == FSDP_PLAN_WARM_UP && --p->warm == 0) {
+        p->mode = FSDP_PLAN_RECORDING; // from the next step on
+        return 0;
+    }
     if (p->mode == FSDP_PLAN_REPLAYING) {
         k->replayed++;
         p->replayed++;
@@ -152,7 +166,7 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
     if (p->differ >= FSDPI_PLAN_PATIENCE) {
         char text[FSDPI_PLAN_TEXT];
         snprintf(text, sizeof text, "steps differ from each other: %.400s", p->why);
-        fsdpi_plan_refuse(p, text);
+        fsdpi_plan_refuse_loudly(p, FSDP_ERR_INVALID_STATE, text);
     }
     if (p->mode != FSDP_PLAN_RECORDING) return 0;
     *status = fsdp_finalize_backward(p->model); // goes to the extensions behind, and to the core
@@ -212,7 +226,10 @@ static void fsdpi_plan_relayout(void *user, fsdp_model *model) {
 static void fsdpi_plan_end(void *user) {
     fsdp_plan *p = (fsdp_plan *)user;
     fsdp_model *m = p->model;
-    fsdpi_plan_drop_all(p);
+    while (p->num_kinds) fsdpi_plan_drop(p, p->num_kinds - 1);
+    fsdpi_plan_sweep(p, 1);
+    fsdp_buf_destroy(m, p->arena);
+    fsdpi_plan_free(m, p->strays);
     fsdpi_plan_free(m, p->kinds);
     fsdpi_plan_free(m, p->calls);
     fsdpi_plan_free(m, p->begin);
@@ -280,6 +297,9 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     fsdp_world *w = fsdp_model_world(model);
     fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_plan_desc");
     if (!status) status = fsdpi_plan_check_desc(model, &d);
+    if (!status && fsdp_find_extension(model, "plan"))
+        status = fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                           "[E967] plan_create: the model has a plan: call fsdp_plan_destroy first");
     if (!status) status = fsdp_model_commit(model);
     if (!status) status = fsdp_model_mesh_info(model, &info);
     if (!status) status = fsdpi_plan_alloc(model, sizeof *p, (void **)&p);
@@ -294,12 +314,19 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     p->extension.user = p;
     p->extension.call = fsdpi_plan_answer;
     p->extension.relayout = fsdpi_plan_relayout;
-    p->extension.destroy = fsdpi_plan_end;
+    p->memory.name = "memory of a plan";
+    p->memory.user = p;
+    p->memory.destroy = fsdpi_plan_end;
     fsdpi_plan_defaults(p);
     status = fsdpi_plan_find_units(p);
     if (!status && p->pool < 0) status = FSDP_ERR_INVALID_ARG;
-    if (!status) status = fsdp_attach(model, &p->extension);
-    if (status) fsdpi_plan_end(p);
+    if (!status) status = fsdp_attach(model, &p->memory);
+    if (status) {
+        fsdpi_plan_end(p);
+        return status;
+    }
+    status = fsdp_attach(model, &p->extension);
+    if (status) (void)fsdp_detach(model, &p->memory);
     else *plan = p;
     return status;
 }
@@ -342,7 +369,9 @@ FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by
 }
 
 FSDP_API void fsdp_plan_destroy(fsdp_plan *plan) {
-    if (plan) (void)fsdp_detach(plan->model, &plan->extension);
+    if (!plan || fsdp_detach(plan->model, &plan->extension)) return;
+    fsdpi_plan_drop_all(plan);
+    if (!plan->num_strays) (void)fsdp_detach(plan->model, &plan->memory); // else with the model
 }
 
 FSDP_API fsdp_plan_mode fsdp_plan_state(const fsdp_plan *plan) {

@@ -203,7 +203,8 @@ static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const
         if (l->forward_calls == k->num_calls && k->calls[c].call == FSDP_CALL_PRE_BACKWARD)
             l->forward_calls = c;
         for (int i = t->ops_at[c]; i < t->ops_at[c + 1] && c + 1 < k->num_calls && !status; i++)
-            status = fsdpi_plan_list_op(p, t, l, c, i, &group);
+            if (t->ops[i].kind != FSDP_OP_HOOK)
+                status = fsdpi_plan_list_op(p, t, l, c, i, &group);
     }
     return status;
 }

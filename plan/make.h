@@ -11,19 +11,57 @@ static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
     return ((usual & ~p->desc.without) | p->desc.with) & all;
 }
 
-// Why steps go by calls; the log has it, too.
+// Why steps go by calls from now on.
 static void fsdpi_plan_refuse(fsdp_plan *p, const char *text) {
     p->mode = FSDP_PLAN_REFUSED;
     snprintf(p->why, sizeof p->why, "%.*s", (int)sizeof p->why - 1, text);
 }
 
-// A slot that a unit still holds goes with the model.
+// The same, where nothing has told the log yet.
+static void fsdpi_plan_refuse_loudly(fsdp_plan *p, fsdp_status status, const char *text) {
+    fsdpi_plan_refuse(p, text);
+    (void)fsdp_fail(p->world, status, "[E966] plan: steps go by calls from now on: %s", text);
+}
+
+// Room for all slots that kinds and `more` have, so that none is lost later.
+static fsdp_status fsdpi_plan_strays_room(fsdp_plan *p, int more) {
+    int room = p->num_strays + more;
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < p->num_kinds; i++) room += p->kinds[i]->listing.num_slots;
+    while (!status && p->cap_strays < room) // it grows when it is full
+        status = fsdpi_plan_grow(p->model, (void **)&p->strays, p->cap_strays, &p->cap_strays,
+                                 sizeof *p->strays);
+    return status;
+}
+
+/* Slots of plans that are gone: units have given them back by now, or are made to. `all`: the model
+   ends, or the units' slots go with it. */
+static void fsdpi_plan_sweep(fsdp_plan *p, int all) {
+    int kept = 0;
+    for (int i = 0; i < p->num_strays; i++) {
+        fsdp_op op;
+        if (!all && fsdp_buf_held(p->strays[i])) {
+            p->strays[kept++] = p->strays[i];
+            continue;
+        }
+        if (fsdp_buf_held(p->strays[i])) {
+            fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE,
+                         FSDP_STREAM_COMPUTE);
+            op.src = p->strays[i];
+            op.what = "plan";
+            (void)fsdp_emit(p->model, &op); // it is given back even if the world has failed
+        }
+        fsdp_buf_destroy(p->model, p->strays[i]);
+    }
+    p->num_strays = kept;
+}
+
+// lasting: also those that outlast a step. A slot that a unit still holds becomes a stray.
 static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_kind *k, int lasting) {
     for (int i = 0; i < k->listing.num_slots && k->bufs; i++) {
-        if (!k->bufs[i] || fsdp_buf_held(k->bufs[i]) ||
-            (k->listing.slots[i].offset < 0 && !lasting))
-            continue;
-        fsdp_buf_destroy(p->model, k->bufs[i]);
+        if (!k->bufs[i] || (k->listing.slots[i].offset < 0 && !lasting)) continue;
+        if (!fsdp_buf_held(k->bufs[i])) fsdp_buf_destroy(p->model, k->bufs[i]);
+        else p->strays[p->num_strays++] = k->bufs[i];
         k->bufs[i] = NULL;
     }
 }
@@ -108,7 +146,7 @@ static fsdp_status fsdpi_plan_too_large(fsdp_plan *p, const fsdpi_plan_kind *k, 
     snprintf(text, sizeof text, "call %d %s '%.100s': slots need %lld bytes, %lld are allowed", call,
              fsdpi_plan_call_name(at->call), fsdp_unit_name(at->unit), (long long)bytes,
              (long long)most);
-    fsdpi_plan_refuse(p, text);
+    fsdpi_plan_refuse_loudly(p, FSDP_ERR_OUT_OF_MEMORY, text);
     return FSDP_ERR_OUT_OF_MEMORY;
 }
 
@@ -152,9 +190,9 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
     fsdpi_plan_listing *l = &k->listing;
     fsdpi_plan_tape old = k->tape, by_calls;
     fsdp_buf **bufs = NULL;
-    fsdp_status status = FSDP_OK;
+    fsdp_status status = fsdpi_plan_strays_room(p, l->num_slots);
     memset(&by_calls, 0, sizeof by_calls);
-    if (!k->bufs)
+    if (!k->bufs && !status)
         status = fsdpi_plan_alloc(p->model, (size_t)(l->num_slots + 1) * sizeof *k->bufs,
                                   (void **)&k->bufs);
     if (!status) fsdpi_plan_bufs_free(p, k, 0);
@@ -270,8 +308,24 @@ static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp
 // Is there something in the step that depends on more than options and states?
 static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_kind *k,
                                       const fsdpi_plan_tape *by_calls) {
-    (void)p, (void)k, (void)by_calls;
-    return FSDP_OK;
+    char text[FSDPI_PLAN_TEXT] = "";
+    (void)k;
+    for (int i = 0; i < p->num_units && !text[0]; i++)
+        if (fsdp_unit_follows_use(p->units[i]))
+            snprintf(text, sizeof text,
+                     "what unit '%.120s' reduces depends on the parameters that were used "
+                     "(grads_overwrite, or fsdp_set_reduce_scatter_unused_params 0)",
+                     fsdp_unit_name(p->units[i]));
+    for (int i = 0; i < by_calls->num_ops && !text[0]; i++)
+        if (p->mode_of_world == FSDPI_PLAN_STREAMS &&
+            by_calls->ops[i].label == FSDP_LABEL_GRAD_HOOK)
+            snprintf(text, sizeof text,
+                     "unit '%.120s' has a post-accumulate hook, for which the host waits on this "
+                     "device",
+                     fsdp_unit_name(by_calls->ops[i].unit));
+    if (!text[0]) return FSDP_OK;
+    fsdpi_plan_refuse_loudly(p, FSDP_ERR_UNSUPPORTED, text);
+    return FSDP_ERR_UNSUPPORTED;
 }
 
 // The listing of a kind that has a tape and places.
@@ -320,16 +374,17 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
     return status;
 }
 
-/* The plan of a kind, or the reason why there is none. Returns a failure only if the step has
+/* The plan of a kind, or the reason why there is none. k NULL: this rank has no memory for one, and
+   takes part in what the others do. Returns a failure only if the step has
    failed: ranks that differ, a refuted plan, a collective. */
 static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k) {
     int64_t by_calls = fsdpi_plan_pool_bytes(p);
     int64_t most = p->desc.most_bytes ? p->desc.most_bytes : by_calls;
     if (!p->desc.most_bytes && most < FSDPI_PLAN_LEAST_BYTES) most = FSDPI_PLAN_LEAST_BYTES;
-    k->listing.by_calls = by_calls;
+    if (k) k->listing.by_calls = by_calls;
     fsdp_status status = fsdpi_plan_least(p, &most, 1), own;
     if (status) return status;
-    own = fsdpi_plan_make_alone(p, k, most);
+    own = k ? fsdpi_plan_make_alone(p, k, most) : FSDP_ERR_OUT_OF_MEMORY;
     if (!own) k->listing.hash = fsdpi_plan_text_hash(&k->listing);
     status = fsdpi_plan_agree(p, k, own, own ? 1 : k->listing.hash);
     if (!status) status = fsdpi_plan_agree(p, k, fsdpi_plan_bind_all(p, k), 0);

@@ -193,8 +193,7 @@ typedef struct fsdpi_plan_tape {
     fsdpi_plan_group *groups; // of joined collectives
     int32_t num_groups, cap_groups;
     fsdpi_plan_member *members; // of groups; src and dst are uses
-    uint64_t *counts;           // [num_members] elements of each
-    int32_t num_members, cap_members, cap_counts;
+    int32_t num_members, cap_members;
     void **made; // lists and names of joined collectives
     int32_t num_made, cap_made;
     // [num_calls + 1], by call: where its records, runs and states begin. The last call, finalize,
@@ -205,6 +204,7 @@ typedef struct fsdpi_plan_tape {
     int32_t *own, *own_end;
     uint8_t *storage, *holds; // holds: a slot of any pool
     uint8_t *held;            // [units] gathered before the step
+    fsdp_op *hooks;           // [num_calls] the marker of each call
 } fsdpi_plan_tape;
 
 // A kind of step: the same options, the same state at the begin.
@@ -224,7 +224,7 @@ typedef struct fsdpi_plan_kind {
 struct fsdp_plan {
     fsdp_model *model;
     fsdp_world *world;
-    fsdp_extension extension;
+    fsdp_extension extension, memory; // memory: goes with the model; it frees what plans have
     fsdp_plan_desc desc;
     fsdp_plan_cost cost;
     const fsdp_mesh *mesh;
@@ -247,6 +247,8 @@ struct fsdp_plan {
     fsdpi_plan_call *calls;     // that are recorded
     int32_t num_calls, cap_calls;
     char *begin;                // [num_units] states at the begin of the step
+    fsdp_buf **strays;          // slots of plans that are gone, which units still held then
+    int32_t num_strays, cap_strays;
     fsdp_buf *arena;
     int32_t pool;               // of the arena
     char why[FSDPI_PLAN_TEXT];

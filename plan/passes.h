@@ -102,6 +102,7 @@ static void fsdpi_plan_find_reduces(fsdpi_plan_facts *f, const fsdpi_plan_tape *
         for (int i = t->own[k]; i < t->own_end[k]; i++) {
             const fsdp_op *op = &t->ops[i];
             if (op->kind == FSDP_OP_CALL || op->custom) joins = 0;
+            if (op->kind == FSDP_OP_ALL_REDUCE && t->pairs[i].dst < 0) joins = 0; // lies elsewhere
             if (fsdpi_plan_is_collective(op->kind) && op->label != FSDP_LABEL_GATHER)
                 sort = fsdpi_plan_mix(sort, fsdpi_plan_sort_of(op, &t->pairs[i]));
         }

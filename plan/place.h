@@ -78,6 +78,24 @@ static void fsdpi_plan_best_fit(fsdpi_plan_places *pl) {
     for (int i = 0; i < pl->num; i++) pl->pieces[i].offset = pl->kept[i];
 }
 
+// Is a slot like this one filled while another is in use? As in the core's pools.
+static int fsdpi_plan_is_ahead(const fsdpi_plan_tape *t, const fsdpi_plan_use *use) {
+    for (int i = 0; i < t->num_uses && use->pool == FSDP_POOL_GATHER; i++)
+        if (t->uses[i].pool == use->pool && t->uses[i].bytes == use->bytes &&
+            t->uses[i].unit != use->unit)
+            return 1;
+    for (int i = 0; i < t->num_ops; i++) {
+        int at = use->pool == FSDP_POOL_GRAD ? t->pairs[i].src : t->pairs[i].dst;
+        int reads = use->pool == FSDP_POOL_GRAD && (t->ops[i].kind == FSDP_OP_REDUCE_SCATTER ||
+                                                    t->ops[i].kind == FSDP_OP_ALL_REDUCE);
+        int sums = use->pool == FSDP_POOL_ROUT && t->ops[i].kind == FSDP_OP_ALL_REDUCE;
+        if ((reads || sums) && at >= 0 && t->uses[at].pool == use->pool &&
+            t->uses[at].bytes == use->bytes)
+            return 1;
+    }
+    return 0;
+}
+
 /* As the pools would have them: each size its own slots, the least recently released one first.
    deep: two from the begin on, where one is filled while the other is in use. */
 static void fsdpi_plan_pool_fit(const fsdpi_plan_tape *t, fsdpi_plan_places *pl, int deep) {
@@ -96,7 +114,8 @@ static void fsdpi_plan_pool_fit(const fsdpi_plan_tape *t, fsdpi_plan_places *pl,
                 (best < 0 || other->to < pl->pieces[pl->order[best]].to))
                 best = n;
         }
-        if (best < 0 || slots < (deep ? 2 : 1)) {
+        int depth = deep && slots == 1 && fsdpi_plan_is_ahead(t, &t->uses[piece->head]) ? 2 : 1;
+        if (best < 0 || slots < depth) {
             best = num++;
             piece->offset = pl->bytes;
             pl->bytes += piece->bytes;
@@ -142,18 +161,6 @@ static void fsdpi_plan_places_end(fsdp_plan *p, fsdpi_plan_places *pl) {
     fsdpi_plan_free(p->model, pl->kept);
 }
 
-// Joined all_reduces cover what their places do.
-static void fsdpi_plan_spread(fsdpi_plan_tape *t, const fsdpi_plan_listing *l) {
-    for (int g = 0; g < t->num_groups; g++) {
-        const fsdpi_plan_group *group = &t->groups[g];
-        int last = group->members + group->num_members - 1;
-        if (t->ops[group->op].kind != FSDP_OP_ALL_REDUCE) continue;
-        int64_t begin = l->slots[t->uses[t->members[group->members].dst].slot].offset,
-                end = l->slots[t->uses[t->members[last].dst].slot].offset;
-        fsdpi_plan_join_ranges(&t->ops[group->op], end - begin, t->counts[last]);
-    }
-}
-
 // Places for all uses of a tape: l->slots, l->bytes, l->bound.
 static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan_listing *l,
                                     uint32_t passes) {
@@ -194,7 +201,6 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
         }
     }
     l->bytes = pl.bytes + lasting;
-    if (!status) fsdpi_plan_spread(t, l);
     fsdpi_plan_places_end(p, &pl);
     return status;
 }

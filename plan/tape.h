@@ -9,8 +9,8 @@
 static void fsdpi_plan_tape_free(fsdp_plan *p, fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_made; i++) fsdpi_plan_free(p->model, t->made[i]);
     void *const lists[] = {t->ops,     t->pairs, t->states, t->saved,   t->runs,
-                           t->uses,    t->bufs,  t->made,   t->ops_at,  t->runs_at, t->groups, t->members, t->counts,
-                           t->states_at, t->own, t->own_end, t->storage, t->holds, t->held, t->steps};
+                           t->uses,    t->bufs,  t->made,   t->ops_at,  t->runs_at, t->groups, t->members, 
+                           t->states_at, t->own, t->own_end, t->storage, t->holds, t->held, t->steps, t->hooks};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(p->model, lists[i]);
     memset(t, 0, sizeof *t);
 }
@@ -28,6 +28,9 @@ static fsdp_status fsdpi_plan_tape_new(fsdp_plan *p, fsdpi_plan_tape *t, int num
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)(num_calls + 1) * sizeof *t->steps,
                                   (void **)&t->steps);
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, (size_t)num_calls * sizeof *t->hooks,
+                                  (void **)&t->hooks);
     return status;
 }
 
@@ -97,6 +100,7 @@ typedef struct fsdpi_plan_show {
     fsdp_status status;
     int quiet;     // records are not looked at
     int call;      // that is made
+    int own;       // the call whose own work is under way; -1
     int64_t next;  // where the next buffer without memory lies
     char *last;    // [units] their states behind the call before
     int32_t *acts; // [num_acts][2] where the records of each act begin and end
@@ -143,6 +147,7 @@ static int fsdpi_plan_see(void *user, fsdp_model *model, fsdp_op *op) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
     fsdpi_plan_pair pair = {fsdpi_plan_use_of(s->tape, op->src),
                             fsdpi_plan_use_of(s->tape, op->dst)};
+    if (op->kind == FSDP_OP_HOOK && s->own >= 0) s->tape->hooks[s->own] = *op;
     if (s->quiet || op->kind == FSDP_OP_HOOK || op->model != model || s->status) return 1;
     s->status = fsdpi_plan_add_op(s->plan, s->tape, op, pair);
     return 1;
@@ -251,7 +256,9 @@ static fsdp_status fsdpi_plan_play(void *user) {
         if (!status && s->choice && s->choice->sync[i] >= 0)
             status = fsdp_set_requires_gradient_sync(p->model, call->unit, s->choice->sync[i]);
         t->own[i] = t->num_ops;
+        s->own = i;
         if (!status) status = fsdpi_plan_make_call(call->unit, call->call);
+        s->own = -1;
         t->own_end[i] = t->num_ops;
         t->storage[i] = (uint8_t)fsdp_unit_storage(call->unit);
         t->holds[i] = fsdpi_plan_holds(call->unit);
@@ -285,6 +292,7 @@ static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*ru
     s->status = FSDP_OK;
     s->next = 4096;
     s->quiet = 0;
+    s->own = -1;
     s->last = NULL;
     s->acts = s->tail = NULL;
     fsdp_status status = fsdpi_plan_tape_new(p, s->tape, s->kind->num_calls);

@@ -1,60 +1,457 @@
-/* test_plan.c - plans: recorded, replayed, left. SPDX-License-Identifier: MIT */
+/* test_plan.c - plans: recorded, replayed, left. The same bits as by calls, whatever a model has and
+   wherever a program leaves its plan.
+
+   SPDX-License-Identifier: MIT */
 #include "plan.h"
 
-typedef struct {
+/* ---- nets ------------------------------------------------------------------------------------ */
+
+static plan_net net_nested(void) { return plan_nested(); }
+static plan_net net_chain(void) { return plan_chain(6, 16, 16); }
+static plan_net net_scaled(void) {
+    plan_net n = plan_chain(6, 8, 12);
+    n.scaled = 3;
+    return n;
+}
+static plan_net net_frozen(void) {
+    plan_net n = plan_chain(5, 12, 8);
+    n.frozen = 1;
+    n.frozen_unit = 3;
+    return n;
+}
+static plan_net net_bf16(void) {
+    plan_net n = plan_nested();
+    n.model.param_dtype = FSDP_BF16;
+    return n;
+}
+static plan_net net_bf16_f32(void) {
+    plan_net n = plan_chain(5, 16, 16);
+    n.model.param_dtype = FSDP_BF16;
+    n.model.reduce_dtype = FSDP_F32;
+    return n;
+}
+static plan_net net_f16(void) {
+    plan_net n = plan_chain(4, 16, 16);
+    n.model.param_dtype = FSDP_F16;
+    return n;
+}
+static plan_net net_mixed(void) { /* three dtypes in a unit */
+    plan_net n = plan_chain(4, 10, 6);
+    n.num_params = 4;
+    n.rows[2][0] = 7, n.rows[2][1] = 3, n.rows[3][0] = 9;
+    n.dtypes[1] = FSDP_F64, n.keep[1] = 1;
+    n.dtypes[2] = FSDP_BF16, n.keep[2] = 1;
+    n.model.param_dtype = FSDP_BF16;
+    n.model.reduce_dtype = FSDP_F32;
+    return n;
+}
+static plan_net net_f64_grads(void) { /* shard gradients are wider than what is reduced */
+    plan_net n = plan_nested();
+    n.model.grad_dtype = FSDP_F64;
+    return n;
+}
+static plan_net net_hsdp(void) {
+    plan_net n = plan_nested();
+    n.replicas = 2;
+    return n;
+}
+static plan_net net_hsdp_bf16(void) {
+    plan_net n = plan_chain(5, 16, 16);
+    n.replicas = 2;
+    n.model.param_dtype = FSDP_BF16;
+    n.model.reduce_dtype = FSDP_F32;
+    return n;
+}
+static plan_net net_ddp(void) {
+    plan_net n = plan_chain(5, 16, 8);
+    n.replicas = -1; /* all ranks */
+    return n;
+}
+static plan_net net_never(void) { /* unit 0 stays open around the others */
+    plan_net n = plan_chain(4, 16, 16);
+    n.never = 1;
+    n.num_calls = 0;
+    plan_call(&n, 0, FSDP_CALL_PRE_FORWARD);
+    for (int u = 1; u < 4; u++) plan_pair(&n, u, 0);
+    plan_call(&n, 0, FSDP_CALL_POST_FORWARD);
+    plan_call(&n, 0, FSDP_CALL_PRE_BACKWARD);
+    for (int u = 3; u > 0; u--) plan_pair(&n, u, 1);
+    plan_call(&n, 0, FSDP_CALL_POST_BACKWARD);
+    return n;
+}
+static plan_net net_half(void) { /* half of the parameters stays after forward */
+    plan_net n = plan_chain(4, 16, 16);
+    n.model.reshard_after_forward = 2;
+    return n;
+}
+static plan_net net_no_reshard(void) {
+    plan_net n = plan_chain(4, 16, 16);
+    n.sets = PLAN_NO_RESHARD;
+    return n;
+}
+static plan_net net_no_unshard(void) {
+    plan_net n = plan_chain(4, 16, 16);
+    n.sets = PLAN_NO_UNSHARD;
+    return n;
+}
+static plan_net net_recompute(void) { /* a forward again, inside of the unit's own backward */
+    plan_net n = plan_chain(4, 16, 16);
+    n.num_calls = 0;
+    for (int u = 0; u < 4; u++) plan_pair(&n, u, 0);
+    for (int u = 3; u >= 0; u--) {
+        plan_call(&n, u, FSDP_CALL_PRE_BACKWARD);
+        plan_pair(&n, u, 0);
+        plan_call(&n, u, FSDP_CALL_POST_BACKWARD);
+    }
+    return n;
+}
+static plan_net net_recompute_two(void) { /* of two units, before their backward */
+    plan_net n = plan_chain(5, 16, 16);
+    n.num_calls = 0;
+    for (int u = 0; u < 5; u++) plan_pair(&n, u, 0);
+    plan_pair(&n, 4, 1);
+    for (int u = 2; u >= 0; u -= 2) {
+        plan_pair(&n, u, 0);
+        plan_pair(&n, u + 1, 0);
+        plan_pair(&n, u + 1, 1);
+        plan_pair(&n, u, 1);
+    }
+    return n;
+}
+static plan_net net_explicit(void) { /* the program gathers ahead, waits and frees by itself */
+    plan_net n = plan_chain(4, 16, 16);
+    n.num_calls = 0;
+    plan_call(&n, 0, FSDP_CALL_UNSHARD);
+    plan_call(&n, 1, FSDP_CALL_UNSHARD);
+    plan_call(&n, 1, FSDP_CALL_WAIT);
+    for (int u = 0; u < 4; u++) {
+        plan_pair(&n, u, 0);
+        if (u == 1) plan_call(&n, 3, FSDP_CALL_UNSHARD);
+        if (u == 2) plan_call(&n, 1, FSDP_CALL_RESHARD);
+    }
+    for (int u = 3; u >= 0; u--) {
+        if (u == 2) plan_call(&n, 0, FSDP_CALL_UNSHARD);
+        plan_pair(&n, u, 1);
+        if (u == 2) plan_call(&n, 0, FSDP_CALL_WAIT);
+    }
+    return n;
+}
+static plan_net net_lists(void) {
+    plan_net n = plan_chain(5, 16, 16);
+    n.sets = PLAN_LISTS;
+    return n;
+}
+static plan_net net_implicit(void) {
+    plan_net n = plan_nested();
+    n.model.implicit_prefetch = FSDP_PREFETCH_ALWAYS;
+    return n;
+}
+static plan_net net_strings(void) {
+    plan_net n = plan_chain(4, 9, 5);
+    n.sets = PLAN_STRINGS;
+    return n;
+}
+static plan_net net_offload(void) {
+    plan_net n = plan_chain(4, 16, 16);
+    n.model.cpu_offload = 1;
+    return n;
+}
+static plan_net net_sum_hooks(void) {
+    plan_net n = plan_chain(4, 16, 16);
+    n.sets = PLAN_SUM_HOOK;
+    return n;
+}
+static plan_net net_grad_hooks(void) {
+    plan_net n = plan_chain(4, 16, 16);
+    n.sets = PLAN_GRAD_HOOK;
+    return n;
+}
+static plan_net net_custom(void) {
+    plan_net n = plan_chain(5, 16, 16);
+    n.sets = PLAN_CUSTOM;
+    return n;
+}
+static plan_net net_custom_hsdp(void) {
+    plan_net n = net_custom();
+    n.replicas = 2;
+    return n;
+}
+static plan_net net_few_rows(void) { /* ranks without rows, parameters without elements */
+    plan_net n = plan_chain(4, 2, 3);
+    n.num_params = 4;
+    n.rows[2][0] = 0, n.rows[2][1] = 7, n.rows[3][0] = 1;
+    return n;
+}
+static plan_net net_packed(void) { /* gathered beside, and copied out */
+    plan_net n = plan_chain(4, 16, 16);
+    n.model.direct_min = FSDP_DIRECT_NEVER;
+    return n;
+}
+static plan_net net_direct(void) {
+    plan_net n = plan_chain(4, 16, 16);
+    n.model.direct_min = 1;
+    return n;
+}
+static plan_net net_unused(void) { /* refused: what is reduced depends on what is used */
+    plan_net n = plan_chain(3, 16, 16);
+    n.sets = PLAN_UNUSED;
+    return n;
+}
+static plan_net net_overwrite(void) {
+    plan_net n = plan_chain(3, 16, 16);
+    n.model.grads_overwrite = 1;
+    return n;
+}
+
+static const struct named_net {
+    const char *name;
+    plan_net (*make)(void);
+    int refused; /* 1: everywhere; 2: on streams */
+} nets[] = {
+    {"nested", net_nested, 0},
+    {"chain", net_chain, 0},
+    {"scaled", net_scaled, 0},
+    {"frozen", net_frozen, 0},
+    {"bf16", net_bf16, 0},
+    {"bf16_f32", net_bf16_f32, 0},
+    {"f16", net_f16, 0},
+    {"mixed", net_mixed, 0},
+    {"f64_grads", net_f64_grads, 0},
+    {"hsdp", net_hsdp, 0},
+    {"hsdp_bf16", net_hsdp_bf16, 0},
+    {"ddp", net_ddp, 0},
+    {"never", net_never, 0},
+    {"half", net_half, 0},
+    {"no_reshard", net_no_reshard, 0},
+    {"no_unshard", net_no_unshard, 0},
+    {"recompute", net_recompute, 0},
+    {"recompute_two", net_recompute_two, 0},
+    {"explicit", net_explicit, 0},
+    {"lists", net_lists, 0},
+    {"implicit", net_implicit, 0},
+    {"strings", net_strings, 0},
+    {"offload", net_offload, 0},
+    {"sum_hooks", net_sum_hooks, 0},
+    {"grad_hooks", net_grad_hooks, 2},
+    {"custom", net_custom, 0},
+    {"custom_hsdp", net_custom_hsdp, 0},
+    {"few_rows", net_few_rows, 0},
+    {"packed", net_packed, 0},
+    {"direct", net_direct, 0},
+    {"unused", net_unused, 1},
+    {"overwrite", net_overwrite, 1},
+};
+enum { NETS = sizeof nets / sizeof *nets };
+
+/* ---- modes, and sets of passes --------------------------------------------------------------- */
+
+enum { INLINE, LANE, LANES, STREAMS, PLAIN, MODES };
+static const char *const mode_names[MODES] = {"inline", "1_lane", "2_lanes", "streams", "plain"};
+
+enum { ALL_PASSES = (1 << FSDP_PASS_COUNT) - 1, USUAL_PASSES = ALL_PASSES & ~(1 << FSDP_PASS_ONCE) };
+static const struct {
+    const char *name;
+    uint32_t without;
+    int32_t ahead;
+    int tight; /* no more bytes than by calls */
+    int64_t bucket, first;
+} sets[] = {
+    {"all", 0, 0, 0, 0, 0},
+    {"tight", 0, 0, 1, 0, 0},
+    {"none", ALL_PASSES, 0, 0, 0, 0},
+    {"no_bucket", 1u << FSDP_PASS_BUCKET, 0, 0, 0, 0},
+    {"no_keep", 1u << FSDP_PASS_KEEP, 0, 0, 0, 0},
+    {"no_ahead", 1u << FSDP_PASS_AHEAD, 0, 0, 0, 0},
+    {"no_arena", 1u << FSDP_PASS_ARENA, 0, 0, 0, 0},
+    {"two_ahead", 0, 2, 0, 0, 0},
+    {"small_buckets", 0, 1, 0, 2500, 1},
+    {"arena_alone", USUAL_PASSES & ~(1u << FSDP_PASS_ARENA), 0, 0, 0, 0},
+    {"keep_alone", USUAL_PASSES & ~(1u << FSDP_PASS_KEEP), 0, 0, 0, 0},
+    {"tight_no_arena", 1u << FSDP_PASS_ARENA, 0, 1, 0, 0},
+};
+enum { SETS = sizeof sets / sizeof *sets, MOST_RANKS = 8 };
+
+/* ---- the same training, by calls and planned ------------------------------------------------- */
+
+typedef struct pjob {
+    const struct named_net *named;
     plan_net net;
-    fsdp_plan_desc desc;
-    int show, steps;
-    plan_result r[8][2];
+    int mode, size, steps, quick;
+    plan_result *by_calls[MOST_RANKS], *planned[MOST_RANKS]; /* of the set at hand */
 } pjob;
 
-static void both(lab_rank *r) {
-    pjob *j = (pjob *)r->arg;
-    plan_train(r->w, &j->net, NULL, 0, j->steps, &j->r[r->rank][0]);
-    plan_train(r->w, &j->net, &j->desc, 1, j->steps, &j->r[r->rank][1]);
+static pjob *new_job(const struct named_net *named, int mode, int size) {
+    pjob *j = (pjob *)lab_zeros(1, sizeof *j);
+    j->named = named;
+    j->net = named->make();
+    j->net.name = named->name;
+    if (j->net.replicas < 0) j->net.replicas = size;
+    j->mode = mode;
+    j->size = size;
+    j->steps = 5;
+    for (int r = 0; r < MOST_RANKS; r++) {
+        j->by_calls[r] = (plan_result *)lab_zeros(1, sizeof(plan_result));
+        j->planned[r] = (plan_result *)lab_zeros(1, sizeof(plan_result));
+    }
+    return j;
 }
-static void report(const pjob *j, int size) {
-    const plan_result *a = &j->r[0][0], *b = &j->r[0][1];
-    const fsdp_plan_report *rep = &b->report;
-    h_message("%s: gathers %d -> %d, reductions %d -> %d, rep %d -> %d ops %d -> %d bytes %lld -> %lld bound %lld replayed %d left %d buckets %d crossing %d open %d mode %d %s", j->net.name, rep->gathers[0], rep->gathers[1], rep->reductions[0], rep->reductions[1], rep->replicas[0], rep->replicas[1],rep->ops[0],rep->ops[1], (long long)rep->bytes[0], (long long)rep->bytes[1], (long long)rep->bound, (int)rep->replayed, (int)rep->left, rep->buckets, rep->crossing, rep->most_open, (int)b->mode[j->steps-1], b->why[j->steps-1]);
-    for (int k = 0; k < size; k++)
-        for (int i = 0; i < j->steps; i++)
-            if (j->r[k][0].hash[i] != j->r[k][1].hash[i] || j->r[k][0].grads[i] != j->r[k][1].grads[i]) { h_message("rank %d step %d differs %s", k, i, j->r[k][1].why[i]); return; }
-    (void)a;
-}
-static void go(pjob *j, int size, int lanes) {
-    lab_how how; memset(&how, 0, sizeof how);
-    how.lanes = lanes;
-    j->steps = 8;
-    lab_run(size, &how, both, j);
-    report(j, size);
+static void end_job(pjob *j) {
+    for (int r = 0; r < MOST_RANKS; r++) free(j->by_calls[r]), free(j->planned[r]);
+    free(j);
 }
 
-TEST(plan, nested) {
-    static pjob j;
-    memset(&j, 0, sizeof j);
-    j.net = plan_nested();
-    for (int ar = 0; ar < 2; ar++)
-        for (int more = 0; more < 3; more++) {
-            j.desc.without = ar ? 1u << FSDP_PASS_ARENA : 0;
-            j.desc.most_bytes = 4416 + more * 2176;
-            go(&j, 2, 0);
-        }
-    j.desc.most_bytes = 0;
-    for (int l = 0; l < 3; l++) for (int w = 1; w < 5; w++) go(&j, w, l);
+/* Does this net exist in a world of this size? */
+static int fits(const plan_net *n, int size) {
+    if (n->replicas > 0 && (size % n->replicas || size == 1)) return 0;
+    int shards = n->replicas > 0 ? size / n->replicas : size;
+    return n->model.reshard_after_forward < 2 || shards % n->model.reshard_after_forward == 0;
 }
-TEST(plan, chain) {
-    static pjob j;
-    memset(&j, 0, sizeof j);
-    for (int bf = 0; bf < 3; bf++) for (int raf = 0; raf < 2; raf++) for (int rep = 0; rep < 3; rep++)
-    for (int l = 0; l < 3; l++) {
-        j.net = plan_chain(16, 16, 16);
-        if (bf) j.net.model.param_dtype = FSDP_BF16;
-        if (bf == 2) j.net.model.reduce_dtype = FSDP_F32;
-        if (raf && rep == 2) continue;
-        if (raf) j.net.model.reshard_after_forward = 2;
-        j.net.replicas = rep == 2 ? 4 : rep ? 2 : 0;
-        h_message("bf %d raf %d rep %d lanes %d", bf, raf, rep, l);
-        go(&j, 4, l);
+
+static uint64_t last_calls(const plan_result *r, int steps, int kind) {
+    return r->counters[steps - 1].calls[kind] - r->counters[steps - 2].calls[kind];
+}
+static uint64_t last_bytes(const plan_result *r, int steps, int kind) {
+    return r->counters[steps - 1].bytes[kind] - r->counters[steps - 2].bytes[kind];
+}
+
+static void same_bits(const plan_result *a, const plan_result *b, int steps) {
+    for (int i = 0; i < steps; i++) {
+        W_CHECK(a->hash[i] == b->hash[i] && a->grads[i] == b->grads[i],
+                "step %d has other bits, mode %d %s", i, (int)b->mode[i], b->why[i]);
+        W_CHECK(!i || a->hash[i] != a->hash[i - 1], "step %d changes nothing", i);
     }
+}
+
+/* What the report says is what the counters and fsdp_model_memory say. */
+static void same_numbers(const plan_result *a, const plan_result *b, int steps, int widens) {
+    const fsdp_plan_report *rep = &b->report;
+    const plan_result *r[2] = {a, b};
+    for (int i = 0; i < 2; i++) {
+        uint64_t all_gathers = last_calls(r[i], steps, FSDP_OP_ALL_GATHER);
+        W_CHECK(all_gathers == (uint64_t)rep->gathers[i], "%d: %llu gathers, report %d", i,
+                (unsigned long long)all_gathers, rep->gathers[i]);
+        W_CHECK(last_bytes(r[i], steps, FSDP_OP_ALL_GATHER) == rep->gather_bytes[i],
+                "%d: bytes of gathers: %llu, report %llu", i,
+                (unsigned long long)last_bytes(r[i], steps, FSDP_OP_ALL_GATHER),
+                (unsigned long long)rep->gather_bytes[i]);
+        W_CHECK(last_calls(r[i], steps, FSDP_OP_REDUCE_SCATTER) == (uint64_t)rep->reductions[i],
+                "%d: %llu reductions, report %d", i,
+                (unsigned long long)last_calls(r[i], steps, FSDP_OP_REDUCE_SCATTER),
+                rep->reductions[i]);
+        W_CHECK(last_calls(r[i], steps, FSDP_OP_ALL_REDUCE) == (uint64_t)rep->replicas[i],
+                "%d: %llu all_reduces, report %d", i,
+                (unsigned long long)last_calls(r[i], steps, FSDP_OP_ALL_REDUCE), rep->replicas[i]);
+        uint64_t reduced = last_bytes(r[i], steps, FSDP_OP_REDUCE_SCATTER) +
+                           last_bytes(r[i], steps, FSDP_OP_ALL_REDUCE);
+        W_CHECK(reduced == rep->reduce_bytes[i], "%d: bytes of reductions: %llu, report %llu", i,
+                (unsigned long long)reduced, (unsigned long long)rep->reduce_bytes[i]);
+        W_CHECK(plan_slots(&r[i]->memory) == rep->bytes[i], "%d: slots have %lld bytes, report %lld, %d kinds",
+                i, (long long)plan_slots(&r[i]->memory), (long long)rep->bytes[i], b->count);
+    }
+    W_CHECK(rep->gathers[1] <= rep->gathers[0] && rep->gather_bytes[1] <= rep->gather_bytes[0] &&
+                rep->reductions[1] <= rep->reductions[0] && rep->replicas[1] <= rep->replicas[0],
+            "more than by calls");
+    W_CHECK(rep->bound <= rep->bytes[1], "less than the bound");
+    uint64_t reduced[2] = {last_bytes(a, steps, FSDP_OP_REDUCE_SCATTER),
+                           last_bytes(b, steps, FSDP_OP_REDUCE_SCATTER)};
+    /* What is summed before it is sent is sent in the wider dtype. */
+    W_CHECK(reduced[1] == reduced[0] || (widens && reduced[1] == 2 * reduced[0]),
+            "%llu bytes are reduced, by calls %llu", (unsigned long long)reduced[1],
+            (unsigned long long)reduced[0]);
+}
+
+static void check_planned(const pjob *j, const plan_result *a, const plan_result *b, int refused) {
+    const fsdp_plan_report *rep = &b->report;
+    int last = j->steps - 1;
+    same_bits(a, b, j->steps);
+    if (refused) {
+        W_CHECK(b->mode[last] == FSDP_PLAN_REFUSED && b->why[last][0] && b->count == 0,
+                "it was not refused: mode %d", (int)b->mode[last]);
+        W_CHECK(plan_slots(&b->memory) == plan_slots(&a->memory), "it has other slots");
+        return;
+    }
+    W_CHECK(b->mode[last] == FSDP_PLAN_REPLAYING && !b->why[last][0], "mode %d: %s",
+            (int)b->mode[last], b->why[last]);
+    W_CHECK(rep->left == 0 && rep->recorded == (uint64_t)b->count &&
+                rep->replayed == (uint64_t)j->steps - 1 - rep->recorded,
+            "left %d, recorded %d, replayed %d", (int)rep->left, (int)rep->recorded,
+            (int)rep->replayed);
+    W_CHECK(b->counters[last].allocations == b->counters[last - 1].allocations,
+            "a replayed step allocates");
+    int widens = j->net.model.param_dtype && (j->net.model.param_dtype == FSDP_F16 ||
+                                              j->net.model.reduce_dtype == FSDP_F32);
+    same_numbers(a, b, j->steps, widens);
+}
+
+static fsdp_plan_desc desc_of(int set, const plan_result *by_calls) {
+    fsdp_plan_desc d = FSDP_ZERO;
+    d.without = sets[set].without;
+    d.ahead = sets[set].ahead;
+    d.bucket_bytes = sets[set].bucket;
+    d.first_bucket_bytes = sets[set].first;
+    if (sets[set].tight) d.most_bytes = plan_slots(&by_calls->memory);
+    return d;
+}
+
+static void with_sets(fsdp_world *w, pjob *j, int rank) {
+    int refused = j->named->refused == 1 || (j->named->refused && fsdp_world_size(w) > 1 &&
+                                             lib_on_streams(w));
+    if (j->named->refused == 2 && lib_on_streams(w)) refused = 1;
+    plan_result *a = j->by_calls[rank], *b = j->planned[rank];
+    snprintf(w_case, sizeof w_case, "%s, %s, W=%d, by calls", j->named->name, mode_names[j->mode],
+             j->size);
+    plan_train(w, &j->net, NULL, 0, j->steps, a);
+    for (int set = 0; set < (j->quick ? 2 : SETS); set++) {
+        fsdp_plan_desc d = desc_of(set, a);
+        snprintf(w_case, sizeof w_case, "%s, %s, W=%d, %s", j->named->name, mode_names[j->mode],
+                 j->size, sets[set].name);
+        int64_t calls[4];
+        memcpy(calls, plan_called, sizeof calls);
+        plan_train(w, &j->net, &d, 1, j->steps, b);
+        check_planned(j, a, b, refused);
+        if (sets[set].tight && !refused)
+            W_CHECK(b->report.bytes[1] <= d.most_bytes, "%lld bytes, allowed %lld",
+                    (long long)b->report.bytes[1], (long long)d.most_bytes);
+    }
+}
+
+static void on_lanes(lab_rank *r) { with_sets(r->w, (pjob *)r->arg, r->rank); }
+
+/* One process plays a rank; the device tells of races. */
+static void on_streams(pjob *j) {
+    static sim s;
+    sim_init(&s, j->size, j->size - 1);
+    s.checks = 1;
+    plan_sim = &s;
+    fsdp_world *w = sim_open(&s);
+    CHECK(w != NULL);
+    with_sets(w, j, 0);
+    W_CHECK(s.races == 0, "%d races: %s", s.races, s.race);
+    CHECK_EQ_INT(sim_close(&s), 0);
+    plan_sim = NULL;
+}
+
+static void run_mode(const struct named_net *named, int mode, int size, int quick) {
+    static fsdp_comm_ops plain;
+    lab_how how;
+    pjob *j = new_job(named, mode, size);
+    j->quick = quick;
+    memset(&how, 0, sizeof how);
+    how.lanes = mode == LANE ? 1 : mode == LANES ? 2 : 0;
+    plain = w_plain();
+    if (mode == PLAIN) how.comm_ops = &plain;
+    if (fits(&j->net, size) && mode == STREAMS) on_streams(j);
+    else if (fits(&j->net, size)) lab_run(size, &how, on_lanes, j);
+    end_job(j);
+}
+
+/* Each net in two modes; all of them are in long_plan. */
+TEST_P(plan, net, nets) {
+    int at = (int)(row - nets), size = row->make().replicas ? 4 : 2;
+    run_mode(row, at % 2 ? LANES : INLINE, size, 1);
+    run_mode(row, STREAMS, size, 1);
+}
+TEST_P_TIMEOUT(long_plan, net, nets, 300) {
+    for (int mode = 0; mode < MODES; mode++)
+        for (int size = 1; size <= 4; size++) run_mode(row, mode, size, 0);
 }
