@@ -26,14 +26,6 @@ static void fsdpi_plan_states_now(const fsdp_plan *p, char *out) {
         (void)fsdp_unit_snapshot(p->units[i], out + (size_t)i * p->unit_bytes, p->unit_bytes);
 }
 
-// A kind is dropped: the least recently used one, or one that steps leave again and again.
-static void fsdpi_plan_drop(fsdp_plan *p, int index) {
-    if (p->kind == p->kinds[index]) p->kind = NULL;
-    fsdpi_plan_kind_free(p, p->kinds[index]);
-    for (int i = index; i + 1 < p->num_kinds; i++) p->kinds[i] = p->kinds[i + 1];
-    p->num_kinds--;
-}
-
 static int fsdpi_plan_is_part(const fsdp_plan *p, const fsdp_buf *buf) {
     const char *begin = (const char *)fsdp_buf_ptr(p->arena), *at = (const char *)fsdp_buf_ptr(buf);
     return p->arena && at >= begin && at < begin + fsdp_buf_nbytes(p->arena);
@@ -134,7 +126,15 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p) {
             if (p->kinds[i]->used_at < p->kinds[oldest]->used_at) oldest = i;
         fsdpi_plan_drop(p, oldest);
     }
-    status = fsdpi_plan_make(p, status ? NULL : k);
+    if (!status) status = fsdpi_plan_find_older(p, k);
+    int made = 0;
+    status = fsdpi_plan_make(p, status ? NULL : k, &made);
+    if (!status && p->mode != FSDP_PLAN_REFUSED && !made) { // the next one like it has a plan
+        snprintf(p->why, sizeof p->why, "%s",
+                 "it began with gradients, or parameters, of steps by calls");
+        fsdpi_plan_kind_free(p, k);
+        return FSDP_OK;
+    }
     if (!status && p->mode != FSDP_PLAN_REFUSED) {
         k->used_at = p->steps;
         p->kinds[p->num_kinds++] = k;
@@ -163,8 +163,9 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
         p->differ = 0;
     }
     if (p->mode == FSDP_PLAN_BY_CALLS && k && k->left >= FSDPI_PLAN_PATIENCE) {
-        for (int i = 0; i < p->num_kinds; i++)
-            if (p->kinds[i] == k) fsdpi_plan_drop(p, i);
+        int i = 0;
+        while (i < p->num_kinds && p->kinds[i] != k) i++;
+        if (i < p->num_kinds) fsdpi_plan_drop(p, i);
         p->differ++;
     }
     if (p->differ >= FSDPI_PLAN_PATIENCE) {
