@@ -141,6 +141,7 @@ typedef struct fsdpi_unit_saved {
     fsdpi_unit_head head;
     fsdpi_state state;
     uint64_t counted; // of usage; 64 bits, so that no byte is padding
+    uint64_t slots;   // which they are: another buffer may later have the address of a freed one
 } fsdpi_unit_saved;
 
 FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap) {
@@ -152,6 +153,10 @@ FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap)
     now.head.layout = unit->model->layout;
     memcpy(&now.state, &unit->state, sizeof now.state);
     now.counted = unit->usage.counted;
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
+        const fsdp_buf *slot = unit->state.slot[pool];
+        now.slots = now.slots * 0x9E3779B97F4A7C15u + (slot ? (uint64_t)slot->number : 0);
+    }
     memcpy(buf, &now, sizeof now);
     return sizeof now;
 }

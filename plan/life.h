@@ -21,14 +21,6 @@ static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const 
                  p->kind->num_calls, fsdpi_plan_call_name(call), fsdpi_plan_unit_name(unit));
 }
 
-// A kind is dropped: the least recently used one, or one that steps leave again and again.
-static void fsdpi_plan_drop(fsdp_plan *p, int index) {
-    if (p->kind == p->kinds[index]) p->kind = NULL, p->next = NULL;
-    fsdpi_plan_kind_free(p, p->kinds[index]);
-    for (int i = index; i + 1 < p->num_kinds; i++) p->kinds[i] = p->kinds[i + 1];
-    p->num_kinds--;
-}
-
 static int fsdpi_plan_is_part(const fsdp_plan *p, const fsdp_buf *buf) {
     const char *begin = (const char *)fsdp_buf_ptr(p->arena), *at = (const char *)fsdp_buf_ptr(buf);
     return p->arena && at >= begin && at < begin + fsdp_buf_nbytes(p->arena);
@@ -129,7 +121,15 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p) {
             if (p->kinds[i]->used_at < p->kinds[oldest]->used_at) oldest = i;
         fsdpi_plan_drop(p, oldest);
     }
-    status = fsdpi_plan_make(p, status ? NULL : k);
+    if (!status) status = fsdpi_plan_find_older(p, k);
+    int made = 0;
+    status = fsdpi_plan_make(p, status ? NULL : k, &made);
+    if (!status && p->mode != FSDP_PLAN_REFUSED && !made) { // the next one like it has a plan
+        snprintf(p->why, sizeof p->why, "%s",
+                 "it began with gradients, or parameters, of steps by calls");
+        fsdpi_plan_kind_free(p, k);
+        return FSDP_OK;
+    }
     if (!status && p->mode != FSDP_PLAN_REFUSED) {
         k->used_at = p->steps;
         p->kinds[p->num_kinds++] = k;
@@ -159,8 +159,9 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
         p->differ = 0;
     }
     if (p->mode == FSDP_PLAN_BY_CALLS && k && k->left >= FSDPI_PLAN_PATIENCE) {
-        for (int i = 0; i < p->num_kinds; i++)
-            if (p->kinds[i] == k) fsdpi_plan_drop(p, i);
+        int i = 0;
+        while (i < p->num_kinds && p->kinds[i] != k) i++;
+        if (i < p->num_kinds) fsdpi_plan_drop(p, i);
         p->differ++;
     }
     if (p->differ >= FSDPI_PLAN_PATIENCE) {

@@ -59,8 +59,10 @@ static void fsdpi_plan_sweep(fsdp_plan *p, int all) {
 // lasting: also those that outlast a step. A slot that a unit still holds becomes a stray.
 static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_kind *k, int lasting) {
     for (int i = 0; i < k->listing.num_slots && k->bufs; i++) {
-        if (!k->bufs[i] || (k->listing.slots[i].offset < 0 && !lasting)) continue;
-        if (!fsdp_buf_held(k->bufs[i])) fsdp_buf_destroy(p->model, k->bufs[i]);
+        const fsdpi_plan_slot *slot = &k->listing.slots[i];
+        if (!k->bufs[i] || (slot->offset < 0 && !lasting)) continue;
+        if (slot->older) k->bufs[i] = NULL; // not the plan's
+        else if (!fsdp_buf_held(k->bufs[i])) fsdp_buf_destroy(p->model, k->bufs[i]);
         else p->strays[p->num_strays++] = k->bufs[i];
         k->bufs[i] = NULL;
     }
@@ -75,7 +77,64 @@ static void fsdpi_plan_kind_free(fsdp_plan *p, fsdpi_plan_kind *k) {
     fsdpi_plan_free(p->model, k->begin);
     fsdpi_plan_free(p->model, k->calls);
     fsdpi_plan_free(p->model, k->bufs);
+    fsdpi_plan_free(p->model, k->older);
     fsdpi_plan_free(p->model, k);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Slots that units hold when a step begins.
+
+typedef struct fsdpi_plan_find {
+    fsdp_plan *plan;
+    fsdpi_plan_kind *kind;
+    fsdp_status status;
+} fsdpi_plan_find;
+
+static int fsdpi_plan_see_older(void *user, fsdp_model *model, fsdp_op *op) {
+    fsdpi_plan_find *f = (fsdpi_plan_find *)user;
+    fsdpi_plan_kind *k = f->kind;
+    if (op->kind != FSDP_OP_RELEASE || !op->src || f->status) return 1;
+    f->status = fsdpi_plan_grow(model, (void **)&k->older, k->num_older, &k->cap_older,
+                                sizeof *k->older);
+    if (!f->status) k->older[k->num_older++] = op->src;
+    return 1;
+}
+
+static fsdp_status fsdpi_plan_drop_all_slots(void *user) {
+    fsdpi_plan_find *f = (fsdpi_plan_find *)user;
+    fsdp_plan *p = f->plan;
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < p->num_units && !status; i++)
+        status = fsdp_unit_restore(p->units[i], f->kind->begin + (size_t)i * p->unit_bytes,
+                                   p->unit_bytes);
+    if (!status) status = fsdp_model_reset(p->model);
+    return status ? status : f->status;
+}
+
+// k->older: a rehearsed reset gives back all that units held.
+static fsdp_status fsdpi_plan_find_older(fsdp_plan *p, fsdpi_plan_kind *k) {
+    fsdpi_plan_find f = {p, k, FSDP_OK};
+    fsdp_extension e = FSDP_ZERO;
+    e.user = &f;
+    e.op = fsdpi_plan_see_older;
+    return fsdp_rehearse(p->model, &e, fsdpi_plan_drop_all_slots, &f);
+}
+
+static int fsdpi_plan_kind_has(const fsdpi_plan_kind *k, const fsdp_buf *buf) {
+    for (int i = 0; i < k->listing.num_slots && k->bufs; i++)
+        if (k->bufs[i] == buf && !k->listing.slots[i].older) return 1;
+    return 0;
+}
+
+/* May slots that units hold when such a step begins be freed by fsdp_pools_trim? Slots of plans are
+   not, and those that units hold now are not. */
+static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_kind *k) {
+    for (int i = 0; i < k->num_older; i++) {
+        int owned = fsdp_buf_held(k->older[i]);
+        for (int n = 0; n < p->num_kinds; n++) owned |= fsdpi_plan_kind_has(p->kinds[n], k->older[i]);
+        if (!owned) return 1;
+    }
+    return 0;
 }
 
 // The tables of a plan.
@@ -199,6 +258,10 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
     for (int i = 0; i < l->num_slots && !status; i++) {
         const fsdpi_plan_slot *slot = &l->slots[i];
         if (k->bufs[i]) continue;
+        for (int u = 0; u < old.num_uses && slot->older; u++)
+            if (old.uses[u].slot == i)
+                k->bufs[i] = fsdpi_plan_older(&old, p->units[old.uses[u].unit], &old.uses[u]);
+        if (k->bufs[i]) continue;
         status = slot->offset < 0 ? fsdp_buf_create(p->model, p->pool, FSDP_MEMORY_DEVICE,
                                                     slot->bytes, &k->bufs[i])
                                   : fsdp_buf_part(p->model, p->arena, slot->offset, slot->bytes,
@@ -228,9 +291,26 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
     return status;
 }
 
+// A kind is dropped, and with it those that begin with slots of its own.
+static void fsdpi_plan_drop(fsdp_plan *p, int index) {
+    fsdpi_plan_kind *k = p->kinds[index];
+    if (p->kind == k) p->kind = NULL;
+    p->num_kinds--;
+    for (int i = index; i < p->num_kinds; i++) p->kinds[i] = p->kinds[i + 1];
+    for (int i = p->num_kinds - 1; i >= 0; i--)
+        for (int n = 0; i < p->num_kinds && n < p->kinds[i]->num_older; n++)
+            if (fsdpi_plan_kind_has(k, p->kinds[i]->older[n])) {
+                fsdpi_plan_drop(p, i);
+                n = -1; // another one is in its place, or none
+            }
+    fsdpi_plan_kind_free(p, k);
+}
+
 // Memory for all kinds: the arena is as large as the largest needs it.
 static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
     int64_t bytes = k->listing.bytes - fsdpi_plan_lasting(&k->listing);
+    for (int i = p->num_kinds - 1; i >= 0; i--)
+        if (i < p->num_kinds && fsdpi_plan_is_fleeting(p, p->kinds[i])) fsdpi_plan_drop(p, i);
     fsdp_status status = fsdp_pools_trim(p->model);
     if (status) return status;
     if (bytes > fsdp_buf_nbytes(p->arena)) {
@@ -375,15 +455,19 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
 }
 
 /* The plan of a kind, or the reason why there is none. k NULL: this rank has no memory for one, and
-   takes part in what the others do. Returns a failure only if the step has
-   failed: ranks that differ, a refuted plan, a collective. */
-static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k) {
+   takes part in what the others do. *made 0: there is none, since the step began with slots that
+   will be gone. Returns a failure only if the step has failed: ranks that differ, a refuted plan, a
+   collective. */
+static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) {
     int64_t by_calls = fsdpi_plan_pool_bytes(p);
     int64_t most = p->desc.most_bytes ? p->desc.most_bytes : by_calls;
     if (!p->desc.most_bytes && most < FSDPI_PLAN_LEAST_BYTES) most = FSDPI_PLAN_LEAST_BYTES;
     if (k) k->listing.by_calls = by_calls;
-    fsdp_status status = fsdpi_plan_least(p, &most, 1), own;
-    if (status) return status;
+    int64_t values[2] = {most, !k || !fsdpi_plan_is_fleeting(p, k)};
+    fsdp_status status = fsdpi_plan_least(p, values, 2), own;
+    *made = (int)values[1];
+    if (status || !*made) return status;
+    most = values[0];
     own = k ? fsdpi_plan_make_alone(p, k, most) : FSDP_ERR_OUT_OF_MEMORY;
     if (!own) k->listing.hash = fsdpi_plan_text_hash(&k->listing);
     status = fsdpi_plan_agree(p, k, own, own ? 1 : k->listing.hash);

@@ -78,7 +78,7 @@ enum {
 typedef struct fsdpi_plan_slot {
     int64_t offset, bytes; // in the arena; offset -1: its own memory, since it outlasts the step
     int32_t pool;          // FSDP_POOL_*
-    int32_t reserved;
+    int32_t older;         // it is the slot that the unit held when the step began
 } fsdpi_plan_slot;
 
 // A unit that takes part in a line, and its buffers: index of a slot, or FSDPI_PLAN_*.
@@ -219,6 +219,8 @@ typedef struct fsdpi_plan_kind {
     fsdpi_plan_listing listing;
     fsdpi_plan_tape tape;
     fsdp_buf **bufs;            // by slot of the listing
+    fsdp_buf **older;           // slots that units hold when such a step begins
+    int32_t num_older, cap_older;
 } fsdpi_plan_kind;
 
 struct fsdp_plan {

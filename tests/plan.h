@@ -65,6 +65,7 @@ typedef struct plan_bed { /* one rank */
     uint64_t hash;
     int step;
     int keeps_grads; /* steps do not call fsdp_zero_grad */
+    int is_partial;  /* steps may end without gradients */
     int64_t numel[PLAN_UNITS][PLAN_PARAMS];
 } plan_bed;
 
@@ -300,7 +301,7 @@ H_FN uint64_t plan_update(plan_bed *b) {
     fsdp_param_view v = FSDP_ZERO;
     uint64_t grads = 1;
     while (fsdp_next_param(b->model, &v)) {
-        CHECK((v.shard_grad != NULL) == v.requires_grad);
+        W_CHECK(b->is_partial || (v.shard_grad != NULL) == v.requires_grad, "unit %s: %s", v.unit_name, fsdp_last_error(b->w));
         if (!v.shard_grad) continue;
         plan_read(b, v.shard_grad, v.numel * (int64_t)fsdp_dtype_size(v.grad_dtype));
         plan_write(b, v.shard, v.numel * (int64_t)fsdp_dtype_size(v.dtype));

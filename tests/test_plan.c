@@ -206,7 +206,7 @@ static plan_net net_overwrite(void) {
 static const struct named_net {
     const char *name;
     plan_net (*make)(void);
-    int refused; /* 1: everywhere; 2: on streams */
+    int refused; /* 1: everywhere; 2: on streams; 3: on lanes and streams with the bytes of calls */
 } nets[] = {
     {"nested", net_nested, 0},
     {"chain", net_chain, 0},
@@ -222,7 +222,8 @@ static const struct named_net {
     {"ddp", net_ddp, 0},
     {"never", net_never, 0},
     {"half", net_half, 0},
-    {"no_reshard", net_no_reshard, 0},
+    /* What is held at the end of a step has slots that others do not use before. */
+    {"no_reshard", net_no_reshard, 3},
     {"no_unshard", net_no_unshard, 0},
     {"recompute", net_recompute, 0},
     {"recompute_two", net_recompute_two, 0},
@@ -355,7 +356,8 @@ static void same_numbers(const plan_result *a, const plan_result *b, int steps, 
     uint64_t reduced[2] = {last_bytes(a, steps, FSDP_OP_REDUCE_SCATTER),
                            last_bytes(b, steps, FSDP_OP_REDUCE_SCATTER)};
     /* What is summed before it is sent is sent in the wider dtype. */
-    W_CHECK(reduced[1] == reduced[0] || (widens && reduced[1] == 2 * reduced[0]),
+    W_CHECK(reduced[1] == reduced[0] ||
+                (widens && reduced[1] > reduced[0] && reduced[1] <= 2 * reduced[0]),
             "%llu bytes are reduced, by calls %llu", (unsigned long long)reduced[1],
             (unsigned long long)reduced[0]);
 }
@@ -394,9 +396,7 @@ static fsdp_plan_desc desc_of(int set, const plan_result *by_calls) {
 }
 
 static void with_sets(fsdp_world *w, pjob *j, int rank) {
-    int refused = j->named->refused == 1 || (j->named->refused && fsdp_world_size(w) > 1 &&
-                                             lib_on_streams(w));
-    if (j->named->refused == 2 && lib_on_streams(w)) refused = 1;
+    int refused = j->named->refused == 1 || (j->named->refused == 2 && lib_on_streams(w));
     plan_result *a = j->by_calls[rank], *b = j->planned[rank];
     snprintf(w_case, sizeof w_case, "%s, %s, W=%d, by calls", j->named->name, mode_names[j->mode],
              j->size);
@@ -408,8 +408,10 @@ static void with_sets(fsdp_world *w, pjob *j, int rank) {
         int64_t calls[4];
         memcpy(calls, plan_called, sizeof calls);
         plan_train(w, &j->net, &d, 1, j->steps, b);
-        check_planned(j, a, b, refused);
-        if (sets[set].tight && !refused)
+        int may_not = j->named->refused == 3 && sets[set].tight && j->mode != INLINE &&
+                      b->mode[j->steps - 1] == FSDP_PLAN_REFUSED;
+        check_planned(j, a, b, refused || may_not);
+        if (sets[set].tight && !refused && !may_not)
             W_CHECK(b->report.bytes[1] <= d.most_bytes, "%lld bytes, allowed %lld",
                     (long long)b->report.bytes[1], (long long)d.most_bytes);
     }
@@ -454,4 +456,213 @@ TEST_P(plan, net, nets) {
 TEST_P_TIMEOUT(long_plan, net, nets, 300) {
     for (int mode = 0; mode < MODES; mode++)
         for (int size = 1; size <= 4; size++) run_mode(row, mode, size, 0);
+}
+
+/* ---- steps that leave their plan ------------------------------------------------------------- */
+
+enum {
+    SKIP_VISIT,
+    VISIT_TWICE,
+    EVALUATE,
+    UNSHARD,
+    SET_LAST,
+    SET_FACTOR,
+    SET_SYNC,
+    RESET,
+    PAUSE,
+    FORGET,
+    DESTROY,
+    DEVIATIONS
+};
+static const struct {
+    const char *name;
+    int what, lead; /* steps that are as usual, before each that is not */
+    const char *why; /* a word of it; NULL: the step does not leave its plan by itself */
+} deviations[DEVIATIONS] = {
+    {"skip_a_visit", SKIP_VISIT, 2, "expected"},
+    {"visit_twice", VISIT_TWICE, 1, "expected"},
+    {"evaluate", EVALUATE, 1, "options changed"},
+    {"unshard", UNSHARD, 1, "expected"},
+    {"set_is_last_backward", SET_LAST, 1, "options changed"},
+    {"set_divide_factor", SET_FACTOR, 1, NULL}, /* only possible between visits */
+    {"set_gradient_sync", SET_SYNC, 2, NULL},
+    {"reset", RESET, 1, NULL},
+    {"pause", PAUSE, 1, NULL},
+    {"forget", FORGET, 1, NULL},
+    {"destroy", DESTROY, 2, NULL},
+};
+
+/* What a call returned is part of what has to be the same. */
+static fsdp_status attempt(plan_bed *b, fsdp_status status) {
+    lab_fold(&b->hash, &status, sizeof status);
+    return status;
+}
+static void attempt_call(plan_bed *b, int i) {
+    int u = b->net->calls[i].unit, call = b->net->calls[i].call;
+    fsdp_training_state state = fsdp_unit_state(b->unit[u]);
+    lab_fold(&b->hash, &state, sizeof state);
+    if (call == FSDP_CALL_POST_FORWARD && state == FSDP_STATE_FORWARD) plan_look(b, u, i, 0);
+    if (call == FSDP_CALL_POST_BACKWARD && state == FSDP_STATE_PRE_BACKWARD) plan_look(b, u, i, 1);
+    if (attempt(b, plan_hook(b, u, call))) return;
+    if (call == FSDP_CALL_PRE_FORWARD) plan_look(b, u, i, 0);
+    if (call == FSDP_CALL_PRE_BACKWARD) plan_look(b, u, i, 1);
+}
+static void attempt_forward(plan_bed *b, int u) {
+    if (attempt(b, fsdp_pre_forward(b->unit[u]))) return;
+    plan_look(b, u, 0, 0);
+    attempt(b, fsdp_post_forward(b->unit[u]));
+}
+
+typedef struct ljob {
+    plan_net net;
+    fsdp_plan_desc desc;
+    int what, lead, mode, size, stride;
+    const char *why;
+    plan_result *r[MOST_RANKS][2];
+} ljob;
+
+/* Something else happens before call `at`. */
+static void deviate(plan_bed *b, const ljob *j, int at) {
+    const plan_net *n = b->net;
+    int visit = at, skipped[2] = {-9, -9};
+    int v = at < n->num_calls ? n->calls[at].unit : 0;
+    if (fsdp_unit_state(b->unit[v]) != FSDP_STATE_IDLE) v = (v + 1) % n->num_units;
+    switch (j->what) {
+    case SKIP_VISIT:
+        while (visit < n->num_calls && n->calls[visit].call != FSDP_CALL_PRE_FORWARD &&
+               n->calls[visit].call != FSDP_CALL_PRE_BACKWARD)
+            visit++;
+        if (visit >= n->num_calls) break;
+        skipped[0] = visit;
+        if (n->calls[visit].call == FSDP_CALL_PRE_FORWARD) skipped[1] = n->num_calls - 2 - visit;
+        break;
+    case VISIT_TWICE: attempt_forward(b, v); break;
+    case EVALUATE:
+        CALL(b->w, fsdp_set_grad_enabled(b->model, 0));
+        attempt_forward(b, v);
+        CALL(b->w, fsdp_set_grad_enabled(b->model, 1));
+        break;
+    case UNSHARD: attempt(b, fsdp_unshard(b->unit[v])); break;
+    case SET_LAST: CALL(b->w, fsdp_set_is_last_backward(b->model, 0)); break;
+    case SET_FACTOR: attempt(b, fsdp_set_gradient_divide_factor(b->model, NULL, 3)); break;
+    case SET_SYNC: attempt(b, fsdp_set_requires_gradient_sync(b->model, NULL, 0)); break;
+    case RESET:
+        CALL(b->w, fsdp_model_reset(b->model));
+        plan_calls(b, 0, n->num_calls);
+        return;
+    case PAUSE:
+        if (b->plan) CALL(b->w, fsdp_plan_pause(b->plan, 1));
+        break;
+    case FORGET:
+        if (b->plan) CALL(b->w, fsdp_plan_forget(b->plan));
+        break;
+    default:
+        fsdp_plan_destroy(b->plan);
+        b->plan = NULL;
+    }
+    for (int i = at; i < n->num_calls; i++)
+        if (i / 2 != skipped[0] / 2 && i / 2 != skipped[1] / 2) attempt_call(b, i);
+}
+
+static void step_aside(plan_bed *b, const ljob *j, int at, int planned, plan_result *out) {
+    plan_calls(b, 0, at);
+    if (planned && at > 0)
+        W_CHECK(fsdp_plan_state(b->plan) == FSDP_PLAN_REPLAYING, "call %d: mode %d: %s", at,
+                (int)fsdp_plan_state(b->plan), fsdp_plan_why(b->plan));
+    deviate(b, j, at);
+    if (j->what == SET_LAST) CALL(b->w, fsdp_set_is_last_backward(b->model, 1));
+    attempt(b, fsdp_finalize_backward(b->model));
+    int inside = at > 0 && at + 1 < b->net->num_calls;
+    if (planned && j->why && inside)
+        W_CHECK(fsdp_plan_state(b->plan) == FSDP_PLAN_BY_CALLS &&
+                    strstr(fsdp_plan_why(b->plan), j->why),
+                "call %d: mode %d: %s", at, (int)fsdp_plan_state(b->plan), fsdp_plan_why(b->plan));
+    if (j->what == SET_FACTOR) attempt(b, fsdp_set_gradient_divide_factor(b->model, NULL, 0));
+    if (j->what == SET_SYNC) attempt(b, fsdp_set_requires_gradient_sync(b->model, NULL, 1));
+    if (planned && j->what == PAUSE) CALL(b->w, fsdp_plan_pause(b->plan, 0));
+    plan_step_end(b, out);
+    if (planned && j->what == DESTROY) CALL(b->w, fsdp_plan_create(b->model, &j->desc, &b->plan));
+}
+
+static void leave_run(fsdp_world *w, ljob *j, int planned, plan_result *out) {
+    plan_bed b;
+    memset(out, 0, sizeof *out);
+    plan_open(&b, &j->net, w);
+    b.s = plan_sim;
+    b.is_partial = j->what == SET_SYNC || j->what == SKIP_VISIT;
+    if (planned) CALL(w, fsdp_plan_create(b.model, &j->desc, &b.plan));
+    plan_step(&b, out);
+    for (int at = 0; at <= j->net.num_calls; at += j->stride) {
+        snprintf(w_case, sizeof w_case, "%s, %s, '%s' before call %d, %s", j->net.name,
+                 mode_names[j->mode], deviations[j->what].name, at,
+                 planned ? "planned" : "by calls");
+        for (int i = 0; i < j->lead; i++) plan_step(&b, out);
+        step_aside(&b, j, at, planned, out);
+    }
+    for (int i = 0; i < 4; i++) plan_step(&b, out);
+    out->count = b.step;
+    if (planned)
+        W_CHECK(out->mode[b.step - 1] == FSDP_PLAN_REPLAYING, "plans do not go on: mode %d: %s",
+                (int)out->mode[b.step - 1], out->why[b.step - 1]);
+    fsdp_model_destroy(b.model);
+}
+
+static void leave_body(fsdp_world *w, ljob *j, int rank) {
+    plan_result *a = j->r[rank][0], *b = j->r[rank][1];
+    leave_run(w, j, 0, a);
+    leave_run(w, j, 1, b);
+    for (int i = 0; i < a->count; i++)
+        W_CHECK(a->hash[i] == b->hash[i] && a->grads[i] == b->grads[i],
+                "step %d (call %d) has other bits: %s", i,
+                (i - 1) / (j->lead + 1) * j->stride, b->why[i]);
+}
+static void leave_on_lanes(lab_rank *r) { leave_body(r->w, (ljob *)r->arg, r->rank); }
+
+static void leave_mode(plan_net net, int what, int mode, int stride, const fsdp_plan_desc *desc) {
+    ljob *j = (ljob *)lab_zeros(1, sizeof *j);
+    lab_how how;
+    j->net = net;
+    j->what = what, j->lead = deviations[what].lead, j->why = deviations[what].why;
+    j->mode = mode, j->stride = stride;
+    j->size = net.replicas ? 4 : 2;
+    if (desc) j->desc = *desc;
+    memset(&how, 0, sizeof how);
+    how.lanes = mode == LANE ? 1 : mode == LANES ? 2 : 0;
+    for (int r = 0; r < MOST_RANKS; r++)
+        for (int i = 0; i < 2; i++) j->r[r][i] = (plan_result *)lab_zeros(1, sizeof(plan_result));
+    if (mode == STREAMS) {
+        static sim s;
+        sim_init(&s, j->size, 0);
+        s.checks = 1;
+        plan_sim = &s;
+        fsdp_world *w = sim_open(&s);
+        CHECK(w != NULL);
+        leave_body(w, j, 0);
+        W_CHECK(s.races == 0, "%d races: %s", s.races, s.race);
+        CHECK_EQ_INT(sim_close(&s), 0);
+        plan_sim = NULL;
+    } else {
+        lab_run(j->size, &how, leave_on_lanes, j);
+    }
+    for (int r = 0; r < MOST_RANKS; r++) free(j->r[r][0]), free(j->r[r][1]);
+    free(j);
+}
+
+/* Every call of the nested step is in long_plan. */
+TEST_P(plan, leave_at_every_call, deviations) {
+    for (int mode = INLINE; mode <= STREAMS; mode++)
+        leave_mode(net_nested(), row->what, mode, 9 + mode, NULL);
+    leave_mode(net_chain(), row->what, INLINE, 3, NULL);
+}
+TEST_P_TIMEOUT(long_plan, leave_at_every_call, deviations, 300) {
+    fsdp_plan_desc tight = FSDP_ZERO;
+    tight.most_bytes = 8192;
+    for (int mode = INLINE; mode <= STREAMS; mode++) {
+        leave_mode(net_nested(), row->what, mode, 1, NULL);
+        leave_mode(net_nested(), row->what, mode, 1, mode == INLINE ? &tight : NULL);
+        leave_mode(net_chain(), row->what, mode, 1, NULL);
+        leave_mode(net_bf16_f32(), row->what, mode, 1, NULL);
+        leave_mode(net_hsdp_bf16(), row->what, mode, 1, NULL);
+        leave_mode(net_frozen(), row->what, mode, 1, NULL);
+    }
 }
