@@ -277,42 +277,6 @@ static void fsdpi_plan_glue(fsdpi_plan_tape *t) {
     }
 }
 
-// Each reduction that waits, on its own.
-static fsdp_status fsdpi_plan_arrange_late(const fsdpi_plan_show *s,
-                                           const fsdpi_plan_tape *by_calls, fsdpi_plan_tape *t) {
-    fsdp_model *m = s->plan->model;
-    size_t size = s->plan->unit_bytes;
-    fsdp_status status = FSDP_OK;
-    for (int i = 0; s->choice && i < s->choice->num_acts && !status; i++) {
-        const fsdpi_plan_act *act = &s->choice->acts[i];
-        fsdpi_plan_late late;
-        const char *state;
-        if (act->what != FSDPI_PLAN_REDUCE) continue;
-        memset(&late, 0, sizeof late);
-        late.unit = s->plan->units[act->unit];
-        late.from = act->at;
-        late.to = act->call;
-        late.begin = t->num_late_ops;
-        for (int k = s->tail[2 * act->unit]; k < s->tail[2 * act->unit + 1] && !status; k++) {
-            status = fsdpi_plan_grow(m, (void **)&t->late_ops, t->num_late_ops, &t->cap_late_ops,
-                                     sizeof *t->late_ops);
-            if (!status) t->late_ops[t->num_late_ops++] = s->tape->ops[k];
-        }
-        late.end = t->num_late_ops;
-        late.saved = t->num_late;
-        state = fsdpi_plan_state_of(s->plan, by_calls, act->at, act->unit);
-        if (!status)
-            status = fsdpi_plan_grow(m, (void **)&t->late, t->num_late, &t->cap_late, sizeof late);
-        if (!status)
-            status = fsdpi_plan_grow(m, (void **)&t->late_saved, t->num_late, &t->cap_late_saved,
-                                     size);
-        if (status || !state) continue;
-        memcpy(t->late_saved + (size_t)t->num_late * size, state, size);
-        t->late[t->num_late++] = late;
-    }
-    return status;
-}
-
 /* What a rehearsal has shown, in the order in which it will be done. The tape that is made has the
    rehearsal's uses. */
 static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, const fsdpi_plan_tape *by_calls,
@@ -352,7 +316,6 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, const fsdpi_plan
         step->runs = t->runs + t->runs_at[i];
         step->num_runs = t->runs_at[i + 1] - t->runs_at[i];
     }
-    if (!status) status = fsdpi_plan_arrange_late(s, by_calls, t);
     fsdpi_plan_measure(t);
     fsdpi_plan_glue(t);
     return status;

@@ -57,34 +57,12 @@ static void fsdpi_plan_begin(fsdp_plan *p) {
                  "another kind of step: options, or what units hold, are not those of a plan");
 }
 
-// Records, with the flags of use that they send.
-static fsdp_status fsdpi_plan_emit_late(fsdp_plan *p, const fsdpi_plan_tape *t,
-                                        const fsdpi_plan_late *late) {
-    fsdp_status status = fsdp_unit_restore(late->unit,
-                                           t->late_saved + (size_t)late->saved * p->unit_bytes,
-                                           p->unit_bytes);
-    for (int i = late->begin; i < late->end && !status; i++) {
-        fsdp_op *op = &t->late_ops[i];
-        if (op->kind == FSDP_OP_COPY && op->label == FSDP_LABEL_USERS)
-            status = fsdp_unit_flag_use(late->unit);
-        if (!status) status = fsdp_emit_again(p->model, op, 1);
-    }
-    return status;
-}
-
-/* From here on the step goes by calls. What by calls would have been reduced before is reduced now,
-   by what the options were then. */
-static fsdp_status fsdpi_plan_leave(fsdp_plan *p) {
-    const fsdpi_plan_tape *t = &p->kind->tape;
-    fsdp_status status = FSDP_OK;
+// From here on the step goes by calls.
+static void fsdpi_plan_leave(fsdp_plan *p) {
     p->next = NULL;
     p->mode = FSDP_PLAN_BY_CALLS;
     p->left++;
     p->kind->left++;
-    for (int i = 0; i < t->num_late && !status; i++)
-        if (t->late[i].from < p->at && t->late[i].to >= p->at)
-            status = fsdpi_plan_emit_late(p, t, &t->late[i]);
-    return status;
 }
 
 // One call from the tape: states first, since what is sent along depends on them.
@@ -215,8 +193,7 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
             return 1;
         }
         fsdpi_plan_say(p, same ? next : NULL, unit, call);
-        *status = fsdpi_plan_leave(p);
-        if (*status) return 1;
+        fsdpi_plan_leave(p);
         if (p->desc.strict) {
             *status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE, "[E976] plan: %s", p->why);
             return 1;
@@ -392,13 +369,7 @@ FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by
     return status;
 }
 
-// If a step is replayed, it goes by calls from here on.
-static fsdp_status fsdpi_plan_stop(fsdp_plan *p) {
-    return p->open && p->mode == FSDP_PLAN_REPLAYING && p->kind ? fsdpi_plan_leave(p) : FSDP_OK;
-}
-
 FSDP_API void fsdp_plan_destroy(fsdp_plan *plan) {
-    if (plan) (void)fsdpi_plan_stop(plan);
     if (!plan || fsdp_detach(plan->model, &plan->extension)) return;
     fsdpi_plan_drop_all(plan);
     if (!plan->num_strays) (void)fsdp_detach(plan->model, &plan->memory); // else with the model
@@ -420,23 +391,25 @@ FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
         plan->kind = NULL;
         return FSDP_OK;
     }
-    fsdp_status status = fsdpi_plan_stop(plan);
+    if (plan->open && plan->mode == FSDP_PLAN_REPLAYING) plan->left++;
     plan->mode = FSDP_PLAN_PAUSED;
+    plan->next = NULL;
     snprintf(plan->why, sizeof plan->why, "%s", "paused by fsdp_plan_pause");
-    return status;
+    return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
     if (!plan)
         return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E980] plan_forget: plan is NULL");
-    fsdp_status status = fsdpi_plan_stop(plan);
+    if (plan->open && plan->mode == FSDP_PLAN_REPLAYING) plan->left++;
     plan->forgotten = 1; // units may hold slots of the arena until the step's end
     plan->kind = NULL;
+    plan->next = NULL;
     plan->differ = 0;
     if (plan->mode != FSDP_PLAN_PAUSED)
         plan->mode = plan->open ? FSDP_PLAN_BY_CALLS : FSDP_PLAN_RECORDING;
     snprintf(plan->why, sizeof plan->why, "%s", "plans were dropped by fsdp_plan_forget");
-    return status;
+    return FSDP_OK;
 }
 
 // Parameters of units whose slots are held when backward begins; units gathered at a time.

@@ -172,15 +172,6 @@ typedef struct fsdpi_plan_pair { // of a record: the uses whose buffers it has; 
     int32_t src, dst;
 } fsdpi_plan_pair;
 
-// A reduction that waits from one call to another, as it is alone: if a step leaves the plan between
-// them, it is made at once.
-typedef struct fsdpi_plan_late {
-    fsdp_unit *unit;
-    int32_t from, to;   // calls
-    int32_t begin, end; // in tape.late_ops
-    int32_t saved;      // the unit's state behind it, in tape.late_saved
-} fsdpi_plan_late;
-
 typedef struct fsdpi_plan_group {
     int32_t op, members, num_members;
 } fsdpi_plan_group;
@@ -203,12 +194,6 @@ typedef struct fsdpi_plan_tape {
     int32_t num_groups, cap_groups;
     fsdpi_plan_member *members; // of groups; src and dst are uses
     int32_t num_members, cap_members;
-    fsdpi_plan_late *late;
-    int32_t num_late, cap_late;
-    fsdp_op *late_ops;
-    int32_t num_late_ops, cap_late_ops;
-    char *late_saved; // [num_late]
-    int32_t cap_late_saved;
     void **made; // lists and names of joined collectives
     int32_t num_made, cap_made;
     // [num_calls + 1], by call: where its records, runs and states begin. The last call, finalize,

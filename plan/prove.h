@@ -327,9 +327,6 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
 static void fsdpi_plan_see_end(fsdpi_plan_prover *v, int *lasts) {
     const fsdpi_plan_listing *l = v->l;
     fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->blocks[1]);
-    for (int i = 0; i < l->num_lines; i++) // hooks may have written shards: finalize waits for them
-        if (l->lines[i].label == FSDP_LABEL_GRAD_HOOK)
-            fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->blocks[0]);
     v->line = -1;
     v->now[FSDP_STREAM_COMPUTE].at[FSDP_STREAM_COMPUTE]++;
     for (int u = 0; u < l->num_units; u++) {
