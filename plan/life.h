@@ -65,11 +65,41 @@ static void fsdpi_plan_begin(fsdp_plan *p) {
                  "another kind of step: options, or what units hold, are not those of a plan");
 }
 
-// From here on the step goes by calls.
-static void fsdpi_plan_leave(fsdp_plan *p) {
-    p->mode = FSDP_PLAN_BY_CALLS;
+// Is a unit's reduction waiting for a later call?
+static int fsdpi_plan_owes(const fsdp_plan *p, const fsdpi_plan_act *act) {
+    return act->what == FSDPI_PLAN_COLLECT && act->why == FSDPI_PLAN_WHY_JOINED &&
+           act->call < p->at && act->at >= p->at;
+}
+
+/* The plan is not followed any further: reductions that wait are made, with the options that they
+   had by calls. */
+static fsdp_status fsdpi_plan_part(fsdp_plan *p) {
+    fsdp_status status = FSDP_OK;
+    if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
+    const fsdpi_plan_choice *c = &p->kind->listing.choice;
     p->left++;
+    p->mode = FSDP_PLAN_BY_CALLS;
+    for (int i = 0; i < c->num_acts && !status; i++)
+        if (fsdpi_plan_owes(p, &c->acts[i])) status = fsdp_unit_reduce(p->units[c->acts[i].unit]);
+    return status;
+}
+
+// From here on the step goes by calls.
+static fsdp_status fsdpi_plan_leave(fsdp_plan *p) {
     p->kind->left++;
+    return fsdpi_plan_part(p);
+}
+
+// Options are about to change. If nothing waits, the next call looks whether they have.
+static fsdp_status fsdpi_plan_setter(fsdp_plan *p) {
+    int owes = 0;
+    if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
+    const fsdpi_plan_choice *c = &p->kind->listing.choice;
+    for (int i = 0; i < c->num_acts; i++) owes |= fsdpi_plan_owes(p, &c->acts[i]);
+    if (!owes) return FSDP_OK;
+    snprintf(p->why, sizeof p->why,
+             "options changed before call %d, while gradients waited for a later one", p->at);
+    return fsdpi_plan_leave(p);
 }
 
 // One call from the tape: states first, since what is sent along depends on them.
@@ -184,6 +214,10 @@ static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int
                              fsdp_status *status) {
     fsdp_plan *p = (fsdp_plan *)user;
     int ends = call == FSDP_CALL_RESET || call == FSDP_CALL_FINALIZE;
+    if (call == FSDP_CALL_SET) {
+        *status = fsdpi_plan_setter(p);
+        return 0;
+    }
     if (p->mode == FSDP_PLAN_PAUSED) p->open = !ends;
     if (call == FSDP_CALL_RESET) p->open = 0;
     if (p->mode >= FSDP_PLAN_PAUSED || call == FSDP_CALL_RESET) return 0;
@@ -198,7 +232,8 @@ static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int
             return 1;
         }
         fsdpi_plan_say(p, same ? next : NULL, unit, call);
-        fsdpi_plan_leave(p);
+        *status = fsdpi_plan_leave(p);
+        if (*status) return 1;
         if (p->desc.strict) {
             *status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE, "[E976] plan: %s", p->why);
             return 1;
@@ -326,7 +361,9 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
 }
 
 FSDP_API void fsdp_plan_destroy(fsdp_plan *plan) {
-    if (!plan || fsdp_detach(plan->model, &plan->extension)) return;
+    if (!plan) return;
+    (void)fsdpi_plan_part(plan);
+    if (fsdp_detach(plan->model, &plan->extension)) return;
     fsdpi_plan_drop_all(plan);
     if (!plan->num_strays) (void)fsdp_detach(plan->model, &plan->memory); // else with the model
 }
@@ -347,23 +384,23 @@ FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
         plan->kind = NULL;
         return FSDP_OK;
     }
-    if (plan->open && plan->mode == FSDP_PLAN_REPLAYING) plan->left++;
+    fsdp_status status = fsdpi_plan_part(plan);
     plan->mode = FSDP_PLAN_PAUSED;
     snprintf(plan->why, sizeof plan->why, "%s", "paused by fsdp_plan_pause");
-    return FSDP_OK;
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
     if (!plan)
         return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E980] plan_forget: plan is NULL");
-    if (plan->open && plan->mode == FSDP_PLAN_REPLAYING) plan->left++;
+    fsdp_status status = fsdpi_plan_part(plan);
     plan->forgotten = 1; // units may hold slots of the arena until the step's end
     plan->kind = NULL;
     plan->differ = 0;
     if (plan->mode != FSDP_PLAN_PAUSED)
         plan->mode = plan->open ? FSDP_PLAN_BY_CALLS : FSDP_PLAN_RECORDING;
     snprintf(plan->why, sizeof plan->why, "%s", "plans were dropped by fsdp_plan_forget");
-    return FSDP_OK;
+    return status;
 }
 
 // Parameters of units whose slots are held when backward begins; units gathered at a time.
