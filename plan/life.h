@@ -40,8 +40,34 @@ static void fsdpi_plan_drop_all(fsdp_plan *p) {
     p->arena = NULL;
 }
 
+// COMPUTE has written all places of a kind: behind whoever had them, and before whoever will.
+static fsdp_status fsdpi_plan_pass_by(fsdp_plan *p, const fsdpi_plan_kind *k) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < k->listing.num_slots && !status; i++) {
+        fsdp_op op;
+        if (k->listing.slots[i].offset < 0) continue;
+        fsdp_op_init(&op, p->model, NULL, FSDP_OP_USE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.what = "plan";
+        op.dst = k->bufs[i];
+        status = fsdp_emit(p->model, &op);
+    }
+    return status;
+}
+
+/* Kinds have the same memory, but slots, and with them events, of their own: where streams run at
+   the same time, the slots of one come behind those of the other. */
+static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
+    fsdp_status status = FSDP_OK;
+    if (p->last && p->last != p->kind && p->mode_of_world != FSDPI_PLAN_INLINE) {
+        status = fsdpi_plan_pass_by(p, p->last);
+        if (!status) status = fsdpi_plan_pass_by(p, p->kind);
+    }
+    p->last = p->kind;
+    return status;
+}
+
 // The first call of a step: what kind of step is it?
-static void fsdpi_plan_begin(fsdp_plan *p) {
+static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     p->open = 1;
     p->at = p->num_calls = 0;
     p->settings = fsdp_model_settings(p->model);
@@ -52,7 +78,7 @@ static void fsdpi_plan_begin(fsdp_plan *p) {
     p->forgotten = 0;
     if (p->warm > 0) {
         p->mode = FSDP_PLAN_WARM_UP;
-        return;
+        return FSDP_OK;
     }
     fsdpi_plan_states_now(p, p->begin);
     for (int i = 0; i < p->num_kinds && !p->kind; i++)
@@ -63,6 +89,7 @@ static void fsdpi_plan_begin(fsdp_plan *p) {
     if (p->num_kinds && !p->kind)
         snprintf(p->why, sizeof p->why, "%s",
                  "another kind of step: options, or what units hold, are not those of a plan");
+    return p->kind ? fsdpi_plan_hand_over(p) : FSDP_OK;
 }
 
 // Is a unit's reduction waiting for a later call?
@@ -222,7 +249,8 @@ static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int
     if (call == FSDP_CALL_RESET) p->open = 0;
     if (p->mode >= FSDP_PLAN_PAUSED || call == FSDP_CALL_RESET) return 0;
     if (!p->open && !fsdp_is_grad_enabled(model)) return 0; // an evaluation is no step
-    if (!p->open) fsdpi_plan_begin(p);
+    if (!p->open) *status = fsdpi_plan_begin(p);
+    if (*status) return 1;
     if (p->mode == FSDP_PLAN_REPLAYING) {
         const fsdpi_plan_call *next = p->at < p->kind->num_calls ? &p->kind->calls[p->at] : NULL;
         int same = fsdp_model_settings(model) == p->settings;
@@ -263,6 +291,7 @@ static void fsdpi_plan_end(void *user) {
     fsdpi_plan_free(m, p->calls);
     fsdpi_plan_free(m, p->begin);
     fsdpi_plan_free(m, p->units);
+    fsdpi_plan_free(m, p->params);
     fsdpi_plan_free(m, p);
 }
 
@@ -305,9 +334,15 @@ static fsdp_status fsdpi_plan_find_units(fsdp_plan *p) {
     fsdp_status status = fsdpi_plan_alloc(p->model,
                                           (size_t)fsdp_num_units(p->model) * sizeof *p->units,
                                           (void **)&p->units);
-    while (!status && fsdp_next_param(p->model, &v))
+    if (!status)
+        status = fsdpi_plan_alloc(p->model,
+                                  (size_t)fsdp_num_units(p->model) * sizeof *p->params,
+                                  (void **)&p->params);
+    while (!status && fsdp_next_param(p->model, &v)) {
         if (p->num_units == 0 || p->units[p->num_units - 1] != v.unit)
             p->units[p->num_units++] = v.unit;
+        p->params[p->num_units - 1]++;
+    }
     if (!status) p->unit_bytes = fsdp_unit_snapshot(p->units[0], NULL, 0);
     return status ? status
                   : fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,
@@ -417,12 +452,10 @@ static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_kind *k,
         now += t->ops[i].kind == FSDP_OP_ACQUIRE ? 1 : -1;
         if (now > out->most_open) out->most_open = now;
     }
-    fsdp_param_view v = FSDP_ZERO;
-    while (fsdp_next_param(p->model, &v))
-        for (int i = 0; i < t->num_uses; i++)
-            if (t->uses[i].pool == FSDP_POOL_GATHER && p->units[t->uses[i].unit] == v.unit &&
-                t->uses[i].from < backward && t->uses[i].to >= backward)
-                out->crossing++;
+    for (int i = 0; i < t->num_uses; i++)
+        if (t->uses[i].pool == FSDP_POOL_GATHER && t->uses[i].from < backward &&
+            t->uses[i].to >= backward)
+            out->crossing += p->params[t->uses[i].unit];
 }
 
 FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp_plan_report *out) {

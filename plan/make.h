@@ -71,6 +71,7 @@ static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_kind *k, int lasting) 
 static void fsdpi_plan_kind_free(fsdp_plan *p, fsdpi_plan_kind *k) {
     if (!k) return;
     (void)fsdp_wait_stream(p->model, -1); // records under way read its lists
+    if (p->last == k) p->last = NULL;
     fsdpi_plan_bufs_free(p, k, 1);
     fsdpi_plan_tape_free(p, &k->tape);
     fsdpi_plan_listing_end(p->model, &k->listing);
