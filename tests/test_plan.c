@@ -1117,3 +1117,303 @@ TEST(plan, watched) {
         for (n.model.debug = 0; n.model.debug < 2; n.model.debug++) /* released slots are poisoned */
             lab_run(2, &how, watched_body, &n);
 }
+
+/* ---- errors ---------------------------------------------------------------------------------- */
+
+static void refused_descs(lab_rank *r) {
+    const plan_net net = net_chain();
+    const uint32_t beyond = 1u << FSDP_PASS_COUNT;
+    plan_bed b;
+    fsdp_plan *second = (fsdp_plan *)&b;
+    fsdp_plan_report rep;
+    fsdp_plan_desc d;
+    plan_open(&b, &net, r->w);
+#define BAD(field, value)                                                                          \
+    memset(&d, 0, sizeof d);                                                                       \
+    d.field = value;                                                                               \
+    REFUSED(r->w, fsdp_plan_create(b.model, &d, &b.plan), #field);                                 \
+    CHECK(b.plan == NULL)
+    BAD(without, beyond);
+    BAD(with, beyond);
+    BAD(warm_up, -1);
+    BAD(ahead, -2);
+    BAD(most_kinds, -1);
+    BAD(most_bytes, -1);
+    BAD(bucket_bytes, -2);
+    BAD(first_bucket_bytes, -1);
+    memset(&d, 0, sizeof d);
+    d.end_canary = 1;
+    REFUSED(r->w, fsdp_plan_create(b.model, &d, &b.plan), "fsdp_plan_desc");
+    REFUSED(NULL, fsdp_plan_create(NULL, NULL, &b.plan), "NULL");
+    REFUSED(r->w, fsdp_plan_create(b.model, NULL, NULL), "NULL");
+    CHECK_STATUS(fsdp_plan_pause(NULL, 1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_plan_forget(NULL), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_plan_report_get(NULL, 0, &rep), FSDP_ERR_INVALID_ARG);
+    CHECK_EQ_INT(fsdp_plan_state(NULL), FSDP_PLAN_MODE_COUNT);
+    CHECK_EQ_STR(fsdp_plan_why(NULL), "");
+    CHECK_EQ_INT(fsdp_plan_count(NULL), 0);
+    CHECK_EQ_INT(fsdp_plan_text(NULL, 0, FSDP_PLAN_TEXT_OPS, NULL, 0), 0);
+    fsdp_plan_destroy(NULL);
+    CALL(r->w, fsdp_pre_forward(b.unit[0])); /* a unit is not idle */
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, fsdp_plan_create(b.model, NULL, &b.plan), "h.0");
+    CHECK(b.plan == NULL);
+    CALL(r->w, fsdp_post_forward(b.unit[0]));
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE); /* says it again */
+    CALL(r->w, fsdp_plan_create(b.model, NULL, &b.plan));
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, fsdp_plan_create(b.model, NULL, &second),
+               "has a plan");
+    CHECK(second == NULL);
+    CHECK_STATUS(fsdp_plan_report_get(b.plan, 0, &rep), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_plan_report_get(b.plan, -1, &rep), FSDP_ERR_INVALID_ARG);
+    fsdp_plan_destroy(b.plan);
+    CALL(r->w, fsdp_plan_create(b.model, NULL, &b.plan)); /* but after it, it is possible */
+}
+TEST(plan_errors, descs) { lab_run(2, NULL, refused_descs, NULL); }
+
+static int says(const char *text, const char *const *words) {
+    for (; *words; words++)
+        if (!strstr(text, *words)) return 0;
+    return 1;
+}
+
+/* What a plan needs is more than it may have. */
+static void too_small(lab_rank *r) {
+    static const char *const words[] = {"call ", "'h.", "slots need", " bytes, 1000 are allowed", NULL};
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    fsdp_plan_desc d = FSDP_ZERO;
+    plan_bed b;
+    d.most_bytes = 1000;
+    plan_open(&b, &net, r->w);
+    make_plan(&b, &d);
+    steps(&b, out, 4);
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REFUSED);
+    CHECK_MSG(says(fsdp_plan_why(b.plan), words), "%s", fsdp_plan_why(b.plan));
+    CHECK_MSG(says(fsdp_last_error(r->w), words), "not in the log: %s", fsdp_last_error(r->w));
+    free(out);
+}
+TEST(plan_errors, too_small) { lab_run(2, NULL, too_small, NULL); }
+
+/* Rank 1 has another desc, or makes a call more; a rank tells of both sides, and the world goes on. */
+static void other_ranks(lab_rank *r) {
+    int calls = *(const int *)r->arg;
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    fsdp_plan_desc d = FSDP_ZERO;
+    plan_bed b;
+    if (!calls && r->rank == 1) d.bucket_bytes = -1;
+    if (calls) d.without = ALL_PASSES; /* decisions follow from calls: an earlier one may differ */
+    plan_open(&b, &net, r->w);
+    make_plan(&b, &d);
+    steps(&b, out, 1);
+    plan_calls(&b, 0, 3);
+    if (calls && r->rank == 1) CALL(r->w, fsdp_wait(b.unit[1])); /* no collective */
+    plan_calls(&b, 3, net.num_calls);
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_MISMATCH);
+    const char *text = fsdp_last_error(r->w);
+    CHECK_MSG(strstr(text, "rank 1 differs") && strstr(text, "call ") && strstr(text, "expected"),
+              "%s", text);
+    if (calls) CHECK_MSG(strstr(text, "at call 3: wait 'h.1'"), "%s", text);
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REFUSED);
+    CHECK_OK(fsdp_world_status(r->w));
+    (void)plan_update(&b);
+    steps(&b, out, 3); /* by calls */
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REFUSED);
+    free(out);
+}
+TEST(plan_errors, ranks_differ) {
+    for (int calls = 0; calls < 2; calls++) {
+        lab_run(2, NULL, other_ranks, &calls);
+        lab_run(4, NULL, other_ranks, &calls);
+    }
+}
+
+/* strict: a call that is not the plan's is an error, and the step goes on by calls behind it. */
+static void strict(lab_rank *r) {
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    fsdp_plan_desc d = FSDP_ZERO;
+    plan_bed b;
+    d.strict = 1;
+    plan_open(&b, &net, r->w);
+    make_plan(&b, &d);
+    steps(&b, out, 4);
+    plan_calls(&b, 0, 4);
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, fsdp_pre_forward(b.unit[3]),
+               "expected pre_forward 'h.2' (call 4 of 25), got pre_forward 'h.3'");
+    CHECK_EQ_INT(fsdp_unit_state(b.unit[3]), FSDP_STATE_IDLE);
+    plan_calls(&b, 4, net.num_calls);
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE); /* says it again */
+    plan_step_end(&b, out);
+    steps(&b, out, 2);
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
+    free(out);
+}
+TEST(plan_errors, strict) { lab_run(2, NULL, strict, NULL); }
+
+/* ---- memory ---------------------------------------------------------------------------------- */
+
+/* The n-th allocation in the step that makes a plan fails, on one rank or on all. */
+typedef struct mjob {
+    int stride, everywhere;
+    int64_t done; /* how many allocations that step makes */
+} mjob;
+
+static void starved(lab_rank *r) {
+    mjob *j = (mjob *)r->arg;
+    const plan_net net = plan_chain(3, 16, 4);
+    plan_result *a = (plan_result *)lab_zeros(1, sizeof *a), *b = (plan_result *)lab_zeros(1, sizeof *b);
+    plan_train(r->w, &net, NULL, 0, 5, a);
+    for (int64_t n = 0;; n += j->stride) {
+        plan_bed bed;
+        snprintf(w_case, sizeof w_case, "allocation %d", (int)n);
+        memset(b, 0, sizeof *b);
+        plan_open(&bed, &net, r->w);
+        CALL(r->w, fsdp_plan_create(bed.model, NULL, &bed.plan));
+        plan_step(&bed, b);
+        plan_calls(&bed, 0, net.num_calls);
+        int64_t before = w_allocations(r->heap), failures = r->heap->failures;
+        if (j->everywhere || r->rank == 1) w_fail(r->heap, n);
+        fsdp_status status = fsdp_finalize_backward(bed.model);
+        w_fail(r->heap, -1);
+        W_CHECK(!status || status == FSDP_ERR_OUT_OF_MEMORY, "%s", fsdp_last_error(r->w));
+        CHECK_OK(fsdp_world_status(r->w));
+        int64_t made = w_allocations(r->heap) - before;
+        plan_step_end(&bed, b);
+        steps(&bed, b, 3);
+        int32_t failed = r->heap->failures > failures;
+        CALL(r->w, fsdp_all_reduce(r->w, NULL, &failed, 1, FSDP_I32, FSDP_MAX));
+        W_CHECK(fsdp_plan_state(bed.plan) == (failed ? FSDP_PLAN_REFUSED : FSDP_PLAN_REPLAYING),
+                "mode %d: %s", (int)fsdp_plan_state(bed.plan), fsdp_plan_why(bed.plan));
+        if (failed) W_CHECK(*fsdp_plan_why(bed.plan), "no reason");
+        same_bits(a, b, 5);
+        fsdp_model_destroy(bed.model);
+        if (!failed && n > made) break;
+        if (r->rank == 1) j->done = n;
+    }
+    free(a), free(b);
+}
+static void run_starved(int stride) {
+    mjob j = {stride, 0, 0};
+    for (j.everywhere = 0; j.everywhere < 2; j.everywhere++) lab_run(2, NULL, starved, &j);
+    CHECK(j.done > 20);
+    h_message("up to allocation %d", (int)j.done);
+}
+TEST(plan_errors, allocations) { run_starved(29); }
+TEST_TIMEOUT(long_plan, allocations, 300) { run_starved(1); }
+
+/* fsdp_plan_create likewise: nothing changes then. */
+static void create_starved(lab_rank *r) {
+    const plan_net net = plan_chain(3, 16, 4);
+    plan_bed b;
+    plan_open(&b, &net, r->w);
+    CALL(r->w, fsdp_model_commit(b.model));
+    int64_t live = r->heap->live;
+    for (int64_t n = 0;; n++) {
+        w_fail(r->heap, n);
+        fsdp_status status = fsdp_plan_create(b.model, NULL, &b.plan);
+        w_fail(r->heap, -1);
+        if (!status) break;
+        CHECK_STATUS(status, FSDP_ERR_OUT_OF_MEMORY);
+        CHECK_EQ_INT(r->heap->live, live);
+        CHECK(n < 100 && b.plan == NULL);
+    }
+    fsdp_plan_destroy(b.plan);
+    CHECK_EQ_INT(r->heap->live, live);
+}
+TEST(plan_errors, create_without_memory) { lab_run(1, NULL, create_starved, NULL); }
+
+/* One rank gets no memory for the arena: all go by calls. */
+static int64_t arena_allocs;
+static fsdp_status arena_guard(lab_guard *g, const fsdp_group *group, const fsdp_coll *coll) {
+    (void)g;
+    if (group || coll) return FSDP_OK;
+    return __atomic_fetch_sub(&arena_allocs, 1, __ATOMIC_SEQ_CST) == 1 ? FSDP_ERR_OUT_OF_MEMORY
+                                                                     : FSDP_OK;
+}
+static void no_arena(lab_rank *r) {
+    static fsdp_comm_ops ops;
+    lab_guard guard = {arena_guard, 0, "no memory for it"};
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    fsdp_world_desc d = w_desc(r->rank, r->size, &r->start->threads[0], "arena", 0);
+    plan_bed b;
+    if (r->rank == 1) ops = lab_guard_ops();
+    d.allocator = w_heap_allocator(r->heap);
+    d.comm_ops = r->rank == 1 ? &ops : fsdp_shm_comm_ops();
+    d.user = &guard;
+    CALL(NULL, fsdp_init(&d, &r->w));
+    plan_open(&b, &net, r->w);
+    CALL(r->w, fsdp_plan_create(b.model, NULL, &b.plan));
+    steps(&b, out, 1);
+    plan_calls(&b, 0, net.num_calls);
+    if (r->rank == 1) __atomic_store_n(&arena_allocs, 1, __ATOMIC_SEQ_CST);
+    CALL(r->w, fsdp_finalize_backward(b.model));
+    plan_step_end(&b, out);
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REFUSED);
+    CHECK(strstr(fsdp_plan_why(b.plan), r->rank == 1 ? "no memory for it" : "another rank"));
+    steps(&b, out, 2);
+    CHECK_EQ_INT(b.step, 4);
+    free(out);
+    lab_end(r);
+}
+TEST(plan_errors, no_memory_for_the_arena) {
+    lab_how how;
+    memset(&how, 0, sizeof how);
+    how.bare = 1;
+    if (getenv("FSDP_BACKEND") && strcmp(getenv("FSDP_BACKEND"), "shm") != 0) SKIP("shared memory");
+    lab_run(2, &how, no_arena, NULL);
+}
+
+/* A model, or the world, ends in the middle of a replayed step. */
+static void ends_inside(lab_rank *r) {
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    for (int at = 1; at < net.num_calls; at += 2) {
+        plan_bed b;
+        plan_open(&b, &net, r->w);
+        CALL(r->w, fsdp_plan_create(b.model, NULL, &b.plan));
+        steps(&b, out, 3);
+        plan_calls(&b, 0, at);
+        if (at % 4 == 3) fsdp_plan_destroy(b.plan); /* units hold slots of it until the end */
+        CHECK_STATUS(fsdp_world_status(r->w), FSDP_OK);
+        if (at + 2 < net.num_calls) fsdp_model_destroy(b.model);
+    }
+    free(out);
+}
+TEST_P(plan_errors, ends_inside_of_a_step, lane_modes) {
+    lab_how how;
+    memset(&how, 0, sizeof how);
+    how.lanes = row->lanes;
+    lab_run(2, &how, ends_inside, NULL);
+}
+
+/* A rank that dies in a replayed step is named by the others. */
+static void killed(lab_rank *r) {
+    const plan_net net = net_nested();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    plan_bed b;
+    fsdp_status status = FSDP_OK;
+    plan_open(&b, &net, r->w);
+    CALL(r->w, fsdp_plan_create(b.model, NULL, &b.plan));
+    steps(&b, out, 4);
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
+    for (int i = 0; i < 1000 && !status; i++) {
+        for (int c = 0; c < net.num_calls && !status; c++) {
+            if (r->rank == 1 && i == 1 && c == 27) h_die(SIGKILL);
+            status = plan_hook(&b, net.calls[c].unit, net.calls[c].call);
+        }
+        if (!status) status = fsdp_finalize_backward(b.model);
+    }
+    CHECK_STATUS(status, FSDP_ERR_PEER_LOST);
+    CHECK_MSG(strstr(fsdp_last_error(r->w), "rank 1"), "%s", fsdp_last_error(r->w));
+    CHECK_STATUS(fsdp_world_status(r->w), FSDP_ERR_PEER_LOST);
+    CHECK_STATUS(fsdp_pre_forward(b.unit[0]), FSDP_ERR_PEER_LOST);
+    free(out);
+}
+TEST_P(plan_errors, a_rank_dies, lane_modes) {
+    lab_how how;
+    memset(&how, 0, sizeof how);
+    how.lanes = row->lanes, how.processes = 1;
+    lab_run(3, &how, killed, NULL);
+}
