@@ -29,7 +29,8 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     for (int i = *first; i < *end; i++)
         if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
             return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], FSDP_CALL_SET, what));
-    return FSDP_OK;
+    if (m->watch & FSDPI_CALLS) (void)fsdpi_answered(m, u, FSDP_CALL_SET, &status);
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {

@@ -197,6 +197,13 @@ FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit) {
     return unit && (unit->model->desc.grads_overwrite || !unit->options.reduce_unused);
 }
 
+FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit) {
+    if (!unit) return fsdpi_null(NULL, "unit_reduce", "unit");
+    fsdp_status status = fsdpi_failed(unit->model->world);
+    if (status || unit->state.training == FSDP_STATE_PRE_BACKWARD) return status;
+    return fsdpi_do_leftovers(unit);
+}
+
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit) {
     if (!unit) return fsdpi_null(NULL, "unit_flag_use", "unit");
     fsdp_status status = fsdpi_failed(unit->model->world);

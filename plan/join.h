@@ -170,7 +170,21 @@ static fsdp_status fsdpi_plan_copy(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
     return status;
 }
 
-// Acts of a call from *at on, before its own work or behind it: gathers of a group are joined.
+// What an act does. A reduction that waited begins with what the caller need not wait for here.
+static fsdpi_plan_range fsdpi_plan_act_range(const fsdpi_plan_show *s, int act) {
+    fsdpi_plan_range range = {s->acts[2 * act], s->acts[2 * act + 1]};
+    while (s->choice->acts[act].what == FSDPI_PLAN_REDUCE && range.begin < range.end &&
+           s->tape->ops[range.begin].kind == FSDP_OP_USE)
+        range.begin++;
+    return range;
+}
+
+static int fsdpi_plan_is_joined(const fsdpi_plan_act *a, const fsdpi_plan_act *b) {
+    return a->group >= 0 && a->group == b->group && a->call == b->call && a->what == b->what &&
+           (a->what == FSDPI_PLAN_GATHER || a->what == FSDPI_PLAN_REDUCE);
+}
+
+// Acts of a call from *at on, before its own work or behind it: those of a group are joined.
 static fsdp_status fsdpi_plan_arrange_acts(const fsdpi_plan_show *s, fsdpi_plan_tape *t, int call,
                                            int *at, int late) {
     const fsdpi_plan_choice *c = s->choice;
@@ -180,57 +194,11 @@ static fsdp_status fsdpi_plan_arrange_acts(const fsdpi_plan_show *s, fsdpi_plan_
         fsdpi_plan_range ranges[FSDPI_PLAN_JOINED];
         const fsdpi_plan_act *first = &c->acts[*at];
         int num = 0;
-        do {
-            ranges[num].begin = s->acts[2 * *at];
-            ranges[num++].end = s->acts[2 * *at + 1];
-            ++*at;
-        } while (first->what == FSDPI_PLAN_GATHER && first->group >= 0 &&
-                 num < FSDPI_PLAN_JOINED && *at < c->num_acts && c->acts[*at].call == call &&
-                 c->acts[*at].what == FSDPI_PLAN_GATHER && c->acts[*at].group == first->group);
+        do ranges[num++] = fsdpi_plan_act_range(s, (*at)++);
+        while (num < FSDPI_PLAN_JOINED && *at < c->num_acts &&
+               fsdpi_plan_is_joined(first, &c->acts[*at]));
         status = num > 1 ? fsdpi_plan_merge(s->plan, s->tape, t, ranges, num)
                          : fsdpi_plan_copy(s->plan, s->tape, t, ranges[0].begin, ranges[0].end);
-    }
-    return status;
-}
-
-// A call's own work, and behind it the reductions that have waited for it.
-static fsdp_status fsdpi_plan_arrange_own(const fsdpi_plan_show *s, fsdpi_plan_tape *t, int call) {
-    const fsdpi_plan_choice *c = s->choice;
-    fsdpi_plan_range ranges[FSDPI_PLAN_JOINED];
-    fsdp_status status = fsdpi_plan_copy(s->plan, s->tape, t, s->tape->own[call],
-                                         s->tape->own_end[call]);
-    int num = 0;
-    for (int i = 0; c && i < c->num_acts && num < FSDPI_PLAN_JOINED; i++) {
-        const fsdpi_plan_act *act = &c->acts[i];
-        if (act->call != call || act->what != FSDPI_PLAN_REDUCE) continue;
-        ranges[num].begin = s->tail[2 * act->unit];
-        ranges[num++].end = s->tail[2 * act->unit + 1];
-    }
-    return status || !num ? status : fsdpi_plan_merge(s->plan, s->tape, t, ranges, num);
-}
-
-static const char *fsdpi_plan_state_of(const fsdp_plan *p, const fsdpi_plan_tape *t, int call,
-                                       int unit) {
-    for (int i = t->states_at[call]; i < t->states_at[call + 1]; i++)
-        if (t->states[i].unit == unit) return t->saved + (size_t)t->states[i].at * p->unit_bytes;
-    return NULL;
-}
-
-// The states behind a call. Units whose reductions were moved here are now as they would be by
-// calls behind their own post_backward.
-static fsdp_status fsdpi_plan_arrange_states(const fsdpi_plan_show *s,
-                                             const fsdpi_plan_tape *by_calls, fsdpi_plan_tape *t,
-                                             int call) {
-    const fsdpi_plan_choice *c = s->choice;
-    const fsdpi_plan_tape *raw = s->tape;
-    fsdp_status status = FSDP_OK;
-    for (int u = 0; u < s->plan->num_units && !status; u++) {
-        const char *bytes = fsdpi_plan_state_of(s->plan, raw, call, u);
-        for (int i = 0; c && i < c->num_acts; i++)
-            if (c->acts[i].call == call && c->acts[i].unit == u &&
-                c->acts[i].what == FSDPI_PLAN_REDUCE)
-                bytes = fsdpi_plan_state_of(s->plan, by_calls, c->acts[i].at, u);
-        if (bytes) status = fsdpi_plan_add_state(s->plan, t, u, bytes);
     }
     return status;
 }
@@ -279,8 +247,7 @@ static void fsdpi_plan_glue(fsdpi_plan_tape *t) {
 
 /* What a rehearsal has shown, in the order in which it will be done. The tape that is made has the
    rehearsal's uses. */
-static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, const fsdpi_plan_tape *by_calls,
-                                      fsdpi_plan_tape *t) {
+static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, fsdpi_plan_tape *t) {
     const fsdpi_plan_tape *raw = s->tape;
     int num_calls = s->kind->num_calls, at = 0;
     fsdp_status status = fsdpi_plan_tape_new(s->plan, t, num_calls);
@@ -299,9 +266,12 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, const fsdpi_plan
         fsdpi_plan_pair none = {-1, -1};
         status = fsdpi_plan_add_op(s->plan, t, &raw->hooks[i], none);
         if (!status && s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 0);
-        if (!status) status = fsdpi_plan_arrange_own(s, t, i);
+        if (!status) status = fsdpi_plan_copy(s->plan, raw, t, raw->own[i], raw->own_end[i]);
         if (!status && s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 1);
-        if (!status) status = fsdpi_plan_arrange_states(s, by_calls, t, i);
+        for (int k = raw->states_at[i]; k < raw->states_at[i + 1] && !status; k++)
+            status = fsdpi_plan_add_state(s->plan, t, raw->states[k].unit,
+                                          raw->saved +
+                                              (size_t)raw->states[k].at * s->plan->unit_bytes);
         if (!status) status = fsdpi_plan_arrange_runs(s->plan, t, begin);
     }
     t->ops_at[num_calls] = t->num_ops;

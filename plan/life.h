@@ -35,8 +35,34 @@ static void fsdpi_plan_drop_all(fsdp_plan *p) {
     p->arena = NULL;
 }
 
+// COMPUTE has written all places of a kind: behind whoever had them, and before whoever will.
+static fsdp_status fsdpi_plan_pass_by(fsdp_plan *p, const fsdpi_plan_kind *k) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < k->listing.num_slots && !status; i++) {
+        fsdp_op op;
+        if (k->listing.slots[i].offset < 0) continue;
+        fsdp_op_init(&op, p->model, NULL, FSDP_OP_USE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.what = "plan";
+        op.dst = k->bufs[i];
+        status = fsdp_emit(p->model, &op);
+    }
+    return status;
+}
+
+/* Kinds have the same memory, but slots, and with them events, of their own: where streams run at
+   the same time, the slots of one come behind those of the other. */
+static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
+    fsdp_status status = FSDP_OK;
+    if (p->last && p->last != p->kind && p->mode_of_world != FSDPI_PLAN_INLINE) {
+        status = fsdpi_plan_pass_by(p, p->last);
+        if (!status) status = fsdpi_plan_pass_by(p, p->kind);
+    }
+    p->last = p->kind;
+    return status;
+}
+
 // The first call of a step: what kind of step is it?
-static void fsdpi_plan_begin(fsdp_plan *p) {
+static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     p->open = 1;
     p->at = p->num_calls = 0;
     p->next = NULL;
@@ -55,14 +81,45 @@ static void fsdpi_plan_begin(fsdp_plan *p) {
     if (p->num_kinds && !p->kind)
         snprintf(p->why, sizeof p->why, "%s",
                  "another kind of step: options, or what units hold, are not those of a plan");
+    return p->kind ? fsdpi_plan_hand_over(p) : FSDP_OK;
+}
+
+// Is a unit's reduction waiting for a later call?
+static int fsdpi_plan_owes(const fsdp_plan *p, const fsdpi_plan_act *act) {
+    return act->what == FSDPI_PLAN_COLLECT && act->why == FSDPI_PLAN_WHY_JOINED &&
+           act->call < p->at && act->at >= p->at;
+}
+
+/* The plan is not followed any further: reductions that wait are made, with the options that they
+   had by calls. */
+static fsdp_status fsdpi_plan_part(fsdp_plan *p) {
+    fsdp_status status = FSDP_OK;
+    if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
+    const fsdpi_plan_choice *c = &p->kind->listing.choice;
+    p->left++;
+    p->next = NULL;
+    p->mode = FSDP_PLAN_BY_CALLS;
+    for (int i = 0; i < c->num_acts && !status; i++)
+        if (fsdpi_plan_owes(p, &c->acts[i])) status = fsdp_unit_reduce(p->units[c->acts[i].unit]);
+    return status;
 }
 
 // From here on the step goes by calls.
-static void fsdpi_plan_leave(fsdp_plan *p) {
-    p->next = NULL;
-    p->mode = FSDP_PLAN_BY_CALLS;
-    p->left++;
+static fsdp_status fsdpi_plan_leave(fsdp_plan *p) {
     p->kind->left++;
+    return fsdpi_plan_part(p);
+}
+
+// Options are about to change. If nothing waits, the next call looks whether they have.
+static fsdp_status fsdpi_plan_setter(fsdp_plan *p) {
+    int owes = 0;
+    if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
+    const fsdpi_plan_choice *c = &p->kind->listing.choice;
+    for (int i = 0; i < c->num_acts; i++) owes |= fsdpi_plan_owes(p, &c->acts[i]);
+    if (!owes) return FSDP_OK;
+    snprintf(p->why, sizeof p->why,
+             "options changed before call %d, while gradients waited for a later one", p->at);
+    return fsdpi_plan_leave(p);
 }
 
 // One call from the tape: states first, since what is sent along depends on them.
@@ -179,11 +236,16 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
 static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status *status) {
     fsdp_model *model = p->model;
     int ends = call == FSDP_CALL_RESET || call == FSDP_CALL_FINALIZE;
+    if (call == FSDP_CALL_SET) {
+        *status = fsdpi_plan_setter(p);
+        return 0;
+    }
     if (p->mode == FSDP_PLAN_PAUSED) p->open = !ends;
     if (call == FSDP_CALL_RESET) p->open = 0, p->next = NULL;
     if (p->mode >= FSDP_PLAN_PAUSED || call == FSDP_CALL_RESET) return 0;
     if (!p->open && !fsdp_is_grad_enabled(model)) return 0; // an evaluation is no step
-    if (!p->open) fsdpi_plan_begin(p);
+    if (!p->open) *status = fsdpi_plan_begin(p);
+    if (*status) return 1;
     if (p->mode == FSDP_PLAN_REPLAYING) {
         const fsdpi_plan_call *next = p->at < p->kind->num_calls ? &p->kind->calls[p->at] : NULL;
         int same = fsdp_model_settings(model) == p->settings;
@@ -193,7 +255,8 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
             return 1;
         }
         fsdpi_plan_say(p, same ? next : NULL, unit, call);
-        fsdpi_plan_leave(p);
+        *status = fsdpi_plan_leave(p);
+        if (*status) return 1;
         if (p->desc.strict) {
             *status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE, "[E976] plan: %s", p->why);
             return 1;
@@ -235,6 +298,7 @@ static void fsdpi_plan_end(void *user) {
     fsdpi_plan_free(m, p->calls);
     fsdpi_plan_free(m, p->begin);
     fsdpi_plan_free(m, p->units);
+    fsdpi_plan_free(m, p->params);
     fsdpi_plan_free(m, p);
 }
 
@@ -277,9 +341,15 @@ static fsdp_status fsdpi_plan_find_units(fsdp_plan *p) {
     fsdp_status status = fsdpi_plan_alloc(p->model,
                                           (size_t)fsdp_num_units(p->model) * sizeof *p->units,
                                           (void **)&p->units);
-    while (!status && fsdp_next_param(p->model, &v))
+    if (!status)
+        status = fsdpi_plan_alloc(p->model,
+                                  (size_t)fsdp_num_units(p->model) * sizeof *p->params,
+                                  (void **)&p->params);
+    while (!status && fsdp_next_param(p->model, &v)) {
         if (p->num_units == 0 || p->units[p->num_units - 1] != v.unit)
             p->units[p->num_units++] = v.unit;
+        p->params[p->num_units - 1]++;
+    }
     if (!status) p->unit_bytes = fsdp_unit_snapshot(p->units[0], NULL, 0);
     return status ? status
                   : fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,
@@ -334,18 +404,15 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
 
 // The program by calls, with the slots that pools would give: a listing of its own.
 static fsdp_status fsdpi_plan_list_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_listing *l) {
-    fsdpi_plan_tape raw, tape;
+    fsdpi_plan_tape tape;
     fsdpi_plan_kind plain = *k;
     memset(l, 0, sizeof *l);
     memset(&tape, 0, sizeof tape);
-    memset(&raw, 0, sizeof raw);
-    fsdp_status status = fsdpi_plan_by_calls(p, k, &raw);
-    if (!status) status = fsdpi_plan_tape_make(p, k, NULL, &raw, NULL, &tape);
+    fsdp_status status = fsdpi_plan_tape_make(p, k, NULL, NULL, &tape);
     if (!status) status = fsdpi_plan_place(p, &tape, l, 0);
     plain.tape = tape;
     if (!status) status = fsdpi_plan_list(p, &plain, &tape, l);
     fsdpi_plan_tape_free(p, &tape);
-    fsdpi_plan_tape_free(p, &raw);
     return status;
 }
 
@@ -370,7 +437,9 @@ FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by
 }
 
 FSDP_API void fsdp_plan_destroy(fsdp_plan *plan) {
-    if (!plan || fsdp_detach(plan->model, &plan->extension)) return;
+    if (!plan) return;
+    (void)fsdpi_plan_part(plan);
+    if (fsdp_detach(plan->model, &plan->extension)) return;
     fsdpi_plan_drop_all(plan);
     if (!plan->num_strays) (void)fsdp_detach(plan->model, &plan->memory); // else with the model
 }
@@ -391,17 +460,17 @@ FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
         plan->kind = NULL;
         return FSDP_OK;
     }
-    if (plan->open && plan->mode == FSDP_PLAN_REPLAYING) plan->left++;
+    fsdp_status status = fsdpi_plan_part(plan);
     plan->mode = FSDP_PLAN_PAUSED;
     plan->next = NULL;
     snprintf(plan->why, sizeof plan->why, "%s", "paused by fsdp_plan_pause");
-    return FSDP_OK;
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
     if (!plan)
         return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E980] plan_forget: plan is NULL");
-    if (plan->open && plan->mode == FSDP_PLAN_REPLAYING) plan->left++;
+    fsdp_status status = fsdpi_plan_part(plan);
     plan->forgotten = 1; // units may hold slots of the arena until the step's end
     plan->kind = NULL;
     plan->next = NULL;
@@ -409,7 +478,7 @@ FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
     if (plan->mode != FSDP_PLAN_PAUSED)
         plan->mode = plan->open ? FSDP_PLAN_BY_CALLS : FSDP_PLAN_RECORDING;
     snprintf(plan->why, sizeof plan->why, "%s", "plans were dropped by fsdp_plan_forget");
-    return FSDP_OK;
+    return status;
 }
 
 // Parameters of units whose slots are held when backward begins; units gathered at a time.
@@ -426,12 +495,10 @@ static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_kind *k,
         now += t->ops[i].kind == FSDP_OP_ACQUIRE ? 1 : -1;
         if (now > out->most_open) out->most_open = now;
     }
-    fsdp_param_view v = FSDP_ZERO;
-    while (fsdp_next_param(p->model, &v))
-        for (int i = 0; i < t->num_uses; i++)
-            if (t->uses[i].pool == FSDP_POOL_GATHER && p->units[t->uses[i].unit] == v.unit &&
-                t->uses[i].from < backward && t->uses[i].to >= backward)
-                out->crossing++;
+    for (int i = 0; i < t->num_uses; i++)
+        if (t->uses[i].pool == FSDP_POOL_GATHER && t->uses[i].from < backward &&
+            t->uses[i].to >= backward)
+            out->crossing += p->params[t->uses[i].unit];
 }
 
 FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp_plan_report *out) {

@@ -123,7 +123,7 @@ static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_kind *k,
         fsdpi_plan_derive_choice(&f, &l->choice);
         fsdpi_plan_count_ops(&by_calls, l, 0);
         int decides = l->choice.num_acts > 0;
-        status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, &by_calls, NULL, &k->tape);
+        status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, &k->tape);
         if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY)
             status = fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
                                "[E993] plan_load: a decision is not possible where the text has it: "

@@ -71,6 +71,7 @@ static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_kind *k, int lasting) 
 static void fsdpi_plan_kind_free(fsdp_plan *p, fsdpi_plan_kind *k) {
     if (!k) return;
     (void)fsdp_wait_stream(p->model, -1); // records under way read its lists
+    if (p->last == k) p->last = NULL;
     fsdpi_plan_bufs_free(p, k, 1);
     fsdpi_plan_tape_free(p, &k->tape);
     fsdpi_plan_listing_end(p->model, &k->listing);
@@ -167,8 +168,7 @@ static int64_t fsdpi_plan_pool_bytes(const fsdp_plan *p) {
 
 // The kind's program as it will be done: k->tape. bufs NULL: without memory.
 static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
-                                        const fsdpi_plan_choice *choice,
-                                        const fsdpi_plan_tape *by_calls, fsdp_buf *const *bufs,
+                                        const fsdpi_plan_choice *choice, fsdp_buf *const *bufs,
                                         fsdpi_plan_tape *out) {
     fsdpi_plan_tape raw;
     fsdpi_plan_show show;
@@ -181,7 +181,7 @@ static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
     show.choice = choice;
     show.bufs = bufs;
     fsdp_status status = fsdpi_plan_rehearse(&show);
-    if (!status) status = fsdpi_plan_arrange(&show, by_calls, out);
+    if (!status) status = fsdpi_plan_arrange(&show, out);
     fsdpi_plan_show_end(&show);
     fsdpi_plan_tape_free(p, &raw);
     return status;
@@ -211,8 +211,7 @@ static fsdp_status fsdpi_plan_too_large(fsdp_plan *p, const fsdpi_plan_kind *k, 
 
 // Decisions, a tape without memory, places.
 static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
-                                  const fsdpi_plan_tape *by_calls, uint32_t passes, int64_t most,
-                                  int *worst) {
+                                  uint32_t passes, int64_t most, int *worst) {
     fsdpi_plan_listing *l = &k->listing;
     int decides = (passes & ~(1u << FSDP_PASS_ARENA)) != 0;
     fsdpi_plan_choice_end(p, &l->choice);
@@ -220,14 +219,14 @@ static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
     fsdp_status status = decides ? fsdpi_plan_decide(p, f, passes, most, &l->choice, worst)
                                  : FSDP_OK;
     if (!status)
-        status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, by_calls, NULL, &k->tape);
+        status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, &k->tape);
     return status ? status : fsdpi_plan_place(p, &k->tape, l, passes);
 }
 
 /* What fits: all passes, with fewer units kept from try to try; else without those that take
    memory; else the calls as they are. */
 static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
-                                  const fsdpi_plan_tape *by_calls, int64_t most) {
+                                  int64_t most) {
     const uint32_t keep = 1u << FSDP_PASS_KEEP, arena = 1u << FSDP_PASS_ARENA;
     const uint32_t all = fsdpi_plan_passes(p), sets[3] = {all, all & (keep | arena), all & arena};
     const fsdpi_plan_listing *l = &k->listing;
@@ -235,7 +234,7 @@ static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
     for (int i = 0; i < 3; i++) {
         int64_t budget = most;
         for (int tries = 0; tries < 8 && budget >= 0; tries++) {
-            fsdp_status status = fsdpi_plan_try(p, k, f, by_calls, sets[i], budget, &worst);
+            fsdp_status status = fsdpi_plan_try(p, k, f, sets[i], budget, &worst);
             if (status || l->bytes <= most) return status;
             if (!(sets[i] & keep)) break;
             budget -= l->bytes - most;
@@ -247,10 +246,9 @@ static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
 // Buffers for the places of a kind, and its tape with them.
 static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
     fsdpi_plan_listing *l = &k->listing;
-    fsdpi_plan_tape old = k->tape, by_calls;
+    fsdpi_plan_tape old = k->tape;
     fsdp_buf **bufs = NULL;
     fsdp_status status = fsdpi_plan_strays_room(p, l->num_slots);
-    memset(&by_calls, 0, sizeof by_calls);
     if (!k->bufs && !status)
         status = fsdpi_plan_alloc(p->model, (size_t)(l->num_slots + 1) * sizeof *k->bufs,
                                   (void **)&k->bufs);
@@ -271,11 +269,9 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
         status = fsdpi_plan_alloc(p->model, (size_t)(old.num_uses + 1) * sizeof *bufs,
                                   (void **)&bufs);
     for (int i = 0; i < old.num_uses && !status; i++) bufs[i] = k->bufs[old.uses[i].slot];
-    if (!status) status = fsdpi_plan_by_calls(p, k, &by_calls);
     memset(&k->tape, 0, sizeof k->tape);
     if (!status)
-        status = fsdpi_plan_tape_make(p, k, l->choice.managed ? &l->choice : NULL, &by_calls, bufs,
-                                      &k->tape);
+        status = fsdpi_plan_tape_make(p, k, l->choice.managed ? &l->choice : NULL, bufs, &k->tape);
     if (!status && (k->tape.num_uses != old.num_uses || k->tape.num_ops != old.num_ops))
         status = fsdp_fail(p->world, FSDP_ERR_INTERNAL,
                            "[E972] plan: the rehearsal with slots has %d records and %d uses of "
@@ -286,7 +282,6 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
         memcpy(k->tape.pairs, old.pairs, (size_t)old.num_ops * sizeof *old.pairs);
     }
     fsdpi_plan_tape_free(p, &old);
-    fsdpi_plan_tape_free(p, &by_calls);
     fsdpi_plan_free(p->model, bufs);
     return status;
 }
@@ -439,7 +434,7 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
     if (!status) {
         fsdpi_plan_find_base(&f, &by_calls);
         fsdpi_plan_count_ops(&by_calls, &k->listing, 0);
-        status = fsdpi_plan_fit(p, k, &f, &by_calls, most);
+        status = fsdpi_plan_fit(p, k, &f, most);
     }
     if (!status) status = fsdpi_plan_finish_listing(p, k, &by_calls, &f);
     fsdp_plan_proof proof;

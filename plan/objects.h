@@ -231,6 +231,7 @@ struct fsdp_plan {
     fsdp_plan_cost cost;
     const fsdp_mesh *mesh;
     fsdp_unit **units;
+    int32_t *params;            // [num_units] how many each has
     int32_t num_units;
     size_t unit_bytes;          // of a unit's state
     int32_t mode;               // fsdp_plan_mode
@@ -244,6 +245,7 @@ struct fsdp_plan {
     uint64_t settings;          // at the begin of the step
     uint64_t steps, replayed, left, recorded;
     fsdpi_plan_kind *kind;      // that is replayed
+    fsdpi_plan_kind *last;      // that had the arena last; NULL: nothing of it is under way
     fsdpi_plan_kind **kinds;
     int32_t num_kinds, cap_kinds;
     fsdpi_plan_call *calls;     // that are recorded

@@ -39,6 +39,7 @@ typedef struct fsdpi_plan_prover {
     fsdpi_plan_clock now[FSDP_STREAM_COUNT];
     fsdpi_plan_region *slots, *shards, *grads; // [slots], [units], [units]
     fsdpi_plan_mark blocks[2];                 // ready: of the shards, of their gradients
+    fsdpi_plan_mark *older;                    // [units] of the slot that a unit brings along
     int32_t *version, *gathered;               // [units] of shards; slot that holds its parameters
     int32_t *collects;                         // [units] gathers from other ranks
     int64_t held_bytes, arena;
@@ -241,6 +242,8 @@ static void fsdpi_plan_see_release(fsdpi_plan_prover *v, const fsdpi_plan_line *
 }
 
 static void fsdpi_plan_see_wrote(fsdpi_plan_prover *v, const fsdpi_plan_member *m) {
+    if (m->dst == FSDPI_PLAN_OTHER && m->unit >= 0)
+        fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->older[m->unit]);
     if (m->dst < 0) return;
     fsdpi_plan_access(v, m->unit, m->dst, FSDP_STREAM_COMPUTE, -1, 1);
     fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->slots[m->dst].ready);
@@ -280,6 +283,9 @@ static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line)
     v->now[actor].at[actor]++;
     fsdpi_plan_derive(v, actor, m->src, m->dst); // the others have records of their own for it
     if (m->dst >= 0) v->slots[m->dst].avail.is_set = 0;
+    for (int i = 0; i < line->num_members; i++)
+        if (m[i].src == FSDPI_PLAN_OTHER && m[i].unit >= 0)
+            fsdpi_plan_join_clock(v, actor, &v->older[m[i].unit]);
     for (int i = 0; i < line->num_members; i++) {
         int src = m[i].src, dst = m[i].dst, uses = line->kind == FSDP_OP_USE;
         for (int k = 0; k < 2; k++)
@@ -420,6 +426,8 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.version);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.gathered);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.collects);
+    if (!status)
+        status = fsdpi_plan_alloc(m, (size_t)l->num_units * sizeof *v.older, (void **)&v.older);
     for (int u = 0; u < l->num_units && !status; u++) v.gathered[u] = -1;
     for (int i = 0; i < l->num_lines && !status; i++)
         for (int k = 0; k < l->lines[i].num_members && l->lines[i].kind == FSDP_OP_ALL_GATHER; k++)
@@ -439,5 +447,6 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     fsdpi_plan_free(m, v.version);
     fsdpi_plan_free(m, v.gathered);
     fsdpi_plan_free(m, v.collects);
+    fsdpi_plan_free(m, v.older);
     return status;
 }

@@ -104,7 +104,6 @@ typedef struct fsdpi_plan_show {
     int64_t next;  // where the next buffer without memory lies
     char *last;    // [units] their states behind the call before
     int32_t *acts; // [num_acts][2] where the records of each act begin and end
-    int32_t *tail; // [units][2] likewise: those of finalize that reduce what waits
 } fsdpi_plan_show;
 
 // The use that has a buffer now: the last one that took it.
@@ -184,6 +183,10 @@ static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_show *s, int call, int *at, int
         s->acts[2 * *at] = s->tape->num_ops;
         if (act->what == FSDPI_PLAN_GATHER) status = fsdp_unshard(s->plan->units[act->unit]);
         if (act->what == FSDPI_PLAN_FREE) status = fsdp_reshard(s->plan->units[act->unit]);
+        if (act->what == FSDPI_PLAN_REDUCE) {
+            status = fsdp_set_requires_gradient_sync(s->plan->model, s->plan->units[act->unit], 1);
+            if (!status) status = fsdp_unit_reduce(s->plan->units[act->unit]);
+        }
         s->acts[2 * *at + 1] = s->tape->num_ops;
     }
     return status;
@@ -202,32 +205,6 @@ static fsdp_status fsdpi_plan_manage(fsdpi_plan_show *s) {
         status = fsdp_set_reshard_after_forward(p->model, u, FSDP_RESHARD_NEVER);
         if (!status) status = fsdp_set_reshard_after_backward(p->model, u, 0);
         if (!status) status = fsdp_set_unshard_in_backward(p->model, u, 0);
-    }
-    return status;
-}
-
-// The end of a step shows how gradients that wait are reduced: unit by unit.
-static fsdp_status fsdpi_plan_show_tail(fsdpi_plan_show *s) {
-    fsdp_plan *p = s->plan;
-    const fsdpi_plan_tape *t = s->tape;
-    int begin = t->num_ops, waiting = 0;
-    fsdp_status status = FSDP_OK;
-    for (int i = 0; i < p->num_units && !status; i++) {
-        s->tail[2 * i] = s->tail[2 * i + 1] = 0;
-        if (!s->choice->waits[i]) continue;
-        waiting++;
-        status = fsdp_set_requires_gradient_sync(p->model, p->units[i], 1);
-    }
-    if (!status && waiting) status = fsdp_finalize_backward(p->model);
-    for (int i = 0; i < p->num_units && waiting; i++) {
-        int from = begin;
-        if (!s->choice->waits[i]) continue;
-        while (from < t->num_ops && t->ops[from].unit != p->units[i]) from++;
-        while (from < t->num_ops && t->ops[from].kind == FSDP_OP_USE) from++; // of the caller
-        int to = from;
-        while (to < t->num_ops && t->ops[to].unit == p->units[i]) to++;
-        s->tail[2 * i] = from;
-        s->tail[2 * i + 1] = to;
     }
     return status;
 }
@@ -267,7 +244,6 @@ static fsdp_status fsdpi_plan_play(void *user) {
     }
     t->ops_at[k->num_calls - 1] = t->ops_at[k->num_calls] = t->num_ops;
     t->states_at[k->num_calls - 1] = t->states_at[k->num_calls] = t->num_states;
-    if (!status && !s->status && s->choice) status = fsdpi_plan_show_tail(s);
     s->quiet = 1; // what is held at the end is not held in truth
     for (int i = 0; i < t->num_uses && !status; i++) {
         fsdp_op op;
@@ -294,7 +270,7 @@ static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*ru
     s->quiet = 0;
     s->own = -1;
     s->last = NULL;
-    s->acts = s->tail = NULL;
+    s->acts = NULL;
     fsdp_status status = fsdpi_plan_tape_new(p, s->tape, s->kind->num_calls);
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,
@@ -302,9 +278,6 @@ static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*ru
     if (!status)
         status = fsdpi_plan_alloc(p->model, 2 * (size_t)num_acts * sizeof *s->acts,
                                   (void **)&s->acts);
-    if (!status)
-        status = fsdpi_plan_alloc(p->model, 2 * (size_t)p->num_units * sizeof *s->tail,
-                                  (void **)&s->tail);
     if (!status) status = fsdp_rehearse(p->model, &e, run, s);
     for (int i = 0; i < s->tape->num_uses && !s->bufs; i++)
         fsdp_buf_destroy(p->model, s->tape->bufs[i]);
@@ -318,5 +291,4 @@ static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
 static void fsdpi_plan_show_end(fsdpi_plan_show *s) {
     fsdpi_plan_free(s->plan->model, s->last);
     fsdpi_plan_free(s->plan->model, s->acts);
-    fsdpi_plan_free(s->plan->model, s->tail);
 }

@@ -219,6 +219,10 @@ static void fsdpi_plan_call_words(const fsdpi_plan_listing *l, int call, char *b
     }
     while (act < l->choice.num_acts && l->choice.acts[act].call < call) act++;
     fsdpi_plan_put_call(&o, l, call, &act, &line, FSDP_PLAN_TEXT_DECISIONS);
+    for (int i = 0; i < 2; i++) { // without "call N "
+        const char *blank = strchr(buf, ' ');
+        if (blank) memmove(buf, blank + 1, strlen(blank));
+    }
     for (char *at = buf; *at; at++)
         if (*at == '\n') *at = at[1] ? ';' : 0;
 }

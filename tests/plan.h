@@ -66,6 +66,7 @@ typedef struct plan_bed { /* one rank */
     int step;
     int keeps_grads; /* steps do not call fsdp_zero_grad */
     int is_partial;  /* steps may end without gradients */
+    int frozen_now;  /* parameter 0 of unit 1 is frozen now */
     int64_t numel[PLAN_UNITS][PLAN_PARAMS];
 } plan_bed;
 
@@ -265,7 +266,8 @@ H_FN void plan_look(plan_bed *b, int unit, int call_index, int backward) {
         if (data) plan_read(b, data, bytes);
         if (data) lab_fold(&b->hash, data, (size_t)bytes);
         void *grad = backward ? fsdp_grad(b->unit[unit], i) : NULL;
-        CHECK(!backward || (grad == NULL) == (n->frozen == i + 1 || n->frozen_unit == unit + 1));
+        CHECK(!backward || (grad == NULL) == (n->frozen == i + 1 || n->frozen_unit == unit + 1 ||
+                                              (b->frozen_now && unit == 1 && i == 0)));
         if (grad) plan_write(b, grad, bytes);
         for (int64_t k = 0; grad && k < numel; k++) {
             uint64_t h = lab_hash((uint64_t)fsdp_rank(b->w), (uint64_t)b->step,
