@@ -78,9 +78,29 @@ static void fsdpi_plan_best_fit(fsdpi_plan_places *pl) {
     for (int i = 0; i < pl->num; i++) pl->pieces[i].offset = pl->kept[i];
 }
 
-/* As the pools would have them: each size its own slots, the least recently released one first.
-   deep: two from the begin on, where one is filled while the other is in use. */
-static void fsdpi_plan_pool_fit(const fsdpi_plan_tape *t, fsdpi_plan_places *pl, int deep) {
+/* Do the pools have two slots of this size from the begin on, since one is filled while the other is
+   in use? Those of parameters, if several units have that size; of gradients and sums, if a
+   collective reads them. */
+static int fsdpi_plan_is_deep(const fsdp_plan *p, const fsdpi_plan_tape *t,
+                              const fsdpi_plan_use *use) {
+    int units = 0;
+    if (use->pool == FSDP_POOL_GATHER)
+        for (int u = 0; u < p->num_units; u++)
+            units += fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GATHER) == use->bytes;
+    if (use->pool != FSDP_POOL_GRAD && use->pool != FSDP_POOL_ROUT) return units > 1;
+    for (int i = 0; i < t->num_ops; i++) {
+        const fsdpi_plan_use *src = t->pairs[i].src < 0 ? NULL : &t->uses[t->pairs[i].src];
+        if (src && src->pool == use->pool && src->bytes == use->bytes &&
+            fsdpi_plan_is_collective(t->ops[i].kind))
+            return 1;
+    }
+    return 0;
+}
+
+// As the pools would have them: each size its own slots, the least recently released one first.
+static void fsdpi_plan_pool_fit(const fsdp_plan *p, const fsdpi_plan_tape *t,
+                                fsdpi_plan_places *pl) {
+    int several = p->mode_of_world != FSDPI_PLAN_INLINE;
     int num = 0; // slots; order[n]: the last piece in slot n
     pl->bytes = 0;
     for (int i = 0; i < pl->num; i++) {
@@ -96,7 +116,8 @@ static void fsdpi_plan_pool_fit(const fsdpi_plan_tape *t, fsdpi_plan_places *pl,
                 (best < 0 || other->to < pl->pieces[pl->order[best]].to))
                 best = n;
         }
-        if (best < 0 || slots < (deep ? 2 : 1)) {
+        if (best < 0 ||
+            (several && slots < 2 && fsdpi_plan_is_deep(p, t, &t->uses[piece->head]))) {
             best = num++;
             piece->offset = pl->bytes;
             pl->bytes += piece->bytes;
@@ -171,7 +192,7 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
             fsdpi_plan_best_fit(&pl);
             arena = pl.bytes;
         }
-        fsdpi_plan_pool_fit(t, &pl, !inlined);
+        fsdpi_plan_pool_fit(p, t, &pl);
         if (arena < pl.bytes - pl.bytes / 20) fsdpi_plan_best_fit(&pl);
     }
     for (int i = 0; i < pl.num && !status; i++) {
