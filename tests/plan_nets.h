@@ -35,19 +35,19 @@ typedef struct nets_net {
     size_t saved; /* bytes of what forward leaves to backward */
     double (*forward)(nets_bed *b);
     void (*backward)(nets_bed *b);
-    int64_t sizes[5];             /* MLP: of layers' inputs and of the output */
-    int layers, per_unit, batch;  /* MLP */
-    int relu_last;                /* MLP */
-    int twice;                    /* each visit opens and closes its unit twice */
-    int positive;                 /* parameters mostly are: relus stay alive */
-    int whole;                    /* nested: one backward pair for each unit, around all visits */
-    int recompute, dropout;       /* transformer */
-    fsdp_dtype dtype, reduce;     /* of gathered parameters, of reductions */
+    int64_t sizes[5];            /* MLP: of layers' inputs and of the output */
+    int layers, per_unit, batch; /* MLP */
+    int relu_last;               /* MLP */
+    int twice;                   /* each visit opens and closes its unit twice */
+    int positive;                /* parameters mostly are: relus stay alive */
+    int whole;                   /* nested: one backward pair for each unit, around all visits */
+    int recompute, dropout;      /* transformer */
+    fsdp_dtype dtype, reduce;    /* of gathered parameters, of reductions */
 } nets_net;
 
 typedef struct nets_result {
     double loss[NETS_ITERS];
-    uint64_t seen[NETS_ITERS];   /* of what forwards and backwards read */
+    uint64_t seen[NETS_ITERS]; /* of what forwards and backwards read */
     uint64_t grads[NETS_ITERS], shards[NETS_ITERS];
     uint64_t states[NETS_ITERS]; /* of training states before and behind each hook */
     uint64_t draws[NETS_ITERS];  /* of the caller's random numbers */
@@ -159,9 +159,8 @@ H_FN uint64_t nets_read(nets_bed *b, int u) {
 H_FN void nets_check_places(nets_bed *b, int u) {
     const size_t size = fsdp_dtype_size(nets_dtype(b->net));
     int last = -1;
-    for (int n = 0; (n = lab_next_op(&b->log, n, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER,
-                                     b->unit[u])) >= 0;
-         n++)
+    for (int n = 0;
+         (n = lab_next_op(&b->log, n, FSDP_OP_ALL_GATHER, FSDP_LABEL_GATHER, b->unit[u])) >= 0; n++)
         last = n;
     for (int i = 0; i < b->net->unit[u].num_params; i++) {
         const char *data = (const char *)fsdp_data(b->unit[u], i);
@@ -654,9 +653,9 @@ H_FN nets_net nets_transformer(int trains, int recompute) {
     static const int64_t root[4][2] = {
         {NETS_VOCAB, NETS_DIM}, {NETS_SEQ, NETS_DIM}, {NETS_DIM, 0}, {NETS_DIM, 0}};
     static const int64_t layer[12][2] = {
-        {NETS_DIM, NETS_DIM}, {NETS_DIM, NETS_DIM}, {NETS_DIM, NETS_DIM},  {NETS_DIM, NETS_DIM},
-        {NETS_DIM, 0},        {NETS_DIM, 0},        {NETS_DIM, 0},         {NETS_DIM, 0},
-        {NETS_WIDE, NETS_DIM}, {NETS_WIDE, 0},      {NETS_DIM, NETS_WIDE}, {NETS_DIM, 0}};
+        {NETS_DIM, NETS_DIM},  {NETS_DIM, NETS_DIM}, {NETS_DIM, NETS_DIM},  {NETS_DIM, NETS_DIM},
+        {NETS_DIM, 0},         {NETS_DIM, 0},        {NETS_DIM, 0},         {NETS_DIM, 0},
+        {NETS_WIDE, NETS_DIM}, {NETS_WIDE, 0},       {NETS_DIM, NETS_WIDE}, {NETS_DIM, 0}};
     nets_net n;
     memset(&n, 0, sizeof n);
     n.name = "transformer";
@@ -835,8 +834,9 @@ H_FN void nets_on_rank(lab_rank *r) {
 /* Losses, gradients, shards, what units held and which states they had: equal to the bit. */
 H_FN void nets_compare(const nets_result *a, const nets_result *b, int iters) {
     for (int it = 0; it < iters; it++) {
-        CHECK_MSG(lab_same(a->loss[it], b->loss[it]), "iteration %d: loss %.17g, by calls %.17g; %s",
-                  it, b->loss[it], a->loss[it], b->why);
+        CHECK_MSG(lab_same(a->loss[it], b->loss[it]),
+                  "iteration %d: loss %.17g, by calls %.17g; %s", it, b->loss[it], a->loss[it],
+                  b->why);
         CHECK_MSG(a->seen[it] == b->seen[it], "iteration %d: other parameters; %s", it, b->why);
         CHECK_MSG(a->grads[it] == b->grads[it], "iteration %d: other gradients; %s", it, b->why);
         CHECK_MSG(a->shards[it] == b->shards[it], "iteration %d: other shards; %s", it, b->why);
@@ -846,7 +846,7 @@ H_FN void nets_compare(const nets_result *a, const nets_result *b, int iters) {
 }
 /* One warm-up, one recorded step, and all others from the tape. */
 H_FN void nets_check_life(const nets_result *b, int iters) {
-    CHECK_EQ_INT(b->count, 1);
+    CHECK_MSG(b->count == 1, "%d plans: %s", b->count, b->why);
     CHECK_EQ_INT(b->mode[0], FSDP_PLAN_WARM_UP);
     CHECK_EQ_INT(b->mode[1], FSDP_PLAN_RECORDING);
     for (int it = 2; it < iters; it++) {
@@ -907,7 +907,8 @@ H_FN int nets_lines(const char *text, int from, int to, const char *begin, const
 /* "acquire" or "release" of gathered slots in calls [from, to), times the parameters of the unit. */
 H_FN int nets_slots(const nets_job *j, int from, int to, const char *what) {
     int call = -1, count = 0, gathered[256] = {0};
-    for (const char *line = j->text; line && *line; line = strchr(line, '\n'), line += line != NULL) {
+    for (const char *line = j->text; line && *line;
+         line = strchr(line, '\n'), line += line != NULL) {
         char word[16], name[64], pool[16];
         int slot;
         if (sscanf(line, "slot %d %15s", &slot, pool) == 2 && slot < 256)
