@@ -27,11 +27,20 @@ static void fsdpi_plan_states_now(const fsdp_plan *p, char *out) {
 }
 
 // A kind is dropped: the least recently used one, or one that steps leave again and again.
+// With its slots go the kinds that may begin with them.
 static void fsdpi_plan_drop(fsdp_plan *p, int index) {
-    if (p->kind == p->kinds[index]) p->kind = NULL;
-    fsdpi_plan_kind_free(p, p->kinds[index]);
-    for (int i = index; i + 1 < p->num_kinds; i++) p->kinds[i] = p->kinds[i + 1];
-    p->num_kinds--;
+    fsdpi_plan_kind *gone = p->kinds[index];
+    int lasting = fsdpi_plan_lasting(&gone->listing) > 0, kept = 0;
+    for (int i = 0; i < p->num_kinds; i++) {
+        fsdpi_plan_kind *k = p->kinds[i];
+        if (k != gone && !(lasting && k->begins_held)) {
+            p->kinds[kept++] = k;
+            continue;
+        }
+        if (p->kind == k) p->kind = NULL;
+        fsdpi_plan_kind_free(p, k);
+    }
+    p->num_kinds = kept;
 }
 
 static void fsdpi_plan_drop_all(fsdp_plan *p) {
@@ -59,6 +68,9 @@ static void fsdpi_plan_begin(fsdp_plan *p) {
             memcmp(p->kinds[i]->begin, p->begin, (size_t)p->num_units * p->unit_bytes) == 0)
             p->kind = p->kinds[i];
     p->mode = p->kind ? FSDP_PLAN_REPLAYING : FSDP_PLAN_RECORDING;
+    p->begins_held = 0;
+    for (int i = 0; i < p->num_units && !p->kind; i++)
+        p->begins_held |= fsdpi_plan_holds(p->units[i]);
     if (p->num_kinds && !p->kind)
         snprintf(p->why, sizeof p->why, "%s",
                  "another kind of step: options, or what units hold, are not those of a plan");
@@ -118,11 +130,16 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p) {
         memcpy(k->calls, p->calls, calls);
         k->settings = p->settings;
         k->num_calls = p->num_calls;
+        k->begins_held = p->begins_held;
     }
     while (p->num_kinds >= p->desc.most_kinds) {
         int oldest = 0;
         for (int i = 1; i < p->num_kinds; i++)
             if (p->kinds[i]->used_at < p->kinds[oldest]->used_at) oldest = i;
+        if (k && k->begins_held && fsdpi_plan_lasting(&p->kinds[oldest]->listing)) {
+            fsdpi_plan_kind_free(p, k); // it may begin with slots that would go
+            return FSDP_OK;
+        }
         fsdpi_plan_drop(p, oldest);
     }
     status = fsdpi_plan_make(p, status ? NULL : k);

@@ -190,10 +190,13 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
     return status;
 }
 
-// Memory for all kinds: the arena is as large as the largest needs it.
+// Memory for all kinds: the arena is as large as the largest needs it. Slots of the pools stay if a
+// kind begins with some of them.
 static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
     int64_t bytes = k->listing.bytes - fsdpi_plan_lasting(&k->listing);
-    fsdp_status status = fsdp_pools_trim(p->model);
+    int held = k->begins_held;
+    for (int i = 0; i < p->num_kinds; i++) held |= p->kinds[i]->begins_held;
+    fsdp_status status = held ? FSDP_OK : fsdp_pools_trim(p->model);
     if (status) return status;
     if (bytes > fsdp_buf_nbytes(p->arena)) {
         for (int i = 0; i < p->num_kinds; i++) fsdpi_plan_bufs_free(p, p->kinds[i], 0);

@@ -202,6 +202,7 @@ typedef struct fsdpi_plan_kind {
     fsdpi_plan_call *calls;
     int32_t num_calls;
     int32_t left;               // how often in a row a step has left it
+    int32_t begins_held;        // units hold slots when it begins: their addresses are in `begin`
     uint64_t replayed;
     fsdpi_plan_listing listing;
     fsdpi_plan_tape tape;
@@ -233,6 +234,7 @@ struct fsdp_plan {
     fsdpi_plan_call *calls;     // that are recorded
     int32_t num_calls, cap_calls;
     char *begin;                // [num_units] states at the begin of the step
+    int32_t begins_held;        // units hold slots there
     fsdp_buf *arena;
     int32_t pool;               // of the arena
     char why[FSDPI_PLAN_TEXT];
