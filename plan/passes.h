@@ -303,11 +303,18 @@ static fsdp_status fsdpi_plan_act_add(fsdp_plan *p, fsdpi_plan_choice *c, int ca
     return status;
 }
 
-// Gathers, in order: each behind the own work of the call that needs the one `ahead` before it.
+// A unit is gathered once at a time, so that no more than all others can be under way.
+static int fsdpi_plan_most_ahead(const fsdpi_plan_facts *f, int ahead) {
+    return ahead < f->num_units ? ahead : f->num_units - 1;
+}
+
+// Gathers, in order: each behind the own work of the call that needs the one `ahead` before it, or
+// the first one.
 static fsdp_status fsdpi_plan_pass_ahead(fsdp_plan *p, const fsdpi_plan_facts *f, int ahead,
                                          fsdpi_plan_choice *c) {
     int32_t *gather = f->order, num = 0, last = 0; // spans of the last `ahead` + 1 gathers
     fsdp_status status = FSDP_OK;
+    ahead = fsdpi_plan_most_ahead(f, ahead);
     for (int i = 0; i < f->num_item_spans && !status; i++) {
         const fsdpi_plan_span *span = &f->item_spans[i];
         int issued = span->begin, freed = -1, is_kept = 0, why = FSDPI_PLAN_WHY_DEMAND;
@@ -318,8 +325,9 @@ static fsdp_status fsdpi_plan_pass_ahead(fsdp_plan *p, const fsdpi_plan_facts *f
             }
         if (is_kept) continue;
         gather[num % f->num_units] = i;
-        if (ahead > 0 && num >= ahead && ahead < f->num_units)
-            issued = f->item_spans[gather[(num - ahead) % f->num_units]].begin;
+        if (ahead > 0 && num > 0)
+            issued =
+                f->item_spans[gather[num < ahead ? 0 : (num - ahead) % f->num_units]].begin;
         if (issued < freed) issued = freed;
         if (issued < last) issued = last;
         if (issued > span->begin) issued = span->begin;
@@ -465,7 +473,7 @@ static fsdp_status fsdpi_plan_decide(fsdp_plan *p, fsdpi_plan_facts *f, uint32_t
     status = fsdpi_plan_item_spans(p, f);
     for (int i = 0; i < f->num_items; i++)
         if (f->item_bytes[i] > largest) largest = f->item_bytes[i];
-    fsdpi_plan_pass_keep(f, passes, most - ahead * largest, worst);
+    fsdpi_plan_pass_keep(f, passes, most - fsdpi_plan_most_ahead(f, ahead) * largest, worst);
     if (!status) status = fsdpi_plan_pass_ahead(p, f, ahead, c);
     if (!status) status = fsdpi_plan_free_acts(p, f, c);
     if (!status && passes & 1u << FSDP_PASS_ONCE) status = fsdpi_plan_pass_once(p, f, c);

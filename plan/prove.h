@@ -42,6 +42,7 @@ typedef struct fsdpi_plan_prover {
     fsdpi_plan_mark *older;                    // [units] of the slot that a unit brings along
     int32_t *version, *gathered;               // [units] of shards; slot that holds its parameters
     int32_t *collects;                         // [units] gathers from other ranks
+    int32_t *empty;                            // [units] has no elements: nothing is gathered
     int64_t held_bytes, arena;
     int32_t call, line, walk;
 } fsdpi_plan_prover;
@@ -221,7 +222,10 @@ static void fsdpi_plan_see_acquire(fsdpi_plan_prover *v, const fsdpi_plan_member
     if (v->held_bytes > l->bytes)
         fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "slots need more bytes than the plan has, with", -1,
                          m->dst);
-    if (slot->pool == FSDP_POOL_GATHER && m->unit >= 0) v->gathered[m->unit] = m->dst;
+    if (slot->pool != FSDP_POOL_GATHER || m->unit < 0) return;
+    v->gathered[m->unit] = m->dst;
+    r->full = v->empty[m->unit] ? 2 : 0;
+    r->version = v->version[m->unit];
 }
 
 static void fsdpi_plan_see_release(fsdpi_plan_prover *v, const fsdpi_plan_line *line,
@@ -426,6 +430,7 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.version);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.gathered);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.collects);
+    if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.empty);
     if (!status)
         status = fsdpi_plan_alloc(m, (size_t)l->num_units * sizeof *v.older, (void **)&v.older);
     for (int u = 0; u < l->num_units && !status; u++) v.gathered[u] = -1;
@@ -433,6 +438,10 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
         for (int k = 0; k < l->lines[i].num_members && l->lines[i].kind == FSDP_OP_ALL_GATHER; k++)
             if (l->members[l->lines[i].members + k].unit >= 0)
                 v.collects[l->members[l->lines[i].members + k].unit] = 1;
+    for (int u = 0; u < l->num_units && !status; u++) v.empty[u] = !v.collects[u];
+    for (int i = 0; i < l->num_lines && !status; i++)
+        if (l->lines[i].label == FSDP_LABEL_COPY_IN && l->members[l->lines[i].members].unit >= 0)
+            v.empty[l->members[l->lines[i].members].unit] = 0;
     for (v.walk = 0; v.walk < 3 && !status && !out->refuted && !lasts; v.walk++)
         fsdpi_plan_walk(&v, &lasts);
     if (!status && !out->refuted) fsdpi_plan_check_counts(&v);
@@ -447,6 +456,7 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     fsdpi_plan_free(m, v.version);
     fsdpi_plan_free(m, v.gathered);
     fsdpi_plan_free(m, v.collects);
+    fsdpi_plan_free(m, v.empty);
     fsdpi_plan_free(m, v.older);
     return status;
 }
