@@ -1764,7 +1764,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_norm(fsdp_model *model, double *n
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 
 /* Setters. Those with a unit (NULL: every unit) need it IDLE or POST_BACKWARD; the others any time.
-   fsdp_set_grad_enabled           0: a forward is evaluation, and no backward follows it
+   fsdp_set_grad_enabled           0: a forward is evaluation, and no backward follows it.
+                                   fsdp_is_grad_enabled tells
    fsdp_set_is_last_backward       0: another backward follows, maybe over the same forward:
                                    finalize keeps the record of forwards and gathers under way
    fsdp_set_requires_gradient_sync 0: post_backward does not reduce; the rank keeps its gradients
@@ -1785,6 +1786,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
    Collective  no, but every rank has to do the same      Blocks no      Allocates no
    Source      torch: FSDPModule methods of the same names, torch.set_grad_enabled */
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled);
+FSDP_API int fsdp_is_grad_enabled(const fsdp_model *model);
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last);
 FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync);
 FSDP_API fsdp_status fsdp_set_requires_all_reduce(fsdp_model *model, fsdp_unit *unit, int required);
@@ -2008,7 +2010,7 @@ typedef struct fsdp_op {
     int32_t root;             // BROADCAST: place of the root. CALL: index of the parameter, or -1
     int32_t group_size;       // collectives: number of ranks
     uint16_t comm_number;     // number of comm in the order of creation; 1: the world's; 0: none
-    uint8_t num_waits, reserved; // of wait
+    uint8_t num_waits, custom; // of wait; 1: a function of fsdp_set_custom_... runs it
     double scale;             // factor of the (summed) input, in the arithmetic's type; 1: none
     double norm_type;         // NORM, and clip: p; INFINITY: the maximum
     const double *clip;       // COPY: NULL, or what NORM has found, in device memory. Then `scale`
@@ -2178,7 +2180,7 @@ typedef struct fsdp_extension {
     // A call of a step begins, from pre_forward to finalize_backward, or model_reset (for both of
     // the model unit is NULL); the transition table is not asked yet. Return non-zero if you have
     // done the call's work: then *status (FSDP_OK before) is its result, and the library calls no
-    // further extension.
+    // further extension. If you make calls of a step in it, they go to the extensions behind you.
     int (*call)(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status);
     // A record is about to run. You get a copy and may change it; kind, seq, stream, src and dst
     // stay, since its waits depend on them. Return non-zero to take the record: it does not run,
@@ -2247,6 +2249,13 @@ FSDP_API void fsdp_op_init(fsdp_op *op, const fsdp_model *model, const fsdp_unit
    Allocates   the first record on FSDP_STREAM_EXTENSION: with lanes a worker thread */
 FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op);
 
+/* fsdp_emit_again - emit records as they were shown to an extension, or have been emitted: they are
+   not checked, and step and what fsdp_agree was given are the model's now
+   ops         [count], the caller's; must stay as they are until they have run (see `list`)
+   Result      FSDP_OK; INVALID_ARG (NULL); as fsdp_emit
+   Collective, Blocks  as fsdp_emit      Allocates no */
+FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count);
+
 /* fsdp_call_begin - begin a call of your extension, before its records: check that the call is
    possible now, and show a HOOK marker
    call        FSDP_CALL_EXTENSION, or the public call whose rules yours follows
@@ -2297,26 +2306,33 @@ FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf);
 FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf);
 FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
 
-/* fsdp_model_snapshot - save what a step changes: states of units, marks of use, numbers and events
-   of records and slots, counters; not the contents of buffers. A rehearsal is a snapshot, the calls
-   of a step with an extension that takes every record and gives every slot, and a restore
-   fsdp_unit_snapshot  - save one unit: its states, the state of its gradients, its slots. Equal
+/* fsdp_rehearse - make calls of a step that do nothing: an extension sees their records, none runs,
+   and afterwards the model is as before
+   extension   the only one that is asked meanwhile, attached or not. `op` sees the records, whatever
+               it returns. `buffer` has to give every slot, also one in use: fsdp_buf_part makes
+               some without memory
+   run         makes the calls, hooks or fsdp_unshard and the like, and may restore units to earlier
+               states. Setters of options that it calls are undone; prefetch lists it can only take
+               away (count 0)
+   Result      FSDP_OK; what run returned; INVALID_ARG, OUT_OF_MEMORY, errors of commit
+   Collective  as fsdp_model_commit at the first use, then no      Blocks for operations under way
+   Allocates   temporary tables */
+FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *extension,
+                                   fsdp_status (*run)(void *user), void *user);
+
+/* fsdp_unit_snapshot - save one unit: its states, the state of its gradients, its slots. Equal
    states with the same slots have equal bytes
    buf         room for cap bytes, or NULL; untouched if cap is too small
-   Result      bytes of the whole; 0 for NULL, and for a model that is not committed
+   Result      bytes of the whole; 0 for NULL
    Collective  no      Blocks no      Allocates no */
-FSDP_API size_t fsdp_model_snapshot(const fsdp_model *model, void *buf, size_t cap);
 FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap);
 
-/* fsdp_model_restore - restore what fsdp_model_snapshot saved
-   fsdp_unit_restore  - put a unit into an earlier state; it holds that state's slots. Before, your
-               extension must have emitted the records that lead there. A state of backward begins
-               the model's backward, as the call would
-   Result      FSDP_OK; INVALID_ARG (wrong size: since the snapshot the layout or the number of
-               slots changed); if the world is aborted, its status
-   Collective  no, but every rank has to do the same
-   Blocks      model: for operations under way; unit: no      Allocates no */
-FSDP_API fsdp_status fsdp_model_restore(fsdp_model *model, const void *buf, size_t nbytes);
+/* fsdp_unit_restore - put a unit into an earlier state, whose slots it then holds. In the same call
+   your extension has to emit the records that lead there. A state of backward begins the model's
+   backward, as the call would; a state in which gradients have just been reduced marks the
+   parameters whose gradients were written as reduced
+   Result      FSDP_OK; INVALID_ARG (another unit's, or the layout has changed since)
+   Collective  no, but every rank has to do the same      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes);
 
 /* fsdp_unit_flag_use - update the flags of use, which travel with a unit's reduction. Call it
@@ -2358,11 +2374,16 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world);
 
+// How records run: at once, in worker threads, or on a device's streams.
+enum { FSDP_RUN_INLINE = 0, FSDP_RUN_LANES, FSDP_RUN_STREAMS };
+
 /* fsdp_model_world    - the world of a model; NULL for NULL
-   fsdp_model_settings - how often options of the model or its units have changed. If the number
-                         has changed, your earlier decisions may be wrong
+   fsdp_model_run      - how the model's records run: FSDP_RUN_*
+   fsdp_model_settings - the options of the model and its units as a number (a hook: whether there
+                         is one): if it is the same as before, they are
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
+FSDP_API int fsdp_model_run(const fsdp_model *model);
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model);
 
 /* fsdp_agree - give bytes that have to be equal on all ranks, for example a learning rate. Ranks
@@ -2888,7 +2909,11 @@ static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int adds) {
 
 #define FSDPI_TEXT 1024
 
-enum { FSDPI_INLINE, FSDPI_LANES, FSDPI_NATIVE }; // ops run at once, in threads, on the device
+enum { // ops run at once, in threads, on the device: FSDP_RUN_*
+    FSDPI_INLINE = FSDP_RUN_INLINE,
+    FSDPI_LANES = FSDP_RUN_LANES,
+    FSDPI_NATIVE = FSDP_RUN_STREAMS
+};
 
 typedef struct fsdpi_lane fsdpi_lane;
 typedef struct fsdpi_subgroup fsdpi_subgroup;
@@ -3198,7 +3223,7 @@ typedef struct fsdpi_names {
 } fsdpi_names;
 
 // What extensions of a model listen to: bits of fsdp_model.watch.
-enum { FSDPI_CALLS = 1, FSDPI_OPS = 2, FSDPI_SLOTS = 4, FSDPI_TIMES = 8 };
+enum { FSDPI_CALLS = 1, FSDPI_OPS = 2, FSDPI_SLOTS = 4, FSDPI_TIMES = 8, FSDPI_RECORDS = 10 };
 
 struct fsdp_model {
     fsdp_world *world;
@@ -3236,11 +3261,12 @@ struct fsdp_model {
     size_t undefined_bytes;
     fsdp_block *norm_blocks;  // [num_params] of the norm, [num_params] of what clip scales
     fsdpi_attached *attached; // extensions, in the order in which they are asked
+    const fsdpi_attached *asked; // whose function `call` is at work, or NULL
     uint8_t watch;            // FSDPI_CALLS, ...: what any of them listens to
     fsdpi_names labels, pools;
-    uint64_t settings; // changes of options so far
-    uint64_t trims;    // calls of fsdp_pools_trim so far
+    uint64_t settings; // options, as a number: see fsdpi_setting
     int asking;        // calls of functions of extensions that have not returned
+    int rehearsing;    // no record runs, and every slot is the extension's
     int32_t num_bufs;  // numbers given to buffers so far
     fsdp_counters counters;
     int64_t host_bytes;
@@ -3722,13 +3748,18 @@ static fsdp_status fsdpi_env_log_level(fsdp_world *w, int *out) {
 
 // If fsdp_model.watch is 0, nothing of this is called. fsdp_attach itself is in means.h.
 
-// Has an extension answered a call? *status is the result then.
+/* Has an extension answered a call? *status is the result then. A call that an extension makes
+   itself when it is asked goes to those behind it. */
 static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
                                          fsdp_status *status) {
+    const fsdpi_attached *asker = m->asked;
     int answered = 0;
     m->asking++;
-    for (const fsdpi_attached *a = m->attached; a && !answered; a = a->next)
+    for (const fsdpi_attached *a = asker ? asker->next : m->attached; a && !answered; a = a->next) {
+        m->asked = a;
         answered = a->e.call && a->e.call(a->e.user, m, u, call, status);
+    }
+    m->asked = asker;
     m->asking--;
     return answered;
 }
@@ -3741,6 +3772,7 @@ static int fsdpi_taken(fsdp_model *m, fsdp_op *op) {
     m->asking++;
     for (const fsdpi_attached *a = m->attached; a && !taken; a = a->next)
         taken = a->e.op && a->e.op(a->e.user, m, op);
+    taken |= m->rehearsing;
     m->asking--;
     op->kind = was.kind;
     op->stream = was.stream;
@@ -8413,6 +8445,8 @@ static FSDPI_NOINLINE const fsdp_op *fsdpi_watched(fsdp_model *m, const fsdp_op 
     *seen = *op;
     seen->comm_number = (uint16_t)fsdpi_comm_number(m->world, op->comm, &size);
     seen->timed = works && (m->watch & FSDPI_TIMES);
+    void *user;
+    seen->custom = op->comm && op->unit && fsdpi_custom_comm(op, &user);
     return fsdpi_taken(m, seen) || op->kind >= FSDP_OP_HOOK ? NULL : seen;
 }
 
@@ -8424,11 +8458,12 @@ static fsdp_status fsdpi_emit(fsdp_model *m, fsdp_op *op) {
     op->seq = ++m->seq;
     m->counters.calls[op->kind]++;
     m->counters.bytes[op->kind] += op->bytes;
-    if (w->mode == FSDPI_INLINE && !m->watch) return fsdpi_execute(w, op, NULL); // no order to keep
+    int watched = m->watch & FSDPI_RECORDS;
+    if (w->mode == FSDPI_INLINE && !watched) return fsdpi_execute(w, op, NULL); // no order to keep
     if (w->mode != FSDPI_INLINE) fsdpi_derive_waits(op);
     if (op->dst) op->dst->avail.seq = 0;
     fsdp_op seen;
-    const fsdp_op *runs = m->watch ? fsdpi_watched(m, op, &seen) : op;
+    const fsdp_op *runs = watched ? fsdpi_watched(m, op, &seen) : op;
     if (runs) status = fsdpi_issue(w, runs);
     if (!status && op->dst) status = fsdpi_mark(w, op->stream, &op->dst->ready);
     return status;
@@ -8527,10 +8562,10 @@ static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t 
     fsdp_model *m = u->model;
     fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
     *out = buf;
-    if (!buf || (!buf->held && buf->bytes >= bytes)) return FSDP_OK;
+    if (buf ? (!buf->held || m->rehearsing) && buf->bytes >= bytes : !m->rehearsing) return FSDP_OK;
     return fsdpi_bad(
         m->world, "[E915] an extension gave '%s' a slot of %llu bytes%s for %s, expected %llu free",
-        u->desc.name, (unsigned long long)buf->bytes, buf->held ? " in use" : "",
+        u->desc.name, (unsigned long long)(buf ? buf->bytes : 0), buf && buf->held ? " in use" : "",
         fsdp_pool_name(pool), (unsigned long long)bytes);
 }
 
@@ -8557,7 +8592,7 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     fsdp_model *m = u->model;
     fsdp_buf *buf = *slot;
     if (!buf) return FSDP_OK;
-    fsdp_status status = FSDP_ASSERT(m->world, buf->held);
+    fsdp_status status = FSDP_ASSERT(m->world, buf->held || m->rehearsing);
     if (!status && m->desc.debug)
         status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
                                  (int64_t)buf->bytes, 0xFF);
@@ -11132,6 +11167,21 @@ FSDP_API fsdp_status fsdp_model_counters(const fsdp_model *model, fsdp_counters 
 /* ==== core/options.h ========================================================================
    setters */
 
+enum { // what has been set, beside offsets in fsdpi_options
+    FSDPI_SET_ENABLED = 1 << 16,
+    FSDPI_SET_LAST,
+    FSDPI_SET_HOOKS,
+    FSDPI_SET_TRAINS = 1 << 20, // + index of the parameter
+    FSDPI_SET_DTYPE = 1 << 24
+};
+
+/* fsdp_model.settings is a sum over all options that differ from those at creation, so that it does
+   not depend on the way that led there. unit: -1 for the model. */
+static void fsdpi_setting(fsdp_model *m, int unit, size_t field, uint64_t was, uint64_t is) {
+    uint64_t place = fsdpi_hash((uint64_t)(unit + 1), field);
+    m->settings += fsdpi_hash(place, is) - fsdpi_hash(place, was);
+}
+
 // A setter for one unit or all (NULL): which ones; none may be between pre and post.
 static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int *first, int *end) {
     if (!m) return fsdpi_null(NULL, what, "model");
@@ -11149,14 +11199,16 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
 
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
     if (!model) return fsdpi_null(NULL, "set_grad_enabled", "model");
-    model->settings += model->grad_enabled != (enabled != 0);
+    fsdpi_setting(model, -1, FSDPI_SET_ENABLED, (uint64_t)model->grad_enabled, enabled != 0);
     model->grad_enabled = enabled != 0;
     return fsdpi_failed(model->world);
 }
 
+FSDP_API int fsdp_is_grad_enabled(const fsdp_model *model) { return model && model->grad_enabled; }
+
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
     if (!model) return fsdpi_null(NULL, "set_is_last_backward", "model");
-    model->settings += model->is_last_backward != (is_last != 0);
+    fsdpi_setting(model, -1, FSDPI_SET_LAST, (uint64_t)model->is_last_backward, is_last != 0);
     model->is_last_backward = is_last != 0;
     return fsdpi_failed(model->world);
 }
@@ -11167,7 +11219,7 @@ static fsdp_status fsdpi_set_option(fsdp_model *m, fsdp_unit *u, const char *wha
     fsdp_status status = fsdpi_set(m, u, what, &i, &end);
     for (; !status && i < end; i++) {
         uint8_t *option = (uint8_t *)&m->units[i]->options + field;
-        m->settings += *option != (value != 0);
+        fsdpi_setting(m, i, field, *option, value != 0);
         *option = value != 0;
         fsdpi_unit_route(m->units[i]);
     }
@@ -11209,8 +11261,10 @@ FSDP_API fsdp_status fsdp_set_reshard_after_forward(fsdp_model *model, fsdp_unit
                          "FSDP_RESHARD_ALWAYS or FSDP_RESHARD_NEVER (an int: in fsdp_unit_desc)",
                          mode);
     for (; !status && i < end; i++) {
-        model->settings += model->units[i]->options.reshard_after_forward != mode;
-        model->units[i]->options.reshard_after_forward = mode;
+        int *option = &model->units[i]->options.reshard_after_forward;
+        fsdpi_setting(model, i, offsetof(fsdpi_options, reshard_after_forward), (uint64_t)*option,
+                      (uint64_t)mode);
+        *option = mode;
     }
     return status;
 }
@@ -11224,13 +11278,23 @@ FSDP_API fsdp_status fsdp_set_gradient_divide_factor(fsdp_model *model, fsdp_uni
             model->world,
             "[E163] set_gradient_divide_factor: factor is %g, expected finite and >= 0", factor);
     for (; !status && i < end; i++) {
-        model->settings += model->units[i]->options.divide_factor != factor;
+        uint64_t was, is;
+        memcpy(&was, &model->units[i]->options.divide_factor, sizeof was);
+        memcpy(&is, &factor, sizeof is);
+        fsdpi_setting(model, i, offsetof(fsdpi_options, divide_factor), was, is);
         model->units[i]->options.divide_factor = factor;
         fsdpi_unit_route(model->units[i]);
     }
     return status;
 }
 
+static uint64_t fsdpi_list_hash(const int32_t *list, int count) {
+    uint64_t h = (uint64_t)count;
+    for (int i = 0; i < count; i++) h = fsdpi_hash(h, (uint64_t)list[i]);
+    return h;
+}
+
+// An empty list leaves the old one's memory where it is: a rehearsal brings it back.
 static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *const *targets,
                                       int count, const char *what) {
     int first, end;
@@ -11241,13 +11305,19 @@ static fsdp_status fsdpi_set_prefetch(fsdp_unit *u, int backward, fsdp_unit *con
         if (!targets || !targets[i] || targets[i]->model != m)
             return fsdpi_bad(m->world, "[E164] %s: target %d is not a unit of this model", what, i);
     if (count < 0) return fsdpi_bad(m->world, "[E165] %s: count is %d, expected >= 0", what, count);
-    int32_t *list = (int32_t *)fsdpi_model_alloc(m, (size_t)(count + 1) * sizeof *list);
-    if (!list) return fsdpi_no_memory(m->world, what, "", (size_t)(count + 1) * sizeof *list);
+    if (count && m->rehearsing)
+        return fsdpi_bad(m->world, "[E173] %s: a rehearsal can only take lists away: count is %d",
+                         what, count);
+    int32_t **at = &u->options.prefetch[backward];
+    int32_t *num = &u->options.num_prefetch[backward];
+    int32_t *list = count ? (int32_t *)fsdpi_model_alloc(m, (size_t)count * sizeof *list) : NULL;
+    if (count && !list) return fsdpi_no_memory(m->world, what, "", (size_t)count * sizeof *list);
     for (int i = 0; i < count; i++) list[i] = targets[i]->desc.index;
-    fsdpi_model_free(m, u->options.prefetch[backward]);
-    u->options.prefetch[backward] = list;
-    u->options.num_prefetch[backward] = count;
-    m->settings++;
+    fsdpi_setting(m, u->desc.index, offsetof(fsdpi_options, prefetch) + (size_t)backward,
+                  fsdpi_list_hash(*at, *num), fsdpi_list_hash(list, count));
+    if (count) fsdpi_model_free(m, *at);
+    if (count) *at = list;
+    *num = count;
     return FSDP_OK;
 }
 
@@ -11289,7 +11359,8 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);
     if (status) return status;
-    m->settings++;
+    fsdpi_setting(m, unit->desc.index, FSDPI_SET_TRAINS + (size_t)index,
+                  (uint64_t)p->requires_grad, requires_grad != 0);
     p->requires_grad = requires_grad != 0;
     status = fsdpi_unit_arrange(unit);
     if (status) p->requires_grad = !p->requires_grad;
@@ -11312,29 +11383,33 @@ FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
                                  "dtype: give the dtype in fsdp_param_desc",
                                  what, model->units[i]->params[k].name, model->units[i]->desc.name);
     if (!status && model->committed) status = fsdpi_unsettle(model);
-    if (!status) model->settings++;
     for (int i = 0; i < model->num_units && !status; i++) {
         fsdp_unit *u = model->units[i];
         for (int k = 0; k < u->desc.num_params; k++)
-            if (fsdp_dtype_is_float(u->params[k].dtype)) u->params[k].dtype = dtype;
+            if (fsdp_dtype_is_float(u->params[k].dtype)) {
+                fsdpi_setting(model, i, FSDPI_SET_DTYPE + (size_t)k, (uint64_t)u->params[k].dtype,
+                              (uint64_t)dtype);
+                u->params[k].dtype = dtype;
+            }
         status = fsdpi_unit_arrange(u);
     }
     return status;
 }
 
-// Hooks may be read by records under way.
-static fsdp_status fsdpi_set_hook(fsdp_unit *u, const char *what) {
+// Hooks may be read by records under way. had, has: whether there is one.
+static fsdp_status fsdpi_set_hook(fsdp_unit *u, const char *what, size_t which, int had, int has) {
     int first, end;
     fsdp_status status = fsdpi_set(u ? u->model : NULL, u, what, &first, &end);
     if (status) return status;
-    u->model->settings++;
+    fsdpi_setting(u->model, u->desc.index, FSDPI_SET_HOOKS + which, (uint64_t)had, (uint64_t)has);
     fsdpi_drain(u->model->world);
     return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_set_all_reduce_hook(fsdp_unit *unit, fsdp_all_reduce_hook hook,
                                               void *user) {
-    fsdp_status status = fsdpi_set_hook(unit, "set_all_reduce_hook");
+    fsdp_status status = fsdpi_set_hook(unit, "set_all_reduce_hook", 3,
+                                        unit && unit->options.all_reduce_hook, hook != NULL);
     if (status) return status;
     unit->options.all_reduce_hook = hook;
     unit->options.all_reduce_user = user;
@@ -11345,7 +11420,9 @@ FSDP_API fsdp_status fsdp_set_all_reduce_hook(fsdp_unit *unit, fsdp_all_reduce_h
 FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, fsdp_grad_hook hook,
                                                    void *user) {
     fsdp_status status = fsdpi_param_call(unit, index, FSDP_CALL_SET);
-    if (!status) status = fsdpi_set_hook(unit, "set_post_accumulate_hook");
+    if (!status)
+        status = fsdpi_set_hook(unit, "set_post_accumulate_hook", 4 + (size_t)index,
+                                unit->params[index].grad_hook != NULL, hook != NULL);
     if (status) return status;
     unit->model->grad_hooks |= hook != NULL;
     unit->params[index].grad_hook = hook;
@@ -11355,7 +11432,8 @@ FSDP_API fsdp_status fsdp_set_post_accumulate_hook(fsdp_unit *unit, int index, f
 
 static fsdp_status fsdpi_set_custom(fsdp_unit *u, const char *what, int which,
                                     fsdp_custom_comm hook, void *user) {
-    fsdp_status status = fsdpi_set_hook(u, what);
+    fsdp_status status = fsdpi_set_hook(u, what, (size_t)which, u && u->options.custom[which],
+                                        hook != NULL);
     if (status) return status;
     u->options.custom[which] = hook;
     u->options.custom_user[which] = user;
@@ -11726,6 +11804,20 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     return fsdpi_emit(model, op);
 }
 
+FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count) {
+    if (!model || (count > 0 && !ops)) return fsdpi_null_of(model, "emit_again", "model or ops");
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < count && !status; i++) {
+        fsdp_op *op = &ops[i];
+        op->step = model->step;
+        op->given = model->given;
+        if (op->kind < FSDP_OP_HOOK) status = fsdpi_emit(model, op);
+        else status = fsdpi_do_marker(model, op);
+        if (!status && op->kind >= FSDP_OP_HOOK) status = fsdpi_show(model, op);
+    }
+    return status;
+}
+
 FSDP_API fsdp_status fsdp_call_begin(fsdp_model *model, int call, const char *what) {
     if (!model) return fsdpi_null(NULL, what ? what : "call_begin", "model");
     fsdp_status status = fsdpi_commit(model);
@@ -11802,7 +11894,6 @@ FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
     fsdp_status status = fsdpi_failed(model->world);
     if (status) return status;
     fsdpi_drain(model->world);
-    model->trims++;
     for (int i = 0; i < model->num_classes; i++) {
         fsdpi_class *c = &model->classes[i];
         int kept = 0;
@@ -11924,6 +12015,8 @@ FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nby
     return fsdpi_failed(model->world);
 }
 
+FSDP_API int fsdp_model_run(const fsdp_model *model) { return model ? model->world->mode : 0; }
+
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model) {
     return model ? model->settings : 0;
 }
@@ -11936,10 +12029,10 @@ FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
 }
 
 /* ==== core/snapshot.h =======================================================================
-   what a step changes, saved and brought back */
+   what a step changes, saved and brought back: rehearsals, states of units */
 
-// Owns: the list of what a step changes. One walk measures, saves and restores, so that the three
-// cannot differ. Gathered parameters, gradients and shards themselves are not in it.
+// Owns: the list of what a step changes, and options. One walk measures, saves and restores, so that
+// the three cannot differ. Gathered parameters, gradients and shards themselves are not in it.
 
 enum { FSDPI_SAVE, FSDPI_LOAD };
 
@@ -11968,6 +12061,8 @@ static void fsdpi_walk_buf(fsdpi_walk *w, fsdp_buf *buf) {
 
 static void fsdpi_walk_unit(fsdpi_walk *w, fsdp_unit *u) {
     fsdpi_walk_bytes(w, &u->state, sizeof u->state);
+    fsdpi_walk_bytes(w, &u->options, sizeof u->options);
+    fsdpi_walk_bytes(w, u->route, sizeof u->route);
     fsdpi_walk_bytes(w, &u->usage.value, sizeof u->usage.value);
     fsdpi_walk_bytes(w, &u->usage.in_flight, sizeof u->usage.in_flight);
     fsdpi_walk_bytes(w, &u->usage.counted, sizeof u->usage.counted);
@@ -11986,6 +12081,9 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
     fsdpi_walk_bytes(w, &m->ahead_bytes, sizeof m->ahead_bytes);
     fsdpi_walk_bytes(w, &m->num_order, sizeof m->num_order);
     fsdpi_walk_bytes(w, m->order, (size_t)m->num_order * sizeof *m->order); // it does not shrink
+    fsdpi_walk_bytes(w, &m->settings, sizeof m->settings);
+    fsdpi_walk_bytes(w, &m->grad_enabled, sizeof m->grad_enabled);
+    fsdpi_walk_bytes(w, &m->is_last_backward, sizeof m->is_last_backward);
     fsdpi_walk_bytes(w, &m->hook_status, sizeof m->hook_status);
     fsdpi_walk_bytes(w, m->hook_error, sizeof m->hook_error);
     fsdpi_walk_bytes(w, &m->norm_type, sizeof m->norm_type);
@@ -12000,60 +12098,75 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
     fsdpi_walk_buf(w, m->scalar);
 }
 
-// What a snapshot was taken of: slots may be others since.
-typedef struct fsdpi_taken_of {
-    const void *owner; // model or unit
-    uint64_t layout, trims, size;
-    int64_t slots;
-} fsdpi_taken_of;
-
-static fsdpi_taken_of fsdpi_taken_now(const fsdp_model *m, const void *owner, size_t size) {
-    fsdpi_taken_of now = {owner, m->layout, m->trims, size, 0};
-    for (int i = 0; i < m->num_classes; i++) now.slots += m->classes[i].count;
-    return now;
-}
-
-// Is it of this model or unit, as that is now?
-static fsdp_status fsdpi_taken_check(fsdp_model *m, const void *owner, const void *buf,
-                                     size_t nbytes, const char *what) {
-    fsdpi_taken_of then, now = fsdpi_taken_now(m, owner, nbytes);
-    int good = nbytes >= sizeof then;
-    if (good) memcpy(&then, buf, sizeof then);
-    if (good && memcmp(&then, &now, sizeof now) == 0) return FSDP_OK;
-    return fsdpi_bad(m->world,
-                     "[E916] %s: the snapshot of %llu bytes is of another model or unit, or slots "
-                     "were made or freed since: take it again",
-                     what, (unsigned long long)nbytes);
-}
-
-FSDP_API size_t fsdp_model_snapshot(const fsdp_model *model, void *buf, size_t cap) {
-    size_t head = sizeof(fsdpi_taken_of);
-    fsdpi_walk w = {(char *)buf, buf ? cap : 0, head, FSDPI_SAVE};
-    if (!model || !model->committed) return 0;
-    fsdpi_walk_model(&w, (fsdp_model *)(uintptr_t)model); // which saving does not change
-    fsdpi_taken_of now = fsdpi_taken_now(model, model, w.used);
-    if (w.cap >= head) memcpy(buf, &now, head);
+static size_t fsdpi_model_save(fsdp_model *m, char *buf, size_t cap) {
+    fsdpi_walk w = {buf, cap, 0, FSDPI_SAVE};
+    fsdpi_walk_model(&w, m);
     return w.used;
 }
 
-FSDP_API fsdp_status fsdp_model_restore(fsdp_model *model, const void *buf, size_t nbytes) {
-    if (!model || !buf) return fsdpi_null_of(model, "model_restore", "model or buf");
-    fsdp_status status = fsdpi_taken_check(model, model, buf, nbytes, "model_restore");
-    if (status) return status;
-    fsdpi_walk w = {(char *)(uintptr_t)buf, nbytes, sizeof(fsdpi_taken_of), FSDPI_LOAD};
-    fsdpi_drain(model->world); // flags of use may still be read
-    fsdpi_walk_model(&w, model);
-    return fsdpi_failed(model->world);
+static void fsdpi_model_load(fsdp_model *m, char *buf, size_t size) {
+    fsdpi_walk w = {buf, size, 0, FSDPI_LOAD};
+    fsdpi_drain(m->world); // flags of use may still be read
+    fsdpi_walk_model(&w, m);
 }
 
+// While `run` is at work, the model has one extension, and no record runs.
+FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *extension,
+                                   fsdp_status (*run)(void *user), void *user) {
+    if (!model || !extension || !run)
+        return fsdpi_null_of(model, "rehearse", "model, extension or run");
+    fsdpi_attached only, *others = model->attached;
+    const fsdpi_attached *asked = model->asked;
+    only.next = NULL;
+    fsdp_status status = fsdpi_commit(model);
+    if (!status)
+        status = fsdp_desc_read(model->world, &only.e, extension, sizeof only.e, "fsdp_extension");
+    if (!status) status = fsdpi_check_units(model, FSDP_CALL_PARAMS_CHANGED, "rehearse");
+    if (status) return status;
+    size_t size = fsdpi_model_save(model, NULL, 0);
+    char *saved = (char *)fsdpi_model_alloc(model, size);
+    if (!saved) return fsdpi_no_memory(model->world, "rehearse", "", size);
+    (void)fsdpi_model_save(model, saved, size);
+    model->attached = &only;
+    model->asked = NULL;
+    model->rehearsing = 1;
+    fsdpi_watch(model);
+    status = run(user);
+    fsdpi_model_load(model, saved, size);
+    model->attached = others;
+    model->asked = asked;
+    model->rehearsing = 0;
+    fsdpi_watch(model);
+    fsdpi_model_free(model, saved);
+    return status ? status : fsdpi_failed(model->world);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Owns: saved states of units.
+
+// What stands before it: what it was taken of.
+typedef struct fsdpi_unit_head {
+    const fsdp_unit *unit;
+    uint64_t layout;
+} fsdpi_unit_head;
+
+typedef struct fsdpi_unit_saved {
+    fsdpi_unit_head head;
+    fsdpi_state state;
+    uint64_t counted; // of usage; 64 bits, so that no byte is padding
+} fsdpi_unit_saved;
+
 FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap) {
-    size_t head = sizeof(fsdpi_taken_of), size = head + sizeof unit->state;
+    fsdpi_unit_saved now;
     if (!unit) return 0;
-    if (!buf || cap < size) return size;
-    fsdpi_taken_of now = fsdpi_taken_now(unit->model, unit, size);
-    memcpy(buf, &now, head);
-    memcpy((char *)buf + head, &unit->state, sizeof unit->state);
-    return size;
+    if (!buf || cap < sizeof now) return sizeof now;
+    memset(&now, 0, sizeof now);
+    now.head.unit = unit;
+    now.head.layout = unit->model->layout;
+    memcpy(&now.state, &unit->state, sizeof now.state);
+    now.counted = unit->usage.counted;
+    memcpy(buf, &now, sizeof now);
+    return sizeof now;
 }
 
 // Bytes of the slot of a unit that was gathered ahead: they count towards prefetch_bytes.
@@ -12066,16 +12179,24 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
         return fsdpi_null_of(unit ? unit->model : NULL, "unit_restore", "unit or buf");
     fsdp_model *m = unit->model;
     fsdpi_state *s = &unit->state;
-    fsdp_status status = fsdpi_taken_check(m, unit, buf, nbytes, "unit_restore");
-    if (status) return status;
+    fsdpi_unit_saved then;
+    if (nbytes == sizeof then) memcpy(&then, buf, sizeof then);
+    if (nbytes != sizeof then || then.head.unit != unit || then.head.layout != m->layout)
+        return fsdpi_bad(m->world,
+                         "[E916] unit_restore: the snapshot of %llu bytes is of another unit than "
+                         "'%s', or the layout has changed since: take it again",
+                         (unsigned long long)nbytes, unit->desc.name);
     m->ahead_bytes -= fsdpi_ahead_bytes(s);
-    memcpy(s, (const char *)buf + sizeof(fsdpi_taken_of), sizeof *s);
+    memcpy(s, &then.state, sizeof *s);
     m->ahead_bytes += fsdpi_ahead_bytes(s);
     s->last_order = -1; // the record of forwards is another one
     if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
         m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
         if (s->slot[pool]) s->slot[pool]->held = 1;
+    if (!then.counted) return FSDP_OK;
+    unit->usage.counted = 1;
+    if (fsdpi_ranks(unit) == 1) fsdpi_usage_own(unit);
     return FSDP_OK;
 }
 
