@@ -358,10 +358,11 @@ bench: $(BENCHES) ## build the benchmarks and run each
 bench-gloo: ## the same over Gloo, and beside PyTorch where it is installed
 	@test -n "$(HAVE_GLOO)" || { echo "skipped: no Gloo (make deps)"; exit 1; }
 	@$(MAKE) -s --no-print-directory BUILD=$(BUILD)/gloo GLOO=yes \
-	    $(BUILD)/gloo/bench/bench_comm $(BUILD)/gloo/bench/bench_step $(BUILD)/gloo/bench/bench_replicate
+	    $(addprefix $(BUILD)/gloo/bench/,bench_comm bench_plan bench_replicate bench_step)
 	FSDP_BUILD=$(BUILD)/gloo $(BUILD)/gloo/bench/bench_comm
 	FSDP_BUILD=$(BUILD)/gloo FSDP_BACKEND=gloo $(BUILD)/gloo/bench/bench_step
 	FSDP_BUILD=$(BUILD)/gloo FSDP_BACKEND=gloo $(BUILD)/gloo/bench/bench_replicate
+	FSDP_BUILD=$(BUILD)/gloo FSDP_BACKEND=gloo $(BUILD)/gloo/bench/bench_plan --steps
 	@$(PYTHON) -c 'import torch' 2>/dev/null || { echo "skipped: $(PYTHON) has no torch"; exit 0; }; \
 	set -e; export FSDP_BUILD=$(BUILD)/gloo FSDP_BACKEND=gloo; \
 	$(PYTHON) bench/compare_torch.py --bench $(BUILD)/gloo/bench/bench_comm; \
