@@ -136,7 +136,7 @@ COMPILE   = $(CC) $(STD) $(WARN) $(CWARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(SA
             -MF $@.d -o $@
 BUILD_ONE = $(COMPILE) $< $(filter %/library.o,$^) $(LDFLAGS) -pthread $(LDLIBS) -lm
 
-.PHONY: all tests examples single errors gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test \
+.PHONY: all tests examples single errors plan-svg gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test \
         gpu-bench quick test nightly torchrun golden check check-san shared deps install uninstall format clean help quiet-deps
 all: examples tests $(FSDPRUN) ## examples, tests and tools
 tests: $(TESTS) $(PROBES)
@@ -147,6 +147,9 @@ single: ## single_include/*.h, the one header to drop into a program, and extens
 	tools/amalgamate.py --of fsdp_plan.h -o single_include/fsdp_plan.h
 errors: ## docs/errors.md, the table of error texts
 	tools/errors -o docs/errors.md
+plan-svg: $(BUILD)/examples/07_plan ## docs/plan.svg, the picture of a plan
+	env -u FSDP_LANES -u FSDP_BACKEND $(BUILD)/examples/07_plan $(BUILD)/plan.txt
+	tools/plan_svg -o docs/plan.svg $(BUILD)/plan.txt
 shared: $(SHARED) ## build/libfsdp.so, for bindings of other languages
 
 $(BUILD)/fsdp_gloo.o: backends/fsdp_gloo.cc backends/fsdp_gloo_shim.h Makefile | $(BUILD)
