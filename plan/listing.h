@@ -172,7 +172,7 @@ static uint64_t fsdpi_plan_model_hash(const fsdp_plan *p) {
 
 static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const fsdpi_plan_tape *t,
                                    fsdpi_plan_listing *l) {
-    fsdp_mesh_info info;
+    fsdp_mesh_info info = FSDP_ZERO;
     int group = 0;
     fsdp_status status = fsdp_model_mesh_info(p->model, &info);
     l->model = fsdpi_plan_model_hash(p);

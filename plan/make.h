@@ -14,7 +14,7 @@ static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
 // Why steps go by calls; the log has it, too.
 static void fsdpi_plan_refuse(fsdp_plan *p, const char *text) {
     p->mode = FSDP_PLAN_REFUSED;
-    snprintf(p->why, sizeof p->why, "%s", text);
+    snprintf(p->why, sizeof p->why, "%.*s", (int)sizeof p->why - 1, text);
 }
 
 // A slot that a unit still holds goes with the model.

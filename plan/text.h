@@ -78,6 +78,13 @@ static void fsdpi_plan_put_place(fsdpi_plan_out *o, int place) {
     else fsdpi_plan_put(o, " slot %d", place);
 }
 
+// Of the words, %d stands for the call that they speak of.
+static void fsdpi_plan_put_reason(fsdpi_plan_out *o, const fsdpi_plan_act *act) {
+    const char *words = fsdpi_plan_reasons[act->why], *call = strstr(words, "%d");
+    fsdpi_plan_put_bytes(o, words, call ? (size_t)(call - words) : strlen(words));
+    if (call) fsdpi_plan_put(o, "%d%s", act->at, call + 2);
+}
+
 // Acts of a call that are joined stand in one line; returns the next one.
 static int fsdpi_plan_put_act(fsdpi_plan_out *o, const fsdpi_plan_listing *l, int i) {
     const fsdpi_plan_act *acts = l->choice.acts, *first = &acts[i];
@@ -87,7 +94,7 @@ static int fsdpi_plan_put_act(fsdpi_plan_out *o, const fsdpi_plan_listing *l, in
     while (first->group >= 0 && i < l->choice.num_acts && acts[i].call == first->call &&
            acts[i].what == first->what && acts[i].group == first->group);
     fsdpi_plan_put(o, " why ");
-    fsdpi_plan_put(o, fsdpi_plan_reasons[first->why], first->at);
+    fsdpi_plan_put_reason(o, first);
     fsdpi_plan_put(o, "\n");
     return i;
 }
