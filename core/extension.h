@@ -160,9 +160,9 @@ FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
 
 /* fsdp_rehearse - make calls of a step that do nothing: an extension sees their records, none runs,
    and afterwards the model is as before
-   extension   the only one that is asked meanwhile, attached or not. `op` sees the records, whatever
-               it returns. `buffer` has to give every slot, also one in use: fsdp_buf_part makes
-               some without memory
+   extension   the only one that is asked meanwhile, attached or not. `op` sees the records,
+               whatever it returns. `buffer` has to give every slot, also one in use: fsdp_buf_part
+               makes some without memory
    run         makes the calls, hooks or fsdp_unshard and the like, and may restore units to earlier
                states. Setters of options that it calls are undone; prefetch lists it can only take
                away (count 0)

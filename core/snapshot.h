@@ -2,8 +2,8 @@
 
    A part of fsdp.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
-// Owns: the list of what a step changes, and options. One walk measures, saves and restores, so that
-// the three cannot differ. Gathered parameters, gradients and shards themselves are not in it.
+// Owns: the list of what a step changes, and options. One walk measures, saves and restores, so
+// that the three cannot differ. Gathered parameters, gradients and shards themselves are not in it.
 
 enum { FSDPI_SAVE, FSDPI_LOAD };
 

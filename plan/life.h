@@ -361,8 +361,8 @@ static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_kind *k,
 FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp_plan_report *out) {
     if (!plan || !out || index < 0 || index >= plan->num_kinds)
         return fsdp_fail(plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "[E981] plan_report_get: plan or out is NULL, or index %d is not below the "
-                         "number of plans, which is %d",
+                         "[E981] plan_report_get: plan or out is NULL, or index %d is not below "
+                         "the number of plans, which is %d",
                          index, fsdp_plan_count(plan));
     const fsdpi_plan_kind *k = plan->kinds[index];
     const fsdpi_plan_listing *l = &k->listing;

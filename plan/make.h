@@ -105,8 +105,8 @@ static fsdp_status fsdpi_plan_too_large(fsdp_plan *p, const fsdpi_plan_kind *k, 
                                         int64_t bytes, int64_t most) {
     char text[FSDPI_PLAN_TEXT];
     const fsdpi_plan_call *at = &k->calls[call];
-    snprintf(text, sizeof text, "call %d %s '%.100s': slots need %lld bytes, %lld are allowed", call,
-             fsdpi_plan_call_name(at->call), fsdp_unit_name(at->unit), (long long)bytes,
+    snprintf(text, sizeof text, "call %d %s '%.100s': slots need %lld bytes, %lld are allowed",
+             call, fsdpi_plan_call_name(at->call), fsdp_unit_name(at->unit), (long long)bytes,
              (long long)most);
     fsdpi_plan_refuse(p, text);
     return FSDP_ERR_OUT_OF_MEMORY;

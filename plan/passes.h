@@ -257,7 +257,8 @@ static void fsdpi_plan_pass_keep(fsdpi_plan_facts *f, uint32_t passes, int64_t m
     int32_t *at = f->order; // of an item that is there: its newest span; -1
     int64_t peak = -1, base = 0; // of slots that share no memory, the most at any call
     int next = 0;
-    for (int k = 0; k + 1 < f->num_calls && !shares; k++) base = f->base[k] > base ? f->base[k] : base;
+    for (int k = 0; k + 1 < f->num_calls && !shares; k++)
+        if (f->base[k] > base) base = f->base[k];
     for (int i = 0; i < f->num_items; i++) at[i] = -1;
     for (int k = 0; k + 1 < f->num_calls; k++) {
         int64_t now = shares ? f->base[k] : base;

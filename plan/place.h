@@ -30,7 +30,8 @@ static fsdpi_plan_piece fsdpi_plan_piece_of(const fsdpi_plan_tape *t, int head) 
 }
 
 // Does one come before another in an order? 0: size; 1: first use; 2: size times life.
-static int fsdpi_plan_comes_before(const fsdpi_plan_piece *a, const fsdpi_plan_piece *b, int order) {
+static int fsdpi_plan_comes_before(const fsdpi_plan_piece *a, const fsdpi_plan_piece *b,
+                                   int order) {
     double x = (double)a->bytes, y = (double)b->bytes;
     if (order == 2) x *= a->to - a->from, y *= b->to - b->from;
     if (order != 1 && x != y) return x > y;
@@ -42,7 +43,8 @@ static int64_t fsdpi_plan_first_fit(fsdpi_plan_places *pl, int order) {
     int64_t whole = 0;
     for (int i = 0; i < pl->num; i++) {
         int k = i;
-        for (; k > 0 && fsdpi_plan_comes_before(&pl->pieces[i], &pl->pieces[pl->order[k - 1]], order);
+        for (; k > 0 &&
+               fsdpi_plan_comes_before(&pl->pieces[i], &pl->pieces[pl->order[k - 1]], order);
              k--)
             pl->order[k] = pl->order[k - 1];
         pl->order[k] = i;

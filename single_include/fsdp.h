@@ -2308,9 +2308,9 @@ FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
 
 /* fsdp_rehearse - make calls of a step that do nothing: an extension sees their records, none runs,
    and afterwards the model is as before
-   extension   the only one that is asked meanwhile, attached or not. `op` sees the records, whatever
-               it returns. `buffer` has to give every slot, also one in use: fsdp_buf_part makes
-               some without memory
+   extension   the only one that is asked meanwhile, attached or not. `op` sees the records,
+               whatever it returns. `buffer` has to give every slot, also one in use: fsdp_buf_part
+               makes some without memory
    run         makes the calls, hooks or fsdp_unshard and the like, and may restore units to earlier
                states. Setters of options that it calls are undone; prefetch lists it can only take
                away (count 0)
@@ -12031,8 +12031,8 @@ FSDP_API fsdp_status fsdp_params_writable(fsdp_model *model) {
 /* ==== core/snapshot.h =======================================================================
    what a step changes, saved and brought back: rehearsals, states of units */
 
-// Owns: the list of what a step changes, and options. One walk measures, saves and restores, so that
-// the three cannot differ. Gathered parameters, gradients and shards themselves are not in it.
+// Owns: the list of what a step changes, and options. One walk measures, saves and restores, so
+// that the three cannot differ. Gathered parameters, gradients and shards themselves are not in it.
 
 enum { FSDPI_SAVE, FSDPI_LOAD };
 

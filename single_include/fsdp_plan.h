@@ -64,9 +64,9 @@ typedef struct fsdp_plan_cost {
     double reduce_latency_ns, reduce_bytes_per_ns;
     double replica_latency_ns, replica_bytes_per_ns; // all_reduce over replicas
     double copy_bytes_per_ns, issue_ns;              // copies, zeros; the host, for each op
-    const int64_t *compute_ns;                       // [num_compute]: the caller's work behind call k;
-    int32_t num_compute;                             // fewer than calls: the last one stands for the rest
-    int32_t shared_links;                            // 1: gathers and reductions slow each other down
+    const int64_t *compute_ns; // [num_compute]: the caller's work behind call k;
+    int32_t num_compute;       // fewer than calls: the last one stands for the rest
+    int32_t shared_links;      // 1: gathers and reductions slow each other down
     uint64_t end_canary;
 } fsdp_plan_cost;
 
@@ -74,12 +74,13 @@ typedef struct fsdp_plan_desc {
     uint32_t size, start_canary;
     uint32_t without, with;     // 1u << FSDP_PASS_*: left out; taken although off by default
     int32_t warm_up;            // steps before the one that is recorded; 0: 1
-    int32_t ahead;              // gathers under way before their use; 0: 1 with lanes or streams, none
-                                // inline, where an earlier one hides nothing; -1: none
+    int32_t ahead;              // gathers under way before their use; 0: 1 with lanes or streams,
+                                // none inline, where an earlier one hides nothing; -1: none
     int32_t most_kinds;         // kinds of steps that are kept; 0: 8
     int32_t strict;             // 1: a call that is not the plan's is FSDP_ERR_INVALID_STATE
-    int64_t most_bytes;         // of all slots; 0: what steps by calls hold, or 4 MiB if that is more
-    int64_t bucket_bytes;       // of the full side of a joined collective, 0: 1 MiB; -1: none is joined
+    int64_t most_bytes;         // of all slots; 0: what steps by calls hold, at least 4 MiB
+    int64_t bucket_bytes;       // of the full side of a joined collective; 0: 1 MiB; -1: none is
+                                // joined
     int64_t first_bucket_bytes; // of the first one of forward and of backward, which nothing hides;
                                 // 0: as bucket_bytes
     const fsdp_plan_cost *cost; // NULL: counts and bytes decide. Copied
@@ -141,7 +142,8 @@ FSDP_API size_t fsdp_plan_text(const fsdp_plan *plan, int index, int what, char 
                mode: what differs; other ranks gave another text), CORRUPT (its end is missing, or
                its hash is wrong), OUT_OF_MEMORY (bytes needed and allowed). Nothing changes then
    Collective  yes: every rank of the model's mesh      Blocks yes      Allocates yes */
-FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text, size_t length);
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text,
+                                                    size_t length);
 
 // [0]: by calls, [1]: by the plan.
 typedef struct fsdp_plan_report {
@@ -150,7 +152,7 @@ typedef struct fsdp_plan_report {
     uint64_t gather_bytes[2], reduce_bytes[2];    // read from other ranks in one step
     int64_t bytes[2];                             // of slots
     int64_t bound;                                // no placement of these slots needs less
-    int32_t crossing;     // parameters that are gathered in forward and still are when backward begins
+    int32_t crossing;     // parameters gathered in forward that still are when backward begins
     int32_t most_open;    // units gathered at a time, with those under way
     uint64_t hash;        // of the plan; equal on all ranks
     uint64_t replayed, left, recorded; // steps so far
@@ -178,7 +180,7 @@ typedef struct fsdp_plan_proof {
 } fsdp_plan_proof;
 
 /* fsdp_plan_prove       - what made sure that a plan may run: again, or with numbers
-   fsdp_plan_prove_texts - the same for the texts of several ranks, which may differ: without a world
+   fsdp_plan_prove_texts - the same for texts of several ranks, which may differ: without a world
    texts       [num] of fsdp_plan_text with ops, of ranks 0 .. num-1; equal ones may be one pointer
    Result      FSDP_OK, also when refuted; INVALID_ARG (line and column), OUT_OF_MEMORY
    Collective  no      Blocks no      Allocates temporary tables      Thread any (prove_texts) */
@@ -194,7 +196,7 @@ typedef struct fsdp_plan_times {
     int64_t worst_ns;
 } fsdp_plan_times;
 
-/* fsdp_plan_simulate - the time of a step under given costs: of the plan, or of its program by calls
+/* fsdp_plan_simulate - the time of a step under given costs: of the plan, or of its calls
    Result      FSDP_OK; INVALID_ARG
    Collective  no      Blocks no      Allocates temporary tables */
 FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by_calls,
@@ -523,7 +525,8 @@ static const char *fsdpi_plan_call_name(int call) {
 }
 
 static int fsdpi_plan_is_collective(int kind) {
-    return kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER || kind == FSDP_OP_ALL_REDUCE;
+    return kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER ||
+           kind == FSDP_OP_ALL_REDUCE;
 }
 
 
@@ -536,9 +539,9 @@ static int fsdpi_plan_is_collective(int kind) {
 
 static void fsdpi_plan_tape_free(fsdp_plan *p, fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_made; i++) fsdpi_plan_free(p->model, t->made[i]);
-    void *const lists[] = {t->ops,     t->pairs, t->states, t->saved,   t->runs,
-                           t->uses,    t->bufs,  t->made,   t->ops_at,  t->runs_at, t->groups, t->members,
-                           t->states_at, t->own, t->own_end, t->storage, t->holds, t->held};
+    void *const lists[] = {t->ops,    t->pairs,   t->states,  t->saved,     t->runs,    t->uses,
+                           t->bufs,   t->made,    t->ops_at,  t->runs_at,   t->groups,  t->members,
+                           t->states_at, t->own,  t->own_end, t->storage,   t->holds,   t->held};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(p->model, lists[i]);
     memset(t, 0, sizeof *t);
 }
@@ -1396,7 +1399,8 @@ static void fsdpi_plan_pass_keep(fsdpi_plan_facts *f, uint32_t passes, int64_t m
     int32_t *at = f->order; // of an item that is there: its newest span; -1
     int64_t peak = -1, base = 0; // of slots that share no memory, the most at any call
     int next = 0;
-    for (int k = 0; k + 1 < f->num_calls && !shares; k++) base = f->base[k] > base ? f->base[k] : base;
+    for (int k = 0; k + 1 < f->num_calls && !shares; k++)
+        if (f->base[k] > base) base = f->base[k];
     for (int i = 0; i < f->num_items; i++) at[i] = -1;
     for (int k = 0; k + 1 < f->num_calls; k++) {
         int64_t now = shares ? f->base[k] : base;
@@ -1644,7 +1648,8 @@ static fsdpi_plan_piece fsdpi_plan_piece_of(const fsdpi_plan_tape *t, int head) 
 }
 
 // Does one come before another in an order? 0: size; 1: first use; 2: size times life.
-static int fsdpi_plan_comes_before(const fsdpi_plan_piece *a, const fsdpi_plan_piece *b, int order) {
+static int fsdpi_plan_comes_before(const fsdpi_plan_piece *a, const fsdpi_plan_piece *b,
+                                   int order) {
     double x = (double)a->bytes, y = (double)b->bytes;
     if (order == 2) x *= a->to - a->from, y *= b->to - b->from;
     if (order != 1 && x != y) return x > y;
@@ -1656,7 +1661,8 @@ static int64_t fsdpi_plan_first_fit(fsdpi_plan_places *pl, int order) {
     int64_t whole = 0;
     for (int i = 0; i < pl->num; i++) {
         int k = i;
-        for (; k > 0 && fsdpi_plan_comes_before(&pl->pieces[i], &pl->pieces[pl->order[k - 1]], order);
+        for (; k > 0 &&
+               fsdpi_plan_comes_before(&pl->pieces[i], &pl->pieces[pl->order[k - 1]], order);
              k--)
             pl->order[k] = pl->order[k - 1];
         pl->order[k] = i;
@@ -1974,7 +1980,7 @@ static uint64_t fsdpi_plan_model_hash(const fsdp_plan *p) {
 
 static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const fsdpi_plan_tape *t,
                                    fsdpi_plan_listing *l) {
-    fsdp_mesh_info info;
+    fsdp_mesh_info info = FSDP_ZERO;
     int group = 0;
     fsdp_status status = fsdp_model_mesh_info(p->model, &info);
     l->model = fsdpi_plan_model_hash(p);
@@ -2082,6 +2088,13 @@ static void fsdpi_plan_put_place(fsdpi_plan_out *o, int place) {
     else fsdpi_plan_put(o, " slot %d", place);
 }
 
+// Of the words, %d stands for the call that they speak of.
+static void fsdpi_plan_put_reason(fsdpi_plan_out *o, const fsdpi_plan_act *act) {
+    const char *words = fsdpi_plan_reasons[act->why], *call = strstr(words, "%d");
+    fsdpi_plan_put_bytes(o, words, call ? (size_t)(call - words) : strlen(words));
+    if (call) fsdpi_plan_put(o, "%d%s", act->at, call + 2);
+}
+
 // Acts of a call that are joined stand in one line; returns the next one.
 static int fsdpi_plan_put_act(fsdpi_plan_out *o, const fsdpi_plan_listing *l, int i) {
     const fsdpi_plan_act *acts = l->choice.acts, *first = &acts[i];
@@ -2091,7 +2104,7 @@ static int fsdpi_plan_put_act(fsdpi_plan_out *o, const fsdpi_plan_listing *l, in
     while (first->group >= 0 && i < l->choice.num_acts && acts[i].call == first->call &&
            acts[i].what == first->what && acts[i].group == first->group);
     fsdpi_plan_put(o, " why ");
-    fsdpi_plan_put(o, fsdpi_plan_reasons[first->why], first->at);
+    fsdpi_plan_put_reason(o, first);
     fsdpi_plan_put(o, "\n");
     return i;
 }
@@ -2277,7 +2290,7 @@ static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
 // Why steps go by calls; the log has it, too.
 static void fsdpi_plan_refuse(fsdp_plan *p, const char *text) {
     p->mode = FSDP_PLAN_REFUSED;
-    snprintf(p->why, sizeof p->why, "%s", text);
+    snprintf(p->why, sizeof p->why, "%.*s", (int)sizeof p->why - 1, text);
 }
 
 // A slot that a unit still holds goes with the model.
@@ -2368,8 +2381,8 @@ static fsdp_status fsdpi_plan_too_large(fsdp_plan *p, const fsdpi_plan_kind *k, 
                                         int64_t bytes, int64_t most) {
     char text[FSDPI_PLAN_TEXT];
     const fsdpi_plan_call *at = &k->calls[call];
-    snprintf(text, sizeof text, "call %d %s '%.100s': slots need %lld bytes, %lld are allowed", call,
-             fsdpi_plan_call_name(at->call), fsdp_unit_name(at->unit), (long long)bytes,
+    snprintf(text, sizeof text, "call %d %s '%.100s': slots need %lld bytes, %lld are allowed",
+             call, fsdpi_plan_call_name(at->call), fsdp_unit_name(at->unit), (long long)bytes,
              (long long)most);
     fsdpi_plan_refuse(p, text);
     return FSDP_ERR_OUT_OF_MEMORY;
@@ -2954,8 +2967,8 @@ static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_kind *k,
 FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp_plan_report *out) {
     if (!plan || !out || index < 0 || index >= plan->num_kinds)
         return fsdp_fail(plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "[E981] plan_report_get: plan or out is NULL, or index %d is not below the "
-                         "number of plans, which is %d",
+                         "[E981] plan_report_get: plan or out is NULL, or index %d is not below "
+                         "the number of plans, which is %d",
                          index, fsdp_plan_count(plan));
     const fsdpi_plan_kind *k = plan->kinds[index];
     const fsdpi_plan_listing *l = &k->listing;

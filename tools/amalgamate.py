@@ -4,9 +4,10 @@
 
   tools/amalgamate.py [-o FILE] [--of fsdp_plan.h] [ROOT]
 
-With --of an extension and its parts become one file, which still includes fsdp.h. Each #include "..." becomes the text of that file, once. What belongs to another backend than the
-default one, which fsdp.h itself defines, stays an include: those files go into a folder backends/
-beside the one header. All is taken from fsdp.h; no name of a part stands here.
+With --of an extension and its parts become one file, which still includes fsdp.h. Each
+#include "..." becomes the text of that file, once. What belongs to another backend than the default
+one, which fsdp.h itself defines, stays an include: those files go into a folder backends/ beside
+the one header. All is taken from fsdp.h; no name of a part stands here.
 """
 import argparse
 import os
