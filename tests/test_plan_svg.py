@@ -1,7 +1,8 @@
 #!/usr/bin/env python3
 # SPDX-License-Identifier: MIT
 """test_plan_svg.py - tools/plan_svg: the picture of docs/plan.md is that of the plan which
-examples/07_plan.c makes; what is drawn, on a small text; texts that are none."""
+examples/07_plan.c makes, and the text there is its text; what is drawn, on a small text; texts that
+are none."""
 import os
 import re
 import subprocess
@@ -101,14 +102,29 @@ def test_no_plan():
         check(status == 1 and says in err and not svg, f"{status} {err}")
 
 
-def test_picture_of_the_document():
+def plan_of_the_example():
     if not os.access(EXAMPLE, os.X_OK):
         raise Skip("the example is not here: make examples builds it")
     with tempfile.TemporaryDirectory() as folder:
         path = os.path.join(folder, "plan.txt")
         subprocess.run([EXAMPLE, path], check=True, stdout=subprocess.DEVNULL, env=CLEAN)
         with open(path, encoding="utf-8") as f:
-            status, err, svg = draw(f.read())
+            return f.read()
+
+
+def test_text_of_the_document():
+    """Line by line, in this order; ... stands for what is left out."""
+    with open(os.path.join(ROOT, "docs/plan.md"), encoding="utf-8") as f:
+        shown, = re.findall(r"^```\n(fsdp plan 1\n.*?)^```", f.read(), re.M | re.S)
+    lines = iter(plan_of_the_example().splitlines())
+    for wanted in shown.splitlines():
+        pattern = re.escape(wanted).replace(re.escape("..."), ".*")
+        check(wanted == "..." or any(re.fullmatch(pattern, line) for line in lines),
+              f"docs/plan.md shows a line that is not in the plan, or not here: {wanted}")
+
+
+def test_picture_of_the_document():
+    status, err, svg = draw(plan_of_the_example())
     check(status == 0 and not err, err)
     with open(os.path.join(ROOT, "docs/plan.svg"), encoding="utf-8") as f:
         check(f.read() == svg, "docs/plan.svg is not the picture of this plan: make plan-svg")
