@@ -145,6 +145,8 @@ STEP BY STEP
     post_forward again (PyTorch: activation checkpointing).
     HSDP: give a 2-D mesh with named dims: dim 0 replicates, dim 1 shards. Else give a mesh_info.
     Freeze and thaw: fsdp_set_requires_grad. Gradients in f16: fsdp_grad_scaler of fsdp_optim.h.
+    Step plans: fsdp_plan_create of fsdp_plan.h. The library records a step and replays it with
+    fewer collectives and the same bits (docs/plan.md).
 
 IT DOES NOT
     differentiate, run kernels, or own your activations. It does not search for a root module as

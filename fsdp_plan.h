@@ -63,9 +63,9 @@ typedef struct fsdp_plan_cost {
     double reduce_latency_ns, reduce_bytes_per_ns;
     double replica_latency_ns, replica_bytes_per_ns; // all_reduce over replicas
     double copy_bytes_per_ns, issue_ns;              // copies, zeros; the host, for each op
-    const int64_t *compute_ns;                       // [num_compute]: the caller's work behind call k;
-    int32_t num_compute;                             // fewer than calls: the last one stands for the rest
-    int32_t shared_links;                            // 1: gathers and reductions slow each other down
+    const int64_t *compute_ns; // [num_compute]: the caller's work behind call k;
+    int32_t num_compute;       // fewer than calls: the last one stands for the rest
+    int32_t shared_links;      // 1: gathers and reductions slow each other down
     uint64_t end_canary;
 } fsdp_plan_cost;
 
@@ -73,12 +73,13 @@ typedef struct fsdp_plan_desc {
     uint32_t size, start_canary;
     uint32_t without, with;     // 1u << FSDP_PASS_*: left out; taken although off by default
     int32_t warm_up;            // steps before the one that is recorded; 0: 1
-    int32_t ahead;              // gathers under way before their use; 0: 1 with lanes or streams, none
-                                // inline, where an earlier one hides nothing; -1: none
+    int32_t ahead;              // gathers under way before their use; 0: 1 with lanes or streams,
+                                // none inline, where an earlier one hides nothing; -1: none
     int32_t most_kinds;         // kinds of steps that are kept; 0: 8
     int32_t strict;             // 1: a call that is not the plan's is FSDP_ERR_INVALID_STATE
-    int64_t most_bytes;         // of all slots; 0: what steps by calls hold, or 4 MiB if that is more
-    int64_t bucket_bytes;       // of the full side of a joined collective, 0: 1 MiB; -1: none is joined
+    int64_t most_bytes;         // of all slots; 0: what steps by calls hold, at least 4 MiB
+    int64_t bucket_bytes;       // of the full side of a joined collective; 0: 1 MiB; -1: none is
+                                // joined
     int64_t first_bucket_bytes; // of the first one of forward and of backward, which nothing hides;
                                 // 0: as bucket_bytes
     const fsdp_plan_cost *cost; // NULL: counts and bytes decide. Copied
@@ -142,7 +143,8 @@ FSDP_API size_t fsdp_plan_text(const fsdp_plan *plan, int index, int what, char 
                mode: what differs; other ranks gave another text), CORRUPT (its end is missing, or
                its hash is wrong), OUT_OF_MEMORY (bytes needed and allowed). Nothing changes then
    Collective  yes: every rank of the model's mesh      Blocks yes      Allocates yes */
-FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text, size_t length);
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text,
+                                                    size_t length);
 
 // [0]: by calls, [1]: by the plan.
 typedef struct fsdp_plan_report {
@@ -151,7 +153,7 @@ typedef struct fsdp_plan_report {
     uint64_t gather_bytes[2], reduce_bytes[2];    // read from other ranks in one step
     int64_t bytes[2];                             // of slots
     int64_t bound;                                // no placement of these slots needs less
-    int32_t crossing;     // parameters that are gathered in forward and still are when backward begins
+    int32_t crossing;     // parameters gathered in forward that still are when backward begins
     int32_t most_open;    // units gathered at a time, with those under way
     uint64_t hash;        // of the plan; equal on all ranks
     uint64_t replayed, left, recorded; // steps so far
@@ -179,7 +181,7 @@ typedef struct fsdp_plan_proof {
 } fsdp_plan_proof;
 
 /* fsdp_plan_prove       - what made sure that a plan may run: again, or with numbers
-   fsdp_plan_prove_texts - the same for the texts of several ranks, which may differ: without a world
+   fsdp_plan_prove_texts - the same for texts of several ranks, which may differ: without a world
    texts       [num] of fsdp_plan_text with ops, of ranks 0 .. num-1; equal ones may be one pointer
    Result      FSDP_OK, also when refuted; INVALID_ARG (line and column), OUT_OF_MEMORY
    Collective  no      Blocks no      Allocates temporary tables      Thread any (prove_texts) */
@@ -195,7 +197,7 @@ typedef struct fsdp_plan_times {
     int64_t worst_ns;
 } fsdp_plan_times;
 
-/* fsdp_plan_simulate - the time of a step under given costs: of the plan, or of its program by calls
+/* fsdp_plan_simulate - the time of a step under given costs: of the plan, or of its calls
    Result      FSDP_OK; INVALID_ARG
    Collective  no      Blocks no      Allocates temporary tables */
 FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by_calls,

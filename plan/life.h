@@ -15,8 +15,7 @@ static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const 
         snprintf(p->why, sizeof p->why, "options changed before call %d, %s '%.120s'", p->at,
                  fsdpi_plan_call_name(call), fsdpi_plan_unit_name(unit));
     else
-        snprintf(p->why, sizeof p->why,
-                 "expected %s '%.120s' (call %d of %d), got %s '%.120s'",
+        snprintf(p->why, sizeof p->why, "expected %s '%.120s' (call %d of %d), got %s '%.120s'",
                  fsdpi_plan_call_name(expected->call), fsdpi_plan_unit_name(expected->unit), p->at,
                  p->kind->num_calls, fsdpi_plan_call_name(call), fsdpi_plan_unit_name(unit));
 }
@@ -143,8 +142,8 @@ static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) 
 static void fsdpi_plan_record(fsdp_plan *p, fsdp_unit *unit, int call) {
     fsdpi_plan_call one = {unit, call, unit ? fsdpi_plan_index(p, unit) : -1};
     int is_new = fsdp_model_settings(p->model) != p->settings;
-    if (!is_new && !fsdpi_plan_grow(p->model, (void **)&p->calls, p->num_calls, &p->cap_calls,
-                                    sizeof one)) {
+    if (!is_new &&
+        !fsdpi_plan_grow(p->model, (void **)&p->calls, p->num_calls, &p->cap_calls, sizeof one)) {
         p->calls[p->num_calls++] = one;
         return;
     }
@@ -194,7 +193,8 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p) {
         return FSDP_OK;
     }
     fsdpi_plan_kind_free(p, k);
-    if (!fsdp_world_status(p->world)) fsdpi_plan_drop_all(p); // steps by calls have slots of their own
+    if (!fsdp_world_status(p->world))
+        fsdpi_plan_drop_all(p); // steps by calls have slots of their own
     return status;
 }
 
@@ -338,12 +338,10 @@ static void fsdpi_plan_defaults(fsdp_plan *p) {
 
 static fsdp_status fsdpi_plan_find_units(fsdp_plan *p) {
     fsdp_param_view v = FSDP_ZERO;
-    fsdp_status status = fsdpi_plan_alloc(p->model,
-                                          (size_t)fsdp_num_units(p->model) * sizeof *p->units,
-                                          (void **)&p->units);
+    fsdp_status status = fsdpi_plan_alloc(
+        p->model, (size_t)fsdp_num_units(p->model) * sizeof *p->units, (void **)&p->units);
     if (!status)
-        status = fsdpi_plan_alloc(p->model,
-                                  (size_t)fsdp_num_units(p->model) * sizeof *p->params,
+        status = fsdpi_plan_alloc(p->model, (size_t)fsdp_num_units(p->model) * sizeof *p->params,
                                   (void **)&p->params);
     while (!status && fsdp_next_param(p->model, &v)) {
         if (p->num_units == 0 || p->units[p->num_units - 1] != v.unit)
@@ -369,8 +367,9 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_plan_desc");
     if (!status) status = fsdpi_plan_check_desc(model, &d);
     if (!status && fsdp_find_extension(model, "plan"))
-        status = fsdp_fail(w, FSDP_ERR_INVALID_STATE,
-                           "[E967] plan_create: the model has a plan: call fsdp_plan_destroy first");
+        status = fsdp_fail(
+            w, FSDP_ERR_INVALID_STATE,
+            "[E967] plan_create: the model has a plan: call fsdp_plan_destroy first");
     if (!status) status = fsdp_model_commit(model);
     if (!status) status = fsdp_model_mesh_info(model, &info);
     if (!status) status = fsdpi_plan_alloc(model, sizeof *p, (void **)&p);
@@ -420,10 +419,11 @@ FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by
                                         const fsdp_plan_cost *cost, fsdp_plan_times *out) {
     fsdp_plan_cost c;
     if (!plan || !cost || !out || index < 0 || index >= plan->num_kinds)
-        return fsdp_fail(plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "[E998] plan_simulate: plan, cost or out is NULL, or index %d is not below "
-                         "the number of plans, which is %d",
-                         index, fsdp_plan_count(plan));
+        return fsdp_fail(
+            plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
+            "[E998] plan_simulate: plan, cost or out is NULL, or index %d is not below "
+            "the number of plans, which is %d",
+            index, fsdp_plan_count(plan));
     fsdp_plan *p = plan->kinds[index]->plan;
     fsdp_status status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
     if (!status) status = fsdpi_plan_check_cost(p->world, &c);
@@ -451,8 +451,7 @@ FSDP_API fsdp_plan_mode fsdp_plan_state(const fsdp_plan *plan) {
 FSDP_API const char *fsdp_plan_why(const fsdp_plan *plan) { return plan ? plan->why : ""; }
 
 FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
-    if (!plan)
-        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E979] plan_pause: plan is NULL");
+    if (!plan) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E979] plan_pause: plan is NULL");
     if (plan->mode == FSDP_PLAN_REFUSED || (plan->mode == FSDP_PLAN_PAUSED) == (paused != 0))
         return FSDP_OK;
     if (!paused) { // with the next step: what is left of this one goes by calls
@@ -468,8 +467,7 @@ FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
 }
 
 FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
-    if (!plan)
-        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E980] plan_forget: plan is NULL");
+    if (!plan) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E980] plan_forget: plan is NULL");
     fsdp_status status = fsdpi_plan_part(plan);
     plan->forgotten = 1; // units may hold slots of the arena until the step's end
     plan->kind = NULL;
@@ -504,8 +502,8 @@ static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_kind *k,
 FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp_plan_report *out) {
     if (!plan || !out || index < 0 || index >= plan->num_kinds)
         return fsdp_fail(plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "[E981] plan_report_get: plan or out is NULL, or index %d is not below the "
-                         "number of plans, which is %d",
+                         "[E981] plan_report_get: plan or out is NULL, or index %d is not below "
+                         "the number of plans, which is %d",
                          index, fsdp_plan_count(plan));
     const fsdpi_plan_kind *k = plan->kinds[index];
     const fsdpi_plan_listing *l = &k->listing;

@@ -6,9 +6,8 @@
 
 static void fsdpi_plan_listing_end(fsdp_model *m, fsdpi_plan_listing *l) {
     for (int i = 0; i < l->num_units && l->units; i++) fsdpi_plan_free(m, l->units[i].name);
-    void *const lists[] = {l->units, l->calls,   l->choice.acts,    l->choice.managed,
-                           l->slots, l->lines,   l->choice.waits,   l->choice.sync,
-                           l->members};
+    void *const lists[] = {l->units, l->calls,        l->choice.acts, l->choice.managed, l->slots,
+                           l->lines, l->choice.waits, l->choice.sync, l->members};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(m, lists[i]);
     memset(l, 0, sizeof *l);
 }
@@ -91,8 +90,8 @@ static int fsdpi_plan_place_of(const fsdpi_plan_tape *t, const fsdp_op *op, int 
                        : FSDPI_PLAN_OTHER;
 }
 
-static fsdp_status fsdpi_plan_list_op(fsdp_plan *p, const fsdpi_plan_tape *t,
-                                      fsdpi_plan_listing *l, int call, int i, int *group) {
+static fsdp_status fsdpi_plan_list_op(fsdp_plan *p, const fsdpi_plan_tape *t, fsdpi_plan_listing *l,
+                                      int call, int i, int *group) {
     const fsdp_op *op = &t->ops[i];
     fsdpi_plan_line line;
     fsdp_status status = FSDP_OK;
@@ -203,8 +202,7 @@ static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const
         if (l->forward_calls == k->num_calls && k->calls[c].call == FSDP_CALL_PRE_BACKWARD)
             l->forward_calls = c;
         for (int i = t->ops_at[c]; i < t->ops_at[c + 1] && c + 1 < k->num_calls && !status; i++)
-            if (t->ops[i].kind != FSDP_OP_HOOK)
-                status = fsdpi_plan_list_op(p, t, l, c, i, &group);
+            if (t->ops[i].kind != FSDP_OP_HOOK) status = fsdpi_plan_list_op(p, t, l, c, i, &group);
     }
     return status;
 }

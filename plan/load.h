@@ -18,7 +18,8 @@ static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_l
     fsdp_mesh_info info = FSDP_ZERO;
     fsdp_status status = fsdp_model_mesh_info(p->model, &info);
     if (status) return status;
-    if (l->num_units != p->num_units) return fsdpi_plan_other(p, "units", l->num_units, p->num_units);
+    if (l->num_units != p->num_units)
+        return fsdpi_plan_other(p, "units", l->num_units, p->num_units);
     if (l->num_params != fsdp_num_params(p->model))
         return fsdpi_plan_other(p, "params", l->num_params, fsdp_num_params(p->model));
     if (l->shards != info.shard_mesh_size)
@@ -30,9 +31,10 @@ static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_l
                          "[E990] plan_load: the text is of a world that runs %s, this one runs %s",
                          fsdpi_plan_modes[l->mode], fsdpi_plan_modes[p->mode_of_world]);
     if (l->model != fsdpi_plan_model_hash(p))
-        return fsdp_fail(p->world, FSDP_ERR_MISMATCH,
-                         "[E991] plan_load: the text is of a model with other names, shapes, dtypes "
-                         "or frozen parameters");
+        return fsdp_fail(
+            p->world, FSDP_ERR_MISMATCH,
+            "[E991] plan_load: the text is of a model with other names, shapes, dtypes "
+            "or frozen parameters");
     return FSDP_OK;
 }
 
@@ -125,10 +127,11 @@ static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_kind *k,
         int decides = l->choice.num_acts > 0;
         status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, &k->tape);
         if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY)
-            status = fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
-                               "[E993] plan_load: a decision is not possible where the text has it: "
-                               "%s",
-                               fsdp_last_error(p->world));
+            status = fsdp_fail(
+                p->world, FSDP_ERR_INVALID_ARG,
+                "[E993] plan_load: a decision is not possible where the text has it: "
+                "%s",
+                fsdp_last_error(p->world));
     }
     if (!status) status = fsdpi_plan_place(p, &k->tape, l, fsdpi_plan_passes(p));
     if (!status) status = fsdpi_plan_finish_listing(p, k, &by_calls, &f);

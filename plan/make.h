@@ -132,7 +132,8 @@ static int fsdpi_plan_kind_has(const fsdpi_plan_kind *k, const fsdp_buf *buf) {
 static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_kind *k) {
     for (int i = 0; i < k->num_older; i++) {
         int owned = fsdp_buf_held(k->older[i]);
-        for (int n = 0; n < p->num_kinds; n++) owned |= fsdpi_plan_kind_has(p->kinds[n], k->older[i]);
+        for (int n = 0; n < p->num_kinds; n++)
+            owned |= fsdpi_plan_kind_has(p->kinds[n], k->older[i]);
         if (!owned) return 1;
     }
     return 0;
@@ -202,8 +203,8 @@ static fsdp_status fsdpi_plan_too_large(fsdp_plan *p, const fsdpi_plan_kind *k, 
                                         int64_t bytes, int64_t most) {
     char text[FSDPI_PLAN_TEXT];
     const fsdpi_plan_call *at = &k->calls[call];
-    snprintf(text, sizeof text, "call %d %s '%.100s': slots need %lld bytes, %lld are allowed", call,
-             fsdpi_plan_call_name(at->call), fsdp_unit_name(at->unit), (long long)bytes,
+    snprintf(text, sizeof text, "call %d %s '%.100s': slots need %lld bytes, %lld are allowed",
+             call, fsdpi_plan_call_name(at->call), fsdp_unit_name(at->unit), (long long)bytes,
              (long long)most);
     fsdpi_plan_refuse_loudly(p, FSDP_ERR_OUT_OF_MEMORY, text);
     return FSDP_ERR_OUT_OF_MEMORY;
@@ -218,8 +219,7 @@ static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
     fsdpi_plan_tape_free(p, &k->tape);
     fsdp_status status = decides ? fsdpi_plan_decide(p, f, passes, most, &l->choice, worst)
                                  : FSDP_OK;
-    if (!status)
-        status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, &k->tape);
+    if (!status) status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, &k->tape);
     return status ? status : fsdpi_plan_place(p, &k->tape, l, passes);
 }
 
@@ -260,10 +260,10 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
             if (old.uses[u].slot == i)
                 k->bufs[i] = fsdpi_plan_older(&old, p->units[old.uses[u].unit], &old.uses[u]);
         if (k->bufs[i]) continue;
-        status = slot->offset < 0 ? fsdp_buf_create(p->model, p->pool, FSDP_MEMORY_DEVICE,
-                                                    slot->bytes, &k->bufs[i])
-                                  : fsdp_buf_part(p->model, p->arena, slot->offset, slot->bytes,
-                                                  &k->bufs[i]);
+        status = slot->offset < 0
+                     ? fsdp_buf_create(p->model, p->pool, FSDP_MEMORY_DEVICE, slot->bytes,
+                                       &k->bufs[i])
+                     : fsdp_buf_part(p->model, p->arena, slot->offset, slot->bytes, &k->bufs[i]);
     }
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)(old.num_uses + 1) * sizeof *bufs,

@@ -55,5 +55,6 @@ static const char *fsdpi_plan_call_name(int call) {
 }
 
 static int fsdpi_plan_is_collective(int kind) {
-    return kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER || kind == FSDP_OP_ALL_REDUCE;
+    return kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER ||
+           kind == FSDP_OP_ALL_REDUCE;
 }

@@ -12,7 +12,7 @@ typedef struct fsdpi_plan_in {
     fsdp_world *world; // for error texts
     const char *text, *at, *end;
     fsdpi_plan_listing *l;
-    int ops;           // the text has ops
+    int ops; // the text has ops
     fsdp_status status;
 } fsdpi_plan_in;
 
@@ -134,7 +134,8 @@ static int fsdpi_plan_read_unit(fsdpi_plan_in *in) {
 static int fsdpi_plan_place_in(fsdpi_plan_in *in) {
     fsdpi_plan_need(in, " ");
     if (fsdpi_plan_take(in, "slot ")) return fsdpi_plan_index_of(in, in->l->num_slots, "a slot");
-    return -1 - fsdpi_plan_choose(in, fsdpi_plan_blocks, 5, "slot, shards, grads, host, held or none");
+    return -1 -
+           fsdpi_plan_choose(in, fsdpi_plan_blocks, 5, "slot, shards, grads, host, held or none");
 }
 
 static int fsdpi_plan_label_in(fsdpi_plan_in *in) {
@@ -270,7 +271,8 @@ static void fsdpi_plan_read_act(fsdpi_plan_in *in, int call, int what) {
     } while (!in->status && (fsdpi_plan_peek(in, " '")));
     fsdpi_plan_need(in, " why ");
     int why = fsdpi_plan_choose(in, fsdpi_plan_reasons, FSDPI_PLAN_WHY_COUNT, "a reason");
-    int at = fsdpi_plan_take(in, " at call ") ? fsdpi_plan_index_of(in, l->num_calls, "a call") : -1;
+    int at = fsdpi_plan_take(in, " at call ") ? fsdpi_plan_index_of(in, l->num_calls, "a call")
+                                              : -1;
     fsdpi_plan_need(in, "\n");
     for (int i = first; i < l->choice.num_acts && !in->status; i++) {
         l->choice.acts[i].why = (uint8_t)why;
@@ -292,7 +294,8 @@ static void fsdpi_plan_read_op(fsdpi_plan_in *in, fsdpi_plan_line *line) {
         line->num_members++;
     } while (!in->status && fsdpi_plan_peek(in, " '"));
     fsdpi_plan_need(in, " ");
-    line->stream = (uint8_t)fsdpi_plan_choose(in, fsdpi_plan_streams, FSDP_STREAM_COUNT, "a stream");
+    line->stream = (uint8_t)fsdpi_plan_choose(in, fsdpi_plan_streams, FSDP_STREAM_COUNT,
+                                              "a stream");
     fsdpi_plan_need(in, " ");
     line->count = (uint64_t)fsdpi_plan_number(in, INT64_MAX);
     fsdpi_plan_need(in, " ");
@@ -308,7 +311,7 @@ static void fsdpi_plan_read_op(fsdpi_plan_in *in, fsdpi_plan_line *line) {
     if (fsdpi_plan_take(in, " scale ")) {
         char number[64];
         size_t used = 0;
-        while (in->at < in->end && *in->at > ' ' && used + 1 < sizeof number)
+        while (in->at<in->end && * in->at> ' ' && used + 1 < sizeof number)
             number[used++] = *in->at++;
         number[used] = 0;
         line->scale = strtod(number, NULL);
@@ -318,7 +321,7 @@ static void fsdpi_plan_read_op(fsdpi_plan_in *in, fsdpi_plan_line *line) {
     if (fsdpi_plan_take(in, " comm ")) {
         char name[FSDPI_PLAN_COMM];
         size_t used = 0;
-        while (in->at < in->end && *in->at > ' ' && used + 1 < sizeof name) name[used++] = *in->at++;
+        while (in->at<in->end && * in->at> ' ' && used + 1 < sizeof name) name[used++] = *in->at++;
         name[used] = 0;
         line->comm = fsdpi_plan_comm_add(l, name);
     }

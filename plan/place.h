@@ -30,7 +30,8 @@ static fsdpi_plan_piece fsdpi_plan_piece_of(const fsdpi_plan_tape *t, int head) 
 }
 
 // Does one come before another in an order? 0: size; 1: first use; 2: size times life.
-static int fsdpi_plan_comes_before(const fsdpi_plan_piece *a, const fsdpi_plan_piece *b, int order) {
+static int fsdpi_plan_comes_before(const fsdpi_plan_piece *a, const fsdpi_plan_piece *b,
+                                   int order) {
     double x = (double)a->bytes, y = (double)b->bytes;
     if (order == 2) x *= a->to - a->from, y *= b->to - b->from;
     if (order != 1 && x != y) return x > y;
@@ -42,7 +43,8 @@ static int64_t fsdpi_plan_first_fit(fsdpi_plan_places *pl, int order) {
     int64_t whole = 0;
     for (int i = 0; i < pl->num; i++) {
         int k = i;
-        for (; k > 0 && fsdpi_plan_comes_before(&pl->pieces[i], &pl->pieces[pl->order[k - 1]], order);
+        for (;
+             k > 0 && fsdpi_plan_comes_before(&pl->pieces[i], &pl->pieces[pl->order[k - 1]], order);
              k--)
             pl->order[k] = pl->order[k - 1];
         pl->order[k] = i;
@@ -110,8 +112,7 @@ static void fsdpi_plan_pool_fit(const fsdpi_plan_tape *t, fsdpi_plan_places *pl,
                 t->uses[other->head].pool != t->uses[piece->head].pool)
                 continue;
             slots++;
-            if (other->to < piece->from &&
-                (best < 0 || other->to < pl->pieces[pl->order[best]].to))
+            if (other->to < piece->from && (best < 0 || other->to < pl->pieces[pl->order[best]].to))
                 best = n;
         }
         int depth = deep && slots == 1 && fsdpi_plan_is_ahead(t, &t->uses[piece->head]) ? 2 : 1;
@@ -190,8 +191,8 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
         if (piece.to >= t->num_ops) {
             status = fsdpi_plan_slot_for(p, l, &t->uses[i], -1);
             if (!status)
-                l->slots[t->uses[i].slot].older =
-                    fsdpi_plan_older(t, p->units[t->uses[i].unit], &t->uses[i]) != NULL;
+                l->slots[t->uses[i].slot].older = fsdpi_plan_older(t, p->units[t->uses[i].unit],
+                                                                   &t->uses[i]) != NULL;
             lasting += t->uses[i].bytes;
         } else {
             pl.pieces[pl.num++] = piece;

@@ -101,8 +101,8 @@ static void fsdpi_plan_say_touch(fsdpi_plan_out *o, const fsdpi_plan_prover *v,
 }
 
 // Two accesses, one of them a write, that nothing orders.
-static void fsdpi_plan_race(fsdpi_plan_prover *v, const fsdpi_plan_touch *now, int place, int writes,
-                            const fsdpi_plan_touch *then, int wrote) {
+static void fsdpi_plan_race(fsdpi_plan_prover *v, const fsdpi_plan_touch *now, int place,
+                            int writes, const fsdpi_plan_touch *then, int wrote) {
     fsdpi_plan_out o = fsdpi_plan_counter(v);
     fsdpi_plan_say_touch(&o, v, now);
     fsdpi_plan_put(&o, writes ? " writes" : " reads");
@@ -113,7 +113,8 @@ static void fsdpi_plan_race(fsdpi_plan_prover *v, const fsdpi_plan_touch *now, i
     fsdpi_plan_refuted(v, FSDP_PROOF_RACE, &o);
 }
 
-static int fsdpi_plan_is_ordered(const fsdpi_plan_prover *v, const fsdpi_plan_touch *then, int stream) {
+static int fsdpi_plan_is_ordered(const fsdpi_plan_prover *v, const fsdpi_plan_touch *then,
+                                 int stream) {
     return then->tick <= v->now[stream].at[then->stream];
 }
 
@@ -136,10 +137,10 @@ static void fsdpi_plan_access(fsdpi_plan_prover *v, int unit, int place, int str
                               int writes) {
     const fsdpi_plan_listing *l = v->l;
     fsdpi_plan_touch now = {stream, line, v->call, v->now[stream].at[stream]};
-    fsdpi_plan_region *r = place >= 0                                     ? &v->slots[place]
-                           : place == FSDPI_PLAN_SHARDS && unit >= 0      ? &v->shards[unit]
-                           : place == FSDPI_PLAN_GRADS && unit >= 0       ? &v->grads[unit]
-                                                                          : NULL;
+    fsdpi_plan_region *r = place >= 0                                ? &v->slots[place]
+                           : place == FSDPI_PLAN_SHARDS && unit >= 0 ? &v->shards[unit]
+                           : place == FSDPI_PLAN_GRADS && unit >= 0  ? &v->grads[unit]
+                                                                     : NULL;
     if (!r) return;
     v->out->accesses++;
     for (int i = 0; i < l->num_slots && place >= 0; i++)
@@ -169,7 +170,7 @@ static void fsdpi_plan_set_mark(const fsdpi_plan_prover *v, int stream, fsdpi_pl
 
 // The events of a place; NULL where there are none.
 static fsdpi_plan_mark *fsdpi_plan_ready(fsdpi_plan_prover *v, int place) {
-    return place >= 0                    ? &v->slots[place].ready
+    return place >= 0                   ? &v->slots[place].ready
            : place == FSDPI_PLAN_SHARDS ? &v->blocks[0]
            : place == FSDPI_PLAN_GRADS  ? &v->blocks[1]
                                         : NULL;
@@ -295,8 +296,10 @@ static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line)
         for (int k = 0; k < 2; k++)
             if ((k ? dst : src) >= 0 && !v->slots[k ? dst : src].held)
                 fsdpi_plan_wrong(v, FSDP_PROOF_USE, "nobody holds", -1, k ? dst : src);
-        if (!uses && src != FSDPI_PLAN_NONE) fsdpi_plan_access(v, m[i].unit, src, actor, v->line, 0);
-        if (!uses && dst != FSDPI_PLAN_NONE) fsdpi_plan_access(v, m[i].unit, dst, actor, v->line, 1);
+        if (!uses && src != FSDPI_PLAN_NONE)
+            fsdpi_plan_access(v, m[i].unit, src, actor, v->line, 0);
+        if (!uses && dst != FSDPI_PLAN_NONE)
+            fsdpi_plan_access(v, m[i].unit, dst, actor, v->line, 1);
         fsdpi_plan_see_grads(v, line, &m[i]);
         fsdpi_plan_see_gather(v, line, &m[i]);
         if (line->label == FSDP_LABEL_GRAD_HOOK && m[i].unit >= 0) v->version[m[i].unit]++;
@@ -384,7 +387,8 @@ static void fsdpi_plan_walk(fsdpi_plan_prover *v, int *lasts) {
 
 static int64_t fsdpi_plan_arena_bytes(const fsdpi_plan_listing *l) {
     int64_t lasting = 0;
-    for (int i = 0; i < l->num_slots; i++) lasting += l->slots[i].offset < 0 ? l->slots[i].bytes : 0;
+    for (int i = 0; i < l->num_slots; i++)
+        lasting += l->slots[i].offset < 0 ? l->slots[i].bytes : 0;
     return l->bytes - lasting;
 }
 

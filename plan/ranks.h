@@ -162,16 +162,18 @@ static fsdp_status fsdpi_plan_read_ranks(const char *const *texts, int num, fsdp
     return status;
 }
 
-FSDP_API fsdp_status fsdp_plan_prove_texts(const char *const *texts, int num, fsdp_plan_proof *out) {
+FSDP_API fsdp_status fsdp_plan_prove_texts(const char *const *texts, int num,
+                                           fsdp_plan_proof *out) {
     fsdpi_plan_ranks r;
     fsdp_plan_proof one;
     memset(&r, 0, sizeof r);
     for (int i = 0; i < num; i++)
         if (!texts || !texts[i]) num = 0;
     if (!texts || num < 1 || !out)
-        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG,
-                         "[E987] plan_prove_texts: texts, one of them or out is NULL, or num is not "
-                         ">= 1");
+        return fsdp_fail(
+            NULL, FSDP_ERR_INVALID_ARG,
+            "[E987] plan_prove_texts: texts, one of them or out is NULL, or num is not "
+            ">= 1");
     memset(out, 0, sizeof *out);
     fsdp_status status = fsdpi_plan_read_ranks(texts, num, &r);
     for (int i = 0; i < r.num_programs && !status && !out->refuted; i++) {

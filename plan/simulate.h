@@ -27,9 +27,11 @@ static int64_t fsdpi_plan_takes(const fsdp_plan_cost *c, const fsdpi_plan_line *
     uint64_t part = line->count * fsdp_dtype_size(line->dtype);
     switch (line->kind) {
     case FSDP_OP_ALL_GATHER:
-        return fsdpi_plan_duration(c->gather_latency_ns, line->bytes + part, c->gather_bytes_per_ns);
+        return fsdpi_plan_duration(c->gather_latency_ns, line->bytes + part,
+                                   c->gather_bytes_per_ns);
     case FSDP_OP_REDUCE_SCATTER:
-        return fsdpi_plan_duration(c->reduce_latency_ns, line->bytes + part, c->reduce_bytes_per_ns);
+        return fsdpi_plan_duration(c->reduce_latency_ns, line->bytes + part,
+                                   c->reduce_bytes_per_ns);
     case FSDP_OP_ALL_REDUCE:
         return fsdpi_plan_duration(c->replica_latency_ns, part, c->replica_bytes_per_ns);
     case FSDP_OP_COPY:
@@ -39,7 +41,7 @@ static int64_t fsdpi_plan_takes(const fsdp_plan_cost *c, const fsdpi_plan_line *
 }
 
 static int fsdpi_plan_event_of(const fsdpi_plan_clocks *k, int place) {
-    return place >= 0                    ? place
+    return place >= 0                   ? place
            : place == FSDPI_PLAN_SHARDS ? k->l->num_slots
            : place == FSDPI_PLAN_GRADS  ? k->l->num_slots + 1
                                         : -1;
@@ -122,7 +124,7 @@ static void fsdpi_plan_run_calls(fsdpi_plan_clocks *k) {
 }
 
 static fsdp_status fsdpi_plan_time(fsdp_model *m, const fsdpi_plan_listing *l,
-                                    const fsdp_plan_cost *cost, fsdp_plan_times *out) {
+                                   const fsdp_plan_cost *cost, fsdp_plan_times *out) {
     fsdpi_plan_clocks k;
     size_t room = (size_t)(l->num_slots + 2) * sizeof(int64_t);
     memset(&k, 0, sizeof k);
@@ -149,9 +151,10 @@ static fsdp_status fsdpi_plan_time(fsdp_model *m, const fsdpi_plan_listing *l,
 }
 
 static fsdp_status fsdpi_plan_check_cost(fsdp_world *w, const fsdp_plan_cost *c) {
-    const double numbers[7] = {c->gather_latency_ns,  c->gather_bytes_per_ns,  c->reduce_latency_ns,
-                               c->reduce_bytes_per_ns, c->replica_latency_ns,
-                               c->replica_bytes_per_ns, c->copy_bytes_per_ns};
+    const double numbers[7] = {c->gather_latency_ns,  c->gather_bytes_per_ns,
+                               c->reduce_latency_ns,  c->reduce_bytes_per_ns,
+                               c->replica_latency_ns, c->replica_bytes_per_ns,
+                               c->copy_bytes_per_ns};
     int bad = !(c->issue_ns >= 0) || c->num_compute < 0 || (c->num_compute > 0 && !c->compute_ns);
     for (int i = 0; i < 7; i++) bad |= !(numbers[i] >= 0 && numbers[i] < 1e18);
     for (int i = 0; i < c->num_compute && !bad; i++) bad |= c->compute_ns[i] < 0;

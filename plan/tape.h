@@ -8,9 +8,10 @@
 
 static void fsdpi_plan_tape_free(fsdp_plan *p, fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_made; i++) fsdpi_plan_free(p->model, t->made[i]);
-    void *const lists[] = {t->ops,     t->pairs, t->states, t->saved,   t->runs,
-                           t->uses,    t->bufs,  t->made,   t->ops_at,  t->runs_at, t->groups, t->members, 
-                           t->states_at, t->own, t->own_end, t->storage, t->holds, t->held, t->steps, t->hooks};
+    void *const lists[] = {t->ops,     t->pairs,   t->states,    t->saved,  t->runs,
+                           t->uses,    t->bufs,    t->made,      t->ops_at, t->runs_at,
+                           t->groups,  t->members, t->states_at, t->own,    t->own_end,
+                           t->storage, t->holds,   t->held,      t->steps,  t->hooks};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(p->model, lists[i]);
     memset(t, 0, sizeof *t);
 }

@@ -88,7 +88,8 @@ static int fsdpi_plan_put_act(fsdpi_plan_out *o, const fsdpi_plan_listing *l, in
     while (first->group >= 0 && i < l->choice.num_acts && acts[i].call == first->call &&
            acts[i].what == first->what && acts[i].group == first->group);
     fsdpi_plan_put(o, " why %s", fsdpi_plan_reasons[first->why]);
-    if (first->at >= 0 && first->what != FSDPI_PLAN_REDUCE) fsdpi_plan_put(o, " at call %d", first->at);
+    if (first->at >= 0 && first->what != FSDPI_PLAN_REDUCE)
+        fsdpi_plan_put(o, " at call %d", first->at);
     fsdpi_plan_put(o, "\n");
     return i;
 }
