@@ -72,7 +72,8 @@ endif
 GLOO_TESTS ?= conformance:*/gloo/*:-*W=4* test_agree test_edges test_features test_fully_shard_comm:-*_fp?? \
               test_fully_shard_init test_fully_shard_mixed_precision test_fully_shard_others \
               test_fully_shard_training test_gloo test_gloo_faults test_golden_train test_mesh \
-              test_norm:*every_assignment/4 test_plan:-long_* test_replicate test_replicate_faults test_replicate_training \
+              test_norm:*every_assignment/4 test_plan:plan.net*:plan_errors.* \
+              test_replicate test_replicate_faults test_replicate_training \
               test_replicate_with_compiler test_scaler test_spawn test_uneven
 GLOO_RUNS     := $(addprefix $(BUILD)/gloo/tests/,$(GLOO_TESTS))
 GLOO_PROGRAMS := $(sort $(foreach t,$(GLOO_RUNS),$(firstword $(subst :, ,$t))))
@@ -116,7 +117,7 @@ NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_edges test_features:-*of
               test_fully_shard_comm:-*_fp?? \
               test_fully_shard_init test_fully_shard_mixed_precision:-*casts_are_fused* \
               test_fully_shard_others test_fully_shard_training test_golden_train:-*replay/clip \
-              test_plan:-long_*:-*allocations \
+              test_plan:plan.net*:plan_kinds.* \
               test_replicate test_replicate_faults test_replicate_with_compiler:-*DIM=* test_scaler
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1
 export STUB_TESTS
