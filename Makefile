@@ -20,7 +20,7 @@ VALGRIND_TESTS ?= test_train:W=2 test_optim:optim.* test_memory:W=2# slow enough
 SINGLE_TESTS   ?= test_features test_shard test_spawn # with single_include/fsdp.h
 # Between them they run all that threads of ours do at the same time.
 TSAN_TESTS     ?= conformance test_agree test_delays test_extension test_faults \
-                  test_fully_shard_comm test_plan test_shm_faults test_spawn test_store
+                  test_fully_shard_comm test_shm_faults test_spawn test_store
 # make quick leaves these out: what takes most of the time, and what other tests see as well.
 SLOW := long_*:fully_shard_training.train_parity*:fully_shard_mixed_precision.dtypes*:replicate_with*:ddp_tp.*:replicate_faults.*:replicate_training.*:replicate_mixed_precision.*:*.*/W=[45]*:gpt.*:find_nccl.*:budget.instr*:train.every_*:norm.every_*:exhaustive.*:delays.*:golden_train.*
 
