@@ -12,17 +12,17 @@
 
 enum { PLAN_UNITS = 72, PLAN_CALLS = 320, PLAN_STEPS = 320, PLAN_PARAMS = 12 };
 
-enum { /* what a net has set, a set */
-    PLAN_SUM_HOOK = 1,        /* all-reduce hooks */
-    PLAN_GRAD_HOOK = 2,       /* post-accumulate hooks that write shards */
-    PLAN_CUSTOM = 4,          /* collectives of the test's own */
-    PLAN_STRINGS = 8,         /* parameter 0 has a gather extension */
-    PLAN_LISTS = 16,          /* prefetch lists */
-    PLAN_NO_RESHARD = 32,     /* reshard_after_backward 0 */
-    PLAN_NO_UNSHARD = 64,     /* unshard_in_backward 0: backward needs no parameters */
-    PLAN_UNUSED = 128,        /* fsdp_set_reduce_scatter_unused_params 0 */
-    PLAN_NO_ALL_REDUCE = 256, /* fsdp_set_requires_all_reduce 0 */
-    PLAN_CALLBACKS = PLAN_SUM_HOOK | PLAN_GRAD_HOOK | PLAN_STRINGS /* look at data in a stream */
+enum {                           /* what a net has set, a set */
+       PLAN_SUM_HOOK = 1,        /* all-reduce hooks */
+       PLAN_GRAD_HOOK = 2,       /* post-accumulate hooks that write shards */
+       PLAN_CUSTOM = 4,          /* collectives of the test's own */
+       PLAN_STRINGS = 8,         /* parameter 0 has a gather extension */
+       PLAN_LISTS = 16,          /* prefetch lists */
+       PLAN_NO_RESHARD = 32,     /* reshard_after_backward 0 */
+       PLAN_NO_UNSHARD = 64,     /* unshard_in_backward 0: backward needs no parameters */
+       PLAN_UNUSED = 128,        /* fsdp_set_reduce_scatter_unused_params 0 */
+       PLAN_NO_ALL_REDUCE = 256, /* fsdp_set_requires_all_reduce 0 */
+       PLAN_SOME_USED = 512      /* a parameter is used, or not, by rank and step */
 };
 
 typedef struct plan_net {
@@ -34,14 +34,14 @@ typedef struct plan_net {
         int16_t unit, call; /* FSDP_CALL_* */
     } calls[PLAN_CALLS];
     fsdp_model_desc model;
-    int never;    /* 1 + the unit that stays open around the others */
-    int replicas; /* 0: one-dimensional; else HSDP, or with all ranks DDP */
-    int frozen;   /* 1 + the parameter that is frozen in each unit */
-    int frozen_unit; /* 1 + the unit whose parameters are all frozen */
-    int sets;        /* PLAN_* */
+    int never;                      /* 1 + the unit that stays open around the others */
+    int replicas;                   /* 0: one-dimensional; else HSDP, or with all ranks DDP */
+    int frozen;                     /* 1 + the parameter that is frozen in each unit */
+    int frozen_unit;                /* 1 + the unit whose parameters are all frozen */
+    int sets;                       /* PLAN_* */
     fsdp_dtype dtypes[PLAN_PARAMS]; /* of stored parameters */
     int keep[PLAN_PARAMS];          /* keep_dtype */
-    int scaled;   /* units differ in size: rows times 1 + unit % scaled */
+    int scaled;                     /* units differ in size: rows times 1 + unit % scaled */
 } plan_net;
 
 typedef struct plan_result {
@@ -115,7 +115,7 @@ H_FN void plan_fill(void *user, const fsdp_param_view *v) {
 
 /* ---- what a net may set ---------------------------------------------------------------------- */
 
-static sim *plan_sim;         /* for functions that the library calls: of this process, or NULL */
+static sim *plan_sim;          /* for functions that the library calls: of this process, or NULL */
 static int64_t plan_called[4]; /* all-reduce hooks, grad hooks, collectives, strings */
 
 H_FN void plan_count(int what) { __atomic_add_fetch(&plan_called[what], 1, __ATOMIC_SEQ_CST); }
@@ -196,8 +196,7 @@ H_FN void plan_set(plan_bed *b, fsdp_unit *u, int index) {
     }
     if (sets & PLAN_NO_RESHARD) CALL(b->w, fsdp_set_reshard_after_backward(b->model, u, 0));
     if (sets & PLAN_NO_UNSHARD) CALL(b->w, fsdp_set_unshard_in_backward(b->model, u, 0));
-    if (sets & PLAN_UNUSED)
-        CALL(b->w, fsdp_set_reduce_scatter_unused_params(b->model, u, 0));
+    if (sets & PLAN_UNUSED) CALL(b->w, fsdp_set_reduce_scatter_unused_params(b->model, u, 0));
     if (sets & PLAN_NO_ALL_REDUCE) CALL(b->w, fsdp_set_requires_all_reduce(b->model, u, 0));
 }
 
@@ -214,9 +213,9 @@ H_FN void plan_open(plan_bed *b, const plan_net *net, fsdp_world *w) {
         d.ndim = 2, d.shape[0] = net->replicas, d.shape[1] = size / net->replicas;
         d.names[0] = "replicas", d.names[1] = "shards";
         CALL(w, fsdp_mesh_create(w, &d, &mesh));
-        CALL(w, fsdp_mesh_info_init(mesh, size == net->replicas ? FSDP_MESH_INFO_DDP
-                                                                : FSDP_MESH_INFO_HSDP,
-                                    size == net->replicas ? -1 : 1, 0, &info));
+        CALL(w, fsdp_mesh_info_init(
+                    mesh, size == net->replicas ? FSDP_MESH_INFO_DDP : FSDP_MESH_INFO_HSDP,
+                    size == net->replicas ? -1 : 1, 0, &info));
         md.mesh_info = &info;
     }
     CALL(w, fsdp_model_create(w, &md, &b->model));
@@ -265,9 +264,15 @@ H_FN void plan_look(plan_bed *b, int unit, int call_index, int backward) {
         CHECK(data || blind);
         if (data) plan_read(b, data, bytes);
         if (data) lab_fold(&b->hash, data, (size_t)bytes);
-        void *grad = backward ? fsdp_grad(b->unit[unit], i) : NULL;
-        CHECK(!backward || (grad == NULL) == (n->frozen == i + 1 || n->frozen_unit == unit + 1 ||
-                                              (b->frozen_now && unit == 1 && i == 0)));
+        int idle = n->sets & PLAN_SOME_USED &&
+                   lab_hash((uint64_t)fsdp_rank(b->w), (uint64_t)b->step, (uint64_t)unit,
+                            (uint64_t)i) %
+                           2 ==
+                       0;
+        void *grad = backward && !idle ? fsdp_grad(b->unit[unit], i) : NULL;
+        CHECK(!backward || idle ||
+              (grad == NULL) == (n->frozen == i + 1 || n->frozen_unit == unit + 1 ||
+                                 (b->frozen_now && unit == 1 && i == 0)));
         if (grad) plan_write(b, grad, bytes);
         for (int64_t k = 0; grad && k < numel; k++) {
             uint64_t h = lab_hash((uint64_t)fsdp_rank(b->w), (uint64_t)b->step,
@@ -303,7 +308,11 @@ H_FN uint64_t plan_update(plan_bed *b) {
     fsdp_param_view v = FSDP_ZERO;
     uint64_t grads = 1;
     while (fsdp_next_param(b->model, &v)) {
-        W_CHECK(b->is_partial || (v.shard_grad != NULL) == v.requires_grad, "unit %s: %s", v.unit_name, fsdp_last_error(b->w));
+        int has = v.shard_grad != NULL;
+        lab_fold(&grads, &has, sizeof has);
+        W_CHECK(b->is_partial || b->net->sets & PLAN_SOME_USED ||
+                    (v.shard_grad != NULL) == v.requires_grad,
+                "unit %s: %s", v.unit_name, fsdp_last_error(b->w));
         if (!v.shard_grad) continue;
         plan_read(b, v.shard_grad, v.numel * (int64_t)fsdp_dtype_size(v.grad_dtype));
         plan_write(b, v.shard, v.numel * (int64_t)fsdp_dtype_size(v.dtype));
@@ -346,7 +355,8 @@ H_FN void plan_step(plan_bed *b, plan_result *out) {
 H_FN int64_t plan_slots(const fsdp_memory *m) {
     int64_t bytes = 0;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) bytes += m->pool_bytes[pool];
-    for (int pool = FSDP_POOL_COUNT; pool < (int)FSDP_POOL_MAX; pool++) bytes += m->pool_bytes[pool];
+    for (int pool = FSDP_POOL_COUNT; pool < (int)FSDP_POOL_MAX; pool++)
+        bytes += m->pool_bytes[pool];
     return bytes;
 }
 
