@@ -203,6 +203,7 @@ typedef struct fsdpi_plan_kind {
     int32_t num_calls;
     int32_t left;               // how often in a row a step has left it
     int32_t begins_held;        // units hold slots when it begins: their addresses are in `begin`
+    int32_t unbound;            // its places are in an arena that is gone
     uint64_t replayed;
     fsdpi_plan_listing listing;
     fsdpi_plan_tape tape;
