@@ -60,6 +60,18 @@ static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
     return status;
 }
 
+// A kind whose arena has been replaced meanwhile; without it the step goes by calls.
+static void fsdpi_plan_bind_again(fsdp_plan *p) {
+    fsdpi_plan_kind *k = p->kind;
+    k->unbound = fsdpi_plan_bind(p, k) != FSDP_OK;
+    if (!k->unbound) return;
+    for (int i = 0; i < p->num_kinds; i++)
+        if (p->kinds[i] == k) fsdpi_plan_drop(p, i);
+    p->kind = NULL;
+    p->mode = FSDP_PLAN_BY_CALLS;
+    snprintf(p->why, sizeof p->why, "%s", "the tape could not be made again for a new arena");
+}
+
 // The first call of a step: what kind of step is it?
 static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     p->open = 1;
@@ -77,6 +89,7 @@ static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
             memcmp(p->kinds[i]->begin, p->begin, (size_t)p->num_units * p->unit_bytes) == 0)
             p->kind = p->kinds[i];
     p->mode = p->kind ? FSDP_PLAN_REPLAYING : p->warm ? FSDP_PLAN_WARM_UP : FSDP_PLAN_RECORDING;
+    if (p->kind && p->kind->unbound) fsdpi_plan_bind_again(p);
     if (p->num_kinds && !p->kind)
         snprintf(p->why, sizeof p->why, "%s",
                  "another kind of step: options, or what units hold, are not those of a plan");

@@ -301,7 +301,8 @@ static void fsdpi_plan_drop(fsdp_plan *p, int index) {
     fsdpi_plan_kind_free(p, k);
 }
 
-// Memory for all kinds: the arena is as large as the largest needs it.
+// Memory for all kinds: the arena is as large as the largest needs it. A rehearsal shows what the
+// options are now, so that a kind of other options is bound when it comes again.
 static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
     int64_t bytes = k->listing.bytes - fsdpi_plan_lasting(&k->listing);
     for (int i = p->num_kinds - 1; i >= 0; i--)
@@ -313,7 +314,10 @@ static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
         fsdp_buf_destroy(p->model, p->arena);
         p->arena = NULL;
         status = fsdp_buf_create(p->model, p->pool, FSDP_MEMORY_DEVICE, bytes, &p->arena);
-        for (int i = 0; i < p->num_kinds && !status; i++) status = fsdpi_plan_bind(p, p->kinds[i]);
+        for (int i = 0; i < p->num_kinds && !status; i++) {
+            p->kinds[i]->unbound = p->kinds[i]->settings != k->settings;
+            if (!p->kinds[i]->unbound) status = fsdpi_plan_bind(p, p->kinds[i]);
+        }
     }
     return status ? status : fsdpi_plan_bind(p, k);
 }
