@@ -22,7 +22,7 @@ SINGLE_TESTS   ?= test_features test_shard test_spawn # with single_include/fsdp
 TSAN_TESTS     ?= conformance test_agree test_delays test_extension test_faults \
                   test_fully_shard_comm test_shm_faults test_spawn test_store
 # make quick leaves these out: what takes most of the time, and what other tests see as well.
-SLOW := long_*:fully_shard_training.train_parity*:fully_shard_mixed_precision.dtypes*:replicate_with*:ddp_tp.*:replicate_faults.*:replicate_training.*:replicate_mixed_precision.*:*.*/W=[45]*:gpt.*:find_nccl.*:budget.instr*:train.every_*:norm.every_*:exhaustive.*:delays.*:golden_train.*
+SLOW := long_*:fully_shard_compile.transformer_backend_inductor*:fully_shard_training.train_parity*:fully_shard_mixed_precision.dtypes*:replicate_with*:ddp_tp.*:replicate_faults.*:replicate_training.*:replicate_mixed_precision.*:*.*/W=[45]*:gpt.*:find_nccl.*:budget.instr*:train.every_*:norm.every_*:exhaustive.*:delays.*:golden_train.*
 
 WARN  := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual -Wundef \
          -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum
@@ -70,9 +70,10 @@ endif
 # Tests that run a second time over Gloo: those with several ranks on a real backend; behind a colon
 # which of their tests, where all of them would only take longer (or 128 ranks).
 GLOO_TESTS ?= conformance:*/gloo/*:-*W=4* test_agree test_edges test_features test_fully_shard_comm:-*_fp?? \
-              test_fully_shard_init test_fully_shard_mixed_precision test_fully_shard_others \
-              test_fully_shard_training test_gloo test_gloo_faults test_golden_train test_mesh \
-              test_norm:*every_assignment/4 test_replicate test_replicate_faults test_replicate_training \
+              test_fully_shard_compile test_fully_shard_init test_fully_shard_mixed_precision \
+              test_fully_shard_others test_fully_shard_training test_gloo test_gloo_faults test_golden_train test_mesh \
+              test_norm:*every_assignment/4 test_plan:plan.net*:plan_errors.* \
+              test_replicate test_replicate_faults test_replicate_training \
               test_replicate_with_compiler test_scaler test_spawn test_uneven
 GLOO_RUNS     := $(addprefix $(BUILD)/gloo/tests/,$(GLOO_TESTS))
 GLOO_PROGRAMS := $(sort $(foreach t,$(GLOO_RUNS),$(firstword $(subst :, ,$t))))
@@ -114,8 +115,9 @@ endif
 STUB_TESTS ?= $(ONLY_STUB)
 NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
               test_fully_shard_comm:-*_fp?? \
-              test_fully_shard_init test_fully_shard_mixed_precision:-*casts_are_fused* \
+              test_fully_shard_compile test_fully_shard_init test_fully_shard_mixed_precision:-*casts_are_fused* \
               test_fully_shard_others test_fully_shard_training test_golden_train:-*replay/clip \
+              test_plan:plan.net*:plan_kinds.* \
               test_replicate test_replicate_faults test_replicate_with_compiler:-*DIM=* test_scaler
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1
 export STUB_TESTS

@@ -101,7 +101,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_plan_create(fsdp_model *model, const f
                                                       fsdp_plan **plan);
 
 /* fsdp_plan_destroy - the model goes by calls again, from the next call on; NULL is allowed
-   Collective  no, but every rank has to do the same      Blocks for operations under way
+   Collective  yes (see fsdp_plan_pause)      Blocks for operations under way
    Allocates   no; later steps allocate the slots of calls anew. Slots that units still hold go with
                the model */
 FSDP_API void fsdp_plan_destroy(fsdp_plan *plan);
@@ -117,9 +117,11 @@ FSDP_API const char *fsdp_plan_why(const fsdp_plan *plan);
 /* fsdp_plan_pause  - 1: steps go by calls and are not looked at, plans are kept; 0: go on with the
                next step
    fsdp_plan_forget - drop all plans and record anew
-   Effect      in a step: its next call and all behind it go by calls
-   Result      FSDP_OK; INVALID_ARG
-   Collective  no, but every rank has to do the same      Blocks no      Allocates no */
+   Effect      in a step: its next call and all behind it go by calls; reductions that have waited
+               for a later call are made
+   Result      FSDP_OK; INVALID_ARG; in a step collective errors
+   Collective  yes      Blocks inline, in a step: until reduced      Allocates no, but those reductions
+               take slots of calls at their first use */
 FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused);
 FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan);
 
@@ -235,9 +237,12 @@ enum { FSDPI_PLAN_TEXT = 512 }; // room for a line that says why
 #include "plan/place.h"
 #include "plan/listing.h"
 #include "plan/text.h"
+#include "plan/parse.h"
 #include "plan/prove.h"
+#include "plan/ranks.h"
 #include "plan/simulate.h"
 #include "plan/make.h"
+#include "plan/load.h"
 #include "plan/life.h"
 
 #ifdef __cplusplus

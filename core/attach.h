@@ -12,8 +12,9 @@ static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
     int answered = 0;
     m->asking++;
     for (const fsdpi_attached *a = asker ? asker->next : m->attached; a && !answered; a = a->next) {
+        if (!a->e.call) continue;
         m->asked = a;
-        answered = a->e.call && a->e.call(a->e.user, m, u, call, status);
+        answered = a->e.call(a->e.user, m, u, call, status);
     }
     m->asked = asker;
     m->asking--;
@@ -78,6 +79,7 @@ static void fsdpi_watch(fsdp_model *m) {
         if (a->e.buffer) watch |= FSDPI_SLOTS;
         if (a->e.ran) watch |= FSDPI_TIMES;
     }
+    if (m->rehearsing) watch |= FSDPI_OPS | FSDPI_SLOTS; // whatever the extension has
     m->watch = (uint8_t)watch;
 }
 

@@ -30,7 +30,8 @@ typedef struct fsdp_extension {
     const char *name; // for texts and states, not copied; NULL: "extension"
     void *user;
     // A call of a step begins, from pre_forward to finalize_backward, or model_reset (for both of
-    // the model unit is NULL); the transition table is not asked yet. Return non-zero if you have
+    // the model unit is NULL); the transition table is not asked yet. Or FSDP_CALL_SET: a setter is
+    // about to change options of a unit (NULL: of all), and does so whatever you return. Return non-zero if you have
     // done the call's work: then *status (FSDP_OK before) is its result, and the library calls no
     // further extension. If you make calls of a step in it, they go to the extensions behind you.
     int (*call)(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status);
@@ -69,6 +70,10 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
                an extension, or a unit holds a slot that the extension may own)
    Collective  no      Blocks for operations under way      Allocates no */
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension);
+
+/* fsdp_find_extension - `user` of the first attached extension with this name; NULL: there is none
+   Collective  no      Blocks no      Allocates no */
+FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name);
 
 /* fsdp_next_state - step through the items of all extensions of a model. Start with a zeroed item;
    at the end its name is NULL
@@ -160,13 +165,14 @@ FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
 
 /* fsdp_rehearse - make calls of a step that do nothing: an extension sees their records, none runs,
    and afterwards the model is as before
-   extension   the only one that is asked meanwhile, attached or not. `op` sees the records,
-               whatever it returns. `buffer` has to give every slot, also one in use: fsdp_buf_part
-               makes some without memory
+   extension   the only one that is asked meanwhile, attached or not. `op` sees records, and what
+               it returns is ignored. `buffer` has to give every slot: fsdp_buf_part makes some
+               without memory
    run         makes the calls, hooks or fsdp_unshard and the like, and may restore units to earlier
                states. Setters of options that it calls are undone; prefetch lists it can only take
-               away (count 0)
-   Result      FSDP_OK; what run returned; INVALID_ARG, OUT_OF_MEMORY, errors of commit
+               away (count 0). What cannot be undone fails: to freeze, thaw, cast, trim, (de)attach
+   Result      FSDP_OK; what run returned; INVALID_ARG, INVALID_STATE (a unit is not idle),
+               OUT_OF_MEMORY, errors of commit
    Collective  as fsdp_model_commit at the first use, then no      Blocks for operations under way
    Allocates   temporary tables */
 FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *extension,
@@ -187,12 +193,24 @@ FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap)
    Collective  no, but every rank has to do the same      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes);
 
+/* fsdp_unit_reduce - reduce the gradients of a unit that wait since an earlier post_backward, as
+   fsdp_finalize_backward would; nothing if none wait, or if gradient sync is off
+   Result      FSDP_OK; INVALID_ARG; OUT_OF_MEMORY; collective errors
+   Collective  yes      Blocks inline: until reduced; else no      Allocates at its first use */
+FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit);
+
 /* fsdp_unit_flag_use - update the flags of use, which travel with a unit's reduction. Call it
    before your extension itself emits the records of that reduction
    Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status
    Collective  no      Blocks on devices with streams if flags changed: until they are copied
    Allocates   no */
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit);
+
+/* fsdp_unit_follows_use - 1 if the records of a unit's reduction depend on which parameters were
+   used, and not only on options and states: grads_overwrite, and
+   fsdp_set_reduce_scatter_unused_params 0. Then fsdp_rehearse does not show what a step would do
+   Collective  no      Blocks no      Allocates no */
+FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit);
 
 /* fsdp_pools_trim - free every slot that no unit holds; the next use allocates again
    Result      FSDP_OK; if the world is aborted, its status

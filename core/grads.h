@@ -283,9 +283,7 @@ static fsdp_status fsdpi_tell_hooks(fsdp_unit *u, int stream) {
 static fsdp_status fsdpi_grads_done(fsdp_unit *u, int stream) {
     u->state.grads.shard = FSDPI_GRADS_REDUCED;
     u->state.grads.newest = FSDPI_GRADS_NOWHERE;
-    u->usage.counted = 1;
-    if (fsdpi_ranks(u) == 1) fsdpi_usage_own(u);
-    if (!u->options.reduce_unused) fsdpi_usage_clear(u, FSDPI_USE_PENDING);
+    fsdpi_usage_sent(u);
     return u->model->grad_hooks ? fsdpi_tell_hooks(u, stream) : FSDP_OK;
 }
 

@@ -6,7 +6,7 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     fsdp_extension e;
     if (!model || !extension) return fsdpi_null_of(model, "attach", "model or extension");
     fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_failed(w);
+    fsdp_status status = fsdpi_lasting(model, "attach");
     if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (status) return status;
     if (e.call || e.op || e.buffer || e.ran)
@@ -47,6 +47,7 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     if (!model || !extension) return fsdpi_null_of(model, "detach", "model or extension");
     fsdp_world *w = model->world;
     fsdp_status status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    if (!status && model->rehearsing) status = fsdpi_lasting(model, "detach");
     if (status) return status;
     e.size = 0;
     if (!e.name) e.name = "extension";
@@ -67,6 +68,12 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     }
     return fsdpi_bad(w, "[E903] detach: '%s' with these contents is not attached to this model",
                      e.name);
+}
+
+FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name) {
+    for (const fsdpi_attached *a = model && name ? model->attached : NULL; a; a = a->next)
+        if (strcmp(a->e.name, name) == 0) return a->e.user;
+    return NULL;
 }
 
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
@@ -222,11 +229,33 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     return fsdpi_emit(model, op);
 }
 
+// Nobody looks, and nothing is ordered by events: a marker says only who holds a slot.
+static fsdp_status fsdpi_emit_alone(fsdp_model *m, fsdp_op *ops, int count) {
+    fsdp_status status = fsdpi_failed(m->world);
+    for (fsdp_op *op = ops; op < ops + count && !status; op++) {
+        if (op->kind >= FSDP_OP_HOOK) {
+            if (op->kind == FSDP_OP_ACQUIRE && op->dst) op->dst->held = 1;
+            if (op->kind == FSDP_OP_RELEASE && op->src) op->src->held = 0;
+            continue;
+        }
+        op->timed = 0;
+        op->step = m->step;
+        op->given = m->given;
+        op->seq = ++m->seq;
+        m->counters.calls[op->kind]++;
+        m->counters.bytes[op->kind] += op->bytes;
+        status = fsdpi_execute(m->world, op, NULL);
+    }
+    return status;
+}
+
 FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count) {
     if (!model || (count > 0 && !ops)) return fsdpi_null_of(model, "emit_again", "model or ops");
+    if (model->world->mode == FSDPI_INLINE && !(model->watch & FSDPI_RECORDS))
+        return fsdpi_emit_alone(model, ops, count);
     fsdp_status status = FSDP_OK;
-    for (int i = 0; i < count && !status; i++) {
-        fsdp_op *op = &ops[i];
+    for (fsdp_op *op = ops; op < ops + count && !status; op++) {
+        op->timed = 0;
         op->step = model->step;
         op->given = model->given;
         if (op->kind < FSDP_OP_HOOK) status = fsdpi_emit(model, op);
@@ -309,7 +338,7 @@ FSDP_API int fsdp_buf_held(const fsdp_buf *buf) { return buf && buf->held; }
 
 FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "pools_trim", "model");
-    fsdp_status status = fsdpi_failed(model->world);
+    fsdp_status status = fsdpi_lasting(model, "pools_trim");
     if (status) return status;
     fsdpi_drain(model->world);
     for (int i = 0; i < model->num_classes; i++) {

@@ -354,10 +354,10 @@ struct fsdp_model {
     fsdp_block full_block;
     void *undefined; // what getters give in a failed world
     size_t undefined_bytes;
-    fsdp_block *norm_blocks;  // [num_params] of the norm, [num_params] of what clip scales
-    fsdpi_attached *attached; // extensions, in the order in which they are asked
+    fsdp_block *norm_blocks;     // [num_params] of the norm, [num_params] of what clip scales
+    fsdpi_attached *attached;    // extensions, in the order in which they are asked
     const fsdpi_attached *asked; // whose function `call` is at work, or NULL
-    uint8_t watch;            // FSDPI_CALLS, ...: what any of them listens to
+    uint8_t watch;               // FSDPI_CALLS, ...: what any of them listens to
     fsdpi_names labels, pools;
     uint64_t settings; // options, as a number: see fsdpi_setting
     int asking;        // calls of functions of extensions that have not returned

@@ -163,7 +163,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t 
     fsdp_model *m = u->model;
     fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
     *out = buf;
-    if (buf ? (!buf->held || m->rehearsing) && buf->bytes >= bytes : !m->rehearsing) return FSDP_OK;
+    if (buf ? !buf->held && buf->bytes >= bytes : !m->rehearsing) return FSDP_OK;
     return fsdpi_bad(
         m->world, "[E915] an extension gave '%s' a slot of %llu bytes%s for %s, expected %llu free",
         u->desc.name, (unsigned long long)(buf ? buf->bytes : 0), buf && buf->held ? " in use" : "",
@@ -176,7 +176,7 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     fsdp_buf *buf = NULL;
     fsdp_status status = m->watch ? fsdpi_provided(u, pool, c->bytes, &buf) : FSDP_OK;
     if (!status && !buf) status = fsdpi_class_take(m, c, &buf);
-    if (status) return fsdpi_fail_together(m->world, status);
+    if (status) return m->rehearsing ? status : fsdpi_fail_together(m->world, status);
     buf->held = 1;
     *out = buf;
     return m->watch ? fsdpi_marker(u, FSDP_OP_ACQUIRE, FSDP_STREAM_COMPUTE, buf) : FSDP_OK;
@@ -193,7 +193,7 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     fsdp_model *m = u->model;
     fsdp_buf *buf = *slot;
     if (!buf) return FSDP_OK;
-    fsdp_status status = FSDP_ASSERT(m->world, buf->held || m->rehearsing);
+    fsdp_status status = FSDP_ASSERT(m->world, buf->held);
     if (!status && m->desc.debug)
         status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
                                  (int64_t)buf->bytes, 0xFF);

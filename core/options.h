@@ -13,7 +13,7 @@ enum { // what has been set, beside offsets in fsdpi_options
 /* fsdp_model.settings is a sum over all options that differ from those at creation, so that it does
    not depend on the way that led there. unit: -1 for the model. */
 static void fsdpi_setting(fsdp_model *m, int unit, size_t field, uint64_t was, uint64_t is) {
-    uint64_t place = fsdpi_hash((uint64_t)(unit + 1), field);
+    uint64_t place = fsdpi_hash((uint64_t)(unit + 1) << 32, field); // the hash adds the two
     m->settings += fsdpi_hash(place, is) - fsdpi_hash(place, was);
 }
 
@@ -29,7 +29,8 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     for (int i = *first; i < *end; i++)
         if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
             return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], FSDP_CALL_SET, what));
-    return FSDP_OK;
+    if (m->watch & FSDPI_CALLS) (void)fsdpi_answered(m, u, FSDP_CALL_SET, &status);
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
@@ -168,7 +169,7 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
 
 // May the model be laid out anew? All units are idle, and none holds what only its layout knows.
 static fsdp_status fsdpi_may_move(fsdp_model *m, const char *what) {
-    fsdp_status status = fsdpi_failed(m->world);
+    fsdp_status status = fsdpi_lasting(m, what);
     if (!status) status = fsdpi_remember(m, fsdpi_check_units(m, FSDP_CALL_REQUIRES_GRAD, what));
     for (int i = 0; i < m->num_units && !status; i++)
         if (m->units[i]->state.slot[FSDP_POOL_GRAD] || m->units[i]->state.slot[FSDP_POOL_RIN] ||
@@ -194,13 +195,14 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);
     if (status) return status;
-    fsdpi_setting(m, unit->desc.index, FSDPI_SET_TRAINS + (size_t)index,
-                  (uint64_t)p->requires_grad, requires_grad != 0);
     p->requires_grad = requires_grad != 0;
     status = fsdpi_unit_arrange(unit);
     if (status) p->requires_grad = !p->requires_grad;
-    else p->use &= (uint8_t)~FSDPI_USE_REDUCED;
-    return status;
+    if (status) return status;
+    fsdpi_setting(m, unit->desc.index, FSDPI_SET_TRAINS + (size_t)index, !requires_grad,
+                  requires_grad != 0);
+    p->use &= (uint8_t)~FSDPI_USE_REDUCED;
+    return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {

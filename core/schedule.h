@@ -192,6 +192,14 @@ static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
     return FSDP_OK;
 }
 
+// A change that lasts, which a rehearsal could not undo.
+static FSDPI_NOINLINE fsdp_status fsdpi_lasting(fsdp_model *m, const char *what) {
+    fsdp_status status = fsdpi_failed(m->world);
+    if (status || !m->rehearsing) return status;
+    return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
+                     "[E214] %s: a rehearsal cannot undo it: call it before or afterwards", what);
+}
+
 // A marker for those who see records, before the ops of a public call.
 static FSDPI_NOINLINE fsdp_status fsdpi_show_call(fsdp_model *m, const fsdp_unit *u, int call,
                                                   const char *what) {

@@ -38,8 +38,13 @@ static void fsdpi_walk_unit(fsdpi_walk *w, fsdp_unit *u) {
     fsdpi_walk_bytes(w, &u->usage.in_flight, sizeof u->usage.in_flight);
     fsdpi_walk_bytes(w, &u->usage.counted, sizeof u->usage.counted);
     fsdpi_walk_bytes(w, u->usage.flags, fsdpi_flags_bytes(u));
-    for (int i = 0; i < u->desc.num_params; i++)
-        fsdpi_walk_bytes(w, &u->params[i].use, sizeof u->params[i].use);
+    fsdpi_walk_bytes(w, &u->told, sizeof u->told);
+    for (int i = 0; i < u->desc.num_params; i++) {
+        fsdpi_param *p = &u->params[i];
+        fsdpi_walk_bytes(w, &p->use, sizeof p->use);
+        fsdpi_walk_bytes(w, &p->grad_hook, sizeof p->grad_hook);
+        fsdpi_walk_bytes(w, &p->grad_hook_user, sizeof p->grad_hook_user);
+    }
 }
 
 static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
@@ -55,6 +60,7 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
     fsdpi_walk_bytes(w, &m->settings, sizeof m->settings);
     fsdpi_walk_bytes(w, &m->grad_enabled, sizeof m->grad_enabled);
     fsdpi_walk_bytes(w, &m->is_last_backward, sizeof m->is_last_backward);
+    fsdpi_walk_bytes(w, &m->grad_hooks, sizeof m->grad_hooks);
     fsdpi_walk_bytes(w, &m->hook_status, sizeof m->hook_status);
     fsdpi_walk_bytes(w, m->hook_error, sizeof m->hook_error);
     fsdpi_walk_bytes(w, &m->norm_type, sizeof m->norm_type);
@@ -75,10 +81,19 @@ static size_t fsdpi_model_save(fsdp_model *m, char *buf, size_t cap) {
     return w.used;
 }
 
+// Slots may be an extension's, which no class lists.
+static FSDPI_NOINLINE void fsdpi_hold_slots(const fsdp_model *m, uint8_t held) {
+    for (int i = 0; i < m->num_units; i++)
+        for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
+            if (m->units[i]->state.slot[pool]) m->units[i]->state.slot[pool]->held = held;
+}
+
 static void fsdpi_model_load(fsdp_model *m, char *buf, size_t size) {
     fsdpi_walk w = {buf, size, 0, FSDPI_LOAD};
     fsdpi_drain(m->world); // flags of use may still be read
+    fsdpi_hold_slots(m, 0);
     fsdpi_walk_model(&w, m);
+    fsdpi_hold_slots(m, 1);
 }
 
 // While `run` is at work, the model has one extension, and no record runs.
@@ -98,15 +113,16 @@ FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *exte
     char *saved = (char *)fsdpi_model_alloc(model, size);
     if (!saved) return fsdpi_no_memory(model->world, "rehearse", "", size);
     (void)fsdpi_model_save(model, saved, size);
+    fsdpi_drain(model->world); // records under way are told to the others
     model->attached = &only;
     model->asked = NULL;
-    model->rehearsing = 1;
+    model->rehearsing++;
     fsdpi_watch(model);
     status = run(user);
     fsdpi_model_load(model, saved, size);
     model->attached = others;
     model->asked = asked;
-    model->rehearsing = 0;
+    model->rehearsing--;
     fsdpi_watch(model);
     fsdpi_model_free(model, saved);
     return status ? status : fsdpi_failed(model->world);
@@ -125,6 +141,7 @@ typedef struct fsdpi_unit_saved {
     fsdpi_unit_head head;
     fsdpi_state state;
     uint64_t counted; // of usage; 64 bits, so that no byte is padding
+    uint64_t slots;   // which they are: another buffer may later have the address of a freed one
 } fsdpi_unit_saved;
 
 FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap) {
@@ -136,6 +153,10 @@ FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap)
     now.head.layout = unit->model->layout;
     memcpy(&now.state, &unit->state, sizeof now.state);
     now.counted = unit->usage.counted;
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
+        const fsdp_buf *slot = unit->state.slot[pool];
+        now.slots = now.slots * 0x9E3779B97F4A7C15u + (slot ? (uint64_t)slot->number : 0);
+    }
     memcpy(buf, &now, sizeof now);
     return sizeof now;
 }
@@ -150,25 +171,37 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
         return fsdpi_null_of(unit ? unit->model : NULL, "unit_restore", "unit or buf");
     fsdp_model *m = unit->model;
     fsdpi_state *s = &unit->state;
-    fsdpi_unit_saved then;
-    if (nbytes == sizeof then) memcpy(&then, buf, sizeof then);
-    if (nbytes != sizeof then || then.head.unit != unit || then.head.layout != m->layout)
+    const char *saved = (const char *)buf;
+    fsdpi_unit_head head = {NULL, 0};
+    uint64_t counted;
+    if (nbytes == sizeof(fsdpi_unit_saved)) memcpy(&head, saved, sizeof head);
+    if (head.unit != unit || head.layout != m->layout)
         return fsdpi_bad(m->world,
                          "[E916] unit_restore: the snapshot of %llu bytes is of another unit than "
                          "'%s', or the layout has changed since: take it again",
                          (unsigned long long)nbytes, unit->desc.name);
     m->ahead_bytes -= fsdpi_ahead_bytes(s);
-    memcpy(s, &then.state, sizeof *s);
+    memcpy(s, saved + offsetof(fsdpi_unit_saved, state), sizeof *s);
+    memcpy(&counted, saved + offsetof(fsdpi_unit_saved, counted), sizeof counted);
     m->ahead_bytes += fsdpi_ahead_bytes(s);
     s->last_order = -1; // the record of forwards is another one
     if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
         m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
         if (s->slot[pool]) s->slot[pool]->held = 1;
-    if (!then.counted) return FSDP_OK;
-    unit->usage.counted = 1;
-    if (fsdpi_ranks(unit) == 1) fsdpi_usage_own(unit);
+    if (counted) fsdpi_usage_sent(unit);
     return FSDP_OK;
+}
+
+FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit) {
+    return unit && (unit->model->desc.grads_overwrite || !unit->options.reduce_unused);
+}
+
+FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit) {
+    if (!unit) return fsdpi_null(NULL, "unit_reduce", "unit");
+    fsdp_status status = fsdpi_failed(unit->model->world);
+    if (status || unit->state.training == FSDP_STATE_PRE_BACKWARD) return status;
+    return fsdpi_do_leftovers(unit);
 }
 
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit) {

@@ -54,6 +54,13 @@ static void fsdpi_usage_own(fsdp_unit *u) {
 static void fsdpi_usage_clear(fsdp_unit *u, int use) {
     for (int i = 0; i < u->desc.num_params; i++) u->params[i].use &= (uint8_t)~use;
 }
+
+// A reduction is on its way, and the counts of users with it.
+static void fsdpi_usage_sent(fsdp_unit *u) {
+    u->usage.counted = 1;
+    if (fsdpi_ranks(u) == 1) fsdpi_usage_own(u);
+    if (!u->options.reduce_unused) fsdpi_usage_clear(u, FSDPI_USE_PENDING);
+}
 static int fsdpi_usage_any(const fsdp_unit *u, int use) {
     int any = 0;
     for (int i = 0; i < u->desc.num_params; i++) any |= u->params[i].use & use;

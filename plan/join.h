@@ -75,12 +75,12 @@ static fsdp_status fsdpi_plan_join_lists(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_
 }
 
 /* All ranges side by side, from the first one on. While a rehearsal has buffers without memory they
-   do not lie so yet. */
-static void fsdpi_plan_join_ranges(fsdp_op *op, const fsdp_op *const *parts, int num) {
-    const fsdp_op *last = parts[num - 1];
-    uint64_t size = fsdp_dtype_size(op->dtype);
-    uint64_t span = (uint64_t)((const char *)last->dst_ptr - (const char *)op->dst_ptr);
-    op->count = span / size + last->count;
+   do not lie so yet: what counts is the sizes of the slots, which fsdpi_plan_glue puts side by side. */
+static void fsdpi_plan_join_ranges(const fsdpi_plan_tape *raw, const int32_t *which, fsdp_op *op,
+                                   const fsdp_op *const *parts, int num) {
+    int64_t span = 0;
+    for (int i = 0; i + 1 < num; i++) span += raw->uses[raw->pairs[which[i]].dst].bytes;
+    op->count = (uint64_t)span / fsdp_dtype_size(op->dtype) + parts[num - 1]->count;
     op->bytes = fsdpi_plan_reduce_bytes(op);
 }
 
@@ -125,7 +125,7 @@ static fsdp_status fsdpi_plan_join(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
     status = fsdpi_plan_join_names(p, t, &op, parts, num);
     if (!status && op.kind != FSDP_OP_ALL_REDUCE)
         status = fsdpi_plan_join_lists(p, t, &op, parts, num);
-    else if (!status) fsdpi_plan_join_ranges(&op, parts, num);
+    else if (!status) fsdpi_plan_join_ranges(raw, which, &op, parts, num);
     for (int i = 1; i < num && several && !status; i++) {
         if (!both) status = fsdpi_plan_add_use(p, t, parts[i], raw->pairs[which[i]], 0);
         if (!status) status = fsdpi_plan_add_use(p, t, parts[i], raw->pairs[which[i]], 1);
@@ -170,7 +170,21 @@ static fsdp_status fsdpi_plan_copy(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
     return status;
 }
 
-// Acts of a call from *at on, before its own work or behind it: gathers of a group are joined.
+// What an act does. A reduction that waited begins with what the caller need not wait for here.
+static fsdpi_plan_range fsdpi_plan_act_range(const fsdpi_plan_show *s, int act) {
+    fsdpi_plan_range range = {s->acts[2 * act], s->acts[2 * act + 1]};
+    while (s->choice->acts[act].what == FSDPI_PLAN_REDUCE && range.begin < range.end &&
+           s->tape->ops[range.begin].kind == FSDP_OP_USE)
+        range.begin++;
+    return range;
+}
+
+static int fsdpi_plan_is_joined(const fsdpi_plan_act *a, const fsdpi_plan_act *b) {
+    return a->group >= 0 && a->group == b->group && a->call == b->call && a->what == b->what &&
+           (a->what == FSDPI_PLAN_GATHER || a->what == FSDPI_PLAN_REDUCE);
+}
+
+// Acts of a call from *at on, before its own work or behind it: those of a group are joined.
 static fsdp_status fsdpi_plan_arrange_acts(const fsdpi_plan_show *s, fsdpi_plan_tape *t, int call,
                                            int *at, int late) {
     const fsdpi_plan_choice *c = s->choice;
@@ -180,57 +194,11 @@ static fsdp_status fsdpi_plan_arrange_acts(const fsdpi_plan_show *s, fsdpi_plan_
         fsdpi_plan_range ranges[FSDPI_PLAN_JOINED];
         const fsdpi_plan_act *first = &c->acts[*at];
         int num = 0;
-        do {
-            ranges[num].begin = s->acts[2 * *at];
-            ranges[num++].end = s->acts[2 * *at + 1];
-            ++*at;
-        } while (first->what == FSDPI_PLAN_GATHER && first->group >= 0 &&
-                 num < FSDPI_PLAN_JOINED && *at < c->num_acts && c->acts[*at].call == call &&
-                 c->acts[*at].what == FSDPI_PLAN_GATHER && c->acts[*at].group == first->group);
+        do ranges[num++] = fsdpi_plan_act_range(s, (*at)++);
+        while (num < FSDPI_PLAN_JOINED && *at < c->num_acts &&
+               fsdpi_plan_is_joined(first, &c->acts[*at]));
         status = num > 1 ? fsdpi_plan_merge(s->plan, s->tape, t, ranges, num)
                          : fsdpi_plan_copy(s->plan, s->tape, t, ranges[0].begin, ranges[0].end);
-    }
-    return status;
-}
-
-// A call's own work, and behind it the reductions that have waited for it.
-static fsdp_status fsdpi_plan_arrange_own(const fsdpi_plan_show *s, fsdpi_plan_tape *t, int call) {
-    const fsdpi_plan_choice *c = s->choice;
-    fsdpi_plan_range ranges[FSDPI_PLAN_JOINED];
-    fsdp_status status = fsdpi_plan_copy(s->plan, s->tape, t, s->tape->own[call],
-                                         s->tape->own_end[call]);
-    int num = 0;
-    for (int i = 0; c && i < c->num_acts && num < FSDPI_PLAN_JOINED; i++) {
-        const fsdpi_plan_act *act = &c->acts[i];
-        if (act->call != call || act->what != FSDPI_PLAN_REDUCE) continue;
-        ranges[num].begin = s->tail[2 * act->unit];
-        ranges[num++].end = s->tail[2 * act->unit + 1];
-    }
-    return status || !num ? status : fsdpi_plan_merge(s->plan, s->tape, t, ranges, num);
-}
-
-static const char *fsdpi_plan_state_of(const fsdp_plan *p, const fsdpi_plan_tape *t, int call,
-                                       int unit) {
-    for (int i = t->states_at[call]; i < t->states_at[call + 1]; i++)
-        if (t->states[i].unit == unit) return t->saved + (size_t)t->states[i].at * p->unit_bytes;
-    return NULL;
-}
-
-// The states behind a call. Units whose reductions were moved here are now as they would be by
-// calls behind their own post_backward.
-static fsdp_status fsdpi_plan_arrange_states(const fsdpi_plan_show *s,
-                                             const fsdpi_plan_tape *by_calls, fsdpi_plan_tape *t,
-                                             int call) {
-    const fsdpi_plan_choice *c = s->choice;
-    const fsdpi_plan_tape *raw = s->tape;
-    fsdp_status status = FSDP_OK;
-    for (int u = 0; u < s->plan->num_units && !status; u++) {
-        const char *bytes = fsdpi_plan_state_of(s->plan, raw, call, u);
-        for (int i = 0; c && i < c->num_acts; i++)
-            if (c->acts[i].call == call && c->acts[i].unit == u &&
-                c->acts[i].what == FSDPI_PLAN_REDUCE)
-                bytes = fsdpi_plan_state_of(s->plan, by_calls, c->acts[i].at, u);
-        if (bytes) status = fsdpi_plan_add_state(s->plan, t, u, bytes);
     }
     return status;
 }
@@ -238,7 +206,7 @@ static fsdp_status fsdpi_plan_arrange_states(const fsdpi_plan_show *s,
 // Runs of a call: flags of use are brought up to date before each record that sends them.
 static fsdp_status fsdpi_plan_arrange_runs(fsdp_plan *p, fsdpi_plan_tape *t, int begin) {
     fsdp_status status = FSDP_OK;
-    fsdpi_plan_run run = {begin, begin, -1};
+    fsdpi_plan_run run = {begin, begin, NULL};
     for (int i = begin; i <= t->num_ops && !status; i++) {
         const fsdp_op *op = i < t->num_ops ? &t->ops[i] : NULL;
         int sends = op && op->kind == FSDP_OP_COPY && op->label == FSDP_LABEL_USERS;
@@ -250,7 +218,7 @@ static fsdp_status fsdpi_plan_arrange_runs(fsdp_plan *p, fsdpi_plan_tape *t, int
             if (!status) t->runs[t->num_runs++] = run;
         }
         run.begin = i;
-        run.flags = op ? fsdpi_plan_index(p, op->unit) : -1;
+        run.flags = op ? p->units[fsdpi_plan_index(p, op->unit)] : NULL;
     }
     return status;
 }
@@ -279,8 +247,7 @@ static void fsdpi_plan_glue(fsdpi_plan_tape *t) {
 
 /* What a rehearsal has shown, in the order in which it will be done. The tape that is made has the
    rehearsal's uses. */
-static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, const fsdpi_plan_tape *by_calls,
-                                      fsdpi_plan_tape *t) {
+static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, fsdpi_plan_tape *t) {
     const fsdpi_plan_tape *raw = s->tape;
     int num_calls = s->kind->num_calls, at = 0;
     fsdp_status status = fsdpi_plan_tape_new(s->plan, t, num_calls);
@@ -296,15 +263,29 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, const fsdpi_plan
         t->states_at[i] = t->num_states;
         t->storage[i] = raw->storage[i];
         if (i + 1 == num_calls) break; // finalize is the core's
-        if (s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 0);
-        if (!status) status = fsdpi_plan_arrange_own(s, t, i);
+        fsdpi_plan_pair none = {-1, -1};
+        status = fsdpi_plan_add_op(s->plan, t, &raw->hooks[i], none);
+        if (!status && s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 0);
+        if (!status) status = fsdpi_plan_copy(s->plan, raw, t, raw->own[i], raw->own_end[i]);
         if (!status && s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 1);
-        if (!status) status = fsdpi_plan_arrange_states(s, by_calls, t, i);
+        for (int k = raw->states_at[i]; k < raw->states_at[i + 1] && !status; k++)
+            status = fsdpi_plan_add_state(s->plan, t, raw->states[k].unit,
+                                          raw->saved +
+                                              (size_t)raw->states[k].at * s->plan->unit_bytes);
         if (!status) status = fsdpi_plan_arrange_runs(s->plan, t, begin);
     }
     t->ops_at[num_calls] = t->num_ops;
     t->runs_at[num_calls] = t->num_runs;
     t->states_at[num_calls] = t->num_states;
+    for (int i = 0; i < num_calls && !status; i++) {
+        fsdpi_plan_step *step = &t->steps[i];
+        step->unit = s->kind->calls[i].unit;
+        step->call = s->kind->calls[i].call;
+        step->states = t->states + t->states_at[i];
+        step->num_states = t->states_at[i + 1] - t->states_at[i];
+        step->runs = t->runs + t->runs_at[i];
+        step->num_runs = t->runs_at[i + 1] - t->runs_at[i];
+    }
     fsdpi_plan_measure(t);
     fsdpi_plan_glue(t);
     return status;

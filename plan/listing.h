@@ -6,9 +6,8 @@
 
 static void fsdpi_plan_listing_end(fsdp_model *m, fsdpi_plan_listing *l) {
     for (int i = 0; i < l->num_units && l->units; i++) fsdpi_plan_free(m, l->units[i].name);
-    void *const lists[] = {l->units, l->calls,   l->choice.acts,    l->choice.managed,
-                           l->slots, l->lines,   l->choice.waits,   l->choice.sync,
-                           l->members};
+    void *const lists[] = {l->units, l->calls,        l->choice.acts, l->choice.managed, l->slots,
+                           l->lines, l->choice.waits, l->choice.sync, l->members};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(m, lists[i]);
     memset(l, 0, sizeof *l);
 }
@@ -44,11 +43,19 @@ static int fsdpi_plan_comm_add(fsdpi_plan_listing *l, const char *name) {
     return i;
 }
 
-// Groups have numbers by order of creation, which is the same on every rank.
-static int fsdpi_plan_comm_of(fsdpi_plan_listing *l, const fsdp_op *op) {
+// Groups are numbered in the order in which the tape uses them.
+static int fsdpi_plan_comm_of(const fsdpi_plan_tape *t, fsdpi_plan_listing *l, const fsdp_op *op) {
+    const fsdp_comm *seen[FSDPI_PLAN_COMMS];
     char name[FSDPI_PLAN_COMM];
+    int num = 0;
     if (!op->comm) return -1;
-    snprintf(name, sizeof name, "group%d", op->comm_number);
+    for (const fsdp_op *at = t->ops; at <= op; at++) {
+        int i = 0;
+        while (i < num && seen[i] != at->comm) i++;
+        if (at->comm && i == num && num < FSDPI_PLAN_COMMS) seen[num++] = at->comm;
+        if (at != op) continue;
+        snprintf(name, sizeof name, "group%d", i);
+    }
     return fsdpi_plan_comm_add(l, name);
 }
 
@@ -83,15 +90,15 @@ static int fsdpi_plan_place_of(const fsdpi_plan_tape *t, const fsdp_op *op, int 
                        : FSDPI_PLAN_OTHER;
 }
 
-static fsdp_status fsdpi_plan_list_op(fsdp_plan *p, const fsdpi_plan_tape *t,
-                                      fsdpi_plan_listing *l, int call, int i, int *group) {
+static fsdp_status fsdpi_plan_list_op(fsdp_plan *p, const fsdpi_plan_tape *t, fsdpi_plan_listing *l,
+                                      int call, int i, int *group) {
     const fsdp_op *op = &t->ops[i];
     fsdpi_plan_line line;
     fsdp_status status = FSDP_OK;
     memset(&line, 0, sizeof line);
     line.call = call;
     line.members = l->num_members;
-    line.comm = fsdpi_plan_comm_of(l, op);
+    line.comm = fsdpi_plan_comm_of(t, l, op);
     line.kind = op->kind;
     line.label = op->label;
     line.stream = op->stream;
@@ -195,7 +202,7 @@ static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const
         if (l->forward_calls == k->num_calls && k->calls[c].call == FSDP_CALL_PRE_BACKWARD)
             l->forward_calls = c;
         for (int i = t->ops_at[c]; i < t->ops_at[c + 1] && c + 1 < k->num_calls && !status; i++)
-            status = fsdpi_plan_list_op(p, t, l, c, i, &group);
+            if (t->ops[i].kind != FSDP_OP_HOOK) status = fsdpi_plan_list_op(p, t, l, c, i, &group);
     }
     return status;
 }

@@ -8,21 +8,20 @@
 // proofs and simulations are made from it.
 
 typedef struct fsdpi_plan_call {
-    fsdp_unit *unit;  // NULL: finalize
-    int32_t call;     // FSDP_CALL_*
-    int32_t index;    // of the unit; -1
+    fsdp_unit *unit; // NULL: finalize
+    int32_t call;    // FSDP_CALL_*
+    int32_t index;   // of the unit; -1
 } fsdpi_plan_call;
 
-// Why a decision was taken; %s and %d are the call that it speaks of.
+// Why a decision was taken; behind the words stands the call that they speak of.
 #define FSDPI_PLAN_WHY_LIST(X)                                                                     \
-    X(DEMAND, "demand")                                                                            \
+    X(DEMAND, "needed")                                                                            \
     X(JOINED, "joined")                                                                            \
-    X(AHEAD, "ahead of call %d")                                                                   \
-    X(NEXT_USE, "next use at call %d")                                                             \
-    X(FARTHEST, "next use at call %d, farthest")                                                   \
+    X(AHEAD, "ahead of its use")                                                                   \
+    X(NEXT_USE, "next use")                                                                        \
+    X(FARTHEST, "memory is needed before its next use")                                            \
     X(LAST_USE, "last use")                                                                        \
-    X(ONCE, "reduced once, at call %d")                                                            \
-    X(MEMORY, "memory")
+    X(ONCE, "reduced once")
 
 enum {
 #define FSDP_X(name, text) FSDPI_PLAN_WHY_##name,
@@ -47,7 +46,7 @@ enum {
 };
 
 typedef struct fsdpi_plan_act {
-    int32_t call;  // in which it happens
+    int32_t call; // in which it happens
     int32_t unit;
     int32_t group; // acts of one call and group are joined; -1: alone
     int32_t at;    // the call that `why` speaks of
@@ -61,9 +60,9 @@ typedef struct fsdpi_plan_act {
 typedef struct fsdpi_plan_choice {
     fsdpi_plan_act *acts; // by call: before its own work, then behind it
     int32_t num_acts, cap_acts;
-    uint8_t *managed;     // [units] whose parameters are gathered and freed by acts alone
-    uint8_t *waits;       // [units] whose reduction is moved behind a later call
-    int8_t *sync;         // [calls] of a pre_backward: gradient sync from there on; -1: as it is
+    uint8_t *managed; // [units] whose parameters are gathered and freed by acts alone
+    uint8_t *waits;   // [units] whose reduction is moved behind a later call
+    int8_t *sync;     // [calls] of a pre_backward: gradient sync from there on; -1: as it is
 } fsdpi_plan_choice;
 
 // Buffers that are no slots, where a listing says from where and to where.
@@ -79,7 +78,7 @@ enum {
 typedef struct fsdpi_plan_slot {
     int64_t offset, bytes; // in the arena; offset -1: its own memory, since it outlasts the step
     int32_t pool;          // FSDP_POOL_*
-    int32_t reserved;
+    int32_t older;         // it is the slot that the unit held when the step began
 } fsdpi_plan_slot;
 
 // A unit that takes part in a line, and its buffers: index of a slot, or FSDPI_PLAN_*.
@@ -100,32 +99,33 @@ typedef struct fsdpi_plan_line {
 } fsdpi_plan_line;
 
 typedef struct fsdpi_plan_unit {
-    char *name;                    // unique in the listing
+    char *name;                       // unique in the listing
     int64_t gather_bytes, grad_bytes; // of its slots
+    int32_t reads; // its parameters: 1: in forward, 2: in backward, 3: both; 0: they are its shards
 } fsdpi_plan_unit;
 
 enum { FSDPI_PLAN_COMM = 32, FSDPI_PLAN_COMMS = 16 };
 enum {
-    FSDPI_PLAN_STATE = 512, // room for the state of a unit
-    FSDPI_PLAN_JOINED = 64, // units that are joined, at most
-    FSDPI_PLAN_PATIENCE = 3, // steps in a row that leave a plan, or cannot be recorded
+    FSDPI_PLAN_STATE = 512,          // room for the state of a unit
+    FSDPI_PLAN_JOINED = 64,          // units that are joined, at most
+    FSDPI_PLAN_PATIENCE = 3,         // steps in a row that leave a plan, or cannot be recorded
     FSDPI_PLAN_LEAST_BYTES = 4 << 20 // that slots may have, if the desc does not say
 };
 
 typedef struct fsdpi_plan_listing {
-    uint64_t model, kind;      // hashes: of the model, of options and of the state at the begin
+    uint64_t model, kind; // hashes: of the model, of options and of the state at the begin
     int32_t num_units, num_params, shards, replicas, mode; // mode: FSDPI_PLAN_INLINE, ...
-    int32_t fused;             // the backend's reduce_scatter casts, scales and adds
+    int32_t fused; // the backend's reduce_scatter casts, scales and adds
     int32_t num_calls, forward_calls;
     int64_t bytes, bound, by_calls;
     int32_t gathers[2], reductions[2], replica_ops[2], ops[2];
     uint64_t gather_bytes[2], reduce_bytes[2];
-    fsdpi_plan_unit *units;    // [num_units]
-    fsdpi_plan_call *calls;    // [num_calls]; of a text unit is NULL
+    fsdpi_plan_unit *units; // [num_units]
+    fsdpi_plan_call *calls; // [num_calls]; of a text unit is NULL
     fsdpi_plan_choice choice;
     fsdpi_plan_slot *slots;
     int32_t num_slots, cap_slots;
-    fsdpi_plan_line *lines;    // by call, in the order of issue
+    fsdpi_plan_line *lines; // by call, in the order of issue
     int32_t num_lines, cap_lines;
     fsdpi_plan_member *members;
     int32_t num_members, cap_members;
@@ -148,14 +148,24 @@ typedef struct fsdpi_plan_use {
 
 // The state of a unit behind a call.
 typedef struct fsdpi_plan_state {
+    fsdp_unit *of;
     int32_t unit;
     int32_t at; // in tape.saved, in states
 } fsdpi_plan_state;
 
+// What a replayed call does: states, then runs of records.
+typedef struct fsdpi_plan_step {
+    fsdp_unit *unit;
+    int32_t call;
+    int32_t num_states, num_runs;
+    const struct fsdpi_plan_state *states;
+    const struct fsdpi_plan_run *runs;
+} fsdpi_plan_step;
+
 // Records that follow one another; before them a unit's flags of use are brought up to date.
 typedef struct fsdpi_plan_run {
     int32_t begin, end;
-    int32_t flags; // index of the unit; -1: none
+    fsdp_unit *flags; // NULL: none
 } fsdpi_plan_run;
 
 typedef struct fsdpi_plan_pair { // of a record: the uses whose buffers it has; -1: others
@@ -189,51 +199,61 @@ typedef struct fsdpi_plan_tape {
     // [num_calls + 1], by call: where its records, runs and states begin. The last call, finalize,
     // has none: the core does it.
     int32_t *ops_at, *runs_at, *states_at;
+    fsdpi_plan_step *steps; // [num_calls] the same, for replays
     // [num_calls]: where the call's own records begin and end; what its unit holds behind it
     int32_t *own, *own_end;
     uint8_t *storage, *holds; // holds: a slot of any pool
     uint8_t *held;            // [units] gathered before the step
+    fsdp_op *hooks;           // [num_calls] the marker of each call
 } fsdpi_plan_tape;
 
 // A kind of step: the same options, the same state at the begin.
 typedef struct fsdpi_plan_kind {
+    fsdp_plan *plan;
     uint64_t settings, used_at; // fsdp_model_settings; number of the step that used it last
     char *begin;                // [num_units] states
     fsdpi_plan_call *calls;
     int32_t num_calls;
-    int32_t left;               // how often in a row a step has left it
+    int32_t left; // how often in a row a step has left it
     uint64_t replayed;
     fsdpi_plan_listing listing;
     fsdpi_plan_tape tape;
-    fsdp_buf **bufs;            // by slot of the listing
+    fsdp_buf **bufs;  // by slot of the listing
+    fsdp_buf **older; // slots that units hold when such a step begins
+    int32_t num_older, cap_older;
 } fsdpi_plan_kind;
 
 struct fsdp_plan {
     fsdp_model *model;
     fsdp_world *world;
-    fsdp_extension extension;
+    fsdp_extension extension, memory; // memory: goes with the model; it frees what plans have
     fsdp_plan_desc desc;
     fsdp_plan_cost cost;
     const fsdp_mesh *mesh;
     fsdp_unit **units;
+    int32_t *params; // [num_units] how many each has
     int32_t num_units;
-    size_t unit_bytes;          // of a unit's state
-    int32_t mode;               // fsdp_plan_mode
-    int32_t mode_of_world;      // FSDPI_PLAN_INLINE, ...
-    int32_t warm;               // steps that are still to come before one is recorded
-    int32_t open;               // a step has begun
-    int32_t forgotten;          // plans are dropped when no step is under way
-    int32_t at;                 // the next call of the program
-    int32_t differ;             // recordings in a row that were of no use
-    uint64_t settings;          // at the begin of the step
+    size_t unit_bytes;           // of a unit's state
+    int32_t mode;                // fsdp_plan_mode
+    int32_t mode_of_world;       // FSDPI_PLAN_INLINE, ...
+    int32_t warm;                // steps that are still to come before one is recorded
+    int32_t open;                // a step has begun
+    int32_t forgotten;           // plans are dropped when no step is under way
+    int32_t at;                  // the next call of the program
+    const fsdpi_plan_step *next; // in a replay: it; else NULL
+    int32_t differ;              // recordings in a row that were of no use
+    uint64_t settings;           // at the begin of the step
     uint64_t steps, replayed, left, recorded;
-    fsdpi_plan_kind *kind;      // that is replayed
+    fsdpi_plan_kind *kind; // that is replayed
+    fsdpi_plan_kind *last; // that had the arena last; NULL: nothing of it is under way
     fsdpi_plan_kind **kinds;
     int32_t num_kinds, cap_kinds;
-    fsdpi_plan_call *calls;     // that are recorded
+    fsdpi_plan_call *calls; // that are recorded
     int32_t num_calls, cap_calls;
-    char *begin;                // [num_units] states at the begin of the step
+    char *begin;       // [num_units] states at the begin of the step
+    fsdp_buf **strays; // slots of plans that are gone, which units still held then
+    int32_t num_strays, cap_strays;
     fsdp_buf *arena;
-    int32_t pool;               // of the arena
+    int32_t pool; // of the arena
     char why[FSDPI_PLAN_TEXT];
 };

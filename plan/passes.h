@@ -18,8 +18,8 @@ typedef struct fsdpi_plan_span {
 typedef struct fsdpi_plan_facts {
     const fsdpi_plan_kind *kind;
     int32_t num_units, num_calls;
-    uint8_t *managed;                  // [units] acts may gather and free
-    fsdpi_plan_span *spans;            // of units, by begin
+    uint8_t *managed;       // [units] acts may gather and free
+    fsdpi_plan_span *spans; // of units, by begin
     int32_t num_spans, cap_spans;
     int64_t *base;                     // [calls] bytes of slots that no pass decides about
     int64_t *bytes;                    // [units] of a gathered slot
@@ -30,12 +30,12 @@ typedef struct fsdpi_plan_facts {
     int32_t num_items;
     fsdpi_plan_span *item_spans;
     int32_t num_item_spans, cap_item_spans;
-    int32_t *order;                    // [units] scratch
+    int32_t *order; // [units] scratch
 } fsdpi_plan_facts;
 
 static void fsdpi_plan_facts_end(fsdp_plan *p, fsdpi_plan_facts *f) {
-    void *const lists[] = {f->managed, f->spans, f->base,      f->bytes, f->gathers,
-                           f->reduces, f->posts, f->post,      f->item,  f->item_bytes,
+    void *const lists[] = {f->managed, f->spans,      f->base,     f->bytes, f->gathers,
+                           f->reduces, f->posts,      f->post,     f->item,  f->item_bytes,
                            f->order,   f->item_spans, f->last_call};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(p->model, lists[i]);
     memset(f, 0, sizeof *f);
@@ -47,8 +47,7 @@ static fsdp_status fsdpi_plan_facts_new(fsdp_plan *p, fsdpi_plan_facts *f) {
     uint64_t **const hashes[] = {&f->gathers, &f->reduces};
     size_t units = (size_t)f->num_units;
     fsdp_status status = fsdpi_plan_alloc(p->model, units, (void **)&f->managed);
-    if (!status)
-        status = fsdpi_plan_alloc(p->model, (size_t)f->num_calls * 8, (void **)&f->base);
+    if (!status) status = fsdpi_plan_alloc(p->model, (size_t)f->num_calls * 8, (void **)&f->base);
     for (int i = 0; i < 5 && !status; i++)
         status = fsdpi_plan_alloc(p->model, units * sizeof(int32_t), (void **)numbers[i]);
     for (int i = 0; i < 2 && !status; i++)
@@ -102,6 +101,7 @@ static void fsdpi_plan_find_reduces(fsdpi_plan_facts *f, const fsdpi_plan_tape *
         for (int i = t->own[k]; i < t->own_end[k]; i++) {
             const fsdp_op *op = &t->ops[i];
             if (op->kind == FSDP_OP_CALL || op->custom) joins = 0;
+            if (op->kind == FSDP_OP_ALL_REDUCE && t->pairs[i].dst < 0) joins = 0; // lies elsewhere
             if (fsdpi_plan_is_collective(op->kind) && op->label != FSDP_LABEL_GATHER)
                 sort = fsdpi_plan_mix(sort, fsdpi_plan_sort_of(op, &t->pairs[i]));
         }
@@ -121,10 +121,9 @@ static fsdp_status fsdpi_plan_find_spans(fsdp_plan *p, fsdpi_plan_facts *f,
         if (t->uses[i].pool == FSDP_POOL_GATHER) f->bytes[t->uses[i].unit] = t->uses[i].bytes;
     for (int k = 0; k + 1 < f->num_calls && !status; k++) {
         const fsdpi_plan_call *call = &f->kind->calls[k];
-        int u = call->index, begins = call->call == FSDP_CALL_PRE_FORWARD ||
-                                      call->call == FSDP_CALL_PRE_BACKWARD;
-        if (call->call >= FSDP_CALL_UNSHARD ||
-            t->storage[k] == FSDP_STORAGE_SHARDED_POST_FORWARD ||
+        int u = call->index,
+            begins = call->call == FSDP_CALL_PRE_FORWARD || call->call == FSDP_CALL_PRE_BACKWARD;
+        if (call->call >= FSDP_CALL_UNSHARD || t->storage[k] == FSDP_STORAGE_SHARDED_POST_FORWARD ||
             (begins && t->storage[k] != FSDP_STORAGE_UNSHARDED) || f->bytes[u] == 0)
             f->managed[u] = 0;
         if (begins && f->order[u] < 0) {
@@ -159,8 +158,7 @@ static void fsdpi_plan_find_base(fsdpi_plan_facts *f, const fsdpi_plan_tape *t) 
             int use = t->ops[i].kind == FSDP_OP_ACQUIRE   ? pair->dst
                       : t->ops[i].kind == FSDP_OP_RELEASE ? pair->src
                                                           : -1;
-            if (use < 0 ||
-                (t->uses[use].pool == FSDP_POOL_GATHER && f->managed[t->uses[use].unit]))
+            if (use < 0 || (t->uses[use].pool == FSDP_POOL_GATHER && f->managed[t->uses[use].unit]))
                 continue;
             now += t->ops[i].kind == FSDP_OP_ACQUIRE ? t->uses[use].bytes : -t->uses[use].bytes;
             if (now > f->base[k]) f->base[k] = now;
@@ -254,7 +252,7 @@ static int fsdpi_plan_farthest(const fsdpi_plan_facts *f, const int32_t *at, int
    enough for open units; *worst: the call that holds most. */
 static void fsdpi_plan_pass_keep(fsdpi_plan_facts *f, uint32_t passes, int64_t most, int *worst) {
     int on = (passes & 1u << FSDP_PASS_KEEP) != 0, shares = (passes & 1u << FSDP_PASS_ARENA) != 0;
-    int32_t *at = f->order; // of an item that is there: its newest span; -1
+    int32_t *at = f->order;      // of an item that is there: its newest span; -1
     int64_t peak = -1, base = 0; // of slots that share no memory, the most at any call
     int next = 0;
     for (int k = 0; k + 1 < f->num_calls && !shares; k++)
@@ -303,11 +301,18 @@ static fsdp_status fsdpi_plan_act_add(fsdp_plan *p, fsdpi_plan_choice *c, int ca
     return status;
 }
 
-// Gathers, in order: each behind the own work of the call that needs the one `ahead` before it.
+// A unit is gathered once at a time, so that no more than all others can be under way.
+static int fsdpi_plan_most_ahead(const fsdpi_plan_facts *f, int ahead) {
+    return ahead < f->num_units ? ahead : f->num_units - 1;
+}
+
+// Gathers, in order: each behind the own work of the call that needs the one `ahead` before it, or
+// the first one.
 static fsdp_status fsdpi_plan_pass_ahead(fsdp_plan *p, const fsdpi_plan_facts *f, int ahead,
                                          fsdpi_plan_choice *c) {
     int32_t *gather = f->order, num = 0, last = 0; // spans of the last `ahead` + 1 gathers
     fsdp_status status = FSDP_OK;
+    ahead = fsdpi_plan_most_ahead(f, ahead);
     for (int i = 0; i < f->num_item_spans && !status; i++) {
         const fsdpi_plan_span *span = &f->item_spans[i];
         int issued = span->begin, freed = -1, is_kept = 0, why = FSDPI_PLAN_WHY_DEMAND;
@@ -318,8 +323,8 @@ static fsdp_status fsdpi_plan_pass_ahead(fsdp_plan *p, const fsdpi_plan_facts *f
             }
         if (is_kept) continue;
         gather[num % f->num_units] = i;
-        if (ahead > 0 && num >= ahead && ahead < f->num_units)
-            issued = f->item_spans[gather[(num - ahead) % f->num_units]].begin;
+        if (ahead > 0 && num > 0)
+            issued = f->item_spans[gather[num < ahead ? 0 : (num - ahead) % f->num_units]].begin;
         if (issued < freed) issued = freed;
         if (issued < last) issued = last;
         if (issued > span->begin) issued = span->begin;
@@ -330,8 +335,8 @@ static fsdp_status fsdpi_plan_pass_ahead(fsdp_plan *p, const fsdpi_plan_facts *f
         if (late) why = FSDPI_PLAN_WHY_AHEAD;
         for (int k = 0; k < span->num && !status; k++)
             status = fsdpi_plan_act_add(p, c, issued, FSDPI_PLAN_GATHER, late,
-                                        f->spans[span->first + k].owner,
-                                        span->num > 1 ? i : -1, why, span->begin);
+                                        f->spans[span->first + k].owner, span->num > 1 ? i : -1,
+                                        why, span->begin);
     }
     return status;
 }
@@ -367,8 +372,8 @@ static fsdp_status fsdpi_plan_pass_bucket_reductions(fsdp_plan *p, const fsdpi_p
     for (int k = 0; k < f->num_calls && !status; k++) {
         const fsdpi_plan_call *call = &f->kind->calls[k];
         int u = call->index, is_post = call->call == FSDP_CALL_POST_BACKWARD;
-        int fits = is_post && f->posts[u] == 1 && f->last_call[u] == k &&
-                   f->reduces[u] != 0 && (!num || f->reduces[u] == f->reduces[bucket[0]]);
+        int fits = is_post && f->posts[u] == 1 && f->last_call[u] == k && f->reduces[u] != 0 &&
+                   (!num || f->reduces[u] == f->reduces[bucket[0]]);
         int64_t cap = first_bucket ? p->desc.first_bucket_bytes : p->desc.bucket_bytes;
         if (num && ((is_post && !fits) || bytes >= cap || num == FSDPI_PLAN_JOINED ||
                     k + 1 == f->num_calls)) {
@@ -385,8 +390,7 @@ static fsdp_status fsdpi_plan_pass_bucket_reductions(fsdp_plan *p, const fsdpi_p
             num = 0;
             bytes = 0;
             first_bucket = 0;
-            fits = is_post && f->posts[u] == 1 && f->last_call[u] == k &&
-                   f->reduces[u] != 0;
+            fits = is_post && f->posts[u] == 1 && f->last_call[u] == k && f->reduces[u] != 0;
         }
         if (!fits) continue;
         bucket[num++] = u;
@@ -465,7 +469,7 @@ static fsdp_status fsdpi_plan_decide(fsdp_plan *p, fsdpi_plan_facts *f, uint32_t
     status = fsdpi_plan_item_spans(p, f);
     for (int i = 0; i < f->num_items; i++)
         if (f->item_bytes[i] > largest) largest = f->item_bytes[i];
-    fsdpi_plan_pass_keep(f, passes, most - ahead * largest, worst);
+    fsdpi_plan_pass_keep(f, passes, most - fsdpi_plan_most_ahead(f, ahead) * largest, worst);
     if (!status) status = fsdpi_plan_pass_ahead(p, f, ahead, c);
     if (!status) status = fsdpi_plan_free_acts(p, f, c);
     if (!status && passes & 1u << FSDP_PASS_ONCE) status = fsdpi_plan_pass_once(p, f, c);

@@ -43,8 +43,8 @@ static int64_t fsdpi_plan_first_fit(fsdpi_plan_places *pl, int order) {
     int64_t whole = 0;
     for (int i = 0; i < pl->num; i++) {
         int k = i;
-        for (; k > 0 &&
-               fsdpi_plan_comes_before(&pl->pieces[i], &pl->pieces[pl->order[k - 1]], order);
+        for (;
+             k > 0 && fsdpi_plan_comes_before(&pl->pieces[i], &pl->pieces[pl->order[k - 1]], order);
              k--)
             pl->order[k] = pl->order[k - 1];
         pl->order[k] = i;
@@ -80,6 +80,24 @@ static void fsdpi_plan_best_fit(fsdpi_plan_places *pl) {
     for (int i = 0; i < pl->num; i++) pl->pieces[i].offset = pl->kept[i];
 }
 
+// Is a slot like this one filled while another is in use? As in the core's pools.
+static int fsdpi_plan_is_ahead(const fsdpi_plan_tape *t, const fsdpi_plan_use *use) {
+    for (int i = 0; i < t->num_uses && use->pool == FSDP_POOL_GATHER; i++)
+        if (t->uses[i].pool == use->pool && t->uses[i].bytes == use->bytes &&
+            t->uses[i].unit != use->unit)
+            return 1;
+    for (int i = 0; i < t->num_ops; i++) {
+        int at = use->pool == FSDP_POOL_GRAD ? t->pairs[i].src : t->pairs[i].dst;
+        int reads = use->pool == FSDP_POOL_GRAD && (t->ops[i].kind == FSDP_OP_REDUCE_SCATTER ||
+                                                    t->ops[i].kind == FSDP_OP_ALL_REDUCE);
+        int sums = use->pool == FSDP_POOL_ROUT && t->ops[i].kind == FSDP_OP_ALL_REDUCE;
+        if ((reads || sums) && at >= 0 && t->uses[at].pool == use->pool &&
+            t->uses[at].bytes == use->bytes)
+            return 1;
+    }
+    return 0;
+}
+
 /* As the pools would have them: each size its own slots, the least recently released one first.
    deep: two from the begin on, where one is filled while the other is in use. */
 static void fsdpi_plan_pool_fit(const fsdpi_plan_tape *t, fsdpi_plan_places *pl, int deep) {
@@ -94,11 +112,11 @@ static void fsdpi_plan_pool_fit(const fsdpi_plan_tape *t, fsdpi_plan_places *pl,
                 t->uses[other->head].pool != t->uses[piece->head].pool)
                 continue;
             slots++;
-            if (other->to < piece->from &&
-                (best < 0 || other->to < pl->pieces[pl->order[best]].to))
+            if (other->to < piece->from && (best < 0 || other->to < pl->pieces[pl->order[best]].to))
                 best = n;
         }
-        if (best < 0 || slots < (deep ? 2 : 1)) {
+        int depth = deep && slots == 1 && fsdpi_plan_is_ahead(t, &t->uses[piece->head]) ? 2 : 1;
+        if (best < 0 || slots < depth) {
             best = num++;
             piece->offset = pl->bytes;
             pl->bytes += piece->bytes;
@@ -144,6 +162,18 @@ static void fsdpi_plan_places_end(fsdp_plan *p, fsdpi_plan_places *pl) {
     fsdpi_plan_free(p->model, pl->kept);
 }
 
+/* The slot that a unit held when the step began, and gave back before it took one that it holds at
+   the end: it gets the same again. So a step leaves units as it found them, and the next one is of
+   the same kind. NULL: there is none. */
+static fsdp_buf *fsdpi_plan_older(const fsdpi_plan_tape *t, const fsdp_unit *unit,
+                                  const fsdpi_plan_use *use) {
+    for (int i = 0; i < use->from && i < t->num_ops; i++)
+        if (t->ops[i].kind == FSDP_OP_RELEASE && t->pairs[i].src < 0 && t->ops[i].unit == unit &&
+            t->ops[i].pool == use->pool && fsdp_buf_nbytes(t->ops[i].src) >= use->bytes)
+            return t->ops[i].src;
+    return NULL;
+}
+
 // Places for all uses of a tape: l->slots, l->bytes, l->bound.
 static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan_listing *l,
                                     uint32_t passes) {
@@ -160,6 +190,9 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
         if (t->uses[i].glued) continue;
         if (piece.to >= t->num_ops) {
             status = fsdpi_plan_slot_for(p, l, &t->uses[i], -1);
+            if (!status)
+                l->slots[t->uses[i].slot].older = fsdpi_plan_older(t, p->units[t->uses[i].unit],
+                                                                   &t->uses[i]) != NULL;
             lasting += t->uses[i].bytes;
         } else {
             pl.pieces[pl.num++] = piece;

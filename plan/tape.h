@@ -8,9 +8,10 @@
 
 static void fsdpi_plan_tape_free(fsdp_plan *p, fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_made; i++) fsdpi_plan_free(p->model, t->made[i]);
-    void *const lists[] = {t->ops,    t->pairs,   t->states,  t->saved,     t->runs,    t->uses,
-                           t->bufs,   t->made,    t->ops_at,  t->runs_at,   t->groups,  t->members,
-                           t->states_at, t->own,  t->own_end, t->storage,   t->holds,   t->held};
+    void *const lists[] = {t->ops,     t->pairs,   t->states,    t->saved,  t->runs,
+                           t->uses,    t->bufs,    t->made,      t->ops_at, t->runs_at,
+                           t->groups,  t->members, t->states_at, t->own,    t->own_end,
+                           t->storage, t->holds,   t->held,      t->steps,  t->hooks};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(p->model, lists[i]);
     memset(t, 0, sizeof *t);
 }
@@ -25,6 +26,12 @@ static fsdp_status fsdpi_plan_tape_new(fsdp_plan *p, fsdpi_plan_tape *t, int num
     if (!status) status = fsdpi_plan_alloc(p->model, (size_t)num_calls + 1, (void **)&t->storage);
     if (!status) status = fsdpi_plan_alloc(p->model, (size_t)num_calls + 1, (void **)&t->holds);
     if (!status) status = fsdpi_plan_alloc(p->model, (size_t)p->num_units, (void **)&t->held);
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, (size_t)(num_calls + 1) * sizeof *t->steps,
+                                  (void **)&t->steps);
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, (size_t)num_calls * sizeof *t->hooks,
+                                  (void **)&t->hooks);
     return status;
 }
 
@@ -50,6 +57,7 @@ static fsdp_status fsdpi_plan_add_state(fsdp_plan *p, fsdpi_plan_tape *t, int un
                                  p->unit_bytes);
     if (status) return status;
     memcpy(t->saved + (size_t)t->num_states * p->unit_bytes, bytes, p->unit_bytes);
+    t->states[t->num_states].of = p->units[unit];
     t->states[t->num_states].unit = unit;
     t->states[t->num_states].at = t->num_states;
     t->num_states++;
@@ -63,8 +71,9 @@ static int fsdpi_plan_index(const fsdp_plan *p, const fsdp_unit *unit) {
 }
 
 static int64_t fsdpi_plan_slot_bytes(const fsdp_unit *unit, int pool) {
-    fsdp_memory mem;
-    return fsdp_unit_memory(unit, &mem) ? 0 : mem.pool_bytes[pool];
+    fsdp_memory mem = FSDP_ZERO;
+    (void)fsdp_unit_memory(unit, &mem);
+    return mem.pool_bytes[pool];
 }
 
 static uint8_t fsdpi_plan_holds(const fsdp_unit *unit) { // a slot
@@ -73,6 +82,11 @@ static uint8_t fsdpi_plan_holds(const fsdp_unit *unit) { // a slot
     if (fsdp_unit_memory(unit, &mem)) return 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) slots += mem.pool_slots[pool];
     return slots != 0;
+}
+
+static void fsdpi_plan_states_now(const fsdp_plan *p, char *out) {
+    for (int i = 0; i < p->num_units; i++)
+        (void)fsdp_unit_snapshot(p->units[i], out + (size_t)i * p->unit_bytes, p->unit_bytes);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -86,10 +100,11 @@ typedef struct fsdpi_plan_show {
     fsdp_buf *const *bufs;           // by use; NULL: buffers without memory
     fsdp_status status;
     int quiet;     // records are not looked at
+    int call;      // that is made
+    int own;       // the call whose own work is under way; -1
     int64_t next;  // where the next buffer without memory lies
     char *last;    // [units] their states behind the call before
     int32_t *acts; // [num_acts][2] where the records of each act begin and end
-    int32_t *tail; // [units][2] likewise: those of finalize that reduce what waits
 } fsdpi_plan_show;
 
 // The use that has a buffer now: the last one that took it.
@@ -132,6 +147,7 @@ static int fsdpi_plan_see(void *user, fsdp_model *model, fsdp_op *op) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
     fsdpi_plan_pair pair = {fsdpi_plan_use_of(s->tape, op->src),
                             fsdpi_plan_use_of(s->tape, op->dst)};
+    if (op->kind == FSDP_OP_HOOK && s->own >= 0) s->tape->hooks[s->own] = *op;
     if (s->quiet || op->kind == FSDP_OP_HOOK || op->model != model || s->status) return 1;
     s->status = fsdpi_plan_add_op(s->plan, s->tape, op, pair);
     return 1;
@@ -168,6 +184,10 @@ static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_show *s, int call, int *at, int
         s->acts[2 * *at] = s->tape->num_ops;
         if (act->what == FSDPI_PLAN_GATHER) status = fsdp_unshard(s->plan->units[act->unit]);
         if (act->what == FSDPI_PLAN_FREE) status = fsdp_reshard(s->plan->units[act->unit]);
+        if (act->what == FSDPI_PLAN_REDUCE) {
+            status = fsdp_set_requires_gradient_sync(s->plan->model, s->plan->units[act->unit], 1);
+            if (!status) status = fsdp_unit_reduce(s->plan->units[act->unit]);
+        }
         s->acts[2 * *at + 1] = s->tape->num_ops;
     }
     return status;
@@ -190,32 +210,6 @@ static fsdp_status fsdpi_plan_manage(fsdpi_plan_show *s) {
     return status;
 }
 
-// The end of a step shows how gradients that wait are reduced: unit by unit.
-static fsdp_status fsdpi_plan_show_tail(fsdpi_plan_show *s) {
-    fsdp_plan *p = s->plan;
-    const fsdpi_plan_tape *t = s->tape;
-    int begin = t->num_ops, waiting = 0;
-    fsdp_status status = FSDP_OK;
-    for (int i = 0; i < p->num_units && !status; i++) {
-        s->tail[2 * i] = s->tail[2 * i + 1] = 0;
-        if (!s->choice->waits[i]) continue;
-        waiting++;
-        status = fsdp_set_requires_gradient_sync(p->model, p->units[i], 1);
-    }
-    if (!status && waiting) status = fsdp_finalize_backward(p->model);
-    for (int i = 0; i < p->num_units && waiting; i++) {
-        int from = begin;
-        if (!s->choice->waits[i]) continue;
-        while (from < t->num_ops && t->ops[from].unit != p->units[i]) from++;
-        while (from < t->num_ops && t->ops[from].kind == FSDP_OP_USE) from++; // of the caller
-        int to = from;
-        while (to < t->num_ops && t->ops[to].unit == p->units[i]) to++;
-        s->tail[2 * i] = from;
-        s->tail[2 * i + 1] = to;
-    }
-    return status;
-}
-
 // The calls of a rehearsal.
 static fsdp_status fsdpi_plan_play(void *user) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
@@ -233,13 +227,16 @@ static fsdp_status fsdpi_plan_play(void *user) {
     if (!status && s->choice) status = fsdpi_plan_manage(s);
     for (int i = 0; i + 1 < k->num_calls && !status && !s->status; i++) {
         const fsdpi_plan_call *call = &k->calls[i];
+        s->call = i;
         t->ops_at[i] = t->num_ops;
         t->states_at[i] = t->num_states;
         if (s->choice) status = fsdpi_plan_do_acts(s, i, &at, 0);
         if (!status && s->choice && s->choice->sync[i] >= 0)
             status = fsdp_set_requires_gradient_sync(p->model, call->unit, s->choice->sync[i]);
         t->own[i] = t->num_ops;
+        s->own = i;
         if (!status) status = fsdpi_plan_make_call(call->unit, call->call);
+        s->own = -1;
         t->own_end[i] = t->num_ops;
         t->storage[i] = (uint8_t)fsdp_unit_storage(call->unit);
         t->holds[i] = fsdpi_plan_holds(call->unit);
@@ -248,7 +245,6 @@ static fsdp_status fsdpi_plan_play(void *user) {
     }
     t->ops_at[k->num_calls - 1] = t->ops_at[k->num_calls] = t->num_ops;
     t->states_at[k->num_calls - 1] = t->states_at[k->num_calls] = t->num_states;
-    if (!status && !s->status && s->choice) status = fsdpi_plan_show_tail(s);
     s->quiet = 1; // what is held at the end is not held in truth
     for (int i = 0; i < t->num_uses && !status; i++) {
         fsdp_op op;
@@ -263,7 +259,7 @@ static fsdp_status fsdpi_plan_play(void *user) {
 
 /* The program through the core's rows, with the decisions of a choice or by calls. bufs: the slots
    of uses, in order; NULL: buffers without memory, which last as long as the tape. */
-static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
+static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*run)(void *user)) {
     fsdp_plan *p = s->plan;
     fsdp_extension e = FSDP_ZERO;
     int num_acts = s->choice ? s->choice->num_acts : 0;
@@ -273,8 +269,9 @@ static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
     s->status = FSDP_OK;
     s->next = 4096;
     s->quiet = 0;
+    s->own = -1;
     s->last = NULL;
-    s->acts = s->tail = NULL;
+    s->acts = NULL;
     fsdp_status status = fsdpi_plan_tape_new(p, s->tape, s->kind->num_calls);
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,
@@ -282,17 +279,17 @@ static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
     if (!status)
         status = fsdpi_plan_alloc(p->model, 2 * (size_t)num_acts * sizeof *s->acts,
                                   (void **)&s->acts);
-    if (!status)
-        status = fsdpi_plan_alloc(p->model, 2 * (size_t)p->num_units * sizeof *s->tail,
-                                  (void **)&s->tail);
-    if (!status) status = fsdp_rehearse(p->model, &e, fsdpi_plan_play, s);
+    if (!status) status = fsdp_rehearse(p->model, &e, run, s);
     for (int i = 0; i < s->tape->num_uses && !s->bufs; i++)
         fsdp_buf_destroy(p->model, s->tape->bufs[i]);
     return status;
 }
 
+static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
+    return fsdpi_plan_rehearse_with(s, fsdpi_plan_play);
+}
+
 static void fsdpi_plan_show_end(fsdpi_plan_show *s) {
     fsdpi_plan_free(s->plan->model, s->last);
     fsdpi_plan_free(s->plan->model, s->acts);
-    fsdpi_plan_free(s->plan->model, s->tail);
 }

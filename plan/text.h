@@ -63,6 +63,7 @@ static const char *const fsdpi_plan_reasons[FSDPI_PLAN_WHY_COUNT] = {
     FSDPI_PLAN_WHY_LIST(FSDP_X)
 #undef FSDP_X
 };
+static const char *const fsdpi_plan_readings[4] = {"none", "forward", "backward", "both"};
 // Short, and without blanks.
 static const char *const fsdpi_plan_pools[] = {"shard", "sgrad", "gather", "slice",
                                                "grad",  "rin",   "rout"};
@@ -78,13 +79,6 @@ static void fsdpi_plan_put_place(fsdpi_plan_out *o, int place) {
     else fsdpi_plan_put(o, " slot %d", place);
 }
 
-// Of the words, %d stands for the call that they speak of.
-static void fsdpi_plan_put_reason(fsdpi_plan_out *o, const fsdpi_plan_act *act) {
-    const char *words = fsdpi_plan_reasons[act->why], *call = strstr(words, "%d");
-    fsdpi_plan_put_bytes(o, words, call ? (size_t)(call - words) : strlen(words));
-    if (call) fsdpi_plan_put(o, "%d%s", act->at, call + 2);
-}
-
 // Acts of a call that are joined stand in one line; returns the next one.
 static int fsdpi_plan_put_act(fsdpi_plan_out *o, const fsdpi_plan_listing *l, int i) {
     const fsdpi_plan_act *acts = l->choice.acts, *first = &acts[i];
@@ -93,8 +87,9 @@ static int fsdpi_plan_put_act(fsdpi_plan_out *o, const fsdpi_plan_listing *l, in
     do fsdpi_plan_put_unit(o, l, acts[i++].unit);
     while (first->group >= 0 && i < l->choice.num_acts && acts[i].call == first->call &&
            acts[i].what == first->what && acts[i].group == first->group);
-    fsdpi_plan_put(o, " why ");
-    fsdpi_plan_put_reason(o, first);
+    fsdpi_plan_put(o, " why %s", fsdpi_plan_reasons[first->why]);
+    if (first->at >= 0 && first->what != FSDPI_PLAN_REDUCE)
+        fsdpi_plan_put(o, " at call %d", first->at);
     fsdpi_plan_put(o, "\n");
     return i;
 }
@@ -108,7 +103,8 @@ static void fsdpi_plan_put_members(fsdpi_plan_out *o, const fsdpi_plan_listing *
 static void fsdpi_plan_put_op(fsdpi_plan_out *o, const fsdpi_plan_listing *l,
                               const fsdpi_plan_line *line) {
     const fsdpi_plan_member *m = &l->members[line->members];
-    fsdpi_plan_put(o, "  op %s %s", fsdp_op_name(line->kind), fsdpi_plan_label(line->label));
+    fsdpi_plan_put(o, "  op %d %s %s", (int)(line - l->lines), fsdp_op_name(line->kind),
+                   fsdpi_plan_label(line->label));
     fsdpi_plan_put_members(o, l, line);
     fsdpi_plan_put(o, " %s %llu %llu %s %s", fsdpi_plan_streams[line->stream],
                    (unsigned long long)line->count, (unsigned long long)line->bytes,
@@ -179,8 +175,8 @@ static void fsdpi_plan_put_head(fsdpi_plan_out *o, const fsdpi_plan_listing *l) 
     for (int u = 0; u < l->num_units; u++) {
         fsdpi_plan_put(o, "unit %d", u);
         fsdpi_plan_put_name(o, l->units[u].name);
-        fsdpi_plan_put(o, " gather %lld grad %lld\n", (long long)l->units[u].gather_bytes,
-                       (long long)l->units[u].grad_bytes);
+        fsdpi_plan_put(o, " gather %lld grad %lld reads %s\n", (long long)l->units[u].gather_bytes,
+                       (long long)l->units[u].grad_bytes, fsdpi_plan_readings[l->units[u].reads]);
     }
 }
 
@@ -224,6 +220,10 @@ static void fsdpi_plan_call_words(const fsdpi_plan_listing *l, int call, char *b
     }
     while (act < l->choice.num_acts && l->choice.acts[act].call < call) act++;
     fsdpi_plan_put_call(&o, l, call, &act, &line, FSDP_PLAN_TEXT_DECISIONS);
+    for (int i = 0; i < 2; i++) { // without "call N "
+        const char *blank = strchr(buf, ' ');
+        if (blank) memmove(buf, blank + 1, strlen(blank));
+    }
     for (char *at = buf; *at; at++)
         if (*at == '\n') *at = at[1] ? ';' : 0;
 }

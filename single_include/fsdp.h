@@ -2180,7 +2180,8 @@ typedef struct fsdp_extension {
     const char *name; // for texts and states, not copied; NULL: "extension"
     void *user;
     // A call of a step begins, from pre_forward to finalize_backward, or model_reset (for both of
-    // the model unit is NULL); the transition table is not asked yet. Return non-zero if you have
+    // the model unit is NULL); the transition table is not asked yet. Or FSDP_CALL_SET: a setter is
+    // about to change options of a unit (NULL: of all), and does so whatever you return. Return non-zero if you have
     // done the call's work: then *status (FSDP_OK before) is its result, and the library calls no
     // further extension. If you make calls of a step in it, they go to the extensions behind you.
     int (*call)(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status);
@@ -2219,6 +2220,10 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
                an extension, or a unit holds a slot that the extension may own)
    Collective  no      Blocks for operations under way      Allocates no */
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension);
+
+/* fsdp_find_extension - `user` of the first attached extension with this name; NULL: there is none
+   Collective  no      Blocks no      Allocates no */
+FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name);
 
 /* fsdp_next_state - step through the items of all extensions of a model. Start with a zeroed item;
    at the end its name is NULL
@@ -2310,13 +2315,14 @@ FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
 
 /* fsdp_rehearse - make calls of a step that do nothing: an extension sees their records, none runs,
    and afterwards the model is as before
-   extension   the only one that is asked meanwhile, attached or not. `op` sees the records,
-               whatever it returns. `buffer` has to give every slot, also one in use: fsdp_buf_part
-               makes some without memory
+   extension   the only one that is asked meanwhile, attached or not. `op` sees records, and what
+               it returns is ignored. `buffer` has to give every slot: fsdp_buf_part makes some
+               without memory
    run         makes the calls, hooks or fsdp_unshard and the like, and may restore units to earlier
                states. Setters of options that it calls are undone; prefetch lists it can only take
-               away (count 0)
-   Result      FSDP_OK; what run returned; INVALID_ARG, OUT_OF_MEMORY, errors of commit
+               away (count 0). What cannot be undone fails: to freeze, thaw, cast, trim, (de)attach
+   Result      FSDP_OK; what run returned; INVALID_ARG, INVALID_STATE (a unit is not idle),
+               OUT_OF_MEMORY, errors of commit
    Collective  as fsdp_model_commit at the first use, then no      Blocks for operations under way
    Allocates   temporary tables */
 FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *extension,
@@ -2337,12 +2343,24 @@ FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap)
    Collective  no, but every rank has to do the same      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes);
 
+/* fsdp_unit_reduce - reduce the gradients of a unit that wait since an earlier post_backward, as
+   fsdp_finalize_backward would; nothing if none wait, or if gradient sync is off
+   Result      FSDP_OK; INVALID_ARG; OUT_OF_MEMORY; collective errors
+   Collective  yes      Blocks inline: until reduced; else no      Allocates at its first use */
+FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit);
+
 /* fsdp_unit_flag_use - update the flags of use, which travel with a unit's reduction. Call it
    before your extension itself emits the records of that reduction
    Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status
    Collective  no      Blocks on devices with streams if flags changed: until they are copied
    Allocates   no */
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit);
+
+/* fsdp_unit_follows_use - 1 if the records of a unit's reduction depend on which parameters were
+   used, and not only on options and states: grads_overwrite, and
+   fsdp_set_reduce_scatter_unused_params 0. Then fsdp_rehearse does not show what a step would do
+   Collective  no      Blocks no      Allocates no */
+FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit);
 
 /* fsdp_pools_trim - free every slot that no unit holds; the next use allocates again
    Result      FSDP_OK; if the world is aborted, its status
@@ -3261,10 +3279,10 @@ struct fsdp_model {
     fsdp_block full_block;
     void *undefined; // what getters give in a failed world
     size_t undefined_bytes;
-    fsdp_block *norm_blocks;  // [num_params] of the norm, [num_params] of what clip scales
-    fsdpi_attached *attached; // extensions, in the order in which they are asked
+    fsdp_block *norm_blocks;     // [num_params] of the norm, [num_params] of what clip scales
+    fsdpi_attached *attached;    // extensions, in the order in which they are asked
     const fsdpi_attached *asked; // whose function `call` is at work, or NULL
-    uint8_t watch;            // FSDPI_CALLS, ...: what any of them listens to
+    uint8_t watch;               // FSDPI_CALLS, ...: what any of them listens to
     fsdpi_names labels, pools;
     uint64_t settings; // options, as a number: see fsdpi_setting
     int asking;        // calls of functions of extensions that have not returned
@@ -3758,8 +3776,9 @@ static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
     int answered = 0;
     m->asking++;
     for (const fsdpi_attached *a = asker ? asker->next : m->attached; a && !answered; a = a->next) {
+        if (!a->e.call) continue;
         m->asked = a;
-        answered = a->e.call && a->e.call(a->e.user, m, u, call, status);
+        answered = a->e.call(a->e.user, m, u, call, status);
     }
     m->asked = asker;
     m->asking--;
@@ -3824,6 +3843,7 @@ static void fsdpi_watch(fsdp_model *m) {
         if (a->e.buffer) watch |= FSDPI_SLOTS;
         if (a->e.ran) watch |= FSDPI_TIMES;
     }
+    if (m->rehearsing) watch |= FSDPI_OPS | FSDPI_SLOTS; // whatever the extension has
     m->watch = (uint8_t)watch;
 }
 
@@ -8564,7 +8584,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t 
     fsdp_model *m = u->model;
     fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
     *out = buf;
-    if (buf ? (!buf->held || m->rehearsing) && buf->bytes >= bytes : !m->rehearsing) return FSDP_OK;
+    if (buf ? !buf->held && buf->bytes >= bytes : !m->rehearsing) return FSDP_OK;
     return fsdpi_bad(
         m->world, "[E915] an extension gave '%s' a slot of %llu bytes%s for %s, expected %llu free",
         u->desc.name, (unsigned long long)(buf ? buf->bytes : 0), buf && buf->held ? " in use" : "",
@@ -8594,7 +8614,7 @@ static fsdp_status fsdpi_release(fsdp_unit *u, fsdp_buf **slot, int stream) {
     fsdp_model *m = u->model;
     fsdp_buf *buf = *slot;
     if (!buf) return FSDP_OK;
-    fsdp_status status = FSDP_ASSERT(m->world, buf->held || m->rehearsing);
+    fsdp_status status = FSDP_ASSERT(m->world, buf->held);
     if (!status && m->desc.debug)
         status = fsdpi_emit_fill(m, u, FSDP_LABEL_NONE, stream, buf, FSDP_U8, 0,
                                  (int64_t)buf->bytes, 0xFF);
@@ -9072,6 +9092,13 @@ static void fsdpi_usage_own(fsdp_unit *u) {
 static void fsdpi_usage_clear(fsdp_unit *u, int use) {
     for (int i = 0; i < u->desc.num_params; i++) u->params[i].use &= (uint8_t)~use;
 }
+
+// A reduction is on its way, and the counts of users with it.
+static void fsdpi_usage_sent(fsdp_unit *u) {
+    u->usage.counted = 1;
+    if (fsdpi_ranks(u) == 1) fsdpi_usage_own(u);
+    if (!u->options.reduce_unused) fsdpi_usage_clear(u, FSDPI_USE_PENDING);
+}
 static int fsdpi_usage_any(const fsdp_unit *u, int use) {
     int any = 0;
     for (int i = 0; i < u->desc.num_params; i++) any |= u->params[i].use & use;
@@ -9436,9 +9463,7 @@ static fsdp_status fsdpi_tell_hooks(fsdp_unit *u, int stream) {
 static fsdp_status fsdpi_grads_done(fsdp_unit *u, int stream) {
     u->state.grads.shard = FSDPI_GRADS_REDUCED;
     u->state.grads.newest = FSDPI_GRADS_NOWHERE;
-    u->usage.counted = 1;
-    if (fsdpi_ranks(u) == 1) fsdpi_usage_own(u);
-    if (!u->options.reduce_unused) fsdpi_usage_clear(u, FSDPI_USE_PENDING);
+    fsdpi_usage_sent(u);
     return u->model->grad_hooks ? fsdpi_tell_hooks(u, stream) : FSDP_OK;
 }
 
@@ -10149,6 +10174,14 @@ static fsdp_status fsdpi_run_units(fsdp_model *m, int call) {
         if (status) return status;
     }
     return FSDP_OK;
+}
+
+// A change that lasts, which a rehearsal could not undo.
+static FSDPI_NOINLINE fsdp_status fsdpi_lasting(fsdp_model *m, const char *what) {
+    fsdp_status status = fsdpi_failed(m->world);
+    if (status || !m->rehearsing) return status;
+    return fsdp_fail(m->world, FSDP_ERR_INVALID_STATE,
+                     "[E214] %s: a rehearsal cannot undo it: call it before or afterwards", what);
 }
 
 // A marker for those who see records, before the ops of a public call.
@@ -11180,7 +11213,7 @@ enum { // what has been set, beside offsets in fsdpi_options
 /* fsdp_model.settings is a sum over all options that differ from those at creation, so that it does
    not depend on the way that led there. unit: -1 for the model. */
 static void fsdpi_setting(fsdp_model *m, int unit, size_t field, uint64_t was, uint64_t is) {
-    uint64_t place = fsdpi_hash((uint64_t)(unit + 1), field);
+    uint64_t place = fsdpi_hash((uint64_t)(unit + 1) << 32, field); // the hash adds the two
     m->settings += fsdpi_hash(place, is) - fsdpi_hash(place, was);
 }
 
@@ -11196,7 +11229,8 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     for (int i = *first; i < *end; i++)
         if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
             return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], FSDP_CALL_SET, what));
-    return FSDP_OK;
+    if (m->watch & FSDPI_CALLS) (void)fsdpi_answered(m, u, FSDP_CALL_SET, &status);
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
@@ -11335,7 +11369,7 @@ FSDP_API fsdp_status fsdp_set_modules_to_backward_prefetch(fsdp_unit *unit,
 
 // May the model be laid out anew? All units are idle, and none holds what only its layout knows.
 static fsdp_status fsdpi_may_move(fsdp_model *m, const char *what) {
-    fsdp_status status = fsdpi_failed(m->world);
+    fsdp_status status = fsdpi_lasting(m, what);
     if (!status) status = fsdpi_remember(m, fsdpi_check_units(m, FSDP_CALL_REQUIRES_GRAD, what));
     for (int i = 0; i < m->num_units && !status; i++)
         if (m->units[i]->state.slot[FSDP_POOL_GRAD] || m->units[i]->state.slot[FSDP_POOL_RIN] ||
@@ -11361,13 +11395,14 @@ FSDP_API fsdp_status fsdp_set_requires_grad(fsdp_unit *unit, int index, int requ
     if (p->requires_grad == (requires_grad != 0)) return FSDP_OK;
     if (m->committed) status = fsdpi_unsettle(m);
     if (status) return status;
-    fsdpi_setting(m, unit->desc.index, FSDPI_SET_TRAINS + (size_t)index,
-                  (uint64_t)p->requires_grad, requires_grad != 0);
     p->requires_grad = requires_grad != 0;
     status = fsdpi_unit_arrange(unit);
     if (status) p->requires_grad = !p->requires_grad;
-    else p->use &= (uint8_t)~FSDPI_USE_REDUCED;
-    return status;
+    if (status) return status;
+    fsdpi_setting(m, unit->desc.index, FSDPI_SET_TRAINS + (size_t)index, !requires_grad,
+                  requires_grad != 0);
+    p->use &= (uint8_t)~FSDPI_USE_REDUCED;
+    return FSDP_OK;
 }
 
 FSDP_API fsdp_status fsdp_model_cast(fsdp_model *model, fsdp_dtype dtype) {
@@ -11590,7 +11625,7 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
     fsdp_extension e;
     if (!model || !extension) return fsdpi_null_of(model, "attach", "model or extension");
     fsdp_world *w = model->world;
-    fsdp_status status = fsdpi_failed(w);
+    fsdp_status status = fsdpi_lasting(model, "attach");
     if (!status) status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
     if (status) return status;
     if (e.call || e.op || e.buffer || e.ran)
@@ -11631,6 +11666,7 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     if (!model || !extension) return fsdpi_null_of(model, "detach", "model or extension");
     fsdp_world *w = model->world;
     fsdp_status status = fsdp_desc_read(w, &e, extension, sizeof e, "fsdp_extension");
+    if (!status && model->rehearsing) status = fsdpi_lasting(model, "detach");
     if (status) return status;
     e.size = 0;
     if (!e.name) e.name = "extension";
@@ -11651,6 +11687,12 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
     }
     return fsdpi_bad(w, "[E903] detach: '%s' with these contents is not attached to this model",
                      e.name);
+}
+
+FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name) {
+    for (const fsdpi_attached *a = model && name ? model->attached : NULL; a; a = a->next)
+        if (strcmp(a->e.name, name) == 0) return a->e.user;
+    return NULL;
 }
 
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
@@ -11806,11 +11848,33 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     return fsdpi_emit(model, op);
 }
 
+// Nobody looks, and nothing is ordered by events: a marker says only who holds a slot.
+static fsdp_status fsdpi_emit_alone(fsdp_model *m, fsdp_op *ops, int count) {
+    fsdp_status status = fsdpi_failed(m->world);
+    for (fsdp_op *op = ops; op < ops + count && !status; op++) {
+        if (op->kind >= FSDP_OP_HOOK) {
+            if (op->kind == FSDP_OP_ACQUIRE && op->dst) op->dst->held = 1;
+            if (op->kind == FSDP_OP_RELEASE && op->src) op->src->held = 0;
+            continue;
+        }
+        op->timed = 0;
+        op->step = m->step;
+        op->given = m->given;
+        op->seq = ++m->seq;
+        m->counters.calls[op->kind]++;
+        m->counters.bytes[op->kind] += op->bytes;
+        status = fsdpi_execute(m->world, op, NULL);
+    }
+    return status;
+}
+
 FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count) {
     if (!model || (count > 0 && !ops)) return fsdpi_null_of(model, "emit_again", "model or ops");
+    if (model->world->mode == FSDPI_INLINE && !(model->watch & FSDPI_RECORDS))
+        return fsdpi_emit_alone(model, ops, count);
     fsdp_status status = FSDP_OK;
-    for (int i = 0; i < count && !status; i++) {
-        fsdp_op *op = &ops[i];
+    for (fsdp_op *op = ops; op < ops + count && !status; op++) {
+        op->timed = 0;
         op->step = model->step;
         op->given = model->given;
         if (op->kind < FSDP_OP_HOOK) status = fsdpi_emit(model, op);
@@ -11893,7 +11957,7 @@ FSDP_API int fsdp_buf_held(const fsdp_buf *buf) { return buf && buf->held; }
 
 FSDP_API fsdp_status fsdp_pools_trim(fsdp_model *model) {
     if (!model) return fsdpi_null(NULL, "pools_trim", "model");
-    fsdp_status status = fsdpi_failed(model->world);
+    fsdp_status status = fsdpi_lasting(model, "pools_trim");
     if (status) return status;
     fsdpi_drain(model->world);
     for (int i = 0; i < model->num_classes; i++) {
@@ -12069,8 +12133,13 @@ static void fsdpi_walk_unit(fsdpi_walk *w, fsdp_unit *u) {
     fsdpi_walk_bytes(w, &u->usage.in_flight, sizeof u->usage.in_flight);
     fsdpi_walk_bytes(w, &u->usage.counted, sizeof u->usage.counted);
     fsdpi_walk_bytes(w, u->usage.flags, fsdpi_flags_bytes(u));
-    for (int i = 0; i < u->desc.num_params; i++)
-        fsdpi_walk_bytes(w, &u->params[i].use, sizeof u->params[i].use);
+    fsdpi_walk_bytes(w, &u->told, sizeof u->told);
+    for (int i = 0; i < u->desc.num_params; i++) {
+        fsdpi_param *p = &u->params[i];
+        fsdpi_walk_bytes(w, &p->use, sizeof p->use);
+        fsdpi_walk_bytes(w, &p->grad_hook, sizeof p->grad_hook);
+        fsdpi_walk_bytes(w, &p->grad_hook_user, sizeof p->grad_hook_user);
+    }
 }
 
 static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
@@ -12086,6 +12155,7 @@ static void fsdpi_walk_model(fsdpi_walk *w, fsdp_model *m) {
     fsdpi_walk_bytes(w, &m->settings, sizeof m->settings);
     fsdpi_walk_bytes(w, &m->grad_enabled, sizeof m->grad_enabled);
     fsdpi_walk_bytes(w, &m->is_last_backward, sizeof m->is_last_backward);
+    fsdpi_walk_bytes(w, &m->grad_hooks, sizeof m->grad_hooks);
     fsdpi_walk_bytes(w, &m->hook_status, sizeof m->hook_status);
     fsdpi_walk_bytes(w, m->hook_error, sizeof m->hook_error);
     fsdpi_walk_bytes(w, &m->norm_type, sizeof m->norm_type);
@@ -12106,10 +12176,19 @@ static size_t fsdpi_model_save(fsdp_model *m, char *buf, size_t cap) {
     return w.used;
 }
 
+// Slots may be an extension's, which no class lists.
+static FSDPI_NOINLINE void fsdpi_hold_slots(const fsdp_model *m, uint8_t held) {
+    for (int i = 0; i < m->num_units; i++)
+        for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
+            if (m->units[i]->state.slot[pool]) m->units[i]->state.slot[pool]->held = held;
+}
+
 static void fsdpi_model_load(fsdp_model *m, char *buf, size_t size) {
     fsdpi_walk w = {buf, size, 0, FSDPI_LOAD};
     fsdpi_drain(m->world); // flags of use may still be read
+    fsdpi_hold_slots(m, 0);
     fsdpi_walk_model(&w, m);
+    fsdpi_hold_slots(m, 1);
 }
 
 // While `run` is at work, the model has one extension, and no record runs.
@@ -12129,15 +12208,16 @@ FSDP_API fsdp_status fsdp_rehearse(fsdp_model *model, const fsdp_extension *exte
     char *saved = (char *)fsdpi_model_alloc(model, size);
     if (!saved) return fsdpi_no_memory(model->world, "rehearse", "", size);
     (void)fsdpi_model_save(model, saved, size);
+    fsdpi_drain(model->world); // records under way are told to the others
     model->attached = &only;
     model->asked = NULL;
-    model->rehearsing = 1;
+    model->rehearsing++;
     fsdpi_watch(model);
     status = run(user);
     fsdpi_model_load(model, saved, size);
     model->attached = others;
     model->asked = asked;
-    model->rehearsing = 0;
+    model->rehearsing--;
     fsdpi_watch(model);
     fsdpi_model_free(model, saved);
     return status ? status : fsdpi_failed(model->world);
@@ -12156,6 +12236,7 @@ typedef struct fsdpi_unit_saved {
     fsdpi_unit_head head;
     fsdpi_state state;
     uint64_t counted; // of usage; 64 bits, so that no byte is padding
+    uint64_t slots;   // which they are: another buffer may later have the address of a freed one
 } fsdpi_unit_saved;
 
 FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap) {
@@ -12167,6 +12248,10 @@ FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap)
     now.head.layout = unit->model->layout;
     memcpy(&now.state, &unit->state, sizeof now.state);
     now.counted = unit->usage.counted;
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
+        const fsdp_buf *slot = unit->state.slot[pool];
+        now.slots = now.slots * 0x9E3779B97F4A7C15u + (slot ? (uint64_t)slot->number : 0);
+    }
     memcpy(buf, &now, sizeof now);
     return sizeof now;
 }
@@ -12181,25 +12266,37 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
         return fsdpi_null_of(unit ? unit->model : NULL, "unit_restore", "unit or buf");
     fsdp_model *m = unit->model;
     fsdpi_state *s = &unit->state;
-    fsdpi_unit_saved then;
-    if (nbytes == sizeof then) memcpy(&then, buf, sizeof then);
-    if (nbytes != sizeof then || then.head.unit != unit || then.head.layout != m->layout)
+    const char *saved = (const char *)buf;
+    fsdpi_unit_head head = {NULL, 0};
+    uint64_t counted;
+    if (nbytes == sizeof(fsdpi_unit_saved)) memcpy(&head, saved, sizeof head);
+    if (head.unit != unit || head.layout != m->layout)
         return fsdpi_bad(m->world,
                          "[E916] unit_restore: the snapshot of %llu bytes is of another unit than "
                          "'%s', or the layout has changed since: take it again",
                          (unsigned long long)nbytes, unit->desc.name);
     m->ahead_bytes -= fsdpi_ahead_bytes(s);
-    memcpy(s, &then.state, sizeof *s);
+    memcpy(s, saved + offsetof(fsdpi_unit_saved, state), sizeof *s);
+    memcpy(&counted, saved + offsetof(fsdpi_unit_saved, counted), sizeof counted);
     m->ahead_bytes += fsdpi_ahead_bytes(s);
     s->last_order = -1; // the record of forwards is another one
     if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
         m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
         if (s->slot[pool]) s->slot[pool]->held = 1;
-    if (!then.counted) return FSDP_OK;
-    unit->usage.counted = 1;
-    if (fsdpi_ranks(unit) == 1) fsdpi_usage_own(unit);
+    if (counted) fsdpi_usage_sent(unit);
     return FSDP_OK;
+}
+
+FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit) {
+    return unit && (unit->model->desc.grads_overwrite || !unit->options.reduce_unused);
+}
+
+FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit) {
+    if (!unit) return fsdpi_null(NULL, "unit_reduce", "unit");
+    fsdp_status status = fsdpi_failed(unit->model->world);
+    if (status || unit->state.training == FSDP_STATE_PRE_BACKWARD) return status;
+    return fsdpi_do_leftovers(unit);
 }
 
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit) {

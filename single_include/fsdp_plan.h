@@ -102,7 +102,7 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_plan_create(fsdp_model *model, const f
                                                       fsdp_plan **plan);
 
 /* fsdp_plan_destroy - the model goes by calls again, from the next call on; NULL is allowed
-   Collective  no, but every rank has to do the same      Blocks for operations under way
+   Collective  yes (see fsdp_plan_pause)      Blocks for operations under way
    Allocates   no; later steps allocate the slots of calls anew. Slots that units still hold go with
                the model */
 FSDP_API void fsdp_plan_destroy(fsdp_plan *plan);
@@ -118,9 +118,11 @@ FSDP_API const char *fsdp_plan_why(const fsdp_plan *plan);
 /* fsdp_plan_pause  - 1: steps go by calls and are not looked at, plans are kept; 0: go on with the
                next step
    fsdp_plan_forget - drop all plans and record anew
-   Effect      in a step: its next call and all behind it go by calls
-   Result      FSDP_OK; INVALID_ARG
-   Collective  no, but every rank has to do the same      Blocks no      Allocates no */
+   Effect      in a step: its next call and all behind it go by calls; reductions that have waited
+               for a later call are made
+   Result      FSDP_OK; INVALID_ARG; in a step collective errors
+   Collective  yes      Blocks inline, in a step: until reduced      Allocates no, but those reductions
+               take slots of calls at their first use */
 FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused);
 FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan);
 
@@ -238,21 +240,20 @@ enum { FSDPI_PLAN_TEXT = 512 }; // room for a line that says why
 // proofs and simulations are made from it.
 
 typedef struct fsdpi_plan_call {
-    fsdp_unit *unit;  // NULL: finalize
-    int32_t call;     // FSDP_CALL_*
-    int32_t index;    // of the unit; -1
+    fsdp_unit *unit; // NULL: finalize
+    int32_t call;    // FSDP_CALL_*
+    int32_t index;   // of the unit; -1
 } fsdpi_plan_call;
 
-// Why a decision was taken; %s and %d are the call that it speaks of.
+// Why a decision was taken; behind the words stands the call that they speak of.
 #define FSDPI_PLAN_WHY_LIST(X)                                                                     \
-    X(DEMAND, "demand")                                                                            \
+    X(DEMAND, "needed")                                                                            \
     X(JOINED, "joined")                                                                            \
-    X(AHEAD, "ahead of call %d")                                                                   \
-    X(NEXT_USE, "next use at call %d")                                                             \
-    X(FARTHEST, "next use at call %d, farthest")                                                   \
+    X(AHEAD, "ahead of its use")                                                                   \
+    X(NEXT_USE, "next use")                                                                        \
+    X(FARTHEST, "memory is needed before its next use")                                            \
     X(LAST_USE, "last use")                                                                        \
-    X(ONCE, "reduced once, at call %d")                                                            \
-    X(MEMORY, "memory")
+    X(ONCE, "reduced once")
 
 enum {
 #define FSDP_X(name, text) FSDPI_PLAN_WHY_##name,
@@ -277,7 +278,7 @@ enum {
 };
 
 typedef struct fsdpi_plan_act {
-    int32_t call;  // in which it happens
+    int32_t call; // in which it happens
     int32_t unit;
     int32_t group; // acts of one call and group are joined; -1: alone
     int32_t at;    // the call that `why` speaks of
@@ -291,9 +292,9 @@ typedef struct fsdpi_plan_act {
 typedef struct fsdpi_plan_choice {
     fsdpi_plan_act *acts; // by call: before its own work, then behind it
     int32_t num_acts, cap_acts;
-    uint8_t *managed;     // [units] whose parameters are gathered and freed by acts alone
-    uint8_t *waits;       // [units] whose reduction is moved behind a later call
-    int8_t *sync;         // [calls] of a pre_backward: gradient sync from there on; -1: as it is
+    uint8_t *managed; // [units] whose parameters are gathered and freed by acts alone
+    uint8_t *waits;   // [units] whose reduction is moved behind a later call
+    int8_t *sync;     // [calls] of a pre_backward: gradient sync from there on; -1: as it is
 } fsdpi_plan_choice;
 
 // Buffers that are no slots, where a listing says from where and to where.
@@ -309,7 +310,7 @@ enum {
 typedef struct fsdpi_plan_slot {
     int64_t offset, bytes; // in the arena; offset -1: its own memory, since it outlasts the step
     int32_t pool;          // FSDP_POOL_*
-    int32_t reserved;
+    int32_t older;         // it is the slot that the unit held when the step began
 } fsdpi_plan_slot;
 
 // A unit that takes part in a line, and its buffers: index of a slot, or FSDPI_PLAN_*.
@@ -330,32 +331,33 @@ typedef struct fsdpi_plan_line {
 } fsdpi_plan_line;
 
 typedef struct fsdpi_plan_unit {
-    char *name;                    // unique in the listing
+    char *name;                       // unique in the listing
     int64_t gather_bytes, grad_bytes; // of its slots
+    int32_t reads; // its parameters: 1: in forward, 2: in backward, 3: both; 0: they are its shards
 } fsdpi_plan_unit;
 
 enum { FSDPI_PLAN_COMM = 32, FSDPI_PLAN_COMMS = 16 };
 enum {
-    FSDPI_PLAN_STATE = 512, // room for the state of a unit
-    FSDPI_PLAN_JOINED = 64, // units that are joined, at most
-    FSDPI_PLAN_PATIENCE = 3, // steps in a row that leave a plan, or cannot be recorded
+    FSDPI_PLAN_STATE = 512,          // room for the state of a unit
+    FSDPI_PLAN_JOINED = 64,          // units that are joined, at most
+    FSDPI_PLAN_PATIENCE = 3,         // steps in a row that leave a plan, or cannot be recorded
     FSDPI_PLAN_LEAST_BYTES = 4 << 20 // that slots may have, if the desc does not say
 };
 
 typedef struct fsdpi_plan_listing {
-    uint64_t model, kind;      // hashes: of the model, of options and of the state at the begin
+    uint64_t model, kind; // hashes: of the model, of options and of the state at the begin
     int32_t num_units, num_params, shards, replicas, mode; // mode: FSDPI_PLAN_INLINE, ...
-    int32_t fused;             // the backend's reduce_scatter casts, scales and adds
+    int32_t fused; // the backend's reduce_scatter casts, scales and adds
     int32_t num_calls, forward_calls;
     int64_t bytes, bound, by_calls;
     int32_t gathers[2], reductions[2], replica_ops[2], ops[2];
     uint64_t gather_bytes[2], reduce_bytes[2];
-    fsdpi_plan_unit *units;    // [num_units]
-    fsdpi_plan_call *calls;    // [num_calls]; of a text unit is NULL
+    fsdpi_plan_unit *units; // [num_units]
+    fsdpi_plan_call *calls; // [num_calls]; of a text unit is NULL
     fsdpi_plan_choice choice;
     fsdpi_plan_slot *slots;
     int32_t num_slots, cap_slots;
-    fsdpi_plan_line *lines;    // by call, in the order of issue
+    fsdpi_plan_line *lines; // by call, in the order of issue
     int32_t num_lines, cap_lines;
     fsdpi_plan_member *members;
     int32_t num_members, cap_members;
@@ -378,14 +380,24 @@ typedef struct fsdpi_plan_use {
 
 // The state of a unit behind a call.
 typedef struct fsdpi_plan_state {
+    fsdp_unit *of;
     int32_t unit;
     int32_t at; // in tape.saved, in states
 } fsdpi_plan_state;
 
+// What a replayed call does: states, then runs of records.
+typedef struct fsdpi_plan_step {
+    fsdp_unit *unit;
+    int32_t call;
+    int32_t num_states, num_runs;
+    const struct fsdpi_plan_state *states;
+    const struct fsdpi_plan_run *runs;
+} fsdpi_plan_step;
+
 // Records that follow one another; before them a unit's flags of use are brought up to date.
 typedef struct fsdpi_plan_run {
     int32_t begin, end;
-    int32_t flags; // index of the unit; -1: none
+    fsdp_unit *flags; // NULL: none
 } fsdpi_plan_run;
 
 typedef struct fsdpi_plan_pair { // of a record: the uses whose buffers it has; -1: others
@@ -419,52 +431,62 @@ typedef struct fsdpi_plan_tape {
     // [num_calls + 1], by call: where its records, runs and states begin. The last call, finalize,
     // has none: the core does it.
     int32_t *ops_at, *runs_at, *states_at;
+    fsdpi_plan_step *steps; // [num_calls] the same, for replays
     // [num_calls]: where the call's own records begin and end; what its unit holds behind it
     int32_t *own, *own_end;
     uint8_t *storage, *holds; // holds: a slot of any pool
     uint8_t *held;            // [units] gathered before the step
+    fsdp_op *hooks;           // [num_calls] the marker of each call
 } fsdpi_plan_tape;
 
 // A kind of step: the same options, the same state at the begin.
 typedef struct fsdpi_plan_kind {
+    fsdp_plan *plan;
     uint64_t settings, used_at; // fsdp_model_settings; number of the step that used it last
     char *begin;                // [num_units] states
     fsdpi_plan_call *calls;
     int32_t num_calls;
-    int32_t left;               // how often in a row a step has left it
+    int32_t left; // how often in a row a step has left it
     uint64_t replayed;
     fsdpi_plan_listing listing;
     fsdpi_plan_tape tape;
-    fsdp_buf **bufs;            // by slot of the listing
+    fsdp_buf **bufs;  // by slot of the listing
+    fsdp_buf **older; // slots that units hold when such a step begins
+    int32_t num_older, cap_older;
 } fsdpi_plan_kind;
 
 struct fsdp_plan {
     fsdp_model *model;
     fsdp_world *world;
-    fsdp_extension extension;
+    fsdp_extension extension, memory; // memory: goes with the model; it frees what plans have
     fsdp_plan_desc desc;
     fsdp_plan_cost cost;
     const fsdp_mesh *mesh;
     fsdp_unit **units;
+    int32_t *params; // [num_units] how many each has
     int32_t num_units;
-    size_t unit_bytes;          // of a unit's state
-    int32_t mode;               // fsdp_plan_mode
-    int32_t mode_of_world;      // FSDPI_PLAN_INLINE, ...
-    int32_t warm;               // steps that are still to come before one is recorded
-    int32_t open;               // a step has begun
-    int32_t forgotten;          // plans are dropped when no step is under way
-    int32_t at;                 // the next call of the program
-    int32_t differ;             // recordings in a row that were of no use
-    uint64_t settings;          // at the begin of the step
+    size_t unit_bytes;           // of a unit's state
+    int32_t mode;                // fsdp_plan_mode
+    int32_t mode_of_world;       // FSDPI_PLAN_INLINE, ...
+    int32_t warm;                // steps that are still to come before one is recorded
+    int32_t open;                // a step has begun
+    int32_t forgotten;           // plans are dropped when no step is under way
+    int32_t at;                  // the next call of the program
+    const fsdpi_plan_step *next; // in a replay: it; else NULL
+    int32_t differ;              // recordings in a row that were of no use
+    uint64_t settings;           // at the begin of the step
     uint64_t steps, replayed, left, recorded;
-    fsdpi_plan_kind *kind;      // that is replayed
+    fsdpi_plan_kind *kind; // that is replayed
+    fsdpi_plan_kind *last; // that had the arena last; NULL: nothing of it is under way
     fsdpi_plan_kind **kinds;
     int32_t num_kinds, cap_kinds;
-    fsdpi_plan_call *calls;     // that are recorded
+    fsdpi_plan_call *calls; // that are recorded
     int32_t num_calls, cap_calls;
-    char *begin;                // [num_units] states at the begin of the step
+    char *begin;       // [num_units] states at the begin of the step
+    fsdp_buf **strays; // slots of plans that are gone, which units still held then
+    int32_t num_strays, cap_strays;
     fsdp_buf *arena;
-    int32_t pool;               // of the arena
+    int32_t pool; // of the arena
     char why[FSDPI_PLAN_TEXT];
 };
 
@@ -539,9 +561,10 @@ static int fsdpi_plan_is_collective(int kind) {
 
 static void fsdpi_plan_tape_free(fsdp_plan *p, fsdpi_plan_tape *t) {
     for (int i = 0; i < t->num_made; i++) fsdpi_plan_free(p->model, t->made[i]);
-    void *const lists[] = {t->ops,    t->pairs,   t->states,  t->saved,     t->runs,    t->uses,
-                           t->bufs,   t->made,    t->ops_at,  t->runs_at,   t->groups,  t->members,
-                           t->states_at, t->own,  t->own_end, t->storage,   t->holds,   t->held};
+    void *const lists[] = {t->ops,     t->pairs,   t->states,    t->saved,  t->runs,
+                           t->uses,    t->bufs,    t->made,      t->ops_at, t->runs_at,
+                           t->groups,  t->members, t->states_at, t->own,    t->own_end,
+                           t->storage, t->holds,   t->held,      t->steps,  t->hooks};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(p->model, lists[i]);
     memset(t, 0, sizeof *t);
 }
@@ -556,6 +579,12 @@ static fsdp_status fsdpi_plan_tape_new(fsdp_plan *p, fsdpi_plan_tape *t, int num
     if (!status) status = fsdpi_plan_alloc(p->model, (size_t)num_calls + 1, (void **)&t->storage);
     if (!status) status = fsdpi_plan_alloc(p->model, (size_t)num_calls + 1, (void **)&t->holds);
     if (!status) status = fsdpi_plan_alloc(p->model, (size_t)p->num_units, (void **)&t->held);
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, (size_t)(num_calls + 1) * sizeof *t->steps,
+                                  (void **)&t->steps);
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, (size_t)num_calls * sizeof *t->hooks,
+                                  (void **)&t->hooks);
     return status;
 }
 
@@ -581,6 +610,7 @@ static fsdp_status fsdpi_plan_add_state(fsdp_plan *p, fsdpi_plan_tape *t, int un
                                  p->unit_bytes);
     if (status) return status;
     memcpy(t->saved + (size_t)t->num_states * p->unit_bytes, bytes, p->unit_bytes);
+    t->states[t->num_states].of = p->units[unit];
     t->states[t->num_states].unit = unit;
     t->states[t->num_states].at = t->num_states;
     t->num_states++;
@@ -594,8 +624,9 @@ static int fsdpi_plan_index(const fsdp_plan *p, const fsdp_unit *unit) {
 }
 
 static int64_t fsdpi_plan_slot_bytes(const fsdp_unit *unit, int pool) {
-    fsdp_memory mem;
-    return fsdp_unit_memory(unit, &mem) ? 0 : mem.pool_bytes[pool];
+    fsdp_memory mem = FSDP_ZERO;
+    (void)fsdp_unit_memory(unit, &mem);
+    return mem.pool_bytes[pool];
 }
 
 static uint8_t fsdpi_plan_holds(const fsdp_unit *unit) { // a slot
@@ -604,6 +635,11 @@ static uint8_t fsdpi_plan_holds(const fsdp_unit *unit) { // a slot
     if (fsdp_unit_memory(unit, &mem)) return 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) slots += mem.pool_slots[pool];
     return slots != 0;
+}
+
+static void fsdpi_plan_states_now(const fsdp_plan *p, char *out) {
+    for (int i = 0; i < p->num_units; i++)
+        (void)fsdp_unit_snapshot(p->units[i], out + (size_t)i * p->unit_bytes, p->unit_bytes);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -617,10 +653,11 @@ typedef struct fsdpi_plan_show {
     fsdp_buf *const *bufs;           // by use; NULL: buffers without memory
     fsdp_status status;
     int quiet;     // records are not looked at
+    int call;      // that is made
+    int own;       // the call whose own work is under way; -1
     int64_t next;  // where the next buffer without memory lies
     char *last;    // [units] their states behind the call before
     int32_t *acts; // [num_acts][2] where the records of each act begin and end
-    int32_t *tail; // [units][2] likewise: those of finalize that reduce what waits
 } fsdpi_plan_show;
 
 // The use that has a buffer now: the last one that took it.
@@ -663,6 +700,7 @@ static int fsdpi_plan_see(void *user, fsdp_model *model, fsdp_op *op) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
     fsdpi_plan_pair pair = {fsdpi_plan_use_of(s->tape, op->src),
                             fsdpi_plan_use_of(s->tape, op->dst)};
+    if (op->kind == FSDP_OP_HOOK && s->own >= 0) s->tape->hooks[s->own] = *op;
     if (s->quiet || op->kind == FSDP_OP_HOOK || op->model != model || s->status) return 1;
     s->status = fsdpi_plan_add_op(s->plan, s->tape, op, pair);
     return 1;
@@ -699,6 +737,10 @@ static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_show *s, int call, int *at, int
         s->acts[2 * *at] = s->tape->num_ops;
         if (act->what == FSDPI_PLAN_GATHER) status = fsdp_unshard(s->plan->units[act->unit]);
         if (act->what == FSDPI_PLAN_FREE) status = fsdp_reshard(s->plan->units[act->unit]);
+        if (act->what == FSDPI_PLAN_REDUCE) {
+            status = fsdp_set_requires_gradient_sync(s->plan->model, s->plan->units[act->unit], 1);
+            if (!status) status = fsdp_unit_reduce(s->plan->units[act->unit]);
+        }
         s->acts[2 * *at + 1] = s->tape->num_ops;
     }
     return status;
@@ -721,32 +763,6 @@ static fsdp_status fsdpi_plan_manage(fsdpi_plan_show *s) {
     return status;
 }
 
-// The end of a step shows how gradients that wait are reduced: unit by unit.
-static fsdp_status fsdpi_plan_show_tail(fsdpi_plan_show *s) {
-    fsdp_plan *p = s->plan;
-    const fsdpi_plan_tape *t = s->tape;
-    int begin = t->num_ops, waiting = 0;
-    fsdp_status status = FSDP_OK;
-    for (int i = 0; i < p->num_units && !status; i++) {
-        s->tail[2 * i] = s->tail[2 * i + 1] = 0;
-        if (!s->choice->waits[i]) continue;
-        waiting++;
-        status = fsdp_set_requires_gradient_sync(p->model, p->units[i], 1);
-    }
-    if (!status && waiting) status = fsdp_finalize_backward(p->model);
-    for (int i = 0; i < p->num_units && waiting; i++) {
-        int from = begin;
-        if (!s->choice->waits[i]) continue;
-        while (from < t->num_ops && t->ops[from].unit != p->units[i]) from++;
-        while (from < t->num_ops && t->ops[from].kind == FSDP_OP_USE) from++; // of the caller
-        int to = from;
-        while (to < t->num_ops && t->ops[to].unit == p->units[i]) to++;
-        s->tail[2 * i] = from;
-        s->tail[2 * i + 1] = to;
-    }
-    return status;
-}
-
 // The calls of a rehearsal.
 static fsdp_status fsdpi_plan_play(void *user) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
@@ -764,13 +780,16 @@ static fsdp_status fsdpi_plan_play(void *user) {
     if (!status && s->choice) status = fsdpi_plan_manage(s);
     for (int i = 0; i + 1 < k->num_calls && !status && !s->status; i++) {
         const fsdpi_plan_call *call = &k->calls[i];
+        s->call = i;
         t->ops_at[i] = t->num_ops;
         t->states_at[i] = t->num_states;
         if (s->choice) status = fsdpi_plan_do_acts(s, i, &at, 0);
         if (!status && s->choice && s->choice->sync[i] >= 0)
             status = fsdp_set_requires_gradient_sync(p->model, call->unit, s->choice->sync[i]);
         t->own[i] = t->num_ops;
+        s->own = i;
         if (!status) status = fsdpi_plan_make_call(call->unit, call->call);
+        s->own = -1;
         t->own_end[i] = t->num_ops;
         t->storage[i] = (uint8_t)fsdp_unit_storage(call->unit);
         t->holds[i] = fsdpi_plan_holds(call->unit);
@@ -779,7 +798,6 @@ static fsdp_status fsdpi_plan_play(void *user) {
     }
     t->ops_at[k->num_calls - 1] = t->ops_at[k->num_calls] = t->num_ops;
     t->states_at[k->num_calls - 1] = t->states_at[k->num_calls] = t->num_states;
-    if (!status && !s->status && s->choice) status = fsdpi_plan_show_tail(s);
     s->quiet = 1; // what is held at the end is not held in truth
     for (int i = 0; i < t->num_uses && !status; i++) {
         fsdp_op op;
@@ -794,7 +812,7 @@ static fsdp_status fsdpi_plan_play(void *user) {
 
 /* The program through the core's rows, with the decisions of a choice or by calls. bufs: the slots
    of uses, in order; NULL: buffers without memory, which last as long as the tape. */
-static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
+static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*run)(void *user)) {
     fsdp_plan *p = s->plan;
     fsdp_extension e = FSDP_ZERO;
     int num_acts = s->choice ? s->choice->num_acts : 0;
@@ -804,8 +822,9 @@ static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
     s->status = FSDP_OK;
     s->next = 4096;
     s->quiet = 0;
+    s->own = -1;
     s->last = NULL;
-    s->acts = s->tail = NULL;
+    s->acts = NULL;
     fsdp_status status = fsdpi_plan_tape_new(p, s->tape, s->kind->num_calls);
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,
@@ -813,19 +832,19 @@ static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
     if (!status)
         status = fsdpi_plan_alloc(p->model, 2 * (size_t)num_acts * sizeof *s->acts,
                                   (void **)&s->acts);
-    if (!status)
-        status = fsdpi_plan_alloc(p->model, 2 * (size_t)p->num_units * sizeof *s->tail,
-                                  (void **)&s->tail);
-    if (!status) status = fsdp_rehearse(p->model, &e, fsdpi_plan_play, s);
+    if (!status) status = fsdp_rehearse(p->model, &e, run, s);
     for (int i = 0; i < s->tape->num_uses && !s->bufs; i++)
         fsdp_buf_destroy(p->model, s->tape->bufs[i]);
     return status;
 }
 
+static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
+    return fsdpi_plan_rehearse_with(s, fsdpi_plan_play);
+}
+
 static void fsdpi_plan_show_end(fsdpi_plan_show *s) {
     fsdpi_plan_free(s->plan->model, s->last);
     fsdpi_plan_free(s->plan->model, s->acts);
-    fsdpi_plan_free(s->plan->model, s->tail);
 }
 
 
@@ -905,12 +924,12 @@ static fsdp_status fsdpi_plan_join_lists(fsdp_plan *p, fsdpi_plan_tape *t, fsdp_
 }
 
 /* All ranges side by side, from the first one on. While a rehearsal has buffers without memory they
-   do not lie so yet. */
-static void fsdpi_plan_join_ranges(fsdp_op *op, const fsdp_op *const *parts, int num) {
-    const fsdp_op *last = parts[num - 1];
-    uint64_t size = fsdp_dtype_size(op->dtype);
-    uint64_t span = (uint64_t)((const char *)last->dst_ptr - (const char *)op->dst_ptr);
-    op->count = span / size + last->count;
+   do not lie so yet: what counts is the sizes of the slots, which fsdpi_plan_glue puts side by side. */
+static void fsdpi_plan_join_ranges(const fsdpi_plan_tape *raw, const int32_t *which, fsdp_op *op,
+                                   const fsdp_op *const *parts, int num) {
+    int64_t span = 0;
+    for (int i = 0; i + 1 < num; i++) span += raw->uses[raw->pairs[which[i]].dst].bytes;
+    op->count = (uint64_t)span / fsdp_dtype_size(op->dtype) + parts[num - 1]->count;
     op->bytes = fsdpi_plan_reduce_bytes(op);
 }
 
@@ -955,7 +974,7 @@ static fsdp_status fsdpi_plan_join(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
     status = fsdpi_plan_join_names(p, t, &op, parts, num);
     if (!status && op.kind != FSDP_OP_ALL_REDUCE)
         status = fsdpi_plan_join_lists(p, t, &op, parts, num);
-    else if (!status) fsdpi_plan_join_ranges(&op, parts, num);
+    else if (!status) fsdpi_plan_join_ranges(raw, which, &op, parts, num);
     for (int i = 1; i < num && several && !status; i++) {
         if (!both) status = fsdpi_plan_add_use(p, t, parts[i], raw->pairs[which[i]], 0);
         if (!status) status = fsdpi_plan_add_use(p, t, parts[i], raw->pairs[which[i]], 1);
@@ -1000,7 +1019,21 @@ static fsdp_status fsdpi_plan_copy(fsdp_plan *p, const fsdpi_plan_tape *raw, fsd
     return status;
 }
 
-// Acts of a call from *at on, before its own work or behind it: gathers of a group are joined.
+// What an act does. A reduction that waited begins with what the caller need not wait for here.
+static fsdpi_plan_range fsdpi_plan_act_range(const fsdpi_plan_show *s, int act) {
+    fsdpi_plan_range range = {s->acts[2 * act], s->acts[2 * act + 1]};
+    while (s->choice->acts[act].what == FSDPI_PLAN_REDUCE && range.begin < range.end &&
+           s->tape->ops[range.begin].kind == FSDP_OP_USE)
+        range.begin++;
+    return range;
+}
+
+static int fsdpi_plan_is_joined(const fsdpi_plan_act *a, const fsdpi_plan_act *b) {
+    return a->group >= 0 && a->group == b->group && a->call == b->call && a->what == b->what &&
+           (a->what == FSDPI_PLAN_GATHER || a->what == FSDPI_PLAN_REDUCE);
+}
+
+// Acts of a call from *at on, before its own work or behind it: those of a group are joined.
 static fsdp_status fsdpi_plan_arrange_acts(const fsdpi_plan_show *s, fsdpi_plan_tape *t, int call,
                                            int *at, int late) {
     const fsdpi_plan_choice *c = s->choice;
@@ -1010,57 +1043,11 @@ static fsdp_status fsdpi_plan_arrange_acts(const fsdpi_plan_show *s, fsdpi_plan_
         fsdpi_plan_range ranges[FSDPI_PLAN_JOINED];
         const fsdpi_plan_act *first = &c->acts[*at];
         int num = 0;
-        do {
-            ranges[num].begin = s->acts[2 * *at];
-            ranges[num++].end = s->acts[2 * *at + 1];
-            ++*at;
-        } while (first->what == FSDPI_PLAN_GATHER && first->group >= 0 &&
-                 num < FSDPI_PLAN_JOINED && *at < c->num_acts && c->acts[*at].call == call &&
-                 c->acts[*at].what == FSDPI_PLAN_GATHER && c->acts[*at].group == first->group);
+        do ranges[num++] = fsdpi_plan_act_range(s, (*at)++);
+        while (num < FSDPI_PLAN_JOINED && *at < c->num_acts &&
+               fsdpi_plan_is_joined(first, &c->acts[*at]));
         status = num > 1 ? fsdpi_plan_merge(s->plan, s->tape, t, ranges, num)
                          : fsdpi_plan_copy(s->plan, s->tape, t, ranges[0].begin, ranges[0].end);
-    }
-    return status;
-}
-
-// A call's own work, and behind it the reductions that have waited for it.
-static fsdp_status fsdpi_plan_arrange_own(const fsdpi_plan_show *s, fsdpi_plan_tape *t, int call) {
-    const fsdpi_plan_choice *c = s->choice;
-    fsdpi_plan_range ranges[FSDPI_PLAN_JOINED];
-    fsdp_status status = fsdpi_plan_copy(s->plan, s->tape, t, s->tape->own[call],
-                                         s->tape->own_end[call]);
-    int num = 0;
-    for (int i = 0; c && i < c->num_acts && num < FSDPI_PLAN_JOINED; i++) {
-        const fsdpi_plan_act *act = &c->acts[i];
-        if (act->call != call || act->what != FSDPI_PLAN_REDUCE) continue;
-        ranges[num].begin = s->tail[2 * act->unit];
-        ranges[num++].end = s->tail[2 * act->unit + 1];
-    }
-    return status || !num ? status : fsdpi_plan_merge(s->plan, s->tape, t, ranges, num);
-}
-
-static const char *fsdpi_plan_state_of(const fsdp_plan *p, const fsdpi_plan_tape *t, int call,
-                                       int unit) {
-    for (int i = t->states_at[call]; i < t->states_at[call + 1]; i++)
-        if (t->states[i].unit == unit) return t->saved + (size_t)t->states[i].at * p->unit_bytes;
-    return NULL;
-}
-
-// The states behind a call. Units whose reductions were moved here are now as they would be by
-// calls behind their own post_backward.
-static fsdp_status fsdpi_plan_arrange_states(const fsdpi_plan_show *s,
-                                             const fsdpi_plan_tape *by_calls, fsdpi_plan_tape *t,
-                                             int call) {
-    const fsdpi_plan_choice *c = s->choice;
-    const fsdpi_plan_tape *raw = s->tape;
-    fsdp_status status = FSDP_OK;
-    for (int u = 0; u < s->plan->num_units && !status; u++) {
-        const char *bytes = fsdpi_plan_state_of(s->plan, raw, call, u);
-        for (int i = 0; c && i < c->num_acts; i++)
-            if (c->acts[i].call == call && c->acts[i].unit == u &&
-                c->acts[i].what == FSDPI_PLAN_REDUCE)
-                bytes = fsdpi_plan_state_of(s->plan, by_calls, c->acts[i].at, u);
-        if (bytes) status = fsdpi_plan_add_state(s->plan, t, u, bytes);
     }
     return status;
 }
@@ -1068,7 +1055,7 @@ static fsdp_status fsdpi_plan_arrange_states(const fsdpi_plan_show *s,
 // Runs of a call: flags of use are brought up to date before each record that sends them.
 static fsdp_status fsdpi_plan_arrange_runs(fsdp_plan *p, fsdpi_plan_tape *t, int begin) {
     fsdp_status status = FSDP_OK;
-    fsdpi_plan_run run = {begin, begin, -1};
+    fsdpi_plan_run run = {begin, begin, NULL};
     for (int i = begin; i <= t->num_ops && !status; i++) {
         const fsdp_op *op = i < t->num_ops ? &t->ops[i] : NULL;
         int sends = op && op->kind == FSDP_OP_COPY && op->label == FSDP_LABEL_USERS;
@@ -1080,7 +1067,7 @@ static fsdp_status fsdpi_plan_arrange_runs(fsdp_plan *p, fsdpi_plan_tape *t, int
             if (!status) t->runs[t->num_runs++] = run;
         }
         run.begin = i;
-        run.flags = op ? fsdpi_plan_index(p, op->unit) : -1;
+        run.flags = op ? p->units[fsdpi_plan_index(p, op->unit)] : NULL;
     }
     return status;
 }
@@ -1109,8 +1096,7 @@ static void fsdpi_plan_glue(fsdpi_plan_tape *t) {
 
 /* What a rehearsal has shown, in the order in which it will be done. The tape that is made has the
    rehearsal's uses. */
-static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, const fsdpi_plan_tape *by_calls,
-                                      fsdpi_plan_tape *t) {
+static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, fsdpi_plan_tape *t) {
     const fsdpi_plan_tape *raw = s->tape;
     int num_calls = s->kind->num_calls, at = 0;
     fsdp_status status = fsdpi_plan_tape_new(s->plan, t, num_calls);
@@ -1126,15 +1112,29 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, const fsdpi_plan
         t->states_at[i] = t->num_states;
         t->storage[i] = raw->storage[i];
         if (i + 1 == num_calls) break; // finalize is the core's
-        if (s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 0);
-        if (!status) status = fsdpi_plan_arrange_own(s, t, i);
+        fsdpi_plan_pair none = {-1, -1};
+        status = fsdpi_plan_add_op(s->plan, t, &raw->hooks[i], none);
+        if (!status && s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 0);
+        if (!status) status = fsdpi_plan_copy(s->plan, raw, t, raw->own[i], raw->own_end[i]);
         if (!status && s->choice) status = fsdpi_plan_arrange_acts(s, t, i, &at, 1);
-        if (!status) status = fsdpi_plan_arrange_states(s, by_calls, t, i);
+        for (int k = raw->states_at[i]; k < raw->states_at[i + 1] && !status; k++)
+            status = fsdpi_plan_add_state(s->plan, t, raw->states[k].unit,
+                                          raw->saved +
+                                              (size_t)raw->states[k].at * s->plan->unit_bytes);
         if (!status) status = fsdpi_plan_arrange_runs(s->plan, t, begin);
     }
     t->ops_at[num_calls] = t->num_ops;
     t->runs_at[num_calls] = t->num_runs;
     t->states_at[num_calls] = t->num_states;
+    for (int i = 0; i < num_calls && !status; i++) {
+        fsdpi_plan_step *step = &t->steps[i];
+        step->unit = s->kind->calls[i].unit;
+        step->call = s->kind->calls[i].call;
+        step->states = t->states + t->states_at[i];
+        step->num_states = t->states_at[i + 1] - t->states_at[i];
+        step->runs = t->runs + t->runs_at[i];
+        step->num_runs = t->runs_at[i + 1] - t->runs_at[i];
+    }
     fsdpi_plan_measure(t);
     fsdpi_plan_glue(t);
     return status;
@@ -1160,8 +1160,8 @@ typedef struct fsdpi_plan_span {
 typedef struct fsdpi_plan_facts {
     const fsdpi_plan_kind *kind;
     int32_t num_units, num_calls;
-    uint8_t *managed;                  // [units] acts may gather and free
-    fsdpi_plan_span *spans;            // of units, by begin
+    uint8_t *managed;       // [units] acts may gather and free
+    fsdpi_plan_span *spans; // of units, by begin
     int32_t num_spans, cap_spans;
     int64_t *base;                     // [calls] bytes of slots that no pass decides about
     int64_t *bytes;                    // [units] of a gathered slot
@@ -1172,12 +1172,12 @@ typedef struct fsdpi_plan_facts {
     int32_t num_items;
     fsdpi_plan_span *item_spans;
     int32_t num_item_spans, cap_item_spans;
-    int32_t *order;                    // [units] scratch
+    int32_t *order; // [units] scratch
 } fsdpi_plan_facts;
 
 static void fsdpi_plan_facts_end(fsdp_plan *p, fsdpi_plan_facts *f) {
-    void *const lists[] = {f->managed, f->spans, f->base,      f->bytes, f->gathers,
-                           f->reduces, f->posts, f->post,      f->item,  f->item_bytes,
+    void *const lists[] = {f->managed, f->spans,      f->base,     f->bytes, f->gathers,
+                           f->reduces, f->posts,      f->post,     f->item,  f->item_bytes,
                            f->order,   f->item_spans, f->last_call};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(p->model, lists[i]);
     memset(f, 0, sizeof *f);
@@ -1189,8 +1189,7 @@ static fsdp_status fsdpi_plan_facts_new(fsdp_plan *p, fsdpi_plan_facts *f) {
     uint64_t **const hashes[] = {&f->gathers, &f->reduces};
     size_t units = (size_t)f->num_units;
     fsdp_status status = fsdpi_plan_alloc(p->model, units, (void **)&f->managed);
-    if (!status)
-        status = fsdpi_plan_alloc(p->model, (size_t)f->num_calls * 8, (void **)&f->base);
+    if (!status) status = fsdpi_plan_alloc(p->model, (size_t)f->num_calls * 8, (void **)&f->base);
     for (int i = 0; i < 5 && !status; i++)
         status = fsdpi_plan_alloc(p->model, units * sizeof(int32_t), (void **)numbers[i]);
     for (int i = 0; i < 2 && !status; i++)
@@ -1244,6 +1243,7 @@ static void fsdpi_plan_find_reduces(fsdpi_plan_facts *f, const fsdpi_plan_tape *
         for (int i = t->own[k]; i < t->own_end[k]; i++) {
             const fsdp_op *op = &t->ops[i];
             if (op->kind == FSDP_OP_CALL || op->custom) joins = 0;
+            if (op->kind == FSDP_OP_ALL_REDUCE && t->pairs[i].dst < 0) joins = 0; // lies elsewhere
             if (fsdpi_plan_is_collective(op->kind) && op->label != FSDP_LABEL_GATHER)
                 sort = fsdpi_plan_mix(sort, fsdpi_plan_sort_of(op, &t->pairs[i]));
         }
@@ -1263,10 +1263,9 @@ static fsdp_status fsdpi_plan_find_spans(fsdp_plan *p, fsdpi_plan_facts *f,
         if (t->uses[i].pool == FSDP_POOL_GATHER) f->bytes[t->uses[i].unit] = t->uses[i].bytes;
     for (int k = 0; k + 1 < f->num_calls && !status; k++) {
         const fsdpi_plan_call *call = &f->kind->calls[k];
-        int u = call->index, begins = call->call == FSDP_CALL_PRE_FORWARD ||
-                                      call->call == FSDP_CALL_PRE_BACKWARD;
-        if (call->call >= FSDP_CALL_UNSHARD ||
-            t->storage[k] == FSDP_STORAGE_SHARDED_POST_FORWARD ||
+        int u = call->index,
+            begins = call->call == FSDP_CALL_PRE_FORWARD || call->call == FSDP_CALL_PRE_BACKWARD;
+        if (call->call >= FSDP_CALL_UNSHARD || t->storage[k] == FSDP_STORAGE_SHARDED_POST_FORWARD ||
             (begins && t->storage[k] != FSDP_STORAGE_UNSHARDED) || f->bytes[u] == 0)
             f->managed[u] = 0;
         if (begins && f->order[u] < 0) {
@@ -1301,8 +1300,7 @@ static void fsdpi_plan_find_base(fsdpi_plan_facts *f, const fsdpi_plan_tape *t) 
             int use = t->ops[i].kind == FSDP_OP_ACQUIRE   ? pair->dst
                       : t->ops[i].kind == FSDP_OP_RELEASE ? pair->src
                                                           : -1;
-            if (use < 0 ||
-                (t->uses[use].pool == FSDP_POOL_GATHER && f->managed[t->uses[use].unit]))
+            if (use < 0 || (t->uses[use].pool == FSDP_POOL_GATHER && f->managed[t->uses[use].unit]))
                 continue;
             now += t->ops[i].kind == FSDP_OP_ACQUIRE ? t->uses[use].bytes : -t->uses[use].bytes;
             if (now > f->base[k]) f->base[k] = now;
@@ -1396,7 +1394,7 @@ static int fsdpi_plan_farthest(const fsdpi_plan_facts *f, const int32_t *at, int
    enough for open units; *worst: the call that holds most. */
 static void fsdpi_plan_pass_keep(fsdpi_plan_facts *f, uint32_t passes, int64_t most, int *worst) {
     int on = (passes & 1u << FSDP_PASS_KEEP) != 0, shares = (passes & 1u << FSDP_PASS_ARENA) != 0;
-    int32_t *at = f->order; // of an item that is there: its newest span; -1
+    int32_t *at = f->order;      // of an item that is there: its newest span; -1
     int64_t peak = -1, base = 0; // of slots that share no memory, the most at any call
     int next = 0;
     for (int k = 0; k + 1 < f->num_calls && !shares; k++)
@@ -1445,11 +1443,18 @@ static fsdp_status fsdpi_plan_act_add(fsdp_plan *p, fsdpi_plan_choice *c, int ca
     return status;
 }
 
-// Gathers, in order: each behind the own work of the call that needs the one `ahead` before it.
+// A unit is gathered once at a time, so that no more than all others can be under way.
+static int fsdpi_plan_most_ahead(const fsdpi_plan_facts *f, int ahead) {
+    return ahead < f->num_units ? ahead : f->num_units - 1;
+}
+
+// Gathers, in order: each behind the own work of the call that needs the one `ahead` before it, or
+// the first one.
 static fsdp_status fsdpi_plan_pass_ahead(fsdp_plan *p, const fsdpi_plan_facts *f, int ahead,
                                          fsdpi_plan_choice *c) {
     int32_t *gather = f->order, num = 0, last = 0; // spans of the last `ahead` + 1 gathers
     fsdp_status status = FSDP_OK;
+    ahead = fsdpi_plan_most_ahead(f, ahead);
     for (int i = 0; i < f->num_item_spans && !status; i++) {
         const fsdpi_plan_span *span = &f->item_spans[i];
         int issued = span->begin, freed = -1, is_kept = 0, why = FSDPI_PLAN_WHY_DEMAND;
@@ -1460,8 +1465,8 @@ static fsdp_status fsdpi_plan_pass_ahead(fsdp_plan *p, const fsdpi_plan_facts *f
             }
         if (is_kept) continue;
         gather[num % f->num_units] = i;
-        if (ahead > 0 && num >= ahead && ahead < f->num_units)
-            issued = f->item_spans[gather[(num - ahead) % f->num_units]].begin;
+        if (ahead > 0 && num > 0)
+            issued = f->item_spans[gather[num < ahead ? 0 : (num - ahead) % f->num_units]].begin;
         if (issued < freed) issued = freed;
         if (issued < last) issued = last;
         if (issued > span->begin) issued = span->begin;
@@ -1472,8 +1477,8 @@ static fsdp_status fsdpi_plan_pass_ahead(fsdp_plan *p, const fsdpi_plan_facts *f
         if (late) why = FSDPI_PLAN_WHY_AHEAD;
         for (int k = 0; k < span->num && !status; k++)
             status = fsdpi_plan_act_add(p, c, issued, FSDPI_PLAN_GATHER, late,
-                                        f->spans[span->first + k].owner,
-                                        span->num > 1 ? i : -1, why, span->begin);
+                                        f->spans[span->first + k].owner, span->num > 1 ? i : -1,
+                                        why, span->begin);
     }
     return status;
 }
@@ -1509,8 +1514,8 @@ static fsdp_status fsdpi_plan_pass_bucket_reductions(fsdp_plan *p, const fsdpi_p
     for (int k = 0; k < f->num_calls && !status; k++) {
         const fsdpi_plan_call *call = &f->kind->calls[k];
         int u = call->index, is_post = call->call == FSDP_CALL_POST_BACKWARD;
-        int fits = is_post && f->posts[u] == 1 && f->last_call[u] == k &&
-                   f->reduces[u] != 0 && (!num || f->reduces[u] == f->reduces[bucket[0]]);
+        int fits = is_post && f->posts[u] == 1 && f->last_call[u] == k && f->reduces[u] != 0 &&
+                   (!num || f->reduces[u] == f->reduces[bucket[0]]);
         int64_t cap = first_bucket ? p->desc.first_bucket_bytes : p->desc.bucket_bytes;
         if (num && ((is_post && !fits) || bytes >= cap || num == FSDPI_PLAN_JOINED ||
                     k + 1 == f->num_calls)) {
@@ -1527,8 +1532,7 @@ static fsdp_status fsdpi_plan_pass_bucket_reductions(fsdp_plan *p, const fsdpi_p
             num = 0;
             bytes = 0;
             first_bucket = 0;
-            fits = is_post && f->posts[u] == 1 && f->last_call[u] == k &&
-                   f->reduces[u] != 0;
+            fits = is_post && f->posts[u] == 1 && f->last_call[u] == k && f->reduces[u] != 0;
         }
         if (!fits) continue;
         bucket[num++] = u;
@@ -1607,7 +1611,7 @@ static fsdp_status fsdpi_plan_decide(fsdp_plan *p, fsdpi_plan_facts *f, uint32_t
     status = fsdpi_plan_item_spans(p, f);
     for (int i = 0; i < f->num_items; i++)
         if (f->item_bytes[i] > largest) largest = f->item_bytes[i];
-    fsdpi_plan_pass_keep(f, passes, most - ahead * largest, worst);
+    fsdpi_plan_pass_keep(f, passes, most - fsdpi_plan_most_ahead(f, ahead) * largest, worst);
     if (!status) status = fsdpi_plan_pass_ahead(p, f, ahead, c);
     if (!status) status = fsdpi_plan_free_acts(p, f, c);
     if (!status && passes & 1u << FSDP_PASS_ONCE) status = fsdpi_plan_pass_once(p, f, c);
@@ -1661,8 +1665,8 @@ static int64_t fsdpi_plan_first_fit(fsdpi_plan_places *pl, int order) {
     int64_t whole = 0;
     for (int i = 0; i < pl->num; i++) {
         int k = i;
-        for (; k > 0 &&
-               fsdpi_plan_comes_before(&pl->pieces[i], &pl->pieces[pl->order[k - 1]], order);
+        for (;
+             k > 0 && fsdpi_plan_comes_before(&pl->pieces[i], &pl->pieces[pl->order[k - 1]], order);
              k--)
             pl->order[k] = pl->order[k - 1];
         pl->order[k] = i;
@@ -1698,6 +1702,24 @@ static void fsdpi_plan_best_fit(fsdpi_plan_places *pl) {
     for (int i = 0; i < pl->num; i++) pl->pieces[i].offset = pl->kept[i];
 }
 
+// Is a slot like this one filled while another is in use? As in the core's pools.
+static int fsdpi_plan_is_ahead(const fsdpi_plan_tape *t, const fsdpi_plan_use *use) {
+    for (int i = 0; i < t->num_uses && use->pool == FSDP_POOL_GATHER; i++)
+        if (t->uses[i].pool == use->pool && t->uses[i].bytes == use->bytes &&
+            t->uses[i].unit != use->unit)
+            return 1;
+    for (int i = 0; i < t->num_ops; i++) {
+        int at = use->pool == FSDP_POOL_GRAD ? t->pairs[i].src : t->pairs[i].dst;
+        int reads = use->pool == FSDP_POOL_GRAD && (t->ops[i].kind == FSDP_OP_REDUCE_SCATTER ||
+                                                    t->ops[i].kind == FSDP_OP_ALL_REDUCE);
+        int sums = use->pool == FSDP_POOL_ROUT && t->ops[i].kind == FSDP_OP_ALL_REDUCE;
+        if ((reads || sums) && at >= 0 && t->uses[at].pool == use->pool &&
+            t->uses[at].bytes == use->bytes)
+            return 1;
+    }
+    return 0;
+}
+
 /* As the pools would have them: each size its own slots, the least recently released one first.
    deep: two from the begin on, where one is filled while the other is in use. */
 static void fsdpi_plan_pool_fit(const fsdpi_plan_tape *t, fsdpi_plan_places *pl, int deep) {
@@ -1712,11 +1734,11 @@ static void fsdpi_plan_pool_fit(const fsdpi_plan_tape *t, fsdpi_plan_places *pl,
                 t->uses[other->head].pool != t->uses[piece->head].pool)
                 continue;
             slots++;
-            if (other->to < piece->from &&
-                (best < 0 || other->to < pl->pieces[pl->order[best]].to))
+            if (other->to < piece->from && (best < 0 || other->to < pl->pieces[pl->order[best]].to))
                 best = n;
         }
-        if (best < 0 || slots < (deep ? 2 : 1)) {
+        int depth = deep && slots == 1 && fsdpi_plan_is_ahead(t, &t->uses[piece->head]) ? 2 : 1;
+        if (best < 0 || slots < depth) {
             best = num++;
             piece->offset = pl->bytes;
             pl->bytes += piece->bytes;
@@ -1762,6 +1784,18 @@ static void fsdpi_plan_places_end(fsdp_plan *p, fsdpi_plan_places *pl) {
     fsdpi_plan_free(p->model, pl->kept);
 }
 
+/* The slot that a unit held when the step began, and gave back before it took one that it holds at
+   the end: it gets the same again. So a step leaves units as it found them, and the next one is of
+   the same kind. NULL: there is none. */
+static fsdp_buf *fsdpi_plan_older(const fsdpi_plan_tape *t, const fsdp_unit *unit,
+                                  const fsdpi_plan_use *use) {
+    for (int i = 0; i < use->from && i < t->num_ops; i++)
+        if (t->ops[i].kind == FSDP_OP_RELEASE && t->pairs[i].src < 0 && t->ops[i].unit == unit &&
+            t->ops[i].pool == use->pool && fsdp_buf_nbytes(t->ops[i].src) >= use->bytes)
+            return t->ops[i].src;
+    return NULL;
+}
+
 // Places for all uses of a tape: l->slots, l->bytes, l->bound.
 static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan_listing *l,
                                     uint32_t passes) {
@@ -1778,6 +1812,9 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
         if (t->uses[i].glued) continue;
         if (piece.to >= t->num_ops) {
             status = fsdpi_plan_slot_for(p, l, &t->uses[i], -1);
+            if (!status)
+                l->slots[t->uses[i].slot].older = fsdpi_plan_older(t, p->units[t->uses[i].unit],
+                                                                   &t->uses[i]) != NULL;
             lasting += t->uses[i].bytes;
         } else {
             pl.pieces[pl.num++] = piece;
@@ -1814,9 +1851,8 @@ static fsdp_status fsdpi_plan_place(fsdp_plan *p, fsdpi_plan_tape *t, fsdpi_plan
 
 static void fsdpi_plan_listing_end(fsdp_model *m, fsdpi_plan_listing *l) {
     for (int i = 0; i < l->num_units && l->units; i++) fsdpi_plan_free(m, l->units[i].name);
-    void *const lists[] = {l->units, l->calls,   l->choice.acts,    l->choice.managed,
-                           l->slots, l->lines,   l->choice.waits,   l->choice.sync,
-                           l->members};
+    void *const lists[] = {l->units, l->calls,        l->choice.acts, l->choice.managed, l->slots,
+                           l->lines, l->choice.waits, l->choice.sync, l->members};
     for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(m, lists[i]);
     memset(l, 0, sizeof *l);
 }
@@ -1852,11 +1888,19 @@ static int fsdpi_plan_comm_add(fsdpi_plan_listing *l, const char *name) {
     return i;
 }
 
-// Groups have numbers by order of creation, which is the same on every rank.
-static int fsdpi_plan_comm_of(fsdpi_plan_listing *l, const fsdp_op *op) {
+// Groups are numbered in the order in which the tape uses them.
+static int fsdpi_plan_comm_of(const fsdpi_plan_tape *t, fsdpi_plan_listing *l, const fsdp_op *op) {
+    const fsdp_comm *seen[FSDPI_PLAN_COMMS];
     char name[FSDPI_PLAN_COMM];
+    int num = 0;
     if (!op->comm) return -1;
-    snprintf(name, sizeof name, "group%d", op->comm_number);
+    for (const fsdp_op *at = t->ops; at <= op; at++) {
+        int i = 0;
+        while (i < num && seen[i] != at->comm) i++;
+        if (at->comm && i == num && num < FSDPI_PLAN_COMMS) seen[num++] = at->comm;
+        if (at != op) continue;
+        snprintf(name, sizeof name, "group%d", i);
+    }
     return fsdpi_plan_comm_add(l, name);
 }
 
@@ -1891,15 +1935,15 @@ static int fsdpi_plan_place_of(const fsdpi_plan_tape *t, const fsdp_op *op, int 
                        : FSDPI_PLAN_OTHER;
 }
 
-static fsdp_status fsdpi_plan_list_op(fsdp_plan *p, const fsdpi_plan_tape *t,
-                                      fsdpi_plan_listing *l, int call, int i, int *group) {
+static fsdp_status fsdpi_plan_list_op(fsdp_plan *p, const fsdpi_plan_tape *t, fsdpi_plan_listing *l,
+                                      int call, int i, int *group) {
     const fsdp_op *op = &t->ops[i];
     fsdpi_plan_line line;
     fsdp_status status = FSDP_OK;
     memset(&line, 0, sizeof line);
     line.call = call;
     line.members = l->num_members;
-    line.comm = fsdpi_plan_comm_of(l, op);
+    line.comm = fsdpi_plan_comm_of(t, l, op);
     line.kind = op->kind;
     line.label = op->label;
     line.stream = op->stream;
@@ -2003,7 +2047,7 @@ static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const
         if (l->forward_calls == k->num_calls && k->calls[c].call == FSDP_CALL_PRE_BACKWARD)
             l->forward_calls = c;
         for (int i = t->ops_at[c]; i < t->ops_at[c + 1] && c + 1 < k->num_calls && !status; i++)
-            status = fsdpi_plan_list_op(p, t, l, c, i, &group);
+            if (t->ops[i].kind != FSDP_OP_HOOK) status = fsdpi_plan_list_op(p, t, l, c, i, &group);
     }
     return status;
 }
@@ -2073,6 +2117,7 @@ static const char *const fsdpi_plan_reasons[FSDPI_PLAN_WHY_COUNT] = {
     FSDPI_PLAN_WHY_LIST(FSDP_X)
 #undef FSDP_X
 };
+static const char *const fsdpi_plan_readings[4] = {"none", "forward", "backward", "both"};
 // Short, and without blanks.
 static const char *const fsdpi_plan_pools[] = {"shard", "sgrad", "gather", "slice",
                                                "grad",  "rin",   "rout"};
@@ -2088,13 +2133,6 @@ static void fsdpi_plan_put_place(fsdpi_plan_out *o, int place) {
     else fsdpi_plan_put(o, " slot %d", place);
 }
 
-// Of the words, %d stands for the call that they speak of.
-static void fsdpi_plan_put_reason(fsdpi_plan_out *o, const fsdpi_plan_act *act) {
-    const char *words = fsdpi_plan_reasons[act->why], *call = strstr(words, "%d");
-    fsdpi_plan_put_bytes(o, words, call ? (size_t)(call - words) : strlen(words));
-    if (call) fsdpi_plan_put(o, "%d%s", act->at, call + 2);
-}
-
 // Acts of a call that are joined stand in one line; returns the next one.
 static int fsdpi_plan_put_act(fsdpi_plan_out *o, const fsdpi_plan_listing *l, int i) {
     const fsdpi_plan_act *acts = l->choice.acts, *first = &acts[i];
@@ -2103,8 +2141,9 @@ static int fsdpi_plan_put_act(fsdpi_plan_out *o, const fsdpi_plan_listing *l, in
     do fsdpi_plan_put_unit(o, l, acts[i++].unit);
     while (first->group >= 0 && i < l->choice.num_acts && acts[i].call == first->call &&
            acts[i].what == first->what && acts[i].group == first->group);
-    fsdpi_plan_put(o, " why ");
-    fsdpi_plan_put_reason(o, first);
+    fsdpi_plan_put(o, " why %s", fsdpi_plan_reasons[first->why]);
+    if (first->at >= 0 && first->what != FSDPI_PLAN_REDUCE)
+        fsdpi_plan_put(o, " at call %d", first->at);
     fsdpi_plan_put(o, "\n");
     return i;
 }
@@ -2118,7 +2157,8 @@ static void fsdpi_plan_put_members(fsdpi_plan_out *o, const fsdpi_plan_listing *
 static void fsdpi_plan_put_op(fsdpi_plan_out *o, const fsdpi_plan_listing *l,
                               const fsdpi_plan_line *line) {
     const fsdpi_plan_member *m = &l->members[line->members];
-    fsdpi_plan_put(o, "  op %s %s", fsdp_op_name(line->kind), fsdpi_plan_label(line->label));
+    fsdpi_plan_put(o, "  op %d %s %s", (int)(line - l->lines), fsdp_op_name(line->kind),
+                   fsdpi_plan_label(line->label));
     fsdpi_plan_put_members(o, l, line);
     fsdpi_plan_put(o, " %s %llu %llu %s %s", fsdpi_plan_streams[line->stream],
                    (unsigned long long)line->count, (unsigned long long)line->bytes,
@@ -2189,8 +2229,8 @@ static void fsdpi_plan_put_head(fsdpi_plan_out *o, const fsdpi_plan_listing *l) 
     for (int u = 0; u < l->num_units; u++) {
         fsdpi_plan_put(o, "unit %d", u);
         fsdpi_plan_put_name(o, l->units[u].name);
-        fsdpi_plan_put(o, " gather %lld grad %lld\n", (long long)l->units[u].gather_bytes,
-                       (long long)l->units[u].grad_bytes);
+        fsdpi_plan_put(o, " gather %lld grad %lld reads %s\n", (long long)l->units[u].gather_bytes,
+                       (long long)l->units[u].grad_bytes, fsdpi_plan_readings[l->units[u].reads]);
     }
 }
 
@@ -2234,6 +2274,10 @@ static void fsdpi_plan_call_words(const fsdpi_plan_listing *l, int call, char *b
     }
     while (act < l->choice.num_acts && l->choice.acts[act].call < call) act++;
     fsdpi_plan_put_call(&o, l, call, &act, &line, FSDP_PLAN_TEXT_DECISIONS);
+    for (int i = 0; i < 2; i++) { // without "call N "
+        const char *blank = strchr(buf, ' ');
+        if (blank) memmove(buf, blank + 1, strlen(blank));
+    }
     for (char *at = buf; *at; at++)
         if (*at == '\n') *at = at[1] ? ';' : 0;
 }
@@ -2260,19 +2304,1323 @@ FSDP_API const char *fsdp_pass_name(int pass) {
 }
 
 
-/* ==== plan/prove.h ==========================================================================
-   the proof */
+/* ==== plan/parse.h ==========================================================================
+   a listing from a text */
 
-static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing *l, fsdp_plan_proof *out) {
-    (void)m; (void)l;
-    memset(out, 0, sizeof *out);
+// Owns: the other way of the format in plan/text.h. What a reader takes is printed again and
+// compared, so that a text has one form only, and its reader need not look at blanks.
+
+enum { FSDPI_PLAN_MOST = 64 << 20, FSDPI_PLAN_MOST_UNITS = 1 << 20 };
+
+typedef struct fsdpi_plan_in {
+    fsdp_model *model; // whose memory; NULL: malloc
+    fsdp_world *world; // for error texts
+    const char *text, *at, *end;
+    fsdpi_plan_listing *l;
+    int ops; // the text has ops
+    fsdp_status status;
+} fsdpi_plan_in;
+
+// The first fault counts: where, and what was expected there.
+static void fsdpi_plan_expect(fsdpi_plan_in *in, const char *expected) {
+    int line = 1;
+    const char *begin = in->text;
+    if (in->status) return;
+    for (const char *c = in->text; c < in->at; c++)
+        if (*c == '\n') {
+            line++;
+            begin = c + 1;
+        }
+    in->status = fsdp_fail(in->world, FSDP_ERR_INVALID_ARG, "[E982] plan: %d:%d: expected %s", line,
+                           (int)(in->at - begin) + 1, expected);
+}
+
+static int fsdpi_plan_peek(const fsdpi_plan_in *in, const char *word) {
+    size_t length = strlen(word);
+    return (size_t)(in->end - in->at) >= length && memcmp(in->at, word, length) == 0;
+}
+
+// Takes a word, with the blanks in it; 0: it is not there.
+static int fsdpi_plan_take(fsdpi_plan_in *in, const char *word) {
+    if (in->status || !fsdpi_plan_peek(in, word)) return 0;
+    in->at += strlen(word);
+    return 1;
+}
+static void fsdpi_plan_need(fsdpi_plan_in *in, const char *word) {
+    if (!fsdpi_plan_take(in, word)) fsdpi_plan_expect(in, word);
+}
+
+static uint64_t fsdpi_plan_hex(fsdpi_plan_in *in, int digits) {
+    uint64_t value = 0;
+    for (int i = 0; i < digits && !in->status; i++) {
+        int c = in->at < in->end ? *in->at : 0;
+        int digit = c >= '0' && c <= '9' ? c - '0' : c >= 'a' && c <= 'f' ? c - 'a' + 10 : -1;
+        if (digit < 0) fsdpi_plan_expect(in, "a hexadecimal digit");
+        else in->at++;
+        value = value << 4 | (uint64_t)(digit < 0 ? 0 : digit);
+    }
+    return value;
+}
+
+static int64_t fsdpi_plan_number(fsdpi_plan_in *in, int64_t most) {
+    int64_t value = 0;
+    const char *first = in->at;
+    while (in->at < in->end && *in->at >= '0' && *in->at <= '9' && !in->status) {
+        if (value > (most - (*in->at - '0')) / 10) {
+            fsdpi_plan_expect(in, "a smaller number");
+            return 0;
+        }
+        value = 10 * value + (*in->at++ - '0');
+    }
+    if (in->at == first) fsdpi_plan_expect(in, "a number");
+    return value;
+}
+static int fsdpi_plan_int(fsdpi_plan_in *in) { return (int)fsdpi_plan_number(in, INT32_MAX); }
+
+static int fsdpi_plan_index_of(fsdpi_plan_in *in, int count, const char *what) {
+    int64_t value = fsdpi_plan_number(in, INT32_MAX);
+    if (value >= count) fsdpi_plan_expect(in, what);
+    return value < count ? (int)value : 0;
+}
+
+// One of several words: the longest that stands there.
+static int fsdpi_plan_choose(fsdpi_plan_in *in, const char *const *words, int count,
+                             const char *what) {
+    int best = -1;
+    for (int i = 0; i < count; i++)
+        if (words[i] && *words[i] && fsdpi_plan_peek(in, words[i]) &&
+            (best < 0 || strlen(words[i]) > strlen(words[best])))
+            best = i;
+    if (best < 0 || in->status) {
+        fsdpi_plan_expect(in, what);
+        return 0;
+    }
+    in->at += strlen(words[best]);
+    return best;
+}
+
+// A quoted name, into a buffer.
+static void fsdpi_plan_name(fsdpi_plan_in *in, char *out, size_t cap) {
+    size_t used = 0;
+    fsdpi_plan_need(in, "'");
+    while (in->at < in->end && *in->at != '\'' && *in->at != '\n' && !in->status) {
+        int c = (unsigned char)*in->at++;
+        if (c == '\\' && in->at < in->end) {
+            c = (unsigned char)*in->at++;
+            if (c == 'n') c = '\n';
+            else if (c == 'x') {
+                int high = in->at < in->end ? *in->at++ : 0, low = in->at < in->end ? *in->at++ : 0;
+                high = high >= 'A' ? high - 'A' + 10 : high - '0';
+                low = low >= 'A' ? low - 'A' + 10 : low - '0';
+                c = (high & 15) << 4 | (low & 15);
+            }
+        }
+        if (used + 1 < cap) out[used++] = (char)c;
+        else fsdpi_plan_expect(in, "a shorter name");
+    }
+    out[used] = 0;
+    fsdpi_plan_need(in, "'");
+}
+
+// A unit by its name; -1: " model".
+static int fsdpi_plan_read_unit(fsdpi_plan_in *in) {
+    char name[512];
+    if (fsdpi_plan_take(in, " model")) return -1;
+    fsdpi_plan_need(in, " ");
+    const char *at = in->at;
+    fsdpi_plan_name(in, name, sizeof name);
+    for (int u = 0; u < in->l->num_units && !in->status; u++)
+        if (strcmp(in->l->units[u].name, name) == 0) return u;
+    in->at = at;
+    fsdpi_plan_expect(in, "the name of a unit");
+    return 0;
+}
+
+static int fsdpi_plan_place_in(fsdpi_plan_in *in) {
+    fsdpi_plan_need(in, " ");
+    if (fsdpi_plan_take(in, "slot ")) return fsdpi_plan_index_of(in, in->l->num_slots, "a slot");
+    return -1 -
+           fsdpi_plan_choose(in, fsdpi_plan_blocks, 5, "slot, shards, grads, host, held or none");
+}
+
+static int fsdpi_plan_label_in(fsdpi_plan_in *in) {
+    const char *names[FSDP_LABEL_COUNT];
+    for (int i = 0; i < FSDP_LABEL_COUNT; i++) names[i] = fsdpi_plan_label(i);
+    return fsdpi_plan_choose(in, names, FSDP_LABEL_COUNT, "the name of a label");
+}
+static int fsdpi_plan_kind_in(fsdpi_plan_in *in) {
+    const char *names[FSDP_OP_COUNT];
+    for (int i = 0; i < FSDP_OP_COUNT; i++) names[i] = fsdp_op_name(i);
+    return fsdpi_plan_choose(in, names, FSDP_OP_COUNT, "the name of an op");
+}
+static int fsdpi_plan_dtype_in(fsdpi_plan_in *in) {
+    const char *names[FSDP_DTYPE_COUNT];
+    for (int i = 0; i < FSDP_DTYPE_COUNT; i++) names[i] = fsdp_dtype_name((fsdp_dtype)i);
+    return fsdpi_plan_choose(in, names, FSDP_DTYPE_COUNT, "a dtype");
+}
+static int fsdpi_plan_call_in(fsdpi_plan_in *in) {
+    const char *names[FSDP_CALL_FINALIZE + 1];
+    for (int i = 0; i <= FSDP_CALL_FINALIZE; i++) names[i] = fsdpi_plan_call_name(i);
+    return fsdpi_plan_choose(in, names, FSDP_CALL_FINALIZE + 1, "a call of a step");
+}
+
+/* -------------------------------------------------------------------------------------------- */
+
+static void fsdpi_plan_read_units(fsdpi_plan_in *in) {
+    fsdpi_plan_listing *l = in->l;
+    if (!in->status)
+        in->status = fsdpi_plan_alloc(in->model, (size_t)l->num_units * sizeof *l->units,
+                                      (void **)&l->units);
+    for (int u = 0; u < l->num_units && !in->status; u++) {
+        char name[512];
+        fsdpi_plan_need(in, "unit ");
+        if (fsdpi_plan_int(in) != u) fsdpi_plan_expect(in, "units in order");
+        fsdpi_plan_need(in, " ");
+        fsdpi_plan_name(in, name, sizeof name);
+        fsdpi_plan_need(in, " gather ");
+        l->units[u].gather_bytes = fsdpi_plan_number(in, INT64_MAX);
+        fsdpi_plan_need(in, " grad ");
+        l->units[u].grad_bytes = fsdpi_plan_number(in, INT64_MAX);
+        fsdpi_plan_need(in, " reads ");
+        l->units[u].reads = fsdpi_plan_choose(in, fsdpi_plan_readings, 4, "what it reads");
+        fsdpi_plan_need(in, "\n");
+        if (!in->status)
+            in->status = fsdpi_plan_string(in->model, name, strlen(name), &l->units[u].name);
+    }
+}
+
+static void fsdpi_plan_read_head(fsdpi_plan_in *in) {
+    fsdpi_plan_listing *l = in->l;
+    fsdpi_plan_need(in, "fsdp plan 1\nmodel ");
+    l->model = fsdpi_plan_hex(in, 16);
+    fsdpi_plan_need(in, " units ");
+    l->num_units = (int32_t)fsdpi_plan_number(in, FSDPI_PLAN_MOST_UNITS);
+    fsdpi_plan_need(in, " params ");
+    l->num_params = fsdpi_plan_int(in);
+    fsdpi_plan_need(in, " shards ");
+    l->shards = fsdpi_plan_int(in);
+    fsdpi_plan_need(in, " replicas ");
+    l->replicas = fsdpi_plan_int(in);
+    fsdpi_plan_need(in, " mode ");
+    l->mode = fsdpi_plan_choose(in, fsdpi_plan_modes, FSDPI_PLAN_MODES, "inline, lanes or streams");
+    fsdpi_plan_need(in, "\nkind ");
+    l->kind = fsdpi_plan_hex(in, 16);
+    fsdpi_plan_need(in, " calls ");
+    l->num_calls = fsdpi_plan_int(in);
+    fsdpi_plan_need(in, " forward ");
+    l->forward_calls = fsdpi_plan_int(in);
+    fsdpi_plan_need(in, "\nbytes ");
+    l->bytes = fsdpi_plan_number(in, INT64_MAX);
+    fsdpi_plan_need(in, " bound ");
+    l->bound = fsdpi_plan_number(in, INT64_MAX);
+    fsdpi_plan_need(in, " by_calls ");
+    l->by_calls = fsdpi_plan_number(in, INT64_MAX);
+    static const char *const words[4] = {"\ncount gathers ", " reductions ", " replicas ", " ops "};
+    int32_t *const counts[4] = {l->gathers, l->reductions, l->replica_ops, l->ops};
+    for (int i = 0; i < 8; i++) {
+        fsdpi_plan_need(in, i % 2 ? " " : words[i / 2]);
+        counts[i / 2][i % 2] = fsdpi_plan_int(in);
+    }
+    for (int i = 0; i < 4; i++) {
+        fsdpi_plan_need(in, i == 0 ? "\nread gathers " : i == 2 ? " reductions " : " ");
+        (i < 2 ? l->gather_bytes : l->reduce_bytes)[i % 2] = (uint64_t)fsdpi_plan_number(in,
+                                                                                         INT64_MAX);
+    }
+    fsdpi_plan_need(in, "\n");
+    if (l->shards < 1 || l->replicas < 1) fsdpi_plan_expect(in, "shards and replicas of 1 or more");
+    if (l->num_calls > (in->end - in->text) / 8 || l->num_units > (in->end - in->text) / 8)
+        fsdpi_plan_expect(in, "as many calls and units as the text has");
+    fsdpi_plan_read_units(in);
+}
+
+static void fsdpi_plan_read_slots(fsdpi_plan_in *in) {
+    fsdpi_plan_listing *l = in->l;
+    while (!in->status && fsdpi_plan_take(in, "slot ")) {
+        fsdpi_plan_slot slot;
+        memset(&slot, 0, sizeof slot);
+        if (fsdpi_plan_int(in) != l->num_slots) fsdpi_plan_expect(in, "slots in order");
+        fsdpi_plan_need(in, " ");
+        slot.pool = fsdpi_plan_choose(in, fsdpi_plan_pools, 7, "the name of a pool");
+        slot.offset = -1;
+        if (fsdpi_plan_take(in, " at ")) slot.offset = fsdpi_plan_number(in, INT64_MAX / 2);
+        else fsdpi_plan_need(in, " lasts");
+        fsdpi_plan_need(in, " bytes ");
+        slot.bytes = fsdpi_plan_number(in, INT64_MAX / 2);
+        fsdpi_plan_need(in, "\n");
+        if (!in->status)
+            in->status = fsdpi_plan_grow(in->model, (void **)&l->slots, l->num_slots, &l->cap_slots,
+                                         sizeof slot);
+        if (!in->status) l->slots[l->num_slots++] = slot;
+        in->ops = 1;
+    }
+}
+
+// Units of an act, joined in one group; its reason.
+static void fsdpi_plan_read_act(fsdpi_plan_in *in, int call, int what) {
+    fsdpi_plan_listing *l = in->l;
+    int first = l->choice.num_acts, late = what != FSDPI_PLAN_GATHER;
+    if (what == FSDPI_PLAN_GATHER && fsdpi_plan_take(in, " behind")) late = 1;
+    do {
+        fsdpi_plan_act act;
+        memset(&act, 0, sizeof act);
+        act.call = call;
+        act.what = (uint8_t)what;
+        act.late = (uint8_t)late;
+        act.unit = fsdpi_plan_read_unit(in);
+        if (act.unit < 0) fsdpi_plan_expect(in, "the name of a unit");
+        if (!in->status)
+            in->status = fsdpi_plan_grow(in->model, (void **)&l->choice.acts, l->choice.num_acts,
+                                         &l->choice.cap_acts, sizeof act);
+        if (!in->status) l->choice.acts[l->choice.num_acts++] = act;
+        if (l->choice.num_acts - first > FSDPI_PLAN_JOINED) fsdpi_plan_expect(in, "fewer units");
+    } while (!in->status && (fsdpi_plan_peek(in, " '")));
+    fsdpi_plan_need(in, " why ");
+    int why = fsdpi_plan_choose(in, fsdpi_plan_reasons, FSDPI_PLAN_WHY_COUNT, "a reason");
+    int at = fsdpi_plan_take(in, " at call ") ? fsdpi_plan_index_of(in, l->num_calls, "a call")
+                                              : -1;
+    fsdpi_plan_need(in, "\n");
+    for (int i = first; i < l->choice.num_acts && !in->status; i++) {
+        l->choice.acts[i].why = (uint8_t)why;
+        l->choice.acts[i].at = at;
+        l->choice.acts[i].group = l->choice.num_acts - first > 1 ? first : -1;
+    }
+}
+
+static void fsdpi_plan_read_op(fsdpi_plan_in *in, fsdpi_plan_line *line) {
+    fsdpi_plan_listing *l = in->l;
+    if (fsdpi_plan_int(in) != l->num_lines) fsdpi_plan_expect(in, "ops numbered in order");
+    fsdpi_plan_need(in, " ");
+    line->kind = (uint8_t)fsdpi_plan_kind_in(in);
+    fsdpi_plan_need(in, " ");
+    line->label = (uint8_t)fsdpi_plan_label_in(in);
+    do {
+        int unit = fsdpi_plan_read_unit(in);
+        if (!in->status) in->status = fsdpi_plan_member_add(in->model, l, unit, -1, -1);
+        line->num_members++;
+    } while (!in->status && fsdpi_plan_peek(in, " '"));
+    fsdpi_plan_need(in, " ");
+    line->stream = (uint8_t)fsdpi_plan_choose(in, fsdpi_plan_streams, FSDP_STREAM_COUNT,
+                                              "a stream");
+    fsdpi_plan_need(in, " ");
+    line->count = (uint64_t)fsdpi_plan_number(in, INT64_MAX);
+    fsdpi_plan_need(in, " ");
+    line->bytes = (uint64_t)fsdpi_plan_number(in, INT64_MAX);
+    fsdpi_plan_need(in, " ");
+    line->dtype = (uint8_t)fsdpi_plan_dtype_in(in);
+    fsdpi_plan_need(in, " ");
+    line->out_dtype = (uint8_t)fsdpi_plan_dtype_in(in);
+    for (int i = 0; i < line->num_members && !in->status; i++) {
+        l->members[line->members + i].src = fsdpi_plan_place_in(in);
+        l->members[line->members + i].dst = fsdpi_plan_place_in(in);
+    }
+    if (fsdpi_plan_take(in, " scale ")) {
+        char number[64];
+        size_t used = 0;
+        while (in->at<in->end && * in->at> ' ' && used + 1 < sizeof number)
+            number[used++] = *in->at++;
+        number[used] = 0;
+        line->scale = strtod(number, NULL);
+    }
+    line->accumulate = (uint8_t)fsdpi_plan_take(in, " add");
+    line->in_place = (uint8_t)fsdpi_plan_take(in, " in_place");
+    if (fsdpi_plan_take(in, " comm ")) {
+        char name[FSDPI_PLAN_COMM];
+        size_t used = 0;
+        while (in->at<in->end && * in->at> ' ' && used + 1 < sizeof name) name[used++] = *in->at++;
+        name[used] = 0;
+        line->comm = fsdpi_plan_comm_add(l, name);
+    }
+    fsdpi_plan_need(in, " #");
+    line->digest = (uint32_t)fsdpi_plan_hex(in, 8);
+}
+
+// A line about a slot: the unit, and the slot.
+static void fsdpi_plan_read_slot_line(fsdpi_plan_in *in, fsdpi_plan_line *line, int kind) {
+    int unit = fsdpi_plan_read_unit(in), place = fsdpi_plan_place_in(in);
+    line->kind = (uint8_t)kind;
+    line->num_members = 1;
+    if (kind == FSDP_OP_RELEASE) {
+        fsdpi_plan_need(in, " ");
+        line->stream = (uint8_t)fsdpi_plan_choose(in, fsdpi_plan_streams, FSDP_STREAM_COUNT,
+                                                  "a stream");
+    }
+    if (!in->status)
+        in->status = fsdpi_plan_member_add(in->model, in->l, unit,
+                                           kind == FSDP_OP_RELEASE ? place : FSDPI_PLAN_NONE,
+                                           kind == FSDP_OP_RELEASE ? FSDPI_PLAN_NONE : place);
+}
+
+// One line of a call, without its two blanks; 0: it is none.
+static int fsdpi_plan_read_line(fsdpi_plan_in *in, int call) {
+    static const char *const words[] = {"op ", "acquire", "release", "wrote"};
+    static const uint8_t kinds[] = {0, FSDP_OP_ACQUIRE, FSDP_OP_RELEASE, FSDP_OP_WROTE};
+    fsdpi_plan_line line;
+    for (int what = 0; what < FSDPI_PLAN_ACT_COUNT; what++)
+        if (fsdpi_plan_take(in, fsdpi_plan_words[what])) {
+            fsdpi_plan_read_act(in, call, what);
+            return 1;
+        }
+    memset(&line, 0, sizeof line);
+    line.call = call;
+    line.members = in->l->num_members;
+    line.comm = -1;
+    line.scale = 1;
+    for (int i = 0; i < 4; i++) {
+        if (!fsdpi_plan_take(in, words[i])) continue;
+        if (i == 0) fsdpi_plan_read_op(in, &line);
+        else fsdpi_plan_read_slot_line(in, &line, kinds[i]);
+        fsdpi_plan_need(in, "\n");
+        if (!in->status) in->status = fsdpi_plan_line_add(in->model, in->l, &line);
+        in->ops = 1;
+        return 1;
+    }
+    return 0;
+}
+
+static void fsdpi_plan_read_calls(fsdpi_plan_in *in) {
+    fsdpi_plan_listing *l = in->l;
+    if (!in->status)
+        in->status = fsdpi_plan_alloc(in->model, (size_t)l->num_calls * sizeof *l->calls,
+                                      (void **)&l->calls);
+    for (int c = 0; c < l->num_calls && !in->status; c++) {
+        fsdpi_plan_need(in, "call ");
+        if (fsdpi_plan_int(in) != c) fsdpi_plan_expect(in, "calls in order");
+        fsdpi_plan_need(in, " ");
+        l->calls[c].call = fsdpi_plan_call_in(in);
+        l->calls[c].index = -1;
+        if ((l->calls[c].call == FSDP_CALL_FINALIZE) != (c + 1 == l->num_calls))
+            fsdpi_plan_expect(in, "finalize_backward as the last call, and nowhere else");
+        if (c + 1 < l->num_calls) l->calls[c].index = fsdpi_plan_read_unit(in);
+        if (c + 1 < l->num_calls && l->calls[c].index < 0)
+            fsdpi_plan_expect(in, "the name of a unit");
+        fsdpi_plan_need(in, "\n");
+        while (!in->status && fsdpi_plan_take(in, "  "))
+            if (!fsdpi_plan_read_line(in, c))
+                fsdpi_plan_expect(in, "gather, keep, free, collect, reduce, op, acquire, release "
+                                      "or wrote");
+    }
+}
+
+// The end of a text: its hash, or zeros, which say that it was edited.
+static fsdp_status fsdpi_plan_check_end(fsdp_world *w, const char *text, size_t length) {
+    static const char word[] = "end 0123456789abcdef\n";
+    const size_t size = sizeof word - 1;
+    uint64_t hash = 0xCBF29CE484222325u, given = 0;
+    int bad = length < size || memcmp(text + length - size, "end ", 4) != 0 ||
+              text[length - 1] != '\n' || (length > size && text[length - size - 1] != '\n');
+    for (size_t i = length - size + 4; i + 1 < length && !bad; i++) {
+        int c = text[i], digit = c >= '0' && c <= '9' ? c - '0' : c - 'a' + 10;
+        bad = digit < 0 || digit > 15;
+        given = given << 4 | (uint64_t)digit;
+    }
+    for (size_t i = 0; i + size < length && !bad; i++)
+        hash = (hash ^ (unsigned char)text[i]) * 0x100000001B3u;
+    if (!bad && (given == hash || given == 0)) return FSDP_OK;
+    return fsdp_fail(w, FSDP_ERR_CORRUPT,
+                     bad ? "[E983] plan: the text does not end with 'end' and its hash"
+                         : "[E984] plan: the text has hash %016llx, and ends with %016llx: if you "
+                           "have edited it, end it with 16 zeros",
+                     (unsigned long long)hash, (unsigned long long)given);
+}
+
+// Where two texts differ first: as if that had been expected.
+static void fsdpi_plan_same_text(fsdpi_plan_in *in, const char *printed, size_t length,
+                                 const char *expected) {
+    size_t size = (size_t)(in->end - in->text), i = 0;
+    while (i < size && i < length && in->text[i] == printed[i]) i++;
+    if (i == size && i == length) return;
+    size_t line = i;
+    while (line > 0 && printed[line - 1] != '\n') line--;
+    char words[200];
+    const char *stop = (const char *)memchr(printed + line, '\n', length - line);
+    snprintf(words, sizeof words, "%s'%.*s'", expected,
+             (int)(stop ? stop - printed - (ptrdiff_t)line : (ptrdiff_t)(length - line)) > 150
+                 ? 150
+                 : (int)(stop ? stop - printed - (ptrdiff_t)line : (ptrdiff_t)(length - line)),
+             printed + line);
+    in->at = in->text + (i < size ? i : size);
+    fsdpi_plan_expect(in, words);
+}
+
+// Prints a listing into memory of its own; the text without its last line.
+static fsdp_status fsdpi_plan_print(fsdp_model *m, const fsdpi_plan_listing *l, int what,
+                                    char **out, size_t *length) {
+    fsdpi_plan_out o = {NULL, 0, 0, 0};
+    fsdpi_plan_put_all(&o, l, what);
+    size_t size = o.used;
+    fsdp_status status = fsdpi_plan_alloc(m, size + 1, (void **)out);
+    if (status) return status;
+    o.buf = *out;
+    o.cap = size + 1;
+    o.used = 0;
+    fsdpi_plan_put_all(&o, l, what);
+    *length = size - (sizeof "end 0123456789abcdef\n" - 1);
     return FSDP_OK;
+}
+
+/* A listing from a text. *ops: whether it has ops. m NULL: memory from malloc. The caller ends the
+   listing, after a failure, too. */
+static fsdp_status fsdpi_plan_parse(fsdp_model *m, const char *text, size_t length,
+                                    fsdpi_plan_listing *l, int *ops) {
+    fsdpi_plan_in in;
+    char *printed = NULL;
+    size_t size = 0;
+    memset(l, 0, sizeof *l);
+    memset(&in, 0, sizeof in);
+    in.model = m;
+    in.world = fsdp_model_world(m);
+    if (length > FSDPI_PLAN_MOST)
+        return fsdp_fail(in.world, FSDP_ERR_INVALID_ARG,
+                         "[E985] plan: the text has %llu bytes, expected at most 64 MiB",
+                         (unsigned long long)length);
+    in.status = fsdpi_plan_check_end(in.world, text, length);
+    if (in.status) return in.status;
+    in.text = in.at = text;
+    in.end = text + length - (sizeof "end 0123456789abcdef\n" - 1);
+    in.l = l;
+    fsdpi_plan_read_head(&in);
+    fsdpi_plan_read_slots(&in);
+    fsdpi_plan_read_calls(&in);
+    if (!in.status && in.at != in.end) fsdpi_plan_expect(&in, "a call, or the end");
+    if (!in.status)
+        in.status = fsdpi_plan_print(m, l, in.ops ? FSDP_PLAN_TEXT_OPS : FSDP_PLAN_TEXT_DECISIONS,
+                                     &printed, &size);
+    if (!in.status) fsdpi_plan_same_text(&in, printed, size, "");
+    fsdpi_plan_free(m, printed);
+    *ops = in.ops;
+    return in.status;
+}
+
+
+/* ==== plan/prove.h ==========================================================================
+   the proof that a plan may run */
+
+// Owns: the verdict on listings. What is proven, and what is assumed: docs/plan.md. A listing is
+// walked in the order of issue; the waits are those that the core derives from the buffers. Each
+// stream carries a vector clock, each piece of memory the clocks of its last accesses. COMPUTE is
+// the caller, too: it reads gathered parameters until they are released, and writes gradients until
+// WROTE.
+
+// An access: by whom, at which of its ticks, and for the text at which line.
+typedef struct fsdpi_plan_touch {
+    int32_t stream, line, call; // line -1: the caller's own
+    uint32_t tick;              // 0: none
+} fsdpi_plan_touch;
+
+typedef struct fsdpi_plan_clock {
+    uint32_t at[FSDP_STREAM_COUNT];
+} fsdpi_plan_clock;
+
+typedef struct fsdpi_plan_mark { // an event
+    fsdpi_plan_clock clock;
+    int32_t stream, is_set;
+} fsdpi_plan_mark;
+
+// A slot, or a unit's part of a block.
+typedef struct fsdpi_plan_region {
+    fsdpi_plan_touch write, read[FSDP_STREAM_COUNT];
+    fsdpi_plan_mark ready, avail; // of a slot
+    int32_t unit, held;           // who holds the slot
+    int32_t full, version;        // gathered: 1: issued, 2: waited for; of which shards
+    int32_t fresh;                // gradients that no reduction has read
+} fsdpi_plan_region;
+
+typedef struct fsdpi_plan_prover {
+    fsdp_model *model;
+    const fsdpi_plan_listing *l;
+    fsdp_plan_proof *out;
+    fsdpi_plan_clock now[FSDP_STREAM_COUNT];
+    fsdpi_plan_region *slots, *shards, *grads; // [slots], [units], [units]
+    fsdpi_plan_mark blocks[2];                 // ready: of the shards, of their gradients
+    fsdpi_plan_mark *older;                    // [units] of the slot that a unit brings along
+    int32_t *version, *gathered;               // [units] of shards; slot that holds its parameters
+    int32_t *collects;                         // [units] gathers from other ranks
+    int32_t *empty;                            // [units] has no elements: nothing is gathered
+    int64_t held_bytes, arena;
+    int32_t call, line, walk;
+} fsdpi_plan_prover;
+
+static int fsdpi_plan_actor(const fsdpi_plan_prover *v, int stream) {
+    return v->l->mode == FSDPI_PLAN_INLINE ? FSDP_STREAM_COMPUTE : stream;
+}
+
+static void fsdpi_plan_say_call(fsdpi_plan_out *o, const fsdpi_plan_listing *l, int call) {
+    fsdpi_plan_put(o, "call %d %s", call, fsdpi_plan_call_name(l->calls[call].call));
+    if (l->calls[call].index >= 0) fsdpi_plan_put_unit(o, l, l->calls[call].index);
+}
+
+static void fsdpi_plan_say_line(fsdpi_plan_out *o, const fsdpi_plan_listing *l, int line) {
+    const fsdpi_plan_line *at = &l->lines[line];
+    const fsdpi_plan_member *m = &l->members[at->members];
+    fsdpi_plan_put(o, "op %d %s", line, fsdp_op_name(at->kind));
+    fsdpi_plan_put_unit(o, l, m->unit);
+    if (at->num_members > 1) {
+        fsdpi_plan_put(o, " ..");
+        fsdpi_plan_put_unit(o, l, m[at->num_members - 1].unit);
+    }
+}
+
+static void fsdpi_plan_refuted(fsdpi_plan_prover *v, int how, fsdpi_plan_out *o) {
+    (void)o;
+    if (!v->out->refuted) v->out->refuted = how;
+}
+
+// The two lines of a counterexample go where the verdict is; only the first one counts.
+static fsdpi_plan_out fsdpi_plan_counter(const fsdpi_plan_prover *v) {
+    fsdpi_plan_out o = {v->out->text, sizeof v->out->text, 0, 0};
+    static char unused[1];
+    if (v->out->refuted) o.buf = unused, o.cap = 0;
+    return o;
+}
+
+static void fsdpi_plan_say_place(fsdpi_plan_out *o, const fsdpi_plan_prover *v, int place) {
+    const fsdpi_plan_slot *slot = place >= 0 ? &v->l->slots[place] : NULL;
+    fsdpi_plan_put_place(o, place);
+    if (slot && slot->offset >= 0)
+        fsdpi_plan_put(o, " [%lld, %lld)", (long long)slot->offset,
+                       (long long)(slot->offset + slot->bytes));
+}
+
+static void fsdpi_plan_say_touch(fsdpi_plan_out *o, const fsdpi_plan_prover *v,
+                                 const fsdpi_plan_touch *t) {
+    fsdpi_plan_say_call(o, v->l, t->call);
+    fsdpi_plan_put(o, ":");
+    if (t->line < 0) fsdpi_plan_put(o, " the caller on COMPUTE");
+    else {
+        fsdpi_plan_put(o, " ");
+        fsdpi_plan_say_line(o, v->l, t->line);
+        fsdpi_plan_put(o, " on %s", fsdpi_plan_streams[t->stream]);
+    }
+}
+
+// Two accesses, one of them a write, that nothing orders.
+static void fsdpi_plan_race(fsdpi_plan_prover *v, const fsdpi_plan_touch *now, int place,
+                            int writes, const fsdpi_plan_touch *then, int wrote) {
+    fsdpi_plan_out o = fsdpi_plan_counter(v);
+    fsdpi_plan_say_touch(&o, v, now);
+    fsdpi_plan_put(&o, writes ? " writes" : " reads");
+    fsdpi_plan_say_place(&o, v, place);
+    fsdpi_plan_put(&o, "\n");
+    fsdpi_plan_say_touch(&o, v, then);
+    fsdpi_plan_put(&o, " has %s it last, and no event lies between", wrote ? "written" : "read");
+    fsdpi_plan_refuted(v, FSDP_PROOF_RACE, &o);
+}
+
+static int fsdpi_plan_is_ordered(const fsdpi_plan_prover *v, const fsdpi_plan_touch *then,
+                                 int stream) {
+    return then->tick <= v->now[stream].at[then->stream];
+}
+
+static void fsdpi_plan_check_touch(fsdpi_plan_prover *v, const fsdpi_plan_region *r, int place,
+                                   const fsdpi_plan_touch *now, int writes) {
+    if (!fsdpi_plan_is_ordered(v, &r->write, now->stream))
+        fsdpi_plan_race(v, now, place, writes, &r->write, 1);
+    for (int s = 0; s < FSDP_STREAM_COUNT && writes; s++)
+        if (!fsdpi_plan_is_ordered(v, &r->read[s], now->stream))
+            fsdpi_plan_race(v, now, place, writes, &r->read[s], 0);
+}
+
+static int fsdpi_plan_overlap(const fsdpi_plan_slot *a, const fsdpi_plan_slot *b) {
+    return a->offset >= 0 && b->offset >= 0 && a->offset < b->offset + b->bytes &&
+           b->offset < a->offset + a->bytes;
+}
+
+// An access of a unit's parameters or gradients, or of a slot: checked against all that share memory.
+static void fsdpi_plan_access(fsdpi_plan_prover *v, int unit, int place, int stream, int line,
+                              int writes) {
+    const fsdpi_plan_listing *l = v->l;
+    fsdpi_plan_touch now = {stream, line, v->call, v->now[stream].at[stream]};
+    fsdpi_plan_region *r = place >= 0                                ? &v->slots[place]
+                           : place == FSDPI_PLAN_SHARDS && unit >= 0 ? &v->shards[unit]
+                           : place == FSDPI_PLAN_GRADS && unit >= 0  ? &v->grads[unit]
+                                                                     : NULL;
+    if (!r) return;
+    v->out->accesses++;
+    for (int i = 0; i < l->num_slots && place >= 0; i++)
+        if (i != place && fsdpi_plan_overlap(&l->slots[i], &l->slots[place]))
+            fsdpi_plan_check_touch(v, &v->slots[i], place, &now, writes);
+    fsdpi_plan_check_touch(v, r, place, &now, writes);
+    if (writes) r->write = now;
+    else r->read[stream] = now;
+}
+
+static void fsdpi_plan_join_clock(fsdpi_plan_prover *v, int stream, const fsdpi_plan_mark *mark) {
+    int adds = 0;
+    if (!mark->is_set || mark->stream == stream) return;
+    for (int s = 0; s < FSDP_STREAM_COUNT; s++) {
+        adds |= mark->clock.at[s] > v->now[stream].at[s];
+        if (mark->clock.at[s] > v->now[stream].at[s]) v->now[stream].at[s] = mark->clock.at[s];
+    }
+    v->out->waits++;
+    v->out->waits_implied += !adds;
+}
+
+static void fsdpi_plan_set_mark(const fsdpi_plan_prover *v, int stream, fsdpi_plan_mark *mark) {
+    mark->clock = v->now[stream];
+    mark->stream = stream;
+    mark->is_set = 1;
+}
+
+// The events of a place; NULL where there are none.
+static fsdpi_plan_mark *fsdpi_plan_ready(fsdpi_plan_prover *v, int place) {
+    return place >= 0                   ? &v->slots[place].ready
+           : place == FSDPI_PLAN_SHARDS ? &v->blocks[0]
+           : place == FSDPI_PLAN_GRADS  ? &v->blocks[1]
+                                        : NULL;
+}
+static fsdpi_plan_mark *fsdpi_plan_avail(fsdpi_plan_prover *v, int place) {
+    return place >= 0 ? &v->slots[place].avail : NULL;
+}
+
+// The three rules of fsdp_emit.
+static void fsdpi_plan_derive(fsdpi_plan_prover *v, int stream, int src, int dst) {
+    fsdpi_plan_mark *ready = fsdpi_plan_ready(v, src), *avail = fsdpi_plan_avail(v, dst);
+    if (ready) fsdpi_plan_join_clock(v, stream, ready);
+    if (dst == src || !fsdpi_plan_ready(v, dst)) return;
+    fsdpi_plan_join_clock(v, stream, avail && avail->is_set ? avail : fsdpi_plan_ready(v, dst));
+}
+
+// One line of words about the line that is looked at, and one about what is wrong.
+static void fsdpi_plan_wrong(fsdpi_plan_prover *v, int how, const char *what, int unit, int place) {
+    fsdpi_plan_out o = fsdpi_plan_counter(v);
+    fsdpi_plan_say_call(&o, v->l, v->call);
+    if (v->line >= 0) {
+        fsdpi_plan_put(&o, ": ");
+        fsdpi_plan_say_line(&o, v->l, v->line);
+    }
+    fsdpi_plan_put(&o, "\n%s", what);
+    if (unit >= 0) fsdpi_plan_put_unit(&o, v->l, unit);
+    if (place != FSDPI_PLAN_NONE) fsdpi_plan_say_place(&o, v, place);
+    fsdpi_plan_refuted(v, how, &o);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// What a line does to slots.
+
+static void fsdpi_plan_see_acquire(fsdpi_plan_prover *v, const fsdpi_plan_member *m) {
+    const fsdpi_plan_listing *l = v->l;
+    if (m->dst < 0) return;
+    fsdpi_plan_region *r = &v->slots[m->dst];
+    const fsdpi_plan_slot *slot = &l->slots[m->dst];
+    if (r->held) fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "the slot is held by", r->unit, m->dst);
+    for (int i = 0; i < l->num_slots; i++)
+        if (i != m->dst && v->slots[i].held && fsdpi_plan_overlap(&l->slots[i], slot))
+            fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "its memory is held by", v->slots[i].unit, i);
+    if (slot->offset + slot->bytes > v->arena)
+        fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "the arena ends before", -1, m->dst);
+    r->held = 1;
+    r->unit = m->unit;
+    r->full = r->fresh = 0;
+    v->held_bytes += slot->bytes;
+    if (v->held_bytes > v->out->bytes) v->out->bytes = v->held_bytes;
+    if (v->held_bytes > l->bytes)
+        fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "slots need more bytes than the plan has, with", -1,
+                         m->dst);
+    if (slot->pool != FSDP_POOL_GATHER || m->unit < 0) return;
+    v->gathered[m->unit] = m->dst;
+    r->full = v->empty[m->unit] ? 2 : 0;
+    r->version = v->version[m->unit];
+}
+
+static void fsdpi_plan_see_release(fsdpi_plan_prover *v, const fsdpi_plan_line *line,
+                                   const fsdpi_plan_member *m) {
+    int actor = fsdpi_plan_actor(v, line->stream);
+    if (m->src < 0) return;
+    fsdpi_plan_region *r = &v->slots[m->src];
+    if (!r->held) fsdpi_plan_wrong(v, FSDP_PROOF_USE, "nobody holds", -1, m->src);
+    if (r->fresh)
+        fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are in no reduction: those of", m->unit,
+                         m->src);
+    if (v->l->slots[m->src].pool == FSDP_POOL_GATHER && r->full)
+        fsdpi_plan_access(v, m->unit, m->src, FSDP_STREAM_COMPUTE, -1, 0);
+    if (!r->avail.is_set) fsdpi_plan_set_mark(v, actor, &r->avail);
+    r->held = 0;
+    v->held_bytes -= v->l->slots[m->src].bytes;
+    if (m->unit >= 0 && v->gathered[m->unit] == m->src) v->gathered[m->unit] = -1;
+}
+
+static void fsdpi_plan_see_wrote(fsdpi_plan_prover *v, const fsdpi_plan_member *m) {
+    if (m->dst == FSDPI_PLAN_OTHER && m->unit >= 0)
+        fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->older[m->unit]);
+    if (m->dst < 0) return;
+    fsdpi_plan_access(v, m->unit, m->dst, FSDP_STREAM_COMPUTE, -1, 1);
+    fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->slots[m->dst].ready);
+    v->slots[m->dst].fresh = 1;
+}
+
+// Gradients in a slot: brought on, reduced, or still there.
+static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *line,
+                                 const fsdpi_plan_member *m) {
+    int moves = m->src != m->dst && m->src >= 0 && line->label != FSDP_LABEL_USERS;
+    int reduces = line->kind == FSDP_OP_REDUCE_SCATTER || line->label == FSDP_LABEL_RED_OUT ||
+                  line->label == FSDP_LABEL_ACC || line->label == FSDP_LABEL_PARTIAL;
+    if (!reduces) return;
+    if (m->src >= 0 && !v->slots[m->src].fresh && line->kind == FSDP_OP_REDUCE_SCATTER)
+        fsdpi_plan_wrong(v, FSDP_PROOF_USE, "no gradients wait there: those of", m->unit, m->src);
+    if (moves) v->slots[m->src].fresh = 0;
+    if (moves && m->dst >= 0) v->slots[m->dst].fresh = 1;
+}
+
+static void fsdpi_plan_see_gather(fsdpi_plan_prover *v, const fsdpi_plan_line *line,
+                                  const fsdpi_plan_member *m) {
+    int fills = line->kind == FSDP_OP_ALL_GATHER ||
+                (m->unit >= 0 && !v->collects[m->unit] && line->label == FSDP_LABEL_COPY_IN);
+    if (m->dst >= 0 && fills && m->unit >= 0) {
+        v->slots[m->dst].full = 1;
+        v->slots[m->dst].version = v->version[m->unit];
+    }
+    if (line->kind == FSDP_OP_USE && line->label == FSDP_LABEL_GATHER && m->src >= 0 &&
+        line->stream == FSDP_STREAM_COMPUTE && v->slots[m->src].full)
+        v->slots[m->src].full = 2;
+}
+
+static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line) {
+    int actor = fsdpi_plan_actor(v, line->stream);
+    const fsdpi_plan_member *m = &v->l->members[line->members];
+    v->out->ops++;
+    v->now[actor].at[actor]++;
+    fsdpi_plan_derive(v, actor, m->src, m->dst); // the others have records of their own for it
+    if (m->dst >= 0) v->slots[m->dst].avail.is_set = 0;
+    for (int i = 0; i < line->num_members; i++)
+        if (m[i].src == FSDPI_PLAN_OTHER && m[i].unit >= 0)
+            fsdpi_plan_join_clock(v, actor, &v->older[m[i].unit]);
+    for (int i = 0; i < line->num_members; i++) {
+        int src = m[i].src, dst = m[i].dst, uses = line->kind == FSDP_OP_USE;
+        for (int k = 0; k < 2; k++)
+            if ((k ? dst : src) >= 0 && !v->slots[k ? dst : src].held)
+                fsdpi_plan_wrong(v, FSDP_PROOF_USE, "nobody holds", -1, k ? dst : src);
+        if (!uses && src != FSDPI_PLAN_NONE)
+            fsdpi_plan_access(v, m[i].unit, src, actor, v->line, 0);
+        if (!uses && dst != FSDPI_PLAN_NONE)
+            fsdpi_plan_access(v, m[i].unit, dst, actor, v->line, 1);
+        fsdpi_plan_see_grads(v, line, &m[i]);
+        fsdpi_plan_see_gather(v, line, &m[i]);
+        if (line->label == FSDP_LABEL_GRAD_HOOK && m[i].unit >= 0) v->version[m[i].unit]++;
+    }
+    if (fsdpi_plan_ready(v, m->dst)) fsdpi_plan_set_mark(v, actor, fsdpi_plan_ready(v, m->dst));
+}
+
+// A call begins: behind it the caller may no longer read, before it it has read.
+static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
+    const fsdpi_plan_call *call = &v->l->calls[v->call];
+    int u = call->index, slot = u >= 0 ? v->gathered[u] : -1;
+    int posts = call->call == FSDP_CALL_POST_FORWARD || call->call == FSDP_CALL_POST_BACKWARD;
+    int reads = u < 0                                  ? 0
+                : call->call == FSDP_CALL_PRE_FORWARD  ? v->l->units[u].reads & 1
+                : call->call == FSDP_CALL_PRE_BACKWARD ? v->l->units[u].reads & 2
+                                                       : 0;
+    v->line = -1;
+    if (!ends) {
+        v->now[FSDP_STREAM_COMPUTE].at[FSDP_STREAM_COMPUTE]++;
+        if (posts && slot >= 0) fsdpi_plan_access(v, u, slot, FSDP_STREAM_COMPUTE, -1, 0);
+        return;
+    }
+    if (!reads) return;
+    if (slot < 0 || v->slots[slot].full != 2) {
+        fsdpi_plan_wrong(v, FSDP_PROOF_USE,
+                         slot < 0               ? "its parameters are not gathered:"
+                         : !v->slots[slot].full ? "nothing was gathered to the slot of"
+                                                : "nobody has waited for the gather of",
+                         u, slot < 0 ? FSDPI_PLAN_NONE : slot);
+    } else if (v->slots[slot].version != v->version[u]) {
+        fsdpi_plan_wrong(v, FSDP_PROOF_USE, "shards were written after the gather of", u, slot);
+    } else {
+        fsdpi_plan_access(v, u, slot, FSDP_STREAM_COMPUTE, -1, 0);
+    }
+}
+
+// The core's finalize: COMPUTE waits for shard gradients; then the caller writes shards.
+static void fsdpi_plan_see_end(fsdpi_plan_prover *v, int *lasts) {
+    const fsdpi_plan_listing *l = v->l;
+    fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->blocks[1]);
+    v->line = -1;
+    v->now[FSDP_STREAM_COMPUTE].at[FSDP_STREAM_COMPUTE]++;
+    for (int u = 0; u < l->num_units; u++) {
+        fsdpi_plan_access(v, u, FSDPI_PLAN_GRADS, FSDP_STREAM_COMPUTE, -1, 0);
+        fsdpi_plan_access(v, u, FSDPI_PLAN_SHARDS, FSDP_STREAM_COMPUTE, -1, 1);
+        v->version[u]++;
+    }
+    fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->blocks[0]);
+    for (int i = 0; i < l->num_slots; i++) {
+        if (!v->slots[i].held) continue;
+        *lasts |= l->slots[i].offset < 0;
+        if (l->slots[i].offset >= 0 && l->slots[i].pool != FSDP_POOL_GATHER)
+            fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "held when the step ends, by", v->slots[i].unit,
+                             i);
+        // Finalize frees what a unit that is open to the end has.
+        if (l->slots[i].offset >= 0) {
+            fsdpi_plan_member m = {v->slots[i].unit, i, FSDPI_PLAN_NONE};
+            fsdpi_plan_line line;
+            memset(&line, 0, sizeof line);
+            line.stream = FSDP_STREAM_COMPUTE;
+            fsdpi_plan_see_release(v, &line, &m);
+        }
+    }
+}
+
+static void fsdpi_plan_walk(fsdpi_plan_prover *v, int *lasts) {
+    const fsdpi_plan_listing *l = v->l;
+    int line = 0;
+    for (v->call = 0; v->call < l->num_calls && !v->out->refuted; v->call++) {
+        fsdpi_plan_see_call(v, 0);
+        for (; line < l->num_lines && l->lines[line].call == v->call; line++) {
+            const fsdpi_plan_line *at = &l->lines[line];
+            v->line = line;
+            if (at->kind == FSDP_OP_ACQUIRE) fsdpi_plan_see_acquire(v, &l->members[at->members]);
+            else if (at->kind == FSDP_OP_RELEASE)
+                fsdpi_plan_see_release(v, at, &l->members[at->members]);
+            else if (at->kind == FSDP_OP_WROTE) fsdpi_plan_see_wrote(v, &l->members[at->members]);
+            else fsdpi_plan_see_op(v, at);
+        }
+        fsdpi_plan_see_call(v, 1);
+    }
+    v->call = l->num_calls - 1;
+    if (!v->out->refuted) fsdpi_plan_see_end(v, lasts);
+}
+
+static int64_t fsdpi_plan_arena_bytes(const fsdpi_plan_listing *l) {
+    int64_t lasting = 0;
+    for (int i = 0; i < l->num_slots; i++)
+        lasting += l->slots[i].offset < 0 ? l->slots[i].bytes : 0;
+    return l->bytes - lasting;
+}
+
+// The numbers of the head are those of the lines.
+static void fsdpi_plan_check_counts(fsdpi_plan_prover *v) {
+    const fsdpi_plan_listing *l = v->l;
+    int gathers = 0, reductions = 0, replicas = 0;
+    for (int i = 0; i < l->num_lines; i++) {
+        gathers += l->lines[i].kind == FSDP_OP_ALL_GATHER;
+        reductions += l->lines[i].kind == FSDP_OP_REDUCE_SCATTER;
+        replicas += l->lines[i].kind == FSDP_OP_ALL_REDUCE;
+    }
+    if (gathers == l->gathers[1] && reductions == l->reductions[1] && replicas == l->replica_ops[1])
+        return;
+    fsdpi_plan_out o = fsdpi_plan_counter(v);
+    fsdpi_plan_put(&o, "count gathers %d reductions %d replicas %d\n", l->gathers[1],
+                   l->reductions[1], l->replica_ops[1]);
+    fsdpi_plan_put(&o, "the lines have %d, %d and %d of them", gathers, reductions, replicas);
+    fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
+}
+
+/* One program, which every rank runs: three times, so that what the end of a step leaves to the
+   next one is looked at, too. m NULL: a text's. */
+static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing *l,
+                                        fsdp_plan_proof *out) {
+    fsdpi_plan_prover v;
+    size_t slots = (size_t)l->num_slots * sizeof *v.slots,
+           units = (size_t)l->num_units * sizeof *v.slots;
+    int lasts = 0;
+    memset(&v, 0, sizeof v);
+    memset(out, 0, sizeof *out);
+    v.model = m;
+    v.l = l;
+    v.out = out;
+    v.arena = fsdpi_plan_arena_bytes(l);
+    out->ranks = l->shards * l->replicas;
+    out->programs = 1;
+    out->comms = l->num_comms;
+    out->buffers = l->num_slots;
+    fsdp_status status = fsdpi_plan_alloc(m, slots, (void **)&v.slots);
+    if (!status) status = fsdpi_plan_alloc(m, units, (void **)&v.shards);
+    if (!status) status = fsdpi_plan_alloc(m, units, (void **)&v.grads);
+    if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.version);
+    if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.gathered);
+    if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.collects);
+    if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.empty);
+    if (!status)
+        status = fsdpi_plan_alloc(m, (size_t)l->num_units * sizeof *v.older, (void **)&v.older);
+    for (int u = 0; u < l->num_units && !status; u++) v.gathered[u] = -1;
+    for (int i = 0; i < l->num_lines && !status; i++)
+        for (int k = 0; k < l->lines[i].num_members && l->lines[i].kind == FSDP_OP_ALL_GATHER; k++)
+            if (l->members[l->lines[i].members + k].unit >= 0)
+                v.collects[l->members[l->lines[i].members + k].unit] = 1;
+    for (int u = 0; u < l->num_units && !status; u++) v.empty[u] = !v.collects[u];
+    for (int i = 0; i < l->num_lines && !status; i++)
+        if (l->lines[i].label == FSDP_LABEL_COPY_IN && l->members[l->lines[i].members].unit >= 0)
+            v.empty[l->members[l->lines[i].members].unit] = 0;
+    for (v.walk = 0; v.walk < 3 && !status && !out->refuted && !lasts; v.walk++)
+        fsdpi_plan_walk(&v, &lasts);
+    if (!status && !out->refuted) fsdpi_plan_check_counts(&v);
+    if (!status && !out->refuted)
+        snprintf(out->text, sizeof out->text,
+                 "proven: %lld ops and %lld accesses in %d walks, %lld bytes of %lld",
+                 (long long)out->ops, (long long)out->accesses, v.walk, (long long)out->bytes,
+                 (long long)l->bytes);
+    fsdpi_plan_free(m, v.slots);
+    fsdpi_plan_free(m, v.shards);
+    fsdpi_plan_free(m, v.grads);
+    fsdpi_plan_free(m, v.version);
+    fsdpi_plan_free(m, v.gathered);
+    fsdpi_plan_free(m, v.collects);
+    fsdpi_plan_free(m, v.empty);
+    fsdpi_plan_free(m, v.older);
+    return status;
+}
+
+
+/* ==== plan/ranks.h ==========================================================================
+   texts of several ranks, run against each other */
+
+// Owns: the verdict on programs that differ. Each rank issues its collectives in the order of its
+// text and waits at each of them for the members of its group, as inline ranks do: where streams run
+// beside each other, ranks wait less. Ranks are numbered as in the mesh, shards fastest.
+
+typedef struct fsdpi_plan_ranks {
+    fsdpi_plan_listing *programs; // different ones
+    int32_t *program, *at;        // [num]: of a rank; the line at which it waits
+    int32_t num, num_programs, shards;
+} fsdpi_plan_ranks;
+
+static const fsdpi_plan_listing *fsdpi_plan_of(const fsdpi_plan_ranks *r, int rank) {
+    return &r->programs[r->program[rank]];
+}
+
+// The next collective of a rank from `line` on; the number of lines: it has ended.
+static int fsdpi_plan_next_collective(const fsdpi_plan_listing *l, int line) {
+    while (line < l->num_lines && !fsdpi_plan_is_collective(l->lines[line].kind)) line++;
+    return line;
+}
+
+static int fsdpi_plan_is_replica_line(const fsdpi_plan_line *line) {
+    return line->label == FSDP_LABEL_REPLICAS;
+}
+
+// Is `other` in the group of a collective of `rank`?
+static int fsdpi_plan_shares_group(const fsdpi_plan_ranks *r, const fsdpi_plan_line *line, int rank,
+                                   int other) {
+    return fsdpi_plan_is_replica_line(line) ? rank % r->shards == other % r->shards
+                                            : rank / r->shards == other / r->shards;
+}
+
+// What ranks compare when they meet.
+static uint64_t fsdpi_plan_fingerprint(const fsdpi_plan_listing *l, const fsdpi_plan_line *line) {
+    uint64_t h = fsdpi_plan_mix((uint64_t)line->kind << 8 | line->label, line->count);
+    h = fsdpi_plan_mix(h, (uint64_t)line->dtype << 16 | (uint64_t)line->out_dtype << 8 |
+                              line->accumulate);
+    h = fsdpi_plan_mix(h, line->digest);
+    for (int i = 0; i < line->num_members; i++) {
+        int unit = l->members[line->members + i].unit;
+        const char *name = unit >= 0 ? l->units[unit].name : "";
+        h = fsdpi_plan_mix_bytes(h, name, strlen(name));
+    }
+    return h;
+}
+
+static void fsdpi_plan_say_rank(fsdpi_plan_out *o, const fsdpi_plan_ranks *r, int rank, int other) {
+    const fsdpi_plan_listing *l = fsdpi_plan_of(r, rank);
+    fsdpi_plan_put(o, "rank %d: ", rank);
+    if (r->at[rank] >= l->num_lines) {
+        fsdpi_plan_put(o, "has ended its step");
+        return;
+    }
+    const fsdpi_plan_line *line = &l->lines[r->at[rank]];
+    fsdpi_plan_say_call(o, l, line->call);
+    fsdpi_plan_put(o, ", ");
+    fsdpi_plan_say_line(o, l, r->at[rank]);
+    if (line->comm >= 0) fsdpi_plan_put(o, " on %s", l->comms[line->comm]);
+    if (other >= 0) fsdpi_plan_put(o, " waits for rank %d", other);
+}
+
+static void fsdpi_plan_stuck(const fsdpi_plan_ranks *r, int rank, int other, int mismatch,
+                             fsdp_plan_proof *out) {
+    fsdpi_plan_out o = {out->text, sizeof out->text, 0, 0};
+    fsdpi_plan_say_rank(&o, r, rank, mismatch ? -1 : other);
+    fsdpi_plan_put(&o, mismatch ? ", which differs from\n" : "\n");
+    fsdpi_plan_say_rank(&o, r, other, -1);
+    const fsdpi_plan_listing *l = fsdpi_plan_of(r, other);
+    int waits = !mismatch && r->at[other] < l->num_lines ? 1 : 0;
+    for (int i = 0; i < r->num && waits; i++)
+        if (i != other && fsdpi_plan_shares_group(r, &l->lines[r->at[other]], other, i) &&
+            r->at[i] != r->at[other]) {
+            fsdpi_plan_put(&o, " waits for rank %d", i);
+            break;
+        }
+    out->refuted = FSDP_PROOF_DEADLOCK;
+}
+
+/* Can the collective at which a rank waits run? 1: all members are there. 0: not yet; *other is
+   a member that is elsewhere. -1: a member is there with another one. */
+static int fsdpi_plan_meets(const fsdpi_plan_ranks *r, int rank, int *other) {
+    const fsdpi_plan_listing *l = fsdpi_plan_of(r, rank);
+    const fsdpi_plan_line *line = &l->lines[r->at[rank]];
+    int all = 1;
+    for (int i = 0; i < r->num; i++) {
+        const fsdpi_plan_listing *theirs = fsdpi_plan_of(r, i);
+        const fsdpi_plan_line *at;
+        if (i == rank || !fsdpi_plan_shares_group(r, line, rank, i)) continue;
+        *other = i;
+        if (r->at[i] >= theirs->num_lines) return 0;
+        at = &theirs->lines[r->at[i]];
+        if (fsdpi_plan_is_replica_line(at) != fsdpi_plan_is_replica_line(line)) return 0;
+        if (fsdpi_plan_fingerprint(theirs, at) != fsdpi_plan_fingerprint(l, line)) all = -1;
+        if (all < 0) return -1;
+    }
+    return all;
+}
+
+// A rank passes its collective, and with it the members of its group.
+static void fsdpi_plan_pass(fsdpi_plan_ranks *r, int rank) {
+    const fsdpi_plan_line *line = &fsdpi_plan_of(r, rank)->lines[r->at[rank]];
+    for (int i = 0; i < r->num; i++)
+        if (i == rank || fsdpi_plan_shares_group(r, line, rank, i))
+            r->at[i] = fsdpi_plan_next_collective(fsdpi_plan_of(r, i), r->at[i] + 1);
+}
+
+// Runs all ranks until they have ended, or none can go on.
+static void fsdpi_plan_rendezvous(fsdpi_plan_ranks *r, fsdp_plan_proof *out) {
+    for (int i = 0; i < r->num; i++) r->at[i] = fsdpi_plan_next_collective(fsdpi_plan_of(r, i), 0);
+    for (int moved = 1; moved && !out->refuted;) {
+        int stuck = -1, awaited = -1;
+        moved = 0;
+        for (int i = 0; i < r->num && !out->refuted; i++) {
+            int other = -1, meets;
+            if (r->at[i] >= fsdpi_plan_of(r, i)->num_lines) continue;
+            meets = fsdpi_plan_meets(r, i, &other);
+            if (meets < 0) fsdpi_plan_stuck(r, i, other, 1, out);
+            if (meets == 0 && stuck < 0) stuck = i, awaited = other;
+            if (meets <= 0) continue;
+            out->ops++;
+            moved = 1;
+            fsdpi_plan_pass(r, i);
+        }
+        if (!moved && stuck >= 0 && !out->refuted) fsdpi_plan_stuck(r, stuck, awaited, 0, out);
+    }
+}
+
+static void fsdpi_plan_ranks_end(fsdpi_plan_ranks *r) {
+    for (int i = 0; i < r->num_programs; i++) fsdpi_plan_listing_end(NULL, &r->programs[i]);
+    fsdpi_plan_free(NULL, r->programs);
+    fsdpi_plan_free(NULL, r->program);
+    fsdpi_plan_free(NULL, r->at);
+}
+
+// Each different text is read once.
+static fsdp_status fsdpi_plan_read_ranks(const char *const *texts, int num, fsdpi_plan_ranks *r) {
+    fsdp_status status = fsdpi_plan_alloc(NULL, (size_t)num * sizeof *r->programs,
+                                          (void **)&r->programs);
+    if (!status) status = fsdpi_plan_alloc(NULL, (size_t)num * 4, (void **)&r->program);
+    if (!status) status = fsdpi_plan_alloc(NULL, (size_t)num * 4, (void **)&r->at); // first ranks
+    for (int i = 0; i < num && !status; i++) {
+        int known = 0, ops = 0;
+        while (known < r->num_programs && texts[r->at[known]] != texts[i] &&
+               strcmp(texts[r->at[known]], texts[i]) != 0)
+            known++;
+        r->program[i] = known;
+        if (known < r->num_programs) continue;
+        r->at[known] = i;
+        r->num_programs++;
+        status = fsdpi_plan_parse(NULL, texts[i], strlen(texts[i]), &r->programs[known], &ops);
+        if (!status && !ops && r->programs[known].num_calls > 1)
+            status = fsdp_fail(NULL, FSDP_ERR_INVALID_ARG,
+                               "[E986] plan_prove_texts: text %d has no ops: take it with "
+                               "FSDP_PLAN_TEXT_OPS",
+                               i);
+    }
+    r->num = num;
+    r->shards = status ? 1 : r->programs[0].shards;
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_plan_prove_texts(const char *const *texts, int num,
+                                           fsdp_plan_proof *out) {
+    fsdpi_plan_ranks r;
+    fsdp_plan_proof one;
+    memset(&r, 0, sizeof r);
+    for (int i = 0; i < num; i++)
+        if (!texts || !texts[i]) num = 0;
+    if (!texts || num < 1 || !out)
+        return fsdp_fail(
+            NULL, FSDP_ERR_INVALID_ARG,
+            "[E987] plan_prove_texts: texts, one of them or out is NULL, or num is not "
+            ">= 1");
+    memset(out, 0, sizeof *out);
+    fsdp_status status = fsdpi_plan_read_ranks(texts, num, &r);
+    for (int i = 0; i < r.num_programs && !status && !out->refuted; i++) {
+        status = fsdpi_plan_prove_one(NULL, &r.programs[i], &one);
+        if (!status) *out = one;
+    }
+    out->ranks = num;
+    out->programs = r.num_programs;
+    if (!status && !out->refuted && r.num_programs > 1) fsdpi_plan_rendezvous(&r, out);
+    fsdpi_plan_ranks_end(&r);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_plan_prove(const fsdp_plan *plan, int index, fsdp_plan_proof *out) {
+    if (!plan || !out || index < 0 || index >= plan->num_kinds)
+        return fsdp_fail(plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E988] plan_prove: plan or out is NULL, or index %d is not below the "
+                         "number of plans, which is %d",
+                         index, fsdp_plan_count(plan));
+    return fsdpi_plan_prove_one(plan->model, &plan->kinds[index]->listing, out);
 }
 
 
 /* ==== plan/simulate.h =======================================================================
-   plan/simulate.h */
+   the time of a step under given costs */
 
+// Owns: clocks. An op begins when the host has issued it, its stream is free, what it waits for is
+// done, and for a collective its group is free. Nanoseconds are whole numbers, so that all ranks
+// get the same ones. Inline the host does everything itself; with lanes it is the stream COMPUTE.
+
+typedef struct fsdpi_plan_clocks {
+    const fsdpi_plan_listing *l;
+    const fsdp_plan_cost *cost;
+    fsdp_plan_times *out;
+    int64_t host, stream[FSDP_STREAM_COUNT], comm[FSDPI_PLAN_COMMS], busy[FSDPI_PLAN_COMMS], link;
+    int64_t *ready, *avail; // [slots + 2], the last two: shards, their gradients; avail -1: not set
+    int64_t waited;         // by the caller in this call
+    int64_t first_gather, last_reduction;
+} fsdpi_plan_clocks;
+
+static int64_t fsdpi_plan_later(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static int64_t fsdpi_plan_duration(double latency, uint64_t bytes, double rate) {
+    return (int64_t)(latency + (rate > 0 ? (double)bytes / rate : 0) + 0.5);
+}
+
+// Of a collective its full side: what it reads from others, and this rank's own part.
+static int64_t fsdpi_plan_takes(const fsdp_plan_cost *c, const fsdpi_plan_line *line) {
+    uint64_t part = line->count * fsdp_dtype_size(line->dtype);
+    switch (line->kind) {
+    case FSDP_OP_ALL_GATHER:
+        return fsdpi_plan_duration(c->gather_latency_ns, line->bytes + part,
+                                   c->gather_bytes_per_ns);
+    case FSDP_OP_REDUCE_SCATTER:
+        return fsdpi_plan_duration(c->reduce_latency_ns, line->bytes + part,
+                                   c->reduce_bytes_per_ns);
+    case FSDP_OP_ALL_REDUCE:
+        return fsdpi_plan_duration(c->replica_latency_ns, part, c->replica_bytes_per_ns);
+    case FSDP_OP_COPY:
+    case FSDP_OP_ZERO: return fsdpi_plan_duration(0, line->bytes, c->copy_bytes_per_ns);
+    default: return 0;
+    }
+}
+
+static int fsdpi_plan_event_of(const fsdpi_plan_clocks *k, int place) {
+    return place >= 0                   ? place
+           : place == FSDPI_PLAN_SHARDS ? k->l->num_slots
+           : place == FSDPI_PLAN_GRADS  ? k->l->num_slots + 1
+                                        : -1;
+}
+
+// The clock of a stream: inline, and for COMPUTE with lanes, the host's.
+static int64_t *fsdpi_plan_clock_of(fsdpi_plan_clocks *k, int stream) {
+    int is_host = k->l->mode == FSDPI_PLAN_INLINE ||
+                  (k->l->mode == FSDPI_PLAN_LANES && stream == FSDP_STREAM_COMPUTE);
+    return is_host ? &k->host : &k->stream[stream];
+}
+
+static void fsdpi_plan_run_line(fsdpi_plan_clocks *k, const fsdpi_plan_line *line) {
+    const fsdpi_plan_member *m = &k->l->members[line->members];
+    int src = fsdpi_plan_event_of(k, m->src), dst = fsdpi_plan_event_of(k, m->dst);
+    int64_t *clock = fsdpi_plan_clock_of(k, line->stream), takes;
+    if (line->kind == FSDP_OP_ACQUIRE) return;
+    if (line->kind == FSDP_OP_RELEASE) {
+        if (src >= 0 && k->avail[src] < 0) k->avail[src] = *clock;
+        return;
+    }
+    if (line->kind == FSDP_OP_WROTE) {
+        if (dst >= 0) k->ready[dst] = *fsdpi_plan_clock_of(k, FSDP_STREAM_COMPUTE);
+        return;
+    }
+    k->host += (int64_t)k->cost->issue_ns;
+    int64_t begin = fsdpi_plan_later(k->host, *clock), free_at = begin;
+    if (src >= 0) begin = fsdpi_plan_later(begin, k->ready[src]);
+    if (dst >= 0 && dst != src)
+        begin = fsdpi_plan_later(begin, k->avail[dst] >= 0 ? k->avail[dst] : k->ready[dst]);
+    if (dst >= 0) k->avail[dst] = -1;
+    takes = fsdpi_plan_takes(k->cost, line);
+    if (fsdpi_plan_is_collective(line->kind)) {
+        int64_t *of = line->kind == FSDP_OP_ALL_GATHER       ? &k->out->gather_ns
+                      : line->kind == FSDP_OP_REDUCE_SCATTER ? &k->out->reduce_ns
+                                                             : &k->out->replica_ns;
+        if (line->comm >= 0) begin = fsdpi_plan_later(begin, k->comm[line->comm]);
+        if (k->cost->shared_links) begin = fsdpi_plan_later(begin, k->link);
+        if (line->comm >= 0) k->busy[line->comm] += takes;
+        if (line->comm >= 0) k->comm[line->comm] = begin + takes;
+        k->link = begin + takes;
+        *of += takes;
+        if (line->kind == FSDP_OP_ALL_GATHER && !k->first_gather) k->first_gather = takes;
+        if (line->kind != FSDP_OP_ALL_GATHER) k->last_reduction = takes;
+    }
+    // The caller waits: for what another stream does, and inline for the collective itself.
+    if (line->kind == FSDP_OP_USE && line->stream == FSDP_STREAM_COMPUTE)
+        k->waited += begin - free_at;
+    if (k->l->mode == FSDPI_PLAN_INLINE && fsdpi_plan_is_collective(line->kind)) k->waited += takes;
+    *clock = begin + takes;
+    if (dst >= 0) k->ready[dst] = begin + takes;
+}
+
+static void fsdpi_plan_run_calls(fsdpi_plan_clocks *k) {
+    const fsdp_plan_cost *c = k->cost;
+    int line = 0, backward = 0;
+    for (int i = 0; i < k->l->num_calls; i++) {
+        int64_t work = c->num_compute > 0
+                           ? c->compute_ns[i < c->num_compute ? i : c->num_compute - 1]
+                           : 0;
+        int64_t *clock = fsdpi_plan_clock_of(k, FSDP_STREAM_COMPUTE);
+        k->waited = 0;
+        backward |= k->l->calls[i].call == FSDP_CALL_PRE_BACKWARD;
+        for (; line < k->l->num_lines && k->l->lines[line].call == i; line++)
+            fsdpi_plan_run_line(k, &k->l->lines[line]);
+        if (i + 1 == k->l->num_calls) { // finalize waits for shard gradients
+            int64_t now = fsdpi_plan_later(*clock, k->host);
+            int64_t grads = k->ready[k->l->num_slots + 1];
+            k->waited += grads > now ? grads - now : 0;
+            *clock = fsdpi_plan_later(now, grads);
+        }
+        k->out->exposed_ns += k->waited;
+        if (k->waited > k->out->worst_ns) {
+            k->out->worst_ns = k->waited;
+            k->out->worst_call = i;
+        }
+        *clock = fsdpi_plan_later(*clock, k->host) + work;
+        k->out->compute_ns += work;
+    }
+}
+
+static fsdp_status fsdpi_plan_time(fsdp_model *m, const fsdpi_plan_listing *l,
+                                   const fsdp_plan_cost *cost, fsdp_plan_times *out) {
+    fsdpi_plan_clocks k;
+    size_t room = (size_t)(l->num_slots + 2) * sizeof(int64_t);
+    memset(&k, 0, sizeof k);
+    memset(out, 0, sizeof *out);
+    k.l = l;
+    k.cost = cost;
+    k.out = out;
+    fsdp_status status = fsdpi_plan_alloc(m, room, (void **)&k.ready);
+    if (!status) status = fsdpi_plan_alloc(m, room, (void **)&k.avail);
+    if (!status) {
+        memset(k.avail, -1, room);
+        fsdpi_plan_run_calls(&k);
+        out->step_ns = k.host;
+        for (int s = 0; s < FSDP_STREAM_COUNT; s++)
+            out->step_ns = fsdpi_plan_later(out->step_ns, k.stream[s]);
+        out->bound_ns = k.first_gather + out->compute_ns + k.last_reduction;
+        for (int i = 0; i < l->num_comms; i++)
+            out->bound_ns = fsdpi_plan_later(out->bound_ns, k.busy[i]);
+        out->peak_bytes = l->bytes;
+    }
+    fsdpi_plan_free(m, k.ready);
+    fsdpi_plan_free(m, k.avail);
+    return status;
+}
+
+static fsdp_status fsdpi_plan_check_cost(fsdp_world *w, const fsdp_plan_cost *c) {
+    const double numbers[7] = {c->gather_latency_ns,  c->gather_bytes_per_ns,
+                               c->reduce_latency_ns,  c->reduce_bytes_per_ns,
+                               c->replica_latency_ns, c->replica_bytes_per_ns,
+                               c->copy_bytes_per_ns};
+    int bad = !(c->issue_ns >= 0) || c->num_compute < 0 || (c->num_compute > 0 && !c->compute_ns);
+    for (int i = 0; i < 7; i++) bad |= !(numbers[i] >= 0 && numbers[i] < 1e18);
+    for (int i = 0; i < c->num_compute && !bad; i++) bad |= c->compute_ns[i] < 0;
+    if (!bad) return FSDP_OK;
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                     "[E997] plan: fsdp_plan_cost has a number that is negative or not finite, or "
+                     "num_compute numbers are not at compute_ns");
+}
 
 
 /* ==== plan/make.h ===========================================================================
@@ -2287,19 +3635,59 @@ static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
     return ((usual & ~p->desc.without) | p->desc.with) & all;
 }
 
-// Why steps go by calls; the log has it, too.
+// Why steps go by calls from now on.
 static void fsdpi_plan_refuse(fsdp_plan *p, const char *text) {
     p->mode = FSDP_PLAN_REFUSED;
     snprintf(p->why, sizeof p->why, "%.*s", (int)sizeof p->why - 1, text);
 }
 
-// A slot that a unit still holds goes with the model.
+// The same, where nothing has told the log yet.
+static void fsdpi_plan_refuse_loudly(fsdp_plan *p, fsdp_status status, const char *text) {
+    fsdpi_plan_refuse(p, text);
+    (void)fsdp_fail(p->world, status, "[E966] plan: steps go by calls from now on: %s", text);
+}
+
+// Room for all slots that kinds and `more` have, so that none is lost later.
+static fsdp_status fsdpi_plan_strays_room(fsdp_plan *p, int more) {
+    int room = p->num_strays + more;
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < p->num_kinds; i++) room += p->kinds[i]->listing.num_slots;
+    while (!status && p->cap_strays < room) // it grows when it is full
+        status = fsdpi_plan_grow(p->model, (void **)&p->strays, p->cap_strays, &p->cap_strays,
+                                 sizeof *p->strays);
+    return status;
+}
+
+/* Slots of plans that are gone: units have given them back by now, or are made to. `all`: the model
+   ends, or the units' slots go with it. */
+static void fsdpi_plan_sweep(fsdp_plan *p, int all) {
+    int kept = 0;
+    for (int i = 0; i < p->num_strays; i++) {
+        fsdp_op op;
+        if (!all && fsdp_buf_held(p->strays[i])) {
+            p->strays[kept++] = p->strays[i];
+            continue;
+        }
+        if (fsdp_buf_held(p->strays[i])) {
+            fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE,
+                         FSDP_STREAM_COMPUTE);
+            op.src = p->strays[i];
+            op.what = "plan";
+            (void)fsdp_emit(p->model, &op); // it is given back even if the world has failed
+        }
+        fsdp_buf_destroy(p->model, p->strays[i]);
+    }
+    p->num_strays = kept;
+}
+
+// lasting: also those that outlast a step. A slot that a unit still holds becomes a stray.
 static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_kind *k, int lasting) {
     for (int i = 0; i < k->listing.num_slots && k->bufs; i++) {
-        if (!k->bufs[i] || fsdp_buf_held(k->bufs[i]) ||
-            (k->listing.slots[i].offset < 0 && !lasting))
-            continue;
-        fsdp_buf_destroy(p->model, k->bufs[i]);
+        const fsdpi_plan_slot *slot = &k->listing.slots[i];
+        if (!k->bufs[i] || (slot->offset < 0 && !lasting)) continue;
+        if (slot->older) k->bufs[i] = NULL; // not the plan's
+        else if (!fsdp_buf_held(k->bufs[i])) fsdp_buf_destroy(p->model, k->bufs[i]);
+        else p->strays[p->num_strays++] = k->bufs[i];
         k->bufs[i] = NULL;
     }
 }
@@ -2307,13 +3695,72 @@ static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_kind *k, int lasting) 
 static void fsdpi_plan_kind_free(fsdp_plan *p, fsdpi_plan_kind *k) {
     if (!k) return;
     (void)fsdp_wait_stream(p->model, -1); // records under way read its lists
+    if (p->last == k) p->last = NULL;
     fsdpi_plan_bufs_free(p, k, 1);
     fsdpi_plan_tape_free(p, &k->tape);
     fsdpi_plan_listing_end(p->model, &k->listing);
     fsdpi_plan_free(p->model, k->begin);
     fsdpi_plan_free(p->model, k->calls);
     fsdpi_plan_free(p->model, k->bufs);
+    fsdpi_plan_free(p->model, k->older);
     fsdpi_plan_free(p->model, k);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Slots that units hold when a step begins.
+
+typedef struct fsdpi_plan_find {
+    fsdp_plan *plan;
+    fsdpi_plan_kind *kind;
+    fsdp_status status;
+} fsdpi_plan_find;
+
+static int fsdpi_plan_see_older(void *user, fsdp_model *model, fsdp_op *op) {
+    fsdpi_plan_find *f = (fsdpi_plan_find *)user;
+    fsdpi_plan_kind *k = f->kind;
+    if (op->kind != FSDP_OP_RELEASE || !op->src || f->status) return 1;
+    f->status = fsdpi_plan_grow(model, (void **)&k->older, k->num_older, &k->cap_older,
+                                sizeof *k->older);
+    if (!f->status) k->older[k->num_older++] = op->src;
+    return 1;
+}
+
+static fsdp_status fsdpi_plan_drop_all_slots(void *user) {
+    fsdpi_plan_find *f = (fsdpi_plan_find *)user;
+    fsdp_plan *p = f->plan;
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < p->num_units && !status; i++)
+        status = fsdp_unit_restore(p->units[i], f->kind->begin + (size_t)i * p->unit_bytes,
+                                   p->unit_bytes);
+    if (!status) status = fsdp_model_reset(p->model);
+    return status ? status : f->status;
+}
+
+// k->older: a rehearsed reset gives back all that units held.
+static fsdp_status fsdpi_plan_find_older(fsdp_plan *p, fsdpi_plan_kind *k) {
+    fsdpi_plan_find f = {p, k, FSDP_OK};
+    fsdp_extension e = FSDP_ZERO;
+    e.user = &f;
+    e.op = fsdpi_plan_see_older;
+    return fsdp_rehearse(p->model, &e, fsdpi_plan_drop_all_slots, &f);
+}
+
+static int fsdpi_plan_kind_has(const fsdpi_plan_kind *k, const fsdp_buf *buf) {
+    for (int i = 0; i < k->listing.num_slots && k->bufs; i++)
+        if (k->bufs[i] == buf && !k->listing.slots[i].older) return 1;
+    return 0;
+}
+
+/* May slots that units hold when such a step begins be freed by fsdp_pools_trim? Slots of plans are
+   not, and those that units hold now are not. */
+static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_kind *k) {
+    for (int i = 0; i < k->num_older; i++) {
+        int owned = fsdp_buf_held(k->older[i]);
+        for (int n = 0; n < p->num_kinds; n++)
+            owned |= fsdpi_plan_kind_has(p->kinds[n], k->older[i]);
+        if (!owned) return 1;
+    }
+    return 0;
 }
 
 // The tables of a plan.
@@ -2346,8 +3793,7 @@ static int64_t fsdpi_plan_pool_bytes(const fsdp_plan *p) {
 
 // The kind's program as it will be done: k->tape. bufs NULL: without memory.
 static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
-                                        const fsdpi_plan_choice *choice,
-                                        const fsdpi_plan_tape *by_calls, fsdp_buf *const *bufs,
+                                        const fsdpi_plan_choice *choice, fsdp_buf *const *bufs,
                                         fsdpi_plan_tape *out) {
     fsdpi_plan_tape raw;
     fsdpi_plan_show show;
@@ -2360,7 +3806,7 @@ static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
     show.choice = choice;
     show.bufs = bufs;
     fsdp_status status = fsdpi_plan_rehearse(&show);
-    if (!status) status = fsdpi_plan_arrange(&show, by_calls, out);
+    if (!status) status = fsdpi_plan_arrange(&show, out);
     fsdpi_plan_show_end(&show);
     fsdpi_plan_tape_free(p, &raw);
     return status;
@@ -2384,29 +3830,27 @@ static fsdp_status fsdpi_plan_too_large(fsdp_plan *p, const fsdpi_plan_kind *k, 
     snprintf(text, sizeof text, "call %d %s '%.100s': slots need %lld bytes, %lld are allowed",
              call, fsdpi_plan_call_name(at->call), fsdp_unit_name(at->unit), (long long)bytes,
              (long long)most);
-    fsdpi_plan_refuse(p, text);
+    fsdpi_plan_refuse_loudly(p, FSDP_ERR_OUT_OF_MEMORY, text);
     return FSDP_ERR_OUT_OF_MEMORY;
 }
 
 // Decisions, a tape without memory, places.
 static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
-                                  const fsdpi_plan_tape *by_calls, uint32_t passes, int64_t most,
-                                  int *worst) {
+                                  uint32_t passes, int64_t most, int *worst) {
     fsdpi_plan_listing *l = &k->listing;
     int decides = (passes & ~(1u << FSDP_PASS_ARENA)) != 0;
     fsdpi_plan_choice_end(p, &l->choice);
     fsdpi_plan_tape_free(p, &k->tape);
     fsdp_status status = decides ? fsdpi_plan_decide(p, f, passes, most, &l->choice, worst)
                                  : FSDP_OK;
-    if (!status)
-        status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, by_calls, NULL, &k->tape);
+    if (!status) status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, &k->tape);
     return status ? status : fsdpi_plan_place(p, &k->tape, l, passes);
 }
 
 /* What fits: all passes, with fewer units kept from try to try; else without those that take
    memory; else the calls as they are. */
 static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
-                                  const fsdpi_plan_tape *by_calls, int64_t most) {
+                                  int64_t most) {
     const uint32_t keep = 1u << FSDP_PASS_KEEP, arena = 1u << FSDP_PASS_ARENA;
     const uint32_t all = fsdpi_plan_passes(p), sets[3] = {all, all & (keep | arena), all & arena};
     const fsdpi_plan_listing *l = &k->listing;
@@ -2414,7 +3858,7 @@ static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
     for (int i = 0; i < 3; i++) {
         int64_t budget = most;
         for (int tries = 0; tries < 8 && budget >= 0; tries++) {
-            fsdp_status status = fsdpi_plan_try(p, k, f, by_calls, sets[i], budget, &worst);
+            fsdp_status status = fsdpi_plan_try(p, k, f, sets[i], budget, &worst);
             if (status || l->bytes <= most) return status;
             if (!(sets[i] & keep)) break;
             budget -= l->bytes - most;
@@ -2426,31 +3870,32 @@ static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
 // Buffers for the places of a kind, and its tape with them.
 static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
     fsdpi_plan_listing *l = &k->listing;
-    fsdpi_plan_tape old = k->tape, by_calls;
+    fsdpi_plan_tape old = k->tape;
     fsdp_buf **bufs = NULL;
-    fsdp_status status = FSDP_OK;
-    memset(&by_calls, 0, sizeof by_calls);
-    if (!k->bufs)
+    fsdp_status status = fsdpi_plan_strays_room(p, l->num_slots);
+    if (!k->bufs && !status)
         status = fsdpi_plan_alloc(p->model, (size_t)(l->num_slots + 1) * sizeof *k->bufs,
                                   (void **)&k->bufs);
     if (!status) fsdpi_plan_bufs_free(p, k, 0);
     for (int i = 0; i < l->num_slots && !status; i++) {
         const fsdpi_plan_slot *slot = &l->slots[i];
         if (k->bufs[i]) continue;
-        status = slot->offset < 0 ? fsdp_buf_create(p->model, p->pool, FSDP_MEMORY_DEVICE,
-                                                    slot->bytes, &k->bufs[i])
-                                  : fsdp_buf_part(p->model, p->arena, slot->offset, slot->bytes,
-                                                  &k->bufs[i]);
+        for (int u = 0; u < old.num_uses && slot->older; u++)
+            if (old.uses[u].slot == i)
+                k->bufs[i] = fsdpi_plan_older(&old, p->units[old.uses[u].unit], &old.uses[u]);
+        if (k->bufs[i]) continue;
+        status = slot->offset < 0
+                     ? fsdp_buf_create(p->model, p->pool, FSDP_MEMORY_DEVICE, slot->bytes,
+                                       &k->bufs[i])
+                     : fsdp_buf_part(p->model, p->arena, slot->offset, slot->bytes, &k->bufs[i]);
     }
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)(old.num_uses + 1) * sizeof *bufs,
                                   (void **)&bufs);
     for (int i = 0; i < old.num_uses && !status; i++) bufs[i] = k->bufs[old.uses[i].slot];
-    if (!status) status = fsdpi_plan_by_calls(p, k, &by_calls);
     memset(&k->tape, 0, sizeof k->tape);
     if (!status)
-        status = fsdpi_plan_tape_make(p, k, l->choice.managed ? &l->choice : NULL, &by_calls, bufs,
-                                      &k->tape);
+        status = fsdpi_plan_tape_make(p, k, l->choice.managed ? &l->choice : NULL, bufs, &k->tape);
     if (!status && (k->tape.num_uses != old.num_uses || k->tape.num_ops != old.num_ops))
         status = fsdp_fail(p->world, FSDP_ERR_INTERNAL,
                            "[E972] plan: the rehearsal with slots has %d records and %d uses of "
@@ -2461,14 +3906,30 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
         memcpy(k->tape.pairs, old.pairs, (size_t)old.num_ops * sizeof *old.pairs);
     }
     fsdpi_plan_tape_free(p, &old);
-    fsdpi_plan_tape_free(p, &by_calls);
     fsdpi_plan_free(p->model, bufs);
     return status;
+}
+
+// A kind is dropped, and with it those that begin with slots of its own.
+static void fsdpi_plan_drop(fsdp_plan *p, int index) {
+    fsdpi_plan_kind *k = p->kinds[index];
+    if (p->kind == k) p->kind = NULL;
+    p->num_kinds--;
+    for (int i = index; i < p->num_kinds; i++) p->kinds[i] = p->kinds[i + 1];
+    for (int i = p->num_kinds - 1; i >= 0; i--)
+        for (int n = 0; i < p->num_kinds && n < p->kinds[i]->num_older; n++)
+            if (fsdpi_plan_kind_has(k, p->kinds[i]->older[n])) {
+                fsdpi_plan_drop(p, i);
+                n = -1; // another one is in its place, or none
+            }
+    fsdpi_plan_kind_free(p, k);
 }
 
 // Memory for all kinds: the arena is as large as the largest needs it.
 static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
     int64_t bytes = k->listing.bytes - fsdpi_plan_lasting(&k->listing);
+    for (int i = p->num_kinds - 1; i >= 0; i--)
+        if (i < p->num_kinds && fsdpi_plan_is_fleeting(p, p->kinds[i])) fsdpi_plan_drop(p, i);
     fsdp_status status = fsdp_pools_trim(p->model);
     if (status) return status;
     if (bytes > fsdp_buf_nbytes(p->arena)) {
@@ -2546,8 +4007,39 @@ static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp
 // Is there something in the step that depends on more than options and states?
 static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_kind *k,
                                       const fsdpi_plan_tape *by_calls) {
-    (void)p, (void)k, (void)by_calls;
-    return FSDP_OK;
+    char text[FSDPI_PLAN_TEXT] = "";
+    (void)k;
+    for (int i = 0; i < p->num_units && !text[0]; i++)
+        if (fsdp_unit_follows_use(p->units[i]))
+            snprintf(text, sizeof text,
+                     "what unit '%.120s' reduces depends on the parameters that were used "
+                     "(grads_overwrite, or fsdp_set_reduce_scatter_unused_params 0)",
+                     fsdp_unit_name(p->units[i]));
+    for (int i = 0; i < by_calls->num_ops && !text[0]; i++)
+        if (p->mode_of_world == FSDPI_PLAN_STREAMS &&
+            by_calls->ops[i].label == FSDP_LABEL_GRAD_HOOK)
+            snprintf(text, sizeof text,
+                     "unit '%.120s' has a post-accumulate hook, for which the host waits on this "
+                     "device",
+                     fsdp_unit_name(by_calls->ops[i].unit));
+    if (!text[0]) return FSDP_OK;
+    fsdpi_plan_refuse_loudly(p, FSDP_ERR_UNSUPPORTED, text);
+    return FSDP_ERR_UNSUPPORTED;
+}
+
+// The listing of a kind that has a tape and places.
+static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
+                                             const fsdpi_plan_tape *by_calls,
+                                             const fsdpi_plan_facts *f) {
+    fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
+    fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
+    for (int c = 0; c + 1 < k->num_calls && !status; c++) { // what units read, by calls
+        int u = k->calls[c].index, call = k->calls[c].call;
+        if (by_calls->storage[c] != FSDP_STORAGE_UNSHARDED || f->bytes[u] == 0) continue;
+        if (call == FSDP_CALL_PRE_FORWARD) k->listing.units[u].reads |= 1;
+        if (call == FSDP_CALL_PRE_BACKWARD) k->listing.units[u].reads |= 2;
+    }
+    return status;
 }
 
 // What this rank can do alone: a plan without memory, and its proof.
@@ -2566,12 +4058,9 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
     if (!status) {
         fsdpi_plan_find_base(&f, &by_calls);
         fsdpi_plan_count_ops(&by_calls, &k->listing, 0);
-        status = fsdpi_plan_fit(p, k, &f, &by_calls, most);
+        status = fsdpi_plan_fit(p, k, &f, most);
     }
-    if (!status) {
-        fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
-        status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
-    }
+    if (!status) status = fsdpi_plan_finish_listing(p, k, &by_calls, &f);
     fsdp_plan_proof proof;
     if (!status) status = fsdpi_plan_prove_one(p->model, &k->listing, &proof);
     if (!status && proof.refuted) {
@@ -2584,16 +4073,21 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
     return status;
 }
 
-/* The plan of a kind, or the reason why there is none. Returns a failure only if the step has
-   failed: ranks that differ, a refuted plan, a collective. */
-static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k) {
+/* The plan of a kind, or the reason why there is none. k NULL: this rank has no memory for one, and
+   takes part in what the others do. *made 0: there is none, since the step began with slots that
+   will be gone. Returns a failure only if the step has failed: ranks that differ, a refuted plan, a
+   collective. */
+static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) {
     int64_t by_calls = fsdpi_plan_pool_bytes(p);
     int64_t most = p->desc.most_bytes ? p->desc.most_bytes : by_calls;
     if (!p->desc.most_bytes && most < FSDPI_PLAN_LEAST_BYTES) most = FSDPI_PLAN_LEAST_BYTES;
-    k->listing.by_calls = by_calls;
-    fsdp_status status = fsdpi_plan_least(p, &most, 1), own;
-    if (status) return status;
-    own = fsdpi_plan_make_alone(p, k, most);
+    if (k) k->listing.by_calls = by_calls;
+    int64_t values[2] = {most, !k || !fsdpi_plan_is_fleeting(p, k)};
+    fsdp_status status = fsdpi_plan_least(p, values, 2), own;
+    *made = (int)values[1];
+    if (status || !*made) return status;
+    most = values[0];
+    own = k ? fsdpi_plan_make_alone(p, k, most) : FSDP_ERR_OUT_OF_MEMORY;
     if (!own) k->listing.hash = fsdpi_plan_text_hash(&k->listing);
     status = fsdpi_plan_agree(p, k, own, own ? 1 : k->listing.hash);
     if (!status) status = fsdpi_plan_agree(p, k, fsdpi_plan_bind_all(p, k), 0);
@@ -2602,6 +4096,222 @@ static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k) {
     int is_the_steps = status == FSDP_ERR_MISMATCH || status == FSDP_ERR_INTERNAL ||
                        fsdp_world_status(p->world);
     return is_the_steps ? status : FSDP_OK;
+}
+
+
+/* ==== plan/load.h ===========================================================================
+   a plan from a text instead of a recorded step */
+
+// Owns: the way from decisions that somebody wrote to a kind. The text says what calls the program
+// makes and what is decided; all else is derived again, and compared with what the text says of it.
+
+static fsdp_status fsdpi_plan_other(const fsdp_plan *p, const char *field, long long theirs,
+                                    long long mine) {
+    return fsdp_fail(p->world, FSDP_ERR_MISMATCH,
+                     "[E989] plan_load: the text is of another model or world: %s is %lld, here it "
+                     "is %lld",
+                     field, theirs, mine);
+}
+
+// Is the text of this model, in a world like this one?
+static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_listing *l) {
+    fsdp_mesh_info info = FSDP_ZERO;
+    fsdp_status status = fsdp_model_mesh_info(p->model, &info);
+    if (status) return status;
+    if (l->num_units != p->num_units)
+        return fsdpi_plan_other(p, "units", l->num_units, p->num_units);
+    if (l->num_params != fsdp_num_params(p->model))
+        return fsdpi_plan_other(p, "params", l->num_params, fsdp_num_params(p->model));
+    if (l->shards != info.shard_mesh_size)
+        return fsdpi_plan_other(p, "shards", l->shards, info.shard_mesh_size);
+    if (l->replicas != info.replicate_mesh_size)
+        return fsdpi_plan_other(p, "replicas", l->replicas, info.replicate_mesh_size);
+    if (l->mode != p->mode_of_world)
+        return fsdp_fail(p->world, FSDP_ERR_MISMATCH,
+                         "[E990] plan_load: the text is of a world that runs %s, this one runs %s",
+                         fsdpi_plan_modes[l->mode], fsdpi_plan_modes[p->mode_of_world]);
+    if (l->model != fsdpi_plan_model_hash(p))
+        return fsdp_fail(
+            p->world, FSDP_ERR_MISMATCH,
+            "[E991] plan_load: the text is of a model with other names, shapes, dtypes "
+            "or frozen parameters");
+    return FSDP_OK;
+}
+
+// The states in which steps begin: one step by calls leads there, with gradients dropped behind it.
+typedef struct fsdpi_plan_trial {
+    fsdp_plan *plan;
+    fsdpi_plan_kind *kind;
+    int call;
+} fsdpi_plan_trial;
+
+static fsdp_status fsdpi_plan_trial_run(void *user) {
+    fsdpi_plan_show *s = (fsdpi_plan_show *)user;
+    fsdp_status status = fsdpi_plan_play(user);
+    s->quiet = 1;
+    if (!status) status = fsdp_finalize_backward(s->plan->model);
+    if (!status) status = fsdp_params_changed(s->plan->model);
+    if (!status) status = fsdp_zero_grad(s->plan->model);
+    if (!status) fsdpi_plan_states_now(s->plan, s->kind->begin);
+    return status;
+}
+
+static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
+    fsdpi_plan_tape raw;
+    fsdpi_plan_show show;
+    memset(&show, 0, sizeof show);
+    memset(&raw, 0, sizeof raw);
+    show.plan = p;
+    show.tape = &raw;
+    show.kind = k;
+    fsdpi_plan_states_now(p, k->begin);
+    fsdp_status status = fsdpi_plan_rehearse_with(&show, fsdpi_plan_trial_run);
+    if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY)
+        status = fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
+                           "[E992] plan_load: call %d is not possible where the text has it",
+                           show.call);
+    fsdpi_plan_show_end(&show);
+    fsdpi_plan_tape_free(p, &raw);
+    return status;
+}
+
+// What follows from acts: who waits for a later call, and from which pre_backward on there is sync.
+static void fsdpi_plan_derive_choice(const fsdpi_plan_facts *f, fsdpi_plan_choice *c) {
+    for (int i = 0; i < c->num_acts; i++) {
+        fsdpi_plan_act *act = &c->acts[i];
+        if (act->what != FSDPI_PLAN_REDUCE) continue;
+        c->waits[act->unit] = 1;
+        act->at = f->post[act->unit];
+    }
+    for (int i = 0; i < c->num_acts; i++) {
+        const fsdpi_plan_act *act = &c->acts[i];
+        int pre = act->call;
+        if (act->what != FSDPI_PLAN_COLLECT || c->waits[act->unit]) continue;
+        for (int k = 0; k < f->num_calls; k++) // one that collects makes the others reduce
+            if (f->kind->calls[k].index == act->unit && c->sync[k] < 0 &&
+                f->kind->calls[k].call == FSDP_CALL_PRE_BACKWARD)
+                c->sync[k] = 1;
+        while (pre > 0 && (f->kind->calls[pre].index != act->unit ||
+                           f->kind->calls[pre].call != FSDP_CALL_PRE_BACKWARD))
+            pre--;
+        c->sync[pre] = 0;
+    }
+}
+
+// The kind's tape and listing from the acts of `given`.
+static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_kind *k,
+                                         const fsdpi_plan_listing *given, const char *text,
+                                         size_t length, int ops) {
+    fsdpi_plan_tape by_calls;
+    fsdpi_plan_facts f;
+    fsdpi_plan_listing *l = &k->listing;
+    memset(&by_calls, 0, sizeof by_calls);
+    memset(&f, 0, sizeof f);
+    f.kind = k;
+    f.num_units = p->num_units;
+    f.num_calls = k->num_calls;
+    fsdp_status status = fsdpi_plan_find_begin(p, k);
+    if (!status) status = fsdpi_plan_by_calls(p, k, &by_calls);
+    if (!status) status = fsdpi_plan_facts_new(p, &f);
+    if (!status) status = fsdpi_plan_find_spans(p, &f, &by_calls);
+    if (!status) status = fsdpi_plan_choice_new(p, &l->choice, k->num_calls);
+    for (int i = 0; i < given->choice.num_acts && !status; i++) {
+        const fsdpi_plan_act *act = &given->choice.acts[i];
+        status = fsdpi_plan_act_add(p, &l->choice, act->call, act->what, act->late, act->unit,
+                                    act->group, act->why, act->at);
+    }
+    if (!status) {
+        memcpy(l->choice.managed, f.managed, (size_t)p->num_units);
+        fsdpi_plan_derive_choice(&f, &l->choice);
+        fsdpi_plan_count_ops(&by_calls, l, 0);
+        int decides = l->choice.num_acts > 0;
+        status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, &k->tape);
+        if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY)
+            status = fsdp_fail(
+                p->world, FSDP_ERR_INVALID_ARG,
+                "[E993] plan_load: a decision is not possible where the text has it: "
+                "%s",
+                fsdp_last_error(p->world));
+    }
+    if (!status) status = fsdpi_plan_place(p, &k->tape, l, fsdpi_plan_passes(p));
+    if (!status) status = fsdpi_plan_finish_listing(p, k, &by_calls, &f);
+    l->by_calls = given->by_calls;
+    fsdp_plan_proof proof;
+    if (!status) status = fsdpi_plan_prove_one(p->model, l, &proof);
+    if (!status && proof.refuted)
+        status = fsdp_fail(p->world, FSDP_ERR_INVALID_ARG, "[E994] plan_load: refuted: %s",
+                           proof.text);
+    char *printed = NULL;
+    size_t size = 0;
+    if (!status && ops) status = fsdpi_plan_print(p->model, l, FSDP_PLAN_TEXT_OPS, &printed, &size);
+    if (!status && ops) {
+        fsdpi_plan_in in;
+        memset(&in, 0, sizeof in);
+        in.world = p->world;
+        in.text = text;
+        in.end = text + length - (sizeof "end 0123456789abcdef\n" - 1);
+        fsdpi_plan_same_text(&in, printed, size, "what follows from the decisions, ");
+        status = in.status;
+    }
+    fsdpi_plan_free(p->model, printed);
+    fsdpi_plan_facts_end(p, &f);
+    fsdpi_plan_tape_free(p, &by_calls);
+    return status;
+}
+
+static fsdp_status fsdpi_plan_load_kind(fsdp_plan *p, const fsdpi_plan_listing *given,
+                                        fsdpi_plan_kind **out) {
+    fsdpi_plan_kind *k;
+    fsdp_status status = fsdpi_plan_alloc(p->model, sizeof *k, (void **)out);
+    if (status) return status;
+    k = *out;
+    status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes, (void **)&k->begin);
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, (size_t)given->num_calls * sizeof *k->calls,
+                                  (void **)&k->calls);
+    k->plan = p;
+    k->settings = fsdp_model_settings(p->model);
+    k->num_calls = given->num_calls;
+    for (int c = 0; c < given->num_calls && !status; c++) {
+        k->calls[c] = given->calls[c];
+        k->calls[c].unit = given->calls[c].index >= 0 ? p->units[given->calls[c].index] : NULL;
+    }
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text, size_t length) {
+    fsdpi_plan_listing given;
+    fsdpi_plan_kind *k = NULL;
+    int ops = 0;
+    memset(&given, 0, sizeof given);
+    if (!plan || !text)
+        return fsdp_fail(plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E995] plan_load: plan or text is NULL");
+    if (plan->open || plan->num_kinds >= plan->desc.most_kinds)
+        return fsdp_fail(plan->world, FSDP_ERR_INVALID_STATE,
+                         "[E996] plan_load: %s: load between steps, and at most %d kinds of steps",
+                         plan->open ? "a step is under way" : "no place is left",
+                         plan->desc.most_kinds);
+    fsdp_status status = fsdpi_plan_parse(plan->model, text, length, &given, &ops);
+    if (!status) status = fsdpi_plan_check_model(plan, &given);
+    if (!status)
+        status = fsdpi_plan_grow(plan->model, (void **)&plan->kinds, plan->num_kinds,
+                                 &plan->cap_kinds, sizeof *plan->kinds);
+    if (!status) status = fsdpi_plan_load_kind(plan, &given, &k);
+    if (!status) status = fsdpi_plan_load_alone(plan, k, &given, text, length, ops);
+    if (!status && plan->desc.most_bytes && k->listing.bytes > plan->desc.most_bytes)
+        status = fsdpi_plan_too_large(plan, k, 0, k->listing.bytes, plan->desc.most_bytes);
+    if (!status) k->listing.hash = fsdpi_plan_text_hash(&k->listing);
+    status = fsdpi_plan_agree(plan, k, status, status ? 1 : k->listing.hash);
+    if (!status) status = fsdpi_plan_agree(plan, k, fsdpi_plan_bind_all(plan, k), 0);
+    fsdpi_plan_listing_end(plan->model, &given);
+    if (status) {
+        fsdpi_plan_kind_free(plan, k);
+        return status;
+    }
+    k->used_at = plan->steps;
+    plan->kinds[plan->num_kinds++] = k;
+    return FSDP_OK;
 }
 
 
@@ -2621,74 +4331,125 @@ static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const 
         snprintf(p->why, sizeof p->why, "options changed before call %d, %s '%.120s'", p->at,
                  fsdpi_plan_call_name(call), fsdpi_plan_unit_name(unit));
     else
-        snprintf(p->why, sizeof p->why,
-                 "expected %s '%.120s' (call %d of %d), got %s '%.120s'",
+        snprintf(p->why, sizeof p->why, "expected %s '%.120s' (call %d of %d), got %s '%.120s'",
                  fsdpi_plan_call_name(expected->call), fsdpi_plan_unit_name(expected->unit), p->at,
                  p->kind->num_calls, fsdpi_plan_call_name(call), fsdpi_plan_unit_name(unit));
 }
 
-static void fsdpi_plan_states_now(const fsdp_plan *p, char *out) {
-    for (int i = 0; i < p->num_units; i++)
-        (void)fsdp_unit_snapshot(p->units[i], out + (size_t)i * p->unit_bytes, p->unit_bytes);
+static int fsdpi_plan_is_part(const fsdp_plan *p, const fsdp_buf *buf) {
+    const char *begin = (const char *)fsdp_buf_ptr(p->arena), *at = (const char *)fsdp_buf_ptr(buf);
+    return p->arena && at >= begin && at < begin + fsdp_buf_nbytes(p->arena);
 }
 
-// A kind is dropped: the least recently used one, or one that steps leave again and again.
-static void fsdpi_plan_drop(fsdp_plan *p, int index) {
-    if (p->kind == p->kinds[index]) p->kind = NULL;
-    fsdpi_plan_kind_free(p, p->kinds[index]);
-    for (int i = index; i + 1 < p->num_kinds; i++) p->kinds[i] = p->kinds[i + 1];
-    p->num_kinds--;
-}
-
+// The arena stays while a unit holds a part of it.
 static void fsdpi_plan_drop_all(fsdp_plan *p) {
     while (p->num_kinds) fsdpi_plan_drop(p, p->num_kinds - 1);
+    for (int i = 0; i < p->num_strays; i++)
+        if (fsdpi_plan_is_part(p, p->strays[i])) return;
     fsdp_buf_destroy(p->model, p->arena);
     p->arena = NULL;
 }
 
+// COMPUTE has written all places of a kind: behind whoever had them, and before whoever will.
+static fsdp_status fsdpi_plan_pass_by(fsdp_plan *p, const fsdpi_plan_kind *k) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < k->listing.num_slots && !status; i++) {
+        fsdp_op op;
+        if (k->listing.slots[i].offset < 0) continue;
+        fsdp_op_init(&op, p->model, NULL, FSDP_OP_USE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.what = "plan";
+        op.dst = k->bufs[i];
+        status = fsdp_emit(p->model, &op);
+    }
+    return status;
+}
+
+/* Kinds have the same memory, but slots, and with them events, of their own: where streams run at
+   the same time, the slots of one come behind those of the other. */
+static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
+    fsdp_status status = FSDP_OK;
+    if (p->last && p->last != p->kind && p->mode_of_world != FSDPI_PLAN_INLINE) {
+        status = fsdpi_plan_pass_by(p, p->last);
+        if (!status) status = fsdpi_plan_pass_by(p, p->kind);
+    }
+    p->last = p->kind;
+    return status;
+}
+
 // The first call of a step: what kind of step is it?
-static void fsdpi_plan_begin(fsdp_plan *p) {
+static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     p->open = 1;
     p->at = p->num_calls = 0;
+    p->next = NULL;
     p->settings = fsdp_model_settings(p->model);
     p->why[0] = 0;
     p->kind = NULL;
+    fsdpi_plan_sweep(p, 0);
     if (p->forgotten) fsdpi_plan_drop_all(p);
     p->forgotten = 0;
-    if (p->warm > 0) {
-        p->mode = FSDP_PLAN_WARM_UP;
-        return;
-    }
     fsdpi_plan_states_now(p, p->begin);
     for (int i = 0; i < p->num_kinds && !p->kind; i++)
         if (p->kinds[i]->settings == p->settings &&
             memcmp(p->kinds[i]->begin, p->begin, (size_t)p->num_units * p->unit_bytes) == 0)
             p->kind = p->kinds[i];
-    p->mode = p->kind ? FSDP_PLAN_REPLAYING : FSDP_PLAN_RECORDING;
+    p->mode = p->kind ? FSDP_PLAN_REPLAYING : p->warm ? FSDP_PLAN_WARM_UP : FSDP_PLAN_RECORDING;
     if (p->num_kinds && !p->kind)
         snprintf(p->why, sizeof p->why, "%s",
                  "another kind of step: options, or what units hold, are not those of a plan");
+    return p->kind ? fsdpi_plan_hand_over(p) : FSDP_OK;
+}
+
+// Is a unit's reduction waiting for a later call?
+static int fsdpi_plan_owes(const fsdp_plan *p, const fsdpi_plan_act *act) {
+    return act->what == FSDPI_PLAN_COLLECT && act->why == FSDPI_PLAN_WHY_JOINED &&
+           act->call < p->at && act->at >= p->at;
+}
+
+/* The plan is not followed any further: reductions that wait are made, with the options that they
+   had by calls. */
+static fsdp_status fsdpi_plan_part(fsdp_plan *p) {
+    fsdp_status status = FSDP_OK;
+    if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
+    const fsdpi_plan_choice *c = &p->kind->listing.choice;
+    p->left++;
+    p->next = NULL;
+    p->mode = FSDP_PLAN_BY_CALLS;
+    for (int i = 0; i < c->num_acts && !status; i++)
+        if (fsdpi_plan_owes(p, &c->acts[i])) status = fsdp_unit_reduce(p->units[c->acts[i].unit]);
+    return status;
 }
 
 // From here on the step goes by calls.
-static void fsdpi_plan_leave(fsdp_plan *p) {
-    p->mode = FSDP_PLAN_BY_CALLS;
-    p->left++;
+static fsdp_status fsdpi_plan_leave(fsdp_plan *p) {
     p->kind->left++;
+    return fsdpi_plan_part(p);
+}
+
+// Options are about to change. If nothing waits, the next call looks whether they have.
+static fsdp_status fsdpi_plan_setter(fsdp_plan *p) {
+    int owes = 0;
+    if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
+    const fsdpi_plan_choice *c = &p->kind->listing.choice;
+    for (int i = 0; i < c->num_acts; i++) owes |= fsdpi_plan_owes(p, &c->acts[i]);
+    if (!owes) return FSDP_OK;
+    snprintf(p->why, sizeof p->why,
+             "options changed before call %d, while gradients waited for a later one", p->at);
+    return fsdpi_plan_leave(p);
 }
 
 // One call from the tape: states first, since what is sent along depends on them.
-static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_kind *k) {
-    const fsdpi_plan_tape *t = &k->tape;
-    int at = p->at++;
+static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) {
+    const fsdpi_plan_tape *t = &p->kind->tape;
+    size_t size = p->unit_bytes;
     fsdp_status status = FSDP_OK;
-    for (int i = t->states_at[at]; i < t->states_at[at + 1] && !status; i++)
-        status = fsdp_unit_restore(p->units[t->states[i].unit],
-                                   t->saved + (size_t)t->states[i].at * p->unit_bytes,
-                                   p->unit_bytes);
-    for (int i = t->runs_at[at]; i < t->runs_at[at + 1] && !status; i++) {
-        const fsdpi_plan_run *run = &t->runs[i];
-        if (run->flags >= 0) status = fsdp_unit_flag_use(p->units[run->flags]);
+    p->next = step + 1;
+    p->at++;
+    for (int i = 0; i < step->num_states && !status; i++)
+        status = fsdp_unit_restore(step->states[i].of, t->saved + (size_t)step->states[i].at * size,
+                                   size);
+    for (int i = 0; i < step->num_runs && !status; i++) {
+        const fsdpi_plan_run *run = &step->runs[i];
+        if (run->flags) status = fsdp_unit_flag_use(run->flags);
         if (!status) status = fsdp_emit_again(p->model, t->ops + run->begin, run->end - run->begin);
     }
     return status;
@@ -2697,8 +4458,8 @@ static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_kind *k) {
 static void fsdpi_plan_record(fsdp_plan *p, fsdp_unit *unit, int call) {
     fsdpi_plan_call one = {unit, call, unit ? fsdpi_plan_index(p, unit) : -1};
     int is_new = fsdp_model_settings(p->model) != p->settings;
-    if (!is_new && !fsdpi_plan_grow(p->model, (void **)&p->calls, p->num_calls, &p->cap_calls,
-                                    sizeof one)) {
+    if (!is_new &&
+        !fsdpi_plan_grow(p->model, (void **)&p->calls, p->num_calls, &p->cap_calls, sizeof one)) {
         p->calls[p->num_calls++] = one;
         return;
     }
@@ -2722,6 +4483,7 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p) {
     if (!status) {
         memcpy(k->begin, p->begin, begin);
         memcpy(k->calls, p->calls, calls);
+        k->plan = p;
         k->settings = p->settings;
         k->num_calls = p->num_calls;
     }
@@ -2731,13 +4493,24 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p) {
             if (p->kinds[i]->used_at < p->kinds[oldest]->used_at) oldest = i;
         fsdpi_plan_drop(p, oldest);
     }
-    status = fsdpi_plan_make(p, status ? NULL : k);
+    if (!status) status = fsdpi_plan_find_older(p, k);
+    int made = 0;
+    status = fsdpi_plan_make(p, status ? NULL : k, &made);
+    if (!status && p->mode != FSDP_PLAN_REFUSED && !made) { // the next one like it has a plan
+        snprintf(p->why, sizeof p->why, "%s",
+                 "it began with gradients, or parameters, of steps by calls");
+        fsdpi_plan_kind_free(p, k);
+        return FSDP_OK;
+    }
     if (!status && p->mode != FSDP_PLAN_REFUSED) {
         k->used_at = p->steps;
         p->kinds[p->num_kinds++] = k;
+        p->mode = FSDP_PLAN_REPLAYING; // the next step, if it is like this one
         return FSDP_OK;
     }
     fsdpi_plan_kind_free(p, k);
+    if (!fsdp_world_status(p->world))
+        fsdpi_plan_drop_all(p); // steps by calls have slots of their own
     return status;
 }
 
@@ -2745,8 +4518,12 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p) {
 static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
     fsdpi_plan_kind *k = p->kind;
     p->open = 0;
+    p->next = NULL;
     p->steps++;
-    if (p->mode == FSDP_PLAN_WARM_UP) p->warm--;
+    if (p->mode == FSDP_PLAN_WARM_UP && --p->warm == 0) {
+        p->mode = FSDP_PLAN_RECORDING; // from the next step on
+        return 0;
+    }
     if (p->mode == FSDP_PLAN_REPLAYING) {
         k->replayed++;
         p->replayed++;
@@ -2755,14 +4532,15 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
         p->differ = 0;
     }
     if (p->mode == FSDP_PLAN_BY_CALLS && k && k->left >= FSDPI_PLAN_PATIENCE) {
-        for (int i = 0; i < p->num_kinds; i++)
-            if (p->kinds[i] == k) fsdpi_plan_drop(p, i);
+        int i = 0;
+        while (i < p->num_kinds && p->kinds[i] != k) i++;
+        if (i < p->num_kinds) fsdpi_plan_drop(p, i);
         p->differ++;
     }
     if (p->differ >= FSDPI_PLAN_PATIENCE) {
         char text[FSDPI_PLAN_TEXT];
         snprintf(text, sizeof text, "steps differ from each other: %.400s", p->why);
-        fsdpi_plan_refuse(p, text);
+        fsdpi_plan_refuse_loudly(p, FSDP_ERR_INVALID_STATE, text);
     }
     if (p->mode != FSDP_PLAN_RECORDING) return 0;
     *status = fsdp_finalize_backward(p->model); // goes to the extensions behind, and to the core
@@ -2770,26 +4548,31 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
     return 1;
 }
 
-// `call` of the extension.
-static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int call,
-                             fsdp_status *status) {
-    fsdp_plan *p = (fsdp_plan *)user;
+// A call that is not simply the next one of a replay.
+static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status *status) {
+    fsdp_model *model = p->model;
     int ends = call == FSDP_CALL_RESET || call == FSDP_CALL_FINALIZE;
+    if (call == FSDP_CALL_SET) {
+        *status = fsdpi_plan_setter(p);
+        return 0;
+    }
     if (p->mode == FSDP_PLAN_PAUSED) p->open = !ends;
-    if (call == FSDP_CALL_RESET) p->open = 0;
+    if (call == FSDP_CALL_RESET) p->open = 0, p->next = NULL;
     if (p->mode >= FSDP_PLAN_PAUSED || call == FSDP_CALL_RESET) return 0;
     if (!p->open && !fsdp_is_grad_enabled(model)) return 0; // an evaluation is no step
-    if (!p->open) fsdpi_plan_begin(p);
+    if (!p->open) *status = fsdpi_plan_begin(p);
+    if (*status) return 1;
     if (p->mode == FSDP_PLAN_REPLAYING) {
         const fsdpi_plan_call *next = p->at < p->kind->num_calls ? &p->kind->calls[p->at] : NULL;
         int same = fsdp_model_settings(model) == p->settings;
         if (same && next && next->unit == unit && next->call == call) {
             if (!unit) return fsdpi_plan_finalize(p, status);
-            *status = fsdpi_plan_replay(p, p->kind);
+            *status = fsdpi_plan_replay(p, &p->kind->tape.steps[p->at]);
             return 1;
         }
         fsdpi_plan_say(p, same ? next : NULL, unit, call);
-        fsdpi_plan_leave(p);
+        *status = fsdpi_plan_leave(p);
+        if (*status) return 1;
         if (p->desc.strict) {
             *status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE, "[E976] plan: %s", p->why);
             return 1;
@@ -2797,6 +4580,19 @@ static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int
     }
     if (p->mode == FSDP_PLAN_RECORDING) fsdpi_plan_record(p, unit, call);
     return unit ? 0 : fsdpi_plan_finalize(p, status);
+}
+
+// `call` of the extension.
+static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int call,
+                             fsdp_status *status) {
+    fsdp_plan *p = (fsdp_plan *)user;
+    const fsdpi_plan_step *expected = p->next; // of a replay under way
+    if (expected && unit && expected->unit == unit && expected->call == call &&
+        fsdp_model_settings(model) == p->settings) {
+        *status = fsdpi_plan_replay(p, expected);
+        return 1;
+    }
+    return fsdpi_plan_look(p, unit, call, status);
 }
 
 static void fsdpi_plan_relayout(void *user, fsdp_model *model) {
@@ -2807,15 +4603,18 @@ static void fsdpi_plan_relayout(void *user, fsdp_model *model) {
     if (p->mode == FSDP_PLAN_REPLAYING) p->mode = FSDP_PLAN_RECORDING;
     snprintf(p->why, sizeof p->why, "%s", "the model has a new layout");
 }
-
 static void fsdpi_plan_end(void *user) {
     fsdp_plan *p = (fsdp_plan *)user;
     fsdp_model *m = p->model;
-    fsdpi_plan_drop_all(p);
+    while (p->num_kinds) fsdpi_plan_drop(p, p->num_kinds - 1);
+    fsdpi_plan_sweep(p, 1);
+    fsdp_buf_destroy(m, p->arena);
+    fsdpi_plan_free(m, p->strays);
     fsdpi_plan_free(m, p->kinds);
     fsdpi_plan_free(m, p->calls);
     fsdpi_plan_free(m, p->begin);
     fsdpi_plan_free(m, p->units);
+    fsdpi_plan_free(m, p->params);
     fsdpi_plan_free(m, p);
 }
 
@@ -2855,12 +4654,16 @@ static void fsdpi_plan_defaults(fsdp_plan *p) {
 
 static fsdp_status fsdpi_plan_find_units(fsdp_plan *p) {
     fsdp_param_view v = FSDP_ZERO;
-    fsdp_status status = fsdpi_plan_alloc(p->model,
-                                          (size_t)fsdp_num_units(p->model) * sizeof *p->units,
-                                          (void **)&p->units);
-    while (!status && fsdp_next_param(p->model, &v))
+    fsdp_status status = fsdpi_plan_alloc(
+        p->model, (size_t)fsdp_num_units(p->model) * sizeof *p->units, (void **)&p->units);
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, (size_t)fsdp_num_units(p->model) * sizeof *p->params,
+                                  (void **)&p->params);
+    while (!status && fsdp_next_param(p->model, &v)) {
         if (p->num_units == 0 || p->units[p->num_units - 1] != v.unit)
             p->units[p->num_units++] = v.unit;
+        p->params[p->num_units - 1]++;
+    }
     if (!status) p->unit_bytes = fsdp_unit_snapshot(p->units[0], NULL, 0);
     return status ? status
                   : fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,
@@ -2879,6 +4682,10 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     fsdp_world *w = fsdp_model_world(model);
     fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_plan_desc");
     if (!status) status = fsdpi_plan_check_desc(model, &d);
+    if (!status && fsdp_find_extension(model, "plan"))
+        status = fsdp_fail(
+            w, FSDP_ERR_INVALID_STATE,
+            "[E967] plan_create: the model has a plan: call fsdp_plan_destroy first");
     if (!status) status = fsdp_model_commit(model);
     if (!status) status = fsdp_model_mesh_info(model, &info);
     if (!status) status = fsdpi_plan_alloc(model, sizeof *p, (void **)&p);
@@ -2893,18 +4700,64 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     p->extension.user = p;
     p->extension.call = fsdpi_plan_answer;
     p->extension.relayout = fsdpi_plan_relayout;
-    p->extension.destroy = fsdpi_plan_end;
+    p->memory.name = "memory of a plan";
+    p->memory.user = p;
+    p->memory.destroy = fsdpi_plan_end;
     fsdpi_plan_defaults(p);
     status = fsdpi_plan_find_units(p);
     if (!status && p->pool < 0) status = FSDP_ERR_INVALID_ARG;
-    if (!status) status = fsdp_attach(model, &p->extension);
-    if (status) fsdpi_plan_end(p);
+    if (!status) status = fsdp_attach(model, &p->memory);
+    if (status) {
+        fsdpi_plan_end(p);
+        return status;
+    }
+    status = fsdp_attach(model, &p->extension);
+    if (status) (void)fsdp_detach(model, &p->memory);
     else *plan = p;
     return status;
 }
 
+// The program by calls, with the slots that pools would give: a listing of its own.
+static fsdp_status fsdpi_plan_list_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_listing *l) {
+    fsdpi_plan_tape tape;
+    fsdpi_plan_kind plain = *k;
+    memset(l, 0, sizeof *l);
+    memset(&tape, 0, sizeof tape);
+    fsdp_status status = fsdpi_plan_tape_make(p, k, NULL, NULL, &tape);
+    if (!status) status = fsdpi_plan_place(p, &tape, l, 0);
+    plain.tape = tape;
+    if (!status) status = fsdpi_plan_list(p, &plain, &tape, l);
+    fsdpi_plan_tape_free(p, &tape);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by_calls,
+                                        const fsdp_plan_cost *cost, fsdp_plan_times *out) {
+    fsdp_plan_cost c;
+    if (!plan || !cost || !out || index < 0 || index >= plan->num_kinds)
+        return fsdp_fail(
+            plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
+            "[E998] plan_simulate: plan, cost or out is NULL, or index %d is not below "
+            "the number of plans, which is %d",
+            index, fsdp_plan_count(plan));
+    fsdp_plan *p = plan->kinds[index]->plan;
+    fsdp_status status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
+    if (!status) status = fsdpi_plan_check_cost(p->world, &c);
+    if (status || !by_calls)
+        return status ? status : fsdpi_plan_time(p->model, &plan->kinds[index]->listing, &c, out);
+    fsdpi_plan_listing calls;
+    status = fsdpi_plan_list_calls(p, plan->kinds[index], &calls);
+    if (!status) status = fsdpi_plan_time(p->model, &calls, &c, out);
+    fsdpi_plan_listing_end(p->model, &calls);
+    return status;
+}
+
 FSDP_API void fsdp_plan_destroy(fsdp_plan *plan) {
-    if (plan) (void)fsdp_detach(plan->model, &plan->extension);
+    if (!plan) return;
+    (void)fsdpi_plan_part(plan);
+    if (fsdp_detach(plan->model, &plan->extension)) return;
+    fsdpi_plan_drop_all(plan);
+    if (!plan->num_strays) (void)fsdp_detach(plan->model, &plan->memory); // else with the model
 }
 
 FSDP_API fsdp_plan_mode fsdp_plan_state(const fsdp_plan *plan) {
@@ -2914,8 +4767,7 @@ FSDP_API fsdp_plan_mode fsdp_plan_state(const fsdp_plan *plan) {
 FSDP_API const char *fsdp_plan_why(const fsdp_plan *plan) { return plan ? plan->why : ""; }
 
 FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
-    if (!plan)
-        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E979] plan_pause: plan is NULL");
+    if (!plan) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E979] plan_pause: plan is NULL");
     if (plan->mode == FSDP_PLAN_REFUSED || (plan->mode == FSDP_PLAN_PAUSED) == (paused != 0))
         return FSDP_OK;
     if (!paused) { // with the next step: what is left of this one goes by calls
@@ -2923,23 +4775,24 @@ FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
         plan->kind = NULL;
         return FSDP_OK;
     }
-    if (plan->open && plan->mode == FSDP_PLAN_REPLAYING) plan->left++;
+    fsdp_status status = fsdpi_plan_part(plan);
     plan->mode = FSDP_PLAN_PAUSED;
+    plan->next = NULL;
     snprintf(plan->why, sizeof plan->why, "%s", "paused by fsdp_plan_pause");
-    return FSDP_OK;
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
-    if (!plan)
-        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E980] plan_forget: plan is NULL");
-    if (plan->open && plan->mode == FSDP_PLAN_REPLAYING) plan->left++;
+    if (!plan) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E980] plan_forget: plan is NULL");
+    fsdp_status status = fsdpi_plan_part(plan);
     plan->forgotten = 1; // units may hold slots of the arena until the step's end
     plan->kind = NULL;
+    plan->next = NULL;
     plan->differ = 0;
     if (plan->mode != FSDP_PLAN_PAUSED)
         plan->mode = plan->open ? FSDP_PLAN_BY_CALLS : FSDP_PLAN_RECORDING;
     snprintf(plan->why, sizeof plan->why, "%s", "plans were dropped by fsdp_plan_forget");
-    return FSDP_OK;
+    return status;
 }
 
 // Parameters of units whose slots are held when backward begins; units gathered at a time.
@@ -2956,12 +4809,10 @@ static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_kind *k,
         now += t->ops[i].kind == FSDP_OP_ACQUIRE ? 1 : -1;
         if (now > out->most_open) out->most_open = now;
     }
-    fsdp_param_view v = FSDP_ZERO;
-    while (fsdp_next_param(p->model, &v))
-        for (int i = 0; i < t->num_uses; i++)
-            if (t->uses[i].pool == FSDP_POOL_GATHER && p->units[t->uses[i].unit] == v.unit &&
-                t->uses[i].from < backward && t->uses[i].to >= backward)
-                out->crossing++;
+    for (int i = 0; i < t->num_uses; i++)
+        if (t->uses[i].pool == FSDP_POOL_GATHER && t->uses[i].from < backward &&
+            t->uses[i].to >= backward)
+            out->crossing += p->params[t->uses[i].unit];
 }
 
 FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp_plan_report *out) {

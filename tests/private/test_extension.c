@@ -112,6 +112,7 @@ static void bed_open_as(bed *b, const setting *set, int opaque) {
     b->s.threads = set->threads;
     b->s.fused = !set->unfused;
     b->s.opaque = opaque;
+    b->s.checks = set->world < 64;
     CHECK(sim_open(&b->s));
     fsdp_model_desc md = FSDP_ZERO;
     md.param_dtype = set->param;
@@ -136,7 +137,10 @@ static void bed_open_as(bed *b, const setting *set, int opaque) {
 }
 
 static void bed_open(bed *b, const setting *set) { bed_open_as(b, set, 0); }
-static void bed_close(bed *b) { CHECK_EQ_INT(sim_close(&b->s), 0); }
+static void bed_close(bed *b) {
+    CHECK_EQ_INT(sim_close(&b->s), 0);
+    CHECK_MSG(!b->s.races, "%s", b->s.race);
+}
 
 static void step(bed *b) {
     double norm;
@@ -647,9 +651,10 @@ TEST(extension, slot_in_use) {
 
 /* ---- a step rehearsed, and a step replayed --------------------------------------------------- */
 
-enum { TAPE = 400, STATES = 64, SNAPSHOT = 1 << 16 };
+enum { TAPE = 400, STATES = 64, PARTS = 24, PART = 1 << 26 };
 
-/* What a step issues, one entry after the other: a record, or the unit's state after a call. */
+/* What a step issues, one entry after the other: a record, or the unit's state after a call. Slots
+   of a rehearsal are parts of addresses without memory. */
 typedef struct {
     fsdp_model *model;
     fsdp_unit *const *units;
@@ -657,16 +662,52 @@ typedef struct {
     int num_ops, take, record, begin[STATES], num_calls;
     const fsdp_unit *of[STATES];
     char states[STATES][256];
+    fsdp_buf *parts[PARTS];
+    int asked, given_back, refuse; /* slots; the place of the one that is refused, from 1 on */
 } tape;
 
 static int tape_op(void *user, fsdp_model *model, fsdp_op *op) {
     tape *t = (tape *)user;
-    (void)model;
+    CHECK(model == t->model);
     if (t->record) {
         CHECK(t->num_ops < TAPE);
         t->ops[t->num_ops++] = *op;
     }
     return t->take;
+}
+
+static fsdp_buf *tape_buffer(void *user, fsdp_model *model, fsdp_unit *unit, int pool,
+                             fsdp_buf *released) {
+    tape *t = (tape *)user;
+    int i = 0;
+    CHECK(model == t->model && unit);
+    CHECK(released || (pool >= FSDP_POOL_GATHER && pool <= FSDP_POOL_ROUT));
+    if (released) t->given_back++;
+    if (released || ++t->asked == t->refuse) return NULL;
+    while (i < PARTS && fsdp_buf_held(t->parts[i])) i++;
+    CHECK(i < PARTS);
+    return t->parts[i];
+}
+
+static fsdp_extension tape_open(tape *t, const bed *b) {
+    fsdp_extension e = FSDP_ZERO;
+    memset(t, 0, sizeof *t);
+    t->model = b->model;
+    t->units = b->units;
+    for (int i = 0; i < PARTS; i++)
+        CHECK_OK(fsdp_buf_part(b->model, NULL, (int64_t)(i + 1) * PART, PART, &t->parts[i]));
+    e.op = tape_op;
+    e.buffer = tape_buffer;
+    e.user = t;
+    return e;
+}
+
+/* No unit holds a slot of a rehearsal any more. */
+static void tape_close(tape *t) {
+    for (int i = 0; i < PARTS; i++) {
+        CHECK(!fsdp_buf_held(t->parts[i]));
+        fsdp_buf_destroy(t->model, t->parts[i]);
+    }
 }
 
 static void tape_call(tape *t, fsdp_unit *u, fsdp_status (*call)(fsdp_unit *unit)) {
@@ -682,6 +723,7 @@ static void tape_step(tape *t) {
     t->record = 1;
     for (int i = 0; i < NUM_UNITS; i++) {
         tape_call(t, t->units[i], fsdp_pre_forward);
+        CHECK(fsdp_data(t->units[i], 0));
         tape_call(t, t->units[i], fsdp_post_forward);
     }
     for (int i = NUM_UNITS - 1; i >= 0; i--) {
@@ -693,68 +735,128 @@ static void tape_step(tape *t) {
     t->begin[t->num_calls] = t->num_ops;
 }
 
+/* All that a model is, byte for byte: no list of the library's says what. Its counters may show
+   that memory was allocated meanwhile. */
+typedef struct {
+    fsdp_model model;
+    fsdp_unit units[NUM_UNITS];
+    fsdpi_param params[NUM_UNITS][6];
+    char flags[NUM_UNITS][64];
+    fsdpi_forward order[64];
+    fsdp_buf bufs[64];
+    int num_bufs;
+} photo;
+
+static void photograph_buf(photo *p, const fsdp_buf *buf) {
+    CHECK(p->num_bufs < 64);
+    if (buf) p->bufs[p->num_bufs++] = *buf;
+}
+
+static void photograph(const bed *b, photo *p) {
+    const fsdp_model *m = b->model;
+    memset(p, 0, sizeof *p);
+    memcpy(&p->model, m, sizeof *m);
+    p->model.counters.allocations = 0;
+    for (int i = 0; i < NUM_UNITS; i++) {
+        const fsdp_unit *u = b->units[i];
+        memcpy(&p->units[i], u, sizeof *u);
+        memcpy(p->params[i], u->params, (size_t)u->desc.num_params * sizeof u->params[0]);
+        CHECK(fsdpi_flags_bytes(u) <= sizeof p->flags[i]);
+        if (u->usage.flags) memcpy(p->flags[i], u->usage.flags, fsdpi_flags_bytes(u));
+    }
+    CHECK(m->num_order <= 64);
+    if (m->num_order) memcpy(p->order, m->order, (size_t)m->num_order * sizeof *m->order);
+    for (int i = 0; i < m->num_classes; i++)
+        for (int k = 0; k < m->classes[i].count; k++) photograph_buf(p, m->classes[i].slots[k]);
+    for (int d = 1; d < FSDP_DTYPE_COUNT; d++) {
+        photograph_buf(p, m->flats[d].shard);
+        photograph_buf(p, m->flats[d].grad);
+    }
+    photograph_buf(p, m->scalar);
+}
+
+static void check_photos(const photo *a, const photo *b) {
+    CHECK_EQ_MEM(&a->model, &b->model, sizeof a->model);
+    for (int i = 0; i < NUM_UNITS; i++) {
+        CHECK_EQ_MEM(&a->units[i], &b->units[i], sizeof a->units[i]);
+        CHECK_EQ_MEM(a->params[i], b->params[i], sizeof a->params[i]);
+        CHECK_EQ_MEM(a->flags[i], b->flags[i], sizeof a->flags[i]);
+    }
+    CHECK_EQ_MEM(a->order, b->order, sizeof a->order);
+    CHECK_EQ_INT(a->num_bufs, b->num_bufs);
+    CHECK_EQ_MEM(a->bufs, b->bufs, sizeof a->bufs);
+}
+
+static photo photo_before, photo_after;
+
 /* What ran in the recorded step runs again, by records and states alone. */
 static int replay(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status) {
     tape *t = (tape *)user;
     int n = t->num_calls;
-    (void)call;
     if (!unit || t->record) return 0;
     CHECK(n < STATES && t->of[n] == unit);
-    for (int i = t->begin[n]; i < t->begin[n + 1]; i++) {
-        fsdp_op op = t->ops[i], fresh;
-        fsdp_op_init(&fresh, model, unit, op.kind, op.label, op.stream);
-        op.step = fresh.step;
-        op.bytes = 0;
-        if (op.label == FSDP_LABEL_USERS) CHECK_OK(fsdp_unit_flag_use(unit));
-        if (op.kind != FSDP_OP_HOOK) CHECK_OK(fsdp_emit(model, &op));
-    }
+    if (call == FSDP_CALL_POST_BACKWARD) CHECK_OK(fsdp_unit_flag_use(unit));
+    CHECK_OK(fsdp_emit_again(model, &t->ops[t->begin[n]], t->begin[n + 1] - t->begin[n]));
     *status = fsdp_unit_restore(unit, t->states[n], fsdp_unit_snapshot(unit, NULL, 0));
     t->num_calls++;
     return 1;
+}
+
+static fsdp_status rehearse_step(void *user) {
+    tape *t = (tape *)user;
+    tape_step(t);
+    return fsdp_finalize_backward(t->model);
+}
+
+static fsdp_status rehearse_without_end(void *user) {
+    tape_step((tape *)user);
+    return FSDP_OK; /* units are in backward */
+}
+
+/* An address of a record, or its place in a slot. */
+static int64_t place_of(const fsdp_buf *buf, const void *ptr) {
+    int slot = buf && (buf->part || (buf->pool >= FSDP_POOL_GATHER && buf->pool <= FSDP_POOL_ROUT));
+    return ptr && slot ? (const char *)ptr - buf->ptr : (int64_t)(intptr_t)ptr;
 }
 
 /* A rehearsal shows the records of the step that follows, runs none, and leaves nothing behind. */
 TEST_P(extension, rehearsal, settings) {
     bed b;
     static tape dry, real;
-    static char before[SNAPSHOT], after[SNAPSHOT];
-    memset(&dry, 0, sizeof dry);
     bed_open(&b, row);
-    CHECK_EQ_INT((long long)fsdp_model_snapshot(b.model, NULL, 0), 0); /* not laid out yet */
+    fsdp_extension e = tape_open(&dry, &b), ee = tape_open(&real, &b);
+    ee.buffer = NULL;
     step(&b);
     step(&b);
-    dry.model = b.model;
-    dry.units = b.units;
-    real = dry;
-    fsdp_extension e = FSDP_ZERO;
-    e.op = tape_op;
-    e.user = &dry;
-    dry.take = 1;
-    size_t size = fsdp_model_snapshot(b.model, before, sizeof before);
-    CHECK(size > 0 && size <= sizeof before);
-    CHECK_EQ_INT((long long)fsdp_model_snapshot(b.model, after, size - 1), (long long)size);
-    CHECK_OK(fsdp_attach(b.model, &e));
-    tape_step(&dry);
-    CHECK(fsdp_unit_state(b.units[0]) == FSDP_STATE_POST_BACKWARD);
-    CHECK_OK(fsdp_detach(b.model, &e));
-    CHECK_STATUS(fsdp_model_restore(b.model, before, size - 1), FSDP_ERR_INVALID_ARG);
-    CHECK_OK(fsdp_model_restore(b.model, before, size));
-    CHECK_EQ_INT((long long)fsdp_model_snapshot(b.model, after, sizeof after), (long long)size);
-    CHECK_EQ_MEM(before, after, size);
-    e.user = &real;
-    CHECK_OK(fsdp_attach(b.model, &e));
+    photograph(&b, &photo_before);
+    uint64_t works = b.s.works, colls = b.s.colls[FSDP_OP_ALL_GATHER];
+    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_step, &dry));
+    CHECK_EQ_INT(b.s.works, works);
+    CHECK_EQ_INT(b.s.colls[FSDP_OP_ALL_GATHER], colls);
+    photograph(&b, &photo_after);
+    check_photos(&photo_before, &photo_after);
+    CHECK(dry.asked == 0 ? row->world == 1 : dry.given_back == dry.asked);
+    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_without_end, &dry));
+    photograph(&b, &photo_after);
+    check_photos(&photo_before, &photo_after);
+    CHECK_OK(fsdp_attach(b.model, &ee));
     tape_step(&real);
     CHECK_OK(fsdp_finalize_backward(b.model));
     CHECK_EQ_INT(real.num_ops, dry.num_ops);
     for (int i = 0; i < real.num_ops; i++) {
-        CHECK_EQ_INT(real.ops[i].kind, dry.ops[i].kind);
-        CHECK_EQ_INT(real.ops[i].seq, dry.ops[i].seq);
-        CHECK(real.ops[i].src_ptr == dry.ops[i].src_ptr &&
-              real.ops[i].dst_ptr == dry.ops[i].dst_ptr);
-        CHECK_EQ_INT(real.ops[i].num_waits, dry.ops[i].num_waits);
+        const fsdp_op *x = &real.ops[i], *y = &dry.ops[i];
+        CHECK(x->kind == y->kind && x->label == y->label && x->stream == y->stream);
+        CHECK(x->seq == y->seq && x->step == y->step && x->count == y->count);
+        CHECK(x->bytes == y->bytes && x->unit == y->unit && x->list == y->list);
+        CHECK(x->what_hash == y->what_hash && x->comm == y->comm && x->state == y->state);
+        CHECK(!x->src == !y->src && !x->dst == !y->dst);
+        CHECK(place_of(x->src, x->src_ptr) == place_of(y->src, y->src_ptr));
+        CHECK(place_of(x->dst, x->dst_ptr) == place_of(y->dst, y->dst_ptr));
     }
-    CHECK_OK(fsdp_detach(b.model, &e));
+    CHECK_OK(fsdp_detach(b.model, &ee));
     step(&b);
+    tape_close(&dry);
+    tape_close(&real);
     bed_close(&b); /* which checks that nothing raced */
 }
 
@@ -762,16 +864,12 @@ TEST_P(extension, rehearsal, settings) {
 TEST_P(extension, replay, settings) {
     bed b;
     static tape t;
-    memset(&t, 0, sizeof t);
     bed_open(&b, row);
-    t.model = b.model;
-    t.units = b.units;
+    fsdp_extension e = tape_open(&t, &b);
     step(&b);
     step(&b);
-    fsdp_extension e = FSDP_ZERO;
-    e.op = tape_op;
     e.call = replay;
-    e.user = &t;
+    e.buffer = NULL;
     t.record = 1;
     CHECK_OK(fsdp_attach(b.model, &e));
     fsdp_counters c[3];
@@ -795,22 +893,28 @@ TEST_P(extension, replay, settings) {
             CHECK_OK(fsdp_post_backward(b.units[i]));
         }
         CHECK_OK(fsdp_finalize_backward(b.model));
+        for (int i = 0; i < NUM_UNITS; i++) { /* of what was used there is a gradient */
+            fsdp_param_view v = FSDP_ZERO;
+            CHECK_OK(fsdp_param_view_get(b.units[i], 0, &v));
+            CHECK(v.shard_grad != NULL);
+        }
         CHECK_OK(fsdp_params_changed(b.model));
         CHECK_OK(fsdp_zero_grad(b.model));
     }
     CHECK_OK(fsdp_model_counters(b.model, &c[2]));
-    for (int kind = 0; kind < FSDP_OP_HOOK; kind++)
-        CHECK_EQ_INT(c[2].calls[kind] - c[1].calls[kind],
-                     3 * (c[1].calls[kind] - c[0].calls[kind]));
+    for (int kind = 0; kind < FSDP_OP_COUNT; kind++)
+        if (kind != FSDP_OP_HOOK) /* finalize shows some by itself */
+            CHECK_EQ_INT(c[2].calls[kind] - c[1].calls[kind],
+                         3 * (c[1].calls[kind] - c[0].calls[kind]));
     CHECK_EQ_INT(c[2].allocations, c[1].allocations);
     t.record = 1; /* by calls again */
     t.num_ops = 0;
     CHECK_OK(fsdp_detach(b.model, &e));
     step(&b);
+    tape_close(&t);
     bed_close(&b);
 }
 
-/* A snapshot of slots that are others since is refused; so is one of another unit. */
 TEST(extension, describe_tells_routes) {
     static char text[16384];
     bed b;
@@ -846,30 +950,38 @@ TEST(extension, flags_of_use) {
     bed_close(&b);
 }
 
+/* A snapshot of another unit or layout is refused; of the same one, made anew, it is not. */
 TEST(extension, stale_snapshots) {
     bed b;
-    static char whole[SNAPSHOT], one[512];
+    static char one[512], again[512];
     bed_open(&b, &settings[5]);
     b.s.checks = 0;
+    CHECK_EQ_INT((long long)fsdp_unit_snapshot(NULL, one, sizeof one), 0);
     step(&b);
-    size_t size = fsdp_model_snapshot(b.model, whole, sizeof whole);
-    size_t unit = fsdp_unit_snapshot(b.units[0], one, sizeof one);
-    CHECK(size > 0 && size <= sizeof whole && unit > 0 && unit <= sizeof one);
+    memset(one, 7, sizeof one);
+    size_t unit = fsdp_unit_snapshot(b.units[0], one, 8);
+    CHECK(unit > 8 && unit <= sizeof one && one[0] == 7);
+    CHECK_EQ_INT((long long)fsdp_unit_snapshot(b.units[0], one, unit - 1), (long long)unit);
+    CHECK_EQ_INT(one[0], 7);
+    CHECK_EQ_INT((long long)fsdp_unit_snapshot(b.units[0], one, unit), (long long)unit);
     CHECK_STATUS(fsdp_unit_restore(b.units[1], one, unit), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(b.s.world), "is of another unit than 'unit1'"));
     CHECK_STATUS(fsdp_unit_restore(b.units[0], one, unit - 1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_unit_restore(b.units[0], one, unit + 1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_unit_restore(NULL, one, unit), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_unit_restore(b.units[0], NULL, unit), FSDP_ERR_INVALID_ARG);
     CHECK_OK(fsdp_unit_restore(b.units[0], one, unit));
+    CHECK_EQ_INT((long long)fsdp_unit_snapshot(b.units[0], again, sizeof again), (long long)unit);
     CHECK_OK(fsdp_pools_trim(b.model));
-    step(&b); /* as many slots as before, but others */
-    CHECK_EQ_INT((long long)fsdp_model_snapshot(b.model, NULL, 0), (long long)size);
-    CHECK_STATUS(fsdp_model_restore(b.model, whole, size), FSDP_ERR_INVALID_ARG);
-    CHECK_STATUS(fsdp_unit_restore(b.units[0], one, unit), FSDP_ERR_INVALID_ARG);
-    (void)fsdp_model_snapshot(b.model, whole, sizeof whole);
+    step(&b); /* other slots: a unit that holds none does not mind */
+    CHECK_OK(fsdp_unit_restore(b.units[0], one, unit));
     CHECK_OK(fsdp_set_requires_grad(b.units[1], 2, 0));
     step(&b);
+    CHECK_STATUS(fsdp_unit_restore(b.units[0], one, unit), FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(b.s.world), "or the layout has changed since"));
     CHECK_OK(fsdp_set_requires_grad(b.units[1], 2, 1));
     step(&b);
-    CHECK_STATUS(fsdp_model_restore(b.model, whole, size), FSDP_ERR_INVALID_ARG);
-    CHECK(strstr(fsdp_last_error(b.s.world), "slots were made or freed since"));
+    CHECK_STATUS(fsdp_unit_restore(b.units[0], one, unit), FSDP_ERR_INVALID_ARG);
     bed_close(&b);
 }
 
@@ -911,71 +1023,92 @@ TEST(extension, restored_unit_holds_its_slots) {
 }
 
 /* What a rehearsal gathered ahead does not count against prefetch_bytes afterwards. */
-TEST(extension, snapshot_before_prefetches) {
+static fsdp_status rehearse_prefetch(void *user) {
+    bed *b = (bed *)user;
+    fsdp_status status = fsdp_pre_forward(b->units[0]);
+    CHECK_EQ_INT(fsdp_unit_storage(b->units[1]), FSDP_STORAGE_IN_FLIGHT);
+    CHECK(b->model->ahead_bytes > 0);
+    return status; /* units stay open */
+}
+TEST(extension, rehearsal_prefetches) {
+    static tape t;
     bed b;
-    static char before[SNAPSHOT];
     bed_open(&b, &settings[5]);
     b.s.checks = 0;
     step(&b);
     CHECK_OK(fsdp_set_modules_to_forward_prefetch(b.units[0], &b.units[1], 1));
     b.model->desc.prefetch_bytes = fsdpi_aligned(b.model,
                                                  b.units[1]->layout.slot_bytes); /* one of them */
-    size_t size = fsdp_model_snapshot(b.model, before, sizeof before);
-    CHECK(size > 0 && size <= sizeof before);
+    fsdp_extension e = tape_open(&t, &b);
+    photograph(&b, &photo_before);
     for (int k = 0; k < 2; k++) {
-        CHECK_OK(fsdp_pre_forward(b.units[0]));
-        CHECK_EQ_INT(fsdp_unit_storage(b.units[1]), FSDP_STORAGE_IN_FLIGHT);
-        if (k == 0) CHECK_OK(fsdp_model_restore(b.model, before, size));
+        CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_prefetch, &b));
+        photograph(&b, &photo_after);
+        check_photos(&photo_before, &photo_after);
     }
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    CHECK_EQ_INT(fsdp_unit_storage(b.units[1]), FSDP_STORAGE_IN_FLIGHT);
     CHECK_OK(fsdp_post_forward(b.units[0]));
+    tape_close(&t);
     bed_close(&b);
 }
 
-/* Who used what, its flags, the phase and the numbers of records are in a snapshot. */
-TEST(extension, snapshot_in_backward) {
-    bed b;
-    static char before[SNAPSHOT], after[SNAPSHOT];
-    bed_open(&b, &settings[5]);
-    step(&b);
-    for (int i = 0; i < NUM_UNITS; i++) {
-        CHECK_OK(fsdp_pre_forward(b.units[i]));
-        CHECK_OK(fsdp_post_forward(b.units[i]));
+/* Who used what, its flags, and sums that wait for their reduction come through a rehearsal of
+   whole steps, finalize included. */
+static fsdp_status rehearse_uses(void *user) {
+    tape *t = (tape *)user;
+    for (int k = 0; k < 2; k++) {
+        CHECK_OK(fsdp_set_requires_gradient_sync(t->model, NULL, k));
+        for (int i = 0; i < NUM_UNITS; i++) {
+            CHECK_OK(fsdp_pre_forward(t->units[i]));
+            CHECK_OK(fsdp_post_forward(t->units[i]));
+        }
+        for (int i = NUM_UNITS - 1; i >= 0; i--) {
+            CHECK_OK(fsdp_pre_backward(t->units[i]));
+            for (int n = 0; n < shapes[i].num_params; n++) /* all of them */
+                CHECK_EQ_INT(fsdp_grad(t->units[i], n) == NULL, shapes[i].frozen >> n & 1);
+            CHECK_OK(fsdp_post_backward(t->units[i]));
+        }
+        CHECK_OK(fsdp_finalize_backward(t->model));
     }
-    CHECK_OK(fsdp_pre_backward(b.units[2]));
-    CHECK(fsdp_grad(b.units[2], 0));
-    size_t size = fsdp_model_snapshot(b.model, before, sizeof before);
-    tape t;
-    memset(&t, 0, sizeof t);
-    t.take = 1;
-    fsdp_extension e = FSDP_ZERO;
-    e.op = tape_op; /* what is issued meanwhile does not run */
-    e.state = NULL;
-    e.user = &t;
-    b.model->watch = FSDPI_OPS; /* units are open: fsdp_attach would refuse */
-    fsdpi_attached a;
-    memset(&a, 0, sizeof a);
-    a.e = e;
-    b.model->attached = &a;
-    CHECK_OK(fsdp_post_backward(b.units[2]));
-    CHECK(!fsdp_grad(b.units[2], 0));
-    CHECK_OK(fsdp_pre_backward(b.units[1]));
-    CHECK(fsdp_grad(b.units[1], 0));
-    CHECK_OK(fsdp_post_backward(b.units[1]));
-    (void)fsdp_model_snapshot(b.model, after, sizeof after);
-    CHECK(memcmp(before, after, size) != 0);
-    b.model->attached = NULL;
-    b.model->watch = 0;
-    CHECK_OK(fsdp_model_restore(b.model, before, size));
-    CHECK_EQ_INT((long long)fsdp_model_snapshot(b.model, after, sizeof after), (long long)size);
-    CHECK_EQ_MEM(before, after, size);
-    CHECK_EQ_INT(fsdp_unit_state(b.units[2]), FSDP_STATE_PRE_BACKWARD); /* it is where it was */
-    CHECK_OK(fsdp_post_backward(b.units[2]));
-    CHECK_OK(fsdp_finalize_backward(b.model));
-    fsdp_param_view v = FSDP_ZERO;
-    CHECK_OK(fsdp_param_view_get(b.units[2], 0, &v));
-    CHECK(v.shard_grad != NULL); /* its use was not lost */
-    CHECK_OK(fsdp_param_view_get(b.units[1], 0, &v));
-    CHECK(v.shard_grad == NULL); /* what was taken back does not count */
+    fsdp_param_view v = FSDP_ZERO; /* it is all there, as far as a rehearsal can tell */
+    CHECK_OK(fsdp_param_view_get(t->units[1], 3, &v));
+    CHECK_OK(fsdp_zero_grad(t->model));
+    return FSDP_OK;
+}
+TEST_P(extension, rehearsal_between_microbatches, settings) {
+    static tape t;
+    bed b;
+    bed_open(&b, row);
+    fsdp_extension e = tape_open(&t, &b);
+    step(&b);
+    for (int sync = 0; sync < 2; sync++) {
+        CHECK_OK(fsdp_set_requires_gradient_sync(b.model, NULL, sync));
+        for (int i = 0; i < NUM_UNITS; i++) {
+            CHECK_OK(fsdp_pre_forward(b.units[i]));
+            CHECK_OK(fsdp_post_forward(b.units[i]));
+        }
+        for (int i = NUM_UNITS - 1; i >= 0; i--) {
+            CHECK_OK(fsdp_pre_backward(b.units[i]));
+            if (!sync) CHECK(fsdp_grad(b.units[i], 0));
+            CHECK_OK(fsdp_post_backward(b.units[i]));
+        }
+        CHECK_OK(fsdp_finalize_backward(b.model));
+        photograph(&b, &photo_before);
+        CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_uses, &t));
+        photograph(&b, &photo_after);
+        check_photos(&photo_before, &photo_after);
+    }
+    for (int i = 0; i < NUM_UNITS; i++)
+        for (int n = 0; n < shapes[i].num_params; n++) {
+            fsdp_param_view v = FSDP_ZERO;
+            CHECK_OK(fsdp_param_view_get(b.units[i], n, &v));
+            if (row->world == 1 || !row->threads)           /* the sim of lanes moves nothing */
+                CHECK_EQ_INT(v.shard_grad != NULL, n == 0); /* what was rehearsed does not count */
+        }
+    CHECK_OK(fsdp_zero_grad(b.model));
+    step(&b);
+    tape_close(&t);
     bed_close(&b);
 }
 
@@ -1655,30 +1788,860 @@ TEST(extension, failure_of_a_record) {
     bed_close(&b);
 }
 
-/* What plans look at: it grows when something changes, and only then. */
-TEST(extension, settings_are_counted) {
+/* What plans look at: a number that is the same for the same options, whatever way led there, and
+   another one for others. */
+static fsdp_status no_all_reduce(void *user, fsdp_unit *unit, void *sums, int64_t count,
+                                 fsdp_dtype dtype, void *stream) {
+    (void)user, (void)unit, (void)sums, (void)count, (void)dtype, (void)stream;
+    return FSDP_OK;
+}
+static fsdp_status no_grad(void *user, const fsdp_param_view *v, void *stream) {
+    (void)user, (void)v, (void)stream;
+    return FSDP_OK;
+}
+static fsdp_status no_comm(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                           const fsdp_coll *coll) {
+    (void)user;
+    return ops->run(comm, coll);
+}
+enum { SETTERS = 20 };
+/* Sets option n to another value than that at creation, or (on 0) back. */
+static void set_one(const bed *b, int n, int on) {
+    fsdp_model *m = b->model;
+    fsdp_unit *u = b->units[0], *v = b->units[1];
+    switch (n) {
+    case 0: CHECK_OK(fsdp_set_grad_enabled(m, !on)); break;
+    case 1: CHECK_OK(fsdp_set_is_last_backward(m, !on)); break;
+    case 2: CHECK_OK(fsdp_set_requires_gradient_sync(m, NULL, !on)); break;
+    case 3: CHECK_OK(fsdp_set_requires_gradient_sync(m, u, !on)); break;
+    case 4: CHECK_OK(fsdp_set_requires_gradient_sync(m, v, !on)); break;
+    case 5: CHECK_OK(fsdp_set_requires_all_reduce(m, u, !on)); break;
+    case 6: CHECK_OK(fsdp_set_reshard_after_backward(m, u, !on)); break;
+    case 7: CHECK_OK(fsdp_set_unshard_in_backward(m, u, !on)); break;
+    case 8: CHECK_OK(fsdp_set_reduce_scatter_unused_params(m, u, !on)); break;
+    case 9:
+        CHECK_OK(
+            fsdp_set_reshard_after_forward(m, u, on ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS));
+        break;
+    case 10: CHECK_OK(fsdp_set_gradient_divide_factor(m, u, on ? 3 : 0)); break;
+    case 11: CHECK_OK(fsdp_set_modules_to_forward_prefetch(u, b->units + 1, on ? 1 : 0)); break;
+    case 12: CHECK_OK(fsdp_set_modules_to_forward_prefetch(u, b->units + 1, on ? 2 : 0)); break;
+    case 13: CHECK_OK(fsdp_set_modules_to_backward_prefetch(u, b->units + 1, on ? 1 : 0)); break;
+    case 14: CHECK_OK(fsdp_set_all_reduce_hook(u, on ? no_all_reduce : NULL, NULL)); break;
+    case 15: CHECK_OK(fsdp_set_post_accumulate_hook(u, 1, on ? no_grad : NULL, NULL)); break;
+    case 16: CHECK_OK(fsdp_set_custom_all_gather(u, on ? no_comm : NULL, NULL)); break;
+    case 17: CHECK_OK(fsdp_set_custom_reduce_scatter(u, on ? no_comm : NULL, NULL)); break;
+    case 18: CHECK_OK(fsdp_set_custom_all_reduce(u, on ? no_comm : NULL, NULL)); break;
+    default: CHECK_OK(fsdp_set_requires_grad(v, 2, !on)); break;
+    }
+}
+TEST(extension, settings_tell_options) {
     bed b;
+    uint64_t at[SETTERS][SETTERS];
     bed_open(&b, &settings[2]);
-    uint64_t at = fsdp_model_settings(b.model);
-#define CHANGES(call, by)                                                                          \
-    do {                                                                                           \
-        CHECK_OK(call);                                                                            \
-        CHECK_EQ_INT(fsdp_model_settings(b.model), at + (by));                                     \
-        at += (by);                                                                                \
-    } while (0)
-    CHANGES(fsdp_set_grad_enabled(b.model, 1), 0);
-    CHANGES(fsdp_set_grad_enabled(b.model, 0), 1);
-    CHANGES(fsdp_set_is_last_backward(b.model, 0), 1);
-    CHANGES(fsdp_set_is_last_backward(b.model, 0), 0);
-    CHANGES(fsdp_set_requires_gradient_sync(b.model, NULL, 0), 2 * NUM_UNITS);
-    CHANGES(fsdp_set_requires_gradient_sync(b.model, NULL, 0), 0);
-    CHANGES(fsdp_set_reshard_after_forward(b.model, b.units[0], FSDP_RESHARD_NEVER), 1);
-    CHANGES(fsdp_set_gradient_divide_factor(b.model, b.units[0], 3), 1);
-    CHANGES(fsdp_set_modules_to_forward_prefetch(b.units[0], &b.units[1], 1), 1);
-    CHANGES(fsdp_set_all_reduce_hook(b.units[0], NULL, NULL), 1);
-    CHANGES(fsdp_set_requires_grad(b.units[1], 2, 0), 1);
-    CHANGES(fsdp_set_requires_grad(b.units[1], 2, 0), 0);
+    CHECK_EQ_INT(fsdp_model_settings(NULL), 0);
+    const uint64_t first = fsdp_model_settings(b.model);
+    for (int i = 0; i < SETTERS; i++)
+        for (int k = 0; k < SETTERS; k++) {
+            set_one(&b, i, 1);
+            CHECK(fsdp_model_settings(b.model) != first);
+            set_one(&b, k, 1);
+            at[i][k] = fsdp_model_settings(b.model);
+            set_one(&b, k, 1); /* once more changes nothing */
+            CHECK(fsdp_model_settings(b.model) == at[i][k]);
+            CHECK(k > i || at[i][k] == at[k][i] || (i == 12 && k == 11)); /* in either order */
+            set_one(&b, i, 0); /* not in the reverse order */
+            set_one(&b, k, 0);
+            CHECK(fsdp_model_settings(b.model) == first);
+        }
+    for (int i = 0; i < SETTERS; i++) /* one or two options: all different */
+        for (int k = 0; k <= i; k++)
+            for (int n = 0; n <= i; n++)
+                for (int o = 0; o <= n && (n < i || o < k); o++) {
+                    int sync = (n == 2 || o == 2 || i == 2 || k == 2) || (i == 12 && k == 11) ||
+                               (n == 12 && o == 11) || (i == 5 && k == 3) || (n == 5 && o == 3);
+                    CHECK_MSG(sync || at[i][k] != at[n][o], "%d %d, %d %d", i, k, n, o);
+                }
+    CHECK(at[2][2] != at[3][4] && at[2][2] != at[3][3] && at[3][3] != at[5][5]);
+    /* values, and units and their order in lists */
+    CHECK_OK(fsdp_set_gradient_divide_factor(b.model, b.units[0], 4));
+    CHECK(fsdp_model_settings(b.model) != at[10][10]);
+    set_one(&b, 10, 0);
+    fsdp_unit *turned[2] = {b.units[2], b.units[1]};
+    CHECK_OK(fsdp_set_modules_to_forward_prefetch(b.units[0], turned, 2));
+    CHECK(fsdp_model_settings(b.model) != at[12][12]);
+    CHECK_OK(fsdp_set_modules_to_forward_prefetch(b.units[0], turned, 1));
+    CHECK(fsdp_model_settings(b.model) != at[11][11]);
+    set_one(&b, 11, 0);
+    CHECK(fsdp_model_settings(b.model) == first);
+    CHECK_OK(fsdp_model_cast(b.model, FSDP_BF16));
+    CHECK(fsdp_model_settings(b.model) != first);
+    CHECK_OK(fsdp_model_cast(b.model, FSDP_F32));
+    CHECK(fsdp_model_settings(b.model) == first);
+    step(&b);
+    CHECK(fsdp_model_settings(b.model) == first);
     bed_close(&b);
+}
+
+/* ---- what a rehearsal may do ----------------------------------------------------------------- */
+
+typedef struct {
+    bed *b;
+    tape *t;
+    int runs;
+    fsdp_status result;
+} rehearsed;
+
+static rehearsed rehearsed_as(bed *b, tape *t) {
+    rehearsed r = {b, t, 0, FSDP_OK};
+    return r;
+}
+
+/* Every option, and calls with them. */
+static fsdp_status rehearse_options(void *user) {
+    const rehearsed *r = (const rehearsed *)user;
+    fsdp_unit *const *units = r->b->units;
+    fsdp_model *m = r->b->model;
+    uint64_t was = fsdp_model_settings(m);
+    for (int round = 0; round < 2; round++) {
+        for (int n = 0; n < SETTERS - 1; n++)
+            if (n < 11 || n > 13) set_one(r->b, n, round);
+        CHECK_OK(fsdp_set_modules_to_forward_prefetch(units[0], NULL, 0));
+        CHECK_OK(fsdp_set_modules_to_backward_prefetch(units[2], NULL, 0));
+        CHECK(fsdp_model_settings(m) != was);
+        CHECK_OK(fsdp_pre_forward(units[0]));
+        CHECK_EQ_INT(fsdp_unit_storage(units[1]), FSDP_STORAGE_SHARDED);
+        CHECK_STATUS(fsdp_pre_backward(units[0]), FSDP_ERR_INVALID_STATE); /* is remembered */
+        CHECK_OK(fsdp_post_forward(units[0]));
+    }
+    CHECK_OK(fsdp_agree(m, "x", 1));
+    CHECK_OK(fsdp_params_changed(m));
+    /* what it could not undo */
+    CHECK_STATUS(fsdp_set_modules_to_forward_prefetch(units[0], units + 1, 1),
+                 FSDP_ERR_INVALID_ARG);
+    CHECK(strstr(fsdp_last_error(r->b->s.world), "[E173] set_modules_to_forward_prefetch: a "
+                                                 "rehearsal can only take lists away: count is 1"));
+    CHECK_STATUS(fsdp_set_requires_grad(units[1], 2, 0), FSDP_ERR_INVALID_STATE);
+    CHECK(strstr(fsdp_last_error(r->b->s.world), "[E214] set_requires_grad: a rehearsal"));
+    CHECK_STATUS(fsdp_model_cast(m, FSDP_F64), FSDP_ERR_INVALID_STATE);
+    CHECK_STATUS(fsdp_pools_trim(m), FSDP_ERR_INVALID_STATE);
+    fsdp_extension e = FSDP_ZERO;
+    CHECK_STATUS(fsdp_attach(m, &e), FSDP_ERR_INVALID_STATE);
+    e = m->attached->e; /* the one that is asked */
+    CHECK_STATUS(fsdp_detach(m, &e), FSDP_ERR_INVALID_STATE);
+    return FSDP_OK;
+}
+TEST_P(extension, rehearsal_of_options, settings) {
+    static tape t;
+    bed b;
+    bed_open(&b, row);
+    fsdp_extension e = tape_open(&t, &b);
+    CHECK_OK(fsdp_set_modules_to_forward_prefetch(b.units[0], b.units + 1, 2));
+    CHECK_OK(fsdp_set_modules_to_backward_prefetch(b.units[2], b.units, 1));
+    CHECK_OK(fsdp_set_post_accumulate_hook(b.units[1], 0, no_grad, &b));
+    step(&b);
+    photograph(&b, &photo_before);
+    rehearsed r = rehearsed_as(&b, &t);
+    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_options, &r));
+    photograph(&b, &photo_after);
+    check_photos(&photo_before, &photo_after);
+    CHECK_OK(fsdp_pre_forward(b.units[0])); /* the lists are those from before */
+    CHECK(row->world == 1 || fsdp_unit_storage(b.units[1]) == FSDP_STORAGE_IN_FLIGHT);
+    CHECK(row->world == 1 || fsdp_unit_storage(b.units[2]) == FSDP_STORAGE_IN_FLIGHT);
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    CHECK_OK(fsdp_model_reset(b.model));
+    step(&b);
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* No pool gives a slot meanwhile. The first failure ends the run; nothing of it stays. */
+static fsdp_status rehearse_until_refused(void *user) {
+    rehearsed *r = (rehearsed *)user;
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < NUM_UNITS && !status; i++) {
+        status = fsdp_pre_forward(r->b->units[i]);
+        if (!status) status = fsdp_post_forward(r->b->units[i]);
+        r->runs += !status;
+    }
+    return status;
+}
+TEST(extension, rehearsal_without_a_slot) {
+    static tape t;
+    bed b;
+    bed_open(&b, &settings[1]); /* one rank, which gathers in another dtype */
+    fsdp_extension e = tape_open(&t, &b);
+    step(&b);
+    photograph(&b, &photo_before);
+    for (int refuse = 1; refuse <= NUM_UNITS + 1; refuse++) {
+        rehearsed r = rehearsed_as(&b, &t);
+        t.asked = 0;
+        t.refuse = refuse;
+        fsdp_status wanted = refuse <= NUM_UNITS ? FSDP_ERR_INVALID_ARG : FSDP_OK;
+        CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_until_refused, &r), wanted);
+        CHECK_EQ_INT(r.runs, refuse - 1);
+        if (wanted)
+            CHECK(strstr(fsdp_last_error(b.s.world), "[E915] an extension gave 'unit") &&
+                  strstr(fsdp_last_error(b.s.world),
+                         "a slot of 0 bytes for gathered parameters, expected"));
+        CHECK_OK(fsdp_world_status(b.s.world));
+        photograph(&b, &photo_after);
+        check_photos(&photo_before, &photo_after);
+    }
+    rehearsed r = rehearsed_as(&b, &t); /* nobody gives any */
+    e.buffer = NULL;
+    CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_until_refused, &r), FSDP_ERR_INVALID_ARG);
+    CHECK_EQ_INT(r.runs, 0);
+    photograph(&b, &photo_after);
+    check_photos(&photo_before, &photo_after);
+    step(&b);
+    tape_close(&t);
+    bed_close(&b);
+    bed_open(&b, &settings[2]); /* other ranks would wait: the world ends */
+    e = tape_open(&t, &b);
+    r = rehearsed_as(&b, &t);
+    t.refuse = 1;
+    CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_until_refused, &r), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_world_status(b.s.world), FSDP_ERR_INVALID_ARG);
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* No record runs and no slot is a pool's, whatever the extension lacks. */
+TEST_P(extension, rehearsal_without_op, settings) {
+    static tape t;
+    bed b;
+    bed_open(&b, row);
+    fsdp_extension e = tape_open(&t, &b);
+    step(&b);
+    uint64_t works = b.s.works, colls = b.s.colls[FSDP_OP_ALL_GATHER];
+    int64_t waits = b.s.waits;
+    photograph(&b, &photo_before);
+    e.op = NULL;
+    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_step, &t));
+    CHECK(t.num_ops == 0 && b.s.works == works && b.s.colls[FSDP_OP_ALL_GATHER] == colls);
+    CHECK_EQ_INT(b.s.waits, waits);
+    photograph(&b, &photo_after);
+    check_photos(&photo_before, &photo_after);
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* Only the extension of the rehearsal is asked, and those that are attached afterwards again. */
+static void guest_ran(void *user, fsdp_model *m, const fsdp_op *op, int64_t begin, int64_t end) {
+    (void)m, (void)op, (void)begin, (void)end;
+    ((guest *)user)->relayouts++;
+}
+static fsdp_buf *guest_buffer(void *user, fsdp_model *m, fsdp_unit *u, int pool,
+                              fsdp_buf *released) {
+    (void)m, (void)u, (void)pool, (void)released;
+    ((guest *)user)->relayouts++;
+    return NULL;
+}
+static int tape_counts_calls(void *user, fsdp_model *m, fsdp_unit *u, int call,
+                             fsdp_status *status) {
+    (void)m, (void)u, (void)call, (void)status;
+    ((tape *)user)->num_calls += 1000;
+    return 0;
+}
+TEST_P(extension, rehearsal_asks_one, settings) {
+    static tape t;
+    char diary[1024] = "";
+    guest g, h;
+    bed b;
+    bed_open(&b, row);
+    fsdp_extension eg = guest_as(&g, "g", diary), eh = guest_as(&h, "h", diary),
+                   e = tape_open(&t, &b);
+    eg.relayout = NULL;
+    eg.buffer = guest_buffer;
+    eg.ran = guest_ran;
+    fsdp_extension attached = e; /* it may be attached */
+    attached.buffer = NULL;
+    CHECK_OK(fsdp_attach(b.model, &eg));
+    CHECK_OK(fsdp_attach(b.model, &attached));
+    CHECK_OK(fsdp_attach(b.model, &eh));
+    e.call = tape_counts_calls;
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    int calls = g.calls, ops = g.ops;
+    rehearsed r = rehearsed_as(&b, &t);
+    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_until_refused, &r)); /* commits first */
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK(h.relayouts == 1 && g.relayouts == 0); /* the commit's */
+    CHECK_EQ_INT(t.num_calls, 2 * NUM_UNITS * 1000);
+    CHECK(g.calls == calls && h.calls == calls && g.ops == ops && h.ops == ops);
+    CHECK_EQ_STR(diary, "");
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    CHECK_EQ_STR(diary, "gh");
+    CHECK(g.ops > ops && h.ops > ops);
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK(g.relayouts > 0 || row->world == 1);
+    CHECK_OK(fsdp_model_reset(b.model));
+    CHECK_OK(fsdp_detach(b.model, &attached));
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* Records that were under way are told to whom they belong. */
+TEST(extension, rehearsal_behind_records) {
+    static tape t;
+    bed b;
+    watch w;
+    memset(&w, 0, sizeof w);
+    bed_open(&b, &settings[4]);
+    step(&b);
+    w.model = b.model;
+    fsdp_extension e = FSDP_ZERO, et = tape_open(&t, &b);
+    e.ran = watch_ran;
+    e.user = &w;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    fsdp_counters from = FSDP_ZERO, to = FSDP_ZERO;
+    CHECK_OK(fsdp_model_counters(b.model, &from));
+    for (int i = 0; i < NUM_UNITS; i++) {
+        CHECK_OK(fsdp_pre_forward(b.units[i]));
+        CHECK_OK(fsdp_post_forward(b.units[i]));
+    }
+    CHECK_OK(fsdp_model_counters(b.model, &to));
+    uint64_t issued = to.calls[FSDP_OP_ALL_GATHER] - from.calls[FSDP_OP_ALL_GATHER];
+    CHECK(issued == NUM_UNITS && (uint64_t)w.told[FSDP_OP_ALL_GATHER] < issued);
+    rehearsed r = rehearsed_as(&b, &t);
+    CHECK_OK(fsdp_rehearse(b.model, &et, rehearse_until_refused, &r));
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    CHECK_EQ_INT(w.told[FSDP_OP_ALL_GATHER], issued);
+    CHECK_EQ_INT(w.bad, 0);
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* Its status is the run's; without a run there is another one. */
+static fsdp_status rehearse_nothing(void *user) {
+    rehearsed *r = (rehearsed *)user;
+    r->runs++;
+    return r->result;
+}
+static fsdp_status rehearse_within(void *user) { /* the outer one goes on as one */
+    rehearsed *r = (rehearsed *)user;
+    fsdp_extension e = FSDP_ZERO;
+    rehearsed inner = rehearsed_as(r->b, r->t);
+    uint64_t works = r->b->s.works, colls = r->b->s.colls[FSDP_OP_ALL_GATHER];
+    inner.result = FSDP_ERR_CORRUPT;
+    CHECK_STATUS(fsdp_rehearse(r->b->model, &e, rehearse_nothing, &inner), FSDP_ERR_CORRUPT);
+    CHECK_EQ_INT(inner.runs, 1);
+    int num = r->t->num_ops;
+    r->t->record = 1;
+    CHECK_OK(rehearse_until_refused(user));
+    r->t->record = 0;
+    CHECK(r->t->num_ops > num && r->b->s.works == works);
+    CHECK_EQ_INT(r->b->s.colls[FSDP_OP_ALL_GATHER], colls);
+    return FSDP_OK;
+}
+TEST(extension, rehearsal_status) {
+    static tape t;
+    bed b;
+    bed_open(&b, &settings[5]);
+    fsdp_extension e = tape_open(&t, &b);
+    rehearsed r = rehearsed_as(&b, &t);
+    CHECK_STATUS(fsdp_rehearse(NULL, &e, rehearse_nothing, &r), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_rehearse(b.model, NULL, rehearse_nothing, &r), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_rehearse(b.model, &e, NULL, &r), FSDP_ERR_INVALID_ARG);
+    e.size = 8;
+    CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_nothing, &r), FSDP_ERR_INVALID_ARG);
+    e.size = 0;
+    CHECK_EQ_INT(r.runs, 0);
+    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_nothing, &r)); /* the model is laid out then */
+    CHECK_EQ_INT(r.runs, 1);
+    CHECK_EQ_INT((long long)b.model->layout, 1);
+    r.result = FSDP_ERR_CORRUPT;
+    CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_nothing, &r), FSDP_ERR_CORRUPT);
+    r.result = FSDP_OK;
+    CHECK_EQ_INT(r.runs, 2);
+    CHECK_OK(fsdp_pre_forward(b.units[1]));
+    CHECK_STATUS(fsdp_rehearse(b.model, &e, rehearse_nothing, &r), FSDP_ERR_INVALID_STATE);
+    CHECK(strstr(fsdp_last_error(b.s.world), "rehearse: unit 'unit1' is FORWARD"));
+    CHECK_EQ_INT(r.runs, 2);
+    CHECK_OK(fsdp_post_forward(b.units[1]));
+    CHECK_OK(fsdp_unshard(b.units[2])); /* idle, and gathered */
+    photograph(&b, &photo_before);
+    r.runs = 0;
+    CHECK_OK(fsdp_rehearse(b.model, &e, rehearse_within, &r));
+    CHECK_EQ_INT(r.runs, NUM_UNITS);
+    photograph(&b, &photo_after);
+    check_photos(&photo_before, &photo_after);
+    CHECK_OK(fsdp_wait(b.units[2]));
+    CHECK_OK(fsdp_reshard(b.units[2]));
+    CHECK_OK(fsdp_model_reset(b.model));
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* A slot that another extension gave is held as before, whatever the rehearsal did with it. */
+static fsdp_status rehearse_reshard(void *user) {
+    fsdp_status status = fsdp_reshard((fsdp_unit *)user);
+    return status ? status : fsdp_unshard((fsdp_unit *)user);
+}
+TEST(extension, rehearsal_of_others_slots) {
+    static tape t;
+    bed b;
+    landlord l;
+    memset(&l, 0, sizeof l);
+    bed_open(&b, &settings[5]);
+    l.model = b.model;
+    l.pool = FSDP_POOL_GATHER;
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_GATHER, FSDP_MEMORY_DEVICE, 65536, &l.part));
+    fsdp_extension e = FSDP_ZERO, et = tape_open(&t, &b);
+    e.buffer = landlord_buffer;
+    e.user = &l;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    CHECK_OK(fsdp_unshard(b.units[1]));
+    CHECK(fsdp_buf_held(l.part));
+    CHECK_OK(fsdp_rehearse(b.model, &et, rehearse_reshard, b.units[1]));
+    CHECK_EQ_INT(l.given_back, 0);
+    CHECK(fsdp_buf_held(l.part) && b.units[1]->state.slot[FSDP_POOL_GATHER] == l.part);
+    CHECK_OK(fsdp_wait(b.units[1]));
+    CHECK_OK(fsdp_reshard(b.units[1]));
+    CHECK(!fsdp_buf_held(l.part));
+    CHECK_OK(fsdp_detach(b.model, &e));
+    fsdp_buf_destroy(b.model, l.part);
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* ---- records emitted again ------------------------------------------------------------------- */
+
+/* As by fsdp_emit: the same numbers, waits, markers, work and times; step and what was given are
+   new. */
+static fsdp_status emits(const bed *b, tape *t, int again) {
+    fsdp_status status = FSDP_OK;
+    if (again) return fsdp_emit_again(b->model, t->ops, t->num_ops);
+    for (int i = 0; i < t->num_ops && !status; i++) {
+        t->ops[i].step = b->model->step;
+        t->ops[i].given = b->model->given;
+        t->ops[i].timed = 0;
+        status = fsdp_emit(b->model, &t->ops[i]);
+    }
+    return status;
+}
+TEST_P(extension, emitted_again, settings) {
+    static tape t, seen[2];
+    bed b;
+    bed_open(&b, row);
+    fsdp_extension e = tape_open(&t, &b), es[2];
+    for (int k = 0; k < 2; k++) es[k] = tape_open(&seen[k], &b);
+    e.buffer = es[0].buffer = es[1].buffer = NULL;
+    step(&b);
+    step(&b);
+    CHECK_OK(fsdp_attach(b.model, &e));
+    tape_step(&t);
+    CHECK_OK(fsdp_finalize_backward(b.model));
+    CHECK_OK(fsdp_detach(b.model, &e));
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    fsdp_counters c[3];
+    uint64_t works[3], colls[3], seq[3];
+    int64_t waits[3], busy[3][SIM_ACTORS];
+    fsdp_buf left[2][64];
+    memset(c, 0, sizeof c);
+    CHECK_OK(emits(&b, &t, 0)); /* twice, so that buffers begin alike */
+    CHECK_OK(fsdp_wait_stream(b.model, -1));
+    for (int k = 0; k < 3; k++) {
+        CHECK_OK(fsdp_model_counters(b.model, &c[k]));
+        works[k] = b.s.works, colls[k] = b.s.colls[FSDP_OP_REDUCE_SCATTER], seq[k] = b.model->seq;
+        waits[k] = b.s.waits;
+        memcpy(busy[k], b.s.busy, sizeof busy[k]);
+        if (k == 2) break;
+        CHECK_OK(fsdp_agree(b.model, "lr", 2));
+        b.model->step++;
+        CHECK_OK(fsdp_attach(b.model, &es[k]));
+        seen[k].record = 1;
+        t.ops[0].timed = 1;
+        CHECK_OK(emits(&b, &t, k));
+        CHECK_EQ_INT(t.ops[0].timed, 0);
+        CHECK_OK(fsdp_detach(b.model, &es[k]));
+        CHECK_OK(fsdp_wait_stream(b.model, -1));
+        photograph(&b, &photo_before);
+        memcpy(left[k], photo_before.bufs, sizeof left[k]);
+    }
+    CHECK_EQ_INT(seen[0].num_ops, t.num_ops);
+    CHECK_EQ_INT(seen[1].num_ops, t.num_ops);
+    for (int i = 0; i < t.num_ops; i++) {
+        fsdp_op x = seen[0].ops[i], y = seen[1].ops[i];
+        CHECK_EQ_INT(y.seq - x.seq, seq[1] - seq[0]);
+        CHECK_EQ_INT(y.step, x.step + 1);
+        CHECK(y.given != x.given && y.given == b.model->given);
+        CHECK_EQ_INT(x.num_waits, y.num_waits);
+        for (int n = 0; n < x.num_waits; n++) {
+            CHECK_EQ_INT(x.wait[n].stream, y.wait[n].stream);
+            CHECK(x.wait[n].native == y.wait[n].native);
+        }
+        x.seq = y.seq, x.step = y.step, x.given = y.given;
+        memcpy(x.wait, y.wait, sizeof x.wait); /* a lane's numbers go on */
+        CHECK_EQ_MEM(&x, &y, sizeof x);
+    }
+    for (int kind = 0; kind < FSDP_OP_COUNT; kind++) {
+        CHECK_EQ_INT(c[2].calls[kind] - c[1].calls[kind], c[1].calls[kind] - c[0].calls[kind]);
+        CHECK_EQ_INT(c[2].bytes[kind] - c[1].bytes[kind], c[1].bytes[kind] - c[0].bytes[kind]);
+    }
+    CHECK_EQ_INT(c[2].allocations - c[1].allocations, c[1].allocations - c[0].allocations);
+    CHECK_EQ_INT(works[2] - works[1], works[1] - works[0]);
+    CHECK_EQ_INT(colls[2] - colls[1], colls[1] - colls[0]);
+    CHECK_EQ_INT(waits[2] - waits[1], waits[1] - waits[0]);
+    for (int a = 0; a < SIM_ACTORS; a++)
+        CHECK_EQ_INT(busy[2][a] - busy[1][a], busy[1][a] - busy[0][a]);
+    for (int i = 0; i < photo_before.num_bufs; i++) {
+        const fsdp_buf *x = &left[0][i], *y = &left[1][i];
+        CHECK_EQ_INT(x->ready.stream, y->ready.stream);
+        CHECK_EQ_INT(x->ready.seq != 0, y->ready.seq != 0);
+        CHECK_EQ_INT(x->avail.seq != 0, y->avail.seq != 0);
+        CHECK_EQ_INT(x->avail.stream, y->avail.stream);
+        CHECK_EQ_INT(y->held, 0);
+    }
+    step(&b);
+    tape_close(&t);
+    for (int k = 0; k < 2; k++) tape_close(&seen[k]);
+    bed_close(&b);
+}
+
+/* Markers take effect, as those of fsdp_emit; the first failure is the last record. */
+TEST(extension, emitted_again_one_by_one) {
+    bed b;
+    fsdp_op op[3];
+    fsdp_buf *buf;
+    bed_open(&b, &settings[5]);
+    CHECK_OK(fsdp_model_commit(b.model));
+    CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &buf));
+    static const int kinds[] = {FSDP_OP_ACQUIRE, FSDP_OP_WROTE, FSDP_OP_RELEASE};
+    for (int i = 0; i < 3; i++) {
+        fsdp_op_init(&op[i], b.model, b.units[0], kinds[i], FSDP_LABEL_NONE,
+                     i == 2 ? FSDP_STREAM_GATHER : FSDP_STREAM_COMPUTE);
+        if (i == 2) op[i].src = buf;
+        else op[i].dst = buf;
+    }
+    CHECK_OK(fsdp_emit_again(b.model, NULL, 0));
+    CHECK_STATUS(fsdp_emit_again(b.model, NULL, 1), FSDP_ERR_INVALID_ARG);
+    CHECK_STATUS(fsdp_emit_again(NULL, op, 1), FSDP_ERR_INVALID_ARG);
+    CHECK_OK(fsdp_emit_again(b.model, op, 1));
+    CHECK(fsdp_buf_held(buf) && buf->ready.seq == 0);
+    CHECK_OK(fsdp_emit_again(b.model, op + 1, 1));
+    CHECK(buf->ready.seq != 0 && buf->ready.stream == FSDP_STREAM_COMPUTE);
+    CHECK_OK(fsdp_emit_again(b.model, op + 2, 1));
+    CHECK(!fsdp_buf_held(buf) && buf->avail.seq != 0 && buf->avail.stream == FSDP_STREAM_GATHER);
+    fsdp_buf_destroy(b.model, buf);
+    uint64_t seq = b.model->seq;
+    for (int i = 0; i < 3; i++) {
+        fsdp_op_init(&op[i], b.model, b.units[0], FSDP_OP_CALL, FSDP_LABEL_NONE,
+                     FSDP_STREAM_COMPUTE);
+        op[i].call = i == 1 ? call_that_fails : looks_at_itself;
+    }
+    CHECK_STATUS(fsdp_emit_again(b.model, op, 3), FSDP_ERR_CORRUPT);
+    CHECK_EQ_INT(b.model->seq, seq + 2);
+    CHECK_STATUS(fsdp_world_status(b.s.world), FSDP_ERR_CORRUPT);
+    bed_close(&b);
+}
+
+/* ---- trainings by calls, and by records and states ------------------------------------------- */
+
+typedef struct {
+    const char *name;
+    int ranks, lanes;
+    fsdp_dtype param;
+    int unused; /* parameters without a gradient are left out, and one more is used by nobody */
+} course;
+static const course courses[] = {
+    {"W=1", 1, 0, 0, 0},        {"W=1/cast", 1, 0, FSDP_BF16, 0},  {"W=1/lanes", 1, 2, 0, 1},
+    {"W=2/inline", 2, 0, 0, 0}, {"W=3/lanes", 3, 2, FSDP_BF16, 0}, {"W=4/unused", 4, 1, 0, 1}};
+enum { COURSE_UNITS = 2, COURSE_PARAMS = 4, COURSE_STEPS = 7 };
+
+typedef struct {
+    const course *c;
+    fsdp_world *w;
+    fsdp_model *model;
+    fsdp_unit *units[NUM_UNITS];
+    fsdp_adamw *adamw;
+    tape *t; /* NULL: by calls */
+    fsdp_extension e;
+} trainee;
+
+static void trainee_open(trainee *p, fsdp_world *w, const course *c, tape *t) {
+    static const int64_t rows[COURSE_PARAMS] = {12, 5, 3, 9};
+    fsdp_model_desc md = FSDP_ZERO;
+    memset(p, 0, sizeof *p);
+    p->c = c, p->w = w, p->t = t;
+    md.param_dtype = c->param;
+    md.reduce_dtype = c->param ? FSDP_F32 : FSDP_DTYPE_KEEP;
+    CALL(w, fsdp_model_create(w, &md, &p->model));
+    for (int i = 0; i < COURSE_UNITS; i++) {
+        fsdp_param_desc d[COURSE_PARAMS];
+        fsdp_unit_desc ud = FSDP_ZERO;
+        for (int n = 0; n < COURSE_PARAMS; n++) d[n] = fsdp_mat(NULL, rows[n], 6);
+        d[2].frozen = 1;
+        ud.params = d;
+        ud.num_params = COURSE_PARAMS;
+        CALL(w, fsdp_fully_shard(p->model, &ud, &p->units[i]));
+    }
+    CALL(w, fsdp_set_reduce_scatter_unused_params(p->model, NULL, !c->unused));
+    for (int i = 0; i < COURSE_UNITS; i++)
+        for (int n = 0; n < COURSE_PARAMS; n++) {
+            float full[12 * 6];
+            for (int k = 0; k < 12 * 6; k++) full[k] = (float)(k * (n + 1) - 30 * i) / 64;
+            CALL(w, fsdp_param_load(p->units[i], n, full));
+        }
+    CALL(w, fsdp_adamw_create(p->model, NULL, &p->adamw));
+    p->e.op = tape_op;
+    p->e.call = replay;
+    p->e.user = t;
+    if (t) t->model = p->model, t->units = p->units;
+}
+
+/* Of this rank, in this step. */
+static int trainee_uses(const trainee *p, int step, int n) {
+    if (n == 1 && !p->c->unused) return fsdp_rank(p->w) == 0 || step % 2;
+    return n < 2 || (n == 3 && !p->c->unused && step == 6 && fsdp_rank(p->w) == p->c->ranks - 1);
+}
+
+static void trainee_call(const trainee *p, int step, fsdp_unit *u,
+                         fsdp_status (*call)(fsdp_unit *unit)) {
+    if (p->t && step == 2) tape_call(p->t, u, call);
+    else CALL(p->w, call(u));
+}
+
+static void trainee_step(const trainee *p, int step) {
+    if (p->t && step == 2) { /* seen once, and from then on replayed; at last by calls again */
+        CALL(p->w, fsdp_attach(p->model, &p->e));
+        p->t->record = 1;
+    }
+    if (p->t && step == COURSE_STEPS - 1) CALL(p->w, fsdp_detach(p->model, &p->e));
+    if (p->t) p->t->num_calls = 0;
+    for (int i = 0; i < COURSE_UNITS; i++) {
+        trainee_call(p, step, p->units[i], fsdp_pre_forward);
+        trainee_call(p, step, p->units[i], fsdp_post_forward);
+    }
+    for (int i = COURSE_UNITS - 1; i >= 0; i--) {
+        trainee_call(p, step, p->units[i], fsdp_pre_backward);
+        for (int n = 0; n < COURSE_PARAMS; n++) {
+            fsdp_param_view v = FSDP_ZERO;
+            CALL(p->w, fsdp_param_view_get(p->units[i], n, &v));
+            fsdp_dtype dtype = p->c->param ? p->c->param : FSDP_F32;
+            float data[12 * 6], grad[12 * 6];
+            size_t numel = (size_t)(v.shape[0] * v.shape[1]);
+            if (!trainee_uses(p, step, n)) continue;
+            CHECK_OK(
+                fsdp_convert(data, FSDP_F32, fsdp_data(p->units[i], n), dtype, (int64_t)numel));
+            for (size_t k = 0; k < numel; k++)
+                grad[k] = data[k] / 4 + (float)((fsdp_rank(p->w) + 1) * (step + 1)) / 8;
+            CHECK_OK(
+                fsdp_convert(fsdp_grad(p->units[i], n), dtype, grad, FSDP_F32, (int64_t)numel));
+        }
+        trainee_call(p, step, p->units[i], fsdp_post_backward);
+    }
+    if (p->t && step == 2) {
+        p->t->record = 0;
+        p->t->begin[p->t->num_calls] = p->t->num_ops;
+    }
+    CALL(p->w, fsdp_finalize_backward(p->model));
+}
+
+static void trainees_equal(const trainee *p, const trainee *q, int step) {
+    for (int i = 0; i < COURSE_UNITS; i++) {
+        const fsdp_unit *u = p->units[i], *v = q->units[i];
+        W_CHECK(u->state.grads.shard == v->state.grads.shard &&
+                    u->state.grads.newest == v->state.grads.newest &&
+                    u->state.training == v->state.training &&
+                    u->state.storage == v->state.storage &&
+                    u->state.forwards == v->state.forwards &&
+                    u->usage.counted == v->usage.counted && u->usage.value == v->usage.value,
+                "step %d: state of unit %d", step, i);
+        W_CHECK(!u->usage.flags || !memcmp(u->usage.flags, v->usage.flags, fsdpi_flags_bytes(u)),
+                "step %d: flags of unit %d", step, i);
+        for (int n = 0; n < COURSE_PARAMS; n++) {
+            fsdp_param_view x = FSDP_ZERO, y = FSDP_ZERO;
+            CALL(p->w, fsdp_param_view_get(p->units[i], n, &x));
+            CALL(p->w, fsdp_param_view_get(q->units[i], n, &y));
+            W_CHECK(u->params[n].use == v->params[n].use, "step %d: use of %d in unit %d: %d, %d",
+                    step, n, i, u->params[n].use, v->params[n].use);
+            W_CHECK(!x.shard_grad == !y.shard_grad, "step %d: gradient of %d in unit %d", step, n,
+                    i);
+            W_CHECK(!x.shard_grad == !(n < 2 || (n == 3 && !p->c->unused && step == 6)),
+                    "step %d: gradient of %d in unit %d: %d", step, n, i, x.shard_grad != NULL);
+            size_t nbytes = (size_t)x.numel * sizeof(float);
+            CHECK_EQ_MEM(x.shard, y.shard, nbytes);
+            if (x.shard_grad) CHECK_EQ_MEM(x.shard_grad, y.shard_grad, nbytes);
+            fsdp_optim_state s, r;
+            if (n == 2) continue;
+            CALL(p->w, fsdp_adamw_state(p->adamw, x.ordinal, &s));
+            CALL(p->w, fsdp_adamw_state(q->adamw, y.ordinal, &r));
+            CHECK_EQ_MEM(s.first, r.first, nbytes);
+            CHECK_EQ_MEM(s.second, r.second, nbytes);
+        }
+    }
+}
+
+static int course_rank(fsdp_world *w, void *arg) {
+    const course *c = (const course *)arg;
+    tape *t = (tape *)calloc(1, sizeof *t);
+    trainee p, q;
+    CHECK(t);
+    trainee_open(&p, w, c, NULL);
+    trainee_open(&q, w, c, t);
+    float first[12 * 6];
+    fsdp_param_view v = FSDP_ZERO;
+    CALL(w, fsdp_param_view_get(q.units[0], 0, &v));
+    memcpy(first, v.shard, (size_t)v.numel * sizeof(float));
+    for (int step = 0; step < COURSE_STEPS; step++) {
+        trainee_step(&p, step);
+        trainee_step(&q, step);
+        trainees_equal(&p, &q, step);
+        CALL(w, fsdp_adamw_step(p.adamw, 0.1));
+        CALL(w, fsdp_adamw_step(q.adamw, 0.1));
+        trainees_equal(&p, &q, step);
+        CALL(w, fsdp_zero_grad(p.model));
+        CALL(w, fsdp_zero_grad(q.model));
+    }
+    W_CHECK(t->num_ops > 0 && memcmp(first, v.shard, (size_t)v.numel * sizeof(float)) != 0,
+            "nothing was trained");
+    free(t);
+    return 0;
+}
+
+TEST_P(extension, replayed_trainings, courses) {
+    course c = *row;
+    fsdp_world_desc wd = w_desc(0, 1, NULL, NULL, row->lanes);
+    fsdp_spawn_desc sd = FSDP_ZERO;
+    wd.world_size = 0;
+    sd.num_ranks = row->ranks;
+    sd.threads = 1;
+    sd.world = &wd;
+    snprintf(w_case, sizeof w_case, "%s", row->name);
+    CHECK_MSG(fsdp_spawn(&sd, course_rank, &c) == FSDP_OK, "%s", fsdp_last_error(NULL));
+}
+
+/* ---- calls of extensions, custom collectives, and who does not listen ------------------------ */
+
+/* Answers a call by calls of its own. */
+typedef struct {
+    guest g;
+    fsdp_status (*makes)(fsdp_unit *unit);
+    int on, twice;
+} caller;
+static int caller_call(void *user, fsdp_model *m, fsdp_unit *u, int call, fsdp_status *status) {
+    caller *c = (caller *)user;
+    (void)guest_call(&c->g, m, u, call, status);
+    if (call != c->on) return 0;
+    *status = c->makes(u);
+    if (c->twice && !*status) *status = c->makes(u);
+    return 1;
+}
+TEST_P(extension, calls_of_extensions, settings) {
+    char diary[256] = "";
+    caller a, c;
+    guest g, h;
+    bed b;
+    bed_open(&b, row);
+    fsdp_extension eg = guest_as(&g, "g", diary), eh = guest_as(&h, "h", diary);
+    fsdp_extension ea = guest_as(&a.g, "a", diary), ec = guest_as(&c.g, "c", diary);
+    a.makes = c.makes = fsdp_unshard;
+    a.on = c.on = FSDP_CALL_WAIT;
+    a.twice = c.twice = 0;
+    ea.call = ec.call = caller_call;
+    ea.user = &a, ec.user = &c;
+    ea.op = ec.op = NULL, ea.relayout = ec.relayout = NULL, ea.destroy = ec.destroy = NULL;
+    CHECK_OK(fsdp_attach(b.model, &eg));
+    CHECK_OK(fsdp_attach(b.model, &ea));
+    CHECK_OK(fsdp_attach(b.model, &ec));
+    CHECK_OK(fsdp_attach(b.model, &eh));
+    /* its own call of the same kind: to c, which answers it by one that only h sees */
+    a.makes = fsdp_pre_forward, a.on = FSDP_CALL_PRE_FORWARD;
+    c.makes = fsdp_pre_forward, c.on = FSDP_CALL_PRE_FORWARD;
+    CHECK_OK(fsdp_pre_forward(b.units[0]));
+    CHECK_EQ_STR(diary, "gach");
+    CHECK_EQ_INT(fsdp_unit_state(b.units[0]), FSDP_STATE_FORWARD);
+    CHECK(b.model->asked == NULL);
+    /* others after that begin at the first one, and its second one at c again */
+    diary[0] = 0;
+    CHECK_OK(fsdp_post_forward(b.units[0]));
+    CHECK_EQ_STR(diary, "gach");
+    diary[0] = 0;
+    a.makes = fsdp_wait, a.on = FSDP_CALL_UNSHARD, a.twice = 1;
+    CHECK_OK(fsdp_unshard(b.units[1]));
+    CHECK_EQ_STR(diary, "gachch");
+    diary[0] = 0;
+    c.on = FSDP_CALL_WAIT, c.makes = fsdp_post_backward; /* a failure goes all the way back */
+    CHECK_STATUS(fsdp_unshard(b.units[1]), FSDP_ERR_INVALID_STATE);
+    CHECK_EQ_STR(diary, "gach");
+    CHECK(b.model->asked == NULL && b.model->asking == 0);
+    diary[0] = 0;
+    c.on = a.on = -1;
+    CHECK_OK(fsdp_model_reset(b.model));
+    CHECK_EQ_STR(diary, "gach");
+    CHECK_OK(fsdp_detach(b.model, &ec));
+    CHECK_OK(fsdp_detach(b.model, &ea));
+    step(&b);
+    bed_close(&b);
+}
+
+/* A record says whether a function of the user's runs it. */
+TEST_P(extension, custom_is_told, settings) {
+    static tape t;
+    static const int kinds[] = {FSDP_OP_ALL_GATHER, FSDP_OP_REDUCE_SCATTER};
+    bed b;
+    bed_open(&b, row);
+    fsdp_extension e = tape_open(&t, &b);
+    e.buffer = NULL;
+    CHECK_OK(fsdp_attach(b.model, &e));
+    for (int which = -1; which < 2; which++) {
+        int customs = 0, others = 0;
+        CHECK_OK(fsdp_set_custom_all_gather(b.units[1], which == 0 ? no_comm : NULL, NULL));
+        CHECK_OK(fsdp_set_custom_reduce_scatter(b.units[1], which == 1 ? no_comm : NULL, NULL));
+        tape_step(&t);
+        CHECK_OK(fsdp_finalize_backward(b.model));
+        t.record = 1;            /* a record that the comm of the unit runs, but not for its step */
+        static double full[256]; /* of any dtype */
+        CHECK_OK(fsdp_param_full(b.units[1], 2, full));
+        t.record = 0;
+        for (int i = 0; i < t.num_ops; i++) {
+            const fsdp_op *op = &t.ops[i];
+            int custom = which >= 0 && op->kind == kinds[which] && op->unit == b.units[1] &&
+                         (op->label == FSDP_LABEL_GATHER || op->label == FSDP_LABEL_REDUCE);
+            CHECK_EQ_INT(op->custom, custom);
+            customs += custom;
+            others += op->comm && !custom;
+        }
+        CHECK_EQ_INT(customs, row->world == 1 || which < 0 ? 0 : which == 0 ? 2 : 1);
+        CHECK(row->world == 1 || others > 0);
+    }
+    CHECK_OK(fsdp_detach(b.model, &e));
+    tape_close(&t);
+    bed_close(&b);
+}
+
+/* Inline, an extension that only answers calls costs records nothing: no event is set for one. */
+TEST(extension, who_listens_to_records) {
+    for (int who = 0; who < 5; who++) {
+        char diary[64] = "";
+        guest g;
+        bed b;
+        fsdp_buf *buf;
+        fsdp_op op;
+        bed_open(&b, &settings[2]);
+        fsdp_extension all = guest_as(&g, "g", diary), e = FSDP_ZERO;
+        e.user = &g;
+        if (who == 1) e.call = all.call;
+        if (who == 2) e.buffer = guest_buffer;
+        if (who == 3) e.op = all.op;
+        if (who == 4) e.ran = guest_ran;
+        CHECK_OK(fsdp_attach(b.model, &e));
+        CHECK_OK(fsdp_buf_create(b.model, FSDP_POOL_SCRATCH, FSDP_MEMORY_DEVICE, 256, &buf));
+        fsdp_op_init(&op, b.model, b.units[0], FSDP_OP_ZERO, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.dst = buf, op.bytes = 256;
+        uint64_t works = b.s.works;
+        CHECK_OK(fsdp_emit(b.model, &op));
+        CHECK_EQ_INT(b.s.works, works + 1);
+        CHECK_EQ_INT(buf->ready.seq != 0, who >= 3);
+        CHECK_EQ_INT(g.ops, who == 3);
+        CHECK_EQ_INT(g.relayouts, who == 4);
+        step(&b);
+        CHECK(g.calls == 0 ? who != 1 : g.calls == 4 * NUM_UNITS + 1);
+        fsdp_buf_destroy(b.model, buf);
+        bed_close(&b);
+    }
 }
 
 /* ---- collectives on device data -------------------------------------------------------------- */
@@ -1872,6 +2835,11 @@ TEST_P(extension, collectives, channels) {
 
 /* ---- without memory -------------------------------------------------------------------------- */
 
+static fsdp_status rehearse_no_call(void *user) {
+    (void)user;
+    return FSDP_OK;
+}
+
 /* All that an extension makes, with an allocator that refuses once; 0: it went through. */
 static int make_everything(fsdp_world *w, fsdp_model *m, char *diary) {
     static guest g;
@@ -1887,6 +2855,7 @@ static int make_everything(fsdp_world *w, fsdp_model *m, char *diary) {
     if (!status) status = fsdp_alloc(m, FSDP_MEMORY_HOST, 100, "make: no memory", &ptr);
     if (!status) status = fsdp_adamw_create(m, NULL, &adamw);
     if (!status) status = fsdp_grad_scaler_create(m, NULL, &scaler);
+    if (!status) status = fsdp_rehearse(m, &e, rehearse_no_call, NULL);
     W_CHECK(status == FSDP_OK ||
                 (status == FSDP_ERR_OUT_OF_MEMORY && strstr(fsdp_last_error(w), "memory")),
             "%s", fsdp_last_error(w));
@@ -1928,7 +2897,20 @@ TEST(extension, no_memory_at_any_allocation) {
         CHECK(!memcmp(&before, &after, sizeof before));
         diary[0] = 0;
     } while (heap.failures);
-    CHECK(n > 7);
+    CHECK(n > 8);
+    const uint64_t thawed = fsdp_model_settings(m);
+    n = 0;
+    do { /* an option that could not be set is the old one */
+        heap.failures = 0;
+        heap.fail_at = heap.total + n++;
+        fsdp_status status = fsdp_set_requires_grad(u, 0, 0);
+        heap.fail_at = -1;
+        CHECK_EQ_INT(status == FSDP_OK, !heap.failures);
+        CHECK_EQ_INT(fsdp_model_settings(m) == thawed, status != FSDP_OK);
+    } while (heap.failures);
+    CHECK(n > 1);
+    CHECK_OK(fsdp_set_requires_grad(u, 0, 1));
+    CHECK(fsdp_model_settings(m) == thawed);
     CHECK_OK(fsdp_pre_forward(u));
     CHECK_OK(fsdp_post_forward(u));
     CHECK_OK(fsdp_shutdown(w));
