@@ -286,19 +286,18 @@ static const struct {
     int mode;
 } modes[] = {{"inline", 0}, {"1_lane", 1}, {"2_lanes", 2}, {"streams", TEXTS_STREAMS}};
 
-TEST_P(plan_proof, mutations, modes) {
+static void mutate_nets(const char *name, int mode, int from, int to, int sizes) {
     lab_bench m;
     int tried = 0, found = 0;
     memset(&m, 0, sizeof m);
-    for (int net = 0; net < TEXTS_NETS; net++)
-        for (int small = 0; small < 2; small++) { /* nothing kept, nothing joined */
+    for (int net = from; net < to; net++)
+        for (int small = 0; small < sizes; small++) { /* nothing kept, nothing joined */
             plan_net n = texts_net(net);
             fsdp_plan_desc d = FSDP_ZERO;
             if (small) d.bucket_bytes = -1, d.without = 1u << FSDP_PASS_KEEP;
-            if (W_SLOW && (small || net > TEXTS_CHAIN)) continue;
-            snprintf(w_case, sizeof w_case, "%s, %s, %s", modes[row - modes].name, texts_name(net),
+            snprintf(w_case, sizeof w_case, "%s, %s, %s", name, texts_name(net),
                      small ? "small" : "all passes");
-            char *text = texts_make(&n, &d, texts_size(net), row->mode, FSDP_PLAN_TEXT_OPS);
+            char *text = texts_make(&n, &d, texts_size(net), mode, FSDP_PLAN_TEXT_OPS);
             mutate(&m, text);
             free(text);
         }
@@ -306,8 +305,12 @@ TEST_P(plan_proof, mutations, modes) {
         h_message("%s: %d of %d found", mutations[k], m.found[k], m.tried[k]);
         tried += m.tried[k], found += m.found[k];
     }
-    h_message("%s: %d of %d found, %d of the others do the same, %d are defects", row->name, found,
-              tried, tried - found - m.defects, m.defects);
+    h_message("%s: %d of %d found, %d of the others do the same, %d are defects", name, found, tried,
+              tried - found - m.defects, m.defects);
     CHECK_EQ_INT(m.defects, 0);
     CHECK(found > tried / 2);
+}
+TEST_P(plan_proof, mutations, modes) { mutate_nets(row->name, row->mode, TEXTS_CHAIN, TEXTS_CHAIN + 1, 1); }
+TEST_P(long_plan_proof, mutations, modes) {
+    mutate_nets(row->name, row->mode, 0, W_SLOW ? TEXTS_MIXED : TEXTS_NETS, W_SLOW ? 1 : 2);
 }
