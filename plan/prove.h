@@ -542,7 +542,7 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     v.l = l;
     v.out = out;
     v.arena = fsdpi_plan_arena_bytes(l);
-    out->ranks = l->shards * l->replicas;
+    out->ranks = (int32_t)((int64_t)l->shards * l->replicas);
     out->programs = 1;
     out->comms = l->num_comms;
     out->buffers = l->num_slots;
