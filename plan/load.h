@@ -98,6 +98,52 @@ static void fsdpi_plan_derive_choice(const fsdpi_plan_facts *f, fsdpi_plan_choic
     }
 }
 
+static fsdp_status fsdpi_plan_act_refused(const fsdp_plan *p, const fsdpi_plan_act *act,
+                                          const char *why) {
+    return fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
+                     "[E993] plan_load: a decision is not possible where the text has it: call %d, "
+                     "%s '%.200s': %s",
+                     act->call, fsdpi_plan_words[act->what], fsdp_unit_name(p->units[act->unit]),
+                     why);
+}
+
+static int fsdpi_plan_has_act(const fsdpi_plan_choice *c, int what, int unit, int call) {
+    for (int i = 0; i < c->num_acts; i++)
+        if (c->acts[i].what == what && c->acts[i].unit == unit &&
+            (call < 0 || c->acts[i].call == call))
+            return 1;
+    return 0;
+}
+
+/* What the tape alone does not show: gradients that wait are reduced in this step, and what is kept
+   is there. */
+static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_facts *f,
+                                         const fsdpi_plan_choice *c) {
+    for (int i = 0; i < c->num_acts; i++) {
+        const fsdpi_plan_act *act = &c->acts[i];
+        int u = act->unit, reduced = 0, ends = 0;
+        for (int k = act->call + 1; k + 1 < f->num_calls; k++)
+            reduced |= f->kind->calls[k].index == u &&
+                       f->kind->calls[k].call == FSDP_CALL_POST_BACKWARD &&
+                       !fsdpi_plan_has_act(c, FSDPI_PLAN_COLLECT, u, k);
+        for (int k = 0; k < f->num_spans; k++)
+            ends |= f->spans[k].owner == u && f->spans[k].end == act->call;
+        if (act->what == FSDPI_PLAN_KEEP && !ends)
+            return fsdpi_plan_act_refused(p, act, "by calls it is not freed there");
+        if (act->what == FSDPI_PLAN_COLLECT &&
+            (f->kind->calls[act->call].index != u ||
+             f->kind->calls[act->call].call != FSDP_CALL_POST_BACKWARD))
+            return fsdpi_plan_act_refused(p, act, "the call is not its post_backward");
+        if (act->what == FSDPI_PLAN_COLLECT && !c->waits[u] && !reduced)
+            return fsdpi_plan_act_refused(p, act, "nothing reduces what waits");
+        if (act->what == FSDPI_PLAN_REDUCE &&
+            (f->posts[u] != 1 || f->last_call[u] != f->post[u] || act->call < f->post[u] ||
+             !f->reduces[u] || !fsdpi_plan_has_act(c, FSDPI_PLAN_COLLECT, u, f->post[u])))
+            return fsdpi_plan_act_refused(p, act, "its gradients do not wait there");
+    }
+    return FSDP_OK;
+}
+
 // The kind's tape and listing from the acts of `given`.
 static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_kind *k,
                                          const fsdpi_plan_listing *given, const char *text,
@@ -123,6 +169,9 @@ static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_kind *k,
     if (!status) {
         memcpy(l->choice.managed, f.managed, (size_t)p->num_units);
         fsdpi_plan_derive_choice(&f, &l->choice);
+        status = fsdpi_plan_check_acts(p, &f, &l->choice);
+    }
+    if (!status) {
         fsdpi_plan_count_ops(&by_calls, l, 0);
         int decides = l->choice.num_acts > 0;
         status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, &k->tape);

@@ -214,7 +214,7 @@ typedef struct fsdpi_plan_kind {
     char *begin;                // [num_units] states
     fsdpi_plan_call *calls;
     int32_t num_calls;
-    int32_t left; // how often in a row a step has left it
+    int32_t left;    // how often in a row a step has left it
     int32_t unbound; // its places are in an arena that is gone
     uint64_t replayed;
     fsdpi_plan_listing listing;

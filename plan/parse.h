@@ -42,7 +42,9 @@ static int fsdpi_plan_take(fsdpi_plan_in *in, const char *word) {
     return 1;
 }
 static void fsdpi_plan_need(fsdpi_plan_in *in, const char *word) {
-    if (!fsdpi_plan_take(in, word)) fsdpi_plan_expect(in, word);
+    if (fsdpi_plan_take(in, word)) return;
+    if (*word == '\n' && !in->status && in->at < in->end && *in->at == '\n') in->at++, word++;
+    fsdpi_plan_expect(in, *word == '\n' ? "the end of the line" : word);
 }
 
 static uint64_t fsdpi_plan_hex(fsdpi_plan_in *in, int digits) {
@@ -186,7 +188,8 @@ static void fsdpi_plan_read_units(fsdpi_plan_in *in) {
 
 static void fsdpi_plan_read_head(fsdpi_plan_in *in) {
     fsdpi_plan_listing *l = in->l;
-    fsdpi_plan_need(in, "fsdp plan 1\nmodel ");
+    fsdpi_plan_need(in, "fsdp plan 1");
+    fsdpi_plan_need(in, "\nmodel ");
     l->model = fsdpi_plan_hex(in, 16);
     fsdpi_plan_need(in, " units ");
     l->num_units = (int32_t)fsdpi_plan_number(in, FSDPI_PLAN_MOST_UNITS);

@@ -135,6 +135,17 @@ static void fsdpi_plan_ranks_end(fsdpi_plan_ranks *r) {
     fsdpi_plan_free(NULL, r->at);
 }
 
+// Groups are those of one mesh.
+static fsdp_status fsdpi_plan_same_world(const fsdpi_plan_ranks *r, int known, int text) {
+    const fsdpi_plan_listing *a = &r->programs[0], *b = &r->programs[known];
+    if (a->shards == b->shards && a->replicas == b->replicas && a->mode == b->mode) return FSDP_OK;
+    return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG,
+                     "[E999] plan_prove_texts: text %d is of shards %d, replicas %d, mode %s, "
+                     "expected shards %d, replicas %d, mode %s",
+                     text, b->shards, b->replicas, fsdpi_plan_modes[b->mode], a->shards,
+                     a->replicas, fsdpi_plan_modes[a->mode]);
+}
+
 // Each different text is read once.
 static fsdp_status fsdpi_plan_read_ranks(const char *const *texts, int num, fsdpi_plan_ranks *r) {
     fsdp_status status = fsdpi_plan_alloc(NULL, (size_t)num * sizeof *r->programs,
@@ -156,9 +167,17 @@ static fsdp_status fsdpi_plan_read_ranks(const char *const *texts, int num, fsdp
                                "[E986] plan_prove_texts: text %d has no ops: take it with "
                                "FSDP_PLAN_TEXT_OPS",
                                i);
+        if (!status) status = fsdpi_plan_same_world(r, known, i);
     }
     r->num = num;
     r->shards = status ? 1 : r->programs[0].shards;
+    if (!status && r->num_programs > 1 &&
+        (int64_t)num != (int64_t)r->shards * r->programs[0].replicas)
+        status = fsdp_fail(
+            NULL, FSDP_ERR_INVALID_ARG,
+            "[E999] plan_prove_texts: %d texts that differ, expected %lld texts, of all "
+            "ranks",
+            num, (long long)r->shards * r->programs[0].replicas);
     return status;
 }
 
