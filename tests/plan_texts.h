@@ -52,7 +52,7 @@ H_FN void texts_sim_step(sim *s, plan_bed *b, plan_result *out) {
         for (int p = 0; p < n->num_params; p++) {
             int64_t numel = b->numel[unit][p];
             void *grad = back && n->frozen != p + 1 ? fsdp_grad(b->unit[unit], p) : NULL;
-            fsdp_dtype dtype = plan_dtype(n);
+            fsdp_dtype dtype = plan_dtype(n, p);
             sim_read(s, "parameters", fsdp_data(b->unit[unit], p),
                      numel * (int64_t)fsdp_dtype_size(dtype));
             if (grad)

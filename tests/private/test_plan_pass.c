@@ -502,7 +502,9 @@ static void places(int programs) {
         fsdpi_plan_tape t;
         fsdpi_plan_listing l;
         const int glues = lab_pick(&seed, 3) == 0;
+        static fsdp_unit *no_unit[1];
         memset(&p, 0, sizeof p);
+        p.units = no_unit, p.num_units = 1;
         memset(&l, 0, sizeof l);
         random_uses(&t, &seed, glues);
         CHECK_OK(fsdpi_plan_place(&p, &t, &l, ALL_PASSES));
