@@ -274,6 +274,7 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, fsdpi_plan_tape 
                                               (size_t)raw->states[k].at * s->plan->unit_bytes);
         if (!status) status = fsdpi_plan_arrange_runs(s->plan, t, begin);
     }
+    if (status) return status;
     t->ops_at[num_calls] = t->num_ops;
     t->runs_at[num_calls] = t->num_runs;
     t->states_at[num_calls] = t->num_states;

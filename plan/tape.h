@@ -246,13 +246,14 @@ static fsdp_status fsdpi_plan_play(void *user) {
     t->ops_at[k->num_calls - 1] = t->ops_at[k->num_calls] = t->num_ops;
     t->states_at[k->num_calls - 1] = t->states_at[k->num_calls] = t->num_states;
     s->quiet = 1; // what is held at the end is not held in truth
-    for (int i = 0; i < t->num_uses && !status; i++) {
+    for (int i = 0; i < t->num_uses; i++) { // also if it has failed: buffers that are held stay
         fsdp_op op;
         if (!fsdp_buf_held(t->bufs[i])) continue;
         fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
         op.src = t->bufs[i];
         op.what = "plan";
-        status = fsdp_emit(p->model, &op);
+        fsdp_status released = fsdp_emit(p->model, &op);
+        if (!status) status = released;
     }
     return s->status ? s->status : status;
 }

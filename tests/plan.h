@@ -116,7 +116,7 @@ H_FN void plan_fill(void *user, const fsdp_param_view *v) {
 /* ---- what a net may set ---------------------------------------------------------------------- */
 
 static sim *plan_sim;          /* for functions that the library calls: of this process, or NULL */
-static int64_t plan_called[4]; /* all-reduce hooks, grad hooks, collectives, strings */
+static int64_t plan_called[4]; /* all-reduce hooks, grad hooks, reductions, strings */
 
 H_FN void plan_count(int what) { __atomic_add_fetch(&plan_called[what], 1, __ATOMIC_SEQ_CST); }
 
@@ -143,7 +143,7 @@ H_FN fsdp_status plan_grad_hook(void *user, const fsdp_param_view *v, void *stre
 H_FN fsdp_status plan_custom(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
                              const fsdp_coll *coll) {
     (void)user;
-    plan_count(2);
+    if (coll->kind != FSDP_OP_ALL_GATHER) plan_count(2);
     return ops->run(comm, coll);
 }
 /* Twice the shard, and 8 bytes more. */
