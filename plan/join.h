@@ -304,10 +304,11 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, const fsdpi_plan
         if (!status) status = fsdpi_plan_arrange_states(s, by_calls, t, i);
         if (!status) status = fsdpi_plan_arrange_runs(s->plan, t, begin);
     }
+    if (status) return status;
     t->ops_at[num_calls] = t->num_ops;
     t->runs_at[num_calls] = t->num_runs;
     t->states_at[num_calls] = t->num_states;
-    for (int i = 0; i < num_calls && !status; i++) {
+    for (int i = 0; i < num_calls; i++) {
         fsdpi_plan_step *step = &t->steps[i];
         step->unit = s->kind->calls[i].unit;
         step->call = s->kind->calls[i].call;
