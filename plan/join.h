@@ -278,7 +278,7 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, fsdpi_plan_tape 
     t->ops_at[num_calls] = t->num_ops;
     t->runs_at[num_calls] = t->num_runs;
     t->states_at[num_calls] = t->num_states;
-    for (int i = 0; i < num_calls && !status; i++) {
+    for (int i = 0; i < num_calls; i++) {
         fsdpi_plan_step *step = &t->steps[i];
         step->unit = s->kind->calls[i].unit;
         step->call = s->kind->calls[i].call;
