@@ -178,7 +178,7 @@ static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_kind *k,
         if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY)
             status = fsdp_fail(
                 p->world, FSDP_ERR_INVALID_ARG,
-                "[E993] plan_load: a decision is not possible where the text has it: "
+                "[E968] plan_load: the decisions of the text are not possible together: "
                 "%s",
                 fsdp_last_error(p->world));
     }

@@ -175,7 +175,7 @@ static fsdp_status fsdpi_plan_read_ranks(const char *const *texts, int num, fsdp
         (int64_t)num != (int64_t)r->shards * r->programs[0].replicas)
         status = fsdp_fail(
             NULL, FSDP_ERR_INVALID_ARG,
-            "[E999] plan_prove_texts: %d texts that differ, expected %lld texts, of all "
+            "[E969] plan_prove_texts: %d texts that differ, expected %lld texts, of all "
             "ranks",
             num, (long long)r->shards * r->programs[0].replicas);
     return status;

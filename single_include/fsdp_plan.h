@@ -446,7 +446,8 @@ typedef struct fsdpi_plan_kind {
     char *begin;                // [num_units] states
     fsdpi_plan_call *calls;
     int32_t num_calls;
-    int32_t left; // how often in a row a step has left it
+    int32_t left;    // how often in a row a step has left it
+    int32_t unbound; // its places are in an arena that is gone
     uint64_t replayed;
     fsdpi_plan_listing listing;
     fsdpi_plan_tape tape;
@@ -799,13 +800,14 @@ static fsdp_status fsdpi_plan_play(void *user) {
     t->ops_at[k->num_calls - 1] = t->ops_at[k->num_calls] = t->num_ops;
     t->states_at[k->num_calls - 1] = t->states_at[k->num_calls] = t->num_states;
     s->quiet = 1; // what is held at the end is not held in truth
-    for (int i = 0; i < t->num_uses && !status; i++) {
+    for (int i = 0; i < t->num_uses; i++) { // also if it has failed: buffers that are held stay
         fsdp_op op;
         if (!fsdp_buf_held(t->bufs[i])) continue;
         fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
         op.src = t->bufs[i];
         op.what = "plan";
-        status = fsdp_emit(p->model, &op);
+        fsdp_status released = fsdp_emit(p->model, &op);
+        if (!status) status = released;
     }
     return s->status ? s->status : status;
 }
@@ -1123,10 +1125,11 @@ static fsdp_status fsdpi_plan_arrange(const fsdpi_plan_show *s, fsdpi_plan_tape 
                                               (size_t)raw->states[k].at * s->plan->unit_bytes);
         if (!status) status = fsdpi_plan_arrange_runs(s->plan, t, begin);
     }
+    if (status) return status;
     t->ops_at[num_calls] = t->num_ops;
     t->runs_at[num_calls] = t->num_runs;
     t->states_at[num_calls] = t->num_states;
-    for (int i = 0; i < num_calls && !status; i++) {
+    for (int i = 0; i < num_calls; i++) {
         fsdpi_plan_step *step = &t->steps[i];
         step->unit = s->kind->calls[i].unit;
         step->call = s->kind->calls[i].call;
@@ -2347,7 +2350,9 @@ static int fsdpi_plan_take(fsdpi_plan_in *in, const char *word) {
     return 1;
 }
 static void fsdpi_plan_need(fsdpi_plan_in *in, const char *word) {
-    if (!fsdpi_plan_take(in, word)) fsdpi_plan_expect(in, word);
+    if (fsdpi_plan_take(in, word)) return;
+    if (*word == '\n' && !in->status && in->at < in->end && *in->at == '\n') in->at++, word++;
+    fsdpi_plan_expect(in, *word == '\n' ? "the end of the line" : word);
 }
 
 static uint64_t fsdpi_plan_hex(fsdpi_plan_in *in, int digits) {
@@ -2491,7 +2496,8 @@ static void fsdpi_plan_read_units(fsdpi_plan_in *in) {
 
 static void fsdpi_plan_read_head(fsdpi_plan_in *in) {
     fsdpi_plan_listing *l = in->l;
-    fsdpi_plan_need(in, "fsdp plan 1\nmodel ");
+    fsdpi_plan_need(in, "fsdp plan 1");
+    fsdpi_plan_need(in, "\nmodel ");
     l->model = fsdpi_plan_hex(in, 16);
     fsdpi_plan_need(in, " units ");
     l->num_units = (int32_t)fsdpi_plan_number(in, FSDPI_PLAN_MOST_UNITS);
@@ -2821,9 +2827,18 @@ typedef struct fsdpi_plan_region {
     fsdpi_plan_touch write, read[FSDP_STREAM_COUNT];
     fsdpi_plan_mark ready, avail; // of a slot
     int32_t unit, held;           // who holds the slot
-    int32_t full, version;        // gathered: 1: issued, 2: waited for; of which shards
-    int32_t fresh;                // gradients that no reduction has read
+    int32_t full, version;        // gathered: 1: issued, 2: waited for, 3: read; of which shards
+    int32_t grads;                // FSDPI_PLAN_EMPTY, ...
+    int32_t summed;               // over replicas, in place
 } fsdpi_plan_region;
+
+// Gradients in a slot.
+enum {
+    FSDPI_PLAN_EMPTY,
+    FSDPI_PLAN_TOUCHED, // the caller has written them, and nothing says so
+    FSDPI_PLAN_FRESH,   // no reduction has read them
+    FSDPI_PLAN_TAKEN    // one has
+};
 
 typedef struct fsdpi_plan_prover {
     fsdp_model *model;
@@ -2833,7 +2848,7 @@ typedef struct fsdpi_plan_prover {
     fsdpi_plan_region *slots, *shards, *grads; // [slots], [units], [units]
     fsdpi_plan_mark blocks[2];                 // ready: of the shards, of their gradients
     fsdpi_plan_mark *older;                    // [units] of the slot that a unit brings along
-    int32_t *version, *gathered;               // [units] of shards; slot that holds its parameters
+    int32_t *version, *gathered, *written;     // [units] of shards; slots of parameters, gradients
     int32_t *collects;                         // [units] gathers from other ranks
     int32_t *empty;                            // [units] has no elements: nothing is gathered
     int64_t held_bytes, arena;
@@ -2997,6 +3012,14 @@ static void fsdpi_plan_wrong(fsdpi_plan_prover *v, int how, const char *what, in
 /* -------------------------------------------------------------------------------------------- */
 // What a line does to slots.
 
+// What a unit's slot has to have; 0: texts do not say.
+static int64_t fsdpi_plan_needs(const fsdpi_plan_listing *l, int pool, int unit) {
+    if (unit < 0) return 0;
+    return pool == FSDP_POOL_GATHER ? l->units[unit].gather_bytes
+           : pool == FSDP_POOL_GRAD ? l->units[unit].grad_bytes
+                                    : 0;
+}
+
 static void fsdpi_plan_see_acquire(fsdpi_plan_prover *v, const fsdpi_plan_member *m) {
     const fsdpi_plan_listing *l = v->l;
     if (m->dst < 0) return;
@@ -3010,12 +3033,16 @@ static void fsdpi_plan_see_acquire(fsdpi_plan_prover *v, const fsdpi_plan_member
         fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "the arena ends before", -1, m->dst);
     r->held = 1;
     r->unit = m->unit;
-    r->full = r->fresh = 0;
+    r->full = r->summed = 0;
+    r->grads = FSDPI_PLAN_EMPTY;
     v->held_bytes += slot->bytes;
     if (v->held_bytes > v->out->bytes) v->out->bytes = v->held_bytes;
     if (v->held_bytes > l->bytes)
         fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "slots need more bytes than the plan has, with", -1,
                          m->dst);
+    if (slot->bytes < fsdpi_plan_needs(l, slot->pool, m->unit))
+        fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "the slot is too small for", m->unit, m->dst);
+    if (slot->pool == FSDP_POOL_GRAD && m->unit >= 0) v->written[m->unit] = m->dst;
     if (slot->pool != FSDP_POOL_GATHER || m->unit < 0) return;
     v->gathered[m->unit] = m->dst;
     r->full = v->empty[m->unit] ? 2 : 0;
@@ -3028,7 +3055,9 @@ static void fsdpi_plan_see_release(fsdpi_plan_prover *v, const fsdpi_plan_line *
     if (m->src < 0) return;
     fsdpi_plan_region *r = &v->slots[m->src];
     if (!r->held) fsdpi_plan_wrong(v, FSDP_PROOF_USE, "nobody holds", -1, m->src);
-    if (r->fresh)
+    else if (r->unit != m->unit)
+        fsdpi_plan_wrong(v, FSDP_PROOF_USE, "it is held by", r->unit, m->src);
+    if (r->grads == FSDPI_PLAN_TOUCHED || r->grads == FSDPI_PLAN_FRESH)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are in no reduction: those of", m->unit,
                          m->src);
     if (v->l->slots[m->src].pool == FSDP_POOL_GATHER && r->full)
@@ -3037,6 +3066,7 @@ static void fsdpi_plan_see_release(fsdpi_plan_prover *v, const fsdpi_plan_line *
     r->held = 0;
     v->held_bytes -= v->l->slots[m->src].bytes;
     if (m->unit >= 0 && v->gathered[m->unit] == m->src) v->gathered[m->unit] = -1;
+    if (m->unit >= 0 && v->written[m->unit] == m->src) v->written[m->unit] = -1;
 }
 
 static void fsdpi_plan_see_wrote(fsdpi_plan_prover *v, const fsdpi_plan_member *m) {
@@ -3045,32 +3075,72 @@ static void fsdpi_plan_see_wrote(fsdpi_plan_prover *v, const fsdpi_plan_member *
     if (m->dst < 0) return;
     fsdpi_plan_access(v, m->unit, m->dst, FSDP_STREAM_COMPUTE, -1, 1);
     fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->slots[m->dst].ready);
-    v->slots[m->dst].fresh = 1;
+    if (!v->slots[m->dst].held) fsdpi_plan_wrong(v, FSDP_PROOF_USE, "nobody holds", -1, m->dst);
+    else if (v->slots[m->dst].unit != m->unit)
+        fsdpi_plan_wrong(v, FSDP_PROOF_USE, "it is held by", v->slots[m->dst].unit, m->dst);
+    if (v->slots[m->dst].grads == FSDPI_PLAN_TAKEN)
+        fsdpi_plan_wrong(v, FSDP_PROOF_USE, "a reduction has read gradients: those of", m->unit,
+                         m->dst);
+    v->slots[m->dst].grads = FSDPI_PLAN_FRESH;
 }
 
-// Gradients in a slot: brought on, reduced, or still there.
+// Gradients in a slot: zeroed, brought on, reduced.
 static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *line,
                                  const fsdpi_plan_member *m) {
-    int moves = m->src != m->dst && m->src >= 0 && line->label != FSDP_LABEL_USERS;
-    int reduces = line->kind == FSDP_OP_REDUCE_SCATTER || line->label == FSDP_LABEL_RED_OUT ||
-                  line->label == FSDP_LABEL_ACC || line->label == FSDP_LABEL_PARTIAL;
-    if (!reduces) return;
-    if (m->src >= 0 && !v->slots[m->src].fresh && line->kind == FSDP_OP_REDUCE_SCATTER)
+    fsdpi_plan_region *src = m->src >= 0 ? &v->slots[m->src] : NULL,
+                      *dst = m->dst >= 0 ? &v->slots[m->dst] : NULL;
+    int sums = line->label == FSDP_LABEL_ACC || line->label == FSDP_LABEL_REDUCE ||
+               line->label == FSDP_LABEL_PARTIAL || line->label == FSDP_LABEL_REPLICAS ||
+               line->label == FSDP_LABEL_RED_OUT;
+    if (dst && line->label == FSDP_LABEL_GRADS && dst->grads != FSDPI_PLAN_EMPTY &&
+        line->kind == FSDP_OP_ZERO)
+        fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are there already: those of", m->unit,
+                         m->dst);
+    if (dst && line->label == FSDP_LABEL_USERS && dst->grads != FSDPI_PLAN_FRESH)
+        fsdpi_plan_wrong(v, FSDP_PROOF_USE, "no gradients wait there: those of", m->unit, m->dst);
+    if (dst && dst->summed && line->kind != FSDP_OP_USE &&
+        (src == dst || line->label == FSDP_LABEL_USERS))
+        fsdpi_plan_wrong(v, FSDP_PROOF_USE, "they are summed over replicas already: those of",
+                         m->unit, m->dst);
+    if (!sums || line->kind == FSDP_OP_USE) return;
+    if (dst && line->kind == FSDP_OP_ZERO && dst->grads != FSDPI_PLAN_EMPTY)
+        fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are there already: those of", m->unit,
+                         m->dst);
+    if (!src) return;
+    // Copies bring parts of a slot on, so that there may be several; a collective takes it whole.
+    if (src->grads != FSDPI_PLAN_FRESH &&
+        (src->grads != FSDPI_PLAN_TAKEN || line->kind != FSDP_OP_COPY || src == dst))
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "no gradients wait there: those of", m->unit, m->src);
-    if (moves) v->slots[m->src].fresh = 0;
-    if (moves && m->dst >= 0) v->slots[m->dst].fresh = 1;
+    if (src != dst) src->grads = FSDPI_PLAN_TAKEN;
+    if (src != dst && dst) dst->grads = FSDPI_PLAN_FRESH;
+    if (dst) dst->summed = line->label == FSDP_LABEL_REPLICAS;
 }
 
 static void fsdpi_plan_see_gather(fsdpi_plan_prover *v, const fsdpi_plan_line *line,
                                   const fsdpi_plan_member *m) {
     int fills = line->kind == FSDP_OP_ALL_GATHER ||
                 (m->unit >= 0 && !v->collects[m->unit] && line->label == FSDP_LABEL_COPY_IN);
+    int copies = line->kind == FSDP_OP_COPY && line->label == FSDP_LABEL_COPY_IN;
+    int gathers = line->label == FSDP_LABEL_GATHER || line->label == FSDP_LABEL_COPY_IN ||
+                  line->label == FSDP_LABEL_COPY_OUT || line->label == FSDP_LABEL_PRE_GATHER ||
+                  line->label == FSDP_LABEL_POST_GATHER || line->label == FSDP_LABEL_NONE;
+    if (m->dst >= 0 && !gathers && v->l->slots[m->dst].pool == FSDP_POOL_GATHER)
+        fsdpi_plan_wrong(v, FSDP_PROOF_USE, "parameters lie there: those of", m->unit, m->dst);
+    if (m->dst >= 0 && m->unit >= 0 && v->slots[m->dst].full && copies && v->collects[m->unit])
+        fsdpi_plan_wrong(v, FSDP_PROOF_USE, "it is gathered already:", m->unit, m->dst);
+    if (m->dst >= 0 && line->kind == FSDP_OP_COPY && line->label == FSDP_LABEL_COPY_OUT &&
+        (v->slots[m->dst].full == 0 || v->slots[m->dst].full == 3))
+        fsdpi_plan_wrong(v, FSDP_PROOF_USE,
+                         v->slots[m->dst].full ? "it is in use:" : "nothing was gathered:", m->unit,
+                         m->dst);
     if (m->dst >= 0 && fills && m->unit >= 0) {
+        if (v->slots[m->dst].full && line->kind == FSDP_OP_ALL_GATHER)
+            fsdpi_plan_wrong(v, FSDP_PROOF_USE, "it is gathered already:", m->unit, m->dst);
         v->slots[m->dst].full = 1;
         v->slots[m->dst].version = v->version[m->unit];
     }
     if (line->kind == FSDP_OP_USE && line->label == FSDP_LABEL_GATHER && m->src >= 0 &&
-        line->stream == FSDP_STREAM_COMPUTE && v->slots[m->src].full)
+        line->stream == FSDP_STREAM_COMPUTE && v->slots[m->src].full == 1)
         v->slots[m->src].full = 2;
 }
 
@@ -3089,6 +3159,9 @@ static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line)
         for (int k = 0; k < 2; k++)
             if ((k ? dst : src) >= 0 && !v->slots[k ? dst : src].held)
                 fsdpi_plan_wrong(v, FSDP_PROOF_USE, "nobody holds", -1, k ? dst : src);
+            else if ((k ? dst : src) >= 0 && m[i].unit != v->slots[k ? dst : src].unit)
+                fsdpi_plan_wrong(v, FSDP_PROOF_USE, "it is held by", v->slots[k ? dst : src].unit,
+                                 k ? dst : src);
         if (!uses && src != FSDPI_PLAN_NONE)
             fsdpi_plan_access(v, m[i].unit, src, actor, v->line, 0);
         if (!uses && dst != FSDPI_PLAN_NONE)
@@ -3113,10 +3186,18 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     if (!ends) {
         v->now[FSDP_STREAM_COMPUTE].at[FSDP_STREAM_COMPUTE]++;
         if (posts && slot >= 0) fsdpi_plan_access(v, u, slot, FSDP_STREAM_COMPUTE, -1, 0);
+        int grads = u >= 0 && call->call == FSDP_CALL_POST_BACKWARD ? v->written[u] : -1;
+        if (grads >= 0) {
+            fsdpi_plan_access(v, u, grads, FSDP_STREAM_COMPUTE, -1, 1);
+            if (v->slots[grads].grads == FSDPI_PLAN_TAKEN)
+                fsdpi_plan_wrong(v, FSDP_PROOF_USE, "a reduction has read gradients: those of", u,
+                                 grads);
+            v->slots[grads].grads = FSDPI_PLAN_TOUCHED;
+        }
         return;
     }
     if (!reads) return;
-    if (slot < 0 || v->slots[slot].full != 2) {
+    if (slot < 0 || v->slots[slot].full < 2) {
         fsdpi_plan_wrong(v, FSDP_PROOF_USE,
                          slot < 0               ? "its parameters are not gathered:"
                          : !v->slots[slot].full ? "nothing was gathered to the slot of"
@@ -3126,6 +3207,7 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "shards were written after the gather of", u, slot);
     } else {
         fsdpi_plan_access(v, u, slot, FSDP_STREAM_COMPUTE, -1, 0);
+        v->slots[slot].full = 3;
     }
 }
 
@@ -3185,22 +3267,77 @@ static int64_t fsdpi_plan_arena_bytes(const fsdpi_plan_listing *l) {
     return l->bytes - lasting;
 }
 
+// Bytes of an op beside its elements, and beside the slots in which they have to be.
+static void fsdpi_plan_check_numbers(fsdpi_plan_prover *v, const fsdpi_plan_line *line) {
+    const fsdpi_plan_listing *l = v->l;
+    const fsdpi_plan_member *m = &l->members[line->members];
+    uint64_t part = line->count * fsdp_dtype_size(line->dtype), room[2] = {0, 0};
+    uint64_t size = (uint64_t)l->shards, replicas = (uint64_t)l->replicas, whole = part;
+    int known[2] = {1, 1}, all = 1; // all bytes of the slots are in slots
+    for (int i = 0; i < line->num_members; i++)
+        for (int k = 0; k < 2; k++) {
+            int place = k ? m[i].dst : m[i].src;
+            if (place >= 0) room[k] += (uint64_t)l->slots[place].bytes;
+            else known[k] = 0;
+        }
+    switch (line->kind) {
+    case FSDP_OP_COPY: all = line->bytes == line->count * fsdp_dtype_size(line->out_dtype); break;
+    case FSDP_OP_ZERO: all = line->bytes == part; break;
+    case FSDP_OP_ALL_GATHER:
+    case FSDP_OP_REDUCE_SCATTER: // of a group that is the shards', or a part of them
+        whole = line->bytes + part;
+        all = part > 0 && whole % part == 0 && size % (whole / part) == 0;
+        break;
+    case FSDP_OP_ALL_REDUCE:
+        all = line->bytes == (2 * (replicas - 1) * part + replicas - 1) / replicas;
+        break;
+    default: return;
+    }
+    int reads = line->kind == FSDP_OP_REDUCE_SCATTER || line->kind == FSDP_OP_COPY;
+    int writes = line->kind == FSDP_OP_ALL_GATHER || line->kind == FSDP_OP_ZERO;
+    if (!all)
+        fsdpi_plan_wrong(v, FSDP_PROOF_USE, "its bytes are not those of its elements:", m->unit,
+                         FSDPI_PLAN_NONE);
+    if ((reads && known[0] && whole > room[0]) || (writes && known[1] && whole > room[1]) ||
+        (line->kind == FSDP_OP_COPY && known[1] && line->bytes > room[1]))
+        fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "it needs more bytes than its slots have:", m->unit,
+                         FSDPI_PLAN_NONE);
+}
+
 // The numbers of the head are those of the lines.
 static void fsdpi_plan_check_counts(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
-    int gathers = 0, reductions = 0, replicas = 0;
+    int gathers = 0, reductions = 0, replicas = 0, ops = 0;
+    uint64_t gathered = 0, reduced = 0;
     for (int i = 0; i < l->num_lines; i++) {
-        gathers += l->lines[i].kind == FSDP_OP_ALL_GATHER;
-        reductions += l->lines[i].kind == FSDP_OP_REDUCE_SCATTER;
-        replicas += l->lines[i].kind == FSDP_OP_ALL_REDUCE;
+        const fsdpi_plan_line *line = &l->lines[i];
+        gathers += line->kind == FSDP_OP_ALL_GATHER;
+        reductions += line->kind == FSDP_OP_REDUCE_SCATTER;
+        replicas += line->kind == FSDP_OP_ALL_REDUCE;
+        ops += line->kind < FSDP_OP_HOOK;
+        if (line->kind == FSDP_OP_ALL_GATHER) gathered += line->bytes;
+        else if (fsdpi_plan_is_collective(line->kind)) reduced += line->bytes;
+        v->line = i;
+        v->call = line->call;
+        if (!v->out->refuted) fsdpi_plan_check_numbers(v, line);
     }
-    if (gathers == l->gathers[1] && reductions == l->reductions[1] && replicas == l->replica_ops[1])
-        return;
+    if (v->out->refuted) return;
     fsdpi_plan_out o = fsdpi_plan_counter(v);
-    fsdpi_plan_put(&o, "count gathers %d reductions %d replicas %d\n", l->gathers[1],
-                   l->reductions[1], l->replica_ops[1]);
-    fsdpi_plan_put(&o, "the lines have %d, %d and %d of them", gathers, reductions, replicas);
-    fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
+    if (gathers != l->gathers[1] || reductions != l->reductions[1] ||
+        replicas != l->replica_ops[1] || ops != l->ops[1]) {
+        fsdpi_plan_put(&o, "count gathers %d reductions %d replicas %d ops %d\n", l->gathers[1],
+                       l->reductions[1], l->replica_ops[1], l->ops[1]);
+        fsdpi_plan_put(&o, "the lines have %d, %d, %d and %d of them", gathers, reductions,
+                       replicas, ops);
+        fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
+    } else if (gathered != l->gather_bytes[1] || reduced != l->reduce_bytes[1]) {
+        fsdpi_plan_put(&o, "read gathers %llu reductions %llu\n",
+                       (unsigned long long)l->gather_bytes[1],
+                       (unsigned long long)l->reduce_bytes[1]);
+        fsdpi_plan_put(&o, "the lines read %llu and %llu bytes", (unsigned long long)gathered,
+                       (unsigned long long)reduced);
+        fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
+    }
 }
 
 /* One program, which every rank runs: three times, so that what the end of a step leaves to the
@@ -3217,7 +3354,7 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     v.l = l;
     v.out = out;
     v.arena = fsdpi_plan_arena_bytes(l);
-    out->ranks = l->shards * l->replicas;
+    out->ranks = (int32_t)((int64_t)l->shards * l->replicas);
     out->programs = 1;
     out->comms = l->num_comms;
     out->buffers = l->num_slots;
@@ -3226,16 +3363,18 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     if (!status) status = fsdpi_plan_alloc(m, units, (void **)&v.grads);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.version);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.gathered);
+    if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.written);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.collects);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.empty);
     if (!status)
         status = fsdpi_plan_alloc(m, (size_t)l->num_units * sizeof *v.older, (void **)&v.older);
-    for (int u = 0; u < l->num_units && !status; u++) v.gathered[u] = -1;
+    for (int u = 0; u < l->num_units && !status; u++) v.gathered[u] = v.written[u] = -1;
     for (int i = 0; i < l->num_lines && !status; i++)
         for (int k = 0; k < l->lines[i].num_members && l->lines[i].kind == FSDP_OP_ALL_GATHER; k++)
             if (l->members[l->lines[i].members + k].unit >= 0)
                 v.collects[l->members[l->lines[i].members + k].unit] = 1;
     for (int u = 0; u < l->num_units && !status; u++) v.empty[u] = !v.collects[u];
+    for (int u = 0; u < l->num_units && !status; u++) v.collects[u] = l->shards > 1;
     for (int i = 0; i < l->num_lines && !status; i++)
         if (l->lines[i].label == FSDP_LABEL_COPY_IN && l->members[l->lines[i].members].unit >= 0)
             v.empty[l->members[l->lines[i].members].unit] = 0;
@@ -3252,6 +3391,7 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     fsdpi_plan_free(m, v.grads);
     fsdpi_plan_free(m, v.version);
     fsdpi_plan_free(m, v.gathered);
+    fsdpi_plan_free(m, v.written);
     fsdpi_plan_free(m, v.collects);
     fsdpi_plan_free(m, v.empty);
     fsdpi_plan_free(m, v.older);
@@ -3395,6 +3535,17 @@ static void fsdpi_plan_ranks_end(fsdpi_plan_ranks *r) {
     fsdpi_plan_free(NULL, r->at);
 }
 
+// Groups are those of one mesh.
+static fsdp_status fsdpi_plan_same_world(const fsdpi_plan_ranks *r, int known, int text) {
+    const fsdpi_plan_listing *a = &r->programs[0], *b = &r->programs[known];
+    if (a->shards == b->shards && a->replicas == b->replicas && a->mode == b->mode) return FSDP_OK;
+    return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG,
+                     "[E999] plan_prove_texts: text %d is of shards %d, replicas %d, mode %s, "
+                     "expected shards %d, replicas %d, mode %s",
+                     text, b->shards, b->replicas, fsdpi_plan_modes[b->mode], a->shards,
+                     a->replicas, fsdpi_plan_modes[a->mode]);
+}
+
 // Each different text is read once.
 static fsdp_status fsdpi_plan_read_ranks(const char *const *texts, int num, fsdpi_plan_ranks *r) {
     fsdp_status status = fsdpi_plan_alloc(NULL, (size_t)num * sizeof *r->programs,
@@ -3416,9 +3567,17 @@ static fsdp_status fsdpi_plan_read_ranks(const char *const *texts, int num, fsdp
                                "[E986] plan_prove_texts: text %d has no ops: take it with "
                                "FSDP_PLAN_TEXT_OPS",
                                i);
+        if (!status) status = fsdpi_plan_same_world(r, known, i);
     }
     r->num = num;
     r->shards = status ? 1 : r->programs[0].shards;
+    if (!status && r->num_programs > 1 &&
+        (int64_t)num != (int64_t)r->shards * r->programs[0].replicas)
+        status = fsdp_fail(
+            NULL, FSDP_ERR_INVALID_ARG,
+            "[E969] plan_prove_texts: %d texts that differ, expected %lld texts, of all "
+            "ranks",
+            num, (long long)r->shards * r->programs[0].replicas);
     return status;
 }
 
@@ -3925,7 +4084,8 @@ static void fsdpi_plan_drop(fsdp_plan *p, int index) {
     fsdpi_plan_kind_free(p, k);
 }
 
-// Memory for all kinds: the arena is as large as the largest needs it.
+// Memory for all kinds: the arena is as large as the largest needs it. A rehearsal shows what the
+// options are now, so that a kind of other options is bound when it comes again.
 static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
     int64_t bytes = k->listing.bytes - fsdpi_plan_lasting(&k->listing);
     for (int i = p->num_kinds - 1; i >= 0; i--)
@@ -3937,7 +4097,10 @@ static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
         fsdp_buf_destroy(p->model, p->arena);
         p->arena = NULL;
         status = fsdp_buf_create(p->model, p->pool, FSDP_MEMORY_DEVICE, bytes, &p->arena);
-        for (int i = 0; i < p->num_kinds && !status; i++) status = fsdpi_plan_bind(p, p->kinds[i]);
+        for (int i = 0; i < p->num_kinds && !status; i++) {
+            p->kinds[i]->unbound = p->kinds[i]->settings != k->settings;
+            if (!p->kinds[i]->unbound) status = fsdpi_plan_bind(p, p->kinds[i]);
+        }
     }
     return status ? status : fsdpi_plan_bind(p, k);
 }
@@ -4198,6 +4361,52 @@ static void fsdpi_plan_derive_choice(const fsdpi_plan_facts *f, fsdpi_plan_choic
     }
 }
 
+static fsdp_status fsdpi_plan_act_refused(const fsdp_plan *p, const fsdpi_plan_act *act,
+                                          const char *why) {
+    return fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
+                     "[E993] plan_load: a decision is not possible where the text has it: call %d, "
+                     "%s '%.200s': %s",
+                     act->call, fsdpi_plan_words[act->what], fsdp_unit_name(p->units[act->unit]),
+                     why);
+}
+
+static int fsdpi_plan_has_act(const fsdpi_plan_choice *c, int what, int unit, int call) {
+    for (int i = 0; i < c->num_acts; i++)
+        if (c->acts[i].what == what && c->acts[i].unit == unit &&
+            (call < 0 || c->acts[i].call == call))
+            return 1;
+    return 0;
+}
+
+/* What the tape alone does not show: gradients that wait are reduced in this step, and what is kept
+   is there. */
+static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_facts *f,
+                                         const fsdpi_plan_choice *c) {
+    for (int i = 0; i < c->num_acts; i++) {
+        const fsdpi_plan_act *act = &c->acts[i];
+        int u = act->unit, reduced = 0, ends = 0;
+        for (int k = act->call + 1; k + 1 < f->num_calls; k++)
+            reduced |= f->kind->calls[k].index == u &&
+                       f->kind->calls[k].call == FSDP_CALL_POST_BACKWARD &&
+                       !fsdpi_plan_has_act(c, FSDPI_PLAN_COLLECT, u, k);
+        for (int k = 0; k < f->num_spans; k++)
+            ends |= f->spans[k].owner == u && f->spans[k].end == act->call;
+        if (act->what == FSDPI_PLAN_KEEP && !ends)
+            return fsdpi_plan_act_refused(p, act, "by calls it is not freed there");
+        if (act->what == FSDPI_PLAN_COLLECT &&
+            (f->kind->calls[act->call].index != u ||
+             f->kind->calls[act->call].call != FSDP_CALL_POST_BACKWARD))
+            return fsdpi_plan_act_refused(p, act, "the call is not its post_backward");
+        if (act->what == FSDPI_PLAN_COLLECT && !c->waits[u] && !reduced)
+            return fsdpi_plan_act_refused(p, act, "nothing reduces what waits");
+        if (act->what == FSDPI_PLAN_REDUCE &&
+            (f->posts[u] != 1 || f->last_call[u] != f->post[u] || act->call < f->post[u] ||
+             !f->reduces[u] || !fsdpi_plan_has_act(c, FSDPI_PLAN_COLLECT, u, f->post[u])))
+            return fsdpi_plan_act_refused(p, act, "its gradients do not wait there");
+    }
+    return FSDP_OK;
+}
+
 // The kind's tape and listing from the acts of `given`.
 static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_kind *k,
                                          const fsdpi_plan_listing *given, const char *text,
@@ -4223,13 +4432,16 @@ static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_kind *k,
     if (!status) {
         memcpy(l->choice.managed, f.managed, (size_t)p->num_units);
         fsdpi_plan_derive_choice(&f, &l->choice);
+        status = fsdpi_plan_check_acts(p, &f, &l->choice);
+    }
+    if (!status) {
         fsdpi_plan_count_ops(&by_calls, l, 0);
         int decides = l->choice.num_acts > 0;
         status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, &k->tape);
         if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY)
             status = fsdp_fail(
                 p->world, FSDP_ERR_INVALID_ARG,
-                "[E993] plan_load: a decision is not possible where the text has it: "
+                "[E968] plan_load: the decisions of the text are not possible together: "
                 "%s",
                 fsdp_last_error(p->world));
     }
@@ -4376,6 +4588,18 @@ static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
     return status;
 }
 
+// A kind whose arena has been replaced meanwhile; without it the step goes by calls.
+static void fsdpi_plan_bind_again(fsdp_plan *p) {
+    fsdpi_plan_kind *k = p->kind;
+    k->unbound = fsdpi_plan_bind(p, k) != FSDP_OK;
+    if (!k->unbound) return;
+    for (int i = 0; i < p->num_kinds; i++)
+        if (p->kinds[i] == k) fsdpi_plan_drop(p, i);
+    p->kind = NULL;
+    p->mode = FSDP_PLAN_BY_CALLS;
+    snprintf(p->why, sizeof p->why, "%s", "the tape could not be made again for a new arena");
+}
+
 // The first call of a step: what kind of step is it?
 static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     p->open = 1;
@@ -4393,6 +4617,7 @@ static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
             memcmp(p->kinds[i]->begin, p->begin, (size_t)p->num_units * p->unit_bytes) == 0)
             p->kind = p->kinds[i];
     p->mode = p->kind ? FSDP_PLAN_REPLAYING : p->warm ? FSDP_PLAN_WARM_UP : FSDP_PLAN_RECORDING;
+    if (p->kind && p->kind->unbound) fsdpi_plan_bind_again(p);
     if (p->num_kinds && !p->kind)
         snprintf(p->why, sizeof p->why, "%s",
                  "another kind of step: options, or what units hold, are not those of a plan");
