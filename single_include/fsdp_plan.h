@@ -2883,8 +2883,7 @@ static void fsdpi_plan_refuted(fsdpi_plan_prover *v, int how, fsdpi_plan_out *o)
 // The two lines of a counterexample go where the verdict is; only the first one counts.
 static fsdpi_plan_out fsdpi_plan_counter(const fsdpi_plan_prover *v) {
     fsdpi_plan_out o = {v->out->text, sizeof v->out->text, 0, 0};
-    static char unused[1];
-    if (v->out->refuted) o.buf = unused, o.cap = 0;
+    if (v->out->refuted) o.buf = NULL, o.cap = 0;
     return o;
 }
 

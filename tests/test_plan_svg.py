@@ -23,8 +23,8 @@ kind 00 calls 9 forward 4
 bytes 4 bound 4 by_calls 4
 count gathers 4 1 reductions 2 1 replicas 0 0 ops 9 4
 read gathers 4 2 reductions 2 2
-unit 0 'a' gather 4 grad 4
-unit 1 'it\'s b' gather 4 grad 4
+unit 0 'a' gather 4 grad 4 reads both
+unit 1 'it\'s b' gather 4 grad 4 reads both
 slot 0 gather at 0 bytes 4
 slot 1 gather at 4 bytes 4
 slot 2 grad at 8 bytes 4
@@ -32,12 +32,12 @@ call 0 pre_forward 'a'
   gather 'a' 'it\'s b' why joined
   acquire 'a' slot 0
   acquire 'it\'s b' slot 1
-  op all_gather gather 'a' 'it\'s b' GATHER 1 4 f32 f32 shards slot 0 shards slot 1 comm g #00
-  op use gather 'a' COMPUTE 0 0 ? ? slot 0 none #00
+  op 2 all_gather gather 'a' 'it\'s b' GATHER 1 4 f32 f32 shards slot 0 shards slot 1 comm g #00
+  op 3 use gather 'a' COMPUTE 0 0 ? ? slot 0 none #00
 call 1 post_forward 'a'
   keep 'a' why next use at call 6
 call 2 pre_forward 'it\'s b'
-  op use gather 'it\'s b' COMPUTE 0 0 ? ? slot 1 none #00
+  op 7 use gather 'it\'s b' COMPUTE 0 0 ? ? slot 1 none #00
 call 3 post_forward 'it\'s b'
   keep 'it\'s b' why next use at call 4
 call 4 pre_backward 'it\'s b'
@@ -49,7 +49,7 @@ call 6 pre_backward 'a'
 call 7 post_backward 'a'
   reduce 'it\'s b' 'a' why joined
   free 'a' why last use
-  op reduce_scatter reduce 'it\'s b' 'a' REDUCE 1 4 f32 f32 slot 2 grads slot 2 grads comm g #00
+  op 14 reduce_scatter reduce 'it\'s b' 'a' REDUCE 1 4 f32 f32 slot 2 grads slot 2 grads comm g #00
   release 'a' slot 0 COMPUTE
 call 8 finalize_backward
 end 00
@@ -94,7 +94,7 @@ def test_not_what_is_counted():
 
 
 def test_no_plan():
-    for text, says in ((TEXT.replace("  op all_gather", "  oops all_gather"), "line 16 is none of"),
+    for text, says in ((TEXT.replace("  op 2 all_gather", "  oops 2 all_gather"), "line 16 is none of"),
                        (TEXT.replace("count gathers", "count"), "line 5 is none of a plan"),
                        ("\n".join(line for line in TEXT.splitlines() if "op " not in line
                                   and "release" not in line), "without ops"), ("", "no plan")):
