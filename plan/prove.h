@@ -49,7 +49,7 @@ typedef struct fsdpi_plan_prover {
     fsdpi_plan_region *slots, *shards, *grads; // [slots], [units], [units]
     fsdpi_plan_mark blocks[2];                 // ready: of the shards, of their gradients
     int32_t *version, *gathered, *written;     // [units] of shards; slots of parameters, gradients
-    int32_t *collects;                         // [units] gathers from other ranks
+    int32_t *collects, *opened;                // [units] gathers from others; the caller reads now
     int64_t held_bytes, arena;
     int32_t call, line, walk;
 } fsdpi_plan_prover;
@@ -373,6 +373,10 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     v->line = -1;
     if (!ends) {
         v->now[FSDP_STREAM_COMPUTE].at[FSDP_STREAM_COMPUTE]++;
+        if (posts && u >= 0 && v->opened[u] && (slot < 0 || v->slots[slot].full < 3))
+            fsdpi_plan_wrong(v, FSDP_PROOF_USE, "its parameters were freed while in use:", u,
+                             FSDPI_PLAN_NONE);
+        if (posts && u >= 0) v->opened[u] = 0;
         if (posts && slot >= 0) fsdpi_plan_access(v, u, slot, FSDP_STREAM_COMPUTE, -1, 0);
         int grads = u >= 0 && call->call == FSDP_CALL_POST_BACKWARD ? v->written[u] : -1;
         if (grads >= 0) {
@@ -396,6 +400,7 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     } else {
         fsdpi_plan_access(v, u, slot, FSDP_STREAM_COMPUTE, -1, 0);
         v->slots[slot].full = 3;
+        v->opened[u] = 1;
     }
 }
 
@@ -431,6 +436,7 @@ static void fsdpi_plan_see_end(fsdpi_plan_prover *v, int *lasts) {
 static void fsdpi_plan_walk(fsdpi_plan_prover *v, int *lasts) {
     const fsdpi_plan_listing *l = v->l;
     int line = 0;
+    for (int u = 0; u < l->num_units; u++) v->opened[u] = 0;
     for (v->call = 0; v->call < l->num_calls && !v->out->refuted; v->call++) {
         fsdpi_plan_see_call(v, 0);
         for (; line < l->num_lines && l->lines[line].call == v->call; line++) {
@@ -553,6 +559,7 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.gathered);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.written);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.collects);
+    if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.opened);
     for (int u = 0; u < l->num_units && !status; u++) v.gathered[u] = v.written[u] = -1;
     for (int u = 0; u < l->num_units && !status; u++) v.collects[u] = l->shards > 1;
     for (v.walk = 0; v.walk < 3 && !status && !out->refuted && !lasts; v.walk++)
@@ -569,6 +576,7 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     fsdpi_plan_free(m, v.version);
     fsdpi_plan_free(m, v.gathered);
     fsdpi_plan_free(m, v.written);
+    fsdpi_plan_free(m, v.opened);
     fsdpi_plan_free(m, v.collects);
     return status;
 }

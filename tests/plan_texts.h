@@ -244,7 +244,7 @@ typedef struct brute {
     int modes, num_units, num_slots, walk, bad, can_last;
     char name[BRUTE_UNITS][32];
     int64_t gather[BRUTE_UNITS], grad[BRUTE_UNITS], arena, held, bytes;
-    int reads[BRUTE_UNITS], uses[BRUTE_UNITS][2], at[BRUTE_UNITS][2]; /* [gather, grad]: slots */
+    int opened[BRUTE_UNITS], reads[BRUTE_UNITS], uses[BRUTE_UNITS][2], at[BRUTE_UNITS][2]; /* [gather, grad]: slots */
     brute_slot slot[BRUTE_SLOTS];
     brute_event shards, grads;
     uint64_t block[BRUTE_UNITS], total;
@@ -312,6 +312,8 @@ H_FN void brute_ends(brute *b, brute_slot *s, int unit) {
     b->held -= s->lasts ? 0 : s->bytes;
 }
 H_FN void brute_acquire(brute *b, int unit, int slot, const char *line) {
+    if (unit < 0) brute_wrong(b, "no unit", line);
+    if (unit < 0) return;
     brute_slot *s = &b->slot[slot];
     int64_t needs = s->pool == BRUTE_GATHER ? b->gather[unit] : s->pool == BRUTE_GRAD ? b->grad[unit] : 0;
     for (int i = 0; i < b->num_slots; i++) {
@@ -389,10 +391,13 @@ H_FN void brute_op(brute *b, char **words, int num, const char *line) {
 }
 /* The caller, between the pre_ and the post_ call of a unit. */
 H_FN void brute_caller(brute *b, int unit, int backward, int ends, const char *line) {
+    if (unit < 0) return;
     int slot = b->at[unit][0], grad = b->at[unit][1];
     b->now[0][0]++;
     if (b->reads[unit] & (backward ? 2 : 1)) {
-        if (slot < 0 || !b->slot[slot].filled) brute_wrong(b, "parameters are not there", line);
+        if ((!ends || b->opened[unit]) && (slot < 0 || !b->slot[slot].filled))
+            brute_wrong(b, "parameters are not there", line);
+        b->opened[unit] = !ends;
         if (slot >= 0) {
             brute_slot *s = &b->slot[slot];
             brute_touch_slot(b, 0, slot, 0, line);
@@ -495,6 +500,7 @@ H_FN uint64_t brute_judge(const char *text, char *why, size_t room) {
             brute_release(b, s->holder, i, 0, "the end");
         }
         memset(b->uses, 0, sizeof b->uses);
+        memset(b->opened, 0, sizeof b->opened);
     }
     for (int u = 0; u < b->num_units; u++) b->total = lab_hash(b->total, b->block[u], (uint64_t)u, 9);
     uint64_t total = b->bad ? 0 : b->total | 1;

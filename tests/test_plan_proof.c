@@ -244,6 +244,12 @@ static void moved(lab_bench *m) {
             texts_move(t, i, pre);
             examine(m, M_EARLY, t, 1, line);
             texts_move(t, pre, i);
+            do pre++; /* and in the call in which they are read */
+            while (pre + 1 < i && !texts_is(t->at[pre + 1], "call "));
+            if (pre + 1 >= i) continue;
+            texts_move(t, i, pre + 1);
+            examine(m, M_EARLY, t, 1, line);
+            texts_move(t, pre + 1, i);
         }
     }
     texts_free(t);
