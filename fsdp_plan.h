@@ -120,8 +120,8 @@ FSDP_API const char *fsdp_plan_why(const fsdp_plan *plan);
    Effect      in a step: its next call and all behind it go by calls; reductions that have waited
                for a later call are made
    Result      FSDP_OK; INVALID_ARG; in a step collective errors
-   Collective  yes      Blocks inline, in a step: until reduced      Allocates no, but those reductions
-               take slots of calls at their first use */
+   Collective  yes      Blocks inline, in a step: until reduced
+   Allocates   no, but those reductions take slots of calls at their first use */
 FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused);
 FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan);
 

@@ -31,9 +31,10 @@ typedef struct fsdp_extension {
     void *user;
     // A call of a step begins, from pre_forward to finalize_backward, or model_reset (for both of
     // the model unit is NULL); the transition table is not asked yet. Or FSDP_CALL_SET: a setter is
-    // about to change options of a unit (NULL: of all), and does so whatever you return. Return non-zero if you have
-    // done the call's work: then *status (FSDP_OK before) is its result, and the library calls no
-    // further extension. If you make calls of a step in it, they go to the extensions behind you.
+    // about to change options of a unit (NULL: of all), and does so whatever you return. Return
+    // non-zero if you have done the call's work: then *status (FSDP_OK before) is its result, and
+    // the library calls no further extension. If you make calls of a step in it, they go to the
+    // extensions behind you.
     int (*call)(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status);
     // A record is about to run. You get a copy and may change it; kind, seq, stream, src and dst
     // stay, since its waits depend on them. Return non-zero to take the record: it does not run,

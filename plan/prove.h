@@ -50,7 +50,7 @@ typedef struct fsdpi_plan_prover {
     fsdpi_plan_mark blocks[2];                 // ready: of the shards, of their gradients
     fsdpi_plan_mark *older;                    // [units] of the slot that a unit brings along
     int32_t *version, *gathered, *written;     // [units] of shards; slots of parameters, gradients
-    int32_t *collects;                         // [units] gathers from other ranks
+    int32_t *collects, *opened;                // [units] gathers from others; the caller reads now
     int32_t *empty;                            // [units] has no elements: nothing is gathered
     int64_t held_bytes, arena;
     int32_t call, line, walk;
@@ -140,7 +140,8 @@ static int fsdpi_plan_overlap(const fsdpi_plan_slot *a, const fsdpi_plan_slot *b
            b->offset < a->offset + a->bytes;
 }
 
-// An access of a unit's parameters or gradients, or of a slot: checked against all that share memory.
+// An access of a unit's parameters or gradients, or of a slot: checked against all that share
+// memory.
 static void fsdpi_plan_access(fsdpi_plan_prover *v, int unit, int place, int stream, int line,
                               int writes) {
     const fsdpi_plan_listing *l = v->l;
@@ -385,6 +386,10 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     v->line = -1;
     if (!ends) {
         v->now[FSDP_STREAM_COMPUTE].at[FSDP_STREAM_COMPUTE]++;
+        if (posts && u >= 0 && v->opened[u] && (slot < 0 || v->slots[slot].full < 3))
+            fsdpi_plan_wrong(v, FSDP_PROOF_USE, "its parameters were freed while in use:", u,
+                             FSDPI_PLAN_NONE);
+        if (posts && u >= 0) v->opened[u] = 0;
         if (posts && slot >= 0) fsdpi_plan_access(v, u, slot, FSDP_STREAM_COMPUTE, -1, 0);
         int grads = u >= 0 && call->call == FSDP_CALL_POST_BACKWARD ? v->written[u] : -1;
         if (grads >= 0) {
@@ -408,6 +413,7 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     } else {
         fsdpi_plan_access(v, u, slot, FSDP_STREAM_COMPUTE, -1, 0);
         v->slots[slot].full = 3;
+        v->opened[u] = 1;
     }
 }
 
@@ -443,6 +449,7 @@ static void fsdpi_plan_see_end(fsdpi_plan_prover *v, int *lasts) {
 static void fsdpi_plan_walk(fsdpi_plan_prover *v, int *lasts) {
     const fsdpi_plan_listing *l = v->l;
     int line = 0;
+    for (int u = 0; u < l->num_units; u++) v->opened[u] = 0;
     for (v->call = 0; v->call < l->num_calls && !v->out->refuted; v->call++) {
         fsdpi_plan_see_call(v, 0);
         for (; line < l->num_lines && l->lines[line].call == v->call; line++) {
@@ -568,6 +575,7 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.empty);
     if (!status)
         status = fsdpi_plan_alloc(m, (size_t)l->num_units * sizeof *v.older, (void **)&v.older);
+    if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.opened);
     for (int u = 0; u < l->num_units && !status; u++) v.gathered[u] = v.written[u] = -1;
     for (int i = 0; i < l->num_lines && !status; i++)
         for (int k = 0; k < l->lines[i].num_members && l->lines[i].kind == FSDP_OP_ALL_GATHER; k++)
@@ -592,6 +600,7 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     fsdpi_plan_free(m, v.version);
     fsdpi_plan_free(m, v.gathered);
     fsdpi_plan_free(m, v.written);
+    fsdpi_plan_free(m, v.opened);
     fsdpi_plan_free(m, v.collects);
     fsdpi_plan_free(m, v.empty);
     fsdpi_plan_free(m, v.older);

@@ -3,8 +3,8 @@
    A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // Owns: the verdict on programs that differ. Each rank issues its collectives in the order of its
-// text and waits at each of them for the members of its group, as inline ranks do: where streams run
-// beside each other, ranks wait less. Ranks are numbered as in the mesh, shards fastest.
+// text and waits at each of them for the members of its group, as inline ranks do: where streams
+// run beside each other, ranks wait less. Ranks are numbered as in the mesh, shards fastest.
 
 typedef struct fsdpi_plan_ranks {
     fsdpi_plan_listing *programs; // different ones

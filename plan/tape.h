@@ -245,7 +245,7 @@ static fsdp_status fsdpi_plan_play(void *user) {
     }
     t->ops_at[k->num_calls - 1] = t->ops_at[k->num_calls] = t->num_ops;
     t->states_at[k->num_calls - 1] = t->states_at[k->num_calls] = t->num_states;
-    s->quiet = 1; // what is held at the end is not held in truth
+    s->quiet = 1;                           // what is held at the end is not held in truth
     for (int i = 0; i < t->num_uses; i++) { // also if it has failed: buffers that are held stay
         fsdp_op op;
         if (!fsdp_buf_held(t->bufs[i])) continue;
