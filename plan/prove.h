@@ -230,7 +230,7 @@ static void fsdpi_plan_see_acquire(fsdpi_plan_prover *v, const fsdpi_plan_member
     for (int i = 0; i < l->num_slots; i++)
         if (i != m->dst && v->slots[i].held && fsdpi_plan_overlap(&l->slots[i], slot))
             fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "its memory is held by", v->slots[i].unit, i);
-    if (slot->offset + slot->bytes > v->arena)
+    if (slot->offset >= 0 && slot->offset + slot->bytes > v->arena)
         fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "the arena ends before", -1, m->dst);
     r->held = 1;
     r->unit = m->unit;

@@ -748,9 +748,9 @@ static void train_planned(lab_rank *r, const options *o, int which, seen *out) {
         if (n->dim != DIM) tape_feed(&n->mine, n->dim, n->s ? 0 : n->rank, it);
         CALL(n->w, fsdp_set_requires_gradient_sync(n->m, NULL, sync));
         const int64_t allocated = allocations(n);
-        forward(n);
-        backward(n);
+        forward(n); /* in a step the state is that of this step, behind it that of the next one */
         const fsdp_plan_mode mode = n->plan ? fsdp_plan_state(n->plan) : FSDP_PLAN_BY_CALLS;
+        backward(n);
         replayed += mode == FSDP_PLAN_REPLAYING;
         W_CHECK(mode != FSDP_PLAN_REPLAYING || allocations(n) == allocated || o->unsynced,
                 "a replay allocates"); /* the arena of one kind may grow for another */
