@@ -60,7 +60,9 @@ static int train(const example *e, const char *text, int plans, plan_result *out
     for (int what = 0; what < 2 && got; what++) got[what] = texts_of(b.plan, 0, what);
     must(s.races == 0);
     fsdp_model_destroy(b.model);
-    must(sim_close(&s) == 0);
+    long long left = (long long)sim_close(&s);
+    if (left) fprintf(stderr, "blocks %lld events %lld streams %lld groups %lld bad %d\n", (long long)s.live_blocks, (long long)s.live_events, (long long)s.live_streams, (long long)s.live_groups, s.bad_frees);
+    must(left == 0);
     return loaded;
 }
 static void prepare(void) {
