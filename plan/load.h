@@ -125,6 +125,9 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
                        !fsdpi_plan_has_act(c, FSDPI_PLAN_COLLECT, u, k);
         for (int k = 0; k < f->num_spans; k++)
             ends |= f->spans[k].owner == u && f->spans[k].end == act->call;
+        if (i > 0 && act[-1].call == act->call && act->what == FSDPI_PLAN_GATHER && !act->late &&
+            (act[-1].what != FSDPI_PLAN_GATHER || act[-1].late))
+            return fsdpi_plan_act_refused(p, act, "it comes before what is done behind the call");
         if (act->what == FSDPI_PLAN_KEEP && !ends)
             return fsdpi_plan_act_refused(p, act, "by calls it is not freed there");
         if (act->what == FSDPI_PLAN_COLLECT &&

@@ -55,8 +55,7 @@ H_FN void texts_sim_step(sim *s, plan_bed *b, plan_result *out) {
             fsdp_dtype dtype = plan_dtype(n);
             sim_read(s, "parameters", fsdp_data(b->unit[unit], p),
                      numel * (int64_t)fsdp_dtype_size(dtype));
-            if (grad)
-                sim_write(s, "gradients", grad, numel * (int64_t)fsdp_dtype_size(dtype));
+            if (grad) sim_write(s, "gradients", grad, numel * (int64_t)fsdp_dtype_size(dtype));
         }
     }
     CALL(b->w, fsdp_finalize_backward(b->model));
@@ -93,7 +92,8 @@ H_FN char *texts_on_streams(const plan_net *net, const fsdp_plan_desc *desc, int
     return text;
 }
 enum { TEXTS_STREAMS = 3 }; /* else lanes */
-H_FN char *texts_make(const plan_net *net, const fsdp_plan_desc *desc, int size, int mode, int what) {
+H_FN char *texts_make(const plan_net *net, const fsdp_plan_desc *desc, int size, int mode,
+                      int what) {
     texts_job *j = (texts_job *)lab_zeros(1, sizeof *j);
     lab_how how;
     memset(&how, 0, sizeof how);
@@ -151,11 +151,13 @@ H_FN void texts_free(texts_lines *t) {
     free(t->whole);
     free(t);
 }
-H_FN int texts_is(const char *line, const char *word) { return strncmp(line, word, strlen(word)) == 0; }
+H_FN int texts_is(const char *line, const char *word) {
+    return strncmp(line, word, strlen(word)) == 0;
+}
 /* A line of ops: it has a number. */
 H_FN int texts_is_op(const char *line) {
-    return texts_is(line, "  op ") || texts_is(line, "  acquire ") || texts_is(line, "  release ") ||
-           texts_is(line, "  wrote ");
+    return texts_is(line, "  op ") || texts_is(line, "  acquire ") ||
+           texts_is(line, "  release ") || texts_is(line, "  wrote ");
 }
 H_FN int texts_find(const texts_lines *t, int from, const char *word) {
     while (from < t->num && !strstr(t->at[from], word)) from++;
@@ -189,12 +191,18 @@ H_FN char *texts_join(const texts_lines *t, int mends) {
     for (int i = 0; i < t->num; i++) {
         const char *line = t->at[i];
         if (mends && texts_is(line, "count ")) {
-            CHECK_EQ_INT(sscanf(line, "count gathers %lld %*d reductions %lld %*d replicas %lld %*d ops %lld",
-                                &old[0], &old[1], &old[2], &old[3]), 4);
-            to += sprintf(to, "count gathers %lld %lld reductions %lld %lld replicas %lld %lld ops %lld %lld\n",
-                          old[0], gathers, old[1], reductions, old[2], replicas, old[3], ops);
+            CHECK_EQ_INT(
+                sscanf(line,
+                       "count gathers %lld %*d reductions %lld %*d replicas %lld %*d ops %lld",
+                       &old[0], &old[1], &old[2], &old[3]),
+                4);
+            to += sprintf(
+                to,
+                "count gathers %lld %lld reductions %lld %lld replicas %lld %lld ops %lld %lld\n",
+                old[0], gathers, old[1], reductions, old[2], replicas, old[3], ops);
         } else if (mends && texts_is(line, "read ")) {
-            CHECK_EQ_INT(sscanf(line, "read gathers %lld %*d reductions %lld", &old[0], &old[1]), 2);
+            CHECK_EQ_INT(sscanf(line, "read gathers %lld %*d reductions %lld", &old[0], &old[1]),
+                         2);
             to += sprintf(to, "read gathers %lld %lld reductions %lld %lld\n", old[0], read, old[1],
                           reduced);
         } else if (texts_is(line, "  op ")) {
@@ -244,7 +252,8 @@ typedef struct brute {
     int modes, num_units, num_slots, walk, bad, can_last;
     char name[BRUTE_UNITS][32];
     int64_t gather[BRUTE_UNITS], grad[BRUTE_UNITS], arena, held, bytes;
-    int opened[BRUTE_UNITS], reads[BRUTE_UNITS], uses[BRUTE_UNITS][2], at[BRUTE_UNITS][2]; /* [gather, grad]: slots */
+    int opened[BRUTE_UNITS], reads[BRUTE_UNITS], uses[BRUTE_UNITS][2],
+        at[BRUTE_UNITS][2]; /* [gather, grad]: slots */
     brute_slot slot[BRUTE_SLOTS];
     brute_event shards, grads;
     uint64_t block[BRUTE_UNITS], total;
@@ -256,7 +265,8 @@ typedef struct brute {
 enum { BRUTE_INLINE, BRUTE_LANES, BRUTE_STREAMS_MODE };
 static const char *const brute_streams[BRUTE_ACTORS] = {"COMPUTE", "GATHER", "REDUCE", "ALLREDUCE",
                                                         "EXTENSION"};
-static const char *const brute_pools[] = {"shard", "sgrad", "gather", "slice", "grad", "rin", "rout"};
+static const char *const brute_pools[] = {"shard", "sgrad", "gather", "slice",
+                                          "grad",  "rin",   "rout"};
 enum { BRUTE_GATHER = 2, BRUTE_GRAD = 4 };
 
 H_FN void brute_wrong(brute *b, const char *what, const char *line) {
@@ -277,7 +287,8 @@ H_FN void brute_mark(const brute *b, int actor, brute_event *e) {
     memcpy(e->clock, b->now[actor], sizeof e->clock);
 }
 /* Cells: the slots', and behind them one for each unit's shards and gradients. */
-H_FN void brute_touch(brute *b, int actor, int64_t begin, int64_t end, int writes, const char *line) {
+H_FN void brute_touch(brute *b, int actor, int64_t begin, int64_t end, int writes,
+                      const char *line) {
     for (int64_t i = begin; i < end && i < b->num_cells; i++) {
         brute_cell *c = &b->cells[i];
         int bad = c->written > b->now[actor][c->writer];
@@ -289,8 +300,8 @@ H_FN void brute_touch(brute *b, int actor, int64_t begin, int64_t end, int write
 }
 H_FN void brute_touch_slot(brute *b, int actor, int slot, int writes, const char *line) {
     const brute_slot *s = &b->slot[slot];
-    brute_touch(b, actor, s->begin / BRUTE_GRAIN, (s->begin + s->bytes + BRUTE_GRAIN - 1) / BRUTE_GRAIN,
-                writes, line);
+    brute_touch(b, actor, s->begin / BRUTE_GRAIN,
+                (s->begin + s->bytes + BRUTE_GRAIN - 1) / BRUTE_GRAIN, writes, line);
 }
 H_FN int brute_word(const char *word, const char *const *words, int count) {
     for (int i = 0; i < count; i++)
@@ -305,7 +316,8 @@ H_FN int brute_unit(const brute *b, const char *word) {
 /* What a use of a slot has come to, into the total. */
 H_FN void brute_ends(brute *b, brute_slot *s, int unit) {
     uint64_t h = lab_hash(s->chain, s->users, (uint64_t)unit, (uint64_t)s->pool);
-    b->total += lab_hash(h, (uint64_t)b->uses[unit][s->pool == BRUTE_GATHER]++, (uint64_t)b->walk, 5);
+    b->total += lab_hash(h, (uint64_t)b->uses[unit][s->pool == BRUTE_GATHER]++, (uint64_t)b->walk,
+                         5);
     s->holder = -1;
     for (int k = 0; k < 2; k++)
         if (b->at[unit][k] >= 0 && &b->slot[b->at[unit][k]] == s) b->at[unit][k] = -1;
@@ -315,7 +327,9 @@ H_FN void brute_acquire(brute *b, int unit, int slot, const char *line) {
     if (unit < 0) brute_wrong(b, "no unit", line);
     if (unit < 0) return;
     brute_slot *s = &b->slot[slot];
-    int64_t needs = s->pool == BRUTE_GATHER ? b->gather[unit] : s->pool == BRUTE_GRAD ? b->grad[unit] : 0;
+    int64_t needs = s->pool == BRUTE_GATHER ? b->gather[unit]
+                    : s->pool == BRUTE_GRAD ? b->grad[unit]
+                                            : 0;
     for (int i = 0; i < b->num_slots; i++) {
         const brute_slot *o = &b->slot[i];
         if (o->holder >= 0 && o->begin < s->begin + s->bytes && s->begin < o->begin + o->bytes)
@@ -340,7 +354,8 @@ H_FN void brute_release(brute *b, int unit, int slot, int actor, const char *lin
 /* An op: words[0] is "op", then number, kind, label, units, stream, count, ... */
 H_FN void brute_op(brute *b, char **words, int num, const char *line) {
     int unit[BRUTE_UNITS], units = 0, at = 4, is_use = strcmp(words[2], "use") == 0,
-        is_users = strcmp(words[3], "users") == 0, is_acc = strcmp(words[3], "acc") == 0;
+                           is_users = strcmp(words[3], "users") == 0,
+                           is_acc = strcmp(words[3], "acc") == 0;
     while (at < num && (words[at][0] == '\'' || strcmp(words[at], "model") == 0))
         unit[units++] = brute_unit(b, words[at++]);
     int actor = brute_actor(b, brute_word(words[at], brute_streams, BRUTE_ACTORS));
@@ -413,10 +428,12 @@ H_FN void brute_line(brute *b, const char *line, int *pending, int *call_unit) {
     char copy[TEXTS_LINE], *words[BRUTE_WORDS];
     int num = 0;
     strcpy(copy, line);
-    for (char *w = strtok(copy, " "); w && num < BRUTE_WORDS; w = strtok(NULL, " ")) words[num++] = w;
+    for (char *w = strtok(copy, " "); w && num < BRUTE_WORDS; w = strtok(NULL, " "))
+        words[num++] = w;
     if (num < 2) return;
     if (strcmp(words[0], "call") == 0) {
-        if (*pending) brute_caller(b, *call_unit, *pending == 2, 0, line); /* behind the pre_ call */
+        if (*pending)
+            brute_caller(b, *call_unit, *pending == 2, 0, line); /* behind the pre_ call */
         *pending = num > 2 && strcmp(words[2], "pre_forward") == 0    ? 1
                    : num > 2 && strcmp(words[2], "pre_backward") == 0 ? 2
                                                                       : 0;
@@ -502,7 +519,8 @@ H_FN uint64_t brute_judge(const char *text, char *why, size_t room) {
         memset(b->uses, 0, sizeof b->uses);
         memset(b->opened, 0, sizeof b->opened);
     }
-    for (int u = 0; u < b->num_units; u++) b->total = lab_hash(b->total, b->block[u], (uint64_t)u, 9);
+    for (int u = 0; u < b->num_units; u++)
+        b->total = lab_hash(b->total, b->block[u], (uint64_t)u, 9);
     uint64_t total = b->bad ? 0 : b->total | 1;
     snprintf(why, room, "%s", b->why);
     free(b->cells);

@@ -88,7 +88,8 @@ static void doubled(lab_bench *m) {
         const char *line = t->at[i];
         if (!texts_is_op(line)) continue;
         texts_insert(t, i, line);
-        examine(m, M_DOUBLED, t, strstr(line, " copy ") == NULL && strstr(line, " zero ") == NULL, line);
+        examine(m, M_DOUBLED, t, strstr(line, " copy ") == NULL && strstr(line, " zero ") == NULL,
+                line);
         texts_move(t, i, -1);
     }
     texts_free(t);
@@ -121,9 +122,11 @@ static void exchanged(lab_bench *m) {
         while (next < t->num && texts_is(t->at[next], "  ") && !texts_is_op(t->at[next])) next++;
         if (next + 1 >= t->num) continue;
         if (texts_is(t->at[next], "call ")) /* behind its decisions */
-            while (next + 1 < t->num && texts_is(t->at[next + 1], "  ") && !texts_is_op(t->at[next + 1]))
+            while (next + 1 < t->num && texts_is(t->at[next + 1], "  ") &&
+                   !texts_is_op(t->at[next + 1]))
                 next++;
-        if (texts_is(t->at[t->num - 1], "call ") && next == t->num - 1) continue; /* not into finalize */
+        if (texts_is(t->at[t->num - 1], "call ") && next == t->num - 1)
+            continue; /* not into finalize */
         texts_move(t, i, next);
         examine(m, M_EXCHANGED, t, 1, line);
         texts_move(t, next, i);
@@ -223,7 +226,8 @@ static void moved(lab_bench *m) {
         if (gathers) {
             int pre = -1;
             for (int k = call_of(t, i); k >= 0 && k < t->num && pre < 0; k++)
-                if (texts_is(t->at[k], "call ") && strstr(t->at[k], " pre_") && strstr(t->at[k], name))
+                if (texts_is(t->at[k], "call ") && strstr(t->at[k], " pre_") &&
+                    strstr(t->at[k], name))
                     pre = k;
             if (pre < 0) continue;
             int to = pre + 1;
@@ -311,12 +315,14 @@ static void mutate_nets(const char *name, int mode, int from, int to, int sizes)
         h_message("%s: %d of %d found", mutations[k], m.found[k], m.tried[k]);
         tried += m.tried[k], found += m.found[k];
     }
-    h_message("%s: %d of %d found, %d of the others do the same, %d are defects", name, found, tried,
-              tried - found - m.defects, m.defects);
+    h_message("%s: %d of %d found, %d of the others do the same, %d are defects", name, found,
+              tried, tried - found - m.defects, m.defects);
     CHECK_EQ_INT(m.defects, 0);
     CHECK(found > tried / 2);
 }
-TEST_P(plan_proof, mutations, modes) { mutate_nets(row->name, row->mode, TEXTS_CHAIN, TEXTS_CHAIN + 1, 1); }
+TEST_P(plan_proof, mutations, modes) {
+    mutate_nets(row->name, row->mode, TEXTS_CHAIN, TEXTS_CHAIN + 1, 1);
+}
 TEST_P(long_plan_proof, mutations, modes) {
     mutate_nets(row->name, row->mode, 0, W_SLOW ? TEXTS_MIXED : TEXTS_NETS, W_SLOW ? 1 : 2);
 }
@@ -346,27 +352,27 @@ static const struct {
      HEAD("2", "streams", "5", "64", "2 2", "4 4", "64 64") UNITS
      "slot 0 gather at 0 bytes 64\n"
      "call 0 pre_forward 'a'\n"
-     "  acquire 'a' slot 0\n" GATHER("1", "a", "8", "32", "0") USE("2", "a", "0")
-     "call 1 post_forward 'a'\n"
-     "  release 'a' slot 0 COMPUTE\n"
-     "call 2 pre_forward 'b'\n"
-     "  acquire 'b' slot 0\n" GATHER("5", "b", "8", "32", "0") USE("6", "b", "0")
-     "call 3 post_forward 'b'\n"
-     "  release 'b' slot 0 COMPUTE\n"
-     "call 4 finalize_backward\n" END,
+     "  acquire 'a' slot 0\n" GATHER("1", "a", "8", "32", "0")
+         USE("2", "a", "0") "call 1 post_forward 'a'\n"
+                            "  release 'a' slot 0 COMPUTE\n"
+                            "call 2 pre_forward 'b'\n"
+                            "  acquire 'b' slot 0\n" GATHER("5", "b", "8", "32", "0")
+                                USE("6", "b", "0") "call 3 post_forward 'b'\n"
+                                                   "  release 'b' slot 0 COMPUTE\n"
+                                                   "call 4 finalize_backward\n" END,
      "proven: 12 ops and 42 accesses in 3 walks, 64 bytes of 64"},
     {"race", FSDP_PROOF_RACE, /* nobody waits until the caller has read */
      HEAD("2", "streams", "5", "64", "2 2", "4 4", "64 64") UNITS
      "slot 0 gather at 0 bytes 64\n"
      "call 0 pre_forward 'a'\n"
-     "  acquire 'a' slot 0\n" GATHER("1", "a", "8", "32", "0") USE("2", "a", "0")
-     "call 1 post_forward 'a'\n"
-     "  release 'a' slot 0 GATHER\n"
-     "call 2 pre_forward 'b'\n"
-     "  acquire 'b' slot 0\n" GATHER("5", "b", "8", "32", "0") USE("6", "b", "0")
-     "call 3 post_forward 'b'\n"
-     "  release 'b' slot 0 COMPUTE\n"
-     "call 4 finalize_backward\n" END,
+     "  acquire 'a' slot 0\n" GATHER("1", "a", "8", "32", "0")
+         USE("2", "a", "0") "call 1 post_forward 'a'\n"
+                            "  release 'a' slot 0 GATHER\n"
+                            "call 2 pre_forward 'b'\n"
+                            "  acquire 'b' slot 0\n" GATHER("5", "b", "8", "32", "0")
+                                USE("6", "b", "0") "call 3 post_forward 'b'\n"
+                                                   "  release 'b' slot 0 COMPUTE\n"
+                                                   "call 4 finalize_backward\n" END,
      "call 2 pre_forward 'b': op 5 all_gather 'b' on GATHER writes slot 0 [0, 64)\n"
      "call 1 post_forward 'a': the caller on COMPUTE has read it last, and no event lies between"},
     {"memory", FSDP_PROOF_MEMORY, /* both at a time in one place */
@@ -374,28 +380,28 @@ static const struct {
      "slot 0 gather at 0 bytes 64\n"
      "slot 1 gather at 32 bytes 64\n"
      "call 0 pre_forward 'a'\n"
-     "  acquire 'a' slot 0\n" GATHER("1", "a", "8", "32", "0") USE("2", "a", "0")
-     "call 1 pre_forward 'b'\n"
-     "  acquire 'b' slot 1\n" GATHER("4", "b", "8", "32", "1") USE("5", "b", "1")
-     "call 2 post_forward 'b'\n"
-     "  release 'b' slot 1 COMPUTE\n"
-     "call 3 post_forward 'a'\n"
-     "  release 'a' slot 0 COMPUTE\n"
-     "call 4 finalize_backward\n" END,
+     "  acquire 'a' slot 0\n" GATHER("1", "a", "8", "32", "0")
+         USE("2", "a", "0") "call 1 pre_forward 'b'\n"
+                            "  acquire 'b' slot 1\n" GATHER("4", "b", "8", "32", "1")
+                                USE("5", "b", "1") "call 2 post_forward 'b'\n"
+                                                   "  release 'b' slot 1 COMPUTE\n"
+                                                   "call 3 post_forward 'a'\n"
+                                                   "  release 'a' slot 0 COMPUTE\n"
+                                                   "call 4 finalize_backward\n" END,
      "call 1 pre_forward 'b': op 3 acquire 'b'\n"
      "its memory is held by 'a' slot 0 [0, 64)"},
     {"use", FSDP_PROOF_USE, /* nobody has waited for the second gather */
      HEAD("2", "streams", "5", "64", "2 2", "3 3", "64 64") UNITS
      "slot 0 gather at 0 bytes 64\n"
      "call 0 pre_forward 'a'\n"
-     "  acquire 'a' slot 0\n" GATHER("1", "a", "8", "32", "0") USE("2", "a", "0")
-     "call 1 post_forward 'a'\n"
-     "  release 'a' slot 0 COMPUTE\n"
-     "call 2 pre_forward 'b'\n"
-     "  acquire 'b' slot 0\n" GATHER("5", "b", "8", "32", "0")
-     "call 3 post_forward 'b'\n"
-     "  release 'b' slot 0 COMPUTE\n"
-     "call 4 finalize_backward\n" END,
+     "  acquire 'a' slot 0\n" GATHER("1", "a", "8", "32", "0")
+         USE("2", "a", "0") "call 1 post_forward 'a'\n"
+                            "  release 'a' slot 0 COMPUTE\n"
+                            "call 2 pre_forward 'b'\n"
+                            "  acquire 'b' slot 0\n" GATHER("5", "b", "8", "32",
+                                                            "0") "call 3 post_forward 'b'\n"
+                                                                 "  release 'b' slot 0 COMPUTE\n"
+                                                                 "call 4 finalize_backward\n" END,
      "call 2 pre_forward 'b'\n"
      "nobody has waited for the gather of 'b' slot 0 [0, 64)"},
 };
@@ -432,10 +438,11 @@ static char *program_text(const char *letters, int shards, int replicas) {
         int u = letters[i] >= 'a' ? letters[i] - 'a' : letters[i] - 'A';
         to += sprintf(to, "call %d pre_forward 'u%d'\n", 2 * i, u);
         if (letters[i] >= 'a') {
-            to += sprintf(to,
-                          "  acquire 'u%d' slot 0\n  op %d all_gather gather 'u%d' GATHER 8 %d f32 f32 "
-                          "shards slot 0 comm group0 #00000000\n",
-                          u, line + 1, u, part * (shards - 1));
+            to += sprintf(
+                to,
+                "  acquire 'u%d' slot 0\n  op %d all_gather gather 'u%d' GATHER 8 %d f32 f32 "
+                "shards slot 0 comm group0 #00000000\n",
+                u, line + 1, u, part * (shards - 1));
             to += sprintf(to,
                           "  op %d use gather 'u%d' COMPUTE 0 0 ? ? slot 0 none #00000000\n"
                           "  release 'u%d' slot 0 COMPUTE\n",
@@ -458,23 +465,26 @@ TEST(plan_proof, deadlock_is_told) {
     fsdp_plan_proof p;
     CALL(NULL, fsdp_plan_prove_texts((const char *const *)texts, 2, &p));
     CHECK_EQ_INT(p.refuted, FSDP_PROOF_DEADLOCK);
-    CHECK_EQ_STR(p.text, "rank 0: call 0 pre_forward 'u0', op 1 all_gather 'u0' on group0, which differs "
-                         "from\nrank 1: call 0 pre_forward 'u1', op 1 all_gather 'u1' on group0");
+    CHECK_EQ_STR(p.text,
+                 "rank 0: call 0 pre_forward 'u0', op 1 all_gather 'u0' on group0, which differs "
+                 "from\nrank 1: call 0 pre_forward 'u1', op 1 all_gather 'u1' on group0");
     free(texts[1]);
     texts[1] = program_text("a", 2, 1);
     CALL(NULL, fsdp_plan_prove_texts((const char *const *)texts, 2, &p));
     CHECK_EQ_INT(p.refuted, FSDP_PROOF_DEADLOCK);
-    CHECK_EQ_STR(p.text, "rank 0: call 2 pre_forward 'u1', op 5 all_gather 'u1' on group0 waits for rank "
-                         "1\nrank 1: has ended its step");
+    CHECK_EQ_STR(p.text,
+                 "rank 0: call 2 pre_forward 'u1', op 5 all_gather 'u1' on group0 waits for rank "
+                 "1\nrank 1: has ended its step");
     free(texts[0]), free(texts[1]);
     /* Two groups, each of which waits for the other. */
     char *square[4] = {program_text("aA", 2, 2), program_text("Aa", 2, 2), program_text("Aa", 2, 2),
                        program_text("aA", 2, 2)};
     CALL(NULL, fsdp_plan_prove_texts((const char *const *)square, 4, &p));
     CHECK_EQ_INT(p.refuted, FSDP_PROOF_DEADLOCK);
-    CHECK_EQ_STR(p.text, "rank 0: call 0 pre_forward 'u0', op 1 all_gather 'u0' on group0 waits for rank "
-                         "1\nrank 1: call 0 pre_forward 'u0', op 0 all_reduce 'u0' on group1 waits for "
-                         "rank 3");
+    CHECK_EQ_STR(p.text,
+                 "rank 0: call 0 pre_forward 'u0', op 1 all_gather 'u0' on group0 waits for rank "
+                 "1\nrank 1: call 0 pre_forward 'u0', op 0 all_reduce 'u0' on group1 waits for "
+                 "rank 3");
     /* Texts of different worlds cannot be run against each other; nor can some ranks alone. */
     REFUSED(NULL, fsdp_plan_prove_texts((const char *const *)square, 3, &p), "expected 4 texts");
     free(square[1]);
@@ -508,9 +518,9 @@ TEST(plan_proof, one_rank_differs) {
     static const char *const same = "abAcBC";
     static const struct {
         const char *what, *letters;
-    } others[] = {{"exchanged", "baAcBC"},    {"exchanged", "abcABC"}, {"left out", "bAcBC"},
-                  {"left out", "abAcB"},      {"doubled", "aabAcBC"},  {"doubled", "abAcBCC"},
-                  {"left out", "abcBC"},      {"exchanged", "abAcCB"}};
+    } others[] = {{"exchanged", "baAcBC"}, {"exchanged", "abcABC"}, {"left out", "bAcBC"},
+                  {"left out", "abAcB"},   {"doubled", "aabAcBC"},  {"doubled", "abAcBCC"},
+                  {"left out", "abcBC"},   {"exchanged", "abAcCB"}};
     static const int sizes[][2] = {{2, 1}, {1, 2}, {2, 2}, {4, 1}, {4, 2}, {2, 4}, {8, 8}, {64, 1}};
     const char *texts[64];
     int stuck = 0;
@@ -519,7 +529,7 @@ TEST(plan_proof, one_rank_differs) {
             int shards = sizes[s][0], replicas = sizes[s][1], size = shards * replicas;
             char *all = program_text(same, shards, replicas),
                  *other = program_text(others[o].letters, shards, replicas);
-            for (int k = 0; k < size; k += size > 8 ? 7 : 1) {
+            for (int k = 0; k<size; k += size> 8 ? 7 : 1) {
                 char name[24], sees[24];
                 fsdp_plan_proof p;
                 for (int i = 0; i < size; i++) texts[i] = i == k ? other : all;
@@ -528,15 +538,17 @@ TEST(plan_proof, one_rank_differs) {
                 CHECK_EQ_INT(p.programs, 2);
                 snprintf(name, sizeof name, "rank %d: ", k);
                 snprintf(sees, sizeof sees, "rank %d\n", k);
-                snprintf(w_case, sizeof w_case, "%d x %d, rank %d: %s %s: %d %.200s", replicas, shards, k,
-                         others[o].what, others[o].letters, p.refuted, p.text);
+                snprintf(w_case, sizeof w_case, "%d x %d, rank %d: %s %s: %d %.200s", replicas,
+                         shards, k, others[o].what, others[o].letters, p.refuted, p.text);
                 const char *letters[64];
                 for (int i = 0; i < size; i++) letters[i] = i == k ? others[o].letters : same;
                 int differs = gets_stuck(letters, size, shards);
                 W_CHECK(p.refuted == (differs ? FSDP_PROOF_DEADLOCK : FSDP_PROOF_OK), "refuted %d",
                         p.refuted);
                 stuck += differs;
-                if (differs) W_CHECK(strstr(p.text, name) || strstr(p.text, sees), "rank %d is not named", k);
+                if (differs)
+                    W_CHECK(strstr(p.text, name) || strstr(p.text, sees), "rank %d is not named",
+                            k);
             }
             free(all), free(other);
         }
@@ -621,7 +633,8 @@ static void all_programs(int longest, int samples) {
     static const int shapes[][2] = {{2, 1}, {1, 2}, {3, 1}, {1, 3}, {2, 2}};
     for (int shape = 0; shape < 5; shape++) {
         int shards = shapes[shape][0], replicas = shapes[shape][1], size = shards * replicas;
-        int num = programs_of("abA" + (shape % 2), longest, letters); /* two that differ, one of the others */
+        int num = programs_of("abA" + (shape % 2), longest,
+                              letters); /* two that differ, one of the others */
         uint64_t state = h_seed() + (uint64_t)shape;
         if (shape % 2) num = programs_of("aAB", longest, letters);
         for (int i = 0; i < num; i++) texts[i] = program_text(letters[i], shards, replicas);
@@ -629,7 +642,8 @@ static void all_programs(int longest, int samples) {
             const char *l[4], *t[4];
             int which[4] = {i / num % num, i % num, 0, 0};
             for (int k = 0; k < size; k++) {
-                if (size > 2) which[k] = k && lab_pick(&state, 3) ? which[0] : lab_pick(&state, num);
+                if (size > 2)
+                    which[k] = k && lab_pick(&state, 3) ? which[0] : lab_pick(&state, num);
                 l[k] = letters[which[k]], t[k] = texts[which[k]];
             }
             compare(l, t, size, shards);

@@ -37,8 +37,8 @@ static void bed_steps(bed *d, int steps) {
     for (int i = 0; i < steps; i++) texts_sim_step(&d->s, &d->b, &d->out);
 }
 /* The text of a plan that was recorded; and the bits of four steps. */
-static char *recorded(const plan_net *net, const fsdp_plan_desc *desc, int size, int async, int what,
-                      plan_result *out) {
+static char *recorded(const plan_net *net, const fsdp_plan_desc *desc, int size, int async,
+                      int what, plan_result *out) {
     bed *d = bed_open(net, desc, size, async);
     bed_steps(d, 4);
     CHECK_EQ_INT(d->out.mode[3], FSDP_PLAN_REPLAYING);
@@ -120,7 +120,8 @@ TEST_P(plan_text, round_trip, modes) {
             how.lanes = row->mode;
             j.net = texts_net(net);
             if (setting == 1) j.desc.bucket_bytes = -1, j.desc.without = 1u << FSDP_PASS_KEEP;
-            if (setting == 2) j.desc.with = 1u << FSDP_PASS_ONCE, j.desc.ahead = 2, j.desc.bucket_bytes = 3000;
+            if (setting == 2)
+                j.desc.with = 1u << FSDP_PASS_ONCE, j.desc.ahead = 2, j.desc.bucket_bytes = 3000;
             if (W_SLOW && setting) continue;
             snprintf(w_case, sizeof w_case, "%s, setting %d", texts_name(net), setting);
             lab_run(texts_size(net), &how, round_body, &j);
@@ -203,7 +204,8 @@ static void told(fsdp_status status, int line, const char *what) {
     W_CHECK(status == FSDP_ERR_INVALID_ARG, "%s is %s", what, fsdp_status_name(status));
     W_CHECK(at && sscanf(at, "plan: %d:%d: expected ", &told_line, &column) == 2 && column >= 1,
             "%s: no line and column in '%s'", what, error);
-    if (line) W_CHECK(told_line == line, "%s: line %d, expected %d: %s", what, told_line, line, error);
+    if (line)
+        W_CHECK(told_line == line, "%s: line %d, expected %d: %s", what, told_line, line, error);
 }
 
 TEST(plan_text, every_line_damaged) {
@@ -264,7 +266,8 @@ TEST(plan_text, cut_off_at_every_byte) {
         char *cut = (char *)lab_zeros(length + 64, 1);
         memcpy(cut, text, i);
         CHECK_STATUS(read_text(cut), FSDP_ERR_CORRUPT);
-        strcpy(cut + i, i && text[i - 1] == '\n' ? "end 0000000000000000\n" : "\nend 0000000000000000\n");
+        strcpy(cut + i,
+               i && text[i - 1] == '\n' ? "end 0000000000000000\n" : "\nend 0000000000000000\n");
         snprintf(w_case, sizeof w_case, "cut at %d", (int)i);
         told(read_text(cut), 0, "a text cut off");
         free(cut);
@@ -275,14 +278,22 @@ TEST(plan_text, odd_texts) {
     static char many[40000], *at = many;
     char *text = small_text(FSDP_PLAN_TEXT_OPS), *now;
     static const char *const huge[][2] = {
-        {" units 2 ", " units 99999999999999999999 "}, {" units 2 ", " units 1048577 "},
-        {" units 2 ", " units 1000000 "},              {" params 4 ", " params 2147483648 "},
-        {" shards 2 ", " shards 0 "},                  {" replicas 1 ", " replicas 0 "},
-        {" calls 9 ", " calls 2147483647 "},           {" calls 9 ", " calls 10 "},
-        {" shards 2 ", " shards 02 "},                 {" shards 2 ", " shards -2 "},
-        {" shards 2 ", " shards +2 "},                 {" bytes ", " bytes 9223372036854775808"},
-        {" at 0 ", " at 9223372036854775807 "},        {"slot 0 ", "slot 4294967296 "},
-        {" mode inline", " mode lines"},               {"fsdp plan 1", "fsdp plan 2"},
+        {" units 2 ", " units 99999999999999999999 "},
+        {" units 2 ", " units 1048577 "},
+        {" units 2 ", " units 1000000 "},
+        {" params 4 ", " params 2147483648 "},
+        {" shards 2 ", " shards 0 "},
+        {" replicas 1 ", " replicas 0 "},
+        {" calls 9 ", " calls 2147483647 "},
+        {" calls 9 ", " calls 10 "},
+        {" shards 2 ", " shards 02 "},
+        {" shards 2 ", " shards -2 "},
+        {" shards 2 ", " shards +2 "},
+        {" bytes ", " bytes 9223372036854775808"},
+        {" at 0 ", " at 9223372036854775807 "},
+        {"slot 0 ", "slot 4294967296 "},
+        {" mode inline", " mode lines"},
+        {"fsdp plan 1", "fsdp plan 2"},
     };
     CHECK_STATUS(read_text(""), FSDP_ERR_CORRUPT);
     CHECK_STATUS(read_text("\n"), FSDP_ERR_CORRUPT);
@@ -346,7 +357,8 @@ static void load_refused(bed *d, const char *text, fsdp_status expected, const c
     w_refused(H_HERE("load"), d->w, status, expected, word);
     after = stands(d);
     W_CHECK(before.count == after.count && before.mode == after.mode, "a plan more");
-    CHECK_EQ_MEM(&before.memory.pool_bytes, &after.memory.pool_bytes, sizeof before.memory.pool_bytes);
+    CHECK_EQ_MEM(&before.memory.pool_bytes, &after.memory.pool_bytes,
+                 sizeof before.memory.pool_bytes);
     CHECK_EQ_STR(before.text, after.text);
     free(before.text), free(after.text);
     CHECK_OK(lib_failed(d->w));
@@ -357,10 +369,14 @@ TEST(plan_text, other_models_and_worlds) {
     plan_result out;
     char *text = recorded(&n, NULL, 2, 0, FSDP_PLAN_TEXT_OPS, &out);
     for (int k = 0; k < 8; k++) {
-        static const char *const words[] = {"units is 3, here it is 4", "params is 6, here it is 9",
-                                            "shards is 2, here it is 3", "replicas is 1, here it is 2",
-                                            "runs inline, this one runs streams", "names, shapes, dtypes",
-                                            "names, shapes, dtypes", "names, shapes, dtypes"};
+        static const char *const words[] = {"units is 3, here it is 4",
+                                            "params is 6, here it is 9",
+                                            "shards is 2, here it is 3",
+                                            "replicas is 1, here it is 2",
+                                            "runs inline, this one runs streams",
+                                            "names, shapes, dtypes",
+                                            "names, shapes, dtypes",
+                                            "names, shapes, dtypes"};
         other = n;
         if (k == 0) other = plan_chain(4, 8, 4);
         if (k == 1) other.num_params = 3, other.rows[2][0] = 5;
@@ -397,27 +413,37 @@ static const struct {
 } edits[] = {
     {"keep_becomes_free", "  keep 'h.0' why next use at call 10",
      "  free 'h.0' why memory is needed before its next use at call 10",
-     "call 10 pre_backward 'h.0'\n", "call 10 pre_backward 'h.0'\n  gather 'h.0' why needed at call 10\n", 4, ""},
+     "call 10 pre_backward 'h.0'\n",
+     "call 10 pre_backward 'h.0'\n  gather 'h.0' why needed at call 10\n", 4, ""},
     {"free_without_a_gather", "  keep 'h.0' why next use at call 10",
-     "  free 'h.0' why memory is needed before its next use at call 10", NULL, NULL, 0, "its parameters are not gathered: 'h.0'"},
+     "  free 'h.0' why memory is needed before its next use at call 10", NULL, NULL, 0,
+     "its parameters are not gathered: 'h.0'"},
     {"gather_earlier", "  gather 'h.1' why needed at call 2\n", "", "call 0 pre_forward 'h.0'\n",
-     "call 0 pre_forward 'h.0'\n  gather 'h.0' why needed at call 0\n  gather behind 'h.1' why ahead of its "
-     "use at call 2\n", 3, ""},
-    {"free_while_in_use", "call 4 pre_forward 'h.2'\n", "call 4 pre_forward 'h.2'\n  free 'h.2' why last use\n",
-     NULL, NULL, 0, "not possible where the text has it"},
-    {"free_before_use", "call 3 post_forward 'h.1'\n", "call 3 post_forward 'h.1'\n  free 'h.2' why last use\n",
-     NULL, NULL, 3, ""},
+     "call 0 pre_forward 'h.0'\n  gather 'h.0' why needed at call 0\n  gather behind 'h.1' why "
+     "ahead of its "
+     "use at call 2\n",
+     3, ""},
+    {"free_while_in_use", "call 4 pre_forward 'h.2'\n",
+     "call 4 pre_forward 'h.2'\n  free 'h.2' why last use\n", NULL, NULL, 0,
+     "not possible where the text has it"},
+    {"free_before_use", "call 3 post_forward 'h.1'\n",
+     "call 3 post_forward 'h.1'\n  free 'h.2' why last use\n", NULL, NULL, 3, ""},
     {"never_reduced", "call 7 post_backward 'h.2'\n",
      "call 7 post_backward 'h.2'\n  collect 'h.2' why reduced once\n", NULL, NULL, 0,
      "nothing reduces what waits"},
     {"reduced_elsewhere", "call 7 post_backward 'h.2'\n",
      "call 7 post_backward 'h.2'\n  reduce 'h.0' why joined\n", NULL, NULL, 0,
      "its gradients do not wait there"},
-    {"never_freed", "  free 'h.1' why last use\n", "", NULL, NULL, 0, "'h.1' is not freed behind its last use in call 9"},
-    {"another_program", "call 1 post_forward 'h.0'", "call 1 post_backward 'h.0'", NULL, NULL, 0, "call 1"},
+    {"never_freed", "  free 'h.1' why last use\n", "", NULL, NULL, 0,
+     "'h.1' is not freed behind its last use in call 9"},
+    {"in_another_order", "call 0 pre_forward 'h.0'\n",
+     "call 0 pre_forward 'h.0'\n  free 'h.1' why last use\n", NULL, NULL, 0,
+     "it comes before what is done behind the call"},
+    {"another_program", "call 1 post_forward 'h.0'", "call 1 post_backward 'h.0'", NULL, NULL, 0,
+     "call 1"},
     {"numbers_follow", "count gathers 6 3", "count gathers 6 4", NULL, NULL, 3, ""},
-    {"keeps_nothing", "  keep 'h.0' why next use at call 10", "  keep 'h.2' why next use at call 10", NULL, NULL,
-     0, "by calls it is not freed there"},
+    {"keeps_nothing", "  keep 'h.0' why next use at call 10",
+     "  keep 'h.2' why next use at call 10", NULL, NULL, 0, "by calls it is not freed there"},
 };
 TEST_P(plan_text, edited, edits) {
     plan_net n = plan_chain(3, 8, 4);
@@ -434,7 +460,8 @@ TEST_P(plan_text, edited, edits) {
         now = edited(text, row->from, row->to);
         two = row->and_from ? edited(now, row->and_from, row->and_to) : edited(now, "fsdp", "fsdp");
         if (!strcmp(row->name, "gather_earlier")) { /* there is one already */
-            char *three = edited(two, "use at call 2\n  gather 'h.0' why needed at call 0\n", "use at call 2\n");
+            char *three = edited(two, "use at call 2\n  gather 'h.0' why needed at call 0\n",
+                                 "use at call 2\n");
             free(two);
             two = three;
         }
@@ -450,7 +477,8 @@ TEST_P(plan_text, edited, edits) {
         }
         bed_steps(d, 4);
         CHECK_EQ_INT(d->out.mode[3], FSDP_PLAN_REPLAYING);
-        for (int i = 0; i < 4; i++) W_CHECK(d->out.hash[i] == first.hash[i], "other bits at step %d", i);
+        for (int i = 0; i < 4; i++)
+            W_CHECK(d->out.hash[i] == first.hash[i], "other bits at step %d", i);
         bed_close(d);
         free(text), free(now), free(two);
     }
@@ -505,14 +533,16 @@ static void flips(int by) {
         text[i] = (char)(was >= '0' && was <= '8' ? was + 1 : was ^ 1);
         fsdp_status status = fsdp_plan_load(d->b.plan, text, length);
         tried++;
-        CHECK_MSG(status == FSDP_OK || status == FSDP_ERR_INVALID_ARG || status == FSDP_ERR_MISMATCH,
+        CHECK_MSG(status == FSDP_OK || status == FSDP_ERR_INVALID_ARG ||
+                      status == FSDP_ERR_MISMATCH,
                   "byte %d: %s", (int)i, fsdp_status_name(status));
         if (!status) { /* words for a reader, and what steps by calls hold */
             size_t line = i;
             while (line && text[line - 1] != '\n') line--;
-            const char *why = strstr(text + line, " why "), *calls = strstr(text + line, " by_calls "),
-                       *end = strchr(text + line, '\n');
-            CHECK_MSG((why && why < end && text + i > why) || (calls && calls < end && text + i > calls),
+            const char *why = strstr(text + line, " why "),
+                       *calls = strstr(text + line, " by_calls "), *end = strchr(text + line, '\n');
+            CHECK_MSG((why && why < end && text + i > why) ||
+                          (calls && calls < end && text + i > calls),
                       "byte %d: %.*s", (int)i, (int)(end - text) - (int)line, text + line);
             bed_close(d);
             d = bed_open(&n, NULL, 2, 0);
@@ -553,11 +583,13 @@ static void no_memory(lab_rank *r) {
             break;
         }
         snprintf(w_case, sizeof w_case, "allocation %d", (int)at);
-        W_CHECK(status == FSDP_ERR_OUT_OF_MEMORY, "%s: %s", fsdp_status_name(status), fsdp_last_error(r->w));
+        W_CHECK(status == FSDP_ERR_OUT_OF_MEMORY, "%s: %s", fsdp_status_name(status),
+                fsdp_last_error(r->w));
         CHECK_EQ_INT(fsdp_plan_count(b.plan), 0);
         /* lists that grow may stay, once */
         W_CHECK(r->heap->live <= blocks + 1 && r->heap->live_bytes <= bytes + 4096,
-                "%d blocks, %d bytes more", (int)(r->heap->live - blocks), (int)(r->heap->live_bytes - bytes));
+                "%d blocks, %d bytes more", (int)(r->heap->live - blocks),
+                (int)(r->heap->live_bytes - bytes));
     }
     h_message("%d allocations", (int)at);
     CHECK(at > 20);
