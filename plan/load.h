@@ -128,6 +128,9 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
                        !fsdpi_plan_has_act(c, FSDPI_PLAN_COLLECT, u, k);
         for (int k = 0; k < f->num_spans; k++)
             ends |= f->spans[k].owner == u && f->spans[k].end == act->call;
+        if (i > 0 && act[-1].call == act->call && act->what == FSDPI_PLAN_GATHER && !act->late &&
+            (act[-1].what != FSDPI_PLAN_GATHER || act[-1].late))
+            return fsdpi_plan_act_refused(p, act, "it comes before what is done behind the call");
         if (act->what == FSDPI_PLAN_KEEP && !ends)
             return fsdpi_plan_act_refused(p, act, "by calls it is not freed there");
         if (act->what == FSDPI_PLAN_COLLECT &&
@@ -140,6 +143,19 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
             (f->posts[u] != 1 || f->last_call[u] != f->post[u] || act->call < f->post[u] ||
              !f->reduces[u] || !fsdpi_plan_has_act(c, FSDPI_PLAN_COLLECT, u, f->post[u])))
             return fsdpi_plan_act_refused(p, act, "its gradients do not wait there");
+    }
+    for (int k = 0; k < f->num_spans; k++) { // finalize frees what is open, and nothing else
+        const fsdpi_plan_span *span = &f->spans[k];
+        int last = span->end < f->num_calls, freed = 0;
+        for (int i = k + 1; i < f->num_spans; i++) last &= f->spans[i].owner != span->owner;
+        for (int i = 0; i < c->num_acts; i++)
+            freed |= c->acts[i].what == FSDPI_PLAN_FREE && c->acts[i].unit == span->owner &&
+                     c->acts[i].call >= span->end;
+        if (last && !freed)
+            return fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
+                             "[E993] plan_load: a decision is missing: '%.200s' is not freed behind "
+                             "its last use in call %d",
+                             fsdp_unit_name(p->units[span->owner]), span->end);
     }
     return FSDP_OK;
 }

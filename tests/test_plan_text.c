@@ -434,6 +434,11 @@ static const struct {
     {"reduced_elsewhere", "call 7 post_backward 'h.2'\n",
      "call 7 post_backward 'h.2'\n  reduce 'h.0' why joined\n", NULL, NULL, 0,
      "its gradients do not wait there"},
+    {"never_freed", "  free 'h.1' why last use\n", "", NULL, NULL, 0,
+     "'h.1' is not freed behind its last use in call 9"},
+    {"in_another_order", "call 0 pre_forward 'h.0'\n",
+     "call 0 pre_forward 'h.0'\n  free 'h.1' why last use\n", NULL, NULL, 0,
+     "it comes before what is done behind the call"},
     {"another_program", "call 1 post_forward 'h.0'", "call 1 post_backward 'h.0'", NULL, NULL, 0,
      "call 1"},
     {"numbers_follow", "count gathers 6 3", "count gathers 6 4", NULL, NULL, 3, ""},
@@ -476,6 +481,18 @@ TEST_P(plan_text, edited, edits) {
             W_CHECK(d->out.hash[i] == first.hash[i], "other bits at step %d", i);
         bed_close(d);
         free(text), free(now), free(two);
+    }
+}
+
+/* Slots that outlast a step, and the model that holds them. */
+TEST(plan_text, slots_that_last) {
+    plan_net n = plan_chain(3, 8, 4);
+    for (int async = 0; async < 2; async++) {
+        bed *d = bed_open(&n, NULL, 2, async);
+        CALL(d->w, fsdp_set_reshard_after_backward(d->b.model, d->b.unit[1], 0));
+        bed_steps(d, 7);
+        h_message("mode %d, %d kinds", (int)d->out.mode[6], fsdp_plan_count(d->b.plan));
+        bed_close(d); /* nothing is left */
     }
 }
 

@@ -28,7 +28,8 @@ static void bed_after(bed *d) {
     (void)plan_update(&d->b);
     d->b.step++;
 }
-static bed *bed_open(const plan_net *net, const fsdp_plan_desc *desc, int size, int async, int plans) {
+static bed *bed_open(const plan_net *net, const fsdp_plan_desc *desc, int size, int async,
+                     int plans) {
     bed *d = (bed *)lab_zeros(1, sizeof *d);
     sim_init(&d->s, size, 0);
     d->s.async = async;
@@ -39,7 +40,8 @@ static bed *bed_open(const plan_net *net, const fsdp_plan_desc *desc, int size, 
     plan_open(&d->b, &d->net, d->w);
     if (plans) CALL(d->w, fsdp_plan_create(d->b.model, desc, &d->b.plan));
     for (int i = 0; i < 3; i++) bed_step(d), bed_after(d);
-    if (plans) W_CHECK(fsdp_plan_state(d->b.plan) == FSDP_PLAN_REPLAYING, "%s", fsdp_plan_why(d->b.plan));
+    if (plans)
+        W_CHECK(fsdp_plan_state(d->b.plan) == FSDP_PLAN_REPLAYING, "%s", fsdp_plan_why(d->b.plan));
     return d;
 }
 static void bed_close(bed *d) {
@@ -55,7 +57,8 @@ static fsdp_plan_times times(bed *d, int by_calls, const fsdp_plan_cost *cost) {
 
 /* ---- on paper -------------------------------------------------------------------------------- */
 
-static fsdp_plan_cost paper(bed *d, int64_t forward, int64_t backward, int64_t gather, int64_t reduce) {
+static fsdp_plan_cost paper(bed *d, int64_t forward, int64_t backward, int64_t gather,
+                            int64_t reduce) {
     fsdp_plan_cost c = FSDP_ZERO;
     for (int i = 0; i < d->net.num_calls; i++)
         d->compute[i] = d->net.calls[i].call == FSDP_CALL_PRE_FORWARD    ? forward
@@ -90,7 +93,8 @@ TEST(plan_times, worked_example) {
     CHECK_EQ_INT(t.peak_bytes, rep.bytes[1]);
     bed_close(d);
     int seen = 0;
-    for (int64_t bytes = 10240; bytes < 22000; bytes += 2176) { /* from nothing kept to everything */
+    for (int64_t bytes = 10240; bytes < 22000;
+         bytes += 2176) { /* from nothing kept to everything */
         desc.most_bytes = bytes;
         d = bed_open(&n, &desc, 2, 1, 1);
         c = paper(d, 3 * MS, 6 * MS, 1 * MS, 2 * MS);
@@ -101,7 +105,7 @@ TEST(plan_times, worked_example) {
         CHECK_EQ_INT(t.gather_ns, rep.gathers[1] * MS);
         h_message("%lld bytes: %d gathers, %lld us", (long long)bytes, rep.gathers[1],
                   (long long)t.step_ns / 1000);
-        if (rep.gathers[1] == 7) { /* the last layer is kept */
+        if (rep.gathers[1] == 7) {            /* the last layer is kept */
             CHECK_EQ_INT(t.step_ns, 39 * MS); /* 36 + the first gather + the last reduction */
             CHECK_EQ_INT(t.exposed_ns, 3 * MS);
             CHECK_EQ_INT(t.worst_call, 16);
@@ -156,8 +160,9 @@ TEST(plan_times, bad_costs) {
     for (int k = 0; k < 9; k++) {
         fsdp_plan_cost c = FSDP_ZERO;
         int64_t minus[2] = {5, -1};
-        double *const fields[7] = {&c.gather_latency_ns, &c.gather_bytes_per_ns, &c.reduce_latency_ns,
-                                   &c.reduce_bytes_per_ns, &c.replica_latency_ns, &c.replica_bytes_per_ns,
+        double *const fields[7] = {&c.gather_latency_ns,  &c.gather_bytes_per_ns,
+                                   &c.reduce_latency_ns,  &c.reduce_bytes_per_ns,
+                                   &c.replica_latency_ns, &c.replica_bytes_per_ns,
                                    &c.copy_bytes_per_ns};
         if (k < 7) *fields[k] = k % 2 ? -1 : LAB_NAN;
         if (k == 7) c.num_compute = 1;
@@ -190,7 +195,8 @@ static void agree(int net, int async, int setting, int seed) {
     plan_net n = texts_net(net);
     fsdp_plan_desc desc = FSDP_ZERO;
     fsdp_plan_cost c = FSDP_ZERO;
-    int size = net == TEXTS_DDP ? 2 : texts_size(net); /* groups of two: full is twice what is read */
+    int size = net == TEXTS_DDP ? 2
+                                : texts_size(net); /* groups of two: full is twice what is read */
     if (net == TEXTS_DDP) n.replicas = 2;
     if (setting == 1) desc.bucket_bytes = -1, desc.without = 1u << FSDP_PASS_KEEP;
     if (setting == 2) desc.bucket_bytes = 3000, desc.ahead = 2;
@@ -198,20 +204,22 @@ static void agree(int net, int async, int setting, int seed) {
     c.gather_latency_ns = c.reduce_latency_ns = c.replica_latency_ns = 500;
     c.gather_bytes_per_ns = c.reduce_bytes_per_ns = 2;
     c.replica_bytes_per_ns = 1, c.copy_bytes_per_ns = 1;
-    snprintf(w_case, sizeof w_case, "%s, async %d, setting %d, seed %d", texts_name(net), async, setting,
-             seed);
+    snprintf(w_case, sizeof w_case, "%s, async %d, setting %d, seed %d", texts_name(net), async,
+             setting, seed);
     for (int planned = 0; planned < 2; planned++) {
         bed *d = bed_open(&n, &desc, size, async, 1);
         bed *run = planned ? d : bed_open(&n, &desc, size, async, 0);
         for (int k = 0; k < n.num_calls; k++)
-            d->compute[k] = run->compute[k] = (int64_t)(lab_hash((uint64_t)seed, (uint64_t)k, 1, 2) % 4000);
+            d->compute[k] = run->compute[k] =
+                (int64_t)(lab_hash((uint64_t)seed, (uint64_t)k, 1, 2) % 4000);
         c.compute_ns = d->compute, c.num_compute = n.num_calls + 1;
         (void)measured(run);
         int64_t there = measured(run);
         fsdp_plan_times t = times(d, !planned, &c);
         W_CHECK(t.step_ns == there, "planned %d: simulated %lld ns, the clocks say %lld", planned,
                 (long long)t.step_ns, (long long)there);
-        W_CHECK(t.bound_ns <= t.step_ns, "%lld is the bound of %lld", (long long)t.bound_ns, (long long)t.step_ns);
+        W_CHECK(t.bound_ns <= t.step_ns, "%lld is the bound of %lld", (long long)t.bound_ns,
+                (long long)t.step_ns);
         if (!planned) bed_close(run);
         bed_close(d);
     }

@@ -21,8 +21,8 @@ typedef struct {
     plan_net net;
     fsdp_plan_desc desc;
     int async, size;
-    char *text[2];         /* by FSDP_PLAN_TEXT_* */
-    uint64_t hash[STEPS];  /* by calls */
+    char *text[2];        /* by FSDP_PLAN_TEXT_* */
+    uint64_t hash[STEPS]; /* by calls */
 } example;
 static example examples[CASES];
 
@@ -60,7 +60,12 @@ static int train(const example *e, const char *text, int plans, plan_result *out
     for (int what = 0; what < 2 && got; what++) got[what] = texts_of(b.plan, 0, what);
     must(s.races == 0);
     fsdp_model_destroy(b.model);
-    must(sim_close(&s) == 0);
+    long long left = (long long)sim_close(&s);
+    if (left)
+        fprintf(stderr, "blocks %lld events %lld streams %lld groups %lld bad %d\n",
+                (long long)s.live_blocks, (long long)s.live_events, (long long)s.live_streams,
+                (long long)s.live_groups, s.bad_frees);
+    must(left == 0);
     return loaded;
 }
 static void prepare(void) {
@@ -104,7 +109,9 @@ static char *edit(const example *e, int what, const uint8_t *data, size_t size) 
         case 2: texts_move(t, at, (at + 1 + by) % t->num); break;
         case 3: texts_insert(t, (at + 1 + by) % t->num, t->at[at]); break; /* also elsewhere */
         case 4: t->at[at] = lines[n], renumber(lines[n], by % 8, by / 8); break;
-        case 5: t->at[at] = lines[n], lines[n][by % strlen(lines[n])] = (char)(32 + data[0] / 7 % 95); break;
+        case 5:
+            t->at[at] = lines[n], lines[n][by % strlen(lines[n])] = (char)(32 + data[0] / 7 % 95);
+            break;
         default: /* another unit, another decision */
             for (char *name = lines[n]; (name = strstr(name, "'h.")) != NULL; name += 3)
                 name[3] = (char)('0' + by % 4);
