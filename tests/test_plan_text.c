@@ -496,6 +496,23 @@ TEST(plan_text, slots_that_last) {
     }
 }
 
+/* Gradients that wait for the next microbatch, in a slot of a plan, when the model ends. */
+TEST(plan_text, gradients_wait_at_the_end) {
+    plan_net n = plan_chain(3, 8, 4);
+    for (int async = 0; async < 2; async++) {
+        bed *d = bed_open(&n, NULL, 2, async);
+        for (int i = 0; i < 9; i++) {
+            CALL(d->w, fsdp_set_requires_gradient_sync(d->b.model, NULL, i % 2));
+            plan_calls(&d->b, 0, n.num_calls);
+            CALL(d->w, fsdp_finalize_backward(d->b.model));
+            d->b.step++;
+        }
+        h_message("mode %d, %d kinds: %s", (int)fsdp_plan_state(d->b.plan),
+                  fsdp_plan_count(d->b.plan), fsdp_plan_why(d->b.plan));
+        bed_close(d);
+    }
+}
+
 /* A text with ops has those that follow from its decisions. */
 TEST(plan_text, ops_that_do_not_follow) {
     plan_net n = plan_chain(2, 8, 4);
