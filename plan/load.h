@@ -131,6 +131,8 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
         if (i > 0 && act[-1].call == act->call && act->what == FSDPI_PLAN_GATHER && !act->late &&
             (act[-1].what != FSDPI_PLAN_GATHER || act[-1].late))
             return fsdpi_plan_act_refused(p, act, "it comes before what is done behind the call");
+        if (act->call + 1 >= f->num_calls)
+            return fsdpi_plan_act_refused(p, act, "nothing is decided in finalize_backward");
         if (act->what == FSDPI_PLAN_KEEP && !ends)
             return fsdpi_plan_act_refused(p, act, "by calls it is not freed there");
         if (act->what == FSDPI_PLAN_COLLECT &&

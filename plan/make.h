@@ -278,8 +278,10 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
                            "slots, expected %d and %d",
                            k->tape.num_ops, k->tape.num_uses, old.num_ops, old.num_uses);
     if (!status) { // uses share slots now, so that only the first rehearsal can tell them apart
-        memcpy(k->tape.uses, old.uses, (size_t)old.num_uses * sizeof *old.uses);
-        memcpy(k->tape.pairs, old.pairs, (size_t)old.num_ops * sizeof *old.pairs);
+        if (old.num_uses)
+            memcpy(k->tape.uses, old.uses, (size_t)old.num_uses * sizeof *old.uses);
+        if (old.num_ops)
+            memcpy(k->tape.pairs, old.pairs, (size_t)old.num_ops * sizeof *old.pairs);
     }
     fsdpi_plan_tape_free(p, &old);
     fsdpi_plan_free(p->model, bufs);

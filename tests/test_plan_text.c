@@ -439,6 +439,9 @@ static const struct {
     {"in_another_order", "call 0 pre_forward 'h.0'\n",
      "call 0 pre_forward 'h.0'\n  free 'h.1' why last use\n", NULL, NULL, 0,
      "it comes before what is done behind the call"},
+    {"too_late", "call 12 finalize_backward\n",
+     "call 12 finalize_backward\n  free 'h.1' why last use\n", NULL, NULL, 0,
+     "nothing is decided in finalize_backward"},
     {"another_program", "call 1 post_forward 'h.0'", "call 1 post_backward 'h.0'", NULL, NULL, 0,
      "call 1"},
     {"numbers_follow", "count gathers 6 3", "count gathers 6 4", NULL, NULL, 3, ""},
@@ -493,6 +496,23 @@ TEST(plan_text, slots_that_last) {
         bed_steps(d, 7);
         h_message("mode %d, %d kinds", (int)d->out.mode[6], fsdp_plan_count(d->b.plan));
         bed_close(d); /* nothing is left */
+    }
+}
+
+/* Gradients that wait for the next microbatch, in a slot of a plan, when the model ends. */
+TEST(plan_text, gradients_wait_at_the_end) {
+    plan_net n = plan_chain(3, 8, 4);
+    for (int async = 0; async < 2; async++) {
+        bed *d = bed_open(&n, NULL, 2, async);
+        for (int i = 0; i < 9; i++) {
+            CALL(d->w, fsdp_set_requires_gradient_sync(d->b.model, NULL, i % 2));
+            plan_calls(&d->b, 0, n.num_calls);
+            CALL(d->w, fsdp_finalize_backward(d->b.model));
+            d->b.step++;
+        }
+        h_message("mode %d, %d kinds: %s", (int)fsdp_plan_state(d->b.plan),
+                  fsdp_plan_count(d->b.plan), fsdp_plan_why(d->b.plan));
+        bed_close(d);
     }
 }
 
