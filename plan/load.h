@@ -154,10 +154,11 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
             freed |= c->acts[i].what == FSDPI_PLAN_FREE && c->acts[i].unit == span->owner &&
                      c->acts[i].call >= span->end;
         if (last && !freed)
-            return fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
-                             "[E993] plan_load: a decision is missing: '%.200s' is not freed behind "
-                             "its last use in call %d",
-                             fsdp_unit_name(p->units[span->owner]), span->end);
+            return fsdp_fail(
+                p->world, FSDP_ERR_INVALID_ARG,
+                "[E993] plan_load: a decision is missing: '%.200s' is not freed behind "
+                "its last use in call %d",
+                fsdp_unit_name(p->units[span->owner]), span->end);
     }
     return FSDP_OK;
 }

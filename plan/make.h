@@ -278,10 +278,8 @@ static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
                            "slots, expected %d and %d",
                            k->tape.num_ops, k->tape.num_uses, old.num_ops, old.num_uses);
     if (!status) { // uses share slots now, so that only the first rehearsal can tell them apart
-        if (old.num_uses)
-            memcpy(k->tape.uses, old.uses, (size_t)old.num_uses * sizeof *old.uses);
-        if (old.num_ops)
-            memcpy(k->tape.pairs, old.pairs, (size_t)old.num_ops * sizeof *old.pairs);
+        if (old.num_uses) memcpy(k->tape.uses, old.uses, (size_t)old.num_uses * sizeof *old.uses);
+        if (old.num_ops) memcpy(k->tape.pairs, old.pairs, (size_t)old.num_ops * sizeof *old.pairs);
     }
     fsdpi_plan_tape_free(p, &old);
     fsdpi_plan_free(p->model, bufs);
@@ -415,9 +413,16 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
                                              const fsdpi_plan_facts *f) {
     fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
     fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
+    for (int u = 0; u < p->num_units; u++) f->order[u] = 0; // units without elements gather nothing
+    for (int i = 0; i < by_calls->num_ops; i++) {
+        const fsdp_op *op = &by_calls->ops[i];
+        int fills = op->kind == FSDP_OP_ALL_GATHER || op->label == FSDP_LABEL_COPY_IN ||
+                    op->label == FSDP_LABEL_PRE_GATHER;
+        if (op->unit && fills) f->order[fsdpi_plan_index(p, op->unit)] = 1;
+    }
     for (int c = 0; c + 1 < k->num_calls && !status; c++) { // what units read, by calls
         int u = k->calls[c].index, call = k->calls[c].call;
-        if (by_calls->storage[c] != FSDP_STORAGE_UNSHARDED || f->bytes[u] == 0) continue;
+        if (by_calls->storage[c] != FSDP_STORAGE_UNSHARDED || !f->order[u]) continue;
         if (call == FSDP_CALL_PRE_FORWARD) k->listing.units[u].reads |= 1;
         if (call == FSDP_CALL_PRE_BACKWARD) k->listing.units[u].reads |= 2;
     }

@@ -51,7 +51,6 @@ typedef struct fsdpi_plan_prover {
     fsdpi_plan_mark *older;                    // [units] of the slot that a unit brings along
     int32_t *version, *gathered, *written;     // [units] of shards; slots of parameters, gradients
     int32_t *collects, *opened;                // [units] gathers from others; the caller reads now
-    int32_t *empty;                            // [units] has no elements: nothing is gathered
     int64_t held_bytes, arena;
     int32_t call, line, walk;
 } fsdpi_plan_prover;
@@ -246,8 +245,6 @@ static void fsdpi_plan_see_acquire(fsdpi_plan_prover *v, const fsdpi_plan_member
     if (slot->pool == FSDP_POOL_GRAD && m->unit >= 0) v->written[m->unit] = m->dst;
     if (slot->pool != FSDP_POOL_GATHER || m->unit < 0) return;
     v->gathered[m->unit] = m->dst;
-    r->full = v->empty[m->unit] ? 2 : 0;
-    r->version = v->version[m->unit];
 }
 
 static void fsdpi_plan_see_release(fsdpi_plan_prover *v, const fsdpi_plan_line *line,
@@ -572,20 +569,11 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.gathered);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.written);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.collects);
-    if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.empty);
     if (!status)
         status = fsdpi_plan_alloc(m, (size_t)l->num_units * sizeof *v.older, (void **)&v.older);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.opened);
     for (int u = 0; u < l->num_units && !status; u++) v.gathered[u] = v.written[u] = -1;
-    for (int i = 0; i < l->num_lines && !status; i++)
-        for (int k = 0; k < l->lines[i].num_members && l->lines[i].kind == FSDP_OP_ALL_GATHER; k++)
-            if (l->members[l->lines[i].members + k].unit >= 0)
-                v.collects[l->members[l->lines[i].members + k].unit] = 1;
-    for (int u = 0; u < l->num_units && !status; u++) v.empty[u] = !v.collects[u];
     for (int u = 0; u < l->num_units && !status; u++) v.collects[u] = l->shards > 1;
-    for (int i = 0; i < l->num_lines && !status; i++)
-        if (l->lines[i].label == FSDP_LABEL_COPY_IN && l->members[l->lines[i].members].unit >= 0)
-            v.empty[l->members[l->lines[i].members].unit] = 0;
     for (v.walk = 0; v.walk < 3 && !status && !out->refuted && !lasts; v.walk++)
         fsdpi_plan_walk(&v, &lasts);
     if (!status && !out->refuted) fsdpi_plan_check_counts(&v);
@@ -602,7 +590,6 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     fsdpi_plan_free(m, v.written);
     fsdpi_plan_free(m, v.opened);
     fsdpi_plan_free(m, v.collects);
-    fsdpi_plan_free(m, v.empty);
     fsdpi_plan_free(m, v.older);
     return status;
 }

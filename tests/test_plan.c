@@ -1243,9 +1243,7 @@ static void other_ranks(lab_rank *r) {
     const char *text = fsdp_last_error(r->w);
     CHECK_MSG(strstr(text, "rank 1 differs") && strstr(text, "call ") && strstr(text, "expected"),
               "%s", text);
-    if (calls)
-        CHECK_MSG(strstr(text, "wait 'h.1', expected post_forward 'h.1'"), "%s",
-                  text);
+    if (calls) CHECK_MSG(strstr(text, "wait 'h.1', expected post_forward 'h.1'"), "%s", text);
     CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REFUSED);
     CHECK_OK(fsdp_world_status(r->w));
     (void)plan_update(&b);
