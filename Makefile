@@ -22,7 +22,7 @@ SINGLE_TESTS   ?= test_features test_shard test_spawn # with single_include/fsdp
 TSAN_TESTS     ?= conformance test_agree test_delays test_extension test_faults \
                   test_fully_shard_comm test_shm_faults test_spawn test_store
 # make quick leaves these out: what takes most of the time, and what other tests see as well.
-SLOW := long_*:fully_shard_training.train_parity*:fully_shard_mixed_precision.dtypes*:replicate_with*:ddp_tp.*:replicate_faults.*:replicate_training.*:replicate_mixed_precision.*:*.*/W=[45]*:gpt.*:find_nccl.*:budget.instr*:train.every_*:norm.every_*:exhaustive.*:delays.*:golden_train.*
+SLOW := long_*:fully_shard_compile.transformer_backend_inductor*:fully_shard_training.train_parity*:fully_shard_mixed_precision.dtypes*:replicate_with*:ddp_tp.*:replicate_faults.*:replicate_training.*:replicate_mixed_precision.*:*.*/W=[45]*:gpt.*:find_nccl.*:budget.instr*:train.every_*:norm.every_*:exhaustive.*:delays.*:golden_train.*
 
 WARN  := -Wall -Wextra -Wpedantic -Wconversion -Wsign-conversion -Wshadow -Wcast-qual -Wundef \
          -Wcast-align -Wvla -Wdouble-promotion -Wformat=2 -Wswitch-enum
@@ -37,7 +37,7 @@ SANFLAGS := $(if $(SAN),$(SAN_$(SAN)) -fno-sanitize-recover=all -fno-omit-frame-
 
 comma := ,
 HEADERS  := $(wildcard fsdp.h) $(filter-out fsdp.h,$(wildcard fsdp*.h))
-PARTS    := $(wildcard core/*.h backends/*.h) # what they include
+PARTS    := $(wildcard core/*.h plan/*.h backends/*.h) # what they include
 # Those of one backend are built with it alone: GLOO_TESTS, STUB_TESTS.
 ALL_TESTS := $(notdir $(basename $(wildcard tests/test_*.c tests/private/test_*.c \
                tests/conformance.c)))
@@ -70,9 +70,10 @@ endif
 # Tests that run a second time over Gloo: those with several ranks on a real backend; behind a colon
 # which of their tests, where all of them would only take longer (or 128 ranks).
 GLOO_TESTS ?= conformance:*/gloo/*:-*W=4* test_agree test_edges test_features test_fully_shard_comm:-*_fp?? \
-              test_fully_shard_init test_fully_shard_mixed_precision test_fully_shard_others \
-              test_fully_shard_training test_gloo test_gloo_faults test_golden_train test_mesh \
-              test_norm:*every_assignment/4 test_replicate test_replicate_faults test_replicate_training \
+              test_fully_shard_compile test_fully_shard_init test_fully_shard_mixed_precision \
+              test_fully_shard_others test_fully_shard_training test_gloo test_gloo_faults test_golden_train test_mesh \
+              test_norm:*every_assignment/4 test_plan:plan.net*:plan_errors.* \
+              test_replicate test_replicate_faults test_replicate_training \
               test_replicate_with_compiler test_scaler test_spawn test_uneven
 GLOO_RUNS     := $(addprefix $(BUILD)/gloo/tests/,$(GLOO_TESTS))
 GLOO_PROGRAMS := $(sort $(foreach t,$(GLOO_RUNS),$(firstword $(subst :, ,$t))))
@@ -114,8 +115,9 @@ endif
 STUB_TESTS ?= $(ONLY_STUB)
 NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
               test_fully_shard_comm:-*_fp?? \
-              test_fully_shard_init test_fully_shard_mixed_precision:-*casts_are_fused* \
+              test_fully_shard_compile:-*fullgraph_False test_fully_shard_init test_fully_shard_mixed_precision:-*casts_are_fused* \
               test_fully_shard_others test_fully_shard_training test_golden_train:-*replay/clip \
+              test_plan:plan.net*:plan_kinds.* \
               test_replicate test_replicate_faults test_replicate_with_compiler:-*DIM=* test_scaler
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1
 export STUB_TESTS
@@ -136,16 +138,20 @@ COMPILE   = $(CC) $(STD) $(WARN) $(CWARN) -I. -Itests $(CPPFLAGS) $(CFLAGS) $(SA
             -MF $@.d -o $@
 BUILD_ONE = $(COMPILE) $< $(filter %/library.o,$^) $(LDFLAGS) -pthread $(LDLIBS) -lm
 
-.PHONY: all tests examples single errors gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test \
+.PHONY: all tests examples single errors plan-svg gpt-cuda bench bench-gloo run gloo run-gloo nccl gpu-test \
         gpu-bench quick test nightly torchrun golden check check-san shared deps install uninstall format clean help quiet-deps
 all: examples tests $(FSDPRUN) ## examples, tests and tools
 tests: $(TESTS) $(PROBES)
 gpt-cuda: $(CUDA_GPT)
 examples: $(EXAMPLES) $(GPT) ## build/examples/* and examples/gpt/train_gpt
-single: ## single_include/fsdp.h, the one header to drop into a program
+single: ## single_include/*.h, the one header to drop into a program, and extensions that have parts
 	tools/amalgamate.py -o single_include/fsdp.h
+	tools/amalgamate.py --of fsdp_plan.h -o single_include/fsdp_plan.h
 errors: ## docs/errors.md, the table of error texts
 	tools/errors -o docs/errors.md
+plan-svg: $(BUILD)/examples/07_plan ## docs/plan.svg, the picture of a plan
+	env -u FSDP_LANES -u FSDP_BACKEND $(BUILD)/examples/07_plan $(BUILD)/plan.txt
+	tools/plan_svg -o docs/plan.svg $(BUILD)/plan.txt
 shared: $(SHARED) ## build/libfsdp.so, for bindings of other languages
 
 $(BUILD)/fsdp_gloo.o: backends/fsdp_gloo.cc backends/fsdp_gloo_shim.h Makefile | $(BUILD)
@@ -357,10 +363,11 @@ bench: $(BENCHES) ## build the benchmarks and run each
 bench-gloo: ## the same over Gloo, and beside PyTorch where it is installed
 	@test -n "$(HAVE_GLOO)" || { echo "skipped: no Gloo (make deps)"; exit 1; }
 	@$(MAKE) -s --no-print-directory BUILD=$(BUILD)/gloo GLOO=yes \
-	    $(BUILD)/gloo/bench/bench_comm $(BUILD)/gloo/bench/bench_step $(BUILD)/gloo/bench/bench_replicate
+	    $(addprefix $(BUILD)/gloo/bench/,bench_comm bench_plan bench_replicate bench_step)
 	FSDP_BUILD=$(BUILD)/gloo $(BUILD)/gloo/bench/bench_comm
 	FSDP_BUILD=$(BUILD)/gloo FSDP_BACKEND=gloo $(BUILD)/gloo/bench/bench_step
 	FSDP_BUILD=$(BUILD)/gloo FSDP_BACKEND=gloo $(BUILD)/gloo/bench/bench_replicate
+	FSDP_BUILD=$(BUILD)/gloo FSDP_BACKEND=gloo $(BUILD)/gloo/bench/bench_plan --steps
 	@$(PYTHON) -c 'import torch' 2>/dev/null || { echo "skipped: $(PYTHON) has no torch"; exit 0; }; \
 	set -e; export FSDP_BUILD=$(BUILD)/gloo FSDP_BACKEND=gloo; \
 	$(PYTHON) bench/compare_torch.py --bench $(BUILD)/gloo/bench/bench_comm; \
@@ -373,10 +380,11 @@ deps: ## install what tests and figures use (Debian, as root or by sudo)
 	@tools/deps.sh
 
 install: ## headers, fsdprun and fsdp.pc below $DESTDIR$PREFIX
-	mkdir -p $(addprefix $(DESTDIR)$(PREFIX)/,include/fsdp/core include/fsdp/backends \
-	    share/pkgconfig)
+	mkdir -p $(addprefix $(DESTDIR)$(PREFIX)/,include/fsdp/core include/fsdp/plan \
+	    include/fsdp/backends share/pkgconfig)
 	install -m 644 $(HEADERS) $(DESTDIR)$(PREFIX)/include/fsdp
 	install -m 644 core/*.h $(DESTDIR)$(PREFIX)/include/fsdp/core
+	install -m 644 plan/*.h $(DESTDIR)$(PREFIX)/include/fsdp/plan
 	$(foreach b,$(wildcard backends/*.h backends/*.cc backends/*.cu),\
 	    install -m 644 $b $(DESTDIR)$(PREFIX)/include/fsdp/backends;)
 	sed 's|@VERSION@|$(VERSION)|' fsdp.pc.in \

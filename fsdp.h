@@ -145,6 +145,8 @@ STEP BY STEP
     post_forward again (PyTorch: activation checkpointing).
     HSDP: give a 2-D mesh with named dims: dim 0 replicates, dim 1 shards. Else give a mesh_info.
     Freeze and thaw: fsdp_set_requires_grad. Gradients in f16: fsdp_grad_scaler of fsdp_optim.h.
+    Step plans: fsdp_plan_create of fsdp_plan.h. The library records a step and replays it with
+    fewer collectives and the same bits (docs/plan.md).
 
 IT DOES NOT
     differentiate, run kernels, or own your activations. It does not search for a root module as
@@ -876,7 +878,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_norm(fsdp_model *model, double *n
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 
 /* Setters. Those with a unit (NULL: every unit) need it IDLE or POST_BACKWARD; the others any time.
-   fsdp_set_grad_enabled           0: a forward is evaluation, and no backward follows it
+   fsdp_set_grad_enabled           0: a forward is evaluation, and no backward follows it.
+                                   fsdp_is_grad_enabled tells
    fsdp_set_is_last_backward       0: another backward follows, maybe over the same forward:
                                    finalize keeps the record of forwards and gathers under way
    fsdp_set_requires_gradient_sync 0: post_backward does not reduce; the rank keeps its gradients
@@ -897,6 +900,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
    Collective  no, but every rank has to do the same      Blocks no      Allocates no
    Source      torch: FSDPModule methods of the same names, torch.set_grad_enabled */
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled);
+FSDP_API int fsdp_is_grad_enabled(const fsdp_model *model);
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last);
 FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync);
 FSDP_API fsdp_status fsdp_set_requires_all_reduce(fsdp_model *model, fsdp_unit *unit, int required);

@@ -2,7 +2,8 @@
    loop without sharding
 
        build/bench/bench_step [--model mlp,gpt] [--case tiny,large,example] [--ranks 2,4]
-                              [--lanes 0,2] [--prefetch 0|1] [--steps N] [--losses FILE] [--csv]
+                              [--lanes 0,2] [--prefetch 0|1] [--plan 0|1] [--steps N]
+                              [--losses FILE] [--csv]
        FSDP_BACKEND=gloo build/bench/bench_step
        gnuplot -e "csv='build/bench_step.csv'; png='build/bench_step.png'" bench/bench_step.gp
 
@@ -15,6 +16,7 @@
    and compares times and losses; all of them are functions of a place, see noise().
    hidden  the share of the time in which collectives are under way that the caller spends outside
            of fsdp's functions: 0 inline, where each collective runs inside of a hook
+   --plan 1  steps are recorded and replayed (fsdp_plan.h), from the third one on, with its defaults
    Times are medians over steps, of rank 0. Writes $FSDP_BUILD/bench_step.csv.
 
    SPDX-License-Identifier: MIT */
@@ -27,6 +29,7 @@
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"
 #include "fsdp_optim.h"
+#include "fsdp_plan.h"
 
 enum {
     WARM_UP = 3,
@@ -58,7 +61,7 @@ typedef struct {
 } result;
 
 typedef struct {
-    int model, size, world, lanes, prefetch, plain, steps;
+    int model, size, world, lanes, prefetch, plan, plain, steps;
     shape s;
     result *out;
 } job;
@@ -176,6 +179,8 @@ static fsdp_status build(trainer *t, fsdp_world *world) {
         status = fsdp_set_modules_to_forward_prefetch(t->layers[l].unit, &t->layers[l + 1].unit, 1);
     if (!status) status = fsdp_init_params(t->model, init_rows, NULL);
     if (!status) status = fsdp_adamw_create(t->model, &desc, &t->adamw);
+    fsdp_plan *plan;
+    if (!status && t->j->plan) status = fsdp_plan_create(t->model, NULL, &plan);
     return status ? status : fsdp_attach(t->model, &times);
 }
 
@@ -382,7 +387,7 @@ static int rank_main(fsdp_world *world, void *arg) {
 
 typedef struct {
     const char *models, *cases, *losses;
-    int worlds[8], lanes[8], num_worlds, num_lanes, prefetch, steps, csv;
+    int worlds[8], lanes[8], num_worlds, num_lanes, prefetch, plan, steps, csv;
 } options;
 
 static int run(job *j, int plain) {
@@ -444,6 +449,7 @@ static int measure_all(const options *o, FILE *csv) {
                     j.s = shapes[j.model][j.size];
                     if (!strstr(o->cases, case_names[j.size]) || !j.s.layers) continue;
                     j.world = o->worlds[w], j.lanes = o->lanes[l], j.prefetch = o->prefetch;
+                    j.plan = o->plan;
                     j.steps = o->steps ? o->steps : j.s.steps;
                     failed = measure(&j, o, csv);
                 }
@@ -452,7 +458,7 @@ static int measure_all(const options *o, FILE *csv) {
 
 static int parse(int argc, char **argv, options *o) {
     const char *ranks = "2,4", *lanes = "0,2";
-    int steps[8] = {0}, prefetch[8] = {1};
+    int steps[8] = {0}, prefetch[8] = {1}, plan[8] = {0};
     memset(o, 0, sizeof *o);
     o->models = "mlp,gpt", o->cases = "tiny,large";
     for (int i = 1; i < argc; i++) {
@@ -468,12 +474,14 @@ static int parse(int argc, char **argv, options *o) {
         else if (!strcmp(argv[i], "--losses")) o->losses = value;
         else if (!strcmp(argv[i], "--prefetch")) {
             if (bench_parse_list(value, 0, 1, prefetch) != 1) return 0;
+        } else if (!strcmp(argv[i], "--plan")) {
+            if (bench_parse_list(value, 0, 1, plan) != 1) return 0;
         } else if (strcmp(argv[i], "--steps") ||
                    bench_parse_list(value, WARM_UP + 1, STEPS_MAX, steps) != 1)
             return 0;
         i++;
     }
-    o->steps = steps[0], o->prefetch = prefetch[0];
+    o->steps = steps[0], o->prefetch = prefetch[0], o->plan = plan[0];
     o->num_worlds = bench_parse_list(ranks, 1, 64, o->worlds);
     o->num_lanes = bench_parse_list(lanes, 0, 2, o->lanes);
     return o->num_worlds && o->num_lanes;
@@ -487,7 +495,8 @@ int main(int argc, char **argv) {
     if (!parse(argc, argv, &o)) {
         fprintf(stderr,
                 "usage: bench_step [--model mlp,gpt] [--case tiny,large,example] [--ranks 2,4] "
-                "[--lanes 0,2] [--prefetch 0|1] [--steps %d..%d] [--losses FILE] [--csv]\n"
+                "[--lanes 0,2] [--prefetch 0|1] [--plan 0|1] [--steps %d..%d] [--losses FILE] "
+                "[--csv]\n"
                 "--losses: the loss of each step, of the last line of the table\n",
                 WARM_UP + 1, STEPS_MAX);
         return 2;

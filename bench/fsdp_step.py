@@ -9,8 +9,10 @@ programs in turn in one run: losses must be equal, times are compared
 Models, first values, data and AdamW are those of bench_step.c, f32, one compute thread per rank.
 "pass" is forward and backward, "optim" the optimizer and zero_grad; medians over steps, then over
 rounds. "extra" is what sharding adds to a pass for each unit: (sharded - plain) / units, where
-plain ranks train a copy of their own at the same time without communication. Needs torch and numpy;
-writes $FSDP_BUILD/fsdp_step.csv. Exit status 1: losses differ by more than --tolerance.
+plain ranks train a copy of their own at the same time without communication. "plan": the same of
+steps from a plan (fsdp_plan.h, its defaults), whose losses have to be those without one. Needs
+torch and numpy; writes $FSDP_BUILD/fsdp_step.csv. Exit status 1: losses differ by more than
+--tolerance.
 """
 import argparse
 import csv
@@ -229,11 +231,11 @@ class Torch:
         self.dir.cleanup()
 
 
-def ours(args, name, case, shape, world, lanes, losses_path):
+def ours(args, name, case, shape, world, lanes, plan, losses_path):
     """The row of bench_step's table, and its losses."""
     done = subprocess.run(
         [args.bench, "--csv", "--model", name, "--case", case, "--ranks", str(world), "--lanes",
-         str(lanes), "--steps", str(shape[-1]), "--losses", losses_path],
+         str(lanes), "--plan", str(plan), "--steps", str(shape[-1]), "--losses", losses_path],
         stdout=subprocess.PIPE, text=True, check=True)
     row, = csv.DictReader(done.stdout.splitlines())
     with open(losses_path) as file:
@@ -251,7 +253,10 @@ def measure(args, torch, name, case, world, lanes, losses_path):
     if args.steps:
         shape = (*shape[:-1], args.steps)
     for _ in range(args.rounds):
-        row, losses = ours(args, name, case, shape, world, lanes, losses_path)
+        row, losses = ours(args, name, case, shape, world, lanes, 0, losses_path)
+        planned, same = ours(args, name, case, shape, world, lanes, 1, losses_path)
+        if losses != same:
+            sys.exit(f"{name} {case} W={world} lanes={lanes}: a plan changes losses")
         expected, passes, updates = torch.train(name, shape, False)
         _, plain_passes, plain_updates = torch.train(name, shape, True)
         units = int(row["units"])
@@ -261,6 +266,8 @@ def measure(args, torch, name, case, world, lanes, losses_path):
             "plain_us": float(row["plain_pass_us"]), "torch_plain_us": plain_passes,
             "plain_optim_us": float(row["plain_optim_us"]), "torch_plain_optim_us": plain_updates,
             "extra_us": float(row["extra_us_per_unit"]),
+            "plan_pass_us": float(planned["pass_us"]),
+            "plan_extra_us": float(planned["extra_us_per_unit"]),
             "torch_extra_us": (passes - plain_passes) / units,
             "hidden": float(row["hidden"]), "loss_difference": difference(losses, expected)})
     line = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
@@ -268,6 +275,7 @@ def measure(args, torch, name, case, world, lanes, losses_path):
     return {"model": name, "case": case, "world": world, "lanes": lanes,
             "backend": os.environ.get("FSDP_BACKEND", "default"), **line,
             "times_less_extra": line["torch_extra_us"] / line["extra_us"],
+            "plan_times_less_extra": line["torch_extra_us"] / line["plan_extra_us"],
             "times_faster_step": (line["torch_pass_us"] + line["torch_optim_us"]) /
                                  (line["pass_us"] + line["optim_us"])}
 
@@ -275,8 +283,10 @@ def measure(args, torch, name, case, world, lanes, losses_path):
 def show(line):
     print(f"{line['model']:<4} {line['case']:<6} {line['world']:>2} {line['lanes']:>5} "
           f"{line['pass_us']:>10.0f} {line['torch_pass_us']:>10.0f} {line['optim_us']:>9.0f} "
-          f"{line['torch_optim_us']:>9.0f} {line['extra_us']:>9.1f} {line['torch_extra_us']:>9.1f} "
-          f"{line['times_less_extra']:>7.1f} {line['times_faster_step']:>7.2f} "
+          f"{line['torch_optim_us']:>9.0f} {line['extra_us']:>9.1f} "
+          f"{line['plan_extra_us']:>9.1f} {line['torch_extra_us']:>9.1f} "
+          f"{line['times_less_extra']:>7.1f} {line['plan_times_less_extra']:>7.1f} "
+          f"{line['times_faster_step']:>7.2f} "
           f"{line['hidden']:>6.2f} {line['loss_difference']:>9.1e}", flush=True)
 
 
@@ -292,8 +302,8 @@ def main():
     parser.add_argument("--tolerance", type=float, default=1e-4, help="of losses, relative")
     args = parser.parse_args()
     path = os.path.join(os.environ.get("FSDP_BUILD", "."), "fsdp_step.csv")
-    print(f"{path}\nmedians, us           pass     (torch)     optim   (torch) extra/unit  (torch) "
-          "  ratio step ratio hidden  loss diff.")
+    print(f"{path}\nmedians, us           pass     (torch)     optim   (torch) extra/unit   (plan) "
+          "  (torch)   ratio  (plan) step ratio hidden  loss diff.")
     lines = []
     with tempfile.TemporaryDirectory() as temporary, open(path, "w", newline="") as file:
         for world in (int(text) for text in args.ranks.split(",")):

@@ -12,8 +12,9 @@ static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
     int answered = 0;
     m->asking++;
     for (const fsdpi_attached *a = asker ? asker->next : m->attached; a && !answered; a = a->next) {
+        if (!a->e.call) continue;
         m->asked = a;
-        answered = a->e.call && a->e.call(a->e.user, m, u, call, status);
+        answered = a->e.call(a->e.user, m, u, call, status);
     }
     m->asked = asker;
     m->asking--;

@@ -30,9 +30,11 @@ typedef struct fsdp_extension {
     const char *name; // for texts and states, not copied; NULL: "extension"
     void *user;
     // A call of a step begins, from pre_forward to finalize_backward, or model_reset (for both of
-    // the model unit is NULL); the transition table is not asked yet. Return non-zero if you have
-    // done the call's work: then *status (FSDP_OK before) is its result, and the library calls no
-    // further extension. If you make calls of a step in it, they go to the extensions behind you.
+    // the model unit is NULL); the transition table is not asked yet. Or FSDP_CALL_SET: a setter is
+    // about to change options of a unit (NULL: of all), and does so whatever you return. Return
+    // non-zero if you have done the call's work: then *status (FSDP_OK before) is its result, and
+    // the library calls no further extension. If you make calls of a step in it, they go to the
+    // extensions behind you.
     int (*call)(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status);
     // A record is about to run. You get a copy and may change it; kind, seq, stream, src and dst
     // stay, since its waits depend on them. Return non-zero to take the record: it does not run,
@@ -69,6 +71,10 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
                an extension, or a unit holds a slot that the extension may own)
    Collective  no      Blocks for operations under way      Allocates no */
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension);
+
+/* fsdp_find_extension - `user` of the first attached extension with this name; NULL: there is none
+   Collective  no      Blocks no      Allocates no */
+FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name);
 
 /* fsdp_next_state - step through the items of all extensions of a model. Start with a zeroed item;
    at the end its name is NULL
@@ -188,12 +194,24 @@ FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap)
    Collective  no, but every rank has to do the same      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes);
 
+/* fsdp_unit_reduce - reduce the gradients of a unit that wait since an earlier post_backward, as
+   fsdp_finalize_backward would; nothing if none wait, or if gradient sync is off
+   Result      FSDP_OK; INVALID_ARG; OUT_OF_MEMORY; collective errors
+   Collective  yes      Blocks inline: until reduced; else no      Allocates at its first use */
+FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit);
+
 /* fsdp_unit_flag_use - update the flags of use, which travel with a unit's reduction. Call it
    before your extension itself emits the records of that reduction
    Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status
    Collective  no      Blocks on devices with streams if flags changed: until they are copied
    Allocates   no */
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit);
+
+/* fsdp_unit_follows_use - 1 if the records of a unit's reduction depend on which parameters were
+   used, and not only on options and states: grads_overwrite, and
+   fsdp_set_reduce_scatter_unused_params 0. Then fsdp_rehearse does not show what a step would do
+   Collective  no      Blocks no      Allocates no */
+FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit);
 
 /* fsdp_pools_trim - free every slot that no unit holds; the next use allocates again
    Result      FSDP_OK; if the world is aborted, its status
@@ -227,11 +245,16 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world);
 
+// How records run: at once, in worker threads, or on a device's streams.
+enum { FSDP_RUN_INLINE = 0, FSDP_RUN_LANES, FSDP_RUN_STREAMS };
+
 /* fsdp_model_world    - the world of a model; NULL for NULL
+   fsdp_model_run      - how the model's records run: FSDP_RUN_*
    fsdp_model_settings - the options of the model and its units as a number (a hook: whether there
                          is one): if it is the same as before, they are
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
+FSDP_API int fsdp_model_run(const fsdp_model *model);
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model);
 
 /* fsdp_agree - give bytes that have to be equal on all ranks, for example a learning rate. Ranks

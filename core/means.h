@@ -70,6 +70,12 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
                      e.name);
 }
 
+FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name) {
+    for (const fsdpi_attached *a = model && name ? model->attached : NULL; a; a = a->next)
+        if (strcmp(a->e.name, name) == 0) return a->e.user;
+    return NULL;
+}
+
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
     if (!model || !item) return fsdpi_null_of(model, "next_state", "model or item");
     fsdp_status status = fsdpi_commit(model);
@@ -223,14 +229,35 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     return fsdpi_emit(model, op);
 }
 
+// Nobody looks, and nothing is ordered by events: a marker says only who holds a slot.
+static fsdp_status fsdpi_emit_alone(fsdp_model *m, fsdp_op *ops, int count) {
+    fsdp_status status = fsdpi_failed(m->world);
+    for (fsdp_op *op = ops; op < ops + count && !status; op++) {
+        if (op->kind >= FSDP_OP_HOOK) {
+            if (op->kind == FSDP_OP_ACQUIRE && op->dst) op->dst->held = 1;
+            if (op->kind == FSDP_OP_RELEASE && op->src) op->src->held = 0;
+            continue;
+        }
+        op->timed = 0;
+        op->step = m->step;
+        op->given = m->given;
+        op->seq = ++m->seq;
+        m->counters.calls[op->kind]++;
+        m->counters.bytes[op->kind] += op->bytes;
+        status = fsdpi_execute(m->world, op, NULL);
+    }
+    return status;
+}
+
 FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count) {
     if (!model || (count > 0 && !ops)) return fsdpi_null_of(model, "emit_again", "model or ops");
+    if (model->world->mode == FSDPI_INLINE && !(model->watch & FSDPI_RECORDS))
+        return fsdpi_emit_alone(model, ops, count);
     fsdp_status status = FSDP_OK;
-    for (int i = 0; i < count && !status; i++) {
-        fsdp_op *op = &ops[i];
+    for (fsdp_op *op = ops; op < ops + count && !status; op++) {
+        op->timed = 0;
         op->step = model->step;
         op->given = model->given;
-        op->timed = 0; // who asked for times then may be gone
         if (op->kind < FSDP_OP_HOOK) status = fsdpi_emit(model, op);
         else status = fsdpi_do_marker(model, op);
         if (!status && op->kind >= FSDP_OP_HOOK) status = fsdpi_show(model, op);
@@ -434,6 +461,8 @@ FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nby
         model->given = fsdpi_hash(model->given, ((const unsigned char *)data)[i]);
     return fsdpi_failed(model->world);
 }
+
+FSDP_API int fsdp_model_run(const fsdp_model *model) { return model ? model->world->mode : 0; }
 
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model) {
     return model ? model->settings : 0;

@@ -4,7 +4,11 @@
 
 #define FSDPI_TEXT 1024
 
-enum { FSDPI_INLINE, FSDPI_LANES, FSDPI_NATIVE }; // ops run at once, in threads, on the device
+enum { // ops run at once, in threads, on the device: FSDP_RUN_*
+    FSDPI_INLINE = FSDP_RUN_INLINE,
+    FSDPI_LANES = FSDP_RUN_LANES,
+    FSDPI_NATIVE = FSDP_RUN_STREAMS
+};
 
 typedef struct fsdpi_lane fsdpi_lane;
 typedef struct fsdpi_subgroup fsdpi_subgroup;

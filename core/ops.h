@@ -176,7 +176,7 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     fsdp_buf *buf = NULL;
     fsdp_status status = m->watch ? fsdpi_provided(u, pool, c->bytes, &buf) : FSDP_OK;
     if (!status && !buf) status = fsdpi_class_take(m, c, &buf);
-    if (status) return fsdpi_fail_together(m->world, status);
+    if (status) return m->rehearsing ? status : fsdpi_fail_together(m->world, status);
     buf->held = 1;
     *out = buf;
     return m->watch ? fsdpi_marker(u, FSDP_OP_ACQUIRE, FSDP_STREAM_COMPUTE, buf) : FSDP_OK;

@@ -141,6 +141,7 @@ typedef struct fsdpi_unit_saved {
     fsdpi_unit_head head;
     fsdpi_state state;
     uint64_t counted; // of usage; 64 bits, so that no byte is padding
+    uint64_t slots;   // which they are: another buffer may later have the address of a freed one
 } fsdpi_unit_saved;
 
 FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap) {
@@ -152,6 +153,10 @@ FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap)
     now.head.layout = unit->model->layout;
     memcpy(&now.state, &unit->state, sizeof now.state);
     now.counted = unit->usage.counted;
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
+        const fsdp_buf *slot = unit->state.slot[pool];
+        now.slots = now.slots * 0x9E3779B97F4A7C15u + (slot ? (uint64_t)slot->number : 0);
+    }
     memcpy(buf, &now, sizeof now);
     return sizeof now;
 }
@@ -166,23 +171,37 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
         return fsdpi_null_of(unit ? unit->model : NULL, "unit_restore", "unit or buf");
     fsdp_model *m = unit->model;
     fsdpi_state *s = &unit->state;
-    fsdpi_unit_saved then;
-    if (nbytes == sizeof then) memcpy(&then, buf, sizeof then);
-    if (nbytes != sizeof then || then.head.unit != unit || then.head.layout != m->layout)
+    const char *saved = (const char *)buf;
+    fsdpi_unit_head head = {NULL, 0};
+    uint64_t counted;
+    if (nbytes == sizeof(fsdpi_unit_saved)) memcpy(&head, saved, sizeof head);
+    if (head.unit != unit || head.layout != m->layout)
         return fsdpi_bad(m->world,
                          "[E916] unit_restore: the snapshot of %llu bytes is of another unit than "
                          "'%s', or the layout has changed since: take it again",
                          (unsigned long long)nbytes, unit->desc.name);
     m->ahead_bytes -= fsdpi_ahead_bytes(s);
-    memcpy(s, &then.state, sizeof *s);
+    memcpy(s, saved + offsetof(fsdpi_unit_saved, state), sizeof *s);
+    memcpy(&counted, saved + offsetof(fsdpi_unit_saved, counted), sizeof counted);
     m->ahead_bytes += fsdpi_ahead_bytes(s);
     s->last_order = -1; // the record of forwards is another one
     if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
         m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
         if (s->slot[pool]) s->slot[pool]->held = 1;
-    if (then.counted) fsdpi_usage_sent(unit);
+    if (counted) fsdpi_usage_sent(unit);
     return FSDP_OK;
+}
+
+FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit) {
+    return unit && (unit->model->desc.grads_overwrite || !unit->options.reduce_unused);
+}
+
+FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit) {
+    if (!unit) return fsdpi_null(NULL, "unit_reduce", "unit");
+    fsdp_status status = fsdpi_failed(unit->model->world);
+    if (status || unit->state.training == FSDP_STATE_PRE_BACKWARD) return status;
+    return fsdpi_do_leftovers(unit);
 }
 
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit) {

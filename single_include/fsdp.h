@@ -153,6 +153,8 @@ STEP BY STEP
     post_forward again (PyTorch: activation checkpointing).
     HSDP: give a 2-D mesh with named dims: dim 0 replicates, dim 1 shards. Else give a mesh_info.
     Freeze and thaw: fsdp_set_requires_grad. Gradients in f16: fsdp_grad_scaler of fsdp_optim.h.
+    Step plans: fsdp_plan_create of fsdp_plan.h. The library records a step and replays it with
+    fewer collectives and the same bits (docs/plan.md).
 
 IT DOES NOT
     differentiate, run kernels, or own your activations. It does not search for a root module as
@@ -1764,7 +1766,8 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_grad_norm(fsdp_model *model, double *n
 FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
 
 /* Setters. Those with a unit (NULL: every unit) need it IDLE or POST_BACKWARD; the others any time.
-   fsdp_set_grad_enabled           0: a forward is evaluation, and no backward follows it
+   fsdp_set_grad_enabled           0: a forward is evaluation, and no backward follows it.
+                                   fsdp_is_grad_enabled tells
    fsdp_set_is_last_backward       0: another backward follows, maybe over the same forward:
                                    finalize keeps the record of forwards and gathers under way
    fsdp_set_requires_gradient_sync 0: post_backward does not reduce; the rank keeps its gradients
@@ -1785,6 +1788,7 @@ FSDP_API fsdp_status fsdp_model_reset(fsdp_model *model);
    Collective  no, but every rank has to do the same      Blocks no      Allocates no
    Source      torch: FSDPModule methods of the same names, torch.set_grad_enabled */
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled);
+FSDP_API int fsdp_is_grad_enabled(const fsdp_model *model);
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last);
 FSDP_API fsdp_status fsdp_set_requires_gradient_sync(fsdp_model *model, fsdp_unit *unit, int sync);
 FSDP_API fsdp_status fsdp_set_requires_all_reduce(fsdp_model *model, fsdp_unit *unit, int required);
@@ -2176,9 +2180,11 @@ typedef struct fsdp_extension {
     const char *name; // for texts and states, not copied; NULL: "extension"
     void *user;
     // A call of a step begins, from pre_forward to finalize_backward, or model_reset (for both of
-    // the model unit is NULL); the transition table is not asked yet. Return non-zero if you have
-    // done the call's work: then *status (FSDP_OK before) is its result, and the library calls no
-    // further extension. If you make calls of a step in it, they go to the extensions behind you.
+    // the model unit is NULL); the transition table is not asked yet. Or FSDP_CALL_SET: a setter is
+    // about to change options of a unit (NULL: of all), and does so whatever you return. Return
+    // non-zero if you have done the call's work: then *status (FSDP_OK before) is its result, and
+    // the library calls no further extension. If you make calls of a step in it, they go to the
+    // extensions behind you.
     int (*call)(void *user, fsdp_model *model, fsdp_unit *unit, int call, fsdp_status *status);
     // A record is about to run. You get a copy and may change it; kind, seq, stream, src and dst
     // stay, since its waits depend on them. Return non-zero to take the record: it does not run,
@@ -2215,6 +2221,10 @@ FSDP_API fsdp_status fsdp_attach(fsdp_model *model, const fsdp_extension *extens
                an extension, or a unit holds a slot that the extension may own)
    Collective  no      Blocks for operations under way      Allocates no */
 FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extension);
+
+/* fsdp_find_extension - `user` of the first attached extension with this name; NULL: there is none
+   Collective  no      Blocks no      Allocates no */
+FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name);
 
 /* fsdp_next_state - step through the items of all extensions of a model. Start with a zeroed item;
    at the end its name is NULL
@@ -2334,12 +2344,24 @@ FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap)
    Collective  no, but every rank has to do the same      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t nbytes);
 
+/* fsdp_unit_reduce - reduce the gradients of a unit that wait since an earlier post_backward, as
+   fsdp_finalize_backward would; nothing if none wait, or if gradient sync is off
+   Result      FSDP_OK; INVALID_ARG; OUT_OF_MEMORY; collective errors
+   Collective  yes      Blocks inline: until reduced; else no      Allocates at its first use */
+FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit);
+
 /* fsdp_unit_flag_use - update the flags of use, which travel with a unit's reduction. Call it
    before your extension itself emits the records of that reduction
    Result      FSDP_OK; INVALID_ARG; if the world is aborted, its status
    Collective  no      Blocks on devices with streams if flags changed: until they are copied
    Allocates   no */
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit);
+
+/* fsdp_unit_follows_use - 1 if the records of a unit's reduction depend on which parameters were
+   used, and not only on options and states: grads_overwrite, and
+   fsdp_set_reduce_scatter_unused_params 0. Then fsdp_rehearse does not show what a step would do
+   Collective  no      Blocks no      Allocates no */
+FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit);
 
 /* fsdp_pools_trim - free every slot that no unit holds; the next use allocates again
    Result      FSDP_OK; if the world is aborted, its status
@@ -2373,11 +2395,16 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world);
 
+// How records run: at once, in worker threads, or on a device's streams.
+enum { FSDP_RUN_INLINE = 0, FSDP_RUN_LANES, FSDP_RUN_STREAMS };
+
 /* fsdp_model_world    - the world of a model; NULL for NULL
+   fsdp_model_run      - how the model's records run: FSDP_RUN_*
    fsdp_model_settings - the options of the model and its units as a number (a hook: whether there
                          is one): if it is the same as before, they are
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model);
+FSDP_API int fsdp_model_run(const fsdp_model *model);
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model);
 
 /* fsdp_agree - give bytes that have to be equal on all ranks, for example a learning rate. Ranks
@@ -2903,7 +2930,11 @@ static fsdpi_route fsdpi_route_of(const fsdpi_facts *f, int adds) {
 
 #define FSDPI_TEXT 1024
 
-enum { FSDPI_INLINE, FSDPI_LANES, FSDPI_NATIVE }; // ops run at once, in threads, on the device
+enum { // ops run at once, in threads, on the device: FSDP_RUN_*
+    FSDPI_INLINE = FSDP_RUN_INLINE,
+    FSDPI_LANES = FSDP_RUN_LANES,
+    FSDPI_NATIVE = FSDP_RUN_STREAMS
+};
 
 typedef struct fsdpi_lane fsdpi_lane;
 typedef struct fsdpi_subgroup fsdpi_subgroup;
@@ -3746,8 +3777,9 @@ static FSDPI_NOINLINE int fsdpi_answered(fsdp_model *m, fsdp_unit *u, int call,
     int answered = 0;
     m->asking++;
     for (const fsdpi_attached *a = asker ? asker->next : m->attached; a && !answered; a = a->next) {
+        if (!a->e.call) continue;
         m->asked = a;
-        answered = a->e.call && a->e.call(a->e.user, m, u, call, status);
+        answered = a->e.call(a->e.user, m, u, call, status);
     }
     m->asked = asker;
     m->asking--;
@@ -8566,7 +8598,7 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
     fsdp_buf *buf = NULL;
     fsdp_status status = m->watch ? fsdpi_provided(u, pool, c->bytes, &buf) : FSDP_OK;
     if (!status && !buf) status = fsdpi_class_take(m, c, &buf);
-    if (status) return fsdpi_fail_together(m->world, status);
+    if (status) return m->rehearsing ? status : fsdpi_fail_together(m->world, status);
     buf->held = 1;
     *out = buf;
     return m->watch ? fsdpi_marker(u, FSDP_OP_ACQUIRE, FSDP_STREAM_COMPUTE, buf) : FSDP_OK;
@@ -11198,7 +11230,8 @@ static fsdp_status fsdpi_set(fsdp_model *m, fsdp_unit *u, const char *what, int 
     for (int i = *first; i < *end; i++)
         if (!fsdpi_lookup(m->units[i], FSDP_CALL_SET))
             return fsdpi_remember(m, fsdpi_wrong_call(m->units[i], FSDP_CALL_SET, what));
-    return FSDP_OK;
+    if (m->watch & FSDPI_CALLS) (void)fsdpi_answered(m, u, FSDP_CALL_SET, &status);
+    return status;
 }
 
 FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
@@ -11207,6 +11240,8 @@ FSDP_API fsdp_status fsdp_set_grad_enabled(fsdp_model *model, int enabled) {
     model->grad_enabled = enabled != 0;
     return fsdpi_failed(model->world);
 }
+
+FSDP_API int fsdp_is_grad_enabled(const fsdp_model *model) { return model && model->grad_enabled; }
 
 FSDP_API fsdp_status fsdp_set_is_last_backward(fsdp_model *model, int is_last) {
     if (!model) return fsdpi_null(NULL, "set_is_last_backward", "model");
@@ -11655,6 +11690,12 @@ FSDP_API fsdp_status fsdp_detach(fsdp_model *model, const fsdp_extension *extens
                      e.name);
 }
 
+FSDP_API void *fsdp_find_extension(const fsdp_model *model, const char *name) {
+    for (const fsdpi_attached *a = model && name ? model->attached : NULL; a; a = a->next)
+        if (strcmp(a->e.name, name) == 0) return a->e.user;
+    return NULL;
+}
+
 FSDP_API fsdp_status fsdp_next_state(fsdp_model *model, fsdp_state_item *item) {
     if (!model || !item) return fsdpi_null_of(model, "next_state", "model or item");
     fsdp_status status = fsdpi_commit(model);
@@ -11808,14 +11849,35 @@ FSDP_API fsdp_status fsdp_emit(fsdp_model *model, fsdp_op *op) {
     return fsdpi_emit(model, op);
 }
 
+// Nobody looks, and nothing is ordered by events: a marker says only who holds a slot.
+static fsdp_status fsdpi_emit_alone(fsdp_model *m, fsdp_op *ops, int count) {
+    fsdp_status status = fsdpi_failed(m->world);
+    for (fsdp_op *op = ops; op < ops + count && !status; op++) {
+        if (op->kind >= FSDP_OP_HOOK) {
+            if (op->kind == FSDP_OP_ACQUIRE && op->dst) op->dst->held = 1;
+            if (op->kind == FSDP_OP_RELEASE && op->src) op->src->held = 0;
+            continue;
+        }
+        op->timed = 0;
+        op->step = m->step;
+        op->given = m->given;
+        op->seq = ++m->seq;
+        m->counters.calls[op->kind]++;
+        m->counters.bytes[op->kind] += op->bytes;
+        status = fsdpi_execute(m->world, op, NULL);
+    }
+    return status;
+}
+
 FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count) {
     if (!model || (count > 0 && !ops)) return fsdpi_null_of(model, "emit_again", "model or ops");
+    if (model->world->mode == FSDPI_INLINE && !(model->watch & FSDPI_RECORDS))
+        return fsdpi_emit_alone(model, ops, count);
     fsdp_status status = FSDP_OK;
-    for (int i = 0; i < count && !status; i++) {
-        fsdp_op *op = &ops[i];
+    for (fsdp_op *op = ops; op < ops + count && !status; op++) {
+        op->timed = 0;
         op->step = model->step;
         op->given = model->given;
-        op->timed = 0; // who asked for times then may be gone
         if (op->kind < FSDP_OP_HOOK) status = fsdpi_emit(model, op);
         else status = fsdpi_do_marker(model, op);
         if (!status && op->kind >= FSDP_OP_HOOK) status = fsdpi_show(model, op);
@@ -12020,6 +12082,8 @@ FSDP_API fsdp_status fsdp_agree(fsdp_model *model, const void *data, int64_t nby
     return fsdpi_failed(model->world);
 }
 
+FSDP_API int fsdp_model_run(const fsdp_model *model) { return model ? model->world->mode : 0; }
+
 FSDP_API uint64_t fsdp_model_settings(const fsdp_model *model) {
     return model ? model->settings : 0;
 }
@@ -12173,6 +12237,7 @@ typedef struct fsdpi_unit_saved {
     fsdpi_unit_head head;
     fsdpi_state state;
     uint64_t counted; // of usage; 64 bits, so that no byte is padding
+    uint64_t slots;   // which they are: another buffer may later have the address of a freed one
 } fsdpi_unit_saved;
 
 FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap) {
@@ -12184,6 +12249,10 @@ FSDP_API size_t fsdp_unit_snapshot(const fsdp_unit *unit, void *buf, size_t cap)
     now.head.layout = unit->model->layout;
     memcpy(&now.state, &unit->state, sizeof now.state);
     now.counted = unit->usage.counted;
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) {
+        const fsdp_buf *slot = unit->state.slot[pool];
+        now.slots = now.slots * 0x9E3779B97F4A7C15u + (slot ? (uint64_t)slot->number : 0);
+    }
     memcpy(buf, &now, sizeof now);
     return sizeof now;
 }
@@ -12198,23 +12267,37 @@ FSDP_API fsdp_status fsdp_unit_restore(fsdp_unit *unit, const void *buf, size_t 
         return fsdpi_null_of(unit ? unit->model : NULL, "unit_restore", "unit or buf");
     fsdp_model *m = unit->model;
     fsdpi_state *s = &unit->state;
-    fsdpi_unit_saved then;
-    if (nbytes == sizeof then) memcpy(&then, buf, sizeof then);
-    if (nbytes != sizeof then || then.head.unit != unit || then.head.layout != m->layout)
+    const char *saved = (const char *)buf;
+    fsdpi_unit_head head = {NULL, 0};
+    uint64_t counted;
+    if (nbytes == sizeof(fsdpi_unit_saved)) memcpy(&head, saved, sizeof head);
+    if (head.unit != unit || head.layout != m->layout)
         return fsdpi_bad(m->world,
                          "[E916] unit_restore: the snapshot of %llu bytes is of another unit than "
                          "'%s', or the layout has changed since: take it again",
                          (unsigned long long)nbytes, unit->desc.name);
     m->ahead_bytes -= fsdpi_ahead_bytes(s);
-    memcpy(s, &then.state, sizeof *s);
+    memcpy(s, saved + offsetof(fsdpi_unit_saved, state), sizeof *s);
+    memcpy(&counted, saved + offsetof(fsdpi_unit_saved, counted), sizeof counted);
     m->ahead_bytes += fsdpi_ahead_bytes(s);
     s->last_order = -1; // the record of forwards is another one
     if (s->training == FSDP_STATE_PRE_BACKWARD || s->training == FSDP_STATE_POST_BACKWARD)
         m->backward = 1;
     for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++)
         if (s->slot[pool]) s->slot[pool]->held = 1;
-    if (then.counted) fsdpi_usage_sent(unit);
+    if (counted) fsdpi_usage_sent(unit);
     return FSDP_OK;
+}
+
+FSDP_API int fsdp_unit_follows_use(const fsdp_unit *unit) {
+    return unit && (unit->model->desc.grads_overwrite || !unit->options.reduce_unused);
+}
+
+FSDP_API fsdp_status fsdp_unit_reduce(fsdp_unit *unit) {
+    if (!unit) return fsdpi_null(NULL, "unit_reduce", "unit");
+    fsdp_status status = fsdpi_failed(unit->model->world);
+    if (status || unit->state.training == FSDP_STATE_PRE_BACKWARD) return status;
+    return fsdpi_do_leftovers(unit);
 }
 
 FSDP_API fsdp_status fsdp_unit_flag_use(fsdp_unit *unit) {

@@ -6,6 +6,7 @@
 #define LIBRARY_H
 #include "fsdp_optim.h"
 #include "fsdp_replicate.h"
+#include "fsdp_plan.h"
 #if defined(FSDP_BACKEND_SHM) || !(defined(FSDP_BACKEND_GLOO) || defined(FSDP_BACKEND_NCCL))
 #include "backends/fsdp_shm.h"
 #endif

@@ -180,3 +180,19 @@ TEST(examples, ddp) {
           fabs(first[0] - first[1]) <= 0);
     line("the same losses, and learnt");
 }
+
+/* Three layers, 12 visits, each of which gathers twice by calls. Then Belady's rule: 14 gathers where
+   two layers and no gradient fit, or one layer and a gradient; 3 where all layers fit. A slot has
+   16*16 parameters in f32, and one of gradients a flag of use and what aligns it. */
+TEST(examples, plan) {
+    int gathers, bytes;
+    run("07_plan", 0);
+    CHECK_EQ_INT(lines(), 4);
+    CHECK_EQ_INT(
+        sscanf(line("by calls: "), "%d gathers a step, slots of %d bytes", &gathers, &bytes), 2);
+    CHECK_EQ_INT(gathers, 2 * 12);
+    CHECK_EQ_INT(bytes, 2 * 16 * 16 * 4 + 64);
+    line("planned: 14, with the same memory\n");
+    line("planned: 3, with two slots more\n");
+    line("the same bits in all three, and learnt\n");
+}

@@ -872,7 +872,9 @@ static int64_t reduced_numel(replay *r, unit *u, int64_t numel) {
     return u->reduced;
 }
 
-static int is_wide(fsdp_dtype dtype) { return dtype == FSDP_F32 || dtype == FSDP_F64; }
+static int widens(fsdp_dtype to, fsdp_dtype from) {
+    return to == FSDP_F32 && fsdp_dtype_size(from) == 2;
+}
 
 /* A fused reduction reads gradients of one dtype as they are, unless earlier microbatches have been
    added up in the reduction's. */
@@ -884,8 +886,7 @@ static const char *reduce_dtype(replay *r, unit *u, const char *dtype) {
         if (written && written != d) return dtype;
         written = d;
     }
-    if (!r->v->fused || !is_wide(red) || u->f.num - u->f.scattered > 1 || written == red)
-        return dtype;
+    if (!r->v->fused || !widens(red, written) || u->f.num - u->f.scattered > 1) return dtype;
     rule(RULE_FUSED);
     return fsdp_dtype_name(written);
 }

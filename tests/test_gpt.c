@@ -200,6 +200,68 @@ TEST(gpt, parity_by_environment) {
     check_same(&one, &two);
 }
 
+static int64_t number(const char **at) {
+    int64_t value = 0;
+    while (**at == ' ') ++*at;
+    CHECK(**at >= '0' && **at <= '9');
+    for (; (**at >= '0' && **at <= '9') || **at == ','; ++*at) {
+        if (**at != ',') value = value * 10 + (**at - '0');
+    }
+    return value;
+}
+
+static const char *after(const char *label) {
+    const char *at = strstr(out_text, label);
+    CHECK_MSG(at != NULL, "no line '%s'", label);
+    return at + strlen(label);
+}
+
+/* Norms have all digits: every bit of every gradient of every step is in them. */
+static const struct {
+    const char *name, *options;
+    int ranks, reshard;
+} plans[] = {{"ranks=1", "--ranks 1", 1, 1},
+             {"ranks=2", "--ranks 2", 2, 1},
+             {"threads=3", "--ranks 3 --threads", 3, 1},
+             {"ranks=4,no_reshard", "--ranks 4 --reshard 0", 4, 0}};
+
+TEST_P(gpt, plan_same_bits, plans) {
+    static char text[OUTPUT_NBYTES];
+    curve calls, planned;
+    char options[700], path[512], end[64];
+    int gathers[2], reductions[2];
+    int64_t bytes[2];
+    train("", row->options, &calls);
+    const char *at = after("  all_gather ");
+    bytes[0] = number(&at);
+    snprintf(options, sizeof options, "%s --plan-out %s", row->options, in_tmpdir(path, "plan"));
+    train("", options, &planned);
+    at = after("  all_gather ");
+    bytes[1] = number(&at);
+    for (int i = 0; i < calls.count; i++) { // <= and >=: equal, for compilers that warn of ==
+        CHECK(calls.loss[i] <= planned.loss[i] && calls.loss[i] >= planned.loss[i]);
+        CHECK_MSG(calls.norm[i] <= planned.norm[i] && calls.norm[i] >= planned.norm[i],
+                  "step %d: %.17g, %.17g", i + 1, calls.norm[i], planned.norm[i]);
+    }
+    at = after("\nplan: gathers ");
+    CHECK_EQ_INT(sscanf(at, "%d -> %d, reductions %d -> %d, slots", &gathers[0], &gathers[1],
+                        &reductions[0], &reductions[1]),
+                 4);
+    // Two blocks, and what is open around them. The model is so small that all of it stays; what
+    // stays by calls, too, is gathered as it was. Reductions are joined in any case.
+    CHECK_EQ_INT(gathers[0], row->ranks == 1 ? 0 : row->reshard ? 5 : 3);
+    CHECK_EQ_INT(reductions[0], row->ranks == 1 ? 0 : 3);
+    CHECK(gathers[1] <= gathers[0] && bytes[1] <= bytes[0]);
+    CHECK((gathers[1] < gathers[0]) == (row->ranks > 1 && row->reshard));
+    CHECK((bytes[1] < bytes[0]) == (row->ranks > 1 && row->reshard));
+    CHECK_EQ_INT(reductions[1], row->ranks > 1);
+    after("\nplan: 48 of 50 steps were replayed\n");
+    read_file(path, text);
+    CHECK(strncmp(text, "fsdp plan 1\n", 12) == 0);
+    snprintf(end, sizeof end, "count gathers %d %d", gathers[0], gathers[1]);
+    CHECK(strstr(text, end) && strstr(text, "\nend "));
+}
+
 /* What only shows when the ranks have met: one line in all, and both exit with 2. */
 static const struct {
     const char *name, *options[2], *words;
@@ -270,22 +332,6 @@ static const struct {
               {"ranks=3", "--ranks 3", 3},
               {"ranks=4,no_reshard", "--ranks 4 --reshard 0", 4}};
 
-static int64_t number(const char **at) {
-    int64_t value = 0;
-    while (**at == ' ') ++*at;
-    CHECK(**at >= '0' && **at <= '9');
-    for (; (**at >= '0' && **at <= '9') || **at == ','; ++*at) {
-        if (**at != ',') value = value * 10 + (**at - '0');
-    }
-    return value;
-}
-
-static const char *after(const char *label) {
-    const char *at = strstr(out_text, label);
-    CHECK_MSG(at != NULL, "no line '%s'", label);
-    return at + strlen(label);
-}
-
 TEST_P(gpt, tables, tables) {
     static const char *const rows[] = {"  shards ", "  shard gradients ", "  total "};
     curve c;
@@ -341,6 +387,7 @@ static const struct {
     {"value_unwanted", "--threads=4", "--threads=4"},
     {"no_option", "--ranks 2 text.txt", "text.txt"},
     {"csv_unwritable", "--csv /nowhere/x.csv", "/nowhere/x.csv"},
+    {"plan_unwritable", "--plan-out /nowhere/x", "/nowhere/x"},
 };
 
 TEST_P(gpt, refuses, refusals) {
@@ -381,9 +428,10 @@ TEST(gpt, refuses_ranks_in_a_launchers_job) {
 TEST(gpt, help) {
     CHECK_EQ_INT(run("--help"), 0);
     CHECK_EQ_STR(err_text, "");
-    static const char *const options[] = {
-        "--data",  "--ranks",    "--threads", "--steps", "--batch", "--context", "--layers",
-        "--heads", "--channels", "--lr",      "--seed",  "--csv",   "--sample",  "--reshard"};
+    static const char *const options[] = {"--data",     "--ranks",   "--threads", "--steps",
+                                          "--batch",    "--context", "--layers",  "--heads",
+                                          "--channels", "--lr",      "--seed",    "--csv",
+                                          "--sample",   "--reshard", "--plan ",   "--plan-out"};
     for (size_t i = 0; i < sizeof options / sizeof *options; i++) {
         CHECK_MSG(strstr(out_text, options[i]) != NULL, "%s is not explained", options[i]);
     }

@@ -107,6 +107,20 @@ def test_one_header():
     trains()
 
 
+def plans(flags):
+    """An extension that has parts, which are elsewhere than those of fsdp.h."""
+    shutil.copy(f"{ROOT}/examples/07_plan.c", ".")
+    out = sh(f"{CC} -O1 07_plan.c -o plan {flags} && ./plan", env=CLEAN)
+    check("the same bits in all three" in out, out)
+
+
+@needs()
+def test_one_header_of_an_extension():
+    for name in ("single_include/fsdp.h", "single_include/fsdp_plan.h", "fsdp_optim.h"):
+        shutil.copy(f"{ROOT}/{name}", ".")
+    plans("-pthread -lm")
+
+
 @needs()
 def test_one_implementation():
     """README's table of link errors: the implementation is in one file, with every header used."""
@@ -149,6 +163,7 @@ def test_make_install():
     sh(f"{CC} -O2 01_hello.c -o hello $({pc} --cflags --libs fsdp)", env=CLEAN)
     sh("moved/bin/fsdprun -n 2 ./hello", env=CLEAN)
     trains()
+    plans(f"$({pc} --cflags --libs fsdp)")
 
 
 @needs()

@@ -13,13 +13,14 @@
 #include "lab.h"
 #include "sim.h"
 
-enum { LAYERS = 4, PARAMS = 8, RANKS = 4, MICROS = 2, ITERS = 6, BUCKETS = 3 };
+enum { LAYERS = 4, PARAMS = 8, RANKS = 4, MICROS = 2, ITERS = 8, BUCKETS = 3 };
 enum { DIM = 2000, SMALL = 96 };
 static const double rate = 1e-3;
 
-/* How steps are run. A plan of a step will add rows that replay it. */
-enum { EAGER };
-static const char *const runs[] = {"eager"};
+/* How steps are run: by calls; or a plan replays them. In rows of a plan there is a unit for each
+   parameter, and the plan joins their reductions. */
+enum { EAGER, PLANNED };
+static const char *const runs[] = {"eager", "planned"};
 
 typedef struct setting { /* of a row */
     const char *name;
@@ -35,12 +36,25 @@ typedef struct setting { /* of a row */
         {"W=4", SMALL, 4, 0, 0, EAGER, 0}, {                                                       \
         "W=4,processes,lanes", SMALL, 4, 1, 2, EAGER, 0                                            \
     }
-static const setting settings[] = {ROWS};
-static const setting with_large[] = {ROWS, {"DIM=2000,W=2", DIM, 2, 0, 0, EAGER, 0}};
+#define PLANNED_ROWS                                                                               \
+    {"planned,W=1", SMALL, 1, 0, 0, PLANNED, 0}, {"planned,W=2", SMALL, 2, 0, 0, PLANNED, 0},      \
+        {"planned,W=2,processes,lanes", SMALL, 2, 1, 2, PLANNED, 0}, {                             \
+        "planned,W=3,lanes", SMALL, 3, 0, 2, PLANNED, 0                                            \
+    }
+static const setting settings[] = {ROWS, PLANNED_ROWS};
+static const setting with_large[] = {ROWS, PLANNED_ROWS, {"DIM=2000,W=2", DIM, 2, 0, 0, EAGER, 0}};
+static const setting with_both_large[] = {ROWS,
+                                          PLANNED_ROWS,
+                                          {"DIM=2000,W=2", DIM, 2, 0, 0, EAGER, 0},
+                                          {"planned,DIM=2000,W=2", DIM, 2, 0, 0, PLANNED, 0}};
 #define SIMULATED                                                                                  \
-    {"simulated,W=2", SMALL, 2, 0, 0, EAGER, 1}, { "simulated,W=4", SMALL, 4, 0, 0, EAGER, 1 }
-static const setting settings_and_simulated[] = {ROWS, SIMULATED};
-static const setting gpus[] = {SIMULATED, {"native,W=2", SMALL, 2, 1, 0, EAGER, 0}};
+    {"simulated,W=2", SMALL, 2, 0, 0, EAGER, 1}, {"simulated,W=4", SMALL, 4, 0, 0, EAGER, 1}, {    \
+        "planned,simulated,W=2", SMALL, 2, 0, 0, PLANNED, 1                                        \
+    }
+static const setting settings_and_simulated[] = {ROWS, PLANNED_ROWS, SIMULATED};
+static const setting gpus[] = {SIMULATED,
+                               {"native,W=2", SMALL, 2, 1, 0, EAGER, 0},
+                               {"planned,native,W=2", SMALL, 2, 1, 0, PLANNED, 0}};
 
 /* The same model: a unit for each layer, buckets, buckets that are spelled out and reduced at the
    end, a unit for each parameter. */
@@ -113,6 +127,7 @@ typedef struct net {
     double scale; /* of initial parameters */
     fsdp_model *m;
     fsdp_replicate *rep;
+    fsdp_plan *plan;
     fsdp_unit *unit[PARAMS]; /* in the order of their reductions */
     int members[PARAMS][PARAMS], num_members[PARAMS];
     int at[PARAMS], index[PARAMS]; /* unit of a parameter, and place there */
@@ -670,6 +685,104 @@ static void train_all(lab_rank *r) {
     }
 }
 
+/* ---- with a plan --------------------------------------------------------------------------------- */
+
+enum { BY_CALLS, UNJOINED, JOINED, PLANS };
+static const char *const plans[PLANS] = {"by calls", "replayed", "joined"};
+
+/* The plan's reductions: one behind the last gradient of each bucket, over the messages of its units
+   side by side. Others: one for each unit. */
+static void check_planned(const net *n, int which, int sync, fsdp_plan_mode mode) {
+    static const int nums[BUCKETS] = {2, 4, 2}, issued[PARAMS] = {2, 2, 1, 1, 1, 1, 0, 0};
+    /* gradients that waited lie in slots of an earlier step, which are not side by side */
+    const int from = n->back[n->it],
+              joined = which == JOINED && mode == FSDP_PLAN_REPLAYING && n->micros == 1;
+    const uint64_t align = (lib_on_streams(n->w) ? 256 : 64) / fsdp_dtype_size(message_dtype(n));
+    const int count = !sync || n->size == 1 ? 0 : joined ? BUCKETS : PARAMS;
+    W_CHECK(reductions(n, from) == count, "iteration %d: %d all-reduces, expected %d", n->it,
+            reductions(n, from), count);
+    for (int p = 0; p < PARAMS && joined && count; p++)
+        W_CHECK(n->issued[p] == issued[p], "%d all-reduces before the gradient of %s, expected %d",
+                n->issued[p], names[p], issued[p]);
+    for (int k = 0, unit = 0, at = from; k < BUCKETS && joined && count; unit += nums[k++], at++) {
+        uint64_t elements = 0;
+        at = lab_next_op(&n->log, at, FSDP_OP_ALL_REDUCE, FSDP_LABEL_REPLICAS, NULL);
+        for (int i = 0; i < nums[k]; i++)
+            elements = (elements + align - 1) / align * align + message_of(n, unit + i);
+        W_CHECK(n->log.ops[at].count == elements, "all-reduce %d: %llu elements, expected %llu", k,
+                (unsigned long long)n->log.ops[at].count, (unsigned long long)elements);
+        W_CHECK(n->log.ops[at].dtype == message_dtype(n) && n->log.ops[at].group_size == n->size,
+                "all-reduce %d: %s", k, n->log.ops[at].what);
+        if (n->dim == DIM && !lib_on_streams(n->w)) /* parameters, and flags at the next place */
+            W_CHECK(elements / 1000 == (k == 1 ? 8004 : 4002), "%llu",
+                    (unsigned long long)elements);
+    }
+}
+
+/* A unit for each parameter, in the order in which backward is done with them. */
+static void train_planned(lab_rank *r, const options *o, int which, seen *out) {
+    const job *j = (const job *)r->arg;
+    net *n = (net *)lab_zeros(1, sizeof *n);
+    fsdp_plan_desc d = FSDP_ZERO;
+    fsdp_plan_report report;
+    int replayed = 0;
+    memset(out, 0, sizeof *out);
+    n->c = j->c, n->o = o, n->s = j->s, n->r = r->heap ? r : NULL;
+    net_begin(n, r->w, r->rank, r->size, PARAMWISE);
+    const size_t length = strlen(w_case);
+    snprintf(w_case + length, sizeof w_case - length, ", %s", plans[which]);
+    int64_t caps[2]; /* PyTorch's */
+    caps_of(n->dim, caps);
+    d.first_bucket_bytes = caps[0] * (int64_t)fsdp_dtype_size(full_dtype(n)) / 4;
+    d.bucket_bytes = caps[1] * (int64_t)fsdp_dtype_size(full_dtype(n)) / 4;
+    d.most_bytes = 1 << 30; /* gradients wait for others */
+    if (which == UNJOINED) d.without = (1u << FSDP_PASS_COUNT) - 1;
+    if (o->backward_only) d.ahead = -1, d.without |= 1u << FSDP_PASS_KEEP;
+    if (which != BY_CALLS) CALL(r->w, fsdp_plan_create(n->m, &d, &n->plan));
+    for (int it = 0; it < o->iters; it++) {
+        const int sync = !has(o->unsynced, it);
+        n->it = it;
+        n->begin[it] = n->log.num;
+        if (has(o->kept, it)) keep_grads(n);
+        foresee(n);
+        if (n->dim != DIM) tape_feed(&n->mine, n->dim, n->s ? 0 : n->rank, it);
+        CALL(n->w, fsdp_set_requires_gradient_sync(n->m, NULL, sync));
+        const int64_t allocated = allocations(n);
+        forward(n); /* in a step the state is that of this step, behind it that of the next one */
+        const fsdp_plan_mode mode = n->plan ? fsdp_plan_state(n->plan) : FSDP_PLAN_BY_CALLS;
+        backward(n);
+        replayed += mode == FSDP_PLAN_REPLAYING;
+        W_CHECK(mode != FSDP_PLAN_REPLAYING || allocations(n) == allocated || o->unsynced,
+                "a replay allocates"); /* the arena of one kind may grow for another */
+        check_planned(n, which, sync, mode);
+        finish_iteration(n, sync, out);
+        n->begin[it + 1] = n->log.num;
+    }
+    if (n->plan) {
+        CALL(n->w, fsdp_plan_report_get(n->plan, fsdp_plan_count(n->plan) - 1, &report));
+        W_CHECK(replayed > 0 && report.left == 0, "%d of %d replayed: %s", replayed, o->iters,
+                fsdp_plan_why(n->plan));
+        if (!o->unsynced && !o->kept) CHECK_EQ_INT(replayed, o->iters - 2);
+        if (!o->unsynced && !o->kept) CHECK_EQ_INT(report.recorded, 1);
+    }
+    done(n);
+}
+
+/* By calls, replayed as it is, and with joined reductions: the same bits. Recompute changes none. */
+static void train_plans(lab_rank *r) {
+    const job *j = (const job *)r->arg;
+    seen first, other;
+    options o = j->o;
+    /* without sync the last two have it: a third kind of step, which needs a larger arena */
+    o.iters = j->c->dim == DIM ? 3 : o.unsynced || o.kept ? ITERS : 5;
+    for (int which = 0; which < PLANS; which++) {
+        if (j->c->dim == DIM && which != JOINED) continue;
+        train_planned(r, &o, which, which ? &other : &first);
+        const int exact = j->s || lab_divides() || (r->size <= 2 && !o.reduce);
+        if (which && exact && j->c->dim != DIM) CHECK_EQ_MEM(&other, &first, sizeof first);
+    }
+}
+
 /* One process is rank 0 of ranks that all compute the same. */
 static void simulate(void (*body)(lab_rank *r), job *j) {
     sim s;
@@ -688,6 +801,7 @@ static void launch(const setting *c, void (*body)(lab_rank *r), job j) {
     lab_how how = FSDP_ZERO;
     how.job = "replicate", how.processes = c->processes, how.lanes = c->lanes;
     j.c = c;
+    if (c->run == PLANNED) body = train_plans;
     if (c->simulated) simulate(body, &j);
     else lab_run(c->ranks, &how, body, &j);
 }
@@ -702,7 +816,7 @@ static job job_of(fsdp_dtype param, fsdp_dtype reduce, int iters, int a, int b, 
 
 /* ---- the tests ------------------------------------------------------------------------------- */
 
-TEST_P_TIMEOUT(replicate_with_compiler, test_compile_cpu, with_large, 300) {
+TEST_P_TIMEOUT(replicate_with_compiler, test_compile_cpu, with_both_large, 300) {
     launch(row, train_all, job_of(KEEP, KEEP, row->dim == DIM ? 1 : 3, LAYERWISE, BUCKETED, LATE));
 }
 
@@ -735,7 +849,9 @@ static void checkpointed(lab_rank *r) {
     }
 }
 TEST_P(replicate_with_compiler, test_compile_gpu_ac, settings_and_simulated) {
-    launch(row, checkpointed, job_of(KEEP, KEEP, 3, LAYERWISE, BUCKETED, LATE));
+    job j = job_of(KEEP, KEEP, 3, LAYERWISE, BUCKETED, LATE);
+    j.o.checkpoint = row->run == PLANNED;
+    launch(row, checkpointed, j);
 }
 
 TEST_P_TIMEOUT(replicate_with_compiler, test_compile_bf16, with_large, 300) {
@@ -764,7 +880,9 @@ static void backwards(lab_rank *r) {
     done(b);
 }
 TEST_P(replicate_with_compiler, test_compile_backward_only, settings) {
-    launch(row, backwards, job_of(KEEP, KEEP, 3, BUCKETED, BUCKETED, BUCKETED));
+    job j = job_of(KEEP, KEEP, 3, BUCKETED, BUCKETED, BUCKETED);
+    j.o.backward_only = row->run == PLANNED;
+    launch(row, backwards, j);
 }
 
 /* The buckets, and that of each bucket the records of this label come `copies` times. */

@@ -90,8 +90,8 @@ def finds(name, wanted, **changes):
         check(not changed or wanted in r.stdout, f"{name}: {r.stdout}instead of: {wanted}")
 
 
-def amalgamate(root, name="single/fsdp.h"):
-    sh(f"{sys.executable} {TOOLS}/amalgamate.py -o {name} {root}", cwd=root)
+def amalgamate(root, name="single/fsdp.h", flags=""):
+    sh(f"{sys.executable} {TOOLS}/amalgamate.py {flags} -o {name} {root}", cwd=root)
     with open(os.path.join(root, name), encoding="utf-8") as f:
         return f.read()
 
@@ -134,6 +134,16 @@ def test_amalgamate_text():
         check("A part of" not in text and "See backends/README.md." in text, "the first comments")
         check(text.endswith(f"/*\n{LICENCE}*/\n"), "the licence at its end")
         check(amalgamate(root, "again.h") == text, "the same text again")
+
+
+def test_amalgamate_extension():
+    """An extension with a part of its own: one file beside the one header."""
+    more = GOOD["fsdp_more.h"] + '#include "core/b.h"\n'
+    with tree(fsdp_more_h=more) as root:
+        text = amalgamate(root, "single/fsdp_more.h", "--of fsdp_more.h")
+        check(text.startswith("// Written by tools/amalgamate.py from fsdp_more.h, core/"), text)
+        check("\n#include \"fsdp.h\"\n" in text and "#include \"core" not in text, "its includes")
+        check(text.count("static int fsdpi_b(") == 1 and "static int fsdpi_a(" not in text, text)
 
 
 def test_amalgamate_changes():

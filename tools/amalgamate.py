@@ -2,11 +2,12 @@
 # SPDX-License-Identifier: MIT
 """amalgamate.py - write fsdp.h and all that it includes as one header (make single).
 
-  tools/amalgamate.py [-o FILE] [ROOT]
+  tools/amalgamate.py [-o FILE] [--of fsdp_plan.h] [ROOT]
 
-Each #include "..." becomes the text of that file, once. What belongs to another backend than the
-default one, which fsdp.h itself defines, stays an include: those files go into a folder backends/
-beside the one header. All is taken from fsdp.h; no name of a part stands here.
+With --of an extension and its parts become one file, which still includes fsdp.h. Each
+#include "..." becomes the text of that file, once. What belongs to another backend than the default
+one, which fsdp.h itself defines, stays an include: those files go into a folder backends/ beside
+the one header. All is taken from fsdp.h; no name of a part stands here.
 """
 import argparse
 import os
@@ -25,18 +26,17 @@ END_OF_CONTENTS = """\
     Further backends are in the folder backends/ of the same version, to be put beside this file.
     Extensions (fsdp_optim.h) are one file each, beside this file, too.
 """
-INCLUDED = "A part of fsdp.h, which includes it."
+INCLUDED = re.compile(r"\bA part of \w+\.h(, which includes it)?\.")
 
 
 class Amalgamation:
-    def __init__(self, root):
+    def __init__(self, root, whole="fsdp.h"):
         self.root = root
-        self.parts = ["fsdp.h"]  # in the order of their texts; paths from the root
+        self.parts = [whole]  # in the order of their texts; paths from the root
         self.titles = {}
-        text = self.read("fsdp.h")
-        self.default = re.search(r"^#define (FSDP_BACKEND_\w+)", text, re.M).group(1)
-        body = self.expand("fsdp.h", text)
-        self.text = NOTE % self.sources() + self.contents(body)
+        self.default = re.search(r"^#define (FSDP_BACKEND_\w+)", self.read("fsdp.h"), re.M).group(1)
+        body = self.expand(whole, self.read(whole))
+        self.text = NOTE % self.sources() + (self.contents(body) if whole == "fsdp.h" else body)
 
     def read(self, part):
         with open(os.path.join(self.root, part), encoding="utf-8") as f:
@@ -44,7 +44,7 @@ class Amalgamation:
 
     def sources(self):
         folders = [os.path.dirname(part) + "/" for part in self.parts[1:]]
-        return ", ".join(["fsdp.h"] + list(dict.fromkeys(folders)))
+        return ", ".join(self.parts[:1] + list(dict.fromkeys(folders)))
 
     def expand(self, part, text):
         """The text with its includes replaced."""
@@ -59,6 +59,9 @@ class Amalgamation:
                 out.append(line)
                 continue
             found = self.find(part, include.group(1))
+            if found == "fsdp.h" != self.parts[0]:  # what an extension is beside
+                out.append(line)
+                continue
             if found not in self.parts:
                 self.parts.append(found)
                 self.close(out, mark, part)
@@ -92,16 +95,16 @@ class Amalgamation:
         comment, code = self.read(part).split("*/", 1)
         paragraphs = re.split(r"\n\s*\n", comment.strip()[2:].strip())
         title, *rest = [self.without_place(p) for p in paragraphs if "SPDX-" not in p]
-        title = title.split(" - ", 1)[1]
+        title = title.split(" - ", 1)[-1]
         self.titles[part] = " ".join(title.split()).split(":")[0]
         comment = "\n\n   ".join([title] + [p for p in rest if p])
         code = self.expand(part, code.lstrip("\n"))
         return f"{self.heading(part)}\n   {comment} */\n\n{code}\n"
 
     def without_place(self, paragraph):
-        if INCLUDED not in paragraph:
+        if not INCLUDED.search(paragraph):
             return paragraph.strip()
-        text = " ".join(paragraph.replace(INCLUDED, "").split())
+        text = " ".join(INCLUDED.sub("", paragraph).split())
         return textwrap.fill(text, 95).replace("\n", "\n   ")
 
     def contents(self, body):
@@ -121,10 +124,11 @@ def main():
     parser = argparse.ArgumentParser(description="Write fsdp.h and all that it includes as one "
                                      "header. Other backends stay files of their own.")
     parser.add_argument("-o", metavar="FILE", help="where to write it; else standard output")
+    parser.add_argument("--of", metavar="HEADER", default="fsdp.h", help="an extension instead")
     parser.add_argument("root", nargs="?", default=os.path.join(os.path.dirname(__file__), ".."),
                         metavar="ROOT", help="the folder of fsdp.h; else the one above this tool")
     options = parser.parse_args()
-    text = Amalgamation(options.root).text
+    text = Amalgamation(options.root, options.of).text
     if options.o:
         os.makedirs(os.path.dirname(options.o) or ".", exist_ok=True)
         with open(options.o, "w", encoding="utf-8") as f:

@@ -188,14 +188,17 @@ single_folder() { # FOLDER
     rm -rf "$1"
     mkdir -p "$1/backends"
     cp single_include/fsdp.h $(existing fsdp_*.h) "$1"
+    cp single_include/fsdp_*.h "$1" # with their parts
     cp backends/*.h backends/*.c[cu] "$1/backends"
 }
 # Nothing but single_include/fsdp.h, then fsdp_optim.h beside it, in the ways to use them.
 gate_single() {
     local dir=$PWD/$work/single alone=$PWD/$work/alone f
     need python3
-    python3 tools/amalgamate.py | cmp -s - single_include/fsdp.h ||
-        die 'single_include/fsdp.h is not what fsdp.h and its parts are now: make single'
+    for f in single_include/*.h; do
+        python3 tools/amalgamate.py --of "${f##*/}" | cmp -s - "$f" ||
+            die "$f is not what ${f##*/} and its parts are now: make single"
+    done
     rm -rf "$alone" && mkdir -p "$alone"
     cp single_include/fsdp.h "$alone"
     pushd "$alone" >/dev/null
@@ -209,8 +212,9 @@ gate_single() {
     { include fsdp.h && echo 'long long use(void); int main(void) { return use() != 3; }'; } |
         compile gcc c99 -Wno-missing-prototypes -c -o main.o
     g++ -o units *.o -pthread -lm && ./units
-    cp "$OLDPWD/examples/01_hello.c" "$OLDPWD/fsdp_optim.h" .
+    cp "$OLDPWD"/examples/0[17]_*.c "$OLDPWD/fsdp_optim.h" "$OLDPWD/single_include/fsdp_plan.h" .
     gcc -O2 01_hello.c -o hello -pthread -lm && ./hello
+    gcc -O2 07_plan.c -o plan -pthread -lm && ./plan
     popd >/dev/null
     single_folder "$dir"
     for f in "-DFSDP_BACKEND_GLOO" "-DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO" "-DFSDP_BACKEND_NCCL" \
@@ -225,7 +229,7 @@ gate_single_example() { # NAME
     local dir=$PWD/$work/single.$1 program=$work/single.$1/$1
     single_folder "$dir"
     gcc -std=c99 -O0 -I"$dir" -MMD -MF "$program.d" -o "$program" "examples/$1.c" -pthread -lm
-    ! grep -q ' core/' "$program.d" || die "$1 was not compiled with the one header"
+    ! grep -qE ' (core|plan)/' "$program.d" || die "$1 was not compiled with the one header"
     "$program"
 }
 gate_single_tests() {
@@ -233,7 +237,7 @@ gate_single_tests() {
     single_folder "$dir"
     make -s --no-print-directory BUILD="$build/single" CC="gcc -I$dir" \
         $(printf "$build/single/tests/%s " $SINGLE_TESTS)
-    ! grep -q ' core/' "$build"/single/tests/*.d ||
+    ! grep -qE ' (core|plan)/' "$build"/single/tests/*.d ||
         die 'a test was not compiled with the one header'
     for t in $SINGLE_TESTS; do
         "$build/single/tests/$t" '--filter=-long_*' >"$work/single.$t.log" 2>&1 ||

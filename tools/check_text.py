@@ -9,7 +9,7 @@
   licence    fsdp.h ends with the text of LICENSE; every source file names the licence
   layers     calls go down: no file of core/ includes anything of the project or names a backend,
              and only fsdp.h includes files of core/
-  extensions no extension (fsdp_*.h) uses a private name of fsdp.h, core/ or backends/
+  extensions no extension (fsdp_*.h, plan/) uses a private name of fsdp.h, core/ or backends/
   tests      each test that README's first table, docs/parity.md or a command of a document names is
              in tests/; each test of tests/test_fully_shard_*.c, and each rule of
              test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN, which run_tests.sh
@@ -29,6 +29,7 @@ import tempfile
 
 HEADERS = ["fsdp.h"] + sorted(glob.glob("fsdp_*.h"))
 PARTS = sorted(glob.glob("core/*.h"))
+PLAN = sorted(glob.glob("plan/*.h"))  # parts of an extension
 DECLARES = HEADERS + ["core/dtype.h", "core/shard_math.h", "core/extension.h"]
 BACKENDS = sorted(glob.glob("backends/*.h") + glob.glob("backends/*.c[cu]"))
 FOLDERS = ["bench", "cmake", "examples", "tests", "tools"]
@@ -127,7 +128,7 @@ def check_docs():
 
 def check_functions():
     longest = (0, "")
-    for path in HEADERS + PARTS + BACKENDS:
+    for path in HEADERS + PARTS + PLAN + BACKENDS:
         most = MAX_CORE_FUNCTION if path in PARTS + ["fsdp.h"] else MAX_FUNCTION
         start = None
         for i, line in enumerate(lines_of(path)):
@@ -145,7 +146,7 @@ def check_functions():
 
 
 def check_columns():
-    sources = HEADERS + PARTS + glob.glob("backends/*.[ch]*") + glob.glob("tests/*.[ch]")
+    sources = HEADERS + PARTS + PLAN + glob.glob("backends/*.[ch]*") + glob.glob("tests/*.[ch]")
     sources += glob.glob("tests/*/*.[ch]") + glob.glob("examples/gpt/*.cu")
     sources += glob.glob("tools/*.c") + glob.glob("tools/*.sh") + glob.glob("tools/*.py")
     for path in sorted(sources):
@@ -228,7 +229,7 @@ def check_licence():
     for path in ["fsdp.h", "single_include/fsdp.h"]:
         if os.path.exists(path) and not read(path).endswith("\n/*\n" + read("LICENSE") + "*/\n"):
             yield f"{path}: its last comment is not the text of LICENSE"
-    sources = HEADERS + PARTS + BACKENDS + ["Makefile", "CMakeLists.txt", ".ci/run"]
+    sources = HEADERS + PARTS + PLAN + BACKENDS + ["Makefile", "CMakeLists.txt", ".ci/run"]
     for folder in FOLDERS:
         for where, _, names in os.walk(folder):
             sources += [os.path.join(where, n) for n in names
@@ -252,7 +253,7 @@ def check_layers():
             yield f"{path}: names a backend: {name}"
         for name in re.findall(r'#\s*include "([^"]+)"', code):
             yield f"{path}: includes {name}; only fsdp.h includes files of the project"
-    for path in HEADERS[1:] + BACKENDS + glob.glob("examples/**/*.[ch]*", recursive=True):
+    for path in HEADERS[1:] + PLAN + BACKENDS + glob.glob("examples/**/*.[ch]*", recursive=True):
         for name in re.findall(r'#\s*include "((?:\.\./)*core/[^"]+)"', code_of(path)):
             yield f"{path}: includes {name}: include fsdp.h"
 
@@ -263,7 +264,7 @@ def check_extensions():
     for path in PARTS + BACKENDS + ["fsdp.h"]:
         for name in private.findall(code_of(path)):
             owner.setdefault(name, path)
-    for path in HEADERS[1:]:
+    for path in HEADERS[1:] + PLAN:
         for name in sorted(set(private.findall(code_of(path))) & set(owner)):
             yield f"{path}: {name} is not its own, {owner[name]} has it: use public functions"
 

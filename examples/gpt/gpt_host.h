@@ -4,7 +4,7 @@
    A program includes fsdp.h, fsdp_optim.h and gpt.h, defines PROGRAM, its name in messages, and
    then includes this file. It defines the five functions declared under "a rank", which say where
    the numbers are and who computes on them, and main, which calls gpt_main. With GPT_ON_GPU it has
-   the options of train_gpt.cu, too.
+   the options of train_gpt.cu, too; behind fsdp_plan.h those of plans.
 
    Parameters, batches and text depend on --seed and neither on the number of ranks nor on the
    program.
@@ -53,6 +53,8 @@ typedef struct {
     int bf16;      // these three: GPT_ON_GPU
     int plain;
     int graph;
+    int plan;             // behind fsdp_plan.h
+    const char *plan_out; // NULL: none
     uint64_t seed;
     const char *data_path; // NULL: the project's own sources and documents
     const char *csv_path;  // NULL: none
@@ -251,6 +253,10 @@ static const char HELP[] =
     "  --sample N       bytes of text to generate at the end (%d)\n"
     "  --reshard 0|1    1: free each block's parameters after its forward; 0: keep them for the\n"
     "                   backward, which costs memory and saves a gather (%d)\n"
+#ifdef FSDP_PLAN_H
+    "  --plan           record the second step and replay it from the third one on\n"
+    "  --plan-out FILE  the same, and write the plan as text\n"
+#endif
 #ifdef GPT_ON_GPU
     "  --log-every N    look at the loss every N steps, and not in between (1)\n"
     "  --bf16           gather parameters and multiply in bf16\n"
@@ -375,10 +381,13 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
     };
     enum { NUMBERS = sizeof numbers / sizeof(int_option) };
     const struct option others[] = {
-        {"data", 1, NULL, 'd'}, {"csv", 1, NULL, 'c'},     {"lr", 1, NULL, 'l'},
-        {"seed", 1, NULL, 's'}, {"threads", 0, NULL, 't'}, {"help", 0, NULL, 'h'},
+        {"data", 1, NULL, 'd'}, {"csv", 1, NULL, 'c'},      {"lr", 1, NULL, 'l'},
+        {"seed", 1, NULL, 's'}, {"threads", 0, NULL, 't'},  {"help", 0, NULL, 'h'},
+#ifdef FSDP_PLAN_H
+        {"plan", 0, NULL, 'r'}, {"plan-out", 1, NULL, 'o'},
+#endif
 #ifdef GPT_ON_GPU
-        {"bf16", 0, NULL, 'b'}, {"plain", 0, NULL, 'p'},   {"graph", 0, NULL, 'g'},
+        {"bf16", 0, NULL, 'b'}, {"plain", 0, NULL, 'p'},    {"graph", 0, NULL, 'g'},
 #endif
         {NULL, 0, NULL, 0},
     };
@@ -418,6 +427,11 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
             opt->plain = 1;
         } else if (c == 'g') {
             opt->graph = 1;
+        } else if (c == 'r') {
+            opt->plan = 1;
+        } else if (c == 'o') {
+            opt->plan = 1;
+            opt->plan_out = optarg;
         } else if (c == 'h') {
             show_help();
             return EXIT_DONE;
@@ -454,6 +468,9 @@ typedef struct {
     FILE *csv;           // rank 0
     double start, shown; // of the training; when the progress line was last written, since then
     fsdp_memory predicted;
+#ifdef FSDP_PLAN_H
+    fsdp_plan *plan;
+#endif
 } trainer;
 
 static fsdp_status add_unit(trainer *t, const char *name, gpt_param_spec *specs, int count,
@@ -634,6 +651,8 @@ static fsdp_status show_memory(const trainer *t) {
         show_memory_row(fsdp_pool_name(pool), p->pool_bytes[pool], used.pool_bytes[pool],
                         is_whole ? whole : 0);
     }
+    for (int pool = FSDP_POOL_COUNT; pool < FSDP_POOL_MAX; pool++) // of extensions
+        show_memory_row(fsdp_model_pool_name(t->model, pool), 0, used.pool_bytes[pool], 0);
     show_memory_row("AdamW moments", 2 * mine, moments, 2 * whole);
     show_memory_row("total", p->total_bytes + 2 * mine, used.total_bytes + moments, 4 * whole);
     printf("  and %s bytes of activations for %d sequences of %d bytes\n",
@@ -663,7 +682,51 @@ static void show_traffic(const trainer *t, const fsdp_counters *c) {
            "(blocks),\n"
            "  reduced once, with 4 bytes per parameter and other rank to count its users\n",
            gathers == 2 ? "twice" : "once");
+    if (t->j->opt.plan) printf("  that is by calls: a plan gathers less often\n");
 }
+
+#ifdef FSDP_PLAN_H
+/* Once: what the plan saves, and its text. */
+static fsdp_status show_plan(const trainer *t) {
+    fsdp_plan_report r;
+    char a[32], b[32];
+    const char *path = t->j->opt.plan_out;
+    fsdp_status status = fsdp_plan_report_get(t->plan, 0, &r);
+    if (status) return status;
+    printf("plan: gathers %d -> %d, reductions %d -> %d, slots of %s -> %s bytes\n", r.gathers[0],
+           r.gathers[1], r.reductions[0], r.reductions[1], commas(a, r.bytes[0]),
+           commas(b, r.bytes[1]));
+    if (!path) return FSDP_OK;
+    const size_t length = fsdp_plan_text(t->plan, 0, FSDP_PLAN_TEXT_OPS, NULL, 0);
+    char *text = (char *)malloc(length + 1);
+    FILE *file = fopen(path, "w");
+    int failed = !text || !file;
+    if (!failed) {
+        fsdp_plan_text(t->plan, 0, FSDP_PLAN_TEXT_OPS, text, length + 1);
+        failed = fwrite(text, 1, length, file) != length;
+    }
+    if (file) failed |= fclose(file) != 0;
+    free(text);
+    if (!failed) return FSDP_OK;
+    fprintf(stderr, PROGRAM ": --plan-out %s: could not be written\n", path);
+    return FSDP_ERR_IO;
+}
+
+static fsdp_status look_at_plan(const trainer *t, int step) {
+    fsdp_plan_report r;
+    if (!t->plan || t->rank != 0 || (step != 3 && step != t->j->opt.steps)) return FSDP_OK;
+    if (isatty(STDOUT_FILENO)) printf("\r\033[K"); // in place of the progress line
+    if (!fsdp_plan_count(t->plan)) {
+        if (step == t->j->opt.steps) printf("plan: there is none: %s\n", fsdp_plan_why(t->plan));
+        return FSDP_OK;
+    }
+    fsdp_status status = step == 3 ? show_plan(t) : FSDP_OK;
+    if (!status) status = fsdp_plan_report_get(t->plan, 0, &r);
+    if (!status && step == t->j->opt.steps)
+        printf("plan: %llu of %d steps were replayed\n", (unsigned long long)r.replayed, step);
+    return status;
+}
+#endif
 
 /* Where the picture goes: beside the csv, else into build/, else here. */
 static void plot_path(const trainer *t, char *path, size_t size) {
@@ -748,11 +811,15 @@ static fsdp_status train_steps(trainer *t) {
         const int look = count <= 3 || count == opt->steps || count % opt->log_every == 0;
         double loss = 0.0, norm = 0.0;
         status = train_step(t, step, look, &loss, &norm);
+#ifdef FSDP_PLAN_H
+        if (!status) status = look_at_plan(t, count);
+#endif
         if (status || t->rank != 0) continue;
         t->losses[step] = look ? loss : -1.0;
         if (!look) continue;
         if (t->csv) {
-            fprintf(t->csv, "%d,%.6f,%.6f,%.6f\n", count, loss, norm, now_seconds() - t->start);
+            // All digits of the norm: whether two runs are equal to the bit can be seen.
+            fprintf(t->csv, "%d,%.6f,%.17g,%.6f\n", count, loss, norm, now_seconds() - t->start);
         }
         show_progress(t, count, loss, norm);
     }
@@ -867,7 +934,8 @@ static int ranks_agree(fsdp_world *world, const job *j) {
                               (uint64_t)g->channels,   (uint64_t)j->opt.steps,
                               j->text_nbytes,          (uint64_t)j->opt.reshard,
                               (uint64_t)j->opt.sample, (uint64_t)(j->opt.lr * 1e12),
-                              (uint64_t)j->opt.bf16,   (uint64_t)j->opt.log_every};
+                              (uint64_t)j->opt.bf16,   (uint64_t)j->opt.log_every,
+                              (uint64_t)j->opt.plan};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) h = splitmix64(h ^ parts[i]);
     for (size_t i = 0; i < j->text_nbytes; i++) h = splitmix64(h ^ j->text[i]);
     const int64_t mine = (int64_t)(h >> 1);
@@ -903,12 +971,12 @@ static int run_spawned(job *j) {
     return fsdp_spawn(&desc, run_rank, j) ? EXIT_FAILED : EXIT_DONE; // the reason has been logged
 }
 
-/* The csv is the only file written by name: fail now rather than after training. */
-static int check_csv(const char *path) {
+/* A file that is written by name: fail now rather than after training. */
+static int check_file(const char *option, const char *path) {
     const char *rank = getenv("RANK");
     if (!path || (rank && strcmp(rank, "0") != 0)) return EXIT_DONE;
     FILE *file = fopen(path, "a");
-    if (!file) return impossible("--csv %s: %s", path, strerror(errno));
+    if (!file) return impossible("%s %s: %s", option, path, strerror(errno));
     fclose(file);
     return EXIT_DONE;
 }
@@ -920,7 +988,8 @@ static int gpt_main(int argc, char **argv) {
     int result = parse_options(argc, argv, &j.opt, &run);
     if (result || !run) return result;
     result = load_text(&j);
-    if (!result) result = check_csv(j.opt.csv_path);
+    if (!result) result = check_file("--csv", j.opt.csv_path);
+    if (!result) result = check_file("--plan-out", j.opt.plan_out);
     if (!result) {
         signal(SIGPIPE, SIG_IGN); // gnuplot may end early
 #ifdef GPT_USE_BLAS

@@ -27,6 +27,7 @@
 #define FSDP_IMPLEMENTATION
 #include "fsdp.h"       // fsdp_*
 #include "fsdp_optim.h" // fsdp_adamw_*
+#include "fsdp_plan.h"  // fsdp_plan_*
 
 #define PROGRAM "train_gpt"
 #include "examples/gpt/gpt_host.h" // options, text, what is shown; it calls five of these
@@ -57,6 +58,7 @@ static fsdp_status build_model(trainer *t) {
     if (!status) status = fsdp_init_params(t->model, init_rows, t);
     if (!status) status = fsdp_model_reserve(t->model); // too little memory shows now
     if (!status) status = create_optimizer(t);
+    if (!status && t->j->opt.plan) status = fsdp_plan_create(t->model, NULL, &t->plan);
     return status;
 }
 

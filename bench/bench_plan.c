@@ -1,0 +1,421 @@
+/* bench_plan.c - what a plan saves: host time for each op, time of a step, and what making one takes
+
+       build/bench/bench_plan [--host] [--callgrind] [--steps] [--making] [--ranks 2,4] [--lanes 0]
+       FSDP_BACKEND=gloo build/gloo/bench/bench_plan --steps
+
+   --host      forward and backward of 16 units of 12 parameters, with a device and a comm that do
+               nothing: by calls, replayed as they are by calls (no pass), and with all passes;
+               --callgrind: with instructions, which valgrind counts
+   --steps     64 units of 16 x 16, where collectives cost their latency, and 6 of 1,024 x 1,024: by
+               calls, in buckets of 4, 8 and 16 units whose parameters are freed as by calls, and
+               with the defaults. The caller only adds to gradients
+   --making    what finalize of the recorded step takes more than that of others, by number of units
+   Without any of them: all. All ways of a table take turns, step by step, in one order and its
+   reverse, so that other work of the machine hits them alike; times are medians. The steps of all ways have to leave the same bits.
+   Writes $FSDP_BUILD/bench_plan_host.csv, bench_plan.csv and bench_plan_making.csv.
+
+   SPDX-License-Identifier: MIT */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE 1 /* the POSIX calls under -std=c99 too */
+#endif
+#include "bench/bench.h"
+#include "tests/library.c" /* what it measures */
+#include "tests/sim.h"
+#include "bench/host_cost.h"
+
+/* ---- the host -------------------------------------------------------------------------------- */
+
+enum { HOST_WARM_UP = 40, HOST_STEPS = 400, HOST_WIDTH = 64 };
+enum { CALLS = 0, REPLAYED, PLANNED, WAYS };
+static const char *const way_names[WAYS] = {"calls", "replayed", "planned"};
+
+static int host_plan(host_model *h, int way, fsdp_plan **plan) {
+    fsdp_plan_desc d = FSDP_ZERO;
+    *plan = NULL;
+    if (way == CALLS) return 0;
+    if (way == REPLAYED) d.without = (1u << FSDP_PASS_COUNT) - 1;
+    return fsdp_plan_create(h->model, &d, plan) != FSDP_OK;
+}
+
+/* In the process that callgrind runs: PLAN_COST holds world, async, way, steps. */
+__attribute__((constructor)) BENCH_FN void plan_cost_child(void) {
+    const char *text = getenv("PLAN_COST");
+    int world, async, way, steps;
+    host_model h;
+    fsdp_plan *plan;
+    if (!text || sscanf(text, "%d,%d,%d,%d", &world, &async, &way, &steps) != 4) return;
+    if (host_open(&h, world, async, FSDP_F32, HOST_WIDTH, 0) || host_plan(&h, way, &plan)) exit(1);
+    for (int i = 0; i < steps; i++) host_forward(&h), host_backward(&h), host_finalize(&h);
+    (void)sim_close(&h.s);
+    exit(0);
+}
+
+/* Of host_forward and host_backward, all steps together; < 0: valgrind cannot be used. */
+static double instructions_of(int world, int async, int way, int steps) {
+    const char *tmp = getenv("TMPDIR");
+    char self[512], path[512], command[2048], line[1024];
+    double cost, all = 0;
+    int counts = 0;
+    ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
+    if (length <= 0) return -1;
+    self[length] = 0;
+    snprintf(path, sizeof path, "%s/callgrind-XXXXXX", tmp && *tmp ? tmp : "/tmp");
+    int fd = mkstemp(path);
+    if (fd < 0) return -1;
+    close(fd);
+    snprintf(command, sizeof command,
+             "PLAN_COST=%d,%d,%d,%d valgrind -q --tool=callgrind --compress-strings=no "
+             "--compress-pos=no --callgrind-out-file='%s' '%s' >/dev/null 2>&1",
+             world, async, way, steps, path, self);
+    FILE *file = system(command) == 0 ? fopen(path, "r") : NULL;
+    while (file && fgets(line, sizeof line, file)) {
+        if (!strncmp(line, "fn=", 3))
+            counts = !strcmp(line + 3, "host_forward\n") || !strcmp(line + 3, "host_backward\n");
+        else if (counts && sscanf(line, "%*d %lf", &cost) == 1) all += cost;
+    }
+    if (!file) all = -1;
+    else fclose(file);
+    remove(path);
+    return all;
+}
+
+static int host_table(FILE *csv, int world, int async, int callgrind) {
+    static host_model h[WAYS];
+    static double samples[WAYS][3][HOST_STEPS];
+    static const char *const what[3] = {"forward", "backward", "finalize"};
+    fsdp_plan *plan[WAYS];
+    int ops[WAYS];
+    for (int way = 0; way < WAYS; way++)
+        if (host_open(&h[way], world, async, FSDP_F32, HOST_WIDTH, 0) ||
+            host_plan(&h[way], way, &plan[way])) {
+            fprintf(stderr, "bench_plan: %s\n", fsdp_last_error(h[way].s.world));
+            return 1;
+        }
+    for (int step = -HOST_WARM_UP; step < HOST_STEPS; step++)
+        for (int way = 0; way < WAYS; way++) {
+            int64_t at[4] = {bench_now_ns(), 0, 0, 0};
+            host_forward(&h[way]);
+            at[1] = bench_now_ns();
+            host_backward(&h[way]);
+            at[2] = bench_now_ns();
+            host_finalize(&h[way]);
+            at[3] = bench_now_ns();
+            for (int i = 0; i < 3 && step >= 0; i++)
+                samples[way][i][step] = (double)(at[i + 1] - at[i]) / HOST_UNITS;
+        }
+    for (int way = 1; way < WAYS; way++) {
+        fsdp_plan_report r;
+        if (fsdp_plan_state(plan[way]) != FSDP_PLAN_REPLAYING ||
+            fsdp_plan_report_get(plan[way], 0, &r)) {
+            fprintf(stderr, "bench_plan: no plan: %s\n", fsdp_plan_why(plan[way]));
+            return 1;
+        }
+        ops[0] = r.ops[0], ops[way] = r.ops[1];
+    }
+    for (int way = 0; way < WAYS; way++) {
+        double median[3], instructions = -1;
+        char count[32] = "";
+        for (int i = 0; i < 3; i++) median[i] = bench_summarize(samples[way][i], HOST_STEPS).median;
+        double per_op = (median[0] + median[1]) * HOST_UNITS / ops[way];
+        if (callgrind) {
+            double few = instructions_of(world, async, way, 8);
+            double many = instructions_of(world, async, way, 24);
+            if (few > 0 && many > 0) instructions = (many - few) / 16 / ops[way];
+            if (instructions < 0) fprintf(stderr, "bench_plan: valgrind cannot be used here\n");
+            else snprintf(count, sizeof count, "%.0f", instructions);
+        }
+        printf("%-8s %5d  %-9s %6d %8.1f %8s ", async ? "streams" : "inline", world, way_names[way],
+               ops[way], per_op, count);
+        for (int i = 0; i < 3; i++) printf("  %s %.0f", what[i], median[i]);
+        printf("\n");
+        fprintf(csv, "%s,%d,%s,%d,%.1f,%s,%.1f,%.1f,%.1f\n", async ? "streams" : "inline", world,
+                way_names[way], ops[way], per_op, count, median[0], median[1], median[2]);
+        (void)sim_close(&h[way].s);
+    }
+    fflush(NULL);
+    return 0;
+}
+
+static int host_tables(int callgrind) {
+    static const int worlds[] = {2, 1024};
+    int failed = 0;
+    FILE *csv = bench_csv("bench_plan_host", "mode,world,way,ops,ns_per_op,instructions_per_op,"
+                                             "forward_ns,backward_ns,finalize_ns");
+    printf("%-8s %5s  %-9s %6s %8s %8s   ns of a unit's hooks\n", "mode", "W", "way", "ops",
+           "ns/op", "instr/op");
+    for (int async = 0; async < 2; async++)
+        for (int i = 0; i < 2; i++) failed |= host_table(csv, worlds[i], async, callgrind);
+    fclose(csv);
+    return failed;
+}
+
+/* ---- steps ----------------------------------------------------------------------------------- */
+
+enum { STEP_WARM_UP = 5, STEPS_MOST = 200, UNITS_MOST = 64 };
+enum { BY_CALLS = 0, BUCKET_4, BUCKET_8, BUCKET_16, DEFAULTS, STEP_WAYS };
+static const char *const step_ways[STEP_WAYS] = {"calls", "4 units", "8 units", "16 units",
+                                                 "defaults"};
+static const struct { int units, width, steps; } shapes[] = {{64, 16, 100}, {6, 1024, 15}};
+
+typedef struct { // of one way
+    bench_stats us;
+    int gathers, reductions, replays, same_bits;
+    uint64_t bytes; // read from other ranks in a step
+    int64_t slots;  // bytes
+} step_result;
+
+typedef struct {
+    int shape, world, lanes;
+    step_result *out; // [STEP_WAYS], common memory of the ranks
+} step_job;
+
+typedef struct {
+    fsdp_model *model;
+    fsdp_unit *units[UNITS_MOST];
+    fsdp_plan *plan;
+    fsdp_counters last;
+    double us[STEPS_MOST];
+    uint64_t hash;
+} stepper;
+
+static void step_init(void *user, const fsdp_param_view *v) {
+    (void)user;
+    for (int64_t k = 0; k < v->numel; k++)
+        ((float *)v->data)[k] = (float)((fsdp_view_index(v, k) * 7 + v->ordinal) % 23) / 64;
+}
+
+static fsdp_status step_open(fsdp_world *world, const step_job *j, int way, stepper *s) {
+    static const int units_of[STEP_WAYS] = {0, 4, 8, 16, 0};
+    const int width = shapes[j->shape].width;
+    fsdp_plan_desc pd = FSDP_ZERO;
+    fsdp_status status = fsdp_model_create(world, NULL, &s->model);
+    for (int u = 0; u < shapes[j->shape].units && !status; u++) {
+        fsdp_param_desc p = fsdp_mat("w", width, width);
+        fsdp_unit_desc ud = FSDP_ZERO;
+        ud.params = &p, ud.num_params = 1;
+        status = fsdp_fully_shard(s->model, &ud, &s->units[u]);
+    }
+    if (!status) status = fsdp_init_params(s->model, step_init, NULL);
+    if (status || way == BY_CALLS) return status;
+    if (units_of[way]) { // room for the buckets, and nothing else that saves gathers
+        pd.without = 1u << FSDP_PASS_KEEP;
+        pd.bucket_bytes = (int64_t)units_of[way] * width * width * 4;
+        pd.most_bytes = (int64_t)1 << 30;
+    }
+    return fsdp_plan_create(s->model, &pd, &s->plan);
+}
+
+static fsdp_status step_once(const step_job *j, int rank, int step, stepper *s) {
+    const int units = shapes[j->shape].units, width = shapes[j->shape].width;
+    float seen = 0;
+    for (int u = 0; u < units; u++) {
+        fsdp_pre_forward(s->units[u]);
+        seen += ((const float *)fsdp_data(s->units[u], 0))[u];
+        fsdp_post_forward(s->units[u]);
+    }
+    for (int u = units - 1; u >= 0; u--) {
+        fsdp_pre_backward(s->units[u]);
+        const float *w = (const float *)fsdp_data(s->units[u], 0);
+        float *g = (float *)fsdp_grad(s->units[u], 0), scale = seen + (float)(rank + step % 8);
+        for (int k = 0; k < width * width; k++) g[k] += scale * w[k];
+        fsdp_post_backward(s->units[u]);
+    }
+    return fsdp_finalize_backward(s->model);
+}
+
+static fsdp_status step_measure(fsdp_world *world, const step_job *j, int step, stepper *s) {
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_status status = fsdp_model_counters(s->model, &s->last);
+    if (!status) status = fsdp_barrier(world);
+    int64_t begin = bench_now_ns();
+    if (!status) status = step_once(j, fsdp_rank(world), step, s);
+    if (step >= 0) s->us[step] = (double)(bench_now_ns() - begin) * 1e-3;
+    while (!status && fsdp_next_param(s->model, &v)) // FNV-1a of the gradients' bits
+        for (int64_t k = 0; k < v.numel; k++) {
+            uint32_t bits;
+            memcpy(&bits, (const float *)v.shard_grad + k, sizeof bits);
+            s->hash = (s->hash ^ bits) * 0x100000001B3u;
+        }
+    return status ? status : fsdp_zero_grad(s->model);
+}
+
+static fsdp_status step_tell(fsdp_world *world, stepper *s, const stepper *calls, int steps,
+                             step_result *out) {
+    fsdp_counters c = FSDP_ZERO;
+    fsdp_memory m = FSDP_ZERO;
+    fsdp_plan_report r = FSDP_ZERO;
+    int64_t same = s->hash == calls->hash;
+    fsdp_status status = fsdp_model_counters(s->model, &c);
+    if (!status) status = fsdp_model_memory(s->model, &m);
+    if (!status && fsdp_plan_count(s->plan)) status = fsdp_plan_report_get(s->plan, 0, &r);
+    if (!status) status = fsdp_all_reduce(world, NULL, &same, 1, FSDP_I64, FSDP_MIN);
+    if (status || fsdp_rank(world)) return status;
+    out->us = bench_summarize(s->us, steps);
+    out->gathers = (int)(c.calls[FSDP_OP_ALL_GATHER] - s->last.calls[FSDP_OP_ALL_GATHER]);
+    out->reductions = (int)(c.calls[FSDP_OP_REDUCE_SCATTER] -
+                            s->last.calls[FSDP_OP_REDUCE_SCATTER]);
+    for (int kind = 0; kind < FSDP_OP_COUNT; kind++)
+        out->bytes += c.bytes[kind] - s->last.bytes[kind];
+    for (int pool = FSDP_POOL_GATHER; pool < FSDP_POOL_MAX; pool++)
+        out->slots += pool == FSDP_POOL_SCRATCH ? 0 : m.pool_bytes[pool];
+    out->replays = (int)r.replayed;
+    out->same_bits = (int)same;
+    return FSDP_OK;
+}
+
+static int step_rank(fsdp_world *world, void *arg) {
+    const step_job *j = (const step_job *)arg;
+    const int steps = shapes[j->shape].steps;
+    stepper *s = (stepper *)calloc(STEP_WAYS, sizeof *s);
+    fsdp_status status = s ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
+    for (int way = 0; way < STEP_WAYS && !status; way++) status = step_open(world, j, way, &s[way]);
+    for (int step = -STEP_WARM_UP; step < steps; step++)
+        for (int way = 0; way < STEP_WAYS && !status; way++) // there and back: none has the
+            status = step_measure(world, j, step,            // same one before it in all rounds
+                                  &s[step % 2 ? STEP_WAYS - 1 - way : way]);
+    for (int way = 0; way < STEP_WAYS && !status; way++)
+        status = step_tell(world, &s[way], s, steps, &j->out[way]);
+    free(s);
+    return (int)status;
+}
+
+static int step_table(FILE *csv, step_job *j) {
+    const char *backend = getenv("FSDP_BACKEND");
+    fsdp_world_desc world = FSDP_ZERO;
+    fsdp_spawn_desc desc = FSDP_ZERO;
+    int failed = 0;
+    world.lanes = j->lanes ? j->lanes : -1;
+    desc.world = &world;
+    desc.num_ranks = j->world;
+    memset(j->out, 0, STEP_WAYS * sizeof *j->out);
+    if (fsdp_spawn(&desc, step_rank, j)) return 1; // the reason has been logged
+    if (!backend || !*backend) backend = "default";
+    for (int way = 0; way < STEP_WAYS; way++) {
+        const step_result *r = &j->out[way];
+        int units = shapes[j->shape].units, width = shapes[j->shape].width;
+        int wrong = !r->same_bits || (way && r->replays < shapes[j->shape].steps);
+        printf("%-8s %5d %6d %3d %5d  %-9s %9.1f %9.1f %6.2f %5d %5d %12llu %12lld  %s\n", backend,
+               units, width, j->world, j->lanes, step_ways[way], r->us.median, r->us.min,
+               j->out->us.median / r->us.median, r->gathers, r->reductions,
+               (unsigned long long)r->bytes, (long long)r->slots,
+               !r->same_bits ? "OTHER BITS"
+               : wrong       ? "NOT REPLAYED"
+                             : "same bits");
+        fprintf(csv, "%s,%d,%d,%d,%d,%s,%.1f,%.1f,%.1f,%d,%d,%llu,%lld\n", backend, units, width,
+                j->world, j->lanes, step_ways[way], r->us.median, r->us.min, r->us.p95, r->gathers,
+                r->reductions, (unsigned long long)r->bytes, (long long)r->slots);
+        failed |= wrong;
+    }
+    fflush(NULL);
+    return failed;
+}
+
+static int step_tables(const int *worlds, int num_worlds, const int *lanes, int num_lanes) {
+    step_job j;
+    int failed = 0;
+    j.out = (step_result *)mmap(NULL, STEP_WAYS * sizeof *j.out, PROT_READ | PROT_WRITE,
+                                MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+    if (j.out == MAP_FAILED) return 1;
+    FILE *csv = bench_csv("bench_plan", "backend,units,width,world,lanes,way,median_us,min_us,"
+                                        "p95_us,gathers,reductions,bytes_read,slots");
+    printf("%-8s %5s %6s %3s %5s  %-9s %9s %9s %6s %5s %5s %12s %12s\n", "backend", "units",
+           "width", "W", "lanes", "way", "median us", "min", "faster", "AG", "RS", "bytes read",
+           "slots");
+    for (j.shape = 0; j.shape < (int)(sizeof shapes / sizeof *shapes); j.shape++)
+        for (int w = 0; w < num_worlds; w++)
+            for (int l = 0; l < num_lanes; l++) {
+                j.world = worlds[w], j.lanes = lanes[l];
+                failed |= step_table(csv, &j);
+            }
+    fclose(csv);
+    return failed;
+}
+
+/* ---- making ---------------------------------------------------------------------------------- */
+
+enum { MAKINGS = 15, MAKING_UNITS = 130, MAKING_PARAMS = 12 };
+
+static int making_of(FILE *csv, int units, int async) {
+    sim s;
+    fsdp_model *model;
+    fsdp_plan *plan;
+    fsdp_plan_report r;
+    fsdp_unit *u[MAKING_UNITS];
+    fsdp_param_desc p[MAKING_PARAMS];
+    double made[MAKINGS], others[MAKINGS];
+    for (int i = 0; i < MAKING_PARAMS; i++)
+        p[i] = i % 2 ? fsdp_vec(NULL, 16) : fsdp_mat(NULL, 16, 16);
+    sim_init(&s, 8, 0);
+    s.async = async;
+    s.null = 1;
+    if (!sim_open(&s) || fsdp_model_create(s.world, NULL, &model)) return 1;
+    for (int i = 0; i < units; i++) {
+        fsdp_unit_desc ud = FSDP_ZERO;
+        ud.params = p, ud.num_params = MAKING_PARAMS;
+        if (fsdp_fully_shard(model, &ud, &u[i])) return 1;
+    }
+    if (fsdp_plan_create(model, NULL, &plan)) return 1;
+    for (int step = 0; step < 2 * MAKINGS + 1; step++) { // the first one is a warm-up
+        for (int i = 0; i < units; i++) fsdp_pre_forward(u[i]), fsdp_post_forward(u[i]);
+        for (int i = units; i-- > 0;) fsdp_pre_backward(u[i]), fsdp_post_backward(u[i]);
+        int64_t begin = bench_now_ns();
+        if (fsdp_finalize_backward(model)) return 1;
+        double us = (double)(bench_now_ns() - begin) * 1e-3;
+        if (step % 2) made[step / 2] = us;
+        else if (step) others[step / 2 - 1] = us;
+        if (fsdp_zero_grad(model)) return 1;
+        if (step % 2 && fsdp_plan_report_get(plan, 0, &r)) return 1;
+        if (step && step % 2 == 0 && fsdp_plan_forget(plan)) return 1; // record the next one
+    }
+    double us = bench_summarize(made, MAKINGS).median - bench_summarize(others, MAKINGS).median;
+    printf("%-8s %5d %7d %9.2f %10lld %8.0f  %s\n", async ? "streams" : "inline", units, r.ops[1],
+           us * 1e-3, (long long)r.host_bytes, (double)r.host_bytes / r.ops[1],
+           units < 130       ? ""
+           : us <= 20 * 1000 ? "goal met"
+                             : "above the goal of 20 ms");
+    fprintf(csv, "%s,%d,%d,%.1f,%lld\n", async ? "streams" : "inline", units, r.ops[1], us,
+            (long long)r.host_bytes);
+    fflush(NULL);
+    (void)sim_close(&s);
+    return 0;
+}
+
+static int making_table(void) {
+    static const int units[] = {10, 30, 130};
+    int failed = 0;
+    FILE *csv = bench_csv("bench_plan_making", "mode,units,ops,making_us,table_bytes");
+    printf("%-8s %5s %7s %9s %10s %8s\n", "mode", "units", "ops", "making ms", "tables",
+           "bytes/op");
+    for (int async = 0; async < 2; async++)
+        for (int i = 0; i < 3; i++) failed |= making_of(csv, units[i], async);
+    fclose(csv);
+    return failed;
+}
+
+int main(int argc, char **argv) {
+    int host = 0, callgrind = 0, steps = 0, making = 0, failed = 0;
+    int worlds[8] = {2, 4}, lanes[8] = {0}, num_worlds = 2, num_lanes = 1;
+    for (int i = 1; i < argc; i++) {
+        const char *value = i + 1 < argc ? argv[i + 1] : "";
+        if (!strcmp(argv[i], "--host")) host = 1;
+        else if (!strcmp(argv[i], "--callgrind")) callgrind = host = 1;
+        else if (!strcmp(argv[i], "--steps")) steps = 1;
+        else if (!strcmp(argv[i], "--making")) making = 1;
+        else if (!strcmp(argv[i], "--ranks")) num_worlds = bench_parse_list(value, 1, 64, worlds);
+        else if (!strcmp(argv[i], "--lanes")) num_lanes = bench_parse_list(value, 0, 2, lanes);
+        else num_worlds = 0;
+        i += !strcmp(argv[i], "--ranks") || !strcmp(argv[i], "--lanes");
+    }
+    if (!num_worlds || !num_lanes) {
+        fprintf(stderr,
+                "usage: %s [--host] [--callgrind] [--steps] [--making] [--ranks 2,4] "
+                "[--lanes 0,2]\n",
+                argv[0]);
+        return 2;
+    }
+    if (!host && !steps && !making) host = steps = making = 1;
+    if (host) failed |= host_tables(callgrind);
+    if (steps) failed |= step_tables(worlds, num_worlds, lanes, num_lanes);
+    if (making) failed |= making_table();
+    return failed;
+}

@@ -1,0 +1,251 @@
+/* fsdp_plan.h - step plans: a training step that is recorded, optimised, proven and replayed; an
+   extension of fsdp.h
+
+   What torch.compile does for FSDP, without a compiler. The trainer stays as it is and says one
+   line more:
+
+       #define FSDP_IMPLEMENTATION          // in one .c or .cc file of the program
+       #include "fsdp_plan.h"               // includes fsdp.h; link with -lm
+
+       fsdp_plan *plan;
+       if (fsdp_plan_create(model, NULL, &plan)) return 1;    // after the last fsdp_fully_shard
+
+   The first step runs by calls. The second one is recorded: at its end the library makes a plan.
+   From the third step on the hooks answer from a tape: fewer and larger collectives, gathers that
+   begin earlier, less memory, less host time, the same bits. Before the first replay the library
+   proves that the step cannot deadlock, that nothing races, and that slots need no more memory than
+   the plan says. If the program then does something else, the step goes on by calls, and what it
+   computes is the same.
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#ifndef FSDP_PLAN_H
+#define FSDP_PLAN_H
+
+#include "fsdp.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+// clang-format off
+
+typedef struct fsdp_plan fsdp_plan;
+
+// Passes, in the order in which they run.
+#define FSDP_PASS_LIST(X)                                                                         \
+    X(ONCE, "once")     /* off by default: a unit that is reduced several times in a step is */   \
+                        /* reduced once; sums are rounded in another order (PyTorch's) */         \
+    X(BUCKET, "bucket") /* neighbours are gathered, and reduced, by one collective */             \
+    X(KEEP, "keep")     /* parameters stay where their next use comes soonest: fewer gathers */   \
+    X(AHEAD, "ahead")   /* gathers are issued before their use, as far as slots allow */          \
+    X(ARENA, "arena")   /* slots that never meet share memory */
+enum {
+#define FSDP_X(name, text) FSDP_PASS_##name,
+    FSDP_PASS_LIST(FSDP_X)
+#undef FSDP_X
+    FSDP_PASS_COUNT
+};
+
+typedef enum fsdp_plan_mode {
+    FSDP_PLAN_WARM_UP = 0, // steps by calls, not recorded
+    FSDP_PLAN_RECORDING,   // by calls, recorded
+    FSDP_PLAN_REPLAYING,   // from the tape
+    FSDP_PLAN_BY_CALLS,    // this step goes on by calls: it was another one, or has left
+    FSDP_PLAN_PAUSED,
+    FSDP_PLAN_REFUSED,     // by calls for good: see fsdp_plan_why
+    FSDP_PLAN_MODE_COUNT
+} fsdp_plan_mode;
+
+// What things take, for fsdp_plan_simulate and for passes that weigh time against memory. The same
+// on all ranks. Nothing is measured by the library: no decision looks at a clock.
+typedef struct fsdp_plan_cost {
+    uint32_t size, start_canary;
+    double gather_latency_ns, gather_bytes_per_ns;   // of one collective; of its full side
+    double reduce_latency_ns, reduce_bytes_per_ns;
+    double replica_latency_ns, replica_bytes_per_ns; // all_reduce over replicas
+    double copy_bytes_per_ns, issue_ns;              // copies, zeros; the host, for each op
+    const int64_t *compute_ns; // [num_compute]: the caller's work behind call k;
+    int32_t num_compute;       // fewer than calls: the last one stands for the rest
+    int32_t shared_links;      // 1: gathers and reductions slow each other down
+    uint64_t end_canary;
+} fsdp_plan_cost;
+
+typedef struct fsdp_plan_desc {
+    uint32_t size, start_canary;
+    uint32_t without, with;     // 1u << FSDP_PASS_*: left out; taken although off by default
+    int32_t warm_up;            // steps before the one that is recorded; 0: 1
+    int32_t ahead;              // gathers under way before their use; 0: 1 with lanes or streams,
+                                // none inline, where an earlier one hides nothing; -1: none
+    int32_t most_kinds;         // kinds of steps that are kept; 0: 8
+    int32_t strict;             // 1: a call that is not the plan's is FSDP_ERR_INVALID_STATE
+    int64_t most_bytes;         // of all slots; 0: what steps by calls hold, at least 4 MiB
+    int64_t bucket_bytes;       // of the full side of a joined collective; 0: 1 MiB; -1: none is
+                                // joined
+    int64_t first_bucket_bytes; // of the first one of forward and of backward, which nothing hides;
+                                // 0: as bucket_bytes
+    const fsdp_plan_cost *cost; // NULL: counts and bytes decide. Copied
+    uint64_t end_canary;
+} fsdp_plan_desc;
+
+/* fsdp_plan_create - plan the steps of a model from now on; commits the model
+   desc        NULL: defaults
+   plan        owned by the model: ends with fsdp_plan_destroy, the model or the world
+   Effect      after warm_up steps one is recorded; fsdp_finalize_backward of that step makes the
+               plan (collective, blocks, allocates); then steps are replayed. A step that is
+               another one, or becomes it, goes on by calls; what it computes is the same
+   Result      FSDP_OK; INVALID_ARG (the text names the field), INVALID_STATE (a unit is not idle,
+               the model has a plan), OUT_OF_MEMORY, what commit returns
+   Collective  as fsdp_model_commit; every rank of the model's mesh gives the same desc (else the
+               first plan is FSDP_ERR_MISMATCH)      Blocks no      Allocates yes
+   Source      torch: torch.compile of a model under fully_shard; torchtitan: graph_trainer */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *desc,
+                                                      fsdp_plan **plan);
+
+/* fsdp_plan_destroy - the model goes by calls again, from the next call on; NULL is allowed
+   Collective  yes (see fsdp_plan_pause)      Blocks for operations under way
+   Allocates   no; later steps allocate the slots of calls anew. Slots that units still hold go with
+               the model */
+FSDP_API void fsdp_plan_destroy(fsdp_plan *plan);
+
+/* fsdp_plan_state - what the current or next step does; FSDP_PLAN_MODE_COUNT for NULL
+   fsdp_plan_why   - one line: why it goes by calls or was refused, what has changed; "" otherwise,
+               never NULL, valid until the next call of the step
+   Collective  no      Blocks no      Allocates no
+   Source      torch: compiled_autograd_enabled, torch.compiler.is_compiling */
+FSDP_API fsdp_plan_mode fsdp_plan_state(const fsdp_plan *plan);
+FSDP_API const char *fsdp_plan_why(const fsdp_plan *plan);
+
+/* fsdp_plan_pause  - 1: steps go by calls and are not looked at, plans are kept; 0: go on with the
+               next step
+   fsdp_plan_forget - drop all plans and record anew
+   Effect      in a step: its next call and all behind it go by calls; reductions that have waited
+               for a later call are made
+   Result      FSDP_OK; INVALID_ARG; in a step collective errors
+   Collective  yes      Blocks inline, in a step: until reduced
+   Allocates   no, but those reductions take slots of calls at their first use */
+FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused);
+FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan);
+
+/* fsdp_plan_count - kinds of steps that have a plan: their index is 0 .. count-1, newest last
+   fsdp_plan_text  - one of them as text (format: docs/plan.md): the same on all ranks
+   what        FSDP_PLAN_TEXT_DECISIONS: program and decisions; _OPS: with ops, slots and reasons
+   buf         room for cap bytes, always terminated when cap > 0; may be NULL with cap 0
+   Result      text: length of the whole text without its end, as snprintf; 0 when there is none
+   Collective  no      Blocks no      Allocates no */
+enum { FSDP_PLAN_TEXT_DECISIONS = 0, FSDP_PLAN_TEXT_OPS = 1 };
+FSDP_API int fsdp_plan_count(const fsdp_plan *plan);
+FSDP_API size_t fsdp_plan_text(const fsdp_plan *plan, int index, int what, char *buf, size_t cap);
+
+/* fsdp_plan_load - take a plan from text instead of a recorded step: memory is known, and the proof
+   made, before the first step. Decisions may have been edited; ops in the text have to be those
+   that follow from them
+   Result      FSDP_OK; INVALID_ARG (line and column, what was expected; or the two lines of a
+               refutation), INVALID_STATE (a unit is not idle), MISMATCH (another model, world or
+               mode: what differs; other ranks gave another text), CORRUPT (its end is missing, or
+               its hash is wrong), OUT_OF_MEMORY (bytes needed and allowed). Nothing changes then
+   Collective  yes: every rank of the model's mesh      Blocks yes      Allocates yes */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text,
+                                                    size_t length);
+
+// [0]: by calls, [1]: by the plan.
+typedef struct fsdp_plan_report {
+    int32_t calls, forward_calls, units, buckets; // of the program; joined collectives
+    int32_t ops[2], gathers[2], reductions[2], replicas[2];
+    uint64_t gather_bytes[2], reduce_bytes[2];    // read from other ranks in one step
+    int64_t bytes[2];                             // of slots
+    int64_t bound;                                // no placement of these slots needs less
+    int32_t crossing;     // parameters gathered in forward that still are when backward begins
+    int32_t most_open;    // units gathered at a time, with those under way
+    uint64_t hash;        // of the plan; equal on all ranks
+    uint64_t replayed, left, recorded; // steps so far
+    int64_t host_bytes;   // tables of the plan
+} fsdp_plan_report;
+
+/* fsdp_plan_report_get - numbers of one plan
+   Result      FSDP_OK; INVALID_ARG
+   Collective  no      Blocks no      Allocates no */
+FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp_plan_report *out);
+
+enum {
+    FSDP_PROOF_OK = 0,
+    FSDP_PROOF_DEADLOCK,
+    FSDP_PROOF_RACE,
+    FSDP_PROOF_MEMORY,
+    FSDP_PROOF_USE,
+    FSDP_PROOF_COUNT
+};
+typedef struct fsdp_plan_proof {
+    int32_t refuted;                       // FSDP_PROOF_*
+    int32_t ranks, programs;               // looked at; different ones among them
+    int64_t ops, accesses, waits, waits_implied, comms, buffers, bytes;
+    char text[512];                        // refuted: two lines, the counterexample; else one line
+} fsdp_plan_proof;
+
+/* fsdp_plan_prove       - what made sure that a plan may run: again, or with numbers
+   fsdp_plan_prove_texts - the same for texts of several ranks, which may differ: without a world
+   texts       [num] of fsdp_plan_text with ops, of ranks 0 .. num-1; equal ones may be one pointer
+   Result      FSDP_OK, also when refuted; INVALID_ARG (line and column), OUT_OF_MEMORY
+   Collective  no      Blocks no      Allocates temporary tables      Thread any (prove_texts) */
+FSDP_API fsdp_status fsdp_plan_prove(const fsdp_plan *plan, int index, fsdp_plan_proof *out);
+FSDP_API fsdp_status fsdp_plan_prove_texts(const char *const *texts, int num, fsdp_plan_proof *out);
+
+typedef struct fsdp_plan_times {
+    int64_t step_ns, compute_ns, bound_ns;  // bound: no order of these ops is faster
+    int64_t gather_ns, reduce_ns, replica_ns; // under way
+    int64_t exposed_ns;                     // the caller's stream waits for collectives
+    int64_t peak_bytes;                     // of slots
+    int32_t worst_call;                     // at which it waits longest, and how long
+    int64_t worst_ns;
+} fsdp_plan_times;
+
+/* fsdp_plan_simulate - the time of a step under given costs: of the plan, or of its calls
+   Result      FSDP_OK; INVALID_ARG
+   Collective  no      Blocks no      Allocates temporary tables */
+FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by_calls,
+                                        const fsdp_plan_cost *cost, fsdp_plan_times *out);
+
+/* fsdp_pass_name - "keep"; "?" out of range
+   Collective  no      Blocks no      Allocates no      Thread any */
+FSDP_API const char *fsdp_pass_name(int pass);
+
+// clang-format on
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_PLAN_H
+
+/* ============================================================================================ */
+/* Implementation, leaves first. */
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_PLAN_IMPLEMENTED)
+#define FSDP_PLAN_IMPLEMENTED
+
+#include <stdio.h>  // snprintf
+#include <stdlib.h> // calloc, free
+#include <string.h> // memcpy, memset, strcmp
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+enum { FSDPI_PLAN_TEXT = 512 }; // room for a line that says why
+
+#include "plan/objects.h"
+#include "plan/memory.h"
+#include "plan/tape.h"
+#include "plan/join.h"
+#include "plan/passes.h"
+#include "plan/place.h"
+#include "plan/listing.h"
+#include "plan/text.h"
+#include "plan/parse.h"
+#include "plan/prove.h"
+#include "plan/ranks.h"
+#include "plan/simulate.h"
+#include "plan/make.h"
+#include "plan/load.h"
+#include "plan/life.h"
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION

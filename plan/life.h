@@ -1,0 +1,546 @@
+/* plan/life.h - steps recorded, replayed and left; the public functions
+
+   A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: fsdp_plan. A step begins with the first call behind a finalize. If its kind is known, its
+// calls are answered from the tape for as long as they are the program's.
+
+static const char *fsdpi_plan_unit_name(const fsdp_unit *unit) {
+    return unit ? fsdp_unit_name(unit) : "";
+}
+
+static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const fsdp_unit *unit,
+                           int call) {
+    if (!expected)
+        snprintf(p->why, sizeof p->why, "options changed before call %d, %s '%.120s'", p->at,
+                 fsdpi_plan_call_name(call), fsdpi_plan_unit_name(unit));
+    else
+        snprintf(p->why, sizeof p->why, "expected %s '%.120s' (call %d of %d), got %s '%.120s'",
+                 fsdpi_plan_call_name(expected->call), fsdpi_plan_unit_name(expected->unit), p->at,
+                 p->kind->num_calls, fsdpi_plan_call_name(call), fsdpi_plan_unit_name(unit));
+}
+
+static int fsdpi_plan_is_part(const fsdp_plan *p, const fsdp_buf *buf) {
+    const char *begin = (const char *)fsdp_buf_ptr(p->arena), *at = (const char *)fsdp_buf_ptr(buf);
+    return p->arena && at >= begin && at < begin + fsdp_buf_nbytes(p->arena);
+}
+
+// The arena stays while a unit holds a part of it.
+static void fsdpi_plan_drop_all(fsdp_plan *p) {
+    while (p->num_kinds) fsdpi_plan_drop(p, p->num_kinds - 1);
+    for (int i = 0; i < p->num_strays; i++)
+        if (fsdpi_plan_is_part(p, p->strays[i])) return;
+    fsdp_buf_destroy(p->model, p->arena);
+    p->arena = NULL;
+}
+
+// COMPUTE has written all places of a kind: behind whoever had them, and before whoever will.
+static fsdp_status fsdpi_plan_pass_by(fsdp_plan *p, const fsdpi_plan_kind *k) {
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < k->listing.num_slots && !status; i++) {
+        fsdp_op op;
+        if (k->listing.slots[i].offset < 0) continue;
+        fsdp_op_init(&op, p->model, NULL, FSDP_OP_USE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.what = "plan";
+        op.dst = k->bufs[i];
+        status = fsdp_emit(p->model, &op);
+    }
+    return status;
+}
+
+/* Kinds have the same memory, but slots, and with them events, of their own: where streams run at
+   the same time, the slots of one come behind those of the other. */
+static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
+    fsdp_status status = FSDP_OK;
+    if (p->last && p->last != p->kind && p->mode_of_world != FSDPI_PLAN_INLINE) {
+        status = fsdpi_plan_pass_by(p, p->last);
+        if (!status) status = fsdpi_plan_pass_by(p, p->kind);
+    }
+    p->last = p->kind;
+    return status;
+}
+
+// A kind whose arena has been replaced meanwhile; without it the step goes by calls.
+static void fsdpi_plan_bind_again(fsdp_plan *p) {
+    fsdpi_plan_kind *k = p->kind;
+    k->unbound = fsdpi_plan_bind(p, k) != FSDP_OK;
+    if (!k->unbound) return;
+    for (int i = 0; i < p->num_kinds; i++)
+        if (p->kinds[i] == k) fsdpi_plan_drop(p, i);
+    p->kind = NULL;
+    p->mode = FSDP_PLAN_BY_CALLS;
+    snprintf(p->why, sizeof p->why, "%s", "the tape could not be made again for a new arena");
+}
+
+// The first call of a step: what kind of step is it?
+static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
+    p->open = 1;
+    p->at = p->num_calls = 0;
+    p->next = NULL;
+    p->settings = fsdp_model_settings(p->model);
+    p->why[0] = 0;
+    p->kind = NULL;
+    fsdpi_plan_sweep(p, 0);
+    if (p->forgotten) fsdpi_plan_drop_all(p);
+    p->forgotten = 0;
+    fsdpi_plan_states_now(p, p->begin);
+    for (int i = 0; i < p->num_kinds && !p->kind; i++)
+        if (p->kinds[i]->settings == p->settings &&
+            memcmp(p->kinds[i]->begin, p->begin, (size_t)p->num_units * p->unit_bytes) == 0)
+            p->kind = p->kinds[i];
+    p->mode = p->kind ? FSDP_PLAN_REPLAYING : p->warm ? FSDP_PLAN_WARM_UP : FSDP_PLAN_RECORDING;
+    if (p->kind && p->kind->unbound) fsdpi_plan_bind_again(p);
+    if (p->num_kinds && !p->kind)
+        snprintf(p->why, sizeof p->why, "%s",
+                 "another kind of step: options, or what units hold, are not those of a plan");
+    return p->kind ? fsdpi_plan_hand_over(p) : FSDP_OK;
+}
+
+// Is a unit's reduction waiting for a later call?
+static int fsdpi_plan_owes(const fsdp_plan *p, const fsdpi_plan_act *act) {
+    return act->what == FSDPI_PLAN_COLLECT && act->why == FSDPI_PLAN_WHY_JOINED &&
+           act->call < p->at && act->at >= p->at;
+}
+
+/* The plan is not followed any further: reductions that wait are made, with the options that they
+   had by calls. */
+static fsdp_status fsdpi_plan_part(fsdp_plan *p) {
+    fsdp_status status = FSDP_OK;
+    if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
+    const fsdpi_plan_choice *c = &p->kind->listing.choice;
+    p->left++;
+    p->next = NULL;
+    p->mode = FSDP_PLAN_BY_CALLS;
+    for (int i = 0; i < c->num_acts && !status; i++)
+        if (fsdpi_plan_owes(p, &c->acts[i])) status = fsdp_unit_reduce(p->units[c->acts[i].unit]);
+    return status;
+}
+
+// From here on the step goes by calls.
+static fsdp_status fsdpi_plan_leave(fsdp_plan *p) {
+    p->kind->left++;
+    return fsdpi_plan_part(p);
+}
+
+// Options are about to change. If nothing waits, the next call looks whether they have.
+static fsdp_status fsdpi_plan_setter(fsdp_plan *p) {
+    int owes = 0;
+    if (!p->open || p->mode != FSDP_PLAN_REPLAYING) return FSDP_OK;
+    const fsdpi_plan_choice *c = &p->kind->listing.choice;
+    for (int i = 0; i < c->num_acts; i++) owes |= fsdpi_plan_owes(p, &c->acts[i]);
+    if (!owes) return FSDP_OK;
+    snprintf(p->why, sizeof p->why,
+             "options changed before call %d, while gradients waited for a later one", p->at);
+    return fsdpi_plan_leave(p);
+}
+
+// One call from the tape: states first, since what is sent along depends on them.
+static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) {
+    const fsdpi_plan_tape *t = &p->kind->tape;
+    size_t size = p->unit_bytes;
+    fsdp_status status = FSDP_OK;
+    p->next = step + 1;
+    p->at++;
+    for (int i = 0; i < step->num_states && !status; i++)
+        status = fsdp_unit_restore(step->states[i].of, t->saved + (size_t)step->states[i].at * size,
+                                   size);
+    for (int i = 0; i < step->num_runs && !status; i++) {
+        const fsdpi_plan_run *run = &step->runs[i];
+        if (run->flags) status = fsdp_unit_flag_use(run->flags);
+        if (!status) status = fsdp_emit_again(p->model, t->ops + run->begin, run->end - run->begin);
+    }
+    return status;
+}
+
+static void fsdpi_plan_record(fsdp_plan *p, fsdp_unit *unit, int call) {
+    fsdpi_plan_call one = {unit, call, unit ? fsdpi_plan_index(p, unit) : -1};
+    int is_new = fsdp_model_settings(p->model) != p->settings;
+    if (!is_new &&
+        !fsdpi_plan_grow(p->model, (void **)&p->calls, p->num_calls, &p->cap_calls, sizeof one)) {
+        p->calls[p->num_calls++] = one;
+        return;
+    }
+    p->mode = FSDP_PLAN_BY_CALLS;
+    p->differ++;
+    snprintf(p->why, sizeof p->why, "%s",
+             is_new ? "options changed inside of the step" : "no memory to record the step");
+}
+
+// A kind for the recorded step, at its end.
+static fsdp_status fsdpi_plan_recorded(fsdp_plan *p) {
+    fsdpi_plan_kind *k = NULL;
+    size_t begin = (size_t)p->num_units * p->unit_bytes,
+           calls = (size_t)p->num_calls * sizeof *k->calls;
+    fsdp_status status = fsdpi_plan_grow(p->model, (void **)&p->kinds, p->num_kinds, &p->cap_kinds,
+                                         sizeof *p->kinds);
+    p->recorded++;
+    if (!status) status = fsdpi_plan_alloc(p->model, sizeof *k, (void **)&k);
+    if (!status) status = fsdpi_plan_alloc(p->model, begin, (void **)&k->begin);
+    if (!status) status = fsdpi_plan_alloc(p->model, calls, (void **)&k->calls);
+    if (!status) {
+        memcpy(k->begin, p->begin, begin);
+        memcpy(k->calls, p->calls, calls);
+        k->plan = p;
+        k->settings = p->settings;
+        k->num_calls = p->num_calls;
+    }
+    while (p->num_kinds >= p->desc.most_kinds) {
+        int oldest = 0;
+        for (int i = 1; i < p->num_kinds; i++)
+            if (p->kinds[i]->used_at < p->kinds[oldest]->used_at) oldest = i;
+        fsdpi_plan_drop(p, oldest);
+    }
+    if (!status) status = fsdpi_plan_find_older(p, k);
+    int made = 0;
+    status = fsdpi_plan_make(p, status ? NULL : k, &made);
+    if (!status && p->mode != FSDP_PLAN_REFUSED && !made) { // the next one like it has a plan
+        snprintf(p->why, sizeof p->why, "%s",
+                 "it began with gradients, or parameters, of steps by calls");
+        fsdpi_plan_kind_free(p, k);
+        return FSDP_OK;
+    }
+    if (!status && p->mode != FSDP_PLAN_REFUSED) {
+        k->used_at = p->steps;
+        p->kinds[p->num_kinds++] = k;
+        p->mode = FSDP_PLAN_REPLAYING; // the next step, if it is like this one
+        return FSDP_OK;
+    }
+    fsdpi_plan_kind_free(p, k);
+    if (!fsdp_world_status(p->world))
+        fsdpi_plan_drop_all(p); // steps by calls have slots of their own
+    return status;
+}
+
+// The end of a step.
+static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
+    fsdpi_plan_kind *k = p->kind;
+    p->open = 0;
+    p->next = NULL;
+    p->steps++;
+    if (p->mode == FSDP_PLAN_WARM_UP && --p->warm == 0) {
+        p->mode = FSDP_PLAN_RECORDING; // from the next step on
+        return 0;
+    }
+    if (p->mode == FSDP_PLAN_REPLAYING) {
+        k->replayed++;
+        p->replayed++;
+        k->used_at = p->steps;
+        k->left = 0;
+        p->differ = 0;
+    }
+    if (p->mode == FSDP_PLAN_BY_CALLS && k && k->left >= FSDPI_PLAN_PATIENCE) {
+        int i = 0;
+        while (i < p->num_kinds && p->kinds[i] != k) i++;
+        if (i < p->num_kinds) fsdpi_plan_drop(p, i);
+        p->differ++;
+    }
+    if (p->differ >= FSDPI_PLAN_PATIENCE) {
+        char text[FSDPI_PLAN_TEXT];
+        snprintf(text, sizeof text, "steps differ from each other: %.400s", p->why);
+        fsdpi_plan_refuse_loudly(p, FSDP_ERR_INVALID_STATE, text);
+    }
+    if (p->mode != FSDP_PLAN_RECORDING) return 0;
+    *status = fsdp_finalize_backward(p->model); // goes to the extensions behind, and to the core
+    if (!*status) *status = fsdpi_plan_recorded(p);
+    return 1;
+}
+
+// A call that is not simply the next one of a replay.
+static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status *status) {
+    fsdp_model *model = p->model;
+    int ends = call == FSDP_CALL_RESET || call == FSDP_CALL_FINALIZE;
+    if (call == FSDP_CALL_SET) {
+        *status = fsdpi_plan_setter(p);
+        return 0;
+    }
+    if (p->mode == FSDP_PLAN_PAUSED) p->open = !ends;
+    if (call == FSDP_CALL_RESET) p->open = 0, p->next = NULL;
+    if (p->mode >= FSDP_PLAN_PAUSED || call == FSDP_CALL_RESET) return 0;
+    if (!p->open && !fsdp_is_grad_enabled(model)) return 0; // an evaluation is no step
+    if (!p->open) *status = fsdpi_plan_begin(p);
+    if (*status) return 1;
+    if (p->mode == FSDP_PLAN_REPLAYING) {
+        const fsdpi_plan_call *next = p->at < p->kind->num_calls ? &p->kind->calls[p->at] : NULL;
+        int same = fsdp_model_settings(model) == p->settings;
+        if (same && next && next->unit == unit && next->call == call) {
+            if (!unit) return fsdpi_plan_finalize(p, status);
+            *status = fsdpi_plan_replay(p, &p->kind->tape.steps[p->at]);
+            return 1;
+        }
+        fsdpi_plan_say(p, same ? next : NULL, unit, call);
+        *status = fsdpi_plan_leave(p);
+        if (*status) return 1;
+        if (p->desc.strict) {
+            *status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE, "[E976] plan: %s", p->why);
+            return 1;
+        }
+    }
+    if (p->mode == FSDP_PLAN_RECORDING) fsdpi_plan_record(p, unit, call);
+    return unit ? 0 : fsdpi_plan_finalize(p, status);
+}
+
+// `call` of the extension.
+static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int call,
+                             fsdp_status *status) {
+    fsdp_plan *p = (fsdp_plan *)user;
+    const fsdpi_plan_step *expected = p->next; // of a replay under way
+    if (expected && unit && expected->unit == unit && expected->call == call &&
+        fsdp_model_settings(model) == p->settings) {
+        *status = fsdpi_plan_replay(p, expected);
+        return 1;
+    }
+    return fsdpi_plan_look(p, unit, call, status);
+}
+
+static void fsdpi_plan_relayout(void *user, fsdp_model *model) {
+    fsdp_plan *p = (fsdp_plan *)user;
+    (void)model;
+    fsdpi_plan_drop_all(p);
+    p->kind = NULL;
+    if (p->mode == FSDP_PLAN_REPLAYING) p->mode = FSDP_PLAN_RECORDING;
+    snprintf(p->why, sizeof p->why, "%s", "the model has a new layout");
+}
+static void fsdpi_plan_end(void *user) {
+    fsdp_plan *p = (fsdp_plan *)user;
+    fsdp_model *m = p->model;
+    while (p->num_kinds) fsdpi_plan_drop(p, p->num_kinds - 1);
+    fsdpi_plan_sweep(p, 1);
+    fsdp_buf_destroy(m, p->arena);
+    fsdpi_plan_free(m, p->strays);
+    fsdpi_plan_free(m, p->kinds);
+    fsdpi_plan_free(m, p->calls);
+    fsdpi_plan_free(m, p->begin);
+    fsdpi_plan_free(m, p->units);
+    fsdpi_plan_free(m, p->params);
+    fsdpi_plan_free(m, p);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// The public functions.
+
+static fsdp_status fsdpi_plan_bad(fsdp_model *m, const char *field, long long value,
+                                  const char *expected) {
+    return fsdp_fail(fsdp_model_world(m), FSDP_ERR_INVALID_ARG,
+                     "[E977] plan_create: %s is %lld, expected %s", field, value, expected);
+}
+
+static fsdp_status fsdpi_plan_check_desc(fsdp_model *m, const fsdp_plan_desc *d) {
+    const uint32_t all = (1u << FSDP_PASS_COUNT) - 1;
+    if (d->without & ~all) return fsdpi_plan_bad(m, "without", d->without, "1u << FSDP_PASS_*");
+    if (d->with & ~all) return fsdpi_plan_bad(m, "with", d->with, "1u << FSDP_PASS_*");
+    if (d->warm_up < 0) return fsdpi_plan_bad(m, "warm_up", d->warm_up, ">= 0");
+    if (d->ahead < -1) return fsdpi_plan_bad(m, "ahead", d->ahead, ">= -1");
+    if (d->most_kinds < 0) return fsdpi_plan_bad(m, "most_kinds", d->most_kinds, ">= 0");
+    if (d->most_bytes < 0) return fsdpi_plan_bad(m, "most_bytes", d->most_bytes, ">= 0");
+    if (d->bucket_bytes < -1) return fsdpi_plan_bad(m, "bucket_bytes", d->bucket_bytes, ">= -1");
+    if (d->first_bucket_bytes < 0)
+        return fsdpi_plan_bad(m, "first_bucket_bytes", d->first_bucket_bytes, ">= 0");
+    return FSDP_OK;
+}
+
+static void fsdpi_plan_defaults(fsdp_plan *p) {
+    fsdp_plan_desc *d = &p->desc;
+    if (!d->warm_up) d->warm_up = 1;
+    if (!d->most_kinds) d->most_kinds = 8;
+    if (!d->bucket_bytes) d->bucket_bytes = 1 << 20;
+    if (!d->first_bucket_bytes) d->first_bucket_bytes = d->bucket_bytes;
+    if (!d->ahead) d->ahead = p->mode_of_world != FSDPI_PLAN_INLINE;
+    if (d->ahead < 0) d->ahead = 0;
+    p->warm = d->warm_up;
+}
+
+static fsdp_status fsdpi_plan_find_units(fsdp_plan *p) {
+    fsdp_param_view v = FSDP_ZERO;
+    fsdp_status status = fsdpi_plan_alloc(
+        p->model, (size_t)fsdp_num_units(p->model) * sizeof *p->units, (void **)&p->units);
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, (size_t)fsdp_num_units(p->model) * sizeof *p->params,
+                                  (void **)&p->params);
+    while (!status && fsdp_next_param(p->model, &v)) {
+        if (p->num_units == 0 || p->units[p->num_units - 1] != v.unit)
+            p->units[p->num_units++] = v.unit;
+        p->params[p->num_units - 1]++;
+    }
+    if (!status) p->unit_bytes = fsdp_unit_snapshot(p->units[0], NULL, 0);
+    return status ? status
+                  : fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,
+                                     (void **)&p->begin);
+}
+
+FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *desc,
+                                      fsdp_plan **plan) {
+    fsdp_plan_desc d;
+    fsdp_plan *p = NULL;
+    fsdp_mesh_info info;
+    if (!model || !plan)
+        return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
+                         "[E978] plan_create: model or plan is NULL");
+    *plan = NULL;
+    fsdp_world *w = fsdp_model_world(model);
+    fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_plan_desc");
+    if (!status) status = fsdpi_plan_check_desc(model, &d);
+    if (!status && fsdp_find_extension(model, "plan"))
+        status = fsdp_fail(
+            w, FSDP_ERR_INVALID_STATE,
+            "[E967] plan_create: the model has a plan: call fsdp_plan_destroy first");
+    if (!status) status = fsdp_model_commit(model);
+    if (!status) status = fsdp_model_mesh_info(model, &info);
+    if (!status) status = fsdpi_plan_alloc(model, sizeof *p, (void **)&p);
+    if (status) return status;
+    p->model = model;
+    p->world = w;
+    p->desc = d;
+    p->mesh = info.mesh;
+    p->mode_of_world = fsdp_model_run(model);
+    p->pool = fsdp_pool_register(model, "arena");
+    p->extension.name = "plan";
+    p->extension.user = p;
+    p->extension.call = fsdpi_plan_answer;
+    p->extension.relayout = fsdpi_plan_relayout;
+    p->memory.name = "memory of a plan";
+    p->memory.user = p;
+    p->memory.destroy = fsdpi_plan_end;
+    fsdpi_plan_defaults(p);
+    status = fsdpi_plan_find_units(p);
+    if (!status && p->pool < 0) status = FSDP_ERR_INVALID_ARG;
+    if (!status) status = fsdp_attach(model, &p->memory);
+    if (status) {
+        fsdpi_plan_end(p);
+        return status;
+    }
+    status = fsdp_attach(model, &p->extension);
+    if (status) (void)fsdp_detach(model, &p->memory);
+    else *plan = p;
+    return status;
+}
+
+// The program by calls, with the slots that pools would give: a listing of its own.
+static fsdp_status fsdpi_plan_list_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_listing *l) {
+    fsdpi_plan_tape tape;
+    fsdpi_plan_kind plain = *k;
+    memset(l, 0, sizeof *l);
+    memset(&tape, 0, sizeof tape);
+    fsdp_status status = fsdpi_plan_tape_make(p, k, NULL, NULL, &tape);
+    if (!status) status = fsdpi_plan_place(p, &tape, l, 0);
+    plain.tape = tape;
+    if (!status) status = fsdpi_plan_list(p, &plain, &tape, l);
+    fsdpi_plan_tape_free(p, &tape);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by_calls,
+                                        const fsdp_plan_cost *cost, fsdp_plan_times *out) {
+    fsdp_plan_cost c;
+    if (!plan || !cost || !out || index < 0 || index >= plan->num_kinds)
+        return fsdp_fail(
+            plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
+            "[E998] plan_simulate: plan, cost or out is NULL, or index %d is not below "
+            "the number of plans, which is %d",
+            index, fsdp_plan_count(plan));
+    fsdp_plan *p = plan->kinds[index]->plan;
+    fsdp_status status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
+    if (!status) status = fsdpi_plan_check_cost(p->world, &c);
+    if (status || !by_calls)
+        return status ? status : fsdpi_plan_time(p->model, &plan->kinds[index]->listing, &c, out);
+    fsdpi_plan_listing calls;
+    status = fsdpi_plan_list_calls(p, plan->kinds[index], &calls);
+    if (!status) status = fsdpi_plan_time(p->model, &calls, &c, out);
+    fsdpi_plan_listing_end(p->model, &calls);
+    return status;
+}
+
+FSDP_API void fsdp_plan_destroy(fsdp_plan *plan) {
+    if (!plan) return;
+    (void)fsdpi_plan_part(plan);
+    if (fsdp_detach(plan->model, &plan->extension)) return;
+    fsdpi_plan_drop_all(plan);
+    if (!plan->num_strays) (void)fsdp_detach(plan->model, &plan->memory); // else with the model
+}
+
+FSDP_API fsdp_plan_mode fsdp_plan_state(const fsdp_plan *plan) {
+    return plan ? (fsdp_plan_mode)plan->mode : FSDP_PLAN_MODE_COUNT;
+}
+
+FSDP_API const char *fsdp_plan_why(const fsdp_plan *plan) { return plan ? plan->why : ""; }
+
+FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
+    if (!plan) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E979] plan_pause: plan is NULL");
+    if (plan->mode == FSDP_PLAN_REFUSED || (plan->mode == FSDP_PLAN_PAUSED) == (paused != 0))
+        return FSDP_OK;
+    if (!paused) { // with the next step: what is left of this one goes by calls
+        plan->mode = plan->open ? FSDP_PLAN_BY_CALLS : FSDP_PLAN_RECORDING;
+        plan->kind = NULL;
+        return FSDP_OK;
+    }
+    fsdp_status status = fsdpi_plan_part(plan);
+    plan->mode = FSDP_PLAN_PAUSED;
+    plan->next = NULL;
+    snprintf(plan->why, sizeof plan->why, "%s", "paused by fsdp_plan_pause");
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
+    if (!plan) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E980] plan_forget: plan is NULL");
+    fsdp_status status = fsdpi_plan_part(plan);
+    plan->forgotten = 1; // units may hold slots of the arena until the step's end
+    plan->kind = NULL;
+    plan->next = NULL;
+    plan->differ = 0;
+    if (plan->mode != FSDP_PLAN_PAUSED)
+        plan->mode = plan->open ? FSDP_PLAN_BY_CALLS : FSDP_PLAN_RECORDING;
+    snprintf(plan->why, sizeof plan->why, "%s", "plans were dropped by fsdp_plan_forget");
+    return status;
+}
+
+// Parameters of units whose slots are held when backward begins; units gathered at a time.
+static void fsdpi_plan_count_open(const fsdp_plan *p, const fsdpi_plan_kind *k,
+                                  fsdp_plan_report *out) {
+    const fsdpi_plan_tape *t = &k->tape;
+    int backward = t->ops_at[k->listing.forward_calls], now = 0;
+    for (int i = 0; i < t->num_ops; i++) {
+        const fsdpi_plan_pair *pair = &t->pairs[i];
+        int use = t->ops[i].kind == FSDP_OP_ACQUIRE   ? pair->dst
+                  : t->ops[i].kind == FSDP_OP_RELEASE ? pair->src
+                                                      : -1;
+        if (use < 0 || t->uses[use].pool != FSDP_POOL_GATHER) continue;
+        now += t->ops[i].kind == FSDP_OP_ACQUIRE ? 1 : -1;
+        if (now > out->most_open) out->most_open = now;
+    }
+    for (int i = 0; i < t->num_uses; i++)
+        if (t->uses[i].pool == FSDP_POOL_GATHER && t->uses[i].from < backward &&
+            t->uses[i].to >= backward)
+            out->crossing += p->params[t->uses[i].unit];
+}
+
+FSDP_API fsdp_status fsdp_plan_report_get(const fsdp_plan *plan, int index, fsdp_plan_report *out) {
+    if (!plan || !out || index < 0 || index >= plan->num_kinds)
+        return fsdp_fail(plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E981] plan_report_get: plan or out is NULL, or index %d is not below "
+                         "the number of plans, which is %d",
+                         index, fsdp_plan_count(plan));
+    const fsdpi_plan_kind *k = plan->kinds[index];
+    const fsdpi_plan_listing *l = &k->listing;
+    memset(out, 0, sizeof *out);
+    out->calls = l->num_calls;
+    out->forward_calls = l->forward_calls;
+    out->units = l->num_units;
+    out->buckets = k->tape.num_groups;
+    for (int i = 0; i < 2; i++) {
+        out->ops[i] = l->ops[i];
+        out->gathers[i] = l->gathers[i];
+        out->reductions[i] = l->reductions[i];
+        out->replicas[i] = l->replica_ops[i];
+        out->gather_bytes[i] = l->gather_bytes[i];
+        out->reduce_bytes[i] = l->reduce_bytes[i];
+    }
+    out->bytes[0] = l->by_calls;
+    out->bytes[1] = l->bytes;
+    out->bound = l->bound;
+    fsdpi_plan_count_open(plan, k, out);
+    out->hash = l->hash;
+    out->replayed = plan->replayed;
+    out->left = plan->left;
+    out->recorded = plan->recorded;
+    out->host_bytes = fsdpi_plan_host_bytes(k);
+    return FSDP_OK;
+}

@@ -1,0 +1,208 @@
+/* plan/listing.h - what a tape does, in words that are the same on every rank
+
+   A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: fsdpi_plan_listing.
+
+static void fsdpi_plan_listing_end(fsdp_model *m, fsdpi_plan_listing *l) {
+    for (int i = 0; i < l->num_units && l->units; i++) fsdpi_plan_free(m, l->units[i].name);
+    void *const lists[] = {l->units, l->calls,        l->choice.acts, l->choice.managed, l->slots,
+                           l->lines, l->choice.waits, l->choice.sync, l->members};
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(m, lists[i]);
+    memset(l, 0, sizeof *l);
+}
+
+static fsdp_status fsdpi_plan_string(fsdp_model *m, const char *text, size_t length, char **out) {
+    fsdp_status status = fsdpi_plan_alloc(m, length + 1, (void **)out);
+    if (!status) memcpy(*out, text, length);
+    return status;
+}
+
+static fsdp_status fsdpi_plan_line_add(fsdp_model *m, fsdpi_plan_listing *l,
+                                       const fsdpi_plan_line *line) {
+    fsdp_status status = fsdpi_plan_grow(m, (void **)&l->lines, l->num_lines, &l->cap_lines,
+                                         sizeof *line);
+    if (!status) l->lines[l->num_lines++] = *line;
+    return status;
+}
+
+static fsdp_status fsdpi_plan_member_add(fsdp_model *m, fsdpi_plan_listing *l, int unit, int src,
+                                         int dst) {
+    fsdpi_plan_member member = {unit, src, dst};
+    fsdp_status status = fsdpi_plan_grow(m, (void **)&l->members, l->num_members, &l->cap_members,
+                                         sizeof member);
+    if (!status) l->members[l->num_members++] = member;
+    return status;
+}
+
+static int fsdpi_plan_comm_add(fsdpi_plan_listing *l, const char *name) {
+    int i = 0;
+    while (i < l->num_comms && strcmp(l->comms[i], name) != 0) i++;
+    if (i == FSDPI_PLAN_COMMS) return i - 1;
+    if (i == l->num_comms) snprintf(l->comms[l->num_comms++], FSDPI_PLAN_COMM, "%s", name);
+    return i;
+}
+
+// Groups are numbered in the order in which the tape uses them.
+static int fsdpi_plan_comm_of(const fsdpi_plan_tape *t, fsdpi_plan_listing *l, const fsdp_op *op) {
+    const fsdp_comm *seen[FSDPI_PLAN_COMMS];
+    char name[FSDPI_PLAN_COMM];
+    int num = 0;
+    if (!op->comm) return -1;
+    for (const fsdp_op *at = t->ops; at <= op; at++) {
+        int i = 0;
+        while (i < num && seen[i] != at->comm) i++;
+        if (at->comm && i == num && num < FSDPI_PLAN_COMMS) seen[num++] = at->comm;
+        if (at != op) continue;
+        snprintf(name, sizeof name, "group%d", i);
+    }
+    return fsdpi_plan_comm_add(l, name);
+}
+
+// Of what is equal on all ranks: segments; not blocks, which hold the rank's own place.
+static uint32_t fsdpi_plan_digest(const fsdp_op *op) {
+    uint64_t h = fsdpi_plan_mix(op->kind, (uint64_t)op->group_size);
+    const fsdp_seg *seg = (const fsdp_seg *)op->list;
+    h = fsdpi_plan_mix(h, op->redop);
+    if (op->kind == FSDP_OP_ALL_GATHER || op->kind == FSDP_OP_REDUCE_SCATTER)
+        for (uint32_t i = 0; i < op->list_count; i++)
+            h = fsdpi_plan_mix(fsdpi_plan_mix(h, (uint64_t)seg[i].full),
+                               fsdpi_plan_mix((uint64_t)seg[i].shard, (uint64_t)seg[i].count));
+    return (uint32_t)h;
+}
+
+// A buffer that is none of the tape's: a block of the model, host memory, or an older slot.
+static int fsdpi_plan_place_of(const fsdpi_plan_tape *t, const fsdp_op *op, int use, int writes) {
+    const fsdp_buf *buf = writes ? op->dst : op->src;
+    if (use >= 0) return t->uses[use].slot;
+    if (!buf) return op->label == FSDP_LABEL_USERS && !writes ? FSDPI_PLAN_HOST : FSDPI_PLAN_NONE;
+    int is_gather = op->label == FSDP_LABEL_GATHER || op->label == FSDP_LABEL_COPY_IN ||
+                    op->label == FSDP_LABEL_PRE_GATHER;
+    int is_grads = op->label == FSDP_LABEL_REDUCE || op->label == FSDP_LABEL_RED_OUT ||
+                   op->label == FSDP_LABEL_GRADS || op->label == FSDP_LABEL_FINAL ||
+                   (op->label == FSDP_LABEL_GRAD_HOOK && !writes);
+    int is_slot = op->kind == FSDP_OP_RELEASE || op->kind == FSDP_OP_WROTE ||
+                  (is_grads && !writes && op->kind == FSDP_OP_REDUCE_SCATTER);
+    if (op->label == FSDP_LABEL_GRAD_HOOK && writes) return FSDPI_PLAN_SHARDS;
+    return is_slot     ? FSDPI_PLAN_OTHER
+           : is_gather ? FSDPI_PLAN_SHARDS
+           : is_grads  ? FSDPI_PLAN_GRADS
+                       : FSDPI_PLAN_OTHER;
+}
+
+static fsdp_status fsdpi_plan_list_op(fsdp_plan *p, const fsdpi_plan_tape *t, fsdpi_plan_listing *l,
+                                      int call, int i, int *group) {
+    const fsdp_op *op = &t->ops[i];
+    fsdpi_plan_line line;
+    fsdp_status status = FSDP_OK;
+    memset(&line, 0, sizeof line);
+    line.call = call;
+    line.members = l->num_members;
+    line.comm = fsdpi_plan_comm_of(t, l, op);
+    line.kind = op->kind;
+    line.label = op->label;
+    line.stream = op->stream;
+    line.dtype = op->dtype;
+    line.out_dtype = op->out_dtype;
+    line.accumulate = op->accumulate;
+    line.in_place = op->in_place;
+    line.redop = op->redop;
+    line.count = op->count;
+    line.bytes = op->bytes;
+    line.scale = op->scale;
+    line.digest = fsdpi_plan_digest(op);
+    const fsdpi_plan_group *g = *group < t->num_groups ? &t->groups[*group] : NULL;
+    if (g && g->op == i) {
+        ++*group;
+        for (int k = 0; k < g->num_members && !status; k++) {
+            const fsdpi_plan_member *from = &t->members[g->members + k];
+            status = fsdpi_plan_member_add(p->model, l, from->unit,
+                                           fsdpi_plan_place_of(t, op, from->src, 0),
+                                           fsdpi_plan_place_of(t, op, from->dst, 1));
+        }
+        line.num_members = g->num_members;
+    } else {
+        status = fsdpi_plan_member_add(p->model, l, fsdpi_plan_index(p, op->unit),
+                                       fsdpi_plan_place_of(t, op, t->pairs[i].src, 0),
+                                       fsdpi_plan_place_of(t, op, t->pairs[i].dst, 1));
+        line.num_members = 1;
+    }
+    return status ? status : fsdpi_plan_line_add(p->model, l, &line);
+}
+
+// A name that no earlier unit has: that of the unit, with its index if need be.
+static fsdp_status fsdpi_plan_name_unit(fsdp_plan *p, fsdpi_plan_listing *l, int u) {
+    char name[512];
+    int taken = 0;
+    for (int i = 0; i < u; i++)
+        taken |= strcmp(fsdp_unit_name(p->units[i]), fsdp_unit_name(p->units[u])) == 0;
+    snprintf(name, sizeof name, taken ? "%.480s#%d" : "%.480s", fsdp_unit_name(p->units[u]), u);
+    l->units[u].gather_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GATHER);
+    l->units[u].grad_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GRAD);
+    return fsdpi_plan_string(p->model, name, strlen(name), &l->units[u].name);
+}
+
+// [0]: of calls, [1]: of the plan.
+static void fsdpi_plan_count_ops(const fsdpi_plan_tape *t, fsdpi_plan_listing *l, int which) {
+    l->gathers[which] = l->reductions[which] = l->replica_ops[which] = l->ops[which] = 0;
+    l->gather_bytes[which] = l->reduce_bytes[which] = 0;
+    for (int i = 0; i < t->num_ops; i++) {
+        const fsdp_op *op = &t->ops[i];
+        l->ops[which] += op->kind < FSDP_OP_HOOK;
+        if (op->kind == FSDP_OP_ALL_GATHER) {
+            l->gathers[which]++;
+            l->gather_bytes[which] += op->bytes;
+        } else if (op->kind == FSDP_OP_REDUCE_SCATTER) {
+            l->reductions[which]++;
+            l->reduce_bytes[which] += op->bytes;
+        } else if (op->kind == FSDP_OP_ALL_REDUCE) {
+            l->replica_ops[which]++;
+            l->reduce_bytes[which] += op->bytes;
+        }
+    }
+}
+
+// The model in a number: what has to be equal for a text to be of use.
+static uint64_t fsdpi_plan_model_hash(const fsdp_plan *p) {
+    fsdp_param_view v = FSDP_ZERO;
+    uint64_t h = (uint64_t)p->num_units;
+    while (fsdp_next_param(p->model, &v)) {
+        h = fsdpi_plan_mix_bytes(h, v.name, strlen(v.name));
+        h = fsdpi_plan_mix_bytes(h, v.unit_name, strlen(v.unit_name));
+        h = fsdpi_plan_mix(h, (uint64_t)v.dtype << 32 | (uint64_t)v.grad_dtype << 16 |
+                                  (uint64_t)v.requires_grad << 8 | (uint64_t)v.ndim);
+        for (int d = 0; d < v.ndim; d++) h = fsdpi_plan_mix(h, (uint64_t)v.shape[d]);
+        h = fsdpi_plan_mix(h, (uint64_t)v.shard_dim);
+    }
+    return h;
+}
+
+static fsdp_status fsdpi_plan_list(fsdp_plan *p, const fsdpi_plan_kind *k, const fsdpi_plan_tape *t,
+                                   fsdpi_plan_listing *l) {
+    fsdp_mesh_info info = FSDP_ZERO;
+    int group = 0;
+    fsdp_status status = fsdp_model_mesh_info(p->model, &info);
+    l->model = fsdpi_plan_model_hash(p);
+    l->kind = fsdpi_plan_mix(k->settings, (uint64_t)k->num_calls);
+    l->num_units = p->num_units;
+    l->num_params = fsdp_num_params(p->model);
+    l->shards = info.shard_mesh_size;
+    l->replicas = info.replicate_mesh_size;
+    l->mode = p->mode_of_world;
+    l->num_calls = l->forward_calls = k->num_calls;
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * sizeof *l->units,
+                                  (void **)&l->units);
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, (size_t)k->num_calls * sizeof *l->calls,
+                                  (void **)&l->calls);
+    for (int u = 0; u < p->num_units && !status; u++) status = fsdpi_plan_name_unit(p, l, u);
+    for (int c = 0; c < k->num_calls && !status; c++) {
+        l->calls[c] = k->calls[c];
+        if (l->forward_calls == k->num_calls && k->calls[c].call == FSDP_CALL_PRE_BACKWARD)
+            l->forward_calls = c;
+        for (int i = t->ops_at[c]; i < t->ops_at[c + 1] && c + 1 < k->num_calls && !status; i++)
+            if (t->ops[i].kind != FSDP_OP_HOOK) status = fsdpi_plan_list_op(p, t, l, c, i, &group);
+    }
+    return status;
+}

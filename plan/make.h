@@ -1,0 +1,486 @@
+/* plan/make.h - from a recorded step to a plan that every rank has
+
+   A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: fsdpi_plan_kind. All of this happens in fsdp_finalize_backward of the recorded step, while
+// every unit is idle; the ranks take part in each agreement whatever has happened to them before.
+
+static uint32_t fsdpi_plan_passes(const fsdp_plan *p) {
+    uint32_t all = (1u << FSDP_PASS_COUNT) - 1;
+    uint32_t usual = all & ~(1u << FSDP_PASS_ONCE);
+    return ((usual & ~p->desc.without) | p->desc.with) & all;
+}
+
+// Why steps go by calls from now on.
+static void fsdpi_plan_refuse(fsdp_plan *p, const char *text) {
+    p->mode = FSDP_PLAN_REFUSED;
+    snprintf(p->why, sizeof p->why, "%.*s", (int)sizeof p->why - 1, text);
+}
+
+// The same, where nothing has told the log yet.
+static void fsdpi_plan_refuse_loudly(fsdp_plan *p, fsdp_status status, const char *text) {
+    fsdpi_plan_refuse(p, text);
+    (void)fsdp_fail(p->world, status, "[E966] plan: steps go by calls from now on: %s", text);
+}
+
+// Room for all slots that kinds and `more` have, so that none is lost later.
+static fsdp_status fsdpi_plan_strays_room(fsdp_plan *p, int more) {
+    int room = p->num_strays + more;
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < p->num_kinds; i++) room += p->kinds[i]->listing.num_slots;
+    while (!status && p->cap_strays < room) // it grows when it is full
+        status = fsdpi_plan_grow(p->model, (void **)&p->strays, p->cap_strays, &p->cap_strays,
+                                 sizeof *p->strays);
+    return status;
+}
+
+/* Slots of plans that are gone: units have given them back by now, or are made to. `all`: the model
+   ends, or the units' slots go with it. */
+static void fsdpi_plan_sweep(fsdp_plan *p, int all) {
+    int kept = 0;
+    for (int i = 0; i < p->num_strays; i++) {
+        fsdp_op op;
+        if (!all && fsdp_buf_held(p->strays[i])) {
+            p->strays[kept++] = p->strays[i];
+            continue;
+        }
+        if (fsdp_buf_held(p->strays[i])) {
+            fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE,
+                         FSDP_STREAM_COMPUTE);
+            op.src = p->strays[i];
+            op.what = "plan";
+            (void)fsdp_emit(p->model, &op); // it is given back even if the world has failed
+        }
+        fsdp_buf_destroy(p->model, p->strays[i]);
+    }
+    p->num_strays = kept;
+}
+
+// lasting: also those that outlast a step. A slot that a unit still holds becomes a stray.
+static void fsdpi_plan_bufs_free(fsdp_plan *p, fsdpi_plan_kind *k, int lasting) {
+    for (int i = 0; i < k->listing.num_slots && k->bufs; i++) {
+        const fsdpi_plan_slot *slot = &k->listing.slots[i];
+        if (!k->bufs[i] || (slot->offset < 0 && !lasting)) continue;
+        if (slot->older) k->bufs[i] = NULL; // not the plan's
+        else if (!fsdp_buf_held(k->bufs[i])) fsdp_buf_destroy(p->model, k->bufs[i]);
+        else p->strays[p->num_strays++] = k->bufs[i];
+        k->bufs[i] = NULL;
+    }
+}
+
+static void fsdpi_plan_kind_free(fsdp_plan *p, fsdpi_plan_kind *k) {
+    if (!k) return;
+    (void)fsdp_wait_stream(p->model, -1); // records under way read its lists
+    if (p->last == k) p->last = NULL;
+    fsdpi_plan_bufs_free(p, k, 1);
+    fsdpi_plan_tape_free(p, &k->tape);
+    fsdpi_plan_listing_end(p->model, &k->listing);
+    fsdpi_plan_free(p->model, k->begin);
+    fsdpi_plan_free(p->model, k->calls);
+    fsdpi_plan_free(p->model, k->bufs);
+    fsdpi_plan_free(p->model, k->older);
+    fsdpi_plan_free(p->model, k);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Slots that units hold when a step begins.
+
+typedef struct fsdpi_plan_find {
+    fsdp_plan *plan;
+    fsdpi_plan_kind *kind;
+    fsdp_status status;
+} fsdpi_plan_find;
+
+static int fsdpi_plan_see_older(void *user, fsdp_model *model, fsdp_op *op) {
+    fsdpi_plan_find *f = (fsdpi_plan_find *)user;
+    fsdpi_plan_kind *k = f->kind;
+    if (op->kind != FSDP_OP_RELEASE || !op->src || f->status) return 1;
+    f->status = fsdpi_plan_grow(model, (void **)&k->older, k->num_older, &k->cap_older,
+                                sizeof *k->older);
+    if (!f->status) k->older[k->num_older++] = op->src;
+    return 1;
+}
+
+static fsdp_status fsdpi_plan_drop_all_slots(void *user) {
+    fsdpi_plan_find *f = (fsdpi_plan_find *)user;
+    fsdp_plan *p = f->plan;
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < p->num_units && !status; i++)
+        status = fsdp_unit_restore(p->units[i], f->kind->begin + (size_t)i * p->unit_bytes,
+                                   p->unit_bytes);
+    if (!status) status = fsdp_model_reset(p->model);
+    return status ? status : f->status;
+}
+
+// k->older: a rehearsed reset gives back all that units held.
+static fsdp_status fsdpi_plan_find_older(fsdp_plan *p, fsdpi_plan_kind *k) {
+    fsdpi_plan_find f = {p, k, FSDP_OK};
+    fsdp_extension e = FSDP_ZERO;
+    e.user = &f;
+    e.op = fsdpi_plan_see_older;
+    return fsdp_rehearse(p->model, &e, fsdpi_plan_drop_all_slots, &f);
+}
+
+static int fsdpi_plan_kind_has(const fsdpi_plan_kind *k, const fsdp_buf *buf) {
+    for (int i = 0; i < k->listing.num_slots && k->bufs; i++)
+        if (k->bufs[i] == buf && !k->listing.slots[i].older) return 1;
+    return 0;
+}
+
+/* May slots that units hold when such a step begins be freed by fsdp_pools_trim? Slots of plans are
+   not, and those that units hold now are not. */
+static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_kind *k) {
+    for (int i = 0; i < k->num_older; i++) {
+        int owned = fsdp_buf_held(k->older[i]);
+        for (int n = 0; n < p->num_kinds; n++)
+            owned |= fsdpi_plan_kind_has(p->kinds[n], k->older[i]);
+        if (!owned) return 1;
+    }
+    return 0;
+}
+
+// The tables of a plan.
+static int64_t fsdpi_plan_host_bytes(const fsdpi_plan_kind *k) {
+    const fsdpi_plan_tape *t = &k->tape;
+    const fsdpi_plan_listing *l = &k->listing;
+    size_t bytes = (size_t)t->cap_ops * sizeof *t->ops + (size_t)t->cap_pairs * sizeof *t->pairs +
+                   (size_t)t->cap_runs * sizeof *t->runs + (size_t)t->cap_uses * sizeof *t->uses +
+                   (size_t)l->cap_lines * sizeof *l->lines +
+                   (size_t)l->cap_members * sizeof *l->members +
+                   (size_t)l->choice.cap_acts * sizeof *l->choice.acts +
+                   (size_t)k->num_calls * sizeof *k->calls;
+    return (int64_t)bytes;
+}
+
+static int64_t fsdpi_plan_lasting(const fsdpi_plan_listing *l) {
+    int64_t bytes = 0;
+    for (int i = 0; i < l->num_slots; i++) bytes += l->slots[i].offset < 0 ? l->slots[i].bytes : 0;
+    return bytes;
+}
+
+// Bytes of slots that the model has now: what steps by calls have taken.
+static int64_t fsdpi_plan_pool_bytes(const fsdp_plan *p) {
+    fsdp_memory mem;
+    int64_t bytes = 0;
+    if (fsdp_model_memory(p->model, &mem)) return 0;
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) bytes += mem.pool_bytes[pool];
+    return bytes;
+}
+
+// The kind's program as it will be done: k->tape. bufs NULL: without memory.
+static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
+                                        const fsdpi_plan_choice *choice, fsdp_buf *const *bufs,
+                                        fsdpi_plan_tape *out) {
+    fsdpi_plan_tape raw;
+    fsdpi_plan_show show;
+    memset(&show, 0, sizeof show);
+    memset(&raw, 0, sizeof raw);
+    memset(out, 0, sizeof *out);
+    show.plan = p;
+    show.tape = &raw;
+    show.kind = k;
+    show.choice = choice;
+    show.bufs = bufs;
+    fsdp_status status = fsdpi_plan_rehearse(&show);
+    if (!status) status = fsdpi_plan_arrange(&show, out);
+    fsdpi_plan_show_end(&show);
+    fsdpi_plan_tape_free(p, &raw);
+    return status;
+}
+
+static fsdp_status fsdpi_plan_by_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_tape *raw) {
+    fsdpi_plan_show show;
+    memset(&show, 0, sizeof show);
+    show.plan = p;
+    show.tape = raw;
+    show.kind = k;
+    fsdp_status status = fsdpi_plan_rehearse(&show);
+    fsdpi_plan_show_end(&show);
+    return status;
+}
+
+static fsdp_status fsdpi_plan_too_large(fsdp_plan *p, const fsdpi_plan_kind *k, int call,
+                                        int64_t bytes, int64_t most) {
+    char text[FSDPI_PLAN_TEXT];
+    const fsdpi_plan_call *at = &k->calls[call];
+    snprintf(text, sizeof text, "call %d %s '%.100s': slots need %lld bytes, %lld are allowed",
+             call, fsdpi_plan_call_name(at->call), fsdp_unit_name(at->unit), (long long)bytes,
+             (long long)most);
+    fsdpi_plan_refuse_loudly(p, FSDP_ERR_OUT_OF_MEMORY, text);
+    return FSDP_ERR_OUT_OF_MEMORY;
+}
+
+// Decisions, a tape without memory, places.
+static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
+                                  uint32_t passes, int64_t most, int *worst) {
+    fsdpi_plan_listing *l = &k->listing;
+    int decides = (passes & ~(1u << FSDP_PASS_ARENA)) != 0;
+    fsdpi_plan_choice_end(p, &l->choice);
+    fsdpi_plan_tape_free(p, &k->tape);
+    fsdp_status status = decides ? fsdpi_plan_decide(p, f, passes, most, &l->choice, worst)
+                                 : FSDP_OK;
+    if (!status) status = fsdpi_plan_tape_make(p, k, decides ? &l->choice : NULL, NULL, &k->tape);
+    return status ? status : fsdpi_plan_place(p, &k->tape, l, passes);
+}
+
+/* What fits: all passes, with fewer units kept from try to try; else without those that take
+   memory; else the calls as they are. */
+static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
+                                  int64_t most) {
+    const uint32_t keep = 1u << FSDP_PASS_KEEP, arena = 1u << FSDP_PASS_ARENA;
+    const uint32_t all = fsdpi_plan_passes(p), sets[3] = {all, all & (keep | arena), all & arena};
+    const fsdpi_plan_listing *l = &k->listing;
+    int worst = 0;
+    for (int i = 0; i < 3; i++) {
+        int64_t budget = most;
+        for (int tries = 0; tries < 8 && budget >= 0; tries++) {
+            fsdp_status status = fsdpi_plan_try(p, k, f, sets[i], budget, &worst);
+            if (status || l->bytes <= most) return status;
+            if (!(sets[i] & keep)) break;
+            budget -= l->bytes - most;
+        }
+    }
+    return fsdpi_plan_too_large(p, k, worst, l->bytes, most);
+}
+
+// Buffers for the places of a kind, and its tape with them.
+static fsdp_status fsdpi_plan_bind(fsdp_plan *p, fsdpi_plan_kind *k) {
+    fsdpi_plan_listing *l = &k->listing;
+    fsdpi_plan_tape old = k->tape;
+    fsdp_buf **bufs = NULL;
+    fsdp_status status = fsdpi_plan_strays_room(p, l->num_slots);
+    if (!k->bufs && !status)
+        status = fsdpi_plan_alloc(p->model, (size_t)(l->num_slots + 1) * sizeof *k->bufs,
+                                  (void **)&k->bufs);
+    if (!status) fsdpi_plan_bufs_free(p, k, 0);
+    for (int i = 0; i < l->num_slots && !status; i++) {
+        const fsdpi_plan_slot *slot = &l->slots[i];
+        if (k->bufs[i]) continue;
+        for (int u = 0; u < old.num_uses && slot->older; u++)
+            if (old.uses[u].slot == i)
+                k->bufs[i] = fsdpi_plan_older(&old, p->units[old.uses[u].unit], &old.uses[u]);
+        if (k->bufs[i]) continue;
+        status = slot->offset < 0
+                     ? fsdp_buf_create(p->model, p->pool, FSDP_MEMORY_DEVICE, slot->bytes,
+                                       &k->bufs[i])
+                     : fsdp_buf_part(p->model, p->arena, slot->offset, slot->bytes, &k->bufs[i]);
+    }
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, (size_t)(old.num_uses + 1) * sizeof *bufs,
+                                  (void **)&bufs);
+    for (int i = 0; i < old.num_uses && !status; i++) bufs[i] = k->bufs[old.uses[i].slot];
+    memset(&k->tape, 0, sizeof k->tape);
+    if (!status)
+        status = fsdpi_plan_tape_make(p, k, l->choice.managed ? &l->choice : NULL, bufs, &k->tape);
+    if (!status && (k->tape.num_uses != old.num_uses || k->tape.num_ops != old.num_ops))
+        status = fsdp_fail(p->world, FSDP_ERR_INTERNAL,
+                           "[E972] plan: the rehearsal with slots has %d records and %d uses of "
+                           "slots, expected %d and %d",
+                           k->tape.num_ops, k->tape.num_uses, old.num_ops, old.num_uses);
+    if (!status) { // uses share slots now, so that only the first rehearsal can tell them apart
+        if (old.num_uses) memcpy(k->tape.uses, old.uses, (size_t)old.num_uses * sizeof *old.uses);
+        if (old.num_ops) memcpy(k->tape.pairs, old.pairs, (size_t)old.num_ops * sizeof *old.pairs);
+    }
+    fsdpi_plan_tape_free(p, &old);
+    fsdpi_plan_free(p->model, bufs);
+    return status;
+}
+
+// A kind is dropped, and with it those that begin with slots of its own.
+static void fsdpi_plan_drop(fsdp_plan *p, int index) {
+    fsdpi_plan_kind *k = p->kinds[index];
+    if (p->kind == k) p->kind = NULL;
+    p->num_kinds--;
+    for (int i = index; i < p->num_kinds; i++) p->kinds[i] = p->kinds[i + 1];
+    for (int i = p->num_kinds - 1; i >= 0; i--)
+        for (int n = 0; i < p->num_kinds && n < p->kinds[i]->num_older; n++)
+            if (fsdpi_plan_kind_has(k, p->kinds[i]->older[n])) {
+                fsdpi_plan_drop(p, i);
+                n = -1; // another one is in its place, or none
+            }
+    fsdpi_plan_kind_free(p, k);
+}
+
+// Memory for all kinds: the arena is as large as the largest needs it. A rehearsal shows what the
+// options are now, so that a kind of other options is bound when it comes again.
+static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
+    int64_t bytes = k->listing.bytes - fsdpi_plan_lasting(&k->listing);
+    for (int i = p->num_kinds - 1; i >= 0; i--)
+        if (i < p->num_kinds && fsdpi_plan_is_fleeting(p, p->kinds[i])) fsdpi_plan_drop(p, i);
+    fsdp_status status = fsdp_pools_trim(p->model);
+    if (status) return status;
+    if (bytes > fsdp_buf_nbytes(p->arena)) {
+        for (int i = 0; i < p->num_kinds; i++) fsdpi_plan_bufs_free(p, p->kinds[i], 0);
+        fsdp_buf_destroy(p->model, p->arena);
+        p->arena = NULL;
+        status = fsdp_buf_create(p->model, p->pool, FSDP_MEMORY_DEVICE, bytes, &p->arena);
+        for (int i = 0; i < p->num_kinds && !status; i++) {
+            p->kinds[i]->unbound = p->kinds[i]->settings != k->settings;
+            if (!p->kinds[i]->unbound) status = fsdpi_plan_bind(p, p->kinds[i]);
+        }
+    }
+    return status ? status : fsdpi_plan_bind(p, k);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Agreement of the ranks.
+
+// The smallest of each number over all ranks of the model's mesh.
+static fsdp_status fsdpi_plan_least(const fsdp_plan *p, int64_t *values, int count) {
+    return fsdp_all_reduce(p->world, p->mesh, values, count, FSDP_I64, FSDP_MIN);
+}
+
+// The first call at which a rank differs from rank 0 of the mesh, with both sides.
+static fsdp_status fsdpi_plan_differs(fsdp_plan *p, const fsdpi_plan_kind *k) {
+    enum { WORDS = 160 };
+    char theirs[WORDS] = "options or sizes", first[WORDS];
+    const fsdpi_plan_listing *l = &k->listing;
+    int size = fsdp_mesh_size(p->mesh, -1), me = 0;
+    int64_t calls = l->num_calls, least = INT64_MAX;
+    uint64_t *hashes = NULL;
+    int32_t *ranks = NULL;
+    fsdp_status status = fsdpi_plan_alloc(p->model, (size_t)size * sizeof *ranks, (void **)&ranks);
+    if (!status) status = fsdp_broadcast(p->world, p->mesh, &calls, sizeof calls, 0);
+    if (!status) status = fsdpi_plan_alloc(p->model, (size_t)calls * 8, (void **)&hashes);
+    for (int c = 0; c < calls && c < l->num_calls && !status; c++)
+        hashes[c] = fsdpi_plan_call_hash(l, c);
+    if (!status) status = fsdp_broadcast(p->world, p->mesh, hashes, calls * 8, 0);
+    if (!status) (void)fsdp_mesh_ranks(p->mesh, -1, ranks);
+    while (!status && me < size && ranks[me] != fsdp_rank(p->world)) me++;
+    for (int c = 0; c < calls && !status && least == INT64_MAX; c++)
+        if (c >= l->num_calls || hashes[c] != fsdpi_plan_call_hash(l, c))
+            least = (int64_t)c << 32 | me;
+    if (!status) status = fsdpi_plan_least(p, &least, 1);
+    int call = least == INT64_MAX ? -1 : (int)(least >> 32), who = (int)(least & 0x7FFFFFFF);
+    if (call >= 0) fsdpi_plan_call_words(l, call, theirs, sizeof theirs);
+    memcpy(first, theirs, sizeof first);
+    if (!status) status = fsdp_broadcast(p->world, p->mesh, first, sizeof first, 0);
+    if (!status && call >= 0)
+        status = fsdp_broadcast(p->world, p->mesh, theirs, sizeof theirs, who);
+    int rank = !status && call >= 0 ? ranks[who] : -1;
+    fsdpi_plan_free(p->model, ranks);
+    fsdpi_plan_free(p->model, hashes);
+    if (status) return status;
+    return fsdp_fail(p->world, FSDP_ERR_MISMATCH,
+                     "[E973] plan: rank %d differs from the mesh's first rank at call %d: %s, "
+                     "expected %s: give all ranks the same desc and make the same calls",
+                     rank, call, theirs, first);
+}
+
+/* Whether all ranks got so far, and if `hash` is not 0, with the same hash. status: this rank's.
+   *mine: it failed here, and not on another rank. */
+static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp_status status,
+                                    uint64_t hash) {
+    int64_t values[3] = {!status, (int64_t)hash, (int64_t)~hash};
+    fsdp_status reached = fsdpi_plan_least(p, values, 3);
+    if (reached) return reached;
+    if (!values[0] && status) return status;
+    if (!values[0])
+        return fsdp_fail(p->world, FSDP_ERR_OUT_OF_MEMORY,
+                         "[E974] plan: another rank could not make the plan: see its log; steps go "
+                         "by calls");
+    return hash && values[1] != ~values[2] ? fsdpi_plan_differs(p, k) : FSDP_OK;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+
+// Is there something in the step that depends on more than options and states?
+static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_kind *k,
+                                      const fsdpi_plan_tape *by_calls) {
+    char text[FSDPI_PLAN_TEXT] = "";
+    (void)k;
+    for (int i = 0; i < p->num_units && !text[0]; i++)
+        if (fsdp_unit_follows_use(p->units[i]))
+            snprintf(text, sizeof text,
+                     "what unit '%.120s' reduces depends on the parameters that were used "
+                     "(grads_overwrite, or fsdp_set_reduce_scatter_unused_params 0)",
+                     fsdp_unit_name(p->units[i]));
+    for (int i = 0; i < by_calls->num_ops && !text[0]; i++)
+        if (p->mode_of_world == FSDPI_PLAN_STREAMS &&
+            by_calls->ops[i].label == FSDP_LABEL_GRAD_HOOK)
+            snprintf(text, sizeof text,
+                     "unit '%.120s' has a post-accumulate hook, for which the host waits on this "
+                     "device",
+                     fsdp_unit_name(by_calls->ops[i].unit));
+    if (!text[0]) return FSDP_OK;
+    fsdpi_plan_refuse_loudly(p, FSDP_ERR_UNSUPPORTED, text);
+    return FSDP_ERR_UNSUPPORTED;
+}
+
+// The listing of a kind that has a tape and places.
+static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
+                                             const fsdpi_plan_tape *by_calls,
+                                             const fsdpi_plan_facts *f) {
+    fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
+    fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
+    for (int u = 0; u < p->num_units; u++) f->order[u] = 0; // units without elements gather nothing
+    for (int i = 0; i < by_calls->num_ops; i++) {
+        const fsdp_op *op = &by_calls->ops[i];
+        int fills = op->kind == FSDP_OP_ALL_GATHER || op->label == FSDP_LABEL_COPY_IN ||
+                    op->label == FSDP_LABEL_PRE_GATHER;
+        if (op->unit && fills) f->order[fsdpi_plan_index(p, op->unit)] = 1;
+    }
+    for (int c = 0; c + 1 < k->num_calls && !status; c++) { // what units read, by calls
+        int u = k->calls[c].index, call = k->calls[c].call;
+        if (by_calls->storage[c] != FSDP_STORAGE_UNSHARDED || !f->order[u]) continue;
+        if (call == FSDP_CALL_PRE_FORWARD) k->listing.units[u].reads |= 1;
+        if (call == FSDP_CALL_PRE_BACKWARD) k->listing.units[u].reads |= 2;
+    }
+    return status;
+}
+
+// What this rank can do alone: a plan without memory, and its proof.
+static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64_t most) {
+    fsdpi_plan_tape by_calls;
+    fsdpi_plan_facts f;
+    memset(&by_calls, 0, sizeof by_calls);
+    memset(&f, 0, sizeof f);
+    f.kind = k;
+    f.num_units = p->num_units;
+    f.num_calls = k->num_calls;
+    fsdp_status status = fsdpi_plan_by_calls(p, k, &by_calls);
+    if (!status) status = fsdpi_plan_refusal(p, k, &by_calls);
+    if (!status) status = fsdpi_plan_facts_new(p, &f);
+    if (!status) status = fsdpi_plan_find_spans(p, &f, &by_calls);
+    if (!status) {
+        fsdpi_plan_find_base(&f, &by_calls);
+        fsdpi_plan_count_ops(&by_calls, &k->listing, 0);
+        status = fsdpi_plan_fit(p, k, &f, most);
+    }
+    if (!status) status = fsdpi_plan_finish_listing(p, k, &by_calls, &f);
+    fsdp_plan_proof proof;
+    if (!status) status = fsdpi_plan_prove_one(p->model, &k->listing, &proof);
+    if (!status && proof.refuted) {
+        status = fsdp_fail(p->world, FSDP_ERR_INTERNAL,
+                           "[E975] plan: refuted, so that steps go by calls: %s", proof.text);
+        fsdpi_plan_refuse(p, proof.text);
+    }
+    fsdpi_plan_facts_end(p, &f);
+    fsdpi_plan_tape_free(p, &by_calls);
+    return status;
+}
+
+/* The plan of a kind, or the reason why there is none. k NULL: this rank has no memory for one, and
+   takes part in what the others do. *made 0: there is none, since the step began with slots that
+   will be gone. Returns a failure only if the step has failed: ranks that differ, a refuted plan, a
+   collective. */
+static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) {
+    int64_t by_calls = fsdpi_plan_pool_bytes(p);
+    int64_t most = p->desc.most_bytes ? p->desc.most_bytes : by_calls;
+    if (!p->desc.most_bytes && most < FSDPI_PLAN_LEAST_BYTES) most = FSDPI_PLAN_LEAST_BYTES;
+    if (k) k->listing.by_calls = by_calls;
+    int64_t values[2] = {most, !k || !fsdpi_plan_is_fleeting(p, k)};
+    fsdp_status status = fsdpi_plan_least(p, values, 2), own;
+    *made = (int)values[1];
+    if (status || !*made) return status;
+    most = values[0];
+    own = k ? fsdpi_plan_make_alone(p, k, most) : FSDP_ERR_OUT_OF_MEMORY;
+    if (!own) k->listing.hash = fsdpi_plan_text_hash(&k->listing);
+    status = fsdpi_plan_agree(p, k, own, own ? 1 : k->listing.hash);
+    if (!status) status = fsdpi_plan_agree(p, k, fsdpi_plan_bind_all(p, k), 0);
+    if (!status) return FSDP_OK;
+    if (p->mode != FSDP_PLAN_REFUSED) fsdpi_plan_refuse(p, fsdp_last_error(p->world));
+    int is_the_steps = status == FSDP_ERR_MISMATCH || status == FSDP_ERR_INTERNAL ||
+                       fsdp_world_status(p->world);
+    return is_the_steps ? status : FSDP_OK;
+}

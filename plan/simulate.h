@@ -1,0 +1,165 @@
+/* plan/simulate.h - the time of a step under given costs
+
+   A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: clocks. An op begins when the host has issued it, its stream is free, what it waits for is
+// done, and for a collective its group is free. Nanoseconds are whole numbers, so that all ranks
+// get the same ones. Inline the host does everything itself; with lanes it is the stream COMPUTE.
+
+typedef struct fsdpi_plan_clocks {
+    const fsdpi_plan_listing *l;
+    const fsdp_plan_cost *cost;
+    fsdp_plan_times *out;
+    int64_t host, stream[FSDP_STREAM_COUNT], comm[FSDPI_PLAN_COMMS], busy[FSDPI_PLAN_COMMS], link;
+    int64_t *ready, *avail; // [slots + 2], the last two: shards, their gradients; avail -1: not set
+    int64_t waited;         // by the caller in this call
+    int64_t first_gather, last_reduction;
+} fsdpi_plan_clocks;
+
+static int64_t fsdpi_plan_later(int64_t a, int64_t b) { return a > b ? a : b; }
+
+static int64_t fsdpi_plan_duration(double latency, uint64_t bytes, double rate) {
+    return (int64_t)(latency + (rate > 0 ? (double)bytes / rate : 0) + 0.5);
+}
+
+// Of a collective its full side: what it reads from others, and this rank's own part.
+static int64_t fsdpi_plan_takes(const fsdp_plan_cost *c, const fsdpi_plan_line *line) {
+    uint64_t part = line->count * fsdp_dtype_size(line->dtype);
+    switch (line->kind) {
+    case FSDP_OP_ALL_GATHER:
+        return fsdpi_plan_duration(c->gather_latency_ns, line->bytes + part,
+                                   c->gather_bytes_per_ns);
+    case FSDP_OP_REDUCE_SCATTER:
+        return fsdpi_plan_duration(c->reduce_latency_ns, line->bytes + part,
+                                   c->reduce_bytes_per_ns);
+    case FSDP_OP_ALL_REDUCE:
+        return fsdpi_plan_duration(c->replica_latency_ns, part, c->replica_bytes_per_ns);
+    case FSDP_OP_COPY:
+    case FSDP_OP_ZERO: return fsdpi_plan_duration(0, line->bytes, c->copy_bytes_per_ns);
+    default: return 0;
+    }
+}
+
+static int fsdpi_plan_event_of(const fsdpi_plan_clocks *k, int place) {
+    return place >= 0                   ? place
+           : place == FSDPI_PLAN_SHARDS ? k->l->num_slots
+           : place == FSDPI_PLAN_GRADS  ? k->l->num_slots + 1
+                                        : -1;
+}
+
+// The clock of a stream: inline, and for COMPUTE with lanes, the host's.
+static int64_t *fsdpi_plan_clock_of(fsdpi_plan_clocks *k, int stream) {
+    int is_host = k->l->mode == FSDPI_PLAN_INLINE ||
+                  (k->l->mode == FSDPI_PLAN_LANES && stream == FSDP_STREAM_COMPUTE);
+    return is_host ? &k->host : &k->stream[stream];
+}
+
+static void fsdpi_plan_run_line(fsdpi_plan_clocks *k, const fsdpi_plan_line *line) {
+    const fsdpi_plan_member *m = &k->l->members[line->members];
+    int src = fsdpi_plan_event_of(k, m->src), dst = fsdpi_plan_event_of(k, m->dst);
+    int64_t *clock = fsdpi_plan_clock_of(k, line->stream), takes;
+    if (line->kind == FSDP_OP_ACQUIRE) return;
+    if (line->kind == FSDP_OP_RELEASE) {
+        if (src >= 0 && k->avail[src] < 0) k->avail[src] = *clock;
+        return;
+    }
+    if (line->kind == FSDP_OP_WROTE) {
+        if (dst >= 0) k->ready[dst] = *fsdpi_plan_clock_of(k, FSDP_STREAM_COMPUTE);
+        return;
+    }
+    k->host += (int64_t)k->cost->issue_ns;
+    int64_t begin = fsdpi_plan_later(k->host, *clock), free_at = begin;
+    if (src >= 0) begin = fsdpi_plan_later(begin, k->ready[src]);
+    if (dst >= 0 && dst != src)
+        begin = fsdpi_plan_later(begin, k->avail[dst] >= 0 ? k->avail[dst] : k->ready[dst]);
+    if (dst >= 0) k->avail[dst] = -1;
+    takes = fsdpi_plan_takes(k->cost, line);
+    if (fsdpi_plan_is_collective(line->kind)) {
+        int64_t *of = line->kind == FSDP_OP_ALL_GATHER       ? &k->out->gather_ns
+                      : line->kind == FSDP_OP_REDUCE_SCATTER ? &k->out->reduce_ns
+                                                             : &k->out->replica_ns;
+        if (line->comm >= 0) begin = fsdpi_plan_later(begin, k->comm[line->comm]);
+        if (k->cost->shared_links) begin = fsdpi_plan_later(begin, k->link);
+        if (line->comm >= 0) k->busy[line->comm] += takes;
+        if (line->comm >= 0) k->comm[line->comm] = begin + takes;
+        k->link = begin + takes;
+        *of += takes;
+        if (line->kind == FSDP_OP_ALL_GATHER && !k->first_gather) k->first_gather = takes;
+        if (line->kind != FSDP_OP_ALL_GATHER) k->last_reduction = takes;
+    }
+    // The caller waits: for what another stream does, and inline for the collective itself.
+    if (line->kind == FSDP_OP_USE && line->stream == FSDP_STREAM_COMPUTE)
+        k->waited += begin - free_at;
+    if (k->l->mode == FSDPI_PLAN_INLINE && fsdpi_plan_is_collective(line->kind)) k->waited += takes;
+    *clock = begin + takes;
+    if (dst >= 0) k->ready[dst] = begin + takes;
+}
+
+static void fsdpi_plan_run_calls(fsdpi_plan_clocks *k) {
+    const fsdp_plan_cost *c = k->cost;
+    int line = 0, backward = 0;
+    for (int i = 0; i < k->l->num_calls; i++) {
+        int64_t work = c->num_compute > 0
+                           ? c->compute_ns[i < c->num_compute ? i : c->num_compute - 1]
+                           : 0;
+        int64_t *clock = fsdpi_plan_clock_of(k, FSDP_STREAM_COMPUTE);
+        k->waited = 0;
+        backward |= k->l->calls[i].call == FSDP_CALL_PRE_BACKWARD;
+        for (; line < k->l->num_lines && k->l->lines[line].call == i; line++)
+            fsdpi_plan_run_line(k, &k->l->lines[line]);
+        if (i + 1 == k->l->num_calls) { // finalize waits for shard gradients
+            int64_t now = fsdpi_plan_later(*clock, k->host);
+            int64_t grads = k->ready[k->l->num_slots + 1];
+            k->waited += grads > now ? grads - now : 0;
+            *clock = fsdpi_plan_later(now, grads);
+        }
+        k->out->exposed_ns += k->waited;
+        if (k->waited > k->out->worst_ns) {
+            k->out->worst_ns = k->waited;
+            k->out->worst_call = i;
+        }
+        *clock = fsdpi_plan_later(*clock, k->host) + work;
+        k->out->compute_ns += work;
+    }
+}
+
+static fsdp_status fsdpi_plan_time(fsdp_model *m, const fsdpi_plan_listing *l,
+                                   const fsdp_plan_cost *cost, fsdp_plan_times *out) {
+    fsdpi_plan_clocks k;
+    size_t room = (size_t)(l->num_slots + 2) * sizeof(int64_t);
+    memset(&k, 0, sizeof k);
+    memset(out, 0, sizeof *out);
+    k.l = l;
+    k.cost = cost;
+    k.out = out;
+    fsdp_status status = fsdpi_plan_alloc(m, room, (void **)&k.ready);
+    if (!status) status = fsdpi_plan_alloc(m, room, (void **)&k.avail);
+    if (!status) {
+        memset(k.avail, -1, room);
+        fsdpi_plan_run_calls(&k);
+        out->step_ns = k.host;
+        for (int s = 0; s < FSDP_STREAM_COUNT; s++)
+            out->step_ns = fsdpi_plan_later(out->step_ns, k.stream[s]);
+        out->bound_ns = k.first_gather + out->compute_ns + k.last_reduction;
+        for (int i = 0; i < l->num_comms; i++)
+            out->bound_ns = fsdpi_plan_later(out->bound_ns, k.busy[i]);
+        out->peak_bytes = l->bytes;
+    }
+    fsdpi_plan_free(m, k.ready);
+    fsdpi_plan_free(m, k.avail);
+    return status;
+}
+
+static fsdp_status fsdpi_plan_check_cost(fsdp_world *w, const fsdp_plan_cost *c) {
+    const double numbers[7] = {c->gather_latency_ns,  c->gather_bytes_per_ns,
+                               c->reduce_latency_ns,  c->reduce_bytes_per_ns,
+                               c->replica_latency_ns, c->replica_bytes_per_ns,
+                               c->copy_bytes_per_ns};
+    int bad = !(c->issue_ns >= 0) || c->num_compute < 0 || (c->num_compute > 0 && !c->compute_ns);
+    for (int i = 0; i < 7; i++) bad |= !(numbers[i] >= 0 && numbers[i] < 1e18);
+    for (int i = 0; i < c->num_compute && !bad; i++) bad |= c->compute_ns[i] < 0;
+    if (!bad) return FSDP_OK;
+    return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                     "[E997] plan: fsdp_plan_cost has a number that is negative or not finite, or "
+                     "num_compute numbers are not at compute_ns");
+}

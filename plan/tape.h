@@ -1,0 +1,296 @@
+/* plan/tape.h - rehearsals: from a program and decisions to records and states
+
+   A part of fsdp_plan.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+
+// Owns: fsdpi_plan_tape. A rehearsal runs the program through the core's own rows. What a plan does
+// otherwise, it does there by public calls: so every state of a replay is one that a program could
+// have brought about, and a plan can be left at any call.
+
+static void fsdpi_plan_tape_free(fsdp_plan *p, fsdpi_plan_tape *t) {
+    for (int i = 0; i < t->num_made; i++) fsdpi_plan_free(p->model, t->made[i]);
+    void *const lists[] = {t->ops,     t->pairs,   t->states,    t->saved,  t->runs,
+                           t->uses,    t->bufs,    t->made,      t->ops_at, t->runs_at,
+                           t->groups,  t->members, t->states_at, t->own,    t->own_end,
+                           t->storage, t->holds,   t->held,      t->steps,  t->hooks};
+    for (size_t i = 0; i < sizeof lists / sizeof *lists; i++) fsdpi_plan_free(p->model, lists[i]);
+    memset(t, 0, sizeof *t);
+}
+
+static fsdp_status fsdpi_plan_tape_new(fsdp_plan *p, fsdpi_plan_tape *t, int num_calls) {
+    int32_t **const lists[] = {&t->ops_at, &t->runs_at, &t->states_at, &t->own, &t->own_end};
+    fsdp_status status = FSDP_OK;
+    memset(t, 0, sizeof *t);
+    for (size_t i = 0; i < sizeof lists / sizeof *lists && !status; i++)
+        status = fsdpi_plan_alloc(p->model, (size_t)(num_calls + 1) * sizeof(int32_t),
+                                  (void **)lists[i]);
+    if (!status) status = fsdpi_plan_alloc(p->model, (size_t)num_calls + 1, (void **)&t->storage);
+    if (!status) status = fsdpi_plan_alloc(p->model, (size_t)num_calls + 1, (void **)&t->holds);
+    if (!status) status = fsdpi_plan_alloc(p->model, (size_t)p->num_units, (void **)&t->held);
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, (size_t)(num_calls + 1) * sizeof *t->steps,
+                                  (void **)&t->steps);
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, (size_t)num_calls * sizeof *t->hooks,
+                                  (void **)&t->hooks);
+    return status;
+}
+
+static fsdp_status fsdpi_plan_add_op(fsdp_plan *p, fsdpi_plan_tape *t, const fsdp_op *op,
+                                     fsdpi_plan_pair pair) {
+    fsdp_status status = fsdpi_plan_grow(p->model, (void **)&t->ops, t->num_ops, &t->cap_ops,
+                                         sizeof *t->ops);
+    if (!status)
+        status = fsdpi_plan_grow(p->model, (void **)&t->pairs, t->num_ops, &t->cap_pairs,
+                                 sizeof *t->pairs);
+    if (status) return status;
+    t->ops[t->num_ops] = *op;
+    t->pairs[t->num_ops++] = pair;
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_plan_add_state(fsdp_plan *p, fsdpi_plan_tape *t, int unit,
+                                        const char *bytes) {
+    fsdp_status status = fsdpi_plan_grow(p->model, (void **)&t->states, t->num_states,
+                                         &t->cap_states, sizeof *t->states);
+    if (!status)
+        status = fsdpi_plan_grow(p->model, (void **)&t->saved, t->num_states, &t->cap_saved,
+                                 p->unit_bytes);
+    if (status) return status;
+    memcpy(t->saved + (size_t)t->num_states * p->unit_bytes, bytes, p->unit_bytes);
+    t->states[t->num_states].of = p->units[unit];
+    t->states[t->num_states].unit = unit;
+    t->states[t->num_states].at = t->num_states;
+    t->num_states++;
+    return FSDP_OK;
+}
+
+static int fsdpi_plan_index(const fsdp_plan *p, const fsdp_unit *unit) {
+    for (int i = 0; i < p->num_units; i++)
+        if (p->units[i] == unit) return i;
+    return -1;
+}
+
+static int64_t fsdpi_plan_slot_bytes(const fsdp_unit *unit, int pool) {
+    fsdp_memory mem = FSDP_ZERO;
+    (void)fsdp_unit_memory(unit, &mem);
+    return mem.pool_bytes[pool];
+}
+
+static uint8_t fsdpi_plan_holds(const fsdp_unit *unit) { // a slot
+    fsdp_memory mem;
+    int slots = 0;
+    if (fsdp_unit_memory(unit, &mem)) return 1;
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) slots += mem.pool_slots[pool];
+    return slots != 0;
+}
+
+static void fsdpi_plan_states_now(const fsdp_plan *p, char *out) {
+    for (int i = 0; i < p->num_units; i++)
+        (void)fsdp_unit_snapshot(p->units[i], out + (size_t)i * p->unit_bytes, p->unit_bytes);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// The rehearsal.
+
+typedef struct fsdpi_plan_show {
+    fsdp_plan *plan;
+    fsdpi_plan_tape *tape;
+    const fsdpi_plan_kind *kind;
+    const fsdpi_plan_choice *choice; // NULL: by calls
+    fsdp_buf *const *bufs;           // by use; NULL: buffers without memory
+    fsdp_status status;
+    int quiet;     // records are not looked at
+    int call;      // that is made
+    int own;       // the call whose own work is under way; -1
+    int64_t next;  // where the next buffer without memory lies
+    char *last;    // [units] their states behind the call before
+    int32_t *acts; // [num_acts][2] where the records of each act begin and end
+} fsdpi_plan_show;
+
+// The use that has a buffer now: the last one that took it.
+static int fsdpi_plan_use_of(const fsdpi_plan_tape *t, const fsdp_buf *buf) {
+    int i = buf ? t->num_uses - 1 : -1;
+    while (i >= 0 && t->bufs[i] != buf) i--;
+    return i;
+}
+
+// `buffer` of a rehearsal: a slot for each use, in the order of acquiring.
+static fsdp_buf *fsdpi_plan_give(void *user, fsdp_model *model, fsdp_unit *unit, int pool,
+                                 fsdp_buf *released) {
+    fsdpi_plan_show *s = (fsdpi_plan_show *)user;
+    fsdpi_plan_tape *t = s->tape;
+    fsdpi_plan_use use;
+    fsdp_buf *buf = NULL;
+    int n = t->num_uses;
+    if (released) return NULL;
+    memset(&use, 0, sizeof use);
+    use.unit = fsdpi_plan_index(s->plan, unit);
+    use.pool = pool;
+    use.bytes = fsdpi_plan_slot_bytes(unit, pool);
+    use.slot = use.glue = -1;
+    fsdp_status status = fsdpi_plan_grow(model, (void **)&t->uses, n, &t->cap_uses, sizeof use);
+    if (!status)
+        status = fsdpi_plan_grow(model, (void **)&t->bufs, n, &t->cap_bufs, sizeof *t->bufs);
+    if (!status && s->bufs) buf = s->bufs[n];
+    else if (!status) status = fsdp_buf_part(model, NULL, s->next, use.bytes, &buf);
+    s->next += use.bytes;
+    if (status) s->status = status;
+    if (!buf) return NULL;
+    t->uses[n] = use;
+    t->bufs[n] = buf;
+    t->num_uses++;
+    return buf;
+}
+
+// `op` of a rehearsal.
+static int fsdpi_plan_see(void *user, fsdp_model *model, fsdp_op *op) {
+    fsdpi_plan_show *s = (fsdpi_plan_show *)user;
+    fsdpi_plan_pair pair = {fsdpi_plan_use_of(s->tape, op->src),
+                            fsdpi_plan_use_of(s->tape, op->dst)};
+    if (op->kind == FSDP_OP_HOOK && s->own >= 0) s->tape->hooks[s->own] = *op;
+    if (s->quiet || op->kind == FSDP_OP_HOOK || op->model != model || s->status) return 1;
+    s->status = fsdpi_plan_add_op(s->plan, s->tape, op, pair);
+    return 1;
+}
+
+static fsdp_status fsdpi_plan_make_call(fsdp_unit *unit, int call) {
+    static fsdp_status (*const calls[])(fsdp_unit *) = {
+        fsdp_pre_forward, fsdp_post_forward, fsdp_pre_backward, fsdp_post_backward,
+        fsdp_unshard,     fsdp_wait,         fsdp_reshard}; // in the order of FSDP_CALL_LIST
+    return calls[call](unit);
+}
+
+// The state of a unit, if it is another one than behind the call before.
+static fsdp_status fsdpi_plan_note(fsdpi_plan_show *s, int unit) {
+    fsdp_plan *p = s->plan;
+    char *last = s->last + (size_t)unit * p->unit_bytes, now[FSDPI_PLAN_STATE];
+    (void)fsdp_unit_snapshot(p->units[unit], now, sizeof now);
+    if (memcmp(last, now, p->unit_bytes) == 0) return FSDP_OK;
+    memcpy(last, now, p->unit_bytes);
+    return fsdpi_plan_add_state(p, s->tape, unit, now);
+}
+
+static int fsdpi_plan_is_late(const fsdpi_plan_act *act) {
+    return act->what != FSDPI_PLAN_GATHER || act->late;
+}
+
+// The acts of a call, before its own work or behind it.
+static fsdp_status fsdpi_plan_do_acts(fsdpi_plan_show *s, int call, int *at, int late) {
+    const fsdpi_plan_choice *c = s->choice;
+    fsdp_status status = FSDP_OK;
+    for (; *at < c->num_acts && c->acts[*at].call == call && !status; ++*at) {
+        const fsdpi_plan_act *act = &c->acts[*at];
+        if (fsdpi_plan_is_late(act) != late) break;
+        s->acts[2 * *at] = s->tape->num_ops;
+        if (act->what == FSDPI_PLAN_GATHER) status = fsdp_unshard(s->plan->units[act->unit]);
+        if (act->what == FSDPI_PLAN_FREE) status = fsdp_reshard(s->plan->units[act->unit]);
+        if (act->what == FSDPI_PLAN_REDUCE) {
+            status = fsdp_set_requires_gradient_sync(s->plan->model, s->plan->units[act->unit], 1);
+            if (!status) status = fsdp_unit_reduce(s->plan->units[act->unit]);
+        }
+        s->acts[2 * *at + 1] = s->tape->num_ops;
+    }
+    return status;
+}
+
+// Managed units: their hooks neither gather ahead nor free.
+static fsdp_status fsdpi_plan_manage(fsdpi_plan_show *s) {
+    fsdp_plan *p = s->plan;
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < p->num_units && !status; i++) {
+        fsdp_unit *u = p->units[i];
+        status = fsdp_set_modules_to_forward_prefetch(u, NULL, 0);
+        if (!status && s->choice->waits[i])
+            status = fsdp_set_requires_gradient_sync(p->model, u, 0);
+        if (!s->choice->managed[i] || status) continue;
+        status = fsdp_set_reshard_after_forward(p->model, u, FSDP_RESHARD_NEVER);
+        if (!status) status = fsdp_set_reshard_after_backward(p->model, u, 0);
+        if (!status) status = fsdp_set_unshard_in_backward(p->model, u, 0);
+    }
+    return status;
+}
+
+// The calls of a rehearsal.
+static fsdp_status fsdpi_plan_play(void *user) {
+    fsdpi_plan_show *s = (fsdpi_plan_show *)user;
+    fsdp_plan *p = s->plan;
+    const fsdpi_plan_kind *k = s->kind;
+    fsdpi_plan_tape *t = s->tape;
+    fsdp_status status = FSDP_OK;
+    int at = 0;
+    for (int i = 0; i < p->num_units && !status; i++)
+        status = fsdp_unit_restore(p->units[i], k->begin + (size_t)i * p->unit_bytes,
+                                   p->unit_bytes);
+    memcpy(s->last, k->begin, (size_t)p->num_units * p->unit_bytes);
+    for (int i = 0; i < p->num_units; i++)
+        t->held[i] = fsdp_unit_storage(p->units[i]) != FSDP_STORAGE_SHARDED;
+    if (!status && s->choice) status = fsdpi_plan_manage(s);
+    for (int i = 0; i + 1 < k->num_calls && !status && !s->status; i++) {
+        const fsdpi_plan_call *call = &k->calls[i];
+        s->call = i;
+        t->ops_at[i] = t->num_ops;
+        t->states_at[i] = t->num_states;
+        if (s->choice) status = fsdpi_plan_do_acts(s, i, &at, 0);
+        if (!status && s->choice && s->choice->sync[i] >= 0)
+            status = fsdp_set_requires_gradient_sync(p->model, call->unit, s->choice->sync[i]);
+        t->own[i] = t->num_ops;
+        s->own = i;
+        if (!status) status = fsdpi_plan_make_call(call->unit, call->call);
+        s->own = -1;
+        t->own_end[i] = t->num_ops;
+        t->storage[i] = (uint8_t)fsdp_unit_storage(call->unit);
+        t->holds[i] = fsdpi_plan_holds(call->unit);
+        if (!status && s->choice) status = fsdpi_plan_do_acts(s, i, &at, 1);
+        for (int u = 0; u < p->num_units && !status; u++) status = fsdpi_plan_note(s, u);
+    }
+    t->ops_at[k->num_calls - 1] = t->ops_at[k->num_calls] = t->num_ops;
+    t->states_at[k->num_calls - 1] = t->states_at[k->num_calls] = t->num_states;
+    s->quiet = 1;                           // what is held at the end is not held in truth
+    for (int i = 0; i < t->num_uses; i++) { // also if it has failed: buffers that are held stay
+        fsdp_op op;
+        if (!fsdp_buf_held(t->bufs[i])) continue;
+        fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.src = t->bufs[i];
+        op.what = "plan";
+        fsdp_status released = fsdp_emit(p->model, &op);
+        if (!status) status = released;
+    }
+    return s->status ? s->status : status;
+}
+
+/* The program through the core's rows, with the decisions of a choice or by calls. bufs: the slots
+   of uses, in order; NULL: buffers without memory, which last as long as the tape. */
+static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*run)(void *user)) {
+    fsdp_plan *p = s->plan;
+    fsdp_extension e = FSDP_ZERO;
+    int num_acts = s->choice ? s->choice->num_acts : 0;
+    e.user = s;
+    e.op = fsdpi_plan_see;
+    e.buffer = fsdpi_plan_give;
+    s->status = FSDP_OK;
+    s->next = 4096;
+    s->quiet = 0;
+    s->own = -1;
+    s->last = NULL;
+    s->acts = NULL;
+    fsdp_status status = fsdpi_plan_tape_new(p, s->tape, s->kind->num_calls);
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,
+                                  (void **)&s->last);
+    if (!status)
+        status = fsdpi_plan_alloc(p->model, 2 * (size_t)num_acts * sizeof *s->acts,
+                                  (void **)&s->acts);
+    if (!status) status = fsdp_rehearse(p->model, &e, run, s);
+    for (int i = 0; i < s->tape->num_uses && !s->bufs; i++)
+        fsdp_buf_destroy(p->model, s->tape->bufs[i]);
+    return status;
+}
+
+static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
+    return fsdpi_plan_rehearse_with(s, fsdpi_plan_play);
+}
+
+static void fsdpi_plan_show_end(fsdpi_plan_show *s) {
+    fsdpi_plan_free(s->plan->model, s->last);
+    fsdpi_plan_free(s->plan->model, s->acts);
+}

@@ -1,0 +1,376 @@
+/* plan.h - nets for tests of plans: a net is a list of units and the calls of a step. The same
+   training runs by calls and with a plan; what has to be equal is compared bit by bit.
+
+   Gradients are a function of the gathered parameters, the rank, the step and the call, so that
+   whatever a gather or a reduction does otherwise shows in what comes after.
+
+   SPDX-License-Identifier: MIT */
+#ifndef PLAN_H
+#define PLAN_H
+#include "lab.h"
+#include "sim.h"
+
+enum { PLAN_UNITS = 72, PLAN_CALLS = 320, PLAN_STEPS = 320, PLAN_PARAMS = 12 };
+
+enum {                           /* what a net has set, a set */
+       PLAN_SUM_HOOK = 1,        /* all-reduce hooks */
+       PLAN_GRAD_HOOK = 2,       /* post-accumulate hooks that write shards */
+       PLAN_CUSTOM = 4,          /* collectives of the test's own */
+       PLAN_STRINGS = 8,         /* parameter 0 has a gather extension */
+       PLAN_LISTS = 16,          /* prefetch lists */
+       PLAN_NO_RESHARD = 32,     /* reshard_after_backward 0 */
+       PLAN_NO_UNSHARD = 64,     /* unshard_in_backward 0: backward needs no parameters */
+       PLAN_UNUSED = 128,        /* fsdp_set_reduce_scatter_unused_params 0 */
+       PLAN_NO_ALL_REDUCE = 256, /* fsdp_set_requires_all_reduce 0 */
+       PLAN_SOME_USED = 512      /* a parameter is used, or not, by rank and step */
+};
+
+typedef struct plan_net {
+    const char *name;
+    int num_units, num_params;    /* of each unit, unless `params` says otherwise */
+    int64_t rows[PLAN_PARAMS][2]; /* shapes: matrices; a second size of 0: vectors */
+    int num_calls;
+    struct {
+        int16_t unit, call; /* FSDP_CALL_* */
+    } calls[PLAN_CALLS];
+    fsdp_model_desc model;
+    int never;                      /* 1 + the unit that stays open around the others */
+    int replicas;                   /* 0: one-dimensional; else HSDP, or with all ranks DDP */
+    int frozen;                     /* 1 + the parameter that is frozen in each unit */
+    int frozen_unit;                /* 1 + the unit whose parameters are all frozen */
+    int sets;                       /* PLAN_* */
+    fsdp_dtype dtypes[PLAN_PARAMS]; /* of stored parameters */
+    int keep[PLAN_PARAMS];          /* keep_dtype */
+    int scaled;                     /* units differ in size: rows times 1 + unit % scaled */
+} plan_net;
+
+typedef struct plan_result {
+    uint64_t hash[PLAN_STEPS]; /* of what every forward and backward saw, and of the shards */
+    uint64_t grads[PLAN_STEPS];
+    fsdp_counters counters[PLAN_STEPS];
+    fsdp_memory memory;
+    fsdp_plan_report report;
+    fsdp_plan_mode mode[PLAN_STEPS]; /* behind each step */
+    char why[PLAN_STEPS][160];
+    int count;
+} plan_result;
+
+typedef struct plan_bed { /* one rank */
+    const plan_net *net;
+    fsdp_world *w;
+    fsdp_model *model;
+    fsdp_unit *unit[PLAN_UNITS];
+    fsdp_plan *plan;
+    sim *s; /* that plays the device; NULL: a real one */
+    uint64_t hash;
+    int step;
+    int keeps_grads; /* steps do not call fsdp_zero_grad */
+    int is_partial;  /* steps may end without gradients */
+    int frozen_now;  /* parameter 0 of unit 1 is frozen now */
+    int64_t numel[PLAN_UNITS][PLAN_PARAMS];
+} plan_bed;
+
+H_FN void plan_call(plan_net *n, int unit, int call) {
+    CHECK(n->num_calls < PLAN_CALLS);
+    n->calls[n->num_calls].unit = (int16_t)unit;
+    n->calls[n->num_calls++].call = (int16_t)call;
+}
+H_FN void plan_pair(plan_net *n, int unit, int backward) {
+    plan_call(n, unit, backward ? FSDP_CALL_PRE_BACKWARD : FSDP_CALL_PRE_FORWARD);
+    plan_call(n, unit, backward ? FSDP_CALL_POST_BACKWARD : FSDP_CALL_POST_FORWARD);
+}
+/* The units of `order`, and back. */
+H_FN void plan_visit(plan_net *n, const int *order, int count) {
+    for (int i = 0; i < count; i++) plan_pair(n, order[i], 0);
+    for (int i = count - 1; i >= 0; i--) plan_pair(n, order[i], 1);
+}
+H_FN plan_net plan_chain(int units, int64_t rows, int64_t cols) {
+    plan_net n;
+    int order[PLAN_UNITS];
+    memset(&n, 0, sizeof n);
+    n.name = "chain";
+    n.num_units = units, n.num_params = 2;
+    n.rows[0][0] = rows, n.rows[0][1] = cols, n.rows[1][0] = cols;
+    for (int i = 0; i < units; i++) order[i] = i;
+    plan_visit(&n, order, units);
+    return n;
+}
+/* Three layers, used as 0 0 1 1 2 2 0 1 2 0 1 2, and back. */
+H_FN plan_net plan_nested(void) {
+    static const int order[12] = {0, 0, 1, 1, 2, 2, 0, 1, 2, 0, 1, 2};
+    plan_net n = plan_chain(3, 16, 16);
+    n.name = "nested";
+    n.num_calls = 0;
+    plan_visit(&n, order, 12);
+    return n;
+}
+
+H_FN void plan_fill(void *user, const fsdp_param_view *v) {
+    (void)user;
+    for (int64_t k = 0; k < v->numel; k++) {
+        uint64_t h = lab_hash(7, (uint64_t)v->ordinal, (uint64_t)fsdp_view_index(v, k), 3);
+        lab_put(v->data, v->dtype, k, (double)(h % 2001) / 1000 - 1);
+    }
+}
+
+/* ---- what a net may set ---------------------------------------------------------------------- */
+
+static sim *plan_sim;          /* for functions that the library calls: of this process, or NULL */
+static int64_t plan_called[4]; /* all-reduce hooks, grad hooks, reductions, strings */
+
+H_FN void plan_count(int what) { __atomic_add_fetch(&plan_called[what], 1, __ATOMIC_SEQ_CST); }
+
+H_FN fsdp_status plan_sum_hook(void *user, fsdp_unit *unit, void *data, int64_t numel,
+                               fsdp_dtype dtype, void *stream) {
+    (void)user, (void)unit;
+    plan_count(0);
+    if (plan_sim)
+        sim_called(plan_sim, stream, "hook", data, numel * (int64_t)fsdp_dtype_size(dtype), 1);
+    for (int64_t k = 0; k < numel; k++) lab_put(data, dtype, k, lab_get(data, dtype, k) * 0.75);
+    return FSDP_OK;
+}
+H_FN fsdp_status plan_grad_hook(void *user, const fsdp_param_view *v, void *stream) {
+    (void)user;
+    plan_count(1);
+    if (plan_sim)
+        sim_called(plan_sim, stream, "hook", v->shard,
+                   v->numel * (int64_t)fsdp_dtype_size(v->dtype), 1);
+    for (int64_t k = 0; k < v->numel; k++)
+        lab_put(v->shard, v->dtype, k,
+                lab_get(v->shard, v->dtype, k) - lab_get(v->shard_grad, v->grad_dtype, k) / 16);
+    return FSDP_OK;
+}
+H_FN fsdp_status plan_custom(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                             const fsdp_coll *coll) {
+    (void)user;
+    if (coll->kind != FSDP_OP_ALL_GATHER) plan_count(2);
+    return ops->run(comm, coll);
+}
+/* Twice the shard, and 8 bytes more. */
+H_FN int plan_sizes(void *user, int64_t numel, int64_t nbytes[FSDP_GATHER_TENSORS]) {
+    (void)user;
+    nbytes[0] = numel * (int64_t)sizeof(float);
+    nbytes[1] = 8;
+    return 2;
+}
+H_FN fsdp_status plan_pre(void *user, const fsdp_param_view *v, void *const *strings,
+                          void *stream) {
+    float *out = (float *)strings[0];
+    (void)user;
+    plan_count(3);
+    if (plan_sim && v->numel)
+        sim_called(plan_sim, stream, "pre", strings[0], v->numel * (int64_t)sizeof(float), 1);
+    for (int64_t k = 0; k < v->numel; k++) out[k] = (float)(2 * lab_get(v->shard, v->dtype, k));
+    memset(strings[1], 7, 8);
+    return FSDP_OK;
+}
+H_FN fsdp_status plan_post(void *user, const fsdp_param_view *v, const void *const *gathered,
+                           void *full, fsdp_dtype dtype, void *stream) {
+    const float *in = (const float *)gathered[0];
+    int64_t numel = lab_full_numel(v);
+    (void)user;
+    plan_count(3);
+    CHECK_EQ_INT(((const unsigned char *)gathered[1])[7], 7);
+    if (plan_sim) {
+        sim_called(plan_sim, stream, "post", in, numel * (int64_t)sizeof(float), 0);
+        sim_called(plan_sim, stream, "post", full, numel * (int64_t)fsdp_dtype_size(dtype), 1);
+    }
+    for (int64_t k = 0; k < numel; k++) lab_put(full, dtype, k, (double)in[k] / 2);
+    return FSDP_OK;
+}
+
+H_FN void plan_set(plan_bed *b, fsdp_unit *u, int index) {
+    int sets = b->net->sets;
+    if (sets & PLAN_SUM_HOOK) CALL(b->w, fsdp_set_all_reduce_hook(u, plan_sum_hook, NULL));
+    if (sets & PLAN_GRAD_HOOK)
+        CALL(b->w, fsdp_set_post_accumulate_hook(u, 0, plan_grad_hook, NULL));
+    if (sets & PLAN_CUSTOM && index % 2 == 0) {
+        CALL(b->w, fsdp_set_custom_all_gather(u, plan_custom, NULL));
+        CALL(b->w, fsdp_set_custom_reduce_scatter(u, plan_custom, NULL));
+        CALL(b->w, fsdp_set_custom_all_reduce(u, plan_custom, NULL));
+    }
+    if (sets & PLAN_LISTS) {
+        if (index + 1 < b->net->num_units)
+            CALL(b->w, fsdp_set_modules_to_forward_prefetch(u, &b->unit[index + 1], 1));
+        if (index > 0) CALL(b->w, fsdp_set_modules_to_backward_prefetch(u, &b->unit[index - 1], 1));
+    }
+    if (sets & PLAN_NO_RESHARD) CALL(b->w, fsdp_set_reshard_after_backward(b->model, u, 0));
+    if (sets & PLAN_NO_UNSHARD) CALL(b->w, fsdp_set_unshard_in_backward(b->model, u, 0));
+    if (sets & PLAN_UNUSED) CALL(b->w, fsdp_set_reduce_scatter_unused_params(b->model, u, 0));
+    if (sets & PLAN_NO_ALL_REDUCE) CALL(b->w, fsdp_set_requires_all_reduce(b->model, u, 0));
+}
+
+H_FN void plan_open(plan_bed *b, const plan_net *net, fsdp_world *w) {
+    static const fsdp_gather_extension strings = {plan_sizes, plan_pre, plan_post, NULL};
+    static __thread fsdp_mesh_info info;
+    fsdp_model_desc md = net->model;
+    memset(b, 0, sizeof *b);
+    b->net = net, b->w = w;
+    if (net->replicas) {
+        fsdp_mesh *mesh;
+        fsdp_mesh_desc d = FSDP_ZERO;
+        int size = fsdp_world_size(w);
+        d.ndim = 2, d.shape[0] = net->replicas, d.shape[1] = size / net->replicas;
+        d.names[0] = "replicas", d.names[1] = "shards";
+        CALL(w, fsdp_mesh_create(w, &d, &mesh));
+        CALL(w, fsdp_mesh_info_init(
+                    mesh, size == net->replicas ? FSDP_MESH_INFO_DDP : FSDP_MESH_INFO_HSDP,
+                    size == net->replicas ? -1 : 1, 0, &info));
+        md.mesh_info = &info;
+    }
+    CALL(w, fsdp_model_create(w, &md, &b->model));
+    for (int u = 0; u < net->num_units; u++) {
+        fsdp_param_desc p[PLAN_PARAMS];
+        fsdp_unit_desc ud = FSDP_ZERO;
+        char name[16];
+        snprintf(name, sizeof name, "h.%d", u);
+        for (int i = 0; i < net->num_params; i++) {
+            int64_t rows = net->rows[i][0] * (net->scaled ? 1 + u % net->scaled : 1);
+            p[i] = net->rows[i][1] ? fsdp_mat(NULL, rows, net->rows[i][1]) : fsdp_vec(NULL, rows);
+            p[i].frozen = net->frozen == i + 1 || net->frozen_unit == u + 1;
+            p[i].dtype = net->dtypes[i];
+            p[i].keep_dtype = net->keep[i];
+            if (net->sets & PLAN_STRINGS && i == 0) p[i].extension = &strings;
+            b->numel[u][i] = rows * (net->rows[i][1] ? net->rows[i][1] : 1);
+        }
+        ud.name = name, ud.params = p, ud.num_params = net->num_params;
+        if (net->never == u + 1) ud.reshard_after_forward = FSDP_RESHARD_NEVER;
+        CALL(w, fsdp_fully_shard(b->model, &ud, &b->unit[u]));
+    }
+    CALL(w, fsdp_init_params(b->model, plan_fill, NULL));
+    for (int u = 0; u < net->num_units && net->sets; u++) plan_set(b, b->unit[u], u);
+}
+
+/* Of gathered parameter i and of its gradient. */
+H_FN fsdp_dtype plan_dtype(const plan_net *n, int i) {
+    fsdp_dtype own = n->dtypes[i] ? n->dtypes[i] : FSDP_F32;
+    return n->model.param_dtype && !n->keep[i] ? n->model.param_dtype : own;
+}
+H_FN void plan_read(const plan_bed *b, const void *ptr, int64_t nbytes) {
+    if (b->s) sim_read(b->s, "the caller", ptr, nbytes);
+}
+H_FN void plan_write(const plan_bed *b, const void *ptr, int64_t nbytes) {
+    if (b->s) sim_write(b->s, "the caller", ptr, nbytes);
+}
+
+/* What a unit's parameters are, into the hash; in backward gradients that follow from them. */
+H_FN void plan_look(plan_bed *b, int unit, int call_index, int backward) {
+    const plan_net *n = b->net;
+    for (int i = 0; i < n->num_params; i++) {
+        fsdp_dtype dtype = plan_dtype(n, i);
+        int blind = backward && n->sets & PLAN_NO_UNSHARD;
+        const void *data = blind ? NULL : fsdp_data(b->unit[unit], i);
+        int64_t numel = b->numel[unit][i], bytes = numel * (int64_t)fsdp_dtype_size(dtype);
+        CHECK(data || blind);
+        if (data) plan_read(b, data, bytes);
+        if (data) lab_fold(&b->hash, data, (size_t)bytes);
+        int idle = n->sets & PLAN_SOME_USED &&
+                   lab_hash((uint64_t)fsdp_rank(b->w), (uint64_t)b->step, (uint64_t)unit,
+                            (uint64_t)i) %
+                           2 ==
+                       0;
+        void *grad = backward && !idle ? fsdp_grad(b->unit[unit], i) : NULL;
+        CHECK(!backward || idle ||
+              (grad == NULL) == (n->frozen == i + 1 || n->frozen_unit == unit + 1 ||
+                                 (b->frozen_now && unit == 1 && i == 0)));
+        if (grad) plan_write(b, grad, bytes);
+        for (int64_t k = 0; grad && k < numel; k++) {
+            uint64_t h = lab_hash((uint64_t)fsdp_rank(b->w), (uint64_t)b->step,
+                                  (uint64_t)call_index * 16 + (uint64_t)i, (uint64_t)k);
+            double g = (blind ? 1 : lab_get(data, dtype, k)) * ((double)(h % 17) - 8) / 64;
+            lab_put(grad, dtype, k, lab_get(grad, dtype, k) + g);
+        }
+    }
+}
+
+H_FN fsdp_status plan_hook(plan_bed *b, int unit, int call) {
+    static fsdp_status (*const calls[])(fsdp_unit *) = {
+        fsdp_pre_forward, fsdp_post_forward, fsdp_pre_backward, fsdp_post_backward,
+        fsdp_unshard,     fsdp_wait,         fsdp_reshard};
+    return calls[call](b->unit[unit]);
+}
+
+/* Calls [from, to) of a step. What is gathered is looked at behind the pre_* and again before the
+   post_*: nobody else has written it meanwhile. */
+H_FN void plan_calls(plan_bed *b, int from, int to) {
+    for (int i = from; i < to; i++) {
+        int unit = b->net->calls[i].unit, call = b->net->calls[i].call;
+        if (call == FSDP_CALL_POST_FORWARD) plan_look(b, unit, i, 0);
+        if (call == FSDP_CALL_POST_BACKWARD) plan_look(b, unit, i, 1);
+        CALL(b->w, plan_hook(b, unit, call));
+        if (call == FSDP_CALL_PRE_FORWARD || call == FSDP_CALL_WAIT) plan_look(b, unit, i, 0);
+        if (call == FSDP_CALL_PRE_BACKWARD) plan_look(b, unit, i, 1);
+    }
+}
+
+/* Gradients into a hash; descent; zeros. */
+H_FN uint64_t plan_update(plan_bed *b) {
+    fsdp_param_view v = FSDP_ZERO;
+    uint64_t grads = 1;
+    while (fsdp_next_param(b->model, &v)) {
+        int has = v.shard_grad != NULL;
+        lab_fold(&grads, &has, sizeof has);
+        W_CHECK(b->is_partial || b->net->sets & PLAN_SOME_USED ||
+                    (v.shard_grad != NULL) == v.requires_grad,
+                "unit %s: %s", v.unit_name, fsdp_last_error(b->w));
+        if (!v.shard_grad) continue;
+        plan_read(b, v.shard_grad, v.numel * (int64_t)fsdp_dtype_size(v.grad_dtype));
+        plan_write(b, v.shard, v.numel * (int64_t)fsdp_dtype_size(v.dtype));
+        lab_fold(&grads, v.shard_grad, (size_t)v.numel * fsdp_dtype_size(v.grad_dtype));
+        for (int64_t k = 0; k < v.numel; k++)
+            lab_put(v.shard, v.dtype, k,
+                    lab_get(v.shard, v.dtype, k) - lab_get(v.shard_grad, v.grad_dtype, k) / 8);
+        lab_fold(&b->hash, v.shard, (size_t)v.numel * fsdp_dtype_size(v.dtype));
+        for (int64_t k = 0; k < v.numel; k++) { /* a test of infinities and NaNs is none */
+            double x = lab_get(v.shard, v.dtype, k);
+            CHECK(x > -1e3 && x < 1e3);
+        }
+    }
+    CALL(b->w, fsdp_params_changed(b->model));
+    if (!b->keeps_grads) CALL(b->w, fsdp_zero_grad(b->model));
+    return grads;
+}
+
+/* Behind finalize: descent, and what there is to see. */
+H_FN void plan_step_end(plan_bed *b, plan_result *out) {
+    int i = b->step;
+    CHECK(i < PLAN_STEPS);
+    out->grads[i] = plan_update(b);
+    out->hash[i] = b->hash;
+    CALL(b->w, fsdp_model_counters(b->model, &out->counters[i]));
+    if (b->plan) {
+        out->mode[i] = fsdp_plan_state(b->plan);
+        snprintf(out->why[i], sizeof out->why[i], "%s", fsdp_plan_why(b->plan));
+    }
+    b->step++;
+}
+
+H_FN void plan_step(plan_bed *b, plan_result *out) {
+    plan_calls(b, 0, b->net->num_calls);
+    CALL(b->w, fsdp_finalize_backward(b->model));
+    plan_step_end(b, out);
+}
+
+/* Bytes of all slots, those of plans included. */
+H_FN int64_t plan_slots(const fsdp_memory *m) {
+    int64_t bytes = 0;
+    for (int pool = FSDP_POOL_GATHER; pool <= FSDP_POOL_ROUT; pool++) bytes += m->pool_bytes[pool];
+    for (int pool = FSDP_POOL_COUNT; pool < (int)FSDP_POOL_MAX; pool++)
+        bytes += m->pool_bytes[pool];
+    return bytes;
+}
+
+H_FN void plan_train(fsdp_world *w, const plan_net *net, const fsdp_plan_desc *desc, int planned,
+                     int steps, plan_result *out) {
+    plan_bed b;
+    memset(out, 0, sizeof *out);
+    plan_open(&b, net, w);
+    b.s = plan_sim;
+    if (planned) CALL(w, fsdp_plan_create(b.model, desc, &b.plan));
+    for (int i = 0; i < steps; i++) plan_step(&b, out);
+    CALL(w, fsdp_model_memory(b.model, &out->memory));
+    out->count = fsdp_plan_count(b.plan);
+    if (out->count) CALL(w, fsdp_plan_report_get(b.plan, out->count - 1, &out->report));
+    fsdp_model_destroy(b.model);
+}
+#endif
