@@ -157,10 +157,13 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf);
 
 /* fsdp_buf_ptr    - its address
+   fsdp_buf_pool   - the pool that counts its bytes; if a unit has taken it from an extension, the
+                     pool in whose place it stands; -1 for NULL
    fsdp_buf_nbytes - its size in bytes, at least the requested one
    fsdp_buf_held   - 1 if a unit holds it
    Collective  no      Blocks no      Allocates no */
 FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf);
+FSDP_API int fsdp_buf_pool(const fsdp_buf *buf);
 FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf);
 FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
 

@@ -308,10 +308,10 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
     part->part = 1;
     part->bytes = (size_t)nbytes;
     part->number = ++model->num_bufs;
-    part->pool = FSDP_POOL_SCRATCH;
+    part->pool = part->as = FSDP_POOL_SCRATCH;
     part->ptr = (char *)(uintptr_t)offset;
     if (whole) {
-        part->pool = whole->pool;
+        part->pool = part->as = whole->pool;
         part->pinned = whole->pinned;
         part->ptr = whole->ptr + offset;
     }
@@ -333,6 +333,7 @@ FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
 }
 
 FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf) { return buf ? buf->ptr : NULL; }
+FSDP_API int fsdp_buf_pool(const fsdp_buf *buf) { return buf ? buf->as : -1; }
 FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf) { return buf ? (int64_t)buf->bytes : 0; }
 FSDP_API int fsdp_buf_held(const fsdp_buf *buf) { return buf && buf->held; }
 

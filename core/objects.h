@@ -86,9 +86,10 @@ struct fsdp_buf {
     fsdp_event ready; // last write
     fsdp_event avail; // release by the last consumer; the first write after acquire waits for it
     uint64_t released;
-    uint8_t held, pool, pinned; // pinned: host memory of the device, which peers cannot read
-    uint8_t part;               // it lies inside of another buffer, which owns the memory
-    int32_t number;             // in the order of making
+    uint8_t held, pool, as; // pool: which counts its bytes; as: for which a unit takes it
+    uint8_t pinned;         // host memory of the device, which peers cannot read
+    uint8_t part;           // it lies inside of another buffer, which owns the memory
+    int32_t number;         // in the order of making
 };
 
 typedef struct fsdpi_class { // slots of one pool and size

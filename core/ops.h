@@ -87,7 +87,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_show_buf(fsdp_model *m, const fsdp_unit 
     fsdp_op op = fsdpi_op(m, u, kind, FSDP_LABEL_NONE, stream);
     if (kind == FSDP_OP_RELEASE) op.src = buf;
     else op.dst = buf;
-    op.pool = buf->pool;
+    op.pool = buf->as;
     op.slot = buf->number;
     return fsdpi_show(m, &op);
 }
@@ -163,6 +163,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t 
     fsdp_model *m = u->model;
     fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
     *out = buf;
+    if (buf) buf->as = (uint8_t)pool;
     if (buf ? !buf->held && buf->bytes >= bytes : !m->rehearsing) return FSDP_OK;
     return fsdpi_bad(
         m->world, "[E915] an extension gave '%s' a slot of %llu bytes%s for %s, expected %llu free",
@@ -184,7 +185,7 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
 
 static FSDPI_NOINLINE fsdp_status fsdpi_released(fsdp_unit *u, fsdp_buf *buf, int stream) {
     fsdp_status status = fsdpi_marker(u, FSDP_OP_RELEASE, stream, buf);
-    if (u->model->watch & FSDPI_SLOTS) (void)fsdpi_other_slot(u, buf->pool, buf);
+    if (u->model->watch & FSDPI_SLOTS) (void)fsdpi_other_slot(u, buf->as, buf);
     return status;
 }
 

@@ -62,7 +62,7 @@ static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pin
     if (!buf)
         return fsdpi_no_memory(m->world, "a buffer of", fsdp_model_pool_name(m, pool), sizeof *buf);
     buf->bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
-    buf->pool = (uint8_t)pool;
+    buf->pool = buf->as = (uint8_t)pool;
     buf->pinned = (uint8_t)pinned;
     buf->number = ++m->num_bufs;
     m->pool_slots[pool]++;

@@ -71,23 +71,30 @@ static uint32_t fsdpi_plan_digest(const fsdp_op *op) {
     return (uint32_t)h;
 }
 
+// The place of events in a table with one for each slot, block, and older slot of each unit; -1:
+// it has none.
+static int fsdpi_plan_events(const fsdpi_plan_listing *l) {
+    return l->num_slots + 2 + FSDPI_PLAN_HELD_COUNT * l->num_units;
+}
+static int fsdpi_plan_event_of(const fsdpi_plan_listing *l, int unit, int place) {
+    int held = FSDPI_PLAN_HELD - place;
+    return place >= 0                   ? place
+           : place == FSDPI_PLAN_SHARDS ? l->num_slots
+           : place == FSDPI_PLAN_GRADS  ? l->num_slots + 1
+           : held >= 0 && unit >= 0     ? l->num_slots + 2 + held * l->num_units + unit
+                                        : -1;
+}
+
 // A buffer that is none of the tape's: a block of the model, host memory, or an older slot.
 static int fsdpi_plan_place_of(const fsdpi_plan_tape *t, const fsdp_op *op, int use, int writes) {
     const fsdp_buf *buf = writes ? op->dst : op->src;
     if (use >= 0) return t->uses[use].slot;
     if (!buf) return op->label == FSDP_LABEL_USERS && !writes ? FSDPI_PLAN_HOST : FSDPI_PLAN_NONE;
-    int is_gather = op->label == FSDP_LABEL_GATHER || op->label == FSDP_LABEL_COPY_IN ||
-                    op->label == FSDP_LABEL_PRE_GATHER;
-    int is_grads = op->label == FSDP_LABEL_REDUCE || op->label == FSDP_LABEL_RED_OUT ||
-                   op->label == FSDP_LABEL_GRADS || op->label == FSDP_LABEL_FINAL ||
-                   (op->label == FSDP_LABEL_GRAD_HOOK && !writes);
-    int is_slot = op->kind == FSDP_OP_RELEASE || op->kind == FSDP_OP_WROTE ||
-                  (is_grads && !writes && op->kind == FSDP_OP_REDUCE_SCATTER);
-    if (op->label == FSDP_LABEL_GRAD_HOOK && writes) return FSDPI_PLAN_SHARDS;
-    return is_slot     ? FSDPI_PLAN_OTHER
-           : is_gather ? FSDPI_PLAN_SHARDS
-           : is_grads  ? FSDPI_PLAN_GRADS
-                       : FSDPI_PLAN_OTHER;
+    int pool = fsdp_buf_pool(buf), held = pool - FSDP_POOL_GATHER;
+    return pool == FSDP_POOL_SHARD                     ? FSDPI_PLAN_SHARDS
+           : pool == FSDP_POOL_SGRAD                   ? FSDPI_PLAN_GRADS
+           : held >= 0 && held < FSDPI_PLAN_HELD_COUNT ? FSDPI_PLAN_HELD - held
+                                                       : FSDPI_PLAN_OTHER;
 }
 
 static fsdp_status fsdpi_plan_list_op(fsdp_plan *p, const fsdpi_plan_tape *t, fsdpi_plan_listing *l,

@@ -156,7 +156,7 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
         if (last && !freed)
             return fsdp_fail(
                 p->world, FSDP_ERR_INVALID_ARG,
-                "[E993] plan_load: a decision is missing: '%.200s' is not freed behind "
+                "[E962] plan_load: a decision is missing: '%.200s' is not freed behind "
                 "its last use in call %d",
                 fsdp_unit_name(p->units[span->owner]), span->end);
     }

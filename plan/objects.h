@@ -71,7 +71,9 @@ enum {
     FSDPI_PLAN_SHARDS = -2, // the block of shards; the unit's part of it
     FSDPI_PLAN_GRADS = -3,  // the block of shard gradients
     FSDPI_PLAN_HOST = -4,   // host memory: flags of use
-    FSDPI_PLAN_OTHER = -5   // a slot that a unit holds since before the step
+    FSDPI_PLAN_OTHER = -5,  // an extension's
+    FSDPI_PLAN_HELD = -6,   // a slot that a unit holds since before the step: here of pool GATHER,
+    FSDPI_PLAN_HELD_COUNT = FSDP_POOL_ROUT - FSDP_POOL_GATHER + 1 // down to -10: of pool ROUT
 };
 
 // One place for a slot. Places may overlap.

@@ -136,8 +136,9 @@ static int fsdpi_plan_read_unit(fsdpi_plan_in *in) {
 static int fsdpi_plan_place_in(fsdpi_plan_in *in) {
     fsdpi_plan_need(in, " ");
     if (fsdpi_plan_take(in, "slot ")) return fsdpi_plan_index_of(in, in->l->num_slots, "a slot");
-    return -1 -
-           fsdpi_plan_choose(in, fsdpi_plan_blocks, 5, "slot, shards, grads, host, held or none");
+    return -1 - fsdpi_plan_choose(in, fsdpi_plan_blocks,
+                                  (int)(sizeof fsdpi_plan_blocks / sizeof *fsdpi_plan_blocks),
+                                  "slot, shards, grads, host, none, other, or held_ and a pool");
 }
 
 static int fsdpi_plan_label_in(fsdpi_plan_in *in) {

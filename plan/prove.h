@@ -26,7 +26,7 @@ typedef struct fsdpi_plan_mark { // an event
 // A slot, or a unit's part of a block.
 typedef struct fsdpi_plan_region {
     fsdpi_plan_touch write, read[FSDP_STREAM_COUNT];
-    fsdpi_plan_mark ready, avail; // of a slot
+    fsdpi_plan_mark ready, avail; // of a slot, or of a whole block
     int32_t unit, held;           // who holds the slot
     int32_t full, version;        // gathered: 1: issued, 2: waited for, 3: read; of which shards
     int32_t grads;                // FSDPI_PLAN_EMPTY, ...
@@ -46,9 +46,7 @@ typedef struct fsdpi_plan_prover {
     const fsdpi_plan_listing *l;
     fsdp_plan_proof *out;
     fsdpi_plan_clock now[FSDP_STREAM_COUNT];
-    fsdpi_plan_region *slots, *shards, *grads; // [slots], [units], [units]
-    fsdpi_plan_mark blocks[2];                 // ready: of the shards, of their gradients
-    fsdpi_plan_mark *older;                    // [units] of the slot that a unit brings along
+    fsdpi_plan_region *slots, *shards, *grads; // [fsdpi_plan_events], [units], [units]
     int32_t *version, *gathered, *written;     // [units] of shards; slots of parameters, gradients
     int32_t *collects, *opened;                // [units] gathers from others; the caller reads now
     int64_t held_bytes, arena;
@@ -145,11 +143,12 @@ static void fsdpi_plan_access(fsdpi_plan_prover *v, int unit, int place, int str
                               int writes) {
     const fsdpi_plan_listing *l = v->l;
     fsdpi_plan_touch now = {stream, line, v->call, v->now[stream].at[stream]};
-    fsdpi_plan_region *r = place >= 0                                ? &v->slots[place]
-                           : place == FSDPI_PLAN_SHARDS && unit >= 0 ? &v->shards[unit]
-                           : place == FSDPI_PLAN_GRADS && unit >= 0  ? &v->grads[unit]
-                                                                     : NULL;
-    if (!r) return;
+    int event = fsdpi_plan_event_of(l, unit, place),
+        is_block = place == FSDPI_PLAN_SHARDS || place == FSDPI_PLAN_GRADS;
+    if (event < 0 || (is_block && unit < 0)) return;
+    fsdpi_plan_region *r = !is_block                    ? &v->slots[event]
+                           : place == FSDPI_PLAN_SHARDS ? &v->shards[unit]
+                                                        : &v->grads[unit];
     v->out->accesses++;
     for (int i = 0; i < l->num_slots && place >= 0; i++)
         if (i != place && fsdpi_plan_overlap(&l->slots[i], &l->slots[place]))
@@ -176,23 +175,18 @@ static void fsdpi_plan_set_mark(const fsdpi_plan_prover *v, int stream, fsdpi_pl
     mark->is_set = 1;
 }
 
-// The events of a place; NULL where there are none.
-static fsdpi_plan_mark *fsdpi_plan_ready(fsdpi_plan_prover *v, int place) {
-    return place >= 0                   ? &v->slots[place].ready
-           : place == FSDPI_PLAN_SHARDS ? &v->blocks[0]
-           : place == FSDPI_PLAN_GRADS  ? &v->blocks[1]
-                                        : NULL;
-}
-static fsdpi_plan_mark *fsdpi_plan_avail(fsdpi_plan_prover *v, int place) {
-    return place >= 0 ? &v->slots[place].avail : NULL;
+// What has the events of a place; NULL where there are none.
+static fsdpi_plan_region *fsdpi_plan_events_of(fsdpi_plan_prover *v, int unit, int place) {
+    int event = fsdpi_plan_event_of(v->l, unit, place);
+    return event >= 0 ? &v->slots[event] : NULL;
 }
 
 // The three rules of fsdp_emit.
-static void fsdpi_plan_derive(fsdpi_plan_prover *v, int stream, int src, int dst) {
-    fsdpi_plan_mark *ready = fsdpi_plan_ready(v, src), *avail = fsdpi_plan_avail(v, dst);
-    if (ready) fsdpi_plan_join_clock(v, stream, ready);
-    if (dst == src || !fsdpi_plan_ready(v, dst)) return;
-    fsdpi_plan_join_clock(v, stream, avail && avail->is_set ? avail : fsdpi_plan_ready(v, dst));
+static void fsdpi_plan_derive(fsdpi_plan_prover *v, int stream, const fsdpi_plan_region *src,
+                              const fsdpi_plan_region *dst) {
+    if (src) fsdpi_plan_join_clock(v, stream, &src->ready);
+    if (dst && dst != src)
+        fsdpi_plan_join_clock(v, stream, dst->avail.is_set ? &dst->avail : &dst->ready);
 }
 
 // One line of words about the line that is looked at, and one about what is wrong.
@@ -250,8 +244,9 @@ static void fsdpi_plan_see_acquire(fsdpi_plan_prover *v, const fsdpi_plan_member
 static void fsdpi_plan_see_release(fsdpi_plan_prover *v, const fsdpi_plan_line *line,
                                    const fsdpi_plan_member *m) {
     int actor = fsdpi_plan_actor(v, line->stream);
+    fsdpi_plan_region *r = fsdpi_plan_events_of(v, m->unit, m->src);
+    if (r && m->src < 0 && !r->avail.is_set) fsdpi_plan_set_mark(v, actor, &r->avail);
     if (m->src < 0) return;
-    fsdpi_plan_region *r = &v->slots[m->src];
     if (!r->held) fsdpi_plan_wrong(v, FSDP_PROOF_USE, "nobody holds", -1, m->src);
     else if (r->unit != m->unit)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "it is held by", r->unit, m->src);
@@ -268,11 +263,11 @@ static void fsdpi_plan_see_release(fsdpi_plan_prover *v, const fsdpi_plan_line *
 }
 
 static void fsdpi_plan_see_wrote(fsdpi_plan_prover *v, const fsdpi_plan_member *m) {
-    if (m->dst == FSDPI_PLAN_OTHER && m->unit >= 0)
-        fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->older[m->unit]);
-    if (m->dst < 0) return;
+    fsdpi_plan_region *r = fsdpi_plan_events_of(v, m->unit, m->dst);
+    if (!r) return;
     fsdpi_plan_access(v, m->unit, m->dst, FSDP_STREAM_COMPUTE, -1, 1);
-    fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->slots[m->dst].ready);
+    fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &r->ready);
+    if (m->dst < 0) return;
     if (!v->slots[m->dst].held) fsdpi_plan_wrong(v, FSDP_PROOF_USE, "nobody holds", -1, m->dst);
     else if (v->slots[m->dst].unit != m->unit)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "it is held by", v->slots[m->dst].unit, m->dst);
@@ -347,11 +342,10 @@ static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line)
     const fsdpi_plan_member *m = &v->l->members[line->members];
     v->out->ops++;
     v->now[actor].at[actor]++;
-    fsdpi_plan_derive(v, actor, m->src, m->dst); // the others have records of their own for it
-    if (m->dst >= 0) v->slots[m->dst].avail.is_set = 0;
-    for (int i = 0; i < line->num_members; i++)
-        if (m[i].src == FSDPI_PLAN_OTHER && m[i].unit >= 0)
-            fsdpi_plan_join_clock(v, actor, &v->older[m[i].unit]);
+    // The other members have records of their own for it.
+    fsdpi_plan_region *dst_events = fsdpi_plan_events_of(v, m->unit, m->dst);
+    fsdpi_plan_derive(v, actor, fsdpi_plan_events_of(v, m->unit, m->src), dst_events);
+    if (dst_events) dst_events->avail.is_set = 0;
     for (int i = 0; i < line->num_members; i++) {
         int src = m[i].src, dst = m[i].dst, uses = line->kind == FSDP_OP_USE;
         for (int k = 0; k < 2; k++)
@@ -368,7 +362,7 @@ static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line)
         fsdpi_plan_see_gather(v, line, &m[i]);
         if (line->label == FSDP_LABEL_GRAD_HOOK && m[i].unit >= 0) v->version[m[i].unit]++;
     }
-    if (fsdpi_plan_ready(v, m->dst)) fsdpi_plan_set_mark(v, actor, fsdpi_plan_ready(v, m->dst));
+    if (dst_events) fsdpi_plan_set_mark(v, actor, &dst_events->ready);
 }
 
 // A call begins: behind it the caller may no longer read, before it it has read.
@@ -414,10 +408,13 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     }
 }
 
-// The core's finalize: COMPUTE waits for shard gradients; then the caller writes shards.
+// The core's finalize: COMPUTE waits for shards and their gradients; then the caller writes shards.
 static void fsdpi_plan_see_end(fsdpi_plan_prover *v, int *lasts) {
     const fsdpi_plan_listing *l = v->l;
-    fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->blocks[1]);
+    fsdpi_plan_region *grads = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_GRADS);
+    fsdpi_plan_region *shards = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_SHARDS);
+    fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &grads->ready);
+    fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &shards->ready); // which hooks may have written
     v->line = -1;
     v->now[FSDP_STREAM_COMPUTE].at[FSDP_STREAM_COMPUTE]++;
     for (int u = 0; u < l->num_units; u++) {
@@ -425,7 +422,14 @@ static void fsdpi_plan_see_end(fsdpi_plan_prover *v, int *lasts) {
         fsdpi_plan_access(v, u, FSDPI_PLAN_SHARDS, FSDP_STREAM_COMPUTE, -1, 1);
         v->version[u]++;
     }
-    fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->blocks[0]);
+    fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &shards->ready);
+    // Slots that units bring along have been filled in a step of another kind, which comes between.
+    for (int i = l->num_slots + 2; i < fsdpi_plan_events(l); i++) {
+        fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->slots[i].ready);
+        fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->slots[i].avail);
+        fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->slots[i].ready);
+        v->slots[i].avail.is_set = 0;
+    }
     for (int i = 0; i < l->num_slots; i++) {
         if (!v->slots[i].held) continue;
         *lasts |= l->slots[i].offset < 0;
@@ -549,7 +553,7 @@ static void fsdpi_plan_check_counts(fsdpi_plan_prover *v) {
 static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing *l,
                                         fsdp_plan_proof *out) {
     fsdpi_plan_prover v;
-    size_t slots = (size_t)l->num_slots * sizeof *v.slots,
+    size_t slots = (size_t)fsdpi_plan_events(l) * sizeof *v.slots,
            units = (size_t)l->num_units * sizeof *v.slots;
     int lasts = 0;
     memset(&v, 0, sizeof v);
@@ -569,8 +573,6 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.gathered);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.written);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.collects);
-    if (!status)
-        status = fsdpi_plan_alloc(m, (size_t)l->num_units * sizeof *v.older, (void **)&v.older);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.opened);
     for (int u = 0; u < l->num_units && !status; u++) v.gathered[u] = v.written[u] = -1;
     for (int u = 0; u < l->num_units && !status; u++) v.collects[u] = l->shards > 1;
@@ -590,6 +592,5 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     fsdpi_plan_free(m, v.written);
     fsdpi_plan_free(m, v.opened);
     fsdpi_plan_free(m, v.collects);
-    fsdpi_plan_free(m, v.older);
     return status;
 }

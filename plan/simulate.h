@@ -11,7 +11,7 @@ typedef struct fsdpi_plan_clocks {
     const fsdp_plan_cost *cost;
     fsdp_plan_times *out;
     int64_t host, stream[FSDP_STREAM_COUNT], comm[FSDPI_PLAN_COMMS], busy[FSDPI_PLAN_COMMS], link;
-    int64_t *ready, *avail; // [slots + 2], the last two: shards, their gradients; avail -1: not set
+    int64_t *ready, *avail; // [fsdpi_plan_events]; avail -1: not set
     int64_t waited;         // by the caller in this call
     int64_t first_gather, last_reduction;
 } fsdpi_plan_clocks;
@@ -40,13 +40,6 @@ static int64_t fsdpi_plan_takes(const fsdp_plan_cost *c, const fsdpi_plan_line *
     }
 }
 
-static int fsdpi_plan_event_of(const fsdpi_plan_clocks *k, int place) {
-    return place >= 0                   ? place
-           : place == FSDPI_PLAN_SHARDS ? k->l->num_slots
-           : place == FSDPI_PLAN_GRADS  ? k->l->num_slots + 1
-                                        : -1;
-}
-
 // The clock of a stream: inline, and for COMPUTE with lanes, the host's.
 static int64_t *fsdpi_plan_clock_of(fsdpi_plan_clocks *k, int stream) {
     int is_host = k->l->mode == FSDPI_PLAN_INLINE ||
@@ -56,7 +49,8 @@ static int64_t *fsdpi_plan_clock_of(fsdpi_plan_clocks *k, int stream) {
 
 static void fsdpi_plan_run_line(fsdpi_plan_clocks *k, const fsdpi_plan_line *line) {
     const fsdpi_plan_member *m = &k->l->members[line->members];
-    int src = fsdpi_plan_event_of(k, m->src), dst = fsdpi_plan_event_of(k, m->dst);
+    int src = fsdpi_plan_event_of(k->l, m->unit, m->src);
+    int dst = fsdpi_plan_event_of(k->l, m->unit, m->dst);
     int64_t *clock = fsdpi_plan_clock_of(k, line->stream), takes;
     if (line->kind == FSDP_OP_ACQUIRE) return;
     if (line->kind == FSDP_OP_RELEASE) {
@@ -97,14 +91,13 @@ static void fsdpi_plan_run_line(fsdpi_plan_clocks *k, const fsdpi_plan_line *lin
 
 static void fsdpi_plan_run_calls(fsdpi_plan_clocks *k) {
     const fsdp_plan_cost *c = k->cost;
-    int line = 0, backward = 0;
+    int line = 0;
     for (int i = 0; i < k->l->num_calls; i++) {
         int64_t work = c->num_compute > 0
                            ? c->compute_ns[i < c->num_compute ? i : c->num_compute - 1]
                            : 0;
         int64_t *clock = fsdpi_plan_clock_of(k, FSDP_STREAM_COMPUTE);
         k->waited = 0;
-        backward |= k->l->calls[i].call == FSDP_CALL_PRE_BACKWARD;
         for (; line < k->l->num_lines && k->l->lines[line].call == i; line++)
             fsdpi_plan_run_line(k, &k->l->lines[line]);
         if (i + 1 == k->l->num_calls) { // finalize waits for shard gradients
@@ -126,7 +119,7 @@ static void fsdpi_plan_run_calls(fsdpi_plan_clocks *k) {
 static fsdp_status fsdpi_plan_time(fsdp_model *m, const fsdpi_plan_listing *l,
                                    const fsdp_plan_cost *cost, fsdp_plan_times *out) {
     fsdpi_plan_clocks k;
-    size_t room = (size_t)(l->num_slots + 2) * sizeof(int64_t);
+    size_t room = (size_t)fsdpi_plan_events(l) * sizeof(int64_t);
     memset(&k, 0, sizeof k);
     memset(out, 0, sizeof *out);
     k.l = l;

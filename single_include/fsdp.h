@@ -2307,10 +2307,13 @@ FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp
 FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf);
 
 /* fsdp_buf_ptr    - its address
+   fsdp_buf_pool   - the pool that counts its bytes; if a unit has taken it from an extension, the
+                     pool in whose place it stands; -1 for NULL
    fsdp_buf_nbytes - its size in bytes, at least the requested one
    fsdp_buf_held   - 1 if a unit holds it
    Collective  no      Blocks no      Allocates no */
 FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf);
+FSDP_API int fsdp_buf_pool(const fsdp_buf *buf);
 FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf);
 FSDP_API int fsdp_buf_held(const fsdp_buf *buf);
 
@@ -3012,9 +3015,10 @@ struct fsdp_buf {
     fsdp_event ready; // last write
     fsdp_event avail; // release by the last consumer; the first write after acquire waits for it
     uint64_t released;
-    uint8_t held, pool, pinned; // pinned: host memory of the device, which peers cannot read
-    uint8_t part;               // it lies inside of another buffer, which owns the memory
-    int32_t number;             // in the order of making
+    uint8_t held, pool, as; // pool: which counts its bytes; as: for which a unit takes it
+    uint8_t pinned;         // host memory of the device, which peers cannot read
+    uint8_t part;           // it lies inside of another buffer, which owns the memory
+    int32_t number;         // in the order of making
 };
 
 typedef struct fsdpi_class { // slots of one pool and size
@@ -7954,7 +7958,7 @@ static fsdp_status fsdpi_buf_make(fsdp_model *m, int pool, size_t bytes, int pin
     if (!buf)
         return fsdpi_no_memory(m->world, "a buffer of", fsdp_model_pool_name(m, pool), sizeof *buf);
     buf->bytes = (size_t)fsdpi_aligned(m, (int64_t)(bytes ? bytes : 1));
-    buf->pool = (uint8_t)pool;
+    buf->pool = buf->as = (uint8_t)pool;
     buf->pinned = (uint8_t)pinned;
     buf->number = ++m->num_bufs;
     m->pool_slots[pool]++;
@@ -8509,7 +8513,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_show_buf(fsdp_model *m, const fsdp_unit 
     fsdp_op op = fsdpi_op(m, u, kind, FSDP_LABEL_NONE, stream);
     if (kind == FSDP_OP_RELEASE) op.src = buf;
     else op.dst = buf;
-    op.pool = buf->pool;
+    op.pool = buf->as;
     op.slot = buf->number;
     return fsdpi_show(m, &op);
 }
@@ -8585,6 +8589,7 @@ static FSDPI_NOINLINE fsdp_status fsdpi_provided(fsdp_unit *u, int pool, size_t 
     fsdp_model *m = u->model;
     fsdp_buf *buf = m->watch & FSDPI_SLOTS ? fsdpi_other_slot(u, pool, NULL) : NULL;
     *out = buf;
+    if (buf) buf->as = (uint8_t)pool;
     if (buf ? !buf->held && buf->bytes >= bytes : !m->rehearsing) return FSDP_OK;
     return fsdpi_bad(
         m->world, "[E915] an extension gave '%s' a slot of %llu bytes%s for %s, expected %llu free",
@@ -8606,7 +8611,7 @@ static fsdp_status fsdpi_acquire(fsdp_unit *u, int pool, fsdp_buf **out) {
 
 static FSDPI_NOINLINE fsdp_status fsdpi_released(fsdp_unit *u, fsdp_buf *buf, int stream) {
     fsdp_status status = fsdpi_marker(u, FSDP_OP_RELEASE, stream, buf);
-    if (u->model->watch & FSDPI_SLOTS) (void)fsdpi_other_slot(u, buf->pool, buf);
+    if (u->model->watch & FSDPI_SLOTS) (void)fsdpi_other_slot(u, buf->as, buf);
     return status;
 }
 
@@ -11928,10 +11933,10 @@ FSDP_API fsdp_status fsdp_buf_part(fsdp_model *model, const fsdp_buf *whole, int
     part->part = 1;
     part->bytes = (size_t)nbytes;
     part->number = ++model->num_bufs;
-    part->pool = FSDP_POOL_SCRATCH;
+    part->pool = part->as = FSDP_POOL_SCRATCH;
     part->ptr = (char *)(uintptr_t)offset;
     if (whole) {
-        part->pool = whole->pool;
+        part->pool = part->as = whole->pool;
         part->pinned = whole->pinned;
         part->ptr = whole->ptr + offset;
     }
@@ -11953,6 +11958,7 @@ FSDP_API void fsdp_buf_destroy(fsdp_model *model, fsdp_buf *buf) {
 }
 
 FSDP_API void *fsdp_buf_ptr(const fsdp_buf *buf) { return buf ? buf->ptr : NULL; }
+FSDP_API int fsdp_buf_pool(const fsdp_buf *buf) { return buf ? buf->as : -1; }
 FSDP_API int64_t fsdp_buf_nbytes(const fsdp_buf *buf) { return buf ? (int64_t)buf->bytes : 0; }
 FSDP_API int fsdp_buf_held(const fsdp_buf *buf) { return buf && buf->held; }
 

@@ -303,7 +303,9 @@ enum {
     FSDPI_PLAN_SHARDS = -2, // the block of shards; the unit's part of it
     FSDPI_PLAN_GRADS = -3,  // the block of shard gradients
     FSDPI_PLAN_HOST = -4,   // host memory: flags of use
-    FSDPI_PLAN_OTHER = -5   // a slot that a unit holds since before the step
+    FSDPI_PLAN_OTHER = -5,  // an extension's
+    FSDPI_PLAN_HELD = -6,   // a slot that a unit holds since before the step: here of pool GATHER,
+    FSDPI_PLAN_HELD_COUNT = FSDP_POOL_ROUT - FSDP_POOL_GATHER + 1 // down to -10: of pool ROUT
 };
 
 // One place for a slot. Places may overlap.
@@ -1920,23 +1922,30 @@ static uint32_t fsdpi_plan_digest(const fsdp_op *op) {
     return (uint32_t)h;
 }
 
+// The place of events in a table with one for each slot, block, and older slot of each unit; -1:
+// it has none.
+static int fsdpi_plan_events(const fsdpi_plan_listing *l) {
+    return l->num_slots + 2 + FSDPI_PLAN_HELD_COUNT * l->num_units;
+}
+static int fsdpi_plan_event_of(const fsdpi_plan_listing *l, int unit, int place) {
+    int held = FSDPI_PLAN_HELD - place;
+    return place >= 0                   ? place
+           : place == FSDPI_PLAN_SHARDS ? l->num_slots
+           : place == FSDPI_PLAN_GRADS  ? l->num_slots + 1
+           : held >= 0 && unit >= 0     ? l->num_slots + 2 + held * l->num_units + unit
+                                        : -1;
+}
+
 // A buffer that is none of the tape's: a block of the model, host memory, or an older slot.
 static int fsdpi_plan_place_of(const fsdpi_plan_tape *t, const fsdp_op *op, int use, int writes) {
     const fsdp_buf *buf = writes ? op->dst : op->src;
     if (use >= 0) return t->uses[use].slot;
     if (!buf) return op->label == FSDP_LABEL_USERS && !writes ? FSDPI_PLAN_HOST : FSDPI_PLAN_NONE;
-    int is_gather = op->label == FSDP_LABEL_GATHER || op->label == FSDP_LABEL_COPY_IN ||
-                    op->label == FSDP_LABEL_PRE_GATHER;
-    int is_grads = op->label == FSDP_LABEL_REDUCE || op->label == FSDP_LABEL_RED_OUT ||
-                   op->label == FSDP_LABEL_GRADS || op->label == FSDP_LABEL_FINAL ||
-                   (op->label == FSDP_LABEL_GRAD_HOOK && !writes);
-    int is_slot = op->kind == FSDP_OP_RELEASE || op->kind == FSDP_OP_WROTE ||
-                  (is_grads && !writes && op->kind == FSDP_OP_REDUCE_SCATTER);
-    if (op->label == FSDP_LABEL_GRAD_HOOK && writes) return FSDPI_PLAN_SHARDS;
-    return is_slot     ? FSDPI_PLAN_OTHER
-           : is_gather ? FSDPI_PLAN_SHARDS
-           : is_grads  ? FSDPI_PLAN_GRADS
-                       : FSDPI_PLAN_OTHER;
+    int pool = fsdp_buf_pool(buf), held = pool - FSDP_POOL_GATHER;
+    return pool == FSDP_POOL_SHARD                     ? FSDPI_PLAN_SHARDS
+           : pool == FSDP_POOL_SGRAD                   ? FSDPI_PLAN_GRADS
+           : held >= 0 && held < FSDPI_PLAN_HELD_COUNT ? FSDPI_PLAN_HELD - held
+                                                       : FSDPI_PLAN_OTHER;
 }
 
 static fsdp_status fsdpi_plan_list_op(fsdp_plan *p, const fsdpi_plan_tape *t, fsdpi_plan_listing *l,
@@ -2110,7 +2119,9 @@ static void fsdpi_plan_put_unit(fsdpi_plan_out *o, const fsdpi_plan_listing *l, 
 static const char *const fsdpi_plan_streams[FSDP_STREAM_COUNT] = {"COMPUTE", "GATHER", "REDUCE",
                                                                   "ALLREDUCE", "EXTENSION"};
 static const char *const fsdpi_plan_modes[FSDPI_PLAN_MODES] = {"inline", "lanes", "streams"};
-static const char *const fsdpi_plan_blocks[] = {"none", "shards", "grads", "host", "held"};
+static const char *const fsdpi_plan_blocks[] = {
+    "none",        "shards",     "grads",     "host",     "other",
+    "held_gather", "held_slice", "held_grad", "held_rin", "held_rout"};
 static const char *const fsdpi_plan_words[FSDPI_PLAN_ACT_COUNT] = {
 #define FSDP_X(name, text) text,
     FSDPI_PLAN_ACT_LIST(FSDP_X)
@@ -2445,8 +2456,9 @@ static int fsdpi_plan_read_unit(fsdpi_plan_in *in) {
 static int fsdpi_plan_place_in(fsdpi_plan_in *in) {
     fsdpi_plan_need(in, " ");
     if (fsdpi_plan_take(in, "slot ")) return fsdpi_plan_index_of(in, in->l->num_slots, "a slot");
-    return -1 -
-           fsdpi_plan_choose(in, fsdpi_plan_blocks, 5, "slot, shards, grads, host, held or none");
+    return -1 - fsdpi_plan_choose(in, fsdpi_plan_blocks,
+                                  (int)(sizeof fsdpi_plan_blocks / sizeof *fsdpi_plan_blocks),
+                                  "slot, shards, grads, host, none, other, or held_ and a pool");
 }
 
 static int fsdpi_plan_label_in(fsdpi_plan_in *in) {
@@ -2826,7 +2838,7 @@ typedef struct fsdpi_plan_mark { // an event
 // A slot, or a unit's part of a block.
 typedef struct fsdpi_plan_region {
     fsdpi_plan_touch write, read[FSDP_STREAM_COUNT];
-    fsdpi_plan_mark ready, avail; // of a slot
+    fsdpi_plan_mark ready, avail; // of a slot, or of a whole block
     int32_t unit, held;           // who holds the slot
     int32_t full, version;        // gathered: 1: issued, 2: waited for, 3: read; of which shards
     int32_t grads;                // FSDPI_PLAN_EMPTY, ...
@@ -2846,9 +2858,7 @@ typedef struct fsdpi_plan_prover {
     const fsdpi_plan_listing *l;
     fsdp_plan_proof *out;
     fsdpi_plan_clock now[FSDP_STREAM_COUNT];
-    fsdpi_plan_region *slots, *shards, *grads; // [slots], [units], [units]
-    fsdpi_plan_mark blocks[2];                 // ready: of the shards, of their gradients
-    fsdpi_plan_mark *older;                    // [units] of the slot that a unit brings along
+    fsdpi_plan_region *slots, *shards, *grads; // [fsdpi_plan_events], [units], [units]
     int32_t *version, *gathered, *written;     // [units] of shards; slots of parameters, gradients
     int32_t *collects, *opened;                // [units] gathers from others; the caller reads now
     int64_t held_bytes, arena;
@@ -2945,11 +2955,12 @@ static void fsdpi_plan_access(fsdpi_plan_prover *v, int unit, int place, int str
                               int writes) {
     const fsdpi_plan_listing *l = v->l;
     fsdpi_plan_touch now = {stream, line, v->call, v->now[stream].at[stream]};
-    fsdpi_plan_region *r = place >= 0                                ? &v->slots[place]
-                           : place == FSDPI_PLAN_SHARDS && unit >= 0 ? &v->shards[unit]
-                           : place == FSDPI_PLAN_GRADS && unit >= 0  ? &v->grads[unit]
-                                                                     : NULL;
-    if (!r) return;
+    int event = fsdpi_plan_event_of(l, unit, place),
+        is_block = place == FSDPI_PLAN_SHARDS || place == FSDPI_PLAN_GRADS;
+    if (event < 0 || (is_block && unit < 0)) return;
+    fsdpi_plan_region *r = !is_block                    ? &v->slots[event]
+                           : place == FSDPI_PLAN_SHARDS ? &v->shards[unit]
+                                                        : &v->grads[unit];
     v->out->accesses++;
     for (int i = 0; i < l->num_slots && place >= 0; i++)
         if (i != place && fsdpi_plan_overlap(&l->slots[i], &l->slots[place]))
@@ -2976,23 +2987,18 @@ static void fsdpi_plan_set_mark(const fsdpi_plan_prover *v, int stream, fsdpi_pl
     mark->is_set = 1;
 }
 
-// The events of a place; NULL where there are none.
-static fsdpi_plan_mark *fsdpi_plan_ready(fsdpi_plan_prover *v, int place) {
-    return place >= 0                   ? &v->slots[place].ready
-           : place == FSDPI_PLAN_SHARDS ? &v->blocks[0]
-           : place == FSDPI_PLAN_GRADS  ? &v->blocks[1]
-                                        : NULL;
-}
-static fsdpi_plan_mark *fsdpi_plan_avail(fsdpi_plan_prover *v, int place) {
-    return place >= 0 ? &v->slots[place].avail : NULL;
+// What has the events of a place; NULL where there are none.
+static fsdpi_plan_region *fsdpi_plan_events_of(fsdpi_plan_prover *v, int unit, int place) {
+    int event = fsdpi_plan_event_of(v->l, unit, place);
+    return event >= 0 ? &v->slots[event] : NULL;
 }
 
 // The three rules of fsdp_emit.
-static void fsdpi_plan_derive(fsdpi_plan_prover *v, int stream, int src, int dst) {
-    fsdpi_plan_mark *ready = fsdpi_plan_ready(v, src), *avail = fsdpi_plan_avail(v, dst);
-    if (ready) fsdpi_plan_join_clock(v, stream, ready);
-    if (dst == src || !fsdpi_plan_ready(v, dst)) return;
-    fsdpi_plan_join_clock(v, stream, avail && avail->is_set ? avail : fsdpi_plan_ready(v, dst));
+static void fsdpi_plan_derive(fsdpi_plan_prover *v, int stream, const fsdpi_plan_region *src,
+                              const fsdpi_plan_region *dst) {
+    if (src) fsdpi_plan_join_clock(v, stream, &src->ready);
+    if (dst && dst != src)
+        fsdpi_plan_join_clock(v, stream, dst->avail.is_set ? &dst->avail : &dst->ready);
 }
 
 // One line of words about the line that is looked at, and one about what is wrong.
@@ -3050,8 +3056,9 @@ static void fsdpi_plan_see_acquire(fsdpi_plan_prover *v, const fsdpi_plan_member
 static void fsdpi_plan_see_release(fsdpi_plan_prover *v, const fsdpi_plan_line *line,
                                    const fsdpi_plan_member *m) {
     int actor = fsdpi_plan_actor(v, line->stream);
+    fsdpi_plan_region *r = fsdpi_plan_events_of(v, m->unit, m->src);
+    if (r && m->src < 0 && !r->avail.is_set) fsdpi_plan_set_mark(v, actor, &r->avail);
     if (m->src < 0) return;
-    fsdpi_plan_region *r = &v->slots[m->src];
     if (!r->held) fsdpi_plan_wrong(v, FSDP_PROOF_USE, "nobody holds", -1, m->src);
     else if (r->unit != m->unit)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "it is held by", r->unit, m->src);
@@ -3068,11 +3075,11 @@ static void fsdpi_plan_see_release(fsdpi_plan_prover *v, const fsdpi_plan_line *
 }
 
 static void fsdpi_plan_see_wrote(fsdpi_plan_prover *v, const fsdpi_plan_member *m) {
-    if (m->dst == FSDPI_PLAN_OTHER && m->unit >= 0)
-        fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->older[m->unit]);
-    if (m->dst < 0) return;
+    fsdpi_plan_region *r = fsdpi_plan_events_of(v, m->unit, m->dst);
+    if (!r) return;
     fsdpi_plan_access(v, m->unit, m->dst, FSDP_STREAM_COMPUTE, -1, 1);
-    fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->slots[m->dst].ready);
+    fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &r->ready);
+    if (m->dst < 0) return;
     if (!v->slots[m->dst].held) fsdpi_plan_wrong(v, FSDP_PROOF_USE, "nobody holds", -1, m->dst);
     else if (v->slots[m->dst].unit != m->unit)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "it is held by", v->slots[m->dst].unit, m->dst);
@@ -3147,11 +3154,10 @@ static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line)
     const fsdpi_plan_member *m = &v->l->members[line->members];
     v->out->ops++;
     v->now[actor].at[actor]++;
-    fsdpi_plan_derive(v, actor, m->src, m->dst); // the others have records of their own for it
-    if (m->dst >= 0) v->slots[m->dst].avail.is_set = 0;
-    for (int i = 0; i < line->num_members; i++)
-        if (m[i].src == FSDPI_PLAN_OTHER && m[i].unit >= 0)
-            fsdpi_plan_join_clock(v, actor, &v->older[m[i].unit]);
+    // The other members have records of their own for it.
+    fsdpi_plan_region *dst_events = fsdpi_plan_events_of(v, m->unit, m->dst);
+    fsdpi_plan_derive(v, actor, fsdpi_plan_events_of(v, m->unit, m->src), dst_events);
+    if (dst_events) dst_events->avail.is_set = 0;
     for (int i = 0; i < line->num_members; i++) {
         int src = m[i].src, dst = m[i].dst, uses = line->kind == FSDP_OP_USE;
         for (int k = 0; k < 2; k++)
@@ -3168,7 +3174,7 @@ static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line)
         fsdpi_plan_see_gather(v, line, &m[i]);
         if (line->label == FSDP_LABEL_GRAD_HOOK && m[i].unit >= 0) v->version[m[i].unit]++;
     }
-    if (fsdpi_plan_ready(v, m->dst)) fsdpi_plan_set_mark(v, actor, fsdpi_plan_ready(v, m->dst));
+    if (dst_events) fsdpi_plan_set_mark(v, actor, &dst_events->ready);
 }
 
 // A call begins: behind it the caller may no longer read, before it it has read.
@@ -3214,10 +3220,13 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     }
 }
 
-// The core's finalize: COMPUTE waits for shard gradients; then the caller writes shards.
+// The core's finalize: COMPUTE waits for shards and their gradients; then the caller writes shards.
 static void fsdpi_plan_see_end(fsdpi_plan_prover *v, int *lasts) {
     const fsdpi_plan_listing *l = v->l;
-    fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->blocks[1]);
+    fsdpi_plan_region *grads = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_GRADS);
+    fsdpi_plan_region *shards = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_SHARDS);
+    fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &grads->ready);
+    fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &shards->ready); // which hooks may have written
     v->line = -1;
     v->now[FSDP_STREAM_COMPUTE].at[FSDP_STREAM_COMPUTE]++;
     for (int u = 0; u < l->num_units; u++) {
@@ -3225,7 +3234,14 @@ static void fsdpi_plan_see_end(fsdpi_plan_prover *v, int *lasts) {
         fsdpi_plan_access(v, u, FSDPI_PLAN_SHARDS, FSDP_STREAM_COMPUTE, -1, 1);
         v->version[u]++;
     }
-    fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->blocks[0]);
+    fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &shards->ready);
+    // Slots that units bring along have been filled in a step of another kind, which comes between.
+    for (int i = l->num_slots + 2; i < fsdpi_plan_events(l); i++) {
+        fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->slots[i].ready);
+        fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->slots[i].avail);
+        fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->slots[i].ready);
+        v->slots[i].avail.is_set = 0;
+    }
     for (int i = 0; i < l->num_slots; i++) {
         if (!v->slots[i].held) continue;
         *lasts |= l->slots[i].offset < 0;
@@ -3349,7 +3365,7 @@ static void fsdpi_plan_check_counts(fsdpi_plan_prover *v) {
 static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing *l,
                                         fsdp_plan_proof *out) {
     fsdpi_plan_prover v;
-    size_t slots = (size_t)l->num_slots * sizeof *v.slots,
+    size_t slots = (size_t)fsdpi_plan_events(l) * sizeof *v.slots,
            units = (size_t)l->num_units * sizeof *v.slots;
     int lasts = 0;
     memset(&v, 0, sizeof v);
@@ -3369,8 +3385,6 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.gathered);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.written);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.collects);
-    if (!status)
-        status = fsdpi_plan_alloc(m, (size_t)l->num_units * sizeof *v.older, (void **)&v.older);
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.opened);
     for (int u = 0; u < l->num_units && !status; u++) v.gathered[u] = v.written[u] = -1;
     for (int u = 0; u < l->num_units && !status; u++) v.collects[u] = l->shards > 1;
@@ -3390,7 +3404,6 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     fsdpi_plan_free(m, v.written);
     fsdpi_plan_free(m, v.opened);
     fsdpi_plan_free(m, v.collects);
-    fsdpi_plan_free(m, v.older);
     return status;
 }
 
@@ -3624,7 +3637,7 @@ typedef struct fsdpi_plan_clocks {
     const fsdp_plan_cost *cost;
     fsdp_plan_times *out;
     int64_t host, stream[FSDP_STREAM_COUNT], comm[FSDPI_PLAN_COMMS], busy[FSDPI_PLAN_COMMS], link;
-    int64_t *ready, *avail; // [slots + 2], the last two: shards, their gradients; avail -1: not set
+    int64_t *ready, *avail; // [fsdpi_plan_events]; avail -1: not set
     int64_t waited;         // by the caller in this call
     int64_t first_gather, last_reduction;
 } fsdpi_plan_clocks;
@@ -3653,13 +3666,6 @@ static int64_t fsdpi_plan_takes(const fsdp_plan_cost *c, const fsdpi_plan_line *
     }
 }
 
-static int fsdpi_plan_event_of(const fsdpi_plan_clocks *k, int place) {
-    return place >= 0                   ? place
-           : place == FSDPI_PLAN_SHARDS ? k->l->num_slots
-           : place == FSDPI_PLAN_GRADS  ? k->l->num_slots + 1
-                                        : -1;
-}
-
 // The clock of a stream: inline, and for COMPUTE with lanes, the host's.
 static int64_t *fsdpi_plan_clock_of(fsdpi_plan_clocks *k, int stream) {
     int is_host = k->l->mode == FSDPI_PLAN_INLINE ||
@@ -3669,7 +3675,8 @@ static int64_t *fsdpi_plan_clock_of(fsdpi_plan_clocks *k, int stream) {
 
 static void fsdpi_plan_run_line(fsdpi_plan_clocks *k, const fsdpi_plan_line *line) {
     const fsdpi_plan_member *m = &k->l->members[line->members];
-    int src = fsdpi_plan_event_of(k, m->src), dst = fsdpi_plan_event_of(k, m->dst);
+    int src = fsdpi_plan_event_of(k->l, m->unit, m->src);
+    int dst = fsdpi_plan_event_of(k->l, m->unit, m->dst);
     int64_t *clock = fsdpi_plan_clock_of(k, line->stream), takes;
     if (line->kind == FSDP_OP_ACQUIRE) return;
     if (line->kind == FSDP_OP_RELEASE) {
@@ -3710,14 +3717,13 @@ static void fsdpi_plan_run_line(fsdpi_plan_clocks *k, const fsdpi_plan_line *lin
 
 static void fsdpi_plan_run_calls(fsdpi_plan_clocks *k) {
     const fsdp_plan_cost *c = k->cost;
-    int line = 0, backward = 0;
+    int line = 0;
     for (int i = 0; i < k->l->num_calls; i++) {
         int64_t work = c->num_compute > 0
                            ? c->compute_ns[i < c->num_compute ? i : c->num_compute - 1]
                            : 0;
         int64_t *clock = fsdpi_plan_clock_of(k, FSDP_STREAM_COMPUTE);
         k->waited = 0;
-        backward |= k->l->calls[i].call == FSDP_CALL_PRE_BACKWARD;
         for (; line < k->l->num_lines && k->l->lines[line].call == i; line++)
             fsdpi_plan_run_line(k, &k->l->lines[line]);
         if (i + 1 == k->l->num_calls) { // finalize waits for shard gradients
@@ -3739,7 +3745,7 @@ static void fsdpi_plan_run_calls(fsdpi_plan_clocks *k) {
 static fsdp_status fsdpi_plan_time(fsdp_model *m, const fsdpi_plan_listing *l,
                                    const fsdp_plan_cost *cost, fsdp_plan_times *out) {
     fsdpi_plan_clocks k;
-    size_t room = (size_t)(l->num_slots + 2) * sizeof(int64_t);
+    size_t room = (size_t)fsdpi_plan_events(l) * sizeof(int64_t);
     memset(&k, 0, sizeof k);
     memset(out, 0, sizeof *out);
     k.l = l;
@@ -4422,7 +4428,7 @@ static fsdp_status fsdpi_plan_check_acts(const fsdp_plan *p, const fsdpi_plan_fa
         if (last && !freed)
             return fsdp_fail(
                 p->world, FSDP_ERR_INVALID_ARG,
-                "[E993] plan_load: a decision is missing: '%.200s' is not freed behind "
+                "[E962] plan_load: a decision is missing: '%.200s' is not freed behind "
                 "its last use in call %d",
                 fsdp_unit_name(p->units[span->owner]), span->end);
     }

@@ -12,6 +12,7 @@
 
    SPDX-License-Identifier: MIT */
 #define main unused_main /* libFuzzer has its own */
+int main(int argc, char **argv);
 #include "plan_texts.h"
 #undef main
 
@@ -110,7 +111,8 @@ static char *edit(const example *e, int what, const uint8_t *data, size_t size) 
         case 3: texts_insert(t, (at + 1 + by) % t->num, t->at[at]); break; /* also elsewhere */
         case 4: t->at[at] = lines[n], renumber(lines[n], by % 8, by / 8); break;
         case 5:
-            t->at[at] = lines[n], lines[n][by % strlen(lines[n])] = (char)(32 + data[0] / 7 % 95);
+            t->at[at] = lines[n],
+            lines[n][(size_t)by % strlen(lines[n])] = (char)(32 + data[0] / 7 % 95);
             break;
         default: /* another unit, another decision */
             for (char *name = lines[n]; (name = strstr(name, "'h.")) != NULL; name += 3)
