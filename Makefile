@@ -265,7 +265,7 @@ SLOWER  := TEST_TIMEOUT_MULT=10
 FEW := -*W=[45]*
 NO_ASAN := test_budget test_cluster test_examples test_find_nccl test_gpt test_harness# other programs
 # Arithmetic of trainings, and faults, which mostly wait: at night.
-NIGHT   := test_fully_shard_training test_replicate_faults test_replicate_training test_replicate_with_compiler
+NIGHT   := test_fully_shard_training test_fully_shard_compile test_replicate_faults test_replicate_training test_replicate_with_compiler
 ASAN_TESTS ?= $(filter-out $(NO_ASAN) $(NIGHT),$(TESTS:$(BUILD)/tests/%=%))
 TSAN_ENV   := TSAN_OPTIONS=suppressions=tests/tsan.supp
 OFAST      := STD=-std=gnu11 'CFLAGS=-Ofast -march=native'
