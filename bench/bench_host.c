@@ -34,16 +34,17 @@ static void mark(void *user, int loop, int end) {
 }
 
 static int measure(FILE *csv, int world, int async, fsdp_dtype dtype, int callgrind) {
+    const host_case c = {world, async, dtype, WIDTH, 0, HOST_CALLS};
     host_model h;
     static timing t;
-    if (host_open(&h, world, async, dtype, WIDTH, 0)) {
+    if (host_open(&h, &c)) {
         fprintf(stderr, "bench_host: %s\n", fsdp_last_error(h.s.world));
         return 1;
     }
     for (t.step = -WARM_UP; t.step < STEPS; t.step++) host_step(&h, mark, &t);
     (void)sim_close(&h.s);
     double instructions[HOST_LOOPS];
-    int counted = callgrind && !host_instructions(world, async, dtype, WIDTH, 0, instructions);
+    int counted = callgrind && !host_instructions(&c, instructions);
     if (callgrind && !counted) fprintf(stderr, "bench_host: valgrind cannot be used here\n");
     for (int loop = 0; loop < HOST_LOOPS; loop++) {
         static const double goals[HOST_LOOPS] = {200, 400, 0, 0, 0};

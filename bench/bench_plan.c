@@ -26,73 +26,21 @@
 /* ---- the host -------------------------------------------------------------------------------- */
 
 enum { HOST_WARM_UP = 40, HOST_STEPS = 400, HOST_WIDTH = 64 };
-enum { CALLS = 0, REPLAYED, PLANNED, WAYS };
-static const char *const way_names[WAYS] = {"calls", "replayed", "planned"};
-
-static int host_plan(host_model *h, int way, fsdp_plan **plan) {
-    fsdp_plan_desc d = FSDP_ZERO;
-    *plan = NULL;
-    if (way == CALLS) return 0;
-    if (way == REPLAYED) d.without = (1u << FSDP_PASS_COUNT) - 1;
-    return fsdp_plan_create(h->model, &d, plan) != FSDP_OK;
-}
-
-/* In the process that callgrind runs: PLAN_COST holds world, async, way, steps. */
-__attribute__((constructor)) BENCH_FN void plan_cost_child(void) {
-    const char *text = getenv("PLAN_COST");
-    int world, async, way, steps;
-    host_model h;
-    fsdp_plan *plan;
-    if (!text || sscanf(text, "%d,%d,%d,%d", &world, &async, &way, &steps) != 4) return;
-    if (host_open(&h, world, async, FSDP_F32, HOST_WIDTH, 0) || host_plan(&h, way, &plan)) exit(1);
-    for (int i = 0; i < steps; i++) host_forward(&h), host_backward(&h), host_finalize(&h);
-    (void)sim_close(&h.s);
-    exit(0);
-}
-
-/* Of host_forward and host_backward, all steps together; < 0: valgrind cannot be used. */
-static double instructions_of(int world, int async, int way, int steps) {
-    const char *tmp = getenv("TMPDIR");
-    char self[512], path[512], command[2048], line[1024];
-    double cost, all = 0;
-    int counts = 0;
-    ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
-    if (length <= 0) return -1;
-    self[length] = 0;
-    snprintf(path, sizeof path, "%s/callgrind-XXXXXX", tmp && *tmp ? tmp : "/tmp");
-    int fd = mkstemp(path);
-    if (fd < 0) return -1;
-    close(fd);
-    snprintf(command, sizeof command,
-             "PLAN_COST=%d,%d,%d,%d valgrind -q --tool=callgrind --compress-strings=no "
-             "--compress-pos=no --callgrind-out-file='%s' '%s' >/dev/null 2>&1",
-             world, async, way, steps, path, self);
-    FILE *file = system(command) == 0 ? fopen(path, "r") : NULL;
-    while (file && fgets(line, sizeof line, file)) {
-        if (!strncmp(line, "fn=", 3))
-            counts = !strcmp(line + 3, "host_forward\n") || !strcmp(line + 3, "host_backward\n");
-        else if (counts && sscanf(line, "%*d %lf", &cost) == 1) all += cost;
-    }
-    if (!file) all = -1;
-    else fclose(file);
-    remove(path);
-    return all;
-}
+static const char *const way_names[HOST_WAYS] = {"calls", "replayed", "planned"};
 
 static int host_table(FILE *csv, int world, int async, int callgrind) {
-    static host_model h[WAYS];
-    static double samples[WAYS][3][HOST_STEPS];
+    static host_model h[HOST_WAYS];
+    static double samples[HOST_WAYS][3][HOST_STEPS];
     static const char *const what[3] = {"forward", "backward", "finalize"};
-    fsdp_plan *plan[WAYS];
-    int ops[WAYS];
-    for (int way = 0; way < WAYS; way++)
-        if (host_open(&h[way], world, async, FSDP_F32, HOST_WIDTH, 0) ||
-            host_plan(&h[way], way, &plan[way])) {
-            fprintf(stderr, "bench_plan: %s\n", fsdp_last_error(h[way].s.world));
+    host_case c = {world, async, FSDP_F32, HOST_WIDTH, 0, HOST_CALLS};
+    int ops[HOST_WAYS];
+    for (c.way = 0; c.way < HOST_WAYS; c.way++)
+        if (host_open(&h[c.way], &c)) {
+            fprintf(stderr, "bench_plan: %s\n", fsdp_last_error(h[c.way].s.world));
             return 1;
         }
     for (int step = -HOST_WARM_UP; step < HOST_STEPS; step++)
-        for (int way = 0; way < WAYS; way++) {
+        for (int way = 0; way < HOST_WAYS; way++) {
             int64_t at[4] = {bench_now_ns(), 0, 0, 0};
             host_forward(&h[way]);
             at[1] = bench_now_ns();
@@ -103,24 +51,25 @@ static int host_table(FILE *csv, int world, int async, int callgrind) {
             for (int i = 0; i < 3 && step >= 0; i++)
                 samples[way][i][step] = (double)(at[i + 1] - at[i]) / HOST_UNITS;
         }
-    for (int way = 1; way < WAYS; way++) {
+    for (int way = 1; way < HOST_WAYS; way++) {
         fsdp_plan_report r;
-        if (fsdp_plan_state(plan[way]) != FSDP_PLAN_REPLAYING ||
-            fsdp_plan_report_get(plan[way], 0, &r)) {
-            fprintf(stderr, "bench_plan: no plan: %s\n", fsdp_plan_why(plan[way]));
+        const fsdp_plan *plan = h[way].plan;
+        if (fsdp_plan_state(plan) != FSDP_PLAN_REPLAYING || fsdp_plan_report_get(plan, 0, &r)) {
+            fprintf(stderr, "bench_plan: no plan: %s\n", fsdp_plan_why(plan));
             return 1;
         }
         ops[0] = r.ops[0], ops[way] = r.ops[1];
     }
-    for (int way = 0; way < WAYS; way++) {
+    for (int way = 0; way < HOST_WAYS; way++) {
         double median[3], instructions = -1;
         char count[32] = "";
         for (int i = 0; i < 3; i++) median[i] = bench_summarize(samples[way][i], HOST_STEPS).median;
         double per_op = (median[0] + median[1]) * HOST_UNITS / ops[way];
         if (callgrind) {
-            double few = instructions_of(world, async, way, 8);
-            double many = instructions_of(world, async, way, 24);
-            if (few > 0 && many > 0) instructions = (many - few) / 16 / ops[way];
+            double loops[HOST_LOOPS];
+            c.way = way;
+            if (!host_instructions(&c, loops))
+                instructions = (loops[0] + loops[1]) * HOST_UNITS / ops[way];
             if (instructions < 0) fprintf(stderr, "bench_plan: valgrind cannot be used here\n");
             else snprintf(count, sizeof count, "%.0f", instructions);
         }

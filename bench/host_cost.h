@@ -1,6 +1,6 @@
-/* host_cost.h - the work of bench_host and of tests/test_budget.c: hooks of units of 12 parameters
-   on a device and a comm that do nothing, and the instructions that they take by valgrind's
-   callgrind. Include it after fsdp.h with FSDP_IMPLEMENTATION and after sim.h.
+/* host_cost.h - the work of bench_host, bench_plan and tests/test_budget.c: hooks of units of 12
+   parameters on a device and a comm that do nothing, and the instructions that they take by
+   valgrind's callgrind. Include it after fsdp_plan.h with FSDP_IMPLEMENTATION and after sim.h.
 
    SPDX-License-Identifier: MIT */
 #ifndef HOST_COST_H
@@ -12,16 +12,27 @@
 
 enum { HOST_UNITS = 16, HOST_PARAMS = 12 };
 
+/* By calls; replayed as they are by calls; replayed after all passes. */
+enum { HOST_CALLS, HOST_REPLAYED, HOST_PLANNED, HOST_WAYS };
+
+/* The parameters are those of a transformer block of `width` channels; `dim` 1: matrices are sharded
+   by columns, W pieces each. */
+typedef struct {
+    int world, async;
+    fsdp_dtype dtype;
+    int width, dim, way;
+} host_case;
+
 typedef struct {
     sim s;
     fsdp_model *model;
+    fsdp_plan *plan;                  /* or NULL */
     fsdp_unit *units[HOST_UNITS + 1]; /* the last one is for the getters alone */
 } host_model;
 
-/* The parameters of a transformer block of `width` channels; `dim` 1: matrices are sharded by columns,
-   W pieces each. Returns 0 on success. */
-SIM_FN int host_open(host_model *h, int world, int async, fsdp_dtype param_dtype, int64_t width,
-                     int dim) {
+/* Returns 0 on success. */
+SIM_FN int host_open(host_model *h, const host_case *c) {
+    const int64_t width = c->width;
     fsdp_param_desc block[HOST_PARAMS] = {fsdp_vec("ln1.w", width),
                                           fsdp_vec("ln1.b", width),
                                           fsdp_mat("qkv.w", 3 * width, width),
@@ -35,13 +46,15 @@ SIM_FN int host_open(host_model *h, int world, int async, fsdp_dtype param_dtype
                                           fsdp_mat("down.w", width, 4 * width),
                                           fsdp_vec("down.b", width)};
     fsdp_model_desc md = FSDP_ZERO;
+    fsdp_plan_desc pd = FSDP_ZERO;
+    if (c->way == HOST_REPLAYED) pd.without = (1u << FSDP_PASS_COUNT) - 1;
     for (int i = 0; i < HOST_PARAMS; i++)
-        if (block[i].ndim == 2) block[i].shard_dim = dim;
+        if (block[i].ndim == 2) block[i].shard_dim = c->dim;
     memset(h, 0, sizeof *h);
-    sim_init(&h->s, world, 0);
-    h->s.async = async;
+    sim_init(&h->s, c->world, 0);
+    h->s.async = c->async;
     h->s.null = 1;
-    md.param_dtype = param_dtype;
+    md.param_dtype = c->dtype;
     if (!sim_open(&h->s) || fsdp_model_create(h->s.world, &md, &h->model)) return 1;
     for (int i = 0; i <= HOST_UNITS; i++) {
         fsdp_unit_desc ud = FSDP_ZERO;
@@ -49,7 +62,8 @@ SIM_FN int host_open(host_model *h, int world, int async, fsdp_dtype param_dtype
         ud.num_params = HOST_PARAMS;
         if (fsdp_fully_shard(h->model, &ud, &h->units[i])) return 1;
     }
-    return fsdp_model_reserve(h->model) != FSDP_OK;
+    if (fsdp_model_reserve(h->model)) return 1;
+    return c->way != HOST_CALLS && fsdp_plan_create(h->model, &pd, &h->plan) != FSDP_OK;
 }
 
 /* Loops that callgrind counts by name: not static, never inlined. */
@@ -58,6 +72,7 @@ void host_backward(host_model *h);
 void host_finalize(host_model *h);
 void host_data(host_model *h);
 void host_grad(host_model *h);
+void host_counted(host_model *h, int steps);
 
 __attribute__((noinline)) void host_forward(host_model *h) {
     for (int i = 0; i < HOST_UNITS; i++) {
@@ -116,24 +131,33 @@ SIM_FN void host_step(host_model *h, void (*mark)(void *user, int loop, int end)
     }
 }
 
-/* In the process that callgrind runs: HOST_COST holds world, async, dtype, width, dim, steps. */
+/* Callgrind counts nothing outside. */
+__attribute__((noinline)) void host_counted(host_model *h, int steps) {
+    for (int i = 0; i < steps; i++) host_step(h, NULL, NULL);
+}
+
+/* In the process that callgrind runs: HOST_COST holds the case and the number of steps. */
 __attribute__((constructor)) SIM_FN void host_cost_child(void) {
+    enum { WARM_UP = 6 }; /* steps until all that come are alike */
     const char *text = getenv("HOST_COST");
-    int world, async, dtype, width, dim, steps;
+    host_case c;
+    int dtype, steps;
     host_model h;
-    if (!text ||
-        sscanf(text, "%d,%d,%d,%d,%d,%d", &world, &async, &dtype, &width, &dim, &steps) != 6)
+    if (!text || sscanf(text, "%d,%d,%d,%d,%d,%d,%d", &c.world, &c.async, &dtype, &c.width, &c.dim,
+                        &c.way, &steps) != 7)
         return;
-    if (host_open(&h, world, async, dtype, width, dim)) exit(1);
-    for (int i = 0; i < steps; i++) host_step(&h, NULL, NULL);
+    c.dtype = (fsdp_dtype)dtype;
+    if (host_open(&h, &c)) exit(1);
+    for (int i = 0; i < WARM_UP; i++) host_step(&h, NULL, NULL);
+    if (h.plan && fsdp_plan_state(h.plan) != FSDP_PLAN_REPLAYING) exit(1);
+    host_counted(&h, steps);
     (void)sim_close(&h.s);
     exit(0);
 }
 
 /* Instructions of one call of each loop's kind, by one run of callgrind. Returns 0; 1: valgrind
    cannot be used. */
-SIM_FN int host_instructions(int world, int async, fsdp_dtype dtype, int width, int dim,
-                             double out[HOST_LOOPS]) {
+SIM_FN int host_instructions(const host_case *c, double out[HOST_LOOPS]) {
     enum { STEPS = 8 };
     const char *tmp = getenv("TMPDIR");
     char self[512], path[512], command[2048], line[1024];
@@ -147,10 +171,10 @@ SIM_FN int host_instructions(int world, int async, fsdp_dtype dtype, int width, 
     if (fd < 0) return 1;
     close(fd);
     snprintf(command, sizeof command,
-             "HOST_COST=%d,%d,%d,%d,%d,%d valgrind -q --tool=callgrind --compress-strings=no "
-             "--compress-pos=no "
-             "--callgrind-out-file='%s' '%s' >/dev/null 2>&1",
-             world, async, (int)dtype, width, dim, STEPS, path, self);
+             "HOST_COST=%d,%d,%d,%d,%d,%d,%d valgrind -q --tool=callgrind --compress-strings=no "
+             "--compress-pos=no --toggle-collect=host_counted --callgrind-out-file='%s' '%s' "
+             ">/dev/null 2>&1",
+             c->world, c->async, (int)c->dtype, c->width, c->dim, c->way, STEPS, path, self);
     FILE *file = system(command) == 0 ? fopen(path, "r") : NULL;
     memset(out, 0, HOST_LOOPS * sizeof *out);
     /* After fn=NAME: "line cost" of its own, and after calls= that of a callee, all it calls

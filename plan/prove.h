@@ -299,6 +299,7 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
     if (dst && line->kind == FSDP_OP_ZERO && dst->grads != FSDPI_PLAN_EMPTY)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are there already: those of", m->unit,
                          m->dst);
+    if (dst && m->src <= FSDPI_PLAN_HELD) dst->grads = FSDPI_PLAN_FRESH; // they wait since before
     if (!src) return;
     // Copies bring parts of a slot on, so that there may be several; a collective takes it whole.
     if (src->grads != FSDPI_PLAN_FRESH &&

@@ -33,20 +33,61 @@ static const struct {
     {"streams", 1, FSDP_BF16, 0, {1700, 4300, 1500, 120, 120}},
     {"by_columns", 0, FSDP_F32, 1, {1200, 3300, 1500, 120, 120}},
 };
+static host_case case_of(int world, int async, fsdp_dtype dtype, int dim, int way) {
+    const host_case c = {world, async, dtype, 64, dim, way};
+    return c;
+}
 
 TEST_P_TIMEOUT(budget, instructions, budgets, 120) {
 #ifndef FOR_SPEED
     SKIP("built with a sanitizer, or not for speed");
 #else
     double few[HOST_LOOPS], many[HOST_LOOPS];
-    if (host_instructions(2, row->async, row->dtype, 64, row->dim, few))
-        SKIP("valgrind cannot be used here");
-    CHECK(!host_instructions(1024, row->async, row->dtype, 64, row->dim, many));
+    const host_case two = case_of(2, row->async, row->dtype, row->dim, HOST_CALLS),
+                    big = case_of(1024, row->async, row->dtype, row->dim, HOST_CALLS);
+    if (host_instructions(&two, few)) SKIP("valgrind cannot be used here");
+    CHECK(!host_instructions(&big, many));
     for (int i = 0; i < HOST_LOOPS; i++) {
         h_message("%-9s %5.0f instructions with 2 ranks, %5.0f with 1,024, at most %.0f",
                   host_loops[i].name, few[i], many[i], row->bounds[i]);
         CHECK(few[i] > 0 && few[i] <= row->bounds[i]);
         CHECK_NEAR(many[i], few[i], 8);
+    }
+#endif
+}
+
+/* A replayed step beside the same step by calls, in per cent: the hooks of a unit; all, finalize
+   with them. */
+static const struct {
+    const char *name;
+    int async;
+    fsdp_dtype dtype;
+    double hooks[HOST_WAYS], all[HOST_WAYS]; /* at most; by calls: 100 */
+} replays[] = {
+    {"inline", 0, FSDP_F32, {100, 100, 100}, {100, 100, 100}},
+    {"streams", 1, FSDP_BF16, {100, 103, 103}, {100, 103, 103}},
+};
+
+TEST_P_TIMEOUT(budget, replays, replays, 120) {
+#ifndef FOR_SPEED
+    SKIP("built with a sanitizer, or not for speed");
+#else
+    static const char *const ways[HOST_WAYS] = {"by calls", "replayed", "planned"};
+    double hooks[HOST_WAYS], all[HOST_WAYS];
+    for (int way = 0; way < HOST_WAYS; way++) {
+        const host_case c = case_of(2, row->async, row->dtype, 0, way);
+        double loops[HOST_LOOPS];
+        if (host_instructions(&c, loops)) {
+            CHECK(way == HOST_CALLS);
+            SKIP("valgrind cannot be used here");
+        }
+        hooks[way] = loops[0] + loops[1];
+        all[way] = hooks[way] + loops[2];
+        h_message("%-9s hooks %5.0f instructions, %3.0f %%; with finalize %5.0f, %3.0f %%",
+                  ways[way], hooks[way], 100 * hooks[way] / hooks[0], all[way],
+                  100 * all[way] / all[0]);
+        CHECK(100 * hooks[way] <= row->hooks[way] * hooks[0]);
+        CHECK(100 * all[way] <= row->all[way] * all[0]);
     }
 #endif
 }

@@ -2,14 +2,16 @@
    processes, inline or worker threads, prefetching, fused reductions, offloading, when parameters
    are freed, and how long anything takes. Delays are injected before every collective, by a backend
    that wraps the shared-memory one, and between the calls of the trainer; they are pseudo-random,
-   the same for the same --seed, and different on every rank.
+   the same for the same --seed, and different on every rank. Nor do the bits depend on whether steps
+   go by calls or are replayed from a plan.
 
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "lab.h"
 #include "sim.h"
 
-enum { WIDTH = 8, UNITS = 8, PARAMS = 2, STEPS = 4, MICROS = 2, RANKS = 4, RUNS = 64 };
+enum { WIDTH = 8, UNITS = 8, PARAMS = 2, KINDS = 4, STEPS = 5 * KINDS, MICROS = 2 };
+enum { RANKS = 4, RUNS = 64 };
 
 /* ---- what is trained ------------------------------------------------------------------------- */
 
@@ -65,6 +67,7 @@ enum {
 typedef struct {
     lab_guard guard; // of its comms
     int lanes, layout, prefetch, reshard, offload, delay, debug, other_input;
+    int planned; // from a plan, not by calls
     uint64_t seed;
     int rank; // set by each rank in its own copy
 } way;
@@ -131,8 +134,10 @@ typedef struct {
     fsdp_world *world;
     sim *sim; // the simulated device, or NULL
     fsdp_model *model;
+    fsdp_plan *plan; // or NULL
     fsdp_unit *unit[UNITS];
     int rank, step;
+    int64_t replayed;
     uint64_t calls, hash;
     float x[MICROS][UNITS + 1][WIDTH], z[MICROS][UNITS][WIDTH];
 } trainer;
@@ -196,6 +201,16 @@ static void build(trainer *t, const numbers *kind, const fsdp_mesh *mesh) {
     if (w->prefetch >= PREFETCH_1)
         set_prefetch(t, w->prefetch == PREFETCH_BUDGET ? 3 : w->prefetch - PREFETCH_1 + 1);
     CALL(t->world, fsdp_init_params(t->model, start_values, t));
+    if (w->planned) CALL(t->world, fsdp_plan_create(t->model, NULL, &t->plan));
+}
+static void take_down(trainer *t) {
+    for (int k = 0; t->plan && k < fsdp_plan_count(t->plan); k++) {
+        fsdp_plan_report report;
+        CALL(t->world, fsdp_plan_report_get(t->plan, k, &report));
+        t->replayed += (int64_t)report.replayed;
+    }
+    fsdp_plan_destroy(t->plan);
+    fsdp_model_destroy(t->model);
 }
 
 /* What is gathered, as floats. */
@@ -318,17 +333,17 @@ static void update(trainer *t) {
 }
 
 /* The microbatches of a step. Step 0 reduces them together, step 1 one by one, step 2 keeps sums
-   over the shard group in between, and step 3 has two forwards before two backwards. */
+   over the shard group in between, and step 3 has two forwards before two backwards; and so on. */
 static void train_micros(trainer *t, fsdp_dtype dtype) {
     for (int m = 0; m < MICROS; m++) {
-        int last = m + 1 == MICROS;
-        CALL(t->world, fsdp_set_requires_gradient_sync(t->model, NULL, last || t->step != 0));
-        CALL(t->world, fsdp_set_requires_all_reduce(t->model, NULL, last || t->step != 2));
+        const int last = m + 1 == MICROS, kind = t->step % KINDS;
+        CALL(t->world, fsdp_set_requires_gradient_sync(t->model, NULL, last || kind != 0));
+        CALL(t->world, fsdp_set_requires_all_reduce(t->model, NULL, last || kind != 2));
         CALL(t->world, fsdp_set_is_last_backward(t->model, last));
         forward(t, dtype, m);
-        if (t->step == 3 && !last) continue;
+        if (kind == 3 && !last) continue;
         backward(t, dtype, m, 0);
-        if (t->step == 3) backward(t, dtype, 0, 1);
+        if (kind == 3) backward(t, dtype, 0, 1);
         HOOK(t, fsdp_finalize_backward(t->model));
     }
 }
@@ -344,8 +359,8 @@ static void train_step(trainer *t, fsdp_dtype dtype, uint64_t *out) {
     update(t);
     fold_all(t);
     *out = t->hash;
-    if (t->step != 1) CALL(t->world, fsdp_zero_grad(t->model)); // else they are added to
-    CALL(t->world, fsdp_set_grad_enabled(t->model, 0));         // an evaluation in between
+    if (t->step % KINDS != 1) CALL(t->world, fsdp_zero_grad(t->model)); // else they are added to
+    CALL(t->world, fsdp_set_grad_enabled(t->model, 0));                 // an evaluation in between
     forward(t, dtype, 0);
     CALL(t->world, fsdp_set_grad_enabled(t->model, 1));
     t->step++;
@@ -355,12 +370,14 @@ static void train_step(trainer *t, fsdp_dtype dtype, uint64_t *out) {
 
 typedef struct {
     int ranks, shards, runs;
+    int steps;    // how many are compared
     int base;     // of the job's names
     int threaded; // ranks are threads
     const numbers *kind;
     fsdp_threads threads[RUNS];
     way way[RUNS];
     uint64_t hash[RUNS][RANKS][STEPS];
+    int64_t replayed; // of rank 0
 } batch;
 
 static void run_rank(int rank, int ranks, void *arg) {
@@ -389,8 +406,9 @@ static void run_rank(int rank, int ranks, void *arg) {
         t->way = w;
         t->rank = rank;
         build(t, b->kind, mesh);
-        while (t->step < STEPS) train_step(t, dtype, &b->hash[run][rank][t->step]);
-        fsdp_model_destroy(t->model);
+        while (t->step < b->steps) train_step(t, dtype, &b->hash[run][rank][t->step]);
+        take_down(t);
+        if (rank == 0) b->replayed += t->replayed;
         CALL(NULL, fsdp_shutdown(t->world));
         free(t);
         free(w);
@@ -409,7 +427,7 @@ static int reference(const batch *a, const way *w) {
 static void compare(const batch *a, const batch *b) {
     for (int run = 0, of; run < b->runs; run++)
         for (int r = 0; r < b->ranks; r++)
-            for (int s = 0; s < STEPS; s++) {
+            for (int s = 0; s < b->steps; s++) {
                 char text[200];
                 describe(&b->way[run], text, sizeof text);
                 of = reference(a, &b->way[run]);
@@ -429,6 +447,7 @@ static batch *new_batch(int ranks, int shards, const numbers *kind, int runs, in
     b->shards = shards;
     b->kind = kind;
     b->runs = runs;
+    b->steps = KINDS;
     b->base = (int)getpid() * 2 + (from > 0);
     for (int run = 0; run < runs; run++) b->way[run] = make_way(run ? run + from : 0, shards);
     return b;
@@ -448,7 +467,7 @@ static void same_bits(int ranks, int shards, const numbers *kind, int threads, i
     other->way[0].other_input = 1;
     h_ranks_proc(ranks, run_rank, other);
     for (int r = 0; r < ranks; r++)
-        for (int s = 0; s < STEPS; s++) CHECK(a->hash[0][r][s] != other->hash[0][r][s]);
+        for (int s = 0; s < KINDS; s++) CHECK(a->hash[0][r][s] != other->hash[0][r][s]);
     h_message("%d runs on threads, %d on processes, %d ms", threads, processes,
               (int)(h_now_ms() - start));
     munmap(a, sizeof *a);
@@ -488,7 +507,7 @@ TEST_P_TIMEOUT(long_delays, same_bits, all_rows, 300) {
 
 /* On the simulated device, where every rank does what this one does. Run 0 is inline. Returns
    whether reductions are fused. */
-static int on_streams(const numbers *kind, int run, uint64_t *hash) {
+static int on_streams(const numbers *kind, int run, int steps, uint64_t *hash, int64_t *replayed) {
     static const int64_t latencies[] = {0, 1000, 1000000, 500000000};
     const fsdp_dtype dtype = kind->param ? kind->param : kind->stored;
     trainer *t = (trainer *)lab_zeros(1, sizeof *t);
@@ -499,13 +518,15 @@ static int on_streams(const numbers *kind, int run, uint64_t *hash) {
     s.async = run > 0, s.checks = 1, s.fused = !w.guard.plain;
     s.latency_ns = latencies[w.seed >> 16 & 3], s.copy_bytes_per_ns = w.seed >> 18 & 1 ? 100 : 0;
     w.lanes = w.delay = 0;
+    w.planned = run > 0 && steps > KINDS;
     describe(&w, text, sizeof text);
     snprintf(w_case, sizeof w_case, "run %d, %lld ns: %s", run, (long long)s.latency_ns, text);
     CHECK(sim_open(&s));
     t->way = &w, t->sim = &s, t->world = s.world, t->rank = 1;
     build(t, kind, lab_hsdp(s.world, 2, 2));
-    while (t->step < STEPS) train_step(t, dtype, &hash[t->step]);
-    fsdp_model_destroy(t->model);
+    while (t->step < steps) train_step(t, dtype, &hash[t->step]);
+    take_down(t);
+    *replayed += t->replayed;
     W_CHECK(!s.races, "%d races, first: %s", s.races, s.race);
     CHECK_EQ_INT(sim_close(&s), 0);
     free(t);
@@ -514,13 +535,43 @@ static int on_streams(const numbers *kind, int run, uint64_t *hash) {
 
 /* However long collectives take, no buffer is used before they have ended, and no bit changes. (In
    f16 what is not fused divides elsewhere.) */
-TEST_P(delays, streams, kinds) {
+static int64_t streams(const numbers *kind, int runs, int steps) {
     uint64_t hash[2][STEPS], now[STEPS];
+    int64_t replayed = 0;
     int seen[2] = {0, 0};
-    for (int run = 0; run < (W_SLOW ? 5 : 22); run++) {
-        const int fused = on_streams(row, run, now), of = strcmp(row->name, "f16_f16") ? 0 : fused;
+    for (int run = 0; run < runs; run++) {
+        const int fused = on_streams(kind, run, steps, now, &replayed),
+                  of = strcmp(kind->name, "f16_f16") ? 0 : fused;
         if (!seen[of]++) memcpy(hash[of], now, sizeof now);
-        for (int s = 0; s < STEPS; s++)
+        for (int s = 0; s < steps; s++)
             CHECK_MSG(now[s] == hash[of][s], "step %d: other bits [%s]", s, w_case);
     }
+    return replayed;
+}
+TEST_P(delays, streams, kinds) { CHECK_EQ_INT(streams(row, W_SLOW ? 5 : 22, KINDS), 0); }
+
+/* ---- planned --------------------------------------------------------------------------------- */
+
+static const row_of_bits planned_rows[] = {
+    ROW(2, 2, 0, "f32"),
+    ROW(3, 3, 1, "bf16_f32"),
+    ROW(4, 2, 0, "2x2/f32"),
+};
+/* Run 0 goes by calls. */
+TEST_P(delays, planned, planned_rows) {
+    const int runs = W_SLOW ? 4 : 6;
+    batch *b = new_batch(row->ranks, row->shards, row->kind, runs, 0);
+    b->steps = STEPS, b->threaded = 1;
+    for (int run = 0; run < runs; run++) b->threads[run].size = row->ranks;
+    for (int run = 1; run < runs; run++) b->way[run].planned = 1;
+    h_ranks_thread(row->ranks, run_rank, b);
+    compare(b, b);
+    h_message("%lld steps were replayed", (long long)b->replayed);
+    CHECK(b->replayed > runs);
+    munmap(b, sizeof *b);
+}
+TEST_P(delays, planned_on_streams, kinds) {
+    const int64_t replayed = streams(row, W_SLOW ? 3 : 10, STEPS);
+    h_message("%lld steps were replayed", (long long)replayed);
+    CHECK(replayed > 10);
 }

@@ -5,7 +5,7 @@
    SPDX-License-Identifier: MIT */
 #include "harness.h"
 #include "plan_nets.h"
-#include "sim.h"
+#include "plan_texts.h"
 
 enum { ALL_PASSES = (1 << FSDP_PASS_COUNT) - 1 };
 
@@ -350,14 +350,18 @@ static void one_gather(int size) {
     gathers(2, 1, 1, 6);
     (void)size;
 }
+static void staged_gather(int size) {
+    CHECK_EQ_INT(report()->gathers[0], size > 1 ? 2 : 0);
+    CHECK_EQ_INT(report()->gathers[1], size > 1);
+    if (size > 1) CHECK_EQ_INT(report()->crossing, 6);
+}
 TEST(fully_shard_compile, simple_mlp_fullgraph_backend_inductor) {
     begin(nets_simple_mlp(), 0);
     job.watched = 1;
     everywhere(one_gather);
     begin(nets_simple_mlp(), 0); /* parameters are cast: the gather is staged */
     job.net.dtype = FSDP_BF16, job.net.reduce = FSDP_F32;
-    everywhere(NULL);
-    CHECK_EQ_INT(report()->gathers[1], 1);
+    everywhere(staged_gather);
 }
 
 /* ---- nested ------------------------------------------------------------------------------------- */
@@ -435,14 +439,52 @@ static void check_segments(void) {
     for (int i = 0; i < 256; i++) CHECK_EQ_INT(holder[i], -1);
     CHECK_EQ_INT(crossing, report()->crossing);
 }
+
+static fsdp_plan_proof proof_of(texts_lines *t, int size) {
+    fsdp_plan_proof proof;
+    const char *ranks[NETS_RANKS];
+    char *text = texts_join(t, 1);
+    for (int r = 0; r < size; r++) ranks[r] = text;
+    CHECK_OK(fsdp_plan_prove_texts(ranks, size, &proof));
+    free(text);
+    return proof;
+}
+/* Forward as a program of its own is proven: it needs nothing of backward. It is refuted if a wait
+   before the caller reads is left out. */
+static void forward_alone(int size) {
+    texts_lines *t = texts_split(job.text);
+    const int middle = report()->forward_calls;
+    char call[64], head[128], *end = NULL;
+    snprintf(call, sizeof call, "call %d ", middle);
+    t->num = texts_find(t, 0, call);
+    for (int i = t->num - 1; i >= 0; i--) /* decisions: they name calls of backward */
+        if (texts_is(t->at[i], "  ") && !texts_is_op(t->at[i])) texts_move(t, i, -1);
+    const int kind = texts_find(t, 0, "kind ");
+    (void)strtoull(t->at[kind] + 5, &end, 16);
+    snprintf(head, sizeof head, "%.*s calls %d forward %d", (int)(end - t->at[kind]), t->at[kind],
+             middle + 1, middle);
+    t->at[kind] = head;
+    strcat(call, "finalize_backward");
+    texts_insert(t, t->num, call);
+    fsdp_plan_proof proof = proof_of(t, size);
+    if (proof.refuted) h_fail(H_HERE("forward alone"), "%s", proof.text);
+    int wait = 0;
+    while (!strstr(t->at[wait = texts_find(t, wait + 1, " use gather ")], " COMPUTE ")) {
+    }
+    texts_move(t, wait, -1);
+    proof = proof_of(t, size);
+    CHECK_EQ_INT(proof.refuted, FSDP_PROOF_USE);
+    CHECK(strstr(proof.text, "nobody has waited for the gather") != NULL);
+    texts_free(t);
+}
 TEST(fully_shard_compile, nested_fully_shard_backend_inductor_fullgraph_True_graph_partition) {
     static const int planned[3] = {17, 10, 3};
     for (int more = 0; more < 3; more++) {
         with_memory(nets_nested(), 1u << FSDP_PASS_ARENA, 2, more);
         if (is_inline()) gathers(24, planned[more], 12, 2 * (more + 1));
         check_segments();
+        forward_alone(2);
         partitioned_calls();
-        /* TO COME with fsdp_plan_prove_texts: each segment alone is proven */
     }
 }
 
@@ -511,7 +553,7 @@ TEST(fully_shard_compile, transformer_backend_inductor_fullgraph_True_graph_part
         with_memory(nets_transformer(setting & 1, setting >> 1), 1u << FSDP_PASS_ARENA, 2, 0);
         if (is_inline()) gathers(7, 6, setting & 1 ? 4 : 3, 16);
         check_segments();
-        /* TO COME with fsdp_plan_prove_texts: each segment alone is proven */
+        forward_alone(2);
         partitioned_calls();
     }
 }
@@ -591,6 +633,16 @@ TEST(fully_shard_compile, trace_fsdp_copy_) {
     for (int64_t k = waits[0]; k < waits[1]; k++) found += races_of(net, 1, -1, k, 3, unused) > 0;
     h_message("%d of %d waits of a replayed step are needed", found, (int)(waits[1] - waits[0]));
     CHECK(found > 0);
-    /* TO COME with fsdp_plan_prove_texts: a text in which such a wait is missing is refuted, with
-       both lines; with it, the text is proven. */
+    /* The same without running: gradients are copied before the event that says they are there. */
+    texts_lines *t = texts_split(job.text);
+    CHECK_EQ_INT(proof_of(t, 2).refuted, FSDP_PROOF_OK);
+    const int wrote = texts_find(t, 0, "  wrote "), copy = texts_find(t, wrote, " copy acc ");
+    texts_move(t, wrote, copy);
+    const fsdp_plan_proof proof = proof_of(t, 2);
+    CHECK_EQ_INT(proof.refuted, FSDP_PROOF_RACE);
+    CHECK(strstr(proof.text, " copy 'h.2' on REDUCE reads slot ") != NULL);
+    CHECK(strstr(proof.text, "\ncall ") != NULL);
+    CHECK(strstr(proof.text, "the caller on COMPUTE has written it last, and no event lies") !=
+          NULL);
+    texts_free(t);
 }

@@ -818,7 +818,7 @@ FS_FN void clamp_reduce_dtype(int how, int ranks) {
     const int replicas = how ? ranks : 1, shards = how ? 1 : ranks;
     static fs_net net;
     for (size_t i = 0; i < COUNT(both); i++) by_dtypes(how, &both[i], replicas, shards, 1);
-    mlps(&net, 8);
+    mlps(&net, 16);
     fs_conf c = conf_of(&both[1], &net, replicas, shards);
     c.how = how, c.raf = how ? NEVER : 0;
     c.made = BF16, c.sgd = 1, c.build = cast_to_f32, c.after = check_dtypes;
