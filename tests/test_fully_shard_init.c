@@ -953,6 +953,10 @@ static void lazy_init(fsdp_world *world, const void *arg) {
     fsdp_unit *late;
     toy t;
     toy_mlps(&t, world, NULL, 2, fsdp_rank(world), 2, 3);
+    ud.params = p;
+    ud.num_params = mlp(p, 3, 4);
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, world, fsdp_fully_shard(t.model, &ud, &late),
+               "before the first"); /* no forward yet, but laid out */
     CALL(world, fsdp_param_view_get(t.unit[1], 0, &a));
     CALL(world, fsdp_pre_forward(t.unit[1]));
     toy_look(&t, 1);
@@ -961,8 +965,6 @@ static void lazy_init(fsdp_world *world, const void *arg) {
     CALL(world, fsdp_model_commit(t.model));
     CALL(world, fsdp_param_view_get(t.unit[1], 0, &b));
     CHECK(a.shard == b.shard);
-    ud.params = p;
-    ud.num_params = mlp(p, 3, 4);
     REFUSED_AS(FSDP_ERR_INVALID_STATE, world, fsdp_fully_shard(t.model, &ud, &late),
                "before the first");
     CHECK_EQ_INT(fsdp_num_units(t.model), 2);
