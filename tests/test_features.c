@@ -1053,7 +1053,7 @@ static void in_backward(job *j) {
     memset(&in, 0, sizeof in);
     in.j = j;
     make_model(j);
-    set_frozen(j, 9, 1);
+    set_frozen(j, 10, 1); /* and 9 is used by nobody in every other step */
     for (int p = 0; p < ALL; p++)
         CALL(j->w, fsdp_set_post_accumulate_hook(j->m.unit[p / PARAMS], p % PARAMS,
                                                  step_in_backward, &in));

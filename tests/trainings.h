@@ -281,6 +281,14 @@ FS_FN double one_post_backward(fs_run *x, int it, int m) {
     fs_post_backward(x, 0);
     return loss;
 }
+/* One reduction for each post_backward of a unit. */
+FS_FN void reductions_of_visits(fs_run *x, int it, int m) {
+    const int kind = x->c->how ? FSDP_OP_ALL_REDUCE : FSDP_OP_REDUCE_SCATTER;
+    (void)it, (void)m;
+    for (int u = 0; u < x->net->count; u++)
+        CHECK_EQ_INT(fs_seen(x, kind, -1, u), !u && x->c->micro == fs_micro ? 2 : 1);
+    fs_watch(x);
+}
 FS_FN void inner_twice(int how) {
     static fs_net net;
     multi_forward(&net);
@@ -289,6 +297,7 @@ FS_FN void inner_twice(int how) {
             fs_conf c = fs_conf_by(how, &net, visits ? 8 : 4);
             c.raf = how ? NEVER : reshards[i], c.micro = visits ? fs_micro : one_post_backward;
             c.lanes = visits;
+            c.build = fs_watch, c.after = reductions_of_visits;
             fs_train(&c);
         }
 }

@@ -379,7 +379,7 @@ existing() { # FILE...: those that are there
 
 list() {
     printf 'text.%s\n' toc docs functions columns code licence layers extensions tests
-    echo errors && echo single && echo single_tests
+    echo errors && echo single
     existing examples/*.c | sed 's|examples/\(.*\)\.c|single_example.\1|'
     printf 'warnings.%s\n' gcc clang g++ clang++
     echo gpu_scripts
@@ -404,6 +404,7 @@ list_nightly() { # the rest of every language, compiler and version
     printf 'gloo.%s\n' g++.c++{17,20} clang++.c++{11,17}
     printf 'nccl_header.%s\n' 22304 22703 22809
     printf 'nvcc.%s\n' c++{11,20}
+    echo single_tests
 }
 
 # ---- one gate ------------------------------------------------------------------------------------
