@@ -5,13 +5,14 @@ programs in turn in one run: losses must be equal, times are compared
 
     FSDP_BACKEND=gloo python3 bench/fsdp_step.py [--bench build/bench/bench_step] [--model mlp,gpt]
         [--case tiny,large,example] [--ranks 2,4] [--lanes 0,2] [--rounds 3] [--steps N]
+        [--compiled]
 
 Models, first values, data and AdamW are those of bench_step.c, f32, one compute thread per rank.
 "pass" is forward and backward, "optim" the optimizer and zero_grad; medians over steps, then over
 rounds. "extra" is what sharding adds to a pass for each unit: (sharded - plain) / units, where
 plain ranks train a copy of their own at the same time without communication. "plan": the same of
-steps from a plan (fsdp_plan.h, its defaults), whose losses have to be those without one. Needs
-torch and numpy; writes $FSDP_BUILD/fsdp_step.csv. Exit status 1: losses differ by more than
+steps from a plan (fsdp_plan.h, its defaults), whose losses have to be those without one. With
+--compiled PyTorch runs once more with each layer compiled by torch.compile. Needs torch and numpy; writes $FSDP_BUILD/fsdp_step.csv. Exit status 1: losses differ by more than
 --tolerance.
 """
 import argparse
@@ -150,7 +151,7 @@ def batch(model, shape, sample):
     return [torch.from_numpy(p % 256) for p in pair]
 
 
-def train(rank, world, name, shape, plain, model_class):
+def train(rank, world, name, shape, how, model_class):
     """(losses of this rank, median pass, median optimizer), in microseconds."""
     import torch
     import torch.distributed as dist
@@ -158,7 +159,10 @@ def train(rank, world, name, shape, plain, model_class):
     from torch.distributed.device_mesh import init_device_mesh
 
     model, steps = model_class(shape), shape[-1]
-    if not plain:
+    if how == "compiled":
+        for layer in model.layers:
+            layer.compile()
+    if how != "plain":
         mesh = init_device_mesh("cpu", (world,))
         for layer in model.layers:
             fully_shard(layer, mesh=mesh)
@@ -189,8 +193,8 @@ def torch_rank(rank, world, path, pipe):
     dist.init_process_group("gloo", init_method="file://" + path, rank=rank, world_size=world)
     models = define_models()
     while (request := pipe.recv()) is not None:
-        name, shape, plain = request
-        pipe.send(train(rank, world, name, shape, plain, models[name]))
+        name, shape, how = request
+        pipe.send(train(rank, world, name, shape, how, models[name]))
     dist.destroy_process_group()
 
 
@@ -218,8 +222,8 @@ class Torch:
             pipe.send(request)
         return [pipe.recv() for pipe in self.pipes]
 
-    def train(self, name, shape, plain):
-        ranks = self.ask((name, shape, plain))
+    def train(self, name, shape, how):
+        ranks = self.ask((name, shape, how))
         losses = [statistics.fmean(values) for values in zip(*(r[0] for r in ranks))]
         return losses, ranks[0][1], ranks[0][2]
 
@@ -257,8 +261,9 @@ def measure(args, torch, name, case, world, lanes, losses_path):
         planned, same = ours(args, name, case, shape, world, lanes, 1, losses_path)
         if losses != same:
             sys.exit(f"{name} {case} W={world} lanes={lanes}: a plan changes losses")
-        expected, passes, updates = torch.train(name, shape, False)
-        _, plain_passes, plain_updates = torch.train(name, shape, True)
+        expected, passes, updates = torch.train(name, shape, "eager")
+        _, plain_passes, plain_updates = torch.train(name, shape, "plain")
+        compiled = torch.train(name, shape, "compiled") if args.compiled else None
         units = int(row["units"])
         rows.append({
             "pass_us": float(row["pass_us"]), "torch_pass_us": passes,
@@ -270,6 +275,8 @@ def measure(args, torch, name, case, world, lanes, losses_path):
             "plan_extra_us": float(planned["extra_us_per_unit"]),
             "torch_extra_us": (passes - plain_passes) / units,
             "hidden": float(row["hidden"]), "loss_difference": difference(losses, expected)})
+        if compiled:
+            rows[-1]["torch_compiled_pass_us"] = compiled[1]
     line = {key: statistics.median(row[key] for row in rows) for key in rows[0]}
     line["loss_difference"] = max(row["loss_difference"] for row in rows)
     return {"model": name, "case": case, "world": world, "lanes": lanes,
@@ -288,6 +295,10 @@ def show(line):
           f"{line['times_less_extra']:>7.1f} {line['plan_times_less_extra']:>7.1f} "
           f"{line['times_faster_step']:>7.2f} "
           f"{line['hidden']:>6.2f} {line['loss_difference']:>9.1e}", flush=True)
+    if "torch_compiled_pass_us" in line:
+        print(f"  a pass: by calls {line['pass_us']:.0f}, from a plan {line['plan_pass_us']:.0f}; PyTorch "
+              f"{line['torch_pass_us']:.0f}, compiled {line['torch_compiled_pass_us']:.0f} us",
+              flush=True)
 
 
 def main():
@@ -299,6 +310,7 @@ def main():
     parser.add_argument("--lanes", default="0,2")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=0, help="of each; 0: by the case, 20 or 100")
+    parser.add_argument("--compiled", action="store_true", help="PyTorch with compiled layers, too")
     parser.add_argument("--tolerance", type=float, default=1e-4, help="of losses, relative")
     args = parser.parse_args()
     path = os.path.join(os.environ.get("FSDP_BUILD", "."), "fsdp_step.csv")
