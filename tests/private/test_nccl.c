@@ -1166,6 +1166,46 @@ static void leaves_no_error(int rank, int world, void *arg) {
 }
 TEST(nccl, waiting_leaves_no_error) { h_ranks_proc(1, leaves_no_error, NULL); }
 
+/* One block as it is goes by a copy of CUDA's: by bytes if its rows lie one behind another on both
+   sides, else by rows. Nothing beside the rows is written. */
+static void copies_rows(int rank, int world, void *arg) {
+    static const int64_t cases[][3] = {/* height, src_pitch, dst_pitch; rows of 3 */
+                                       {4, 3, 3}, {4, 5, 3}, {4, 3, 7}, {4, 5, 7},
+                                       {4, 7, 5}, {1, 9, 2}, {2, 3, 8}};
+    enum { ROW = 3, MOST = 64 };
+    void *memory[2] = {NULL, NULL};
+    job j;
+    (void)arg;
+    start(&j, &variants[0], rank, world, 1);
+    for (int k = 0; k < 2; k++)
+        CHECK_EQ_INT(cudaMallocHost(&memory[k], MOST * sizeof(float)), cudaSuccess);
+    float *src = (float *)memory[0], *dst = (float *)memory[1];
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        fsdp_block b;
+        fsdp_op op;
+        memset(&b, 0, sizeof b);
+        b.src = 2, b.dst = 1;
+        b.width = ROW, b.height = cases[c][0], b.src_pitch = cases[c][1], b.dst_pitch = cases[c][2];
+        for (int i = 0; i < MOST; i++) src[i] = (float)i, dst[i] = -1;
+        memset(&op, 0, sizeof op);
+        op.kind = FSDP_OP_COPY, op.scale = 1;
+        op.dtype = op.out_dtype = FSDP_F32;
+        op.list = &b, op.list_count = 1;
+        op.src_ptr = src, op.dst_ptr = dst;
+        CHECK_OK(fsdpi_cuda_copy(j.w->device, NULL, &op));
+        for (int64_t row = 0; row < b.height; row++)
+            for (int64_t i = 0; i < ROW; i++) {
+                float *at = &dst[b.dst + row * b.dst_pitch + i];
+                CHECK(*at == src[b.src + row * b.src_pitch + i]);
+                *at = -1;
+            }
+        for (int i = 0; i < MOST; i++) CHECK(dst[i] == -1);
+    }
+    for (int k = 0; k < 2; k++) CHECK_EQ_INT(cudaFreeHost(memory[k]), cudaSuccess);
+    finish(&j);
+}
+TEST(nccl, copies_rows) { h_ranks_proc(1, copies_rows, NULL); }
+
 /* The caller is inside cudaFree, which waits for a collective that a peer does not come to; CUDA
    does not answer the watchdog meanwhile. Alone: no other rank is there to tell who is late. */
 static void inside_cuda(int rank, int world, void *arg) {
