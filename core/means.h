@@ -253,14 +253,18 @@ FSDP_API fsdp_status fsdp_emit_again(fsdp_model *model, fsdp_op *ops, int count)
     if (!model || (count > 0 && !ops)) return fsdpi_null_of(model, "emit_again", "model or ops");
     if (model->world->mode == FSDPI_INLINE && !(model->watch & FSDPI_RECORDS))
         return fsdpi_emit_alone(model, ops, count);
-    fsdp_status status = FSDP_OK;
+    fsdp_status status = fsdpi_failed(model->world);
+    const int shown = model->watch & FSDPI_OPS;
     for (fsdp_op *op = ops; op < ops + count && !status; op++) {
         op->timed = 0;
         op->step = model->step;
         op->given = model->given;
-        if (op->kind < FSDP_OP_HOOK) status = fsdpi_emit(model, op);
-        else status = fsdpi_do_marker(model, op);
-        if (!status && op->kind >= FSDP_OP_HOOK) status = fsdpi_show(model, op);
+        if (op->kind < FSDP_OP_HOOK) {
+            status = fsdpi_emit(model, op);
+            continue;
+        }
+        status = fsdpi_do_marker(model, op);
+        if (shown && !status) status = fsdpi_show(model, op);
     }
     return status;
 }
