@@ -537,6 +537,23 @@ static void fsdpi_plan_check_numbers(fsdpi_plan_prover *v, const fsdpi_plan_line
                          FSDPI_PLAN_NONE);
 }
 
+/* A plan has no more collectives than calls have, and gathers no more bytes. Reductions that are
+   joined may read more bytes: gradients that wait are in reduce_dtype, those that do not may be
+   sent in the dtype of the parameters. */
+static void fsdpi_plan_check_calls(fsdpi_plan_prover *v) {
+    const fsdpi_plan_listing *l = v->l;
+    if (l->gathers[1] <= l->gathers[0] && l->reductions[1] <= l->reductions[0] &&
+        l->replica_ops[1] <= l->replica_ops[0] && l->gather_bytes[1] <= l->gather_bytes[0])
+        return;
+    fsdpi_plan_out o = fsdpi_plan_counter(v);
+    fsdpi_plan_put(&o, "by calls: %d gathers of %llu bytes, %d reductions, %d over replicas\n",
+                   l->gathers[0], (unsigned long long)l->gather_bytes[0], l->reductions[0],
+                   l->replica_ops[0]);
+    fsdpi_plan_put(&o, "the plan has more: %d of %llu, %d, %d", l->gathers[1],
+                   (unsigned long long)l->gather_bytes[1], l->reductions[1], l->replica_ops[1]);
+    fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
+}
+
 // The numbers of the head are those of the lines.
 static void fsdpi_plan_check_counts(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
@@ -571,6 +588,7 @@ static void fsdpi_plan_check_counts(fsdpi_plan_prover *v) {
                        (unsigned long long)reduced);
         fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
     }
+    if (!v->out->refuted) fsdpi_plan_check_calls(v);
 }
 
 /* One program, which every rank runs: three times, so that what the end of a step leaves to the
