@@ -55,8 +55,7 @@ typedef enum fsdp_plan_mode {
     FSDP_PLAN_MODE_COUNT
 } fsdp_plan_mode;
 
-// What things take, for fsdp_plan_simulate and for passes that weigh time against memory. The same
-// on all ranks. Nothing is measured by the library: no decision looks at a clock.
+// What things take, for fsdp_plan_simulate and fsdp_plan_desc.cost. The same on all ranks. Nothing is measured by the library: no decision looks at a clock.
 typedef struct fsdp_plan_cost {
     uint32_t size, start_canary;
     double gather_latency_ns, gather_bytes_per_ns;   // of one collective; of its full side
@@ -82,7 +81,9 @@ typedef struct fsdp_plan_desc {
                                 // joined
     int64_t first_bucket_bytes; // of the first one of forward and of backward, which nothing hides;
                                 // 0: as bucket_bytes
-    const fsdp_plan_cost *cost; // NULL: counts and bytes decide. Copied
+    const fsdp_plan_cost *cost; // NULL: all passes are taken. Else bucket, keep and ahead each only
+                                // if fsdp_plan_simulate says that it makes the step no slower.
+                                // Copied
     uint64_t end_canary;
 } fsdp_plan_desc;
 

@@ -312,6 +312,7 @@ static void fsdpi_plan_end(void *user) {
     fsdpi_plan_free(m, p->begin);
     fsdpi_plan_free(m, p->units);
     fsdpi_plan_free(m, p->params);
+    fsdpi_plan_free(m, p->compute_ns);
     fsdpi_plan_free(m, p);
 }
 
@@ -390,6 +391,7 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     p->model = model;
     p->world = w;
     p->desc = d;
+    p->desc.cost = NULL;
     p->mesh = info.mesh;
     p->mode_of_world = fsdp_model_run(model);
     p->pool = fsdp_pool_register(model, "arena");
@@ -401,7 +403,8 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     p->memory.user = p;
     p->memory.destroy = fsdpi_plan_end;
     fsdpi_plan_defaults(p);
-    status = fsdpi_plan_find_units(p);
+    status = fsdpi_plan_copy_cost(p, d.cost);
+    if (!status) status = fsdpi_plan_find_units(p);
     if (!status && p->pool < 0) status = FSDP_ERR_INVALID_ARG;
     if (!status) status = fsdp_attach(model, &p->memory);
     if (status) {
