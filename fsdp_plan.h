@@ -199,8 +199,10 @@ typedef struct fsdp_plan_times {
 } fsdp_plan_times;
 
 /* fsdp_plan_simulate - the time of a step under given costs: of the plan, or of its calls
-   Result      FSDP_OK; INVALID_ARG
-   Collective  no      Blocks no      Allocates temporary tables */
+   by_calls    1: rehearses the calls between two steps, with the options that the model has now
+   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY; by_calls: INVALID_STATE (a unit is not idle, or
+               options are not those of the plan)
+   Collective  no      Blocks by_calls: for operations under way      Allocates temporary tables */
 FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by_calls,
                                         const fsdp_plan_cost *cost, fsdp_plan_times *out);
 

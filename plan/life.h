@@ -443,6 +443,11 @@ FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by
     fsdp_plan *p = plan->kinds[index]->plan;
     fsdp_status status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
     if (!status) status = fsdpi_plan_check_cost(p->world, &c);
+    if (!status && by_calls && plan->kinds[index]->settings != fsdp_model_settings(p->model))
+        status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
+                           "[E944] plan_simulate: options are not those of plan %d, so that its "
+                           "calls would do something else: set them as they were when it was made",
+                           index);
     if (status || !by_calls)
         return status ? status : fsdpi_plan_time(p->model, &plan->kinds[index]->listing, &c, out);
     fsdpi_plan_listing calls;

@@ -152,6 +152,28 @@ TEST(plan_times, thresholds) {
     bed_close(d);
 }
 
+/* Two kinds: the calls of one cannot be rehearsed with the options of the other. */
+TEST(plan_times, calls_of_another_kind) {
+    plan_net n = plan_chain(2, 8, 4);
+    fsdp_plan_times t, again;
+    bed *d = bed_open(&n, NULL, 2, 0, 1);
+    fsdp_plan_cost c = paper(d, MS, MS, MS, MS);
+    t = times(d, 1, &c);
+    CALL(d->w, fsdp_set_requires_gradient_sync(d->b.model, NULL, 0));
+    bed_step(d), bed_step(d), bed_step(d);
+    CHECK(fsdp_plan_count(d->b.plan) > 1);
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, d->w, fsdp_plan_simulate(d->b.plan, 0, 1, &c, &again),
+               "options");
+    CALL(d->w, fsdp_plan_simulate(d->b.plan, 0, 0, &c, &again));
+    CALL(d->w, fsdp_set_requires_gradient_sync(d->b.model, NULL, 1));
+    again = times(d, 1, &c);
+    CHECK(memcmp(&t, &again, sizeof t) == 0);
+    /* Not in a step: units are not idle. */
+    CALL(d->w, plan_hook(&d->b, 0, FSDP_CALL_PRE_FORWARD));
+    CHECK_EQ_INT(fsdp_plan_simulate(d->b.plan, 0, 1, &c, &again), FSDP_ERR_INVALID_STATE);
+    bed_close(d);
+}
+
 /* ---- plans that are chosen by costs ----------------------------------------------------------- */
 
 static const struct {
