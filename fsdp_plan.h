@@ -11,11 +11,11 @@
        if (fsdp_plan_create(model, NULL, &plan)) return 1;    // after the last fsdp_fully_shard
 
    The first step runs by calls. The second one is recorded: at its end the library makes a plan.
-   From the third step on the hooks answer from a tape: fewer and larger collectives, gathers that
-   begin earlier, less memory, less host time, the same bits. Before the first replay the library
-   proves that the step cannot deadlock, that nothing races, and that slots need no more memory than
-   the plan says. If the program then does something else, the step goes on by calls, and what it
-   computes is the same.
+   From the third step on the hooks answer from a tape: fewer and larger collectives, in slots of at
+   most `most_bytes`, and the same bits. Before the first replay the library proves that the step
+   cannot deadlock, that nothing races, and that slots need no more memory than the plan says:
+   docs/plan.md lists what the proof looks at, and what it assumes. If the program then does
+   something else, the step goes on by calls, and what it computes is the same.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
@@ -181,7 +181,7 @@ typedef struct fsdp_plan_proof {
     char text[512];                        // refuted: two lines, the counterexample; else one line
 } fsdp_plan_proof;
 
-/* fsdp_plan_prove       - what made sure that a plan may run: again, or with numbers
+/* fsdp_plan_prove       - the proof that was made before the plan ran: again, with its numbers
    fsdp_plan_prove_texts - the same for texts of several ranks, which may differ: without a world
    texts       [num] of fsdp_plan_text with ops, of ranks 0 .. num-1; equal ones may be one pointer
    Result      FSDP_OK, also when refuted; INVALID_ARG (line and column), OUT_OF_MEMORY
