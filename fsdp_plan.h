@@ -55,7 +55,8 @@ typedef enum fsdp_plan_mode {
     FSDP_PLAN_MODE_COUNT
 } fsdp_plan_mode;
 
-// What things take, for fsdp_plan_simulate and fsdp_plan_desc.cost. The same on all ranks. Nothing is measured by the library: no decision looks at a clock.
+// What things take, for fsdp_plan_simulate and fsdp_plan_desc.cost. The same on all ranks. Nothing
+// is measured by the library: no decision looks at a clock.
 typedef struct fsdp_plan_cost {
     uint32_t size, start_canary;
     double gather_latency_ns, gather_bytes_per_ns;   // of one collective; of its full side
@@ -76,7 +77,7 @@ typedef struct fsdp_plan_desc {
                                 // none inline, where an earlier one hides nothing; -1: none
     int32_t most_kinds;         // kinds of steps that are kept; 0: 8
     int32_t strict;             // 1: a call that is not the plan's is FSDP_ERR_INVALID_STATE
-    int64_t most_bytes;         // of all slots; 0: what steps by calls hold, at least 4 MiB
+    int64_t most_bytes;         // of a plan's slots; 0: what steps by calls hold, at least 4 MiB
     int64_t bucket_bytes;       // of the full side of a joined collective; 0: 1 MiB; -1: none is
                                 // joined
     int64_t first_bucket_bytes; // of the first one of forward and of backward, which nothing hides;
