@@ -11,11 +11,11 @@
        if (fsdp_plan_create(model, NULL, &plan)) return 1;    // after the last fsdp_fully_shard
 
    The first step runs by calls. The second one is recorded: at its end the library makes a plan.
-   From the third step on the hooks answer from a tape: fewer and larger collectives, gathers that
-   begin earlier, less memory, less host time, the same bits. Before the first replay the library
-   proves that the step cannot deadlock, that nothing races, and that slots need no more memory than
-   the plan says. If the program then does something else, the step goes on by calls, and what it
-   computes is the same.
+   From the third step on the hooks answer from a tape: fewer and larger collectives, in slots of at
+   most `most_bytes`, and the same bits. Before the first replay the library proves that the step
+   cannot deadlock, that nothing races, and that slots need no more memory than the plan says:
+   docs/plan.md lists what the proof looks at, and what it assumes. If the program then does
+   something else, the step goes on by calls, and what it computes is the same.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
@@ -55,8 +55,8 @@ typedef enum fsdp_plan_mode {
     FSDP_PLAN_MODE_COUNT
 } fsdp_plan_mode;
 
-// What things take, for fsdp_plan_simulate and for passes that weigh time against memory. The same
-// on all ranks. Nothing is measured by the library: no decision looks at a clock.
+// What things take, for fsdp_plan_simulate and fsdp_plan_desc.cost. The same on all ranks. Nothing
+// is measured by the library: no decision looks at a clock.
 typedef struct fsdp_plan_cost {
     uint32_t size, start_canary;
     double gather_latency_ns, gather_bytes_per_ns;   // of one collective; of its full side
@@ -83,7 +83,9 @@ typedef struct fsdp_plan_desc {
                                 // joined
     int64_t first_bucket_bytes; // of the first one of forward and of backward, which nothing hides;
                                 // 0: as bucket_bytes
-    const fsdp_plan_cost *cost; // NULL: counts and bytes decide. Copied
+    const fsdp_plan_cost *cost; // NULL: all passes are taken. Else bucket, keep and ahead each only
+                                // if fsdp_plan_simulate says that it makes the step no slower.
+                                // Copied
     uint64_t end_canary;
 } fsdp_plan_desc;
 
@@ -186,7 +188,7 @@ typedef struct fsdp_plan_proof {
     char text[512];                        // refuted: two lines, the counterexample; else one line
 } fsdp_plan_proof;
 
-/* fsdp_plan_prove       - what made sure that a plan may run: again, or with numbers
+/* fsdp_plan_prove       - the proof that was made before the plan ran: again, with its numbers
    fsdp_plan_prove_texts - the same for texts of several ranks, which may differ: without a world
    texts       [num] of fsdp_plan_text with ops, of ranks 0 .. num-1; equal ones may be one pointer
    Result      FSDP_OK, also when refuted; INVALID_ARG (line and column), OUT_OF_MEMORY
@@ -204,8 +206,10 @@ typedef struct fsdp_plan_times {
 } fsdp_plan_times;
 
 /* fsdp_plan_simulate - the time of a step under given costs: of the plan, or of its calls
-   Result      FSDP_OK; INVALID_ARG
-   Collective  no      Blocks no      Allocates temporary tables */
+   by_calls    1: rehearses the calls between two steps, with the options that the model has now
+   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY; by_calls: INVALID_STATE (a unit is not idle, or
+               options are not those of the plan)
+   Collective  no      Blocks by_calls: for operations under way      Allocates temporary tables */
 FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by_calls,
                                         const fsdp_plan_cost *cost, fsdp_plan_times *out);
 

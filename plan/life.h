@@ -318,6 +318,7 @@ static void fsdpi_plan_end(void *user) {
     fsdpi_plan_free(m, p->begin);
     fsdpi_plan_free(m, p->units);
     fsdpi_plan_free(m, p->params);
+    fsdpi_plan_free(m, p->compute_ns);
     fsdpi_plan_free(m, p);
 }
 
@@ -434,6 +435,7 @@ static fsdp_status fsdpi_plan_new(fsdp_model *model, const fsdp_plan_desc *d, co
     p->model = model;
     p->world = fsdp_model_world(model);
     p->desc = *d;
+    p->desc.cost = NULL;
     p->mesh = mesh;
     p->mode_of_world = fsdp_model_run(model);
     p->pool = fsdp_pool_register(model, "arena");
@@ -445,7 +447,8 @@ static fsdp_status fsdpi_plan_new(fsdp_model *model, const fsdp_plan_desc *d, co
     p->memory.user = p;
     p->memory.destroy = fsdpi_plan_end;
     fsdpi_plan_defaults(p);
-    status = fsdpi_plan_find_units(p);
+    status = fsdpi_plan_copy_cost(p, d.cost);
+    if (!status) status = fsdpi_plan_find_units(p);
     if (!status && p->pool < 0) status = FSDP_ERR_INVALID_ARG;
     if (!status) status = fsdp_attach(model, &p->memory);
     if (status) {
@@ -506,6 +509,11 @@ FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by
     fsdp_plan *p = plan->kinds[index]->plan;
     fsdp_status status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
     if (!status) status = fsdpi_plan_check_cost(p->world, &c);
+    if (!status && by_calls && plan->kinds[index]->settings != fsdp_model_settings(p->model))
+        status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
+                           "[E944] plan_simulate: options are not those of plan %d, so that its "
+                           "calls would do something else: set them as they were when it was made",
+                           index);
     if (status || !by_calls)
         return status ? status : fsdpi_plan_time(p->model, &plan->kinds[index]->listing, &c, out);
     fsdpi_plan_listing calls;

@@ -229,12 +229,12 @@ static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
     return status ? status : fsdpi_plan_place(p, &k->tape, l, passes);
 }
 
-/* What fits: all passes, with fewer units kept from try to try; else without those that take
-   memory; else the calls as they are. */
+/* What fits: all of these passes, with fewer units kept from try to try; else without those that
+   take memory; else the calls as they are. */
 static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
-                                  int64_t most) {
+                                  uint32_t all, int64_t most) {
     const uint32_t keep = 1u << FSDP_PASS_KEEP, arena = 1u << FSDP_PASS_ARENA;
-    const uint32_t all = fsdpi_plan_passes(p), sets[3] = {all, all & (keep | arena), all & arena};
+    const uint32_t sets[3] = {all, all & (keep | arena), all & arena};
     const fsdpi_plan_listing *l = &k->listing;
     int worst = 0;
     for (int i = 0; i < 3; i++) {
@@ -247,6 +247,29 @@ static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
         }
     }
     return fsdpi_plan_too_large(p, k, worst, l->bytes, most);
+}
+
+/* The passes that are taken: all of them, or with costs those that do not make the step slower, one
+   after the other. If two plans take the same time, the one with fewer collectives is taken. */
+static fsdp_status fsdpi_plan_weigh(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
+                                    int64_t most) {
+    const int weighed[3] = {FSDP_PASS_BUCKET, FSDP_PASS_KEEP, FSDP_PASS_AHEAD};
+    uint32_t all = fsdpi_plan_passes(p), taken = all;
+    int64_t least = INT64_MAX, fewest = INT64_MAX;
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < 3 && p->desc.cost; i++) taken &= ~(1u << weighed[i]);
+    for (int i = -1; i < 3 && p->desc.cost && !status; i++) { // -1: none of the three
+        uint32_t tried = i < 0 ? taken : taken | (all & 1u << weighed[i]);
+        int64_t takes = 0, collectives = 0;
+        if (i >= 0 && tried == taken) continue;
+        status = fsdpi_plan_fit(p, k, f, tried, most);
+        if (!status) status = fsdpi_plan_time_kind(p, k, &takes, &collectives);
+        if (takes > least || (takes == least && collectives > fewest)) continue;
+        taken = tried;
+        least = takes;
+        fewest = collectives;
+    }
+    return status ? status : fsdpi_plan_fit(p, k, f, taken, most);
 }
 
 // Buffers for the places of a kind, and its tape with them.
@@ -470,7 +493,7 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
     if (!status) {
         fsdpi_plan_find_base(&f, &by_calls);
         fsdpi_plan_count_ops(&by_calls, &k->listing, 0);
-        status = fsdpi_plan_fit(p, k, &f, most);
+        status = fsdpi_plan_weigh(p, k, &f, most);
     }
     if (!status) status = fsdpi_plan_finish_listing(p, k, &by_calls, &f);
     fsdp_plan_proof proof;

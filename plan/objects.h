@@ -233,7 +233,8 @@ struct fsdp_plan {
     fsdp_world *world;
     fsdp_extension extension, memory; // memory: goes with the model; it frees what plans have
     fsdp_plan_desc desc;
-    fsdp_plan_cost cost;
+    fsdp_plan_cost cost; // desc.cost points to it, if there is one
+    int64_t *compute_ns; // of cost
     const fsdp_mesh *mesh;
     fsdp_unit **units;
     int32_t *params; // [num_units] how many each has

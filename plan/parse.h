@@ -328,6 +328,7 @@ static void fsdpi_plan_read_op(fsdpi_plan_in *in, fsdpi_plan_line *line) {
         while (in->at<in->end && * in->at> ' ' && used + 1 < sizeof name) name[used++] = *in->at++;
         name[used] = 0;
         line->comm = fsdpi_plan_comm_add(l, name);
+        if (line->comm < 0) fsdpi_plan_expect(in, "fewer groups");
     }
     fsdpi_plan_need(in, " #");
     line->digest = (uint32_t)fsdpi_plan_hex(in, 8);

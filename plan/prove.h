@@ -49,6 +49,8 @@ typedef struct fsdpi_plan_prover {
     fsdpi_plan_region *slots, *shards, *grads; // [fsdpi_plan_events], [units], [units]
     int32_t *version, *gathered, *written;     // [units] of shards; slots of parameters, gradients
     int32_t *collects, *opened;                // [units] gathers from others; the caller reads now
+    // By group and label: the first collective of this sort; tick 0: none.
+    fsdpi_plan_touch first[FSDPI_PLAN_COMMS][FSDP_LABEL_COUNT];
     int64_t held_bytes, arena;
     int32_t call, line, walk;
 } fsdpi_plan_prover;
@@ -338,11 +340,29 @@ static void fsdpi_plan_see_gather(fsdpi_plan_prover *v, const fsdpi_plan_line *l
         v->slots[m->src].full = 2;
 }
 
+/* Collectives of one sort on a group are on one stream, so that they begin in the order of issue on
+   all ranks. A world with one communicator runs gathers and reductions on two streams; then the
+   backend keeps the order of issue. */
+static void fsdpi_plan_see_comm(fsdpi_plan_prover *v, const fsdpi_plan_line *line) {
+    if (line->comm < 0) return;
+    fsdpi_plan_touch now = {line->stream, v->line, v->call, 1},
+                     *first = &v->first[line->comm][line->label];
+    if (!first->tick) *first = now;
+    if (first->stream == now.stream) return;
+    fsdpi_plan_out o = fsdpi_plan_counter(v);
+    fsdpi_plan_say_touch(&o, v, &now);
+    fsdpi_plan_put(&o, " runs on %s\n", v->l->comms[line->comm]);
+    fsdpi_plan_say_touch(&o, v, first);
+    fsdpi_plan_put(&o, " is of the same sort, and nothing orders the two on all ranks");
+    fsdpi_plan_refuted(v, FSDP_PROOF_DEADLOCK, &o);
+}
+
 static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line) {
     int actor = fsdpi_plan_actor(v, line->stream);
     const fsdpi_plan_member *m = &v->l->members[line->members];
     v->out->ops++;
     v->now[actor].at[actor]++;
+    fsdpi_plan_see_comm(v, line);
     // The other members have records of their own for it.
     fsdpi_plan_region *dst_events = fsdpi_plan_events_of(v, m->unit, m->dst);
     fsdpi_plan_derive(v, actor, fsdpi_plan_events_of(v, m->unit, m->src), dst_events);
@@ -409,8 +429,18 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     }
 }
 
+/* A slot that outlasts steps: a step of another kind comes between, which fills what units bring
+   along to this one, and reduces and gives back what units hold behind it. */
+static void fsdpi_plan_see_between(fsdpi_plan_prover *v, fsdpi_plan_region *r) {
+    fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &r->ready);
+    fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &r->avail);
+    fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &r->ready);
+    r->avail.is_set = 0;
+    r->grads = FSDPI_PLAN_TAKEN;
+}
+
 // The core's finalize: COMPUTE waits for shards and their gradients; then the caller writes shards.
-static void fsdpi_plan_see_end(fsdpi_plan_prover *v, int *lasts) {
+static void fsdpi_plan_see_end(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
     fsdpi_plan_region *grads = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_GRADS);
     fsdpi_plan_region *shards = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_SHARDS);
@@ -424,31 +454,25 @@ static void fsdpi_plan_see_end(fsdpi_plan_prover *v, int *lasts) {
         v->version[u]++;
     }
     fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &shards->ready);
-    // Slots that units bring along have been filled in a step of another kind, which comes between.
-    for (int i = l->num_slots + 2; i < fsdpi_plan_events(l); i++) {
-        fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->slots[i].ready);
-        fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->slots[i].avail);
-        fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->slots[i].ready);
-        v->slots[i].avail.is_set = 0;
+    for (int i = 0; i < fsdpi_plan_events(l); i++) {
+        int lasts = i < l->num_slots && l->slots[i].offset < 0;
+        if (lasts || i >= l->num_slots + 2) fsdpi_plan_see_between(v, &v->slots[i]);
     }
     for (int i = 0; i < l->num_slots; i++) {
         if (!v->slots[i].held) continue;
-        *lasts |= l->slots[i].offset < 0;
         if (l->slots[i].offset >= 0 && l->slots[i].pool != FSDP_POOL_GATHER)
             fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "held when the step ends, by", v->slots[i].unit,
                              i);
         // Finalize frees what a unit that is open to the end has.
-        if (l->slots[i].offset >= 0) {
-            fsdpi_plan_member m = {v->slots[i].unit, i, FSDPI_PLAN_NONE};
-            fsdpi_plan_line line;
-            memset(&line, 0, sizeof line);
-            line.stream = FSDP_STREAM_COMPUTE;
-            fsdpi_plan_see_release(v, &line, &m);
-        }
+        fsdpi_plan_member m = {v->slots[i].unit, i, FSDPI_PLAN_NONE};
+        fsdpi_plan_line line;
+        memset(&line, 0, sizeof line);
+        line.stream = FSDP_STREAM_COMPUTE;
+        fsdpi_plan_see_release(v, &line, &m);
     }
 }
 
-static void fsdpi_plan_walk(fsdpi_plan_prover *v, int *lasts) {
+static void fsdpi_plan_walk(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
     int line = 0;
     for (int u = 0; u < l->num_units; u++) v->opened[u] = 0;
@@ -466,7 +490,7 @@ static void fsdpi_plan_walk(fsdpi_plan_prover *v, int *lasts) {
         fsdpi_plan_see_call(v, 1);
     }
     v->call = l->num_calls - 1;
-    if (!v->out->refuted) fsdpi_plan_see_end(v, lasts);
+    if (!v->out->refuted) fsdpi_plan_see_end(v);
 }
 
 static int64_t fsdpi_plan_arena_bytes(const fsdpi_plan_listing *l) {
@@ -513,6 +537,23 @@ static void fsdpi_plan_check_numbers(fsdpi_plan_prover *v, const fsdpi_plan_line
                          FSDPI_PLAN_NONE);
 }
 
+/* A plan has no more collectives than calls have, and gathers no more bytes. Reductions that are
+   joined may read more bytes: gradients that wait are in reduce_dtype, those that do not may be
+   sent in the dtype of the parameters. */
+static void fsdpi_plan_check_calls(fsdpi_plan_prover *v) {
+    const fsdpi_plan_listing *l = v->l;
+    if (l->gathers[1] <= l->gathers[0] && l->reductions[1] <= l->reductions[0] &&
+        l->replica_ops[1] <= l->replica_ops[0] && l->gather_bytes[1] <= l->gather_bytes[0])
+        return;
+    fsdpi_plan_out o = fsdpi_plan_counter(v);
+    fsdpi_plan_put(&o, "by calls: %d gathers of %llu bytes, %d reductions, %d over replicas\n",
+                   l->gathers[0], (unsigned long long)l->gather_bytes[0], l->reductions[0],
+                   l->replica_ops[0]);
+    fsdpi_plan_put(&o, "the plan has more: %d of %llu, %d, %d", l->gathers[1],
+                   (unsigned long long)l->gather_bytes[1], l->reductions[1], l->replica_ops[1]);
+    fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
+}
+
 // The numbers of the head are those of the lines.
 static void fsdpi_plan_check_counts(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
@@ -547,6 +588,7 @@ static void fsdpi_plan_check_counts(fsdpi_plan_prover *v) {
                        (unsigned long long)reduced);
         fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
     }
+    if (!v->out->refuted) fsdpi_plan_check_calls(v);
 }
 
 /* One program, which every rank runs: three times, so that what the end of a step leaves to the
@@ -556,7 +598,6 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     fsdpi_plan_prover v;
     size_t slots = (size_t)fsdpi_plan_events(l) * sizeof *v.slots,
            units = (size_t)l->num_units * sizeof *v.slots;
-    int lasts = 0;
     memset(&v, 0, sizeof v);
     memset(out, 0, sizeof *out);
     v.model = m;
@@ -577,8 +618,7 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.opened);
     for (int u = 0; u < l->num_units && !status; u++) v.gathered[u] = v.written[u] = -1;
     for (int u = 0; u < l->num_units && !status; u++) v.collects[u] = l->shards > 1;
-    for (v.walk = 0; v.walk < 3 && !status && !out->refuted && !lasts; v.walk++)
-        fsdpi_plan_walk(&v, &lasts);
+    for (v.walk = 0; v.walk < 3 && !status && !out->refuted; v.walk++) fsdpi_plan_walk(&v);
     if (!status && !out->refuted) fsdpi_plan_check_counts(&v);
     if (!status && !out->refuted)
         snprintf(out->text, sizeof out->text,

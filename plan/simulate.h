@@ -144,15 +144,49 @@ static fsdp_status fsdpi_plan_time(fsdp_model *m, const fsdpi_plan_listing *l,
 }
 
 static fsdp_status fsdpi_plan_check_cost(fsdp_world *w, const fsdp_plan_cost *c) {
-    const double numbers[7] = {c->gather_latency_ns,  c->gather_bytes_per_ns,
+    const double numbers[8] = {c->gather_latency_ns,  c->gather_bytes_per_ns,
                                c->reduce_latency_ns,  c->reduce_bytes_per_ns,
                                c->replica_latency_ns, c->replica_bytes_per_ns,
-                               c->copy_bytes_per_ns};
-    int bad = !(c->issue_ns >= 0) || c->num_compute < 0 || (c->num_compute > 0 && !c->compute_ns);
-    for (int i = 0; i < 7; i++) bad |= !(numbers[i] >= 0 && numbers[i] < 1e18);
+                               c->copy_bytes_per_ns,  c->issue_ns};
+    int bad = c->num_compute < 0 || (c->num_compute > 0 && !c->compute_ns);
+    for (int i = 0; i < 8; i++) bad |= !(numbers[i] >= 0 && numbers[i] < 1e18);
     for (int i = 0; i < c->num_compute && !bad; i++) bad |= c->compute_ns[i] < 0;
     if (!bad) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                      "[E997] plan: fsdp_plan_cost has a number that is negative or not finite, or "
                      "num_compute numbers are not at compute_ns");
+}
+
+// The plan's own costs: desc->cost, with its list of the caller's work.
+static fsdp_status fsdpi_plan_copy_cost(fsdp_plan *p, const fsdp_plan_cost *cost) {
+    fsdp_plan_cost c;
+    if (!cost) return FSDP_OK;
+    fsdp_status status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
+    if (!status) status = fsdpi_plan_check_cost(p->world, &c);
+    if (status) return status;
+    size_t bytes = (size_t)c.num_compute * sizeof *c.compute_ns;
+    status = fsdpi_plan_alloc(p->model, bytes, (void **)&p->compute_ns);
+    if (status) return status;
+    if (bytes) memcpy(p->compute_ns, c.compute_ns, bytes);
+    c.compute_ns = p->compute_ns;
+    p->cost = c;
+    p->desc.cost = &p->cost;
+    return FSDP_OK;
+}
+
+// Time and number of collectives of a kind that has a tape and places, under the plan's costs.
+static fsdp_status fsdpi_plan_time_kind(fsdp_plan *p, const fsdpi_plan_kind *k, int64_t *takes,
+                                        int64_t *collectives) {
+    fsdpi_plan_listing l;
+    fsdp_plan_times times;
+    memset(&l, 0, sizeof l);
+    l.slots = k->listing.slots; // of the kind
+    l.num_slots = k->listing.num_slots;
+    fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &l);
+    if (!status) status = fsdpi_plan_time(p->model, &l, &p->cost, &times);
+    if (!status) *takes = times.step_ns;
+    for (int i = 0; i < l.num_lines; i++) *collectives += fsdpi_plan_is_collective(l.lines[i].kind);
+    l.slots = NULL;
+    fsdpi_plan_listing_end(p->model, &l);
+    return status;
 }

@@ -12,11 +12,11 @@
        if (fsdp_plan_create(model, NULL, &plan)) return 1;    // after the last fsdp_fully_shard
 
    The first step runs by calls. The second one is recorded: at its end the library makes a plan.
-   From the third step on the hooks answer from a tape: fewer and larger collectives, gathers that
-   begin earlier, less memory, less host time, the same bits. Before the first replay the library
-   proves that the step cannot deadlock, that nothing races, and that slots need no more memory than
-   the plan says. If the program then does something else, the step goes on by calls, and what it
-   computes is the same.
+   From the third step on the hooks answer from a tape: fewer and larger collectives, in slots of at
+   most `most_bytes`, and the same bits. Before the first replay the library proves that the step
+   cannot deadlock, that nothing races, and that slots need no more memory than the plan says:
+   docs/plan.md lists what the proof looks at, and what it assumes. If the program then does
+   something else, the step goes on by calls, and what it computes is the same.
 
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 #ifndef FSDP_PLAN_H
@@ -56,8 +56,8 @@ typedef enum fsdp_plan_mode {
     FSDP_PLAN_MODE_COUNT
 } fsdp_plan_mode;
 
-// What things take, for fsdp_plan_simulate and for passes that weigh time against memory. The same
-// on all ranks. Nothing is measured by the library: no decision looks at a clock.
+// What things take, for fsdp_plan_simulate and fsdp_plan_desc.cost. The same on all ranks. Nothing
+// is measured by the library: no decision looks at a clock.
 typedef struct fsdp_plan_cost {
     uint32_t size, start_canary;
     double gather_latency_ns, gather_bytes_per_ns;   // of one collective; of its full side
@@ -78,12 +78,14 @@ typedef struct fsdp_plan_desc {
                                 // none inline, where an earlier one hides nothing; -1: none
     int32_t most_kinds;         // kinds of steps that are kept; 0: 8
     int32_t strict;             // 1: a call that is not the plan's is FSDP_ERR_INVALID_STATE
-    int64_t most_bytes;         // of all slots; 0: what steps by calls hold, at least 4 MiB
+    int64_t most_bytes;         // of a plan's slots; 0: what steps by calls hold, at least 4 MiB
     int64_t bucket_bytes;       // of the full side of a joined collective; 0: 1 MiB; -1: none is
                                 // joined
     int64_t first_bucket_bytes; // of the first one of forward and of backward, which nothing hides;
                                 // 0: as bucket_bytes
-    const fsdp_plan_cost *cost; // NULL: counts and bytes decide. Copied
+    const fsdp_plan_cost *cost; // NULL: all passes are taken. Else bucket, keep and ahead each only
+                                // if fsdp_plan_simulate says that it makes the step no slower.
+                                // Copied
     uint64_t end_canary;
 } fsdp_plan_desc;
 
@@ -181,7 +183,7 @@ typedef struct fsdp_plan_proof {
     char text[512];                        // refuted: two lines, the counterexample; else one line
 } fsdp_plan_proof;
 
-/* fsdp_plan_prove       - what made sure that a plan may run: again, or with numbers
+/* fsdp_plan_prove       - the proof that was made before the plan ran: again, with its numbers
    fsdp_plan_prove_texts - the same for texts of several ranks, which may differ: without a world
    texts       [num] of fsdp_plan_text with ops, of ranks 0 .. num-1; equal ones may be one pointer
    Result      FSDP_OK, also when refuted; INVALID_ARG (line and column), OUT_OF_MEMORY
@@ -199,8 +201,10 @@ typedef struct fsdp_plan_times {
 } fsdp_plan_times;
 
 /* fsdp_plan_simulate - the time of a step under given costs: of the plan, or of its calls
-   Result      FSDP_OK; INVALID_ARG
-   Collective  no      Blocks no      Allocates temporary tables */
+   by_calls    1: rehearses the calls between two steps, with the options that the model has now
+   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY; by_calls: INVALID_STATE (a unit is not idle, or
+               options are not those of the plan)
+   Collective  no      Blocks by_calls: for operations under way      Allocates temporary tables */
 FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by_calls,
                                         const fsdp_plan_cost *cost, fsdp_plan_times *out);
 
@@ -463,7 +467,8 @@ struct fsdp_plan {
     fsdp_world *world;
     fsdp_extension extension, memory; // memory: goes with the model; it frees what plans have
     fsdp_plan_desc desc;
-    fsdp_plan_cost cost;
+    fsdp_plan_cost cost; // desc.cost points to it, if there is one
+    int64_t *compute_ns; // of cost
     const fsdp_mesh *mesh;
     fsdp_unit **units;
     int32_t *params; // [num_units] how many each has
@@ -2886,6 +2891,8 @@ typedef struct fsdpi_plan_prover {
     fsdpi_plan_region *slots, *shards, *grads; // [fsdpi_plan_events], [units], [units]
     int32_t *version, *gathered, *written;     // [units] of shards; slots of parameters, gradients
     int32_t *collects, *opened;                // [units] gathers from others; the caller reads now
+    // By group and label: the first collective of this sort; tick 0: none.
+    fsdpi_plan_touch first[FSDPI_PLAN_COMMS][FSDP_LABEL_COUNT];
     int64_t held_bytes, arena;
     int32_t call, line, walk;
 } fsdpi_plan_prover;
@@ -3175,11 +3182,29 @@ static void fsdpi_plan_see_gather(fsdpi_plan_prover *v, const fsdpi_plan_line *l
         v->slots[m->src].full = 2;
 }
 
+/* Collectives of one sort on a group are on one stream, so that they begin in the order of issue on
+   all ranks. A world with one communicator runs gathers and reductions on two streams; then the
+   backend keeps the order of issue. */
+static void fsdpi_plan_see_comm(fsdpi_plan_prover *v, const fsdpi_plan_line *line) {
+    if (line->comm < 0) return;
+    fsdpi_plan_touch now = {line->stream, v->line, v->call, 1},
+                     *first = &v->first[line->comm][line->label];
+    if (!first->tick) *first = now;
+    if (first->stream == now.stream) return;
+    fsdpi_plan_out o = fsdpi_plan_counter(v);
+    fsdpi_plan_say_touch(&o, v, &now);
+    fsdpi_plan_put(&o, " runs on %s\n", v->l->comms[line->comm]);
+    fsdpi_plan_say_touch(&o, v, first);
+    fsdpi_plan_put(&o, " is of the same sort, and nothing orders the two on all ranks");
+    fsdpi_plan_refuted(v, FSDP_PROOF_DEADLOCK, &o);
+}
+
 static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line) {
     int actor = fsdpi_plan_actor(v, line->stream);
     const fsdpi_plan_member *m = &v->l->members[line->members];
     v->out->ops++;
     v->now[actor].at[actor]++;
+    fsdpi_plan_see_comm(v, line);
     // The other members have records of their own for it.
     fsdpi_plan_region *dst_events = fsdpi_plan_events_of(v, m->unit, m->dst);
     fsdpi_plan_derive(v, actor, fsdpi_plan_events_of(v, m->unit, m->src), dst_events);
@@ -3246,8 +3271,18 @@ static void fsdpi_plan_see_call(fsdpi_plan_prover *v, int ends) {
     }
 }
 
+/* A slot that outlasts steps: a step of another kind comes between, which fills what units bring
+   along to this one, and reduces and gives back what units hold behind it. */
+static void fsdpi_plan_see_between(fsdpi_plan_prover *v, fsdpi_plan_region *r) {
+    fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &r->ready);
+    fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &r->avail);
+    fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &r->ready);
+    r->avail.is_set = 0;
+    r->grads = FSDPI_PLAN_TAKEN;
+}
+
 // The core's finalize: COMPUTE waits for shards and their gradients; then the caller writes shards.
-static void fsdpi_plan_see_end(fsdpi_plan_prover *v, int *lasts) {
+static void fsdpi_plan_see_end(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
     fsdpi_plan_region *grads = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_GRADS);
     fsdpi_plan_region *shards = fsdpi_plan_events_of(v, -1, FSDPI_PLAN_SHARDS);
@@ -3261,31 +3296,25 @@ static void fsdpi_plan_see_end(fsdpi_plan_prover *v, int *lasts) {
         v->version[u]++;
     }
     fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &shards->ready);
-    // Slots that units bring along have been filled in a step of another kind, which comes between.
-    for (int i = l->num_slots + 2; i < fsdpi_plan_events(l); i++) {
-        fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->slots[i].ready);
-        fsdpi_plan_join_clock(v, FSDP_STREAM_COMPUTE, &v->slots[i].avail);
-        fsdpi_plan_set_mark(v, FSDP_STREAM_COMPUTE, &v->slots[i].ready);
-        v->slots[i].avail.is_set = 0;
+    for (int i = 0; i < fsdpi_plan_events(l); i++) {
+        int lasts = i < l->num_slots && l->slots[i].offset < 0;
+        if (lasts || i >= l->num_slots + 2) fsdpi_plan_see_between(v, &v->slots[i]);
     }
     for (int i = 0; i < l->num_slots; i++) {
         if (!v->slots[i].held) continue;
-        *lasts |= l->slots[i].offset < 0;
         if (l->slots[i].offset >= 0 && l->slots[i].pool != FSDP_POOL_GATHER)
             fsdpi_plan_wrong(v, FSDP_PROOF_MEMORY, "held when the step ends, by", v->slots[i].unit,
                              i);
         // Finalize frees what a unit that is open to the end has.
-        if (l->slots[i].offset >= 0) {
-            fsdpi_plan_member m = {v->slots[i].unit, i, FSDPI_PLAN_NONE};
-            fsdpi_plan_line line;
-            memset(&line, 0, sizeof line);
-            line.stream = FSDP_STREAM_COMPUTE;
-            fsdpi_plan_see_release(v, &line, &m);
-        }
+        fsdpi_plan_member m = {v->slots[i].unit, i, FSDPI_PLAN_NONE};
+        fsdpi_plan_line line;
+        memset(&line, 0, sizeof line);
+        line.stream = FSDP_STREAM_COMPUTE;
+        fsdpi_plan_see_release(v, &line, &m);
     }
 }
 
-static void fsdpi_plan_walk(fsdpi_plan_prover *v, int *lasts) {
+static void fsdpi_plan_walk(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
     int line = 0;
     for (int u = 0; u < l->num_units; u++) v->opened[u] = 0;
@@ -3303,7 +3332,7 @@ static void fsdpi_plan_walk(fsdpi_plan_prover *v, int *lasts) {
         fsdpi_plan_see_call(v, 1);
     }
     v->call = l->num_calls - 1;
-    if (!v->out->refuted) fsdpi_plan_see_end(v, lasts);
+    if (!v->out->refuted) fsdpi_plan_see_end(v);
 }
 
 static int64_t fsdpi_plan_arena_bytes(const fsdpi_plan_listing *l) {
@@ -3350,6 +3379,23 @@ static void fsdpi_plan_check_numbers(fsdpi_plan_prover *v, const fsdpi_plan_line
                          FSDPI_PLAN_NONE);
 }
 
+/* A plan has no more collectives than calls have, and gathers no more bytes. Reductions that are
+   joined may read more bytes: gradients that wait are in reduce_dtype, those that do not may be
+   sent in the dtype of the parameters. */
+static void fsdpi_plan_check_calls(fsdpi_plan_prover *v) {
+    const fsdpi_plan_listing *l = v->l;
+    if (l->gathers[1] <= l->gathers[0] && l->reductions[1] <= l->reductions[0] &&
+        l->replica_ops[1] <= l->replica_ops[0] && l->gather_bytes[1] <= l->gather_bytes[0])
+        return;
+    fsdpi_plan_out o = fsdpi_plan_counter(v);
+    fsdpi_plan_put(&o, "by calls: %d gathers of %llu bytes, %d reductions, %d over replicas\n",
+                   l->gathers[0], (unsigned long long)l->gather_bytes[0], l->reductions[0],
+                   l->replica_ops[0]);
+    fsdpi_plan_put(&o, "the plan has more: %d of %llu, %d, %d", l->gathers[1],
+                   (unsigned long long)l->gather_bytes[1], l->reductions[1], l->replica_ops[1]);
+    fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
+}
+
 // The numbers of the head are those of the lines.
 static void fsdpi_plan_check_counts(fsdpi_plan_prover *v) {
     const fsdpi_plan_listing *l = v->l;
@@ -3384,6 +3430,7 @@ static void fsdpi_plan_check_counts(fsdpi_plan_prover *v) {
                        (unsigned long long)reduced);
         fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
     }
+    if (!v->out->refuted) fsdpi_plan_check_calls(v);
 }
 
 /* One program, which every rank runs: three times, so that what the end of a step leaves to the
@@ -3393,7 +3440,6 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     fsdpi_plan_prover v;
     size_t slots = (size_t)fsdpi_plan_events(l) * sizeof *v.slots,
            units = (size_t)l->num_units * sizeof *v.slots;
-    int lasts = 0;
     memset(&v, 0, sizeof v);
     memset(out, 0, sizeof *out);
     v.model = m;
@@ -3414,8 +3460,7 @@ static fsdp_status fsdpi_plan_prove_one(fsdp_model *m, const fsdpi_plan_listing 
     if (!status) status = fsdpi_plan_alloc(m, (size_t)l->num_units * 4, (void **)&v.opened);
     for (int u = 0; u < l->num_units && !status; u++) v.gathered[u] = v.written[u] = -1;
     for (int u = 0; u < l->num_units && !status; u++) v.collects[u] = l->shards > 1;
-    for (v.walk = 0; v.walk < 3 && !status && !out->refuted && !lasts; v.walk++)
-        fsdpi_plan_walk(&v, &lasts);
+    for (v.walk = 0; v.walk < 3 && !status && !out->refuted; v.walk++) fsdpi_plan_walk(&v);
     if (!status && !out->refuted) fsdpi_plan_check_counts(&v);
     if (!status && !out->refuted)
         snprintf(out->text, sizeof out->text,
@@ -3796,17 +3841,51 @@ static fsdp_status fsdpi_plan_time(fsdp_model *m, const fsdpi_plan_listing *l,
 }
 
 static fsdp_status fsdpi_plan_check_cost(fsdp_world *w, const fsdp_plan_cost *c) {
-    const double numbers[7] = {c->gather_latency_ns,  c->gather_bytes_per_ns,
+    const double numbers[8] = {c->gather_latency_ns,  c->gather_bytes_per_ns,
                                c->reduce_latency_ns,  c->reduce_bytes_per_ns,
                                c->replica_latency_ns, c->replica_bytes_per_ns,
-                               c->copy_bytes_per_ns};
-    int bad = !(c->issue_ns >= 0) || c->num_compute < 0 || (c->num_compute > 0 && !c->compute_ns);
-    for (int i = 0; i < 7; i++) bad |= !(numbers[i] >= 0 && numbers[i] < 1e18);
+                               c->copy_bytes_per_ns,  c->issue_ns};
+    int bad = c->num_compute < 0 || (c->num_compute > 0 && !c->compute_ns);
+    for (int i = 0; i < 8; i++) bad |= !(numbers[i] >= 0 && numbers[i] < 1e18);
     for (int i = 0; i < c->num_compute && !bad; i++) bad |= c->compute_ns[i] < 0;
     if (!bad) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
                      "[E997] plan: fsdp_plan_cost has a number that is negative or not finite, or "
                      "num_compute numbers are not at compute_ns");
+}
+
+// The plan's own costs: desc->cost, with its list of the caller's work.
+static fsdp_status fsdpi_plan_copy_cost(fsdp_plan *p, const fsdp_plan_cost *cost) {
+    fsdp_plan_cost c;
+    if (!cost) return FSDP_OK;
+    fsdp_status status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
+    if (!status) status = fsdpi_plan_check_cost(p->world, &c);
+    if (status) return status;
+    size_t bytes = (size_t)c.num_compute * sizeof *c.compute_ns;
+    status = fsdpi_plan_alloc(p->model, bytes, (void **)&p->compute_ns);
+    if (status) return status;
+    if (bytes) memcpy(p->compute_ns, c.compute_ns, bytes);
+    c.compute_ns = p->compute_ns;
+    p->cost = c;
+    p->desc.cost = &p->cost;
+    return FSDP_OK;
+}
+
+// Time and number of collectives of a kind that has a tape and places, under the plan's costs.
+static fsdp_status fsdpi_plan_time_kind(fsdp_plan *p, const fsdpi_plan_kind *k, int64_t *takes,
+                                        int64_t *collectives) {
+    fsdpi_plan_listing l;
+    fsdp_plan_times times;
+    memset(&l, 0, sizeof l);
+    l.slots = k->listing.slots; // of the kind
+    l.num_slots = k->listing.num_slots;
+    fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &l);
+    if (!status) status = fsdpi_plan_time(p->model, &l, &p->cost, &times);
+    if (!status) *takes = times.step_ns;
+    for (int i = 0; i < l.num_lines; i++) *collectives += fsdpi_plan_is_collective(l.lines[i].kind);
+    l.slots = NULL;
+    fsdpi_plan_listing_end(p->model, &l);
+    return status;
 }
 
 
@@ -4034,12 +4113,12 @@ static fsdp_status fsdpi_plan_try(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
     return status ? status : fsdpi_plan_place(p, &k->tape, l, passes);
 }
 
-/* What fits: all passes, with fewer units kept from try to try; else without those that take
-   memory; else the calls as they are. */
+/* What fits: all of these passes, with fewer units kept from try to try; else without those that
+   take memory; else the calls as they are. */
 static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
-                                  int64_t most) {
+                                  uint32_t all, int64_t most) {
     const uint32_t keep = 1u << FSDP_PASS_KEEP, arena = 1u << FSDP_PASS_ARENA;
-    const uint32_t all = fsdpi_plan_passes(p), sets[3] = {all, all & (keep | arena), all & arena};
+    const uint32_t sets[3] = {all, all & (keep | arena), all & arena};
     const fsdpi_plan_listing *l = &k->listing;
     int worst = 0;
     for (int i = 0; i < 3; i++) {
@@ -4052,6 +4131,29 @@ static fsdp_status fsdpi_plan_fit(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_f
         }
     }
     return fsdpi_plan_too_large(p, k, worst, l->bytes, most);
+}
+
+/* The passes that are taken: all of them, or with costs those that do not make the step slower, one
+   after the other. If two plans take the same time, the one with fewer collectives is taken. */
+static fsdp_status fsdpi_plan_weigh(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_facts *f,
+                                    int64_t most) {
+    const int weighed[3] = {FSDP_PASS_BUCKET, FSDP_PASS_KEEP, FSDP_PASS_AHEAD};
+    uint32_t all = fsdpi_plan_passes(p), taken = all;
+    int64_t least = INT64_MAX, fewest = INT64_MAX;
+    fsdp_status status = FSDP_OK;
+    for (int i = 0; i < 3 && p->desc.cost; i++) taken &= ~(1u << weighed[i]);
+    for (int i = -1; i < 3 && p->desc.cost && !status; i++) { // -1: none of the three
+        uint32_t tried = i < 0 ? taken : taken | (all & 1u << weighed[i]);
+        int64_t takes = 0, collectives = 0;
+        if (i >= 0 && tried == taken) continue;
+        status = fsdpi_plan_fit(p, k, f, tried, most);
+        if (!status) status = fsdpi_plan_time_kind(p, k, &takes, &collectives);
+        if (takes > least || (takes == least && collectives > fewest)) continue;
+        taken = tried;
+        least = takes;
+        fewest = collectives;
+    }
+    return status ? status : fsdpi_plan_fit(p, k, f, taken, most);
 }
 
 // Buffers for the places of a kind, and its tape with them.
@@ -4256,7 +4358,7 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
     if (!status) {
         fsdpi_plan_find_base(&f, &by_calls);
         fsdpi_plan_count_ops(&by_calls, &k->listing, 0);
-        status = fsdpi_plan_fit(p, k, &f, most);
+        status = fsdpi_plan_weigh(p, k, &f, most);
     }
     if (!status) status = fsdpi_plan_finish_listing(p, k, &by_calls, &f);
     fsdp_plan_proof proof;
@@ -4894,6 +4996,7 @@ static void fsdpi_plan_end(void *user) {
     fsdpi_plan_free(m, p->begin);
     fsdpi_plan_free(m, p->units);
     fsdpi_plan_free(m, p->params);
+    fsdpi_plan_free(m, p->compute_ns);
     fsdpi_plan_free(m, p);
 }
 
@@ -4972,6 +5075,7 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     p->model = model;
     p->world = w;
     p->desc = d;
+    p->desc.cost = NULL;
     p->mesh = info.mesh;
     p->mode_of_world = fsdp_model_run(model);
     p->pool = fsdp_pool_register(model, "arena");
@@ -4983,7 +5087,8 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     p->memory.user = p;
     p->memory.destroy = fsdpi_plan_end;
     fsdpi_plan_defaults(p);
-    status = fsdpi_plan_find_units(p);
+    status = fsdpi_plan_copy_cost(p, d.cost);
+    if (!status) status = fsdpi_plan_find_units(p);
     if (!status && p->pool < 0) status = FSDP_ERR_INVALID_ARG;
     if (!status) status = fsdp_attach(model, &p->memory);
     if (status) {
@@ -5022,6 +5127,11 @@ FSDP_API fsdp_status fsdp_plan_simulate(const fsdp_plan *plan, int index, int by
     fsdp_plan *p = plan->kinds[index]->plan;
     fsdp_status status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
     if (!status) status = fsdpi_plan_check_cost(p->world, &c);
+    if (!status && by_calls && plan->kinds[index]->settings != fsdp_model_settings(p->model))
+        status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
+                           "[E944] plan_simulate: options are not those of plan %d, so that its "
+                           "calls would do something else: set them as they were when it was made",
+                           index);
     if (status || !by_calls)
         return status ? status : fsdpi_plan_time(p->model, &plan->kinds[index]->listing, &c, out);
     fsdpi_plan_listing calls;

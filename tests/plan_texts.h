@@ -231,7 +231,14 @@ H_FN void texts_insert(texts_lines *t, int at, const char *line) {
 
 /* ---- the checker ----------------------------------------------------------------------------- */
 
-enum { BRUTE_ACTORS = 5, BRUTE_UNITS = 80, BRUTE_SLOTS = 300, BRUTE_WORDS = 300, BRUTE_GRAIN = 8 };
+enum {
+    BRUTE_ACTORS = 5,
+    BRUTE_UNITS = 80,
+    BRUTE_SLOTS = 300,
+    BRUTE_WORDS = 300,
+    BRUTE_GRAIN = 8,
+    BRUTE_ORDERS = 64
+};
 typedef struct brute_event {
     int set, stream;
     uint32_t clock[BRUTE_ACTORS];
@@ -257,6 +264,8 @@ typedef struct brute {
     uint32_t now[BRUTE_ACTORS][BRUTE_ACTORS];
     brute_cell *cells;
     int64_t num_cells;
+    uint64_t order[BRUTE_ORDERS][2]; /* group and label; stream */
+    int num_orders;
     char why[200];
 } brute;
 enum { BRUTE_INLINE, BRUTE_LANES, BRUTE_STREAMS_MODE };
@@ -348,6 +357,16 @@ H_FN void brute_release(brute *b, int unit, int slot, int actor, const char *lin
     if (!s->avail.set) brute_mark(b, actor, &s->avail);
     brute_ends(b, s, s->holder);
 }
+/* Two streams for what has to be in one order on all ranks? */
+H_FN void brute_order(brute *b, uint64_t what, uint64_t stream, const char *line) {
+    int i = 0;
+    while (i < b->num_orders && b->order[i][0] != what) i++;
+    if (i == b->num_orders) {
+        CHECK(i < BRUTE_ORDERS);
+        b->order[b->num_orders][0] = what, b->order[b->num_orders++][1] = stream;
+    }
+    if (b->order[i][1] != stream) brute_wrong(b, "two streams for one group", line);
+}
 /* An op: words[0] is "op", then number, kind, label, units, stream, count, ... */
 H_FN void brute_op(brute *b, char **words, int num, const char *line) {
     int unit[BRUTE_UNITS], units = 0, at = 4, is_use = strcmp(words[2], "use") == 0,
@@ -358,7 +377,8 @@ H_FN void brute_op(brute *b, char **words, int num, const char *line) {
     int actor = brute_actor(b, brute_word(words[at], brute_streams, BRUTE_ACTORS));
     uint64_t what = brute_hash(brute_hash(7, words[2]), words[3]);
     for (int i = 0; i < units; i++) what = lab_hash(what, (uint64_t)unit[i], 0, 0);
-    for (int i = at; i < at + 5; i++) what = brute_hash(what, words[i]);
+    const char *stream = words[at];
+    for (int i = at + 1; i < at + 5; i++) what = brute_hash(what, words[i]);
     at += 5;
     b->now[actor][actor]++;
     int place[2 * BRUTE_UNITS]; /* slots; -2: shards, -3: grads */
@@ -368,6 +388,10 @@ H_FN void brute_op(brute *b, char **words, int num, const char *line) {
                    : strcmp(words[at], "grads") == 0  ? -3
                                                       : -1;
     for (int i = at; i < num; i++) what = brute_hash(what, words[i]);
+    for (int i = at; i + 1 < num; i++) /* what each group does, and on which stream */
+        if (strcmp(words[i], "comm") == 0)
+            brute_order(b, brute_hash(brute_hash(3, words[i + 1]), words[3]), brute_hash(5, stream),
+                        line);
     int src = place[0], dst = place[1];
     if (src != -1)
         brute_wait(b, actor, src >= 0 ? &b->slot[src].ready : src == -2 ? &b->shards : &b->grads);

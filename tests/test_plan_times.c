@@ -152,12 +152,130 @@ TEST(plan_times, thresholds) {
     bed_close(d);
 }
 
+/* Two kinds: the calls of one cannot be rehearsed with the options of the other. */
+TEST(plan_times, calls_of_another_kind) {
+    plan_net n = plan_chain(2, 8, 4);
+    fsdp_plan_times t, again;
+    bed *d = bed_open(&n, NULL, 2, 0, 1);
+    fsdp_plan_cost c = paper(d, MS, MS, MS, MS);
+    t = times(d, 1, &c);
+    CALL(d->w, fsdp_set_requires_gradient_sync(d->b.model, NULL, 0));
+    bed_step(d), bed_step(d), bed_step(d);
+    CHECK(fsdp_plan_count(d->b.plan) > 1);
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, d->w, fsdp_plan_simulate(d->b.plan, 0, 1, &c, &again),
+               "options");
+    CALL(d->w, fsdp_plan_simulate(d->b.plan, 0, 0, &c, &again));
+    CALL(d->w, fsdp_set_requires_gradient_sync(d->b.model, NULL, 1));
+    again = times(d, 1, &c);
+    CHECK(memcmp(&t, &again, sizeof t) == 0);
+    /* Not in a step: units are not idle. */
+    CALL(d->w, plan_hook(&d->b, 0, FSDP_CALL_PRE_FORWARD));
+    CHECK_EQ_INT(fsdp_plan_simulate(d->b.plan, 0, 1, &c, &again), FSDP_ERR_INVALID_STATE);
+    bed_close(d);
+}
+
+/* ---- plans that are chosen by costs ----------------------------------------------------------- */
+
+static const struct {
+    const char *name;
+    int async;
+} modes[] = {{"inline", 0}, {"streams", 1}};
+
+/* Where latency counts, joining pays; where bytes count, a joined gather is waited for as a whole. */
+TEST(plan_times, cost_of_joining) {
+    plan_net n = plan_chain(8, 16, 16);
+    int64_t work = 1088; /* as long as a gather of 2 x 136 x 4 bytes takes */
+    for (int bytes_count = 0; bytes_count < 2; bytes_count++) {
+        fsdp_plan_desc desc = FSDP_ZERO;
+        fsdp_plan_cost c = FSDP_ZERO;
+        fsdp_plan_report rep[2];
+        int64_t took[2];
+        if (bytes_count) c.gather_bytes_per_ns = c.reduce_bytes_per_ns = 1;
+        else c.gather_latency_ns = c.reduce_latency_ns = 1e6;
+        c.compute_ns = &work, c.num_compute = 1;
+        for (int weighs = 0; weighs < 2; weighs++) {
+            desc.cost = weighs ? &c : NULL;
+            bed *d = bed_open(&n, &desc, 2, 1, 1);
+            took[weighs] = times(d, 0, &c).step_ns;
+            CALL(d->w, fsdp_plan_report_get(d->b.plan, 0, &rep[weighs]));
+            h_message("bytes count %d, weighs %d: %lld ns, %d joined", bytes_count, weighs,
+                      (long long)took[weighs], rep[weighs].buckets);
+            bed_close(d);
+        }
+        CHECK(rep[0].buckets > 0);
+        CHECK_EQ_INT(rep[1].buckets > 0, !bytes_count);
+        if (bytes_count) CHECK(took[1] < took[0]);
+        else CHECK_EQ_INT(took[1], took[0]);
+    }
+}
+
+/* No plan that was chosen by costs is slower under them than one without the passes they choose. */
+TEST_P(plan_times, cost_chooses, modes) {
+    const uint32_t weighed = 1u << FSDP_PASS_BUCKET | 1u << FSDP_PASS_KEEP | 1u << FSDP_PASS_AHEAD;
+    int faster = 0;
+    for (int net = 0; net < TEXTS_NETS; net++)
+        for (int seed = 0; seed < 3; seed++) {
+            plan_net n = texts_net(net);
+            fsdp_plan_desc desc = FSDP_ZERO;
+            fsdp_plan_cost c = FSDP_ZERO;
+            int64_t took[3], work[PLAN_CALLS + 1];
+            for (int k = 0; k <= n.num_calls; k++)
+                work[k] = (int64_t)(lab_hash((uint64_t)seed, (uint64_t)k, 3, 4) % 2000);
+            c.gather_latency_ns = c.reduce_latency_ns = c.replica_latency_ns = seed ? 10 : 1000;
+            c.gather_bytes_per_ns = c.reduce_bytes_per_ns = c.replica_bytes_per_ns = 1;
+            c.copy_bytes_per_ns = 4, c.issue_ns = 5;
+            c.compute_ns = work, c.num_compute = n.num_calls + 1;
+            for (int way = 0; way < 3; way++) { /* all passes, none of the three, by costs */
+                desc.without = way == 1 ? weighed : 0;
+                desc.cost = way == 2 ? &c : NULL;
+                bed *d = bed_open(&n, &desc, texts_size(net), row->async, 1);
+                took[way] = times(d, 0, &c).step_ns;
+                bed_close(d);
+            }
+            snprintf(w_case, sizeof w_case, "%s, seed %d: %lld, %lld, %lld ns", texts_name(net),
+                     seed, (long long)took[0], (long long)took[1], (long long)took[2]);
+            W_CHECK(took[2] <= took[1], "costs have chosen a slower plan");
+            faster += took[2] < took[0];
+        }
+    h_message("%s: %d of %d are faster than with all passes", row->name, faster, 3 * TEXTS_NETS);
+    CHECK(row->async ? faster > 0 : 1);
+}
+
+/* Costs of a desc are checked, and copied: the list of work may go. */
+TEST(plan_times, cost_of_a_desc) {
+    plan_net n = plan_chain(4, 16, 16);
+    fsdp_plan_desc desc = FSDP_ZERO;
+    fsdp_plan_cost c = FSDP_ZERO;
+    char *texts[2];
+    bed *d = bed_open(&n, NULL, 2, 1, 0);
+    desc.cost = &c;
+    c.copy_bytes_per_ns = -1;
+    REFUSED(d->w, fsdp_plan_create(d->b.model, &desc, &d->b.plan), "not finite");
+    c.copy_bytes_per_ns = 0, c.num_compute = 1;
+    REFUSED(d->w, fsdp_plan_create(d->b.model, &desc, &d->b.plan), "compute_ns");
+    int64_t *work = (int64_t *)lab_zeros(1, sizeof *work);
+    c.compute_ns = work, *work = 1088, c.gather_bytes_per_ns = c.reduce_bytes_per_ns = 1;
+    CALL(d->w, fsdp_plan_create(d->b.model, &desc, &d->b.plan));
+    *work = -1;
+    free(work);
+    for (int i = 0; i < 3; i++) bed_step(d), bed_after(d);
+    CHECK_EQ_INT(fsdp_plan_state(d->b.plan), FSDP_PLAN_REPLAYING);
+    bed_close(d);
+    /* Ranks of a real world choose alike: else they would not agree. */
+    const int64_t same = 1088;
+    c.compute_ns = &same;
+    for (int i = 0; i < 2; i++)
+        texts[i] = texts_make(&n, &desc, 2, 2 * i, FSDP_PLAN_TEXT_DECISIONS);
+    CHECK(strstr(texts[0], "gather 'h.0'") && strstr(texts[1], "gather 'h.0'"));
+    free(texts[0]), free(texts[1]);
+}
+
 /* Fields that are no numbers. */
 TEST(plan_times, bad_costs) {
     plan_net n = plan_chain(2, 8, 4);
     bed *d = bed_open(&n, NULL, 2, 0, 1);
     fsdp_plan_times t;
-    for (int k = 0; k < 9; k++) {
+    for (int k = 0; k < 10; k++) {
         fsdp_plan_cost c = FSDP_ZERO;
         int64_t minus[2] = {5, -1};
         double *const fields[7] = {&c.gather_latency_ns,  &c.gather_bytes_per_ns,
@@ -166,6 +284,7 @@ TEST(plan_times, bad_costs) {
                                    &c.copy_bytes_per_ns};
         if (k < 7) *fields[k] = k % 2 ? -1 : LAB_NAN;
         if (k == 7) c.num_compute = 1;
+        if (k == 9) c.issue_ns = LAB_NAN;
         if (k == 8) c.num_compute = 2, c.compute_ns = minus;
         REFUSED(d->w, fsdp_plan_simulate(d->b.plan, 0, 0, &c, &t), "not finite");
     }
@@ -224,10 +343,6 @@ static void agree(int net, int async, int setting, int seed) {
         bed_close(d);
     }
 }
-static const struct {
-    const char *name;
-    int async;
-} modes[] = {{"inline", 0}, {"streams", 1}};
 TEST_P(plan_times, as_the_clocks, modes) {
     for (int net = 0; net < TEXTS_NETS; net++)
         for (int setting = 0; setting < 4; setting++)
