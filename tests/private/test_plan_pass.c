@@ -8,7 +8,7 @@
 #include "lab.h"
 #include "sim.h"
 
-enum { QUICK = 1000, LONG = 10000, ALL_PASSES = (1 << FSDP_PASS_COUNT) - 1 };
+enum { LONG = 10000, ALL_PASSES = (1 << FSDP_PASS_COUNT) - 1 };
 enum { MOST_UNITS = 8, MOST_SPANS = 40, MOST_CALLS = 100, MOST_USES = 40 };
 
 /* Whole plans take longer. */
@@ -164,7 +164,7 @@ TEST(plan_pass, keep_is_optimal) { keep_is_optimal(cases(LONG)); }
 TEST(plan_pass, keep_is_nearly_optimal) {
     uint64_t seed = h_seed() + 1;
     double worst = 1, sum = 0;
-    const int programs = cases(QUICK);
+    const int programs = LONG; /* far more, so that no seed matters */
     int exact = 0;
     for (int n = 0; n < programs; n++) {
         int demand[DEMANDS];
@@ -187,7 +187,7 @@ TEST(plan_pass, keep_is_nearly_optimal) {
     }
     h_message("%d programs: bytes %.3f of the least on average, at most %.2f, the least in %d%%",
               programs, sum / programs, worst, 100 * exact / programs);
-    CHECK(sum / programs < 1.03 && worst < 1.6);
+    CHECK(sum / programs < 1.018 && worst < 1.75 && 100 * exact >= 80 * programs);
 }
 
 /* Never above calls; no call has more than is allowed, unless open units alone do. */
