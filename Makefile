@@ -115,7 +115,7 @@ endif
 STUB_TESTS ?= $(ONLY_STUB)
 NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
               test_fully_shard_comm:-*_fp?? \
-              test_fully_shard_compile:-*fullgraph_False test_fully_shard_init test_fully_shard_mixed_precision:-*casts_are_fused* \
+              test_fully_shard_compile test_fully_shard_init test_fully_shard_mixed_precision:-*casts_are_fused* \
               test_fully_shard_others test_fully_shard_training test_golden_train:-*replay/clip \
               test_plan:plan.net*:plan_kinds.* \
               test_replicate test_replicate_faults test_replicate_with_compiler:-*DIM=* test_scaler

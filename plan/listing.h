@@ -143,13 +143,16 @@ static fsdp_status fsdpi_plan_list_op(fsdp_plan *p, const fsdpi_plan_tape *t, fs
     return status ? status : fsdpi_plan_line_add(p->model, l, &line);
 }
 
-// A name that no earlier unit has: that of the unit, with its index if need be.
+// A unit's name in a text: its own, as far as there is room. Its number follows as often as an
+// earlier unit has that name, since a text finds units by name.
 static fsdp_status fsdpi_plan_name_unit(fsdp_plan *p, fsdpi_plan_listing *l, int u) {
     char name[512];
-    int taken = 0;
-    for (int i = 0; i < u; i++)
-        taken |= strcmp(fsdp_unit_name(p->units[i]), fsdp_unit_name(p->units[u])) == 0;
-    snprintf(name, sizeof name, taken ? "%.480s#%d" : "%.480s", fsdp_unit_name(p->units[u]), u);
+    snprintf(name, sizeof name, "%.480s", fsdp_unit_name(p->units[u]));
+    for (int i = 0; i < u; i++) {
+        if (strcmp(l->units[i].name, name) != 0) continue;
+        snprintf(name + strlen(name), sizeof name - strlen(name), "#%d", u);
+        i = -1; // an earlier name may be the new one
+    }
     l->units[u].gather_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GATHER);
     l->units[u].grad_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GRAD);
     return fsdpi_plan_string(p->model, name, strlen(name), &l->units[u].name);

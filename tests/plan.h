@@ -42,6 +42,7 @@ typedef struct plan_net {
     fsdp_dtype dtypes[PLAN_PARAMS]; /* of stored parameters */
     int keep[PLAN_PARAMS];          /* keep_dtype */
     int scaled;                     /* units differ in size: rows times 1 + unit % scaled */
+    const char *const *names;       /* of units; NULL: h.0, h.1, ... */
 } plan_net;
 
 typedef struct plan_result {
@@ -234,7 +235,8 @@ H_FN void plan_open(plan_bed *b, const plan_net *net, fsdp_world *w) {
             if (net->sets & PLAN_STRINGS && i == 0) p[i].extension = &strings;
             b->numel[u][i] = rows * (net->rows[i][1] ? net->rows[i][1] : 1);
         }
-        ud.name = name, ud.params = p, ud.num_params = net->num_params;
+        ud.name = net->names ? net->names[u] : name;
+        ud.params = p, ud.num_params = net->num_params;
         if (net->never == u + 1) ud.reshard_after_forward = FSDP_RESHARD_NEVER;
         CALL(w, fsdp_fully_shard(b->model, &ud, &b->unit[u]));
     }

@@ -47,6 +47,10 @@ static char *recorded(const plan_net *net, const fsdp_plan_desc *desc, int size,
     bed_close(d);
     return text;
 }
+static fsdp_status read_text(const char *text) {
+    fsdp_plan_proof p;
+    return fsdp_plan_prove_texts(&text, 1, &p);
+}
 static char *edited(const char *text, const char *from, const char *to) {
     const char *at = strstr(text, from);
     char *out = (char *)lab_zeros(strlen(text) + strlen(to) + 32, 1);
@@ -146,6 +150,75 @@ TEST(plan_text, round_trip_on_streams) {
         }
 }
 
+/* Names that a text cannot have as they are, in chains of units. `head`: what stands in the line of
+   the unit. A long name is cut, a name that is taken gets numbers until it is not. */
+enum { LONG_NAME = 600, KEPT_NAME = 480 };
+static char long_names[3][LONG_NAME + 1];
+static const struct {
+    const char *name, *head;
+} named[] = {
+    {"it's", "'it\\'s'"},
+    {"back\\slash", "'back\\\\slash'"},
+    {"two\nlines\\n", "'two\\nlines\\\\n'"},
+    {"\x01 \x7f\xc3\xbc", "'\\x01 \\x7F\\xC3\\xBC'"},
+    {"model", "'model'"},
+    {"h.0#7", "'h.0#7'"},
+    {"h.0", "'h.0'"},
+    {"h.0", "'h.0#7#7'"},
+    {"h.0", "'h.0#8'"},
+    {"h.0#8", "'h.0#8#9'"},
+    {long_names[0], "'"},
+    {long_names[1], "#11'"},
+    {long_names[2], "#12'"},
+    {"' gather 1 grad", "'\\' gather 1 grad'"},
+};
+enum { NAMED = sizeof named / sizeof *named };
+static plan_net named_net(void) {
+    static const char *names[NAMED];
+    plan_net n = plan_chain(NAMED, 4, 4);
+    for (int i = 0; i < 3; i++) { /* the first two are equal; the third differs where it is cut */
+        memset(long_names[i], 'n', LONG_NAME);
+        if (i == 2) memcpy(long_names[i] + KEPT_NAME, "other", 5);
+    }
+    for (int u = 0; u < NAMED; u++) names[u] = named[u].name;
+    n.names = names;
+    return n;
+}
+TEST(plan_text, odd_names) {
+    const plan_net n = named_net();
+    fsdp_plan_desc desc = FSDP_ZERO;
+    desc.bucket_bytes = -1;
+    for (int async = 0; async < 2; async++)
+        for (int what = 0; what < 2; what++) {
+            plan_result first;
+            char *text = recorded(&n, &desc, 2, async, what, &first), line[64];
+            texts_lines *t = texts_split(text);
+            for (int u = 0; u < NAMED; u++) {
+                sprintf(line, "unit %d '", u);
+                const char *at = t->at[texts_find(t, 0, line)] + strlen(line) - 1;
+                const char *head = named[u].head;
+                if (long_names[0] <= named[u].name && named[u].name <= long_names[2]) {
+                    CHECK_EQ_INT(strspn(at + 1, "n"), KEPT_NAME);
+                    at += KEPT_NAME + 1;
+                }
+                CHECK_MSG(!strncmp(at, head, strlen(head)) &&
+                              !strncmp(at + strlen(head), " gather ", 8),
+                          "unit %d: expected %s: %s", u, head, at);
+            }
+            texts_free(t);
+            bed *d = bed_open(&n, &desc, 2, async);
+            CALL(d->w, fsdp_plan_load(d->b.plan, text, strlen(text)));
+            char *now = texts_of(d->b.plan, 0, what);
+            CHECK_EQ_STR(now, text);
+            if (what) CHECK_OK(read_text(text));
+            bed_steps(d, 4);
+            for (int i = 0; i < 4; i++) CHECK(d->out.hash[i] == first.hash[i]);
+            CHECK_EQ_INT(d->out.mode[3], FSDP_PLAN_REPLAYING);
+            free(now), free(text);
+            bed_close(d);
+        }
+}
+
 /* ---- golden texts ---------------------------------------------------------------------------- */
 
 static const struct {
@@ -188,10 +261,6 @@ TEST_P(plan_text, golden, golden) {
 
 /* ---- damage ---------------------------------------------------------------------------------- */
 
-static fsdp_status read_text(const char *text) {
-    fsdp_plan_proof p;
-    return fsdp_plan_prove_texts(&text, 1, &p);
-}
 static char *small_text(int what) {
     plan_net n = plan_chain(2, 8, 4);
     fsdp_plan_desc d = FSDP_ZERO;

@@ -8,7 +8,7 @@
 #include "lab.h"
 #include "sim.h"
 
-enum { QUICK = 1000, LONG = 10000, ALL_PASSES = (1 << FSDP_PASS_COUNT) - 1 };
+enum { LONG = 10000, ALL_PASSES = (1 << FSDP_PASS_COUNT) - 1 };
 enum { MOST_UNITS = 8, MOST_SPANS = 40, MOST_CALLS = 100, MOST_USES = 40 };
 
 /* Whole plans take longer. */
@@ -164,7 +164,7 @@ TEST(plan_pass, keep_is_optimal) { keep_is_optimal(cases(LONG)); }
 TEST(plan_pass, keep_is_nearly_optimal) {
     uint64_t seed = h_seed() + 1;
     double worst = 1, sum = 0;
-    const int programs = cases(QUICK);
+    const int programs = LONG; /* far more, so that no seed matters */
     int exact = 0;
     for (int n = 0; n < programs; n++) {
         int demand[DEMANDS];
@@ -187,7 +187,7 @@ TEST(plan_pass, keep_is_nearly_optimal) {
     }
     h_message("%d programs: bytes %.3f of the least on average, at most %.2f, the least in %d%%",
               programs, sum / programs, worst, 100 * exact / programs);
-    CHECK(sum / programs < 1.03 && worst < 1.6);
+    CHECK(sum / programs < 1.018 && worst < 1.75 && 100 * exact >= 80 * programs);
 }
 
 /* Never above calls; no call has more than is allowed, unless open units alone do. */
@@ -546,16 +546,30 @@ TEST(plan_pass, places) { places(cases(LONG)); }
 
 enum { MODEL_UNITS = 6, MODEL_CALLS = 64, TEXT = 256 };
 
+/* What a unit has that others do not have. */
+enum {
+    OWN_NOTHING,
+    OWN_FACTOR,
+    OWN_MESH,
+    OWN_HSDP,
+    OWN_SLICE,
+    OWN_GATHER,
+    OWN_REDUCTION,
+    OWN_SUM_HOOK,
+    OWN_GRAD_HOOK
+};
+
 typedef struct program { /* a model, and the calls of its step */
     int num_units, num_calls;
-    int64_t rows[MODEL_UNITS]; /* of a matrix with 16 columns */
-    int never[MODEL_UNITS], frozen[MODEL_UNITS];
+    int64_t rows[MODEL_UNITS];                                     /* of a matrix with 16 columns */
+    int never[MODEL_UNITS], frozen[MODEL_UNITS], own[MODEL_UNITS]; /* OWN_* */
     fsdp_dtype dtype[MODEL_UNITS];
     struct {
         int unit, call;
     } calls[MODEL_CALLS];
     fsdp_model_desc model;
-    int size, async, ddp;
+    int size, async, ddp, sliced; /* sliced: the model is on half of the ranks */
+    int refused;                  /* 1 + the unit for which it goes by calls */
 } program;
 
 static void say(program *g, int unit, int call) {
@@ -591,6 +605,37 @@ typedef struct planned { /* a plan of a program that has been replayed */
     const fsdpi_plan_kind *kind;
 } planned;
 
+static fsdp_status own_comm(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
+                            const fsdp_coll *coll) {
+    (void)user;
+    return ops->run(comm, coll);
+}
+static fsdp_status own_sum(void *user, fsdp_unit *unit, void *data, int64_t numel, fsdp_dtype dtype,
+                           void *stream) {
+    (void)user, (void)unit, (void)data, (void)numel, (void)dtype, (void)stream;
+    return FSDP_OK;
+}
+static fsdp_status own_grad(void *user, const fsdp_param_view *v, void *stream) {
+    (void)user, (void)v, (void)stream;
+    return FSDP_OK;
+}
+/* All ranks; replicas of two; or a slice of them in which the model is not. */
+static fsdp_mesh *own_mesh(fsdp_world *w, const program *g, int u) {
+    fsdp_mesh *mesh = NULL;
+    if (g->own[u] == OWN_MESH) CALL(w, fsdp_mesh_1d(w, "own", &mesh));
+    if (g->own[u] == OWN_HSDP) mesh = lab_hsdp(w, 2, g->size / 2);
+    if (g->own[u] == OWN_SLICE) mesh = lab_slice(w, lab_hsdp(w, 2, g->size / 2), 0);
+    return mesh;
+}
+static void set_own(const planned *x, fsdp_world *w, int u, int own) {
+    fsdp_unit *unit = x->unit[u];
+    if (own == OWN_FACTOR) CALL(w, fsdp_set_gradient_divide_factor(x->m, unit, 3));
+    if (own == OWN_GATHER) CALL(w, fsdp_set_custom_all_gather(unit, own_comm, NULL));
+    if (own == OWN_REDUCTION) CALL(w, fsdp_set_custom_reduce_scatter(unit, own_comm, NULL));
+    if (own == OWN_SUM_HOOK) CALL(w, fsdp_set_all_reduce_hook(unit, own_sum, NULL));
+    if (own == OWN_GRAD_HOOK) CALL(w, fsdp_set_post_accumulate_hook(unit, 0, own_grad, NULL));
+}
+
 static void plan_program(planned *x, const program *g, const fsdp_plan_desc *desc) {
     static fsdp_status (*const calls[])(fsdp_unit *) = {
         fsdp_pre_forward, fsdp_post_forward, fsdp_pre_backward, fsdp_post_backward,
@@ -609,6 +654,7 @@ static void plan_program(planned *x, const program *g, const fsdp_plan_desc *des
         CALL(w, fsdp_mesh_info_init(mesh, FSDP_MESH_INFO_DDP, -1, 0, &info));
         md.mesh_info = &info;
     }
+    if (g->sliced) md.mesh = lab_slice(w, lab_hsdp(w, 2, g->size / 2), 1);
     x->m = lab_model(w, &md);
     for (int u = 0; u < g->num_units; u++) {
         fsdp_param_desc p = fsdp_mat(NULL, g->rows[u], 16);
@@ -618,7 +664,9 @@ static void plan_program(planned *x, const program *g, const fsdp_plan_desc *des
         p.frozen = g->frozen[u], p.dtype = g->dtype[u];
         d.name = name;
         d.reshard_after_forward = g->never[u] ? FSDP_RESHARD_NEVER : 0;
+        d.mesh = own_mesh(w, g, u);
         x->unit[u] = lab_unit(w, x->m, &d, &p, 1);
+        set_own(x, w, u, g->own[u]);
     }
     CALL(w, fsdp_plan_create(x->m, desc, &x->plan));
     for (int step = 0; step < 4; step++) {
@@ -638,6 +686,13 @@ static void plan_program(planned *x, const program *g, const fsdp_plan_desc *des
         }
         CALL(w, fsdp_finalize_backward(x->m));
         CALL(w, fsdp_zero_grad(x->m));
+    }
+    if (g->refused) {
+        char unit[16];
+        snprintf(unit, sizeof unit, "'h.%d'", g->refused - 1);
+        CHECK_EQ_INT(fsdp_plan_state(x->plan), FSDP_PLAN_REFUSED);
+        CHECK_MSG(strstr(fsdp_plan_why(x->plan), unit), "%s", fsdp_plan_why(x->plan));
+        return;
     }
     CHECK_MSG(fsdp_plan_count(x->plan) == 1, "%s", fsdp_plan_why(x->plan));
     CALL(w, fsdp_plan_report_get(x->plan, 0, &x->report));
@@ -871,6 +926,59 @@ TEST(plan_pass, bucketing) {
     g.ddp = 1;
     CHECK_EQ_STR(joined(&g, FSDP_OP_ALL_REDUCE), "[210]");
     CHECK_EQ_STR(joined(&g, FSDP_OP_ALL_GATHER), "");
+}
+
+/* What units do not share, and what the user does for a unit: it is not joined. Where the planner has
+   its gathers, they are kept, and issued ahead. */
+static const struct {
+    const char *name;
+    int own;
+    const char *gathers, *reductions, *kept;
+    int ahead; /* -1: on streams the model has no plan */
+} singles[] = {
+    {"factor", OWN_FACTOR, "[0123][3210]", "[32]10", "0123", 1},
+    {"mesh_of_the_same_ranks", OWN_MESH, "[0123][3210]", "[3210]", "0123", 1},
+    {"custom_gather", OWN_GATHER, "01[23][32]10", "[3210]", "0123", 1},
+    {"custom_reduction", OWN_REDUCTION, "[0123][3210]", "[32]10", "0123", 1},
+    {"all_reduce_hook", OWN_SUM_HOOK, "[0123][3210]", "[32]10", "0123", 1},
+    {"gradient_hook", OWN_GRAD_HOOK, "[023]1[320]1", "[32]10", "01231", -1},
+};
+TEST_P(plan_pass, not_joined, singles) {
+    program g = program_of("0123");
+    g.own[1] = row->own;
+    g.size = 4;
+    CHECK_EQ_STR(joined(&g, FSDP_OP_ALL_GATHER), row->gathers);
+    CHECK_EQ_STR(joined(&g, FSDP_OP_REDUCE_SCATTER), row->reductions);
+    fsdp_plan_desc d = FSDP_ZERO;
+    d.without = ALL_PASSES & ~(1u << FSDP_PASS_KEEP);
+    plan_program(&example, &g, &d);
+    CHECK_EQ_STR(order_of(&example, FSDP_OP_ALL_GATHER, 1), row->kept);
+    planned_end(&example);
+    if (row->ahead < 0) return;
+    g.async = 1;
+    d.without = ALL_PASSES & ~(1u << FSDP_PASS_AHEAD);
+    d.ahead = 1;
+    plan_program(&example, &g, &d);
+    const fsdpi_plan_choice *c = &example.kind->listing.choice;
+    int late = 0;
+    for (int i = 0; i < c->num_acts; i++)
+        late += c->acts[i].what == FSDPI_PLAN_GATHER && c->acts[i].unit == 1 && c->acts[i].late;
+    CHECK_EQ_INT(late, 2); /* in forward and in backward */
+    planned_end(&example);
+}
+
+/* The proof knows the groups of the model's mesh: a model with others goes by calls. */
+static const struct {
+    const char *name;
+    int own, sliced;
+} others[] = {{"hsdp", OWN_HSDP, 0}, {"slice", OWN_SLICE, 0}, {"across", OWN_SLICE, 1}};
+TEST_P(plan_pass, other_groups, others) {
+    fsdp_plan_desc d = FSDP_ZERO;
+    program g = program_of("012");
+    g.size = 4;
+    g.own[1] = row->own, g.sliced = row->sliced, g.refused = 2;
+    plan_program(&example, &g, &d);
+    planned_end(&example);
 }
 
 /* test_overlap_bucketing_unit: a unit that is open around others is not joined with them. */
