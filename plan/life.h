@@ -447,7 +447,7 @@ static fsdp_status fsdpi_plan_new(fsdp_model *model, const fsdp_plan_desc *d, co
     p->memory.user = p;
     p->memory.destroy = fsdpi_plan_end;
     fsdpi_plan_defaults(p);
-    status = fsdpi_plan_copy_cost(p, d.cost);
+    status = fsdpi_plan_copy_cost(p, d->cost);
     if (!status) status = fsdpi_plan_find_units(p);
     if (!status && p->pool < 0) status = FSDP_ERR_INVALID_ARG;
     if (!status) status = fsdp_attach(model, &p->memory);

@@ -530,6 +530,26 @@ static char *program_text(const char *letters, int shards, int replicas) {
     return text;
 }
 
+/* A text tells up to 16 groups of ranks apart. */
+TEST(plan_proof, many_groups) {
+    char letters[18] = "abcdabcdabcdabcda";
+    for (int num = 17; num > 15; num--) {
+        fsdp_plan_proof p;
+        letters[num] = 0;
+        char *text = program_text(letters, 2, 1), *at = text, name[16];
+        for (int i = 0; (at = strstr(at, "group0")) != NULL; i++) {
+            snprintf(name, sizeof name, "pair%02d", i);
+            memcpy(at, name, 6);
+        }
+        const char *const both[2] = {text, text};
+        if (num == 16) CALL(NULL, fsdp_plan_prove_texts(both, 2, &p));
+        else CHECK_STATUS(fsdp_plan_prove_texts(both, 2, &p), FSDP_ERR_INVALID_ARG);
+        if (num == 16) CHECK_EQ_INT(p.refuted, FSDP_PROOF_OK);
+        if (num == 16) CHECK_EQ_INT(p.comms, 16);
+        free(text);
+    }
+}
+
 TEST(plan_proof, deadlock_is_told) {
     char *texts[2] = {program_text("ab", 2, 1), program_text("ba", 2, 1)};
     fsdp_plan_proof p;
@@ -722,43 +742,6 @@ static void all_programs(int longest, int samples) {
 }
 TEST(plan_proof, all_programs) { all_programs(W_SLOW ? 1 : 2, 300); }
 TEST(long_plan_proof, all_programs) { all_programs(W_SLOW ? 2 : 4, W_SLOW ? 300 : 5000); }
-
-/* ---- groups of ranks -------------------------------------------------------------------------- */
-
-/* A mesh for each unit: a plan tells up to 16 groups apart, and goes by calls with more. */
-static void many_groups(lab_rank *r) {
-    enum { MANY = 17 };
-    for (int units = MANY - 1; units <= MANY; units++) {
-        fsdp_model *model;
-        fsdp_plan *plan;
-        fsdp_unit *h[MANY];
-        CALL(r->w, fsdp_model_create(r->w, NULL, &model));
-        for (int i = 0; i < units; i++) {
-            fsdp_mesh_desc md = FSDP_ZERO;
-            fsdp_unit_desc ud = FSDP_ZERO;
-            fsdp_param_desc p = fsdp_mat("w", 4, 4);
-            fsdp_mesh *mesh;
-            md.ndim = 2, md.shape[0] = 1, md.shape[1] = 2;
-            md.names[0] = "replicas", md.names[1] = "shards";
-            CALL(r->w, fsdp_mesh_create(r->w, &md, &mesh));
-            ud.params = &p, ud.num_params = 1, ud.mesh = mesh;
-            CALL(r->w, fsdp_fully_shard(model, &ud, &h[i]));
-        }
-        CALL(r->w, fsdp_plan_create(model, NULL, &plan));
-        for (int s = 0; s < 3; s++) {
-            for (int i = 0; i < units; i++) {
-                CALL(r->w, fsdp_pre_forward(h[i]));
-                CALL(r->w, fsdp_post_forward(h[i]));
-            }
-            CALL(r->w, fsdp_finalize_backward(model));
-        }
-        W_CHECK(fsdp_plan_state(plan) == (units < MANY ? FSDP_PLAN_REPLAYING : FSDP_PLAN_REFUSED),
-                "%d units: %s", units, fsdp_plan_why(plan));
-        if (units == MANY) CHECK(strstr(fsdp_plan_why(plan), "groups"));
-        fsdp_model_destroy(model);
-    }
-}
-TEST(plan_proof, many_groups) { lab_run(2, NULL, many_groups, NULL); }
 
 /* ---- what is proven runs without a race ------------------------------------------------------ */
 
