@@ -570,6 +570,7 @@ typedef struct program { /* a model, and the calls of its step */
     fsdp_model_desc model;
     int size, async, ddp, sliced; /* sliced: the model is on half of the ranks */
     int refused;                  /* 1 + the unit for which it goes by calls */
+    int watched;
 } program;
 
 static void say(program *g, int unit, int call) {
@@ -603,6 +604,8 @@ typedef struct planned { /* a plan of a program that has been replayed */
     fsdp_plan *plan;
     fsdp_plan_report report;
     const fsdpi_plan_kind *kind;
+    lab_log log;   /* if the program is watched */
+    int last_step; /* its first record */
 } planned;
 
 static fsdp_status own_comm(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
@@ -669,7 +672,9 @@ static void plan_program(planned *x, const program *g, const fsdp_plan_desc *des
         set_own(x, w, u, g->own[u]);
     }
     CALL(w, fsdp_plan_create(x->m, desc, &x->plan));
+    if (g->watched) lab_watch(&x->log, w, x->m);
     for (int step = 0; step < 4; step++) {
+        x->last_step = x->log.num;
         for (int i = 0; i < g->num_calls; i++) {
             fsdp_unit *unit = x->unit[g->calls[i].unit];
             CALL(w, calls[g->calls[i].call](unit));
@@ -703,6 +708,7 @@ static void plan_program(planned *x, const program *g, const fsdp_plan_desc *des
 static void planned_end(planned *x) {
     fsdp_model_destroy(x->m);
     CHECK_EQ_INT(sim_close(&x->s), 0);
+    free(x->log.ops);
 }
 
 /* The collectives of a kind in their order, joined ones member by member: "+0 +1 -1". A joined one
@@ -998,9 +1004,42 @@ TEST(plan_pass, bucketing_of_nested_lives) {
 }
 
 /* test_compute_comm_reordering: a gather is issued before the work that does not need it; not before
-   another gather; not before its own slot is free. */
+   another gather; not before its own slot is free. Between a gather and its use lies work on another
+   unit, but for the first of forward and of backward. A reduction is waited for by whoever takes
+   its slot next, and by finalize. */
+static void check_overlap(const planned *x) {
+    int calls = 0, first = 0, finals = 0;
+    for (int i = x->last_step; i < x->log.num; i++) {
+        const fsdp_op *op = &x->log.ops[i];
+        int gather = i, works = 0;
+        calls += op->kind == FSDP_OP_HOOK;
+        if (op->kind == FSDP_OP_USE && op->label == FSDP_LABEL_GATHER) {
+            while (x->log.ops[gather].kind != FSDP_OP_ALL_GATHER ||
+                   x->log.ops[gather].unit != op->unit)
+                gather--;
+            CHECK(gather >= x->last_step);
+            for (int k = gather; k < i; k++) { /* before a post_ call lies the unit's work */
+                const fsdp_op *hook = &x->log.ops[k];
+                works += hook->kind == FSDP_OP_HOOK && hook->unit != op->unit &&
+                         (hook->count == FSDP_CALL_POST_FORWARD ||
+                          hook->count == FSDP_CALL_POST_BACKWARD);
+            }
+            CHECK_MSG(works || calls == 1 || calls == 9, "call %d: no work is behind the gather",
+                      calls - 1);
+            first += !works;
+        }
+        if (op->stream != FSDP_STREAM_COMPUTE) continue;
+        for (int k = 0; k < op->num_waits; k++) {
+            if (op->wait[k].stream != FSDP_STREAM_REDUCE) continue;
+            CHECK(op->kind == FSDP_OP_ZERO || op->label == FSDP_LABEL_FINAL);
+            finals += op->label == FSDP_LABEL_FINAL;
+        }
+    }
+    CHECK(first == 2 && finals == 1);
+}
 TEST(plan_pass, reordering) {
     program g = program_of("0120");
+    g.watched = 1;
     fsdp_plan_desc d = FSDP_ZERO;
     d.without = ALL_PASSES & ~(1u << FSDP_PASS_AHEAD);
     g.async = 1;
@@ -1018,6 +1057,7 @@ TEST(plan_pass, reordering) {
                       call == c->acts[i].call);
         }
         CHECK(early >= 4);
+        check_overlap(&example);
         planned_end(&example);
     }
 }
