@@ -570,6 +570,7 @@ typedef struct program { /* a model, and the calls of its step */
     fsdp_model_desc model;
     int size, async, ddp, sliced; /* sliced: the model is on half of the ranks */
     int refused;                  /* 1 + the unit for which it goes by calls */
+    int watched;
 } program;
 
 static void say(program *g, int unit, int call) {
@@ -603,6 +604,8 @@ typedef struct planned { /* a plan of a program that has been replayed */
     fsdp_plan *plan;
     fsdp_plan_report report;
     const fsdpi_plan_kind *kind;
+    lab_log log;   /* if the program is watched */
+    int last_step; /* its first record */
 } planned;
 
 static fsdp_status own_comm(void *user, const fsdp_comm_ops *ops, fsdp_comm *comm,
@@ -669,7 +672,9 @@ static void plan_program(planned *x, const program *g, const fsdp_plan_desc *des
         set_own(x, w, u, g->own[u]);
     }
     CALL(w, fsdp_plan_create(x->m, desc, &x->plan));
+    if (g->watched) lab_watch(&x->log, w, x->m);
     for (int step = 0; step < 4; step++) {
+        x->last_step = x->log.num;
         for (int i = 0; i < g->num_calls; i++) {
             fsdp_unit *unit = x->unit[g->calls[i].unit];
             CALL(w, calls[g->calls[i].call](unit));
@@ -703,6 +708,7 @@ static void plan_program(planned *x, const program *g, const fsdp_plan_desc *des
 static void planned_end(planned *x) {
     fsdp_model_destroy(x->m);
     CHECK_EQ_INT(sim_close(&x->s), 0);
+    free(x->log.ops);
 }
 
 /* The collectives of a kind in their order, joined ones member by member: "+0 +1 -1". A joined one
@@ -998,9 +1004,42 @@ TEST(plan_pass, bucketing_of_nested_lives) {
 }
 
 /* test_compute_comm_reordering: a gather is issued before the work that does not need it; not before
-   another gather; not before its own slot is free. */
+   another gather; not before its own slot is free. Between a gather and its use lies work on another
+   unit, but for the first of forward and of backward. A reduction is waited for by whoever takes
+   its slot next, and by finalize. */
+static void check_overlap(const planned *x) {
+    int calls = 0, first = 0, finals = 0;
+    for (int i = x->last_step; i < x->log.num; i++) {
+        const fsdp_op *op = &x->log.ops[i];
+        int gather = i, works = 0;
+        calls += op->kind == FSDP_OP_HOOK;
+        if (op->kind == FSDP_OP_USE && op->label == FSDP_LABEL_GATHER) {
+            while (x->log.ops[gather].kind != FSDP_OP_ALL_GATHER ||
+                   x->log.ops[gather].unit != op->unit)
+                gather--;
+            CHECK(gather >= x->last_step);
+            for (int k = gather; k < i; k++) { /* before a post_ call lies the unit's work */
+                const fsdp_op *hook = &x->log.ops[k];
+                works += hook->kind == FSDP_OP_HOOK && hook->unit != op->unit &&
+                         (hook->count == FSDP_CALL_POST_FORWARD ||
+                          hook->count == FSDP_CALL_POST_BACKWARD);
+            }
+            CHECK_MSG(works || calls == 1 || calls == 9, "call %d: no work is behind the gather",
+                      calls - 1);
+            first += !works;
+        }
+        if (op->stream != FSDP_STREAM_COMPUTE) continue;
+        for (int k = 0; k < op->num_waits; k++) {
+            if (op->wait[k].stream != FSDP_STREAM_REDUCE) continue;
+            CHECK(op->kind == FSDP_OP_ZERO || op->label == FSDP_LABEL_FINAL);
+            finals += op->label == FSDP_LABEL_FINAL;
+        }
+    }
+    CHECK(first == 2 && finals == 1);
+}
 TEST(plan_pass, reordering) {
     program g = program_of("0120");
+    g.watched = 1;
     fsdp_plan_desc d = FSDP_ZERO;
     d.without = ALL_PASSES & ~(1u << FSDP_PASS_AHEAD);
     g.async = 1;
@@ -1018,6 +1057,7 @@ TEST(plan_pass, reordering) {
                       call == c->acts[i].call);
         }
         CHECK(early >= 4);
+        check_overlap(&example);
         planned_end(&example);
     }
 }
@@ -1070,14 +1110,17 @@ TEST(plan_pass, once) {
 /* One sync for all microbatches: three kinds of steps, each recorded once, and one reduction for each
    unit in the last of four. The middle and the last one are recorded a second time, since gradients
    wait in other slots as soon as the first one is replayed. */
-static void deferred(int most_kinds) {
+typedef struct deferral {
+    int most_kinds, kinds, recorded, replayed, state;
+} deferral;
+static void deferred(const deferral *want) {
     enum { MICROBATCHES = 4, STEPS = 5 };
     const program g = program_of("012");
     fsdp_plan_desc d = FSDP_ZERO;
     planned *x = &example;
     uint64_t reductions = 0;
     d.bucket_bytes = -1;
-    d.most_kinds = most_kinds;
+    d.most_kinds = want->most_kinds;
     memset(x, 0, sizeof *x);
     sim_init(&x->s, g.size, 0);
     x->s.async = 0;
@@ -1101,22 +1144,24 @@ static void deferred(int most_kinds) {
             CALL(w, fsdp_model_counters(x->m, &now));
             reductions = now.calls[FSDP_OP_REDUCE_SCATTER] - was.calls[FSDP_OP_REDUCE_SCATTER];
             CHECK_EQ_INT(reductions, last ? 3 : 0);
-            if (step + 1 == STEPS && !most_kinds)
+            if (step + 1 == STEPS && want->kinds == 3)
                 CHECK_EQ_INT(fsdp_plan_state(x->plan), FSDP_PLAN_REPLAYING);
         }
         CALL(w, fsdp_zero_grad(x->m));
     }
-    if (fsdp_plan_count(x->plan))
-        CALL(w, fsdp_plan_report_get(x->plan, fsdp_plan_count(x->plan) - 1, &x->report));
-    CHECK(!most_kinds || fsdp_plan_count(x->plan) <= most_kinds);
-    if (!most_kinds) {
-        CHECK_EQ_INT(fsdp_plan_count(x->plan), 3);
-        CHECK_EQ_INT(x->report.left, 0);
-    }
+    CHECK_EQ_INT(fsdp_plan_count(x->plan), want->kinds);
+    CHECK_EQ_INT(fsdp_plan_state(x->plan), want->state);
+    if (want->kinds) CALL(w, fsdp_plan_report_get(x->plan, 0, &x->report));
+    CHECK_EQ_INT(x->report.recorded, want->recorded);
+    CHECK_EQ_INT(x->report.replayed, want->replayed);
+    CHECK_EQ_INT(x->report.left, 0);
     planned_end(x);
 }
+/* With room for fewer kinds than there are, each is dropped before it comes again. */
 TEST(plan_pass, deferred_reductions) {
-    deferred(0);
-    for (int most_kinds = 1; most_kinds < 5; most_kinds++)
-        deferred(most_kinds); /* some are dropped */
+    static const deferral rows[] = {{0, 3, 6, 13, FSDP_PLAN_REPLAYING},
+                                    {1, 0, 0, 0, FSDP_PLAN_RECORDING},
+                                    {2, 1, 10, 9, FSDP_PLAN_RECORDING},
+                                    {3, 3, 6, 13, FSDP_PLAN_REPLAYING}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) deferred(&rows[i]);
 }
