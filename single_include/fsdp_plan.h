@@ -1988,13 +1988,16 @@ static fsdp_status fsdpi_plan_list_op(fsdp_plan *p, const fsdpi_plan_tape *t, fs
     return status ? status : fsdpi_plan_line_add(p->model, l, &line);
 }
 
-// A name that no earlier unit has: that of the unit, with its index if need be.
+// A unit's name in a text: its own, as far as there is room. Its number follows as often as an
+// earlier unit has that name, since a text finds units by name.
 static fsdp_status fsdpi_plan_name_unit(fsdp_plan *p, fsdpi_plan_listing *l, int u) {
     char name[512];
-    int taken = 0;
-    for (int i = 0; i < u; i++)
-        taken |= strcmp(fsdp_unit_name(p->units[i]), fsdp_unit_name(p->units[u])) == 0;
-    snprintf(name, sizeof name, taken ? "%.480s#%d" : "%.480s", fsdp_unit_name(p->units[u]), u);
+    snprintf(name, sizeof name, "%.480s", fsdp_unit_name(p->units[u]));
+    for (int i = 0; i < u; i++) {
+        if (strcmp(l->units[i].name, name) != 0) continue;
+        snprintf(name + strlen(name), sizeof name - strlen(name), "#%d", u);
+        i = -1; // an earlier name may be the new one
+    }
     l->units[u].gather_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GATHER);
     l->units[u].grad_bytes = fsdpi_plan_slot_bytes(p->units[u], FSDP_POOL_GRAD);
     return fsdpi_plan_string(p->model, name, strlen(name), &l->units[u].name);
@@ -3111,6 +3114,7 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
     if (dst && line->kind == FSDP_OP_ZERO && dst->grads != FSDPI_PLAN_EMPTY)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are there already: those of", m->unit,
                          m->dst);
+    if (dst && m->src <= FSDPI_PLAN_HELD) dst->grads = FSDPI_PLAN_FRESH; // they wait since before
     if (!src) return;
     // Copies bring parts of a slot on, so that there may be several; a collective takes it whole.
     if (src->grads != FSDPI_PLAN_FRESH &&
@@ -4173,7 +4177,18 @@ static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp
 static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_kind *k,
                                       const fsdpi_plan_tape *by_calls) {
     char text[FSDPI_PLAN_TEXT] = "";
+    fsdp_mesh_info all = FSDP_ZERO, own = FSDP_ZERO;
     (void)k;
+    fsdp_status status = fsdp_model_mesh_info(p->model, &all);
+    for (int i = 0; i < p->num_units && !text[0] && !status; i++) { // a proof knows one mesh
+        status = fsdp_unit_mesh_info(p->units[i], &own);
+        if (own.shard_comm != all.shard_comm || own.replicate_comm != all.replicate_comm)
+            snprintf(text, sizeof text,
+                     "unit '%.120s' has other groups of ranks than the model: give the model the "
+                     "mesh of its units",
+                     fsdp_unit_name(p->units[i]));
+    }
+    if (status) return status;
     for (int i = 0; i < p->num_units && !text[0]; i++)
         if (fsdp_unit_follows_use(p->units[i]))
             snprintf(text, sizeof text,
