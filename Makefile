@@ -20,7 +20,7 @@ VALGRIND_TESTS ?= test_train:W=2 test_optim:optim.* test_memory:W=2# slow enough
 SINGLE_TESTS   ?= test_features test_shard test_spawn # with single_include/fsdp.h
 # Between them they run all that threads of ours do at the same time.
 TSAN_TESTS     ?= conformance test_agree test_delays test_extension test_faults \
-                  test_fully_shard_comm test_shm_faults test_spawn test_store
+                  test_fully_shard_comm test_plan test_shm_faults test_spawn test_store
 # make quick leaves these out: what takes most of the time, and what other tests see as well.
 SLOW := long_*:fully_shard_compile.transformer_backend_inductor*:fully_shard_training.train_parity*:fully_shard_mixed_precision.dtypes*:replicate_with*:ddp_tp.*:replicate_faults.*:replicate_training.*:replicate_mixed_precision.*:*.*/W=[45]*:gpt.*:find_nccl.*:budget.instr*:train.every_*:norm.every_*:exhaustive.*:delays.*:golden_train.*
 
@@ -275,7 +275,8 @@ FEWER      := $(FEW):-*.gradient_accumulation:-*.training_memory:-streams.*_is_*
 RUN_asan   := $(SLOWER) FSDP_BUILD=$(BUILD)/asan $(GOALS_asan:%=%:$(FEWER))
 MAKE_tsan  := BUILD=$(BUILD)/tsan SAN=tsan
 GOALS_tsan := $(TSAN_TESTS:%=$(BUILD)/tsan/tests/%)
-FEWEST     := $(FEW):-delays.*N=4*:-*.gradient_accumulation:-*.partial_group*:-*.reshard_toggle:-*.activation_*:-faults.host_allocations*:-extension.more_records_than_events:-conformance.*/processes/*
+FEWEST_PLANS := -plan.net*:-plan.leave*:-plan_kinds.[cefls]*:-plan_kinds.*replicas:-plan_errors.[acdnst]*
+FEWEST     := $(FEW):-delays.*N=4*:-*.gradient_accumulation:-*.partial_group*:-*.reshard_toggle:-*.activation_*:-faults.host_allocations*:-extension.more_records_than_events:-conformance.*/processes/*:$(FEWEST_PLANS)
 RUN_tsan   := $(SLOWER) $(TSAN_ENV) FSDP_BUILD=$(BUILD)/tsan $(GOALS_tsan:%=%:$(FEWEST))
 MAKE_gloo_asan  := BUILD=$(BUILD)/gloo_asan GLOO=yes SAN=asan
 GOALS_gloo_asan := $(BUILD)/gloo_asan/tests/conformance

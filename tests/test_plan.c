@@ -1120,7 +1120,7 @@ TEST(plan, once) { lab_run(2, NULL, once_body, NULL); }
 typedef struct watcher {
     uint64_t seq, counts[FSDP_OP_COUNT];
     struct {
-        const char *what;
+        char unit[16];
         int call;
     } hooks[PLAN_CALLS * 8];
     int num_hooks;
@@ -1133,7 +1133,8 @@ static int watch_op(void *user, fsdp_model *model, fsdp_op *op) {
     w->seq = op->seq;
     w->counts[op->kind]++;
     if (op->kind == FSDP_OP_HOOK && w->num_hooks < PLAN_CALLS * 8) {
-        w->hooks[w->num_hooks].what = op->unit ? fsdp_unit_name(op->unit) : "";
+        snprintf(w->hooks[w->num_hooks].unit, sizeof w->hooks[0].unit, "%s",
+                 op->unit ? fsdp_unit_name(op->unit) : "");
         w->hooks[w->num_hooks++].call = (int)op->count;
     }
     return 0;
@@ -1173,6 +1174,7 @@ static void watched_body(lab_rank *r) {
         CHECK_EQ_INT(w[i]->num_hooks, w[0]->num_hooks);
         for (int k = 0; k < w[0]->num_hooks; k++) {
             CHECK_EQ_INT(w[i]->hooks[k].call, w[0]->hooks[k].call);
+            CHECK_EQ_STR(w[i]->hooks[k].unit, w[0]->hooks[k].unit);
         }
     }
     CHECK(w[0]->num_hooks > 5 * net.num_calls);
