@@ -1891,10 +1891,11 @@ static fsdp_status fsdpi_plan_member_add(fsdp_model *m, fsdpi_plan_listing *l, i
     return status;
 }
 
+// The place of a group in the listing; -1: it has too many.
 static int fsdpi_plan_comm_add(fsdpi_plan_listing *l, const char *name) {
     int i = 0;
     while (i < l->num_comms && strcmp(l->comms[i], name) != 0) i++;
-    if (i == FSDPI_PLAN_COMMS) return i - 1;
+    if (i == FSDPI_PLAN_COMMS) return -1;
     if (i == l->num_comms) snprintf(l->comms[l->num_comms++], FSDPI_PLAN_COMM, "%s", name);
     return i;
 }
@@ -1974,6 +1975,11 @@ static fsdp_status fsdpi_plan_list_op(fsdp_plan *p, const fsdpi_plan_tape *t, fs
     line.bytes = op->bytes;
     line.scale = op->scale;
     line.digest = fsdpi_plan_digest(op);
+    if (op->comm && line.comm < 0)
+        return fsdp_fail(p->world, FSDP_ERR_UNSUPPORTED,
+                         "[E945] plan: a step uses more than %d groups of ranks: give units that "
+                         "have the same ranks one mesh",
+                         FSDPI_PLAN_COMMS);
     const fsdpi_plan_group *g = *group < t->num_groups ? &t->groups[*group] : NULL;
     if (g && g->op == i) {
         ++*group;
@@ -2653,6 +2659,7 @@ static void fsdpi_plan_read_op(fsdpi_plan_in *in, fsdpi_plan_line *line) {
         while (in->at<in->end && * in->at> ' ' && used + 1 < sizeof name) name[used++] = *in->at++;
         name[used] = 0;
         line->comm = fsdpi_plan_comm_add(l, name);
+        if (line->comm < 0) fsdpi_plan_expect(in, "fewer groups");
     }
     fsdpi_plan_need(in, " #");
     line->digest = (uint32_t)fsdpi_plan_hex(in, 8);
