@@ -20,11 +20,6 @@ static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const 
                  p->kind->num_calls, fsdpi_plan_call_name(call), fsdpi_plan_unit_name(unit));
 }
 
-static int fsdpi_plan_is_part(const fsdp_plan *p, const fsdp_buf *buf) {
-    const char *begin = (const char *)fsdp_buf_ptr(p->arena), *at = (const char *)fsdp_buf_ptr(buf);
-    return p->arena && at >= begin && at < begin + fsdp_buf_nbytes(p->arena);
-}
-
 // The arena stays while a unit holds a part of it.
 static void fsdpi_plan_drop_all(fsdp_plan *p) {
     while (p->num_kinds) fsdpi_plan_drop(p, p->num_kinds - 1);
@@ -292,12 +287,14 @@ static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int
     return fsdpi_plan_look(p, unit, call, status);
 }
 
+// A new layout may come inside of a step, between two visits: the rest of it goes by calls.
 static void fsdpi_plan_relayout(void *user, fsdp_model *model) {
     fsdp_plan *p = (fsdp_plan *)user;
     (void)model;
     fsdpi_plan_drop_all(p);
-    p->kind = NULL;
-    if (p->mode == FSDP_PLAN_REPLAYING) p->mode = FSDP_PLAN_RECORDING;
+    p->next = NULL;
+    if (p->mode == FSDP_PLAN_REPLAYING || p->mode == FSDP_PLAN_RECORDING)
+        p->mode = p->open ? FSDP_PLAN_BY_CALLS : FSDP_PLAN_RECORDING;
     snprintf(p->why, sizeof p->why, "%s", "the model has a new layout");
 }
 static void fsdpi_plan_end(void *user) {

@@ -127,11 +127,17 @@ static int fsdpi_plan_kind_has(const fsdpi_plan_kind *k, const fsdp_buf *buf) {
     return 0;
 }
 
-/* May slots that units hold when such a step begins be freed by fsdp_pools_trim? Slots of plans are
-   not, and those that units hold now are not. */
+static int fsdpi_plan_is_part(const fsdp_plan *p, const fsdp_buf *buf) {
+    const char *begin = (const char *)fsdp_buf_ptr(p->arena), *at = (const char *)fsdp_buf_ptr(buf);
+    return p->arena && at >= begin && at < begin + fsdp_buf_nbytes(p->arena);
+}
+
+/* Will slots that units hold when such a step begins be gone? fsdp_pools_trim frees those of pools
+   that no unit holds now. A part of the arena is gone with the next replay, which writes there. */
 static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_kind *k) {
     for (int i = 0; i < k->num_older; i++) {
         int owned = fsdp_buf_held(k->older[i]);
+        if (fsdpi_plan_is_part(p, k->older[i])) return 1;
         for (int n = 0; n < p->num_kinds; n++)
             owned |= fsdpi_plan_kind_has(p->kinds[n], k->older[i]);
         if (!owned) return 1;

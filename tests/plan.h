@@ -65,6 +65,7 @@ typedef struct plan_bed { /* one rank */
     uint64_t hash;
     int step;
     int keeps_grads; /* steps do not call fsdp_zero_grad */
+    int rests;       /* steps do not change parameters, so that they stay gathered */
     int is_partial;  /* steps may end without gradients */
     int frozen_now;  /* parameter 0 of unit 1 is frozen now */
     int64_t numel[PLAN_UNITS][PLAN_PARAMS];
@@ -315,8 +316,9 @@ H_FN uint64_t plan_update(plan_bed *b) {
                 "unit %s: %s", v.unit_name, fsdp_last_error(b->w));
         if (!v.shard_grad) continue;
         plan_read(b, v.shard_grad, v.numel * (int64_t)fsdp_dtype_size(v.grad_dtype));
-        plan_write(b, v.shard, v.numel * (int64_t)fsdp_dtype_size(v.dtype));
         lab_fold(&grads, v.shard_grad, (size_t)v.numel * fsdp_dtype_size(v.grad_dtype));
+        if (b->rests) continue;
+        plan_write(b, v.shard, v.numel * (int64_t)fsdp_dtype_size(v.dtype));
         for (int64_t k = 0; k < v.numel; k++)
             lab_put(v.shard, v.dtype, k,
                     lab_get(v.shard, v.dtype, k) - lab_get(v.shard_grad, v.grad_dtype, k) / 8);
@@ -326,7 +328,7 @@ H_FN uint64_t plan_update(plan_bed *b) {
             CHECK(x > -1e3 && x < 1e3);
         }
     }
-    CALL(b->w, fsdp_params_changed(b->model));
+    if (!b->rests) CALL(b->w, fsdp_params_changed(b->model));
     if (!b->keeps_grads) CALL(b->w, fsdp_zero_grad(b->model));
     return grads;
 }

@@ -494,6 +494,8 @@ enum {
     SET_LAST,
     SET_FACTOR,
     SET_SYNC,
+    SET_RESHARD,
+    FREEZE,
     RESET,
     PAUSE,
     FORGET,
@@ -512,6 +514,8 @@ static const struct {
     {"set_is_last_backward", SET_LAST, 1, "options changed"},
     {"set_divide_factor", SET_FACTOR, 1, NULL}, /* only possible between visits */
     {"set_gradient_sync", SET_SYNC, 2, NULL},
+    {"set_reshard_after_backward", SET_RESHARD, 3, NULL},
+    {"freeze", FREEZE, 2, NULL}, /* only possible between visits */
     {"reset", RESET, 1, NULL},
     {"pause", PAUSE, 1, NULL},
     {"forget", FORGET, 1, NULL},
@@ -572,6 +576,10 @@ static void deviate(plan_bed *b, const ljob *j, int at) {
     case SET_LAST: CALL(b->w, fsdp_set_is_last_backward(b->model, 0)); break;
     case SET_FACTOR: attempt(b, fsdp_set_gradient_divide_factor(b->model, NULL, 3)); break;
     case SET_SYNC: attempt(b, fsdp_set_requires_gradient_sync(b->model, NULL, 0)); break;
+    case SET_RESHARD: attempt(b, fsdp_set_reshard_after_backward(b->model, NULL, 0)); break;
+    case FREEZE:
+        b->frozen_now = !attempt(b, fsdp_set_requires_grad(b->unit[1], 0, 0));
+        break;
     case RESET:
         CALL(b->w, fsdp_model_reset(b->model));
         plan_calls(b, 0, n->num_calls);
@@ -605,6 +613,13 @@ static void step_aside(plan_bed *b, const ljob *j, int at, int planned, plan_res
     if (j->what == SET_SYNC) attempt(b, fsdp_set_requires_gradient_sync(b->model, NULL, 1));
     if (planned && j->what == PAUSE) CALL(b->w, fsdp_plan_pause(b->plan, 0));
     plan_step_end(b, out);
+    if (j->what == SET_RESHARD) { /* units stay gathered over two steps */
+        plan_step(b, out);
+        plan_step(b, out);
+        attempt(b, fsdp_set_reshard_after_backward(b->model, NULL, 1));
+    }
+    if (b->frozen_now) CALL(b->w, fsdp_set_requires_grad(b->unit[1], 0, 1));
+    b->frozen_now = 0;
     if (planned && j->what == DESTROY) CALL(b->w, fsdp_plan_create(b->model, &j->desc, &b->plan));
 }
 
@@ -613,7 +628,8 @@ static void leave_run(fsdp_world *w, ljob *j, int planned, plan_result *out) {
     memset(out, 0, sizeof *out);
     plan_open(&b, &j->net, w);
     b.s = plan_sim;
-    b.is_partial = j->what == SET_SYNC || j->what == SKIP_VISIT;
+    b.is_partial = j->what == SET_SYNC || j->what == SKIP_VISIT || j->what == FREEZE;
+    b.rests = j->what == SET_RESHARD;
     if (planned) CALL(w, fsdp_plan_create(b.model, &j->desc, &b.plan));
     plan_step(&b, out);
     for (int at = 0; at <= j->net.num_calls; at += j->stride) {
@@ -677,6 +693,10 @@ TEST_P(plan, leave_at_every_call, deviations) {
     for (int mode = INLINE; mode <= STREAMS; mode++)
         leave_mode(net_nested(), row->what, mode, 9 + mode, NULL);
     leave_mode(net_chain(), row->what, INLINE, 3, NULL);
+    fsdp_plan_desc once = FSDP_ZERO; /* gradients that wait stay over the end of a step */
+    once.with = 1u << FSDP_PASS_ONCE;
+    if (row->what == SET_SYNC || row->what == SET_RESHARD)
+        leave_mode(net_chain(), row->what, INLINE, 2, &once);
 }
 TEST_P_TIMEOUT(long_plan, leave_at_every_call, deviations, 300) {
     fsdp_plan_desc tight = FSDP_ZERO;
