@@ -77,7 +77,8 @@ typedef struct fsdp_plan_desc {
                                 // none inline, where an earlier one hides nothing; -1: none
     int32_t most_kinds;         // kinds of steps that are kept; 0: 8
     int32_t strict;             // 1: a call that is not the plan's is FSDP_ERR_INVALID_STATE
-    int64_t most_bytes;         // of all slots; 0: what steps by calls hold, at least 4 MiB
+    int64_t most_bytes;         // of the slots of one kind of step; 0: what steps by calls hold, at
+                                // least 4 MiB
     int64_t bucket_bytes;       // of the full side of a joined collective; 0: 1 MiB; -1: none is
                                 // joined
     int64_t first_bucket_bytes; // of the first one of forward and of backward, which nothing hides;
@@ -91,11 +92,14 @@ typedef struct fsdp_plan_desc {
    plan        owned by the model: ends with fsdp_plan_destroy, the model or the world
    Effect      after warm_up steps one is recorded; fsdp_finalize_backward of that step makes the
                plan (collective, blocks, allocates); then steps are replayed. A step that is
-               another one, or becomes it, goes on by calls; what it computes is the same
+               another one, or becomes it, goes on by calls; what it computes is the same. If a plan
+               of other options has needed more memory meanwhile, the first call of a step does
+               that, too
    Result      FSDP_OK; INVALID_ARG (the text names the field), INVALID_STATE (a unit is not idle,
-               the model has a plan), OUT_OF_MEMORY, what commit returns
-   Collective  as fsdp_model_commit; every rank of the model's mesh gives the same desc (else the
-               first plan is FSDP_ERR_MISMATCH)      Blocks no      Allocates yes
+               the model has a plan), MISMATCH (ranks gave other descs: which field),
+               OUT_OF_MEMORY (also if another rank has failed), what commit returns
+   Collective  yes: every rank of the model's mesh gives the same desc      Blocks yes
+   Allocates   yes
    Source      torch: torch.compile of a model under fully_shard; torchtitan: graph_trainer */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *desc,
                                                       fsdp_plan **plan);
@@ -120,7 +124,7 @@ FSDP_API const char *fsdp_plan_why(const fsdp_plan *plan);
    Effect      in a step: its next call and all behind it go by calls; reductions that have waited
                for a later call are made
    Result      FSDP_OK; INVALID_ARG; in a step collective errors
-   Collective  yes      Blocks inline, in a step: until reduced
+   Collective  yes      Blocks inline, in a step: until reduced; forget: for operations under way
    Allocates   no, but those reductions take slots of calls at their first use */
 FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused);
 FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan);
@@ -139,9 +143,11 @@ FSDP_API size_t fsdp_plan_text(const fsdp_plan *plan, int index, int what, char 
    made, before the first step. Decisions may have been edited; ops in the text have to be those
    that follow from them
    Result      FSDP_OK; INVALID_ARG (line and column, what was expected; or the two lines of a
-               refutation), INVALID_STATE (a unit is not idle), MISMATCH (another model, world or
-               mode: what differs; other ranks gave another text), CORRUPT (its end is missing, or
-               its hash is wrong), OUT_OF_MEMORY (bytes needed and allowed). Nothing changes then
+               refutation), INVALID_STATE (a step is under way, a unit is not idle, steps are
+               REFUSED), MISMATCH (another model, world or mode: what differs; other ranks gave
+               another text), CORRUPT (its end is missing, or its hash is wrong), OUT_OF_MEMORY
+               (bytes needed and allowed; or another rank has failed). Nothing changes then; but if
+               a rank has no memory for the slots, all plans are dropped
    Collective  yes: every rank of the model's mesh      Blocks yes      Allocates yes */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text,
                                                     size_t length);

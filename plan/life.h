@@ -20,15 +20,6 @@ static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const 
                  p->kind->num_calls, fsdpi_plan_call_name(call), fsdpi_plan_unit_name(unit));
 }
 
-// The arena stays while a unit holds a part of it.
-static void fsdpi_plan_drop_all(fsdp_plan *p) {
-    while (p->num_kinds) fsdpi_plan_drop(p, p->num_kinds - 1);
-    for (int i = 0; i < p->num_strays; i++)
-        if (fsdpi_plan_is_part(p, p->strays[i])) return;
-    fsdp_buf_destroy(p->model, p->arena);
-    p->arena = NULL;
-}
-
 // COMPUTE has written all places of a kind: behind whoever had them, and before whoever will.
 static fsdp_status fsdpi_plan_pass_by(fsdp_plan *p, const fsdpi_plan_kind *k) {
     fsdp_status status = FSDP_OK;
@@ -55,40 +46,42 @@ static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
     return status;
 }
 
-// A kind whose arena has been replaced meanwhile; without it the step goes by calls.
-static void fsdpi_plan_bind_again(fsdp_plan *p) {
+// A kind whose arena has been replaced meanwhile; without it the step goes by calls, on all ranks.
+static fsdp_status fsdpi_plan_bind_again(fsdp_plan *p) {
     fsdpi_plan_kind *k = p->kind;
-    k->unbound = fsdpi_plan_bind(p, k) != FSDP_OK;
-    if (!k->unbound) return;
+    fsdp_status status = fsdpi_plan_agree(p, k, fsdpi_plan_bind(p, k), 0);
+    k->unbound = status != FSDP_OK;
+    if (!status) return FSDP_OK;
     for (int i = 0; i < p->num_kinds; i++)
         if (p->kinds[i] == k) fsdpi_plan_drop(p, i);
     p->kind = NULL;
     p->mode = FSDP_PLAN_BY_CALLS;
     snprintf(p->why, sizeof p->why, "%s", "the tape could not be made again for a new arena");
+    return fsdp_world_status(p->world);
 }
 
 // The first call of a step: what kind of step is it?
 static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
+    fsdp_status status = FSDP_OK;
     p->open = 1;
-    p->at = p->num_calls = 0;
+    p->at = p->num_calls = p->lost = p->broken = 0;
     p->next = NULL;
     p->settings = fsdp_model_settings(p->model);
     p->why[0] = 0;
     p->kind = NULL;
     fsdpi_plan_sweep(p, 0);
-    if (p->forgotten) fsdpi_plan_drop_all(p);
-    p->forgotten = 0;
+    if (!p->num_kinds) fsdpi_plan_drop_all(p); // units have given the arena back by now
     fsdpi_plan_states_now(p, p->begin);
     for (int i = 0; i < p->num_kinds && !p->kind; i++)
         if (p->kinds[i]->settings == p->settings &&
             memcmp(p->kinds[i]->begin, p->begin, (size_t)p->num_units * p->unit_bytes) == 0)
             p->kind = p->kinds[i];
     p->mode = p->kind ? FSDP_PLAN_REPLAYING : p->warm ? FSDP_PLAN_WARM_UP : FSDP_PLAN_RECORDING;
-    if (p->kind && p->kind->unbound) fsdpi_plan_bind_again(p);
-    if (p->num_kinds && !p->kind)
+    if (p->kind && p->kind->unbound) status = fsdpi_plan_bind_again(p);
+    if (p->num_kinds && !p->kind && !p->why[0])
         snprintf(p->why, sizeof p->why, "%s",
                  "another kind of step: options, or what units hold, are not those of a plan");
-    return p->kind ? fsdpi_plan_hand_over(p) : FSDP_OK;
+    return p->kind && !status ? fsdpi_plan_hand_over(p) : status;
 }
 
 // Is a unit's reduction waiting for a later call?
@@ -111,9 +104,10 @@ static fsdp_status fsdpi_plan_part(fsdp_plan *p) {
     return status;
 }
 
-// From here on the step goes by calls.
+// From here on the step goes by calls; strict: the next call fails.
 static fsdp_status fsdpi_plan_leave(fsdp_plan *p) {
     p->kind->left++;
+    p->broken = p->desc.strict;
     return fsdpi_plan_part(p);
 }
 
@@ -149,26 +143,28 @@ static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) 
 
 static void fsdpi_plan_record(fsdp_plan *p, fsdp_unit *unit, int call) {
     fsdpi_plan_call one = {unit, call, unit ? fsdpi_plan_index(p, unit) : -1};
-    int is_new = fsdp_model_settings(p->model) != p->settings;
-    if (!is_new &&
-        !fsdpi_plan_grow(p->model, (void **)&p->calls, p->num_calls, &p->cap_calls, sizeof one)) {
-        p->calls[p->num_calls++] = one;
+    if (fsdp_model_settings(p->model) != p->settings) {
+        p->mode = FSDP_PLAN_BY_CALLS;
+        p->differ++;
+        snprintf(p->why, sizeof p->why, "%s", "options changed inside of the step");
         return;
     }
-    p->mode = FSDP_PLAN_BY_CALLS;
-    p->differ++;
-    snprintf(p->why, sizeof p->why, "%s",
-             is_new ? "options changed inside of the step" : "no memory to record the step");
+    // Without memory this rank goes on to the end of the step, where the others wait for it.
+    p->lost |= fsdpi_plan_grow(p->model, (void **)&p->calls, p->num_calls, &p->cap_calls,
+                               sizeof one) != FSDP_OK;
+    if (!p->lost) p->calls[p->num_calls++] = one;
 }
 
-// A kind for the recorded step, at its end.
-static fsdp_status fsdpi_plan_recorded(fsdp_plan *p) {
+// A kind for the recorded step, at its end. finalized: what the core has said of it.
+static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
     fsdpi_plan_kind *k = NULL;
     size_t begin = (size_t)p->num_units * p->unit_bytes,
            calls = (size_t)p->num_calls * sizeof *k->calls;
-    fsdp_status status = fsdpi_plan_grow(p->model, (void **)&p->kinds, p->num_kinds, &p->cap_kinds,
-                                         sizeof *p->kinds);
-    p->recorded++;
+    fsdp_status status = finalized ? finalized : p->lost ? FSDP_ERR_OUT_OF_MEMORY : FSDP_OK;
+    if (!status)
+        status = fsdpi_plan_grow(p->model, (void **)&p->kinds, p->num_kinds, &p->cap_kinds,
+                                 sizeof *p->kinds);
+    p->recorded += !finalized;
     if (!status) status = fsdpi_plan_alloc(p->model, sizeof *k, (void **)&k);
     if (!status) status = fsdpi_plan_alloc(p->model, begin, (void **)&k->begin);
     if (!status) status = fsdpi_plan_alloc(p->model, calls, (void **)&k->calls);
@@ -186,11 +182,11 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p) {
         fsdpi_plan_drop(p, oldest);
     }
     if (!status) status = fsdpi_plan_find_older(p, k);
-    int made = 0;
+    int made = !finalized;
     status = fsdpi_plan_make(p, status ? NULL : k, &made);
     if (!status && p->mode != FSDP_PLAN_REFUSED && !made) { // the next one like it has a plan
         snprintf(p->why, sizeof p->why, "%s",
-                 "it began with gradients, or parameters, of steps by calls");
+                 "it failed on a rank, or began with gradients or parameters of another step");
         fsdpi_plan_kind_free(p, k);
         return FSDP_OK;
     }
@@ -236,7 +232,9 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
     }
     if (p->mode != FSDP_PLAN_RECORDING) return 0;
     *status = fsdp_finalize_backward(p->model); // goes to the extensions behind, and to the core
-    if (!*status) *status = fsdpi_plan_recorded(p);
+    if (fsdp_world_status(p->world)) return 1;
+    fsdp_status made = fsdpi_plan_recorded(p, *status); // the other ranks wait, whatever it says
+    if (!*status) *status = made;
     return 1;
 }
 
@@ -248,7 +246,8 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
         *status = fsdpi_plan_setter(p);
         return 0;
     }
-    if (p->mode == FSDP_PLAN_PAUSED) p->open = !ends;
+    if (p->mode == FSDP_PLAN_PAUSED)
+        p->open = !ends && (p->open || fsdp_is_grad_enabled(model)); // as below
     if (call == FSDP_CALL_RESET) p->open = 0, p->next = NULL;
     if (p->mode >= FSDP_PLAN_PAUSED || call == FSDP_CALL_RESET) return 0;
     if (!p->open && !fsdp_is_grad_enabled(model)) return 0; // an evaluation is no step
@@ -265,10 +264,11 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
         fsdpi_plan_say(p, same ? next : NULL, unit, call);
         *status = fsdpi_plan_leave(p);
         if (*status) return 1;
-        if (p->desc.strict) {
-            *status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE, "[E976] plan: %s", p->why);
-            return 1;
-        }
+    }
+    if (p->broken) {
+        p->broken = 0;
+        *status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE, "[E976] plan: %s", p->why);
+        return 1;
     }
     if (p->mode == FSDP_PLAN_RECORDING) fsdpi_plan_record(p, unit, call);
     return unit ? 0 : fsdpi_plan_finalize(p, status);
@@ -287,14 +287,23 @@ static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int
     return fsdpi_plan_look(p, unit, call, status);
 }
 
+// What is done with the rest of a step that is under way, or with the next one.
+static int fsdpi_plan_mode_now(const fsdp_plan *p) {
+    return p->open        ? FSDP_PLAN_BY_CALLS
+           : p->num_kinds ? FSDP_PLAN_REPLAYING
+           : p->warm      ? FSDP_PLAN_WARM_UP
+                          : FSDP_PLAN_RECORDING;
+}
+
 // A new layout may come inside of a step, between two visits: the rest of it goes by calls.
 static void fsdpi_plan_relayout(void *user, fsdp_model *model) {
     fsdp_plan *p = (fsdp_plan *)user;
     (void)model;
     fsdpi_plan_drop_all(p);
     p->next = NULL;
+    if (p->open && p->mode == FSDP_PLAN_REPLAYING) p->left++, p->broken = p->desc.strict;
     if (p->mode == FSDP_PLAN_REPLAYING || p->mode == FSDP_PLAN_RECORDING)
-        p->mode = p->open ? FSDP_PLAN_BY_CALLS : FSDP_PLAN_RECORDING;
+        p->mode = fsdpi_plan_mode_now(p);
     snprintf(p->why, sizeof p->why, "%s", "the model has a new layout");
 }
 static void fsdpi_plan_end(void *user) {
@@ -346,6 +355,55 @@ static void fsdpi_plan_defaults(fsdp_plan *p) {
     p->warm = d->warm_up;
 }
 
+/* Do all ranks create the plan, and with the same desc? status: this rank's. Without a plan it goes
+   on to the collective, since the others wait there. */
+static fsdp_status fsdpi_plan_agree_desc(fsdp_world *w, const fsdp_mesh *mesh,
+                                         const fsdp_plan_desc *d, uint64_t cost,
+                                         fsdp_status status) {
+    static const char *const names[] = {"without",    "with",         "warm_up",
+                                        "ahead",      "most_kinds",   "strict",
+                                        "most_bytes", "bucket_bytes", "first_bucket_bytes",
+                                        "cost"};
+    enum { FIELDS = sizeof names / sizeof *names };
+    const int64_t mine[FIELDS] = {d->without,    d->with,         d->warm_up,
+                                  d->ahead,      d->most_kinds,   d->strict != 0,
+                                  d->most_bytes, d->bucket_bytes, d->first_bucket_bytes,
+                                  (int64_t)cost};
+    int64_t values[1 + 2 * FIELDS];
+    for (int i = 0; i < FIELDS; i++) {
+        values[1 + 2 * i] = mine[i];
+        values[2 + 2 * i] = ~mine[i];
+    }
+    status = fsdpi_plan_together(w, mesh, status, values, 1 + 2 * FIELDS);
+    for (int i = 0; i < FIELDS && !status; i++) {
+        long long least = values[1 + 2 * i], most = ~values[2 + 2 * i];
+        if (least != most)
+            status = fsdp_fail(w, FSDP_ERR_MISMATCH,
+                               "[E937] plan_create: the ranks gave other descs: %s is %lld on one "
+                               "and %lld on another: give all the same",
+                               names[i], least, most);
+    }
+    return status;
+}
+
+// The desc as it is given; *cost: a hash of its costs.
+static fsdp_status fsdpi_plan_read_desc(fsdp_model *m, const fsdp_plan_desc *desc,
+                                        fsdp_plan_desc *d, uint64_t *cost) {
+    fsdp_world *w = fsdp_model_world(m);
+    fsdp_plan_cost c;
+    fsdp_status status = fsdp_desc_read(w, d, desc, sizeof *d, "fsdp_plan_desc");
+    if (!status) status = fsdpi_plan_check_desc(m, d);
+    if (status || !d->cost) return status;
+    status = fsdp_desc_read(w, &c, d->cost, sizeof c, "fsdp_plan_cost");
+    if (!status) status = fsdpi_plan_check_cost(w, &c);
+    if (status) return status;
+    *cost = fsdpi_plan_mix_bytes(0, (const char *)c.compute_ns,
+                                 (size_t)c.num_compute * sizeof *c.compute_ns);
+    c.compute_ns = NULL;
+    *cost = fsdpi_plan_mix_bytes(*cost, (const char *)&c, sizeof c);
+    return FSDP_OK;
+}
+
 static fsdp_status fsdpi_plan_find_units(fsdp_plan *p) {
     fsdp_param_view v = FSDP_ZERO;
     fsdp_status status = fsdpi_plan_alloc(
@@ -364,30 +422,19 @@ static fsdp_status fsdpi_plan_find_units(fsdp_plan *p) {
                                      (void **)&p->begin);
 }
 
-FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *desc,
-                                      fsdp_plan **plan) {
-    fsdp_plan_desc d;
+// What this rank does alone: the plan, attached to the model.
+static fsdp_status fsdpi_plan_new(fsdp_model *model, const fsdp_plan_desc *d, const fsdp_mesh *mesh,
+                                  fsdp_plan **plan) {
     fsdp_plan *p = NULL;
-    fsdp_mesh_info info;
-    if (!model || !plan)
-        return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
-                         "[E978] plan_create: model or plan is NULL");
-    *plan = NULL;
-    fsdp_world *w = fsdp_model_world(model);
-    fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_plan_desc");
-    if (!status) status = fsdpi_plan_check_desc(model, &d);
-    if (!status && fsdp_find_extension(model, "plan"))
-        status = fsdp_fail(
-            w, FSDP_ERR_INVALID_STATE,
-            "[E967] plan_create: the model has a plan: call fsdp_plan_destroy first");
-    if (!status) status = fsdp_model_commit(model);
-    if (!status) status = fsdp_model_mesh_info(model, &info);
-    if (!status) status = fsdpi_plan_alloc(model, sizeof *p, (void **)&p);
+    if (fsdp_find_extension(model, "plan"))
+        return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_STATE,
+                         "[E967] plan_create: the model has a plan: call fsdp_plan_destroy first");
+    fsdp_status status = fsdpi_plan_alloc(model, sizeof *p, (void **)&p);
     if (status) return status;
     p->model = model;
-    p->world = w;
-    p->desc = d;
-    p->mesh = info.mesh;
+    p->world = fsdp_model_world(model);
+    p->desc = *d;
+    p->mesh = mesh;
     p->mode_of_world = fsdp_model_run(model);
     p->pool = fsdp_pool_register(model, "arena");
     p->extension.name = "plan";
@@ -407,6 +454,28 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     }
     status = fsdp_attach(model, &p->extension);
     if (status) (void)fsdp_detach(model, &p->memory);
+    else *plan = p;
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *desc,
+                                      fsdp_plan **plan) {
+    fsdp_plan_desc d;
+    fsdp_plan *p = NULL;
+    fsdp_mesh_info info;
+    uint64_t cost = 0;
+    if (!model || !plan)
+        return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
+                         "[E978] plan_create: model or plan is NULL");
+    *plan = NULL;
+    memset(&d, 0, sizeof d);
+    fsdp_status status = fsdp_model_commit(model);
+    if (!status) status = fsdp_model_mesh_info(model, &info);
+    if (status) return status;
+    status = fsdpi_plan_read_desc(model, desc, &d, &cost);
+    if (!status) status = fsdpi_plan_new(model, &d, info.mesh, &p);
+    status = fsdpi_plan_agree_desc(fsdp_model_world(model), info.mesh, &d, cost, status);
+    if (status) fsdp_plan_destroy(p);
     else *plan = p;
     return status;
 }
@@ -465,8 +534,9 @@ FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
     if (plan->mode == FSDP_PLAN_REFUSED || (plan->mode == FSDP_PLAN_PAUSED) == (paused != 0))
         return FSDP_OK;
     if (!paused) { // with the next step: what is left of this one goes by calls
-        plan->mode = plan->open ? FSDP_PLAN_BY_CALLS : FSDP_PLAN_RECORDING;
+        plan->mode = fsdpi_plan_mode_now(plan);
         plan->kind = NULL;
+        if (!plan->open) plan->why[0] = 0;
         return FSDP_OK;
     }
     fsdp_status status = fsdpi_plan_part(plan);
@@ -479,12 +549,11 @@ FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
 FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
     if (!plan) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E980] plan_forget: plan is NULL");
     fsdp_status status = fsdpi_plan_part(plan);
-    plan->forgotten = 1; // units may hold slots of the arena until the step's end
+    fsdpi_plan_drop_all(plan);
     plan->kind = NULL;
     plan->next = NULL;
     plan->differ = 0;
-    if (plan->mode != FSDP_PLAN_PAUSED)
-        plan->mode = plan->open ? FSDP_PLAN_BY_CALLS : FSDP_PLAN_RECORDING;
+    if (plan->mode != FSDP_PLAN_PAUSED) plan->mode = fsdpi_plan_mode_now(plan);
     snprintf(plan->why, sizeof plan->why, "%s", "plans were dropped by fsdp_plan_forget");
     return status;
 }

@@ -65,7 +65,15 @@ static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
     show.tape = &raw;
     show.kind = k;
     fsdpi_plan_states_now(p, k->begin);
-    fsdp_status status = fsdpi_plan_rehearse_with(&show, fsdpi_plan_trial_run);
+    fsdp_status status = fsdpi_plan_find_older(p, k); // fails if a unit is not idle
+    for (int i = 0; i < k->num_older && !status; i++)
+        if (fsdpi_plan_is_part(p, k->older[i]))
+            status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
+                               "[E940] plan_load: a unit holds a slot of a plan since a step that "
+                               "left it: run a whole step, or call fsdp_model_reset, first");
+    k->num_older = 0;
+    if (status) return status;
+    status = fsdpi_plan_rehearse_with(&show, fsdpi_plan_trial_run);
     if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY)
         status = fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
                            "[E992] plan_load: call %d is not possible where the text has it",
@@ -247,37 +255,60 @@ static fsdp_status fsdpi_plan_load_kind(fsdp_plan *p, const fsdpi_plan_listing *
     return status;
 }
 
+// May a plan be loaded now?
+static fsdp_status fsdpi_plan_may_load(const fsdp_plan *p, const char *text) {
+    if (!p || !text)
+        return fsdp_fail(p ? p->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E995] plan_load: plan or text is NULL");
+    if (p->mode == FSDP_PLAN_REFUSED)
+        return fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
+                         "[E942] plan_load: steps go by calls for good, so that no plan is used: "
+                         "call fsdp_plan_forget first");
+    if (p->open || p->num_kinds >= p->desc.most_kinds)
+        return fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
+                         "[E996] plan_load: %s: load between steps, and at most %d kinds of steps",
+                         p->open ? "a step is under way" : "no place is left", p->desc.most_kinds);
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_plan_load_fits(const fsdp_plan *p, const fsdpi_plan_kind *k) {
+    int64_t bytes = k->listing.bytes, most = p->desc.most_bytes;
+    if (!most || bytes <= most) return FSDP_OK;
+    return fsdp_fail(p->world, FSDP_ERR_OUT_OF_MEMORY,
+                     "[E939] plan_load: slots need %lld bytes, %lld are allowed: raise "
+                     "fsdp_plan_desc.most_bytes, or keep fewer units",
+                     (long long)bytes, (long long)most);
+}
+
 FSDP_API fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text, size_t length) {
     fsdpi_plan_listing given;
     fsdpi_plan_kind *k = NULL;
     int ops = 0;
     memset(&given, 0, sizeof given);
-    if (!plan || !text)
-        return fsdp_fail(plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "[E995] plan_load: plan or text is NULL");
-    if (plan->open || plan->num_kinds >= plan->desc.most_kinds)
-        return fsdp_fail(plan->world, FSDP_ERR_INVALID_STATE,
-                         "[E996] plan_load: %s: load between steps, and at most %d kinds of steps",
-                         plan->open ? "a step is under way" : "no place is left",
-                         plan->desc.most_kinds);
-    fsdp_status status = fsdpi_plan_parse(plan->model, text, length, &given, &ops);
+    fsdp_status status = fsdpi_plan_may_load(plan, text);
+    if (!plan) return status;
+    if (!status) status = fsdpi_plan_parse(plan->model, text, length, &given, &ops);
     if (!status) status = fsdpi_plan_check_model(plan, &given);
     if (!status)
         status = fsdpi_plan_grow(plan->model, (void **)&plan->kinds, plan->num_kinds,
                                  &plan->cap_kinds, sizeof *plan->kinds);
     if (!status) status = fsdpi_plan_load_kind(plan, &given, &k);
     if (!status) status = fsdpi_plan_load_alone(plan, k, &given, text, length, ops);
-    if (!status && plan->desc.most_bytes && k->listing.bytes > plan->desc.most_bytes)
-        status = fsdpi_plan_too_large(plan, k, 0, k->listing.bytes, plan->desc.most_bytes);
+    if (!status) status = fsdpi_plan_load_fits(plan, k);
     if (!status) k->listing.hash = fsdpi_plan_text_hash(&k->listing);
     status = fsdpi_plan_agree(plan, k, status, status ? 1 : k->listing.hash);
-    if (!status) status = fsdpi_plan_agree(plan, k, fsdpi_plan_bind_all(plan, k), 0);
+    int binds = !status;
+    if (binds) status = fsdpi_plan_agree(plan, k, fsdpi_plan_bind_all(plan, k), 0);
     fsdpi_plan_listing_end(plan->model, &given);
-    if (status) {
-        fsdpi_plan_kind_free(plan, k);
-        return status;
+    if (!status) {
+        k->used_at = plan->steps;
+        plan->kinds[plan->num_kinds++] = k;
+        return FSDP_OK;
     }
-    k->used_at = plan->steps;
-    plan->kinds[plan->num_kinds++] = k;
-    return FSDP_OK;
+    fsdpi_plan_kind_free(plan, k);
+    if (binds && !fsdp_world_status(plan->world)) { // the other kinds may have lost their places
+        fsdpi_plan_drop_all(plan);
+        if (plan->mode == FSDP_PLAN_REPLAYING) plan->mode = FSDP_PLAN_RECORDING;
+    }
+    return status;
 }

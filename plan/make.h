@@ -307,6 +307,16 @@ static void fsdpi_plan_drop(fsdp_plan *p, int index) {
     fsdpi_plan_kind_free(p, k);
 }
 
+// The arena stays while a unit holds a part of it.
+static void fsdpi_plan_drop_all(fsdp_plan *p) {
+    fsdpi_plan_sweep(p, 0);
+    while (p->num_kinds) fsdpi_plan_drop(p, p->num_kinds - 1);
+    for (int i = 0; i < p->num_strays; i++)
+        if (fsdpi_plan_is_part(p, p->strays[i])) return;
+    fsdp_buf_destroy(p->model, p->arena);
+    p->arena = NULL;
+}
+
 // Memory for all kinds: the arena is as large as the largest needs it. A rehearsal shows what the
 // options are now, so that a kind of other options is bound when it comes again.
 static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
@@ -336,56 +346,61 @@ static fsdp_status fsdpi_plan_least(const fsdp_plan *p, int64_t *values, int cou
     return fsdp_all_reduce(p->world, p->mesh, values, count, FSDP_I64, FSDP_MIN);
 }
 
-// The first call at which a rank differs from rank 0 of the mesh, with both sides.
+/* The first call at which a rank differs from rank 0 of the mesh, with both sides. It allocates
+   nothing, so that no rank can drop out. */
 static fsdp_status fsdpi_plan_differs(fsdp_plan *p, const fsdpi_plan_kind *k) {
-    enum { WORDS = 160 };
-    char theirs[WORDS] = "options or sizes", first[WORDS];
+    enum { WORDS = 160, HASHES = 64 };
+    union {
+        char text[WORDS];
+        int32_t numbers[WORDS / 4];
+    } theirs = {"options or sizes"};
+    char first[WORDS];
+    uint64_t hashes[HASHES];
     const fsdpi_plan_listing *l = &k->listing;
-    int size = fsdp_mesh_size(p->mesh, -1), me = 0;
     int64_t calls = l->num_calls, least = INT64_MAX;
-    uint64_t *hashes = NULL;
-    int32_t *ranks = NULL;
-    fsdp_status status = fsdpi_plan_alloc(p->model, (size_t)size * sizeof *ranks, (void **)&ranks);
-    if (!status) status = fsdp_broadcast(p->world, p->mesh, &calls, sizeof calls, 0);
-    if (!status) status = fsdpi_plan_alloc(p->model, (size_t)calls * 8, (void **)&hashes);
-    for (int c = 0; c < calls && c < l->num_calls && !status; c++)
-        hashes[c] = fsdpi_plan_call_hash(l, c);
-    if (!status) status = fsdp_broadcast(p->world, p->mesh, hashes, calls * 8, 0);
-    if (!status) (void)fsdp_mesh_ranks(p->mesh, -1, ranks);
-    while (!status && me < size && ranks[me] != fsdp_rank(p->world)) me++;
-    for (int c = 0; c < calls && !status && least == INT64_MAX; c++)
-        if (c >= l->num_calls || hashes[c] != fsdpi_plan_call_hash(l, c))
-            least = (int64_t)c << 32 | me;
+    fsdp_status status = fsdp_broadcast(p->world, p->mesh, &calls, sizeof calls, 0);
+    for (int64_t c = 0; c < calls && !status; c++) {
+        uint64_t mine = c < l->num_calls ? fsdpi_plan_call_hash(l, (int)c) : 0;
+        for (int i = 0; i < HASHES && c % HASHES == 0; i++)
+            hashes[i] = c + i < l->num_calls ? fsdpi_plan_call_hash(l, (int)c + i) : 0;
+        if (c % HASHES == 0) status = fsdp_broadcast(p->world, p->mesh, hashes, sizeof hashes, 0);
+        if (hashes[c % HASHES] != mine && least == INT64_MAX) least = c << 32 | fsdp_rank(p->world);
+    }
     if (!status) status = fsdpi_plan_least(p, &least, 1);
-    int call = least == INT64_MAX ? -1 : (int)(least >> 32), who = (int)(least & 0x7FFFFFFF);
-    if (call >= 0) fsdpi_plan_call_words(l, call, theirs, sizeof theirs);
-    memcpy(first, theirs, sizeof first);
+    int call = least == INT64_MAX ? -1 : (int)(least >> 32), rank = (int)(least & 0x7FFFFFFF);
+    if (call >= 0) fsdpi_plan_call_words(l, call, theirs.text, WORDS);
+    else rank = -1;
+    memcpy(first, theirs.text, WORDS);
     if (!status) status = fsdp_broadcast(p->world, p->mesh, first, sizeof first, 0);
-    if (!status && call >= 0)
-        status = fsdp_broadcast(p->world, p->mesh, theirs, sizeof theirs, who);
-    int rank = !status && call >= 0 ? ranks[who] : -1;
-    fsdpi_plan_free(p->model, ranks);
-    fsdpi_plan_free(p->model, hashes);
+    if (rank >= 0 && rank != fsdp_rank(p->world)) memset(&theirs, 0, sizeof theirs);
+    if (!status && rank >= 0) // one rank has words, the others have zeros
+        status = fsdp_all_reduce(p->world, p->mesh, theirs.numbers, WORDS / 4, FSDP_I32, FSDP_SUM);
     if (status) return status;
     return fsdp_fail(p->world, FSDP_ERR_MISMATCH,
                      "[E973] plan: rank %d differs from the mesh's first rank at call %d: %s, "
                      "expected %s: give all ranks the same desc and make the same calls",
-                     rank, call, theirs, first);
+                     rank, call, theirs.text, first);
 }
 
-/* Whether all ranks got so far, and if `hash` is not 0, with the same hash. status: this rank's.
-   *mine: it failed here, and not on another rank. */
+/* Whether all ranks got so far. status: this rank's. values[0] is written; behind it the least of
+   each number over all ranks. */
+static fsdp_status fsdpi_plan_together(fsdp_world *w, const fsdp_mesh *mesh, fsdp_status status,
+                                       int64_t *values, int count) {
+    values[0] = !status;
+    fsdp_status reached = fsdp_all_reduce(w, mesh, values, count, FSDP_I64, FSDP_MIN);
+    if (reached || values[0]) return reached;
+    return status ? status
+                  : fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
+                              "[E974] plan: another rank could not make the plan: see its log; "
+                              "steps go by calls");
+}
+
+// Likewise, and if `hash` is not 0, with the same hash.
 static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp_status status,
                                     uint64_t hash) {
-    int64_t values[3] = {!status, (int64_t)hash, (int64_t)~hash};
-    fsdp_status reached = fsdpi_plan_least(p, values, 3);
-    if (reached) return reached;
-    if (!values[0] && status) return status;
-    if (!values[0])
-        return fsdp_fail(p->world, FSDP_ERR_OUT_OF_MEMORY,
-                         "[E974] plan: another rank could not make the plan: see its log; steps go "
-                         "by calls");
-    return hash && values[1] != ~values[2] ? fsdpi_plan_differs(p, k) : FSDP_OK;
+    int64_t values[3] = {0, (int64_t)hash, (int64_t)~hash};
+    status = fsdpi_plan_together(p->world, p->mesh, status, values, 3);
+    return !status && hash && values[1] != ~values[2] ? fsdpi_plan_differs(p, k) : status;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -419,12 +434,16 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
                                              const fsdpi_plan_facts *f) {
     fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
     fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
-    for (int u = 0; u < p->num_units; u++) f->order[u] = 0; // units without elements gather nothing
+    // Units without elements gather nothing. What a unit brings along is not followed: the first use
+    // reads what was gathered in another step, and `reads` cannot tell it from later ones.
+    for (int u = 0; u < p->num_units; u++) f->order[u] = 0;
     for (int i = 0; i < by_calls->num_ops; i++) {
         const fsdp_op *op = &by_calls->ops[i];
         int fills = op->kind == FSDP_OP_ALL_GATHER || op->label == FSDP_LABEL_COPY_IN ||
                     op->label == FSDP_LABEL_PRE_GATHER;
-        if (op->unit && fills) f->order[fsdpi_plan_index(p, op->unit)] = 1;
+        if (op->unit && fills)
+            f->order[fsdpi_plan_index(p, op->unit)] =
+                !by_calls->held[fsdpi_plan_index(p, op->unit)];
     }
     for (int c = 0; c + 1 < k->num_calls && !status; c++) { // what units read, by calls
         int u = k->calls[c].index, call = k->calls[c].call;
@@ -466,16 +485,16 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
     return status;
 }
 
-/* The plan of a kind, or the reason why there is none. k NULL: this rank has no memory for one, and
-   takes part in what the others do. *made 0: there is none, since the step began with slots that
-   will be gone. Returns a failure only if the step has failed: ranks that differ, a refuted plan, a
-   collective. */
+/* The plan of a kind, or the reason why there is none. k NULL: this rank has none, and takes part in
+   what the others do. *made: on entry 0 if the step has failed here. 0 on return: there is no plan,
+   since the step has failed on some rank, or began with slots that will be gone. Returns a failure
+   only if the step has failed: ranks that differ, a refuted plan, a collective. */
 static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) {
     int64_t by_calls = fsdpi_plan_pool_bytes(p);
     int64_t most = p->desc.most_bytes ? p->desc.most_bytes : by_calls;
     if (!p->desc.most_bytes && most < FSDPI_PLAN_LEAST_BYTES) most = FSDPI_PLAN_LEAST_BYTES;
     if (k) k->listing.by_calls = by_calls;
-    int64_t values[2] = {most, !k || !fsdpi_plan_is_fleeting(p, k)};
+    int64_t values[2] = {most, *made && (!k || !fsdpi_plan_is_fleeting(p, k))};
     fsdp_status status = fsdpi_plan_least(p, values, 2), own;
     *made = (int)values[1];
     if (status || !*made) return status;

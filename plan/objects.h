@@ -103,7 +103,9 @@ typedef struct fsdpi_plan_line {
 typedef struct fsdpi_plan_unit {
     char *name;                       // unique in the listing
     int64_t gather_bytes, grad_bytes; // of its slots
-    int32_t reads; // its parameters: 1: in forward, 2: in backward, 3: both; 0: they are its shards
+    // Its parameters: 1: in forward, 2: in backward, 3: both; 0: they are its shards, or were
+    // gathered before the step.
+    int32_t reads;
 } fsdpi_plan_unit;
 
 enum { FSDPI_PLAN_COMM = 32, FSDPI_PLAN_COMMS = 16 };
@@ -241,7 +243,8 @@ struct fsdp_plan {
     int32_t mode_of_world;       // FSDPI_PLAN_INLINE, ...
     int32_t warm;                // steps that are still to come before one is recorded
     int32_t open;                // a step has begun
-    int32_t forgotten;           // plans are dropped when no step is under way
+    int32_t lost;                // there was no memory to record a call of it
+    int32_t broken;              // strict: the step has left its plan, and no call has failed yet
     int32_t at;                  // the next call of the program
     const fsdpi_plan_step *next; // in a replay: it; else NULL
     int32_t differ;              // recordings in a row that were of no use

@@ -577,9 +577,7 @@ static void deviate(plan_bed *b, const ljob *j, int at) {
     case SET_FACTOR: attempt(b, fsdp_set_gradient_divide_factor(b->model, NULL, 3)); break;
     case SET_SYNC: attempt(b, fsdp_set_requires_gradient_sync(b->model, NULL, 0)); break;
     case SET_RESHARD: attempt(b, fsdp_set_reshard_after_backward(b->model, NULL, 0)); break;
-    case FREEZE:
-        b->frozen_now = !attempt(b, fsdp_set_requires_grad(b->unit[1], 0, 0));
-        break;
+    case FREEZE: b->frozen_now = !attempt(b, fsdp_set_requires_grad(b->unit[1], 0, 0)); break;
     case RESET:
         CALL(b->w, fsdp_model_reset(b->model));
         plan_calls(b, 0, n->num_calls);
@@ -705,12 +703,13 @@ TEST_P_TIMEOUT(long_plan, leave_at_every_call, deviations, 300) {
         leave_mode(net_bf16_f32(), row->what, mode, 7, NULL);
     for (int mode = INLINE; mode <= STREAMS && !W_SLOW; mode++) {
         leave_mode(net_nested(), row->what, mode, 1, NULL);
-        if (mode == INLINE && row->what != SET_SYNC) /* a step with older gradients needs more */
+        /* a step that begins with gradients, or parameters, needs more */
+        if (mode == INLINE && row->what != SET_SYNC && row->what != SET_RESHARD)
             leave_mode(net_nested(), row->what, mode, 1, &tight);
         leave_mode(net_chain(), row->what, mode, 1, NULL);
         leave_mode(net_bf16_f32(), row->what, mode, 1, NULL);
         leave_mode(net_hsdp_bf16(), row->what, mode, 1, NULL);
-        leave_mode(net_frozen(), row->what, mode, 1, NULL);
+        if (row->what != FREEZE) leave_mode(net_frozen(), row->what, mode, 1, NULL);
     }
 }
 
@@ -1010,6 +1009,29 @@ TEST(plan_kinds, cast_between_steps) {
     run_kinds(n, NULL, cast_between);
 }
 
+/* Paused, an evaluation, and on again: the next step is a whole one, and replays. */
+static void evaluation_in_a_pause(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    steps(b, out, 3);
+    for (int i = 0; i < 2; i++) {
+        if (d) CALL(b->w, fsdp_plan_pause(b->plan, 1));
+        if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_PAUSED);
+        CALL(b->w, fsdp_set_grad_enabled(b->model, 0));
+        for (int u = 0; u < b->net->num_units; u++) attempt_forward(b, u);
+        CALL(b->w, fsdp_set_grad_enabled(b->model, 1));
+        if (i == 1) steps(b, out, 1); /* a step by calls */
+        if (d) CALL(b->w, fsdp_plan_pause(b->plan, 0));
+        if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REPLAYING);
+        if (d) CHECK_EQ_STR(fsdp_plan_why(b->plan), "");
+        steps(b, out, 1);
+        if (d) CHECK_EQ_INT(report_of(b).replayed, i + 2);
+    }
+    if (d) CALL(b->w, fsdp_plan_forget(b->plan));
+    if (d) CHECK_EQ_INT(fsdp_plan_count(b->plan), 0);
+    if (d) CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_RECORDING);
+    steps(b, out, 2);
+}
+TEST(plan_kinds, evaluation_in_a_pause) { run_kinds(net_chain(), NULL, evaluation_in_a_pause); }
+
 /* Another model of the same world, in between. */
 static void two_models(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     const plan_net other = net_nested();
@@ -1244,26 +1266,24 @@ static void too_small(lab_rank *r) {
 }
 TEST(plan_errors, too_small) { lab_run(2, NULL, too_small, NULL); }
 
-/* Rank 1 has another desc, or makes a call more; a rank tells of both sides, and the world goes on. */
+/* Rank 1 makes a call more; a rank tells of both sides, and the world goes on. */
 static void other_ranks(lab_rank *r) {
-    int calls = *(const int *)r->arg;
     const plan_net net = net_chain();
     plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
     fsdp_plan_desc d = FSDP_ZERO;
     plan_bed b;
-    if (!calls && r->rank == 1) d.bucket_bytes = -1;
-    if (calls) d.without = ALL_PASSES; /* decisions follow from calls: an earlier one may differ */
+    d.without = ALL_PASSES; /* decisions follow from calls: an earlier one may differ */
     plan_open(&b, &net, r->w);
     make_plan(&b, &d);
     steps(&b, out, 1);
     plan_calls(&b, 0, 3);
-    if (calls && r->rank == 1) CALL(r->w, fsdp_wait(b.unit[1])); /* no collective */
+    if (r->rank == 1) CALL(r->w, fsdp_wait(b.unit[1])); /* no collective */
     plan_calls(&b, 3, net.num_calls);
     CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_MISMATCH);
     const char *text = fsdp_last_error(r->w);
     CHECK_MSG(strstr(text, "rank 1 differs") && strstr(text, "call ") && strstr(text, "expected"),
               "%s", text);
-    if (calls) CHECK_MSG(strstr(text, "wait 'h.1', expected post_forward 'h.1'"), "%s", text);
+    CHECK_MSG(strstr(text, "wait 'h.1', expected post_forward 'h.1'"), "%s", text);
     CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REFUSED);
     CHECK_OK(fsdp_world_status(r->w));
     (void)plan_update(&b);
@@ -1272,11 +1292,96 @@ static void other_ranks(lab_rank *r) {
     free(out);
 }
 TEST(plan_errors, ranks_differ) {
-    for (int calls = 0; calls < 2; calls++) {
-        lab_run(2, NULL, other_ranks, &calls);
-        lab_run(4, NULL, other_ranks, &calls);
-    }
+    lab_run(2, NULL, other_ranks, NULL);
+    lab_run(4, NULL, other_ranks, NULL);
 }
+
+/* Rank 1 gives another desc: each field is named, and no rank has a plan. */
+static void other_desc(lab_rank *r) {
+    const plan_net net = net_chain();
+    const int64_t times[2] = {3, 4};
+    fsdp_plan_cost cost = FSDP_ZERO, second;
+    fsdp_plan_desc d;
+    plan_bed b;
+    plan_open(&b, &net, r->w);
+    cost.compute_ns = &times[r->rank], cost.num_compute = 1;
+#define OTHER(field, value)                                                                        \
+    memset(&d, 0, sizeof d);                                                                       \
+    if (r->rank == 1) d.field = value;                                                             \
+    REFUSED_AS(FSDP_ERR_MISMATCH, r->w, fsdp_plan_create(b.model, &d, &b.plan), #field " is ");    \
+    CHECK(b.plan == NULL)
+    OTHER(without, 1);
+    OTHER(with, 1);
+    OTHER(warm_up, 2);
+    OTHER(ahead, 1);
+    OTHER(most_kinds, 7);
+    OTHER(strict, 1);
+    OTHER(most_bytes, INT64_MAX);
+    OTHER(bucket_bytes, -1);
+    OTHER(first_bucket_bytes, 4);
+    second = cost;
+    OTHER(cost, &second);
+    memset(&d, 0, sizeof d);
+    d.cost = &cost; /* other times behind equal numbers */
+    REFUSED_AS(FSDP_ERR_MISMATCH, r->w, fsdp_plan_create(b.model, &d, &b.plan), "cost is ");
+    /* A field of one rank is wrong: the other one does not wait. */
+    memset(&d, 0, sizeof d);
+    if (r->rank == 1) d.ahead = -2;
+    CHECK_STATUS(fsdp_plan_create(b.model, &d, &b.plan),
+                 r->rank == 1 ? FSDP_ERR_INVALID_ARG : FSDP_ERR_OUT_OF_MEMORY);
+    CHECK(b.plan == NULL);
+    d.ahead = 0, d.strict = 1 + r->rank, d.cost = &cost; /* equal in what they mean */
+    cost.compute_ns = &times[0];
+    CALL(r->w, fsdp_plan_create(b.model, &d, &b.plan));
+}
+TEST(plan_errors, ranks_give_other_descs) { lab_run(2, NULL, other_desc, NULL); }
+
+/* Rank 1 makes a call that fails in the recorded step: the others do not wait for it, and a later
+   step is recorded. */
+static void fails_on_one(lab_rank *r) {
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    plan_bed b;
+    plan_open(&b, &net, r->w);
+    CALL(r->w, fsdp_plan_create(b.model, NULL, &b.plan));
+    steps(&b, out, 1);
+    plan_calls(&b, 0, 4);
+    if (r->rank == 1) CHECK_STATUS(fsdp_post_forward(b.unit[3]), FSDP_ERR_INVALID_STATE);
+    plan_calls(&b, 4, net.num_calls);
+    CHECK_STATUS(fsdp_finalize_backward(b.model), r->rank == 1 ? FSDP_ERR_INVALID_STATE : FSDP_OK);
+    CHECK_EQ_INT(fsdp_plan_count(b.plan), 0);
+    plan_step_end(&b, out);
+    steps(&b, out, 2);
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
+    CHECK_EQ_INT(report_of(&b).replayed, 1);
+    free(out);
+}
+TEST(plan_errors, a_call_fails_on_one_rank) { lab_run(2, NULL, fails_on_one, NULL); }
+
+/* Setters in a strict plan: those that change options while gradients wait are told, too. */
+static void strict_setter(lab_rank *r) {
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    fsdp_plan_desc d = FSDP_ZERO;
+    plan_bed b;
+    d.strict = 1;
+    plan_open(&b, &net, r->w);
+    make_plan(&b, &d);
+    steps(&b, out, 4);
+    plan_calls(&b, 0, net.num_calls - 2); /* gradients are joined: those of others wait */
+    CALL(r->w, fsdp_set_gradient_divide_factor(b.model, NULL, 3));
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_BY_CALLS);
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, fsdp_pre_backward(b.unit[0]),
+               "while gradients waited");
+    plan_calls(&b, net.num_calls - 2, net.num_calls);
+    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE); /* says it again */
+    CALL(r->w, fsdp_set_gradient_divide_factor(b.model, NULL, 0));
+    plan_step_end(&b, out);
+    steps(&b, out, 2);
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
+    free(out);
+}
+TEST(plan_errors, strict_setter) { lab_run(2, NULL, strict_setter, NULL); }
 
 /* strict: a call that is not the plan's is an error, and the step goes on by calls behind it. */
 static void strict(lab_rank *r) {
@@ -1303,7 +1408,8 @@ TEST(plan_errors, strict) { lab_run(2, NULL, strict, NULL); }
 
 /* ---- memory ---------------------------------------------------------------------------------- */
 
-/* The n-th allocation in the step that makes a plan fails, on one rank or on all. */
+/* The n-th allocation in the step that makes a plan fails, from its first call on, on one rank or on
+   all. */
 typedef struct mjob {
     int stride, everywhere;
     int64_t done; /* how many allocations that step makes */
@@ -1322,9 +1428,9 @@ static void starved(lab_rank *r) {
         plan_open(&bed, &net, r->w);
         CALL(r->w, fsdp_plan_create(bed.model, NULL, &bed.plan));
         plan_step(&bed, b);
-        plan_calls(&bed, 0, net.num_calls);
         int64_t before = w_allocations(r->heap), failures = r->heap->failures;
         if (j->everywhere || r->rank == 1) w_fail(r->heap, n);
+        plan_calls(&bed, 0, net.num_calls);
         fsdp_status status = fsdp_finalize_backward(bed.model);
         w_fail(r->heap, -1);
         W_CHECK(!status || status == FSDP_ERR_OUT_OF_MEMORY, "%s", fsdp_last_error(r->w));
@@ -1353,7 +1459,7 @@ static void run_starved(int stride) {
 TEST(plan_errors, allocations) { run_starved(29); }
 TEST_TIMEOUT(long_plan, allocations, 300) { run_starved(W_SLOW ? 3 : 1); }
 
-/* fsdp_plan_create likewise: nothing changes then. */
+/* fsdp_plan_create likewise: nothing changes then, on no rank. */
 static void create_starved(lab_rank *r) {
     const plan_net net = plan_chain(3, 16, 4);
     plan_bed b;
@@ -1361,7 +1467,7 @@ static void create_starved(lab_rank *r) {
     CALL(r->w, fsdp_model_commit(b.model));
     int64_t live = r->heap->live;
     for (int64_t n = 0;; n++) {
-        w_fail(r->heap, n);
+        if (r->rank == r->size - 1) w_fail(r->heap, n);
         fsdp_status status = fsdp_plan_create(b.model, NULL, &b.plan);
         w_fail(r->heap, -1);
         if (!status) break;
@@ -1372,7 +1478,79 @@ static void create_starved(lab_rank *r) {
     fsdp_plan_destroy(b.plan);
     CHECK_EQ_INT(r->heap->live, live);
 }
-TEST(plan_errors, create_without_memory) { lab_run(1, NULL, create_starved, NULL); }
+TEST(plan_errors, create_without_memory) {
+    lab_run(1, NULL, create_starved, NULL);
+    lab_run(2, NULL, create_starved, NULL);
+}
+
+/* Ranks differ, and one has no memory: all are told something, and none waits. */
+static void differ_starved(lab_rank *r) {
+    const plan_net net = plan_chain(3, 16, 4);
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    int32_t told = 0;
+    for (int64_t n = 0; told < 2; n += 7) {
+        plan_bed b;
+        plan_open(&b, &net, r->w);
+        CALL(r->w, fsdp_plan_create(b.model, NULL, &b.plan));
+        steps(&b, out, 1);
+        plan_calls(&b, 0, 3);
+        if (r->rank == 1) CALL(r->w, fsdp_wait(b.unit[1]));
+        plan_calls(&b, 3, net.num_calls);
+        if (r->rank == 1) w_fail(r->heap, n);
+        fsdp_status status = fsdp_finalize_backward(b.model);
+        w_fail(r->heap, -1);
+        told = status == FSDP_ERR_MISMATCH ? 2 : !status || status == FSDP_ERR_OUT_OF_MEMORY;
+        CHECK(told);
+        CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REFUSED);
+        CHECK_OK(fsdp_world_status(r->w));
+        b.step = 0;
+        fsdp_model_destroy(b.model);
+    }
+    free(out);
+}
+TEST(plan_errors, ranks_differ_without_memory) { lab_run(2, NULL, differ_starved, NULL); }
+
+/* A kind's arena has been replaced, and one rank has no memory to make its tape again: all of them
+   go by calls. */
+static void bind_starved(lab_rank *r) {
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    fsdp_plan_desc d = FSDP_ZERO;
+    d.bucket_bytes = -1;
+    for (int64_t n = 0, bound = 0; !bound; n += 9) {
+        plan_bed b;
+        fsdp_plan_report rep;
+        memset(&rep, 0, sizeof rep);
+        plan_open(&b, &net, r->w);
+        CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, FSDP_RESHARD_ALWAYS));
+        CALL(r->w, fsdp_plan_create(b.model, &d, &b.plan));
+        steps(&b, out, 3);
+        CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, FSDP_RESHARD_NEVER));
+        steps(&b, out, 2); /* its arena is larger */
+        CHECK_EQ_INT(fsdp_plan_count(b.plan), 2);
+        CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, FSDP_RESHARD_ALWAYS));
+        int64_t failures = r->heap->failures;
+        if (r->rank == 1) w_fail(r->heap, n);
+        CALL(r->w, fsdp_pre_forward(b.unit[0]));
+        w_fail(r->heap, -1);
+        int32_t failed = r->heap->failures > failures;
+        CALL(r->w, fsdp_all_reduce(r->w, NULL, &failed, 1, FSDP_I32, FSDP_MAX));
+        CHECK_EQ_INT(fsdp_plan_state(b.plan), failed ? FSDP_PLAN_BY_CALLS : FSDP_PLAN_REPLAYING);
+        CHECK_EQ_INT(fsdp_plan_count(b.plan), failed ? 1 : 2);
+        if (failed) CHECK(strstr(fsdp_plan_why(b.plan), "new arena"));
+        CHECK(n > 0 || failed);
+        plan_look(&b, 0, 0, 0);
+        plan_calls(&b, 1, net.num_calls);
+        CALL(r->w, fsdp_finalize_backward(b.model));
+        plan_step_end(&b, out);
+        steps(&b, out, 2);
+        CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
+        bound = !failed;
+        fsdp_model_destroy(b.model);
+    }
+    free(out);
+}
+TEST(plan_errors, no_memory_for_a_new_tape) { lab_run(2, NULL, bind_starved, NULL); }
 
 /* One rank gets no memory for the arena: all go by calls. */
 static int64_t arena_allocs;
