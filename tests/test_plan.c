@@ -1516,7 +1516,7 @@ static void bind_starved(lab_rank *r) {
     const plan_net net = net_chain();
     plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
     fsdp_plan_desc d = FSDP_ZERO;
-    d.bucket_bytes = -1;
+    d.bucket_bytes = -1, d.without = 1u << FSDP_PASS_KEEP;
     for (int64_t n = 0, bound = 0; !bound; n += 9) {
         plan_bed b;
         fsdp_plan_report rep;
@@ -1593,6 +1593,134 @@ TEST(plan_errors, no_memory_for_the_arena) {
     if (getenv("FSDP_BACKEND") && strcmp(getenv("FSDP_BACKEND"), "shm") != 0) SKIP("shared memory");
     lab_run(2, &how, no_arena, NULL);
 }
+
+/* ---- loading: nothing changes if it fails, and no rank waits for another ---------------------- */
+
+static char *text_of(const fsdp_plan *plan, int index) {
+    size_t size = fsdp_plan_text(plan, index, FSDP_PLAN_TEXT_OPS, NULL, 0) + 1;
+    char *text = (char *)lab_zeros(1, size);
+    (void)fsdp_plan_text(plan, index, FSDP_PLAN_TEXT_OPS, text, size);
+    return text;
+}
+static fsdp_status load(plan_bed *b, const char *text) {
+    return fsdp_plan_load(b->plan, text, text ? strlen(text) : 0);
+}
+static void loads(lab_rank *r) {
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    fsdp_plan_desc d = FSDP_ZERO;
+    plan_bed b;
+    plan_open(&b, &net, r->w);
+    CALL(r->w, fsdp_plan_create(b.model, NULL, &b.plan));
+    steps(&b, out, 2);
+    char *text = text_of(b.plan, 0);
+    CHECK_STATUS(load(&b, r->rank == 1 ? NULL : text),
+                 r->rank == 1 ? FSDP_ERR_INVALID_ARG : FSDP_ERR_OUT_OF_MEMORY);
+    CALL(r->w, fsdp_plan_forget(b.plan)); /* at once, and what is loaded behind it stays */
+    CHECK_EQ_INT(fsdp_plan_count(b.plan), 0);
+    CALL(r->w, load(&b, text));
+    CHECK_EQ_INT(fsdp_plan_count(b.plan), 1);
+    steps(&b, out, 1);
+    CHECK_EQ_INT(report_of(&b).replayed, 1);
+    plan_calls(&b, 0, 5); /* in a step, too */
+    CALL(r->w, fsdp_plan_forget(b.plan));
+    CHECK_EQ_INT(fsdp_plan_count(b.plan), 0);
+    plan_calls(&b, 5, net.num_calls);
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, load(&b, text), "under way");
+    CALL(r->w, fsdp_finalize_backward(b.model));
+    CALL(r->w, load(&b, text));
+    plan_step_end(&b, out);
+    steps(&b, out, 1);
+    CHECK_EQ_INT(report_of(&b).replayed, 2);
+    CALL(r->w, fsdp_set_grad_enabled(b.model, 0)); /* no step, but a unit is not idle */
+    CALL(r->w, fsdp_pre_forward(b.unit[2]));
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, load(&b, text), "h.2");
+    CALL(r->w, fsdp_post_forward(b.unit[2]));
+    CALL(r->w, fsdp_set_grad_enabled(b.model, 1));
+    CALL(r->w, load(&b, text));
+    fsdp_plan_destroy(b.plan);
+    d.most_bytes = 1000; /* more than it may have; that is no reason to refuse all others */
+    CALL(r->w, fsdp_plan_create(b.model, &d, &b.plan));
+    REFUSED_AS(FSDP_ERR_OUT_OF_MEMORY, r->w, load(&b, text), " bytes, 1000 are allowed");
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_WARM_UP);
+    CHECK_EQ_STR(fsdp_plan_why(b.plan), "");
+    steps(&b, out, 2); /* but a recorded one is */
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REFUSED);
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, load(&b, text), "fsdp_plan_forget");
+    free(text), free(out);
+}
+TEST(plan_errors, loads) { lab_run(2, NULL, loads, NULL); }
+
+/* A unit holds a part of the arena: nothing is loaded over it. */
+static void load_over_parts(lab_rank *r) {
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    plan_bed b;
+    plan_open(&b, &net, r->w);
+    b.rests = 1;
+    CALL(r->w, fsdp_plan_create(b.model, NULL, &b.plan));
+    steps(&b, out, 4);
+    char *text = text_of(b.plan, 0);
+    plan_calls(&b, 0, net.num_calls / 2);
+    CALL(r->w, fsdp_set_reshard_after_backward(b.model, NULL, 0));
+    plan_calls(&b, net.num_calls / 2, net.num_calls);
+    CALL(r->w, fsdp_finalize_backward(b.model));
+    plan_step_end(&b, out);
+    CALL(r->w, fsdp_set_reshard_after_backward(b.model, NULL, 1));
+    REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, load(&b, text), "holds a slot of a plan");
+    CALL(r->w, fsdp_model_reset(b.model));
+    CALL(r->w, load(&b, text));
+    steps(&b, out, 2);
+    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
+    free(text), free(out);
+}
+TEST(plan_errors, load_over_slots_that_are_held) { lab_run(2, NULL, load_over_parts, NULL); }
+
+/* Every allocation of a load fails once on one rank, while there is a kind of other options whose
+   arena is too small: its plan stays, or is dropped on all ranks. */
+static void load_starved(lab_rank *r) {
+    const plan_net net = net_chain();
+    plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
+    fsdp_plan_desc d = FSDP_ZERO;
+    char *text = NULL;
+    int stays = 0, drops = 0;
+    d.bucket_bytes = -1, d.without = 1u << FSDP_PASS_KEEP;
+    for (int64_t n = -1;; n += 1 + (n > 0 ? 4 : 0)) {
+        plan_bed b;
+        int reshards = n < 0 ? FSDP_RESHARD_NEVER : FSDP_RESHARD_ALWAYS;
+        b.step = 0;
+        plan_open(&b, &net, r->w);
+        CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, reshards));
+        CALL(r->w, fsdp_plan_create(b.model, &d, &b.plan));
+        steps(&b, out, 3);
+        if (n < 0) { /* the text of the other kind */
+            text = text_of(b.plan, 0);
+            fsdp_model_destroy(b.model);
+            continue;
+        }
+        CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, FSDP_RESHARD_NEVER));
+        int64_t failures = r->heap->failures;
+        if (r->rank == 1) w_fail(r->heap, n);
+        fsdp_status status = load(&b, text);
+        w_fail(r->heap, -1);
+        int32_t failed = r->heap->failures > failures;
+        CALL(r->w, fsdp_all_reduce(r->w, NULL, &failed, 1, FSDP_I32, FSDP_MAX));
+        CHECK_STATUS(status, failed ? FSDP_ERR_OUT_OF_MEMORY : FSDP_OK);
+        int count = fsdp_plan_count(b.plan);
+        CHECK(failed ? count <= 1 : count == 2);
+        stays += failed && count == 1;
+        drops += failed && count == 0;
+        CHECK_EQ_INT(fsdp_plan_state(b.plan), count ? FSDP_PLAN_REPLAYING : FSDP_PLAN_RECORDING);
+        CALL(r->w, fsdp_set_reshard_after_forward(b.model, NULL, FSDP_RESHARD_ALWAYS));
+        steps(&b, out, 2);
+        CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
+        fsdp_model_destroy(b.model);
+        if (!failed) break;
+    }
+    CHECK(stays > 0 && drops > 0);
+    free(text), free(out);
+}
+TEST(plan_errors, load_without_memory) { lab_run(2, NULL, load_starved, NULL); }
 
 /* A model, or the world, ends in the middle of a replayed step. */
 static void ends_inside(lab_rank *r) {
