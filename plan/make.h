@@ -378,7 +378,7 @@ static fsdp_status fsdpi_plan_differs(fsdp_plan *p, const fsdpi_plan_kind *k) {
     if (status) return status;
     return fsdp_fail(p->world, FSDP_ERR_MISMATCH,
                      "[E973] plan: rank %d differs from the mesh's first rank at call %d: %s, "
-                     "expected %s: give all ranks the same desc and make the same calls",
+                     "expected %s: make the same calls, with the same options, on all ranks",
                      rank, call, theirs.text, first);
 }
 
