@@ -78,7 +78,8 @@ typedef struct fsdp_plan_desc {
                                 // none inline, where an earlier one hides nothing; -1: none
     int32_t most_kinds;         // kinds of steps that are kept; 0: 8
     int32_t strict;             // 1: a call that is not the plan's is FSDP_ERR_INVALID_STATE
-    int64_t most_bytes;         // of all slots; 0: what steps by calls hold, at least 4 MiB
+    int64_t most_bytes;         // of the slots of one kind of step; 0: what steps by calls hold, at
+                                // least 4 MiB
     int64_t bucket_bytes;       // of the full side of a joined collective; 0: 1 MiB; -1: none is
                                 // joined
     int64_t first_bucket_bytes; // of the first one of forward and of backward, which nothing hides;
@@ -92,11 +93,14 @@ typedef struct fsdp_plan_desc {
    plan        owned by the model: ends with fsdp_plan_destroy, the model or the world
    Effect      after warm_up steps one is recorded; fsdp_finalize_backward of that step makes the
                plan (collective, blocks, allocates); then steps are replayed. A step that is
-               another one, or becomes it, goes on by calls; what it computes is the same
+               another one, or becomes it, goes on by calls; what it computes is the same. If a plan
+               of other options has needed more memory meanwhile, the first call of a step does
+               that, too
    Result      FSDP_OK; INVALID_ARG (the text names the field), INVALID_STATE (a unit is not idle,
-               the model has a plan), OUT_OF_MEMORY, what commit returns
-   Collective  as fsdp_model_commit; every rank of the model's mesh gives the same desc (else the
-               first plan is FSDP_ERR_MISMATCH)      Blocks no      Allocates yes
+               the model has a plan), MISMATCH (ranks gave other descs: which field),
+               OUT_OF_MEMORY (also if another rank has failed), what commit returns
+   Collective  yes: every rank of the model's mesh gives the same desc      Blocks yes
+   Allocates   yes
    Source      torch: torch.compile of a model under fully_shard; torchtitan: graph_trainer */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *desc,
                                                       fsdp_plan **plan);
@@ -121,7 +125,7 @@ FSDP_API const char *fsdp_plan_why(const fsdp_plan *plan);
    Effect      in a step: its next call and all behind it go by calls; reductions that have waited
                for a later call are made
    Result      FSDP_OK; INVALID_ARG; in a step collective errors
-   Collective  yes      Blocks inline, in a step: until reduced
+   Collective  yes      Blocks inline, in a step: until reduced; forget: for operations under way
    Allocates   no, but those reductions take slots of calls at their first use */
 FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused);
 FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan);
@@ -140,9 +144,11 @@ FSDP_API size_t fsdp_plan_text(const fsdp_plan *plan, int index, int what, char 
    made, before the first step. Decisions may have been edited; ops in the text have to be those
    that follow from them
    Result      FSDP_OK; INVALID_ARG (line and column, what was expected; or the two lines of a
-               refutation), INVALID_STATE (a unit is not idle), MISMATCH (another model, world or
-               mode: what differs; other ranks gave another text), CORRUPT (its end is missing, or
-               its hash is wrong), OUT_OF_MEMORY (bytes needed and allowed). Nothing changes then
+               refutation), INVALID_STATE (a step is under way, a unit is not idle, steps are
+               REFUSED), MISMATCH (another model, world or mode: what differs; other ranks gave
+               another text), CORRUPT (its end is missing, or its hash is wrong), OUT_OF_MEMORY
+               (bytes needed and allowed; or another rank has failed). Nothing changes then; but if
+               a rank has no memory for the slots, all plans are dropped
    Collective  yes: every rank of the model's mesh      Blocks yes      Allocates yes */
 FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text,
                                                     size_t length);
@@ -335,7 +341,9 @@ typedef struct fsdpi_plan_line {
 typedef struct fsdpi_plan_unit {
     char *name;                       // unique in the listing
     int64_t gather_bytes, grad_bytes; // of its slots
-    int32_t reads; // its parameters: 1: in forward, 2: in backward, 3: both; 0: they are its shards
+    // Its parameters: 1: in forward, 2: in backward, 3: both; 0: they are its shards, or were
+    // gathered before the step.
+    int32_t reads;
 } fsdpi_plan_unit;
 
 enum { FSDPI_PLAN_COMM = 32, FSDPI_PLAN_COMMS = 16 };
@@ -473,7 +481,8 @@ struct fsdp_plan {
     int32_t mode_of_world;       // FSDPI_PLAN_INLINE, ...
     int32_t warm;                // steps that are still to come before one is recorded
     int32_t open;                // a step has begun
-    int32_t forgotten;           // plans are dropped when no step is under way
+    int32_t lost;                // there was no memory to record a call of it
+    int32_t broken;              // strict: the step has left its plan, and no call has failed yet
     int32_t at;                  // the next call of the program
     const fsdpi_plan_step *next; // in a replay: it; else NULL
     int32_t differ;              // recordings in a row that were of no use
@@ -3111,6 +3120,7 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
     if (dst && line->kind == FSDP_OP_ZERO && dst->grads != FSDPI_PLAN_EMPTY)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are there already: those of", m->unit,
                          m->dst);
+    if (dst && m->src <= FSDPI_PLAN_HELD) dst->grads = FSDPI_PLAN_FRESH; // they wait since before
     if (!src) return;
     // Copies bring parts of a slot on, so that there may be several; a collective takes it whole.
     if (src->grads != FSDPI_PLAN_FRESH &&
@@ -3912,11 +3922,17 @@ static int fsdpi_plan_kind_has(const fsdpi_plan_kind *k, const fsdp_buf *buf) {
     return 0;
 }
 
-/* May slots that units hold when such a step begins be freed by fsdp_pools_trim? Slots of plans are
-   not, and those that units hold now are not. */
+static int fsdpi_plan_is_part(const fsdp_plan *p, const fsdp_buf *buf) {
+    const char *begin = (const char *)fsdp_buf_ptr(p->arena), *at = (const char *)fsdp_buf_ptr(buf);
+    return p->arena && at >= begin && at < begin + fsdp_buf_nbytes(p->arena);
+}
+
+/* Will slots that units hold when such a step begins be gone? fsdp_pools_trim frees those of pools
+   that no unit holds now. A part of the arena is gone with the next replay, which writes there. */
 static int fsdpi_plan_is_fleeting(const fsdp_plan *p, const fsdpi_plan_kind *k) {
     for (int i = 0; i < k->num_older; i++) {
         int owned = fsdp_buf_held(k->older[i]);
+        if (fsdpi_plan_is_part(p, k->older[i])) return 1;
         for (int n = 0; n < p->num_kinds; n++)
             owned |= fsdpi_plan_kind_has(p->kinds[n], k->older[i]);
         if (!owned) return 1;
@@ -4086,6 +4102,16 @@ static void fsdpi_plan_drop(fsdp_plan *p, int index) {
     fsdpi_plan_kind_free(p, k);
 }
 
+// The arena stays while a unit holds a part of it.
+static void fsdpi_plan_drop_all(fsdp_plan *p) {
+    fsdpi_plan_sweep(p, 0);
+    while (p->num_kinds) fsdpi_plan_drop(p, p->num_kinds - 1);
+    for (int i = 0; i < p->num_strays; i++)
+        if (fsdpi_plan_is_part(p, p->strays[i])) return;
+    fsdp_buf_destroy(p->model, p->arena);
+    p->arena = NULL;
+}
+
 // Memory for all kinds: the arena is as large as the largest needs it. A rehearsal shows what the
 // options are now, so that a kind of other options is bound when it comes again.
 static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
@@ -4115,56 +4141,61 @@ static fsdp_status fsdpi_plan_least(const fsdp_plan *p, int64_t *values, int cou
     return fsdp_all_reduce(p->world, p->mesh, values, count, FSDP_I64, FSDP_MIN);
 }
 
-// The first call at which a rank differs from rank 0 of the mesh, with both sides.
+/* The first call at which a rank differs from rank 0 of the mesh, with both sides. It allocates
+   nothing, so that no rank can drop out. */
 static fsdp_status fsdpi_plan_differs(fsdp_plan *p, const fsdpi_plan_kind *k) {
-    enum { WORDS = 160 };
-    char theirs[WORDS] = "options or sizes", first[WORDS];
+    enum { WORDS = 160, HASHES = 64 };
+    union {
+        char text[WORDS];
+        int32_t numbers[WORDS / 4];
+    } theirs = {"options or sizes"};
+    char first[WORDS];
+    uint64_t hashes[HASHES];
     const fsdpi_plan_listing *l = &k->listing;
-    int size = fsdp_mesh_size(p->mesh, -1), me = 0;
     int64_t calls = l->num_calls, least = INT64_MAX;
-    uint64_t *hashes = NULL;
-    int32_t *ranks = NULL;
-    fsdp_status status = fsdpi_plan_alloc(p->model, (size_t)size * sizeof *ranks, (void **)&ranks);
-    if (!status) status = fsdp_broadcast(p->world, p->mesh, &calls, sizeof calls, 0);
-    if (!status) status = fsdpi_plan_alloc(p->model, (size_t)calls * 8, (void **)&hashes);
-    for (int c = 0; c < calls && c < l->num_calls && !status; c++)
-        hashes[c] = fsdpi_plan_call_hash(l, c);
-    if (!status) status = fsdp_broadcast(p->world, p->mesh, hashes, calls * 8, 0);
-    if (!status) (void)fsdp_mesh_ranks(p->mesh, -1, ranks);
-    while (!status && me < size && ranks[me] != fsdp_rank(p->world)) me++;
-    for (int c = 0; c < calls && !status && least == INT64_MAX; c++)
-        if (c >= l->num_calls || hashes[c] != fsdpi_plan_call_hash(l, c))
-            least = (int64_t)c << 32 | me;
+    fsdp_status status = fsdp_broadcast(p->world, p->mesh, &calls, sizeof calls, 0);
+    for (int64_t c = 0; c < calls && !status; c++) {
+        uint64_t mine = c < l->num_calls ? fsdpi_plan_call_hash(l, (int)c) : 0;
+        for (int i = 0; i < HASHES && c % HASHES == 0; i++)
+            hashes[i] = c + i < l->num_calls ? fsdpi_plan_call_hash(l, (int)c + i) : 0;
+        if (c % HASHES == 0) status = fsdp_broadcast(p->world, p->mesh, hashes, sizeof hashes, 0);
+        if (hashes[c % HASHES] != mine && least == INT64_MAX) least = c << 32 | fsdp_rank(p->world);
+    }
     if (!status) status = fsdpi_plan_least(p, &least, 1);
-    int call = least == INT64_MAX ? -1 : (int)(least >> 32), who = (int)(least & 0x7FFFFFFF);
-    if (call >= 0) fsdpi_plan_call_words(l, call, theirs, sizeof theirs);
-    memcpy(first, theirs, sizeof first);
+    int call = least == INT64_MAX ? -1 : (int)(least >> 32), rank = (int)(least & 0x7FFFFFFF);
+    if (call >= 0) fsdpi_plan_call_words(l, call, theirs.text, WORDS);
+    else rank = -1;
+    memcpy(first, theirs.text, WORDS);
     if (!status) status = fsdp_broadcast(p->world, p->mesh, first, sizeof first, 0);
-    if (!status && call >= 0)
-        status = fsdp_broadcast(p->world, p->mesh, theirs, sizeof theirs, who);
-    int rank = !status && call >= 0 ? ranks[who] : -1;
-    fsdpi_plan_free(p->model, ranks);
-    fsdpi_plan_free(p->model, hashes);
+    if (rank >= 0 && rank != fsdp_rank(p->world)) memset(&theirs, 0, sizeof theirs);
+    if (!status && rank >= 0) // one rank has words, the others have zeros
+        status = fsdp_all_reduce(p->world, p->mesh, theirs.numbers, WORDS / 4, FSDP_I32, FSDP_SUM);
     if (status) return status;
     return fsdp_fail(p->world, FSDP_ERR_MISMATCH,
                      "[E973] plan: rank %d differs from the mesh's first rank at call %d: %s, "
-                     "expected %s: give all ranks the same desc and make the same calls",
-                     rank, call, theirs, first);
+                     "expected %s: make the same calls, with the same options, on all ranks",
+                     rank, call, theirs.text, first);
 }
 
-/* Whether all ranks got so far, and if `hash` is not 0, with the same hash. status: this rank's.
-   *mine: it failed here, and not on another rank. */
+/* Whether all ranks got so far. status: this rank's. values[0] is written; behind it the least of
+   each number over all ranks. */
+static fsdp_status fsdpi_plan_together(fsdp_world *w, const fsdp_mesh *mesh, fsdp_status status,
+                                       int64_t *values, int count) {
+    values[0] = !status;
+    fsdp_status reached = fsdp_all_reduce(w, mesh, values, count, FSDP_I64, FSDP_MIN);
+    if (reached || values[0]) return reached;
+    return status ? status
+                  : fsdp_fail(w, FSDP_ERR_OUT_OF_MEMORY,
+                              "[E974] plan: another rank could not make the plan: see its log; "
+                              "steps go by calls");
+}
+
+// Likewise, and if `hash` is not 0, with the same hash.
 static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp_status status,
                                     uint64_t hash) {
-    int64_t values[3] = {!status, (int64_t)hash, (int64_t)~hash};
-    fsdp_status reached = fsdpi_plan_least(p, values, 3);
-    if (reached) return reached;
-    if (!values[0] && status) return status;
-    if (!values[0])
-        return fsdp_fail(p->world, FSDP_ERR_OUT_OF_MEMORY,
-                         "[E974] plan: another rank could not make the plan: see its log; steps go "
-                         "by calls");
-    return hash && values[1] != ~values[2] ? fsdpi_plan_differs(p, k) : FSDP_OK;
+    int64_t values[3] = {0, (int64_t)hash, (int64_t)~hash};
+    status = fsdpi_plan_together(p->world, p->mesh, status, values, 3);
+    return !status && hash && values[1] != ~values[2] ? fsdpi_plan_differs(p, k) : status;
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -4198,12 +4229,16 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
                                              const fsdpi_plan_facts *f) {
     fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
     fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
-    for (int u = 0; u < p->num_units; u++) f->order[u] = 0; // units without elements gather nothing
+    // Units without elements gather nothing. What a unit brings along is not followed: the first use
+    // reads what was gathered in another step, and `reads` cannot tell it from later ones.
+    for (int u = 0; u < p->num_units; u++) f->order[u] = 0;
     for (int i = 0; i < by_calls->num_ops; i++) {
         const fsdp_op *op = &by_calls->ops[i];
         int fills = op->kind == FSDP_OP_ALL_GATHER || op->label == FSDP_LABEL_COPY_IN ||
                     op->label == FSDP_LABEL_PRE_GATHER;
-        if (op->unit && fills) f->order[fsdpi_plan_index(p, op->unit)] = 1;
+        if (op->unit && fills)
+            f->order[fsdpi_plan_index(p, op->unit)] =
+                !by_calls->held[fsdpi_plan_index(p, op->unit)];
     }
     for (int c = 0; c + 1 < k->num_calls && !status; c++) { // what units read, by calls
         int u = k->calls[c].index, call = k->calls[c].call;
@@ -4245,16 +4280,16 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
     return status;
 }
 
-/* The plan of a kind, or the reason why there is none. k NULL: this rank has no memory for one, and
-   takes part in what the others do. *made 0: there is none, since the step began with slots that
-   will be gone. Returns a failure only if the step has failed: ranks that differ, a refuted plan, a
-   collective. */
+/* The plan of a kind, or the reason why there is none. k NULL: this rank has none, and takes part in
+   what the others do. *made: on entry 0 if the step has failed here. 0 on return: there is no plan,
+   since the step has failed on some rank, or began with slots that will be gone. Returns a failure
+   only if the step has failed: ranks that differ, a refuted plan, a collective. */
 static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) {
     int64_t by_calls = fsdpi_plan_pool_bytes(p);
     int64_t most = p->desc.most_bytes ? p->desc.most_bytes : by_calls;
     if (!p->desc.most_bytes && most < FSDPI_PLAN_LEAST_BYTES) most = FSDPI_PLAN_LEAST_BYTES;
     if (k) k->listing.by_calls = by_calls;
-    int64_t values[2] = {most, !k || !fsdpi_plan_is_fleeting(p, k)};
+    int64_t values[2] = {most, *made && (!k || !fsdpi_plan_is_fleeting(p, k))};
     fsdp_status status = fsdpi_plan_least(p, values, 2), own;
     *made = (int)values[1];
     if (status || !*made) return status;
@@ -4337,7 +4372,15 @@ static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
     show.tape = &raw;
     show.kind = k;
     fsdpi_plan_states_now(p, k->begin);
-    fsdp_status status = fsdpi_plan_rehearse_with(&show, fsdpi_plan_trial_run);
+    fsdp_status status = fsdpi_plan_find_older(p, k); // fails if a unit is not idle
+    for (int i = 0; i < k->num_older && !status; i++)
+        if (fsdpi_plan_is_part(p, k->older[i]))
+            status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
+                               "[E940] plan_load: a unit holds a slot of a plan since a step that "
+                               "left it: run a whole step, or call fsdp_model_reset, first");
+    k->num_older = 0;
+    if (status) return status;
+    status = fsdpi_plan_rehearse_with(&show, fsdpi_plan_trial_run);
     if (status && !fsdp_world_status(p->world) && status != FSDP_ERR_OUT_OF_MEMORY)
         status = fsdp_fail(p->world, FSDP_ERR_INVALID_ARG,
                            "[E992] plan_load: call %d is not possible where the text has it",
@@ -4519,39 +4562,62 @@ static fsdp_status fsdpi_plan_load_kind(fsdp_plan *p, const fsdpi_plan_listing *
     return status;
 }
 
+// May a plan be loaded now?
+static fsdp_status fsdpi_plan_may_load(const fsdp_plan *p, const char *text) {
+    if (!p || !text)
+        return fsdp_fail(p ? p->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E995] plan_load: plan or text is NULL");
+    if (p->mode == FSDP_PLAN_REFUSED)
+        return fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
+                         "[E942] plan_load: steps go by calls for good, so that no plan is used: "
+                         "call fsdp_plan_forget first");
+    if (p->open || p->num_kinds >= p->desc.most_kinds)
+        return fsdp_fail(p->world, FSDP_ERR_INVALID_STATE,
+                         "[E996] plan_load: %s: load between steps, and at most %d kinds of steps",
+                         p->open ? "a step is under way" : "no place is left", p->desc.most_kinds);
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_plan_load_fits(const fsdp_plan *p, const fsdpi_plan_kind *k) {
+    int64_t bytes = k->listing.bytes, most = p->desc.most_bytes;
+    if (!most || bytes <= most) return FSDP_OK;
+    return fsdp_fail(p->world, FSDP_ERR_OUT_OF_MEMORY,
+                     "[E939] plan_load: slots need %lld bytes, %lld are allowed: raise "
+                     "fsdp_plan_desc.most_bytes, or keep fewer units",
+                     (long long)bytes, (long long)most);
+}
+
 FSDP_API fsdp_status fsdp_plan_load(fsdp_plan *plan, const char *text, size_t length) {
     fsdpi_plan_listing given;
     fsdpi_plan_kind *k = NULL;
     int ops = 0;
     memset(&given, 0, sizeof given);
-    if (!plan || !text)
-        return fsdp_fail(plan ? plan->world : NULL, FSDP_ERR_INVALID_ARG,
-                         "[E995] plan_load: plan or text is NULL");
-    if (plan->open || plan->num_kinds >= plan->desc.most_kinds)
-        return fsdp_fail(plan->world, FSDP_ERR_INVALID_STATE,
-                         "[E996] plan_load: %s: load between steps, and at most %d kinds of steps",
-                         plan->open ? "a step is under way" : "no place is left",
-                         plan->desc.most_kinds);
-    fsdp_status status = fsdpi_plan_parse(plan->model, text, length, &given, &ops);
+    fsdp_status status = fsdpi_plan_may_load(plan, text);
+    if (!plan) return status;
+    if (!status) status = fsdpi_plan_parse(plan->model, text, length, &given, &ops);
     if (!status) status = fsdpi_plan_check_model(plan, &given);
     if (!status)
         status = fsdpi_plan_grow(plan->model, (void **)&plan->kinds, plan->num_kinds,
                                  &plan->cap_kinds, sizeof *plan->kinds);
     if (!status) status = fsdpi_plan_load_kind(plan, &given, &k);
     if (!status) status = fsdpi_plan_load_alone(plan, k, &given, text, length, ops);
-    if (!status && plan->desc.most_bytes && k->listing.bytes > plan->desc.most_bytes)
-        status = fsdpi_plan_too_large(plan, k, 0, k->listing.bytes, plan->desc.most_bytes);
+    if (!status) status = fsdpi_plan_load_fits(plan, k);
     if (!status) k->listing.hash = fsdpi_plan_text_hash(&k->listing);
     status = fsdpi_plan_agree(plan, k, status, status ? 1 : k->listing.hash);
-    if (!status) status = fsdpi_plan_agree(plan, k, fsdpi_plan_bind_all(plan, k), 0);
+    int binds = !status;
+    if (binds) status = fsdpi_plan_agree(plan, k, fsdpi_plan_bind_all(plan, k), 0);
     fsdpi_plan_listing_end(plan->model, &given);
-    if (status) {
-        fsdpi_plan_kind_free(plan, k);
-        return status;
+    if (!status) {
+        k->used_at = plan->steps;
+        plan->kinds[plan->num_kinds++] = k;
+        return FSDP_OK;
     }
-    k->used_at = plan->steps;
-    plan->kinds[plan->num_kinds++] = k;
-    return FSDP_OK;
+    fsdpi_plan_kind_free(plan, k);
+    if (binds && !fsdp_world_status(plan->world)) { // the other kinds may have lost their places
+        fsdpi_plan_drop_all(plan);
+        if (plan->mode == FSDP_PLAN_REPLAYING) plan->mode = FSDP_PLAN_RECORDING;
+    }
+    return status;
 }
 
 
@@ -4574,20 +4640,6 @@ static void fsdpi_plan_say(fsdp_plan *p, const fsdpi_plan_call *expected, const 
         snprintf(p->why, sizeof p->why, "expected %s '%.120s' (call %d of %d), got %s '%.120s'",
                  fsdpi_plan_call_name(expected->call), fsdpi_plan_unit_name(expected->unit), p->at,
                  p->kind->num_calls, fsdpi_plan_call_name(call), fsdpi_plan_unit_name(unit));
-}
-
-static int fsdpi_plan_is_part(const fsdp_plan *p, const fsdp_buf *buf) {
-    const char *begin = (const char *)fsdp_buf_ptr(p->arena), *at = (const char *)fsdp_buf_ptr(buf);
-    return p->arena && at >= begin && at < begin + fsdp_buf_nbytes(p->arena);
-}
-
-// The arena stays while a unit holds a part of it.
-static void fsdpi_plan_drop_all(fsdp_plan *p) {
-    while (p->num_kinds) fsdpi_plan_drop(p, p->num_kinds - 1);
-    for (int i = 0; i < p->num_strays; i++)
-        if (fsdpi_plan_is_part(p, p->strays[i])) return;
-    fsdp_buf_destroy(p->model, p->arena);
-    p->arena = NULL;
 }
 
 // COMPUTE has written all places of a kind: behind whoever had them, and before whoever will.
@@ -4616,40 +4668,42 @@ static fsdp_status fsdpi_plan_hand_over(fsdp_plan *p) {
     return status;
 }
 
-// A kind whose arena has been replaced meanwhile; without it the step goes by calls.
-static void fsdpi_plan_bind_again(fsdp_plan *p) {
+// A kind whose arena has been replaced meanwhile; without it the step goes by calls, on all ranks.
+static fsdp_status fsdpi_plan_bind_again(fsdp_plan *p) {
     fsdpi_plan_kind *k = p->kind;
-    k->unbound = fsdpi_plan_bind(p, k) != FSDP_OK;
-    if (!k->unbound) return;
+    fsdp_status status = fsdpi_plan_agree(p, k, fsdpi_plan_bind(p, k), 0);
+    k->unbound = status != FSDP_OK;
+    if (!status) return FSDP_OK;
     for (int i = 0; i < p->num_kinds; i++)
         if (p->kinds[i] == k) fsdpi_plan_drop(p, i);
     p->kind = NULL;
     p->mode = FSDP_PLAN_BY_CALLS;
     snprintf(p->why, sizeof p->why, "%s", "the tape could not be made again for a new arena");
+    return fsdp_world_status(p->world);
 }
 
 // The first call of a step: what kind of step is it?
 static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
+    fsdp_status status = FSDP_OK;
     p->open = 1;
-    p->at = p->num_calls = 0;
+    p->at = p->num_calls = p->lost = p->broken = 0;
     p->next = NULL;
     p->settings = fsdp_model_settings(p->model);
     p->why[0] = 0;
     p->kind = NULL;
     fsdpi_plan_sweep(p, 0);
-    if (p->forgotten) fsdpi_plan_drop_all(p);
-    p->forgotten = 0;
+    if (!p->num_kinds) fsdpi_plan_drop_all(p); // units have given the arena back by now
     fsdpi_plan_states_now(p, p->begin);
     for (int i = 0; i < p->num_kinds && !p->kind; i++)
         if (p->kinds[i]->settings == p->settings &&
             memcmp(p->kinds[i]->begin, p->begin, (size_t)p->num_units * p->unit_bytes) == 0)
             p->kind = p->kinds[i];
     p->mode = p->kind ? FSDP_PLAN_REPLAYING : p->warm ? FSDP_PLAN_WARM_UP : FSDP_PLAN_RECORDING;
-    if (p->kind && p->kind->unbound) fsdpi_plan_bind_again(p);
-    if (p->num_kinds && !p->kind)
+    if (p->kind && p->kind->unbound) status = fsdpi_plan_bind_again(p);
+    if (p->num_kinds && !p->kind && !p->why[0])
         snprintf(p->why, sizeof p->why, "%s",
                  "another kind of step: options, or what units hold, are not those of a plan");
-    return p->kind ? fsdpi_plan_hand_over(p) : FSDP_OK;
+    return p->kind && !status ? fsdpi_plan_hand_over(p) : status;
 }
 
 // Is a unit's reduction waiting for a later call?
@@ -4672,9 +4726,10 @@ static fsdp_status fsdpi_plan_part(fsdp_plan *p) {
     return status;
 }
 
-// From here on the step goes by calls.
+// From here on the step goes by calls; strict: the next call fails.
 static fsdp_status fsdpi_plan_leave(fsdp_plan *p) {
     p->kind->left++;
+    p->broken = p->desc.strict;
     return fsdpi_plan_part(p);
 }
 
@@ -4710,26 +4765,28 @@ static fsdp_status fsdpi_plan_replay(fsdp_plan *p, const fsdpi_plan_step *step) 
 
 static void fsdpi_plan_record(fsdp_plan *p, fsdp_unit *unit, int call) {
     fsdpi_plan_call one = {unit, call, unit ? fsdpi_plan_index(p, unit) : -1};
-    int is_new = fsdp_model_settings(p->model) != p->settings;
-    if (!is_new &&
-        !fsdpi_plan_grow(p->model, (void **)&p->calls, p->num_calls, &p->cap_calls, sizeof one)) {
-        p->calls[p->num_calls++] = one;
+    if (fsdp_model_settings(p->model) != p->settings) {
+        p->mode = FSDP_PLAN_BY_CALLS;
+        p->differ++;
+        snprintf(p->why, sizeof p->why, "%s", "options changed inside of the step");
         return;
     }
-    p->mode = FSDP_PLAN_BY_CALLS;
-    p->differ++;
-    snprintf(p->why, sizeof p->why, "%s",
-             is_new ? "options changed inside of the step" : "no memory to record the step");
+    // Without memory this rank goes on to the end of the step, where the others wait for it.
+    p->lost |= fsdpi_plan_grow(p->model, (void **)&p->calls, p->num_calls, &p->cap_calls,
+                               sizeof one) != FSDP_OK;
+    if (!p->lost) p->calls[p->num_calls++] = one;
 }
 
-// A kind for the recorded step, at its end.
-static fsdp_status fsdpi_plan_recorded(fsdp_plan *p) {
+// A kind for the recorded step, at its end. finalized: what the core has said of it.
+static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
     fsdpi_plan_kind *k = NULL;
     size_t begin = (size_t)p->num_units * p->unit_bytes,
            calls = (size_t)p->num_calls * sizeof *k->calls;
-    fsdp_status status = fsdpi_plan_grow(p->model, (void **)&p->kinds, p->num_kinds, &p->cap_kinds,
-                                         sizeof *p->kinds);
-    p->recorded++;
+    fsdp_status status = finalized ? finalized : p->lost ? FSDP_ERR_OUT_OF_MEMORY : FSDP_OK;
+    if (!status)
+        status = fsdpi_plan_grow(p->model, (void **)&p->kinds, p->num_kinds, &p->cap_kinds,
+                                 sizeof *p->kinds);
+    p->recorded += !finalized;
     if (!status) status = fsdpi_plan_alloc(p->model, sizeof *k, (void **)&k);
     if (!status) status = fsdpi_plan_alloc(p->model, begin, (void **)&k->begin);
     if (!status) status = fsdpi_plan_alloc(p->model, calls, (void **)&k->calls);
@@ -4747,11 +4804,11 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p) {
         fsdpi_plan_drop(p, oldest);
     }
     if (!status) status = fsdpi_plan_find_older(p, k);
-    int made = 0;
+    int made = !finalized;
     status = fsdpi_plan_make(p, status ? NULL : k, &made);
     if (!status && p->mode != FSDP_PLAN_REFUSED && !made) { // the next one like it has a plan
         snprintf(p->why, sizeof p->why, "%s",
-                 "it began with gradients, or parameters, of steps by calls");
+                 "it failed on a rank, or began with gradients or parameters of another step");
         fsdpi_plan_kind_free(p, k);
         return FSDP_OK;
     }
@@ -4797,7 +4854,9 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
     }
     if (p->mode != FSDP_PLAN_RECORDING) return 0;
     *status = fsdp_finalize_backward(p->model); // goes to the extensions behind, and to the core
-    if (!*status) *status = fsdpi_plan_recorded(p);
+    if (fsdp_world_status(p->world)) return 1;
+    fsdp_status made = fsdpi_plan_recorded(p, *status); // the other ranks wait, whatever it says
+    if (!*status) *status = made;
     return 1;
 }
 
@@ -4809,7 +4868,8 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
         *status = fsdpi_plan_setter(p);
         return 0;
     }
-    if (p->mode == FSDP_PLAN_PAUSED) p->open = !ends;
+    if (p->mode == FSDP_PLAN_PAUSED)
+        p->open = !ends && (p->open || fsdp_is_grad_enabled(model)); // as below
     if (call == FSDP_CALL_RESET) p->open = 0, p->next = NULL;
     if (p->mode >= FSDP_PLAN_PAUSED || call == FSDP_CALL_RESET) return 0;
     if (!p->open && !fsdp_is_grad_enabled(model)) return 0; // an evaluation is no step
@@ -4826,10 +4886,11 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
         fsdpi_plan_say(p, same ? next : NULL, unit, call);
         *status = fsdpi_plan_leave(p);
         if (*status) return 1;
-        if (p->desc.strict) {
-            *status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE, "[E976] plan: %s", p->why);
-            return 1;
-        }
+    }
+    if (p->broken) {
+        p->broken = 0;
+        *status = fsdp_fail(p->world, FSDP_ERR_INVALID_STATE, "[E976] plan: %s", p->why);
+        return 1;
     }
     if (p->mode == FSDP_PLAN_RECORDING) fsdpi_plan_record(p, unit, call);
     return unit ? 0 : fsdpi_plan_finalize(p, status);
@@ -4848,12 +4909,23 @@ static int fsdpi_plan_answer(void *user, fsdp_model *model, fsdp_unit *unit, int
     return fsdpi_plan_look(p, unit, call, status);
 }
 
+// What is done with the rest of a step that is under way, or with the next one.
+static int fsdpi_plan_mode_now(const fsdp_plan *p) {
+    return p->open        ? FSDP_PLAN_BY_CALLS
+           : p->num_kinds ? FSDP_PLAN_REPLAYING
+           : p->warm      ? FSDP_PLAN_WARM_UP
+                          : FSDP_PLAN_RECORDING;
+}
+
+// A new layout may come inside of a step, between two visits: the rest of it goes by calls.
 static void fsdpi_plan_relayout(void *user, fsdp_model *model) {
     fsdp_plan *p = (fsdp_plan *)user;
     (void)model;
     fsdpi_plan_drop_all(p);
-    p->kind = NULL;
-    if (p->mode == FSDP_PLAN_REPLAYING) p->mode = FSDP_PLAN_RECORDING;
+    p->next = NULL;
+    if (p->open && p->mode == FSDP_PLAN_REPLAYING) p->left++, p->broken = p->desc.strict;
+    if (p->mode == FSDP_PLAN_REPLAYING || p->mode == FSDP_PLAN_RECORDING)
+        p->mode = fsdpi_plan_mode_now(p);
     snprintf(p->why, sizeof p->why, "%s", "the model has a new layout");
 }
 static void fsdpi_plan_end(void *user) {
@@ -4905,6 +4977,55 @@ static void fsdpi_plan_defaults(fsdp_plan *p) {
     p->warm = d->warm_up;
 }
 
+/* Do all ranks create the plan, and with the same desc? status: this rank's. Without a plan it goes
+   on to the collective, since the others wait there. */
+static fsdp_status fsdpi_plan_agree_desc(fsdp_world *w, const fsdp_mesh *mesh,
+                                         const fsdp_plan_desc *d, uint64_t cost,
+                                         fsdp_status status) {
+    static const char *const names[] = {"without",    "with",         "warm_up",
+                                        "ahead",      "most_kinds",   "strict",
+                                        "most_bytes", "bucket_bytes", "first_bucket_bytes",
+                                        "cost"};
+    enum { FIELDS = sizeof names / sizeof *names };
+    const int64_t mine[FIELDS] = {d->without,    d->with,         d->warm_up,
+                                  d->ahead,      d->most_kinds,   d->strict != 0,
+                                  d->most_bytes, d->bucket_bytes, d->first_bucket_bytes,
+                                  (int64_t)cost};
+    int64_t values[1 + 2 * FIELDS];
+    for (int i = 0; i < FIELDS; i++) {
+        values[1 + 2 * i] = mine[i];
+        values[2 + 2 * i] = ~mine[i];
+    }
+    status = fsdpi_plan_together(w, mesh, status, values, 1 + 2 * FIELDS);
+    for (int i = 0; i < FIELDS && !status; i++) {
+        long long least = values[1 + 2 * i], most = ~values[2 + 2 * i];
+        if (least != most)
+            status = fsdp_fail(w, FSDP_ERR_MISMATCH,
+                               "[E937] plan_create: the ranks gave other descs: %s is %lld on one "
+                               "and %lld on another: give all the same",
+                               names[i], least, most);
+    }
+    return status;
+}
+
+// The desc as it is given; *cost: a hash of its costs.
+static fsdp_status fsdpi_plan_read_desc(fsdp_model *m, const fsdp_plan_desc *desc,
+                                        fsdp_plan_desc *d, uint64_t *cost) {
+    fsdp_world *w = fsdp_model_world(m);
+    fsdp_plan_cost c;
+    fsdp_status status = fsdp_desc_read(w, d, desc, sizeof *d, "fsdp_plan_desc");
+    if (!status) status = fsdpi_plan_check_desc(m, d);
+    if (status || !d->cost) return status;
+    status = fsdp_desc_read(w, &c, d->cost, sizeof c, "fsdp_plan_cost");
+    if (!status) status = fsdpi_plan_check_cost(w, &c);
+    if (status) return status;
+    *cost = fsdpi_plan_mix_bytes(0, (const char *)c.compute_ns,
+                                 (size_t)c.num_compute * sizeof *c.compute_ns);
+    c.compute_ns = NULL;
+    *cost = fsdpi_plan_mix_bytes(*cost, (const char *)&c, sizeof c);
+    return FSDP_OK;
+}
+
 static fsdp_status fsdpi_plan_find_units(fsdp_plan *p) {
     fsdp_param_view v = FSDP_ZERO;
     fsdp_status status = fsdpi_plan_alloc(
@@ -4923,30 +5044,19 @@ static fsdp_status fsdpi_plan_find_units(fsdp_plan *p) {
                                      (void **)&p->begin);
 }
 
-FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *desc,
-                                      fsdp_plan **plan) {
-    fsdp_plan_desc d;
+// What this rank does alone: the plan, attached to the model.
+static fsdp_status fsdpi_plan_new(fsdp_model *model, const fsdp_plan_desc *d, const fsdp_mesh *mesh,
+                                  fsdp_plan **plan) {
     fsdp_plan *p = NULL;
-    fsdp_mesh_info info;
-    if (!model || !plan)
-        return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
-                         "[E978] plan_create: model or plan is NULL");
-    *plan = NULL;
-    fsdp_world *w = fsdp_model_world(model);
-    fsdp_status status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_plan_desc");
-    if (!status) status = fsdpi_plan_check_desc(model, &d);
-    if (!status && fsdp_find_extension(model, "plan"))
-        status = fsdp_fail(
-            w, FSDP_ERR_INVALID_STATE,
-            "[E967] plan_create: the model has a plan: call fsdp_plan_destroy first");
-    if (!status) status = fsdp_model_commit(model);
-    if (!status) status = fsdp_model_mesh_info(model, &info);
-    if (!status) status = fsdpi_plan_alloc(model, sizeof *p, (void **)&p);
+    if (fsdp_find_extension(model, "plan"))
+        return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_STATE,
+                         "[E967] plan_create: the model has a plan: call fsdp_plan_destroy first");
+    fsdp_status status = fsdpi_plan_alloc(model, sizeof *p, (void **)&p);
     if (status) return status;
     p->model = model;
-    p->world = w;
-    p->desc = d;
-    p->mesh = info.mesh;
+    p->world = fsdp_model_world(model);
+    p->desc = *d;
+    p->mesh = mesh;
     p->mode_of_world = fsdp_model_run(model);
     p->pool = fsdp_pool_register(model, "arena");
     p->extension.name = "plan";
@@ -4966,6 +5076,28 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     }
     status = fsdp_attach(model, &p->extension);
     if (status) (void)fsdp_detach(model, &p->memory);
+    else *plan = p;
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *desc,
+                                      fsdp_plan **plan) {
+    fsdp_plan_desc d;
+    fsdp_plan *p = NULL;
+    fsdp_mesh_info info;
+    uint64_t cost = 0;
+    if (!model || !plan)
+        return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
+                         "[E978] plan_create: model or plan is NULL");
+    *plan = NULL;
+    memset(&d, 0, sizeof d);
+    fsdp_status status = fsdp_model_commit(model);
+    if (!status) status = fsdp_model_mesh_info(model, &info);
+    if (status) return status;
+    status = fsdpi_plan_read_desc(model, desc, &d, &cost);
+    if (!status) status = fsdpi_plan_new(model, &d, info.mesh, &p);
+    status = fsdpi_plan_agree_desc(fsdp_model_world(model), info.mesh, &d, cost, status);
+    if (status) fsdp_plan_destroy(p);
     else *plan = p;
     return status;
 }
@@ -5024,8 +5156,9 @@ FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
     if (plan->mode == FSDP_PLAN_REFUSED || (plan->mode == FSDP_PLAN_PAUSED) == (paused != 0))
         return FSDP_OK;
     if (!paused) { // with the next step: what is left of this one goes by calls
-        plan->mode = plan->open ? FSDP_PLAN_BY_CALLS : FSDP_PLAN_RECORDING;
+        plan->mode = fsdpi_plan_mode_now(plan);
         plan->kind = NULL;
+        if (!plan->open) plan->why[0] = 0;
         return FSDP_OK;
     }
     fsdp_status status = fsdpi_plan_part(plan);
@@ -5038,12 +5171,11 @@ FSDP_API fsdp_status fsdp_plan_pause(fsdp_plan *plan, int paused) {
 FSDP_API fsdp_status fsdp_plan_forget(fsdp_plan *plan) {
     if (!plan) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E980] plan_forget: plan is NULL");
     fsdp_status status = fsdpi_plan_part(plan);
-    plan->forgotten = 1; // units may hold slots of the arena until the step's end
+    fsdpi_plan_drop_all(plan);
     plan->kind = NULL;
     plan->next = NULL;
     plan->differ = 0;
-    if (plan->mode != FSDP_PLAN_PAUSED)
-        plan->mode = plan->open ? FSDP_PLAN_BY_CALLS : FSDP_PLAN_RECORDING;
+    if (plan->mode != FSDP_PLAN_PAUSED) plan->mode = fsdpi_plan_mode_now(plan);
     snprintf(plan->why, sizeof plan->why, "%s", "plans were dropped by fsdp_plan_forget");
     return status;
 }
