@@ -486,9 +486,9 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
 }
 
 /* The plan of a kind, or the reason why there is none. k NULL: this rank has none, and takes part
-   in what the others do. *made: on entry 0 if the step has failed here. 0 on return: there is no plan,
-   since the step has failed on some rank, or began with slots that will be gone. Returns a failure
-   only if the step has failed: ranks that differ, a refuted plan, a collective. */
+   in what the others do. *made: on entry 0 if the step has failed here. On return 0 if there is no
+   plan, since the step has failed on some rank, or began with slots that will be gone. Returns a
+   failure only if the step has failed: ranks that differ, a refuted plan, a collective. */
 static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) {
     int64_t by_calls = fsdpi_plan_pool_bytes(p);
     int64_t most = p->desc.most_bytes ? p->desc.most_bytes : by_calls;

@@ -33,10 +33,12 @@ static const struct {
     {"streams", 1, FSDP_BF16, 0, {1700, 4300, 1500, 120, 120}},
     {"by_columns", 0, FSDP_F32, 1, {1200, 3300, 1500, 120, 120}},
 };
+#ifdef FOR_SPEED
 static host_case case_of(int world, int async, fsdp_dtype dtype, int dim, int way) {
     const host_case c = {world, async, dtype, 64, dim, way};
     return c;
 }
+#endif
 
 TEST_P_TIMEOUT(budget, instructions, budgets, 120) {
 #ifndef FOR_SPEED
