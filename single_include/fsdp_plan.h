@@ -4377,7 +4377,7 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
     fsdpi_plan_count_ops(&k->tape, &k->listing, 1);
     fsdp_status status = fsdpi_plan_list(p, k, &k->tape, &k->listing);
     // Units without elements gather nothing. What a unit brings along is not followed: its first
-    // use reads what was gathered in another step, and `reads` cannot tell it from later ones.
+    // use reads what another step gathered, and `reads` cannot tell it from later ones.
     for (int u = 0; u < p->num_units; u++) f->order[u] = 0;
     for (int i = 0; i < by_calls->num_ops; i++) {
         const fsdp_op *op = &by_calls->ops[i];
@@ -4428,7 +4428,7 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
 }
 
 /* The plan of a kind, or the reason why there is none. k NULL: this rank has none, and takes part
-   in what the others do. *made: on entry 0 if the step has failed here. 0 on return: there is no
+   in what the others do. *made: on entry 0 if the step has failed here. On return 0 if there is no
    plan, since the step has failed on some rank, or began with slots that will be gone. Returns a
    failure only if the step has failed: ranks that differ, a refuted plan, a collective. */
 static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) {
