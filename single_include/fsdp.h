@@ -191,7 +191,8 @@ THREADS AND ORDER
     One thread at a time uses a world and all that is made from it. Worlds are independent. The
     library may call the logger from worker threads. All ranks of the mesh call a collective
     function, in the same order. If ranks disagree, all of them get FSDP_ERR_MISMATCH with both
-    sides in the text; with two lanes they may get FSDP_ERR_TIMEOUT.
+    sides in the text; if they wait in different groups, as with two lanes or HSDP, they may get
+    FSDP_ERR_TIMEOUT.
 
 DETERMINISM
     CPU backends sum in rank order, in f32 (f64 in f64), then scale, then add to what is there. The
@@ -1409,7 +1410,9 @@ typedef struct fsdp_model_desc {
     int32_t debug;                 // 1: the library fills released buffers with NaN patterns
     int64_t prefetch_bytes;        // bytes of slots that prefetches may hold at a time; 0: no limit
     int64_t direct_min;            // bytes. A full parameter of this size or more is gathered in
-                                   // place. 0: 65536; 1: always; FSDP_DIRECT_NEVER
+                                   // place, if it is cut by rows and its padded shard is a multiple
+                                   // of 64 bytes (streams: 256). 0: 65536; 1: always;
+                                   // FSDP_DIRECT_NEVER
     int64_t fill_bytes;            // bytes of a block of init_params and of a step of param_full;
                                    // 0: 16 MiB
     uint64_t end_canary;

@@ -1,0 +1,153 @@
+/* fsdp_dtensor.h - tensors that are distributed over the ranks of a mesh: PyTorch's DTensor in
+   numbers; an extension of fsdp.h
+
+   A spec says how the dims of a mesh hold a tensor: each mesh dim cuts it along one of its dims,
+   holds it whole, or holds addends of it. From specs alone this header computes which part a rank
+   has, how to get from one spec to another with the least cost, and what an operation on such
+   tensors gives. It needs no world, no memory and no other rank.
+
+       #define FSDP_IMPLEMENTATION          // in one .c or .cc file of the program
+       #include "fsdp_dtensor.h"            // includes fsdp.h; link with -lm
+
+       int32_t mesh[2] = {4, 2};                                  // 4 ranks by 2
+       fsdp_placement cut[2] = {{FSDP_SHARD, 0, 0, 1}, {FSDP_SHARD, 0, 0, 0}};
+       int64_t shape[2] = {50257, 768};
+       fsdp_spec spec;
+       fsdp_local part;
+       int32_t coord[2] = {3, 1};                                 // the last rank
+       if (fsdp_spec_init(&spec, 2, mesh, cut, FSDP_F32, 2, shape)) return 1;
+       if (fsdp_spec_local(&spec, coord, &part)) return 1;        // 6282 rows, from row 43975 on
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h)
+
+   WHAT IS THERE
+     Specs, parts and PyTorch's strided placements; routes; placements of operations; the local
+     loops of a loss whose classes are cut. All of it compiles with FSDP_MATH_ONLY; then a failure
+     has no text.
+   WHAT IS NOT THERE YET
+     Functions that communicate: to run a route on data of a model, and to cut the parameters of a
+     unit by tensor parallelism. Until then your program issues the collectives of a route itself.
+   PARTS
+     A part is row-major, contiguous and without padding. Along each dim it is one interval. If a
+     dim does not divide evenly, it is cut as torch.chunk cuts it: ceil(size / ranks) for each rank,
+     the last ranks have less or nothing.
+   ORDERS
+     If several mesh dims cut the same tensor dim, fsdp_placement.order says which one cuts first.
+     FSDP over tensor parallelism cuts by tp first: its order is (tp, dp). PyTorch writes this order
+     as _StridedShard. Both have the same data only if every cut is even, so that this header stores
+     the order. */
+#ifndef FSDP_DTENSOR_H
+#define FSDP_DTENSOR_H
+
+#include "fsdp.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+// The columns of the declarations are set by hand.
+// clang-format off
+
+/* -------------------------------------------------------------------------------------------- */
+/* Specs: which part of a tensor each rank has.                                                   */
+
+// What one mesh dim does with a tensor. All zero: every rank has all of it.
+enum { FSDP_REPLICATE = 0, FSDP_SHARD = 1, FSDP_PARTIAL = 2 };
+enum { FSDP_AVG = 3 };                // how addends are joined, in addition to FSDP_SUM, _MAX, _MIN
+typedef struct fsdp_placement {
+    int8_t kind;                      // FSDP_REPLICATE, FSDP_SHARD, FSDP_PARTIAL
+    int8_t dim;                       // SHARD: the tensor dim that is cut; -1: the last one
+    int8_t op;                        // PARTIAL: FSDP_SUM, FSDP_MAX, FSDP_MIN, FSDP_AVG
+    int8_t order;                     // SHARD: place, from 0, among the mesh dims that cut the same
+                                      // tensor dim, in the order in which the cuts are made. All 0:
+                                      // mesh dims from left to right
+} fsdp_placement;
+
+// A distributed tensor without its data. Values only: equal specs are equal by memcmp.
+typedef struct fsdp_spec {
+    int32_t mesh_ndim, ndim;
+    fsdp_dtype dtype;
+    int32_t reserved;
+    int32_t mesh_shape[FSDP_MAX_DIMS];
+    fsdp_placement place[FSDP_MAX_DIMS]; // [mesh_ndim]: dims >= 0, orders explicit; the rest is 0
+    int64_t shape[FSDP_MAX_DIMS];        // [ndim] of the whole tensor; the rest is 0
+} fsdp_spec;
+
+// What one coordinate of the mesh has.
+typedef struct fsdp_local {
+    int64_t shape[FSDP_MAX_DIMS], start[FSDP_MAX_DIMS]; // [ndim]; start: the size of the tensor's dim
+                                                        // where the part is empty
+    int64_t numel;
+} fsdp_local;
+
+/* fsdp_spec_init - check and fill a spec
+   mesh_shape  [mesh_ndim], 1 .. FSDP_MAX_DIMS sizes >= 1
+   place       [mesh_ndim]. Fields that its kind does not use are ignored. dim: -ndim .. ndim - 1
+   shape       [ndim], 0 .. FSDP_MAX_DIMS sizes >= 0
+   out         unchanged after a failure. place and shape may be its own fields
+   Result      FSDP_OK; INVALID_ARG (the text names the mesh dim or the size): a size or a dim out
+               of range, a kind, an op or a dtype that is none, orders that are no permutation,
+               PARTIAL of two ops (SUM and AVG may stand together), SHARD of a scalar, a mesh of
+               more than 2^31 - 1 ranks, a tensor of more than 2^62 bytes
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: DTensorSpec, DTensor.from_local with shape, normalize_to_torch_size */
+FSDP_API fsdp_status fsdp_spec_init(fsdp_spec *out, int mesh_ndim, const int32_t *mesh_shape,
+                                    const fsdp_placement *place, fsdp_dtype dtype, int ndim,
+                                    const int64_t *shape);
+
+/* fsdp_spec_local - the part of one rank; any rank of any world
+   coord       [mesh_ndim] its coordinate in the mesh
+   Layout      rows are cut in the order of the placements, each time as fsdp_shard_range
+   Result      FSDP_OK; INVALID_ARG (a coordinate out of range, a spec that fsdp_spec_init did not
+               fill)
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: compute_local_shape_and_global_offset */
+FSDP_API fsdp_status fsdp_spec_local(const fsdp_spec *spec, const int32_t *coord, fsdp_local *out);
+
+/* fsdp_spec_infer - as fsdp_spec_init, from the shape of a part. All parts have this shape
+   local_shape [ndim]
+   Result      as fsdp_spec_init
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: compute_global_tensor_info, DTensor.from_local without shape */
+FSDP_API fsdp_status fsdp_spec_infer(fsdp_spec *out, int mesh_ndim, const int32_t *mesh_shape,
+                                     const fsdp_placement *place, fsdp_dtype dtype, int ndim,
+                                     const int64_t *local_shape);
+
+/* fsdp_spec_to_strided   - the split factors with which PyTorch writes the orders of a spec
+   fsdp_spec_from_strided - the orders that have these factors; overwrites those of spec
+   factor      [mesh_ndim]: 1 where PyTorch has Shard, Replicate or Partial; else that of
+               _StridedShard. from_strided reads it only where spec has SHARD. It may differ from 1
+               only by the sizes of mesh dims to the right
+   Result      FSDP_OK; INVALID_ARG (a factor < 1, a spec that fsdp_spec_init did not fill);
+               from_strided: UNSUPPORTED, if no order has these factors. Then spec is unchanged
+   Note        PyTorch's strided parts are these parts only if every cut is even. What FSDP over
+               tensor parallelism stores are these parts, always
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: DTensorSpec._convert_shard_order_to_StridedShard and its inverse */
+FSDP_API fsdp_status fsdp_spec_to_strided(const fsdp_spec *spec, int64_t *factor);
+FSDP_API fsdp_status fsdp_spec_from_strided(fsdp_spec *spec, const int64_t *factor);
+
+// clang-format on
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_DTENSOR_H
+
+/* ============================================================================================ */
+/* Implementation, leaves first. */
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_DTENSOR_IMPLEMENTED)
+#define FSDP_DTENSOR_IMPLEMENTED
+
+#include <math.h>   // exp, HUGE_VAL
+#include <string.h> // memcmp, memcpy, memset
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#include "dtensor/spec.h"
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION
