@@ -183,6 +183,40 @@ FSDP_API fsdp_status fsdp_route_find(const fsdp_spec *from, const fsdp_spec *to,
                                      const fsdp_links *links, void *scratch, int64_t scratch_bytes,
                                      fsdp_route *route);
 
+/* -------------------------------------------------------------------------------------------- */
+/* Loss parallel: cross-entropy of logits whose classes are cut over the ranks.                   */
+
+/* fsdp_loss_parallel_max  - the largest logit of each row on this rank
+   fsdp_loss_parallel_sums - what the loss needs to know about each row on this rank
+   fsdp_loss_parallel_grad - the gradient of the logits
+       fsdp_loss_parallel_max(x, FSDP_BF16, rows, cols, max);              // all-reduce max: MAX
+       fsdp_loss_parallel_sums(x, FSDP_BF16, rows, cols, first, t, max, sums); // all-reduce sums: SUM
+       loss[i] = logf(sums[i]) - sums[rows + i];                           // of each row
+       fsdp_loss_parallel_grad(x, x, FSDP_BF16, rows, cols, first, t, max, sums, dout);
+   They are loops over host memory. On a GPU kernels of yours do the same
+   logits      [rows][cols] of a floating dtype: this rank's classes first .. first + cols - 1. cols
+               may be 0. Arithmetic is in f64, results are rounded once
+   targets     [rows] the class of each row. A row whose target no rank has is ignored: give it 0 in
+               dout, and leave its loss out
+   max         [rows] out of max: -infinity if cols is 0; in of the others: the maximum over all ranks
+   sums        [2][rows] out of sums: the sum of exp(x - max); x - max of the target if it is on this
+               rank, else 0. In of grad: their sums over all ranks
+   dout        [rows] the gradient of each row's loss. If it is 0, the row of grad is 0
+   grad        [rows][cols] out: (exp(x - max) / sum - [target]) * dout. It may be logits
+   Result      FSDP_OK; INVALID_ARG (not a floating dtype, a negative size, a NULL that is not empty)
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: torch.distributed.tensor.parallel.loss_parallel; two all-reduces instead of
+               three: the logit of the target travels with the sum */
+FSDP_API fsdp_status fsdp_loss_parallel_max(const void *logits, fsdp_dtype dtype, int64_t rows,
+                                            int64_t cols, float *max);
+FSDP_API fsdp_status fsdp_loss_parallel_sums(const void *logits, fsdp_dtype dtype, int64_t rows,
+                                             int64_t cols, int64_t first, const int64_t *targets,
+                                             const float *max, float *sums);
+FSDP_API fsdp_status fsdp_loss_parallel_grad(void *grad, const void *logits, fsdp_dtype dtype,
+                                             int64_t rows, int64_t cols, int64_t first,
+                                             const int64_t *targets, const float *max,
+                                             const float *sums, const float *dout);
+
 // clang-format on
 #ifdef __cplusplus
 }
@@ -204,6 +238,7 @@ extern "C" {
 
 #include "dtensor/spec.h"
 #include "dtensor/route.h"
+#include "dtensor/loss.h"
 
 #ifdef __cplusplus
 }
