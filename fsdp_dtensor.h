@@ -217,6 +217,71 @@ FSDP_API fsdp_status fsdp_loss_parallel_grad(void *grad, const void *logits, fsd
                                              const int64_t *targets, const float *max,
                                              const float *sums, const float *dout);
 
+/* -------------------------------------------------------------------------------------------- */
+/* Propagation: what an operation on distributed tensors needs and gives.                         */
+
+#define FSDP_TENSOR_OP_LIST(X)                                                                     \
+    X(MM, "mm")                 /* x(m,k), y(k,n) */                                               \
+    X(LINEAR, "linear")         /* x(..,k), w(n,k), or also b(n): x w^T + b */                     \
+    X(BMM, "bmm")               /* x(b,m,k), y(b,k,n) */                                           \
+    X(ADD, "add")               /* x, y: y may lack dims on the left, or have size 1 there */      \
+    X(MUL, "mul")               /* the same */                                                     \
+    X(SCALE, "scale")           /* x times a number */                                             \
+    X(POINTWISE, "pointwise")   /* a nonlinear function of each element */                         \
+    X(TRANSPOSE, "transpose")   /* args.shape: which dim of x each dim is; none: the last two */   \
+    X(SLICE, "slice")           /* args.dim; args.shape[0]: its new size. Also each part of split */ \
+    X(RESHAPE, "reshape")       /* args.shape: the new shape */                                    \
+    X(SUM, "sum")               /* args.shape: dims that go; none: all */                          \
+    X(MEAN, "mean")             /* the same */                                                     \
+    X(SOFTMAX, "softmax")       /* over the last args.num_dims dims; none: the last one */         \
+    X(LOG_SOFTMAX, "log_softmax") /* the same */                                                   \
+    X(LAYER_NORM, "layer_norm") /* the same; x, or also weight, or also bias */                    \
+    X(RMS_NORM, "rms_norm")     /* the same; x, or also weight */                                  \
+    X(CAT, "cat")               /* 1 .. 4 tensors along args.dim */                                \
+    X(EMBEDDING, "embedding")   /* w(V,D), ids: rows of w */
+enum {
+#define FSDP_X(name, text) FSDP_TENSOR_OP_##name,
+    FSDP_TENSOR_OP_LIST(FSDP_X)
+#undef FSDP_X
+    FSDP_TENSOR_OP_COUNT
+};
+
+typedef struct fsdp_tensor_op_args {
+    int32_t dim, num_dims;            // num_dims: numbers in shape; SOFTMAX and norms: see the list
+    int64_t shape[FSDP_MAX_DIMS];
+} fsdp_tensor_op_args;
+
+enum { FSDP_TENSOR_OP_INPUTS = 4 };
+typedef struct fsdp_propagation {
+    fsdp_spec out;
+    fsdp_spec in[FSDP_TENSOR_OP_INPUTS];   // what the inputs have to be
+    fsdp_spec grad[FSDP_TENSOR_OP_INPUTS]; // how the gradient of each input arrives, if that of the
+                                           // output is as out, with REPLICATE for PARTIAL. All 0: ids
+    double cost_us;                        // of bringing the inputs there
+    int32_t num_in;
+    int32_t masked;                   // 1: EMBEDDING of rows that are cut: a rank writes 0 for an id
+                                      // whose row it does not have
+} fsdp_propagation;
+
+/* fsdp_propagate - the placements with which an operation needs no communication of its own, and
+   that cost least to bring the inputs to
+   op          FSDP_TENSOR_OP_*
+   in          [num_in] specs on one mesh
+   args        dims and sizes of operations that have some; NULL: all 0
+   links       as for fsdp_route_find
+   Choice      for each mesh dim a row of a table of the operation, for example of MM: x cut along
+               dim 1 and y along dim 0 give addends. A row cuts only if an input is cut there in this
+               way already, and cuts no dim anew that is shorter than the number of parts. Of equal
+               costs: fewest placements that change, then fewest PARTIAL in the output
+   Result      FSDP_OK; INVALID_ARG (number, mesh or shapes of inputs, args, a spec that
+               fsdp_spec_init did not fill); UNSUPPORTED (there is no such op); OUT_OF_MEMORY (more
+               than 4 mesh dims of more than one rank, or 4 and a tensor of more than 4 dims)
+   Collective  no      Blocks no      Allocates 128 KiB of the stack      Thread any
+   Source      torch: ShardingPropagator, register_op_strategy; gradients: the backward of each op */
+FSDP_API fsdp_status fsdp_propagate(int op, const fsdp_spec *const *in, int num_in,
+                                    const fsdp_tensor_op_args *args, const fsdp_links *links,
+                                    fsdp_propagation *out);
+
 // clang-format on
 #ifdef __cplusplus
 }
@@ -239,6 +304,7 @@ extern "C" {
 #include "dtensor/spec.h"
 #include "dtensor/route.h"
 #include "dtensor/loss.h"
+#include "dtensor/propagate.h"
 
 #ifdef __cplusplus
 }
