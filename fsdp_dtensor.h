@@ -74,8 +74,8 @@ typedef struct fsdp_spec {
 
 // What one coordinate of the mesh has.
 typedef struct fsdp_local {
-    int64_t shape[FSDP_MAX_DIMS], start[FSDP_MAX_DIMS]; // [ndim]; start: the size of the tensor's dim
-                                                        // where the part is empty
+    int64_t shape[FSDP_MAX_DIMS], start[FSDP_MAX_DIMS]; // [ndim]; start: of an empty part the
+                                                        // size of the tensor's dim
     int64_t numel;
 } fsdp_local;
 
@@ -141,7 +141,7 @@ typedef struct fsdp_links {
 enum {
     FSDP_STEP_SLICE = 0,              // REPLICATE -> SHARD: keep my part. Local
     FSDP_STEP_PAD,                    // SHARD -> PARTIAL: my part, zeros around it. Local
-    FSDP_STEP_OWN,                    // REPLICATE -> PARTIAL of SUM: coordinate 0 keeps it, the others
+    FSDP_STEP_OWN,                    // REPLICATE -> PARTIAL of SUM: coordinate 0 keeps it, others
                                       // have zeros; of other ops: all keep it. Local
     FSDP_STEP_ALL_GATHER,             // SHARD -> REPLICATE
     FSDP_STEP_ALL_REDUCE,             // PARTIAL -> REPLICATE
@@ -189,8 +189,8 @@ FSDP_API fsdp_status fsdp_route_find(const fsdp_spec *from, const fsdp_spec *to,
 /* fsdp_loss_parallel_max  - the largest logit of each row on this rank
    fsdp_loss_parallel_sums - what the loss needs to know about each row on this rank
    fsdp_loss_parallel_grad - the gradient of the logits
-       fsdp_loss_parallel_max(x, FSDP_BF16, rows, cols, max);              // all-reduce max: MAX
-       fsdp_loss_parallel_sums(x, FSDP_BF16, rows, cols, first, t, max, sums); // all-reduce sums: SUM
+       fsdp_loss_parallel_max(x, FSDP_BF16, rows, cols, max);              // all-reduce: MAX
+       fsdp_loss_parallel_sums(x, FSDP_BF16, rows, cols, first, t, max, sums); // all-reduce: SUM
        loss[i] = logf(sums[i]) - sums[rows + i];                           // of each row
        fsdp_loss_parallel_grad(x, x, FSDP_BF16, rows, cols, first, t, max, sums, dout);
    They are loops over host memory. On a GPU kernels of yours do the same
@@ -198,12 +198,12 @@ FSDP_API fsdp_status fsdp_route_find(const fsdp_spec *from, const fsdp_spec *to,
                may be 0. Arithmetic is in f64, results are rounded once
    targets     [rows] the class of each row. A row whose target no rank has is ignored: give it 0 in
                dout, and leave its loss out
-   max         [rows] out of max: -infinity if cols is 0; in of the others: the maximum over all ranks
-   sums        [2][rows] out of sums: the sum of exp(x - max); x - max of the target if it is on this
-               rank, else 0. In of grad: their sums over all ranks
+   max         [rows] out of max: -infinity if cols is 0; in of the others: that of all ranks
+   sums        [2][rows] out of sums: the sum of exp(x - max); x - max of the target if it is on
+               this rank, else 0. In of grad: their sums over all ranks
    dout        [rows] the gradient of each row's loss. If it is 0, the row of grad is 0
    grad        [rows][cols] out: (exp(x - max) / sum - [target]) * dout. It may be logits
-   Result      FSDP_OK; INVALID_ARG (not a floating dtype, a negative size, a NULL that is not empty)
+   Result      FSDP_OK; INVALID_ARG (not a floating dtype, a negative size, NULL that is not empty)
    Collective  no      Blocks no      Allocates no      Thread any
    Source      torch: torch.distributed.tensor.parallel.loss_parallel; two all-reduces instead of
                three: the logit of the target travels with the sum */
@@ -229,7 +229,7 @@ FSDP_API fsdp_status fsdp_loss_parallel_grad(void *grad, const void *logits, fsd
     X(SCALE, "scale")           /* x times a number */                                             \
     X(POINTWISE, "pointwise")   /* a nonlinear function of each element */                         \
     X(TRANSPOSE, "transpose")   /* args.shape: which dim of x each dim is; none: the last two */   \
-    X(SLICE, "slice")           /* args.dim; args.shape[0]: its new size. Also each part of split */ \
+    X(SLICE, "slice")           /* args.dim; args.shape[0]: its new size. Also a part of split */ \
     X(RESHAPE, "reshape")       /* args.shape: the new shape */                                    \
     X(SUM, "sum")               /* args.shape: dims that go; none: all */                          \
     X(MEAN, "mean")             /* the same */                                                     \
@@ -256,10 +256,10 @@ typedef struct fsdp_propagation {
     fsdp_spec out;
     fsdp_spec in[FSDP_TENSOR_OP_INPUTS];   // what the inputs have to be
     fsdp_spec grad[FSDP_TENSOR_OP_INPUTS]; // how the gradient of each input arrives, if that of the
-                                           // output is as out, with REPLICATE for PARTIAL. All 0: ids
+                                           // output is as out, REPLICATE for PARTIAL. All 0: ids
     double cost_us;                        // of bringing the inputs there
     int32_t num_in;
-    int32_t masked;                   // 1: EMBEDDING of rows that are cut: a rank writes 0 for an id
+    int32_t masked;                   // 1: EMBEDDING of rows that are cut: a rank writes 0 for ids
                                       // whose row it does not have
 } fsdp_propagation;
 
@@ -270,14 +270,14 @@ typedef struct fsdp_propagation {
    args        dims and sizes of operations that have some; NULL: all 0
    links       as for fsdp_route_find
    Choice      for each mesh dim a row of a table of the operation, for example of MM: x cut along
-               dim 1 and y along dim 0 give addends. A row cuts only if an input is cut there in this
-               way already, and cuts no dim anew that is shorter than the number of parts. Of equal
+               dim 1 and y along dim 0 give addends. A row cuts only if an input is cut there in
+               this way already, and cuts no dim anew that is shorter than the number of parts. Of equal
                costs: fewest placements that change, then fewest PARTIAL in the output
    Result      FSDP_OK; INVALID_ARG (number, mesh or shapes of inputs, args, a spec that
                fsdp_spec_init did not fill); UNSUPPORTED (there is no such op); OUT_OF_MEMORY (more
                than 4 mesh dims of more than one rank, or 4 and a tensor of more than 4 dims)
    Collective  no      Blocks no      Allocates 128 KiB of the stack      Thread any
-   Source      torch: ShardingPropagator, register_op_strategy; gradients: the backward of each op */
+   Source      torch: ShardingPropagator, register_op_strategy; gradients: the backward of each */
 FSDP_API fsdp_status fsdp_propagate(int op, const fsdp_spec *const *in, int num_in,
                                     const fsdp_tensor_op_args *args, const fsdp_links *links,
                                     fsdp_propagation *out);

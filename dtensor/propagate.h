@@ -150,7 +150,7 @@ static int fsdpi_dt_first(const int64_t *shape, int begin, int end) {
     return begin < end ? begin : -1;
 }
 
-// Dims fall into groups of equal size on both sides; of a group the first dims correspond. The parts
+// Dims fall into groups of equal size on both sides. Of a group the first dims correspond. Parts
 // are the same elements if the first dims are equal, or both are cut evenly.
 static int fsdpi_dt_rows_reshape(fsdpi_dt_op *o) {
     const int64_t *a = o->in[0]->shape, *b = o->shape;
@@ -300,7 +300,7 @@ static int fsdpi_dt_adds_fit(const fsdp_spec *s) {
     return 1;
 }
 
-// May input i, given so, be brought to what the rows need? A part with zeros around it costs nothing
+// May input i, given so, be brought to what the rows need? A part with zeros around costs nothing
 // here and much in the next operation: what is cut does not become addends.
 static int fsdpi_dt_fits(const fsdpi_dt_op *o, int i, const fsdp_spec *need) {
     const fsdp_spec *given = o->in[i];
@@ -327,8 +327,8 @@ static int fsdpi_dt_out_fits(const fsdpi_dt_op *o, const fsdp_spec *out) {
     return fsdpi_dt_adds_fit(out);
 }
 
-// How the gradient of input i arrives: cut as the input is. A whole input beside one that is cut, or
-// that holds addends, gets an addend from each rank.
+// How the gradient of input i arrives: cut as the input is. A whole input beside one that is cut,
+// or that holds addends, gets an addend from each rank.
 static void fsdpi_dt_grad_of(const fsdpi_dt_op *o, int i, fsdp_spec *grad) {
     for (int m = 0; m < grad->mesh_ndim; m++) {
         fsdp_placement *p = &grad->place[m];
@@ -408,8 +408,8 @@ static fsdp_status fsdpi_dt_choose(fsdpi_dt_op *o, void *scratch, fsdp_propagati
     return status;
 }
 
-// An order of all mesh dims in which the cuts of each dim of a spec stand as they are made: again and
-// again the leftmost one whose earlier cuts have been taken.
+// An order of all mesh dims in which the cuts of each dim of a spec stand as they are made: again
+// and again the leftmost one whose earlier cuts have been taken.
 static void fsdpi_dt_order(const fsdp_spec *s, int *order) {
     int taken = 0;
     for (int k = 0; k < s->mesh_ndim; k++)

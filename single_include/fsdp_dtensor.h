@@ -75,8 +75,8 @@ typedef struct fsdp_spec {
 
 // What one coordinate of the mesh has.
 typedef struct fsdp_local {
-    int64_t shape[FSDP_MAX_DIMS], start[FSDP_MAX_DIMS]; // [ndim]; start: the size of the tensor's dim
-                                                        // where the part is empty
+    int64_t shape[FSDP_MAX_DIMS], start[FSDP_MAX_DIMS]; // [ndim]; start: of an empty part the
+                                                        // size of the tensor's dim
     int64_t numel;
 } fsdp_local;
 
@@ -142,7 +142,7 @@ typedef struct fsdp_links {
 enum {
     FSDP_STEP_SLICE = 0,              // REPLICATE -> SHARD: keep my part. Local
     FSDP_STEP_PAD,                    // SHARD -> PARTIAL: my part, zeros around it. Local
-    FSDP_STEP_OWN,                    // REPLICATE -> PARTIAL of SUM: coordinate 0 keeps it, the others
+    FSDP_STEP_OWN,                    // REPLICATE -> PARTIAL of SUM: coordinate 0 keeps it, others
                                       // have zeros; of other ops: all keep it. Local
     FSDP_STEP_ALL_GATHER,             // SHARD -> REPLICATE
     FSDP_STEP_ALL_REDUCE,             // PARTIAL -> REPLICATE
@@ -190,8 +190,8 @@ FSDP_API fsdp_status fsdp_route_find(const fsdp_spec *from, const fsdp_spec *to,
 /* fsdp_loss_parallel_max  - the largest logit of each row on this rank
    fsdp_loss_parallel_sums - what the loss needs to know about each row on this rank
    fsdp_loss_parallel_grad - the gradient of the logits
-       fsdp_loss_parallel_max(x, FSDP_BF16, rows, cols, max);              // all-reduce max: MAX
-       fsdp_loss_parallel_sums(x, FSDP_BF16, rows, cols, first, t, max, sums); // all-reduce sums: SUM
+       fsdp_loss_parallel_max(x, FSDP_BF16, rows, cols, max);              // all-reduce: MAX
+       fsdp_loss_parallel_sums(x, FSDP_BF16, rows, cols, first, t, max, sums); // all-reduce: SUM
        loss[i] = logf(sums[i]) - sums[rows + i];                           // of each row
        fsdp_loss_parallel_grad(x, x, FSDP_BF16, rows, cols, first, t, max, sums, dout);
    They are loops over host memory. On a GPU kernels of yours do the same
@@ -199,12 +199,12 @@ FSDP_API fsdp_status fsdp_route_find(const fsdp_spec *from, const fsdp_spec *to,
                may be 0. Arithmetic is in f64, results are rounded once
    targets     [rows] the class of each row. A row whose target no rank has is ignored: give it 0 in
                dout, and leave its loss out
-   max         [rows] out of max: -infinity if cols is 0; in of the others: the maximum over all ranks
-   sums        [2][rows] out of sums: the sum of exp(x - max); x - max of the target if it is on this
-               rank, else 0. In of grad: their sums over all ranks
+   max         [rows] out of max: -infinity if cols is 0; in of the others: that of all ranks
+   sums        [2][rows] out of sums: the sum of exp(x - max); x - max of the target if it is on
+               this rank, else 0. In of grad: their sums over all ranks
    dout        [rows] the gradient of each row's loss. If it is 0, the row of grad is 0
    grad        [rows][cols] out: (exp(x - max) / sum - [target]) * dout. It may be logits
-   Result      FSDP_OK; INVALID_ARG (not a floating dtype, a negative size, a NULL that is not empty)
+   Result      FSDP_OK; INVALID_ARG (not a floating dtype, a negative size, NULL that is not empty)
    Collective  no      Blocks no      Allocates no      Thread any
    Source      torch: torch.distributed.tensor.parallel.loss_parallel; two all-reduces instead of
                three: the logit of the target travels with the sum */
@@ -230,7 +230,7 @@ FSDP_API fsdp_status fsdp_loss_parallel_grad(void *grad, const void *logits, fsd
     X(SCALE, "scale")           /* x times a number */                                             \
     X(POINTWISE, "pointwise")   /* a nonlinear function of each element */                         \
     X(TRANSPOSE, "transpose")   /* args.shape: which dim of x each dim is; none: the last two */   \
-    X(SLICE, "slice")           /* args.dim; args.shape[0]: its new size. Also each part of split */ \
+    X(SLICE, "slice")           /* args.dim; args.shape[0]: its new size. Also a part of split */ \
     X(RESHAPE, "reshape")       /* args.shape: the new shape */                                    \
     X(SUM, "sum")               /* args.shape: dims that go; none: all */                          \
     X(MEAN, "mean")             /* the same */                                                     \
@@ -257,10 +257,10 @@ typedef struct fsdp_propagation {
     fsdp_spec out;
     fsdp_spec in[FSDP_TENSOR_OP_INPUTS];   // what the inputs have to be
     fsdp_spec grad[FSDP_TENSOR_OP_INPUTS]; // how the gradient of each input arrives, if that of the
-                                           // output is as out, with REPLICATE for PARTIAL. All 0: ids
+                                           // output is as out, REPLICATE for PARTIAL. All 0: ids
     double cost_us;                        // of bringing the inputs there
     int32_t num_in;
-    int32_t masked;                   // 1: EMBEDDING of rows that are cut: a rank writes 0 for an id
+    int32_t masked;                   // 1: EMBEDDING of rows that are cut: a rank writes 0 for ids
                                       // whose row it does not have
 } fsdp_propagation;
 
@@ -271,14 +271,14 @@ typedef struct fsdp_propagation {
    args        dims and sizes of operations that have some; NULL: all 0
    links       as for fsdp_route_find
    Choice      for each mesh dim a row of a table of the operation, for example of MM: x cut along
-               dim 1 and y along dim 0 give addends. A row cuts only if an input is cut there in this
-               way already, and cuts no dim anew that is shorter than the number of parts. Of equal
+               dim 1 and y along dim 0 give addends. A row cuts only if an input is cut there in
+               this way already, and cuts no dim anew that is shorter than the number of parts. Of equal
                costs: fewest placements that change, then fewest PARTIAL in the output
    Result      FSDP_OK; INVALID_ARG (number, mesh or shapes of inputs, args, a spec that
                fsdp_spec_init did not fill); UNSUPPORTED (there is no such op); OUT_OF_MEMORY (more
                than 4 mesh dims of more than one rank, or 4 and a tensor of more than 4 dims)
    Collective  no      Blocks no      Allocates 128 KiB of the stack      Thread any
-   Source      torch: ShardingPropagator, register_op_strategy; gradients: the backward of each op */
+   Source      torch: ShardingPropagator, register_op_strategy; gradients: the backward of each */
 FSDP_API fsdp_status fsdp_propagate(int op, const fsdp_spec *const *in, int num_in,
                                     const fsdp_tensor_op_args *args, const fsdp_links *links,
                                     fsdp_propagation *out);
@@ -609,8 +609,8 @@ FSDP_API fsdp_status fsdp_spec_from_strided(fsdp_spec *spec, const int64_t *fact
 /* ==== dtensor/route.h =======================================================================
    the cheapest way from one spec to another, and PyTorch's greedy one */
 
-// A state is a byte for each mesh dim of more than one rank. Moves lead from state to state: the last
-// cut of a tensor dim goes or becomes the last cut of another one, addends are reduced. Dijkstra's
+// A state is a byte for each mesh dim of more than one rank. Moves lead from state to state: the
+// last cut of a tensor dim goes or becomes the last cut of another one, addends are reduced. Dijkstra's
 // algorithm finds the cheapest sequence. Costs are integers of 10^-6 us, so that sums do not depend
 // on the order of addition, and equal costs are equal.
 // Source: torch/distributed/tensor/_redistribute.py.
@@ -1402,7 +1402,7 @@ static int fsdpi_dt_first(const int64_t *shape, int begin, int end) {
     return begin < end ? begin : -1;
 }
 
-// Dims fall into groups of equal size on both sides; of a group the first dims correspond. The parts
+// Dims fall into groups of equal size on both sides. Of a group the first dims correspond. Parts
 // are the same elements if the first dims are equal, or both are cut evenly.
 static int fsdpi_dt_rows_reshape(fsdpi_dt_op *o) {
     const int64_t *a = o->in[0]->shape, *b = o->shape;
@@ -1552,7 +1552,7 @@ static int fsdpi_dt_adds_fit(const fsdp_spec *s) {
     return 1;
 }
 
-// May input i, given so, be brought to what the rows need? A part with zeros around it costs nothing
+// May input i, given so, be brought to what the rows need? A part with zeros around costs nothing
 // here and much in the next operation: what is cut does not become addends.
 static int fsdpi_dt_fits(const fsdpi_dt_op *o, int i, const fsdp_spec *need) {
     const fsdp_spec *given = o->in[i];
@@ -1579,8 +1579,8 @@ static int fsdpi_dt_out_fits(const fsdpi_dt_op *o, const fsdp_spec *out) {
     return fsdpi_dt_adds_fit(out);
 }
 
-// How the gradient of input i arrives: cut as the input is. A whole input beside one that is cut, or
-// that holds addends, gets an addend from each rank.
+// How the gradient of input i arrives: cut as the input is. A whole input beside one that is cut,
+// or that holds addends, gets an addend from each rank.
 static void fsdpi_dt_grad_of(const fsdpi_dt_op *o, int i, fsdp_spec *grad) {
     for (int m = 0; m < grad->mesh_ndim; m++) {
         fsdp_placement *p = &grad->place[m];
@@ -1660,8 +1660,8 @@ static fsdp_status fsdpi_dt_choose(fsdpi_dt_op *o, void *scratch, fsdp_propagati
     return status;
 }
 
-// An order of all mesh dims in which the cuts of each dim of a spec stand as they are made: again and
-// again the leftmost one whose earlier cuts have been taken.
+// An order of all mesh dims in which the cuts of each dim of a spec stand as they are made: again
+// and again the leftmost one whose earlier cuts have been taken.
 static void fsdpi_dt_order(const fsdp_spec *s, int *order) {
     int taken = 0;
     for (int k = 0; k < s->mesh_ndim; k++)

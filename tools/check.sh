@@ -115,6 +115,11 @@ gate_math_only() {
     local bad
     implement fsdp.h | compile gcc c99 -DFSDP_MATH_ONLY -O2 -c -o "$work/math.o"
     implement fsdp.h | compile g++ c++11 -DFSDP_MATH_ONLY -O2 -c -o /dev/null
+    implement fsdp_dtensor.h | compile gcc c99 -DFSDP_MATH_ONLY -O2 -c -o "$work/dtensor.o"
+    implement fsdp_dtensor.h | compile g++ c++11 -DFSDP_MATH_ONLY -O2 -c -o /dev/null
+    bad=$(nm -u "$work/dtensor.o" |
+        awk '$2 !~ /^(mem|str|exp$|__stack_chk|_GLOBAL_OFFSET)/ {print $2}')
+    [ -z "$bad" ] || die "fsdp_dtensor.h calls:" $bad
     bad=$(implement fsdp.h | gcc -std=c99 -DFSDP_MATH_ONLY -I. -H -E -o /dev/null -x c - 2>&1 |
         awk '$1 !~ /^\.+$/ || $2 == "fsdp.h" { next }
              $2 ~ /(^|\/)core\// { part = length($1); next } # a part of fsdp.h, at this depth
