@@ -3,8 +3,8 @@
    A part of fsdp_dtensor.h. SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
 
 // A state is a byte for each mesh dim of more than one rank. Moves lead from state to state: the
-// last cut of a tensor dim goes or becomes the last cut of another one, addends are reduced. Dijkstra's
-// algorithm finds the cheapest sequence. Costs are integers of 10^-6 us, so that sums do not depend
+// last cut of a tensor dim goes or becomes the last cut of another one, addends are reduced.
+// Dijkstra's algorithm finds the cheapest sequence. Costs are integers of 10^-6 us, so that sums do not depend
 // on the order of addition, and equal costs are equal.
 // Source: torch/distributed/tensor/_redistribute.py.
 

@@ -272,8 +272,8 @@ typedef struct fsdp_propagation {
    links       as for fsdp_route_find
    Choice      for each mesh dim a row of a table of the operation, for example of MM: x cut along
                dim 1 and y along dim 0 give addends. A row cuts only if an input is cut there in
-               this way already, and cuts no dim anew that is shorter than the number of parts. Of equal
-               costs: fewest placements that change, then fewest PARTIAL in the output
+               this way already, and cuts no dim anew that is shorter than the number of parts. Of
+               equal costs: fewest placements that change, then fewest PARTIAL in the output
    Result      FSDP_OK; INVALID_ARG (number, mesh or shapes of inputs, args, a spec that
                fsdp_spec_init did not fill); UNSUPPORTED (there is no such op); OUT_OF_MEMORY (more
                than 4 mesh dims of more than one rank, or 4 and a tensor of more than 4 dims)
@@ -610,8 +610,8 @@ FSDP_API fsdp_status fsdp_spec_from_strided(fsdp_spec *spec, const int64_t *fact
    the cheapest way from one spec to another, and PyTorch's greedy one */
 
 // A state is a byte for each mesh dim of more than one rank. Moves lead from state to state: the
-// last cut of a tensor dim goes or becomes the last cut of another one, addends are reduced. Dijkstra's
-// algorithm finds the cheapest sequence. Costs are integers of 10^-6 us, so that sums do not depend
+// last cut of a tensor dim goes or becomes the last cut of another one, addends are reduced.
+// Dijkstra's algorithm finds the cheapest sequence. Costs are integers of 10^-6 us, so that sums do not depend
 // on the order of addition, and equal costs are equal.
 // Source: torch/distributed/tensor/_redistribute.py.
 

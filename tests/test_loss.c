@@ -110,7 +110,7 @@ static const struct {
 
 static void check_row(const played *p, int64_t i, double tolerance, double *worst) {
     const double *x = p->logits + i * p->classes;
-    double max = -INFINITY, sum = 0;
+    double max = -(double)INFINITY, sum = 0;
     for (int64_t k = 0; k < p->classes; k++) max = x[k] > max ? x[k] : max;
     for (int64_t k = 0; k < p->classes; k++) sum += exp(x[k] - max);
     int known = p->targets[i] >= 0 && p->targets[i] < p->classes;

@@ -734,7 +734,7 @@ TEST(route, refuses) {
     memset(&links, 0, sizeof links);
     links.hop_us[7] = -1;
     REFUSED(NULL, FIND(&from, &to, &links, scratch), "[E175]");
-    links.hop_us[7] = 0, links.base_us = NAN;
+    links.hop_us[7] = 0, links.base_us = (double)NAN;
     REFUSED(NULL, FIND(&from, &to, &links, scratch), "[E175]");
     CHECK_OK(fsdp_spec_init(&to, 2, other_mesh, b, FSDP_F32, 2, shape));
     REFUSED(NULL, FIND(&from, &to, NULL, scratch), "[E178]");
