@@ -611,8 +611,8 @@ FSDP_API fsdp_status fsdp_spec_from_strided(fsdp_spec *spec, const int64_t *fact
 
 // A state is a byte for each mesh dim of more than one rank. Moves lead from state to state: the
 // last cut of a tensor dim goes or becomes the last cut of another one, addends are reduced.
-// Dijkstra's algorithm finds the cheapest sequence. Costs are integers of 10^-6 us, so that sums do not depend
-// on the order of addition, and equal costs are equal.
+// Dijkstra's algorithm finds the cheapest sequence. Costs are integers of 10^-6 us, so that sums do
+// not depend on the order of addition, and equal costs are equal.
 // Source: torch/distributed/tensor/_redistribute.py.
 
 enum { FSDPI_DT_R = 0, FSDPI_DT_P = 1, FSDPI_DT_S = 2 }; // SHARD: S + 8 * dim + order
