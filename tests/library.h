@@ -7,6 +7,7 @@
 #include "fsdp_optim.h"
 #include "fsdp_replicate.h"
 #include "fsdp_plan.h"
+#include "fsdp_dtensor.h"
 #if defined(FSDP_BACKEND_SHM) || !(defined(FSDP_BACKEND_GLOO) || defined(FSDP_BACKEND_NCCL))
 #include "backends/fsdp_shm.h"
 #endif

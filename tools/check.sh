@@ -115,6 +115,11 @@ gate_math_only() {
     local bad
     implement fsdp.h | compile gcc c99 -DFSDP_MATH_ONLY -O2 -c -o "$work/math.o"
     implement fsdp.h | compile g++ c++11 -DFSDP_MATH_ONLY -O2 -c -o /dev/null
+    implement fsdp_dtensor.h | compile gcc c99 -DFSDP_MATH_ONLY -O2 -c -o "$work/dtensor.o"
+    implement fsdp_dtensor.h | compile g++ c++11 -DFSDP_MATH_ONLY -O2 -c -o /dev/null
+    bad=$(nm -u "$work/dtensor.o" |
+        awk '$2 !~ /^(mem|str|exp$|__stack_chk|_GLOBAL_OFFSET)/ {print $2}')
+    [ -z "$bad" ] || die "fsdp_dtensor.h calls:" $bad
     bad=$(implement fsdp.h | gcc -std=c99 -DFSDP_MATH_ONLY -I. -H -E -o /dev/null -x c - 2>&1 |
         awk '$1 !~ /^\.+$/ || $2 == "fsdp.h" { next }
              $2 ~ /(^|\/)core\// { part = length($1); next } # a part of fsdp.h, at this depth
@@ -229,7 +234,7 @@ gate_single_example() { # NAME
     local dir=$PWD/$work/single.$1 program=$work/single.$1/$1
     single_folder "$dir"
     gcc -std=c99 -O0 -I"$dir" -MMD -MF "$program.d" -o "$program" "examples/$1.c" -pthread -lm
-    ! grep -qE ' (core|plan)/' "$program.d" || die "$1 was not compiled with the one header"
+    ! grep -qE ' (core|plan|dtensor)/' "$program.d" || die "$1 was not compiled with the one header"
     "$program"
 }
 gate_single_tests() {
@@ -237,7 +242,7 @@ gate_single_tests() {
     single_folder "$dir"
     make -s --no-print-directory BUILD="$build/single" CC="gcc -I$dir" \
         $(printf "$build/single/tests/%s " $SINGLE_TESTS)
-    ! grep -qE ' (core|plan)/' "$build"/single/tests/*.d ||
+    ! grep -qE ' (core|plan|dtensor)/' "$build"/single/tests/*.d ||
         die 'a test was not compiled with the one header'
     for t in $SINGLE_TESTS; do
         "$build/single/tests/$t" '--filter=-long_*' >"$work/single.$t.log" 2>&1 ||

@@ -9,7 +9,7 @@
   licence    fsdp.h ends with the text of LICENSE; every source file names the licence
   layers     calls go down: no file of core/ includes anything of the project or names a backend,
              and only fsdp.h includes files of core/
-  extensions no extension (fsdp_*.h, plan/) uses a private name of fsdp.h, core/ or backends/
+  extensions no extension (fsdp_*.h and their parts) uses a private name of fsdp.h, core/, backends/
   tests      each test that README's first table, docs/parity.md or a command of a document names is
              in tests/; each test of tests/test_fully_shard_*.c, and each rule of
              test_golden_events.c, has a row in docs/parity.md. With FSDP_RAN, which run_tests.sh
@@ -29,7 +29,7 @@ import tempfile
 
 HEADERS = ["fsdp.h"] + sorted(glob.glob("fsdp_*.h"))
 PARTS = sorted(glob.glob("core/*.h"))
-PLAN = sorted(glob.glob("plan/*.h"))  # parts of an extension
+PLAN = sorted(glob.glob("plan/*.h") + glob.glob("dtensor/*.h"))  # parts of extensions
 DECLARES = HEADERS + ["core/dtype.h", "core/shard_math.h", "core/extension.h"]
 BACKENDS = sorted(glob.glob("backends/*.h") + glob.glob("backends/*.c[cu]"))
 FOLDERS = ["bench", "cmake", "examples", "tests", "tools"]

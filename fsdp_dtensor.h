@@ -1,0 +1,312 @@
+/* fsdp_dtensor.h - tensors that are distributed over the ranks of a mesh: PyTorch's DTensor in
+   numbers; an extension of fsdp.h
+
+   A spec says how the dims of a mesh hold a tensor: each mesh dim cuts it along one of its dims,
+   holds it whole, or holds addends of it. From specs alone this header computes which part a rank
+   has, how to get from one spec to another with the least cost, and what an operation on such
+   tensors gives. It needs no world, no memory and no other rank.
+
+       #define FSDP_IMPLEMENTATION          // in one .c or .cc file of the program
+       #include "fsdp_dtensor.h"            // includes fsdp.h; link with -lm
+
+       int32_t mesh[2] = {4, 2};                                  // 4 ranks by 2
+       fsdp_placement cut[2] = {{FSDP_SHARD, 0, 0, 1}, {FSDP_SHARD, 0, 0, 0}};
+       int64_t shape[2] = {50257, 768};
+       fsdp_spec spec;
+       fsdp_local part;
+       int32_t coord[2] = {3, 1};                                 // the last rank
+       if (fsdp_spec_init(&spec, 2, mesh, cut, FSDP_F32, 2, shape)) return 1;
+       if (fsdp_spec_local(&spec, coord, &part)) return 1;        // 6282 rows, from row 43975 on
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h)
+
+   WHAT IS THERE
+     Specs, parts and PyTorch's strided placements; routes; placements of operations; the local
+     loops of a loss whose classes are cut. All of it compiles with FSDP_MATH_ONLY; then a failure
+     has no text.
+   WHAT IS NOT THERE YET
+     Functions that communicate: to run a route on data of a model, and to cut the parameters of a
+     unit by tensor parallelism. Until then your program issues the collectives of a route itself.
+   PARTS
+     A part is row-major, contiguous and without padding. Along each dim it is one interval. If a
+     dim does not divide evenly, it is cut as torch.chunk cuts it: ceil(size / ranks) for each rank,
+     the last ranks have less or nothing.
+   ORDERS
+     If several mesh dims cut the same tensor dim, fsdp_placement.order says which one cuts first.
+     FSDP over tensor parallelism cuts by tp first: its order is (tp, dp). PyTorch writes this order
+     as _StridedShard. Both have the same data only if every cut is even, so that this header stores
+     the order. */
+#ifndef FSDP_DTENSOR_H
+#define FSDP_DTENSOR_H
+
+#include "fsdp.h"
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+// The columns of the declarations are set by hand.
+// clang-format off
+
+/* -------------------------------------------------------------------------------------------- */
+/* Specs: which part of a tensor each rank has.                                                   */
+
+// What one mesh dim does with a tensor. All zero: every rank has all of it.
+enum { FSDP_REPLICATE = 0, FSDP_SHARD = 1, FSDP_PARTIAL = 2 };
+enum { FSDP_AVG = 3 };                // how addends are joined, in addition to FSDP_SUM, _MAX, _MIN
+typedef struct fsdp_placement {
+    int8_t kind;                      // FSDP_REPLICATE, FSDP_SHARD, FSDP_PARTIAL
+    int8_t dim;                       // SHARD: the tensor dim that is cut; -1: the last one
+    int8_t op;                        // PARTIAL: FSDP_SUM, FSDP_MAX, FSDP_MIN, FSDP_AVG
+    int8_t order;                     // SHARD: place, from 0, among the mesh dims that cut the same
+                                      // tensor dim, in the order in which the cuts are made. All 0:
+                                      // mesh dims from left to right
+} fsdp_placement;
+
+// A distributed tensor without its data. Values only: equal specs are equal by memcmp.
+typedef struct fsdp_spec {
+    int32_t mesh_ndim, ndim;
+    fsdp_dtype dtype;
+    int32_t reserved;
+    int32_t mesh_shape[FSDP_MAX_DIMS];
+    fsdp_placement place[FSDP_MAX_DIMS]; // [mesh_ndim]: dims >= 0, orders explicit; the rest is 0
+    int64_t shape[FSDP_MAX_DIMS];        // [ndim] of the whole tensor; the rest is 0
+} fsdp_spec;
+
+// What one coordinate of the mesh has.
+typedef struct fsdp_local {
+    int64_t shape[FSDP_MAX_DIMS], start[FSDP_MAX_DIMS]; // [ndim]; start: of an empty part the
+                                                        // size of the tensor's dim
+    int64_t numel;
+} fsdp_local;
+
+/* fsdp_spec_init - check and fill a spec
+   mesh_shape  [mesh_ndim], 1 .. FSDP_MAX_DIMS sizes >= 1
+   place       [mesh_ndim]. Fields that its kind does not use are ignored. dim: -ndim .. ndim - 1
+   shape       [ndim], 0 .. FSDP_MAX_DIMS sizes >= 0
+   out         unchanged after a failure. place and shape may be its own fields
+   Result      FSDP_OK; INVALID_ARG (the text names the mesh dim or the size): a size or a dim out
+               of range, a kind, an op or a dtype that is none, orders that are no permutation,
+               PARTIAL of two ops (SUM and AVG may stand together), SHARD of a scalar, a mesh of
+               more than 2^31 - 1 ranks, a tensor of more than 2^62 bytes
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: DTensorSpec, DTensor.from_local with shape, normalize_to_torch_size */
+FSDP_API fsdp_status fsdp_spec_init(fsdp_spec *out, int mesh_ndim, const int32_t *mesh_shape,
+                                    const fsdp_placement *place, fsdp_dtype dtype, int ndim,
+                                    const int64_t *shape);
+
+/* fsdp_spec_local - the part of one rank; any rank of any world
+   coord       [mesh_ndim] its coordinate in the mesh
+   Layout      rows are cut in the order of the placements, each time as fsdp_shard_range
+   Result      FSDP_OK; INVALID_ARG (a coordinate out of range, a spec that fsdp_spec_init did not
+               fill)
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: compute_local_shape_and_global_offset */
+FSDP_API fsdp_status fsdp_spec_local(const fsdp_spec *spec, const int32_t *coord, fsdp_local *out);
+
+/* fsdp_spec_infer - as fsdp_spec_init, from the shape of a part. All parts have this shape
+   local_shape [ndim]
+   Result      as fsdp_spec_init
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: compute_global_tensor_info, DTensor.from_local without shape */
+FSDP_API fsdp_status fsdp_spec_infer(fsdp_spec *out, int mesh_ndim, const int32_t *mesh_shape,
+                                     const fsdp_placement *place, fsdp_dtype dtype, int ndim,
+                                     const int64_t *local_shape);
+
+/* fsdp_spec_to_strided   - the split factors with which PyTorch writes the orders of a spec
+   fsdp_spec_from_strided - the orders that have these factors; overwrites those of spec
+   factor      [mesh_ndim]: 1 where PyTorch has Shard, Replicate or Partial; else that of
+               _StridedShard. from_strided reads it only where spec has SHARD. It may differ from 1
+               only by the sizes of mesh dims to the right
+   Result      FSDP_OK; INVALID_ARG (a factor < 1, a spec that fsdp_spec_init did not fill);
+               from_strided: UNSUPPORTED, if no order has these factors. Then spec is unchanged
+   Note        PyTorch's strided parts are these parts only if every cut is even. What FSDP over
+               tensor parallelism stores are these parts, always
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: DTensorSpec._convert_shard_order_to_StridedShard and its inverse */
+FSDP_API fsdp_status fsdp_spec_to_strided(const fsdp_spec *spec, int64_t *factor);
+FSDP_API fsdp_status fsdp_spec_from_strided(fsdp_spec *spec, const int64_t *factor);
+
+/* -------------------------------------------------------------------------------------------- */
+/* Routes: how to get from one spec to another.                                                   */
+
+// What the library believes about the mesh; the same on all ranks. All 0: PyTorch's numbers, 6.6 us
+// for a collective, 0.6 us for each hop, 87.7 GB/s (GB: 2^30 bytes).
+typedef struct fsdp_links {
+    double base_us, hop_us[FSDP_MAX_DIMS], gbytes_per_s[FSDP_MAX_DIMS]; // of each mesh dim
+    int32_t no_all_to_all;            // 1: there is none; an all-gather and a slice do its work
+    int32_t greedy;                   // 1: the steps of PyTorch's default planner instead of the
+                                      // cheapest, if all cuts are made from left to right
+} fsdp_links;
+
+enum {
+    FSDP_STEP_SLICE = 0,              // REPLICATE -> SHARD: keep my part. Local
+    FSDP_STEP_PAD,                    // SHARD -> PARTIAL: my part, zeros around it. Local
+    FSDP_STEP_OWN,                    // REPLICATE -> PARTIAL of SUM: coordinate 0 keeps it, others
+                                      // have zeros; of other ops: all keep it. Local
+    FSDP_STEP_ALL_GATHER,             // SHARD -> REPLICATE
+    FSDP_STEP_ALL_REDUCE,             // PARTIAL -> REPLICATE
+    FSDP_STEP_REDUCE_SCATTER,         // PARTIAL of SUM or AVG -> SHARD
+    FSDP_STEP_ALL_TO_ALL              // SHARD -> SHARD of another dim
+};
+typedef struct fsdp_step {
+    int32_t kind, mesh_dim;
+    fsdp_placement from, to;          // orders are counted among mesh dims of more than one rank
+    double cost_us;
+    int64_t wire_bytes;               // that the busiest rank receives, with padding
+} fsdp_step;
+#define FSDP_ROUTE_STEPS   32
+#define FSDP_ROUTE_SCRATCH (1 << 20)  // bytes: enough for 4 mesh dims of more than one rank
+typedef struct fsdp_route {
+    int32_t num_steps, num_collectives;
+    double cost_us;
+    int64_t wire_bytes, most_bytes;   // most_bytes: of the largest local part on the way, padded
+    fsdp_step steps[FSDP_ROUTE_STEPS];
+} fsdp_route;
+
+/* fsdp_route_find - the cheapest way from one spec to another on the same mesh
+   links       NULL: defaults
+   scratch     [scratch_bytes] memory, aligned to 8; contents undefined afterwards.
+               FSDP_ROUTE_SCRATCH is enough for meshes of up to 4 dims
+   route       out. A mesh dim of one rank has no step: each placement is the same there
+   Costs       of n ranks, L bytes of the largest part, as it is padded for the step: all_gather
+               base + (n-1) hop + (n-1) L / bw; reduce_scatter base + (n-1) hop + (n-1)/n L / bw;
+               all_to_all the same + 1 us; all_reduce base + 2(n-1) hop + 2(n-1)/n L / bw; local
+               steps 0. Each is rounded to 10^-6 us. Of equal costs: fewer collectives, then fewer
+               steps, then the smallest sequence of (mesh dim, kind, tensor dim). So all ranks find
+               the same route
+   Result      FSDP_OK; INVALID_ARG: another mesh, shape or dtype; a negative cost; a target that is
+               PARTIAL where the source is neither the same nor, for SUM, SHARD or REPLICATE.
+               OUT_OF_MEMORY: more scratch is needed, the text says how much
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: _gen_transform_infos, DTensorRedistributePlanner.find_min_cost_path */
+FSDP_API fsdp_status fsdp_route_find(const fsdp_spec *from, const fsdp_spec *to,
+                                     const fsdp_links *links, void *scratch, int64_t scratch_bytes,
+                                     fsdp_route *route);
+
+/* -------------------------------------------------------------------------------------------- */
+/* Loss parallel: cross-entropy of logits whose classes are cut over the ranks.                   */
+
+/* fsdp_loss_parallel_max  - the largest logit of each row on this rank
+   fsdp_loss_parallel_sums - what the loss needs to know about each row on this rank
+   fsdp_loss_parallel_grad - the gradient of the logits
+       fsdp_loss_parallel_max(x, FSDP_BF16, rows, cols, max);              // all-reduce: MAX
+       fsdp_loss_parallel_sums(x, FSDP_BF16, rows, cols, first, t, max, sums); // all-reduce: SUM
+       loss[i] = logf(sums[i]) - sums[rows + i];                           // of each row
+       fsdp_loss_parallel_grad(x, x, FSDP_BF16, rows, cols, first, t, max, sums, dout);
+   They are loops over host memory. On a GPU kernels of yours do the same
+   logits      [rows][cols] of a floating dtype: this rank's classes first .. first + cols - 1. cols
+               may be 0. Arithmetic is in f64, results are rounded once
+   targets     [rows] the class of each row. A row whose target no rank has is ignored: give it 0 in
+               dout, and leave its loss out
+   max         [rows] out of max: -infinity if cols is 0; in of the others: that of all ranks
+   sums        [2][rows] out of sums: the sum of exp(x - max); x - max of the target if it is on
+               this rank, else 0. In of grad: their sums over all ranks
+   dout        [rows] the gradient of each row's loss. If it is 0, the row of grad is 0
+   grad        [rows][cols] out: (exp(x - max) / sum - [target]) * dout. It may be logits
+   Result      FSDP_OK; INVALID_ARG (not a floating dtype, a negative size, NULL that is not empty)
+   Collective  no      Blocks no      Allocates no      Thread any
+   Source      torch: torch.distributed.tensor.parallel.loss_parallel; two all-reduces instead of
+               three: the logit of the target travels with the sum */
+FSDP_API fsdp_status fsdp_loss_parallel_max(const void *logits, fsdp_dtype dtype, int64_t rows,
+                                            int64_t cols, float *max);
+FSDP_API fsdp_status fsdp_loss_parallel_sums(const void *logits, fsdp_dtype dtype, int64_t rows,
+                                             int64_t cols, int64_t first, const int64_t *targets,
+                                             const float *max, float *sums);
+FSDP_API fsdp_status fsdp_loss_parallel_grad(void *grad, const void *logits, fsdp_dtype dtype,
+                                             int64_t rows, int64_t cols, int64_t first,
+                                             const int64_t *targets, const float *max,
+                                             const float *sums, const float *dout);
+
+/* -------------------------------------------------------------------------------------------- */
+/* Propagation: what an operation on distributed tensors needs and gives.                         */
+
+#define FSDP_TENSOR_OP_LIST(X)                                                                     \
+    X(MM, "mm")                 /* x(m,k), y(k,n) */                                               \
+    X(LINEAR, "linear")         /* x(..,k), w(n,k), or also b(n): x w^T + b */                     \
+    X(BMM, "bmm")               /* x(b,m,k), y(b,k,n) */                                           \
+    X(ADD, "add")               /* x, y: y may lack dims on the left, or have size 1 there */      \
+    X(MUL, "mul")               /* the same */                                                     \
+    X(SCALE, "scale")           /* x times a number */                                             \
+    X(POINTWISE, "pointwise")   /* a nonlinear function of each element */                         \
+    X(TRANSPOSE, "transpose")   /* args.shape: which dim of x each dim is; none: the last two */   \
+    X(SLICE, "slice")           /* args.dim; args.shape[0]: its new size. Also a part of split */ \
+    X(RESHAPE, "reshape")       /* args.shape: the new shape */                                    \
+    X(SUM, "sum")               /* args.shape: dims that go; none: all */                          \
+    X(MEAN, "mean")             /* the same */                                                     \
+    X(SOFTMAX, "softmax")       /* over the last args.num_dims dims; none: the last one */         \
+    X(LOG_SOFTMAX, "log_softmax") /* the same */                                                   \
+    X(LAYER_NORM, "layer_norm") /* the same; x, or also weight, or also bias */                    \
+    X(RMS_NORM, "rms_norm")     /* the same; x, or also weight */                                  \
+    X(CAT, "cat")               /* 1 .. 4 tensors along args.dim */                                \
+    X(EMBEDDING, "embedding")   /* w(V,D), ids: rows of w */
+enum {
+#define FSDP_X(name, text) FSDP_TENSOR_OP_##name,
+    FSDP_TENSOR_OP_LIST(FSDP_X)
+#undef FSDP_X
+    FSDP_TENSOR_OP_COUNT
+};
+
+typedef struct fsdp_tensor_op_args {
+    int32_t dim, num_dims;            // num_dims: numbers in shape; SOFTMAX and norms: see the list
+    int64_t shape[FSDP_MAX_DIMS];
+} fsdp_tensor_op_args;
+
+enum { FSDP_TENSOR_OP_INPUTS = 4 };
+typedef struct fsdp_propagation {
+    fsdp_spec out;
+    fsdp_spec in[FSDP_TENSOR_OP_INPUTS];   // what the inputs have to be
+    fsdp_spec grad[FSDP_TENSOR_OP_INPUTS]; // how the gradient of each input arrives, if that of the
+                                           // output is as out, REPLICATE for PARTIAL. All 0: ids
+    double cost_us;                        // of bringing the inputs there
+    int32_t num_in;
+    int32_t masked;                   // 1: EMBEDDING of rows that are cut: a rank writes 0 for ids
+                                      // whose row it does not have
+} fsdp_propagation;
+
+/* fsdp_propagate - the placements with which an operation needs no communication of its own, and
+   that cost least to bring the inputs to
+   op          FSDP_TENSOR_OP_*
+   in          [num_in] specs on one mesh
+   args        dims and sizes of operations that have some; NULL: all 0
+   links       as for fsdp_route_find
+   Choice      for each mesh dim a row of a table of the operation, for example of MM: x cut along
+               dim 1 and y along dim 0 give addends. A row cuts only if an input is cut there in
+               this way already, and cuts no dim anew that is shorter than the number of parts. Of
+               equal costs: fewest placements that change, then fewest PARTIAL in the output
+   Result      FSDP_OK; INVALID_ARG (number, mesh or shapes of inputs, args, a spec that
+               fsdp_spec_init did not fill); UNSUPPORTED (there is no such op); OUT_OF_MEMORY (more
+               than 4 mesh dims of more than one rank, or 4 and a tensor of more than 4 dims)
+   Collective  no      Blocks no      Allocates 128 KiB of the stack      Thread any
+   Source      torch: ShardingPropagator, register_op_strategy; gradients: the backward of each */
+FSDP_API fsdp_status fsdp_propagate(int op, const fsdp_spec *const *in, int num_in,
+                                    const fsdp_tensor_op_args *args, const fsdp_links *links,
+                                    fsdp_propagation *out);
+
+// clang-format on
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_DTENSOR_H
+
+/* ============================================================================================ */
+/* Implementation, leaves first. */
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_DTENSOR_IMPLEMENTED)
+#define FSDP_DTENSOR_IMPLEMENTED
+
+#include <math.h>   // exp, HUGE_VAL
+#include <string.h> // memcmp, memcpy, memset
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#include "dtensor/spec.h"
+#include "dtensor/route.h"
+#include "dtensor/loss.h"
+#include "dtensor/propagate.h"
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION

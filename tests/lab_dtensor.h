@@ -1,0 +1,99 @@
+/* lab_dtensor.h - what tests of fsdp_dtensor.h share: specs from words and from files, and all specs
+   of a mesh.
+
+   SPDX-License-Identifier: MIT */
+#ifndef LAB_DTENSOR_H
+#define LAB_DTENSOR_H
+#include "lab.h"
+#include "golden.h"
+
+enum { DIMS = FSDP_MAX_DIMS };
+
+/* ---- specs from words ------------------------------------------------------------------------ */
+
+/* "S0 P R" and the orders of the cuts, -1 elsewhere. */
+H_FN void placements(const char *words, const int *order, fsdp_placement *place) {
+    for (int m = 0; *words; m++) {
+        memset(&place[m], 0, sizeof *place);
+        if (*words == 'S') {
+            place[m].kind = FSDP_SHARD;
+            place[m].dim = (int8_t)(*++words - '0');
+            place[m].order = (int8_t)(order ? order[m] : 0);
+        }
+        if (*words == 'P') place[m].kind = FSDP_PARTIAL;
+        words++;
+        words += *words == ' ';
+    }
+}
+
+/* A placement of a file: `0 0 0` R, `1 D 0` S(D), `3 0 OP` P, with PyTorch's numbers of ops. Anything
+   else, a strided one, gives 0. */
+H_FN int read_placement(golden *g, fsdp_placement *p) {
+    static const int8_t ops[] = {FSDP_SUM, FSDP_AVG, FSDP_MAX, FSDP_MIN};
+    int64_t kind = golden_int(g), dim = golden_int(g), op = golden_int(g);
+    memset(p, 0, sizeof *p);
+    if (kind == 1) p->kind = FSDP_SHARD, p->dim = (int8_t)dim;
+    if (kind == 3 && op >= 0 && op < 4) p->kind = FSDP_PARTIAL, p->op = ops[op];
+    return kind == 0 || kind == 1 || kind == 3;
+}
+
+/* Row-major: the last mesh dim moves first. 0 behind the last coordinate. */
+H_FN int next_coord(int ndim, const int32_t *mesh, int32_t *coord) {
+    for (int m = ndim - 1; m >= 0; m--) {
+        if (++coord[m] < mesh[m]) return 1;
+        coord[m] = 0;
+    }
+    return 0;
+}
+
+/* ---- all small specs ------------------------------------------------------------------------- */
+
+typedef void each_spec(const fsdp_spec *s, void *arg);
+
+/* All orders of the cuts of these placements: odometers over 0..count-1, those that are
+   permutations. */
+H_FN void all_orders(int mesh_ndim, const int32_t *mesh, fsdp_placement *place, int ndim,
+                     const int64_t *shape, each_spec *each, void *arg) {
+    fsdp_spec s;
+    int count[DIMS], more = 1;
+    memset(count, 0, sizeof count);
+    for (int m = 0; m < mesh_ndim; m++)
+        if (place[m].kind == FSDP_SHARD) count[place[m].dim]++, place[m].order = 0;
+    while (more) {
+        int used[DIMS], whole = 1;
+        memset(used, 0, sizeof used);
+        for (int m = 0; m < mesh_ndim; m++)
+            if (place[m].kind == FSDP_SHARD) used[place[m].dim] |= 1 << place[m].order;
+        for (int d = 0; d < ndim; d++) whole &= used[d] == (1 << count[d]) - 1;
+        if (whole) {
+            CHECK_OK(fsdp_spec_init(&s, mesh_ndim, mesh, place, FSDP_F32, ndim, shape));
+            each(&s, arg);
+        }
+        more = 0;
+        for (int m = 0; m < mesh_ndim && !more; m++) {
+            if (place[m].kind != FSDP_SHARD) continue;
+            more = ++place[m].order < count[place[m].dim];
+            if (!more) place[m].order = 0;
+        }
+    }
+}
+
+/* All placements of R, P, S(d) of one mesh and shape, in all orders. */
+H_FN void all_specs(int mesh_ndim, const int32_t *mesh, int ndim, const int64_t *shape,
+                    each_spec *each, void *arg) {
+    int choice[DIMS] = {0}, m;
+    do {
+        fsdp_placement place[DIMS];
+        memset(place, 0, sizeof place);
+        for (m = 0; m < mesh_ndim; m++)
+            if (choice[m] == 1) place[m].kind = FSDP_PARTIAL;
+            else if (choice[m] > 1)
+                place[m].kind = FSDP_SHARD, place[m].dim = (int8_t)(choice[m] - 2);
+        all_orders(mesh_ndim, mesh, place, ndim, shape, each, arg);
+        for (m = 0; m < mesh_ndim; m++) {
+            if (++choice[m] < ndim + 2) break;
+            choice[m] = 0;
+        }
+    } while (m < mesh_ndim);
+}
+#endif
