@@ -31,7 +31,8 @@ typedef struct fsdp_extension {
     void *user;
     // A call of a step begins, from pre_forward to finalize_backward, or model_reset (for both of
     // the model unit is NULL); the transition table is not asked yet. Or FSDP_CALL_SET: a setter is
-    // about to change options of a unit (NULL: of all), and does so whatever you return. Return
+    // about to change options of a unit (NULL: of all), and does so whatever you return. Or, in the
+    // same way, a call that writes shards or their gradients: zero_grad, params_changed, load. Return
     // non-zero if you have done the call's work: then *status (FSDP_OK before) is its result, and
     // the library calls no further extension. If you make calls of a step in it, they go to the
     // extensions behind you.

@@ -216,10 +216,12 @@ static inline fsdp_status fsdpi_announce(fsdp_model *m, const fsdp_unit *u, int 
 }
 
 // A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
+// Extensions are told of those with rows, which write shards or their gradients.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     if (!m) return fsdpi_null(NULL, fsdpi_call_name(call), "model");
     fsdp_status status = fsdpi_commit(m);
     const char *what = fsdpi_call_name(call);
+    if (!status && run && (m->watch & FSDPI_CALLS)) (void)fsdpi_answered(m, NULL, call, &status);
     if (!status) status = fsdpi_check_units(m, call, what);
     if (!status) status = fsdpi_announce(m, NULL, call, what, FSDP_STATE_IDLE);
     return status || !run ? status : fsdpi_run_units(m, call);

@@ -60,6 +60,16 @@ static fsdp_status fsdpi_plan_bind_again(fsdp_plan *p) {
     return fsdp_world_status(p->world);
 }
 
+// Room for a kind. Units may hold slots of one that is dropped: those stay until they are free.
+static void fsdpi_plan_make_room(fsdp_plan *p) {
+    while (p->num_kinds >= p->desc.most_kinds) {
+        int oldest = 0;
+        for (int i = 1; i < p->num_kinds; i++)
+            if (p->kinds[i]->used_at < p->kinds[oldest]->used_at) oldest = i;
+        fsdpi_plan_drop(p, oldest);
+    }
+}
+
 // The first call of a step: what kind of step is it?
 static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     fsdp_status status = FSDP_OK;
@@ -77,6 +87,7 @@ static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
             memcmp(p->kinds[i]->begin, p->begin, (size_t)p->num_units * p->unit_bytes) == 0)
             p->kind = p->kinds[i];
     p->mode = p->kind ? FSDP_PLAN_REPLAYING : p->warm ? FSDP_PLAN_WARM_UP : FSDP_PLAN_RECORDING;
+    if (p->mode == FSDP_PLAN_RECORDING) fsdpi_plan_make_room(p);
     if (p->kind && p->kind->unbound) status = fsdpi_plan_bind_again(p);
     if (p->num_kinds && !p->kind && !p->why[0])
         snprintf(p->why, sizeof p->why, "%s",
@@ -121,6 +132,20 @@ static fsdp_status fsdpi_plan_setter(fsdp_plan *p) {
     snprintf(p->why, sizeof p->why,
              "options changed before call %d, while gradients waited for a later one", p->at);
     return fsdpi_plan_leave(p);
+}
+
+/* The program writes shards or their gradients inside of a step. No program of a plan has such a
+   call: what was gathered before, or added to, may be another thing behind it. */
+static fsdp_status fsdpi_plan_written(fsdp_plan *p, int call) {
+    if (!p->open || (p->mode != FSDP_PLAN_REPLAYING && p->mode != FSDP_PLAN_RECORDING))
+        return FSDP_OK;
+    snprintf(p->why, sizeof p->why,
+             "%s inside of a step, before call %d: make it between finalize and the next forward",
+             fsdpi_plan_call_name(call), p->mode == FSDP_PLAN_REPLAYING ? p->at : p->num_calls);
+    if (p->mode == FSDP_PLAN_REPLAYING) return fsdpi_plan_leave(p);
+    p->mode = FSDP_PLAN_BY_CALLS;
+    p->differ++;
+    return FSDP_OK;
 }
 
 // One call from the tape: states first, since what is sent along depends on them.
@@ -174,12 +199,6 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
         k->plan = p;
         k->settings = p->settings;
         k->num_calls = p->num_calls;
-    }
-    while (p->num_kinds >= p->desc.most_kinds) {
-        int oldest = 0;
-        for (int i = 1; i < p->num_kinds; i++)
-            if (p->kinds[i]->used_at < p->kinds[oldest]->used_at) oldest = i;
-        fsdpi_plan_drop(p, oldest);
     }
     if (!status) status = fsdpi_plan_find_older(p, k);
     int made = !finalized;
@@ -244,6 +263,10 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
     int ends = call == FSDP_CALL_RESET || call == FSDP_CALL_FINALIZE;
     if (call == FSDP_CALL_SET) {
         *status = fsdpi_plan_setter(p);
+        return 0;
+    }
+    if (call == FSDP_CALL_ZERO_GRAD || call == FSDP_CALL_PARAMS_CHANGED || call == FSDP_CALL_LOAD) {
+        *status = fsdpi_plan_written(p, call);
         return 0;
     }
     if (p->mode == FSDP_PLAN_PAUSED)
