@@ -674,7 +674,6 @@ typedef struct fsdpi_plan_show {
     int own;       // the call whose own work is under way; -1
     int64_t next;  // where the next buffer without memory lies
     char *last;    // [units] their states behind the call before
-    char *touched; // [units] in this call: it was made for them, or a record is theirs
     int32_t *acts; // [num_acts][2] where the records of each act begin and end
 } fsdpi_plan_show;
 
@@ -718,8 +717,6 @@ static int fsdpi_plan_see(void *user, fsdp_model *model, fsdp_op *op) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
     fsdpi_plan_pair pair = {fsdpi_plan_use_of(s->tape, op->src),
                             fsdpi_plan_use_of(s->tape, op->dst)};
-    int unit = fsdpi_plan_index(s->plan, op->unit);
-    if (unit >= 0) s->touched[unit] = 1;
     if (op->kind == FSDP_OP_HOOK && s->own >= 0) s->tape->hooks[s->own] = *op;
     if (s->quiet || op->kind == FSDP_OP_HOOK || op->model != model || s->status) return 1;
     s->status = fsdpi_plan_add_op(s->plan, s->tape, op, pair);
@@ -733,31 +730,14 @@ static fsdp_status fsdpi_plan_make_call(fsdp_unit *unit, int call) {
     return calls[call](unit);
 }
 
-// The state of a unit; 0: it is as it was behind the call before.
-static int fsdpi_plan_has_changed(const fsdpi_plan_show *s, int unit, char *now) {
-    const fsdp_plan *p = s->plan;
-    (void)fsdp_unit_snapshot(p->units[unit], now, FSDPI_PLAN_STATE);
-    return memcmp(s->last + (size_t)unit * p->unit_bytes, now, p->unit_bytes) != 0;
-}
-
+// The state of a unit, if it is another one than behind the call before.
 static fsdp_status fsdpi_plan_note(fsdpi_plan_show *s, int unit) {
     fsdp_plan *p = s->plan;
-    char now[FSDPI_PLAN_STATE];
-    s->touched[unit] = 0;
-    if (!fsdpi_plan_has_changed(s, unit, now)) return FSDP_OK;
-    memcpy(s->last + (size_t)unit * p->unit_bytes, now, p->unit_bytes);
+    char *last = s->last + (size_t)unit * p->unit_bytes, now[FSDPI_PLAN_STATE];
+    (void)fsdp_unit_snapshot(p->units[unit], now, sizeof now);
+    if (memcmp(last, now, p->unit_bytes) == 0) return FSDP_OK;
+    memcpy(last, now, p->unit_bytes);
     return fsdpi_plan_add_state(p, s->tape, unit, now);
-}
-
-// What no record tells of is not on the tape: there is no such change.
-static fsdp_status fsdpi_plan_all_noted(const fsdpi_plan_show *s) {
-    char now[FSDPI_PLAN_STATE];
-    for (int u = 0; u < s->plan->num_units; u++)
-        if (fsdpi_plan_has_changed(s, u, now))
-            return fsdp_fail(s->plan->world, FSDP_ERR_INTERNAL,
-                             "[E949] plan: '%.200s' has changed without a record",
-                             fsdp_unit_name(s->plan->units[u]));
-    return FSDP_OK;
 }
 
 static int fsdpi_plan_is_late(const fsdpi_plan_act *act) {
@@ -831,11 +811,8 @@ static fsdp_status fsdpi_plan_play(void *user) {
         t->storage[i] = (uint8_t)fsdp_unit_storage(call->unit);
         t->holds[i] = fsdpi_plan_holds(call->unit);
         if (!status && s->choice) status = fsdpi_plan_do_acts(s, i, &at, 1);
-        s->touched[call->index] = 1;
-        for (int u = 0; u < p->num_units && !status; u++)
-            if (s->touched[u]) status = fsdpi_plan_note(s, u);
+        for (int u = 0; u < p->num_units && !status; u++) status = fsdpi_plan_note(s, u);
     }
-    if (!status && !s->status) status = fsdpi_plan_all_noted(s);
     t->ops_at[k->num_calls - 1] = t->ops_at[k->num_calls] = t->num_ops;
     t->states_at[k->num_calls - 1] = t->states_at[k->num_calls] = t->num_states;
     s->quiet = 1;                           // what is held at the end is not held in truth
@@ -864,13 +841,12 @@ static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*ru
     s->next = 4096;
     s->quiet = 0;
     s->own = -1;
-    s->last = s->touched = NULL;
+    s->last = NULL;
     s->acts = NULL;
     fsdp_status status = fsdpi_plan_tape_new(p, s->tape, s->kind->num_calls);
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,
                                   (void **)&s->last);
-    if (!status) status = fsdpi_plan_alloc(p->model, (size_t)p->num_units, (void **)&s->touched);
     if (!status)
         status = fsdpi_plan_alloc(p->model, 2 * (size_t)num_acts * sizeof *s->acts,
                                   (void **)&s->acts);
@@ -886,7 +862,6 @@ static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
 
 static void fsdpi_plan_show_end(fsdpi_plan_show *s) {
     fsdpi_plan_free(s->plan->model, s->last);
-    fsdpi_plan_free(s->plan->model, s->touched);
     fsdpi_plan_free(s->plan->model, s->acts);
 }
 
@@ -3162,7 +3137,6 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
     if (dst && line->kind == FSDP_OP_ZERO && dst->grads != FSDPI_PLAN_EMPTY)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are there already: those of", m->unit,
                          m->dst);
-    if (dst && m->src <= FSDPI_PLAN_HELD) dst->grads = FSDPI_PLAN_FRESH; // they wait since before
     if (!src) return;
     // Copies bring parts of a slot on, so that there may be several; a collective takes it whole.
     if (src->grads != FSDPI_PLAN_FRESH &&
