@@ -48,11 +48,17 @@ typedef struct fsdpi_plan_trial {
 static fsdp_status fsdpi_plan_trial_run(void *user) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
     fsdp_status status = fsdpi_plan_play(user);
-    s->quiet = 1;
     if (!status) status = fsdp_finalize_backward(s->plan->model);
     if (!status) status = fsdp_params_changed(s->plan->model);
     if (!status) status = fsdp_zero_grad(s->plan->model);
     if (!status) fsdpi_plan_states_now(s->plan, s->kind->begin);
+    const fsdp_unit *holder = fsdpi_plan_give_back(s);
+    if (!status && holder)
+        status = fsdp_fail(
+            s->plan->world, FSDP_ERR_INVALID_STATE,
+            "[E949] plan_load: unit '%.200s' holds slots when such a step ends, which "
+            "no text tells: let a step be recorded instead",
+            fsdp_unit_name(holder));
     return status;
 }
 

@@ -245,17 +245,31 @@ static fsdp_status fsdpi_plan_play(void *user) {
     }
     t->ops_at[k->num_calls - 1] = t->ops_at[k->num_calls] = t->num_ops;
     t->states_at[k->num_calls - 1] = t->states_at[k->num_calls] = t->num_states;
-    s->quiet = 1;                           // what is held at the end is not held in truth
-    for (int i = 0; i < t->num_uses; i++) { // also if it has failed: buffers that are held stay
-        fsdp_op op;
-        if (!fsdp_buf_held(t->bufs[i])) continue;
-        fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-        op.src = t->bufs[i];
-        op.what = "plan";
-        fsdp_status released = fsdp_emit(p->model, &op);
-        if (!status) status = released;
-    }
+    s->quiet = 1;
     return s->status ? s->status : status;
+}
+
+// What is held when a rehearsal ends is not held in truth; also if it has failed: buffers that are
+// held stay. Returns a unit that held one, or NULL.
+static fsdp_unit *fsdpi_plan_give_back(fsdpi_plan_show *s) {
+    fsdp_plan *p = s->plan;
+    fsdp_unit *holder = NULL;
+    for (int i = 0; i < s->tape->num_uses; i++) {
+        fsdp_op op;
+        if (!fsdp_buf_held(s->tape->bufs[i])) continue;
+        holder = p->units[s->tape->uses[i].unit];
+        fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.src = s->tape->bufs[i];
+        op.what = "plan";
+        (void)fsdp_emit(p->model, &op); // it is given back even if the world has failed
+    }
+    return holder;
+}
+
+static fsdp_status fsdpi_plan_play_all(void *user) {
+    fsdp_status status = fsdpi_plan_play(user);
+    (void)fsdpi_plan_give_back((fsdpi_plan_show *)user);
+    return status;
 }
 
 /* The program through the core's rows, with the decisions of a choice or by calls. bufs: the slots
@@ -287,7 +301,7 @@ static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*ru
 }
 
 static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
-    return fsdpi_plan_rehearse_with(s, fsdpi_plan_play);
+    return fsdpi_plan_rehearse_with(s, fsdpi_plan_play_all);
 }
 
 static void fsdpi_plan_show_end(fsdpi_plan_show *s) {

@@ -2184,7 +2184,8 @@ typedef struct fsdp_extension {
     void *user;
     // A call of a step begins, from pre_forward to finalize_backward, or model_reset (for both of
     // the model unit is NULL); the transition table is not asked yet. Or FSDP_CALL_SET: a setter is
-    // about to change options of a unit (NULL: of all), and does so whatever you return. Return
+    // about to change options of a unit (NULL: of all), and does so whatever you return. Or, in the
+    // same way, a call that writes shards or their gradients: zero_grad, params_changed, load. Return
     // non-zero if you have done the call's work: then *status (FSDP_OK before) is its result, and
     // the library calls no further extension. If you make calls of a step in it, they go to the
     // extensions behind you.
@@ -10209,10 +10210,12 @@ static inline fsdp_status fsdpi_announce(fsdp_model *m, const fsdp_unit *u, int 
 }
 
 // A model-wide call: NULL, a failed world, not yet committed; the table; the marker; the rows.
+// Extensions are told of those with rows, which write shards or their gradients.
 static fsdp_status fsdpi_model_call(fsdp_model *m, int call, int run) {
     if (!m) return fsdpi_null(NULL, fsdpi_call_name(call), "model");
     fsdp_status status = fsdpi_commit(m);
     const char *what = fsdpi_call_name(call);
+    if (!status && run && (m->watch & FSDPI_CALLS)) (void)fsdpi_answered(m, NULL, call, &status);
     if (!status) status = fsdpi_check_units(m, call, what);
     if (!status) status = fsdpi_announce(m, NULL, call, what, FSDP_STATE_IDLE);
     return status || !run ? status : fsdpi_run_units(m, call);

@@ -815,17 +815,31 @@ static fsdp_status fsdpi_plan_play(void *user) {
     }
     t->ops_at[k->num_calls - 1] = t->ops_at[k->num_calls] = t->num_ops;
     t->states_at[k->num_calls - 1] = t->states_at[k->num_calls] = t->num_states;
-    s->quiet = 1;                           // what is held at the end is not held in truth
-    for (int i = 0; i < t->num_uses; i++) { // also if it has failed: buffers that are held stay
-        fsdp_op op;
-        if (!fsdp_buf_held(t->bufs[i])) continue;
-        fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-        op.src = t->bufs[i];
-        op.what = "plan";
-        fsdp_status released = fsdp_emit(p->model, &op);
-        if (!status) status = released;
-    }
+    s->quiet = 1;
     return s->status ? s->status : status;
+}
+
+// What is held when a rehearsal ends is not held in truth; also if it has failed: buffers that are
+// held stay. Returns a unit that held one, or NULL.
+static fsdp_unit *fsdpi_plan_give_back(fsdpi_plan_show *s) {
+    fsdp_plan *p = s->plan;
+    fsdp_unit *holder = NULL;
+    for (int i = 0; i < s->tape->num_uses; i++) {
+        fsdp_op op;
+        if (!fsdp_buf_held(s->tape->bufs[i])) continue;
+        holder = p->units[s->tape->uses[i].unit];
+        fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+        op.src = s->tape->bufs[i];
+        op.what = "plan";
+        (void)fsdp_emit(p->model, &op); // it is given back even if the world has failed
+    }
+    return holder;
+}
+
+static fsdp_status fsdpi_plan_play_all(void *user) {
+    fsdp_status status = fsdpi_plan_play(user);
+    (void)fsdpi_plan_give_back((fsdpi_plan_show *)user);
+    return status;
 }
 
 /* The program through the core's rows, with the decisions of a choice or by calls. bufs: the slots
@@ -857,7 +871,7 @@ static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*ru
 }
 
 static fsdp_status fsdpi_plan_rehearse(fsdpi_plan_show *s) {
-    return fsdpi_plan_rehearse_with(s, fsdpi_plan_play);
+    return fsdpi_plan_rehearse_with(s, fsdpi_plan_play_all);
 }
 
 static void fsdpi_plan_show_end(fsdpi_plan_show *s) {
@@ -3137,6 +3151,7 @@ static void fsdpi_plan_see_grads(fsdpi_plan_prover *v, const fsdpi_plan_line *li
     if (dst && line->kind == FSDP_OP_ZERO && dst->grads != FSDPI_PLAN_EMPTY)
         fsdpi_plan_wrong(v, FSDP_PROOF_USE, "gradients are there already: those of", m->unit,
                          m->dst);
+    if (dst && m->src <= FSDPI_PLAN_HELD) dst->grads = FSDPI_PLAN_FRESH; // they wait since before
     if (!src) return;
     // Copies bring parts of a slot on, so that there may be several; a collective takes it whole.
     if (src->grads != FSDPI_PLAN_FRESH &&
@@ -4476,11 +4491,17 @@ typedef struct fsdpi_plan_trial {
 static fsdp_status fsdpi_plan_trial_run(void *user) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
     fsdp_status status = fsdpi_plan_play(user);
-    s->quiet = 1;
     if (!status) status = fsdp_finalize_backward(s->plan->model);
     if (!status) status = fsdp_params_changed(s->plan->model);
     if (!status) status = fsdp_zero_grad(s->plan->model);
     if (!status) fsdpi_plan_states_now(s->plan, s->kind->begin);
+    const fsdp_unit *holder = fsdpi_plan_give_back(s);
+    if (!status && holder)
+        status = fsdp_fail(
+            s->plan->world, FSDP_ERR_INVALID_STATE,
+            "[E949] plan_load: unit '%.200s' holds slots when such a step ends, which "
+            "no text tells: let a step be recorded instead",
+            fsdp_unit_name(holder));
     return status;
 }
 
@@ -4803,6 +4824,16 @@ static fsdp_status fsdpi_plan_bind_again(fsdp_plan *p) {
     return fsdp_world_status(p->world);
 }
 
+// Room for a kind. Units may hold slots of one that is dropped: those stay until they are free.
+static void fsdpi_plan_make_room(fsdp_plan *p) {
+    while (p->num_kinds >= p->desc.most_kinds) {
+        int oldest = 0;
+        for (int i = 1; i < p->num_kinds; i++)
+            if (p->kinds[i]->used_at < p->kinds[oldest]->used_at) oldest = i;
+        fsdpi_plan_drop(p, oldest);
+    }
+}
+
 // The first call of a step: what kind of step is it?
 static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
     fsdp_status status = FSDP_OK;
@@ -4820,6 +4851,7 @@ static fsdp_status fsdpi_plan_begin(fsdp_plan *p) {
             memcmp(p->kinds[i]->begin, p->begin, (size_t)p->num_units * p->unit_bytes) == 0)
             p->kind = p->kinds[i];
     p->mode = p->kind ? FSDP_PLAN_REPLAYING : p->warm ? FSDP_PLAN_WARM_UP : FSDP_PLAN_RECORDING;
+    if (p->mode == FSDP_PLAN_RECORDING) fsdpi_plan_make_room(p);
     if (p->kind && p->kind->unbound) status = fsdpi_plan_bind_again(p);
     if (p->num_kinds && !p->kind && !p->why[0])
         snprintf(p->why, sizeof p->why, "%s",
@@ -4864,6 +4896,20 @@ static fsdp_status fsdpi_plan_setter(fsdp_plan *p) {
     snprintf(p->why, sizeof p->why,
              "options changed before call %d, while gradients waited for a later one", p->at);
     return fsdpi_plan_leave(p);
+}
+
+/* The program writes shards or their gradients inside of a step. No program of a plan has such a
+   call: what was gathered before, or added to, may be another thing behind it. */
+static fsdp_status fsdpi_plan_written(fsdp_plan *p, int call) {
+    if (!p->open || (p->mode != FSDP_PLAN_REPLAYING && p->mode != FSDP_PLAN_RECORDING))
+        return FSDP_OK;
+    snprintf(p->why, sizeof p->why,
+             "%s inside of a step, before call %d: make it between finalize and the next forward",
+             fsdpi_plan_call_name(call), p->mode == FSDP_PLAN_REPLAYING ? p->at : p->num_calls);
+    if (p->mode == FSDP_PLAN_REPLAYING) return fsdpi_plan_leave(p);
+    p->mode = FSDP_PLAN_BY_CALLS;
+    p->differ++;
+    return FSDP_OK;
 }
 
 // One call from the tape: states first, since what is sent along depends on them.
@@ -4917,12 +4963,6 @@ static fsdp_status fsdpi_plan_recorded(fsdp_plan *p, fsdp_status finalized) {
         k->plan = p;
         k->settings = p->settings;
         k->num_calls = p->num_calls;
-    }
-    while (p->num_kinds >= p->desc.most_kinds) {
-        int oldest = 0;
-        for (int i = 1; i < p->num_kinds; i++)
-            if (p->kinds[i]->used_at < p->kinds[oldest]->used_at) oldest = i;
-        fsdpi_plan_drop(p, oldest);
     }
     if (!status) status = fsdpi_plan_find_older(p, k);
     int made = !finalized;
@@ -4987,6 +5027,10 @@ static int fsdpi_plan_look(fsdp_plan *p, fsdp_unit *unit, int call, fsdp_status 
     int ends = call == FSDP_CALL_RESET || call == FSDP_CALL_FINALIZE;
     if (call == FSDP_CALL_SET) {
         *status = fsdpi_plan_setter(p);
+        return 0;
+    }
+    if (call == FSDP_CALL_ZERO_GRAD || call == FSDP_CALL_PARAMS_CHANGED || call == FSDP_CALL_LOAD) {
+        *status = fsdpi_plan_written(p, call);
         return 0;
     }
     if (p->mode == FSDP_PLAN_PAUSED)

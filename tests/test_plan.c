@@ -934,6 +934,83 @@ static void without_zero_grad(plan_bed *b, const fsdp_plan_desc *d, plan_result 
 }
 TEST(plan_kinds, without_zero_grad) { run_kinds(net_chain(), NULL, without_zero_grad); }
 
+/* Between forward and backward the program drops gradients of the step before, as PyTorch's
+   zero_grad may stand there, or writes shards. Steps that do so go by calls. */
+static int between; /* 1: zero_grad, 2: shards */
+static void written_inside(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    b->keeps_grads = between == 1;
+    steps(b, out, 4);
+    for (int i = 0; i < 5; i++) {
+        fsdp_param_view v = FSDP_ZERO;
+        const int planned = d && fsdp_plan_state(b->plan) == FSDP_PLAN_REPLAYING;
+        plan_calls(b, 0, b->net->num_calls / 2);
+        CALL(b->w, fsdp_wait_stream(b->model, -1));
+        if (between == 1) CALL(b->w, fsdp_zero_grad(b->model));
+        while (between == 2 && fsdp_next_param(b->model, &v))
+            for (int64_t k = 0; k < v.numel; k++)
+                lab_put(v.shard, v.dtype, k, lab_get(v.shard, v.dtype, k) / 2);
+        if (between == 2) CALL(b->w, fsdp_params_changed(b->model));
+        if (planned)
+            W_CHECK(fsdp_plan_state(b->plan) == FSDP_PLAN_BY_CALLS &&
+                        strstr(fsdp_plan_why(b->plan), "inside of a step"),
+                    "mode %d: %s", (int)fsdp_plan_state(b->plan), fsdp_plan_why(b->plan));
+        plan_calls(b, b->net->num_calls / 2, b->net->num_calls);
+        CALL(b->w, fsdp_finalize_backward(b->model));
+        plan_step_end(b, out);
+    }
+}
+TEST(plan_kinds, written_inside_of_a_step) {
+    for (between = 1; between < 3; between++) run_kinds(net_chain(), NULL, written_inside);
+}
+
+/* Backward runs in the order of forward, so that with lanes the last prefetch stays open to the end.
+   The plan's own text is loaded again. */
+static plan_net net_same_order(void) {
+    plan_net n = plan_chain(2, 8, 8);
+    n.num_calls = 0;
+    for (int back = 0; back < 2; back++)
+        for (int u = 0; u < 2; u++) {
+            plan_call(&n, u, back ? FSDP_CALL_PRE_BACKWARD : FSDP_CALL_PRE_FORWARD);
+            plan_call(&n, u, back ? FSDP_CALL_POST_BACKWARD : FSDP_CALL_POST_FORWARD);
+        }
+    return n;
+}
+static void loads_its_own_text(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    steps(b, out, 4);
+    if (d && fsdp_plan_count(b->plan)) {
+        const size_t size = fsdp_plan_text(b->plan, 0, FSDP_PLAN_TEXT_DECISIONS, NULL, 0);
+        char *text = (char *)lab_zeros(size + 1, 1);
+        (void)fsdp_plan_text(b->plan, 0, FSDP_PLAN_TEXT_DECISIONS, text, size + 1);
+        CALL(b->w, fsdp_plan_forget(b->plan));
+        const fsdp_status loaded = fsdp_plan_load(b->plan, text, size);
+        W_CHECK(loaded == FSDP_OK || loaded == FSDP_ERR_INVALID_STATE, "%s", fsdp_last_error(b->w));
+        free(text);
+    }
+    steps(b, out, 3);
+}
+TEST(plan_kinds, loads_its_own_text) {
+    run_kinds(net_same_order(), NULL, loads_its_own_text);
+    run_kinds(net_nested(), NULL, loads_its_own_text);
+}
+
+/* A kind makes room for another one while units hold its slots. */
+static void room_for_another(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    (void)d;
+    steps(b, out, 4);
+    plan_calls(b, 0, b->net->num_calls / 2);
+    CALL(b->w, fsdp_set_reshard_after_backward(b->model, NULL, 0));
+    plan_calls(b, b->net->num_calls / 2, b->net->num_calls);
+    CALL(b->w, fsdp_finalize_backward(b->model));
+    b->rests = 1; /* units stay gathered */
+    plan_step_end(b, out);
+    steps(b, out, 4);
+}
+TEST(plan_kinds, room_for_another) {
+    fsdp_plan_desc d = FSDP_ZERO;
+    d.most_kinds = 1;
+    run_kinds(net_chain(), &d, room_for_another);
+}
+
 static void frozen_between(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     for (int frozen = 0; frozen < 4; frozen++) {
         steps(b, out, 3);
