@@ -2185,7 +2185,7 @@ typedef struct fsdp_extension {
     // A call of a step begins, from pre_forward to finalize_backward, or model_reset (for both of
     // the model unit is NULL); the transition table is not asked yet. Or FSDP_CALL_SET: a setter is
     // about to change options of a unit (NULL: of all), and does so whatever you return. Or, in the
-    // same way, a call that writes shards or their gradients: zero_grad, params_changed, load. Return
+    // same way, zero_grad, params_changed or load is about to write gradients or shards. Return
     // non-zero if you have done the call's work: then *status (FSDP_OK before) is its result, and
     // the library calls no further extension. If you make calls of a step in it, they go to the
     // extensions behind you.
