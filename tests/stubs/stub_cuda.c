@@ -608,6 +608,7 @@ static void *stream_main(void *arg) {
             pthread_cond_wait(&s->work, &lock);
             continue;
         }
+        s->current = o; /* before it leaves the list: a fork may come between */
         s->head = o->next;
         if (!s->head) s->tail = &s->head;
         run_op(s, o);
