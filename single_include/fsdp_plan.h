@@ -4419,7 +4419,7 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
 /* The plan of a kind, or the reason why there is none. k NULL: this rank has none, and takes part
    in what the others do. *made: on entry 0 if the step has failed here. On return 0 if there is no
    plan, since the step has failed on some rank, or began with slots that will be gone. Returns a
-   failure only if the step has failed: ranks that differ, a refuted plan, a collective. */
+   failure only if the step has failed: ranks that differ, a collective. */
 static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) {
     int64_t by_calls = fsdpi_plan_pool_bytes(p);
     int64_t most = p->desc.most_bytes ? p->desc.most_bytes : by_calls;
@@ -4436,9 +4436,7 @@ static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) 
     if (!status) status = fsdpi_plan_agree(p, k, fsdpi_plan_bind_all(p, k), 0);
     if (!status) return FSDP_OK;
     if (p->mode != FSDP_PLAN_REFUSED) fsdpi_plan_refuse(p, fsdp_last_error(p->world));
-    int is_the_steps = status == FSDP_ERR_MISMATCH || status == FSDP_ERR_INTERNAL ||
-                       fsdp_world_status(p->world);
-    return is_the_steps ? status : FSDP_OK;
+    return status == FSDP_ERR_MISMATCH || fsdp_world_status(p->world) ? status : FSDP_OK;
 }
 
 

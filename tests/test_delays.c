@@ -209,6 +209,8 @@ static void take_down(trainer *t) {
         CALL(t->world, fsdp_plan_report_get(t->plan, k, &report));
         t->replayed += (int64_t)report.replayed;
     }
+    if (t->plan)
+        W_CHECK(fsdp_plan_state(t->plan) != FSDP_PLAN_REFUSED, "%s", fsdp_plan_why(t->plan));
     fsdp_plan_destroy(t->plan);
     fsdp_model_destroy(t->model);
 }

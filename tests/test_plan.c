@@ -993,6 +993,23 @@ TEST(plan_kinds, loads_its_own_text) {
     run_kinds(net_nested(), NULL, loads_its_own_text);
 }
 
+/* A unit is gathered behind its last use and stays so: with lanes the proof refutes such a plan.
+   Then steps go by calls, and no call fails. */
+static int refuted; /* on this thread's rank 0; lanes */
+static void open_to_the_end(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
+    b->rests = 1;
+    steps(b, out, 6);
+    if (!d || fsdp_plan_state(b->plan) != FSDP_PLAN_REFUSED) return;
+    W_CHECK(strstr(fsdp_plan_why(b->plan), "no event lies between"), "%s", fsdp_plan_why(b->plan));
+    if (fsdp_rank(b->w) == 0) refuted++;
+}
+TEST(plan_kinds, refuted_plans_go_by_calls) {
+    plan_net n = plan_chain(1, 8, 8);
+    plan_call(&n, 0, FSDP_CALL_UNSHARD);
+    run_kinds(n, NULL, open_to_the_end);
+    CHECK(refuted > 0);
+}
+
 /* A kind makes room for another one while units hold its slots. */
 static void room_for_another(plan_bed *b, const fsdp_plan_desc *d, plan_result *out) {
     (void)d;
