@@ -1,4 +1,4 @@
-/* test_route.c - routes of fsdp_dtensor.h: as cheap as PyTorch's graph planner, as an exhaustive
+/* test_redistribute.c - routes of fsdp_dtensor.h: as cheap as PyTorch's graph planner, as an exhaustive
    search, and never dearer than greedy steps, which are PyTorch's; and that each route, carried out
    by ranks that a test plays, leads to the parts of the target.
 
@@ -346,7 +346,7 @@ static void check_pair(golden *g, const fsdp_spec *frame, const fsdp_links *link
     count[0]++;
 }
 
-TEST(route, golden_plans) {
+TEST(redistribute, golden_plans) {
     golden g;
     int64_t count[3] = {0, 0, 0};
     GOLDEN_OPEN(&g, "redist_plan.txt", "redist_plan");
@@ -492,7 +492,7 @@ static const struct {
     {"uneven3", 3, {3, 2, 2}, 2, 97, {1001, 513}, 2.7, 19.3},
 };
 
-TEST_P_TIMEOUT(route, exhaustive, searched, 120) {
+TEST_P_TIMEOUT(redistribute, exhaustive, searched, 120) {
     fsdp_links links, greedy;
     int64_t pairs = 0, dearer = 0, at = 0;
     memset(&links, 0, sizeof links);
@@ -550,7 +550,7 @@ static fsdp_spec random_spec(uint64_t *rng, int mesh_ndim, const int32_t *mesh, 
     return s;
 }
 
-TEST_TIMEOUT(route, random_pairs, 120) {
+TEST_TIMEOUT(redistribute, random_pairs, 120) {
     static const int64_t sizes[] = {0, 1, 2, 3, 4, 5, 7, 8, 9};
     uint64_t rng = h_seed();
     int64_t steps = 0, num = W_SLOW ? 2000 : 20000;
@@ -650,7 +650,7 @@ static const struct {
     {"ones", {4, 1}, "R P", "S0 S1", {0}, {0}, "0:slice(0)", "0:slice(0)"},
 };
 
-TEST_P(route, planned, planned) {
+TEST_P(redistribute, planned, planned) {
     for (int large = 0; large < 2; large++) {
         fsdp_placement a[DIMS], b[DIMS];
         fsdp_spec from, to;
@@ -664,7 +664,7 @@ TEST_P(route, planned, planned) {
 }
 
 /* Bytes of uneven cuts: rank 3 of 10 x 257 x 160 gets 128 of 129 columns, and everybody pads. */
-TEST(route, bytes_of_uneven_cuts) {
+TEST(redistribute, bytes_of_uneven_cuts) {
     const int32_t mesh[2] = {1, 3}, two[1] = {2};
     int64_t shape[3] = {10, 257, 160}, vector[1] = {3};
     fsdp_placement a[DIMS], b[DIMS];
@@ -689,7 +689,7 @@ TEST(route, bytes_of_uneven_cuts) {
 /* ---- limits, and what is refused ------------------------------------------------------------- */
 
 /* The largest search that the usual scratch is for, and one that it is not. */
-TEST(route, scratch) {
+TEST(redistribute, scratch) {
     const int32_t mesh[5] = {2, 3, 2, 2, 2};
     int64_t shape[8] = {16, 16, 16, 16, 16, 16, 16, 16};
     fsdp_placement a[DIMS], b[DIMS];
@@ -715,7 +715,7 @@ TEST(route, scratch) {
     CHECK(status == FSDP_OK || status == FSDP_ERR_OUT_OF_MEMORY);
 }
 
-TEST(route, refuses) {
+TEST(redistribute, refuses) {
     const int32_t mesh[2] = {2, 2}, other_mesh[2] = {2, 4};
     int64_t shape[2] = {8, 8}, other_shape[2] = {8, 9};
     fsdp_placement a[DIMS], b[DIMS];
@@ -755,7 +755,7 @@ TEST(route, refuses) {
 }
 
 /* How long a route takes, as a message; nothing is asked of it. */
-TEST(route, times) {
+TEST(redistribute, times) {
     for (int mesh_ndim = 2; mesh_ndim <= 3; mesh_ndim++) {
         const int32_t mesh[3] = {2, 4, 2};
         const int64_t shape[2] = {4096, 1024};
