@@ -80,6 +80,8 @@ static fsdp_placement fsdpi_dt_place_of(const fsdpi_dt_search *f, int i, int pla
 /* -------------------------------------------------------------------------------------------- */
 // What a step costs.
 
+static int64_t fsdpi_dt_ceil(int64_t a, int64_t b) { return a / b + (a % b != 0); }
+
 // Rows of the largest part along a dim, mesh dim `without` (or -1) left out.
 static int64_t fsdpi_dt_length(const fsdpi_dt_search *f, uint64_t state, int dim, int without) {
     int64_t pieces = 1, size = f->spec->shape[dim];
@@ -88,7 +90,7 @@ static int64_t fsdpi_dt_length(const fsdpi_dt_search *f, uint64_t state, int dim
         if (i != without && place >= FSDPI_DT_S && fsdpi_dt_dim_of(place) == dim)
             pieces *= f->ranks[i];
     }
-    return size / pieces + (size % pieces != 0);
+    return fsdpi_dt_ceil(size, pieces);
 }
 
 // Bytes of the largest part, with dim `padded` (or -1) cut into pieces of equal size once more.
@@ -97,7 +99,7 @@ static int64_t fsdpi_dt_bytes(const fsdpi_dt_search *f, uint64_t state, int padd
     int64_t bytes = (int64_t)fsdp_dtype_size(f->spec->dtype), length[FSDP_MAX_DIMS];
     for (int d = 0; d < f->spec->ndim; d++) {
         length[d] = fsdpi_dt_length(f, state, d, without);
-        if (d == padded) length[d] = length[d] / pieces + (length[d] % pieces != 0);
+        if (d == padded) length[d] = fsdpi_dt_ceil(length[d], pieces);
     }
     return fsdpi_dt_mul(bytes, fsdpi_dt_numel(f->spec->ndim, length), FSDPI_DT_MOST);
 }
@@ -134,7 +136,7 @@ static fsdpi_dt_cost fsdpi_dt_price(const fsdpi_dt_search *f, uint64_t state, in
     c.most = fsdpi_dt_mul(n, bytes, FSDPI_DT_MOST);
     if (c.kind == FSDP_STEP_ALL_REDUCE) {
         hops *= 2, moved = hops * (double)bytes / (double)n;
-        c.wire = 2 * (n - 1) * (bytes / n) + (2 * (n - 1) * (bytes % n) + n - 1) / n;
+        c.wire = 2 * (n - 1) * (bytes / n) + fsdpi_dt_ceil(2 * (n - 1) * (bytes % n), n);
         c.most = bytes;
     }
     if (c.kind == FSDP_STEP_ALL_TO_ALL) extra = 1;

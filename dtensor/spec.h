@@ -24,8 +24,7 @@ static int64_t fsdpi_dt_mul(int64_t a, int64_t b, int64_t most) {
 
 static int64_t fsdpi_dt_numel(int ndim, const int64_t *shape) {
     int64_t numel = 1;
-    for (int d = 0; d < ndim;
-         d++) // an empty tensor has no elements, however long its other dims are
+    for (int d = 0; d < ndim; d++) // none if one is empty, however long the others are
         if (!shape[d]) return 0;
     for (int d = 0; d < ndim; d++) numel = fsdpi_dt_mul(numel, shape[d], FSDPI_DT_MOST);
     return numel;

@@ -52,8 +52,7 @@ static fsdp_status fsdpi_plan_bind_again(fsdp_plan *p) {
     fsdp_status status = fsdpi_plan_agree(p, k, fsdpi_plan_bind(p, k), 0);
     k->unbound = status != FSDP_OK;
     if (!status) return FSDP_OK;
-    for (int i = 0; i < p->num_kinds; i++)
-        if (p->kinds[i] == k) fsdpi_plan_drop(p, i);
+    fsdpi_plan_drop_kind(p, k);
     p->kind = NULL;
     p->mode = FSDP_PLAN_BY_CALLS;
     snprintf(p->why, sizeof p->why, "%s", "the tape could not be made again for a new arena");
@@ -239,9 +238,7 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
         p->differ = 0;
     }
     if (p->mode == FSDP_PLAN_BY_CALLS && k && k->left >= FSDPI_PLAN_PATIENCE) {
-        int i = 0;
-        while (i < p->num_kinds && p->kinds[i] != k) i++;
-        if (i < p->num_kinds) fsdpi_plan_drop(p, i);
+        fsdpi_plan_drop_kind(p, k);
         p->differ++;
     }
     if (p->differ >= FSDPI_PLAN_PATIENCE) {
@@ -379,20 +376,36 @@ static void fsdpi_plan_defaults(fsdp_plan *p) {
     p->warm = d->warm_up;
 }
 
+// 0: without costs.
+static uint64_t fsdpi_plan_hash_cost(const fsdp_plan_cost *cost) {
+    fsdp_plan_cost c;
+    if (!cost) return 0;
+    c = *cost;
+    c.compute_ns = NULL;
+    return fsdpi_plan_mix_bytes(fsdpi_plan_mix_bytes(0, (const char *)cost->compute_ns,
+                                                     (size_t)c.num_compute * sizeof(int64_t)),
+                                (const char *)&c, sizeof c);
+}
+
 /* Do all ranks create the plan, and with the same desc? status: this rank's. Without a plan it goes
    on to the collective, since the others wait there. */
 static fsdp_status fsdpi_plan_agree_desc(fsdp_world *w, const fsdp_mesh *mesh,
-                                         const fsdp_plan_desc *d, uint64_t cost,
-                                         fsdp_status status) {
+                                         const fsdp_plan_desc *d, fsdp_status status) {
     static const char *const names[] = {"without",    "with",         "warm_up",
                                         "ahead",      "most_kinds",   "strict",
                                         "most_bytes", "bucket_bytes", "first_bucket_bytes",
                                         "cost"};
     enum { FIELDS = sizeof names / sizeof *names };
-    const int64_t mine[FIELDS] = {d->without,    d->with,         d->warm_up,
-                                  d->ahead,      d->most_kinds,   d->strict != 0,
-                                  d->most_bytes, d->bucket_bytes, d->first_bucket_bytes,
-                                  (int64_t)cost};
+    const int64_t mine[FIELDS] = {d->without,
+                                  d->with,
+                                  d->warm_up,
+                                  d->ahead,
+                                  d->most_kinds,
+                                  d->strict != 0,
+                                  d->most_bytes,
+                                  d->bucket_bytes,
+                                  d->first_bucket_bytes,
+                                  (int64_t)(status ? 0 : fsdpi_plan_hash_cost(d->cost))};
     int64_t values[1 + 2 * FIELDS];
     for (int i = 0; i < FIELDS; i++) {
         values[1 + 2 * i] = mine[i];
@@ -410,22 +423,16 @@ static fsdp_status fsdpi_plan_agree_desc(fsdp_world *w, const fsdp_mesh *mesh,
     return status;
 }
 
-// The desc as it is given; *cost: a hash of its costs.
+// The desc as it is given, and its costs; d->cost is then NULL or `cost`.
 static fsdp_status fsdpi_plan_read_desc(fsdp_model *m, const fsdp_plan_desc *desc,
-                                        fsdp_plan_desc *d, uint64_t *cost) {
+                                        fsdp_plan_desc *d, fsdp_plan_cost *cost) {
     fsdp_world *w = fsdp_model_world(m);
-    fsdp_plan_cost c;
     fsdp_status status = fsdp_desc_read(w, d, desc, sizeof *d, "fsdp_plan_desc");
     if (!status) status = fsdpi_plan_check_desc(m, d);
     if (status || !d->cost) return status;
-    status = fsdp_desc_read(w, &c, d->cost, sizeof c, "fsdp_plan_cost");
-    if (!status) status = fsdpi_plan_check_cost(w, &c);
-    if (status) return status;
-    *cost = fsdpi_plan_mix_bytes(0, (const char *)c.compute_ns,
-                                 (size_t)c.num_compute * sizeof *c.compute_ns);
-    c.compute_ns = NULL;
-    *cost = fsdpi_plan_mix_bytes(*cost, (const char *)&c, sizeof c);
-    return FSDP_OK;
+    status = fsdp_desc_read(w, cost, d->cost, sizeof *cost, "fsdp_plan_cost");
+    d->cost = cost;
+    return status ? status : fsdpi_plan_check_cost(w, cost);
 }
 
 static fsdp_status fsdpi_plan_find_units(fsdp_plan *p) {
@@ -489,7 +496,7 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     fsdp_plan_desc d;
     fsdp_plan *p = NULL;
     fsdp_mesh_info info;
-    uint64_t cost = 0;
+    fsdp_plan_cost cost;
     if (!model || !plan)
         return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
                          "[E978] plan_create: model or plan is NULL");
@@ -500,7 +507,7 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     if (status) return status;
     status = fsdpi_plan_read_desc(model, desc, &d, &cost);
     if (!status) status = fsdpi_plan_new(model, &d, info.mesh, &p);
-    status = fsdpi_plan_agree_desc(fsdp_model_world(model), info.mesh, &d, cost, status);
+    status = fsdpi_plan_agree_desc(fsdp_model_world(model), info.mesh, &d, status);
     if (status) fsdp_plan_destroy(p);
     else *plan = p;
     return status;

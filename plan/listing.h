@@ -35,6 +35,13 @@ static fsdp_status fsdpi_plan_member_add(fsdp_model *m, fsdpi_plan_listing *l, i
     return status;
 }
 
+// Bytes without those of slots that outlast a step.
+static int64_t fsdpi_plan_arena_bytes(const fsdpi_plan_listing *l) {
+    int64_t bytes = l->bytes;
+    for (int i = 0; i < l->num_slots; i++) bytes -= l->slots[i].offset < 0 ? l->slots[i].bytes : 0;
+    return bytes;
+}
+
 // The place of a group in the listing; -1: it has too many.
 static int fsdpi_plan_comm_add(fsdpi_plan_listing *l, const char *name) {
     int i = 0;

@@ -39,12 +39,6 @@ static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_l
 }
 
 // The states in which steps begin: one step by calls leads there, with gradients dropped behind it.
-typedef struct fsdpi_plan_trial {
-    fsdp_plan *plan;
-    fsdpi_plan_kind *kind;
-    int call;
-} fsdpi_plan_trial;
-
 static fsdp_status fsdpi_plan_trial_run(void *user) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
     fsdp_status status = fsdpi_plan_play(user);
@@ -65,11 +59,7 @@ static fsdp_status fsdpi_plan_trial_run(void *user) {
 static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
     fsdpi_plan_tape raw;
     fsdpi_plan_show show;
-    memset(&show, 0, sizeof show);
-    memset(&raw, 0, sizeof raw);
-    show.plan = p;
-    show.tape = &raw;
-    show.kind = k;
+    fsdpi_plan_show_new(&show, p, &raw, k, NULL, NULL);
     fsdpi_plan_states_now(p, k->begin);
     fsdp_status status = fsdpi_plan_find_older(p, k); // fails if a unit is not idle
     for (int i = 0; i < k->num_older && !status; i++)
@@ -186,12 +176,9 @@ static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_kind *k,
     fsdpi_plan_listing *l = &k->listing;
     memset(&by_calls, 0, sizeof by_calls);
     memset(&f, 0, sizeof f);
-    f.kind = k;
-    f.num_units = p->num_units;
-    f.num_calls = k->num_calls;
     fsdp_status status = fsdpi_plan_find_begin(p, k);
     if (!status) status = fsdpi_plan_by_calls(p, k, &by_calls);
-    if (!status) status = fsdpi_plan_facts_new(p, &f);
+    if (!status) status = fsdpi_plan_facts_new(p, k, &f);
     if (!status) status = fsdpi_plan_find_spans(p, &f, &by_calls);
     if (!status) status = fsdpi_plan_choice_new(p, &l->choice, k->num_calls);
     for (int i = 0; i < given->choice.num_acts && !status; i++) {

@@ -39,18 +39,12 @@ static fsdp_status fsdpi_plan_strays_room(fsdp_plan *p, int more) {
 static void fsdpi_plan_sweep(fsdp_plan *p, int all) {
     int kept = 0;
     for (int i = 0; i < p->num_strays; i++) {
-        fsdp_op op;
-        if (!all && fsdp_buf_held(p->strays[i])) {
+        int held = fsdp_buf_held(p->strays[i]);
+        if (held && !all) {
             p->strays[kept++] = p->strays[i];
             continue;
         }
-        if (fsdp_buf_held(p->strays[i])) {
-            fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE,
-                         FSDP_STREAM_COMPUTE);
-            op.src = p->strays[i];
-            op.what = "plan";
-            (void)fsdp_emit(p->model, &op); // it is given back even if the world has failed
-        }
+        if (held) fsdpi_plan_release(p, p->strays[i]);
         fsdp_buf_destroy(p->model, p->strays[i]);
     }
     p->num_strays = kept;
@@ -158,12 +152,6 @@ static int64_t fsdpi_plan_host_bytes(const fsdpi_plan_kind *k) {
     return (int64_t)bytes;
 }
 
-static int64_t fsdpi_plan_lasting(const fsdpi_plan_listing *l) {
-    int64_t bytes = 0;
-    for (int i = 0; i < l->num_slots; i++) bytes += l->slots[i].offset < 0 ? l->slots[i].bytes : 0;
-    return bytes;
-}
-
 // Bytes of slots that the model has now: what steps by calls have taken.
 static int64_t fsdpi_plan_pool_bytes(const fsdp_plan *p) {
     fsdp_memory mem;
@@ -179,14 +167,8 @@ static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
                                         fsdpi_plan_tape *out) {
     fsdpi_plan_tape raw;
     fsdpi_plan_show show;
-    memset(&show, 0, sizeof show);
-    memset(&raw, 0, sizeof raw);
     memset(out, 0, sizeof *out);
-    show.plan = p;
-    show.tape = &raw;
-    show.kind = k;
-    show.choice = choice;
-    show.bufs = bufs;
+    fsdpi_plan_show_new(&show, p, &raw, k, choice, bufs);
     fsdp_status status = fsdpi_plan_rehearse(&show);
     if (!status) status = fsdpi_plan_arrange(&show, out);
     fsdpi_plan_show_end(&show);
@@ -196,10 +178,7 @@ static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
 
 static fsdp_status fsdpi_plan_by_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_tape *raw) {
     fsdpi_plan_show show;
-    memset(&show, 0, sizeof show);
-    show.plan = p;
-    show.tape = raw;
-    show.kind = k;
+    fsdpi_plan_show_new(&show, p, raw, k, NULL, NULL);
     fsdp_status status = fsdpi_plan_rehearse(&show);
     fsdpi_plan_show_end(&show);
     return status;
@@ -257,8 +236,9 @@ static fsdp_status fsdpi_plan_weigh(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan
     uint32_t all = fsdpi_plan_passes(p), taken = all;
     int64_t least = INT64_MAX, fewest = INT64_MAX;
     fsdp_status status = FSDP_OK;
-    for (int i = 0; i < 3 && p->desc.cost; i++) taken &= ~(1u << weighed[i]);
-    for (int i = -1; i < 3 && p->desc.cost && !status; i++) { // -1: none of the three
+    if (!p->desc.cost) return fsdpi_plan_fit(p, k, f, all, most);
+    for (int i = 0; i < 3; i++) taken &= ~(1u << weighed[i]);
+    for (int i = -1; i < 3 && !status; i++) { // -1: none of the three
         uint32_t tried = i < 0 ? taken : taken | (all & 1u << weighed[i]);
         int64_t takes = 0, collectives = 0;
         if (i >= 0 && tried == taken) continue;
@@ -330,6 +310,14 @@ static void fsdpi_plan_drop(fsdp_plan *p, int index) {
     fsdpi_plan_kind_free(p, k);
 }
 
+static void fsdpi_plan_drop_kind(fsdp_plan *p, const fsdpi_plan_kind *k) {
+    for (int i = 0; i < p->num_kinds; i++)
+        if (p->kinds[i] == k) {
+            fsdpi_plan_drop(p, i);
+            return;
+        }
+}
+
 // The arena stays while a unit holds a part of it.
 static void fsdpi_plan_drop_all(fsdp_plan *p) {
     fsdpi_plan_sweep(p, 0);
@@ -343,7 +331,7 @@ static void fsdpi_plan_drop_all(fsdp_plan *p) {
 // Memory for all kinds: the arena is as large as the largest needs it. A rehearsal shows what the
 // options are now, so that a kind of other options is bound when it comes again.
 static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
-    int64_t bytes = k->listing.bytes - fsdpi_plan_lasting(&k->listing);
+    int64_t bytes = fsdpi_plan_arena_bytes(&k->listing);
     for (int i = p->num_kinds - 1; i >= 0; i--)
         if (i < p->num_kinds && fsdpi_plan_is_fleeting(p, p->kinds[i])) fsdpi_plan_drop(p, i);
     fsdp_status status = fsdp_pools_trim(p->model);
@@ -429,11 +417,9 @@ static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp
 /* -------------------------------------------------------------------------------------------- */
 
 // Is there something in the step that depends on more than options and states?
-static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_kind *k,
-                                      const fsdpi_plan_tape *by_calls) {
+static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *by_calls) {
     char text[FSDPI_PLAN_TEXT] = "";
     fsdp_mesh_info all = FSDP_ZERO, own = FSDP_ZERO;
-    (void)k;
     fsdp_status status = fsdp_model_mesh_info(p->model, &all);
     for (int i = 0; i < p->num_units && !text[0] && !status; i++) { // a proof knows one mesh
         status = fsdp_unit_mesh_info(p->units[i], &own);
@@ -475,9 +461,8 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
         const fsdp_op *op = &by_calls->ops[i];
         int fills = op->kind == FSDP_OP_ALL_GATHER || op->label == FSDP_LABEL_COPY_IN ||
                     op->label == FSDP_LABEL_PRE_GATHER;
-        if (op->unit && fills)
-            f->order[fsdpi_plan_index(p, op->unit)] =
-                !by_calls->held[fsdpi_plan_index(p, op->unit)];
+        int u = op->unit && fills ? fsdpi_plan_index(p, op->unit) : -1;
+        if (u >= 0) f->order[u] = !by_calls->held[u];
     }
     for (int c = 0; c + 1 < k->num_calls && !status; c++) { // what units read, by calls
         int u = k->calls[c].index, call = k->calls[c].call;
@@ -494,12 +479,9 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
     fsdpi_plan_facts f;
     memset(&by_calls, 0, sizeof by_calls);
     memset(&f, 0, sizeof f);
-    f.kind = k;
-    f.num_units = p->num_units;
-    f.num_calls = k->num_calls;
     fsdp_status status = fsdpi_plan_by_calls(p, k, &by_calls);
-    if (!status) status = fsdpi_plan_refusal(p, k, &by_calls);
-    if (!status) status = fsdpi_plan_facts_new(p, &f);
+    if (!status) status = fsdpi_plan_refusal(p, &by_calls);
+    if (!status) status = fsdpi_plan_facts_new(p, k, &f);
     if (!status) status = fsdpi_plan_find_spans(p, &f, &by_calls);
     if (!status) {
         fsdpi_plan_find_base(&f, &by_calls);

@@ -41,11 +41,15 @@ static void fsdpi_plan_facts_end(fsdp_plan *p, fsdpi_plan_facts *f) {
     memset(f, 0, sizeof *f);
 }
 
-static fsdp_status fsdpi_plan_facts_new(fsdp_plan *p, fsdpi_plan_facts *f) {
+static fsdp_status fsdpi_plan_facts_new(fsdp_plan *p, const fsdpi_plan_kind *k,
+                                        fsdpi_plan_facts *f) {
     int32_t **const numbers[] = {&f->posts, &f->post, &f->item, &f->order, &f->last_call};
     int64_t **const sizes[] = {&f->bytes, &f->item_bytes};
     uint64_t **const hashes[] = {&f->gathers, &f->reduces};
-    size_t units = (size_t)f->num_units;
+    size_t units = (size_t)p->num_units;
+    f->kind = k;
+    f->num_units = p->num_units;
+    f->num_calls = k->num_calls;
     fsdp_status status = fsdpi_plan_alloc(p->model, units, (void **)&f->managed);
     if (!status) status = fsdpi_plan_alloc(p->model, (size_t)f->num_calls * 8, (void **)&f->base);
     for (int i = 0; i < 5 && !status; i++)

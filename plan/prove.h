@@ -75,8 +75,7 @@ static void fsdpi_plan_say_line(fsdpi_plan_out *o, const fsdpi_plan_listing *l, 
     }
 }
 
-static void fsdpi_plan_refuted(fsdpi_plan_prover *v, int how, fsdpi_plan_out *o) {
-    (void)o;
+static void fsdpi_plan_refuted(fsdpi_plan_prover *v, int how) {
     if (!v->out->refuted) v->out->refuted = how;
 }
 
@@ -117,7 +116,7 @@ static void fsdpi_plan_race(fsdpi_plan_prover *v, const fsdpi_plan_touch *now, i
     fsdpi_plan_put(&o, "\n");
     fsdpi_plan_say_touch(&o, v, then);
     fsdpi_plan_put(&o, " has %s it last, and no event lies between", wrote ? "written" : "read");
-    fsdpi_plan_refuted(v, FSDP_PROOF_RACE, &o);
+    fsdpi_plan_refuted(v, FSDP_PROOF_RACE);
 }
 
 static int fsdpi_plan_is_ordered(const fsdpi_plan_prover *v, const fsdpi_plan_touch *then,
@@ -202,7 +201,7 @@ static void fsdpi_plan_wrong(fsdpi_plan_prover *v, int how, const char *what, in
     fsdpi_plan_put(&o, "\n%s", what);
     if (unit >= 0) fsdpi_plan_put_unit(&o, v->l, unit);
     if (place != FSDPI_PLAN_NONE) fsdpi_plan_say_place(&o, v, place);
-    fsdpi_plan_refuted(v, how, &o);
+    fsdpi_plan_refuted(v, how);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -354,7 +353,7 @@ static void fsdpi_plan_see_comm(fsdpi_plan_prover *v, const fsdpi_plan_line *lin
     fsdpi_plan_put(&o, " runs on %s\n", v->l->comms[line->comm]);
     fsdpi_plan_say_touch(&o, v, first);
     fsdpi_plan_put(&o, " is of the same sort, and nothing orders the two on all ranks");
-    fsdpi_plan_refuted(v, FSDP_PROOF_DEADLOCK, &o);
+    fsdpi_plan_refuted(v, FSDP_PROOF_DEADLOCK);
 }
 
 static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line) {
@@ -493,13 +492,6 @@ static void fsdpi_plan_walk(fsdpi_plan_prover *v) {
     if (!v->out->refuted) fsdpi_plan_see_end(v);
 }
 
-static int64_t fsdpi_plan_arena_bytes(const fsdpi_plan_listing *l) {
-    int64_t lasting = 0;
-    for (int i = 0; i < l->num_slots; i++)
-        lasting += l->slots[i].offset < 0 ? l->slots[i].bytes : 0;
-    return l->bytes - lasting;
-}
-
 // Bytes of an op beside its elements, and beside the slots in which they have to be.
 static void fsdpi_plan_check_numbers(fsdpi_plan_prover *v, const fsdpi_plan_line *line) {
     const fsdpi_plan_listing *l = v->l;
@@ -551,7 +543,7 @@ static void fsdpi_plan_check_calls(fsdpi_plan_prover *v) {
                    l->replica_ops[0]);
     fsdpi_plan_put(&o, "the plan has more: %d of %llu, %d, %d", l->gathers[1],
                    (unsigned long long)l->gather_bytes[1], l->reductions[1], l->replica_ops[1]);
-    fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
+    fsdpi_plan_refuted(v, FSDP_PROOF_USE);
 }
 
 // The numbers of the head are those of the lines.
@@ -579,14 +571,14 @@ static void fsdpi_plan_check_counts(fsdpi_plan_prover *v) {
                        l->reductions[1], l->replica_ops[1], l->ops[1]);
         fsdpi_plan_put(&o, "the lines have %d, %d, %d and %d of them", gathers, reductions,
                        replicas, ops);
-        fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
+        fsdpi_plan_refuted(v, FSDP_PROOF_USE);
     } else if (gathered != l->gather_bytes[1] || reduced != l->reduce_bytes[1]) {
         fsdpi_plan_put(&o, "read gathers %llu reductions %llu\n",
                        (unsigned long long)l->gather_bytes[1],
                        (unsigned long long)l->reduce_bytes[1]);
         fsdpi_plan_put(&o, "the lines read %llu and %llu bytes", (unsigned long long)gathered,
                        (unsigned long long)reduced);
-        fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
+        fsdpi_plan_refuted(v, FSDP_PROOF_USE);
     }
     if (!v->out->refuted) fsdpi_plan_check_calls(v);
 }

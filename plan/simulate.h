@@ -157,18 +157,15 @@ static fsdp_status fsdpi_plan_check_cost(fsdp_world *w, const fsdp_plan_cost *c)
                      "num_compute numbers are not at compute_ns");
 }
 
-// The plan's own costs: desc->cost, which has been checked, with its list of the caller's work.
+// The plan's own costs, with their list of the caller's work. cost: checked, or NULL.
 static fsdp_status fsdpi_plan_copy_cost(fsdp_plan *p, const fsdp_plan_cost *cost) {
-    fsdp_plan_cost c;
     if (!cost) return FSDP_OK;
-    fsdp_status status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
+    size_t bytes = (size_t)cost->num_compute * sizeof *cost->compute_ns;
+    fsdp_status status = fsdpi_plan_alloc(p->model, bytes, (void **)&p->compute_ns);
     if (status) return status;
-    size_t bytes = (size_t)c.num_compute * sizeof *c.compute_ns;
-    status = fsdpi_plan_alloc(p->model, bytes, (void **)&p->compute_ns);
-    if (status) return status;
-    if (bytes) memcpy(p->compute_ns, c.compute_ns, bytes);
-    c.compute_ns = p->compute_ns;
-    p->cost = c;
+    if (bytes) memcpy(p->compute_ns, cost->compute_ns, bytes);
+    p->cost = *cost;
+    p->cost.compute_ns = p->compute_ns;
     p->desc.cost = &p->cost;
     return FSDP_OK;
 }

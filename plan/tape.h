@@ -249,19 +249,24 @@ static fsdp_status fsdpi_plan_play(void *user) {
     return s->status ? s->status : status;
 }
 
+// A unit's slot is given back, even if the world has failed.
+static void fsdpi_plan_release(fsdp_plan *p, fsdp_buf *buf) {
+    fsdp_op op;
+    fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    op.src = buf;
+    op.what = "plan";
+    (void)fsdp_emit(p->model, &op);
+}
+
 // What is held when a rehearsal ends is not held in truth; also if it has failed: buffers that are
 // held stay. Returns a unit that held one, or NULL.
 static fsdp_unit *fsdpi_plan_give_back(fsdpi_plan_show *s) {
     fsdp_plan *p = s->plan;
     fsdp_unit *holder = NULL;
     for (int i = 0; i < s->tape->num_uses; i++) {
-        fsdp_op op;
         if (!fsdp_buf_held(s->tape->bufs[i])) continue;
         holder = p->units[s->tape->uses[i].unit];
-        fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-        op.src = s->tape->bufs[i];
-        op.what = "plan";
-        (void)fsdp_emit(p->model, &op); // it is given back even if the world has failed
+        fsdpi_plan_release(p, s->tape->bufs[i]);
     }
     return holder;
 }
@@ -270,6 +275,21 @@ static fsdp_status fsdpi_plan_play_all(void *user) {
     fsdp_status status = fsdpi_plan_play(user);
     (void)fsdpi_plan_give_back((fsdpi_plan_show *)user);
     return status;
+}
+
+// choice NULL: by calls. bufs NULL: without memory.
+static void fsdpi_plan_show_new(fsdpi_plan_show *s, fsdp_plan *p, fsdpi_plan_tape *tape,
+                                const fsdpi_plan_kind *kind, const fsdpi_plan_choice *choice,
+                                fsdp_buf *const *bufs) {
+    memset(s, 0, sizeof *s);
+    memset(tape, 0, sizeof *tape);
+    s->plan = p;
+    s->tape = tape;
+    s->kind = kind;
+    s->choice = choice;
+    s->bufs = bufs;
+    s->next = 4096;
+    s->own = -1;
 }
 
 /* The program through the core's rows, with the decisions of a choice or by calls. bufs: the slots
@@ -281,12 +301,6 @@ static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*ru
     e.user = s;
     e.op = fsdpi_plan_see;
     e.buffer = fsdpi_plan_give;
-    s->status = FSDP_OK;
-    s->next = 4096;
-    s->quiet = 0;
-    s->own = -1;
-    s->last = NULL;
-    s->acts = NULL;
     fsdp_status status = fsdpi_plan_tape_new(p, s->tape, s->kind->num_calls);
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,

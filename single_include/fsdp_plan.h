@@ -819,19 +819,24 @@ static fsdp_status fsdpi_plan_play(void *user) {
     return s->status ? s->status : status;
 }
 
+// A unit's slot is given back, even if the world has failed.
+static void fsdpi_plan_release(fsdp_plan *p, fsdp_buf *buf) {
+    fsdp_op op;
+    fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
+    op.src = buf;
+    op.what = "plan";
+    (void)fsdp_emit(p->model, &op);
+}
+
 // What is held when a rehearsal ends is not held in truth; also if it has failed: buffers that are
 // held stay. Returns a unit that held one, or NULL.
 static fsdp_unit *fsdpi_plan_give_back(fsdpi_plan_show *s) {
     fsdp_plan *p = s->plan;
     fsdp_unit *holder = NULL;
     for (int i = 0; i < s->tape->num_uses; i++) {
-        fsdp_op op;
         if (!fsdp_buf_held(s->tape->bufs[i])) continue;
         holder = p->units[s->tape->uses[i].unit];
-        fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE, FSDP_STREAM_COMPUTE);
-        op.src = s->tape->bufs[i];
-        op.what = "plan";
-        (void)fsdp_emit(p->model, &op); // it is given back even if the world has failed
+        fsdpi_plan_release(p, s->tape->bufs[i]);
     }
     return holder;
 }
@@ -840,6 +845,21 @@ static fsdp_status fsdpi_plan_play_all(void *user) {
     fsdp_status status = fsdpi_plan_play(user);
     (void)fsdpi_plan_give_back((fsdpi_plan_show *)user);
     return status;
+}
+
+// choice NULL: by calls. bufs NULL: without memory.
+static void fsdpi_plan_show_new(fsdpi_plan_show *s, fsdp_plan *p, fsdpi_plan_tape *tape,
+                                const fsdpi_plan_kind *kind, const fsdpi_plan_choice *choice,
+                                fsdp_buf *const *bufs) {
+    memset(s, 0, sizeof *s);
+    memset(tape, 0, sizeof *tape);
+    s->plan = p;
+    s->tape = tape;
+    s->kind = kind;
+    s->choice = choice;
+    s->bufs = bufs;
+    s->next = 4096;
+    s->own = -1;
 }
 
 /* The program through the core's rows, with the decisions of a choice or by calls. bufs: the slots
@@ -851,12 +871,6 @@ static fsdp_status fsdpi_plan_rehearse_with(fsdpi_plan_show *s, fsdp_status (*ru
     e.user = s;
     e.op = fsdpi_plan_see;
     e.buffer = fsdpi_plan_give;
-    s->status = FSDP_OK;
-    s->next = 4096;
-    s->quiet = 0;
-    s->own = -1;
-    s->last = NULL;
-    s->acts = NULL;
     fsdp_status status = fsdpi_plan_tape_new(p, s->tape, s->kind->num_calls);
     if (!status)
         status = fsdpi_plan_alloc(p->model, (size_t)p->num_units * p->unit_bytes,
@@ -1217,11 +1231,15 @@ static void fsdpi_plan_facts_end(fsdp_plan *p, fsdpi_plan_facts *f) {
     memset(f, 0, sizeof *f);
 }
 
-static fsdp_status fsdpi_plan_facts_new(fsdp_plan *p, fsdpi_plan_facts *f) {
+static fsdp_status fsdpi_plan_facts_new(fsdp_plan *p, const fsdpi_plan_kind *k,
+                                        fsdpi_plan_facts *f) {
     int32_t **const numbers[] = {&f->posts, &f->post, &f->item, &f->order, &f->last_call};
     int64_t **const sizes[] = {&f->bytes, &f->item_bytes};
     uint64_t **const hashes[] = {&f->gathers, &f->reduces};
-    size_t units = (size_t)f->num_units;
+    size_t units = (size_t)p->num_units;
+    f->kind = k;
+    f->num_units = p->num_units;
+    f->num_calls = k->num_calls;
     fsdp_status status = fsdpi_plan_alloc(p->model, units, (void **)&f->managed);
     if (!status) status = fsdpi_plan_alloc(p->model, (size_t)f->num_calls * 8, (void **)&f->base);
     for (int i = 0; i < 5 && !status; i++)
@@ -1912,6 +1930,13 @@ static fsdp_status fsdpi_plan_member_add(fsdp_model *m, fsdpi_plan_listing *l, i
                                          sizeof member);
     if (!status) l->members[l->num_members++] = member;
     return status;
+}
+
+// Bytes without those of slots that outlast a step.
+static int64_t fsdpi_plan_arena_bytes(const fsdpi_plan_listing *l) {
+    int64_t bytes = l->bytes;
+    for (int i = 0; i < l->num_slots; i++) bytes -= l->slots[i].offset < 0 ? l->slots[i].bytes : 0;
+    return bytes;
 }
 
 // The place of a group in the listing; -1: it has too many.
@@ -2925,8 +2950,7 @@ static void fsdpi_plan_say_line(fsdpi_plan_out *o, const fsdpi_plan_listing *l, 
     }
 }
 
-static void fsdpi_plan_refuted(fsdpi_plan_prover *v, int how, fsdpi_plan_out *o) {
-    (void)o;
+static void fsdpi_plan_refuted(fsdpi_plan_prover *v, int how) {
     if (!v->out->refuted) v->out->refuted = how;
 }
 
@@ -2967,7 +2991,7 @@ static void fsdpi_plan_race(fsdpi_plan_prover *v, const fsdpi_plan_touch *now, i
     fsdpi_plan_put(&o, "\n");
     fsdpi_plan_say_touch(&o, v, then);
     fsdpi_plan_put(&o, " has %s it last, and no event lies between", wrote ? "written" : "read");
-    fsdpi_plan_refuted(v, FSDP_PROOF_RACE, &o);
+    fsdpi_plan_refuted(v, FSDP_PROOF_RACE);
 }
 
 static int fsdpi_plan_is_ordered(const fsdpi_plan_prover *v, const fsdpi_plan_touch *then,
@@ -3052,7 +3076,7 @@ static void fsdpi_plan_wrong(fsdpi_plan_prover *v, int how, const char *what, in
     fsdpi_plan_put(&o, "\n%s", what);
     if (unit >= 0) fsdpi_plan_put_unit(&o, v->l, unit);
     if (place != FSDPI_PLAN_NONE) fsdpi_plan_say_place(&o, v, place);
-    fsdpi_plan_refuted(v, how, &o);
+    fsdpi_plan_refuted(v, how);
 }
 
 /* -------------------------------------------------------------------------------------------- */
@@ -3204,7 +3228,7 @@ static void fsdpi_plan_see_comm(fsdpi_plan_prover *v, const fsdpi_plan_line *lin
     fsdpi_plan_put(&o, " runs on %s\n", v->l->comms[line->comm]);
     fsdpi_plan_say_touch(&o, v, first);
     fsdpi_plan_put(&o, " is of the same sort, and nothing orders the two on all ranks");
-    fsdpi_plan_refuted(v, FSDP_PROOF_DEADLOCK, &o);
+    fsdpi_plan_refuted(v, FSDP_PROOF_DEADLOCK);
 }
 
 static void fsdpi_plan_see_op(fsdpi_plan_prover *v, const fsdpi_plan_line *line) {
@@ -3343,13 +3367,6 @@ static void fsdpi_plan_walk(fsdpi_plan_prover *v) {
     if (!v->out->refuted) fsdpi_plan_see_end(v);
 }
 
-static int64_t fsdpi_plan_arena_bytes(const fsdpi_plan_listing *l) {
-    int64_t lasting = 0;
-    for (int i = 0; i < l->num_slots; i++)
-        lasting += l->slots[i].offset < 0 ? l->slots[i].bytes : 0;
-    return l->bytes - lasting;
-}
-
 // Bytes of an op beside its elements, and beside the slots in which they have to be.
 static void fsdpi_plan_check_numbers(fsdpi_plan_prover *v, const fsdpi_plan_line *line) {
     const fsdpi_plan_listing *l = v->l;
@@ -3401,7 +3418,7 @@ static void fsdpi_plan_check_calls(fsdpi_plan_prover *v) {
                    l->replica_ops[0]);
     fsdpi_plan_put(&o, "the plan has more: %d of %llu, %d, %d", l->gathers[1],
                    (unsigned long long)l->gather_bytes[1], l->reductions[1], l->replica_ops[1]);
-    fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
+    fsdpi_plan_refuted(v, FSDP_PROOF_USE);
 }
 
 // The numbers of the head are those of the lines.
@@ -3429,14 +3446,14 @@ static void fsdpi_plan_check_counts(fsdpi_plan_prover *v) {
                        l->reductions[1], l->replica_ops[1], l->ops[1]);
         fsdpi_plan_put(&o, "the lines have %d, %d, %d and %d of them", gathers, reductions,
                        replicas, ops);
-        fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
+        fsdpi_plan_refuted(v, FSDP_PROOF_USE);
     } else if (gathered != l->gather_bytes[1] || reduced != l->reduce_bytes[1]) {
         fsdpi_plan_put(&o, "read gathers %llu reductions %llu\n",
                        (unsigned long long)l->gather_bytes[1],
                        (unsigned long long)l->reduce_bytes[1]);
         fsdpi_plan_put(&o, "the lines read %llu and %llu bytes", (unsigned long long)gathered,
                        (unsigned long long)reduced);
-        fsdpi_plan_refuted(v, FSDP_PROOF_USE, &o);
+        fsdpi_plan_refuted(v, FSDP_PROOF_USE);
     }
     if (!v->out->refuted) fsdpi_plan_check_calls(v);
 }
@@ -3862,18 +3879,15 @@ static fsdp_status fsdpi_plan_check_cost(fsdp_world *w, const fsdp_plan_cost *c)
                      "num_compute numbers are not at compute_ns");
 }
 
-// The plan's own costs: desc->cost, which has been checked, with its list of the caller's work.
+// The plan's own costs, with their list of the caller's work. cost: checked, or NULL.
 static fsdp_status fsdpi_plan_copy_cost(fsdp_plan *p, const fsdp_plan_cost *cost) {
-    fsdp_plan_cost c;
     if (!cost) return FSDP_OK;
-    fsdp_status status = fsdp_desc_read(p->world, &c, cost, sizeof c, "fsdp_plan_cost");
+    size_t bytes = (size_t)cost->num_compute * sizeof *cost->compute_ns;
+    fsdp_status status = fsdpi_plan_alloc(p->model, bytes, (void **)&p->compute_ns);
     if (status) return status;
-    size_t bytes = (size_t)c.num_compute * sizeof *c.compute_ns;
-    status = fsdpi_plan_alloc(p->model, bytes, (void **)&p->compute_ns);
-    if (status) return status;
-    if (bytes) memcpy(p->compute_ns, c.compute_ns, bytes);
-    c.compute_ns = p->compute_ns;
-    p->cost = c;
+    if (bytes) memcpy(p->compute_ns, cost->compute_ns, bytes);
+    p->cost = *cost;
+    p->cost.compute_ns = p->compute_ns;
     p->desc.cost = &p->cost;
     return FSDP_OK;
 }
@@ -3936,18 +3950,12 @@ static fsdp_status fsdpi_plan_strays_room(fsdp_plan *p, int more) {
 static void fsdpi_plan_sweep(fsdp_plan *p, int all) {
     int kept = 0;
     for (int i = 0; i < p->num_strays; i++) {
-        fsdp_op op;
-        if (!all && fsdp_buf_held(p->strays[i])) {
+        int held = fsdp_buf_held(p->strays[i]);
+        if (held && !all) {
             p->strays[kept++] = p->strays[i];
             continue;
         }
-        if (fsdp_buf_held(p->strays[i])) {
-            fsdp_op_init(&op, p->model, NULL, FSDP_OP_RELEASE, FSDP_LABEL_NONE,
-                         FSDP_STREAM_COMPUTE);
-            op.src = p->strays[i];
-            op.what = "plan";
-            (void)fsdp_emit(p->model, &op); // it is given back even if the world has failed
-        }
+        if (held) fsdpi_plan_release(p, p->strays[i]);
         fsdp_buf_destroy(p->model, p->strays[i]);
     }
     p->num_strays = kept;
@@ -4055,12 +4063,6 @@ static int64_t fsdpi_plan_host_bytes(const fsdpi_plan_kind *k) {
     return (int64_t)bytes;
 }
 
-static int64_t fsdpi_plan_lasting(const fsdpi_plan_listing *l) {
-    int64_t bytes = 0;
-    for (int i = 0; i < l->num_slots; i++) bytes += l->slots[i].offset < 0 ? l->slots[i].bytes : 0;
-    return bytes;
-}
-
 // Bytes of slots that the model has now: what steps by calls have taken.
 static int64_t fsdpi_plan_pool_bytes(const fsdp_plan *p) {
     fsdp_memory mem;
@@ -4076,14 +4078,8 @@ static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
                                         fsdpi_plan_tape *out) {
     fsdpi_plan_tape raw;
     fsdpi_plan_show show;
-    memset(&show, 0, sizeof show);
-    memset(&raw, 0, sizeof raw);
     memset(out, 0, sizeof *out);
-    show.plan = p;
-    show.tape = &raw;
-    show.kind = k;
-    show.choice = choice;
-    show.bufs = bufs;
+    fsdpi_plan_show_new(&show, p, &raw, k, choice, bufs);
     fsdp_status status = fsdpi_plan_rehearse(&show);
     if (!status) status = fsdpi_plan_arrange(&show, out);
     fsdpi_plan_show_end(&show);
@@ -4093,10 +4089,7 @@ static fsdp_status fsdpi_plan_tape_make(fsdp_plan *p, fsdpi_plan_kind *k,
 
 static fsdp_status fsdpi_plan_by_calls(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan_tape *raw) {
     fsdpi_plan_show show;
-    memset(&show, 0, sizeof show);
-    show.plan = p;
-    show.tape = raw;
-    show.kind = k;
+    fsdpi_plan_show_new(&show, p, raw, k, NULL, NULL);
     fsdp_status status = fsdpi_plan_rehearse(&show);
     fsdpi_plan_show_end(&show);
     return status;
@@ -4154,8 +4147,9 @@ static fsdp_status fsdpi_plan_weigh(fsdp_plan *p, fsdpi_plan_kind *k, fsdpi_plan
     uint32_t all = fsdpi_plan_passes(p), taken = all;
     int64_t least = INT64_MAX, fewest = INT64_MAX;
     fsdp_status status = FSDP_OK;
-    for (int i = 0; i < 3 && p->desc.cost; i++) taken &= ~(1u << weighed[i]);
-    for (int i = -1; i < 3 && p->desc.cost && !status; i++) { // -1: none of the three
+    if (!p->desc.cost) return fsdpi_plan_fit(p, k, f, all, most);
+    for (int i = 0; i < 3; i++) taken &= ~(1u << weighed[i]);
+    for (int i = -1; i < 3 && !status; i++) { // -1: none of the three
         uint32_t tried = i < 0 ? taken : taken | (all & 1u << weighed[i]);
         int64_t takes = 0, collectives = 0;
         if (i >= 0 && tried == taken) continue;
@@ -4227,6 +4221,14 @@ static void fsdpi_plan_drop(fsdp_plan *p, int index) {
     fsdpi_plan_kind_free(p, k);
 }
 
+static void fsdpi_plan_drop_kind(fsdp_plan *p, const fsdpi_plan_kind *k) {
+    for (int i = 0; i < p->num_kinds; i++)
+        if (p->kinds[i] == k) {
+            fsdpi_plan_drop(p, i);
+            return;
+        }
+}
+
 // The arena stays while a unit holds a part of it.
 static void fsdpi_plan_drop_all(fsdp_plan *p) {
     fsdpi_plan_sweep(p, 0);
@@ -4240,7 +4242,7 @@ static void fsdpi_plan_drop_all(fsdp_plan *p) {
 // Memory for all kinds: the arena is as large as the largest needs it. A rehearsal shows what the
 // options are now, so that a kind of other options is bound when it comes again.
 static fsdp_status fsdpi_plan_bind_all(fsdp_plan *p, fsdpi_plan_kind *k) {
-    int64_t bytes = k->listing.bytes - fsdpi_plan_lasting(&k->listing);
+    int64_t bytes = fsdpi_plan_arena_bytes(&k->listing);
     for (int i = p->num_kinds - 1; i >= 0; i--)
         if (i < p->num_kinds && fsdpi_plan_is_fleeting(p, p->kinds[i])) fsdpi_plan_drop(p, i);
     fsdp_status status = fsdp_pools_trim(p->model);
@@ -4326,11 +4328,9 @@ static fsdp_status fsdpi_plan_agree(fsdp_plan *p, const fsdpi_plan_kind *k, fsdp
 /* -------------------------------------------------------------------------------------------- */
 
 // Is there something in the step that depends on more than options and states?
-static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_kind *k,
-                                      const fsdpi_plan_tape *by_calls) {
+static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *by_calls) {
     char text[FSDPI_PLAN_TEXT] = "";
     fsdp_mesh_info all = FSDP_ZERO, own = FSDP_ZERO;
-    (void)k;
     fsdp_status status = fsdp_model_mesh_info(p->model, &all);
     for (int i = 0; i < p->num_units && !text[0] && !status; i++) { // a proof knows one mesh
         status = fsdp_unit_mesh_info(p->units[i], &own);
@@ -4372,9 +4372,8 @@ static fsdp_status fsdpi_plan_finish_listing(fsdp_plan *p, fsdpi_plan_kind *k,
         const fsdp_op *op = &by_calls->ops[i];
         int fills = op->kind == FSDP_OP_ALL_GATHER || op->label == FSDP_LABEL_COPY_IN ||
                     op->label == FSDP_LABEL_PRE_GATHER;
-        if (op->unit && fills)
-            f->order[fsdpi_plan_index(p, op->unit)] =
-                !by_calls->held[fsdpi_plan_index(p, op->unit)];
+        int u = op->unit && fills ? fsdpi_plan_index(p, op->unit) : -1;
+        if (u >= 0) f->order[u] = !by_calls->held[u];
     }
     for (int c = 0; c + 1 < k->num_calls && !status; c++) { // what units read, by calls
         int u = k->calls[c].index, call = k->calls[c].call;
@@ -4391,12 +4390,9 @@ static fsdp_status fsdpi_plan_make_alone(fsdp_plan *p, fsdpi_plan_kind *k, int64
     fsdpi_plan_facts f;
     memset(&by_calls, 0, sizeof by_calls);
     memset(&f, 0, sizeof f);
-    f.kind = k;
-    f.num_units = p->num_units;
-    f.num_calls = k->num_calls;
     fsdp_status status = fsdpi_plan_by_calls(p, k, &by_calls);
-    if (!status) status = fsdpi_plan_refusal(p, k, &by_calls);
-    if (!status) status = fsdpi_plan_facts_new(p, &f);
+    if (!status) status = fsdpi_plan_refusal(p, &by_calls);
+    if (!status) status = fsdpi_plan_facts_new(p, k, &f);
     if (!status) status = fsdpi_plan_find_spans(p, &f, &by_calls);
     if (!status) {
         fsdpi_plan_find_base(&f, &by_calls);
@@ -4480,12 +4476,6 @@ static fsdp_status fsdpi_plan_check_model(const fsdp_plan *p, const fsdpi_plan_l
 }
 
 // The states in which steps begin: one step by calls leads there, with gradients dropped behind it.
-typedef struct fsdpi_plan_trial {
-    fsdp_plan *plan;
-    fsdpi_plan_kind *kind;
-    int call;
-} fsdpi_plan_trial;
-
 static fsdp_status fsdpi_plan_trial_run(void *user) {
     fsdpi_plan_show *s = (fsdpi_plan_show *)user;
     fsdp_status status = fsdpi_plan_play(user);
@@ -4506,11 +4496,7 @@ static fsdp_status fsdpi_plan_trial_run(void *user) {
 static fsdp_status fsdpi_plan_find_begin(fsdp_plan *p, fsdpi_plan_kind *k) {
     fsdpi_plan_tape raw;
     fsdpi_plan_show show;
-    memset(&show, 0, sizeof show);
-    memset(&raw, 0, sizeof raw);
-    show.plan = p;
-    show.tape = &raw;
-    show.kind = k;
+    fsdpi_plan_show_new(&show, p, &raw, k, NULL, NULL);
     fsdpi_plan_states_now(p, k->begin);
     fsdp_status status = fsdpi_plan_find_older(p, k); // fails if a unit is not idle
     for (int i = 0; i < k->num_older && !status; i++)
@@ -4627,12 +4613,9 @@ static fsdp_status fsdpi_plan_load_alone(fsdp_plan *p, fsdpi_plan_kind *k,
     fsdpi_plan_listing *l = &k->listing;
     memset(&by_calls, 0, sizeof by_calls);
     memset(&f, 0, sizeof f);
-    f.kind = k;
-    f.num_units = p->num_units;
-    f.num_calls = k->num_calls;
     fsdp_status status = fsdpi_plan_find_begin(p, k);
     if (!status) status = fsdpi_plan_by_calls(p, k, &by_calls);
-    if (!status) status = fsdpi_plan_facts_new(p, &f);
+    if (!status) status = fsdpi_plan_facts_new(p, k, &f);
     if (!status) status = fsdpi_plan_find_spans(p, &f, &by_calls);
     if (!status) status = fsdpi_plan_choice_new(p, &l->choice, k->num_calls);
     for (int i = 0; i < given->choice.num_acts && !status; i++) {
@@ -4814,8 +4797,7 @@ static fsdp_status fsdpi_plan_bind_again(fsdp_plan *p) {
     fsdp_status status = fsdpi_plan_agree(p, k, fsdpi_plan_bind(p, k), 0);
     k->unbound = status != FSDP_OK;
     if (!status) return FSDP_OK;
-    for (int i = 0; i < p->num_kinds; i++)
-        if (p->kinds[i] == k) fsdpi_plan_drop(p, i);
+    fsdpi_plan_drop_kind(p, k);
     p->kind = NULL;
     p->mode = FSDP_PLAN_BY_CALLS;
     snprintf(p->why, sizeof p->why, "%s", "the tape could not be made again for a new arena");
@@ -5001,9 +4983,7 @@ static int fsdpi_plan_finalize(fsdp_plan *p, fsdp_status *status) {
         p->differ = 0;
     }
     if (p->mode == FSDP_PLAN_BY_CALLS && k && k->left >= FSDPI_PLAN_PATIENCE) {
-        int i = 0;
-        while (i < p->num_kinds && p->kinds[i] != k) i++;
-        if (i < p->num_kinds) fsdpi_plan_drop(p, i);
+        fsdpi_plan_drop_kind(p, k);
         p->differ++;
     }
     if (p->differ >= FSDPI_PLAN_PATIENCE) {
@@ -5141,20 +5121,36 @@ static void fsdpi_plan_defaults(fsdp_plan *p) {
     p->warm = d->warm_up;
 }
 
+// 0: without costs.
+static uint64_t fsdpi_plan_hash_cost(const fsdp_plan_cost *cost) {
+    fsdp_plan_cost c;
+    if (!cost) return 0;
+    c = *cost;
+    c.compute_ns = NULL;
+    return fsdpi_plan_mix_bytes(fsdpi_plan_mix_bytes(0, (const char *)cost->compute_ns,
+                                                     (size_t)c.num_compute * sizeof(int64_t)),
+                                (const char *)&c, sizeof c);
+}
+
 /* Do all ranks create the plan, and with the same desc? status: this rank's. Without a plan it goes
    on to the collective, since the others wait there. */
 static fsdp_status fsdpi_plan_agree_desc(fsdp_world *w, const fsdp_mesh *mesh,
-                                         const fsdp_plan_desc *d, uint64_t cost,
-                                         fsdp_status status) {
+                                         const fsdp_plan_desc *d, fsdp_status status) {
     static const char *const names[] = {"without",    "with",         "warm_up",
                                         "ahead",      "most_kinds",   "strict",
                                         "most_bytes", "bucket_bytes", "first_bucket_bytes",
                                         "cost"};
     enum { FIELDS = sizeof names / sizeof *names };
-    const int64_t mine[FIELDS] = {d->without,    d->with,         d->warm_up,
-                                  d->ahead,      d->most_kinds,   d->strict != 0,
-                                  d->most_bytes, d->bucket_bytes, d->first_bucket_bytes,
-                                  (int64_t)cost};
+    const int64_t mine[FIELDS] = {d->without,
+                                  d->with,
+                                  d->warm_up,
+                                  d->ahead,
+                                  d->most_kinds,
+                                  d->strict != 0,
+                                  d->most_bytes,
+                                  d->bucket_bytes,
+                                  d->first_bucket_bytes,
+                                  (int64_t)(status ? 0 : fsdpi_plan_hash_cost(d->cost))};
     int64_t values[1 + 2 * FIELDS];
     for (int i = 0; i < FIELDS; i++) {
         values[1 + 2 * i] = mine[i];
@@ -5172,22 +5168,16 @@ static fsdp_status fsdpi_plan_agree_desc(fsdp_world *w, const fsdp_mesh *mesh,
     return status;
 }
 
-// The desc as it is given; *cost: a hash of its costs.
+// The desc as it is given, and its costs; d->cost is then NULL or `cost`.
 static fsdp_status fsdpi_plan_read_desc(fsdp_model *m, const fsdp_plan_desc *desc,
-                                        fsdp_plan_desc *d, uint64_t *cost) {
+                                        fsdp_plan_desc *d, fsdp_plan_cost *cost) {
     fsdp_world *w = fsdp_model_world(m);
-    fsdp_plan_cost c;
     fsdp_status status = fsdp_desc_read(w, d, desc, sizeof *d, "fsdp_plan_desc");
     if (!status) status = fsdpi_plan_check_desc(m, d);
     if (status || !d->cost) return status;
-    status = fsdp_desc_read(w, &c, d->cost, sizeof c, "fsdp_plan_cost");
-    if (!status) status = fsdpi_plan_check_cost(w, &c);
-    if (status) return status;
-    *cost = fsdpi_plan_mix_bytes(0, (const char *)c.compute_ns,
-                                 (size_t)c.num_compute * sizeof *c.compute_ns);
-    c.compute_ns = NULL;
-    *cost = fsdpi_plan_mix_bytes(*cost, (const char *)&c, sizeof c);
-    return FSDP_OK;
+    status = fsdp_desc_read(w, cost, d->cost, sizeof *cost, "fsdp_plan_cost");
+    d->cost = cost;
+    return status ? status : fsdpi_plan_check_cost(w, cost);
 }
 
 static fsdp_status fsdpi_plan_find_units(fsdp_plan *p) {
@@ -5251,7 +5241,7 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     fsdp_plan_desc d;
     fsdp_plan *p = NULL;
     fsdp_mesh_info info;
-    uint64_t cost = 0;
+    fsdp_plan_cost cost;
     if (!model || !plan)
         return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
                          "[E978] plan_create: model or plan is NULL");
@@ -5262,7 +5252,7 @@ FSDP_API fsdp_status fsdp_plan_create(fsdp_model *model, const fsdp_plan_desc *d
     if (status) return status;
     status = fsdpi_plan_read_desc(model, desc, &d, &cost);
     if (!status) status = fsdpi_plan_new(model, &d, info.mesh, &p);
-    status = fsdpi_plan_agree_desc(fsdp_model_world(model), info.mesh, &d, cost, status);
+    status = fsdpi_plan_agree_desc(fsdp_model_world(model), info.mesh, &d, status);
     if (status) fsdp_plan_destroy(p);
     else *plan = p;
     return status;

@@ -1454,28 +1454,39 @@ static void fails_on_one(lab_rank *r) {
 }
 TEST(plan_errors, a_call_fails_on_one_rank) { lab_run(2, NULL, fails_on_one, NULL); }
 
+/* A strict plan that has been replayed, and the first calls of its next step. */
+static void strict_open(plan_bed *b, const plan_net *net, fsdp_world *w, plan_result *out,
+                        int calls) {
+    fsdp_plan_desc d = FSDP_ZERO;
+    d.strict = 1;
+    plan_open(b, net, w);
+    make_plan(b, &d);
+    steps(b, out, 4);
+    plan_calls(b, 0, calls);
+}
+
+/* The rest of that step: finalize says again what was wrong, and the next one is replayed. */
+static void strict_close(plan_bed *b, plan_result *out, int call) {
+    plan_calls(b, call, b->net->num_calls);
+    CHECK_STATUS(fsdp_finalize_backward(b->model), FSDP_ERR_INVALID_STATE);
+    CALL(b->w, fsdp_set_gradient_divide_factor(b->model, NULL, 0));
+    plan_step_end(b, out);
+    steps(b, out, 2);
+    CHECK_EQ_INT(fsdp_plan_state(b->plan), FSDP_PLAN_REPLAYING);
+    free(out);
+}
+
 /* Setters in a strict plan: those that change options while gradients wait are told, too. */
 static void strict_setter(lab_rank *r) {
     const plan_net net = net_chain();
     plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
-    fsdp_plan_desc d = FSDP_ZERO;
     plan_bed b;
-    d.strict = 1;
-    plan_open(&b, &net, r->w);
-    make_plan(&b, &d);
-    steps(&b, out, 4);
-    plan_calls(&b, 0, net.num_calls - 2); /* gradients are joined: those of others wait */
+    strict_open(&b, &net, r->w, out, net.num_calls - 2); /* gradients are joined: others' wait */
     CALL(r->w, fsdp_set_gradient_divide_factor(b.model, NULL, 3));
     CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_BY_CALLS);
     REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, fsdp_pre_backward(b.unit[0]),
                "while gradients waited");
-    plan_calls(&b, net.num_calls - 2, net.num_calls);
-    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE); /* says it again */
-    CALL(r->w, fsdp_set_gradient_divide_factor(b.model, NULL, 0));
-    plan_step_end(&b, out);
-    steps(&b, out, 2);
-    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
-    free(out);
+    strict_close(&b, out, net.num_calls - 2);
 }
 TEST(plan_errors, strict_setter) { lab_run(2, NULL, strict_setter, NULL); }
 
@@ -1483,22 +1494,12 @@ TEST(plan_errors, strict_setter) { lab_run(2, NULL, strict_setter, NULL); }
 static void strict(lab_rank *r) {
     const plan_net net = net_chain();
     plan_result *out = (plan_result *)lab_zeros(1, sizeof *out);
-    fsdp_plan_desc d = FSDP_ZERO;
     plan_bed b;
-    d.strict = 1;
-    plan_open(&b, &net, r->w);
-    make_plan(&b, &d);
-    steps(&b, out, 4);
-    plan_calls(&b, 0, 4);
+    strict_open(&b, &net, r->w, out, 4);
     REFUSED_AS(FSDP_ERR_INVALID_STATE, r->w, fsdp_pre_forward(b.unit[3]),
                "expected pre_forward 'h.2' (call 4 of 25), got pre_forward 'h.3'");
     CHECK_EQ_INT(fsdp_unit_state(b.unit[3]), FSDP_STATE_IDLE);
-    plan_calls(&b, 4, net.num_calls);
-    CHECK_STATUS(fsdp_finalize_backward(b.model), FSDP_ERR_INVALID_STATE); /* says it again */
-    plan_step_end(&b, out);
-    steps(&b, out, 2);
-    CHECK_EQ_INT(fsdp_plan_state(b.plan), FSDP_PLAN_REPLAYING);
-    free(out);
+    strict_close(&b, out, 4);
 }
 TEST(plan_errors, strict) { lab_run(2, NULL, strict, NULL); }
 
