@@ -1,10 +1,11 @@
 /* fsdp_dtensor.h - tensors that are distributed over the ranks of a mesh: PyTorch's DTensor in
-   numbers; an extension of fsdp.h
+   C; an extension of fsdp.h
 
    A spec says how the dims of a mesh hold a tensor: each mesh dim cuts it along one of its dims,
    holds it whole, or holds addends of it. From specs alone this header computes which part a rank
    has, how to get from one spec to another with the least cost, and what an operation on such
-   tensors gives. It needs no world, no memory and no other rank.
+   tensors gives. That needs no world, no memory and no other rank. With a model it brings tensors
+   from one spec to another, and cuts parameters by tensor parallelism and FSDP at the same time.
 
        #define FSDP_IMPLEMENTATION          // in one .c or .cc file of the program
        #include "fsdp_dtensor.h"            // includes fsdp.h; link with -lm
@@ -21,12 +22,12 @@
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h)
 
    WHAT IS THERE
-     Specs, parts and PyTorch's strided placements; routes; placements of operations; the local
-     loops of a loss whose classes are cut. All of it compiles with FSDP_MATH_ONLY; then a failure
-     has no text.
-   WHAT IS NOT THERE YET
-     Functions that communicate: to run a route on data of a model, and to cut the parameters of a
-     unit by tensor parallelism. Until then your program issues the collectives of a route itself.
+     Numbers alone: specs, parts and PyTorch's strided placements; routes; placements of operations;
+     the local loops of a loss whose classes are cut. All of this compiles with FSDP_MATH_ONLY; then
+     a failure has no text.
+     Of a model: redistributions, which carry routes out on your memory (fsdp_dmesh_create,
+     fsdp_redistribute), and units whose parameters tensor parallelism cuts and FSDP shards
+     (fsdp_tp_fully_shard). No object has a tensor: data are your pointers, specs are your values.
    PARTS
      A part is row-major, contiguous and without padding. Along each dim it is one interval. If a
      dim does not divide evenly, it is cut as torch.chunk cuts it: ceil(size / ranks) for each rank,
@@ -282,6 +283,203 @@ FSDP_API fsdp_status fsdp_propagate(int op, const fsdp_spec *const *in, int num_
                                     const fsdp_tensor_op_args *args, const fsdp_links *links,
                                     fsdp_propagation *out);
 
+#ifndef FSDP_MATH_ONLY
+/* -------------------------------------------------------------------------------------------- */
+/* A mesh of a model: where its tensors are distributed.                                          */
+
+typedef struct fsdp_dmesh fsdp_dmesh;
+
+typedef struct fsdp_dmesh_desc {
+    uint32_t size, start_canary;
+    const fsdp_mesh *mesh;            // the placements of this model's tensors speak of its dims
+    const char *tp_dim;               // names of its dims; NULL: "tp",
+    const char *shard_dim;            // "dp_shard", else "dp",
+    const char *replicate_dim;        // "dp_replicate". A default that is no dim: there is none
+    int64_t staging_bytes;            // of each staging buffer; 0: as large as redistributions need
+    int32_t overlap;                  // 1: fsdp_redistribute_begin runs beside your stream
+    int32_t reserved;
+    fsdp_links links;                 // as for fsdp_route_find
+    uint64_t end_canary;
+} fsdp_dmesh_desc;
+
+/* fsdp_dmesh_create - a mesh that tensors of a model are distributed over: its groups and staging
+   memory. If the backend has no all_to_all, its routes do without
+   dm          the model owns it; fsdp_dmesh_destroy or the end of the model ends it
+   Result      FSDP_OK; INVALID_ARG (the text names the dim or the field): the mesh belongs to
+               another world, a dim that desc names does not exist, two names are one dim, this rank
+               is outside the mesh, the model's mesh has other ranks, so that norms would leave some
+               out; OUT_OF_MEMORY; MISMATCH (ranks gave other descs); collective errors
+   Collective  yes: every rank of the world, each with a mesh that it is in, of the same shape
+   Blocks      yes, at most timeout_ms      Allocates yes      Source torch: init_device_mesh */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_dmesh_create(fsdp_model *model,
+                                                       const fsdp_dmesh_desc *desc,
+                                                       fsdp_dmesh **dm);
+
+/* fsdp_dmesh_destroy - end it with its redistributions and memory; NULL is allowed. Units of
+   fsdp_tp_fully_shard stay
+   Collective  as fsdp_model_destroy      Blocks for operations under way      Allocates no */
+FSDP_API void fsdp_dmesh_destroy(fsdp_dmesh *dm);
+
+/* fsdp_dmesh_alloc - device memory that peers read in place: what is redistributed from or to its
+   begin is not copied if the layout allows that
+   ptr         zero-filled, at least nbytes; lives until fsdp_dmesh_destroy. The model's memory
+               counts it in the pool "activations"
+   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, collective errors
+   Collective  as fsdp_model_commit; ranks may give different sizes      Blocks no
+   Allocates   yes */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_dmesh_alloc(fsdp_dmesh *dm, int64_t nbytes, void **ptr);
+
+/* -------------------------------------------------------------------------------------------- */
+/* Redistribution: bring a tensor from one spec to another.                                       */
+
+typedef struct fsdp_redistribution fsdp_redistribution;
+
+typedef struct fsdp_redistribution_desc {
+    uint32_t size, start_canary;
+    const char *name;                 // in texts and records, copied, at most 63 bytes: for example
+                                      // "h.3 mlp in". NULL: "redistribute"
+    fsdp_spec from, to;               // of one mesh, shape and dtype
+    fsdp_dtype comm_dtype;            // parts are cast to it before they travel, and back. KEEP: no
+    int32_t reserved;
+    double scale;                     // the result is multiplied by it; 0: 1
+    uint64_t end_canary;
+} fsdp_redistribution_desc;
+
+/* fsdp_redistribution_create - find the route of a tensor, and prepare its records. The same desc
+   gives the same object again
+   out         dm owns it
+   Result      FSDP_OK; INVALID_ARG: as fsdp_spec_init and fsdp_route_find, a mesh shape that is not
+               dm's, a name that is too long, a comm_dtype or a factor for integers, staging_bytes
+               that are too few; OUT_OF_MEMORY; collective errors
+   Collective  yes: every rank of dm's mesh, same descs, same order; the first run compares them
+   Blocks      no      Allocates yes      Source torch: DTensor.redistribute */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_redistribution_create(
+    fsdp_dmesh *dm, const fsdp_redistribution_desc *desc, fsdp_redistribution **out);
+
+/* fsdp_redistribution_create_backward - the way of the gradient, back from `to` to `from`
+   grad        how the gradient of `to` arrives: a spec of its mesh, shape and dtype. NULL: as `to`,
+               REPLICATE for PARTIAL
+   Effect      it ends as `from`; where that is PARTIAL, as grad if that is PARTIAL, else REPLICATE.
+               It has the comm_dtype and the scale of forward, and its name with " backward"
+   Result      as fsdp_redistribution_create
+   Collective, Blocks, Allocates  as fsdp_redistribution_create
+   Source      torch: _redistribute_backward, _normalize_placements_for_grad */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_redistribution_create_backward(
+    fsdp_redistribution *forward, const fsdp_spec *grad, fsdp_redistribution **out);
+
+/* fsdp_redistribution_resize - set another size of one dim of the tensor
+   size        0 .. the size in the desc. The route stays, even if another were cheaper now
+   Result      FSDP_OK; INVALID_ARG; INVALID_STATE (it is begun)
+   Collective  no, but every rank has to do the same      Allocates no
+   Blocks      on devices with streams for operations under way: they read its lists */
+FSDP_API fsdp_status fsdp_redistribution_resize(fsdp_redistribution *r, int dim, int64_t size);
+
+/* fsdp_redistribution_get - the route, this rank's parts, counters
+   Result      FSDP_OK; INVALID_ARG
+   Collective  no      Blocks no      Allocates no */
+typedef struct fsdp_redistribution_info {
+    fsdp_route route;                    // its costs: of the sizes in the desc
+    fsdp_local from, to;                 // of this rank, of the sizes now
+    int64_t src_capacity, dst_capacity;  // bytes. If src or dst is the begin of as much memory of
+                                         // fsdp_dmesh_alloc, padding needs no copy
+    uint64_t routes;                     // that dm has found, of all its redistributions
+    uint64_t runs;                       // of this one
+} fsdp_redistribution_info;
+FSDP_API fsdp_status fsdp_redistribution_get(const fsdp_redistribution *r,
+                                             fsdp_redistribution_info *out);
+
+/* fsdp_redistribute - run it, in the order of your stream
+   src, dst    device memory: this rank's parts `from` and `to`. You may write src behind the call.
+               dst may be src if the route has no step but all_reduce; else they must not overlap.
+               An empty part may be NULL
+   Writes      dst; if dst is the begin of memory of fsdp_dmesh_alloc: up to dst_capacity bytes
+   Copies      inside of one run the library stages what peers cannot read, and what is not laid out
+               as a collective needs it: parts that are cut along a dim behind one that is longer
+               than 1, uneven parts without room for padding
+   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (begun and not waited for); collective errors,
+               which abort the world
+   Collective  yes: every rank of dm's mesh, same order      Blocks inline and with lanes: until
+               done; else no      Allocates no      Source torch: DTensor.redistribute */
+FSDP_API fsdp_status fsdp_redistribute(fsdp_redistribution *r, void *dst, const void *src);
+
+/* fsdp_redistribute_begin - the same beside your stream, if dm has overlap; else as
+               fsdp_redistribute. Until the wait, dst and src are the library's
+   fsdp_redistribute_wait  - from here on your stream may read dst and write src. If nothing was
+               begun, it does nothing
+   Result      as fsdp_redistribute
+   Collective  begin: yes, every rank of dm's mesh, same order. wait: no
+   Blocks      begin: no, but inline until done. wait: with lanes until done; else no
+   Allocates   no, but the first one on the extensions' stream: a worker thread with lanes
+   Source      torch: redistribute(async_op=True), AsyncCollectiveTensor.wait */
+FSDP_API fsdp_status fsdp_redistribute_begin(fsdp_redistribution *r, void *dst, const void *src);
+FSDP_API fsdp_status fsdp_redistribute_wait(fsdp_redistribution *r);
+
+/* fsdp_dtensor_check - do all ranks that should have equal bytes have them? A hash of the part
+   travels, not the data
+   data        device memory: this rank's part; NULL if it is empty
+   what        its name, for the text
+   Result      FSDP_OK; CORRUPT: the text names two ranks that differ; the world goes on.
+               INVALID_ARG; collective errors
+   Collective  yes: every rank of dm's mesh      Blocks yes, at most timeout_ms for each step
+   Allocates   no      Source torch: DTensor.from_local(run_check=True) */
+FSDP_API fsdp_status fsdp_dtensor_check(fsdp_dmesh *dm, const fsdp_spec *spec, const void *data,
+                                        const char *what);
+
+/* -------------------------------------------------------------------------------------------- */
+/* Parameters that tensor parallelism cuts, sharded by FSDP at the same time.                     */
+
+typedef struct fsdp_tp_unit_desc {
+    uint32_t size, start_canary;
+    fsdp_unit_desc unit;              // its parameters have the shapes of the whole tensors. Leave
+                                      // mesh and mesh_info NULL
+    const fsdp_placement *tp;         // [unit.num_params] over tp_dim: all SHARD, or all REPLICATE
+    int32_t partial_grads;            // REPLICATE: 1: the ranks of tp_dim write addends of the
+                                      // gradient (sequence parallel); 0: all write the same
+    int32_t reserved;
+    uint64_t end_canary;
+} fsdp_tp_unit_desc;
+
+/* fsdp_tp_fully_shard - add a unit: fsdp_fully_shard of this rank's tensor-parallel parts
+   Cut         (all SHARD) this rank has its part along the placement's dim, and shard_dim shards
+               that part. tp ranks have different elements: nothing is summed over them
+   Replicated  (all REPLICATE) shard_dim shards the whole, and the ranks of tp_dim are replicas: the
+               core sums their gradients once for each unit and step. With partial_grads the sum is
+               the gradient, without the mean of equal ones. Recommended: one replicated unit for
+               the whole model, made first, with FSDP_RESHARD_NEVER
+   Divide      gradients are divided by the ranks of shard_dim and replicate_dim. If you set a
+               gradient_divide_factor yourself, set it for each unit and not for all
+   Result      as fsdp_fully_shard; INVALID_ARG (the text names the parameters): one is cut and
+               another one is not (make two units), PARTIAL, a dim out of range, a mesh in the desc
+   Collective  yes: every rank of dm's mesh, same desc
+   Blocks, Allocates  as fsdp_fully_shard
+   Source      torch: parallelize_module with fully_shard, FSDPParam._init_sharded_param */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_tp_fully_shard(fsdp_dmesh *dm,
+                                                         const fsdp_tp_unit_desc *desc,
+                                                         fsdp_unit **unit);
+
+/* fsdp_tp_view - a view, or a block of fsdp_init_params, as it lies in the whole tensor: shape and
+   start are the whole's, and so is the result of fsdp_view_index
+   out         a view of a unit that fsdp_tp_fully_shard did not make is copied as it is. May be
+               local
+   Result      FSDP_OK; INVALID_ARG
+   Collective  no      Blocks no      Allocates no */
+FSDP_API fsdp_status fsdp_tp_view(const fsdp_dmesh *dm, const fsdp_param_view *local,
+                                  fsdp_param_view *out);
+
+/* fsdp_tp_param_load - as fsdp_param_load, from the whole tensor
+   fsdp_tp_param_full - as fsdp_param_full, or with grad 1 as fsdp_param_full_grad: gathered over
+               shard_dim, then over tp_dim
+   full        host memory, the whole tensor, row-major. NULL in full: this rank keeps nothing
+   Result      as those functions; OUT_OF_MEMORY
+   Collective  load: as fsdp_param_load. full: every rank of dm's mesh
+   Blocks      as those functions      Allocates memory of one part while it runs
+   Source      torch: distribute_tensor, DTensor.full_tensor */
+FSDP_API fsdp_status fsdp_tp_param_load(fsdp_dmesh *dm, fsdp_unit *unit, int index,
+                                        const void *full);
+FSDP_API fsdp_status fsdp_tp_param_full(fsdp_dmesh *dm, fsdp_unit *unit, int index, int grad,
+                                        void *full);
+#endif // FSDP_MATH_ONLY
+
 // clang-format on
 #ifdef __cplusplus
 }
@@ -305,6 +503,11 @@ extern "C" {
 #include "dtensor/route.h"
 #include "dtensor/loss.h"
 #include "dtensor/propagate.h"
+#ifndef FSDP_MATH_ONLY
+#include "dtensor/mesh.h"
+#include "dtensor/redistribute.h"
+#include "dtensor/units.h"
+#endif
 
 #ifdef __cplusplus
 }

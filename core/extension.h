@@ -249,6 +249,13 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world);
 
+/* fsdp_world_has  - 1 if the world's backend has the collective `kind`, FSDP_OP_*; a world of one
+   rank has none
+   fsdp_mesh_world - the world of a mesh; NULL for NULL
+   Collective  no      Blocks no      Allocates no */
+FSDP_API int fsdp_world_has(const fsdp_world *world, int kind);
+FSDP_API fsdp_world *fsdp_mesh_world(const fsdp_mesh *mesh);
+
 // How records run: at once, in worker threads, or on a device's streams.
 enum { FSDP_RUN_INLINE = 0, FSDP_RUN_LANES, FSDP_RUN_STREAMS };
 

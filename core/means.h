@@ -455,6 +455,13 @@ FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world) {
     return world ? fsdpi_failed(world) : FSDP_ERR_INVALID_ARG;
 }
 
+FSDP_API int fsdp_world_has(const fsdp_world *world, int kind) {
+    return world && world->comm_ops && kind >= 0 && kind < FSDP_OP_COUNT &&
+           (world->caps.kinds & 1u << kind) != 0;
+}
+
+FSDP_API fsdp_world *fsdp_mesh_world(const fsdp_mesh *mesh) { return mesh ? mesh->world : NULL; }
+
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model) {
     return model ? model->world : NULL;
 }

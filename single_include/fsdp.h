@@ -2402,6 +2402,13 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
    Collective  no      Blocks no      Allocates no */
 FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world);
 
+/* fsdp_world_has  - 1 if the world's backend has the collective `kind`, FSDP_OP_*; a world of one
+   rank has none
+   fsdp_mesh_world - the world of a mesh; NULL for NULL
+   Collective  no      Blocks no      Allocates no */
+FSDP_API int fsdp_world_has(const fsdp_world *world, int kind);
+FSDP_API fsdp_world *fsdp_mesh_world(const fsdp_mesh *mesh);
+
 // How records run: at once, in worker threads, or on a device's streams.
 enum { FSDP_RUN_INLINE = 0, FSDP_RUN_LANES, FSDP_RUN_STREAMS };
 
@@ -12085,6 +12092,13 @@ FSDP_API fsdp_status fsdp_mesh_comm(const fsdp_mesh *mesh, int dim, int stream, 
 FSDP_API fsdp_status fsdp_world_status(const fsdp_world *world) {
     return world ? fsdpi_failed(world) : FSDP_ERR_INVALID_ARG;
 }
+
+FSDP_API int fsdp_world_has(const fsdp_world *world, int kind) {
+    return world && world->comm_ops && kind >= 0 && kind < FSDP_OP_COUNT &&
+           (world->caps.kinds & 1u << kind) != 0;
+}
+
+FSDP_API fsdp_world *fsdp_mesh_world(const fsdp_mesh *mesh) { return mesh ? mesh->world : NULL; }
 
 FSDP_API fsdp_world *fsdp_model_world(const fsdp_model *model) {
     return model ? model->world : NULL;

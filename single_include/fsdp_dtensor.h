@@ -1,11 +1,12 @@
 // Written by tools/amalgamate.py from fsdp_dtensor.h, dtensor/: change those files.
 /* fsdp_dtensor.h - tensors that are distributed over the ranks of a mesh: PyTorch's DTensor in
-   numbers; an extension of fsdp.h
+   C; an extension of fsdp.h
 
    A spec says how the dims of a mesh hold a tensor: each mesh dim cuts it along one of its dims,
    holds it whole, or holds addends of it. From specs alone this header computes which part a rank
    has, how to get from one spec to another with the least cost, and what an operation on such
-   tensors gives. It needs no world, no memory and no other rank.
+   tensors gives. That needs no world, no memory and no other rank. With a model it brings tensors
+   from one spec to another, and cuts parameters by tensor parallelism and FSDP at the same time.
 
        #define FSDP_IMPLEMENTATION          // in one .c or .cc file of the program
        #include "fsdp_dtensor.h"            // includes fsdp.h; link with -lm
@@ -22,12 +23,12 @@
    SPDX-License-Identifier: MIT (full text at the end of fsdp.h)
 
    WHAT IS THERE
-     Specs, parts and PyTorch's strided placements; routes; placements of operations; the local
-     loops of a loss whose classes are cut. All of it compiles with FSDP_MATH_ONLY; then a failure
-     has no text.
-   WHAT IS NOT THERE YET
-     Functions that communicate: to run a route on data of a model, and to cut the parameters of a
-     unit by tensor parallelism. Until then your program issues the collectives of a route itself.
+     Numbers alone: specs, parts and PyTorch's strided placements; routes; placements of operations;
+     the local loops of a loss whose classes are cut. All of this compiles with FSDP_MATH_ONLY; then
+     a failure has no text.
+     Of a model: redistributions, which carry routes out on your memory (fsdp_dmesh_create,
+     fsdp_redistribute), and units whose parameters tensor parallelism cuts and FSDP shards
+     (fsdp_tp_fully_shard). No object has a tensor: data are your pointers, specs are your values.
    PARTS
      A part is row-major, contiguous and without padding. Along each dim it is one interval. If a
      dim does not divide evenly, it is cut as torch.chunk cuts it: ceil(size / ranks) for each rank,
@@ -282,6 +283,203 @@ typedef struct fsdp_propagation {
 FSDP_API fsdp_status fsdp_propagate(int op, const fsdp_spec *const *in, int num_in,
                                     const fsdp_tensor_op_args *args, const fsdp_links *links,
                                     fsdp_propagation *out);
+
+#ifndef FSDP_MATH_ONLY
+/* -------------------------------------------------------------------------------------------- */
+/* A mesh of a model: where its tensors are distributed.                                          */
+
+typedef struct fsdp_dmesh fsdp_dmesh;
+
+typedef struct fsdp_dmesh_desc {
+    uint32_t size, start_canary;
+    const fsdp_mesh *mesh;            // the placements of this model's tensors speak of its dims
+    const char *tp_dim;               // names of its dims; NULL: "tp",
+    const char *shard_dim;            // "dp_shard", else "dp",
+    const char *replicate_dim;        // "dp_replicate". A default that is no dim: there is none
+    int64_t staging_bytes;            // of each staging buffer; 0: as large as redistributions need
+    int32_t overlap;                  // 1: fsdp_redistribute_begin runs beside your stream
+    int32_t reserved;
+    fsdp_links links;                 // as for fsdp_route_find
+    uint64_t end_canary;
+} fsdp_dmesh_desc;
+
+/* fsdp_dmesh_create - a mesh that tensors of a model are distributed over: its groups and staging
+   memory. If the backend has no all_to_all, its routes do without
+   dm          the model owns it; fsdp_dmesh_destroy or the end of the model ends it
+   Result      FSDP_OK; INVALID_ARG (the text names the dim or the field): the mesh belongs to
+               another world, a dim that desc names does not exist, two names are one dim, this rank
+               is outside the mesh, the model's mesh has other ranks, so that norms would leave some
+               out; OUT_OF_MEMORY; MISMATCH (ranks gave other descs); collective errors
+   Collective  yes: every rank of the world, each with a mesh that it is in, of the same shape
+   Blocks      yes, at most timeout_ms      Allocates yes      Source torch: init_device_mesh */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_dmesh_create(fsdp_model *model,
+                                                       const fsdp_dmesh_desc *desc,
+                                                       fsdp_dmesh **dm);
+
+/* fsdp_dmesh_destroy - end it with its redistributions and memory; NULL is allowed. Units of
+   fsdp_tp_fully_shard stay
+   Collective  as fsdp_model_destroy      Blocks for operations under way      Allocates no */
+FSDP_API void fsdp_dmesh_destroy(fsdp_dmesh *dm);
+
+/* fsdp_dmesh_alloc - device memory that peers read in place: what is redistributed from or to its
+   begin is not copied if the layout allows that
+   ptr         zero-filled, at least nbytes; lives until fsdp_dmesh_destroy. The model's memory
+               counts it in the pool "activations"
+   Result      FSDP_OK; INVALID_ARG, OUT_OF_MEMORY, collective errors
+   Collective  as fsdp_model_commit; ranks may give different sizes      Blocks no
+   Allocates   yes */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_dmesh_alloc(fsdp_dmesh *dm, int64_t nbytes, void **ptr);
+
+/* -------------------------------------------------------------------------------------------- */
+/* Redistribution: bring a tensor from one spec to another.                                       */
+
+typedef struct fsdp_redistribution fsdp_redistribution;
+
+typedef struct fsdp_redistribution_desc {
+    uint32_t size, start_canary;
+    const char *name;                 // in texts and records, copied, at most 63 bytes: for example
+                                      // "h.3 mlp in". NULL: "redistribute"
+    fsdp_spec from, to;               // of one mesh, shape and dtype
+    fsdp_dtype comm_dtype;            // parts are cast to it before they travel, and back. KEEP: no
+    int32_t reserved;
+    double scale;                     // the result is multiplied by it; 0: 1
+    uint64_t end_canary;
+} fsdp_redistribution_desc;
+
+/* fsdp_redistribution_create - find the route of a tensor, and prepare its records. The same desc
+   gives the same object again
+   out         dm owns it
+   Result      FSDP_OK; INVALID_ARG: as fsdp_spec_init and fsdp_route_find, a mesh shape that is not
+               dm's, a name that is too long, a comm_dtype or a factor for integers, staging_bytes
+               that are too few; OUT_OF_MEMORY; collective errors
+   Collective  yes: every rank of dm's mesh, same descs, same order; the first run compares them
+   Blocks      no      Allocates yes      Source torch: DTensor.redistribute */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_redistribution_create(
+    fsdp_dmesh *dm, const fsdp_redistribution_desc *desc, fsdp_redistribution **out);
+
+/* fsdp_redistribution_create_backward - the way of the gradient, back from `to` to `from`
+   grad        how the gradient of `to` arrives: a spec of its mesh, shape and dtype. NULL: as `to`,
+               REPLICATE for PARTIAL
+   Effect      it ends as `from`; where that is PARTIAL, as grad if that is PARTIAL, else REPLICATE.
+               It has the comm_dtype and the scale of forward, and its name with " backward"
+   Result      as fsdp_redistribution_create
+   Collective, Blocks, Allocates  as fsdp_redistribution_create
+   Source      torch: _redistribute_backward, _normalize_placements_for_grad */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_redistribution_create_backward(
+    fsdp_redistribution *forward, const fsdp_spec *grad, fsdp_redistribution **out);
+
+/* fsdp_redistribution_resize - set another size of one dim of the tensor
+   size        0 .. the size in the desc. The route stays, even if another were cheaper now
+   Result      FSDP_OK; INVALID_ARG; INVALID_STATE (it is begun)
+   Collective  no, but every rank has to do the same      Allocates no
+   Blocks      on devices with streams for operations under way: they read its lists */
+FSDP_API fsdp_status fsdp_redistribution_resize(fsdp_redistribution *r, int dim, int64_t size);
+
+/* fsdp_redistribution_get - the route, this rank's parts, counters
+   Result      FSDP_OK; INVALID_ARG
+   Collective  no      Blocks no      Allocates no */
+typedef struct fsdp_redistribution_info {
+    fsdp_route route;                    // its costs: of the sizes in the desc
+    fsdp_local from, to;                 // of this rank, of the sizes now
+    int64_t src_capacity, dst_capacity;  // bytes. If src or dst is the begin of as much memory of
+                                         // fsdp_dmesh_alloc, padding needs no copy
+    uint64_t routes;                     // that dm has found, of all its redistributions
+    uint64_t runs;                       // of this one
+} fsdp_redistribution_info;
+FSDP_API fsdp_status fsdp_redistribution_get(const fsdp_redistribution *r,
+                                             fsdp_redistribution_info *out);
+
+/* fsdp_redistribute - run it, in the order of your stream
+   src, dst    device memory: this rank's parts `from` and `to`. You may write src behind the call.
+               dst may be src if the route has no step but all_reduce; else they must not overlap.
+               An empty part may be NULL
+   Writes      dst; if dst is the begin of memory of fsdp_dmesh_alloc: up to dst_capacity bytes
+   Copies      inside of one run the library stages what peers cannot read, and what is not laid out
+               as a collective needs it: parts that are cut along a dim behind one that is longer
+               than 1, uneven parts without room for padding
+   Result      FSDP_OK; INVALID_ARG, INVALID_STATE (begun and not waited for); collective errors,
+               which abort the world
+   Collective  yes: every rank of dm's mesh, same order      Blocks inline and with lanes: until
+               done; else no      Allocates no      Source torch: DTensor.redistribute */
+FSDP_API fsdp_status fsdp_redistribute(fsdp_redistribution *r, void *dst, const void *src);
+
+/* fsdp_redistribute_begin - the same beside your stream, if dm has overlap; else as
+               fsdp_redistribute. Until the wait, dst and src are the library's
+   fsdp_redistribute_wait  - from here on your stream may read dst and write src. If nothing was
+               begun, it does nothing
+   Result      as fsdp_redistribute
+   Collective  begin: yes, every rank of dm's mesh, same order. wait: no
+   Blocks      begin: no, but inline until done. wait: with lanes until done; else no
+   Allocates   no, but the first one on the extensions' stream: a worker thread with lanes
+   Source      torch: redistribute(async_op=True), AsyncCollectiveTensor.wait */
+FSDP_API fsdp_status fsdp_redistribute_begin(fsdp_redistribution *r, void *dst, const void *src);
+FSDP_API fsdp_status fsdp_redistribute_wait(fsdp_redistribution *r);
+
+/* fsdp_dtensor_check - do all ranks that should have equal bytes have them? A hash of the part
+   travels, not the data
+   data        device memory: this rank's part; NULL if it is empty
+   what        its name, for the text
+   Result      FSDP_OK; CORRUPT: the text names two ranks that differ; the world goes on.
+               INVALID_ARG; collective errors
+   Collective  yes: every rank of dm's mesh      Blocks yes, at most timeout_ms for each step
+   Allocates   no      Source torch: DTensor.from_local(run_check=True) */
+FSDP_API fsdp_status fsdp_dtensor_check(fsdp_dmesh *dm, const fsdp_spec *spec, const void *data,
+                                        const char *what);
+
+/* -------------------------------------------------------------------------------------------- */
+/* Parameters that tensor parallelism cuts, sharded by FSDP at the same time.                     */
+
+typedef struct fsdp_tp_unit_desc {
+    uint32_t size, start_canary;
+    fsdp_unit_desc unit;              // its parameters have the shapes of the whole tensors. Leave
+                                      // mesh and mesh_info NULL
+    const fsdp_placement *tp;         // [unit.num_params] over tp_dim: all SHARD, or all REPLICATE
+    int32_t partial_grads;            // REPLICATE: 1: the ranks of tp_dim write addends of the
+                                      // gradient (sequence parallel); 0: all write the same
+    int32_t reserved;
+    uint64_t end_canary;
+} fsdp_tp_unit_desc;
+
+/* fsdp_tp_fully_shard - add a unit: fsdp_fully_shard of this rank's tensor-parallel parts
+   Cut         (all SHARD) this rank has its part along the placement's dim, and shard_dim shards
+               that part. tp ranks have different elements: nothing is summed over them
+   Replicated  (all REPLICATE) shard_dim shards the whole, and the ranks of tp_dim are replicas: the
+               core sums their gradients once for each unit and step. With partial_grads the sum is
+               the gradient, without the mean of equal ones. Recommended: one replicated unit for
+               the whole model, made first, with FSDP_RESHARD_NEVER
+   Divide      gradients are divided by the ranks of shard_dim and replicate_dim. If you set a
+               gradient_divide_factor yourself, set it for each unit and not for all
+   Result      as fsdp_fully_shard; INVALID_ARG (the text names the parameters): one is cut and
+               another one is not (make two units), PARTIAL, a dim out of range, a mesh in the desc
+   Collective  yes: every rank of dm's mesh, same desc
+   Blocks, Allocates  as fsdp_fully_shard
+   Source      torch: parallelize_module with fully_shard, FSDPParam._init_sharded_param */
+FSDP_API FSDP_MUST_CHECK fsdp_status fsdp_tp_fully_shard(fsdp_dmesh *dm,
+                                                         const fsdp_tp_unit_desc *desc,
+                                                         fsdp_unit **unit);
+
+/* fsdp_tp_view - a view, or a block of fsdp_init_params, as it lies in the whole tensor: shape and
+   start are the whole's, and so is the result of fsdp_view_index
+   out         a view of a unit that fsdp_tp_fully_shard did not make is copied as it is. May be
+               local
+   Result      FSDP_OK; INVALID_ARG
+   Collective  no      Blocks no      Allocates no */
+FSDP_API fsdp_status fsdp_tp_view(const fsdp_dmesh *dm, const fsdp_param_view *local,
+                                  fsdp_param_view *out);
+
+/* fsdp_tp_param_load - as fsdp_param_load, from the whole tensor
+   fsdp_tp_param_full - as fsdp_param_full, or with grad 1 as fsdp_param_full_grad: gathered over
+               shard_dim, then over tp_dim
+   full        host memory, the whole tensor, row-major. NULL in full: this rank keeps nothing
+   Result      as those functions; OUT_OF_MEMORY
+   Collective  load: as fsdp_param_load. full: every rank of dm's mesh
+   Blocks      as those functions      Allocates memory of one part while it runs
+   Source      torch: distribute_tensor, DTensor.full_tensor */
+FSDP_API fsdp_status fsdp_tp_param_load(fsdp_dmesh *dm, fsdp_unit *unit, int index,
+                                        const void *full);
+FSDP_API fsdp_status fsdp_tp_param_full(fsdp_dmesh *dm, fsdp_unit *unit, int index, int grad,
+                                        void *full);
+#endif // FSDP_MATH_ONLY
 
 // clang-format on
 #ifdef __cplusplus
@@ -1740,6 +1938,1218 @@ FSDP_API fsdp_status fsdp_propagate(int op, const fsdp_spec *const *in, int num_
     return status;
 }
 
+#ifndef FSDP_MATH_ONLY
+
+/* ==== dtensor/mesh.h ========================================================================
+   a mesh of a model: its groups, staging memory and memory of the caller */
+
+// Owns: fsdp_dmesh. What communicates does so by records of the core on its groups; data are the
+// caller's pointers. Records of the caller's stream are ordered by it alone, those beside it by the
+// ticket of their redistribution.
+
+enum {
+    FSDPI_DT_NAME = 64,
+    FSDPI_DT_BACKWARD = sizeof " backward" - 1, // what a name grows by
+    FSDPI_DT_STREAMS = 2                        // the caller's, and beside it
+};
+
+typedef struct fsdpi_dt_memory { // of fsdp_dmesh_alloc
+    fsdp_buf *buf;
+    struct fsdpi_dt_memory *next;
+} fsdpi_dt_memory;
+
+typedef struct fsdpi_dt_unit { // of fsdp_tp_fully_shard, cut
+    fsdp_unit *unit;
+    int32_t num_params;
+    int32_t *dims;  // [num_params] the dim that tp cuts
+    int64_t *sizes; // [num_params] of that dim in the whole tensor
+    struct fsdpi_dt_unit *next;
+} fsdpi_dt_unit;
+
+struct fsdp_dmesh {
+    fsdp_model *model;
+    fsdp_world *world;
+    const fsdp_mesh *mesh;
+    int32_t ndim, shape[FSDP_MAX_DIMS], coord[FSDP_MAX_DIMS];
+    int32_t tp, shard, replicate; // dims of the mesh; -1: none
+    int32_t overlap, is_fixed;    // is_fixed: staging does not grow
+    fsdp_links links;
+    fsdp_comm *comm[FSDPI_DT_STREAMS][FSDP_MAX_DIMS];
+    fsdp_buf *staging[FSDPI_DT_STREAMS][2];
+    int64_t staging_bytes; // of each
+    int pool, label;
+    uint64_t routes;
+    void *scratch;                       // of routes
+    fsdp_mesh *dim_mesh[FSDP_MAX_DIMS];  // each dim alone
+    fsdp_mesh *unit_mesh, *replica_mesh; // see units.h; NULL: not made
+    fsdpi_dt_memory *memory;
+    fsdpi_dt_unit *units;
+    fsdp_redistribution *redistributions;
+    fsdp_extension extension;
+};
+
+static uint64_t fsdpi_dt_mix(uint64_t h, uint64_t x) { // splitmix64 of a running value
+    h = (h ^ x) * 0x9E3779B97F4A7C15u + 0xD1B54A32D192ED03u;
+    h = (h ^ (h >> 30)) * 0xBF58476D1CE4E5B9u;
+    return h ^ (h >> 31);
+}
+
+static uint64_t fsdpi_dt_hash(uint64_t h, const void *data, int64_t bytes) {
+    const unsigned char *at = (const unsigned char *)data;
+    for (; bytes >= 8; bytes -= 8, at += 8) {
+        uint64_t word;
+        memcpy(&word, at, 8);
+        h = fsdpi_dt_mix(h, word);
+    }
+    for (; bytes > 0; bytes--) h = fsdpi_dt_mix(h, *at++);
+    return h;
+}
+
+static fsdp_status fsdpi_dt_alloc(fsdp_model *m, size_t bytes, void **out) {
+    return fsdp_alloc(m, FSDP_MEMORY_HOST, (int64_t)bytes, "dtensor: a table", out);
+}
+static void fsdpi_dt_free(fsdp_model *m, void *ptr) { fsdp_free(m, FSDP_MEMORY_HOST, ptr, 0); }
+
+/* -------------------------------------------------------------------------------------------- */
+// Memory.
+
+// Staging buffers of at least so many bytes. Ranks come here alike, since routes are alike.
+static fsdp_status fsdpi_dt_staging(fsdp_dmesh *dm, int64_t bytes, const char *name) {
+    fsdp_status status = FSDP_OK;
+    if (bytes <= dm->staging_bytes) return FSDP_OK;
+    if (dm->is_fixed)
+        return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
+                         "[E001] redistribution_create: '%s' needs staging buffers of %lld bytes, "
+                         "and fsdp_dmesh_desc.staging_bytes is %lld: pass more, or 0",
+                         name, (long long)bytes, (long long)dm->staging_bytes);
+    dm->staging_bytes = 0;
+    for (int s = 0; s < 1 + dm->overlap; s++)
+        for (int i = 0; i < 2 && !status; i++) {
+            fsdp_buf_destroy(dm->model, dm->staging[s][i]);
+            status = fsdp_buf_create(dm->model, dm->pool, FSDP_MEMORY_DEVICE, bytes,
+                                     &dm->staging[s][i]);
+        }
+    if (!status) dm->staging_bytes = bytes;
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_dmesh_alloc(fsdp_dmesh *dm, int64_t nbytes, void **ptr) {
+    fsdpi_dt_memory *memory;
+    if (!dm || !ptr || nbytes < 0)
+        return fsdp_fail(dm ? dm->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E002] dmesh_alloc: dm or ptr is NULL, or nbytes is negative: pass all");
+    *ptr = NULL;
+    fsdp_status status = fsdpi_dt_alloc(dm->model, sizeof *memory, (void **)&memory);
+    if (status) return status;
+    status = fsdp_buf_create(dm->model, dm->pool, FSDP_MEMORY_DEVICE, nbytes, &memory->buf);
+    if (status) {
+        fsdpi_dt_free(dm->model, memory);
+        return status;
+    }
+    memory->next = dm->memory;
+    dm->memory = memory;
+    *ptr = fsdp_buf_ptr(memory->buf);
+    return FSDP_OK;
+}
+
+/* Bytes from ptr to the end of what peers read in place; 0: it is other memory. *begins: ptr is the
+   begin, so that all of them are the part's. */
+static int64_t fsdpi_dt_room(const fsdp_dmesh *dm, const void *ptr, int *begins) {
+    for (const fsdpi_dt_memory *at = dm->memory; at; at = at->next) {
+        uintptr_t begin = (uintptr_t)fsdp_buf_ptr(at->buf), p = (uintptr_t)ptr;
+        uintptr_t bytes = (uintptr_t)fsdp_buf_nbytes(at->buf);
+        *begins = p == begin;
+        if (p >= begin && p - begin < bytes) return (int64_t)(bytes - (p - begin));
+    }
+    *begins = 0;
+    return 0;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Making and ending.
+
+static void fsdpi_dt_end_redistribution(fsdp_dmesh *dm, fsdp_redistribution *r);
+
+static void fsdpi_dt_forget(fsdp_dmesh *dm);
+
+// A reset of the model forgets what was begun.
+static int fsdpi_dt_call(void *user, fsdp_model *model, fsdp_unit *unit, int call,
+                         fsdp_status *status) {
+    (void)model, (void)unit, (void)status;
+    if (call == FSDP_CALL_RESET) fsdpi_dt_forget((fsdp_dmesh *)user);
+    return 0;
+}
+
+static void fsdpi_dt_end_units(fsdp_dmesh *dm) {
+    for (fsdpi_dt_unit *u = dm->units, *next; u; u = next) {
+        next = u->next;
+        fsdpi_dt_free(dm->model, u->dims);
+        fsdpi_dt_free(dm->model, u->sizes);
+        fsdpi_dt_free(dm->model, u);
+    }
+}
+
+static void fsdpi_dt_end(void *user) {
+    fsdp_dmesh *dm = (fsdp_dmesh *)user;
+    fsdp_model *m = dm->model;
+    (void)fsdp_wait_stream(m, -1); // records under way read the lists
+    while (dm->redistributions) fsdpi_dt_end_redistribution(dm, dm->redistributions);
+    fsdpi_dt_end_units(dm);
+    for (int s = 0; s < FSDPI_DT_STREAMS; s++)
+        for (int i = 0; i < 2; i++) fsdp_buf_destroy(m, dm->staging[s][i]);
+    for (fsdpi_dt_memory *at = dm->memory, *next; at; at = next) {
+        next = at->next;
+        fsdp_buf_destroy(m, at->buf);
+        fsdpi_dt_free(m, at);
+    }
+    fsdpi_dt_free(m, dm->scratch);
+    fsdpi_dt_free(m, dm);
+}
+
+// The dim of a mesh with the name that was given, or one of two usual ones; -1: there is none.
+static fsdp_status fsdpi_dt_find_dim(const fsdp_dmesh *dm, const char *field, const char *given,
+                                     const char *usual, const char *other, int32_t *dim) {
+    *dim = fsdp_mesh_dim(dm->mesh, given ? given : usual);
+    if (!given && *dim < 0 && other) *dim = fsdp_mesh_dim(dm->mesh, other);
+    if (*dim >= 0 || !given) return FSDP_OK;
+    return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
+                     "[E003] dmesh_create: the mesh has no dim '%s', which %s names: name one of "
+                     "its dims, or pass NULL",
+                     given, field);
+}
+
+// What this rank can check alone.
+static fsdp_status fsdpi_dt_check_mesh(fsdp_dmesh *dm, const fsdp_dmesh_desc *d) {
+    fsdp_mesh_info info = FSDP_ZERO;
+    fsdp_status status = fsdp_model_mesh_info(dm->model, &info);
+    if (status) return status;
+    if (!d->mesh || fsdp_mesh_world(d->mesh) != dm->world || fsdp_mesh_rank(d->mesh, 0) < 0)
+        return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
+                         "[E004] dmesh_create: mesh is NULL, of another world, or without this "
+                         "rank: pass a mesh of the model's world that this rank is in");
+    if (fsdp_mesh_size(info.mesh, -1) < fsdp_mesh_size(d->mesh, -1))
+        return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
+                         "[E005] dmesh_create: the model's mesh has %d ranks and this one %d, so "
+                         "that norms would leave ranks out: give fsdp_model_desc.mesh_info on the "
+                         "whole mesh instead of a slice",
+                         fsdp_mesh_size(info.mesh, -1), fsdp_mesh_size(d->mesh, -1));
+    dm->mesh = d->mesh;
+    dm->ndim = fsdp_mesh_ndim(d->mesh);
+    for (int32_t i = 0; i < dm->ndim && !status; i++) {
+        dm->shape[i] = fsdp_mesh_size(d->mesh, i);
+        dm->coord[i] = fsdp_mesh_rank(d->mesh, i);
+        const int32_t dim = i;
+        status = fsdp_mesh_slice(d->mesh, &dim, 1, &dm->dim_mesh[i]);
+    }
+    if (status) return status;
+    status = fsdpi_dt_find_dim(dm, "tp_dim", d->tp_dim, "tp", NULL, &dm->tp);
+    if (!status)
+        status = fsdpi_dt_find_dim(dm, "shard_dim", d->shard_dim, "dp_shard", "dp", &dm->shard);
+    if (!status)
+        status = fsdpi_dt_find_dim(dm, "replicate_dim", d->replicate_dim, "dp_replicate", NULL,
+                                   &dm->replicate);
+    int twice = (dm->tp >= 0 && (dm->tp == dm->shard || dm->tp == dm->replicate)) ||
+                (dm->shard >= 0 && dm->shard == dm->replicate);
+    if (!status && twice)
+        status = fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
+                           "[E006] dmesh_create: two of tp_dim, shard_dim and replicate_dim name "
+                           "one dim: name three different ones");
+    if (!status && d->staging_bytes < 0)
+        status = fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
+                           "[E007] dmesh_create: staging_bytes is %lld: pass 0 or more",
+                           (long long)d->staging_bytes);
+    return status ? status : fsdpi_dt_read_links("dmesh_create", &d->links, &dm->links);
+}
+
+// Do all ranks give the same desc, and did all get so far? A rank that did not takes part.
+static fsdp_status fsdpi_dt_agree(fsdp_dmesh *dm, const fsdp_dmesh_desc *d, fsdp_status status) {
+    int32_t numbers[FSDP_MAX_DIMS + 6];
+    memset(numbers, 0, sizeof numbers);
+    memcpy(numbers, dm->shape, sizeof dm->shape);
+    int32_t *at = numbers + FSDP_MAX_DIMS;
+    at[0] = dm->ndim, at[1] = dm->tp, at[2] = dm->shard, at[3] = dm->replicate;
+    at[4] = d->overlap != 0, at[5] = d->links.greedy << 1 | d->links.no_all_to_all;
+    uint64_t hash = fsdpi_dt_hash(1, numbers, sizeof numbers);
+    hash = fsdpi_dt_hash(hash, &d->staging_bytes, sizeof d->staging_bytes);
+    hash = fsdpi_dt_hash(hash, &d->links.base_us, sizeof(double));
+    hash = fsdpi_dt_hash(hash, d->links.hop_us, sizeof d->links.hop_us);
+    hash = fsdpi_dt_hash(hash, d->links.gbytes_per_s, sizeof d->links.gbytes_per_s);
+    int64_t values[3] = {!status, (int64_t)hash, (int64_t)~hash};
+    fsdp_status reached = fsdp_all_reduce(dm->world, NULL, values, 3, FSDP_I64, FSDP_MIN);
+    if (reached || status) return reached ? reached : status;
+    if (!values[0])
+        return fsdp_fail(dm->world, FSDP_ERR_INVALID_STATE,
+                         "[E008] dmesh_create: it failed on another rank: see its log");
+    if (values[1] == ~values[2]) return FSDP_OK;
+    return fsdp_fail(dm->world, FSDP_ERR_MISMATCH,
+                     "[E009] dmesh_create: the ranks gave other descs: give all the same names, "
+                     "staging_bytes, overlap and links, and a mesh of the same shape");
+}
+
+/* Meshes for units. unit_mesh: if neither shard_dim nor replicate_dim is there, with a dim of one
+   rank in front, which shards them. replica_mesh: (.., replicate x tp), the replicas of a unit that
+   tp replicates. */
+static fsdp_status fsdpi_dt_unit_meshes(fsdp_dmesh *dm) {
+    static const char *const names[2] = {"one", "rest"};
+    int32_t *ranks, at[FSDP_MAX_DIMS];
+    fsdp_mesh_desc d = FSDP_ZERO;
+    int size = fsdp_mesh_size(dm->mesh, -1), merged = 1;
+    if (dm->shard < 0 && dm->replicate < 0)
+        return fsdp_mesh_unflatten(dm->mesh, 0, 1, names, &dm->unit_mesh);
+    if (dm->replicate < 0 || dm->tp < 0) return FSDP_OK;
+    if (size != fsdp_world_size(dm->world))
+        return fsdp_fail(dm->world, FSDP_ERR_UNSUPPORTED,
+                         "[E025] dmesh_create: a mesh with tp_dim and replicate_dim has %d of %d "
+                         "ranks: pass one with all ranks of the world",
+                         size, fsdp_world_size(dm->world));
+    fsdp_status status = fsdpi_dt_alloc(dm->model, 2 * (size_t)size * sizeof *ranks,
+                                        (void **)&ranks);
+    if (status) return status;
+    (void)fsdp_mesh_ranks(dm->mesh, -1, ranks + size);
+    int32_t stride[FSDP_MAX_DIMS], order[FSDP_MAX_DIMS], num = 0;
+    for (int i = dm->ndim - 1, step = 1; i >= 0; step *= dm->shape[i--]) stride[i] = step;
+    for (int i = 0; i < dm->ndim; i++)
+        if (i != dm->replicate && i != dm->tp) order[num++] = i, d.shape[d.ndim++] = dm->shape[i];
+    order[num++] = dm->replicate, order[num++] = dm->tp;
+    merged = dm->shape[dm->replicate] * dm->shape[dm->tp];
+    d.shape[d.ndim++] = merged;
+    memset(at, 0, sizeof at);
+    for (int i = 0; i < size; i++) {
+        int from = 0, k = num - 1;
+        for (int x = 0; x < num; x++) from += at[x] * stride[order[x]];
+        ranks[i] = ranks[size + from];
+        while (k >= 0 && ++at[k] == dm->shape[order[k]]) at[k--] = 0;
+    }
+    d.ranks = ranks;
+    status = fsdp_mesh_create(dm->world, &d, &dm->replica_mesh);
+    fsdpi_dt_free(dm->model, ranks);
+    return status;
+}
+
+static fsdp_status fsdpi_dt_open(fsdp_dmesh *dm, const fsdp_dmesh_desc *d) {
+    static const int streams[FSDPI_DT_STREAMS] = {FSDP_STREAM_COMPUTE, FSDP_STREAM_EXTENSION};
+    fsdp_status status = FSDP_OK;
+    dm->overlap = d->overlap != 0;
+    if (dm->overlap) dm->extension.call = fsdpi_dt_call; // only then is something under way
+    for (int s = 0; s < 1 + dm->overlap; s++)
+        for (int i = 0; i < dm->ndim && !status; i++)
+            status = fsdp_mesh_comm(dm->mesh, i, streams[s], &dm->comm[s][i]);
+    if (!fsdp_world_has(dm->world, FSDP_OP_ALL_TO_ALL)) dm->links.no_all_to_all = 1;
+    if (!status) status = fsdpi_dt_unit_meshes(dm);
+    if (!status) status = fsdpi_dt_staging(dm, d->staging_bytes, "");
+    dm->is_fixed = d->staging_bytes > 0;
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_dmesh_create(fsdp_model *model, const fsdp_dmesh_desc *desc,
+                                       fsdp_dmesh **out) {
+    fsdp_dmesh_desc d;
+    fsdp_dmesh *dm;
+    if (!model || !out)
+        return fsdp_fail(fsdp_model_world(model), FSDP_ERR_INVALID_ARG,
+                         "[E010] dmesh_create: model or dm is NULL: pass both");
+    *out = NULL;
+    fsdp_world *w = fsdp_model_world(model);
+    fsdp_status status = fsdpi_dt_alloc(model, sizeof *dm, (void **)&dm);
+    if (status) return status;
+    dm->model = model;
+    dm->world = w;
+    dm->extension.name = "dtensor";
+    dm->extension.user = dm;
+    dm->extension.destroy = fsdpi_dt_end;
+    memset(&d, 0, sizeof d);
+    status = fsdp_desc_read(w, &d, desc, sizeof d, "fsdp_dmesh_desc");
+    if (!status) status = fsdpi_dt_check_mesh(dm, &d);
+    dm->pool = fsdp_pool_register(model, "activations");
+    dm->label = fsdp_label_register(model, "activation");
+    if (!status && (dm->pool < 0 || dm->label < 0)) status = FSDP_ERR_INVALID_ARG;
+    if (!status) status = fsdpi_dt_alloc(model, FSDP_ROUTE_SCRATCH, &dm->scratch);
+    status = fsdpi_dt_agree(dm, &d, status);
+    if (!status) status = fsdpi_dt_open(dm, &d);
+    if (!status) status = fsdp_attach(model, &dm->extension);
+    if (status) fsdpi_dt_end(dm);
+    else *out = dm;
+    return status;
+}
+
+FSDP_API void fsdp_dmesh_destroy(fsdp_dmesh *dm) {
+    if (dm) (void)fsdp_detach(dm->model, &dm->extension);
+}
+
+
+/* ==== dtensor/redistribute.h ================================================================
+   a route on data: copies and collectives */
+
+/* Owns: fsdp_redistribution. For each step of the route it knows how parts lie in the collective: a
+   part is tight, row-major, at the begin of its `count` elements; nobody reads what is behind it.
+   So a gather needs no copy before it. The copy behind it is left out if the parts, one after the
+   other, are the result: cut along dim 0, or with dims of length 1 before the one that is cut. */
+
+typedef struct fsdpi_dt_copy {
+    fsdp_block *blocks;
+    int32_t num;
+    int64_t count; // elements
+} fsdpi_dt_copy;
+
+typedef struct fsdpi_dt_stage { // a step of the route, at the sizes now
+    int32_t kind, mesh_dim;
+    fsdp_seg seg;          // count: elements for each rank, of each pair of ranks, or of the whole
+    int64_t reads, writes; // elements of the collective's two buffers
+    int64_t in, out;       // elements of this rank's part before and behind the step
+    fsdpi_dt_copy before;  // to the layout that the collective reads; of a local step all its work
+    fsdpi_dt_copy behind;  // from the layout that it writes
+    int32_t is_packed;     // the part lies as `before` would lay it
+    int32_t is_whole;      // and the result as `behind` would
+    int32_t redop, keeps;  // keeps: OWN: this rank keeps its part
+    double factor;         // of AVG: 1 / ranks
+} fsdpi_dt_stage;
+
+struct fsdp_redistribution {
+    fsdp_dmesh *dm;
+    char name[FSDPI_DT_NAME + FSDPI_DT_BACKWARD];
+    fsdp_spec from, to, first_from, first_to; // of the sizes now, and as they were given
+    fsdp_local part[2];                       // of from and to
+    fsdp_dtype dtype, comm_dtype, desc_dtype; // of src and dst; of what travels; of the desc
+    double scale;
+    uint64_t hash, runs;
+    fsdp_route route;
+    fsdpi_dt_stage *stages;      // [route.num_steps]
+    fsdp_block *blocks;          // of all stages
+    fsdp_buf *ticket;            // orders what runs beside the caller's stream; NULL: nothing does
+    fsdp_block whole;            // of the last copy
+    int32_t begun, all_in_place; // all_in_place: no step changes the size
+    fsdp_redistribution *next;
+};
+
+static int64_t fsdpi_dt_bytes_of(fsdp_dtype dtype) { return (int64_t)fsdp_dtype_size(dtype); }
+
+/* -------------------------------------------------------------------------------------------- */
+// How parts lie.
+
+// The length of a dim of this rank's part in a spec, with the cut of mesh dim `without` left out.
+static int64_t fsdpi_dt_cut_rows(const fsdp_dmesh *dm, const fsdp_spec *s, int dim, int without) {
+    fsdp_range range = {0, s->shape[dim], 0};
+    int m;
+    for (int order = 0; (m = fsdpi_dt_cut_at(s, dim, order)) >= 0; order++)
+        if (m != without) (void)fsdp_shard_range(range.count, dm->shape[m], dm->coord[m], &range);
+    return range.count;
+}
+
+// Elements of a row of dim `dim`, and how many such dims there are one after the other.
+static int64_t fsdpi_dt_inner(int ndim, const int64_t *shape, int dim) {
+    return fsdpi_dt_numel(ndim - dim - 1, shape + dim + 1);
+}
+static int64_t fsdpi_dt_outer_of(const int64_t *shape, int dim) {
+    return fsdpi_dt_numel(dim, shape);
+}
+
+// The rows that rank k of n has of a tensor's dim: a copy from the tensor to `at` elements behind
+// the begin of the pieces, or back.
+static void fsdpi_dt_piece(fsdpi_dt_copy *copy, int back, int ndim, const int64_t *shape, int dim,
+                           int n, int k, int64_t at) {
+    int64_t inner = fsdpi_dt_inner(ndim, shape, dim), height = fsdpi_dt_outer_of(shape, dim);
+    fsdp_range r;
+    (void)fsdp_shard_range(shape[dim], n, k, &r);
+    int64_t tensor = r.start * inner, width = r.count * inner, row = shape[dim] * inner;
+    fsdp_block to = {tensor, at, width, height, row, width};
+    fsdp_block from = {at, tensor, width, height, width, row};
+    if (!width || !height) return;
+    copy->blocks[copy->num++] = back ? from : to;
+    copy->count += width * height;
+}
+
+// The pieces of all ranks, each at a multiple of `count` elements. Returns 1 if a tensor is its
+// pieces as it lies.
+static int fsdpi_dt_all_pieces(fsdpi_dt_copy *copy, int back, int ndim, const int64_t *shape,
+                               int dim, int n, int64_t count) {
+    for (int k = 0; k < n; k++) fsdpi_dt_piece(copy, back, ndim, shape, dim, n, k, k * count);
+    return fsdpi_dt_outer_of(shape, dim) == 1 &&
+           fsdpi_dt_ceil(shape[dim], n) * fsdpi_dt_inner(ndim, shape, dim) == count;
+}
+
+/* A step on mesh dim m: tensor dim i ends to be cut by it, j begins to. s: the spec before it;
+   afterwards the one behind it. `wide` is this rank's part without m's cuts. */
+static void fsdpi_dt_lay(const fsdp_redistribution *r, fsdp_spec *s, const fsdp_step *step,
+                         fsdpi_dt_stage *st) {
+    const fsdp_dmesh *dm = r->dm;
+    int m = step->mesh_dim, n = dm->shape[m], me = dm->coord[m], ndim = s->ndim;
+    int i = step->from.kind == FSDP_SHARD ? step->from.dim : -1;
+    int j = step->to.kind == FSDP_SHARD ? step->to.dim : -1;
+    int64_t wide[FSDP_MAX_DIMS], in[FSDP_MAX_DIMS], out[FSDP_MAX_DIMS], count = 1;
+    fsdp_range mine;
+    st->kind = step->kind, st->mesh_dim = m, st->redop = s->place[m].op, st->factor = 1;
+    st->is_packed = st->is_whole = 1;
+    for (int d = 0; d < ndim; d++) {
+        in[d] = out[d] = wide[d] = fsdpi_dt_cut_rows(dm, s, d, m);
+        (void)fsdp_shard_range(wide[d], n, me, &mine);
+        if (d == i) in[d] = mine.count;
+        if (d == j) out[d] = mine.count;
+        wide[d] = d == i || d == j ? fsdpi_dt_ceil(wide[d], n) : wide[d];
+    }
+    count = fsdpi_dt_numel(ndim, wide); // of the largest piece
+    st->in = fsdpi_dt_numel(ndim, in), st->out = fsdpi_dt_numel(ndim, out);
+    switch (st->kind) {
+    case FSDP_STEP_SLICE: fsdpi_dt_piece(&st->before, 0, ndim, in, j, n, me, 0); break;
+    case FSDP_STEP_PAD: fsdpi_dt_piece(&st->before, 1, ndim, out, i, n, me, 0); break;
+    case FSDP_STEP_OWN: st->keeps = step->to.op != FSDP_SUM || me == 0; break;
+    default:
+        if (j >= 0) st->is_packed = fsdpi_dt_all_pieces(&st->before, 0, ndim, in, j, n, count);
+        if (i >= 0) st->is_whole = fsdpi_dt_all_pieces(&st->behind, 1, ndim, out, i, n, count);
+        st->seg.count = count;
+        if (i < 0 && st->redop == FSDP_AVG) st->factor = 1.0 / n;
+    }
+    st->reads = i >= 0 && j < 0 ? count : j >= 0 ? n * count : count;
+    st->writes = i >= 0 ? n * count : count;
+    s->place[m] = step->to;
+}
+
+// A mesh dim of one rank cuts nothing, and routes do not count its order.
+static void fsdpi_dt_uncut(fsdp_spec *s, int m) {
+    const fsdp_placement was = s->place[m];
+    memset(&s->place[m], 0, sizeof was);
+    for (int i = 0; i < s->mesh_ndim && was.kind == FSDP_SHARD; i++)
+        if (fsdpi_dt_cuts(&s->place[i], was.dim) && s->place[i].order > was.order)
+            s->place[i].order--;
+}
+
+// Parts and stages at the sizes of r->from.
+static void fsdpi_dt_lay_all(fsdp_redistribution *r) {
+    const fsdp_dmesh *dm = r->dm;
+    fsdp_spec s = r->from;
+    fsdp_block *blocks = r->blocks;
+    (void)fsdp_spec_local(&r->from, dm->coord, &r->part[0]);
+    (void)fsdp_spec_local(&r->to, dm->coord, &r->part[1]);
+    for (int m = 0; m < dm->ndim; m++) // routes count orders without dims of one rank
+        if (dm->shape[m] == 1) fsdpi_dt_uncut(&s, m);
+    r->all_in_place = 1;
+    for (int k = 0; k < r->route.num_steps; k++) {
+        fsdpi_dt_stage *st = &r->stages[k];
+        int n = dm->shape[r->route.steps[k].mesh_dim];
+        memset(st, 0, sizeof *st);
+        st->before.blocks = blocks, st->behind.blocks = blocks + n;
+        blocks += 2 * n;
+        fsdpi_dt_lay(r, &s, &r->route.steps[k], st);
+        r->all_in_place &= st->kind == FSDP_STEP_ALL_REDUCE;
+    }
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Making and ending.
+
+static void fsdpi_dt_end_redistribution(fsdp_dmesh *dm, fsdp_redistribution *r) {
+    fsdp_redistribution **at = &dm->redistributions;
+    while (*at && *at != r) at = &(*at)->next;
+    if (*at) *at = r->next;
+    fsdp_buf_destroy(dm->model, r->ticket);
+    fsdpi_dt_free(dm->model, r->stages);
+    fsdpi_dt_free(dm->model, r->blocks);
+    fsdpi_dt_free(dm->model, r);
+}
+
+static void fsdpi_dt_forget(fsdp_dmesh *dm) {
+    for (fsdp_redistribution *r = dm->redistributions; r; r = r->next) r->begun = 0;
+}
+
+static fsdp_status fsdpi_dt_check_desc(const fsdp_dmesh *dm, const fsdp_redistribution_desc *d) {
+    const char *why = NULL;
+    int avg = 0, whole = !fsdp_dtype_is_float(d->from.dtype);
+    fsdp_status status = fsdpi_dt_known("redistribution_create", &d->from);
+    if (!status) status = fsdpi_dt_known("redistribution_create", &d->to);
+    if (status) return status;
+    for (int m = 0; m < d->from.mesh_ndim; m++)
+        avg |= d->from.place[m].kind == FSDP_PARTIAL && d->from.place[m].op == FSDP_AVG;
+    if (d->from.mesh_ndim != dm->ndim ||
+        memcmp(d->from.mesh_shape, dm->shape, (size_t)dm->ndim * sizeof *dm->shape) != 0)
+        why = "its specs are of a mesh of another shape: make them with the shape of dm's mesh";
+    else if (d->name && strlen(d->name) >= FSDPI_DT_NAME) why = "its name has more than 63 bytes";
+    else if (d->comm_dtype && (whole || !fsdp_dtype_is_float(d->comm_dtype)))
+        why = "comm_dtype is for tensors of a floating dtype, and is one";
+    else if (whole && (avg || d->scale != 0))
+        why = "integers have neither a scale nor addends of AVG: use SUM, and divide yourself";
+    else if (!(d->scale - d->scale == 0)) why = "scale is not finite: pass 0 for 1";
+    if (!why) return FSDP_OK;
+    return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG, "[E011] redistribution_create: '%.63s': %s",
+                     d->name ? d->name : "redistribute", why);
+}
+
+static int fsdpi_dt_same(const fsdp_spec *a, const fsdp_spec *b) {
+    return memcmp(a, b, sizeof *a) == 0;
+}
+
+// The route: that of an earlier redistribution between the same specs, or a new one.
+static fsdp_status fsdpi_dt_find_route(fsdp_redistribution *r) {
+    fsdp_dmesh *dm = r->dm;
+    for (const fsdp_redistribution *at = dm->redistributions; at; at = at->next)
+        if (fsdpi_dt_same(&at->first_from, &r->from) && fsdpi_dt_same(&at->first_to, &r->to)) {
+            r->route = at->route;
+            return FSDP_OK;
+        }
+    fsdp_status status = fsdp_route_find(&r->from, &r->to, &dm->links, dm->scratch,
+                                         FSDP_ROUTE_SCRATCH, &r->route);
+    dm->routes += !status && r->route.num_steps > 0;
+    return status;
+}
+
+// Tables, staging memory and the ticket of a redistribution that has a route.
+static fsdp_status fsdpi_dt_prepare(fsdp_redistribution *r) {
+    fsdp_dmesh *dm = r->dm;
+    int64_t size = fsdpi_dt_bytes_of(r->dtype), comm = fsdpi_dt_bytes_of(r->comm_dtype);
+    int blocks = 0;
+    for (int k = 0; k < r->route.num_steps; k++)
+        blocks += 2 * dm->shape[r->route.steps[k].mesh_dim];
+    fsdp_status status = fsdpi_dt_alloc(dm->model, (size_t)r->route.num_steps * sizeof *r->stages,
+                                        (void **)&r->stages);
+    if (!status)
+        status = fsdpi_dt_alloc(dm->model, (size_t)blocks * sizeof *r->blocks, (void **)&r->blocks);
+    if (!status) fsdpi_dt_lay_all(r);
+    if (!status && r->route.num_steps)
+        status = fsdpi_dt_staging(dm, r->route.most_bytes / size * (comm > size ? comm : size),
+                                  r->name);
+    if (!status && r->route.num_collectives && dm->overlap)
+        status = fsdp_buf_part(dm->model, dm->staging[1][0], 0, 0, &r->ticket);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_redistribution_create(fsdp_dmesh *dm,
+                                                const fsdp_redistribution_desc *desc,
+                                                fsdp_redistribution **out) {
+    fsdp_redistribution_desc d;
+    fsdp_redistribution *r;
+    if (!dm || !desc || !out)
+        return fsdp_fail(dm ? dm->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E012] redistribution_create: dm, desc or out is NULL: pass all");
+    *out = NULL;
+    fsdp_status status = fsdp_desc_read(dm->world, &d, desc, sizeof d, "fsdp_redistribution_desc");
+    if (!status) status = fsdpi_dt_check_desc(dm, &d);
+    if (status) return status;
+    const char *name = d.name ? d.name : "redistribute";
+    if (d.scale == 0) d.scale = 1;
+    for (r = dm->redistributions; r; r = r->next)
+        if (fsdpi_dt_same(&r->first_from, &d.from) && fsdpi_dt_same(&r->first_to, &d.to) &&
+            r->desc_dtype == d.comm_dtype && r->scale == d.scale && !strcmp(r->name, name)) {
+            *out = r;
+            return FSDP_OK;
+        }
+    status = fsdpi_dt_alloc(dm->model, sizeof *r, (void **)&r);
+    if (status) return status;
+    r->dm = dm;
+    snprintf(r->name, sizeof r->name, "%s", name);
+    r->from = r->first_from = d.from;
+    r->to = r->first_to = d.to;
+    r->dtype = d.from.dtype;
+    r->desc_dtype = d.comm_dtype;
+    r->scale = d.scale;
+    r->hash = fsdpi_dt_hash(fsdpi_dt_hash(2, name, (int64_t)strlen(name)), &d.from, sizeof d.from);
+    r->hash = fsdpi_dt_hash(fsdpi_dt_hash(r->hash, &d.to, sizeof d.to), &d.scale, sizeof d.scale);
+    r->hash = fsdpi_dt_mix(r->hash, (uint64_t)d.comm_dtype);
+    status = fsdpi_dt_find_route(r);
+    r->comm_dtype = d.comm_dtype && r->route.num_collectives ? d.comm_dtype : r->dtype;
+    if (!status) status = fsdpi_dt_prepare(r);
+    if (status) {
+        fsdpi_dt_end_redistribution(dm, r);
+        return status;
+    }
+    r->next = dm->redistributions;
+    dm->redistributions = *out = r;
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_redistribution_create_backward(fsdp_redistribution *forward,
+                                                         const fsdp_spec *grad,
+                                                         fsdp_redistribution **out) {
+    fsdp_redistribution_desc d;
+    char name[FSDPI_DT_NAME];
+    if (!forward || !out)
+        return fsdp_fail(forward ? forward->dm->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E013] redistribution_create_backward: forward or out is NULL: pass "
+                         "both");
+    *out = NULL;
+    memset(&d, 0, sizeof d);
+    d.from = grad ? *grad : forward->first_to;
+    d.to = forward->first_from;
+    fsdp_status status = fsdpi_dt_known("redistribution_create_backward", &d.from);
+    if (status) return status;
+    for (int m = 0; m < d.to.mesh_ndim; m++) {
+        int adds = d.from.place[m].kind == FSDP_PARTIAL;
+        if (!grad && adds) memset(&d.from.place[m], 0, sizeof d.from.place[m]), adds = 0;
+        if (d.to.place[m].kind != FSDP_PARTIAL) continue;
+        memset(&d.to.place[m], 0, sizeof d.to.place[m]);
+        if (adds) d.to.place[m] = d.from.place[m];
+    }
+    snprintf(name, sizeof name, "%.*s backward", FSDPI_DT_NAME - FSDPI_DT_BACKWARD - 1,
+             forward->name);
+    d.name = name;
+    d.comm_dtype = forward->desc_dtype;
+    d.scale = fsdp_dtype_is_float(forward->dtype) ? forward->scale : 0;
+    return fsdp_redistribution_create(forward->dm, &d, out);
+}
+
+FSDP_API fsdp_status fsdp_redistribution_resize(fsdp_redistribution *r, int dim, int64_t size) {
+    if (!r || dim < 0 || dim >= r->from.ndim || size < 0 || size > r->first_from.shape[dim])
+        return fsdp_fail(r ? r->dm->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E014] redistribution_resize: '%s': dim %d is to have %lld rows, "
+                         "expected a dim of the tensor and at most the rows in the desc, %lld: "
+                         "create it with the largest size",
+                         r ? r->name : "NULL", dim, (long long)size,
+                         r && dim >= 0 && dim < r->from.ndim ? (long long)r->first_from.shape[dim]
+                                                             : 0);
+    if (r->begun)
+        return fsdp_fail(r->dm->world, FSDP_ERR_INVALID_STATE,
+                         "[E015] redistribution_resize: '%s' is under way: call "
+                         "fsdp_redistribute_wait first",
+                         r->name);
+    fsdp_status status = fsdp_wait_stream(r->dm->model, FSDP_STREAM_COMPUTE);
+    if (status) return status;
+    r->from.shape[dim] = r->to.shape[dim] = size;
+    fsdpi_dt_lay_all(r);
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_redistribution_get(const fsdp_redistribution *r,
+                                             fsdp_redistribution_info *out) {
+    if (!r || !out)
+        return fsdp_fail(r ? r->dm->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E016] redistribution_get: r or out is NULL: pass both");
+    memset(out, 0, sizeof *out);
+    int num = r->route.num_steps;
+    const fsdpi_dt_stage *first = r->stages, *last = r->stages + num - 1;
+    int64_t size = fsdpi_dt_bytes_of(r->dtype), reads = r->part[0].numel, writes = r->part[1].numel;
+    if (num && first->is_packed && first->reads > reads) reads = first->reads;
+    if (num && last->is_whole && last->writes > writes) writes = last->writes;
+    out->route = r->route;
+    out->from = r->part[0];
+    out->to = r->part[1];
+    out->src_capacity = reads * size;
+    out->dst_capacity = writes * size;
+    out->routes = r->dm->routes;
+    out->runs = r->runs;
+    return FSDP_OK;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Running: the part goes from src over staging memory to dst.
+
+typedef struct fsdpi_dt_run {
+    fsdp_redistribution *r;
+    char *src, *dst, *at, *staging[2]; // at: where the part is now
+    int stream;                        // 0: the caller's; 1: beside it
+    int is_loose;                      // the last record does not move the ticket
+    double factor;                     // that the part still has to be multiplied by
+    fsdp_status status;
+} fsdpi_dt_run;
+
+// Elements that peers may read, or the library write, at src or dst, of which `part` are a part's.
+static int64_t fsdpi_dt_elements(const fsdpi_dt_run *run, const char *at, int64_t part) {
+    int begins;
+    int64_t room = fsdpi_dt_room(run->r->dm, at, &begins) / fsdpi_dt_bytes_of(run->r->dtype);
+    return begins || room < part ? room : part;
+}
+
+static fsdp_dtype fsdpi_dt_dtype_at(const fsdpi_dt_run *run, const char *at) {
+    int is_staged = at == run->staging[0] || at == run->staging[1];
+    return is_staged ? run->r->comm_dtype : run->r->dtype;
+}
+
+static char *fsdpi_dt_other(const fsdpi_dt_run *run, const char *at) {
+    return run->staging[at == run->staging[0]];
+}
+
+static void fsdpi_dt_begin_op(const fsdpi_dt_run *run, fsdp_op *op, int kind, const char *src,
+                              char *dst) {
+    const fsdp_redistribution *r = run->r;
+    fsdp_op_init(op, r->dm->model, NULL, kind, r->dm->label,
+                 run->stream ? FSDP_STREAM_EXTENSION : FSDP_STREAM_COMPUTE);
+    op->what = r->name;
+    op->what_hash = r->hash;
+    op->src_ptr = src;
+    op->dst_ptr = dst;
+}
+
+static void fsdpi_dt_emit(fsdpi_dt_run *run, fsdp_op *op) {
+    run->is_loose = op->kind == FSDP_OP_ZERO;
+    if (run->stream) op->src = run->r->ticket;
+    if (run->stream && !run->is_loose) op->dst = run->r->ticket;
+    if (!run->status) run->status = fsdp_emit(run->r->dm->model, op);
+}
+
+// The part, or its pieces, to another place; what comes to dst as the last is multiplied there.
+static void fsdpi_dt_copy_to(fsdpi_dt_run *run, char *to, const fsdpi_dt_copy *copy, int is_last) {
+    fsdp_op op;
+    fsdpi_dt_begin_op(run, &op, FSDP_OP_COPY, run->at, to);
+    op.dtype = (uint8_t)fsdpi_dt_dtype_at(run, run->at);
+    op.out_dtype = (uint8_t)fsdpi_dt_dtype_at(run, to);
+    op.list = copy->blocks;
+    op.list_count = (uint32_t)copy->num;
+    op.count = (uint64_t)copy->count;
+    if (is_last) op.scale = run->factor, run->factor = 1;
+    run->at = to;
+    if (copy->count) fsdpi_dt_emit(run, &op);
+}
+
+// All of a part as it lies. whole: a block for the list, which lasts as long as the redistribution.
+static void fsdpi_dt_copy_all(fsdpi_dt_run *run, char *to, fsdp_block *whole, int64_t count,
+                              int is_last) {
+    fsdp_block block = {0, 0, count, 1, count, count};
+    fsdpi_dt_copy copy = {whole, 1, count};
+    *whole = block;
+    fsdpi_dt_copy_to(run, to, &copy, is_last);
+}
+
+static void fsdpi_dt_zero(fsdpi_dt_run *run, char *to, int64_t count) {
+    fsdp_op op;
+    fsdpi_dt_begin_op(run, &op, FSDP_OP_ZERO, NULL, to);
+    op.dtype = op.out_dtype = (uint8_t)fsdpi_dt_dtype_at(run, to);
+    op.count = (uint64_t)count;
+    op.bytes = op.count * fsdp_dtype_size(op.dtype);
+    if (count) fsdpi_dt_emit(run, &op);
+}
+
+static void fsdpi_dt_local(fsdpi_dt_run *run, fsdpi_dt_stage *st, int is_last) {
+    char *to = is_last ? run->dst : fsdpi_dt_other(run, run->at);
+    if (st->keeps) return;
+    if (st->kind != FSDP_STEP_SLICE) fsdpi_dt_zero(run, to, st->out);
+    if (st->kind != FSDP_STEP_OWN) fsdpi_dt_copy_to(run, to, &st->before, is_last);
+    run->at = to;
+}
+
+static void fsdpi_dt_collective(fsdpi_dt_run *run, const fsdpi_dt_stage *st, int kind, char *to) {
+    const fsdp_dmesh *dm = run->r->dm;
+    fsdp_op op;
+    fsdpi_dt_begin_op(run, &op, kind, run->at, to);
+    op.comm = dm->comm[run->stream][st->mesh_dim];
+    op.group_size = dm->shape[st->mesh_dim];
+    op.dtype = op.out_dtype = (uint8_t)run->r->comm_dtype;
+    op.redop = (uint8_t)(st->redop == FSDP_AVG ? FSDP_SUM : st->redop);
+    op.in_place = run->at == to;
+    op.count = (uint64_t)st->seg.count;
+    op.list = &st->seg;
+    op.list_count = kind == FSDP_OP_ALL_GATHER || kind == FSDP_OP_REDUCE_SCATTER;
+    run->factor *= st->factor;
+    run->at = to;
+    fsdpi_dt_emit(run, &op);
+}
+
+// In place where the part comes to lie, if peers may read there.
+static void fsdpi_dt_all_reduce(fsdpi_dt_run *run, fsdpi_dt_stage *st, int is_last) {
+    const fsdp_redistribution *r = run->r;
+    int staged = run->at == run->staging[0] || run->at == run->staging[1];
+    char *home = staged ? run->at : run->staging[0];
+    if (is_last && r->comm_dtype == r->dtype &&
+        fsdpi_dt_elements(run, run->dst, st->out) >= st->out)
+        home = run->dst;
+    if (home != run->at) fsdpi_dt_copy_all(run, home, st->before.blocks, st->in, 0);
+    fsdpi_dt_collective(run, st, FSDP_OP_ALL_REDUCE, home);
+}
+
+static void fsdpi_dt_exchange(fsdpi_dt_run *run, fsdpi_dt_stage *st, int is_last) {
+    int kind = st->kind == FSDP_STEP_ALL_GATHER       ? FSDP_OP_ALL_GATHER
+               : st->kind == FSDP_STEP_REDUCE_SCATTER ? FSDP_OP_REDUCE_SCATTER
+                                                      : FSDP_OP_ALL_TO_ALL;
+    const fsdp_redistribution *r = run->r;
+    int cast = r->comm_dtype != r->dtype, first = run->at == run->src;
+    int64_t room = first ? fsdpi_dt_elements(run, run->at, st->in) : st->reads;
+    if (!st->is_packed) fsdpi_dt_copy_to(run, fsdpi_dt_other(run, run->at), &st->before, 0);
+    else if (room < st->reads || (first && cast))
+        fsdpi_dt_copy_all(run, fsdpi_dt_other(run, run->at), st->before.blocks, st->in, 0);
+    int fits = st->writes == st->out || fsdpi_dt_elements(run, run->dst, st->out) >= st->writes;
+    char *other = fsdpi_dt_other(run, run->at);
+    fsdpi_dt_collective(run, st, kind, is_last && st->is_whole && fits && !cast ? run->dst : other);
+    if (!st->is_whole)
+        fsdpi_dt_copy_to(run, is_last ? run->dst : fsdpi_dt_other(run, run->at), &st->behind,
+                         is_last);
+}
+
+static fsdp_status fsdpi_dt_nothing(const fsdp_op *op, void *stream) {
+    (void)op, (void)stream;
+    return FSDP_OK;
+}
+
+// The records of all steps.
+static fsdp_status fsdpi_dt_run_all(fsdp_redistribution *r, int stream, void *dst,
+                                    const void *src) {
+    fsdpi_dt_run run;
+    memset(&run, 0, sizeof run);
+    run.r = r;
+    run.src = run.at = (char *)(uintptr_t)src;
+    run.dst = (char *)dst;
+    run.stream = stream;
+    run.factor = r->scale;
+    for (int i = 0; i < 2; i++) run.staging[i] = (char *)fsdp_buf_ptr(r->dm->staging[stream][i]);
+    for (int k = 0; k < r->route.num_steps && !run.status; k++) {
+        fsdpi_dt_stage *st = &r->stages[k];
+        int is_last = k + 1 == r->route.num_steps;
+        if (!fsdpi_dt_is_collective(st->kind)) fsdpi_dt_local(&run, st, is_last);
+        else if (!st->seg.count) continue; // no rank has an element of it
+        else if (st->kind == FSDP_STEP_ALL_REDUCE) fsdpi_dt_all_reduce(&run, st, is_last);
+        else fsdpi_dt_exchange(&run, st, is_last);
+    }
+    if (run.at != run.dst || run.factor != 1)
+        fsdpi_dt_copy_all(&run, run.dst, &r->whole, r->part[1].numel, 1);
+    if (stream && run.is_loose && !run.status) {
+        fsdp_op op;
+        fsdpi_dt_begin_op(&run, &op, FSDP_OP_CALL, NULL, NULL);
+        op.call = fsdpi_dt_nothing;
+        fsdpi_dt_emit(&run, &op);
+    }
+    r->runs += !run.status;
+    return run.status;
+}
+
+static fsdp_status fsdpi_dt_check_run(const fsdp_redistribution *r, const void *dst,
+                                      const void *src) {
+    if (!r) return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG, "[E017] redistribute: r is NULL: pass it");
+    fsdp_world *w = r->dm->world;
+    int64_t in = r->part[0].numel, out = r->part[1].numel;
+    if ((in && !src) || (out && !dst))
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "[E018] redistribute: '%s': %s is NULL and its part has %lld elements: "
+                         "pass memory for them",
+                         r->name, in && !src ? "src" : "dst", (long long)(in && !src ? in : out));
+    uintptr_t a = (uintptr_t)src, b = (uintptr_t)dst, size = (uintptr_t)fsdpi_dt_bytes_of(r->dtype);
+    int apart = !in || !out || a + (uintptr_t)in * size <= b || b + (uintptr_t)out * size <= a;
+    if (!apart && !(a == b && r->all_in_place))
+        return fsdp_fail(w, FSDP_ERR_INVALID_ARG,
+                         "[E019] redistribute: '%s': dst overlaps src: that is possible only if "
+                         "both are equal and each step is an all_reduce: pass other memory",
+                         r->name);
+    if (r->begun)
+        return fsdp_fail(w, FSDP_ERR_INVALID_STATE,
+                         "[E020] redistribute: '%s' is under way: call fsdp_redistribute_wait "
+                         "first, or create another one with a name of its own",
+                         r->name);
+    return FSDP_OK;
+}
+
+FSDP_API fsdp_status fsdp_redistribute(fsdp_redistribution *r, void *dst, const void *src) {
+    fsdp_status status = fsdpi_dt_check_run(r, dst, src);
+    return status ? status : fsdpi_dt_run_all(r, 0, dst, src);
+}
+
+FSDP_API fsdp_status fsdp_redistribute_begin(fsdp_redistribution *r, void *dst, const void *src) {
+    fsdp_op op;
+    fsdp_status status = fsdpi_dt_check_run(r, dst, src);
+    if (status || !r->ticket) return status ? status : fsdpi_dt_run_all(r, 0, dst, src);
+    fsdp_op_init(&op, r->dm->model, NULL, FSDP_OP_WROTE, r->dm->label, FSDP_STREAM_COMPUTE);
+    op.what = r->name;
+    op.dst = r->ticket;
+    status = fsdp_emit(r->dm->model, &op);
+    if (!status) status = fsdpi_dt_run_all(r, 1, dst, src);
+    r->begun = !status;
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_redistribute_wait(fsdp_redistribution *r) {
+    fsdp_op op;
+    if (!r)
+        return fsdp_fail(NULL, FSDP_ERR_INVALID_ARG,
+                         "[E021] redistribute_wait: r is NULL: pass it");
+    if (!r->begun) return fsdp_world_status(r->dm->world);
+    r->begun = 0;
+    fsdp_op_init(&op, r->dm->model, NULL, FSDP_OP_USE, r->dm->label, FSDP_STREAM_COMPUTE);
+    op.what = r->name;
+    op.src = r->ticket;
+    return fsdp_emit(r->dm->model, &op);
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Do replicas hold the same bytes?
+
+static fsdp_status fsdpi_dt_hash_part(fsdp_dmesh *dm, const void *data, int64_t bytes,
+                                      uint64_t *hash) {
+    char chunk[4096];
+    fsdp_status status = FSDP_OK;
+    *hash = 3;
+    for (int64_t at = 0; at < bytes && !status; at += (int64_t)sizeof chunk) {
+        int64_t now = bytes - at < (int64_t)sizeof chunk ? bytes - at : (int64_t)sizeof chunk;
+        status = fsdp_transfer(dm->model, chunk, (const char *)data + at, now);
+        *hash = fsdpi_dt_hash(*hash, chunk, now);
+    }
+    return status;
+}
+
+// The least of each number over the ranks that should hold the same.
+static fsdp_status fsdpi_dt_least(const fsdp_dmesh *dm, const fsdp_spec *spec, int64_t *values,
+                                  int count) {
+    fsdp_status status = FSDP_OK;
+    for (int m = 0; m < dm->ndim && !status; m++)
+        if (spec->place[m].kind == FSDP_REPLICATE && dm->shape[m] > 1)
+            status = fsdp_all_reduce(dm->world, dm->dim_mesh[m], values, count, FSDP_I64, FSDP_MIN);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_dtensor_check(fsdp_dmesh *dm, const fsdp_spec *spec, const void *data,
+                                        const char *what) {
+    fsdp_local part;
+    uint64_t hash;
+    if (!dm || !what)
+        return fsdp_fail(dm ? dm->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E022] dtensor_check: dm or what is NULL: pass both");
+    fsdp_status status = fsdpi_dt_known("dtensor_check", spec);
+    if (status) return status;
+    int other = spec->mesh_ndim != dm->ndim ||
+                memcmp(spec->mesh_shape, dm->shape, (size_t)dm->ndim * sizeof *dm->shape) != 0;
+    if (!other) status = fsdp_spec_local(spec, dm->coord, &part);
+    if (!other && !status && part.numel && !data) other = 1;
+    if (other)
+        return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
+                         "[E023] dtensor_check: '%s': the spec is of a mesh of another shape, or "
+                         "data is NULL: pass a spec of dm's mesh, and this rank's part",
+                         what);
+    if (!status)
+        status = fsdpi_dt_hash_part(dm, data, part.numel * fsdpi_dt_bytes_of(spec->dtype), &hash);
+    if (status) return status;
+    int64_t mine = (int64_t)hash, ends[2] = {mine, ~mine}, rank = fsdp_rank(dm->world);
+    status = fsdpi_dt_least(dm, spec, ends, 2);
+    if (status || ends[0] == ~ends[1]) return status;
+    int64_t ranks[2] = {mine == ends[0] ? rank : INT64_MAX, mine == ~ends[1] ? rank : INT64_MAX};
+    status = fsdpi_dt_least(dm, spec, ranks, 2);
+    if (status) return status;
+    return fsdp_fail(dm->world, FSDP_ERR_CORRUPT,
+                     "[E024] dtensor_check: '%s': ranks %lld and %lld should hold the same bytes "
+                     "and do not: look for what they computed differently, or broadcast it again",
+                     what, (long long)ranks[0], (long long)ranks[1]);
+}
+
+
+/* ==== dtensor/units.h =======================================================================
+   units whose parameters tensor parallelism cuts or replicates */
+
+/* Owns: the way from parameters with the shapes of whole tensors to fsdp_fully_shard. A cut unit is
+   one of this rank's parts; FSDP shards those, so that the order of cuts is (tp, dp). A replicated
+   unit has the ranks of tp among its replicas, so that the core sums its gradients over them, and
+   norms count it once. */
+
+static int fsdpi_dt_tp_size(const fsdp_dmesh *dm) { return dm->tp < 0 ? 1 : dm->shape[dm->tp]; }
+static int fsdpi_dt_tp_rank(const fsdp_dmesh *dm) { return dm->tp < 0 ? 0 : dm->coord[dm->tp]; }
+
+static const fsdpi_dt_unit *fsdpi_dt_find_unit(const fsdp_dmesh *dm, const fsdp_unit *unit) {
+    const fsdpi_dt_unit *u = dm->units;
+    while (u && u->unit != unit) u = u->next;
+    return u;
+}
+
+// The ranks that shard and replicate a unit.
+static fsdp_status fsdpi_dt_unit_info(const fsdp_dmesh *dm, int is_cut, fsdp_mesh_info *info) {
+    const fsdp_mesh *mesh = dm->mesh;
+    int shard = dm->shard, replicate = dm->replicate;
+    if (!is_cut && dm->tp >= 0 && replicate >= 0) {
+        mesh = dm->replica_mesh;
+        if (shard >= 0) shard -= (shard > dm->tp) + (shard > replicate);
+        replicate = fsdp_mesh_ndim(mesh) - 1;
+    } else if (!is_cut && dm->tp >= 0) replicate = dm->tp;
+    if (shard < 0 && replicate < 0) mesh = dm->unit_mesh, shard = 0;
+    int kind = shard < 0       ? FSDP_MESH_INFO_DDP
+               : replicate < 0 ? FSDP_MESH_INFO_FSDP
+                               : FSDP_MESH_INFO_HSDP;
+    return fsdp_mesh_info_init(mesh, kind, shard, replicate, info);
+}
+
+// Is every parameter cut, or every one replicated? *is_cut is the answer.
+static fsdp_status fsdpi_dt_check_tp(const fsdp_dmesh *dm, const fsdp_tp_unit_desc *d,
+                                     int *is_cut) {
+    const fsdp_unit_desc *u = &d->unit;
+    const char *name = u->name ? u->name : "a unit without name";
+    if (!u->params || u->num_params < 1 || !d->tp || u->mesh || u->mesh_info)
+        return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
+                         "[E026] tp_fully_shard: '%.200s': params or tp is NULL, num_params is %d, "
+                         "or a mesh is given: pass a placement for each of 1 or more parameters, "
+                         "and no mesh: dm has it",
+                         name, u->num_params);
+    *is_cut = d->tp[0].kind == FSDP_SHARD;
+    for (int i = 0; i < u->num_params; i++) {
+        const fsdp_param_desc *p = &u->params[i];
+        const fsdp_placement *tp = &d->tp[i];
+        int cut = tp->kind == FSDP_SHARD;
+        if (tp->kind != FSDP_REPLICATE && !cut)
+            return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
+                             "[E027] tp_fully_shard: '%.200s': parameter %d has placement %d, "
+                             "expected FSDP_SHARD or FSDP_REPLICATE",
+                             name, i, tp->kind);
+        if (cut && (p->ndim > FSDP_MAX_DIMS || tp->dim < -p->ndim || tp->dim >= p->ndim))
+            return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
+                             "[E028] tp_fully_shard: '%.200s': parameter %d is cut along dim %d "
+                             "and has %d dims: name one of them",
+                             name, i, tp->dim, p->ndim);
+        if (cut != *is_cut)
+            return fsdp_fail(dm->world, FSDP_ERR_INVALID_ARG,
+                             "[E029] tp_fully_shard: '%.200s': parameter 0 ('%.100s') is %s and "
+                             "parameter %d ('%.100s') is %s: make two units, one of those that tp "
+                             "cuts and one of those that it replicates",
+                             name, u->params[0].name ? u->params[0].name : "",
+                             *is_cut ? "cut" : "replicated", i, p->name ? p->name : "",
+                             cut ? "cut" : "replicated");
+    }
+    return FSDP_OK;
+}
+
+// Each parameter becomes this rank's part of it. u: what remembers the whole.
+static void fsdpi_dt_cut_params(const fsdp_dmesh *dm, const fsdp_tp_unit_desc *d,
+                                fsdp_param_desc *params, fsdpi_dt_unit *u) {
+    for (int i = 0; i < d->unit.num_params; i++) {
+        fsdp_param_desc *p = &params[i];
+        int dim = d->tp[i].dim < 0 ? d->tp[i].dim + p->ndim : d->tp[i].dim;
+        fsdp_range mine = {0, p->shape[dim], 0};
+        u->dims[i] = dim;
+        u->sizes[i] = p->shape[dim]; // a negative one stays, and fully_shard refuses it
+        (void)fsdp_shard_range(p->shape[dim], fsdpi_dt_tp_size(dm), fsdpi_dt_tp_rank(dm), &mine);
+        p->shape[dim] = mine.count;
+    }
+}
+
+static fsdp_status fsdpi_dt_unit_new(fsdp_dmesh *dm, int num_params, fsdpi_dt_unit **out) {
+    fsdpi_dt_unit *u;
+    fsdp_status status = fsdpi_dt_alloc(dm->model, sizeof *u, (void **)out);
+    if (status) return status;
+    u = *out;
+    u->num_params = num_params;
+    status = fsdpi_dt_alloc(dm->model, (size_t)num_params * sizeof *u->dims, (void **)&u->dims);
+    return status ? status
+                  : fsdpi_dt_alloc(dm->model, (size_t)num_params * sizeof *u->sizes,
+                                   (void **)&u->sizes);
+}
+
+// Gradients that are addends over tp become their sum instead of the mean.
+static fsdp_status fsdpi_dt_set_factor(const fsdp_dmesh *dm, fsdp_unit *unit, int partial) {
+    int ranks = (dm->shard < 0 ? 1 : dm->shape[dm->shard]) *
+                (dm->replicate < 0 ? 1 : dm->shape[dm->replicate]);
+    if (!partial || fsdpi_dt_tp_size(dm) == 1) return FSDP_OK;
+    return fsdp_set_gradient_divide_factor(dm->model, unit, ranks);
+}
+
+FSDP_API fsdp_status fsdp_tp_fully_shard(fsdp_dmesh *dm, const fsdp_tp_unit_desc *desc,
+                                         fsdp_unit **unit) {
+    fsdp_tp_unit_desc d;
+    fsdp_mesh_info info;
+    fsdp_param_desc *params = NULL;
+    fsdpi_dt_unit *u = NULL;
+    int is_cut = 0;
+    if (!dm || !desc || !unit)
+        return fsdp_fail(dm ? dm->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E030] tp_fully_shard: dm, desc or unit is NULL: pass all");
+    *unit = NULL;
+    fsdp_status status = fsdp_desc_read(dm->world, &d, desc, sizeof d, "fsdp_tp_unit_desc");
+    if (!status) status = fsdpi_dt_check_tp(dm, &d, &is_cut);
+    if (!status) status = fsdpi_dt_unit_info(dm, is_cut, &info);
+    if (status) return status;
+    d.unit.mesh_info = &info;
+    if (is_cut) {
+        size_t bytes = (size_t)d.unit.num_params * sizeof *params;
+        status = fsdpi_dt_alloc(dm->model, bytes, (void **)&params);
+        if (!status) status = fsdpi_dt_unit_new(dm, d.unit.num_params, &u);
+        if (!status) {
+            memcpy(params, d.unit.params, bytes);
+            fsdpi_dt_cut_params(dm, &d, params, u);
+            d.unit.params = params;
+        }
+    }
+    if (!status) status = fsdp_fully_shard(dm->model, &d.unit, unit);
+    if (!status && !is_cut) status = fsdpi_dt_set_factor(dm, *unit, d.partial_grads);
+    fsdpi_dt_free(dm->model, params);
+    if (u) {
+        u->unit = *unit; // NULL: it failed, and is remembered for nobody
+        u->next = dm->units;
+        dm->units = u;
+    }
+    return status;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Whole tensors.
+
+FSDP_API fsdp_status fsdp_tp_view(const fsdp_dmesh *dm, const fsdp_param_view *local,
+                                  fsdp_param_view *out) {
+    if (!dm || !local || !out)
+        return fsdp_fail(dm ? dm->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E031] tp_view: dm, local or out is NULL: pass all");
+    const fsdpi_dt_unit *u = fsdpi_dt_find_unit(dm, local->unit);
+    *out = *local;
+    if (!u || local->index < 0 || local->index >= u->num_params) return FSDP_OK;
+    int dim = u->dims[local->index];
+    fsdp_range mine;
+    (void)fsdp_shard_range(u->sizes[local->index], fsdpi_dt_tp_size(dm), fsdpi_dt_tp_rank(dm),
+                           &mine);
+    out->shape[dim] = u->sizes[local->index];
+    out->start[dim] += mine.start;
+    return FSDP_OK;
+}
+
+// The part of tp rank k of a parameter, tight, and its place in the whole. copy: one block.
+static int64_t fsdpi_dt_tp_part(const fsdp_dmesh *dm, const fsdp_param_view *whole, int dim, int k,
+                                fsdp_block *block) {
+    fsdpi_dt_copy copy = {block, 0, 0};
+    fsdpi_dt_piece(&copy, 0, whole->ndim, whole->shape, dim, fsdpi_dt_tp_size(dm), k, 0);
+    return copy.count;
+}
+
+// Rows between a whole tensor and a tight part of it.
+static void fsdpi_dt_move_part(char *to, const char *from, const fsdp_block *b, int back,
+                               int64_t size) {
+    for (int64_t i = 0; i < b->height; i++) {
+        int64_t whole = (b->src + i * b->src_pitch) * size, part = i * b->width * size;
+        memcpy(to + (back ? whole : part), from + (back ? part : whole), (size_t)(b->width * size));
+    }
+}
+
+// The parameter as a view with the shape of the whole, and the dim that tp cuts; *dim -1: none.
+static fsdp_status fsdpi_dt_tp_param(fsdp_dmesh *dm, fsdp_unit *unit, int index, const char *call,
+                                     fsdp_param_view *view, int *dim) {
+    fsdp_param_view local;
+    if (!dm || !unit)
+        return fsdp_fail(dm ? dm->world : NULL, FSDP_ERR_INVALID_ARG,
+                         "[E032] %s: dm or unit is NULL: pass both", call);
+    fsdp_status status = fsdp_param_view_get(unit, index, &local);
+    const fsdpi_dt_unit *u = fsdpi_dt_find_unit(dm, unit);
+    *dim = u && !status ? u->dims[index] : -1;
+    return status ? status : fsdp_tp_view(dm, &local, view);
+}
+
+FSDP_API fsdp_status fsdp_tp_param_load(fsdp_dmesh *dm, fsdp_unit *unit, int index,
+                                        const void *full) {
+    fsdp_param_view v;
+    fsdp_block block = {0, 0, 0, 0, 0, 0};
+    char *part;
+    int dim;
+    fsdp_status status = fsdpi_dt_tp_param(dm, unit, index, "tp_param_load", &v, &dim);
+    if (status || dim < 0 || !full) return status ? status : fsdp_param_load(unit, index, full);
+    int64_t size = fsdpi_dt_bytes_of(v.dtype);
+    int64_t count = fsdpi_dt_tp_part(dm, &v, dim, fsdpi_dt_tp_rank(dm), &block);
+    status = fsdp_alloc(dm->model, FSDP_MEMORY_HOST, count * size,
+                        "tp_param_load: no memory for a part", (void **)&part);
+    if (status) return status;
+    fsdpi_dt_move_part(part, (const char *)full, &block, 0, size);
+    status = fsdp_param_load(unit, index, part);
+    fsdpi_dt_free(dm->model, part);
+    return status;
+}
+
+FSDP_API fsdp_status fsdp_tp_param_full(fsdp_dmesh *dm, fsdp_unit *unit, int index, int grad,
+                                        void *full) {
+    fsdp_param_view v;
+    fsdp_block block = {0, 0, 0, 0, 0, 0};
+    char *parts = NULL;
+    int dim;
+    fsdp_status status = fsdpi_dt_tp_param(dm, unit, index, "tp_param_full", &v, &dim);
+    if (status) return status;
+    if (dim < 0)
+        return grad ? fsdp_param_full_grad(unit, index, full) : fsdp_param_full(unit, index, full);
+    int64_t size = fsdpi_dt_bytes_of(grad ? v.grad_dtype : v.dtype);
+    int64_t largest = fsdpi_dt_tp_part(dm, &v, dim, 0, &block) * size;
+    status = fsdp_alloc(dm->model, FSDP_MEMORY_HOST, 2 * largest,
+                        "tp_param_full: no memory for two parts", (void **)&parts);
+    if (status) return status;
+    status = grad ? fsdp_param_full_grad(unit, index, parts) : fsdp_param_full(unit, index, parts);
+    for (int k = 0; k < fsdpi_dt_tp_size(dm) && !status; k++) { // each rank's part in turn
+        char *part = k == fsdpi_dt_tp_rank(dm) ? parts : parts + largest;
+        int64_t bytes = fsdpi_dt_tp_part(dm, &v, dim, k, &block) * size;
+        if (bytes && dm->tp >= 0)
+            status = fsdp_broadcast(dm->world, dm->dim_mesh[dm->tp], part, bytes, k);
+        if (bytes && full && !status) fsdpi_dt_move_part((char *)full, part, &block, 1, size);
+    }
+    fsdpi_dt_free(dm->model, parts);
+    return status;
+}
+
+#endif
 
 #ifdef __cplusplus
 }

@@ -37,6 +37,18 @@ H_FN int read_placement(golden *g, fsdp_placement *p) {
     return kind == 0 || kind == 1 || kind == 3;
 }
 
+H_FN void read_spec(golden *g, const fsdp_spec *frame, fsdp_spec *out) {
+    fsdp_placement place[DIMS];
+    memset(place, 0, sizeof place);
+    for (int m = 0; m < frame->mesh_ndim; m++) read_placement(g, &place[m]);
+    for (int m = 0; m < frame->mesh_ndim; m++) {
+        int64_t order = golden_int(g);
+        if (order >= 0) place[m].order = (int8_t)order;
+    }
+    CHECK_OK(fsdp_spec_init(out, frame->mesh_ndim, frame->mesh_shape, place, frame->dtype,
+                            frame->ndim, frame->shape));
+}
+
 /* Row-major: the last mesh dim moves first. 0 behind the last coordinate. */
 H_FN int next_coord(int ndim, const int32_t *mesh, int32_t *coord) {
     for (int m = ndim - 1; m >= 0; m--) {
@@ -44,6 +56,42 @@ H_FN int next_coord(int ndim, const int32_t *mesh, int32_t *coord) {
         coord[m] = 0;
     }
     return 0;
+}
+
+/* ---- what parts hold --------------------------------------------------------------------------- */
+
+/* Element `at` (row-major) of a part is this element of the whole. */
+H_FN int64_t whole_index(const fsdp_spec *s, const fsdp_local *l, int64_t at) {
+    int64_t index = 0, stride = 1;
+    for (int d = s->ndim - 1; d >= 0; d--) {
+        index += (l->start[d] + at % l->shape[d]) * stride;
+        at /= l->shape[d];
+        stride *= s->shape[d];
+    }
+    return index;
+}
+
+/* What coordinate c of n holds of a value, so that all of them together give it. */
+H_FN double addend(double value, int op, int c, int n) {
+    if (op == FSDP_MAX) return value - (n - 1 - c);
+    if (op == FSDP_MIN) return value + c;
+    if (op == FSDP_AVG) return value + 2 * c - (n - 1);
+    return c ? value * (c + 1) : value * (1 - (n * (n + 1) / 2 - 1));
+}
+
+/* What a rank holds of a tensor whose element i of the whole is value(i): its part, of addends
+   where the spec has some. */
+H_FN void fill_part(const fsdp_spec *s, const int32_t *coord, double (*value)(int64_t),
+                    void *part) {
+    fsdp_local l;
+    CHECK_OK(fsdp_spec_local(s, coord, &l));
+    for (int64_t i = 0; i < l.numel; i++) {
+        double x = value(whole_index(s, &l, i));
+        for (int m = 0; m < s->mesh_ndim; m++)
+            if (s->place[m].kind == FSDP_PARTIAL)
+                x = addend(x, s->place[m].op, coord[m], s->mesh_shape[m]);
+        lab_put(part, s->dtype, i, x);
+    }
 }
 
 /* ---- all small specs ------------------------------------------------------------------------- */

@@ -52,24 +52,6 @@ static fsdp_spec without_ones(const fsdp_spec *s, int *dim) {
     return out;
 }
 
-/* Element `at` (row-major) of a part is this element of the whole. */
-static int64_t whole_index(const fsdp_spec *s, const fsdp_local *l, int64_t at) {
-    int64_t index = 0, stride = 1;
-    for (int d = s->ndim - 1; d >= 0; d--) {
-        index += (l->start[d] + at % l->shape[d]) * stride;
-        at /= l->shape[d];
-        stride *= s->shape[d];
-    }
-    return index;
-}
-
-/* What coordinate c of n holds of a value, so that all of them together give it. */
-static double addend(double value, int op, int c, int n) {
-    if (op == FSDP_MAX) return value - (n - 1 - c);
-    if (op == FSDP_MIN) return value + c;
-    if (op == FSDP_AVG) return value + 2 * c - (n - 1);
-    return c ? value * (c + 1) : value * (1 - (n * (n + 1) / 2 - 1));
-}
 static double join(double a, double b, int op) {
     if (op == FSDP_MAX) return a > b ? a : b;
     if (op == FSDP_MIN) return a < b ? a : b;
@@ -279,18 +261,6 @@ static fsdp_spec reshaped(const fsdp_spec *s, int64_t a, int64_t b, int64_t c) {
 }
 
 /* ---- PyTorch's planners ---------------------------------------------------------------------- */
-
-static void read_spec(golden *g, const fsdp_spec *frame, fsdp_spec *out) {
-    fsdp_placement place[DIMS];
-    memset(place, 0, sizeof place);
-    for (int m = 0; m < frame->mesh_ndim; m++) read_placement(g, &place[m]);
-    for (int m = 0; m < frame->mesh_ndim; m++) {
-        int64_t order = golden_int(g);
-        if (order >= 0) place[m].order = (int8_t)order;
-    }
-    CHECK_OK(fsdp_spec_init(out, frame->mesh_ndim, frame->mesh_shape, place, frame->dtype,
-                            frame->ndim, frame->shape));
-}
 
 /* `COST n (mesh_dim from[3] to[3])*n`: the cost; with `route` the steps have to be these. */
 static double read_plan(golden *g, const fsdp_route *route) {
