@@ -251,7 +251,9 @@ static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what)
 
 static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
     for (uint32_t s = 0; op && s < op->num_segs && op->segs; s++) {
-        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].shard);
+        // Peers read there; where a rank reads or writes alone, it may lie elsewhere on each.
+        if (r->kind == FSDP_OP_ALL_GATHER && !r->in_place)
+            r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].shard);
         r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].full);
         r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].count);
     }

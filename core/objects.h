@@ -207,6 +207,7 @@ enum {
 
 typedef struct fsdpi_template {
     fsdp_op op;       // all but what a hook fills in
+    int64_t begin;    // of what is read, in bytes of its buffer
     uint8_t src, dst; // pools of the unit's slots; SHARD, SGRAD: the buffer is in op already
 } fsdpi_template;
 
@@ -226,6 +227,8 @@ typedef struct fsdpi_layout {
     int classes[FSDP_POOL_COUNT]; // index in model->classes, -1: none
     int pad_rin;                  // staging has padding that no block covers
     void *lists;                  // one allocation for what follows
+    int64_t
+        gather_begin; // of the unit's shards in their block; segments of all_gather count from it
     fsdpi_work all_gather, slice_gather, reduce_scatter, to_rout; // segments
     fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
     fsdpi_template *ops;                   // by kind

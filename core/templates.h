@@ -110,6 +110,7 @@ static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_p
     fsdpi_template_group(u, row->group, op);
     if ((row->group && op->group_size < 2) || (row->work && !extended && work->count == 0))
         return t;
+    t->begin = 0;
     t->src = row->src;
     t->dst = row->dst;
     if (row->work && !extended)
@@ -130,6 +131,8 @@ static void fsdpi_template_special(fsdp_unit *u, int kind, fsdpi_template *t) {
     if (kind == FSDPI_OPS_GATHER && u->route[0].gather == FSDPI_GATHER_STAGED) {
         t->src = FSDP_POOL_GATHER;
         op->in_place = 1;
+    } else if (kind == FSDPI_OPS_GATHER) {
+        t->begin = fsdpi_bytes(u->layout.gather_begin, (fsdp_dtype)op->dtype);
     } else if (kind == FSDPI_OPS_COPY_IN && op->call) {
         op->label = FSDP_LABEL_PRE_GATHER;
     } else if (kind == FSDPI_OPS_COPY_OUT && op->call) {
@@ -188,7 +191,7 @@ static fsdp_status fsdpi_emit_kind(fsdp_unit *u, int kind) {
         fsdp_op *op = &t->op;
         if (t->src >= FSDP_POOL_GATHER) op->src = u->state.slot[t->src];
         if (t->dst >= FSDP_POOL_GATHER) op->dst = u->state.slot[t->dst];
-        if (op->src) op->src_ptr = op->src->ptr;
+        if (op->src) op->src_ptr = op->src->ptr + t->begin;
         if (op->dst) op->dst_ptr = op->dst->ptr;
         op->state = m->call_state;
         op->step = m->step;

@@ -3147,6 +3147,7 @@ enum {
 
 typedef struct fsdpi_template {
     fsdp_op op;       // all but what a hook fills in
+    int64_t begin;    // of what is read, in bytes of its buffer
     uint8_t src, dst; // pools of the unit's slots; SHARD, SGRAD: the buffer is in op already
 } fsdpi_template;
 
@@ -3166,6 +3167,8 @@ typedef struct fsdpi_layout {
     int classes[FSDP_POOL_COUNT]; // index in model->classes, -1: none
     int pad_rin;                  // staging has padding that no block covers
     void *lists;                  // one allocation for what follows
+    int64_t
+        gather_begin; // of the unit's shards in their block; segments of all_gather count from it
     fsdpi_work all_gather, slice_gather, reduce_scatter, to_rout; // segments
     fsdpi_work slice_copy, partial, users; // blocks; partial: the whole reduce output
     fsdpi_template *ops;                   // by kind
@@ -4564,7 +4567,9 @@ static void fsdpi_describe(fsdpi_comm *c, const fsdp_coll *op, const char *what)
 
 static void fsdpi_make_key(fsdpi_record *r, const fsdp_coll *op) {
     for (uint32_t s = 0; op && s < op->num_segs && op->segs; s++) {
-        r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].shard);
+        // Peers read there; where a rank reads or writes alone, it may lie elsewhere on each.
+        if (r->kind == FSDP_OP_ALL_GATHER && !r->in_place)
+            r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].shard);
         r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].full);
         r->segs = fsdpi_hash(r->segs, (uint64_t)op->segs[s].count);
     }
@@ -8754,6 +8759,7 @@ static fsdpi_template *fsdpi_template_make(fsdp_unit *u, int kind, const fsdpi_p
     fsdpi_template_group(u, row->group, op);
     if ((row->group && op->group_size < 2) || (row->work && !extended && work->count == 0))
         return t;
+    t->begin = 0;
     t->src = row->src;
     t->dst = row->dst;
     if (row->work && !extended)
@@ -8774,6 +8780,8 @@ static void fsdpi_template_special(fsdp_unit *u, int kind, fsdpi_template *t) {
     if (kind == FSDPI_OPS_GATHER && u->route[0].gather == FSDPI_GATHER_STAGED) {
         t->src = FSDP_POOL_GATHER;
         op->in_place = 1;
+    } else if (kind == FSDPI_OPS_GATHER) {
+        t->begin = fsdpi_bytes(u->layout.gather_begin, (fsdp_dtype)op->dtype);
     } else if (kind == FSDPI_OPS_COPY_IN && op->call) {
         op->label = FSDP_LABEL_PRE_GATHER;
     } else if (kind == FSDPI_OPS_COPY_OUT && op->call) {
@@ -8832,7 +8840,7 @@ static fsdp_status fsdpi_emit_kind(fsdp_unit *u, int kind) {
         fsdp_op *op = &t->op;
         if (t->src >= FSDP_POOL_GATHER) op->src = u->state.slot[t->src];
         if (t->dst >= FSDP_POOL_GATHER) op->dst = u->state.slot[t->dst];
-        if (op->src) op->src_ptr = op->src->ptr;
+        if (op->src) op->src_ptr = op->src->ptr + t->begin;
         if (op->dst) op->dst_ptr = op->dst->ptr;
         op->state = m->call_state;
         op->step = m->step;
@@ -9778,6 +9786,12 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
             gather->count *= bytes ? fsdpi_bytes(1, part->param_dtype) : 1;
         }
     }
+    // Ranks may differ in where the unit's shards begin: tensor parallelism has cut others unevenly.
+    fsdp_seg *first = u->layout.all_gather.segs;
+    u->layout.gather_begin = first < gather ? first->shard : 0;
+    for (fsdp_seg *s = first; s < gather; s++)
+        if (s->shard < u->layout.gather_begin) u->layout.gather_begin = s->shard;
+    for (fsdp_seg *s = first; s < gather; s++) s->shard -= u->layout.gather_begin;
     fsdpi_reduce_lists(u);
     fsdpi_slice_lists(u);
     fsdpi_usage_clear(u, FSDPI_USE_FLAGGED);

@@ -13,13 +13,20 @@ enum { PARAM_CUT = 0, PARAM_WHOLE = 1 };
 typedef struct form {
     const char *name;
     int threads, lanes, dp, tp;
+    int order; /* 0: `whole` has the mesh (dp, tp); 1: all ranks shard it; 2: and it is made first */
 } form;
 #define FORMS(mode, threads)                                                                       \
-    {mode "/2x2", threads, 0, 2, 2}, {mode "/2x2/lanes=1", threads, 1, 2, 2},                      \
-        {mode "/2x2/lanes=2", threads, 2, 2, 2}, {mode "/1x2", threads, 0, 1, 2}, {                \
-        mode "/1x3/lanes=2", threads, 2, 1, 3                                                      \
+    {mode "/2x2", threads, 0, 2, 2, 0}, {mode "/2x2/lanes=1", threads, 1, 2, 2, 0},                \
+        {mode "/2x2/lanes=2", threads, 2, 2, 2, 0}, {mode "/1x2", threads, 0, 1, 2, 0}, {          \
+        mode "/1x3/lanes=2", threads, 2, 1, 3, 0                                                   \
     }
-static const form forms[] = {FORMS("processes", 0), FORMS("threads", 1)};
+#define FORMS_OF_ALL(mode, threads)                                                                \
+    {mode "/2x2/all", threads, 0, 2, 2, 1}, {mode "/2x2/all first", threads, 0, 2, 2, 2},          \
+        {mode "/1x2/all", threads, 0, 1, 2, 1}, {                                                  \
+        mode "/1x3/all first/lanes=2", threads, 2, 1, 3, 2                                         \
+    }
+static const form forms[] = {FORMS("processes", 0), FORMS("threads", 1),
+                             FORMS_OF_ALL("processes", 0), FORMS_OF_ALL("threads", 1)};
 
 typedef struct training {
     const form *f;
@@ -157,14 +164,20 @@ static void activations(const training *t, const fsdp_mesh_info *info) {
 static void add_units(training *t, const fsdp_mesh_info *whole, const fsdp_mesh_info *dp) {
     fsdp_param_desc cut = fsdp_mat("cut", t->rows.count, COLS), vec = fsdp_vec("whole", WHOLE);
     fsdp_model_desc md = FSDP_ZERO;
-    fsdp_unit_desc ud = FSDP_ZERO;
+    fsdp_unit_desc ud = FSDP_ZERO, wd = FSDP_ZERO;
     fsdp_param_view v = FSDP_ZERO;
     md.mesh_info = whole;
     md.debug = 1;
     t->m = lab_model(t->w, &md);
     ud.mesh_info = dp;
-    t->cut = lab_unit(t->w, t->m, &ud, &cut, 1);
-    t->whole = lab_unit(t->w, t->m, NULL, &vec, 1);
+    if (t->f->order) {
+        fsdp_mesh *all;
+        CALL(t->w, fsdp_mesh_1d(t->w, NULL, &all));
+        wd.mesh = all;
+    }
+    for (int u = 0; u < 2; u++)
+        if (u == (t->f->order == 2)) t->cut = lab_unit(t->w, t->m, &ud, &cut, 1);
+        else t->whole = lab_unit(t->w, t->m, &wd, &vec, 1);
     CALL(t->w, fsdp_model_commit(t->m));
     for (int e = 0; e < CUT + WHOLE; e++) t->weight[e] = (float)(e % 31 - 15) / 8;
     while (fsdp_next_param(t->m, &v))
