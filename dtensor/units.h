@@ -182,12 +182,13 @@ static void fsdpi_dt_move_part(char *to, const char *from, const fsdp_block *b, 
 static fsdp_status fsdpi_dt_tp_param(fsdp_dmesh *dm, fsdp_unit *unit, int index, const char *call,
                                      fsdp_param_view *view, int *dim) {
     fsdp_param_view local;
+    *dim = -1;
     if (!dm || !unit)
         return fsdp_fail(dm ? dm->world : NULL, FSDP_ERR_INVALID_ARG,
                          "[E032] %s: dm or unit is NULL: pass both", call);
     fsdp_status status = fsdp_param_view_get(unit, index, &local);
     const fsdpi_dt_unit *u = fsdpi_dt_find_unit(dm, unit);
-    *dim = u && !status ? u->dims[index] : -1;
+    if (u && !status) *dim = u->dims[index];
     return status ? status : fsdp_tp_view(dm, &local, view);
 }
 

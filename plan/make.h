@@ -423,7 +423,8 @@ static fsdp_status fsdpi_plan_refusal(fsdp_plan *p, const fsdpi_plan_tape *by_ca
     fsdp_status status = fsdp_model_mesh_info(p->model, &all);
     for (int i = 0; i < p->num_units && !text[0] && !status; i++) { // a proof knows one mesh
         status = fsdp_unit_mesh_info(p->units[i], &own);
-        if (own.shard_comm != all.shard_comm || own.replicate_comm != all.replicate_comm)
+        if ((own.shard_comm && own.shard_comm != all.shard_comm) ||
+            (own.replicate_comm && own.replicate_comm != all.replicate_comm))
             snprintf(text, sizeof text,
                      "unit '%.120s' has other groups of ranks than the model: give the model the "
                      "mesh of its units",
@@ -510,10 +511,17 @@ static fsdp_status fsdpi_plan_make(fsdp_plan *p, fsdpi_plan_kind *k, int *made) 
     int64_t most = p->desc.most_bytes ? p->desc.most_bytes : by_calls;
     if (!p->desc.most_bytes && most < FSDPI_PLAN_LEAST_BYTES) most = FSDPI_PLAN_LEAST_BYTES;
     if (k) k->listing.by_calls = by_calls;
-    int64_t values[2] = {most, *made && (!k || !fsdpi_plan_is_fleeting(p, k))};
-    fsdp_status status = fsdpi_plan_least(p, values, 2), own;
+    int64_t model = (int64_t)fsdpi_plan_model_hash(p);
+    int64_t values[4] = {most, *made && (!k || !fsdpi_plan_is_fleeting(p, k)), model, ~model};
+    fsdp_status status = fsdpi_plan_least(p, values, 4), own;
     *made = (int)values[1];
     if (status || !*made) return status;
+    if (values[2] != ~values[3]) { // alike on all ranks
+        fsdpi_plan_refuse_loudly(p, FSDP_ERR_UNSUPPORTED,
+                                 "ranks have parameters of other sizes, as tensor parallelism that "
+                                 "cuts unevenly gives them: a plan is the same on all ranks");
+        return FSDP_OK;
+    }
     most = values[0];
     own = k ? fsdpi_plan_make_alone(p, k, most) : FSDP_ERR_OUT_OF_MEMORY;
     if (!own) k->listing.hash = fsdpi_plan_text_hash(&k->listing);

@@ -152,7 +152,12 @@ static const struct {
               {"threads=1", "--ranks 1 --threads"},
               {"threads=3", "--ranks 3 --threads"},
               {"threads=4,no_reshard", "--ranks 4 --threads --reshard 0"},
-              {"ranks=3,no_reshard", "--ranks 3 --reshard 0"}};
+              {"ranks=3,no_reshard", "--ranks 3 --reshard 0"},
+              {"ranks=2,tp=2", "--ranks 2 --tp 2"}, // 2 heads: a third and fourth rank have none
+              {"ranks=3,tp=3", "--ranks 3 --tp 3"},
+              {"ranks=4,tp=2", "--ranks 4 --tp 2"},
+              {"ranks=4,tp=4", "--ranks 4 --tp 4"},
+              {"threads=4,tp=2,no_reshard", "--ranks 4 --tp 2 --threads --reshard 0"}};
 
 TEST_P(gpt, parity, worlds) {
     curve one, many;
@@ -217,6 +222,32 @@ static const char *after(const char *label) {
 }
 
 /* Norms have all digits: every bit of every gradient of every step is in them. */
+static void check_bits(const curve *a, const curve *b) {
+    for (int i = 0; i < a->count; i++) { // <= and >=: equal, for compilers that warn of ==
+        CHECK(a->loss[i] <= b->loss[i] && a->loss[i] >= b->loss[i]);
+        CHECK_MSG(a->norm[i] <= b->norm[i] && a->norm[i] >= b->norm[i], "step %d: %.17g, %.17g",
+                  i + 1, a->norm[i], b->norm[i]);
+    }
+}
+
+/* Blocks that tensor parallelism cuts evenly have plans; uneven ones say why not. */
+TEST(gpt, plan_of_tensor_parallelism) {
+    curve calls, planned;
+    int gathers[2];
+    train("", "--ranks 4 --tp 2", &calls);
+    train("", "--ranks 4 --tp 2 --plan", &planned);
+    check_bits(&calls, &planned);
+    CHECK_EQ_INT(sscanf(after("\nplan: gathers "), "%d -> %d", &gathers[0], &gathers[1]), 2);
+    CHECK_EQ_INT(gathers[0], 6); /* two blocks twice, the vocabulary, and what is whole */
+    CHECK(gathers[1] < gathers[0]);
+    after("\nplan: 48 of 50 steps were replayed\n");
+    char text[512], csv[512], args[2048];
+    snprintf(args, sizeof args, SMALL, write_text(text, TEXT_NBYTES), in_tmpdir(csv, "loss.csv"),
+             "--ranks 3 --tp 3 --plan");
+    CHECK_EQ_INT(run(args), 0);
+    after("\nplan: there is none: ranks have parameters of other sizes");
+}
+
 static const struct {
     const char *name, *options;
     int ranks, reshard;
@@ -238,11 +269,7 @@ TEST_P(gpt, plan_same_bits, plans) {
     train("", options, &planned);
     at = after("  all_gather ");
     bytes[1] = number(&at);
-    for (int i = 0; i < calls.count; i++) { // <= and >=: equal, for compilers that warn of ==
-        CHECK(calls.loss[i] <= planned.loss[i] && calls.loss[i] >= planned.loss[i]);
-        CHECK_MSG(calls.norm[i] <= planned.norm[i] && calls.norm[i] >= planned.norm[i],
-                  "step %d: %.17g, %.17g", i + 1, calls.norm[i], planned.norm[i]);
-    }
+    check_bits(&calls, &planned);
     at = after("\nplan: gathers ");
     CHECK_EQ_INT(sscanf(at, "%d -> %d, reductions %d -> %d, slots", &gathers[0], &gathers[1],
                         &reductions[0], &reductions[1]),
@@ -361,6 +388,8 @@ static const struct {
     const char *name, *args, *words; // words: in the message
 } refusals[] = {
     {"batch_of_ranks", "--ranks 4 --batch 6", "--batch 6"},
+    {"ranks_of_tp", "--ranks 3 --tp 2", "--ranks 3 is not a multiple of --tp 2"},
+    {"batch_of_dp", "--ranks 4 --tp 2 --batch 7", "--batch 7"},
     {"heads_of_channels", "--heads 3 --channels 64", "--heads 3"},
     {"missing_file", "--data /nowhere/file", "/nowhere/file"},
     {"missing_file_with_ranks", "--ranks 2 --data /nowhere/file", "/nowhere/file"},

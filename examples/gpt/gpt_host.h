@@ -4,7 +4,8 @@
    A program includes fsdp.h, fsdp_optim.h and gpt.h, defines PROGRAM, its name in messages, and
    then includes this file. It defines the five functions declared under "a rank", which say where
    the numbers are and who computes on them, and main, which calls gpt_main. With GPT_ON_GPU it has
-   the options of train_gpt.cu, too; behind fsdp_plan.h those of plans.
+   the options of train_gpt.cu, too; behind fsdp_plan.h those of plans,
+   behind fsdp_dtensor.h that of tensor parallelism.
 
    Parameters, batches and text depend on --seed and neither on the number of ranks nor on the
    program.
@@ -53,6 +54,7 @@ typedef struct {
     int bf16;      // these three: GPT_ON_GPU
     int plain;
     int graph;
+    int tp;               // ranks that cut each block; behind fsdp_dtensor.h
     int plan;             // behind fsdp_plan.h
     const char *plan_out; // NULL: none
     uint64_t seed;
@@ -253,6 +255,9 @@ static const char HELP[] =
     "  --sample N       bytes of text to generate at the end (%d)\n"
     "  --reshard 0|1    1: free each block's parameters after its forward; 0: keep them for the\n"
     "                   backward, which costs memory and saves a gather (%d)\n"
+#ifdef FSDP_DTENSOR_H
+    "  --tp N           cut each block over N ranks, too, by tensor parallelism (1)\n"
+#endif
 #ifdef FSDP_PLAN_H
     "  --plan           record the second step and replay it from the third one on\n"
     "  --plan-out FILE  the same, and write the plan as text\n"
@@ -279,6 +284,7 @@ static options default_options(void) {
     opt.steps = 1500;
     opt.sample = 200;
     opt.reshard = 1;
+    opt.tp = 1;
     opt.log_every = 1;
     opt.lr = 2e-3;
     opt.seed = 1;
@@ -324,7 +330,14 @@ static int check_options(const options *opt) {
     if (g->channels % g->heads != 0) {
         return impossible("--channels %d is not a multiple of --heads %d", g->channels, g->heads);
     }
-    if (opt->ranks > 0 && g->batch % opt->ranks != 0) {
+    if (opt->ranks > 0 && opt->ranks % opt->tp != 0) {
+        return impossible("--ranks %d is not a multiple of --tp %d", opt->ranks, opt->tp);
+    }
+    if (opt->ranks > 0 && opt->tp > 1 && g->batch % (opt->ranks / opt->tp) != 0) {
+        return impossible("--batch %d is not a multiple of --ranks %d / --tp %d", g->batch,
+                          opt->ranks, opt->tp);
+    }
+    if (opt->ranks > 0 && opt->tp == 1 && g->batch % opt->ranks != 0) {
         return impossible("--batch %d is not a multiple of --ranks %d", g->batch, opt->ranks);
     }
     if (g->batch > MAX_TOKENS / g->context) {
@@ -375,6 +388,9 @@ static int parse_options(int argc, char **argv, options *opt, int *run) {
         {"channels", &g->channels, 1, 1 << 14},
         {"sample", &opt->sample, 0, 1 << 20},
         {"reshard", &opt->reshard, 0, 1},
+#ifdef FSDP_DTENSOR_H
+        {"tp", &opt->tp, 1, 4096},
+#endif
 #ifdef GPT_ON_GPU
         {"log-every", &opt->log_every, 1, 1 << 20},
 #endif
@@ -454,6 +470,7 @@ typedef struct {
     void *own; // the program's
     fsdp_world *world;
     int rank, num_ranks;
+    int dp, tp;     // num_ranks = dp * tp; ranks of tp, neighbours, share a batch
     gpt_config cfg; // its batch is this rank's share
     gpt_param_spec embed_specs[GPT_EMBED_PARAM_COUNT];
     gpt_param_spec block_specs[GPT_BLOCK_PARAM_COUNT];
@@ -508,7 +525,7 @@ static void init_rows(void *user, const fsdp_param_view *block) {
 /* Weight decay for matrices, none for biases and norms. */
 static int decay_group(void *user, const fsdp_param_view *param) {
     (void)user;
-    return param->ndim == 2 ? 0 : 1;
+    return ((const gpt_param_spec *)param->user)->cols ? 0 : 1;
 }
 
 static fsdp_status create_optimizer(trainer *t) {
@@ -564,8 +581,10 @@ static void show_start(const trainer *t) {
     printf("text   %s bytes of %d file%s (%s)\n", commas(b, (int64_t)j->text_nbytes), j->num_files,
            j->num_files == 1 ? "" : "s",
            j->opt.data_path ? j->opt.data_path : "the project's own sources and documents");
-    printf("ranks  %d, each with %d of %d sequences per step%s\n", t->num_ranks, cfg->batch,
+    printf("ranks  %d, each with %d of %d sequences per step%s", t->num_ranks, cfg->batch,
            j->opt.gpt.batch, j->opt.threads ? ", as threads" : "");
+    if (t->tp > 1) printf(", %d by %d: each block cut over %d", t->dp, t->tp, t->tp);
+    printf("\n");
     fflush(stdout);
 }
 
@@ -641,8 +660,8 @@ static fsdp_status show_memory(const trainer *t) {
     fsdp_memory used;
     fsdp_status status = fsdp_model_memory(t->model, &used);
     if (status) return status;
-    const int64_t whole = model_bytes(t, 0), mine = model_bytes(t, 1) / t->num_ranks;
-    const int64_t moments = moments_bytes(t);
+    const int64_t whole = model_bytes(t, 0), moments = moments_bytes(t);
+    const int64_t mine = t->tp > 1 ? moments / 2 : model_bytes(t, 1) / t->num_ranks;
     const fsdp_memory *p = &t->predicted;
     char text[32];
     printf("\nmemory per rank, bytes      predicted       measured      unsharded\n");
@@ -665,6 +684,14 @@ static void show_traffic_row(const char *name, uint64_t measured, int64_t formul
     printf("  %-22s %14s %14s\n", name, commas(a, (int64_t)measured), commas(b, formula));
 }
 
+static void show_traffic_of_tp(const fsdp_counters *c) {
+    char text[32];
+    printf("\nbytes received per rank, for parameters, gradients and activations\n");
+    printf("  all_gather     %16s\n", commas(text, (int64_t)c->bytes[FSDP_OP_ALL_GATHER]));
+    printf("  reduce_scatter %16s\n", commas(text, (int64_t)c->bytes[FSDP_OP_REDUCE_SCATTER]));
+    printf("  all_reduce     %16s\n", commas(text, (int64_t)c->bytes[FSDP_OP_ALL_REDUCE]));
+}
+
 /* Bytes that this rank read from others in training, against the formula; the same on all ranks. */
 static void show_traffic(const trainer *t, const fsdp_counters *c) {
     const int64_t W = t->num_ranks, steps = t->j->opt.steps, gathers = t->j->opt.reshard ? 2 : 1;
@@ -673,6 +700,10 @@ static void show_traffic(const trainer *t, const fsdp_counters *c) {
     // A reduction also carries one number per parameter: how many ranks used it.
     const int64_t users = (GPT_EMBED_PARAM_COUNT + t->cfg.layers * GPT_BLOCK_PARAM_COUNT) *
                           (int64_t)sizeof(float) * (W - 1);
+    if (t->tp > 1) {
+        show_traffic_of_tp(c);
+        return;
+    }
     printf("\nbytes received per rank      measured        formula\n");
     show_traffic_row("all_gather", c->bytes[FSDP_OP_ALL_GATHER],
                      steps * (embed + gathers * blocks) / (t->j->opt.bf16 ? 2 : 1));
@@ -905,7 +936,9 @@ static int run_rank(fsdp_world *world, void *arg) {
     t->rank = world ? fsdp_rank(world) : 0;
     t->num_ranks = world ? fsdp_world_size(world) : 1;
     t->cfg = t->j->opt.gpt;
-    t->cfg.batch /= t->num_ranks;
+    t->tp = t->j->opt.tp;
+    t->dp = t->num_ranks / t->tp;
+    t->cfg.batch /= t->dp;
     gpt_embed_specs(&t->cfg, t->embed_specs);
     gpt_block_specs(&t->cfg, t->block_specs);
     fsdp_status status = open_rank(t);
@@ -935,7 +968,7 @@ static int ranks_agree(fsdp_world *world, const job *j) {
                               j->text_nbytes,          (uint64_t)j->opt.reshard,
                               (uint64_t)j->opt.sample, (uint64_t)(j->opt.lr * 1e12),
                               (uint64_t)j->opt.bf16,   (uint64_t)j->opt.log_every,
-                              (uint64_t)j->opt.plan};
+                              (uint64_t)j->opt.plan,   (uint64_t)j->opt.tp};
     for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) h = splitmix64(h ^ parts[i]);
     for (size_t i = 0; i < j->text_nbytes; i++) h = splitmix64(h ^ j->text[i]);
     const int64_t mine = (int64_t)(h >> 1);
@@ -949,11 +982,15 @@ static int run_launched(job *j) {
     fsdp_world *world;
     if (fsdp_init(NULL, &world)) return EXIT_FAILED; // the reason has been logged
     int result = EXIT_DONE;
-    const int num_ranks = fsdp_world_size(world), tell = fsdp_rank(world) == 0;
-    if (j->opt.gpt.batch % num_ranks != 0) {
+    const int num_ranks = fsdp_world_size(world), tell = fsdp_rank(world) == 0, tp = j->opt.tp;
+    if (num_ranks % tp != 0) {
+        result = EXIT_IMPOSSIBLE;
+        if (tell) impossible("the %d ranks are not a multiple of --tp %d", num_ranks, tp);
+    } else if (j->opt.gpt.batch % (num_ranks / tp) != 0) {
         result = EXIT_IMPOSSIBLE;
         if (tell) {
-            impossible("--batch %d is not a multiple of the %d ranks", j->opt.gpt.batch, num_ranks);
+            impossible("--batch %d is not a multiple of the %d ranks%s", j->opt.gpt.batch,
+                       num_ranks / tp, tp > 1 ? " that have a batch of their own" : "");
         }
     } else if (!ranks_agree(world, j)) {
         result = EXIT_IMPOSSIBLE;

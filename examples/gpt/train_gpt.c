@@ -25,26 +25,32 @@
 #include "examples/gpt/gpt.h" // gpt_*
 
 #define FSDP_IMPLEMENTATION
-#include "fsdp.h"       // fsdp_*
-#include "fsdp_optim.h" // fsdp_adamw_*
-#include "fsdp_plan.h"  // fsdp_plan_*
+#include "fsdp.h"         // fsdp_*
+#include "fsdp_optim.h"   // fsdp_adamw_*
+#include "fsdp_plan.h"    // fsdp_plan_*
+#include "fsdp_dtensor.h" // fsdp_tp_*, fsdp_redistribute
 
 #define PROGRAM "train_gpt"
 #include "examples/gpt/gpt_host.h" // options, text, what is shown; it calls five of these
+#include "examples/gpt/gpt_tp.h"   // the same with --tp: tp_*
 
 static fsdp_status open_math(trainer *t) {
-    if (gpt_acts_create(&t->cfg, &t->acts) == 0) return FSDP_OK;
+    if (t->tp > 1 ? !tp_open_math(t) : !gpt_acts_create(&t->cfg, &t->acts)) return FSDP_OK;
     fprintf(stderr, PROGRAM ": rank %d: no memory for the activations\n", t->rank);
     return FSDP_ERR_OUT_OF_MEMORY;
 }
 
-static void close_math(trainer *t) { gpt_acts_destroy(&t->acts); }
+static void close_math(trainer *t) {
+    if (t->tp > 1) tp_close_math(t);
+    else gpt_acts_destroy(&t->acts);
+}
 
 /* ---- the model, sharded ---------------------------------------------------------------------- */
 
 static fsdp_status build_model(trainer *t) {
     const options *opt = &t->j->opt;
     const int reshard = opt->reshard ? FSDP_RESHARD_ALWAYS : FSDP_RESHARD_NEVER;
+    if (t->tp > 1) return tp_build_model(t);
     fsdp_status status = fsdp_model_create(t->world, NULL, &t->model);
     if (status) return status;
     status = add_unit(t, "embed", t->embed_specs, GPT_EMBED_PARAM_COUNT, FSDP_RESHARD_NEVER,
@@ -75,14 +81,14 @@ static void unit_grad(fsdp_unit *unit, int count, float **g) {
 // The hooks are not checked one by one: after a failure they return at once, fsdp_data still gives
 // memory to work on, and fsdp_finalize_backward tells.
 
-/* This rank's sequences of a step: those from rank*B on of the global batch. */
+/* This rank's sequences of a step: those from rank*B on of the global batch; ranks of tp share. */
 static void fill_batch(const trainer *t, int step) {
     const job *j = t->j;
     const int context = t->cfg.context;
     for (int b = 0; b < t->cfg.batch; b++) {
         const uint8_t *from = j->text + sequence_start(j->opt.seed, step,
-                                                       t->rank * t->cfg.batch + b, j->text_nbytes,
-                                                       context);
+                                                       t->rank / t->tp * t->cfg.batch + b,
+                                                       j->text_nbytes, context);
         memcpy(t->inputs + (ptrdiff_t)b * context, from, (size_t)context);
         memcpy(t->targets + (ptrdiff_t)b * context, from + 1, (size_t)context);
     }
@@ -132,8 +138,8 @@ static fsdp_status backward(trainer *t) {
 static fsdp_status train_step(trainer *t, int step, int look, double *loss, double *norm) {
     (void)look; // the numbers are at hand
     fill_batch(t, step);
-    *loss = forward(t) / t->num_ranks;
-    fsdp_status status = backward(t);
+    *loss = (t->tp > 1 ? tp_forward(t) : forward(t)) / t->num_ranks; // ranks of tp have the same
+    fsdp_status status = t->tp > 1 ? tp_backward(t) : backward(t);
     if (!status) status = fsdp_all_reduce(t->world, NULL, loss, 1, FSDP_F64, FSDP_SUM);
     if (!status) status = fsdp_clip_grad_norm(t->model, MAX_GRAD_NORM, norm);
     if (!status) status = fsdp_adamw_step(t->adamw, learning_rate(&t->j->opt, step));
@@ -148,6 +154,7 @@ static fsdp_status next_logits(trainer *t, int length, const float **logits) {
     gpt_config cfg = t->cfg;
     gpt_acts *acts = &t->acts;
     float *we[GPT_EMBED_PARAM_COUNT], *w[GPT_BLOCK_PARAM_COUNT];
+    if (t->tp > 1) return tp_next_logits(t, length, logits);
     cfg.batch = 1;
     cfg.context = length;
     fsdp_status status = fsdp_pre_forward(t->embed);
