@@ -203,7 +203,7 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
             gather->count *= bytes ? fsdpi_bytes(1, part->param_dtype) : 1;
         }
     }
-    // Ranks may differ in where the unit's shards begin: tensor parallelism has cut others unevenly.
+    // Ranks may differ in where the unit's shards begin: tensor parallelism may cut others unevenly
     fsdp_seg *first = u->layout.all_gather.segs;
     u->layout.gather_begin = first < gather ? first->shard : 0;
     for (fsdp_seg *s = first; s < gather; s++)

@@ -153,7 +153,7 @@ FSDP_API fsdp_status fsdp_tp_view(const fsdp_dmesh *dm, const fsdp_param_view *l
     *out = *local;
     if (!u || local->index < 0 || local->index >= u->num_params) return FSDP_OK;
     int dim = u->dims[local->index];
-    fsdp_range mine;
+    fsdp_range mine = {0, 0, 0};
     (void)fsdp_shard_range(u->sizes[local->index], fsdpi_dt_tp_size(dm), fsdpi_dt_tp_rank(dm),
                            &mine);
     out->shape[dim] = u->sizes[local->index];

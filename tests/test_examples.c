@@ -181,6 +181,17 @@ TEST(examples, ddp) {
     line("the same losses, and learnt");
 }
 
+/* Losses with tensor parallelism are those without, on other ranks with the same batches. */
+TEST(examples, tp) {
+    double loss[2][2], apart;
+    run("08_tp", 0);
+    CHECK_EQ_INT(lines(), 4);
+    CHECK_EQ_INT(sscanf(line("dp 2, tp 1: loss "), "%lf -> %lf", &loss[0][0], &loss[0][1]), 2);
+    CHECK_EQ_INT(sscanf(line("dp 2, tp 2: loss "), "%lf -> %lf", &loss[1][0], &loss[1][1]), 2);
+    CHECK_EQ_INT(sscanf(line("with tp and without: at most "), "%lf", &apart), 1);
+    CHECK(apart <= 1e-5 && fabs(loss[0][0] - loss[1][0]) <= 1e-5 && loss[1][1] < loss[1][0] / 2);
+}
+
 /* Three layers, 12 visits, each of which gathers twice by calls. Then Belady's rule: 14 gathers where
    two layers and no gradient fit, or one layer and a gradient; 3 where all layers fit. A slot has
    16*16 parameters in f32, and one of gradients a flag of use and what aligns it. */
