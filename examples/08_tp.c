@@ -158,8 +158,8 @@ int main(void) {
         fsdp_spawn_desc spawn = FSDP_ZERO;
         spawn.num_ranks = runs[i].dp * runs[i].tp, spawn.threads = 1;
         if (fsdp_spawn(&spawn, rank_main, &runs[i])) return 1;
-        printf("dp %d, tp %d: loss %.6f -> %.6f\n", runs[i].dp, runs[i].tp, runs[i].loss[0],
-               runs[i].loss[STEPS - 1]);
+        printf("dp %d, tp %d: loss %.6f -> %.6f\n", runs[i].dp, runs[i].tp, (double)runs[i].loss[0],
+               (double)runs[i].loss[STEPS - 1]);
     }
     for (int s = 0; s < STEPS; s++) worst = fmaxf(worst, fabsf(runs[0].loss[s] - runs[1].loss[s]));
     printf("with tp and without: at most %.1g apart in %d steps\n", (double)worst, STEPS);
