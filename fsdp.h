@@ -273,7 +273,7 @@ typedef struct fsdp_world_desc {
     int32_t lanes;            // 1 or 2: so many worker threads run collectives. -1: inline.
                               // 0: FSDP_LANES, else inline
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
-    const char *backend;      // NULL: FSDP_BACKEND, else the first compiled-in one
+    const char *backend;      // NULL: FSDP_BACKEND, else the first compiled-in one but "fake"
     const char *job;          // equal on all ranks, unique on the host. NULL: from the environment
     const char *store;        // place where ranks of several hosts meet: "tcp://HOST:PORT",
                               // "file:///PATH", or "host:" for this host only. NULL: FSDP_STORE,

@@ -51,6 +51,17 @@ TEST(fake, needs_nothing_and_is_never_the_default) {
     d.rank = 0, d.world_size = LARGEST + 1;
     REFUSED_AS(FSDP_ERR_UNSUPPORTED, NULL, fsdp_init(&d, &w), "[E191]");
     CHECK(w == NULL);
+    CHECK_EQ_INT(setenv("RANK", "1", 1), 0); /* a launcher that is on two hosts */
+    CHECK_EQ_INT(setenv("WORLD_SIZE", "4", 1), 0);
+    CHECK_EQ_INT(setenv("LOCAL_WORLD_SIZE", "2", 1), 0);
+    CHECK_EQ_INT(setenv("MASTER_ADDR", "localhost", 1), 0);
+    CHECK_EQ_INT(setenv("MASTER_PORT", "1", 1), 0);
+    d.backend = NULL, d.rank = d.world_size = 0;
+    REFUSED_AS(FSDP_ERR_UNSUPPORTED, NULL, fsdp_init(&d, &w), "[E520]");
+    CHECK_EQ_INT(setenv("FSDP_BACKEND", "fake", 1), 0);
+    CALL(NULL, fsdp_init(&d, &w));
+    CHECK(fsdp_rank(w) == 1 && fsdp_world_size(w) == 4);
+    CALL(NULL, fsdp_shutdown(w));
 }
 
 TEST(fake, the_struct_is_checked) {
