@@ -273,7 +273,7 @@ typedef struct fsdp_world_desc {
     int32_t lanes;            // 1 or 2: so many worker threads run collectives. -1: inline.
                               // 0: FSDP_LANES, else inline
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
-    const char *backend;      // NULL: FSDP_BACKEND, else the first compiled-in one
+    const char *backend;      // NULL: FSDP_BACKEND, else the first compiled-in one but "fake"
     const char *job;          // equal on all ranks, unique on the host. NULL: from the environment
     const char *store;        // place where ranks of several hosts meet: "tcp://HOST:PORT",
                               // "file:///PATH", or "host:" for this host only. NULL: FSDP_STORE,
@@ -1315,21 +1315,27 @@ extern "C" {
 #ifdef FSDP_BACKEND_NCCL
 #include "backends/fsdp_nccl.h"
 #endif
+#ifdef FSDP_BACKEND_FAKE
+#include "backends/fsdp_fake.h"
+#endif
 
 static const fsdp_device_ops *fsdpi_host_ops(void);
 
-// In the order in which they are preferred.
+// In the order in which they are preferred; the last two: see fsdpi_backend.
 static const fsdpi_backend fsdpi_backends[] = {
 #ifdef FSDP_BACKEND_SHM
-    {"shm", fsdp_shm_comm_ops, fsdpi_host_ops, 1},
+    {"shm", fsdp_shm_comm_ops, fsdpi_host_ops, 1, 0},
 #endif
 #ifdef FSDP_BACKEND_GLOO
-    {"gloo", fsdp_gloo_comm_ops, fsdpi_host_ops, 0},
+    {"gloo", fsdp_gloo_comm_ops, fsdpi_host_ops, 0, 0},
 #endif
 #ifdef FSDP_BACKEND_NCCL
-    {"nccl", fsdp_nccl_comm_ops, fsdp_cuda_device_ops, 0},
+    {"nccl", fsdp_nccl_comm_ops, fsdp_cuda_device_ops, 0, 0},
 #endif
-    {NULL, NULL, NULL, 0}};
+#ifdef FSDP_BACKEND_FAKE
+    {"fake", fsdp_fake_comm_ops, fsdpi_host_ops, 0, 1},
+#endif
+    {NULL, NULL, NULL, 0, 0}};
 
 #include "core/spawn.h"
 #include "core/comm.h"

@@ -25,7 +25,7 @@
 extern "C" {
 #endif
 
-#define FSDPI_MAX_RANKS 4096 // of a comm; backends that reduce themselves: FSDPI_MAX_SRCS
+#define FSDPI_MAX_RANKS 4096 // of a comm that compares; who reduces by itself: FSDPI_MAX_SRCS
 
 typedef struct fsdpi_comm fsdpi_comm;
 typedef struct fsdpi_comm_world fsdpi_comm_world;
@@ -59,7 +59,7 @@ typedef struct fsdpi_transport {
        can be under way meanwhile; hear waits until their records lie at c->shown. op and span are
        NULL for a split. Then move: every argument is checked, every rank calls the same. settle
        (may be NULL) comes last, also after a failure: nothing of this call is under way behind it.
-     */
+       show and hear NULL: there is nobody to compare with, nor to be late (say_last NULL). */
     fsdp_status (*show)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
     fsdp_status (*hear)(fsdpi_comm *c, const fsdp_coll *op);
     fsdp_status (*move)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
@@ -95,10 +95,10 @@ struct fsdpi_comm {
     fsdpi_comm_world *world;
     const fsdp_boot *boot; // of the world
     int is_world;
-    uint32_t splits;                // so far
-    uint64_t id;                    // equal on all members, unique in the world
-    int index, size;                // this rank's place among the members
-    int32_t ranks[FSDPI_MAX_RANKS]; // world ranks of the members
+    uint32_t splits; // so far
+    uint64_t id;     // equal on all members, unique in the world
+    int index, size; // this rank's place among the members
+    int32_t *ranks;  // [size] world ranks of the members, behind the backend's struct
     fsdpi_record now;
     const char *shown; // where the members' records lie, but for this rank's own
     size_t step;       // from one to the next
@@ -207,7 +207,8 @@ static void fsdpi_say_ranks(fsdpi_text *t, const fsdpi_comm *c, const uint8_t *m
 }
 
 /* "ranks 1, 2 have not come within 2.0 s; rank 1: its last operation was ...". */
-static void fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8_t *missing, const char *verb) {
+static FSDPI_UNUSED void fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8_t *missing,
+                                        const char *verb) {
     int total = 0, said = 0;
     for (int k = 0; k < c->size; k++) total += missing[k] != 0;
     fsdpi_say(t, "[E403] ");
@@ -465,6 +466,7 @@ static fsdp_status fsdpi_comm_compare(fsdpi_comm *c, const fsdp_coll *op) {
 }
 
 static fsdp_status fsdpi_comm_meet(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span) {
+    if (!c->world->transport->show) return FSDP_OK;
     fsdp_status status = c->world->transport->show(c, op, span);
     if (!status) status = c->world->transport->hear(c, op);
     return status ? status : fsdpi_comm_compare(c, op);
@@ -503,21 +505,40 @@ static fsdp_status fsdpi_comm_run(fsdp_comm *comm, const fsdp_coll *op) {
 // >>comm_connect
 // Owns: how a world and its groups begin and end.
 
-static int fsdpi_index_of(const fsdpi_comm *c, int rank) { // size: it is no member
-    int k = 0;
-    while (k < c->size && c->ranks[k] != rank) k++;
-    return k;
+// size: it is no member. Near `from` it is found at once.
+static int fsdpi_index_from(const fsdpi_comm *c, int rank, int from) {
+    if (rank >= 0 && rank < c->size && c->ranks[rank] == rank) return rank;
+    for (int k = from; k < c->size; k++)
+        if (c->ranks[k] == rank) return k;
+    for (int k = 0; k < from && k < c->size; k++)
+        if (c->ranks[k] == rank) return k;
+    return c->size;
+}
+
+static int fsdpi_index_of(const fsdpi_comm *c, int rank) { return fsdpi_index_from(c, rank, 0); }
+
+// A comm's block: the backend's struct, the ranks, and `marks` bytes more. NULL: no memory.
+static fsdpi_comm *fsdpi_comm_block(const fsdp_allocator *a, const fsdpi_transport *transport,
+                                    int size, size_t marks) {
+    const size_t bytes = (transport->comm_bytes + 7) / 8 * 8;
+    char *block = (char *)fsdpi_alloc(a, bytes + (size_t)size * sizeof(int32_t) + marks);
+    fsdpi_comm *c = (fsdpi_comm *)(void *)block;
+    if (c) c->ranks = (int32_t *)(void *)(block + bytes);
+    return c;
 }
 
 // Checks a new group's members, and fills the child from them; the parent's record gets their hash.
-static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, fsdpi_comm *child) {
+static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, int size,
+                                       fsdpi_comm *child) {
     uint64_t h = fsdpi_hash((uint64_t)g->color, (uint64_t)g->size);
-    int wrong = g->size < 1 || g->size > parent->size || g->index < 0 || g->index >= g->size ||
-                !g->ranks || g->ranks[g->index] != parent->boot->rank;
-    for (int i = 0; !wrong && i < g->size; i++) {
-        int times = 0;
-        for (int j = 0; j < g->size; j++) times += g->ranks[j] == g->ranks[i];
-        wrong = times != 1 || fsdpi_index_of(parent, (int)g->ranks[i]) == parent->size;
+    uint8_t *seen = (uint8_t *)(child->ranks + size); // a bit for each member of the parent
+    int wrong = !size || g->index < 0 || g->index >= size || !g->ranks ||
+                g->ranks[g->index] != parent->boot->rank;
+    for (int i = 0, at = 0; !wrong && i < size; i++, at++) {
+        at = fsdpi_index_from(parent, (int)g->ranks[i], at);
+        wrong = at == parent->size || (seen[at / 8] >> at % 8 & 1);
+        if (wrong) break;
+        seen[at / 8] = (uint8_t)(seen[at / 8] | 1u << at % 8);
         child->ranks[i] = g->ranks[i];
         h = fsdpi_hash(h, (uint64_t)g->ranks[i]);
     }
@@ -528,7 +549,7 @@ static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, 
                                 g->size, g->index);
     parent->now.members = h;
     child->index = g->index;
-    child->size = g->size;
+    child->size = size;
     return FSDP_OK;
 }
 
@@ -543,12 +564,16 @@ static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fs
     parent->now.key = FSDPI_SPLIT; // names and members differ between groups; that it is one not
     if (fsdpi_comm_failed(parent)) return fsdpi_comm_report(parent);
     if (g->color < 0) return FSDP_OK;
-    fsdpi_comm *child = (fsdpi_comm *)fsdpi_alloc(&parent->boot->allocator, transport->comm_bytes);
-    if (!child) return fsdpi_comm_no_memory(parent, "a group", transport->comm_bytes);
+    const int size = g->size >= 1 && g->size <= parent->size ? g->size : 0;
+    const size_t marks = (size_t)parent->size / 8 + 1;
+    fsdpi_comm *child = fsdpi_comm_block(&parent->boot->allocator, transport, size, marks);
+    if (!child)
+        return fsdpi_comm_no_memory(parent, "a group",
+                                    transport->comm_bytes + (size_t)size * 4 + marks);
     *out = child;
     child->world = parent->world;
     child->boot = parent->boot;
-    fsdp_status status = fsdpi_split_members(parent, g, child);
+    fsdp_status status = fsdpi_split_members(parent, g, size, child);
     if (status) return status;
     child->id = fsdpi_hash(fsdpi_hash(parent->id, parent->splits), (uint64_t)g->ranks[0]);
     fsdpi_describe(child, NULL, g->name);
@@ -559,7 +584,7 @@ static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fs
 
 // All ranks of the parent split it; the members of a group have to agree about who is in it.
 static fsdp_status fsdpi_split_compare(fsdpi_comm *parent, const fsdpi_comm *child) {
-    for (int i = 0; child && i < child->size; i++) {
+    for (int i = 0; child && parent->world->transport->show && i < child->size; i++) {
         int k = fsdpi_index_of(parent, (int)child->ranks[i]);
         if (fsdpi_record_of(parent, k).members != parent->now.members)
             return fsdpi_comm_fail(parent, FSDP_ERR_MISMATCH,
@@ -608,7 +633,8 @@ static void fsdpi_comm_close(fsdp_comm *comm) {
 // A failure's text goes where error_text(NULL) finds it.
 static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_boot *boot,
                                    fsdp_caps *caps, fsdp_comm **out) {
-    fsdpi_comm *c = (fsdpi_comm *)fsdpi_alloc(&boot->allocator, transport->comm_bytes);
+    const int size = boot->size >= 1 && boot->size <= transport->most_ranks ? boot->size : 0;
+    fsdpi_comm *c = fsdpi_comm_block(&boot->allocator, transport, size, 0);
     fsdpi_comm_world *w = (fsdpi_comm_world *)fsdpi_alloc(&boot->allocator, transport->world_bytes);
     *out = NULL;
     if (!c || !w) {
@@ -617,7 +643,8 @@ static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_
         (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error,
                        "rank %d: [E309] the allocator has returned NULL for %llu bytes of memory",
                        boot->rank,
-                       (unsigned long long)(transport->comm_bytes + transport->world_bytes));
+                       (unsigned long long)(transport->comm_bytes + transport->world_bytes +
+                                            (size_t)size * 4));
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     w->boot = *boot;
@@ -658,6 +685,24 @@ static FSDPI_UNUSED void fsdpi_advise_host(fsdpi_text *t) {
     fsdpi_say(t,
               "; %s has %.1f MiB left. Free memory, raise the limit, or shard over more machines",
               whose, (double)left / 1048576);
+}
+
+// Memory of the world's allocator, for backends that read no memory of other processes.
+static FSDPI_UNUSED fsdp_status fsdpi_take_host(fsdpi_comm_world *w, fsdpi_chunk *chunk,
+                                                const char **why) {
+    const char *whose;
+    size_t size = chunk->size;
+    if (size >= (size_t)1 << 20 && (int64_t)(size / 2) > fsdpi_memory_left(&whose) / 2) {
+        *why = "the host has not enough memory";
+        return FSDP_ERR_OUT_OF_MEMORY;
+    }
+    *why = "the allocator has returned NULL";
+    chunk->base = (char *)fsdpi_alloc(&w->boot.allocator, size);
+    return chunk->base ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
+}
+
+static FSDPI_UNUSED void fsdpi_give_host(fsdpi_comm_world *w, const fsdpi_chunk *chunk) {
+    fsdpi_free(&w->boot.allocator, chunk->base);
 }
 
 static fsdp_status fsdpi_comm_alloc(fsdp_comm *comm, size_t size, void **ptr) {

@@ -1001,22 +1001,6 @@ static fsdp_status fsdpi_gloo_open_world(fsdpi_comm *base) {
     return fsdpi_comm_end(base, fsdpi_gloo_connect_world(c));
 }
 
-static fsdp_status fsdpi_gloo_take(fsdpi_comm_world *w, fsdpi_chunk *chunk, const char **why) {
-    const char *whose;
-    size_t size = chunk->size;
-    if (size >= (size_t)1 << 20 && (int64_t)(size / 2) > fsdpi_memory_left(&whose) / 2) {
-        *why = "the host has not enough memory";
-        return FSDP_ERR_OUT_OF_MEMORY;
-    }
-    *why = "the allocator has returned NULL";
-    chunk->base = (char *)fsdpi_alloc(&w->boot.allocator, size);
-    return chunk->base ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
-}
-
-static void fsdpi_gloo_give(fsdpi_comm_world *w, const fsdpi_chunk *chunk) {
-    fsdpi_free(&w->boot.allocator, chunk->base);
-}
-
 // clang-format off
 static const fsdpi_transport fsdpi_gloo_transport = {
     sizeof(fsdpi_gloo_comm), sizeof(fsdpi_gloo_world), FSDPI_MAX_SRCS,
@@ -1024,7 +1008,7 @@ static const fsdpi_transport fsdpi_gloo_transport = {
     fsdpi_gloo_open_world, NULL, fsdpi_gloo_connect, fsdpi_gloo_leave, fsdpi_gloo_close,
     fsdpi_gloo_show, fsdpi_gloo_hear, fsdpi_gloo_move, fsdpi_gloo_settle,
     fsdpi_store_world_tell, fsdpi_store_world_verdict, fsdpi_store_world_say_last,
-    fsdpi_gloo_take, fsdpi_gloo_give, fsdpi_advise_host};
+    fsdpi_take_host, fsdpi_give_host, fsdpi_advise_host};
 // clang-format on
 
 static fsdp_status fsdpi_gloo_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {

@@ -86,8 +86,8 @@ static void fsdpi_say_op(fsdpi_text *t, const fsdpi_record *r) {
 }
 
 // "it is in all_gather of 'h.3' (forward, op 17), for 1.2 s"; past: of a rank that is no more.
-static void fsdpi_say_done(fsdpi_text *t, int busy, int past, const char *operation,
-                           int64_t since_ns) {
+static FSDPI_UNUSED void fsdpi_say_done(fsdpi_text *t, int busy, int past, const char *operation,
+                                        int64_t since_ns) {
     double since = (double)since_ns * 1e-9;
     if (busy) fsdpi_say(t, "it %s in %s, for %.1f s", past ? "was" : "is", operation, since);
     else fsdpi_say(t, "its last operation was %s, %.1f s ago", operation, since);

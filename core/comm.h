@@ -7,9 +7,17 @@
 static const fsdpi_backend *fsdpi_find_backend(const char *name, int is_spread) {
     const fsdpi_backend *first = fsdpi_backends, *b = first;
     while (b->name && (name ? strcmp(name, b->name) != 0
-                            : (is_spread && b->one_host) || b->device_ops != first->device_ops))
+                            : (is_spread && b->one_host) || b->alone ||
+                                  b->device_ops != first->device_ops))
         b++;
     return b;
+}
+
+// Do ranks meet, so that they need a name for their job?
+static int fsdpi_ranks_meet(const fsdp_comm_ops *ops) {
+    const fsdpi_backend *b = fsdpi_backends;
+    while (b->name && b->comm_ops() != ops) b++;
+    return !b->alone;
 }
 
 /* What a rank reads from the others. Of a collective (group_size-1) times its own part; of an

@@ -62,7 +62,8 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     return FSDP_OK;
 }
 
-// A name that is equal on all ranks of the job and unique on the host.
+// A name that is equal on all ranks of the job and unique on the host; "": nothing tells one, which
+// is no fault of ranks that do not meet.
 static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char *out, size_t cap) {
     const char *job = d->job ? d->job : fsdpi_env("FSDP_JOB_ID");
     const fsdpi_launcher *l = fsdpi_launcher_find();
@@ -80,11 +81,7 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
         if (job && strcmp(job, "host:") == 0) job = NULL;
         if (job) used = snprintf(out, cap, "%s", job);
     }
-    if (!job && !parts && d->world_size > 1)
-        return fsdpi_bad(w,
-                         "[E504] %d ranks need a common job name: use fsdprun, torchrun, mpirun or "
-                         "srun, or set MASTER_PORT or FSDP_JOB_ID",
-                         d->world_size);
+    if (!job && !parts) *out = 0;
     if (used < 0 || (size_t)used >= cap)
         return fsdpi_bad(w, "[E505] the job's name is longer than %u bytes: shorten FSDP_JOB_ID",
                          (unsigned)cap - 1);

@@ -41,6 +41,26 @@ static void fsdpi_mesh_free(fsdp_mesh *mesh) {
     fsdpi_free(a, mesh);
 }
 
+// Does each rank exist, and appear once? Increasing ones do; others are marked.
+static fsdp_status fsdpi_mesh_check_ranks(fsdp_world *w, const int32_t *ranks, int64_t numel) {
+    const size_t bytes = (size_t)w->size / 8 + 1;
+    int increasing = 1;
+    for (int64_t i = 0; i < numel; i++) {
+        if (ranks[i] < 0 || ranks[i] >= w->size)
+            return fsdpi_bad(w, "[E113] mesh: ranks has %d, expected 0..%d", ranks[i], w->size - 1);
+        increasing &= i == 0 || ranks[i] > ranks[i - 1];
+    }
+    if (increasing) return FSDP_OK;
+    uint8_t *seen = (uint8_t *)fsdpi_alloc(&w->boot.allocator, bytes);
+    if (!seen) return fsdpi_fail_together(w, fsdpi_no_memory(w, "mesh: ranks", "", bytes));
+    int64_t i = 0;
+    for (; i < numel && !(seen[ranks[i] / 8] >> ranks[i] % 8 & 1); i++)
+        seen[ranks[i] / 8] = (uint8_t)(seen[ranks[i] / 8] | 1u << ranks[i] % 8);
+    fsdpi_free(&w->boot.allocator, seen);
+    if (i == numel) return FSDP_OK;
+    return fsdpi_bad(w, "[E114] mesh: rank %d appears twice in ranks", ranks[i]);
+}
+
 static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
     if (d->ndim < 1 || d->ndim > FSDP_MAX_DIMS)
         return fsdpi_bad(w, "[E110] mesh: ndim is %d, expected 1..%d", d->ndim, FSDP_MAX_DIMS);
@@ -52,23 +72,21 @@ static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
         if (numel > w->size)
             return fsdpi_bad(w, "[E112] mesh: the product of the sizes exceeds %d ranks", w->size);
     }
-    for (int64_t i = 0; d->ranks && i < numel; i++) {
-        if (d->ranks[i] < 0 || d->ranks[i] >= w->size)
-            return fsdpi_bad(w, "[E113] mesh: ranks has %d, expected 0..%d", d->ranks[i],
-                             w->size - 1);
-        for (int64_t j = 0; j < i; j++)
-            if (d->ranks[j] == d->ranks[i])
-                return fsdpi_bad(w, "[E114] mesh: rank %d appears twice in ranks", d->ranks[i]);
-    }
-    return FSDP_OK;
+    return d->ranks ? fsdpi_mesh_check_ranks(w, d->ranks, numel) : FSDP_OK;
 }
 
-// Does a mesh have all the ranks of another one?
+// Does a mesh have all the ranks of another one? Ranks in the same order are found at once.
 static int fsdpi_mesh_contains(const fsdp_mesh *mesh, const fsdp_mesh *part) {
-    int num = fsdpi_mesh_numel(mesh), found = 0, num_part = fsdpi_mesh_numel(part);
-    for (int i = 0; i < num_part; i++)
-        for (int k = 0; k < num; k++) found += mesh->ranks[k] == part->ranks[i];
-    return found == num_part;
+    int num = fsdpi_mesh_numel(mesh), num_part = fsdpi_mesh_numel(part), at = 0;
+    for (int i = 0; i < num_part; i++) {
+        int tries = 0;
+        while (tries < num && mesh->ranks[at] != part->ranks[i]) {
+            at = at + 1 < num ? at + 1 : 0;
+            tries++;
+        }
+        if (tries == num) return 0;
+    }
+    return 1;
 }
 
 static int fsdpi_mesh_stride(const fsdp_mesh *mesh, int dim) {

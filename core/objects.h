@@ -50,6 +50,7 @@ typedef struct fsdpi_backend {
     const fsdp_comm_ops *(*comm_ops)(void);
     const fsdp_device_ops *(*device_ops)(void);
     int one_host; // it serves the ranks of one host only
+    int alone;    // a process plays one rank, and there are no others: chosen by name only
 } fsdpi_backend;
 
 struct fsdp_mesh {

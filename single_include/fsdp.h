@@ -1161,7 +1161,7 @@ typedef struct fsdp_world_desc {
     int32_t lanes;            // 1 or 2: so many worker threads run collectives. -1: inline.
                               // 0: FSDP_LANES, else inline
     int32_t log_level;        // 0: FSDP_LOG_LEVEL (error warn info none), else FSDP_LOG_WARN
-    const char *backend;      // NULL: FSDP_BACKEND, else the first compiled-in one
+    const char *backend;      // NULL: FSDP_BACKEND, else the first compiled-in one but "fake"
     const char *job;          // equal on all ranks, unique on the host. NULL: from the environment
     const char *store;        // place where ranks of several hosts meet: "tcp://HOST:PORT",
                               // "file:///PATH", or "host:" for this host only. NULL: FSDP_STORE,
@@ -2990,6 +2990,7 @@ typedef struct fsdpi_backend {
     const fsdp_comm_ops *(*comm_ops)(void);
     const fsdp_device_ops *(*device_ops)(void);
     int one_host; // it serves the ranks of one host only
+    int alone;    // a process plays one rank, and there are no others: chosen by name only
 } fsdpi_backend;
 
 struct fsdp_mesh {
@@ -3649,7 +3650,8 @@ static fsdp_status fsdpi_env_ranks(fsdp_world *w, fsdp_world_desc *d) {
     return FSDP_OK;
 }
 
-// A name that is equal on all ranks of the job and unique on the host.
+// A name that is equal on all ranks of the job and unique on the host; "": nothing tells one, which
+// is no fault of ranks that do not meet.
 static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char *out, size_t cap) {
     const char *job = d->job ? d->job : fsdpi_env("FSDP_JOB_ID");
     const fsdpi_launcher *l = fsdpi_launcher_find();
@@ -3667,11 +3669,7 @@ static fsdp_status fsdpi_job_name(fsdp_world *w, const fsdp_world_desc *d, char 
         if (job && strcmp(job, "host:") == 0) job = NULL;
         if (job) used = snprintf(out, cap, "%s", job);
     }
-    if (!job && !parts && d->world_size > 1)
-        return fsdpi_bad(w,
-                         "[E504] %d ranks need a common job name: use fsdprun, torchrun, mpirun or "
-                         "srun, or set MASTER_PORT or FSDP_JOB_ID",
-                         d->world_size);
+    if (!job && !parts) *out = 0;
     if (used < 0 || (size_t)used >= cap)
         return fsdpi_bad(w, "[E505] the job's name is longer than %u bytes: shorten FSDP_JOB_ID",
                          (unsigned)cap - 1);
@@ -4235,8 +4233,8 @@ static void fsdpi_say_op(fsdpi_text *t, const fsdpi_record *r) {
 }
 
 // "it is in all_gather of 'h.3' (forward, op 17), for 1.2 s"; past: of a rank that is no more.
-static void fsdpi_say_done(fsdpi_text *t, int busy, int past, const char *operation,
-                           int64_t since_ns) {
+static FSDPI_UNUSED void fsdpi_say_done(fsdpi_text *t, int busy, int past, const char *operation,
+                                        int64_t since_ns) {
     double since = (double)since_ns * 1e-9;
     if (busy) fsdpi_say(t, "it %s in %s, for %.1f s", past ? "was" : "is", operation, since);
     else fsdpi_say(t, "its last operation was %s, %.1f s ago", operation, since);
@@ -4341,7 +4339,7 @@ static FSDPI_NOINLINE void fsdpi_copy_name(char *to, size_t cap, const char *fro
 extern "C" {
 #endif
 
-#define FSDPI_MAX_RANKS 4096 // of a comm; backends that reduce themselves: FSDPI_MAX_SRCS
+#define FSDPI_MAX_RANKS 4096 // of a comm that compares; who reduces by itself: FSDPI_MAX_SRCS
 
 typedef struct fsdpi_comm fsdpi_comm;
 typedef struct fsdpi_comm_world fsdpi_comm_world;
@@ -4375,7 +4373,7 @@ typedef struct fsdpi_transport {
        can be under way meanwhile; hear waits until their records lie at c->shown. op and span are
        NULL for a split. Then move: every argument is checked, every rank calls the same. settle
        (may be NULL) comes last, also after a failure: nothing of this call is under way behind it.
-     */
+       show and hear NULL: there is nobody to compare with, nor to be late (say_last NULL). */
     fsdp_status (*show)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
     fsdp_status (*hear)(fsdpi_comm *c, const fsdp_coll *op);
     fsdp_status (*move)(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span);
@@ -4411,10 +4409,10 @@ struct fsdpi_comm {
     fsdpi_comm_world *world;
     const fsdp_boot *boot; // of the world
     int is_world;
-    uint32_t splits;                // so far
-    uint64_t id;                    // equal on all members, unique in the world
-    int index, size;                // this rank's place among the members
-    int32_t ranks[FSDPI_MAX_RANKS]; // world ranks of the members
+    uint32_t splits; // so far
+    uint64_t id;     // equal on all members, unique in the world
+    int index, size; // this rank's place among the members
+    int32_t *ranks;  // [size] world ranks of the members, behind the backend's struct
     fsdpi_record now;
     const char *shown; // where the members' records lie, but for this rank's own
     size_t step;       // from one to the next
@@ -4523,7 +4521,8 @@ static void fsdpi_say_ranks(fsdpi_text *t, const fsdpi_comm *c, const uint8_t *m
 }
 
 /* "ranks 1, 2 have not come within 2.0 s; rank 1: its last operation was ...". */
-static void fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8_t *missing, const char *verb) {
+static FSDPI_UNUSED void fsdpi_say_late(fsdpi_text *t, fsdpi_comm *c, const uint8_t *missing,
+                                        const char *verb) {
     int total = 0, said = 0;
     for (int k = 0; k < c->size; k++) total += missing[k] != 0;
     fsdpi_say(t, "[E403] ");
@@ -4781,6 +4780,7 @@ static fsdp_status fsdpi_comm_compare(fsdpi_comm *c, const fsdp_coll *op) {
 }
 
 static fsdp_status fsdpi_comm_meet(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span) {
+    if (!c->world->transport->show) return FSDP_OK;
     fsdp_status status = c->world->transport->show(c, op, span);
     if (!status) status = c->world->transport->hear(c, op);
     return status ? status : fsdpi_comm_compare(c, op);
@@ -4819,21 +4819,40 @@ static fsdp_status fsdpi_comm_run(fsdp_comm *comm, const fsdp_coll *op) {
 // >>comm_connect
 // Owns: how a world and its groups begin and end.
 
-static int fsdpi_index_of(const fsdpi_comm *c, int rank) { // size: it is no member
-    int k = 0;
-    while (k < c->size && c->ranks[k] != rank) k++;
-    return k;
+// size: it is no member. Near `from` it is found at once.
+static int fsdpi_index_from(const fsdpi_comm *c, int rank, int from) {
+    if (rank >= 0 && rank < c->size && c->ranks[rank] == rank) return rank;
+    for (int k = from; k < c->size; k++)
+        if (c->ranks[k] == rank) return k;
+    for (int k = 0; k < from && k < c->size; k++)
+        if (c->ranks[k] == rank) return k;
+    return c->size;
+}
+
+static int fsdpi_index_of(const fsdpi_comm *c, int rank) { return fsdpi_index_from(c, rank, 0); }
+
+// A comm's block: the backend's struct, the ranks, and `marks` bytes more. NULL: no memory.
+static fsdpi_comm *fsdpi_comm_block(const fsdp_allocator *a, const fsdpi_transport *transport,
+                                    int size, size_t marks) {
+    const size_t bytes = (transport->comm_bytes + 7) / 8 * 8;
+    char *block = (char *)fsdpi_alloc(a, bytes + (size_t)size * sizeof(int32_t) + marks);
+    fsdpi_comm *c = (fsdpi_comm *)(void *)block;
+    if (c) c->ranks = (int32_t *)(void *)(block + bytes);
+    return c;
 }
 
 // Checks a new group's members, and fills the child from them; the parent's record gets their hash.
-static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, fsdpi_comm *child) {
+static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, int size,
+                                       fsdpi_comm *child) {
     uint64_t h = fsdpi_hash((uint64_t)g->color, (uint64_t)g->size);
-    int wrong = g->size < 1 || g->size > parent->size || g->index < 0 || g->index >= g->size ||
-                !g->ranks || g->ranks[g->index] != parent->boot->rank;
-    for (int i = 0; !wrong && i < g->size; i++) {
-        int times = 0;
-        for (int j = 0; j < g->size; j++) times += g->ranks[j] == g->ranks[i];
-        wrong = times != 1 || fsdpi_index_of(parent, (int)g->ranks[i]) == parent->size;
+    uint8_t *seen = (uint8_t *)(child->ranks + size); // a bit for each member of the parent
+    int wrong = !size || g->index < 0 || g->index >= size || !g->ranks ||
+                g->ranks[g->index] != parent->boot->rank;
+    for (int i = 0, at = 0; !wrong && i < size; i++, at++) {
+        at = fsdpi_index_from(parent, (int)g->ranks[i], at);
+        wrong = at == parent->size || (seen[at / 8] >> at % 8 & 1);
+        if (wrong) break;
+        seen[at / 8] = (uint8_t)(seen[at / 8] | 1u << at % 8);
         child->ranks[i] = g->ranks[i];
         h = fsdpi_hash(h, (uint64_t)g->ranks[i]);
     }
@@ -4844,7 +4863,7 @@ static fsdp_status fsdpi_split_members(fsdpi_comm *parent, const fsdp_group *g, 
                                 g->size, g->index);
     parent->now.members = h;
     child->index = g->index;
-    child->size = g->size;
+    child->size = size;
     return FSDP_OK;
 }
 
@@ -4859,12 +4878,16 @@ static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fs
     parent->now.key = FSDPI_SPLIT; // names and members differ between groups; that it is one not
     if (fsdpi_comm_failed(parent)) return fsdpi_comm_report(parent);
     if (g->color < 0) return FSDP_OK;
-    fsdpi_comm *child = (fsdpi_comm *)fsdpi_alloc(&parent->boot->allocator, transport->comm_bytes);
-    if (!child) return fsdpi_comm_no_memory(parent, "a group", transport->comm_bytes);
+    const int size = g->size >= 1 && g->size <= parent->size ? g->size : 0;
+    const size_t marks = (size_t)parent->size / 8 + 1;
+    fsdpi_comm *child = fsdpi_comm_block(&parent->boot->allocator, transport, size, marks);
+    if (!child)
+        return fsdpi_comm_no_memory(parent, "a group",
+                                    transport->comm_bytes + (size_t)size * 4 + marks);
     *out = child;
     child->world = parent->world;
     child->boot = parent->boot;
-    fsdp_status status = fsdpi_split_members(parent, g, child);
+    fsdp_status status = fsdpi_split_members(parent, g, size, child);
     if (status) return status;
     child->id = fsdpi_hash(fsdpi_hash(parent->id, parent->splits), (uint64_t)g->ranks[0]);
     fsdpi_describe(child, NULL, g->name);
@@ -4875,7 +4898,7 @@ static fsdp_status fsdpi_split_begin(fsdpi_comm *parent, const fsdp_group *g, fs
 
 // All ranks of the parent split it; the members of a group have to agree about who is in it.
 static fsdp_status fsdpi_split_compare(fsdpi_comm *parent, const fsdpi_comm *child) {
-    for (int i = 0; child && i < child->size; i++) {
+    for (int i = 0; child && parent->world->transport->show && i < child->size; i++) {
         int k = fsdpi_index_of(parent, (int)child->ranks[i]);
         if (fsdpi_record_of(parent, k).members != parent->now.members)
             return fsdpi_comm_fail(parent, FSDP_ERR_MISMATCH,
@@ -4924,7 +4947,8 @@ static void fsdpi_comm_close(fsdp_comm *comm) {
 // A failure's text goes where error_text(NULL) finds it.
 static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_boot *boot,
                                    fsdp_caps *caps, fsdp_comm **out) {
-    fsdpi_comm *c = (fsdpi_comm *)fsdpi_alloc(&boot->allocator, transport->comm_bytes);
+    const int size = boot->size >= 1 && boot->size <= transport->most_ranks ? boot->size : 0;
+    fsdpi_comm *c = fsdpi_comm_block(&boot->allocator, transport, size, 0);
     fsdpi_comm_world *w = (fsdpi_comm_world *)fsdpi_alloc(&boot->allocator, transport->world_bytes);
     *out = NULL;
     if (!c || !w) {
@@ -4933,7 +4957,8 @@ static fsdp_status fsdpi_comm_open(const fsdpi_transport *transport, const fsdp_
         (void)snprintf(fsdpi_thread_error, sizeof fsdpi_thread_error,
                        "rank %d: [E309] the allocator has returned NULL for %llu bytes of memory",
                        boot->rank,
-                       (unsigned long long)(transport->comm_bytes + transport->world_bytes));
+                       (unsigned long long)(transport->comm_bytes + transport->world_bytes +
+                                            (size_t)size * 4));
         return FSDP_ERR_OUT_OF_MEMORY;
     }
     w->boot = *boot;
@@ -4974,6 +4999,24 @@ static FSDPI_UNUSED void fsdpi_advise_host(fsdpi_text *t) {
     fsdpi_say(t,
               "; %s has %.1f MiB left. Free memory, raise the limit, or shard over more machines",
               whose, (double)left / 1048576);
+}
+
+// Memory of the world's allocator, for backends that read no memory of other processes.
+static FSDPI_UNUSED fsdp_status fsdpi_take_host(fsdpi_comm_world *w, fsdpi_chunk *chunk,
+                                                const char **why) {
+    const char *whose;
+    size_t size = chunk->size;
+    if (size >= (size_t)1 << 20 && (int64_t)(size / 2) > fsdpi_memory_left(&whose) / 2) {
+        *why = "the host has not enough memory";
+        return FSDP_ERR_OUT_OF_MEMORY;
+    }
+    *why = "the allocator has returned NULL";
+    chunk->base = (char *)fsdpi_alloc(&w->boot.allocator, size);
+    return chunk->base ? FSDP_OK : FSDP_ERR_OUT_OF_MEMORY;
+}
+
+static FSDPI_UNUSED void fsdpi_give_host(fsdpi_comm_world *w, const fsdpi_chunk *chunk) {
+    fsdpi_free(&w->boot.allocator, chunk->base);
 }
 
 static fsdp_status fsdpi_comm_alloc(fsdp_comm *comm, size_t size, void **ptr) {
@@ -6175,21 +6218,27 @@ FSDP_API const fsdp_comm_ops *fsdp_shm_comm_ops(void) {
 #ifdef FSDP_BACKEND_NCCL
 #include "backends/fsdp_nccl.h"
 #endif
+#ifdef FSDP_BACKEND_FAKE
+#include "backends/fsdp_fake.h"
+#endif
 
 static const fsdp_device_ops *fsdpi_host_ops(void);
 
-// In the order in which they are preferred.
+// In the order in which they are preferred; the last two: see fsdpi_backend.
 static const fsdpi_backend fsdpi_backends[] = {
 #ifdef FSDP_BACKEND_SHM
-    {"shm", fsdp_shm_comm_ops, fsdpi_host_ops, 1},
+    {"shm", fsdp_shm_comm_ops, fsdpi_host_ops, 1, 0},
 #endif
 #ifdef FSDP_BACKEND_GLOO
-    {"gloo", fsdp_gloo_comm_ops, fsdpi_host_ops, 0},
+    {"gloo", fsdp_gloo_comm_ops, fsdpi_host_ops, 0, 0},
 #endif
 #ifdef FSDP_BACKEND_NCCL
-    {"nccl", fsdp_nccl_comm_ops, fsdp_cuda_device_ops, 0},
+    {"nccl", fsdp_nccl_comm_ops, fsdp_cuda_device_ops, 0, 0},
 #endif
-    {NULL, NULL, NULL, 0}};
+#ifdef FSDP_BACKEND_FAKE
+    {"fake", fsdp_fake_comm_ops, fsdpi_host_ops, 0, 1},
+#endif
+    {NULL, NULL, NULL, 0, 0}};
 
 /* ==== core/spawn.h ==========================================================================
    ranks that a program starts itself: fsdp_spawn */
@@ -6437,9 +6486,17 @@ FSDP_API fsdp_status fsdp_spawn(const fsdp_spawn_desc *desc, fsdp_rank_fn fn, vo
 static const fsdpi_backend *fsdpi_find_backend(const char *name, int is_spread) {
     const fsdpi_backend *first = fsdpi_backends, *b = first;
     while (b->name && (name ? strcmp(name, b->name) != 0
-                            : (is_spread && b->one_host) || b->device_ops != first->device_ops))
+                            : (is_spread && b->one_host) || b->alone ||
+                                  b->device_ops != first->device_ops))
         b++;
     return b;
+}
+
+// Do ranks meet, so that they need a name for their job?
+static int fsdpi_ranks_meet(const fsdp_comm_ops *ops) {
+    const fsdpi_backend *b = fsdpi_backends;
+    while (b->name && b->comm_ops() != ops) b++;
+    return !b->alone;
 }
 
 /* What a rank reads from the others. Of a collective (group_size-1) times its own part; of an
@@ -7128,6 +7185,26 @@ static void fsdpi_mesh_free(fsdp_mesh *mesh) {
     fsdpi_free(a, mesh);
 }
 
+// Does each rank exist, and appear once? Increasing ones do; others are marked.
+static fsdp_status fsdpi_mesh_check_ranks(fsdp_world *w, const int32_t *ranks, int64_t numel) {
+    const size_t bytes = (size_t)w->size / 8 + 1;
+    int increasing = 1;
+    for (int64_t i = 0; i < numel; i++) {
+        if (ranks[i] < 0 || ranks[i] >= w->size)
+            return fsdpi_bad(w, "[E113] mesh: ranks has %d, expected 0..%d", ranks[i], w->size - 1);
+        increasing &= i == 0 || ranks[i] > ranks[i - 1];
+    }
+    if (increasing) return FSDP_OK;
+    uint8_t *seen = (uint8_t *)fsdpi_alloc(&w->boot.allocator, bytes);
+    if (!seen) return fsdpi_fail_together(w, fsdpi_no_memory(w, "mesh: ranks", "", bytes));
+    int64_t i = 0;
+    for (; i < numel && !(seen[ranks[i] / 8] >> ranks[i] % 8 & 1); i++)
+        seen[ranks[i] / 8] = (uint8_t)(seen[ranks[i] / 8] | 1u << ranks[i] % 8);
+    fsdpi_free(&w->boot.allocator, seen);
+    if (i == numel) return FSDP_OK;
+    return fsdpi_bad(w, "[E114] mesh: rank %d appears twice in ranks", ranks[i]);
+}
+
 static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
     if (d->ndim < 1 || d->ndim > FSDP_MAX_DIMS)
         return fsdpi_bad(w, "[E110] mesh: ndim is %d, expected 1..%d", d->ndim, FSDP_MAX_DIMS);
@@ -7139,23 +7216,21 @@ static fsdp_status fsdpi_mesh_check(fsdp_world *w, const fsdp_mesh_desc *d) {
         if (numel > w->size)
             return fsdpi_bad(w, "[E112] mesh: the product of the sizes exceeds %d ranks", w->size);
     }
-    for (int64_t i = 0; d->ranks && i < numel; i++) {
-        if (d->ranks[i] < 0 || d->ranks[i] >= w->size)
-            return fsdpi_bad(w, "[E113] mesh: ranks has %d, expected 0..%d", d->ranks[i],
-                             w->size - 1);
-        for (int64_t j = 0; j < i; j++)
-            if (d->ranks[j] == d->ranks[i])
-                return fsdpi_bad(w, "[E114] mesh: rank %d appears twice in ranks", d->ranks[i]);
-    }
-    return FSDP_OK;
+    return d->ranks ? fsdpi_mesh_check_ranks(w, d->ranks, numel) : FSDP_OK;
 }
 
-// Does a mesh have all the ranks of another one?
+// Does a mesh have all the ranks of another one? Ranks in the same order are found at once.
 static int fsdpi_mesh_contains(const fsdp_mesh *mesh, const fsdp_mesh *part) {
-    int num = fsdpi_mesh_numel(mesh), found = 0, num_part = fsdpi_mesh_numel(part);
-    for (int i = 0; i < num_part; i++)
-        for (int k = 0; k < num; k++) found += mesh->ranks[k] == part->ranks[i];
-    return found == num_part;
+    int num = fsdpi_mesh_numel(mesh), num_part = fsdpi_mesh_numel(part), at = 0;
+    for (int i = 0; i < num_part; i++) {
+        int tries = 0;
+        while (tries < num && mesh->ranks[at] != part->ranks[i]) {
+            at = at + 1 < num ? at + 1 : 0;
+            tries++;
+        }
+        if (tries == num) return 0;
+    }
+    return 1;
 }
 
 static int fsdpi_mesh_stride(const fsdp_mesh *mesh, int dim) {
@@ -7544,6 +7619,11 @@ static fsdp_status fsdpi_world_choose(fsdp_world *w, const fsdp_world_desc *d) {
                          b == fsdpi_backends ? " none" : text);
     }
     w->comm_ops = d->comm_ops ? d->comm_ops : b->comm_ops();
+    if (!*w->job && fsdpi_ranks_meet(w->comm_ops))
+        return fsdpi_bad(w,
+                         "[E504] %d ranks need a common job name: use fsdprun, torchrun, mpirun or "
+                         "srun, or set MASTER_PORT or FSDP_JOB_ID",
+                         w->size);
     if (!is_spread || d->comm_ops || !b->one_host) return FSDP_OK;
     return fsdp_fail(w, FSDP_ERR_UNSUPPORTED,
                      "[E521] backend '%s' serves one host, the launcher has started ranks on "
@@ -9786,7 +9866,7 @@ static fsdp_status fsdpi_unit_build(fsdp_unit *u, fsdp_layout_param *tmp) {
             gather->count *= bytes ? fsdpi_bytes(1, part->param_dtype) : 1;
         }
     }
-    // Ranks may differ in where the unit's shards begin: tensor parallelism has cut others unevenly.
+    // Ranks may differ in where the unit's shards begin: tensor parallelism may cut others unevenly
     fsdp_seg *first = u->layout.all_gather.segs;
     u->layout.gather_begin = first < gather ? first->shard : 0;
     for (fsdp_seg *s = first; s < gather; s++)

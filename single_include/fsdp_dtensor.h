@@ -2348,7 +2348,7 @@ static int64_t fsdpi_dt_outer_of(const int64_t *shape, int dim) {
 static void fsdpi_dt_piece(fsdpi_dt_copy *copy, int back, int ndim, const int64_t *shape, int dim,
                            int n, int k, int64_t at) {
     int64_t inner = fsdpi_dt_inner(ndim, shape, dim), height = fsdpi_dt_outer_of(shape, dim);
-    fsdp_range r;
+    fsdp_range r = {0, 0, 0};
     (void)fsdp_shard_range(shape[dim], n, k, &r);
     int64_t tensor = r.start * inner, width = r.count * inner, row = shape[dim] * inner;
     fsdp_block to = {tensor, at, width, height, row, width};
@@ -2376,7 +2376,7 @@ static void fsdpi_dt_lay(const fsdp_redistribution *r, fsdp_spec *s, const fsdp_
     int i = step->from.kind == FSDP_SHARD ? step->from.dim : -1;
     int j = step->to.kind == FSDP_SHARD ? step->to.dim : -1;
     int64_t wide[FSDP_MAX_DIMS], in[FSDP_MAX_DIMS], out[FSDP_MAX_DIMS], count = 1;
-    fsdp_range mine;
+    fsdp_range mine = {0, 0, 0};
     st->kind = step->kind, st->mesh_dim = m, st->redop = s->place[m].op, st->factor = 1;
     st->is_packed = st->is_whole = 1;
     for (int d = 0; d < ndim; d++) {
@@ -3065,7 +3065,7 @@ FSDP_API fsdp_status fsdp_tp_view(const fsdp_dmesh *dm, const fsdp_param_view *l
     *out = *local;
     if (!u || local->index < 0 || local->index >= u->num_params) return FSDP_OK;
     int dim = u->dims[local->index];
-    fsdp_range mine;
+    fsdp_range mine = {0, 0, 0};
     (void)fsdp_shard_range(u->sizes[local->index], fsdpi_dt_tp_size(dm), fsdpi_dt_tp_rank(dm),
                            &mine);
     out->shape[dim] = u->sizes[local->index];

@@ -3,6 +3,7 @@
    are linked with it. Those in private/, which look at private names, include it instead.
 
    SPDX-License-Identifier: MIT */
+#define FSDP_BACKEND_FAKE 1 /* beside those of the variant: never the default */
 #define FSDP_IMPLEMENTATION
 #include "fsdp_optim.h"
 #include "fsdp_replicate.h"

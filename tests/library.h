@@ -17,6 +17,7 @@
 #ifdef FSDP_BACKEND_NCCL
 #include "backends/fsdp_nccl.h"
 #endif
+#include "backends/fsdp_fake.h"
 
 const fsdp_device_ops *lib_host_ops(void);
 void lib_host_update(const fsdp_update *u);

@@ -223,7 +223,8 @@ gate_single() {
     popd >/dev/null
     single_folder "$dir"
     for f in "-DFSDP_BACKEND_GLOO" "-DFSDP_BACKEND_SHM -DFSDP_BACKEND_GLOO" "-DFSDP_BACKEND_NCCL" \
-        "-DFSDP_BACKEND_SHM -DFSDP_BACKEND_NCCL"; do
+        "-DFSDP_BACKEND_SHM -DFSDP_BACKEND_NCCL" "-DFSDP_BACKEND_FAKE" \
+        "-DFSDP_NO_BACKEND -DFSDP_BACKEND_FAKE"; do
         implement | (cd "$dir" && compile gcc c99 $f -I"$OLDPWD/tests/stubs" -fsyntax-only)
         implement | (cd "$dir" && compile g++ c++11 $f -I"$OLDPWD/tests/stubs" -fsyntax-only)
     done

@@ -1,0 +1,255 @@
+/* fsdp_fake.h - a backend without other ranks: one process plays one rank of a world of any size
+
+   -DFSDP_BACKEND_FAKE compiles it in, beside the backends that are there anyway. It is never the
+   default: fsdp_world_desc.backend = "fake", or FSDP_BACKEND=fake, chooses it. No launcher, no
+   store and no name of a job are needed, and nothing is sent:
+
+       fsdp_world_desc d = FSDP_ZERO;
+       d.backend = "fake";
+       d.rank = 37, d.world_size = 4096;
+
+   It is for shapes, memory, numbers of calls and bytes, routes and plans of worlds that you do not
+   have. The bytes of results are wrong on purpose, except where all ranks hold the same:
+
+       all_gather      the part of this rank, in the places of all ranks
+       reduce_scatter  this rank's slice of its own source, cast, scaled and accumulated
+       all_to_all      the source as it is
+       all_reduce      scaled, where a scale is given; else nothing
+       broadcast, send, recv, barrier   nothing
+
+   Arguments are checked as in every backend. Since no rank is late and none disagrees, a call
+   completes at once, and deadlines are never looked at.
+
+   Source: torch: torch/csrc/distributed/c10d/FakeProcessGroup.hpp,
+   torch/testing/_internal/distributed/fake_pg.py (FakeStore).
+
+   SPDX-License-Identifier: MIT (full text at the end of fsdp.h) */
+#include "../fsdp.h" // the whole interface; nothing when fsdp.h itself includes this file
+
+#ifndef FSDP_FAKE_H
+#define FSDP_FAKE_H
+#ifndef FSDP_MATH_ONLY
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+// clang-format off
+// Pass its address as fsdp_world_desc.user, or NULL: then all is 0 and nothing is counted. It has
+// to live as long as the world. Set the first two at any time when no collective is under way.
+typedef struct fsdp_fake {
+    uint32_t size, start_canary;
+    int32_t sum_all; // 1: sums are as if every rank held this rank's data: size times as much
+    int32_t refuse;  // 1: every collective fails with UNSUPPORTED, which ends the world
+    // What has run, on all comms of the world together, by FSDP_OP_*. Bytes are what a rank has to
+    // receive: n ranks, b bytes of a part: (n-1)*b of all_gather, reduce_scatter and all_to_all;
+    // 2*(n-1)/n of the bytes of an all_reduce; those of a broadcast and a recv; none of a send. You
+    // may set them to 0.
+    uint64_t calls[FSDP_OP_COUNT], wire_bytes[FSDP_OP_COUNT];
+    uint64_t end_canary;
+} fsdp_fake;
+
+/* fsdp_fake_comm_ops - the table of this backend, named "fake"
+   Result      never NULL; static
+   open        INVALID_ARG if boot->user is neither NULL nor a fsdp_fake; no device that gets the
+               same pointer may take it for something else. After a failure error_text(NULL) has
+               the text, for the calling thread
+   split       waits for nobody; a rank with color < 0 gets NULL
+   run         of different comms may be called from different threads at the same time. Knows
+               all_to_all, send and recv too. What peers would read has to lie in memory of alloc.
+               Reductions on floats cast, scale and accumulate
+   alloc       from the allocator, zero-filled
+   abort       from any thread      poll never blocks
+   Memory      4 bytes for each rank of a comm, and a bit for each one of its parent
+   Limits      2^20 ranks. A world of 1 rank opens no backend
+   Collective  no      Blocks no      Allocates no      Thread any */
+// clang-format on
+FSDP_API const fsdp_comm_ops *fsdp_fake_comm_ops(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_MATH_ONLY
+#endif // FSDP_FAKE_H
+
+/* ============================================================================================ */
+
+#if defined(FSDP_IMPLEMENTATION) && !defined(FSDP_FAKE_IMPLEMENTED) && !defined(FSDP_MATH_ONLY)
+#define FSDP_FAKE_IMPLEMENTED
+
+#include "fsdp_comm.h" // the base: what all backends do in the same way
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+#define FSDPI_FAKE_RANKS (1 << 20)
+#define FSDPI_FAKE_KINDS                                                                           \
+    (1u << FSDP_OP_ALL_GATHER | 1u << FSDP_OP_REDUCE_SCATTER | 1u << FSDP_OP_ALL_REDUCE |          \
+     1u << FSDP_OP_BROADCAST | 1u << FSDP_OP_ALL_TO_ALL | 1u << FSDP_OP_SEND | 1u << FSDP_OP_RECV)
+
+typedef struct fsdpi_fake_world {
+    fsdpi_comm_world base;
+    fsdp_fake *fake, none; // the user's, or our own
+    uint32_t failed, lock; // of the verdict
+    fsdpi_verdict why;
+} fsdpi_fake_world;
+
+static inline uint64_t fsdpi_coll_bytes(int kind, uint64_t group_size, uint64_t nbytes);
+
+static fsdpi_fake_world *fsdpi_fake_world_of(const fsdpi_comm *c) {
+    return (fsdpi_fake_world *)(void *)c->world;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Connect and verdict: there is nobody to find, and nobody to tell.
+
+static fsdp_status fsdpi_fake_open_world(fsdpi_comm *c) {
+    fsdpi_fake_world *w = fsdpi_fake_world_of(c);
+    fsdp_fake *fake = (fsdp_fake *)c->boot->user;
+    w->base.failed = &w->failed;
+    w->fake = fake ? fake : &w->none;
+    // Counts lie where this header says, so that no other size is understood.
+    if (w->fake->size != 0 && w->fake->size != sizeof *fake)
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                "[E543] fsdp_world_desc.user has size %u, expected a fsdp_fake "
+                                "with 0 or %u, or NULL: zero the struct before you fill it",
+                                (unsigned)w->fake->size, (unsigned)sizeof *fake);
+    if (w->fake->start_canary || w->fake->end_canary)
+        return fsdpi_comm_error(c, FSDP_ERR_INVALID_ARG,
+                                "[E544] fsdp_world_desc.user: a canary of the fsdp_fake is not 0: "
+                                "zero the struct before use");
+    return FSDP_OK;
+}
+
+static fsdp_status fsdpi_fake_connect(fsdpi_comm *parent, fsdpi_comm *child, const fsdp_group *g) {
+    (void)parent, (void)child, (void)g;
+    return FSDP_OK;
+}
+
+static void fsdpi_fake_leave(fsdpi_comm *c) { (void)c; }
+
+static int fsdpi_fake_close(fsdpi_comm_world *w) {
+    (void)w;
+    return 1;
+}
+
+static void fsdpi_fake_tell(fsdpi_comm *c, fsdp_status status, const char *subject,
+                            const char *reason) {
+    fsdpi_fake_world *w = fsdpi_fake_world_of(c);
+    fsdpi_lock(&w->lock);
+    if (!w->failed) {
+        w->why.status = (int32_t)status;
+        w->why.rank = c->boot->rank;
+        w->why.lost = -1;
+        fsdpi_copy_name(w->why.subject, sizeof w->why.subject, subject);
+        fsdpi_copy_name(w->why.reason, sizeof w->why.reason, reason);
+        FSDPI_STORE(&w->failed, 1u);
+    }
+    fsdpi_unlock(&w->lock);
+}
+
+static int fsdpi_fake_verdict(fsdpi_comm_world *base, fsdpi_verdict *out) {
+    fsdpi_fake_world *w = (fsdpi_fake_world *)(void *)base;
+    fsdpi_lock(&w->lock); // whoever is telling has ended
+    *out = w->why;
+    fsdpi_unlock(&w->lock);
+    return FSDPI_LOAD(&w->failed) != 0;
+}
+
+/* -------------------------------------------------------------------------------------------- */
+// Move: what each collective does to the memory of this rank.
+
+static void fsdpi_fake_all_gather(const fsdpi_comm *c, const fsdp_coll *op) {
+    const size_t size = fsdp_dtype_size(op->dtype);
+    for (uint32_t s = 0; s < op->num_segs; s++) {
+        const fsdp_seg *seg = &op->segs[s];
+        const size_t bytes = (size_t)seg->count * size;
+        char *dst = (char *)op->dst + (size_t)seg->full * size;
+        const char *mine = op->in_place ? dst + (size_t)c->index * bytes
+                                        : (const char *)op->src + (size_t)seg->shard * size;
+        for (int k = 0; k < c->size && bytes; k++)
+            if (dst + (size_t)k * bytes != mine) memmove(dst + (size_t)k * bytes, mine, bytes);
+    }
+}
+
+// dst (+)= scale * src, of so many ranks with the same src.
+static void fsdpi_fake_sum(void *dst, fsdp_dtype out, const char *src, fsdp_dtype dtype,
+                           size_t count, int ranks, double scale, int accumulate) {
+    if (count == 0) return;
+    if (fsdp_dtype_is_float(dtype)) {
+        fsdpi_reduce(dst, out, &src, 1, dtype, count, scale * ranks, accumulate, FSDP_SUM);
+        return;
+    }
+    fsdpi_reduce(dst, out, &src, 1, dtype, count, 1.0, 0, FSDP_SUM);
+    const size_t size = fsdp_dtype_size(dtype);
+    for (size_t i = 0; i < count && ranks > 1; i++) {
+        char *at = (char *)dst + i * size;
+        uint32_t narrow;
+        uint64_t wide;
+        memcpy(dtype == FSDP_I32 ? (void *)&narrow : (void *)&wide, at, size);
+        if (dtype == FSDP_I32) narrow *= (uint32_t)ranks;
+        else wide *= (uint64_t)ranks;
+        memcpy(at, dtype == FSDP_I32 ? (void *)&narrow : (void *)&wide, size);
+    }
+}
+
+static void fsdpi_fake_reduce_scatter(const fsdpi_comm *c, const fsdp_coll *op, int ranks) {
+    const size_t in = fsdp_dtype_size(op->dtype), out = fsdp_dtype_size(op->out_dtype);
+    for (uint32_t s = 0; s < op->num_segs; s++) {
+        const fsdp_seg *seg = &op->segs[s];
+        fsdpi_fake_sum((char *)op->dst + (size_t)seg->shard * out, (fsdp_dtype)op->out_dtype,
+                       (const char *)op->src + (size_t)(seg->full + c->index * seg->count) * in,
+                       (fsdp_dtype)op->dtype, (size_t)seg->count, ranks, op->scale, op->accumulate);
+    }
+}
+
+static fsdp_status fsdpi_fake_move(fsdpi_comm *c, const fsdp_coll *op, const fsdpi_span *span) {
+    fsdp_fake *fake = fsdpi_fake_world_of(c)->fake;
+    const size_t count = (size_t)op->count, size = fsdp_dtype_size(op->dtype);
+    const int ranks = fake->sum_all && op->redop == FSDP_SUM ? c->size : 1;
+    (void)span;
+    if (fake->refuse)
+        return fsdpi_comm_fail(c, FSDP_ERR_UNSUPPORTED,
+                               "[E545] fsdp_fake.refuse is set, so that nothing communicates: set "
+                               "it to 0, or find out who calls");
+    if (op->kind == FSDP_OP_ALL_GATHER) fsdpi_fake_all_gather(c, op);
+    if (op->kind == FSDP_OP_REDUCE_SCATTER) fsdpi_fake_reduce_scatter(c, op, ranks);
+    if (op->kind == FSDP_OP_ALL_REDUCE)
+        fsdpi_fake_sum(op->dst, (fsdp_dtype)op->dtype, (const char *)op->dst, (fsdp_dtype)op->dtype,
+                       count, ranks, op->scale, 0);
+    if (op->kind == FSDP_OP_ALL_TO_ALL && count && op->dst != op->src)
+        memmove(op->dst, op->src, count * (size_t)c->size * size);
+    const uint64_t bytes = fsdpi_coll_bytes(op->kind, (uint64_t)c->size, (uint64_t)(count * size));
+    __atomic_add_fetch(&fake->calls[op->kind], 1u, __ATOMIC_RELAXED); // lanes come side by side
+    __atomic_add_fetch(&fake->wire_bytes[op->kind], bytes, __ATOMIC_RELAXED);
+    return FSDP_OK;
+}
+
+// clang-format off
+static const fsdpi_transport fsdpi_fake_transport = {
+    sizeof(fsdpi_comm), sizeof(fsdpi_fake_world), FSDPI_FAKE_RANKS,
+    {FSDPI_FAKE_KINDS, FSDP_CAP_FUSED_REDUCE, 2},
+    fsdpi_fake_open_world, NULL, fsdpi_fake_connect, fsdpi_fake_leave, fsdpi_fake_close,
+    NULL, NULL, fsdpi_fake_move, NULL,
+    fsdpi_fake_tell, fsdpi_fake_verdict, NULL,
+    fsdpi_take_host, fsdpi_give_host, fsdpi_advise_host};
+// clang-format on
+
+static fsdp_status fsdpi_fake_open(const fsdp_boot *boot, fsdp_caps *caps, fsdp_comm **out) {
+    return fsdpi_comm_open(&fsdpi_fake_transport, boot, caps, out);
+}
+
+FSDP_API const fsdp_comm_ops *fsdp_fake_comm_ops(void) {
+    static const fsdp_comm_ops ops = {
+        FSDP_COMM_VERSION, sizeof(fsdp_comm_ops), "fake",           fsdpi_fake_open,
+        fsdpi_comm_split,  fsdpi_comm_close,      fsdpi_comm_run,   fsdpi_comm_alloc,
+        fsdpi_comm_free,   fsdpi_comm_error_text, fsdpi_comm_abort, fsdpi_comm_poll,
+    };
+    return &ops;
+}
+
+#ifdef __cplusplus
+}
+#endif
+#endif // FSDP_IMPLEMENTATION
