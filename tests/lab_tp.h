@@ -5,9 +5,9 @@
        y = h * norm of the root, or logits = y head^T
        loss = sum((y - t)^2) / (tokens d), or the mean cross-entropy
 
-   net1, its bias, emb and head are cut along dim 0, net2 along dim 1. Norms and the bias of net2 are
-   in one replicated unit that is made first and stays open. emb and head are a unit, and each block
-   is one. With `sp` tokens are cut along dim 0 wherever no linear needs all of them.
+   net1, its bias, emb and head are cut along dim 0, net2 along dim 1. Norms and the bias of net2
+   are in one replicated unit that is made first and stays open. emb and head are a unit, and each
+   block is one. With `sp` tokens are cut along dim 0 wherever no linear needs all of them.
 
    SPDX-License-Identifier: MIT */
 #ifndef LAB_TP_H
@@ -81,7 +81,7 @@ typedef struct tp_rank {
     double *private_memory;
 } tp_rank;
 
-/* ---- the net --------------------------------------------------------------------------------- */
+/* ---- the net -------------------------------------------------------------------------------- */
 
 /* -1: the net has no such parameter. */
 H_FN int tp_find(const tp_net *net, int role, int block) {
@@ -140,7 +140,7 @@ H_FN void tp_story_free(tp_story *s, const tp_net *net) {
     free(s->final);
 }
 
-/* ---- a rank is made -------------------------------------------------------------------------- */
+/* ---- a rank is made ------------------------------------------------------------------------- */
 
 enum { TP_ALL, TP_SEQUENCE, TP_ADDENDS }; /* how tp holds an activation */
 
@@ -330,7 +330,7 @@ H_FN void tp_open(tp_rank *t, const tp_net *net, fsdp_world *w, const tp_opt *o)
 }
 H_FN void tp_close(tp_rank *t) { free(t->ids), free(t->private_memory), free(t->log.ops); }
 
-/* ---- what differs between a rank and the whole ------------------------------------------------- */
+/* ---- what differs between a rank and the whole ---------------------------------------------- */
 
 H_FN void tp_hook(tp_rank *t, fsdp_status (*hook)(fsdp_unit *), int unit) {
     if (t->model && t->unit[unit]) CALL(t->w, hook(t->unit[unit]));
@@ -379,7 +379,7 @@ H_FN void tp_move(tp_rank *t, fsdp_redistribution *r, float *dst, const float *s
     else if (dst != src) memcpy(dst, src, (size_t)count * sizeof *dst);
 }
 
-/* ---- forward and backward ---------------------------------------------------------------------- */
+/* ---- forward and backward ------------------------------------------------------------------- */
 
 /* out[n][o] = x[n][i] w[o][i]^T, with a bias or NULL. Sums are in f64, and each is rounded once. */
 H_FN void tp_linear(float *out, const float *x, const double *w, const double *b, int64_t n,
@@ -581,7 +581,7 @@ H_FN double tp_micro(tp_rank *t, int step, int micro, int data) {
     return loss;
 }
 
-/* ---- training on whole tensors --------------------------------------------------------------- */
+/* ---- training on whole tensors -------------------------------------------------------------- */
 
 H_FN double tp_whole_norm(const tp_net *net, const double *grad) {
     double sum = 0, most = 0;
@@ -662,7 +662,7 @@ H_FN void tp_tell(const tp_net *nets, int count, const tp_opt *o, tp_story *stor
     free(t);
 }
 
-/* ---- training on ranks ------------------------------------------------------------------------- */
+/* ---- training on ranks ---------------------------------------------------------------------- */
 
 /* Whole tensors of all parameters, or of their gradients; 0 for one without gradient. */
 H_FN void tp_whole_tensors(tp_rank *t, int grad, double *out) {
