@@ -76,8 +76,9 @@ typedef struct tp_rank {
     float *value, *m, *v;    /* [total] of the whole: parameters, state of the optimizer */
     double *grad;            /* [total] of the whole */
     lab_log log;
-    int label;     /* of records of activations */
-    int log_begin; /* of the last step */
+    int label;              /* of records of activations */
+    int log_begin, log_end; /* of the last step, without what looks at its results */
+    w_heap *heap; /* NULL, or of the world: steps from the third one on allocate nothing */
     double *private_memory;
 } tp_rank;
 
@@ -113,7 +114,7 @@ H_FN tp_param *tp_add(tp_net *net, int role, int block) {
     return p;
 }
 
-/* All parameters, with the values of train_tp.txt's nets. */
+/* All parameters, with values that keep wide nets from growing what rounding leaves. */
 H_FN void tp_fill_net(tp_net *net) {
     static const char *const names[TP_ROLES] = {"norm", "w1",  "b1",   "w2",
                                                 "b2",   "emb", "root", "head"};
@@ -123,7 +124,10 @@ H_FN void tp_fill_net(tp_net *net) {
         tp_param *p = tp_add(net, role, block);
         snprintf(p->name, sizeof p->name, "%d.%s", block, names[role]);
         p->seed = net->seed + 1000 + (uint64_t)i;
-        p->scale = p->ndim > 1 ? 2 : 1, p->base = role == TP_NORM || role == TP_ROOT;
+        p->scale = p->ndim == 1 ? 1
+                   : net->d > 8 ? 0.5
+                                : 2,
+        p->base = role == TP_NORM || role == TP_ROOT;
     }
 }
 
@@ -718,15 +722,22 @@ H_FN int tp_count(const tp_rank *t, int kind) {
     return lab_count_ops(&t->log, t->log_begin, kind, t->label, NULL);
 }
 
+/* Forward and backward of all microbatches, then clipping and the update; in between the whole
+   gradients are looked at. */
 H_FN void tp_step(tp_rank *t, const tp_opt *o, int step, tp_story *out) {
     const tp_net *net = t->net;
+    int64_t before = t->heap ? w_allocations(t->heap) : 0, after;
     t->log_begin = t->log.num;
     for (int m = 0; m < net->micro; m++) {
         int sync = !net->no_sync || m == net->micro - 1;
         CALL(t->w, fsdp_set_requires_gradient_sync(t->model, NULL, sync));
         out->loss[step][t->data] += tp_micro(t, step, m, t->data);
     }
+    t->log_end = t->log.num;
+    after = t->heap ? w_allocations(t->heap) : 0;
+    if (step > 1) CHECK_EQ_INT(after - before, 0);
     tp_whole_tensors(t, 1, out->grad[step]);
+    before = t->heap ? w_allocations(t->heap) : 0;
     if (net->clip_p > 0) {
         fsdp_clip_desc clip = FSDP_ZERO;
         clip.max_norm = net->max_norm, clip.norm_type = net->clip_p;
@@ -735,6 +746,8 @@ H_FN void tp_step(tp_rank *t, const tp_opt *o, int step, tp_story *out) {
     if (o->sgd) CALL(t->w, fsdp_sgd_step(t->sgd, o->lr));
     else CALL(t->w, fsdp_adamw_step(t->adamw, o->lr));
     CALL(t->w, fsdp_zero_grad(t->model));
+    after = t->heap ? w_allocations(t->heap) : 0;
+    if (step > 1) CHECK_EQ_INT(after - before, 0);
     tp_check_shards(t);
 }
 #endif
