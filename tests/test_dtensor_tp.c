@@ -518,6 +518,7 @@ static void refused_units(lab_rank *r) {
     fsdp_param_desc p[3] = {fsdp_mat("a", 4, 3), fsdp_vec("b", 3), fsdp_vec("c", 3)};
     fsdp_placement tp[3];
     fsdp_tp_unit_desc d = FSDP_ZERO;
+    fsdp_param_view v = FSDP_ZERO, out;
     fsdp_unit *unit;
     bed b;
     bed_open(&b, w, 1, 2);
@@ -567,6 +568,9 @@ static void refused_units(lab_rank *r) {
     p[1].shape[0] = 3, d.size = 8;
     SHARD_REFUSED("fsdp_tp_unit_desc");
     d.size = 0;
+    v.ndim = 2, v.shape[0] = 5;
+    CALL(w, fsdp_tp_view(b.dm, &v, &out)); /* a view of no unit, though one was refused */
+    CHECK_EQ_MEM(&out, &v, sizeof v);
     const char *all = "[E030] tp_fully_shard: dm, desc or unit is NULL: pass all";
     REFUSED(NULL, fsdp_tp_fully_shard(NULL, &d, &unit), all);
     REFUSED(w, fsdp_tp_fully_shard(b.dm, NULL, &unit), all);
