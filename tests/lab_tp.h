@@ -37,7 +37,7 @@ typedef struct tp_opt {
 
 typedef struct tp_net {
     const char *name;
-    int replicas, shards, tp, stages; /* sizes of mesh dims; 0: there is none */
+    int replicas, shards, tp, stages, tp_first; /* sizes of mesh dims; 0: there is none */
     int blocks, sp;
     int64_t tokens, d, hidden, vocab; /* tokens: of each rank that has data of its own */
     int micro, no_sync, recompute, raf, given_mesh; /* given_mesh: the model gets a mesh_info */
@@ -158,7 +158,8 @@ H_FN fsdp_spec tp_spec(const tp_rank *t, int how, int op, int64_t rows, int64_t 
     memset(place, 0, sizeof place);
     for (int m = 0; m < ndim; m++) {
         shape[m] = fsdp_mesh_size(t->mesh, m);
-        place[m].kind = FSDP_SHARD;
+        place[m].kind = FSDP_SHARD; /* tp cuts last, wherever it is in the mesh */
+        place[m].order = (int8_t)(m == tp ? ndim - 1 : m - (m > tp));
         if (m != tp) continue;
         place[m].kind = (int8_t)(how == TP_ALL        ? FSDP_REPLICATE
                                  : how == TP_SEQUENCE ? FSDP_SHARD
@@ -209,14 +210,17 @@ H_FN void tp_fill(void *user, const fsdp_param_view *block) {
     }
 }
 
-/* The mesh: (stages, replicas, shards, tp), without dims of size 0. A stage has a slice of it. */
+/* The mesh: (stages, replicas, shards, tp), or tp first, without dims of size 0. A stage has a slice
+   of it. */
 H_FN void tp_make_mesh(tp_rank *t, fsdp_model_desc *md, fsdp_mesh_info *info) {
     const tp_net *net = t->net;
+    const int order[2][4] = {{0, 1, 2, 3}, {3, 0, 1, 2}};
     const int sizes[4] = {net->stages, net->replicas, net->shards, net->tp};
     const char *const all[4] = {"pp", "dp_replicate", net->replicas ? "dp_shard" : "dp", "tp"};
     const char *names[4];
     int32_t shape[4], dims[4], ndim = 0, shard = -1, replicate = -1;
-    for (int i = 0; i < 4; i++) {
+    for (int k = 0; k < 4; k++) {
+        int i = order[net->tp_first][k];
         if (!sizes[i]) continue;
         if (i == 1) replicate = ndim;
         if (i == 2) shard = ndim;
@@ -317,9 +321,9 @@ H_FN void tp_open(tp_rank *t, const tp_net *net, fsdp_world *w, const tp_opt *o)
     int tp = fsdp_mesh_dim(t->mesh, "tp");
     t->tp = fsdp_mesh_rank(t->mesh, tp), t->num_tp = fsdp_mesh_size(t->mesh, tp);
     t->num_data = fsdp_mesh_size(t->mesh, -1) / t->num_tp;
-    t->data = 0; /* tp is the last dim: the others count data, row-major */
-    for (int m = 0; m < tp; m++)
-        t->data = t->data * fsdp_mesh_size(t->mesh, m) + fsdp_mesh_rank(t->mesh, m);
+    t->data = 0; /* the other dims count data, row-major */
+    for (int m = 0; m < fsdp_mesh_ndim(t->mesh); m++)
+        if (m != tp) t->data = t->data * fsdp_mesh_size(t->mesh, m) + fsdp_mesh_rank(t->mesh, m);
     tp_sizes(t);
     tp_ways(t);
     for (int u = 0; u < TP_BLOCK + net->blocks; u++) tp_make_unit(t, u);

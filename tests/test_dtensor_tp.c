@@ -119,27 +119,30 @@ static void small_net(tp_net *net, const char *name, int replicas, int shards, i
 
 typedef struct mesh_row {
     const char *name;
-    int replicas, shards, tp, given_mesh, lanes, processes;
+    int replicas, shards, tp, given_mesh, lanes, processes, tp_first;
 } mesh_row;
 static const mesh_row meshes[] = {
-    {"fsdp_2x2", 0, 2, 2, 0, 0, 0},
-    {"fsdp_2x2_mesh", 0, 2, 2, 1, 1, 0},
-    {"fsdp_3x2", 0, 3, 2, 1, 0, 0},
-    {"fsdp_2x3", 0, 2, 3, 0, 2, 0},
-    {"fsdp_1x2", 0, 1, 2, 1, 0, 0},
-    {"fsdp_2x1", 0, 2, 1, 0, 0, 0},
-    {"hsdp_2x2x2", 2, 2, 2, 0, 0, 0},
-    {"hsdp_2x1x2_mesh", 2, 1, 2, 1, 0, 0},
-    {"hsdp_2x2x2_lanes", 2, 2, 2, 1, 2, 0},
-    {"ddp_2x2", 2, 0, 2, 0, 0, 0},
-    {"ddp_3x2_mesh", 3, 0, 2, 1, 0, 0},
-    {"ddp_2x2_lanes", 2, 0, 2, 0, 1, 0},
-    {"tp_2", 0, 0, 2, 0, 0, 0},
-    {"tp_4", 0, 0, 4, 0, 0, 0},
-    {"tp_3_lanes", 0, 0, 3, 0, 2, 0},
-    {"fsdp_2x2_processes", 0, 2, 2, 1, 0, 1},
-    {"hsdp_2x2x2_processes", 2, 2, 2, 0, 0, 1},
-    {"ddp_2x2_processes", 2, 0, 2, 1, 0, 1},
+    {"fsdp_2x2", 0, 2, 2, 0, 0, 0, 0},
+    {"tp_before_fsdp", 0, 2, 3, 1, 0, 0, 1},
+    {"tp_before_hsdp", 2, 2, 2, 0, 0, 0, 1},
+    {"tp_before_ddp", 2, 0, 2, 1, 0, 0, 1},
+    {"fsdp_2x2_mesh", 0, 2, 2, 1, 1, 0, 0},
+    {"fsdp_3x2", 0, 3, 2, 1, 0, 0, 0},
+    {"fsdp_2x3", 0, 2, 3, 0, 2, 0, 0},
+    {"fsdp_1x2", 0, 1, 2, 1, 0, 0, 0},
+    {"fsdp_2x1", 0, 2, 1, 0, 0, 0, 0},
+    {"hsdp_2x2x2", 2, 2, 2, 0, 0, 0, 0},
+    {"hsdp_2x1x2_mesh", 2, 1, 2, 1, 0, 0, 0},
+    {"hsdp_2x2x2_lanes", 2, 2, 2, 1, 2, 0, 0},
+    {"ddp_2x2", 2, 0, 2, 0, 0, 0, 0},
+    {"ddp_3x2_mesh", 3, 0, 2, 1, 0, 0, 0},
+    {"ddp_2x2_lanes", 2, 0, 2, 0, 1, 0, 0},
+    {"tp_2", 0, 0, 2, 0, 0, 0, 0},
+    {"tp_4", 0, 0, 4, 0, 0, 0, 0},
+    {"tp_3_lanes", 0, 0, 3, 0, 2, 0, 0},
+    {"fsdp_2x2_processes", 0, 2, 2, 1, 0, 1, 0},
+    {"hsdp_2x2x2_processes", 2, 2, 2, 0, 0, 1, 0},
+    {"ddp_2x2_processes", 2, 0, 2, 1, 0, 1, 0},
 };
 
 /* MLPs of 3, 16 and 17: with 3 hidden features a part of four ranks is empty, and one of three is
@@ -153,6 +156,7 @@ TEST_P_TIMEOUT(dtensor_tp, parity, meshes, 300) {
             lab_how how = FSDP_ZERO;
             small_net(&net, row->name, row->replicas, row->shards, row->tp, sp);
             net.d = net.hidden = dims[i], net.given_mesh = row->given_mesh;
+            net.tp_first = row->tp_first;
             if (i == 1) net.hidden = 4 * net.d;
             tp_fill_net(&net);
             how.job = "tp_parity", how.lanes = row->lanes, how.processes = row->processes;
@@ -244,11 +248,13 @@ typedef struct bed {
     fsdp_dmesh *dm;
 } bed;
 
-static void bed_open(bed *b, fsdp_world *w, int dp, int tp) {
+static void bed_open(bed *b, fsdp_world *w, int dp, int tp, fsdp_dtype grad) {
     fsdp_dmesh_desc d = FSDP_ZERO;
+    fsdp_model_desc md = FSDP_ZERO;
     b->w = w;
     b->mesh = lab_mesh2(w, dp, tp, "dp", "tp");
-    b->model = lab_model(w, NULL);
+    md.grad_dtype = grad;
+    b->model = lab_model(w, &md);
     d.mesh = b->mesh;
     CALL(w, fsdp_dmesh_create(b->model, &d, &b->dm));
 }
@@ -286,11 +292,12 @@ enum { TENSORS = sizeof tensors / sizeof *tensors };
 /* Exact in every dtype, and no two neighbours are equal. */
 static double value_of(int seed, int64_t i) { return (double)((i * 7 + seed * 13) % 127 + 1); }
 
-static void check_whole(const tensor *t, const void *full, int seed, const char *what) {
+static void check_whole(const tensor *t, fsdp_dtype dtype, const void *full, int seed,
+                        const char *what) {
     for (int64_t i = 0; i < lab_numel(t->ndim, t->shape); i++)
-        W_CHECK(lab_same(lab_get(full, t->dtype, i), value_of(seed, i)),
-                "%s: element %lld is %g, expected %g", what, (long long)i,
-                lab_get(full, t->dtype, i), value_of(seed, i));
+        W_CHECK(lab_same(lab_get(full, dtype, i), value_of(seed, i)),
+                "%s: element %lld is %g, expected %g", what, (long long)i, lab_get(full, dtype, i),
+                value_of(seed, i));
 }
 
 /* Element k of this rank's part of what its unit gathers is this one of the whole. */
@@ -333,20 +340,28 @@ static void whole_is(bed *b, fsdp_unit *unit, int index, const tensor *t, int se
                      int keeper) {
     int64_t numel = lab_numel(t->ndim, t->shape);
     int keeps = keeper < 0 || fsdp_rank(b->w) == keeper;
-    void *full = lab_zeros((size_t)numel + 1, fsdp_dtype_size(t->dtype));
+    fsdp_param_view v = lab_view(b->w, unit, index);
+    fsdp_dtype dtype = grad ? v.grad_dtype : t->dtype;
+    void *full = lab_zeros((size_t)numel + 1, fsdp_dtype_size(dtype));
     CALL(b->w, fsdp_tp_param_full(b->dm, unit, index, grad, keeps ? full : NULL));
-    if (keeps) check_whole(t, full, seed, grad ? "gradient" : "parameter");
+    if (keeps) check_whole(t, dtype, full, seed, grad ? "gradient" : "parameter");
     free(full);
 }
 
+typedef struct trip {
+    const char *name;
+    int sizes[2], lanes, processes;
+    fsdp_dtype grad; /* of shard gradients; KEEP: the parameter's own */
+} trip;
+
 static void round_trips(lab_rank *r) {
-    const int *sizes = (const int *)r->arg;
+    const trip *c = (const trip *)r->arg;
     fsdp_param_desc params[2][TENSORS];
     fsdp_placement tp[2][TENSORS];
     fsdp_unit *unit[2];
     int count[2] = {0, 0}, of[TENSORS], index[TENSORS];
     bed b;
-    bed_open(&b, r->w, sizes[0], sizes[1]);
+    bed_open(&b, r->w, c->sizes[0], c->sizes[1], c->grad);
     memset(tp, 0, sizeof tp);
     for (int i = 0; i < TENSORS; i++) {
         const tensor *t = &tensors[i];
@@ -384,16 +399,15 @@ static void round_trips(lab_rank *r) {
         whole_is(&b, unit[of[i]], index[i], &tensors[i], 2, 0, -1); /* which stays */
     }
 }
-static const struct {
-    const char *name;
-    int sizes[2], lanes, processes;
-} trips[] = {{"2x3", {2, 3}, 0, 0}, {"1x4", {1, 4}, 1, 0}, {"3x1", {3, 1}, 0, 0},
-             {"1x1", {1, 1}, 0, 0}, {"2x2", {2, 2}, 2, 0}, {"2x2_processes", {2, 2}, 0, 1}};
+static const trip trips[] = {
+    {"2x3", {2, 3}, 0, 0, 0}, {"1x4", {1, 4}, 1, 0, 0},
+    {"3x1", {3, 1}, 0, 0, 0}, {"2x3_f64_gradients", {2, 3}, 0, 0, FSDP_F64},
+    {"1x1", {1, 1}, 0, 0, 0}, {"2x2_f32_gradients", {2, 2}, 2, 0, FSDP_F32},
+    {"2x2", {2, 2}, 2, 0, 0}, {"2x2_processes", {2, 2}, 0, 1, 0}};
 TEST_P(dtensor_tp, whole_tensors, trips) {
     lab_how how = FSDP_ZERO;
-    int sizes[2] = {row->sizes[0], row->sizes[1]};
     how.job = "tp_trips", how.lanes = row->lanes, how.processes = row->processes;
-    lab_run(sizes[0] * sizes[1], &how, round_trips, sizes);
+    lab_run(row->sizes[0] * row->sizes[1], &how, round_trips, (void *)(uintptr_t)row);
 }
 
 /* ---- parts of other sizes ------------------------------------------------------------------- */
@@ -411,7 +425,7 @@ static void clip_rank(lab_rank *r) {
     double norm, sum = 0, want;
     int64_t numel;
     bed b;
-    bed_open(&b, r->w, *(const int *)r->arg, 2);
+    bed_open(&b, r->w, *(const int *)r->arg, 2, FSDP_DTYPE_KEEP);
     fsdp_unit *unit[2] = {bed_unit(&b, &bias, &whole, 1, 1), bed_unit(&b, &matrix, &cut, 1, 0)};
     for (int64_t i = 0; i < rows * columns; i++) sum += value_of(3, i) * value_of(3, i);
     for (int64_t i = 0; i < vector; i++) sum += 9 * value_of(5, i) * value_of(5, i);
@@ -521,7 +535,7 @@ static void refused_units(lab_rank *r) {
     fsdp_param_view v = FSDP_ZERO, out;
     fsdp_unit *unit;
     bed b;
-    bed_open(&b, w, 1, 2);
+    bed_open(&b, w, 1, 2, FSDP_DTYPE_KEEP);
     memset(tp, 0, sizeof tp);
     d.unit.name = "h.0", d.unit.params = p, d.unit.num_params = 3, d.tp = tp;
 #define SHARD_REFUSED(text)                                                                        \
@@ -585,7 +599,7 @@ static void refused_tensors(lab_rank *r) {
     fsdp_placement rows = {FSDP_SHARD, 0, 0, 0};
     fsdp_param_view v, out;
     bed b;
-    bed_open(&b, w, 1, 2);
+    bed_open(&b, w, 1, 2, FSDP_DTYPE_KEEP);
     fsdp_unit *unit = bed_unit(&b, &p, &rows, 1, 0);
     const char *view = "[E031] tp_view: dm, local or out is NULL: pass all";
     v = lab_view(w, unit, 0);
@@ -616,7 +630,7 @@ static void plain_unit(lab_rank *r) {
     fsdp_param_view v, out;
     float full[15];
     bed b;
-    bed_open(&b, r->w, 1, 2);
+    bed_open(&b, r->w, 1, 2, FSDP_DTYPE_KEEP);
     fsdp_unit *unit = lab_unit(r->w, b.model, NULL, &p, 1);
     v = lab_view(r->w, unit, 0);
     CALL(r->w, fsdp_tp_view(b.dm, &v, &out));
