@@ -315,6 +315,7 @@ H_FN void tp_open(tp_rank *t, const tp_net *net, fsdp_world *w, const tp_opt *o)
     tp_make_mesh(t, &md, &info);
     md.param_dtype = net->param_dtype, md.reduce_dtype = net->reduce_dtype;
     md.reshard_after_forward = net->raf;
+    md.fill_bytes = 64; /* initial values come in several blocks */
     t->model = lab_model(w, &md);
     dd.mesh = t->mesh;
     CALL(w, fsdp_dmesh_create(t->model, &dd, &t->dm));

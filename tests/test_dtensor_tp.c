@@ -641,6 +641,33 @@ static void plain_unit(lab_rank *r) {
 }
 TEST(dtensor_tp, plain_unit) { lab_run(2, NULL, plain_unit, NULL); }
 
+/* Replicas that drift apart are found, and named; parts of a cut parameter have no replicas here. */
+static void drift(lab_rank *r) {
+    const int64_t rows = 6;
+    const int32_t sizes[2] = {1, 3};
+    fsdp_param_desc p = lab_desc(1, &rows, 0, FSDP_F32, 0);
+    fsdp_placement whole = {FSDP_REPLICATE, 0, 0, 0}, cut = {FSDP_SHARD, 0, 0, 0};
+    fsdp_placement place[2] = {{FSDP_SHARD, 0, 0, 0}, {FSDP_REPLICATE, 0, 0, 0}};
+    fsdp_spec spec;
+    bed b;
+    bed_open(&b, r->w, 1, 3, FSDP_DTYPE_KEEP);
+    fsdp_unit *unit[2] = {bed_unit(&b, &p, &whole, 1, 0), bed_unit(&b, &p, &cut, 1, 0)};
+    for (int u = 0; u < 2; u++) {
+        float *shard = (float *)lab_view(r->w, unit[u], 0).shard;
+        if (u) place[1] = cut, place[0].order = 1; /* tp cuts first */
+        CHECK_OK(fsdp_spec_init(&spec, 2, sizes, place, FSDP_F32, 1, &rows));
+        CALL(r->w, fsdp_dtensor_check(b.dm, &spec, shard, "norm"));
+        if (r->rank == 2) shard[1] = 1;
+        if (u) CALL(r->w, fsdp_dtensor_check(b.dm, &spec, shard, "norm"));
+        else
+            REFUSED_AS(FSDP_ERR_CORRUPT, r->w, fsdp_dtensor_check(b.dm, &spec, shard, "norm"),
+                       "[E024] dtensor_check: 'norm': ranks");
+        const char *text = fsdp_last_error(r->w);
+        CHECK(u || strstr(text, "ranks 0 and 2 ") || strstr(text, "ranks 2 and 0 "));
+    }
+}
+TEST(dtensor_tp, drift) { lab_run(3, NULL, drift, NULL); }
+
 /* ---- memory that is not there --------------------------------------------------------------- */
 
 static fsdp_status all_calls(fsdp_world *w, const fsdp_mesh *mesh, fsdp_model **m) {
