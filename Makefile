@@ -71,7 +71,8 @@ endif
 # which of their tests, where all of them would only take longer (or 128 ranks).
 GLOO_TESTS ?= conformance:*/gloo/*:-*W=4* test_agree test_edges test_features test_fully_shard_comm:-*_fp?? \
               test_fully_shard_compile test_fully_shard_init test_fully_shard_mixed_precision \
-              test_fully_shard_others test_fully_shard_training test_gloo test_gloo_faults test_golden_train test_mesh \
+              test_fully_shard_others test_fully_shard_training test_gloo test_gloo_faults test_golden_tp test_golden_train test_mesh \
+              test_dtensor_tp:*2x2*:*features*:*stages*:*before*:-*processes* \
               test_norm:*every_assignment/4 test_plan:plan.net*:plan_errors.* \
               test_replicate test_replicate_faults test_replicate_training \
               test_replicate_with_compiler test_scaler test_spawn test_uneven
@@ -116,7 +117,8 @@ STUB_TESTS ?= $(ONLY_STUB)
 NCCL_TESTS ?= test_agree test_cast:-*out_of_memory test_edges test_features:-*offload.same_bits:-*freeze.between_steps \
               test_fully_shard_comm:-*_fp?? \
               test_fully_shard_compile test_fully_shard_init test_fully_shard_mixed_precision:-*casts_are_fused* \
-              test_fully_shard_others test_fully_shard_training test_golden_train:-*replay/clip \
+              test_fully_shard_others test_fully_shard_training test_golden_tp test_golden_train:-*replay/clip \
+              test_dtensor_tp:*2x2*:*clip*:*vocabulary*:*before*:-*processes* \
               test_plan:plan.net*:plan_kinds.* \
               test_replicate test_replicate_faults test_replicate_with_compiler:-*DIM=* test_scaler
 NCCL_ENV   := FSDP_BACKEND=nccl FSDP_CUDA_MANAGED=1 FSDP_NCCL_CHECK=1

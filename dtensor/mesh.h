@@ -139,12 +139,16 @@ static int fsdpi_dt_call(void *user, fsdp_model *model, fsdp_unit *unit, int cal
     return 0;
 }
 
+static void fsdpi_dt_free_unit(const fsdp_dmesh *dm, fsdpi_dt_unit *u) {
+    if (!u) return;
+    fsdpi_dt_free(dm->model, u->dims);
+    fsdpi_dt_free(dm->model, u->sizes);
+    fsdpi_dt_free(dm->model, u);
+}
 static void fsdpi_dt_end_units(fsdp_dmesh *dm) {
     for (fsdpi_dt_unit *u = dm->units, *next; u; u = next) {
         next = u->next;
-        fsdpi_dt_free(dm->model, u->dims);
-        fsdpi_dt_free(dm->model, u->sizes);
-        fsdpi_dt_free(dm->model, u);
+        fsdpi_dt_free_unit(dm, u);
     }
 }
 

@@ -133,8 +133,9 @@ FSDP_API fsdp_status fsdp_tp_fully_shard(fsdp_dmesh *dm, const fsdp_tp_unit_desc
     if (!status) status = fsdp_fully_shard(dm->model, &d.unit, unit);
     if (!status && !is_cut) status = fsdpi_dt_set_factor(dm, *unit, d.partial_grads);
     fsdpi_dt_free(dm->model, params);
-    if (u) {
-        u->unit = *unit; // NULL: it failed, and is remembered for nobody
+    if (!*unit) fsdpi_dt_free_unit(dm, u);
+    else if (u) {
+        u->unit = *unit;
         u->next = dm->units;
         dm->units = u;
     }
