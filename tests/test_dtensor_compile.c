@@ -1,0 +1,656 @@
+/* test_dtensor_compile.c - PyTorch's tests of DTensor under a compiler. Nothing is compiled here:
+   what depends on placements is made once, by fsdp_redistribution_create, and a call issues records
+   that are ready. So what a compiler is asked there, records are asked here. A step runs twice: the
+   second run has the same records and the same bits, allocates nothing and finds no route (`twice`).
+   "Compiled again" is one more route. A backward is fsdp_redistribution_create_backward.
+
+   Values are whole numbers, so that sums are exact in any order, and results equal those of one
+   process to the bit. The order of the tests is that of docs/parity.md.
+
+   SPDX-License-Identifier: MIT */
+#include "harness.h"
+#include <math.h> /* exp, fabs, log, sqrt */
+#include "golden.h"
+#include "lab.h"
+#include "lab_dtensor.h"
+#include "lab_tensor.h"
+#include "plan.h"
+
+static const way ways[] = {{"inline", 0, 0, RIG_RANKS},
+                           {"lanes", 2, 0, RIG_RANKS},
+                           {"processes", 0, 1, RIG_RANKS}};
+/* One process plays a rank, too: of values that all ranks have alike. */
+static const way all_ways[] = {{"inline", 0, 0, RIG_RANKS},
+                               {"lanes", 2, 0, RIG_RANKS},
+                               {"processes", 0, 1, RIG_RANKS},
+                               {"simulated", 0, 0, RIG_SIM_INLINE},
+                               {"simulated,streams", 0, 0, RIG_SIM_STREAMS}};
+/* Of what runs beside the caller's stream. */
+static const way streams[] = {{"inline", 0, 0, RIG_RANKS},
+                              {"1 lane", 1, 0, RIG_RANKS},
+                              {"2 lanes", 2, 0, RIG_RANKS},
+                              {"simulated,streams", 0, 0, RIG_SIM_STREAMS}};
+
+static const fsdp_tensor_op_args no_args = FSDP_ZERO;
+
+/* Placements of an operation on one or two inputs. */
+static fsdp_propagation propagate(int op, const fsdp_spec *a, const fsdp_spec *b,
+                                  const fsdp_tensor_op_args *args) {
+    const fsdp_spec *in[2];
+    fsdp_propagation p;
+    in[0] = a, in[1] = b;
+    CHECK_OK(fsdp_propagate(op, in, b ? 2 : 1, args, NULL, &p));
+    return p;
+}
+static int cut_along(const fsdp_spec *s, int mesh_dim, int dim) {
+    return s->place[mesh_dim].kind == FSDP_SHARD && s->place[mesh_dim].dim == dim;
+}
+static int same_spec(const fsdp_spec *a, const fsdp_spec *b) { return !memcmp(a, b, sizeof *a); }
+
+/* ---- basics and metadata --------------------------------------------------------------------- */
+
+typedef struct basic {
+    fsdp_redistribution *square, *sum, *back; /* of none has anything to be done */
+    float *x, *grad;
+    int trains;
+} basic;
+static void basic_step(rig *r, void *arg) {
+    basic *b = (basic *)arg;
+    float y[16];
+    run_redist(r, b->square, b->x, b->x);
+    for (int i = 0; i < 16; i++) y[i] = b->x[i] * b->x[i] + 2;
+    run_redist(r, b->sum, y, y);
+    rig_saw(r, y, 16);
+    for (int i = 0; i < 16; i++) W_CHECK(y[i] == (float)(i * i + 2), "%g", (double)y[i]);
+    if (!b->trains) return;
+    for (int i = 0; i < 16; i++) b->grad[i] = 2 * b->x[i]; /* of the sum of my part */
+    run_redist(r, b->back, b->grad, b->grad);
+    rig_saw(r, b->grad, 16);
+    for (int i = 0; i < 16; i++) W_CHECK(b->grad[i] == (float)(2 * i), "%g", (double)b->grad[i]);
+}
+static void basic_body(rig *r) {
+    const int64_t local[2] = {4, 4};
+    fsdp_placement cut = {FSDP_SHARD, 0, 0, 0};
+    basic b = FSDP_ZERO;
+    fsdp_spec x;
+    CHECK_OK(fsdp_spec_infer(&x, 1, r->shape, &cut, FSDP_F32, 2, local));
+    CHECK(x.shape[0] == 8 && x.shape[1] == 4);
+    const fsdp_propagation square = propagate(FSDP_TENSOR_OP_MUL, &x, &x, &no_args),
+                           plus = propagate(FSDP_TENSOR_OP_POINTWISE, &square.out, NULL, &no_args),
+                           scaled = propagate(FSDP_TENSOR_OP_SCALE, &x, NULL, &no_args);
+    CHECK(square.cost_us == 0 && plus.cost_us == 0 && scaled.cost_us == 0);
+    CHECK(same_spec(&square.out, &x) && same_spec(&plus.out, &x) && same_spec(&scaled.out, &x));
+    CHECK(same_spec(&square.grad[0], &x) && same_spec(&square.grad[1], &x));
+    CHECK(same_spec(&scaled.grad[0], &x));
+    b.trains = *(const int *)r->arg;
+    b.x = rig_own(r, 16), b.grad = rig_own(r, 16);
+    for (int i = 0; i < 16; i++) b.x[i] = (float)i;
+    b.square = redist(r, "x", x, square.in[0]);
+    b.sum = redist(r, "y", square.out, plus.in[0]);
+    b.back = backward_of(r, b.square, &square.grad[0]);
+    const int from = twice(r, basic_step, &b);
+    CHECK_EQ_STR(records_from(r, from, ALL_RECORDS), "");
+    CHECK_EQ_INT(collectives_in(r, from, r->log.num), 0);
+    CHECK_EQ_INT(routes_of(r), 0);
+}
+static void basic_task(const way *how, int trains) {
+    task t = FSDP_ZERO;
+    t.body = basic_body, t.arg = &trains, t.ndim = 1, t.mesh[0] = 2;
+    run_task(how, &t);
+}
+TEST_P(dtensor_compile, dtensor_basic, all_ways) { basic_task(row, 1); }
+TEST_P(dtensor_compile, dynamo_dtensor, all_ways) { basic_task(row, 0); }
+
+/* Describing issues nothing; specs are plain values. The last lines show that the watcher sees. */
+static void export_body(rig *r) {
+    fsdp_spec x = spec2(r, "S0", 8, 4), copy, whole = spec2(r, "R", 8, 4);
+    const int from = r->log.num;
+    fsdp_propagation p = propagate(FSDP_TENSOR_OP_ADD, &x, &x, &no_args);
+    fsdp_local l;
+    memset(&copy, 0x5a, sizeof copy);
+    memcpy(&copy, &x, sizeof x);
+    CHECK(same_spec(&copy, &x) && same_spec(&p.out, &x) && p.cost_us == 0);
+    CHECK_OK(fsdp_spec_local(&copy, r->coord, &l));
+    CHECK(l.shape[0] == 4 && l.start[0] == 4 * r->coord[0] && l.numel == 16);
+    fsdp_redistribution *gather = redist(r, "x", copy, whole);
+    CHECK_EQ_INT(r->log.num, from);
+    run_redist(r, gather, rig_shared(r, 32), rig_shared(r, 16));
+    CHECK_EQ_STR(records_from(r, from, ALL_RECORDS), "AG 16/2");
+}
+TEST_P(dtensor_compile, dtensor_basic_export, all_ways) { run_on(row, 2, export_body); }
+
+/* PyTorch's function of a placement. dim < 0: any. */
+static int is_shard(const fsdp_placement *p, int dim) {
+    return p->kind == FSDP_SHARD && (dim < 0 || p->dim == dim);
+}
+static int score(const fsdp_placement *p) {
+    int a = p->kind == FSDP_REPLICATE;
+    if (is_shard(p, -1)) CHECK(p->dim >= 0);
+    a += 2 * is_shard(p, -1) + 2 * is_shard(p, 0) + 2 * is_shard(p, 0) + 2 * is_shard(p, -1);
+    return a + (p->kind == FSDP_PARTIAL ? 3 : 0);
+}
+TEST(dtensor_compile, placement_compile) {
+    const int32_t one[1] = {4};
+    const int64_t shape[2] = {48, 4};
+    const struct {
+        fsdp_placement place;
+        int score;
+    } rows[] = {{{FSDP_SHARD, 0, 0, 0}, 8},
+                {{FSDP_SHARD, -2, 0, 0}, 8}, /* the first of two dims */
+                {{FSDP_SHARD, -1, 0, 0}, 4},
+                {{FSDP_REPLICATE, 0, 0, 0}, 1},
+                {{FSDP_PARTIAL, 0, FSDP_SUM, 0}, 3}};
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        fsdp_spec s;
+        CHECK_OK(fsdp_spec_init(&s, 1, one, &rows[i].place, FSDP_F32, 2, shape));
+        CHECK_EQ_INT(score(&s.place[0]), rows[i].score);
+    }
+    for (int32_t factor = 2; factor <= 4; factor++) { /* _StridedShard(0, factor) */
+        const int32_t mesh[2] = {3, factor};
+        const fsdp_placement cuts[2] = {{FSDP_SHARD, 0, 0, 1}, {FSDP_SHARD, 0, 0, 0}};
+        const fsdp_placement plain[2] = {{FSDP_SHARD, 0, 0, 0}, {FSDP_SHARD, 0, 0, 1}};
+        fsdp_spec s, back;
+        int64_t factors[2] = {0, 0};
+        CHECK_OK(fsdp_spec_init(&s, 2, mesh, cuts, FSDP_F32, 2, shape));
+        CHECK_OK(fsdp_spec_to_strided(&s, factors));
+        CHECK(factors[0] == factor && factors[1] == 1);
+        CHECK_OK(fsdp_spec_init(&back, 2, mesh, plain, FSDP_F32, 2, shape));
+        CHECK_OK(fsdp_spec_from_strided(&back, factors));
+        CHECK(same_spec(&back, &s));
+        CHECK_OK(fsdp_spec_init(&back, 2, mesh, plain, FSDP_F32, 2, shape));
+        CHECK_OK(fsdp_spec_to_strided(&back, factors)); /* cut from left to right: no factor */
+        CHECK(factors[0] == 1 && factors[1] == 1);
+    }
+}
+
+static int sizes_of(const rig *r) {
+    int32_t all[2] = {-1, -1};
+    CHECK_EQ_INT(fsdp_mesh_ranks(r->mesh, -1, all), 2);
+    CHECK(all[0] == 0 && all[1] == 1);
+    CHECK_EQ_INT(fsdp_mesh_rank(r->mesh, 0), r->rank);
+    CHECK_EQ_INT(fsdp_mesh_rank(r->mesh, 1), 0);
+    return fsdp_mesh_size(r->mesh, -1) + fsdp_mesh_size(r->mesh, 0) +
+           fsdp_mesh_size(r->mesh, fsdp_mesh_dim(r->mesh, "dp"));
+}
+static void mesh_body(rig *r) {
+    const fsdp_param_desc p = fsdp_mat("w", 4, 4);
+    fsdp_unit *unit = lab_unit(r->w, r->model, NULL, &p, 1);
+    fsdp_dmesh_desc d = FSDP_ZERO;
+    fsdp_dmesh *other;
+    fsdp_redistribution_desc rd = FSDP_ZERO;
+    CHECK_EQ_INT(sizes_of(r), 6);
+    CALL(r->w, fsdp_pre_forward(unit));
+    CHECK_EQ_INT(sizes_of(r), 6);
+    CALL(r->w, fsdp_post_forward(unit));
+    d.mesh = lab_mesh2(r->w, 2, 1, "dp", "tp");
+    CHECK(d.mesh != r->mesh && fsdp_mesh_equal(d.mesh, r->mesh));
+    CALL(r->w, fsdp_dmesh_create(r->model, &d, &other));
+    fsdp_redistribution *a = redist(r, "x", spec2(r, "S0 R", 4, 2), spec2(r, "R R", 4, 2)), *b;
+    rd.name = "x", rd.from = spec2(r, "S0 R", 4, 2), rd.to = spec2(r, "R R", 4, 2);
+    CALL(r->w, fsdp_redistribution_create(other, &rd, &b));
+    CHECK(a != b); /* they share nothing, and agree */
+    CHECK(info_of(r, a).routes == 1 && info_of(r, b).routes == 1);
+    float *x = rig_own(r, 4), *y = rig_own(r, 8), *z = rig_own(r, 8), *whole = values(3, 8);
+    put_part(r, &rd.from, whole, x);
+    run_redist(r, a, y, x), run_redist(r, b, z, x);
+    check_same(y, whole, 8, "gathered");
+    check_same(z, whole, 8, "gathered over the other one");
+    fsdp_dmesh_destroy(other);
+    run_redist(r, a, z, x);
+    CHECK(info_of(r, a).runs == 2);
+    free(whole);
+}
+TEST_P(dtensor_compile, device_mesh_compile, ways) { run_on2(row, 2, 1, mesh_body, NULL); }
+
+static void local_rank_body(rig *r) {
+    fsdp_dmesh_desc d = FSDP_ZERO;
+    fsdp_dmesh *none;
+    const int32_t dp = fsdp_mesh_dim(r->mesh, "dp");
+    fsdp_mesh *alone = lab_slice(r->w, r->mesh, 0);
+    CHECK_EQ_INT(dp, 0);
+    CHECK_EQ_INT(fsdp_mesh_rank(r->mesh, dp), r->rank / 2);
+    CHECK_EQ_INT(fsdp_mesh_rank(r->mesh, 0), r->rank / 2);
+    CHECK_EQ_INT(fsdp_mesh_rank(r->mesh, fsdp_mesh_dim(r->mesh, "tp")), r->rank % 2);
+    CHECK_EQ_INT(fsdp_mesh_rank(alone, 0), r->rank / 2);
+    CHECK_EQ_INT(fsdp_mesh_rank(alone, -1), -1); /* a dim is always named */
+    CHECK_EQ_INT(fsdp_mesh_dim(r->mesh, "ep"), -1);
+    d.mesh = r->mesh, d.tp_dim = "ep";
+    REFUSED(r->w, fsdp_dmesh_create(r->model, &d, &none), "the mesh has no dim 'ep', which tp_dim names");
+    CHECK(none == NULL);
+}
+TEST_P(dtensor_compile, get_local_rank_compile, ways) { run_on2(row, 2, 2, local_rank_body, NULL); }
+
+/* From a spec to itself: no step, no record, and the memory may be the same. */
+static void identity_step(rig *r, void *arg) {
+    float *x = (float *)arg;
+    CALL(r->w, fsdp_redistribute((fsdp_redistribution *)(uintptr_t)r->any, x, x));
+    for (int i = 0; i < 4; i++) W_CHECK(x[i] == (float)i, "%g", (double)x[i]);
+}
+static void identity_body(rig *r) {
+    const fsdp_spec s = spec2(r, "S0", 2 * r->ranks, 2);
+    const fsdp_redistribution_info i = info_of(r, redist(r, "x", s, s));
+    float *x = rig_own(r, 4);
+    for (int k = 0; k < 4; k++) x[k] = (float)k;
+    CHECK(i.route.num_steps == 0 && i.route.wire_bytes == 0 && i.from.numel == 4);
+    const int from = twice(r, identity_step, x);
+    CHECK_EQ_INT(r->log.num, from);
+    CHECK_EQ_INT((int64_t)info_of(r, r->any).runs, 2);
+    CHECK_EQ_INT(routes_of(r), 0);
+}
+TEST_P(dtensor_compile, fakify_dtensor, all_ways) {
+    run_on(row, 2, identity_body);
+    if (row->played) run_on(row, 4096, identity_body);
+}
+
+/* What a redistribution reads stays: with canaries, in memory that peers read and in other. Behind
+   the call the caller writes it, and the result stays. */
+typedef struct mutation {
+    const char *from, *to, *wire;
+} mutation;
+static void mutations_body(rig *r) {
+    static const mutation rows[] = {{"S0", "R", "AG 6/2"},
+                                    {"P", "R", "AR 10/2"},
+                                    {"P", "S0", "RS 6/2"},
+                                    {"R", "S1", ""},
+                                    {"S1", "S0", NULL}};
+    float *whole = values(11, 10), kept[16];
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
+        for (int shared = 0; shared < 2; shared++) {
+            const fsdp_spec from = spec2(r, rows[i].from, 5, 2), to = spec2(r, rows[i].to, 5, 2);
+            fsdp_redistribution *run = redist(r, "x", from, to);
+            float *x = shared ? rig_shared(r, 16) : rig_own(r, 16);
+            float *y = shared ? rig_shared(r, 16) : rig_own(r, 16);
+            for (int k = 0; k < 16; k++) x[k] = -77;
+            const int64_t n = put_part(r, &from, whole, x);
+            for (int64_t k = 0; k < n && rows[i].from[0] == 'P' && r->rank; k++) x[k] = 0;
+            memcpy(kept, x, sizeof kept);
+            const int at = r->log.num;
+            run_redist(r, run, y, x);
+            if (rows[i].wire) CHECK_EQ_STR(records_from(r, at, COLLECTIVES), rows[i].wire);
+            CHECK_EQ_MEM(x, kept, sizeof kept);
+            for (int k = 0; k < 16; k++) x[k] += 2;
+            check_part(r, &to, whole, y, rows[i].to);
+        }
+    free(whole);
+}
+TEST_P(dtensor_compile, dtensor_input_mutations, ways) { run_on(row, 2, mutations_body); }
+
+/* The placement of what does not exist yet decides what is done. */
+static void attribute_body(rig *r) {
+    const fsdp_spec ones = spec1(r, "S0", 4);
+    const fsdp_propagation p = propagate(FSDP_TENSOR_OP_SCALE, &ones, NULL, &no_args);
+    fsdp_redistribution *gather = redist(r, "y", p.out, spec1(r, "R", 4));
+    float *y = rig_own(r, 2), *all = rig_own(r, 4);
+    CHECK_EQ_STR(records_from(r, 0, ALL_RECORDS), "");
+    for (int i = 0; i < 2; i++) y[i] = 1 * 2;
+    for (int i = 0; i < 2; i++) y[i] += cut_along(&p.out, 0, 0) ? 2 : 3;
+    run_redist(r, gather, all, y);
+    for (int i = 0; i < 4; i++) W_CHECK(all[i] == 4, "%g", (double)all[i]);
+    CHECK_EQ_STR(records_from(r, 0, COLLECTIVES), "AG 2/2");
+}
+TEST_P(dtensor_compile, dtensor_attribute_access_on_intermediate, ways) {
+    run_on(row, 2, attribute_body);
+}
+
+/* A spec from its shape. Two placements are not for a mesh of one dim. */
+static void constructor_body(rig *r) {
+    const int64_t local[2] = {64, 32}, whole[2] = {128, 32};
+    const int32_t mesh[2] = {1, 2}, coord[2] = {0, r->coord[0]};
+    const fsdp_placement place[2] = {{FSDP_REPLICATE, 0, 0, 0}, {FSDP_SHARD, 0, 0, 0}};
+    fsdp_spec s, inferred;
+    fsdp_local l;
+    fsdp_redistribution_desc d = FSDP_ZERO;
+    fsdp_redistribution *none;
+    CHECK_OK(fsdp_spec_init(&s, 2, mesh, place, FSDP_F32, 2, whole));
+    CHECK_OK(fsdp_spec_infer(&inferred, 2, mesh, place, FSDP_F32, 2, local));
+    CHECK(same_spec(&s, &inferred));
+    CHECK_OK(fsdp_spec_local(&s, coord, &l));
+    CHECK(l.shape[0] == 64 && l.shape[1] == 32 && l.start[0] == 64 * r->coord[0]);
+    d.name = "raw", d.from = d.to = s;
+    REFUSED(r->w, fsdp_redistribution_create(r->dm, &d, &none),
+            "'raw': its specs are of a mesh of another shape");
+    CHECK(none == NULL);
+    CHECK_EQ_INT(r->log.num, 0);
+}
+TEST_P(dtensor_compile, dtensor_constructor_w_graph_break, ways) {
+    run_on(row, 2, constructor_body);
+}
+TEST_P(dtensor_compile, dtensor_constructor_w_dynamo_disable, ways) {
+    run_on(row, 2, constructor_body);
+}
+
+/* One body on a host and on a device with streams: the same records. */
+typedef struct devices {
+    char host[600], device[600];
+} devices;
+static void device_body(rig *r) {
+    char *out = r->s ? ((devices *)(uintptr_t)r->arg)->device : ((devices *)(uintptr_t)r->arg)->host;
+    fsdp_redistribution *gather = redist(r, "x", spec2(r, "S1", 6, 5), spec2(r, "R", 6, 5));
+    const fsdp_spec addends = spec2(r, "P", 6, 5);
+    fsdp_redistribution *back = backward_of(r, gather, &addends);
+    float *x = rig_own(r, 30), *y = rig_own(r, 30);
+    run_redist(r, gather, y, x);
+    run_redist(r, back, x, y);
+    run_redist(r, redist(r, "z", addends, spec2(r, "R", 6, 5)), x, y);
+    if (!r->rank) snprintf(out, 600, "%s", records_from(r, 0, ALL_RECORDS));
+}
+TEST(dtensor_compile, dtensor_dynamo_device_mesh_attrs) {
+    const way host = {"inline", 0, 0, RIG_RANKS}, device = {"streams", 0, 0, RIG_SIM_STREAMS};
+    static devices d;
+    task t = FSDP_ZERO;
+    t.body = device_body, t.arg = &d, t.ndim = 1, t.mesh[0] = 2;
+    run_task(&host, &t);
+    run_task(&device, &t);
+    CHECK_EQ_STR(d.host, d.device);
+    CHECK(strstr(d.host, "AG 18/2") && strstr(d.host, "RS 18/2") && strstr(d.host, "AR 30/2"));
+}
+
+/* ---- redistributions, sizes, gradients ------------------------------------------------------- */
+
+/* A tensor cut along dim 0 into equal parts, whose part k is that of the rank that k stands for. */
+static float *stacked(const rig *r, int64_t seed, int64_t count) {
+    float *whole = (float *)lab_zeros((size_t)(r->ranks * count), sizeof *whole);
+    for (int k = 0; k < r->ranks; k++)
+        for (int64_t i = 0; i < count; i++)
+            whole[k * count + i] = unit_value(seed + 100 * rig_who(r, k), i);
+    return whole;
+}
+static void check_text(const rig *r, int from, const char *wire) {
+    W_CHECK(!strcmp(records_from(r, from, COLLECTIVES), wire), "records '%s', expected '%s'",
+            records_from(r, from, COLLECTIVES), wire);
+    int count = 0; /* and no other collective: every byte that leaves a rank is in these */
+    for (const char *c = wire; *c; c++) count += *c == '/';
+    CHECK_EQ_INT(collectives_in(r, from, r->log.num), count);
+}
+/* One size of a step that gathers rows: x * x is gathered; my first row is looked at. */
+typedef struct dynamic {
+    fsdp_redistribution *gather;
+    float *x, *y;
+    int64_t rows, columns; /* of each rank */
+} dynamic;
+static void dynamic_step(rig *r, void *arg) {
+    const dynamic *d = (const dynamic *)arg;
+    const int64_t n = d->rows * d->columns;
+    float *whole = stacked(r, 1, n);
+    for (int64_t i = 0; i < n; i++) d->x[i] = unit_value(1 + 100 * rig_who(r, r->rank), i);
+    for (int64_t i = 0; i < n; i++) d->x[i] *= d->x[i];
+    for (int64_t i = 0; i < r->ranks * n; i++) whole[i] *= whole[i];
+    run_redist(r, d->gather, d->y, d->x);
+    check_same(d->y, whole, r->ranks * n, "gathered");
+    rig_saw(r, d->y, r->ranks * n);
+    free(whole);
+}
+static void dynamic_body(rig *r) {
+    static const int rows[] = {4, 6, 3, 1, 0, 4};
+    dynamic d = FSDP_ZERO;
+    char wire[40];
+    d.gather = redist(r, "x", spec2(r, "S0", 12, 4), spec2(r, "R", 12, 4));
+    d.x = rig_own(r, 24), d.y = rig_own(r, 48), d.columns = 4;
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        fsdp_counters was, now;
+        d.rows = rows[i];
+        CALL(r->w, fsdp_model_counters(r->model, &was));
+        CALL(r->w, fsdp_redistribution_resize(d.gather, 0, 2 * d.rows));
+        CHECK_EQ_INT(info_of(r, d.gather).to.shape[0], 2 * d.rows);
+        const int from = r->log.num;
+        dynamic_step(r, &d);
+        snprintf(wire, sizeof wire, d.rows ? "AG %d/2" : "", (int)d.rows * 4);
+        check_text(r, from, wire);
+        CALL(r->w, fsdp_model_counters(r->model, &now));
+        CHECK_EQ_INT((int64_t)(now.allocations - was.allocations), 0);
+        twice(r, dynamic_step, &d);
+        CHECK_EQ_INT(routes_of(r), 1);
+    }
+}
+TEST_P(dtensor_compile, dtensor_dynamic, all_ways) { run_on(row, 2, dynamic_body); }
+
+/* A split along the cut dim asks for the whole: one gather, and both pieces are rows of it. */
+static void slice_body(rig *r) {
+    static const int rows[] = {8, 6, 5};
+    fsdp_redistribution *gather = redist(r, "x", spec2(r, "S0", 8, 4), spec2(r, "R", 8, 4));
+    float *x = rig_own(r, 16), *y = rig_own(r, 32), *whole = values(7, 32);
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++) {
+        const fsdp_spec s = spec2(r, "S0", rows[i], 4), all = spec2(r, "R", rows[i], 4);
+        const int first = (rows[i] + 1) / 2; /* torch.tensor_split */
+        CALL(r->w, fsdp_redistribution_resize(gather, 0, rows[i]));
+        for (int piece = 0; piece < 2; piece++) {
+            fsdp_tensor_op_args args = FSDP_ZERO;
+            args.num_dims = 1, args.shape[0] = piece ? rows[i] - first : first;
+            const fsdp_propagation p = propagate(FSDP_TENSOR_OP_SLICE, &s, NULL, &args);
+            CHECK(same_spec(&p.in[0], &all) && p.cost_us > 0);
+            CHECK(p.out.place[0].kind == FSDP_REPLICATE && p.out.shape[0] == args.shape[0]);
+        }
+        put_part(r, &s, whole, x);
+        const int from = r->log.num;
+        run_redist(r, gather, y, x);
+        check_text(r, from, rows[i] == 8 ? "AG 16/2" : "AG 12/2");
+        check_same(y, whole, 4, "row 0 of piece 0");
+        check_same(y + 4 * first, whole + 4 * first, 4, "row 0 of piece 1");
+    }
+    CHECK_EQ_INT(routes_of(r), 1);
+    free(whole);
+}
+TEST_P(dtensor_compile, dtensor_dynamic_slice, ways) { run_on(row, 2, slice_body); }
+
+/* log_softmax of logits whose classes are cut; then the classes are gathered. */
+typedef struct softmax {
+    fsdp_redistribution *max, *sum, *gather;
+    float *x, *logp, *all, *in, *most, *sums; /* x (4,4) here, of (4,8) */
+} softmax;
+static float logit(const rig *r, int row, int column) { /* of the whole */
+    const int at = column % 4, k = rig_who(r, column / 4);
+    return (float)(row * 3 + at * 5 + k * 2) / 4 - 1;
+}
+static void softmax_step(rig *r, void *arg) {
+    const softmax *s = (const softmax *)arg;
+    const int64_t targets[4] = {0, 5, 3, 7}, first = 4 * r->coord[0];
+    for (int i = 0; i < 16; i++) s->x[i] = logit(r, i / 4, (int)first + i % 4);
+    CHECK_OK(fsdp_loss_parallel_max(s->x, FSDP_F32, 4, 4, s->in));
+    run_redist(r, s->max, s->most, s->in);
+    CHECK_OK(fsdp_loss_parallel_sums(s->x, FSDP_F32, 4, 4, first, targets, s->most, s->in));
+    run_redist(r, s->sum, s->sums, s->in);
+    for (int i = 0; i < 16; i++)
+        s->logp[i] = (float)((double)(s->x[i] - s->most[i / 4]) - log((double)s->sums[i / 4]));
+    run_redist(r, s->gather, s->all, s->logp);
+    rig_saw(r, s->all, 32);
+    for (int i = 0; i < 4; i++) {
+        double total = 0, sum = 0;
+        for (int j = 0; j < 8; j++) total += exp((double)logit(r, i, j));
+        for (int j = 0; j < 8; j++) {
+            const double got = (double)s->all[8 * i + j];
+            sum += exp(got);
+            W_CHECK(fabs(got - ((double)logit(r, i, j) - log(total))) < 2e-6, "%g", got);
+        }
+        W_CHECK(fabs(sum - 1) < 1e-6, "probabilities add up to %.9g", sum);
+    }
+}
+static void softmax_body(rig *r) {
+    softmax s;
+    fsdp_spec most = spec1(r, "P", 4);
+    most.place[0].op = FSDP_MAX;
+    s.max = redist(r, "max", most, spec1(r, "R", 4));
+    s.sum = redist(r, "sums", spec2(r, "P", 2, 4), spec2(r, "R", 2, 4));
+    s.gather = redist(r, "log_softmax", spec2(r, "S1", 4, 8), spec2(r, "R", 4, 8));
+    s.x = rig_own(r, 16), s.logp = rig_own(r, 16), s.all = rig_own(r, 32);
+    s.in = rig_own(r, 8), s.most = rig_own(r, 4), s.sums = rig_own(r, 8);
+    const int from = r->log.num;
+    softmax_step(r, &s);
+    check_text(r, from, "AR max 4/2, AR 8/2, AG 16/2");
+    twice(r, softmax_step, &s);
+    CHECK_EQ_INT(routes_of(r), 3);
+}
+TEST_P(dtensor_compile, dtensor_dynamic_loss_parallel_log_softmax, all_ways) {
+    run_on(row, 2, softmax_body);
+}
+
+/* Joined along the cut dim: both inputs are gathered first. */
+static void cat_body(rig *r) {
+    const fsdp_spec a = spec2(r, "S0", 8, 4), b = spec2(r, "S0", 6, 4);
+    const fsdp_propagation p = propagate(FSDP_TENSOR_OP_CAT, &a, &b, &no_args);
+    float *x = rig_own(r, 16), *y = rig_own(r, 56), *one = values(1, 32), *two = values(2, 24);
+    CHECK(p.in[0].place[0].kind == FSDP_REPLICATE && p.in[1].place[0].kind == FSDP_REPLICATE);
+    CHECK(p.out.place[0].kind == FSDP_REPLICATE && p.out.shape[0] == 14 && p.cost_us > 0);
+    put_part(r, &a, one, x);
+    run_redist(r, redist(r, "a", a, p.in[0]), y, x);
+    put_part(r, &b, two, x);
+    run_redist(r, redist(r, "b", b, p.in[1]), y + 32, x);
+    check_text(r, 0, "AG 16/2, AG 12/2");
+    check_same(y, one, 32, "the first one");
+    check_same(y + 32, two, 24, "the second one");
+    free(one), free(two);
+}
+TEST_P(dtensor_compile, dtensor_dynamic_cat, ways) { run_on(row, 2, cat_body); }
+
+/* Sizes that share a route; and a branch of the caller, whose other side has a route of its own. */
+static void recompiles_body(rig *r) {
+    static const int shapes[3][2] = {{4, 4}, {6, 8}, {10, 10}}, rows[] = {8, 16, 128, 16, 128};
+    dynamic d = FSDP_ZERO, large = FSDP_ZERO;
+    d.gather = redist(r, "x", spec2(r, "S0", 20, 10), spec2(r, "R", 20, 10));
+    d.x = rig_own(r, 100), d.y = rig_own(r, 200);
+    for (int i = 0; i < 3; i++) {
+        d.rows = shapes[i][0], d.columns = shapes[i][1];
+        CALL(r->w, fsdp_redistribution_resize(d.gather, 0, 2 * d.rows));
+        CALL(r->w, fsdp_redistribution_resize(d.gather, 1, d.columns));
+        twice(r, dynamic_step, &d);
+        CHECK_EQ_INT(routes_of(r), 1);
+    }
+    CALL(r->w, fsdp_redistribution_resize(d.gather, 1, d.columns = 4));
+    large.columns = 4, large.x = rig_own(r, 256), large.y = rig_own(r, 512);
+    for (int i = 0; i < 5; i++) {
+        dynamic *taken = rows[i] <= 16 ? &d : &large;
+        if (taken == &large)
+            large.gather = redist(r, "large", spec2(r, "S0", 128, 4), spec2(r, "R", 128, 4));
+        taken->rows = rows[i] / 2;
+        CALL(r->w, fsdp_redistribution_resize(taken->gather, 0, rows[i]));
+        twice(r, dynamic_step, taken);
+        CHECK_EQ_INT(routes_of(r), i < 2 ? 1 : 2);
+    }
+}
+TEST_P(dtensor_compile, dtensor_dynamic_recompiles, all_ways) { run_on(row, 2, recompiles_body); }
+
+/* Of what each operation needs and gives nothing depends on sizes, not even on empty ones. */
+TEST(dtensor_compile, dtensor_unbacked_matmuls) {
+    static const struct {
+        const char *x, *y, *out;
+    } rows[] = {{"R R", "R R", "R R"}, {"R S1", "R S0", "R P"}, {"R S0", "R R", "R S0"}};
+    rig r = FSDP_ZERO;
+    int cases = 0;
+    r.ndim = 2, r.shape[0] = r.shape[1] = 2;
+    for (size_t i = 0; i < sizeof rows / sizeof rows[0]; i++)
+        for (int m = 0; m < 10; m++)
+            for (int k = 0; k < 10; k++)
+                for (int n = 0; n < 10; n++) {
+                    const fsdp_spec x = spec2(&r, rows[i].x, m, k), y = spec2(&r, rows[i].y, k, n),
+                                    out = spec2(&r, rows[i].out, m, n);
+                    const fsdp_propagation p = propagate(FSDP_TENSOR_OP_MM, &x, &y, &no_args);
+                    CHECK_MSG(same_spec(&p.out, &out) && same_spec(&p.in[0], &x) &&
+                                  same_spec(&p.in[1], &y) && p.cost_us == 0,
+                              "%s x %s, %d %d %d costs %g us", rows[i].x, rows[i].y, m, k, n,
+                              p.cost_us);
+                    cases++;
+                }
+    CHECK_EQ_INT(cases, 3000);
+}
+
+/* A rank without a part of k adds zeros; without rows no rank comes. */
+static void zero_shards_body(rig *r) {
+    fsdp_redistribution *sum = redist(r, "xy", spec2(r, "R P", 3, 1), spec2(r, "R R", 3, 1));
+    float *part = rig_own(r, 3), *out = rig_own(r, 3);
+    for (int m = 3; m >= 0; m -= 3) {
+        const fsdp_spec x = spec2(r, "R S1", m, 1), y = spec2(r, "R S0", 1, 1);
+        const fsdp_propagation p = propagate(FSDP_TENSOR_OP_MM, &x, &y, &no_args);
+        const float mine[3] = {2, 3, 4}, w = 5;
+        fsdp_local l;
+        CHECK_OK(fsdp_spec_local(&x, r->coord, &l));
+        CHECK_EQ_INT(l.shape[1], r->coord[1] == 0); /* k of 1 over 2 ranks */
+        CALL(r->w, fsdp_redistribution_resize(sum, 0, m));
+        CHECK(p.out.shape[0] == m && p.out.shape[1] == 1 && p.out.place[1].kind == FSDP_PARTIAL);
+        matmul(part, 0, mine, 0, &w, 0, m, l.shape[1], 1);
+        const int from = r->log.num;
+        run_redist(r, sum, m ? out : NULL, m ? part : NULL);
+        check_text(r, from, m ? "AR 3/2" : "");
+        for (int i = 0; i < m; i++) W_CHECK(out[i] == 5 * mine[i], "%g", (double)out[i]);
+        CHECK(info_of(r, sum).to.shape[0] == m && info_of(r, sum).to.shape[1] == 1);
+    }
+}
+TEST_P(dtensor_compile, dtensor_matmul_zero_size_shards, ways) {
+    run_on2(row, 2, 2, zero_shards_body, NULL);
+}
+
+/* Training needs one route more than evaluation, and uses the same forward. */
+static void requires_grad_body(rig *r) {
+    const fsdp_param_desc p = fsdp_mat("w", 4, 4);
+    fsdp_unit *unit = lab_unit(r->w, r->model, NULL, &p, 1);
+    const fsdp_spec cut = spec2(r, "S0", 4, 2), all = spec2(r, "R", 4, 2), sums = spec2(r, "P", 4, 2);
+    float *x = rig_own(r, 4), *y = rig_own(r, 8), *dx = rig_own(r, 4), *whole = values(5, 8);
+    put_part(r, &cut, whole, x);
+    for (int trains = 0; trains < 2; trains++) {
+        fsdp_redistribution *forward = redist(r, "x", cut, all);
+        CALL(r->w, fsdp_set_grad_enabled(r->model, trains));
+        CALL(r->w, fsdp_pre_forward(unit));
+        run_redist(r, forward, y, x);
+        CALL(r->w, fsdp_post_forward(unit));
+        check_same(y, whole, 8, "forward");
+        CHECK_EQ_INT((int64_t)info_of(r, forward).runs, trains + 1);
+        CHECK_EQ_INT(routes_of(r), 1);
+        if (!trains) continue;
+        fsdp_redistribution *back = backward_of(r, forward, &sums);
+        CHECK(back == backward_of(r, forward, &sums));
+        CHECK_EQ_INT(routes_of(r), 2);
+        CALL(r->w, fsdp_pre_backward(unit));
+        run_redist(r, back, dx, y);
+        CALL(r->w, fsdp_post_backward(unit));
+        CALL(r->w, fsdp_finalize_backward(r->model));
+        for (int i = 0; i < 4; i++) W_CHECK(dx[i] == 2 * x[i], "%g", (double)dx[i]);
+        CHECK_EQ_STR(records_from(r, 0, COLLECTIVES), "AG 4/2, AG 4/2, RS 4/2");
+    }
+    free(whole);
+}
+TEST_P(dtensor_compile, dtensor_requires_grad_recompile, ways) {
+    run_on(row, 2, requires_grad_body);
+}
+
+/* x (4,16,4) is cut along dim 1, given transposed to a linear layer: its output is addends. */
+static void noncontiguous_body(rig *r) {
+    enum { B = 4, J = 4, K = 16, O = 4, ROWS = B * J };
+    const fsdp_spec x = spec3(r, "S1", B, K, J), y = spec2(r, "S1", O, K), z = spec1(r, "R", O);
+    fsdp_tensor_op_args turn = FSDP_ZERO;
+    turn.num_dims = 3, turn.shape[0] = 0, turn.shape[1] = 2, turn.shape[2] = 1;
+    const fsdp_propagation t = propagate(FSDP_TENSOR_OP_TRANSPOSE, &x, NULL, &turn);
+    const fsdp_spec *in[3] = {&t.out, &y, &z};
+    fsdp_propagation p;
+    CHECK_OK(fsdp_propagate(FSDP_TENSOR_OP_LINEAR, in, 3, NULL, NULL, &p));
+    CHECK(cut_along(&t.out, 0, 2) && t.cost_us == 0 && p.cost_us == 0);
+    CHECK(p.out.place[0].kind == FSDP_PARTIAL && p.in[2].place[0].kind == FSDP_PARTIAL);
+    CHECK(cut_along(&p.grad[0], 0, 2) && cut_along(&p.grad[1], 0, 1));
+    CHECK(p.grad[2].place[0].kind == FSDP_REPLICATE);
+    float *wx = values(1, B * K * J), *wy = values(2, O * K), *wz = values(3, O);
+    float turned[ROWS * K], want[ROWS * O], dx[ROWS * K], dy[O * K], ones[ROWS * O];
+    for (int i = 0; i < ROWS * K; i++) turned[i] = wx[i / (J * K) * K * J + i % K * J + i / K % J];
+    matmul(want, 0, turned, 0, wy, 1, ROWS, K, O);
+    add_bias(want, wz, ROWS, O);
+    float mx[ROWS * K / 2], my[O * K / 2], part[ROWS * O];
+    put_part(r, &p.in[0], turned, mx);
+    put_part(r, &y, wy, my);
+    float *src = rig_own(r, ROWS * O), *out = rig_own(r, ROWS * O);
+    matmul(part, 0, mx, 0, my, 1, ROWS, K / 2, O);
+    memcpy(src, part, sizeof part);
+    fsdp_redistribution *sum = redist(r, "out", p.out, spec3(r, "R", B, J, O));
+    run_redist(r, sum, out, src);
+    check_text(r, 0, "AR 64/2");
+    add_bias(out, wz, ROWS, O); /* behind the sum, so that it counts once */
+    check_same(out, want, ROWS * O, "output");
+    for (int i = 0; i < ROWS * O; i++) ones[i] = 1; /* the gradient of the sum arrives whole */
+    CHECK_EQ_INT(info_of(r, backward_of(r, sum, NULL)).route.num_steps, 0);
+    float gx[ROWS * K / 2], gy[O * K / 2], gz[O] = {0};
+    matmul(gx, 0, ones, 0, my, 0, ROWS, O, K / 2);
+    matmul(gy, 0, ones, 1, mx, 0, O, ROWS, K / 2);
+    bias_grad(gz, ones, ROWS, O);
+    matmul(dx, 0, ones, 0, wy, 0, ROWS, O, K);
+    matmul(dy, 0, ones, 1, turned, 0, O, ROWS, K);
+    check_part(r, &p.grad[0], dx, gx, "dx");
+    check_part(r, &p.grad[1], dy, gy, "dy");
+    for (int i = 0; i < O; i++) W_CHECK(gz[i] == ROWS, "%g", (double)gz[i]);
+    free(wx), free(wy), free(wz);
+}
+TEST_P(dtensor_compile, dtensor_noncontiguous_output, ways) { run_on(row, 2, noncontiguous_body); }
