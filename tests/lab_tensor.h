@@ -55,26 +55,32 @@ H_FN void rig_renew(rig *r, int overlap) {
     CALL(r->w, fsdp_dmesh_create(r->model, &d, &r->dm));
 }
 
-/* One dim is "tp", two are "dp" and "tp". The model shards over dp; without it over one rank. */
-H_FN void rig_open(rig *r, fsdp_world *w, const task *t, sim *s) {
-    static const char *const one[1] = {"tp"}, *const two[2] = {"dp", "tp"};
+/* A rank of a mesh. The model shards over dim 0 of `all`. */
+H_FN void rig_begin(rig *r, fsdp_world *w, fsdp_mesh *mesh, const fsdp_mesh *all, int overlap,
+                    sim *s) {
     fsdp_model_desc md = FSDP_ZERO;
     fsdp_mesh_info info;
-    fsdp_mesh *all;
     memset(r, 0, sizeof *r);
-    r->w = w, r->s = s, r->ndim = t->ndim, r->arg = t->arg;
-    r->ranks = fsdp_world_size(w), r->rank = fsdp_rank(w);
-    snprintf(w_case, sizeof w_case, "rank %d of %d", r->rank, r->ranks);
-    all = r->mesh = lab_mesh(w, t->ndim, t->mesh, t->ndim == 1 ? one : two, NULL);
-    if (t->ndim == 1) CALL(w, fsdp_mesh_unflatten(r->mesh, 0, 1, two, &all));
-    for (int m = 0; m < t->ndim; m++)
-        r->shape[m] = t->mesh[m], r->coord[m] = fsdp_mesh_rank(r->mesh, m);
+    r->w = w, r->s = s, r->mesh = mesh, r->ndim = fsdp_mesh_ndim(mesh);
+    r->ranks = fsdp_mesh_size(mesh, -1), r->rank = fsdp_rank(w);
+    snprintf(w_case, sizeof w_case, "rank %d of %d", r->rank, fsdp_world_size(w));
+    for (int m = 0; m < r->ndim; m++)
+        r->shape[m] = fsdp_mesh_size(mesh, m), r->coord[m] = fsdp_mesh_rank(mesh, m);
     CALL(w, fsdp_mesh_info_init(all, FSDP_MESH_INFO_FSDP, 0, -1, &info));
     md.mesh_info = &info;
     r->model = lab_model(w, &md);
-    rig_renew(r, t->overlap);
+    rig_renew(r, overlap);
     r->label = fsdp_label_register(r->model, "activation");
     lab_watch(&r->log, w, r->model);
+}
+/* One dim is "tp", and the model shards over one rank; two are "dp", over which it does, and
+   "tp". */
+H_FN void rig_open(rig *r, fsdp_world *w, const task *t, sim *s) {
+    static const char *const one[1] = {"tp"}, *const two[2] = {"dp", "tp"};
+    fsdp_mesh *mesh = lab_mesh(w, t->ndim, t->mesh, t->ndim == 1 ? one : two, NULL), *all = mesh;
+    if (t->ndim == 1) CALL(w, fsdp_mesh_unflatten(mesh, 0, 1, two, &all));
+    rig_begin(r, w, mesh, all, t->overlap, s);
+    r->arg = t->arg;
 }
 H_FN void rig_close(rig *r) {
     for (int i = 0; i < r->num_memory; i++)

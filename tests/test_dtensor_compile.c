@@ -654,3 +654,367 @@ static void noncontiguous_body(rig *r) {
     free(wx), free(wy), free(wz);
 }
 TEST_P(dtensor_compile, dtensor_noncontiguous_output, ways) { run_on(row, 2, noncontiguous_body); }
+
+/* (10,257,160), held as addends, is cut along dim 1 over ranks 1 and 3, or 0 and 2, of 4 ranks:
+   129 rows and 128. What was planned is what runs, and a part is tight. Backward gathers. */
+enum { A = 10, N = 257, C = 160, WIDE = (N + 1) / 2 };
+static const int forward_only = 0, and_back = 1;
+static void unbalanced_on(rig *r, int back) {
+    const fsdp_spec from = spec3(r, "P", A, N, C), to = spec3(r, "S1", A, N, C);
+    fsdp_redistribution *scatter = redist(r, "y", from, to);
+    const fsdp_redistribution_info info = info_of(r, scatter);
+    const int last = r->coord[0] == 1, rows = last ? WIDE - 1 : WIDE;
+    float *x = rig_own(r, A * N * C), *y = rig_own(r, A * WIDE * C);
+    float *whole = (float *)lab_zeros(A * N * C, sizeof *whole);
+    CHECK(info.to.shape[0] == A && info.to.shape[1] == rows && info.to.shape[2] == C);
+    CHECK_EQ_INT(info.to.numel, A * rows * C);
+    for (int64_t i = 0; i < A * N * C; i++) {
+        float sum = 0;
+        for (int k = 0; k < 2; k++) sum += unit_value(rig_who(r, k), i);
+        x[i] = unit_value(rig_who(r, r->coord[0]), i), whole[i] = sum;
+    }
+    int at = r->log.num;
+    run_redist(r, scatter, y, x);
+    check_text(r, at, "RS 206400/2"); /* 10 x 129 x 160 of 10 x 258 x 160 */
+    /* Where all ranks are alike, mine is still the part that my coordinate has. */
+    check_part(r, &to, whole, y, "scattered");
+    if (back) {
+        fsdp_redistribution *gather = backward_of(r, scatter, NULL);
+        at = r->log.num;
+        run_redist(r, gather, x, y);
+        check_text(r, at, "AG 206400/2");
+        check_same(x, whole, A * N * C, "gathered"); /* tight: 257 x 160 */
+    }
+    free(whole);
+}
+static void unbalanced_body(rig *r) {
+    const int back = *(const int *)r->arg;
+    const int32_t ranks[4] = {0, 2, 1, 3}, shape[2] = {2, 2};
+    rig *own = (rig *)lab_zeros(1, sizeof *own);
+    if (!r->s) {
+        fsdp_mesh *both = lab_mesh(r->w, 2, shape, NULL, ranks), *mine = lab_slice(r->w, both, 1);
+        rig_begin(own, r->w, mine, mine, 0, NULL);
+        CHECK(own->ranks == 2 && own->coord[0] == r->rank / 2);
+        unbalanced_on(own, back);
+        rig_close(own);
+    } else unbalanced_on(r, back);
+    free(own);
+}
+static void unbalanced(const way *how, const int *back) {
+    task t = FSDP_ZERO;
+    t.body = unbalanced_body, t.arg = back, t.ndim = 1, t.mesh[0] = how->played ? 2 : 4;
+    run_task(how, &t);
+}
+TEST_P(dtensor_compile, dtensor_partial_placement_redistribute_unbalanced_correct_strides,
+       all_ways) {
+    unbalanced(row, &forward_only);
+}
+TEST_P(dtensor_compile, dtensor_contiguous_dtensor_noncontiguous_local_as_tangent, ways) {
+    unbalanced(row, &and_back);
+}
+
+/* A spec of the gradient from placements of any kind of memory, which is then overwritten. */
+enum { LITERAL, OF_A_SPEC, ON_HEAP, AS_ARGUMENT, BY_NAME };
+static void grad_step(rig *r, void *arg) {
+    fsdp_redistribution *const *run = (fsdp_redistribution *const *)arg;
+    float *x = (float *)r->memory[0], *y = (float *)r->memory[1], *dx = (float *)r->memory[2];
+    for (int i = 0; i < 2; i++) x[i] = 1;
+    run_redist(r, run[0], y, x);
+    for (int i = 0; i < 4; i++) W_CHECK(y[i] + 2 == 3, "%g", (double)y[i]);
+    for (int i = 0; i < 4; i++) y[i] = (float)(r->coord[0] + 1 + 4 * i);
+    run_redist(r, run[1], dx, y);
+    for (int i = 0; i < 2; i++) /* 1 and 2 are added */
+        W_CHECK(dx[i] == (float)(3 + 8 * (2 * r->coord[0] + i)), "%g", (double)dx[i]);
+    rig_saw(r, dx, 2);
+}
+static void grad_placements_body(rig *r) {
+    const int kind = *(const int *)r->arg;
+    const fsdp_placement literal[1] = {{FSDP_PARTIAL, 0, FSDP_SUM, 0}};
+    fsdp_placement *heap = (fsdp_placement *)lab_zeros(1, sizeof *heap), on_stack[1];
+    const fsdp_spec from = spec1(r, "S0", 4), to = spec1(r, "R", 4);
+    fsdp_spec grad = to, sums = spec1(r, "P", 4);
+    fsdp_redistribution *run[2];
+    *heap = on_stack[0] = literal[0];
+    if (kind == BY_NAME) /* place may be the spec's own */
+        grad.place[0].kind = FSDP_PARTIAL;
+    CHECK_OK(fsdp_spec_init(&grad, 1, r->shape,
+                            kind == LITERAL       ? literal
+                            : kind == OF_A_SPEC   ? sums.place
+                            : kind == ON_HEAP     ? heap
+                            : kind == AS_ARGUMENT ? on_stack
+                                                  : grad.place,
+                            FSDP_F32, 1, to.shape));
+    memset(heap, 0x5a, sizeof *heap), memset(on_stack, 0x5a, sizeof on_stack);
+    free(heap);
+    CHECK(same_spec(&grad, &sums));
+    memset(&sums, 0x5a, sizeof sums);
+    run[0] = redist(r, "x", from, to);
+    run[1] = backward_of(r, run[0], &grad);
+    memset(&grad, 0x5a, sizeof grad);
+    (void)rig_own(r, 2), (void)rig_own(r, 4), (void)rig_own(r, 2);
+    const int at = twice(r, grad_step, run);
+    CHECK_EQ_STR(records_from(r, at, COLLECTIVES), "AG 2/2, RS 2/2, AG 2/2, RS 2/2");
+    CHECK_EQ_INT(routes_of(r), 2);
+}
+static void grad_placements(const way *how, int kind) {
+    task t = FSDP_ZERO;
+    t.body = grad_placements_body, t.arg = &kind, t.ndim = 1, t.mesh[0] = 2;
+    run_task(how, &t);
+}
+TEST_P(dtensor_compile, dynamo_to_local_grad_placements_sequence, ways) {
+    grad_placements(row, LITERAL);
+}
+TEST_P(dtensor_compile, dynamo_to_local_grad_placements_sequence_intermediate, ways) {
+    grad_placements(row, OF_A_SPEC);
+}
+TEST_P(dtensor_compile, dynamo_from_local_grad_placements_sequence_intermediate, ways) {
+    grad_placements(row, ON_HEAP);
+}
+TEST_P(dtensor_compile, dynamo_from_local_grad_placements_sequence_intermediate_as_args, ways) {
+    grad_placements(row, AS_ARGUMENT);
+}
+TEST_P(dtensor_compile, dynamo_to_local_kwargs, ways) { grad_placements(row, BY_NAME); }
+
+/* Addends that are divided: AVG, or a factor of the redistribution. */
+static void custom_partial_body(rig *r) {
+    fsdp_redistribution_desc d = FSDP_ZERO;
+    fsdp_redistribution *scaled;
+    fsdp_spec mean = spec1(r, "P", 4);
+    const fsdp_spec cut = spec1(r, "S0", 4), all = spec1(r, "R", 4), sum = spec1(r, "P", 4);
+    float *x = rig_own(r, 4), *y = rig_own(r, 4), *z = rig_own(r, 2);
+    mean.place[0].op = FSDP_AVG;
+    for (int i = 0; i < 4; i++) x[i] = (float)((r->coord[0] + 1) * (i + 1)); /* 1, 2, 3, 4 times */
+    run_redist(r, redist(r, "mean", mean, all), y, x);
+    for (int i = 0; i < 4; i++) W_CHECK(y[i] == 2.5f * (float)(i + 1), "%g", (double)y[i]);
+    d.name = "scaled", d.from = sum, d.to = all, d.scale = 1.0 / r->ranks;
+    CALL(r->w, fsdp_redistribution_create(r->dm, &d, &scaled));
+    memset(y, 0, 4 * sizeof *y);
+    run_redist(r, scaled, y, x);
+    for (int i = 0; i < 4; i++) W_CHECK(y[i] == 2.5f * (float)(i + 1), "%g", (double)y[i]);
+    fsdp_redistribution *gather = redist(r, "x", cut, all); /* as the placement of a gradient */
+    run_redist(r, backward_of(r, gather, &mean), z, x);
+    W_CHECK(z[0] == 2.5f * (float)(r->coord[0] + 1), "%g", (double)z[0]);
+    check_text(r, 0, "AR 4/4, AR 4/4, RS 1/4");
+}
+TEST_P(dtensor_compile, dynamo_to_local_custom_partial_placement, ways) {
+    run_on(row, 4, custom_partial_body);
+}
+
+/* What a hook does with local parts stands between two redistributions, and needs no call. */
+typedef struct hooked {
+    fsdp_redistribution *in, *out, *all;
+    float *x, *y, *z, *whole, *want, *w;
+} hooked;
+static void hook_step(rig *r, void *arg) {
+    const hooked *h = (const hooked *)arg;
+    run_redist(r, h->in, h->y, h->x);
+    matmul(h->z, 0, h->y, 0, h->w, 1, 2, 4, 4); /* my two rows of a linear layer */
+    for (int i = 0; i < 8; i++) h->z[i] += 2;
+    run_redist(r, h->out, h->y, h->z);
+    run_redist(r, h->all, h->want, h->y);
+    rig_saw(r, h->want, 16);
+}
+static void hook_body(rig *r) {
+    const fsdp_spec x = spec2(r, "S0", 4, 4), w = spec2(r, "R", 4, 4);
+    const fsdp_propagation p = propagate(FSDP_TENSOR_OP_LINEAR, &x, &w, &no_args);
+    hooked h;
+    float want[16];
+    CHECK(p.cost_us == 0 && cut_along(&p.out, 0, 0));
+    h.in = redist(r, "in", x, p.in[0]), h.out = redist(r, "out", p.out, p.out);
+    h.all = redist(r, "all", p.out, w);
+    h.x = rig_own(r, 8), h.y = rig_own(r, 8), h.z = rig_own(r, 8), h.want = rig_own(r, 16);
+    h.whole = values(1, 16), h.w = values(2, 16);
+    put_part(r, &x, h.whole, h.x);
+    const int at = twice(r, hook_step, &h);
+    CHECK_EQ_STR(records_from(r, at, COLLECTIVES), "AG 8/2, AG 8/2"); /* one in each run */
+    matmul(want, 0, h.whole, 0, h.w, 1, 4, 4, 4);
+    for (int i = 0; i < 16; i++) want[i] += 2;
+    check_same(h.want, want, 16, "output");
+    free(h.whole), free(h.w);
+}
+TEST_P(dtensor_compile, dynamo_to_local_kwargs_forward_hook, ways) { run_on(row, 2, hook_body); }
+
+/* A norm over a dim that was cut. The gradient may arrive as addends, cut, or whole. */
+static void layer_norm(const float *x, float *y, int rows, int n) {
+    for (int i = 0; i < rows; i++) {
+        double mean = 0, var = 0;
+        for (int j = 0; j < n; j++) mean += (double)x[i * n + j] / n;
+        for (int j = 0; j < n; j++) var += ((double)x[i * n + j] - mean) * ((double)x[i * n + j] - mean) / n;
+        for (int j = 0; j < n; j++)
+            y[i * n + j] = (float)(((double)x[i * n + j] - mean) / sqrt(var + 1e-5));
+    }
+}
+static void different_grad_body(rig *r) {
+    static const char *const arrives[] = {"P", "S2", "R"}, *const wires[] = {"RS 24/2", "", ""};
+    const fsdp_spec x = spec3(r, "S2", 2, 3, 8);
+    const fsdp_propagation p = propagate(FSDP_TENSOR_OP_LAYER_NORM, &x, NULL, &no_args);
+    float *mine = rig_own(r, 24), *all = rig_own(r, 48), *grad = rig_own(r, 48);
+    float *dx = rig_own(r, 24), *whole = values(1, 48), *dout = values(2, 48), y[48], want[48];
+    CHECK(p.cost_us > 0 && p.in[0].place[0].kind == FSDP_REPLICATE);
+    fsdp_redistribution *gather = redist(r, "x", x, p.in[0]);
+    put_part(r, &x, whole, mine);
+    run_redist(r, gather, all, mine);
+    check_text(r, 0, "AG 24/2");
+    layer_norm(all, y, 6, 8), layer_norm(whole, want, 6, 8);
+    CHECK_EQ_MEM(y, want, sizeof y);
+    for (int i = 0; i < 3; i++) {
+        const fsdp_spec g = spec3(r, arrives[i], 2, 3, 8);
+        fsdp_redistribution *back = backward_of(r, gather, &g);
+        const int at = r->log.num;
+        put_part(r, &g, dout, grad);
+        for (int k = 0; k < 48 && !i; k++) /* addends of it */
+            grad[k] = r->coord[0] ? dout[k] - 3 : 3;
+        memset(dx, 0x5a, 24 * sizeof *dx);
+        run_redist(r, back, dx, grad);
+        check_text(r, at, wires[i]);
+        check_part(r, &x, dout, dx, arrives[i]);
+    }
+    free(whole), free(dout);
+}
+TEST_P(dtensor_compile, dtensor_different_gradient_placement, ways) {
+    run_on(row, 2, different_grad_body);
+}
+
+static void ones_step(rig *r, void *arg) {
+    float *x = (float *)r->memory[0], *y = (float *)r->memory[1];
+    x[0] = 1;
+    run_redist(r, (fsdp_redistribution *)arg, y, x);
+    for (int i = 0; i < 2; i++) W_CHECK(y[i] + 2 == 3, "%g", (double)y[i]);
+    rig_saw(r, y, 2);
+}
+static void ones_body(rig *r) {
+    (void)rig_own(r, 1), (void)rig_own(r, 2);
+    twice(r, ones_step, redist(r, "x", spec1(r, "S0", 2), spec1(r, "R", 2)));
+    check_text(r, 0, "AG 1/2, AG 1/2"); /* of both runs */
+    CHECK_EQ_INT(routes_of(r), 1);
+}
+TEST_P(dtensor_compile, dynamo_dtensor_from_local_redistribute, all_ways) {
+    run_on(row, 2, ones_body);
+}
+
+/* Beside the caller's stream: the bits and the collectives of the call that blocks. */
+typedef struct async {
+    fsdp_redistribution *run;
+    float *x, *y;
+    int64_t out;
+    int beside;
+} async;
+static void async_step(rig *r, void *arg) {
+    const async *a = (const async *)arg;
+    for (int i = 0; i < 60; i++) a->x[i] = unit_value(3 + 100 * rig_who(r, r->rank), i) / 3;
+    memset(a->y, 0x5a, 60 * sizeof *a->y);
+    if (a->beside) run_behind(r, a->run, a->y, a->x);
+    else run_redist(r, a->run, a->y, a->x);
+    rig_saw(r, a->y, a->out);
+}
+static void async_body(rig *r) {
+    static const char *const pairs[][2] = {{"S0", "R"}, {"S1", "R"}, {"P", "R"}, {"P", "S1"}, {"S0", "S1"}};
+    async a = FSDP_ZERO;
+    a.x = rig_own(r, 60), a.y = rig_own(r, 60);
+    for (size_t i = 0; i < sizeof pairs / sizeof pairs[0]; i++) {
+        char wire[80];
+        a.run = redist(r, "x", spec2(r, pairs[i][0], 5, 12), spec2(r, pairs[i][1], 5, 12));
+        a.out = info_of(r, a.run).to.numel;
+        a.beside = 0;
+        int at = r->log.num;
+        twice(r, async_step, &a);
+        const uint64_t bits = r->hash;
+        snprintf(wire, sizeof wire, "%s", records_from(r, at, COLLECTIVES));
+        a.beside = 1;
+        at = r->log.num;
+        async_step(r, &a); /* the first one may start a worker */
+        async_step(r, &a);
+        CHECK_EQ_STR(records_from(r, at, COLLECTIVES), wire);
+        for (int k = at; k < r->log.num; k++)
+            if (r->log.ops[k].label == r->label && r->log.ops[k].kind <= FSDP_OP_ALL_TO_ALL)
+                CHECK_EQ_INT(r->log.ops[k].stream, FSDP_STREAM_EXTENSION);
+        twice(r, async_step, &a);
+        W_CHECK(r->hash == bits, "%s to %s: other bits beside the stream", pairs[i][0], pairs[i][1]);
+    }
+}
+TEST_P(dtensor_compile, dynamo_dtensor_from_local_redistribute_async, streams) {
+    run_beside(row, 2, async_body);
+}
+
+/* A gather under way is waited for once, before its first use. */
+static void in_flight_body(rig *r) {
+    fsdp_redistribution *gather = redist(r, "x", spec1(r, "S0", 4), spec1(r, "R", 4));
+    float *x = rig_shared(r, 2), *y = rig_shared(r, 4), z[4];
+    const float value[2] = {(float)(1 + rig_who(r, 0)), (float)(1 + rig_who(r, 1))};
+    for (int run = 0; run < 2; run++) {
+        int at = r->log.num;
+        x[0] = x[1] = value[r->rank];
+        CALL(r->w, fsdp_redistribute_begin(gather, y, x));
+        CHECK_EQ_STR(records_from(r, at, ALL_RECORDS), "wrote 0, AG 2/2");
+        const int sent = lab_next_op(&r->log, at, FSDP_OP_ALL_GATHER, r->label, NULL);
+        CHECK_EQ_INT(r->log.ops[sent].stream, FSDP_STREAM_EXTENSION);
+        CHECK_EQ_INT(lab_count_ops(&r->log, at, FSDP_OP_USE, -1, NULL), 0);
+        at = r->log.num;
+        CALL(r->w, fsdp_redistribute_wait(gather));
+        CHECK_EQ_INT(r->log.num, at + 1);
+        CHECK_EQ_INT(r->log.ops[at].kind, FSDP_OP_USE);
+        CHECK_EQ_INT(r->log.ops[at].stream, FSDP_STREAM_COMPUTE);
+        CALL(r->w, fsdp_redistribute_wait(gather));
+        CHECK_EQ_INT(r->log.num, at + 1);
+        settle(r);
+        for (int i = 0; i < 4; i++) z[i] = (float)sin(sin((double)y[i]));
+        for (int i = 0; i < 4; i++)
+            W_CHECK(z[i] == (float)sin(sin((double)value[i / 2])), "%g", (double)z[i]);
+    }
+}
+TEST_P(dtensor_compile, graph_input_is_async, streams) { run_beside(row, 2, in_flight_body); }
+
+/* Two gradients under way, waited for in the other order. Then the model ends with one under way. */
+static void tangents_body(rig *r) {
+    fsdp_redistribution *a = redist(r, "a", spec1(r, "S0", 6), spec1(r, "R", 6)),
+                        *b = redist(r, "b", spec1(r, "P", 6), spec1(r, "S0", 6));
+    const fsdp_spec sums = spec1(r, "P", 6);
+    fsdp_redistribution *first = backward_of(r, a, &sums), *second = backward_of(r, b, NULL);
+    float *x = rig_shared(r, 6), *dx = rig_shared(r, 3), *y = rig_shared(r, 3), *dy = rig_shared(r, 6);
+    for (int run = 0; run < 2; run++) {
+        for (int i = 0; i < 6; i++) x[i] = (float)((i + 1) * (1 + rig_who(r, r->rank)));
+        for (int i = 0; i < 3; i++) y[i] = (float)(10 * rig_who(r, r->rank) + i);
+        CALL(r->w, fsdp_redistribute_begin(first, dx, x));
+        CALL(r->w, fsdp_redistribute_begin(second, dy, y));
+        CALL(r->w, fsdp_redistribute_wait(second));
+        settle(r);
+        for (int i = 0; i < 6; i++)
+            W_CHECK(dy[i] == (float)(10 * rig_who(r, i / 3) + i % 3), "%g", (double)dy[i]);
+        CALL(r->w, fsdp_redistribute_wait(first));
+        settle(r);
+        for (int i = 0; i < 3; i++)
+            W_CHECK(dx[i] == (float)((i + 1 + 3 * r->rank) * (2 + rig_who(r, 0) + rig_who(r, 1))),
+                    "%g", (double)dx[i]);
+    }
+    CALL(r->w, fsdp_redistribute_begin(first, dx, x));
+}
+TEST_P(dtensor_compile, unwrap_async_collective_tensor_tangent, streams) {
+    run_beside(row, 2, tangents_body);
+}
+
+/* Addends stay addends through a sum and a product with a whole factor. */
+static void partial_output_body(rig *r) {
+    const fsdp_spec x = spec2(r, "P", 2, 2), w = spec2(r, "R", 2, 2);
+    const fsdp_propagation add = propagate(FSDP_TENSOR_OP_ADD, &x, &x, &no_args),
+                           mm = propagate(FSDP_TENSOR_OP_MM, &add.out, &w, &no_args);
+    fsdp_redistribution *sum = redist(r, "out", mm.out, w);
+    const float y[4] = {1, 2, 3, 4}, ones[4] = {1, 1, 1, 1};
+    float *out = rig_own(r, 4), *part = rig_own(r, 4), *mine = values(r->rank, 4);
+    float *one = values(0, 4), *two = values(1, 4), twofold[4], want[4], dx[4];
+    CHECK(same_spec(&add.out, &x) && same_spec(&mm.out, &x) && add.cost_us == 0 && mm.cost_us == 0);
+    CHECK(same_spec(&add.grad[0], &w) && same_spec(&mm.grad[0], &w));
+    for (int i = 0; i < 4; i++) mine[i] += mine[i];
+    matmul(part, 0, mine, 0, y, 0, 2, 2, 2);
+    run_redist(r, sum, out, part);
+    check_text(r, 0, "AR 4/2");
+    for (int i = 0; i < 4; i++) twofold[i] = 2 * (one[i] + two[i]);
+    matmul(want, 0, twofold, 0, y, 0, 2, 2, 2);
+    check_same(out, want, 4, "(x + x) y");
+    CHECK_EQ_INT(info_of(r, backward_of(r, sum, NULL)).route.num_steps, 0);
+    matmul(dx, 0, ones, 0, y, 1, 2, 2, 2); /* each addend's gradient is that of the whole */
+    for (int i = 0; i < 4; i++) W_CHECK(2 * dx[i] == (i % 2 ? 14 : 6), "%g", (double)dx[i]);
+    free(mine), free(one), free(two);
+}
+TEST_P(dtensor_compile, dtensor_partial_placement_graph_output, ways) {
+    run_on(row, 2, partial_output_body);
+}
