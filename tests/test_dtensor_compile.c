@@ -1018,3 +1018,273 @@ static void partial_output_body(rig *r) {
 TEST_P(dtensor_compile, dtensor_partial_placement_graph_output, ways) {
     run_on(row, 2, partial_output_body);
 }
+
+/* ---- what is found once ---------------------------------------------------------------------- */
+
+static void from_local_body(rig *r) {
+    const fsdp_spec all = spec1(r, "R", 4), sums = spec1(r, "P", 4);
+    fsdp_redistribution *stays = redist(r, "x", all, all);
+    float *x = rig_own(r, 4), *dx = rig_own(r, 4);
+    for (int call = 0; call < 2; call++) { /* placements by position, by name: the same desc */
+        fsdp_redistribution_desc d = FSDP_ZERO;
+        fsdp_redistribution *again;
+        d.name = "x", d.from = d.to = call ? spec1(r, "R", 4) : all;
+        CALL(r->w, fsdp_redistribution_create(r->dm, &d, &again));
+        CHECK(again == stays);
+        for (int i = 0; i < 4; i++) x[i] = (float)(r->rank + i);
+        run_redist(r, again, x, x);
+        for (int i = 0; i < 4; i++) W_CHECK(x[i] == (float)(r->rank + i), "%g", (double)x[i]);
+    }
+    CHECK_EQ_STR(records_from(r, 0, ALL_RECORDS), "");
+    CHECK(routes_of(r) == 0 && info_of(r, stays).route.num_steps == 0);
+    run_redist(r, backward_of(r, stays, &sums), dx, x);
+    check_text(r, 0, "AR 4/2");
+    for (int i = 0; i < 4; i++) W_CHECK(dx[i] == (float)(1 + 2 * i), "%g", (double)dx[i]);
+    CHECK_EQ_INT(routes_of(r), 1);
+}
+TEST_P(dtensor_compile, dynamo_dtensor_from_local, ways) { run_on(row, 2, from_local_body); }
+
+/* Each dim in turn, two at once, all: one route. A size above the desc's changes nothing. */
+typedef struct sized {
+    fsdp_redistribution *gather;
+    float *x, *y, *whole;
+    int64_t shape[3];
+} sized;
+static void sized_step(rig *r, void *arg) {
+    const sized *z = (const sized *)arg;
+    const fsdp_spec s = spec3(r, "S1", z->shape[0], z->shape[1], z->shape[2]);
+    const fsdp_redistribution_info info = info_of(r, z->gather);
+    const int64_t numel = lab_numel(3, z->shape);
+    CHECK_EQ_MEM(info.to.shape, z->shape, sizeof z->shape);
+    CHECK_EQ_INT(put_part(r, &s, z->whole, z->x), info.from.numel);
+    run_redist(r, z->gather, z->y, z->x);
+    check_same(z->y, z->whole, numel, "gathered");
+    rig_saw(r, z->y, numel);
+}
+static void dynamic_shapes_body(rig *r) {
+    static const int64_t shapes[][3] = {{6, 8, 4}, {3, 8, 4}, {6, 5, 4}, {6, 8, 2}, {1, 7, 4},
+                                        {6, 1, 3}, {2, 3, 1}, {0, 8, 4}, {6, 8, 4}};
+    sized z;
+    z.gather = redist(r, "x", spec3(r, "S1", 6, 8, 4), spec3(r, "R", 6, 8, 4));
+    z.x = rig_own(r, 96), z.y = rig_own(r, 192), z.whole = values(4, 192);
+    for (size_t i = 0; i < sizeof shapes / sizeof shapes[0]; i++) {
+        memcpy(z.shape, shapes[i], sizeof z.shape);
+        for (int d = 0; d < 3; d++)
+            CALL(r->w, fsdp_redistribution_resize(z.gather, d, z.shape[d]));
+        twice(r, sized_step, &z);
+        CHECK_EQ_INT(routes_of(r), 1);
+    }
+    for (int d = 0; d < 3; d++) {
+        REFUSED(r->w, fsdp_redistribution_resize(z.gather, d, z.shape[d] + 1), "at most the rows");
+        REFUSED(r->w, fsdp_redistribution_resize(z.gather, d, -1), "at most the rows");
+    }
+    REFUSED(r->w, fsdp_redistribution_resize(z.gather, 3, 1), "expected a dim of the tensor");
+    twice(r, sized_step, &z); /* nothing changed */
+    free(z.whole);
+}
+TEST_P(dtensor_compile, dynamo_dtensor_from_local_dynamic_shapes, ways) {
+    run_on(row, 2, dynamic_shapes_body);
+}
+
+static void recompile_body(rig *r) {
+    const fsdp_spec all = spec2(r, "R", 4, 4);
+    fsdp_redistribution *rows = redist(r, "x", spec2(r, "S0", 4, 4), all);
+    CHECK(redist(r, "x", spec2(r, "S0", 4, 4), all) == rows);
+    CHECK_EQ_INT(routes_of(r), 1);
+    fsdp_redistribution *columns = redist(r, "x", spec2(r, "S1", 4, 4), all);
+    CHECK(columns != rows);
+    CHECK_EQ_INT(routes_of(r), 2);
+    float *x = rig_own(r, 8), *y = rig_own(r, 16), *whole = values(2, 16);
+    for (int i = 0; i < 2; i++) {
+        const fsdp_spec s = spec2(r, i ? "S1" : "S0", 4, 4);
+        put_part(r, &s, whole, x);
+        run_redist(r, i ? columns : rows, y, x);
+        check_same(y, whole, 16, i ? "columns" : "rows");
+    }
+    CHECK_EQ_INT(routes_of(r), 2);
+    free(whole);
+}
+TEST_P(dtensor_compile, dynamo_dtensor_recompile, ways) { run_on(row, 2, recompile_body); }
+
+/* Equal specs are equal, wherever they lie and from whichever mesh they are. */
+static void same_mesh_body(rig *r) {
+    static const char *const one[1] = {"tp"};
+    fsdp_redistribution *first[2] = {NULL, NULL}, *run;
+    for (int pass = 0; pass < 3; pass++) {
+        fsdp_mesh *mesh = lab_mesh(r->w, 1, r->shape, one, NULL);
+        for (int kind = 0; kind < 2; kind++) {
+            fsdp_placement *place = (fsdp_placement *)lab_zeros(1, sizeof *place);
+            fsdp_redistribution_desc *d = (fsdp_redistribution_desc *)lab_zeros(1, sizeof *d);
+            const int32_t size = fsdp_mesh_size(mesh, 0);
+            const int64_t shape[2] = {4, 4};
+            char name[2] = {'x', 0}; /* not its address */
+            memset(place, kind ? 0 : 0x5a, sizeof *place); /* what a kind does not use is ignored */
+            place->kind = FSDP_REPLICATE;
+            CHECK_OK(fsdp_spec_init(&d->to, 1, &size, place, FSDP_F32, 2, shape));
+            place->kind = kind ? FSDP_PARTIAL : FSDP_SHARD;
+            place->dim = 1, place->op = FSDP_SUM, place->order = 0;
+            CHECK_OK(fsdp_spec_init(&d->from, 1, &size, place, FSDP_F32, 2, shape));
+            d->name = name;
+            CALL(r->w, fsdp_redistribution_create(r->dm, d, &run));
+            if (!pass) first[kind] = run;
+            CHECK(run == first[kind]);
+            r->any = run;
+            CHECK_EQ_INT(routes_of(r), pass || kind ? 2 : 1);
+            free(place), free(d);
+        }
+    }
+    CHECK(first[0] != first[1]);
+}
+TEST_P(dtensor_compile, dtensor_dont_recompile_on_same_placement_devicemesh, ways) {
+    run_on(row, 2, same_mesh_body);
+}
+
+/* ---- the order of collectives ---------------------------------------------------------------- */
+
+/* Attention of PyTorch's test: q, k and v are added and projected. Tokens are cut over ranks, and
+   each of q, k, v has half of the columns there; the projection gives addends. */
+enum { TOKENS = 20, DIM = 16, HEAD = DIM / 2 };
+enum { WQ, WK, WV, WO, WEIGHTS };
+typedef struct attention {
+    fsdp_redistribution *in, *out, *back_in, *back_out;
+    float *x, *full, *y, *part, *dy, *dfull, *dpart, *dx;       /* as they travel */
+    float w[WEIGHTS][DIM * HEAD], dw[WEIGHTS][DIM * HEAD];      /* mine: wo (DIM, HEAD) */
+    float heads[2 * TOKENS * HEAD], dheads[2 * TOKENS * HEAD];
+    float *want_y, *want_dx, *want_dw[WEIGHTS]; /* one process */
+    int split;
+} attention;
+static void attention_begin(rig *r, attention *a) {
+    const int rows = 2 * TOKENS;
+    const fsdp_spec tokens = spec2(r, "S0", rows, DIM), all = spec2(r, "R", rows, DIM),
+                    sums = spec2(r, "P", rows, DIM);
+    float *x = values(1, rows * DIM), *dy = values(2, rows * DIM), *w[WEIGHTS];
+    float *h = values(0, rows * DIM), *dh = values(0, rows * DIM);
+    a->in = redist(r, "attention in", tokens, all), a->out = redist(r, "attention out", sums, tokens);
+    a->back_in = backward_of(r, a->in, &sums), a->back_out = backward_of(r, a->out, NULL);
+    a->x = rig_shared(r, TOKENS * DIM), a->full = rig_shared(r, rows * DIM);
+    a->y = rig_shared(r, TOKENS * DIM), a->part = rig_shared(r, rows * DIM);
+    a->dy = rig_shared(r, TOKENS * DIM), a->dfull = rig_shared(r, rows * DIM);
+    a->dx = rig_shared(r, TOKENS * DIM), a->dpart = rig_shared(r, rows * DIM);
+    put_part(r, &tokens, x, a->x), put_part(r, &tokens, dy, a->dy);
+    a->want_y = values(0, rows * DIM), a->want_dx = values(0, rows * DIM);
+    for (int k = 0; k < WEIGHTS; k++) {
+        const fsdp_spec cut = spec2(r, k == WO ? "S1" : "S0", DIM, DIM);
+        w[k] = values(10 + k, DIM * DIM), a->want_dw[k] = values(0, DIM * DIM);
+        put_part(r, &cut, w[k], a->w[k]);
+        if (k < WO) matmul(h, k > 0, x, 0, w[k], 1, rows, DIM, DIM);
+    }
+    matmul(a->want_y, 0, h, 0, w[WO], 1, rows, DIM, DIM);
+    matmul(a->want_dw[WO], 0, dy, 1, h, 0, DIM, rows, DIM);
+    matmul(dh, 0, dy, 0, w[WO], 0, rows, DIM, DIM);
+    for (int k = 0; k < WO; k++) {
+        matmul(a->want_dx, k > 0, dh, 0, w[k], 0, rows, DIM, DIM);
+        matmul(a->want_dw[k], 0, dh, 1, x, 0, DIM, rows, DIM);
+    }
+    for (int k = 0; k < WEIGHTS; k++) free(w[k]);
+    free(x), free(dy), free(h), free(dh);
+}
+/* The forward, in one function or as two. */
+static void attention_qkv(rig *r, attention *a) {
+    run_redist(r, a->in, a->full, a->x); /* one gather for the three */
+    for (int k = 0; k < WO; k++)
+        matmul(a->heads, k > 0, a->full, 0, a->w[k], 1, 2 * TOKENS, DIM, HEAD);
+}
+static void attention_out(rig *r, attention *a) {
+    matmul(a->part, 0, a->heads, 0, a->w[WO], 1, 2 * TOKENS, HEAD, DIM);
+    run_redist(r, a->out, a->y, a->part);
+}
+static void attention_forward(rig *r, attention *a) {
+    run_redist(r, a->in, a->full, a->x);
+    for (int k = 0; k < WO; k++)
+        matmul(a->heads, k > 0, a->full, 0, a->w[k], 1, 2 * TOKENS, DIM, HEAD);
+    matmul(a->part, 0, a->heads, 0, a->w[WO], 1, 2 * TOKENS, HEAD, DIM);
+    run_redist(r, a->out, a->y, a->part);
+}
+static void attention_step(rig *r, void *arg) {
+    attention *a = (attention *)arg;
+    int at = r->log.num;
+    if (a->split) attention_qkv(r, a), attention_out(r, a);
+    else attention_forward(r, a);
+    check_text(r, at, "AG 320/2, RS 320/2");
+    at = r->log.num;
+    run_redist(r, a->back_out, a->dfull, a->dy);
+    matmul(a->dw[WO], 0, a->dfull, 1, a->heads, 0, DIM, 2 * TOKENS, HEAD);
+    matmul(a->dheads, 0, a->dfull, 0, a->w[WO], 0, 2 * TOKENS, DIM, HEAD);
+    for (int k = 0; k < WO; k++) { /* the three dX are added before they are reduced */
+        matmul(a->dpart, k > 0, a->dheads, 0, a->w[k], 0, 2 * TOKENS, HEAD, DIM);
+        matmul(a->dw[k], 0, a->dheads, 1, a->full, 0, HEAD, 2 * TOKENS, DIM);
+    }
+    run_redist(r, a->back_in, a->dx, a->dpart);
+    check_text(r, at, "AG 320/2, RS 320/2");
+    rig_saw(r, a->y, TOKENS * DIM), rig_saw(r, a->dx, TOKENS * DIM);
+    for (int k = 0; k < WEIGHTS; k++) rig_saw(r, a->dw[k], DIM * HEAD);
+}
+static void attention_body(rig *r) {
+    const fsdp_spec tokens = spec2(r, "S0", 2 * TOKENS, DIM);
+    attention *a = (attention *)lab_zeros(1, sizeof *a);
+    a->split = *(const int *)r->arg;
+    attention_begin(r, a);
+    const int from = twice(r, attention_step, a);
+    /* in such memory parts lie as they travel: nothing is copied */
+    CHECK_EQ_STR(records_from(r, from, ALL_RECORDS), records_from(r, from, COLLECTIVES));
+    check_part(r, &tokens, a->want_y, a->y, "y");
+    check_part(r, &tokens, a->want_dx, a->dx, "dx");
+    for (int k = 0; k < WEIGHTS; k++) {
+        const fsdp_spec cut = spec2(r, k == WO ? "S1" : "S0", DIM, DIM);
+        check_part(r, &cut, a->want_dw[k], a->dw[k], k == WO ? "dwo" : "dw of q, k or v");
+        free(a->want_dw[k]);
+    }
+    free(a->want_y), free(a->want_dx), free(a);
+}
+static void attend(const way *how, int split) {
+    task t = FSDP_ZERO;
+    t.body = attention_body, t.arg = &split, t.ndim = 1, t.mesh[0] = 2;
+    run_task(how, &t);
+}
+TEST_P(dtensor_compile, tp_compile_comm_reordering, ways) { attend(row, 0); }
+TEST_P(dtensor_compile, tp_compile_comm_reordering_graph_partition, ways) { attend(row, 1); }
+
+/* One redistribution that a step runs twice; with its backward. */
+typedef struct nested {
+    fsdp_redistribution *gather, *back;
+    float *x, *y, *z, *dx, *whole;
+} nested;
+static void nested_step(rig *r, void *arg) {
+    const nested *n = (const nested *)arg;
+    const fsdp_spec cut = spec2(r, "S0", 8, 4);
+    put_part(r, &cut, n->whole, n->x);
+    run_redist(r, n->gather, n->y, n->x);
+    run_redist(r, n->gather, n->z, n->x);
+    check_same(n->y, n->whole, 32, "first"), check_same(n->z, n->whole, 32, "second");
+    for (int i = 0; i < 32; i++) n->y[i] += n->z[i];
+    rig_saw(r, n->y, 32);
+    if (!n->back) return;
+    run_redist(r, n->back, n->dx, n->y); /* each rank gives twice the whole */
+    for (int i = 0; i < 16; i++)
+        W_CHECK(n->dx[i] == 4 * n->x[i], "%g, expected %g", (double)n->dx[i], 4 * (double)n->x[i]);
+    rig_saw(r, n->dx, 16);
+}
+static void nested_body(rig *r) {
+    const int trains = *(const int *)r->arg;
+    const fsdp_spec cut = spec2(r, "S0", 8, 4), all = spec2(r, "R", 8, 4), sums = spec2(r, "P", 8, 4);
+    nested n = FSDP_ZERO;
+    n.gather = redist(r, "inner", cut, all);
+    if (trains) n.back = backward_of(r, n.gather, &sums);
+    n.x = rig_own(r, 16), n.y = rig_own(r, 32), n.z = rig_own(r, 32), n.dx = rig_own(r, 16);
+    n.whole = values(6, 32);
+    nested_step(r, &n);
+    check_text(r, 0, trains ? "AG 16/2, AG 16/2, RS 16/2" : "AG 16/2, AG 16/2");
+    CHECK_EQ_INT((int64_t)info_of(r, n.gather).runs, 2);
+    twice(r, nested_step, &n);
+    CHECK_EQ_INT((int64_t)info_of(r, n.gather).runs, 6);
+    if (trains) CHECK_EQ_INT((int64_t)info_of(r, n.back).runs, 3);
+    CHECK_EQ_INT(routes_of(r), 1 + trains);
+    free(n.whole);
+}
+static void nest(const way *how, int trains) {
+    task t = FSDP_ZERO;
+    t.body = nested_body, t.arg = &trains, t.ndim = 1, t.mesh[0] = 2;
+    run_task(how, &t);
+}
+TEST_P(dtensor_compile, make_fx_with_invoke_subgraph_dtensor, ways) { nest(row, 0); }
+TEST_P(dtensor_compile, aot_autograd_over_dynamo_dtensor_requires_grad, ways) { nest(row, 1); }
